@@ -1,0 +1,1 @@
+"""Periodic evaluation: each evaluator is a class with run(params, step), see common.py."""

@@ -1,0 +1,209 @@
+"""Finding a source's files in a fixed order, and reading their bytes and lines with useful errors."""
+
+import glob
+import gzip
+import hashlib
+import os
+import zlib
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+from absl import logging
+
+CHUNK = 1 << 20
+BOM = b"\xef\xbb\xbf"
+
+
+class DataError(ValueError):
+  """Data that cannot be used; the message says what was found, where, and what to change."""
+
+
+class File(NamedTuple):
+  """A file and its name relative to the folder it was found in (equal on every machine)."""
+
+  name: str
+  path: Path
+
+
+class Tally:
+  """What one pass over a source has met; `bytes_read` is in the units of `Source.total_bytes`."""
+
+  def __init__(self):
+    self.bytes_read = 0
+    self.documents = 0
+    self.empty = 0
+    self.undecodable = 0
+
+
+def find_files(spec: str, source: str, matches: Callable[[str], bool], expected: str) -> list[File]:
+  """Files named by `spec`: a file, a folder (recursive) or a glob, several separated by commas.
+
+  Entries keep the order of `spec`; within a folder or glob, files are sorted by relative name. Hidden
+  files and folders are left out unless named directly; a folder reached twice (a symlink loop) and a
+  file reached twice are read once. `matches` filters the names found in folders, not those named directly.
+
+  Raises:
+    DataError: a path that does not exist, or one without a usable file.
+  """
+  key = f"input.sources.{source}.path"
+  entries = [spec] if os.path.exists(spec) else [part.strip() for part in spec.split(",") if part.strip()]
+  if not entries:
+    raise DataError(f"{key} is empty. Name {expected}, a folder or a glob of such files.")
+  files, seen, repeated = [], set(), 0
+  for entry in entries:
+    for file in _expand(os.path.expanduser(entry), key, matches, expected):
+      real = os.path.realpath(file.path)
+      repeated += real in seen
+      if real not in seen:
+        files.append(file)
+      seen.add(real)
+  if repeated:
+    logging.warning("%s: %d files were reached more than once and are read once.", key, repeated)
+  return files
+
+
+def _expand(entry: str, key: str, matches, expected: str) -> list[File]:
+  """The files of one entry of a path specification."""
+  if os.path.isfile(entry):
+    return [File(os.path.basename(entry), Path(entry))]
+  if os.path.isdir(entry):
+    base, found = entry, walk(entry)
+  elif glob.has_magic(entry):
+    head = entry
+    while glob.has_magic(head):
+      head = os.path.dirname(head)
+    base = head or "."
+    found = [p for p in glob.glob(entry, recursive=True) if os.path.isfile(p)]
+  elif os.path.lexists(entry):
+    raise DataError(f"{key}: {entry!r} is neither a file nor a folder (a broken link?).")
+  else:
+    parent = os.path.dirname(os.path.abspath(entry))
+    there = f"the folder holds {_some(os.listdir(parent))}" if os.path.isdir(parent) else f"nor does {parent!r}"
+    raise DataError(f"{key}: {entry!r} does not exist ({there}). Name {expected}, a folder or a glob.")
+  files = [File(Path(os.path.relpath(p, base)).as_posix(), Path(p)) for p in found]
+  usable = sorted(f for f in files if matches(f.name))
+  if not usable:
+    what = f"only {_some(f.name for f in files)}" if files else "no files"
+    raise DataError(f"{key}: {entry!r} has {what}; expected {expected}.")
+  if len(usable) < len(files):
+    logging.info("%s: %r has %d other files, which are not read.", key, entry, len(files) - len(usable))
+  return usable
+
+
+def walk(folder: str, skip_folders: frozenset[str] = frozenset()) -> list[str]:
+  """Paths of the regular, not hidden files under `folder`; each real folder is entered once."""
+  entered, found, odd = set(), [], []
+  for root, folders, names in os.walk(folder, followlinks=True):
+    real = os.path.realpath(root)
+    if real in entered:
+      folders.clear()
+      continue
+    entered.add(real)
+    # The order of entering decides which name a folder reached twice gets, so it must be fixed.
+    folders[:] = sorted(d for d in folders if not d.startswith(".") and d not in skip_folders)
+    for name in sorted(n for n in names if not n.startswith(".")):
+      path = os.path.join(root, name)
+      (found if os.path.isfile(path) else odd).append(path)
+  if odd:
+    logging.warning("%s: %d entries are not regular files and are not read: %s", folder, len(odd), _some(odd))
+  return found
+
+
+def _some(names, limit: int = 5) -> str:
+  """A few names for a message."""
+  names = sorted(map(str, names))
+  rest = f" and {len(names) - limit} more" if len(names) > limit else ""
+  return (", ".join(names[:limit]) or "nothing") + rest
+
+
+def hash_file(path: Path) -> str:
+  """BLAKE2b of a file's content, as hex."""
+  digest = hashlib.blake2b(digest_size=16)
+  with open_binary(path) as f:
+    while chunk := f.read(CHUNK):
+      digest.update(chunk)
+  return digest.hexdigest()
+
+
+def open_binary(path: Path):
+  """The file, opened for reading bytes; a DataError names it if that fails."""
+  try:
+    return open(path, "rb")
+  except OSError as e:
+    raise DataError(f"{path}: cannot be read: {e.strerror}.") from e
+
+
+def decode(raw: bytes, path: Path, offset: int = 0, line: int | None = None) -> str:
+  """UTF-8 text of `raw`, which begins `offset` bytes into the file; a byte-order mark there is dropped."""
+  if offset == 0 and raw.startswith(BOM):
+    raw, offset = raw[len(BOM) :], len(BOM)
+  try:
+    return raw.decode("utf-8")
+  except UnicodeDecodeError as e:
+    where = f"{path}:{line}" if line else f"{path}"
+    raise DataError(
+        f"{where}: not valid UTF-8 at byte offset {offset + e.start} (0x{raw[e.start]:02x}: {e.reason}). "
+        "Convert the file to UTF-8, or name only text files, e.g. with a glob such as 'folder/**/*.txt'."
+    ) from e
+
+
+def read_lines(path: Path, tally: Tally) -> Iterator[tuple[int, int, bytes]]:
+  """Yields (line number from 1, byte offset, bytes with their line end) of a plain, .gz or .zst file.
+
+  Offsets count uncompressed bytes. Raises DataError for a damaged or truncated compressed file.
+  """
+  before = tally.bytes_read
+  with open_binary(path) as raw:
+    offset = 0
+    try:
+      for number, line in enumerate(_split_lines(_decompress(raw, path)), 1):
+        yield number, offset, line
+        offset += len(line)
+        tally.bytes_read = before + raw.tell()
+    except (EOFError, zlib.error, gzip.BadGzipFile, OSError) as e:
+      raise DataError(f"{path}: damaged or truncated after {offset} bytes of text: {e}.") from e
+    tally.bytes_read = before + raw.tell()
+
+
+def _decompress(raw, path: Path):
+  """Chunks of the file's uncompressed bytes."""
+  if path.suffix == ".gz":
+    raw = gzip.GzipFile(fileobj=raw)
+  if path.suffix != ".zst":
+    while chunk := raw.read(CHUNK):
+      yield chunk
+    return
+  try:
+    import zstandard
+  except ImportError as e:
+    raise DataError(f"{path}: reading .zst files needs `pip install zstandard`.") from e
+  frame = fed = None
+  while chunk := raw.read(CHUNK):
+    while chunk:  # a file may be several frames in a row
+      if frame is None:
+        frame = zstandard.ZstdDecompressor().decompressobj()
+      try:
+        yield frame.decompress(chunk)
+      except zstandard.ZstdError as e:
+        raise DataError(f"{path}: damaged: {e}.") from e
+      chunk, fed = frame.unused_data if frame.eof else b"", True
+      frame = None if frame.eof else frame
+  if fed and frame is not None:
+    raise DataError(f"{path}: truncated: the last compressed frame has no end.")
+
+
+def _split_lines(chunks) -> Iterator[bytes]:
+  """Lines, cut after each newline byte; only the last may lack one."""
+  rest = []
+  for chunk in chunks:
+    lines = chunk.split(b"\n")
+    if len(lines) > 1:
+      yield b"".join([*rest, lines[0], b"\n"])
+      for line in lines[1:-1]:
+        yield line + b"\n"
+      rest = []
+    rest.append(lines[-1])
+  last = b"".join(rest)
+  if last:
+    yield last

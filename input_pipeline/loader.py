@@ -1,0 +1,231 @@
+"""Training batches as a pure function of (seed, step): sources, packing, mixture and stages put together.
+
+Steps take consecutive runs of the mixture's rows. Row k of the whole run is the same whatever the batch size,
+the hosts, the workers and the restarts; so a checkpoint needs the step alone.
+"""
+
+import hashlib
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from ml_collections import ConfigDict
+
+from input_pipeline.batches import PackedSource, empty_batch
+from input_pipeline.cache import tokenize_source
+from input_pipeline.evaluation import EvalData, make_eval_data
+from input_pipeline.mixture import Mixture, stage_weights
+from input_pipeline.packing import make_plan
+from input_pipeline.prefetch import Prefetcher
+from input_pipeline.sources import open_source
+from input_pipeline.tokenizer import Tokenizer
+from trainer.config import ConfigError
+
+__all__ = ["EvalData", "Prefetcher", "TrainData", "make_eval_data", "make_train_data", "train_texts"]
+
+MIXTURE_BY = ("examples", "tokens")
+
+
+def used_sources(input_cfg: ConfigDict) -> list[str]:
+  """Sorted names of the sources that have a positive weight in some stage.
+
+  Raises:
+    ConfigError: no sources, or bad weights.
+  """
+  if not len(input_cfg.sources):
+    raise ConfigError("input.sources is empty: add one, e.g. config.input.sources.mine = source(type='text', path=…).")
+  base = {name: input_cfg.sources[name].weight for name in sorted(input_cfg.sources)}
+  _, weights = stage_weights(base, input_cfg.weight_stages)
+  return [name for name in base if any(stage[name] for stage in weights)]
+
+
+def train_texts(cfg: ConfigDict) -> Callable[[], Iterator[str]]:
+  """A function that gives, from the start at each call, the texts of all training documents."""
+  sources = [open_source(cfg.input.sources[name], name) for name in used_sources(cfg.input)]
+
+  def texts() -> Iterator[str]:
+    for source in sources:
+      for document in source.documents():
+        yield document.text
+
+  return texts
+
+
+def default_cache_dir(input_cfg: ConfigDict, workdir: str | Path) -> Path:
+  """Where tokenised sources are kept."""
+  return Path(input_cfg.cache_dir) if input_cfg.cache_dir else Path(workdir) / "cache"
+
+
+def make_train_data(
+    cfg: ConfigDict, tokenizer: Tokenizer, *, workdir: str | Path, progress: bool = False
+) -> "TrainData":
+  """The training data of a full config; tokenises what is not in the cache yet.
+
+  Raises:
+    ConfigError, DataError, OSError: see `open_source`, `Mixture`, `tokenize_source`.
+  """
+  i = cfg.input
+  names = used_sources(i)
+  if i.mixture_by not in MIXTURE_BY:
+    raise ConfigError(f"input.mixture_by={i.mixture_by!r}; allowed: {', '.join(map(repr, MIXTURE_BY))}.")
+  sizes = BatchSizes(cfg.batch_size, cfg.grad_accum_steps, i.batch_size_stages)
+  steps, weights = stage_weights({n: i.sources[n].weight for n in sorted(i.sources)}, i.weight_stages)
+  packed = []
+  for name in names:
+    tokens = tokenize_source(
+        open_source(i.sources[name], name), tokenizer, default_cache_dir(i, workdir),
+        cfg.tokenizer.add_bos, cfg.tokenizer.add_eos, progress,
+    )
+    plan = make_plan(i.packing, np.diff(tokens.offsets), cfg.seq_len, seed=cfg.seed, name=name)
+    packed.append(PackedSource(tokens, plan))
+  weights = np.array([[stage[name] for name in names] for stage in weights], np.float64)
+  if i.mixture_by == "tokens" and len(names) > 1:
+    weights = weights / [_trained_per_row(source) for source in packed]
+  starts = [sizes.rows_before(step) for step in steps]
+  mixture = Mixture(starts, weights, [source.plan.num_rows for source in packed], i.stop, names)
+  order = [cfg.seed, cfg.seq_len, i.packing, starts, weights.tolist(), [s.tokens.fingerprint for s in packed]]
+  return TrainData(packed, mixture, sizes, cfg.seq_len, tokenizer.pad_id, _hash(order))
+
+
+def _trained_per_row(source: PackedSource) -> float:
+  stats = source.plan.stats()
+  if not stats.trained:
+    raise ConfigError(
+        f"input.mixture_by='tokens', but source {source.tokens.name!r} trains no token: its documents have one "
+        "token each. Set input.mixture_by='examples' or give it longer documents."
+    )
+  return stats.trained / stats.rows
+
+
+def _hash(parts) -> str:
+  return hashlib.blake2b(json.dumps(parts).encode(), digest_size=16).hexdigest()
+
+
+class BatchSizes:
+  """Rows of each step: `batch_size`, until a stage of `input.batch_size_stages` changes it.
+
+  Raises:
+    ConfigError: steps that do not increase, or a size that is not a multiple of the micro-batch.
+  """
+
+  def __init__(self, batch_size: int, grad_accum_steps: int, stages=()):
+    if batch_size < 1 or grad_accum_steps < 1 or batch_size % grad_accum_steps:
+      raise ConfigError(
+          f"batch_size={batch_size} must be a positive multiple of grad_accum_steps={grad_accum_steps}."
+      )
+    micro = batch_size // grad_accum_steps
+    self._steps, self._sizes, self._rows = [0], [batch_size], [0]
+    for entry in stages:
+      try:
+        step, size = entry
+      except (TypeError, ValueError) as e:
+        raise ConfigError(f"input.batch_size_stages: {entry!r} is not (step, batch_size).") from e
+      if step <= self._steps[-1]:
+        raise ConfigError(f"input.batch_size_stages: steps must increase from 1 on, found {step}.")
+      if size < 1 or size % micro:
+        raise ConfigError(
+            f"input.batch_size_stages: {size} from step {step} on is not a multiple of the micro-batch of {micro} "
+            f"rows (batch_size={batch_size} / grad_accum_steps={grad_accum_steps})."
+        )
+      self._rows.append(self.rows_before(step))
+      self._steps.append(step)
+      self._sizes.append(size)
+
+  def batch_size(self, step: int) -> int:
+    return self._sizes[int(np.searchsorted(self._steps, step, "right")) - 1]
+
+  def rows_before(self, step: int) -> int:
+    """Rows that all steps before `step` take together."""
+    stage = int(np.searchsorted(self._steps, step, "right")) - 1
+    return self._rows[stage] + (step - self._steps[stage]) * self._sizes[stage]
+
+  def steps_for(self, rows: float) -> int:
+    """The fewest first steps that take at least `rows` rows."""
+    stage = max(0, int(np.searchsorted(self._rows, rows, "left")) - 1)
+    return self._steps[stage] + max(0, int(-((self._rows[stage] - rows) // self._sizes[stage])))
+
+
+class TrainData:
+  """Batches by step. One epoch is as many rows as all used sources have together, whatever their weights."""
+
+  def __init__(
+      self, packed: list[PackedSource], mixture: Mixture, sizes: BatchSizes, seq_len: int, pad_id: int, fingerprint: str
+  ):
+    self._packed, self._mixture, self._sizes = packed, mixture, sizes
+    self._seq_len, self._pad_id = seq_len, pad_id
+    self.source_names = mixture.names
+    # Equal if and only if every row of the run is (`stop` and the batch size change no row).
+    self.fingerprint = fingerprint
+    self.rows_per_epoch = int(mixture.rows.sum())
+    self.steps_per_epoch = self.steps_for_rows(self.rows_per_epoch)
+    # None: endless. The last step's batch is filled up with padding rows.
+    self.num_rows: int | None = mixture.num_rows
+    self.num_steps: int | None = None if self.num_rows is None else self.steps_for_rows(self.num_rows)
+
+  def batch_range(self, step: int) -> tuple[int, int]:
+    """(first row of the run that `step` takes, how many it takes)."""
+    return self._sizes.rows_before(step), self._sizes.batch_size(step)
+
+  def steps_for_rows(self, rows: float) -> int:
+    """The fewest first steps that take at least `rows` rows."""
+    return self._sizes.steps_for(rows)
+
+  def epoch(self, step: int) -> float:
+    """Epochs taken before `step`."""
+    return self._rows_taken(step) / self.rows_per_epoch
+
+  def counters(self, step: int) -> dict[str, dict[str, float]]:
+    """For each source, the rows and the epochs of it taken before `step`."""
+    draws = self._mixture.draws(self._rows_taken(step)).tolist()
+    rows = self._mixture.rows.tolist()
+    return {n: {"rows": d, "epoch": d / r} for n, d, r in zip(self.source_names, draws, rows, strict=True)}
+
+  def batch(self, step: int, rows: slice | np.ndarray = slice(None)) -> dict[str, np.ndarray]:
+    """Rows `rows` of the batch of `step`: tokens, positions, segment_ids, loss_weights [R, T], source_ids [R].
+
+    A pure function: neither the calls before nor the thread matter.
+    """
+    first, size = self.batch_range(step)
+    k = first + np.arange(size)[rows]
+    batch = empty_batch(len(k), self._seq_len, self._pad_id)
+    there = np.arange(len(k)) if self.num_rows is None else np.flatnonzero(k < self.num_rows)
+    source, epoch, row = self._mixture.locate(k[there])
+    for s, e in np.unique(np.stack([source, epoch]), axis=1).T.tolist():
+      here = np.flatnonzero((source == s) & (epoch == e))
+      self._packed[s].fill(batch, there[here], e, row[here], s)
+    return batch
+
+  def stats(self) -> list[dict[str, Any]]:
+    """One row a source for the start-up table; `format_stats` prints it."""
+    table = []
+    for source in self._packed:
+      s, tokens = source.plan.stats(), source.tokens
+      table.append({
+          "source": tokens.name,
+          "documents": s.documents,
+          "skipped": sum(tokens.skipped.values()),
+          "bytes": int(tokens.num_bytes.sum()),
+          "tokens": s.tokens,
+          "rows": s.rows,
+          "documents split": s.split,
+          "padded %": 100 * s.padded,
+          "supervised %": 100 * s.trained / (s.rows * self._seq_len),
+      })
+    return table
+
+  def _rows_taken(self, step: int) -> int:
+    rows = self._sizes.rows_before(step)
+    return rows if self.num_rows is None else min(rows, self.num_rows)
+
+
+def format_stats(table: list[dict[str, Any]]) -> str:
+  """A plain-text table of `stats()`."""
+  cells = [list(table[0])]
+  for row in table:
+    cells.append([f"{v:.1f}" if isinstance(v, float) else f"{v:,}" if isinstance(v, int) else str(v) for v in row.values()])
+  widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+  lines = ["  ".join(c.ljust(w) if i == 0 else c.rjust(w) for i, (c, w) in enumerate(zip(r, widths, strict=True)))
+           for r in cells]
+  return "\n".join(lines)

@@ -1,0 +1,188 @@
+"""Named sources of documents: which documents belong to a split, in a fixed order, with a content identity.
+
+A document belongs to `validation` when a hash of its key falls below `validation_fraction`, else to `train`:
+whatever the order of files, and whatever else is added to the source. The key is the relative file name where
+a file is a document, and the text itself where a file holds many, so that duplicates stay on one side.
+"""
+
+import hashlib
+import json
+import os
+from collections.abc import Callable, Iterator
+from itertools import islice
+from pathlib import Path
+
+from absl import logging
+from ml_collections import ConfigDict
+
+from input_pipeline.files import DataError, Tally, hash_file
+from input_pipeline.readers import READERS, Document, TextReader
+from trainer.config import ConfigError
+
+__all__ = ["DataError", "Document", "Source", "open_source"]
+
+SPLITS = ("all", "train", "validation")
+# Part of every fingerprint: raise it when the same files would give other documents.
+VERSION = 1
+
+
+def open_source(
+    cfg: ConfigDict, name: str, *, split: str | None = None, max_documents: int | None = None
+) -> "Source":
+  """The source that `cfg` (made by `trainer.config.source`) describes; reads no file yet.
+
+  Args:
+    cfg: the source's config; only the keys that its type uses are read.
+    name: its name in `input.sources`, for messages.
+    split: replaces `cfg.split`.
+    max_documents: a further limit beside `cfg.max_documents`.
+
+  Raises:
+    ConfigError: an unknown type or split, or a number out of range.
+  """
+  key = f"input.sources.{name}"
+  if cfg.type not in READERS:
+    raise ConfigError(f"{key}.type={cfg.type!r}; allowed: {', '.join(map(repr, READERS))}.")
+  split = cfg.split if split is None else split
+  if split not in SPLITS:
+    raise ConfigError(f"{key}: split {split!r}; allowed: {', '.join(map(repr, SPLITS))}.")
+  fraction = None
+  if split != "all":
+    fraction = float(cfg.validation_fraction)
+    if not 0.0 < fraction < 1.0:
+      raise ConfigError(f"{key}.validation_fraction={fraction} must lie between 0 and 1; for no split set split='all'.")
+  limits = [n for n in (cfg.max_documents, max_documents) if n is not None]
+  if any(n < 1 for n in limits):
+    raise ConfigError(f"{key}: max_documents={min(limits)} must be at least 1; leave it unset for all documents.")
+  return Source(name, READERS[cfg.type](cfg, name), split, fraction, min(limits, default=None))
+
+
+class Source:
+  """Documents of one split of one source, in an order that depends on nothing but the files."""
+
+  def __init__(self, name: str, reader, split: str, fraction: float | None, max_documents: int | None):
+    self.name, self.split = name, split
+    self._reader, self._fraction, self._max_documents = reader, fraction, max_documents
+    # Counts of the pass in progress, or of the last one.
+    self.tally = Tally()
+
+  def documents(self) -> Iterator[Document]:
+    """Yields (name, text) of the split's documents; empty ones are skipped and counted in `tally`.
+
+    Raises:
+      DataError: unreadable data, or no document in the split.
+    """
+    self.tally = tally = Tally()
+    picked = self._select(tally)
+    if self._max_documents is not None:
+      total = sum(1 for _ in self._select(Tally()))
+      picked = _evenly_spaced(picked, total, self._max_documents)
+    for document in picked:
+      tally.documents += 1
+      yield document
+    if tally.empty or tally.undecodable:
+      logging.warning(
+          "source %r: skipped %d empty and %d undecodable documents.", self.name, tally.empty, tally.undecodable
+      )
+
+  def fingerprint(self, hasher: Callable[[Path], str] = hash_file) -> str:
+    """Identity of what `documents()` gives: relative names and contents of all files, split and options.
+
+    `hasher` maps a file to a hash of its content (`cache.FileHasher` remembers those of unchanged files).
+    """
+    files = [(name, hasher(path)) for name, path in self._reader.files()]
+    parts = [VERSION, self._reader.identity, self.split, self._fraction, self._max_documents, files]
+    return hashlib.blake2b(json.dumps(parts).encode(), digest_size=16).hexdigest()
+
+  def total_bytes(self) -> int | None:
+    """Size of the source's files, which `tally.bytes_read` reaches at the end of a pass."""
+    return sum(os.path.getsize(path) for _, path in self._reader.files())
+
+  def _select(self, tally: Tally) -> Iterator[Document]:
+    """The split's documents, without the limit on their number."""
+    found = self._not_empty(tally)
+    if self.split == "all":
+      picked = found
+    else:
+      head = list(islice(found, 2)) if isinstance(self._reader, TextReader) else []
+      if len(head) == 1:
+        yield self._cut(head[0])
+        return
+      picked = filter(self._in_split, _chain(head, found))
+    count = 0
+    for document in picked:
+      count += 1
+      yield document
+    if count == 0:
+      raise DataError(self._nothing(tally))
+
+  def _not_empty(self, tally: Tally) -> Iterator[Document]:
+    for document in self._reader.read(tally):
+      if document.text:
+        yield document
+      else:
+        tally.empty += 1
+
+  def _in_split(self, document: Document) -> bool:
+    key = document.name if self._reader.by_name else document.text
+    digest = hashlib.blake2b(utf8(key, document.name), digest_size=8).digest()
+    return (int.from_bytes(digest, "big") < self._fraction * 2**64) == (self.split == "validation")
+
+  def _cut(self, document: Document) -> Document:
+    """This split's part of a source's only document: train before, validation after one of its line ends."""
+    raw = utf8(document.text, document.name)
+    target = round(len(raw) * (1.0 - self._fraction))
+    # A cut is just after a newline byte, and leaves text on both sides.
+    below = raw.rfind(b"\n", 0, target) + 1
+    above = raw.find(b"\n", target) + 1
+    cuts = [c for c in (below, above) if 0 < c < len(raw)]
+    if not cuts:
+      raise DataError(
+          f"source {self.name!r} is one document of one line ({document.name}), which split={self.split!r} cannot "
+          f"divide. Set input.sources.{self.name}.split='all', or give more documents."
+      )
+    cut = min(cuts, key=lambda c: abs(c - target))
+    logging.info(
+        "source %r is a single document, %s, so its split is by position: the first %d bytes train, the last %d "
+        "validation.", self.name, document.name, cut, len(raw) - cut,
+    )
+    part = raw[:cut] if self.split == "train" else raw[cut:]
+    return Document(f"{document.name}[{self.split}]", part.decode("utf-8"))
+
+  def _nothing(self, tally: Tally) -> str:
+    """Why there are no documents."""
+    files = self._reader.files()
+    size = sum(os.path.getsize(path) for _, path in files)
+    key = f"input.sources.{self.name}"
+    where = f"{files[0].path}" if len(files) == 1 else f"{len(files)} files such as {files[0].path}"
+    if self.split == "all" or size == 0:
+      skipped = f", {tally.empty} empty documents" if tally.empty else ""
+      return f"source {self.name!r} has no text: {where}, {size} bytes{skipped}. Point {key}.path at files with text."
+    return (
+        f"source {self.name!r}: none of its documents falls into split {self.split!r} with "
+        f"validation_fraction={self._fraction} ({where}, {size} bytes). Change {key}.validation_fraction, give more "
+        f"documents (for type 'text', documents='line' or 'paragraph' makes more of them), or set split='all'."
+    )
+
+
+def utf8(text: str, name: str) -> bytes:
+  """`text` in UTF-8. Raises DataError for a lone surrogate, which JSON escapes can smuggle in."""
+  try:
+    return text.encode("utf-8")
+  except UnicodeEncodeError as e:
+    raise DataError(
+        f"{name}: character {e.start} is the lone surrogate U+{ord(text[e.start]):04X}, which is not text. "
+        "Remove it, or repair the escape it came from."
+    ) from e
+
+
+def _chain(head: list[Document], rest: Iterator[Document]) -> Iterator[Document]:
+  yield from head
+  yield from rest
+
+
+def _evenly_spaced(documents: Iterator[Document], total: int, count: int) -> Iterator[Document]:
+  """`count` of the `total` documents, spread evenly (all of them if there are fewer)."""
+  for i, document in enumerate(documents):
+    if total <= count or (i + 1) * count // total > i * count // total:
+      yield document

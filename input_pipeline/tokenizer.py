@@ -1,0 +1,316 @@
+"""Tokenizers: raw bytes, a byte-level BPE trained here, or a Hugging Face `tokenizer.json`.
+
+Encoding never inserts special tokens and never recognises them in text: a document that contains the literal
+string of a special token is encoded as ordinary text. BOS and EOS are added by id, in `cache.py`.
+"""
+
+import hashlib
+import json
+import os
+import tempfile
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import Protocol
+
+import numpy as np
+from absl import logging
+from ml_collections import ConfigDict
+from tokenizers import Tokenizer as Backend
+from tokenizers import decoders, models, pre_tokenizers, trainers
+from tqdm import tqdm
+
+from input_pipeline.files import DataError
+from trainer.config import ConfigError
+
+BOS, EOS = "<|bos|>", "<|eos|>"
+TYPES = ("bytes", "bpe", "hf")
+# Longer documents are encoded in parts of about so many characters, to bound memory.
+PART_CHARS = 1 << 18
+# Training text is chosen in pieces of about so many characters.
+SAMPLE_CHARS = 1 << 14
+
+
+class Tokenizer(Protocol):
+  """Text to ids and back. `pad_id` is any valid id: masks never look at ids."""
+
+  vocab_size: int
+  bos_id: int | None
+  eos_id: int | None
+  pad_id: int
+  # Equal for tokenizers that encode alike, on every machine.
+  fingerprint: str
+
+  def encode_batch(self, texts: list[str]) -> list[np.ndarray]:
+    """Ids (int32 [n]) of each text, without special tokens."""
+    ...
+
+  def decode(self, ids: Iterable[int]) -> str:
+    """Text of `ids`; special tokens are left out, broken UTF-8 becomes U+FFFD."""
+    ...
+
+  def save(self, path: Path) -> None:
+    """Writes `tokenizer.json` at `path` and `tokenizer_config.json` beside it, atomically."""
+    ...
+
+
+class BytesTokenizer:
+  """UTF-8 bytes are ids 0 to 255; BOS is 256, EOS 257."""
+
+  vocab_size, bos_id, eos_id, pad_id = 258, 256, 257, 257
+  fingerprint = "bytes-258"
+
+  def encode_batch(self, texts: list[str]) -> list[np.ndarray]:
+    return [np.frombuffer(text.encode("utf-8"), np.uint8).astype(np.int32) for text in texts]
+
+  def decode(self, ids: Iterable[int]) -> str:
+    return bytes(int(i) for i in ids if int(i) < 256).decode("utf-8", errors="replace")
+
+  def save(self, path: Path) -> None:
+    backend = Backend(models.BPE(vocab={c: b for b, c in enumerate(_byte_chars())}, merges=[]))
+    _byte_level(backend)
+    backend.add_special_tokens([BOS, EOS])
+    _save(backend.to_str(pretty=True), BOS, EOS, path)
+
+
+class HFTokenizer:
+  """Any tokenizer of the `tokenizers` library.
+
+  Args:
+    serialized: content of a tokenizer.json.
+    bos: the BOS token's string, or None.
+    eos: the EOS token's string, or None.
+    splits_at_spaces: encoding the parts of a text that is cut between a letter and a following space gives
+      the same ids as encoding it whole; long documents are then encoded in parts.
+  """
+
+  def __init__(self, serialized: str, bos: str | None, eos: str | None, splits_at_spaces: bool = False):
+    self._backend = Backend.from_str(serialized)
+    self._serialized, self._bos, self._eos, self._splits_at_spaces = serialized, bos, eos, splits_at_spaces
+    # A tokenizer.json may carry truncation and padding, which would drop text or add tokens.
+    self._backend.no_truncation()
+    self._backend.no_padding()
+    self._backend.encode_special_tokens = True
+    vocabulary = self._backend.get_vocab(with_added_tokens=True)
+    self.vocab_size = max(vocabulary.values()) + 1
+    for token in (bos, eos):
+      if token is not None and token not in vocabulary:
+        raise DataError(f"special token {token!r} of tokenizer_config.json is not in tokenizer.json's vocabulary.")
+    self.bos_id = vocabulary[bos] if bos is not None else None
+    self.eos_id = vocabulary[eos] if eos is not None else None
+    self.pad_id = self.eos_id if self.eos_id is not None else 0
+    parts = json.dumps([json.loads(serialized), bos, eos], sort_keys=True)
+    self.fingerprint = "hf-" + hashlib.blake2b(parts.encode(), digest_size=16).hexdigest()
+
+  def encode_batch(self, texts: list[str]) -> list[np.ndarray]:
+    if not self._splits_at_spaces:
+      return self._encode(texts)
+    parts = [split_text(text, PART_CHARS) for text in texts]
+    ids = iter(self._encode([part for of_text in parts for part in of_text]))
+    return [np.concatenate([next(ids) for _ in of_text]) for of_text in parts]
+
+  def _encode(self, texts: list[str]) -> list[np.ndarray]:
+    ids, start = [], 0
+    while start < len(texts):  # an Encoding takes many times its text's memory
+      stop, size = start, 0
+      while stop < len(texts) and (stop == start or size + len(texts[stop]) <= 16 * PART_CHARS):
+        size += len(texts[stop])
+        stop += 1
+      encodings = self._backend.encode_batch_fast(texts[start:stop], add_special_tokens=False)
+      ids += [np.array(e.ids, np.int32) for e in encodings]
+      start = stop
+    return ids
+
+  def decode(self, ids: Iterable[int]) -> str:
+    return self._backend.decode([int(i) for i in ids], skip_special_tokens=True)
+
+  def save(self, path: Path) -> None:
+    _save(self._serialized, self._bos, self._eos, path)
+
+
+def make_tokenizer(
+    cfg: ConfigDict, train_texts: Callable[[], Iterator[str]], save_path: Path, progress: bool = False
+) -> Tokenizer:
+  """The tokenizer of `cfg` (the `tokenizer` section), also saved at `save_path` (a file, tokenizer.json).
+
+  A BPE found at `save_path` is used as it is; training, which is deterministic, happens only without one.
+
+  Args:
+    cfg: the section; `path` is read only for hf, `vocab_size` and `train_megabytes` only for bpe.
+    train_texts: gives the training documents from the start, each time it is called.
+    save_path: where the tokenizer is kept for restarts.
+    progress: show a bar while training.
+
+  Raises:
+    ConfigError: an unknown type, a path that does not exist, an impossible size.
+    DataError: an unreadable tokenizer file.
+  """
+  save_path = Path(save_path)
+  if cfg.type == "bytes":
+    tokenizer = BytesTokenizer()
+  elif cfg.type == "hf":
+    if not cfg.path:
+      raise ConfigError("tokenizer.path is not set: type 'hf' needs a tokenizer.json or the folder that holds one.")
+    tokenizer = load_tokenizer(Path(cfg.path), key="tokenizer.path")
+  elif cfg.type == "bpe":
+    return _make_bpe(cfg.vocab_size, cfg.train_megabytes, train_texts, save_path, progress)
+  else:
+    raise ConfigError(f"tokenizer.type={cfg.type!r}; allowed: {', '.join(map(repr, TYPES))}.")
+  if save_path.exists():
+    saved = load_tokenizer(save_path)
+    tokenizer_saved_would_be = _round_trip(tokenizer)
+    if saved.fingerprint != tokenizer_saved_would_be:
+      raise ConfigError(
+          f"tokenizer.type={cfg.type!r}: {save_path} holds another tokenizer ({saved.vocab_size} entries) than the "
+          f"config asks for ({tokenizer.vocab_size}). Use a new workdir, or the tokenizer this one was started with."
+      )
+  else:
+    tokenizer.save(save_path)
+  return tokenizer
+
+
+def load_tokenizer(path: Path, key: str = "tokenizer") -> Tokenizer:
+  """The tokenizer in a tokenizer.json, or in the folder that holds it.
+
+  BOS and EOS are those named by `tokenizer_config.json` in the same folder; without it there are none.
+
+  Raises:
+    ConfigError: no such file.
+    DataError: the file is not a tokenizer.
+  """
+  file = path / "tokenizer.json" if path.is_dir() else path
+  if not file.is_file():
+    raise ConfigError(f"{key}: {str(file)!r} does not exist. Name a tokenizer.json or the folder that holds one.")
+  bos = eos = None
+  config = file.parent / "tokenizer_config.json"
+  try:
+    if config.is_file():
+      entries = json.loads(config.read_text("utf-8"))
+      bos, eos = (_token_string(entries.get(k)) for k in ("bos_token", "eos_token"))
+    else:
+      logging.warning("%s: no tokenizer_config.json beside it, so there is no BOS and no EOS.", file)
+    serialized = file.read_text("utf-8")
+    # Only our own byte-level files are known to split this way.
+    return HFTokenizer(serialized, bos, eos, splits_at_spaces=(bos, eos) == (BOS, EOS))
+  except Exception as e:  # the tokenizers library raises plain Exception
+    raise DataError(f"{file}: not a readable tokenizer ({e}). Replace it, or delete it if Weft made it.") from e
+
+
+def _token_string(entry) -> str | None:
+  """tokenizer_config.json gives a token as a string or as an object with its content."""
+  return entry["content"] if isinstance(entry, dict) else entry
+
+
+def _round_trip(tokenizer: Tokenizer) -> str:
+  """The fingerprint that `tokenizer` has once saved and loaded."""
+  if isinstance(tokenizer, HFTokenizer):
+    return tokenizer.fingerprint
+  with tempfile.TemporaryDirectory() as folder:
+    tokenizer.save(Path(folder) / "tokenizer.json")
+    return load_tokenizer(Path(folder)).fingerprint
+
+
+def _make_bpe(vocab_size, megabytes, train_texts, save_path: Path, progress: bool) -> HFTokenizer:
+  """Trains a byte-level BPE, or reuses the one at `save_path`."""
+  smallest = 256 + 2
+  if vocab_size < smallest:
+    raise ConfigError(
+        f"tokenizer.vocab_size={vocab_size} is too small: 256 bytes, BOS and EOS make at least {smallest}."
+    )
+  if megabytes <= 0:
+    raise ConfigError(f"tokenizer.train_megabytes={megabytes} must be positive.")
+  if not save_path.exists():
+    _train_bpe(vocab_size, megabytes, train_texts, progress).save(save_path)
+  tokenizer = load_tokenizer(save_path)
+  if tokenizer.vocab_size > vocab_size:
+    raise ConfigError(
+        f"tokenizer.vocab_size={vocab_size}, but {save_path} was trained with {tokenizer.vocab_size} entries. "
+        f"Set tokenizer.vocab_size={tokenizer.vocab_size}, or use a new workdir."
+    )
+  if tokenizer.vocab_size < vocab_size:
+    logging.warning(
+        "the BPE has %d entries, fewer than tokenizer.vocab_size=%d: its training text has no more pairs to merge.",
+        tokenizer.vocab_size, vocab_size,
+    )
+  return tokenizer
+
+
+def _train_bpe(vocab_size: int, megabytes: float, train_texts, progress: bool) -> HFTokenizer:
+  """A byte-level BPE (GPT-2's pre-tokenisation), lossless for any text."""
+  backend = Backend(models.BPE())
+  _byte_level(backend)
+  trainer = trainers.BpeTrainer(
+      vocab_size=vocab_size, special_tokens=[BOS, EOS], show_progress=False,
+      initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+  )
+  budget = round(megabytes * 1e6)
+  total = sum(_num_bytes(text) for text in train_texts())
+  with tqdm(
+      total=min(budget, total), desc="training the tokenizer", unit="B", unit_scale=True, disable=not progress
+  ) as bar:
+
+    def fed() -> Iterator[str]:
+      for text in spread_sample(train_texts(), total, budget):
+        bar.update(_num_bytes(text))
+        yield text
+
+    backend.train_from_iterator(fed(), trainer)
+  return HFTokenizer(backend.to_str(pretty=True), BOS, EOS, splits_at_spaces=True)
+
+
+def spread_sample(texts: Iterable[str], total: int, budget: int) -> Iterator[str]:
+  """About `budget` of the `total` UTF-8 bytes of `texts`, in pieces spread evenly over them."""
+  if total <= budget:
+    yield from texts
+    return
+  seen = kept = 0
+  for text in texts:
+    for piece in split_text(text, SAMPLE_CHARS):
+      size = _num_bytes(piece)
+      seen += size
+      if kept + size <= seen * budget / total:
+        kept += size
+        yield piece
+
+
+def split_text(text: str, size: int) -> list[str]:
+  """Parts of `text` of about `size` characters, each cut between an ASCII letter and a following space.
+
+  GPT-2's pre-tokenisation has a boundary at every such place, whatever stands around it, so encoding the
+  parts is encoding the text. Without such a place a part is as long as it has to be.
+  """
+  parts, start = [], 0
+  while len(text) - start > size:
+    cut = text.find(" ", start + size)
+    while cut > 0 and not (text[cut - 1].isascii() and text[cut - 1].isalpha()):
+      cut = text.find(" ", cut + 1)
+    if cut < 0:
+      break
+    parts.append(text[start:cut])
+    start = cut
+  return [*parts, text[start:]]
+
+
+def _num_bytes(text: str) -> int:
+  return len(text) if text.isascii() else len(text.encode("utf-8", errors="replace"))
+
+
+def _byte_level(backend: Backend) -> None:
+  backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+  backend.decoder = decoders.ByteLevel()
+
+
+def _byte_chars() -> list[str]:
+  """The character that stands for each byte in byte-level vocabularies (GPT-2): itself where printable."""
+  printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+  others = iter(range(0x100, 0x200))
+  return [chr(b) if b in printable else chr(next(others)) for b in range(256)]
+
+
+def _save(serialized: str, bos: str | None, eos: str | None, path: Path) -> None:
+  """Writes both files; tokenizer.json last, since its presence says that the tokenizer is complete."""
+  path.parent.mkdir(parents=True, exist_ok=True)
+  config = json.dumps({"bos_token": bos, "eos_token": eos}, indent=2)
+  for file, content in ((path.parent / "tokenizer_config.json", config), (path, serialized)):
+    temporary = file.with_name(f".{file.name}.{os.getpid()}")
+    temporary.write_text(content, "utf-8")
+    os.replace(temporary, file)

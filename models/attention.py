@@ -1,0 +1,119 @@
+"""Causal attention over packed rows: the one place that knows how it is computed.
+
+B batch, T query length, S key length (= T), H query heads, G key/value heads, R = H / G query heads per
+key/value head, K head size, W keys that one block of queries can see.
+
+Every implementation here keeps these promises:
+- a query sees keys of its own segment, at its own index or before, and within the window, nothing else;
+- masked scores weigh exactly 0, so other documents in the row cannot change a bit of the output;
+- padding (segment 0) is never attended to, and its own output is 0, with finite gradients;
+- scores and softmax are float32, whatever the inputs' dtype.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+
+IMPLEMENTATIONS = ("auto", "blocked")
+# Blocks are unrolled; on rows longer than so many of them they grow, which bounds compile time.
+MAX_BLOCKS = 32
+# Far below any score, yet finite: exp(MASKED - max) is exactly 0 and has no NaN in its gradient.
+MASKED = -1e30
+
+
+def attention(
+    q_BxTxHxK: jax.Array,
+    k_BxSxGxK: jax.Array,
+    v_BxSxGxK: jax.Array,
+    *,
+    segment_ids: jax.Array,
+    window: int | None = None,
+    scale: float,
+    logit_cap: float | None = None,
+    impl: str = "auto",
+    block: int = 128,
+) -> jax.Array:
+  """Attends causally within segments; returns [B, T, H, K] in the dtype of `v`.
+
+  Args:
+    q_BxTxHxK: queries; H is a multiple of G. Head h reads key/value head h // (H / G).
+    k_BxSxGxK: keys, S == T.
+    v_BxSxGxK: values.
+    segment_ids: int32 [B, T]; tokens attend only where these are equal; 0 is padding. The tokens of a
+      segment are contiguous, so that index differences are position differences.
+    window: how many tokens a query sees, itself included; None: all before it.
+    scale: factor on the scores.
+    logit_cap: scores become cap * tanh(score / cap), after scaling; None: no cap.
+    impl: one of IMPLEMENTATIONS; "auto" takes the fastest for the backend.
+    block: queries per block of the blocked implementation.
+
+  Raises:
+    ValueError: unknown `impl`, or shapes that do not fit.
+  """
+  if impl not in IMPLEMENTATIONS:
+    raise ValueError(f"attention: found impl {impl!r}, allowed: {', '.join(IMPLEMENTATIONS)}")
+  B, T, H, K = q_BxTxHxK.shape
+  S, G = k_BxSxGxK.shape[1:3]
+  if S != T or H % G or segment_ids.shape != (B, T):
+    raise ValueError(
+        f"attention: queries {q_BxTxHxK.shape}, keys {k_BxSxGxK.shape}, segments {segment_ids.shape}; needs "
+        "equal lengths and a number of query heads that the key/value heads divide"
+    )
+  q_BxGxRxTxK = q_BxTxHxK.reshape(B, T, G, H // G, K).transpose(0, 2, 3, 1, 4)
+  k_BxGxSxK, v_BxGxSxK = k_BxSxGxK.transpose(0, 2, 1, 3), v_BxSxGxK.transpose(0, 2, 1, 3)
+  out_BxGxRxTxK = _blocked(
+      q_BxGxRxTxK, k_BxGxSxK, v_BxGxSxK, segment_ids, window=window, scale=scale, logit_cap=logit_cap, block=block
+  )
+  return out_BxGxRxTxK.transpose(0, 3, 1, 2, 4).reshape(B, T, H, K)
+
+
+def _blocked(q_BxGxRxTxK, k_BxGxSxK, v_BxGxSxK, segment_ids, *, window, scale, logit_cap, block) -> jax.Array:
+  """Query blocks one after another, each against only the keys it can see.
+
+  Half of the score matrix is never computed (less with a window). Each block is recomputed in the
+  backward pass, so that memory for scores is that of one block.
+  """
+  T = q_BxGxRxTxK.shape[3]
+  block = max(1, block, -(-T // MAX_BLOCKS))
+  # A padding key equals no query's segment, not even a padding query's.
+  key_segments = jnp.where(segment_ids == 0, -1, segment_ids)
+  blocks = []
+  for start in range(0, T, block):
+    end = min(start + block, T)
+    first = 0 if window is None else max(0, start - window + 1)
+    attend = functools.partial(
+        _attend, offset=start - first, window=window, scale=scale, logit_cap=logit_cap
+    )
+    blocks.append(
+        jax.checkpoint(attend)(
+            q_BxGxRxTxK[:, :, :, start:end],
+            k_BxGxSxK[:, :, first:end],
+            v_BxGxSxK[:, :, first:end],
+            segment_ids[:, start:end],
+            key_segments[:, first:end],
+        )
+    )
+  return jnp.concatenate(blocks, axis=3) if len(blocks) > 1 else blocks[0]
+
+
+def _attend(q_BxGxRxTxK, k_BxGxWxK, v_BxGxWxK, segments_BxT, segments_BxW, *, offset, window, scale, logit_cap):
+  """Softmax attention of one block; query t sits at the index of key `offset` + t."""
+  T, W = q_BxGxRxTxK.shape[3], k_BxGxWxK.shape[2]
+  f32 = jnp.float32
+  scores = jnp.einsum("bgrtk,bgwk->bgrtw", q_BxGxRxTxK, k_BxGxWxK, preferred_element_type=f32) * scale
+  if logit_cap is not None:
+    scores = logit_cap * jnp.tanh(scores / logit_cap)
+  behind_TxW = (jnp.arange(T)[:, None] + offset) - jnp.arange(W)[None, :]
+  seen_TxW = behind_TxW >= 0
+  if window is not None:
+    seen_TxW &= behind_TxW < window
+  seen = (seen_TxW & (segments_BxT[:, :, None] == segments_BxW[:, None, :]))[:, None, None]
+  scores = jnp.where(seen, scores, MASKED)
+  # The maximum only keeps exp in range; the result does not depend on it.
+  top = jax.lax.stop_gradient(scores.max(-1, keepdims=True))
+  weights = jnp.where(seen, jnp.exp(scores - top), 0.0)
+  total = weights.sum(-1, keepdims=True)
+  out = jnp.einsum("bgrtw,bgwk->bgrtk", weights.astype(v_BxGxWxK.dtype), v_BxGxWxK, preferred_element_type=f32)
+  # Rows of padding see nothing: 0 / 1.
+  return (out / jnp.where(total == 0, 1.0, total)).astype(v_BxGxWxK.dtype)

@@ -1,0 +1,29 @@
+"""Settings of all tests: 8 forced CPU devices, NNX's tree mode, strict shapes, a compilation cache for the session."""
+
+import os
+import shutil
+import tempfile
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+
+# Before JAX is imported. Subprocesses inherit these; those that want another number of devices override XLA_FLAGS.
+os.environ.update(
+    JAX_PLATFORMS="cpu",
+    XLA_FLAGS="--xla_force_host_platform_device_count=8",
+    NNX_GRAPH_MODE="false",
+    NNX_GRAPH_UPDATES="false",
+    JAX_NUMPY_RANK_PROMOTION="raise",
+    JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS="0.3",
+    PYTHONPATH=os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")])),
+)
+# One cache for all workers of this session, in a folder of its own that is new each time.
+_OWNS_CACHE = "WEFT_TEST_CACHE" not in os.environ
+if _OWNS_CACHE:
+  os.environ["WEFT_TEST_CACHE"] = tempfile.mkdtemp(prefix="weft-test-cache-")
+os.environ["JAX_COMPILATION_CACHE_DIR"] = os.environ["WEFT_TEST_CACHE"]
+
+
+def pytest_unconfigure():
+  if _OWNS_CACHE:
+    shutil.rmtree(os.environ["WEFT_TEST_CACHE"], ignore_errors=True)

@@ -1,0 +1,1 @@
+"""Tests of input_pipeline, one file a module."""

@@ -1,0 +1,127 @@
+"""resolve, validate, audit, differences: what is accepted, and what each refusal says."""
+
+import json
+
+import pytest
+
+from trainer import config_checks as checks
+from trainer.config import ConfigError, defaults, evaluator, source
+
+
+def minimal(**changed):
+  config = defaults()
+  config.input.sources.main = source(type="python_stdlib")
+  config.update(changed)
+  return config
+
+
+def test_resolve_fills_partial_dicts_with_defaults():
+  resolved = checks.resolve({"optimizer": {"b2": 0.9}, "input": {"sources": {"a": {"type": "text", "path": "x"}}}})
+  assert resolved.optimizer.b2 == 0.9
+  assert resolved.optimizer.b1 == defaults().optimizer.b1
+  assert resolved.input.sources.a.path == "x"
+  assert resolved.input.sources.a.weight == 1.0
+
+
+@pytest.mark.parametrize("given, expected", [
+    ({"optimzer": {}}, "unknown key config.optimzer; did you mean config.optimizer?"),
+    ({"optimizer": {"learning_rat": 1.0}}, "did you mean config.optimizer.learning_rate?"),
+    ({"input": {"sources": {"a": {"pth": "x"}}}}, "did you mean config.input.sources.a.path?"),
+    ({"evals": {"v": {"typ": "loss"}}}, "did you mean config.evals.v.type?"),
+    ({"batch_size": "8"}, "config.batch_size is '8' (str); it must be a whole number"),
+    ({"batch_size": 1.5}, "config.batch_size is 1.5"),
+    ({"batch_size": True}, "config.batch_size is True"),
+    ({"model": {"window": "x"}}, "a whole number or None"),
+    ({"model": 3}, "must be a dict"),
+    ({"strategy": {"name": "sqe"}}, "known strategies: seq"),
+    ({"callbacks": {"mine": {"argument": 1}}}, "config.callbacks.mine has no `type`"),
+])
+def test_resolve_refuses(given, expected):
+  with pytest.raises(ConfigError) as error:
+    checks.resolve(given)
+  assert expected in str(error.value)
+
+
+def test_resolve_lists_every_problem_at_once():
+  with pytest.raises(ConfigError) as error:
+    checks.resolve({"optimzer": {}, "batch_size": "x"})
+  assert "2 problems" in str(error.value)
+
+
+def test_whole_floats_are_numbers_of_either_kind():
+  resolved = checks.resolve({"batch_size": 16.0, "optimizer": {"learning_rate": 1}})
+  assert (resolved.batch_size, resolved.optimizer.learning_rate) == (16, 1.0)
+
+
+def test_unset_keys_are_independent():
+  config = minimal()
+  config.model.window = 7
+  assert config.model.num_kv_heads is None
+
+
+def test_a_duration_replaces_the_default_in_another_unit():
+  resolved = checks.resolve({"total_tokens": 1000, "schedule": {"warmup_steps": 5}})
+  assert resolved.total_steps == -1 and resolved.schedule.warmup_percent == -1
+
+
+@pytest.mark.parametrize("changed, expected", [
+    (dict(batch_size=6, grad_accum_steps=4), "Try --config.batch_size=8"),
+    (dict(batch_size=0), "batch_size is 0"),
+    (dict(seq_len=1), "seq_len is 1"),
+    (dict(keep_best_mode="low"), "allowed: min, max"),
+    (dict(optimizer=dict(name="adam")), "allowed: adamw, adafactor, muon, lion, sgd"),
+    (dict(schedule=dict(floor=1.5)), "schedule.floor is 1.5"),
+    (dict(precision=dict(params="bfloat16"), optimizer=dict(learning_rate=1e-5)), "lost to rounding"),
+])
+def test_validate_refuses(changed, expected):
+  with pytest.raises(ConfigError) as error:
+    checks.validate(checks.resolve({"input": {"sources": {"a": {"type": "python_stdlib"}}}, **changed}))
+  assert expected in str(error.value)
+
+
+def test_no_source_says_what_to_write():
+  with pytest.raises(ConfigError, match="input.sources is empty"):
+    checks.validate(checks.resolve({}))
+
+
+def test_audit_refuses_changed_keys_that_nothing_read():
+  view = checks.View(checks.resolve(minimal(optimizer=dict(b2=0.5, momentum=0.9))))
+  assert view.optimizer.b2 == 0.5
+  _ = view.input.sources.main.type
+  with pytest.raises(ConfigError) as error:
+    checks.audit(view)
+  assert "config.optimizer.momentum = 0.9" in str(error.value)
+  assert "b2" not in str(error.value)
+  _ = view.optimizer.momentum
+  checks.audit(view)
+
+
+def test_audit_accepts_unread_defaults():
+  view = checks.View(checks.resolve(minimal()))
+  _ = view.input.sources.main.type
+  checks.audit(view)
+
+
+def test_view_is_read_only_and_names_missing_keys():
+  view = checks.View(checks.resolve(minimal()))
+  with pytest.raises(AttributeError, match="read-only"):
+    view.optimizer.b2 = 1
+  with pytest.raises(AttributeError, match="config.optimizer.nothing"):
+    _ = view.optimizer.nothing
+
+
+def test_differences_survive_json_and_ignore_what_does_not_train():
+  first = checks.resolve(minimal())
+  saved = json.loads(checks.to_json(first))
+  assert checks.differences(saved, first) == []
+  free = checks.resolve(minimal(log_steps=3, mesh=dict(data=2)))
+  assert checks.differences(saved, free) == []
+  other = checks.resolve(minimal(seq_len=64, evals=dict(v=evaluator())))
+  assert checks.differences(saved, other) == ["seq_len: 256 -> 64"]
+
+
+def test_explain_override_names_the_nearest_key(tmp_path):
+  file = tmp_path / "c.py"
+  file.write_text("from trainer.config import defaults\ndef get_config(arg=None):\n  return defaults()\n")
+  message = checks.explain_override(["x", f"--config={file}", "--config.optimizer.learning_rat=1"], KeyError("x"))
+  assert message == "unknown key config.optimizer.learning_rat; did you mean config.optimizer.learning_rate?"

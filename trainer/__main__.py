@@ -1,0 +1,40 @@
+"""Train: python -m trainer --config=configs/quickstart.py --workdir=DIR [--config.key=value …]"""
+
+import sys
+
+from absl import app, flags, logging
+from ml_collections import config_flags
+
+from trainer.config import ConfigError
+
+_CONFIG = config_flags.DEFINE_config_file("config", None, "Config file, e.g. configs/quickstart.py.", lock_config=True)
+_WORKDIR = flags.DEFINE_string("workdir", None, "Folder for checkpoints, metrics and samples; the same folder resumes.")
+flags.mark_flags_as_required(["config", "workdir"])
+
+
+def main(argv: list[str]) -> None:
+  if len(argv) > 1:
+    raise app.UsageError(f"unexpected arguments {argv[1:]}; overrides are written --config.key=value")
+  # JAX takes seconds to import: only now, so that a mistyped flag is told at once.
+  from input_pipeline.sources import DataError
+  from trainer.main import train
+  try:
+    train(_CONFIG.value, _WORKDIR.value)
+  except (ConfigError, DataError, OSError, FloatingPointError) as error:
+    # What a user can act on: one message, without a traceback (which --verbosity=1 adds).
+    logging.debug("Traceback:", exc_info=True)
+    sys.exit(f"\n{type(error).__name__}: {error}")
+
+
+def _parse_flags(argv: list[str]) -> list[str]:
+  """Parses flags; an override of a key that does not exist is told with the nearest one that does."""
+  try:
+    return app.parse_flags_with_usage(argv)
+  except (AttributeError, KeyError) as error:
+    from trainer import config_checks
+    sys.exit(f"ConfigError: {config_checks.explain_override(argv, error)}")
+
+
+if __name__ == "__main__":
+  logging.set_verbosity(logging.WARNING)
+  app.run(main, flags_parser=_parse_flags)

@@ -1,0 +1,287 @@
+"""What happens around the steps: the protocol, and the built-in callbacks in the order they are called.
+
+A config adds its own by dotted path, called after the built-in ones:
+
+    config.callbacks.mine = dict(type="my_package.MyCallback", some_argument=3)
+
+What must happen inside the compiled step (clipping, rematerialisation, the finite guard) is config, not callback.
+"""
+
+import signal
+import sys
+import time
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import jax
+from absl import logging
+from tqdm import tqdm
+
+from trainer.config import ConfigError, load_class
+
+
+if TYPE_CHECKING:
+  from trainer.run import Run
+
+
+class Callback:
+  """Every hook, doing nothing. `run` (trainer/run.py) holds the step, the state, the config and the writers."""
+
+  def on_train_begin(self, run: "Run") -> None:
+    """Everything is set up, nothing is trained in this process yet; `run.step` may be above 0."""
+
+  def on_epoch_begin(self, run: "Run", epoch: int) -> None:
+    """The data begin anew."""
+
+  def on_step_begin(self, run: "Run") -> None:
+    """Before the batch of update `run.step + 1` is taken."""
+
+  def on_optimizer_step(self, run: "Run") -> None:
+    """Update `run.step` is dispatched and `run.state` is the state after it, though the device may still compute."""
+
+  def on_step_end(self, run: "Run", step: int, metrics: dict[str, float]) -> None:
+    """The metrics of update `step` are on the host. Called one step late, so that the device never waits."""
+
+  def on_epoch_end(self, run: "Run", epoch: int) -> None:
+    """The data have all been seen once more."""
+
+  def on_eval(self, run: "Run", name: str, metrics: dict[str, float]) -> None:
+    """Evaluator `name` has run; metrics are named `eval/<name>/<metric>`."""
+
+  def on_checkpoint(self, run: "Run", step: int) -> None:
+    """A checkpoint of update `step` is being written."""
+
+  def on_train_end(self, run: "Run") -> None:
+    """The last step is done, or a stop was asked for; everything is saved."""
+
+  def on_error(self, run: "Run", error: BaseException) -> None:
+    """The run ends with this error, which is raised again afterwards."""
+
+
+class Preemption(Callback):
+  """SIGTERM and SIGINT: finish the step, save, exit 0. A second one exits at once."""
+
+  def on_train_begin(self, run):
+    self._previous = {}
+    for number in (signal.SIGTERM, signal.SIGINT):
+      try:
+        self._previous[number] = signal.signal(number, lambda received, frame: self._received(run, received))
+      except ValueError:  # not the main thread (a notebook, say): the caller keeps its own handling
+        logging.info("Not in the main thread: signals keep their handlers, a stop is not saved.")
+        return
+
+  def _received(self, run, number):
+    name = signal.Signals(number).name
+    if run.stop_requested:
+      sys.stderr.write(f"\n{name} again: exiting at once, without saving.\n")
+      # Not sys.exit: threads that are writing must not hold the process.
+      signal.signal(number, signal.SIG_DFL)
+      signal.raise_signal(number)
+    run.stop_requested = name
+    run.say(f"{name}: stopping after this step, saving. (Once more: exit at once.)")
+
+  def on_train_end(self, run):
+    for number, handler in self._previous.items():
+      signal.signal(number, handler)
+
+  def on_error(self, run, error):
+    self.on_train_end(run)
+
+
+class Health(Callback):
+  """Stops a run whose steps are no longer finite, and says where it began."""
+
+  def __init__(self, max_in_a_row: int, gradient_paths: list[str]):
+    self._max, self._paths = max_in_a_row, gradient_paths
+    self._first = None
+
+  def on_step_end(self, run, step, metrics):
+    in_a_row = int(metrics["nonfinite_in_a_row"])
+    if not in_a_row:
+      self._first = None
+      return
+    leaf = int(metrics["nonfinite_leaf"])
+    where = f"the gradient of {self._paths[leaf]}" if leaf >= 0 else "the loss"
+    self._first = self._first or (step, where)
+    logging.warning("Step %d was not finite (first in %s): skipped, nothing changed. %d in a row, %d in all.",
+                    step, where, in_a_row, int(metrics["nonfinite"]))
+    if in_a_row >= self._max:
+      first_step, first_where = self._first
+      raise FloatingPointError(
+          f"{in_a_row} steps in a row were not finite, from step {first_step} on, first in {first_where}. Parameters "
+          "are as before that step. Lower optimizer.learning_rate, raise schedule.warmup, or look at the data of "
+          "that step; optimizer.max_nonfinite_steps sets how many steps are tolerated.")
+
+
+class MetricsLog(Callback):
+  """Writes rows of metrics: every `log_*`, and the first and the last step."""
+
+  def __init__(self, every: int):
+    self._every = every
+    self._last = None
+
+  def on_train_begin(self, run):
+    self._last = run.step
+    run.chrono.start_window(run.tokens_seen(run.step))
+
+  def on_step_end(self, run, step, metrics):
+    if not (self._every and (step % self._every == 0 or step in (1, run.total_steps))):
+      return
+    row = {k: v for k, v in metrics.items() if not k.startswith("nonfinite")}
+    row["nonfinite_steps"] = metrics["nonfinite"]
+    row |= run.learning_rates(step - 1)
+    row |= {"tokens_seen": run.tokens_seen(step), "epoch": run.data.epoch(step)}
+    if len(run.data.source_names) > 1:
+      for source, counts in run.data.counters(step).items():
+        row |= {f"data/{source}/{name}": value for name, value in counts.items()}
+    run.last_row = row | run.chrono.window(run.tokens_seen(step), step - self._last)
+    self._last = step
+    run.writer.write_scalars(step, run.last_row)
+
+  def on_train_end(self, run):
+    run.writer.flush()
+
+
+class Progress(Callback):
+  """A progress bar with loss, tokens/s and time left; in a log file, a line now and then instead."""
+
+  def __init__(self, seconds_between_lines: float = 10.0):
+    self._bar, self._interval, self._line_at = None, seconds_between_lines, 0.0
+
+  def on_train_begin(self, run):
+    self._began, self._first, self._tokens = time.monotonic(), run.step, run.tokens_seen(run.step)
+    if jax.process_index() == 0 and sys.stderr.isatty():
+      self._bar = tqdm(total=run.total_steps, initial=run.step, unit="step", dynamic_ncols=True, desc="train")
+      run.say = self._bar.write
+
+  def on_step_end(self, run, step, metrics):
+    now = time.monotonic()
+    seconds = max(now - self._began, 1e-9)
+    rate = (run.tokens_seen(step) - self._tokens) / seconds
+    if self._bar is not None:
+      self._bar.set_postfix_str(f"loss {metrics['loss']:.3f}, {rate:,.0f} tokens/s", refresh=False)
+      self._bar.update(step - self._bar.n)
+    elif now - self._line_at >= self._interval or step == run.total_steps:
+      self._line_at = now
+      left = (run.total_steps - step) * seconds / max(step - self._first, 1)
+      run.say(f"step {step}/{run.total_steps} ({step / run.total_steps:.0%})  loss {metrics['loss']:.3f}  "
+              f"{rate:,.0f} tokens/s  {int(left // 60)}:{int(left % 60):02d} left")
+
+  def on_train_end(self, run):
+    if self._bar is not None:
+      self._bar.close()
+      self._bar, run.say = None, print
+
+  def on_error(self, run, error):
+    self.on_train_end(run)
+
+
+class Evaluate(Callback):
+  """Runs the evaluators: at step 0, every `eval_*` of each, and at the end.
+
+  Args:
+    evaluators: {name: evaluator}; plans: {name: (every n steps, at_start, at_end, on_error)}.
+  """
+
+  def __init__(self, evaluators: dict[str, Any], plans: dict[str, tuple[int, bool, bool, str]]):
+    self._evaluators, self._plans = evaluators, plans
+    self.failures = 0
+
+  def on_train_begin(self, run):
+    if run.step == 0:
+      self._run(run, [name for name, plan in self._plans.items() if plan[1]])
+
+  def on_optimizer_step(self, run):
+    last = run.step == run.total_steps
+    self._run(run, [name for name, (every, _, at_end, _) in self._plans.items()
+                    if (last and at_end) or (every and run.step % every == 0)])
+
+  def _run(self, run, names):
+    if not names:
+      return
+    run.settle()
+    row = {}
+    with run.chrono.pause("eval"):
+      start = time.perf_counter()
+      params = run.state.get("ema", run.state["params"])
+      for name in names:
+        try:
+          metrics = {f"eval/{name}/{k}": v for k, v in self._evaluators[name].run(params, run.step)}
+        except Exception as e:
+          if self._plans[name][3] != "warn":
+            raise RuntimeError(f"evaluator {name!r} failed at step {run.step}: {e} (to go on all the same: "
+                               f"--config.evals.{name}.on_error=warn)") from e
+          self.failures += 1
+          logging.exception("Evaluator %r failed at step %d; the run goes on.", name, run.step)
+          metrics = {f"eval/{name}/failures": float(self.failures)}
+        row |= metrics
+        run.callbacks("on_eval", run, name, metrics)
+    row["time/eval"] = time.perf_counter() - start
+    run.last_eval = (run.step, row)
+    run.writer.write_scalars(run.step, row)
+
+
+class SaveCheckpoints(Callback):
+  """Saves every `ckpt_*` and `keep_*` steps; the final save is the loop's own."""
+
+  def __init__(self, every: int, keep_every: int):
+    self._every, self._keep_every = every, keep_every
+
+  def on_optimizer_step(self, run):
+    if any(every and run.step % every == 0 for every in (self._every, self._keep_every)):
+      run.save()
+
+
+class Profiler(Callback):
+  """Writes a trace of `num_steps` steps into <workdir>/profile, for TensorBoard or Perfetto."""
+
+  def __init__(self, directory: str, start_step: int, num_steps: int):
+    self._directory, self._start, self._stop = directory, start_step, start_step + num_steps
+    self._on = False
+
+  def on_step_begin(self, run):
+    if run.step == self._start:
+      run.settle()
+      jax.profiler.start_trace(self._directory)
+      self._on = True
+
+  def on_optimizer_step(self, run):
+    if self._on and run.step >= self._stop:
+      self._end(run)
+
+  def _end(self, run):
+    if self._on:
+      jax.block_until_ready(run.state["step"])
+      jax.profiler.stop_trace()
+      self._on = False
+      run.say(f"Profile of steps {self._start + 1} to {run.step} in {self._directory}")
+
+  def on_train_end(self, run):
+    self._end(run)
+
+
+def make_custom(cfg: Any) -> list[Callback]:
+  """The callbacks that `config.callbacks` names: {name: {type: dotted path, …its arguments}}.
+
+  Raises:
+    ConfigError: if a class cannot be imported or does not take those arguments.
+  """
+  made = []
+  for name, given in cfg.items():
+    arguments = {key: given[key] for key in given if key != "type"}
+    try:
+      made.append(load_class(given.type, f"callbacks.{name}.type")(**arguments))
+    except TypeError as e:
+      raise ConfigError(f"callbacks.{name}: {given.type} does not take {arguments}: {e}") from e
+  return made
+
+
+class Callbacks:
+  """Several callbacks; `callbacks("on_eval", run, name, metrics)` calls that hook of each, in their order."""
+
+  def __init__(self, callbacks: Sequence[Callback]):
+    self._callbacks = tuple(callbacks)
+
+  def __call__(self, hook: str, *args: Any) -> None:
+    for callback in self._callbacks:
+      getattr(callback, hook)(*args)

@@ -1,0 +1,238 @@
+"""Checkpoints: Orbax, asynchronous and atomic, restorable onto any mesh.
+
+`checkpoints/<step>/` is the state after <step> updates, and holds `state` (the nested dict of arrays) and `meta`
+(JSON: step, data position, time spent, resolved config). It is written to a temporary folder and renamed, so a
+folder with that name is complete. A folder that cannot be read all the same is renamed to `<step>.unreadable`,
+and the one before it is used.
+"""
+
+import json
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import orbax.checkpoint as ocp
+from absl import logging
+from orbax.checkpoint import checkpoint_managers as policies
+
+from trainer import patterns, processes
+from trainer.config import ConfigError
+
+
+class CheckpointError(OSError):
+  """A checkpoint that could not be written or read; the message says where and what to do."""
+
+
+@dataclass(frozen=True)
+class Restored:
+  state: Any
+  meta: dict[str, Any]
+  path: Path
+
+
+class Checkpoints:
+  """The checkpoints of one workdir.
+
+  Args:
+    directory: the workdir's `checkpoints` folder.
+    keep_last: that many newest ones stay …
+    keep_steps: … and those at multiples of this (0: none) …
+    keep_best: … and the one with the best value of this metric ("" or None: none), by `best_mode` min or max.
+  """
+
+  def __init__(self, directory: Path, *, keep_last: int = 1, keep_steps: int = 0, keep_best: str | None = None,
+               best_mode: str = "min"):
+    self.directory = Path(directory).absolute()
+    kept = [policies.LatestN(keep_last)]
+    if keep_steps:
+      kept.append(policies.EveryNSteps(keep_steps))
+    self._best = keep_best
+    if keep_best:
+      kept.append(policies.BestN(get_metric_fn=_value_of(keep_best), n=1, reverse=best_mode == "min",
+                                 keep_checkpoints_without_metrics=False))
+    self._options = ocp.CheckpointManagerOptions(
+        preservation_policy=policies.AnyPreservationPolicy(kept), cleanup_tmp_directories=True,
+        enable_async_checkpointing=True)
+    self._manager = self._open()
+
+  def _open(self) -> ocp.CheckpointManager:
+    return ocp.CheckpointManager(self.directory, options=self._options, item_names=("state", "meta"))
+
+  def steps(self) -> list[int]:
+    """Steps of the complete checkpoints, oldest first."""
+    return sorted(self._manager.all_steps())
+
+  def save(self, step: int, state: Any, meta: dict[str, Any], metrics: dict[str, float] | None = None) -> bool:
+    """Starts to save; returns once the state is copied, so that it may be donated. False if it is there already.
+
+    Raises:
+      CheckpointError: if this or the previous, asynchronous save failed (a full disk, say).
+    """
+    if step in self._manager.all_steps():
+      return False
+    metrics = metrics if self._best and metrics and self._best in metrics else None
+    with _explained(self, f"save step {step}"):
+      self._manager.save(
+          step, force=True, metrics=metrics,
+          # On CPU the arrays handed to the writing thread would otherwise be views of buffers that the next
+          # step overwrites.
+          args=ocp.args.Composite(state=ocp.args.PyTreeSave(_as_dicts(_own_buffers(state))),
+                                  meta=ocp.args.JsonSave(meta)))
+    return True
+
+  def wait(self) -> None:
+    """Returns when everything is on disk.
+
+    Raises:
+      CheckpointError: if it could not be written.
+    """
+    with _explained(self, "finish saving"):
+      self._manager.wait_until_finished()
+
+  def close(self) -> None:
+    """Finishes saving and frees the writing threads."""
+    self.wait()
+    self._manager.close()
+
+  def restore_newest(self, target: Any) -> Restored | None:
+    """The newest checkpoint that can be read, placed as `target` (ShapeDtypeStructs with shardings) says; None if
+    there is none. Unreadable ones are named, renamed and passed over.
+
+    Raises:
+      CheckpointError: if there are checkpoints, but none can be read.
+    """
+    unreadable = []
+    for step in reversed(self.steps()):
+      try:
+        state, meta = _restore(self._manager, step, target)
+        return Restored(state, meta, self.directory / str(step))
+      except Exception as e:  # Orbax and TensorStore raise many kinds; all mean that it cannot be read
+        reason = f"{type(e).__name__}: {str(e).splitlines()[0][:200] if str(e) else ''}"
+        unreadable.append(f"{self.directory / str(step)} ({reason})")
+        logging.error("Checkpoint %s cannot be read: %s. It is renamed to %d.unreadable, and the one before it is "
+                      "used.", self.directory / str(step), reason, step)
+        self._set_aside(step)
+    if unreadable:
+      raise CheckpointError("no checkpoint of this workdir can be read:\n  " + "\n  ".join(unreadable)
+                            + "\nThey were renamed to *.unreadable; run again to start from scratch, or use a new "
+                            "workdir.")
+    return None
+
+  def _set_aside(self, step: int) -> None:
+    folder = self.directory / str(step)
+    if jax.process_index() == 0 and folder.exists():
+      aside = folder.with_name(f"{step}.unreadable")
+      while aside.exists():
+        aside = aside.with_name(aside.name + "~")
+      folder.rename(aside)
+    processes.sync("set aside an unreadable checkpoint")
+    self._manager.close()
+    self._manager = self._open()
+
+
+def find(path: str) -> Path:
+  """The checkpoint folder meant by a workdir (its newest one), its `checkpoints` folder, or one checkpoint.
+
+  Raises:
+    ConfigError: if there is none.
+  """
+  given = Path(path).expanduser().absolute()
+  if (given / "state").is_dir():
+    return given
+  for folder in (given / "checkpoints", given):
+    steps = [int(p.name) for p in folder.glob("*") if re.fullmatch(r"\d+", p.name)] if folder.is_dir() else []
+    if steps:
+      return folder / str(max(steps))
+  what = "does not exist" if not given.exists() else "holds no checkpoint"
+  raise ConfigError(f"{given} {what}: give a workdir, or one of its checkpoints (WORKDIR/checkpoints/STEP).")
+
+
+def restore_from(path: str, target: Any) -> Restored:
+  """The whole state of another run's checkpoint."""
+  folder = find(path)
+  manager = ocp.CheckpointManager(folder.parent, item_names=("state", "meta"),
+                                  options=ocp.CheckpointManagerOptions(read_only=True))
+  try:
+    state, meta = _restore(manager, int(folder.name), target)
+  except Exception as e:
+    raise CheckpointError(f"cannot resume {folder}: {e}") from e
+  finally:
+    manager.close()
+  return Restored(state, meta, folder)
+
+
+def param_shapes(folder: Path) -> dict[str, Any]:
+  """{path: array metadata with .shape and .dtype} of a checkpoint's parameters."""
+  with ocp.PyTreeCheckpointer() as reader:
+    tree = reader.metadata(folder / "state").item_metadata.tree
+  return patterns.flatten(tree["params"])
+
+
+def restore_params(folder: Path, wanted: dict[str, jax.ShapeDtypeStruct]) -> dict[str, jax.Array]:
+  """Reads only the wanted parameters ({path in the checkpoint: shape, dtype and sharding})."""
+  target = {"params": patterns.unflatten(wanted)}
+  with ocp.PyTreeCheckpointer() as reader:
+    restored = reader.restore(folder / "state", args=ocp.args.PyTreeRestore(
+        item=target, restore_args=ocp.checkpoint_utils.construct_restore_args(target), partial_restore=True))
+  return patterns.flatten(restored["params"])
+
+
+def read_meta(folder: Path) -> dict[str, Any]:
+  """A checkpoint's `meta`."""
+  return json.loads((folder / "meta" / "metadata").read_text(encoding="utf-8"))
+
+
+def _restore(manager: ocp.CheckpointManager, step: int, target: Any) -> tuple[Any, dict[str, Any]]:
+  as_dicts = _as_dicts(target)
+  restored = manager.restore(step, args=ocp.args.Composite(
+      state=ocp.args.PyTreeRestore(as_dicts, ocp.checkpoint_utils.construct_restore_args(as_dicts)),
+      meta=ocp.args.JsonRestore()))
+  flat = patterns.flatten(restored.state)
+  leaves, treedef = jax.tree_util.tree_flatten_with_path(target)
+  # The restored arrays belong to TensorStore's reader; a copy of our own may be donated.
+  own = _own_buffers([flat["/".join(_names(path))] for path, _ in leaves])
+  return jax.tree_util.tree_unflatten(treedef, own), restored.meta
+
+
+def _own_buffers(tree: Any) -> Any:
+  """On CPU, where arrays may share memory with host code, a copy that nothing else reads or writes."""
+  return jax.jit(lambda t: jax.tree.map(jnp.copy, t))(tree) if jax.default_backend() == "cpu" else tree
+
+
+def _names(key_path) -> list[str]:
+  return [str(getattr(k, "key", getattr(k, "name", getattr(k, "idx", k)))) for k in key_path]
+
+
+def _as_dicts(tree: Any) -> dict[str, Any]:
+  """Any tree as nested dicts by path, so that a checkpoint does not depend on Python classes."""
+  return patterns.unflatten({"/".join(_names(path)): leaf for path, leaf in
+                             jax.tree_util.tree_flatten_with_path(tree)[0]})
+
+
+def _value_of(metric: str) -> Callable[[Any], float]:
+  def value(metrics: dict[str, float]) -> float:
+    return metrics[metric]
+  return value
+
+
+class _explained:
+  """Turns what Orbax raises while writing into one message that a user can act on."""
+
+  def __init__(self, checkpoints: Checkpoints, action: str):
+    self._checkpoints, self._action = checkpoints, action
+
+  def __enter__(self):
+    return self
+
+  def __exit__(self, kind, error, traceback):
+    if error is None or not isinstance(error, Exception):
+      return False
+    complete = self._checkpoints.steps()
+    raise CheckpointError(
+        f"could not {self._action} in {self._checkpoints.directory}: {str(error).splitlines()[0][:300]}\n"
+        + (f"The newest complete checkpoint there is step {complete[-1]}. " if complete else "No checkpoint is there. ")
+        + "Free space or fix the folder's permissions, then run the same command: it continues from there.") from error

@@ -1,0 +1,320 @@
+"""From what the user gave to a config that can be trusted: resolved, validated, audited, compared.
+
+`resolve` fills the gaps with the defaults and refuses unknown keys and wrong types; `validate` refuses values that
+cannot work; both run before any device is touched. `View` records which keys are read while training is set
+up, and `audit` then refuses keys that were changed but that nothing read. `differences` tells how a workdir's
+saved config and the current one would train differently.
+"""
+
+import difflib
+import json
+import runpy
+from collections.abc import Mapping
+
+from ml_collections import ConfigDict
+
+from trainer.config import DURATION_UNITS, STRATEGIES, ConfigError, defaults, evaluator, source
+
+_DICTS = (Mapping, ConfigDict)
+
+# ----------------------------------------------------------------------------------------------
+# Resolving: defaults + what the user gave, or one error that lists everything wrong with it.
+
+
+def resolve(given: Mapping | ConfigDict) -> ConfigDict:
+  """The complete, locked config: every key of `defaults()`, with the given values.
+
+  Args:
+    given: a ConfigDict or dict, complete or partial.
+
+  Raises:
+    ConfigError: naming each unknown key (with the nearest known one) and each value of a wrong type.
+  """
+  problems: list[str] = []
+  given = given.to_dict() if isinstance(given, ConfigDict) else given
+  template = defaults()
+  strategy = given.get("strategy") or {}
+  name = strategy.get("name", "seq")
+  if name not in STRATEGIES:
+    raise ConfigError(f"strategy.name is {name!r}; known strategies: {', '.join(STRATEGIES)}.")
+  template.strategy = ConfigDict(dict(name=name, **STRATEGIES[name]))
+  resolved = _merge(template, given, "", problems)
+  for path, make in (("input.sources", source), ("evals", evaluator), ("callbacks", None)):
+    parent, _, leaf = path.rpartition(".")
+    node = resolved[parent] if parent else resolved
+    node[leaf] = _merge_named(make, _get(given, path) or {}, path, problems)
+  for name, evaluation in resolved.evals.items():
+    evaluation.sources = _merge_named(source, evaluation.sources, f"evals.{name}.sources", problems)
+  if problems:
+    raise ConfigError("the config has {}:\n{}".format(
+        "1 problem" if len(problems) == 1 else f"{len(problems)} problems", "\n".join(f"  - {p}" for p in problems)))
+  return resolved.lock()
+
+
+# Sections whose keys are names that the user chooses.
+_NAMED = ("input.sources", "evals", "callbacks")
+
+
+def _merge(template: ConfigDict, given: Mapping | ConfigDict, prefix: str, problems: list[str]) -> ConfigDict:
+  merged = ConfigDict(template.to_dict(preserve_field_references=True))
+  for key, value in given.items():
+    path = f"{prefix}{key}"
+    if key not in template:
+      problems.append(f"unknown key config.{path}{did_you_mean(key, list(template.keys()), prefix)}")
+    elif path in _NAMED:
+      continue
+    elif isinstance(template[key], ConfigDict):
+      if isinstance(value, _DICTS):
+        merged[key] = _merge(template[key], value, path + ".", problems)
+      else:
+        problems.append(f"config.{path} is {value!r}; it must be a dict with keys {', '.join(template[key].keys())}")
+    else:
+      checked, problem = _check_type(template, key, value)
+      if problem:
+        problems.append(f"config.{path} is {value!r} ({type(value).__name__}); it must be {problem}")
+      else:
+        merged[key] = checked
+  _forget_replaced_durations(template, merged)
+  return merged
+
+
+def _forget_replaced_durations(template: ConfigDict, merged: ConfigDict) -> None:
+  """A duration given in one unit replaces the default, which may be in another."""
+  for key in template:
+    prefix, _, unit = key.rpartition("_")
+    if unit in DURATION_UNITS and template[key] is not None and merged[key] == template[key]:
+      others = (f"{prefix}_{other}" for other in DURATION_UNITS if other != unit)
+      if any(merged.get(other) is not None and merged[other] >= 0 for other in others):
+        merged[key] = -1
+
+
+def _merge_named(make, given: Mapping | ConfigDict, path: str, problems: list[str]) -> ConfigDict:
+  named = ConfigDict()
+  for name, value in given.items():
+    if not isinstance(value, _DICTS):
+      problems.append(f"config.{path}.{name} is {value!r}; it must be a dict with a `type`")
+    elif make is None or "." in str(value.get("type", "")):
+      # Code of the user's own, by dotted path: its constructor checks its arguments.
+      named[name] = ConfigDict({**(make().to_dict() if make else {}), **value})
+      if "type" not in value:
+        problems.append(f"config.{path}.{name} has no `type` (the dotted path of a class)")
+    else:
+      template = make()
+      nested = {k: v for k, v in value.items() if k != "sources"}
+      named[name] = _merge(template, nested, f"{path}.{name}.", problems)
+      if "sources" in value and "sources" in template:
+        named[name].sources = value["sources"]
+  return named
+
+
+def _check_type(template: ConfigDict, key: str, value):
+  """Returns (the value in its declared type, None) or (None, what it must be)."""
+  kind = template.get_type(key)
+  optional = template[key] is None
+  if value is None and optional:
+    return None, None
+  if kind in (tuple, list) and isinstance(value, (tuple, list)):
+    return _as_tuple(value), None
+  if kind is float and isinstance(value, (int, float)) and not isinstance(value, bool):
+    return float(value), None
+  if kind is int and isinstance(value, float) and value.is_integer():
+    return int(value), None
+  if isinstance(value, kind) and not (kind is int and isinstance(value, bool)):
+    return value, None
+  names = {int: "a whole number", float: "a number", str: "a string", bool: "True or False", tuple: "a tuple"}
+  return None, names.get(kind, str(kind)) + (" or None" if optional else "")
+
+
+def _as_tuple(value):
+  return tuple(_as_tuple(v) if isinstance(v, (tuple, list)) else v for v in value)
+
+
+def did_you_mean(key: str, known: list[str], prefix: str = "") -> str:
+  """`; did you mean …?` with the nearest known key, or the list of all."""
+  near = difflib.get_close_matches(key, known, n=1, cutoff=0.6)
+  if near:
+    return f"; did you mean config.{prefix}{near[0]}?"
+  return f"; known keys{' of config.' + prefix[:-1] if prefix else ''}: {', '.join(sorted(known))}"
+
+
+def _get(tree: Mapping, path: str):
+  for key in path.split("."):
+    tree = (tree or {}).get(key)
+  return tree
+
+
+# ----------------------------------------------------------------------------------------------
+# Validating values, before any device work.
+
+
+def validate(config: ConfigDict) -> None:
+  """Refuses values that cannot work, whatever the machine.
+
+  Raises:
+    ConfigError: naming the key, what was found and what is allowed.
+  """
+  c = config
+  for key in ("batch_size", "grad_accum_steps", "seq_len"):
+    if c[key] < 1:
+      raise ConfigError(f"{key} is {c[key]}; it must be at least 1.")
+  if c.seq_len < 2:
+    raise ConfigError("seq_len is 1: a row needs two tokens for one of them to be predicted. Use at least 2.")
+  if c.batch_size % c.grad_accum_steps:
+    raise ConfigError(
+        f"batch_size {c.batch_size} is not divisible by grad_accum_steps {c.grad_accum_steps}: every micro-batch "
+        f"must have the same number of rows. Try --config.batch_size={_round_up(c.batch_size, c.grad_accum_steps)}.")
+  if not c.input.sources:
+    raise ConfigError("input.sources is empty: nothing to train on. In the config file: "
+                      'config.input.sources.main = source(type="text", path="my_file.txt").')
+  one_of = {
+      "tokenizer.type": ("bytes", "bpe", "hf"),
+      "input.packing": ("concat", "best_fit", "none"),
+      "input.mixture_by": ("examples", "tokens"),
+      "input.stop": ("first", "all", "never"),
+      "optimizer.name": ("adamw", "adafactor", "muon", "lion", "sgd"),
+      "schedule.name": ("constant", "linear", "cosine", "wsd", "sgdr", "rsqrt"),
+      "precision.params": ("float32", "bfloat16"),
+      "precision.compute": ("auto", "float32", "bfloat16"),
+      "keep_best_mode": ("min", "max"),
+  }
+  for path, allowed in one_of.items():
+    if _get(c, path) not in allowed:
+      raise ConfigError(f"{path} is {_get(c, path)!r}; allowed: {', '.join(allowed)}.")
+  for name, value in c.evals.items():
+    if value.on_error not in ("stop", "warn"):
+      raise ConfigError(f"evals.{name}.on_error is {value.on_error!r}; allowed: stop, warn.")
+  for path, low, high in (("schedule.floor", 0.0, 1.0), ("optimizer.ema_decay", 0.0, 1.0), ("model.dropout", 0.0, 1.0),
+                          ("optimizer.learning_rate", 0.0, float("inf")), ("optimizer.clip_norm", 0.0, float("inf")),
+                          ("keep_last", 1, float("inf")), ("input.prefetch", 1, float("inf")),
+                          ("input.workers", 1, float("inf")), ("optimizer.max_nonfinite_steps", 1, float("inf"))):
+    value = _get(c, path)
+    if not low <= value <= high:
+      raise ConfigError(f"{path} is {value}; it must be between {low} and {high}.")
+  if c.precision.params == "bfloat16" and c.optimizer.learning_rate < 1e-4:
+    raise ConfigError(
+        f"precision.params is bfloat16 with a learning rate of {c.optimizer.learning_rate}: most updates would be "
+        "lost to rounding (bfloat16 keeps 8 bits). Use --config.precision.params=float32.")
+
+
+def _round_up(value: int, multiple: int) -> int:
+  return -(-value // multiple) * multiple
+
+
+# ----------------------------------------------------------------------------------------------
+# Auditing: a changed key that nothing reads would silently do nothing.
+
+
+class View(Mapping):
+  """A read-only view of a config that remembers which keys were read."""
+
+  def __init__(self, node: ConfigDict, prefix: str = "", read: set[str] | None = None):
+    object.__setattr__(self, "_node", node)
+    object.__setattr__(self, "_prefix", prefix)
+    object.__setattr__(self, "_read", set() if read is None else read)
+
+  def __getitem__(self, key: str):
+    value = self._node[key]
+    path = f"{self._prefix}{key}"
+    self._read.add(path)
+    return View(value, path + ".", self._read) if isinstance(value, ConfigDict) else value
+
+  def __getattr__(self, key: str):
+    try:
+      return self[key]
+    except KeyError as e:
+      raise AttributeError(f"config.{self._prefix}{key} does not exist") from e
+
+  def __setattr__(self, key: str, value):
+    raise AttributeError(f"config.{self._prefix}{key} is read-only once training is set up")
+
+  def __iter__(self):
+    return iter(self._node)
+
+  def __len__(self):
+    return len(self._node)
+
+  def __contains__(self, key):
+    return key in self._node
+
+  def __repr__(self):
+    return repr(self._node)
+
+
+def audit(view: View) -> None:
+  """Refuses keys that differ from their default and that nothing read during set-up.
+
+  Raises:
+    ConfigError: naming the keys.
+  """
+  config = view._node
+  baseline = flatten(resolve({"strategy": {"name": config.strategy.name}}))
+  for path in ("input.sources", "evals"):
+    make = source if path == "input.sources" else evaluator
+    for name in _get(config, path):
+      baseline.update({f"{path}.{name}.{k}": v for k, v in flatten(make()).items()})
+      if path == "evals":
+        for sub in config.evals[name].sources:
+          baseline.update({f"evals.{name}.sources.{sub}.{k}": v for k, v in flatten(source()).items()})
+  unread = [k for k, v in flatten(config).items() if v != baseline.get(k) and k not in view._read]
+  if unread:
+    raise ConfigError(
+        "these keys were changed, but nothing in this configuration uses them:\n"
+        + "\n".join(f"  - config.{k} = {_get(config, k)!r}" for k in unread)
+        + "\nRemove them, or change what should use them (for instance optimizer.name or strategy.name).")
+
+
+# ----------------------------------------------------------------------------------------------
+# Saving and comparing.
+
+
+def flatten(config: Mapping, prefix: str = "") -> dict[str, object]:
+  """`{"a.b": leaf}` in order."""
+  flat = {}
+  for key, value in config.items():
+    if isinstance(value, _DICTS):
+      flat.update(flatten(value, f"{prefix}{key}."))
+    else:
+      flat[prefix + key] = value
+  return flat
+
+
+def to_json(config: ConfigDict) -> str:
+  """The resolved config as text; `json.loads` gives it back with lists for tuples."""
+  return json.dumps(config.to_dict(), indent=2, default=list)
+
+
+# Keys that change how a run is watched or where it runs, but not what it computes.
+_FREE = ("mesh", "sharding_rules", "evals", "callbacks", "log_", "ckpt_", "keep_", "profile", "remat", "resume",
+         "init_from", "allow_config_changes", "input.cache_dir", "input.prefetch", "input.workers", "model.scan_layers",
+         "model.attention", "model.vocab_chunk")
+
+
+def differences(saved: Mapping, current: Mapping) -> list[str]:
+  """Keys in which two configs would train differently, as `key: saved -> current` lines."""
+  a, b = flatten(saved), flatten(json.loads(json.dumps(current.to_dict(), default=list)))
+  missing = object()
+  return [
+      f"{key}: {'(absent)' if a.get(key, missing) is missing else repr(a[key])} -> "
+      f"{'(absent)' if b.get(key, missing) is missing else repr(b[key])}"
+      for key in sorted(a.keys() | b.keys())
+      if a.get(key, missing) != b.get(key, missing) and not key.startswith(_FREE)
+  ]
+
+
+def explain_override(argv: list[str], error: Exception) -> str:
+  """Why the command line's overrides were refused: the first key that the config file does not have."""
+  file = next((a.split("=", 1)[1] for a in argv if a.lstrip("-").startswith("config=")), "")
+  path, _, argument = file.partition(":")
+  try:
+    get_config = runpy.run_path(path)["get_config"]
+    config = get_config(argument) if argument else get_config()
+  except Exception as e:
+    return f"{file or 'the config file'} cannot be read: {type(e).__name__}: {e}"
+  for override in (a.lstrip("-").split("=", 1)[0] for a in argv):
+    node, prefix = config, ""
+    for key in override.split(".")[1:] if override.startswith("config.") else ():
+      if not isinstance(node, ConfigDict) or key not in node:
+        known = list(node.keys()) if isinstance(node, ConfigDict) else []
+        return f"unknown key config.{prefix}{key}{did_you_mean(key, known, prefix)}"
+      node, prefix = node[key], f"{prefix}{key}."
+  return f"{type(error).__name__}: {error}"

@@ -1,0 +1,259 @@
+"""The whole of a training run, in the order it happens. Read it top to bottom."""
+
+import functools
+import json
+import os
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+from absl import logging
+from clu import parameter_overview
+
+from evaluators import common as evaluators_lib
+from input_pipeline import loader
+from input_pipeline.tokenizer import make_tokenizer
+from models import api
+from trainer import callbacks as cb
+from trainer import config_checks, durations, mesh as mesh_lib, metrics as metrics_lib, optim, processes
+from trainer import state as state_lib, throughput, update as update_lib
+from trainer.checkpoint import Checkpoints
+from trainer.config import ConfigError
+from trainer.run import Run
+from trainer.strategies import STRATEGIES
+
+
+def train(config: Mapping, workdir: str | Path) -> Run:
+  """Trains what `config` says in `workdir`, or continues what was begun there.
+
+  Args:
+    config: a ConfigDict or dict; keys left out have the defaults of trainer/config.py.
+    workdir: folder for checkpoints, metrics, samples, the tokenizer and the token cache; made if missing.
+
+  Returns:
+    The finished run: `run.state`, `run.step`, `run.last_row`, `run.last_eval`.
+
+  Raises:
+    ConfigError, DataError, CheckpointError: what was found, what is allowed, what to do.
+  """
+  began = time.monotonic()
+
+  # ------------------------------------------------------------------ config
+  resolved = config_checks.resolve(config)
+  config_checks.validate(resolved)
+  api.validate(resolved.model, resolved.seq_len)
+  config = config_checks.View(resolved)  # remembers what is read, so that keys nobody reads can be refused below
+  workdir = Path(workdir).expanduser().absolute()
+
+  # ------------------------------------------------------------------ processes, devices, mesh
+  processes.join()
+  say = print if jax.process_index() == 0 else lambda text: None
+  mesh = mesh_lib.make_mesh(config.mesh)
+  micro_batch_size = config.batch_size // config.grad_accum_steps
+  mesh_lib.check_batch(mesh, micro_batch_size)
+  say(f"{jax.device_count()} × {jax.devices()[0].device_kind} in {jax.process_count()} process(es), "
+      f"mesh {dict(mesh.shape)}")
+  workdir.mkdir(parents=True, exist_ok=True)
+  _check_same_config(resolved, workdir)
+
+  # ------------------------------------------------------------------ data
+  # The first process trains the tokenizer and fills the caches; the others then find them.
+  with processes.first_goes_first("tokenizer and token caches"):
+    tokenizer = make_tokenizer(config.tokenizer, loader.train_texts(config), workdir / "tokenizer.json")
+    data = loader.make_train_data(config, tokenizer, workdir=workdir)
+  for line in data.stats():
+    say(line)
+
+  # ------------------------------------------------------------------ model, durations, optimizer
+  compute_dtype, reason = _compute_dtype(config.precision.compute)
+  say(f"precision.compute = {compute_dtype} ({reason})")
+  model = api.make_model(config.model, vocab_size=tokenizer.vocab_size, params_dtype=config.precision.params,
+                         compute_dtype=compute_dtype, remat=config.remat)
+  for note in model.derived:
+    say(note)
+  lengths = dict(batch_size=lambda step: data.batch_range(step)[0], seq_len=config.seq_len,
+                 steps_per_epoch=data.steps_per_epoch)
+  total_steps = _total_steps(durations.steps(config, "total", total_steps=None, **lengths), data.num_steps, say)
+  to_steps = functools.partial(durations.steps, total_steps=total_steps, **lengths)
+  optimizer = optim.make_optimizer(config.optimizer, config.schedule, model.abstract_params(),
+                                   total_steps=total_steps, to_steps=to_steps)
+
+  # ------------------------------------------------------------------ shapes, by eval_shape: nothing is allocated yet
+  init = state_lib.make_init(model, optimizer, ema=config.optimizer.ema_decay > 0)
+  abstract_state = jax.eval_shape(init, jax.random.key(0))
+
+  # ------------------------------------------------------------------ shardings
+  params_sharding, notes = mesh_lib.param_shardings(abstract_state["params"], mesh, config.sharding_rules)
+  for note in notes:
+    logging.info("%s", note)
+  state_sharding = mesh_lib.state_shardings(abstract_state, abstract_state["params"], params_sharding, mesh)
+  batch_sharding = mesh_lib.batch_sharding(mesh)
+
+  # ------------------------------------------------------------------ update_fn, traced here and compiled below
+  strategy, strategy_cfg = STRATEGIES[config.strategy.name], config.strategy
+
+  def loss_fn(params, batch, rng):
+    return strategy(model, params, batch, rng if config.model.dropout else None, strategy_cfg)
+
+  update_fn = jax.jit(
+      update_lib.make_update_fn(
+          loss_fn, optimizer, seed=config.seed, micro_batch_size=micro_batch_size,
+          clip_norm=config.optimizer.clip_norm, ema_decay=config.optimizer.ema_decay, source_names=data.source_names),
+      donate_argnums=0, out_shardings=(state_sharding, None))
+
+  def make_batch(step):
+    _, size = data.batch_range(step)
+    return mesh_lib.place_batch(lambda rows: data.batch(step, rows), size, batch_sharding)
+
+  with mesh_lib.activation_rules(mesh):
+    jax.eval_shape(update_fn, abstract_state, jax.eval_shape(lambda: make_batch(0)))
+
+    # ---------------------------------------------------------------- evaluators, callbacks, checkpoints
+    writer = metrics_lib.MultiWriter()  # opened below, once it is known from which step on
+    with processes.first_goes_first("evaluation data"):
+      setup = evaluators_lib.Setup(config, model, tokenizer, mesh, workdir, writer)
+      evaluators = {name: evaluators_lib.make(name, config.evals[name], setup) for name in config.evals}
+    plans = {name: (to_steps(config.evals[name], "eval", default=max(1, total_steps // 10), where=f"evals.{name}"), config.evals[name].at_start,
+                    config.evals[name].at_end, config.evals[name].on_error) for name in config.evals}
+    keep_steps = to_steps(config, "keep") or 0
+    built_in = [
+        cb.Preemption(),
+        cb.Health(config.optimizer.max_nonfinite_steps, update_lib.gradient_paths(optimizer, abstract_state["params"])),
+        cb.MetricsLog(to_steps(config, "log") or 0),
+        cb.Progress(),
+        cb.Profiler(workdir / "profile", config.profile.start_step, config.profile.num_steps),
+        cb.Evaluate(evaluators, plans),
+        cb.SaveCheckpoints(to_steps(config, "ckpt") or 0, keep_steps),
+    ]
+    callbacks = cb.Callbacks(built_in + cb.make_custom(config.callbacks))
+    checkpoints = Checkpoints(workdir / "checkpoints", keep_last=config.keep_last, keep_steps=keep_steps,
+                              keep_best=config.keep_best, best_mode=config.keep_best_mode)
+
+    # ---------------------------------------------------------------- state
+    state, meta, origin = state_lib.initialise(config, init, abstract_state, state_sharding, checkpoints)
+    config_checks.audit(config)
+    say(origin)
+    _save_config(resolved, workdir)
+    step = int(state["step"])
+    if jax.process_index() == 0:
+      logging.info("Parameters:\n%s", parameter_overview.get_parameter_overview(state["params"]))
+    writer.writers = metrics_lib.make_writers(workdir, resume_step=step if meta else -1)
+    run = Run(
+        config=config, workdir=workdir, mesh=mesh, model=model, tokenizer=tokenizer, data=data,
+        learning_rates=optimizer.learning_rates, total_steps=total_steps, state=state, step=step, writer=writer,
+        checkpoints=checkpoints, callbacks=callbacks, say=say, config_json=json.loads(config_checks.to_json(resolved)),
+        chrono=throughput.Chrono(model.flops_per_token(config.seq_len), meta.get("seconds")))
+    del state, init  # run.state is donated step by step: another name for it would be a trap
+
+    # ---------------------------------------------------------------- loop
+    try:
+      _loop(run, update_fn, make_batch)
+    except BaseException as error:
+      callbacks("on_error", run, error)
+      raise
+
+  # ------------------------------------------------------------------ clean exit
+  checkpoints.close()
+  writer.close()
+  processes.sync("end of training")
+  _say_where_everything_is(run, time.monotonic() - began)
+  return run
+
+
+def _loop(run: Run, update_fn: Any, make_batch: Any) -> None:
+  """Steps until the last one, or until a stop is asked for; then saves."""
+  callbacks, data = run.callbacks, run.data
+  several = jax.process_count() > 1
+  compiled: dict[int, Any] = {}  # by batch size, which may grow in stages
+  epoch = None
+  callbacks("on_train_begin", run)
+  with loader.Prefetcher(make_batch, run.step, run.total_steps, depth=run.config.input.prefetch,
+                         workers=run.config.input.workers) as batches:
+    while run.step < run.total_steps and not _stops(run, several):
+      if epoch != int(data.epoch(run.step)):
+        if epoch is not None:
+          callbacks("on_epoch_end", run, epoch)
+        epoch = int(data.epoch(run.step))
+        callbacks("on_epoch_begin", run, epoch)
+      callbacks("on_step_begin", run)
+      waited = batches.wait_seconds
+      batch = next(batches)
+      run.chrono.add("data", batches.wait_seconds - waited)
+      if several:
+        batch["stop_requests"] = processes.stop_requests(run.mesh, bool(run.stop_requested))
+
+      size = batch["tokens"].shape[0]
+      if size not in compiled:
+        run.settle()
+        with run.chrono.pause("compile"):
+          start = time.perf_counter()
+          compiled[size] = update_fn.lower(run.state, batch).compile()
+          run.writer.write_scalars(run.step, {"time/compile": time.perf_counter() - start})
+
+      with jax.profiler.StepTraceAnnotation("train", step_num=run.step):
+        run.state, metrics = compiled[size](run.state, batch)
+      run.step += 1
+      run.defer(run.step, metrics)  # fetches the metrics of the step before, while this one runs
+      callbacks("on_optimizer_step", run)
+  run.settle()
+  if epoch is not None and run.step == run.total_steps:
+    callbacks("on_epoch_end", run, epoch)
+  run.save()
+  run.checkpoints.wait()
+  callbacks("on_train_end", run)
+
+
+def _stops(run: Run, several: bool) -> bool:
+  """Whether to stop before the next step. Several processes agree through the metrics, which they all see alike."""
+  return bool(run.agreed_stop if several else run.stop_requested)
+
+
+def _compute_dtype(asked: str) -> tuple[str, str]:
+  if asked != "auto":
+    return asked, "as given"
+  backend = jax.default_backend()
+  return ("float32" if backend == "cpu" else "bfloat16"), f"auto, on {backend}"
+
+
+def _total_steps(asked: int | None, available: int | None, say: Any) -> int:
+  if asked is None and available is None:
+    raise ConfigError("the run has no end: give one of total_{steps,examples,tokens,epochs}, or input.stop=first.")
+  if available is not None and (asked is None or available < asked):
+    say(f"total_steps = {available:,} (the data end there, by input.stop; asked for: {asked})")
+    return available
+  return asked
+
+
+def _check_same_config(resolved: Any, workdir: Path) -> None:
+  """Refuses to continue a workdir under a config that trains differently, and says what differs."""
+  saved = workdir / "config.json"
+  if not saved.exists() or not (workdir / "checkpoints").exists() or resolved.allow_config_changes:
+    return
+  differences = config_checks.differences(json.loads(saved.read_text(encoding="utf-8")), resolved)
+  if differences:
+    raise ConfigError(
+        f"{workdir} was begun with another config:\n  " + "\n  ".join(differences) + "\nUse another --workdir, the "
+        "config as it was, or --config.allow_config_changes=True to continue with the new values.")
+
+
+def _save_config(resolved: Any, workdir: Path) -> None:
+  if jax.process_index() == 0:
+    temporary = workdir / "config.json.tmp"
+    temporary.write_text(config_checks.to_json(resolved) + "\n", encoding="utf-8")
+    os.replace(temporary, workdir / "config.json")
+
+
+def _say_where_everything_is(run: Run, seconds: float) -> None:
+  """The last words: how it ended, what was measured, where to look."""
+  done = f"finished all {run.total_steps} steps" if run.step >= run.total_steps else (
+      f"stopped by {run.stop_requested} after step {run.step} of {run.total_steps}; the same command continues")
+  run.say(f"\nThe run has {done} ({seconds:.0f} s in this process).")
+  for name, value in sorted(run.last_eval[1].items()):
+    if name.startswith("eval/"):
+      run.say(f"  {name:<40} {value:.4f}")
+  for what, where in (("checkpoints", "checkpoints"), ("metrics", "metrics.jsonl"), ("TensorBoard", "tensorboard"),
+                      ("samples", "samples"), ("tokenizer", "tokenizer.json"), ("config", "config.json")):
+    if (run.workdir / where).exists():
+      run.say(f"  {what:<12} {run.workdir / where}")

@@ -1,0 +1,160 @@
+"""Metrics as sums with weights, and the writers that record them.
+
+A metric is a `Mean(sum, weight)` until the last moment, so that adding micro-batches, devices or evaluation
+batches never averages averages (EXACTNESS.md T40).
+"""
+
+import json
+import math
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import jax
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Mean:
+  """A weighted mean kept as its sum and its weight; the value is sum / weight."""
+
+  sum: Any
+  weight: Any
+
+  def __add__(self, other: "Mean") -> "Mean":
+    return Mean(self.sum + other.sum, self.weight + other.weight)
+
+
+def to_floats(metrics: Mapping[str, Any]) -> dict[str, float]:
+  """Host values of fetched metrics; a Mean of weight zero has no value and is left out."""
+  values = {}
+  for name, metric in metrics.items():
+    if not isinstance(metric, Mean):
+      values[name] = float(metric)
+    elif float(metric.weight) != 0.0:
+      values[name] = float(metric.sum) / float(metric.weight)
+  return values
+
+
+class MetricWriter(Protocol):
+  """The part of clu's MetricWriter that Weft calls, so that any clu writer can be passed in its place."""
+
+  def write_scalars(self, step: int, scalars: Mapping[str, float]) -> None: ...
+
+  def write_texts(self, step: int, texts: Mapping[str, str]) -> None: ...
+
+  def flush(self) -> None: ...
+
+  def close(self) -> None: ...
+
+
+class JsonlWriter:
+  """`metrics.jsonl`: one JSON object a row, `step` and scalars. Rows of later steps than `step` are dropped when a run resumes."""
+
+  def __init__(self, path: Path, resume_step: int):
+    self._path = path
+    kept = [row for row in read_rows(path) if row["step"] <= resume_step]
+    # Rewritten through a temporary file, so that a crash here loses no row.
+    temporary = path.with_name(path.name + ".tmp")
+    temporary.write_text("".join(json.dumps(row) + "\n" for row in kept), encoding="utf-8")
+    os.replace(temporary, path)
+    self._file = open(path, "a", encoding="utf-8")
+
+  def write_scalars(self, step: int, scalars: Mapping[str, float]) -> None:
+    # JSON has no NaN or infinity: they are written as strings, which every reader accepts.
+    row = {k: v if math.isfinite(v) else str(v) for k, v in scalars.items()}
+    self._file.write(json.dumps({"step": step, **row}) + "\n")
+    self._file.flush()
+
+  def write_texts(self, step: int, texts: Mapping[str, str]) -> None:
+    """Texts go to files of their own (`samples/`) and to TensorBoard."""
+
+  def flush(self) -> None:
+    self._file.flush()
+
+  def close(self) -> None:
+    self._file.close()
+
+
+def read_rows(path: str | Path) -> list[dict[str, Any]]:
+  """The rows of a metrics.jsonl; a last row cut short by a crash is left out.
+
+  Raises:
+    ValueError: naming file and line, if any other row is not a JSON object with a step.
+  """
+  path = Path(path)
+  if not path.exists():
+    return []
+  rows = []
+  lines = path.read_text(encoding="utf-8", errors="replace").split("\n")
+  for number, line in enumerate(lines, 1):
+    if not line.strip():
+      continue
+    try:
+      row = json.loads(line)
+      row["step"] = int(row["step"])
+    except (ValueError, KeyError, TypeError) as e:
+      if number == len(lines):  # no newline after it: the write was cut
+        break
+      raise ValueError(f"{path}:{number} is not a metrics row ({e}): {line[:80]!r}. Repair or remove that line.") from e
+    rows.append(row)
+  return rows
+
+
+class TensorBoardWriter:
+  """TensorBoard event files, through tensorboardX (no TensorFlow)."""
+
+  def __init__(self, directory: Path, resume_step: int):
+    from tensorboardX import SummaryWriter  # imported here: it takes half a second
+
+    self._writer = SummaryWriter(str(directory), purge_step=max(resume_step + 1, 0))
+
+  def write_scalars(self, step: int, scalars: Mapping[str, float]) -> None:
+    for name, value in scalars.items():
+      self._writer.add_scalar(name, value, step)
+
+  def write_texts(self, step: int, texts: Mapping[str, str]) -> None:
+    for name, text in texts.items():
+      self._writer.add_text(name, text, step)
+
+  def flush(self) -> None:
+    self._writer.flush()
+
+  def close(self) -> None:
+    self._writer.close()
+
+
+class MultiWriter:
+  """Several writers as one; with none (a process that is not the first) nothing is written."""
+
+  def __init__(self, writers: Sequence[MetricWriter] = ()):
+    self.writers = tuple(writers)
+
+  def write_scalars(self, step: int, scalars: Mapping[str, float]) -> None:
+    for writer in self.writers:
+      writer.write_scalars(step, scalars)
+
+  def write_texts(self, step: int, texts: Mapping[str, str]) -> None:
+    for writer in self.writers:
+      writer.write_texts(step, texts)
+
+  def flush(self) -> None:
+    for writer in self.writers:
+      writer.flush()
+
+  def close(self) -> None:
+    for writer in self.writers:
+      writer.close()
+
+
+def make_writers(workdir: Path, resume_step: int) -> tuple[MetricWriter, ...]:
+  """The writers of this process: the first process writes, the others do not.
+
+  Args:
+    resume_step: rows of later steps are dropped, since they will be written again; -1: a fresh run.
+  """
+  if jax.process_index() != 0:
+    return ()
+  return (JsonlWriter(workdir / "metrics.jsonl", resume_step), TensorBoardWriter(workdir / "tensorboard", resume_step))

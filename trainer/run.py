@@ -1,0 +1,84 @@
+"""The run: everything that the loop shares with callbacks and evaluators, in one object."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import jax
+from jax.sharding import Mesh
+
+from trainer.checkpoint import Checkpoints
+from trainer.metrics import MetricWriter, to_floats
+from trainer.throughput import Chrono
+
+
+@dataclass
+class Run:
+  """A training run, as callbacks see it.
+
+  `step` counts the updates dispatched; `state` (trainer/state.py) is the state after them, and is donated to the
+  next update, so copy what must outlive the step. `say` prints a line for people, above the progress bar if
+  there is one.
+  """
+
+  config: Any
+  workdir: Path
+  mesh: Mesh
+  model: Any
+  tokenizer: Any
+  data: Any
+  learning_rates: Callable[[int], dict[str, float]]
+  total_steps: int
+  state: dict[str, Any]
+  step: int
+  writer: MetricWriter
+  checkpoints: Checkpoints
+  chrono: Chrono
+  config_json: dict[str, Any]
+  callbacks: Callable[..., None] = lambda hook, *args: None
+  say: Callable[[str], None] = print
+  stop_requested: str = ""  # the signal that this process received
+  agreed_stop: bool = False  # with several processes: all have learned of a request, at the same step
+  last_row: dict[str, float] = field(default_factory=dict)
+  last_eval: tuple[int, dict[str, float]] = (-1, {})
+  _pending: tuple[int, Any] | None = None
+
+  def tokens_seen(self, step: int) -> int:
+    """Row positions consumed by the first `step` updates."""
+    return self.data.batch_range(step)[0] * self.config.seq_len
+
+  def defer(self, step: int, metrics: Any) -> None:
+    """Keeps an update's device metrics until the next update is dispatched, and settles those of the one before."""
+    previous, self._pending = self._pending, (step, metrics)
+    self._finish(previous)
+
+  def settle(self) -> None:
+    """Fetches the metrics that are still on the device; call it before anything that looks at the last step."""
+    previous, self._pending = self._pending, None
+    self._finish(previous)
+
+  def _finish(self, pending: tuple[int, Any] | None) -> None:
+    if pending is not None:
+      step, metrics = pending
+      values = to_floats(jax.device_get(metrics))
+      if values.pop("stop_requests", 0):
+        self.agreed_stop = True
+        self.stop_requested = self.stop_requested or "a signal to another process"
+      self.callbacks("on_step_end", self, step, values)
+
+  def save(self) -> None:
+    """Saves the state after `step`, once that step's metrics are written: what is logged and what is saved agree."""
+    self.settle()
+    with self.chrono.pause("checkpoint"):
+      meta = {
+          "step": self.step,
+          "rows_seen": self.data.batch_range(self.step)[0],
+          "data": self.data.counters(self.step),
+          "seconds": self.chrono.state(),
+          "config": self.config_json,
+      }
+      evaluated, metrics = self.last_eval
+      saved = self.checkpoints.save(self.step, self.state, meta, metrics if evaluated == self.step else None)
+    if saved:
+      self.callbacks("on_checkpoint", self, self.step)

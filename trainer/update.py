@@ -1,0 +1,144 @@
+"""One optimizer step: exact accumulation, one division, clipping, the finite guard.
+
+The gradient is that of  Σ weighted losses / Σ weights,  both sums over every micro-batch and device of the step
+(EXACTNESS.md T1): micro-batches add up un-normalised sums in float32, and one division follows.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from trainer import optim, patterns
+from trainer.metrics import Mean
+
+State = dict[str, Any]  # see trainer/state.py
+
+
+def make_update_fn(loss_fn: Callable, optimizer: optim.Optimizer, *, seed: int, micro_batch_size: int,
+                   clip_norm: float, ema_decay: float, source_names: Sequence[str]) -> Callable:
+  """Returns `update(state, batch) -> (state, metrics)`, to be jitted with the state donated.
+
+  Args:
+    loss_fn: `(params, batch, rng) -> (loss_sum, weight, metrics)`, a strategy bound to its model and config.
+    seed: dropout of step s is a function of (seed, s, micro-batch) alone.
+    micro_batch_size: rows computed at a time; the batch holds a multiple of it.
+    clip_norm: bound on the gradient's global norm; 0: none.
+    ema_decay: decay of the parameters' moving average; 0: none kept.
+    source_names: names for `batch["source_ids"]`; with several, per-row metrics are reported for each as well.
+
+  `metrics` holds device scalars and Means: the strategy's, `loss`, `grad_norm` (before clipping), `param_norm`,
+  `update_norm`, and the finite guard's `nonfinite`, `nonfinite_in_a_row`, `nonfinite_leaf` (index into
+  `gradient_paths`, -1: none).
+  """
+
+  def update(state: State, batch: dict[str, jax.Array]) -> tuple[State, dict[str, Any]]:
+    step = state["step"]
+    batch = dict(batch)
+    stop_requests = batch.pop("stop_requests", None)
+    trainable, frozen = optimizer.split(state["params"])
+
+    def micro_loss(trainable, micro, index):
+      rng = jax.random.fold_in(jax.random.fold_in(jax.random.key(seed), step), index)
+      loss_sum, weight, metrics = loss_fn(optimizer.merge(trainable, frozen), micro, rng)
+      return loss_sum, (weight, _by_source(metrics, micro["source_ids"], source_names))
+
+    loss_sum, weight, metrics, grads = _accumulate(micro_loss, trainable, batch, micro_batch_size)
+    divisor = jnp.where(weight > 0, weight, 1.0)  # a step with nothing to train has a zero gradient, not NaN
+    grads = jax.tree.map(lambda g: g / divisor, grads)
+
+    grads_clipped, grad_norm = optim.clip_by_global_norm(grads, clip_norm)
+    updates, opt = optimizer.update(grads_clipped, state["opt"], trainable, step)
+    new_trainable = jax.tree.map(lambda p, u: (p + u).astype(p.dtype), trainable, updates)
+
+    # The finite guard: a step whose loss or gradient is not finite changes nothing but the step number and
+    # the counters, so that the data move on.
+    finite = jnp.isfinite(loss_sum) & jnp.isfinite(grad_norm)
+    params = optimizer.merge(_choose(finite, new_trainable, trainable), frozen)
+    new_state = {
+        "step": step + 1,
+        "params": params,
+        "opt": _choose(finite, opt, state["opt"]),
+        "nonfinite": state["nonfinite"] + ~finite,
+        "nonfinite_in_a_row": jnp.where(finite, 0, state["nonfinite_in_a_row"] + 1),
+    }
+    if "ema" in state:
+      new_state["ema"] = _choose(finite, optim.ema_update(state["ema"], params, ema_decay), state["ema"])
+
+    metrics |= {
+        "loss": Mean(loss_sum, weight),
+        "trained_tokens": weight,
+        "grad_norm": grad_norm,
+        "param_norm": _global_norm(params),
+        "update_norm": jnp.where(finite, _global_norm(updates), 0.0),
+        "nonfinite": new_state["nonfinite"],
+        "nonfinite_in_a_row": new_state["nonfinite_in_a_row"],
+        "nonfinite_leaf": _first_nonfinite(grads),
+    }
+    if stop_requests is not None:
+      metrics["stop_requests"] = jnp.sum(stop_requests)
+    return new_state, metrics
+
+  return update
+
+
+def gradient_paths(optimizer: optim.Optimizer, abstract_params: Any) -> list[str]:
+  """Paths of the trained parameters, in the order that `nonfinite_leaf` counts them."""
+  return _paths(optimizer.split(abstract_params)[0])
+
+
+def _accumulate(micro_loss: Callable, trainable: Any, batch: dict[str, jax.Array], micro_batch_size: int):
+  """Sums of losses, weights, metrics and float32 gradients over the micro-batches."""
+  rows = batch["tokens"].shape[0]
+  count = rows // micro_batch_size
+  value_and_grad = jax.value_and_grad(micro_loss, has_aux=True)
+
+  def one(micro, index):
+    (loss_sum, (weight, metrics)), grads = value_and_grad(trainable, micro, index)
+    return loss_sum, weight, metrics, jax.tree.map(lambda g: g.astype(jnp.float32), grads)
+
+  if count == 1:
+    return one(batch, 0)
+
+  # Micro-batch j takes rows j, count + j, 2 * count + j, …: every device keeps the rows that it has.
+  micros = jax.tree.map(lambda x: x.reshape(micro_batch_size, count, *x.shape[1:]).swapaxes(0, 1), batch)
+  zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype),
+                       jax.eval_shape(one, jax.tree.map(lambda x: x[0], micros), 0))
+
+  def add(total, micro_and_index):
+    return jax.tree.map(jnp.add, total, one(*micro_and_index)), None
+
+  total, _ = jax.lax.scan(add, zeros, (micros, jnp.arange(count)))
+  return total
+
+
+def _by_source(metrics: dict[str, Mean], source_ids_B: jax.Array, names: Sequence[str]) -> dict[str, Mean]:
+  """Sums per-row metrics over rows, and with several sources over each source's rows as well."""
+  summed = {}
+  for name, metric in metrics.items():
+    summed[name] = Mean(jnp.sum(metric.sum), jnp.sum(metric.weight))
+    if jnp.ndim(metric.sum) == 1 and len(names) > 1:
+      for index, source in enumerate(names):
+        mine = source_ids_B == index
+        summed[f"{name}/{source}"] = Mean(jnp.sum(jnp.where(mine, metric.sum, 0)),
+                                          jnp.sum(jnp.where(mine, metric.weight, 0)))
+  return summed
+
+
+def _choose(condition: jax.Array, yes: Any, no: Any) -> Any:
+  return jax.tree.map(lambda a, b: jnp.where(condition, a, b), yes, no)
+
+
+def _global_norm(tree: Any) -> jax.Array:
+  return jnp.sqrt(sum(jnp.sum(jnp.square(x.astype(jnp.float32))) for x in jax.tree.leaves(tree)))
+
+
+def _first_nonfinite(grads: Any) -> jax.Array:
+  leaves = patterns.flatten(grads)
+  bad = jnp.stack([~jnp.isfinite(jnp.sum(jnp.square(leaf))) for leaf in leaves.values()])
+  return jnp.where(jnp.any(bad), jnp.argmax(bad), -1)
+
+
+def _paths(tree: Any) -> list[str]:
+  return list(patterns.flatten(tree))
