@@ -39,8 +39,8 @@ class Loss:
     self._data = loader.make_eval_data(
         cfg.sources if own else config.input.sources, setup.tokenizer, seq_len=config.seq_len,
         split=None if own else cfg.split, max_documents=cfg.max_documents, packing=config.input.packing,
-        cache_dir=loader.cache_dir(config, setup.workdir), add_bos=config.tokenizer.add_bos,
-        add_eos=config.tokenizer.add_eos)
+        cache_dir=loader.default_cache_dir(config.input, setup.workdir), add_bos=config.tokenizer.add_bos,
+        add_eos=config.tokenizer.add_eos, progress=jax.process_index() == 0)
     self._batch_size = cfg.batch_size or config.batch_size // config.grad_accum_steps
     check_batch(setup.mesh, self._batch_size, f"evals.{name}.batch_size")
     self._sharding = batch_sharding(setup.mesh)
@@ -58,7 +58,7 @@ class Loss:
 
   def run(self, params: Any, step: int) -> Iterator[tuple[str, float]]:
     sums = np.zeros((len(self._data.source_names), 3))
-    for index in range(-(-self._data.num_rows // self._batch_size)):
+    for index in range(self._data.num_batches(self._batch_size)):
       batch = place_batch(lambda rows, index=index: self._data.batch(index, self._batch_size, rows), self._batch_size,
                           self._sharding)
       rows_Bx3, source_ids_B = _on_every_host((self._row_sums(params, batch), batch["source_ids"]))

@@ -105,13 +105,13 @@ def constrain(x: jax.Array, *names: str | None) -> jax.Array:
     return x
   unknown = [n for n in names if n is not None and n not in ACTIVATION_NAMES]
   if unknown or len(names) != x.ndim:
-    raise ValueError(f"constrain: {names} for shape {x.shape}; one of {ACTIVATION_NAMES} or None per dimension")
+    raise ValueError(f"constrain: {names} for shape {x.shape}; a name of {ACTIVATION_NAMES} or None each")
   return rules(x, names)
 
 
 @contextlib.contextmanager
 def activation_rules(fn: Callable[[jax.Array, tuple[str | None, ...]], jax.Array]) -> Iterator[None]:
-  """While active, `constrain(x, *names)` returns `fn(x, names)`. Wrap the tracing (the first call) of a step."""
+  """While active, `constrain(x, *names)` returns `fn(x, names)`. Wrap what traces a step: its first call."""
   token = _activation_rules.set(fn)
   try:
     yield
@@ -126,6 +126,6 @@ def _model_class(name: str) -> Any:
     return getattr(importlib.import_module(module_name), attribute)
   except (ImportError, AttributeError, ValueError) as e:
     raise ConfigError(
-        f"model.name: found {name!r}, which could not be imported ({e}). Allowed: {', '.join(sorted(BUILT_IN))}, "
-        "or the dotted path of a class of yours, e.g. my_package.my_module.MyModel."
+        f"model.name: found {name!r}, which could not be imported ({e}). Allowed: "
+        f"{', '.join(sorted(BUILT_IN))}, or the dotted path of a class of yours, e.g. my_package.my_module.MyModel."
     ) from e

@@ -62,13 +62,12 @@ def attention(
     )
   q_BxGxRxTxK = q_BxTxHxK.reshape(B, T, G, H // G, K).transpose(0, 2, 3, 1, 4)
   k_BxGxSxK, v_BxGxSxK = k_BxSxGxK.transpose(0, 2, 1, 3), v_BxSxGxK.transpose(0, 2, 1, 3)
-  out_BxGxRxTxK = _blocked(
-      q_BxGxRxTxK, k_BxGxSxK, v_BxGxSxK, segment_ids, window=window, scale=scale, logit_cap=logit_cap, block=block
-  )
+  options = dict(window=window, scale=scale, logit_cap=logit_cap)
+  out_BxGxRxTxK = _blocked(q_BxGxRxTxK, k_BxGxSxK, v_BxGxSxK, segment_ids, block=block, **options)
   return out_BxGxRxTxK.transpose(0, 3, 1, 2, 4).reshape(B, T, H, K)
 
 
-def _blocked(q_BxGxRxTxK, k_BxGxSxK, v_BxGxSxK, segment_ids, *, window, scale, logit_cap, block) -> jax.Array:
+def _blocked(q_BxGxRxTxK, k_BxGxSxK, v_BxGxSxK, segment_ids, *, block, window, **options) -> jax.Array:
   """Query blocks one after another, each against only the keys it can see.
 
   Half of the score matrix is never computed (less with a window). Each block is recomputed in the
@@ -82,9 +81,7 @@ def _blocked(q_BxGxRxTxK, k_BxGxSxK, v_BxGxSxK, segment_ids, *, window, scale, l
   for start in range(0, T, block):
     end = min(start + block, T)
     first = 0 if window is None else max(0, start - window + 1)
-    attend = functools.partial(
-        _attend, offset=start - first, window=window, scale=scale, logit_cap=logit_cap
-    )
+    attend = functools.partial(_attend, offset=start - first, window=window, **options)
     blocks.append(
         jax.checkpoint(attend)(
             q_BxGxRxTxK[:, :, :, start:end],
@@ -97,7 +94,9 @@ def _blocked(q_BxGxRxTxK, k_BxGxSxK, v_BxGxSxK, segment_ids, *, window, scale, l
   return jnp.concatenate(blocks, axis=3) if len(blocks) > 1 else blocks[0]
 
 
-def _attend(q_BxGxRxTxK, k_BxGxWxK, v_BxGxWxK, segments_BxT, segments_BxW, *, offset, window, scale, logit_cap):
+def _attend(
+    q_BxGxRxTxK, k_BxGxWxK, v_BxGxWxK, segments_BxT, segments_BxW, *, offset, window, scale, logit_cap
+) -> jax.Array:
   """Softmax attention of one block; query t sits at the index of key `offset` + t."""
   T, W = q_BxGxRxTxK.shape[3], k_BxGxWxK.shape[2]
   f32 = jnp.float32
@@ -114,6 +113,7 @@ def _attend(q_BxGxRxTxK, k_BxGxWxK, v_BxGxWxK, segments_BxT, segments_BxW, *, of
   top = jax.lax.stop_gradient(scores.max(-1, keepdims=True))
   weights = jnp.where(seen, jnp.exp(scores - top), 0.0)
   total = weights.sum(-1, keepdims=True)
-  out = jnp.einsum("bgrtw,bgwk->bgrtk", weights.astype(v_BxGxWxK.dtype), v_BxGxWxK, preferred_element_type=f32)
+  dtype = v_BxGxWxK.dtype
+  out = jnp.einsum("bgrtw,bgwk->bgrtk", weights.astype(dtype), v_BxGxWxK, preferred_element_type=f32)
   # Rows of padding see nothing: 0 / 1.
-  return (out / jnp.where(total == 0, 1.0, total)).astype(v_BxGxWxK.dtype)
+  return (out / jnp.where(total == 0, 1.0, total)).astype(dtype)

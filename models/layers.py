@@ -56,7 +56,9 @@ class Scope:
 class Linear(nnx.Module):
   """x @ kernel (+ bias), in the compute dtype."""
 
-  def __init__(self, scope: Scope, d_in: int, d_out: int, *, std: float | None, bias: bool, gain: float = 1.0):
+  def __init__(
+      self, scope: Scope, d_in: int, d_out: int, *, std: float | None, bias: bool, gain: float = 1.0
+  ):
     """`std`: of the initial kernel, d_in ** -0.5 if None; multiplied by `gain`."""
     self.kernel = scope.normal("kernel", (d_in, d_out), gain * (d_in**-0.5 if std is None else std))
     self.bias = scope.constant((d_out,), 0.0) if bias else None
@@ -106,7 +108,15 @@ class Mlp(nnx.Module):
   """down(act(gate(x)) * up(x)) for gated activations (Shazeer 2020), down(act(up(x))) for others."""
 
   def __init__(
-      self, scope: Scope, features: int, hidden: int, *, activation: str, std: float | None, bias: bool, out_gain: float
+      self,
+      scope: Scope,
+      features: int,
+      hidden: int,
+      *,
+      activation: str,
+      std: float | None,
+      bias: bool,
+      out_gain: float,
   ):
     """`out_gain`: factor on the initial standard deviation of the last projection."""
     gated = activation in GATED
@@ -125,8 +135,10 @@ class Mlp(nnx.Module):
     return self.down(h_BxTxF)
 
 
-def rope_table(positions_BxT: jax.Array, head_dim: int, theta: float, fraction: float) -> tuple[jax.Array, jax.Array]:
-  """Cosines and sines [B, T, 1, P], float32, of the rotary angles position * theta ** (-p / P) (Su et al. 2021)."""
+def rope_table(
+    positions_BxT: jax.Array, head_dim: int, theta: float, fraction: float
+) -> tuple[jax.Array, jax.Array]:
+  """Cosines and sines [B, T, 1, P], float32, of the angles position * theta ** (-p / P) (Su et al. 2021)."""
   pairs = rotated_dims(head_dim, fraction) // 2
   frequencies_P = theta ** (-jnp.arange(pairs, dtype=jnp.float32) / pairs)
   angles = positions_BxT.astype(jnp.float32)[:, :, None, None] * frequencies_P

@@ -1,4 +1,4 @@
-"""Settings of all tests: 8 forced CPU devices, NNX's tree mode, strict shapes, a compilation cache for the session."""
+"""Settings of all tests: 8 forced CPU devices, NNX's tree mode, a compilation cache for the session."""
 
 import os
 import shutil
@@ -13,7 +13,6 @@ os.environ.update(
     XLA_FLAGS="--xla_force_host_platform_device_count=8",
     NNX_GRAPH_MODE="false",
     NNX_GRAPH_UPDATES="false",
-    JAX_NUMPY_RANK_PROMOTION="raise",
     JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS="0.3",
     PYTHONPATH=os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")])),
 )

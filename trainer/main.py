@@ -61,17 +61,17 @@ def train(config: Mapping, workdir: str | Path) -> Run:
   # ------------------------------------------------------------------ data
   # The first process trains the tokenizer and fills the caches; the others then find them.
   with processes.first_goes_first("tokenizer and token caches"):
-    tokenizer = make_tokenizer(config.tokenizer, loader.train_texts(config), workdir / "tokenizer.json")
-    data = loader.make_train_data(config, tokenizer, workdir=workdir)
-  for line in data.stats():
-    say(line)
+    show = jax.process_index() == 0
+    tokenizer = make_tokenizer(config.tokenizer, loader.train_texts(config), workdir / "tokenizer.json", show)
+    data = loader.make_train_data(config, tokenizer, workdir=workdir, progress=show)
+  say(loader.format_stats(data.stats()))
 
   # ------------------------------------------------------------------ model, durations, optimizer
   compute_dtype, reason = _compute_dtype(config.precision.compute)
   say(f"precision.compute = {compute_dtype} ({reason})")
   model = api.make_model(config.model, vocab_size=tokenizer.vocab_size, params_dtype=config.precision.params,
                          compute_dtype=compute_dtype, remat=config.remat)
-  for note in model.derived:
+  for note in model.reasons:
     say(note)
   lengths = dict(batch_size=lambda step: data.batch_range(step)[0], seq_len=config.seq_len,
                  steps_per_epoch=data.steps_per_epoch)
@@ -133,6 +133,7 @@ def train(config: Mapping, workdir: str | Path) -> Run:
 
     # ---------------------------------------------------------------- state
     state, meta, origin = state_lib.initialise(config, init, abstract_state, state_sharding, checkpoints)
+    _check_same_data(meta, data.fingerprint, config.allow_config_changes)
     config_checks.audit(config)
     say(origin)
     _save_config(resolved, workdir)
@@ -236,6 +237,14 @@ def _check_same_config(resolved: Any, workdir: Path) -> None:
     raise ConfigError(
         f"{workdir} was begun with another config:\n  " + "\n  ".join(differences) + "\nUse another --workdir, the "
         "config as it was, or --config.allow_config_changes=True to continue with the new values.")
+
+
+def _check_same_data(meta: Mapping, fingerprint: str, allow_changes: bool) -> None:
+  """Refuses to continue a run whose rows are no longer the ones it was trained on."""
+  if meta and meta["data_fingerprint"] != fingerprint and not allow_changes:
+    raise ConfigError(
+        "the training data, the tokenizer or their order changed since the checkpoint was written, so the run would not "
+        "continue as it was. Restore the files, use a new --workdir, or --config.allow_config_changes=True.")
 
 
 def _save_config(resolved: Any, workdir: Path) -> None:

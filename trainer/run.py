@@ -75,6 +75,7 @@ class Run:
           "step": self.step,
           "rows_seen": self.data.batch_range(self.step)[0],
           "data": self.data.counters(self.step),
+          "data_fingerprint": self.data.fingerprint,
           "seconds": self.chrono.state(),
           "config": self.config_json,
       }

@@ -118,8 +118,8 @@ def _wsd(
   if warm + decay > total_steps:
     raise ConfigError(
         f"schedule.warmup ({warm:,} steps) and schedule.decay ({decay:,} steps) together are longer than"
-        f" the run ({total_steps:,} steps); shorten one, e.g. --config.schedule.decay_steps={total_steps - warm}"
-        " (and unset its other units with -1)"
+        f" the run ({total_steps:,} steps); shorten one, e.g."
+        f" --config.schedule.decay_steps={total_steps - warm} (and unset its other units with -1)"
     )
   if not decay:
     return _constant

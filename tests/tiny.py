@@ -1,0 +1,95 @@
+"""A tiny model on generated text: what most tests of the trainer train."""
+
+import os
+import random
+import subprocess
+import sys
+from pathlib import Path
+
+from ml_collections import ConfigDict
+
+from tests.conftest import ROOT
+from trainer.config import defaults, evaluator, source
+
+WORDS = ("the", "quick", "brown", "fox", "jumps", "over", "a", "lazy", "dog", "und", "läuft", "fort")
+
+
+def write_corpus(folder: Path, files: int = 24, seed: int = 0) -> Path:
+  """Text files of random length and random words, the same each time."""
+  folder.mkdir(parents=True, exist_ok=True)
+  rng = random.Random(seed)
+  for number in range(files):
+    words = (rng.choice(WORDS) for _ in range(rng.randint(3, 60)))
+    (folder / f"{number:03d}.txt").write_text(" ".join(words) + "\n", encoding="utf-8")
+  return folder
+
+
+def config(corpus: Path, **changed) -> ConfigDict:
+  """A config whose every step takes milliseconds; `changed` are top-level keys or dicts of them."""
+  c = defaults()
+  c.input.sources.main = source(type="text", path=str(corpus), split="train", validation_fraction=0.3)
+  c.update(batch_size=8, seq_len=32, total_steps=8, log_steps=1, ckpt_steps=3)
+  c.model.update(num_layers=2, hidden_size=16, intermediate_size=32, num_heads=2, vocab_multiple=8)
+  c.optimizer.learning_rate = 1e-2
+  c.evals.val = evaluator(type="loss", eval_steps=4)
+  c.update(changed)
+  return c
+
+
+CONFIG_FILE = """
+from pathlib import Path
+from tests import tiny
+
+def get_config(corpus):
+  return tiny.config(Path(corpus))
+"""
+
+
+def write_config_file(folder: Path) -> Path:
+  """The same config as a file for the command line: --config=FILE:CORPUS."""
+  path = folder / "tiny_config.py"
+  path.write_text(CONFIG_FILE)
+  return path
+
+
+def command(config_file: Path, corpus: Path, workdir: Path, *overrides: str) -> list[str]:
+  return [sys.executable, "-m", "trainer", f"--config={config_file}:{corpus}", f"--workdir={workdir}", *overrides]
+
+
+def environment(devices: int, **more: str) -> dict[str, str]:
+  return {**os.environ, "XLA_FLAGS": f"--xla_force_host_platform_device_count={devices}", **more}
+
+
+def run(argv: list[str], devices: int = 1, **more: str) -> subprocess.CompletedProcess:
+  """Runs a command of ours to its end in a process of its own."""
+  return subprocess.run(argv, cwd=ROOT, env=environment(devices, **more), capture_output=True, text=True, timeout=300,
+                        check=False)
+
+
+def model(compute_dtype: str = "float32", **changed):
+  """A tiny float32 model with a vocabulary of 24, without the rest of a run."""
+  from models import api  # after conftest has set JAX's flags
+  cfg = defaults().model
+  cfg.update(num_layers=2, hidden_size=16, intermediate_size=32, num_heads=2, vocab_multiple=8)
+  cfg.update(changed)
+  return api.make_model(cfg, vocab_size=24, params_dtype="float32", compute_dtype=compute_dtype, remat="none")
+
+
+def batch(rows: int, length: int, seed: int = 0, vocab: int = 24):
+  """Rows of two segments and ragged padding, with weights that are 0, 1 or fractional; the last row is empty."""
+  import numpy as np
+  rng = np.random.default_rng(seed)
+  cut = rng.integers(2, length - 2, rows)[:, None]
+  end = rng.integers(length - 2, length + 1, rows)[:, None]
+  end[-1] = 0
+  at = np.arange(length)[None, :]
+  segments = np.where(at >= end, 0, np.where(at < cut, 1, 2)).astype(np.int32)
+  starts = (at == 0) | (at == cut)
+  weights = rng.choice([0.0, 0.5, 1.0], (rows, length)).astype(np.float32) * (segments > 0) * ~starts
+  return {
+      "tokens": rng.integers(0, vocab, (rows, length)).astype(np.int32),
+      "positions": np.where(at < cut, at, at - cut).astype(np.int32) * (segments > 0),
+      "segment_ids": segments,
+      "loss_weights": weights,
+      "source_ids": (np.arange(rows) % 2).astype(np.int32),
+  }

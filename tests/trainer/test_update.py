@@ -1,0 +1,156 @@
+"""The update: exact accumulation (I1), the finite guard (I14), per-source metrics, clipping, EMA."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from tests import tiny
+from trainer import optim, state as state_lib, update as update_lib
+from trainer.config import defaults
+from trainer.config_checks import View
+from trainer.metrics import to_floats
+from trainer.strategies import seq
+
+
+def make(micro_batch_size, *, optimizer=None, clip_norm=0.0, ema_decay=0.0, loss_fn=None, sources=("a", "b"),
+         freeze=(), dropout=0.0):
+  """(update_fn, state) of a tiny model; by default plain SGD of rate 1, whose step is minus the gradient."""
+  model = tiny.model(dropout=dropout)
+  config = defaults()
+  config.optimizer.update(optimizer or dict(name="sgd", learning_rate=1.0, momentum=0.0, nesterov=False,
+                                            weight_decay=0.0))
+  config.optimizer.freeze = freeze
+  config.schedule.update(name="constant", warmup_percent=-1.0, warmup_steps=0)
+  optimizer = optim.make_optimizer(config.optimizer, config.schedule, model.abstract_params(), total_steps=10,
+                                   to_steps=lambda cfg, prefix, default=None, where="": 0)
+  strategy = View(config.strategy)
+  loss_fn = loss_fn or (lambda params, batch, rng: seq.loss(model, params, batch, rng if dropout else None, strategy))
+  update = update_lib.make_update_fn(loss_fn, optimizer, seed=0, micro_batch_size=micro_batch_size, clip_norm=clip_norm,
+                                     ema_decay=ema_decay, source_names=sources)
+  state = jax.jit(state_lib.make_init(model, optimizer, ema=ema_decay > 0))(jax.random.key(1))
+  return jax.jit(update), state
+
+
+@functools.cache
+def step_with(micro_batch_size, seed):
+  update, state = make(micro_batch_size)
+  new, metrics = update(state, tiny.batch(8, 16, seed))
+  gradient = jax.tree.map(lambda a, b: np.asarray(a - b), state["params"], new["params"])
+  return gradient, to_floats(jax.device_get(metrics))
+
+
+@pytest.mark.parametrize("seed", [0, 1])
+@pytest.mark.parametrize("micro_batch_size", [1, 2, 4])
+def test_micro_batches_do_not_change_the_gradient(micro_batch_size, seed):
+  """I1: 1×8, 2×4, 4×2 and 8×1 micro-batches of ragged rows, one of them empty."""
+  whole, whole_metrics = step_with(8, seed)
+  split, split_metrics = step_with(micro_batch_size, seed)
+  norm = np.sqrt(sum(np.sum(x**2) for x in jax.tree.leaves(whole)))
+  assert norm > 0.1
+  for a, b in zip(jax.tree.leaves(whole), jax.tree.leaves(split), strict=True):
+    np.testing.assert_allclose(a, b, atol=1e-6 * norm)
+  for name, value in whole_metrics.items():
+    assert split_metrics[name] == pytest.approx(value, rel=1e-5), name
+
+
+def test_the_loss_is_the_weighted_mean_over_the_whole_step():
+  """A reference without any of the update's code: full logits, numpy, one division."""
+  model, batch = tiny.model(), tiny.batch(8, 16)
+  _, state = make(8)
+  logits = np.asarray(model.logits(state["params"], batch), np.float64)[..., :24]
+  logp = logits - np.log(np.sum(np.exp(logits), axis=-1, keepdims=True))
+  nll = -np.take_along_axis(logp[:, :-1], batch["tokens"][:, 1:, None], axis=-1)[..., 0]
+  weights = batch["loss_weights"][:, 1:]
+  _, metrics = step_with(2, 0)
+  assert metrics["loss"] == pytest.approx(np.sum(nll * weights) / np.sum(weights), rel=1e-6)
+  for index, name in enumerate("ab"):
+    mine = batch["source_ids"] == index
+    expected = np.sum(nll[mine] * weights[mine]) / np.sum(weights[mine])
+    assert metrics[f"nll/{name}"] == pytest.approx(expected, rel=1e-6)
+  assert metrics["trained_tokens"] == pytest.approx(weights.sum())
+
+
+def test_nothing_to_train_is_a_zero_gradient():
+  update, state = make(4)
+  batch = tiny.batch(8, 16)
+  batch["loss_weights"] = np.zeros_like(batch["loss_weights"])
+  new, metrics = update(state, batch)
+  values = to_floats(jax.device_get(metrics))
+  assert values["grad_norm"] == 0.0 and values["nonfinite"] == 0 and "loss" not in values
+  for a, b in zip(jax.tree.leaves(state["params"]), jax.tree.leaves(new["params"]), strict=True):
+    np.testing.assert_array_equal(a, b)
+
+
+@pytest.mark.parametrize("where", ["loss", "gradient"])
+def test_a_step_that_is_not_finite_changes_nothing(where):
+  """I14: parameters, optimizer and EMA stay bitwise; the step is counted and named, the run goes on."""
+  model = tiny.model()
+
+  def poisoned(params, batch, rng):
+    loss, weight, metrics = seq.loss(model, params, batch, rng, View(defaults().strategy))
+    bad = jnp.any(batch["tokens"] == 23)
+    if where == "loss":
+      return jnp.where(bad, jnp.nan, loss), weight, metrics
+    # sqrt has an infinite slope at 0: a finite loss with a non-finite gradient (mlx-lm#1658)
+    kernel = params["blocks"]["mlp"]["up"]["kernel"]
+    return loss + jnp.where(bad, 1.0, 0.0) * jnp.sqrt(jnp.sum(kernel * 0.0)), weight, metrics
+
+  update, state = make(4, optimizer=dict(name="adamw"), loss_fn=poisoned, ema_decay=0.9)
+  good, bad = tiny.batch(8, 16, vocab=23), tiny.batch(8, 16, vocab=23)
+  bad["tokens"][3, 3] = 23
+  state, _ = update(state, good)
+  after_bad, metrics = update(state, bad)
+  for part in ("params", "opt", "ema"):
+    for a, b in zip(jax.tree.leaves(state[part]), jax.tree.leaves(after_bad[part]), strict=True):
+      np.testing.assert_array_equal(a, b)
+  values = to_floats(jax.device_get(metrics))
+  assert (values["nonfinite"], values["nonfinite_in_a_row"], int(after_bad["step"])) == (1, 1, 2)
+  if where == "gradient":
+    paths = update_lib.gradient_paths(_adamw(model), model.abstract_params())
+    assert paths[int(values["nonfinite_leaf"])] == "blocks/mlp/up/kernel"
+  after_good, metrics = update(after_bad, good)
+  values = to_floats(jax.device_get(metrics))
+  assert (values["nonfinite"], values["nonfinite_in_a_row"]) == (1, 0)
+  assert all(np.all(np.isfinite(x)) for x in jax.tree.leaves(after_good))
+  assert np.any(after_good["params"]["embed"]["embedding"] != after_bad["params"]["embed"]["embedding"])
+
+
+def _adamw(model):
+  config = defaults()
+  return optim.make_optimizer(config.optimizer, config.schedule, model.abstract_params(), total_steps=10,
+                              to_steps=lambda cfg, prefix, default=None, where="": 0)
+
+
+def test_clipping_bounds_the_step_and_logs_the_norm_before_it():
+  update, state = make(8, clip_norm=0.01)
+  new, metrics = update(state, tiny.batch(8, 16))
+  step = jax.tree.map(lambda a, b: a - b, new["params"], state["params"])
+  assert float(update_lib._global_norm(step)) == pytest.approx(0.01, rel=1e-3)
+  assert float(metrics["grad_norm"]) == pytest.approx(step_with(8, 0)[1]["grad_norm"], rel=1e-6) and float(
+      metrics["grad_norm"]) > 0.01
+
+
+def test_ema_follows_with_its_decay():
+  update, state = make(8, ema_decay=0.75)
+  new, _ = update(state, tiny.batch(8, 16))
+  expected = jax.tree.map(lambda e, p: 0.75 * e + 0.25 * p, state["ema"], new["params"])
+  for a, b in zip(jax.tree.leaves(expected), jax.tree.leaves(new["ema"]), strict=True):
+    np.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-7)
+
+
+def test_frozen_parameters_do_not_move():
+  update, state = make(8, freeze=("^embed/",))
+  new, _ = update(state, tiny.batch(8, 16))
+  np.testing.assert_array_equal(new["params"]["embed"]["embedding"], state["params"]["embed"]["embedding"])
+  assert np.any(new["params"]["blocks"]["attn"]["q"]["kernel"] != state["params"]["blocks"]["attn"]["q"]["kernel"])
+
+
+def test_dropout_is_a_function_of_seed_and_step():
+  update, state = make(4, dropout=0.3)
+  batch = tiny.batch(8, 16)
+  first, again = update(state, batch)[1], update(state, batch)[1]
+  later = update({**state, "step": state["step"] + 1}, batch)[1]
+  assert to_floats(first)["loss"] == to_floats(again)["loss"] != to_floats(later)["loss"]
