@@ -6,6 +6,7 @@ A cache is a folder `<name>-<key>` with `tokens.bin` (uint16 or uint32, all docu
 gets another folder. A folder appears under its final name by one rename, when it is complete.
 """
 
+import contextlib
 import errno
 import hashlib
 import json
@@ -23,7 +24,7 @@ import numpy as np
 from absl import logging
 from tqdm import tqdm
 
-from input_pipeline.files import File, hash_file
+from input_pipeline.files import DataError, hash_file
 from input_pipeline.sources import Document, Source, utf8
 from input_pipeline.tokenizer import Tokenizer
 
@@ -93,10 +94,12 @@ class FileHasher:
   def save(self) -> None:
     """Writes what was learnt; losing it costs time only."""
     if self._changed:
-      self._file.parent.mkdir(parents=True, exist_ok=True)
       temporary = self._file.with_name(f".hashes.{os.getpid()}")
-      temporary.write_text(json.dumps(self._known), "utf-8")
-      os.replace(temporary, self._file)
+      with contextlib.suppress(OSError):  # a cache that is only read may lie on a read-only disk
+        self._file.parent.mkdir(parents=True, exist_ok=True)
+        temporary.write_text(json.dumps(self._known), "utf-8")
+        os.replace(temporary, self._file)
+      self._changed = False
 
 
 def tokenize_source(
@@ -122,7 +125,9 @@ def tokenize_source(
   hasher = FileHasher(cache_dir)
   bos = tokenizer.bos_id if add_bos else None
   eos = tokenizer.eos_id if add_eos else None
-  parts = json.dumps([VERSION, source.fingerprint(hasher), tokenizer.fingerprint, bos, eos])
+  content = source.fingerprint(hasher)
+  parts = json.dumps([VERSION, content, tokenizer.fingerprint, bos, eos])
+  hasher.save()
   key = hashlib.blake2b(parts.encode(), digest_size=12).hexdigest()
   folder = cache_dir / f"{re.sub(r'[^A-Za-z0-9_.-]', '_', source.name)}-{key}"
   if folder.exists():
@@ -133,11 +138,12 @@ def tokenize_source(
     _remove(folder)
   try:
     cache_dir.mkdir(parents=True, exist_ok=True)
-    hasher.save()
     _remove_abandoned(cache_dir)
     temporary = Path(tempfile.mkdtemp(prefix=f".tmp-{folder.name}-", dir=cache_dir))
     try:
       _build(temporary, source, tokenizer, bos, eos, key, progress)
+      if source.fingerprint(hasher) != content:
+        raise DataError(f"source {source.name!r}: its files changed while they were read. Run the command again.")
       _publish(temporary, folder)
     finally:
       shutil.rmtree(temporary, ignore_errors=True)
@@ -171,12 +177,17 @@ def _build(folder: Path, source: Source, tokenizer: Tokenizer, bos, eos, key: st
       documents += len(batch)
       bar.update(source.tally.bytes_read - bar.n)
     bar.update(source.tally.bytes_read - bar.n)
+    if not total:
+      raise DataError(f"source {source.name!r}: its {documents} documents have no tokens under this tokenizer.")
+    skipped = {"empty": source.tally.empty, "undecodable": source.tally.undecodable}
+    if any(skipped.values()):
+      logging.warning("source %r: skipped %s", source.name, ", ".join(f"{n} {why}" for why, n in skipped.items()))
     meta = {
         "key": key,
         "dtype": dtype.str,
         "documents": documents,
         "tokens": total,
-        "skipped": {"empty": source.tally.empty, "undecodable": source.tally.undecodable},
+        "skipped": skipped,
         "checksums": writer.checksums(),
     }
     (folder / "meta.json").write_text(json.dumps(meta), "utf-8")

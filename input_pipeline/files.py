@@ -148,6 +148,11 @@ def decode(raw: bytes, path: Path, offset: int = 0, line: int | None = None) -> 
     ) from e
 
 
+def read_bytes(path: Path, tally: Tally) -> bytes:
+  """The uncompressed content of a plain, .gz or .zst file. Raises DataError for a damaged one."""
+  return b"".join(line for _, _, line in read_lines(path, tally))
+
+
 def read_lines(path: Path, tally: Tally) -> Iterator[tuple[int, int, bytes]]:
   """Yields (line number from 1, byte offset, bytes with their line end) of a plain, .gz or .zst file.
 

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from absl import logging
 from ml_collections import ConfigDict
 
 from input_pipeline.batches import PackedSource, empty_batch
@@ -73,6 +74,10 @@ def make_train_data(
   sizes = BatchSizes(cfg.batch_size, cfg.grad_accum_steps, i.batch_size_stages)
   steps, weights = stage_weights({n: i.sources[n].weight for n in sorted(i.sources)}, i.weight_stages)
   packed = []
+  for name in i.sources:
+    if name not in names:
+      open_source(i.sources[name], name)  # its keys are checked all the same
+      logging.warning("source %r has weight 0 throughout and is not used.", name)
   for name in names:
     tokens = tokenize_source(
         open_source(i.sources[name], name), tokenizer, default_cache_dir(i, workdir),
@@ -222,10 +227,14 @@ class TrainData:
 
 def format_stats(table: list[dict[str, Any]]) -> str:
   """A plain-text table of `stats()`."""
-  cells = [list(table[0])]
-  for row in table:
-    cells.append([f"{v:.1f}" if isinstance(v, float) else f"{v:,}" if isinstance(v, int) else str(v) for v in row.values()])
+
+  def show(value: Any) -> str:
+    return f"{value:.1f}" if isinstance(value, float) else f"{value:,}" if isinstance(value, int) else str(value)
+
+  cells = [list(table[0]), *([show(value) for value in row.values()] for row in table)]
   widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-  lines = ["  ".join(c.ljust(w) if i == 0 else c.rjust(w) for i, (c, w) in enumerate(zip(r, widths, strict=True)))
-           for r in cells]
-  return "\n".join(lines)
+  # The first column, names, is aligned to the left and the numbers to the right.
+  return "\n".join(
+      "  ".join([row[0].ljust(widths[0]), *(c.rjust(w) for c, w in zip(row[1:], widths[1:], strict=True))])
+      for row in cells
+  )

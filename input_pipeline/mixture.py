@@ -2,8 +2,8 @@
 
 Rows are dealt by a balanced binary tree over the sources: a node that has dealt n rows has sent
 floor(n P / 2^30 + 1/2) of them to its left side, P / 2^30 being that side's share. So the rows dealt to a source
-before row k are known without dealing, and at every k they are within (1 + depth of the tree) of its weight's
-share of k.
+before row k are known without dealing, and at every k they differ from its weight's share of k by at most half
+the depth of the tree, besides the rounding of shares to multiples of 2^-30.
 """
 
 import math

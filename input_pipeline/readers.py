@@ -17,7 +17,7 @@ from typing import NamedTuple
 from absl import logging
 from ml_collections import ConfigDict
 
-from input_pipeline.files import DataError, File, Tally, decode, find_files, open_binary, read_lines, walk
+from input_pipeline.files import DataError, File, Tally, decode, find_files, read_bytes, read_lines, walk
 from trainer.config import ConfigError
 
 
@@ -65,10 +65,7 @@ class TextReader:
   def read(self, tally: Tally) -> Iterator[Document]:
     for name, path in self.files():
       if self.documents == "file":
-        with open_binary(path) as f:
-          raw = f.read()
-        yield Document(name, decode(raw, path))
-        tally.bytes_read += len(raw)
+        yield Document(name, decode(read_bytes(path, tally), path))
       elif self.documents == "line":
         for number, offset, line in read_lines(path, tally):
           yield Document(f"{name}:{number}", decode(line, path, offset, number).rstrip("\r\n"))
@@ -100,21 +97,22 @@ class JsonlReader:
     self.identity = ["jsonl", self.text_key]
 
   def files(self) -> list[File]:
-    return find_files(self.path, self._source, lambda n: n.endswith(self.suffixes), "a .jsonl, .jsonl.gz or .jsonl.zst file")
+    expected = "a .jsonl, .jsonl.gz or .jsonl.zst file"
+    return find_files(self.path, self._source, lambda name: name.endswith(self.suffixes), expected)
 
   def read(self, tally: Tally) -> Iterator[Document]:
     option = f"input.sources.{self._source}.text_key"
     for name, path in self.files():
       for number, offset, line in read_lines(path, tally):
-        text = decode(line, path, offset, number)
-        if not text.strip():
+        text = decode(line, path, offset, number).strip()
+        if not text:
           continue
         try:
           record = json.loads(text)
         except (json.JSONDecodeError, RecursionError) as e:
           detail = f"{e.msg} at column {e.colno}" if isinstance(e, json.JSONDecodeError) else "nested too deeply"
           raise DataError(
-              f"{path}:{number}: not valid JSON ({detail}): {text.strip()[:60]!r}. Each line must be one JSON object."
+              f"{path}:{number}: not valid JSON ({detail}): {text[:60]!r}. Each line must be one JSON object."
           ) from e
         yield Document(f"{name}:{number}", _field(record, self.text_key, f"{path}:{number}", option))
 
@@ -137,28 +135,34 @@ class ParquetReader:
       import pyarrow.parquet as pq
     except ImportError as e:
       raise DataError(f"source {self._source!r}: reading Parquet needs `pip install pyarrow`.") from e
-    option = f"input.sources.{self._source}.text_key"
     for name, path in self.files():
       before, size = tally.bytes_read, os.path.getsize(path)
       try:
         with pq.ParquetFile(path) as table:
-          column = table.schema_arrow.field(self.text_key) if self.text_key in table.schema_arrow.names else None
-          if column is None:
-            found = ", ".join(map(repr, table.schema_arrow.names))
-            raise DataError(f"{path}: no column {self.text_key!r}; found {found}. Set {option}.")
-          if not (pa.types.is_string(column.type) or pa.types.is_large_string(column.type)):
-            raise DataError(f"{path}: column {self.text_key!r} must hold strings, found {column.type}. Set {option}.")
+          self._check_column(path, table.schema_arrow, pa.types)
           row, rows = 0, max(table.metadata.num_rows, 1)
           for batch in table.iter_batches(batch_size=512, columns=[self.text_key]):
             for text in batch.column(0).to_pylist():
               if text is None:
-                raise DataError(f"{path}: row {row} (from 0) has null in column {self.text_key!r}. Filter such rows out.")
+                where = f"{path}: row {row} (from 0)"
+                raise DataError(f"{where} has null in column {self.text_key!r}. Filter such rows out.")
               yield Document(f"{name}[{row}]", text)
               row += 1
             tally.bytes_read = before + size * row // rows
+      except UnicodeDecodeError as e:
+        raise DataError(f"{path}: column {self.text_key!r} is not valid UTF-8, in row {row} (from 0) or after.") from e
       except (pa.ArrowException, OSError) as e:
         raise DataError(f"{path}: not a readable Parquet file: {e}") from e
       tally.bytes_read = before + size
+
+  def _check_column(self, path: Path, schema, types) -> None:
+    option = f"input.sources.{self._source}.text_key"
+    if self.text_key not in schema.names:
+      found = ", ".join(map(repr, schema.names))
+      raise DataError(f"{path}: no column {self.text_key!r}; found {found}. Set {option}.")
+    kind = schema.field(self.text_key).type
+    if not (types.is_string(kind) or types.is_large_string(kind)):
+      raise DataError(f"{path}: column {self.text_key!r} must hold strings, found {kind}. Set {option}.")
 
 
 class ArrayRecordReader:
@@ -283,9 +287,8 @@ class TfdsReader:
     features = self._builder.info.features
     option = f"input.sources.{self._source}.text_key"
     if self.text_key not in features:
-      raise DataError(
-          f"TFDS dataset {self.dataset!r}: no feature {self.text_key!r}; found {', '.join(map(repr, features))}. Set {option}."
-      )
+      found = ", ".join(map(repr, sorted(features)))
+      raise DataError(f"TFDS dataset {self.dataset!r}: no feature {self.text_key!r}; found {found}. Set {option}.")
     try:
       rows = self._builder.as_data_source(split=self.split)
     except (NotImplementedError, ValueError, FileNotFoundError) as e:
@@ -328,17 +331,15 @@ class PythonStdlibReader:
 
   def read(self, tally: Tally) -> Iterator[Document]:
     for name, path in self.files():
-      with open_binary(path) as f:
-        raw = f.read()
+      raw = read_bytes(path, tally)
       try:
         encoding, _ = tokenize.detect_encoding(io.BytesIO(raw).readline)
         text = io.TextIOWrapper(io.BytesIO(raw), encoding).read()
       except (SyntaxError, UnicodeDecodeError, LookupError) as e:
         tally.undecodable += 1
-        logging.warning("%s: skipped, its encoding is not readable: %s", path, e)
+        logging.info("%s: skipped, its encoding is not readable: %s", path, e)
       else:
         yield Document(name, text)
-      tally.bytes_read += len(raw)
 
 
 READERS = {

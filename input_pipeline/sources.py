@@ -80,10 +80,6 @@ class Source:
     for document in picked:
       tally.documents += 1
       yield document
-    if tally.empty or tally.undecodable:
-      logging.warning(
-          "source %r: skipped %d empty and %d undecodable documents.", self.name, tally.empty, tally.undecodable
-      )
 
   def fingerprint(self, hasher: Callable[[Path], str] = hash_file) -> str:
     """Identity of what `documents()` gives: relative names and contents of all files, split and options.

@@ -26,8 +26,8 @@ BOS, EOS = "<|bos|>", "<|eos|>"
 TYPES = ("bytes", "bpe", "hf")
 # Longer documents are encoded in parts of about so many characters, to bound memory.
 PART_CHARS = 1 << 18
-# Training text is chosen in pieces of about so many characters.
-SAMPLE_CHARS = 1 << 14
+# Training text is chosen in stripes of about so many bytes.
+SAMPLE_STRIPE = 1 << 14
 
 
 class Tokenizer(Protocol):
@@ -79,17 +79,18 @@ class HFTokenizer:
     serialized: content of a tokenizer.json.
     bos: the BOS token's string, or None.
     eos: the EOS token's string, or None.
-    splits_at_spaces: encoding the parts of a text that is cut between a letter and a following space gives
-      the same ids as encoding it whole; long documents are then encoded in parts.
   """
 
-  def __init__(self, serialized: str, bos: str | None, eos: str | None, splits_at_spaces: bool = False):
+  def __init__(self, serialized: str, bos: str | None, eos: str | None):
     self._backend = Backend.from_str(serialized)
-    self._serialized, self._bos, self._eos, self._splits_at_spaces = serialized, bos, eos, splits_at_spaces
+    self._serialized, self._bos, self._eos = serialized, bos, eos
+    self._splits_at_spaces = _splits_at_spaces(json.loads(serialized))
     # A tokenizer.json may carry truncation and padding, which would drop text or add tokens.
     self._backend.no_truncation()
     self._backend.no_padding()
     self._backend.encode_special_tokens = True
+    if getattr(self._backend.model, "dropout", None):  # BPE dropout would make the tokens random
+      self._backend.model.dropout = None
     vocabulary = self._backend.get_vocab(with_added_tokens=True)
     self.vocab_size = max(vocabulary.values()) + 1
     for token in (bos, eos):
@@ -157,8 +158,7 @@ def make_tokenizer(
     raise ConfigError(f"tokenizer.type={cfg.type!r}; allowed: {', '.join(map(repr, TYPES))}.")
   if save_path.exists():
     saved = load_tokenizer(save_path)
-    tokenizer_saved_would_be = _round_trip(tokenizer)
-    if saved.fingerprint != tokenizer_saved_would_be:
+    if saved.fingerprint != _round_trip(tokenizer):
       raise ConfigError(
           f"tokenizer.type={cfg.type!r}: {save_path} holds another tokenizer ({saved.vocab_size} entries) than the "
           f"config asks for ({tokenizer.vocab_size}). Use a new workdir, or the tokenizer this one was started with."
@@ -189,8 +189,7 @@ def load_tokenizer(path: Path, key: str = "tokenizer") -> Tokenizer:
     else:
       logging.warning("%s: no tokenizer_config.json beside it, so there is no BOS and no EOS.", file)
     serialized = file.read_text("utf-8")
-    # Only our own byte-level files are known to split this way.
-    return HFTokenizer(serialized, bos, eos, splits_at_spaces=(bos, eos) == (BOS, EOS))
+    return HFTokenizer(serialized, bos, eos)
   except Exception as e:  # the tokenizers library raises plain Exception
     raise DataError(f"{file}: not a readable tokenizer ({e}). Replace it, or delete it if Weft made it.") from e
 
@@ -254,22 +253,23 @@ def _train_bpe(vocab_size: int, megabytes: float, train_texts, progress: bool) -
         yield text
 
     backend.train_from_iterator(fed(), trainer)
-  return HFTokenizer(backend.to_str(pretty=True), BOS, EOS, splits_at_spaces=True)
+  return HFTokenizer(backend.to_str(pretty=True), BOS, EOS)
 
 
 def spread_sample(texts: Iterable[str], total: int, budget: int) -> Iterator[str]:
-  """About `budget` of the `total` UTF-8 bytes of `texts`, in pieces spread evenly over them."""
+  """About `budget` of the `total` UTF-8 bytes of `texts`: evenly spaced stripes of them, laid end to end.
+
+  Stripes go by position alone, so that each byte has the same chance in short and in long documents.
+  """
   if total <= budget:
     yield from texts
     return
-  seen = kept = 0
+  seen, period = 0, SAMPLE_STRIPE * total / budget
   for text in texts:
-    for piece in split_text(text, SAMPLE_CHARS):
-      size = _num_bytes(piece)
-      seen += size
-      if kept + size <= seen * budget / total:
-        kept += size
+    for piece in split_text(text, SAMPLE_STRIPE // 16):
+      if seen % period < SAMPLE_STRIPE:
         yield piece
+      seen += _num_bytes(piece)
 
 
 def split_text(text: str, size: int) -> list[str]:
@@ -288,6 +288,17 @@ def split_text(text: str, size: int) -> list[str]:
     parts.append(text[start:cut])
     start = cut
   return [*parts, text[start:]]
+
+
+def _splits_at_spaces(spec: dict) -> bool:
+  """Whether a tokenizer.json encodes the parts of `split_text` as it would encode the whole.
+
+  So it is with GPT-2's pre-tokenisation, unless a normalizer or an added token could reach over the cut.
+  """
+  pre = spec.get("pre_tokenizer") or {}
+  gpt2 = pre.get("type") == "ByteLevel" and pre.get("use_regex", True) and not pre.get("add_prefix_space")
+  reaching = [t for t in spec.get("added_tokens", ()) if " " in t["content"] or t.get("lstrip") or t.get("rstrip")]
+  return gpt2 and not spec.get("normalizer") and not reaching
 
 
 def _num_bytes(text: str) -> int:

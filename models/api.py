@@ -110,7 +110,7 @@ def constrain(x: jax.Array, *names: str | None) -> jax.Array:
 
 
 @contextlib.contextmanager
-def activation_rules(fn: Callable[[jax.Array, tuple[str | None, ...]], jax.Array]) -> Iterator[None]:
+def activation_rules(fn: Callable[[jax.Array, tuple[str | None, ...]], jax.Array] | None) -> Iterator[None]:
   """While active, `constrain(x, *names)` returns `fn(x, names)`. Wrap what traces a step: its first call."""
   token = _activation_rules.set(fn)
   try:

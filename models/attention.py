@@ -18,8 +18,10 @@ import jax.numpy as jnp
 IMPLEMENTATIONS = ("auto", "blocked")
 # Blocks are unrolled; on rows longer than so many of them they grow, which bounds compile time.
 MAX_BLOCKS = 32
-# Far below any score, yet finite: exp(MASKED - max) is exactly 0 and has no NaN in its gradient.
+# Far below any score, yet finite: exp(MASKED - max) is exactly 0, with a gradient of exactly 0.
 MASKED = -1e30
+# Scores of one layer, before skipping, up to which the backward pass keeps them.
+KEPT_BYTES = 64 * 2**20
 
 
 def attention(
@@ -73,7 +75,8 @@ def _blocked(q_BxGxRxTxK, k_BxGxSxK, v_BxGxSxK, segment_ids, *, block, window, *
   Half of the score matrix is never computed (less with a window). Each block is recomputed in the
   backward pass, so that memory for scores is that of one block.
   """
-  T = q_BxGxRxTxK.shape[3]
+  B, G, R, T, _ = q_BxGxRxTxK.shape
+  recompute = 4 * B * G * R * T * min(T, window or T) > KEPT_BYTES
   block = max(1, block, -(-T // MAX_BLOCKS))
   # A padding key equals no query's segment, not even a padding query's.
   key_segments = jnp.where(segment_ids == 0, -1, segment_ids)
@@ -83,7 +86,7 @@ def _blocked(q_BxGxRxTxK, k_BxGxSxK, v_BxGxSxK, segment_ids, *, block, window, *
     first = 0 if window is None else max(0, start - window + 1)
     attend = functools.partial(_attend, offset=start - first, window=window, **options)
     blocks.append(
-        jax.checkpoint(attend)(
+        (jax.checkpoint(attend) if recompute else attend)(
             q_BxGxRxTxK[:, :, :, start:end],
             k_BxGxSxK[:, :, first:end],
             v_BxGxSxK[:, :, first:end],
@@ -107,13 +110,14 @@ def _attend(
   seen_TxW = behind_TxW >= 0
   if window is not None:
     seen_TxW &= behind_TxW < window
-  seen = (seen_TxW & (segments_BxT[:, :, None] == segments_BxW[:, None, :]))[:, None, None]
-  scores = jnp.where(seen, scores, MASKED)
+  seen = seen_TxW & (segments_BxT[:, :, None] == segments_BxW[:, None, :])
+  # Added, not selected: a number that swallows any score, at no cost in the backward pass.
+  scores = scores + jnp.where(seen, 0.0, MASKED)[:, None, None]
   # The maximum only keeps exp in range; the result does not depend on it.
   top = jax.lax.stop_gradient(scores.max(-1, keepdims=True))
-  weights = jnp.where(seen, jnp.exp(scores - top), 0.0)
-  total = weights.sum(-1, keepdims=True)
+  weights = jnp.exp(scores - top)
   dtype = v_BxGxWxK.dtype
   out = jnp.einsum("bgrtw,bgwk->bgrtk", weights.astype(dtype), v_BxGxWxK, preferred_element_type=f32)
-  # Rows of padding see nothing: 0 / 1.
-  return (out / jnp.where(total == 0, 1.0, total)).astype(dtype)
+  out = out / weights.sum(-1, keepdims=True)
+  # Every query sees itself, except padding, which sees nothing.
+  return jnp.where((segments_BxT != 0)[:, None, None, :, None], out, 0.0).astype(dtype)

@@ -8,9 +8,9 @@ from pathlib import Path
 
 from ml_collections import ConfigDict
 
-from tests.conftest import ROOT
 from trainer.config import defaults, evaluator, source
 
+ROOT = Path(__file__).resolve().parent.parent
 WORDS = ("the", "quick", "brown", "fox", "jumps", "over", "a", "lazy", "dog", "und", "läuft", "fort")
 
 

@@ -98,6 +98,13 @@ class Checkpoints:
     self.wait()
     self._manager.close()
 
+  def abandon(self) -> None:
+    """After an error: lets the save that is under way finish, and raises nothing of its own."""
+    try:
+      self._manager.close()
+    except Exception:
+      logging.exception("The checkpoint that was being saved in %s is incomplete.", self.directory)
+
   def restore_newest(self, target: Any) -> Restored | None:
     """The newest checkpoint that can be read, placed as `target` (ShapeDtypeStructs with shardings) says; None if
     there is none. Unreadable ones are named, renamed and passed over.

@@ -265,7 +265,7 @@ def defaults() -> ConfigDict:
   # sgdr: length of the first cycle, and the factor from one cycle's length to the next.
   s.update(duration("cycle"))
   s.t_mult = 2.0
-  # rsqrt: lr ∝ 1 / sqrt(1 + (step - warmup) / timescale).
+  # rsqrt: lr ∝ 1 / sqrt(1 + steps since the peak / timescale).
   s.timescale = 10_000
 
   # Mesh axes and sizes, -1: the devices that remain. Batches are split over data and fsdp.

@@ -79,6 +79,8 @@ def train(config: Mapping, workdir: str | Path) -> Run:
   to_steps = functools.partial(durations.steps, total_steps=total_steps, **lengths)
   optimizer = optim.make_optimizer(config.optimizer, config.schedule, model.abstract_params(),
                                    total_steps=total_steps, to_steps=to_steps)
+  for note in optimizer.notes:
+    say(note)
 
   # ------------------------------------------------------------------ shapes, by eval_shape: nothing is allocated yet
   init = state_lib.make_init(model, optimizer, ema=config.optimizer.ema_decay > 0)
@@ -153,6 +155,7 @@ def train(config: Mapping, workdir: str | Path) -> Run:
       _loop(run, update_fn, make_batch)
     except BaseException as error:
       callbacks("on_error", run, error)
+      checkpoints.abandon()
       raise
 
   # ------------------------------------------------------------------ clean exit
@@ -168,16 +171,15 @@ def _loop(run: Run, update_fn: Any, make_batch: Any) -> None:
   callbacks, data = run.callbacks, run.data
   several = jax.process_count() > 1
   compiled: dict[int, Any] = {}  # by batch size, which may grow in stages
-  epoch = None
+  begun = None
   callbacks("on_train_begin", run)
   with loader.Prefetcher(make_batch, run.step, run.total_steps, depth=run.config.input.prefetch,
                          workers=run.config.input.workers) as batches:
     while run.step < run.total_steps and not _stops(run, several):
-      if epoch != int(data.epoch(run.step)):
-        if epoch is not None:
-          callbacks("on_epoch_end", run, epoch)
-        epoch = int(data.epoch(run.step))
+      epoch = int(data.epoch(run.step))
+      if epoch != begun:
         callbacks("on_epoch_begin", run, epoch)
+        begun = epoch
       callbacks("on_step_begin", run)
       waited = batches.wait_seconds
       batch = next(batches)
@@ -198,9 +200,9 @@ def _loop(run: Run, update_fn: Any, make_batch: Any) -> None:
       run.step += 1
       run.defer(run.step, metrics)  # fetches the metrics of the step before, while this one runs
       callbacks("on_optimizer_step", run)
+      if int(data.epoch(run.step)) != epoch:
+        callbacks("on_epoch_end", run, epoch)
   run.settle()
-  if epoch is not None and run.step == run.total_steps:
-    callbacks("on_epoch_end", run, epoch)
   run.save()
   run.checkpoints.wait()
   callbacks("on_train_end", run)

@@ -281,8 +281,9 @@ def _muon(momentum: float, nesterov: bool, iterations: int) -> Direction:
 def orthogonalise(x_LxMxN: jax.Array, iterations: int = 5) -> jax.Array:
   """About U Vᵀ of each matrix U S Vᵀ, by Newton–Schulz iteration; any number of leading dims.
 
-  The quintic with these coefficients grows small singular values fast and leaves all of them within about
-  [0.7, 1.2] instead of converging. Matrix products are in float32 on CPU and bfloat16 elsewhere.
+  The quintic with these coefficients grows small singular values fast instead of converging: after five
+  iterations, those that were above 0.0015 of the Frobenius norm lie between 0.68 and 1.21. Matrix products
+  are in float32 on CPU and bfloat16 elsewhere.
   """
   def in_dtype(dtype):
     return lambda x: _newton_schulz(x.astype(dtype), iterations).astype(jnp.float32)
@@ -291,8 +292,11 @@ def orthogonalise(x_LxMxN: jax.Array, iterations: int = 5) -> jax.Array:
   tall = x_LxMxN.shape[-2] > x_LxMxN.shape[-1]
   x = x_LxMxN.swapaxes(-1, -2) if tall else x_LxMxN
   x = x.astype(jnp.float32)
-  # The Frobenius norm bounds the largest singular value; a zero matrix stays zero.
-  x = x / (jnp.sqrt(jnp.sum(jnp.square(x), axis=(-2, -1), keepdims=True)) + 1e-20)
+  # By the largest entry first, so that squares of tiny gradients do not vanish; a zero matrix stays zero.
+  largest = jnp.max(jnp.abs(x), axis=(-2, -1), keepdims=True)
+  x = x / jnp.where(largest > 0, largest, 1)
+  # The Frobenius norm, now at least 1, bounds the largest singular value.
+  x = x / jnp.maximum(jnp.sqrt(jnp.sum(jnp.square(x), axis=(-2, -1), keepdims=True)), 1)
   x = jax.lax.platform_dependent(x, cpu=in_dtype(jnp.float32), default=in_dtype(jnp.bfloat16))
   return x.swapaxes(-1, -2) if tall else x
 

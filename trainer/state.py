@@ -75,8 +75,8 @@ def _partial_restore(cfg: Any, target: Any, fresh: Any) -> tuple[Any, list[str]]
   path = checkpoint.find(cfg.path)
   saved = checkpoint.param_shapes(path)
   ours = patterns.flatten(target)
-  ignored = {p for p, hit in patterns.match([(r, True) for r in cfg.ignore], ours, "init_from.ignore").items() if hit}
-  patterns.match([(r, True) for r, _ in cfg.remap], saved, "init_from.remap")
+  ignored = patterns.select(cfg.ignore, ours, "init_from.ignore")
+  patterns.select([pattern for pattern, _ in cfg.remap], saved, "init_from.remap")
   renamed, dropped = {}, []
   for name in saved:
     new = name

@@ -1,0 +1,202 @@
+"""Training batches: the same by any route, every row once an epoch, stages of weights and sizes, stops, refusals."""
+
+import json
+import re
+
+import numpy as np
+import pytest
+
+from input_pipeline import loader
+from input_pipeline.tokenizer import BytesTokenizer
+from trainer.config import ConfigError, defaults, source
+from trainer.config_checks import View
+
+
+def config(folder, sources=None, **changed):
+  """Two sources, of 30 and 12 short documents, in rows of 16 bytes; `changed` are keys of the input section."""
+  c = defaults()
+  c.seq_len, c.batch_size = 16, 6
+  for name, count in (sources or {"a": 30, "b": 12}).items():
+    path = folder / f"{name}.jsonl"
+    rng = np.random.default_rng(count)
+    texts = [f"{name}{i} " + "x" * int(rng.integers(0, 40)) for i in range(count)]
+    path.write_text("\n".join(json.dumps({"text": t}) for t in texts))
+    c.input.sources[name] = source(type="jsonl", path=str(path))
+  c.input.update(changed)
+  return c
+
+
+def make(c, folder):
+  return loader.make_train_data(c, BytesTokenizer(), workdir=folder)
+
+
+def same(a, b):
+  assert a.keys() == b.keys()
+  for key in a:
+    np.testing.assert_array_equal(a[key], b[key], err_msg=key)
+
+
+@pytest.mark.parametrize("packing", ["concat", "best_fit", "none"])
+def test_batches_are_the_same_by_any_route(tmp_path, packing):
+  c = config(tmp_path, packing=packing, weight_stages=((4, {"a": 0.2}),), batch_size_stages=((7, 12),))
+  data = make(c, tmp_path)
+  straight = [data.batch(step) for step in range(12)]
+  fresh = make(c, tmp_path)
+  for step in (11, 3, 8, 0, 3):
+    same(fresh.batch(step), straight[step])
+  for workers in (1, 4):
+    with loader.Prefetcher(data.batch, 0, 12, depth=4, workers=workers) as batches:
+      for batch, wanted in zip(batches, straight, strict=True):
+        same(batch, wanted)
+  for step in (2, 7):
+    size = len(straight[step]["tokens"])
+    for rows in (slice(0, size // 2), slice(1, None, 2), np.array([5, 0, 5]), np.array([], int)):
+      same(data.batch(step, rows), {key: value[rows] for key, value in straight[step].items()})
+
+
+def rows_of(data, steps):
+  return np.concatenate([data.batch(step)["tokens"] for step in range(steps)])
+
+
+def test_batch_size_changes_neither_rows_nor_their_order(tmp_path):
+  c = config(tmp_path)
+  whole = rows_of(make(c, tmp_path), 20)
+  c.input.batch_size_stages = ((3, 12), (5, 6), (6, 24))
+  staged = make(c, tmp_path)
+  assert [staged.batch_range(s) for s in (0, 2, 3, 4, 5, 6, 7)] == [
+      (0, 6), (12, 6), (18, 12), (30, 12), (42, 6), (48, 24), (72, 24)]
+  np.testing.assert_array_equal(rows_of(staged, 8)[:96], whole[:96])
+  for rows in range(130):
+    steps = staged.steps_for_rows(rows)
+    assert staged.batch_range(steps)[0] >= rows and (steps == 0 or staged.batch_range(steps - 1)[0] < rows)
+  c.batch_size, c.input.batch_size_stages = 40, ()
+  np.testing.assert_array_equal(rows_of(make(c, tmp_path), 3), whole[:120])
+
+
+@pytest.mark.parametrize("packing", ["concat", "best_fit", "none"])
+def test_an_epoch_trains_every_byte_but_the_documents_first_token_once(tmp_path, packing):
+  c = config(tmp_path, {"a": 30}, packing=packing, stop="all")
+  data = make(c, tmp_path)
+  texts = [json.loads(line)["text"] for line in (tmp_path / "a.jsonl").read_text().splitlines()]
+  wanted = np.sort(np.frombuffer("".join(texts).encode() , np.uint8)).tolist() + [257] * 30
+  got = [b["tokens"][b["loss_weights"] > 0] for b in map(data.batch, range(data.num_steps))]
+  assert np.sort(np.concatenate(got)).tolist() == wanted
+  assert data.num_rows == data.rows_per_epoch and data.epoch(data.num_steps) == 1.0
+
+
+def test_epochs_hold_the_same_rows_in_other_orders(tmp_path):
+  c = config(tmp_path, {"a": 30}, packing="none")
+  data = make(c, tmp_path)
+  rows = rows_of(data, data.steps_per_epoch * 2)[:2 * data.rows_per_epoch].reshape(2, data.rows_per_epoch, -1)
+  assert rows[0].tolist() != rows[1].tolist()
+  assert sorted(rows[0].tolist()) == sorted(rows[1].tolist())
+
+
+def test_the_last_batch_is_padded_and_counted(tmp_path):
+  data = make(config(tmp_path, stop="all"), tmp_path)
+  assert data.num_rows % 6 and data.num_steps == -(-data.num_rows // 6)
+  last = data.batch(data.num_steps - 1)
+  real = data.num_rows - 6 * (data.num_steps - 1)
+  assert (last["source_ids"][:real] >= 0).all() and (last["source_ids"][real:] == -1).all()
+  assert not last["segment_ids"][real:].any() and not last["loss_weights"][real:].any()
+  assert sum(c["rows"] for c in data.counters(data.num_steps).values()) == data.num_rows
+  assert min(c["epoch"] for c in data.counters(data.num_steps).values()) >= 1
+
+
+def test_counters_are_the_counts(tmp_path):
+  data = make(config(tmp_path, weight_stages=((4, {"a": 0.2}),)), tmp_path)
+  ids = np.concatenate([data.batch(s)["source_ids"] for s in range(9)])
+  for step in (0, 4, 9):
+    counters = data.counters(step)
+    assert [counters[n]["rows"] for n in data.source_names] == [(ids[:6 * step] == s).sum() for s in range(2)]
+  # From row 24 on, one row in six is a's.
+  assert (ids[24:54] == 0).sum() == 5 and (ids[:24] == 0).sum() == 12
+
+
+def test_mixture_by_tokens_gives_trained_tokens_in_proportion(tmp_path):
+  (tmp_path / "long.txt").write_text("long " * 400)
+  (tmp_path / "short.txt").write_text("ab\n" * 200)
+  c = defaults()
+  c.seq_len = c.batch_size = 16
+  c.input.update(packing="none", mixture_by="tokens")
+  c.input.sources.long = source(path=str(tmp_path / "long.txt"), weight=1.0)
+  c.input.sources.short = source(path=str(tmp_path / "short.txt"), documents="line", weight=3.0)
+  data = make(c, tmp_path)
+  trained = np.zeros(2)
+  for step in range(100):
+    batch = data.batch(step)
+    np.add.at(trained, batch["source_ids"], batch["loss_weights"].sum(axis=1))
+  assert trained[1] / trained[0] == pytest.approx(3, rel=0.02)
+
+
+def test_a_source_keeps_its_order_when_others_join_or_go(tmp_path):
+  both = make(config(tmp_path), tmp_path)
+  alone = make(config(tmp_path, weight_stages=((0, {"b": 0.0}),)), tmp_path)
+  assert alone.source_names == ("a",) and both.source_names == ("a", "b")
+  batches = [both.batch(step) for step in range(10)]
+  of_a = np.concatenate([b["tokens"][b["source_ids"] == 0] for b in batches])
+  np.testing.assert_array_equal(of_a, rows_of(alone, 10)[:len(of_a)])
+
+
+def test_the_fingerprint_follows_what_decides_the_rows(tmp_path):
+  c = config(tmp_path)
+  first = make(c, tmp_path).fingerprint
+  c.input.update(prefetch=7, workers=3, stop="all")
+  c.batch_size = 12
+  assert make(c, tmp_path).fingerprint == first
+  seen = {first}
+  for change in (lambda: c.update(seed=1), lambda: c.update(seq_len=8), lambda: c.input.update(packing="none"),
+                 lambda: c.input.sources.a.update(weight=2.0), lambda: c.tokenizer.update(add_bos=False),
+                 lambda: (tmp_path / "a.jsonl").write_text('{"text": "other"}')):
+    change()
+    seen.add(make(c, tmp_path).fingerprint)
+  assert len(seen) == 7
+
+
+def test_training_texts_are_those_of_the_used_sources(tmp_path):
+  c = config(tmp_path, weight_stages=((0, {"b": 0.0}),))
+  texts = loader.train_texts(c)
+  assert [t.split()[0] for t in texts()] == [f"a{i}" for i in range(30)] == [t.split()[0] for t in texts()]
+
+
+def test_statistics_are_those_of_the_rows(tmp_path):
+  data = make(config(tmp_path, {"a": 30}, packing="best_fit", stop="all"), tmp_path)
+  (row,) = data.stats()
+  batches = [data.batch(step) for step in range(data.num_steps)]
+  real = np.concatenate([b["source_ids"] for b in batches]) >= 0
+  segments = np.concatenate([b["segment_ids"] for b in batches])[real]
+  weights = np.concatenate([b["loss_weights"] for b in batches])[real]
+  assert row["padded %"] == pytest.approx(100 * (segments == 0).mean())
+  assert row["supervised %"] == pytest.approx(100 * weights.mean())
+  assert (row["source"], row["documents"], row["skipped"], row["rows"]) == ("a", 30, 0, data.num_rows)
+  head, line = loader.format_stats(data.stats()).splitlines()
+  assert head.split()[:2] == ["source", "documents"] and line.split()[:3] == ["a", "30", "0"]
+
+
+def test_the_config_view_of_a_run_is_enough(tmp_path):
+  c = config(tmp_path, weight_stages=[[4, {"a": 0.2}]], batch_size_stages=[[3, 12]])
+  same(make(View(c), tmp_path).batch(5), make(c, tmp_path).batch(5))
+
+
+@pytest.mark.parametrize("top, inputs, said", [
+    ({}, dict(packing="tight"), "packing 'tight'; allowed: 'concat'"),
+    ({}, dict(mixture_by="bytes"), "input.mixture_by='bytes'; allowed: 'examples', 'tokens'"),
+    ({}, dict(stop="soon"), "input.stop='soon'; allowed"),
+    ({}, dict(batch_size_stages=((5, 9),)), r"9 from step 5 on is not a multiple of the micro-batch of 2 rows"),
+    ({}, dict(batch_size_stages=((5, 8), (5, 10))), "steps must increase from 1 on, found 5"),
+    ({}, dict(batch_size_stages=(5,)), r"5 is not \(step, batch_size\)"),
+    ({"batch_size": 7}, {}, "batch_size=7 must be a positive multiple of grad_accum_steps=3"),
+    ({}, dict(weight_stages=((5, {"c": 1.0}),)), "unknown source 'c'; input.sources has 'a', 'b'"),
+])
+def test_bad_config(tmp_path, top, inputs, said):
+  c = config(tmp_path, **inputs)
+  c.grad_accum_steps = 3
+  c.update(top)
+  with pytest.raises(ConfigError) as error:
+    make(c, tmp_path)
+  assert re.search(said, str(error.value)), str(error.value)
+
+
+def test_no_sources(tmp_path):
+  with pytest.raises(ConfigError, match="input.sources is empty: add one"):
+    make(defaults(), tmp_path)

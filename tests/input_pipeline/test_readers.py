@@ -1,0 +1,218 @@
+"""Each source type: what documents come out, and which file, line, row or key an error names."""
+
+import gzip
+import json
+import re
+import subprocess
+import sys
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import zstandard
+from array_record.python.array_record_module import ArrayRecordWriter
+
+from input_pipeline.sources import DataError, open_source
+from tests.conftest import ROOT
+from trainer.config import ConfigError, source
+
+
+def read(**cfg):
+  return [tuple(d) for d in open_source(source(**cfg), "mine").documents()]
+
+
+def fails(said, error=DataError, **cfg):
+  with pytest.raises(error) as raised:
+    read(**cfg)
+  assert re.search(said, str(raised.value)), f"{said!r} not in: {raised.value}"
+
+
+def test_text_as_files_lines_and_paragraphs(tmp_path):
+  (tmp_path / "a.txt").write_bytes("one\r\n\r\n\u00a0 \ntwo\nthree\n\n\n\nfour".encode())
+  path = str(tmp_path)
+  assert read(path=path) == [("a.txt", "one\r\n\r\n\u00a0 \ntwo\nthree\n\n\n\nfour")]
+  assert read(path=path, documents="line") == [
+      ("a.txt:1", "one"), ("a.txt:3", "\u00a0 "), ("a.txt:4", "two"), ("a.txt:5", "three"), ("a.txt:9", "four")]
+  assert read(path=path, documents="paragraph") == [("a.txt:1", "one"), ("a.txt:4", "two\nthree"), ("a.txt:9", "four")]
+  fails("'sentence'; allowed: 'file', 'line', 'paragraph'", ConfigError, path=path, documents="sentence")
+  fails("mine.path is not set", ConfigError)
+
+
+def test_text_drops_a_byte_order_mark_and_reads_compressed_files(tmp_path):
+  (tmp_path / "a.txt").write_bytes(b"\xef\xbb\xbfx")
+  (tmp_path / "b.txt.gz").write_bytes(gzip.compress("é".encode()))
+  assert read(path=str(tmp_path)) == [("a.txt", "x"), ("b.txt.gz", "é")]
+
+
+@pytest.mark.parametrize("documents, where", [("file", "a.txt"), ("line", "a.txt:3"), ("paragraph", "a.txt:3")])
+def test_text_that_is_not_utf8(tmp_path, documents, where):
+  (tmp_path / "a.txt").write_bytes(b"\xef\xbb\xbfgood\n\nbad \xff\n")
+  fails(rf"{where}: not valid UTF-8 at byte offset 13 \(0xff", path=str(tmp_path), documents=documents)
+
+
+@pytest.mark.parametrize("suffix", ["", ".gz", ".zst"])
+def test_jsonl(tmp_path, suffix):
+  rows = [{"text": "one\ntwo", "id": 1}, {"id": 2, "text": "drei é"}]
+  data = ("\n".join(["\ufeff" + json.dumps(rows[0]), "  ", json.dumps(rows[1])])).encode()
+  pack = {"": bytes, ".gz": gzip.compress, ".zst": zstandard.ZstdCompressor().compress}[suffix]
+  (tmp_path / f"x.jsonl{suffix}").write_bytes(pack(data))
+  assert read(type="jsonl", path=str(tmp_path)) == [
+      (f"x.jsonl{suffix}:1", "one\ntwo"), (f"x.jsonl{suffix}:3", "drei é")]
+
+
+@pytest.mark.parametrize("line, said", [
+    ('{"text": "x"', r"x.jsonl:3: not valid JSON \(Expecting ',' delimiter at column 13\)"),
+    ('["x"]', r"x.jsonl:3: expected a JSON object with the key 'text', found list"),
+    ('{"body": "x", "id": 2}', r"x.jsonl:3: no key 'text'; found 'body', 'id'. Set input.sources.mine.text_key"),
+    ('{"text": 7}', r"x.jsonl:3: 'text' must be a string, found int"),
+    ('{"text": null}', r"x.jsonl:3: 'text' must be a string, found NoneType"),
+    ("[" * 100_000, r"x.jsonl:3: not valid JSON \(nested too deeply\)"),
+])
+def test_bad_jsonl_names_file_and_line(tmp_path, line, said):
+  (tmp_path / "x.jsonl").write_text('{"text": "fine"}\n\n' + line + "\n")
+  fails(said, type="jsonl", path=str(tmp_path / "x.jsonl"))
+
+
+def test_lone_surrogate_is_named(tmp_path):
+  (tmp_path / "x.jsonl").write_text('{"text": "a\\ud800"}\n')
+  fails(r"x.jsonl:1: character 1 is the lone surrogate U\+D800", type="jsonl", path=str(tmp_path), split="train")
+
+
+def write_parquet(path, **columns):
+  pq.write_table(pa.table(columns), path, row_group_size=2)
+
+
+def test_parquet(tmp_path):
+  write_parquet(tmp_path / "b.parquet", body=["c", "d é", "e"], other=[1, 2, 3])
+  write_parquet(tmp_path / "a.parquet", body=pa.array(["a"], pa.large_string()))
+  assert read(type="parquet", path=str(tmp_path), text_key="body") == [
+      ("a.parquet[0]", "a"), ("b.parquet[0]", "c"), ("b.parquet[1]", "d é"), ("b.parquet[2]", "e")]
+
+
+def test_bad_parquet(tmp_path):
+  path = str(tmp_path / "a.parquet")
+  write_parquet(path, body=["a", "b", None], id=[1, 2, 3])
+  fails(r"a.parquet: no column 'text'; found 'body', 'id'", type="parquet", path=path)
+  fails(r"a.parquet: row 2 \(from 0\) has null in column 'body'", type="parquet", path=path, text_key="body")
+  fails(r"column 'id' must hold strings, found int64", type="parquet", path=path, text_key="id")
+  (tmp_path / "a.parquet").write_bytes(b"PAR1 but no more")
+  fails(r"a.parquet: not a readable Parquet file", type="parquet", path=path)
+
+
+def write_records(path, records):
+  writer = ArrayRecordWriter(str(path), "group_size:1")
+  for record in records:
+    writer.write(record)
+  writer.close()
+
+
+def test_arrayrecord_of_text_and_of_json(tmp_path):
+  write_records(tmp_path / "a.arrayrecord", ["x é".encode(), b"{not json"])
+  assert read(type="arrayrecord", path=str(tmp_path)) == [
+      ("a.arrayrecord[0]", "x é"), ("a.arrayrecord[1]", "{not json")]
+  records = [json.dumps({"text": t}).encode() for t in ("one", "two")]
+  write_records(tmp_path / "a.arrayrecord", records)
+  assert [t for _, t in read(type="arrayrecord", path=str(tmp_path))] == ["one", "two"]
+  assert [t for _, t in read(type="arrayrecord", path=str(tmp_path), text_key="")] == [r.decode() for r in records]
+
+
+def test_many_arrayrecords_come_in_order(tmp_path):
+  write_records(tmp_path / "a.arrayrecord", [b"%d" % i for i in range(600)])
+  assert [t for _, t in read(type="arrayrecord", path=str(tmp_path))] == [str(i) for i in range(600)]
+
+
+def test_bad_arrayrecord(tmp_path):
+  path = tmp_path / "a.arrayrecord"
+  here = dict(type="arrayrecord", path=str(path))
+  write_records(path, [b'{"body": 1}'])
+  fails(r"a.arrayrecord: record 0 \(from 0\): no key 'text'; found 'body'. Set .*text_key \(to '' to train on", **here)
+  write_records(path, [b'{"text": "x"}', b"plain"])
+  fails(r"record 1 \(from 0\): the first record is a JSON object, this one is not JSON", **here)
+  write_records(path, [b"\xff"])
+  fails(r"record 0 \(from 0\): not valid UTF-8 at byte 0", **here)
+  path.write_bytes(b"no records")
+  fails("not a readable ArrayRecord file", **here)
+
+
+PREPARE = """
+import sys
+import numpy as np
+import tensorflow_datasets as tfds
+
+class Tiny(tfds.core.GeneratorBasedBuilder):
+  VERSION = tfds.core.Version("1.0.0")
+
+  def _info(self):
+    text = tfds.features.Text()
+    features = tfds.features.FeaturesDict({"text": text, "id": tfds.features.Scalar(np.int64)})
+    return tfds.core.DatasetInfo(builder=self, features=features)
+
+  def _split_generators(self, manager):
+    return {"train": self._generate_examples(0, 6), "test": self._generate_examples(6, 8)}
+
+  def _generate_examples(self, first, last):
+    for i in range(first, last):
+      yield i, {"text": f"tiny é {i}", "id": i}
+
+Tiny(data_dir=sys.argv[1], file_format="array_record").download_and_prepare()
+assert "tensorflow" not in sys.modules
+"""
+
+
+@pytest.fixture(scope="module")
+def tfds_dir(tmp_path_factory):
+  """A dataset that TFDS writes itself, without TensorFlow."""
+  folder = tmp_path_factory.mktemp("tfds")
+  (folder / "prepare.py").write_text(PREPARE)
+  subprocess.run([sys.executable, folder / "prepare.py", folder], check=True, capture_output=True, timeout=120)
+  return str(folder)
+
+
+def test_tfds(tfds_dir):
+  cfg = dict(type="tfds", dataset="tiny", path=tfds_dir)
+  documents = read(**cfg)
+  assert sorted(t for _, t in documents) == [f"tiny é {i}" for i in range(6)]
+  assert documents == read(**cfg)
+  assert {t for _, t in read(**cfg, dataset_split="test")} == {"tiny é 6", "tiny é 7"}
+  assert len(read(**cfg, dataset_split="train[:50%]")) == 3
+  prints = {open_source(source(**cfg, dataset_split=s), "mine").fingerprint() for s in ("train", "test", "train[:50%]")}
+  assert len(prints) == 3
+  assert "tensorflow" not in sys.modules
+
+
+def test_bad_tfds(tfds_dir):
+  cfg = dict(type="tfds", path=tfds_dir)
+  fails("dataset is not set", ConfigError, **cfg)
+  fails(r"dataset='no_such_set' not found", dataset="no_such_set", **cfg)
+  fails(r"dataset='tiny:9.0.0' not found", dataset="tiny:9.0.0", **cfg)
+  fails(r"dataset_split='dev': 'tiny' has the splits 'train', 'test'", dataset="tiny", dataset_split="dev", **cfg)
+  fails(r"no feature 'body'; found 'id', 'text'", dataset="tiny", text_key="body", **cfg)
+  fails(r"'id' must be text", dataset="tiny", text_key="id", **cfg)
+
+
+def test_python_stdlib_is_read_and_leaves_tests_out():
+  files = [name for name, _ in open_source(source(type="python_stdlib"), "mine")._reader.files()]
+  assert "json/decoder.py" in files and files == sorted(files)
+  folders = {part for name in files for part in name.split("/")[:-1]}
+  assert not folders & {"test", "tests", "site-packages", "idlelib", "lib2to3"}
+
+
+def test_python_stdlib_skips_and_counts_undecodable_files(tmp_path, monkeypatch):
+  (tmp_path / "latin.py").write_bytes("# coding: latin-1\nx = 'é'\n".encode("latin-1"))
+  (tmp_path / "bad.py").write_bytes(b"x = '\xff'\n")
+  (tmp_path / "data.txt").write_text("not Python")
+  monkeypatch.setattr("sysconfig.get_paths", lambda: {"stdlib": str(tmp_path)})
+  stdlib = open_source(source(type="python_stdlib"), "mine")
+  assert list(stdlib.documents()) == [("latin.py", "# coding: latin-1\nx = 'é'\n")]
+  assert stdlib.tally.undecodable == 1
+  assert stdlib.tally.bytes_read == sum((tmp_path / n).stat().st_size for n in ("latin.py", "bad.py"))
+
+
+def test_libraries_are_imported_only_when_needed():
+  code = """
+import sys
+from input_pipeline import loader, tokenizer
+heavy = {"jax", "pyarrow", "array_record", "tensorflow_datasets", "tensorflow", "zstandard", "torch"} & set(sys.modules)
+assert not heavy, heavy
+"""
+  subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT, timeout=60)

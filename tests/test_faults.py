@@ -1,0 +1,225 @@
+"""Real processes: killed at any moment, asked to stop, out of disk, started with rubbish; and two as one."""
+
+import json
+import os
+import random
+import resource
+import signal
+import socket
+import subprocess
+import time
+
+import jax
+import numpy as np
+import pytest
+
+from tests import tiny
+from trainer import checkpoint
+from trainer.metrics import read_rows
+
+STEPS = 60
+
+
+@pytest.fixture(scope="module")
+def setup(tmp_path_factory):
+  folder = tmp_path_factory.mktemp("faults")
+  return tiny.write_config_file(folder), tiny.write_corpus(folder / "texts")
+
+
+def argv(setup, workdir, *overrides):
+  return tiny.command(*setup, workdir, f"--config.total_steps={STEPS}", "--config.ckpt_steps=5", "--config.keep_last=3",
+                      *overrides)
+
+
+def final_params(workdir, step=STEPS):
+  folder = workdir / "checkpoints" / str(step)
+  shapes = checkpoint.param_shapes(folder)
+  wanted = {path: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=jax.sharding.SingleDeviceSharding(jax.devices()[0]))
+            for path, leaf in shapes.items()}
+  return {path: np.asarray(x) for path, x in checkpoint.restore_params(folder, wanted).items()}
+
+
+def logged(workdir):
+  """Everything that training computes, without what depends on the clock."""
+  return {(row["step"], name): value for row in read_rows(workdir / "metrics.jsonl") for name, value in row.items()
+          if name in ("loss", "grad_norm", "accuracy") or name.startswith("eval/")}
+
+
+def assert_same_run(workdir, reference):
+  assert logged(workdir) == logged(reference)
+  expected = final_params(reference)
+  for path, value in final_params(workdir).items():
+    np.testing.assert_array_equal(value, expected[path], err_msg=path)
+
+
+@pytest.fixture(scope="module", params=[1, 8], ids=["1device", "8devices"])
+def straight(request, setup, tmp_path_factory):
+  workdir = tmp_path_factory.mktemp("straight")
+  done = tiny.run(argv(setup, workdir), devices=request.param)
+  assert done.returncode == 0, done.stderr
+  return request.param, workdir
+
+
+def start(setup, workdir, devices, *overrides):
+  return subprocess.Popen(argv(setup, workdir, *overrides), cwd=tiny.ROOT, env=tiny.environment(devices),
+                          stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+
+
+def wait_for(process, condition, seconds=120.0):
+  """Polls until the condition holds or the process has ended; returns whether it still ran."""
+  deadline = time.monotonic() + seconds
+  while not condition():
+    if process.poll() is not None:
+      return False
+    assert time.monotonic() < deadline, process.stdout.read()
+    time.sleep(0.001)
+  return True
+
+
+def rows(workdir):
+  try:
+    return (workdir / "metrics.jsonl").read_text().count("\n")
+  except FileNotFoundError:
+    return 0
+
+
+def test_killed_at_any_moment_it_becomes_the_same_run(setup, straight, tmp_path):
+  """I5 with SIGKILL: after random rows of metrics, and while a checkpoint is being written."""
+  devices, reference = straight
+  rng = random.Random(devices)
+  moments = [lambda: rows(tmp_path) >= target for target in [rng.randint(1, STEPS // 2)]]
+  moments.append(lambda: any((tmp_path / "checkpoints").glob("*orbax-checkpoint-tmp*")) and rows(tmp_path) > STEPS // 2)
+  killed = 0
+  for moment in moments:
+    process = start(setup, tmp_path, devices)
+    if wait_for(process, moment):
+      process.send_signal(signal.SIGKILL)
+      killed += 1
+    process.communicate()
+  assert killed >= 1
+  done = tiny.run(argv(setup, tmp_path), devices=devices)
+  assert done.returncode == 0, done.stderr
+  assert_same_run(tmp_path, reference)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_saves_and_exits_0_and_the_run_goes_on(setup, straight, tmp_path, number):
+  devices, reference = straight
+  if (devices, number) == (8, signal.SIGINT):
+    pytest.skip("once is enough")
+  process = start(setup, tmp_path, devices)
+  assert wait_for(process, lambda: rows(tmp_path) > 12)
+  process.send_signal(number)
+  output, _ = process.communicate(timeout=120)
+  assert process.returncode == 0, output
+  assert "the same command continues" in output
+  step = max(int(p.name) for p in (tmp_path / "checkpoints").iterdir() if p.name.isdigit())
+  assert max(row["step"] for row in read_rows(tmp_path / "metrics.jsonl")) == step < STEPS
+  assert tiny.run(argv(setup, tmp_path), devices=devices).returncode == 0
+  assert_same_run(tmp_path, reference)
+
+
+def test_a_second_signal_exits_at_once(setup, tmp_path):
+  config = tmp_path / "slow.py"
+  config.write_text(tiny.CONFIG_FILE.replace("return tiny.config(Path(corpus))", """config = tiny.config(Path(corpus))
+  config.callbacks.slow = dict(type="tests.test_faults.Slow")
+  return config"""))
+  process = start((config, setup[1]), tmp_path / "w", 1)
+  assert wait_for(process, lambda: rows(tmp_path / "w") > 1)
+  process.send_signal(signal.SIGTERM)
+  time.sleep(0.5)
+  began = time.monotonic()
+  process.send_signal(signal.SIGTERM)
+  output, _ = process.communicate(timeout=60)
+  assert process.returncode == -signal.SIGTERM and time.monotonic() - began < 10, output
+  assert "again: exiting at once" in output
+
+
+class Slow:
+  """A callback whose every step takes long after the second, so that a stop has to wait for it."""
+
+  def __getattr__(self, hook):
+    def call(run, *args):
+      if hook == "on_optimizer_step" and run.step > 2:
+        for _ in range(600):
+          time.sleep(0.1)
+    return call
+
+
+def test_a_disk_that_fills_up_while_saving_is_an_error_that_says_so(setup, tmp_path):
+  """Files may grow to 60 kB in this process: metrics fit, the second checkpoint's data do not."""
+  big = argv(setup, tmp_path, "--config.model.hidden_size=128", "--config.total_steps=8")
+  done = subprocess.run(big, cwd=tiny.ROOT, env=tiny.environment(1, JAX_COMPILATION_CACHE_DIR=""), capture_output=True,
+                        text=True, timeout=300, check=False,
+                        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (60_000, 60_000)))
+  assert done.returncode not in (0, None)
+  assert "CheckpointError: could not" in done.stderr and "run the same command" in done.stderr, done.stderr
+  assert str(tmp_path / "checkpoints") in done.stderr
+  again = tiny.run(big)
+  assert again.returncode == 0, again.stderr
+
+
+@pytest.mark.parametrize("overrides, expected", [
+    (["--config.optimizer.learning_rat=1"], "did you mean config.optimizer.learning_rate?"),
+    (["--config.batch_size=x"], "invalid literal for int()"),
+    (["--config.batch_size=6", "--config.grad_accum_steps=4"], "Try --config.batch_size=8"),
+    (["--config.mesh.tensor=3"], "there are 1"),
+    (["--config.input.sources.main.path=/nowhere"], "/nowhere"),
+    (["stray"], "unexpected arguments"),
+])
+def test_bad_command_lines_end_with_one_message(setup, tmp_path, overrides, expected):
+  done = tiny.run(argv(setup, tmp_path, *overrides))
+  assert done.returncode not in (0, None)
+  assert expected in done.stderr and "Traceback" not in done.stderr, done.stderr
+
+
+def test_bad_data_ends_with_file_and_line(setup, tmp_path):
+  empty, broken, other = tmp_path / "empty.txt", tmp_path / "broken.jsonl", tmp_path / "other.jsonl"
+  empty.write_text("")
+  broken.write_text('{"text": "fine"}\n{"text": oops}\n')
+  other.write_text('{"text": "fine"}\n{"body": "no text"}\n')
+  for path, kind, expected in [(empty, "text", str(empty)), (broken, "jsonl", f"{broken}:2"), (other, "jsonl", f"{other}:2")]:
+    done = tiny.run(argv(setup, tmp_path / "w", f"--config.input.sources.main.path={path}",
+                         f"--config.input.sources.main.type={kind}", "--config.input.sources.main.split=all"))
+    assert done.returncode not in (0, None)
+    assert expected in done.stderr and "Traceback" not in done.stderr, done.stderr
+
+
+def _free_port():
+  with socket.socket() as s:
+    s.bind(("localhost", 0))
+    return s.getsockname()[1]
+
+
+def test_two_processes_train_as_one(setup, tmp_path):
+  """Two processes with two devices each against one with four: the same data, and to rounding the same losses and
+  evaluations; then they are stopped by a signal to one of them, and one process goes on from their checkpoint."""
+  alone = tmp_path / "alone"
+  assert tiny.run(argv(setup, alone), devices=4).returncode == 0
+
+  together, port = tmp_path / "together", _free_port()
+
+  def launch(*overrides):
+    return [subprocess.Popen(
+        argv(setup, together, *overrides), cwd=tiny.ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+        env=tiny.environment(2, JAX_COORDINATOR_ADDRESS=f"localhost:{port}", JAX_NUM_PROCESSES="2",
+                             JAX_PROCESS_ID=str(index)))
+            for index in range(2)]
+
+  processes = launch()
+  assert wait_for(processes[0], lambda: rows(together) > 20)
+  os.kill(processes[1].pid, signal.SIGTERM)  # only one of them is told
+  outputs = [process.communicate(timeout=200)[0] for process in processes]
+  assert [process.returncode for process in processes] == [0, 0], "\n".join(outputs)
+  stopped = max(int(p.name) for p in (together / "checkpoints").iterdir() if p.name.isdigit())
+  assert stopped < STEPS
+  meta = checkpoint.read_meta(together / "checkpoints" / str(stopped))
+  assert meta["rows_seen"] == stopped * 8
+  assert tiny.run(argv(setup, together), devices=4).returncode == 0
+
+  ours, theirs = logged(together), logged(alone)
+  assert ours.keys() == theirs.keys()
+  for key, value in theirs.items():
+    assert ours[key] == pytest.approx(value, rel=2e-5), key
+  saved = json.loads((together / "config.json").read_text())
+  assert saved["total_steps"] == STEPS

@@ -1,0 +1,153 @@
+"""Checkpoints: round trips, other meshes, retention, unreadable ones, full disks, partial restores."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import NamedSharding, PartitionSpec as P
+
+from trainer import checkpoint, state as state_lib
+from trainer.checkpoint import CheckpointError, Checkpoints
+from trainer.config import ConfigError, defaults
+
+
+def state(step=0, value=0.0, rows=8):
+  return {"step": jnp.int32(step), "params": {"a": {"kernel": jnp.full((rows, 2), value)}, "b": jnp.arange(3.0)},
+          "opt": (jnp.int32(7), {"mu": {"a": {"kernel": jnp.full((rows, 2), value + 1)}}})}
+
+
+def target(spec=P()):
+  sharding = NamedSharding(jax.make_mesh((8,), ("data",)), spec)
+  return jax.tree.map(lambda x: jax.ShapeDtypeStruct(
+      x.shape, x.dtype, sharding=sharding if x.ndim == 2 else NamedSharding(sharding.mesh, P())), state())
+
+
+def same(a, b):
+  return all(np.array_equal(x, y) for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True))
+
+
+def test_round_trip_keeps_structure_and_metadata(tmp_path):
+  checkpoints = Checkpoints(tmp_path)
+  assert checkpoints.restore_newest(target()) is None
+  assert checkpoints.save(5, state(5, 1.5), {"step": 5, "seconds": {"train": 1.0}})
+  assert not checkpoints.save(5, state(5, 9.9), {})
+  checkpoints.wait()
+  restored = checkpoints.restore_newest(target())
+  assert same(restored.state, state(5, 1.5)) and restored.meta["seconds"] == {"train": 1.0}
+  assert isinstance(restored.state["opt"], tuple)
+  assert checkpoint.read_meta(restored.path) == restored.meta
+  checkpoints.close()
+
+
+def test_restores_onto_another_mesh(tmp_path):
+  checkpoints = Checkpoints(tmp_path)
+  split = jax.tree.map(lambda x, t: jax.device_put(x, t.sharding), state(1, 2.0), target(P("data")))
+  checkpoints.save(1, split, {})
+  checkpoints.wait()
+  restored = checkpoints.restore_newest(target(P(None))).state
+  assert same(restored, state(1, 2.0)) and restored["params"]["a"]["kernel"].sharding.is_fully_replicated
+  checkpoints.close()
+
+
+def test_what_is_saved_does_not_change_when_the_state_is_donated(tmp_path):
+  checkpoints = Checkpoints(tmp_path)
+  step = jax.jit(lambda s: jax.tree.map(lambda x: x + 1, s), donate_argnums=0)
+  live = {"step": jnp.int32(0), "x": jnp.zeros(200_000)}
+  for number in range(1, 6):
+    live = step(live)
+    checkpoints.save(number, live, {})
+    for _ in range(3):  # overwrites the buffers while the save is under way
+      live = step(live)
+    checkpoints.wait()
+    like = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), live)
+    saved = checkpoints.restore_newest(like).state
+    assert int(saved["step"]) == 4 * (number - 1) + 1 and np.unique(saved["x"]) == float(saved["step"])
+  checkpoints.close()
+
+
+def test_retention_last_every_and_best(tmp_path):
+  checkpoints = Checkpoints(tmp_path, keep_last=1, keep_steps=4, keep_best="eval/val/loss", best_mode="min")
+  for step, loss in [(1, 5.0), (2, 1.0), (3, 4.0), (4, 3.0), (5, 2.0), (6, 2.5)]:
+    checkpoints.save(step, state(step), {}, {"eval/val/loss": loss, "other": 0.0})
+  checkpoints.wait()
+  assert checkpoints.steps() == [2, 4, 6]
+  checkpoints.close()
+
+
+def test_an_unreadable_checkpoint_is_named_and_the_one_before_it_is_used(tmp_path, caplog):
+  checkpoints = Checkpoints(tmp_path, keep_last=3)
+  for step in (1, 2):
+    checkpoints.save(step, state(step, float(step)), {"step": step})
+  checkpoints.close()
+  for file in (tmp_path / "2" / "state").rglob("*"):
+    if file.is_file():
+      file.write_bytes(file.read_bytes()[:10])
+  checkpoints = Checkpoints(tmp_path, keep_last=3)
+  restored = checkpoints.restore_newest(target())
+  assert int(restored.state["step"]) == 1 and "2.unreadable" in caplog.text
+  assert (tmp_path / "2.unreadable").exists() and checkpoints.steps() == [1]
+  assert checkpoints.save(2, state(2, 2.0), {})  # the step is free again
+  checkpoints.close()
+  assert same(Checkpoints(tmp_path).restore_newest(target()).state, state(2, 2.0))
+
+
+def test_nothing_readable_is_an_error_not_a_fresh_start(tmp_path):
+  checkpoints = Checkpoints(tmp_path)
+  checkpoints.save(1, state(1), {})
+  checkpoints.close()
+  (tmp_path / "1" / "meta" / "metadata").write_text("{")
+  with pytest.raises(CheckpointError, match="no checkpoint of this workdir can be read"):
+    Checkpoints(tmp_path).restore_newest(target())
+
+
+def test_find_takes_a_workdir_its_checkpoints_or_one_of_them(tmp_path):
+  checkpoints = Checkpoints(tmp_path / "checkpoints", keep_last=2)
+  for step in (9, 10):
+    checkpoints.save(step, state(step), {})
+  checkpoints.close()
+  newest = tmp_path / "checkpoints" / "10"
+  assert checkpoint.find(str(tmp_path)) == checkpoint.find(str(tmp_path / "checkpoints")) == newest
+  assert checkpoint.find(str(tmp_path / "checkpoints" / "9")) == tmp_path / "checkpoints" / "9"
+  with pytest.raises(ConfigError, match="does not exist"):
+    checkpoint.find(str(tmp_path / "nowhere"))
+  with pytest.raises(ConfigError, match="holds no checkpoint"):
+    checkpoint.find(str(newest / "meta"))
+
+
+def _init_from(path, **changed):
+  config = defaults().init_from
+  config.update(path=str(path), **changed)
+  return config
+
+
+def test_partial_restore_with_remap_and_ignore(tmp_path):
+  checkpoints = Checkpoints(tmp_path)
+  checkpoints.save(1, {"params": {"old": {"kernel": jnp.full((8, 2), 3.0)}, "extra": jnp.ones(4)}}, {})
+  checkpoints.close()
+  fresh = {"a": {"kernel": jnp.zeros((8, 2))}, "head": jnp.full(5, 7.0)}
+  wanted = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), fresh)
+  loaded, notes = state_lib._partial_restore(
+      _init_from(tmp_path, remap=(("^old/", "a/"), ("^extra$", "")), ignore=("^head$",)), wanted, fresh)
+  assert np.all(loaded["a"]["kernel"] == 3.0) and np.all(loaded["head"] == 7.0)
+  assert "1 parameters loaded" in notes[0] and "1 kept fresh" in notes[0] and "1 of the checkpoint dropped" in notes[0]
+  with pytest.raises(ConfigError) as error:
+    state_lib._partial_restore(_init_from(tmp_path), wanted, fresh)
+  for line in ("- a/kernel (8, 2): not in the checkpoint", "+ old/kernel (8, 2): not in this model", "- head (5,)"):
+    assert line in str(error.value)
+  with pytest.raises(ConfigError, match="here"):
+    state_lib._partial_restore(_init_from(tmp_path, remap=(("^extra$", "head"), ("^old/", "a/"))), wanted, fresh)
+
+
+def test_a_path_that_cannot_be_written_is_an_error_that_says_what_to_do(tmp_path, monkeypatch):
+  checkpoints = Checkpoints(tmp_path)
+  checkpoints.save(1, state(1), {})
+  checkpoints.wait()
+
+  def full(*args, **kwargs):
+    raise OSError(28, "No space left on device")
+
+  monkeypatch.setattr(checkpoints._manager, "save", full)
+  with pytest.raises(CheckpointError) as error:
+    checkpoints.save(2, state(2), {})
+  assert "No space left on device" in str(error.value) and "newest complete checkpoint there is step 1" in str(
+      error.value)
