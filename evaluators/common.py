@@ -47,5 +47,6 @@ def make(name: str, cfg: Any, setup: Setup) -> Evaluator:
     ConfigError: if its type is unknown or cannot be imported.
   """
   if cfg.type not in BUILT_IN and "." not in cfg.type:
-    raise ConfigError(f"evals.{name}.type is {cfg.type!r}; known: {', '.join(BUILT_IN)}, or the dotted path of a class.")
+    raise ConfigError(f"evals.{name}.type is {cfg.type!r}; known: {', '.join(BUILT_IN)}, "
+                      "or the dotted path of a class.")
   return load_class(BUILT_IN.get(cfg.type, cfg.type), f"evals.{name}.type")(name, cfg, setup)

@@ -65,7 +65,8 @@ def _make_sampler(model: Any, max_new: int, temperature: float):
       last_B = lengths_B + i - 1
       batch = {"tokens": tokens_BxT, "positions": positions_BxT,
                "segment_ids": (positions_BxT <= last_B[:, None]).astype(jnp.int32)}
-      logits_BxV = model.logits(params, batch, at_B=last_B)
+      hidden_Bx1xD = model.apply(params, batch)[rows_B, last_B][:, None]
+      logits_BxV = model.unembed(params, hidden_Bx1xD)[:, 0]
       if temperature == 0:
         new_B = jnp.argmax(logits_BxV, axis=-1)
       else:

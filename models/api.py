@@ -60,7 +60,10 @@ class Model(Protocol):
     """The matrix [D, V] from hidden states to logits (a view of the embedding when tied)."""
 
   def logits(self, params: Params, batch: dict | jax.Array) -> jax.Array:
-    """Logits [B, T, V] float32, final cap applied, -inf at padded entries. For people and tests."""
+    """`unembed` of `apply`, for people and tests. `batch` may also be just the tokens [B, T]."""
+
+  def unembed(self, params: Params, hidden_BxTxD: jax.Array) -> jax.Array:
+    """Logits [B, T, V] float32, final cap applied, -inf at padded entries."""
 
   def flops_per_token(self, seq_len: int, document_length: float | None = None) -> float:
     """Floating-point operations of forward and backward per token of a row of `seq_len` tokens."""

@@ -145,7 +145,7 @@ def padded_vocab_size(m: ConfigDict, num_real_vocab: int, reasons: list[str]) ->
   if m.vocab_size is None:
     multiple = _at_least_one("vocab_multiple", m.vocab_multiple)
     size = -(-num_real_vocab // multiple) * multiple
-    reasons.append(f"model.vocab_size = {size}: the tokenizer's {num_real_vocab} up to a multiple of {multiple}")
+    reasons.append(f"model.vocab_size = {size}: the tokenizer's {num_real_vocab}, up to a multiple of {multiple}")
     return size
   if m.vocab_size < num_real_vocab:
     raise ConfigError(

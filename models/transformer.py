@@ -51,10 +51,10 @@ class SelfAttention(nnx.Module):
     self.k = Linear(scope / "k", D, G * K, std=std, bias=bias)
     self.v = Linear(scope / "v", D, G * K, std=std, bias=bias)
     self.o = Linear(scope / "o", H * K, D, std=std, bias=spec.attention_out_bias, gain=_out_gain(spec))
-    self.q_norm = self.k_norm = None
-    if spec.qk_norm:
-      norm = dict(kind="rmsnorm", eps=spec.norm_eps, plus_one=spec.norm_scale_plus_one)
-      self.q_norm, self.k_norm = Norm(scope / "q_norm", K, **norm), Norm(scope / "k_norm", K, **norm)
+    # Attributes are assigned once: NNX's graph mode lets no static None become a module.
+    norm = dict(kind="rmsnorm", eps=spec.norm_eps, plus_one=spec.norm_scale_plus_one)
+    self.q_norm = Norm(scope / "q_norm", K, **norm) if spec.qk_norm else None
+    self.k_norm = Norm(scope / "k_norm", K, **norm) if spec.qk_norm else None
     self.spec = spec
 
   def __call__(self, x_BxTxD: jax.Array, segment_ids: jax.Array, rope: Any, window: int | None) -> jax.Array:
@@ -131,20 +131,17 @@ class Decoder(nnx.Module):
   def __init__(self, spec: Spec, scope: Scope, vocab_size: int):
     D = spec.hidden_size
     self.embed = Embedding(scope / "embed", vocab_size, D, std=spec.init_std)
-    self.pos_embed = None
-    if spec.positions == "learned":
-      self.pos_embed = Embedding(scope / "pos_embed", spec.max_positions, D, std=spec.init_std)
+    learned = spec.positions == "learned"
+    self.pos_embed = Embedding(scope / "pos_embed", spec.max_positions, D, std=spec.init_std) if learned else None
 
     def make_block(layer: jax.Array) -> Block:
       return Block(spec, Scope(scope.rng, scope.dtype, scope.compute_dtype, "blocks", layer))
 
     self.blocks = jax.vmap(make_block)(jnp.arange(spec.num_layers))
     self.final_norm = _norm(spec, scope / "final_norm")
-    self.unembed = None
-    if not spec.tie_embeddings:
-      # Starts like an embedding, so that the first loss is close to log(V).
-      std = 0.02 if spec.init_std is None else spec.init_std
-      self.unembed = Linear(scope / "unembed", D, vocab_size, std=std, bias=False)
+    # Starts like an embedding, so that the first loss is close to log(V).
+    std, untied = 0.02 if spec.init_std is None else spec.init_std, not spec.tie_embeddings
+    self.unembed = Linear(scope / "unembed", D, vocab_size, std=std, bias=False) if untied else None
     self.spec = spec
 
   def __call__(self, batch: dict, remat: Callable, key: jax.Array | None) -> jax.Array:
@@ -248,7 +245,10 @@ class Transformer:
 
   def logits(self, params: Params, batch: dict | jax.Array) -> jax.Array:
     """See `models.api.Model`. `batch` may also be just the tokens [B, T]."""
-    hidden_BxTxD = self.apply(params, batch if isinstance(batch, dict) else dict(tokens=batch))
+    return self.unembed(params, self.apply(params, batch if isinstance(batch, dict) else dict(tokens=batch)))
+
+  def unembed(self, params: Params, hidden_BxTxD: jax.Array) -> jax.Array:
+    """See `models.api.Model`."""
     kernel_DxV = self.unembedding(params).astype(hidden_BxTxD.dtype)
     logits_BxTxV = jnp.einsum("btd,dv->btv", hidden_BxTxD, kernel_DxV, preferred_element_type=jnp.float32)
     if self.final_logit_cap is not None:

@@ -34,8 +34,8 @@ def argv(setup, workdir, *overrides):
 def final_params(workdir, step=STEPS):
   folder = workdir / "checkpoints" / str(step)
   shapes = checkpoint.param_shapes(folder)
-  wanted = {path: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=jax.sharding.SingleDeviceSharding(jax.devices()[0]))
-            for path, leaf in shapes.items()}
+  here = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+  wanted = {path: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=here) for path, leaf in shapes.items()}
   return {path: np.asarray(x) for path, x in checkpoint.restore_params(folder, wanted).items()}
 
 
@@ -86,9 +86,12 @@ def rows(workdir):
 def test_killed_at_any_moment_it_becomes_the_same_run(setup, straight, tmp_path):
   """I5 with SIGKILL: after random rows of metrics, and while a checkpoint is being written."""
   devices, reference = straight
-  rng = random.Random(devices)
-  moments = [lambda: rows(tmp_path) >= target for target in [rng.randint(1, STEPS // 2)]]
-  moments.append(lambda: any((tmp_path / "checkpoints").glob("*orbax-checkpoint-tmp*")) and rows(tmp_path) > STEPS // 2)
+  some_row = random.Random(devices).randint(1, STEPS // 2)
+
+  def saving():
+    return rows(tmp_path) > STEPS // 2 and any((tmp_path / "checkpoints").glob("*orbax-checkpoint-tmp*"))
+
+  moments = [lambda: rows(tmp_path) >= some_row, saving]
   killed = 0
   for moment in moments:
     process = start(setup, tmp_path, devices)
@@ -125,7 +128,7 @@ def test_a_second_signal_exits_at_once(setup, tmp_path):
   config.callbacks.slow = dict(type="tests.test_faults.Slow")
   return config"""))
   process = start((config, setup[1]), tmp_path / "w", 1)
-  assert wait_for(process, lambda: rows(tmp_path / "w") > 1)
+  assert wait_for(process, lambda: rows(tmp_path / "w") >= 4)  # evaluation, compilation, steps 1 and 2
   process.send_signal(signal.SIGTERM)
   time.sleep(0.5)
   began = time.monotonic()
@@ -178,7 +181,8 @@ def test_bad_data_ends_with_file_and_line(setup, tmp_path):
   empty.write_text("")
   broken.write_text('{"text": "fine"}\n{"text": oops}\n')
   other.write_text('{"text": "fine"}\n{"body": "no text"}\n')
-  for path, kind, expected in [(empty, "text", str(empty)), (broken, "jsonl", f"{broken}:2"), (other, "jsonl", f"{other}:2")]:
+  cases = [(empty, "text", str(empty)), (broken, "jsonl", f"{broken}:2"), (other, "jsonl", f"{other}:2")]
+  for path, kind, expected in cases:
     done = tiny.run(argv(setup, tmp_path / "w", f"--config.input.sources.main.path={path}",
                          f"--config.input.sources.main.type={kind}", "--config.input.sources.main.split=all"))
     assert done.returncode not in (0, None)

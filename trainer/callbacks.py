@@ -19,7 +19,6 @@ from tqdm import tqdm
 
 from trainer.config import ConfigError, load_class
 
-
 if TYPE_CHECKING:
   from trainer.run import Run
 
@@ -240,9 +239,11 @@ class Profiler(Callback):
     self._on = False
 
   def on_step_begin(self, run):
-    if run.step == self._start:
+    if run.step == self._start < self._stop:
       run.settle()
-      jax.profiler.start_trace(self._directory)
+      options = jax.profiler.ProfileOptions()
+      options.python_tracer_level = 0  # it can crash while checkpoint threads run, and drowns the device's events
+      jax.profiler.start_trace(self._directory, profiler_options=options)
       self._on = True
 
   def on_optimizer_step(self, run):

@@ -52,7 +52,7 @@ def resolve(
     total_steps: int | None,
     batch_size: Rows,
     seq_len: int,
-    steps_per_epoch: float | None,
+    rows_per_epoch: int | None,
     default: int | None = None,
     where: str = "",
 ) -> Duration:
@@ -64,7 +64,7 @@ def resolve(
     total_steps: of the run; None while that is what is being resolved.
     batch_size: rows per step, or a function from a step to the rows of all steps before it.
     seq_len: tokens per row.
-    steps_per_epoch: step (it may be fractional) at which the data have been seen once; None: not known.
+    rows_per_epoch: rows of the data; None: not known.
     default: steps where no unit is given.
     where: the section's name, for messages, e.g. `schedule`.
 
@@ -92,7 +92,7 @@ def resolve(
   if unit == "percent":
     exact, reason = _from_percent(value, f"{key}_percent", total_steps)
   else:
-    exact, reason = _from_rows(unit, value, f"{key}_{unit}", batch_size, seq_len, steps_per_epoch)
+    exact, reason = _from_rows(unit, value, f"{key}_{unit}", batch_size, seq_len, rows_per_epoch)
   # Half a step counts as one, so that the rule does not depend on whether the number is odd or even.
   return Duration(0 if value == 0 else max(1, math.floor(exact + 0.5)), reason)
 
@@ -107,37 +107,28 @@ def _from_percent(value: float, key: str, total_steps: int | None) -> tuple[floa
 
 
 def _from_rows(
-    unit: str, value: float, key: str, batch_size: Rows, seq_len: int, steps_per_epoch: float | None
+    unit: str, value: float, key: str, batch_size: Rows, seq_len: int, rows_per_epoch: int | None
 ) -> tuple[float, str]:
   """Steps, not yet rounded, in which so many examples, tokens or epochs are seen."""
   if callable(batch_size):
-    step_of, rows_at = functools.partial(_step_of_rows, batch_size), functools.partial(_rows_at, batch_size)
+    step_of, rows_before = functools.partial(_step_of_rows, batch_size), batch_size
   else:
-    step_of, rows_at = (lambda rows: rows / batch_size), (lambda step: step * batch_size)
+    step_of, rows_before = (lambda rows: rows / batch_size), (lambda step: step * batch_size)
   if unit == "epochs":
-    if steps_per_epoch is None:
+    if rows_per_epoch is None:
       raise ConfigError(
           f"{key} = {value:g}, but the length of an epoch is not known for these data;"
           f" set {key.removesuffix('epochs')}steps, _examples or _tokens instead"
       )
-    return step_of(value * rows_at(steps_per_epoch)), f"{value:g} epochs of {steps_per_epoch:,.6g} steps"
+    return step_of(value * rows_per_epoch), f"{value:g} epochs of {rows_per_epoch:,} rows"
   exact = step_of(value / seq_len if unit == "tokens" else value)
-  first, last = rows_at(1), rows_at(math.ceil(exact) + 1) - rows_at(math.ceil(exact))
+  first, last = rows_before(1), rows_before(math.ceil(exact) + 1) - rows_before(math.ceil(exact))
   per_step = f"{first:,} rows a step" if first == last else f"{first:,} to {last:,} rows a step"
   return exact, f"{value:,} {unit}, {per_step}" + (f" of {seq_len:,} tokens" if unit == "tokens" else "")
 
 
-def _rows_at(rows_before_step: Callable[[int], int], step: float) -> float:
-  """Rows seen before a step that may be fractional."""
-  whole = math.floor(step)
-  below = rows_before_step(whole)
-  if whole == step:
-    return below
-  return below + (step - whole) * (rows_before_step(whole + 1) - below)
-
-
 def _step_of_rows(rows_before_step: Callable[[int], int], rows: float) -> float:
-  """The (fractional) step before which `rows` rows are seen; the inverse of `_rows_at`."""
+  """The (fractional) step before which `rows` rows are seen."""
   high = 1
   while rows_before_step(high) < rows:
     high *= 2

@@ -193,9 +193,11 @@ def _backward(static: _Static, residuals, grads: TokenStats):
     dlogits = dlogits.astype(hidden_BxTxD.dtype)
     kernel_DxW = kernel_DxW.astype(hidden_BxTxD.dtype)
     f32 = jnp.float32
-    dhidden = jnp.einsum("btw,dw->btd", dlogits, kernel_DxW, preferred_element_type=f32)
-    dkernel = jnp.einsum("btd,btw->dw", hidden_BxTxD, dlogits, preferred_element_type=f32)
-    return dhidden, dkernel.astype(kernel_DxV.dtype)
+    # Flattened to matrices, which XLA on CPU multiplies without a strided copy (as in models/layers.py).
+    hidden_NxD, dlogits_NxW = (x.reshape(-1, x.shape[-1]) for x in (hidden_BxTxD, dlogits))
+    dhidden = jnp.einsum("nw,dw->nd", dlogits_NxW, kernel_DxW, preferred_element_type=f32)
+    dkernel = jnp.einsum("nd,nw->dw", hidden_NxD, dlogits_NxW, preferred_element_type=f32)
+    return dhidden.reshape(hidden_BxTxD.shape), dkernel.astype(kernel_DxV.dtype)
 
   if static.chunks == 1:
     dhidden, dkernel = chunk_grads(kept_logits, kernel_DxV, 0)

@@ -17,8 +17,11 @@ from input_pipeline import loader
 from input_pipeline.tokenizer import make_tokenizer
 from models import api
 from trainer import callbacks as cb
-from trainer import config_checks, durations, mesh as mesh_lib, metrics as metrics_lib, optim, processes
-from trainer import state as state_lib, throughput, update as update_lib
+from trainer import config_checks, durations, optim, processes, throughput
+from trainer import mesh as mesh_lib
+from trainer import metrics as metrics_lib
+from trainer import state as state_lib
+from trainer import update as update_lib
 from trainer.checkpoint import Checkpoints
 from trainer.config import ConfigError
 from trainer.run import Run
@@ -74,7 +77,7 @@ def train(config: Mapping, workdir: str | Path) -> Run:
   for note in model.reasons:
     say(note)
   lengths = dict(batch_size=lambda step: data.batch_range(step)[0], seq_len=config.seq_len,
-                 steps_per_epoch=data.steps_per_epoch)
+                 rows_per_epoch=data.rows_per_epoch)
   total_steps = _total_steps(durations.steps(config, "total", total_steps=None, **lengths), data.num_steps, say)
   to_steps = functools.partial(durations.steps, total_steps=total_steps, **lengths)
   optimizer = optim.make_optimizer(config.optimizer, config.schedule, model.abstract_params(),
@@ -110,26 +113,16 @@ def train(config: Mapping, workdir: str | Path) -> Run:
     return mesh_lib.place_batch(lambda rows: data.batch(step, rows), size, batch_sharding)
 
   with mesh_lib.activation_rules(mesh):
-    jax.eval_shape(update_fn, abstract_state, jax.eval_shape(lambda: make_batch(0)))
+    jax.eval_shape(update_fn, abstract_state, make_batch(0))  # finds mistakes in shapes before anything is allocated
 
     # ---------------------------------------------------------------- evaluators, callbacks, checkpoints
     writer = metrics_lib.MultiWriter()  # opened below, once it is known from which step on
     with processes.first_goes_first("evaluation data"):
       setup = evaluators_lib.Setup(config, model, tokenizer, mesh, workdir, writer)
       evaluators = {name: evaluators_lib.make(name, config.evals[name], setup) for name in config.evals}
-    plans = {name: (to_steps(config.evals[name], "eval", default=max(1, total_steps // 10), where=f"evals.{name}"), config.evals[name].at_start,
-                    config.evals[name].at_end, config.evals[name].on_error) for name in config.evals}
     keep_steps = to_steps(config, "keep") or 0
-    built_in = [
-        cb.Preemption(),
-        cb.Health(config.optimizer.max_nonfinite_steps, update_lib.gradient_paths(optimizer, abstract_state["params"])),
-        cb.MetricsLog(to_steps(config, "log") or 0),
-        cb.Progress(),
-        cb.Profiler(workdir / "profile", config.profile.start_step, config.profile.num_steps),
-        cb.Evaluate(evaluators, plans),
-        cb.SaveCheckpoints(to_steps(config, "ckpt") or 0, keep_steps),
-    ]
-    callbacks = cb.Callbacks(built_in + cb.make_custom(config.callbacks))
+    callbacks = _make_callbacks(config, to_steps, total_steps, evaluators, keep_steps, workdir,
+                                update_lib.gradient_paths(optimizer, abstract_state["params"]))
     checkpoints = Checkpoints(workdir / "checkpoints", keep_last=config.keep_last, keep_steps=keep_steps,
                               keep_best=config.keep_best, best_mode=config.keep_best_mode)
 
@@ -141,7 +134,7 @@ def train(config: Mapping, workdir: str | Path) -> Run:
     _save_config(resolved, workdir)
     step = int(state["step"])
     if jax.process_index() == 0:
-      logging.info("Parameters:\n%s", parameter_overview.get_parameter_overview(state["params"]))
+      say(parameter_overview.get_parameter_overview(state["params"], include_stats=False))
     writer.writers = metrics_lib.make_writers(workdir, resume_step=step if meta else -1)
     run = Run(
         config=config, workdir=workdir, mesh=mesh, model=model, tokenizer=tokenizer, data=data,
@@ -164,6 +157,26 @@ def train(config: Mapping, workdir: str | Path) -> Run:
   processes.sync("end of training")
   _say_where_everything_is(run, time.monotonic() - began)
   return run
+
+
+def _make_callbacks(config: Any, to_steps: Any, total_steps: int, evaluators: dict[str, Any], keep_steps: int,
+                    workdir: Path, gradient_paths: list[str]) -> cb.Callbacks:
+  """The built-in callbacks in the order they are called, then the config's own."""
+  plans = {}
+  for name in evaluators:
+    cfg = config.evals[name]
+    every = to_steps(cfg, "eval", default=max(1, total_steps // 10), where=f"evals.{name}")
+    plans[name] = (every, cfg.at_start, cfg.at_end, cfg.on_error)
+  return cb.Callbacks([
+      cb.Preemption(),
+      cb.Health(config.optimizer.max_nonfinite_steps, gradient_paths),
+      cb.MetricsLog(to_steps(config, "log") or 0),
+      cb.Progress(),
+      cb.Profiler(workdir / "profile", config.profile.start_step, config.profile.num_steps),
+      cb.Evaluate(evaluators, plans),
+      cb.SaveCheckpoints(to_steps(config, "ckpt") or 0, keep_steps),
+      *cb.make_custom(config.callbacks),
+  ])
 
 
 def _loop(run: Run, update_fn: Any, make_batch: Any) -> None:
@@ -245,8 +258,8 @@ def _check_same_data(meta: Mapping, fingerprint: str, allow_changes: bool) -> No
   """Refuses to continue a run whose rows are no longer the ones it was trained on."""
   if meta and meta["data_fingerprint"] != fingerprint and not allow_changes:
     raise ConfigError(
-        "the training data, the tokenizer or their order changed since the checkpoint was written, so the run would not "
-        "continue as it was. Restore the files, use a new --workdir, or --config.allow_config_changes=True.")
+        "the training data, the tokenizer or their order changed since the checkpoint was written, so the run would "
+        "not continue as it was. Restore the files, use a new --workdir, or --config.allow_config_changes=True.")
 
 
 def _save_config(resolved: Any, workdir: Path) -> None:

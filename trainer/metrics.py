@@ -51,7 +51,10 @@ class MetricWriter(Protocol):
 
 
 class JsonlWriter:
-  """`metrics.jsonl`: one JSON object a row, `step` and scalars. Rows of later steps than `step` are dropped when a run resumes."""
+  """`metrics.jsonl`: one JSON object a row, `step` and scalars.
+
+  When a run resumes, rows of steps later than `resume_step` are dropped, since they will be written again.
+  """
 
   def __init__(self, path: Path, resume_step: int):
     self._path = path

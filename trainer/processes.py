@@ -14,6 +14,7 @@ from trainer.config import ConfigError
 
 # Launchers that `jax.distributed.initialize()` recognises by itself, and where they say how many processes there are.
 _LAUNCHERS = ("SLURM_NTASKS", "OMPI_COMM_WORLD_SIZE")
+_TPU_HOSTS = "TPU_WORKER_HOSTNAMES"
 
 
 def join() -> None:
@@ -34,7 +35,7 @@ def join() -> None:
   elif given and names[0] in given:
     missing = ", ".join(name for name in names if name not in given)
     raise ConfigError(f"JAX_COORDINATOR_ADDRESS is set, but {missing} is not. Set all three in each process, or none.")
-  elif any(int(os.environ.get(name) or 1) > 1 for name in _LAUNCHERS) or "," in os.environ.get("TPU_WORKER_HOSTNAMES", ""):
+  elif any(int(os.environ.get(name) or 1) > 1 for name in _LAUNCHERS) or "," in os.environ.get(_TPU_HOSTS, ""):
     jax.distributed.initialize()
   else:
     return

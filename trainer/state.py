@@ -5,7 +5,6 @@ optimizer's), `nonfinite` and `nonfinite_in_a_row` (the finite guard's counters,
 """
 
 import re
-from pathlib import Path
 from typing import Any
 
 import jax

@@ -4,9 +4,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import NamedSharding, PartitionSpec as P
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
 
-from trainer import checkpoint, state as state_lib
+from trainer import checkpoint
+from trainer import state as state_lib
 from trainer.checkpoint import CheckpointError, Checkpoints
 from trainer.config import ConfigError, defaults
 
@@ -16,7 +18,10 @@ def state(step=0, value=0.0, rows=8):
           "opt": (jnp.int32(7), {"mu": {"a": {"kernel": jnp.full((rows, 2), value + 1)}}})}
 
 
-def target(spec=P()):
+REPLICATED = P()
+
+
+def target(spec=REPLICATED):
   sharding = NamedSharding(jax.make_mesh((8,), ("data",)), spec)
   return jax.tree.map(lambda x: jax.ShapeDtypeStruct(
       x.shape, x.dtype, sharding=sharding if x.ndim == 2 else NamedSharding(sharding.mesh, P())), state())

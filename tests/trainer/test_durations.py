@@ -6,7 +6,7 @@ from ml_collections import ConfigDict
 from trainer import durations
 from trainer.config import ConfigError, duration
 
-RUN = {"total_steps": 1000, "batch_size": 8, "seq_len": 256, "steps_per_epoch": 62.5}
+RUN = {"total_steps": 1000, "batch_size": 8, "seq_len": 256, "rows_per_epoch": 500}
 
 
 def growing(step: int) -> int:
@@ -53,7 +53,7 @@ def test_each_unit(given, expected):
     ],
 )
 def test_growing_batches_are_converted_exactly(given, expected):
-  run = RUN | {"batch_size": growing, "steps_per_epoch": 110}
+  run = RUN | {"batch_size": growing, "rows_per_epoch": 1120}
   assert durations.steps(ConfigDict(duration("x", **given)), "x", **run) == expected
 
 
@@ -65,7 +65,7 @@ def test_growing_batches_equal_constant_ones_where_they_do_not_grow():
 
 
 def test_a_fractional_epoch_of_growing_batches_is_interpolated():
-  run = RUN | {"batch_size": growing, "steps_per_epoch": 100.5}  # 816 rows
+  run = RUN | {"batch_size": growing, "rows_per_epoch": 816}
   assert durations.steps(ConfigDict(duration("x", epochs=2.0)), "x", **run) == 126  # 1632 = 800 + 32 × 26
 
 
@@ -87,7 +87,7 @@ def test_two_units_are_an_error_that_says_how_to_unset_one():
         ({"percent": float("nan")}, {}, "finite"),
         ({"epochs": float("inf")}, {}, "finite"),
         ({"percent": 5.0}, {"total_steps": None}, "length of the run"),
-        ({"epochs": 1.0}, {"steps_per_epoch": None}, "epoch is not known"),
+        ({"epochs": 1.0}, {"rows_per_epoch": None}, "epoch is not known"),
     ],
 )
 def test_impossible_durations(given, changed, message):
@@ -106,7 +106,7 @@ def test_default_only_where_nothing_is_given():
         ({"percent": 20.0}, "200 steps (20% of 1,000)"),
         ({"steps": 1}, "1 step"),
         ({"tokens": 4096}, "2 steps (4,096 tokens, 8 rows a step of 256 tokens)"),
-        ({"epochs": 2.0}, "125 steps (2 epochs of 62.5 steps)"),
+        ({"epochs": 2.0}, "125 steps (2 epochs of 500 rows)"),
         ({}, "unset"),
     ],
 )

@@ -9,7 +9,10 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 from tests import tiny
-from trainer import mesh as mesh_lib, optim, patterns, state as state_lib, update as update_lib
+from trainer import mesh as mesh_lib
+from trainer import optim, patterns
+from trainer import state as state_lib
+from trainer import update as update_lib
 from trainer.config import ConfigError, defaults
 from trainer.config_checks import View
 from trainer.metrics import to_floats

@@ -8,7 +8,9 @@ import numpy as np
 import pytest
 
 from tests import tiny
-from trainer import optim, state as state_lib, update as update_lib
+from trainer import optim
+from trainer import state as state_lib
+from trainer import update as update_lib
 from trainer.config import defaults
 from trainer.config_checks import View
 from trainer.metrics import to_floats

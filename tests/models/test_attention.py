@@ -1,0 +1,143 @@
+"""Attention against a loop in numpy; who sees whom, by gradient; isolation of packed documents, bit for bit."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from models import attention as attention_lib
+from models.attention import attention
+
+B, T, H, G, K = 2, 24, 4, 2, 8
+SEGMENTS = np.array([[1] * 9 + [2] + [3] * 10 + [0] * 4, [0] * 3 + [1] * 21], np.int32)
+
+
+def inputs(heads=H, kv_heads=G, dtype=jnp.float32):
+  keys = jax.random.split(jax.random.key(0), 3)
+  shapes = [(B, T, heads, K), (B, T, kv_heads, K), (B, T, kv_heads, K)]
+  return [jax.random.normal(key, shape).astype(dtype) for key, shape in zip(keys, shapes, strict=True)]
+
+
+def reference(q, k, v, segments, window, scale, cap):
+  """One query at a time, float64."""
+  q, k, v = (np.asarray(x, np.float64) for x in (q, k, v))
+  out = np.zeros(q.shape)
+  for b, t, h in np.ndindex(q.shape[:3]):
+    g = h // (q.shape[2] // k.shape[2])
+    first = 0 if window is None else max(0, t - window + 1)
+    seen = [s for s in range(first, t + 1) if segments[b, t] == segments[b, s] != 0]
+    if seen:
+      scores = scale * k[b, seen, g] @ q[b, t, h]
+      scores = scores if cap is None else cap * np.tanh(scores / cap)
+      weights = np.exp(scores - scores.max())
+      out[b, t, h] = weights @ v[b, seen, g] / weights.sum()
+  return out
+
+
+@pytest.mark.parametrize("window", [None, 1, 5, 100])
+@pytest.mark.parametrize("cap", [None, 0.7])
+@pytest.mark.parametrize("block", [5, 8, 128])
+def test_equals_the_numpy_loop(window, cap, block):
+  q, k, v = inputs()
+  options = dict(segment_ids=SEGMENTS, window=window, scale=0.3, logit_cap=cap, block=block)
+  out = jax.jit(lambda *qkv: attention(*qkv, **options))(q, k, v)
+  np.testing.assert_allclose(out, reference(q, k, v, SEGMENTS, window, 0.3, cap), atol=2e-6)
+
+
+@pytest.mark.parametrize("kept_bytes", [0, 2**40])
+@pytest.mark.parametrize("cap", [None, 0.7])
+def test_gradient_equals_that_of_plain_softmax(kept_bytes, cap, monkeypatch):
+  """Kept or recomputed scores; documents of one token, whose only weight is 1 whatever the scores."""
+  monkeypatch.setattr(attention_lib, "KEPT_BYTES", kept_bytes)
+  cotangent = jax.random.normal(jax.random.key(3), (B, T, H, K))
+
+  def plain(q, k, v):
+    scores = jnp.einsum("bthk,bshk->bhts", q, jnp.repeat(k, H // G, 2)) * 0.3
+    scores = scores if cap is None else cap * jnp.tanh(scores / cap)
+    seen = np.tril(np.ones((T, T), bool)) & (SEGMENTS[:, :, None] == SEGMENTS[:, None]) & (SEGMENTS > 0)[:, :, None]
+    weights = jax.nn.softmax(jnp.where(seen[:, None], scores, -1e30)) * (SEGMENTS > 0)[:, None, :, None]
+    return (jnp.einsum("bhts,bshk->bthk", weights, jnp.repeat(v, H // G, 2)) * cotangent).sum()
+
+  def ours(q, k, v):
+    return (attention(q, k, v, segment_ids=SEGMENTS, scale=0.3, logit_cap=cap, block=8) * cotangent).sum()
+
+  grads = jax.jit(jax.grad(ours, (0, 1, 2)))(*inputs())
+  for a, b in zip(grads, jax.jit(jax.grad(plain, (0, 1, 2)))(*inputs()), strict=True):
+    np.testing.assert_allclose(a, b, atol=2e-6)
+  lone = np.argwhere(SEGMENTS[0] == 2)[0, 0]
+  for g in grads[:2]:
+    assert np.abs(g[0, lone]).max() < 1e-6
+
+
+def test_grouped_heads_equal_repeated_heads():
+  q, k, v = inputs()
+  grouped = attention(q, k, v, segment_ids=SEGMENTS, scale=0.3, block=8)
+  repeated = attention(q, *(jnp.repeat(x, H // G, 2) for x in (k, v)), segment_ids=SEGMENTS, scale=0.3, block=8)
+  np.testing.assert_allclose(grouped, repeated, atol=1e-6)
+
+
+@pytest.mark.parametrize("window", [None, 1, 4])
+def test_who_sees_whom_by_gradient(window):
+  """d out[t] / d value[s] is nonzero exactly for s of t's segment, not after t, within the window."""
+  q, k, v = inputs()
+
+  def out_of_v(v):
+    return attention(q, k, v, segment_ids=SEGMENTS, window=window, scale=0.3, block=7).sum((2, 3))
+
+  jacobian_BxTxBxS = np.abs(jax.jit(jax.jacrev(out_of_v))(v)).sum((4, 5))
+  behind = np.arange(T)[:, None] - np.arange(T)[None]
+  for b in range(B):
+    expected = (behind >= 0) & (behind < (window or T)) & (SEGMENTS[b][:, None] == SEGMENTS[b][None])
+    expected &= SEGMENTS[b][:, None] > 0
+    np.testing.assert_array_equal(jacobian_BxTxBxS[b, :, b] > 0, expected)
+    assert not jacobian_BxTxBxS[b, :, 1 - b].any()
+
+
+def test_documents_are_isolated_bit_for_bit():
+  q, k, v = inputs()
+  attend = jax.jit(lambda q, k, v: attention(q, k, v, segment_ids=SEGMENTS, scale=0.3, block=8))
+  before = np.asarray(attend(q, k, v))
+  for changed in (1, 3, 0):
+    where = (SEGMENTS == changed)[:, :, None, None]
+    after = np.asarray(attend(*(jnp.where(where, x * 1e3 + 1.0, x) for x in (q, k, v))))
+    others = (SEGMENTS != changed) & (SEGMENTS != 0)
+    np.testing.assert_array_equal(after[others], before[others])
+    assert changed == 0 or (after[SEGMENTS == changed] != before[SEGMENTS == changed]).any()
+
+
+def test_padding_gives_zeros_and_finite_gradients():
+  empty = np.zeros((B, T), np.int32)
+  q, k, v = inputs()
+  value, grads = jax.value_and_grad(
+      lambda *qkv: jnp.square(attention(*qkv, segment_ids=empty, scale=0.3, block=8) + 1.0).sum(), argnums=(0, 1, 2)
+  )(q, k, v)
+  assert value == B * T * H * K
+  assert all(not g.any() for g in grads)
+
+
+def test_bfloat16_is_close_to_float32_and_keeps_its_dtype():
+  out = attention(*inputs(dtype=jnp.bfloat16), segment_ids=SEGMENTS, scale=0.3, block=8)
+  assert out.dtype == jnp.bfloat16
+  np.testing.assert_allclose(
+      out.astype(jnp.float32), reference(*inputs(), SEGMENTS, None, 0.3, None), atol=0.04
+  )
+
+
+def test_causal_skipping_saves_arithmetic():
+  """Eight blocks need little more than half the products of one, and a window of one block about a fifth."""
+  def flops(**options):
+    q = jnp.zeros((1, 512, 1, 64))
+    lowered = jax.jit(lambda q: attention(q, q, q, segment_ids=jnp.ones((1, 512), jnp.int32), scale=1.0, **options))
+    return lowered.lower(q).compile().cost_analysis()["flops"]
+
+  whole = flops(block=512)
+  assert flops(block=64) < 0.6 * whole
+  assert flops(block=64, window=64) < 0.3 * whole
+
+
+def test_bad_arguments():
+  q, k, v = inputs()
+  with pytest.raises(ValueError, match="allowed: auto, blocked"):
+    attention(q, k, v, segment_ids=SEGMENTS, scale=1.0, impl="flash")
+  with pytest.raises(ValueError, match="needs equal lengths"):
+    attention(q[:, :, :3], k, v, segment_ids=SEGMENTS, scale=1.0)

@@ -1,0 +1,107 @@
+"""Layers against plain numpy."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from models import layers
+
+SCOPE = layers.Scope(jax.random.key(0), jnp.float32, jnp.float32)
+
+
+def test_rmsnorm_and_layernorm_equal_numpy():
+  x = np.random.default_rng(0).normal(2.0, 3.0, (2, 5, 16)).astype(np.float32)
+  scale, bias = np.linspace(-1, 2, 16, dtype=np.float32), np.linspace(3, 1, 16, dtype=np.float32)
+  for kind in layers.NORMS:
+    for plus_one in (False, True):
+      norm = layers.Norm(SCOPE, 16, kind=kind, eps=0.1, plus_one=plus_one, bias=True)
+      norm.scale[...], norm.bias[...] = scale, bias
+      centred = x - x.mean(-1, keepdims=True) if kind == "layernorm" else x
+      expected = centred / np.sqrt((centred**2).mean(-1, keepdims=True) + 0.1) * (scale + plus_one) + bias
+      np.testing.assert_allclose(norm(x), expected, atol=1e-5)
+
+
+def test_norm_is_computed_in_float32():
+  """In bfloat16 the squares of 300 and 1 could not be added exactly."""
+  x = jnp.asarray([300.0, 1.0] * 64, jnp.bfloat16)
+  norm = layers.Norm(SCOPE, 128, kind="rmsnorm", eps=0.0, plus_one=False)
+  expected = (np.asarray(x, np.float32) / np.sqrt((300.0**2 + 1) / 2)).astype(jnp.bfloat16)
+  assert norm(x).dtype == jnp.bfloat16
+  np.testing.assert_array_equal(norm(x).astype(jnp.float32), expected.astype(np.float32))
+
+
+@pytest.mark.parametrize("fraction", [1.0, 0.5])
+def test_rope_equals_complex_rotation(fraction):
+  K, theta = 16, 100.0
+  x = np.random.default_rng(0).normal(size=(2, 6, 3, K)).astype(np.float32)
+  positions = np.array([[0, 1, 2, 3, 4, 5], [7, 0, 1, 1000, 2, 3]])
+  out = layers.apply_rope(x, layers.rope_table(positions, K, theta, fraction))
+  P = int(K * fraction) // 2
+  turned = (x[..., :P] + 1j * x[..., P : 2 * P]) * np.exp(
+      1j * positions[:, :, None, None] * theta ** (-np.arange(P) / P)
+  )
+  np.testing.assert_allclose(out, np.concatenate([turned.real, turned.imag, x[..., 2 * P :]], -1), atol=2e-4)
+
+
+def test_rope_makes_scores_depend_on_distance_only():
+  q, k = jax.random.normal(jax.random.key(1), (2, 1, 1, 1, 32))
+
+  def score(i, j):
+    rotate = lambda x, p: layers.apply_rope(x, layers.rope_table(jnp.array([[p]]), 32, 1e4, 1.0))  # noqa: E731
+    return (rotate(q, i) * rotate(k, j)).sum()
+
+  np.testing.assert_allclose(score(9, 4), score(105, 100), rtol=1e-4)
+  assert abs(score(9, 4) - score(9, 5)) > 1e-2
+
+
+def test_activations():
+  x = np.linspace(-3, 3, 13, dtype=np.float32)
+  tanh_gelu = 0.5 * x * (1 + np.tanh(np.sqrt(2 / np.pi) * (x + 0.044715 * x**3)))
+  np.testing.assert_allclose(layers.GATED["swiglu"](x), x / (1 + np.exp(-x)), atol=1e-6)
+  np.testing.assert_allclose(layers.GATED["geglu"](x), tanh_gelu, atol=1e-6)
+  np.testing.assert_allclose(layers.UNGATED["gelu"](x), tanh_gelu, atol=1e-6)
+  np.testing.assert_allclose(
+      layers.UNGATED["gelu_exact"](x), x * jax.scipy.stats.norm.cdf(x), atol=1e-6
+  )
+  np.testing.assert_allclose(layers.UNGATED["relu2"](x), np.maximum(x, 0) ** 2, atol=1e-6)
+
+
+@pytest.mark.parametrize("activation", layers.ACTIVATIONS)
+def test_mlp(activation):
+  options = dict(activation=activation, std=None, bias=True, out_gain=1.0)
+  mlp = layers.Mlp(SCOPE, 8, 12, **options)
+  x = np.random.default_rng(0).normal(size=(2, 3, 8)).astype(np.float32)
+  for i, layer in enumerate(m for m in (mlp.gate, mlp.up, mlp.down) if m is not None):
+    layer.bias[...] = 0.1 * (i + 1) * jnp.ones_like(layer.bias[...])
+  dense = lambda layer, x: x @ np.asarray(layer.kernel[...]) + np.asarray(layer.bias[...])  # noqa: E731
+  if activation in layers.GATED:
+    hidden = layers.GATED[activation](dense(mlp.gate, x)) * dense(mlp.up, x)
+  else:
+    hidden = layers.UNGATED[activation](dense(mlp.up, x))
+  np.testing.assert_allclose(mlp(x), dense(mlp.down, hidden), atol=1e-5)
+
+
+def test_dropout_keeps_the_mean_and_drops_the_share():
+  x = jnp.ones((64, 64))
+  y = np.asarray(layers.dropout(x, 0.25, jax.random.key(0)))
+  assert set(np.unique(y)) == {0.0, np.float32(1 / 0.75)}
+  assert abs((y == 0).mean() - 0.25) < 0.02
+
+
+def test_an_id_beyond_the_table_gives_nan():
+  embed = layers.Embedding(SCOPE / "embed", 10, 4, std=None)
+  rows = embed(jnp.array([[3, 10]]))
+  np.testing.assert_array_equal(rows[0, 0], embed.embedding[...][3])
+  assert np.isnan(rows[0, 1]).all()
+
+
+def test_initial_values_depend_on_rng_path_and_layer_only():
+  def value(name="kernel", seed=0, layer=None):
+    scope = layers.Scope(jax.random.key(seed), jnp.float32, jnp.float32, layer=layer)
+    return np.asarray((scope / "a").normal(name, (4, 4), 1.0)[...])
+
+  assert (value() == value()).all()
+  others = [value("other"), value(seed=1), value(layer=0), value(layer=1)]
+  assert all((value() != other).any() for other in others)
+  assert (value(layer=0) != value(layer=1)).any()

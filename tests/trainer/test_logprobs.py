@@ -1,0 +1,181 @@
+"""Chunked token statistics against full logits (I4), closed forms, and what the compiled program holds."""
+
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from trainer import logprobs
+from trainer.logprobs import STATS, cross_entropy, cross_entropy_stats, token_stats
+
+B, T, D, V = 2, 7, 16, 60
+CHUNKS = [60, 1000, 30, 16, 7, 1]
+VARIANTS = [
+    dict(),
+    dict(logit_cap=2.0),
+    dict(num_real_vocab=53),
+    dict(temperature=0.6),
+    dict(logit_cap=3.0, num_real_vocab=41, temperature=1.7),
+]
+
+
+def inputs(dtype=jnp.float32):
+  keys = jax.random.split(jax.random.key(0), 3)
+  hidden = jax.random.normal(keys[0], (B, T, D)).astype(dtype)
+  kernel = 0.7 * jax.random.normal(keys[1], (D, V))
+  return hidden, kernel, jax.random.randint(keys[2], (B, T), 0, 41)
+
+
+def full(hidden, kernel, targets, logit_cap=None, num_real_vocab=None, temperature=1.0):
+  """All statistics from full logits, by their definitions."""
+  z = hidden @ kernel
+  z = z if logit_cap is None else logit_cap * jnp.tanh(z / logit_cap)
+  z = (z / temperature)[..., :num_real_vocab]
+  logp = jax.nn.log_softmax(z)
+  return logprobs.TokenStats(
+      logprob=jnp.take_along_axis(logp, targets[..., None], -1)[..., 0],
+      logsumexp=jax.nn.logsumexp(z, -1),
+      mean_logit=z.mean(-1),
+      entropy=-(jnp.exp(logp) * logp).sum(-1),
+      is_top=(z.argmax(-1) == targets).astype(jnp.float32),
+  )
+
+
+@pytest.mark.parametrize("chunk", CHUNKS)
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_values_and_gradients_equal_full_logits(chunk, variant):
+  hidden, kernel, targets = inputs()
+  # Some targets are the most likely entry.
+  targets = jnp.where(jnp.arange(T) < 3, (hidden @ kernel)[..., :41].argmax(-1), targets)
+  ours = jax.jit(lambda h, k: token_stats(h, k, targets, chunk=chunk, **variant))
+  for name, a, b in zip(STATS, ours(hidden, kernel), full(hidden, kernel, targets, **variant), strict=True):
+    assert a.dtype == jnp.float32
+    np.testing.assert_allclose(a, b, rtol=1e-6, atol=2e-6, err_msg=name)
+
+  weights = jax.random.normal(jax.random.key(5), (4, B, T))
+
+  def weighted(stats):
+    return sum((w * s).sum() for w, s in zip(weights, stats[:4], strict=True))
+
+  grads = jax.grad(lambda h, k: weighted(ours(h, k)), (0, 1))(hidden, kernel)
+  expected = jax.grad(lambda h, k: weighted(full(h, k, targets, **variant)), (0, 1))(hidden, kernel)
+  for a, b in zip(grads, expected, strict=True):
+    np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", STATS[:4])
+@pytest.mark.parametrize("chunk", [60, 16])
+def test_each_statistic_alone(name, chunk):
+  hidden, kernel, targets = inputs()
+  stats = token_stats(hidden, kernel, targets, chunk=chunk, want=(name,))
+  assert [s is not None for s in stats] == [n == name for n in STATS]
+  grad = jax.grad(lambda h: getattr(token_stats(h, kernel, targets, chunk=chunk, want=(name,)), name).sum())(hidden)
+  expected = jax.grad(lambda h: getattr(full(h, kernel, targets), name).sum())(hidden)
+  np.testing.assert_allclose(grad, expected, atol=1e-5)
+
+
+def test_unreal_entries_get_no_probability_and_no_gradient():
+  """Whatever stands in their columns."""
+  hidden, kernel, targets = inputs()
+  options = dict(chunk=16, num_real_vocab=53)
+
+  def loss(kernel):
+    return sum(s.sum() for s in token_stats(hidden, kernel, targets, **options)[:4])
+
+  value, grad = jax.value_and_grad(loss)(kernel)
+  loud_value, loud_grad = jax.value_and_grad(loss)(kernel.at[:, 53:].set(1e4))
+  assert value == loud_value
+  np.testing.assert_array_equal(grad, loud_grad)
+  assert not grad[:, 53:].any() and grad[:, :53].any()
+
+
+@pytest.mark.parametrize("chunk", [60, 16])
+def test_large_logits_stay_finite(chunk):
+  hidden, kernel, targets = inputs()
+  stats, grad = jax.value_and_grad(
+      lambda h: sum(s.sum() for s in token_stats(h, kernel, targets, chunk=chunk)[:4])
+  )(1e4 * hidden)
+  assert np.isfinite(stats) and np.isfinite(grad).all()
+
+
+def test_bfloat16_hidden_states_give_float32_statistics():
+  hidden, kernel, targets = inputs(jnp.bfloat16)
+  stats = token_stats(hidden, kernel, targets, chunk=16)
+  expected = full(hidden.astype(jnp.float32), kernel.astype(jnp.bfloat16).astype(jnp.float32), targets)
+  for name, a, b in zip(STATS, stats, expected, strict=True):
+    assert a.dtype == jnp.float32
+    np.testing.assert_allclose(a, b, atol=1e-5, err_msg=name)
+  dhidden, dkernel = jax.grad(lambda h, k: token_stats(h, k, targets, chunk=16).logprob.sum(), (0, 1))(hidden, kernel)
+  assert dhidden.dtype == jnp.bfloat16 and dkernel.dtype == jnp.float32
+
+
+def test_cross_entropy_with_label_smoothing_and_z_loss():
+  hidden, kernel, targets = inputs()
+  smoothing, z_loss = 0.1, 0.03
+  logits = np.asarray(hidden @ kernel, np.float64)
+  lse = np.log(np.exp(logits).sum(-1))
+  wanted = (1 - smoothing) * np.eye(V)[targets] + smoothing / V
+  expected = -(wanted * (logits - lse[..., None])).sum(-1) + z_loss * lse**2
+  stats = token_stats(hidden, kernel, targets, chunk=16, want=cross_entropy_stats(smoothing, z_loss))
+  np.testing.assert_allclose(cross_entropy(stats, smoothing, z_loss), expected, rtol=1e-5)
+  plain = token_stats(hidden, kernel, targets, chunk=16, want=cross_entropy_stats())
+  np.testing.assert_array_equal(cross_entropy(plain), -plain.logprob)
+
+
+def test_is_top_counts_ties_as_right():
+  stats = token_stats(jnp.zeros((1, 1, D)), jnp.ones((D, V)), jnp.array([[V - 1]]), chunk=16)
+  assert stats.is_top[0, 0] == 1
+
+
+@pytest.mark.parametrize("vocab,chunk,expected", [(1024, 8192, 1), (50304, 8192, 8), (151936, 8192, 32), (61, 10, 7)])
+def test_num_chunks(vocab, chunk, expected):
+  n = logprobs.num_chunks(vocab, chunk)
+  assert n == expected and -(-vocab // n) <= chunk
+
+
+def largest_buffer(want, chunk, grad=True) -> int:
+  """Elements of the largest array in the compiled forward and backward program."""
+  b, t, d, v = 3, 11, 8, 640
+
+  def loss(hidden, kernel, targets):
+    stats = token_stats(hidden, kernel, targets, chunk=chunk, want=want, logit_cap=5.0, num_real_vocab=600)
+    return sum(s.sum() for s in stats if s is not None)
+
+  fn = jax.grad(loss, (0, 1)) if grad else loss
+  args = [jax.ShapeDtypeStruct(s, dt) for s, dt in (((b, t, d), "float32"), ((d, v), "float32"), ((b, t), "int32"))]
+  hlo = jax.jit(fn).lower(*args).compile().as_text()
+  sizes = [int(np.prod([int(n) for n in dims.split(",")])) for dims in re.findall(r"[fsup][a-z0-9]+\[([0-9,]+)\]", hlo)]
+  assert max(sizes) >= d * v
+  return max(sizes)
+
+
+@pytest.mark.parametrize("grad", [True, False])
+@pytest.mark.parametrize("want", [("logprob",), STATS[:4]])
+def test_no_logits_for_the_whole_vocabulary_in_the_compiled_program(want, grad):
+  everything = 3 * 11 * 640
+  assert largest_buffer(want, chunk=64, grad=grad) < everything / 3
+  # The same search does find them where they exist.
+  assert largest_buffer(want, chunk=640, grad=grad) >= everything
+
+
+def test_sharded_over_the_vocabulary_equals_unsharded():
+  hidden, kernel, targets = inputs()
+  mesh = jax.make_mesh((2, 4), ("data", "tensor"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
+  put = lambda x, *spec: jax.device_put(x, jax.NamedSharding(mesh, jax.P(*spec)))  # noqa: E731
+  fn = jax.jit(
+      jax.value_and_grad(lambda h, k, t: sum(s.sum() for s in token_stats(h, k, t, chunk=20)[:4]), (0, 1))
+  )
+  value, grads = fn(put(hidden, "data"), put(kernel, None, "tensor"), put(targets, "data"))
+  expected_value, expected_grads = fn(hidden, kernel, targets)
+  np.testing.assert_allclose(value, expected_value, rtol=1e-5)
+  for a, b in zip(grads, expected_grads, strict=True):
+    np.testing.assert_allclose(a, b, atol=1e-5)
+
+
+def test_bad_arguments():
+  with pytest.raises(ValueError, match="allowed: want of"):
+    token_stats(*inputs(), chunk=16, want=("perplexity",))
+  with pytest.raises(ValueError, match="temperature above 0"):
+    token_stats(*inputs(), chunk=16, temperature=0.0)
