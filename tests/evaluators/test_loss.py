@@ -1,0 +1,109 @@
+"""The loss evaluator: values do not depend on the batch size or the mesh (I6), and equal a reference."""
+
+import gzip
+import lzma
+
+import jax
+import numpy as np
+import pytest
+
+from evaluators import common
+from input_pipeline import loader
+from input_pipeline.tokenizer import BytesTokenizer
+from tests import tiny
+from trainer import config_checks, mesh as mesh_lib
+from trainer.config import ConfigError, evaluator, source
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory):
+  return tiny.write_corpus(tmp_path_factory.mktemp("corpus") / "texts")
+
+
+def make(corpus, workdir, mesh_sizes=None, **changed):
+  """(evaluator, model, params, setup) on the tiny corpus's validation split."""
+  config = tiny.config(corpus)
+  config.evals.val = evaluator(**changed)
+  config = config_checks.View(config_checks.resolve(config))
+  tokenizer = BytesTokenizer()
+  cfg = config.model
+  from models import api
+  model = api.make_model(cfg, vocab_size=tokenizer.vocab_size, params_dtype="float32", compute_dtype="float32")
+  mesh = mesh_lib.make_mesh(mesh_sizes) if mesh_sizes else jax.make_mesh(
+      (1,), ("data",), devices=jax.devices()[:1], axis_types=(jax.sharding.AxisType.Auto,))
+  setup = common.Setup(config, model, tokenizer, mesh, workdir, None)
+  params = jax.jit(model.init)(jax.random.key(0))
+  return common.make("val", config.evals.val, setup), model, params, setup
+
+
+def test_the_value_does_not_depend_on_the_batch_size(corpus, tmp_path):
+  """I6, with padding rows: 1, 3 and 64 rows a batch."""
+  values = [dict(e.run(params, 0)) for e, _, params, _ in (make(corpus, tmp_path, batch_size=b) for b in (1, 3, 64))]
+  for other in values[1:]:
+    for name, value in values[0].items():
+      assert other[name] == pytest.approx(value, rel=1e-7 if name != "perplexity" else 1e-6), name
+
+
+def test_the_value_does_not_depend_on_the_mesh(corpus, tmp_path):
+  one, _, params, _ = make(corpus, tmp_path, batch_size=8)
+  eight, _, _, setup = make(corpus, tmp_path, dict(data=2, fsdp=2, tensor=2), batch_size=8)
+  with mesh_lib.activation_rules(setup.mesh):
+    sharded = dict(eight.run(params, 0))
+  for name, value in one.run(params, 0):
+    assert sharded[name] == pytest.approx(value, rel=1e-6), name
+
+
+def test_it_equals_a_plain_computation_document_by_document(corpus, tmp_path):
+  """Every document alone, unpacked, in float64 from full logits: nll over all tokens, bits over all bytes."""
+  ev, model, params, setup = make(corpus, tmp_path, batch_size=4)
+  data = loader.make_eval_data(setup.config.input.sources, setup.tokenizer, seq_len=32, split="validation",
+                               cache_dir=tmp_path / "cache", add_bos=True, add_eos=True)
+  nll = hits = tokens = num_bytes = 0
+  for text in data.raw_texts():
+    ids = np.concatenate([[setup.tokenizer.bos_id], setup.tokenizer.encode_batch([text])[0], [setup.tokenizer.eos_id]])
+    num_bytes += len(text.encode())
+    # A document longer than a row is cut into pieces that overlap by one token, wherever packing happens to cut it;
+    # only documents that fit are compared piece by piece, so this corpus uses rows longer than any document.
+    logits = np.asarray(model.logits(params, ids[None].astype(np.int32)), np.float64)[0, :-1, :setup.tokenizer.vocab_size]
+    logp = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
+    nll -= logp[np.arange(len(ids) - 1), ids[1:]].sum()
+    hits += (logits.argmax(-1) == ids[1:]).sum()
+    tokens += len(ids) - 1
+  long_rows, _, _, _ = make(corpus, tmp_path, batch_size=4)
+  long_rows._data = loader.make_eval_data(setup.config.input.sources, setup.tokenizer, seq_len=512, split="validation",
+                                          packing="best_fit", cache_dir=tmp_path / "cache", add_bos=True, add_eos=True)
+  values = dict(long_rows.run(params, 0))
+  assert values["loss"] == pytest.approx(nll / tokens, rel=1e-6)
+  assert values["accuracy"] == pytest.approx(hits / tokens, rel=1e-6)
+  assert values["bits_per_byte"] == pytest.approx(nll / np.log(2) / num_bytes, rel=1e-6)
+  assert values["perplexity"] == pytest.approx(np.exp(nll / tokens), rel=1e-5)
+  assert dict(ev.run(params, 0))["loss"] > 0
+
+
+def test_baselines_compress_the_same_text(corpus, tmp_path):
+  ev, _, params, setup = make(corpus, tmp_path, baselines=("gzip", "xz"))
+  values = dict(ev.run(params, 0))
+  text = "".join(ev._data.raw_texts()).encode()
+  assert len(text) == sum(ev._data.num_bytes.values())
+  assert values["bits_per_byte_gzip"] == 8 * len(gzip.compress(text, 9)) / len(text)
+  assert values["bits_per_byte_xz"] == 8 * len(lzma.compress(text, preset=9 | lzma.PRESET_EXTREME)) / len(text)
+
+
+def test_training_and_validation_documents_may_not_overlap_silently(corpus, tmp_path):
+  config = tiny.config(corpus)
+  config.input.sources.main.split = "all"
+  config = config_checks.View(config_checks.resolve(config))
+  with pytest.raises(ConfigError, match="--config.input.sources.main.split=train"):
+    common.make("val", config.evals.val, common.Setup(config, None, BytesTokenizer(), None, tmp_path, None))
+
+
+def test_sources_of_its_own(corpus, tmp_path):
+  other = tiny.write_corpus(tmp_path / "other", files=3, seed=9)
+  ev, _, params, _ = make(corpus, tmp_path, sources={"held_out": source(type="text", path=str(other))})
+  values = dict(ev.run(params, 0))
+  assert ev._data.source_names == ("held_out",) and values["loss"] > 0
+
+
+def test_max_documents_limits_each_source(corpus, tmp_path):
+  ev, _, _, _ = make(corpus, tmp_path, max_documents=2)
+  assert ev._data.num_documents == {"main": 2}
