@@ -9,6 +9,7 @@ modules, which hold arrays and say what is computed; `Transformer` is the `model
 which takes and returns plain dicts.
 """
 
+import functools
 import math
 from collections.abc import Callable
 from typing import Any
@@ -145,7 +146,7 @@ class Decoder(nnx.Module):
     self.spec = spec
 
   def __call__(self, batch: dict, remat: Callable, key: jax.Array | None) -> jax.Array:
-    """`remat` wraps one layer's function; `key` feeds dropout, None: no dropout."""
+    """`remat` is a `remat_policy`; `key` feeds dropout, None: no dropout."""
     s = self.spec
     positions, segment_ids = batch["positions"], batch["segment_ids"]
     x_BxTxD = self.embed(batch["tokens"])
@@ -171,24 +172,25 @@ class Decoder(nnx.Module):
   def _run_blocks(self, layer: Callable, remat: Callable, x_BxTxD: jax.Array) -> jax.Array:
     """Applies every layer: a scan over whole periods of the pattern, then the remaining layers one by one."""
     s = self.spec
-    step = {kind: remat(jax.tree_util.Partial(layer, kind)) for kind in set(s.layer_pattern)}
+
+    def run(i: int, in_scan: bool, *args) -> jax.Array:
+      return remat(functools.partial(layer, s.layer_type(i)), in_scan)(*args)
+
     period = len(s.layer_pattern)
     scanned = s.num_layers // period * period if s.scan_layers else 0
     indices = jnp.arange(s.num_layers)
     if scanned:
-      groups = jax.tree.map(
-          lambda p: p[:scanned].reshape(-1, period, *p.shape[1:]), (self.blocks, indices)
-      )
+      groups = jax.tree.map(lambda p: p[:scanned].reshape(-1, period, *p.shape[1:]), (self.blocks, indices))
 
       def scan_body(x_BxTxD, group):
         for i, (block, index) in enumerate(_unstack(group, period)):
-          x_BxTxD = step[s.layer_type(i)](x_BxTxD, block, index)
+          x_BxTxD = run(i, True, x_BxTxD, block, index)
         return x_BxTxD, None
 
       x_BxTxD, _ = jax.lax.scan(scan_body, x_BxTxD, groups)
     rest = jax.tree.map(lambda p: p[scanned:], (self.blocks, indices))
     for i, (block, index) in enumerate(_unstack(rest, s.num_layers - scanned)):
-      x_BxTxD = step[s.layer_type(scanned + i)](x_BxTxD, block, index)
+      x_BxTxD = run(scanned + i, False, x_BxTxD, block, index)
     return x_BxTxD
 
 
@@ -207,7 +209,7 @@ class Transformer:
     self.final_logit_cap = self.spec.final_logit_cap
     self.vocab_chunk = self.spec.vocab_chunk
     self._dtypes = (jnp.dtype(params_dtype), jnp.dtype(compute_dtype))
-    self._remat = remat_policy(remat, in_scan=self.spec.scan_layers)
+    self._remat = remat_policy(remat)
     # The decoder without its arrays; merged with a dict of parameters it becomes callable.
     self._graph, self._state = nnx.split(jax.eval_shape(self._make, jax.eval_shape(jax.random.key, 0)))
 
@@ -279,15 +281,18 @@ class Transformer:
     return Decoder(self.spec, Scope(rng, *self._dtypes), self.vocab_size)
 
 
-def remat_policy(name: str, in_scan: bool) -> Callable:
-  """The transformation of one layer's function that `config.remat` names; raises ConfigError."""
+def remat_policy(name: str) -> Callable:
+  """`wrap(f, in_scan)`, the transformation of one layer's function that `config.remat` names.
+
+  Names: none, those of REMAT, those of JAX_POLICIES; raises ConfigError for others.
+  """
   if name == "none":
-    return lambda f: f
+    return lambda f, in_scan: f
   if name not in REMAT and name not in JAX_POLICIES:
     raise ConfigError(f"remat: found {name!r}, allowed: none, {', '.join(REMAT)}, {', '.join(JAX_POLICIES)}.")
   policy = REMAT[name] if name in REMAT else getattr(jax.checkpoint_policies, name)
   # Inside a scan nothing can merge the recomputation with the forward pass, so no barrier is needed.
-  return lambda f: jax.checkpoint(f, policy=policy, prevent_cse=not in_scan)
+  return lambda f, in_scan: jax.checkpoint(f, policy=policy, prevent_cse=not in_scan)
 
 
 def _norm(spec: Spec, scope: Scope) -> Norm:

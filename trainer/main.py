@@ -78,8 +78,10 @@ def train(config: Mapping, workdir: str | Path) -> Run:
     say(note)
   lengths = dict(batch_size=lambda step: data.batch_range(step)[0], seq_len=config.seq_len,
                  rows_per_epoch=data.rows_per_epoch)
-  total_steps = _total_steps(durations.steps(config, "total", total_steps=None, **lengths), data.num_steps, say)
+  total_steps = _total_steps(durations.resolve(config, "total", total_steps=None, **lengths), data.num_steps, say)
   to_steps = functools.partial(durations.steps, total_steps=total_steps, **lengths)
+  for prefix in ("log", "ckpt", "keep"):
+    say(f"{prefix}: every {durations.explain(config, prefix, total_steps=total_steps, **lengths)}")
   optimizer = optim.make_optimizer(config.optimizer, config.schedule, model.abstract_params(),
                                    total_steps=total_steps, to_steps=to_steps)
   for note in optimizer.notes:
@@ -233,13 +235,15 @@ def _compute_dtype(asked: str) -> tuple[str, str]:
   return ("float32" if backend == "cpu" else "bfloat16"), f"auto, on {backend}"
 
 
-def _total_steps(asked: int | None, available: int | None, say: Any) -> int:
-  if asked is None and available is None:
+def _total_steps(asked: durations.Duration, available: int | None, say: Any) -> int:
+  """The run's last step: what the config asks for, or the end of the data if that comes first."""
+  if asked.steps is None and available is None:
     raise ConfigError("the run has no end: give one of total_{steps,examples,tokens,epochs}, or input.stop=first.")
-  if available is not None and (asked is None or available < asked):
-    say(f"total_steps = {available:,} (the data end there, by input.stop; asked for: {asked})")
+  if available is not None and (asked.steps is None or available < asked.steps):
+    say(f"total: {available:,} steps (the data end there, by input.stop; asked for: {asked})")
     return available
-  return asked
+  say(f"total: {asked}")
+  return asked.steps
 
 
 def _check_same_config(resolved: Any, workdir: Path) -> None:

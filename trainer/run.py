@@ -1,5 +1,6 @@
 """The run: everything that the loop shares with callbacks and evaluators, in one object."""
 
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -70,6 +71,7 @@ class Run:
   def save(self) -> None:
     """Saves the state after `step`, once that step's metrics are written: what is logged and what is saved agree."""
     self.settle()
+    start = time.perf_counter()
     with self.chrono.pause("checkpoint"):
       meta = {
           "step": self.step,
@@ -82,4 +84,5 @@ class Run:
       evaluated, metrics = self.last_eval
       saved = self.checkpoints.save(self.step, self.state, meta, metrics if evaluated == self.step else None)
     if saved:
+      self.writer.write_scalars(self.step, {"time/checkpoint": time.perf_counter() - start})
       self.callbacks("on_checkpoint", self, self.step)

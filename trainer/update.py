@@ -66,8 +66,7 @@ def make_update_fn(loss_fn: Callable, optimizer: optim.Optimizer, *, seed: int, 
     if "ema" in state:
       new_state["ema"] = _choose(finite, optim.ema_update(state["ema"], params, ema_decay), state["ema"])
 
-    metrics |= {
-        "loss": Mean(loss_sum, weight),
+    metrics = {"loss": Mean(loss_sum, weight)} | metrics | {
         "trained_tokens": weight,
         "grad_norm": grad_norm,
         "param_norm": _global_norm(params),

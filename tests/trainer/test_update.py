@@ -71,8 +71,20 @@ def test_the_loss_is_the_weighted_mean_over_the_whole_step():
   for index, name in enumerate("ab"):
     mine = batch["source_ids"] == index
     expected = np.sum(nll[mine] * weights[mine]) / np.sum(weights[mine])
-    assert metrics[f"nll/{name}"] == pytest.approx(expected, rel=1e-6)
+    assert metrics[f"loss/{name}"] == pytest.approx(expected, rel=1e-6)
   assert metrics["trained_tokens"] == pytest.approx(weights.sum())
+
+
+def test_donating_the_state_changes_nothing():
+  """I11, its last part; the rest is in tests/models."""
+  update, state = make(4, optimizer=dict(name="muon"))
+  donating = jax.jit(update, donate_argnums=0)
+  kept, given = state, jax.tree.map(jnp.copy, state)
+  for seed in range(3):
+    kept, _ = update(kept, tiny.batch(8, 16, seed))
+    given, _ = donating(given, tiny.batch(8, 16, seed))
+  for a, b in zip(jax.tree.leaves(kept), jax.tree.leaves(given), strict=True):
+    np.testing.assert_array_equal(a, b)
 
 
 def test_nothing_to_train_is_a_zero_gradient():

@@ -25,20 +25,20 @@ def loss(model: Any, params: Any, batch: dict[str, jax.Array], rng: jax.Array | 
   """
   hidden_BxTxD = model.apply(params, batch, rng=rng, train=rng is not None)
   targets_BxT, weights_BxT = next_tokens(batch)
-  want = ["logprob", "is_top"]
-  want += ["mean_logit", "logsumexp"] if cfg.label_smoothing else []
-  want += ["logsumexp"] if cfg.z_loss else []
   stats = logprobs.token_stats(
       hidden_BxTxD, model.unembedding(params), targets_BxT, chunk=model.vocab_chunk, logit_cap=model.final_logit_cap,
-      num_real_vocab=model.num_real_vocab, want=tuple(dict.fromkeys(want)))
+      num_real_vocab=model.num_real_vocab,
+      want=("is_top", *logprobs.cross_entropy_stats(cfg.label_smoothing, cfg.z_loss)))
   loss_BxT = logprobs.cross_entropy(stats, label_smoothing=cfg.label_smoothing, z_loss=cfg.z_loss)
 
-  weight_B = jnp.sum(weights_BxT, axis=1)
+  loss_B, weight_B = jnp.sum(loss_BxT * weights_BxT, axis=1), jnp.sum(weights_BxT, axis=1)
   metrics = {
-      "nll": Mean(jnp.sum(-stats.logprob * weights_BxT, axis=1), weight_B),
+      "loss": Mean(loss_B, weight_B),
       "accuracy": Mean(jnp.sum(stats.is_top * weights_BxT, axis=1), weight_B),
   }
-  return jnp.sum(loss_BxT * weights_BxT), jnp.sum(weight_B), metrics
+  if cfg.label_smoothing or cfg.z_loss:
+    metrics["nll"] = Mean(jnp.sum(-stats.logprob * weights_BxT, axis=1), weight_B)
+  return jnp.sum(loss_B), jnp.sum(weight_B), metrics
 
 
 def next_tokens(batch: dict[str, jax.Array]) -> tuple[jax.Array, jax.Array]:

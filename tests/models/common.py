@@ -1,0 +1,77 @@
+"""Small models and batches that the tests of models/ share."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from models import api
+from models.transformer import Transformer
+from trainer.config import defaults
+
+VOCAB = 50
+B, T = 2, 12
+SEGMENTS = np.array([[1] * 5 + [2] * 4 + [3] * 3, [1] * 7 + [2] * 3 + [0] * 2], np.int32)
+TOKENS = np.random.default_rng(0).integers(0, VOCAB, (B, T)).astype(np.int32)
+BATCH = dict(tokens=TOKENS, segment_ids=SEGMENTS)
+
+LLAMA = dict(num_kv_heads=2)
+GEMMA = dict(
+    num_kv_heads=1,
+    head_dim=6,
+    norm_scale_plus_one=True,
+    norm_position="sandwich",
+    activation="geglu",
+    rope_local_theta=50.0,
+    scale_embeddings=True,
+    qk_norm=True,
+    attention_scale=0.3,
+    attention_logit_cap=1.5,
+    final_logit_cap=2.0,
+    window=3,
+    layer_pattern=("local", "global"),
+)
+GPT2 = dict(
+    norm="layernorm",
+    norm_bias=True,
+    activation="gelu",
+    positions="learned",
+    max_positions=16,
+    qkv_bias=True,
+    attention_out_bias=True,
+    mlp_bias=True,
+)
+OLMO = dict(norm_position="post", tie_embeddings=False, rope_fraction=0.5, activation="relu2")
+FAMILIES = dict(llama=LLAMA, gemma=GEMMA, gpt2=GPT2, olmo=OLMO)
+
+
+def config(**changed):
+  m = defaults().model
+  m.update(dict(num_layers=3, hidden_size=16, intermediate_size=24, num_heads=4, vocab_multiple=8, attention_block=8))
+  m.update(changed)
+  return m
+
+
+def make(remat="none", compute_dtype=jnp.float32, **changed) -> Transformer:
+  return api.make_model(
+      config(**changed), vocab_size=VOCAB, params_dtype=jnp.float32, compute_dtype=compute_dtype, remat=remat
+  )
+
+
+def random_params(model, seed=0):
+  """Parameters that are nowhere 0 or 1, so that no norm or bias can be forgotten."""
+  params = jax.jit(model.init)(jax.random.key(seed))
+  rng = np.random.default_rng(seed)
+  return jax.tree.map(lambda p: p + 0.2 * rng.normal(size=p.shape).astype(np.float32), params)
+
+
+@functools.cache
+def family(name, scan_layers=True):
+  """Model, parameters and compiled `logits` of one of FAMILIES."""
+  model = make(**FAMILIES[name], scan_layers=scan_layers)
+  return model, random_params(model), jax.jit(model.logits)
+
+
+def paths(tree):
+  return {"/".join(k.key for k in path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(tree)}

@@ -1,0 +1,53 @@
+"""The model section of a config: what is refused, with which words, and what is derived."""
+
+import re
+
+import pytest
+
+from models import api
+from tests.models.common import T, config, make
+from trainer.config import ConfigError
+
+BAD = [
+    (dict(num_kv_heads=3), r"num_kv_heads: found 3.*Allowed: \[1, 2, 4\]"),
+    (dict(hidden_size=18), "head_dim is not set and hidden_size=18"),
+    (dict(head_dim=5), "RoPE rotates pairs, but head_dim=5"),
+    (dict(rope_fraction=0.25), "rotates 1 dimensions"),
+    (dict(rope_fraction=0.0), "rope_fraction: found 0.0"),
+    (dict(norm="rms"), "norm: found 'rms', allowed: rmsnorm, layernorm. Did you mean 'rmsnorm'"),
+    (dict(norm_position="before"), "norm_position: found 'before', allowed: pre, post, sandwich"),
+    (dict(activation="silu"), "activation: found 'silu', allowed: swiglu"),
+    (dict(positions="alibi"), "positions: found 'alibi', allowed: rope, learned, none"),
+    (dict(positions="learned"), "needs model.max_positions"),
+    (dict(max_positions=8), "seq_len is 12, but model.max_positions is 8"),
+    (dict(layer_pattern=("local",)), "need model.window"),
+    (dict(layer_pattern=("sliding",)), "layer_pattern: found 'sliding', allowed: global, local"),
+    (dict(layer_pattern=()), "layer_pattern is empty"),
+    (dict(layer_pattern=("local",), window=0), "window: found 0"),
+    (dict(num_layers=0), "num_layers: found 0"),
+    (dict(attention="flash"), "attention: found 'flash', allowed: auto, blocked"),
+    (dict(attention_block=0), "attention_block: found 0"),
+    (dict(vocab_chunk=0), "vocab_chunk: found 0"),
+    (dict(final_logit_cap=0.0), "final_logit_cap: found 0.0"),
+    (dict(dropout=1.0), "dropout: found 1.0"),
+]
+
+
+@pytest.mark.parametrize("changed,message", BAD, ids=lambda x: "-".join(x) if isinstance(x, dict) else "")
+def test_bad_configs_are_refused_with_what_is_allowed(changed, message):
+  with pytest.raises(ConfigError, match=message):
+    api.validate(config(**changed), T)
+
+
+def test_bad_vocabulary_and_remat():
+  with pytest.raises(ConfigError, match="vocab_size: found 40, but the tokenizer has 50"):
+    make(vocab_size=40)
+  with pytest.raises(ConfigError, match="remat: found 'some', allowed: none, full, dots"):
+    make(remat="some")
+
+
+def test_derived_values_come_with_their_reason():
+  reasons = "\n".join(make().reasons)
+  for expected in (r"num_kv_heads = 4: ", r"head_dim = 4: ", r"attention_scale = 0\.5: ", r"vocab_size = 56: .* 50"):
+    assert re.search(expected, reasons)
+  assert not make(num_kv_heads=4, head_dim=4, attention_scale=0.5, vocab_size=50).reasons

@@ -1,0 +1,244 @@
+"""The documentation does what it says: examples run as they stand, links lead somewhere, the map is complete."""
+
+import functools
+import importlib
+import re
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from input_pipeline import readers
+from input_pipeline.files import DataError
+from models import api
+from tests import tiny
+from trainer import config as config_lib
+from trainer import config_checks, durations, optim, patterns, strategies, train
+from trainer import mesh as mesh_lib
+from trainer.config import ConfigError, defaults, evaluator, source
+from trainer.metrics import read_rows
+
+DOCS = sorted((tiny.ROOT / "docs").glob("*.md"))
+PAGES = [tiny.ROOT / "README.md", *DOCS]
+
+
+def examples():
+  """({file name: code}, {heading: config lines}) of docs/extending.md."""
+  files, configs = {}, {}
+  for section in (tiny.ROOT / "docs" / "extending.md").read_text(encoding="utf-8").split("\n## ")[1:]:
+    for first, code in re.findall(r"^```python\n# (\S+)\n(.*?)^```", section, re.DOTALL | re.MULTILINE):
+      if first == "config":
+        configs[section.splitlines()[0]] = code
+      else:
+        files[first] = code
+  return files, configs
+
+
+@pytest.fixture
+def project(tmp_path, monkeypatch):
+  """The documentation's files as an importable package, and the working folder beside it."""
+  for name, code in examples()[0].items():
+    path = tmp_path / name
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(code, encoding="utf-8")
+  monkeypatch.syspath_prepend(tmp_path)
+  monkeypatch.chdir(tmp_path)
+  yield tmp_path
+  for name in [name for name in sys.modules if name.split(".")[0] == "my_project"]:
+    del sys.modules[name]
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory):
+  return tiny.write_corpus(tmp_path_factory.mktemp("corpus") / "texts")
+
+
+def configured(corpus, heading, **changed):
+  """The tiny config of three steps without evaluations, changed by the lines in that section."""
+  config = tiny.config(corpus, total_steps=3)
+  config.evals = {}
+  for key, value in changed.items():
+    config[key] = value
+  exec(examples()[1][heading], {"config": config, "source": source, "evaluator": evaluator})
+  return config
+
+
+def rows_of(workdir, key):
+  return {row["step"]: row[key] for row in read_rows(workdir / "metrics.jsonl") if key in row}
+
+
+def test_every_section_has_one_file_and_its_config():
+  files, configs = examples()
+  assert list(configs) == ["A source", "A model", "A strategy", "An evaluator", "A callback"]
+  assert len(files) == 5 and all(name.startswith("my_project/") for name in files)
+
+
+def test_the_source_is_mixed_in_and_names_a_bad_line(project, corpus, monkeypatch):
+  reader = importlib.import_module("my_project.csv_reader").CsvReader
+  monkeypatch.setitem(readers.READERS, "csv", reader)
+  (project / "data").mkdir()
+  lines = [f'{i},"letter {i}, of ""many""\nwith two lines"' for i in range(30)]
+  (project / "data" / "a.csv").write_text("id,body\n" + "\n".join(lines) + "\n")
+  config = configured(corpus, "A source")
+  run = train(config, project / "w")
+  assert run.data.source_names == ("letters", "main")
+  assert rows_of(project / "w", "data/letters/rows")[3] == 12  # half of three steps of eight rows
+  assert rows_of(project / "w", "loss/letters").keys() == {1, 2, 3}
+
+  texts = [d.text for d in reader(source(path="data", text_key="body"), "letters").read(readers.Tally())]
+  assert texts == [f'letter {i}, of "many"\nwith two lines' for i in range(30)]
+  (project / "data" / "b.csv").write_text("id,body\n7,fine\n8\n")
+  with pytest.raises(DataError, match=r"b\.csv:3: no column 'body'"):
+    train(config, project / "other")
+
+
+def test_the_model_trains_and_keeps_documents_apart(project, corpus):
+  config = configured(corpus, "A model", model=defaults().model)
+  run = train(config, project / "w")
+  shapes = {path: leaf.shape for path, leaf in patterns.flatten(run.state["params"]).items()}
+  assert shapes == {"embed/embedding": (258, 32), "mix/kernel": (4, 32, 32)}
+  losses = rows_of(project / "w", "loss")
+  assert losses[1] == pytest.approx(np.log(258), abs=0.1) and losses[3] < losses[1]
+
+  batch = {"tokens": jnp.arange(8)[None], "segment_ids": jnp.array([[1, 1, 1, 2, 2, 2, 2, 2]])}
+  hidden = jax.jit(run.model.apply)(run.state["params"], batch)
+  changed = jax.jit(run.model.apply)(run.state["params"], batch | {"tokens": batch["tokens"].at[0, 2].set(99)})
+  np.testing.assert_array_equal(hidden[:, :2], changed[:, :2])  # what comes before
+  np.testing.assert_array_equal(hidden[:, 3:], changed[:, 3:])  # the other document
+  assert not np.array_equal(hidden[:, 2], changed[:, 2])
+
+  config.model.window = 33
+  with pytest.raises(ConfigError, match="model.window is 33; ShortContext needs 1 to seq_len=32"):
+    train(config, project / "other")
+
+
+def test_the_strategy_adds_its_term_and_its_metric(project, corpus, monkeypatch):
+  module = importlib.import_module("my_project.confident")
+  monkeypatch.setitem(strategies.STRATEGIES, "confident", module.loss)
+  monkeypatch.setitem(config_lib.STRATEGIES, "confident", dict(beta=0.1))
+  train(configured(corpus, "A strategy"), project / "w")
+  loss, nll, entropy = (rows_of(project / "w", key) for key in ("loss", "nll", "entropy"))
+  assert entropy[1] == pytest.approx(np.log(258), abs=0.1)  # nearly uniform at first
+  for step in (1, 2, 3):
+    assert loss[step] == pytest.approx(nll[step] - 0.05 * entropy[step], rel=1e-5)
+
+
+def test_the_evaluator_agrees_with_the_built_in_loss(project, corpus):
+  evals = {"val": evaluator(type="loss", eval_steps=3)}
+  run = train(configured(corpus, "An evaluator", evals=evals), project / "w")
+  early, late, gain = (rows_of(project / "w", f"eval/context/{key}") for key in ("early", "late", "gain"))
+  assert early.keys() == {0, 2, 3} and gain[3] == early[3] - late[3]  # 50% of three steps is every second step
+  whole = run.last_eval[1]["eval/val/loss"]
+  assert min(early[3], late[3]) < whole < max(early[3], late[3])
+
+
+def test_the_callback_measures_the_updates(project, corpus):
+  config = configured(corpus, "A callback", total_steps=4)
+  config.optimizer.update(name="sgd", learning_rate=1e-2, weight_decay=0.0, clip_norm=0.0)
+  config.schedule.update(name="constant", warmup_steps=0)
+  train(config, project / "w")
+  ratios = rows_of(project / "w", "update_ratio")
+  assert ratios.keys() == {2, 4}
+  # |all updates| <= (the largest ratio) * |all parameters|; the logged norm is the one after the update.
+  for step, ratio in ratios.items():
+    assert ratio >= rows_of(project / "w", "update_norm")[step] / rows_of(project / "w", "param_norm")[step] * 0.99
+    assert ratio < 1.0
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda p: p.name)
+def test_links_lead_somewhere(page):
+  text = page.read_text(encoding="utf-8")
+  broken = []
+  for target in re.findall(r"\]\(([^)\s]+)\)", text):
+    if re.match(r"[a-z]+:", target):
+      continue
+    path, _, anchor = target.partition("#")
+    other = (page.parent / path).resolve() if path else page
+    if not other.exists() or anchor and anchor not in anchors(other):
+      broken.append(target)
+  assert not broken
+
+
+def anchors(page):
+  """GitHub's anchors of a page's headings."""
+  outside = re.sub(r"^```.*?^```", "", page.read_text(encoding="utf-8"), flags=re.DOTALL | re.MULTILINE)
+  headings = re.findall(r"^#+ (.*)$", outside, re.MULTILINE)
+  return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+def test_the_readme_names_every_file():
+  section = (tiny.ROOT / "README.md").read_text(encoding="utf-8").split("## What is where")[1].split("\n## ")[0]
+  named = set()
+  for row in section.splitlines():
+    named.update(re.findall(r"\]\(([^)]+\.py)\)", row))
+    # A folder's row names its files by their stems: [`evaluators/`](…) | … `loss` …
+    for folder in re.findall(r"`([a-z_/]+)/`", row):
+      named.update(f"{folder}/{stem}.py" for stem in re.findall(r"`(\w+)`", row))
+  code = {path.relative_to(tiny.ROOT).as_posix()
+          for folder in ("trainer", "models", "input_pipeline", "evaluators", "configs")
+          for path in (tiny.ROOT / folder).rglob("*.py") if path.name != "__init__.py"}
+  assert sorted(code - named) == []
+
+
+def test_named_tests_exist():
+  """docs/exactness.md names the tests that show each row of its table."""
+  text = (tiny.ROOT / "docs" / "exactness.md").read_text(encoding="utf-8")
+  named = re.findall(r"\[`(test_\w+)`\]\(\.\./(tests/[\w/]+\.py)\)", text)
+  assert len(named) > 10
+  for name, path in named:
+    assert f"def {name}(" in (tiny.ROOT / path).read_text(encoding="utf-8"), (name, path)
+
+
+def config_examples():
+  """(page, config) of every other Python block in the documents; a block makes `config`, or defines get_config."""
+  for page in DOCS:
+    if page.name == "extending.md":
+      continue
+    for code in re.findall(r"^```python\n(.*?)^```", page.read_text(encoding="utf-8"), re.DOTALL | re.MULTILINE):
+      namespace = {}
+      exec(code, namespace)
+      yield page.name, namespace["config"] if "config" in namespace else namespace["get_config"]()
+
+
+def test_config_examples_have_an_effect():
+  """Keys and types are right, and each rule of the examples matches parameters of the default model."""
+  mesh = mesh_lib.make_mesh(dict(data=2, fsdp=2, tensor=2))
+  checked = 0
+  for _, given in config_examples():
+    config = config_checks.resolve(given)
+    model = api.make_model(config.model, vocab_size=258, params_dtype="float32", compute_dtype="float32")
+    shapes = model.abstract_params()
+    optim.make_optimizer(config.optimizer, config.schedule, shapes, total_steps=1000,
+                         to_steps=functools.partial(durations.steps, total_steps=1000, batch_size=8, seq_len=256,
+                                                    rows_per_epoch=None))
+    mesh_lib.param_shardings(shapes, mesh, config.sharding_rules)
+    checked += 1
+  assert checked >= 6
+
+
+def test_named_keys_exist():
+  """Dotted keys in the documents, `optimizer.b2` say, are keys of the config."""
+  known = set(config_keys(defaults())) | {f"input.sources.<name>.{k}" for k in source()}
+  sections = {key.split(".")[0] for key in known if "." in key} - {"input"}
+  unknown = set()
+  for page in DOCS:
+    for key in re.findall(r"`(?:config\.)?([a-z_]+\.[a-z_0-9.]+)`", page.read_text(encoding="utf-8")):
+      if key.split(".")[0] in sections and key not in known and not key.endswith((".py", ".json", ".jsonl")):
+        unknown.add((page.name, key))
+  assert not unknown
+
+
+def config_keys(config, prefix=""):
+  for key, value in config.items():
+    yield prefix + key
+    if hasattr(value, "items"):
+      yield from config_keys(value, f"{prefix}{key}.")
+
+
+def test_the_seam_is_documented_as_it_is():
+  """The example model has every member that models/api.py asks for."""
+  members = {name for name in vars(api.Model) if not name.startswith("_")} | set(api.Model.__annotations__)
+  code = examples()[0]["my_project/models.py"]
+  assert [name for name in sorted(members) if not re.search(rf"\b{name}\b", code)] == []
