@@ -176,6 +176,19 @@ def test_bad_command_lines_end_with_one_message(setup, tmp_path, overrides, expe
   assert expected in done.stderr and "Traceback" not in done.stderr, done.stderr
 
 
+@pytest.mark.parametrize("variables", [
+    {"JAX_NUM_PROCESSES": "2", "JAX_PROCESS_ID": "1"}, {"JAX_COORDINATOR_ADDRESS": "localhost:1"}])
+def test_half_a_set_of_process_variables_is_refused(setup, tmp_path, variables):
+  done = tiny.run(argv(setup, tmp_path), **variables)
+  assert done.returncode not in (0, None)
+  assert "Set all three in each process, or none" in done.stderr and "Traceback" not in done.stderr, done.stderr
+
+
+def test_an_allocation_without_a_launcher_is_one_process(setup, tmp_path):
+  done = tiny.run(argv(setup, tmp_path, "--config.total_steps=1"), SLURM_NTASKS="4", SLURM_JOB_ID="5")
+  assert done.returncode == 0 and "in 1 process(es)" in done.stdout, done.stderr
+
+
 def test_bad_data_ends_with_file_and_line(setup, tmp_path):
   empty, broken, other = tmp_path / "empty.txt", tmp_path / "broken.jsonl", tmp_path / "other.jsonl"
   empty.write_text("")

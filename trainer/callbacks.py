@@ -61,7 +61,7 @@ class Preemption(Callback):
   """SIGTERM and SIGINT: finish the step, save, exit 0. A second one exits at once."""
 
   def on_train_begin(self, run):
-    self._previous = {}
+    self._previous, self._signalled = {}, False
     for number in (signal.SIGTERM, signal.SIGINT):
       try:
         self._previous[number] = signal.signal(number, lambda received, frame: self._received(run, received))
@@ -71,12 +71,12 @@ class Preemption(Callback):
 
   def _received(self, run, number):
     name = signal.Signals(number).name
-    if run.stop_requested:
+    if self._signalled:
       sys.stderr.write(f"\n{name} again: exiting at once, without saving.\n")
       # Not sys.exit: threads that are writing must not hold the process.
       signal.signal(number, signal.SIG_DFL)
       signal.raise_signal(number)
-    run.stop_requested = name
+    self._signalled, run.stop_requested = True, name
     run.say(f"{name}: stopping after this step, saving. (Once more: exit at once.)")
 
   def on_train_end(self, run):

@@ -161,31 +161,32 @@ def find(path: str) -> Path:
 def restore_from(path: str, target: Any) -> Restored:
   """The whole state of another run's checkpoint."""
   folder = find(path)
-  manager = ocp.CheckpointManager(folder.parent, item_names=("state", "meta"),
-                                  options=ocp.CheckpointManagerOptions(read_only=True))
   try:
-    state, meta = _restore(manager, int(folder.name), target)
+    with _reader(folder) as manager:
+      state, meta = _restore(manager, int(folder.name), target)
   except Exception as e:
     raise CheckpointError(f"cannot resume {folder}: {e}") from e
-  finally:
-    manager.close()
   return Restored(state, meta, folder)
+
+
+def _reader(folder: Path) -> ocp.CheckpointManager:
+  return ocp.CheckpointManager(folder.parent, item_names=("state", "meta"),
+                               options=ocp.CheckpointManagerOptions(read_only=True))
 
 
 def param_shapes(folder: Path) -> dict[str, Any]:
   """{path: array metadata with .shape and .dtype} of a checkpoint's parameters."""
-  with ocp.PyTreeCheckpointer() as reader:
-    tree = reader.metadata(folder / "state").item_metadata.tree
-  return patterns.flatten(tree["params"])
+  with _reader(folder) as manager:
+    return patterns.flatten(manager.item_metadata(int(folder.name))["state"].tree["params"])
 
 
 def restore_params(folder: Path, wanted: dict[str, jax.ShapeDtypeStruct]) -> dict[str, jax.Array]:
   """Reads only the wanted parameters ({path in the checkpoint: shape, dtype and sharding})."""
   target = {"params": patterns.unflatten(wanted)}
-  with ocp.PyTreeCheckpointer() as reader:
-    restored = reader.restore(folder / "state", args=ocp.args.PyTreeRestore(
-        item=target, restore_args=ocp.checkpoint_utils.construct_restore_args(target), partial_restore=True))
-  return patterns.flatten(restored["params"])
+  with _reader(folder) as manager:
+    restored = manager.restore(int(folder.name), args=ocp.args.Composite(state=ocp.args.PyTreeRestore(
+        item=target, restore_args=ocp.checkpoint_utils.construct_restore_args(target), partial_restore=True)))
+  return patterns.flatten(restored.state["params"])
 
 
 def read_meta(folder: Path) -> dict[str, Any]:

@@ -8,6 +8,7 @@ saved config and the current one would train differently.
 
 import difflib
 import json
+import re
 import runpy
 from collections.abc import Mapping
 
@@ -38,6 +39,14 @@ def resolve(given: Mapping | ConfigDict) -> ConfigDict:
   if name not in STRATEGIES:
     raise ConfigError(f"strategy.name is {name!r}; known strategies: {', '.join(STRATEGIES)}.")
   template.strategy = ConfigDict(dict(name=name, **STRATEGIES[name]))
+  if strategy:
+    # Where only the name was changed, the defaults of the strategy before it are still there.
+    left_over = {k: v for options in STRATEGIES.values() for k, v in options.items() if k not in STRATEGIES[name]}
+    given = {**given, "strategy": {k: v for k, v in strategy.items() if k not in left_over or v != left_over[k]}}
+  model = given.get("model")
+  if isinstance(model, _DICTS) and "." in str(model.get("name", "")):
+    # A model of the user's own may have keys of its own.
+    template.model.update({k: v for k, v in model.items() if k not in template.model})
   resolved = _merge(template, given, "", problems)
   for path, make in (("input.sources", source), ("evals", evaluator), ("callbacks", None)):
     parent, _, leaf = path.rpartition(".")
@@ -255,12 +264,18 @@ def audit(view: View) -> None:
       if path == "evals":
         for sub in config.evals[name].sources:
           baseline.update({f"evals.{name}.sources.{sub}.{k}": v for k, v in flatten(source()).items()})
-  unread = [k for k, v in flatten(config).items() if v != baseline.get(k) and k not in view._read]
+  unread = [k for k, v in flatten(config).items() if _given(k, v) != _given(k, baseline.get(k)) and k not in view._read]
   if unread:
     raise ConfigError(
         "these keys were changed, but nothing in this configuration uses them:\n"
         + "\n".join(f"  - config.{k} = {_get(config, k)!r}" for k in unread)
         + "\nRemove them, or change what should use them (for instance optimizer.name or strategy.name).")
+
+
+def _given(path: str, value):
+  """The value, or None for a duration that is negative: both mean "not given"."""
+  is_duration = path.rpartition("_")[2] in DURATION_UNITS
+  return None if is_duration and isinstance(value, (int, float)) and value < 0 else value
 
 
 # ----------------------------------------------------------------------------------------------
@@ -284,9 +299,9 @@ def to_json(config: ConfigDict) -> str:
 
 
 # Keys that change how a run is watched or where it runs, but not what it computes.
-_FREE = ("mesh", "sharding_rules", "evals", "callbacks", "log_", "ckpt_", "keep_", "profile", "remat", "resume",
-         "init_from", "allow_config_changes", "input.cache_dir", "input.prefetch", "input.workers", "model.scan_layers",
-         "model.attention", "model.vocab_chunk")
+_FREE = re.compile(
+    r"(mesh|evals|callbacks|profile|init_from)(\..*)?|(log|ckpt|keep)_.*|sharding_rules|remat|resume|allow_config_changes|"
+    r"input\.(cache_dir|prefetch|workers)|model\.(scan_layers|attention|attention_block|vocab_chunk)")
 
 
 def differences(saved: Mapping, current: Mapping) -> list[str]:
@@ -297,7 +312,7 @@ def differences(saved: Mapping, current: Mapping) -> list[str]:
       f"{key}: {'(absent)' if a.get(key, missing) is missing else repr(a[key])} -> "
       f"{'(absent)' if b.get(key, missing) is missing else repr(b[key])}"
       for key in sorted(a.keys() | b.keys())
-      if a.get(key, missing) != b.get(key, missing) and not key.startswith(_FREE)
+      if _given(key, a.get(key, missing)) != _given(key, b.get(key, missing)) and not _FREE.fullmatch(key)
   ]
 
 

@@ -58,8 +58,10 @@ def train(config: Mapping, workdir: str | Path) -> Run:
   mesh_lib.check_batch(mesh, micro_batch_size)
   say(f"{jax.device_count()} × {jax.devices()[0].device_kind} in {jax.process_count()} process(es), "
       f"mesh {dict(mesh.shape)}")
-  workdir.mkdir(parents=True, exist_ok=True)
-  _check_same_config(resolved, workdir)
+  if resolved.precision.compute == "auto":
+    resolved.precision.compute = "float32" if jax.default_backend() == "cpu" else "bfloat16"
+    say(f"precision.compute = {resolved.precision.compute}: auto, on {jax.default_backend()}")
+  _prepare_workdir(resolved, workdir)
 
   # ------------------------------------------------------------------ data
   # The first process trains the tokenizer and fills the caches; the others then find them.
@@ -67,13 +69,12 @@ def train(config: Mapping, workdir: str | Path) -> Run:
     show = jax.process_index() == 0
     tokenizer = make_tokenizer(config.tokenizer, loader.train_texts(config), workdir / "tokenizer.json", show)
     data = loader.make_train_data(config, tokenizer, workdir=workdir, progress=show)
+  processes.check_same("the data", data.fingerprint)
   say(loader.format_stats(data.stats()))
 
   # ------------------------------------------------------------------ model, durations, optimizer
-  compute_dtype, reason = _compute_dtype(config.precision.compute)
-  say(f"precision.compute = {compute_dtype} ({reason})")
   model = api.make_model(config.model, vocab_size=tokenizer.vocab_size, params_dtype=config.precision.params,
-                         compute_dtype=compute_dtype, remat=config.remat)
+                         compute_dtype=config.precision.compute, remat=config.remat)
   for note in model.reasons:
     say(note)
   lengths = dict(batch_size=lambda step: data.batch_range(step)[0], seq_len=config.seq_len,
@@ -81,7 +82,8 @@ def train(config: Mapping, workdir: str | Path) -> Run:
   total_steps = _total_steps(durations.resolve(config, "total", total_steps=None, **lengths), data.num_steps, say)
   to_steps = functools.partial(durations.steps, total_steps=total_steps, **lengths)
   for prefix in ("log", "ckpt", "keep"):
-    say(f"{prefix}: every {durations.explain(config, prefix, total_steps=total_steps, **lengths)}")
+    every = durations.resolve(config, prefix, total_steps=total_steps, **lengths)
+    say(f"{prefix}: {f'every {every}' if every.steps else 'never'}")
   optimizer = optim.make_optimizer(config.optimizer, config.schedule, model.abstract_params(),
                                    total_steps=total_steps, to_steps=to_steps)
   for note in optimizer.notes:
@@ -122,6 +124,9 @@ def train(config: Mapping, workdir: str | Path) -> Run:
     with processes.first_goes_first("evaluation data"):
       setup = evaluators_lib.Setup(config, model, tokenizer, mesh, workdir, writer)
       evaluators = {name: evaluators_lib.make(name, config.evals[name], setup) for name in config.evals}
+    if config.keep_best and config.keep_best.split("/")[:2] not in [["eval", name] for name in evaluators]:
+      raise ConfigError(f"keep_best is {config.keep_best!r}; it names a metric of an evaluator, as in "
+                        f"eval/{next(iter(evaluators), 'NAME')}/loss.")
     keep_steps = to_steps(config, "keep") or 0
     callbacks = _make_callbacks(config, to_steps, total_steps, evaluators, keep_steps, workdir,
                                 update_lib.gradient_paths(optimizer, abstract_state["params"]))
@@ -142,6 +147,7 @@ def train(config: Mapping, workdir: str | Path) -> Run:
         config=config, workdir=workdir, mesh=mesh, model=model, tokenizer=tokenizer, data=data,
         learning_rates=optimizer.learning_rates, total_steps=total_steps, state=state, step=step, writer=writer,
         checkpoints=checkpoints, callbacks=callbacks, say=say, config_json=json.loads(config_checks.to_json(resolved)),
+        last_eval=metrics_lib.last_evaluation(workdir, step),
         chrono=throughput.Chrono(model.flops_per_token(config.seq_len), meta.get("seconds")))
     del state, init  # run.state is donated step by step: another name for it would be a trap
 
@@ -228,17 +234,12 @@ def _stops(run: Run, several: bool) -> bool:
   return bool(run.agreed_stop if several else run.stop_requested)
 
 
-def _compute_dtype(asked: str) -> tuple[str, str]:
-  if asked != "auto":
-    return asked, "as given"
-  backend = jax.default_backend()
-  return ("float32" if backend == "cpu" else "bfloat16"), f"auto, on {backend}"
-
-
 def _total_steps(asked: durations.Duration, available: int | None, say: Any) -> int:
   """The run's last step: what the config asks for, or the end of the data if that comes first."""
   if asked.steps is None and available is None:
     raise ConfigError("the run has no end: give one of total_{steps,examples,tokens,epochs}, or input.stop=first.")
+  if asked.steps == 0:
+    raise ConfigError("total_steps is 0: nothing would be trained. Use at least 1.")
   if available is not None and (asked.steps is None or available < asked.steps):
     say(f"total: {available:,} steps (the data end there, by input.stop; asked for: {asked})")
     return available
@@ -246,8 +247,11 @@ def _total_steps(asked: durations.Duration, available: int | None, say: Any) -> 
   return asked.steps
 
 
-def _check_same_config(resolved: Any, workdir: Path) -> None:
-  """Refuses to continue a workdir under a config that trains differently, and says what differs."""
+def _prepare_workdir(resolved: Any, workdir: Path) -> None:
+  """Makes the folder; refuses to continue one whose config trains differently, and says what differs."""
+  if workdir.exists() and not workdir.is_dir():
+    raise ConfigError(f"--workdir {workdir} is a file; give a folder, which is made if it is missing.")
+  workdir.mkdir(parents=True, exist_ok=True)
   saved = workdir / "config.json"
   if not saved.exists() or not (workdir / "checkpoints").exists() or resolved.allow_config_changes:
     return

@@ -106,6 +106,13 @@ def read_rows(path: str | Path) -> list[dict[str, Any]]:
   return rows
 
 
+def last_evaluation(workdir: Path, step: int) -> tuple[int, dict[str, float]]:
+  """(step, metrics) of the last evaluation up to `step` that is written there; (-1, {}) if there is none."""
+  rows = [row for row in read_rows(workdir / "metrics.jsonl")
+          if row["step"] <= step and any(key.startswith("eval/") for key in row)]
+  return (rows[-1]["step"], {k: v for k, v in rows[-1].items() if k != "step"}) if rows else (-1, {})
+
+
 class TensorBoardWriter:
   """TensorBoard event files, through tensorboardX (no TensorFlow)."""
 

@@ -1,6 +1,7 @@
 """Several processes as one program: joining them, and letting the first one go first."""
 
 import contextlib
+import hashlib
 import os
 from collections.abc import Iterator
 
@@ -13,7 +14,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from trainer.config import ConfigError
 
 # Launchers that `jax.distributed.initialize()` recognises by itself, and where they say how many processes there are.
-_LAUNCHERS = ("SLURM_NTASKS", "OMPI_COMM_WORLD_SIZE")
+_LAUNCHERS = {"SLURM_NTASKS": "SLURM_PROCID", "OMPI_COMM_WORLD_SIZE": "OMPI_COMM_WORLD_RANK"}
 _TPU_HOSTS = "TPU_WORKER_HOSTNAMES"
 
 
@@ -24,21 +25,27 @@ def join() -> None:
   under Slurm, Open MPI, or on a TPU pod slice JAX finds them itself.
 
   Raises:
-    ConfigError: if only some of the variables are set.
+    ConfigError: if only some of the variables are set, or the processes do not find one another.
   """
   if jax.distributed.is_initialized():
     return
   names = ("JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID")
   given = {name: os.environ[name] for name in names if os.environ.get(name)}
-  if len(given) == len(names):
-    jax.distributed.initialize(given[names[0]], int(given[names[1]]), int(given[names[2]]))
-  elif given and names[0] in given:
-    missing = ", ".join(name for name in names if name not in given)
-    raise ConfigError(f"JAX_COORDINATOR_ADDRESS is set, but {missing} is not. Set all three in each process, or none.")
-  elif any(int(os.environ.get(name) or 1) > 1 for name in _LAUNCHERS) or "," in os.environ.get(_TPU_HOSTS, ""):
-    jax.distributed.initialize()
-  else:
-    return
+  if given and len(given) < len(names):
+    missing = " and ".join(name for name in names if name not in given)
+    raise ConfigError(f"{' and '.join(given)} set, but not {missing}. Set all three in each process, or none.")
+  # An allocation alone (`salloc`) sets the count; only a launcher (`srun`, `mpirun`) also says which one this is.
+  launched = any(int(os.environ.get(count) or 1) > 1 and rank in os.environ for count, rank in _LAUNCHERS.items())
+  try:
+    if given:
+      jax.distributed.initialize(given[names[0]], int(given[names[1]]), int(given[names[2]]))
+    elif launched or "," in os.environ.get(_TPU_HOSTS, ""):
+      jax.distributed.initialize()
+    else:
+      return
+  except (ValueError, RuntimeError) as e:
+    raise ConfigError(f"the processes of this run cannot be joined: {e}. Start each with {', '.join(names)} set "
+                      "(the address is host:port of process 0), or with srun.") from e
   logging.info("Process %d of %d.", jax.process_index(), jax.process_count())
 
 
@@ -46,6 +53,21 @@ def sync(what: str) -> None:
   """Waits until every process is here; nothing with one process."""
   if jax.process_count() > 1:
     multihost_utils.sync_global_devices(what)
+
+
+def check_same(what: str, fingerprint: str) -> None:
+  """Refuses processes that see different data.
+
+  Raises:
+    ConfigError: naming the processes that differ from the first.
+  """
+  if jax.process_count() > 1:
+    mine = np.frombuffer(hashlib.sha256(fingerprint.encode()).digest(), np.int32)
+    everyones = multihost_utils.process_allgather(mine)
+    differ = [i for i, row in enumerate(everyones) if np.any(row != everyones[0])]
+    if differ:
+      raise ConfigError(f"{what} of process {', '.join(map(str, differ))} differ from those of process 0: every host "
+                        "must see the same files, the same tokenizer and the same config.")
 
 
 @contextlib.contextmanager

@@ -10,6 +10,7 @@ import jax
 from jax.sharding import Mesh
 
 from trainer.checkpoint import Checkpoints
+from trainer.config import ConfigError
 from trainer.metrics import MetricWriter, to_floats
 from trainer.throughput import Chrono
 
@@ -82,7 +83,12 @@ class Run:
           "config": self.config_json,
       }
       evaluated, metrics = self.last_eval
-      saved = self.checkpoints.save(self.step, self.state, meta, metrics if evaluated == self.step else None)
+      metrics = metrics if evaluated == self.step else {}
+      best = self.config.keep_best
+      if best and best not in metrics and any(key.startswith(best.rpartition("/")[0] + "/") for key in metrics):
+        raise ConfigError(f"keep_best is {best!r}, which that evaluator does not give. It gives: "
+                          f"{', '.join(key for key in metrics if key.startswith('eval/'))}.")
+      saved = self.checkpoints.save(self.step, self.state, meta, metrics)
     if saved:
       self.writer.write_scalars(self.step, {"time/checkpoint": time.perf_counter() - start})
       self.callbacks("on_checkpoint", self, self.step)

@@ -95,7 +95,7 @@ def _partial_restore(cfg: Any, target: Any, fresh: Any) -> tuple[Any, list[str]]
   if problems:
     listed = "\n  ".join(problems[:40])
     raise ConfigError(
-        f"init_from {path} does not fit this model ({len(problems)} differences; -: only here, +: only there, "
+        f"init_from {path} does not fit this model ({len(problems)} in all; -: only here, +: only there, "
         f"!: other shape):\n  {listed}\nMap names with init_from.remap=((regex, replacement),), keep fresh values "
         "with init_from.ignore=(regex,); a checkpoint's extra parameters are dropped by remapping them onto '': "
         "((regex, ''),).")

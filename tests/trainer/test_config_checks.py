@@ -120,6 +120,39 @@ def test_differences_survive_json_and_ignore_what_does_not_train():
   assert checks.differences(saved, other) == ["seq_len: 256 -> 64"]
 
 
+@pytest.mark.parametrize("key, value", [("attention_logit_cap", 1.0), ("attention_out_bias", True),
+                                        ("attention_scale", 0.5)])
+def test_keys_that_begin_like_a_free_one_are_not_free(key, value):
+  first = checks.resolve(minimal())
+  other = checks.resolve(minimal(model={key: value}))
+  assert len(checks.differences(json.loads(checks.to_json(first)), other)) == 1
+  free = checks.resolve(minimal(model=dict(attention_block=32, scan_layers=False)))
+  assert checks.differences(json.loads(checks.to_json(first)), free) == []
+
+
+def test_a_duration_that_is_unset_is_not_a_changed_key():
+  view = checks.View(checks.resolve(minimal(schedule=dict(name="cosine", decay_percent=-1.0))))
+  _ = view.input.sources.main.type, view.schedule.name
+  checks.audit(view)
+  assert checks.differences(json.loads(checks.to_json(checks.resolve(minimal()))), view._node) == []
+
+
+def test_changing_only_the_strategy_leaves_no_keys_of_the_one_before(monkeypatch):
+  monkeypatch.setitem(checks.STRATEGIES, "other", {"beta": 0.1})
+  config = minimal()
+  config.strategy.name = "other"
+  assert checks.resolve(config).strategy.to_dict() == {"name": "other", "beta": 0.1}
+  config.strategy.z_loss = 0.5
+  with pytest.raises(ConfigError, match="config.strategy.z_loss"):
+    checks.resolve(config)
+
+
+def test_a_model_of_ones_own_may_have_keys_of_its_own():
+  assert checks.resolve(minimal(model=dict(name="my.Model", my_key=3))).model.my_key == 3
+  with pytest.raises(ConfigError, match="config.model.my_key"):
+    checks.resolve(minimal(model=dict(my_key=3)))
+
+
 def test_explain_override_names_the_nearest_key(tmp_path):
   file = tmp_path / "c.py"
   file.write_text("from trainer.config import defaults\ndef get_config(arg=None):\n  return defaults()\n")

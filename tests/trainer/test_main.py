@@ -216,6 +216,9 @@ def _change(path, value):
     ("total_tokens", 100, ConfigError, "--config.total_"),
     ("model.num_heads", 3, ConfigError, "num_heads"),
     ("remat", "everything", ConfigError, "everything"),
+    ("keep_best", "eval/vla/loss", ConfigError, "eval/val/loss"),
+    ("keep_best", "loss", ConfigError, "eval/val/loss"),
+    ("total_steps", 0, ConfigError, "total_steps is 0"),
     ("resume", "/nowhere/at/all", ConfigError, "does not exist"),
 ])
 def test_what_cannot_work_is_refused_before_training(corpus, tmp_path, path, value, error, expected):
@@ -243,6 +246,20 @@ def test_changed_data_are_not_continued_silently(tmp_path):
     file.write("one more line\n")
   with pytest.raises(ConfigError, match="the training data, the tokenizer or their order changed"):
     train(tiny.config(corpus, total_steps=2), tmp_path / "w")
+
+
+def test_a_misspelt_metric_of_keep_best_is_an_error(corpus, tmp_path):
+  with pytest.raises(ConfigError, match="keep_best is 'eval/val/los', .* It gives: eval/val/loss, eval/val/perplexity"):
+    train(tiny.config(corpus, keep_best="eval/val/los", ckpt_steps=4), tmp_path)
+
+
+def test_the_best_checkpoint_is_kept(corpus, tmp_path):
+  config = tiny.config(corpus, total_steps=6, keep_best="eval/val/loss", keep_best_mode="max", ckpt_steps=1, keep_last=1)
+  config.evals.val.eval_steps = 1
+  run = train(config, tmp_path)
+  values = {r["step"]: r["eval/val/loss"] for r in read_rows(tmp_path / "metrics.jsonl") if "eval/val/loss" in r}
+  worst = max((step for step in values if step), key=values.get)
+  assert {int(p.name) for p in (tmp_path / "checkpoints").iterdir()} == {worst, run.step}
 
 
 def test_an_evaluator_that_fails_stops_the_run_unless_told_otherwise(corpus, tmp_path):
