@@ -2,7 +2,7 @@
 
     python -m trainer --config=configs/quickstart.py --workdir=/tmp/weft
 
-Ten minutes instead: add --config.total_steps=… (see the README). Text of your own: add
+Ten minutes instead of two: add --config.total_steps=3000. Text of your own: add
 --config.input.sources.main.type=text --config.input.sources.main.path=FILE_OR_FOLDER
 """
 
@@ -23,9 +23,11 @@ def get_config(arg: str | None = None) -> ConfigDict:
   c.model.intermediate_size = 384
   c.model.num_heads = 4
   c.model.qk_norm = True
+  # Unrolled, four layers still compile in seconds, and on CPU each step is faster by a tenth to a fifth.
+  c.model.scan_layers = False
 
   c.seq_len = 256
-  c.batch_size = 16
+  c.batch_size = 8
   c.total_steps = 700
   c.optimizer.name = "muon"
   c.optimizer.learning_rate = 1e-2
@@ -33,7 +35,7 @@ def get_config(arg: str | None = None) -> ConfigDict:
   c.schedule.decay_percent = 50.0
   c.schedule.floor = 0.02
 
-  c.evals.val = evaluator(type="loss", baselines=("gzip", "xz"), eval_percent=25.0, batch_size=32)
+  c.evals.val = evaluator(type="loss", baselines=("gzip", "xz"), eval_percent=50.0, batch_size=32)
   c.evals.samples = evaluator(
       type="samples", eval_percent=50.0, at_start=False,
       prompts=("def ", "class ", "import os\n", '    """Return the '))

@@ -44,9 +44,9 @@ class Loss:
     leaking = [n for n in config.input.sources if config.input.sources[n].split == "all"]
     if not own and cfg.split != "all" and leaking:
       raise ConfigError(
-          f"evals.{name} evaluates the split {cfg.split!r} of the training sources, but input.sources.{leaking[0]} trains "
-          f"on all of it. Use --config.input.sources.{leaking[0]}.split=train, or --config.evals.{name}.split=all to "
-          "evaluate on training data on purpose.")
+          f"evals.{name} evaluates the split {cfg.split!r} of the training sources, but input.sources.{leaking[0]} "
+          f"trains on all of it. Use --config.input.sources.{leaking[0]}.split=train, or "
+          f"--config.evals.{name}.split=all to evaluate on training data on purpose.")
     self._batch_size = cfg.batch_size or config.batch_size // config.grad_accum_steps
     check_batch(setup.mesh, self._batch_size, f"evals.{name}.batch_size")
     self._sharding = batch_sharding(setup.mesh)

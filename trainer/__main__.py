@@ -1,5 +1,6 @@
 """Train: python -m trainer --config=configs/quickstart.py --workdir=DIR [--config.key=value …]"""
 
+import os
 import sys
 
 from absl import app, flags, logging
@@ -35,6 +36,18 @@ def _parse_flags(argv: list[str]) -> list[str]:
     sys.exit(f"ConfigError: {config_checks.explain_override(argv, error)}")
 
 
+def _use_huge_pages() -> None:
+  """Restarts the process with huge pages for malloc, where glibc offers them and the user has not set its tunables.
+
+  XLA on CPU takes each step's buffers from malloc and gives them back; touching them anew in pages of 4 kB costs a
+  fifth of a small model's step. glibc reads the setting only when a process starts; the process keeps its number.
+  """
+  if sys.platform == "linux" and "GLIBC_TUNABLES" not in os.environ:
+    os.environ["GLIBC_TUNABLES"] = "glibc.malloc.hugetlb=1"
+    os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])
+
+
 if __name__ == "__main__":
+  _use_huge_pages()
   logging.set_verbosity(logging.WARNING)
   app.run(main, flags_parser=_parse_flags)

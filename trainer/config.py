@@ -173,8 +173,8 @@ def defaults() -> ConfigDict:
   # auto | blocked: attention's implementation; `attention_block` is the blocked one's query block.
   m.attention = "auto"
   m.attention_block = 128
-  # Cross-entropy and log-probs work on this many vocabulary entries at a time.
-  m.vocab_chunk = 8192
+  # Cross-entropy and log-probs hold logits of at most this many vocabulary entries at a time.
+  m.vocab_chunk = 2048
 
   c.tokenizer = t = ConfigDict()
   # bytes | bpe (byte-level, trained here on the training sources) | hf (a tokenizer.json, or its folder)

@@ -285,6 +285,9 @@ def _say_where_everything_is(run: Run, seconds: float) -> None:
   for name, value in sorted(run.last_eval[1].items()):
     if name.startswith("eval/"):
       run.say(f"  {name:<40} {value:.4f}")
+  samples = sorted((run.workdir / "samples").glob("*.txt"))
+  if samples:
+    run.say(f"\n{samples[-1].read_text(encoding='utf-8')}")
   for what, where in (("checkpoints", "checkpoints"), ("metrics", "metrics.jsonl"), ("TensorBoard", "tensorboard"),
                       ("samples", "samples"), ("tokenizer", "tokenizer.json"), ("config", "config.json")):
     if (run.workdir / where).exists():

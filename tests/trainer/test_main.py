@@ -254,7 +254,8 @@ def test_a_misspelt_metric_of_keep_best_is_an_error(corpus, tmp_path):
 
 
 def test_the_best_checkpoint_is_kept(corpus, tmp_path):
-  config = tiny.config(corpus, total_steps=6, keep_best="eval/val/loss", keep_best_mode="max", ckpt_steps=1, keep_last=1)
+  config = tiny.config(corpus, total_steps=6, keep_best="eval/val/loss", keep_best_mode="max", ckpt_steps=1,
+                       keep_last=1)
   config.evals.val.eval_steps = 1
   run = train(config, tmp_path)
   values = {r["step"]: r["eval/val/loss"] for r in read_rows(tmp_path / "metrics.jsonl") if "eval/val/loss" in r}
