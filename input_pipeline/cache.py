@@ -181,7 +181,9 @@ def _build(folder: Path, source: Source, tokenizer: Tokenizer, bos, eos, key: st
       raise DataError(f"source {source.name!r}: its {documents} documents have no tokens under this tokenizer.")
     skipped = {"empty": source.tally.empty, "undecodable": source.tally.undecodable}
     if any(skipped.values()):
-      logging.warning("source %r: skipped %s", source.name, ", ".join(f"{n} {why}" for why, n in skipped.items()))
+      # Empty documents have nothing to lose; both counts are in the start-up table.
+      logging.log(logging.WARNING if skipped["undecodable"] else logging.INFO,
+                  "source %r: skipped %s", source.name, ", ".join(f"{n} {why}" for why, n in skipped.items()))
     meta = {
         "key": key,
         "dtype": dtype.str,

@@ -7,6 +7,7 @@ A config adds its own by dotted path, called after the built-in ones:
 What must happen inside the compiled step (clipping, rematerialisation, the finite guard) is config, not callback.
 """
 
+import os
 import signal
 import sys
 import time
@@ -149,7 +150,8 @@ class Progress(Callback):
 
   def on_train_begin(self, run):
     self._began, self._first, self._tokens = time.monotonic(), run.step, run.tokens_seen(run.step)
-    if jax.process_index() == 0 and sys.stderr.isatty():
+    # A terminal that does not know its width (0) would show no bar at all.
+    if jax.process_index() == 0 and sys.stderr.isatty() and os.get_terminal_size(sys.stderr.fileno()).columns:
       self._bar = tqdm(total=run.total_steps, initial=run.step, unit="step", dynamic_ncols=True, desc="train")
       run.say = self._bar.write
 

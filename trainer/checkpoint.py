@@ -6,9 +6,10 @@ folder with that name is complete. A folder that cannot be read all the same is 
 and the one before it is used.
 """
 
+import contextlib
 import json
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -161,32 +162,39 @@ def find(path: str) -> Path:
 def restore_from(path: str, target: Any) -> Restored:
   """The whole state of another run's checkpoint."""
   folder = find(path)
+  options = ocp.CheckpointManagerOptions(read_only=True)
   try:
-    with _reader(folder) as manager:
+    with _quietly(), ocp.CheckpointManager(folder.parent, item_names=("state", "meta"), options=options) as manager:
       state, meta = _restore(manager, int(folder.name), target)
   except Exception as e:
     raise CheckpointError(f"cannot resume {folder}: {e}") from e
   return Restored(state, meta, folder)
 
 
-def _reader(folder: Path) -> ocp.CheckpointManager:
-  return ocp.CheckpointManager(folder.parent, item_names=("state", "meta"),
-                               options=ocp.CheckpointManagerOptions(read_only=True))
+@contextlib.contextmanager
+def _quietly() -> Iterator[None]:
+  """Orbax warns of what is meant to be so here: a folder opened to be read, an item read alone."""
+  verbosity = logging.get_verbosity()
+  logging.set_verbosity(logging.ERROR)
+  try:
+    yield
+  finally:
+    logging.set_verbosity(verbosity)
 
 
 def param_shapes(folder: Path) -> dict[str, Any]:
   """{path: array metadata with .shape and .dtype} of a checkpoint's parameters."""
-  with _reader(folder) as manager:
-    return patterns.flatten(manager.item_metadata(int(folder.name))["state"].tree["params"])
+  with _quietly(), ocp.PyTreeCheckpointer() as reader:
+    return patterns.flatten(reader.metadata(folder / "state").item_metadata.tree["params"])
 
 
 def restore_params(folder: Path, wanted: dict[str, jax.ShapeDtypeStruct]) -> dict[str, jax.Array]:
   """Reads only the wanted parameters ({path in the checkpoint: shape, dtype and sharding})."""
   target = {"params": patterns.unflatten(wanted)}
-  with _reader(folder) as manager:
-    restored = manager.restore(int(folder.name), args=ocp.args.Composite(state=ocp.args.PyTreeRestore(
-        item=target, restore_args=ocp.checkpoint_utils.construct_restore_args(target), partial_restore=True)))
-  return patterns.flatten(restored.state["params"])
+  with _quietly(), ocp.PyTreeCheckpointer() as reader:
+    restored = reader.restore(folder / "state", args=ocp.args.PyTreeRestore(
+        item=target, restore_args=ocp.checkpoint_utils.construct_restore_args(target), partial_restore=True))
+  return patterns.flatten(restored["params"])
 
 
 def read_meta(folder: Path) -> dict[str, Any]:
