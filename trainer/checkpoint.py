@@ -103,8 +103,8 @@ class Checkpoints:
     """After an error: lets the save that is under way finish, and raises nothing of its own."""
     try:
       self._manager.close()
-    except Exception:
-      logging.exception("The checkpoint that was being saved in %s is incomplete.", self.directory)
+    except Exception as e:
+      logging.error("The checkpoint that was being saved in %s is incomplete: %s", self.directory, _in_short(e))
 
   def restore_newest(self, target: Any) -> Restored | None:
     """The newest checkpoint that can be read, placed as `target` (ShapeDtypeStructs with shardings) says; None if
@@ -119,7 +119,7 @@ class Checkpoints:
         state, meta = _restore(self._manager, step, target)
         return Restored(state, meta, self.directory / str(step))
       except Exception as e:  # Orbax and TensorStore raise many kinds; all mean that it cannot be read
-        reason = f"{type(e).__name__}: {str(e).splitlines()[0][:200] if str(e) else ''}"
+        reason = f"{type(e).__name__}: {_in_short(e)}"
         unreadable.append(f"{self.directory / str(step)} ({reason})")
         logging.error("Checkpoint %s cannot be read: %s. It is renamed to %d.unreadable, and the one before it is "
                       "used.", self.directory / str(step), reason, step)
@@ -219,6 +219,12 @@ def _own_buffers(tree: Any) -> Any:
   return jax.jit(lambda t: jax.tree.map(jnp.copy, t))(tree) if jax.default_backend() == "cpu" else tree
 
 
+def _in_short(error: Exception) -> str:
+  """The first line of a message, without its middle if it is long: the cause stands at the end."""
+  line = (str(error) or type(error).__name__).splitlines()[0]
+  return line if len(line) <= 300 else f"{line[:140]} … {line[-140:]}"
+
+
 def _names(key_path) -> list[str]:
   return [str(getattr(k, "key", getattr(k, "name", getattr(k, "idx", k)))) for k in key_path]
 
@@ -249,6 +255,6 @@ class _explained:
       return False
     complete = self._checkpoints.steps()
     raise CheckpointError(
-        f"could not {self._action} in {self._checkpoints.directory}: {str(error).splitlines()[0][:300]}\n"
+        f"could not {self._action} in {self._checkpoints.directory}: {_in_short(error)}\n"
         + (f"The newest complete checkpoint there is step {complete[-1]}. " if complete else "No checkpoint is there. ")
         + "Free space or fix the folder's permissions, then run the same command: it continues from there.") from error

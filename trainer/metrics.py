@@ -68,8 +68,12 @@ class JsonlWriter:
   def write_scalars(self, step: int, scalars: Mapping[str, float]) -> None:
     # JSON has no NaN or infinity: they are written as strings, which every reader accepts.
     row = {k: v if math.isfinite(v) else str(v) for k, v in scalars.items()}
-    self._file.write(json.dumps({"step": step, **row}) + "\n")
-    self._file.flush()
+    try:
+      self._file.write(json.dumps({"step": step, **row}) + "\n")
+      self._file.flush()
+    except OSError as e:
+      raise OSError(e.errno, f"{e.strerror}. Free space, then run the same command: it continues from its last "
+                    "checkpoint. Not written", str(self._path)) from e
 
   def write_texts(self, step: int, texts: Mapping[str, str]) -> None:
     """Texts go to files of their own (`samples/`) and to TensorBoard."""
