@@ -43,10 +43,14 @@ def test_rows_are_valid_json_even_for_non_finite_values(tmp_path):
   assert json.loads((tmp_path / "m.jsonl").read_text(), parse_constant=refuse)["loss"] == "nan"
 
 
-def test_a_full_disk_is_told_with_the_file():
-  writer = JsonlWriter.__new__(JsonlWriter)
-  writer._path, writer._file = "metrics.jsonl", open("/dev/full", "w")
-  with pytest.raises(OSError, match=r"No space left on device. Free space, .* Not written: 'metrics.jsonl'"):
+def test_a_full_disk_is_told_with_the_file(tmp_path, monkeypatch):
+  class FullFile:
+    def write(self, text):
+      raise OSError(28, "No space left on device")
+
+  writer = JsonlWriter(tmp_path / "metrics.jsonl", -1)
+  monkeypatch.setattr(writer, "_file", FullFile())
+  with pytest.raises(OSError, match=r"No space left on device. Free space, .* Not written: '.*metrics.jsonl'"):
     writer.write_scalars(1, {"loss": 1.0})
 
 
