@@ -16,7 +16,7 @@ from typing import Any, Protocol
 
 from jax.sharding import Mesh
 
-from trainer.config import ConfigError, load_class
+from trainer.config import load_class
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,4 @@ def make(name: str, cfg: Any, setup: Setup) -> Evaluator:
   Raises:
     ConfigError: if its type is unknown or cannot be imported.
   """
-  if cfg.type not in BUILT_IN and "." not in cfg.type:
-    raise ConfigError(f"evals.{name}.type is {cfg.type!r}; known: {', '.join(BUILT_IN)}, "
-                      "or the dotted path of a class.")
-  return load_class(BUILT_IN.get(cfg.type, cfg.type), f"evals.{name}.type")(name, cfg, setup)
+  return load_class(cfg.type, f"evals.{name}.type", BUILT_IN)(name, cfg, setup)

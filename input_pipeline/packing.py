@@ -8,6 +8,7 @@ number of rows whatever its order.
 Dims: R rows asked for, P pieces, D documents.
 """
 
+import abc
 import hashlib
 import threading
 from typing import NamedTuple
@@ -77,7 +78,7 @@ def make_plan(packing: str, lengths: np.ndarray, seq_len: int, *, seed: int, nam
   return PLANS[packing](np.asarray(lengths, np.int64), seq_len, (seed, name) if shuffle else None)
 
 
-class Plan:
+class Plan(abc.ABC):
   """Rows of a source; `pieces` is a pure function of (epoch, rows), safe to call from several threads."""
 
   num_rows: int
@@ -113,11 +114,13 @@ class Plan:
   def _permutation(self, n: int, what: str, epoch: int) -> np.ndarray:
     return np.arange(n) if self._key is None else permutation(n, *self._key, what, epoch)
 
+  @abc.abstractmethod
   def _make_order(self, epoch: int) -> tuple:
-    raise NotImplementedError
+    """The permutations of an epoch; first that of its rows."""
 
+  @abc.abstractmethod
   def _pieces(self, order: tuple, rows: np.ndarray) -> Pieces:
-    raise NotImplementedError
+    """What makes up these rows, numbered as the plan lays them out."""
 
   def _num_split(self) -> int:
     return int(np.count_nonzero(self.lengths > self.seq_len))

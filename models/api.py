@@ -14,14 +14,13 @@ A batch is a dict with `tokens`, `positions` and `segment_ids`, int32 [B, T] (se
 
 import contextlib
 import contextvars
-import importlib
 from collections.abc import Callable, Iterator
 from typing import Any, Protocol
 
 import jax
 from ml_collections import ConfigDict
 
-from trainer.config import ConfigError
+from trainer.config import load_class
 
 Params = dict[str, Any]
 
@@ -84,7 +83,7 @@ def make_model(
   Raises:
     ConfigError: a value cannot work; nothing has touched a device by then.
   """
-  cls = _model_class(cfg_model.name)
+  cls = load_class(cfg_model.name, "model.name", BUILT_IN)
   return cls(
       cfg_model, vocab_size=vocab_size, params_dtype=params_dtype, compute_dtype=compute_dtype, remat=remat
   )
@@ -92,7 +91,7 @@ def make_model(
 
 def validate(cfg_model: ConfigDict, seq_len: int) -> None:
   """Raises ConfigError if the model cannot be built from `cfg_model`, or not for rows of `seq_len` tokens."""
-  cls = _model_class(cfg_model.name)
+  cls = load_class(cfg_model.name, "model.name", BUILT_IN)
   if hasattr(cls, "validate"):
     cls.validate(cfg_model, seq_len)
 
@@ -120,15 +119,3 @@ def activation_rules(fn: Callable[[jax.Array, tuple[str | None, ...]], jax.Array
     yield
   finally:
     _activation_rules.reset(token)
-
-
-def _model_class(name: str) -> Any:
-  path = BUILT_IN.get(name, name)
-  module_name, _, attribute = path.rpartition(".")
-  try:
-    return getattr(importlib.import_module(module_name), attribute)
-  except (ImportError, AttributeError, ValueError) as e:
-    raise ConfigError(
-        f"model.name: found {name!r}, which could not be imported ({e}). Allowed: "
-        f"{', '.join(sorted(BUILT_IN))}, or the dotted path of a class of yours, e.g. my_package.my_module.MyModel."
-    ) from e

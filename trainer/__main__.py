@@ -21,6 +21,10 @@ def main(argv: list[str]) -> None:
   from trainer.main import train
   try:
     train(_CONFIG.value, _WORKDIR.value)
+  except KeyboardInterrupt:
+    # While steps run, Ctrl-C saves and exits 0 (trainer/callbacks.py); before that there is nothing to save.
+    sys.stderr.write("\nInterrupted while setting up: no step was taken, nothing is lost.\n")
+    sys.exit(130)
   except (ConfigError, DataError, OSError, FloatingPointError) as error:
     # What a user can act on: one message, without a traceback (which --verbosity=1 adds).
     logging.debug("Traceback:", exc_info=True)

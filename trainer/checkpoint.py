@@ -112,12 +112,16 @@ class Checkpoints:
 
     Raises:
       CheckpointError: if there are checkpoints, but none can be read.
+      ConfigError: if the newest readable one is of another model or optimizer.
     """
     unreadable = []
     for step in reversed(self.steps()):
       try:
+        _check_fits(self.directory / str(step), target)
         state, meta = _restore(self._manager, step, target)
         return Restored(state, meta, self.directory / str(step))
+      except ConfigError:
+        raise
       except Exception as e:  # Orbax and TensorStore raise many kinds; all mean that it cannot be read
         reason = f"{type(e).__name__}: {_in_short(e)}"
         unreadable.append(f"{self.directory / str(step)} ({reason})")
@@ -164,10 +168,13 @@ def restore_from(path: str, target: Any) -> Restored:
   folder = find(path)
   options = ocp.CheckpointManagerOptions(read_only=True)
   try:
+    _check_fits(folder, target)
     with _quietly(), ocp.CheckpointManager(folder.parent, item_names=("state", "meta"), options=options) as manager:
       state, meta = _restore(manager, int(folder.name), target)
+  except ConfigError:
+    raise
   except Exception as e:
-    raise CheckpointError(f"cannot resume {folder}: {e}") from e
+    raise CheckpointError(f"cannot resume {folder}: {_in_short(e)}") from e
   return Restored(state, meta, folder)
 
 
@@ -184,8 +191,21 @@ def _quietly() -> Iterator[None]:
 
 def param_shapes(folder: Path) -> dict[str, Any]:
   """{path: array metadata with .shape and .dtype} of a checkpoint's parameters."""
+  return patterns.flatten(_saved_tree(folder)["params"])
+
+
+def _saved_tree(folder: Path) -> dict[str, Any]:
   with _quietly(), ocp.PyTreeCheckpointer() as reader:
-    return patterns.flatten(reader.metadata(folder / "state").item_metadata.tree["params"])
+    return reader.metadata(folder / "state").item_metadata.tree
+
+
+def _check_fits(folder: Path, target: Any) -> None:
+  """Refuses a checkpoint whose arrays are not those of this run; reading it would only look like damage."""
+  problems = patterns.compare(patterns.flatten(_as_dicts(target)), patterns.flatten(_saved_tree(folder)))
+  if problems:
+    raise ConfigError(f"{folder} was saved by another model or optimizer (-: only here, +: only there, !: other shape):"
+                      "\n  " + "\n  ".join(problems[:40]) + "\nUse the config it was saved with, or another --workdir; "
+                      "init_from takes its parameters alone.")
 
 
 def restore_params(folder: Path, wanted: dict[str, jax.ShapeDtypeStruct]) -> dict[str, jax.Array]:

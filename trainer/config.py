@@ -6,6 +6,7 @@ What is given is then checked by trainer/config_checks.py.
 """
 
 import importlib
+from collections.abc import Mapping
 
 from ml_collections import ConfigDict, config_dict
 
@@ -308,15 +309,16 @@ def defaults() -> ConfigDict:
   return c
 
 
-def load_class(dotted: str, key: str) -> type:
-  """The class at a dotted path.
+def load_class(name: str, key: str, built_in: Mapping[str, str] | None = None) -> type:
+  """The class that a config key names: one of `built_in` ({name: dotted path}), or the user's own by dotted path.
 
   Raises:
-    ConfigError: naming the config key, if there is none.
+    ConfigError: if there is no such class.
   """
-  module, _, attribute = dotted.rpartition(".")
+  module, _, attribute = (built_in or {}).get(name, name).rpartition(".")
   try:
     return getattr(importlib.import_module(module), attribute)
   except (ImportError, AttributeError, ValueError) as e:
-    raise ConfigError(f"{key} is {dotted!r}, which cannot be imported ({e}). It is the dotted path of a class, "
-                      "importable from where you run, e.g. my_package.my_module.MyClass.") from e
+    known = f"{', '.join(built_in)}, or " if built_in else ""
+    raise ConfigError(f"{key}: found {name!r}, which could not be imported ({e}). Allowed: {known}the dotted path of a "
+                      "class of yours, importable from where you run, e.g. my_package.my_module.MyClass.") from e

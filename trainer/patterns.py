@@ -52,6 +52,18 @@ def unflatten(flat: Mapping[str, Any]) -> dict:
   return tree
 
 
+def compare(ours: Mapping[str, Any], saved: Mapping[str, Any]) -> list[str]:
+  """Lines that say how two flat trees of arrays differ; empty if names and shapes are the same.
+
+  `-`: only in ours, `+`: only in the saved one, `!`: in both, with different shapes.
+  """
+  lines = [f"- {path} {tuple(leaf.shape)}: not in the checkpoint" for path, leaf in ours.items() if path not in saved]
+  lines += [f"+ {path} {tuple(leaf.shape)}: not in this run" for path, leaf in saved.items() if path not in ours]
+  lines += [f"! {path}: here {tuple(leaf.shape)}, in the checkpoint {tuple(saved[path].shape)}"
+            for path, leaf in ours.items() if path in saved and tuple(leaf.shape) != tuple(saved[path].shape)]
+  return lines
+
+
 def match(
     rules: Sequence[tuple[str, Any]],
     paths: Iterable[str],

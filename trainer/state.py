@@ -88,10 +88,8 @@ def _partial_restore(cfg: Any, target: Any, fresh: Any) -> tuple[Any, list[str]]
       raise ConfigError(f"init_from.remap maps both {renamed[new]} and {name} of {path} to {new}.")
     renamed[new] = name
 
-  problems = [f"- {p} {ours[p].shape}: not in the checkpoint" for p in ours if p not in renamed and p not in ignored]
-  problems += [f"+ {new} {saved[old].shape}: not in this model" for new, old in renamed.items() if new not in ours]
-  problems += [f"! {p}: here {ours[p].shape}, in the checkpoint {saved[renamed[p]].shape}"
-               for p in ours if p in renamed and p not in ignored and ours[p].shape != saved[renamed[p]].shape]
+  problems = patterns.compare({p: leaf for p, leaf in ours.items() if p not in ignored},
+                              {new: saved[old] for new, old in renamed.items() if new not in ignored})
   if problems:
     listed = "\n  ".join(problems[:40])
     raise ConfigError(

@@ -96,6 +96,22 @@ def test_an_unreadable_checkpoint_is_named_and_the_one_before_it_is_used(tmp_pat
   assert same(Checkpoints(tmp_path).restore_newest(target()).state, state(2, 2.0))
 
 
+def test_a_checkpoint_of_another_model_or_optimizer_is_not_taken_for_a_damaged_one(tmp_path):
+  checkpoints = Checkpoints(tmp_path)
+  checkpoints.save(1, state(1), {})
+  checkpoints.wait()
+  other = target()
+  other["opt"][1]["nu"] = other["opt"][1]["mu"]
+  other["params"]["b"] = jax.ShapeDtypeStruct((4,), jnp.float32, sharding=other["params"]["b"].sharding)
+  for restore in (checkpoints.restore_newest, lambda t: checkpoint.restore_from(str(tmp_path), t)):
+    with pytest.raises(ConfigError) as error:
+      restore(other)
+    assert "- opt/1/nu/a/kernel (8, 2): not in the checkpoint" in str(error.value)
+    assert "! params/b: here (4,), in the checkpoint (3,)" in str(error.value)
+  assert checkpoints.steps() == [1]
+  checkpoints.close()
+
+
 def test_nothing_readable_is_an_error_not_a_fresh_start(tmp_path):
   checkpoints = Checkpoints(tmp_path)
   checkpoints.save(1, state(1), {})
@@ -137,7 +153,7 @@ def test_partial_restore_with_remap_and_ignore(tmp_path):
   assert "1 parameters loaded" in notes[0] and "1 kept fresh" in notes[0] and "1 of the checkpoint dropped" in notes[0]
   with pytest.raises(ConfigError) as error:
     state_lib._partial_restore(_init_from(tmp_path), wanted, fresh)
-  for line in ("- a/kernel (8, 2): not in the checkpoint", "+ old/kernel (8, 2): not in this model", "- head (5,)"):
+  for line in ("- a/kernel (8, 2): not in the checkpoint", "+ old/kernel (8, 2): not in this run", "- head (5,)"):
     assert line in str(error.value)
   with pytest.raises(ConfigError, match="here"):
     state_lib._partial_restore(_init_from(tmp_path, remap=(("^extra$", "head"), ("^old/", "a/"))), wanted, fresh)
