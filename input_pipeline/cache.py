@@ -54,10 +54,6 @@ class TokenizedSource(NamedTuple):
   def num_documents(self) -> int:
     return len(self.num_bytes)
 
-  @property
-  def num_tokens(self) -> int:
-    return len(self.tokens)
-
 
 class FileHasher:
   """Content hashes of files, remembered in `folder` for large files that did not change since.

@@ -164,7 +164,6 @@ class TrainData:
     # Equal if and only if every row of the run is (`stop` and the batch size change no row).
     self.fingerprint = fingerprint
     self.rows_per_epoch = int(mixture.rows.sum())
-    self.steps_per_epoch = self.steps_for_rows(self.rows_per_epoch)
     # None: endless. The last step's batch is filled up with padding rows.
     self.num_rows: int | None = mixture.num_rows
     self.num_steps: int | None = None if self.num_rows is None else self.steps_for_rows(self.num_rows)

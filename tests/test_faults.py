@@ -238,7 +238,7 @@ def test_two_processes_train_as_one(setup, tmp_path):
   assert [process.returncode for process in processes] == [0, 0], "\n".join(outputs)
   stopped = max(int(p.name) for p in (together / "checkpoints").iterdir() if p.name.isdigit())
   assert stopped < STEPS
-  meta = checkpoint.read_meta(together / "checkpoints" / str(stopped))
+  meta = json.loads((together / "checkpoints" / str(stopped) / "meta" / "metadata").read_text())
   assert meta["rows_seen"] == stopped * 8
   assert tiny.run(argv(setup, together), devices=2).returncode == 0
 

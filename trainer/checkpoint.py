@@ -7,7 +7,6 @@ and the one before it is used.
 """
 
 import contextlib
-import json
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -215,11 +214,6 @@ def restore_params(folder: Path, wanted: dict[str, jax.ShapeDtypeStruct]) -> dic
     restored = reader.restore(folder / "state", args=ocp.args.PyTreeRestore(
         item=target, restore_args=ocp.checkpoint_utils.construct_restore_args(target), partial_restore=True))
   return patterns.flatten(restored["params"])
-
-
-def read_meta(folder: Path) -> dict[str, Any]:
-  """A checkpoint's `meta`."""
-  return json.loads((folder / "meta" / "metadata").read_text(encoding="utf-8"))
 
 
 def _restore(manager: ocp.CheckpointManager, step: int, target: Any) -> tuple[Any, dict[str, Any]]:

@@ -40,11 +40,6 @@ def steps(cfg: Any, prefix: str, **run: Any) -> int | None:
   return resolve(cfg, prefix, **run).steps
 
 
-def explain(cfg: Any, prefix: str, **run: Any) -> str:
-  """The duration in words, for start-up messages: `200 steps (20% of 1,000)`; see `resolve`."""
-  return str(resolve(cfg, prefix, **run))
-
-
 def resolve(
     cfg: Any,
     prefix: str,

@@ -149,6 +149,7 @@ def train(config: Mapping, workdir: str | Path) -> Run:
         checkpoints=checkpoints, callbacks=callbacks, say=say, config_json=json.loads(config_checks.to_json(resolved)),
         last_eval=metrics_lib.last_evaluation(workdir, step),
         chrono=throughput.Chrono(model.flops_per_token(config.seq_len), meta.get("seconds")))
+    say(f"mfu: of {run.chrono.peak / 1e12:.3g} TFLOP/s a device ({run.chrono.peak_source})")
     del state, init  # run.state is donated step by step: another name for it would be a trap
 
     # ---------------------------------------------------------------- loop
@@ -251,7 +252,10 @@ def _prepare_workdir(resolved: Any, workdir: Path) -> None:
   """Makes the folder; refuses to continue one whose config trains differently, and says what differs."""
   if workdir.exists() and not workdir.is_dir():
     raise ConfigError(f"--workdir {workdir} is a file; give a folder, which is made if it is missing.")
-  workdir.mkdir(parents=True, exist_ok=True)
+  try:
+    workdir.mkdir(parents=True, exist_ok=True)
+  except OSError as e:
+    raise ConfigError(f"--workdir {workdir} cannot be made: {e.strerror}. Give a folder that you may write to.") from e
   saved = workdir / "config.json"
   if not saved.exists() or not (workdir / "checkpoints").exists() or resolved.allow_config_changes:
     return

@@ -50,7 +50,7 @@ class Chrono:
   """
 
   def __init__(self, flops_per_token: float, saved: dict[str, float] | None = None):
-    self._peak, self.peak_source = peak_flops()
+    self.peak, self.peak_source = peak_flops()
     self._flops_per_token = flops_per_token
     self._total = {"train": 0.0, "data": 0.0, "eval": 0.0, "checkpoint": 0.0, "compile": 0.0, **(saved or {})}
     self._window: dict[str, float] = {}
@@ -83,7 +83,7 @@ class Chrono:
     rate = (tokens_seen - self._tokens) / seconds
     metrics = {
         "tokens_per_second": rate,
-        "mfu": self._flops_per_token * rate / (self._peak * jax.device_count()),
+        "mfu": self._flops_per_token * rate / (self.peak * jax.device_count()),
         "time/step": seconds / max(steps, 1),
         "time/data": self._window.get("data", 0.0) / max(steps, 1),
     }

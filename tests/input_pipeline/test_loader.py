@@ -87,7 +87,8 @@ def test_an_epoch_trains_every_byte_but_the_documents_first_token_once(tmp_path,
 def test_epochs_hold_the_same_rows_in_other_orders(tmp_path):
   c = config(tmp_path, {"a": 30}, packing="none")
   data = make(c, tmp_path)
-  rows = rows_of(data, data.steps_per_epoch * 2)[:2 * data.rows_per_epoch].reshape(2, data.rows_per_epoch, -1)
+  both = 2 * data.rows_per_epoch
+  rows = rows_of(data, data.steps_for_rows(both))[:both].reshape(2, data.rows_per_epoch, -1)
   assert rows[0].tolist() != rows[1].tolist()
   assert sorted(rows[0].tolist()) == sorted(rows[1].tolist())
 

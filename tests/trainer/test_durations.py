@@ -111,12 +111,12 @@ def test_default_only_where_nothing_is_given():
     ],
 )
 def test_explain(given, words):
-  assert durations.explain(ConfigDict(duration("x", **given)), "x", **RUN) == words
+  assert str(durations.resolve(ConfigDict(duration("x", **given)), "x", **RUN)) == words
 
 
 def test_explain_says_when_batches_grow():
   run = RUN | {"batch_size": growing}
-  words = durations.explain(ConfigDict(duration("x", examples=832)), "x", **run)
+  words = str(durations.resolve(ConfigDict(duration("x", examples=832)), "x", **run))
   assert words == "101 steps (832 examples, 8 to 32 rows a step)"
-  words = durations.explain(ConfigDict(duration("x", examples=80)), "x", **run)
+  words = str(durations.resolve(ConfigDict(duration("x", examples=80)), "x", **run))
   assert words == "10 steps (80 examples, 8 rows a step)"
