@@ -2,6 +2,7 @@
 
 import gzip
 import lzma
+import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -97,9 +98,9 @@ def _values(suffix: str, sums: np.ndarray, num_bytes: int) -> Iterator[tuple[str
   if weight == 0:
     raise ValueError(f"nothing to evaluate{' in ' + suffix[1:] if suffix else ''}: no token has a weight.")
   yield f"loss{suffix}", nll / weight
-  yield f"perplexity{suffix}", float(np.exp(min(nll / weight, 700.0)))
+  yield f"perplexity{suffix}", math.exp(min(nll / weight, 700.0))
   yield f"accuracy{suffix}", hits / weight
-  yield f"bits_per_byte{suffix}", nll / np.log(2) / num_bytes
+  yield f"bits_per_byte{suffix}", nll / math.log(2) / num_bytes
 
 
 def _on_every_host(arrays: Any) -> Any:

@@ -44,7 +44,7 @@ def _use_huge_pages() -> None:
   """Restarts the process with huge pages for malloc, where glibc offers them and the user has not set its tunables.
 
   XLA on CPU takes each step's buffers from malloc and gives them back; touching them anew in pages of 4 kB costs a
-  fifth of a small model's step. glibc reads the setting only when a process starts; the process keeps its number.
+  tenth of a small model's step. glibc reads the setting only when a process starts; the process keeps its number.
   """
   if sys.platform == "linux" and "GLIBC_TUNABLES" not in os.environ:
     os.environ["GLIBC_TUNABLES"] = "glibc.malloc.hugetlb=1"
