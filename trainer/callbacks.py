@@ -7,6 +7,7 @@ A config adds its own by dotted path, called after the built-in ones:
 What must happen inside the compiled step (clipping, rematerialisation, the finite guard) is config, not callback.
 """
 
+import math
 import os
 import signal
 import sys
@@ -157,15 +158,16 @@ class Progress(Callback):
 
   def on_step_end(self, run, step, metrics):
     now = time.monotonic()
+    loss = metrics.get("loss", math.nan)  # a step that trained no token has none
     seconds = max(now - self._began, 1e-9)
     rate = (run.tokens_seen(step) - self._tokens) / seconds
     if self._bar is not None:
-      self._bar.set_postfix_str(f"loss {metrics['loss']:.3f}, {rate:,.0f} tokens/s", refresh=False)
+      self._bar.set_postfix_str(f"loss {loss:.3f}, {rate:,.0f} tokens/s", refresh=False)
       self._bar.update(step - self._bar.n)
     elif now - self._line_at >= self._interval or step == run.total_steps:
       self._line_at = now
       left = (run.total_steps - step) * seconds / max(step - self._first, 1)
-      run.say(f"step {step}/{run.total_steps} ({step / run.total_steps:.0%})  loss {metrics['loss']:.3f}  "
+      run.say(f"step {step}/{run.total_steps} ({step / run.total_steps:.0%})  loss {loss:.3f}  "
               f"{rate:,.0f} tokens/s  {int(left // 60)}:{int(left % 60):02d} left")
 
   def on_train_end(self, run):

@@ -1,0 +1,42 @@
+"""SEQ against a float64 computation from full logits, with label smoothing and z-loss."""
+
+import jax
+import numpy as np
+import pytest
+
+from tests import tiny
+from trainer.config import defaults
+from trainer.config_checks import View
+from trainer.strategies import seq
+
+
+@pytest.mark.parametrize("smoothing, z_loss", [(0.0, 0.0), (0.1, 0.0), (0.0, 0.01), (0.2, 0.05)])
+def test_loss_weight_and_metrics(smoothing, z_loss):
+  model, batch = tiny.model(), tiny.batch(4, 16)
+  params = jax.jit(model.init)(jax.random.key(0))
+  config = defaults()
+  config.strategy.update(label_smoothing=smoothing, z_loss=z_loss)
+  loss_sum, weight, metrics = seq.loss(model, params, batch, None, View(config.strategy))
+
+  logits = np.asarray(model.logits(params, batch), np.float64)[:, :-1, :24]
+  log_z = np.log(np.exp(logits).sum(-1))
+  target = np.take_along_axis(logits, batch["tokens"][:, 1:, None], -1)[..., 0]
+  nll, uniform = log_z - target, log_z - logits.mean(-1)
+  w = batch["loss_weights"][:, 1:].astype(np.float64)
+  expected = ((1 - smoothing) * nll + smoothing * uniform + z_loss * log_z**2) * w
+  assert float(loss_sum) == pytest.approx(expected.sum(), rel=1e-6)
+  assert float(weight) == w.sum()
+  np.testing.assert_allclose(metrics["loss"].sum, expected.sum(1), rtol=1e-5, atol=1e-6)
+  hits = ((logits.argmax(-1) == batch["tokens"][:, 1:]) * w).sum(1)
+  np.testing.assert_allclose(metrics["accuracy"].sum, hits, rtol=1e-6)
+  assert ("nll" in metrics) == bool(smoothing or z_loss)
+  if "nll" in metrics:
+    np.testing.assert_allclose(metrics["nll"].sum, (nll * w).sum(1), rtol=1e-5, atol=1e-6)
+
+
+def test_the_first_token_of_a_row_and_the_last_position_take_no_part():
+  batch = tiny.batch(2, 8)
+  targets, weights = seq.next_tokens(batch)
+  np.testing.assert_array_equal(targets[:, :-1], batch["tokens"][:, 1:])
+  np.testing.assert_array_equal(weights[:, :-1], batch["loss_weights"][:, 1:])
+  assert not np.any(weights[:, -1])

@@ -1,0 +1,68 @@
+"""The built-in callbacks on their own; whole runs with them are in test_main.py and test_faults.py."""
+
+import types
+
+import pytest
+
+from trainer import callbacks as cb
+
+
+def fake_run(**changed):
+  said = []
+  run = types.SimpleNamespace(step=0, total_steps=10, stop_requested="", said=said, say=said.append,
+                              tokens_seen=lambda step: 64 * step, settle=lambda: None)
+  vars(run).update(changed)
+  return run
+
+
+def test_callbacks_are_called_in_their_order_with_all_arguments():
+  calls = []
+
+  class Noting(cb.Callback):
+    def __init__(self, name):
+      self.name = name
+
+    def on_eval(self, run, name, metrics):
+      calls.append((self.name, name, metrics))
+
+  cb.Callbacks([Noting("first"), Noting("second")])("on_eval", None, "val", {"loss": 1.0})
+  assert calls == [("first", "val", {"loss": 1.0}), ("second", "val", {"loss": 1.0})]
+
+
+def test_progress_shows_steps_with_and_without_a_loss(monkeypatch):
+  monkeypatch.setattr("sys.stderr.isatty", lambda: False, raising=False)
+  progress, run = cb.Progress(seconds_between_lines=0.0), fake_run()
+  progress.on_train_begin(run)
+  progress.on_step_end(run, 5, {"loss": 2.5})
+  progress.on_step_end(run, 10, {"nonfinite": 0.0})  # nothing to train in that step
+  assert run.said[0].startswith("step 5/10 (50%)  loss 2.500") and run.said[1].startswith("step 10/10 (100%)  loss nan")
+
+
+def test_health_counts_only_steps_in_a_row_and_names_where_it_began():
+  health, run = cb.Health(2, ["a", "b"]), fake_run()
+  bad = {"nonfinite": 1.0, "nonfinite_leaf": 1.0}
+  health.on_step_end(run, 1, {**bad, "nonfinite_in_a_row": 1.0})
+  health.on_step_end(run, 2, {"nonfinite": 1.0, "nonfinite_leaf": -1.0, "nonfinite_in_a_row": 0.0})
+  health.on_step_end(run, 3, {**bad, "nonfinite_in_a_row": 1.0})
+  with pytest.raises(FloatingPointError, match="2 steps in a row .* from step 3 on, first in the gradient of b"):
+    health.on_step_end(run, 4, {**bad, "nonfinite_leaf": 0.0, "nonfinite_in_a_row": 2.0})
+
+
+def test_the_profiler_stays_off_unless_asked(monkeypatch, tmp_path):
+  started = []
+  monkeypatch.setattr("jax.profiler.start_trace", lambda *a, **k: started.append(a))
+  profiler = cb.Profiler(tmp_path, start_step=3, num_steps=0)
+  for step in range(6):
+    profiler.on_step_begin(fake_run(step=step))
+    profiler.on_optimizer_step(fake_run(step=step + 1))
+  assert not started
+
+
+def test_a_stop_asked_for_by_a_callback_does_not_count_as_a_first_signal():
+  preemption, run = cb.Preemption(), fake_run(stop_requested="early stopping")
+  preemption.on_train_begin(run)
+  try:
+    preemption._received(run, 15)  # would end this process if it were taken for the second signal
+  finally:
+    preemption.on_train_end(run)
+  assert run.stop_requested == "SIGTERM" and "saving" in run.said[0]
