@@ -209,10 +209,24 @@ def test_no_tensorflow_torch_or_transformers_is_imported():
   assert tiny.run([sys.executable, "-c", code]).stdout.strip() == "[]"
 
 
-def _free_port():
+def launch_two(setup, workdir, devices, *overrides):
+  """Two processes of one run, each with so many devices."""
   with socket.socket() as s:
     s.bind(("localhost", 0))
-    return s.getsockname()[1]
+    address = f"localhost:{s.getsockname()[1]}"
+  return [subprocess.Popen(
+      argv(setup, workdir, *overrides), cwd=tiny.ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+      env=tiny.environment(devices, JAX_COORDINATOR_ADDRESS=address, JAX_NUM_PROCESSES="2", JAX_PROCESS_ID=str(index)))
+          for index in range(2)]
+
+
+def test_when_the_first_process_fails_at_the_data_the_others_end_too(setup, tmp_path):
+  began = time.monotonic()
+  processes = launch_two(setup, tmp_path / "w", 1, "--config.input.sources.main.path=/nowhere")
+  outputs = [process.communicate(timeout=200)[0] for process in processes]
+  assert all(process.returncode not in (0, None) for process in processes), outputs
+  assert "/nowhere" in outputs[0] and "process 0 failed at: tokenizer and token caches" in outputs[1], outputs
+  assert time.monotonic() - began < 60  # not after a heartbeat's timeout
 
 
 def test_two_processes_train_as_one(setup, tmp_path):
@@ -222,16 +236,8 @@ def test_two_processes_train_as_one(setup, tmp_path):
   alone = tmp_path / "alone"
   assert tiny.run(argv(setup, alone), devices=4).returncode == 0
 
-  together, port = tmp_path / "together", _free_port()
-
-  def launch(*overrides):
-    return [subprocess.Popen(
-        argv(setup, together, *overrides), cwd=tiny.ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-        env=tiny.environment(2, JAX_COORDINATOR_ADDRESS=f"localhost:{port}", JAX_NUM_PROCESSES="2",
-                             JAX_PROCESS_ID=str(index)))
-            for index in range(2)]
-
-  processes = launch()
+  together = tmp_path / "together"
+  processes = launch_two(setup, together, 2)
   assert wait_for(processes[0], lambda: rows(together) > 20)
   os.kill(processes[1].pid, signal.SIGTERM)  # only one of them is told
   outputs = [process.communicate(timeout=200)[0] for process in processes]

@@ -72,12 +72,29 @@ def check_same(what: str, fingerprint: str) -> None:
 
 @contextlib.contextmanager
 def first_goes_first(what: str) -> Iterator[None]:
-  """The first process runs the body while the others wait; then they run it, and find what it has written."""
+  """The first process runs the body while the others wait; then they run it, and find what it has written.
+
+  Raises:
+    ConfigError: in the others, if the body failed in the first.
+  """
   if jax.process_index() != 0:
-    sync(what)
-  yield
-  if jax.process_index() == 0:
-    sync(what)
+    if not _first_says():
+      raise ConfigError(f"process 0 failed at: {what}. Its own message says why.")
+    yield
+    return
+  try:
+    yield
+  except BaseException:
+    _first_says(False)
+    raise
+  _first_says(True)
+
+
+def _first_says(ok: bool = False) -> bool:
+  """What the first process says, to all of them; with one process, nothing is exchanged."""
+  if jax.process_count() == 1:
+    return ok
+  return bool(multihost_utils.broadcast_one_to_all(np.int32(ok)))
 
 
 def stop_requests(mesh: Mesh, requested: bool) -> jax.Array:
