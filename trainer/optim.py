@@ -165,13 +165,18 @@ def make_optimizer(
   return Optimizer(cfg.name, cfg.learning_rate, cfg.weight_decay, schedule, rules, parts, tuple(notes))
 
 
+def global_norm(tree: Tree) -> jax.Array:
+  """The Euclidean norm of all leaves together, in float32."""
+  return jnp.sqrt(sum(jnp.sum(jnp.square(x.astype(jnp.float32))) for x in jax.tree.leaves(tree)))
+
+
 def clip_by_global_norm(grads: Tree, max_norm: float) -> tuple[Tree, jax.Array]:
   """(gradients scaled to a global norm of at most `max_norm`, their norm before).
 
   Norms are computed in float32. Gradients within the bound are returned unchanged, bit by bit;
   `max_norm` 0 means no bound. A norm that is not finite makes the gradients so, too.
   """
-  norm = jnp.sqrt(sum(jnp.sum(jnp.square(g.astype(jnp.float32))) for g in jax.tree.leaves(grads)))
+  norm = global_norm(grads)
   if not max_norm:
     return grads, norm
   scale = jnp.where(norm <= max_norm, 1.0, max_norm / norm)

@@ -69,8 +69,8 @@ def make_update_fn(loss_fn: Callable, optimizer: optim.Optimizer, *, seed: int, 
     metrics = {"loss": Mean(loss_sum, weight)} | metrics | {
         "trained_tokens": weight,
         "grad_norm": grad_norm,
-        "param_norm": _global_norm(params),
-        "update_norm": jnp.where(finite, _global_norm(updates), 0.0),
+        "param_norm": optim.global_norm(params),
+        "update_norm": jnp.where(finite, optim.global_norm(updates), 0.0),
         "nonfinite": new_state["nonfinite"],
         "nonfinite_in_a_row": new_state["nonfinite_in_a_row"],
         "nonfinite_leaf": _first_nonfinite(grads),
@@ -84,7 +84,7 @@ def make_update_fn(loss_fn: Callable, optimizer: optim.Optimizer, *, seed: int, 
 
 def gradient_paths(optimizer: optim.Optimizer, abstract_params: Any) -> list[str]:
   """Paths of the trained parameters, in the order that `nonfinite_leaf` counts them."""
-  return _paths(optimizer.split(abstract_params)[0])
+  return list(patterns.flatten(optimizer.split(abstract_params)[0]))
 
 
 def _accumulate(micro_loss: Callable, trainable: Any, batch: dict[str, jax.Array], micro_batch_size: int):
@@ -129,15 +129,7 @@ def _choose(condition: jax.Array, yes: Any, no: Any) -> Any:
   return jax.tree.map(lambda a, b: jnp.where(condition, a, b), yes, no)
 
 
-def _global_norm(tree: Any) -> jax.Array:
-  return jnp.sqrt(sum(jnp.sum(jnp.square(x.astype(jnp.float32))) for x in jax.tree.leaves(tree)))
-
-
 def _first_nonfinite(grads: Any) -> jax.Array:
   leaves = patterns.flatten(grads)
   bad = jnp.stack([~jnp.isfinite(jnp.sum(jnp.square(leaf))) for leaf in leaves.values()])
   return jnp.where(jnp.any(bad), jnp.argmax(bad), -1)
-
-
-def _paths(tree: Any) -> list[str]:
-  return list(patterns.flatten(tree))
