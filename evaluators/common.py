@@ -9,14 +9,16 @@ It yields sums divided by weights, so that its values do not depend on batch siz
 A config adds its own by dotted path: config.evals.mine = dict(type="my_package.MyEvaluator", …).
 """
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
+import jax
+from jax.experimental import multihost_utils
 from jax.sharding import Mesh
 
-from trainer.config import load_class
+from trainer.config import ConfigError, load_class
 
 
 @dataclass(frozen=True)
@@ -29,6 +31,10 @@ class Setup:
   mesh: Mesh
   workdir: Path
   writer: Any
+  # The parameters of the strategy's reference policy as they are now; None: it has none.
+  reference: Callable[[], Any] | None = None
+  # Data that the reference's log-probs are computed for before the first step, if the strategy says so.
+  datasets: list[Any] = field(default_factory=list)
 
 
 class Evaluator(Protocol):
@@ -37,7 +43,8 @@ class Evaluator(Protocol):
   def run(self, params: Any, step: int) -> Iterator[tuple[str, float]]: ...
 
 
-BUILT_IN = {"loss": "evaluators.loss.Loss", "samples": "evaluators.samples.Samples"}
+BUILT_IN = {"loss": "evaluators.loss.Loss", "samples": "evaluators.samples.Samples",
+            "generate": "evaluators.generate.Generate", "preference": "evaluators.preference.Preference"}
 
 
 def make(name: str, cfg: Any, setup: Setup) -> Evaluator:
@@ -47,3 +54,27 @@ def make(name: str, cfg: Any, setup: Setup) -> Evaluator:
     ConfigError: if its type is unknown or cannot be imported.
   """
   return load_class(cfg.type, f"evals.{name}.type", BUILT_IN)(name, cfg, setup)
+
+
+def sources(name: str, cfg: Any, config: Any) -> tuple[Any, str | None]:
+  """(the sources of an evaluator by name, the split in place of their own): its own, or those of training.
+
+  Raises:
+    ConfigError: if training uses the part that is to be evaluated.
+  """
+  if len(cfg.sources):
+    return cfg.sources, None  # they name their splits themselves
+  leaking = [n for n in config.input.sources if config.input.sources[n].split == "all"]
+  if cfg.split != "all" and leaking:
+    raise ConfigError(
+        f"evals.{name} evaluates the split {cfg.split!r} of the training sources, but input.sources.{leaking[0]} "
+        f"trains on all of it. Use --config.input.sources.{leaking[0]}.split=train, or "
+        f"--config.evals.{name}.split=all to evaluate on training data on purpose.")
+  return config.input.sources, cfg.split
+
+
+def on_every_host(arrays: Any) -> Any:
+  """A pytree of arrays as NumPy arrays, whole in each process."""
+  if jax.process_count() == 1:
+    return jax.device_get(arrays)
+  return multihost_utils.process_allgather(arrays, tiled=True)

@@ -1,28 +1,59 @@
 """Rows of tokens from pieces of documents: the arrays that the model and the loss see."""
 
+from collections.abc import Iterable
+from typing import Any
+
 import numpy as np
+from absl import logging
+from ml_collections import ConfigDict
 
 from input_pipeline.cache import TokenizedSource
-from input_pipeline.packing import Pieces, Plan, ragged
+from input_pipeline.examples import WITH_PARTS, learns_texts
+from input_pipeline.files import DataError
+from input_pipeline.fitting import WHOLE_OVER_LONG, Pieces, Units
+from input_pipeline.packing import Plan, make_plan, ragged
+from trainer.config import ConfigError
+
+NORMALIZE = ("token", "sequence")
 
 
-def empty_batch(num_rows: int, seq_len: int, pad_id: int) -> dict[str, np.ndarray]:
-  """Padding only: segment 0, weight 0, source -1."""
+def empty_batch(
+    num_rows: int, seq_len: int, pad_id: int, sequences: int = 0, reference: bool = False
+) -> dict[str, np.ndarray]:
+  """Padding only: segment 0, weight 0, source -1.
+
+  Args:
+    num_rows: B.
+    seq_len: T.
+    pad_id: the token.
+    sequences: S, the most segments of a row, where documents have parts; else 0, and there is no such array.
+    reference: with an array for the reference's log-probs.
+  """
   shape = (num_rows, seq_len)
-  return {
+  batch = {
       "tokens": np.full(shape, pad_id, np.int32),
       "positions": np.zeros(shape, np.int32),
       "segment_ids": np.zeros(shape, np.int32),
       "loss_weights": np.zeros(shape, np.float32),
       "source_ids": np.full(num_rows, -1, np.int32),
   }
+  if sequences:
+    batch["sequences"] = np.zeros((num_rows, sequences), np.float32)
+  if reference:
+    batch["ref_logprobs"] = np.zeros(shape, np.float32)
+  return batch
 
 
-def fill(batch: dict[str, np.ndarray], where: np.ndarray, source: TokenizedSource, pieces: Pieces) -> None:
+def fill(
+    batch: dict[str, np.ndarray], where: np.ndarray, source: TokenizedSource, pieces: Pieces, normalize: str = "token"
+) -> tuple[np.ndarray, np.ndarray]:
   """Writes `pieces` into rows `where` (int [R]) of `batch`: each row's pieces side by side from the left.
 
-  Each piece is a segment, numbered from 1 in its row, with positions from 0. All its tokens but the first
-  get loss weight 1.
+  Each piece is a segment, numbered from 1 in its row, with positions from 0. All its tokens but the first get their
+  weight, 1 if the source has none. With `normalize="sequence"`, a piece's weights are divided by their sum.
+
+  Returns:
+    Of each token written, its place in the batch (row * seq_len + column) and in the source, int64.
   """
   seq_len = batch["tokens"].shape[1]
   sizes_P = pieces.end - pieces.begin
@@ -33,19 +64,146 @@ def fill(batch: dict[str, np.ndarray], where: np.ndarray, source: TokenizedSourc
   piece, position = ragged(sizes_P)
   flat = (where[pieces.row] * seq_len + column_P)[piece] + position
   begin_P = source.offsets[pieces.doc] + pieces.begin
-  batch["tokens"].reshape(-1)[flat] = source.tokens[begin_P[piece] + position]
+  token = begin_P[piece] + position
+  batch["tokens"].reshape(-1)[flat] = source.tokens[token]
   batch["positions"].reshape(-1)[flat] = position
   batch["segment_ids"].reshape(-1)[flat] = (1 + np.arange(len(sizes_P)) - first_R[pieces.row])[piece]
-  batch["loss_weights"].reshape(-1)[flat] = position > 0
+  weights = position > 0 if source.weights is None else np.where(position > 0, source.weights[token], 0)
+  if normalize == "sequence":
+    sums_P = np.bincount(piece, weights, minlength=len(sizes_P))
+    weights = weights / np.where(sums_P > 0, sums_P, 1)[piece]
+  batch["loss_weights"].reshape(-1)[flat] = weights
+  return flat, token
+
+
+def check_ids(batch: dict[str, np.ndarray], vocab_size: int) -> dict[str, np.ndarray]:
+  """The batch, whose tokens are all entries of the model's vocabulary.
+
+  Raises:
+    DataError: naming the first that is not; a tokenizer may have more entries than the model has embeddings.
+  """
+  if (largest := batch["tokens"].max(initial=0)) >= vocab_size:
+    row, column = np.argwhere(batch["tokens"] >= vocab_size)[0]
+    raise DataError(f"token {batch['tokens'][row, column]} (row {row} of the batch, position {column}) is not in the "
+                    f"model's vocabulary of {vocab_size}; the largest id of this batch is {largest}. Use the tokenizer "
+                    "that belongs to the model, or remove the texts with its additional tokens.")
+  return batch
+
+
+def resolve_layout(config: ConfigDict) -> tuple[str, str, str]:
+  """(packing, over_long, normalize) of a config, with what "auto" stands for.
+
+  Raises:
+    ConfigError: options that cannot be, or not together.
+  """
+  texts, packing, over_long = learns_texts(config), config.input.packing, config.input.over_long
+  normalize = config.strategy.normalize if "normalize" in config.strategy else "token"
+  if normalize not in NORMALIZE:
+    raise ConfigError(f"strategy.normalize is {normalize!r}; allowed: {', '.join(NORMALIZE)}.")
+  if packing == "concat" and not texts:
+    raise ConfigError(f"input.packing is 'concat', which would cut conversations anywhere; strategy "
+                      f"{config.strategy.name!r} needs them whole. Use --config.input.packing=best_fit, or none.")
+  if over_long not in ("auto", *WHOLE_OVER_LONG) and config.strategy.name in WITH_PARTS:
+    raise ConfigError(f"input.over_long is {over_long!r}, which strategy {config.strategy.name!r} cannot do: "
+                      f"the parts of an example belong together. Use {', '.join(WHOLE_OVER_LONG)}.")
+  packing = ("concat" if texts else "best_fit") if packing == "auto" else packing
+  over_long = ("split" if texts else "truncate_end") if over_long == "auto" else over_long
+  return packing, over_long, normalize
+
+
+def pack(config: ConfigDict, tokens: TokenizedSource, *, shuffle: bool = True) -> "PackedSource":
+  """A source laid into rows as the config says; what is lost by that is logged.
+
+  Raises:
+    ConfigError, DataError: see `resolve_layout`, `make_plan`.
+  """
+  packing, over_long, normalize = resolve_layout(config)
+  units, count = None, None if tokens.weights is None else tokens.count_trained
+  if tokens.parts_each:
+    units = Units(tokens, config.seq_len, over_long, config.input.max_over_long)
+    count = units.count
+  plan = make_plan(
+      packing, np.diff(tokens.offsets), config.seq_len, seed=config.seed if shuffle else 0, name=tokens.name,
+      shuffle=shuffle, over_long=over_long, max_over_long=config.input.max_over_long, count=count,
+      spans=None if units is None else units.spans)
+  s = plan.stats()
+  if s.lost:
+    logging.warning(
+        "source %r: of %d documents, %d are truncated and %d dropped (input.over_long=%s, seq_len=%d): %d of %d tokens "
+        "are lost.", tokens.name, s.documents, s.truncated, s.too_long, over_long, config.seq_len, s.lost, s.tokens)
+  if s.untrained:
+    logging.warning("source %r: %d documents or parts of them are left out: none of their tokens is trained.",
+                    tokens.name, s.untrained)
+  return PackedSource(tokens, plan, normalize, units)
 
 
 class PackedSource:
-  """A tokenised source with its plan."""
+  """A tokenised source with its plan; `units` if its documents have parts."""
 
-  def __init__(self, tokens: TokenizedSource, plan: Plan):
-    self.tokens, self.plan = tokens, plan
+  def __init__(self, tokens: TokenizedSource, plan: Plan, normalize: str = "token", units: Units | None = None):
+    self.tokens, self.plan, self.units, self._normalize = tokens, plan, units, normalize
+    # The most segments of a row, in whatever epoch, where documents have parts; else 0.
+    self.sequences = 0 if units is None else plan.most_pieces * units.each
+    # Of a reference model, for each of `tokens`, float32; None: batches do without.
+    self.reference: np.ndarray | None = None
 
-  def fill(self, batch: dict[str, np.ndarray], where: np.ndarray, epoch: int, rows: np.ndarray, source_id: int) -> None:
-    """Writes rows `rows` of `epoch` into rows `where` of `batch`."""
-    fill(batch, where, self.tokens, self.plan.pieces(epoch, rows))
+  def fill(
+      self, batch: dict[str, np.ndarray], where: np.ndarray, epoch: int, rows: np.ndarray, source_id: int
+  ) -> tuple[np.ndarray, np.ndarray]:
+    """Writes rows `rows` of `epoch` into rows `where` of `batch`; returns what `fill` does."""
+    source, pieces = self.tokens, self.plan.pieces(epoch, rows)
+    if self.units is not None:
+      pieces, marks = self.units.parts(pieces)
+      source = source.of_parts()
+      _, nth = ragged(np.bincount(pieces.row, minlength=len(where)))
+      batch["sequences"][where[pieces.row], nth] = marks
+    flat, token = fill(batch, where, source, pieces, self._normalize)
+    if self.reference is not None:
+      trained = batch["loss_weights"].reshape(-1)[flat] != 0
+      batch["ref_logprobs"].reshape(-1)[flat[trained]] = self.reference[token[trained]]
     batch["source_ids"][where] = source_id
+    return flat, token
+
+  def counts(self) -> dict[str, Any]:
+    """This source's row of `stats_table`."""
+    s, tokens = self.plan.stats(), self.tokens
+    too_long = {"too long": s.too_long} if self.units is None else {"too long": 0, **self.units.dropped}
+    return {
+        "source": tokens.name,
+        "documents": s.documents,
+        "skipped": sum(tokens.skipped.values()),
+        **{f"dropped: {why}": n for why, n in tokens.dropped.items()},
+        **{f"dropped: {why}": n for why, n in too_long.items()},
+        "truncated": s.truncated,
+        "tokens lost": s.lost,
+        "pieces untrained": s.untrained,
+        "bytes": int(tokens.num_bytes.sum()),
+        "tokens": s.tokens,
+        "rows": s.rows,
+        "documents split": s.split,
+        "padded %": 100 * s.padded,
+        "supervised %": 100 * s.trained / (s.rows * self.plan.seq_len),
+        "records": _list_shapes(tokens.shapes),
+    }
+
+
+def _list_shapes(shapes: dict[str, int]) -> str:
+  return ", ".join(f"{n:,} {shape}" for shape, n in shapes.items()) if shapes.keys() - {"text"} else ""
+
+
+# Columns of `stats_table` that are there even if they hold zeros only.
+ALWAYS = ("source", "documents", "skipped", "bytes", "tokens", "rows", "documents split", "padded %", "supervised %")
+
+
+def stats_table(sources: Iterable[PackedSource]) -> list[dict[str, Any]]:
+  """One row a source, all with the same columns; what was dropped, truncated or left out has one if there is any.
+
+  `records` says what the records were taken for, if any was not a plain text.
+  """
+  rows = [source.counts() for source in sources]
+  reasons = list(dict.fromkeys(key for row in rows for key in row if key not in rows[0]))
+  columns = list(rows[0])
+  at = columns.index("dropped: too long")
+  columns[at:at] = reasons
+  columns = [key for key in columns if key in ALWAYS or any(row.get(key) for row in rows)]
+  return [{key: row.get(key, 0) for key in columns} for row in rows]

@@ -1,22 +1,21 @@
 """Tokenised sources on disk: built once, keyed by content, read at random through memory maps.
 
 A cache is a folder `<name>-<key>` with `tokens.bin` (uint16 or uint32, all documents end to end), `offsets.bin`
-(int64 [documents + 1], where each document begins) and `num_bytes.bin` (int64 [documents], UTF-8 bytes) and
-`meta.json`. The key is a hash of everything that decides the content, so a changed file, split or tokenizer
-gets another folder. A folder appears under its final name by one rename, when it is complete.
+(int64 [documents + 1], where each document begins), `num_bytes.bin` (int64 [records], UTF-8 bytes of the texts in
+each record), `meta.json`, and, if some document has weights, `weights.bin` (float32, one for each token). If documents
+consist of parts, as preferences do, `parts.bin` (int64 [documents * parts + 1], where each part begins) and `marks.bin`
+(float32 [documents * parts]) say which. The key is a hash of everything that decides the content, so a changed file,
+split, tokenizer or template gets another folder. A folder appears under its final name by one rename, when it is
+complete.
 """
 
-import contextlib
-import errno
 import hashlib
 import json
 import os
 import re
-import shutil
-import tempfile
-import time
-import zlib
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator
+from itertools import pairwise
 from pathlib import Path
 from typing import NamedTuple
 
@@ -24,82 +23,77 @@ import numpy as np
 from absl import logging
 from tqdm import tqdm
 
-from input_pipeline.files import DataError, hash_file
-from input_pipeline.sources import Document, Source, utf8
-from input_pipeline.tokenizer import Tokenizer
+from input_pipeline import folders
+from input_pipeline.examples import Encoded, Encoder
+from input_pipeline.files import DataError, FileHasher
+from input_pipeline.readers import Record
+from input_pipeline.sources import Source, utf8
 
-# Raise when the same source and tokenizer would give other files.
-VERSION = 1
-BATCH_BYTES, BATCH_DOCUMENTS = 4 << 20, 1024
-# Checksums cover blocks of so many bytes; of a large file only so many, evenly spaced, are read on opening.
-BLOCK_BYTES, BLOCKS_CHECKED = 16 << 20, 64
-# A temporary folder untouched for so long belongs to a build that died.
-ABANDONED_SECONDS = 6 * 3600
-ARRAYS = ("tokens", "offsets", "num_bytes")
+# Raise when the same source and encoder would give other files.
+VERSION = 3
+BATCH_BYTES, BATCH_RECORDS = 4 << 20, 1024
+# Tokens whose weights are read at a time.
+WEIGHTS_READ = 1 << 22
 
 
 class TokenizedSource(NamedTuple):
-  """Memory maps of one tokenised source; document d is tokens[offsets[d]:offsets[d + 1]]."""
+  """Memory maps of one tokenised source; document d is tokens[offsets[d]:offsets[d + 1]], weights likewise."""
 
   name: str
   tokens: np.ndarray
   offsets: np.ndarray
+  # Of each record, which is a document where the encoder makes one of each.
   num_bytes: np.ndarray
   # Identity of the content, equal on every machine.
   fingerprint: str
-  # What the build skipped: {"empty": …, "undecodable": …}.
+  # Records that the source skipped: {"empty": …, "undecodable": …}.
   skipped: dict[str, int]
+  # Float32, of predicting each token; None: all are 1.
+  weights: np.ndarray | None = None
+  # Records that the encoder dropped, by its reasons.
+  dropped: dict[str, int] = {}  # noqa: RUF012 (nobody changes it)
+  # Records by what the encoder took them for.
+  shapes: dict[str, int] = {}  # noqa: RUF012
+  # Where the parts of documents begin, and what each is, see `Encoded`; all documents have as many. None: no parts.
+  parts: np.ndarray | None = None
+  marks: np.ndarray | None = None
+  # Where it lies; None: only in memory.
+  folder: Path | None = None
 
   @property
   def num_documents(self) -> int:
-    return len(self.num_bytes)
+    return len(self.offsets) - 1
 
+  @property
+  def parts_each(self) -> int:
+    """Parts of a document; 0: it has none."""
+    return 0 if self.marks is None else len(self.marks) // self.num_documents
 
-class FileHasher:
-  """Content hashes of files, remembered in `folder` for large files that did not change since.
+  def of_parts(self) -> "TokenizedSource":
+    """The same with each part as a document."""
+    return self._replace(offsets=self.parts)
 
-  A remembered hash counts only for the same path, size, inode, modification time and inode change time, of
-  which the last cannot be set back, and only if the file had rested for two seconds when it was hashed.
-  """
+  def count_trained(self, doc: np.ndarray, begin: np.ndarray, end: np.ndarray) -> np.ndarray:
+    """How many of tokens begin + 1 to end of each document have a weight, int64 like the arguments.
 
-  SMALL, REST_NS = 1 << 20, 2 * 10**9
-
-  def __init__(self, folder: Path):
-    self._file = Path(folder) / "hashes.json"
-    try:
-      self._known = json.loads(self._file.read_text("utf-8"))
-    except (OSError, ValueError):
-      self._known = {}
-    self._changed = False
-
-  def __call__(self, path: Path) -> str:
-    path = path.resolve()
-    stat = os.stat(path)
-    if stat.st_size < self.SMALL or os.name == "nt":  # there, st_ctime_ns is the time of creation
-      return hash_file(path)
-    identity = [stat.st_size, stat.st_ino, stat.st_mtime_ns, stat.st_ctime_ns]
-    known = self._known.get(str(path))
-    if known and known[:-1] == identity:
-      return known[-1]
-    content = hash_file(path)
-    if time.time_ns() - max(stat.st_mtime_ns, stat.st_ctime_ns) > self.REST_NS:
-      self._known[str(path)] = [*identity, content]
-      self._changed = True
-    return content
-
-  def save(self) -> None:
-    """Writes what was learnt; losing it costs time only."""
-    if self._changed:
-      temporary = self._file.with_name(f".hashes.{os.getpid()}")
-      with contextlib.suppress(OSError):  # a cache that is only read may lie on a read-only disk
-        self._file.parent.mkdir(parents=True, exist_ok=True)
-        temporary.write_text(json.dumps(self._known), "utf-8")
-        os.replace(temporary, self._file)
-      self._changed = False
+    Pieces come in the order of the documents and, in a document, of their places.
+    """
+    start = self.offsets[doc] + np.minimum(begin + 1, end)
+    stop = self.offsets[doc] + end
+    if self.weights is None:
+      return np.asarray(stop - start)
+    counts, first = np.zeros(len(start), np.int64), 0
+    while first < len(start):
+      last = max(first + 1, int(np.searchsorted(stop, start[first] + WEIGHTS_READ, "right")))
+      here = slice(first, last)
+      total = np.concatenate([[0], np.cumsum(self.weights[start[first]:stop[last - 1]] != 0)])
+      counts[here] = total[stop[here] - start[first]] - total[start[here] - start[first]]
+      first = last
+    return counts
 
 
 def tokenize_source(
-    source: Source, tokenizer: Tokenizer, cache_dir: Path, add_bos: bool, add_eos: bool, progress: bool = False
+    source: Source, encoder: Encoder, vocab_size: int, cache_dir: Path, progress: bool = False
 ) -> TokenizedSource:
   """The tokenised `source`, from `cache_dir` or, if it is not there or is damaged, built there first.
 
@@ -107,10 +101,9 @@ def tokenize_source(
 
   Args:
     source: what to tokenise.
-    tokenizer: its BOS and EOS are added where it has them and `add_bos`, `add_eos` ask for it.
+    encoder: makes documents of its records.
+    vocab_size: the tokenizer's; all ids are below it.
     cache_dir: folder of the caches.
-    add_bos: begin each document with BOS.
-    add_eos: end each document with EOS.
     progress: show a bar while building.
 
   Raises:
@@ -119,95 +112,165 @@ def tokenize_source(
   """
   cache_dir = Path(cache_dir)
   hasher = FileHasher(cache_dir)
-  bos = tokenizer.bos_id if add_bos else None
-  eos = tokenizer.eos_id if add_eos else None
   content = source.fingerprint(hasher)
-  parts = json.dumps([VERSION, content, tokenizer.fingerprint, bos, eos])
+  parts = json.dumps([VERSION, content, encoder.fingerprint, vocab_size])
   hasher.save()
   key = hashlib.blake2b(parts.encode(), digest_size=12).hexdigest()
   folder = cache_dir / f"{re.sub(r'[^A-Za-z0-9_.-]', '_', source.name)}-{key}"
   if folder.exists():
-    damage = find_damage(folder)
+    damage = folders.find_damage(folder, _arrays)
     if damage is None:
       return _open(folder, source.name)
     logging.warning("token cache %s is damaged (%s); building it again.", folder, damage)
-    _remove(folder)
-  try:
-    cache_dir.mkdir(parents=True, exist_ok=True)
-    _remove_abandoned(cache_dir)
-    temporary = Path(tempfile.mkdtemp(prefix=f".tmp-{folder.name}-", dir=cache_dir))
-    try:
-      _build(temporary, source, tokenizer, bos, eos, key, progress)
-      if source.fingerprint(hasher) != content:
-        raise DataError(f"source {source.name!r}: its files changed while they were read. Run the command again.")
-      _publish(temporary, folder)
-    finally:
-      shutil.rmtree(temporary, ignore_errors=True)
-  except OSError as e:
-    full = "the disk is full" if e.errno in (errno.ENOSPC, errno.EDQUOT) else e.strerror or str(e)
-    raise OSError(
-        e.errno, f"cannot write the token cache: {full}. Make room, or set input.cache_dir to another folder",
-        str(cache_dir),
-    ) from e
+    folders.remove(folder)
+  with folders.new(folder, "the token cache") as temporary:
+    _build(temporary, source, encoder, vocab_size, key, progress)
+    if source.fingerprint(hasher) != content:
+      raise DataError(f"source {source.name!r}: its files changed while they were read. Run the command again.")
+    folders.publish(temporary, folder, _arrays)
   return _open(folder, source.name)
 
 
-def _build(folder: Path, source: Source, tokenizer: Tokenizer, bos, eos, key: str, progress: bool) -> None:
-  """Streams the source's documents through the tokenizer into `folder`."""
-  dtype = np.dtype("<u2" if tokenizer.vocab_size <= 1 << 16 else "<u4")
-  documents = total = 0
-  head = np.array([] if bos is None else [bos], dtype)
-  tail = np.array([] if eos is None else [eos], dtype)
+def _build(folder: Path, source: Source, encoder: Encoder, vocab_size: int, key: str, progress: bool) -> None:
+  """Streams the source's records through the encoder into `folder`."""
+  dropped: Counter[str] = Counter()
+  shapes: Counter[str] = Counter()
+  records = 0
   bar = tqdm(
       total=source.total_bytes(), desc=f"tokenizing {source.name}", unit="B", unit_scale=True, disable=not progress
   )
-  with bar, _Writer(folder, ARRAYS) as writer:
-    writer.write("offsets", np.zeros(1, "<i8"))
-    for batch in _batches(source.documents()):
-      ids = tokenizer.encode_batch([document.text for document in batch])
-      lengths = np.array([len(i) + len(head) + len(tail) for i in ids], "<i8")
-      writer.write("tokens", np.concatenate([a for i in ids for a in (head, i.astype(dtype), tail)]))
-      writer.write("offsets", total + np.cumsum(lengths))
-      writer.write("num_bytes", np.array([len(utf8(d.text, d.name)) for d in batch], "<i8"))
-      total += int(lengths.sum())
-      documents += len(batch)
+  with bar, _Writer(folder) as writer:
+    documents = _Documents(writer, source.name, vocab_size, getattr(encoder, "with_next", None))
+    for batch, num_bytes in _batches(source.records(), encoder):
+      results = encoder.encode(batch)
+      shapes.update(map(encoder.describe, batch))
+      dropped.update(r for r in results if isinstance(r, str))
+      documents.write([r for r in results if not isinstance(r, str)])
+      writer.write("num_bytes", np.array(num_bytes, "<i8"))
+      records += len(batch)
       bar.update(source.tally.bytes_read - bar.n)
     bar.update(source.tally.bytes_read - bar.n)
-    if not total:
-      raise DataError(f"source {source.name!r}: its {documents} documents have no tokens under this tokenizer.")
+    documents.close()
     skipped = {"empty": source.tally.empty, "undecodable": source.tally.undecodable}
-    if any(skipped.values()):
-      # Empty documents have nothing to lose; both counts are in the start-up table.
-      logging.log(logging.WARNING if skipped["undecodable"] else logging.INFO,
-                  "source %r: skipped %s", source.name, ", ".join(f"{n} {why}" for why, n in skipped.items()))
+    _say_what_is_left_out(source.name, skipped, dropped)
+    if not documents.tokens:
+      reasons = ", ".join(f"{n} dropped: {why}" for why, n in dropped.items())
+      raise DataError(f"source {source.name!r}: its {records} documents have no tokens under this tokenizer"
+                      f"{f' ({reasons})' if reasons else ''}.")
     meta = {
         "key": key,
-        "dtype": dtype.str,
-        "documents": documents,
-        "tokens": total,
+        "dtype": documents.dtype.str,
+        "records": records,
+        "documents": documents.count,
+        "tokens": documents.tokens,
+        "weights": documents.has_weights,
+        "parts": documents.parts_each or 0,
         "skipped": skipped,
+        "dropped": dict(dropped),
+        "shapes": dict(shapes.most_common()),
         "checksums": writer.checksums(),
     }
     (folder / "meta.json").write_text(json.dumps(meta), "utf-8")
 
 
-def _batches(documents: Iterator[Document]) -> Iterator[list[Document]]:
-  batch, size = [], 0
-  for document in documents:
-    batch.append(document)
-    size += len(document.text)
-    if size >= BATCH_BYTES or len(batch) >= BATCH_DOCUMENTS:
-      yield batch
-      batch, size = [], 0
+def _say_what_is_left_out(name: str, skipped: dict[str, int], dropped: dict[str, int]) -> None:
+  """Empty documents have nothing to lose; all counts are in the start-up table, too."""
+  if any(skipped.values()):
+    logging.log(logging.WARNING if skipped["undecodable"] else logging.INFO,
+                "source %r: skipped %s", name, ", ".join(f"{n} {why}" for why, n in skipped.items()))
+  if dropped:
+    logging.warning("source %r: dropped %s", name, ", ".join(f"{n} ({why})" for why, n in dropped.items()))
+
+
+def _batches(records: Iterator[Record], encoder: Encoder) -> Iterator[tuple[list[Record], list[int]]]:
+  """Records to encode together, and the bytes of text in each."""
+  batch, sizes, held = [], [], 0
+  for record in records:
+    batch.append(record)
+    sizes.append(sum(len(utf8(text, record.where)) for text in encoder.texts(record)))
+    held += sizes[-1] + sum(len(v) for v in record.fields.values() if isinstance(v, list))
+    if held >= BATCH_BYTES or len(batch) >= BATCH_RECORDS:
+      yield batch, sizes
+      batch, sizes, held = [], [], 0
   if batch:
-    yield batch
+    yield batch, sizes
+
+
+class _Documents:
+  """Writes documents; `weights.bin` begins with the first document that has weights, and holds those before it too.
+
+  `with_next`, if there is one, makes of each document and the one after it what is written in its place; after the last
+  one comes the first.
+  """
+
+  def __init__(self, writer: "_Writer", source: str, vocab_size: int,
+               with_next: Callable[[Encoded, Encoded | None], Encoded] | None = None):
+    self._writer, self._source, self._vocab_size, self._with_next = writer, source, vocab_size, with_next
+    self.dtype = np.dtype("<u2" if vocab_size <= 1 << 16 else "<u4")
+    self.count = self.tokens = 0
+    self.has_weights = False
+    # Parts of each document, known from the first one on.
+    self.parts_each: int | None = None
+    self._first: Encoded | None = None
+    self._held: list[Encoded] = []
+    writer.write("tokens", np.zeros(0, self.dtype))
+    writer.write("offsets", np.zeros(1, "<i8"))
+
+  def write(self, documents: list[Encoded]) -> None:
+    if self._with_next is None:
+      self._write(documents)
+    elif documents:
+      self._first = self._first or documents[0]
+      documents = self._held + documents
+      self._write([self._with_next(*pair) for pair in pairwise(documents)])
+      self._held = documents[-1:]
+
+  def close(self) -> None:
+    """Writes what waited for another."""
+    for last in self._held:
+      self._write([self._with_next(last, None if last is self._first else self._first)])
+    self._held = []
+
+  def _write(self, documents: list[Encoded]) -> None:
+    if not documents:
+      return
+    ids = np.concatenate([d.ids for d in documents])
+    if len(ids) and not 0 <= ids.min() <= ids.max() < self._vocab_size:
+      raise DataError(f"source {self._source!r}: its documents were given ids from {ids.min()} to {ids.max()}, but the "
+                      f"tokenizer's vocabulary is {self._vocab_size}. Use the tokenizer that belongs to these data.")
+    if not self.has_weights and any(d.weights is not None for d in documents):
+      self.has_weights = True
+      for start in range(0, self.tokens, BATCH_BYTES):
+        self._writer.write("weights", np.ones(min(BATCH_BYTES, self.tokens - start), "<f4"))
+    if self.has_weights:
+      weights = [np.ones(len(d.ids), np.float32) if d.weights is None else d.weights for d in documents]
+      self._writer.write("weights", np.concatenate(weights).astype("<f4"))
+    self._write_parts(documents)
+    lengths = np.array([len(d.ids) for d in documents], "<i8")
+    self._writer.write("tokens", ids.astype(self.dtype))
+    self._writer.write("offsets", self.tokens + np.cumsum(lengths))
+    self.tokens += int(lengths.sum())
+    self.count += len(documents)
+
+  def _write_parts(self, documents: list[Encoded]) -> None:
+    if self.parts_each is None:
+      self.parts_each = len(documents[0].parts)
+      if self.parts_each:
+        self._writer.write("parts", np.zeros(1, "<i8"))
+    for d in documents:
+      if not len(d.parts) == len(d.marks) == self.parts_each or d.parts and sum(d.parts) != len(d.ids):
+        raise ValueError(f"a document of {len(d.ids)} tokens has the parts {d.parts} and marks {d.marks}, where others "
+                         f"have {self.parts_each} parts")
+    if self.parts_each:
+      self._writer.write("parts", self.tokens + np.cumsum([d.parts for d in documents], dtype="<i8"))
+      self._writer.write("marks", np.array([d.marks for d in documents], "<f4"))
 
 
 class _Writer:
-  """Appends to the arrays' files; on leaving, what they hold is on disk."""
+  """Appends to the arrays' files, each made when it is first written to; `checksums` forces them to disk."""
 
-  def __init__(self, folder: Path, names: tuple[str, ...]):
-    self._files = {name: open(folder / f"{name}.bin", "w+b") for name in names}
+  def __init__(self, folder: Path):
+    self._folder, self._files = folder, {}
 
   def __enter__(self):
     return self
@@ -217,6 +280,8 @@ class _Writer:
       file.close()
 
   def write(self, name: str, values: np.ndarray) -> None:
+    if name not in self._files:
+      self._files[name] = open(self._folder / f"{name}.bin", "w+b")
     self._files[name].write(values.tobytes())
 
   def checksums(self) -> dict[str, list[int]]:
@@ -225,75 +290,23 @@ class _Writer:
     for name, file in self._files.items():
       file.flush()
       os.fsync(file.fileno())
-      file.seek(0)
-      sums[name] = [zlib.crc32(block) for block in iter(lambda f=file: f.read(BLOCK_BYTES), b"")]
+      sums[name] = folders.block_sums(file)
     return sums
 
 
-def _publish(temporary: Path, folder: Path) -> None:
-  """Gives a complete build its final name, unless another process was first."""
-  os.chmod(temporary, 0o755)  # mkdtemp makes it private
-  try:
-    os.rename(temporary, folder)
-  except OSError:
-    if find_damage(folder) is not None:
-      raise
-    logging.info("token cache %s was built by another process meanwhile; using that.", folder)
-
-
-def find_damage(folder: Path) -> str | None:
-  """What is wrong with a cache folder, or None. Sizes are always checked, checksums of large files in part."""
-  try:
-    meta = json.loads((folder / "meta.json").read_text("utf-8"))
-    sizes = {
-        "tokens": meta["tokens"] * np.dtype(meta["dtype"]).itemsize,
-        "offsets": (meta["documents"] + 1) * 8,
-        "num_bytes": meta["documents"] * 8,
-    }
-    for name, size in sizes.items():
-      file = folder / f"{name}.bin"
-      if file.stat().st_size != size:
-        return f"{file.name} has {file.stat().st_size} bytes instead of {size}"
-      sums = meta["checksums"][name]
-      checked = range(len(sums))
-      if len(sums) > BLOCKS_CHECKED:
-        checked = np.linspace(0, len(sums) - 1, BLOCKS_CHECKED).astype(int).tolist()
-      with open(file, "rb") as f:
-        for block in checked:
-          f.seek(block * BLOCK_BYTES)
-          if zlib.crc32(f.read(BLOCK_BYTES)) != sums[block]:
-            return f"{file.name} does not match its checksum near byte {block * BLOCK_BYTES}"
-  except FileNotFoundError as e:
-    return f"{Path(e.filename).name} is missing"
-  except (ValueError, KeyError, TypeError) as e:
-    return f"meta.json is not readable: {e!r}"
-  return None
+def _arrays(meta: dict) -> dict[str, tuple[str, int]]:
+  """(dtype, length) of each array of a cache."""
+  arrays = {"tokens": (meta["dtype"], meta["tokens"]), "offsets": ("<i8", meta["documents"] + 1),
+            "num_bytes": ("<i8", meta["records"])}
+  if meta["weights"]:
+    arrays["weights"] = ("<f4", meta["tokens"])
+  if parts := meta.get("parts", 0) * meta["documents"]:
+    arrays |= {"parts": ("<i8", parts + 1), "marks": ("<f4", parts)}
+  return arrays
 
 
 def _open(folder: Path, name: str) -> TokenizedSource:
   meta = json.loads((folder / "meta.json").read_text("utf-8"))
-  dtypes = {"tokens": meta["dtype"], "offsets": "<i8", "num_bytes": "<i8"}
-  maps = {a: np.memmap(folder / f"{a}.bin", dtypes[a], mode="r") for a in ARRAYS}
-  return TokenizedSource(name, **maps, fingerprint=meta["key"], skipped=meta["skipped"])
-
-
-def _remove(folder: Path) -> None:
-  """Removes a damaged cache, out of the way of other processes first."""
-  aside = folder.with_name(f".tmp-{folder.name}-damaged-{os.getpid()}-{time.time_ns()}")
-  try:
-    os.rename(folder, aside)
-  except FileNotFoundError:
-    return  # another process was first
-  shutil.rmtree(aside, ignore_errors=True)
-
-
-def _remove_abandoned(cache_dir: Path) -> None:
-  """Removes what builds that died have left."""
-  for folder in cache_dir.glob(".tmp-*"):
-    try:
-      newest = max(p.stat().st_mtime for p in (folder, *folder.iterdir()))
-    except OSError:
-      continue  # its build has just ended
-    if time.time() - newest > ABANDONED_SECONDS:
-      logging.warning("removing %s, which an unfinished build has left.", folder)
-      shutil.rmtree(folder, ignore_errors=True)
+  maps = {key: np.memmap(folder / f"{key}.bin", dtype, mode="r") for key, (dtype, _) in _arrays(meta).items()}
+  counts = {key: meta[key] for key in ("skipped", "dropped", "shapes")}
+  return TokenizedSource(name, **maps, fingerprint=meta["key"], folder=folder, **counts)

@@ -1,67 +1,80 @@
-"""Evaluation data: every document exactly once, in order."""
+"""Evaluation data: every document exactly once, in order, weighted as in training."""
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from ml_collections import ConfigDict
 
-from input_pipeline.batches import PackedSource, empty_batch
-from input_pipeline.cache import tokenize_source
-from input_pipeline.packing import make_plan
-from input_pipeline.sources import Source, open_source
+from input_pipeline.batches import PackedSource, pack, stats_table
+from input_pipeline.cache import TokenizedSource, tokenize_source
+from input_pipeline.examples import Encoder, learns_texts, open_examples
+from input_pipeline.reference import PackedData
+from input_pipeline.sources import Source
 from input_pipeline.tokenizer import Tokenizer
 from trainer.config import ConfigError
 
 
+def default_cache_dir(config: ConfigDict, workdir: str | Path) -> Path:
+  """Where tokenised sources are kept."""
+  return Path(config.input.cache_dir) if config.input.cache_dir else Path(workdir) / "cache"
+
+
 def make_eval_data(
-    cfg_sources: ConfigDict, tokenizer: Tokenizer, *, seq_len: int, split: str | None = None,
-    max_documents: int | None = None, packing: str = "concat", cache_dir: str | Path, add_bos: bool, add_eos: bool,
-    progress: bool = False,
+    config: ConfigDict, tokenizer: Tokenizer, *, workdir: str | Path, sources: ConfigDict | None = None,
+    split: str | None = None, max_documents: int | None = None, progress: bool = False,
 ) -> "EvalData":
-  """Evaluation data of the sources in `cfg_sources`; tokenises what is not in the cache yet.
+  """Evaluation data, encoded and packed as the config has it for training; tokenises what is not in the cache yet.
 
   Args:
-    cfg_sources: name -> config, as in `input.sources`; weights play no part.
+    config: the whole config; the sources' weights play no part.
     tokenizer: the training run's.
-    seq_len: places in a row.
+    workdir: the run's, for the token caches.
+    sources: name -> config, in place of `input.sources`.
     split: in place of the sources' own; None keeps theirs.
     max_documents: a limit for each source, beside its own.
-    packing: concat | best_fit | none.
-    cache_dir: folder of the token caches.
-    add_bos: as in training.
-    add_eos: as in training.
     progress: show a bar while tokenising.
 
   Raises:
-    ConfigError, DataError, OSError: see `open_source`, `tokenize_source`.
+    ConfigError, DataError, OSError: see `open_source`, `tokenize_source`, `pack`.
   """
-  if not len(cfg_sources):
+  sources = config.input.sources if sources is None else sources
+  if not len(sources):
     raise ConfigError("no evaluation sources: set evals.<name>.sources or input.sources.")
-  sources, packed = [], []
-  for name in sorted(cfg_sources):
-    source = open_source(cfg_sources[name], name, split=split, max_documents=max_documents)
-    tokens = tokenize_source(source, tokenizer, Path(cache_dir), add_bos, add_eos, progress)
-    plan = make_plan(packing, np.diff(tokens.offsets), seq_len, seed=0, name=name, shuffle=False)
-    sources.append(source)
-    packed.append(PackedSource(tokens, plan))
-  return EvalData(sources, packed, seq_len, tokenizer.pad_id)
+  opened, packed = [], []
+  for name in sorted(sources):
+    source, encoder = open_examples(config, tokenizer, sources[name], name, split=split, max_documents=max_documents)
+    tokens = tokenize_source(source, encoder, tokenizer.vocab_size, default_cache_dir(config, workdir), progress)
+    opened.append((source, encoder))
+    packed.append(pack(config, tokens, shuffle=False))
+  return EvalData(opened, packed, config.seq_len, tokenizer.pad_id, count_bytes=learns_texts(config))
 
 
-class EvalData:
-  """Rows of all sources, one source after another. `num_bytes` counts each source's UTF-8 bytes.
+class EvalData(PackedData):
+  """Rows of all sources, one source after another.
 
-  Without a BOS, a document's first token is not predicted, yet its bytes are in `num_bytes`.
+  `num_bytes` counts each source's UTF-8 bytes. It is None where bits per byte would mean nothing, because the tokens
+  evaluated are not those of a known text: some are not trained, or lost by `input.over_long`, or came as tokens; and in
+  conversations always. Without a BOS, a document's first token is not predicted, yet its bytes are in `num_bytes`.
   """
 
-  def __init__(self, sources: list[Source], packed: list[PackedSource], seq_len: int, pad_id: int):
-    self._sources, self._packed, self._seq_len, self._pad_id = sources, packed, seq_len, pad_id
-    self.source_names = tuple(source.name for source in sources)
+  def __init__(
+      self, sources: list[tuple[Source, Encoder]], packed: list[PackedSource], seq_len: int, pad_id: int,
+      count_bytes: bool,
+  ):
+    super().__init__(packed, seq_len, pad_id)
+    self._sources = sources
+    self.source_names = tuple(source.name for source, _ in sources)
     self._starts = np.cumsum([0, *(p.plan.num_rows for p in packed)])
     self.num_rows = int(self._starts[-1])
-    tokens = {p.tokens.name: p.tokens for p in packed}
-    self.num_documents: dict[str, int] = {name: t.num_documents for name, t in tokens.items()}
-    self.num_bytes: dict[str, int] = {name: int(t.num_bytes.sum()) for name, t in tokens.items()}
+    self.num_documents: dict[str, int] = {p.tokens.name: p.tokens.num_documents for p in packed}
+    self.num_bytes: dict[str, int | None] = {
+        p.tokens.name: _num_bytes(p.tokens) if count_bytes and not p.plan.stats().lost else None for p in packed}
+
+  def stats(self) -> list[dict[str, Any]]:
+    """One row a source, as `TrainData.stats`."""
+    return stats_table(self._packed)
 
   def num_batches(self, batch_size: int) -> int:
     return -(-self.num_rows // batch_size)
@@ -69,7 +82,7 @@ class EvalData:
   def batch(self, i: int, batch_size: int, rows: slice | np.ndarray = slice(None)) -> dict[str, np.ndarray]:
     """Rows `rows` of the i-th batch; past the last row, padding (segment 0, weight 0, source -1)."""
     k = i * batch_size + np.arange(batch_size)[rows]
-    batch = empty_batch(len(k), self._seq_len, self._pad_id)
+    batch = self._empty(len(k))
     for s, source in enumerate(self._packed):
       here = np.flatnonzero((self._starts[s] <= k) & (k < self._starts[s + 1]))
       if len(here):
@@ -78,6 +91,12 @@ class EvalData:
 
   def raw_texts(self) -> Iterator[str]:
     """Texts of all documents, in order, read from the sources again."""
-    for source in self._sources:
-      for document in source.documents():
-        yield document.text
+    for source, encoder in self._sources:
+      for record in source.records():
+        yield from encoder.texts(record)
+
+
+def _num_bytes(tokens: TokenizedSource) -> int | None:
+  """Bytes of the texts, if every token is of one and counts fully."""
+  known = tokens.weights is None and not tokens.dropped and bool((tokens.num_bytes > 0).all())
+  return int(tokens.num_bytes.sum()) if known else None

@@ -1,13 +1,16 @@
 """Finding a source's files in a fixed order, and reading their bytes and lines with useful errors."""
 
+import contextlib
 import glob
 import gzip
 import hashlib
+import json
 import os
+import time
 import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from absl import logging
 
@@ -24,6 +27,19 @@ class File(NamedTuple):
 
   name: str
   path: Path
+
+
+class Record(NamedTuple):
+  """A row of a file, or a file.
+
+  `name` is its file's relative name, with ":line" or "[row]" where a file holds several; `where` tells people where it
+  is, as in "data/a.jsonl:7". `fields` are JSON's types and whatever else the format has (bytes, dates). A text that
+  belongs to no field has the name of the reader's `text_key`.
+  """
+
+  name: str
+  where: str
+  fields: dict[str, Any]
 
 
 class Tally:
@@ -124,6 +140,49 @@ def hash_file(path: Path) -> str:
     while chunk := f.read(CHUNK):
       digest.update(chunk)
   return digest.hexdigest()
+
+
+class FileHasher:
+  """Content hashes of files, remembered in `folder` for large files that did not change since.
+
+  A remembered hash counts only for the same path, size, inode, modification time and inode change time, of
+  which the last cannot be set back, and only if the file had rested for two seconds when it was hashed.
+  """
+
+  SMALL, REST_NS = 1 << 20, 2 * 10**9
+
+  def __init__(self, folder: Path):
+    self._file = Path(folder) / "hashes.json"
+    try:
+      self._known = json.loads(self._file.read_text("utf-8"))
+    except (OSError, ValueError):
+      self._known = {}
+    self._changed = False
+
+  def __call__(self, path: Path) -> str:
+    path = path.resolve()
+    stat = os.stat(path)
+    if stat.st_size < self.SMALL or os.name == "nt":  # there, st_ctime_ns is the time of creation
+      return hash_file(path)
+    identity = [stat.st_size, stat.st_ino, stat.st_mtime_ns, stat.st_ctime_ns]
+    known = self._known.get(str(path))
+    if known and known[:-1] == identity:
+      return known[-1]
+    content = hash_file(path)
+    if time.time_ns() - max(stat.st_mtime_ns, stat.st_ctime_ns) > self.REST_NS:
+      self._known[str(path)] = [*identity, content]
+      self._changed = True
+    return content
+
+  def save(self) -> None:
+    """Writes what was learnt; losing it costs time only."""
+    if self._changed:
+      temporary = self._file.with_name(f".hashes.{os.getpid()}")
+      with contextlib.suppress(OSError):  # a cache that is only read may lie on a read-only disk
+        self._file.parent.mkdir(parents=True, exist_ok=True)
+        temporary.write_text(json.dumps(self._known), "utf-8")
+        os.replace(temporary, self._file)
+      self._changed = False
 
 
 def open_binary(path: Path):

@@ -14,17 +14,19 @@ import numpy as np
 from absl import logging
 from ml_collections import ConfigDict
 
-from input_pipeline.batches import PackedSource, empty_batch
+from input_pipeline.batches import PackedSource, pack, resolve_layout, stats_table
 from input_pipeline.cache import tokenize_source
-from input_pipeline.evaluation import EvalData, make_eval_data
+from input_pipeline.evaluation import EvalData, default_cache_dir, make_eval_data
+from input_pipeline.examples import open_examples
 from input_pipeline.mixture import Mixture, stage_weights
-from input_pipeline.packing import make_plan
 from input_pipeline.prefetch import Prefetcher
+from input_pipeline.reference import PackedData
 from input_pipeline.sources import open_source
 from input_pipeline.tokenizer import Tokenizer
 from trainer.config import ConfigError
 
-__all__ = ["EvalData", "Prefetcher", "TrainData", "make_eval_data", "make_train_data", "train_texts"]
+__all__ = [
+    "EvalData", "Prefetcher", "TrainData", "default_cache_dir", "make_eval_data", "make_train_data", "train_texts"]
 
 MIXTURE_BY = ("examples", "tokens")
 
@@ -44,19 +46,16 @@ def used_sources(input_cfg: ConfigDict) -> list[str]:
 
 def train_texts(cfg: ConfigDict) -> Callable[[], Iterator[str]]:
   """A function that gives, from the start at each call, the texts of all training documents."""
-  sources = [open_source(cfg.input.sources[name], name) for name in used_sources(cfg.input)]
+  for name in used_sources(cfg.input):
+    open_source(cfg.input.sources[name], name)  # its keys are checked now
 
   def texts() -> Iterator[str]:
-    for source in sources:
-      for document in source.documents():
-        yield document.text
+    for name in used_sources(cfg.input):
+      source, encoder = open_examples(cfg, None, cfg.input.sources[name], name)
+      for record in source.records():
+        yield from encoder.texts(record)
 
   return texts
-
-
-def default_cache_dir(input_cfg: ConfigDict, workdir: str | Path) -> Path:
-  """Where tokenised sources are kept."""
-  return Path(input_cfg.cache_dir) if input_cfg.cache_dir else Path(workdir) / "cache"
 
 
 def make_train_data(
@@ -79,18 +78,16 @@ def make_train_data(
       open_source(i.sources[name], name)  # its keys are checked all the same
       logging.warning("source %r has weight 0 throughout and is not used.", name)
   for name in names:
-    tokens = tokenize_source(
-        open_source(i.sources[name], name), tokenizer, default_cache_dir(i, workdir),
-        cfg.tokenizer.add_bos, cfg.tokenizer.add_eos, progress,
-    )
-    plan = make_plan(i.packing, np.diff(tokens.offsets), cfg.seq_len, seed=cfg.seed, name=name)
-    packed.append(PackedSource(tokens, plan))
+    source, encoder = open_examples(cfg, tokenizer, i.sources[name], name)
+    tokens = tokenize_source(source, encoder, tokenizer.vocab_size, default_cache_dir(cfg, workdir), progress)
+    packed.append(pack(cfg, tokens))
   weights = np.array([[stage[name] for name in names] for stage in weights], np.float64)
   if i.mixture_by == "tokens" and len(names) > 1:
     weights = weights / [_trained_per_row(source) for source in packed]
   starts = [sizes.rows_before(step) for step in steps]
   mixture = Mixture(starts, weights, [source.plan.num_rows for source in packed], i.stop, names)
-  order = [cfg.seed, cfg.seq_len, i.packing, starts, weights.tolist(), [s.tokens.fingerprint for s in packed]]
+  contents = [source.tokens.fingerprint for source in packed]
+  order = [cfg.seed, cfg.seq_len, *resolve_layout(cfg), starts, weights.tolist(), contents]
   return TrainData(packed, mixture, sizes, cfg.seq_len, tokenizer.pad_id, _hash(order))
 
 
@@ -98,8 +95,8 @@ def _trained_per_row(source: PackedSource) -> float:
   stats = source.plan.stats()
   if not stats.trained:
     raise ConfigError(
-        f"input.mixture_by='tokens', but source {source.tokens.name!r} trains no token: its documents have one "
-        "token each. Set input.mixture_by='examples' or give it longer documents."
+        f"input.mixture_by='tokens', but source {source.tokens.name!r} trains no token: none of its "
+        "tokens has a weight. Set input.mixture_by='examples' or give it longer documents."
     )
   return stats.trained / stats.rows
 
@@ -152,14 +149,14 @@ class BatchSizes:
     return self._steps[stage] + max(0, int(-((self._rows[stage] - rows) // self._sizes[stage])))
 
 
-class TrainData:
+class TrainData(PackedData):
   """Batches by step. One epoch is as many rows as all used sources have together, whatever their weights."""
 
   def __init__(
       self, packed: list[PackedSource], mixture: Mixture, sizes: BatchSizes, seq_len: int, pad_id: int, fingerprint: str
   ):
-    self._packed, self._mixture, self._sizes = packed, mixture, sizes
-    self._seq_len, self._pad_id = seq_len, pad_id
+    super().__init__(packed, seq_len, pad_id)
+    self._mixture, self._sizes = mixture, sizes
     self.source_names = mixture.names
     # Equal if and only if every row of the run is (`stop` and the batch size change no row).
     self.fingerprint = fingerprint
@@ -187,13 +184,14 @@ class TrainData:
     return {n: {"rows": d, "epoch": d / r} for n, d, r in zip(self.source_names, draws, rows, strict=True)}
 
   def batch(self, step: int, rows: slice | np.ndarray = slice(None)) -> dict[str, np.ndarray]:
-    """Rows `rows` of the batch of `step`: tokens, positions, segment_ids, loss_weights [R, T], source_ids [R].
+    """Rows `rows` of the batch of `step`: tokens, positions, segment_ids, loss_weights [R, T], source_ids [R]; where
+    documents have parts, sequences [R, S]; after `use`, ref_logprobs [R, T].
 
     A pure function: neither the calls before nor the thread matter.
     """
     first, size = self.batch_range(step)
     k = first + np.arange(size)[rows]
-    batch = empty_batch(len(k), self._seq_len, self._pad_id)
+    batch = self._empty(len(k))
     there = np.arange(len(k)) if self.num_rows is None else np.flatnonzero(k < self.num_rows)
     source, epoch, row = self._mixture.locate(k[there])
     for s, e in np.unique(np.stack([source, epoch]), axis=1).T.tolist():
@@ -201,23 +199,13 @@ class TrainData:
       self._packed[s].fill(batch, there[here], e, row[here], s)
     return batch
 
+  def document_lengths(self) -> np.ndarray:
+    """Tokens of each document of all sources, int64, as they were before anything was cut."""
+    return np.concatenate([np.diff(source.tokens.offsets) for source in self._packed])
+
   def stats(self) -> list[dict[str, Any]]:
     """One row a source for the start-up table; `format_stats` prints it."""
-    table = []
-    for source in self._packed:
-      s, tokens = source.plan.stats(), source.tokens
-      table.append({
-          "source": tokens.name,
-          "documents": s.documents,
-          "skipped": sum(tokens.skipped.values()),
-          "bytes": int(tokens.num_bytes.sum()),
-          "tokens": s.tokens,
-          "rows": s.rows,
-          "documents split": s.split,
-          "padded %": 100 * s.padded,
-          "supervised %": 100 * s.trained / (s.rows * self._seq_len),
-      })
-    return table
+    return stats_table(self._packed)
 
   def _rows_taken(self, step: int) -> int:
     rows = self._sizes.rows_before(step)

@@ -1,42 +1,38 @@
 """Packing plans: which pieces of which documents make each row. Index arithmetic only; no token is read.
 
-A row has `seq_len` (T) places. A document too long for where it stands is cut into pieces that overlap by one
-token: a piece begins with the last token of the piece before, as context only, so that every token of a
-document but its first is predicted exactly once an epoch. Nothing is dropped, and an epoch has the same
-number of rows whatever its order.
+A row has `seq_len` (T) places. First `fit` decides what is kept of documents longer than that: all, a part, nothing.
+A span that is still too long for where it stands is cut into pieces that overlap by one token: a piece begins with the
+last token of the piece before, as context only, so that every token of a span but its first is predicted exactly once
+an epoch. Where tokens have weights, what has nothing to train is left out. An epoch has the same number of rows
+whatever its order.
 
-Dims: R rows asked for, P pieces, D documents.
+Dims: R rows asked for, D documents, S spans.
 """
 
 import abc
 import hashlib
 import threading
+from collections.abc import Callable
 from typing import NamedTuple
 
 import numpy as np
 
+from input_pipeline.files import DataError
+from input_pipeline.fitting import Pieces, Spans, fit
 from trainer.config import ConfigError
 
 PACKINGS = ("concat", "best_fit", "none")
-
-
-class Pieces(NamedTuple):
-  """Pieces of the rows asked for, in row order and, within a row, in order of place. All int64 [P].
-
-  `row` is the index into the rows asked for; the piece is tokens begin to end of document `doc`.
-  """
-
-  row: np.ndarray
-  doc: np.ndarray
-  begin: np.ndarray
-  end: np.ndarray
+# (document, begin, end) -> how many of tokens begin + 1 to end have a weight; see `TokenizedSource.count_trained`.
+Count = Callable[[np.ndarray, np.ndarray, np.ndarray], np.ndarray]
 
 
 class PlanStats(NamedTuple):
   """One epoch's accounting. `tokens` are the documents' own, without the repeated ones at cuts.
 
-  `trained` of them are predicted (all but each document's first). `split` documents are cut (with concat:
-  in epoch 0). `padded` is the share of row places that hold nothing.
+  `trained` of them are predicted with a weight (without weights: all kept but each span's first). `split` documents
+  are cut (with concat: in epoch 0). `padded` is the share of row places that hold nothing. `truncated` documents are
+  kept in part and `too_long` ones not at all, by which `lost` tokens are lost; `untrained` pieces (with concat:
+  documents) are left out because none of their tokens has a weight.
   """
 
   documents: int
@@ -45,6 +41,10 @@ class PlanStats(NamedTuple):
   rows: int
   split: int
   padded: float
+  truncated: int
+  too_long: int
+  lost: int
+  untrained: int
 
 
 def permutation(n: int, *key: int | str) -> np.ndarray:
@@ -57,7 +57,10 @@ def permutation(n: int, *key: int | str) -> np.ndarray:
   return np.argsort(words, kind="stable")
 
 
-def make_plan(packing: str, lengths: np.ndarray, seq_len: int, *, seed: int, name: str, shuffle: bool = True) -> "Plan":
+def make_plan(
+    packing: str, lengths: np.ndarray, seq_len: int, *, seed: int, name: str, shuffle: bool = True,
+    over_long: str = "split", max_over_long: float = 1.0, count: Count | None = None, spans: Spans | None = None,
+) -> "Plan":
   """The plan of one source.
 
   Args:
@@ -67,40 +70,59 @@ def make_plan(packing: str, lengths: np.ndarray, seq_len: int, *, seed: int, nam
     seed: with `name` (the source's) and the epoch, decides the order.
     name: see `seed`.
     shuffle: False keeps documents and rows in order, the same in each epoch.
+    over_long: see `fit`.
+    max_over_long: see `fit`.
+    count: counts tokens with a weight; None: all have one, and nothing is left out for having none.
+    spans: what is kept of the documents; None: as `fit` has it.
 
   Raises:
     ConfigError: unknown packing, or rows of fewer than two tokens.
+    DataError: too many documents are too long, or nothing is left.
   """
   if packing not in PLANS:
     raise ConfigError(f"packing {packing!r}; allowed: {', '.join(map(repr, PACKINGS))}.")
   if seq_len < 2:
     raise ConfigError(f"seq_len={seq_len}: a row needs at least 2 tokens, one to predict from and one to predict.")
-  return PLANS[packing](np.asarray(lengths, np.int64), seq_len, (seed, name) if shuffle else None)
+  if spans is None:
+    spans = fit(np.asarray(lengths, np.int64), seq_len, over_long, max_over_long, name)
+  plan = PLANS[packing](spans, seq_len, (seed, name) if shuffle else None, count) if spans.lengths.any() else None
+  if plan is None or not plan.num_rows:
+    raise DataError(
+        f"source {name!r}: nothing is left of its {spans.documents} documents: {spans.too_long} are too long for "
+        f"seq_len={seq_len} and dropped, {spans.truncated} are truncated, and no token with a weight remains. Use a "
+        "larger seq_len or another input.over_long, or check what is trained.")
+  return plan
 
 
 class Plan(abc.ABC):
   """Rows of a source; `pieces` is a pure function of (epoch, rows), safe to call from several threads."""
 
   num_rows: int
+  # The most pieces that a row holds in any epoch; None: not known.
+  most_pieces: int | None = None
   # Row places taken, repeated tokens included.
   _filled: int
+  # Tokens predicted with a weight; pieces or documents left out for having none.
+  _trained: int
+  _untrained = 0
 
-  def __init__(self, lengths: np.ndarray, seq_len: int, key: tuple[int, str] | None):
-    self.lengths, self.seq_len, self._key = lengths, seq_len, key
+  def __init__(self, spans: Spans, seq_len: int, key: tuple[int, str] | None):
+    self._spans, self.lengths, self.seq_len, self._key = spans, spans.lengths, seq_len, key
+    self._trained = int(self.lengths.sum()) - int(np.count_nonzero(self.lengths))
     self._orders: dict[int, tuple] = {}
     self._lock = threading.Lock()
 
   def pieces(self, epoch: int, rows: np.ndarray) -> Pieces:
     """What makes up `rows` (int [R], each in range(num_rows)) of `epoch`."""
     order = self._order(epoch)
-    return self._pieces(order, order[0][rows])
+    pieces = self._pieces(order, order[0][rows])
+    return Pieces(pieces.row, *self._spans.place(*pieces[1:]))
 
   def stats(self) -> PlanStats:
     """The accounting of one epoch."""
-    tokens = int(self.lengths.sum())
-    trained = tokens - int(np.count_nonzero(self.lengths))
-    padded = 1.0 - self._filled / (self.num_rows * self.seq_len)
-    return PlanStats(len(self.lengths), tokens, trained, self.num_rows, self._num_split(), padded)
+    spans, padded = self._spans, 1.0 - self._filled / (self.num_rows * self.seq_len)
+    return PlanStats(spans.documents, spans.tokens, self._trained, self.num_rows, self._num_split(), padded,
+                     spans.truncated, spans.too_long, spans.lost, self._untrained)
 
   def _order(self, epoch: int) -> tuple:
     """The epoch's permutations (rows first); the last two epochs' are kept, as batches may span two."""
@@ -120,7 +142,7 @@ class Plan(abc.ABC):
 
   @abc.abstractmethod
   def _pieces(self, order: tuple, rows: np.ndarray) -> Pieces:
-    """What makes up these rows, numbered as the plan lays them out."""
+    """What makes up these rows, numbered as the plan lays them out; `doc` and the places are those of spans."""
 
   def _num_split(self) -> int:
     return int(np.count_nonzero(self.lengths > self.seq_len))
@@ -133,9 +155,17 @@ class ConcatPlan(Plan):
   first token was predicted in the window before, or is a document's first.
   """
 
-  def __init__(self, lengths, seq_len, key):
-    super().__init__(lengths, seq_len, key)
-    self._total = int(lengths.sum())
+  def __init__(self, spans, seq_len, key, count=None):
+    if count is not None:
+      trained = count(*spans.place(np.arange(len(spans.lengths)), 0, spans.lengths))
+      spans = spans.only(trained > 0)
+    super().__init__(spans, seq_len, key)
+    if count is not None:
+      self._trained, self._untrained = int(trained.sum()), int(np.count_nonzero(trained == 0))
+    self._total = int(spans.lengths.sum())
+    if not self._total:
+      self.num_rows = 0
+      return
     self.num_rows = max(1, -(-(self._total - 1) // (seq_len - 1)))
     self._filled = self._total + self.num_rows - 1
 
@@ -167,17 +197,28 @@ class ConcatPlan(Plan):
 
 
 class _PiecePlan(Plan):
-  """What the plans of whole documents share: documents longer than T are cut into overlapping pieces."""
+  """What the plans of whole spans share: spans longer than T are cut into overlapping pieces."""
 
-  def __init__(self, lengths, seq_len, key):
-    super().__init__(lengths, seq_len, key)
+  def __init__(self, spans, seq_len, key, count=None):
+    super().__init__(spans, seq_len, key)
+    lengths = spans.lengths
     counts = np.where(lengths > 0, np.maximum(1, -(-(lengths - 1) // (seq_len - 1))), 0)
     self._first_piece = np.concatenate([[0], np.cumsum(counts)])
     self._num_pieces = int(self._first_piece[-1])
     self._filled = int(lengths.sum() + (counts - (lengths > 0)).sum())
+    # Numbers of the pieces with something to train; None: all of them.
+    self._kept = None
+    if count is not None:
+      span, begin, end = self._piece(np.arange(self._num_pieces))
+      trained = count(*spans.place(span, begin, end))
+      self._trained, self._untrained = int(trained.sum()), int(np.count_nonzero(trained == 0))
+      if self._untrained:
+        self._kept = np.flatnonzero(trained)
+        self._num_pieces, self._filled = len(self._kept), int((end - begin)[self._kept].sum())
 
   def _piece(self, piece: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """(document, begin, end) of piece numbers."""
+    """(span, begin, end) of piece numbers."""
+    piece = piece if self._kept is None else self._kept[piece]
     doc = np.searchsorted(self._first_piece, piece, "right") - 1
     begin = (piece - self._first_piece[doc]) * (self.seq_len - 1)
     return doc, begin, np.minimum(begin + self.seq_len, self.lengths[doc])
@@ -186,9 +227,9 @@ class _PiecePlan(Plan):
 class OnePlan(_PiecePlan):
   """One piece a row."""
 
-  def __init__(self, lengths, seq_len, key):
-    super().__init__(lengths, seq_len, key)
-    self.num_rows = self._num_pieces
+  def __init__(self, spans, seq_len, key, count=None):
+    super().__init__(spans, seq_len, key, count)
+    self.num_rows, self.most_pieces = self._num_pieces, 1
 
   def _make_order(self, epoch):
     return (self._permutation(self.num_rows, "rows", epoch),)
@@ -204,15 +245,20 @@ class BestFitPlan(_PiecePlan):
   length goes where changes with the epoch.
   """
 
-  def __init__(self, lengths, seq_len, key):
-    super().__init__(lengths, seq_len, key)
+  def __init__(self, spans, seq_len, key, count=None):
+    super().__init__(spans, seq_len, key, count)
+    if not self._num_pieces:
+      self.num_rows = 0
+      return
     _, begin, end = self._piece(np.arange(self._num_pieces))
     self._piece_lengths = end - begin
     row_of_slot = best_fit_decreasing(np.bincount(self._piece_lengths, minlength=seq_len + 1), seq_len)
     # Slots are numbered in the order of packing (longest first); listed row by row, in that order.
     self._slots = np.argsort(row_of_slot, kind="stable")
     self.num_rows = int(row_of_slot.max()) + 1
-    self._row_starts = np.concatenate([[0], np.cumsum(np.bincount(row_of_slot))])
+    counts = np.bincount(row_of_slot)
+    self.most_pieces = int(counts.max())
+    self._row_starts = np.concatenate([[0], np.cumsum(counts)])
 
   def _make_order(self, epoch):
     random = self._permutation(self._num_pieces, "pieces", epoch)

@@ -1,31 +1,22 @@
-"""One reader per source type: `files()` in a fixed order and `read(tally)`, a stream of documents.
+"""One reader per source type: `files()` in a fixed order and `read(tally)`, a stream of records.
 
 Readers touch no file before `files()` or `read()` is called, and import their library only then. `identity`
-holds the options that change what documents come out of the same files.
+holds the options that change what records come out of the same files. What a record's fields mean is not a reader's
+business: `examples.py` finds the text, the conversation or the tokens in them.
 """
 
-import io
 import json
 import os
-import sysconfig
-import tokenize
 from collections.abc import Iterator
 from functools import cached_property
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any
 
-from absl import logging
 from ml_collections import ConfigDict
 
-from input_pipeline.files import DataError, File, Tally, decode, find_files, read_bytes, read_lines, walk
+from input_pipeline.files import DataError, File, Record, Tally, decode, find_files, read_bytes, read_lines
+from input_pipeline.readers_python import PythonDocstringPairsReader, PythonDocstringsReader, PythonStdlibReader
 from trainer.config import ConfigError
-
-
-class Document(NamedTuple):
-  """A document; `name` is its file's relative name, with ":line" or "[row]" where a file holds several."""
-
-  name: str
-  text: str
 
 
 def _path(cfg: ConfigDict, source: str, example: str) -> str:
@@ -35,16 +26,16 @@ def _path(cfg: ConfigDict, source: str, example: str) -> str:
   return path
 
 
-def _field(record, key: str, where: str, option: str) -> str:
-  """`record[key]` as text, or a DataError that says which record and what it has instead."""
+def _parse_object(text: str, where: str, not_json: str) -> dict:
+  """The JSON object in `text`. Raises DataError; `not_json`, with "{}" for the reason, says what it should be."""
+  try:
+    record = json.loads(text)
+  except (json.JSONDecodeError, RecursionError) as e:
+    reason = f"{e.msg} at column {e.colno}" if isinstance(e, json.JSONDecodeError) else "nested too deeply"
+    raise DataError(f"{where}: {not_json.format(reason)}: {text[:60]!r}. Each record must be one JSON object.") from e
   if not isinstance(record, dict):
-    raise DataError(f"{where}: expected a JSON object with the key {key!r}, found {type(record).__name__}.")
-  if key not in record:
-    raise DataError(f"{where}: no key {key!r}; found {', '.join(map(repr, record)) or 'no keys'}. Set {option}.")
-  text = record[key]
-  if not isinstance(text, str):
-    raise DataError(f"{where}: {key!r} must be a string, found {type(text).__name__}. Set {option}.")
-  return text
+    raise DataError(f"{where}: expected a JSON object, found {type(record).__name__}.")
+  return record
 
 
 class TextReader:
@@ -57,22 +48,24 @@ class TextReader:
           f"input.sources.{source}.documents={self.documents!r}; allowed: 'file', 'line', 'paragraph'."
       )
     self.by_name = self.documents == "file"
-    self.identity = ["text", self.documents]
+    self.text_key, self.identity = "text", ["text", self.documents]
 
   def files(self) -> list[File]:
     return find_files(self.path, self._source, lambda name: True, "a UTF-8 text file")
 
-  def read(self, tally: Tally) -> Iterator[Document]:
+  def read(self, tally: Tally) -> Iterator[Record]:
     for name, path in self.files():
       if self.documents == "file":
-        yield Document(name, decode(read_bytes(path, tally), path))
+        yield Record(name, str(path), {"text": decode(read_bytes(path, tally), path)})
       elif self.documents == "line":
         for number, offset, line in read_lines(path, tally):
-          yield Document(f"{name}:{number}", decode(line, path, offset, number).rstrip("\r\n"))
+          text = decode(line, path, offset, number).rstrip("\r\n")
+          yield Record(f"{name}:{number}", f"{path}:{number}", {"text": text})
       else:
-        yield from self._paragraphs(name, path, tally)
+        for number, text in self._paragraphs(path, tally):
+          yield Record(f"{name}:{number}", f"{path}:{number}", {"text": text})
 
-  def _paragraphs(self, name: str, path: Path, tally: Tally) -> Iterator[Document]:
+  def _paragraphs(self, path: Path, tally: Tally) -> Iterator[tuple[int, str]]:
     lines, first = [], 1
     for number, offset, line in read_lines(path, tally):
       text = decode(line, path, offset, number)
@@ -80,10 +73,10 @@ class TextReader:
         first = first if lines else number
         lines.append(text)
       elif lines:
-        yield Document(f"{name}:{first}", "".join(lines).rstrip("\r\n"))
+        yield first, "".join(lines).rstrip("\r\n")
         lines = []
     if lines:
-      yield Document(f"{name}:{first}", "".join(lines).rstrip("\r\n"))
+      yield first, "".join(lines).rstrip("\r\n")
 
 
 class JsonlReader:
@@ -94,95 +87,80 @@ class JsonlReader:
 
   def __init__(self, cfg: ConfigDict, source: str):
     self.path, self.text_key, self._source = _path(cfg, source, "data/*.jsonl"), cfg.text_key, source
-    self.identity = ["jsonl", self.text_key]
+    self.identity = ["jsonl"]
 
   def files(self) -> list[File]:
     expected = "a .jsonl, .jsonl.gz or .jsonl.zst file"
     return find_files(self.path, self._source, lambda name: name.endswith(self.suffixes), expected)
 
-  def read(self, tally: Tally) -> Iterator[Document]:
-    option = f"input.sources.{self._source}.text_key"
+  def read(self, tally: Tally) -> Iterator[Record]:
     for name, path in self.files():
       for number, offset, line in read_lines(path, tally):
-        text = decode(line, path, offset, number).strip()
-        if not text:
-          continue
-        try:
-          record = json.loads(text)
-        except (json.JSONDecodeError, RecursionError) as e:
-          detail = f"{e.msg} at column {e.colno}" if isinstance(e, json.JSONDecodeError) else "nested too deeply"
-          raise DataError(
-              f"{path}:{number}: not valid JSON ({detail}): {text[:60]!r}. Each line must be one JSON object."
-          ) from e
-        yield Document(f"{name}:{number}", _field(record, self.text_key, f"{path}:{number}", option))
+        text, where = decode(line, path, offset, number).strip(), f"{path}:{number}"
+        if text:
+          yield Record(f"{name}:{number}", where, _parse_object(text, where, "not valid JSON ({})"))
 
 
 class ParquetReader:
-  """A string column of Parquet files, streamed by row groups."""
+  """The rows of Parquet files, streamed by row groups.
+
+  `only_text` (set by the source) leaves all columns unread but `text_key`, in files that have it.
+  """
 
   by_name = False
+  only_text = False
 
   def __init__(self, cfg: ConfigDict, source: str):
     self.path, self.text_key, self._source = _path(cfg, source, "data/*.parquet"), cfg.text_key, source
-    self.identity = ["parquet", self.text_key]
+    self.identity = ["parquet"]
 
   def files(self) -> list[File]:
     return find_files(self.path, self._source, lambda n: n.endswith(".parquet"), "a .parquet file")
 
-  def read(self, tally: Tally) -> Iterator[Document]:
+  def read(self, tally: Tally) -> Iterator[Record]:
     try:
       import pyarrow as pa
       import pyarrow.parquet as pq
     except ImportError as e:
       raise DataError(f"source {self._source!r}: reading Parquet needs `pip install pyarrow`.") from e
     for name, path in self.files():
-      before, size = tally.bytes_read, os.path.getsize(path)
+      before, size, row = tally.bytes_read, os.path.getsize(path), 0
       try:
         with pq.ParquetFile(path) as table:
-          self._check_column(path, table.schema_arrow, pa.types)
-          row, rows = 0, max(table.metadata.num_rows, 1)
-          for batch in table.iter_batches(batch_size=512, columns=[self.text_key]):
-            for text in batch.column(0).to_pylist():
-              if text is None:
-                where = f"{path}: row {row} (from 0)"
-                raise DataError(f"{where} has null in column {self.text_key!r}. Filter such rows out.")
-              yield Document(f"{name}[{row}]", text)
+          rows = max(table.metadata.num_rows, 1)
+          columns = [self.text_key] if self.only_text and self.text_key in table.schema_arrow.names else None
+          for batch in table.iter_batches(batch_size=512, columns=columns):
+            for fields in batch.to_pylist():
+              yield Record(f"{name}[{row}]", f"{path}: row {row} (from 0)", fields)
               row += 1
             tally.bytes_read = before + size * row // rows
       except UnicodeDecodeError as e:
-        raise DataError(f"{path}: column {self.text_key!r} is not valid UTF-8, in row {row} (from 0) or after.") from e
+        raise DataError(f"{path}: text that is not valid UTF-8, in row {row} (from 0) or after.") from e
       except (pa.ArrowException, OSError) as e:
         raise DataError(f"{path}: not a readable Parquet file: {e}") from e
       tally.bytes_read = before + size
 
-  def _check_column(self, path: Path, schema, types) -> None:
-    option = f"input.sources.{self._source}.text_key"
-    if self.text_key not in schema.names:
-      found = ", ".join(map(repr, schema.names))
-      raise DataError(f"{path}: no column {self.text_key!r}; found {found}. Set {option}.")
-    kind = schema.field(self.text_key).type
-    if not (types.is_string(kind) or types.is_large_string(kind)):
-      raise DataError(f"{path}: column {self.text_key!r} must hold strings, found {kind}. Set {option}.")
-
 
 class ArrayRecordReader:
-  """ArrayRecord files whose records are UTF-8 text, or JSON objects with `text_key`.
+  """ArrayRecord files whose records are JSON objects, or UTF-8 text, which then is the field `text_key`.
 
-  The source's first record decides which of the two all records must be.
+  The source's first record decides which of the two all records must be. Without a `text_key`, JSON is text, too.
   """
 
   by_name = False
+  # Added to what a message says about text_key.
+  text_hint = " (to '' to train on the JSON itself)"
 
   def __init__(self, cfg: ConfigDict, source: str):
-    self.path, self.text_key, self._source = _path(cfg, source, "data/*.arrayrecord"), cfg.text_key, source
-    self.identity = ["arrayrecord", self.text_key]
+    self.path, self._source = _path(cfg, source, "data/*.arrayrecord"), source
+    self._never_json, self.text_key = not cfg.text_key, cfg.text_key or "text"
+    self.identity = ["arrayrecord", self.text_key, self._never_json]
 
   def files(self) -> list[File]:
     wanted = (".arrayrecord", ".array_record")
     return find_files(self.path, self._source, lambda n: any(w in n for w in wanted), "an .arrayrecord file")
 
-  def read(self, tally: Tally) -> Iterator[Document]:
-    option = f"input.sources.{self._source}.text_key"
+  def read(self, tally: Tally) -> Iterator[Record]:
     as_json = None
     for name, path in self.files():
       before, size = tally.bytes_read, os.path.getsize(path)
@@ -194,14 +172,9 @@ class ArrayRecordReader:
           raise DataError(f"{where}: not valid UTF-8 at byte {e.start}. Records must be UTF-8 text or JSON.") from e
         if as_json is None:
           as_json = self._looks_like_json(text)
-        if as_json:
-          try:
-            record = json.loads(text)
-          except (json.JSONDecodeError, RecursionError) as e:
-            raise DataError(f"{where}: the first record is a JSON object, this one is not JSON: {e}.") from e
-          hint = f"{option} (to '' to train on the JSON itself)"
-          text = _field(record, self.text_key, where, hint)
-        yield Document(f"{name}[{row}]", text)
+        not_json = "the first record is a JSON object, this one is not JSON ({})"
+        fields = _parse_object(text, where, not_json) if as_json else {self.text_key: text}
+        yield Record(f"{name}[{row}]", where, fields)
         tally.bytes_read = before + size * (row + 1) // rows
       tally.bytes_read = before + size
 
@@ -224,7 +197,7 @@ class ArrayRecordReader:
       raise DataError(f"{path}: not a readable ArrayRecord file: {e}.") from e
 
   def _looks_like_json(self, text: str) -> bool:
-    if not self.text_key or not text.lstrip().startswith("{"):
+    if self._never_json or not text.lstrip().startswith("{"):
       return False
     try:
       return isinstance(json.loads(text), dict)
@@ -242,7 +215,7 @@ class TfdsReader:
     self.dataset, self.split = cfg.dataset, cfg.dataset_split
     if not self.dataset:
       raise ConfigError(f"input.sources.{source}.dataset is not set: type 'tfds' needs it, e.g. 'ag_news_subset'.")
-    self.identity = ["tfds", self.dataset, self.split, self.text_key]
+    self.identity = ["tfds", self.dataset, self.split]
 
   @cached_property
   def _builder(self):
@@ -282,64 +255,55 @@ class TfdsReader:
     description = [p for p in (Path(str(self._builder.data_dir)) / "features.json",) if p.exists()]
     return [File(p.name, p) for p in [*description, *shards]]
 
-  def read(self, tally: Tally) -> Iterator[Document]:
+  def read(self, tally: Tally) -> Iterator[Record]:
     before, size = tally.bytes_read, sum(os.path.getsize(f.path) for f in self.files())
     features = self._builder.info.features
-    option = f"input.sources.{self._source}.text_key"
-    if self.text_key not in features:
-      found = ", ".join(map(repr, sorted(features)))
-      raise DataError(f"TFDS dataset {self.dataset!r}: no feature {self.text_key!r}; found {found}. Set {option}.")
     try:
       rows = self._builder.as_data_source(split=self.split)
     except (NotImplementedError, ValueError, FileNotFoundError) as e:
       reason = str(e).strip().splitlines()[0]
       raise DataError(f"TFDS dataset {self.dataset!r} in {self._builder.data_dir} cannot be read: {reason}") from e
     for row in range(len(rows)):
-      name, text = f"{self.dataset}/{self.split}[{row}]", rows[row][self.text_key]
-      if not isinstance(text, bytes | str):
-        raise DataError(f"{name}: {self.text_key!r} must be text, found {type(text).__name__}. Set {option}.")
-      if isinstance(text, bytes):
-        try:
-          text = text.decode("utf-8")
-        except UnicodeDecodeError as e:
-          raise DataError(f"{name}: {self.text_key!r} is not valid UTF-8 at byte {e.start}.") from e
-      yield Document(name, text)
+      name = f"{self.dataset}/{self.split}[{row}]"
+      try:
+        value = rows[row]
+      except ImportError as e:
+        raise DataError(f"{name}: TFDS cannot read this dataset's features without another library: {e}.") from e
+      yield Record(name, name, _from_tfds(features, value))
       tally.bytes_read = before + size * (row + 1) // len(rows)
 
 
-class PythonStdlibReader:
-  """The sources of the running Python's standard library: real text that every machine has."""
+def _from_tfds(feature: Any, value: Any) -> Any:
+  """A feature's value in plain Python: lists for arrays, strings for bytes that are UTF-8.
 
-  by_name = True
-  identity = ["python_stdlib"]
-  # Not part of the library proper, or packaged separately by some distributions.
-  skipped = frozenset({"site-packages", "dist-packages", "__pycache__", "test", "tests", "idlelib", "lib2to3"})
+  A sequence of records, for which TFDS has a record of sequences, becomes a list of records.
+  """
+  inner = getattr(feature, "feature", None)  # asked first: a sequence passes other attributes on to what is in it
+  if inner is not None:
+    return [_from_tfds(inner, v) for v in _unstack(value)]
+  if isinstance(value, dict):
+    return {key: _from_tfds(feature[key], value[key]) for key in sorted(value)}
+  return _plain(value)
 
-  def __init__(self, cfg: ConfigDict, source: str):
-    self._source = source
 
-  def files(self) -> list[File]:
-    folder = sysconfig.get_paths()["stdlib"]
-    found = (File(Path(os.path.relpath(p, folder)).as_posix(), Path(p)) for p in walk(folder, self.skipped))
-    files = sorted(f for f in found if f.name.endswith(".py"))
-    if not files:
-      raise DataError(
-          f"source {self._source!r}: this Python has no library sources in {folder!r} (a zipped or embedded Python?). "
-          "Use type='text' with a path."
-      )
-    return files
+def _unstack(value: Any) -> list:
+  """The items of a sequence, of which TFDS gives a dict of sequences if they are records."""
+  if not isinstance(value, dict):
+    return list(value)
+  columns = {key: _unstack(column) for key, column in value.items()}
+  return [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
 
-  def read(self, tally: Tally) -> Iterator[Document]:
-    for name, path in self.files():
-      raw = read_bytes(path, tally)
-      try:
-        encoding, _ = tokenize.detect_encoding(io.BytesIO(raw).readline)
-        text = io.TextIOWrapper(io.BytesIO(raw), encoding).read()
-      except (SyntaxError, UnicodeDecodeError, LookupError) as e:
-        tally.undecodable += 1
-        logging.info("%s: skipped, its encoding is not readable: %s", path, e)
-      else:
-        yield Document(name, text)
+
+def _plain(value: Any) -> Any:
+  value = value.tolist() if hasattr(value, "tolist") else value
+  if isinstance(value, list):
+    return [_plain(v) for v in value]
+  if isinstance(value, bytes):
+    try:
+      return value.decode("utf-8")
+    except UnicodeDecodeError:
+      return value
+  return value
 
 
 READERS = {
@@ -349,4 +313,6 @@ READERS = {
     "arrayrecord": ArrayRecordReader,
     "tfds": TfdsReader,
     "python_stdlib": PythonStdlibReader,
+    "python_docstrings": PythonDocstringsReader,
+    "python_docstring_pairs": PythonDocstringPairsReader,
 }

@@ -1,33 +1,34 @@
-"""Named sources of documents: which documents belong to a split, in a fixed order, with a content identity.
+"""Named sources of records: which records belong to a split, in a fixed order, with a content identity.
 
-A document belongs to `validation` when a hash of its key falls below `validation_fraction`, else to `train`:
-whatever the order of files, and whatever else is added to the source. The key is the relative file name where
-a file is a document, and the text itself where a file holds many, so that duplicates stay on one side.
+A record belongs to `validation` when a hash of its key falls below `validation_fraction`, else to `train`: whatever
+the order of files, and whatever else is added to the source. The key is the relative file name where a file is a
+document, else the content, so that duplicates stay on one side: the text, or all fields as canonical JSON.
 """
 
 import hashlib
 import json
 import os
 from collections.abc import Callable, Iterator
-from itertools import islice
+from itertools import chain, islice
 from pathlib import Path
+from typing import Any
 
 from absl import logging
 from ml_collections import ConfigDict
 
 from input_pipeline.files import DataError, Tally, hash_file
-from input_pipeline.readers import READERS, Document, TextReader
+from input_pipeline.readers import READERS, Record, TextReader
 from trainer.config import ConfigError
 
-__all__ = ["DataError", "Document", "Source", "open_source"]
+__all__ = ["DataError", "Record", "Source", "open_source"]
 
 SPLITS = ("all", "train", "validation")
-# Part of every fingerprint: raise it when the same files would give other documents.
-VERSION = 1
+# Part of every fingerprint: raise it when the same files would give other records.
+VERSION = 2
 
 
 def open_source(
-    cfg: ConfigDict, name: str, *, split: str | None = None, max_documents: int | None = None
+    cfg: ConfigDict, name: str, *, split: str | None = None, max_documents: int | None = None, texts: bool = True
 ) -> "Source":
   """The source that `cfg` (made by `trainer.config.source`) describes; reads no file yet.
 
@@ -36,6 +37,8 @@ def open_source(
     name: its name in `input.sources`, for messages.
     split: replaces `cfg.split`.
     max_documents: a further limit beside `cfg.max_documents`.
+    texts: where a record has the field `text_key`, it counts for that text alone: it is empty if the text is, and the
+      text is its key. False: a record counts for all its fields.
 
   Raises:
     ConfigError: an unknown type or split, or a number out of range.
@@ -54,48 +57,53 @@ def open_source(
   limits = [n for n in (cfg.max_documents, max_documents) if n is not None]
   if any(n < 1 for n in limits):
     raise ConfigError(f"{key}: max_documents={min(limits)} must be at least 1; leave it unset for all documents.")
-  return Source(name, READERS[cfg.type](cfg, name), split, fraction, min(limits, default=None))
+  return Source(name, READERS[cfg.type](cfg, name), split, fraction, min(limits, default=None), texts)
 
 
 class Source:
-  """Documents of one split of one source, in an order that depends on nothing but the files."""
+  """Records of one split of one source, in an order that depends on nothing but the files."""
 
-  def __init__(self, name: str, reader, split: str, fraction: float | None, max_documents: int | None):
-    self.name, self.split = name, split
-    self._reader, self._fraction, self._max_documents = reader, fraction, max_documents
+  def __init__(self, name: str, reader, split: str, fraction: float | None, max_documents: int | None, texts: bool):
+    self.name, self.split, self.text_key = name, split, reader.text_key
+    # How messages about `text_key` call it.
+    self.text_option = f"input.sources.{name}.text_key{getattr(reader, 'text_hint', '')}"
+    self._reader, self._fraction, self._max_documents, self._texts = reader, fraction, max_documents, texts
+    if hasattr(reader, "only_text"):
+      reader.only_text = texts
     # Counts of the pass in progress, or of the last one.
     self.tally = Tally()
 
-  def documents(self) -> Iterator[Document]:
-    """Yields (name, text) of the split's documents; empty ones are skipped and counted in `tally`.
+  def records(self) -> Iterator[Record]:
+    """Yields the split's records; empty ones are skipped and counted in `tally`.
 
     Raises:
-      DataError: unreadable data, or no document in the split.
+      DataError: unreadable data, or no record in the split.
     """
     self.tally = tally = Tally()
     picked = self._select(tally)
     if self._max_documents is not None:
       total = sum(1 for _ in self._select(Tally()))
       picked = _evenly_spaced(picked, total, self._max_documents)
-    for document in picked:
+    for record in picked:
       tally.documents += 1
-      yield document
+      yield record
 
   def fingerprint(self, hasher: Callable[[Path], str] = hash_file) -> str:
-    """Identity of what `documents()` gives: relative names and contents of all files, split and options.
+    """Identity of what `records()` gives: relative names and contents of all files, split and options.
 
     `hasher` maps a file to a hash of its content (`cache.FileHasher` remembers those of unchanged files).
     """
     files = [(name, hasher(path)) for name, path in self._reader.files()]
-    parts = [VERSION, self._reader.identity, self.split, self._fraction, self._max_documents, files]
+    counts_for = [self.text_key, self._texts]
+    parts = [VERSION, self._reader.identity, counts_for, self.split, self._fraction, self._max_documents, files]
     return hashlib.blake2b(json.dumps(parts).encode(), digest_size=16).hexdigest()
 
   def total_bytes(self) -> int | None:
     """Size of the source's files, which `tally.bytes_read` reaches at the end of a pass."""
     return sum(os.path.getsize(path) for _, path in self._reader.files())
 
-  def _select(self, tally: Tally) -> Iterator[Document]:
-    """The split's documents, without the limit on their number."""
+  def _select(self, tally: Tally) -> Iterator[Record]:
+    """The split's records, without the limit on their number."""
     found = self._not_empty(tally)
     if self.split == "all":
       picked = found
@@ -104,29 +112,41 @@ class Source:
       if len(head) == 1:
         yield self._cut(head[0])
         return
-      picked = filter(self._in_split, _chain(head, found))
+      picked = filter(self._in_split, chain(head, found))
     count = 0
-    for document in picked:
+    for record in picked:
       count += 1
-      yield document
+      yield record
     if count == 0:
       raise DataError(self._nothing(tally))
 
-  def _not_empty(self, tally: Tally) -> Iterator[Document]:
-    for document in self._reader.read(tally):
-      if document.text:
-        yield document
-      else:
+  def _not_empty(self, tally: Tally) -> Iterator[Record]:
+    for record in self._reader.read(tally):
+      if self._text(record) == "" or not record.fields:
         tally.empty += 1
+      else:
+        yield record
 
-  def _in_split(self, document: Document) -> bool:
-    key = document.name if self._reader.by_name else document.text
-    digest = hashlib.blake2b(utf8(key, document.name), digest_size=8).digest()
+  def _text(self, record: Record) -> str | None:
+    """The text that the record counts for, if it is one."""
+    fields = record.fields
+    text = fields.get(self.text_key) if self._texts or len(fields) == 1 else None
+    return text if isinstance(text, str) else None
+
+  def _in_split(self, record: Record) -> bool:
+    text = self._text(record)
+    if self._reader.by_name:
+      key = utf8(record.name, record.where)
+    elif text is not None:
+      key = utf8(text, record.where)
+    else:
+      key = json.dumps(record.fields, sort_keys=True, separators=(",", ":"), default=_stable).encode()
+    digest = hashlib.blake2b(key, digest_size=8).digest()
     return (int.from_bytes(digest, "big") < self._fraction * 2**64) == (self.split == "validation")
 
-  def _cut(self, document: Document) -> Document:
+  def _cut(self, document: Record) -> Record:
     """This split's part of a source's only document: train before, validation after one of its line ends."""
-    raw = utf8(document.text, document.name)
+    raw = utf8(document.fields["text"], document.where)
     target = round(len(raw) * (1.0 - self._fraction))
     # A cut is just after a newline byte, and leaves text on both sides.
     below = raw.rfind(b"\n", 0, target) + 1
@@ -143,7 +163,7 @@ class Source:
         "validation.", self.name, document.name, cut, len(raw) - cut,
     )
     part = raw[:cut] if self.split == "train" else raw[cut:]
-    return Document(f"{document.name}[{self.split}]", part.decode("utf-8"))
+    return Record(f"{document.name}[{self.split}]", document.where, {"text": part.decode("utf-8")})
 
   def _nothing(self, tally: Tally) -> str:
     """Why there are no documents."""
@@ -161,24 +181,24 @@ class Source:
     )
 
 
-def utf8(text: str, name: str) -> bytes:
+def utf8(text: str, where: str) -> bytes:
   """`text` in UTF-8. Raises DataError for a lone surrogate, which JSON escapes can smuggle in."""
   try:
     return text.encode("utf-8")
   except UnicodeEncodeError as e:
     raise DataError(
-        f"{name}: character {e.start} is the lone surrogate U+{ord(text[e.start]):04X}, which is not text. "
+        f"{where}: character {e.start} is the lone surrogate U+{ord(text[e.start]):04X}, which is not text. "
         "Remove it, or repair the escape it came from."
     ) from e
 
 
-def _chain(head: list[Document], rest: Iterator[Document]) -> Iterator[Document]:
-  yield from head
-  yield from rest
+def _stable(value: Any) -> str:
+  """What JSON lacks (bytes, dates, decimals), as a string that is the same everywhere."""
+  return value.hex() if isinstance(value, bytes) else str(value)
 
 
-def _evenly_spaced(documents: Iterator[Document], total: int, count: int) -> Iterator[Document]:
-  """`count` of the `total` documents, spread evenly (all of them if there are fewer)."""
-  for i, document in enumerate(documents):
+def _evenly_spaced(records: Iterator[Record], total: int, count: int) -> Iterator[Record]:
+  """`count` of the `total` records, spread evenly (all of them if there are fewer)."""
+  for i, record in enumerate(records):
     if total <= count or (i + 1) * count // total > i * count // total:
-      yield document
+      yield record

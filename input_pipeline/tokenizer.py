@@ -1,7 +1,8 @@
 """Tokenizers: raw bytes, a byte-level BPE trained here, or a Hugging Face `tokenizer.json`.
 
-Encoding never inserts special tokens and never recognises them in text: a document that contains the literal
-string of a special token is encoded as ordinary text. BOS and EOS are added by id, in `cache.py`.
+Encoding never inserts special tokens and never recognises them in documents: one that contains the literal string of
+a special token is encoded as ordinary text. BOS and EOS are added by id, in `cache.py`. Only in conversations that a
+chat template has rendered (`chat.py`) are special tokens recognised, and there only where the template wrote them.
 """
 
 import hashlib
@@ -9,6 +10,7 @@ import json
 import os
 import tempfile
 from collections.abc import Callable, Iterable, Iterator
+from functools import cached_property
 from pathlib import Path
 from typing import Protocol
 
@@ -19,7 +21,9 @@ from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models, pre_tokenizers, trainers
 from tqdm import tqdm
 
+from input_pipeline import special_tokens
 from input_pipeline.files import DataError
+from input_pipeline.hf_folder import TokenizerFiles, add_tokens, find_tokenizer, make_backend
 from trainer.config import ConfigError
 
 BOS, EOS = "<|bos|>", "<|eos|>"
@@ -37,6 +41,13 @@ class Tokenizer(Protocol):
   bos_id: int | None
   eos_id: int | None
   pad_id: int
+  # Each of these ends a text that is being generated.
+  stop_ids: tuple[int, ...]
+  # What `encode_rendered` recognises, and those with a name (`bos_token`, …), as chat templates know them.
+  special_tokens: tuple[str, ...]
+  named_tokens: dict[str, str]
+  # What else its folder said, {file name: content}.
+  files: dict[str, str]
   # Equal for tokenizers that encode alike, on every machine.
   fingerprint: str
 
@@ -44,62 +55,101 @@ class Tokenizer(Protocol):
     """Ids (int32 [n]) of each text, without special tokens."""
     ...
 
-  def decode(self, ids: Iterable[int]) -> str:
-    """Text of `ids`; special tokens are left out, broken UTF-8 becomes U+FFFD."""
+  def encode_rendered(self, text: str, inert: Iterable[int] = ()) -> np.ndarray:
+    """Ids (int32 [n]) of a chat template's output: special tokens in it are recognised, none is added.
+
+    At the positions `inert` (of `chat.Rendered`) none begins: those characters came from the conversation.
+    """
+    ...
+
+  def encode_rendered_batch(self, texts: list[str]) -> list[np.ndarray]:
+    """`encode_rendered` of each text, faster; nothing is inert."""
+
+  def decode(self, ids: Iterable[int], *, skip_special: bool = True) -> str:
+    """Text of `ids`, without special tokens or with them written out; broken UTF-8 becomes U+FFFD."""
     ...
 
   def save(self, path: Path) -> None:
-    """Writes `tokenizer.json` at `path` and `tokenizer_config.json` beside it, atomically."""
+    """Writes `tokenizer.json` at `path` and beside it what else its folder said, each file atomically."""
     ...
 
 
 class BytesTokenizer:
   """UTF-8 bytes are ids 0 to 255; BOS is 256, EOS 257."""
 
-  vocab_size, bos_id, eos_id, pad_id = 258, 256, 257, 257
+  vocab_size, bos_id, eos_id, pad_id, stop_ids = 258, 256, 257, 257, (257,)
+  special_tokens, named_tokens, files = (BOS, EOS), {"bos_token": BOS, "eos_token": EOS}, {}
   fingerprint = "bytes-258"
 
   def encode_batch(self, texts: list[str]) -> list[np.ndarray]:
     return [np.frombuffer(text.encode("utf-8"), np.uint8).astype(np.int32) for text in texts]
 
-  def decode(self, ids: Iterable[int]) -> str:
-    return bytes(int(i) for i in ids if int(i) < 256).decode("utf-8", errors="replace")
+  def encode_rendered(self, text: str, inert: Iterable[int] = ()) -> np.ndarray:
+    ids = {BOS: self.bos_id, EOS: self.eos_id}
+    pieces = special_tokens.split(text, ids, inert)
+    return np.concatenate([np.zeros(0, np.int32), *(
+        np.array([ids[p]], np.int32) if is_token else self.encode_batch([p])[0] for p, is_token in pieces)])
+
+  def encode_rendered_batch(self, texts: list[str]) -> list[np.ndarray]:
+    return [self.encode_rendered(text) for text in texts]
+
+  def decode(self, ids: Iterable[int], *, skip_special: bool = True) -> str:
+    special = dict.fromkeys((self.bos_id, self.eos_id), b"") if skip_special else {
+        self.bos_id: BOS.encode(), self.eos_id: EOS.encode()}
+    return b"".join(special.get(int(i)) or bytes([i] if i < 256 else []) for i in ids).decode("utf-8", errors="replace")
 
   def save(self, path: Path) -> None:
     backend = Backend(models.BPE(vocab={c: b for b, c in enumerate(_byte_chars())}, merges=[]))
     _byte_level(backend)
     backend.add_special_tokens([BOS, EOS])
-    _save(backend.to_str(pretty=True), BOS, EOS, path)
+    named = {"tokenizer_config.json": json.dumps({"bos_token": BOS, "eos_token": EOS}, indent=2)}
+    _save(backend.to_str(pretty=True), named, path)
 
 
 class HFTokenizer:
   """Any tokenizer of the `tokenizers` library.
 
   Args:
-    serialized: content of a tokenizer.json.
-    bos: the BOS token's string, or None.
-    eos: the EOS token's string, or None.
+    files: what its folder says.
+    where: names it in errors.
+
+  Raises:
+    DataError: files that contradict each other.
   """
 
-  def __init__(self, serialized: str, bos: str | None, eos: str | None):
-    self._backend = Backend.from_str(serialized)
-    self._serialized, self._bos, self._eos = serialized, bos, eos
-    self._splits_at_spaces = _splits_at_spaces(json.loads(serialized))
-    # A tokenizer.json may carry truncation and padding, which would drop text or add tokens.
-    self._backend.no_truncation()
-    self._backend.no_padding()
-    self._backend.encode_special_tokens = True
-    if getattr(self._backend.model, "dropout", None):  # BPE dropout would make the tokens random
-      self._backend.model.dropout = None
-    vocabulary = self._backend.get_vocab(with_added_tokens=True)
+  def __init__(self, files: TokenizerFiles, where: str = "tokenizer"):
+    self._files = files
+    self._backend = make_backend(files.serialized, plain=True)
+    before = self._backend.get_vocab(with_added_tokens=True)
+    add_tokens(self._backend, files, where)
+    # Only a changed vocabulary needs to be written out again, which takes long for a large one.
+    self._serialized = self._backend.to_str() if files.added else files.serialized
+    vocabulary = self._backend.get_vocab(with_added_tokens=True) if files.added else before
     self.vocab_size = max(vocabulary.values()) + 1
-    for token in (bos, eos):
-      if token is not None and token not in vocabulary:
-        raise DataError(f"special token {token!r} of tokenizer_config.json is not in tokenizer.json's vocabulary.")
-    self.bos_id = vocabulary[bos] if bos is not None else None
-    self.eos_id = vocabulary[eos] if eos is not None else None
-    self.pad_id = self.eos_id if self.eos_id is not None else 0
-    parts = json.dumps([json.loads(serialized), bos, eos], sort_keys=True)
+    spec = json.loads(self._serialized)
+    self._added_tokens = tuple(t["content"] for t in spec.get("added_tokens") or ())
+    self._special = {t["content"]: vocabulary[t["content"]] for t in spec.get("added_tokens") or () if t["special"]}
+    self.special_tokens = tuple(self._special)
+    self._splits_at_spaces = _splits_at_spaces(spec)
+    self._decoder = self._backend
+    looked_up = special_tokens.in_model_vocabulary(spec)
+    if looked_up:
+      self._backend = make_backend(special_tokens.renamed(self._serialized), plain=True)
+    self.bos_id = _id_of("bos_token", files, files.bos_id, vocabulary, where)
+    self.eos_id = _id_of("eos_token", files, files.eos_id, vocabulary, where)
+    pad = files.special_tokens.get("pad_token")
+    self.pad_id = vocabulary[pad] if pad is not None else self.eos_id if self.eos_id is not None else 0
+    known = set(vocabulary.values())
+    self.stop_ids = tuple(sorted({*files.stop_ids, *([] if self.eos_id is None else [self.eos_id])}))
+    if unknown := [i for i in self.stop_ids if i not in known]:
+      raise DataError(f"{where}: eos_token_id of generation_config.json or config.json has {unknown}, which "
+                      f"tokenizer.json lacks; its ids end at {self.vocab_size - 1}. Correct the file that is wrong.")
+    name = {i: token for token, i in vocabulary.items()}
+    ends = [None if i is None else name[i] for i in (self.bos_id, self.eos_id)]
+    numbered = {k: v for k, v in zip(("bos_token", "eos_token"), ends, strict=True) if v is not None}
+    self.named_tokens, self.files = {**files.special_tokens, **numbered}, files.files
+    more = [[str(token.content), i] for token, i in files.added] + ["looked up"] * looked_up
+    parts = json.dumps([json.loads(files.serialized), *ends, *([more] if more else [])], sort_keys=True)
     self.fingerprint = "hf-" + hashlib.blake2b(parts.encode(), digest_size=16).hexdigest()
 
   def encode_batch(self, texts: list[str]) -> list[np.ndarray]:
@@ -121,11 +171,46 @@ class HFTokenizer:
       start = stop
     return ids
 
-  def decode(self, ids: Iterable[int]) -> str:
-    return self._backend.decode([int(i) for i in ids], skip_special_tokens=True)
+  def encode_rendered(self, text: str, inert: Iterable[int] = ()) -> np.ndarray:
+    inert = tuple(inert)
+    if not inert:
+      return np.array(self._recognizing.encode(text, add_special_tokens=False).ids, np.int32)
+    special_tokens.refuse_noncharacters(text, "rendered conversation")
+    pieces = special_tokens.split(text, self._added_tokens, inert)
+    special = self._special
+    marked = "".join(special_tokens.stand_in(special[p]) if is_token and p in special else p for p, is_token in pieces)
+    return np.array(self._renamed.encode(marked, add_special_tokens=False).ids, np.int32)
+
+  def encode_rendered_batch(self, texts: list[str]) -> list[np.ndarray]:
+    return [np.array(e.ids, np.int32) for e in self._recognizing.encode_batch_fast(texts, add_special_tokens=False)]
+
+  @cached_property
+  def _recognizing(self) -> Backend:
+    return make_backend(self._serialized, plain=False)
+
+  @cached_property
+  def _renamed(self) -> Backend:
+    return make_backend(special_tokens.renamed(self._serialized), plain=False)
+
+  def decode(self, ids: Iterable[int], *, skip_special: bool = True) -> str:
+    return self._decoder.decode([int(i) for i in ids], skip_special_tokens=skip_special)
 
   def save(self, path: Path) -> None:
-    _save(self._serialized, self._bos, self._eos, path)
+    named = self._files.special_tokens
+    # A token named here as absent would not be looked for in generation_config.json.
+    absent = {k: None for k, i in (("bos_token", self.bos_id), ("eos_token", self.eos_id)) if i is None}
+    files = {"tokenizer_config.json": json.dumps({**absent, **named}, indent=2), **self._files.files}
+    _save(self._files.serialized, files, path)
+
+
+def _id_of(key: str, files: TokenizerFiles, fallback: int | None, vocabulary: dict[str, int], where: str) -> int | None:
+  """The id of a named special token, or the one that config.json gives."""
+  if key in files.special_tokens:
+    return vocabulary[files.special_tokens[key]]
+  if fallback is not None and fallback not in vocabulary.values():
+    raise DataError(f"{where}: {key}_id of generation_config.json or config.json is {fallback}, which tokenizer.json "
+                    "lacks. Correct the file that is wrong.")
+  return fallback
 
 
 def make_tokenizer(
@@ -169,34 +254,23 @@ def make_tokenizer(
 
 
 def load_tokenizer(path: Path, key: str = "tokenizer") -> Tokenizer:
-  """The tokenizer in a tokenizer.json, or in the folder that holds it.
-
-  BOS and EOS are those named by `tokenizer_config.json` in the same folder; without it there are none.
+  """The tokenizer in a tokenizer.json, or in the Hugging Face folder that holds it; see `hf_folder`.
 
   Raises:
     ConfigError: no such file.
-    DataError: the file is not a tokenizer.
+    DataError: the file is not a tokenizer, or files beside it contradict it.
   """
-  file = path / "tokenizer.json" if path.is_dir() else path
-  if not file.is_file():
-    raise ConfigError(f"{key}: {str(file)!r} does not exist. Name a tokenizer.json or the folder that holds one.")
-  bos = eos = None
-  config = file.parent / "tokenizer_config.json"
+  path = Path(path)
+  where = path / "tokenizer.json" if path.is_dir() else path
+  files = find_tokenizer(path, key)
+  if not (files.special_tokens or files.files):
+    logging.warning("%s: no tokenizer_config.json beside it, so there is no BOS and no EOS.", where)
   try:
-    if config.is_file():
-      entries = json.loads(config.read_text("utf-8"))
-      bos, eos = (_token_string(entries.get(k)) for k in ("bos_token", "eos_token"))
-    else:
-      logging.warning("%s: no tokenizer_config.json beside it, so there is no BOS and no EOS.", file)
-    serialized = file.read_text("utf-8")
-    return HFTokenizer(serialized, bos, eos)
+    return HFTokenizer(files, str(where))
+  except DataError:
+    raise
   except Exception as e:  # the tokenizers library raises plain Exception
-    raise DataError(f"{file}: not a readable tokenizer ({e}). Replace it, or delete it if Weft made it.") from e
-
-
-def _token_string(entry) -> str | None:
-  """tokenizer_config.json gives a token as a string or as an object with its content."""
-  return entry["content"] if isinstance(entry, dict) else entry
+    raise DataError(f"{where}: not a readable tokenizer ({e}). Replace it, or delete it if Weft made it.") from e
 
 
 def _round_trip(tokenizer: Tokenizer) -> str:
@@ -253,7 +327,7 @@ def _train_bpe(vocab_size: int, megabytes: float, train_texts, progress: bool) -
         yield text
 
     backend.train_from_iterator(fed(), trainer)
-  return HFTokenizer(backend.to_str(pretty=True), BOS, EOS)
+  return HFTokenizer(TokenizerFiles(backend.to_str(pretty=True), {"bos_token": BOS, "eos_token": EOS}))
 
 
 def spread_sample(texts: Iterable[str], total: int, budget: int) -> Iterator[str]:
@@ -317,11 +391,10 @@ def _byte_chars() -> list[str]:
   return [chr(b) if b in printable else chr(next(others)) for b in range(256)]
 
 
-def _save(serialized: str, bos: str | None, eos: str | None, path: Path) -> None:
-  """Writes both files; tokenizer.json last, since its presence says that the tokenizer is complete."""
-  path.parent.mkdir(parents=True, exist_ok=True)
-  config = json.dumps({"bos_token": bos, "eos_token": eos}, indent=2)
-  for file, content in ((path.parent / "tokenizer_config.json", config), (path, serialized)):
+def _save(serialized: str, files: dict[str, str], path: Path) -> None:
+  """Writes all files; tokenizer.json last, since its presence says that the tokenizer is complete."""
+  for file, content in (*((path.parent / name, content) for name, content in files.items()), (path, serialized)):
+    file.parent.mkdir(parents=True, exist_ok=True)
     temporary = file.with_name(f".{file.name}.{os.getpid()}")
     temporary.write_text(content, "utf-8")
     os.replace(temporary, file)

@@ -1,8 +1,8 @@
 """The seam between training code and models: plain dicts of arrays in and out, pure functions only.
 
 `make_model` turns the config's `model` section into a `Model`. Strategies call `apply`, which stops at
-the hidden states, and hand these with `unembedding(params)` to `trainer/logprobs.py`, so that nothing in
-training ever holds logits of shape [B, T, V].
+the hidden states, add the losses that the model itself asks for (`Output`), and hand the hidden states with
+`unembedding(params)` to `trainer/logprobs.py`, so that nothing in training ever holds logits of shape [B, T, V].
 
 How do I add a model? Write a class with the methods of `Model` and put its dotted path into the config:
 `config.model.name = "my_package.my_module.MyModel"`. It is constructed as
@@ -14,20 +14,35 @@ A batch is a dict with `tokens`, `positions` and `segment_ids`, int32 [B, T] (se
 
 import contextlib
 import contextvars
-from collections.abc import Callable, Iterator
-from typing import Any, Protocol
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple, Protocol
 
 import jax
+import jax.numpy as jnp
 from ml_collections import ConfigDict
 
 from trainer.config import load_class
+from trainer.metrics import Mean
 
 Params = dict[str, Any]
+# What a model keeps of the tokens it has seen: a tree of arrays that only the model looks into.
+Cache = Any
 
 ACTIVATION_NAMES = ("batch", "length", "embed", "heads", "kv_heads", "mlp", "vocab")
 BUILT_IN = {"transformer": "models.transformer.Transformer"}
 
 _activation_rules: contextvars.ContextVar[Callable | None] = contextvars.ContextVar("rules", default=None)
+
+
+class Output(NamedTuple):
+  """What `Model.apply` computes."""
+
+  # Hidden states [B, T, D] after the final norm, in the compute dtype.
+  hidden: jax.Array
+  # Terms of the training objective that the model itself asks for, coefficients included; see trainer/strategies.
+  losses: dict[str, Mean] = {}
+  # Metrics of its own, as a strategy's.
+  metrics: dict[str, Any] = {}
 
 
 class Model(Protocol):
@@ -41,6 +56,8 @@ class Model(Protocol):
   final_logit_cap: float | None
   # How many vocabulary entries the log-prob code works on at a time.
   vocab_chunk: int
+  # A regex over the paths of the parameters that alone are trained (adapters); None: all are.
+  trained_only: str | None
   # Sentences that say which values were derived from which, to be printed at the start.
   reasons: list[str]
 
@@ -50,16 +67,25 @@ class Model(Protocol):
   def init(self, rng: jax.Array) -> Params:
     """Fresh parameters; each a pure function of `rng` and its path. Can be jitted."""
 
-  def apply(
-      self, params: Params, batch: dict, *, rng: jax.Array | None = None, train: bool = False
-  ) -> jax.Array:
-    """Hidden states [B, T, D] after the final norm, in the compute dtype. `rng` feeds dropout."""
+  def apply(self, params: Params, batch: dict, *, rng: jax.Array | None = None, train: bool = False) -> Output:
+    """From tokens to hidden states. `rng` feeds dropout."""
 
   def unembedding(self, params: Params) -> jax.Array:
     """The matrix [D, V] from hidden states to logits (a view of the embedding when tied)."""
 
-  def logits(self, params: Params, batch: dict | jax.Array) -> jax.Array:
-    """`unembed` of `apply`, for people and tests. `batch` may also be just the tokens [B, T]."""
+  def logits(
+      self,
+      params: Params,
+      tokens_BxT: jax.Array | dict,
+      positions: jax.Array | None = None,
+      segment_ids: jax.Array | None = None,
+      images: Any = None,
+  ) -> jax.Array:
+    """`unembed` of `apply`, [B, T, V] float32, for people and tests.
+
+    Without `positions` they count from 0 in each segment; without `segment_ids` a row is one document. A whole
+    batch will do in place of the tokens. `images` are for models that take some.
+    """
 
   def unembed(self, params: Params, hidden_BxTxD: jax.Array) -> jax.Array:
     """Logits [B, T, V] float32, final cap applied, -inf at padded entries."""
@@ -68,8 +94,36 @@ class Model(Protocol):
     """Floating-point operations of forward and backward per token of a row of `seq_len` tokens."""
 
 
+class Generative(Model, Protocol):
+  """What a model has besides if texts are to be generated with it (trainer/sampler.py)."""
+
+  # The longest text, in tokens, that can be generated; None: no bound.
+  max_length: int | None
+
+  def empty_cache(self, rows: int, max_length: int) -> Cache:
+    """Room for what `rows` texts of up to `max_length` tokens leave for those that follow."""
+
+  def prefill(self, params: Params, batch: dict, cache: Cache, rows_M: jax.Array,
+              sources_M: jax.Array | None = None) -> tuple[jax.Array, Cache]:
+    """`apply` to beginnings of texts, one a row, padded on either side: (hidden states [N, T, D], cache).
+
+    Row `sources_M[m]` of the batch (None: row m) begins row `rows_M[m]` of the cache anew; a row beyond the cache's
+    last is left out.
+    """
+
+  def decode(self, params: Params, tokens_B: jax.Array, active_B: jax.Array, cache: Cache) -> tuple[jax.Array, Cache]:
+    """One more token for each row of the cache: (its hidden state [B, D], cache). Rows that are not active stay."""
+
+
 def make_model(
-    cfg_model: ConfigDict, *, vocab_size: int, params_dtype: Any, compute_dtype: Any, remat: str = "none"
+    cfg_model: ConfigDict,
+    *,
+    vocab_size: int,
+    params_dtype: Any,
+    compute_dtype: Any,
+    remat: str = "none",
+    frozen: str | None = None,
+    freeze: Sequence[str] = (),
 ) -> Model:
   """Builds the model that `cfg_model.name` names; no parameter is made yet.
 
@@ -78,14 +132,19 @@ def make_model(
     vocab_size: entries of the tokenizer; the model's own vocabulary may be padded beyond it.
     params_dtype: dtype of the parameters.
     compute_dtype: dtype of matrix products and of the residual stream.
-    remat: what the backward pass recomputes, see `models.transformer.remat_policy`.
+    remat: what the backward pass recomputes, see `models.remat.remat_policy`.
+    frozen: how parameters that are not trained are kept: a dtype, int8 or nf4 (`config.precision.frozen`); None: in
+      params_dtype. A model's class is given it, and `freeze`, only if it differs from params_dtype.
+    freeze: regexes of parameters that are not trained (`config.optimizer.freeze`), besides those that `trained_only`
+      leaves out.
 
   Raises:
     ConfigError: a value cannot work; nothing has touched a device by then.
   """
   cls = load_class(cfg_model.name, "model.name", BUILT_IN)
+  kept = {} if frozen in (None, jnp.dtype(params_dtype).name) else dict(frozen=frozen, freeze=tuple(freeze))
   return cls(
-      cfg_model, vocab_size=vocab_size, params_dtype=params_dtype, compute_dtype=compute_dtype, remat=remat
+      cfg_model, vocab_size=vocab_size, params_dtype=params_dtype, compute_dtype=compute_dtype, remat=remat, **kept
   )
 
 

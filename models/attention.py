@@ -1,7 +1,7 @@
 """Causal attention over packed rows: the one place that knows how it is computed.
 
-B batch, T query length, S key length (= T), H query heads, G key/value heads, R = H / G query heads per
-key/value head, K head size, W keys that one block of queries can see.
+B batch, T query length, S key length (= T, or slots of a cache), H query heads, G key/value heads, R = H / G query
+heads per key/value head, K head size, W keys that one block of queries can see.
 
 Every implementation here keeps these promises:
 - a query sees keys of its own segment, at its own index or before, and within the window, nothing else;
@@ -104,20 +104,63 @@ def _attend(
   T, W = q_BxGxRxTxK.shape[3], k_BxGxWxK.shape[2]
   f32 = jnp.float32
   scores = jnp.einsum("bgrtk,bgwk->bgrtw", q_BxGxRxTxK, k_BxGxWxK, preferred_element_type=f32) * scale
-  if logit_cap is not None:
-    scores = logit_cap * jnp.tanh(scores / logit_cap)
   behind_TxW = (jnp.arange(T)[:, None] + offset) - jnp.arange(W)[None, :]
   seen_TxW = behind_TxW >= 0
   if window is not None:
     seen_TxW &= behind_TxW < window
   seen = seen_TxW & (segments_BxT[:, :, None] == segments_BxW[:, None, :])
-  # Added, not selected: a number that swallows any score, at no cost in the backward pass.
-  scores = scores + jnp.where(seen, 0.0, MASKED)[:, None, None]
-  # The maximum only keeps exp in range; the result does not depend on it.
-  top = jax.lax.stop_gradient(scores.max(-1, keepdims=True))
-  weights = jnp.exp(scores - top)
+  weights = _unnormalised(scores, seen, logit_cap)
   dtype = v_BxGxWxK.dtype
   out = jnp.einsum("bgrtw,bgwk->bgrtk", weights.astype(dtype), v_BxGxWxK, preferred_element_type=f32)
   out = out / weights.sum(-1, keepdims=True)
   # Every query sees itself, except padding, which sees nothing.
   return jnp.where((segments_BxT != 0)[:, None, None, :, None], out, 0.0).astype(dtype)
+
+
+def attend_to_past(
+    q_Bx1xHxK: jax.Array,
+    k_Bx1xGxK: jax.Array,
+    v_Bx1xGxK: jax.Array,
+    past_k_BxSxGxK: jax.Array,
+    past_v_BxSxGxK: jax.Array,
+    *,
+    seen_BxS: jax.Array,
+    active_B: jax.Array,
+    scale: float,
+    logit_cap: float | None = None,
+) -> jax.Array:
+  """`attention` of one more token per row, to itself and to what a cache holds; returns [B, 1, H, K].
+
+  Args:
+    q_Bx1xHxK, k_Bx1xGxK, v_Bx1xGxK: of the token.
+    past_k_BxSxGxK, past_v_BxSxGxK: of the tokens before it, in any order.
+    seen_BxS: which of these there are, and within the window.
+    active_B: False for rows without a token, whose output is 0.
+    scale, logit_cap: as in `attention`.
+  """
+  B, _, H, K = q_Bx1xHxK.shape
+  S, G = past_k_BxSxGxK.shape[1:3]
+  f32, dtype = jnp.float32, v_Bx1xGxK.dtype
+  q_BxGxRxK = q_Bx1xHxK.reshape(B, G, H // G, K)
+  old_BxGxRxS = jnp.einsum("bgrk,bsgk->bgrs", q_BxGxRxK, past_k_BxSxGxK, preferred_element_type=f32)
+  own_BxGxRx1 = jnp.einsum("bgrk,bsgk->bgrs", q_BxGxRxK, k_Bx1xGxK, preferred_element_type=f32)
+  scores_BxGxRxS = jnp.concatenate([old_BxGxRxS, own_BxGxRx1], axis=-1) * scale
+  seen_BxS = jnp.pad(seen_BxS, ((0, 0), (0, 1)), constant_values=True)
+  weights_BxGxRxS = _unnormalised(scores_BxGxRxS[:, :, :, None], seen_BxS[:, None], logit_cap)[:, :, :, 0]
+  old, own = weights_BxGxRxS[..., :S].astype(dtype), weights_BxGxRxS[..., S:].astype(dtype)
+  out_BxGxRxK = jnp.einsum("bgrs,bsgk->bgrk", old, past_v_BxSxGxK, preferred_element_type=f32)
+  out_BxGxRxK += jnp.einsum("bgrs,bsgk->bgrk", own, v_Bx1xGxK, preferred_element_type=f32)
+  out_BxGxRxK = out_BxGxRxK / weights_BxGxRxS.sum(-1, keepdims=True)
+  return jnp.where(active_B[:, None, None, None], out_BxGxRxK, 0.0).astype(dtype).reshape(B, 1, H, K)
+
+
+def _unnormalised(scores_BxGxRxTxW: jax.Array, seen_BxTxW: jax.Array, logit_cap: float | None) -> jax.Array:
+  """exp of the capped scores up to a factor for each query, exactly 0 where a key is not seen."""
+  scores = scores_BxGxRxTxW
+  if logit_cap is not None:
+    scores = logit_cap * jnp.tanh(scores / logit_cap)
+  # Added, not selected: a number that swallows any score, at no cost in the backward pass.
+  scores = scores + jnp.where(seen_BxTxW, 0.0, MASKED)[:, None, None]
+  # The maximum only keeps exp in range; the result does not depend on it.
+  top = jax.lax.stop_gradient(scores.max(-1, keepdims=True))
+  return jnp.exp(scores - top)

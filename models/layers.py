@@ -1,22 +1,31 @@
-"""The parts of a Transformer: dense layers, norms, embeddings, rotary positions, MLPs, dropout.
+"""The parts of a Transformer: dense layers, norms, embeddings, MLPs, dropout.
 
-B batch, T length, D hidden size, F width of the MLP, H heads, K head size, P rotated pairs per head.
+B batch, T length, D hidden size, F width of the MLP.
 """
 
 import dataclasses
 import zlib
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from models import lora as lora_lib
+from models import quantize
 from models.api import constrain
 
-GATED = {"swiglu": jax.nn.silu, "geglu": lambda x: jax.nn.gelu(x, approximate=True)}
+GATED = {
+    "swiglu": jax.nn.silu,
+    "geglu": lambda x: jax.nn.gelu(x, approximate=True),
+    "geglu_exact": lambda x: jax.nn.gelu(x, approximate=False),
+}
 UNGATED = {
     "gelu": lambda x: jax.nn.gelu(x, approximate=True),
     "gelu_exact": lambda x: jax.nn.gelu(x, approximate=False),
+    "relu": jax.nn.relu,
+    "silu": jax.nn.silu,
     "relu2": lambda x: jnp.square(jax.nn.relu(x)),
 }
 ACTIVATIONS = (*GATED, *UNGATED)
@@ -36,38 +45,105 @@ class Scope:
   compute_dtype: Any
   path: str = ""
   layer: Any = None
+  # How frozen parameters are kept; None: as all others, in `dtype`.
+  frozen: quantize.Frozen | None = None
+  # `spec.lora`: which kernels have adapters.
+  lora: Any = None
 
   def __truediv__(self, name: str) -> "Scope":
     return dataclasses.replace(self, path=f"{self.path}/{name}" if self.path else name)
 
   def normal(self, name: str, shape: tuple[int, ...], std: float) -> nnx.Param:
     """A parameter drawn from a normal distribution."""
+    return nnx.Param((std * jax.random.normal(self._key(name), shape, jnp.float32)).astype(self.kind(name)))
+
+  def uniform(self, name: str, shape: tuple[int, ...], bound: float) -> nnx.Param:
+    """A parameter drawn evenly from [-bound, bound)."""
+    return nnx.Param(jax.random.uniform(self._key(name), shape, jnp.float32, -bound, bound).astype(self.kind(name)))
+
+  def constant(self, name: str, shape: tuple[int, ...], value: float) -> nnx.Param:
+    """A parameter that starts with the same value everywhere."""
+    return nnx.Param(jnp.full(shape, value, self.kind(name)))
+
+  def quantized(self, name: str, shape: tuple[int, ...], std: float) -> dict[str, nnx.Param]:
+    """As `normal`, in the parts that `quantize.quantize` makes of it."""
+    values = std * jax.random.normal(self._key(name), shape, jnp.float32)
+    parts = quantize.quantize(values, self.kind(name), (self / name).path)
+    return {end: nnx.Param(part) for end, part in parts.items()}
+
+  def kind(self, name: str) -> str:
+    """How the parameter is kept: the name of a dtype, or one of `quantize.KINDS`."""
+    kind = self.frozen.kind((self / name).path) if self.frozen is not None else None
+    return kind or jnp.dtype(self.dtype).name
+
+  def _key(self, name: str) -> jax.Array:
     # crc32 rather than hash(): the same in every process.
     key = jax.random.fold_in(self.rng, zlib.crc32((self / name).path.encode()))
-    if self.layer is not None:
-      key = jax.random.fold_in(key, self.layer)
-    return nnx.Param((std * jax.random.normal(key, shape, jnp.float32)).astype(self.dtype))
-
-  def constant(self, shape: tuple[int, ...], value: float) -> nnx.Param:
-    """A parameter that starts with the same value everywhere."""
-    return nnx.Param(jnp.full(shape, value, self.dtype))
+    return key if self.layer is None else jax.random.fold_in(key, self.layer)
 
 
-class Linear(nnx.Module):
-  """x @ kernel (+ bias), in the compute dtype."""
+class Kernel(nnx.Module):
+  """A parameter [..., in, out] named `kernel`, drawn from a normal distribution, for whoever multiplies by it.
+
+  Where it is frozen it may be kept quantised, as `kernel_int8` or `kernel_nf4` with `kernel_scale`.
+  """
+
+  def __init__(self, scope: Scope, shape: tuple[int, ...], std: float):
+    kind = scope.kind("kernel")
+    self.kernel = scope.normal("kernel", shape, std) if kind not in quantize.KINDS else None
+    parts = scope.quantized("kernel", shape, std) if kind in quantize.KINDS else {}
+    self.kernel_int8, self.kernel_nf4 = parts.get("_int8"), parts.get("_nf4")
+    self.kernel_scale = parts.get("_scale")
+
+  def multiply(self, product: Callable, dtype: Any, *args: Any) -> Any:
+    """`product(kernel in dtype, *args)`. Of a quantised kernel no more is kept for the backward pass than its codes."""
+    return multiply((self,), lambda kernels, *rest: product(kernels[0], *rest), dtype, *args)
+
+
+def multiply(kernels: tuple[Kernel, ...], product: Callable, dtype: Any, *args: Any) -> Any:
+  """As `Kernel.multiply`, with several kernels kept alike: `product((kernel in dtype, …), *args)`."""
+  if kernels[0].kernel is not None:
+    return product(tuple(k.kernel[...].astype(dtype) for k in kernels), *args)
+  named = (dict(_int8=k.kernel_int8, _nf4=k.kernel_nf4, _scale=k.kernel_scale) for k in kernels)
+  stored = [{end: part[...] for end, part in parts.items() if part is not None} for parts in named]
+
+  def restore_and_multiply(stored, *args):
+    return product(tuple(quantize.dequantize(parts, dtype) for parts in stored), *args)
+
+  return jax.checkpoint(restore_and_multiply)(stored, *args)
+
+
+class Linear(Kernel):
+  """x @ kernel (+ bias), in the compute dtype; with adapters, + x @ lora_a @ lora_b * scale.
+
+  Adapters start as those of LoRA (Hu et al. 2021, arXiv 2106.09685, section 4.1): `lora_a` [in, r] random, here evenly
+  in ± in ** -0.5 as in PEFT, and `lora_b` [r, out] zero, so that they change nothing at first.
+  """
 
   def __init__(
       self, scope: Scope, d_in: int, d_out: int, *, std: float | None, bias: bool, gain: float = 1.0
   ):
     """`std`: of the initial kernel, d_in ** -0.5 if None; multiplied by `gain`."""
-    self.kernel = scope.normal("kernel", (d_in, d_out), gain * (d_in**-0.5 if std is None else std))
-    self.bias = scope.constant((d_out,), 0.0) if bias else None
-    self.dtype = scope.compute_dtype
+    super().__init__(scope, (d_in, d_out), gain * (d_in**-0.5 if std is None else std))
+    self.bias = scope.constant("bias", (d_out,), 0.0) if bias else None
+    path = (scope / "kernel").path
+    lora = scope.lora if scope.lora is not None and lora_lib.adapts(scope.lora.targets, path) else None
+    self.lora_a = scope.uniform("lora_a", (d_in, lora.rank), d_in**-0.5) if lora else None
+    self.lora_b = scope.constant("lora_b", (lora.rank, d_out), 0.0) if lora else None
+    self.lora, self.dtype = lora, scope.compute_dtype
+    self.salt = zlib.crc32(scope.path.encode())
 
-  def __call__(self, x: jax.Array) -> jax.Array:
+  def __call__(self, x: jax.Array, key: jax.Array | None = None) -> jax.Array:
+    """`key`: the layer's key for dropout on the adapter's input; None: no dropout."""
     # As a product of two matrices: with [B, T] in front, XLA on CPU writes the transposed operand of the
     # kernel's gradient in a strided loop that takes longer than the product itself.
-    y = (x.reshape(-1, x.shape[-1]) @ self.kernel[...].astype(self.dtype)).reshape(*x.shape[:-1], -1)
+    rows = x.reshape(-1, x.shape[-1])
+    y = self.multiply(lambda kernel, rows: rows @ kernel, self.dtype, rows).reshape(*x.shape[:-1], -1)
+    if self.lora is not None:
+      if key is not None:
+        x = dropout(x, self.lora.dropout, jax.random.fold_in(key, self.salt))
+      low = x.reshape(-1, x.shape[-1]) @ self.lora_a[...].astype(self.dtype)
+      y = y + (low @ self.lora_b[...].astype(self.dtype) * self.lora.scale).reshape(y.shape)
     return y if self.bias is None else y + self.bias[...].astype(self.dtype)
 
 
@@ -76,8 +152,8 @@ class Norm(nnx.Module):
 
   def __init__(self, scope: Scope, size: int, *, kind: str, eps: float, plus_one: bool, bias: bool = False):
     """`plus_one`: the scale is stored as an offset from one."""
-    self.scale = scope.constant((size,), 0.0 if plus_one else 1.0)
-    self.bias = scope.constant((size,), 0.0) if bias else None
+    self.scale = scope.constant("scale", (size,), 0.0 if plus_one else 1.0)
+    self.bias = scope.constant("bias", (size,), 0.0) if bias else None
     self.kind, self.eps, self.plus_one = kind, eps, plus_one
 
   def __call__(self, x: jax.Array) -> jax.Array:
@@ -127,42 +203,35 @@ class Mlp(nnx.Module):
     self.down = Linear(scope / "down", hidden, features, std=std, bias=bias, gain=out_gain)
     self.activation = activation
 
-  def __call__(self, x_BxTxD: jax.Array) -> jax.Array:
-    up_BxTxF = constrain(self.up(x_BxTxD), "batch", "length", "mlp")
+  def __call__(self, x_BxTxD: jax.Array, key: jax.Array | None = None) -> jax.Array:
+    """`key`: the layer's key for dropout on the adapters' input; None: no dropout."""
+    up_BxTxF = constrain(self.up(x_BxTxD, key), "batch", "length", "mlp")
     if self.gate is None:
       h_BxTxF = UNGATED[self.activation](up_BxTxF)
     else:
-      gate_BxTxF = constrain(self.gate(x_BxTxD), "batch", "length", "mlp")
+      gate_BxTxF = constrain(self.gate(x_BxTxD, key), "batch", "length", "mlp")
       h_BxTxF = GATED[self.activation](gate_BxTxF) * up_BxTxF
-    return self.down(h_BxTxF)
+    return self.down(h_BxTxF, key)
 
 
-def rope_table(
-    positions_BxT: jax.Array, head_dim: int, theta: float, fraction: float
-) -> tuple[jax.Array, jax.Array]:
-  """Cosines and sines [B, T, 1, P], float32, of the angles position * theta ** (-p / P) (Su et al. 2021)."""
-  pairs = rotated_dims(head_dim, fraction) // 2
-  frequencies_P = theta ** (-jnp.arange(pairs, dtype=jnp.float32) / pairs)
-  angles = positions_BxT.astype(jnp.float32)[:, :, None, None] * frequencies_P
-  return jnp.cos(angles), jnp.sin(angles)
+def document_lengths(positions_BxT: jax.Array, segment_ids_BxT: jax.Array) -> jax.Array:
+  """For each token, the number of tokens of its document: one more than its last position, int [B, T]."""
+  T = positions_BxT.shape[1]
+  changes = segment_ids_BxT[:, 1:] != segment_ids_BxT[:, :-1]
+  last_BxT = jnp.concatenate([changes, jnp.ones_like(changes, shape=(len(changes), 1))], axis=1)
+  end_BxT = jax.lax.cummin(jnp.where(last_BxT, jnp.arange(T), T), axis=1, reverse=True)
+  return jnp.take_along_axis(positions_BxT, end_BxT, axis=1) + 1
 
 
-def rotated_dims(head_dim: int, fraction: float) -> int:
-  """How many of a head's leading dimensions RoPE rotates."""
-  return int(head_dim * fraction)
-
-
-def apply_rope(x_BxTxHxK: jax.Array, table: tuple[jax.Array, jax.Array]) -> jax.Array:
-  """Rotates the pairs (x[p], x[p + P]) of each head's first 2P dimensions; the others pass unchanged."""
-  cos, sin = table
-  pairs = cos.shape[-1]
-  x = x_BxTxHxK.astype(jnp.float32)
-  first, second, rest = x[..., :pairs], x[..., pairs : 2 * pairs], x[..., 2 * pairs :]
-  rotated = jnp.concatenate([first * cos - second * sin, second * cos + first * sin, rest], axis=-1)
-  return rotated.astype(x_BxTxHxK.dtype)
+def embedding_noise(lengths_BxT: jax.Array, features: int, alpha: float, key: jax.Array) -> jax.Array:
+  """Even noise [B, T, D] float32 in ± alpha / sqrt(length * features) (NEFTune, arXiv 2310.05914, algorithm 1)."""
+  bound_BxT = alpha * jax.lax.rsqrt(lengths_BxT.astype(jnp.float32) * features)
+  return bound_BxT[..., None] * jax.random.uniform(key, (*lengths_BxT.shape, features), jnp.float32, -1.0, 1.0)
 
 
 def dropout(x: jax.Array, rate: float, key: jax.Array) -> jax.Array:
   """Zeroes a share `rate` of the entries and scales the others by 1 / (1 - rate)."""
+  if not rate:
+    return x
   keep = jax.random.bernoulli(key, 1.0 - rate, x.shape)
   return jnp.where(keep, x / (1.0 - rate), 0).astype(x.dtype)

@@ -2,15 +2,55 @@
 
 import dataclasses
 import difflib
+import math
 
 from ml_collections import ConfigDict
 
-from models import attention, layers
+from models import attention, layers, rope
+from models.rope import Rope, RopeScaling
 from trainer.config import ConfigError
 
+# The keys of the config's `model` section that say what function is computed; a checkpoint's config.json has them.
+ARCHITECTURE_KEYS = (
+    "vocab_size", "num_layers", "hidden_size", "intermediate_size", "num_heads", "num_kv_heads", "head_dim",
+    "norm", "norm_eps", "norm_scale_plus_one", "norm_bias", "norm_position", "activation",
+    "positions", "max_positions", "rope_theta", "rope_local_theta", "rope_fraction",
+    *(f"rope_scaling.{key}" for key in ("type", "factor", "original_positions", "low_frequency_factor",
+                                        "high_frequency_factor", "beta_fast", "beta_slow", "truncate",
+                                        "attention_factor")),
+    "tie_embeddings", "scale_embeddings", "qkv_bias", "attention_out_bias", "mlp_bias", "qk_norm",
+    "attention_scale", "attention_logit_cap", "final_logit_cap", "window", "layer_pattern",
+    *(f"moe.{key}" for key in ("num_experts", "experts_per_token", "expert_size", "shared_size", "shared_gate",
+                               "softmax", "normalize_weights")),
+)
 LAYER_TYPES = ("global", "local")
 POSITIONS = ("rope", "learned", "none")
 NORM_POSITIONS = ("pre", "post", "sandwich")
+
+
+@dataclasses.dataclass(frozen=True)
+class Moe:
+  """The mixture of experts; the keys of `model.moe`."""
+
+  num_experts: int
+  experts_per_token: int
+  expert_size: int
+  shared_size: int
+  shared_gate: bool
+  softmax: str
+  normalize_weights: bool
+  balance_loss: float
+  z_loss: float
+
+
+@dataclasses.dataclass(frozen=True)
+class Lora:
+  """The adapters; the keys of `model.lora`, with the scale that follows from them."""
+
+  rank: int
+  scale: float
+  targets: tuple[str, ...]
+  dropout: float
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,9 +71,8 @@ class Spec:
   activation: str
   positions: str
   max_positions: int | None
-  # Base frequency per layer type; empty unless positions == "rope".
-  rope_thetas: dict[str, float]
-  rope_fraction: float
+  # The rotation per layer type; empty unless positions == "rope".
+  ropes: dict[str, Rope]
   tie_embeddings: bool
   scale_embeddings: bool
   qkv_bias: bool
@@ -45,6 +84,9 @@ class Spec:
   final_logit_cap: float | None
   window: int | None
   layer_pattern: tuple[str, ...]
+  moe: Moe | None
+  lora: Lora | None
+  neftune_alpha: float
   dropout: float
   init_std: float | None
   scan_layers: bool
@@ -53,6 +95,18 @@ class Spec:
   vocab_chunk: int
   # Sentences on what was derived from what.
   reasons: tuple[str, ...]
+
+  @property
+  def max_length(self) -> int | None:
+    """The longest text that can be generated token by token; None: no bound.
+
+    `dynamic` scaling turns every token of a text by an angle that depends on the text's length once it is beyond the
+    original one, so that what has been computed for the tokens before would change with each new one.
+    """
+    bounds = [] if self.max_positions is None or self.positions != "learned" else [self.max_positions]
+    scalings = (rope.scaling for rope in self.ropes.values() if rope.scaling is not None)
+    bounds += [scaling.original_positions for scaling in scalings if scaling.type == "dynamic"]
+    return min(bounds, default=None)
 
   def window_of(self, layer: int) -> int | None:
     """The window of that layer; None: it sees all before it."""
@@ -99,6 +153,8 @@ def make_spec(m: ConfigDict) -> Spec:
         "model.positions is 'learned', which needs model.max_positions: the longest row, e.g. the value of "
         "seq_len."
     )
+  if m.neftune_alpha < 0:
+    raise ConfigError(f"model.neftune_alpha: found {m.neftune_alpha}, allowed: 0 or more.")
   if not 0.0 <= m.dropout < 1.0:
     raise ConfigError(f"model.dropout: found {m.dropout}, allowed: 0 <= dropout < 1.")
   impl = _one_of("attention", m.attention, attention.IMPLEMENTATIONS)
@@ -117,8 +173,7 @@ def make_spec(m: ConfigDict) -> Spec:
       activation=_one_of("activation", m.activation, layers.ACTIVATIONS),
       positions=m.positions,
       max_positions=max_positions,
-      rope_thetas=_rope_thetas(m, pattern),
-      rope_fraction=_rope_fraction(m, head_dim),
+      ropes=_ropes(m, pattern, head_dim),
       tie_embeddings=m.tie_embeddings,
       scale_embeddings=m.scale_embeddings,
       qkv_bias=m.qkv_bias,
@@ -130,6 +185,9 @@ def make_spec(m: ConfigDict) -> Spec:
       final_logit_cap=_cap("final_logit_cap", m.final_logit_cap),
       window=window,
       layer_pattern=pattern,
+      moe=_moe(m, reasons),
+      lora=_lora(m.lora),
+      neftune_alpha=m.neftune_alpha,
       dropout=m.dropout,
       init_std=m.init_std,
       scan_layers=m.scan_layers,
@@ -148,6 +206,12 @@ def padded_vocab_size(m: ConfigDict, num_real_vocab: int, reasons: list[str]) ->
     reasons.append(f"model.vocab_size = {size}: the tokenizer's {num_real_vocab}, up to a multiple of {multiple}")
     return size
   if m.vocab_size < num_real_vocab:
+    if m.hf is not None:
+      reasons.append(
+          f"the tokenizer has {num_real_vocab} entries, the model {m.vocab_size}: a text that uses one of the others "
+          "is refused"
+      )
+      return m.vocab_size
     raise ConfigError(
         f"model.vocab_size: found {m.vocab_size}, but the tokenizer has {num_real_vocab} entries. Allowed: "
         f"{num_real_vocab} or more, or leave it unset to have it derived."
@@ -172,33 +236,110 @@ def _layer_pattern(m: ConfigDict) -> tuple[tuple[str, ...], int | None]:
   return (("local",) if "global" not in pattern else pattern), m.window
 
 
-def _rope_thetas(m: ConfigDict, pattern: tuple[str, ...]) -> dict[str, float]:
+def _ropes(m: ConfigDict, pattern: tuple[str, ...], head_dim: int) -> dict[str, Rope]:
   if m.positions != "rope":
     return {}
-  thetas = {"global": m.rope_theta} if "global" in pattern else {}
-  if "local" in pattern:
-    thetas["local"] = m.rope_theta if m.rope_local_theta is None else m.rope_local_theta
+  thetas = dict.fromkeys(pattern, m.rope_theta)
+  own_local = m.rope_local_theta is not None and "local" in pattern
+  if own_local:
+    thetas["local"] = m.rope_local_theta
   for kind, theta in thetas.items():
     if theta <= 0:
       raise ConfigError(f"model.rope_theta (of {kind} layers): found {theta}, allowed: any number above 0.")
-  return thetas
+  dims, scaling = _rotated_dims(m, head_dim), _rope_scaling(m.rope_scaling)
+  return {
+      kind: Rope(theta, dims, None if kind == "local" and own_local else scaling) for kind, theta in thetas.items()
+  }
 
 
-def _rope_fraction(m: ConfigDict, head_dim: int) -> float:
-  if m.positions != "rope":
-    return 0.0
+def _rope_scaling(c: ConfigDict) -> RopeScaling | None:
+  if _one_of("rope_scaling.type", c.type, rope.SCALINGS) == "none":
+    return None
+  if c.factor < 1:
+    raise ConfigError(f"model.rope_scaling.factor: found {c.factor}, allowed: 1 or more.")
+  scaling = dict(type=c.type, factor=c.factor)
+  if c.type != "linear":
+    scaling["original_positions"] = _at_least_one("rope_scaling.original_positions", c.original_positions)
+  if c.type == "llama3":
+    scaling.update(low_frequency_factor=c.low_frequency_factor, high_frequency_factor=c.high_frequency_factor)
+    if not 0 < c.low_frequency_factor < c.high_frequency_factor:
+      raise ConfigError(
+          f"model.rope_scaling: found low_frequency_factor={c.low_frequency_factor} and high_frequency_factor="
+          f"{c.high_frequency_factor}; allowed: 0 < low_frequency_factor < high_frequency_factor."
+      )
+  if c.type == "yarn":
+    scaling.update(beta_fast=c.beta_fast, beta_slow=c.beta_slow, truncate=c.truncate)
+    factor = 0.1 * math.log(c.factor) + 1.0 if c.attention_factor is None else c.attention_factor
+    if factor <= 0 or c.beta_fast <= c.beta_slow:
+      raise ConfigError(
+          f"model.rope_scaling: found attention_factor={factor}, beta_fast={c.beta_fast}, beta_slow={c.beta_slow}; "
+          "allowed: attention_factor above 0, beta_fast above beta_slow."
+      )
+    scaling["attention_factor"] = factor
+  return RopeScaling(**scaling)
+
+
+def _rotated_dims(m: ConfigDict, head_dim: int) -> int:
   if not 0.0 < m.rope_fraction <= 1.0:
     raise ConfigError(
         f"model.rope_fraction: found {m.rope_fraction}, allowed: above 0, up to 1. For no RoPE set "
         'model.positions to "none".'
     )
-  rotated = layers.rotated_dims(head_dim, m.rope_fraction)
+  rotated = int(head_dim * m.rope_fraction)
   if rotated % 2 or rotated == 0:
     raise ConfigError(
         f"RoPE rotates pairs, but head_dim={head_dim} * rope_fraction={m.rope_fraction} rotates {rotated} "
         "dimensions. Set model.head_dim or model.rope_fraction so that this number is even and not 0."
     )
-  return m.rope_fraction
+  return rotated
+
+
+def _moe(m: ConfigDict, reasons: list[str]) -> Moe | None:
+  c = m.moe
+  if c.num_experts == 0:
+    return None
+  _at_least_one("moe.num_experts", c.num_experts)
+  if not 1 <= c.experts_per_token <= c.num_experts:
+    raise ConfigError(
+        f"model.moe.experts_per_token: found {c.experts_per_token}, allowed: 1 to num_experts={c.num_experts}."
+    )
+  if m.mlp_bias or m.activation not in layers.GATED:
+    raise ConfigError(
+        f"model.moe: experts are gated MLPs without biases; found activation={m.activation!r}, mlp_bias={m.mlp_bias}. "
+        f"Allowed: {', '.join(layers.GATED)}; mlp_bias=False."
+    )
+  for key in ("balance_loss", "z_loss", "shared_size"):
+    if c[key] < 0:
+      raise ConfigError(f"model.moe.{key}: found {c[key]}, allowed: 0 or more.")
+  if c.shared_gate and not c.shared_size:
+    raise ConfigError("model.moe.shared_gate is set, but there is no shared expert: set model.moe.shared_size.")
+  expert_size = c.expert_size
+  if expert_size is None:
+    expert_size = m.intermediate_size
+    reasons.append(f"model.moe.expert_size = {expert_size}: intermediate_size")
+  return Moe(
+      num_experts=c.num_experts,
+      experts_per_token=c.experts_per_token,
+      expert_size=_at_least_one("moe.expert_size", expert_size),
+      shared_size=c.shared_size,
+      shared_gate=c.shared_gate,
+      softmax=_one_of("moe.softmax", c.softmax, ("before_topk", "after_topk")),
+      normalize_weights=c.normalize_weights,
+      balance_loss=c.balance_loss,
+      z_loss=c.z_loss,
+  )
+
+
+def _lora(c: ConfigDict) -> Lora | None:
+  if c.rank == 0:
+    return None
+  _at_least_one("lora.rank", c.rank)
+  if not 0.0 <= c.dropout < 1.0 or c.alpha <= 0:
+    raise ConfigError(
+        f"model.lora: found dropout={c.dropout}, alpha={c.alpha}; allowed: 0 <= dropout < 1, alpha above 0."
+    )
+  scale = c.alpha / (math.sqrt(c.rank) if c.rslora else c.rank)
+  return Lora(rank=c.rank, scale=scale, targets=tuple(c.targets), dropout=c.dropout)
 
 
 def _one_of(key: str, value: str, allowed: tuple[str, ...]) -> str:

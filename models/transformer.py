@@ -9,9 +9,11 @@ modules, which hold arrays and say what is computed; `Transformer` is the `model
 which takes and returns plain dicts.
 """
 
+import dataclasses
 import functools
 import math
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -19,27 +21,18 @@ import jax.numpy as jnp
 from flax import nnx
 from ml_collections import ConfigDict
 
-from models.api import Params, constrain
-from models.attention import attention
-from models.layers import Embedding, Linear, Mlp, Norm, Scope, apply_rope, dropout, rope_table
+from models import cache as cache_lib
+from models import lora, quantize
+from models.api import Output, Params, constrain
+from models.attention import attend_to_past, attention
+from models.cache import Cache, Past, layer_of
+from models.layers import Embedding, Linear, Mlp, Norm, Scope, document_lengths, dropout, embedding_noise
+from models.moe import Moe, report
+from models.remat import remat_policy
+from models.rope import apply_rope, rope_table
 from models.spec import Spec, make_spec, padded_vocab_size
+from trainer import patterns
 from trainer.config import ConfigError
-
-# Names of config.remat beside those of jax.checkpoint_policies. None: keep nothing, recompute all.
-REMAT = {
-    "full": None,
-    "dots": jax.checkpoint_policies.dots_saveable,
-    "dots_no_batch": jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
-}
-# The members of jax.checkpoint_policies that are policies; the others make one from arguments.
-JAX_POLICIES = (
-    "everything_saveable",
-    "nothing_saveable",
-    "dots_saveable",
-    "checkpoint_dots",
-    "dots_with_no_batch_dims_saveable",
-    "checkpoint_dots_with_no_batch_dims",
-)
 
 
 class SelfAttention(nnx.Module):
@@ -58,13 +51,18 @@ class SelfAttention(nnx.Module):
     self.k_norm = Norm(scope / "k_norm", K, **norm) if spec.qk_norm else None
     self.spec = spec
 
-  def __call__(self, x_BxTxD: jax.Array, segment_ids: jax.Array, rope: Any, window: int | None) -> jax.Array:
-    """`rope`: a `rope_table`, or None for no rotation."""
+  def __call__(self, x_BxTxD, segment_ids, rope: Any, window: int | None, key: jax.Array | None = None,
+               past: Past | None = None) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
+    """(output, (keys, values) [B, T, G, K]).
+
+    `rope`: a `rope_table`, or None for no rotation. `key`: for dropout on the adapters' input; None: no dropout.
+    `past`: what the one token of each row attends to beside itself; None: rows begin here.
+    """
     s = self.spec
     B, T, _ = x_BxTxD.shape
-    q_BxTxHxK = self.q(x_BxTxD).reshape(B, T, s.num_heads, s.head_dim)
-    k_BxTxGxK = self.k(x_BxTxD).reshape(B, T, s.num_kv_heads, s.head_dim)
-    v_BxTxGxK = self.v(x_BxTxD).reshape(B, T, s.num_kv_heads, s.head_dim)
+    q_BxTxHxK = self.q(x_BxTxD, key).reshape(B, T, s.num_heads, s.head_dim)
+    k_BxTxGxK = self.k(x_BxTxD, key).reshape(B, T, s.num_kv_heads, s.head_dim)
+    v_BxTxGxK = self.v(x_BxTxD, key).reshape(B, T, s.num_kv_heads, s.head_dim)
     q_BxTxHxK = constrain(q_BxTxHxK, "batch", "length", "heads", None)
     k_BxTxGxK = constrain(k_BxTxGxK, "batch", "length", "kv_heads", None)
     v_BxTxGxK = constrain(v_BxTxGxK, "batch", "length", "kv_heads", None)
@@ -72,23 +70,19 @@ class SelfAttention(nnx.Module):
       q_BxTxHxK, k_BxTxGxK = self.q_norm(q_BxTxHxK), self.k_norm(k_BxTxGxK)
     if rope is not None:
       q_BxTxHxK, k_BxTxGxK = apply_rope(q_BxTxHxK, rope), apply_rope(k_BxTxGxK, rope)
-    out_BxTxHxK = attention(
-        q_BxTxHxK,
-        k_BxTxGxK,
-        v_BxTxGxK,
-        segment_ids=segment_ids,
-        window=window,
-        scale=s.attention_scale,
-        logit_cap=s.attention_logit_cap,
-        impl=s.attention,
-        block=s.attention_block,
-    )
+    options = dict(scale=s.attention_scale, logit_cap=s.attention_logit_cap)
+    if past is None:
+      options |= dict(segment_ids=segment_ids, window=window, impl=s.attention, block=s.attention_block)
+      out_BxTxHxK = attention(q_BxTxHxK, k_BxTxGxK, v_BxTxGxK, **options)
+    else:
+      out_BxTxHxK = attend_to_past(q_BxTxHxK, k_BxTxGxK, v_BxTxGxK, past.keys_BxSxGxK, past.values_BxSxGxK,
+                                   seen_BxS=past.seen_BxS, active_B=segment_ids[:, 0] > 0, **options)
     out_BxTxHxK = constrain(out_BxTxHxK, "batch", "length", "heads", None)
-    return self.o(out_BxTxHxK.reshape(B, T, -1))
+    return self.o(out_BxTxHxK.reshape(B, T, -1), key), (k_BxTxGxK, v_BxTxGxK)
 
 
 class Block(nnx.Module):
-  """One layer: attention and MLP, each a residual branch normalised before, after, or both."""
+  """One layer: attention and MLP (or mixture of experts), each a residual branch normalised before, after, or both."""
 
   def __init__(self, spec: Spec, scope: Scope):
     D = spec.hidden_size
@@ -97,28 +91,26 @@ class Block(nnx.Module):
     self.attn = SelfAttention(spec, scope / "attn")
     self.attn_post_norm = _norm(spec, scope / "attn_post_norm") if post else None
     self.mlp_norm = _norm(spec, scope / "mlp_norm") if pre else None
-    self.mlp = Mlp(
-        scope / "mlp",
-        D,
-        spec.intermediate_size,
-        activation=spec.activation,
-        std=spec.init_std,
-        bias=spec.mlp_bias,
-        out_gain=_out_gain(spec),
-    )
+    mlp = dict(activation=spec.activation, std=spec.init_std, bias=spec.mlp_bias, out_gain=_out_gain(spec))
+    self.mlp = Mlp(scope / "mlp", D, spec.intermediate_size, **mlp) if spec.moe is None else None
+    self.moe = Moe(spec, scope / "moe", out_gain=_out_gain(spec)) if spec.moe is not None else None
     self.mlp_post_norm = _norm(spec, scope / "mlp_post_norm") if post else None
     self.dropout = spec.dropout
 
-  def __call__(self, x_BxTxD, segment_ids, rope, window: int | None, key: jax.Array | None) -> jax.Array:
-    """`key`: this layer's key for dropout; None: no dropout."""
+  def __call__(self, x_BxTxD, segment_ids, rope, window: int | None, key: jax.Array | None, past: Past | None = None):
+    """(x, statistics of the experts or None, keys and values).
+
+    `key`: this layer's key for dropout; None: no dropout. `past`: see `SelfAttention`.
+    """
     keys = (None, None) if key is None else jax.random.split(key)
     y = x_BxTxD if self.attn_norm is None else self.attn_norm(x_BxTxD)
-    y = self.attn(y, segment_ids, rope, window)
+    y, new = self.attn(y, segment_ids, rope, window, key, past)
     x_BxTxD = x_BxTxD + self._branch_end(y, self.attn_post_norm, keys[0])
     x_BxTxD = constrain(x_BxTxD, "batch", "length", "embed")
     y = x_BxTxD if self.mlp_norm is None else self.mlp_norm(x_BxTxD)
-    x_BxTxD = x_BxTxD + self._branch_end(self.mlp(y), self.mlp_post_norm, keys[1])
-    return constrain(x_BxTxD, "batch", "length", "embed")
+    y, stats = (self.mlp(y, key), None) if self.moe is None else self.moe(y, segment_ids, key)
+    x_BxTxD = x_BxTxD + self._branch_end(y, self.mlp_post_norm, keys[1])
+    return constrain(x_BxTxD, "batch", "length", "embed"), stats, new
 
   def _branch_end(self, y_BxTxD: jax.Array, norm: Norm | None, key: jax.Array | None) -> jax.Array:
     if norm is not None:
@@ -136,7 +128,7 @@ class Decoder(nnx.Module):
     self.pos_embed = Embedding(scope / "pos_embed", spec.max_positions, D, std=spec.init_std) if learned else None
 
     def make_block(layer: jax.Array) -> Block:
-      return Block(spec, Scope(scope.rng, scope.dtype, scope.compute_dtype, "blocks", layer))
+      return Block(spec, dataclasses.replace(scope, path="blocks", layer=layer))
 
     self.blocks = jax.vmap(make_block)(jnp.arange(spec.num_layers))
     self.final_norm = _norm(spec, scope / "final_norm")
@@ -145,73 +137,107 @@ class Decoder(nnx.Module):
     self.unembed = Linear(scope / "unembed", D, vocab_size, std=std, bias=False) if untied else None
     self.spec = spec
 
-  def __call__(self, batch: dict, remat: Callable, key: jax.Array | None) -> jax.Array:
-    """`remat` is a `remat_policy`; `key` feeds dropout, None: no dropout."""
+  def __call__(self, batch: dict, remat: Callable, key: jax.Array | None, remember: bool = False,
+               cache: Cache | None = None) -> tuple[jax.Array, dict | None, tuple[jax.Array, jax.Array] | None]:
+    """(hidden states, statistics of every layer's experts, stacked, or None, keys and values [L, B, T, G, K]).
+
+    `remat` is a `remat_policy`; `key` feeds dropout, None: no dropout. Keys and values only with `remember`. Where
+    there is a `cache`, T is 1, and each row's token follows those that its row of the cache holds.
+    """
     s = self.spec
     positions, segment_ids = batch["positions"], batch["segment_ids"]
     x_BxTxD = self.embed(batch["tokens"])
+    if key is not None and s.neftune_alpha:
+      # Layers fold 0, 1, … into the key; the embeddings' dropout comes after the last, and then this.
+      noise_key = jax.random.fold_in(key, s.num_layers + 1)
+      lengths_BxT = document_lengths(positions, segment_ids)
+      x_BxTxD += embedding_noise(lengths_BxT, s.hidden_size, s.neftune_alpha, noise_key).astype(x_BxTxD.dtype)
     if s.scale_embeddings:
       x_BxTxD = x_BxTxD * jnp.asarray(math.sqrt(s.hidden_size), x_BxTxD.dtype)
     if self.pos_embed is not None:
       x_BxTxD = x_BxTxD + self.pos_embed(positions)
     if key is not None:
-      # Layers fold in 0, 1, …; the embeddings come after the last.
       x_BxTxD = dropout(x_BxTxD, s.dropout, jax.random.fold_in(key, s.num_layers))
     x_BxTxD = constrain(x_BxTxD, "batch", "length", "embed")
-    ropes = {
-        kind: rope_table(positions, s.head_dim, theta, s.rope_fraction) for kind, theta in s.rope_thetas.items()
-    }
+    ropes = {kind: rope_table(rope, positions, segment_ids) for kind, rope in s.ropes.items()}
 
-    def layer(kind: str, x_BxTxD: jax.Array, block: Block, index: jax.Array) -> jax.Array:
+    def layer(place: int, x_BxTxD: jax.Array, block: Block, index: jax.Array):
       layer_key = None if key is None else jax.random.fold_in(key, index)
+      kind = s.layer_type(place)
       window = s.window if kind == "local" else None
-      return block(x_BxTxD, segment_ids, ropes.get(kind), window, layer_key)
+      past = None if cache is None else layer_of(cache, s, index, place)
+      x_BxTxD, stats, new = block(x_BxTxD, segment_ids, ropes.get(kind), window, layer_key, past)
+      return x_BxTxD, (stats, new if remember else None)
 
-    return self.final_norm(self._run_blocks(layer, remat, x_BxTxD))
+    x_BxTxD, (stats, new) = self._run_blocks(layer, remat, x_BxTxD)
+    return self.final_norm(x_BxTxD), stats, new
 
-  def _run_blocks(self, layer: Callable, remat: Callable, x_BxTxD: jax.Array) -> jax.Array:
-    """Applies every layer: a scan over whole periods of the pattern, then the remaining layers one by one."""
+  def _run_blocks(self, layer: Callable, remat: Callable, x_BxTxD: jax.Array) -> tuple[jax.Array, Any]:
+    """Applies every layer: a scan over whole periods of the pattern, then the remaining layers one by one.
+
+    `layer(place in the pattern, x, block, index)` gives (x, a tree of arrays); theirs are returned stacked.
+    """
     s = self.spec
 
-    def run(i: int, in_scan: bool, *args) -> jax.Array:
-      return remat(functools.partial(layer, s.layer_type(i)), in_scan)(*args)
+    def run(i: int, in_scan: bool, *args) -> tuple[jax.Array, Any]:
+      return remat(functools.partial(layer, i % period), in_scan)(*args)
 
     period = len(s.layer_pattern)
     scanned = s.num_layers // period * period if s.scan_layers else 0
     indices = jnp.arange(s.num_layers)
+    stacked = []  # trees of runs of layers, in order
     if scanned:
       groups = jax.tree.map(lambda p: p[:scanned].reshape(-1, period, *p.shape[1:]), (self.blocks, indices))
 
       def scan_body(x_BxTxD, group):
+        trees = [None] * period
         for i, (block, index) in enumerate(_unstack(group, period)):
-          x_BxTxD = run(i, True, x_BxTxD, block, index)
-        return x_BxTxD, None
+          x_BxTxD, trees[i] = run(i, True, x_BxTxD, block, index)
+        return x_BxTxD, jax.tree.map(lambda *parts: jnp.stack(parts), *trees)
 
-      x_BxTxD, _ = jax.lax.scan(scan_body, x_BxTxD, groups)
+      x_BxTxD, tree = jax.lax.scan(scan_body, x_BxTxD, groups)
+      stacked.append(jax.tree.map(lambda part: part.reshape(-1, *part.shape[2:]), tree))
     rest = jax.tree.map(lambda p: p[scanned:], (self.blocks, indices))
     for i, (block, index) in enumerate(_unstack(rest, s.num_layers - scanned)):
-      x_BxTxD = run(scanned + i, False, x_BxTxD, block, index)
-    return x_BxTxD
+      x_BxTxD, tree = run(scanned + i, False, x_BxTxD, block, index)
+      stacked.append(jax.tree.map(lambda part: part[None], tree))
+    return x_BxTxD, jax.tree.map(lambda *parts: jnp.concatenate(parts), *stacked)
 
 
 class Transformer:
   """The `models.api.Model` of a `Decoder`."""
 
   def __init__(
-      self, cfg_model: ConfigDict, *, vocab_size: int, params_dtype: Any, compute_dtype: Any, remat: str = "none"
+      self,
+      cfg_model: ConfigDict,
+      *,
+      vocab_size: int,
+      params_dtype: Any,
+      compute_dtype: Any,
+      remat: str = "none",
+      frozen: str | None = None,
+      freeze: Sequence[str] = (),
   ):
     """See `models.api.make_model`."""
     self.spec = make_spec(cfg_model)
     self.reasons = list(self.spec.reasons)
-    self.num_real_vocab = vocab_size
     self.vocab_size = padded_vocab_size(cfg_model, vocab_size, self.reasons)
+    # A checkpoint from elsewhere was trained with a softmax over all its entries, those without a token included.
+    self.num_real_vocab = vocab_size if cfg_model.hf is None else self.vocab_size
+    self.trained_only = lora.TRAINED if self.spec.lora else None
     self.num_layers = self.spec.num_layers
+    self.max_length = self.spec.max_length
     self.final_logit_cap = self.spec.final_logit_cap
     self.vocab_chunk = self.spec.vocab_chunk
     self._dtypes = (jnp.dtype(params_dtype), jnp.dtype(compute_dtype))
+    self._frozen = None if frozen is None else _frozen(frozen, freeze, self.spec.lora is not None)
     self._remat = remat_policy(remat)
+    if self.spec.lora is not None:
+      lora.check_patterns(self.spec.lora.targets)
     # The decoder without its arrays; merged with a dict of parameters it becomes callable.
     self._graph, self._state = nnx.split(jax.eval_shape(self._make, jax.eval_shape(jax.random.key, 0)))
+    if self.spec.lora is not None:
+      lora.check_targets(self.spec.lora.targets, self._logical())
 
   @staticmethod
   def validate(cfg_model: ConfigDict, seq_len: int) -> None:
@@ -231,23 +257,59 @@ class Transformer:
     """See `models.api.Model`."""
     return nnx.to_pure_dict(nnx.split(self._make(rng))[1])
 
-  def apply(
-      self, params: Params, batch: dict, *, rng: jax.Array | None = None, train: bool = False
-  ) -> jax.Array:
+  def apply(self, params: Params, batch: dict, *, rng: jax.Array | None = None, train: bool = False) -> Output:
     """See `models.api.Model`. Without `positions` or `segment_ids`, each row is one document from 0 on."""
-    dropping = train and self.spec.dropout > 0
-    if dropping and rng is None:
-      raise ValueError(f"model.dropout is {self.spec.dropout} and train=True, so apply() needs rng")
+    s = self.spec
+    noisy = train and bool(s.dropout or s.neftune_alpha or (s.lora and s.lora.dropout))
+    if noisy and rng is None:
+      raise ValueError("model.dropout, lora.dropout or neftune_alpha is above 0 and train=True, so apply() needs rng")
     decoder = nnx.merge(self._graph, params)
-    return decoder(_complete(batch), self._remat, rng if dropping else None)
+    batch = _complete(batch)
+    hidden_BxTxD, stats, _ = decoder(batch, self._remat, rng if noisy else None)
+    return Output(hidden_BxTxD, *report(stats, batch["segment_ids"], self.spec.moe))
+
+  def empty_cache(self, rows: int, max_length: int) -> Cache:
+    """See `models.api.Generative`."""
+    return cache_lib.empty(self.spec, rows, max_length, self._dtypes[1])
+
+  def prefill(self, params: Params, batch: dict, cache: Cache, rows_M: jax.Array,
+              sources_M: jax.Array | None = None) -> tuple[jax.Array, Cache]:
+    """See `models.api.Generative`."""
+    batch = _complete(batch)
+    hidden_NxTxD, _, new = nnx.merge(self._graph, params)(batch, self._remat, None, remember=True)
+    positions, segment_ids = batch["positions"], batch["segment_ids"]
+    if sources_M is not None:
+      new = tuple(part[:, sources_M] for part in new)
+      positions, segment_ids = positions[sources_M], segment_ids[sources_M]
+    return hidden_NxTxD, cache_lib.put(cache, new, positions, segment_ids, rows_M)
+
+  def decode(self, params: Params, tokens_B: jax.Array, active_B: jax.Array, cache: Cache) -> tuple[jax.Array, Cache]:
+    """See `models.api.Generative`."""
+    batch = dict(tokens=tokens_B[:, None], positions=cache.lengths[:, None],
+                 segment_ids=active_B[:, None].astype(jnp.int32))
+    decoder = nnx.merge(self._graph, params)
+    hidden_Bx1xD, _, new = decoder(batch, self._remat, None, remember=True, cache=cache)
+    return hidden_Bx1xD[:, 0], cache_lib.put(cache, new, batch["positions"], batch["segment_ids"])
 
   def unembedding(self, params: Params) -> jax.Array:
     """See `models.api.Model`."""
     return params["embed"]["embedding"].T if self.spec.tie_embeddings else params["unembed"]["kernel"]
 
-  def logits(self, params: Params, batch: dict | jax.Array) -> jax.Array:
-    """See `models.api.Model`. `batch` may also be just the tokens [B, T]."""
-    return self.unembed(params, self.apply(params, batch if isinstance(batch, dict) else dict(tokens=batch)))
+  def logits(
+      self,
+      params: Params,
+      tokens_BxT: jax.Array | dict,
+      positions: jax.Array | None = None,
+      segment_ids: jax.Array | None = None,
+      images: Any = None,
+  ) -> jax.Array:
+    """See `models.api.Model`."""
+    if images is not None:
+      raise ValueError("logits: this model reads tokens alone; it takes no images")
+    batch = tokens_BxT
+    if not isinstance(batch, dict):
+      batch = dict(tokens=jnp.asarray(tokens_BxT), positions=positions, segment_ids=segment_ids)
+    return self.unembed(params, self.apply(params, batch).hidden)
 
   def unembed(self, params: Params, hidden_BxTxD: jax.Array) -> jax.Array:
     """See `models.api.Model`."""
@@ -262,48 +324,50 @@ class Transformer:
     """Floating-point operations per token, forward and backward, without recomputation.
 
     6 N + 12 H K * (sum over layers of the mean number of visible keys), where N counts the weights that
-    take part in matrix products (the unembedding included, also when tied; the embedding lookup not),
-    and a query of a causal row of T tokens sees (T + 1) / 2 keys on average, fewer with a window.
+    take part in a token's matrix products (the unembedding included, also when tied; the embedding lookup not;
+    of experts only as many as a token passes through),
+    and a query of a causal row of T tokens sees (T + 1) / 2 keys on average, fewer with a window. With adapters, the
+    weights of the base count 4 times and not 6, since they have no gradient.
 
     Args:
       seq_len: tokens per row.
       document_length: mean tokens per document where several are packed in a row; default: seq_len.
     """
     s = self.spec
-    matrices = jax.tree_util.tree_leaves_with_path(self.abstract_params())
-    weights = sum(p.size for path, p in matrices if path[-1].key == "kernel" and path[0].key == "blocks")
+    sizes = {path: p.size for path, p in self._logical().items() if path.startswith("blocks/")}
+    active = 1.0 if s.moe is None else s.moe.experts_per_token / s.moe.num_experts
+    weights = sum(n * (active if "/experts/" in path else 1.0) for path, n in sizes.items() if path.endswith("/kernel"))
     weights += s.hidden_size * self.vocab_size
+    adapters = sum(n for path, n in sizes.items() if lora.is_adapter(path))
     length = seq_len if document_length is None else min(document_length, seq_len)
     visible = sum(_mean_visible(length, s.window_of(i)) for i in range(s.num_layers))
-    return 6.0 * weights + 12.0 * s.num_heads * s.head_dim * visible
+    products = 6.0 * weights if s.lora is None else 4.0 * weights + 6.0 * adapters
+    return products + 12.0 * s.num_heads * s.head_dim * visible
 
   def _make(self, rng: jax.Array) -> Decoder:
-    return Decoder(self.spec, Scope(rng, *self._dtypes), self.vocab_size)
+    scope = Scope(rng, *self._dtypes, frozen=self._frozen, lora=self.spec.lora)
+    return Decoder(self.spec, scope, self.vocab_size)
+
+  def _logical(self) -> dict[str, jax.ShapeDtypeStruct]:
+    """Shapes by path, of quantised kernels as they were."""
+    return quantize.logical(patterns.flatten(self.abstract_params()))
 
 
-def remat_policy(name: str) -> Callable:
-  """`wrap(f, in_scan)`, the transformation of one layer's function that `config.remat` names.
+def _frozen(form: str, freeze: Sequence[str], adapters: bool) -> quantize.Frozen:
+  """How frozen parameters are kept; see `models.api.make_model`."""
+  if form in quantize.KINDS and not adapters:
+    raise ConfigError(f"precision.frozen is {form}, but nothing is trained on top of quantised matrices: that needs "
+                      "adapters, model.lora.rank of at least 1. Without them use float32 or bfloat16.")
 
-  Names: none, those of REMAT, those of JAX_POLICIES; raises ConfigError for others.
-  """
-  if name == "none":
-    return lambda f, in_scan: f
-  if name not in REMAT and name not in JAX_POLICIES:
-    raise ConfigError(f"remat: found {name!r}, allowed: none, {', '.join(REMAT)}, {', '.join(JAX_POLICIES)}.")
-  policy = REMAT[name] if name in REMAT else getattr(jax.checkpoint_policies, name)
-  # Inside a scan nothing can merge the recomputation with the forward pass, so no barrier is needed.
-  return lambda f, in_scan: jax.checkpoint(f, policy=policy, prevent_cse=not in_scan)
+  def is_frozen(path: str) -> bool:
+    return adapters and not lora.is_adapter(path) or any(re.search(pattern, path) for pattern in freeze)
+
+  return quantize.Frozen(form, is_frozen)
 
 
 def _norm(spec: Spec, scope: Scope) -> Norm:
-  return Norm(
-      scope,
-      spec.hidden_size,
-      kind=spec.norm,
-      eps=spec.norm_eps,
-      plus_one=spec.norm_scale_plus_one,
-      bias=spec.norm_bias,
-  )
+  return Norm(scope, spec.hidden_size, kind=spec.norm, eps=spec.norm_eps, plus_one=spec.norm_scale_plus_one,
+              bias=spec.norm_bias)
 
 
 def _out_gain(spec: Spec) -> float:

@@ -87,10 +87,10 @@ def test_the_source_is_mixed_in_and_names_a_bad_line(project, corpus, monkeypatc
   assert rows_of(project / "w", "data/letters/rows")[3] == 12  # half of three steps of eight rows
   assert rows_of(project / "w", "loss/letters").keys() == {1, 2, 3}
 
-  texts = [d.text for d in reader(source(path="data", text_key="body"), "letters").read(readers.Tally())]
+  texts = [r.fields["body"] for r in reader(source(path="data", text_key="body"), "letters").read(readers.Tally())]
   assert texts == [f'letter {i}, of "many"\nwith two lines' for i in range(30)]
   (project / "data" / "b.csv").write_text("id,body\n7,fine\n8\n")
-  with pytest.raises(DataError, match=r"b\.csv:3: no column 'body'"):
+  with pytest.raises(DataError, match=r"b\.csv:3: not one field for each of the header's \['id', 'body'\]"):
     train(config, project / "other")
 
 
@@ -103,8 +103,8 @@ def test_the_model_trains_and_keeps_documents_apart(project, corpus):
   assert losses[1] == pytest.approx(np.log(258), abs=0.1) and losses[3] < losses[1]
 
   batch = {"tokens": jnp.arange(8)[None], "segment_ids": jnp.array([[1, 1, 1, 2, 2, 2, 2, 2]])}
-  hidden = jax.jit(run.model.apply)(run.state["params"], batch)
-  changed = jax.jit(run.model.apply)(run.state["params"], batch | {"tokens": batch["tokens"].at[0, 2].set(99)})
+  hidden = jax.jit(run.model.apply)(run.state["params"], batch).hidden
+  changed = jax.jit(run.model.apply)(run.state["params"], batch | {"tokens": batch["tokens"].at[0, 2].set(99)}).hidden
   np.testing.assert_array_equal(hidden[:, :2], changed[:, :2])  # what comes before
   np.testing.assert_array_equal(hidden[:, 3:], changed[:, 3:])  # the other document
   assert not np.array_equal(hidden[:, 2], changed[:, 2])
@@ -192,11 +192,13 @@ def test_named_tests_exist():
 
 
 def config_examples():
-  """(page, config) of every other Python block in the documents; a block makes `config`, or defines get_config."""
+  """(page, config) of every other Python block in the documents that makes a `config` or defines get_config."""
   for page in DOCS:
     if page.name == "extending.md":
       continue
     for code in re.findall(r"^```python\n(.*?)^```", page.read_text(encoding="utf-8"), re.DOTALL | re.MULTILINE):
+      if "defaults()" not in code:
+        continue
       namespace = {}
       exec(code, namespace)
       yield page.name, namespace["config"] if "config" in namespace else namespace["get_config"]()
@@ -221,11 +223,13 @@ def test_config_examples_have_an_effect():
 def test_named_keys_exist():
   """Dotted keys in the documents, `optimizer.b2` say, are keys of the config."""
   known = set(config_keys(defaults())) | {f"input.sources.<name>.{k}" for k in source()}
+  known |= {f"strategy.{option}" for options in config_lib.STRATEGIES.values() for option in options}
   sections = {key.split(".")[0] for key in known if "." in key} - {"input"}
   unknown = set()
   for page in DOCS:
     for key in re.findall(r"`(?:config\.)?([a-z_]+\.[a-z_0-9.]+)`", page.read_text(encoding="utf-8")):
-      if key.split(".")[0] in sections and key not in known and not key.endswith((".py", ".json", ".jsonl")):
+      files = (".py", ".json", ".jsonl", ".safetensors")
+      if key.split(".")[0] in sections and key not in known and not key.endswith(files):
         unknown.add((page.name, key))
   assert not unknown
 

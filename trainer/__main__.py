@@ -1,4 +1,4 @@
-"""Train: python -m trainer --config=configs/quickstart.py --workdir=DIR [--config.key=value …]"""
+"""Train: python -m trainer --config=configs/quickstart.py --workdir=DIR [--config.key=value …] [--mode=inspect]"""
 
 import os
 import sys
@@ -10,6 +10,7 @@ from trainer.config import ConfigError
 
 _CONFIG = config_flags.DEFINE_config_file("config", None, "Config file, e.g. configs/quickstart.py.", lock_config=True)
 _WORKDIR = flags.DEFINE_string("workdir", None, "Folder for checkpoints, metrics and samples; the same folder resumes.")
+_MODE = flags.DEFINE_enum("mode", "train", ["train", "inspect"], "train, or inspect: show what would be trained on.")
 flags.mark_flags_as_required(["config", "workdir"])
 
 
@@ -18,9 +19,10 @@ def main(argv: list[str]) -> None:
     raise app.UsageError(f"unexpected arguments {argv[1:]}; overrides are written --config.key=value")
   # JAX takes seconds to import: only now, so that a mistyped flag is told at once.
   from input_pipeline.sources import DataError
+  from trainer.inspect import inspect
   from trainer.main import train
   try:
-    train(_CONFIG.value, _WORKDIR.value)
+    {"train": train, "inspect": inspect}[_MODE.value](_CONFIG.value, _WORKDIR.value)
   except KeyboardInterrupt:
     # While steps run, Ctrl-C saves and exits 0 (trainer/callbacks.py); before that there is nothing to save.
     sys.stderr.write("\nInterrupted while setting up: no step was taken, nothing is lost.\n")

@@ -20,6 +20,7 @@ from absl import logging
 from tqdm import tqdm
 
 from trainer.config import ConfigError, load_class
+from trainer.state import averaged
 
 if TYPE_CHECKING:
   from trainer.run import Run
@@ -206,7 +207,7 @@ class Evaluate(Callback):
     row = {}
     with run.chrono.pause("eval"):
       start = time.perf_counter()
-      params = run.state.get("ema", run.state["params"])
+      params = averaged(run.state)
       for name in names:
         try:
           metrics = {f"eval/{name}/{k}": v for k, v in self._evaluators[name].run(params, run.step)}

@@ -1,14 +1,15 @@
 """Checkpoints: Orbax, asynchronous and atomic, restorable onto any mesh.
 
 `checkpoints/<step>/` is the state after <step> updates, and holds `state` (the nested dict of arrays) and `meta`
-(JSON: step, data position, time spent, resolved config). It is written to a temporary folder and renamed, so a
-folder with that name is complete. A folder that cannot be read all the same is renamed to `<step>.unreadable`,
-and the one before it is used.
+(JSON: step, data position, time spent, resolved config; fingerprints of what is left out: the base under adapters, a
+reference policy). It is written to a temporary folder and renamed, so a folder with that name is complete. A folder
+that cannot be read all the same is renamed to `<step>.unreadable`, and the one before it is used.
 """
 
 import contextlib
+import json
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,8 @@ from orbax.checkpoint import checkpoint_managers as policies
 
 from trainer import patterns, processes
 from trainer.config import ConfigError
+
+CHUNK_BYTES = 64 << 20
 
 
 class CheckpointError(OSError):
@@ -42,11 +45,14 @@ class Checkpoints:
     keep_last: that many newest ones stay …
     keep_steps: … and those at multiples of this (0: none) …
     keep_best: … and the one with the best value of this metric ("" or None: none), by `best_mode` min or max.
+    leave_out: {part of the state: paths in it} that are not saved, since they can be had again: the base of adapters,
+      a reference policy.
   """
 
   def __init__(self, directory: Path, *, keep_last: int = 1, keep_steps: int = 0, keep_best: str | None = None,
-               best_mode: str = "min"):
+               best_mode: str = "min", leave_out: Mapping[str, Collection[str]] | None = None):
     self.directory = Path(directory).absolute()
+    self._leave_out = {part: frozenset(paths) for part, paths in (leave_out or {}).items()}
     kept = [policies.LatestN(keep_last)]
     if keep_steps:
       kept.append(policies.EveryNSteps(keep_steps))
@@ -66,6 +72,25 @@ class Checkpoints:
     """Steps of the complete checkpoints, oldest first."""
     return sorted(self._manager.all_steps())
 
+  def split(self, state: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """(what a checkpoint holds of the state, what it leaves out): parts without anything are absent."""
+    stored, left_out = dict(state), {}
+    for part, paths in self._leave_out.items():
+      flat = patterns.flatten(state[part])
+      for half, chosen in ((stored, flat.keys() - paths), (left_out, flat.keys() & paths)):
+        half[part] = patterns.unflatten({path: flat[path] for path in flat if path in chosen})
+        if not half[part]:
+          del half[part]
+    return stored, left_out
+
+  def merge(self, stored: dict[str, Any], left_out: dict[str, Any]) -> dict[str, Any]:
+    """The state that `split` took apart."""
+    merged = dict(stored)
+    for part, tree in left_out.items():
+      flat = patterns.flatten(stored.get(part, {})) | patterns.flatten(tree)
+      merged[part] = patterns.unflatten(dict(sorted(flat.items())))
+    return merged
+
   def save(self, step: int, state: Any, meta: dict[str, Any], metrics: dict[str, float] | None = None) -> bool:
     """Starts to save; returns once the state is copied, so that it may be donated. False if it is there already.
 
@@ -74,14 +99,14 @@ class Checkpoints:
     """
     if step in self._manager.all_steps():
       return False
+    state, _ = self.split(state)
     metrics = metrics if self._best and metrics and self._best in metrics else None
     with _explained(self, f"save step {step}"):
       self._manager.save(
           step, force=True, metrics=metrics,
           # On CPU the arrays handed to the writing thread would otherwise be views of buffers that the next
           # step overwrites.
-          args=ocp.args.Composite(state=ocp.args.PyTreeSave(_as_dicts(_own_buffers(state))),
-                                  meta=ocp.args.JsonSave(meta)))
+          args=ocp.args.Composite(state=_save_args(_own_buffers(state)), meta=ocp.args.JsonSave(meta)))
     return True
 
   def wait(self) -> None:
@@ -168,7 +193,7 @@ def restore_from(path: str, target: Any) -> Restored:
   options = ocp.CheckpointManagerOptions(read_only=True)
   try:
     _check_fits(folder, target)
-    with _quietly(), ocp.CheckpointManager(folder.parent, item_names=("state", "meta"), options=options) as manager:
+    with quietly(), ocp.CheckpointManager(folder.parent, item_names=("state", "meta"), options=options) as manager:
       state, meta = _restore(manager, int(folder.name), target)
   except ConfigError:
     raise
@@ -178,14 +203,21 @@ def restore_from(path: str, target: Any) -> Restored:
 
 
 @contextlib.contextmanager
-def _quietly() -> Iterator[None]:
+def quietly() -> Iterator[None]:
   """Orbax warns of what is meant to be so here: a folder opened to be read, an item read alone."""
-  verbosity = logging.get_verbosity()
-  logging.set_verbosity(logging.ERROR)
+  logger = logging.get_absl_logger()
+  level = logger.level
+  logger.setLevel(logging.converter.absl_to_standard(logging.ERROR))
   try:
     yield
   finally:
-    logging.set_verbosity(verbosity)
+    logger.setLevel(level)
+
+
+def read_meta(folder: Path) -> dict[str, Any]:
+  """What a checkpoint says of itself beside its arrays; empty if nothing."""
+  file = folder / "meta" / "metadata"
+  return json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
 
 
 def param_shapes(folder: Path) -> dict[str, Any]:
@@ -194,7 +226,7 @@ def param_shapes(folder: Path) -> dict[str, Any]:
 
 
 def _saved_tree(folder: Path) -> dict[str, Any]:
-  with _quietly(), ocp.PyTreeCheckpointer() as reader:
+  with quietly(), ocp.PyTreeCheckpointer() as reader:
     return reader.metadata(folder / "state").item_metadata.tree
 
 
@@ -210,7 +242,7 @@ def _check_fits(folder: Path, target: Any) -> None:
 def restore_params(folder: Path, wanted: dict[str, jax.ShapeDtypeStruct]) -> dict[str, jax.Array]:
   """Reads only the wanted parameters ({path in the checkpoint: shape, dtype and sharding})."""
   target = {"params": patterns.unflatten(wanted)}
-  with _quietly(), ocp.PyTreeCheckpointer() as reader:
+  with quietly(), ocp.PyTreeCheckpointer() as reader:
     restored = reader.restore(folder / "state", args=ocp.args.PyTreeRestore(
         item=target, restore_args=ocp.checkpoint_utils.construct_restore_args(target), partial_restore=True))
   return patterns.flatten(restored["params"])
@@ -226,6 +258,14 @@ def _restore(manager: ocp.CheckpointManager, step: int, target: Any) -> tuple[An
   # The restored arrays belong to TensorStore's reader; a copy of our own may be donated.
   own = _own_buffers([flat["/".join(_names(path))] for path, _ in leaves])
   return jax.tree_util.tree_unflatten(treedef, own), restored.meta
+
+
+def _save_args(state: Any) -> ocp.args.PyTreeSave:
+  """What is saved, in chunks of at most CHUNK_BYTES cut along the first dimension, the layers: a reader of one layer
+  (trainer/export.py) then reads no more than that."""
+  item = _as_dicts(state)
+  chunked, whole = ocp.SaveArgs(chunk_byte_size=CHUNK_BYTES, shard_axes=(0,)), ocp.SaveArgs()
+  return ocp.args.PyTreeSave(item, save_args=jax.tree.map(lambda leaf: chunked if jnp.ndim(leaf) else whole, item))
 
 
 def _own_buffers(tree: Any) -> Any:

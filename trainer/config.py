@@ -42,7 +42,8 @@ def duration(prefix: str, **given: float) -> dict:
 def source(**changed) -> ConfigDict:
   """One data source, `input.sources.<name>`: where documents come from."""
   c = ConfigDict()
-  # text | jsonl | parquet | arrayrecord | tfds | python_stdlib
+  # text | jsonl | parquet | arrayrecord | tfds | python_stdlib | python_docstrings (signatures and their docstrings) |
+  # python_docstring_pairs (each with its own docstring, chosen, and another's, rejected)
   c.type = "text"
   # A file, a folder (searched recursively) or a glob; several are separated by commas.
   c.path = _unset(str)
@@ -67,7 +68,7 @@ def source(**changed) -> ConfigDict:
 
 
 def evaluator(**changed) -> ConfigDict:
-  """One evaluator, `evals.<name>`. `type` is loss, samples, or the dotted path of a class of yours."""
+  """One evaluator, `evals.<name>`. `type` is loss, samples, generate, preference, or the dotted path of your class."""
   c = ConfigDict()
   c.type = "loss"
   # When it runs, besides step 0 and the end. Default: the five units unset = 10 percent.
@@ -76,20 +77,37 @@ def evaluator(**changed) -> ConfigDict:
   c.at_end = True
   # stop: a failing evaluator stops the run. warn: it is reported, counted and the run goes on.
   c.on_error = "stop"
-  # loss: the sources evaluated, as in `input.sources`; empty: the training sources …
+  # loss, generate, preference: the sources evaluated, as in `input.sources`; empty: the training sources …
   c.sources = ConfigDict()
   # … with this split in place of their own.
   c.split = "validation"
-  # loss: rows per evaluation batch (the value does not depend on it). Default: batch_size / grad_accum_steps.
+  # loss, preference: rows per evaluation batch (the value does not depend on it). Default: that of a micro-batch.
+  # samples, generate: texts generated at a time. Default: 32.
   c.batch_size = _unset(int)
-  # loss: at most this many documents per source.
+  # loss, generate, preference: at most this many documents per source, evenly spaced over it.
   c.max_documents = _unset(int)
   # loss: compressors whose bits per byte on the same text are shown beside the model's: gzip, xz.
   c.baselines = ()
-  # samples: texts to continue, new tokens for each, softmax temperature (0: most likely token).
+  # samples: texts to continue.
   c.prompts = ()
+  # samples, generate: new tokens for each at most, softmax temperature (0: most likely token).
   c.max_new_tokens = 64
   c.temperature = 0.8
+  # generate: of a distribution truncated to the top_k most likely tokens (0: all), to those that make up top_p,
+  # to those at least min_p times as likely as the most likely one.
+  c.top_k = 0
+  c.top_p = 1.0
+  c.min_p = 0.0
+  # generate: completions of each prompt, and the k of `pass@k`, each at most that many.
+  c.num_samples = 1
+  c.pass_at = (1,)
+  # generate: columns that hold the prompt and the right answer, both strings. Default: as in fine-tuning, where what
+  # the assistant says last is the answer.
+  c.prompt_key = _unset(str)
+  c.answer_key = _unset(str)
+  # generate: a regex whose last match (its first group, if it has one) is the answer, in completions and in answers;
+  # GSM8K: r"####\s*(-?[\d,.]+)". Default: all of the text.
+  c.extract = _unset(str)
   c.update(changed)
   return c
 
@@ -102,6 +120,64 @@ STRATEGIES = {
         # Coefficient of log(Z)², which keeps the softmax normaliser near 1 (PaLM, section 5).
         z_loss=0.0,
     ),
+    # Next-token cross-entropy over the parts of conversations that `config.chat` says (fine-tuning).
+    "sft": dict(
+        # token: the mean over the trained tokens of a step; sequence: the mean over its conversations of their means.
+        normalize="token",
+        # Weight each token's loss by its own probability, without a gradient (DFT, arXiv 2508.05629).
+        dft=False,
+        label_smoothing=0.0,
+        z_loss=0.0,
+    ),
+    # Preferences between two completions of a prompt (docs/dpo.md).
+    "dpo": dict(
+        # {name: weight} of the losses that are added up: sigmoid (DPO), hinge, ipo, sigmoid_norm, robust, exo_pair,
+        # nca_pair, bco_pair, sppo_hard, apo_zero, apo_down, aot, aot_unpaired, discopop, sft; without a reference:
+        # simpo, orpo, cpo.
+        loss={"sigmoid": 1.0},
+        # How dear it is to leave the reference: rewards are beta * log-ratio. simpo wants 2 or more.
+        beta=0.1,
+        # Share of pairs whose labels are wrong: sigmoid, robust, exo_pair, aot, aot_unpaired, simpo, cpo.
+        label_smoothing=0.0,
+        # reverse_kl | forward_kl | js | alpha: the divergence from the reference; `alpha` is of the last one.
+        f_divergence="reverse_kl",
+        alpha=0.5,
+        # Weight of tokens beyond the length of the pair's shorter completion (LD-DPO, arXiv 2409.06411); 1: off.
+        ld_alpha=1.0,
+        # Weigh pairs by how likely the policy is to write them (WPO, arXiv 2406.11827).
+        wpo=False,
+        # simpo: by how much the chosen one's reward should be higher.
+        simpo_gamma=0.5,
+        # cpo: weight of sft within it.
+        cpo_alpha=1.0,
+        discopop_tau=0.05,
+        # What the policy is compared with. start: the parameters the run began with; a path: a workdir, a checkpoint
+        # or a Hugging Face folder; none.
+        reference="start",
+        # Compute the reference's log-probs of all pairs before the first step, and keep them beside the token cache.
+        precompute=False,
+        # Every reference_ema_steps steps the reference moves by that share towards the policy (TR-DPO, arXiv
+        # 2404.09656); 0: never.
+        reference_ema=0.0,
+        reference_ema_steps=512,
+        # Neither dropout nor noise in the policy; there is none in the reference.
+        disable_dropout=True,
+    ),
+    # Completions that were judged one by one as desirable or not.
+    "kto": dict(
+        # kto | apo_zero_unpaired (without the estimate of the divergence that kto subtracts from rewards)
+        loss="kto",
+        beta=0.1,
+        # Factors on the losses of desirable and undesirable completions.
+        desirable_weight=1.0,
+        undesirable_weight=1.0,
+        # These as for dpo.
+        reference="start",
+        precompute=False,
+        reference_ema=0.0,
+        reference_ema_steps=512,
+        disable_dropout=True,
+    ),
 }
 
 
@@ -113,9 +189,12 @@ def defaults() -> ConfigDict:
   # What is optimised: `name` and that strategy's own keys (STRATEGIES above).
   c.strategy = ConfigDict(dict(name="seq", **STRATEGIES["seq"]))
 
-  # The model: one Transformer whose keys span Llama, Qwen, Mistral, Gemma and GPT-2.
+  # The model: one Transformer whose keys span Llama, Qwen, Mistral, Mixtral, Gemma and GPT-2.
   c.model = m = ConfigDict()
   m.name = "transformer"
+  # The folder of a Hugging Face checkpoint: the keys that describe the architecture then have the values of its
+  # config.json (those changed here win, and are shown), and the parameters are its own (see init_from).
+  m.hf = _unset(str)
   # Default: the tokenizer's size rounded up to a multiple of `vocab_multiple`.
   m.vocab_size = _unset(int)
   m.vocab_multiple = 128
@@ -136,7 +215,7 @@ def defaults() -> ConfigDict:
   m.norm_bias = False
   # pre: before attention and MLP. post: after them (OLMo 2). sandwich: both (Gemma 2 and 3).
   m.norm_position = "pre"
-  # swiglu | geglu (tanh GELU gate) | gelu (tanh) | gelu_exact | relu2
+  # gated: swiglu | geglu (tanh GELU) | geglu_exact; plain: gelu (tanh) | gelu_exact | relu | relu2 | silu
   m.activation = "swiglu"
   # rope | learned (needs `max_positions`) | none
   m.positions = "rope"
@@ -146,6 +225,20 @@ def defaults() -> ConfigDict:
   m.rope_local_theta = _unset(float)
   # Share of each head that is rotated.
   m.rope_fraction = 1.0
+  # Longer contexts than the model was trained on; not for local layers that have a base of their own.
+  # none | linear | dynamic | llama3 | yarn; `factor`: how many times longer.
+  m.rope_scaling = r = ConfigDict(dict(type="none", factor=1.0))
+  # Length before scaling; needed by dynamic, llama3 and yarn.
+  r.original_positions = _unset(int)
+  # llama3: wavelengths above original_positions / low are scaled, those below original_positions / high not.
+  r.low_frequency_factor = 1.0
+  r.high_frequency_factor = 4.0
+  # yarn: rotations within the original length between which scaling fades in, and whether the dimensions where
+  # that happens are rounded to whole ones; factor on cosines and sines, default 0.1 ln(factor) + 1.
+  r.beta_fast = 32.0
+  r.beta_slow = 1.0
+  r.truncate = True
+  r.attention_factor = _unset(float)
   m.tie_embeddings = True
   # Multiply embeddings by sqrt(hidden_size) (Gemma).
   m.scale_embeddings = False
@@ -164,6 +257,32 @@ def defaults() -> ConfigDict:
   # e.g. ("local",) for Mistral, ("local", "global") for Gemma 2.
   m.window = _unset(int)
   m.layer_pattern = ("global",)
+  # Mixture of experts in place of the MLP; 0 experts: none. Nothing is dropped, whatever the router chooses.
+  m.moe = e = ConfigDict(dict(num_experts=0, experts_per_token=2))
+  # Width of each expert. Default: intermediate_size.
+  e.expert_size = _unset(int)
+  # Width of the expert that every token passes through, 0: none; `shared_gate`: times sigmoid(x @ w) (Qwen2-MoE).
+  e.shared_size = 0
+  e.shared_gate = False
+  # before_topk: weights are the chosen entries of the softmax over all experts; after_topk: softmax of the chosen.
+  e.softmax = "before_topk"
+  # Divide the chosen weights by their sum.
+  e.normalize_weights = True
+  # Coefficients, in training: load balancing within each document (DeepSeek-V3, eq. 17), and the mean squared
+  # log-normaliser of the router (ST-MoE, eq. 5).
+  e.balance_loss = 0.0
+  e.z_loss = 0.0
+  # Adapters (LoRA): `rank` above 0 freezes everything but low-rank updates x @ A @ B * scale of the kernels whose
+  # path matches one of `targets`; scale = alpha / rank, or alpha / sqrt(rank) with `rslora`.
+  m.lora = a = ConfigDict(dict(rank=0, alpha=16.0, targets=(r"blocks/(attn|mlp)/\w+/kernel",)))
+  a.rslora = False
+  # On the adapters' input; training only.
+  a.dropout = 0.0
+  # A folder in PEFT's format to start the adapters from.
+  a.peft = _unset(str)
+  # Uniform noise on the embeddings in training, of size alpha / sqrt(document length * hidden_size) (NEFTune,
+  # arXiv 2310.05914); 0: none.
+  m.neftune_alpha = 0.0
   # Dropout on the embeddings and on each residual branch; training only.
   m.dropout = 0.0
   # Standard deviation of the initial weights (output projections: divided by sqrt(2 * num_layers)).
@@ -178,8 +297,9 @@ def defaults() -> ConfigDict:
   m.vocab_chunk = 2048
 
   c.tokenizer = t = ConfigDict()
-  # bytes | bpe (byte-level, trained here on the training sources) | hf (a tokenizer.json, or its folder)
-  t.type = "bytes"
+  # bytes | bpe (byte-level, trained here on the training sources) | hf (a tokenizer.json, or its folder) |
+  # auto: hf with the tokenizer of model.hf where that is set, else bytes
+  t.type = "auto"
   t.path = _unset(str)
   # bpe: size of the vocabulary with special tokens, and how much text to train it on.
   t.vocab_size = 1024
@@ -188,13 +308,34 @@ def defaults() -> ConfigDict:
   t.add_bos = True
   t.add_eos = True
 
+  # Conversations, for strategies that train on them: how they become tokens, and which of these are trained.
+  c.chat = h = ConfigDict()
+  # Default: the tokenizer's own. Or a name of input_pipeline/templates (chatml, llama3, …), or a .jinja file.
+  h.template = _unset(str)
+  # What a template sees as today: data must not depend on the day they are made.
+  h.date = "2025-01-01"
+  # completion | assistant | last_assistant | all | auto (completion for prompts with completions, assistant for
+  # messages, all for plain text), or `roles` in its place, e.g. ("assistant", "tool").
+  h.train_on = "auto"
+  h.roles = ()
+  # Templates of thinking models show earlier turns differently once later ones follow. split: an example for each
+  # trained turn, with the history as the template shows it then; last: only the last trained turn; error.
+  h.on_rewritten_history = "split"
+  # ((ours, theirs), …) for columns with other names: (("messages", "dialogue"),).
+  h.fields = ()
+
   c.input = i = ConfigDict()
   # Named sources, each made by `source()`; several form a mixture.
   i.sources = ConfigDict()
   # concat: documents laid end to end and cut every seq_len. best_fit: whole documents packed so that
-  # none is cut, except those longer than a row. none: one document (or piece) a row.
-  # Documents sharing a row never attend to one another.
-  i.packing = "concat"
+  # none is cut, except those longer than a row. none: one document (or piece) a row. auto: concat for texts,
+  # best_fit for conversations. Documents sharing a row never attend to one another.
+  i.packing = "auto"
+  # Documents longer than a row: split (cut into pieces that overlap by one token) | truncate_end | truncate_start |
+  # drop | error. auto: split for texts, truncate_end for conversations.
+  i.over_long = "auto"
+  # The share of a source's documents that may be truncated or dropped for their length; more is an error.
+  i.max_over_long = 0.1
   # Mixture weights count rows ("examples") or trained tokens ("tokens").
   i.mixture_by = "examples"
   # The data end when the first source has been seen once, when all have, or never.
@@ -249,7 +390,7 @@ def defaults() -> ConfigDict:
   # min_dim_size_to_factor keep the full second moment.
   o.decay_exponent = 0.8
   o.min_dim_size_to_factor = 128
-  # Decay of the exponential moving average of the parameters; 0: none kept.
+  # Decay of the exponential moving average of the trained parameters; 0: none kept.
   o.ema_decay = 0.0
   # A step whose loss or gradient is not finite changes nothing; so many in a row stop the run.
   o.max_nonfinite_steps = 10
@@ -277,6 +418,9 @@ def defaults() -> ConfigDict:
 
   c.precision = p = ConfigDict()
   p.params = "float32"
+  # Of parameters that are not trained: float32 | bfloat16 | int8 | nf4 (matrices of the blocks, quantised) | auto
+  # (bfloat16 under LoRA on TPU and GPU, else as params).
+  p.frozen = "auto"
   # float32 | bfloat16 | auto (bfloat16 on TPU and GPU, float32 on CPU). Logits and losses are float32.
   p.compute = "auto"
   # What the backward pass recomputes: none | full | dots (keep matrix products) |
@@ -299,11 +443,16 @@ def defaults() -> ConfigDict:
   # Write a profiler trace of `num_steps` steps from `start_step` on; 0 steps: none.
   c.profile = ConfigDict(dict(start_step=10, num_steps=0))
 
-  # Start from another run's parameters: `path` (a workdir or a checkpoint), `remap` ((regex, replacement), …)
-  # from its parameter names to ours, `ignore`: regexes of our parameters that keep their fresh values.
-  c.init_from = ConfigDict(dict(path=_unset(str), remap=(), ignore=()))
+  # Where parameters come from. `path`: another run (a workdir or a checkpoint), with `remap` ((regex, replacement),
+  # …) from its parameter names to ours and `ignore`, regexes of our parameters that keep their fresh values. `hf`: a
+  # Hugging Face folder, which is also model.hf if that is not set. Neither: model.hf if set, else fresh ones, as
+  # with `fresh` in any case.
+  c.init_from = ConfigDict(dict(path=_unset(str), remap=(), ignore=(), hf=_unset(str), fresh=False))
   # Continue another run (parameters, optimizer, step, data position) in this workdir.
   c.resume = _unset(str)
+  # Write a Hugging Face folder at the end: `path` (relative: inside the workdir), and its dtype (float32 | bfloat16 |
+  # float16; default: precision.params). At any time: python -m trainer.export.
+  c.export = ConfigDict(dict(path=_unset(str), dtype=_unset(str)))
   # Continue a workdir although its config differs in keys that change the training.
   c.allow_config_changes = False
   return c

@@ -40,9 +40,7 @@ def resolve(given: Mapping | ConfigDict) -> ConfigDict:
     raise ConfigError(f"strategy.name is {name!r}; known strategies: {', '.join(STRATEGIES)}.")
   template.strategy = ConfigDict(dict(name=name, **STRATEGIES[name]))
   if strategy:
-    # Where only the name was changed, the defaults of the strategy before it are still there.
-    left_over = {k: v for options in STRATEGIES.values() for k, v in options.items() if k not in STRATEGIES[name]}
-    given = {**given, "strategy": {k: v for k, v in strategy.items() if k not in left_over or v != left_over[k]}}
+    given = {**given, "strategy": {k: v for k, v in strategy.items() if not _left_over(name, k, v)}}
   model = given.get("model")
   if isinstance(model, _DICTS) and "." in str(model.get("name", "")):
     # A model of the user's own may have keys of its own.
@@ -60,8 +58,19 @@ def resolve(given: Mapping | ConfigDict) -> ConfigDict:
   return resolved.lock()
 
 
+def _left_over(name: str, key: str, value) -> bool:
+  """Whether an option is another strategy's, at its default: where only the strategy's name was changed."""
+  own = STRATEGIES[name]
+  if key == "name" or (key in own and isinstance(value, _DICTS) == isinstance(own[key], _DICTS)):
+    return False
+  value = value.to_dict() if isinstance(value, ConfigDict) else value
+  return any(key in options and options[key] == value for options in STRATEGIES.values())
+
+
 # Sections whose keys are names that the user chooses.
 _NAMED = ("input.sources", "evals", "callbacks")
+# Sections that replace their default as a whole; whoever reads them checks their keys.
+_WHOLE = ("strategy.loss",)
 
 
 def _merge(template: ConfigDict, given: Mapping | ConfigDict, prefix: str, problems: list[str]) -> ConfigDict:
@@ -72,6 +81,8 @@ def _merge(template: ConfigDict, given: Mapping | ConfigDict, prefix: str, probl
       problems.append(f"unknown key config.{path}{did_you_mean(key, list(template.keys()), prefix)}")
     elif path in _NAMED:
       continue
+    elif path in _WHOLE and isinstance(value, _DICTS):
+      merged[key] = ConfigDict(dict(value))
     elif isinstance(template[key], ConfigDict):
       if isinstance(value, _DICTS):
         merged[key] = _merge(template[key], value, path + ".", problems)
@@ -176,13 +187,15 @@ def validate(config: ConfigDict) -> None:
     raise ConfigError("input.sources is empty: nothing to train on. In the config file: "
                       'config.input.sources.main = source(type="text", path="my_file.txt").')
   one_of = {
-      "tokenizer.type": ("bytes", "bpe", "hf"),
-      "input.packing": ("concat", "best_fit", "none"),
+      "tokenizer.type": ("auto", "bytes", "bpe", "hf"),
+      "input.packing": ("auto", "concat", "best_fit", "none"),
+      "input.over_long": ("auto", "split", "truncate_end", "truncate_start", "drop", "error"),
       "input.mixture_by": ("examples", "tokens"),
       "input.stop": ("first", "all", "never"),
       "optimizer.name": ("adamw", "adafactor", "muon", "lion", "sgd"),
       "schedule.name": ("constant", "linear", "cosine", "wsd", "sgdr", "rsqrt"),
       "precision.params": ("float32", "bfloat16"),
+      "precision.frozen": ("auto", "float32", "bfloat16", "int8", "nf4"),
       "precision.compute": ("auto", "float32", "bfloat16"),
       "keep_best_mode": ("min", "max"),
   }
@@ -193,6 +206,7 @@ def validate(config: ConfigDict) -> None:
     if value.on_error not in ("stop", "warn"):
       raise ConfigError(f"evals.{name}.on_error is {value.on_error!r}; allowed: stop, warn.")
   for path, low, high in (("schedule.floor", 0.0, 1.0), ("optimizer.ema_decay", 0.0, 1.0), ("model.dropout", 0.0, 1.0),
+                          ("input.max_over_long", 0.0, 1.0),
                           ("optimizer.learning_rate", 0.0, float("inf")), ("optimizer.clip_norm", 0.0, float("inf")),
                           ("keep_last", 1, float("inf")), ("input.prefetch", 1, float("inf")),
                           ("input.workers", 1, float("inf")), ("optimizer.max_nonfinite_steps", 1, float("inf"))):
@@ -300,8 +314,8 @@ def to_json(config: ConfigDict) -> str:
 
 # Keys that change how a run is watched or where it runs, but not what it computes.
 _FREE = re.compile(
-    r"(mesh|evals|callbacks|profile|init_from)(\..*)?|(log|ckpt|keep)_.*|sharding_rules|remat|resume|allow_config_changes|"
-    r"input\.(cache_dir|prefetch|workers)|model\.(scan_layers|attention|attention_block|vocab_chunk)")
+    r"(mesh|evals|callbacks|profile|init_from|export)(\..*)?|(log|ckpt|keep)_.*|sharding_rules|remat|resume|allow_config_changes|"
+    r"input\.(cache_dir|prefetch|workers|max_over_long)|model\.(scan_layers|attention|attention_block|vocab_chunk)")
 
 
 def differences(saved: Mapping, current: Mapping) -> list[str]:

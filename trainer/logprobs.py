@@ -18,7 +18,7 @@ import jax.numpy as jnp
 
 from models.api import constrain
 
-STATS = ("logprob", "logsumexp", "mean_logit", "entropy", "is_top")
+STATS = ("logprob", "logsumexp", "mean_logit", "entropy", "is_top", "log_square")
 # Stands for the logit of an entry that is not real: weighs exactly 0, and has no NaN in products with 0.
 UNREAL = -1e30
 
@@ -36,6 +36,8 @@ class TokenStats(NamedTuple):
   entropy: jax.Array | None = None
   # 1 where no entry has a higher logit than the target, else 0. No gradient.
   is_top: jax.Array | None = None
+  # log Σ_v p(v)², the log-probability that two draws agree. No gradient.
+  log_square: jax.Array | None = None
 
 
 class _Static(NamedTuple):
@@ -60,6 +62,8 @@ class _Sums(NamedTuple):
   plain: jax.Array | None
   # The target's z.
   target: jax.Array | None
+  # Sum of exp(z - top)².
+  square: jax.Array | None
 
 
 def token_stats(
@@ -153,6 +157,7 @@ def _forward(static: _Static, hidden_BxTxD, kernel_DxV, targets_BxT):
       weighted=zeros if "entropy" in want else None,
       plain=zeros if "mean_logit" in want else None,
       target=zeros if "logprob" in want or "is_top" in want else None,
+      square=zeros if "log_square" in want else None,
   )
   kept_logits = None
   if static.chunks == 1:
@@ -176,6 +181,7 @@ def _forward(static: _Static, hidden_BxTxD, kernel_DxV, targets_BxT):
       mean_logit=sums.plain / num_real if "mean_logit" in want else None,
       entropy=entropy_BxT,
       is_top=(sums.target >= sums.top).astype(jnp.float32) if "is_top" in want else None,
+      log_square=jnp.log(sums.square) - 2.0 * jnp.log(sums.total) if "log_square" in want else None,
   )
   return stats, (hidden_BxTxD, kernel_DxV, targets_BxT, lse_BxT, entropy_BxT, kept_logits)
 
@@ -246,12 +252,12 @@ def _logits(static: _Static, hidden_BxTxD, kernel_DxW, c) -> jax.Array:
 
 
 def _accumulate(static: _Static, sums: _Sums, z_BxTxW, targets_BxT, c) -> _Sums:
-  """The sums with chunk c added; `total` and `weighted` are rescaled when the maximum moves."""
+  """The sums with chunk c added; `total`, `weighted` and `square` are rescaled when the maximum moves."""
   top = jnp.maximum(sums.top, z_BxTxW.max(-1))
   shift, rescale = sums.top - top, jnp.exp(sums.top - top)
   centred = z_BxTxW - top[..., None]
   e_BxTxW = jnp.exp(centred)
-  weighted, plain, target = sums.weighted, sums.plain, sums.target
+  weighted, plain, target, square = sums.weighted, sums.plain, sums.target, sums.square
   if weighted is not None:
     weighted = rescale * (weighted + shift * sums.total) + (e_BxTxW * centred).sum(-1)
   ids_W = _ids(static, z_BxTxW.shape[-1], c)
@@ -260,7 +266,9 @@ def _accumulate(static: _Static, sums: _Sums, z_BxTxW, targets_BxT, c) -> _Sums:
     plain = plain + (jnp.where(ids_W < static.num_real_vocab, z_BxTxW, 0.0) if padded else z_BxTxW).sum(-1)
   if target is not None:
     target = target + jnp.where(ids_W == targets_BxT[..., None], z_BxTxW, 0.0).sum(-1)
-  return _Sums(top, rescale * sums.total + e_BxTxW.sum(-1), weighted, plain, target)
+  if square is not None:
+    square = jnp.square(rescale) * square + jnp.square(e_BxTxW).sum(-1)
+  return _Sums(top, rescale * sums.total + e_BxTxW.sum(-1), weighted, plain, target, square)
 
 
 def _logit_grads(static: _Static, grads: TokenStats, z_BxTxW, targets_BxT, lse_BxT, entropy_BxT, vocab, c):

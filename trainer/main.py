@@ -2,7 +2,6 @@
 
 import functools
 import json
-import os
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -14,16 +13,20 @@ from clu import parameter_overview
 
 from evaluators import common as evaluators_lib
 from input_pipeline import loader
+from input_pipeline.batches import check_ids
 from input_pipeline.tokenizer import make_tokenizer
 from models import api
 from trainer import callbacks as cb
-from trainer import config_checks, durations, optim, processes, throughput
+from trainer import config_checks, durations, hugging_face, optim, processes, strategies, throughput
 from trainer import mesh as mesh_lib
 from trainer import metrics as metrics_lib
+from trainer import reference as reference_lib
 from trainer import state as state_lib
 from trainer import update as update_lib
+from trainer import workdir as workdir_lib
 from trainer.checkpoint import Checkpoints
 from trainer.config import ConfigError
+from trainer.export import export
 from trainer.run import Run
 from trainer.strategies import STRATEGIES
 
@@ -45,6 +48,7 @@ def train(config: Mapping, workdir: str | Path) -> Run:
 
   # ------------------------------------------------------------------ config
   resolved = config_checks.resolve(config)
+  model_notes = hugging_face.fill_in(resolved)
   config_checks.validate(resolved)
   api.validate(resolved.model, resolved.seq_len)
   config = config_checks.View(resolved)  # remembers what is read, so that keys nobody reads can be refused below
@@ -61,7 +65,10 @@ def train(config: Mapping, workdir: str | Path) -> Run:
   if resolved.precision.compute == "auto":
     resolved.precision.compute = "float32" if jax.default_backend() == "cpu" else "bfloat16"
     say(f"precision.compute = {resolved.precision.compute}: auto, on {jax.default_backend()}")
-  _prepare_workdir(resolved, workdir)
+  if resolved.precision.frozen == "auto":
+    on_accelerator = jax.default_backend() != "cpu" and resolved.model.lora.rank > 0
+    resolved.precision.frozen = "bfloat16" if on_accelerator else resolved.precision.params
+  workdir_lib.prepare(resolved, workdir)
 
   # ------------------------------------------------------------------ data
   # The first process trains the tokenizer and fills the caches; the others then find them.
@@ -74,9 +81,11 @@ def train(config: Mapping, workdir: str | Path) -> Run:
 
   # ------------------------------------------------------------------ model, durations, optimizer
   model = api.make_model(config.model, vocab_size=tokenizer.vocab_size, params_dtype=config.precision.params,
-                         compute_dtype=config.precision.compute, remat=config.remat)
-  for note in model.reasons:
+                         compute_dtype=config.precision.compute, remat=config.remat, frozen=config.precision.frozen,
+                         freeze=config.optimizer.freeze)
+  for note in (*model_notes, *model.reasons):
     say(note)
+  export_to = hugging_face.export_folder(config, model, workdir)
   lengths = dict(batch_size=lambda step: data.batch_range(step)[0], seq_len=config.seq_len,
                  rows_per_epoch=data.rows_per_epoch)
   total_steps = _total_steps(durations.resolve(config, "total", total_steps=None, **lengths), data.num_steps, say)
@@ -85,12 +94,18 @@ def train(config: Mapping, workdir: str | Path) -> Run:
     every = durations.resolve(config, prefix, total_steps=total_steps, **lengths)
     say(f"{prefix}: {f'every {every}' if every.steps else 'never'}")
   optimizer = optim.make_optimizer(config.optimizer, config.schedule, model.abstract_params(),
-                                   total_steps=total_steps, to_steps=to_steps)
+                                   total_steps=total_steps, to_steps=to_steps, only=model.trained_only)
   for note in optimizer.notes:
     say(note)
 
   # ------------------------------------------------------------------ shapes, by eval_shape: nothing is allocated yet
-  init = state_lib.make_init(model, optimizer, ema=config.optimizer.ema_decay > 0)
+  strategy, strategy_cfg = STRATEGIES[config.strategy.name], config.strategy
+  strategies.check(config)
+  reference, precompute = None, False
+  if strategies.needs_reference(strategy_cfg):
+    reference, precompute = reference_lib.shapes(config, optimizer, model.abstract_params()), strategy_cfg.precompute
+  init = state_lib.make_init(model, optimizer, ema=config.optimizer.ema_decay > 0,
+                             reference=None if precompute else reference)
   abstract_state = jax.eval_shape(init, jax.random.key(0))
 
   # ------------------------------------------------------------------ shardings
@@ -101,28 +116,33 @@ def train(config: Mapping, workdir: str | Path) -> Run:
   batch_sharding = mesh_lib.batch_sharding(mesh)
 
   # ------------------------------------------------------------------ update_fn, traced here and compiled below
-  strategy, strategy_cfg = STRATEGIES[config.strategy.name], config.strategy
-
-  def loss_fn(params, batch, rng):
-    return strategy(model, params, batch, rng if config.model.dropout else None, strategy_cfg)
+  def loss_fn(params, batch, rng, *reference):
+    return strategy(model, params, batch, rng, strategy_cfg, *reference)
 
   update_fn = jax.jit(
       update_lib.make_update_fn(
           loss_fn, optimizer, seed=config.seed, micro_batch_size=micro_batch_size,
-          clip_norm=config.optimizer.clip_norm, ema_decay=config.optimizer.ema_decay, source_names=data.source_names),
+          clip_norm=config.optimizer.clip_norm, ema_decay=config.optimizer.ema_decay, source_names=data.source_names,
+          reference_mix=strategies.reference_mix(strategy_cfg)),
       donate_argnums=0, out_shardings=(state_sharding, None))
 
   def make_batch(step):
     _, size = data.batch_range(step)
-    return mesh_lib.place_batch(lambda rows: data.batch(step, rows), size, batch_sharding)
+    return mesh_lib.place_batch(lambda rows: check_ids(data.batch(step, rows), model.vocab_size), size, batch_sharding)
 
   with mesh_lib.activation_rules(mesh):
-    jax.eval_shape(update_fn, abstract_state, make_batch(0))  # finds mistakes in shapes before anything is allocated
+    batch = make_batch(0)
+    if precompute:
+      batch["ref_logprobs"] = batch["loss_weights"]  # of the same shape as those that will be there
+    jax.eval_shape(update_fn, abstract_state, batch)  # finds mistakes in shapes before anything is allocated
 
     # ---------------------------------------------------------------- evaluators, callbacks, checkpoints
     writer = metrics_lib.MultiWriter()  # opened below, once it is known from which step on
     with processes.first_goes_first("evaluation data"):
-      setup = evaluators_lib.Setup(config, model, tokenizer, mesh, workdir, writer)
+      setup = evaluators_lib.Setup(
+          config, model, tokenizer, mesh, workdir, writer, datasets=[data],
+          reference=(lambda: reference_lib.overlay(run.state["params"], run.state["reference"]))
+          if "reference" in abstract_state else None)
       evaluators = {name: evaluators_lib.make(name, config.evals[name], setup) for name in config.evals}
     if config.keep_best and config.keep_best.split("/")[:2] not in [["eval", name] for name in evaluators]:
       raise ConfigError(f"keep_best is {config.keep_best!r}; it names a metric of an evaluator, as in "
@@ -131,26 +151,32 @@ def train(config: Mapping, workdir: str | Path) -> Run:
     callbacks = _make_callbacks(config, to_steps, total_steps, evaluators, keep_steps, workdir,
                                 update_lib.gradient_paths(optimizer, abstract_state["params"]))
     checkpoints = Checkpoints(workdir / "checkpoints", keep_last=config.keep_last, keep_steps=keep_steps,
-                              keep_best=config.keep_best, best_mode=config.keep_best_mode)
+                              keep_best=config.keep_best, best_mode=config.keep_best_mode,
+                              leave_out=state_lib.left_out(abstract_state, model, optimizer, strategy_cfg))
 
     # ---------------------------------------------------------------- state
-    state, meta, origin = state_lib.initialise(config, init, abstract_state, state_sharding, checkpoints)
-    _check_same_data(meta, data.fingerprint, config.allow_config_changes)
+    start = state_lib.initialise(config, model, optimizer, abstract_state, state_sharding, checkpoints)
+    pinned = start.pinned
+    if precompute:
+      pinned = reference_lib.precompute(config, model, start, reference, params_sharding, setup.datasets, mesh,
+                                        micro_batch_size, loader.default_cache_dir(config, workdir), say)
+    workdir_lib.check_same_data(start.meta, data.fingerprint, config.allow_config_changes)
     config_checks.audit(config)
-    say(origin)
-    _save_config(resolved, workdir)
-    step = int(state["step"])
+    say(start.origin)
+    workdir_lib.save_config(resolved, workdir, tokenizer)
+    step = int(start.state["step"])
     if jax.process_index() == 0:
-      say(parameter_overview.get_parameter_overview(state["params"], include_stats=False))
-    writer.writers = metrics_lib.make_writers(workdir, resume_step=step if meta else -1)
+      say(parameter_overview.get_parameter_overview(start.state["params"], include_stats=False))
+    writer.writers = metrics_lib.make_writers(workdir, resume_step=step if start.meta else -1)
     run = Run(
         config=config, workdir=workdir, mesh=mesh, model=model, tokenizer=tokenizer, data=data,
-        learning_rates=optimizer.learning_rates, total_steps=total_steps, state=state, step=step, writer=writer,
-        checkpoints=checkpoints, callbacks=callbacks, say=say, config_json=json.loads(config_checks.to_json(resolved)),
+        learning_rates=optimizer.learning_rates, total_steps=total_steps, state=start.state, pinned=pinned,
+        step=step, writer=writer, checkpoints=checkpoints, callbacks=callbacks, say=say,
+        config_json=json.loads(config_checks.to_json(resolved)),
         last_eval=metrics_lib.last_evaluation(workdir, step),
-        chrono=throughput.Chrono(model.flops_per_token(config.seq_len), meta.get("seconds")))
+        chrono=throughput.Chrono(model.flops_per_token(config.seq_len), start.meta.get("seconds")))
     say(f"mfu: of {run.chrono.peak / 1e12:.3g} TFLOP/s a device ({run.chrono.peak_source})")
-    del state, init  # run.state is donated step by step: another name for it would be a trap
+    del start  # run.state is donated step by step: another name for it would be a trap
 
     # ---------------------------------------------------------------- loop
     try:
@@ -163,8 +189,10 @@ def train(config: Mapping, workdir: str | Path) -> Run:
   # ------------------------------------------------------------------ clean exit
   checkpoints.close()
   writer.close()
+  if export_to is not None and jax.process_index() == 0:
+    export(workdir, export_to, dtype=config.export.dtype, overwrite=True, progress=True)
   processes.sync("end of training")
-  _say_where_everything_is(run, time.monotonic() - began)
+  workdir_lib.say_where_everything_is(run, time.monotonic() - began)
   return run
 
 
@@ -246,53 +274,3 @@ def _total_steps(asked: durations.Duration, available: int | None, say: Any) -> 
     return available
   say(f"total: {asked}")
   return asked.steps
-
-
-def _prepare_workdir(resolved: Any, workdir: Path) -> None:
-  """Makes the folder; refuses to continue one whose config trains differently, and says what differs."""
-  if workdir.exists() and not workdir.is_dir():
-    raise ConfigError(f"--workdir {workdir} is a file; give a folder, which is made if it is missing.")
-  try:
-    workdir.mkdir(parents=True, exist_ok=True)
-  except OSError as e:
-    raise ConfigError(f"--workdir {workdir} cannot be made: {e.strerror}. Give a folder that you may write to.") from e
-  saved = workdir / "config.json"
-  if not saved.exists() or not (workdir / "checkpoints").exists() or resolved.allow_config_changes:
-    return
-  differences = config_checks.differences(json.loads(saved.read_text(encoding="utf-8")), resolved)
-  if differences:
-    raise ConfigError(
-        f"{workdir} was begun with another config:\n  " + "\n  ".join(differences) + "\nUse another --workdir, the "
-        "config as it was, or --config.allow_config_changes=True to continue with the new values.")
-
-
-def _check_same_data(meta: Mapping, fingerprint: str, allow_changes: bool) -> None:
-  """Refuses to continue a run whose rows are no longer the ones it was trained on."""
-  if meta and meta["data_fingerprint"] != fingerprint and not allow_changes:
-    raise ConfigError(
-        "the training data, the tokenizer or their order changed since the checkpoint was written, so the run would "
-        "not continue as it was. Restore the files, use a new --workdir, or --config.allow_config_changes=True.")
-
-
-def _save_config(resolved: Any, workdir: Path) -> None:
-  if jax.process_index() == 0:
-    temporary = workdir / "config.json.tmp"
-    temporary.write_text(config_checks.to_json(resolved) + "\n", encoding="utf-8")
-    os.replace(temporary, workdir / "config.json")
-
-
-def _say_where_everything_is(run: Run, seconds: float) -> None:
-  """The last words: how it ended, what was measured, where to look."""
-  done = f"finished all {run.total_steps} steps" if run.step >= run.total_steps else (
-      f"stopped by {run.stop_requested} after step {run.step} of {run.total_steps}; the same command continues")
-  run.say(f"\nThe run has {done} ({seconds:.0f} s in this process).")
-  for name, value in sorted(run.last_eval[1].items()):
-    if name.startswith("eval/"):
-      run.say(f"  {name:<40} {value:.4f}")
-  samples = sorted((run.workdir / "samples").glob("*.txt"))
-  if samples:
-    run.say(f"\n{samples[-1].read_text(encoding='utf-8')}")
-  for what, where in (("checkpoints", "checkpoints"), ("metrics", "metrics.jsonl"), ("TensorBoard", "tensorboard"),
-                      ("samples", "samples"), ("tokenizer", "tokenizer.json"), ("config", "config.json")):
-    if (run.workdir / where).exists():
-      run.say(f"  {what:<12} {run.workdir / where}")

@@ -6,6 +6,7 @@ depend on any of it (EXACTNESS.md I2).
 """
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -13,7 +14,7 @@ import jax
 import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-from models import api
+from models import api, moe
 from trainer import patterns
 from trainer.config import ConfigError
 
@@ -23,12 +24,18 @@ BATCH_AXES = ("data", "fsdp")
 PARAM_RULES = (
     (r"^embed/embedding$", ("tensor", "fsdp")),
     (r"^pos_embed/embedding$", (None, "fsdp")),
-    (r"attn/[qkv]/kernel$", (None, "fsdp", "tensor")),
-    (r"attn/[qkv]/bias$", (None, "tensor")),
-    (r"attn/o/kernel$", (None, "tensor", "fsdp")),
-    (r"mlp/(gate|up)/kernel$", (None, "fsdp", "tensor")),
-    (r"mlp/(gate|up)/bias$", (None, "tensor")),
-    (r"mlp/down/kernel$", (None, "tensor", "fsdp")),
+    # A kernel may be kept in parts (models/quantize.py), of which each is split as the kernel would be.
+    (r"(attn/[qkv]|(mlp|shared)/(gate|up)|shared_gate)/kernel(_\w+)?$", (None, "fsdp", "tensor")),
+    (r"(attn/o|(mlp|shared)/down)/kernel(_\w+)?$", (None, "tensor", "fsdp")),
+    (r"(attn/[qkv]|mlp/(gate|up))/bias$", (None, "tensor")),
+    (r"moe/experts/(gate|up)/kernel(_\w+)?$", (None, None, "fsdp", "tensor")),
+    (r"moe/experts/down/kernel(_\w+)?$", (None, None, "tensor", "fsdp")),
+    (r"moe/router/kernel$", (None, "fsdp", None)),
+    # Adapters: the side that they share with the kernel is split as its is.
+    (r"(attn/[qkv]|(mlp|shared)/(gate|up)|shared_gate)/lora_a$", (None, "fsdp", None)),
+    (r"(attn/[qkv]|(mlp|shared)/(gate|up)|shared_gate)/lora_b$", (None, None, "tensor")),
+    (r"(attn/o|(mlp|shared)/down)/lora_a$", (None, "tensor", None)),
+    (r"(attn/o|(mlp|shared)/down)/lora_b$", (None, None, "fsdp")),
     (r"^unembed/kernel$", ("fsdp", "tensor")),
 )
 
@@ -131,16 +138,42 @@ def state_shardings(abstract_state: Any, abstract_params: Any, params_sharding: 
   return jax.tree_util.tree_map_with_path(place, abstract_state)
 
 
+def activation_sharding(mesh: Mesh, names: tuple[str | None, ...], shape: tuple[int, ...]) -> NamedSharding:
+  """Where ACTIVATION_RULES put an array whose dimensions have these logical names."""
+  spec = _fit(tuple(ACTIVATION_RULES.get(name) for name in names), shape, mesh)
+  return NamedSharding(mesh, PartitionSpec(*spec))
+
+
 @contextlib.contextmanager
 def activation_rules(mesh: Mesh) -> Iterator[None]:
   """Within it, `models.api.constrain` places activations on the mesh by ACTIVATION_RULES."""
 
   def constrain(x: jax.Array, names: tuple[str | None, ...]) -> jax.Array:
-    spec = _fit(tuple(ACTIVATION_RULES.get(name) for name in names), x.shape, mesh)
-    return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, PartitionSpec(*spec)))
+    return jax.lax.with_sharding_constraint(x, activation_sharding(mesh, names, x.shape))
 
-  with api.activation_rules(constrain if mesh.size > 1 else None):
+  several = mesh.size > 1
+  with (api.activation_rules(constrain if several else None),
+        moe.mapped_by(functools.partial(_map_rows, mesh) if several else None)):
     yield
+
+
+def _map_rows(mesh: Mesh, run: Callable, rows: tuple[jax.Array, ...], kernels: tuple[jax.Array, ...],
+              names: tuple[tuple[str | None, ...], ...]) -> Any:
+  """`models.moe.mapped_by`: each device works on the rows that it holds, with its part of each kernel.
+
+  By hand, since the partitioner would gather the whole batch to sort its tokens by expert.
+  """
+  by_row = PartitionSpec(*_fit((ACTIVATION_RULES["batch"],), rows[0].shape, mesh))
+  specs = tuple(PartitionSpec(*_fit(tuple(ACTIVATION_RULES.get(name) for name in dims), kernel.shape, mesh))
+                for dims, kernel in zip(names, kernels, strict=True))
+  split = sorted({axis for spec in specs for axis in spec if axis is not None})
+
+  def local(rows, kernels):
+    partial = run(rows, kernels)
+    return jax.lax.psum(partial, split) if split else partial
+
+  # check_vma would want every loop inside to say over which axes its values differ.
+  return jax.shard_map(local, mesh=mesh, in_specs=(by_row, specs), out_specs=by_row, check_vma=False)(rows, kernels)
 
 
 def check_batch(mesh: Mesh, batch_size: int, what: str = "batch_size / grad_accum_steps") -> None:

@@ -1,7 +1,8 @@
 """Metrics as sums with weights, and the writers that record them.
 
 A metric is a `Mean(sum, weight)` until the last moment, so that adding micro-batches, devices or evaluation
-batches never averages averages (EXACTNESS.md T40).
+batches never averages averages (EXACTNESS.md T40). What is no mean (a count per expert, say) is another pytree of
+sums, with a method `to_floats(name) -> {name: float}` for its values once everything is added up.
 """
 
 import json
@@ -31,7 +32,9 @@ def to_floats(metrics: Mapping[str, Any]) -> dict[str, float]:
   """Host values of fetched metrics; a Mean of weight zero has no value and is left out."""
   values = {}
   for name, metric in metrics.items():
-    if not isinstance(metric, Mean):
+    if hasattr(metric, "to_floats"):
+      values |= metric.to_floats(name)
+    elif not isinstance(metric, Mean):
       values[name] = float(metric)
     elif float(metric.weight) != 0.0:
       values[name] = float(metric.sum) / float(metric.weight)

@@ -135,7 +135,7 @@ class Optimizer:
 
 
 def make_optimizer(
-    cfg: Any, cfg_schedule: Any, abstract_params: Tree, *, total_steps: int, to_steps: ToSteps
+    cfg: Any, cfg_schedule: Any, abstract_params: Tree, *, total_steps: int, to_steps: ToSteps, only: str | None = None
 ) -> Optimizer:
   """The optimizer of the config sections `optimizer` and `schedule`.
 
@@ -145,6 +145,7 @@ def make_optimizer(
     abstract_params: nested dict of anything with `shape` (and `size`).
     total_steps: updates in the whole run.
     to_steps: resolves durations, see `make_schedule`.
+    only: a regex; parameters whose path it does not match are frozen, besides those of `cfg.freeze`.
 
   Raises:
     ConfigError: unknown name, values out of range, rules without effect, or nothing left to train.
@@ -155,7 +156,7 @@ def make_optimizer(
     if not 0 <= value < float("inf"):
       raise ConfigError(f"optimizer.{key} = {value}; it must be a number of at least 0")
   shapes = patterns.flatten(abstract_params)
-  rules = _rules(cfg, shapes, total_steps)
+  rules = _rules(cfg, shapes, total_steps, only)
   trained = {path: shapes[path] for path in rules}
   schedule = make_schedule(cfg_schedule, total_steps=total_steps, to_steps=to_steps)
   parts = _parts(cfg, trained)
@@ -188,9 +189,11 @@ def ema_update(ema: Tree, params: Tree, decay: float) -> Tree:
   return jax.tree.map(lambda e, p: e + (1 - decay) * (p.astype(e.dtype) - e), ema, params)
 
 
-def _rules(cfg: Any, paths: Mapping[str, Any], total_steps: int) -> dict[str, Rules]:
+def _rules(cfg: Any, paths: Mapping[str, Any], total_steps: int, only: str | None) -> dict[str, Rules]:
   """The rules of each trained parameter."""
   frozen = patterns.select(cfg.freeze, paths, "optimizer.freeze")
+  if only is not None:
+    frozen |= {path for path in paths if not re.search(only, path)}
   if len(frozen) == len(paths):
     raise ConfigError(
         f"optimizer.freeze = {tuple(cfg.freeze)!r} freezes all {len(paths)} parameters, so there is nothing"

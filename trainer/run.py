@@ -37,6 +37,7 @@ class Run:
   writer: MetricWriter
   checkpoints: Checkpoints
   chrono: Chrono
+  pinned: dict[str, str]  # fingerprints of what checkpoints leave out (trainer/state.py)
   config_json: dict[str, Any]
   callbacks: Callable[..., None] = lambda hook, *args: None
   say: Callable[[str], None] = print
@@ -81,6 +82,7 @@ class Run:
           "data_fingerprint": self.data.fingerprint,
           "seconds": self.chrono.state(),
           "config": self.config_json,
+          "pinned": self.pinned,
       }
       evaluated, metrics = self.last_eval
       metrics = metrics if evaluated == self.step else {}

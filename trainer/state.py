@@ -1,108 +1,155 @@
 """The training state: what it holds, its shapes, and where its first values come from.
 
-A state is a plain dict: `step` (updates done, int32), `params` and `ema` (nested dicts of arrays), `opt` (the
-optimizer's), `nonfinite` and `nonfinite_in_a_row` (the finite guard's counters, int32).
+A state is a plain dict: `step` (updates done, int32), `params` (nested dict of arrays), `opt` (the optimizer's), `ema`
+(if kept: the moving average of the trained parameters, float32), `reference` (the reference policy's own leaves, if
+there is one), `nonfinite` and `nonfinite_in_a_row` (the finite
+guard's counters, int32).
 """
 
-import re
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from absl import logging
 
-from trainer import checkpoint, optim, patterns
+from trainer import checkpoint, optim, parameters, patterns
+from trainer import reference as reference_lib
 from trainer.config import ConfigError
+from trainer.fingerprint import fingerprint
 
 
-def make_init(model: Any, optimizer: optim.Optimizer, *, ema: bool):
-  """Returns `init(rng) -> state`, for `jax.eval_shape` and, jitted with shardings, for the real thing."""
+@dataclass(frozen=True)
+class Start:
+  """What a process starts from."""
+
+  state: dict[str, Any]
+  # Of the checkpoint; {} if there is none.
+  meta: dict[str, Any]
+  # A sentence on where it comes from.
+  origin: str
+  # Fingerprints of what checkpoints leave out and what must not change: `base` (the frozen parameters under adapters),
+  # `reference`; those that the run has.
+  pinned: dict[str, str]
+
+
+def make_init(model: Any, optimizer: optim.Optimizer, *, ema: bool, reference: Any = None):
+  """Returns `init(rng) -> state` with fresh parameters, for `jax.eval_shape`.
+
+  Args:
+    ema: keep moving averages.
+    reference: the abstract leaves of a reference policy (trainer/reference.py), None: there is none.
+  """
+  rest = make_rest(optimizer, ema=ema)
 
   def init(rng: jax.Array) -> dict[str, Any]:
     params = model.init(rng)
-    trainable, _ = optimizer.split(params)
-    # Every leaf has a buffer of its own, since the update donates them all.
-    state = {"step": jnp.zeros((), jnp.int32), "params": params, "opt": optimizer.init(trainable),
-             "nonfinite": jnp.zeros((), jnp.int32), "nonfinite_in_a_row": jnp.zeros((), jnp.int32)}
-    if ema:
-      state["ema"] = jax.tree.map(lambda p: p.astype(jnp.float32), params)
+    state = {**rest(params), "params": params}
+    if reference is not None:
+      state["reference"] = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), reference)
     return state
 
   return init
 
 
-def initialise(config: Any, init: Any, abstract: Any, shardings: Any,
-               checkpoints: checkpoint.Checkpoints) -> tuple[dict[str, Any], dict[str, Any], str]:
-  """The first state of this process, its checkpoint's metadata ({} if none), and where it came from.
+def make_rest(optimizer: optim.Optimizer, *, ema: bool) -> Callable[[Any], dict[str, Any]]:
+  """Returns `rest(params) -> counters, optimizer state and averages`, before the first update."""
+
+  def rest(params: Any) -> dict[str, Any]:
+    trainable, _ = optimizer.split(params)
+    # Every leaf has a buffer of its own, since the update donates them all.
+    state = {"step": jnp.zeros((), jnp.int32), "opt": optimizer.init(trainable),
+             "nonfinite": jnp.zeros((), jnp.int32), "nonfinite_in_a_row": jnp.zeros((), jnp.int32)}
+    if ema:
+      state["ema"] = jax.tree.map(lambda p: jnp.array(p, jnp.float32, copy=True), trainable)
+    return state
+
+  return rest
+
+
+def left_out(abstract: Any, model: Any, optimizer: optim.Optimizer, strategy: Any) -> dict[str, Any]:
+  """{part of the state: paths} that checkpoints leave out: the base of adapters, and a reference that does not move."""
+  parts = {}
+  if model.trained_only:
+    parts["params"] = patterns.flatten(abstract["params"]).keys() - optimizer.trainable
+  if "reference" in abstract and not strategy.reference_ema:
+    parts["reference"] = patterns.flatten(abstract["reference"]).keys()
+  return parts
+
+
+def averaged(state: dict[str, Any]) -> Any:
+  """The parameters to evaluate and to publish: the moving averages where they are kept, else the parameters."""
+  if "ema" not in state:
+    return state["params"]
+  return patterns.unflatten(dict(sorted((patterns.flatten(state["params"]) | patterns.flatten(state["ema"])).items())))
+
+
+def initialise(config: Any, model: Any, optimizer: optim.Optimizer, abstract: Any, shardings: Any,
+               checkpoints: checkpoint.Checkpoints) -> Start:
+  """The first state of this process.
 
   The order matters:
     1. the workdir's own newest readable checkpoint: an interrupted run goes on;
     2. `config.resume`: another run's parameters, optimizer, step and data position;
-    3. `config.init_from`: parameters only, by name, the rest fresh;
+    3. `config.init_from`, `config.model.hf`: parameters only, by name, the rest fresh;
     4. scratch.
+
+  What a checkpoint leaves out (the base under adapters, a reference policy that stays as it is) is made as in 3 or 4
+  again, and must be the same to the bit.
 
   Args:
     abstract: the state as ShapeDtypeStructs; shardings: the same tree of NamedShardings.
-  """
-  target = jax.tree.map(lambda leaf, s: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=s), abstract, shardings)
-  restored = checkpoints.restore_newest(target)
-  if restored is not None:
-    return restored.state, restored.meta, f"continuing {restored.path} after step {int(restored.state['step'])}"
-
-  if config.resume:
-    restored = checkpoint.restore_from(config.resume, target)
-    return restored.state, restored.meta, f"resuming {restored.path} after step {int(restored.state['step'])}"
-
-  state = jax.jit(init, out_shardings=shardings)(jax.random.key(config.seed))
-  if config.init_from.path:
-    params, notes = _partial_restore(config.init_from, target["params"], state["params"])
-    for note in notes:
-      logging.info("%s", note)
-    state["params"] = params
-    if "ema" in state:
-      state["ema"] = jax.tree.map(lambda p: jnp.array(p, jnp.float32, copy=True), params)
-    return state, {}, f"fresh optimizer, parameters from {config.init_from.path}"
-  return state, {}, "fresh parameters"
-
-
-def _partial_restore(cfg: Any, target: Any, fresh: Any) -> tuple[Any, list[str]]:
-  """Parameters from another checkpoint, matched by name after `remap`; `ignore`d ones stay fresh.
 
   Raises:
-    ConfigError: listing both sides, if names or shapes do not match up.
+    ConfigError: if a checkpoint or folder is of another model, or what it left out has changed.
   """
-  path = checkpoint.find(cfg.path)
-  saved = checkpoint.param_shapes(path)
-  ours = patterns.flatten(target)
-  ignored = patterns.select(cfg.ignore, ours, "init_from.ignore")
-  patterns.select([pattern for pattern, _ in cfg.remap], saved, "init_from.remap")
-  renamed, dropped = {}, []
-  for name in saved:
-    new = name
-    for pattern, replacement in cfg.remap:
-      new = re.sub(pattern, replacement, new)
-    if not new:
-      dropped.append(name)
-      continue
-    if new in renamed:
-      raise ConfigError(f"init_from.remap maps both {renamed[new]} and {name} of {path} to {new}.")
-    renamed[new] = name
+  target = jax.tree.map(lambda leaf, s: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=s), abstract, shardings)
+  stored, left_out = checkpoints.split(target)
+  restored = checkpoints.restore_newest(stored)
+  verb = "continuing"
+  if restored is None and config.resume:
+    restored, verb = checkpoint.restore_from(config.resume, stored), "resuming"
+  origin = parameters.origin_of(config)
+  if restored is None:
+    params, where = parameters.first_params(origin, model, target["params"])
+    rest = {name: part for name, part in shardings.items() if name not in ("params", "reference")}
+    state = jax.jit(make_rest(optimizer, ema="ema" in abstract), out_shardings=rest)(params) | {"params": params}
+    if "reference" in target:
+      state["reference"] = reference_lib.first_reference(config, model, params, target["reference"])
+    return Start(state, {}, where, _pinned(state, checkpoints))
 
-  problems = patterns.compare({p: leaf for p, leaf in ours.items() if p not in ignored},
-                              {new: saved[old] for new, old in renamed.items() if new not in ignored})
-  if problems:
-    listed = "\n  ".join(problems[:40])
-    raise ConfigError(
-        f"init_from {path} does not fit this model ({len(problems)} in all; -: only here, +: only there, "
-        f"!: other shape):\n  {listed}\nMap names with init_from.remap=((regex, replacement),), keep fresh values "
-        "with init_from.ignore=(regex,); a checkpoint's extra parameters are dropped by remapping them onto '': "
-        "((regex, ''),).")
-  wanted = {renamed[p]: ours[p] for p in ours if p in renamed and p not in ignored}
-  loaded = checkpoint.restore_params(path, wanted)
-  flat = patterns.flatten(fresh)
-  for ours_path in flat:
-    if ours_path in renamed and ours_path not in ignored:
-      flat[ours_path] = loaded[renamed[ours_path]]
-  notes = [f"init_from: {len(wanted)} parameters loaded from {path}, {len(ignored)} kept fresh, "
-           f"{len(dropped)} of the checkpoint dropped"]
-  return patterns.unflatten(flat), notes
+  state, meta = restored.state, restored.meta
+  where = f"{verb} {restored.path} after step {int(state['step'])}"
+  if left_out:
+    state = _complete(state, left_out, config, model, origin, checkpoints)
+  start = Start(state, meta, where, _pinned(state, checkpoints))
+  was = meta.get("pinned", {})
+  for what, name in start.pinned.items():
+    if was.get(what) != name:
+      raise ConfigError(
+          f"{restored.path} was trained with another {what}: its fingerprint is {was.get(what)}, that of the one here "
+          f"is {name}. Give the model.hf ({config.model.hf} here), init_from, strategy.reference, seed and "
+          "precision.frozen that it was trained with, and the files as they were.")
+  return start
+
+
+def _complete(state: Any, left_out: Any, config: Any, model: Any, origin: parameters.Origin,
+              checkpoints: checkpoint.Checkpoints) -> dict[str, Any]:
+  """The restored state with what its checkpoint left out, made from where the run began."""
+  base, again = left_out.get("params", {}), left_out.get("reference")
+  from_start = again is not None and config.strategy.reference in ("start", "base")
+  wanted = patterns.flatten(base) | (patterns.flatten(again) if from_start else {})
+  params, _ = parameters.first_params(origin, model, patterns.unflatten(wanted), partial=True)
+  added = {}
+  if base:
+    flat = patterns.flatten(params)
+    added["params"] = patterns.unflatten({path: flat[path] for path in patterns.flatten(base)})
+  if again is not None:
+    added["reference"] = reference_lib.first_reference(config, model, params, again)
+  return checkpoints.merge(state, added)
+
+
+def _pinned(state: dict[str, Any], checkpoints: checkpoint.Checkpoints) -> dict[str, str]:
+  _, left_out = checkpoints.split(state)
+  return {what: fingerprint(left_out[part]) for what, part in (("base", "params"), ("reference", "reference"))
+          if part in left_out}

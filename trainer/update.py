@@ -1,7 +1,8 @@
 """One optimizer step: exact accumulation, one division, clipping, the finite guard.
 
-The gradient is that of  Σ weighted losses / Σ weights,  both sums over every micro-batch and device of the step
-(EXACTNESS.md T1): micro-batches add up un-normalised sums in float32, and one division follows.
+The gradient is that of  Σ sum / Σ weight,  added over the objective's terms, where the sums run over every micro-batch
+and device of the step (EXACTNESS.md T1, T4): micro-batches add up un-normalised sums in float32, and one division by
+the first term's total weight follows. The others' sums are scaled before by how much their total weights differ.
 """
 
 from collections.abc import Callable, Sequence
@@ -12,23 +13,28 @@ import jax.numpy as jnp
 
 from trainer import optim, patterns
 from trainer.metrics import Mean
+from trainer.reference import mix, overlay
 
 State = dict[str, Any]  # see trainer/state.py
 
 
 def make_update_fn(loss_fn: Callable, optimizer: optim.Optimizer, *, seed: int, micro_batch_size: int,
-                   clip_norm: float, ema_decay: float, source_names: Sequence[str]) -> Callable:
+                   clip_norm: float, ema_decay: float, source_names: Sequence[str],
+                   reference_mix: tuple[float, int] = (0.0, 1)) -> Callable:
   """Returns `update(state, batch) -> (state, metrics)`, to be jitted with the state donated.
 
   Args:
-    loss_fn: `(params, batch, rng) -> (loss_sum, weight, metrics)`, a strategy bound to its model and config.
+    loss_fn: `(params, batch, rng) -> (terms, metrics)`, a strategy bound to its model and config; where the state has a
+      `reference`, it is given the reference's parameters as a fourth argument.
     seed: dropout of step s is a function of (seed, s, micro-batch) alone.
     micro_batch_size: rows computed at a time; the batch holds a multiple of it.
     clip_norm: bound on the gradient's global norm; 0: none.
-    ema_decay: decay of the parameters' moving average; 0: none kept.
+    ema_decay: decay of the trained parameters' moving average; 0: none kept.
     source_names: names for `batch["source_ids"]`; with several, per-row metrics are reported for each as well.
+    reference_mix: (share, every): see `reference.mix`; share 0: the reference stays as it is.
 
-  `metrics` holds device scalars and Means: the strategy's, `loss`, `grad_norm` (before clipping), `param_norm`,
+  `metrics` holds device scalars and sums: the strategy's terms and metrics, `objective` (the sum of the terms, if there
+  are several), `trained_tokens` (the sum of the batch's loss weights), `grad_norm` (before clipping), `param_norm`,
   `update_norm`, and the finite guard's `nonfinite`, `nonfinite_in_a_row`, `nonfinite_leaf` (index into
   `gradient_paths`, -1: none).
   """
@@ -38,14 +44,27 @@ def make_update_fn(loss_fn: Callable, optimizer: optim.Optimizer, *, seed: int, 
     batch = dict(batch)
     stop_requests = batch.pop("stop_requests", None)
     trainable, frozen = optimizer.split(state["params"])
+    reference = (overlay(state["params"], state["reference"]),) if "reference" in state else ()
+
+    def loss_of(params, micro, index):
+      rng = jax.random.fold_in(jax.random.fold_in(jax.random.key(seed), step), index)
+      return loss_fn(params, micro, rng, *reference)
+
+    scales = None
+    if batch["tokens"].shape[0] > micro_batch_size:
+      # Weights depend on the batch alone, so that the compiler removes everything else from this call.
+      scales = _scales(loss_of(state["params"], batch, 0)[0])
 
     def micro_loss(trainable, micro, index):
-      rng = jax.random.fold_in(jax.random.fold_in(jax.random.key(seed), step), index)
-      loss_sum, weight, metrics = loss_fn(optimizer.merge(trainable, frozen), micro, rng)
-      return loss_sum, (weight, _by_source(metrics, micro["source_ids"], source_names))
+      terms, metrics = loss_of(optimizer.merge(trainable, frozen), micro, index)
+      scale, first = scales or _scales(terms), next(iter(terms.values()))
+      loss_sum, weight = sum(jnp.sum(t.sum) * scale[name] for name, t in terms.items()), jnp.sum(first.weight)
+      if len(terms) > 1:
+        metrics = metrics | {"objective": Mean(loss_sum, weight)}
+      return loss_sum, (weight, _by_source(terms | metrics, micro["source_ids"], source_names))
 
     loss_sum, weight, metrics, grads = _accumulate(micro_loss, trainable, batch, micro_batch_size)
-    divisor = jnp.where(weight > 0, weight, 1.0)  # a step with nothing to train has a zero gradient, not NaN
+    divisor = _divisor(weight)
     grads = jax.tree.map(lambda g: g / divisor, grads)
 
     grads_clipped, grad_norm = optim.clip_by_global_norm(grads, clip_norm)
@@ -55,7 +74,8 @@ def make_update_fn(loss_fn: Callable, optimizer: optim.Optimizer, *, seed: int, 
     # The finite guard: a step whose loss or gradient is not finite changes nothing but the step number and
     # the counters, so that the data move on.
     finite = jnp.isfinite(loss_sum) & jnp.isfinite(grad_norm)
-    params = optimizer.merge(_choose(finite, new_trainable, trainable), frozen)
+    trainable = _choose(finite, new_trainable, trainable)
+    params = optimizer.merge(trainable, frozen)
     new_state = {
         "step": step + 1,
         "params": params,
@@ -63,13 +83,17 @@ def make_update_fn(loss_fn: Callable, optimizer: optim.Optimizer, *, seed: int, 
         "nonfinite": state["nonfinite"] + ~finite,
         "nonfinite_in_a_row": jnp.where(finite, 0, state["nonfinite_in_a_row"] + 1),
     }
+    if "reference" in state:
+      new_state["reference"] = state["reference"]
+      if reference_mix[0]:
+        new_state["reference"] = mix(state["reference"], params, reference_mix[0], step + 1, reference_mix[1])
     if "ema" in state:
-      new_state["ema"] = _choose(finite, optim.ema_update(state["ema"], params, ema_decay), state["ema"])
+      new_state["ema"] = _choose(finite, optim.ema_update(state["ema"], trainable, ema_decay), state["ema"])
 
-    metrics = {"loss": Mean(loss_sum, weight)} | metrics | {
-        "trained_tokens": weight,
+    metrics |= {
+        "trained_tokens": jnp.sum(batch["loss_weights"]),
         "grad_norm": grad_norm,
-        "param_norm": optim.global_norm(params),
+        "param_norm": optim.global_norm(trainable),
         "update_norm": jnp.where(finite, optim.global_norm(updates), 0.0),
         "nonfinite": new_state["nonfinite"],
         "nonfinite_in_a_row": new_state["nonfinite_in_a_row"],
@@ -112,10 +136,25 @@ def _accumulate(micro_loss: Callable, trainable: Any, batch: dict[str, jax.Array
   return total
 
 
-def _by_source(metrics: dict[str, Mean], source_ids_B: jax.Array, names: Sequence[str]) -> dict[str, Mean]:
+def _scales(terms: dict[str, Mean]) -> dict[str, Any]:
+  """Factors on the terms' sums, after which dividing by the first term's whole weight divides each by its own."""
+  first, *others = terms
+  totals = {name: _divisor(jnp.sum(term.weight)) for name, term in terms.items()}
+  return {first: 1.0} | {name: totals[first] / totals[name] for name in others}
+
+
+def _divisor(weight: jax.Array) -> jax.Array:
+  """A step with nothing to train has a zero gradient, not NaN."""
+  return jax.lax.stop_gradient(jnp.where(weight > 0, weight, 1.0))
+
+
+def _by_source(metrics: dict[str, Any], source_ids_B: jax.Array, names: Sequence[str]) -> dict[str, Any]:
   """Sums per-row metrics over rows, and with several sources over each source's rows as well."""
   summed = {}
   for name, metric in metrics.items():
+    if not isinstance(metric, Mean):
+      summed[name] = metric
+      continue
     summed[name] = Mean(jnp.sum(metric.sum), jnp.sum(metric.weight))
     if jnp.ndim(metric.sum) == 1 and len(names) > 1:
       for index, source in enumerate(names):

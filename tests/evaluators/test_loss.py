@@ -1,6 +1,7 @@
 """The loss evaluator: values do not depend on the batch size or the mesh (I6), and equal a reference."""
 
 import gzip
+import json
 import lzma
 
 import jax
@@ -22,10 +23,11 @@ def corpus(tmp_path_factory):
   return tiny.write_corpus(tmp_path_factory.mktemp("corpus") / "texts")
 
 
-def make(corpus, workdir, mesh_sizes=None, **changed):
+def make(corpus, workdir, mesh_sizes=None, packing="auto", **changed):
   """(evaluator, model, params, setup) on the tiny corpus's validation split."""
   config = tiny.config(corpus)
   config.evals.val = evaluator(**changed)
+  config.input.packing = packing
   config = config_checks.View(config_checks.resolve(config))
   tokenizer = BytesTokenizer()
   model = api.make_model(config.model, vocab_size=tokenizer.vocab_size, params_dtype="float32", compute_dtype="float32")
@@ -56,8 +58,9 @@ def test_the_value_does_not_depend_on_the_mesh(corpus, tmp_path):
 def test_it_equals_a_plain_computation_document_by_document(corpus, tmp_path):
   """I3 and bits per byte: each document alone, in float64 from full logits, against rows of several documents."""
   ev, model, params, setup = make(corpus, tmp_path, batch_size=4)
-  data = loader.make_eval_data(setup.config.input.sources, setup.tokenizer, seq_len=512, split="validation",
-                               packing="best_fit", cache_dir=tmp_path / "cache", add_bos=True, add_eos=True)
+  config = tiny.config(corpus, seq_len=512)
+  config.input.packing = "best_fit"
+  data = loader.make_eval_data(config, setup.tokenizer, workdir=tmp_path, split="validation")
   assert data.num_rows < sum(data.num_documents.values())  # packed indeed
   nll = hits = tokens = num_bytes = 0
   for text in data.raw_texts():
@@ -75,6 +78,29 @@ def test_it_equals_a_plain_computation_document_by_document(corpus, tmp_path):
   assert values["accuracy"] == pytest.approx(hits / tokens, rel=1e-6)
   assert values["bits_per_byte"] == pytest.approx(nll / np.log(2) / num_bytes, rel=1e-6)
   assert values["perplexity"] == pytest.approx(np.exp(nll / tokens), rel=1e-5)
+
+
+def test_weights_count_as_in_training_and_leave_no_bits_per_byte(corpus, tmp_path):
+  rng = np.random.default_rng(0)
+  rows = [{"input_ids": rng.integers(0, 256, n).tolist(), "weights": rng.choice([0, 0.5, 1], n).tolist()}
+          for n in range(4, 30)]
+  (tmp_path / "x.jsonl").write_text("\n".join(map(json.dumps, rows)))
+  sources = {"x": source(type="jsonl", path=str(tmp_path / "x.jsonl"))}
+  ev, model, params, setup = make(corpus, tmp_path, packing="best_fit", batch_size=4, sources=sources)
+  nll = hits = weight = 0
+  for row in rows:
+    logits = np.asarray(model.logits(params, np.array([row["input_ids"]])), np.float64)[0, :-1, :258]
+    logp = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
+    ids, w = np.array(row["input_ids"][1:]), np.array(row["weights"][1:])
+    nll -= (w * logp[np.arange(len(ids)), ids]).sum()
+    hits += (w * (logits.argmax(-1) == ids)).sum()
+    weight += w.sum()
+  values = dict(ev.run(params, 0))
+  assert values["loss"] == pytest.approx(nll / weight, rel=1e-6)
+  assert values["accuracy"] == pytest.approx(hits / weight, rel=1e-6)
+  assert values.keys() == {"loss", "perplexity", "accuracy"}
+  with pytest.raises(ConfigError, match=r"evals.val.baselines is \('xz',\), but bits per byte mean nothing here"):
+    make(corpus, tmp_path, sources=sources, baselines=("xz",))
 
 
 def test_baselines_compress_the_same_text(corpus, tmp_path):

@@ -1,16 +1,25 @@
 """The arrays of a row, written out by hand and against a plain loop."""
 
+import re
+
 import numpy as np
+import pytest
+from ml_collections import ConfigDict
 
-from input_pipeline.batches import PackedSource, empty_batch
+from input_pipeline.batches import PackedSource, check_ids, empty_batch, pack, resolve_layout, stats_table
 from input_pipeline.cache import TokenizedSource
+from input_pipeline.files import DataError
 from input_pipeline.packing import PACKINGS, make_plan
+from trainer.config import ConfigError, defaults
 
 
-def packed(lengths, packing, seq_len, shuffle=True):
+def packed(lengths, packing, seq_len, shuffle=True, weights=None, normalize="token", **options):
   offsets = np.concatenate([[0], np.cumsum(lengths)])
-  tokens = TokenizedSource("s", np.arange(100, 100 + offsets[-1], dtype=np.uint16), offsets, np.array(lengths), "", {})
-  return PackedSource(tokens, make_plan(packing, np.array(lengths), seq_len, seed=0, name="s", shuffle=shuffle))
+  ids = np.arange(100, 100 + offsets[-1], dtype=np.uint16)
+  tokens = TokenizedSource("s", ids, offsets, np.array(lengths), "", {}, weights)
+  plan = make_plan(packing, np.array(lengths), seq_len, seed=0, name="s", shuffle=shuffle,
+                   count=None if weights is None else tokens.count_trained, **options)
+  return PackedSource(tokens, plan, normalize)
 
 
 def test_two_rows_by_hand():
@@ -25,9 +34,15 @@ def test_two_rows_by_hand():
   assert {batch[key].dtype for key in batch if key != "loss_weights"} == {np.dtype(np.int32)}
 
 
-def test_like_a_plain_loop_over_pieces():
+@pytest.mark.parametrize("normalize", ["token", "sequence"])
+@pytest.mark.parametrize("over_long", ["split", "truncate_end", "truncate_start", "drop"])
+@pytest.mark.parametrize("weighted", [False, True])
+def test_like_a_plain_loop_over_pieces(weighted, over_long, normalize):
+  rng = np.random.default_rng(0)
+  lengths = rng.integers(1, 30, 40)
+  weights = rng.choice([0, 0, 0.3, 1], lengths.sum()).astype(np.float32) if weighted else None
   for packing in PACKINGS:
-    source = packed(np.random.default_rng(0).integers(1, 30, 40), packing, 16)
+    source = packed(lengths, packing, 16, weights=weights, normalize=normalize, over_long=over_long)
     rows = np.arange(source.plan.num_rows)
     batch, wanted = empty_batch(len(rows), 16, 0), empty_batch(len(rows), 16, 0)
     source.fill(batch, rows, 1, rows, 0)
@@ -39,7 +54,127 @@ def test_like_a_plain_loop_over_pieces():
         at = row, column[row] + place
         wanted["tokens"][at] = source.tokens.tokens[source.tokens.offsets[doc] + token]
         wanted["positions"][at], wanted["segment_ids"][at] = place, segment[row]
-        wanted["loss_weights"][at] = place > 0
+        full = 1.0 if weights is None else weights[source.tokens.offsets[doc] + token]
+        wanted["loss_weights"][at] = full if place else 0.0
+      here = wanted["loss_weights"][row, column[row]:column[row] + end - begin]
+      if normalize == "sequence" and here.any():
+        here /= here.sum(dtype=np.float64)
       column[row] += end - begin
     for key in wanted:
-      np.testing.assert_array_equal(batch[key], wanted[key], err_msg=f"{packing} {key}")
+      np.testing.assert_allclose(batch[key], wanted[key], rtol=1e-6 if normalize == "sequence" else 0,
+                                 err_msg=f"{packing} {key}")
+
+
+def test_an_id_beyond_the_models_vocabulary_is_named():
+  batch = {"tokens": np.array([[1, 2, 3], [4, 9, 0]], np.int32)}
+  assert check_ids(batch, 10) is batch
+  with pytest.raises(DataError, match=r"token 9 \(row 1 of the batch, position 1\) is not in the model's .* of 9"):
+    check_ids(batch, 9)
+
+
+def test_weights_of_a_sequence_sum_to_one_and_keep_their_proportions():
+  rng = np.random.default_rng(2)
+  lengths = rng.integers(2, 40, 60)
+  weights = rng.choice([0, 0.25, 1, 3], lengths.sum()).astype(np.float32)
+  both = {}
+  for normalize in ("token", "sequence"):
+    source = packed(lengths, "best_fit", 16, weights=weights, normalize=normalize)
+    both[normalize] = empty_batch(source.plan.num_rows, 16, 0)
+    source.fill(both[normalize], np.arange(source.plan.num_rows), 0, np.arange(source.plan.num_rows), 0)
+  segments, w, full = both["sequence"]["segment_ids"], both["sequence"]["loss_weights"], both["token"]["loss_weights"]
+  pieces = 0
+  for row in range(len(segments)):
+    for segment in range(1, segments[row].max() + 1):
+      here = segments[row] == segment
+      assert w[row, here].sum(dtype=np.float64) == pytest.approx(1, rel=1e-6)
+      np.testing.assert_allclose(w[row, here], full[row, here] / full[row, here].sum(), rtol=1e-6)
+      pieces += 1
+  assert pieces > 60 and not w[segments == 0].any()  # some documents are cut, and each piece counts as one
+
+
+def config(strategy="seq", packing="auto", over_long="auto", **options):
+  c = defaults()
+  c.strategy = ConfigDict(dict(name=strategy, **options))
+  c.seq_len = 8
+  c.input.update(packing=packing, over_long=over_long, max_over_long=0.5)
+  return c
+
+
+def test_auto_suits_the_strategy():
+  assert resolve_layout(config()) == ("concat", "split", "token")
+  assert resolve_layout(config("sft", normalize="sequence")) == ("best_fit", "truncate_end", "sequence")
+  assert resolve_layout(config("sft", "none", "drop", normalize="token")) == ("none", "drop", "token")
+  assert resolve_layout(config("dpo")) == resolve_layout(config("kto")) == ("best_fit", "truncate_end", "token")
+  assert resolve_layout(config("mine", "best_fit", "error")) == ("best_fit", "error", "token")
+
+
+@pytest.mark.parametrize("changed, said", [
+    (dict(strategy="dpo", packing="concat"), "strategy 'dpo' needs them whole"),
+    (dict(strategy="dpo", over_long="split"), "input.over_long is 'split', which strategy 'dpo' cannot do: the "
+     "parts of an example belong together. Use truncate_end, drop, error."),
+    (dict(strategy="kto", over_long="truncate_start"), "input.over_long is 'truncate_start', which strategy 'kto'"),
+    (dict(strategy="sft", packing="concat"), "input.packing is 'concat', which would cut conversations"),
+    (dict(strategy="sft", normalize="row"), "strategy.normalize is 'row'; allowed: token, sequence"),
+])
+def test_layouts_that_cannot_be(changed, said):
+  with pytest.raises(ConfigError, match=re.escape(said)):
+    resolve_layout(config(**changed))
+
+
+def source_of(lengths, name="s", weights=None, **more):
+  offsets = np.concatenate([[0], np.cumsum(lengths)])
+  more = {"skipped": {"empty": 2, "undecodable": 1}, **more}
+  tokens = np.zeros(offsets[-1], np.uint16)
+  return TokenizedSource(name, tokens, offsets, np.array(lengths), "", weights=weights, **more)
+
+
+def test_what_is_lost_is_said(caplog):
+  weights = np.repeat([1, 1, 0], [5, 9, 4]).astype(np.float32)
+  pack(config("sft", normalize="token"), source_of([5, 9, 4], weights=weights))
+  assert "source 's': of 3 documents, 1 are truncated and 0 dropped (input.over_long=truncate_end, seq_len=8): " in (
+      caplog.text)
+  assert "1 of 18 tokens are lost" in caplog.text
+  assert "1 documents or parts of them are left out: none of their tokens is trained" in caplog.text
+  caplog.clear()
+  pack(config(), source_of([5, 9, 4]))
+  assert not caplog.text
+
+
+def test_the_table_has_a_column_for_whatever_was_left_out_of_any_source():
+  plain, weights = source_of([5, 9, 4], "a"), np.repeat([1, 1, 0, 1], [5, 9, 4, 3]).astype(np.float32)
+  weighed = source_of([5, 9, 4, 3], "b", weights=weights, dropped={"nothing to train": 7})
+  (alone,) = stats_table([pack(config(), plain)])
+  assert list(alone) == ["source", "documents", "skipped", "bytes", "tokens", "rows", "documents split", "padded %",
+                         "supervised %"]
+  c = config("sft", normalize="token")
+  first, second = stats_table([pack(c, plain), pack(c, weighed)])
+  assert list(first) == list(second) == [
+      "source", "documents", "skipped", "dropped: nothing to train", "truncated", "tokens lost", "pieces untrained",
+      "bytes", "tokens", "rows", "documents split", "padded %", "supervised %"]
+  assert (first["truncated"], first["tokens lost"], first["pieces untrained"]) == (1, 1, 0)
+  assert (first["dropped: nothing to train"], second["dropped: nothing to train"]) == (0, 7)
+  assert (second["skipped"], second["pieces untrained"], second["rows"]) == (3, 1, 2)
+  assert second["supervised %"] == pytest.approx(100 * (4 + 7 + 2) / 16)
+
+
+def test_pairs_left_out_are_counted_by_reason():
+  def pair(*sizes):
+    return source_of([sum(sizes)], weights=np.ones(sum(sizes), np.float32)), sizes
+
+  sources = [pair(3, 4), pair(9, 8), pair(2, 9), pair(5, 5)]
+  parts = np.concatenate([[0], np.cumsum([size for _, sizes in sources for size in sizes])])
+  weights = np.ones(parts[-1], np.float32)
+  weights[-8:-5] = weights[-5:] = 0  # of the last pair, what fits is not trained
+  weights[-1] = weights[-6] = 1
+  tokens = source_of(np.diff(parts[::2]), weights=weights, dropped={"short": 2})._replace(
+      parts=parts, marks=np.ones(8, np.float32))
+  c = config("dpo")
+  c.input.max_over_long = 1.0
+  source = pack(c, tokens)
+  (row,) = stats_table([source])
+  assert list(row) == ["source", "documents", "skipped", "dropped: short", "dropped: one side too long",
+                       "dropped: no room for a completion", "truncated", "tokens lost", "bytes", "tokens", "rows",
+                       "documents split", "padded %", "supervised %"]
+  assert (row["documents"], row["dropped: one side too long"], row["dropped: no room for a completion"]) == (4, 1, 1)
+  assert (row["truncated"], row["tokens lost"], row["rows"]) == (1, 9 + 11 + 10, 2)
+  assert row["supervised %"] == pytest.approx(100 * (2 + 3 + 3 + 3) / 16) and source.sequences == 2

@@ -10,10 +10,13 @@ import numpy as np
 import pytest
 
 from input_pipeline import cache as cache_lib
+from input_pipeline import files
+from input_pipeline import folders as folders_lib
 from input_pipeline.cache import FileHasher, tokenize_source
+from input_pipeline.examples import Encoded, open_examples
 from input_pipeline.sources import DataError, open_source
 from input_pipeline.tokenizer import BytesTokenizer
-from trainer.config import source
+from trainer.config import defaults, source
 
 TEXTS = {"a.txt": "äb", "b.txt": "", "c.txt": "xyz"}
 
@@ -27,8 +30,10 @@ def data(tmp_path):
 
 
 def build(data, add_bos=True, add_eos=True, tokenizer=None, **cfg):
-  mine = open_source(source(path=str(data), **cfg), "my source")
-  return tokenize_source(mine, tokenizer or BytesTokenizer(), data.parent / "cache", add_bos, add_eos)
+  config, tokenizer = defaults(), tokenizer or BytesTokenizer()
+  config.tokenizer.update(add_bos=add_bos, add_eos=add_eos)
+  mine, encoder = open_examples(config, tokenizer, source(path=str(data), **cfg), "my source")
+  return tokenize_source(mine, encoder, tokenizer.vocab_size, data.parent / "cache")
 
 
 def folders(data):
@@ -54,8 +59,8 @@ def test_content(data):
 def test_many_batches_give_the_same_as_one(data, monkeypatch):
   (data / "lines.txt").write_text("".join(f"line {i}\n" for i in range(100)))
   whole = build(data, documents="line")
-  monkeypatch.setattr(cache_lib, "BATCH_DOCUMENTS", 7)
-  monkeypatch.setattr(cache_lib, "BLOCK_BYTES", 64)
+  monkeypatch.setattr(cache_lib, "BATCH_RECORDS", 7)
+  monkeypatch.setattr(folders_lib, "BLOCK_BYTES", 64)
   (folder,) = folders(data)
   folder.rename(data.parent / "aside")
   again = build(data, documents="line")
@@ -112,21 +117,21 @@ def test_damage_is_noticed_and_repaired(data, harm, caplog):
 
 
 def test_only_some_blocks_of_a_large_file_are_checked_first_and_last_among_them(data, monkeypatch):
-  monkeypatch.setattr(cache_lib, "BLOCK_BYTES", 16)
-  monkeypatch.setattr(cache_lib, "BLOCKS_CHECKED", 4)
+  monkeypatch.setattr(folders_lib, "BLOCK_BYTES", 16)
+  monkeypatch.setattr(folders_lib, "BLOCKS_CHECKED", 4)
   (data / "a.txt").write_text("a" * 1000)
   build(data)
   (folder,) = folders(data)
   whole = (folder / "tokens.bin").read_bytes()
   for at in (0, len(whole) - 1):
     (folder / "tokens.bin").write_bytes(whole[:at] + bytes([whole[at] ^ 1]) + whole[at + 1:])
-    assert "does not match its checksum" in cache_lib.find_damage(folder)
+    assert "does not match its checksum" in folders_lib.find_damage(folder, cache_lib._arrays)
   (folder / "tokens.bin").write_bytes(whole)
-  assert cache_lib.find_damage(folder) is None
+  assert folders_lib.find_damage(folder, cache_lib._arrays) is None
 
 
 def test_a_build_that_dies_leaves_nothing_that_is_used(data, monkeypatch):
-  monkeypatch.setattr(cache_lib, "_publish", lambda temporary, folder: 1 / 0)
+  monkeypatch.setattr(folders_lib, "publish", lambda *given: 1 / 0)
   with pytest.raises(ZeroDivisionError):
     build(data)
   assert folders(data) == []
@@ -137,7 +142,7 @@ def test_a_build_that_dies_leaves_nothing_that_is_used(data, monkeypatch):
   (folder,) = folders(data)
   folder.rename(killed)
   assert build(data).num_documents == 2 and killed in folders(data)
-  old = time.time() - 2 * cache_lib.ABANDONED_SECONDS
+  old = time.time() - 2 * folders_lib.ABANDONED_SECONDS
   for path in (*killed.iterdir(), killed):
     os.utime(path, (old, old))
   build(data, add_bos=False)
@@ -193,7 +198,7 @@ def test_bad_data_leaves_no_cache(data):
 def test_hashes_of_large_resting_files_are_remembered_until_they_change(tmp_path, monkeypatch):
   monkeypatch.setattr(FileHasher, "SMALL", 4)
   hashed = []
-  monkeypatch.setattr(cache_lib, "hash_file", lambda path: hashed.append(path) or f"hash {len(hashed)}")
+  monkeypatch.setattr(files, "hash_file", lambda path: hashed.append(path) or f"hash {len(hashed)}")
   file = tmp_path / "x"
   file.write_text("12345")
 
@@ -214,3 +219,175 @@ def test_hashes_of_large_resting_files_are_remembered_until_they_change(tmp_path
   (tmp_path / "cache" / "hashes.json").write_text("not JSON")
   assert ask() == "hash 5"
   assert json.loads((tmp_path / "cache" / "hashes.json").read_text())[str(file.resolve())][-1] == "hash 5"
+
+
+class Weighing:
+  """Documents of the bytes of each line of a text, by what the line begins with."""
+
+  fingerprint = "weighing 1"
+
+  def encode(self, records):
+    return [e for r in records for line in r.fields["text"].split("\n") for e in [self._encode(line)]]
+
+  def _encode(self, line):
+    if line.startswith("drop"):
+      return line
+    ids = np.frombuffer(line.encode(), np.uint8).astype(np.int32)
+    return Encoded(ids, np.linspace(0, 2, len(ids), dtype=np.float32) if line.startswith("w") else None)
+
+  def texts(self, record):
+    return record.fields["text"].split("\n")
+
+  def describe(self, record):
+    return "several" if "\n" in record.fields["text"] else "one"
+
+
+def weigh(data, encoder=None):
+  mine = open_source(source(path=str(data)), "my source")
+  return tokenize_source(mine, encoder or Weighing(), 258, data.parent / "cache")
+
+
+def test_without_weights_there_is_no_file_of_them(data):
+  assert build(data).weights is None
+  assert not (folders(data)[0] / "weights.bin").exists()
+
+
+@pytest.mark.parametrize("batch", [1, 1024])
+def test_weights_reach_back_to_the_first_document(data, monkeypatch, batch):
+  monkeypatch.setattr(cache_lib, "BATCH_RECORDS", batch)
+  monkeypatch.setattr(cache_lib, "BATCH_BYTES", 2)
+  (data / "d.txt").write_text("wabc\ndrop 1\nplain")
+  (data / "e.txt").write_text("drop 1\ndrop 2")
+  tokens = weigh(data)
+  assert bytes(tokens.tokens.tolist()) == "äbxyzwabcplain".encode() and tokens.offsets.tolist() == [0, 3, 6, 10, 15]
+  wanted = [1.0] * 6 + np.linspace(0, 2, 4).tolist() + [1.0] * 5
+  np.testing.assert_allclose(tokens.weights, wanted, rtol=1e-6)
+  assert tokens.weights.dtype == np.float32 and tokens.num_documents == 4
+  assert tokens.num_bytes.tolist() == [3, 3, 4 + 6 + 5, 12]  # of each record
+  assert tokens.dropped == {"drop 1": 2, "drop 2": 1} == weigh(data).dropped
+  assert tokens.shapes == {"one": 2, "several": 2} == weigh(data).shapes
+
+
+@pytest.mark.parametrize("harm", ["short", "flipped", "missing"])
+def test_damaged_weights_are_rebuilt(data, harm, caplog):
+  (data / "d.txt").write_text("wabc")
+  good = weigh(data).weights.tolist()
+  (folder,) = folders(data)
+  file = folder / "weights.bin"
+  raw = bytearray(file.read_bytes())
+  if harm == "missing":
+    file.unlink()
+  else:
+    raw[-2] ^= 1
+    file.write_bytes(raw[:-4] if harm == "short" else raw)
+  assert weigh(data).weights.tolist() == good
+  assert "is damaged (weights.bin" in caplog.text and folders(data) == [folder]
+
+
+def test_another_encoder_has_another_cache(data):
+  other = Weighing()
+  other.fingerprint = "weighing 2"
+  assert len({weigh(data).fingerprint, weigh(data, other).fingerprint, build(data).fingerprint}) == 3
+
+
+def test_nothing_but_dropped_records(data):
+  for name in TEXTS:
+    (data / name).write_text("drop it")
+  with pytest.raises(DataError, match=r"its 3 documents have no tokens under this tokenizer \(3 dropped: drop it\)"):
+    weigh(data)
+  assert folders(data) == []
+
+
+def test_ids_beyond_the_vocabulary_are_refused_before_they_wrap(data):
+  class Wrong(Weighing):
+    def encode(self, records):
+      return [Encoded(np.array([1, 70_000], np.int32))]
+
+  with pytest.raises(DataError, match="ids from 1 to 70000, but the tokenizer's vocabulary is 258"):
+    weigh(data, Wrong())
+
+
+@pytest.mark.parametrize("read", [1, 7, 1 << 20])
+def test_counts_of_trained_tokens_are_those_of_a_loop(data, monkeypatch, read):
+  monkeypatch.setattr(cache_lib, "WEIGHTS_READ", read)
+  rng = np.random.default_rng(0)
+  lengths = rng.integers(0, 9, 50)
+  offsets = np.concatenate([[0], np.cumsum(lengths)])
+  weights = rng.choice([0, 0.5, 1], offsets[-1]).astype(np.float32)
+  doc = np.repeat(np.arange(50), 2)
+  begin = np.where(np.arange(100) % 2, np.minimum(3, lengths[doc]), 0)
+  end = np.where(np.arange(100) % 2, lengths[doc], np.minimum(4, lengths[doc]))
+  for given in (weights, None):
+    tokens = cache_lib.TokenizedSource("s", np.zeros(offsets[-1], np.uint16), offsets, lengths, "", {}, given)
+    counted = weights if given is not None else np.ones_like(weights)
+    wanted = [np.count_nonzero(counted[offsets[d]:][b + 1:e]) for d, b, e in zip(doc, begin, end, strict=True)]
+    assert tokens.count_trained(doc, begin, end).tolist() == wanted
+
+
+class Halving:
+  """Each line as a document of two parts, the second of which is the beginning of the next line."""
+
+  fingerprint = "halving 1"
+
+  def __init__(self, join=True):
+    self.with_next = self._join if join else None
+
+  def encode(self, records):
+    lines = [np.frombuffer(r.fields["text"].encode(), np.uint8).astype(np.int32) for r in records]
+    return ["short" if len(ids) < 2 else Encoded(ids, np.ones(len(ids), np.float32), (len(ids),), (-1.0,))
+            for ids in lines]
+
+  def _join(self, document, following):
+    more = np.zeros(0, np.int32) if following is None else following.ids[:2]
+    ids = np.concatenate([document.ids, more])
+    return Encoded(ids, np.ones(len(ids), np.float32), (len(document.ids), len(more)), (-1.0, 0.5))
+
+  def texts(self, record):
+    return record.fields["text"],
+
+  def describe(self, record):
+    return "a line"
+
+
+def halved(data, join=True):
+  mine = open_source(source(path=str(data), documents="line"), "mine")
+  return tokenize_source(mine, Halving(join), 256, data.parent / f"cache {join}")
+
+
+@pytest.mark.parametrize("batch", [1, 2, 100])
+def test_parts_and_documents_that_depend_on_the_next_one(data, monkeypatch, batch):
+  for name in TEXTS:
+    (data / name).unlink()
+  (data / "a.txt").write_text("abc\nx\ndefg\nhi\n")
+  monkeypatch.setattr(cache_lib, "BATCH_RECORDS", batch)
+  tokens = halved(data)
+  assert bytes(tokens.tokens.tolist()) == b"abc" b"de" b"defg" b"hi" b"hi" b"ab"  # after the last comes the first
+  assert tokens.offsets.tolist() == [0, 5, 11, 15] and tokens.parts.tolist() == [0, 3, 5, 9, 11, 13, 15]
+  assert tokens.marks.tolist() == [-1, 0.5] * 3 and tokens.parts_each == 2 and tokens.dropped == {"short": 1}
+  assert tokens.of_parts().num_documents == 6 and tokens.folder.is_dir()
+  assert halved(data).parts.tolist() == tokens.parts.tolist()  # read again
+  alone = halved(data, join=False)
+  assert alone.parts_each == 1 and alone.parts.tolist() == alone.offsets.tolist() == [0, 3, 7, 9]
+  (data / "a.txt").write_text("abc\n")
+  assert halved(data).parts.tolist() == [0, 3, 3]
+
+
+def test_documents_without_parts_have_no_files_of_them(data):
+  tokens = build(data)
+  assert tokens.parts is None and tokens.parts_each == 0
+  assert not list(tokens.folder.glob("parts.bin")) and not list(tokens.folder.glob("marks.bin"))
+  meta = json.loads((tokens.folder / "meta.json").read_text())
+  del meta["parts"]  # as caches without the entry
+  (tokens.folder / "meta.json").write_text(json.dumps(meta))
+  assert build(data, tokenizer=Forbidden()).tokens.tolist() == tokens.tokens.tolist()
+
+
+def test_damaged_parts_are_built_again(data):
+  for name in ("parts", "marks"):
+    tokens = halved(data, join=False)
+    file = tokens.folder / f"{name}.bin"
+    raw = bytearray(file.read_bytes())
+    raw[0] ^= 1
+    file.write_bytes(raw)
+    assert f"{name}.bin does not match its checksum" in folders_lib.find_damage(tokens.folder, cache_lib._arrays)
+    assert halved(data, join=False).parts.tolist() == tokens.offsets.tolist()

@@ -1,5 +1,7 @@
 """Evaluation rows: each document once, in order, whatever the batch size; bytes and texts of the split."""
 
+import json
+
 import numpy as np
 import pytest
 
@@ -8,13 +10,14 @@ from input_pipeline.tokenizer import BytesTokenizer
 from trainer.config import ConfigError, defaults, source
 
 
-def make(folder, packing="concat", split=None, max_documents=None, **cfg):
-  sources = defaults().input.sources
+def make(folder, packing="concat", split=None, max_documents=None, over_long="auto", **cfg):
+  config = defaults()
+  config.seq_len, config.input.packing, config.input.over_long, config.input.max_over_long = 16, packing, over_long, 1.0
+  sources = config.input.sources
   for name in ("b", "a"):
     (folder / f"{name}.txt").write_text("".join(f"{name}{i} é{'.' * (7 * i % 20)}\n" for i in range(40)))
     sources[name] = source(path=str(folder / f"{name}.txt"), documents="line", **cfg)
-  return make_eval_data(sources, BytesTokenizer(), seq_len=16, split=split, max_documents=max_documents,
-                        packing=packing, cache_dir=folder / "cache", add_bos=True, add_eos=True)
+  return make_eval_data(config, BytesTokenizer(), workdir=folder, split=split, max_documents=max_documents)
 
 
 @pytest.mark.parametrize("packing", ["concat", "best_fit", "none"])
@@ -57,5 +60,31 @@ def test_splits_limits_and_texts(tmp_path):
 
 def test_no_sources(tmp_path):
   with pytest.raises(ConfigError, match="no evaluation sources"):
-    make_eval_data(
-        defaults().input.sources, BytesTokenizer(), seq_len=8, cache_dir=tmp_path, add_bos=True, add_eos=True)
+    make_eval_data(defaults(), BytesTokenizer(), workdir=tmp_path)
+
+
+def rows_of_tokens(folder, rows):
+  config = defaults()
+  config.seq_len = 16
+  (folder / "x.jsonl").write_text("\n".join(map(json.dumps, rows)))
+  config.input.sources.x = source(type="jsonl", path=str(folder / "x.jsonl"))
+  return make_eval_data(config, BytesTokenizer(), workdir=folder)
+
+
+def test_bytes_are_known_only_of_whole_texts_that_count_fully(tmp_path):
+  assert make(tmp_path, over_long="truncate_end").num_bytes == {"a": None, "b": None}
+  assert make(tmp_path, over_long="drop").num_bytes == {"a": None, "b": None}
+  assert rows_of_tokens(tmp_path, [{"text": "ab é"}]).num_bytes == {"x": 5}
+  assert rows_of_tokens(tmp_path, [{"text": "ab"}, {"input_ids": [1, 2]}]).num_bytes == {"x": None}
+  weighed = rows_of_tokens(tmp_path, [{"input_ids": [1, 2, 3], "weights": [0, 0.5, 1]}])
+  assert weighed.num_bytes == {"x": None} and list(weighed.raw_texts()) == []
+
+
+def test_weights_and_the_table_are_those_of_training(tmp_path):
+  data = rows_of_tokens(tmp_path, [{"input_ids": [1, 2, 3], "weights": [7, 0.5, 1]}, {"text": "ab"}])
+  batch = data.batch(0, 1)
+  assert batch["tokens"][0, :7].tolist() == [1, 2, 3, 256, *b"ab", 257]
+  assert batch["loss_weights"][0].tolist() == [0, 0.5, 1, 0, 1, 1, 1, *[0] * 9]
+  (row,) = data.stats()
+  assert (row["documents"], row["tokens"], row["bytes"]) == (2, 7, 2)
+  assert row["supervised %"] == pytest.approx(100 * 5 / 16)

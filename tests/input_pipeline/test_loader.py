@@ -2,11 +2,18 @@
 
 import json
 import re
+import sys
+import types
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
+from array_record.python.array_record_module import ArrayRecordWriter
+from ml_collections import ConfigDict
 
 from input_pipeline import loader
+from input_pipeline.files import DataError
 from input_pipeline.tokenizer import BytesTokenizer
 from trainer.config import ConfigError, defaults, source
 from trainer.config_checks import View
@@ -16,7 +23,7 @@ def config(folder, sources=None, **changed):
   """Two sources, of 30 and 12 short documents, in rows of 16 bytes; `changed` are keys of the input section."""
   c = defaults()
   c.seq_len, c.batch_size = 16, 6
-  for name, count in (sources or {"a": 30, "b": 12}).items():
+  for name, count in ({"a": 30, "b": 12} if sources is None else sources).items():
     path = folder / f"{name}.jsonl"
     rng = np.random.default_rng(count)
     texts = [f"{name}{i} " + "x" * int(rng.integers(0, 40)) for i in range(count)]
@@ -172,6 +179,88 @@ def test_statistics_are_those_of_the_rows(tmp_path):
   assert (row["source"], row["documents"], row["skipped"], row["rows"]) == ("a", 30, 0, data.num_rows)
   head, line = loader.format_stats(data.stats()).splitlines()
   assert head.split()[:2] == ["source", "documents"] and line.split()[:3] == ["a", "30", "0"]
+
+
+TOKENS = [{"input_ids": [(7 * i + k) % 250 for k in range(n)], "weights": [k % 3 / 2 for k in range(n)]}
+          for i, n in enumerate([*range(2, 21)] * 4)]
+
+
+def of_tokens(folder, kind, rows=TOKENS, **changed):
+  """A config whose only source holds rows of tokens, in a file of that kind."""
+  folder.mkdir(exist_ok=True)
+  path = folder / f"t.{kind}"
+  if kind == "jsonl":
+    path.write_text("\n".join(map(json.dumps, rows)))
+  elif kind == "parquet":
+    pq.write_table(pa.Table.from_pylist(rows), path)
+  else:
+    writer = ArrayRecordWriter(str(path), "group_size:1")
+    for row in rows:
+      writer.write(json.dumps(row).encode())
+    writer.close()
+  c = config(folder, {}, **changed)
+  c.input.sources.t = source(type=kind, path=str(path))
+  return c
+
+
+@pytest.mark.parametrize("packing", ["concat", "best_fit", "none"])
+def test_weights_go_through_the_cache_and_the_plan_into_the_batch(tmp_path, packing):
+  c = of_tokens(tmp_path, "jsonl", packing=packing, stop="all")
+  data = make(c, tmp_path)
+  got = []
+  for step in range(data.num_steps):
+    b = data.batch(step)
+    there = b["loss_weights"] > 0
+    before = np.roll(b["tokens"], 1, axis=1)
+    got += zip(before[there].tolist(), b["tokens"][there].tolist(), b["loss_weights"][there].tolist(), strict=True)
+  wanted = [(row["input_ids"][k - 1], row["input_ids"][k], row["weights"][k])
+            for row in TOKENS for k in range(1, len(row["input_ids"])) if row["weights"][k]]
+  assert sorted(got) == sorted(wanted)
+  (stats,) = data.stats()
+  assert stats["supervised %"] == pytest.approx(100 * len(wanted) / (16 * data.num_rows))
+
+
+def test_rows_of_tokens_are_the_same_from_any_format(tmp_path):
+  made = {kind: make(of_tokens(tmp_path / kind, kind), tmp_path / kind) for kind in ("jsonl", "parquet", "arrayrecord")}
+  for step in range(20):
+    for kind in ("parquet", "arrayrecord"):
+      same(made["jsonl"].batch(step), made[kind].batch(step))
+  again = make(of_tokens(tmp_path / "jsonl", "jsonl"), tmp_path / "jsonl")
+  same(again.batch(7), made["jsonl"].batch(7))
+
+
+def test_conversations_are_packed_whole_truncated_and_counted(tmp_path, caplog, monkeypatch):
+  rows = [{"input_ids": [1] * n, "labels": [-100] * (n - 2) + [1] * 2} for n in [*range(3, 17)] * 3 + [17, 18, 40]]
+  rows.append({"input_ids": [1] * 5, "labels": [-100] * 5})
+  c = of_tokens(tmp_path, "jsonl", rows, stop="all")
+  c.strategy = ConfigDict(dict(name="sft", normalize="sequence"))
+  unused = types.SimpleNamespace(fingerprint="no conversations here")
+  monkeypatch.setitem(sys.modules, "input_pipeline.examples_chat",
+                      types.SimpleNamespace(ChatEncoder=lambda config, tokenizer: unused))
+  data = make(c, tmp_path)
+  c.input.max_over_long = 0.05
+  with pytest.raises(DataError, match=r"source 't': 3 of 45 documents .* Set seq_len=17 or more"):
+    make(c, tmp_path)
+  (row,) = data.stats()
+  assert (row["documents"], row["dropped: nothing to train"], row["documents split"]) == (45, 1, 0)
+  assert row["records"] == "46 tokens with labels" and "46 tokens with labels" in loader.format_stats(data.stats())
+  # Of 17 the last but one token is trained; 18 and 40 lose all that is.
+  assert (row["truncated"], row["tokens lost"], row["pieces untrained"]) == (3, 1 + 2 + 24, 2)
+  weights = np.concatenate([data.batch(step)["loss_weights"] for step in range(data.num_steps)])
+  assert weights.sum() == pytest.approx(43) and set(np.unique(weights)) == {0, 0.5, 1}
+  assert "3 are truncated" in caplog.text and "dropped 1 (nothing to train)" in caplog.text
+
+
+def test_the_fingerprint_follows_what_is_kept_and_how_it_is_weighed(tmp_path):
+  c = config(tmp_path, packing="best_fit")
+  c.strategy = ConfigDict(dict(name="seq", normalize="token"))
+  seen = {make(c, tmp_path).fingerprint}
+  for change in (lambda: c.input.update(over_long="truncate_end", max_over_long=1.0),
+                 lambda: c.input.update(over_long="truncate_start"), lambda: c.strategy.update(normalize="sequence")):
+    change()
+    seen.add(make(c, tmp_path).fingerprint)
+  c.input.max_over_long = 0.9
+  assert len(seen | {make(c, tmp_path).fingerprint}) == 4
 
 
 def test_the_config_view_of_a_run_is_enough(tmp_path):

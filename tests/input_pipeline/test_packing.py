@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 
+from input_pipeline.files import DataError
 from input_pipeline.packing import PACKINGS, best_fit_decreasing, make_plan, permutation
 from trainer.config import ConfigError
 
@@ -153,6 +154,130 @@ def test_permutations_are_fixed_for_ever():
   assert sorted(permutation(1000, 0, "s").tolist()) == list(range(1000))
   # Another value here means that every run's data order has changed.
   assert permutation(8, 0, "s", "rows", 0).tolist() == [2, 1, 5, 3, 7, 4, 6, 0]
+
+
+# Seven, eight and nine tokens in rows of eight, and one much longer.
+LONG = np.array([7, 8, 9, 20, 3])
+KEPT = {
+    "truncate_end": [(0, 0, 7), (1, 0, 8), (2, 0, 8), (3, 0, 8), (4, 0, 3)],
+    "truncate_start": [(0, 0, 7), (1, 0, 8), (2, 1, 9), (3, 12, 20), (4, 0, 3)],
+    "drop": [(0, 0, 7), (1, 0, 8), (4, 0, 3)],
+    "split": [(0, 0, 7), (1, 0, 8), (2, 0, 8), (2, 7, 9), (3, 0, 8), (3, 7, 15), (3, 14, 20), (4, 0, 3)],
+}
+
+
+def listed(plan, epoch=0):
+  return sorted(zip(*map(np.ndarray.tolist, all_pieces(plan, epoch)[1:]), strict=True))
+
+
+@pytest.mark.parametrize("packing", ["best_fit", "none"])
+@pytest.mark.parametrize("over_long", KEPT)
+def test_what_is_kept_of_documents_longer_than_a_row(packing, over_long):
+  plan = make_plan(packing, LONG, 8, seed=0, name="s", over_long=over_long)
+  assert listed(plan) == listed(plan, 3) == KEPT[over_long]
+  stats = plan.stats()
+  truncated, too_long, lost = {"drop": (0, 2, 29), "split": (0, 0, 0)}.get(over_long, (2, 0, 1 + 12))
+  assert (stats.documents, stats.tokens) == (5, 47)
+  assert (stats.truncated, stats.too_long, stats.lost, stats.untrained) == (truncated, too_long, lost, 0)
+  assert stats.split == (2 if over_long == "split" else 0)
+  assert stats.trained == len(trained(all_pieces(plan)))
+  assert stats.padded == pytest.approx(1 - sum(e - b for _, b, e in KEPT[over_long]) / (8 * plan.num_rows))
+
+
+@pytest.mark.parametrize("over_long", ["truncate_end", "truncate_start", "drop"])
+def test_concat_trains_each_token_of_what_is_kept_once(over_long):
+  plan = make_plan("concat", LONG, 8, seed=0, name="s", over_long=over_long)
+  wanted = [(d, t) for d, begin, end in KEPT[over_long] for t in range(begin + 1, end)]
+  assert trained(all_pieces(plan, 2)) == wanted and plan.stats().trained == len(wanted)
+
+
+def count_in(weights, lengths):
+  """Counts trained tokens one by one."""
+  starts = np.cumsum(lengths) - lengths
+
+  def count(doc, begin, end):
+    doc, begin, end = np.broadcast_arrays(doc, begin, end)
+    return np.array([np.count_nonzero(weights[starts[d] + b + 1:starts[d] + e])
+                     for d, b, e in zip(doc, begin, end, strict=True)], np.int64)
+
+  return count
+
+
+@pytest.mark.parametrize("packing", ["best_fit", "none"])
+@pytest.mark.parametrize("over_long", KEPT)
+def test_pieces_without_a_trained_token_are_left_out_and_counted(packing, over_long):
+  lengths = np.tile(LONG, 4)
+  weights = np.random.default_rng(1).random(lengths.sum()) < 0.15
+  count = count_in(weights, lengths)
+  plan = make_plan(packing, lengths, 8, seed=0, name="s", over_long=over_long, count=count)
+  every = [(d + 5 * i, b, e) for i in range(4) for d, b, e in KEPT[over_long]]
+  counts = dict(zip(every, count(*np.array(every).T), strict=True))
+  kept = sorted(piece for piece, n in counts.items() if n)
+  assert 0 < len(kept) < len(every)
+  assert listed(plan) == listed(plan, 1) == kept
+  stats = plan.stats()
+  assert stats.untrained == len(every) - len(kept) and stats.trained == sum(counts.values())
+  assert stats.padded == pytest.approx(1 - sum(e - b for _, b, e in kept) / (8 * plan.num_rows))
+
+
+def test_a_weight_on_the_first_token_of_a_piece_trains_nothing():
+  weights = np.array([1, 0, 0, 0, 1, 0, 0, 1])  # documents of 4; the second's last is trained
+  plan = make_plan("none", np.array([4, 4]), 8, seed=0, name="s", count=count_in(weights, np.array([4, 4])))
+  assert listed(plan) == [(1, 0, 4)] and plan.stats().untrained == 1
+
+
+def test_truncation_that_leaves_nothing_to_train_drops_the_document():
+  lengths = np.array([12, 5])
+  weights = np.zeros(17)
+  weights[[10, 11, 16]] = 1
+  count = count_in(weights, lengths)
+  for packing in PACKINGS:
+    plan = make_plan(packing, lengths, 8, seed=0, name="s", over_long="truncate_end", count=count)
+    assert listed(plan) == [(1, 0, 5)]
+    assert plan.stats()[-4:] == (1, 0, 4, 1)  # truncated, and then left out
+    plan = make_plan(packing, lengths, 8, seed=0, name="s", over_long="truncate_start", count=count)
+    assert trained(all_pieces(plan)) == [(0, t) for t in range(5, 12)] + [(1, t) for t in range(1, 5)]
+  with pytest.raises(DataError, match="source 's': nothing is left of its 1 documents: .* 1 are truncated"):
+    make_plan("best_fit", lengths[:1], 8, seed=0, name="s", over_long="truncate_end", count=count)
+
+
+def test_concat_leaves_out_documents_without_a_trained_token_and_cuts_nothing_else_out():
+  lengths = np.array([5, 6, 7])
+  weights = np.repeat([0.0, 0.5, 0.0], lengths)
+  weights[-1] = 1
+  plan = make_plan("concat", lengths, 4, seed=0, name="s", count=count_in(weights, lengths))
+  assert trained(all_pieces(plan)) == [(1, t) for t in range(1, 6)] + [(2, t) for t in range(1, 7)]
+  assert plan.stats().untrained == 1 and plan.stats().trained == 6
+  with pytest.raises(DataError, match="nothing is left of its 1 documents"):
+    make_plan("concat", lengths[:1], 4, seed=0, name="s", count=count_in(weights, lengths))
+
+
+@pytest.mark.parametrize("over_long", ["truncate_end", "truncate_start", "drop"])
+def test_too_large_a_share_of_long_documents_is_an_error_that_says_what_would_do(over_long):
+  lengths = np.array([5, 20, 9, 8, 30, 8, 8, 8, 12, 8])  # 4 of 10 are too long
+
+  def plan(seq_len, share):
+    return make_plan("best_fit", lengths, seq_len, seed=0, name="s", over_long=over_long, max_over_long=share)
+
+  with pytest.raises(DataError) as error:
+    plan(8, 0.25)
+  said = str(error.value)
+  assert "source 's': 4 of 10 documents (40.0%) are longer than seq_len=8 (the longest: 30 tokens)" in said
+  assert "input.max_over_long allows 25.0% of them. Set seq_len=12 or more" in said
+  assert plan(12, 0.25).stats().lost and plan(8, 0.4).stats().lost
+  with pytest.raises(DataError, match="Set seq_len=30 or more"):
+    plan(8, 0.0)
+
+
+def test_long_documents_can_be_refused_or_cut_whatever_their_share():
+  with pytest.raises(DataError, match=r"2 of 5 .* they are refused. Set seq_len=20 or more, another .*\(split, trunc"):
+    make_plan("none", LONG, 8, seed=0, name="s", over_long="error", max_over_long=1.0)
+  assert make_plan("none", LONG, 20, seed=0, name="s", over_long="error", max_over_long=0.0).num_rows == 5
+  assert make_plan("none", LONG, 8, seed=0, name="s", over_long="split", max_over_long=0.0).stats().lost == 0
+  with pytest.raises(DataError, match="nothing is left of its 2 documents: 2 are too long for seq_len=8 and dropped"):
+    make_plan("none", LONG[2:4], 8, seed=0, name="s", over_long="drop")
+  with pytest.raises(ConfigError, match="input.over_long='cut'; allowed: 'split', 'truncate_end'"):
+    make_plan("none", LONG, 8, seed=0, name="s", over_long="cut")
 
 
 def test_bad_requests():

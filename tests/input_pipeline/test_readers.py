@@ -1,24 +1,34 @@
-"""Each source type: what documents come out, and which file, line, row or key an error names."""
+"""Each source type: what records come out, and which file, line or row an error names."""
 
+import collections
 import gzip
 import json
 import re
 import subprocess
 import sys
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import zstandard
 from array_record.python.array_record_module import ArrayRecordWriter
 
+from input_pipeline import readers
+from input_pipeline.examples import open_examples
 from input_pipeline.sources import DataError, open_source
 from tests.conftest import ROOT
-from trainer.config import ConfigError, source
+from trainer.config import ConfigError, defaults, source
+
+
+def records(**cfg):
+  return list(open_source(source(**cfg), "mine", texts=False).records())
 
 
 def read(**cfg):
-  return [tuple(d) for d in open_source(source(**cfg), "mine").documents()]
+  """(name, text) of what is trained on as text."""
+  mine, encoder = open_examples(defaults(), None, source(**cfg), "mine")
+  return [(r.name, text) for r in mine.records() for text in encoder.texts(r)]
 
 
 def fails(said, error=DataError, **cfg):
@@ -62,10 +72,10 @@ def test_jsonl(tmp_path, suffix):
 
 @pytest.mark.parametrize("line, said", [
     ('{"text": "x"', r"x.jsonl:3: not valid JSON \(Expecting ',' delimiter at column 13\)"),
-    ('["x"]', r"x.jsonl:3: expected a JSON object with the key 'text', found list"),
+    ('["x"]', r"x.jsonl:3: expected a JSON object, found list"),
     ('{"body": "x", "id": 2}', r"x.jsonl:3: no key 'text'; found 'body', 'id'. Set input.sources.mine.text_key"),
     ('{"text": 7}', r"x.jsonl:3: 'text' must be a string, found int"),
-    ('{"text": null}', r"x.jsonl:3: 'text' must be a string, found NoneType"),
+    ('{"text": null}', r"x.jsonl:3: 'text' must be a string, found null. Set .*, or filter such rows out"),
     ("[" * 100_000, r"x.jsonl:3: not valid JSON \(nested too deeply\)"),
 ])
 def test_bad_jsonl_names_file_and_line(tmp_path, line, said):
@@ -92,9 +102,10 @@ def test_parquet(tmp_path):
 def test_bad_parquet(tmp_path):
   path = str(tmp_path / "a.parquet")
   write_parquet(path, body=["a", "b", None], id=[1, 2, 3])
-  fails(r"a.parquet: no column 'text'; found 'body', 'id'", type="parquet", path=path)
-  fails(r"a.parquet: row 2 \(from 0\) has null in column 'body'", type="parquet", path=path, text_key="body")
-  fails(r"column 'id' must hold strings, found int64", type="parquet", path=path, text_key="id")
+  here = dict(type="parquet", path=path)
+  fails(r"a.parquet: row 0 \(from 0\): no key 'text'; found 'body', 'id'. Set input.sources.mine.text_key", **here)
+  fails(r"a.parquet: row 2 \(from 0\): 'body' must be a string, found null. Set .* filter", **here, text_key="body")
+  fails(r"a.parquet: row 0 \(from 0\): 'id' must be a string, found int. Set .*text_key", **here, text_key="id")
   (tmp_path / "a.parquet").write_bytes(b"PAR1 but no more")
   fails(r"a.parquet: not a readable Parquet file", type="parquet", path=path)
 
@@ -144,7 +155,10 @@ class Tiny(tfds.core.GeneratorBasedBuilder):
 
   def _info(self):
     text = tfds.features.Text()
-    features = tfds.features.FeaturesDict({"text": text, "id": tfds.features.Scalar(np.int64)})
+    features = tfds.features.FeaturesDict({
+        "text": text, "id": tfds.features.Scalar(np.int64), "raw": tfds.features.Tensor(shape=(), dtype=np.object_),
+        "messages": tfds.features.Sequence({"role": text, "content": text}),
+        "ids": tfds.features.Sequence(np.int64), "scores": tfds.features.Tensor(shape=(2,), dtype=np.float32)})
     return tfds.core.DatasetInfo(builder=self, features=features)
 
   def _split_generators(self, manager):
@@ -152,7 +166,9 @@ class Tiny(tfds.core.GeneratorBasedBuilder):
 
   def _generate_examples(self, first, last):
     for i in range(first, last):
-      yield i, {"text": f"tiny é {i}", "id": i}
+      turns = [{"role": "user", "content": f"é{k}"} for k in range(i)]
+      yield i, {"text": f"tiny é {i}", "id": i, "raw": b"\\xff", "messages": turns, "ids": list(range(i)),
+                "scores": [i, 0.5]}
 
 Tiny(data_dir=sys.argv[1], file_format="array_record").download_and_prepare()
 assert "tensorflow" not in sys.modules
@@ -186,8 +202,64 @@ def test_bad_tfds(tfds_dir):
   fails(r"dataset='no_such_set' not found", dataset="no_such_set", **cfg)
   fails(r"dataset='tiny:9.0.0' not found", dataset="tiny:9.0.0", **cfg)
   fails(r"dataset_split='dev': 'tiny' has the splits 'train', 'test'", dataset="tiny", dataset_split="dev", **cfg)
-  fails(r"no feature 'body'; found 'id', 'text'", dataset="tiny", text_key="body", **cfg)
-  fails(r"'id' must be text", dataset="tiny", text_key="id", **cfg)
+  fails(r"tiny/train\[0\]: no key 'body'; found .*'id'.*. Set .*text_key", dataset="tiny", text_key="body",
+        **cfg)
+  fails(r"tiny/train\[0\]: 'id' must be a string, found int", dataset="tiny", text_key="id", **cfg)
+
+
+def test_tfds_features_become_plain_python(tfds_dir):
+  rows = sorted((r.fields for r in records(type="tfds", dataset="tiny", path=tfds_dir)), key=lambda f: f["id"])
+  assert rows == [
+      {"text": f"tiny é {i}", "id": i, "raw": b"\xff", "ids": list(range(i)), "scores": [i, 0.5],
+       "messages": [{"role": "user", "content": f"é{k}"} for k in range(i)]} for i in range(6)]
+  assert all(type(v) is int for v in (rows[3]["id"], *rows[3]["ids"]))
+  fails(r"'raw' must be a string, found bytes that are not UTF-8", type="tfds", dataset="tiny", path=tfds_dir,
+        text_key="raw")
+
+
+def test_records_within_records_of_tfds():
+  import tensorflow_datasets as tfds
+  text = tfds.features.Text()
+  calls = tfds.features.Sequence({"name": text, "at": np.int64})
+  features = tfds.features.FeaturesDict({"messages": tfds.features.Sequence({"role": text, "calls": calls})})
+  names = [np.array([b"f", "g é".encode()], object), np.array([], object)]
+  value = {"messages": {"role": np.array([b"a", b"b"], object), "calls": {"name": names, "at": [np.arange(2), []]}}}
+  assert readers._from_tfds(features, value) == {"messages": [
+      {"role": "a", "calls": [{"name": "f", "at": 0}, {"name": "g é", "at": 1}]}, {"role": "b", "calls": []}]}
+
+
+ROWS = [
+    {"messages": [{"role": "user", "content": "a é"}, {"role": "assistant", "content": "b"}], "n": 1, "weights": [0.5]},
+    {"messages": [{"role": "user", "content": ""}], "n": 2, "weights": []},
+    {"messages": [], "n": 3, "weights": [0.0, 1.0]},
+]
+
+
+def test_all_formats_give_the_same_fields(tmp_path):
+  (tmp_path / "x.jsonl").write_text("\n".join(map(json.dumps, ROWS)))
+  pq.write_table(pa.Table.from_pylist(ROWS), tmp_path / "x.parquet")
+  write_records(tmp_path / "x.arrayrecord", [json.dumps(row).encode() for row in ROWS])
+  for kind, name, where in (("jsonl", "x.jsonl:{1}", ":{1}"), ("parquet", "x.parquet[{0}]", ": row {0} (from 0)"),
+                            ("arrayrecord", "x.arrayrecord[{0}]", ": record {0} (from 0)")):
+    path = tmp_path / f"x.{kind}"
+    assert records(type=kind, path=str(path)) == [
+        (name.format(i, i + 1), str(path) + where.format(i, i + 1), row) for i, row in enumerate(ROWS)]
+
+
+def test_of_parquet_only_the_text_is_read_where_only_that_is_asked_for(tmp_path):
+  write_parquet(tmp_path / "x.parquet", body=["a"], other=[1])
+  path = dict(type="parquet", path=str(tmp_path))
+  rows = open_source(source(**path, text_key="body"), "mine").records()
+  assert [r.fields for r in rows] == [{"body": "a"}]
+  assert records(**path, text_key="body")[0].fields == {"body": "a", "other": 1}
+  assert list(open_source(source(**path), "mine").records())[0].fields == {"body": "a", "other": 1}
+
+
+def test_where_says_where_a_text_is(tmp_path):
+  file = tmp_path / "a.txt"
+  file.write_text("one\n\ntwo\n")
+  for documents, lines in (("file", [""]), ("line", [":1", ":3"]), ("paragraph", [":1", ":3"])):
+    assert [r.where for r in records(path=str(tmp_path), documents=documents)] == [f"{file}{line}" for line in lines]
 
 
 def test_python_stdlib_is_read_and_leaves_tests_out():
@@ -203,9 +275,28 @@ def test_python_stdlib_skips_and_counts_undecodable_files(tmp_path, monkeypatch)
   (tmp_path / "data.txt").write_text("not Python")
   monkeypatch.setattr("sysconfig.get_paths", lambda: {"stdlib": str(tmp_path)})
   stdlib = open_source(source(type="python_stdlib"), "mine")
-  assert list(stdlib.documents()) == [("latin.py", "# coding: latin-1\nx = 'é'\n")]
+  assert list(stdlib.records()) == [
+      ("latin.py", str(tmp_path / "latin.py"), {"text": "# coding: latin-1\nx = 'é'\n"})]
   assert stdlib.tally.undecodable == 1
   assert stdlib.tally.bytes_read == sum((tmp_path / n).stat().st_size for n in ("latin.py", "bad.py"))
+
+
+def test_python_docstring_pairs(tmp_path, monkeypatch):
+  """Each docstring is chosen for its function, and rejected for another; equal ones are never put side by side."""
+  docs = [f"Does {i % 7}." if i % 3 else f"Gives the {i}." for i in range(60)]
+  (tmp_path / "a.py").write_text("\n".join(f'def f{i}(x):\n  """{doc}\n\n  More.\n  """' for i, doc in enumerate(docs)))
+  monkeypatch.setattr("sysconfig.get_paths", lambda: {"stdlib": str(tmp_path)})
+  found = records(type="python_docstring_pairs")
+  assert [(r.name, r.fields["prompt"]) for r in found] == [
+      (f"a.py:{5 * i + 1}", f'def f{i}(x):\n    """') for i in range(60)]
+  assert [r.fields["chosen"] for r in found] == docs
+  rejected = [r.fields["rejected"] for r in found]
+  assert set(rejected) <= set(docs) and all(a != b for a, b in zip(docs, rejected, strict=True))
+  counts = collections.Counter(docs), collections.Counter(rejected)
+  assert max(abs(counts[0][doc] - counts[1][doc]) for doc in docs) <= 3
+  assert found == records(type="python_docstring_pairs")
+  (tmp_path / "a.py").write_text('def f():\n  """Same."""\ndef g():\n  """Same."""')
+  fails("source 'mine' has no text", type="python_docstring_pairs")
 
 
 def test_libraries_are_imported_only_when_needed():

@@ -1,4 +1,4 @@
-"""Lossless round trips, special strings in text, deterministic training, reuse, and refusals."""
+"""Lossless round trips, special strings in text, deterministic training, reuse, refusals, and Hugging Face folders."""
 
 import json
 import subprocess
@@ -7,14 +7,16 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from tokenizers import AddedToken, decoders, models, pre_tokenizers
 from tokenizers import Tokenizer as Backend
-from tokenizers import decoders, models, pre_tokenizers
 
 from input_pipeline import tokenizer as tok
 from input_pipeline.files import DataError
 from tests.conftest import ROOT
 from trainer.config import ConfigError, defaults
 
+TINY = Path(__file__).parent / "references" / "tiny"
+REFERENCES = json.loads((TINY.parent / "chat.json").read_text("utf-8"))
 CORPUS = [f"def f_{i}(x):\n    return x * {i}  # läuft {'the quick brown fox ' * (i % 5)}\n" for i in range(200)]
 NASTY = [
     "", " ", "\n\n  \t\r\n", "plain ASCII", "don't  stop ", "naïve café ß ẞ", "日本語 한국어 ไทย", "🏳️‍🌈👩‍👩‍👧‍👦 🇩🇪",
@@ -179,3 +181,154 @@ def test_a_workdir_keeps_its_tokenizer(tmp_path):
 def test_only_gpt2_like_tokenizers_encode_in_parts(tmp_path, change, exact):
   spec = json.loads((write_hf(tmp_path / "hf") / "tokenizer.json").read_text())
   assert tok._splits_at_spaces({**spec, **change}) is exact
+
+
+def test_a_folder_means_what_it_means_to_transformers():
+  hf, expected = tok.load_tokenizer(TINY), REFERENCES["tokenizer"]
+  found = dict(bos=hf.bos_id, eos=hf.eos_id, pad=hf.pad_id, size=hf.vocab_size)
+  assert found == expected and hf.stop_ids == (hf.eos_id,) and "<pad>" in hf.special_tokens
+  assert len(REFERENCES["texts"]) == 10
+  for text in REFERENCES["texts"]:
+    assert hf.encode_batch([text["text"]])[0].tolist() == text["plain"], text
+    assert hf.encode_rendered(text["text"]).tolist() == text["ids"], text
+    assert hf.decode(text["ids"]) == text["decoded"], text
+
+
+def folder(path: Path, tokens=("<s>", "</s>", "<|end|>"), **files) -> Path:
+  """A byte-level tokenizer with special tokens from id 256, and JSON files beside it."""
+  path.mkdir(exist_ok=True)
+  backend = Backend(models.BPE(vocab={c: i for i, c in enumerate(tok._byte_chars())}, merges=[]))
+  backend.pre_tokenizer, backend.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+  backend.add_special_tokens(list(tokens))
+  backend.save(str(path / "tokenizer.json"))
+  for name, content in files.items():
+    (path / f"{name}.json").write_text(json.dumps(content))
+  return path
+
+
+@pytest.mark.parametrize("files, bos, eos, stops", [
+    (dict(tokenizer_config=dict(eos_token="</s>")), None, 257, (257,)),
+    (dict(special_tokens_map=dict(bos_token=dict(content="<s>"), eos_token="</s>")), 256, 257, (257,)),
+    # special_tokens_map.json wins, unless tokenizer_config.json lists its added tokens.
+    (dict(tokenizer_config=dict(eos_token="<s>"), special_tokens_map=dict(eos_token="</s>")), None, 257, (257,)),
+    (dict(tokenizer_config=dict(eos_token="<s>", added_tokens_decoder={}), special_tokens_map=dict(eos_token="</s>")),
+     None, 256, (256,)),
+    (dict(tokenizer_config=dict(eos_token="</s>"), generation_config=dict(eos_token_id=[258, 256])), None, 257,
+     (256, 257, 258)),
+    (dict(tokenizer_config=dict(eos_token="</s>"), config=dict(eos_token_id=258)), None, 257, (257, 258)),
+    # Ids stand in for names that no file gives, and not for those given as null.
+    (dict(config=dict(bos_token_id=256, eos_token_id=257), generation_config=dict(eos_token_id=[258, 257])), 256, 258,
+     (257, 258)),
+    (dict(tokenizer_config=dict(bos_token=None), config=dict(bos_token_id=256, eos_token_id=257)), None, 257, (257,)),
+])
+def test_special_tokens_and_stop_ids(tmp_path, files, bos, eos, stops):
+  hf = tok.load_tokenizer(folder(tmp_path / "hf", **files))
+  assert (hf.bos_id, hf.eos_id, hf.stop_ids) == (bos, eos, stops)
+  hf.save(tmp_path / "run" / "tokenizer.json")
+  (tmp_path / "run" / "config.json").write_text('{"model": {}}')  # a workdir's own
+  kept = tok.load_tokenizer(tmp_path / "run")
+  assert (kept.bos_id, kept.eos_id, kept.stop_ids, kept.fingerprint) == (bos, eos, stops, hf.fingerprint)
+
+
+def test_what_export_needs_is_kept_as_it_was(tmp_path):
+  path = folder(tmp_path / "hf", tokenizer_config=dict(eos_token="</s>", model_max_length=7, chat_template="a"),
+                special_tokens_map=dict(eos_token="</s>"), generation_config=dict(eos_token_id=[257, 258], top_k=3))
+  (path / "chat_template.jinja").write_text("{{ 1 }}")
+  (path / "additional_chat_templates").mkdir()
+  (path / "additional_chat_templates" / "b.jinja").write_text("b")
+  make(tmp_path / "run", type="hf", path=str(path))
+  for name in ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja",
+               "additional_chat_templates/b.jinja"):
+    assert (tmp_path / "run" / name).read_bytes() == (path / name).read_bytes()
+  assert json.loads((tmp_path / "run" / "generation_config.json").read_text()) == dict(eos_token_id=[257, 258], top_k=3)
+  make(tmp_path / "run", type="hf", path=str(path))
+
+
+def test_added_tokens_get_their_ids_or_are_refused(tmp_path):
+  def entry(content, **more):
+    return dict(content=content, special=True, normalized=False, **more)
+
+  path = folder(tmp_path, tokenizer_config=dict(
+      eos_token="<|im_end|>", added_tokens_decoder={"256": entry("<s>"), "259": entry("<|im_end|>"),
+                                                    "260": dict(content="<think>", special=False)}))
+  hf = tok.load_tokenizer(path)
+  assert (hf.eos_id, hf.vocab_size) == (259, 261)
+  assert hf.encode_rendered("a<|im_end|><think>").tolist() == [97, 259, 260]
+  assert hf.encode_batch(["a<|im_end|>"])[0].tolist() == list(b"a<|im_end|>")
+  assert hf.decode([97, 259, 260]) == "a<think>"
+  assert hf.fingerprint != tok.load_tokenizer(folder(tmp_path, tokenizer_config=dict(eos_token="</s>"))).fingerprint
+
+  folder(tmp_path, tokenizer_config=dict(eos_token="[E]"), added_tokens={"[E]": 259, "<s>": 256})
+  assert tok.load_tokenizer(tmp_path).eos_id == 259
+  (tmp_path / "added_tokens.json").unlink()
+  folder(tmp_path, tokenizer_config=dict(added_tokens_decoder={"999": entry("<x>")}))
+  with pytest.raises(DataError, match="gives '<x>' the id 999, where tokenizer.json gives it 259"):
+    tok.load_tokenizer(tmp_path)
+  folder(tmp_path, tokenizer_config=dict(additional_special_tokens=["<y>"]))
+  with pytest.raises(DataError, match="special token '<y>' of tokenizer_config.json is not in tokenizer.json"):
+    tok.load_tokenizer(tmp_path)
+
+
+@pytest.mark.parametrize("files, said", [
+    (dict(tokenizer_config=dict(eos_token="</s>"), config=dict(eos_token_id=5000)),
+     r"has \[5000\], which tokenizer.json lacks; its ids end at 258"),
+    (dict(config=dict(bos_token_id=5000)), "bos_token_id of .* is 5000, which tokenizer.json lacks"),
+    (dict(generation_config=dict(eos_token_id="x")), "eos_token_id is 'x'; expected a token id or a list"),
+    (dict(tokenizer_config=dict(eos_token=3)), "eos_token is 3; expected a string"),
+    (dict(tokenizer_config=[]), "tokenizer_config.json: holds a list; expected an object"),
+])
+def test_files_that_contradict_each_other_are_refused(tmp_path, files, said):
+  with pytest.raises(DataError, match=said):
+    tok.load_tokenizer(folder(tmp_path, **files))
+
+
+def test_words_are_not_looked_up_as_special_tokens(tmp_path):
+  """A model that looks strings up has special tokens in its vocabulary; a document's text must not become one."""
+  backend = Backend(models.Unigram([("<unk>", 0.0), ("</s>", 0.0), *((c, -5.0) for c in "</s>ab")], unk_id=0))
+  backend.add_special_tokens(["<unk>", "</s>"])
+  backend.save(str(tmp_path / "tokenizer.json"))
+  (tmp_path / "tokenizer_config.json").write_text('{"eos_token": "</s>"}')
+  hf = tok.load_tokenizer(tmp_path)
+  assert hf.encode_batch(["a</s>b"])[0].tolist() == [6, 2, 3, 4, 5, 7]
+  assert hf.encode_rendered("a</s>b").tolist() == [6, 1, 7]
+  assert hf.encode_rendered("a</s>b</s>", inert=[1]).tolist() == [6, 2, 3, 4, 5, 7, 1]
+  assert hf.decode([6, 1, 7]).replace(" ", "") == "ab"
+
+
+def test_gpt2_files_make_the_tokenizer(tmp_path):
+  reference = tok.load_tokenizer(write_hf(tmp_path / "hf"))
+  spec = json.loads((tmp_path / "hf" / "tokenizer.json").read_text())["model"]
+  path = tmp_path / "gpt2"
+  path.mkdir()
+  (path / "vocab.json").write_text(json.dumps({**spec["vocab"], "<|endoftext|>": 257}))
+  (path / "merges.txt").write_text("#version: 0.2\nh e\n")
+  with pytest.raises(ConfigError, match="say nothing about the kind of tokenizer"):
+    tok.load_tokenizer(path)
+  (path / "config.json").write_text('{"model_type": "roberta"}')
+  with pytest.raises(ConfigError, match="its files say roberta; only GPT-2's splitting"):
+    tok.load_tokenizer(path)
+  (path / "config.json").write_text('{"model_type": "gpt2"}')
+  (path / "tokenizer_config.json").write_text('{"model_max_length": 1024}')
+  gpt2 = make(tmp_path / "run", type="hf", path=str(path))
+  assert (gpt2.bos_id, gpt2.eos_id, gpt2.vocab_size) == (257, 257, 258)
+  for text in CORPUS[:20] + NASTY:
+    assert gpt2.encode_batch([text])[0].tolist() == reference.encode_batch([text])[0].tolist()
+  assert gpt2.encode_rendered("he<|endoftext|>").tolist() == [256, 257]
+  assert make(tmp_path / "run", type="hf", path=str(path)).fingerprint == gpt2.fingerprint
+
+
+def test_a_sentencepiece_model_alone_says_how_to_convert_it(tmp_path):
+  (tmp_path / "tokenizer.model").write_bytes(b"x")
+  with pytest.raises(ConfigError, match=r"has tokenizer.model but no tokenizer.json.*save_pretrained"):
+    tok.load_tokenizer(tmp_path)
+
+
+def test_properties_of_added_tokens_are_kept(tmp_path):
+  path = folder(tmp_path)
+  backend = Backend.from_file(str(path / "tokenizer.json"))
+  backend.add_special_tokens([AddedToken("<mid>", lstrip=True, rstrip=True)])
+  backend.save(str(path / "tokenizer.json"))
+  hf = tok.load_tokenizer(path)
+  assert hf.encode_rendered("a <mid> b").tolist() == [97, 259, 98]
+  # The same where a part of the text is inert, and so another copy of the vocabulary is used.
+  assert hf.encode_rendered("<s>a <mid> b", inert=[0]).tolist() == [*b"<s>a", 259, 98]

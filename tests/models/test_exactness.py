@@ -28,7 +28,7 @@ def perturbed_positions(model, params):
   batch = dict(tokens=tokens, segment_ids=SEGMENTS[:1])
 
   def hidden_sums(embedding):
-    return model.apply({**params, "embed": {"embedding": embedding}}, batch).astype(jnp.float32)[0].sum(-1)
+    return model.apply({**params, "embed": {"embedding": embedding}}, batch).hidden.astype(jnp.float32)[0].sum(-1)
 
   @jax.jit
   def derivative(t):
@@ -82,7 +82,7 @@ def test_packing_and_padding_change_nothing(name):
   @jax.jit
   @jax.value_and_grad
   def loss(params, batch):
-    hidden = model.apply(params, batch)
+    hidden = model.apply(params, batch).hidden
     weights = (batch["segment_ids"] > 0) * (1.0 + batch["positions"])
     return (jnp.square(jnp.tanh(hidden @ mix)) * weights).sum()
 
@@ -112,7 +112,8 @@ def test_perturbing_one_document_leaves_the_others_bitwise(name, scan_layers):
 def test_positions_and_segments_default_to_restarting_documents():
   model, params, _ = family("gpt2")
   positions = np.array([[0, 1, 2, 3, 4, 0, 1, 2, 3, 0, 1, 2], [0, 1, 2, 3, 4, 5, 6, 0, 1, 2, 0, 1]], np.int32)
-  np.testing.assert_array_equal(model.apply(params, BATCH), model.apply(params, dict(BATCH, positions=positions)))
+  given = model.apply(params, dict(BATCH, positions=positions))
+  np.testing.assert_array_equal(model.apply(params, BATCH).hidden, given.hidden)
   one = dict(tokens=TOKENS, segment_ids=np.ones_like(TOKENS), positions=np.arange(T)[None].repeat(B, 0))
   np.testing.assert_array_equal(model.logits(params, TOKENS), model.logits(params, one))
 
@@ -127,7 +128,7 @@ def test_scanned_equals_unrolled(layers, pattern):
 
   def loss(model):
     def mean_square(params):
-      return jnp.square(model.apply(params, BATCH)).mean(where=SEGMENTS[..., None] > 0)
+      return jnp.square(model.apply(params, BATCH).hidden).mean(where=SEGMENTS[..., None] > 0)
 
     return jax.jit(jax.value_and_grad(mean_square))(params)
 
@@ -141,14 +142,14 @@ def test_dropout_is_the_same_scanned_and_unrolled():
   options = dict(num_layers=2, attention_block=T, dropout=0.3)
   models = [make(**options, scan_layers=scan) for scan in (True, False)]
   params = random_params(models[0])
-  a, b = (model.apply(params, BATCH, rng=jax.random.key(1), train=True) for model in models)
+  a, b = (model.apply(params, BATCH, rng=jax.random.key(1), train=True).hidden for model in models)
   np.testing.assert_allclose(a, b, atol=1e-5)
 
 
 @functools.cache
 def remat_grads(remat, scan_layers):
   model = make(remat=remat, scan_layers=scan_layers, num_layers=2, attention_block=T)
-  return paths(jax.jit(jax.grad(lambda p: jnp.tanh(model.apply(p, BATCH)).sum()))(random_params(model)))
+  return paths(jax.jit(jax.grad(lambda p: jnp.tanh(model.apply(p, BATCH).hidden).sum()))(random_params(model)))
 
 
 @pytest.mark.parametrize(
@@ -163,7 +164,7 @@ def test_remat_changes_no_gradient(remat, scan_layers):
 def test_full_remat_keeps_less_memory():
   def temp_bytes(remat):
     model = make(remat=remat, num_layers=8, intermediate_size=256, attention_block=64)
-    loss = jax.grad(lambda p: model.apply(p, dict(tokens=jnp.zeros((4, 64), jnp.int32))).sum())
+    loss = jax.grad(lambda p: model.apply(p, dict(tokens=jnp.zeros((4, 64), jnp.int32))).hidden.sum())
     return jax.jit(loss).lower(model.abstract_params()).compile().memory_analysis().temp_size_in_bytes
 
   assert temp_bytes("full") < 0.5 * temp_bytes("none")
@@ -190,5 +191,5 @@ def test_sharded_init_and_dropout_equal_those_of_one_device():
   for path, p in paths(params).items():
     np.testing.assert_array_equal(p, paths(sharded)[path], err_msg=path)
   tokens = np.tile(TOKENS, (4, 1))
-  apply = jax.jit(lambda p, t: model.apply(p, dict(tokens=t), rng=jax.random.key(9), train=True))
+  apply = jax.jit(lambda p, t: model.apply(p, dict(tokens=t), rng=jax.random.key(9), train=True).hidden)
   np.testing.assert_allclose(apply(params, tokens), apply(sharded, jax.device_put(tokens, shard)), atol=1e-5)

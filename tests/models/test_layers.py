@@ -31,30 +31,6 @@ def test_norm_is_computed_in_float32():
   np.testing.assert_array_equal(norm(x).astype(jnp.float32), expected.astype(np.float32))
 
 
-@pytest.mark.parametrize("fraction", [1.0, 0.5])
-def test_rope_equals_complex_rotation(fraction):
-  K, theta = 16, 100.0
-  x = np.random.default_rng(0).normal(size=(2, 6, 3, K)).astype(np.float32)
-  positions = np.array([[0, 1, 2, 3, 4, 5], [7, 0, 1, 1000, 2, 3]])
-  out = layers.apply_rope(x, layers.rope_table(positions, K, theta, fraction))
-  P = int(K * fraction) // 2
-  turned = (x[..., :P] + 1j * x[..., P : 2 * P]) * np.exp(
-      1j * positions[:, :, None, None] * theta ** (-np.arange(P) / P)
-  )
-  np.testing.assert_allclose(out, np.concatenate([turned.real, turned.imag, x[..., 2 * P :]], -1), atol=2e-4)
-
-
-def test_rope_makes_scores_depend_on_distance_only():
-  q, k = jax.random.normal(jax.random.key(1), (2, 1, 1, 1, 32))
-
-  def score(i, j):
-    rotate = lambda x, p: layers.apply_rope(x, layers.rope_table(jnp.array([[p]]), 32, 1e4, 1.0))  # noqa: E731
-    return (rotate(q, i) * rotate(k, j)).sum()
-
-  np.testing.assert_allclose(score(9, 4), score(105, 100), rtol=1e-4)
-  assert abs(score(9, 4) - score(9, 5)) > 1e-2
-
-
 def test_activations():
   x = np.linspace(-3, 3, 13, dtype=np.float32)
   tanh_gelu = 0.5 * x * (1 + np.tanh(np.sqrt(2 / np.pi) * (x + 0.044715 * x**3)))
@@ -64,6 +40,9 @@ def test_activations():
   np.testing.assert_allclose(
       layers.UNGATED["gelu_exact"](x), x * jax.scipy.stats.norm.cdf(x), atol=1e-6
   )
+  np.testing.assert_allclose(layers.GATED["geglu_exact"](x), x * jax.scipy.stats.norm.cdf(x), atol=1e-6)
+  np.testing.assert_allclose(layers.UNGATED["relu"](x), np.maximum(x, 0), atol=1e-6)
+  np.testing.assert_allclose(layers.UNGATED["silu"](x), x / (1 + np.exp(-x)), atol=1e-6)
   np.testing.assert_allclose(layers.UNGATED["relu2"](x), np.maximum(x, 0) ** 2, atol=1e-6)
 
 

@@ -16,7 +16,7 @@ BAD = [
     (dict(rope_fraction=0.0), "rope_fraction: found 0.0"),
     (dict(norm="rms"), "norm: found 'rms', allowed: rmsnorm, layernorm. Did you mean 'rmsnorm'"),
     (dict(norm_position="before"), "norm_position: found 'before', allowed: pre, post, sandwich"),
-    (dict(activation="silu"), "activation: found 'silu', allowed: swiglu"),
+    (dict(activation="mish"), "activation: found 'mish', allowed: swiglu"),
     (dict(positions="alibi"), "positions: found 'alibi', allowed: rope, learned, none"),
     (dict(positions="learned"), "needs model.max_positions"),
     (dict(max_positions=8), "seq_len is 12, but model.max_positions is 8"),
@@ -30,6 +30,14 @@ BAD = [
     (dict(vocab_chunk=0), "vocab_chunk: found 0"),
     (dict(final_logit_cap=0.0), "final_logit_cap: found 0.0"),
     (dict(dropout=1.0), "dropout: found 1.0"),
+    (dict(moe=dict(num_experts=-1)), "moe.num_experts: found -1"),
+    (dict(moe=dict(num_experts=2, experts_per_token=3)), "experts_per_token: found 3, allowed: 1 to num_experts=2"),
+    (dict(moe=dict(num_experts=2, expert_size=0)), "moe.expert_size: found 0"),
+    (dict(moe=dict(num_experts=2), activation="gelu"), "gated MLPs without biases; found activation='gelu'"),
+    (dict(moe=dict(num_experts=2), mlp_bias=True), "gated MLPs without biases; .*mlp_bias=True"),
+    (dict(moe=dict(num_experts=2, shared_gate=True)), "set model.moe.shared_size"),
+    (dict(moe=dict(num_experts=2, balance_loss=-0.1)), "moe.balance_loss: found -0.1"),
+    (dict(moe=dict(num_experts=2, softmax="none")), "moe.softmax: found 'none', allowed: before_topk, after_topk"),
 ]
 
 

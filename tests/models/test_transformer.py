@@ -203,7 +203,7 @@ def test_initial_scale_and_first_loss():
 def test_dropout_acts_in_training_only_and_needs_a_key():
   model = make(dropout=0.5, num_layers=2)
   params = random_params(model)
-  apply = jax.jit(model.apply, static_argnames="train")
+  apply = jax.jit(lambda *args, **kw: model.apply(*args, **kw).hidden, static_argnames="train")
   still = apply(params, BATCH)
   np.testing.assert_array_equal(apply(params, BATCH, rng=jax.random.key(0)), still)
   a, b = (apply(params, BATCH, rng=jax.random.key(i), train=True) for i in (0, 1))
@@ -218,7 +218,7 @@ def test_bfloat16_compute_is_close_to_float32(name):
   exact, _, logits = family(name)
   fast = make(**FAMILIES[name], compute_dtype=jnp.bfloat16)
   params = jax.jit(exact.init)(jax.random.key(0))
-  assert jax.eval_shape(fast.apply, params, BATCH).dtype == jnp.bfloat16
+  assert jax.eval_shape(fast.apply, params, BATCH).hidden.dtype == jnp.bfloat16
   fast_logits = jax.jit(fast.logits)(params, BATCH)
   assert fast_logits.dtype == jnp.float32
   real = SEGMENTS > 0
@@ -250,7 +250,7 @@ def test_flops_against_the_compiler():
   tokens = jax.ShapeDtypeStruct((4, 32), jnp.int32)
 
   def loss(params, tokens):
-    return jnp.square(model.apply(params, dict(tokens=tokens)) @ model.unembedding(params)).sum()
+    return jnp.square(model.apply(params, dict(tokens=tokens)).hidden @ model.unembedding(params)).sum()
 
   counted = jax.jit(jax.grad(loss)).lower(model.abstract_params(), tokens).compile().cost_analysis()["flops"]
   np.testing.assert_allclose(model.flops_per_token(32) * 4 * 32, counted, rtol=0.05)
@@ -283,7 +283,7 @@ def test_apply_with_plain_jax_transformations_only():
   """The parameters are plain dicts to grad, vmap, eval_shape and scan alike."""
   model = make(num_layers=2)
   stacked = jax.vmap(model.init)(jax.random.split(jax.random.key(0), 2))
-  hidden = jax.vmap(lambda p: model.apply(p, BATCH))(stacked)
-  first = model.apply(jax.tree.map(lambda p: p[0], stacked), BATCH)
+  hidden = jax.vmap(lambda p: model.apply(p, BATCH).hidden)(stacked)
+  first = model.apply(jax.tree.map(lambda p: p[0], stacked), BATCH).hidden
   np.testing.assert_allclose(hidden[0], first, atol=1e-5)
-  assert jax.eval_shape(model.apply, model.abstract_params(), BATCH).shape == (B, T, 16)
+  assert jax.eval_shape(model.apply, model.abstract_params(), BATCH).hidden.shape == (B, T, 16)

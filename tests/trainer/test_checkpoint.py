@@ -1,4 +1,4 @@
-"""Checkpoints: round trips, other meshes, retention, unreadable ones, full disks, partial restores."""
+"""Checkpoints: round trips, other meshes, retention, unreadable ones, full disks."""
 
 import jax
 import jax.numpy as jnp
@@ -8,9 +8,8 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from trainer import checkpoint
-from trainer import state as state_lib
 from trainer.checkpoint import CheckpointError, Checkpoints
-from trainer.config import ConfigError, defaults
+from trainer.config import ConfigError
 
 
 def state(step=0, value=0.0, rows=8):
@@ -132,30 +131,6 @@ def test_find_takes_a_workdir_its_checkpoints_or_one_of_them(tmp_path):
     checkpoint.find(str(tmp_path / "nowhere"))
   with pytest.raises(ConfigError, match="holds no checkpoint"):
     checkpoint.find(str(newest / "meta"))
-
-
-def _init_from(path, **changed):
-  config = defaults().init_from
-  config.update(path=str(path), **changed)
-  return config
-
-
-def test_partial_restore_with_remap_and_ignore(tmp_path):
-  checkpoints = Checkpoints(tmp_path)
-  checkpoints.save(1, {"params": {"old": {"kernel": jnp.full((8, 2), 3.0)}, "extra": jnp.ones(4)}}, {})
-  checkpoints.close()
-  fresh = {"a": {"kernel": jnp.zeros((8, 2))}, "head": jnp.full(5, 7.0)}
-  wanted = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), fresh)
-  loaded, notes = state_lib._partial_restore(
-      _init_from(tmp_path, remap=(("^old/", "a/"), ("^extra$", "")), ignore=("^head$",)), wanted, fresh)
-  assert np.all(loaded["a"]["kernel"] == 3.0) and np.all(loaded["head"] == 7.0)
-  assert "1 parameters loaded" in notes[0] and "1 kept fresh" in notes[0] and "1 of the checkpoint dropped" in notes[0]
-  with pytest.raises(ConfigError) as error:
-    state_lib._partial_restore(_init_from(tmp_path), wanted, fresh)
-  for line in ("- a/kernel (8, 2): not in the checkpoint", "+ old/kernel (8, 2): not in this run", "- head (5,)"):
-    assert line in str(error.value)
-  with pytest.raises(ConfigError, match="here"):
-    state_lib._partial_restore(_init_from(tmp_path, remap=(("^extra$", "head"), ("^old/", "a/"))), wanted, fresh)
 
 
 def test_a_path_that_cannot_be_written_is_an_error_that_says_what_to_do(tmp_path, monkeypatch):

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from trainer import config_checks as checks
-from trainer.config import ConfigError, defaults, evaluator, source
+from trainer.config import STRATEGIES, ConfigError, defaults, evaluator, source
 
 
 def minimal(**changed):
@@ -158,3 +158,14 @@ def test_explain_override_names_the_nearest_key(tmp_path):
   file.write_text("from trainer.config import defaults\ndef get_config(arg=None):\n  return defaults()\n")
   message = checks.explain_override(["x", f"--config={file}", "--config.optimizer.learning_rat=1"], KeyError("x"))
   assert message == "unknown key config.optimizer.learning_rat; did you mean config.optimizer.learning_rate?"
+
+
+@pytest.mark.parametrize("before", list(STRATEGIES))
+@pytest.mark.parametrize("after", list(STRATEGIES))
+def test_changing_the_strategys_name_alone_takes_its_own_options(before, after):
+  given = defaults()
+  given.strategy = dict(name=before, **STRATEGIES[before])
+  given.strategy.name = after
+  resolved = checks.resolve(given).strategy.to_dict()
+  assert resolved.keys() == {"name", *STRATEGIES[after]}
+  assert isinstance(resolved.get("loss"), type(STRATEGIES[after].get("loss")))

@@ -40,6 +40,7 @@ def full(hidden, kernel, targets, logit_cap=None, num_real_vocab=None, temperatu
       mean_logit=z.mean(-1),
       entropy=-(jnp.exp(logp) * logp).sum(-1),
       is_top=(z.argmax(-1) == targets).astype(jnp.float32),
+      log_square=jax.nn.logsumexp(2 * logp, -1),
   )
 
 
@@ -172,6 +173,20 @@ def test_sharded_over_the_vocabulary_equals_unsharded():
   np.testing.assert_allclose(value, expected_value, rtol=1e-5)
   for a, b in zip(grads, expected_grads, strict=True):
     np.testing.assert_allclose(a, b, atol=1e-5)
+
+
+@pytest.mark.parametrize("chunk", [60, 7])
+def test_the_log_of_summed_squares_alone_spans_its_range_and_has_no_gradient(chunk):
+  """From log(1 / V) of uniform logits to 0 of a certain token, whatever else is asked for."""
+  hidden, kernel, targets = inputs()
+
+  def square(h):
+    return token_stats(h, kernel, targets, chunk=chunk, want=("log_square",)).log_square
+
+  np.testing.assert_allclose(square(hidden), full(hidden, kernel, targets).log_square, rtol=1e-6, atol=2e-6)
+  np.testing.assert_allclose(square(jnp.zeros_like(hidden)), -np.log(V), rtol=1e-6)
+  np.testing.assert_allclose(square(1e4 * hidden), 0.0, atol=1e-6)
+  assert not jax.grad(lambda h: square(h).sum())(hidden).any()
 
 
 def test_bad_arguments():

@@ -209,7 +209,7 @@ def _change(path, value):
     ("optimizer.lr_mults", (("atn/q", 0.5),), ConfigError, "optimizer.lr_mults"),
     ("mesh.data", 3, ConfigError, "there are 8"),
     ("batch_size", 12, ConfigError, "multiple of 8"),
-    ("evals.val.type", "lss", ConfigError, "Allowed: loss, samples, or the dotted path"),
+    ("evals.val.type", "lss", ConfigError, "Allowed: loss, samples, generate"),
     ("evals.val.baselines", ("zip",), ConfigError, "known: gzip, xz"),
     ("callbacks.mine", dict(type="no.such.Thing"), ConfigError, "callbacks.mine.type: found 'no.such.Thing'"),
     ("callbacks.mine", dict(type="tests.trainer.test_main.Crash", when=3), ConfigError, "does not take"),

@@ -13,7 +13,7 @@ from trainer import state as state_lib
 from trainer import update as update_lib
 from trainer.config import defaults
 from trainer.config_checks import View
-from trainer.metrics import to_floats
+from trainer.metrics import Mean, to_floats
 from trainer.strategies import seq
 
 
@@ -75,6 +75,49 @@ def test_the_loss_is_the_weighted_mean_over_the_whole_step():
   assert metrics["trained_tokens"] == pytest.approx(weights.sum())
 
 
+def _two_terms(params, batch, rng):
+  """Cross-entropy per trained token, and the mean square of the hidden states over all real tokens."""
+  model = tiny.model()
+  terms, metrics = seq.loss(model, params, batch, rng, View(defaults().strategy))
+  real_BxT = batch["segment_ids"] > 0
+  square_BxT = jnp.square(model.apply(params, batch).hidden).mean(-1)
+  terms["square"] = Mean(0.3 * jnp.sum(square_BxT * real_BxT, axis=1), jnp.sum(real_BxT, axis=1))
+  return terms, metrics
+
+
+@pytest.mark.parametrize("micro_batch_size", [1, 4])
+def test_each_term_is_divided_by_its_own_total(micro_batch_size):
+  """T4: a second term with another weight is a mean of its own, whatever the micro-batches."""
+  update, state = make(micro_batch_size, loss_fn=_two_terms)
+  batch = tiny.batch(8, 16)
+
+  def objective(params):
+    terms, _ = _two_terms(params, batch, None)
+    return sum(jnp.sum(t.sum) / jnp.sum(t.weight) for t in terms.values())
+
+  expected, gradient = jax.jit(jax.value_and_grad(objective))(state["params"])
+  new, metrics = update(state, batch)
+  values = to_floats(jax.device_get(metrics))
+  assert values["objective"] == pytest.approx(float(expected), rel=1e-6)
+  assert values["loss"] + values["square"] == pytest.approx(values["objective"], rel=1e-6)
+  norm = float(optim.global_norm(gradient))
+  for before, after, g in zip(*map(jax.tree.leaves, (state["params"], new["params"], gradient)), strict=True):
+    np.testing.assert_allclose(before - after, g, atol=1e-6 * norm)
+
+
+def test_counting_the_weights_computes_no_forward_pass():
+  """The compiler removes all of the call that finds the totals, but for the weights."""
+  update, state = make(8)
+  model, batch = tiny.model(), tiny.batch(8, 16)
+
+  def backward_alone(params):
+    terms, _ = seq.loss(model, params, batch, None, View(defaults().strategy))
+    return jnp.sum(terms["loss"].sum)
+
+  products = jax.jit(jax.value_and_grad(backward_alone)).lower(state["params"]).compile().as_text().count(" dot(")
+  assert update.lower(state, batch).compile().as_text().count(" dot(") == products > 0
+
+
 def test_donating_the_state_changes_nothing():
   """I11, its last part; the rest is in tests/models."""
   update, state = make(4, optimizer=dict(name="muon"))
@@ -104,13 +147,14 @@ def test_a_step_that_is_not_finite_changes_nothing(where):
   model = tiny.model()
 
   def poisoned(params, batch, rng):
-    loss, weight, metrics = seq.loss(model, params, batch, rng, View(defaults().strategy))
-    bad = jnp.any(batch["tokens"] == 23)
+    terms, metrics = seq.loss(model, params, batch, None, View(defaults().strategy))
+    bad, loss = jnp.any(batch["tokens"] == 23), terms["loss"]
     if where == "loss":
-      return jnp.where(bad, jnp.nan, loss), weight, metrics
+      return {"loss": Mean(jnp.where(bad, jnp.nan, loss.sum), loss.weight)}, metrics
     # sqrt has an infinite slope at 0: a finite loss with a non-finite gradient (mlx-lm#1658)
     kernel = params["blocks"]["mlp"]["up"]["kernel"]
-    return loss + jax.lax.cond(bad, lambda k: jnp.sqrt(jnp.sum(k * 0.0)), lambda k: 0.0, kernel), weight, metrics
+    steep = jax.lax.cond(bad, lambda k: jnp.sqrt(jnp.sum(k * 0.0)), lambda k: 0.0, kernel)
+    return {"loss": Mean(loss.sum + steep, loss.weight)}, metrics
 
   update, state = make(4, optimizer=dict(name="adamw"), loss_fn=poisoned, ema_decay=0.9)
   good, bad = tiny.batch(8, 16, vocab=23), tiny.batch(8, 16, vocab=23)

@@ -16,7 +16,7 @@ def test_loss_weight_and_metrics(smoothing, z_loss):
   params = jax.jit(model.init)(jax.random.key(0))
   config = defaults()
   config.strategy.update(label_smoothing=smoothing, z_loss=z_loss)
-  loss_sum, weight, metrics = seq.loss(model, params, batch, None, View(config.strategy))
+  terms, metrics = seq.loss(model, params, batch, None, View(config.strategy))
 
   logits = np.asarray(model.logits(params, batch), np.float64)[:, :-1, :24]
   log_z = np.log(np.exp(logits).sum(-1))
@@ -24,9 +24,10 @@ def test_loss_weight_and_metrics(smoothing, z_loss):
   nll, uniform = log_z - target, log_z - logits.mean(-1)
   w = batch["loss_weights"][:, 1:].astype(np.float64)
   expected = ((1 - smoothing) * nll + smoothing * uniform + z_loss * log_z**2) * w
-  assert float(loss_sum) == pytest.approx(expected.sum(), rel=1e-6)
-  assert float(weight) == w.sum()
-  np.testing.assert_allclose(metrics["loss"].sum, expected.sum(1), rtol=1e-5, atol=1e-6)
+  assert list(terms) == ["loss"]
+  assert float(terms["loss"].sum.sum()) == pytest.approx(expected.sum(), rel=1e-6)
+  np.testing.assert_allclose(terms["loss"].weight, w.sum(1), rtol=1e-6)
+  np.testing.assert_allclose(terms["loss"].sum, expected.sum(1), rtol=1e-5, atol=1e-6)
   hits = ((logits.argmax(-1) == batch["tokens"][:, 1:]) * w).sum(1)
   np.testing.assert_allclose(metrics["accuracy"].sum, hits, rtol=1e-6)
   assert ("nll" in metrics) == bool(smoothing or z_loss)

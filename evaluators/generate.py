@@ -1,0 +1,142 @@
+"""Generation scored against known answers: exact match or what a regex extracts, pass@k, and a table of the samples."""
+
+import json
+import math
+import re
+from collections.abc import Iterator
+from decimal import Decimal
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from evaluators import common
+from input_pipeline.prompts import Prompt, Prompter
+from input_pipeline.sources import open_source
+from trainer.config import ConfigError
+from trainer.drawing import Options
+from trainer.sampler import Completion, Sampler
+
+SHOWN = 8  # samples in the readable file
+# With separators between thousands, a currency in front, and the point or comma that ends a sentence.
+NUMBER = re.compile(r"[-+]?\$?(\d{1,3}(,\d{3})+|\d+|(?=\.\d))(\.\d+)?[.,]?", re.ASCII)
+
+
+class Generate:
+  """Samples `num_samples` completions of every prompt of a split; each is right if its answer equals the record's.
+
+  Yields `accuracy` (the mean over samples), `pass@k` for each k of `pass_at` (the mean over prompts), `stopped` (the
+  share of samples that ended by themselves) and `length` (mean tokens of a sample). Every sample is a line of
+  samples/<name>-<step>.jsonl, from which these numbers can be computed again; samples/<name>-<step>.txt shows the first
+  few. What is drawn is the same at every step but for the parameters.
+  """
+
+  def __init__(self, name: str, cfg: Any, setup: common.Setup):
+    self._name, self._setup = name, setup
+    self._num_samples, self._new, self._pass_at = cfg.num_samples, cfg.max_new_tokens, tuple(cfg.pass_at)
+    self._options = Options(cfg.temperature, cfg.top_k, cfg.top_p, cfg.min_p)
+    self._check(name, cfg)
+    self._extract = _compiled(cfg.extract, f"evals.{name}.extract")
+    prompter = Prompter(setup.config, setup.tokenizer)
+    self._stop_ids, self._seed = prompter.stop_ids, setup.config.seed
+    sources, split = common.sources(name, cfg, setup.config)
+    self._prompts = [
+        prompter.record(record, cfg.prompt_key, cfg.answer_key) for key in sorted(sources) for record in
+        open_source(sources[key], key, split=split, max_documents=cfg.max_documents, texts=False).records()]
+    self._sampler = Sampler(setup.model, setup.mesh, rows=cfg.batch_size or 32)
+    self._sampler.check([prompt.ids for prompt in self._prompts], self._new, f"evals.{name}.")
+
+  def _check(self, name: str, cfg: Any) -> None:
+    self._options.check(f"evals.{name}.")
+    if self._num_samples < 1 or self._new < 1:
+      raise ConfigError(f"evals.{name}: found num_samples={self._num_samples}, max_new_tokens={self._new}; allowed: 1 "
+                        "or more.")
+    wrong = [k for k in self._pass_at if not isinstance(k, int) or not 1 <= k <= self._num_samples]
+    if wrong:
+      raise ConfigError(f"evals.{name}.pass_at: found {wrong[0]!r}, allowed: whole numbers from 1 to num_samples="
+                        f"{self._num_samples}.")
+    if self._options.temperature == 0 and self._num_samples > 1:
+      raise ConfigError(f"evals.{name}: temperature 0 makes all {self._num_samples} samples of a prompt the same. Use "
+                        "num_samples=1, or a temperature above 0.")
+    if (cfg.prompt_key is None) != (cfg.answer_key is None):
+      raise ConfigError(f"evals.{name}: prompt_key={cfg.prompt_key!r} and answer_key={cfg.answer_key!r}; set both or "
+                        "none.")
+
+  def run(self, params: Any, step: int) -> Iterator[tuple[str, float]]:
+    completions = self._sampler.generate(
+        params, [prompt.ids for prompt in self._prompts], num_samples=self._num_samples, max_new_tokens=self._new,
+        stop_ids=self._stop_ids, seed=self._seed, **self._options._asdict())
+    rows = [self._row(self._prompts[c.prompt], c) for c in completions]
+    if jax.process_index() == 0:
+      self._write(self._setup.workdir / "samples", step, rows)
+    yield from metrics(rows, self._pass_at)
+
+  def _row(self, prompt: Prompt, completion: Completion) -> dict[str, Any]:
+    """A line of the table."""
+    text = self._setup.tokenizer.decode(completion.text_ids)
+    extracted, answer = (extract(part, self._extract) for part in (text, prompt.answer))
+    # An answer without the mark is the answer itself.
+    answer = normalize(prompt.answer) if answer is None else answer
+    return {"where": prompt.where, "prompt_index": completion.prompt, "sample": completion.sample,
+            "prompt": prompt.text, "completion": text, "extracted": extracted, "answer": answer,
+            "correct": extracted is not None and extracted == answer, "finish_reason": completion.finish_reason,
+            "tokens": len(completion.ids), "logprob": float(completion.logprobs.sum(dtype=np.float64))}
+
+  def _write(self, folder: Path, step: int, rows: list[dict[str, Any]]) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    lines = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
+    (folder / f"{self._name}-{step}.jsonl").write_text(lines, encoding="utf-8")
+    marks = {True: "right", False: "wrong"}
+    shown = "\n\n".join(
+        f"--- {row['where']}, {marks[row['correct']]}: {row['extracted']!r}, the answer is {row['answer']!r}\n"
+        f"{row['prompt']}\n>>> {row['completion']}" for row in rows[:SHOWN])
+    (folder / f"{self._name}-{step}.txt").write_text(shown + "\n", encoding="utf-8")
+    self._setup.writer.write_texts(step, {f"eval/{self._name}": shown})
+
+
+def metrics(rows: list[dict[str, Any]], pass_at: tuple[int, ...]) -> Iterator[tuple[str, float]]:
+  """The evaluator's numbers from the lines of its table."""
+  right: dict[int, list[bool]] = {}
+  for row in rows:
+    right.setdefault(row["prompt_index"], []).append(row["correct"])
+  yield "accuracy", sum(row["correct"] for row in rows) / len(rows)
+  for k in pass_at:
+    yield f"pass@{k}", sum(pass_at_k(len(found), sum(found), k) for found in right.values()) / len(right)
+  yield "stopped", sum(row["finish_reason"] == "stop" for row in rows) / len(rows)
+  yield "length", sum(row["tokens"] for row in rows) / len(rows)
+
+
+def pass_at_k(n: int, c: int, k: int) -> float:
+  """The chance that one of k samples is right, from n of which c are: unbiased (Chen et al. 2021, eq. 1)."""
+  return 1.0 - math.comb(n - c, k) / math.comb(n, k)
+
+
+def extract(text: str, pattern: re.Pattern | None) -> str | None:
+  """The answer that a text gives, normalised; None if it gives none."""
+  if pattern is None:
+    return normalize(text)
+  matches = list(pattern.finditer(text))
+  if not matches:
+    return None
+  found = matches[-1].group(1 if pattern.groups else 0)
+  return None if found is None else normalize(found)
+
+
+def normalize(text: str) -> str:
+  """The text without space around it; a number without separators, currency, final point and zeros that say nothing."""
+  text = text.strip()
+  if not NUMBER.fullmatch(text):
+    return text
+  plain = text.rstrip(".,").replace(",", "").replace("$", "")
+  whole, _, part = format(Decimal(plain), "f").partition(".")
+  sign, digits = ("-", whole[1:]) if whole.startswith("-") else ("", whole)
+  shown = (digits.lstrip("0") or "0") + (f".{part.rstrip('0')}" if part.strip("0") else "")
+  return shown if shown == "0" else sign + shown
+
+
+def _compiled(pattern: str | None, key: str) -> re.Pattern | None:
+  try:
+    return None if pattern is None else re.compile(pattern)
+  except re.error as e:
+    raise ConfigError(f"{key}: {pattern!r} is no regex ({e}).") from e

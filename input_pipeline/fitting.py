@@ -1,0 +1,187 @@
+"""What is kept of documents that are longer than a row: all, a part, nothing. No token is read.
+
+Dims: N pieces, S spans, D documents, P parts of a document.
+"""
+
+import hashlib
+from typing import NamedTuple
+
+import numpy as np
+
+from input_pipeline.cache import TokenizedSource
+from input_pipeline.examples import MISMATCHED
+from input_pipeline.files import DataError
+from trainer.config import ConfigError
+
+OVER_LONG = ("split", "truncate_end", "truncate_start", "drop", "error")
+# Of these, what documents with parts can have.
+WHOLE_OVER_LONG = ("truncate_end", "drop", "error")
+
+
+class Pieces(NamedTuple):
+  """Pieces of the rows asked for, in row order and, within a row, in order of place. All int64 [N].
+
+  `row` is the index into the rows asked for; the piece is tokens begin to end of document `doc`.
+  """
+
+  row: np.ndarray
+  doc: np.ndarray
+  begin: np.ndarray
+  end: np.ndarray
+
+
+class Spans(NamedTuple):
+  """What is kept of a source's documents: `lengths` int64 [S], from token `begin` of document `doc` on.
+
+  None for `doc`: span s is of document s. None for `begin`: all begin at 0. The numbers are of the documents:
+  how many there are, their tokens, those truncated, those left out for their length, the tokens lost by either.
+  """
+
+  lengths: np.ndarray
+  doc: np.ndarray | None
+  begin: np.ndarray | None
+  documents: int
+  tokens: int
+  truncated: int = 0
+  too_long: int = 0
+  lost: int = 0
+
+  def place(self, span: np.ndarray, begin: np.ndarray, end: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """(document, begin, end) of places in spans."""
+    offset = 0 if self.begin is None else self.begin[span]
+    return span if self.doc is None else self.doc[span], begin + offset, end + offset
+
+  def only(self, which: np.ndarray) -> "Spans":
+    """The spans in `which`, bool [S]."""
+    doc = np.flatnonzero(which) if self.doc is None else self.doc[which]
+    return self._replace(lengths=self.lengths[which], doc=doc, begin=None if self.begin is None else self.begin[which])
+
+
+def fit(lengths: np.ndarray, seq_len: int, over_long: str, max_over_long: float, name: str) -> Spans:
+  """What is kept of documents that are longer than a row.
+
+  Args:
+    lengths: tokens of each document, int64 [D].
+    seq_len: places in a row.
+    over_long: split: all, cut into pieces. truncate_end, truncate_start: a row's length, without what is beyond it at
+      that side. drop: nothing. error: such documents are refused.
+    max_over_long: the share of documents, from 0 to 1, that may be truncated or dropped.
+    name: the source's, for messages.
+
+  Raises:
+    ConfigError: an unknown policy.
+    DataError: more documents are too long than may be.
+  """
+  if over_long not in OVER_LONG:
+    raise ConfigError(f"input.over_long={over_long!r}; allowed: {', '.join(map(repr, OVER_LONG))}.")
+  whole = Spans(lengths, None, None, len(lengths), int(lengths.sum()))
+  long = lengths > seq_len
+  count = int(np.count_nonzero(long))
+  if over_long == "split" or not count:
+    return whole
+  check_share(lengths, seq_len, over_long, max_over_long, name)
+  if over_long == "drop":
+    return whole.only(~long)._replace(too_long=count, lost=int(lengths[long].sum()))
+  kept = np.minimum(lengths, seq_len)
+  begin = lengths - kept if over_long == "truncate_start" else None
+  return whole._replace(lengths=kept, begin=begin, truncated=count, lost=whole.tokens - int(kept.sum()))
+
+
+def check_share(lengths: np.ndarray, seq_len: int, over_long: str, max_over_long: float, name: str,
+                choices: tuple[str, ...] = OVER_LONG) -> None:
+  """Raises DataError if more documents are longer than a row than may be; see `fit`."""
+  count = int(np.count_nonzero(lengths > seq_len))
+  if not count:
+    return
+  share, longest = count / len(lengths), int(lengths.max())
+  if over_long == "error" or share > max_over_long:
+    allowed = 0 if over_long == "error" else int(max_over_long * len(lengths))
+    enough = int(np.partition(lengths, -1 - allowed)[-1 - allowed])
+    limit = "" if over_long == "error" else f", and input.max_over_long allows {max_over_long:.1%} of them"
+    raise DataError(
+        f"source {name!r}: {count:,} of {len(lengths):,} documents ({share:.1%}) are longer than seq_len={seq_len} "
+        f"(the longest: {longest:,} tokens); with input.over_long={over_long!r} they "
+        f"{'are refused' if over_long == 'error' else 'lose tokens'}{limit}. Set seq_len={enough} or more, another "
+        f"input.over_long ({', '.join(o for o in choices if o != over_long)})"
+        f"{'' if over_long == 'error' else ', or a larger input.max_over_long'}.")
+
+
+class Units:
+  """What is kept of documents with parts, each of which needs a row's places for all of its parts.
+
+  Of one that is too long, all parts are cut to the same maximum, the largest with which they fit. A preference of which
+  that would cut one side alone is dropped, so that no comparison is between a whole answer and a beginning; so is what
+  keeps no trained token on some side. A mismatched completion without any is left out alone.
+
+  Args:
+    tokens: with parts.
+    seq_len: places in a row.
+    over_long: truncate_end, drop or error; see `fit`.
+    max_over_long: see `fit`.
+
+  Raises:
+    DataError: more documents are too long than may be.
+
+  Attributes:
+    spans: for a plan, in which no document is cut further.
+    dropped: documents left out, by reason.
+    each: parts of a document.
+    summed: tokens with a weight, those of mismatched completions included.
+  """
+
+  def __init__(self, tokens: TokenizedSource, seq_len: int, over_long: str, max_over_long: float):
+    self.each, self.dropped = tokens.parts_each, {}
+    sizes_DxP = np.diff(tokens.parts).reshape(-1, self.each)
+    marks_DxP = np.array(tokens.marks).reshape(-1, self.each)
+    total_D = sizes_DxP.sum(axis=1)
+    long_D = total_D > seq_len
+    check_share(total_D, seq_len, over_long, max_over_long, tokens.name, choices=WHOLE_OVER_LONG)
+    if over_long == "drop":
+      kept_DxP, bad_D = sizes_DxP, self._drop(long_D, "too long", False)
+    else:
+      kept_DxP = np.where(long_D[:, None], np.minimum(sizes_DxP, _largest(sizes_DxP, seq_len)[:, None]), sizes_DxP)
+      compared_D = (marks_DxP == 1).all(axis=1) & (self.each > 1)
+      bad_D = self._drop(long_D & compared_D & (kept_DxP == sizes_DxP).any(axis=1), "one side too long", False)
+    trained_DxP = self._count(tokens, kept_DxP)
+    spare_DxP = (marks_DxP == MISMATCHED) | (marks_DxP == 0)
+    bad_D = self._drop(((trained_DxP == 0) & ~spare_DxP).any(axis=1), "no room for a completion", bad_D)
+    out_DxP = spare_DxP & (trained_DxP == 0)
+    self._kept_DxP, self._marks_DxP = np.where(out_DxP, 0, kept_DxP), np.where(out_DxP, 0, marks_DxP)
+    self._trained_D = np.where(spare_DxP, 0, trained_DxP).sum(axis=1)
+    self.summed = int(np.where(out_DxP, 0, trained_DxP)[~bad_D].sum())
+    lengths_D = self._kept_DxP.sum(axis=1)
+    lost = int(total_D.sum() - lengths_D[~bad_D].sum())
+    whole = Spans(lengths_D, None, None, len(total_D), int(total_D.sum()), int((long_D & ~bad_D).sum()),
+                  int(bad_D.sum()), lost)
+    self.spans = whole.only(~bad_D) if bad_D.any() else whole
+    # Names what is kept: equal if and only if the same tokens are.
+    kept = np.where(bad_D[:, None], 0, self._kept_DxP).astype("<i8")
+    self.fingerprint = hashlib.blake2b(kept.tobytes(), digest_size=16).hexdigest()
+
+  def count(self, doc: np.ndarray, begin: np.ndarray, end: np.ndarray) -> np.ndarray:
+    """Trained tokens of whole documents; what is only summed up for a mean is not counted."""
+    return self._trained_D[doc]
+
+  def parts(self, pieces: Pieces) -> tuple[Pieces, np.ndarray]:
+    """The parts of documents, as pieces of a source in which each is a document, and the marks of these, float32."""
+    doc = np.repeat(pieces.doc, self.each)
+    part = np.tile(np.arange(self.each), len(pieces.doc))
+    zeros = np.zeros(len(doc), np.int64)
+    kept = Pieces(np.repeat(pieces.row, self.each), doc * self.each + part, zeros, self._kept_DxP[doc, part])
+    return kept, self._marks_DxP[doc, part]
+
+  def _drop(self, which_D: np.ndarray, reason: str, before_D: np.ndarray | bool) -> np.ndarray:
+    """`before_D` and `which_D`; those that are new are counted under `reason`."""
+    if count := int(np.count_nonzero(which_D & ~np.asarray(before_D))):
+      self.dropped[reason] = count
+    return which_D | before_D
+
+  def _count(self, tokens: TokenizedSource, kept_DxP: np.ndarray) -> np.ndarray:
+    parts, kept = np.arange(kept_DxP.size), kept_DxP.reshape(-1)
+    return tokens.of_parts().count_trained(parts, np.zeros_like(kept), kept).reshape(kept_DxP.shape)
+
+
+def _largest(sizes_DxP: np.ndarray, seq_len: int) -> np.ndarray:
+  """The largest number of tokens to which parts can be cut (one or two of them) to fit in a row, int64 [D]."""
+  each = sizes_DxP.shape[1]
+  return np.maximum(seq_len // each, seq_len - (each - 1) * sizes_DxP.min(axis=1))

@@ -1,0 +1,230 @@
+"""Hugging Face checkpoints in and out: config.json and safetensors, for the families of models/hf/families.
+
+    from models import hf
+    model, params = hf.load("path/to/folder", dtype="float32")
+    logits_BxTxV = model.logits(params, tokens_BxT)
+    hf.save(model, params, "path/to/new_folder")
+
+Nothing is downloaded, unpickled or run: a folder is data.
+"""
+
+import json
+import os
+import shutil
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from ml_collections import ConfigDict
+
+from models import api
+from models.hf import convert, families, files
+from models.hf.convert import iter_params, load_params, plan
+from models.hf.errors import HFError
+from models.hf.family import DROPOUT, INERT, NEUTRAL, Family, canonical
+from models.hf.files import TensorFolder
+from models.hf.peft import load_adapters, save_adapters
+from models.spec import ARCHITECTURE_KEYS
+from trainer import config as config_lib
+from trainer import patterns
+
+__all__ = ["HFError", "SMALL_FILES", "TensorFolder", "architecture", "config_json", "copy_small_files", "iter_params",
+           "keys_of", "load", "load_adapters", "load_params", "plan", "prepare", "save", "save_adapters", "set_keys",
+           "with_dtype", "write_json"]
+
+# What a folder holds beside config.json and tensors, as glob patterns: it goes unchanged from the source into the
+# workdir and the export.
+SMALL_FILES = (
+    "generation_config.json",
+    "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json",
+    "chat_template.jinja", "chat_template.json", "additional_chat_templates/*.jinja",
+    "tokenizer.model", "spiece.model", "vocab.json", "merges.txt", "vocab.txt",
+    "preprocessor_config.json", "processor_config.json",
+)
+# What a config.json says of the tokenizer, not of the model: kept where the rest has to be written anew, and null where
+# it is not known, since transformers would put its own idea of a family's ids in their place.
+TOKEN_KEYS = ("bos_token_id", "eos_token_id", "pad_token_id")
+
+
+def architecture(path: str | Path) -> tuple[Family, dict[str, Any], list[str]]:
+  """What model a folder holds: its family, {dotted key of config.model: value}, and sentences on that to be printed.
+
+  Reads config.json alone; touches no tensor and no device.
+
+  Raises:
+    HFError: no such folder, a damaged config.json, an architecture or option that Weft cannot compute exactly.
+  """
+  folder = files.existing_folder(path)
+  content, where = files.read_config(folder), str(folder / files.CONFIG)
+  family = families.find(content, where)
+  keys = family.read(content, where)
+  return family, keys, family.notes(content, where)
+
+
+def load(path: str | Path, dtype: Any = "float32", shardings: Mapping | Callable[[Mapping], Mapping] | None = None,
+         progress: bool = False) -> tuple[api.Model, dict[str, Any]]:
+  """The model of a folder and its parameters, read straight onto their devices.
+
+  Args:
+    path: the folder.
+    dtype: of parameters and computation; None: that of the tensors (of the embedding, for the computation).
+    shardings: nested dict of shardings; or a function from the abstract parameters to it, e.g.
+      `lambda p: trainer.mesh.param_shardings(p, mesh)[0]`; None: everything on the first device.
+    progress: show a bar.
+
+  Raises:
+    HFError: what is missing, damaged or cannot be represented, before any device work.
+  """
+  family, keys, _ = architecture(path)
+  folder = TensorFolder(path)
+  section = config_lib.defaults().model
+  set_keys(section, keys)
+  section.hf = str(folder.path)
+
+  def make(kind: Any) -> api.Model:
+    return api.make_model(section, vocab_size=keys["vocab_size"], params_dtype=kind, compute_dtype=kind)
+
+  model = make("float32" if dtype is None else dtype)
+  abstract = model.abstract_params()
+  fitting = plan(family, keys, abstract, folder)
+  if dtype is None:
+    model = make(fitting.leaves["embed/embedding"].dtype)
+  params = load_params(fitting, folder, shardings(abstract) if callable(shardings) else shardings, dtype, progress)
+  model.architecture, model.hf_config = keys, files.read_config(path)  # for `save`
+  return model, params
+
+
+def save(model: api.Model, params: Mapping, out: str | Path, dtype: Any = None, *, overwrite: bool = False,
+         max_shard_bytes: int = files.MAX_SHARD_BYTES, progress: bool = False) -> None:
+  """Writes parameters in memory as a folder: config.json and tensors; tokenizer files are the caller's.
+
+  Args:
+    model: what `load` gave; or another, of which `model.architecture` is set to what `keys_of` gives.
+    params: its parameters, all in reach of this process.
+    out: a folder, made if missing.
+    dtype: of the tensors; None: that of the parameters.
+    overwrite: replace a model that is in `out`.
+    max_shard_bytes: where a new file begins.
+    progress: show a bar.
+
+  Raises:
+    HFError: no family can express the model; `out` holds one already; files that cannot be written.
+  """
+  out = Path(out).expanduser().absolute()
+  leaves = patterns.flatten(params)
+  if elsewhere := [path for path, leaf in leaves.items() if not getattr(leaf, "is_fully_addressable", True)]:
+    raise HFError(f"{elsewhere[0]} is partly on devices of other processes. Save a checkpoint, and export that: "
+                  "python -m trainer.export.")
+  family, content = config_json(model.architecture, getattr(model, "hf_config", None))
+  prepare(out, overwrite)
+  convert.write_tensors(lambda path, index: np.asarray(leaves[path][index]), family, model.architecture, leaves, out,
+                        dtype, max_shard_bytes, progress)
+  kinds = {np.dtype(dtype if dtype is not None else leaf.dtype).name for leaf in leaves.values()}
+  write_json(out / files.CONFIG, with_dtype(content, kinds.pop() if len(kinds) == 1 else "float32"))
+
+
+def keys_of(section: Mapping, vocab_size: int) -> dict[str, Any]:
+  """{dotted key: value} of a config's `model` section for ARCHITECTURE_KEYS.
+
+  Args:
+    section: the `model` section of a config.
+    vocab_size: entries of the vocabulary, as it is to be written.
+  """
+  def value(key: str) -> Any:
+    node = section
+    for part in key.split("."):
+      node = node[part]
+    return tuple(node) if isinstance(node, list) else node
+
+  return {**{key: value(key) for key in ARCHITECTURE_KEYS}, "vocab_size": vocab_size}
+
+
+def set_keys(section: ConfigDict, keys: Mapping[str, Any]) -> None:
+  """Puts {dotted key: value} into the `model` section of a config."""
+  for key, value in keys.items():
+    *parents, last = key.split(".")
+    node = section
+    for parent in parents:
+      node = node[parent]
+    node[last] = value
+
+
+def config_json(keys: Mapping[str, Any], source: Mapping[str, Any] | None = None,
+                where: str = files.CONFIG) -> tuple[Family, dict[str, Any]]:
+  """The family of a model and its config.json.
+
+  Args:
+    keys: {dotted key: value} of the model.
+    source: the config.json that the model came from. Its family is taken, and what it says is kept as far as it is
+      still true.
+    where: the name of `source` in messages.
+
+  Raises:
+    HFError: no family can express the model; the message names the keys that stand in the way.
+  """
+  tokens = {key: (source or {}).get(key) for key in TOKEN_KEYS}
+  if source is not None:
+    family = families.find(source, where)
+    if _reads_as(family, source, keys, where):
+      return family, dict(source)
+    try:
+      written = family.write(keys)
+    except HFError:  # changed into a model of another family, or of none
+      return _matched(keys, tokens)
+    inert = INERT | DROPOUT | family.inert
+    return family, {**{key: value for key, value in source.items() if key in inert}, **tokens, **written}
+  return _matched(keys, tokens)
+
+
+def _matched(keys: Mapping[str, Any], tokens: Mapping[str, Any]) -> tuple[Family, dict[str, Any]]:
+  family, written = families.match(keys)
+  return family, {**written, **tokens}
+
+
+def with_dtype(content: Mapping[str, Any], dtype: str) -> dict[str, Any]:
+  """config.json with the dtype of its tensors, under the key that is in use there."""
+  return {**content, "dtype" if "dtype" in content else "torch_dtype": dtype}
+
+
+def prepare(out: Path, overwrite: bool) -> None:
+  """Makes the folder for a model.
+
+  Raises:
+    HFError: there is a model in it, and `overwrite` is not set; it is a file, or cannot be made.
+  """
+  if out.is_dir() and not overwrite:
+    present = [p.name for p in (*files.weights_in(out), out / files.CONFIG) if p.exists()]
+    if present:
+      raise HFError(f"{out} already holds {', '.join(present[:4])}. Give another folder, or say that it may be "
+                    "overwritten.")
+  try:
+    out.mkdir(parents=True, exist_ok=True)
+  except OSError as e:
+    raise HFError(f"{out} cannot be made: {e.strerror}. Give a folder that you may write to.") from e
+
+
+def copy_small_files(source: str | Path, out: str | Path, names: Iterable[str] = (files.CONFIG, *SMALL_FILES)) -> None:
+  """Copies those of the named files (glob patterns) that `source` has. Each is whole or not there."""
+  source, out = Path(source), Path(out)
+  for file in [file for name in names for file in sorted(source.glob(name)) if file.is_file()]:
+    target = out / file.relative_to(source)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    temporary = target.with_name(f".{target.name}.{os.getpid()}")
+    shutil.copyfile(file, temporary)
+    os.replace(temporary, target)
+
+
+def write_json(file: Path, content: Mapping[str, Any]) -> None:
+  """A JSON object as a file, which is whole or not there."""
+  temporary = file.with_name(f".{file.name}.{os.getpid()}")
+  temporary.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+  os.replace(temporary, file)
+
+
+def _reads_as(family: Family, content: Mapping[str, Any], keys: Mapping[str, Any], where: str) -> bool:
+  """Whether that config.json describes that model."""
+  try:
+    return family.read(content, where) == canonical({**NEUTRAL, **keys})
+  except HFError:
+    return False

@@ -1,0 +1,394 @@
+"""Parameters of a Hugging Face folder into ours and back: one description of the names, applied both ways.
+
+A family (models/hf/family.py) lists `Tensor`s: their name, the leaves of our tree that it holds, and how. Here that
+list is laid over the tensors that a folder has (`plan`), read into sharded parameters (`load_params`) or written
+(`write_tensors`). "Ours" is a leaf such as blocks/attn/q/kernel [L, D, H*K], "theirs" a tensor such as
+model.layers.3.self_attn.q_proj.weight [H*K, D].
+"""
+
+import itertools
+import math
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from tqdm import tqdm
+
+from models.hf import files
+from models.hf.errors import HFError
+from models.hf.family import Family, Tensor
+from trainer import patterns
+
+# Transposed copies go in blocks of so many rows and columns, which stay in the processor's cache.
+BLOCK = 256
+# Two tensors that must be equal are compared so many rows at a time.
+COMPARED_ROWS = 4096
+
+
+@dataclass(frozen=True)
+class Entry:
+  """A `Tensor` of a family, laid over the shapes of one model."""
+
+  tensor: Tensor
+  prefix: str
+  # Numbers of layers and experts, as far as the name has these placeholders: the leading dimensions of ours.
+  counts: tuple[int, ...]
+  # The shape of each of ours without these dimensions, in their layout.
+  parts: tuple[tuple[int, ...], ...]
+
+  @property
+  def paths(self) -> tuple[str, ...]:
+    return _paths(self.tensor)
+
+  @property
+  def shape(self) -> tuple[int, ...]:
+    """Of their tensor: the parts laid end to end along `axis`."""
+    shape = list(self.parts[0])
+    if len(self.parts) > 1:
+      shape[self.tensor.axis] = sum(part[self.tensor.axis] for part in self.parts)
+    return tuple(shape)
+
+  def places(self) -> Iterator[tuple[int, ...]]:
+    """Every (layer, expert), as far as the name has them."""
+    return itertools.product(*map(range, self.counts))
+
+  def name(self, place: tuple[int, ...]) -> str:
+    numbers = dict(zip(_placeholders(self.tensor), place, strict=True))
+    return self.prefix + self.tensor.theirs.format(**numbers)
+
+  def names(self) -> Iterator[str]:
+    return map(self.name, self.places())
+
+  def to_theirs(self, part: int, index: tuple[slice, ...]) -> tuple[slice, ...]:
+    """Where a slice of one of ours (without its leading dimensions) lies in their tensor."""
+    index = list(index)
+    if self.tensor.transpose:
+      index[-2:] = index[-1], index[-2]
+    if len(self.parts) > 1:
+      axis = self.tensor.axis
+      start = sum(shape[axis] for shape in self.parts[:part])
+      index[axis] = slice(index[axis].start + start, index[axis].stop + start)
+    return tuple(index)
+
+  def swap(self, values: np.ndarray) -> np.ndarray:
+    """From our layout to theirs, and back; a view."""
+    return values.swapaxes(-1, -2) if self.tensor.transpose else values
+
+
+@dataclass(frozen=True)
+class Leaf:
+  """Where one of our leaves is read from: `entry` holds it as its part number `part`."""
+
+  shape: tuple[int, ...]
+  # Of their tensors; None if they differ.
+  dtype: np.dtype | None
+  entry: Entry
+  part: int
+
+
+@dataclass(frozen=True)
+class Plan:
+  """A family's names laid over a folder's tensors: everything fits. `leaves` is {path: Leaf}."""
+
+  leaves: dict[str, Leaf]
+
+  def only(self, paths: Iterable[str]) -> "Plan":
+    """For some of the leaves, where others come from elsewhere."""
+    return Plan({path: self.leaves[path] for path in paths})
+
+
+def plan(family: Family, model: Mapping[str, Any], abstract_params: Mapping, folder: files.TensorFolder) -> Plan:
+  """Matches a folder's tensors with our leaves, by name and shape; touches no device.
+
+  Args:
+    family: whose names the folder has.
+    model: {dotted model key: value}, what `family.read` gave.
+    abstract_params: nested dict of ShapeDtypeStruct, of the whole model (without adapters); dtypes do not matter.
+      Where only some are wanted, call `only` on what is returned.
+    folder: the tensors.
+
+  Raises:
+    HFError: listing what is missing, extra or misshapen, or not a parameter's dtype.
+  """
+  shapes = {path: tuple(leaf.shape) for path, leaf in patterns.flatten(abstract_params).items()}
+  tensors = family.tensors(dict(model))
+  _check_count(tensors, shapes, folder)
+  prefix = _prefix(family, tensors, shapes, folder.tensors)
+  entries = [_entry(tensor, shapes, prefix) for tensor in tensors]
+  chosen = {path: _choose(path, entries, folder.tensors, family) for path in shapes}
+  wanted = {name: entry.shape for entry in chosen.values() for name in entry.names()}
+  tied_names = _tied_names(family, model, shapes, prefix, wanted)
+  lines = _differences(wanted, folder.tensors, lambda name: name in tied_names or _ignored(family, name))
+  if lines:
+    more = [f"… and {len(lines) - 40} more"] if len(lines) > 40 else []
+    raise HFError(
+        f"the tensors of {folder.path} are not those that its {files.CONFIG} asks for, as {family.name} ({len(lines)} "
+        "differences; -: missing there, +: only there, !: other shape or dtype):\n  " + "\n  ".join(lines[:40] + more)
+        + f"\nFetch the folder again; if its tensors are right, {files.CONFIG} must say what they are "
+        "(sizes, tie_word_embeddings, biases).")
+  for name in tied_names & set(folder.tensors):
+    _check_tied(folder, name, chosen["embed/embedding"].name(()))
+  leaves = {}
+  for path, entry in chosen.items():
+    dtypes = {folder.tensors[name].dtype for name in entry.names()}
+    dtype = files.DTYPES[dtypes.pop()] if len(dtypes) == 1 else None
+    leaves[path] = Leaf(shapes[path], dtype, entry, entry.paths.index(path))
+  return Plan(leaves)
+
+
+def load_params(plan: Plan, folder: files.TensorFolder, shardings: Mapping | None = None, dtype: Any = None,
+                progress: bool = False) -> dict[str, Any]:
+  """The nested dict of what `iter_params` gives; `shardings` is nested, too."""
+  placed = None if shardings is None else patterns.flatten(shardings)
+  return patterns.unflatten(dict(iter_params(plan, folder, placed, dtype, progress)))
+
+
+def iter_params(plan: Plan, folder: files.TensorFolder, shardings: Mapping[str, Any] | None = None, dtype: Any = None,
+                progress: bool = False) -> Iterator[tuple[str, jax.Array]]:
+  """Reads parameters straight onto their devices, one (path, array) after another.
+
+  For each leaf, each device of this process gets its shard, of which only the slices that belong to it are read;
+  replicas are read once. The host holds one shard of one leaf at a time.
+
+  Args:
+    plan: what `plan` returned for `folder`.
+    folder: the tensors.
+    shardings: {path: sharding}; None: everything on the first device.
+    dtype: of the parameters; or {path: dtype}; None: that of each tensor.
+    progress: show a bar, on the first process.
+
+  Raises:
+    HFError: dtype is None and the tensors of a leaf differ in theirs; a value is too large for float16.
+  """
+  default = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
+  placed = shardings if shardings is not None else dict.fromkeys(plan.leaves, default)
+  asked = dtype if isinstance(dtype, Mapping) else dict.fromkeys(plan.leaves, dtype)
+  dtypes = {path: leaf.dtype if asked[path] is None else np.dtype(asked[path]) for path, leaf in plan.leaves.items()}
+  for path, leaf_dtype in dtypes.items():
+    if leaf_dtype is None:
+      raise HFError(f"{folder.path}: the tensors of {path} differ in dtype; name the dtype to load them as, e.g. "
+                    "float32.")
+  shards = {path: _shards(leaf.shape, placed[path]) for path, leaf in plan.leaves.items()}
+  total = sum(_size(index) * dtypes[path].itemsize for path, by_index in shards.items() for index in by_index)
+  with tqdm(total=total, desc=f"loading {folder.path.name}", unit="B", unit_scale=True,
+            disable=not progress or jax.process_index() != 0) as bar:
+    for path, leaf in plan.leaves.items():
+      arrays = []
+      for bounds, devices in shards[path].items():
+        values = read_shard(leaf, folder, bounds, dtypes[path])
+        arrays += [_put(values, device) for device in devices]
+        bar.update(values.nbytes)
+        del values
+      whole = jax.make_array_from_single_device_arrays(leaf.shape, placed[path], arrays)
+      arrays.clear()  # whoever takes the whole may delete it
+      yield path, whole
+
+
+def write_tensors(read_leaf: Callable[[str, tuple[int | slice, ...]], np.ndarray], family: Family,
+                  model: Mapping[str, Any], shapes: Mapping[str, Any], out: Path, dtype: Any = None,
+                  max_shard_bytes: int = files.MAX_SHARD_BYTES, progress: bool = False) -> list[Path]:
+  """Writes our leaves as the tensors of a family; the host holds one output shard at a time.
+
+  Args:
+    read_leaf: gives `leaf[index]` of the leaf at a path. The index has a number for each layer and expert, and slices
+      with both bounds for the other dimensions. Leaf by leaf, in the order of layers.
+    family: whose names are written; where it has several for a leaf, the first.
+    model: {dotted model key: value}.
+    shapes: {path: object with .shape and .dtype}. Smaller than the leaf, its beginning is written.
+    out: a folder, made if missing; weights in it are replaced.
+    dtype: None: that of each leaf.
+    max_shard_bytes: where a new file begins.
+    progress: show a bar, on the first process.
+
+  Returns:
+    The files written.
+
+  Raises:
+    HFError: a leaf that the family has no name for; a value too large for float16; files that cannot be written.
+  """
+  sizes = {path: tuple(leaf.shape) for path, leaf in shapes.items()}
+  written: dict[str, tuple[Entry, tuple[int, ...]]] = {}
+  covered: set[str] = set()
+  for tensor in family.tensors(dict(model)):
+    if not covered.intersection(_paths(tensor)):
+      entry = _entry(tensor, sizes, family.prefixes[0])
+      written.update({entry.name(place): (entry, place) for place in entry.places()})
+      covered.update(entry.paths)
+  if missing := [path for path in sizes if path not in covered]:
+    raise HFError(f"the family {family.name} has no tensor for {', '.join(missing)}.")
+  layout = {}
+  for name, (entry, _) in written.items():
+    of_leaves = [shapes[path].dtype for path in entry.paths]
+    layout[name] = (entry.shape, np.dtype(dtype if dtype is not None else np.result_type(*of_leaves)))
+  total = sum(math.prod(shape) * kind.itemsize for shape, kind in layout.values())
+  with tqdm(total=total, desc=f"writing {out.name}", unit="B", unit_scale=True,
+            disable=not progress or jax.process_index() != 0) as bar:
+
+    def make(name: str) -> np.ndarray:
+      entry, place = written[name]
+      values = np.empty(*layout[name])
+      for part, (path, shape) in enumerate(zip(entry.paths, entry.parts, strict=True)):
+        bounds = tuple(slice(0, n) for n in shape)
+        ours = bounds if not entry.tensor.transpose else (*bounds[:-2], bounds[-1], bounds[-2])
+        copy_into(values[entry.to_theirs(part, ours)], entry.swap(np.asarray(read_leaf(path, (*place, *ours)))), name)
+      bar.update(values.nbytes)
+      return values
+
+    return files.write_tensors(out, layout, make, max_shard_bytes)
+
+
+def copy_into(target: np.ndarray, values: np.ndarray, name: str) -> None:
+  """target[...] = values, cast; fast where one is the other's transpose.
+
+  Raises:
+    HFError: a finite value is beyond the range of float16.
+  """
+  if target.ndim > 2:
+    for one, other in zip(target, values, strict=True):
+      copy_into(one, other, name)
+    return
+  with np.errstate(over="ignore"):
+    if target.ndim == 2 and not values.flags.c_contiguous:
+      for i, j in itertools.product(range(0, target.shape[0], BLOCK), range(0, target.shape[1], BLOCK)):
+        block = slice(i, i + BLOCK), slice(j, j + BLOCK)
+        target[block] = values[block]
+    else:
+      target[...] = values
+  if target.dtype == np.float16 != values.dtype and not np.array_equal(np.isfinite(target), np.isfinite(values)):
+    raise HFError(f"{name} has values beyond float16's range (65504); use bfloat16 or float32.")
+
+
+# ---------------------------------------------------------------------------------------------------- names
+
+
+def _paths(tensor: Tensor) -> tuple[str, ...]:
+  return (tensor.ours,) if isinstance(tensor.ours, str) else tuple(tensor.ours)
+
+
+def _placeholders(tensor: Tensor) -> list[str]:
+  """Those that the name has, in the order of our leading dimensions."""
+  return [key for key in ("layer", "expert") if f"{{{key}}}" in tensor.theirs]
+
+
+def _entry(tensor: Tensor, shapes: Mapping[str, tuple[int, ...]], prefix: str) -> Entry:
+  paths, lead = _paths(tensor), len(_placeholders(tensor))
+  if unknown := [path for path in paths if path not in shapes]:
+    raise HFError(f"{tensor.theirs} is made of {', '.join(unknown)}, which this model does not have. Does config.model "
+                  "say something else of the architecture than config.json?")
+  counts = {shapes[path][:lead] for path in paths}
+  parts = [shapes[path][lead:] for path in paths]
+  if tensor.transpose:
+    parts = [(*part[:-2], part[-1], part[-2]) for part in parts]
+  others = {(*part[:tensor.axis], *part[tensor.axis + 1:]) for part in parts}
+  if len(counts) > 1 or len(others) > 1:
+    raise HFError(f"{tensor.theirs}: {', '.join(paths)} cannot be laid end to end, their shapes are "
+                  f"{[shapes[path] for path in paths]}.")
+  return Entry(tensor, prefix if tensor.prefixed else "", counts.pop(), tuple(parts))
+
+
+def _prefix(family: Family, tensors: list[Tensor], shapes: Mapping, present: Mapping) -> str:
+  """The family's spelling under which most of the names are present; the first if none is."""
+  def found(prefix: str) -> int:
+    return sum(name in present for t in tensors if t.prefixed for name in _entry(t, shapes, prefix).names())
+  return max(family.prefixes, key=found)
+
+
+def _check_count(tensors: list[Tensor], shapes: Mapping, folder: files.TensorFolder) -> None:
+  """A config.json with an absurd number of layers or experts would have every one of their names spelled out."""
+  most = max(math.prod(_entry(tensor, shapes, "").counts) for tensor in tensors)
+  if most > 1000 + 10 * len(folder.tensors):
+    raise HFError(f"{folder.path / files.CONFIG} asks for {most:,} tensors of one kind, by its numbers of layers and "
+                  f"experts, but the folder has {len(folder.tensors):,} tensors in all. Fetch it again.")
+
+
+def _choose(path: str, entries: list[Entry], present: Mapping, family: Family) -> Entry:
+  """The first entry with that leaf whose tensors are all present; else the one of which most are."""
+  candidates = [entry for entry in entries if path in entry.paths]
+  if not candidates:
+    raise HFError(f"the family {family.name} has no tensor for our parameter {path}.")
+  return max(candidates, key=lambda entry: sum(name in present for name in entry.names()) / math.prod(entry.counts))
+
+
+def _ignored(family: Family, name: str) -> bool:
+  return any(re.search(regex, name) for regex in family.ignored)
+
+
+def _differences(wanted: Mapping[str, tuple[int, ...]], present: Mapping[str, files.TensorInfo],
+                 ignored: Callable[[str], bool]) -> list[str]:
+  """Lines that say how two sets of tensors differ; empty if they do not."""
+  lines = [f"- {name} {shape}: not in the folder" for name, shape in wanted.items() if name not in present]
+  lines += [f"+ {name} {info.shape}: not of this model" for name, info in present.items()
+            if name not in wanted and not ignored(name)]
+  for name, shape in wanted.items():
+    info = present.get(name)
+    if info is not None and info.shape != shape:
+      lines.append(f"! {name}: {shape} by config.json, {info.shape} in {info.file.name}")
+    elif info is not None and info.dtype not in files.DTYPES:
+      lines.append(f"! {name}: {info.dtype} in {info.file.name}; parameters are {', '.join(files.DTYPES)}")
+  return lines
+
+
+def _tied_names(family: Family, model: Mapping, shapes: Mapping, prefix: str, wanted: Mapping) -> set[str]:
+  """What the unembedding would be called, if it were not the embedding; empty if it is not."""
+  if "unembed/kernel" in shapes:
+    return set()
+  untied = family.tensors({**model, "tie_embeddings": False})
+  names = {(prefix if t.prefixed else "") + t.theirs for t in untied if _paths(t) == ("unembed/kernel",)}
+  return names - set(wanted)
+
+
+def _check_tied(folder: files.TensorFolder, head: str, embedding: str) -> None:
+  """A tied checkpoint may hold the same matrix twice, but not two matrices."""
+  shapes = [folder.tensors[name].shape for name in (head, embedding)]
+  equal = shapes[0] == shapes[1]
+  for start in range(0, shapes[1][0] if equal else 0, COMPARED_ROWS):
+    rows = (slice(start, start + COMPARED_ROWS),)
+    one, other = (folder.read(name, rows).astype(np.float32) for name in (head, embedding))
+    equal = equal and np.array_equal(one, other, equal_nan=True)
+  if not equal:
+    raise HFError(f"{folder.path}: {files.CONFIG} says that the embedding is also the unembedding "
+                  f"(tie_word_embeddings), but {head} {shapes[0]} is not equal to {embedding} {shapes[1]}. Set "
+                  f"tie_word_embeddings to false there if {head} is meant.")
+
+
+# ---------------------------------------------------------------------------------------------------- reading
+
+Bounds = tuple[tuple[int, int], ...]
+
+
+def _shards(shape: tuple[int, ...], sharding: jax.sharding.Sharding) -> dict[Bounds, list[jax.Device]]:
+  """{(start, stop) per dimension: devices of this process that hold it}."""
+  by_bounds: dict[Bounds, list[jax.Device]] = {}
+  for device, index in sharding.addressable_devices_indices_map(shape).items():
+    bounds = tuple(s.indices(n)[:2] for s, n in zip(index or (slice(None),) * len(shape), shape, strict=True))
+    by_bounds.setdefault(bounds, []).append(device)
+  return by_bounds
+
+
+def _size(bounds: Bounds) -> int:
+  return math.prod(stop - start for start, stop in bounds)
+
+
+def read_shard(leaf: Leaf, folder: files.TensorFolder, bounds: Bounds, dtype: np.dtype) -> np.ndarray:
+  """The part of a leaf between `bounds` ((start, stop) per dimension), read tensor by tensor and cast."""
+  entry, lead = leaf.entry, len(leaf.entry.counts)
+  values = np.empty([stop - start for start, stop in bounds], dtype)
+  index = entry.to_theirs(leaf.part, tuple(slice(*pair) for pair in bounds[lead:]))
+  for place in itertools.product(*(range(*pair) for pair in bounds[:lead])):
+    within = tuple(n - start for n, (start, _) in zip(place, bounds, strict=False))
+    name = entry.name(place)
+    copy_into(values[(*within, ...)], entry.swap(folder.read(name, index)), name)
+  return values
+
+
+def _put(values: np.ndarray, device: jax.Device) -> jax.Array:
+  """On the device, in a buffer of its own: on CPU it could otherwise be the host's, which cannot be donated."""
+  array = jax.device_put(values, device)
+  if device.platform == "cpu":
+    array = jnp.copy(array)
+  return array.block_until_ready()  # so that the host's copy can go before the next is made

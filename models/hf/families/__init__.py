@@ -1,0 +1,81 @@
+"""The families of models that can be read and written, and the choice among them."""
+
+import difflib
+from collections.abc import Mapping
+from typing import Any
+
+from models.hf.errors import HFError
+from models.hf.families.arcee import ARCEE
+from models.hf.families.gemma import GEMMA
+from models.hf.families.gemma2 import GEMMA2
+from models.hf.families.gemma3 import GEMMA3
+from models.hf.families.gpt2 import GPT2
+from models.hf.families.llama import LLAMA
+from models.hf.families.mistral import MISTRAL
+from models.hf.families.mixtral import MIXTRAL
+from models.hf.families.nemotron import NEMOTRON
+from models.hf.families.phi3 import PHI3
+from models.hf.families.qwen2 import QWEN2
+from models.hf.families.qwen2_moe import QWEN2_MOE
+from models.hf.families.qwen3 import QWEN3
+from models.hf.families.qwen3_moe import QWEN3_MOE
+from models.hf.families.seed_oss import SEED_OSS
+from models.hf.families.stablelm import STABLELM
+from models.hf.families.starcoder2 import STARCODER2
+from models.hf.family import Family
+
+# In the order in which `match` tries them: of two that fit, the one that more programs read comes first.
+FAMILIES: tuple[Family, ...] = (
+    LLAMA, MISTRAL, QWEN2, QWEN3, MIXTRAL, QWEN3_MOE, QWEN2_MOE, GEMMA, GEMMA2, GEMMA3, GPT2, STARCODER2, STABLELM,
+    PHI3, ARCEE, NEMOTRON, SEED_OSS,
+)
+
+# Wrappers of images or sound around a text model.
+MULTIMODAL = ("gemma3", "gemma3n", "llama4", "llava", "llava_next", "mistral3", "mllama", "paligemma", "qwen2_vl",
+              "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "smolvlm", "idefics3")
+
+
+def find(config: Mapping[str, Any], where: str) -> Family:
+  """The family of a config.json, by its model_type.
+
+  Args:
+    config: the content of config.json.
+    where: its name in messages.
+
+  Raises:
+    HFError: none, or one that is not here.
+  """
+  found = config.get("model_type")
+  by_type = {model_type: family for family in FAMILIES for model_type in family.model_types}
+  if isinstance(found, str) and found in by_type:
+    return by_type[found]
+  known = f"Known: {', '.join(sorted(by_type))}."
+  if found in MULTIMODAL or "vision_config" in config:
+    raise HFError(f"{where}: model_type is {found!r}, a model of images and text, which cannot be loaded yet; its text "
+                  f"part alone would be another model. {known}")
+  near = difflib.get_close_matches(str(found), by_type, 1)
+  hint = f" Did you mean {near[0]!r}?" if near else ""
+  code = " The code that comes with the model (auto_map) is never run." if config.get("auto_map") else ""
+  raise HFError(f"{where}: model_type is {found!r}, of no family that can be read here.{hint}{code} {known} "
+                "docs/huggingface.md tells how to add a family.")
+
+
+def match(model: Mapping[str, Any]) -> tuple[Family, dict[str, Any]]:
+  """The first family that expresses a model exactly, and the model's config.json.
+
+  Args:
+    model: {dotted key of config.model: value} for all keys of the architecture.
+
+  Raises:
+    HFError: there is none; the message says how the nearest one differs.
+  """
+  attempts = []
+  for family in FAMILIES:
+    attempt = family.attempt(model)
+    if not attempt.problems:
+      return family, attempt.content
+    attempts.append((not attempt.readable, len(attempt.problems), family.name, attempt.problems))
+  _, _, nearest, problems = min(attempts)
+  raise HFError(f"no family of Hugging Face models computes this model. The nearest is {nearest}, which cannot express "
+                + "; ".join(problems) + ". Change these keys of config.model before training to be able to "
+                f"export. Families: {', '.join(family.name for family in FAMILIES)}.")

@@ -1,0 +1,57 @@
+"""What the families share: rules for the entries of config.json that most have, and the names of Llama's tensors."""
+
+from models.hf.family import Tensor
+from models.hf.keys import GATED, Activation, Key
+
+
+def as_many_as_heads(model: dict) -> int:
+  """num_key_value_heads where there is none: multi-head attention."""
+  return model["num_heads"]
+
+
+def head_size(model: dict) -> int:
+  """head_dim where there is none."""
+  return model["hidden_size"] // model["num_heads"]
+
+
+SIZES = (
+    Key("vocab_size", "vocab_size"),
+    Key("num_hidden_layers", "num_layers"),
+    Key("hidden_size", "hidden_size"),
+    Key("num_attention_heads", "num_heads"),
+)
+HEAD_SIZE = Key("head_dim", "head_dim", default=head_size, null=head_size)
+WIDTH = Key("intermediate_size", "intermediate_size")
+RMS_EPS = Key("rms_norm_eps", "norm_eps", float, default=1e-6)
+SILU = Activation("hidden_act", "silu", GATED)
+UNTIED = Key("tie_word_embeddings", "tie_embeddings", bool, default=False)
+TIED = Key("tie_word_embeddings", "tie_embeddings", bool, default=True)
+ATTENTION_BIAS = Key("attention_bias", ("qkv_bias", "attention_out_bias"), bool, default=False)
+
+ENDS = (
+    Tensor("embed_tokens.weight", "embed/embedding"),
+    Tensor("norm.weight", "final_norm/scale"),
+    Tensor("norm.bias", "final_norm/bias"),
+    Tensor("lm_head.weight", "unembed/kernel", transpose=True, prefixed=False),
+)
+ATTENTION = tuple(
+    tensor for p in "qkvo" for tensor in (
+        Tensor(f"layers.{{layer}}.self_attn.{p}_proj.weight", f"blocks/attn/{p}/kernel", transpose=True),
+        Tensor(f"layers.{{layer}}.self_attn.{p}_proj.bias", f"blocks/attn/{p}/bias"),
+    )
+)
+QK_NORMS = tuple(
+    Tensor(f"layers.{{layer}}.self_attn.{p}.weight", f"blocks/attn/{p}/scale") for p in ("q_norm", "k_norm")
+)
+MLP = tuple(
+    tensor for p in ("gate", "up", "down") for tensor in (
+        Tensor(f"layers.{{layer}}.mlp.{p}_proj.weight", f"blocks/mlp/{p}/kernel", transpose=True),
+        Tensor(f"layers.{{layer}}.mlp.{p}_proj.bias", f"blocks/mlp/{p}/bias"),
+    )
+)
+NORMS = (
+    Tensor("layers.{layer}.input_layernorm.weight", "blocks/attn_norm/scale"),
+    Tensor("layers.{layer}.input_layernorm.bias", "blocks/attn_norm/bias"),
+    Tensor("layers.{layer}.post_attention_layernorm.weight", "blocks/mlp_norm/scale"),
+    Tensor("layers.{layer}.post_attention_layernorm.bias", "blocks/mlp_norm/bias"),
+)

@@ -1,0 +1,21 @@
+"""Qwen 3: a Llama with RMSNorms on the heads of queries and keys; see qwen2 for its windows."""
+
+from models.hf.families import common
+from models.hf.families.qwen2 import LAYERS
+from models.hf.family import Family
+from models.hf.keys import Key
+from models.hf.rope import Rope
+
+QWEN3 = Family(
+    name="qwen3",
+    model_types=("qwen3",),
+    architectures=("Qwen3ForCausalLM",),
+    keys=(
+        *common.SIZES, common.WIDTH, common.RMS_EPS, common.SILU, common.UNTIED, Rope(), LAYERS,
+        Key("head_dim", "head_dim", default=128),
+        Key("num_key_value_heads", "num_kv_heads", default=32, null=common.as_many_as_heads),
+        common.ATTENTION_BIAS,
+    ),
+    table=(*common.ENDS, *common.NORMS, *common.ATTENTION, *common.QK_NORMS, *common.MLP),
+    fixed={"qk_norm": True},
+)

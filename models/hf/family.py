@@ -1,0 +1,259 @@
+"""What a family of models is: how its config.json and tensor names correspond to config.model and our parameters.
+
+A family is data, used in both directions; those that exist are in models/hf/families, one file each, built from the
+rules of models/hf/keys.py and models/hf/rope.py. docs/huggingface.md tells how to add one.
+"""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from models import layers
+from models.hf.errors import HFError
+from models.hf.keys import Rule, Source
+from models.hf.rope import scaling_keys
+
+# Values of the architecture's keys for a decoder with nothing special; a family's rules and constants go on top.
+NEUTRAL: Mapping[str, Any] = {
+    "norm": "rmsnorm", "norm_scale_plus_one": False, "norm_bias": False, "norm_position": "pre",
+    "positions": "rope", "max_positions": None, "rope_theta": 10000.0, "rope_local_theta": None, "rope_fraction": 1.0,
+    "rope_scaling.type": "none", "rope_scaling.factor": 1.0, "rope_scaling.original_positions": None,
+    "rope_scaling.low_frequency_factor": 1.0, "rope_scaling.high_frequency_factor": 4.0,
+    "rope_scaling.beta_fast": 32.0, "rope_scaling.beta_slow": 1.0, "rope_scaling.truncate": True,
+    "rope_scaling.attention_factor": None,
+    "scale_embeddings": False, "qkv_bias": False, "attention_out_bias": False, "mlp_bias": False, "qk_norm": False,
+    "attention_scale": None, "attention_logit_cap": None, "final_logit_cap": None,
+    "window": None, "layer_pattern": ("global",),
+    "moe.num_experts": 0, "moe.experts_per_token": 2, "moe.expert_size": None, "moe.shared_size": 0,
+    "moe.shared_gate": False, "moe.softmax": "before_topk", "moe.normalize_weights": True,
+}
+
+# Entries of config.json that say nothing about the function from tokens to logits: about files, generation, the Python
+# interface, fresh initial values, heads of other tasks, losses. `max_position_embeddings` bounds nothing where
+# positions are rotary; where it matters (models/hf/rope.py), it is read.
+INERT = frozenset("""
+    _attn_implementation _attn_implementation_autoset _commit_hash _name_or_path _num_labels architectures
+    attn_implementation auto_map bad_words_ids begin_suppress_tokens bos_token_id cache_implementation
+    chunk_size_feed_forward decoder_start_token_id diversity_penalty do_sample dtype early_stopping
+    encoder_no_repeat_ngram_size eos_token_id exponential_decay_length_penalty finetuning_task forced_bos_token_id
+    forced_eos_token_id id2label initializer_range is_decoder is_llama_config keys_to_ignore_at_inference label2id
+    length_penalty mask_token_id max_length max_new_tokens max_position_embeddings max_sequence_length min_length
+    model_max_length model_type name_or_path no_repeat_ngram_size num_beam_groups num_beams num_labels
+    num_return_sequences output_attentions output_hidden_states output_past output_router_logits output_scores
+    pad_token_id prefix pretraining_tp problem_type remove_invalid_values repetition_penalty return_dict
+    return_dict_in_generate router_aux_loss_coef sep_token_id suppress_tokens task_specific_params temperature
+    tf_legacy_loss tokenizer_class top_k top_p torch_dtype torchscript transformers.js_config transformers_version
+    typical_p unk_token_id unsloth_fixed unsloth_version use_bfloat16 use_cache
+""".split())
+
+# What acts in training alone: allowed, and told, since Weft's model.dropout has one rate for the whole model.
+DROPOUT = frozenset("""
+    attention_dropout attn_pdrop classifier_dropout embd_pdrop embedding_dropout hidden_dropout resid_pdrop
+    residual_dropout router_jitter_noise
+""".split())
+
+
+@dataclass(frozen=True)
+class Tensor:
+  """One of a family's tensors, or one for each layer or expert: theirs = concat([swap(ours_i[layer][expert])…], axis).
+
+  Args:
+    theirs: its name without the family's prefix; placeholders {layer} and {expert} stand for numbers, which index the
+      leading dimensions of ours.
+    ours: path of our parameter; several: theirs is their concatenation.
+    transpose: their last two dimensions are ours swapped. A Linear of torch is [out, in], our kernels are [in, out].
+    axis: of the concatenation, in their layout.
+    prefixed: False: the name stands without the prefix even where others have it.
+  """
+
+  theirs: str
+  ours: str | tuple[str, ...]
+  transpose: bool = False
+  axis: int = 0
+  prefixed: bool = True
+
+
+class Attempt(NamedTuple):
+  """A config.json as near as a family comes to a model, and how the two differ; `readable`: it is a model at all."""
+
+  content: dict[str, Any]
+  problems: list[str]
+  readable: bool = True
+
+
+@dataclass(frozen=True, eq=False)
+class Family:
+  """A family of models; see the module's docstring.
+
+  Args:
+    name: what messages call it.
+    model_types: values of model_type in config.json; the first is written.
+    architectures: values of architectures[0]; the first is written.
+    keys: the rules for config.json, in the order in which they are read.
+    table: all tensors that members of the family may have. Several may hold the same of our parameters: the first
+      whose names are present is read, the first is written.
+    fixed: our keys that have one value in the whole family and are not those of NEUTRAL.
+    prefixes: spellings of what tensor names begin with; the first is written.
+    ignored: regexes of tensors that are no parameters.
+    inert: entries of config.json without effect on logits, beyond INERT.
+  """
+
+  name: str
+  model_types: tuple[str, ...]
+  architectures: tuple[str, ...]
+  keys: tuple[Rule, ...]
+  table: tuple[Tensor, ...]
+  fixed: Mapping[str, Any] = field(default_factory=dict)
+  prefixes: tuple[str, ...] = ("model.", "")
+  ignored: tuple[str, ...] = (r"rotary_emb\.inv_freq$",)
+  inert: frozenset[str] = frozenset()
+
+  def __repr__(self) -> str:
+    return f"<family {self.name}>"
+
+  def read(self, config: Mapping[str, Any], where: str) -> dict[str, Any]:
+    """{dotted key of config.model: value} for the whole architecture, in the form of `canonical`.
+
+    Args:
+      config: the content of config.json.
+      where: its name in messages.
+
+    Raises:
+      HFError: the model cannot be represented, or an entry could change the result and is not known.
+    """
+    source = Source(config, where)
+    self._check_architecture(source)
+    quantised = source.get("quantization_config", dict, None, None)
+    if quantised:
+      raise HFError(f"{where}: quantization_config is {quantised!r}; quantised checkpoints are not read. Fetch the "
+                    "model in float32, bfloat16 or float16.")
+    if not source.get("is_causal", bool, True, True):
+      raise source.error("is_causal", "true: what is read are causal language models")
+    model = {**NEUTRAL, **self.fixed}
+    for rule in self.keys:
+      model.update(rule.read(source, model))
+    if unknown := source.left_over(INERT | DROPOUT | self.inert):
+      told = ", ".join(f"{key} = {value!r}" for key, value in unknown.items())
+      raise HFError(f"{where}: {told}: the family {self.name} has no such entry here, and it could change what the "
+                    "model computes. If it does not, remove it from the file.")
+    return canonical(model)
+
+  def write(self, model: Mapping[str, Any]) -> dict[str, Any]:
+    """config.json for {dotted key of config.model: value}, in the layout of transformers 4, which 5 reads too.
+
+    Raises:
+      HFError: naming the keys that this family cannot express.
+    """
+    attempt = self.attempt(model)
+    if attempt.problems:
+      raise HFError(f"the family {self.name} cannot express " + "; ".join(attempt.problems) + ".")
+    return attempt.content
+
+  def attempt(self, model: Mapping[str, Any]) -> Attempt:
+    """As `write`, but tells problems instead of raising."""
+    wanted = canonical({**NEUTRAL, **model})
+    # With rotary positions, ours is a limit on rows that has no place in `canonical`, but one in config.json.
+    given = {**wanted, "max_positions": model.get("max_positions")}
+    content: dict[str, Any] = {"architectures": [self.architectures[0]], "model_type": self.model_types[0]}
+    try:
+      for rule in self.keys:
+        content.update(rule.write(given))
+      read = self.read(content, "its config.json")
+    except HFError as e:
+      return Attempt(content, [f"this model ({e})"], readable=False)
+    return Attempt(content, [f"model.{key} = {wanted[key]!r} (nearest: {value!r})" for key, value in read.items()
+                             if wanted.get(key) != value])
+
+  def tensors(self, model: Mapping[str, Any]) -> list[Tensor]:
+    """The tensors of this architecture; several may hold the same of our parameters."""
+    model = canonical({**NEUTRAL, **model})
+    return [t for t in self.table
+            if all(has_parameter(model, path) for path in ((t.ours,) if isinstance(t.ours, str) else t.ours))]
+
+  def notes(self, config: Mapping[str, Any], where: str = "config.json") -> list[str]:
+    """Sentences on entries that have no effect here but may have had one where the model was trained."""
+    source = Source(config, where)
+    told = [f"{where}: {key} is {config[key]}; it acts in training alone, where model.dropout is used here."
+            for key in sorted(DROPOUT) if config.get(key)]
+    if config.get("router_aux_loss_coef"):
+      told.append(f"{where}: router_aux_loss_coef is {config['router_aux_loss_coef']}; for a balancing loss in "
+                  "training set model.moe.balance_loss.")
+    return told + [note for rule in self.keys for note in rule.notes(source)]
+
+  def _check_architecture(self, source: Source) -> None:
+    found = source.get("architectures", list, None, None)
+    if found and found[0] not in self.architectures:
+      raise source.error("architectures", f"[{', '.join(map(repr, self.architectures))}] for model_type "
+                         f"{self.model_types[0]!r}; only language models are read, not other heads or bare bodies")
+
+
+def canonical(model: Mapping[str, Any]) -> dict[str, Any]:
+  """The same function said in one way: what is derived is filled in, what has no effect gets its NEUTRAL value."""
+  m = dict(model)
+  m["num_kv_heads"] = m.get("num_kv_heads") or m["num_heads"]
+  m["head_dim"] = m.get("head_dim") or m["hidden_size"] // m["num_heads"]
+  if m["attention_scale"] == m["head_dim"] ** -0.5:
+    m["attention_scale"] = None
+  _canonical_layers(m)
+  _canonical_positions(m)
+  if m["moe.num_experts"]:
+    m["moe.expert_size"] = m["intermediate_size"] = m["moe.expert_size"] or m["intermediate_size"]
+    if m["moe.softmax"] == "after_topk":
+      # A softmax over the chosen is the softmax over all, divided by the sum of the chosen.
+      m.update({"moe.softmax": "before_topk", "moe.normalize_weights": True})
+    m["moe.shared_gate"] = m["moe.shared_gate"] and m["moe.shared_size"] > 0
+  else:
+    _reset(m, "moe.")
+  return m
+
+
+def has_parameter(model: Mapping[str, Any], path: str) -> bool:
+  """Whether a model has the parameter of that path; `model` is canonical."""
+  *parents, owner, leaf = path.split("/")
+  if leaf == "bias":
+    biases = {"q": "qkv_bias", "k": "qkv_bias", "v": "qkv_bias", "o": "attention_out_bias",
+              "gate": "mlp_bias", "up": "mlp_bias", "down": "mlp_bias"}
+    if not model[biases.get(owner, "norm_bias")]:
+      return False
+  gated, moe, position = model["activation"] in layers.GATED, model["moe.num_experts"] > 0, model["norm_position"]
+  conditions = {
+      "pos_embed": model["positions"] == "learned",
+      "unembed": not model["tie_embeddings"],
+      "q_norm": model["qk_norm"], "k_norm": model["qk_norm"],
+      "attn_norm": position != "post", "mlp_norm": position != "post",
+      "attn_post_norm": position != "pre", "mlp_post_norm": position != "pre",
+      "gate": gated or moe, "mlp": not moe, "moe": moe,
+      "shared": model["moe.shared_size"] > 0, "shared_gate": model["moe.shared_gate"],
+  }
+  return all(conditions.get(part, True) for part in (*parents, owner))
+
+
+def _canonical_layers(m: dict[str, Any]) -> None:
+  """The shortest pattern that, repeated, gives the layers' types."""
+  pattern, layers_ = tuple(m["layer_pattern"]), m["num_layers"]
+  types = [pattern[i % len(pattern)] for i in range(layers_)] or list(pattern)
+  period = next(p for p in range(1, len(types) + 1) if all(kind == types[i % p] for i, kind in enumerate(types)))
+  m["layer_pattern"] = tuple(types[:period])
+  if "local" not in types:
+    m["window"] = m["rope_local_theta"] = None
+
+
+def _canonical_positions(m: dict[str, Any]) -> None:
+  if m["positions"] != "rope":
+    _reset(m, "rope_")
+    if m["positions"] == "none":
+      m["max_positions"] = None
+    return
+  m["max_positions"] = None
+  kind = m["rope_scaling.type"]
+  used = {f"rope_scaling.{key}" for key in scaling_keys(kind)} | {"rope_scaling.type"}
+  m.update({key: value for key, value in NEUTRAL.items() if key.startswith("rope_scaling.") and key not in used})
+  if kind == "yarn" and m["rope_scaling.attention_factor"] == 0.1 * math.log(m["rope_scaling.factor"]) + 1.0:
+    m["rope_scaling.attention_factor"] = None
+  if m["rope_local_theta"] == m["rope_theta"] and kind == "none":
+    m["rope_local_theta"] = None
+
+
+def _reset(m: dict[str, Any], prefix: str) -> None:
+  m.update({key: value for key, value in NEUTRAL.items() if key.startswith(prefix)})

@@ -1,0 +1,270 @@
+"""The vocabulary of a family's description: entries of config.json, each understood in both directions.
+
+A family (models/hf/family.py) is a list of rules. `read` turns entries of config.json into values of config.model,
+named by dotted keys such as `moe.num_experts`; `write` turns these back. A rule need not refuse what it cannot write:
+`Family.write` reads what was written and compares.
+"""
+
+import difflib
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from models.hf.errors import HFError
+
+REQUIRED = object()
+_KINDS = {int: "a whole number of 1 or more", float: "a number", bool: "true or false", str: "a string", list: "a list",
+          dict: "an object"}
+
+
+class Source:
+  """A config.json, or an object inside it, that remembers which of its keys were asked for.
+
+  Attributes:
+    content: the JSON object.
+    where: what messages call it.
+  """
+
+  def __init__(self, content: Mapping[str, Any], where: str):
+    self.content, self.where = content, where
+    self._asked: set[str] = set()
+
+  def get(self, key: str, kind: type, default: Any = REQUIRED, null: Any = REQUIRED) -> Any:
+    """The value of `key`, checked to be of `kind`.
+
+    Args:
+      key: of the JSON object.
+      kind: int (1 or more), float (an int will do), bool, str, list or dict.
+      default: what an absent key means; an error if not given.
+      null: what `null` means; an error if not given.
+
+    Raises:
+      HFError: the key is missing, or its value of another kind.
+    """
+    self._asked.add(key)
+    if key not in self.content:
+      if default is REQUIRED:
+        raise HFError(f"{self.where} has no {key!r}, which must be {_KINDS[kind]}.{self._near(key)}")
+      return default
+    value = self.content[key]
+    if value is None and null is not REQUIRED:
+      return null
+    if kind is float and isinstance(value, int) and not isinstance(value, bool):
+      value = float(value)
+    if not isinstance(value, kind) or (kind is int and (isinstance(value, bool) or value < 1)):
+      raise self.error(key, _KINDS[kind] + ("" if null is REQUIRED else ", or null"))
+    return value
+
+  def error(self, key: str, allowed: str) -> HFError:
+    """The value of `key` is none of the allowed ones."""
+    return HFError(f"{self.where}: {key} is {self.content.get(key)!r}; allowed: {allowed}.")
+
+  def left_over(self, inert: Iterable[str] = ()) -> dict[str, Any]:
+    """What was not asked for, is not inert and says something (null, false and empty values do not)."""
+    known = self._asked.union(inert)
+    return {key: value for key, value in self.content.items()
+            if key not in known and not (value is None or value is False or value in ("", [], {}))}
+
+  def _near(self, key: str) -> str:
+    near = difflib.get_close_matches(key, self.content, 1)
+    return f" It has {near[0]!r}." if near else ""
+
+
+class Rule:
+  """Some entries of config.json and what they mean."""
+
+  def read(self, source: Source, model: Mapping[str, Any]) -> dict[str, Any]:
+    """{our key: value}; `model` has what the rules before this one gave. Raises HFError."""
+    raise NotImplementedError
+
+  def write(self, model: Mapping[str, Any]) -> dict[str, Any]:
+    """{their key: value} for a complete model."""
+    raise NotImplementedError
+
+  def notes(self, source: Source) -> list[str]:
+    """Sentences on entries that a user should know of."""
+    return []
+
+
+@dataclass(frozen=True)
+class Key(Rule):
+  """An entry whose value is ours as it stands; several of ours have the same.
+
+  `default` and `null` say what an absent key and `null` mean: a value, or a function of what was read before. `alias`
+  is another name for the entry, which is read but not written.
+  """
+
+  theirs: str
+  ours: str | tuple[str, ...]
+  kind: type = int
+  default: Any = REQUIRED
+  null: Any = REQUIRED
+  alias: str | None = None
+
+  def read(self, source, model):
+    default, null = (v(model) if callable(v) else v for v in (self.default, self.null))
+    if self.alias and self.alias in source.content:
+      default = source.get(self.alias, self.kind, default, null)
+      if source.content.get(self.theirs, default) != default:
+        raise source.error(self.alias, f"the same as {self.theirs}, {source.content[self.theirs]!r}")
+    value = source.get(self.theirs, self.kind, default, null)
+    return dict.fromkeys((self.ours,) if isinstance(self.ours, str) else self.ours, value)
+
+  def write(self, model):
+    return {self.theirs: model[self.ours if isinstance(self.ours, str) else self.ours[0]]}
+
+
+@dataclass(frozen=True)
+class Must(Rule):
+  """An entry that must have one value, `null` or absent: the model has nothing for another.
+
+  `why` continues "allowed: <value>; ".
+  """
+
+  theirs: str
+  value: Any
+  why: str
+
+  def read(self, source, model):
+    value = source.get(self.theirs, object, self.value, self.value)
+    if value != self.value or isinstance(value, bool) != isinstance(self.value, bool):
+      raise source.error(self.theirs, f"{self.value!r}; {self.why}")
+    return {}
+
+  def write(self, model):
+    return {}
+
+
+class WholeHeads(Rule):
+  """Some families want a hidden size that is a multiple of the heads, although head_dim says the heads' size."""
+
+  def read(self, source, model):
+    return {}
+
+  def write(self, model):
+    if model["hidden_size"] % model["num_heads"]:
+      raise HFError(f"hidden_size {model['hidden_size']} must be a multiple of the {model['num_heads']} heads for "
+                    "transformers 5 to load it")
+    return {}
+
+
+# transformers' names of activations, by what they are as a gate and without one; the first of each is written. All
+# "gelu_" variants of the tanh approximation (Hendrycks and Gimpel 2016) differ in rounding only.
+_TANH = ("gelu_pytorch_tanh", "gelu_new", "gelu_fast", "gelu_python_tanh", "gelu_accurate")
+GATED = {"swiglu": ("silu", "swish"), "geglu": _TANH, "geglu_exact": ("gelu", "gelu_python")}
+UNGATED = {"gelu": _TANH, "gelu_exact": ("gelu", "gelu_python"), "relu": ("relu",), "relu2": ("relu2",),
+           "silu": ("silu", "swish")}
+
+
+@dataclass(frozen=True)
+class Activation(Rule):
+  """The activation of the MLP.
+
+  Args:
+    theirs: the entry.
+    default: their name of it where the entry is absent; it is also written, where several names say the same.
+    names: {ours: their names}.
+    same: further entries; where they are there, they must name the same function.
+  """
+
+  theirs: str
+  default: str
+  names: Mapping[str, tuple[str, ...]]
+  same: tuple[str, ...] = ()
+
+  def read(self, source, model):
+    by_theirs = {name: ours for ours, names in self.names.items() for name in names}
+    found = source.get(self.theirs, str, self.default)
+    if found not in by_theirs:
+      raise source.error(self.theirs, ", ".join(by_theirs))
+    for key in self.same:
+      other = source.get(key, str, None, None)
+      if other is not None and by_theirs.get(other) != by_theirs[found]:
+        raise source.error(key, f"the same function as {self.theirs}, {found!r}")
+    return {"activation": by_theirs[found]}
+
+  def write(self, model):
+    names = self.names.get(model["activation"], (self.default,))
+    return {self.theirs: self.default if self.default in names else names[0]}
+
+
+@dataclass(frozen=True)
+class QueryScale(Rule):
+  """query_pre_attn_scalar s: attention logits are q·k / sqrt(s) (Gemma 2 and 3)."""
+
+  default: int = 256
+
+  def read(self, source, model):
+    return {"attention_scale": source.get("query_pre_attn_scalar", int, self.default) ** -0.5}
+
+  def write(self, model):
+    scale = model["attention_scale"]
+    return {"query_pre_attn_scalar": model["head_dim"] if scale is None else max(round(scale**-2), 1)}
+
+
+@dataclass(frozen=True)
+class Window(Rule):
+  """A sliding window in all layers, or in none: `sliding_window` tokens, the current one included.
+
+  Args:
+    default: where the entry is absent.
+    switch: an entry without which (or with false) there is no window.
+  """
+
+  default: int | None
+  switch: str | None = None
+
+  def read(self, source, model):
+    on = self.switch is None or source.get(self.switch, bool, False)
+    # Where it is switched off, the number may be anything.
+    found = source.get("sliding_window", int if on else object, self.default, None)
+    window = found if on else None
+    kind = "local" if window else "global"
+    types = source.get("layer_types", list, None, None)
+    if types is not None and types != [_THEIRS[kind]] * model["num_layers"]:
+      raise source.error("layer_types", f"{_THEIRS[kind]!r} for each of the {model['num_layers']} layers, since this "
+                         f"family has one kind and sliding_window is {window}")
+    return {"layer_pattern": (kind,), "window": window}
+
+  def write(self, model):
+    return {"sliding_window": model["window"], **({self.switch: model["window"] is not None} if self.switch else {})}
+
+
+_THEIRS = {"local": "sliding_attention", "global": "full_attention"}
+_OURS = {theirs: ours for ours, theirs in _THEIRS.items()} | {"attention": "global"}
+
+
+@dataclass(frozen=True)
+class LayerTypes(Rule):
+  """A window in some layers: `layer_types` with an entry for each, or an older way to say it.
+
+  Args:
+    read_window: from the source to the window, None: there is none.
+    older: from the source and the number of layers to ("local" | "global", …), or None: only `layer_types` can say.
+    write_older: from the layers' types and the window to the entries of the older way, the window among them.
+  """
+
+  read_window: Callable[[Source], int | None]
+  older: Callable[[Source, int], tuple[str, ...] | None]
+  write_older: Callable[[tuple[str, ...], int | None], dict[str, Any]]
+
+  def read(self, source, model):
+    layers = model["num_layers"]
+    window, types = self.read_window(source), self.older(source, layers)
+    given = source.get("layer_types", list, None, None)
+    if given is not None:
+      if len(given) != layers or not all(isinstance(kind, str) and kind in _OURS for kind in given):
+        raise source.error("layer_types", f"{layers} times (num_hidden_layers) one of {', '.join(_OURS)}")
+      types = tuple(_OURS[kind] for kind in given)
+    if types is None:
+      raise HFError(f"{source.where} has no layer_types, and versions of transformers differ on which layers have a "
+                    "sliding window then. Add layer_types: 'sliding_attention' or 'full_attention' for each layer.")
+    if "local" in types and window is None:
+      raise HFError(f"{source.where} has layers with a sliding window, but sliding_window is "
+                    f"{source.content.get('sliding_window')!r} or switched off by use_sliding_window.")
+    return {"layer_pattern": types, "window": window}
+
+  def write(self, model):
+    pattern = model["layer_pattern"]
+    types = tuple(pattern[i % len(pattern)] for i in range(model["num_layers"]))
+    return self.write_older(types, model["window"]) | {"layer_types": [_THEIRS[kind] for kind in types]}

@@ -1,0 +1,178 @@
+"""Rotary positions in config.json: transformers 4 (rope_theta, rope_scaling) and 5 (rope_parameters), both ways.
+
+What the scalings compute is in models/rope.py.
+"""
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+from models.hf.errors import HFError
+from models.hf.keys import Rule, Source
+
+# The keys of a scaling: theirs, ours, kind, default. `original_max_position_embeddings` is told by more than one key.
+_NUMBERS = {
+    "linear": (("factor", "factor", None),),
+    "dynamic": (("factor", "factor", None),),
+    "llama3": (("factor", "factor", None), ("low_freq_factor", "low_frequency_factor", None),
+               ("high_freq_factor", "high_frequency_factor", None)),
+    "yarn": (("beta_fast", "beta_fast", 32.0), ("beta_slow", "beta_slow", 1.0)),
+}
+_ORIGINAL = "original_max_position_embeddings"
+
+
+@dataclass(frozen=True)
+class Rope(Rule):
+  """RoPE and its scaling.
+
+  Args:
+    theta: the base where config.json has none.
+    scalings: the types that the family has.
+    fraction: the share of a head that is rotated where config.json does not say; None: the family rotates all.
+    local_theta: the base of layers with a window where config.json has none; None: theirs is that of all.
+  """
+
+  theta: float = 10000.0
+  scalings: tuple[str, ...] = ("linear", "dynamic", "llama3", "yarn")
+  fraction: float | None = None
+  local_theta: float | None = None
+
+  def read(self, source, model):
+    theta, partial = (source.get(key, float, None, None) for key in ("rope_theta", "partial_rotary_factor"))
+    limit, original = (source.get(key, int, None, None) for key in ("max_position_embeddings", _ORIGINAL))
+    local_theta = source.get("rope_local_base_freq", float, None, None) if self.local_theta is not None else None
+    parameters, local = self._parameters(source)
+    theta = _one(parameters, "rope_theta", float, theta, self.theta)
+    partial = _one(parameters, "partial_rotary_factor", float, partial, None)
+    if self.fraction is None and partial not in (None, 1.0):
+      raise HFError(f"{source.where}: partial_rotary_factor is {partial}; allowed: 1.0, for this family rotates whole "
+                    "heads.")
+    fraction = self.fraction if partial is None else partial
+    keys = {"rope_theta": theta, "rope_fraction": 1.0 if fraction is None else fraction}
+    if local is not None:
+      keys["rope_local_theta"] = _one(local, "rope_theta", float, local_theta, self.local_theta)
+      if _type(local, ("default",)) != "default":
+        raise local.error("rope_type", "default; layers with a window have no scaling")
+      _check_all_read(local)
+    keys |= self._scaling(parameters, limit, original)
+    _check_all_read(parameters)
+    return keys
+
+  def write(self, model):
+    scaling = {key.partition(".")[2]: value for key, value in model.items() if key.startswith("rope_scaling.")}
+    content: dict[str, Any] = {"rope_theta": model["rope_theta"]}
+    if self.fraction is not None:
+      content["partial_rotary_factor"] = model["rope_fraction"]
+    if self.local_theta is not None:
+      local_theta = model["rope_local_theta"]
+      content["rope_local_base_freq"] = model["rope_theta"] if local_theta is None else local_theta
+    limit, kind = model["max_positions"], scaling["type"]
+    if kind in self.scalings:
+      written = {"rope_type": kind, "factor": scaling["factor"]}
+      written |= {theirs: scaling[ours] for theirs, ours, _ in _NUMBERS[kind]}
+      if kind == "yarn":
+        written["truncate"] = scaling["truncate"]
+        if scaling["attention_factor"] is not None:
+          written["attention_factor"] = scaling["attention_factor"]
+      if kind == "dynamic":
+        limit = scaling["original_positions"]
+      elif kind != "linear":
+        written[_ORIGINAL] = scaling["original_positions"]
+        # transformers 4 takes this ratio for yarn's factor.
+        limit = round(scaling["factor"] * scaling["original_positions"])
+      content["rope_scaling"] = written
+    if limit is not None:
+      content["max_position_embeddings"] = limit
+    return content
+
+  def notes(self, source):
+    parameters, _ = self._parameters(source)
+    factor, limit = parameters.content.get("factor"), source.content.get("max_position_embeddings")
+    original = parameters.content.get(_ORIGINAL, source.content.get(_ORIGINAL))
+    if _type(parameters, ("default", *self.scalings)) != "yarn" or None in (factor, limit, original):
+      return []
+    if math.isclose(factor, limit / original):
+      return []
+    return [f"{source.where}: yarn's factor is {factor}, although max_position_embeddings / {_ORIGINAL} is "
+            f"{limit / original:g}. The factor counts, as in transformers 5; transformers 4 takes the ratio."]
+
+  def _parameters(self, source: Source) -> tuple[Source, Source | None]:
+    """The parameters of global layers, and those of local ones if they have their own."""
+    old, new = (source.get(key, dict, {}, {}) for key in ("rope_scaling", "rope_parameters"))
+    local = None
+    if self.local_theta is not None:
+      nested = Source(new, f"{source.where}: rope_parameters")
+      new, its = (nested.get(key, dict, {}, {}) for key in ("full_attention", "sliding_attention"))
+      _check_all_read(nested)
+      local = Source(its, f"{source.where}: rope_parameters.sliding_attention")
+    for key in old.keys() & new.keys():
+      if old[key] != new[key]:
+        raise HFError(f"{source.where}: rope_scaling says {key}={old[key]!r}, rope_parameters {new[key]!r}. Remove the "
+                      "one that is wrong.")
+    return Source({**old, **new}, f"{source.where}: {'rope_parameters' if new else 'rope_scaling'}"), local
+
+  def _scaling(self, parameters: Source, limit: int | None, original: int | None) -> dict[str, Any]:
+    kind = _type(parameters, ("default", *self.scalings))
+    if kind == "default":
+      return {"rope_scaling.type": "none"}
+    keys: dict[str, Any] = {"type": kind}
+    for theirs, ours, default in _NUMBERS[kind]:
+      keys[ours] = parameters.get(theirs, float) if default is None else parameters.get(theirs, float, default, default)
+    original = _one(parameters, _ORIGINAL, int, original, limit)
+    if kind == "dynamic":
+      if original != limit:
+        raise HFError(f"{parameters.where}: {_ORIGINAL} is {original}, but dynamic scaling starts at "
+                      f"max_position_embeddings, {limit}. Make them equal.")
+    if kind != "linear":
+      if original is None:
+        raise HFError(f"{parameters.where}: {kind} scaling needs {_ORIGINAL}.")
+      keys["original_positions"] = original
+    if kind == "yarn":
+      keys |= _yarn(parameters, original, limit)
+    return {f"rope_scaling.{key}": value for key, value in keys.items()}
+
+
+def _yarn(parameters: Source, original: int, limit: int | None) -> dict[str, Any]:
+  """The factors of yarn; those of DeepSeek (mscale, mscale_all_dim) become one factor on cosines and sines."""
+  ratio = None if limit is None else limit / original
+  factor = parameters.get("factor", float, ratio, ratio)
+  if factor is None:
+    raise HFError(f"{parameters.where}: yarn scaling needs factor.")
+  attention_factor = parameters.get("attention_factor", float, None, None)
+  mscale, mscale_all_dim = (parameters.get(key, float, None, None) for key in ("mscale", "mscale_all_dim"))
+  if attention_factor is None and mscale and mscale_all_dim and factor > 1:
+    magnitude, all_dim = (0.1 * scale * math.log(factor) + 1.0 for scale in (mscale, mscale_all_dim))
+    attention_factor = magnitude / all_dim
+  return {"factor": factor, "attention_factor": attention_factor,
+          "truncate": parameters.get("truncate", bool, True, True)}
+
+
+def _type(parameters: Source, allowed: tuple[str, ...]) -> str:
+  kinds = {parameters.get(key, str, None, None) for key in ("rope_type", "type")} - {None}
+  if len(kinds) > 1:
+    raise parameters.error("rope_type", f"the same as type, {parameters.content['type']!r}")
+  kind = kinds.pop() if kinds else "default"
+  if kind not in allowed:
+    raise parameters.error("rope_type" if "rope_type" in parameters.content else "type", ", ".join(allowed))
+  return kind
+
+
+def _one(parameters: Source, key: str, kind: type, outside: Any, default: Any) -> Any:
+  """A value that may stand among the parameters or beside them."""
+  inside = parameters.get(key, kind, None, None)
+  if None not in (inside, outside) and inside != outside:
+    raise parameters.error(key, f"{outside!r}, as the {key} beside it says")
+  return next((value for value in (inside, outside) if value is not None), default)
+
+
+def _check_all_read(parameters: Source) -> None:
+  if unknown := parameters.left_over():
+    told = ", ".join(f"{key}={value!r}" for key, value in unknown.items())
+    raise HFError(f"{parameters.where} has {told}, which this type of rotary positions does not know here.")
+
+
+def scaling_keys(kind: str) -> frozenset[str]:
+  """Which keys of model.rope_scaling a type uses, `type` aside."""
+  more = {"dynamic": ("original_positions",), "llama3": ("original_positions",),
+          "yarn": ("original_positions", "factor", "truncate", "attention_factor")}
+  return frozenset((*(ours for _, ours, _ in _NUMBERS.get(kind, ())), *more.get(kind, ())))

@@ -1,0 +1,369 @@
+"""Mixture of experts: every token passes through the k experts that a router chooses for it, and no token is dropped.
+
+The output of a token is a function of that token alone: there is no capacity that others could use up, and padding
+(segment 0) reaches no expert and no statistic.
+
+B batch, T length, D hidden size, E experts, k experts per token, F width of an expert; N = B T tokens, A = N k
+assignments of a token to an expert, S rows per block, M rows of the assignments sorted by expert, each expert's rows
+padded to whole blocks.
+"""
+
+import contextlib
+import contextvars
+import functools
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from models import spec as spec_lib
+from models.layers import GATED, Kernel, Linear, Mlp, Scope, multiply
+from trainer.metrics import Mean
+
+# Rows per block: large enough for an efficient product, small enough that padding adds less than a half to the rows.
+MIN_BLOCK, MAX_BLOCK = 8, 256
+
+_mapper: contextvars.ContextVar[Callable | None] = contextvars.ContextVar("mapper", default=None)
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Load:
+  """How many assignments each expert of each layer received: int32 [L, E]; adds up over micro-batches exactly."""
+
+  counts: Any
+
+  def to_floats(self, name: str) -> dict[str, float]:
+    """The share of experts without any token, over all layers; the fullest expert's load as a multiple of the mean
+    load, averaged over layers (1: perfectly even). Nothing for a step without tokens."""
+    counts_LxE = np.asarray(self.counts, np.float64)
+    if not counts_LxE.any():
+      return {}
+    relative_L = counts_LxE.max(axis=1) / counts_LxE.mean(axis=1)
+    return {f"{name}/dead_experts": float((counts_LxE == 0).mean()), f"{name}/max_load": float(relative_L.mean())}
+
+
+class Experts(nnx.Module):
+  """The kernels of E gated MLPs."""
+
+  def __init__(self, scope: Scope, experts: int, features: int, hidden: int, *, std: float | None, out_gain: float):
+    std_in, std_out = (size**-0.5 if std is None else std for size in (features, hidden))
+    self.gate = Kernel(scope / "gate", (experts, features, hidden), std_in)
+    self.up = Kernel(scope / "up", (experts, features, hidden), std_in)
+    self.down = Kernel(scope / "down", (experts, hidden, features), std_out * out_gain)
+    self.dtype = scope.compute_dtype
+
+  def multiply(self, product: Callable, *args: Any) -> Any:
+    """`product((gate [E, D, F], up [E, D, F], down [E, F, D]), *args)`, the kernels in the compute dtype."""
+    return multiply((self.gate, self.up, self.down), product, self.dtype, *args)
+
+
+class Moe(nnx.Module):
+  """Router, experts, and the shared expert that every token passes through."""
+
+  def __init__(self, spec: spec_lib.Spec, scope: Scope, out_gain: float):
+    """`out_gain`: factor on the initial standard deviation of the last projections."""
+    moe, D, std = spec.moe, spec.hidden_size, spec.init_std
+    self.router = Kernel(scope / "router", (D, moe.num_experts), D**-0.5 if std is None else std)
+    self.experts = Experts(scope / "experts", moe.num_experts, D, moe.expert_size, std=std, out_gain=out_gain)
+    shared = dict(activation=spec.activation, std=std, bias=False, out_gain=out_gain)
+    self.shared = Mlp(scope / "shared", D, moe.shared_size, **shared) if moe.shared_size else None
+    self.shared_gate = Linear(scope / "shared_gate", D, 1, std=std, bias=False) if moe.shared_gate else None
+    self.spec, self.activation = moe, spec.activation
+
+  def __call__(self, x_BxTxD: jax.Array, segment_ids: jax.Array,
+               key: jax.Array | None = None) -> tuple[jax.Array, dict[str, jax.Array]]:
+    """The layer's output [B, T, D] (of the experts: 0 at padding) and its `statistics`.
+
+    `key`: the layer's key for dropout on the adapters' input; None: no dropout.
+    """
+    moe, kernel_DxE = self.spec, self.router.kernel[...].astype(jnp.float32)
+    # In float32 throughout: two logits that nearly tie must not be swapped by rounding.
+    logits_NxE = jnp.matmul(x_BxTxD.reshape(-1, x_BxTxD.shape[-1]).astype(jnp.float32), kernel_DxE,
+                            precision=jax.lax.Precision.HIGHEST)
+    logits_BxTxE = logits_NxE.reshape(*x_BxTxD.shape[:-1], -1)
+    experts_BxTxk, weights_BxTxk = _on_rows(functools.partial(route, moe=moe), (logits_BxTxE,))
+    used_BxTxk = jnp.where(segment_ids[..., None] > 0, experts_BxTxk, moe.num_experts)
+    run = functools.partial(apply_experts, num_experts=moe.num_experts, activation=self.activation)
+    names = ((None, None, "mlp"), (None, None, "mlp"), (None, "mlp", None))
+    y_BxTxD = self.experts.multiply(lambda kernels, *rows: _on_rows(run, rows, kernels, names),
+                                    x_BxTxD, used_BxTxk, weights_BxTxk)
+    if self.shared is not None:
+      shared_BxTxD = self.shared(x_BxTxD, key).astype(jnp.float32)
+      if self.shared_gate is not None:
+        shared_BxTxD = shared_BxTxD * jax.nn.sigmoid(self.shared_gate(x_BxTxD, key).astype(jnp.float32))
+      y_BxTxD = y_BxTxD + shared_BxTxD
+    return y_BxTxD.astype(x_BxTxD.dtype), statistics(logits_BxTxE, experts_BxTxk, segment_ids, moe)
+
+
+def route(rows: tuple[jax.Array], kernels: tuple = (), *, moe: spec_lib.Moe) -> tuple[jax.Array, jax.Array]:
+  """The chosen experts int32 [B, T, k], best first (of equal ones the first), and their weights, float32.
+
+  Args:
+    rows: the router's logits [B, T, E], float32.
+    kernels: none.
+    moe: the config.
+  """
+  (logits_BxTxE,) = rows
+  if moe.softmax == "before_topk":
+    weights_BxTxk, experts_BxTxk = jax.lax.top_k(jax.nn.softmax(logits_BxTxE), moe.experts_per_token)
+  else:
+    chosen_BxTxk, experts_BxTxk = jax.lax.top_k(logits_BxTxE, moe.experts_per_token)
+    weights_BxTxk = jax.nn.softmax(chosen_BxTxk)
+  if moe.normalize_weights:
+    weights_BxTxk = weights_BxTxk / jnp.sum(weights_BxTxk, axis=-1, keepdims=True)
+  return experts_BxTxk, weights_BxTxk
+
+
+def apply_experts(rows: tuple[jax.Array, ...], kernels: tuple[jax.Array, ...], *, num_experts: int,
+                  activation: str) -> jax.Array:
+  """Σ_j weight_j × expert_j(x) for each token: float32 [B, T, D].
+
+  Args:
+    rows: x [B, T, D], experts int32 [B, T, k] (`num_experts`: none), weights float32 [B, T, k].
+    kernels: gate and up [E, D, F], down [E, F, D].
+    num_experts: E.
+    activation: one of `layers.GATED`.
+  """
+  x_BxTxD, experts_BxTxk, weights_BxTxk = rows
+  gate_ExDxF, up_ExDxF, down_ExFxD = kernels
+  D, k = x_BxTxD.shape[-1], experts_BxTxk.shape[-1]
+  places_A, assignments_M, sizes_E, block = _sort_by_expert(experts_BxTxk.reshape(-1), num_experts)
+  A, multiply = places_A.shape[0], functools.partial(grouped_matmul, block=block)
+
+  # Division also sends A, the assignment that rows without one have, to a token that does not exist.
+  x_MxD = _gather(x_BxTxD.reshape(-1, D), assignments_M // k, places_A.reshape(-1, k))
+  gate_MxF, up_MxF = multiply(x_MxD, gate_ExDxF, sizes_E), multiply(x_MxD, up_ExDxF, sizes_E)
+  y_MxD = multiply(GATED[activation](gate_MxF) * up_MxF, down_ExFxD, sizes_E)
+  y_NxkxD = _gather(y_MxD, places_A, assignments_M[:, None]).reshape(A // k, k, D)
+  weights_Nxkx1 = weights_BxTxk.reshape(A // k, k, 1)
+  # A sum in the order of the router's choice, whichever rows of the batch are computed together.
+  y_NxD = sum(weights_Nxkx1[:, j] * y_NxkxD[:, j].astype(jnp.float32) for j in range(k))
+  return y_NxD.reshape(x_BxTxD.shape)
+
+
+@contextlib.contextmanager
+def mapped_by(fn: Callable | None) -> Iterator[None]:
+  """While active, what treats every row alone runs as `fn(run, rows, kernels, names)` and not as `run(rows, kernels)`.
+
+  That is how a mesh lets each device work on the rows that it holds. `rows` are arrays whose first dimension is the
+  batch, and so are the results; `names` are the logical names of the kernels' dimensions, as in `api.constrain`.
+  Results computed with parts of split kernels add up to the whole. Wrap what traces a step: its first call.
+  """
+  token = _mapper.set(fn)
+  try:
+    yield
+  finally:
+    _mapper.reset(token)
+
+
+def _on_rows(run: Callable, rows: tuple[jax.Array, ...], kernels: tuple = (), names: tuple = ()) -> Any:
+  mapper = _mapper.get()
+  return run(rows, kernels) if mapper is None else mapper(run, rows, kernels, names)
+
+
+# ---------------------------------------------------------------------------------------------- dispatch
+
+
+def _sort_by_expert(experts_A: jax.Array, num_experts: int) -> tuple[jax.Array, jax.Array, jax.Array, int]:
+  """Assigns rows to assignments, each expert's in one run of whole blocks, in the order of the tokens.
+
+  Returns:
+    (places_A, assignments_M, sizes_E, S): the row of each assignment (M: none, where the expert is `num_experts`),
+    the assignment of each row (A: none), the padded number of rows of each expert, and the rows of a block.
+  """
+  A, E = experts_A.shape[0], num_experts
+  S = _block_size(A, E)
+  M = (A // S + min(E, A)) * S  # every group wastes less than a block, whatever the router chooses
+  # Stable: of one expert, tokens keep their order.
+  order_A = jnp.argsort(experts_A, stable=True)
+  rank_A = jnp.zeros_like(order_A).at[order_A].set(jnp.arange(A), unique_indices=True)
+  counts_E = jnp.sum(experts_A[:, None] == jnp.arange(E), axis=0, dtype=jnp.int32)
+  sizes_E = (counts_E + S - 1) // S * S
+  firsts_E, starts_E = jnp.cumsum(counts_E) - counts_E, jnp.cumsum(sizes_E) - sizes_E
+
+  mine_A = jnp.minimum(experts_A, E - 1)
+  places_A = jnp.where(experts_A < E, starts_E[mine_A] + rank_A - firsts_E[mine_A], M)
+  expert_M = jnp.minimum(jnp.repeat(_expert_of_block(sizes_E, M // S, S), S), E - 1)
+  within_M = jnp.arange(M) - starts_E[expert_M]
+  real_M = within_M < counts_E[expert_M]
+  assignments_M = jnp.where(real_M, order_A[jnp.where(real_M, firsts_E[expert_M] + within_M, 0)], A)
+  return places_A, assignments_M, sizes_E, S
+
+
+def _block_size(assignments: int, num_experts: int) -> int:
+  """The power of two at or below half of an expert's mean share, within bounds."""
+  share = max(assignments // (2 * num_experts), 1)
+  return min(max(2 ** int(math.log2(share)), MIN_BLOCK), MAX_BLOCK)
+
+
+def _expert_of_block(sizes_E: jax.Array, num_blocks: int, block: int) -> jax.Array:
+  """int32 [num_blocks]; E for the unused blocks at the end."""
+  ends_E = jnp.cumsum(sizes_E) // block
+  return jnp.sum(jnp.arange(num_blocks)[:, None] >= ends_E, axis=1, dtype=jnp.int32)
+
+
+@jax.custom_vjp
+def _gather(x_PxD: jax.Array, index_Q: jax.Array, back_PxR: jax.Array) -> jax.Array:
+  """x[index], 0 where the index is P or above. `back[p]` lists the q with index[q] == p, filled up with Q or above.
+
+  With the way back known, the gradient is a sum of gathered rows in a fixed order, where autodiff would scatter.
+  """
+  return x_PxD.at[index_Q].get(mode="fill", fill_value=0)
+
+
+def _gather_fwd(x_PxD, index_Q, back_PxR):
+  return _gather(x_PxD, index_Q, back_PxR), back_PxR
+
+
+def _gather_bwd(back_PxR, g_QxD):
+  columns = (g_QxD.at[back_PxR[:, r]].get(mode="fill", fill_value=0) for r in range(back_PxR.shape[1]))
+  return sum(column.astype(jnp.float32) for column in columns).astype(g_QxD.dtype), None, None
+
+
+_gather.defvjp(_gather_fwd, _gather_bwd)
+
+
+# ---------------------------------------------------------------------------------------------- grouped products
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
+def grouped_matmul(x_MxK: jax.Array, w_ExKxN: jax.Array, sizes_E: jax.Array, block: int) -> jax.Array:
+  """Rows of group e times w[e]: [M, N] in the dtype of x; rows beyond the groups give 0.
+
+  Args:
+    x_MxK: rows, group after group.
+    w_ExKxN: one matrix per group.
+    sizes_E: rows of each group, int32, multiples of `block`; their sum is at most M.
+    block: rows multiplied at a time, a divisor of M.
+  """
+  return _grouped(x_MxK, w_ExKxN, sizes_E, block, transpose=False)
+
+
+def _grouped_fwd(x_MxK, w_ExKxN, sizes_E, block):
+  return grouped_matmul(x_MxK, w_ExKxN, sizes_E, block), (x_MxK, w_ExKxN, sizes_E)
+
+
+def _grouped_bwd(block, saved, g_MxN):
+  x_MxK, w_ExKxN, sizes_E = saved
+  dx_MxK = _grouped(g_MxN, w_ExKxN, sizes_E, block, transpose=True)
+  dw_ExKxN = _grouped_outer(x_MxK, g_MxN, sizes_E, block)
+  return dx_MxK.astype(x_MxK.dtype), dw_ExKxN.astype(w_ExKxN.dtype), None
+
+
+grouped_matmul.defvjp(_grouped_fwd, _grouped_bwd)
+
+
+def _grouped(x_MxK, w, sizes_E, block: int, transpose: bool) -> jax.Array:
+  """x times w[e], or times its transpose, by whatever is fast where it runs."""
+  ragged, blocked = (functools.partial(f, block=block, transpose=transpose) for f in (_ragged, _blocked))
+  return jax.lax.platform_dependent(x_MxK, w, sizes_E, tpu=ragged, default=blocked)
+
+
+def _grouped_outer(x_MxK, g_MxN, sizes_E, block: int) -> jax.Array:
+  """The sum over each group's rows of x^T g: float32 [E, K, N]."""
+  ragged, blocked = (functools.partial(f, block=block) for f in (_ragged_outer, _blocked_outer))
+  return jax.lax.platform_dependent(x_MxK, g_MxN, sizes_E, tpu=ragged, default=blocked)
+
+
+# Only on TPU does a ragged product cost what it should; XLA for CPU and (by default) GPU multiplies every row by every
+# group's matrix.
+def _ragged(x_MxK, w, sizes_E, *, block: int, transpose: bool) -> jax.Array:
+  del block
+  y_MxN = jax.lax.ragged_dot(x_MxK, w.swapaxes(1, 2) if transpose else w, sizes_E)
+  return jnp.where(jnp.arange(x_MxK.shape[0])[:, None] < jnp.sum(sizes_E), y_MxN, 0)
+
+
+def _ragged_outer(x_MxK, g_MxN, sizes_E, *, block: int) -> jax.Array:
+  del block
+  dimensions = jax.lax.RaggedDotDimensionNumbers(
+      dot_dimension_numbers=(((0,), (0,)), ((), ())), lhs_ragged_dimensions=[0], rhs_group_dimensions=[])
+  return jax.lax.ragged_dot_general(x_MxK, g_MxN, sizes_E, dimensions, preferred_element_type=jnp.float32)
+
+
+def _blocked(x_MxK, w, sizes_E, *, block: int, transpose: bool) -> jax.Array:
+  """One product per block that is in use, with its group's matrix."""
+  M = x_MxK.shape[0]
+  expert = _expert_of_block(sizes_E, M // block, block)
+  dimensions = (((1,), (1 if transpose else 0,)), ((), ()))
+
+  def one(i, y_MxN):
+    x_SxK = jax.lax.dynamic_slice_in_dim(x_MxK, i * block, block)
+    y_SxN = jax.lax.dot_general(x_SxK, jax.lax.dynamic_index_in_dim(w, expert[i], keepdims=False), dimensions)
+    return jax.lax.dynamic_update_slice_in_dim(y_MxN, y_SxN, i * block, axis=0)
+
+  zeros = jnp.zeros((M, w.shape[1 if transpose else 2]), x_MxK.dtype)
+  return jax.lax.fori_loop(0, jnp.sum(sizes_E) // block, one, zeros)
+
+
+def _blocked_outer(x_MxK, g_MxN, sizes_E, *, block: int) -> jax.Array:
+  expert = _expert_of_block(sizes_E, x_MxK.shape[0] // block, block)
+
+  def one(i, w_ExKxN):
+    x_SxK, g_SxN = (jax.lax.dynamic_slice_in_dim(part, i * block, block) for part in (x_MxK, g_MxN))
+    w_KxN = jnp.matmul(x_SxK.T, g_SxN, preferred_element_type=jnp.float32)
+    return w_ExKxN.at[expert[i]].add(w_KxN)
+
+  zeros = jnp.zeros((sizes_E.shape[0], x_MxK.shape[1], g_MxN.shape[1]), jnp.float32)
+  return jax.lax.fori_loop(0, jnp.sum(sizes_E) // block, one, zeros)
+
+
+# ---------------------------------------------------------------------------------------------- losses and metrics
+
+
+def statistics(logits_BxTxE: jax.Array, experts_BxTxk: jax.Array, segment_ids: jax.Array,
+               moe: spec_lib.Moe) -> dict[str, jax.Array]:
+  """One layer's sums over each row's tokens: `entropy`, `balance`, `z` float32 [B], `counts` int32 [B, E]."""
+  real_BxT = segment_ids > 0
+  log_p_BxTxE = jax.nn.log_softmax(logits_BxTxE)
+  p_BxTxE = jnp.exp(log_p_BxTxE)
+  # 1 where the token uses the expert; the experts of a token differ, so no entry is 2.
+  uses_BxTxE = jnp.any(experts_BxTxk[..., None] == jnp.arange(moe.num_experts), axis=2)
+  uses_BxTxE = (uses_BxTxE & real_BxT[..., None]).astype(jnp.int32)
+
+  def over_tokens(values_BxT):
+    return jnp.sum(jnp.where(real_BxT, values_BxT, 0.0), axis=1)
+
+  sums = dict(entropy=over_tokens(-jnp.sum(p_BxTxE * log_p_BxTxE, axis=-1)), counts=jnp.sum(uses_BxTxE, axis=1))
+  if moe.balance_loss:
+    load_BxTxE = _load_of_document(uses_BxTxE, segment_ids) * (moe.num_experts / moe.experts_per_token)
+    sums["balance"] = over_tokens(jnp.sum(load_BxTxE * p_BxTxE, axis=-1))
+  if moe.z_loss:
+    sums["z"] = over_tokens(jnp.square(jax.nn.logsumexp(logits_BxTxE, axis=-1)))
+  return sums
+
+
+def report(stats: dict[str, jax.Array] | None, segment_ids: jax.Array, moe: spec_lib.Moe | None):
+  """(losses, metrics) for `models.api.Output` from every layer's `statistics`, stacked: [L, …].
+
+  Both terms are means over tokens and layers, as is `moe/entropy`; weights depend on the batch alone.
+  """
+  if moe is None:
+    return {}, {}
+  weight_B = stats["entropy"].shape[0] * jnp.sum(segment_ids > 0, axis=1).astype(jnp.float32)
+  coefficients = dict(balance=moe.balance_loss, z=moe.z_loss)
+  losses = {f"moe/{name}_loss": Mean(coefficient * jnp.sum(stats[name], axis=0), weight_B)
+            for name, coefficient in coefficients.items() if coefficient}
+  entropy = Mean(jnp.sum(stats["entropy"], axis=0), weight_B)
+  return losses, {"moe/entropy": entropy, "moe": Load(jnp.sum(stats["counts"], axis=1))}
+
+
+def _load_of_document(uses_BxTxE: jax.Array, segment_ids: jax.Array) -> jax.Array:
+  """For each token, the share of its document's tokens that use each expert: float32 [B, T, E].
+
+  A document's tokens are contiguous, so that its sum is a difference of two running sums: of whole numbers, exact.
+  """
+  T = segment_ids.shape[1]
+  index_T = jnp.arange(T)
+  changes = segment_ids[:, 1:] != segment_ids[:, :-1]
+  first_BxT = jax.lax.cummax(jnp.where(jnp.pad(changes, ((0, 0), (1, 0)), constant_values=True), index_T, 0), axis=1)
+  last_BxT = jax.lax.cummin(jnp.where(jnp.pad(changes, ((0, 0), (0, 1)), constant_values=True), index_T, T - 1), axis=1,
+                            reverse=True)
+  running = jnp.pad(jnp.cumsum(uses_BxTxE, axis=1), ((0, 0), (1, 0), (0, 0)))
+  upto, before = (jnp.take_along_axis(running, at[..., None], axis=1) for at in (last_BxT + 1, first_BxT))
+  return (upto - before) / (last_BxT - first_BxT + 1)[..., None]

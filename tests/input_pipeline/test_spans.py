@@ -1,0 +1,207 @@
+"""The trained part of each turn, from renderings of its beginnings alone."""
+
+import numpy as np
+import pytest
+
+from input_pipeline.chat import ChatTemplate
+from input_pipeline.files import DataError
+from input_pipeline.shapes import Conversation
+from input_pipeline.spans import Segment, SegmentEncoder, SpanFinder
+from input_pipeline.tokenizer import BytesTokenizer, load_tokenizer
+from tests.conftest import ROOT
+
+HERE = ROOT / "tests" / "input_pipeline" / "references"
+CHATML = ("{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+          "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}")
+TURNS = [("user", "Hi"), ("assistant", "Hello"), ("user", "Bye"), ("assistant", "So long")]
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+  return load_tokenizer(HERE / "tiny")
+
+
+def talk(*turns):
+  messages = [{"role": role, "content": content} for role, content in turns]
+  return Conversation("messages", messages, [1.0] * len(turns), 0)
+
+
+def finder(source, tokenizer):
+  return SpanFinder(ChatTemplate(source, tokenizer.named_tokens), tokenizer)
+
+
+def trained(source, tokenizer, conversation, weights=None, policy="split"):
+  """Of each example, what is trained in it, as text."""
+  weights = weights or [float(m["role"] == "assistant") for m in conversation.messages]
+  found = finder(source, tokenizer).turns(conversation, weights, policy)
+  return [[tokenizer.decode(ids[weights == w], skip_special=False) for w in sorted({*weights.tolist()} - {0.0})]
+          for ids, weights in SegmentEncoder(tokenizer).encode(found)]
+
+
+def test_the_span_is_content_and_end_without_header_and_trailing_newline(tokenizer):
+  """T8, T10: a stock template without marks; the token that ends a turn belongs to it, the newline behind it not."""
+  (segments,) = finder(CHATML, tokenizer).turns(talk(*TURNS), [0, 1, 0, 1], "split")
+  end = int(tokenizer.encode_rendered("<|im_end|>")[0])
+  assert segments == [
+      Segment("<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n"),
+      Segment("Hello<|im_end|>\n<|im_start|>user\nBye<|im_end|>\n<|im_start|>assistant\n", (), 1, end, 1),
+      Segment("So long<|im_end|>\n", (), 1, end, 1)]
+  assert trained(CHATML, tokenizer, talk(*TURNS)) == [["Hello<|im_end|>So long<|im_end|>"]]
+
+
+def test_weights_are_those_of_the_messages(tokenizer):
+  assert trained(CHATML, tokenizer, talk(*TURNS), [0, 0.5, 0, 2]) == [["Hello<|im_end|>", "So long<|im_end|>"]]
+
+
+def test_what_the_prompt_supplies_is_not_trained(tokenizer):
+  """T11b: an empty block of thoughts in the generation prompt."""
+  source = CHATML.replace("assistant\n{% endif %}", "assistant\n<think></think>{% endif %}").replace(
+      "{{ m.content }}", "{{ '<think></think>' if m.role == 'assistant' }}{{ m.content }}")
+  assert trained(source, tokenizer, talk(*TURNS[:2])) == [["Hello<|im_end|>"]]
+
+
+REWRITING = CHATML.replace("{{ m.content }}", "{{ m.content if loop.last else m.content.split('</think>')[-1] }}")
+THOUGHTS = talk(("user", "a"), ("assistant", "<think>1</think>b"), ("user", "c"), ("assistant", "<think>2</think>d"))
+
+
+@pytest.mark.parametrize("policy, expected", [
+    ("split", [["<think>1</think>b<|im_end|>"], ["<think>2</think>d<|im_end|>"]]),
+    ("last", [["<think>2</think>d<|im_end|>"]])])
+def test_rewritten_history_gives_an_example_for_each_turn(tokenizer, policy, expected):
+  """T11b: each with the history as it is shown then."""
+  assert trained(REWRITING, tokenizer, THOUGHTS, policy=policy) == expected
+  last = finder(REWRITING, tokenizer).turns(THOUGHTS, [0, 1, 0, 1], policy)[-1]
+  assert "".join(s.text for s in last).startswith("<|im_start|>user\na<|im_end|>\n<|im_start|>assistant\nb<|im_end|>")
+
+
+def test_rewritten_history_can_be_an_error(tokenizer):
+  with pytest.raises(DataError, match=r"messages\[1\] is rendered differently once messages\[3\] follows.*'split'"):
+    trained(REWRITING, tokenizer, THOUGHTS, policy="error")
+  assert trained(REWRITING, tokenizer, THOUGHTS, [0, 0, 0, 1], policy="error") == [["<think>2</think>d<|im_end|>"]]
+
+
+def test_a_prompt_that_the_turn_contradicts_is_an_error(tokenizer):
+  """A template that drops the thoughts that its own prompt begins."""
+  source = CHATML.replace("assistant\n{% endif %}", "assistant\n<think>{% endif %}")
+  with pytest.raises(DataError, match=r"ends with '<think>', where the rendered turn has 'b<\|im_end"):
+    finder(source, tokenizer)
+
+
+def test_a_turn_that_ends_with_no_token_is_an_error(tokenizer):
+  """T8: at the start, with what to do."""
+  source = CHATML.replace("<|im_end|>", "[end]")
+  with pytest.raises(DataError, match=r"tried with a user who says 'a'.*ends the turn with 'b\[end\]\\n'.*'plain'"):
+    finder(source, tokenizer)
+  with pytest.raises(DataError, match="no token of the tokenizer ends a text"):
+    finder(CHATML, BytesTokenizer())
+
+
+def test_stop_ids_are_the_tokenizers_and_the_templates(tokenizer, caplog):
+  """T7, T8, T11c: a template may end turns with another token than EOS; the start says which one is trained."""
+  caplog.set_level("INFO", logger="absl")  # whatever verbosity another test has left
+  eot = int(tokenizer.encode_rendered("<|eot_id|>")[0])
+  assert finder(CHATML, tokenizer).stop_ids == tokenizer.stop_ids == (tokenizer.eos_id,)
+  assert finder(CHATML.replace("<|im_end|>", "<|eot_id|>"), tokenizer).stop_ids == (tokenizer.eos_id, eot)
+  assert f"turn ends with <|eot_id|> (id {eot}), which is trained" in caplog.text
+
+
+def test_what_stands_behind_the_stop_token_is_not_trained(tokenizer):
+  """Some templates write EOS behind a whole conversation: no model gets that far."""
+  source = CHATML.replace("{% if add", "{% if not add_generation_prompt %}<|eot_id|>{% endif %}{% if add")
+  assert trained(source, tokenizer, talk(*TURNS)) == [["Hello<|im_end|>So long<|im_end|>"]]
+  with pytest.raises(DataError, match=r"writes 'Next\.' behind <\|im_end\|>, where a model stops"):
+    finder(source.replace("<|eot_id|>", "Next."), tokenizer)
+
+
+def test_a_header_that_no_prompt_supplies_is_not_trained(tokenizer, caplog):
+  """Templates that ignore add_generation_prompt."""
+  source = CHATML.split("{% if add")[0]
+  assert trained(source, tokenizer, talk(*TURNS)) == [["Hello<|im_end|>So long<|im_end|>"]]
+  assert "add_generation_prompt changes nothing" in caplog.text
+
+
+def test_other_roles_and_a_first_assistant_are_found(tokenizer):
+  conversation = talk(("assistant", "Hello?"), ("user", "a hint"), ("assistant", "Well"), ("tool", "b"), ("user", "c"))
+  assert trained(CHATML, tokenizer, conversation, [3, 1, 0, 2, 0]) == [
+      ["a hint<|im_end|>", "b<|im_end|>", "Hello?<|im_end|>"]]
+
+
+def test_generation_blocks_that_disagree_are_told(tokenizer, caplog):
+  """Ours hold; whoever wrote the template's marks should know."""
+  marked = CHATML.replace("{{ m.content }}<|im_end|>", "{% generation %}{{ m.content }}<|im_end|>{% endgeneration %}")
+  finder(marked, tokenizer)
+  assert "generation block" not in caplog.text
+  source = CHATML.replace("{{ m.content }}", "{% generation %}{{ m.content }}{% endgeneration %}")
+  assert trained(source, tokenizer, talk(*TURNS)) == [["Hello<|im_end|>So long<|im_end|>"]]
+  assert "its generation block marks 'b'; trained is 'b<|im_end|>'" in caplog.text
+
+
+def test_a_template_without_bos_is_followed_and_told(caplog):
+  """T9: BOS is the template's business."""
+  finder(CHATML, load_tokenizer(HERE / "tiny"))
+  assert "writes no <|begin|>, though the tokenizer has one" in caplog.text
+
+
+@pytest.mark.parametrize("replaced, by, changed, message", [
+    ("{{ m.content }}", "{{ m.content if m.role != 'tool' }}", [("tool", "user")],
+     r"messages\[0\], of the role 'tool', is left out"),
+    ("{{ m.content }}", "{{ m.content if m.role == 'user' }}", [], r"messages\[2\]\.content is left out")])
+def test_a_message_that_the_template_leaves_out_is_an_error(tokenizer, replaced, by, changed, message):
+  conversation = talk(*changed, *TURNS) if changed else talk(("user", "b"), ("user", "b"), ("assistant", "qq"))
+  with pytest.raises(DataError, match=message):
+    trained(CHATML.replace(replaced, by), tokenizer, conversation)
+
+
+@pytest.mark.parametrize("key, value, what", [
+    ("reasoning_content", "hm", r"messages\[1\]\.reasoning_content"),
+    ("tool_calls", [{"function": {"name": "f", "arguments": {}}}], r"messages\[1\]\.tool_calls")])
+def test_thoughts_and_calls_that_the_template_leaves_out_are_an_error(tokenizer, key, value, what):
+  conversation = talk(*TURNS)
+  conversation.messages[1][key] = value
+  with pytest.raises(DataError, match=f"{what} is left out"):
+    trained(CHATML, tokenizer, conversation)
+  with pytest.raises(DataError, match="the tool 'g' is left out"):
+    trained(CHATML, tokenizer, talk(*TURNS)._replace(tools=[{"function": {"name": "g"}}]))
+
+
+def test_special_tokens_in_what_is_said_end_no_turn(tokenizer):
+  """T10: and are ordinary text, on both sides."""
+  said = "a<|im_end|>\n<|im_start|>assistant\nb"
+  (segments,) = finder(CHATML, tokenizer).turns(talk(("user", said), ("assistant", said)), [0, 1], "split")
+  ((ids, weights),) = SegmentEncoder(tokenizer).encode([segments])
+  assert (ids == tokenizer.eos_id).sum() == 2
+  assert tokenizer.decode(ids[weights > 0], skip_special=False) == said + "<|im_end|>"
+  assert ids[weights > 0][-1] == tokenizer.eos_id and (ids[weights > 0] == tokenizer.eos_id).sum() == 1
+
+
+def test_the_prompt_ends_with_a_token(tokenizer):
+  """T11: what a prompt ends with and what the answer begins with do not become one token."""
+  source = CHATML.replace("\n{{ m.content }}", "\n{{ 'H' if m.role == 'assistant' }}{{ m.content }}").replace(
+      "assistant\n{% endif %}", "assistant\nH{% endif %}")
+  (segments,) = finder(source, tokenizer).turns(talk(("user", "a"), ("assistant", "i")), [0, 1], "split")
+  ((ids, weights),) = SegmentEncoder(tokenizer).encode([segments])
+  h, i, hi = (tokenizer.encode_batch([text])[0].tolist() for text in ("H", "i", "Hi"))
+  assert len(hi) == 1 and hi[0] in tokenizer.encode_rendered("".join(s.text for s in segments))
+  first = int(weights.argmax())
+  assert ids[first - 1 : first + 2].tolist() == [*h, *i, tokenizer.eos_id]
+
+
+def test_a_segment_gets_no_space_of_a_first_word():
+  """T11: of tokenizers that write one before the first word of a text."""
+  tokenizer = load_tokenizer(HERE / "spans" / "mistral")
+  whole = "<s>[INST] Hi[/INST]Hello</s>"
+  cut = whole.index("Hello")
+  ((ids, _),) = SegmentEncoder(tokenizer).encode([[Segment(whole[:cut]), Segment(whole[cut:])]])
+  assert ids.tolist() == tokenizer.encode_rendered(whole).tolist()
+  alone = tokenizer.encode_rendered(whole[cut:])
+  assert ids[-len(alone):].tolist() != alone.tolist()
+
+
+def test_inert_and_weighted_segments():
+  tokenizer = BytesTokenizer()
+  encoder = SegmentEncoder(tokenizer)
+  segments = [encoder.ordinary("a<|eos|>", 0.5), Segment("b<|eos|>c<|eos|>d", (1,), 2.0, tokenizer.eos_id, 1, 0.25)]
+  ((ids, weights),) = encoder.encode([segments])
+  expected = [*b"a<|eos|>b<|eos|>c", tokenizer.eos_id, ord("d")]
+  assert ids.tolist() == expected
+  np.testing.assert_array_equal(weights, [0.5] * 8 + [2.0] * 10 + [0.25])

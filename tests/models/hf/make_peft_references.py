@@ -1,0 +1,58 @@
+"""Writes tests/models/hf/peft_references: tiny random models with adapters, and their logits as PEFT computes them.
+
+Needs torch, transformers and peft, which nothing else here does: python tests/models/hf/make_peft_references.py
+"""
+
+import shutil
+from pathlib import Path
+
+import numpy as np
+import torch
+from peft import LoraConfig, PeftModel, get_peft_model
+from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
+
+OUT = Path(__file__).resolve().parent / "peft_references"
+TOKENS = torch.from_numpy(np.random.default_rng(0).integers(0, 40, (2, 9)))
+
+LLAMA = LlamaConfig(vocab_size=40, hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=4,
+                    num_key_value_heads=2, tie_word_embeddings=False, max_position_embeddings=32)
+GPT2 = GPT2Config(vocab_size=40, n_embd=16, n_layer=2, n_head=2, n_positions=32)
+
+CASES = {
+    "llama": (LLAMA, LlamaForCausalLM, dict(r=3, lora_alpha=8, target_modules=["q_proj", "v_proj", "down_proj"])),
+    "llama_rslora": (LLAMA, LlamaForCausalLM, dict(r=4, lora_alpha=6, use_rslora=True, target_modules=["o_proj"])),
+    "gpt2": (GPT2, GPT2LMHeadModel, dict(r=3, lora_alpha=6, fan_in_fan_out=True,
+                                         target_modules=["c_attn", "mlp.c_proj"])),
+}
+
+
+def randomise(parameters, generator: torch.Generator) -> None:
+  """Nothing stays 0 or 1, so that no part can be forgotten."""
+  with torch.no_grad():
+    for parameter in parameters:
+      parameter.add_(0.1 * torch.randn(parameter.shape, generator=generator))
+
+
+def main() -> None:
+  shutil.rmtree(OUT, ignore_errors=True)
+  for name, (config, architecture, adapters) in CASES.items():
+    generator = torch.Generator().manual_seed(0)
+    torch.manual_seed(0)
+    model = architecture(config).eval()
+    randomise(model.parameters(), generator)
+    model.save_pretrained(OUT / name / "base")
+    base = model(TOKENS).logits.detach().numpy()
+    model = get_peft_model(model, LoraConfig(task_type="CAUSAL_LM", lora_dropout=0.1, **adapters)).eval()
+    randomise((p for key, p in model.named_parameters() if "lora_" in key), generator)
+    model.save_pretrained(OUT / name / "adapters")
+    (OUT / name / "adapters" / "README.md").unlink(missing_ok=True)
+    (OUT / name / "base" / "generation_config.json").unlink(missing_ok=True)
+    reloaded = architecture.from_pretrained(OUT / name / "base")
+    logits = PeftModel.from_pretrained(reloaded, OUT / name / "adapters").eval()(TOKENS).logits.detach().numpy()
+    assert np.abs(logits - base).max() > 0.05, "the adapters must matter"
+    np.savez(OUT / name / "logits.npz", tokens=TOKENS.numpy(), base=base, adapted=logits)
+    print(name, float(np.abs(logits - base).max()))
+
+
+if __name__ == "__main__":
+  main()

@@ -1,0 +1,201 @@
+"""Makes the folders of tests/models/hf/references: tiny random models as transformers saves them, and what it computes.
+
+    python tests/models/hf/make_references.py [CASE …]
+
+needs torch and transformers 5 (the versions that were used are in each reference.npz); the tests need neither. A case
+has config.json and safetensors; config_4.json, the same in the layout of transformers 4; and reference.npz:
+
+    tokens [2, T]        logits [2, T, V]           of the plain batch
+    padded [R, V]        logits of row 1 where it has only its first R tokens
+    documents [T, V]     logits of row 0 where tokens before and from SPLIT on are documents of their own
+    gradient_names, gradient_0, gradient_1    of the mean next-token cross-entropy over the plain batch
+"""
+
+import json
+import shutil
+import sys
+import tempfile
+from pathlib import Path
+
+import numpy as np
+import safetensors.torch
+import torch
+import transformers
+from transformers import AutoConfig, AutoModelForCausalLM
+
+FOLDER = Path(__file__).parent / "references"
+V, T, REAL, SPLIT = 61, 20, 13, 9
+
+SMALL = dict(vocab_size=V, hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=4,
+             num_key_value_heads=2, max_position_embeddings=64, bos_token_id=1, eos_token_id=2, pad_token_id=0)
+EXPERTS = dict(num_experts_per_tok=2, num_experts=5, moe_intermediate_size=12)
+LLAMA3 = dict(rope_type="llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0,
+              original_max_position_embeddings=16)
+YARN = dict(rope_type="yarn", factor=4.0, original_max_position_embeddings=16)
+GPT2 = dict(model_type="gpt2", vocab_size=V, n_embd=16, n_head=4, n_layer=2, n_positions=T, n_inner=40, bos_token_id=1,
+            eos_token_id=2)
+
+
+def like(model_type: str, **changes) -> dict:
+  return dict(model_type=model_type, **SMALL) | changes
+
+
+def llama(**changes) -> dict:
+  return like("llama", **dict(rope_theta=500.0) | changes)
+
+
+# What each case is: entries of config.json, and under capital keys what is done to the files.
+CASES = {
+    "llama": llama(head_dim=6),
+    "llama_biases": llama(attention_bias=True, mlp_bias=True, tie_word_embeddings=True, hidden_act="gelu"),
+    "llama_llama3": llama(rope_scaling=LLAMA3),
+    "llama_linear": llama(rope_scaling=dict(rope_type="linear", factor=2.0)),
+    "llama_dynamic": llama(rope_scaling=dict(rope_type="dynamic", factor=2.0), max_position_embeddings=10),
+    "llama_yarn": llama(rope_scaling=YARN, head_dim=12),
+    "llama_yarn_mscale": llama(head_dim=12, max_position_embeddings=4096, rope_scaling=YARN | dict(
+        mscale=1.0, mscale_all_dim=0.5, beta_fast=8.0, truncate=False, original_max_position_embeddings=1024)),
+    "llama_bf16": llama(DTYPE=torch.bfloat16),
+    "llama_fp16": llama(DTYPE=torch.float16),
+    "llama_sharded": llama(SHARD="10KB"),
+    "mistral": like("mistral", sliding_window=5, head_dim=8),
+    "mixtral": like("mixtral", num_local_experts=4, sliding_window=6),
+    "mixtral_fused": like("mixtral", num_local_experts=4, FUSED=True),
+    "qwen2": like("qwen2", use_sliding_window=True, sliding_window=5, max_window_layers=1),
+    "qwen3": like("qwen3", head_dim=8, attention_bias=True),
+    "qwen3_moe": like("qwen3_moe", **EXPERTS, head_dim=8, norm_topk_prob=True),
+    "qwen3_moe_fused": like("qwen3_moe", **EXPERTS, head_dim=8, FUSED=True),
+    "qwen2_moe": like("qwen2_moe", **EXPERTS, shared_expert_intermediate_size=20),
+    "gemma": like("gemma", head_dim=8),
+    "gemma2": like("gemma2", head_dim=8, sliding_window=5, query_pre_attn_scalar=5, attn_logit_softcapping=1.5,
+                   final_logit_softcapping=10.0),
+    "gemma3": like("gemma3_text", head_dim=8, num_hidden_layers=5, sliding_window=5, sliding_window_pattern=3,
+                   query_pre_attn_scalar=5, rope_theta=5000.0, rope_local_base_freq=100.0,
+                   rope_scaling=dict(rope_type="linear", factor=8.0), intermediate_size=16),
+    "gpt2": GPT2,
+    "gpt2_bare": GPT2 | dict(BARE=True),
+    "starcoder2": like("starcoder2", sliding_window=7),
+    "stablelm": like("stablelm", use_qkv_bias=True, partial_rotary_factor=0.5),
+    "arcee": like("arcee", head_dim=6, attention_bias=True, mlp_bias=True),
+    "nemotron": like("nemotron", head_dim=8),
+    "seed_oss": like("seed_oss", head_dim=8, mlp_bias=True),
+    "phi3": like("phi3", partial_rotary_factor=0.5, sliding_window=6),
+}
+
+
+def randomise(model: torch.nn.Module, generator: torch.Generator) -> None:
+  """Every parameter random, none at a value that hides it: kernels of gain 1.2, norms off one, biases off zero."""
+  with torch.no_grad():
+    for name, p in model.named_parameters():
+      noise = torch.randn(p.shape, generator=generator)
+      if name.endswith("bias") or ("norm" in name or ".ln_" in name) and p.ndim == 1:
+        p.copy_(p + 0.3 * noise)
+      elif "embed" in name or ".wte" in name or ".wpe" in name:
+        p.copy_(noise)
+      else:
+        fan_in = p.shape[-2] if "c_" in name and name.startswith("transformer") else p.shape[-1]
+        p.copy_(1.2 * noise / fan_in**0.5)
+
+
+def save(case: dict, folder: Path) -> None:
+  config = dict(case)
+  dtype, shard = config.pop("DTYPE", torch.float32), config.pop("SHARD", "5GB")
+  fused, bare = config.pop("FUSED", False), config.pop("BARE", False)
+  model = AutoModelForCausalLM.from_config(AutoConfig.for_model(config.pop("model_type"), **config))
+  randomise(model, torch.Generator().manual_seed(0))
+  model.to(dtype).save_pretrained(folder, max_shard_size=shard)
+  (folder / "generation_config.json").unlink(missing_ok=True)
+  tied = model.config.tie_word_embeddings
+  tensors = {k: v for k, v in model.state_dict().items() if not (tied and k == "lm_head.weight")}
+  if bare:
+    tensors = {k.removeprefix("transformer."): v for k, v in tensors.items()}
+    mask = torch.tril(torch.ones(T, T, dtype=torch.bool))[None, None]
+    tensors |= {f"h.{i}.attn.bias": mask.clone() for i in range(2)}
+    tensors |= {f"h.{i}.attn.masked_bias": torch.tensor(-1e4) for i in range(2)}
+  if fused or bare:
+    safetensors.torch.save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+def transformers_4(config: dict) -> dict:
+  """The same config.json as transformers 4 writes it."""
+  new = ("rope_parameters", "layer_types", "dtype", "_sliding_window_pattern")
+  old = {k: v for k, v in config.items() if k not in new}
+  if "num_local_experts" in old and old["model_type"] != "mixtral":
+    old["num_experts"] = old.pop("num_local_experts")
+  old |= dict(torch_dtype=config["dtype"], transformers_version="4.51.3")
+  rope = config.get("rope_parameters")
+  if rope and "full_attention" in rope:
+    old["rope_local_base_freq"] = rope["sliding_attention"]["rope_theta"]
+    rope = rope["full_attention"]
+  if rope:
+    old["rope_theta"] = rope["rope_theta"]
+    if rope["rope_type"] != "default":
+      kept = {k: v for k, v in rope.items() if k not in ("rope_theta", "partial_rotary_factor")}
+      old["rope_scaling"] = kept | {"type": kept["rope_type"]}
+    else:
+      old["rope_scaling"] = None
+    if "partial_rotary_factor" in rope:
+      old["partial_rotary_factor"] = rope["partial_rotary_factor"]
+  if config["model_type"] == "gemma3_text":
+    old["sliding_window_pattern"] = config["layer_types"].index("full_attention") + 1
+  return old
+
+
+def load(folder: Path) -> torch.nn.Module:
+  model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
+  model.set_experts_implementation("eager")
+  return model.eval()
+
+
+def logits(folder: Path, tokens: torch.Tensor, mask: torch.Tensor | None = None) -> np.ndarray:
+  """From a fresh model: `dynamic` scaling remembers the longest sequence that it has seen."""
+  with torch.no_grad():
+    return load(folder)(tokens, attention_mask=mask, use_cache=False).logits.numpy()
+
+
+def gradients(folder: Path, tokens: torch.Tensor) -> dict[str, np.ndarray]:
+  model = load(folder)
+  parameters = dict(model.named_parameters())
+  first = next(n for n in parameters if ".0." in n and ("q_proj.weight" in n or "qkv" in n or "c_attn.weight" in n))
+  second = next((n for n in parameters if ".1.mlp.gate.weight" in n), None)
+  names = [first, second or next(n for n in parameters if n in ("model.norm.weight", "transformer.ln_f.weight"))]
+  out = model(tokens, use_cache=False).logits[:, :-1]
+  torch.nn.functional.cross_entropy(out.reshape(-1, V), tokens[:, 1:].reshape(-1)).backward()
+  return {"gradient_names": names, **{f"gradient_{i}": parameters[n].grad.numpy() for i, n in enumerate(names)}}
+
+
+def make(name: str) -> None:
+  folder = FOLDER / name
+  shutil.rmtree(folder, ignore_errors=True)
+  folder.mkdir(parents=True)
+  save(CASES[name], folder)
+  tokens = torch.randint(3, V, (2, T), generator=torch.Generator().manual_seed(1))
+  plain = logits(folder, tokens)
+  padded = logits(folder, tokens[1:, :REAL])[0]
+  documents = np.concatenate([logits(folder, part)[0] for part in (tokens[:1, :SPLIT], tokens[:1, SPLIT:])])
+  mask = torch.ones_like(tokens)
+  mask[1, REAL:] = 0
+  if name != "llama_dynamic":  # whose frequencies depend on the length, in transformers with padding
+    by_mask = logits(folder, tokens, mask)
+    np.testing.assert_allclose(by_mask[0], plain[0], rtol=0, atol=1e-5)
+    np.testing.assert_allclose(by_mask[1, :REAL], padded, rtol=0, atol=1e-5)
+  assert np.abs(documents[SPLIT:] - plain[0, SPLIT:]).max() > 1e-2, "documents must matter"
+
+  config = json.loads((folder / "config.json").read_text())
+  old = json.dumps(transformers_4(config), indent=2, sort_keys=True) + "\n"
+  (folder / "config_4.json").write_text(old)
+  with tempfile.TemporaryDirectory() as copy:
+    shutil.copytree(folder, copy, dirs_exist_ok=True)
+    (Path(copy) / "config.json").write_text(old)
+    np.testing.assert_array_equal(logits(Path(copy), tokens), plain)
+
+  versions = f"transformers {transformers.__version__}, torch {torch.__version__}"
+  np.savez_compressed(folder / "reference.npz", tokens=tokens.numpy().astype(np.int32), logits=plain, padded=padded,
+                      documents=documents, versions=versions, **gradients(folder, tokens))
+  print(f"{name}: {sum(f.stat().st_size for f in folder.iterdir())} bytes, |logits| up to {np.abs(plain).max():.2f}")
+
+
+if __name__ == "__main__":
+  transformers.utils.logging.disable_progress_bar()
+  transformers.utils.logging.set_verbosity_error()
+  for case_name in sys.argv[1:] or CASES:
+    make(case_name)

@@ -1,0 +1,221 @@
+"""Weft against transformers, for every family: the files in references/ were made by make_references.py beside it."""
+
+import dataclasses
+import functools
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from models import api, hf
+from models.hf import families
+from models.hf.errors import HFError
+from models.hf.family import NEUTRAL, Family, Tensor, canonical
+from models.spec import ARCHITECTURE_KEYS
+from trainer import patterns
+
+REFERENCES = Path(__file__).parent / "references"
+CASES = sorted(p.name for p in REFERENCES.iterdir())
+
+
+@dataclasses.dataclass
+class Case:
+  """A reference, and the model that was read from its folder."""
+
+  folder: Path
+  family: Family
+  params: dict
+  # From tokens and segments [2, T] to logits [2, T, V] and the gradient of the mean next-token cross-entropy.
+  run: Callable
+  reference: dict[str, np.ndarray]
+
+
+@pytest.fixture(scope="module")
+def runs():
+  return {}
+
+
+@pytest.fixture(scope="module", params=CASES)
+def case(request, runs):
+  folder = REFERENCES / request.param
+  model, params = hf.load(folder, dtype="float32")
+  architecture = tuple(sorted(read(folder).items()))
+  # bfloat16, sharded and other copies are one architecture, compiled once.
+  run = runs.setdefault(architecture, compiled(model))
+  with np.load(folder / "reference.npz") as reference:
+    return Case(folder, family_of(request.param), params, functools.partial(run, params), dict(reference))
+
+
+def compiled(model: api.Model) -> Callable:
+  """From parameters, tokens and segments to logits and gradients."""
+  def run(params, tokens_BxT, segments_BxT):
+    def loss(params):
+      logits_BxTxV = model.logits(params, tokens_BxT, segment_ids=segments_BxT)
+      log_probs = jax.nn.log_softmax(logits_BxTxV[:, :-1])
+      return -jnp.take_along_axis(log_probs, tokens_BxT[:, 1:, None], axis=-1).mean(), logits_BxTxV
+
+    gradients, logits_BxTxV = jax.grad(loss, has_aux=True)(params)
+    return logits_BxTxV, gradients
+
+  # Compiling is most of these tests' time, and optimising much of compiling.
+  return jax.jit(run, compiler_options={"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True})
+
+
+def family_of(name: str) -> Family:
+  return families.find(json.loads((REFERENCES / name / "config.json").read_text()), name)
+
+
+def read(folder: Path, name: str = "config.json") -> dict:
+  config = json.loads((folder / name).read_text())
+  return families.find(config, name).read(config, name)
+
+
+def assert_close(actual, expected, tolerance: float):
+  """Relative to the largest expected value."""
+  np.testing.assert_allclose(np.asarray(actual) / np.abs(expected).max(), expected / np.abs(expected).max(), rtol=0,
+                             atol=tolerance)
+
+
+def test_every_family_has_a_reference():
+  assert {family_of(name) for name in CASES} == set(families.FAMILIES)
+
+
+def test_logits(case):
+  logits, _ = case.run(case.reference["tokens"], np.ones_like(case.reference["tokens"]))
+  assert_close(logits, case.reference["logits"], 1e-5)
+
+
+def test_logits_with_padding(case):
+  real = len(case.reference["padded"])
+  segments = np.ones_like(case.reference["tokens"])
+  segments[1, real:] = 0
+  logits, _ = case.run(case.reference["tokens"], segments)
+  assert_close(logits[1, :real], case.reference["padded"], 1e-5)
+  assert_close(logits[0], case.reference["logits"][0], 1e-5)
+
+
+def test_logits_of_packed_documents(case):
+  """Two documents in one row, the first of them alone in the other."""
+  first = 9  # SPLIT of make_references.py
+  tokens = np.stack([case.reference["tokens"][0], case.reference["tokens"][0]])
+  segments = np.where(np.arange(tokens.shape[1]) < first, 1, [[2], [0]]).astype(np.int32)
+  logits, _ = case.run(tokens, segments)
+  assert_close(logits[0], case.reference["documents"], 1e-5)
+  assert_close(logits[1, :first], case.reference["documents"][:first], 1e-5)
+
+
+def test_gradients(case):
+  _, gradients = case.run(case.reference["tokens"], np.ones_like(case.reference["tokens"]))
+  names = [str(name) for name in case.reference["gradient_names"]]
+  assert len(set(names)) == 2
+  for i, name in enumerate(names):
+    assert_close(theirs(case, name, gradients), case.reference[f"gradient_{i}"], 1e-4)
+
+
+def theirs(case: Case, name: str, tree: dict) -> np.ndarray:
+  """A tensor of theirs, put together from ours; a second way to do what models/hf/convert.py does."""
+  def layer_of(tensor: Tensor) -> int | None:
+    names = [case.family.prefixes[0] + tensor.theirs.format(layer=layer, expert=0) for layer in range(8)]
+    return names.index(name) if name in names else None
+
+  leaves = patterns.flatten(tree)
+  tensor = next(t for t in case.family.tensors(read(case.folder)) if layer_of(t) is not None)
+  parts = [np.asarray(leaves[p]) for p in paths(tensor)]
+  if "{layer}" in tensor.theirs:
+    parts = [part[layer_of(tensor)] for part in parts]
+  return np.concatenate([part.swapaxes(-1, -2) if tensor.transpose else part for part in parts], tensor.axis)
+
+
+def test_tensors_are_the_parameters_of_the_model(case):
+  """The family's list covers what the model has, and lists nothing that it has not."""
+  listed = {path for tensor in case.family.tensors(read(case.folder)) for path in paths(tensor)}
+  assert listed == set(patterns.flatten(case.params))
+
+
+def paths(tensor: Tensor) -> tuple[str, ...]:
+  return (tensor.ours,) if isinstance(tensor.ours, str) else tensor.ours
+
+
+# ------------------------------------------------------------------------------------------------ config.json
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_both_layouts_say_the_same(name):
+  new, old = read(REFERENCES / name), read(REFERENCES / name, "config_4.json")
+  assert new == old
+  assert set(new) == set(ARCHITECTURE_KEYS)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_what_is_written_reads_back(name):
+  model = read(REFERENCES / name)
+  family = family_of(name)
+  written = json.loads(json.dumps(family.write(model)))
+  assert family.read(written, "written") == model
+  assert written["architectures"] == [family.architectures[0]]
+  assert family.notes(written) == []
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_match_finds_the_family(name):
+  """Each case has something that no other family has."""
+  model = read(REFERENCES / name)
+  family, config = families.match(model)
+  assert family is family_of(name)
+  assert family.read(config, "matched") == model
+
+
+def test_match_says_what_no_family_has():
+  model = read(REFERENCES / "llama") | {"norm_position": "post", "positions": "none"}
+  with pytest.raises(HFError, match=r"nearest is llama.*model\.norm_position = 'post' \(nearest: 'pre'\).*Families:"):
+    families.match(model)
+
+
+def test_write_names_what_the_family_cannot_express():
+  model = read(REFERENCES / "llama")
+  mistral = families.MISTRAL
+  with pytest.raises(HFError, match=r"family mistral cannot express model\.qkv_bias = True"):
+    mistral.write(model | {"qkv_bias": True})
+  with pytest.raises(HFError, match="activation = 'relu2'"):
+    families.LLAMA.write(model | {"activation": "relu2"})
+  with pytest.raises(HFError, match="attention_out_bias = False"):
+    families.LLAMA.write(model | {"qkv_bias": True})
+  with pytest.raises(HFError, match="attention_scale = 0.3"):
+    families.GEMMA2.write(read(REFERENCES / "gemma2") | {"attention_scale": 0.3})
+  uneven = model | {"hidden_size": 18}
+  with pytest.raises(HFError, match="hidden_size 18 must be a multiple of the 4 heads"):
+    families.LLAMA.write(uneven)
+  assert families.match(uneven)[0] is mistral
+
+
+def test_canonical_joins_what_is_the_same_function():
+  model = read(REFERENCES / "llama")
+  same = model | {"num_kv_heads": model["num_kv_heads"], "attention_scale": model["head_dim"] ** -0.5, "window": 7,
+                  "layer_pattern": ("global", "global"), "rope_local_theta": 3.0, "rope_scaling.factor": 9.0,
+                  "moe.experts_per_token": 1, "max_positions": 99}
+  assert canonical(same) == model
+  moe = read(REFERENCES / "mixtral")
+  assert canonical(moe | {"moe.softmax": "after_topk", "moe.normalize_weights": False}) == moe
+  assert canonical(moe | {"moe.normalize_weights": False}) != moe
+  periodic = model | {"num_layers": 5, "window": 4, "layer_pattern": ("local", "global", "local", "global", "local")}
+  assert canonical(periodic)["layer_pattern"] == ("local", "global")
+  assert canonical(NEUTRAL | model) == model
+
+
+def test_the_example_in_the_documentation_is_a_family():
+  """docs/huggingface.md shows a whole file."""
+  root = Path(families.__file__).parents[3]
+  shown = re.search(r"```python\n# (models/hf/families/\S+)\n(.*?)```",
+                    (root / "docs" / "huggingface.md").read_text(encoding="utf-8"), re.DOTALL)
+  assert shown[2] == (root / shown[1]).read_text(encoding="utf-8")
+
+
+def test_the_limit_of_positions_is_written():
+  model = read(REFERENCES / "llama")
+  assert "max_position_embeddings" not in families.LLAMA.write(model)
+  assert families.LLAMA.write(model | {"max_positions": 512})["max_position_embeddings"] == 512

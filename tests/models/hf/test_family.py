@@ -1,0 +1,272 @@
+"""What config.json may say: defaults, both layouts, and every refusal with its key and value."""
+
+import json
+import math
+import re
+
+import pytest
+
+from models.hf import families
+from models.hf.errors import HFError
+from trainer.config import ConfigError
+
+LLAMA = dict(model_type="llama", architectures=["LlamaForCausalLM"], vocab_size=61, hidden_size=16,
+             intermediate_size=24, num_hidden_layers=4, num_attention_heads=4)
+MIXTRAL = LLAMA | dict(model_type="mixtral", architectures=["MixtralForCausalLM"], num_local_experts=4)
+QWEN2 = LLAMA | dict(model_type="qwen2", architectures=["Qwen2ForCausalLM"], num_key_value_heads=2)
+QWEN2_MOE = QWEN2 | dict(model_type="qwen2_moe", architectures=["Qwen2MoeForCausalLM"], moe_intermediate_size=12)
+QWEN3_MOE = QWEN2_MOE | dict(model_type="qwen3_moe", architectures=["Qwen3MoeForCausalLM"])
+GEMMA = LLAMA | dict(model_type="gemma", architectures=["GemmaForCausalLM"], num_key_value_heads=1)
+GEMMA2 = GEMMA | dict(model_type="gemma2", architectures=["Gemma2ForCausalLM"])
+GEMMA3 = GEMMA | dict(model_type="gemma3_text", architectures=["Gemma3ForCausalLM"], num_hidden_layers=8)
+MISTRAL = LLAMA | dict(model_type="mistral", architectures=["MistralForCausalLM"])
+PHI3 = LLAMA | dict(model_type="phi3", architectures=["Phi3ForCausalLM"])
+STABLELM = LLAMA | dict(model_type="stablelm", architectures=["StableLmForCausalLM"], num_key_value_heads=4)
+STARCODER2 = LLAMA | dict(model_type="starcoder2", architectures=["Starcoder2ForCausalLM"])
+GPT2 = dict(model_type="gpt2", architectures=["GPT2LMHeadModel"], vocab_size=61, n_embd=16, n_layer=2, n_head=4)
+
+
+def read(config: dict, **changes) -> dict:
+  config = {k: v for k, v in (config | changes).items() if v is not ...}
+  return families.find(config, "DIR/config.json").read(config, "DIR/config.json")
+
+
+def scaling(config: dict, **changes) -> dict:
+  return {k.removeprefix("rope_scaling."): v for k, v in read(config, **changes).items()
+          if k.startswith("rope_scaling.")}
+
+
+# ------------------------------------------------------------------------------------------------ meanings
+
+
+@pytest.mark.parametrize("config, expected", [
+    (LLAMA, dict(num_kv_heads=4, head_dim=4, norm_eps=1e-6, activation="swiglu", tie_embeddings=False, rope_theta=1e4)),
+    (LLAMA | dict(head_dim=None, num_key_value_heads=None), dict(num_kv_heads=4, head_dim=4)),
+    (LLAMA | dict(attention_bias=True), dict(qkv_bias=True, attention_out_bias=True, mlp_bias=False)),
+    (LLAMA | dict(rope_theta=500000), dict(rope_theta=500000.0, max_positions=None)),
+    (MISTRAL | dict(num_attention_heads=8), dict(num_kv_heads=8, window=4096, layer_pattern=("local",))),
+    (MISTRAL | dict(sliding_window=None), dict(window=None, layer_pattern=("global",))),
+    (QWEN2, dict(qkv_bias=True, attention_out_bias=False, window=None)),
+    (QWEN2 | dict(use_sliding_window=False, sliding_window=0, max_window_layers=0), dict(window=None)),
+    (QWEN2 | dict(use_sliding_window=True, sliding_window=6, max_window_layers=2),
+     dict(window=6, layer_pattern=("global", "global", "local", "local"))),
+    (QWEN2 | dict(use_sliding_window=True, sliding_window=6, max_window_layers=0), dict(layer_pattern=("local",))),
+    (QWEN2_MOE, {"moe.num_experts": 60, "moe.experts_per_token": 4, "moe.normalize_weights": False,
+                 "moe.shared_size": 5632, "moe.shared_gate": True, "moe.expert_size": 12, "qkv_bias": True}),
+    (QWEN3_MOE | dict(num_local_experts=5), {"moe.num_experts": 5, "moe.shared_size": 0, "qk_norm": True}),
+    (QWEN3_MOE | dict(sliding_window=0, max_window_layers=28), dict(window=None)),
+    (QWEN3_MOE | dict(use_sliding_window=True, sliding_window=7), dict(window=7, layer_pattern=("local",))),
+    (QWEN2_MOE | dict(sliding_window=0), dict(window=None)),
+    (MIXTRAL, {"moe.num_experts": 4, "moe.expert_size": 24, "moe.normalize_weights": True, "rope_theta": 1e6}),
+    (GEMMA | dict(hidden_act="gelu"), dict(activation="geglu", head_dim=256, norm_scale_plus_one=True)),
+    (GEMMA2, dict(layer_pattern=("local", "global"), window=4096, attention_logit_cap=50.0, final_logit_cap=30.0,
+                  attention_scale=None, norm_position="sandwich", scale_embeddings=True)),
+    (GEMMA2 | dict(query_pre_attn_scalar=144, final_logit_softcapping=None),
+     dict(attention_scale=1 / 12, final_logit_cap=None)),
+    (GEMMA3, dict(layer_pattern=("local",) * 5 + ("global",), rope_theta=1e6, rope_local_theta=1e4, qk_norm=True)),
+    (GEMMA3 | dict(sliding_window_pattern=2), dict(layer_pattern=("local", "global"))),
+    (GPT2, dict(intermediate_size=64, max_positions=1024, activation="gelu", positions="learned", tie_embeddings=True)),
+    (STABLELM, dict(rope_fraction=0.25, norm="layernorm", norm_bias=True, qkv_bias=False)),
+    (STARCODER2, dict(num_kv_heads=2, activation="gelu", mlp_bias=True, window=None)),
+    (PHI3 | dict(partial_rotary_factor=0.5), dict(rope_fraction=0.5)),
+])
+def test_read(config, expected):
+  model = read(config)
+  assert {key: model[key] for key in expected} == expected
+
+
+@pytest.mark.parametrize("name, ours", [
+    ("silu", "swiglu"), ("swish", "swiglu"), ("gelu", "geglu_exact"), ("gelu_pytorch_tanh", "geglu"),
+    ("gelu_new", "geglu"),
+])
+def test_activations_as_gates(name, ours):
+  assert read(LLAMA, hidden_act=name)["activation"] == ours
+
+
+@pytest.mark.parametrize("name, ours", [
+    ("gelu", "gelu_exact"), ("gelu_new", "gelu"), ("relu", "relu"), ("relu2", "relu2"), ("silu", "silu"),
+])
+def test_activations_without_a_gate(name, ours):
+  model = read(GPT2, activation_function=name)
+  assert model["activation"] == ours
+  assert families.GPT2.write(model)["activation_function"] == name
+
+
+def test_layer_types_win_over_older_ways():
+  kinds = ["sliding_attention", "full_attention"] * 2
+  assert read(QWEN2, use_sliding_window=True, sliding_window=5, max_window_layers=3,
+              layer_types=kinds)["layer_pattern"] == ("local", "global")
+
+
+# ------------------------------------------------------------------------------------------------ rotary positions
+
+
+def test_scalings_in_both_layouts():
+  llama3 = dict(factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=32)
+  four = read(LLAMA, rope_theta=5e5, rope_scaling=llama3 | {"rope_type": "llama3"})
+  five = read(LLAMA, rope_parameters=llama3 | {"rope_type": "llama3", "rope_theta": 5e5})
+  assert four == five
+  assert four["rope_theta"] == 5e5 and four["rope_scaling.original_positions"] == 32
+  assert scaling(LLAMA, rope_scaling={"type": "linear", "factor": 2}) == scaling(
+      LLAMA, rope_parameters={"rope_type": "linear", "factor": 2.0})
+  assert scaling(LLAMA, rope_scaling={"rope_type": "default"})["type"] == "none"
+
+
+def test_dynamic_starts_at_the_longest_position():
+  found = scaling(LLAMA, max_position_embeddings=48, rope_scaling={"type": "dynamic", "factor": 2.0})
+  assert (found["type"], found["original_positions"], found["factor"]) == ("dynamic", 48, 2.0)
+
+
+def test_yarn_factors():
+  yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}
+
+  def attention_factor(**more) -> float | None:
+    return scaling(LLAMA, max_position_embeddings=128, rope_scaling=yarn | more)["attention_factor"]
+
+  assert attention_factor() is None
+  assert attention_factor(attention_factor=1.5) == 1.5
+  assert attention_factor(attention_factor=1.5, mscale=2.0, mscale_all_dim=1.0) == 1.5
+  expected = (0.2 * math.log(4) + 1) / (0.1 * math.log(4) + 1)
+  assert attention_factor(mscale=2.0, mscale_all_dim=1.0) == pytest.approx(expected, abs=1e-15)
+  # transformers wants both or takes neither.
+  assert attention_factor(mscale=2.0) is None and attention_factor(mscale=2.0, mscale_all_dim=0) is None
+  without = {k: v for k, v in yarn.items() if k != "factor"}
+  assert scaling(LLAMA, max_position_embeddings=128, rope_scaling=without)["factor"] == 4.0
+  outside = {k: v for k, v in yarn.items() if not k.startswith("original")}
+  for where in ({"original_max_position_embeddings": 32}, {"max_position_embeddings": 32}):
+    assert scaling(LLAMA, rope_scaling=outside, **where)["original_positions"] == 32
+
+
+def test_yarn_says_where_versions_differ():
+  config = LLAMA | dict(max_position_embeddings=32, rope_scaling={
+      "rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32})
+  (note,) = families.LLAMA.notes(config)
+  assert "factor is 4.0" in note and "is 1. The factor counts" in note
+  assert read(config)["rope_scaling.factor"] == 4.0
+  assert families.LLAMA.notes(config | dict(max_position_embeddings=128)) == []
+
+
+def test_gemma3_rotates_its_layers_differently():
+  nested = {"full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 3e5},
+            "sliding_attention": {"rope_type": "default", "rope_theta": 2e4}}
+  five = read(GEMMA3, rope_parameters=nested)
+  four = read(GEMMA3, rope_theta=3e5, rope_local_base_freq=2e4, rope_scaling={"type": "linear", "factor": 8.0})
+  assert five == four
+  assert (five["rope_theta"], five["rope_local_theta"], five["rope_scaling.factor"]) == (3e5, 2e4, 8.0)
+
+
+# ------------------------------------------------------------------------------------------------ refusals
+
+
+@pytest.mark.parametrize("config, changes, message", [
+    # Entries that are not known, or ask for what is not there.
+    (LLAMA, dict(logit_scale=0.5), "logit_scale = 0.5: the family llama"),
+    (LLAMA, dict(sliding_window=128), "sliding_window = 128"),
+    (LLAMA, dict(num_experts=4), "num_experts = 4"),
+    (LLAMA, dict(residual_multiplier=0), "residual_multiplier = 0"),
+    (GPT2, dict(scale_attn_by_inverse_layer_idx=True), "scale_attn_by_inverse_layer_idx = True"),
+    (GPT2, dict(add_cross_attention=True), "add_cross_attention = True"),
+    (GPT2, dict(scale_attn_weights=False), "scale_attn_weights is False; allowed: True"),
+    (GEMMA2, dict(use_bidirectional_attention=True), "use_bidirectional_attention = True"),
+    (STABLELM, dict(use_parallel_residual=True), "use_parallel_residual is True; allowed: False"),
+    (STABLELM, dict(qk_layernorm=True), "qk_layernorm is True"),
+    (STARCODER2, dict(norm_type="rms_norm"), "norm_type is 'rms_norm'; allowed: 'layer_norm'"),
+    (QWEN3_MOE, dict(decoder_sparse_step=2), "decoder_sparse_step is 2; allowed: 1"),
+    (QWEN3_MOE, dict(mlp_only_layers=[0]), "mlp_only_layers is [0]; allowed: []"),
+    (QWEN3_MOE, dict(num_experts=4, num_local_experts=5), "num_local_experts is 5; allowed: the same as"),
+    (LLAMA, dict(quantization_config={"quant_method": "gptq", "bits": 4}), "quantization_config is {'quant_method'"),
+    (LLAMA, dict(is_causal=False), "is_causal is False; allowed: true"),
+    # Activations.
+    (LLAMA, dict(hidden_act="mish"), "hidden_act is 'mish'; allowed: silu, swish, gelu_pytorch_tanh"),
+    (LLAMA, dict(hidden_act="relu"), "hidden_act is 'relu'"),
+    (GPT2, dict(activation_function="quick_gelu"), "activation_function is 'quick_gelu'"),
+    (GEMMA2, dict(hidden_act="gelu", hidden_activation="gelu_pytorch_tanh"), "hidden_act is 'gelu'"),
+    # Rotary positions.
+    (LLAMA, dict(rope_scaling={"type": "longrope", "factor": 2.0}), "type is 'longrope'; allowed: default, linear"),
+    (PHI3, dict(rope_scaling={"rope_type": "yarn", "factor": 2.0}), "rope_type is 'yarn'; allowed: default"),
+    (PHI3, dict(rope_scaling={"type": "longrope", "short_factor": [1.0], "long_factor": [2.0]}), "'longrope'"),
+    (LLAMA, dict(rope_scaling={"type": "linear", "rope_type": "yarn", "factor": 2.0}), "the same as type, 'linear'"),
+    (LLAMA, dict(rope_scaling={"type": "linear"}), "has no 'factor'"),
+    (LLAMA, dict(rope_scaling={"type": "linear", "factor": 2.0, "beta": 3}), "has beta=3"),
+    (LLAMA, dict(rope_scaling={"type": "default", "mrope_section": [1, 1]}), "has mrope_section=[1, 1]"),
+    (LLAMA, dict(rope_scaling={"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}),
+     "llama3 scaling needs original_max_position_embeddings"),
+    (LLAMA, dict(rope_theta=1e4, rope_parameters={"rope_type": "default", "rope_theta": 5e5}),
+     "rope_theta is 500000.0"),
+    (LLAMA, dict(rope_scaling={"rope_type": "linear", "factor": 2.0}, rope_parameters={"factor": 4.0}),
+     "rope_scaling says factor=2.0, rope_parameters 4.0"),
+    (LLAMA, dict(partial_rotary_factor=0.5), "partial_rotary_factor is 0.5; allowed: 1.0"),
+    (LLAMA, dict(rope_parameters={"full_attention": {"rope_type": "default"}}), "has full_attention={"),
+    (LLAMA, dict(rope_local_base_freq=1e4), "rope_local_base_freq = 10000.0"),
+    (GEMMA3, dict(rope_parameters={"rope_theta": 1e4}), "has rope_theta=10000.0"),
+    (GEMMA3, dict(rope_parameters={"sliding_attention": {"rope_type": "linear", "factor": 2.0}}),
+     "rope_type is 'linear'; allowed: default"),
+    # Windows.
+    (QWEN2, dict(layer_types=["full_attention", "chunked_attention"] * 2), "chunked_attention"),
+    (QWEN2, dict(layer_types=["full_attention"]), "4 times (num_hidden_layers)"),
+    (QWEN2, dict(layer_types=["sliding_attention"] * 4), "switched off by use_sliding_window"),
+    (QWEN2, dict(use_sliding_window=True, max_window_layers=-1), "max_window_layers is -1"),
+    (QWEN2_MOE, dict(use_sliding_window=True), "versions of transformers differ"),
+    (QWEN3_MOE, dict(use_sliding_window=True, max_window_layers=2), "max_window_layers is 2"),
+    (MISTRAL, dict(layer_types=["sliding_attention", "full_attention"] * 2), "layer_types is"),
+    # Values of the wrong kind.
+    (LLAMA, dict(hidden_size="16"), "hidden_size is '16'; allowed: a whole number"),
+    (LLAMA, dict(hidden_size=16.5), "hidden_size is 16.5"),
+    (LLAMA, dict(num_hidden_layers=0), "num_hidden_layers is 0"),
+    (LLAMA, dict(num_hidden_layers=True), "num_hidden_layers is True"),
+    (LLAMA, dict(vocab_size=...), "has no 'vocab_size'"),
+    (LLAMA, dict(rms_norm_eps="1e-6"), "rms_norm_eps is '1e-6'; allowed: a number"),
+    (LLAMA, dict(tie_word_embeddings=None), "tie_word_embeddings is None; allowed: true or false"),
+    (LLAMA, dict(rope_scaling=[]), "rope_scaling is []; allowed: an object"),
+    # What is not a language model of a known family.
+    (LLAMA, dict(architectures=["LlamaForSequenceClassification"]), "['LlamaForSequenceClassification']; allowed: ["),
+    (LLAMA, dict(model_type="llamma"), "is 'llamma', of no family that can be read here. Did you mean 'llama'?"),
+    (LLAMA, dict(model_type=...), "model_type is None"),
+    (LLAMA, dict(model_type=["llama"]), "model_type is ['llama']"),
+    (LLAMA, dict(model_type="deepseek_v3", auto_map={"AutoModel": "x.Y"}), "(auto_map) is never run"),
+    (GEMMA3, dict(model_type="gemma3", text_config={}), "a model of images and text"),
+    (LLAMA, dict(model_type="something_new", vision_config={}), "a model of images and text"),
+])
+def test_refusals_name_key_and_value(config, changes, message):
+  with pytest.raises(HFError, match=re.escape(message)) as error:
+    read(config, **changes)
+  assert "DIR/config.json" in str(error.value)
+  assert isinstance(error.value, ConfigError)
+
+
+def test_entries_without_effect_are_accepted():
+  plain = read(LLAMA)
+  assert plain == read(LLAMA, use_cache=True, pretraining_tp=2, eos_token_id=[1], transformers_version="4.31",
+                       torch_dtype="bfloat16", dtype="bfloat16", initializer_range=0.5, max_position_embeddings=7,
+                       _name_or_path="x", temperature=0.6, some_new_option=None, other_option=False, third={},
+                       auto_map={"A": "b.C"}, attention_dropout=0.1)
+
+
+def test_what_acts_in_training_alone_is_told():
+  notes = families.GPT2.notes(GPT2 | dict(resid_pdrop=0.1, embd_pdrop=0.0), "c.json")
+  assert len(notes) == 1 and notes[0].startswith("c.json: resid_pdrop is 0.1")
+  (note,) = families.MIXTRAL.notes(MIXTRAL | dict(router_aux_loss_coef=0.02))
+  assert "0.02" in note and "model.moe.balance_loss" in note
+
+
+@pytest.mark.parametrize("layers, pattern, written", [
+    (5, ("local", "local", "global"), 3), (4, ("local",), 5), (4, ("global",), 1), (4, ("global", "local"), None),
+])
+def test_patterns_of_layers_are_written_in_the_old_way_where_it_has_them(layers, pattern, written):
+  model = read(GEMMA3) | dict(num_layers=layers, layer_pattern=pattern)
+  config = json.loads(json.dumps(families.GEMMA3.write(model)))
+  assert config.get("sliding_window_pattern") == written
+  del config["layer_types"]
+  if written is not None:
+    assert read(config)["layer_pattern"] == pattern
+
+
+def test_yarn_is_written_so_that_versions_agree():
+  model = read(LLAMA, rope_scaling={"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32})
+  written = families.LLAMA.write(model)
+  assert written["max_position_embeddings"] == 128
+  assert written["rope_scaling"]["rope_type"] == "yarn"
+  assert "attention_factor" not in written["rope_scaling"]
+  assert families.LLAMA.notes(written) == []
+
+

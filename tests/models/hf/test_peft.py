@@ -1,0 +1,252 @@
+"""Adapters in PEFT's format: what PEFT computed (make_peft_references.py), round trips to the bit, what is refused."""
+
+import json
+import shutil
+from pathlib import Path
+
+import jax
+import ml_dtypes
+import numpy as np
+import pytest
+from safetensors.numpy import load_file, save_file
+
+from models import api, hf, lora
+from models.hf import families, peft
+from models.hf.errors import HFError
+from trainer import patterns
+from trainer.config import defaults
+
+REFERENCES = Path(__file__).resolve().parent / "peft_references"
+# The config's model.lora for each reference.
+LORA = {
+    "llama": dict(rank=3, alpha=8.0, targets=("attn/[qv]/kernel", "mlp/down")),
+    "llama_rslora": dict(rank=4, alpha=6.0, rslora=True, targets=("attn/o/",)),
+    "gpt2": dict(rank=3, alpha=6.0, targets=("attn/[qkv]/", "mlp/down")),
+}
+MODULES = {"llama": ["down_proj", "q_proj", "v_proj"], "llama_rslora": ["o_proj"], "gpt2": ["c_attn", "mlp.c_proj"]}
+
+
+class Case:
+  """A model with adapters for the base of a reference."""
+
+  def __init__(self, name, **changed):
+    self.folder = REFERENCES / name
+    self.family, self.keys, _ = hf.architecture(self.folder / "base")
+    section = defaults().model
+    hf.set_keys(section, self.keys)
+    section.lora.update({**LORA[name], **changed})
+    self.lora = section.lora
+    self.model = api.make_model(section, vocab_size=40, params_dtype="float32", compute_dtype="float32")
+    self.shapes = patterns.flatten(self.model.abstract_params())
+    self.wanted = {path: leaf for path, leaf in self.shapes.items() if lora.is_adapter(path)}
+    self.names = dict(family=self.family, keys=self.keys, shapes=self.shapes, lora=self.lora)
+
+  def read(self, folder=None, wanted=None):
+    return peft.load_adapters(folder or self.folder / "adapters", wanted or self.wanted, **self.names)
+
+  def write(self, out, leaves, **kwargs):
+    read = lambda path, index: np.asarray(leaves[path])[index]  # noqa: E731
+    peft.save_adapters(out, read, base="some/base", **self.names, **kwargs)
+    return json.loads((out / peft.CONFIG).read_text()), load_file(out / peft.TENSORS)
+
+  def random(self, seed=0):
+    rng = np.random.default_rng(seed)
+    return {path: rng.normal(size=leaf.shape).astype(np.float32) for path, leaf in self.wanted.items()}
+
+
+@pytest.mark.parametrize("name", LORA)
+def test_logits_are_those_of_peft(name):
+  case, saved = Case(name), np.load(REFERENCES / name / "logits.npz")
+  base_model, base = hf.load(case.folder / "base")
+  np.testing.assert_allclose(jax.jit(base_model.logits)(base, saved["tokens"]), saved["base"], atol=1e-5)
+  params = patterns.unflatten(patterns.flatten(base) | case.read())
+  logits = jax.jit(case.model.logits)(params, saved["tokens"])
+  np.testing.assert_allclose(logits, saved["adapted"], atol=1e-5)
+  merged = lora.merge(params, case.model.spec.lora.scale)
+  np.testing.assert_allclose(jax.jit(base_model.logits)(merged, saved["tokens"]), saved["adapted"], atol=1e-5)
+
+
+@pytest.mark.parametrize("name", LORA)
+def test_reading_and_writing_gives_the_same_file(name, tmp_path):
+  case = Case(name)
+  config, tensors = case.write(tmp_path / "out", case.read())
+  original = load_file(case.folder / "adapters" / peft.TENSORS)
+  assert tensors.keys() == original.keys()
+  for key, values in original.items():
+    assert tensors[key].dtype == values.dtype and tensors[key].tobytes() == values.tobytes(), key
+  theirs = json.loads((case.folder / "adapters" / peft.CONFIG).read_text())
+  for key in ("peft_type", "task_type", "r", "lora_alpha", "use_rslora", "bias", "fan_in_fan_out", "rank_pattern",
+              "alpha_pattern"):
+    assert config[key] == theirs[key], key
+  assert config["target_modules"] == MODULES[name] == sorted(theirs["target_modules"])
+  assert config["base_model_name_or_path"] == "some/base"
+
+
+@pytest.mark.parametrize("name, targets", [
+    ("llama", ("attn/[qv]/kernel", "mlp/down")), ("gpt2", ("attn/[qkvo]/kernel",)), ("gpt2", ("attn/[qv]/", "mlp/up"))])
+@pytest.mark.parametrize("rslora", [False, True])
+def test_writing_and_reading_gives_the_same_adapters(name, targets, rslora, tmp_path):
+  """Also where kernels with adapters of their own are one module there, of which some have none."""
+  case = Case(name, targets=targets, rslora=rslora)
+  leaves = case.random()
+  case.write(tmp_path / "out", leaves)
+  for path, values in case.read(tmp_path / "out").items():
+    assert values.tobytes() == leaves[path].tobytes(), path
+
+
+def test_a_fused_module_computes_what_its_parts_do(tmp_path):
+  """GPT-2's c_attn with query and value adapted: B A of the file is [q | 0 | v], at three times the rank's scale."""
+  case = Case("gpt2", targets=("attn/[qv]/",))
+  leaves = case.random()
+  config, tensors = case.write(tmp_path / "out", leaves)
+  assert (config["r"], config["lora_alpha"]) == (3, 6)
+  assert (config["rank_pattern"], config["alpha_pattern"]) == ({"c_attn": 6}, {"c_attn": 12})
+  for layer in range(2):
+    a, b = (tensors[f"base_model.model.transformer.h.{layer}.attn.c_attn.lora_{part}.weight"] for part in "AB")
+    assert a.shape == (6, 16) and b.shape == (48, 6)
+    q, v = (leaves[f"blocks/attn/{p}/lora_a"][layer] @ leaves[f"blocks/attn/{p}/lora_b"][layer] for p in "qv")
+    expected = np.concatenate([q, np.zeros_like(q), v], axis=1)
+    np.testing.assert_allclose((b @ a).T, expected, atol=1e-5)
+
+
+@pytest.mark.parametrize("targets, expected", [
+    (("attn/o/",), ["attn.c_proj"]), (("attn/o/", "mlp/down"), ["c_proj"]), (("mlp/",), ["c_fc", "mlp.c_proj"])])
+def test_targets_are_the_shortest_names_that_mean_no_other_module(targets, expected, tmp_path):
+  case = Case("gpt2", targets=targets)
+  config, _ = case.write(tmp_path / "out", case.random())
+  assert sorted(set(config["target_modules"])) == expected
+
+
+def test_a_family_with_fused_linears(tmp_path):
+  """Phi 3: query, key and value are one Linear, gate and up another."""
+  case = Case("llama", targets=("attn/[qkv]/", "mlp/gate", "mlp/up"))
+  case.names["family"] = next(family for family in families.FAMILIES if family.name == "phi3")
+  leaves = case.random()
+  config, tensors = case.write(tmp_path / "out", leaves)
+  assert config["fan_in_fan_out"] is False and config["target_modules"] == ["gate_up_proj", "qkv_proj"]
+  assert tensors["base_model.model.model.layers.1.self_attn.qkv_proj.lora_B.weight"].shape == (32, 9)
+  for path, values in case.read(tmp_path / "out").items():
+    assert values.tobytes() == leaves[path].tobytes(), path
+
+
+def test_dtypes(tmp_path):
+  """Written in bfloat16 on request; read into the dtype that is wanted."""
+  case = Case("llama")
+  leaves = case.random()
+  _, tensors = case.write(tmp_path / "out", leaves, dtype=ml_dtypes.bfloat16)
+  assert {values.dtype for values in tensors.values()} == {np.dtype(ml_dtypes.bfloat16)}
+  for path, values in case.read(tmp_path / "out").items():
+    np.testing.assert_array_equal(values, leaves[path].astype(ml_dtypes.bfloat16).astype(np.float32))
+
+
+def test_adapters_go_where_they_are_wanted():
+  case = Case("llama")
+  mesh = jax.make_mesh((4,), ("tensor",), axis_types=(jax.sharding.AxisType.Auto,))
+  split = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(None, "tensor"))
+  whole = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
+  wanted = {p: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=split if p.endswith("_a") else whole)
+            for p, x in case.wanted.items()}
+  expected = case.read()
+  for path, values in case.read(wanted=wanted).items():
+    assert values.sharding == wanted[path].sharding
+    np.testing.assert_array_equal(values, expected[path])
+
+
+@pytest.fixture
+def copied(tmp_path):
+  """(folder, change(config keys)): the Llama reference's adapters, to be spoilt."""
+  folder = tmp_path / "adapters"
+  shutil.copytree(REFERENCES / "llama" / "adapters", folder)
+
+  def change(**keys):
+    file = folder / peft.CONFIG
+    file.write_text(json.dumps({**json.loads(file.read_text()), **keys}))
+
+  return folder, change
+
+
+@pytest.mark.parametrize("change, message", [
+    (dict(use_dora=True), "use_dora is True"),
+    (dict(bias="lora_only"), "bias is 'lora_only'"),
+    (dict(modules_to_save=["lm_head"]), "modules_to_save"),
+    (dict(layers_to_transform=[0]), "layers_to_transform"),
+    (dict(init_lora_weights="pissa"), "init_lora_weights is 'pissa'"),
+    (dict(peft_type="LOHA"), "peft_type is 'LOHA'"),
+    (dict(task_type="SEQ_CLS"), "task_type is 'SEQ_CLS'"),
+    (dict(fan_in_fan_out=True), "fan_in_fan_out is True.*Set fan_in_fan_out to false"),
+    (dict(use_newest_trick=True), "use_newest_trick = True: not known"),
+    (dict(lora_alpha=16), "model.lora.alpha=16"),
+    (dict(use_rslora=True), "model.lora.rslora=True"),
+    (dict(alpha_pattern={"v_proj": 4}), "v_proj has rank 3 and scale 1.33"),
+    (dict(rank_pattern={"layers.1.self_attn.q_proj": 6}), "the layers of .*q_proj differ"),
+    (dict(rank_pattern={"(": 6}), "not a regular expression"),
+    (dict(r="three"), "r is 'three'"),
+])
+def test_options_that_are_not_ours_are_refused(copied, change, message):
+  folder, spoil = copied
+  spoil(**change)
+  with pytest.raises(HFError, match=message):
+    Case("llama").read(folder)
+
+
+def test_patterns_without_effect_are_read(copied):
+  folder, change = copied
+  expected = Case("llama").read()
+  change(rank_pattern={"k_proj": 64}, alpha_pattern={r".*\.0\..*": 8.0})
+  for path, values in Case("llama").read(folder).items():
+    np.testing.assert_array_equal(values, expected[path])
+
+
+@pytest.mark.parametrize("targets, message", [
+    (("attn/q/", "mlp/down"), r"\+ .*0.self_attn.v_proj.lora_A.weight \(3, 16\): matches no target"),
+    (("attn/[qkv]/", "mlp/down"), r"- .*0.self_attn.k_proj.lora_A.weight \(3, 16\): not in the file"),
+])
+def test_both_sides_are_listed_where_targets_differ(targets, message):
+  with pytest.raises(HFError, match=message):
+    Case("llama", targets=targets).read()
+
+
+def test_another_shape_is_listed(copied):
+  folder, _ = copied
+  tensors = load_file(folder / peft.TENSORS)
+  name = "base_model.model.model.layers.0.self_attn.v_proj.lora_B.weight"
+  save_file(tensors | {name: np.zeros((4, 3), np.float32)}, folder / peft.TENSORS)
+  with pytest.raises(HFError, match=r"! .*v_proj.lora_B.weight: \(4, 3\) in the file, \(8, 3\)"):
+    Case("llama").read(folder)
+
+
+def test_a_fused_adapter_that_changes_more_than_the_targets_is_refused():
+  with pytest.raises(HFError, match="change blocks/attn/k/kernel too"):
+    Case("gpt2", targets=("attn/[qv]/", "mlp/down")).read()
+
+
+def test_a_fused_adapter_of_another_rank_is_refused(tmp_path):
+  """Rank 6 could be two blocks of 3, but is not."""
+  case = Case("gpt2", rank=6, alpha=12.0, targets=("attn/[qv]/",))
+  leaves = case.random()
+  leaves["blocks/attn/v/lora_a"] = leaves["blocks/attn/q/lora_a"]
+  case.write(tmp_path / "out", leaves)
+  with pytest.raises(HFError, match="not made of 2 blocks of rank 3"):
+    Case("gpt2", rank=3, alpha=6.0, targets=("attn/[qv]/",)).read(tmp_path / "out")
+
+
+def test_files_that_are_missing_or_damaged(copied):
+  folder, _ = copied
+  file = folder / peft.TENSORS
+  content = file.read_bytes()
+  file.write_bytes(content[:-10])
+  with pytest.raises(HFError, match="truncated or damaged"):
+    Case("llama").read(folder)
+  file.rename(folder / "adapter_model.bin")
+  with pytest.raises(HFError, match="only adapter_model.bin; pickled"):
+    Case("llama").read(folder)
+  (folder / peft.CONFIG).unlink()
+  with pytest.raises(HFError, match="no adapter_config.json"):
+    Case("llama").read(folder)
+
+
+def test_kernels_without_a_module_are_refused(tmp_path):
+  case = Case("llama", targets=("mlp/gate",))
+  case.names["family"] = next(family for family in families.FAMILIES if family.name == "mixtral")
+  with pytest.raises(HFError, match="mixtral has no module for blocks/mlp/gate/kernel"):
+    case.write(tmp_path / "out", case.random())

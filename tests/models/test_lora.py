@@ -1,0 +1,230 @@
+"""Adapters: they start as nothing, are all that is trained, and merge into what they compute."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from models import lora
+from tests import tiny
+from trainer import optim, patterns
+from trainer import state as state_lib
+from trainer import update as update_lib
+from trainer.config import ConfigError, defaults
+from trainer.config_checks import View
+from trainer.strategies import seq
+
+SHARED_EXPERT = dict(num_experts=4, expert_size=8, shared_size=8, shared_gate=True)
+TARGETS = ("blocks/attn/[qkvo]/kernel", "blocks/mlp/.*/kernel")
+
+
+@functools.cache
+def made(rank=4, targets=TARGETS, alpha=8.0, rslora=False, dropout=0.0, moe=False, scan=True):
+  """(model, parameters, all of them random)."""
+  changed = dict(moe=SHARED_EXPERT) if moe else {}
+  model = tiny.model(lora=dict(rank=rank, targets=targets, alpha=alpha, rslora=rslora, dropout=dropout),
+                     scan_layers=scan, **changed)
+  rng = np.random.default_rng(0)
+  params = {path: jnp.asarray(path.endswith("scale") + 0.3 * rng.normal(size=leaf.shape), jnp.float32)
+            for path, leaf in patterns.flatten(model.abstract_params()).items()}
+  return model, patterns.unflatten(params)
+
+
+def hidden(model, params, batch, **kwargs):
+  return np.asarray(jax.jit(lambda p: model.apply(p, batch, **kwargs).hidden)(params))
+
+
+@pytest.mark.parametrize("moe", [False, True])
+def test_a_fresh_adapter_changes_nothing(moe):
+  """The base has the initial values it would have alone, and logits are equal to the bit."""
+  base = tiny.model(**(dict(moe=SHARED_EXPERT) if moe else {}))
+  adapted, _ = made(moe=moe, targets=("attn/q", "moe/shared/", "shared_gate") if moe else TARGETS)
+  plain, params = (jax.jit(m.init)(jax.random.key(3)) for m in (base, adapted))
+  flat, alone = patterns.flatten(params), patterns.flatten(plain)
+  assert {path for path in flat if not lora.is_adapter(path)} == set(alone)
+  for path, leaf in alone.items():
+    np.testing.assert_array_equal(flat[path], leaf, err_msg=path)
+  assert all(np.any(leaf) == path.endswith("/lora_a") for path, leaf in flat.items() if lora.is_adapter(path))
+  batch = tiny.batch(4, 16)
+  np.testing.assert_array_equal(hidden(adapted, params, batch), hidden(base, plain, batch))
+
+
+def test_adapters_off_is_the_base():
+  model, params = made()
+  batch, base = tiny.batch(4, 16), tiny.model()
+  without = patterns.unflatten({p: x for p, x in patterns.flatten(params).items() if not lora.is_adapter(p)})
+  expected = hidden(base, without, batch)
+  np.testing.assert_array_equal(hidden(model, lora.off(params), batch), expected)
+  assert np.abs(hidden(model, params, batch) - expected).max() > 0.1
+
+
+def test_initial_values_are_even_within_the_bound_and_differ_by_path_and_layer():
+  params = jax.jit(made(rank=8)[0].init)(jax.random.key(0))
+  q, k = params["blocks"]["attn"]["q"]["lora_a"], params["blocks"]["attn"]["k"]["lora_a"]
+  assert q.shape == (2, 16, 8) and 0.2 < np.abs(q).max() <= 16**-0.5
+  assert np.std(q) == pytest.approx(16**-0.5 / 3**0.5, rel=0.15)
+  assert not np.any(q[0] == q[1]) and not np.any(q == k)
+
+
+@pytest.mark.parametrize("alpha, rslora, scale", [(8.0, False, 2.0), (8.0, True, 4.0), (2.0, False, 0.5)])
+def test_the_kernel_is_moved_by_a_times_b_times_the_scale(alpha, rslora, scale):
+  """scale = alpha / r, or alpha / sqrt(r) with rsLoRA: put by hand into the kernels of a model without adapters."""
+  model, params = made(alpha=alpha, rslora=rslora)
+  flat = patterns.flatten(params)
+  by_hand = {}
+  for path, leaf in flat.items():
+    if not lora.is_adapter(path):
+      a, b = (flat.get(beside) for beside in lora.pair(path)) if path.endswith("/kernel") else (None, None)
+      by_hand[path] = leaf if a is None else leaf + scale * np.einsum("lir,lro->lio", a, b, dtype=np.float64)
+  batch, moved = tiny.batch(4, 16), {p: jnp.asarray(x, jnp.float32) for p, x in by_hand.items()}
+  expected = hidden(tiny.model(), patterns.unflatten(moved), batch)
+  np.testing.assert_allclose(hidden(model, params, batch), expected, atol=1e-5)
+
+
+@pytest.mark.parametrize("moe", [False, True])
+def test_merged_equals_unmerged(moe):
+  model, params = made(moe=moe, targets=("attn/[qo]/", "moe/shared/", "shared_gate") if moe else TARGETS)
+  base, merged = tiny.model(**(dict(moe=SHARED_EXPERT) if moe else {})), lora.merge(params, model.spec.lora.scale)
+  assert patterns.flatten(merged).keys() == patterns.flatten(base.abstract_params()).keys()
+  batch = tiny.batch(4, 16)
+  np.testing.assert_allclose(hidden(base, merged, batch), hidden(model, params, batch), atol=1e-5)
+
+
+def test_merging_slice_by_slice_is_merging():
+  model, params = made(targets=("attn/q", "mlp/down"))
+  flat, scale = patterns.flatten(params), model.spec.lora.scale
+  merged = patterns.flatten(lora.merge(params, scale))
+  read = lora.merged_reader(*[lambda path, index: np.asarray(flat[path][index])] * 2, flat, scale)
+  for path, leaf in merged.items():
+    whole = tuple(slice(0, n) for n in leaf.shape)
+    if path.startswith("blocks/"):
+      for layer in range(2):
+        np.testing.assert_allclose(read(path, (layer, *whole[1:])), leaf[layer], atol=1e-6, err_msg=path)
+  part = (1, slice(3, 9), slice(2, 5))
+  np.testing.assert_allclose(read("blocks/mlp/down/kernel", part), merged["blocks/mlp/down/kernel"][part], atol=1e-6)
+  np.testing.assert_array_equal(read("blocks/mlp/up/kernel", part), flat["blocks/mlp/up/kernel"][part])
+
+
+def _update(model, learning_rate=1.0, micro_batch_size=4, **optimizer):
+  config = defaults()
+  config.optimizer.update(name="sgd", learning_rate=learning_rate, momentum=0.0, nesterov=False, weight_decay=0.0,
+                          **optimizer)
+  config.schedule.update(name="constant", warmup_percent=-1.0, warmup_steps=0)
+  made_optimizer = optim.make_optimizer(config.optimizer, config.schedule, model.abstract_params(), total_steps=10,
+                                        to_steps=lambda cfg, prefix, default=None, where="": 0, only=model.trained_only)
+  strategy = View(config.strategy)
+  update = update_lib.make_update_fn(lambda params, batch, rng: seq.loss(model, params, batch, rng, strategy),
+                                     made_optimizer, seed=0, micro_batch_size=micro_batch_size, clip_norm=0.0,
+                                     ema_decay=0.0, source_names=("a", "b"))
+  return made_optimizer, update
+
+
+def _start(model, optimizer, params):
+  state = jax.jit(state_lib.make_init(model, optimizer, ema=False))(jax.random.key(0))
+  return {**state, "params": params}
+
+
+def test_only_adapters_are_trained_and_known_to_the_optimizer():
+  model, params = made(targets=("attn/q",))
+  optimizer, update = _update(model)
+  assert optimizer.trainable == {"blocks/attn/q/lora_a", "blocks/attn/q/lora_b"}
+  new, metrics = jax.jit(update)(_start(model, optimizer, params), tiny.batch(4, 16))
+  before, after = patterns.flatten(params), patterns.flatten(new["params"])
+  moved = {path for path in before if np.any(before[path] != after[path])}
+  assert moved == optimizer.trainable
+  # The norm is that of the adapters' gradients alone, which plain SGD of rate 1 subtracts.
+  step = np.sqrt(sum(np.sum((before[path] - after[path]) ** 2) for path in moved))
+  assert float(metrics["grad_norm"]) == pytest.approx(step, rel=1e-4)
+
+
+def test_no_product_computes_a_gradient_of_the_base():
+  """Of the backward pass's products none has a frozen kernel's shape but the adapters' own; the base alone has them."""
+  def products(model, params):
+    optimizer, update = _update(model)
+    text = jax.jit(update).lower(_start(model, optimizer, params), tiny.batch(4, 16)).compile().as_text()
+    lines = [line for line in text.splitlines() if " dot(" in line]
+    return sum("f32[16,32]" in line.split(" dot(")[0] or "f32[32,16]" in line.split(" dot(")[0] for line in lines)
+
+  base = tiny.model()
+  assert products(base, jax.jit(base.init)(jax.random.key(0))) >= 3  # gate, up and down
+  assert products(*made(targets=("attn/q",))) == 0
+
+
+def test_dropout_is_for_training_alone_and_a_function_of_its_key():
+  model, params = made(dropout=0.5)
+  still, _ = made()
+  batch, key = tiny.batch(4, 16), jax.random.key(7)
+  evaluated = hidden(model, params, batch, rng=key)
+  np.testing.assert_array_equal(evaluated, hidden(still, params, batch))
+  trained = hidden(model, params, batch, rng=key, train=True)
+  assert np.abs(trained - evaluated).max() > 0.05
+  np.testing.assert_array_equal(trained, hidden(model, params, batch, rng=key, train=True))
+  assert np.any(trained != hidden(model, params, batch, rng=jax.random.key(8), train=True))
+  with pytest.raises(ValueError, match="needs rng"):
+    model.apply(params, batch, train=True)
+
+
+def test_dropout_spares_the_base():
+  """With adapters that change nothing, dropping their input changes nothing."""
+  model, params = made(dropout=0.5)
+  batch = tiny.batch(4, 16)
+  dropped = hidden(model, lora.off(params), batch, rng=jax.random.key(0), train=True)
+  np.testing.assert_array_equal(dropped, hidden(model, lora.off(params), batch))
+
+
+def test_dropout_does_not_depend_on_scanning():
+  batch, key = tiny.batch(4, 16), jax.random.key(1)
+  (scanned, params), (unrolled, _) = made(dropout=0.5), made(dropout=0.5, scan=False)
+  np.testing.assert_allclose(hidden(scanned, params, batch, rng=key, train=True),
+                             hidden(unrolled, params, batch, rng=key, train=True), atol=1e-5)
+
+
+def _sharding(mesh, path, leaf):
+  """Adapters as their kernels: the large dimension split."""
+  if path.endswith("/lora_a"):
+    return NamedSharding(mesh, P(None, "fsdp"))
+  return NamedSharding(mesh, P(None, None, "tensor") if path.endswith("/lora_b") or "/kernel" in path else P())
+
+
+def test_eight_devices_compute_what_one_does():
+  """I2: initial values and dropout masks to the bit, the step to 1e-5."""
+  model, params = made(dropout=0.3)
+  optimizer, update = _update(model, micro_batch_size=8)
+  batch = tiny.batch(8, 16)
+  expected, _ = jax.jit(update)(_start(model, optimizer, params), batch)
+
+  mesh = jax.make_mesh((2, 2, 2), ("data", "fsdp", "tensor"), axis_types=(AxisType.Auto,) * 3)
+  placed = {path: _sharding(mesh, path, leaf) for path, leaf in patterns.flatten(params).items()}
+  init = jax.jit(model.init, out_shardings=patterns.unflatten(placed))
+  alone = patterns.flatten(jax.jit(model.init)(jax.random.key(5)))
+  for path, leaf in patterns.flatten(init(jax.random.key(5))).items():
+    np.testing.assert_array_equal(leaf, alone[path], err_msg=path)
+  sharded = patterns.unflatten({p: jax.device_put(x, placed[p]) for p, x in patterns.flatten(params).items()})
+  rows = {name: jax.device_put(x, NamedSharding(mesh, P(("data", "fsdp")))) for name, x in batch.items()}
+  state = jax.device_put(_start(model, optimizer, params), NamedSharding(mesh, P()))
+  new, _ = jax.jit(update)({**state, "params": sharded}, rows)
+  found, wanted = patterns.flatten(new["params"]), patterns.flatten(expected["params"])
+  assert all(np.any(wanted[path] != patterns.flatten(params)[path]) for path in optimizer.trainable)
+  for path in optimizer.trainable:
+    np.testing.assert_allclose(found[path], wanted[path], atol=1e-5, err_msg=path)
+
+
+@pytest.mark.parametrize("targets, message", [
+    (("blocks/attn/query/kernel",), "matches none of the .* blocks/attn/q/kernel"),
+    (("attn/q", "mlp/gaet"), "'gate' instead of 'gaet'"),
+    (("attn/[q",), "not a regular expression"),
+    ((), "is empty"),
+    (("embed",), "embed/embedding, which cannot have adapters"),
+])
+def test_targets_that_cannot_be_are_refused(targets, message):
+  with pytest.raises(ConfigError, match=message):
+    tiny.model(lora=dict(rank=2, targets=targets))
+
+
+def test_routers_and_routed_experts_are_refused():
+  with pytest.raises(ConfigError, match="experts/down/kernel.*router/kernel, which cannot have adapters"):
+    tiny.model(moe=SHARED_EXPERT, lora=dict(rank=2, targets=("moe/",)))

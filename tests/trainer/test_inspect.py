@@ -1,0 +1,75 @@
+"""The inspection shows each token with its own numbers, and trains nothing."""
+
+import json
+import re
+
+import numpy as np
+import pytest
+
+from input_pipeline.tokenizer import BytesTokenizer, load_tokenizer
+from tests import tiny
+from trainer import inspect
+
+
+@pytest.fixture(scope="module")
+def page(tmp_path_factory):
+  """(config, workdir, page) of a conversation set with a weight of its own."""
+  folder = tmp_path_factory.mktemp("inspect")
+  rows = [{"messages": [
+      {"role": "user", "content": f"What is {n} + {n}?\n<b>"},
+      {"role": "assistant", "content": f"It is {2 * n} — naturally.", "weight": 0.5 if n == 3 else 1},
+  ]} for n in range(6)]
+  (folder / "chat.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+  config = tiny.config(folder, seq_len=256)
+  config.strategy = dict(name="sft")
+  config.input.sources.main.update(type="jsonl", path=str(folder / "chat.jsonl"), split="all")
+  config.chat.template = "plain"
+  config.evals = {}
+  return config, folder / "w", inspect.inspect(config, folder / "w", rows=2)
+
+
+def test_token_texts_join_to_the_text_with_special_tokens_and_split_characters():
+  tokenizer = BytesTokenizer()
+  text = "a—b ü\n"
+  ids = [tokenizer.bos_id, *tokenizer.encode_batch([text])[0].tolist(), tokenizer.eos_id]
+  texts = inspect.token_texts(ids, tokenizer)
+  assert "".join(texts) == f"<|bos|>{text}<|eos|>" and len(texts) == len(ids)
+  assert texts[1:6] == ["a", "", "", "—", "b"]
+
+
+def test_rows_show_their_own_weights_segments_and_positions(page, tmp_path):
+  config, workdir, path = page
+  tokenizer = load_tokenizer(workdir / "tokenizer.json")
+  batch = {"tokens": np.array([[*b"ab", 257, *b"c", 0]]), "loss_weights": np.array([[0, 1, 0.5, 0, 0]]),
+           "segment_ids": np.array([[1, 1, 1, 2, 0]]), "positions": np.array([[0, 1, 2, 0, 0]])}
+  tokens = inspect.row_tokens(batch, 0, tokenizer)
+  assert tokens == [("a", 97, 0, 1, 0), ("b", 98, 1, 1, 1), ("<|eos|>", 257, 0.5, 1, 2), ("c", 99, 0, 2, 0)]
+  shown = inspect.row_text(tokens, 7)
+  assert "row 7, segment 1: 3 tokens, 2 trained" in shown and "row 7, segment 2: 1 tokens, 0 trained" in shown
+  assert f"{inspect.DIM}a{inspect.OFF}{inspect.TRAINED}b{inspect.OFF}{inspect.PARTLY}<|eos|>" in shown
+
+
+def test_nothing_in_the_data_reaches_the_terminal_as_a_command():
+  token = inspect.Token("\x1b[2J\r", 1, 1.0, 1, 0)
+  shown = inspect.row_text([token], 0).replace(inspect.TRAINED, "").replace(inspect.OFF, "").replace(inspect.BOLD, "")
+  assert "\x1b" not in shown and "\r" not in shown and "\\x1b[2J\\r" in shown
+
+
+def test_the_page_holds_every_token_and_escapes_the_data(page):
+  _, workdir, path = page
+  html = path.read_text(encoding="utf-8")
+  assert "&lt;" in html and "<b>" not in html
+  titles = re.findall(r'<span class="(trained|partly|untrained)" title="[^"]*weight ([\d.]+), segment (\d+)', html)
+  assert {kind for kind, weight, _ in titles if float(weight) == 1} == {"trained"}
+  assert {kind for kind, weight, _ in titles if float(weight) == 0} == {"untrained"}
+  assert {weight for kind, weight, _ in titles if kind == "partly"} == {"0.5"}
+  assert "<svg" in html and "blocks/attn/q/kernel" in html and "<script" not in html and " src=" not in html
+  assert not (workdir / "checkpoints").exists() and not (workdir / "metrics.jsonl").exists()
+
+
+def test_the_histogram_counts_every_document():
+  lengths = np.array([3, 3, 700, 12])
+  counts, edges = inspect.histogram_bins(lengths, 512)
+  assert counts.sum() == 4 and edges[-1] == 700
+  text = inspect.histogram_text(lengths, 512)
+  assert "min 3" in text and "max 700" in text and "longer than seq_len=512: 25.0%" in text

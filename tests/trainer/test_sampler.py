@@ -1,0 +1,251 @@
+"""The sampler: its log-probs are the model's, its draws follow the distribution, and nothing else changes either."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from tests.models.common import FAMILIES, VOCAB, make, random_params
+from trainer import logprobs
+from trainer import mesh as mesh_lib
+from trainer import sampler as sampler_lib
+from trainer.config import ConfigError
+from trainer.drawing import Options, draw
+from trainer.sampler import Sampler, _length, _size
+
+CASES = {
+    **FAMILIES,
+    "gpt2": dict(FAMILIES["gpt2"], max_positions=32),
+    "moe": dict(moe=dict(num_experts=4, experts_per_token=2, expert_size=8), num_layers=1, window=4,
+                layer_pattern=("local",)),
+}
+LENGTHS = (1, 5, 9, 3, 13)
+STOPS = (3, 4, 5, 6)
+
+
+@functools.cache
+def case(name):
+  model = make(**CASES[name])
+  return model, random_params(model)
+
+
+def prompts(lengths=LENGTHS):
+  rng = np.random.default_rng(0)
+  return [rng.integers(0, VOCAB, n).astype(np.int32) for n in lengths]
+
+
+def teacher_forced(model, params, given, completions, temperature=1.0):
+  """The log-probs of each completion's ids after its prompt, from one `apply` of all of them, padded on the right."""
+  texts = [np.concatenate([given[c.prompt], c.ids]) for c in completions]
+  width = max(map(len, texts))
+  tokens = np.stack([np.pad(text, (0, width - len(text))) for text in texts])
+  segments = np.stack([np.arange(width) < len(text) for text in texts]).astype(np.int32)
+
+  @jax.jit
+  def stats(params, tokens, segments):
+    hidden = model.apply(params, dict(tokens=tokens, segment_ids=segments)).hidden
+    return logprobs.token_stats(
+        hidden[:, :-1], model.unembedding(params), tokens[:, 1:], chunk=16, logit_cap=model.final_logit_cap,
+        num_real_vocab=model.num_real_vocab, temperature=temperature, want=("logprob", "is_top"))
+
+  found = stats(params, tokens, segments)
+  return [(np.asarray(found.logprob)[row, n:n + len(c.ids)], np.asarray(found.is_top)[row, n:n + len(c.ids)])
+          for row, (c, n) in enumerate((c, len(given[c.prompt]) - 1) for c in completions)]
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_logprobs_equal_teacher_forced_ones(name):
+  """I9: KV cache, ragged prompts, rows given to others, a stop set, windows, experts."""
+  model, params = case(name)
+  given = prompts()
+  options = dict(num_samples=2, max_new_tokens=9, temperature=0.8, stop_ids=STOPS, seed=1)
+  completions = Sampler(model, rows=2, chunk=4).generate(params, given, **options)
+  assert [(c.prompt, c.sample) for c in completions] == [(p, s) for p in range(5) for s in range(2)]
+  assert {c.finish_reason for c in completions} == {"stop", "length"}
+  for c, (expected, _) in zip(completions, teacher_forced(model, params, given, completions, 0.8), strict=True):
+    np.testing.assert_allclose(c.logprobs, expected, atol=1e-5)
+    np.testing.assert_array_equal(c.logprobs, c.full_logprobs)
+    assert c.ids.dtype == np.int32 and c.logprobs.dtype == np.float32 and c.ids.max() < VOCAB
+    ends = np.isin(c.ids, STOPS)
+    assert not ends[:-1].any() and ends[-1] == (c.finish_reason == "stop")
+    assert len(c.ids) == 9 or c.finish_reason == "stop"
+    assert len(c.text_ids) == len(c.ids) - (c.finish_reason == "stop")
+
+
+def test_greedy_takes_the_teacher_forced_argmax():
+  model, params = case("llama")
+  given = prompts()
+  completions = Sampler(model, rows=2, chunk=4).generate(params, given, max_new_tokens=8, temperature=0)
+  for c, (expected, is_top) in zip(completions, teacher_forced(model, params, given, completions), strict=True):
+    assert is_top.all() and c.finish_reason == "length"
+    np.testing.assert_allclose(c.logprobs, expected, atol=1e-5)
+
+
+def by_prompt(completions, order=None):
+  order = order if order is not None else range(len(completions))
+  return {(order[c.prompt], c.sample): c for c in completions}
+
+
+def test_draws_depend_on_nothing_but_seed_prompt_sample_and_place():
+  """Not on the other prompts, their order, the rows, the chunk, the bucket or the mesh."""
+  model, params = case("llama")
+  given = prompts()
+  options = dict(max_new_tokens=6, stop_ids=STOPS, seed=7)
+  base = by_prompt(Sampler(model, rows=2, chunk=4).generate(params, given, num_samples=2, **options))
+  order = [4, 2, 0, 1, 3]
+  mesh = mesh_lib.make_mesh(dict(data=2, fsdp=2, tensor=2))
+  sharded = jax.device_put(params, mesh_lib.param_shardings(params, mesh)[0])
+  on_mesh = Sampler(model, mesh, rows=4)
+  split = on_mesh._sharding(jax.ShapeDtypeStruct((3, 4, 32, 2, 4), jnp.float32))
+  assert split.spec == jax.P(None, ("data", "fsdp"), None, "tensor", None)
+  others = {
+      "one row, another order": (Sampler(model, rows=1, chunk=3).generate(params, [given[i] for i in order], **options),
+                                 order),
+      "alone": (Sampler(model).generate(params, given[1:2], num_samples=3, **options), [1]),
+      "mesh": (on_mesh.generate(sharded, given, num_samples=2, **options), None)}
+  for what, (completions, order) in others.items():
+    shared = by_prompt(completions, order)
+    assert len(shared.keys() & base.keys()) >= 2
+    for key in shared.keys() & base.keys():
+      np.testing.assert_array_equal(shared[key].ids, base[key].ids, err_msg=f"{what} {key}")
+      np.testing.assert_allclose(shared[key].logprobs, base[key].logprobs, atol=1e-5)
+  ids = [tuple(base[key].ids) for key in base]
+  assert len(set(ids)) == len(ids)  # samples and prompts differ
+  other = by_prompt(Sampler(model, rows=2, chunk=4).generate(params, given, num_samples=2, **{**options, "seed": 8}))
+  assert all(tuple(other[key].ids) != tuple(base[key].ids) for key in base)
+
+
+def test_parts_of_a_stream_make_the_completions():
+  model, params = case("llama")
+  sampler = Sampler(model, rows=2, chunk=2)
+  options = dict(max_new_tokens=7, stop_ids=STOPS, seed=3)
+  parts = list(sampler.stream(params, prompts(), **options))
+  whole = sampler.generate(params, prompts(), **options)
+  for c in whole:
+    mine = [part for part in parts if part.prompt == c.prompt]
+    assert [bool(part.finish_reason) for part in mine] == [False] * (len(mine) - 1) + [True]
+    assert all(1 <= len(part.ids) <= 2 for part in mine)
+    np.testing.assert_array_equal(np.concatenate([part.ids for part in mine]), c.ids)
+
+
+def test_shapes_come_from_few_sizes():
+  model, params = case("llama")
+  sampler = Sampler(model, rows=2, chunk=4)
+
+  def run(*lengths, **options):
+    sampler.generate(params, prompts(lengths), max_new_tokens=8, stop_ids=STOPS, **options)
+    return sampler.compilations
+
+  # A cache of 32 tokens, prompts of up to 16, one or two at a time, and the decoding.
+  assert run(16, 12, 9) == 4
+  for lengths in ((9, 2, 3, 1, 12, 16, 7), (13, 10), (16, 16, 16, 11)):
+    assert run(*lengths, seed=1, temperature=0.5) == 4
+  assert run(20, 10) == 5  # a longer prompt, in the same cache
+  assert sum(program._cache_size() for program in sampler._programs.values()) == 5
+
+
+def test_the_cache_is_changed_where_it_lies():
+  """Decoding needs room for a layer's keys and values beside the cache, not for another cache."""
+  model = make(num_layers=8, num_kv_heads=2)
+  state = jax.eval_shape(functools.partial(sampler_lib._empty, model, 4, 1024))
+  given = (np.full(8, -1, np.int32), np.int32(5), np.ones(3, np.float32), np.int32(0))
+  decode = jax.jit(functools.partial(sampler_lib._decode, model, 8, False, False), donate_argnums=1)
+  memory = decode.lower(model.abstract_params(), state, given).compile().memory_analysis()
+  cache = sum(4 * part.size for part in (*state.cache.keys, *state.cache.values))
+  assert memory.temp_size_in_bytes < 0.5 * cache
+
+
+def test_sizes():
+  assert [_size(n, 1) for n in (1, 2, 3, 5)] == [1, 2, 4, 8]
+  assert [_size(n, 6) for n in (1, 6, 7, 13)] == [6, 6, 12, 24]
+  assert [_length(n) for n in (1, 16, 17, 33, 49, 65, 97)] == [16, 16, 32, 48, 64, 96, 128]
+
+
+# ---------------------------------------------------------------------------------------------- drawing
+
+LOGITS = np.array([0.0, 1.0, -1.0, 0.5, 2.0, -0.5, 0.2, -np.inf], np.float32)
+
+
+def drawn(rows, **options):
+  """Frequencies of tokens, and their log-probs, of `rows` draws from LOGITS."""
+  o = Options(**options)
+  numbers = np.array([o.temperature or 1, o.top_p, o.min_p], np.float32)
+  keys = jax.vmap(functools.partial(jax.random.fold_in, jax.random.key(0)))(jnp.arange(rows))
+  run = jax.jit(functools.partial(draw, greedy=o.temperature == 0, truncated=o.truncated))
+  tokens, kept, full = run(keys, jnp.tile(LOGITS, (rows, 1)), numbers, np.int32(o.top_k))
+  return np.asarray(tokens), np.asarray(kept), np.asarray(full)
+
+
+def expected(temperature=1.0, top_k=0, top_p=1.0, min_p=0.0):
+  """The distribution, token by token in order of their probability, without any sorting tricks."""
+  p = np.exp(LOGITS.astype(np.float64) / temperature)
+  p /= p.sum()
+  best = np.argsort(-p)
+  kept = set(best[:top_k] if top_k else best)
+  share, some = 0.0, []
+  for token in (t for t in best if t in kept):
+    if share >= top_p * sum(p[t] for t in kept) and top_p < 1:
+      break
+    share += p[token]
+    some.append(token)
+  final = np.array([p[t] if t in some and p[t] >= min_p * p.max() else 0 for t in range(len(p))])
+  return final / final.sum(), p
+
+
+@pytest.mark.parametrize("options", [
+    dict(), dict(temperature=0.7), dict(top_k=3), dict(top_p=0.8), dict(min_p=0.2), dict(top_k=100),
+    dict(temperature=1.5, top_k=5, top_p=0.9, min_p=0.15)])
+def test_the_distribution_is_exact(options):
+  """4,096 draws by a chi-square test (7 degrees at most, p = 1e-4: 29.9); the log-probs are of that distribution."""
+  rows = 4096
+  tokens, kept, full = drawn(rows, **options)
+  p, untruncated = expected(**options)
+  counts = np.bincount(tokens, minlength=8)
+  assert not counts[p == 0].any() and (p > 0).sum() >= 2
+  assert np.sum((counts - rows * p)[p > 0] ** 2 / (rows * p[p > 0])) < 29.9
+  np.testing.assert_allclose(kept, np.log(p[tokens]), atol=1e-6)
+  np.testing.assert_allclose(full, np.log(untruncated[tokens]), atol=1e-6)
+
+
+def test_temperature_zero_is_greedy_with_plain_logprobs():
+  tokens, kept, full = drawn(3, temperature=0.0, top_k=1)
+  assert (tokens == 4).all()
+  np.testing.assert_allclose(kept, np.log(expected()[0][4]), atol=1e-6)
+  np.testing.assert_array_equal(kept, full)
+
+
+def test_truncated_completions_have_both_logprobs():
+  model, params = case("llama")
+  given = prompts()
+  options = dict(max_new_tokens=8, temperature=0.9, top_k=4, seed=2)
+  completions = Sampler(model, rows=2, chunk=4).generate(params, given, **options)
+  for c, (full, _) in zip(completions, teacher_forced(model, params, given, completions, 0.9), strict=True):
+    np.testing.assert_allclose(c.full_logprobs, full, atol=1e-5)
+    assert (c.logprobs >= c.full_logprobs).all() and (c.logprobs > c.full_logprobs + 0.1).any()
+
+
+@pytest.mark.parametrize("given, options, message", [
+    ([[]], {}, "prompt 0 has no tokens"),
+    ([[1], [2, 999]], {}, "prompt 1 has ids from 2 to 999; the model's vocabulary ends at 55"),
+    ([[1] * 30], dict(max_new_tokens=8), "max_new_tokens is 8, and the longest prompt has 30 tokens: together more "
+     "than the 32 .* Use at most 2"),
+    ([[1]], dict(top_p=0.0), "top_p: found 0.0, allowed: above 0"),
+    ([[1]], dict(temperature=-1), "temperature: found -1.0, allowed: 0"),
+    ([[1]], dict(num_samples=0), "num_samples=0"),
+])
+def test_what_cannot_be_generated_is_refused(given, options, message):
+  model, params = case("gpt2")
+  with pytest.raises(ConfigError, match=message):
+    Sampler(model, rows=1).generate(params, given, **{"max_new_tokens": 2, **options})
+
+
+def test_no_prompts_give_no_completions():
+  model, params = case("llama")
+  assert Sampler(model).generate(params, [], max_new_tokens=2) == []
+
+
+def test_a_model_without_a_cache_is_refused():
+  with pytest.raises(ConfigError, match="object cannot generate texts: it has no prefill"):
+    Sampler(object())

@@ -1,0 +1,288 @@
+"""Export a run as a Hugging Face folder: python -m trainer.export --workdir=DIR --out=DIR [--step=N] [--dtype=bfloat16]
+
+The folder has config.json, model*.safetensors, the tokenizer's files with its chat template, and generation_config.json
+with the ids that end a text; `transformers` and vLLM load it unmodified. Arrays are streamed from the checkpoint,
+whatever mesh it was saved from, with no device: the host holds one output file's tensors at a time.
+"""
+
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import orbax.checkpoint as ocp
+import tensorstore as ts
+from absl import app, flags, logging
+
+from input_pipeline.chat import ChatTemplate
+from input_pipeline.examples_chat import ChatEncoder
+from input_pipeline.files import DataError
+from input_pipeline.tokenizer import Tokenizer, load_tokenizer
+from models import hf, lora
+from models.hf import convert, files
+from trainer import checkpoint, config_checks, export_adapters, hugging_face, patterns
+from trainer.config import ConfigError
+
+DTYPES = ("float32", "bfloat16", "float16")
+ADAPTER = ("merged", "peft")
+ANOTHER = "Export another checkpoint of this run, with --step."
+# TensorStore keeps decoded chunks in a cache of at least this size.
+CACHE_BYTES = 1 << 26
+
+
+def export(workdir: str | Path, out: str | Path, *, step: int | None = None, dtype: str | None = None,
+           ema: bool = False, adapter: str = "merged", max_shard_bytes: int = files.MAX_SHARD_BYTES,
+           overwrite: bool = False, progress: bool = False) -> Path:
+  """Writes a checkpoint of a run as a Hugging Face folder.
+
+  Call it on one process; it needs no more than the files.
+
+  Args:
+    workdir: of the run.
+    out: the folder, made if missing.
+    step: which checkpoint; None: the newest.
+    dtype: of the tensors; None: that of the parameters.
+    ema: write the moving average of the parameters in their place.
+    adapter: of a run that trained adapters, `merged` writes the whole model with them added, `peft` them alone, in
+      PEFT's format.
+    max_shard_bytes: where a new file begins.
+    overwrite: replace a model that is in `out`.
+    progress: show a bar.
+
+  Returns:
+    `out` as an absolute path.
+
+  Raises:
+    ConfigError: no such run, checkpoint or dtype.
+    CheckpointError: the checkpoint is damaged.
+    HFError: no family can express the model; the message names the keys that stand in the way.
+  """
+  workdir, out = (Path(path).expanduser().absolute() for path in (workdir, out))
+  if dtype is not None and dtype not in DTYPES:
+    raise ConfigError(f"export's dtype is {dtype!r}; allowed: {', '.join(DTYPES)}, or leave it out for that of the "
+                      "parameters.")
+  if adapter not in ADAPTER:
+    raise ConfigError(f"export's adapter is {adapter!r}; allowed: {', '.join(ADAPTER)}.")
+  config = _config(workdir)
+  folder = _checkpoint(workdir, step)
+  stored = StoredLeaves(folder, "ema" if ema else "params")
+  tokenizer = load_tokenizer(workdir / "tokenizer.json")
+  adapters = {path: leaf for path, leaf in stored.shapes.items() if lora.is_adapter(path)}
+  if adapter == "peft":
+    if not adapters:
+      raise ConfigError(f"{folder} holds no adapters: its run had model.lora.rank=0. Export without --adapter=peft.")
+    export_adapters.save_peft(out, config, tokenizer, stored.read, dtype, overwrite)
+    return out
+  if adapters:
+    stored = export_adapters.MergedLeaves(config, tokenizer, folder, adapters, stored.read)
+  shapes = _without_padding(stored.shapes, None if config.model.hf else tokenizer.vocab_size)
+  keys = hf.keys_of(config.model, shapes["embed/embedding"].shape[0])
+  original = workdir / hugging_face.FOLDER
+  source = files.read_config(original) if (original / files.CONFIG).is_file() else None
+  if keys["max_positions"] is None:  # bounds nothing here, but others ask for it: the longest row it was trained on
+    keys["max_positions"] = max(config.seq_len, (source or {}).get("max_position_embeddings") or 0)
+  family, content = hf.config_json(keys, source, str(original / files.CONFIG))
+
+  hf.prepare(out, overwrite)
+  convert.write_tensors(stored.read, family, keys, shapes, out, dtype, max_shard_bytes, progress)
+  came_along = source is not None and _is_of(original, tokenizer)
+  _write_tokenizer(tokenizer, original if came_along else None, out)
+  template, stop_ids = _chat(config, tokenizer)
+  if template is not None:
+    (out / "chat_template.jinja").write_text(template.source, encoding="utf-8")
+  generation, ends = _generation(out, source if came_along else {}, tokenizer.bos_id, stop_ids)
+  hf.write_json(out / "generation_config.json", generation)
+  if not came_along:
+    content = {**content, "bos_token_id": tokenizer.bos_id, "eos_token_id": ends, "pad_token_id": None}
+  written_as = dtype or np.dtype(shapes["embed/embedding"].dtype).name
+  hf.write_json(out / files.CONFIG, hf.with_dtype(content, written_as))  # last: it says that the folder is complete
+  return out
+
+
+class StoredLeaves:
+  """The parameters in a checkpoint, read a slice at a time.
+
+  What TensorStore reads and decodes is whole chunks; those that hold a layer of a leaf stay in its cache, so that
+  reading the layers of one leaf in order reads each chunk once.
+
+  Args:
+    folder: of the checkpoint.
+    part: `params`, or `ema` for their moving average.
+
+  Attributes:
+    shapes: {path: ShapeDtypeStruct}.
+
+  Raises:
+    ConfigError: the checkpoint has no such part.
+    CheckpointError: it is damaged.
+  """
+
+  def __init__(self, folder: Path, part: str = "params"):
+    with checkpoint.quietly(), ocp.PyTreeCheckpointer() as reader:
+      metadata = reader.metadata(folder / "state").item_metadata
+    if metadata is None:
+      raise checkpoint.CheckpointError(f"{folder} cannot be read: it does not say what it holds.\n{ANOTHER}")
+    saved = patterns.flatten(metadata.tree["params"])
+    averages = patterns.flatten(metadata.tree.get("ema", {}))
+    if part == "ema" and not averages:
+      raise ConfigError(f"{folder} holds no moving average of the parameters: its run had optimizer.ema_decay=0. "
+                        "Export without --ema.")
+    saved |= averages if part == "ema" else {}  # frozen parameters have none
+    self.shapes = {path: jax.ShapeDtypeStruct(m.shape, m.dtype) for path, m in saved.items()}
+    rows = [_bytes_of_a_row(m.shape, m.storage.chunk_shape, np.dtype(m.dtype).itemsize) for m in saved.values()]
+    # Two of the largest: some families have one tensor for gate and up, or a smaller one for query, key and value.
+    context = ts.Context({"cache_pool": {"total_bytes_limit": max(CACHE_BYTES, 2 * max(rows))}})
+    kvstore = {"driver": "ocdbt", "base": {"driver": "file", "path": f"{folder / 'state'}/"}}
+    self._folder = folder
+    self._arrays = {path: self._result(ts.open({"driver": "zarr", "kvstore": {**kvstore, "path": f"{m.name}/"},
+                                                "recheck_cached_data": "open"}, context=context, read=True, open=True))
+                    for path, m in saved.items()}
+
+  def read(self, path: str, index: tuple[int | slice, ...]) -> np.ndarray:
+    """`leaf[index]`; raises CheckpointError if it cannot be read."""
+    return self._result(self._arrays[path][index].read())
+
+  def _result(self, future: ts.Future) -> Any:
+    try:
+      return future.result()
+    except ValueError as e:  # what TensorStore raises for files that are missing or damaged
+      raise checkpoint.CheckpointError(f"{self._folder} cannot be read: {str(e).splitlines()[0][:300]}\n"
+                                       f"{ANOTHER}") from e
+
+
+def _bytes_of_a_row(shape: tuple[int, ...], chunk: tuple[int, ...], itemsize: int) -> int:
+  """What is decoded to read one layer: all chunks in which it lies."""
+  return int(np.prod([chunk[0], *shape[1:]])) * itemsize if shape else itemsize
+
+
+def _config(workdir: Path) -> Any:
+  """The run's resolved config."""
+  file = workdir / "config.json"
+  if not file.is_file():
+    raise ConfigError(f"{workdir} holds no config.json, so it is no workdir of a run. Give the --workdir that it was "
+                      "trained in.")
+  config = config_checks.resolve(files.read_json(file))
+  if config.model.name != "transformer":
+    raise hf.HFError(f"{file}: model.name is {config.model.name!r}; only the built-in transformer can be exported.")
+  return config
+
+
+def _checkpoint(workdir: Path, step: int | None) -> Path:
+  if step is None:
+    return checkpoint.find(str(workdir))
+  folder = workdir / "checkpoints" / str(step)
+  if not (folder / "state").is_dir():
+    steps = sorted(int(p.name) for p in folder.parent.glob("*") if p.name.isdigit())
+    raise ConfigError(f"{workdir} has no checkpoint of step {step}; there are: {', '.join(map(str, steps)) or 'none'}.")
+  return folder
+
+
+def _without_padding(shapes: Mapping[str, jax.ShapeDtypeStruct], vocab_size: int | None) -> dict[str, Any]:
+  """The shapes with only the real entries of the vocabulary; None: all are."""
+  cut = {path: list(leaf.shape) for path, leaf in shapes.items()}
+  if vocab_size is not None:
+    cut["embed/embedding"][0] = min(vocab_size, cut["embed/embedding"][0])
+    if "unembed/kernel" in cut:
+      cut["unembed/kernel"][1] = min(vocab_size, cut["unembed/kernel"][1])
+  return {path: jax.ShapeDtypeStruct(tuple(shape), shapes[path].dtype) for path, shape in cut.items()}
+
+
+def _is_of(original: Path, tokenizer: Tokenizer) -> bool:
+  """Whether the run used the tokenizer of the folder that it started from."""
+  try:
+    return (original / "tokenizer.json").is_file() and load_tokenizer(original).fingerprint == tokenizer.fingerprint
+  except DataError:  # one that cannot be read was not used
+    return False
+
+
+def _write_tokenizer(tokenizer: Tokenizer, original: Path | None, out: Path) -> None:
+  """The tokenizer that the run used, with the files it came with: those of `original`, if it is from there."""
+  for old in [old for name in hf.SMALL_FILES for old in out.glob(name)]:  # of a model that is being replaced
+    old.unlink()
+  if original is not None:
+    hf.copy_small_files(original, out, hf.SMALL_FILES)
+    return
+  tokenizer.save(out / "tokenizer.json")
+  config = files.read_json(out / "tokenizer_config.json")
+  # Without this, transformers would choose a class by the model, which may split text in another way.
+  config.setdefault("tokenizer_class", "PreTrainedTokenizerFast")
+  hf.write_json(out / "tokenizer_config.json", config)
+
+
+def _chat(config: Any, tokenizer: Tokenizer) -> tuple[ChatTemplate | None, tuple[int, ...]]:
+  """(the template that conversations were trained with, the ids that end what the model says), EXACTNESS.md T11c.
+
+  The template is that of the workdir's tokenizer, where `workdir.save_config` put it.
+  """
+  if config.strategy.name == "seq":
+    return None, tokenizer.stop_ids
+  with config.unlocked():
+    config.chat.template = None
+  encoder = ChatEncoder(config, tokenizer)
+  try:
+    return encoder.template, encoder.stop_ids
+  except DataError as e:  # a template that rows without turns were trained beside, and that does not fit the tokenizer
+    logging.warning("the tokenizer's chat template ends no turn with a token of its own: %s", e)
+    return encoder.template, tokenizer.stop_ids
+
+
+def _generation(out: Path, source: Mapping[str, Any], bos_id: int | None,
+                stop_ids: tuple[int, ...]) -> tuple[dict[str, Any], Any]:
+  """(generation_config.json, the ids that end a text: None, a number or a list).
+
+  The ids are those that the generation_config.json of `out` names, in its order, then those of `source`, the
+  config.json that came along, and `stop_ids`.
+  """
+  file = out / "generation_config.json"
+  generation = files.read_json(file) if file.is_file() else {}
+  first, second = ([] if ids is None else ids if isinstance(ids, list) else [ids]
+                   for ids in (generation.get("eos_token_id"), source.get("eos_token_id")))
+  ends = list(dict.fromkeys([*first, *sorted({*second, *stop_ids})]))
+  ends = ends[0] if len(ends) == 1 else ends or None
+  known = {"bos_token_id": generation.get("bos_token_id", bos_id), "eos_token_id": ends}
+  return {**generation, **{key: value for key, value in known.items() if value is not None}}, ends
+
+
+# ---------------------------------------------------------------------------------------------- command line
+
+
+def _define_flags() -> None:
+  """Only for the command: another program that imports this module has a --workdir of its own."""
+  flags.DEFINE_string("workdir", None, "The run's folder.")
+  flags.DEFINE_string("out", None, "The folder to write, made if missing.")
+  flags.DEFINE_integer("step", None, "Which checkpoint. Default: the newest.")
+  flags.DEFINE_enum("dtype", None, DTYPES, "Of the tensors. Default: that of the parameters.")
+  flags.DEFINE_bool("ema", False, "Write the moving average of the parameters (optimizer.ema_decay).")
+  flags.DEFINE_enum("adapter", "merged", ADAPTER, "Of a run that trained adapters: the whole model, or they alone.")
+  flags.DEFINE_float("max_shard_gb", files.MAX_SHARD_BYTES / 1e9, "Size in GB above which there are several files.",
+                     lower_bound=1e-9)
+  flags.DEFINE_bool("overwrite", False, "Replace a model that --out holds.")
+  flags.mark_flags_as_required(["workdir", "out"])
+
+
+def main(argv: list[str]) -> None:
+  if len(argv) > 1:
+    raise app.UsageError(f"unexpected arguments {argv[1:]}")
+  jax.config.update("jax_platforms", "cpu")  # nothing here needs an accelerator
+  given = flags.FLAGS
+  try:
+    out = export(given.workdir, given.out, step=given.step, dtype=given.dtype, ema=given.ema,
+                 adapter=given.adapter,
+                 max_shard_bytes=round(given.max_shard_gb * 1e9), overwrite=given.overwrite, progress=True)
+  except (ConfigError, DataError, OSError) as error:
+    logging.debug("Traceback:", exc_info=True)
+    sys.exit(f"\n{type(error).__name__}: {error}")
+  if given.adapter == "peft":
+    print(f"{out}: adapters in PEFT's format")
+    return
+  kind = files.read_config(out)["model_type"]
+  size = sum(path.stat().st_size for path in files.weights_in(out))
+  print(f"{out}: {kind}, {len(files.TensorFolder(out).tensors)} tensors, {size / 1e6:,.1f} MB")
+
+
+if __name__ == "__main__":
+  _define_flags()
+  logging.set_verbosity(logging.WARNING)
+  app.run(main)

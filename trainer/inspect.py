@@ -1,0 +1,233 @@
+"""What a run would train on, before it does: `python -m trainer --config=… --workdir=DIR --mode=inspect`.
+
+Prints the data's statistics, the first rows of the first batch with each token's weight, segment and position, and
+where each parameter would live; writes the same as WORKDIR/inspect.html, with a histogram of the documents' lengths.
+Trains nothing and makes no parameter.
+"""
+
+import io
+from collections.abc import Mapping
+from html import escape
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from input_pipeline import loader
+from input_pipeline.batches import check_ids
+from input_pipeline.tokenizer import Tokenizer, make_tokenizer
+from models import api
+from trainer import config_checks, hugging_face, patterns, processes
+from trainer import mesh as mesh_lib
+from trainer import workdir as workdir_lib
+
+ROWS = 3
+# A token's text is found by decoding it after so many others: some tokenizers write the first of a text differently.
+CONTEXT = 6
+BOLD, DIM, TRAINED, PARTLY, OFF = "\033[1m", "\033[2m", "\033[30;42m", "\033[30;43m", "\033[0m"
+
+
+class Token(NamedTuple):
+  """One place of a row. `weight` is that of the loss of predicting it."""
+
+  text: str
+  id: int
+  weight: float
+  segment: int
+  position: int
+
+
+def inspect(config: Mapping, workdir: str | Path, rows: int = ROWS) -> Path:
+  """Prints and writes what training with `config` in `workdir` would begin with; returns the page's path.
+
+  Raises:
+    ConfigError, DataError: as training would.
+  """
+  resolved = config_checks.resolve(config)
+  notes = hugging_face.fill_in(resolved)
+  config_checks.validate(resolved)
+  api.validate(resolved.model, resolved.seq_len)
+  workdir = Path(workdir).expanduser().absolute()
+  processes.join()
+  mesh = mesh_lib.make_mesh(resolved.mesh)
+  workdir_lib.prepare(resolved, workdir)
+  tokenizer = make_tokenizer(resolved.tokenizer, loader.train_texts(resolved), workdir / "tokenizer.json", True)
+  data = loader.make_train_data(resolved, tokenizer, workdir=workdir, progress=True)
+  model = api.make_model(resolved.model, vocab_size=tokenizer.vocab_size, params_dtype=resolved.precision.params,
+                         compute_dtype="float32", remat=resolved.remat)
+  batch = check_ids(data.batch(0, slice(0, rows)), model.vocab_size)
+  shown = [row_tokens(batch, row, tokenizer) for row in range(len(batch["tokens"]))]
+  stats, lengths = loader.format_stats(data.stats()), data.document_lengths()
+  parameters = parameter_table(model.abstract_params(), mesh, resolved.sharding_rules)
+
+  for note in (*notes, *model.reasons):
+    print(note)
+  print(f"\n{stats}\n\n{histogram_text(lengths, resolved.seq_len)}\n")
+  print(f"The first {len(shown)} rows. {TRAINED}trained{OFF} {PARTLY}trained with another weight than 1{OFF} "
+        f"{DIM}not trained{OFF}\n")
+  for row, tokens in enumerate(shown):
+    print(row_text(tokens, row))
+  print(f"\n{token_table(shown[0])}\n\n{parameters}")
+  page = workdir / "inspect.html"
+  page.write_text(html_page(shown, stats, histogram_svg(lengths, resolved.seq_len), parameters), encoding="utf-8")
+  print(f"\nThe same, with every token: {page}")
+  return page
+
+
+def row_tokens(batch: Mapping[str, np.ndarray], row: int, tokenizer: Tokenizer) -> list[Token]:
+  """The tokens of a row, without its padding."""
+  columns = [batch[key][row] for key in ("tokens", "loss_weights", "segment_ids", "positions")]
+  columns = [column[batch["segment_ids"][row] > 0].tolist() for column in columns]
+  texts = token_texts(columns[0], tokenizer)
+  return [Token(text, *values) for text, *values in zip(texts, *columns, strict=True)]
+
+
+def token_texts(ids: list[int], tokenizer: Tokenizer) -> list[str]:
+  """What each token adds to the text. Of a character that several tokens make up, the last one has it."""
+  texts, begin = [], 0  # ids[begin:end] are decoded; earlier ones no longer matter
+  for end in range(1, len(ids) + 1):
+    before = tokenizer.decode(ids[begin:end - 1], skip_special=False)
+    now = tokenizer.decode(ids[begin:end], skip_special=False)
+    complete = before.rstrip("\ufffd")
+    texts.append("" if now.endswith("\ufffd") and end < len(ids) else now[len(complete):])
+    if end - begin > CONTEXT and not now.endswith("\ufffd"):
+      begin = end - CONTEXT // 2
+  return texts
+
+
+def row_text(tokens: list[Token], row: int) -> str:
+  """A row for a terminal: its segments one after another, coloured by weight."""
+  lines = []
+  for segment in dict.fromkeys(token.segment for token in tokens):
+    mine = [token for token in tokens if token.segment == segment]
+    trained = sum(token.weight > 0 for token in mine)
+    lines.append(f"{BOLD}row {row}, segment {segment}: {len(mine)} tokens, {trained} trained{OFF}")
+    lines.append("".join(f"{_colour(token.weight)}{_visible(token.text)}{OFF}" for token in mine))
+  return "\n".join(lines)
+
+
+def token_table(tokens: list[Token], limit: int = 48) -> str:
+  """The first tokens of a row, one a line; beyond the first few, those around each change of weight or segment."""
+  changes = [i for i in range(1, len(tokens))
+             if (tokens[i].weight, tokens[i].segment) != (tokens[i - 1].weight, tokens[i - 1].segment)]
+  around = (j for i in changes for j in range(i - 2, i + 2) if 0 <= j < len(tokens))
+  chosen = sorted({*range(min(16, len(tokens))), *around})
+  lines = [f"{'place':>6} {'segment':>7} {'position':>8} {'weight':>7} {'id':>7}  token"]
+  previous = -1
+  for i in chosen[:limit]:
+    if i > previous + 1:
+      lines.append(f"{'…':>6}")
+    t, previous = tokens[i], i
+    lines.append(f"{i:>6} {t.segment:>7} {t.position:>8} {t.weight:>7.3g} {t.id:>7}  {t.text!r}")
+  if previous < len(tokens) - 1:
+    lines.append(f"{'…':>6} {len(tokens) - 1 - previous} more in this row; all of them are on the page.")
+  return "\n".join(lines)
+
+
+def parameter_table(abstract: Any, mesh: Any, rules: Any) -> str:
+  """Parameters × sharding: path, shape, dtype, axes, bytes on each device."""
+  shardings, notes = mesh_lib.param_shardings(abstract, mesh, rules)
+  placed, rows = patterns.flatten(shardings), [("parameter", "shape", "dtype", "sharded over", "MB a device")]
+  total = local = 0
+  for path, leaf in patterns.flatten(abstract).items():
+    part = int(np.prod(placed[path].shard_shape(leaf.shape))) * leaf.dtype.itemsize
+    axes = ", ".join("·" if axis is None else str(axis) for axis in placed[path].spec) or "·"
+    rows.append((path, "×".join(map(str, leaf.shape)), leaf.dtype.name, axes, f"{part / 1e6:.3f}"))
+    total, local = total + leaf.size, local + part
+  widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+  lines = ["  ".join([*(c.ljust(w) for c, w in zip(row[:-1], widths, strict=False)), row[-1].rjust(widths[-1])])
+           for row in rows]
+  mesh_shape = ", ".join(f"{axis}={size}" for axis, size in mesh.shape.items())
+  lines.append(f"{total:,} parameters, {local / 1e6:.3f} MB on each of {mesh.size} device(s) ({mesh_shape})")
+  return "\n".join([*lines, *notes])
+
+
+def histogram_bins(lengths: np.ndarray, seq_len: int, count: int = 20) -> tuple[np.ndarray, np.ndarray]:
+  """(documents in each bin [count], edges [count + 1]) of the documents' lengths in tokens."""
+  return np.histogram(lengths, bins=count, range=(0, max(int(lengths.max()), seq_len)))
+
+
+def histogram_text(lengths: np.ndarray, seq_len: int) -> str:
+  """The lengths' quantiles and their histogram, for a terminal."""
+  quantiles = np.quantile(lengths, [0, 0.25, 0.5, 0.75, 0.95, 1]).round().astype(int)
+  counts, edges = histogram_bins(lengths, seq_len)
+  lines = [f"document lengths in tokens: min {quantiles[0]}, quartiles {quantiles[1]}, {quantiles[2]}, {quantiles[3]}, "
+           f"95% {quantiles[4]}, max {quantiles[5]}; longer than seq_len={seq_len}: {np.mean(lengths > seq_len):.1%}"]
+  for count, left, right in zip(counts, edges, edges[1:], strict=False):
+    lines.append(f"{left:>9,.0f} to {right:>9,.0f} {count:>9,} {'█' * round(40 * count / counts.max())}")
+  return "\n".join(lines)
+
+
+def histogram_svg(lengths: np.ndarray, seq_len: int) -> str:
+  """The histogram as an SVG picture."""
+  import matplotlib
+  from matplotlib.figure import Figure
+  with matplotlib.rc_context({"svg.hashsalt": "weft", "font.size": 9}):
+    figure = Figure(figsize=(7, 2.6), layout="constrained")
+    axes = figure.add_subplot()
+    counts, edges = histogram_bins(lengths, seq_len, 40)
+    axes.bar(edges[:-1], counts, width=np.diff(edges), align="edge", color="#4878a8", edgecolor="white", linewidth=0.4)
+    axes.axvline(seq_len, color="#c44e52", linestyle="--", label=f"seq_len = {seq_len}")
+    axes.set(xlabel="tokens in a document", ylabel="documents")
+    axes.legend(frameon=False)
+    picture = io.StringIO()
+    figure.savefig(picture, format="svg", metadata={"Date": None})
+  text = picture.getvalue()
+  return text[text.index("<svg"):]
+
+
+def html_page(rows: list[list[Token]], stats: str, histogram: str, parameters: str) -> str:
+  """The page: self-contained, every token with its numbers under the pointer and in a table."""
+  sections = []
+  for number, tokens in enumerate(rows):
+    spans, segment = [], None
+    for t in tokens:
+      if t.segment != segment:
+        segment = t.segment
+        mine = [other for other in tokens if other.segment == segment]
+        spans.append(f"<h3>row {number}, segment {segment}: {len(mine)} tokens, "
+                     f"{sum(other.weight > 0 for other in mine)} trained</h3>")
+      title = f"{t.text!r} id {t.id}, weight {t.weight:g}, segment {t.segment}, position {t.position}"
+      kind = "trained" if t.weight == 1 else "partly" if t.weight > 0 else "untrained"
+      spans.append(f'<span class="{kind}" title="{escape(title)}">{escape(_visible(t.text) or "·")}</span>')
+    cells = "".join(f"<tr><td>{i}<td>{t.segment}<td>{t.position}<td>{t.weight:g}<td>{t.id}<td>{escape(repr(t.text))}"
+                    for i, t in enumerate(tokens))
+    sections.append(f'<div class="row">{"".join(spans)}</div><details><summary>as a table</summary><table><tr><th>place'
+                    f"<th>segment<th>position<th>weight<th>id<th>token{cells}</table></details>")
+  return _PAGE.format(stats=escape(stats), histogram=histogram, rows="".join(sections), parameters=escape(parameters))
+
+
+_PAGE = """<!doctype html>
+<html lang="en"><meta charset="utf-8"><meta name="viewport" content="width=device-width">
+<title>Weft: what is trained</title>
+<style>
+:root {{ color-scheme: light dark; }}
+body {{ font: 15px/1.5 system-ui, sans-serif; max-width: 70rem; margin: 2rem auto; padding: 0 1rem; }}
+pre, table {{ font: 13px/1.4 ui-monospace, monospace; overflow-x: auto; }}
+.row {{ font: 14px/1.7 ui-monospace, monospace; white-space: pre-wrap; overflow-wrap: anywhere; }}
+.trained {{ background: #2e9e5b55; }} .partly {{ background: #d9a40066; }} .untrained {{ opacity: .6; }}
+span:hover {{ outline: 1px solid; }}
+td, th {{ padding: 0 .8em; text-align: right; }} td:last-child, th:last-child {{ text-align: left; }}
+svg {{ max-width: 100%; height: auto; background: white; }}
+</style>
+<h1>What is trained</h1>
+<pre>{stats}</pre>
+{histogram}
+<h2>The first rows</h2>
+<p><span class="trained">trained</span> <span class="partly">trained with another weight than 1</span>
+<span class="untrained">not trained</span>. Point at a token for its numbers.</p>
+{rows}
+<h2>Parameters</h2>
+<pre>{parameters}</pre>
+</html>
+"""
+
+
+def _colour(weight: float) -> str:
+  return TRAINED if weight == 1 else PARTLY if weight > 0 else DIM
+
+
+def _visible(text: str) -> str:
+  """Line breaks marked where they are, other control characters as escapes: nothing in the data can move the cursor."""
+  shown = "".join(c if c.isprintable() or c in "\n " else repr(c)[1:-1] for c in text)
+  return shown.replace("\n", "⏎\n")

@@ -1,0 +1,353 @@
+"""Generation on the mesh that trains, with the parameters that are trained: prompts in, token ids and log-probs out.
+
+    sampler = Sampler(model, mesh, rows=64)
+    completions = sampler.generate(params, prompts, num_samples=4, max_new_tokens=256, stop_ids=tokenizer.stop_ids)
+
+A batch of `rows` texts is decoded in chunks of steps; between chunks rows that have ended are given to prompts that
+wait, so that one long answer does not keep the others' places empty. Shapes come from few sizes, so that programs are
+compiled once for many prompts.
+
+What is drawn is a function of (seed, the prompt's ids, number of the sample, place in the completion, parameters): the
+random bits exactly, whatever the other prompts, their order, `rows`, or the mesh; the logits to rounding.
+
+B rows, N prompts, T tokens of a prompt, M completions begun at a time, D hidden size, V vocabulary, C steps of a chunk.
+"""
+
+import functools
+import hashlib
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+
+from trainer import mesh as mesh_lib
+from trainer.config import ConfigError
+from trainer.drawing import Options, draw
+
+# The smallest sizes of prompts and caches.
+MIN_LENGTH = 16
+
+
+@dataclass(frozen=True)
+class Completion:
+  """What was generated after a prompt.
+
+  Attributes:
+    prompt: the prompt's place in the list.
+    sample: number of the sample, from 0.
+    ids: int32 [n], the stop token included.
+    logprobs: float32 [n], log-probs of the ids in the distribution they were drawn from: softmax(logits / temperature)
+      over what truncation leaves. With temperature 0, where the most likely id is taken, of softmax(logits).
+    full_logprobs: the same without truncation, over the whole vocabulary; equal to `logprobs` if there is none.
+    finish_reason: "stop" (the last id is one of stop_ids) or "length".
+  """
+
+  prompt: int
+  sample: int
+  ids: np.ndarray
+  logprobs: np.ndarray
+  full_logprobs: np.ndarray
+  finish_reason: str
+
+  @property
+  def text_ids(self) -> np.ndarray:
+    """The ids without the stop token."""
+    return self.ids[:-1] if self.finish_reason == "stop" else self.ids
+
+
+class _State(NamedTuple):
+  """The rows being decoded, on the device."""
+
+  cache: Any
+  # Hidden state of each row's last token, from which its next one is drawn.
+  hidden_BxD: jax.Array
+  # Tokens drawn so far, and the data of the random key that the place of the next one is folded into.
+  counts_B: jax.Array
+  keys_Bx2: jax.Array
+  # Rows without a text, or whose text has ended.
+  done_B: jax.Array
+
+
+class _Chunk(NamedTuple):
+  """What a chunk of steps gives to the host."""
+
+  tokens_BxC: jax.Array
+  logprobs_BxC: jax.Array
+  full_logprobs_BxC: jax.Array
+  counts_B: jax.Array
+  done_B: jax.Array
+
+
+class Sampler:
+  """Generates with one model on one mesh.
+
+  With several processes all call `generate` with the same arguments, and all get every completion.
+
+  Args:
+    model: see `models.api.Generative`.
+    mesh: None: the first device.
+    rows: texts decoded at a time; their cache takes rows × (longest prompt + max_new_tokens) × layers × key/value
+      heads × head size × 2 numbers. Rounded up to what the mesh divides evenly.
+    chunk: decoding steps between two looks of the host.
+    prefill_tokens: prompts are run together up to so many tokens, padding included.
+
+  Attributes:
+    compilations: programs compiled so far.
+  """
+
+  def __init__(self, model: Any, mesh: Mesh | None = None, *, rows: int = 32, chunk: int = 32,
+               prefill_tokens: int = 16384):
+    if min(rows, chunk, prefill_tokens) < 1:
+      raise ValueError(f"Sampler: found rows={rows}, chunk={chunk}, prefill_tokens={prefill_tokens}; all at least 1")
+    if not hasattr(model, "prefill"):
+      raise ConfigError(f"{type(model).__name__} cannot generate texts: it has no prefill() and decode(). Add what "
+                        "models/api.py lists under Generative, or remove the evaluators that generate.")
+    if mesh is None:
+      mesh = jax.make_mesh((1,), ("data",), (AxisType.Auto,), devices=jax.devices()[:1])
+    self.model, self.mesh, self.chunk, self.prefill_tokens = model, mesh, chunk, prefill_tokens
+    self.compilations = 0
+    self._shards = int(np.prod([mesh.shape[axis] for axis in mesh_lib.BATCH_AXES if axis in mesh.shape]))
+    self.rows = -(-rows // self._shards) * self._shards
+    self._programs: dict[tuple, Callable] = {}
+
+  def generate(self, params: Any, prompts: Sequence[Sequence[int] | np.ndarray], **options: Any) -> list[Completion]:
+    """All completions, those of a prompt one after another. The arguments are those of `stream`."""
+    parts: dict[tuple[int, int], list[Completion]] = {}
+    for part in self.stream(params, prompts, **options):
+      parts.setdefault((part.prompt, part.sample), []).append(part)
+    return [_joined(parts[key]) for key in sorted(parts)]
+
+  def stream(self, params: Any, prompts: Sequence[Sequence[int] | np.ndarray], *, num_samples: int = 1,
+             max_new_tokens: int, temperature: float = 1.0, top_k: int = 0, top_p: float = 1.0, min_p: float = 0.0,
+             stop_ids: Iterable[int] = (), seed: int | str = 0) -> Iterator[Completion]:
+    """Parts of completions as they are generated; the last of each has a finish_reason, the others "".
+
+    Args:
+      params: the model's parameters, wherever they lie.
+      prompts: token ids, at least one each. Equal prompts get equal completions.
+      num_samples: completions for each prompt.
+      max_new_tokens: of each completion, the stop token included.
+      temperature, top_k, top_p, min_p: see `Options`.
+      stop_ids: a completion ends with the first of these.
+      seed: of the random draws.
+
+    Raises:
+      ConfigError: values out of range, an empty prompt, ids beyond the vocabulary, texts longer than the model can
+        generate.
+    """
+    how = Options(float(temperature), int(top_k), float(top_p), float(min_p))
+    how.check()
+    if num_samples < 1 or max_new_tokens < 1:
+      raise ConfigError(f"found num_samples={num_samples}, max_new_tokens={max_new_tokens}; allowed: 1 or more.")
+    prompts = [np.asarray(prompt, np.int32).reshape(-1) for prompt in prompts]
+    self.check(prompts, max_new_tokens)
+    if not prompts:
+      return
+    waiting = _Waiting(prompts, num_samples, seed)
+    rows = min(self.rows, _size(len(waiting), self._shards))
+    length = _length(max(map(len, prompts)) + max_new_tokens)
+    stop_ids = sorted(set(stop_ids))
+    stops = np.full(_size(max(len(stop_ids), 1), 8), -1, np.int32)
+    stops[:len(stop_ids)] = stop_ids
+    numbers = np.array([how.temperature or 1.0, how.top_p, how.min_p], np.float32)
+    kind = (how.temperature == 0, how.truncated)
+    device_options = (stops, np.int32(max_new_tokens), numbers, np.int32(how.top_k))
+    state = self._program("empty", rows, length)()
+    owners: list[tuple[int, int] | None] = [None] * rows
+    counts = np.zeros(rows, np.int32)
+    while len(waiting) or any(owners):
+      while len(waiting) and None in owners:
+        state = self._begin(params, state, waiting, owners, counts, num_samples, length)
+      state, chunk = self._program("decode", rows, length, (len(stops), *kind))(params, state, device_options)
+      chunk = _Chunk(*map(np.asarray, chunk))
+      for row in [row for row, owner in enumerate(owners) if owner is not None]:
+        drawn = chunk.counts_B[row] - counts[row]
+        ids = chunk.tokens_BxC[row, :drawn]
+        reason = "" if not chunk.done_B[row] else "stop" if ids[-1] in stops else "length"
+        logprobs, full_logprobs = (part[row, :drawn] for part in (chunk.logprobs_BxC, chunk.full_logprobs_BxC))
+        yield Completion(*owners[row], ids, logprobs, full_logprobs, reason)
+        counts[row] = chunk.counts_B[row]
+        if reason:
+          owners[row] = None
+
+  def _begin(self, params: Any, state: _State, waiting: "_Waiting", owners: list, counts: np.ndarray,
+             num_samples: int, length: int) -> _State:
+    """Gives free rows to the next completions that wait, as many as one run of their prompts allows."""
+    free = [row for row, owner in enumerate(owners) if owner is None]
+    rows, width = len(owners), _length(waiting.next_length())
+    most = max(1, self.prefill_tokens // width)
+    units = waiting.take(len(free), most)
+    chosen = list(dict.fromkeys(prompt for prompt, _ in units))
+    N = _size(len(chosen), self._shards)
+    M = min(N * num_samples, rows)
+    tokens_NxT, lengths_N = np.zeros((N, width), np.int32), np.ones(N, np.int32)
+    for n, prompt in enumerate(chosen):
+      ids = waiting.prompts[prompt]
+      tokens_NxT[n, :len(ids)], lengths_N[n] = ids, len(ids)
+    # Rows beyond the last take what there is no completion for.
+    rows_M, sources_M, keys_Mx2 = np.full(M, rows, np.int32), np.zeros(M, np.int32), np.zeros((M, 2), np.uint32)
+    for m, (unit, row) in enumerate(zip(units, free, strict=False)):
+      rows_M[m], sources_M[m], keys_Mx2[m] = row, chosen.index(unit[0]), waiting.key(*unit)
+      owners[row], counts[row] = unit, 0
+    begin = self._program("begin", rows, length, (N, width, M))
+    return begin(params, state, (tokens_NxT, lengths_N, rows_M, sources_M, keys_Mx2))
+
+  def check(self, prompts: Sequence[np.ndarray], max_new_tokens: int, where: str = "") -> None:
+    """Refuses prompts that cannot be completed; `where` precedes the name of the key `max_new_tokens`.
+
+    Raises:
+      ConfigError: an empty prompt, ids beyond the vocabulary, texts longer than the model can generate.
+    """
+    for number, ids in enumerate(prompts):
+      if not len(ids):
+        raise ConfigError(f"prompt {number} has no tokens; give at least one, e.g. the tokenizer's BOS.")
+      if min(ids) < 0 or max(ids) >= self.model.vocab_size:
+        raise ConfigError(f"prompt {number} has ids from {min(ids)} to {max(ids)}; the model's vocabulary ends at "
+                          f"{self.model.vocab_size - 1}. Use the tokenizer it was trained with.")
+    bound, longest = self.model.max_length, max(map(len, prompts), default=0)
+    if bound is not None and longest + max_new_tokens > bound:
+      raise ConfigError(
+          f"{where}max_new_tokens is {max_new_tokens}, and the longest prompt has {longest} tokens: together more than "
+          f"the {bound} that this model can generate. Use at most {max(bound - longest, 0)}, or shorter prompts.")
+
+  # ---------------------------------------------------------------- programs
+
+  def _program(self, name: str, rows: int, length: int, sizes: tuple = ()) -> Callable:
+    """The compiled function of that name for `rows` texts of up to `length` tokens, and further sizes."""
+    key = (name, rows, length, sizes)
+    with mesh_lib.activation_rules(self.mesh):
+      if key not in self._programs:
+        self.compilations += 1
+        self._programs[key] = self._jitted(name, rows, length, sizes)
+
+    def call(*args: Any) -> Any:
+      with mesh_lib.activation_rules(self.mesh):
+        return self._programs[key](*args)
+
+    return call
+
+  def _jitted(self, name: str, rows: int, length: int, sizes: tuple) -> Callable:
+    empty = functools.partial(_empty, self.model, rows, length)
+    # Every program lays a state out alike, so that none is compiled anew for another's.
+    placed = jax.tree.map(self._sharding, jax.eval_shape(empty))
+    if name == "empty":
+      return jax.jit(empty, out_shardings=placed)
+    if name == "begin":
+      return jax.jit(functools.partial(_begin, self.model), donate_argnums=1, out_shardings=placed)
+    _, greedy, truncated = sizes
+    decode = functools.partial(_decode, self.model, self.chunk, greedy, truncated)
+    # What the host reads is on every device, so that each process has it.
+    return jax.jit(decode, donate_argnums=1, out_shardings=(placed, NamedSharding(self.mesh, PartitionSpec())))
+
+  def _sharding(self, leaf: Any) -> NamedSharding:
+    """Keys and values are split by row and head, everything else is on every device."""
+    names = (None, "batch", None, "kv_heads", None) if leaf.ndim == 5 else ()
+    return mesh_lib.activation_sharding(self.mesh, names, leaf.shape)
+
+
+class _Waiting:
+  """Completions that have not begun, those of the longest prompts first."""
+
+  def __init__(self, prompts: list[np.ndarray], num_samples: int, seed: int | str):
+    self.prompts, self._next = prompts, 0
+    order = sorted(range(len(prompts)), key=lambda i: -len(prompts[i]))
+    self._units = [(prompt, sample) for prompt in order for sample in range(num_samples)]
+    self._hashes = [hashlib.blake2b(f"{seed}:".encode() + ids.tobytes(), digest_size=8) for ids in prompts]
+
+  def __len__(self) -> int:
+    return len(self._units) - self._next
+
+  def next_length(self) -> int:
+    """Tokens of the next prompt; those after it have no more."""
+    return len(self.prompts[self._units[self._next][0]])
+
+  def take(self, count: int, num_prompts: int) -> list[tuple[int, int]]:
+    """(prompt, sample) of at most `count` completions of at most `num_prompts` prompts."""
+    taken, prompts = [], set()
+    for unit in self._units[self._next : self._next + count]:
+      prompts.add(unit[0])
+      if len(prompts) > num_prompts:
+        break
+      taken.append(unit)
+    self._next += len(taken)
+    return taken
+
+  def key(self, prompt: int, sample: int) -> np.ndarray:
+    """Data of the random key, uint32 [2]: a hash of seed, prompt and sample."""
+    digest = self._hashes[prompt].copy()
+    digest.update(f":{sample}".encode())
+    return np.frombuffer(digest.digest(), np.uint32)
+
+
+def _size(n: int, unit: int) -> int:
+  """The least of unit × 1, 2, 4, 8, … that is n or more."""
+  return unit * 2 ** max(0, math.ceil(math.log2(n / unit)))
+
+
+def _length(n: int) -> int:
+  """The least of MIN_LENGTH × 1, 2, 3, 4, 6, 8, 12, … that is n or more."""
+  size = _size(n, MIN_LENGTH)
+  return size // 4 * 3 if size > 2 * MIN_LENGTH and size // 4 * 3 >= n else size
+
+
+def _joined(parts: list[Completion]) -> Completion:
+  ids, logprobs, full = (np.concatenate([getattr(part, name) for part in parts])
+                         for name in ("ids", "logprobs", "full_logprobs"))
+  last = parts[-1]
+  return Completion(last.prompt, last.sample, ids, logprobs, full, last.finish_reason)
+
+
+# ---------------------------------------------------------------------------------------------- on the device
+
+
+def _empty(model: Any, rows: int, length: int) -> _State:
+  cache, tokens_B = model.empty_cache(rows, length), jnp.zeros(rows, jnp.int32)
+  hidden, _ = jax.eval_shape(model.decode, model.abstract_params(), tokens_B, tokens_B > 0, cache)
+  return _State(cache, jnp.zeros(hidden.shape, hidden.dtype), tokens_B, jnp.zeros((rows, 2), jnp.uint32), tokens_B == 0)
+
+
+def _begin(model: Any, params: Any, state: _State, given: tuple[jax.Array, ...]) -> _State:
+  """Prompts put into rows of the state."""
+  tokens_NxT, lengths_N, rows_M, sources_M, keys_Mx2 = given
+  N, T = tokens_NxT.shape
+  batch = dict(tokens=tokens_NxT, segment_ids=(jnp.arange(T) < lengths_N[:, None]).astype(jnp.int32))
+  hidden_NxTxD, cache = model.prefill(params, batch, state.cache, rows_M, sources_M)
+  last_MxD = hidden_NxTxD[jnp.arange(N), lengths_N - 1][sources_M]
+
+  def put(old_B: jax.Array, new_M: Any) -> jax.Array:
+    return old_B.at[rows_M].set(new_M, mode="drop")
+
+  return _State(cache, put(state.hidden_BxD, last_MxD), put(state.counts_B, 0), put(state.keys_Bx2, keys_Mx2),
+                put(state.done_B, False))
+
+
+def _decode(model: Any, chunk: int, greedy: bool, truncated: bool, params: Any, state: _State,
+            given: tuple[jax.Array, ...]) -> tuple[_State, _Chunk]:
+  """Up to `chunk` tokens for each row that is not done; fewer if all end before."""
+  stops, limit, numbers, top_k = given
+  B = state.done_B.shape[0]
+  keys_B = jax.random.wrap_key_data(state.keys_Bx2, impl="threefry2x32")
+
+  def goes_on(carry: tuple) -> jax.Array:
+    column, state, _ = carry
+    return (column < chunk) & ~jnp.all(state.done_B)
+
+  def step(carry: tuple) -> tuple:
+    column, state, found = carry
+    logits_BxV = model.unembed(params, state.hidden_BxD[:, None])[:, 0]
+    drawn = draw(jax.vmap(jax.random.fold_in)(keys_B, state.counts_B), logits_BxV, numbers, top_k, greedy=greedy,
+                 truncated=truncated)
+    found = tuple(part.at[:, column].set(new) for part, new in zip(found, drawn, strict=True))
+    tokens_B, counts_B = drawn[0], state.counts_B + ~state.done_B
+    done_B = state.done_B | jnp.isin(tokens_B, stops) | (counts_B >= limit)
+    hidden_BxD, cache = model.decode(params, tokens_B, ~done_B, state.cache)
+    return column + 1, _State(cache, hidden_BxD, counts_B, state.keys_Bx2, done_B), found
+
+  found = (jnp.zeros((B, chunk), jnp.int32), *(jnp.zeros((B, chunk), jnp.float32) for _ in range(2)))
+  _, state, found = jax.lax.while_loop(goes_on, step, (0, state, found))
+  return state, _Chunk(*found, state.counts_B, state.done_B)

@@ -1,0 +1,273 @@
+"""DPO and its family: preferences between two completions of the same prompt.
+
+B rows, T length, S segments a row, P = S / 2 pairs. Segments 2p - 1 and 2p of a row are pair p's chosen and rejected
+sequence, each prompt and completion with positions from 0. Policy and reference go through `token_logprobs` and
+`segment_sums`, in float32 and chunked over the vocabulary; all that follows is arithmetic on [B, P] (preference.py).
+"""
+
+import difflib
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from trainer import logprobs
+from trainer.config import ConfigError
+from trainer.metrics import Mean
+from trainer.strategies import preference
+from trainer.strategies.preference import Pairs, Side
+
+
+def loss(model: Any, params: Any, batch: dict[str, jax.Array], rng: jax.Array | None, cfg: Any,
+         reference: Any = None):
+  """The losses of `cfg.loss` on the pairs of a batch; see preference.py.
+
+  Args:
+    model: the seam of models/api.py.
+    params: nested dict of arrays.
+    batch: `tokens`, `positions`, `segment_ids`, `loss_weights` [B, T], where loss_weights is above 0 on completion
+      tokens; `sequences` [B, S], 1 where that segment exists; maybe `ref_logprobs` [B, T], as `token_logprobs` of the
+      reference gives.
+    rng: key for dropout and noise; None: none. With `cfg.disable_dropout` there is none in any case.
+    cfg: the strategy's options (trainer/config.py).
+    reference: parameters of the reference; not needed with `ref_logprobs`, or if `needs_reference(cfg)` is False.
+
+  Returns:
+    (terms, metrics), with sums and weights [B].
+  """
+  weights = preference.active(cfg)
+  use_wpo = bool(set(weights) - {"sft"}) and cfg.wpo  # sft is not a comparison
+  rng = None if cfg.disable_dropout else rng
+  stats, out = token_stats(model, params, batch, rng, ("logprob", "is_top", "entropy") + ("log_square",) * use_wpo)
+  ref_BxT = reference_logprobs(model, batch, reference) if needs_reference(cfg) else None
+
+  def sums(values_BxT):
+    return segment_sums(values_BxT, batch)
+
+  mask_BxT, present_BxP = completion_mask(batch), _split(batch["sequences"])
+  present_BxP = present_BxP[0] * present_BxP[1]
+  count_BxS, logps_BxS = sums(mask_BxT), sums(stats.logprob)
+  ref_BxS = None if ref_BxT is None else sums(ref_BxT)
+  policy_BxS, anchor_BxS = logps_BxS, ref_BxS
+  if ref_BxT is not None and cfg.ld_alpha != 1.0:
+    share_BxT = _length_desensitized(batch, mask_BxT, count_BxS, cfg.ld_alpha)
+    policy_BxS, anchor_BxS = sums(stats.logprob * share_BxT), sums(ref_BxT * share_BxT)
+  columns = [_split(x) for x in (logps_BxS, count_BxS, policy_BxS, anchor_BxS)]
+  pairs = Pairs(*(Side(*(column[i] for column in columns)) for i in (0, 1)), present_BxP)
+  if use_wpo:
+    # Mean over tokens of log p(token) - log Σ_v p(v)² (WPO, arXiv 2406.11827, eq. 2), chosen and rejected multiplied.
+    aligned_BxS = sums(stats.logprob - stats.log_square) / jnp.maximum(count_BxS, 1.0)
+    pairs = pairs._replace(weight=jax.lax.stop_gradient(jnp.exp(sum(_split(aligned_BxS)))))
+
+  terms, metrics = preference.terms(pairs, cfg)
+  metrics |= _pair_metrics(pairs, _split(ref_BxS), weights, cfg.beta)
+  metrics |= _token_metrics(sums(stats.entropy), sums(stats.is_top), count_BxS, present_BxP)
+  return terms | out.losses, metrics | out.metrics
+
+
+def needs_reference(cfg: Any) -> bool:
+  """Whether a loss of `cfg.loss` compares the policy with a reference."""
+  return bool(set(preference.active(cfg)) - preference.REFERENCE_FREE)
+
+
+# ----------------------------------------------------------------------------------------------
+# From tokens to sequences; what KTO and evaluators share.
+
+
+def completion_mask(batch: dict[str, jax.Array]) -> jax.Array:
+  """1.0 on completion tokens, [B, T]; a row's first token has none before it, and is none."""
+  return (jnp.asarray(batch["loss_weights"]) > 0).astype(jnp.float32).at[:, 0].set(0.0)
+
+
+def token_stats(model: Any, params: Any, batch: dict[str, jax.Array], rng: jax.Array | None, want: tuple[str, ...]):
+  """(`logprobs.TokenStats` of each token given those before it, aligned with the tokens and 0 outside completions; the
+  model's `Output`)."""
+  out = model.apply(params, batch, rng=rng, train=rng is not None)
+  stats = logprobs.token_stats(
+      out.hidden, model.unembedding(params), jnp.roll(batch["tokens"], -1, axis=1), chunk=model.vocab_chunk,
+      logit_cap=model.final_logit_cap, num_real_vocab=model.num_real_vocab, want=want)
+  mask_BxT = completion_mask(batch)
+
+  def align(values_BxT):
+    # `where`, not a product: nothing outside completions may count, whatever its value.
+    return jnp.where(mask_BxT > 0, jnp.roll(values_BxT, 1, axis=1), 0.0)
+
+  return jax.tree.map(align, stats), out
+
+
+def token_logprobs(model: Any, params: Any, batch: dict[str, jax.Array]) -> jax.Array:
+  """log p(token | those before it), [B, T] float32, 0 outside completions; without dropout.
+
+  Of the reference's parameters these are what a batch holds as `ref_logprobs`.
+  """
+  return token_stats(model, params, batch, None, ("logprob",))[0].logprob
+
+
+def reference_logprobs(model: Any, batch: dict[str, jax.Array], reference: Any) -> jax.Array:
+  """The reference's `token_logprobs`, without a gradient: those of the batch, or else those of its parameters."""
+  if "ref_logprobs" in batch:
+    return jnp.where(completion_mask(batch) > 0, batch["ref_logprobs"].astype(jnp.float32), 0.0)
+  if reference is None:
+    raise ValueError("these losses compare the policy with a reference, but the batch has no ref_logprobs and no "
+                     "parameters were given as `reference`")
+  return jax.lax.stop_gradient(token_logprobs(model, jax.lax.stop_gradient(reference), batch))
+
+
+def segment_sums(values_BxT: jax.Array, batch: dict[str, jax.Array]) -> jax.Array:
+  """Sums over each segment's tokens, [B, S] float32, S as in `batch["sequences"]`."""
+  ids_S = jnp.arange(1, batch["sequences"].shape[1] + 1)
+  # A reduction rather than a scatter: always in the same order, and fused, so that no [B, T, S] is kept.
+  in_segment = batch["segment_ids"][:, :, None] == ids_S
+  return jnp.sum(jnp.where(in_segment, values_BxT.astype(jnp.float32)[:, :, None], 0.0), axis=1)
+
+
+def sequence_logps(model: Any, params: Any, batch: dict[str, jax.Array]) -> jax.Array:
+  """Log-probabilities of the completions, sums over their tokens, [B, S] float32; without dropout."""
+  return segment_sums(token_logprobs(model, params, batch), batch)
+
+
+def _split(values_BxS: jax.Array | None) -> tuple[Any, Any]:
+  """(chosen, rejected), each [B, P]; (None, None) for None."""
+  if values_BxS is None:
+    return None, None
+  if values_BxS.shape[1] % 2:
+    raise ValueError(f"batch['sequences'] has shape {values_BxS.shape}: pairs need an even number of segments")
+  return values_BxS[:, 0::2], values_BxS[:, 1::2]
+
+
+def _length_desensitized(batch: dict[str, jax.Array], mask_BxT, count_BxS, alpha: float) -> jax.Array:
+  """LD-DPO's weights of tokens (arXiv 2409.06411): `alpha` beyond the length of the pair's shorter completion,
+  1 up to there; [B, T]."""
+  shorter_BxP = jnp.minimum(*_split(count_BxS))
+  segment_BxT = jnp.maximum(batch["segment_ids"] - 1, 0)
+  before_BxS = jnp.cumsum(count_BxS, axis=1) - count_BxS
+  number_BxT = jnp.cumsum(mask_BxT, axis=1) - jnp.take_along_axis(before_BxS, segment_BxT, axis=1)
+  shorter_BxT = jnp.take_along_axis(jnp.repeat(shorter_BxP, 2, axis=1), segment_BxT, axis=1)
+  return jnp.where(number_BxT <= shorter_BxT, 1.0, alpha)
+
+
+# ----------------------------------------------------------------------------------------------
+# Metrics, by TRL's names.
+
+
+def _pair_metrics(pairs: Pairs, reference: tuple[Any, Any], weights: dict[str, float], beta: float) -> dict[str, Mean]:
+  """Means over pairs. The reward is β times the log-ratio whatever the loss, or without a reference β times the
+  log-probability, which is an average over tokens for SimPO and ORPO."""
+  metrics, rewards, scale_BxP = {}, {}, 0.0
+  averaged = bool(preference.names_in(weights, preference.AVERAGED_REWARD))
+
+  def mean(values_BxP: jax.Array) -> Mean:
+    return Mean(jnp.sum(jnp.where(pairs.present > 0, values_BxP, 0.0), axis=1), jnp.sum(pairs.present, axis=1))
+
+  for name, side, ref_BxP in (("chosen", pairs.chosen, reference[0]), ("rejected", pairs.rejected, reference[1])):
+    metrics[f"logps/{name}"] = mean(side.logps)
+    metrics[f"logps_mean/{name}"] = mean(preference.average(side))
+    if ref_BxP is not None:
+      metrics[f"logps_ref/{name}"] = mean(ref_BxP)
+      rewards[name] = beta * (side.logps - ref_BxP)
+      scale_BxP += beta * (jnp.abs(side.logps) + jnp.abs(ref_BxP))
+    else:
+      rewards[name] = beta * (preference.average(side) if averaged else side.logps)
+      scale_BxP += jnp.abs(rewards[name])
+    metrics[f"rewards/{name}"] = mean(rewards[name])
+  metrics["rewards/margins"] = mean(rewards["chosen"] - rewards["rejected"])
+  metrics["rewards/accuracies"] = mean(preference.accuracy(rewards["chosen"], rewards["rejected"], scale_BxP))
+  if pairs.weight is not None:
+    metrics["wpo_weight"] = mean(pairs.weight)
+  return metrics
+
+
+def _token_metrics(entropy_BxS, is_top_BxS, count_BxS, present_BxP) -> dict[str, Mean]:
+  """Means over completion tokens: the entropy over all of them, the accuracy over those of chosen completions."""
+  present_BxS = jnp.repeat(present_BxP, 2, axis=1)
+
+  def mean(values, count, present) -> Mean:
+    return Mean(jnp.sum(values * present, axis=1), jnp.sum(count * present, axis=1))
+
+  return {
+      "entropy": mean(entropy_BxS, count_BxS, present_BxS),
+      "mean_token_accuracy": mean(_split(is_top_BxS)[0], _split(count_BxS)[0], present_BxP),
+  }
+
+
+# ----------------------------------------------------------------------------------------------
+# Options that cannot work.
+
+
+def check(cfg: Any, grad_accum_steps: int, cfg_model: Any = None) -> None:
+  """Refuses options of the strategy that cannot work, before any device work.
+
+  Args:
+    cfg: the strategy's options.
+    grad_accum_steps: micro-batches of a step.
+    cfg_model: the config's `model` section; None: not looked at.
+
+  Raises:
+    ConfigError: naming the key, what was found and what is allowed.
+  """
+  known = list(preference.LOSSES)
+  for name, weight in cfg.loss.items():
+    if name not in known:
+      near = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
+      raise ConfigError(f"strategy.loss names {name!r}; " + (f"did you mean {near[0]!r}? " if near else "")
+                        + f"Known losses: {', '.join(known)}.")
+    if isinstance(weight, bool) or not isinstance(weight, int | float) or not 0 <= weight < float("inf"):
+      raise ConfigError(f"strategy.loss.{name} is {weight!r}; it is the weight of that loss, a number from 0 on.")
+  weights = preference.active(cfg)
+  if not weights:
+    raise ConfigError("strategy.loss names no loss with a weight above 0: there is nothing to train. For instance "
+                      'loss={"sigmoid": 1.0}.')
+  if not cfg.beta > 0:
+    raise ConfigError(f"strategy.beta is {cfg.beta}; it must be above 0.")
+  _check_options(cfg, weights)
+  if (together := preference.names_in(weights, preference.WHOLE_BATCH)) and grad_accum_steps > 1:
+    raise ConfigError(
+        f"strategy.loss has {together[0]!r}, which puts all pairs of a step in order, but grad_accum_steps is "
+        f"{grad_accum_steps}: pairs of different micro-batches are never seen together. Use "
+        "--config.grad_accum_steps=1, with more devices or remat if memory is short, or another loss.")
+  check_noise(cfg, cfg_model)
+  if needs_reference(cfg) and cfg.reference == "none":
+    raise ConfigError(
+        f"strategy.reference is 'none', but {', '.join(n for n in weights if n not in preference.REFERENCE_FREE)} "
+        f"compares the policy with one. Use strategy.reference='start', or only losses of "
+        f"{', '.join(n for n in known if n in preference.REFERENCE_FREE)}.")
+
+
+def _check_options(cfg: Any, weights: dict[str, float]) -> None:
+  """Keys are read only where a loss uses them, so that the audit finds those without effect."""
+  if smoothed := preference.names_in(weights, preference.SMOOTHED):
+    if not 0 <= cfg.label_smoothing < 0.5:
+      raise ConfigError(f"strategy.label_smoothing is {cfg.label_smoothing}; it is the share of pairs whose labels are "
+                        "wrong, from 0 to below 0.5.")
+    if "exo_pair" in smoothed and cfg.label_smoothing == 0:
+      raise ConfigError("strategy.loss has 'exo_pair', whose target is undefined for strategy.label_smoothing=0. "
+                        "Use --config.strategy.label_smoothing=0.001, say.")
+  if needs_reference(cfg):
+    if cfg.f_divergence not in preference.DIVERGENCES:
+      raise ConfigError(f"strategy.f_divergence is {cfg.f_divergence!r}; allowed: "
+                        f"{', '.join(preference.DIVERGENCES)}.")
+    unscored = set(weights) - preference.SCORED - preference.REFERENCE_FREE
+    if cfg.f_divergence != "reverse_kl" and unscored:
+      raise ConfigError(f"strategy.f_divergence is {cfg.f_divergence!r}, which is not defined for "
+                        f"{', '.join(sorted(unscored))}. Use reverse_kl, or only losses of "
+                        f"{', '.join(n for n in preference.LOSSES if n in preference.SCORED)}.")
+    if not 0 <= cfg.ld_alpha <= 1:
+      raise ConfigError(f"strategy.ld_alpha is {cfg.ld_alpha}; it is the weight of tokens beyond the length of the "
+                        "shorter completion, from 0 to 1 (1: as any other).")
+  if "cpo" in weights and not 0 <= cfg.cpo_alpha < float("inf"):
+    raise ConfigError(f"strategy.cpo_alpha is {cfg.cpo_alpha}; it is the weight of sft within cpo, from 0 on.")
+  if "discopop" in weights and not 0 < cfg.discopop_tau < 1:
+    raise ConfigError(f"strategy.discopop_tau is {cfg.discopop_tau}; it must be above 0 and below 1, where the loss "
+                      "of a pair ranked wrong grows linearly, not exponentially.")
+
+
+def check_noise(cfg: Any, cfg_model: Any) -> None:
+  """Refuses dropout and noise that `disable_dropout` leaves without effect; raises ConfigError."""
+  if cfg_model is None or not cfg.disable_dropout:
+    return
+  noise = {"model.dropout": cfg_model.dropout, "model.neftune_alpha": cfg_model.neftune_alpha,
+           "model.lora.dropout": cfg_model.lora.dropout if cfg_model.lora.rank else 0.0}
+  for key, value in noise.items():
+    if value:
+      raise ConfigError(f"{key} is {value}, but strategy.disable_dropout leaves it without effect. Use "
+                        f"--config.{key}=0, or --config.strategy.disable_dropout=False.")

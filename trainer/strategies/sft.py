@@ -1,0 +1,22 @@
+"""SFT: next-token cross-entropy on the trained parts of conversations.
+
+Which tokens these are is decided by the data (`config.chat`, docs/sft.md) and stands in `loss_weights`, which is 0
+elsewhere; with `normalize = "sequence"` the weights of each conversation add up to 1. So the objective is that of SEQ,
+divided by the weights of the whole step.
+"""
+
+from typing import Any
+
+import jax
+
+from trainer.strategies import seq
+
+
+def loss(model: Any, params: Any, batch: dict[str, jax.Array], rng: jax.Array | None, cfg: Any):
+  """See `seq.next_token_loss`.
+
+  Args:
+    cfg: `label_smoothing`, `z_loss`, `dft`. (`normalize` is the data's: see above.)
+  """
+  return seq.next_token_loss(model, params, batch, rng, label_smoothing=cfg.label_smoothing, z_loss=cfg.z_loss,
+                             dft=cfg.dft, more=("entropy",))

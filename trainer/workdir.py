@@ -1,0 +1,88 @@
+"""The folder of a run: made, guarded against another config, and described at the end.
+
+It holds `config.json` (resolved), `metrics.jsonl`, `tensorboard/`, `checkpoints/`, `samples/`, the tokenizer, `cache/`,
+and `hf/` (the small files of a Hugging Face folder that the run started from, for the export).
+"""
+
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from input_pipeline.examples_chat import find_template
+from input_pipeline.tokenizer import Tokenizer
+from models import hf
+from trainer import config_checks, hugging_face
+from trainer.config import ConfigError
+
+# So many lines of the last samples are shown at the end.
+SAMPLE_LINES = 40
+
+
+def prepare(resolved: Any, workdir: Path) -> None:
+  """Makes the folder; refuses to continue one whose config trains differently, and says what differs.
+
+  Raises:
+    ConfigError: the folder cannot be made, or belongs to another run.
+  """
+  if workdir.exists() and not workdir.is_dir():
+    raise ConfigError(f"--workdir {workdir} is a file; give a folder, which is made if it is missing.")
+  try:
+    workdir.mkdir(parents=True, exist_ok=True)
+  except OSError as e:
+    raise ConfigError(f"--workdir {workdir} cannot be made: {e.strerror}. Give a folder that you may write to.") from e
+  saved = workdir / "config.json"
+  if not saved.exists() or not (workdir / "checkpoints").exists() or resolved.allow_config_changes:
+    return
+  differences = config_checks.differences(json.loads(saved.read_text(encoding="utf-8")), resolved)
+  if differences:
+    raise ConfigError(
+        f"{workdir} was begun with another config:\n  " + "\n  ".join(differences) + "\nUse another --workdir, the "
+        "config as it was, or --config.allow_config_changes=True to continue with the new values.")
+
+
+def check_same_data(meta: Mapping, fingerprint: str, allow_changes: bool) -> None:
+  """Refuses to continue a run whose rows are no longer the ones it was trained on.
+
+  Raises:
+    ConfigError: saying so.
+  """
+  if meta and meta["data_fingerprint"] != fingerprint and not allow_changes:
+    raise ConfigError(
+        "the training data, the tokenizer or their order changed since the checkpoint was written, so the run would "
+        "not continue as it was. Restore the files, use a new --workdir, or --config.allow_config_changes=True.")
+
+
+def save_config(resolved: Any, workdir: Path, tokenizer: Tokenizer) -> None:
+  """Writes config.json, once everything in it has been accepted, and keeps the files an export will repeat: those of
+  the Hugging Face folder, and the chat template, which wherever it came from belongs to the tokenizer from now on."""
+  if jax.process_index() == 0:
+    temporary = workdir / "config.json.tmp"
+    temporary.write_text(config_checks.to_json(resolved) + "\n", encoding="utf-8")
+    os.replace(temporary, workdir / "config.json")
+    if resolved.model.hf is not None:
+      hf.copy_small_files(Path(resolved.model.hf), workdir / hugging_face.FOLDER)
+    if resolved.strategy.name != "seq" and (template := find_template(resolved.chat, tokenizer)) is not None:
+      (workdir / "chat_template.jinja").write_text(template.source, encoding="utf-8")
+
+
+def say_where_everything_is(run: Any, seconds: float) -> None:
+  """The last words: how it ended, what was measured, where to look."""
+  done = f"finished all {run.total_steps} steps" if run.step >= run.total_steps else (
+      f"stopped by {run.stop_requested} after step {run.step} of {run.total_steps}; the same command continues")
+  run.say(f"\nThe run has {done} ({seconds:.0f} s in this process).")
+  for name, value in sorted(run.last_eval[1].items()):
+    if name.startswith("eval/"):
+      run.say(f"  {name:<40} {value:.4f}")
+  samples = sorted((run.workdir / "samples").glob("*.txt"))
+  if samples:
+    lines = samples[-1].read_text(encoding="utf-8").splitlines()
+    more = [f"… and more in {samples[-1]}"] if len(lines) > SAMPLE_LINES else []
+    run.say("\n".join(["", *lines[:SAMPLE_LINES], *more, ""]))
+  for what, where in (("checkpoints", "checkpoints"), ("metrics", "metrics.jsonl"), ("TensorBoard", "tensorboard"),
+                      ("samples", "samples"), ("tokenizer", "tokenizer.json"), ("config", "config.json")):
+    if (run.workdir / where).exists():
+      run.say(f"  {what:<12} {run.workdir / where}")
