@@ -11,14 +11,14 @@ parameters, which also makes the reference free: add --config.model.lora.rank=16
 from ml_collections import ConfigDict
 
 from configs import sft
-from trainer.config import STRATEGIES, evaluator
+from trainer.config import evaluator, strategy
 
 
 def get_config(arg: str | None = None) -> ConfigDict:
   """No argument. What is not said here is as in configs/sft.py: model, rows, export."""
   c = sft.get_config()
   # The loss is one of docs/dpo.md, or several with weights; the reference is what the run begins with.
-  c.strategy = dict(name="dpo", **STRATEGIES["dpo"] | dict(loss={"sigmoid": 1.0}, beta=0.1))
+  c.strategy = strategy("dpo", loss={"sigmoid": 1.0}, beta=0.1)
   c.input.sources.main.path = "path/to/pairs.jsonl"
 
   # A pair lies in one row, its two sides one after the other.

@@ -10,13 +10,13 @@ the DPO loss goes the likelihood of the right docstring, so that it does not fal
 from ml_collections import ConfigDict
 
 from configs import quickstart_sft
-from trainer.config import STRATEGIES, evaluator, source
+from trainer.config import evaluator, source, strategy
 
 
 def get_config(arg: str | None = None) -> ConfigDict:
   """`arg`: the workdir of a fine-tuned quickstart, or nothing."""
   c = quickstart_sft.get_config(arg)
-  c.strategy = dict(name="dpo", **STRATEGIES["dpo"] | dict(loss={"sigmoid": 1.0, "sft": 1.0}, beta=0.1))
+  c.strategy = strategy("dpo", loss={"sigmoid": 1.0, "sft": 1.0}, beta=0.1)
   c.input.sources = dict(pairs=source(type="python_docstring_pairs", split="train"))
   c.total_steps = 300
   c.optimizer.learning_rate = 5e-4

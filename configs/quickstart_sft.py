@@ -9,13 +9,13 @@ pairs are made from the standard library's sources. Only docstrings are trained 
 from ml_collections import ConfigDict
 
 from configs import quickstart
-from trainer.config import STRATEGIES, evaluator, source
+from trainer.config import evaluator, source, strategy
 
 
 def get_config(arg: str | None = None) -> ConfigDict:
   """`arg`: the workdir of a pretrained quickstart, or nothing."""
   c = quickstart.get_config()
-  c.strategy = dict(name="sft", **STRATEGIES["sft"])
+  c.strategy = strategy("sft")
   c.input.sources = dict(docstrings=source(type="python_docstrings", split="train"))
   if arg:
     c.init_from.path = arg

@@ -11,13 +11,13 @@ bits --config.precision.frozen=nf4. The result is in DIR/export.
 
 from ml_collections import ConfigDict
 
-from trainer.config import STRATEGIES, defaults, evaluator, source
+from trainer.config import defaults, evaluator, source, strategy
 
 
 def get_config(arg: str | None = None) -> ConfigDict:
   """No argument."""
   c = defaults()
-  c.strategy = dict(name="sft", **STRATEGIES["sft"])
+  c.strategy = strategy("sft")
   # Architecture, parameters, tokenizer and chat template; give it on the command line.
   c.model.hf = "path/to/a/hugging_face_folder"
   c.input.sources.main = source(type="jsonl", path="path/to/conversations.jsonl", split="train",

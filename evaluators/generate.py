@@ -2,9 +2,7 @@
 
 import json
 import math
-import re
 from collections.abc import Iterator
-from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +10,7 @@ import jax
 import numpy as np
 
 from evaluators import common
+from input_pipeline.answers import compile_pattern, extract, normalize
 from input_pipeline.prompts import Prompt, Prompter
 from input_pipeline.sources import open_source
 from trainer.config import ConfigError
@@ -19,8 +18,6 @@ from trainer.drawing import Options
 from trainer.sampler import Completion, Sampler
 
 SHOWN = 8  # samples in the readable file
-# With separators between thousands, a currency in front, and the point or comma that ends a sentence.
-NUMBER = re.compile(r"[-+]?\$?(\d{1,3}(,\d{3})+|\d+|(?=\.\d))(\.\d+)?[.,]?", re.ASCII)
 
 
 class Generate:
@@ -37,7 +34,7 @@ class Generate:
     self._num_samples, self._new, self._pass_at = cfg.num_samples, cfg.max_new_tokens, tuple(cfg.pass_at)
     self._options = Options(cfg.temperature, cfg.top_k, cfg.top_p, cfg.min_p)
     self._check(name, cfg)
-    self._extract = _compiled(cfg.extract, f"evals.{name}.extract")
+    self._extract = compile_pattern(cfg.extract, f"evals.{name}.extract")
     prompter = Prompter(setup.config, setup.tokenizer)
     self._stop_ids, self._seed = prompter.stop_ids, setup.config.seed
     sources, split = common.sources(name, cfg, setup.config)
@@ -110,33 +107,3 @@ def metrics(rows: list[dict[str, Any]], pass_at: tuple[int, ...]) -> Iterator[tu
 def pass_at_k(n: int, c: int, k: int) -> float:
   """The chance that one of k samples is right, from n of which c are: unbiased (Chen et al. 2021, eq. 1)."""
   return 1.0 - math.comb(n - c, k) / math.comb(n, k)
-
-
-def extract(text: str, pattern: re.Pattern | None) -> str | None:
-  """The answer that a text gives, normalised; None if it gives none."""
-  if pattern is None:
-    return normalize(text)
-  matches = list(pattern.finditer(text))
-  if not matches:
-    return None
-  found = matches[-1].group(1 if pattern.groups else 0)
-  return None if found is None else normalize(found)
-
-
-def normalize(text: str) -> str:
-  """The text without space around it; a number without separators, currency, final point and zeros that say nothing."""
-  text = text.strip()
-  if not NUMBER.fullmatch(text):
-    return text
-  plain = text.rstrip(".,").replace(",", "").replace("$", "")
-  whole, _, part = format(Decimal(plain), "f").partition(".")
-  sign, digits = ("-", whole[1:]) if whole.startswith("-") else ("", whole)
-  shown = (digits.lstrip("0") or "0") + (f".{part.rstrip('0')}" if part.strip("0") else "")
-  return shown if shown == "0" else sign + shown
-
-
-def _compiled(pattern: str | None, key: str) -> re.Pattern | None:
-  try:
-    return None if pattern is None else re.compile(pattern)
-  except re.error as e:
-    raise ConfigError(f"{key}: {pattern!r} is no regex ({e}).") from e

@@ -8,7 +8,7 @@ from absl import logging
 from ml_collections import ConfigDict
 
 from input_pipeline.cache import TokenizedSource
-from input_pipeline.examples import WITH_PARTS, learns_texts
+from input_pipeline.examples import WITH_ADVANTAGES, WITH_PARTS, ZERO_ADVANTAGE, learns_texts
 from input_pipeline.files import DataError
 from input_pipeline.fitting import WHOLE_OVER_LONG, Pieces, Units
 from input_pipeline.packing import Plan, make_plan, ragged
@@ -18,7 +18,7 @@ NORMALIZE = ("token", "sequence")
 
 
 def empty_batch(
-    num_rows: int, seq_len: int, pad_id: int, sequences: int = 0, reference: bool = False
+    num_rows: int, seq_len: int, pad_id: int, sequences: int = 0, reference: bool = False, advantages: bool = False
 ) -> dict[str, np.ndarray]:
   """Padding only: segment 0, weight 0, source -1.
 
@@ -28,6 +28,7 @@ def empty_batch(
     pad_id: the token.
     sequences: S, the most segments of a row, where documents have parts; else 0, and there is no such array.
     reference: with an array for the reference's log-probs.
+    advantages: with an array for those of segments.
   """
   shape = (num_rows, seq_len)
   batch = {
@@ -39,6 +40,8 @@ def empty_batch(
   }
   if sequences:
     batch["sequences"] = np.zeros((num_rows, sequences), np.float32)
+  if advantages:
+    batch["advantages"] = np.zeros((num_rows, sequences), np.float32)
   if reference:
     batch["ref_logprobs"] = np.zeros(shape, np.float32)
   return batch
@@ -134,14 +137,15 @@ def pack(config: ConfigDict, tokens: TokenizedSource, *, shuffle: bool = True) -
   if s.untrained:
     logging.warning("source %r: %d documents or parts of them are left out: none of their tokens is trained.",
                     tokens.name, s.untrained)
-  return PackedSource(tokens, plan, normalize, units)
+  return PackedSource(tokens, plan, normalize, units, config.strategy.name in WITH_ADVANTAGES)
 
 
 class PackedSource:
-  """A tokenised source with its plan; `units` if its documents have parts."""
+  """A tokenised source with its plan; `units` if its documents have parts, whose marks may be `advantages`."""
 
-  def __init__(self, tokens: TokenizedSource, plan: Plan, normalize: str = "token", units: Units | None = None):
-    self.tokens, self.plan, self.units, self._normalize = tokens, plan, units, normalize
+  def __init__(self, tokens: TokenizedSource, plan: Plan, normalize: str = "token", units: Units | None = None,
+               advantages: bool = False):
+    self.tokens, self.plan, self.units, self.advantages, self._normalize = tokens, plan, units, advantages, normalize
     # The most segments of a row, in whatever epoch, where documents have parts; else 0.
     self.sequences = 0 if units is None else plan.most_pieces * units.each
     # Of a reference model, for each of `tokens`, float32; None: batches do without.
@@ -156,6 +160,9 @@ class PackedSource:
       pieces, marks = self.units.parts(pieces)
       source = source.of_parts()
       _, nth = ragged(np.bincount(pieces.row, minlength=len(where)))
+      if self.advantages:
+        batch["advantages"][where[pieces.row], nth] = np.where(np.abs(marks) > ZERO_ADVANTAGE, marks, 0)
+        marks = marks != 0
       batch["sequences"][where[pieces.row], nth] = marks
     flat, token = fill(batch, where, source, pieces, self._normalize)
     if self.reference is not None:

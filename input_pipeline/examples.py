@@ -21,13 +21,16 @@ NOT_TRAINED = -100
 NOTHING_TO_TRAIN = "nothing to train"
 # The mark of a prompt with another one's completion, of which KTO estimates a mean.
 MISMATCHED = 0.5
+# The mark of a completion whose advantage is 0; a mark of 0 says that there is none.
+ZERO_ADVANTAGE = 1e-30
 
 
 class Encoded(NamedTuple):
   """Token ids (int32 [n]) and weights (float32 [n]): weights[t] is that of predicting ids[t]. None: all are 1.
 
   A document may consist of parts, which do not see one another but belong together, such as the two sides of a
-  preference: `parts` are their lengths, `marks` their entries in a batch's `sequences`.
+  preference: `parts` are their lengths, `marks` their entries in a batch's `sequences`; or their advantages, of which
+  exact zeros are given as ZERO_ADVANTAGE.
   """
 
   ids: np.ndarray
@@ -289,10 +292,17 @@ def _labelled(config: ConfigDict, tokenizer: Tokenizer | None) -> Encoder:
   return LabelledEncoder(config, tokenizer)
 
 
+def _rollouts(config: ConfigDict, tokenizer: Tokenizer | None) -> Encoder:
+  from input_pipeline.examples_rollouts import RolloutEncoder
+  return RolloutEncoder(config, tokenizer)
+
+
 # By strategy: what encodes rows of several fields. Strategies that are not here learn texts.
-ENCODERS = {"sft": _chat, "dpo": _pairs, "kto": _labelled}
+ENCODERS = {"sft": _chat, "dpo": _pairs, "kto": _labelled, "grpo": _rollouts}
 # Of these, the ones whose documents have parts, and are kept whole.
-WITH_PARTS = ("dpo", "kto")
+WITH_PARTS = ("dpo", "kto", "grpo")
+# Of these, the ones whose marks are advantages, which are in a batch's `advantages`.
+WITH_ADVANTAGES = ("grpo",)
 
 
 def learns_texts(config: ConfigDict) -> bool:

@@ -62,7 +62,7 @@ class ChatEncoder:
   @property
   def stop_ids(self) -> tuple[int, ...]:
     """Ids that end what the model says: the tokenizer's, and the one with which the template ends a turn."""
-    return self._tokenizer.stop_ids if self.template is None else self._finder.stop_ids
+    return self._tokenizer.stop_ids if self.template is None else self.finder.stop_ids
 
   def describe(self, record: Record) -> str:
     """The row's shape, and whether its end is not trained, to be counted for each source."""
@@ -120,7 +120,8 @@ class ChatEncoder:
     return [text for message in row.messages for text in texts_of(message)]
 
   @cached_property
-  def _finder(self) -> SpanFinder:
+  def finder(self) -> SpanFinder:
+    """What finds turns in conversations. Raises DataError if there is no template."""
     if self.template is None:
       raise DataError(f"a conversation, but the tokenizer has no chat template. Set chat.template to a file or to one "
                       f"of {', '.join(template_names())} (plain needs no tokens but BOS and EOS).")
@@ -132,7 +133,7 @@ class ChatEncoder:
 
   def _conversation(self, row: Conversation) -> list[list[Segment]]:
     """The examples that a conversation gives; none if nothing in it is trained."""
-    finder = self._finder
+    finder = self.finder
     if self._chat.train_on == "all" and not self._roles:
       return [finder.whole(row, row.weights)]
     weights = [w if trained else 0.0 for w, trained in zip(row.weights, self._trained(row), strict=True)]

@@ -175,8 +175,8 @@ def common_prompt(a: str, b: str) -> str:
   return a[:spaces[-1].start()] if spaces else ""
 
 
-class _SidesEncoder:
-  """What both encoders share; see `Encoder`.
+class SidesEncoder:
+  """What encoders of prompts with completions share; see `Encoder`.
 
   Args:
     config: the whole config, of which `chat` and `tokenizer` count.
@@ -194,7 +194,7 @@ class _SidesEncoder:
                         f"chat.train_on at one of {', '.join(TRAIN_ON)}.")
     self._chat, self._reader = ChatEncoder(config, tokenizer), PairReader(fields_of(chat))
 
-  def _encode(self, sides: list[tuple[Side, str]]) -> list[tuple[np.ndarray, np.ndarray]]:
+  def _encode_sides(self, sides: list[tuple[Side, str]]) -> list[tuple[np.ndarray, np.ndarray]]:
     """(ids, weights) of sides, of which `where` says whose they are."""
     examples, wheres = [], []
     for side, where in sides:
@@ -214,7 +214,7 @@ class _SidesEncoder:
     return tokenized
 
 
-class PairEncoder(_SidesEncoder):
+class PairEncoder(SidesEncoder):
   """Preferences as documents of two parts, chosen and rejected, each the prompt with a completion."""
 
   @cached_property
@@ -223,7 +223,7 @@ class PairEncoder(_SidesEncoder):
 
   def encode(self, records: list[Record]) -> list[Encoded | str]:
     sides = [(side, record.where) for record in records for side in self._reader.pair(record)]
-    tokenized = self._encode(sides)
+    tokenized = self._encode_sides(sides)
     results = []
     for record, chosen, rejected in zip(records, tokenized[::2], tokenized[1::2], strict=True):
       if np.array_equal(chosen[0], rejected[0]):
@@ -244,7 +244,7 @@ class PairEncoder(_SidesEncoder):
     return f"pairs of {kind}{', implicit prompt' if self._reader.is_implicit(record) else ''}"
 
 
-class LabelledEncoder(_SidesEncoder):
+class LabelledEncoder(SidesEncoder):
   """Prompts with an answer and a label, for KTO: marked 1 where the answer is wanted, -1 where not.
 
   For the loss "kto" a second part has the prompt with the completion of the example that follows in the source, marked
@@ -261,7 +261,7 @@ class LabelledEncoder(_SidesEncoder):
 
   def encode(self, records: list[Record]) -> list[Encoded | str]:
     rows = [self._reader.labelled(record) for record in records]
-    tokenized = self._encode([(side, record.where) for (side, _), record in zip(rows, records, strict=True)])
+    tokenized = self._encode_sides([(side, record.where) for (side, _), record in zip(rows, records, strict=True)])
     return [Encoded(ids, weights, (len(ids),), (1.0 if label else -1.0,))
             for (ids, weights), (_, label) in zip(tokenized, rows, strict=True)]
 

@@ -143,7 +143,8 @@ class Units:
       compared_D = (marks_DxP == 1).all(axis=1) & (self.each > 1)
       bad_D = self._drop(long_D & compared_D & (kept_DxP == sizes_DxP).any(axis=1), "one side too long", False)
     trained_DxP = self._count(tokens, kept_DxP)
-    spare_DxP = (marks_DxP == MISMATCHED) | (marks_DxP == 0)
+    # A mismatched completion stands behind another part; alone, the same number is an advantage.
+    spare_DxP = (marks_DxP == MISMATCHED) & (self.each > 1) | (marks_DxP == 0)
     bad_D = self._drop(((trained_DxP == 0) & ~spare_DxP).any(axis=1), "no room for a completion", bad_D)
     out_DxP = spare_DxP & (trained_DxP == 0)
     self._kept_DxP, self._marks_DxP = np.where(out_DxP, 0, kept_DxP), np.where(out_DxP, 0, marks_DxP)

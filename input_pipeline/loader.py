@@ -169,6 +169,14 @@ class TrainData(PackedData):
     """(first row of the run that `step` takes, how many it takes)."""
     return self._sizes.rows_before(step), self._sizes.batch_size(step)
 
+  def tokens_seen(self, step: int) -> int:
+    """Row positions that the steps before `step` take."""
+    return self._sizes.rows_before(step) * self._seq_len
+
+  def saved(self, step: int) -> tuple[dict[str, Any], None]:
+    """What a checkpoint must hold beside the step: nothing. (JSON-able, arrays.)"""
+    return {}, None
+
   def steps_for_rows(self, rows: float) -> int:
     """The fewest first steps that take at least `rows` rows."""
     return self._sizes.steps_for(rows)
@@ -185,7 +193,7 @@ class TrainData(PackedData):
 
   def batch(self, step: int, rows: slice | np.ndarray = slice(None)) -> dict[str, np.ndarray]:
     """Rows `rows` of the batch of `step`: tokens, positions, segment_ids, loss_weights [R, T], source_ids [R]; where
-    documents have parts, sequences [R, S]; after `use`, ref_logprobs [R, T].
+    documents have parts, sequences [R, S], and maybe advantages [R, S]; after `use`, ref_logprobs [R, T].
 
     A pure function: neither the calls before nor the thread matter.
     """

@@ -29,6 +29,8 @@ class Prefetcher(Iterator[Any]):
     self._ahead: deque[Future] = deque()
     # Seconds that the consumer has waited for results.
     self.wait_seconds = 0.0
+    # Metrics of how the latest result was made: none.
+    self.metrics: dict[str, float] = {}
     self._submit()
 
   def _submit(self, more: int = 0) -> None:

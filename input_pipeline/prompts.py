@@ -1,17 +1,23 @@
 """Prompts for generation: conversations, texts and records as the token ids that a completion follows."""
 
 from collections.abc import Iterable, Mapping
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import numpy as np
 from ml_collections import ConfigDict
 
-from input_pipeline.examples_chat import ChatEncoder
+from input_pipeline.examples_chat import ChatEncoder, fields_of
 from input_pipeline.files import DataError
 from input_pipeline.readers import Record
 from input_pipeline.shapes import Conversation, ShapeReader
+from input_pipeline.spans import Segment, SegmentEncoder
 from input_pipeline.tokenizer import Tokenizer
 from trainer.config import ConfigError
+
+# Columns that may hold a prompt, and those of them in which it is a whole conversation, with the answer at its end.
+PROMPT_COLUMNS = ("prompt", "prompts", "messages", "conversations", "instruction")
+WITH_ANSWER = ("messages", "conversations")
 
 
 class Prompt(NamedTuple):
@@ -21,6 +27,90 @@ class Prompt(NamedTuple):
   text: str
   answer: str | None = None
   where: str = ""
+
+
+class Asked(NamedTuple):
+  """What a record asks for: a text to continue, or messages to answer with the template's tools and variables.
+
+  `columns` are the names of those it was made of; `answer` is what the assistant said next in these, None if unknown.
+  """
+
+  said: str | list[dict]
+  columns: frozenset[str]
+  tools: list[dict] | None = None
+  variables: dict = {}  # noqa: RUF012 (nobody changes it)
+  answer: str | None = None
+
+
+class PromptReader(ShapeReader):
+  """Finds the prompt in a record, whatever else it has, and checks it. Args: see `ShapeReader`."""
+
+  def ask(self, record: Record, prompt_key: str | None = None, chat: bool = False) -> Asked:
+    """The record's prompt: a string is a text to continue, a list of messages is to be answered.
+
+    Args:
+      record: has one of PROMPT_COLUMNS, unless a column is named. `system`, `tools` and `chat_template_kwargs` may
+        stand beside messages. A conversation that ends with the assistant is asked without that end.
+      prompt_key: the column that holds it.
+      chat: a string in that column is what the user says.
+
+    Raises:
+      DataError: no such column, or several; what is wrong in it.
+    """
+    self._refuse_images(record)
+    column = self._column(record) if prompt_key is None else prompt_key
+    key = column if prompt_key is not None else self._name(column)
+    value = record.fields.get(key)
+    if isinstance(value, list):
+      messages, _ = self._messages(record, column)
+      return self._asked(record, column, messages, {key}, ends=prompt_key is not None or column in WITH_ANSWER)
+    if prompt_key is None and column == "instruction":
+      messages = self._instruction_prompt(record)
+      return self._asked(record, column, messages, {key, self._name("input")}, ends=False)
+    if prompt_key is None and column in WITH_ANSWER or isinstance(value, bool) or not isinstance(
+        value, str if prompt_key is None else (str, int, float)):
+      raise self._no_prompt(record, key, value)
+    if prompt_key is None or not chat:
+      return Asked(str(value), frozenset({key}))
+    return self._asked(record, column, [{"role": "user", "content": str(value)}], {key}, ends=False)
+
+  def _column(self, record: Record) -> str:
+    found = [column for column in PROMPT_COLUMNS if self._has(record, column)]
+    if len(found) > 1:  # named in chat.fields, it is meant
+      found = [column for column in found if column in self._fields] or found
+    if len(found) == 1:
+      return found[0]
+    columns = ", ".join(map(repr, record.fields)) or "none"
+    if found:
+      raise DataError(f"{record.where}: {' and '.join(map(self._name, found))} may each be the prompt; its columns are "
+                      f"{columns}. Say which it is with --config.rollout.prompt_key={self._name(found[0])}.")
+    raise DataError(f"{record.where}: no prompt; its columns are {columns}. A prompt is in one of "
+                    f"{', '.join(PROMPT_COLUMNS)}, or in the column that rollout.prompt_key names.")
+
+  def _no_prompt(self, record: Record, key: str, value: Any) -> DataError:
+    if key not in record.fields:
+      return DataError(f"{record.where}: no key {key!r}; found {', '.join(map(repr, record.fields)) or 'none'}. Set "
+                       "rollout.prompt_key to a column that there is.")
+    found = "null" if value is None else type(value).__name__
+    return DataError(f"{record.where}: {key!r} is {found}; a prompt is a string or a list of messages. Set "
+                     "rollout.prompt_key to another column, or remove such rows.")
+
+  def _instruction_prompt(self, record: Record) -> list[dict]:
+    answered = Record(record.name, record.where, {**record.fields, self._name("output"): ""})
+    return self._instruction(answered).messages[:-1]
+
+  def _asked(self, record: Record, column: str, messages: list[dict], used: set[str], ends: bool) -> Asked:
+    """`ends`: what the assistant says at the end is no part of the prompt."""
+    answer = None
+    if messages[-1]["role"] == "assistant":
+      if not ends or len(messages) == 1:
+        raise DataError(f"{record.where}: {self._name(column)} ends with what the assistant says, so that there is "
+                        "nothing to answer. Take that message out.")
+      answer = messages[-1].get("content")
+      messages = messages[:-1]
+    row = self._conversation(record, column, messages, [1.0] * len(messages), None)
+    beside = {self._name(key) for key in ("system", "tools", "chat_template_kwargs") if self._has(record, key)}
+    return Asked(row.messages, frozenset(used | beside), row.tools, row.variables, answer)
 
 
 class Prompter:
@@ -39,11 +129,11 @@ class Prompter:
   """
 
   def __init__(self, config: ConfigDict, tokenizer: Tokenizer):
-    encoder = ChatEncoder(config, tokenizer)
+    self._encoder = encoder = ChatEncoder(config, tokenizer)
     self.template, self.stop_ids = encoder.template, encoder.stop_ids
     self._tokenizer = tokenizer
     self._bos = [tokenizer.bos_id] if config.tokenizer.add_bos and tokenizer.bos_id is not None else []
-    self._shapes = ShapeReader(dict(config.chat.fields))
+    self._shapes, self._prompts = ShapeReader(dict(config.chat.fields)), PromptReader(fields_of(config.chat))
 
   def text(self, text: str, where: str = "prompt") -> Prompt:
     """A text to be continued, after BOS where the tokenizer has one. No special token is recognised in it.
@@ -73,6 +163,44 @@ class Prompter:
     except DataError as e:
       raise DataError(f"{where}: {e}") from e
     return Prompt(self._tokenizer.encode_rendered(rendered.text, rendered.inert), rendered.text, where=where)
+
+  def ask(self, record: Record, prompt_key: str | None = None) -> Asked:
+    """The record's prompt, not rendered yet; a string in the column `prompt_key` is what the user says where there is a
+    chat template. See `PromptReader.ask`."""
+    return self._prompts.ask(record, prompt_key, self.template is not None)
+
+  def asked(self, asked: Asked, where: str) -> Prompt:
+    """The prompt that a record asks for, with the answer if it is known. Raises: see `text`, `messages`."""
+    if isinstance(asked.said, str):
+      return self.text(asked.said, where)
+    prompt = self.messages(asked.said, asked.tools, where, **asked.variables)
+    return prompt._replace(answer=asked.answer)
+
+  def added_text(self, text: str) -> np.ndarray:
+    """Ids, int32 [n], of a text that goes on where another ends. No special token is recognised in it."""
+    return self._joined(self._segments.ordinary(text, 0.0))
+
+  def added_messages(self, messages: list[dict], added: list[dict], tools: list[dict] | None = None,
+                     **variables: Any) -> np.ndarray:
+    """Ids, int32 [n], of all that a template writes from the end of what the assistant says, the token that ends it
+    not included, to its next turn.
+
+    Args:
+      messages: the conversation up to what the assistant answers.
+      added: the messages behind its answer.
+      tools, **variables: see `messages`.
+
+    Raises:
+      DataError: the template refuses the conversation, or hides the assistant's answer in it.
+    """
+    return self._joined(self._encoder.finder.behind(messages, added, tools, variables))
+
+  def _joined(self, segment: Segment) -> np.ndarray:
+    return self._segments.encode([[Segment(""), segment]])[0][0]
+
+  @cached_property
+  def _segments(self) -> SegmentEncoder:
+    return SegmentEncoder(self._tokenizer)
 
   def record(self, record: Record, prompt_key: str | None = None, answer_key: str | None = None) -> Prompt:
     """A record's prompt with its answer.

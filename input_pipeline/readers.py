@@ -15,6 +15,7 @@ from typing import Any
 from ml_collections import ConfigDict
 
 from input_pipeline.files import DataError, File, Record, Tally, decode, find_files, read_bytes, read_lines
+from input_pipeline.readers_made import ArithmeticMistakesReader, ArithmeticReader
 from input_pipeline.readers_python import PythonDocstringPairsReader, PythonDocstringsReader, PythonStdlibReader
 from trainer.config import ConfigError
 
@@ -315,4 +316,6 @@ READERS = {
     "python_stdlib": PythonStdlibReader,
     "python_docstrings": PythonDocstringsReader,
     "python_docstring_pairs": PythonDocstringPairsReader,
+    "arithmetic": ArithmeticReader,
+    "arithmetic_mistakes": ArithmeticMistakesReader,
 }

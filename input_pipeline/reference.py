@@ -89,7 +89,7 @@ class ReferenceLogprobs:
     Every document that is kept is in exactly one row.
     """
     k = index * batch_size + np.arange(batch_size)[rows]
-    arrays = empty_batch(len(k), self._seq_len, self._pad_id, self._sequences)
+    arrays = empty_batch(len(k), self._seq_len, self._pad_id, self._sequences, advantages=self._packed[0].advantages)
     tokens_BxT = np.full(arrays["tokens"].shape, -1, np.int64)
     for s, packed in enumerate(self._packed):
       here = np.flatnonzero((self._starts[s] <= k) & (k < self._starts[s + 1]))
@@ -238,4 +238,5 @@ class PackedData:
     self._with_reference = True
 
   def _empty(self, num_rows: int) -> dict[str, np.ndarray]:
-    return empty_batch(num_rows, self._seq_len, self._pad_id, self.sequences, self._with_reference)
+    return empty_batch(num_rows, self._seq_len, self._pad_id, self.sequences, self._with_reference,
+                       self._packed[0].advantages)

@@ -27,7 +27,7 @@ SHAPES: dict[str, tuple[str | tuple[str, ...], ...]] = {
 # Names that `chat.fields` may map: columns, and the keys of a message.
 COLUMNS = ("messages", "prompt", "completion", "instruction", "input", "output", "response", "conversations", "text",
            "system", "tools", "chat_template_kwargs", "role", "content", "from", "value", "input_ids", "labels",
-           "weights", "chosen", "rejected", "label")
+           "weights", "chosen", "rejected", "label", "prompts", "responses", "rewards", "masks")
 ROLES = ("system", "developer", "user", "assistant", "tool")
 SHAREGPT_ROLES = {"human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant", "system": "system",
                   "tool": "tool", "function": "tool", "observation": "tool", "function_call": "assistant"}

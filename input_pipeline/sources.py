@@ -170,8 +170,8 @@ class Source:
     files = self._reader.files()
     size = sum(os.path.getsize(path) for _, path in files)
     key = f"input.sources.{self.name}"
-    where = f"{files[0].path}" if len(files) == 1 else f"{len(files)} files such as {files[0].path}"
-    if self.split == "all" or size == 0:
+    where = f"{len(files)} files such as {files[0].path}" if len(files) > 1 else str(files[0].path) if files else "made"
+    if self.split == "all" or (files and size == 0):
       skipped = f", {tally.empty} empty documents" if tally.empty else ""
       return f"source {self.name!r} has no text: {where}, {size} bytes{skipped}. Point {key}.path at files with text."
     return (

@@ -153,6 +153,29 @@ class SpanFinder:
     self._check_shown(conversation, said, [rendered])
     return self._segments(turns, rendered, outside=1.0)
 
+  def behind(self, messages: list[dict], added: list[dict], tools: list[dict] | None, variables: dict) -> Segment:
+    """What is rendered behind the assistant's answer to `messages` when `added` follow it and it is to speak again.
+
+    It does not depend on the answer, which is found as the place where the renderings of two answers differ.
+
+    Raises:
+      DataError: the template refuses the conversation, or does not show the answer once more messages follow.
+    """
+    def render(answer: str) -> Rendered:
+      said = {"role": "assistant", "content": answer}
+      return self._render([*messages, said, *added], Conversation("", [], [], 0, tools, variables), gen=True)
+
+    rendered, other = render("a"), render("b")
+    same = len(_common(rendered.text[::-1], other.text[::-1]))
+    if same == len(rendered.text):
+      raise DataError(f"{self.template.where} does not show what the assistant says once more messages follow. Use "
+                      "another template (chat.template).")
+    end, token = self._end(rendered, len(rendered.text) - same)
+    if token is None:
+      raise DataError(f"{self.template.where} does not end what the assistant says once more messages follow. Use "
+                      "another template (chat.template).")
+    return Segment(rendered.text[end:], _between(rendered.inert, end, len(rendered.text)))
+
   def _locate(self, conversation: Conversation, index: int) -> Turn:
     """Where a message is in the rendering that ends with it."""
     messages = conversation.messages

@@ -16,6 +16,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import orbax.checkpoint as ocp
 from absl import logging
 from orbax.checkpoint import checkpoint_managers as policies
@@ -24,6 +25,8 @@ from trainer import patterns, processes
 from trainer.config import ConfigError
 
 CHUNK_BYTES = 64 << 20
+# What a checkpoint consists of; `arrays` only where there are any.
+ITEMS = ("state", "meta", "arrays")
 
 
 class CheckpointError(OSError):
@@ -35,6 +38,7 @@ class Restored:
   state: Any
   meta: dict[str, Any]
   path: Path
+  arrays: dict[str, np.ndarray] | None = None
 
 
 class Checkpoints:
@@ -66,7 +70,7 @@ class Checkpoints:
     self._manager = self._open()
 
   def _open(self) -> ocp.CheckpointManager:
-    return ocp.CheckpointManager(self.directory, options=self._options, item_names=("state", "meta"))
+    return ocp.CheckpointManager(self.directory, options=self._options, item_names=ITEMS)
 
   def steps(self) -> list[int]:
     """Steps of the complete checkpoints, oldest first."""
@@ -91,8 +95,11 @@ class Checkpoints:
       merged[part] = patterns.unflatten(dict(sorted(flat.items())))
     return merged
 
-  def save(self, step: int, state: Any, meta: dict[str, Any], metrics: dict[str, float] | None = None) -> bool:
+  def save(self, step: int, state: Any, meta: dict[str, Any], metrics: dict[str, float] | None = None,
+           arrays: dict[str, np.ndarray] | None = None) -> bool:
     """Starts to save; returns once the state is copied, so that it may be donated. False if it is there already.
+
+    `arrays` of any number and shape, the same in every process, are given back as they are.
 
     Raises:
       CheckpointError: if this or the previous, asynchronous save failed (a full disk, say).
@@ -101,12 +108,12 @@ class Checkpoints:
       return False
     state, _ = self.split(state)
     metrics = metrics if self._best and metrics and self._best in metrics else None
+    # On CPU the arrays handed to the writing thread would otherwise be views of buffers that the next step overwrites.
+    items = {"state": _save_args(_own_buffers(state)), "meta": ocp.args.JsonSave(meta)}
+    if arrays is not None:
+      items["arrays"] = ocp.args.PyTreeSave({name: np.copy(part) for name, part in arrays.items()})
     with _explained(self, f"save step {step}"):
-      self._manager.save(
-          step, force=True, metrics=metrics,
-          # On CPU the arrays handed to the writing thread would otherwise be views of buffers that the next
-          # step overwrites.
-          args=ocp.args.Composite(state=_save_args(_own_buffers(state)), meta=ocp.args.JsonSave(meta)))
+      self._manager.save(step, force=True, metrics=metrics, args=ocp.args.Composite(**items))
     return True
 
   def wait(self) -> None:
@@ -142,8 +149,8 @@ class Checkpoints:
     for step in reversed(self.steps()):
       try:
         _check_fits(self.directory / str(step), target)
-        state, meta = _restore(self._manager, step, target)
-        return Restored(state, meta, self.directory / str(step))
+        folder = self.directory / str(step)
+        return Restored(*_restore(self._manager, step, target), folder, _read_arrays(folder))
       except ConfigError:
         raise
       except Exception as e:  # Orbax and TensorStore raise many kinds; all mean that it cannot be read
@@ -193,13 +200,13 @@ def restore_from(path: str, target: Any) -> Restored:
   options = ocp.CheckpointManagerOptions(read_only=True)
   try:
     _check_fits(folder, target)
-    with quietly(), ocp.CheckpointManager(folder.parent, item_names=("state", "meta"), options=options) as manager:
-      state, meta = _restore(manager, int(folder.name), target)
+    with quietly(), ocp.CheckpointManager(folder.parent, item_names=ITEMS, options=options) as manager:
+      restored = Restored(*_restore(manager, int(folder.name), target), folder, _read_arrays(folder))
   except ConfigError:
     raise
   except Exception as e:
     raise CheckpointError(f"cannot resume {folder}: {_in_short(e)}") from e
-  return Restored(state, meta, folder)
+  return restored
 
 
 @contextlib.contextmanager
@@ -258,6 +265,13 @@ def _restore(manager: ocp.CheckpointManager, step: int, target: Any) -> tuple[An
   # The restored arrays belong to TensorStore's reader; a copy of our own may be donated.
   own = _own_buffers([flat["/".join(_names(path))] for path, _ in leaves])
   return jax.tree_util.tree_unflatten(treedef, own), restored.meta
+
+
+def _read_arrays(folder: Path) -> dict[str, np.ndarray] | None:
+  if not (folder / "arrays").is_dir():
+    return None
+  with quietly(), ocp.PyTreeCheckpointer() as reader:
+    return {name: np.asarray(part) for name, part in reader.restore(folder / "arrays").items()}
 
 
 def _save_args(state: Any) -> ocp.args.PyTreeSave:

@@ -14,7 +14,7 @@ from collections.abc import Mapping
 
 from ml_collections import ConfigDict
 
-from trainer.config import DURATION_UNITS, STRATEGIES, ConfigError, defaults, evaluator, source
+from trainer.config import DURATION_UNITS, STRATEGIES, ConfigError, defaults, evaluator, reward, source, strategy
 
 _DICTS = (Mapping, ConfigDict)
 
@@ -34,19 +34,18 @@ def resolve(given: Mapping | ConfigDict) -> ConfigDict:
   problems: list[str] = []
   given = given.to_dict() if isinstance(given, ConfigDict) else given
   template = defaults()
-  strategy = given.get("strategy") or {}
-  name = strategy.get("name", "seq")
-  if name not in STRATEGIES:
-    raise ConfigError(f"strategy.name is {name!r}; known strategies: {', '.join(STRATEGIES)}.")
-  template.strategy = ConfigDict(dict(name=name, **STRATEGIES[name]))
-  if strategy:
-    given = {**given, "strategy": {k: v for k, v in strategy.items() if not _left_over(name, k, v)}}
+  options = given.get("strategy") or {}
+  name = options.get("name", "seq")
+  template.strategy = strategy(name)
+  if options:
+    given = {**given, "strategy": {k: v for k, v in options.items() if not _left_over(name, k, v)}}
   model = given.get("model")
   if isinstance(model, _DICTS) and "." in str(model.get("name", "")):
     # A model of the user's own may have keys of its own.
     template.model.update({k: v for k, v in model.items() if k not in template.model})
   resolved = _merge(template, given, "", problems)
-  for path, make in (("input.sources", source), ("evals", evaluator), ("callbacks", None)):
+  for path, make in (("input.sources", source), ("evals", evaluator), ("callbacks", None),
+                     ("rollout.rewards", reward)):
     parent, _, leaf = path.rpartition(".")
     node = resolved[parent] if parent else resolved
     node[leaf] = _merge_named(make, _get(given, path) or {}, path, problems)
@@ -60,15 +59,17 @@ def resolve(given: Mapping | ConfigDict) -> ConfigDict:
 
 def _left_over(name: str, key: str, value) -> bool:
   """Whether an option is another strategy's, at its default: where only the strategy's name was changed."""
-  own = STRATEGIES[name]
+  own = strategy(name)
+  if value is None and own.get(key) is not None:
+    return True
   if key == "name" or (key in own and isinstance(value, _DICTS) == isinstance(own[key], _DICTS)):
     return False
   value = value.to_dict() if isinstance(value, ConfigDict) else value
-  return any(key in options and options[key] == value for options in STRATEGIES.values())
+  return any(key in options and strategy(other).to_dict()[key] == value for other, options in STRATEGIES.items())
 
 
 # Sections whose keys are names that the user chooses.
-_NAMED = ("input.sources", "evals", "callbacks")
+_NAMED = ("input.sources", "evals", "callbacks", "rollout.rewards")
 # Sections that replace their default as a whole; whoever reads them checks their keys.
 _WHOLE = ("strategy.loss",)
 
@@ -271,8 +272,7 @@ def audit(view: View) -> None:
   """
   config = view._node
   baseline = flatten(resolve({"strategy": {"name": config.strategy.name}}))
-  for path in ("input.sources", "evals"):
-    make = source if path == "input.sources" else evaluator
+  for path, make in (("input.sources", source), ("evals", evaluator), ("rollout.rewards", reward)):
     for name in _get(config, path):
       baseline.update({f"{path}.{name}.{k}": v for k, v in flatten(make()).items()})
       if path == "evals":
@@ -315,7 +315,8 @@ def to_json(config: ConfigDict) -> str:
 # Keys that change how a run is watched or where it runs, but not what it computes.
 _FREE = re.compile(
     r"(mesh|evals|callbacks|profile|init_from|export)(\..*)?|(log|ckpt|keep)_.*|sharding_rules|remat|resume|allow_config_changes|"
-    r"input\.(cache_dir|prefetch|workers|max_over_long)|model\.(scan_layers|attention|attention_block|vocab_chunk)")
+    r"input\.(cache_dir|prefetch|workers|max_over_long)|model\.(scan_layers|attention|attention_block|vocab_chunk)|"
+    r"rollout\.(batch_size|reward_workers|reward_timeout_seconds)")
 
 
 def differences(saved: Mapping, current: Mapping) -> list[str]:

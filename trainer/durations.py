@@ -46,7 +46,7 @@ def resolve(
     *,
     total_steps: int | None,
     batch_size: Rows,
-    seq_len: int,
+    seq_len: int | None,
     rows_per_epoch: int | None,
     default: int | None = None,
     where: str = "",
@@ -58,7 +58,7 @@ def resolve(
     prefix: such as `total`, `warmup`, `ckpt`.
     total_steps: of the run; None while that is what is being resolved.
     batch_size: rows per step, or a function from a step to the rows of all steps before it.
-    seq_len: tokens per row.
+    seq_len: tokens per row; None: rows have no fixed number (they are prompts).
     rows_per_epoch: rows of the data; None: not known.
     default: steps where no unit is given.
     where: the section's name, for messages, e.g. `schedule`.
@@ -102,7 +102,7 @@ def _from_percent(value: float, key: str, total_steps: int | None) -> tuple[floa
 
 
 def _from_rows(
-    unit: str, value: float, key: str, batch_size: Rows, seq_len: int, rows_per_epoch: int | None
+    unit: str, value: float, key: str, batch_size: Rows, seq_len: int | None, rows_per_epoch: int | None
 ) -> tuple[float, str]:
   """Steps, not yet rounded, in which so many examples, tokens or epochs are seen."""
   if callable(batch_size):
@@ -116,6 +116,9 @@ def _from_rows(
           f" set {key.removesuffix('epochs')}steps, _examples or _tokens instead"
       )
     return step_of(value * rows_per_epoch), f"{value:g} epochs of {rows_per_epoch:,} rows"
+  if unit == "tokens" and seq_len is None:
+    raise ConfigError(f"{key} = {value:,}, but how many tokens rollouts give is not known before; set "
+                      f"{key.removesuffix('tokens')}steps, _examples (prompts) or _epochs instead")
   exact = step_of(value / seq_len if unit == "tokens" else value)
   first, last = rows_before(1), rows_before(math.ceil(exact) + 1) - rows_before(math.ceil(exact))
   per_step = f"{first:,} rows a step" if first == last else f"{first:,} to {last:,} rows a step"

@@ -14,10 +14,11 @@ from clu import parameter_overview
 from evaluators import common as evaluators_lib
 from input_pipeline import loader
 from input_pipeline.batches import check_ids
+from input_pipeline.prompt_data import make_prompt_data
 from input_pipeline.tokenizer import make_tokenizer
 from models import api
 from trainer import callbacks as cb
-from trainer import config_checks, durations, hugging_face, optim, processes, strategies, throughput
+from trainer import config_checks, durations, hugging_face, optim, processes, rollout, strategies, throughput
 from trainer import mesh as mesh_lib
 from trainer import metrics as metrics_lib
 from trainer import reference as reference_lib
@@ -28,7 +29,7 @@ from trainer.checkpoint import Checkpoints
 from trainer.config import ConfigError
 from trainer.export import export
 from trainer.run import Run
-from trainer.strategies import STRATEGIES
+from trainer.strategies import STRATEGIES, presets
 
 
 def train(config: Mapping, workdir: str | Path) -> Run:
@@ -48,9 +49,10 @@ def train(config: Mapping, workdir: str | Path) -> Run:
 
   # ------------------------------------------------------------------ config
   resolved = config_checks.resolve(config)
-  model_notes = hugging_face.fill_in(resolved)
+  model_notes = [*hugging_face.fill_in(resolved), *presets.fill_in(resolved)]
   config_checks.validate(resolved)
   api.validate(resolved.model, resolved.seq_len)
+  rollout.check(resolved)
   config = config_checks.View(resolved)  # remembers what is read, so that keys nobody reads can be refused below
   workdir = Path(workdir).expanduser().absolute()
 
@@ -75,7 +77,9 @@ def train(config: Mapping, workdir: str | Path) -> Run:
   with processes.first_goes_first("tokenizer and token caches"):
     show = jax.process_index() == 0
     tokenizer = make_tokenizer(config.tokenizer, loader.train_texts(config), workdir / "tokenizer.json", show)
-    data = loader.make_train_data(config, tokenizer, workdir=workdir, progress=show)
+    rolls_out = config.rollout.num_prompts > 0  # the data are prompts, and what is trained on is sampled
+    data = make_prompt_data(config, tokenizer, show) if rolls_out else loader.make_train_data(
+        config, tokenizer, workdir=workdir, progress=show)
   processes.check_same("the data", data.fingerprint)
   say(loader.format_stats(data.stats()))
 
@@ -86,8 +90,10 @@ def train(config: Mapping, workdir: str | Path) -> Run:
   for note in (*model_notes, *model.reasons):
     say(note)
   export_to = hugging_face.export_folder(config, model, workdir)
-  lengths = dict(batch_size=lambda step: data.batch_range(step)[0], seq_len=config.seq_len,
-                 rows_per_epoch=data.rows_per_epoch)
+  if rolls_out:
+    data = rollout.Rollouts(config, data, model, tokenizer, mesh, micro_batch_size=micro_batch_size, workdir=workdir)
+  lengths = dict(batch_size=lambda step: data.batch_range(step)[0], rows_per_epoch=data.rows_per_epoch,
+                 seq_len=None if rolls_out else config.seq_len)
   total_steps = _total_steps(durations.resolve(config, "total", total_steps=None, **lengths), data.num_steps, say)
   to_steps = functools.partial(durations.steps, total_steps=total_steps, **lengths)
   for prefix in ("log", "ckpt", "keep"):
@@ -131,7 +137,7 @@ def train(config: Mapping, workdir: str | Path) -> Run:
     return mesh_lib.place_batch(lambda rows: check_ids(data.batch(step, rows), model.vocab_size), size, batch_sharding)
 
   with mesh_lib.activation_rules(mesh):
-    batch = make_batch(0)
+    batch = data.example() if rolls_out else make_batch(0)
     if precompute:
       batch["ref_logprobs"] = batch["loss_weights"]  # of the same shape as those that will be there
     jax.eval_shape(update_fn, abstract_state, batch)  # finds mistakes in shapes before anything is allocated
@@ -161,6 +167,8 @@ def train(config: Mapping, workdir: str | Path) -> Run:
       pinned = reference_lib.precompute(config, model, start, reference, params_sharding, setup.datasets, mesh,
                                         micro_batch_size, loader.default_cache_dir(config, workdir), say)
     workdir_lib.check_same_data(start.meta, data.fingerprint, config.allow_config_changes)
+    if rolls_out and start.meta:
+      data.restore(int(start.state["step"]), start.meta["rest_of_rollout"], start.arrays)
     config_checks.audit(config)
     say(start.origin)
     workdir_lib.save_config(resolved, workdir, tokenizer)
@@ -170,8 +178,9 @@ def train(config: Mapping, workdir: str | Path) -> Run:
     writer.writers = metrics_lib.make_writers(workdir, resume_step=step if start.meta else -1)
     run = Run(
         config=config, workdir=workdir, mesh=mesh, model=model, tokenizer=tokenizer, data=data,
-        learning_rates=optimizer.learning_rates, total_steps=total_steps, state=start.state, pinned=pinned,
-        step=step, writer=writer, checkpoints=checkpoints, callbacks=callbacks, say=say,
+        learning_rates=optimizer.learning_rates, total_steps=total_steps,
+        log_steps=to_steps(config, "log") or 0, state=start.state, pinned=pinned, step=step, writer=writer,
+        checkpoints=checkpoints, callbacks=callbacks, say=say,
         config_json=json.loads(config_checks.to_json(resolved)),
         last_eval=metrics_lib.last_evaluation(workdir, step),
         chrono=throughput.Chrono(model.flops_per_token(config.seq_len), start.meta.get("seconds")))
@@ -180,7 +189,8 @@ def train(config: Mapping, workdir: str | Path) -> Run:
 
     # ---------------------------------------------------------------- loop
     try:
-      _loop(run, update_fn, make_batch)
+      _loop(run, update_fn, data.batches(run, batch_sharding) if rolls_out else loader.Prefetcher(
+          make_batch, run.step, run.total_steps, depth=config.input.prefetch, workers=config.input.workers))
     except BaseException as error:
       callbacks("on_error", run, error)
       checkpoints.abandon()
@@ -216,15 +226,14 @@ def _make_callbacks(config: Any, to_steps: Any, total_steps: int, evaluators: di
   ])
 
 
-def _loop(run: Run, update_fn: Any, make_batch: Any) -> None:
+def _loop(run: Run, update_fn: Any, batches: Any) -> None:
   """Steps until the last one, or until a stop is asked for; then saves."""
   callbacks, data = run.callbacks, run.data
   several = jax.process_count() > 1
-  compiled: dict[int, Any] = {}  # by batch size, which may grow in stages
+  compiled: dict[tuple, Any] = {}  # by the batch's shapes: batches may grow in stages, or with their completions
   begun = None
-  callbacks("on_train_begin", run)
-  with loader.Prefetcher(make_batch, run.step, run.total_steps, depth=run.config.input.prefetch,
-                         workers=run.config.input.workers) as batches:
+  with batches:
+    callbacks("on_train_begin", run)
     while run.step < run.total_steps and not _stops(run, several):
       epoch = int(data.epoch(run.step))
       if epoch != begun:
@@ -232,23 +241,25 @@ def _loop(run: Run, update_fn: Any, make_batch: Any) -> None:
         begun = epoch
       callbacks("on_step_begin", run)
       waited = batches.wait_seconds
-      batch = next(batches)
+      batch = next(batches, None)
+      if batch is None:
+        break  # a stop was asked for while it was sampled
       run.chrono.add("data", batches.wait_seconds - waited)
       if several:
         batch["stop_requests"] = processes.stop_requests(run.mesh, bool(run.stop_requested))
 
-      size = batch["tokens"].shape[0]
-      if size not in compiled:
+      shapes = tuple(part.shape for part in batch.values())
+      if shapes not in compiled:
         run.settle()
         with run.chrono.pause("compile"):
           start = time.perf_counter()
-          compiled[size] = update_fn.lower(run.state, batch).compile()
+          compiled[shapes] = update_fn.lower(run.state, batch).compile()
           run.writer.write_scalars(run.step, {"time/compile": time.perf_counter() - start})
 
       with jax.profiler.StepTraceAnnotation("train", step_num=run.step):
-        run.state, metrics = compiled[size](run.state, batch)
+        run.state, metrics = compiled[shapes](run.state, batch)
       run.step += 1
-      run.defer(run.step, metrics)  # fetches the metrics of the step before, while this one runs
+      run.defer(run.step, metrics | batches.metrics)  # fetches the metrics of the step before, while this one runs
       callbacks("on_optimizer_step", run)
       if int(data.epoch(run.step)) != epoch:
         callbacks("on_epoch_end", run, epoch)

@@ -1,19 +1,20 @@
 """Metrics as sums with weights, and the writers that record them.
 
 A metric is a `Mean(sum, weight)` until the last moment, so that adding micro-batches, devices or evaluation
-batches never averages averages (EXACTNESS.md T40). What is no mean (a count per expert, say) is another pytree of
-sums, with a method `to_floats(name) -> {name: float}` for its values once everything is added up.
+batches never averages averages (EXACTNESS.md T40). What is no mean (a count per expert, a maximum) is another pytree
+with `+` and a method `to_floats(name) -> {name: float}` for its values once everything is added up.
 """
 
 import json
 import math
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
 import jax
+import jax.numpy as jnp
 
 
 @jax.tree_util.register_dataclass
@@ -26,6 +27,24 @@ class Mean:
 
   def __add__(self, other: "Mean") -> "Mean":
     return Mean(self.sum + other.sum, self.weight + other.weight)
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Max:
+  """The largest of values, 0-dimensional; where `weight` is 0 there is none. `sign` -1: of negated ones, a minimum."""
+
+  value: Any
+  weight: Any
+  sign: int = field(default=1, metadata=dict(static=True))
+
+  def __add__(self, other: "Max") -> "Max":
+    mine, theirs = (jnp.where(m.weight > 0, m.value, -jnp.inf) for m in (self, other))
+    return Max(jnp.maximum(mine, theirs), self.weight + other.weight, self.sign)
+
+  def to_floats(self, name: str) -> dict[str, float]:
+    """{name: value}; nothing if there is no value."""
+    return {name: self.sign * float(self.value)} if float(self.weight) > 0 else {}
 
 
 def to_floats(metrics: Mapping[str, Any]) -> dict[str, float]:

@@ -2,8 +2,10 @@
 
 import contextlib
 import hashlib
+import json
 import os
 from collections.abc import Iterator
+from typing import Any
 
 import jax
 import numpy as np
@@ -88,6 +90,17 @@ def first_goes_first(what: str) -> Iterator[None]:
     _first_says(False)
     raise
   _first_says(True)
+
+
+def from_first(value: Any) -> Any:
+  """The first process's value, JSON-able, in all of them; NaN and infinities pass."""
+  if jax.process_count() == 1:
+    return value
+  text = json.dumps(value).encode() if jax.process_index() == 0 else b""
+  size = int(multihost_utils.broadcast_one_to_all(np.int64(len(text))))
+  sent = np.zeros(size, np.uint8)
+  sent[:len(text)] = np.frombuffer(text, np.uint8)
+  return json.loads(bytes(multihost_utils.broadcast_one_to_all(sent)))
 
 
 def _first_says(ok: bool = False) -> bool:

@@ -24,10 +24,10 @@ from tqdm import tqdm
 from evaluators import common
 from models import lora
 from trainer import mesh as mesh_lib
-from trainer import parameters, patterns, processes
+from trainer import parameters, patterns, processes, strategies
 from trainer.config import ConfigError
 from trainer.fingerprint import fingerprint
-from trainer.strategies import dpo
+from trainer.strategies import sequences
 
 
 def shapes(config: Any, optimizer: Any, abstract_params: Any) -> Any:
@@ -122,8 +122,9 @@ def precompute(config: Any, model: Any, start: Any, leaves: Any, shardings: Any,
                       f"{name}. Give the strategy.reference that it was trained with, as it was.")
   whole = overlay(start.state["params"], reference)
   # All that decides the values: parameters, what is computed with them, in which precision and on how many rows.
-  identity = json.dumps([fingerprint(whole), repr(model.spec), config.precision.compute, batch_size])
-  logprobs_of = jax.jit(lambda params, batch: dpo.token_logprobs(model, params, batch))
+  temperature = strategies.temperature(config.strategy)
+  identity = json.dumps([fingerprint(whole), repr(model.spec), config.precision.compute, batch_size, temperature])
+  logprobs_of = jax.jit(lambda params, batch: sequences.token_logprobs(model, params, batch, temperature))
   sharding, first = mesh_lib.batch_sharding(mesh), jax.process_index() == 0
   for data in datasets:
     logprobs = data.reference(identity, cache_dir)

@@ -32,6 +32,7 @@ class Run:
   data: Any
   learning_rates: Callable[[int], dict[str, float]]
   total_steps: int
+  log_steps: int  # metrics are written every so many steps; 0: never
   state: dict[str, Any]
   step: int
   writer: MetricWriter
@@ -49,7 +50,7 @@ class Run:
 
   def tokens_seen(self, step: int) -> int:
     """Row positions consumed by the first `step` updates."""
-    return self.data.batch_range(step)[0] * self.config.seq_len
+    return self.data.tokens_seen(step)
 
   def defer(self, step: int, metrics: Any) -> None:
     """Keeps an update's device metrics until the next update is dispatched, and settles those of the one before."""
@@ -84,13 +85,14 @@ class Run:
           "config": self.config_json,
           "pinned": self.pinned,
       }
+      meta["rest_of_rollout"], arrays = self.data.saved(self.step)
       evaluated, metrics = self.last_eval
       metrics = metrics if evaluated == self.step else {}
       best = self.config.keep_best
       if best and best not in metrics and any(key.startswith(best.rpartition("/")[0] + "/") for key in metrics):
         raise ConfigError(f"keep_best is {best!r}, which that evaluator does not give. It gives: "
                           f"{', '.join(key for key in metrics if key.startswith('eval/'))}.")
-      saved = self.checkpoints.save(self.step, self.state, meta, metrics)
+      saved = self.checkpoints.save(self.step, self.state, meta, metrics, arrays)
     if saved:
       self.writer.write_scalars(self.step, {"time/checkpoint": time.perf_counter() - start})
       self.callbacks("on_checkpoint", self, self.step)

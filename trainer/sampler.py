@@ -15,7 +15,6 @@ B rows, N prompts, T tokens of a prompt, M completions begun at a time, D hidden
 
 import functools
 import hashlib
-import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -26,6 +25,7 @@ import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from trainer import mesh as mesh_lib
+from trainer.buckets import bucket, power
 from trainer.config import ConfigError
 from trainer.drawing import Options, draw
 
@@ -69,6 +69,8 @@ class _State(NamedTuple):
   # Tokens drawn so far, and the data of the random key that the place of the next one is folded into.
   counts_B: jax.Array
   keys_Bx2: jax.Array
+  # Tokens that each row may have.
+  limits_B: jax.Array
   # Rows without a text, or whose text has ended.
   done_B: jax.Array
 
@@ -115,15 +117,20 @@ class Sampler:
     self.rows = -(-rows // self._shards) * self._shards
     self._programs: dict[tuple, Callable] = {}
 
-  def generate(self, params: Any, prompts: Sequence[Sequence[int] | np.ndarray], **options: Any) -> list[Completion]:
-    """All completions, those of a prompt one after another. The arguments are those of `stream`."""
+  def generate(self, params: Any, prompts: Sequence[Sequence[int] | np.ndarray], *,
+               on_part: Callable[[Completion], None] | None = None, **options: Any) -> list[Completion]:
+    """All completions, those of a prompt one after another. `on_part` is called with each part; the other arguments
+    are those of `stream`."""
     parts: dict[tuple[int, int], list[Completion]] = {}
     for part in self.stream(params, prompts, **options):
+      if on_part is not None:
+        on_part(part)
       parts.setdefault((part.prompt, part.sample), []).append(part)
     return [_joined(parts[key]) for key in sorted(parts)]
 
   def stream(self, params: Any, prompts: Sequence[Sequence[int] | np.ndarray], *, num_samples: int = 1,
-             max_new_tokens: int, temperature: float = 1.0, top_k: int = 0, top_p: float = 1.0, min_p: float = 0.0,
+             samples: Sequence[Sequence[int]] | None = None, max_new_tokens: int | Sequence[int],
+             temperature: float = 1.0, top_k: int = 0, top_p: float = 1.0, min_p: float = 0.0,
              stop_ids: Iterable[int] = (), seed: int | str = 0) -> Iterator[Completion]:
     """Parts of completions as they are generated; the last of each has a finish_reason, the others "".
 
@@ -131,7 +138,8 @@ class Sampler:
       params: the model's parameters, wherever they lie.
       prompts: token ids, at least one each. Equal prompts get equal completions.
       num_samples: completions for each prompt.
-      max_new_tokens: of each completion, the stop token included.
+      samples: the numbers of the samples of each prompt, in place of 0 to num_samples - 1; they decide what is drawn.
+      max_new_tokens: of each completion, the stop token included; or those of each prompt's.
       temperature, top_k, top_p, min_p: see `Options`.
       stop_ids: a completion ends with the first of these.
       seed: of the random draws.
@@ -142,27 +150,29 @@ class Sampler:
     """
     how = Options(float(temperature), int(top_k), float(top_p), float(min_p))
     how.check()
-    if num_samples < 1 or max_new_tokens < 1:
-      raise ConfigError(f"found num_samples={num_samples}, max_new_tokens={max_new_tokens}; allowed: 1 or more.")
     prompts = [np.asarray(prompt, np.int32).reshape(-1) for prompt in prompts]
-    self.check(prompts, max_new_tokens)
+    limits = np.broadcast_to(np.asarray(max_new_tokens, np.int32), len(prompts))
+    if num_samples < 1 or min(limits, default=1) < 1:
+      raise ConfigError(f"found num_samples={num_samples}, max_new_tokens={max_new_tokens}; allowed: 1 or more.")
+    self.check(prompts, limits)
     if not prompts:
       return
-    waiting = _Waiting(prompts, num_samples, seed)
-    rows = min(self.rows, _size(len(waiting), self._shards))
-    length = _length(max(map(len, prompts)) + max_new_tokens)
+    samples = [range(num_samples)] * len(prompts) if samples is None else samples
+    waiting = _Waiting(prompts, samples, limits, seed)
+    rows = min(self.rows, power(len(waiting), self._shards))
+    length = bucket(int(max(limits + [len(prompt) for prompt in prompts])), MIN_LENGTH)
     stop_ids = sorted(set(stop_ids))
-    stops = np.full(_size(max(len(stop_ids), 1), 8), -1, np.int32)
+    stops = np.full(power(max(len(stop_ids), 1), 8), -1, np.int32)
     stops[:len(stop_ids)] = stop_ids
     numbers = np.array([how.temperature or 1.0, how.top_p, how.min_p], np.float32)
     kind = (how.temperature == 0, how.truncated)
-    device_options = (stops, np.int32(max_new_tokens), numbers, np.int32(how.top_k))
+    device_options = (stops, numbers, np.int32(how.top_k))
     state = self._program("empty", rows, length)()
     owners: list[tuple[int, int] | None] = [None] * rows
     counts = np.zeros(rows, np.int32)
     while len(waiting) or any(owners):
       while len(waiting) and None in owners:
-        state = self._begin(params, state, waiting, owners, counts, num_samples, length)
+        state = self._begin(params, state, waiting, owners, counts, length)
       state, chunk = self._program("decode", rows, length, (len(stops), *kind))(params, state, device_options)
       chunk = _Chunk(*map(np.asarray, chunk))
       for row in [row for row, owner in enumerate(owners) if owner is not None]:
@@ -176,28 +186,29 @@ class Sampler:
           owners[row] = None
 
   def _begin(self, params: Any, state: _State, waiting: "_Waiting", owners: list, counts: np.ndarray,
-             num_samples: int, length: int) -> _State:
+             length: int) -> _State:
     """Gives free rows to the next completions that wait, as many as one run of their prompts allows."""
     free = [row for row, owner in enumerate(owners) if owner is None]
-    rows, width = len(owners), _length(waiting.next_length())
+    rows, width = len(owners), bucket(waiting.next_length(), MIN_LENGTH)
     most = max(1, self.prefill_tokens // width)
     units = waiting.take(len(free), most)
     chosen = list(dict.fromkeys(prompt for prompt, _ in units))
-    N = _size(len(chosen), self._shards)
-    M = min(N * num_samples, rows)
+    N = power(len(chosen), self._shards)
+    M = min(N * waiting.most_samples, rows)
     tokens_NxT, lengths_N = np.zeros((N, width), np.int32), np.ones(N, np.int32)
     for n, prompt in enumerate(chosen):
       ids = waiting.prompts[prompt]
       tokens_NxT[n, :len(ids)], lengths_N[n] = ids, len(ids)
     # Rows beyond the last take what there is no completion for.
     rows_M, sources_M, keys_Mx2 = np.full(M, rows, np.int32), np.zeros(M, np.int32), np.zeros((M, 2), np.uint32)
+    limits_M = np.zeros(M, np.int32)
     for m, (unit, row) in enumerate(zip(units, free, strict=False)):
       rows_M[m], sources_M[m], keys_Mx2[m] = row, chosen.index(unit[0]), waiting.key(*unit)
-      owners[row], counts[row] = unit, 0
+      owners[row], counts[row], limits_M[m] = unit, 0, waiting.limits[unit[0]]
     begin = self._program("begin", rows, length, (N, width, M))
-    return begin(params, state, (tokens_NxT, lengths_N, rows_M, sources_M, keys_Mx2))
+    return begin(params, state, (tokens_NxT, lengths_N, rows_M, sources_M, keys_Mx2, limits_M))
 
-  def check(self, prompts: Sequence[np.ndarray], max_new_tokens: int, where: str = "") -> None:
+  def check(self, prompts: Sequence[np.ndarray], max_new_tokens: int | np.ndarray, where: str = "") -> None:
     """Refuses prompts that cannot be completed; `where` precedes the name of the key `max_new_tokens`.
 
     Raises:
@@ -209,10 +220,11 @@ class Sampler:
       if min(ids) < 0 or max(ids) >= self.model.vocab_size:
         raise ConfigError(f"prompt {number} has ids from {min(ids)} to {max(ids)}; the model's vocabulary ends at "
                           f"{self.model.vocab_size - 1}. Use the tokenizer it was trained with.")
-    bound, longest = self.model.max_length, max(map(len, prompts), default=0)
-    if bound is not None and longest + max_new_tokens > bound:
+    bound, limits = self.model.max_length, np.broadcast_to(max_new_tokens, len(prompts)).tolist()
+    new, longest = max(((n, len(ids)) for n, ids in zip(limits, prompts, strict=True)), key=sum, default=(0, 0))
+    if bound is not None and longest + new > bound:
       raise ConfigError(
-          f"{where}max_new_tokens is {max_new_tokens}, and the longest prompt has {longest} tokens: together more than "
+          f"{where}max_new_tokens is {new}, and the longest prompt has {longest} tokens: together more than "
           f"the {bound} that this model can generate. Use at most {max(bound - longest, 0)}, or shorter prompts.")
 
   # ---------------------------------------------------------------- programs
@@ -253,10 +265,12 @@ class Sampler:
 class _Waiting:
   """Completions that have not begun, those of the longest prompts first."""
 
-  def __init__(self, prompts: list[np.ndarray], num_samples: int, seed: int | str):
-    self.prompts, self._next = prompts, 0
+  def __init__(self, prompts: list[np.ndarray], samples: Sequence[Sequence[int]], limits: np.ndarray, seed: int | str):
+    self.prompts, self.limits, self._next = prompts, limits, 0
+    # Of a prompt, rounded up, so that few shapes occur.
+    self.most_samples = power(max(map(len, samples)), 1)
     order = sorted(range(len(prompts)), key=lambda i: -len(prompts[i]))
-    self._units = [(prompt, sample) for prompt in order for sample in range(num_samples)]
+    self._units = [(prompt, sample) for prompt in order for sample in samples[prompt]]
     self._hashes = [hashlib.blake2b(f"{seed}:".encode() + ids.tobytes(), digest_size=8) for ids in prompts]
 
   def __len__(self) -> int:
@@ -284,17 +298,6 @@ class _Waiting:
     return np.frombuffer(digest.digest(), np.uint32)
 
 
-def _size(n: int, unit: int) -> int:
-  """The least of unit × 1, 2, 4, 8, … that is n or more."""
-  return unit * 2 ** max(0, math.ceil(math.log2(n / unit)))
-
-
-def _length(n: int) -> int:
-  """The least of MIN_LENGTH × 1, 2, 3, 4, 6, 8, 12, … that is n or more."""
-  size = _size(n, MIN_LENGTH)
-  return size // 4 * 3 if size > 2 * MIN_LENGTH and size // 4 * 3 >= n else size
-
-
 def _joined(parts: list[Completion]) -> Completion:
   ids, logprobs, full = (np.concatenate([getattr(part, name) for part in parts])
                          for name in ("ids", "logprobs", "full_logprobs"))
@@ -308,12 +311,13 @@ def _joined(parts: list[Completion]) -> Completion:
 def _empty(model: Any, rows: int, length: int) -> _State:
   cache, tokens_B = model.empty_cache(rows, length), jnp.zeros(rows, jnp.int32)
   hidden, _ = jax.eval_shape(model.decode, model.abstract_params(), tokens_B, tokens_B > 0, cache)
-  return _State(cache, jnp.zeros(hidden.shape, hidden.dtype), tokens_B, jnp.zeros((rows, 2), jnp.uint32), tokens_B == 0)
+  return _State(cache, jnp.zeros(hidden.shape, hidden.dtype), tokens_B, jnp.zeros((rows, 2), jnp.uint32), tokens_B,
+                tokens_B == 0)
 
 
 def _begin(model: Any, params: Any, state: _State, given: tuple[jax.Array, ...]) -> _State:
   """Prompts put into rows of the state."""
-  tokens_NxT, lengths_N, rows_M, sources_M, keys_Mx2 = given
+  tokens_NxT, lengths_N, rows_M, sources_M, keys_Mx2, limits_M = given
   N, T = tokens_NxT.shape
   batch = dict(tokens=tokens_NxT, segment_ids=(jnp.arange(T) < lengths_N[:, None]).astype(jnp.int32))
   hidden_NxTxD, cache = model.prefill(params, batch, state.cache, rows_M, sources_M)
@@ -323,13 +327,13 @@ def _begin(model: Any, params: Any, state: _State, given: tuple[jax.Array, ...])
     return old_B.at[rows_M].set(new_M, mode="drop")
 
   return _State(cache, put(state.hidden_BxD, last_MxD), put(state.counts_B, 0), put(state.keys_Bx2, keys_Mx2),
-                put(state.done_B, False))
+                put(state.limits_B, limits_M), put(state.done_B, False))
 
 
 def _decode(model: Any, chunk: int, greedy: bool, truncated: bool, params: Any, state: _State,
             given: tuple[jax.Array, ...]) -> tuple[_State, _Chunk]:
   """Up to `chunk` tokens for each row that is not done; fewer if all end before."""
-  stops, limit, numbers, top_k = given
+  stops, numbers, top_k = given
   B = state.done_B.shape[0]
   keys_B = jax.random.wrap_key_data(state.keys_Bx2, impl="threefry2x32")
 
@@ -344,9 +348,9 @@ def _decode(model: Any, chunk: int, greedy: bool, truncated: bool, params: Any, 
                  truncated=truncated)
     found = tuple(part.at[:, column].set(new) for part, new in zip(found, drawn, strict=True))
     tokens_B, counts_B = drawn[0], state.counts_B + ~state.done_B
-    done_B = state.done_B | jnp.isin(tokens_B, stops) | (counts_B >= limit)
+    done_B = state.done_B | jnp.isin(tokens_B, stops) | (counts_B >= state.limits_B)
     hidden_BxD, cache = model.decode(params, tokens_B, ~done_B, state.cache)
-    return column + 1, _State(cache, hidden_BxD, counts_B, state.keys_Bx2, done_B), found
+    return column + 1, _State(cache, hidden_BxD, counts_B, state.keys_Bx2, state.limits_B, done_B), found
 
   found = (jnp.zeros((B, chunk), jnp.int32), *(jnp.zeros((B, chunk), jnp.float32) for _ in range(2)))
   _, state, found = jax.lax.while_loop(goes_on, step, (0, state, found))

@@ -31,6 +31,8 @@ class Start:
   # Fingerprints of what checkpoints leave out and what must not change: `base` (the frozen parameters under adapters),
   # `reference`; those that the run has.
   pinned: dict[str, str]
+  # Further arrays of the checkpoint (what is left of a rollout); None if there are none.
+  arrays: dict[str, Any] | None = None
 
 
 def make_init(model: Any, optimizer: optim.Optimizer, *, ema: bool, reference: Any = None):
@@ -122,7 +124,7 @@ def initialise(config: Any, model: Any, optimizer: optim.Optimizer, abstract: An
   where = f"{verb} {restored.path} after step {int(state['step'])}"
   if left_out:
     state = _complete(state, left_out, config, model, origin, checkpoints)
-  start = Start(state, meta, where, _pinned(state, checkpoints))
+  start = Start(state, meta, where, _pinned(state, checkpoints), restored.arrays)
   was = meta.get("pinned", {})
   for what, name in start.pinned.items():
     if was.get(what) != name:

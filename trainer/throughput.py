@@ -52,7 +52,8 @@ class Chrono:
   def __init__(self, flops_per_token: float, saved: dict[str, float] | None = None):
     self.peak, self.peak_source = peak_flops()
     self._flops_per_token = flops_per_token
-    self._total = {"train": 0.0, "data": 0.0, "eval": 0.0, "checkpoint": 0.0, "compile": 0.0, **(saved or {})}
+    self._total = {"train": 0.0, "data": 0.0, "eval": 0.0, "checkpoint": 0.0, "compile": 0.0,
+                   "rollout": 0.0, **(saved or {})}
     self._window: dict[str, float] = {}
     self.start_window(0)
 

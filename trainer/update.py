@@ -130,7 +130,9 @@ def _accumulate(micro_loss: Callable, trainable: Any, batch: dict[str, jax.Array
                        jax.eval_shape(one, jax.tree.map(lambda x: x[0], micros), 0))
 
   def add(total, micro_and_index):
-    return jax.tree.map(jnp.add, total, one(*micro_and_index)), None
+    more = one(*micro_and_index)
+    loss_sum, weight, grads = (jax.tree.map(jnp.add, total[i], more[i]) for i in (0, 1, 3))
+    return (loss_sum, weight, {name: total[2][name] + metric for name, metric in more[2].items()}, grads), None
 
   total, _ = jax.lax.scan(add, zeros, (micros, jnp.arange(count)))
   return total

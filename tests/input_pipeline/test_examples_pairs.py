@@ -5,7 +5,6 @@ import re
 
 import numpy as np
 import pytest
-from ml_collections import ConfigDict
 
 from input_pipeline import examples_pairs
 from input_pipeline.examples import MISMATCHED, make_encoder
@@ -14,7 +13,8 @@ from input_pipeline.files import DataError
 from input_pipeline.readers import Record
 from input_pipeline.tokenizer import BytesTokenizer, load_tokenizer
 from tests.conftest import ROOT
-from trainer.config import STRATEGIES, ConfigError, defaults
+from trainer.config import ConfigError, defaults
+from trainer.config import strategy as section
 
 TINY = load_tokenizer(ROOT / "tests" / "input_pipeline" / "references" / "tiny")
 USER, GOOD, BAD = (dict(role=r, content=c) for r, c in (("user", "Hi"), ("assistant", "Hello"), ("assistant", "Go")))
@@ -23,7 +23,7 @@ MORE = {"role": "user", "content": "Why?"}
 
 def make(strategy="dpo", tokenizer=TINY, loss=None, **chat):
   config = defaults()
-  config.strategy = ConfigDict(dict(name=strategy, **STRATEGIES[strategy]))
+  config.strategy = section(strategy)
   if loss:
     config.strategy.loss = loss
   config.chat.update({"template": "chatml", **chat})

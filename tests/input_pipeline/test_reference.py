@@ -5,17 +5,17 @@ import re
 
 import numpy as np
 import pytest
-from ml_collections import ConfigDict
 
 from input_pipeline import loader
 from input_pipeline.tokenizer import BytesTokenizer
-from trainer.config import STRATEGIES, defaults, source
+from trainer.config import defaults, source
+from trainer.config import strategy as section
 
 
 def config(folder, strategy="dpo", seq_len=48, **changed):
   """Two sources of 40 and 12 examples, some too long for a row."""
   c = defaults()
-  c.strategy = ConfigDict(dict(name=strategy, **STRATEGIES[strategy]))
+  c.strategy = section(strategy)
   c.seq_len, c.batch_size, c.input.max_over_long = seq_len, 4, 1.0
   rng = np.random.default_rng(0)
 
@@ -181,7 +181,7 @@ def test_two_that_compute_at_once_agree_on_one(tmp_path):
 
 def test_only_documents_with_parts_have_them(tmp_path):
   c = config(tmp_path)
-  c.strategy = ConfigDict(dict(name="seq", **STRATEGIES["seq"]))
+  c.strategy = section("seq")
   for name in c.input.sources:
     c.input.sources[name].text_key = "chosen"
   data = make(c, tmp_path)

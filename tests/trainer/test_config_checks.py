@@ -5,7 +5,7 @@ import json
 import pytest
 
 from trainer import config_checks as checks
-from trainer.config import STRATEGIES, ConfigError, defaults, evaluator, source
+from trainer.config import STRATEGIES, ConfigError, defaults, evaluator, source, strategy
 
 
 def minimal(**changed):
@@ -164,7 +164,7 @@ def test_explain_override_names_the_nearest_key(tmp_path):
 @pytest.mark.parametrize("after", list(STRATEGIES))
 def test_changing_the_strategys_name_alone_takes_its_own_options(before, after):
   given = defaults()
-  given.strategy = dict(name=before, **STRATEGIES[before])
+  given.strategy = strategy(before)
   given.strategy.name = after
   resolved = checks.resolve(given).strategy.to_dict()
   assert resolved.keys() == {"name", *STRATEGIES[after]}

@@ -11,7 +11,7 @@ from input_pipeline.files import DataError
 from tests import tiny
 from tests.trainer.test_hugging_face import StopAt  # noqa: F401 (named in a config below)
 from trainer import patterns, train
-from trainer.config import STRATEGIES, ConfigError, evaluator
+from trainer.config import ConfigError, evaluator, strategy
 from trainer.metrics import read_rows
 
 
@@ -31,9 +31,9 @@ def pairs(tmp_path_factory):
 
 
 def config(file, **changed):
-  strategy = changed.pop("strategy", {})
+  options = changed.pop("strategy", {})
   c = tiny.config(file, **{"seq_len": 192, "total_steps": 4, "evals": {}} | changed)
-  c.strategy = dict(name="dpo", **STRATEGIES["dpo"] | strategy)
+  c.strategy = strategy("dpo", **options)
   c.input.sources.main.update(type="jsonl", path=str(file))
   return c
 
@@ -189,7 +189,7 @@ def test_kto_tells_the_desirable_from_the_undesirable(pairs, tmp_path):
   file = tmp_path / "judged.jsonl"
   file.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in judged), encoding="utf-8")
   c = config(file, total_steps=30)
-  c.strategy = dict(name="kto", **STRATEGIES["kto"])
+  c.strategy = strategy("kto")
   c.optimizer.learning_rate = 1e-2
   train(c, tmp_path / "w")
   loss = rows_of(tmp_path / "w", "loss")

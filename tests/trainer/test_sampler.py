@@ -13,7 +13,7 @@ from trainer import mesh as mesh_lib
 from trainer import sampler as sampler_lib
 from trainer.config import ConfigError
 from trainer.drawing import Options, draw
-from trainer.sampler import Sampler, _length, _size
+from trainer.sampler import Sampler
 
 CASES = {
     **FAMILIES,
@@ -130,6 +130,23 @@ def test_parts_of_a_stream_make_the_completions():
     np.testing.assert_array_equal(np.concatenate([part.ids for part in mine]), c.ids)
 
 
+def test_samples_of_any_number_and_limits_of_their_own():
+  """What is drawn follows from the sample's number; a limit cuts what a larger one goes on with."""
+  model, params = case("llama")
+  sampler, options = Sampler(model, rows=3), dict(stop_ids=STOPS, seed=5)
+  whole = {(c.prompt, c.sample): c for c in
+           sampler.generate(params, prompts(), num_samples=3, max_new_tokens=8, **options)}
+  samples, limits = [[2], [], [1, 0], [0], [2, 1]], [2, 1, 8, 3, 5]
+  found = sampler.generate(params, prompts(), samples=samples, max_new_tokens=limits, **options)
+  assert [(c.prompt, c.sample) for c in found] == [(0, 2), (2, 0), (2, 1), (3, 0), (4, 1), (4, 2)]
+  for c in found:
+    of = whole[c.prompt, c.sample]
+    np.testing.assert_array_equal(c.ids, of.ids[:limits[c.prompt]])
+    np.testing.assert_allclose(c.logprobs, of.logprobs[:limits[c.prompt]], atol=1e-5)
+    assert c.finish_reason == (of.finish_reason if len(of.ids) <= limits[c.prompt] else "length")
+  assert any(c.finish_reason == "length" and len(c.ids) < len(whole[c.prompt, c.sample].ids) for c in found)
+
+
 def test_shapes_come_from_few_sizes():
   model, params = case("llama")
   sampler = Sampler(model, rows=2, chunk=4)
@@ -150,17 +167,11 @@ def test_the_cache_is_changed_where_it_lies():
   """Decoding needs room for a layer's keys and values beside the cache, not for another cache."""
   model = make(num_layers=8, num_kv_heads=2)
   state = jax.eval_shape(functools.partial(sampler_lib._empty, model, 4, 1024))
-  given = (np.full(8, -1, np.int32), np.int32(5), np.ones(3, np.float32), np.int32(0))
+  given = (np.full(8, -1, np.int32), np.ones(3, np.float32), np.int32(0))
   decode = jax.jit(functools.partial(sampler_lib._decode, model, 8, False, False), donate_argnums=1)
   memory = decode.lower(model.abstract_params(), state, given).compile().memory_analysis()
   cache = sum(4 * part.size for part in (*state.cache.keys, *state.cache.values))
   assert memory.temp_size_in_bytes < 0.5 * cache
-
-
-def test_sizes():
-  assert [_size(n, 1) for n in (1, 2, 3, 5)] == [1, 2, 4, 8]
-  assert [_size(n, 6) for n in (1, 6, 7, 13)] == [6, 6, 12, 24]
-  assert [_length(n) for n in (1, 16, 17, 33, 49, 65, 97)] == [16, 16, 32, 48, 64, 96, 128]
 
 
 # ---------------------------------------------------------------------------------------------- drawing

@@ -13,17 +13,19 @@ reported per data source, those of terms included. `model` is the seam of models
 from collections.abc import Callable
 from typing import Any
 
-from trainer.strategies import dpo, kto, seq, sft
+from trainer.strategies import dpo, grpo, kto, seq, sft
 
 Loss = Callable[..., tuple[dict[str, Any], dict[str, Any]]]
 
-# The options and defaults of each are in trainer/config.py STRATEGIES.
-STRATEGIES: dict[str, Loss] = {"seq": seq.loss, "sft": sft.loss, "dpo": dpo.loss, "kto": kto.loss}
+# The options and defaults of each are in trainer/config_sections.py STRATEGIES.
+STRATEGIES: dict[str, Loss] = {
+    "seq": seq.loss, "sft": sft.loss, "dpo": dpo.loss, "kto": kto.loss, "grpo": grpo.loss}
 
 # Which options need a reference policy (trainer/reference.py), given to their loss as one more argument.
-_NEEDS_REFERENCE: dict[str, Callable[[Any], bool]] = {"dpo": dpo.needs_reference, "kto": kto.needs_reference}
+_NEEDS_REFERENCE: dict[str, Callable[[Any], bool]] = {
+    "dpo": dpo.needs_reference, "kto": kto.needs_reference, "grpo": grpo.needs_reference}
 
-_CHECKS: dict[str, Callable[[Any, int, Any], None]] = {"dpo": dpo.check, "kto": kto.check}
+_CHECKS: dict[str, Callable[[Any, int, Any], None]] = {"dpo": dpo.check, "kto": kto.check, "grpo": grpo.check}
 
 
 def needs_reference(cfg: Any) -> bool:
@@ -35,6 +37,11 @@ def needs_reference(cfg: Any) -> bool:
 def reference_mix(cfg: Any) -> tuple[float, int]:
   """(share, every): how the reference moves towards the policy, see `reference.mix`; share 0: it does not."""
   return (cfg.reference_ema, cfg.reference_ema_steps) if needs_reference(cfg) else (0.0, 1)
+
+
+def temperature(cfg: Any) -> float:
+  """What divides the logits in the log-probs that the strategy compares."""
+  return cfg.temperature if "temperature" in cfg else 1.0
 
 
 def check(config: Any) -> None:

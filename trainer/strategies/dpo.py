@@ -1,8 +1,8 @@
 """DPO and its family: preferences between two completions of the same prompt.
 
 B rows, T length, S segments a row, P = S / 2 pairs. Segments 2p - 1 and 2p of a row are pair p's chosen and rejected
-sequence, each prompt and completion with positions from 0. Policy and reference go through `token_logprobs` and
-`segment_sums`, in float32 and chunked over the vocabulary; all that follows is arithmetic on [B, P] (preference.py).
+sequence, each prompt and completion with positions from 0. Policy and reference go through the same functions of
+sequences.py, in float32 and chunked over the vocabulary; all that follows is arithmetic on [B, P] (preference.py).
 """
 
 import difflib
@@ -11,10 +11,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from trainer import logprobs
 from trainer.config import ConfigError
 from trainer.metrics import Mean
-from trainer.strategies import preference
+from trainer.strategies import preference, sequences
 from trainer.strategies.preference import Pairs, Side
 
 
@@ -29,7 +28,7 @@ def loss(model: Any, params: Any, batch: dict[str, jax.Array], rng: jax.Array | 
       tokens; `sequences` [B, S], 1 where that segment exists; maybe `ref_logprobs` [B, T], as `token_logprobs` of the
       reference gives.
     rng: key for dropout and noise; None: none. With `cfg.disable_dropout` there is none in any case.
-    cfg: the strategy's options (trainer/config.py).
+    cfg: the strategy's options (trainer/config_sections.py).
     reference: parameters of the reference; not needed with `ref_logprobs`, or if `needs_reference(cfg)` is False.
 
   Returns:
@@ -38,13 +37,14 @@ def loss(model: Any, params: Any, batch: dict[str, jax.Array], rng: jax.Array | 
   weights = preference.active(cfg)
   use_wpo = bool(set(weights) - {"sft"}) and cfg.wpo  # sft is not a comparison
   rng = None if cfg.disable_dropout else rng
-  stats, out = token_stats(model, params, batch, rng, ("logprob", "is_top", "entropy") + ("log_square",) * use_wpo)
-  ref_BxT = reference_logprobs(model, batch, reference) if needs_reference(cfg) else None
+  want = ("logprob", "is_top", "entropy") + ("log_square",) * use_wpo
+  stats, out = sequences.token_stats(model, params, batch, rng, want)
+  ref_BxT = sequences.reference_logprobs(model, batch, reference) if needs_reference(cfg) else None
 
   def sums(values_BxT):
-    return segment_sums(values_BxT, batch)
+    return sequences.segment_sums(values_BxT, batch)
 
-  mask_BxT, present_BxP = completion_mask(batch), _split(batch["sequences"])
+  mask_BxT, present_BxP = sequences.completion_mask(batch), _split(batch["sequences"])
   present_BxP = present_BxP[0] * present_BxP[1]
   count_BxS, logps_BxS = sums(mask_BxT), sums(stats.logprob)
   ref_BxS = None if ref_BxT is None else sums(ref_BxT)
@@ -68,62 +68,6 @@ def loss(model: Any, params: Any, batch: dict[str, jax.Array], rng: jax.Array | 
 def needs_reference(cfg: Any) -> bool:
   """Whether a loss of `cfg.loss` compares the policy with a reference."""
   return bool(set(preference.active(cfg)) - preference.REFERENCE_FREE)
-
-
-# ----------------------------------------------------------------------------------------------
-# From tokens to sequences; what KTO and evaluators share.
-
-
-def completion_mask(batch: dict[str, jax.Array]) -> jax.Array:
-  """1.0 on completion tokens, [B, T]; a row's first token has none before it, and is none."""
-  return (jnp.asarray(batch["loss_weights"]) > 0).astype(jnp.float32).at[:, 0].set(0.0)
-
-
-def token_stats(model: Any, params: Any, batch: dict[str, jax.Array], rng: jax.Array | None, want: tuple[str, ...]):
-  """(`logprobs.TokenStats` of each token given those before it, aligned with the tokens and 0 outside completions; the
-  model's `Output`)."""
-  out = model.apply(params, batch, rng=rng, train=rng is not None)
-  stats = logprobs.token_stats(
-      out.hidden, model.unembedding(params), jnp.roll(batch["tokens"], -1, axis=1), chunk=model.vocab_chunk,
-      logit_cap=model.final_logit_cap, num_real_vocab=model.num_real_vocab, want=want)
-  mask_BxT = completion_mask(batch)
-
-  def align(values_BxT):
-    # `where`, not a product: nothing outside completions may count, whatever its value.
-    return jnp.where(mask_BxT > 0, jnp.roll(values_BxT, 1, axis=1), 0.0)
-
-  return jax.tree.map(align, stats), out
-
-
-def token_logprobs(model: Any, params: Any, batch: dict[str, jax.Array]) -> jax.Array:
-  """log p(token | those before it), [B, T] float32, 0 outside completions; without dropout.
-
-  Of the reference's parameters these are what a batch holds as `ref_logprobs`.
-  """
-  return token_stats(model, params, batch, None, ("logprob",))[0].logprob
-
-
-def reference_logprobs(model: Any, batch: dict[str, jax.Array], reference: Any) -> jax.Array:
-  """The reference's `token_logprobs`, without a gradient: those of the batch, or else those of its parameters."""
-  if "ref_logprobs" in batch:
-    return jnp.where(completion_mask(batch) > 0, batch["ref_logprobs"].astype(jnp.float32), 0.0)
-  if reference is None:
-    raise ValueError("these losses compare the policy with a reference, but the batch has no ref_logprobs and no "
-                     "parameters were given as `reference`")
-  return jax.lax.stop_gradient(token_logprobs(model, jax.lax.stop_gradient(reference), batch))
-
-
-def segment_sums(values_BxT: jax.Array, batch: dict[str, jax.Array]) -> jax.Array:
-  """Sums over each segment's tokens, [B, S] float32, S as in `batch["sequences"]`."""
-  ids_S = jnp.arange(1, batch["sequences"].shape[1] + 1)
-  # A reduction rather than a scatter: always in the same order, and fused, so that no [B, T, S] is kept.
-  in_segment = batch["segment_ids"][:, :, None] == ids_S
-  return jnp.sum(jnp.where(in_segment, values_BxT.astype(jnp.float32)[:, :, None], 0.0), axis=1)
-
-
-def sequence_logps(model: Any, params: Any, batch: dict[str, jax.Array]) -> jax.Array:
-  """Log-probabilities of the completions, sums over their tokens, [B, S] float32; without dropout."""
-  return segment_sums(token_logprobs(model, params, batch), batch)
 
 
 def _split(values_BxS: jax.Array | None) -> tuple[Any, Any]:
@@ -225,7 +169,7 @@ def check(cfg: Any, grad_accum_steps: int, cfg_model: Any = None) -> None:
         f"strategy.loss has {together[0]!r}, which puts all pairs of a step in order, but grad_accum_steps is "
         f"{grad_accum_steps}: pairs of different micro-batches are never seen together. Use "
         "--config.grad_accum_steps=1, with more devices or remat if memory is short, or another loss.")
-  check_noise(cfg, cfg_model)
+  sequences.check_noise(cfg, cfg_model)
   if needs_reference(cfg) and cfg.reference == "none":
     raise ConfigError(
         f"strategy.reference is 'none', but {', '.join(n for n in weights if n not in preference.REFERENCE_FREE)} "
@@ -259,15 +203,3 @@ def _check_options(cfg: Any, weights: dict[str, float]) -> None:
   if "discopop" in weights and not 0 < cfg.discopop_tau < 1:
     raise ConfigError(f"strategy.discopop_tau is {cfg.discopop_tau}; it must be above 0 and below 1, where the loss "
                       "of a pair ranked wrong grows linearly, not exponentially.")
-
-
-def check_noise(cfg: Any, cfg_model: Any) -> None:
-  """Refuses dropout and noise that `disable_dropout` leaves without effect; raises ConfigError."""
-  if cfg_model is None or not cfg.disable_dropout:
-    return
-  noise = {"model.dropout": cfg_model.dropout, "model.neftune_alpha": cfg_model.neftune_alpha,
-           "model.lora.dropout": cfg_model.lora.dropout if cfg_model.lora.rank else 0.0}
-  for key, value in noise.items():
-    if value:
-      raise ConfigError(f"{key} is {value}, but strategy.disable_dropout leaves it without effect. Use "
-                        f"--config.{key}=0, or --config.strategy.disable_dropout=False.")

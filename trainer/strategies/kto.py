@@ -18,7 +18,7 @@ import jax.numpy as jnp
 
 from trainer.config import ConfigError
 from trainer.metrics import Mean
-from trainer.strategies import dpo
+from trainer.strategies import sequences
 
 # What `sequences` says of a segment; 0: it does not exist.
 DESIRABLE, UNDESIRABLE, MISMATCHED = 1.0, -1.0, 0.5
@@ -53,17 +53,17 @@ def loss(model: Any, params: Any, batch: dict[str, jax.Array], rng: jax.Array | 
     params: nested dict of arrays.
     batch: as for dpo.loss, with `sequences` [B, S] of 1 (desirable), -1 (undesirable), 0.5 (mismatched) or 0.
     rng: key for dropout and noise; None: none. With `cfg.disable_dropout` there is none in any case.
-    cfg: the strategy's options (trainer/config.py).
+    cfg: the strategy's options (trainer/config_sections.py).
     reference: parameters of the reference; not needed if the batch has `ref_logprobs`.
 
   Returns:
     (terms, metrics): `loss` is a mean over completions; sums and weights [B].
   """
   rng = None if cfg.disable_dropout else rng
-  stats, out = dpo.token_stats(model, params, batch, rng, ("logprob", "is_top", "entropy"))
-  count_BxS = dpo.segment_sums(dpo.completion_mask(batch), batch)
-  logps_BxS = dpo.segment_sums(stats.logprob, batch)
-  ref_BxS = dpo.segment_sums(dpo.reference_logprobs(model, batch, reference), batch)
+  stats, out = sequences.token_stats(model, params, batch, rng, ("logprob", "is_top", "entropy"))
+  count_BxS = sequences.segment_sums(sequences.completion_mask(batch), batch)
+  logps_BxS = sequences.segment_sums(stats.logprob, batch)
+  ref_BxS = sequences.segment_sums(sequences.reference_logprobs(model, batch, reference), batch)
   ratio_BxS = logps_BxS - ref_BxS
 
   desirable_BxS, undesirable_BxS, mismatched_BxS = (
@@ -87,7 +87,7 @@ def loss(model: Any, params: Any, batch: dict[str, jax.Array], rng: jax.Array | 
     metrics["kl"] = mean(ratio_BxS, mismatched_BxS)
   for name, values_BxT, side_BxS in (("entropy", stats.entropy, judged_BxS),
                                      ("mean_token_accuracy", stats.is_top, desirable_BxS)):
-    values_BxS = dpo.segment_sums(values_BxT, batch)
+    values_BxS = sequences.segment_sums(values_BxT, batch)
     metrics[name] = Mean(jnp.sum(values_BxS * side_BxS, axis=1), jnp.sum(count_BxS * side_BxS, axis=1))
   losses_BxS = jnp.where(desirable_BxS > 0, loss_BxS[0], jnp.where(undesirable_BxS > 0, loss_BxS[1], 0.0))
   return {"loss": mean(losses_BxS, judged_BxS), **out.losses}, metrics | out.metrics
@@ -116,7 +116,7 @@ def check(cfg: Any, grad_accum_steps: int, cfg_model: Any = None) -> None:
   Raises:
     ConfigError: naming the key, what was found and what is allowed.
   """
-  dpo.check_noise(cfg, cfg_model)
+  sequences.check_noise(cfg, cfg_model)
   if cfg.loss not in LOSSES:
     raise ConfigError(f"strategy.loss is {cfg.loss!r}; allowed for kto: {', '.join(LOSSES)}.")
   if not cfg.beta > 0:

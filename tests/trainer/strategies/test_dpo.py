@@ -17,7 +17,7 @@ from tests.trainer.strategies import pairs
 from tests.trainer.strategies.pairs import Options, options
 from trainer.config import ConfigError, defaults
 from trainer.metrics import to_floats
-from trainer.strategies import dpo, preference
+from trainer.strategies import dpo, preference, sequences
 
 EVERY = {name: 0.5 + 0.1 * i for i, name in enumerate(preference.LOSSES)}
 # Those for which a step may have several micro-batches.
@@ -186,11 +186,11 @@ def test_a_policy_that_equals_its_reference_starts_at_the_closed_form():
 def test_precomputed_log_probs_of_the_reference_give_the_same_bits():
   model, params, reference = model_and_params()
   batch = pairs.batch(ROWS)
-  stored = np.asarray(jax.jit(lambda p, b: dpo.token_logprobs(model, p, b))(reference, batch))
+  stored = np.asarray(jax.jit(lambda p, b: sequences.token_logprobs(model, p, b))(reference, batch))
   assert stored.dtype == np.float32 and not np.any(stored[batch["loss_weights"] == 0])
   with_stored = results(smoothed(), batch | {"ref_logprobs": stored}, reference=params)  # these are not looked at
   assert with_stored == results(smoothed(), batch)
-  sums = np.asarray(jax.jit(lambda p, b: dpo.sequence_logps(model, p, b))(reference, batch))
+  sums = np.asarray(jax.jit(lambda p, b: sequences.sequence_logps(model, p, b))(reference, batch))
   expected = [[y[0].sum() for y in example] for example in sequences_alone()[1]]
   np.testing.assert_allclose(sums[0], np.ravel(expected[:2]), rtol=1e-5)
   assert not sums[4].any()
@@ -309,8 +309,8 @@ def test_sums_of_a_bfloat16_policy_are_float32():
   rng = np.random.default_rng(0)
   example = ([1], rng.integers(0, 24, 300).tolist(), rng.integers(0, 24, 200).tolist())
   batch = pairs.batch([[example]], length=512, pairs=1)
-  tokens = jax.jit(lambda p, b: dpo.token_logprobs(model, p, b))(params, batch)
-  sums = jax.jit(lambda p, b: dpo.sequence_logps(model, p, b))(params, batch)
+  tokens = jax.jit(lambda p, b: sequences.token_logprobs(model, p, b))(params, batch)
+  sums = jax.jit(lambda p, b: sequences.sequence_logps(model, p, b))(params, batch)
   assert tokens.dtype == sums.dtype == jnp.float32
   expected = np.asarray(tokens, np.float64)[0, 1:301].sum()
   assert float(sums[0, 0]) == pytest.approx(expected, rel=1e-6)

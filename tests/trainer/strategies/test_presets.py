@@ -1,0 +1,155 @@
+"""Presets: each recipe's values, what fills in what, and that nothing is filled in that has no effect."""
+
+import re
+
+import jax
+import pytest
+
+from tests import tiny
+from tests.trainer.strategies import pairs
+from trainer import config_checks
+from trainer.config import STRATEGIES, ConfigError, strategy
+from trainer.strategies import grpo, presets
+
+
+def filled(rollout=None, **options):
+  """(the config with its options filled in, the lines for the log); rollouts unless told otherwise."""
+  config = config_checks.resolve({
+      "strategy": dict(name="grpo", **options), "rollout": {"num_prompts": 2, **(rollout or {})}})
+  return config, presets.fill_in(config)
+
+
+def read_all(config):
+  """A view of which everything was read that a run with rollouts reads of these sections."""
+  view, model = config_checks.View(config), tiny.model()
+  grpo.check(view.strategy, 4, view.model)
+  _ = view.rollout.num_prompts, view.rollout.group_size, view.rollout.resample
+  batch = pairs.layout([[([1], [2, 3], 1.0)]], 8, 1)
+  batch |= dict(advantages=batch["sequences"], behavior_logprobs=batch["loss_weights"])
+  params = model.abstract_params()
+  jax.eval_shape(lambda p, b: grpo.loss(model, p, b, None, view.strategy, reference=p), params, batch)
+  return view
+
+
+def of(config, *keys):
+  return tuple(config.strategy[key] for key in keys)
+
+
+@pytest.mark.parametrize("preset, keys, values", [
+    ("grpo", "ratio clip clip_low clip_high aggregate baseline scale kl_coef",
+     ("token", "ppo", 0.2, 0.2, "sequence", "group", "group", 0.0)),
+    ("dapo", "ratio clip clip_low clip_high aggregate baseline scale kl_coef",
+     ("token", "ppo", 0.2, 0.28, "token", "group", "group", 0.0)),
+    ("dr_grpo", "clip_low clip_high aggregate aggregate_length baseline scale kl_coef",
+     (0.2, 0.2, "constant", 128, "group", "none", 0.0)),
+    ("gspo", "ratio clip clip_low clip_high aggregate scale kl_coef",
+     ("sequence", "ppo", 3e-4, 4e-4, "sequence", "group", 0.0)),
+    ("cispo", "ratio clip clip_high aggregate scale kl_coef", ("token", "cispo", 5.0, "token", "group", 0.0)),
+    ("rloo", "ratio clip aggregate aggregate_length baseline scale kl kl_coef kl_corrected",
+     ("token", "none", "constant", 1, "leave_one_out", "none", "k2", 0.05, False)),
+    ("reinforce++", "clip clip_low aggregate baseline scale kl kl_coef kl_corrected",
+     ("ppo", 0.2, "token", "batch", "batch", "k2", 0.01, False)),
+    ("astrai", "clip_low aggregate kl kl_coef kl_corrected reference_ema reference_ema_steps",
+     (0.2, "token", "k2", 0.02, False, 1.0, 200)),
+])
+def test_values_of_the_recipes(preset, keys, values):
+  config, _ = filled(preset=preset)
+  assert of(config, *keys.split()) == values
+
+
+def test_rollouts_of_the_recipes():
+  sizes = {name: (c.rollout.group_size, c.rollout.resample) for name in presets.PRESETS
+           for c in (filled(preset=name)[0],)}
+  assert sizes.pop("dapo") == (8, 10) and sizes.pop("astrai") == (4, 0)
+  assert set(sizes.values()) == {(8, 0)}
+
+
+@pytest.mark.parametrize("preset", presets.PRESETS)
+def test_a_recipe_can_be_used_as_it_is(preset):
+  """Its values work together, the loss's options are all there, and nothing is without effect."""
+  config, lines = filled(preset=preset)
+  config_checks.audit(read_all(config))
+  assert len(lines) == 1 and lines[0].startswith(f"strategy.preset {preset}: ")
+  assert config.is_locked
+
+
+def test_what_is_given_stays_and_is_not_listed():
+  config, (line,) = filled(preset="dapo", clip_high=0.4, scale="none", rollout=dict(group_size=3, resample=0))
+  assert of(config, "clip_low", "clip_high", "scale") == (0.2, 0.4, "none")
+  assert (config.rollout.group_size, config.rollout.resample) == (3, 0)
+  assert "strategy.clip_low=0.2" in line and "strategy.aggregate=token" in line
+  assert not re.search("clip_high|scale|group_size|resample", line)
+  assert presets.fill_in(config) == []  # nothing is left to decide
+
+
+def test_what_has_no_effect_stays_open():
+  """So that one the user gives is refused by the audit, and one the preset has is not."""
+  config, _ = filled(preset="grpo", clip="none")
+  assert of(config, "clip_low", "clip_high", "clip_dual", "aggregate_length", "kl", "kl_corrected", "reference_ema",
+            "reference_ema_steps") == (None,) * 8
+  for options in (dict(clip="none", clip_low=0.3), dict(kl="k2"), dict(aggregate_length=64), dict(reference_ema=0.5)):
+    config, _ = filled(**options)
+    with pytest.raises(ConfigError, match=f"strategy.{list(options)[-1]} ="):
+      config_checks.audit(read_all(config))
+
+
+def test_a_coefficient_brings_the_estimator_with_it():
+  config, (line,) = filled(kl_coef=0.04)
+  assert of(config, "kl", "kl_corrected", "reference_ema", "reference_ema_steps") == ("k3", True, 0.0, None)
+  assert "strategy.kl=k3" in line
+  config, _ = filled(kl_coef=0.04, reference_ema=0.1)
+  assert config.strategy.reference_ema_steps == 512
+
+
+@pytest.mark.parametrize("options, keys, values", [
+    (dict(preset="grpo", clip="cispo"), "clip_low clip_high", (None, 5.0)),
+    (dict(preset="dapo", ratio="sequence"), "clip_low clip_high", (3e-4, 4e-4)),
+    (dict(preset="gspo", ratio="token"), "clip_low clip_high", (0.2, 0.2)),
+    (dict(preset="rloo", clip="ppo"), "clip_low clip_high", (0.2, 0.2)),
+])
+def test_bounds_are_of_the_clipping_that_is_used(options, keys, values):
+  """A preset's bounds for another kind of ratio or clipping would pin every weight, or none."""
+  config, lines = filled(**options)
+  assert of(config, *keys.split()) == values
+  assert len(lines) == 2 and lines[1].startswith(f"for strategy.clip={config.strategy.clip} and ratio=")
+  assert f"strategy.clip_high={values[1]}" in lines[1] and "clip_high" not in lines[0]
+  grpo.check(config.strategy, 1, config.model)
+
+
+def test_temperature_and_length_are_those_of_the_rollouts():
+  config, _ = filled(preset="dr_grpo", rollout=dict(temperature=0.7, max_new_tokens=99))
+  assert of(config, "temperature", "aggregate_length") == (0.7, 99)
+  config, _ = filled(preset="dr_grpo", aggregate_length=7, temperature=0.7, rollout=dict(temperature=0.7))
+  assert of(config, "temperature", "aggregate_length") == (0.7, 7)
+  with pytest.raises(ConfigError, match="strategy.temperature is 1.0, but rollout.temperature is 0.7"):
+    filled(temperature=1.0, rollout=dict(temperature=0.7))
+
+
+def test_without_rollouts():
+  """Completions that come with the data were sampled at a temperature of their own."""
+  config, (line,) = filled(preset="dapo", temperature=0.6, rollout=dict(num_prompts=0))
+  assert config.strategy.temperature == 0.6 and "rollout" not in line
+  assert config.rollout.group_size is None and config.rollout.resample is None
+
+
+def test_other_strategies_get_a_group_alone():
+  config = config_checks.resolve({"strategy": {"name": "dpo"}, "rollout": {"num_prompts": 2}})
+  before = config.strategy.to_dict()
+  assert presets.fill_in(config) == []
+  assert (config.rollout.group_size, config.rollout.resample) == (8, 0) and config.strategy.to_dict() == before
+  config = config_checks.resolve({})
+  assert presets.fill_in(config) == [] and config.rollout.group_size is None
+
+
+def test_an_unknown_preset():
+  with pytest.raises(ConfigError, match=r"'dr-grpo'; did you mean 'dr_grpo'\? Known presets: grpo, dapo, dr_grpo,"):
+    filled(preset="dr-grpo")
+
+
+def test_presets_name_options_that_exist():
+  open_options = {key for key, value in STRATEGIES["grpo"].items() if isinstance(value, type)}
+  for name, preset in presets.PRESETS.items():
+    assert set(preset["strategy"]) <= open_options, name
+    for key, value in preset["strategy"].items():
+      assert type(value) is strategy("grpo").get_type(key), (name, key)
+    assert set(preset["rollout"]) <= {"group_size", "resample"}

@@ -1,0 +1,260 @@
+"""The sections of a config that a run may have several of, or one of several kinds of: each key with its meaning.
+
+    config.input.sources.mine = source(type="jsonl", path="data/*.jsonl")
+    config.evals.val = evaluator(type="loss")
+    config.strategy = strategy("dpo", beta=0.2)
+    config.rollout.rewards.right = reward(type="numeric")
+"""
+
+from ml_collections import ConfigDict, config_dict
+
+
+def unset(kind: type) -> config_dict.FieldReference:
+  """A key of that type with no value yet. (A new one each time: ml_collections ties together keys that share one.)"""
+  return config_dict.placeholder(kind)
+
+
+DURATION_UNITS = ("steps", "examples", "tokens", "epochs", "percent")
+
+
+class ConfigError(ValueError):
+  """A config that cannot be run; the message says what was found, what is allowed, what to type."""
+
+
+def duration(prefix: str, **given: float) -> dict:
+  """The keys `{prefix}_{steps,examples,tokens,epochs,percent}`, of which one may be set.
+
+  None or a negative number means "not given" (the command line cannot spell None); 0 means never.
+  Examples are packed rows, tokens are row positions (rows × seq_len), percent (0 to 100) is of the
+  whole run.
+  """
+  keys = {
+      f"{prefix}_{unit}": unset(int if unit in ("steps", "examples", "tokens") else float)
+      for unit in DURATION_UNITS
+  }
+  for unit, value in given.items():
+    keys[f"{prefix}_{unit}"] = value
+  return keys
+
+
+def source(**changed) -> ConfigDict:
+  """One data source, `input.sources.<name>`: where documents come from."""
+  c = ConfigDict()
+  # text | jsonl | parquet | arrayrecord | tfds | python_stdlib | python_docstrings (signatures and their docstrings) |
+  # python_docstring_pairs (each with its own docstring, chosen, and another's, rejected) |
+  # arithmetic (sums to solve) | arithmetic_mistakes (half of the answers are wrong)
+  c.type = "text"
+  # A file, a folder (searched recursively) or a glob; several are separated by commas.
+  c.path = unset(str)
+  # jsonl, parquet, tfds, arrayrecord (if its records are JSON): the field that holds the text.
+  c.text_key = "text"
+  # text: what one document is: file | line | paragraph (blank-line separated).
+  c.documents = "file"
+  # tfds: the dataset's name (`name[/config][:version]`) and its own split; `path` is its data_dir.
+  c.dataset = unset(str)
+  c.dataset_split = "train"
+  # all | train | validation. The two parts are disjoint; a document belongs to one of them by a hash of
+  # its name or content, whatever the order of files.
+  c.split = "all"
+  # Share of documents that make up `validation`.
+  c.validation_fraction = 0.05
+  # Use at most this many documents, evenly spaced over the source (for quick evaluations).
+  c.max_documents = unset(int)
+  # Share in the mixture, relative to the other sources' weights.
+  c.weight = 1.0
+  c.update(changed)
+  return c
+
+
+def evaluator(**changed) -> ConfigDict:
+  """One evaluator, `evals.<name>`. `type` is loss, samples, generate, preference, or the dotted path of your class."""
+  c = ConfigDict()
+  c.type = "loss"
+  # When it runs, besides step 0 and the end. Default: the five units unset = 10 percent.
+  c.update(duration("eval"))
+  c.at_start = True
+  c.at_end = True
+  # stop: a failing evaluator stops the run. warn: it is reported, counted and the run goes on.
+  c.on_error = "stop"
+  # loss, generate, preference: the sources evaluated, as in `input.sources`; empty: the training sources …
+  c.sources = ConfigDict()
+  # … with this split in place of their own.
+  c.split = "validation"
+  # loss, preference: rows per evaluation batch (the value does not depend on it). Default: that of a micro-batch.
+  # samples, generate: texts generated at a time. Default: 32.
+  c.batch_size = unset(int)
+  # loss, generate, preference: at most this many documents per source, evenly spaced over it.
+  c.max_documents = unset(int)
+  # loss: compressors whose bits per byte on the same text are shown beside the model's: gzip, xz.
+  c.baselines = ()
+  # samples: texts to continue.
+  c.prompts = ()
+  # samples, generate: new tokens for each at most, softmax temperature (0: most likely token).
+  c.max_new_tokens = 64
+  c.temperature = 0.8
+  # generate: of a distribution truncated to the top_k most likely tokens (0: all), to those that make up top_p,
+  # to those at least min_p times as likely as the most likely one.
+  c.top_k = 0
+  c.top_p = 1.0
+  c.min_p = 0.0
+  # generate: completions of each prompt, and the k of `pass@k`, each at most that many.
+  c.num_samples = 1
+  c.pass_at = (1,)
+  # generate: columns that hold the prompt and the right answer, both strings. Default: as in fine-tuning, where what
+  # the assistant says last is the answer.
+  c.prompt_key = unset(str)
+  c.answer_key = unset(str)
+  # generate: a regex whose last match (its first group, if it has one) is the answer, in completions and in answers;
+  # GSM8K: r"####\s*(-?[\d,.]+)". Default: all of the text.
+  c.extract = unset(str)
+  c.update(changed)
+  return c
+
+
+STRATEGIES = {
+    # Next-token cross-entropy over documents (pretraining).
+    "seq": dict(
+        # Mass moved from the target to the uniform distribution over the vocabulary.
+        label_smoothing=0.0,
+        # Coefficient of log(Z)², which keeps the softmax normaliser near 1 (PaLM, section 5).
+        z_loss=0.0,
+    ),
+    # Next-token cross-entropy over the parts of conversations that `config.chat` says (fine-tuning).
+    "sft": dict(
+        # token: the mean over the trained tokens of a step; sequence: the mean over its conversations of their means.
+        normalize="token",
+        # Weight each token's loss by its own probability, without a gradient (DFT, arXiv 2508.05629).
+        dft=False,
+        label_smoothing=0.0,
+        z_loss=0.0,
+    ),
+    # Preferences between two completions of a prompt (docs/dpo.md).
+    "dpo": dict(
+        # {name: weight} of the losses that are added up: sigmoid (DPO), hinge, ipo, sigmoid_norm, robust, exo_pair,
+        # nca_pair, bco_pair, sppo_hard, apo_zero, apo_down, aot, aot_unpaired, discopop, sft; without a reference:
+        # simpo, orpo, cpo.
+        loss={"sigmoid": 1.0},
+        # How dear it is to leave the reference: rewards are beta * log-ratio. simpo wants 2 or more.
+        beta=0.1,
+        # Share of pairs whose labels are wrong: sigmoid, robust, exo_pair, aot, aot_unpaired, simpo, cpo.
+        label_smoothing=0.0,
+        # reverse_kl | forward_kl | js | alpha: the divergence from the reference; `alpha` is of the last one.
+        f_divergence="reverse_kl",
+        alpha=0.5,
+        # Weight of tokens beyond the length of the pair's shorter completion (LD-DPO, arXiv 2409.06411); 1: off.
+        ld_alpha=1.0,
+        # Weigh pairs by how likely the policy is to write them (WPO, arXiv 2406.11827).
+        wpo=False,
+        # simpo: by how much the chosen one's reward should be higher.
+        simpo_gamma=0.5,
+        # cpo: weight of sft within it.
+        cpo_alpha=1.0,
+        discopop_tau=0.05,
+        # What the policy is compared with. start: the parameters the run began with; a path: a workdir, a checkpoint
+        # or a Hugging Face folder; none.
+        reference="start",
+        # Compute the reference's log-probs of all pairs before the first step, and keep them beside the token cache.
+        precompute=False,
+        # Every reference_ema_steps steps the reference moves by that share towards the policy (TR-DPO, arXiv
+        # 2404.09656); 0: never.
+        reference_ema=0.0,
+        reference_ema_steps=512,
+        # Neither dropout nor noise in the policy; there is none in the reference.
+        disable_dropout=True,
+    ),
+    # Completions that were judged one by one as desirable or not.
+    "kto": dict(
+        # kto | apo_zero_unpaired (without the estimate of the divergence that kto subtracts from rewards)
+        loss="kto",
+        beta=0.1,
+        # Factors on the losses of desirable and undesirable completions.
+        desirable_weight=1.0,
+        undesirable_weight=1.0,
+        # These as for dpo.
+        reference="start",
+        precompute=False,
+        reference_ema=0.0,
+        reference_ema_steps=512,
+        disable_dropout=True,
+    ),
+    # Completions with rewards, compared with others of the same prompt (docs/grpo.md). What is not given has the
+    # preset's value (trainer/strategies/presets.py).
+    "grpo": dict(
+        # grpo | dapo | dr_grpo | gspo | cispo | rloo | reinforce++ | astrai
+        preset="grpo",
+        # token | sequence: of what the ratio between the policy now and when it sampled is (sequence: GSPO).
+        ratio=str,
+        # ppo: the ratio counts between 1 - clip_low and 1 + clip_high. cispo: up to clip_high, as a weight without a
+        # gradient. none. `clip_dual` bounds the ratio where the advantage is negative; 0: it does not.
+        clip=str,
+        clip_low=float,
+        clip_high=float,
+        clip_dual=float,
+        # token: the mean over tokens. sequence: the mean over completions of their means. constant: the sum over
+        # completions × `aggregate_length` (default: rollout.max_new_tokens).
+        aggregate=str,
+        aggregate_length=int,
+        # Advantage: (reward - baseline) / scale. group | leave_one_out | batch | none; group | batch | none: a
+        # standard deviation.
+        baseline=str,
+        scale=str,
+        # Coefficient and estimator (k1 | k2 | k3) of the divergence from the reference, for each token; `kl_corrected`:
+        # times the ratio, so that the gradient is unbiased.
+        kl_coef=float,
+        kl=str,
+        kl_corrected=bool,
+        # Of the bonus on the entropy of each token's distribution.
+        entropy_coef=float,
+        # Of the distribution whose log-probs are trained. Default: rollout.temperature.
+        temperature=float,
+        # These as for dpo.
+        reference="start",
+        precompute=False,
+        reference_ema=float,
+        reference_ema_steps=int,
+        disable_dropout=True,
+    ),
+}
+
+
+def strategy(name: str = "seq", **changed) -> ConfigDict:
+  """What is optimised, `config.strategy`: one of STRATEGIES with its options.
+
+  Raises:
+    ConfigError: no such strategy.
+  """
+  if name not in STRATEGIES:
+    raise ConfigError(f"strategy.name is {name!r}; known strategies: {', '.join(STRATEGIES)}.")
+  # A type stands for "no value yet".
+  options = {key: unset(value) if isinstance(value, type) else value for key, value in STRATEGIES[name].items()}
+  c = ConfigDict(dict(name=name, **options))
+  if "loss" in changed:
+    c.loss = changed.pop("loss")  # replaced as a whole
+  c.update(changed)
+  return c
+
+
+def reward(**changed) -> ConfigDict:
+  """One reward function, `rollout.rewards.<name>` (docs/rewards.md).
+
+  `type` is exact_match, regex, numeric, length, format, repetition, or the dotted path of a function of yours, which
+  gets all further keys of the section as keyword arguments.
+  """
+  c = ConfigDict()
+  c.type = "exact_match"
+  # Rewards are added up with these weights.
+  c.weight = 1.0
+  # exact_match, numeric: the column that holds the right answer.
+  c.answer_key = "answer"
+  # regex: what is searched for; format: what all of the text must match; numeric, exact_match: the answer is its last
+  # match (its first group, if it has one).
+  c.pattern = unset(str)
+  # length, in tokens: below min_length, and from max_length - cache_length to max_length, it falls from 0 to -1.
+  c.min_length = 0
+  c.max_length = unset(int)
+  c.cache_length = 0
+  # repetition: length of what may repeat, and the penalty if all does.
+  c.ngram = 3
+  c.max_penalty = 1.0
+  c.update(changed)
+  return c

@@ -1,0 +1,124 @@
+"""What a rollout leaves for training: sequences with who wrote each token, and how they become batches.
+
+A sequence is a prompt and all that followed. A unit is what must share a row: one sequence, or the two of a preference.
+`Experience` keeps all of them as flat arrays, so that a checkpoint can hold it and batches are index arithmetic.
+
+N sequences, n tokens of all of them, U units; B rows, T places of a row, S segments of a row.
+"""
+
+from collections.abc import Iterable
+from collections.abc import Sequence as Several
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+
+from input_pipeline.batches import empty_batch
+from input_pipeline.packing import best_fit_decreasing
+from trainer.buckets import bucket, power
+
+# The fewest segments that a row of a batch has places for.
+MIN_SEGMENTS = 8
+
+
+@dataclass(frozen=True)
+class Sequence:
+  """A prompt and what followed it, token in and token out.
+
+  Attributes:
+    ids: int32 [n], the prompt included.
+    weights: float32 [n], 1 where the token was sampled; 0 in the prompt and in what an environment said.
+    logprobs: float32 [n], log-probs of sampled tokens when they were sampled, else 0.
+    prompt_length: tokens before the first sampled one.
+    finish_reason: "stop", or "length" if the last completion did not end by itself.
+  """
+
+  ids: np.ndarray
+  weights: np.ndarray
+  logprobs: np.ndarray
+  prompt_length: int
+  finish_reason: str
+
+
+class Experience(NamedTuple):
+  """Sequences in units, as flat arrays."""
+
+  tokens: np.ndarray  # int32 [n]
+  weights: np.ndarray  # float32 [n]
+  logprobs: np.ndarray  # float32 [n]
+  lengths: np.ndarray  # int64 [N]
+  units: np.ndarray  # int64 [N], not decreasing
+  advantages: np.ndarray  # float32 [N]
+  sources: np.ndarray  # int32 [N]
+
+  @property
+  def num_units(self) -> int:
+    return int(self.units[-1]) + 1 if len(self.units) else 0
+
+
+def collect(units: Iterable[Several[tuple[Sequence, float, int]]]) -> Experience:
+  """Units of (sequence, advantage, number of its source)."""
+  units = list(units)
+  flat = [(unit, *member) for unit, members in enumerate(units) for member in members]
+
+  def joined(name: str, dtype: type) -> np.ndarray:
+    parts = [getattr(sequence, name) for _, sequence, _, _ in flat]
+    return np.concatenate([np.zeros(0, dtype), *parts]).astype(dtype)
+
+  def column(index: int, dtype: type) -> np.ndarray:
+    return np.array([row[index] for row in flat], dtype)
+
+  return Experience(joined("ids", np.int32), joined("weights", np.float32), joined("logprobs", np.float32),
+                    np.array([len(row[1].ids) for row in flat], np.int64), column(0, np.int64), column(2, np.float32),
+                    column(3, np.int32))
+
+
+def make_batch(experience: Experience, units: np.ndarray, *, seq_len: int, pad_id: int, row_multiple: int,
+               keys: Several[str] = ()) -> dict[str, np.ndarray]:
+  """A batch of some of the units, packed into as few rows as best-fit decreasing finds, each unit within one row.
+
+  Args:
+    experience: what the units are of.
+    units: their numbers; the batch does not depend on their order but for where in it they stand.
+    seq_len: T.
+    pad_id: the token of empty places.
+    row_multiple: B is that times 1, 2, 3, 4, 6, 8, 12, …, and S is 8, 16, 32, …, so that few shapes occur.
+    keys: which of `advantages` [B, S] and `behavior_logprobs` [B, T] to add.
+
+  Returns:
+    tokens, positions, segment_ids, loss_weights [B, T], source_ids [B] (of a row's first sequence), sequences [B, S].
+
+  Raises:
+    ValueError: a unit is longer than a row.
+  """
+  members = [np.flatnonzero(experience.units == unit) for unit in units]
+  sizes = np.array([int(experience.lengths[of_unit].sum()) for of_unit in members], np.int64)
+  if len(sizes) and sizes.max() > seq_len:
+    raise ValueError(f"a unit of {sizes.max()} tokens does not fit into a row of {seq_len}")
+  order = np.argsort(-sizes, kind="stable")
+  row_of = best_fit_decreasing(np.bincount(sizes, minlength=seq_len + 1), seq_len) if len(sizes) else order
+  rows: dict[int, list[int]] = {}
+  for row, unit in zip(row_of.tolist(), order.tolist(), strict=True):
+    rows.setdefault(row, []).extend(members[unit].tolist())
+  most = max(map(len, rows.values()), default=1)
+  batch = empty_batch(bucket(max(len(rows), 1), row_multiple), seq_len, pad_id, sequences=power(most, MIN_SEGMENTS))
+  extra = {"advantages": np.zeros_like(batch["sequences"]), "behavior_logprobs": np.zeros_like(batch["loss_weights"])}
+  batch |= {key: extra[key] for key in keys}
+  starts = np.cumsum(experience.lengths) - experience.lengths
+  for row, sequences in rows.items():
+    batch["source_ids"][row] = experience.sources[sequences[0]]
+    begin = 0
+    for segment, sequence in enumerate(sequences):
+      size, start = int(experience.lengths[sequence]), int(starts[sequence])
+      place, taken = slice(begin, begin + size), slice(start, start + size)
+      batch["tokens"][row, place] = experience.tokens[taken]
+      batch["positions"][row, place] = np.arange(size)
+      batch["segment_ids"][row, place] = segment + 1
+      batch["loss_weights"][row, place] = experience.weights[taken]
+      batch["sequences"][row, segment] = 1.0
+      if "advantages" in keys:
+        batch["advantages"][row, segment] = experience.advantages[sequence]
+      if "behavior_logprobs" in keys:
+        batch["behavior_logprobs"][row, place] = experience.logprobs[taken]
+      begin += size
+  return batch

@@ -1,0 +1,116 @@
+"""From scored completions to what is trained on: sequences with advantages, or pairs; the metrics and the table.
+
+P groups (a prompt each), G completions of each, K reward functions. All of it is NumPy on the host, over the whole
+rollout, so that neither micro-batches nor devices decide what a completion is compared with.
+"""
+
+import math
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from input_pipeline.prompt_data import PromptItem
+from trainer import advantages as advantages_lib
+from trainer.config import ConfigError
+from trainer.environment import Episode
+from trainer.experience import Sequence
+from trainer.metrics import Mean
+
+
+class Scored(NamedTuple):
+  """A group with its rewards; NaN: there is none."""
+
+  item: PromptItem
+  episodes: list[Episode]
+  # By function, [G, K].
+  values: np.ndarray
+  failed: np.ndarray
+  abstained: np.ndarray
+  # Combined, [G], and whether they are all equal.
+  rewards: np.ndarray
+  zero_spread: bool
+
+
+class Lesson(NamedTuple):
+  """What groups give to train on."""
+
+  # Each the sequences that must share a row: (sequence, advantage, number of its source).
+  units: list[list[tuple[Sequence, float, int]]]
+  # Of every completion, [P, G]; NaN: it has none.
+  advantages: np.ndarray
+  # Completions or groups left out, by metric.
+  counts: dict[str, float]
+
+
+def sequences(groups: list[Scored], baseline: str, scale: str, mask_truncated: bool) -> Lesson:
+  """Every completion with its advantage, a unit each; left out are those without a reward, and with `mask_truncated`
+  those that were cut off (which count in their group's mean)."""
+  advantages_PxG = advantages_lib.advantages(np.stack([group.rewards for group in groups]), baseline, scale)
+  units, masked, without = [], 0, 0
+  for group, advantages_G in zip(groups, advantages_PxG, strict=True):
+    for episode, advantage in zip(group.episodes, advantages_G.tolist(), strict=True):
+      if math.isnan(advantage):
+        without += 1
+      elif mask_truncated and episode.sequence.finish_reason == "length":
+        masked += 1
+      else:
+        units.append([(episode.sequence, advantage, group.item.source)])
+  return Lesson(units, advantages_PxG, {"completions/masked": masked, "completions/without_reward": without})
+
+
+def pairs(groups: list[Scored], seq_len: int) -> Lesson:
+  """Of each group the best and the worst completion, chosen and rejected; none of a group whose rewards are all equal.
+
+  Raises:
+    ConfigError: a pair does not fit into a row.
+  """
+  marks_PxG = np.full((len(groups), len(groups[0].episodes)), np.nan, np.float32)
+  units, ties = [], 0
+  for group, marks_G in zip(groups, marks_PxG, strict=True):
+    if group.zero_spread:
+      ties += 1
+      continue
+    best, worst = int(np.nanargmax(group.rewards)), int(np.nanargmin(group.rewards))
+    marks_G[best], marks_G[worst] = 1.0, -1.0
+    pair = [(group.episodes[i].sequence, float(marks_G[i]), group.item.source) for i in (best, worst)]
+    size = sum(len(sequence.ids) for sequence, _, _ in pair)
+    if size > seq_len:
+      raise ConfigError(f"{group.item.prompt.where}: the best and the worst completion with their prompts have {size} "
+                        f"tokens, more than a row of seq_len={seq_len}. Set seq_len to twice the longest prompt and "
+                        "rollout.max_new_tokens.")
+    units.append(pair)
+  return Lesson(units, marks_PxG, {"rollout/ties": ties})
+
+
+def metrics(names: tuple[str, ...], kept: list[Scored], replaced: list[Scored], lesson: Lesson) -> dict[str, Any]:
+  """Of all that was sampled, by TRL's names; see `advantages.statistics`. `replaced`: groups that are not kept."""
+  groups = kept + replaced
+  advantages_PxG = np.full((len(groups), lesson.advantages.shape[1]), np.nan, np.float32)
+  advantages_PxG[:len(kept)] = lesson.advantages
+  columns = ("values", "failed", "abstained", "rewards")
+  parts = (np.stack([getattr(group, column) for group in groups]) for column in columns)
+  found = advantages_lib.statistics(names, *parts, advantages_PxG)
+  lengths = np.array([e.sequence.weights.sum() for group in groups for e in group.episodes])
+  ended = np.array([e.sequence.finish_reason == "stop" for group in groups for e in group.episodes])
+  found["completions/clipped_ratio"] = Mean(float((~ended).sum()), float(len(ended)))
+  # Terminated: of completions that ended by themselves.
+  for name, some in (("length", lengths), ("terminated_length", lengths[ended])):
+    if len(some):
+      found |= {f"completions/mean_{name}": some.mean(), f"completions/min_{name}": some.min(),
+                f"completions/max_{name}": some.max()}
+  return found | lesson.counts | {"rollout/groups_replaced": len(replaced)}
+
+
+def table(names: tuple[str, ...], groups: list[Scored], lesson: Lesson) -> list[dict[str, Any]]:
+  """A line for each completion, JSON-able."""
+
+  def number(x: Any) -> float | None:
+    return None if math.isnan(x) else round(float(x), 6)
+
+  return [
+      {"where": group.item.prompt.where, "sample": i, "prompt": group.item.prompt.text, "completion": episode.text,
+       "reward": number(group.rewards[i]), "advantage": number(advantage),
+       "rewards": {name: number(value) for name, value in zip(names, group.values[i], strict=True)},
+       "finish_reason": episode.sequence.finish_reason, "tokens": int(episode.sequence.weights.sum())}
+      for group, advantages_G in zip(groups, lesson.advantages, strict=True)
+      for i, (episode, advantage) in enumerate(zip(group.episodes, advantages_G, strict=True))]

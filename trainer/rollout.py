@@ -1,0 +1,343 @@
+"""Rollouts: completions are sampled from the policy as it is now, scored, and trained on.
+
+A rollout takes the next `num_prompts` prompts, samples `group_size` completions of each, scores them, and serves
+`updates` × `epochs` optimizer steps. Token in, token out: what was sampled is what is trained, with the log-probs that
+it was sampled with. Prompts, draws and the order of training are functions of (seed, number of the rollout); a checkpoint holds
+what is left of a rollout (`saved`), so that a stopped run goes on as if it had not been.
+
+P prompts (groups), G completions of each, K reward functions.
+"""
+
+import json
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import numpy as np
+from absl import logging
+from tqdm import tqdm
+
+from input_pipeline.packing import permutation
+from input_pipeline.prompt_data import PromptData, PromptItem
+from trainer import advantages as advantages_lib
+from trainer import experience as experience_lib
+from trainer import groups as groups_lib
+from trainer import mesh as mesh_lib
+from trainer import processes, rewards
+from trainer.config import ConfigError
+from trainer.drawing import Options
+from trainer.environment import Episode, Episodes
+from trainer.experience import Experience
+from trainer.groups import Scored
+from trainer.metrics import to_floats
+from trainer.reward_pool import Group, Scorer
+from trainer.sampler import Completion, Sampler
+
+# What the loss of a strategy wants in a batch beside the tokens; strategies that are not here cannot use rollouts.
+KEYS = {"grpo": ("advantages", "behavior_logprobs"), "dpo": ()}
+# Completions shown in the readable table of a rollout.
+SHOWN = 8
+
+
+class _Stopped(Exception):
+  """The run was asked to stop while a rollout was under way."""
+
+
+def check(config: Any) -> None:
+  """Refuses rollouts that cannot be, before any device work.
+
+  Raises:
+    ConfigError: naming the key.
+  """
+  c, name = config.rollout, config.strategy.name
+  if not c.num_prompts:
+    return
+  if name not in KEYS:
+    raise ConfigError(f"rollout.num_prompts is {c.num_prompts}, but strategy {name!r} does not learn from completions "
+                      f"that are sampled. Use strategy {' or '.join(KEYS)}, or rollout.num_prompts=0.")
+  for key, least in (("num_prompts", 1), ("group_size", 2), ("updates", 1), ("epochs", 1), ("max_new_tokens", 1),
+                     ("batch_size", 1), ("resample", 0), ("reward_workers", 0), ("max_turns", 1)):
+    if c[key] < least:
+      raise ConfigError(f"rollout.{key} is {c[key]}; it must be at least {least}.")
+  if not c.reward_timeout_seconds > 0:
+    raise ConfigError(f"rollout.reward_timeout_seconds is {c.reward_timeout_seconds}; it must be above 0.")
+  options = Options(c.temperature, c.top_k, c.top_p, c.min_p)
+  options.check("rollout.")
+  if options.temperature == 0:
+    raise ConfigError("rollout.temperature is 0: all completions of a prompt would be the same. Use 1.0, say.")
+  if name == "grpo" and options.truncated:
+    raise ConfigError(
+        f"rollout has top_k={c.top_k}, top_p={c.top_p}, min_p={c.min_p}: what is sampled would come from a truncated "
+        "distribution, but the loss compares log-probs of the whole one, so that every ratio would be wrong by the "
+        "mass that is cut off. Use top_k=0, top_p=1, min_p=0; a lower rollout.temperature is trained as it is sampled.")
+  if not len(c.rewards) and c.environment is None:
+    raise ConfigError("rollout.rewards is empty and there is no rollout.environment: nothing says what is good. For "
+                      'instance config.rollout.rewards.right = reward(type="numeric", answer_key="answer").')
+  for key, section in c.rewards.items():
+    rewards.check(key, section)
+  if config.input.batch_size_stages:
+    raise ConfigError("input.batch_size_stages has no effect on rollouts, whose steps take as many rows as their "
+                      "completions need. Remove it.")
+  if "precompute" in config.strategy and config.strategy.precompute:
+    raise ConfigError("strategy.precompute is True, but the completions of rollouts are not known before. Use False.")
+
+
+class Rollouts:
+  """Batches for training, sampled as they are asked for; what `input_pipeline.loader.TrainData` is for data.
+
+  Args:
+    config: the whole config.
+    prompts: what to complete.
+    model, tokenizer, mesh: the policy's.
+    micro_batch_size: rows of a batch are a multiple of it.
+    workdir: of the run, for the tables in samples/.
+
+  Attributes:
+    source_names, fingerprint, rows_per_epoch: of the prompts; a row is a prompt.
+    num_steps: after so many the prompts end; None: never.
+    metrics: of the rollout that the latest batch is from.
+  """
+
+  def __init__(self, config: Any, prompts: PromptData, model: Any, tokenizer: Any, mesh: Any, *, micro_batch_size: int,
+               workdir: Any):
+    c, self._seed, self._workdir = config.rollout, config.seed, workdir
+    # Read here, so that the audit of the config sees them used.
+    self._num_prompts, self._group_size, self._resample = c.num_prompts, c.group_size, c.resample
+    self._updates, self._steps_each, self._has_environment = c.updates, c.updates * c.epochs, c.environment is not None
+    self._prompts, self._tokenizer, self._mesh = prompts, tokenizer, mesh
+    self._keys = KEYS[config.strategy.name]
+    self._layout = dict(seq_len=config.seq_len, pad_id=tokenizer.pad_id, row_multiple=micro_batch_size, keys=self._keys)
+    if config.strategy.name == "grpo":
+      how = (config.strategy.baseline, config.strategy.scale, c.mask_truncated)
+      self._lesson = lambda groups: groups_lib.sequences(groups, *how)
+    else:
+      self._lesson = lambda groups: groups_lib.pairs(groups, config.seq_len)
+    self._drawing = dict(temperature=c.temperature, top_k=c.top_k, top_p=c.top_p, min_p=c.min_p)
+    self._sampler = Sampler(model, mesh, rows=c.batch_size)
+    self._episodes = Episodes(config, tokenizer, prompts)
+    self._scorer = Scorer({name: c.rewards[name] for name in c.rewards}, c.reward_workers, c.reward_timeout_seconds)
+    # What an environment gives counts as one more function.
+    self._names = (*self._scorer.names, *("environment",) * self._has_environment)
+    self._weights = np.array([*self._scorer.weights, *(1.0,) * self._has_environment])
+    self.source_names, self.fingerprint = prompts.source_names, prompts.fingerprint
+    self.rows_per_epoch = prompts.num_prompts
+    end = prompts.num_items
+    self.num_steps = None if end is None else end // c.num_prompts * self._steps_each
+    # The rollout that is being trained on, the step that it began at, its number and its metrics.
+    self._experience: Experience | None = None
+    self._first_step = self._number = 0
+    self.metrics: dict[str, float] = {}
+    # {updates done: (row positions trained on, prompts drawn)}.
+    self._taken = {0: (0, 0)}
+
+  # ---------------------------------------------------------------- what a run asks of its data
+
+  def batch_range(self, step: int) -> tuple[int, int]:
+    """(prompts taken before `step`, prompts it takes), as if a rollout's prompts were shared out to its steps."""
+    before, after = (s * self._num_prompts // self._steps_each for s in (step, step + 1))
+    return before, after - before
+
+  def tokens_seen(self, step: int) -> int:
+    """Row positions that the updates before `step` were computed on."""
+    return self._at(step)[0]
+
+  def epoch(self, step: int) -> float:
+    """How often the prompts have been drawn."""
+    return self._prompts.epoch(self._at(step)[1])
+
+  def counters(self, step: int) -> dict[str, dict[str, float]]:
+    """For each source, the prompts drawn from it and its epochs."""
+    return self._prompts.counters(self._at(step)[1])
+
+  def stats(self) -> list[dict[str, Any]]:
+    """One row a source for the start-up table."""
+    return self._prompts.stats()
+
+  def _at(self, step: int) -> tuple[int, int]:
+    return self._taken[max(s for s in self._taken if s <= step)]
+
+  # ---------------------------------------------------------------- batches
+
+  def example(self) -> dict[str, np.ndarray]:
+    """A batch of the smallest shape, of padding alone."""
+    return experience_lib.make_batch(experience_lib.collect([]), np.zeros(0, np.int64), **self._layout)
+
+  def batches(self, run: Any, sharding: Any) -> "Batches":
+    """The batches of the run from its step on, in their places."""
+    return Batches(self, run, sharding)
+
+  def take(self, run: Any) -> dict[str, np.ndarray] | None:
+    """The batch of update `run.step + 1`, after a rollout if one is due; None if the run is to stop.
+
+    Raises:
+      ConfigError: see `Scorer`, `Episodes`.
+    """
+    nth = run.step - self._first_step
+    if self._experience is None or nth >= self._steps_each:
+      try:
+        self._roll(run)
+      except _Stopped:
+        return None
+      nth = 0
+    epoch, update = divmod(nth, self._updates)
+    order = permutation(self._experience.num_units, self._seed, "rollout", self._number, epoch)
+    units = np.array_split(order, self._updates)[update]
+    batch = experience_lib.make_batch(self._experience, units, **self._layout)
+    tokens, _ = self._at(run.step)
+    self._taken[run.step + 1] = (tokens + batch["tokens"].size, self._drawn)
+    return batch
+
+  # ---------------------------------------------------------------- checkpoints
+
+  def saved(self, step: int) -> tuple[dict[str, Any], dict[str, np.ndarray] | None]:
+    """(JSON-able, arrays) from which `restore` goes on after `step` updates; no arrays if a rollout is due."""
+    tokens, drawn = self._at(step)
+    meta = {"tokens": tokens, "drawn": drawn, "number": self._number, "first_step": self._first_step,
+            "metrics": self.metrics}
+    done = self._experience is None or step - self._first_step >= self._steps_each
+    return meta, None if done else self._experience._asdict()
+
+  def restore(self, step: int, meta: dict[str, Any], arrays: dict[str, np.ndarray] | None) -> None:
+    """Goes on from what `saved(step)` gave."""
+    self._taken = {step: (meta["tokens"], meta["drawn"])}
+    self._number, self._first_step, self.metrics = meta["number"], meta["first_step"], meta["metrics"]
+    self._experience = None if arrays is None else Experience(**arrays)
+
+  @property
+  def _drawn(self) -> int:
+    """Prompts drawn so far."""
+    return self._taken[max(self._taken)][1]
+
+  def close(self) -> None:
+    """Ends the processes that compute rewards."""
+    self._scorer.close()
+
+  # ---------------------------------------------------------------- a rollout
+
+  def _roll(self, run: Any) -> None:
+    """Samples and scores the next prompts; groups that teach nothing are replaced where the config says so."""
+    drawn, number = self._drawn, self._number + (self._experience is not None or run.step > 0)
+    self._clock = {"rollout": 0.0, "rewards": 0.0}
+    groups: list[Scored] = []
+    replaced: list[Scored] = []
+    jax.block_until_ready(run.state["params"])  # the update before is training, not sampling
+    with run.chrono.pause("rollout"):
+      for attempt in range(self._resample + 1):
+        missing = self._num_prompts - len(groups)
+        if self._prompts.num_items is not None:
+          missing = min(missing, self._prompts.num_items - drawn)
+        if missing <= 0:
+          break
+        items = [self._prompts.item(drawn + i) for i in range(missing)]
+        drawn += missing
+        scored = self._score(items, self._sample(run, items, f"{self._seed}/{number}/{attempt}"))
+        last = attempt == self._resample
+        for group in scored:
+          (groups if last or not group.zero_spread else replaced).append(group)
+      # Where even the last attempt left too few groups with something to teach, the ones without fill up.
+      spare = max(self._num_prompts - len(groups), 0)
+      groups, replaced = groups + replaced[:spare], replaced[spare:]
+    self._number, self._first_step = number, run.step
+    tokens, _ = self._at(run.step)
+    self._taken[run.step] = (tokens, drawn)
+    self._experience, table, self.metrics = self._learn(groups, replaced)
+    if jax.process_index() == 0 and self._shows(run):
+      self._write(run, table)
+
+  def _sample(self, run: Any, items: list[PromptItem], seed: str) -> list[list[Episode]]:
+    """Episodes [P][G] of prompts."""
+    total, began = len(items) * self._group_size, time.perf_counter()
+    with tqdm(total=total, desc="rollout", unit="completion", leave=False, dynamic_ncols=True,
+              disable=jax.process_index() != 0) as bar:
+
+      def on_part(part: Completion) -> None:
+        if run.stop_requested and jax.process_count() == 1:
+          raise _Stopped
+        bar.update(part.finish_reason != "")
+
+      def generate(prompts: list[np.ndarray], **options: Any) -> list[Completion]:
+        return self._sampler.generate(run.state["params"], prompts, on_part=on_part, **self._drawing, **options)
+
+      episodes = self._episodes.run(items, self._group_size, generate, seed)
+    self._clock["rollout"] += time.perf_counter() - began
+    return episodes
+
+  def _score(self, items: list[PromptItem], episodes: list[list[Episode]]) -> list[Scored]:
+    """The groups with their rewards, which the first process computes for all."""
+    began = time.perf_counter()
+    scores = None
+    if jax.process_index() == 0:
+      groups = [Group(item.said, [e.said for e in group], [e.completion_ids.tolist() for e in group], item.columns,
+                      item.prompt.where) for item, group in zip(items, episodes, strict=True)]
+      scores = self._scorer.score(groups)
+      for message in scores.messages:
+        logging.warning("rollout: %s", message)
+      scores = [np.asarray(part).tolist() for part in (scores.values, scores.failed, scores.abstained)]
+    values, failed, abstained = (np.array(part, dtype) for part, dtype in zip(
+        processes.from_first(scores), (np.float64, bool, bool), strict=True))
+    if self._has_environment:
+      own = np.array([[np.nan if e.reward is None else e.reward for e in group] for group in episodes])
+      broken = np.array([[e.failed for e in group] for group in episodes])
+      values, failed, abstained = (np.concatenate([part, new[..., None]], axis=2) for part, new in (
+          (values, own), (failed, broken), (abstained, np.isnan(own) & ~broken)))
+    rewards_PxG = advantages_lib.combine(values, self._weights, failed)
+    equal = advantages_lib.zero_spread(rewards_PxG)
+    self._clock["rewards"] += time.perf_counter() - began
+    return [Scored(*row) for row in zip(items, episodes, values, failed, abstained, rewards_PxG, equal, strict=True)]
+
+  def _learn(self, groups: list[Scored], replaced: list[Scored]) -> tuple[Experience, list[dict], dict[str, float]]:
+    """What is trained on, the table of completions, and the metrics of the rollout."""
+    lesson = self._lesson(groups)
+    metrics = groups_lib.metrics(self._names, groups, replaced, lesson)
+    sampled = sum(float(e.sequence.weights.sum()) for group in groups + replaced for e in group.episodes)
+    metrics |= {"time/rollout": self._clock["rollout"], "time/rewards": self._clock["rewards"],
+                "sampling/tokens_per_second": sampled / max(self._clock["rollout"], 1e-9)}
+    if not lesson.units:
+      logging.warning("rollout %d: no completion has anything to train (%d groups, of which %d have equal rewards): "
+                      "its steps change nothing.", self._number, len(groups), sum(group.zero_spread for group in groups))
+    return experience_lib.collect(lesson.units), groups_lib.table(self._names, groups, lesson), to_floats(metrics)
+
+  # ---------------------------------------------------------------- the table
+
+  def _shows(self, run: Any) -> bool:
+    """Whether the step that follows is one whose metrics are written."""
+    every = run.log_steps
+    return run.step == 0 or bool(every) and (run.step + self._steps_each) // every > run.step // every
+
+  def _write(self, run: Any, table: list[dict[str, Any]]) -> None:
+    folder = self._workdir / "samples"
+    folder.mkdir(parents=True, exist_ok=True)
+    lines = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in table)
+    (folder / f"rollout-{run.step + 1:08d}.jsonl").write_text(lines, encoding="utf-8")
+    shown = "\n\n".join(
+        f"--- {row['where']}, reward {row['reward']}, advantage {row['advantage']}, {row['finish_reason']}\n"
+        f"{row['prompt']}\n>>> {row['completion']}" for row in table[:SHOWN])
+    run.writer.write_texts(run.step + 1, {"rollout": shown})
+
+
+class Batches(Iterator[dict[str, jax.Array]]):
+  """Batches in their places, one after another; it ends where the run is asked to stop. A context manager."""
+
+  # As of `input_pipeline.prefetch.Prefetcher`: nothing runs ahead, since what is sampled depends on the step before.
+  wait_seconds = 0.0
+
+  def __init__(self, rollouts: Rollouts, run: Any, sharding: Any):
+    self._rollouts, self._run, self._sharding = rollouts, run, sharding
+
+  @property
+  def metrics(self) -> dict[str, float]:
+    return self._rollouts.metrics
+
+  def __next__(self) -> dict[str, jax.Array]:
+    batch = self._rollouts.take(self._run)
+    if batch is None:
+      raise StopIteration
+    size = len(batch["tokens"])
+    return mesh_lib.place_batch(lambda rows: {key: part[rows] for key, part in batch.items()}, size, self._sharding)
+
+  def __enter__(self) -> "Batches":
+    return self
+
+  def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
+    self._rollouts.close()

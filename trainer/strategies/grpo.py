@@ -1,0 +1,294 @@
+"""GRPO and its family: completions with rewards, compared with others of the same prompt (docs/grpo_losses.md).
+
+B rows, T length, S segments a row. Each segment is a sequence, a prompt and its completion with positions from 0, with
+one advantage A (trainer/advantages.py). For a trained token, with log p of the policy, log p_old when it was sampled
+and log p_ref of the reference, all at `cfg.temperature`:
+
+    ℓ = policy term(ρ, A, log p) + kl_coef · D(log p - log p_ref) - entropy_coef · H,    ρ = exp(log p - log p_old)
+
+Everything is float32 and chunked over the vocabulary; log-ratios are clamped before `exp` (EXACTNESS.md T30).
+"""
+
+import math
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from trainer import advantages
+from trainer.config import ConfigError
+from trainer.metrics import Max, Mean
+from trainer.strategies import presets, sequences
+
+RATIOS = ("token", "sequence")
+CLIPS = ("ppo", "cispo", "none")
+AGGREGATES = ("token", "sequence", "constant")
+ESTIMATORS = ("k1", "k2", "k3")
+# Bound on log-ratios: e^20 and its square are finite in float32. Beyond it there is no gradient.
+MAX_LOG_RATIO = 20.0
+
+
+class Policy(NamedTuple):
+  """The policy term of each token, and where a bound took the ratio's place; [B, T]."""
+
+  losses: jax.Array
+  # 1.0 where the ratio is below 1 - clip_low with A < 0, above 1 + clip_high with A > 0, above clip_dual with A < 0;
+  # `high` of cispo: above its cap, whatever A. None: this clipping has no such bound.
+  low: jax.Array | None = None
+  high: jax.Array | None = None
+  dual: jax.Array | None = None
+
+
+def loss(model: Any, params: Any, batch: dict[str, jax.Array], rng: jax.Array | None, cfg: Any,
+         reference: Any = None):
+  """The loss of the completions of a batch.
+
+  Args:
+    model: the seam of models/api.py.
+    params: nested dict of arrays.
+    batch: `tokens`, `positions`, `segment_ids`, `loss_weights` [B, T], where loss_weights is above 0 on sampled
+      tokens; `sequences`, `advantages` [B, S]; maybe `behavior_logprobs` [B, T], log-probs in nats of sampled tokens
+      when they were sampled (without: those of now, so that ρ is 1 and has the gradient of log p); maybe
+      `ref_logprobs` [B, T], as `sequences.token_logprobs` of the reference gives.
+    rng: key for dropout and noise; None: none. With `cfg.disable_dropout` there is none in any case.
+    cfg: the strategy's options (trainer/config_sections.py), none of them None that has an effect.
+    reference: parameters of the reference; not needed with `ref_logprobs`, or if `needs_reference(cfg)` is False.
+
+  Returns:
+    (terms, metrics): the weight of the term `loss` is trained tokens, sequences, or sequences × aggregate_length; sums
+    and weights [B].
+  """
+  rng = None if cfg.disable_dropout else rng
+  stats, out = sequences.token_stats(model, params, batch, rng, ("logprob", "entropy"), cfg.temperature)
+  # Float32 [B, T], 1 on trained tokens of sequences that exist.
+  mask_BxT = sequences.completion_mask(batch) * spread(batch["sequences"] > 0, batch)
+  logp_BxT = jnp.where(mask_BxT > 0, stats.logprob, 0.0)
+  old_BxT = batch.get("behavior_logprobs", jax.lax.stop_gradient(logp_BxT))
+  # `where`: what stands in prompts and padding of the batch's arrays may not count, whatever it is.
+  difference_BxT = jnp.where(mask_BxT > 0, logp_BxT - old_BxT, 0.0)
+  advantage_BxT = spread(jnp.where(batch["sequences"] > 0, batch["advantages"], 0.0), batch)
+
+  token_ratio_BxT = _exp(difference_BxT)
+  ratio_BxT = sequence_ratio(difference_BxT, mask_BxT, batch) if cfg.ratio == "sequence" else token_ratio_BxT
+  policy = policy_term(ratio_BxT, advantage_BxT, logp_BxT, cfg)
+  losses_BxT = policy.losses - cfg.entropy_coef * stats.entropy
+  metrics = {}
+  if needs_reference(cfg):
+    ref_BxT = sequences.reference_logprobs(model, batch, reference, cfg.temperature)
+    log_ratio_BxT = jnp.where(mask_BxT > 0, logp_BxT - ref_BxT, 0.0)
+    penalty_BxT = divergence(log_ratio_BxT, cfg.kl) * (token_ratio_BxT if cfg.kl_corrected else 1.0)
+    losses_BxT = losses_BxT + cfg.kl_coef * penalty_BxT
+    metrics["kl"] = _token_mean(divergence(log_ratio_BxT, "k3"), mask_BxT)
+
+  metrics["policy_loss"] = aggregate(policy.losses, mask_BxT, batch, cfg)
+  metrics["entropy"] = _token_mean(stats.entropy, mask_BxT)
+  metrics["policy/ratio_mean"] = _token_mean(ratio_BxT, mask_BxT)
+  metrics |= _clip_metrics(policy, mask_BxT, batch, cfg.clip)
+  if "behavior_logprobs" in batch:
+    metrics |= _sampling_metrics(difference_BxT, mask_BxT)
+  return {"loss": aggregate(losses_BxT, mask_BxT, batch, cfg), **out.losses}, metrics | out.metrics
+
+
+# ----------------------------------------------------------------------------------------------
+# The parts of the loss.
+
+
+def spread(values_BxS: jax.Array, batch: dict[str, jax.Array]) -> jax.Array:
+  """Each token's value of its segment, [B, T] float32; 0 in padding."""
+  ids_S = jnp.arange(1, values_BxS.shape[1] + 1)
+  # As in `sequences.segment_sums`: no gather, whose gradient would be a scatter, and no [B, T, S] is kept.
+  in_segment = batch["segment_ids"][:, :, None] == ids_S
+  return jnp.sum(jnp.where(in_segment, values_BxS.astype(jnp.float32)[:, None, :], 0.0), axis=2)
+
+
+def sequence_ratio(difference_BxT: jax.Array, mask_BxT: jax.Array, batch: dict[str, jax.Array]) -> jax.Array:
+  """GSPO's ratio (arXiv 2507.18071, eq. 7): exp of the mean of log p - log p_old over the sequence's trained tokens.
+
+  [B, T], the same at all tokens of a sequence, with its gradient through each of them.
+  """
+  count_BxS = sequences.segment_sums(mask_BxT, batch)
+  return spread(_exp(sequences.segment_sums(difference_BxT, batch) / jnp.maximum(count_BxS, 1.0)), batch)
+
+
+def policy_term(ratio_BxT: jax.Array, advantage_BxT: jax.Array, logp_BxT: jax.Array, cfg: Any) -> Policy:
+  """The policy term of each token.
+
+  ppo: -min(ρ A, clip(ρ, 1 - clip_low, 1 + clip_high) A) (arXiv 1707.06347, eq. 7); with clip_dual no more than
+  -clip_dual · A where A < 0 (arXiv 1912.09729). cispo: -sg(min(ρ, clip_high)) A log p (arXiv 2506.13585, eq. 4).
+  none: -ρ A.
+  """
+  if cfg.clip == "none":
+    return Policy(-ratio_BxT * advantage_BxT)
+  if cfg.clip == "cispo":
+    weight_BxT = jax.lax.stop_gradient(jnp.minimum(ratio_BxT, cfg.clip_high))
+    return Policy(-weight_BxT * advantage_BxT * logp_BxT, high=ratio_BxT > cfg.clip_high)
+  # Bounds in place of min and clip, whose gradient is divided where both sides are equal: there ρ keeps its own.
+  low_BxT = (ratio_BxT < 1.0 - cfg.clip_low) & (advantage_BxT < 0)
+  high_BxT = (ratio_BxT > 1.0 + cfg.clip_high) & (advantage_BxT > 0)
+  ratio_BxT = jnp.where(low_BxT, 1.0 - cfg.clip_low, jnp.where(high_BxT, 1.0 + cfg.clip_high, ratio_BxT))
+  dual_BxT = None
+  if cfg.clip_dual:
+    dual_BxT = (ratio_BxT > cfg.clip_dual) & (advantage_BxT < 0)
+    ratio_BxT = jnp.where(dual_BxT, cfg.clip_dual, ratio_BxT)
+  return Policy(-ratio_BxT * advantage_BxT, low_BxT, high_BxT, dual_BxT)
+
+
+def divergence(log_ratio_BxT: jax.Array, estimator: str) -> jax.Array:
+  """Schulman's estimators of KL(policy ‖ reference) from d = log p - log p_ref of a sampled token, in nats.
+
+  k1 = d, k2 = d² / 2, k3 = e^(-d) - 1 + d (http://joschu.net/blog/kl-approx.html).
+  """
+  d_BxT = jnp.clip(log_ratio_BxT, -MAX_LOG_RATIO, MAX_LOG_RATIO)
+  if estimator == "k1":
+    return d_BxT
+  if estimator == "k2":
+    return 0.5 * jnp.square(d_BxT)
+  return jnp.expm1(-d_BxT) + d_BxT
+
+
+def aggregate(values_BxT: jax.Array, mask_BxT: jax.Array, batch: dict[str, jax.Array], cfg: Any) -> Mean:
+  """The mean of trained tokens' values that `cfg.aggregate` says, as sums and weights [B].
+
+  token: over the step's tokens. sequence: over sequences, of their means over tokens. constant: sums over tokens,
+  divided by sequences × aggregate_length. A sequence without a trained token is none.
+  """
+  if cfg.aggregate == "token":
+    return _token_mean(values_BxT, mask_BxT)
+  sums_BxS = sequences.segment_sums(values_BxT * mask_BxT, batch)
+  count_BxS = sequences.segment_sums(mask_BxT, batch)
+  number_B = jnp.sum((count_BxS > 0).astype(jnp.float32), axis=1)
+  if cfg.aggregate == "sequence":
+    return Mean(jnp.sum(sums_BxS / jnp.maximum(count_BxS, 1.0), axis=1), number_B)
+  return Mean(jnp.sum(sums_BxS, axis=1), number_B * float(cfg.aggregate_length))
+
+
+def _exp(log_ratio: jax.Array) -> jax.Array:
+  return jnp.exp(jnp.clip(log_ratio, -MAX_LOG_RATIO, MAX_LOG_RATIO))
+
+
+# ----------------------------------------------------------------------------------------------
+# Metrics, by TRL's names: means over trained tokens.
+
+
+def _token_mean(values_BxT: jax.Array, mask_BxT: jax.Array) -> Mean:
+  return Mean(jnp.sum(values_BxT * mask_BxT, axis=1), jnp.sum(mask_BxT, axis=1))
+
+
+def _extreme(values: jax.Array, where: jax.Array, sign: int = 1) -> Max:
+  """The largest value (sign 1) or the smallest (-1) of those where `where` is above 0."""
+  values = jax.lax.stop_gradient(values)
+  return Max(jnp.max(jnp.where(where > 0, sign * values, -jnp.inf)), jnp.sum(where.astype(jnp.float32)), sign)
+
+
+def _clip_metrics(policy: Policy, mask_BxT: jax.Array, batch: dict[str, jax.Array], clip: str) -> dict[str, Any]:
+  """Shares of trained tokens whose ratio is bounded; `low_min` and `high_max`: of those of a sequence."""
+  if clip == "none":
+    return {}
+  if clip == "cispo":
+    return {"cispo_clip_ratio": _token_mean(policy.high, mask_BxT)}
+  count_BxS = sequences.segment_sums(mask_BxT, batch)
+
+  def extreme(bounded_BxT: jax.Array, sign: int) -> Max:
+    return _extreme(sequences.segment_sums(bounded_BxT * mask_BxT, batch) / jnp.maximum(count_BxS, 1.0),
+                    count_BxS > 0, sign)
+
+  metrics = {
+      "clip_ratio/low_mean": _token_mean(policy.low, mask_BxT),
+      "clip_ratio/low_min": extreme(policy.low, -1),
+      "clip_ratio/high_mean": _token_mean(policy.high, mask_BxT),
+      "clip_ratio/high_max": extreme(policy.high, 1),
+      "clip_ratio/region_mean": _token_mean(policy.low | policy.high, mask_BxT),
+  }
+  if policy.dual is not None:
+    metrics["clip_ratio/dual_mean"] = _token_mean(policy.dual, mask_BxT)
+  return metrics
+
+
+def _sampling_metrics(difference_BxT: jax.Array, mask_BxT: jax.Array) -> dict[str, Any]:
+  """How far log-probs are from those when the tokens were sampled: rounding, until the policy has been updated."""
+  ratio_BxT, size_BxT = _exp(difference_BxT), jnp.abs(difference_BxT)
+  return {
+      "sampling/sampling_logp_difference/mean": _token_mean(size_BxT, mask_BxT),
+      "sampling/sampling_logp_difference/max": _extreme(size_BxT, mask_BxT),
+      "sampling/importance_sampling_ratio/min": _extreme(ratio_BxT, mask_BxT, -1),
+      "sampling/importance_sampling_ratio/mean": _token_mean(ratio_BxT, mask_BxT),
+      "sampling/importance_sampling_ratio/max": _extreme(ratio_BxT, mask_BxT),
+  }
+
+
+# ----------------------------------------------------------------------------------------------
+# What the options need, and those that cannot work.
+
+
+def needs_reference(cfg: Any) -> bool:
+  """Whether the policy is held near a reference."""
+  return cfg.kl_coef > 0
+
+
+def check(cfg: Any, grad_accum_steps: int, cfg_model: Any = None) -> None:
+  """Refuses options of the strategy that cannot work, before any device work.
+
+  Keys are read only where they have an effect, so that the audit finds those without.
+
+  Args:
+    cfg: the strategy's options, filled in by presets.fill_in.
+    grad_accum_steps: micro-batches of a step; any number will do.
+    cfg_model: the config's `model` section; None: not looked at.
+
+  Raises:
+    ConfigError: naming the key, what was found and what is allowed.
+  """
+  for key, allowed in (("preset", tuple(presets.PRESETS)), ("ratio", RATIOS), ("clip", CLIPS),
+                       ("aggregate", AGGREGATES)):
+    _one_of(cfg, key, allowed)
+  if problem := advantages.mismatch(cfg.baseline, cfg.scale):
+    raise ConfigError(f"strategy: {problem}")
+  _check_clip(cfg)
+  if cfg.aggregate == "constant" and cfg.aggregate_length < 1:
+    raise ConfigError(f"strategy.aggregate_length is {cfg.aggregate_length}; it must be 1 or more.")
+  if not 0 < cfg.temperature < math.inf:
+    raise ConfigError(f"strategy.temperature is {cfg.temperature}; log-probs are of a distribution at a temperature "
+                      "above 0. Use rollout.temperature=1.0, say.")
+  for key in ("kl_coef", "entropy_coef"):
+    if not 0 <= cfg[key] < math.inf:
+      raise ConfigError(f"strategy.{key} is {cfg[key]}; it must be a number from 0 on.")
+  if needs_reference(cfg):
+    _check_divergence(cfg)
+  sequences.check_noise(cfg, cfg_model)
+
+
+def _one_of(cfg: Any, key: str, allowed: tuple[str, ...]) -> None:
+  if cfg[key] not in allowed:
+    raise ConfigError(f"strategy.{key} is {cfg[key]!r}; allowed: {', '.join(allowed)}.")
+
+
+def _check_clip(cfg: Any) -> None:
+  if cfg.clip == "cispo" and not 1 <= cfg.clip_high < math.inf:
+    raise ConfigError(f"strategy.clip_high is {cfg.clip_high}; with clip='cispo' it is the cap on the ratio itself, "
+                      "which is 1 for a policy that has not changed. Use 1 or more, 5.0 say.")
+  if cfg.clip != "ppo":
+    return
+  if not 0 <= cfg.clip_low <= 1:
+    raise ConfigError(f"strategy.clip_low is {cfg.clip_low}; the ratio counts from 1 - clip_low on: it must be from 0 "
+                      "to 1.")
+  if not 0 <= cfg.clip_high < math.inf:
+    raise ConfigError(f"strategy.clip_high is {cfg.clip_high}; the ratio counts up to 1 + clip_high: it must be from 0 "
+                      "on.")
+  if cfg.clip_dual and not 1 < cfg.clip_dual < math.inf:
+    raise ConfigError(f"strategy.clip_dual is {cfg.clip_dual}; it bounds the ratio where the advantage is negative and "
+                      "must be above 1, 3.0 say, or 0 for none.")
+
+
+def _check_divergence(cfg: Any) -> None:
+  _one_of(cfg, "kl", ESTIMATORS)
+  if cfg.kl == "k1" and not cfg.kl_corrected:
+    raise ConfigError("strategy.kl is 'k1' without kl_corrected: its gradient as a loss, that of log p, is 0 in "
+                      "expectation. Use --config.strategy.kl_corrected=True, or kl='k2' or 'k3'.")
+  if cfg.reference == "none":
+    raise ConfigError(f"strategy.reference is 'none', but strategy.kl_coef {cfg.kl_coef} compares the policy with one. "
+                      "Use strategy.reference='start', or kl_coef=0.")
+  if not 0 <= cfg.reference_ema <= 1:
+    raise ConfigError(f"strategy.reference_ema is {cfg.reference_ema}; it is the share by which the reference moves "
+                      "towards the policy, from 0 to 1.")
+  if cfg.reference_ema and cfg.reference_ema_steps < 1:
+    raise ConfigError(f"strategy.reference_ema_steps is {cfg.reference_ema_steps}; it must be 1 or more.")

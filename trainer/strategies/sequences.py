@@ -1,0 +1,79 @@
+"""From tokens to the sequences that rows hold: what the strategies on completions share, and their evaluators.
+
+B rows, T length, S segments a row. Each segment is a prompt and its completion with positions from 0; `loss_weights`
+is above 0 on the completion's tokens, and `sequences` [B, S] is not 0 where segment s + 1 exists.
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from trainer import logprobs
+from trainer.config import ConfigError
+
+
+def completion_mask(batch: dict[str, jax.Array]) -> jax.Array:
+  """1.0 on completion tokens, [B, T]; a row's first token has none before it, and is none."""
+  return (jnp.asarray(batch["loss_weights"]) > 0).astype(jnp.float32).at[:, 0].set(0.0)
+
+
+def token_stats(model: Any, params: Any, batch: dict[str, jax.Array], rng: jax.Array | None, want: tuple[str, ...],
+                temperature: float = 1.0):
+  """(`logprobs.TokenStats` of each token given those before it, aligned with the tokens and 0 outside completions; the
+  model's `Output`). `temperature` divides the logits."""
+  out = model.apply(params, batch, rng=rng, train=rng is not None)
+  stats = logprobs.token_stats(
+      out.hidden, model.unembedding(params), jnp.roll(batch["tokens"], -1, axis=1), chunk=model.vocab_chunk,
+      logit_cap=model.final_logit_cap, num_real_vocab=model.num_real_vocab, temperature=temperature,
+      want=want)
+  mask_BxT = completion_mask(batch)
+
+  def align(values_BxT):
+    # `where`, not a product: nothing outside completions may count, whatever its value.
+    return jnp.where(mask_BxT > 0, jnp.roll(values_BxT, 1, axis=1), 0.0)
+
+  return jax.tree.map(align, stats), out
+
+
+def token_logprobs(model: Any, params: Any, batch: dict[str, jax.Array], temperature: float = 1.0) -> jax.Array:
+  """log p(token | those before it), [B, T] float32, 0 outside completions; without dropout.
+
+  Of the reference's parameters these are what a batch holds as `ref_logprobs`.
+  """
+  return token_stats(model, params, batch, None, ("logprob",), temperature)[0].logprob
+
+
+def reference_logprobs(model: Any, batch: dict[str, jax.Array], reference: Any, temperature: float = 1.0) -> jax.Array:
+  """The reference's `token_logprobs`, without a gradient: those of the batch, or else those of its parameters."""
+  if "ref_logprobs" in batch:
+    return jnp.where(completion_mask(batch) > 0, batch["ref_logprobs"].astype(jnp.float32), 0.0)
+  if reference is None:
+    raise ValueError("these losses compare the policy with a reference, but the batch has no ref_logprobs and no "
+                     "parameters were given as `reference`")
+  return jax.lax.stop_gradient(token_logprobs(model, jax.lax.stop_gradient(reference), batch, temperature))
+
+
+def segment_sums(values_BxT: jax.Array, batch: dict[str, jax.Array]) -> jax.Array:
+  """Sums over each segment's tokens, [B, S] float32, S as in `batch["sequences"]`."""
+  ids_S = jnp.arange(1, batch["sequences"].shape[1] + 1)
+  # A reduction rather than a scatter: always in the same order, and fused, so that no [B, T, S] is kept.
+  in_segment = batch["segment_ids"][:, :, None] == ids_S
+  return jnp.sum(jnp.where(in_segment, values_BxT.astype(jnp.float32)[:, :, None], 0.0), axis=1)
+
+
+def sequence_logps(model: Any, params: Any, batch: dict[str, jax.Array]) -> jax.Array:
+  """Log-probabilities of the completions, sums over their tokens, [B, S] float32; without dropout."""
+  return segment_sums(token_logprobs(model, params, batch), batch)
+
+
+def check_noise(cfg: Any, cfg_model: Any) -> None:
+  """Refuses dropout and noise that `disable_dropout` leaves without effect; raises ConfigError."""
+  if cfg_model is None or not cfg.disable_dropout:
+    return
+  noise = {"model.dropout": cfg_model.dropout, "model.neftune_alpha": cfg_model.neftune_alpha,
+           "model.lora.dropout": cfg_model.lora.dropout if cfg_model.lora.rank else 0.0}
+  for key, value in noise.items():
+    if value:
+      raise ConfigError(f"{key} is {value}, but strategy.disable_dropout leaves it without effect. Use "
+                        f"--config.{key}=0, or --config.strategy.disable_dropout=False.")
