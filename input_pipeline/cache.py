@@ -21,7 +21,6 @@ from typing import NamedTuple
 
 import numpy as np
 from absl import logging
-from tqdm import tqdm
 
 from input_pipeline import folders
 from input_pipeline.examples import Encoded, Encoder
@@ -136,10 +135,7 @@ def _build(folder: Path, source: Source, encoder: Encoder, vocab_size: int, key:
   dropped: Counter[str] = Counter()
   shapes: Counter[str] = Counter()
   records = 0
-  bar = tqdm(
-      total=source.total_bytes(), desc=f"tokenizing {source.name}", unit="B", unit_scale=True, disable=not progress
-  )
-  with bar, _Writer(folder) as writer:
+  with source.bar("tokenizing", progress) as advance, _Writer(folder) as writer:
     documents = _Documents(writer, source.name, vocab_size, getattr(encoder, "with_next", None))
     for batch, num_bytes in _batches(source.records(), encoder):
       results = encoder.encode(batch)
@@ -148,8 +144,8 @@ def _build(folder: Path, source: Source, encoder: Encoder, vocab_size: int, key:
       documents.write([r for r in results if not isinstance(r, str)])
       writer.write("num_bytes", np.array(num_bytes, "<i8"))
       records += len(batch)
-      bar.update(source.tally.bytes_read - bar.n)
-    bar.update(source.tally.bytes_read - bar.n)
+      advance()
+    advance()
     documents.close()
     skipped = {"empty": source.tally.empty, "undecodable": source.tally.undecodable}
     _say_what_is_left_out(source.name, skipped, dropped)

@@ -43,7 +43,7 @@ class Record(NamedTuple):
 
 
 class Tally:
-  """What one pass over a source has met; `bytes_read` is in the units of `Source.total_bytes`."""
+  """What one pass over a source has met; `bytes_read` reaches the size of the files."""
 
   def __init__(self):
     self.bytes_read = 0

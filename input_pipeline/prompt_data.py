@@ -11,12 +11,12 @@ import functools
 import hashlib
 import json
 from collections import Counter
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import numpy as np
 from absl import logging
 from ml_collections import ConfigDict
-from tqdm import tqdm
 
 from input_pipeline.files import DataError
 from input_pipeline.loader import used_sources
@@ -104,6 +104,28 @@ def make_prompt_data(config: ConfigDict, tokenizer: Tokenizer, progress: bool = 
   return PromptData(sources, mixture, config.seed, _hash(order), prompter)
 
 
+def prompt_texts(config: ConfigDict) -> Callable[[], Iterator[str]]:
+  """A function that gives, from the start at each call, what a tokenizer is trained on: every string in the records of
+  the prompts, answers and whatever else rewards are told included."""
+  for name in used_sources(config.input):
+    open_source(config.input.sources[name], name)  # its keys are checked now
+
+  def texts() -> Iterator[str]:
+    for name in used_sources(config.input):
+      for record in open_source(config.input.sources[name], name, texts=False).records():
+        yield from _strings(record.fields)
+
+  return texts
+
+
+def _strings(value: Any) -> Iterator[str]:
+  if isinstance(value, str):
+    yield value
+  elif isinstance(value, (list, dict)):
+    for part in value.values() if isinstance(value, dict) else value:
+      yield from _strings(part)
+
+
 class PromptData:
   """Prompts by number. One epoch is as many prompts as all used sources have together, whatever their weights.
 
@@ -145,6 +167,11 @@ class PromptData:
     (source,), (epoch,), (row,) = (part.tolist() for part in self._mixture.locate(np.array([index])))
     return self._sources[source].items[self._order(source, epoch)[row]]
 
+  def every_item(self) -> Iterator[PromptItem]:
+    """All prompts, once each, source by source."""
+    for source in self._sources:
+      yield from source.items
+
   def epoch(self, index: int) -> float:
     """Epochs taken by the prompts before `index`."""
     return self._taken(index) / self.num_prompts
@@ -174,11 +201,9 @@ def _read(source: Source, prompter: Prompter, config: ConfigDict, number: int, r
   """All prompts of a source, of at most `room` tokens."""
   items, lengths, seen, shapes = [], [], set(), Counter()
   dropped = {DUPLICATE: 0, TOO_LONG: 0}
-  bar = tqdm(total=source.total_bytes(), desc=f"tokenizing {source.name}", unit="B", unit_scale=True,
-             disable=not progress)
-  with bar:
+  with source.bar("tokenizing", progress) as advance:
     for record in source.records():
-      bar.update(source.tally.bytes_read - bar.n)
+      advance()
       item = _item(record, prompter, config.rollout.prompt_key, number)
       shapes["texts" if isinstance(item.said, str) else "conversations"] += 1
       key = _hash([item.prompt.ids.tolist(), item.said, item.columns, item.tools, item.variables])
@@ -191,7 +216,7 @@ def _read(source: Source, prompter: Prompter, config: ConfigDict, number: int, r
         dropped[TOO_LONG] += 1
       else:
         items.append(item)
-    bar.update(source.tally.bytes_read - bar.n)
+    advance()
   _check_lengths(np.array(lengths), config, source.name)
   if shapes["texts"] and prompter.template is not None:
     logging.warning("source %r: %d prompts are texts to be continued, which the chat template does not touch. For what "

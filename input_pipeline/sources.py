@@ -5,6 +5,7 @@ the order of files, and whatever else is added to the source. The key is the rel
 document, else the content, so that duplicates stay on one side: the text, or all fields as canonical JSON.
 """
 
+import contextlib
 import hashlib
 import json
 import os
@@ -15,6 +16,7 @@ from typing import Any
 
 from absl import logging
 from ml_collections import ConfigDict
+from tqdm import tqdm
 
 from input_pipeline.files import DataError, Tally, hash_file
 from input_pipeline.readers import READERS, Record, TextReader
@@ -98,9 +100,17 @@ class Source:
     parts = [VERSION, self._reader.identity, counts_for, self.split, self._fraction, self._max_documents, files]
     return hashlib.blake2b(json.dumps(parts).encode(), digest_size=16).hexdigest()
 
-  def total_bytes(self) -> int | None:
-    """Size of the source's files, which `tally.bytes_read` reaches at the end of a pass."""
-    return sum(os.path.getsize(path) for _, path in self._reader.files())
+  @contextlib.contextmanager
+  def bar(self, what: str, show: bool) -> Iterator[Callable[[], None]]:
+    """A progress bar, if stderr is a terminal, over the bytes of the files, or the records of a source without any.
+
+    What it gives is to be called now and then in a pass, and moves the bar to where the pass is.
+    """
+    sizes = [os.path.getsize(path) for _, path in self._reader.files()] if show else []
+    unit, total = ("B", sum(sizes)) if sizes else (" records", None)
+    with tqdm(total=total, desc=f"{what} {self.name}", unit=unit, unit_scale=True,
+              disable=None if show else True) as bar:
+      yield lambda: bar.update((self.tally.bytes_read if sizes else self.tally.documents) - bar.n)
 
   def _select(self, tally: Tally) -> Iterator[Record]:
     """The split's records, without the limit on their number."""

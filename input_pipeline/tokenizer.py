@@ -317,9 +317,8 @@ def _train_bpe(vocab_size: int, megabytes: float, train_texts, progress: bool) -
   )
   budget = round(megabytes * 1e6)
   total = sum(_num_bytes(text) for text in train_texts())
-  with tqdm(
-      total=min(budget, total), desc="training the tokenizer", unit="B", unit_scale=True, disable=not progress
-  ) as bar:
+  with tqdm(total=min(budget, total), desc="training the tokenizer", unit="B", unit_scale=True,
+            disable=None if progress else True) as bar:
 
     def fed() -> Iterator[str]:
       for text in spread_sample(train_texts(), total, budget):

@@ -2,24 +2,28 @@
 
 Prints the data's statistics, the first rows of the first batch with each token's weight, segment and position, and
 where each parameter would live; writes the same as WORKDIR/inspect.html, with a histogram of the documents' lengths.
-Trains nothing and makes no parameter.
+Where completions are sampled, the rows are the first prompts, with what rewards are told of them. Trains nothing,
+samples nothing and makes no parameter.
 """
 
 import io
+import json
 from collections.abc import Mapping
 from html import escape
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
+from ml_collections import ConfigDict
 
-from input_pipeline import loader
+from input_pipeline import loader, prompt_data
 from input_pipeline.batches import check_ids
 from input_pipeline.tokenizer import Tokenizer, make_tokenizer
 from models import api
-from trainer import config_checks, hugging_face, patterns, processes
+from trainer import config_checks, hugging_face, patterns, processes, rollout, strategies
 from trainer import mesh as mesh_lib
 from trainer import workdir as workdir_lib
+from trainer.strategies import presets
 
 ROWS = 3
 # A token's text is found by decoding it after so many others: some tokenizers write the first of a text differently.
@@ -37,6 +41,16 @@ class Token(NamedTuple):
   position: int
 
 
+class Shown(NamedTuple):
+  """What is to be seen: rows of tokens, each with a caption (or ""), and what they are; all documents' lengths."""
+
+  rows: list[list[Token]]
+  captions: list[str]
+  lead: str
+  stats: str
+  lengths: np.ndarray
+
+
 def inspect(config: Mapping, workdir: str | Path, rows: int = ROWS) -> Path:
   """Prints and writes what training with `config` in `workdir` would begin with; returns the page's path.
 
@@ -44,34 +58,63 @@ def inspect(config: Mapping, workdir: str | Path, rows: int = ROWS) -> Path:
     ConfigError, DataError: as training would.
   """
   resolved = config_checks.resolve(config)
-  notes = hugging_face.fill_in(resolved)
+  notes = [*hugging_face.fill_in(resolved), *presets.fill_in(resolved)]
   config_checks.validate(resolved)
   api.validate(resolved.model, resolved.seq_len)
+  rollout.check(resolved)
+  strategies.check(resolved)
   workdir = Path(workdir).expanduser().absolute()
   processes.join()
   mesh = mesh_lib.make_mesh(resolved.mesh)
   workdir_lib.prepare(resolved, workdir)
-  tokenizer = make_tokenizer(resolved.tokenizer, loader.train_texts(resolved), workdir / "tokenizer.json", True)
-  data = loader.make_train_data(resolved, tokenizer, workdir=workdir, progress=True)
+  rolls_out = resolved.rollout.num_prompts > 0
+  texts = (prompt_data.prompt_texts if rolls_out else loader.train_texts)(resolved)
+  tokenizer = make_tokenizer(resolved.tokenizer, texts, workdir / "tokenizer.json", True)
   model = api.make_model(resolved.model, vocab_size=tokenizer.vocab_size, params_dtype=resolved.precision.params,
                          compute_dtype="float32", remat=resolved.remat)
-  batch = check_ids(data.batch(0, slice(0, rows)), model.vocab_size)
-  shown = [row_tokens(batch, row, tokenizer) for row in range(len(batch["tokens"]))]
-  stats, lengths = loader.format_stats(data.stats()), data.document_lengths()
+  if rolls_out:
+    shown = shown_prompts(resolved, tokenizer, rows)
+  else:
+    data = loader.make_train_data(resolved, tokenizer, workdir=workdir, progress=True)
+    batch = check_ids(data.batch(0, slice(0, rows)), model.vocab_size)
+    shown = Shown([row_tokens(batch, row, tokenizer) for row in range(len(batch["tokens"]))],
+                  [""] * len(batch["tokens"]), "The first rows.", loader.format_stats(data.stats()),
+                  data.document_lengths())
   parameters = parameter_table(model.abstract_params(), mesh, resolved.sharding_rules)
 
   for note in (*notes, *model.reasons):
     print(note)
-  print(f"\n{stats}\n\n{histogram_text(lengths, resolved.seq_len)}\n")
-  print(f"The first {len(shown)} rows. {TRAINED}trained{OFF} {PARTLY}trained with another weight than 1{OFF} "
-        f"{DIM}not trained{OFF}\n")
-  for row, tokens in enumerate(shown):
-    print(row_text(tokens, row))
-  print(f"\n{token_table(shown[0])}\n\n{parameters}")
+  print(f"\n{shown.stats}\n\n{histogram_text(shown.lengths, resolved.seq_len)}\n")
+  print(f"{shown.lead} {TRAINED}trained{OFF} {PARTLY}trained with another weight than 1{OFF} {DIM}not trained{OFF}\n")
+  for row, (tokens, caption) in enumerate(zip(shown.rows, shown.captions, strict=True)):
+    print("\n".join([row_text(tokens, row), *([_visible(caption)] if caption else [])]))
+  print(f"\n{token_table(shown.rows[0])}\n\n{parameters}")
   page = workdir / "inspect.html"
-  page.write_text(html_page(shown, stats, histogram_svg(lengths, resolved.seq_len), parameters), encoding="utf-8")
+  page.write_text(html_page(shown, histogram_svg(shown.lengths, resolved.seq_len), parameters), encoding="utf-8")
   print(f"\nThe same, with every token: {page}")
   return page
+
+
+def shown_prompts(config: ConfigDict, tokenizer: Tokenizer, rows: int) -> Shown:
+  """The first prompts as the policy is asked them, captioned with the columns that rewards get.
+
+  Raises:
+    ConfigError, DataError: as rollouts would.
+  """
+  r = config.rollout
+  prompts = prompt_data.make_prompt_data(config, tokenizer, True)
+  rollout.make_scorer(config, prompts)
+  items = [prompts.item(i) for i in range(min(rows, prompts.num_items or rows))]
+  tokens = [[Token(text, int(i), 0.0, 1, place) for place, (text, i) in enumerate(
+      zip(token_texts(item.prompt.ids.tolist(), tokenizer), item.prompt.ids, strict=True))] for item in items]
+  captions = [f"{item.prompt.where}, columns for rewards: {json.dumps(item.columns, ensure_ascii=False)}"
+              for item in items]
+  judged = [*r.rewards, *[f"environment {r.environment}"] * (r.environment is not None)]
+  lead = (f"The first prompts of the stream. A rollout takes {r.num_prompts} and samples {r.group_size} completions of "
+          f"each, of at most {r.max_new_tokens} tokens, at temperature {r.temperature:g}; they are judged by "
+          f"{', '.join(judged)} and serve {r.updates * r.epochs} step(s). What is sampled is trained, prompts are not.")
+  lengths = np.array([len(item.prompt.ids) for item in prompts.every_item()])
+  return Shown(tokens, captions, lead, loader.format_stats(prompts.stats()), lengths)
 
 
 def row_tokens(batch: Mapping[str, np.ndarray], row: int, tokenizer: Tokenizer) -> list[Token]:
@@ -176,10 +219,10 @@ def histogram_svg(lengths: np.ndarray, seq_len: int) -> str:
   return text[text.index("<svg"):]
 
 
-def html_page(rows: list[list[Token]], stats: str, histogram: str, parameters: str) -> str:
+def html_page(shown: Shown, histogram: str, parameters: str) -> str:
   """The page: self-contained, every token with its numbers under the pointer and in a table."""
   sections = []
-  for number, tokens in enumerate(rows):
+  for number, (tokens, caption) in enumerate(zip(shown.rows, shown.captions, strict=True)):
     spans, segment = [], None
     for t in tokens:
       if t.segment != segment:
@@ -192,9 +235,11 @@ def html_page(rows: list[list[Token]], stats: str, histogram: str, parameters: s
       spans.append(f'<span class="{kind}" title="{escape(title)}">{escape(_visible(t.text) or "·")}</span>')
     cells = "".join(f"<tr><td>{i}<td>{t.segment}<td>{t.position}<td>{t.weight:g}<td>{t.id}<td>{escape(repr(t.text))}"
                     for i, t in enumerate(tokens))
-    sections.append(f'<div class="row">{"".join(spans)}</div><details><summary>as a table</summary><table><tr><th>place'
-                    f"<th>segment<th>position<th>weight<th>id<th>token{cells}</table></details>")
-  return _PAGE.format(stats=escape(stats), histogram=histogram, rows="".join(sections), parameters=escape(parameters))
+    note = f"<p>{escape(_visible(caption))}</p>" if caption else ""
+    sections.append(f'<div class="row">{"".join(spans)}</div>{note}<details><summary>as a table</summary><table>'
+                    f"<tr><th>place<th>segment<th>position<th>weight<th>id<th>token{cells}</table></details>")
+  return _PAGE.format(stats=escape(shown.stats), histogram=histogram, lead=escape(shown.lead), rows="".join(sections),
+                      parameters=escape(parameters))
 
 
 _PAGE = """<!doctype html>
@@ -214,7 +259,7 @@ svg {{ max-width: 100%; height: auto; background: white; }}
 <pre>{stats}</pre>
 {histogram}
 <h2>The first rows</h2>
-<p><span class="trained">trained</span> <span class="partly">trained with another weight than 1</span>
+<p>{lead} <span class="trained">trained</span> <span class="partly">trained with another weight than 1</span>
 <span class="untrained">not trained</span>. Point at a token for its numbers.</p>
 {rows}
 <h2>Parameters</h2>

@@ -12,9 +12,8 @@ from absl import logging
 from clu import parameter_overview
 
 from evaluators import common as evaluators_lib
-from input_pipeline import loader
+from input_pipeline import loader, prompt_data
 from input_pipeline.batches import check_ids
-from input_pipeline.prompt_data import make_prompt_data
 from input_pipeline.tokenizer import make_tokenizer
 from models import api
 from trainer import callbacks as cb
@@ -76,9 +75,10 @@ def train(config: Mapping, workdir: str | Path) -> Run:
   # The first process trains the tokenizer and fills the caches; the others then find them.
   with processes.first_goes_first("tokenizer and token caches"):
     show = jax.process_index() == 0
-    tokenizer = make_tokenizer(config.tokenizer, loader.train_texts(config), workdir / "tokenizer.json", show)
     rolls_out = config.rollout.num_prompts > 0  # the data are prompts, and what is trained on is sampled
-    data = make_prompt_data(config, tokenizer, show) if rolls_out else loader.make_train_data(
+    texts = (prompt_data.prompt_texts if rolls_out else loader.train_texts)(config)
+    tokenizer = make_tokenizer(config.tokenizer, texts, workdir / "tokenizer.json", show)
+    data = prompt_data.make_prompt_data(config, tokenizer, show) if rolls_out else loader.make_train_data(
         config, tokenizer, workdir=workdir, progress=show)
   processes.check_same("the data", data.fingerprint)
   say(loader.format_stats(data.stats()))
@@ -167,7 +167,7 @@ def train(config: Mapping, workdir: str | Path) -> Run:
       pinned = reference_lib.precompute(config, model, start, reference, params_sharding, setup.datasets, mesh,
                                         micro_batch_size, loader.default_cache_dir(config, workdir), say)
     workdir_lib.check_same_data(start.meta, data.fingerprint, config.allow_config_changes)
-    if rolls_out and start.meta:
+    if rolls_out and start.meta.get("rest_of_rollout"):  # else the run that is gone on with had none
       data.restore(int(start.state["step"]), start.meta["rest_of_rollout"], start.arrays)
     config_checks.audit(config)
     say(start.origin)

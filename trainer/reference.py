@@ -131,7 +131,7 @@ def precompute(config: Any, model: Any, start: Any, leaves: Any, shardings: Any,
     if not logprobs.complete:
       say(f"reference: computing the log-probs of {logprobs.num_batches(batch_size) * batch_size} rows")
       numbers = range(logprobs.num_batches(batch_size))
-      for index in tqdm(numbers, desc="reference log-probs", unit="batch", disable=not first):
+      for index in tqdm(numbers, desc="reference log-probs", unit="batch", disable=None if first else True):
         batch = mesh_lib.place_batch(
             lambda rows, of=logprobs, index=index: of.batch(index, batch_size, rows).arrays, batch_size, sharding)
         values = common.on_every_host(logprobs_of(whole, batch))

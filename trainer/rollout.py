@@ -2,8 +2,8 @@
 
 A rollout takes the next `num_prompts` prompts, samples `group_size` completions of each, scores them, and serves
 `updates` × `epochs` optimizer steps. Token in, token out: what was sampled is what is trained, with the log-probs that
-it was sampled with. Prompts, draws and the order of training are functions of (seed, number of the rollout); a checkpoint holds
-what is left of a rollout (`saved`), so that a stopped run goes on as if it had not been.
+it was sampled with. Prompts, draws and the order of training are functions of (seed, number of the rollout); a
+checkpoint holds what is left of a rollout (`saved`), so that a stopped run goes on as if it had not been.
 
 P prompts (groups), G completions of each, K reward functions.
 """
@@ -36,6 +36,8 @@ from trainer.sampler import Completion, Sampler
 
 # What the loss of a strategy wants in a batch beside the tokens; strategies that are not here cannot use rollouts.
 KEYS = {"grpo": ("advantages", "behavior_logprobs"), "dpo": ()}
+# What an environment gives counts as one more function, of weight 1, with this name.
+ENVIRONMENT = "environment"
 # Completions shown in the readable table of a rollout.
 SHOWN = 8
 
@@ -76,11 +78,28 @@ def check(config: Any) -> None:
                       'instance config.rollout.rewards.right = reward(type="numeric", answer_key="answer").')
   for key, section in c.rewards.items():
     rewards.check(key, section)
+  if ENVIRONMENT in c.rewards and c.environment is not None:
+    raise ConfigError(f"rollout.rewards.{ENVIRONMENT} has the name of what rollout.environment gives, in metrics and "
+                      "tables. Give that function another name.")
   if config.input.batch_size_stages:
     raise ConfigError("input.batch_size_stages has no effect on rollouts, whose steps take as many rows as their "
                       "completions need. Remove it.")
   if "precompute" in config.strategy and config.strategy.precompute:
     raise ConfigError("strategy.precompute is True, but the completions of rollouts are not known before. Use False.")
+
+
+def make_scorer(config: Any, prompts: PromptData) -> Scorer:
+  """What scores completions of these prompts; its processes start with the first of them.
+
+  Raises:
+    ConfigError: see `Scorer`.
+    DataError: naming the first prompt that lacks a column which some function is to be called with.
+  """
+  c = config.rollout
+  scorer = Scorer({name: c.rewards[name] for name in c.rewards}, c.reward_workers, c.reward_timeout_seconds)
+  for item in prompts.every_item():
+    scorer.check_columns(item.columns, item.prompt.where)
+  return scorer
 
 
 class Rollouts:
@@ -95,8 +114,11 @@ class Rollouts:
 
   Attributes:
     source_names, fingerprint, rows_per_epoch: of the prompts; a row is a prompt.
-    num_steps: after so many the prompts end; None: never.
+    num_steps: after so many the prompts end, if no group is replaced; None: never.
     metrics: of the rollout that the latest batch is from.
+
+  Raises:
+    ConfigError, DataError: see `make_scorer`, `Episodes`, `Sampler.check`.
   """
 
   def __init__(self, config: Any, prompts: PromptData, model: Any, tokenizer: Any, mesh: Any, *, micro_batch_size: int,
@@ -116,19 +138,20 @@ class Rollouts:
     self._drawing = dict(temperature=c.temperature, top_k=c.top_k, top_p=c.top_p, min_p=c.min_p)
     self._sampler = Sampler(model, mesh, rows=c.batch_size)
     self._episodes = Episodes(config, tokenizer, prompts)
-    self._scorer = Scorer({name: c.rewards[name] for name in c.rewards}, c.reward_workers, c.reward_timeout_seconds)
-    # What an environment gives counts as one more function.
-    self._names = (*self._scorer.names, *("environment",) * self._has_environment)
+    self._scorer = make_scorer(config, prompts)
+    self._sampler.check([max((i.prompt.ids for i in prompts.every_item()), key=len)], c.max_new_tokens, "rollout.")
+    self._names = (*self._scorer.names, *(ENVIRONMENT,) * self._has_environment)
     self._weights = np.array([*self._scorer.weights, *(1.0,) * self._has_environment])
     self.source_names, self.fingerprint = prompts.source_names, prompts.fingerprint
     self.rows_per_epoch = prompts.num_prompts
     end = prompts.num_items
-    self.num_steps = None if end is None else end // c.num_prompts * self._steps_each
-    # The rollout that is being trained on, the step that it began at, its number and its metrics.
+    self.num_steps = None if end is None else -(-end // c.num_prompts) * self._steps_each
+    # The rollout that is being trained on, the step that it began at, its number, its metrics, and the prompts that
+    # were drawn for it and for those before.
     self._experience: Experience | None = None
-    self._first_step = self._number = 0
+    self._first_step = self._number = self._drawn = 0
     self.metrics: dict[str, float] = {}
-    # {updates done: (row positions trained on, prompts drawn)}.
+    # {updates done: (row positions trained on, prompts drawn for these)}, of the latest.
     self._taken = {0: (0, 0)}
 
   # ---------------------------------------------------------------- what a run asks of its data
@@ -165,14 +188,11 @@ class Rollouts:
 
   def batches(self, run: Any, sharding: Any) -> "Batches":
     """The batches of the run from its step on, in their places."""
+    self._end_with_prompts(run)
     return Batches(self, run, sharding)
 
   def take(self, run: Any) -> dict[str, np.ndarray] | None:
-    """The batch of update `run.step + 1`, after a rollout if one is due; None if the run is to stop.
-
-    Raises:
-      ConfigError: see `Scorer`, `Episodes`.
-    """
+    """The batch of update `run.step + 1`, after a rollout if one is due; None if the run is to stop."""
     nth = run.step - self._first_step
     if self._experience is None or nth >= self._steps_each:
       try:
@@ -184,30 +204,32 @@ class Rollouts:
     order = permutation(self._experience.num_units, self._seed, "rollout", self._number, epoch)
     units = np.array_split(order, self._updates)[update]
     batch = experience_lib.make_batch(self._experience, units, **self._layout)
-    tokens, _ = self._at(run.step)
-    self._taken[run.step + 1] = (tokens + batch["tokens"].size, self._drawn)
+    before = self._at(run.step)
+    # Metrics are written one step late, so that the step before is still asked for.
+    self._taken = {run.step: before, run.step + 1: (before[0] + batch["tokens"].size, self._drawn)}
     return batch
 
   # ---------------------------------------------------------------- checkpoints
 
   def saved(self, step: int) -> tuple[dict[str, Any], dict[str, np.ndarray] | None]:
-    """(JSON-able, arrays) from which `restore` goes on after `step` updates; no arrays if a rollout is due."""
+    """(JSON-able, arrays) from which `restore` goes on after `step` updates; arrays if there is something left of
+    a rollout."""
     tokens, drawn = self._at(step)
-    meta = {"tokens": tokens, "drawn": drawn, "number": self._number, "first_step": self._first_step,
-            "metrics": self.metrics}
     done = self._experience is None or step - self._first_step >= self._steps_each
-    return meta, None if done else self._experience._asdict()
+    meta = {"tokens": tokens, "drawn": drawn, "number": self._number, "first_step": self._first_step,
+            "metrics": self.metrics, "done": done}
+    # Checkpoints cannot hold empty arrays.
+    return meta, None if done or not self._experience.num_units else self._experience._asdict()
 
   def restore(self, step: int, meta: dict[str, Any], arrays: dict[str, np.ndarray] | None) -> None:
     """Goes on from what `saved(step)` gave."""
     self._taken = {step: (meta["tokens"], meta["drawn"])}
-    self._number, self._first_step, self.metrics = meta["number"], meta["first_step"], meta["metrics"]
-    self._experience = None if arrays is None else Experience(**arrays)
-
-  @property
-  def _drawn(self) -> int:
-    """Prompts drawn so far."""
-    return self._taken[max(self._taken)][1]
+    self._number, self._first_step, self._drawn = meta["number"], meta["first_step"], meta["drawn"]
+    self.metrics = meta["metrics"]
+    if meta["done"]:
+      self._experience = None
+    else:
+      self._experience = experience_lib.collect([]) if arrays is None else Experience(**arrays)
 
   def close(self) -> None:
     """Ends the processes that compute rewards."""
@@ -227,7 +249,7 @@ class Rollouts:
         missing = self._num_prompts - len(groups)
         if self._prompts.num_items is not None:
           missing = min(missing, self._prompts.num_items - drawn)
-        if missing <= 0:
+        if not missing:
           break
         items = [self._prompts.item(drawn + i) for i in range(missing)]
         drawn += missing
@@ -238,18 +260,26 @@ class Rollouts:
       # Where even the last attempt left too few groups with something to teach, the ones without fill up.
       spare = max(self._num_prompts - len(groups), 0)
       groups, replaced = groups + replaced[:spare], replaced[spare:]
-    self._number, self._first_step = number, run.step
-    tokens, _ = self._at(run.step)
-    self._taken[run.step] = (tokens, drawn)
+    self._number, self._first_step, self._drawn = number, run.step, drawn
+    self._end_with_prompts(run)
     self._experience, table, self.metrics = self._learn(groups, replaced)
     if jax.process_index() == 0 and self._shows(run):
       self._write(run, table)
 
+  def _end_with_prompts(self, run: Any) -> None:
+    """Shortens a run whose prompts have ended early, since some took the place of others."""
+    last = self._first_step + self._steps_each
+    if self._prompts.num_items is not None and self._drawn >= self._prompts.num_items and last < run.total_steps:
+      run.say(f"total: {last:,} steps instead of {run.total_steps:,}: the prompts end there, since groups without "
+              "anything to learn were replaced by others (rollout.resample)")
+      run.total_steps = last
+
   def _sample(self, run: Any, items: list[PromptItem], seed: str) -> list[list[Episode]]:
     """Episodes [P][G] of prompts."""
     total, began = len(items) * self._group_size, time.perf_counter()
+    # None: no bar without a terminal.
     with tqdm(total=total, desc="rollout", unit="completion", leave=False, dynamic_ncols=True,
-              disable=jax.process_index() != 0) as bar:
+              disable=None if jax.process_index() == 0 else True) as bar:
 
       def on_part(part: Completion) -> None:
         if run.stop_requested and jax.process_count() == 1:
@@ -294,8 +324,9 @@ class Rollouts:
     metrics |= {"time/rollout": self._clock["rollout"], "time/rewards": self._clock["rewards"],
                 "sampling/tokens_per_second": sampled / max(self._clock["rollout"], 1e-9)}
     if not lesson.units:
-      logging.warning("rollout %d: no completion has anything to train (%d groups, of which %d have equal rewards): "
-                      "its steps change nothing.", self._number, len(groups), sum(group.zero_spread for group in groups))
+      logging.warning("rollout %d: none of its completions can be trained on (%d groups, of which %d have fewer than "
+                      "two rewards or equal ones): the gradient of its steps is 0.", self._number, len(groups),
+                      sum(group.zero_spread for group in groups))
     return experience_lib.collect(lesson.units), groups_lib.table(self._names, groups, lesson), to_floats(metrics)
 
   # ---------------------------------------------------------------- the table

@@ -2,6 +2,7 @@
 
 import collections
 import gzip
+import io
 import json
 import re
 import subprocess
@@ -307,3 +308,53 @@ heavy = {"jax", "pyarrow", "array_record", "tensorflow_datasets", "tensorflow", 
 assert not heavy, heavy
 """
   subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT, timeout=60)
+
+
+def test_exercises_are_made_with_their_answers():
+  made = records(type="arithmetic")
+  assert len(made) == len({r.fields["prompt"] for r in made}) == 20_000
+  for r in made[::997]:
+    a, sign, b = re.fullmatch(r"(\d+) ([+-]) (\d+) = ", r.fields["prompt"]).groups()
+    assert r.fields["completion"] == str(int(a) + int(b) if sign == "+" else int(a) - int(b))
+  assert made[0].where == "source mine: 0+0"
+
+
+def test_a_teacher_errs_in_half_of_the_exercises_always_alike():
+  right = {r.fields["prompt"]: int(r.fields["completion"]) for r in records(type="arithmetic")}
+  said = {r.fields["prompt"]: int(r.fields["completion"]) for r in records(type="arithmetic_mistakes")}
+  off = collections.Counter(said[prompt] - right[prompt] for prompt in right)
+  assert set(off) == {0, -10, -2, -1, 1, 2, 10}
+  assert off[0] == pytest.approx(10_000, abs=300)
+  assert all(off[by] == pytest.approx(10_000 / 6, abs=200) for by in off if by)
+  assert said == {r.fields["prompt"]: int(r.fields["completion"]) for r in records(type="arithmetic_mistakes")}
+
+
+def test_exercises_of_the_two_kinds_are_split_alike():
+  """Those that one kind is evaluated on are not among those that the other is trained on."""
+  train = {r.fields["prompt"] for r in records(type="arithmetic_mistakes", split="train")}
+  validation = {r.fields["prompt"] for r in records(type="arithmetic", split="validation")}
+  assert not train & validation and len(train | validation) == 20_000
+  assert len(validation) == pytest.approx(1000, abs=120)
+  contents = {open_source(source(type=kind), "a").fingerprint() for kind in ("arithmetic", "arithmetic_mistakes")}
+  assert len(contents) == 2
+
+
+class Terminal(io.StringIO):
+  def isatty(self):
+    return True
+
+
+@pytest.mark.parametrize("kind", ["text", "arithmetic"])
+def test_a_bar_counts_bytes_of_files_or_records_and_needs_a_terminal(tmp_path, monkeypatch, kind):
+  (tmp_path / "a.txt").write_text("x" * 500)
+  mine = open_source(source(type=kind, path=str(tmp_path)), "mine")
+  for stderr, show, shown in ((Terminal(), True, True), (Terminal(), False, False), (io.StringIO(), True, False)):
+    monkeypatch.setattr(sys, "stderr", stderr)
+    with mine.bar("reading", show) as advance:
+      for _ in mine.records():
+        pass
+      advance()
+    text = stderr.getvalue()
+    assert bool(text) == shown
+    if shown:
+      assert "reading mine" in text and ("500/500" if kind == "text" else "20.0k records") in text

@@ -1,14 +1,18 @@
 """The inspection shows each token with its own numbers, and trains nothing."""
 
+import html
 import json
 import re
 
 import numpy as np
 import pytest
 
+from input_pipeline.files import DataError
+from input_pipeline.prompt_data import make_prompt_data
 from input_pipeline.tokenizer import BytesTokenizer, load_tokenizer
 from tests import tiny
 from trainer import inspect
+from trainer.config import reward, strategy
 
 
 @pytest.fixture(scope="module")
@@ -57,13 +61,13 @@ def test_nothing_in_the_data_reaches_the_terminal_as_a_command():
 
 def test_the_page_holds_every_token_and_escapes_the_data(page):
   _, workdir, path = page
-  html = path.read_text(encoding="utf-8")
-  assert "&lt;" in html and "<b>" not in html
-  titles = re.findall(r'<span class="(trained|partly|untrained)" title="[^"]*weight ([\d.]+), segment (\d+)', html)
+  text = path.read_text(encoding="utf-8")
+  assert "&lt;" in text and "<b>" not in text
+  titles = re.findall(r'<span class="(trained|partly|untrained)" title="[^"]*weight ([\d.]+), segment (\d+)', text)
   assert {kind for kind, weight, _ in titles if float(weight) == 1} == {"trained"}
   assert {kind for kind, weight, _ in titles if float(weight) == 0} == {"untrained"}
   assert {weight for kind, weight, _ in titles if kind == "partly"} == {"0.5"}
-  assert "<svg" in html and "blocks/attn/q/kernel" in html and "<script" not in html and " src=" not in html
+  assert "<svg" in text and "blocks/attn/q/kernel" in text and "<script" not in text and " src=" not in text
   assert not (workdir / "checkpoints").exists() and not (workdir / "metrics.jsonl").exists()
 
 
@@ -73,3 +77,33 @@ def test_the_histogram_counts_every_document():
   assert counts.sum() == 4 and edges[-1] == 700
   text = inspect.histogram_text(lengths, 512)
   assert "min 3" in text and "max 700" in text and "longer than seq_len=512: 25.0%" in text
+
+
+def test_where_completions_are_sampled_prompts_are_shown_as_they_are_asked(tmp_path, capsys):
+  rows = [{"question": f"{n} < {n + 1}?", "right": f"yes {n}"} for n in range(5)]
+  (tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+  config = tiny.config(tmp_path, seq_len=256)
+  config.strategy = strategy("grpo", preset="dapo")
+  config.input.sources.main.update(type="jsonl", path=str(tmp_path / "a.jsonl"), split="all")
+  config.chat.template = "plain"
+  config.evals = {}
+  config.rollout.update(dict(num_prompts=2, group_size=3, max_new_tokens=16, prompt_key="question", updates=2))
+  config.rollout.rewards.right = reward(type="exact_match", answer_key="right")
+  page = inspect.inspect(config, tmp_path / "w", rows=2).read_text(encoding="utf-8")
+  printed = capsys.readouterr().out
+  prompts = make_prompt_data(config, BytesTokenizer())
+  for number in range(2):
+    item = prompts.item(number)
+    assert f'{item.prompt.where}, columns for rewards: {json.dumps(item.columns)}' in printed
+    assert f"row {number}, segment 1: {len(item.prompt.ids)} tokens, 0 trained" in printed
+    assert html.escape(json.dumps(item.columns)) in page
+    ids = re.findall(r'title="[^"]* id (\d+), weight 0, segment 1, position \d+"', page)
+    assert " ".join(map(str, item.prompt.ids)) in " ".join(ids)
+  for said in ("takes 2 and samples 3 completions of each, of at most 16 tokens, at temperature 1", "judged by right",
+               "serve 2 step(s)"):
+    assert said in printed and said in page
+  assert "blocks/attn/q/kernel" in page and "<svg" in page and "strategy.preset dapo" in printed
+  assert not (tmp_path / "w" / "checkpoints").exists()
+  config.rollout.rewards.right.answer_key = "wrong"
+  with pytest.raises(DataError, match=r"a.jsonl:\d.*'wrong'"):
+    inspect.inspect(config, tmp_path / "x")
