@@ -44,7 +44,8 @@ class Evaluator(Protocol):
 
 
 BUILT_IN = {"loss": "evaluators.loss.Loss", "samples": "evaluators.samples.Samples",
-            "generate": "evaluators.generate.Generate", "preference": "evaluators.preference.Preference"}
+            "generate": "evaluators.generate.Generate",
+            "classify": "evaluators.classify.Classify", "preference": "evaluators.preference.Preference"}
 
 
 def make(name: str, cfg: Any, setup: Setup) -> Evaluator:

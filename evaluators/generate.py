@@ -1,5 +1,6 @@
-"""Generation scored against known answers: exact match or what a regex extracts, pass@k, and a table of the samples."""
+"""Generation scored against known answers: exact match or what a regex extracts, VQA accuracy, pass@k, and a table."""
 
+import dataclasses
 import json
 import math
 from collections.abc import Iterator
@@ -9,43 +10,45 @@ from typing import Any
 import jax
 import numpy as np
 
-from evaluators import common
+from evaluators import common, questions, vqa
+from evaluators.questions import Question
 from input_pipeline.answers import compile_pattern, extract, normalize
-from input_pipeline.prompts import Prompt, Prompter
-from input_pipeline.sources import open_source
+from input_pipeline.prompts import Prompter
+from trainer import pages
 from trainer.config import ConfigError
 from trainer.drawing import Options
 from trainer.sampler import Completion, Sampler
 
 SHOWN = 8  # samples in the readable file
+MATCHES = ("exact", "vqa")
 
 
 class Generate:
-  """Samples `num_samples` completions of every prompt of a split; each is right if its answer equals the record's.
+  """Samples `num_samples` completions of every prompt of a split; each is right if its answer is one of the record's.
 
-  Yields `accuracy` (the mean over samples), `pass@k` for each k of `pass_at` (the mean over prompts), `stopped` (the
-  share of samples that ended by themselves) and `length` (mean tokens of a sample). Every sample is a line of
-  samples/<name>-<step>.jsonl, from which these numbers can be computed again; samples/<name>-<step>.txt shows the first
-  few. What is drawn is the same at every step but for the parameters.
+  Yields `accuracy` (the mean over samples; with `match="vqa"` of what each is worth, see evaluators/vqa.py), `pass@k`
+  for each k of `pass_at` (the mean over prompts), `stopped` (the share of samples that ended by themselves) and
+  `length` (mean tokens of a sample). Every sample is a line of samples/<name>-<step>.jsonl, from which these numbers
+  can be computed again; samples/<name>-<step>.txt shows the first few, and the page samples/<name>-<step>.html more,
+  with their images. What is drawn is the same at every step but for the parameters.
   """
 
   def __init__(self, name: str, cfg: Any, setup: common.Setup):
-    self._name, self._setup = name, setup
+    self._name, self._setup, self._match = name, setup, cfg.match
     self._num_samples, self._new, self._pass_at = cfg.num_samples, cfg.max_new_tokens, tuple(cfg.pass_at)
     self._options = Options(cfg.temperature, cfg.top_k, cfg.top_p, cfg.min_p)
-    self._check(name, cfg)
+    self._check(name)
     self._extract = compile_pattern(cfg.extract, f"evals.{name}.extract")
     prompter = Prompter(setup.config, setup.tokenizer)
     self._stop_ids, self._seed = prompter.stop_ids, setup.config.seed
-    sources, split = common.sources(name, cfg, setup.config)
-    self._prompts = [
-        prompter.record(record, cfg.prompt_key, cfg.answer_key) for key in sorted(sources) for record in
-        open_source(sources[key], key, split=split, max_documents=cfg.max_documents, texts=False).records()]
+    self._questions = questions.read(name, cfg, setup, prompter)
     self._sampler = Sampler(setup.model, setup.mesh, rows=cfg.batch_size or 32)
-    self._sampler.check([prompt.ids for prompt in self._prompts], self._new, f"evals.{name}.")
+    self._sampler.check([question.prompt.ids for question in self._questions], self._new, f"evals.{name}.")
 
-  def _check(self, name: str, cfg: Any) -> None:
+  def _check(self, name: str) -> None:
     self._options.check(f"evals.{name}.")
+    if self._match not in MATCHES:
+      raise ConfigError(f"evals.{name}.match is {self._match!r}; allowed: {', '.join(MATCHES)}.")
     if self._num_samples < 1 or self._new < 1:
       raise ConfigError(f"evals.{name}: found num_samples={self._num_samples}, max_new_tokens={self._new}; allowed: 1 "
                         "or more.")
@@ -56,29 +59,37 @@ class Generate:
     if self._options.temperature == 0 and self._num_samples > 1:
       raise ConfigError(f"evals.{name}: temperature 0 makes all {self._num_samples} samples of a prompt the same. Use "
                         "num_samples=1, or a temperature above 0.")
-    if (cfg.prompt_key is None) != (cfg.answer_key is None):
-      raise ConfigError(f"evals.{name}: prompt_key={cfg.prompt_key!r} and answer_key={cfg.answer_key!r}; set both or "
-                        "none.")
 
   def run(self, params: Any, step: int) -> Iterator[tuple[str, float]]:
-    completions = self._sampler.generate(
-        params, [prompt.ids for prompt in self._prompts], num_samples=self._num_samples, max_new_tokens=self._new,
-        stop_ids=self._stop_ids, seed=self._seed, **self._options._asdict())
-    rows = [self._row(self._prompts[c.prompt], c) for c in completions]
+    rows = []
+    for begin, images in questions.in_parts(self._questions):
+      part = self._questions[begin:] if images is None else self._questions[begin:begin + len(images)]
+      completions = self._sampler.generate(
+          params, [question.prompt.ids for question in part], num_samples=self._num_samples, max_new_tokens=self._new,
+          stop_ids=self._stop_ids, seed=self._seed, **self._options._asdict(),
+          **({} if images is None else dict(images=images)))
+      rows += [self._row(part[c.prompt], dataclasses.replace(c, prompt=c.prompt + begin)) for c in completions]
     if jax.process_index() == 0:
       self._write(self._setup.workdir / "samples", step, rows)
     yield from metrics(rows, self._pass_at)
 
-  def _row(self, prompt: Prompt, completion: Completion) -> dict[str, Any]:
+  def _row(self, question: Question, completion: Completion) -> dict[str, Any]:
     """A line of the table."""
-    text = self._setup.tokenizer.decode(completion.text_ids)
-    extracted, answer = (extract(part, self._extract) for part in (text, prompt.answer))
+    text, prompt = self._setup.tokenizer.decode(completion.text_ids), question.prompt
+    extracted, answers = extract(text, self._extract), [extract(answer, self._extract) for answer in question.answers]
     # An answer without the mark is the answer itself.
-    answer = normalize(prompt.answer) if answer is None else answer
+    answers = [normalize(answer) if found is None else found
+               for answer, found in zip(question.answers, answers, strict=True)]
+    if self._match == "vqa":
+      extracted, answers = extracted and vqa.normalize(extracted), [vqa.normalize(answer) for answer in answers]
+      score = 0.0 if extracted is None else vqa.accuracy(extracted, answers)
+    else:
+      score = float(extracted is not None and extracted in answers)
     return {"where": prompt.where, "prompt_index": completion.prompt, "sample": completion.sample,
-            "prompt": prompt.text, "completion": text, "extracted": extracted, "answer": answer,
-            "correct": extracted is not None and extracted == answer, "finish_reason": completion.finish_reason,
-            "tokens": len(completion.ids), "logprob": float(completion.logprobs.sum(dtype=np.float64))}
+            "prompt": prompt.text, "completion": text, "extracted": extracted,
+            "answer": answers[0] if len(answers) == 1 else answers, "correct": score == 1, "score": score,
+            "finish_reason": completion.finish_reason, "tokens": len(completion.ids),
+            "logprob": float(completion.logprobs.sum(dtype=np.float64))}
 
   def _write(self, folder: Path, step: int, rows: list[dict[str, Any]]) -> None:
     folder.mkdir(parents=True, exist_ok=True)
@@ -90,6 +101,15 @@ class Generate:
         f"{row['prompt']}\n>>> {row['completion']}" for row in rows[:SHOWN])
     (folder / f"{self._name}-{step}.txt").write_text(shown + "\n", encoding="utf-8")
     self._setup.writer.write_texts(step, {f"eval/{self._name}": shown})
+    notes = "\n".join(f"{name} {value:.4f}" for name, value in metrics(rows, self._pass_at))
+    page = pages.page(f"{self._name}, step {step}", list(map(self._card, rows[:pages.MOST_CARDS])), len(rows), notes)
+    (folder / f"{self._name}-{step}.html").write_text(page, encoding="utf-8")
+
+  def _card(self, row: dict[str, Any]) -> pages.Card:
+    answers = [row["answer"]] if isinstance(row["answer"], str) else row["answer"]
+    images = self._questions[row["prompt_index"]].prompt.images
+    lines = [("prompt", row["prompt"]), ("completion", row["completion"]), ("answer", " | ".join(answers))]
+    return pages.Card(f"{row['where']}, sample {row['sample']}", images, lines, row["correct"])
 
 
 def metrics(rows: list[dict[str, Any]], pass_at: tuple[int, ...]) -> Iterator[tuple[str, float]]:
@@ -97,7 +117,7 @@ def metrics(rows: list[dict[str, Any]], pass_at: tuple[int, ...]) -> Iterator[tu
   right: dict[int, list[bool]] = {}
   for row in rows:
     right.setdefault(row["prompt_index"], []).append(row["correct"])
-  yield "accuracy", sum(row["correct"] for row in rows) / len(rows)
+  yield "accuracy", sum(row["score"] for row in rows) / len(rows)
   for k in pass_at:
     yield f"pass@{k}", sum(pass_at_k(len(found), sum(found), k) for found in right.values()) / len(right)
   yield "stopped", sum(row["finish_reason"] == "stop" for row in rows) / len(rows)

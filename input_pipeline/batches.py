@@ -10,7 +10,9 @@ from ml_collections import ConfigDict
 from input_pipeline.cache import TokenizedSource
 from input_pipeline.examples import WITH_ADVANTAGES, WITH_PARTS, ZERO_ADVANTAGE, learns_texts
 from input_pipeline.files import DataError
-from input_pipeline.fitting import WHOLE_OVER_LONG, Pieces, Units
+from input_pipeline.fitting import OVER_LONG, WHOLE_OVER_LONG, Pieces, Units, fit, keep_images_whole
+from input_pipeline.image_batches import ImageLayout, Pictures
+from input_pipeline.image_texts import sees
 from input_pipeline.packing import Plan, make_plan, ragged
 from trainer.config import ConfigError
 
@@ -18,7 +20,8 @@ NORMALIZE = ("token", "sequence")
 
 
 def empty_batch(
-    num_rows: int, seq_len: int, pad_id: int, sequences: int = 0, reference: bool = False, advantages: bool = False
+    num_rows: int, seq_len: int, pad_id: int, sequences: int = 0, reference: bool = False, advantages: bool = False,
+    images: ImageLayout | None = None,
 ) -> dict[str, np.ndarray]:
   """Padding only: segment 0, weight 0, source -1.
 
@@ -29,6 +32,7 @@ def empty_batch(
     sequences: S, the most segments of a row, where documents have parts; else 0, and there is no such array.
     reference: with an array for the reference's log-probs.
     advantages: with an array for those of segments.
+    images: which arrays there are for images; None: none.
   """
   shape = (num_rows, seq_len)
   batch = {
@@ -44,7 +48,7 @@ def empty_batch(
     batch["advantages"] = np.zeros((num_rows, sequences), np.float32)
   if reference:
     batch["ref_logprobs"] = np.zeros(shape, np.float32)
-  return batch
+  return batch if images is None else batch | images.empty(*shape)
 
 
 def fill(
@@ -93,6 +97,13 @@ def check_ids(batch: dict[str, np.ndarray], vocab_size: int) -> dict[str, np.nda
   return batch
 
 
+def image_layout(packed: Iterable["PackedSource"]) -> ImageLayout | None:
+  """The arrays for images in batches of these sources; None: the model sees none."""
+  packed = list(packed)
+  pictures = packed[0].pictures
+  return None if pictures is None else pictures.layout(max(source.most_images for source in packed))
+
+
 def resolve_layout(config: ConfigDict) -> tuple[str, str, str]:
   """(packing, over_long, normalize) of a config, with what "auto" stands for.
 
@@ -122,13 +133,20 @@ def pack(config: ConfigDict, tokens: TokenizedSource, *, shuffle: bool = True) -
   """
   packing, over_long, normalize = resolve_layout(config)
   units, count = None, None if tokens.weights is None else tokens.count_trained
+  spans, pictures = None, Pictures(config, augment=shuffle) if sees(config) and not learns_texts(config) else None
   if tokens.parts_each:
     units = Units(tokens, config.seq_len, over_long, config.input.max_over_long)
-    count = units.count
+    count, spans = units.count, units.spans
+  elif tokens.images is not None:
+    if over_long == "split":
+      raise ConfigError(f"input.over_long is 'split', which would cut the images of source {tokens.name!r} in two. Use "
+                        f"{', '.join(o for o in OVER_LONG if o != 'split')}.")
+    lengths = np.diff(tokens.offsets)
+    spans = keep_images_whole(fit(lengths, config.seq_len, over_long, config.input.max_over_long, tokens.name), tokens)
   plan = make_plan(
       packing, np.diff(tokens.offsets), config.seq_len, seed=config.seed if shuffle else 0, name=tokens.name,
       shuffle=shuffle, over_long=over_long, max_over_long=config.input.max_over_long, count=count,
-      spans=None if units is None else units.spans)
+      spans=spans)
   s = plan.stats()
   if s.lost:
     logging.warning(
@@ -137,14 +155,19 @@ def pack(config: ConfigDict, tokens: TokenizedSource, *, shuffle: bool = True) -
   if s.untrained:
     logging.warning("source %r: %d documents or parts of them are left out: none of their tokens is trained.",
                     tokens.name, s.untrained)
-  return PackedSource(tokens, plan, normalize, units, config.strategy.name in WITH_ADVANTAGES)
+  return PackedSource(tokens, plan, normalize, units, config.strategy.name in WITH_ADVANTAGES, pictures)
 
 
 class PackedSource:
-  """A tokenised source with its plan; `units` if its documents have parts, whose marks may be `advantages`."""
+  """A tokenised source with its plan; `units` if its documents have parts, whose marks may be `advantages`; `pictures`
+  if the model sees images."""
 
   def __init__(self, tokens: TokenizedSource, plan: Plan, normalize: str = "token", units: Units | None = None,
-               advantages: bool = False):
+               advantages: bool = False, pictures: Pictures | None = None):
+    self.pictures = pictures
+    # The most images of a row, in whatever epoch.
+    self.most_images = 0 if tokens.images is None else plan.most(
+        tokens.count_images if units is None else lambda doc, begin, end: units.count_images(tokens, doc))
     self.tokens, self.plan, self.units, self.advantages, self._normalize = tokens, plan, units, advantages, normalize
     # The most segments of a row, in whatever epoch, where documents have parts; else 0.
     self.sequences = 0 if units is None else plan.most_pieces * units.each
@@ -165,6 +188,8 @@ class PackedSource:
         marks = marks != 0
       batch["sequences"][where[pieces.row], nth] = marks
     flat, token = fill(batch, where, source, pieces, self._normalize)
+    if self.pictures is not None:
+      self.pictures.fill(batch, where, source, pieces, flat, epoch)
     if self.reference is not None:
       trained = batch["loss_weights"].reshape(-1)[flat] != 0
       batch["ref_logprobs"].reshape(-1)[flat[trained]] = self.reference[token[trained]]
@@ -186,6 +211,7 @@ class PackedSource:
         "pieces untrained": s.untrained,
         "bytes": int(tokens.num_bytes.sum()),
         "tokens": s.tokens,
+        "images": 0 if tokens.images is None else len(tokens.images.ids),
         "rows": s.rows,
         "documents split": s.split,
         "padded %": 100 * s.padded,

@@ -4,9 +4,9 @@ A cache is a folder `<name>-<key>` with `tokens.bin` (uint16 or uint32, all docu
 (int64 [documents + 1], where each document begins), `num_bytes.bin` (int64 [records], UTF-8 bytes of the texts in
 each record), `meta.json`, and, if some document has weights, `weights.bin` (float32, one for each token). If documents
 consist of parts, as preferences do, `parts.bin` (int64 [documents * parts + 1], where each part begins) and `marks.bin`
-(float32 [documents * parts]) say which. The key is a hash of everything that decides the content, so a changed file,
-split, tokenizer or template gets another folder. A folder appears under its final name by one rename, when it is
-complete.
+(float32 [documents * parts]) say which. Images are kept as `cache_images.py` says. The key is a hash of everything that
+decides the content, so a changed file, split, tokenizer or template gets another folder. A folder appears under its
+final name by one rename, when it is complete.
 """
 
 import hashlib
@@ -22,7 +22,8 @@ from typing import NamedTuple
 import numpy as np
 from absl import logging
 
-from input_pipeline import folders
+from input_pipeline import cache_images, folders
+from input_pipeline.cache_images import ImageWriter, SourceImages, changed_file
 from input_pipeline.examples import Encoded, Encoder
 from input_pipeline.files import DataError, FileHasher
 from input_pipeline.readers import Record
@@ -31,6 +32,8 @@ from input_pipeline.sources import Source, utf8
 # Raise when the same source and encoder would give other files.
 VERSION = 3
 BATCH_BYTES, BATCH_RECORDS = 4 << 20, 1024
+# Fewer records at a time where each may hold images.
+BATCH_WITH_IMAGES = 64
 # Tokens whose weights are read at a time.
 WEIGHTS_READ = 1 << 22
 
@@ -58,6 +61,7 @@ class TokenizedSource(NamedTuple):
   marks: np.ndarray | None = None
   # Where it lies; None: only in memory.
   folder: Path | None = None
+  images: SourceImages | None = None
 
   @property
   def num_documents(self) -> int:
@@ -71,6 +75,13 @@ class TokenizedSource(NamedTuple):
   def of_parts(self) -> "TokenizedSource":
     """The same with each part as a document."""
     return self._replace(offsets=self.parts)
+
+  def count_images(self, doc: np.ndarray, begin: np.ndarray, end: np.ndarray) -> np.ndarray:
+    """How many images tokens begin to end of each document have."""
+    if self.images is None:
+      return np.zeros(len(doc), np.int64)
+    first, last = self.images.between(self.offsets[doc] + begin, self.offsets[doc] + end)
+    return last - first
 
   def count_trained(self, doc: np.ndarray, begin: np.ndarray, end: np.ndarray) -> np.ndarray:
     """How many of tokens begin + 1 to end of each document have a weight, int64 like the arguments.
@@ -118,9 +129,10 @@ def tokenize_source(
   folder = cache_dir / f"{re.sub(r'[^A-Za-z0-9_.-]', '_', source.name)}-{key}"
   if folder.exists():
     damage = folders.find_damage(folder, _arrays)
+    damage = f"damaged ({damage})" if damage else changed_file(folder)
     if damage is None:
       return _open(folder, source.name)
-    logging.warning("token cache %s is damaged (%s); building it again.", folder, damage)
+    logging.warning("token cache %s is %s; building it again.", folder, damage)
     folders.remove(folder)
   with folders.new(folder, "the token cache") as temporary:
     _build(temporary, source, encoder, vocab_size, key, progress)
@@ -136,8 +148,10 @@ def _build(folder: Path, source: Source, encoder: Encoder, vocab_size: int, key:
   shapes: Counter[str] = Counter()
   records = 0
   with source.bar("tokenizing", progress) as advance, _Writer(folder) as writer:
-    documents = _Documents(writer, source.name, vocab_size, getattr(encoder, "with_next", None))
-    for batch, num_bytes in _batches(source.records(), encoder):
+    each = getattr(encoder, "tokens_per_image", 0)
+    with_next = getattr(encoder, "with_next", None)
+    documents = _Documents(writer, source.name, vocab_size, with_next, ImageWriter(writer.write, each))
+    for batch, num_bytes in _batches(source.records(), encoder, BATCH_WITH_IMAGES if each else BATCH_RECORDS):
       results = encoder.encode(batch)
       shapes.update(map(encoder.describe, batch))
       dropped.update(r for r in results if isinstance(r, str))
@@ -161,6 +175,7 @@ def _build(folder: Path, source: Source, encoder: Encoder, vocab_size: int, key:
         "tokens": documents.tokens,
         "weights": documents.has_weights,
         "parts": documents.parts_each or 0,
+        **documents.images.finish(folder),
         "skipped": skipped,
         "dropped": dict(dropped),
         "shapes": dict(shapes.most_common()),
@@ -178,14 +193,14 @@ def _say_what_is_left_out(name: str, skipped: dict[str, int], dropped: dict[str,
     logging.warning("source %r: dropped %s", name, ", ".join(f"{n} ({why})" for why, n in dropped.items()))
 
 
-def _batches(records: Iterator[Record], encoder: Encoder) -> Iterator[tuple[list[Record], list[int]]]:
+def _batches(records: Iterator[Record], encoder: Encoder, most: int) -> Iterator[tuple[list[Record], list[int]]]:
   """Records to encode together, and the bytes of text in each."""
   batch, sizes, held = [], [], 0
   for record in records:
     batch.append(record)
     sizes.append(sum(len(utf8(text, record.where)) for text in encoder.texts(record)))
     held += sizes[-1] + sum(len(v) for v in record.fields.values() if isinstance(v, list))
-    if held >= BATCH_BYTES or len(batch) >= BATCH_RECORDS:
+    if held >= BATCH_BYTES or len(batch) >= most:
       yield batch, sizes
       batch, sizes, held = [], [], 0
   if batch:
@@ -200,7 +215,8 @@ class _Documents:
   """
 
   def __init__(self, writer: "_Writer", source: str, vocab_size: int,
-               with_next: Callable[[Encoded, Encoded | None], Encoded] | None = None):
+               with_next: Callable[[Encoded, Encoded | None], Encoded] | None, images: ImageWriter):
+    self.images = images
     self._writer, self._source, self._vocab_size, self._with_next = writer, source, vocab_size, with_next
     self.dtype = np.dtype("<u2" if vocab_size <= 1 << 16 else "<u4")
     self.count = self.tokens = 0
@@ -243,6 +259,7 @@ class _Documents:
       self._writer.write("weights", np.concatenate(weights).astype("<f4"))
     self._write_parts(documents)
     lengths = np.array([len(d.ids) for d in documents], "<i8")
+    self.images.write(documents, self.tokens + np.cumsum(lengths) - lengths)
     self._writer.write("tokens", ids.astype(self.dtype))
     self._writer.write("offsets", self.tokens + np.cumsum(lengths))
     self.tokens += int(lengths.sum())
@@ -298,11 +315,16 @@ def _arrays(meta: dict) -> dict[str, tuple[str, int]]:
     arrays["weights"] = ("<f4", meta["tokens"])
   if parts := meta.get("parts", 0) * meta["documents"]:
     arrays |= {"parts": ("<i8", parts + 1), "marks": ("<f4", parts)}
-  return arrays
+  return arrays | cache_images.arrays(meta)
 
 
 def _open(folder: Path, name: str) -> TokenizedSource:
   meta = json.loads((folder / "meta.json").read_text("utf-8"))
   maps = {key: np.memmap(folder / f"{key}.bin", dtype, mode="r") for key, (dtype, _) in _arrays(meta).items()}
   counts = {key: meta[key] for key in ("skipped", "dropped", "shapes")}
-  return TokenizedSource(name, **maps, fingerprint=meta["key"], folder=folder, **counts)
+  fingerprint, images = meta["key"], None
+  if "image_bytes" in maps:
+    fingerprint += f"-{meta['image_contents']}"  # they may lie beside the data, which the key is of
+    images = SourceImages(*(maps.pop(f"image_{key}") for key in ("bytes", "offsets", "places", "ids")),
+                          meta["tokens_per_image"])
+  return TokenizedSource(name, **maps, fingerprint=fingerprint, folder=folder, images=images, **counts)

@@ -10,6 +10,7 @@ from ml_collections import ConfigDict
 from input_pipeline.batches import PackedSource, pack, stats_table
 from input_pipeline.cache import TokenizedSource, tokenize_source
 from input_pipeline.examples import Encoder, learns_texts, open_examples
+from input_pipeline.image_texts import vocab_size
 from input_pipeline.reference import PackedData
 from input_pipeline.sources import Source
 from input_pipeline.tokenizer import Tokenizer
@@ -45,7 +46,8 @@ def make_eval_data(
   opened, packed = [], []
   for name in sorted(sources):
     source, encoder = open_examples(config, tokenizer, sources[name], name, split=split, max_documents=max_documents)
-    tokens = tokenize_source(source, encoder, tokenizer.vocab_size, default_cache_dir(config, workdir), progress)
+    cache_dir = default_cache_dir(config, workdir)
+    tokens = tokenize_source(source, encoder, vocab_size(config, tokenizer), cache_dir, progress)
     opened.append((source, encoder))
     packed.append(pack(config, tokens, shuffle=False))
   return EvalData(opened, packed, config.seq_len, tokenizer.pad_id, count_bytes=learns_texts(config))

@@ -11,6 +11,8 @@ import numpy as np
 from ml_collections import ConfigDict
 
 from input_pipeline.files import DataError
+from input_pipeline.image_texts import sees
+from input_pipeline.images import EncodedImage
 from input_pipeline.readers import Record
 from input_pipeline.sources import Source, open_source
 from input_pipeline.tokenizer import Tokenizer
@@ -30,18 +32,21 @@ class Encoded(NamedTuple):
 
   A document may consist of parts, which do not see one another but belong together, such as the two sides of a
   preference: `parts` are their lengths, `marks` their entries in a batch's `sequences`; or their advantages, of which
-  exact zeros are given as ZERO_ADVANTAGE.
+  exact zeros are given as ZERO_ADVANTAGE. It may have `images`, whose tokens begin at `places`, in ascending order.
   """
 
   ids: np.ndarray
   weights: np.ndarray | None = None
   parts: tuple[int, ...] = ()
   marks: tuple[float, ...] = ()
+  images: tuple[EncodedImage, ...] = ()
+  places: tuple[int, ...] = ()
 
 
 class Encoder(Protocol):
   """An encoder may have `with_next(document, following) -> document`, too, if a document depends on the one after it in
-  its source (the last one: on the first; a single one: on None)."""
+  its source (the last one: on the first; a single one: on None); and `tokens_per_image`, if documents may have images.
+  """
 
   # All that decides what `encode` gives: tokenizer, template, options. Equal on every machine.
   fingerprint: str
@@ -119,10 +124,11 @@ class TokenizedEncoder:
   Args:
     tokenizer: whose vocabulary the ids are checked against; None if only `texts` is used.
     fields: other names of these columns, {"input_ids": "ids"}.
+    images: the model sees images, which such rows cannot have.
   """
 
-  def __init__(self, tokenizer: Tokenizer | None, fields: Mapping[str, str] | None = None):
-    self._tokenizer, self._fields = tokenizer, dict(fields or {})
+  def __init__(self, tokenizer: Tokenizer | None, fields: Mapping[str, str] | None = None, images: bool = False):
+    self._tokenizer, self._fields, self._images = tokenizer, dict(fields or {}), images
 
   @property
   def fingerprint(self) -> str:
@@ -144,6 +150,9 @@ class TokenizedEncoder:
     return " with ".join(["tokens", *labelled])
 
   def _encode(self, record: Record) -> Encoded | str:
+    if self._images and any(record.fields.get(self._name(key)) is not None for key in ("image", "images")):
+      raise DataError(f"{record.where}: has tokens ({self._name('input_ids')}) and images. Give the text in place of "
+                      "the tokens, so that the places of the images are known.")
     ids = self._ids(record, "input_ids")
     size = self._tokenizer.vocab_size
     bad = np.flatnonzero((ids < 0) | (ids >= size))
@@ -227,6 +236,10 @@ class EitherEncoder:
   def fingerprint(self) -> str:
     return json.dumps([self._tokenized.fingerprint, self._other.fingerprint, self._prefer])
 
+  @property
+  def tokens_per_image(self) -> int:
+    return getattr(self._other, "tokens_per_image", 0)
+
   def encode(self, records: list[Record]) -> list[Encoded | str]:
     results, start = [], 0
     while start < len(records):  # runs of one kind, so that texts are tokenised together
@@ -279,7 +292,7 @@ def _chat(config: ConfigDict, tokenizer: Tokenizer | None) -> Encoder:
   except (TypeError, ValueError) as e:
     raise ConfigError(f"chat.fields is {config.chat.fields!r}; it must be pairs of names, ours first, as in "
                       '(("messages", "dialogue"),).') from e
-  return EitherEncoder(TokenizedEncoder(tokenizer, fields), ChatEncoder(config, tokenizer))
+  return EitherEncoder(TokenizedEncoder(tokenizer, fields, images=sees(config)), ChatEncoder(config, tokenizer))
 
 
 def _pairs(config: ConfigDict, tokenizer: Tokenizer | None) -> Encoder:

@@ -16,9 +16,12 @@ from ml_collections import ConfigDict
 from input_pipeline.chat import ChatTemplate, load_template, template_of
 from input_pipeline.examples import NOTHING_TO_TRAIN, Encoded
 from input_pipeline.files import DataError
+from input_pipeline.image_texts import IMAGE_ID, ImageTemplate, image_format, refuse_stand_in, text_of
+from input_pipeline.images import EncodedImage, ImageRef
 from input_pipeline.readers import Record
+from input_pipeline.segments import Segment, SegmentEncoder
 from input_pipeline.shapes import COLUMNS, REASONING, Conversation, Plain, ShapeReader
-from input_pipeline.spans import POLICIES, Segment, SegmentEncoder, SpanFinder
+from input_pipeline.spans import POLICIES, SpanFinder
 from input_pipeline.tokenizer import Tokenizer
 from trainer.config import ConfigError
 
@@ -32,11 +35,15 @@ class ChatEncoder:
   """Rows of every shape in `shapes.py` as tokens with weights.
 
   Args:
-    config: the whole config, of which `chat` and `tokenizer` count.
+    config: the whole config, of which `chat`, `tokenizer` and what concerns images count.
     tokenizer: what encodes; None if only `texts` and `describe` are used.
 
+  Attributes:
+    images: how the model sees images; None: it does not.
+    tokens_per_image: 0 if it does not.
+
   Raises:
-    ConfigError: a value of `chat` that is not allowed, an unknown template.
+    ConfigError: a value of `chat` that is not allowed, an unknown template; see `ImageFormat`.
     DataError: a template that is not valid.
   """
 
@@ -46,7 +53,9 @@ class ChatEncoder:
     _check_choice("train_on", self._chat.train_on, TRAIN_ON)
     _check_choice("on_rewritten_history", self._chat.on_rewritten_history, POLICIES)
     self._roles = _roles(self._chat)
-    self._shapes = ShapeReader(fields_of(self._chat), self._roles)
+    self.images = image_format(config, tokenizer)
+    self.tokens_per_image = 0 if self.images is None else self.images.each
+    self._shapes = ShapeReader(fields_of(self._chat), self._roles, self.images)
     # What turns conversations into text, for export and for generation; None: the tokenizer came with none.
     self.template: ChatTemplate | None = None if tokenizer is None else find_template(self._chat, tokenizer)
 
@@ -57,7 +66,7 @@ class ChatEncoder:
         [t.source, t.special_tokens] for t in (template, template.tool_use) if t is not None]
     return json.dumps(["chat", VERSION, self._tokenizer.fingerprint, self._tokenizer.stop_ids, sources, c.date,
                        c.train_on, self._roles, c.on_rewritten_history, sorted(fields_of(c).items()), self._add_bos,
-                       self._add_eos], sort_keys=True)
+                       self._add_eos, *([] if self.images is None else [self.images.fingerprint])], sort_keys=True)
 
   @property
   def stop_ids(self) -> tuple[int, ...]:
@@ -76,20 +85,33 @@ class ChatEncoder:
     examples, places = [], []
     results: list[Encoded | str] = []
     for record in records:
-      found = self.segments(self._shapes.read(record), record.where)
+      row = self._shapes.read(record)
+      images = self.load(row.images)
+      if isinstance(images, str):
+        results.append(images)
+        continue
+      found = self.segments(row, record.where)
       if not found:
         results.append(NOTHING_TO_TRAIN)
       for segments in found:
         examples.append(segments)
-        places.append((len(results), record.where))
+        places.append((len(results), record.where, images))
         results.append(NOTHING_TO_TRAIN)
-    tokenized = self.tokenize(examples, [where for _, where in places])
-    for (place, _), (ids, weights) in zip(places, tokenized, strict=True):
-      if (weights[1:] == 1).all():
-        results[place] = Encoded(ids)
-      elif weights[1:].any():
-        results[place] = Encoded(ids, weights)
+    tokenized = self.tokenize(examples, [where for _, where, _ in places])
+    for (place, _, images), (ids, weights) in zip(places, tokenized, strict=True):
+      if len(weights) < 2 or weights[1:].any():
+        ids, seen = self.finish(ids)
+        every = (weights[1:] == 1).all()
+        results[place] = Encoded(ids, None if every else weights, images=tuple(images[:len(seen)]), places=seen)
     return results
+
+  def load(self, refs: tuple[ImageRef, ...]) -> list[EncodedImage] | str:
+    """The images of a row, or why it is dropped. Raises ImageError: one of them cannot be used."""
+    return self.images.load(refs) if refs else []
+
+  def finish(self, ids: np.ndarray) -> tuple[np.ndarray, tuple[int, ...]]:
+    """(ids with the placeholders of images, int32 [n]; where each image's begin)."""
+    return (ids, ()) if self.images is None else self.images.finish(ids)
 
   def segments(self, row: Conversation | Plain, where: str) -> list[list[Segment]]:
     """The examples that a row gives; none if nothing in it is trained.
@@ -125,11 +147,16 @@ class ChatEncoder:
     if self.template is None:
       raise DataError(f"a conversation, but the tokenizer has no chat template. Set chat.template to a file or to one "
                       f"of {', '.join(template_names())} (plain needs no tokens but BOS and EOS).")
-    return SpanFinder(self.template, self._tokenizer)
+    return SpanFinder(self.renderer, self._tokenizer)
+
+  @cached_property
+  def renderer(self) -> ChatTemplate | ImageTemplate:
+    """The template, whose output has IMAGE where there are images."""
+    return self.template if self.images is None else ImageTemplate(self.template, self._tokenizer, self.images)
 
   @cached_property
   def _segments(self) -> SegmentEncoder:
-    return SegmentEncoder(self._tokenizer)
+    return SegmentEncoder(self._tokenizer, self.images)
 
   def _conversation(self, row: Conversation) -> list[list[Segment]]:
     """The examples that a conversation gives; none if nothing in it is trained."""
@@ -177,16 +204,24 @@ class ChatEncoder:
     names = t.named_tokens
     bos = [Segment(names["bos_token"], weight=min(before, answer))] if self._add_bos and t.bos_id is not None else []
     eos = [Segment(names["eos_token"], weight=answer)] if self._add_eos else []
-    texts = [self._segments.ordinary(text, w) for text, w in ((row.prompt, before), (row.completion, answer)) if text]
-    return [[*bos, texts[0]._replace(begins=True), *texts[1:], *eos]]
+    prompt, completion, first = row.prompt, row.completion, ""
+    if self.images is not None:
+      first, asked = self.images.place(completion if prompt is None else prompt, len(row.images))
+      prompt, completion = (None, asked) if prompt is None else (asked, completion)
+      refuse_stand_in(row.completion)
+    texts = [self._segments.ordinary(text, w) for text, w in ((prompt, before), (completion, answer)) if text]
+    head = [Segment(first)] if first else []
+    return [[*head, *bos, texts[0]._replace(begins=True), *texts[1:], *eos]]
 
   def _check_bos(self, ids, where: str) -> None:
     bos = self._tokenizer.bos_id
     if bos is None or bos in self._tokenizer.stop_ids:
       return
-    places = [int(i) for i in (ids == bos).nonzero()[0]]
+    # Images may stand before it.
+    texts = ids[int(np.argmax(ids != IMAGE_ID)):] if len(ids) and ids[0] == IMAGE_ID else ids
+    places = [int(i) for i in (texts == bos).nonzero()[0]]
     if places and places != [0]:
-      raise DataError(f"{where}: BOS is at the places {places[:5]} of its {len(ids)} tokens, but belongs at 0 alone. "
+      raise DataError(f"{where}: BOS is at the places {places[:5]} of its {len(texts)} tokens, but belongs at 0 alone. "
                       f"Correct the template ({'' if self.template is None else self.template.where}).")
 
 
@@ -224,7 +259,7 @@ def texts_of(message: dict) -> list[str]:
   """What a message says."""
   calls = [json.dumps(call["function"], ensure_ascii=False) for call in message.get("tool_calls", ())]
   reasoning = [message[key] for key in REASONING if key in message][:1]
-  return [*reasoning, message.get("content", ""), *calls]
+  return [*reasoning, text_of(message.get("content", "")), *calls]
 
 
 def _roles(chat: ConfigDict) -> list[str]:

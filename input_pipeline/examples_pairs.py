@@ -20,6 +20,7 @@ from ml_collections import ConfigDict
 from input_pipeline.examples import MISMATCHED, Encoded
 from input_pipeline.examples_chat import ChatEncoder, fields_of, texts_of
 from input_pipeline.files import DataError
+from input_pipeline.image_texts import text_of
 from input_pipeline.readers import Record
 from input_pipeline.shapes import Conversation, Plain, ShapeReader
 from input_pipeline.tokenizer import Tokenizer
@@ -47,7 +48,6 @@ class PairReader(ShapeReader):
     Raises:
       DataError: names the record, the key, and what was found.
     """
-    self._refuse_images(record)
     self._require(record, ("chosen", "rejected"), "A preference is prompt, chosen and rejected, or chosen and rejected "
                   "that begin alike", '(("chosen", "better"), ("rejected", "worse"))')
     keys = [self._name(key) for key in ("chosen", "rejected")]
@@ -73,7 +73,6 @@ class PairReader(ShapeReader):
     Raises:
       DataError: names the record, the key, and what was found.
     """
-    self._refuse_images(record)
     self._require(record, ("prompt", "completion", "label"), "An example is prompt, completion and label",
                   '(("label", "good"),)')
     key, label = self._name("completion"), record.fields[self._name("label")]
@@ -105,7 +104,7 @@ class PairReader(ShapeReader):
                         f"{texts[1][:40]!r}), and there is no {self._name('prompt')!r}. Add it, or make both begin "
                         "with the same prompt.")
       texts = [text[len(prompt):] for text in texts]
-    rows = [Plain(SHAPE, prompt, text) for text in texts]
+    rows = [Plain(SHAPE, prompt, text, self.images_of(record)) for text in texts]
     for key, row in zip(keys, rows, strict=True):
       self._check_side(record, key, row)
     return rows
@@ -122,9 +121,10 @@ class PairReader(ShapeReader):
     rows = []
     for key, messages, factors in answers:
       if messages[0]["role"] != "assistant":
+        said = text_of(messages[0].get("content", ""))
         raise DataError(f"{record.where}: the prompts differ: where the sides part, {key} goes on with what the "
-                        f"{messages[0]['role']} says ({messages[0].get('content', '')[:40]!r}). Both sides must begin "
-                        "with the same messages, up to what the assistant says.")
+                        f"{messages[0]['role']} says ({said[:40]!r}). Both sides must begin with the same messages, up "
+                        "to what the assistant says.")
       if bad := [w for w in factors if w not in (0, 1)]:
         raise DataError(f"{record.where}: a message of {key} has the weight {bad[0]:g}; in preferences it is 0 or 1.")
       row = self._conversation(record, SHAPE, before + messages, [1.0] * len(before) + factors, len(before))
@@ -143,7 +143,7 @@ class PairReader(ShapeReader):
         raise DataError(f"{record.where}: the prompts differ: {self._name('chosen')}[0] is not "
                         f"{self._name('rejected')}[0], and there is no {key!r} that is a list of messages.")
       prompt = record.fields.get(key)
-      asked = [message.get("content", "") for message in common if message["role"] == "user"]
+      asked = [text_of(message.get("content", "")) for message in common if message["role"] == "user"]
       if prompt is not None and prompt.strip() not in (text.strip() for text in asked):
         raise DataError(f"{record.where}: {key} is a string ({prompt[:40]!r}) that no message of the user says which "
                         f"{self._name('chosen')} and {self._name('rejected')} have in common. Give it as a list of "
@@ -192,12 +192,22 @@ class SidesEncoder:
       option = f"chat.roles={tuple(chat.roles)}" if tuple(chat.roles) else f"chat.train_on={chat.train_on!r}"
       raise ConfigError(f"{option}: strategy {strategy!r} trains completions. Leave chat.roles empty, and "
                         f"chat.train_on at one of {', '.join(TRAIN_ON)}.")
-    self._chat, self._reader = ChatEncoder(config, tokenizer), PairReader(fields_of(chat))
+    self._chat = ChatEncoder(config, tokenizer)
+    self._reader = PairReader(fields_of(chat), images=self._chat.images)
 
-  def _encode_sides(self, sides: list[tuple[Side, str]]) -> list[tuple[np.ndarray, np.ndarray]]:
-    """(ids, weights) of sides, of which `where` says whose they are."""
-    examples, wheres = [], []
+  @property
+  def tokens_per_image(self) -> int:
+    return self._chat.tokens_per_image
+
+  def _encode_sides(self, sides: list[tuple[Side, str]]) -> list[Encoded | str]:
+    """The ids and weights of sides, of which `where` says whose they are; or why one is dropped."""
+    examples, wheres, images = [], [], []
+    results: list[Encoded | str] = []
     for side, where in sides:
+      images.append(self._chat.load(side.row.images))
+      results.append(images[-1] if isinstance(images[-1], str) else "")
+      if results[-1]:
+        continue
       where = f"{where}: {side.column}"
       found = self._chat.segments(side.row, where)
       if len(found) > 1:
@@ -207,11 +217,16 @@ class SidesEncoder:
         raise DataError(f"{where}: no token of it is trained. Remove the row.")
       examples.append(found[0])
       wheres.append(where)
-    tokenized = self._chat.tokenize(examples, wheres)
-    for (_, weights), where in zip(tokenized, wheres, strict=True):
+    tokenized = zip(self._chat.tokenize(examples, wheres), wheres, strict=True)
+    for i, (dropped, loaded) in enumerate(zip(results, images, strict=True)):
+      if dropped:
+        continue
+      (ids, weights), where = next(tokenized)
       if not weights[1:].any():
         raise DataError(f"{where}: no token of it is trained. Remove the row.")
-    return tokenized
+      ids, places = self._chat.finish(ids)
+      results[i] = Encoded(ids, weights, images=tuple(loaded[:len(places)]), places=places)
+    return results
 
 
 class PairEncoder(SidesEncoder):
@@ -226,10 +241,12 @@ class PairEncoder(SidesEncoder):
     tokenized = self._encode_sides(sides)
     results = []
     for record, chosen, rejected in zip(records, tokenized[::2], tokenized[1::2], strict=True):
-      if np.array_equal(chosen[0], rejected[0]):
+      if isinstance(chosen, str) or isinstance(rejected, str):
+        results.append(chosen if isinstance(chosen, str) else rejected)
+        continue
+      if np.array_equal(chosen.ids, rejected.ids) and _contents(chosen) == _contents(rejected):
         raise DataError(f"{record.where}: both sides have the same tokens: there is nothing to prefer. Remove the row.")
-      ids, weights = (np.concatenate(both) for both in zip(chosen, rejected, strict=True))
-      results.append(Encoded(ids, weights, (len(chosen[0]), len(rejected[0])), (1.0, 1.0)))
+      results.append(_joined(chosen, rejected, (1.0, 1.0)))
     return results
 
   def texts(self, record: Record) -> Iterable[str]:
@@ -262,8 +279,9 @@ class LabelledEncoder(SidesEncoder):
   def encode(self, records: list[Record]) -> list[Encoded | str]:
     rows = [self._reader.labelled(record) for record in records]
     tokenized = self._encode_sides([(side, record.where) for (side, _), record in zip(rows, records, strict=True)])
-    return [Encoded(ids, weights, (len(ids),), (1.0 if label else -1.0,))
-            for (ids, weights), (_, label) in zip(tokenized, rows, strict=True)]
+    return [answer if isinstance(answer, str) else answer._replace(
+        parts=(len(answer.ids),), marks=(1.0 if label else -1.0,))
+            for answer, (_, label) in zip(tokenized, rows, strict=True)]
 
   def texts(self, record: Record) -> Iterable[str]:
     row = self._reader.labelled(record)[0].row
@@ -282,6 +300,21 @@ def _with_mismatched(document: Encoded, following: Encoded | None) -> Encoded:
   if following is None:
     return document._replace(parts=(*document.parts, 0), marks=(*document.marks, 0.0))
   prompt, answer = (int(np.argmax(d.weights > 0)) for d in (document, following))
-  ids = np.concatenate([document.ids, document.ids[:prompt], following.ids[answer:]])
-  weights = np.concatenate([document.weights, np.zeros(prompt, np.float32), following.weights[answer:]])
-  return Encoded(ids, weights, (len(document.ids), len(ids) - len(document.ids)), (*document.marks, MISMATCHED))
+  ids = np.concatenate([document.ids[:prompt], following.ids[answer:]])
+  weights = np.concatenate([np.zeros(prompt, np.float32), following.weights[answer:]])
+  places = [at for at in document.places if at < prompt]
+  later = sum(at < answer for at in following.places)
+  mismatched = Encoded(ids, weights, images=(*document.images[:len(places)], *following.images[later:]),
+                       places=(*places, *(at - answer + prompt for at in following.places[later:])))
+  return _joined(document, mismatched, (*document.marks, MISMATCHED))
+
+
+def _joined(first: Encoded, second: Encoded, marks: tuple[float, ...]) -> Encoded:
+  """A document of two parts."""
+  ids, weights = (np.concatenate([getattr(first, key), getattr(second, key)]) for key in ("ids", "weights"))
+  places = (*first.places, *(at + len(first.ids) for at in second.places))
+  return Encoded(ids, weights, (len(first.ids), len(second.ids)), marks, first.images + second.images, places)
+
+
+def _contents(document: Encoded) -> list[bytes]:
+  return [image.data for image in document.images]

@@ -21,6 +21,7 @@ from input_pipeline.examples import NOTHING_TO_TRAIN, ZERO_ADVANTAGE, Encoded
 from input_pipeline.examples_chat import fields_of, texts_of
 from input_pipeline.examples_pairs import SHAPE, Side, SidesEncoder
 from input_pipeline.files import DataError
+from input_pipeline.image_texts import vocab_size
 from input_pipeline.prompts import Asked, Prompter, PromptReader
 from input_pipeline.readers import Record
 from input_pipeline.shapes import Conversation, Plain
@@ -118,7 +119,7 @@ class RolloutReader(PromptReader):
       if not isinstance(value, str):
         raise DataError(f"{record.where}: {key} is a {type(value).__name__}, but the prompt is a string; then "
                         "responses are strings or lists of token ids.")
-      row: Plain | Conversation = Plain(SHAPE, asked.said, value)
+      row: Plain | Conversation = Plain(SHAPE, asked.said, value, asked.images)
     else:
       row = self._answered(record, key, value, asked)
     return Side(row, key)
@@ -134,8 +135,8 @@ class RolloutReader(PromptReader):
       raise DataError(f"{record.where}: a message of {key} has the weight {bad[0]:g}; in responses it is 0 or 1.")
     # The system message is in `said` already.
     beside = {k: v for k, v in record.fields.items() if k != self._name("system")}
-    return self._conversation(Record(record.name, record.where, beside), SHAPE, asked.said + messages,
-                              [1.0] * len(asked.said) + factors, len(asked.said))
+    return self._conversation(record._replace(fields=beside), SHAPE, asked.said + messages,
+                              [1.0] * len(asked.said) + factors, len(asked.said), asked.images)
 
   def _weights(self, record: Record, i: int, mask: Any, length: int) -> np.ndarray:
     if not isinstance(mask, list):
@@ -173,7 +174,7 @@ class RolloutEncoder(SidesEncoder):
     super().__init__(config, tokenizer)
     self._config, self._tokenizer = config, tokenizer
     self._key, self._kinds = config.rollout.prompt_key, (config.strategy.baseline, config.strategy.scale)
-    self._rollouts = RolloutReader(fields_of(config.chat))
+    self._rollouts = RolloutReader(fields_of(config.chat), images=self._chat.images)
 
   @cached_property
   def fingerprint(self) -> str:
@@ -192,9 +193,13 @@ class RolloutEncoder(SidesEncoder):
         if why := _why_not(row, i):
           results.append(why)
           continue
-        ids, weights = self._join(record, row, response) if isinstance(response, Tokens) else next(tokenized)
+        answer = self._join(record, row, response) if isinstance(response, Tokens) else next(tokenized)
+        if isinstance(answer, str):
+          results.append(answer)
+          continue
         mark = float(values[i]) or ZERO_ADVANTAGE
-        results.append(Encoded(ids, weights, (len(ids),), (mark,)) if weights[1:].any() else NOTHING_TO_TRAIN)
+        document = answer._replace(parts=(len(answer.ids),), marks=(mark,))
+        results.append(document if answer.weights[1:].any() else NOTHING_TO_TRAIN)
     return results
 
   def texts(self, record: Record) -> Iterable[str]:
@@ -228,16 +233,30 @@ class RolloutEncoder(SidesEncoder):
                           "whose rows are prepared before there are batches. Use 'group' or 'none', or sample the "
                           "responses (rollout.num_prompts).")
 
-  def _join(self, record: Record, row: Rollout, response: Tokens) -> tuple[np.ndarray, np.ndarray]:
-    """(ids, weights) of a response of token ids behind its prompt."""
-    asked = row.asked
-    prompt = asked if isinstance(asked, np.ndarray) else self._prompter.asked(asked, record.where).ids
+  def _join(self, record: Record, row: Rollout, response: Tokens) -> Encoded | str:
+    """The ids and weights of a response of token ids behind its prompt; or why it is dropped."""
+    asked, images, places = row.asked, (), ()
+    if isinstance(asked, np.ndarray):
+      prompt = asked
+      self._refuse_images_of_tokens(record)
+    else:
+      loaded = self._chat.load(asked.images)
+      if isinstance(loaded, str):
+        return loaded
+      found = self._prompter.asked(asked, record.where)
+      prompt, images, places = found.ids, tuple(loaded), found.image_places
     ids = np.concatenate([prompt, response.ids])
-    size = self._tokenizer.vocab_size
+    size = vocab_size(self._config, self._tokenizer)
     if bad := [i for i in ids.tolist() if not 0 <= i < size]:
       raise DataError(f"{record.where}: the id {bad[0]} is not in the tokenizer's vocabulary of {size}. Use the "
                       "tokenizer that these rows were made with.")
-    return ids.astype(np.int32), np.concatenate([np.zeros(len(prompt), np.float32), response.weights])
+    weights = np.concatenate([np.zeros(len(prompt), np.float32), response.weights])
+    return Encoded(ids.astype(np.int32), weights, images=images, places=places)
+
+  def _refuse_images_of_tokens(self, record: Record) -> None:
+    if self._rollouts.images_of(record):
+      raise DataError(f"{record.where}: has images, and a prompt of token ids. Give the prompt as text or messages, so "
+                      "that the places of the images are known.")
 
   @cached_property
   def _prompter(self) -> Prompter:

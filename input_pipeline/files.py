@@ -34,12 +34,13 @@ class Record(NamedTuple):
 
   `name` is its file's relative name, with ":line" or "[row]" where a file holds several; `where` tells people where it
   is, as in "data/a.jsonl:7". `fields` are JSON's types and whatever else the format has (bytes, dates). A text that
-  belongs to no field has the name of the reader's `text_key`.
+  belongs to no field has the name of the reader's `text_key`. Paths in it are relative to `folder`.
   """
 
   name: str
   where: str
   fields: dict[str, Any]
+  folder: Path | None = None
 
 
 class Tally:

@@ -106,6 +106,27 @@ def check_share(lengths: np.ndarray, seq_len: int, over_long: str, max_over_long
         f"{'' if over_long == 'error' else ', or a larger input.max_over_long'}.")
 
 
+def keep_images_whole(spans: Spans, tokens: TokenizedSource) -> Spans:
+  """`spans` of documents of which none is cut within an image: one that would be is left out, with all beyond the cut.
+
+  Args:
+    spans: as `fit` gives them, but not split.
+    tokens: the source's, with images.
+  """
+  docs = np.arange(len(spans.lengths)) if spans.doc is None else spans.doc
+  begin = np.zeros(len(docs), np.int64) if spans.begin is None else spans.begin
+  starts = tokens.offsets[docs]
+  first = tokens.images.outside(starts + begin, after=True)
+  last = np.maximum(tokens.images.outside(starts + begin + spans.lengths, after=False), first)
+  lengths = np.asarray(last - first)
+  gone = (lengths == 0) & (spans.lengths > 0)
+  spans = spans._replace(
+      lengths=lengths, begin=None if spans.begin is None else np.asarray(first - starts),
+      truncated=spans.truncated - int(gone.sum()), too_long=spans.too_long + int(gone.sum()),
+      lost=spans.lost + int(spans.lengths.sum() - lengths.sum()))
+  return spans.only(~gone) if gone.any() else spans
+
+
 class Units:
   """What is kept of documents with parts, each of which needs a row's places for all of its parts.
 
@@ -140,6 +161,9 @@ class Units:
       kept_DxP, bad_D = sizes_DxP, self._drop(long_D, "too long", False)
     else:
       kept_DxP = np.where(long_D[:, None], np.minimum(sizes_DxP, _largest(sizes_DxP, seq_len)[:, None]), sizes_DxP)
+      if tokens.images is not None:
+        starts_DxP = np.array(tokens.parts[:-1]).reshape(-1, self.each)
+        kept_DxP = tokens.images.outside(starts_DxP + kept_DxP, after=False) - starts_DxP
       compared_D = (marks_DxP == 1).all(axis=1) & (self.each > 1)
       bad_D = self._drop(long_D & compared_D & (kept_DxP == sizes_DxP).any(axis=1), "one side too long", False)
     trained_DxP = self._count(tokens, kept_DxP)
@@ -162,6 +186,12 @@ class Units:
   def count(self, doc: np.ndarray, begin: np.ndarray, end: np.ndarray) -> np.ndarray:
     """Trained tokens of whole documents; what is only summed up for a mean is not counted."""
     return self._trained_D[doc]
+
+  def count_images(self, tokens: TokenizedSource, doc: np.ndarray) -> np.ndarray:
+    """How many images each of these documents keeps, in all of its parts."""
+    kept_NxP = self._kept_DxP[doc]
+    part_NxP = doc[:, None] * self.each + np.arange(self.each)
+    return tokens.of_parts().count_images(part_NxP, np.zeros_like(kept_NxP), kept_NxP).sum(axis=1)
 
   def parts(self, pieces: Pieces) -> tuple[Pieces, np.ndarray]:
     """The parts of documents, as pieces of a source in which each is a document, and the marks of these, float32."""

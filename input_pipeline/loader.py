@@ -18,6 +18,7 @@ from input_pipeline.batches import PackedSource, pack, resolve_layout, stats_tab
 from input_pipeline.cache import tokenize_source
 from input_pipeline.evaluation import EvalData, default_cache_dir, make_eval_data
 from input_pipeline.examples import open_examples
+from input_pipeline.image_texts import vocab_size
 from input_pipeline.mixture import Mixture, stage_weights
 from input_pipeline.prefetch import Prefetcher
 from input_pipeline.reference import PackedData
@@ -79,7 +80,7 @@ def make_train_data(
       logging.warning("source %r has weight 0 throughout and is not used.", name)
   for name in names:
     source, encoder = open_examples(cfg, tokenizer, i.sources[name], name)
-    tokens = tokenize_source(source, encoder, tokenizer.vocab_size, default_cache_dir(cfg, workdir), progress)
+    tokens = tokenize_source(source, encoder, vocab_size(cfg, tokenizer), default_cache_dir(cfg, workdir), progress)
     packed.append(pack(cfg, tokens))
   weights = np.array([[stage[name] for name in names] for stage in weights], np.float64)
   if i.mixture_by == "tokens" and len(names) > 1:
@@ -87,7 +88,8 @@ def make_train_data(
   starts = [sizes.rows_before(step) for step in steps]
   mixture = Mixture(starts, weights, [source.plan.num_rows for source in packed], i.stop, names)
   contents = [source.tokens.fingerprint for source in packed]
-  order = [cfg.seed, cfg.seq_len, *resolve_layout(cfg), starts, weights.tolist(), contents]
+  pictures = [] if packed[0].pictures is None else [packed[0].pictures.fingerprint]
+  order = [cfg.seed, cfg.seq_len, *resolve_layout(cfg), starts, weights.tolist(), contents, *pictures]
   return TrainData(packed, mixture, sizes, cfg.seq_len, tokenizer.pad_id, _hash(order))
 
 
@@ -193,7 +195,8 @@ class TrainData(PackedData):
 
   def batch(self, step: int, rows: slice | np.ndarray = slice(None)) -> dict[str, np.ndarray]:
     """Rows `rows` of the batch of `step`: tokens, positions, segment_ids, loss_weights [R, T], source_ids [R]; where
-    documents have parts, sequences [R, S], and maybe advantages [R, S]; after `use`, ref_logprobs [R, T].
+    documents have parts, sequences [R, S], and maybe advantages [R, S]; after `use`, ref_logprobs [R, T]; if the model
+    sees images, what `ImageLayout.empty` has.
 
     A pure function: neither the calls before nor the thread matter.
     """

@@ -216,6 +216,14 @@ class _PiecePlan(Plan):
         self._kept = np.flatnonzero(trained)
         self._num_pieces, self._filled = len(self._kept), int((end - begin)[self._kept].sum())
 
+  def most(self, count: Count) -> int:
+    """The most of something that a row holds in any epoch, where `count` says how many each piece has."""
+    return self._most(count(*self._spans.place(*self._piece(np.arange(self._num_pieces)))))
+
+  @abc.abstractmethod
+  def _most(self, counts: np.ndarray) -> int:
+    """The same, given the count of each piece."""
+
   def _piece(self, piece: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """(span, begin, end) of piece numbers."""
     piece = piece if self._kept is None else self._kept[piece]
@@ -230,6 +238,9 @@ class OnePlan(_PiecePlan):
   def __init__(self, spans, seq_len, key, count=None):
     super().__init__(spans, seq_len, key, count)
     self.num_rows, self.most_pieces = self._num_pieces, 1
+
+  def _most(self, counts):
+    return int(counts.max(initial=0))
 
   def _make_order(self, epoch):
     return (self._permutation(self.num_rows, "rows", epoch),)
@@ -259,6 +270,17 @@ class BestFitPlan(_PiecePlan):
     counts = np.bincount(row_of_slot)
     self.most_pieces = int(counts.max())
     self._row_starts = np.concatenate([[0], np.cumsum(counts)])
+
+  def _most(self, counts):
+    # Pieces of one length may stand in each other's place: a row may get those of them that have the most.
+    largest = counts[np.lexsort((-counts, -self._piece_lengths))]
+    lengths = np.sort(self._piece_lengths)[::-1]
+    slot_length = lengths[self._slots]
+    row = np.repeat(np.arange(self.num_rows), np.diff(self._row_starts))
+    new = np.flatnonzero(np.concatenate([[True], (np.diff(row) != 0) | (np.diff(slot_length) != 0)]))
+    _, nth = ragged(np.diff(np.append(new, len(row))))
+    first = np.searchsorted(-lengths, -slot_length)
+    return int(np.bincount(row, largest[first + nth]).max())
 
   def _make_order(self, epoch):
     random = self._permutation(self._num_pieces, "pieces", epoch)

@@ -19,6 +19,8 @@ from absl import logging
 from ml_collections import ConfigDict
 
 from input_pipeline.files import DataError
+from input_pipeline.image_texts import BAD_IMAGE
+from input_pipeline.images import ImageError, Images
 from input_pipeline.loader import used_sources
 from input_pipeline.mixture import Mixture, stage_weights
 from input_pipeline.packing import permutation
@@ -43,6 +45,7 @@ class PromptItem(NamedTuple):
       record has a column of that name.
     tools, variables: of the chat template, to render further turns.
     source: index of its source in sorted order.
+    number: its place in the stream.
   """
 
   prompt: Prompt
@@ -51,6 +54,7 @@ class PromptItem(NamedTuple):
   tools: list[dict] | None = None
   variables: dict = {}  # noqa: RUF012 (nobody changes it)
   source: int = 0
+  number: int = -1
 
 
 class PromptSource(NamedTuple):
@@ -165,7 +169,7 @@ class PromptData:
     if index < 0 or self.num_items is not None and index >= self.num_items:
       raise IndexError(f"prompt {index} of {self.num_items}")
     (source,), (epoch,), (row,) = (part.tolist() for part in self._mixture.locate(np.array([index])))
-    return self._sources[source].items[self._order(source, epoch)[row]]
+    return self._sources[source].items[self._order(source, epoch)[row]]._replace(number=index)
 
   def every_item(self) -> Iterator[PromptItem]:
     """All prompts, once each, source by source."""
@@ -183,7 +187,7 @@ class PromptData:
 
   def stats(self) -> list[dict[str, Any]]:
     """One row a source for the start-up table; `loader.format_stats` prints it."""
-    reasons = [why for why in (DUPLICATE, TOO_LONG) if any(source.dropped[why] for source in self._sources)]
+    reasons = [why for why in (DUPLICATE, TOO_LONG, BAD_IMAGE) if any(source.dropped[why] for source in self._sources)]
     table = []
     for source in self._sources:
       lengths = [len(item.prompt.ids) for item in source.items]
@@ -200,13 +204,20 @@ def _read(source: Source, prompter: Prompter, config: ConfigDict, number: int, r
           progress: bool) -> PromptSource:
   """All prompts of a source, of at most `room` tokens."""
   items, lengths, seen, shapes = [], [], set(), Counter()
-  dropped = {DUPLICATE: 0, TOO_LONG: 0}
+  dropped = {DUPLICATE: 0, TOO_LONG: 0, BAD_IMAGE: 0}
   with source.bar("tokenizing", progress) as advance:
     for record in source.records():
       advance()
-      item = _item(record, prompter, config.rollout.prompt_key, number)
+      try:
+        item = _item(record, prompter, config.rollout.prompt_key, number)
+      except ImageError as e:
+        if config.input.images.on_error != "drop":
+          raise
+        logging.info("dropped: %s", e)
+        dropped[BAD_IMAGE] += 1
+        continue
       shapes["texts" if isinstance(item.said, str) else "conversations"] += 1
-      key = _hash([item.prompt.ids.tolist(), item.said, item.columns, item.tools, item.variables])
+      key = _hash(_content(item))
       if key in seen:
         dropped[DUPLICATE] += 1
         continue
@@ -223,9 +234,18 @@ def _read(source: Source, prompter: Prompter, config: ConfigDict, number: int, r
                     "a user says, name the column: rollout.prompt_key.", source.name, shapes["texts"])
   if any(dropped.values()):
     logging.warning("source %r: dropped %s", source.name, ", ".join(f"{n} ({why})" for why, n in dropped.items() if n))
-  content = _hash([[i.prompt.ids.tolist(), i.said, i.columns, i.tools, i.variables] for i in items])
+  if not items:
+    raise DataError(f"source {source.name!r}: none of its prompts can be used: {dropped[BAD_IMAGE]} have {BAD_IMAGE}.")
+  content = _hash([_content(item) for item in items])
   skipped = source.tally.empty + source.tally.undecodable
   return PromptSource(source.name, items, skipped, dropped, dict(shapes.most_common()), content)
+
+
+def _content(item: PromptItem) -> list:
+  """All that makes a prompt what it is."""
+  content = [item.prompt.ids.tolist(), item.said, item.columns, item.tools, item.variables]
+  images = item.prompt.images
+  return [*content, [_hash(image) for image in images.encoded]] if isinstance(images, Images) else content
 
 
 def _item(record: Record, prompter: Prompter, prompt_key: str | None, source: int) -> PromptItem:

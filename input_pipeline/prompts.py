@@ -1,6 +1,6 @@
 """Prompts for generation: conversations, texts and records as the token ids that a completion follows."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -9,9 +9,11 @@ from ml_collections import ConfigDict
 
 from input_pipeline.examples_chat import ChatEncoder, fields_of
 from input_pipeline.files import DataError
+from input_pipeline.image_texts import IMAGE, attach, content_parts, parts_of, text_of
+from input_pipeline.images import ImageRef, Images
 from input_pipeline.readers import Record
+from input_pipeline.segments import Segment, SegmentEncoder
 from input_pipeline.shapes import Conversation, ShapeReader
-from input_pipeline.spans import Segment, SegmentEncoder
 from input_pipeline.tokenizer import Tokenizer
 from trainer.config import ConfigError
 
@@ -21,18 +23,24 @@ WITH_ANSWER = ("messages", "conversations")
 
 
 class Prompt(NamedTuple):
-  """What is to be completed: its ids (int32 [n]), its text for people, the right answer if one is known, its place."""
+  """What is to be completed: its ids (int32 [n]), its text for people, the right answer if one is known, its place.
+
+  `images`: uint8 [S, S, 3] each, decoded when asked for. Their tokens begin at `image_places`.
+  """
 
   ids: np.ndarray
   text: str
   answer: str | None = None
   where: str = ""
+  images: Sequence[np.ndarray] = ()
+  image_places: tuple[int, ...] = ()
 
 
 class Asked(NamedTuple):
   """What a record asks for: a text to continue, or messages to answer with the template's tools and variables.
 
   `columns` are the names of those it was made of; `answer` is what the assistant said next in these, None if unknown.
+  `images` are those of the text, or of the messages' parts, in order.
   """
 
   said: str | list[dict]
@@ -40,6 +48,7 @@ class Asked(NamedTuple):
   tools: list[dict] | None = None
   variables: dict = {}  # noqa: RUF012 (nobody changes it)
   answer: str | None = None
+  images: tuple[ImageRef, ...] = ()
 
 
 class PromptReader(ShapeReader):
@@ -57,7 +66,7 @@ class PromptReader(ShapeReader):
     Raises:
       DataError: no such column, or several; what is wrong in it.
     """
-    self._refuse_images(record)
+    refs = self.images_of(record)
     column = self._column(record) if prompt_key is None else prompt_key
     key = column if prompt_key is not None else self._name(column)
     value = record.fields.get(key)
@@ -71,11 +80,13 @@ class PromptReader(ShapeReader):
         value, str if prompt_key is None else (str, int, float)):
       raise self._no_prompt(record, key, value)
     if prompt_key is None or not chat:
-      return Asked(str(value), frozenset({key}))
+      text = self._prefix(record) if self.is_prefix(key) else str(value)
+      return Asked(text, frozenset({key, *self._image_columns(record)}), images=refs)
     return self._asked(record, column, [{"role": "user", "content": str(value)}], {key}, ends=False)
 
   def _column(self, record: Record) -> str:
-    found = [column for column in PROMPT_COLUMNS if self._has(record, column)]
+    known = PROMPT_COLUMNS if self._images is None else (*PROMPT_COLUMNS, "prefix")
+    found = [column for column in known if self._has(record, column)]
     if len(found) > 1:  # named in chat.fields, it is meant
       found = [column for column in found if column in self._fields] or found
     if len(found) == 1:
@@ -87,6 +98,13 @@ class PromptReader(ShapeReader):
     raise DataError(f"{record.where}: no prompt; its columns are {columns}. A prompt is in one of "
                     f"{', '.join(PROMPT_COLUMNS)}, or in the column that rollout.prompt_key names.")
 
+  def is_prefix(self, key: str) -> bool:
+    """Whether a column holds prefixes, which end as they do in training."""
+    return self._images is not None and key == self._name("prefix")
+
+  def _image_columns(self, record: Record) -> list[str]:
+    return [self._name(key) for key in ("image", "images") if self._images is not None and self._has(record, key)]
+
   def _no_prompt(self, record: Record, key: str, value: Any) -> DataError:
     if key not in record.fields:
       return DataError(f"{record.where}: no key {key!r}; found {', '.join(map(repr, record.fields)) or 'none'}. Set "
@@ -96,7 +114,7 @@ class PromptReader(ShapeReader):
                      "rollout.prompt_key to another column, or remove such rows.")
 
   def _instruction_prompt(self, record: Record) -> list[dict]:
-    answered = Record(record.name, record.where, {**record.fields, self._name("output"): ""})
+    answered = record._replace(fields={**record.fields, self._name("output"): ""})
     return self._instruction(answered).messages[:-1]
 
   def _asked(self, record: Record, column: str, messages: list[dict], used: set[str], ends: bool) -> Asked:
@@ -106,18 +124,20 @@ class PromptReader(ShapeReader):
       if not ends or len(messages) == 1:
         raise DataError(f"{record.where}: {self._name(column)} ends with what the assistant says, so that there is "
                         "nothing to answer. Take that message out.")
-      answer = messages[-1].get("content")
+      content = messages[-1].get("content")
+      answer = None if content is None else text_of(content)
       messages = messages[:-1]
     row = self._conversation(record, column, messages, [1.0] * len(messages), None)
     beside = {self._name(key) for key in ("system", "tools", "chat_template_kwargs") if self._has(record, key)}
-    return Asked(row.messages, frozenset(used | beside), row.tools, row.variables, answer)
+    columns = frozenset({*used, *beside, *self._image_columns(record)})
+    return Asked(row.messages, columns, row.tools, row.variables, answer, row.images)
 
 
 class Prompter:
   """Makes prompts as fine-tuning makes the beginnings of its examples.
 
   Args:
-    config: the whole config, of which `chat` and `tokenizer` count.
+    config: the whole config, of which `chat`, `tokenizer` and what concerns images count.
     tokenizer: what encodes.
 
   Attributes:
@@ -133,22 +153,43 @@ class Prompter:
     self.template, self.stop_ids = encoder.template, encoder.stop_ids
     self._tokenizer = tokenizer
     self._bos = [tokenizer.bos_id] if config.tokenizer.add_bos and tokenizer.bos_id is not None else []
-    self._shapes, self._prompts = ShapeReader(dict(config.chat.fields)), PromptReader(fields_of(config.chat))
+    self._images = encoder.images
+    self._shapes = ShapeReader(dict(config.chat.fields), images=self._images)
+    self._prompts = PromptReader(fields_of(config.chat), images=self._images)
 
-  def text(self, text: str, where: str = "prompt") -> Prompt:
+  def text(self, text: str, where: str = "prompt", images: Iterable[Any] = ()) -> Prompt:
     """A text to be continued, after BOS where the tokenizer has one. No special token is recognised in it.
 
+    Args:
+      text: with a marker for each image (`chat.image_marker`), or for none: then they stand before it.
+      where: for messages.
+      images: of it: paths, the bytes of image files, or whatever else rows may have.
+
     Raises:
-      DataError: it has no tokens.
+      DataError: it has no tokens; ImageError: an image cannot be used.
     """
+    if refs := self._refs(images, where):
+      try:
+        first, placed = self._images.place(text, len(refs))
+      except DataError as e:
+        raise DataError(f"{where}: {e}") from e
+      bos = [Segment(self._tokenizer.named_tokens["bos_token"])] if self._bos else []
+      rest = self._segments.ordinary(placed, 0.0)._replace(begins=True)
+      return self._with_images([*([Segment(first)] if first else []), *bos, rest], text, refs, where)
     ids = np.concatenate([np.array(self._bos, np.int32), self._tokenizer.encode_batch([text])[0]])
     if not len(ids):
       raise DataError(f"{where}: the prompt is empty, and there is no BOS token to start from.")
     return Prompt(ids, text, where=where)
 
   def messages(self, messages: Iterable[Mapping], tools: Iterable[Mapping] | None = None, where: str = "prompt",
-               **variables: Any) -> Prompt:
+               images: Iterable[Any] = (), **variables: Any) -> Prompt:
     """A conversation that the assistant is to go on with; special tokens only where the template writes them.
+
+    Args:
+      messages: a content is a string or a list of parts, {"type": "text", "text": …} or {"type": "image", "image": …}.
+      tools, **variables: of the template.
+      where: for error messages.
+      images: those of parts without an image of their own, or of markers in the texts; see `text`.
 
     Raises:
       ConfigError: there is no chat template.
@@ -157,12 +198,32 @@ class Prompter:
     if self.template is None:
       raise ConfigError(f"{where} is a conversation, but the tokenizer has no chat template. Name one with "
                         "--config.chat.template, e.g. chatml.")
+    refs = self._refs(images, where)
+    if self._images is not None:
+      parts = [{**m, "content": content_parts(m["content"], f"{where}: messages[{i}].content")}
+               if isinstance(m.get("content"), list) else dict(m) for i, m in enumerate(messages)]
+      messages, refs = attach(parts, refs, where, None, self._images.marker)
     try:
-      rendered = self.template.render_spans(messages, tools=tools, add_generation_prompt=True,
-                                            inert_tokens=self._tokenizer.special_tokens, **variables)
+      rendered = self._encoder.renderer.render_spans(messages, tools=tools, add_generation_prompt=True,
+                                                     inert_tokens=self._tokenizer.special_tokens, **variables)
     except DataError as e:
       raise DataError(f"{where}: {e}") from e
+    if refs:
+      return self._with_images([Segment(rendered.text, rendered.inert)], rendered.text, refs, where)
     return Prompt(self._tokenizer.encode_rendered(rendered.text, rendered.inert), rendered.text, where=where)
+
+  def _refs(self, images: Iterable[Any], where: str) -> tuple[ImageRef, ...]:
+    refs = tuple(image if isinstance(image, ImageRef) else ImageRef(image, f"{where}: image {i}")
+                 for i, image in enumerate(images))
+    if refs and self._images is None:
+      raise ConfigError(f"{where} has images, but the model sees none (model.vision.tower is 'none').")
+    return refs
+
+  def _with_images(self, segments: list[Segment], text: str, refs: tuple[ImageRef, ...], where: str) -> Prompt:
+    loaded = self._images.read(refs)
+    ids, places = self._images.finish(self._segments.encode([segments])[0][0])
+    shown = Images([image.data for image in loaded], self._images.preprocess)
+    return Prompt(ids, text.replace(IMAGE, self._images.marker), where=where, images=shown, image_places=places)
 
   def ask(self, record: Record, prompt_key: str | None = None) -> Asked:
     """The record's prompt, not rendered yet; a string in the column `prompt_key` is what the user says where there is a
@@ -172,8 +233,8 @@ class Prompter:
   def asked(self, asked: Asked, where: str) -> Prompt:
     """The prompt that a record asks for, with the answer if it is known. Raises: see `text`, `messages`."""
     if isinstance(asked.said, str):
-      return self.text(asked.said, where)
-    prompt = self.messages(asked.said, asked.tools, where, **asked.variables)
+      return self.text(asked.said, where, asked.images)
+    prompt = self.messages(asked.said, asked.tools, where, asked.images, **asked.variables)
     return prompt._replace(answer=asked.answer)
 
   def added_text(self, text: str) -> np.ndarray:
@@ -200,7 +261,7 @@ class Prompter:
 
   @cached_property
   def _segments(self) -> SegmentEncoder:
-    return SegmentEncoder(self._tokenizer)
+    return SegmentEncoder(self._tokenizer, self._images)
 
   def record(self, record: Record, prompt_key: str | None = None, answer_key: str | None = None) -> Prompt:
     """A record's prompt with its answer.
@@ -215,20 +276,25 @@ class Prompter:
     """
     if prompt_key is not None:
       question, answer = (self._string(record, key) for key in (prompt_key, answer_key))
+      refs = self._shapes.images_of(record)
       if self.template is None:
-        return self.text(question, record.where)._replace(answer=answer)
-      return self.messages([dict(role="user", content=question)], where=record.where)._replace(answer=answer)
+        question += self._images.prefix_end if self._prompts.is_prefix(prompt_key) else ""
+        return self.text(question, record.where, refs)._replace(answer=answer)
+      asked = [dict(role="user", content=question)]
+      return self.messages(asked, where=record.where, images=refs)._replace(answer=answer)
     row = self._shapes.read(record)
     if not isinstance(row, Conversation):
       if row.prompt is None:
         raise DataError(f"{record.where}: is a text, without a prompt and an answer. Name the columns that hold them: "
                         "prompt_key and answer_key of the evaluator.")
-      return self.text(row.prompt, record.where)._replace(answer=row.completion)
+      return self.text(row.prompt, record.where, row.images)._replace(answer=row.completion)
     said = [i for i, message in enumerate(row.messages) if message["role"] == "assistant" and message.get("content")]
     if not said or said[-1] == 0:
       raise DataError(f"{record.where}: the assistant answers nothing, so that there is no answer to compare with.")
-    prompt = self.messages(row.messages[:said[-1]], row.tools, record.where, **row.variables)
-    return prompt._replace(answer=row.messages[said[-1]]["content"])
+    before = row.messages[:said[-1]]
+    images = row.images[:sum(part["type"] == "image" for message in before for part in parts_of(message))]
+    prompt = self.messages(before, row.tools, record.where, images, **row.variables)
+    return prompt._replace(answer=text_of(row.messages[said[-1]]["content"]))
 
   def _string(self, record: Record, key: str) -> str:
     if key not in record.fields:

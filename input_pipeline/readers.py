@@ -15,7 +15,7 @@ from typing import Any
 from ml_collections import ConfigDict
 
 from input_pipeline.files import DataError, File, Record, Tally, decode, find_files, read_bytes, read_lines
-from input_pipeline.readers_made import ArithmeticMistakesReader, ArithmeticReader
+from input_pipeline.readers_made import ArithmeticMistakesReader, ArithmeticReader, DigitsReader, png
 from input_pipeline.readers_python import PythonDocstringPairsReader, PythonDocstringsReader, PythonStdlibReader
 from trainer.config import ConfigError
 
@@ -99,7 +99,8 @@ class JsonlReader:
       for number, offset, line in read_lines(path, tally):
         text, where = decode(line, path, offset, number).strip(), f"{path}:{number}"
         if text:
-          yield Record(f"{name}:{number}", where, _parse_object(text, where, "not valid JSON ({})"))
+          fields = _parse_object(text, where, "not valid JSON ({})")
+          yield Record(f"{name}:{number}", where, fields, path.parent)
 
 
 class ParquetReader:
@@ -132,7 +133,7 @@ class ParquetReader:
           columns = [self.text_key] if self.only_text and self.text_key in table.schema_arrow.names else None
           for batch in table.iter_batches(batch_size=512, columns=columns):
             for fields in batch.to_pylist():
-              yield Record(f"{name}[{row}]", f"{path}: row {row} (from 0)", fields)
+              yield Record(f"{name}[{row}]", f"{path}: row {row} (from 0)", fields, path.parent)
               row += 1
             tally.bytes_read = before + size * row // rows
       except UnicodeDecodeError as e:
@@ -175,7 +176,7 @@ class ArrayRecordReader:
           as_json = self._looks_like_json(text)
         not_json = "the first record is a JSON object, this one is not JSON ({})"
         fields = _parse_object(text, where, not_json) if as_json else {self.text_key: text}
-        yield Record(f"{name}[{row}]", where, fields)
+        yield Record(f"{name}[{row}]", where, fields, path.parent)
         tally.bytes_read = before + size * (row + 1) // rows
       tally.bytes_read = before + size
 
@@ -270,12 +271,12 @@ class TfdsReader:
         value = rows[row]
       except ImportError as e:
         raise DataError(f"{name}: TFDS cannot read this dataset's features without another library: {e}.") from e
-      yield Record(name, name, _from_tfds(features, value))
+      yield Record(name, name, _from_tfds(features, value), Path(str(self._builder.data_dir)))
       tally.bytes_read = before + size * (row + 1) // len(rows)
 
 
 def _from_tfds(feature: Any, value: Any) -> Any:
-  """A feature's value in plain Python: lists for arrays, strings for bytes that are UTF-8.
+  """A feature's value in plain Python: lists for arrays, strings for bytes that are UTF-8, PNG for images.
 
   A sequence of records, for which TFDS has a record of sequences, becomes a list of records.
   """
@@ -284,6 +285,9 @@ def _from_tfds(feature: Any, value: Any) -> Any:
     return [_from_tfds(inner, v) for v in _unstack(value)]
   if isinstance(value, dict):
     return {key: _from_tfds(feature[key], value[key]) for key in sorted(value)}
+  # By its name: the class itself is there only once TFDS is loaded.
+  if type(feature).__name__ == "Image" and getattr(value, "ndim", 0) == 3 and value.dtype == "uint8":
+    return png(value[..., 0] if value.shape[2] == 1 else value)
   return _plain(value)
 
 
@@ -318,4 +322,5 @@ READERS = {
     "python_docstring_pairs": PythonDocstringPairsReader,
     "arithmetic": ArithmeticReader,
     "arithmetic_mistakes": ArithmeticMistakesReader,
+    "digits": DigitsReader,
 }

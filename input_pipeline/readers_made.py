@@ -1,11 +1,17 @@
-"""Readers of what is made rather than read: exercises with one right answer each."""
+"""Readers of what is made, or comes with a library: exercises with one right answer each."""
 
 import hashlib
+import importlib.util
+import io
 from collections.abc import Iterator
+from pathlib import Path
 
+import numpy as np
 from ml_collections import ConfigDict
+from PIL import Image
 
-from input_pipeline.files import File, Record, Tally
+from input_pipeline.files import DataError, File, Record, Tally, read_bytes
+from trainer.config import ConfigError
 
 
 class ArithmeticReader:
@@ -42,3 +48,62 @@ class ArithmeticMistakesReader(ArithmeticReader):
     draw = int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest(), "big")
     wrong, which = draw % 2, draw // 2 % 6
     return result + wrong * (-10, -2, -1, 1, 2, 10)[which]
+
+
+class DigitsReader:
+  """Handwritten digits, 1,797 pictures of 8 × 8 pixels, with questions: {"image": PNG, "prefix": …, "suffix": …}.
+
+  The data are those of Alpaydin and Kaynak (1998), which come with scikit-learn (`load_digits`); they are read without
+  importing it. "name" is answered with "a seven", "describe" with "a bold, wide seven": bold if the ink adds up to more
+  than half of all pictures have, wide if it covers six columns or more. Which split a picture is in follows from a hash
+  of its pixels, so that both questions about it are in the same one.
+  """
+
+  by_name = True
+  text_key = "text"
+  QUESTIONS = {"name": "name", "description": "describe"}  # noqa: RUF012
+  NAMES = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine")
+  # Pixels are 0 to 16; ink of less than FAINT covers no column.
+  BOLD, FAINT, WIDE = 313, 4, 6
+
+  def __init__(self, cfg: ConfigDict, source: str):
+    if cfg.dataset not in (None, *self.QUESTIONS):
+      raise ConfigError(f"input.sources.{source}.dataset is {cfg.dataset!r}; for type 'digits' it is one of "
+                        f"{', '.join(self.QUESTIONS)}, or unset for both.")
+    self._source, self._asked = source, list(self.QUESTIONS) if cfg.dataset is None else [cfg.dataset]
+    self.identity = ["digits", 1, self._asked]
+
+  def files(self) -> list[File]:
+    spec = importlib.util.find_spec("sklearn")
+    folders = [] if spec is None else spec.submodule_search_locations or []
+    found = [path for path in (Path(folder, "datasets/data/digits.csv.gz") for folder in folders) if path.is_file()]
+    if not found:
+      raise DataError(f"source {self._source!r}: type 'digits' needs the data that come with scikit-learn: "
+                      "`pip install scikit-learn`.")
+    return [File(found[0].name, found[0])]
+
+  def read(self, tally: Tally) -> Iterator[Record]:
+    (_, path), = self.files()
+    table = np.array([line.split(b",") for line in read_bytes(path, tally).split()], float).astype(np.uint8)
+    for row, values in enumerate(table):
+      pixels, digit = values[:64].reshape(8, 8), int(values[64])
+      name = f"digit-{hashlib.blake2b(pixels.tobytes(), digest_size=8).hexdigest()}"
+      image = png((pixels.astype(np.uint16) * 255 // 16).astype(np.uint8))
+      for question in self._asked:
+        yield Record(name, f"source {self._source}: digit {row}", {
+            "image": image, "prefix": self.QUESTIONS[question], "suffix": self.caption(pixels, digit, question)})
+
+  def caption(self, pixels: np.ndarray, digit: int, question: str) -> str:
+    """The answer to a question about a picture, uint8 [8, 8] from 0 to 16, of a digit."""
+    if question == "name":
+      return f"a{'n' if digit == 8 else ''} {self.NAMES[digit]}"
+    weight = "bold" if int(pixels.sum()) >= self.BOLD else "thin"
+    width = "wide" if int((pixels.max(axis=0) >= self.FAINT).sum()) >= self.WIDE else "narrow"
+    return f"a {weight}, {width} {self.NAMES[digit]}"
+
+
+def png(pixels: np.ndarray) -> bytes:
+  """A PNG file of an array, uint8 [H, W] or [H, W, 3 or 4]."""
+  file = io.BytesIO()
+  Image.fromarray(np.ascontiguousarray(pixels)).save(file, "PNG")
+  return file.getvalue()

@@ -27,7 +27,8 @@ import numpy as np
 from absl import logging
 
 from input_pipeline import folders
-from input_pipeline.batches import PackedSource, empty_batch
+from input_pipeline.batches import PackedSource, empty_batch, image_layout
+from trainer.config import ConfigError
 
 VERSION = 1
 # Values written at a time.
@@ -89,7 +90,8 @@ class ReferenceLogprobs:
     Every document that is kept is in exactly one row.
     """
     k = index * batch_size + np.arange(batch_size)[rows]
-    arrays = empty_batch(len(k), self._seq_len, self._pad_id, self._sequences, advantages=self._packed[0].advantages)
+    arrays = empty_batch(len(k), self._seq_len, self._pad_id, self._sequences, advantages=self._packed[0].advantages,
+                         images=image_layout(self._packed))
     tokens_BxT = np.full(arrays["tokens"].shape, -1, np.int64)
     for s, packed in enumerate(self._packed):
       here = np.flatnonzero((self._starts[s] <= k) & (k < self._starts[s + 1]))
@@ -211,6 +213,9 @@ class PackedData:
     self._packed, self._seq_len, self._pad_id = packed, seq_len, pad_id
     # S of `empty_batch`, the same in every batch.
     self.sequences = max(source.sequences for source in packed)
+    self.image_layout = image_layout(packed)
+    # That a row of a batch has places for.
+    self.images_per_row = self.image_layout.most if self.image_layout else 0
     self._with_reference = False
 
   def reference(self, fingerprint: str, cache_dir: str | Path) -> ReferenceLogprobs:
@@ -222,9 +227,13 @@ class PackedData:
 
     Raises:
       ValueError: the documents have no parts, so that there is nothing to compare.
+      ConfigError: images are augmented.
     """
     if not self.sequences:
       raise ValueError("a reference's log-probs are kept for preferences and labelled answers only.")
+    if self._packed[0].pictures is not None and self._packed[0].pictures.augments:
+      raise ConfigError("strategy.precompute and input.images.augment exclude each other: what the reference says of "
+                        "an image is computed once, and the image changes. Switch one of them off.")
     return ReferenceLogprobs(self._packed, self._seq_len, self._pad_id, self.sequences, fingerprint, Path(cache_dir))
 
   def use(self, logprobs: ReferenceLogprobs) -> None:
@@ -239,4 +248,4 @@ class PackedData:
 
   def _empty(self, num_rows: int) -> dict[str, np.ndarray]:
     return empty_batch(num_rows, self._seq_len, self._pad_id, self.sequences, self._with_reference,
-                       self._packed[0].advantages)
+                       self._packed[0].advantages, self.image_layout)

@@ -5,8 +5,10 @@
     instruction, (input,) output      one question and its answer; `response` is another name of output
     conversations                     ShareGPT: from and value, or role and content
     text
+    prefix, suffix                    two strings, for models that see images alone
 
-Each row is recognised by itself. Whatever else is in it is left alone.
+Each row is recognised by itself. It may have images (`image`, `images`) if the model sees them. Whatever else is in it
+is left alone.
 """
 
 import json
@@ -14,6 +16,8 @@ from collections.abc import Collection, Mapping
 from typing import Any, NamedTuple
 
 from input_pipeline.files import DataError
+from input_pipeline.image_texts import ImageFormat, attach, column_refs, content_parts
+from input_pipeline.images import ImageRef
 from input_pipeline.readers import Record
 
 # Each shape's columns; of alternatives in a tuple one must be there.
@@ -24,10 +28,13 @@ SHAPES: dict[str, tuple[str | tuple[str, ...], ...]] = {
     "conversations": ("conversations",),
     "text": ("text",),
 }
+# Of models that see images: what stands between the two is `chat.prefix_end`.
+SHAPES_WITH_IMAGES = SHAPES | {"prefix/suffix": ("prefix", "suffix")}
 # Names that `chat.fields` may map: columns, and the keys of a message.
 COLUMNS = ("messages", "prompt", "completion", "instruction", "input", "output", "response", "conversations", "text",
            "system", "tools", "chat_template_kwargs", "role", "content", "from", "value", "input_ids", "labels",
-           "weights", "chosen", "rejected", "label", "prompts", "responses", "rewards", "masks")
+           "weights", "chosen", "rejected", "label", "prompts", "responses", "rewards", "masks", "prefix",
+           "suffix", "image", "images")
 ROLES = ("system", "developer", "user", "assistant", "tool")
 SHAREGPT_ROLES = {"human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant", "system": "system",
                   "tool": "tool", "function": "tool", "observation": "tool", "function_call": "assistant"}
@@ -39,7 +46,7 @@ REASONING = ("reasoning_content", "thinking", "reasoning")
 
 class Conversation(NamedTuple):
   """Messages as chat templates take them. `weights` are factors, one a message; `prompt`: how many come before what
-  is to be answered; `variables`: more of the template's."""
+  is to be answered; `variables`: more of the template's; `images`: in the order of their parts in the messages."""
 
   shape: str
   messages: list[dict]
@@ -47,14 +54,17 @@ class Conversation(NamedTuple):
   prompt: int
   tools: list[dict] | None = None
   variables: dict = {}  # noqa: RUF012 (nobody changes it)
+  images: tuple[ImageRef, ...] = ()
 
 
 class Plain(NamedTuple):
-  """Strings that no template touches: a prompt with its completion, or a text, which has no prompt."""
+  """Strings that no template touches: a prompt with its completion, or a text, which has no prompt; and the images of
+  the prompt."""
 
   shape: str
   prompt: str | None
   completion: str
+  images: tuple[ImageRef, ...] = ()
 
 
 class ShapeReader:
@@ -63,10 +73,13 @@ class ShapeReader:
   Args:
     fields: other names of COLUMNS, {"messages": "dialogue"}.
     roles: allowed beside ROLES.
+    images: how the model sees images; None: rows with images are refused.
   """
 
-  def __init__(self, fields: Mapping[str, str] | None = None, roles: Collection[str] = ()):
-    self._fields = dict(fields or {})
+  def __init__(self, fields: Mapping[str, str] | None = None, roles: Collection[str] = (),
+               images: ImageFormat | None = None):
+    self._fields, self._images = dict(fields or {}), images
+    self._known = SHAPES if images is None else SHAPES_WITH_IMAGES
     self._roles = (*ROLES, *(role for role in roles if role not in ROLES))
 
   def shape(self, record: Record) -> str:
@@ -75,22 +88,25 @@ class ShapeReader:
     Raises:
       DataError: none of them or several; names what was found and what to set.
     """
-    matches = [name for name, columns in SHAPES.items() if all(self._has(record, c) for c in columns)]
+    matches = [name for name, columns in self._known.items() if all(self._has(record, c) for c in columns)]
     if len(matches) > 1:  # named in chat.fields, it is meant
-      chosen = [name for name in matches if any(c in self._fields for columns in SHAPES[name] for c in _names(columns))]
+      chosen = [name for name in matches
+                if any(c in self._fields for columns in self._known[name] for c in _names(columns))]
       matches = chosen if len(chosen) == 1 else matches
     if len(matches) == 1:
       return matches[0]
     found = ", ".join(map(repr, record.fields)) or "none"
     if matches:
-      first = _names(SHAPES[matches[0]][0])[0]
+      first = _names(self._known[matches[0]][0])[0]
       raise DataError(f"{record.where}: its columns ({found}) fit several shapes: {'; '.join(matches)}. Say which is "
                       f'meant by naming its column in chat.fields, e.g. (("{first}", "{self._name(first)}"),), or '
                       "remove the others.")
+    more = "" if self._images is None else "; prefix and suffix"
     raise DataError(
         f"{record.where}: its columns ({found}) are none that are known. Known are: messages; prompt and completion; "
-        "instruction (with input) and output or response; conversations; text; input_ids. Other names are mapped by "
-        'chat.fields, ours first: (("messages", "dialogue"),) or (("prompt", "question"), ("completion", "answer")).')
+        f"instruction (with input) and output or response; conversations; text; input_ids{more}. Other names are "
+        'mapped by chat.fields, ours first: (("messages", "dialogue"),) or (("prompt", "question"), ("completion", '
+        '"answer")).')
 
   def read(self, record: Record) -> Conversation | Plain:
     """The row's conversation or strings.
@@ -99,9 +115,11 @@ class ShapeReader:
       DataError: names the record, the key path and what was found.
     """
     shape = self.shape(record)
-    self._refuse_images(record)
+    refs = self.images_of(record)
     if shape == "text":
-      return Plain(shape, None, self._string(record, "text"))
+      return Plain(shape, None, self._string(record, "text"), refs)
+    if shape == "prefix/suffix":
+      return Plain(shape, self._prefix(record), self._string(record, "suffix"), refs)
     if shape == "prompt/completion":
       return self._pair(record)
     if shape == "instruction/output":
@@ -109,14 +127,23 @@ class ShapeReader:
     messages, weights = self._messages(record, shape)
     return self._conversation(record, shape, messages, weights, None)
 
-  def _refuse_images(self, record: Record) -> None:
+  def images_of(self, record: Record) -> tuple[ImageRef, ...]:
+    """The images in the row's columns. Raises DataError if the model sees none."""
+    if self._images is not None:
+      return tuple(column_refs(record.fields, self._name("image"), self._name("images"), record.where, record.folder))
     if record.fields.get("images") or record.fields.get("image"):
-      raise DataError(f"{record.where}: has images, which are not trained on here. Remove the column or such rows.")
+      raise DataError(f"{record.where}: has images, which the model does not see. Set config.model.vision.tower, or "
+                      "remove the column or such rows.")
+    return ()
+
+  def _prefix(self, record: Record) -> str:
+    """The prefix with what stands between it and its suffix."""
+    return self._string(record, "prefix") + self._images.prefix_end
 
   def _pair(self, record: Record) -> Conversation | Plain:
     prompt, completion = (record.fields[self._name(key)] for key in ("prompt", "completion"))
     if isinstance(prompt, str) and isinstance(completion, str):
-      return Plain("prompt/completion", prompt, completion)
+      return Plain("prompt/completion", prompt, completion, self.images_of(record))
     for key, value in (("prompt", prompt), ("completion", completion)):
       if not isinstance(value, list):
         raise DataError(f"{record.where}: {self._name(key)} is {_found(value)}; prompt and completion are two strings "
@@ -138,8 +165,8 @@ class ShapeReader:
     return self._conversation(record, "instruction/output", messages, [1.0, 1.0], 1)
 
   def _conversation(self, record: Record, shape: str, messages: list[dict], weights: list[float],
-                    prompt: int | None) -> Conversation:
-    """Adds what stands in columns of its own, and checks who speaks when."""
+                    prompt: int | None, images: tuple[ImageRef, ...] | None = None) -> Conversation:
+    """Adds what stands in columns of its own, and checks who speaks when; `images`: those of the messages, known."""
     if self._has(record, "system"):
       if messages[0]["role"] == "system":
         raise DataError(f"{record.where}: has a column {self._name('system')!r} and begins with a system message. "
@@ -157,7 +184,10 @@ class ShapeReader:
         raise DataError(f"{record.where}: messages[{i - 1}] and messages[{i}] are both the assistant's. Join them, or "
                         "put the user's or a tool's between.")
     prompt = users[-1] + 1 if prompt is None else prompt
-    return Conversation(shape, messages, weights, prompt, self._tools(record), self._variables(record))
+    refs = self.images_of(record) if images is None else images
+    if self._images is not None:
+      messages, refs = attach(messages, refs, record.where, record.folder, self._images.marker)
+    return Conversation(shape, messages, weights, prompt, self._tools(record), self._variables(record), refs)
 
   def _messages(self, record: Record, column: str) -> tuple[list[dict], list[float]]:
     """The messages of a column, and the weight of each."""
@@ -190,7 +220,7 @@ class ShapeReader:
     result = {"role": role}
     calls = role == "assistant" and message.get("tool_calls")
     if content_key in message:
-      result["content"] = _content(message.pop(content_key), f"{where}.{content_key}")
+      result["content"] = self._content(message.pop(content_key), f"{where}.{content_key}")
     elif not calls:
       raise DataError(f"{where} has no {content_key!r} (or null), only "
                       f"{', '.join(map(repr, [role_key, *message]))}. Each message but an assistant's with tool_calls "
@@ -202,6 +232,22 @@ class ShapeReader:
       calls = _tool_calls(message.pop("tool_calls"), f"{where}.tool_calls")
       message |= {"tool_calls": calls} if calls else {}
     return result | message
+
+  def _content(self, value: Any, where: str) -> str | list[dict]:
+    """A message's text, of which parts are joined; parts alone where one of them is an image."""
+    if isinstance(value, str):
+      return value
+    if not isinstance(value, list):
+      raise DataError(f"{where} is {_found(value)}; expected a string, or a list of parts with type 'text'.")
+    if self._images is not None:
+      return content_parts(value, where)
+    texts = []
+    for i, part in enumerate(value):
+      if not isinstance(part, Mapping) or part.get("type") != "text" or not isinstance(part.get("text"), str):
+        raise DataError(f"{where}[{i}] is {_found(part)}; expected {{'type': 'text', 'text': …}}. Images and other "
+                        "parts are not trained on here.")
+      texts.append(part["text"])
+    return "".join(texts)
 
   def _sharegpt(self, message: dict, where: str) -> dict:
     from_key, value_key = self._name("from"), self._name("value")
@@ -215,7 +261,7 @@ class ShapeReader:
     if speaker == "function_call":
       return {"role": "assistant", "tool_calls": _tool_calls([_json(value, f"{where}.{value_key}")],
                                                             f"{where}.{value_key}"), **message}
-    return {"role": known[speaker], "content": _content(value, f"{where}.{value_key}"), **message}
+    return {"role": known[speaker], "content": self._content(value, f"{where}.{value_key}"), **message}
 
   def _tools(self, record: Record) -> list[dict] | None:
     key = self._name("tools")
@@ -255,21 +301,6 @@ class ShapeReader:
 
 def _names(names: str | tuple[str, ...]) -> tuple[str, ...]:
   return (names,) if isinstance(names, str) else names
-
-
-def _content(value: Any, where: str) -> str:
-  """A message's text; text given in parts is joined."""
-  if isinstance(value, str):
-    return value
-  if not isinstance(value, list):
-    raise DataError(f"{where} is {_found(value)}; expected a string, or a list of parts with type 'text'.")
-  texts = []
-  for i, part in enumerate(value):
-    if not isinstance(part, Mapping) or part.get("type") != "text" or not isinstance(part.get("text"), str):
-      raise DataError(f"{where}[{i}] is {_found(part)}; expected {{'type': 'text', 'text': …}}. Images and other parts "
-                      "are not trained on here.")
-    texts.append(part["text"])
-  return "".join(texts)
 
 
 def _tool_calls(value: Any, where: str) -> list[dict]:

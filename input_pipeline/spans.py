@@ -11,34 +11,18 @@ import re
 from collections.abc import Sequence
 from typing import NamedTuple
 
-import numpy as np
 from absl import logging
 
 from input_pipeline import special_tokens
 from input_pipeline.chat import ChatTemplate, Rendered
 from input_pipeline.files import DataError
+from input_pipeline.image_texts import ImageTemplate, text_of, with_more
+from input_pipeline.segments import Segment
 from input_pipeline.shapes import REASONING, Conversation
 from input_pipeline.tokenizer import Tokenizer
 
 POLICIES = ("split", "last", "error")
 _PROBE = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
-
-
-class Segment(NamedTuple):
-  """A part of an example that is tokenised by itself.
-
-  `weight` is that of the tokens up to and including the `count`-th whose id is `end` (None: of all), `rest` that of
-  those behind. Special tokens are recognised in `text`, but for those that begin at the positions `inert`.
-  """
-
-  text: str
-  inert: tuple[int, ...] = ()
-  weight: float = 0.0
-  end: int | None = None
-  count: int = 0
-  rest: float = 0.0
-  # Nothing but BOS stands before it.
-  begins: bool = False
 
 
 class Turn(NamedTuple):
@@ -63,7 +47,7 @@ class SpanFinder:
     DataError: the template ends the assistant's turn with no token, so that a model could not learn to stop.
   """
 
-  def __init__(self, template: ChatTemplate, tokenizer: Tokenizer):
+  def __init__(self, template: ChatTemplate | ImageTemplate, tokenizer: Tokenizer):
     self.template, self._specials = template, tokenizer.special_tokens
     self._pattern = special_tokens.pattern(tuple(self._specials))
     self._id = {s: int(i[0]) for s, i in zip(self._specials, tokenizer.encode_rendered_batch(list(self._specials)),
@@ -285,48 +269,6 @@ class SpanFinder:
     return f"messages[{index}]"
 
 
-class SegmentEncoder:
-  """Tokenises segments so that their ids, joined, continue one text.
-
-  Some tokenizers write a space before the first word of a text; a segment is none that begins one. There a special
-  token is put in front and its id taken away again.
-  """
-
-  def __init__(self, tokenizer: Tokenizer):
-    self._tokenizer = tokenizer
-    self._begins = special_tokens.pattern(tuple(tokenizer.special_tokens), overlapping=True)
-    self._front = ""
-    alone = tokenizer.encode_rendered("a")
-    for special in tokenizer.special_tokens:
-      one, two = (tokenizer.encode_rendered(special + text) for text in ("", " "))
-      if len(one) == 1 and len(two) > 1:  # it does not swallow spaces behind it
-        self._front = special if tokenizer.encode_rendered(special + "a")[1:].tolist() != alone.tolist() else ""
-        break
-
-  def encode(self, examples: list[list[Segment]]) -> list[tuple[np.ndarray, np.ndarray]]:
-    """(ids int32 [n], weights float32 [n]) of each example."""
-    fronts = [["" if i == 0 or s.begins else self._front for i, s in enumerate(segments)] for segments in examples]
-    plain = [front + s.text for some, segments in zip(fronts, examples, strict=True)
-             for front, s in zip(some, segments, strict=True) if not s.inert]
-    ids = iter(self._tokenizer.encode_rendered_batch(plain) if plain else ())
-    results = []
-    for some, segments in zip(fronts, examples, strict=True):
-      parts = []
-      for front, segment in zip(some, segments, strict=True):
-        if segment.inert:
-          found = self._tokenizer.encode_rendered(front + segment.text, [at + len(front) for at in segment.inert])
-        else:
-          found = next(ids)
-        parts.append(_weighted(found[1:] if front else found, segment))
-      results.append((np.concatenate([p[0] for p in parts]), np.concatenate([p[1] for p in parts])))
-    return results
-
-  def ordinary(self, text: str, weight: float) -> Segment:
-    """A text in which no special token is recognised."""
-    inert = () if self._begins is None else tuple(match.start() for match in self._begins.finditer(text))
-    return Segment(text, inert, weight)
-
-
 def _contents(conversation: Conversation, turns: list[Turn]):
   """(what it is, its kind, its text, messages to render, these with it changed) of all that should be shown."""
 
@@ -338,7 +280,7 @@ def _contents(conversation: Conversation, turns: list[Turn]):
     if message["role"] == "assistant" and i not in trained:
       continue
     content, where = message.get("content", ""), f"messages[{i}]"
-    other = changed(i, content=f"{content.strip()} a")
+    content, other = text_of(content), changed(i, content=with_more(content, " a"))
     if i in trained:
       yield f"{where}.content", (message["role"], "tool_calls" in message), content, i + 1, other
     else:
@@ -354,14 +296,6 @@ def _contents(conversation: Conversation, turns: list[Turn]):
     name = tool.get("function", tool).get("name") if isinstance(tool.get("function", tool), dict) else None
     if isinstance(name, str):
       yield f"the tool {name!r}", "tools", name, len(conversation.messages), conversation._replace(tools=None)
-
-
-def _weighted(ids: np.ndarray, segment: Segment) -> tuple[np.ndarray, np.ndarray]:
-  weights = np.full(len(ids), segment.weight, np.float32)
-  if segment.end is not None:
-    places = np.flatnonzero(ids == segment.end)
-    weights[places[segment.count - 1] + 1 :] = segment.rest
-  return ids, weights
 
 
 def _continues(earlier: Turn, later: Turn) -> bool:

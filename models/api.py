@@ -9,7 +9,8 @@ How do I add a model? Write a class with the methods of `Model` and put its dott
 `MyModel(cfg_model, vocab_size=…, params_dtype=…, compute_dtype=…, remat=…)`; it may have a
 `validate(cfg_model, seq_len)` static method, called before any device work. It reads the keys of
 `cfg_model` that it uses; keys of yours that the defaults lack are added with `config.model.my_key = …`.
-A batch is a dict with `tokens`, `positions` and `segment_ids`, int32 [B, T] (segment 0 is padding).
+A batch is a dict with `tokens`, `positions` and `segment_ids`, int32 [B, T] (segment 0 is padding). With images among
+the tokens it also has `images`, `image_index` and perhaps `block_ids`, see models/vlm.py.
 """
 
 import contextlib
@@ -68,7 +69,7 @@ class Model(Protocol):
     """Fresh parameters; each a pure function of `rng` and its path. Can be jitted."""
 
   def apply(self, params: Params, batch: dict, *, rng: jax.Array | None = None, train: bool = False) -> Output:
-    """From tokens to hidden states. `rng` feeds dropout."""
+    """From tokens, and images among them, to hidden states. `rng` feeds dropout."""
 
   def unembedding(self, params: Params) -> jax.Array:
     """The matrix [D, V] from hidden states to logits (a view of the embedding when tied)."""
@@ -80,18 +81,20 @@ class Model(Protocol):
       positions: jax.Array | None = None,
       segment_ids: jax.Array | None = None,
       images: Any = None,
+      prefix_length: Any = None,
   ) -> jax.Array:
     """`unembed` of `apply`, [B, T, V] float32, for people and tests.
 
     Without `positions` they count from 0 in each segment; without `segment_ids` a row is one document. A whole
-    batch will do in place of the tokens. `images` are for models that take some.
+    batch will do in place of the tokens. `images` are for models that take some, `prefix_length` for those whose
+    prompts are not causal.
     """
 
   def unembed(self, params: Params, hidden_BxTxD: jax.Array) -> jax.Array:
     """Logits [B, T, V] float32, final cap applied, -inf at padded entries."""
 
   def flops_per_token(self, seq_len: int, document_length: float | None = None) -> float:
-    """Floating-point operations of forward and backward per token of a row of `seq_len` tokens."""
+    """Floating-point operations of forward and backward per token of a row of `seq_len` tokens, without images."""
 
 
 class Generative(Model, Protocol):
@@ -99,6 +102,8 @@ class Generative(Model, Protocol):
 
   # The longest text, in tokens, that can be generated; None: no bound.
   max_length: int | None
+  # What it makes of images, a `models.spec_vision.Vision`; None, or no such attribute: it takes none.
+  vision: Any
 
   def empty_cache(self, rows: int, max_length: int) -> Cache:
     """Room for what `rows` texts of up to `max_length` tokens leave for those that follow."""

@@ -1,10 +1,11 @@
-"""Causal attention over packed rows: the one place that knows how it is computed.
+"""Attention over packed rows, causal but within blocks: the one place that knows how it is computed.
 
 B batch, T query length, S key length (= T, or slots of a cache), H query heads, G key/value heads, R = H / G query
 heads per key/value head, K head size, W keys that one block of queries can see.
 
 Every implementation here keeps these promises:
-- a query sees keys of its own segment, at its own index or before, and within the window, nothing else;
+- a query sees keys of its own segment, at its own index or before and within the window, or of its own block
+  (tokens that see each other both ways: those of an image, a prefix; see `window_blocks`), nothing else;
 - masked scores weigh exactly 0, so other documents in the row cannot change a bit of the output;
 - padding (segment 0) is never attended to, and its own output is 0, with finite gradients;
 - scores and softmax are float32, whatever the inputs' dtype.
@@ -30,13 +31,15 @@ def attention(
     v_BxSxGxK: jax.Array,
     *,
     segment_ids: jax.Array,
+    block_ids: jax.Array | None = None,
     window: int | None = None,
+    window_blocks: bool = False,
     scale: float,
     logit_cap: float | None = None,
     impl: str = "auto",
     block: int = 128,
 ) -> jax.Array:
-  """Attends causally within segments; returns [B, T, H, K] in the dtype of `v`.
+  """Attends within segments, causally but for blocks; returns [B, T, H, K] in the dtype of `v`.
 
   Args:
     q_BxTxHxK: queries; H is a multiple of G. Head h reads key/value head h // (H / G).
@@ -44,7 +47,11 @@ def attention(
     v_BxSxGxK: values.
     segment_ids: int32 [B, T]; tokens attend only where these are equal; 0 is padding. The tokens of a
       segment are contiguous, so that index differences are position differences.
+    block_ids: int32 [B, T]; tokens of one segment with the same number above 0 see each other, whatever their order
+      and distance. None: attention is causal, and scores of keys to the right are never computed; with blocks, which
+      may reach anywhere, all are.
     window: how many tokens a query sees, itself included; None: all before it.
+    window_blocks: whether nothing further back than the window is seen of the own block either.
     scale: factor on the scores.
     logit_cap: scores become cap * tanh(score / cap), after scaling; None: no cap.
     impl: one of IMPLEMENTATIONS; "auto" takes the fastest for the backend.
@@ -57,58 +64,73 @@ def attention(
     raise ValueError(f"attention: found impl {impl!r}, allowed: {', '.join(IMPLEMENTATIONS)}")
   B, T, H, K = q_BxTxHxK.shape
   S, G = k_BxSxGxK.shape[1:3]
-  if S != T or H % G or segment_ids.shape != (B, T):
+  if S != T or H % G or segment_ids.shape != (B, T) or (block_ids is not None and block_ids.shape != (B, T)):
+    blocks = "" if block_ids is None else f", blocks {block_ids.shape}"
     raise ValueError(
-        f"attention: queries {q_BxTxHxK.shape}, keys {k_BxSxGxK.shape}, segments {segment_ids.shape}; needs "
+        f"attention: queries {q_BxTxHxK.shape}, keys {k_BxSxGxK.shape}, segments {segment_ids.shape}{blocks}; needs "
         "equal lengths and a number of query heads that the key/value heads divide"
     )
   q_BxGxRxTxK = q_BxTxHxK.reshape(B, T, G, H // G, K).transpose(0, 2, 3, 1, 4)
   k_BxGxSxK, v_BxGxSxK = k_BxSxGxK.transpose(0, 2, 1, 3), v_BxSxGxK.transpose(0, 2, 1, 3)
-  options = dict(window=window, scale=scale, logit_cap=logit_cap)
-  out_BxGxRxTxK = _blocked(q_BxGxRxTxK, k_BxGxSxK, v_BxGxSxK, segment_ids, block=block, **options)
+  options = dict(window=window, window_blocks=window_blocks, scale=scale, logit_cap=logit_cap)
+  out_BxGxRxTxK = _blocked(q_BxGxRxTxK, k_BxGxSxK, v_BxGxSxK, segment_ids, block_ids, block=block, **options)
   return out_BxGxRxTxK.transpose(0, 3, 1, 2, 4).reshape(B, T, H, K)
 
 
-def _blocked(q_BxGxRxTxK, k_BxGxSxK, v_BxGxSxK, segment_ids, *, block, window, **options) -> jax.Array:
+def _blocked(
+    q_BxGxRxTxK, k_BxGxSxK, v_BxGxSxK, segment_ids, block_ids, *, block, window, window_blocks, **options
+) -> jax.Array:
   """Query blocks one after another, each against only the keys it can see.
 
-  Half of the score matrix is never computed (less with a window). Each block is recomputed in the
-  backward pass, so that memory for scores is that of one block.
+  Without `block_ids`, half of the score matrix is never computed (more with a window). Each block is recomputed in
+  the backward pass, so that memory for scores is that of one block.
   """
   B, G, R, T, _ = q_BxGxRxTxK.shape
-  recompute = 4 * B * G * R * T * min(T, window or T) > KEPT_BYTES
+  causal = block_ids is None
+  recompute = 4 * B * G * R * T * (min(T, window or T) if causal else T) > KEPT_BYTES
   block = max(1, block, -(-T // MAX_BLOCKS))
   # A padding key equals no query's segment, not even a padding query's.
   key_segments = jnp.where(segment_ids == 0, -1, segment_ids)
   blocks = []
   for start in range(0, T, block):
     end = min(start + block, T)
-    first = 0 if window is None else max(0, start - window + 1)
-    attend = functools.partial(_attend, offset=start - first, window=window, **options)
+    first = 0 if window is None or not (causal or window_blocks) else max(0, start - window + 1)
+    last = end if causal else T
+    attend = functools.partial(_attend, offset=start - first, window=window, window_blocks=window_blocks, **options)
     blocks.append(
         (jax.checkpoint(attend) if recompute else attend)(
             q_BxGxRxTxK[:, :, :, start:end],
-            k_BxGxSxK[:, :, first:end],
-            v_BxGxSxK[:, :, first:end],
+            k_BxGxSxK[:, :, first:last],
+            v_BxGxSxK[:, :, first:last],
             segment_ids[:, start:end],
-            key_segments[:, first:end],
+            key_segments[:, first:last],
+            None if causal else (block_ids[:, start:end], block_ids[:, first:last]),
         )
     )
   return jnp.concatenate(blocks, axis=3) if len(blocks) > 1 else blocks[0]
 
 
 def _attend(
-    q_BxGxRxTxK, k_BxGxWxK, v_BxGxWxK, segments_BxT, segments_BxW, *, offset, window, scale, logit_cap
+    q_BxGxRxTxK, k_BxGxWxK, v_BxGxWxK, segments_BxT, segments_BxW, blocks, *, offset, window, window_blocks, scale,
+    logit_cap
 ) -> jax.Array:
-  """Softmax attention of one block; query t sits at the index of key `offset` + t."""
+  """Softmax attention of one block of queries; query t sits at the index of key `offset` + t.
+
+  `blocks`: the block ids of queries and keys, or None.
+  """
   T, W = q_BxGxRxTxK.shape[3], k_BxGxWxK.shape[2]
   f32 = jnp.float32
   scores = jnp.einsum("bgrtk,bgwk->bgrtw", q_BxGxRxTxK, k_BxGxWxK, preferred_element_type=f32) * scale
   behind_TxW = (jnp.arange(T)[:, None] + offset) - jnp.arange(W)[None, :]
-  seen_TxW = behind_TxW >= 0
-  if window is not None:
-    seen_TxW &= behind_TxW < window
-  seen = seen_TxW & (segments_BxT[:, :, None] == segments_BxW[:, None, :])
+  near_TxW = True if window is None else behind_TxW < window
+  causal_TxW = (behind_TxW >= 0) & near_TxW
+  seen = segments_BxT[:, :, None] == segments_BxW[:, None, :]
+  if blocks is None:
+    seen &= causal_TxW
+  else:
+    blocks_BxT, blocks_BxW = blocks
+    together = (blocks_BxT[:, :, None] == blocks_BxW[:, None, :]) & (blocks_BxT > 0)[:, :, None]
+    seen &= causal_TxW | (together & near_TxW if window_blocks else together)
   weights = _unnormalised(scores, seen, logit_cap)
   dtype = v_BxGxWxK.dtype
   out = jnp.einsum("bgrtw,bgwk->bgrtk", weights.astype(dtype), v_BxGxWxK, preferred_element_type=f32)

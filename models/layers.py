@@ -24,6 +24,7 @@ GATED = {
 UNGATED = {
     "gelu": lambda x: jax.nn.gelu(x, approximate=True),
     "gelu_exact": lambda x: jax.nn.gelu(x, approximate=False),
+    "quick_gelu": lambda x: x * jax.nn.sigmoid(1.702 * x),
     "relu": jax.nn.relu,
     "silu": jax.nn.silu,
     "relu2": lambda x: jnp.square(jax.nn.relu(x)),

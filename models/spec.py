@@ -1,13 +1,14 @@
 """The Transformer's shape: the config's `model` section checked, its gaps filled, as a frozen dataclass."""
 
 import dataclasses
-import difflib
 import math
 
 from ml_collections import ConfigDict
 
 from models import attention, layers, rope
 from models.rope import Rope, RopeScaling
+from models.spec_checks import at_least_one, cap, one_of
+from models.spec_vision import VISION_KEYS, Vision, make_vision
 from trainer.config import ConfigError
 
 # The keys of the config's `model` section that say what function is computed; a checkpoint's config.json has them.
@@ -22,6 +23,7 @@ ARCHITECTURE_KEYS = (
     "attention_scale", "attention_logit_cap", "final_logit_cap", "window", "layer_pattern",
     *(f"moe.{key}" for key in ("num_experts", "experts_per_token", "expert_size", "shared_size", "shared_gate",
                                "softmax", "normalize_weights")),
+    *VISION_KEYS,
 )
 LAYER_TYPES = ("global", "local")
 POSITIONS = ("rope", "learned", "none")
@@ -86,6 +88,8 @@ class Spec:
   layer_pattern: tuple[str, ...]
   moe: Moe | None
   lora: Lora | None
+  # None: a model of text alone.
+  vision: Vision | None
   neftune_alpha: float
   dropout: float
   init_std: float | None
@@ -121,7 +125,7 @@ def make_spec(m: ConfigDict) -> Spec:
   """Reads and checks the config's `model` section; raises ConfigError."""
   reasons = []
   for key in ("num_layers", "hidden_size", "intermediate_size", "num_heads", "vocab_chunk"):
-    _at_least_one(key, m[key])
+    at_least_one(key, m[key])
   num_kv_heads = m.num_kv_heads
   if num_kv_heads is None:
     num_kv_heads = m.num_heads
@@ -141,14 +145,14 @@ def make_spec(m: ConfigDict) -> Spec:
       )
     head_dim = m.hidden_size // m.num_heads
     reasons.append(f"model.head_dim = {head_dim}: hidden_size / num_heads")
-  _at_least_one("head_dim", head_dim)
+  at_least_one("head_dim", head_dim)
   attention_scale = m.attention_scale
   if attention_scale is None:
     attention_scale = head_dim**-0.5
     reasons.append(f"model.attention_scale = {attention_scale:.4g}: head_dim ** -0.5")
   pattern, window = _layer_pattern(m)
   max_positions = m.max_positions
-  if _one_of("positions", m.positions, POSITIONS) == "learned" and max_positions is None:
+  if one_of("positions", m.positions, POSITIONS) == "learned" and max_positions is None:
     raise ConfigError(
         "model.positions is 'learned', which needs model.max_positions: the longest row, e.g. the value of "
         "seq_len."
@@ -157,7 +161,7 @@ def make_spec(m: ConfigDict) -> Spec:
     raise ConfigError(f"model.neftune_alpha: found {m.neftune_alpha}, allowed: 0 or more.")
   if not 0.0 <= m.dropout < 1.0:
     raise ConfigError(f"model.dropout: found {m.dropout}, allowed: 0 <= dropout < 1.")
-  impl = _one_of("attention", m.attention, attention.IMPLEMENTATIONS)
+  impl = one_of("attention", m.attention, attention.IMPLEMENTATIONS)
   return Spec(
       num_layers=m.num_layers,
       hidden_size=m.hidden_size,
@@ -165,12 +169,12 @@ def make_spec(m: ConfigDict) -> Spec:
       num_heads=m.num_heads,
       num_kv_heads=num_kv_heads,
       head_dim=head_dim,
-      norm=_one_of("norm", m.norm, layers.NORMS),
+      norm=one_of("norm", m.norm, layers.NORMS),
       norm_eps=m.norm_eps,
       norm_scale_plus_one=m.norm_scale_plus_one,
       norm_bias=m.norm_bias,
-      norm_position=_one_of("norm_position", m.norm_position, NORM_POSITIONS),
-      activation=_one_of("activation", m.activation, layers.ACTIVATIONS),
+      norm_position=one_of("norm_position", m.norm_position, NORM_POSITIONS),
+      activation=one_of("activation", m.activation, layers.ACTIVATIONS),
       positions=m.positions,
       max_positions=max_positions,
       ropes=_ropes(m, pattern, head_dim),
@@ -181,18 +185,19 @@ def make_spec(m: ConfigDict) -> Spec:
       mlp_bias=m.mlp_bias,
       qk_norm=m.qk_norm,
       attention_scale=attention_scale,
-      attention_logit_cap=_cap("attention_logit_cap", m.attention_logit_cap),
-      final_logit_cap=_cap("final_logit_cap", m.final_logit_cap),
+      attention_logit_cap=cap("attention_logit_cap", m.attention_logit_cap),
+      final_logit_cap=cap("final_logit_cap", m.final_logit_cap),
       window=window,
       layer_pattern=pattern,
       moe=_moe(m, reasons),
       lora=_lora(m.lora),
+      vision=make_vision(m.vision, reasons),
       neftune_alpha=m.neftune_alpha,
       dropout=m.dropout,
       init_std=m.init_std,
       scan_layers=m.scan_layers,
       attention=impl,
-      attention_block=_at_least_one("attention_block", m.attention_block),
+      attention_block=at_least_one("attention_block", m.attention_block),
       vocab_chunk=m.vocab_chunk,
       reasons=tuple(reasons),
   )
@@ -201,7 +206,7 @@ def make_spec(m: ConfigDict) -> Spec:
 def padded_vocab_size(m: ConfigDict, num_real_vocab: int, reasons: list[str]) -> int:
   """The vocabulary with padding, for a tokenizer of `num_real_vocab` entries; appends to `reasons`."""
   if m.vocab_size is None:
-    multiple = _at_least_one("vocab_multiple", m.vocab_multiple)
+    multiple = at_least_one("vocab_multiple", m.vocab_multiple)
     size = -(-num_real_vocab // multiple) * multiple
     reasons.append(f"model.vocab_size = {size}: the tokenizer's {num_real_vocab}, up to a multiple of {multiple}")
     return size
@@ -225,14 +230,14 @@ def _layer_pattern(m: ConfigDict) -> tuple[tuple[str, ...], int | None]:
   if not pattern:
     raise ConfigError('model.layer_pattern is empty; e.g. ("global",) or ("local", "global").')
   for kind in pattern:
-    _one_of("layer_pattern", kind, LAYER_TYPES)
+    one_of("layer_pattern", kind, LAYER_TYPES)
   if "local" not in pattern:
     return ("global",), None
   if m.window is None:
     raise ConfigError(
         f"model.layer_pattern is {pattern}, and local layers need model.window: how many tokens they see."
     )
-  _at_least_one("window", m.window)
+  at_least_one("window", m.window)
   return (("local",) if "global" not in pattern else pattern), m.window
 
 
@@ -253,13 +258,13 @@ def _ropes(m: ConfigDict, pattern: tuple[str, ...], head_dim: int) -> dict[str, 
 
 
 def _rope_scaling(c: ConfigDict) -> RopeScaling | None:
-  if _one_of("rope_scaling.type", c.type, rope.SCALINGS) == "none":
+  if one_of("rope_scaling.type", c.type, rope.SCALINGS) == "none":
     return None
   if c.factor < 1:
     raise ConfigError(f"model.rope_scaling.factor: found {c.factor}, allowed: 1 or more.")
   scaling = dict(type=c.type, factor=c.factor)
   if c.type != "linear":
-    scaling["original_positions"] = _at_least_one("rope_scaling.original_positions", c.original_positions)
+    scaling["original_positions"] = at_least_one("rope_scaling.original_positions", c.original_positions)
   if c.type == "llama3":
     scaling.update(low_frequency_factor=c.low_frequency_factor, high_frequency_factor=c.high_frequency_factor)
     if not 0 < c.low_frequency_factor < c.high_frequency_factor:
@@ -298,7 +303,7 @@ def _moe(m: ConfigDict, reasons: list[str]) -> Moe | None:
   c = m.moe
   if c.num_experts == 0:
     return None
-  _at_least_one("moe.num_experts", c.num_experts)
+  at_least_one("moe.num_experts", c.num_experts)
   if not 1 <= c.experts_per_token <= c.num_experts:
     raise ConfigError(
         f"model.moe.experts_per_token: found {c.experts_per_token}, allowed: 1 to num_experts={c.num_experts}."
@@ -320,10 +325,10 @@ def _moe(m: ConfigDict, reasons: list[str]) -> Moe | None:
   return Moe(
       num_experts=c.num_experts,
       experts_per_token=c.experts_per_token,
-      expert_size=_at_least_one("moe.expert_size", expert_size),
+      expert_size=at_least_one("moe.expert_size", expert_size),
       shared_size=c.shared_size,
       shared_gate=c.shared_gate,
-      softmax=_one_of("moe.softmax", c.softmax, ("before_topk", "after_topk")),
+      softmax=one_of("moe.softmax", c.softmax, ("before_topk", "after_topk")),
       normalize_weights=c.normalize_weights,
       balance_loss=c.balance_loss,
       z_loss=c.z_loss,
@@ -333,30 +338,10 @@ def _moe(m: ConfigDict, reasons: list[str]) -> Moe | None:
 def _lora(c: ConfigDict) -> Lora | None:
   if c.rank == 0:
     return None
-  _at_least_one("lora.rank", c.rank)
+  at_least_one("lora.rank", c.rank)
   if not 0.0 <= c.dropout < 1.0 or c.alpha <= 0:
     raise ConfigError(
         f"model.lora: found dropout={c.dropout}, alpha={c.alpha}; allowed: 0 <= dropout < 1, alpha above 0."
     )
   scale = c.alpha / (math.sqrt(c.rank) if c.rslora else c.rank)
   return Lora(rank=c.rank, scale=scale, targets=tuple(c.targets), dropout=c.dropout)
-
-
-def _one_of(key: str, value: str, allowed: tuple[str, ...]) -> str:
-  if value not in allowed:
-    near = difflib.get_close_matches(str(value), allowed, 1)
-    hint = f" Did you mean {near[0]!r}?" if near else ""
-    raise ConfigError(f"model.{key}: found {value!r}, allowed: {', '.join(allowed)}.{hint}")
-  return value
-
-
-def _at_least_one(key: str, value: int) -> int:
-  if value is None or value < 1:
-    raise ConfigError(f"model.{key}: found {value}, allowed: 1 or more.")
-  return value
-
-
-def _cap(key: str, value: float | None) -> float | None:
-  if value is not None and value <= 0:
-    raise ConfigError(f"model.{key}: found {value}, allowed: a number above 0, or unset for no cap.")
-  return value

@@ -16,6 +16,7 @@ from trainer.config_sections import (
   ConfigError,
   duration,
   evaluator,
+  images,
   reward,
   source,
   strategy,
@@ -60,7 +61,7 @@ def defaults() -> ConfigDict:
   m.norm_bias = False
   # pre: before attention and MLP. post: after them (OLMo 2). sandwich: both (Gemma 2 and 3).
   m.norm_position = "pre"
-  # gated: swiglu | geglu (tanh GELU) | geglu_exact; plain: gelu (tanh) | gelu_exact | relu | relu2 | silu
+  # gated: swiglu | geglu (tanh GELU) | geglu_exact; plain: gelu (tanh) | gelu_exact | quick_gelu | relu | relu2 | silu
   m.activation = "swiglu"
   # rope | learned (needs `max_positions`) | none
   m.positions = "rope"
@@ -117,9 +118,43 @@ def defaults() -> ConfigDict:
   # log-normaliser of the router (ST-MoE, eq. 5).
   e.balance_loss = 0.0
   e.z_loss = 0.0
+  # Images: a tower (siglip | clip; none: a model of text alone) whose features, projected, take the places of some
+  # tokens' embeddings, after `scale_embeddings`. Square images of image_size pixels in patches of patch_size.
+  m.vision = v = ConfigDict(dict(tower="none", image_size=224, patch_size=14))
+  v.num_layers = 4
+  v.hidden_size = 128
+  v.intermediate_size = 512
+  v.num_heads = 4
+  # A plain activation, and what is added to the variance in the tower's norms and in the projector's.
+  v.activation = "gelu"
+  v.norm_eps = 1e-6
+  # Pixels are (x / 255 - mean) / std for each of red, green and blue. Default: those of the tower's family.
+  v.mean = ()
+  v.std = ()
+  # Which features are taken: -1: the last layer's, after the final norm; -2: what enters the last layer, without the
+  # final norm (LLaVA); -3: what enters the one before; and so on. CLIP's class token is dropped. All num_layers and the
+  # final norm are parameters in any case, so that a checkpoint is written back whole.
+  v.feature_layer = -1
+  # False: with feature_layer = -1, the last layer's features as they are (LLaVA with SigLIP).
+  v.final_norm = True
+  # linear (PaliGemma) | mlp: linear, `projector_activation`, linear (LLaVA) | pool: mean of neighbours down to
+  # tokens_per_image, RMSNorm, linear without bias (Gemma 3). `projector_bias` is that of linear and mlp.
+  v.projector = "linear"
+  v.projector_activation = "gelu_exact"
+  v.projector_bias = True
+  # Features of an image. Default: one for each patch; fewer only with pool, a square number.
+  v.tokens_per_image = unset(int)
+  # Factor on the projected features. The embeddings whose place they take are scaled already.
+  v.feature_scale = 1.0
+  # What tokens see beside those before them: causal: nothing; image: tokens of one image see each other (Gemma 3), in
+  # local layers no further back than the window; prefix: image and prompt see each other (PaliGemma).
+  v.attention = "causal"
+  # The id of the token that holds an image feature's place.
+  v.image_token = unset(int)
   # Adapters (LoRA): `rank` above 0 freezes everything but low-rank updates x @ A @ B * scale of the kernels whose
-  # path matches one of `targets`; scale = alpha / rank, or alpha / sqrt(rank) with `rslora`.
-  m.lora = a = ConfigDict(dict(rank=0, alpha=16.0, targets=(r"blocks/(attn|mlp)/\w+/kernel",)))
+  # path matches one of `targets` (the tower's begin with vision/); scale = alpha / rank, or alpha / sqrt(rank) with
+  # `rslora`.
+  m.lora = a = ConfigDict(dict(rank=0, alpha=16.0, targets=(r"^blocks/(attn|mlp)/\w+/kernel",)))
   a.rslora = False
   # On the adapters' input; training only.
   a.dropout = 0.0
@@ -168,6 +203,14 @@ def defaults() -> ConfigDict:
   h.on_rewritten_history = "split"
   # ((ours, theirs), …) for columns with other names: (("messages", "dialogue"),).
   h.fields = ()
+  # Images (docs/images.md): what stands for one in texts; texts around an image's tokens (default: those of Gemma 3 for
+  # the projector pool, else none); without a template: bos (before BOS) | text (at the marker, else before the text) |
+  # auto (bos for model.vision.attention="prefix"); what stands between prefix and suffix.
+  h.image_marker = "<image>"
+  h.image_before = unset(str)
+  h.image_after = unset(str)
+  h.images_at = "auto"
+  h.prefix_end = "\n"
 
   c.input = i = ConfigDict()
   # Named sources, each made by `source()`; several form a mixture.
@@ -195,6 +238,7 @@ def defaults() -> ConfigDict:
   # Batches prepared ahead of the step, and the threads that prepare them.
   i.prefetch = 2
   i.workers = 1
+  i.images = images()
 
   # Completions to train on that are sampled from the policy and scored (docs/grpo.md).
   c.rollout = r = ConfigDict()

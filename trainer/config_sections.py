@@ -42,7 +42,8 @@ def source(**changed) -> ConfigDict:
   c = ConfigDict()
   # text | jsonl | parquet | arrayrecord | tfds | python_stdlib | python_docstrings (signatures and their docstrings) |
   # python_docstring_pairs (each with its own docstring, chosen, and another's, rejected) |
-  # arithmetic (sums to solve) | arithmetic_mistakes (half of the answers are wrong)
+  # arithmetic (sums to solve) | arithmetic_mistakes (half of the answers are wrong) |
+  # digits (small pictures of handwritten digits, with questions about them)
   c.type = "text"
   # A file, a folder (searched recursively) or a glob; several are separated by commas.
   c.path = unset(str)
@@ -51,6 +52,7 @@ def source(**changed) -> ConfigDict:
   # text: what one document is: file | line | paragraph (blank-line separated).
   c.documents = "file"
   # tfds: the dataset's name (`name[/config][:version]`) and its own split; `path` is its data_dir.
+  # digits: name | description, the question that is asked of each picture; unset: both.
   c.dataset = unset(str)
   c.dataset_split = "train"
   # all | train | validation. The two parts are disjoint; a document belongs to one of them by a hash of
@@ -66,8 +68,28 @@ def source(**changed) -> ConfigDict:
   return c
 
 
+def images() -> ConfigDict:
+  """How images become pixels, `input.images` (docs/images.md)."""
+  c = ConfigDict()
+  # squash (to a square, whatever the shape) | pad (the longer side fits) | crop (the shorter side fits, the middle is
+  # taken) | auto: crop for CLIP, else squash.
+  c.resize = "auto"
+  # bilinear | bicubic | lanczos | nearest | auto: bilinear for the projector pool (Gemma 3), else bicubic.
+  c.interpolation = "auto"
+  # In training: the least share of the area that is taken (1: all), how often it is mirrored, and by how much
+  # brightness, contrast and saturation change (0.2: by 20 percent at most).
+  c.augment = ConfigDict(dict(crop=1.0, flip=0.0, color=0.0))
+  # Larger images are not decoded, but an error.
+  c.max_pixels = 50_000_000
+  # error | drop: what becomes of a row with an image that cannot be used; dropped rows are counted.
+  c.on_error = "error"
+  # Processes that decode images; 0: the threads that prepare batches do it.
+  c.workers = 0
+  return c
+
+
 def evaluator(**changed) -> ConfigDict:
-  """One evaluator, `evals.<name>`. `type` is loss, samples, generate, preference, or the dotted path of your class."""
+  """One evaluator, `evals.<name>`. `type`: loss, samples, generate, classify, preference, or a dotted path of yours."""
   c = ConfigDict()
   c.type = "loss"
   # When it runs, besides step 0 and the end. Default: the five units unset = 10 percent.
@@ -76,14 +98,15 @@ def evaluator(**changed) -> ConfigDict:
   c.at_end = True
   # stop: a failing evaluator stops the run. warn: it is reported, counted and the run goes on.
   c.on_error = "stop"
-  # loss, generate, preference: the sources evaluated, as in `input.sources`; empty: the training sources …
+  # loss, generate, classify, preference: the sources evaluated, as in `input.sources`; empty: the training sources …
   c.sources = ConfigDict()
   # … with this split in place of their own.
   c.split = "validation"
-  # loss, preference: rows per evaluation batch (the value does not depend on it). Default: that of a micro-batch.
+  # loss, classify, preference: rows per evaluation batch (the value does not depend on it). Default: that of a
+  # micro-batch.
   # samples, generate: texts generated at a time. Default: 32.
   c.batch_size = unset(int)
-  # loss, generate, preference: at most this many documents per source, evenly spaced over it.
+  # loss, generate, classify, preference: at most this many documents per source, evenly spaced over it.
   c.max_documents = unset(int)
   # loss: compressors whose bits per byte on the same text are shown beside the model's: gzip, xz.
   c.baselines = ()
@@ -100,13 +123,21 @@ def evaluator(**changed) -> ConfigDict:
   # generate: completions of each prompt, and the k of `pass@k`, each at most that many.
   c.num_samples = 1
   c.pass_at = (1,)
-  # generate: columns that hold the prompt and the right answer, both strings. Default: as in fine-tuning, where what
-  # the assistant says last is the answer.
+  # generate, classify: columns that hold the prompt and the right answer, both strings (of generate, the answer may be
+  # a list, each right). Default: as in fine-tuning, where what the assistant says last is the answer.
   c.prompt_key = unset(str)
   c.answer_key = unset(str)
   # generate: a regex whose last match (its first group, if it has one) is the answer, in completions and in answers;
   # GSM8K: r"####\s*(-?[\d,.]+)". Default: all of the text.
   c.extract = unset(str)
+  # generate: exact: the answer is one of those known; vqa: it is worth what evaluators/vqa.py says, with ten answers.
+  c.match = "exact"
+  # classify: the possible answers, or the column that lists them; what is compared: sum | mean of the log-probs of
+  # their tokens, and whether the end of the text behind them is one of these.
+  c.options = ()
+  c.options_key = unset(str)
+  c.score = "sum"
+  c.with_end = True
   c.update(changed)
   return c
 

@@ -98,6 +98,7 @@ class Episodes:
     self._tokenizer, self._prompter = tokenizer, prompts.prompter
     self._seq_len, self._max_new_tokens = config.seq_len, rollout.max_new_tokens
     self._make, self._max_turns = None, 1
+    self._sees = config.model.vision.tower != "none"
     if rollout.environment is not None:
       self._make, self._max_turns = _load(rollout.environment), rollout.max_turns
 
@@ -152,7 +153,8 @@ class Episodes:
       if isinstance(opening, str):
         ids = np.concatenate([item.prompt.ids, self._prompter.added_text(opening)])
       else:
-        ids = self._prompter.messages(item.said + opening, item.tools, item.prompt.where, **item.variables).ids
+        encoded = getattr(item.prompt.images, "encoded", ())
+        ids = self._prompter.messages(item.said + opening, item.tools, item.prompt.where, encoded, **item.variables).ids
     except DataError as e:
       episode.fail(str(e))
       return
@@ -162,13 +164,18 @@ class Episodes:
                    "completion.")
 
   def _sample(self, active: list["_Playing"], generate: Callable[..., list[Any]], seed: int | str) -> None:
-    """One completion for each; equal texts are given once."""
-    asked: dict[tuple[bytes, int], list[_Playing]] = {}
+    """One completion for each; equal texts about the same images are given once."""
+    asked: dict[tuple[bytes, int, Any], list[_Playing]] = {}
     for episode in active:
-      asked.setdefault((episode.ids.tobytes(), self._room(episode)), []).append(episode)
+      asked.setdefault((episode.ids.tobytes(), self._room(episode), episode.item.prompt.images), []).append(episode)
+    firsts = [same[0] for same in asked.values()]
+    seen = {}
+    if self._sees:
+      seen = dict(images=[list(e.item.prompt.images) for e in firsts], prefixes=[e.prompt_length for e in firsts])
     samples = [list(dict.fromkeys(episode.sample for episode in same)) for same in asked.values()]
-    completions = generate([same[0].ids for same in asked.values()], samples=samples,
-                           max_new_tokens=[room for _, room in asked], stop_ids=self._prompter.stop_ids, seed=seed)
+    completions = generate([episode.ids for episode in firsts], samples=samples,
+                           max_new_tokens=[room for _, room, _ in asked], stop_ids=self._prompter.stop_ids, seed=seed,
+                           **seen)
     found = {(c.prompt, c.sample): c for c in completions}
     for number, same in enumerate(asked.values()):
       for episode in same:
@@ -267,7 +274,8 @@ class _Playing:
     self.over, self.message, self.reward = True, message, math.nan
 
   def result(self) -> Episode:
-    sequence = Sequence(self.ids.astype(np.int32), self.weights, self.logprobs, self.prompt_length, self.finish_reason)
+    sequence = Sequence(self.ids.astype(np.int32), self.weights, self.logprobs, self.prompt_length, self.finish_reason,
+                        self.item.number)
     said = self.text if isinstance(self.item.said, str) else self.messages
     return Episode(sequence, said, self.text, self.reward, self.message is not None, self.turns)
 

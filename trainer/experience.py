@@ -1,12 +1,13 @@
 """What a rollout leaves for training: sequences with who wrote each token, and how they become batches.
 
 A sequence is a prompt and all that followed. A unit is what must share a row: one sequence, or the two of a preference.
-`Experience` keeps all of them as flat arrays, so that a checkpoint can hold it and batches are index arithmetic.
+`Experience` keeps all of them as flat arrays, so that a checkpoint can hold it and batches are index arithmetic. Of the
+images of a prompt it keeps the prompt's number alone, by which they can be had again.
 
 N sequences, n tokens of all of them, U units; B rows, T places of a row, S segments of a row.
 """
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Several
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -15,6 +16,7 @@ import numpy as np
 
 from input_pipeline.batches import empty_batch
 from input_pipeline.packing import best_fit_decreasing
+from trainer import image_tokens
 from trainer.buckets import bucket, power
 
 # The fewest segments that a row of a batch has places for.
@@ -31,6 +33,7 @@ class Sequence:
     logprobs: float32 [n], log-probs of sampled tokens when they were sampled, else 0.
     prompt_length: tokens before the first sampled one.
     finish_reason: "stop", or "length" if the last completion did not end by itself.
+    number: of the prompt, in the stream that it comes from.
   """
 
   ids: np.ndarray
@@ -38,6 +41,7 @@ class Sequence:
   logprobs: np.ndarray
   prompt_length: int
   finish_reason: str
+  number: int = -1
 
 
 class Experience(NamedTuple):
@@ -50,6 +54,8 @@ class Experience(NamedTuple):
   units: np.ndarray  # int64 [N], not decreasing
   advantages: np.ndarray  # float32 [N]
   sources: np.ndarray  # int32 [N]
+  prompt_lengths: np.ndarray  # int64 [N]
+  numbers: np.ndarray  # int64 [N], of the prompts
 
   @property
   def num_units(self) -> int:
@@ -70,11 +76,13 @@ def collect(units: Iterable[Several[tuple[Sequence, float, int]]]) -> Experience
 
   return Experience(joined("ids", np.int32), joined("weights", np.float32), joined("logprobs", np.float32),
                     np.array([len(row[1].ids) for row in flat], np.int64), column(0, np.int64), column(2, np.float32),
-                    column(3, np.int32))
+                    column(3, np.int32), np.array([row[1].prompt_length for row in flat], np.int64),
+                    np.array([row[1].number for row in flat], np.int64))
 
 
 def make_batch(experience: Experience, units: np.ndarray, *, seq_len: int, pad_id: int, row_multiple: int,
-               keys: Several[str] = ()) -> dict[str, np.ndarray]:
+               keys: Several[str] = (), layout: image_tokens.Layout | None = None,
+               images: Callable[[int], Several[np.ndarray]] | None = None) -> dict[str, np.ndarray]:
   """A batch of some of the units, packed into as few rows as best-fit decreasing finds, each unit within one row.
 
   Args:
@@ -84,9 +92,12 @@ def make_batch(experience: Experience, units: np.ndarray, *, seq_len: int, pad_i
     pad_id: the token of empty places.
     row_multiple: B is that times 1, 2, 3, 4, 6, 8, 12, …, and S is 8, 16, 32, …, so that few shapes occur.
     keys: which of `advantages` [B, S] and `behavior_logprobs` [B, T] to add.
+    layout: what the model makes of images; None: it takes none.
+    images: gives those of the prompt of a number, uint8 [P, P, 3] each; None: no prompt has any.
 
   Returns:
-    tokens, positions, segment_ids, loss_weights [B, T], source_ids [B] (of a row's first sequence), sequences [B, S].
+    tokens, positions, segment_ids, loss_weights [B, T], source_ids [B] (of a row's first sequence), sequences [B, S];
+    with a layout, what `trainer.image_tokens` adds.
 
   Raises:
     ValueError: a unit is longer than a row.
@@ -104,10 +115,13 @@ def make_batch(experience: Experience, units: np.ndarray, *, seq_len: int, pad_i
   batch = empty_batch(bucket(max(len(rows), 1), row_multiple), seq_len, pad_id, sequences=power(most, MIN_SEGMENTS))
   extra = {"advantages": np.zeros_like(batch["sequences"]), "behavior_logprobs": np.zeros_like(batch["loss_weights"])}
   batch |= {key: extra[key] for key in keys}
+  shown = _shown(experience, rows, layout, images)
+  most = max((sum(len(shown[i].images) for i in sequences) for sequences in rows.values()), default=0)
+  batch |= image_tokens.empty(layout, *batch["tokens"].shape, image_tokens.slots(most))
   starts = np.cumsum(experience.lengths) - experience.lengths
   for row, sequences in rows.items():
     batch["source_ids"][row] = experience.sources[sequences[0]]
-    begin = 0
+    begin = first_image = 0
     for segment, sequence in enumerate(sequences):
       size, start = int(experience.lengths[sequence]), int(starts[sequence])
       place, taken = slice(begin, begin + size), slice(start, start + size)
@@ -120,5 +134,20 @@ def make_batch(experience: Experience, units: np.ndarray, *, seq_len: int, pad_i
         batch["advantages"][row, segment] = experience.advantages[sequence]
       if "behavior_logprobs" in keys:
         batch["behavior_logprobs"][row, place] = experience.logprobs[taken]
-      begin += size
+      image_tokens.put(layout, batch, shown[sequence], row, begin, first_image)
+      begin, first_image = begin + size, first_image + len(shown[sequence].images)
   return batch
+
+
+def _shown(experience: Experience, rows: dict[int, list[int]], layout: image_tokens.Layout | None,
+           images: Callable[[int], Several[np.ndarray]] | None) -> dict[int, image_tokens.Shown]:
+  """What is shown with each sequence that the rows have."""
+  chosen = sorted(sequence for sequences in rows.values() for sequence in sequences)
+  numbers = {int(number) for number in experience.numbers[chosen]} if chosen else set()
+  # Once for all the completions of a prompt.
+  of_prompt = {number: () if images is None else images(number) for number in sorted(numbers)}
+  ends = np.cumsum(experience.lengths)
+  return {sequence: image_tokens.of_text(
+      layout, experience.tokens[ends[sequence] - experience.lengths[sequence]:ends[sequence]],
+      of_prompt[int(experience.numbers[sequence])], int(experience.prompt_lengths[sequence]), f"sequence {sequence}")
+          for sequence in chosen}

@@ -21,7 +21,7 @@ from input_pipeline.examples_chat import ChatEncoder
 from input_pipeline.files import DataError
 from input_pipeline.tokenizer import Tokenizer, load_tokenizer
 from models import hf, lora
-from models.hf import convert, files
+from models.hf import convert, files, pixels
 from trainer import checkpoint, config_checks, export_adapters, hugging_face, patterns
 from trainer.config import ConfigError
 
@@ -89,6 +89,9 @@ def export(workdir: str | Path, out: str | Path, *, step: int | None = None, dty
   convert.write_tensors(stored.read, family, keys, shapes, out, dtype, max_shard_bytes, progress)
   came_along = source is not None and _is_of(original, tokenizer)
   _write_tokenizer(tokenizer, original if came_along else None, out)
+  if source is not None:
+    hf.copy_small_files(original, out, pixels.FILES)
+    pixels.write(out, keys)
   template, stop_ids = _chat(config, tokenizer)
   if template is not None:
     (out / "chat_template.jinja").write_text(template.source, encoding="utf-8")

@@ -1,7 +1,10 @@
-"""Generate: python -m trainer.generate --workdir=DIR [--step=N] | --hf=DIR [--prompt="…" [--chat]] [--temperature=T …]
+"""Generate: python -m trainer.generate --workdir=DIR [--step=N] | --hf=DIR [--prompt="…" [--chat]] [--image=FILE …] …
 
 `--prompt` may be given several times. Without one: a conversation where standard input is a terminal and there is a
 chat template, else one prompt that is read from standard input. A single completion is printed as it is generated.
+`--image`, for models that see images, may be given several times too: each prompt is about all of them. They stand
+where the text has `<image>` (chat.image_marker), else before it; a conversation begins with them, and `/image FILE`
+adds another to what is said next.
 """
 
 import json
@@ -19,7 +22,7 @@ from input_pipeline.files import DataError
 from input_pipeline.prompts import Prompt, Prompter
 from input_pipeline.tokenizer import Tokenizer, load_tokenizer
 from models import api, hf, lora
-from trainer import checkpoint, config_checks, parameters, patterns
+from trainer import checkpoint, config_checks, hugging_face, parameters, patterns
 from trainer import mesh as mesh_lib
 from trainer.config import ConfigError, defaults
 from trainer.sampler import Completion, Sampler
@@ -38,6 +41,8 @@ class Loaded:
   prompter: Prompter
   # A sentence on what was loaded.
   origin: str
+  # What ends a text about images, as the rows' `prefix` ends in training; "" where these are prompts like others.
+  prefix_end: str = ""
 
 
 def load_run(workdir: str | Path, mesh: jax.sharding.Mesh, *, step: int | None = None,
@@ -67,7 +72,7 @@ def load_run(workdir: str | Path, mesh: jax.sharding.Mesh, *, step: int | None =
   params = _restore(config, model, mesh, folder)
   with config.unlocked():
     config.chat.template = template or config.chat.template
-  return Loaded(model, params, tokenizer, Prompter(config, tokenizer), str(folder))
+  return Loaded(model, params, tokenizer, Prompter(config, tokenizer), str(folder), _prefix_end(config))
 
 
 def _restore(config: Any, model: Any, mesh: jax.sharding.Mesh, folder: Path) -> Any:
@@ -105,8 +110,22 @@ def load_folder(folder: str | Path, mesh: jax.sharding.Mesh, *, template: str | 
   model, params = hf.load(folder, dtype=dtype, shardings=lambda p: mesh_lib.param_shardings(p, mesh)[0],
                           progress=sys.stderr.isatty())
   config = defaults()
-  config.chat.template = template
-  return Loaded(model, params, tokenizer, Prompter(config, tokenizer), f"{folder}, in {dtype}")
+  config.model.hf, config.chat.template = str(folder), template
+  hugging_face.fill_in(config)  # how it sees images decides what prompts are
+  return Loaded(model, params, tokenizer, Prompter(config, tokenizer), f"{folder}, in {dtype}", _prefix_end(config))
+
+
+def _prefix_end(config: Any) -> str:
+  return config.chat.prefix_end if config.model.vision.attention == "prefix" else ""
+
+
+def text_prompt(loaded: Loaded, text: str, where: str, images: Sequence[str] = ()) -> Prompt:
+  """A text to be continued, about images (paths).
+
+  Raises:
+    ConfigError, DataError: see `Prompter.text`.
+  """
+  return loaded.prompter.text(text + loaded.prefix_end if images else text, where, images)
 
 
 # ---------------------------------------------------------------------------------------------- output
@@ -124,11 +143,15 @@ def printed(tokenizer: Tokenizer, parts: Iterator[Completion]) -> Iterator[str]:
       shown = whole
 
 
-def converse(loaded: Loaded, sampler: Sampler, options: dict[str, Any], system: str | None) -> None:
-  """Answers what is typed, line by line, until the end of the input; /new begins anew, Ctrl-C stops an answer."""
-  print("/new begins a new conversation, Ctrl-D ends.")
+def converse(loaded: Loaded, sampler: Sampler, options: dict[str, Any], system: str | None,
+             images: Sequence[str] = ()) -> None:
+  """Answers what is typed, line by line, until the end of the input; /new begins anew, Ctrl-C stops an answer.
+
+  `images` (paths) belong to what is said first, those of `/image FILE` to what is said next.
+  """
+  print("/new begins a new conversation, /image FILE shows an image with what is said next, Ctrl-D ends.")
   start = [] if system is None else [{"role": "system", "content": system}]
-  messages = list(start)
+  messages, shown = list(start), list(images)
   while True:
     try:
       line = input("\n> ").strip()
@@ -136,28 +159,44 @@ def converse(loaded: Loaded, sampler: Sampler, options: dict[str, Any], system: 
       print()
       return
     if line == "/new":
-      messages = list(start)
-    if not line or line == "/new":
+      messages, shown = list(start), []
+    if line.startswith("/image "):
+      shown.append(line.removeprefix("/image ").strip())
+    if not line or line == "/new" or line.startswith("/image "):
       continue
-    asked = [*messages, {"role": "user", "content": line}]
+    asked = [*messages, {"role": "user", "content": said_with(line, shown)}]
     said = ""
     try:
       prompt = loaded.prompter.messages(asked)
-      for text in printed(loaded.tokenizer, sampler.stream(loaded.params, [prompt.ids], **options)):
+      for text in printed(loaded.tokenizer, sampler.stream(loaded.params, [prompt.ids], **images_of([prompt]),
+                                                           **options)):
         print(text, end="", flush=True)
         said += text
     except KeyboardInterrupt:
       pass
     except (ConfigError, DataError) as error:  # too long, say
       print(f"{type(error).__name__}: {error}\n/new begins a new conversation.")
+      shown = []
       continue
     print()
-    messages = [*asked, {"role": "assistant", "content": said}]
+    messages, shown = [*asked, {"role": "assistant", "content": said}], []
+
+
+def said_with(text: str, images: Sequence[str]) -> str | list[dict[str, str]]:
+  """The content of a message that shows images (paths) before its text."""
+  if not images:
+    return text
+  return [*({"type": "image", "path": path} for path in images), {"type": "text", "text": text}]
+
+
+def images_of(prompts: Sequence[Prompt]) -> dict[str, Any]:
+  """The images of prompts as an argument of the sampler, if there are any."""
+  return dict(images=[list(p.images) for p in prompts]) if any(len(p.images) for p in prompts) else {}
 
 
 def complete(loaded: Loaded, sampler: Sampler, prompts: Sequence[Prompt], options: dict[str, Any]) -> None:
   """Prints the completions of prompts: one as it comes, several when all are there."""
-  ids = [prompt.ids for prompt in prompts]
+  ids, options = [prompt.ids for prompt in prompts], options | images_of(prompts)
   if len(prompts) == options["num_samples"] == 1:
     for text in printed(loaded.tokenizer, sampler.stream(loaded.params, ids, **options)):
       print(text, end="", flush=True)
@@ -178,6 +217,7 @@ def _define_flags() -> None:
   flags.DEFINE_integer("step", None, "Which of its checkpoints. Default: the newest.")
   flags.DEFINE_string("hf", None, "A Hugging Face folder, in place of a run.")
   flags.DEFINE_multi_string("prompt", None, "A text to continue; with --chat what the user says. May be repeated.")
+  flags.DEFINE_multi_string("image", [], "The file of an image that prompts are about. May be repeated.")
   flags.DEFINE_bool("chat", False, "Put prompts into the chat template.")
   flags.DEFINE_string("system", None, "System message of conversations.")
   flags.DEFINE_string("template", None, "Chat template in place of the model's: a name, or a .jinja file.")
@@ -213,13 +253,14 @@ def _run(given: Any) -> None:
   if talks:
     if given.num_samples > 1:
       raise ConfigError(f"--num_samples is {given.num_samples}, but a conversation has one answer. Give a --prompt.")
-    return converse(loaded, Sampler(loaded.model, mesh, rows=1, chunk=CHUNK), options, given.system)
+    return converse(loaded, Sampler(loaded.model, mesh, rows=1, chunk=CHUNK), options, given.system, given.image)
   if given.system is not None and not given.chat:
     raise ConfigError("--system is a message of a conversation; add --chat.")
   texts = [sys.stdin.read()] if prompts is None else prompts
   system = [] if given.system is None else [{"role": "system", "content": given.system}]
-  made = [loaded.prompter.messages([*system, {"role": "user", "content": text}], where=f"prompt {n}") if given.chat
-          else loaded.prompter.text(text, f"prompt {n}") for n, text in enumerate(texts)]
+  made = [loaded.prompter.messages([*system, {"role": "user", "content": text}], where=f"prompt {n}",
+                                   images=given.image) if given.chat
+          else text_prompt(loaded, text, f"prompt {n}", given.image) for n, text in enumerate(texts)]
   chunk = CHUNK if len(made) * given.num_samples == 1 else 32
   complete(loaded, Sampler(loaded.model, mesh, chunk=chunk), made, options)
 

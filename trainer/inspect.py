@@ -3,12 +3,13 @@
 Prints the data's statistics, the first rows of the first batch with each token's weight, segment and position, and
 where each parameter would live; writes the same as WORKDIR/inspect.html, with a histogram of the documents' lengths.
 Where completions are sampled, the rows are the first prompts, with what rewards are told of them. Trains nothing,
-samples nothing and makes no parameter.
+samples nothing and makes no parameter. The page shows images as they reach the model, resized and augmented.
 """
 
 import io
+import itertools
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from html import escape
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -20,7 +21,7 @@ from input_pipeline import loader, prompt_data
 from input_pipeline.batches import check_ids
 from input_pipeline.tokenizer import Tokenizer, make_tokenizer
 from models import api
-from trainer import config_checks, hugging_face, patterns, processes, rollout, strategies
+from trainer import config_checks, hugging_face, image_tokens, pages, patterns, processes, rollout, strategies
 from trainer import mesh as mesh_lib
 from trainer import workdir as workdir_lib
 from trainer.strategies import presets
@@ -28,6 +29,8 @@ from trainer.strategies import presets
 ROWS = 3
 # A token's text is found by decoding it after so many others: some tokenizers write the first of a text differently.
 CONTEXT = 6
+# Runs of at least so many equal tokens, an image's say, are shown as one.
+RUN = 8
 BOLD, DIM, TRAINED, PARTLY, OFF = "\033[1m", "\033[2m", "\033[30;42m", "\033[30;43m", "\033[0m"
 
 
@@ -42,10 +45,12 @@ class Token(NamedTuple):
 
 
 class Shown(NamedTuple):
-  """What is to be seen: rows of tokens, each with a caption (or ""), and what they are; all documents' lengths."""
+  """What is to be seen: rows of tokens, each with a caption (or "") and the images of each of its segments, and what
+  they are; all documents' lengths."""
 
   rows: list[list[Token]]
   captions: list[str]
+  images: list[Mapping[int, Sequence[np.ndarray]]]
   lead: str
   stats: str
   lengths: np.ndarray
@@ -78,7 +83,9 @@ def inspect(config: Mapping, workdir: str | Path, rows: int = ROWS) -> Path:
     data = loader.make_train_data(resolved, tokenizer, workdir=workdir, progress=True)
     batch = check_ids(data.batch(0, slice(0, rows)), model.vocab_size)
     shown = Shown([row_tokens(batch, row, tokenizer) for row in range(len(batch["tokens"]))],
-                  [""] * len(batch["tokens"]), "The first rows.", loader.format_stats(data.stats()),
+                  [""] * len(batch["tokens"]),
+                  [row_images(batch, row, image_tokens.layout_of(model)) for row in range(len(batch["tokens"]))],
+                  "The first rows.", loader.format_stats(data.stats()),
                   data.document_lengths())
   parameters = parameter_table(model.abstract_params(), mesh, resolved.sharding_rules)
 
@@ -114,7 +121,8 @@ def shown_prompts(config: ConfigDict, tokenizer: Tokenizer, rows: int) -> Shown:
           f"each, of at most {r.max_new_tokens} tokens, at temperature {r.temperature:g}; they are judged by "
           f"{', '.join(judged)} and serve {r.updates * r.epochs} step(s). What is sampled is trained, prompts are not.")
   lengths = np.array([len(item.prompt.ids) for item in prompts.every_item()])
-  return Shown(tokens, captions, lead, loader.format_stats(prompts.stats()), lengths)
+  images = [{1: item.prompt.images} for item in items]
+  return Shown(tokens, captions, images, lead, loader.format_stats(prompts.stats()), lengths)
 
 
 def row_tokens(batch: Mapping[str, np.ndarray], row: int, tokenizer: Tokenizer) -> list[Token]:
@@ -123,6 +131,27 @@ def row_tokens(batch: Mapping[str, np.ndarray], row: int, tokenizer: Tokenizer) 
   columns = [column[batch["segment_ids"][row] > 0].tolist() for column in columns]
   texts = token_texts(columns[0], tokenizer)
   return [Token(text, *values) for text, *values in zip(texts, *columns, strict=True)]
+
+
+def row_images(batch: Mapping[str, np.ndarray], row: int,
+               layout: image_tokens.Layout | None) -> dict[int, list[np.ndarray]]:
+  """{segment: its images, uint8 [S, S, 3]} of a row, in their order."""
+  if layout is None or "images" not in batch:
+    return {}
+  index, segments = batch["image_index"][row], batch["segment_ids"][row]
+  places = sorted({((k - 1) // layout.tokens_per_image, segment) for k, segment in
+                   zip(index.tolist(), segments.tolist(), strict=True) if k > 0})
+  return {segment: [batch["images"][row, number] for number, of in places if of == segment]
+          for segment in sorted({of for _, of in places})}
+
+
+def in_short(tokens: Sequence[Token]) -> list[Token]:
+  """The tokens, with each run of RUN or more of one id, weight and segment as its first, which says how many it is."""
+  shown = []
+  for _, run in itertools.groupby(tokens, key=lambda token: (token.id, token.weight, token.segment)):
+    run = list(run)
+    shown += run if len(run) < RUN else [run[0]._replace(text=f"⟨{run[0].text or run[0].id} × {len(run)}⟩")]
+  return shown
 
 
 def token_texts(ids: list[int], tokenizer: Tokenizer) -> list[str]:
@@ -145,7 +174,7 @@ def row_text(tokens: list[Token], row: int) -> str:
     mine = [token for token in tokens if token.segment == segment]
     trained = sum(token.weight > 0 for token in mine)
     lines.append(f"{BOLD}row {row}, segment {segment}: {len(mine)} tokens, {trained} trained{OFF}")
-    lines.append("".join(f"{_colour(token.weight)}{_visible(token.text)}{OFF}" for token in mine))
+    lines.append("".join(f"{_colour(token.weight)}{_visible(token.text)}{OFF}" for token in in_short(mine)))
   return "\n".join(lines)
 
 
@@ -222,14 +251,15 @@ def histogram_svg(lengths: np.ndarray, seq_len: int) -> str:
 def html_page(shown: Shown, histogram: str, parameters: str) -> str:
   """The page: self-contained, every token with its numbers under the pointer and in a table."""
   sections = []
-  for number, (tokens, caption) in enumerate(zip(shown.rows, shown.captions, strict=True)):
+  for number, (tokens, caption, images) in enumerate(zip(shown.rows, shown.captions, shown.images, strict=True)):
     spans, segment = [], None
-    for t in tokens:
+    for t in in_short(tokens):
       if t.segment != segment:
         segment = t.segment
         mine = [other for other in tokens if other.segment == segment]
         spans.append(f"<h3>row {number}, segment {segment}: {len(mine)} tokens, "
                      f"{sum(other.weight > 0 for other in mine)} trained</h3>")
+        spans += map(pages.picture, images.get(segment, ()))
       title = f"{t.text!r} id {t.id}, weight {t.weight:g}, segment {t.segment}, position {t.position}"
       kind = "trained" if t.weight == 1 else "partly" if t.weight > 0 else "untrained"
       spans.append(f'<span class="{kind}" title="{escape(title)}">{escape(_visible(t.text) or "·")}</span>')
@@ -253,6 +283,8 @@ pre, table {{ font: 13px/1.4 ui-monospace, monospace; overflow-x: auto; }}
 .trained {{ background: #2e9e5b55; }} .partly {{ background: #d9a40066; }} .untrained {{ opacity: .6; }}
 span:hover {{ outline: 1px solid; }}
 td, th {{ padding: 0 .8em; text-align: right; }} td:last-child, th:last-child {{ text-align: left; }}
+img {{ max-width: 16rem; margin: 0 .4rem .4rem 0; vertical-align: top; }}
+.small {{ width: 6rem; image-rendering: pixelated; }}
 svg {{ max-width: 100%; height: auto; background: white; }}
 </style>
 <h1>What is trained</h1>

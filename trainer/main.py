@@ -176,6 +176,8 @@ def train(config: Mapping, workdir: str | Path) -> Run:
     if jax.process_index() == 0:
       say(parameter_overview.get_parameter_overview(start.state["params"], include_stats=False))
     writer.writers = metrics_lib.make_writers(workdir, resume_step=step if start.meta else -1)
+    images = {} if not data.images_per_row else dict(images_per_row=data.images_per_row, tower_frozen=not any(
+        path.startswith(("vision/", "projector/")) for path in optimizer.trainable))
     run = Run(
         config=config, workdir=workdir, mesh=mesh, model=model, tokenizer=tokenizer, data=data,
         learning_rates=optimizer.learning_rates, total_steps=total_steps,
@@ -183,7 +185,7 @@ def train(config: Mapping, workdir: str | Path) -> Run:
         checkpoints=checkpoints, callbacks=callbacks, say=say,
         config_json=json.loads(config_checks.to_json(resolved)),
         last_eval=metrics_lib.last_evaluation(workdir, step),
-        chrono=throughput.Chrono(model.flops_per_token(config.seq_len), start.meta.get("seconds")))
+        chrono=throughput.Chrono(model.flops_per_token(config.seq_len, **images), start.meta.get("seconds")))
     say(f"mfu: of {run.chrono.peak / 1e12:.3g} TFLOP/s a device ({run.chrono.peak_source})")
     del start  # run.state is donated step by step: another name for it would be a trap
 

@@ -23,7 +23,8 @@ BATCH_AXES = ("data", "fsdp")
 # First match wins. Kernels are stacked over layers: their first dimension is the layer.
 PARAM_RULES = (
     (r"^embed/embedding$", ("tensor", "fsdp")),
-    (r"^pos_embed/embedding$", (None, "fsdp")),
+    # The tower's too; its single class token is small.
+    (r"(^|/)pos_embed/embedding$", (None, "fsdp")),
     # A kernel may be kept in parts (models/quantize.py), of which each is split as the kernel would be.
     (r"(attn/[qkv]|(mlp|shared)/(gate|up)|shared_gate)/kernel(_\w+)?$", (None, "fsdp", "tensor")),
     (r"(attn/o|(mlp|shared)/down)/kernel(_\w+)?$", (None, "tensor", "fsdp")),
@@ -37,6 +38,11 @@ PARAM_RULES = (
     (r"(attn/o|(mlp|shared)/down)/lora_a$", (None, "tensor", None)),
     (r"(attn/o|(mlp|shared)/down)/lora_b$", (None, None, "fsdp")),
     (r"^unembed/kernel$", ("fsdp", "tensor")),
+    # Beside the blocks, whose names the tower's have too: matrices without layers. The first has 3 inputs a pixel.
+    (r"^vision/patch_embed/kernel$", (None, "fsdp")),
+    (r"^projector/(up|linear)/kernel$", ("fsdp", "tensor")),
+    (r"^projector/up/bias$", ("tensor",)),
+    (r"^projector/down/kernel$", ("tensor", "fsdp")),
 )
 
 # Logical names of activation dimensions (models/api.py `constrain`).

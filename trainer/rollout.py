@@ -3,7 +3,8 @@
 A rollout takes the next `num_prompts` prompts, samples `group_size` completions of each, scores them, and serves
 `updates` × `epochs` optimizer steps. Token in, token out: what was sampled is what is trained, with the log-probs that
 it was sampled with. Prompts, draws and the order of training are functions of (seed, number of the rollout); a
-checkpoint holds what is left of a rollout (`saved`), so that a stopped run goes on as if it had not been.
+checkpoint holds what is left of a rollout (`saved`), so that a stopped run goes on as if it had not been; of images it
+holds the number of their prompt, by which the data have them again.
 
 P prompts (groups), G completions of each, K reward functions.
 """
@@ -23,8 +24,8 @@ from input_pipeline.prompt_data import PromptData, PromptItem
 from trainer import advantages as advantages_lib
 from trainer import experience as experience_lib
 from trainer import groups as groups_lib
+from trainer import image_tokens, pages, processes, rewards
 from trainer import mesh as mesh_lib
-from trainer import processes, rewards
 from trainer.config import ConfigError
 from trainer.drawing import Options
 from trainer.environment import Episode, Episodes
@@ -129,7 +130,8 @@ class Rollouts:
     self._updates, self._steps_each, self._has_environment = c.updates, c.updates * c.epochs, c.environment is not None
     self._prompts, self._tokenizer, self._mesh = prompts, tokenizer, mesh
     self._keys = KEYS[config.strategy.name]
-    self._layout = dict(seq_len=config.seq_len, pad_id=tokenizer.pad_id, row_multiple=micro_batch_size, keys=self._keys)
+    self._layout = dict(seq_len=config.seq_len, pad_id=tokenizer.pad_id, row_multiple=micro_batch_size, keys=self._keys,
+                        layout=image_tokens.layout_of(model), images=self._images)
     if config.strategy.name == "grpo":
       how = (config.strategy.baseline, config.strategy.scale, c.mask_truncated)
       self._lesson = lambda groups: groups_lib.sequences(groups, *how)
@@ -144,6 +146,7 @@ class Rollouts:
     self._weights = np.array([*self._scorer.weights, *(1.0,) * self._has_environment])
     self.source_names, self.fingerprint = prompts.source_names, prompts.fingerprint
     self.rows_per_epoch = prompts.num_prompts
+    self.images_per_row = 0  # it follows from how completions are packed
     end = prompts.num_items
     self.num_steps = None if end is None else -(-end // c.num_prompts) * self._steps_each
     # The rollout that is being trained on, the step that it began at, its number, its metrics, and the prompts that
@@ -209,6 +212,10 @@ class Rollouts:
     self._taken = {run.step: before, run.step + 1: (before[0] + batch["tokens"].size, self._drawn)}
     return batch
 
+  def _images(self, number: int) -> list[np.ndarray]:
+    """The images of prompt `number` of the stream."""
+    return self._prompts.item(number).prompt.images
+
   # ---------------------------------------------------------------- checkpoints
 
   def saved(self, step: int) -> tuple[dict[str, Any], dict[str, np.ndarray] | None]:
@@ -217,12 +224,16 @@ class Rollouts:
     tokens, drawn = self._at(step)
     done = self._experience is None or step - self._first_step >= self._steps_each
     meta = {"tokens": tokens, "drawn": drawn, "number": self._number, "first_step": self._first_step,
-            "metrics": self.metrics, "done": done}
+            "metrics": self.metrics, "done": done, "data": self.fingerprint}
     # Checkpoints cannot hold empty arrays.
     return meta, None if done or not self._experience.num_units else self._experience._asdict()
 
   def restore(self, step: int, meta: dict[str, Any], arrays: dict[str, np.ndarray] | None) -> None:
-    """Goes on from what `saved(step)` gave."""
+    """Goes on from what `saved(step)` gave.
+
+    Raises:
+      ConfigError: it is about images of other data.
+    """
     self._taken = {step: (meta["tokens"], meta["drawn"])}
     self._number, self._first_step, self._drawn = meta["number"], meta["first_step"], meta["drawn"]
     self.metrics = meta["metrics"]
@@ -230,6 +241,10 @@ class Rollouts:
       self._experience = None
     else:
       self._experience = experience_lib.collect([]) if arrays is None else Experience(**arrays)
+    if self._experience is not None and self._layout["layout"] and meta["data"] != self.fingerprint:
+      raise ConfigError(f"the data are no longer those of rollout {self._number}, which is trained on until step "
+                        f"{self._first_step + self._steps_each}: the images of its prompts cannot be had again. Train "
+                        "to that step with the data as they were, then change them.")
 
   def close(self) -> None:
     """Ends the processes that compute rewards."""
@@ -264,7 +279,7 @@ class Rollouts:
     self._end_with_prompts(run)
     self._experience, table, self.metrics = self._learn(groups, replaced)
     if jax.process_index() == 0 and self._shows(run):
-      self._write(run, table)
+      self._write(run, table, [group.item for group in groups])
 
   def _end_with_prompts(self, run: Any) -> None:
     """Shortens a run whose prompts have ended early, since some took the place of others."""
@@ -336,7 +351,7 @@ class Rollouts:
     every = run.log_steps
     return run.step == 0 or bool(every) and (run.step + self._steps_each) // every > run.step // every
 
-  def _write(self, run: Any, table: list[dict[str, Any]]) -> None:
+  def _write(self, run: Any, table: list[dict[str, Any]], items: list[PromptItem]) -> None:
     folder = self._workdir / "samples"
     folder.mkdir(parents=True, exist_ok=True)
     lines = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in table)
@@ -345,6 +360,12 @@ class Rollouts:
         f"--- {row['where']}, reward {row['reward']}, advantage {row['advantage']}, {row['finish_reason']}\n"
         f"{row['prompt']}\n>>> {row['completion']}" for row in table[:SHOWN])
     run.writer.write_texts(run.step + 1, {"rollout": shown})
+    cards = [
+        pages.Card(f"{row['where']}, sample {row['sample']}", items[number // self._group_size].prompt.images, [
+            (key, str(row[key])) for key in ("prompt", "completion", "reward", "advantage", "finish_reason")])
+        for number, row in enumerate(table[:pages.MOST_CARDS])]
+    page = pages.page(f"rollout before step {run.step + 1}", cards, len(table))
+    (folder / f"rollout-{run.step + 1:08d}.html").write_text(page, encoding="utf-8")
 
 
 class Batches(Iterator[dict[str, jax.Array]]):

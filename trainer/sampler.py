@@ -7,8 +7,12 @@ A batch of `rows` texts is decoded in chunks of steps; between chunks rows that 
 wait, so that one long answer does not keep the others' places empty. Shapes come from few sizes, so that programs are
 compiled once for many prompts.
 
-What is drawn is a function of (seed, the prompt's ids, number of the sample, place in the completion, parameters): the
-random bits exactly, whatever the other prompts, their order, `rows`, or the mesh; the logits to rounding.
+Prompts may hold images, where the model has a tower for them: `images=[[image, …], …]`, and in the ids the placeholder
+tokens that their features take the place of.
+
+What is drawn is a function of (seed, the prompt's ids and images, number of the sample, place in the completion,
+parameters): the random bits exactly, whatever the other prompts, their order, `rows`, or the mesh; the logits to
+rounding.
 
 B rows, N prompts, T tokens of a prompt, M completions begun at a time, D hidden size, V vocabulary, C steps of a chunk.
 """
@@ -24,6 +28,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
+from trainer import image_tokens
 from trainer import mesh as mesh_lib
 from trainer.buckets import bucket, power
 from trainer.config import ConfigError
@@ -130,23 +135,27 @@ class Sampler:
 
   def stream(self, params: Any, prompts: Sequence[Sequence[int] | np.ndarray], *, num_samples: int = 1,
              samples: Sequence[Sequence[int]] | None = None, max_new_tokens: int | Sequence[int],
+             images: Sequence[Sequence[np.ndarray]] | None = None, prefixes: Sequence[int] | None = None,
              temperature: float = 1.0, top_k: int = 0, top_p: float = 1.0, min_p: float = 0.0,
              stop_ids: Iterable[int] = (), seed: int | str = 0) -> Iterator[Completion]:
     """Parts of completions as they are generated; the last of each has a finish_reason, the others "".
 
     Args:
       params: the model's parameters, wherever they lie.
-      prompts: token ids, at least one each. Equal prompts get equal completions.
+      prompts: token ids, at least one each. Equal prompts (with equal images) get equal completions.
       num_samples: completions for each prompt.
       samples: the numbers of the samples of each prompt, in place of 0 to num_samples - 1; they decide what is drawn.
       max_new_tokens: of each completion, the stop token included; or those of each prompt's.
+      images: of each prompt, uint8 [S, S, 3] each, as many as its placeholders are for; None: none.
+      prefixes: how many tokens each prompt began with, where more have followed (what the model said and what was
+        answered): only these may be placeholders or see one another in both directions. None: all are the beginning.
       temperature, top_k, top_p, min_p: see `Options`.
       stop_ids: a completion ends with the first of these.
       seed: of the random draws.
 
     Raises:
       ConfigError: values out of range, an empty prompt, ids beyond the vocabulary, texts longer than the model can
-        generate.
+        generate; images that do not fit the placeholders or the model.
     """
     how = Options(float(temperature), int(top_k), float(top_p), float(min_p))
     how.check()
@@ -155,10 +164,11 @@ class Sampler:
     if num_samples < 1 or min(limits, default=1) < 1:
       raise ConfigError(f"found num_samples={num_samples}, max_new_tokens={max_new_tokens}; allowed: 1 or more.")
     self.check(prompts, limits)
+    shown = image_tokens.shown(image_tokens.layout_of(self.model), prompts, images, prefixes)
     if not prompts:
       return
     samples = [range(num_samples)] * len(prompts) if samples is None else samples
-    waiting = _Waiting(prompts, samples, limits, seed)
+    waiting = _Waiting(prompts, shown, samples, limits, seed)
     rows = min(self.rows, power(len(waiting), self._shards))
     length = bucket(int(max(limits + [len(prompt) for prompt in prompts])), MIN_LENGTH)
     stop_ids = sorted(set(stop_ids))
@@ -196,17 +206,20 @@ class Sampler:
     N = power(len(chosen), self._shards)
     M = min(N * waiting.most_samples, rows)
     tokens_NxT, lengths_N = np.zeros((N, width), np.int32), np.ones(N, np.int32)
+    layout = image_tokens.layout_of(self.model)
+    seen = image_tokens.empty(layout, N, width, waiting.most_images)
     for n, prompt in enumerate(chosen):
       ids = waiting.prompts[prompt]
       tokens_NxT[n, :len(ids)], lengths_N[n] = ids, len(ids)
+      image_tokens.put(layout, seen, waiting.shown[prompt], n)
     # Rows beyond the last take what there is no completion for.
     rows_M, sources_M, keys_Mx2 = np.full(M, rows, np.int32), np.zeros(M, np.int32), np.zeros((M, 2), np.uint32)
     limits_M = np.zeros(M, np.int32)
     for m, (unit, row) in enumerate(zip(units, free, strict=False)):
       rows_M[m], sources_M[m], keys_Mx2[m] = row, chosen.index(unit[0]), waiting.key(*unit)
       owners[row], counts[row], limits_M[m] = unit, 0, waiting.limits[unit[0]]
-    begin = self._program("begin", rows, length, (N, width, M))
-    return begin(params, state, (tokens_NxT, lengths_N, rows_M, sources_M, keys_Mx2, limits_M))
+    begin = self._program("begin", rows, length, (N, width, M, waiting.most_images))
+    return begin(params, state, (tokens_NxT, lengths_N, rows_M, sources_M, keys_Mx2, limits_M), seen)
 
   def check(self, prompts: Sequence[np.ndarray], max_new_tokens: int | np.ndarray, where: str = "") -> None:
     """Refuses prompts that cannot be completed; `where` precedes the name of the key `max_new_tokens`.
@@ -265,13 +278,19 @@ class Sampler:
 class _Waiting:
   """Completions that have not begun, those of the longest prompts first."""
 
-  def __init__(self, prompts: list[np.ndarray], samples: Sequence[Sequence[int]], limits: np.ndarray, seed: int | str):
-    self.prompts, self.limits, self._next = prompts, limits, 0
+  def __init__(self, prompts: list[np.ndarray], shown: list[image_tokens.Shown], samples: Sequence[Sequence[int]],
+               limits: np.ndarray, seed: int | str):
+    self.prompts, self.shown, self.limits, self._next = prompts, shown, limits, 0
+    # Of a prompt, rounded up too.
+    self.most_images = image_tokens.slots(max(len(part.images) for part in shown))
     # Of a prompt, rounded up, so that few shapes occur.
     self.most_samples = power(max(map(len, samples)), 1)
     order = sorted(range(len(prompts)), key=lambda i: -len(prompts[i]))
     self._units = [(prompt, sample) for prompt in order for sample in samples[prompt]]
     self._hashes = [hashlib.blake2b(f"{seed}:".encode() + ids.tobytes(), digest_size=8) for ids in prompts]
+    for digest, part in zip(self._hashes, shown, strict=True):
+      for image in part.images:
+        digest.update(b":image:" + image.tobytes())
 
   def __len__(self) -> int:
     return len(self._units) - self._next
@@ -292,7 +311,7 @@ class _Waiting:
     return taken
 
   def key(self, prompt: int, sample: int) -> np.ndarray:
-    """Data of the random key, uint32 [2]: a hash of seed, prompt and sample."""
+    """Data of the random key, uint32 [2]: a hash of seed, prompt with its images, and sample."""
     digest = self._hashes[prompt].copy()
     digest.update(f":{sample}".encode())
     return np.frombuffer(digest.digest(), np.uint32)
@@ -315,11 +334,11 @@ def _empty(model: Any, rows: int, length: int) -> _State:
                 tokens_B == 0)
 
 
-def _begin(model: Any, params: Any, state: _State, given: tuple[jax.Array, ...]) -> _State:
-  """Prompts put into rows of the state."""
+def _begin(model: Any, params: Any, state: _State, given: tuple[jax.Array, ...], seen: dict[str, jax.Array]) -> _State:
+  """Prompts put into rows of the state; `seen` is what a batch says of images and of the order of reading."""
   tokens_NxT, lengths_N, rows_M, sources_M, keys_Mx2, limits_M = given
   N, T = tokens_NxT.shape
-  batch = dict(tokens=tokens_NxT, segment_ids=(jnp.arange(T) < lengths_N[:, None]).astype(jnp.int32))
+  batch = dict(tokens=tokens_NxT, segment_ids=(jnp.arange(T) < lengths_N[:, None]).astype(jnp.int32), **seen)
   hidden_NxTxD, cache = model.prefill(params, batch, state.cache, rows_M, sources_M)
   last_MxD = hidden_NxTxD[jnp.arange(N), lengths_N - 1][sources_M]
 

@@ -8,7 +8,6 @@
 Nothing is downloaded, unpickled or run: a folder is data.
 """
 
-import json
 import os
 import shutil
 from collections.abc import Callable, Iterable, Mapping
@@ -19,11 +18,11 @@ import numpy as np
 from ml_collections import ConfigDict
 
 from models import api
-from models.hf import convert, families, files
+from models.hf import convert, families, files, pixels
 from models.hf.convert import iter_params, load_params, plan
 from models.hf.errors import HFError
-from models.hf.family import DROPOUT, INERT, NEUTRAL, Family, canonical
-from models.hf.files import TensorFolder
+from models.hf.family import NEUTRAL, Family, canonical
+from models.hf.files import TensorFolder, write_json
 from models.hf.peft import load_adapters, save_adapters
 from models.spec import ARCHITECTURE_KEYS
 from trainer import config as config_lib
@@ -40,7 +39,7 @@ SMALL_FILES = (
     "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json",
     "chat_template.jinja", "chat_template.json", "additional_chat_templates/*.jinja",
     "tokenizer.model", "spiece.model", "vocab.json", "merges.txt", "vocab.txt",
-    "preprocessor_config.json", "processor_config.json",
+    *pixels.FILES,
 )
 # What a config.json says of the tokenizer, not of the model: kept where the rest has to be written anew, and null where
 # it is not known, since transformers would put its own idea of a family's ids in their place.
@@ -50,7 +49,7 @@ TOKEN_KEYS = ("bos_token_id", "eos_token_id", "pad_token_id")
 def architecture(path: str | Path) -> tuple[Family, dict[str, Any], list[str]]:
   """What model a folder holds: its family, {dotted key of config.model: value}, and sentences on that to be printed.
 
-  Reads config.json alone; touches no tensor and no device.
+  Reads config.json, and of a model of images preprocessor_config.json; touches no tensor and no device.
 
   Raises:
     HFError: no such folder, a damaged config.json, an architecture or option that Weft cannot compute exactly.
@@ -59,7 +58,7 @@ def architecture(path: str | Path) -> tuple[Family, dict[str, Any], list[str]]:
   content, where = files.read_config(folder), str(folder / files.CONFIG)
   family = families.find(content, where)
   keys = family.read(content, where)
-  return family, keys, family.notes(content, where)
+  return family, keys | pixels.read(folder, keys), family.notes(content, where)
 
 
 def load(path: str | Path, dtype: Any = "float32", shardings: Mapping | Callable[[Mapping], Mapping] | None = None,
@@ -167,13 +166,12 @@ def config_json(keys: Mapping[str, Any], source: Mapping[str, Any] | None = None
   if source is not None:
     family = families.find(source, where)
     if _reads_as(family, source, keys, where):
-      return family, dict(source)
+      return family, family.kept(source)
     try:
       written = family.write(keys)
     except HFError:  # changed into a model of another family, or of none
       return _matched(keys, tokens)
-    inert = INERT | DROPOUT | family.inert
-    return family, {**{key: value for key, value in source.items() if key in inert}, **tokens, **written}
+    return family, family.renewed(source, {**tokens, **written})
   return _matched(keys, tokens)
 
 
@@ -183,8 +181,12 @@ def _matched(keys: Mapping[str, Any], tokens: Mapping[str, Any]) -> tuple[Family
 
 
 def with_dtype(content: Mapping[str, Any], dtype: str) -> dict[str, Any]:
-  """config.json with the dtype of its tensors, under the key that is in use there."""
-  return {**content, "dtype" if "dtype" in content else "torch_dtype": dtype}
+  """config.json with the dtype of its tensors, under the key that is in use there, in the objects inside it too."""
+  def of(part: Mapping[str, Any]) -> dict[str, Any]:
+    return {**part, **{key: dtype for key in ("dtype", "torch_dtype") if key in part}}
+
+  inner = {key: of(content[key]) for key in ("text_config", "vision_config") if isinstance(content.get(key), dict)}
+  return {**content, **inner, "dtype" if "dtype" in content else "torch_dtype": dtype}
 
 
 def prepare(out: Path, overwrite: bool) -> None:
@@ -213,13 +215,6 @@ def copy_small_files(source: str | Path, out: str | Path, names: Iterable[str] =
     temporary = target.with_name(f".{target.name}.{os.getpid()}")
     shutil.copyfile(file, temporary)
     os.replace(temporary, target)
-
-
-def write_json(file: Path, content: Mapping[str, Any]) -> None:
-  """A JSON object as a file, which is whole or not there."""
-  temporary = file.with_name(f".{file.name}.{os.getpid()}")
-  temporary.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
-  os.replace(temporary, file)
 
 
 def _reads_as(family: Family, content: Mapping[str, Any], keys: Mapping[str, Any], where: str) -> bool:

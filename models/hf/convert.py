@@ -6,6 +6,7 @@ list is laid over the tensors that a folder has (`plan`), read into sharded para
 model.layers.3.self_attn.q_proj.weight [H*K, D].
 """
 
+import functools
 import itertools
 import math
 import re
@@ -20,6 +21,7 @@ import numpy as np
 from tqdm import tqdm
 
 from models.hf import files
+from models.hf.entry import Entry, make_entry, paths_of
 from models.hf.errors import HFError
 from models.hf.family import Family, Tensor
 from trainer import patterns
@@ -28,56 +30,6 @@ from trainer import patterns
 BLOCK = 256
 # Two tensors that must be equal are compared so many rows at a time.
 COMPARED_ROWS = 4096
-
-
-@dataclass(frozen=True)
-class Entry:
-  """A `Tensor` of a family, laid over the shapes of one model."""
-
-  tensor: Tensor
-  prefix: str
-  # Numbers of layers and experts, as far as the name has these placeholders: the leading dimensions of ours.
-  counts: tuple[int, ...]
-  # The shape of each of ours without these dimensions, in their layout.
-  parts: tuple[tuple[int, ...], ...]
-
-  @property
-  def paths(self) -> tuple[str, ...]:
-    return _paths(self.tensor)
-
-  @property
-  def shape(self) -> tuple[int, ...]:
-    """Of their tensor: the parts laid end to end along `axis`."""
-    shape = list(self.parts[0])
-    if len(self.parts) > 1:
-      shape[self.tensor.axis] = sum(part[self.tensor.axis] for part in self.parts)
-    return tuple(shape)
-
-  def places(self) -> Iterator[tuple[int, ...]]:
-    """Every (layer, expert), as far as the name has them."""
-    return itertools.product(*map(range, self.counts))
-
-  def name(self, place: tuple[int, ...]) -> str:
-    numbers = dict(zip(_placeholders(self.tensor), place, strict=True))
-    return self.prefix + self.tensor.theirs.format(**numbers)
-
-  def names(self) -> Iterator[str]:
-    return map(self.name, self.places())
-
-  def to_theirs(self, part: int, index: tuple[slice, ...]) -> tuple[slice, ...]:
-    """Where a slice of one of ours (without its leading dimensions) lies in their tensor."""
-    index = list(index)
-    if self.tensor.transpose:
-      index[-2:] = index[-1], index[-2]
-    if len(self.parts) > 1:
-      axis = self.tensor.axis
-      start = sum(shape[axis] for shape in self.parts[:part])
-      index[axis] = slice(index[axis].start + start, index[axis].stop + start)
-    return tuple(index)
-
-  def swap(self, values: np.ndarray) -> np.ndarray:
-    """From our layout to theirs, and back; a view."""
-    return values.swapaxes(-1, -2) if self.tensor.transpose else values
 
 
 @dataclass(frozen=True)
@@ -119,7 +71,7 @@ def plan(family: Family, model: Mapping[str, Any], abstract_params: Mapping, fol
   tensors = family.tensors(dict(model))
   _check_count(tensors, shapes, folder)
   prefix = _prefix(family, tensors, shapes, folder.tensors)
-  entries = [_entry(tensor, shapes, prefix) for tensor in tensors]
+  entries = [make_entry(tensor, shapes, prefix) for tensor in tensors]
   chosen = {path: _choose(path, entries, folder.tensors, family) for path in shapes}
   wanted = {name: entry.shape for entry in chosen.values() for name in entry.names()}
   tied_names = _tied_names(family, model, shapes, prefix, wanted)
@@ -215,8 +167,8 @@ def write_tensors(read_leaf: Callable[[str, tuple[int | slice, ...]], np.ndarray
   written: dict[str, tuple[Entry, tuple[int, ...]]] = {}
   covered: set[str] = set()
   for tensor in family.tensors(dict(model)):
-    if not covered.intersection(_paths(tensor)):
-      entry = _entry(tensor, sizes, family.prefixes[0])
+    if not covered.intersection(paths_of(tensor)):
+      entry = make_entry(tensor, sizes, family.prefixes[0])
       written.update({entry.name(place): (entry, place) for place in entry.places()})
       covered.update(entry.paths)
   if missing := [path for path in sizes if path not in covered]:
@@ -231,13 +183,13 @@ def write_tensors(read_leaf: Callable[[str, tuple[int | slice, ...]], np.ndarray
 
     def make(name: str) -> np.ndarray:
       entry, place = written[name]
-      values = np.empty(*layout[name])
+      values = np.empty(entry.matrix_shape, layout[name][1])
       for part, (path, shape) in enumerate(zip(entry.paths, entry.parts, strict=True)):
         bounds = tuple(slice(0, n) for n in shape)
         ours = bounds if not entry.tensor.transpose else (*bounds[:-2], bounds[-1], bounds[-2])
         copy_into(values[entry.to_theirs(part, ours)], entry.swap(np.asarray(read_leaf(path, (*place, *ours)))), name)
       bar.update(values.nbytes)
-      return values
+      return entry.to_form(values)
 
     return files.write_tensors(out, layout, make, max_shard_bytes)
 
@@ -266,41 +218,16 @@ def copy_into(target: np.ndarray, values: np.ndarray, name: str) -> None:
 # ---------------------------------------------------------------------------------------------------- names
 
 
-def _paths(tensor: Tensor) -> tuple[str, ...]:
-  return (tensor.ours,) if isinstance(tensor.ours, str) else tuple(tensor.ours)
-
-
-def _placeholders(tensor: Tensor) -> list[str]:
-  """Those that the name has, in the order of our leading dimensions."""
-  return [key for key in ("layer", "expert") if f"{{{key}}}" in tensor.theirs]
-
-
-def _entry(tensor: Tensor, shapes: Mapping[str, tuple[int, ...]], prefix: str) -> Entry:
-  paths, lead = _paths(tensor), len(_placeholders(tensor))
-  if unknown := [path for path in paths if path not in shapes]:
-    raise HFError(f"{tensor.theirs} is made of {', '.join(unknown)}, which this model does not have. Does config.model "
-                  "say something else of the architecture than config.json?")
-  counts = {shapes[path][:lead] for path in paths}
-  parts = [shapes[path][lead:] for path in paths]
-  if tensor.transpose:
-    parts = [(*part[:-2], part[-1], part[-2]) for part in parts]
-  others = {(*part[:tensor.axis], *part[tensor.axis + 1:]) for part in parts}
-  if len(counts) > 1 or len(others) > 1:
-    raise HFError(f"{tensor.theirs}: {', '.join(paths)} cannot be laid end to end, their shapes are "
-                  f"{[shapes[path] for path in paths]}.")
-  return Entry(tensor, prefix if tensor.prefixed else "", counts.pop(), tuple(parts))
-
-
 def _prefix(family: Family, tensors: list[Tensor], shapes: Mapping, present: Mapping) -> str:
   """The family's spelling under which most of the names are present; the first if none is."""
   def found(prefix: str) -> int:
-    return sum(name in present for t in tensors if t.prefixed for name in _entry(t, shapes, prefix).names())
+    return sum(name in present for t in tensors if t.prefixed for name in make_entry(t, shapes, prefix).names())
   return max(family.prefixes, key=found)
 
 
 def _check_count(tensors: list[Tensor], shapes: Mapping, folder: files.TensorFolder) -> None:
   """A config.json with an absurd number of layers or experts would have every one of their names spelled out."""
-  most = max(math.prod(_entry(tensor, shapes, "").counts) for tensor in tensors)
+  most = max(math.prod(make_entry(tensor, shapes, "").counts) for tensor in tensors)
   if most > 1000 + 10 * len(folder.tensors):
     raise HFError(f"{folder.path / files.CONFIG} asks for {most:,} tensors of one kind, by its numbers of layers and "
                   f"experts, but the folder has {len(folder.tensors):,} tensors in all. Fetch it again.")
@@ -338,7 +265,7 @@ def _tied_names(family: Family, model: Mapping, shapes: Mapping, prefix: str, wa
   if "unembed/kernel" in shapes:
     return set()
   untied = family.tensors({**model, "tie_embeddings": False})
-  names = {(prefix if t.prefixed else "") + t.theirs for t in untied if _paths(t) == ("unembed/kernel",)}
+  names = {(prefix if t.prefixed else "") + t.theirs for t in untied if paths_of(t) == ("unembed/kernel",)}
   return names - set(wanted)
 
 
@@ -382,7 +309,7 @@ def read_shard(leaf: Leaf, folder: files.TensorFolder, bounds: Bounds, dtype: np
   for place in itertools.product(*(range(*pair) for pair in bounds[:lead])):
     within = tuple(n - start for n, (start, _) in zip(place, bounds, strict=False))
     name = entry.name(place)
-    copy_into(values[(*within, ...)], entry.swap(folder.read(name, index)), name)
+    copy_into(values[(*within, ...)], entry.swap(entry.read(functools.partial(folder.read, name), index)), name)
   return values
 
 

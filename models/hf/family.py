@@ -27,7 +27,15 @@ NEUTRAL: Mapping[str, Any] = {
     "window": None, "layer_pattern": ("global",),
     "moe.num_experts": 0, "moe.experts_per_token": 2, "moe.expert_size": None, "moe.shared_size": 0,
     "moe.shared_gate": False, "moe.softmax": "before_topk", "moe.normalize_weights": True,
+    "vision.tower": "none", "vision.image_size": 224, "vision.patch_size": 14, "vision.num_layers": 4,
+    "vision.hidden_size": 128, "vision.intermediate_size": 512, "vision.num_heads": 4, "vision.activation": "gelu",
+    "vision.norm_eps": 1e-6, "vision.mean": (), "vision.std": (), "vision.feature_layer": -1, "vision.final_norm": True,
+    "vision.projector": "linear", "vision.projector_activation": "gelu_exact", "vision.projector_bias": True,
+    "vision.tokens_per_image": None, "vision.feature_scale": 1.0, "vision.attention": "causal",
+    "vision.image_token": None,
 }
+# Keys that preprocessor_config.json has, not config.json (models/hf/pixels.py).
+PIXELS = ("vision.mean", "vision.std")
 
 # Entries of config.json that say nothing about the function from tokens to logits: about files, generation, the Python
 # interface, fresh initial values, heads of other tasks, losses. `max_position_embeddings` bounds nothing where
@@ -65,6 +73,8 @@ class Tensor:
     transpose: their last two dimensions are ours swapped. A Linear of torch is [out, in], our kernels are [in, out].
     axis: of the concatenation, in their layout.
     prefixed: False: the name stands without the prefix even where others have it.
+    form: patches: theirs is the weight [D, 3, P, P] of a convolution over patches, ours the matrix [P * P * 3, D], and
+      `transpose` is set. row: theirs is [D], ours [1, D]. None: neither.
   """
 
   theirs: str
@@ -72,6 +82,7 @@ class Tensor:
   transpose: bool = False
   axis: int = 0
   prefixed: bool = True
+  form: str | None = None
 
 
 class Attempt(NamedTuple):
@@ -97,6 +108,8 @@ class Family:
     prefixes: spellings of what tensor names begin with; the first is written.
     ignored: regexes of tensors that are no parameters.
     inert: entries of config.json without effect on logits, beyond INERT.
+    in_memory: what the names of modules begin with where a program has loaded the model, if not as in files; `table`
+      then has the tensors under these names, too.
   """
 
   name: str
@@ -108,6 +121,7 @@ class Family:
   prefixes: tuple[str, ...] = ("model.", "")
   ignored: tuple[str, ...] = (r"rotary_emb\.inv_freq$",)
   inert: frozenset[str] = frozenset()
+  in_memory: str = ""
 
   def __repr__(self) -> str:
     return f"<family {self.name}>"
@@ -171,6 +185,15 @@ class Family:
     return [t for t in self.table
             if all(has_parameter(model, path) for path in ((t.ours,) if isinstance(t.ours, str) else t.ours))]
 
+  def kept(self, config: Mapping[str, Any]) -> dict[str, Any]:
+    """The config.json to write for a model that `config` describes."""
+    return dict(config)
+
+  def renewed(self, config: Mapping[str, Any], written: Mapping[str, Any]) -> dict[str, Any]:
+    """`written`, with what `config` says beyond the function from tokens to logits."""
+    kept = INERT | DROPOUT | self.inert
+    return {**{key: value for key, value in config.items() if key in kept}, **written}
+
   def notes(self, config: Mapping[str, Any], where: str = "config.json") -> list[str]:
     """Sentences on entries that have no effect here but may have had one where the model was trained."""
     source = Source(config, where)
@@ -205,12 +228,15 @@ def canonical(model: Mapping[str, Any]) -> dict[str, Any]:
     m["moe.shared_gate"] = m["moe.shared_gate"] and m["moe.shared_size"] > 0
   else:
     _reset(m, "moe.")
+  _canonical_vision(m)
   return m
 
 
 def has_parameter(model: Mapping[str, Any], path: str) -> bool:
   """Whether a model has the parameter of that path; `model` is canonical."""
   *parents, owner, leaf = path.split("/")
+  if path.startswith(("vision/", "projector/")):
+    return _has_vision_parameter(model, path)
   if leaf == "bias":
     biases = {"q": "qkv_bias", "k": "qkv_bias", "v": "qkv_bias", "o": "attention_out_bias",
               "gate": "mlp_bias", "up": "mlp_bias", "down": "mlp_bias"}
@@ -227,6 +253,35 @@ def has_parameter(model: Mapping[str, Any], path: str) -> bool:
       "shared": model["moe.shared_size"] > 0, "shared_gate": model["moe.shared_gate"],
   }
   return all(conditions.get(part, True) for part in (*parents, owner))
+
+
+def _has_vision_parameter(model: Mapping[str, Any], path: str) -> bool:
+  tower, projector = model["vision.tower"], model["vision.projector"]
+  if tower == "none":
+    return False
+  part, owner, *rest = path.split("/")
+  if part == "projector":
+    owners = {"linear": ("linear",), "mlp": ("up", "down"), "pool": ("norm", "linear")}[projector]
+    bias = model["vision.projector_bias"] and projector != "pool"
+    return owner in owners and (bias or rest != ["bias"])
+  if path == "vision/patch_embed/bias":
+    return tower != "clip"
+  return tower == "clip" or owner not in ("cls_embed", "pre_norm")
+
+
+def _canonical_vision(m: dict[str, Any]) -> None:
+  if m["vision.tower"] == "none":
+    _reset(m, "vision.")
+    return
+  if m["vision.tokens_per_image"] is None:
+    m["vision.tokens_per_image"] = (m["vision.image_size"] // m["vision.patch_size"]) ** 2
+  if m["vision.projector"] == "pool":
+    m["vision.projector_bias"] = NEUTRAL["vision.projector_bias"]
+  if m["vision.projector"] != "mlp":
+    m["vision.projector_activation"] = NEUTRAL["vision.projector_activation"]
+  if m["vision.feature_layer"] != -1:
+    m["vision.final_norm"] = True
+  m.update({key: NEUTRAL[key] for key in PIXELS})
 
 
 def _canonical_layers(m: dict[str, Any]) -> None:

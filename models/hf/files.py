@@ -116,6 +116,13 @@ def read_json(file: Path) -> dict[str, Any]:
   return content
 
 
+def write_json(file: Path, content: Mapping[str, Any]) -> None:
+  """A JSON object as a file, which is whole or not there."""
+  temporary = file.with_name(f".{file.name}.{os.getpid()}")
+  temporary.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+  os.replace(temporary, file)
+
+
 def read_header(file: Path) -> dict[str, TensorInfo]:
   """{name: TensorInfo} of one safetensors file, checked: every byte belongs to exactly one tensor.
 

@@ -135,6 +135,23 @@ class Must(Rule):
     return {}
 
 
+@dataclass(frozen=True)
+class Same(Rule):
+  """An entry that repeats another. `why` continues "allowed: <value>; "."""
+
+  theirs: str
+  ours: str
+  why: str
+
+  def read(self, source, model):
+    if source.get(self.theirs, object, model[self.ours], model[self.ours]) != model[self.ours]:
+      raise source.error(self.theirs, f"{model[self.ours]!r}; {self.why}")
+    return {}
+
+  def write(self, model):
+    return {self.theirs: model[self.ours]}
+
+
 class WholeHeads(Rule):
   """Some families want a hidden size that is a multiple of the heads, although head_dim says the heads' size."""
 
@@ -153,24 +170,26 @@ class WholeHeads(Rule):
 _TANH = ("gelu_pytorch_tanh", "gelu_new", "gelu_fast", "gelu_python_tanh", "gelu_accurate")
 GATED = {"swiglu": ("silu", "swish"), "geglu": _TANH, "geglu_exact": ("gelu", "gelu_python")}
 UNGATED = {"gelu": _TANH, "gelu_exact": ("gelu", "gelu_python"), "relu": ("relu",), "relu2": ("relu2",),
-           "silu": ("silu", "swish")}
+           "silu": ("silu", "swish"), "quick_gelu": ("quick_gelu",)}
 
 
 @dataclass(frozen=True)
 class Activation(Rule):
-  """The activation of the MLP.
+  """The activation of an MLP.
 
   Args:
     theirs: the entry.
     default: their name of it where the entry is absent; it is also written, where several names say the same.
     names: {ours: their names}.
     same: further entries; where they are there, they must name the same function.
+    ours: our key.
   """
 
   theirs: str
   default: str
   names: Mapping[str, tuple[str, ...]]
   same: tuple[str, ...] = ()
+  ours: str = "activation"
 
   def read(self, source, model):
     by_theirs = {name: ours for ours, names in self.names.items() for name in names}
@@ -181,10 +200,10 @@ class Activation(Rule):
       other = source.get(key, str, None, None)
       if other is not None and by_theirs.get(other) != by_theirs[found]:
         raise source.error(key, f"the same function as {self.theirs}, {found!r}")
-    return {"activation": by_theirs[found]}
+    return {self.ours: by_theirs[found]}
 
   def write(self, model):
-    names = self.names.get(model["activation"], (self.default,))
+    names = self.names.get(model[self.ours], (self.default,))
     return {self.theirs: self.default if self.default in names else names[0]}
 
 

@@ -294,7 +294,9 @@ def save_adapters(out: str | Path, read: lora_lib.ReadLeaf, *, family: Family, k
   """
   out = Path(out).expanduser().absolute()
   prefix, tensors, ranks = family.prefixes[0], {}, {}
-  chosen = [ways[0] for ways in modules(family, keys, shapes)]
+  # PEFT looks for modules in a loaded model.
+  chosen = [next((way for way in ways if way.theirs.startswith(family.in_memory)), ways[0])
+            for ways in modules(family, keys, shapes)]
   for module in chosen:
     every = slice(None)
     layers = shapes[module.paths[0][0]].shape[0]
@@ -310,7 +312,7 @@ def save_adapters(out: str | Path, read: lora_lib.ReadLeaf, *, family: Family, k
         tensors[_name(prefix, module, i, part)] = np.ascontiguousarray(values)
   targets = {module: target_of(module.theirs, chosen, family, keys) for module in chosen}
   other = {targets[module]: rank // lora["rank"] for module, rank in ranks.items() if rank != lora["rank"]}
-  config = _config(lora, sorted(targets.values()), {k: n * lora["rank"] for k, n in other.items()},
+  config = _config(lora, _targets(targets.values()), {k: n * lora["rank"] for k, n in other.items()},
                    {k: _number(lora["alpha"] * (math.sqrt(n) if lora["rslora"] else n)) for k, n in other.items()},
                    all(module.plain for module in chosen), base)
   try:
@@ -326,14 +328,15 @@ def save_adapters(out: str | Path, read: lora_lib.ReadLeaf, *, family: Family, k
 
 
 def target_of(theirs: str, chosen: Iterable[Module], family: Family, keys: Mapping[str, Any]) -> str:
-  """The shortest end of a module's name that no module without adapters has: PEFT finds modules by it."""
+  """The shortest end of a module's name that no module without adapters has, as a regex: PEFT finds modules by it."""
   adapted = {module.theirs for module in chosen}
-  names = {tensor.theirs.rpartition(".")[0] for tensor in family.tensors(dict(keys))} | adapted
+  names = {tensor.theirs.rpartition(".")[0] for tensor in family.tensors(dict(keys))
+           if tensor.theirs.startswith(family.in_memory)} | adapted
   parts = theirs.split(".")
   for start in reversed(range(len(parts))):
     end = ".".join(parts[start:])
     if all(name in adapted for name in names if name == end or name.endswith(f".{end}")):
-      return end
+      return end.replace(".", r"\.").replace("{layer}", r"\d+") if "{layer}" in end else end
   raise AssertionError(f"{theirs} is among its own names")
 
 
@@ -348,8 +351,15 @@ def _put_together(pairs: list[tuple[np.ndarray, np.ndarray]], module: Module, ra
   return a, b
 
 
-def _config(lora: Mapping[str, Any], targets: list[str], ranks: dict[str, int], alphas: dict[str, Any], plain: bool,
-            base: str | None) -> dict[str, Any]:
+def _targets(ends: Iterable[str]) -> list[str] | str:
+  """target_modules: ends of names; or a regex of whole names, where an end has the number of a layer in it."""
+  ends, numbered = sorted(ends), [end for end in ends if "\\d" in end]
+  others = [re.escape(end) for end in ends if end not in numbered]
+  return rf"(.*\.)?({'|'.join((*numbered, *others))})" if numbered else ends
+
+
+def _config(lora: Mapping[str, Any], targets: list[str] | str, ranks: dict[str, int], alphas: dict[str, Any],
+            plain: bool, base: str | None) -> dict[str, Any]:
   """The content of adapter_config.json, in keys that every PEFT since rsLoRA (0.8) knows."""
   return {
       "peft_type": "LORA", "task_type": "CAUSAL_LM", "auto_mapping": None, "base_model_name_or_path": base,

@@ -7,12 +7,15 @@ import jax
 import numpy as np
 import pytest
 
-from evaluators import common
+from evaluators import common, questions
 from evaluators.generate import metrics, pass_at_k
 from input_pipeline.files import DataError
+from input_pipeline.prompts import Prompter
 from input_pipeline.tokenizer import BytesTokenizer
 from models import api
 from tests import tiny
+from tests.evaluators import digits
+from tests.trainer.test_pages import pictures
 from trainer import config_checks
 from trainer.config import ConfigError, evaluator, source
 from trainer.metrics import MultiWriter
@@ -97,7 +100,7 @@ def test_prompts_and_answers_of_each_shape(tmp_path):
           dict(instruction="2+3?", output="5"), dict(conversations=[{"from": "human", "value": "2+3?"},
                                                                     {"from": "gpt", "value": "5"}])]
   ev, _, tokenizer = make(tmp_path, rows, "plain", prompt_key=None, answer_key=None, extract=None)
-  prompts = ev._prompts
+  prompts = [question.prompt for question in ev._questions]
   question = "User: 2+3?\nAssistant:"
   history = "<|bos|>User: 2+3?\nAssistant: 5<|eos|>\n"
   assert [p.text for p in prompts] == [history + question, "2+3=", *["<|bos|>" + question] * 3]
@@ -127,3 +130,55 @@ def test_pass_at_k_is_the_mean_over_all_choices_of_k():
   for n, c, k in ((5, 2, 1), (5, 2, 3), (4, 0, 2), (4, 4, 4), (6, 1, 6)):
     right = [True] * c + [False] * (n - c)
     np.testing.assert_allclose(pass_at_k(n, c, k), np.mean([any(x) for x in itertools.combinations(right, k)]))
+
+
+# ---------------------------------------------------------------------------------------------- several answers, images
+
+
+def test_any_of_several_answers_is_right(tmp_path):
+  rows = [dict(question="a", answer=["red", "dark red"]), dict(question="b", answer=[{"answer": "7"}, {"answer": "8"}])]
+  ev, *_ = make(tmp_path, rows, extract=None, num_samples=2, pass_at=(1,))
+  ev._sampler = Scripted(["dark red", "dark", "8.0", "78"])
+  found = dict(ev.run(None, 1))
+  assert [row["correct"] for row in table(tmp_path, 1)] == [True, False, True, False] and found["accuracy"] == 0.5
+  assert table(tmp_path, 1)[0]["answer"] == ["red", "dark red"]
+
+
+def test_vqa_accuracy_is_the_mean_of_what_answers_are_worth(tmp_path):
+  ten = ["two"] * 2 + ["2 dogs"] * 5 + ["three"] + ["dogs"] * 2
+  ev, *_ = make(tmp_path, [dict(question="a", answer=ten)], extract=None, num_samples=3, pass_at=(1,), match="vqa")
+  ev._sampler = Scripted(["The 2 dogs.", "2", "cats"])
+  found = dict(ev.run(None, 1))
+  worth = [1.0, (2 * 1 / 3 + 8 * 2 / 3) / 10, 0.0]
+  assert [row["score"] for row in table(tmp_path, 1)] == pytest.approx(worth)
+  assert found["accuracy"] == pytest.approx(np.mean(worth)) and found["pass@1"] == pytest.approx(1 / 3)
+
+
+def test_answers_that_are_no_texts_are_refused(tmp_path):
+  with pytest.raises(DataError, match="data.jsonl:1: 'answer' is .None.; expected a list of texts"):
+    make(tmp_path, [dict(question="a", answer=[None])])
+  with pytest.raises(ConfigError, match="evals.math.match is 'some'; allowed: exact, vqa"):
+    make(tmp_path, match="some")
+
+
+def test_questions_about_images_and_their_page(tmp_path, monkeypatch):
+  """Each question is asked with its own picture, also where pictures are decoded a few at a time."""
+  monkeypatch.setattr(questions, "DECODED", 2)
+  images = [digits.picture(n) for n in range(3)]
+  rows = [dict(image=digits.encoded(image), prefix="what?", suffix="x") for image in images]
+  config = digits.config(tmp_path, rows)
+  config.evals.math = evaluator(type="generate", split="all", max_new_tokens=6, temperature=1.0)
+  config = config_checks.View(config_checks.resolve(config))
+  model = digits.model(config)
+  setup = common.Setup(config, model, BytesTokenizer(), None, tmp_path, MultiWriter())
+  ev = common.make("math", config.evals.math, setup)
+  params = jax.tree.map(lambda p: 3 * p, jax.jit(model.init)(jax.random.key(0)))
+  dict(ev.run(params, 1))
+  found = table(tmp_path, 1)
+  assert [row["prompt_index"] for row in found] == [0, 1, 2] and len({row["completion"] for row in found}) == 3
+  prompt = Prompter(config, BytesTokenizer()).text("what?\n", images=[rows[1]["image"]])
+  alone, = ev._sampler.generate(params, [prompt.ids], images=[list(prompt.images)], max_new_tokens=6, stop_ids=[257],
+                                seed=config.seed)
+  assert BytesTokenizer().decode(alone.text_ids) == found[1]["completion"]
+  for shown, expected in zip(pictures((tmp_path / "samples" / "math-1.html").read_text()), images, strict=True):
+    np.testing.assert_array_equal(shown, expected)

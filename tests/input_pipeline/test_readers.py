@@ -9,6 +9,7 @@ import subprocess
 import sys
 
 import numpy as np
+import PIL.Image
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -17,6 +18,7 @@ from array_record.python.array_record_module import ArrayRecordWriter
 
 from input_pipeline import readers
 from input_pipeline.examples import open_examples
+from input_pipeline.readers import _from_tfds
 from input_pipeline.sources import DataError, open_source
 from tests.conftest import ROOT
 from trainer.config import ConfigError, defaults, source
@@ -149,6 +151,7 @@ def test_bad_arrayrecord(tmp_path):
 PREPARE = """
 import sys
 import numpy as np
+import PIL.Image
 import tensorflow_datasets as tfds
 
 class Tiny(tfds.core.GeneratorBasedBuilder):
@@ -244,7 +247,7 @@ def test_all_formats_give_the_same_fields(tmp_path):
                             ("arrayrecord", "x.arrayrecord[{0}]", ": record {0} (from 0)")):
     path = tmp_path / f"x.{kind}"
     assert records(type=kind, path=str(path)) == [
-        (name.format(i, i + 1), str(path) + where.format(i, i + 1), row) for i, row in enumerate(ROWS)]
+        (name.format(i, i + 1), str(path) + where.format(i, i + 1), row, tmp_path) for i, row in enumerate(ROWS)]
 
 
 def test_of_parquet_only_the_text_is_read_where_only_that_is_asked_for(tmp_path):
@@ -270,6 +273,15 @@ def test_python_stdlib_is_read_and_leaves_tests_out():
   assert not folders & {"test", "tests", "site-packages", "idlelib", "lib2to3"}
 
 
+def test_images_of_tfds_become_files():
+  class Image:
+    pass
+  pixels = np.arange(24, dtype=np.uint8).reshape(2, 4, 3)
+  for value, wanted in ((pixels, pixels), (pixels[..., :1], np.repeat(pixels[..., :1], 3, axis=2))):
+    found = _from_tfds({"image": Image()}, {"image": value})["image"]
+    assert (np.asarray(PIL.Image.open(io.BytesIO(found)).convert("RGB")) == wanted).all()
+
+
 def test_python_stdlib_skips_and_counts_undecodable_files(tmp_path, monkeypatch):
   (tmp_path / "latin.py").write_bytes("# coding: latin-1\nx = 'é'\n".encode("latin-1"))
   (tmp_path / "bad.py").write_bytes(b"x = '\xff'\n")
@@ -277,7 +289,7 @@ def test_python_stdlib_skips_and_counts_undecodable_files(tmp_path, monkeypatch)
   monkeypatch.setattr("sysconfig.get_paths", lambda: {"stdlib": str(tmp_path)})
   stdlib = open_source(source(type="python_stdlib"), "mine")
   assert list(stdlib.records()) == [
-      ("latin.py", str(tmp_path / "latin.py"), {"text": "# coding: latin-1\nx = 'é'\n"})]
+      ("latin.py", str(tmp_path / "latin.py"), {"text": "# coding: latin-1\nx = 'é'\n"}, None)]
   assert stdlib.tally.undecodable == 1
   assert stdlib.tally.bytes_read == sum((tmp_path / n).stat().st_size for n in ("latin.py", "bad.py"))
 

@@ -5,8 +5,9 @@ import pytest
 
 from input_pipeline.chat import ChatTemplate
 from input_pipeline.files import DataError
+from input_pipeline.segments import Segment, SegmentEncoder
 from input_pipeline.shapes import Conversation
-from input_pipeline.spans import Segment, SegmentEncoder, SpanFinder
+from input_pipeline.spans import SpanFinder
 from input_pipeline.tokenizer import BytesTokenizer, load_tokenizer
 from tests.conftest import ROOT
 

@@ -141,3 +141,66 @@ def test_bad_arguments():
     attention(q, k, v, segment_ids=SEGMENTS, scale=1.0, impl="flash")
   with pytest.raises(ValueError, match="needs equal lengths"):
     attention(q[:, :, :3], k, v, segment_ids=SEGMENTS, scale=1.0)
+
+
+# Blocks of tokens that see each other: two in one segment, one that reaches beyond windows and query blocks, one number
+# in two segments, and one in the padding.
+BLOCKS = np.array([[0] * 2 + [1] * 3 + [0] + [2] * 3 + [0] + [2] * 2 + [1] * 7 + [2] * 5, [0] * 3 + [4] * 15 + [0] * 6],
+                  np.int32)
+
+
+def seen_with_blocks(window, window_blocks):
+  """Whether query t sees key s [B, T, T], a pair at a time."""
+  seen = np.zeros((B, T, T), bool)
+  for b, t, s in np.ndindex(seen.shape):
+    near = window is None or t - s < window
+    together = BLOCKS[b, t] == BLOCKS[b, s] > 0
+    allowed = (s <= t and near) or (together and (near or not window_blocks))
+    seen[b, t, s] = allowed and SEGMENTS[b, t] == SEGMENTS[b, s] > 0
+  return seen
+
+
+@pytest.mark.parametrize("window,window_blocks", [(None, False), (4, False), (4, True)])
+@pytest.mark.parametrize("block", [5, 128])
+def test_blocks_see_each_other_both_ways(window, window_blocks, block):
+  """Packed rows, padding, grouped heads, caps: the outputs, and their gradients, of a plain softmax with that mask."""
+  cotangent = jax.random.normal(jax.random.key(3), (B, T, H, K))
+  seen = seen_with_blocks(window, window_blocks)
+
+  def plain(q, k, v):
+    scores = 0.7 * jnp.tanh(jnp.einsum("bthk,bshk->bhts", q, jnp.repeat(k, H // G, 2)) * 0.3 / 0.7)
+    weights = jax.nn.softmax(jnp.where(seen[:, None], scores, -1e30)) * (SEGMENTS > 0)[:, None, :, None]
+    return jnp.einsum("bhts,bshk->bthk", weights, jnp.repeat(v, H // G, 2))
+
+  def ours(q, k, v):
+    options = dict(window=window, window_blocks=window_blocks, scale=0.3, logit_cap=0.7, block=block)
+    return attention(q, k, v, segment_ids=SEGMENTS, block_ids=BLOCKS, **options)
+
+  def both(attend):
+    out, pull = jax.vjp(attend, *inputs())
+    return [out, *pull(cotangent)]
+
+  for a, b in zip(jax.jit(both, static_argnums=0)(ours), jax.jit(both, static_argnums=0)(plain), strict=True):
+    np.testing.assert_allclose(a, b, atol=3e-6)
+
+
+def test_blocks_of_none_are_causal_attention():
+  q, k, v = inputs()
+  options = dict(segment_ids=SEGMENTS, window=5, scale=0.3, block=7)
+  none = attention(q, k, v, block_ids=np.zeros_like(SEGMENTS), **options)
+  np.testing.assert_allclose(none, attention(q, k, v, **options), atol=1e-6)
+
+
+def test_documents_with_blocks_are_isolated_bit_for_bit():
+  """Although segments 1 and 3 have blocks of the same numbers."""
+  q, k, v = inputs()
+  attend = jax.jit(lambda q, k, v: attention(q, k, v, segment_ids=SEGMENTS, block_ids=BLOCKS, scale=0.3, block=8))
+  before = np.asarray(attend(q, k, v))
+  for changed in (1, 3, 0):
+    where = (SEGMENTS == changed)[:, :, None, None]
+    after = np.asarray(attend(*(jnp.where(where, x * 1e3 + 1.0, x) for x in (q, k, v))))
+    others = (SEGMENTS != changed) & (SEGMENTS != 0)
+    np.testing.assert_array_equal(after[others], before[others])
+    assert changed == 0 or (after[SEGMENTS == changed] != before[SEGMENTS == changed]).any()
+  with pytest.raises(ValueError, match=r"blocks \(2, 3\)"):
+    attention(q, k, v, segment_ids=SEGMENTS, block_ids=BLOCKS[:, :3], scale=1.0)

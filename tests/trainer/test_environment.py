@@ -17,6 +17,7 @@ from input_pipeline.prompt_data import make_prompt_data
 from input_pipeline.tokenizer import BytesTokenizer, load_tokenizer
 from models import api
 from tests.conftest import ROOT
+from tests.evaluators.digits import VISION, encoded, picture
 from trainer import sampler as sampler_lib
 from trainer.config import ConfigError, defaults, source, strategy
 from trainer.environment import Episodes, Turn
@@ -92,9 +93,10 @@ class Sampler:
     return found
 
 
-def setup(tmp_path, rows, *, tokenizer=TINY, template="chatml", env=None, seq_len=128, **rollout):
+def setup(tmp_path, rows, *, tokenizer=TINY, template="chatml", env=None, seq_len=128, vision=None, **rollout):
   """(items in the order of the rows, Episodes)."""
   config = defaults()
+  config.model.vision.update(vision or {})
   config.strategy = strategy("grpo")
   config.update(seq_len=seq_len)
   config.chat.template = template
@@ -125,6 +127,17 @@ def rendered(episodes, item, messages):
 
 CHAT = "<|begin|><|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n"
 NEXT = "\n<|im_start|>{}\n{}<|im_end|>\n<|im_start|>assistant\n"
+
+
+SEES = dict(VISION, image_token=TINY.vocab_size)
+
+
+class Seeing(Sampler):
+  """Keeps the images and the beginnings that it was given, too."""
+
+  def __call__(self, prompts, *, images, prefixes, **options):
+    self.seen = [*getattr(self, "seen", ()), (images, prefixes)]
+    return super().__call__(prompts, **options)
 
 
 # ---------------------------------------------------------------------------------------------- one turn
@@ -239,6 +252,27 @@ def test_an_opening_belongs_to_the_prompt(tmp_path):
   assert marked(e) == opened + "«a<|im_end|>»" + NEXT.format("user", "more") + "«a<|im_end|>»"
   assert TINY.decode(e.sequence.ids[:e.sequence.prompt_length], skip_special=False) == opened
   assert [m["content"] for m in e.said] == ["x", "y", "a", "more", "a"]
+
+
+def test_a_question_is_asked_about_its_own_images_in_every_turn(tmp_path):
+  """Equal texts about other pictures are other prompts, and what follows the prompt is no part of its beginning."""
+  pictures = [picture(n) for n in range(2)]
+  opening = [{"role": "assistant", "content": "x"}, {"role": "user", "content": "y"}]
+  rows = [dict(q="Hi", image=encoded(part), opening=opening) for part in pictures]
+  items, episodes = setup(tmp_path, rows, env="Opening", max_turns=2, vision=SEES)
+  assert items[0].prompt.ids.tolist() == items[1].prompt.ids.tolist() and "image" not in items[0].columns
+  sampler = Seeing(TINY, lambda *_: "a")
+  groups = episodes.run(items, 2, sampler, 0)
+  assert len(sampler.asked) == len(sampler.seen) == 2
+  for turn, (images, prefixes) in enumerate(sampler.seen):
+    for found, expected in zip(images, pictures, strict=True):
+      np.testing.assert_array_equal(np.stack(found), expected[None])
+    sequence = groups[0][0].sequence
+    assert prefixes == [sequence.prompt_length] * 2 and (sampler.asked[turn][0][0][:prefixes[0]] == sequence.ids[
+        :prefixes[0]]).all() and (len(sampler.asked[turn][0][0]) == prefixes[0]) == (turn == 0)
+  assert [e.sequence.number for group in groups for e in group] == [item.number for item in items for _ in range(2)]
+  held = groups[0][0].sequence.ids == SEES["image_token"]
+  assert held.sum() == 4 and held[:groups[0][0].sequence.prompt_length].sum() == 4
 
 
 @pytest.mark.parametrize("template", ["llama3", "gemma", "plain", "qwen3", "mistral"])

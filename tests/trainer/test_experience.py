@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 
 from trainer.experience import Experience, Sequence, collect, make_batch
+from trainer.image_tokens import Layout
 
 LENGTHS = [(5,), (9,), (3, 4), (2,), (7, 6), (4,), (13,)]
 
@@ -91,3 +92,55 @@ def test_the_arrays_are_all_there_is():
     np.testing.assert_array_equal(
         part, make_batch(again, np.array([1, 4, 5]), seq_len=16, pad_id=0, row_multiple=1,
                          keys=("advantages", "behavior_logprobs"))[key])
+
+
+LAYOUT = Layout(image_token=9, tokens_per_image=2, image_size=1, attention="prefix")
+
+
+def seen(number, images, prompt, size):
+  """A sequence about the images of prompt `number`, whose sampled tokens hold the placeholder's id too."""
+  ids = np.array([number, *[9, 9] * images, *[5] * prompt, *[9] * (size - 1 - 2 * images - prompt)], np.int32)
+  weights = (np.arange(size) >= 1 + 2 * images + prompt).astype(np.float32)
+  return Sequence(ids, weights, np.zeros(size, np.float32), int((weights == 0).sum()), "stop", number)
+
+
+def pictures(asked):
+  """Gives the images of prompt n: of the colours 10 n, 10 n + 1, …, as many as it has."""
+  def images(number):
+    asked.append(number)
+    return [np.full((1, 1, 3), 10 * number + i, np.uint8) for i in range({1: 1, 2: 0, 3: 2}[number])]
+  return images
+
+
+def test_every_sequence_sees_its_own_images_in_both_directions():
+  given = [seen(1, 1, 1, 6), seen(2, 0, 2, 5), seen(3, 2, 1, 8), seen(1, 1, 1, 5), seen(3, 2, 1, 7)]
+  asked = []
+  batch = make_batch(collect([[(s, 1.0, 0)] for s in given]), np.arange(5), seq_len=16, pad_id=0, row_multiple=1,
+                     layout=LAYOUT, images=pictures(asked))
+  assert sorted(asked) == [1, 2, 3]  # once each, for all completions of a prompt
+  found = []
+  for row, segments in enumerate(batch["segment_ids"]):
+    for segment in range(1, segments.max() + 1):
+      at = np.flatnonzero(segments == segment)
+      tokens, index, blocks = (batch[key][row, at] for key in ("tokens", "image_index", "block_ids"))
+      s = next(s for s in given if s.ids.tolist() == tokens.tolist())
+      found.append(tokens.tolist())
+      held = (tokens == 9) & (np.arange(len(at)) < s.prompt_length)
+      np.testing.assert_array_equal(index > 0, held)
+      colours = batch["images"][row, (index[held] - 1) // 2, 0, 0, 0]
+      assert colours.tolist() == [10 * s.number + i for i in range(held.sum() // 2) for _ in range(2)]
+      assert np.diff(index[held]).tolist() == [1] * max(held.sum() - 1, 0)
+      np.testing.assert_array_equal(blocks > 0, np.arange(len(at)) < s.prompt_length)
+      assert len(set(blocks[blocks > 0])) == 1
+  assert sorted(found) == sorted(s.ids.tolist() for s in given)
+  assert batch["images"].shape[1] in (2, 4) and batch["images"].dtype == np.uint8
+
+
+def test_experience_of_images_is_no_larger_than_of_texts():
+  experience = collect([[(seen(3, 2, 1, 8), 1.0, 0)]])
+  assert experience.numbers.tolist() == [3] and experience.prompt_lengths.tolist() == [6]
+  assert sum(part.nbytes for part in experience) < 200
+  again = Experience(**experience._asdict())
+  options = dict(seq_len=16, pad_id=0, row_multiple=1, layout=LAYOUT, images=pictures([]))
+  for key, part in make_batch(again, np.arange(1), **options).items():
+    np.testing.assert_array_equal(part, make_batch(experience, np.arange(1), **options)[key])

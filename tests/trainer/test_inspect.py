@@ -7,11 +7,14 @@ import re
 import numpy as np
 import pytest
 
+from input_pipeline import loader
 from input_pipeline.files import DataError
 from input_pipeline.prompt_data import make_prompt_data
 from input_pipeline.tokenizer import BytesTokenizer, load_tokenizer
 from tests import tiny
-from trainer import inspect
+from tests.evaluators import digits
+from tests.trainer.test_pages import pictures
+from trainer import config_checks, inspect
 from trainer.config import reward, strategy
 
 
@@ -107,3 +110,29 @@ def test_where_completions_are_sampled_prompts_are_shown_as_they_are_asked(tmp_p
   config.rollout.rewards.right.answer_key = "wrong"
   with pytest.raises(DataError, match=r"a.jsonl:\d.*'wrong'"):
     inspect.inspect(config, tmp_path / "x")
+
+
+def test_images_stand_with_their_segment_and_their_tokens_are_one_in_short(tmp_path):
+  shown = [digits.picture(n) for n in range(3)]
+  rows = [dict(image=digits.encoded(part), prefix="what?", suffix=f"it is {n}") for n, part in enumerate(shown)]
+  config = digits.config(tmp_path, rows)
+  config.input.sources.main.split = "all"
+  config.input.images.augment.color = 0.5
+  html = inspect.inspect(config, tmp_path / "w", rows=2).read_text(encoding="utf-8")
+  parts = html.split("<h3>")[1:]
+  tokenizer = load_tokenizer(tmp_path / "w" / "tokenizer.json")
+  batch = loader.make_train_data(config_checks.resolve(config), tokenizer, workdir=tmp_path / "w").batch(0, slice(0, 2))
+  # What the page shows is what is trained, changed as in training.
+  expected = [pixels for row in range(2) for pixels in batch["images"][row] if pixels.any()]
+  for picture, pixels in zip(pictures(html), expected, strict=True):
+    np.testing.assert_array_equal(picture, pixels)
+    assert not any(np.array_equal(pixels, part) for part in shown)
+  assert len(parts) == len(expected) >= 3
+  assert all(part.count("<img") == 1 and "it is" in re.sub("<[^>]*>", "", part) for part in parts)
+
+
+def test_long_runs_of_one_token_are_shown_once():
+  tokens = [inspect.Token("x", 1, 0.0, 1, n) for n in range(inspect.RUN)] + [inspect.Token("", 9, 0.0, 1, 8)] * 20
+  few = [inspect.Token("y", 2, 1.0, 1, n) for n in range(inspect.RUN - 1)]
+  assert [t.text for t in inspect.in_short(tokens + few)] == [f"⟨x × {inspect.RUN}⟩", "⟨9 × 20⟩", *["y"] * len(few)]
+  assert [t.text for t in inspect.in_short([*few, few[0]._replace(weight=0.0)])] == ["y"] * inspect.RUN

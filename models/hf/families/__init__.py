@@ -9,11 +9,14 @@ from models.hf.families.arcee import ARCEE
 from models.hf.families.gemma import GEMMA
 from models.hf.families.gemma2 import GEMMA2
 from models.hf.families.gemma3 import GEMMA3
+from models.hf.families.gemma3_images import GEMMA3_IMAGES
 from models.hf.families.gpt2 import GPT2
 from models.hf.families.llama import LLAMA
+from models.hf.families.llava import LLAVA
 from models.hf.families.mistral import MISTRAL
 from models.hf.families.mixtral import MIXTRAL
 from models.hf.families.nemotron import NEMOTRON
+from models.hf.families.paligemma import PALIGEMMA
 from models.hf.families.phi3 import PHI3
 from models.hf.families.qwen2 import QWEN2
 from models.hf.families.qwen2_moe import QWEN2_MOE
@@ -23,6 +26,7 @@ from models.hf.families.seed_oss import SEED_OSS
 from models.hf.families.stablelm import STABLELM
 from models.hf.families.starcoder2 import STARCODER2
 from models.hf.family import Family
+from models.hf.images import Wrapper
 
 # In the order in which `match` tries them: of two that fit, the one that more programs read comes first.
 FAMILIES: tuple[Family, ...] = (
@@ -30,9 +34,12 @@ FAMILIES: tuple[Family, ...] = (
     PHI3, ARCEE, NEMOTRON, SEED_OSS,
 )
 
-# Wrappers of images or sound around a text model.
-MULTIMODAL = ("gemma3", "gemma3n", "llama4", "llava", "llava_next", "mistral3", "mllama", "paligemma", "qwen2_vl",
-              "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "smolvlm", "idefics3")
+# Models of images and text: each around several of the families above. `match` tries them in this order, too.
+WRAPPERS: tuple[Wrapper, ...] = (PALIGEMMA, GEMMA3_IMAGES, LLAVA)
+
+# Other models of images or sound and text, which cannot be read.
+MULTIMODAL = ("gemma3n", "idefics3", "internvl", "llama4", "llava_next", "llava_onevision", "mistral3", "mllama",
+              "qwen2_5_vl", "qwen2_vl", "qwen3_vl", "qwen3_vl_moe", "smolvlm", "vipllava")
 
 
 def find(config: Mapping[str, Any], where: str) -> Family:
@@ -46,13 +53,15 @@ def find(config: Mapping[str, Any], where: str) -> Family:
     HFError: none, or one that is not here.
   """
   found = config.get("model_type")
-  by_type = {model_type: family for family in FAMILIES for model_type in family.model_types}
+  by_type = {model_type: family for family in (*FAMILIES, *WRAPPERS) for model_type in family.model_types}
   if isinstance(found, str) and found in by_type:
-    return by_type[found]
+    family = by_type[found]
+    return family.find(config, where) if isinstance(family, Wrapper) else family
   known = f"Known: {', '.join(sorted(by_type))}."
   if found in MULTIMODAL or "vision_config" in config:
-    raise HFError(f"{where}: model_type is {found!r}, a model of images and text, which cannot be loaded yet; its text "
-                  f"part alone would be another model. {known}")
+    readable = ", ".join(model_type for wrapper in WRAPPERS for model_type in wrapper.model_types)
+    raise HFError(f"{where}: model_type is {found!r}, a model of images or sound and text that cannot be computed "
+                  f"here; its text part alone would be another model. Those that can be read: {readable}.")
   near = difflib.get_close_matches(str(found), by_type, 1)
   hint = f" Did you mean {near[0]!r}?" if near else ""
   code = " The code that comes with the model (auto_map) is never run." if config.get("auto_map") else ""
@@ -70,7 +79,9 @@ def match(model: Mapping[str, Any]) -> tuple[Family, dict[str, Any]]:
     HFError: there is none; the message says how the nearest one differs.
   """
   attempts = []
-  for family in FAMILIES:
+  with_images = [wrapper.of(text) for wrapper in WRAPPERS for text in wrapper.texts]
+  candidates = FAMILIES if model.get("vision.tower", "none") == "none" else with_images
+  for family in candidates:
     attempt = family.attempt(model)
     if not attempt.problems:
       return family, attempt.content
@@ -78,4 +89,4 @@ def match(model: Mapping[str, Any]) -> tuple[Family, dict[str, Any]]:
   _, _, nearest, problems = min(attempts)
   raise HFError(f"no family of Hugging Face models computes this model. The nearest is {nearest}, which cannot express "
                 + "; ".join(problems) + ". Change these keys of config.model before training to be able to "
-                f"export. Families: {', '.join(family.name for family in FAMILIES)}.")
+                f"export. Families: {', '.join(family.name for family in candidates)}.")

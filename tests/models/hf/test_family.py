@@ -179,7 +179,7 @@ def test_gemma3_rotates_its_layers_differently():
     # Activations.
     (LLAMA, dict(hidden_act="mish"), "hidden_act is 'mish'; allowed: silu, swish, gelu_pytorch_tanh"),
     (LLAMA, dict(hidden_act="relu"), "hidden_act is 'relu'"),
-    (GPT2, dict(activation_function="quick_gelu"), "activation_function is 'quick_gelu'"),
+    (GPT2, dict(activation_function="laplace"), "activation_function is 'laplace'"),
     (GEMMA2, dict(hidden_act="gelu", hidden_activation="gelu_pytorch_tanh"), "hidden_act is 'gelu'"),
     # Rotary positions.
     (LLAMA, dict(rope_scaling={"type": "longrope", "factor": 2.0}), "type is 'longrope'; allowed: default, linear"),
@@ -224,8 +224,10 @@ def test_gemma3_rotates_its_layers_differently():
     (LLAMA, dict(model_type=...), "model_type is None"),
     (LLAMA, dict(model_type=["llama"]), "model_type is ['llama']"),
     (LLAMA, dict(model_type="deepseek_v3", auto_map={"AutoModel": "x.Y"}), "(auto_map) is never run"),
-    (GEMMA3, dict(model_type="gemma3", text_config={}), "a model of images and text"),
-    (LLAMA, dict(model_type="something_new", vision_config={}), "a model of images and text"),
+    (LLAMA, dict(model_type="llava_next", text_config={}), "is 'llava_next', a model of images or sound and text that "
+     "cannot be computed here; its text part alone would be another model. Those that can be read: paligemma, gemma3, "
+     "llava."),
+    (LLAMA, dict(model_type="something_new", vision_config={}), "a model of images or sound and text"),
 ])
 def test_refusals_name_key_and_value(config, changes, message):
   with pytest.raises(HFError, match=re.escape(message)) as error:

@@ -1,0 +1,115 @@
+"""Images in batches: the arrays, and what is written into them.
+
+B rows, I images of a row at most, T places, N tokens of an image, S pixels of a side, P pieces of documents.
+"""
+
+from typing import NamedTuple
+
+import numpy as np
+from ml_collections import ConfigDict
+
+from input_pipeline.cache import TokenizedSource
+from input_pipeline.fitting import Pieces
+from input_pipeline.image_texts import preprocess_of, tokens_per_image
+from input_pipeline.image_workers import Task, decode
+from input_pipeline.packing import ragged
+from trainer.config import ConfigError
+
+CAUSAL, IMAGE, PREFIX = "causal", "image", "prefix"
+
+
+class ImageLayout(NamedTuple):
+  """Arrays of batches: I (0: no row has an image), S, N, and what sees what (`model.vision.attention`)."""
+
+  most: int
+  size: int
+  each: int
+  attention: str
+
+  def empty(self, num_rows: int, seq_len: int) -> dict[str, np.ndarray]:
+    """The arrays of a batch that are there besides those of texts, all 0."""
+    arrays = {}
+    if self.most:
+      arrays["images"] = np.zeros((num_rows, self.most, self.size, self.size, 3), np.uint8)
+      arrays["image_index"] = np.zeros((num_rows, seq_len), np.int32)
+    if self.attention == PREFIX or self.attention == IMAGE and self.most:
+      arrays["block_ids"] = np.zeros((num_rows, seq_len), np.int32)
+    return arrays
+
+
+class Pictures:
+  """Writes images into batches, and which tokens are theirs.
+
+  Args:
+    config: the whole config.
+    augment: change images as `input.images.augment` has it, in each epoch differently.
+
+  Raises:
+    ConfigError: a value that is not allowed, or no room for an image in a row.
+  """
+
+  def __init__(self, config: ConfigDict, augment: bool):
+    vision, options = config.model.vision, config.input.images
+    self.each, self._attention, self._seed = tokens_per_image(vision), vision.attention, config.seed
+    self._workers, self._how = options.workers, preprocess_of(config, augment)
+    if self._workers < 0:
+      raise ConfigError(f"input.images.workers is {self._workers}; allowed: 0 (no processes) or more.")
+    if self.each >= config.seq_len:
+      raise ConfigError(f"seq_len={config.seq_len} has no room for an image, which takes {self.each} tokens. Set a "
+                        "larger seq_len.")
+
+  @property
+  def augments(self) -> bool:
+    return self._how.augments
+
+  @property
+  def fingerprint(self) -> list:
+    """What decides the arrays of images."""
+    return [*self._how, self.each, self._attention]
+
+  def layout(self, most: int) -> ImageLayout:
+    """That of batches with up to so many images in a row."""
+    return ImageLayout(most, self._how.size, self.each, self._attention)
+
+  def fill(self, batch: dict[str, np.ndarray], where: np.ndarray, source: TokenizedSource, pieces: Pieces,
+           flat: np.ndarray, epoch: int) -> None:
+    """Writes the images of pieces that `batches.fill` has written.
+
+    Args:
+      batch: has the arrays of `ImageLayout.empty`.
+      where, source, pieces: as given to it.
+      flat: places that it gave.
+      epoch: of the source.
+    """
+    sizes_P = pieces.end - pieces.begin
+    if source.images is not None:
+      self._fill_images(batch, where, source, pieces, flat, epoch)
+    if self._attention == PREFIX:
+      piece, position = ragged(sizes_P)
+      trained = batch["loss_weights"].reshape(-1)[flat] != 0
+      first_P = sizes_P.copy()
+      np.minimum.at(first_P, piece[trained], position[trained])
+      batch["block_ids"].reshape(-1)[flat] = position < first_P[piece]
+
+  def _fill_images(self, batch, where, source, pieces, flat, epoch):
+    sizes_P = pieces.end - pieces.begin
+    begin_P = source.offsets[pieces.doc] + pieces.begin
+    first, last = source.images.between(begin_P, begin_P + sizes_P)
+    piece, nth = ragged(last - first)
+    use = first[piece] + nth
+    if not len(use):
+      return
+    row = pieces.row[piece]
+    _, slot = ragged(np.bincount(row, minlength=len(where)))
+    before_P = np.cumsum(sizes_P) - sizes_P
+    start = flat[before_P[piece] + source.images.places[use] - begin_P[piece]]
+    feature = np.arange(self.each)
+    places = start[:, None] + feature
+    batch["image_index"].reshape(-1)[places] = slot[:, None] * self.each + feature + 1
+    if self._attention == IMAGE:
+      batch["block_ids"].reshape(-1)[places] = slot[:, None] + 1
+    key = (self._seed, source.name, epoch)
+    tasks = [Task(source.images.content(u), self._how, (*key, u), f"source {source.name!r}: image {u} of its cache")
+             for u in use.tolist()]
+    for r, s, pixels in zip(where[row].tolist(), slot.tolist(), decode(tasks, self._workers), strict=True):
+      batch["images"][r, s] = pixels

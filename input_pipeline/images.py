@@ -1,0 +1,319 @@
+"""Images: read from what rows say, checked, and made into square arrays of pixels, always the same ones.
+
+    image = read(ImageRef("photo.jpg", "data/a.jsonl:7: image", Path("data")), max_pixels=10_000_000)
+    pixels = to_pixels(image.data, Preprocess(size=224))      # uint8 [224, 224, 3]
+
+Nothing is normalised here: that is the vision tower's business.
+
+S pixels of a side.
+"""
+
+import base64
+import binascii
+import hashlib
+import io
+import warnings
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+from PIL import Image, ImageOps, UnidentifiedImageError
+
+from input_pipeline.files import DataError
+from trainer.config import ConfigError
+
+# Formats that are read; others (Postscript and so on) would start programs.
+FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF", "PPM")
+MAGIC = (b"\x89PNG", b"\xff\xd8\xff", b"RIFF", b"GIF8", b"BM", b"II*\0", b"MM\0*", b"P4", b"P5", b"P6")
+# Modes with at most 8 bits a channel.
+MODES = ("1", "L", "LA", "La", "P", "PA", "RGB", "RGBA", "RGBa", "RGBX", "CMYK", "YCbCr", "LAB", "HSV")
+RESIZES = ("squash", "pad", "crop")
+FILTERS = {"bilinear": Image.Resampling.BILINEAR, "bicubic": Image.Resampling.BICUBIC,
+           "lanczos": Image.Resampling.LANCZOS, "nearest": Image.Resampling.NEAREST}
+# Behind which key an image's content stands in an object, as in Hugging Face datasets and in chat APIs.
+KEYS = ("bytes", "path", "image", "url", "base64", "image_url", "data")
+# Crops of augmentation are at most so much wider than high, relative to the image, and the other way round.
+MAX_ASPECT = 4 / 3
+
+
+class ImageError(DataError):
+  """An image that cannot be used; `input.images.on_error` says what then."""
+
+
+class ImageRef(NamedTuple):
+  """An image as a row has it: `value` (bytes, a path, base64, a data URL, or an object with one of these), `where` for
+  messages, and the folder that relative paths start from."""
+
+  value: Any
+  where: str
+  folder: Path | None = None
+
+
+class EncodedImage(NamedTuple):
+  """The content of an image file, and the file if it lies beside the data and not in them."""
+
+  data: bytes
+  file: Path | None = None
+
+
+class Preprocess(NamedTuple):
+  """How images become pixels.
+
+  Attributes:
+    size: S.
+    resize: squash: to S × S whatever the shape; pad: the longer side to S, `fill` around it; crop: the shorter side to
+      S, of which the middle is taken.
+    interpolation: a key of FILTERS; all of them average over what is made smaller.
+    fill: red, green and blue of what pads.
+    crop: the least share of an image's area that augmentation takes; 1: all.
+    flip: how often it is mirrored.
+    color: brightness, contrast and saturation change by a factor of 1 ± that.
+  """
+
+  size: int
+  resize: str = "squash"
+  interpolation: str = "bicubic"
+  fill: tuple[int, int, int] = (127, 127, 127)
+  crop: float = 1.0
+  flip: float = 0.0
+  color: float = 0.0
+
+  @property
+  def augments(self) -> bool:
+    return self.crop < 1 or self.flip > 0 or self.color > 0
+
+
+def read(ref: ImageRef, max_pixels: int, checked: set[bytes] | None = None) -> EncodedImage:
+  """The content of an image, after it was decoded once to see that it can be.
+
+  Args:
+    ref: where it is.
+    max_pixels: of the image as it is stored; more are refused before anything is decoded.
+    checked: names of contents that were decoded before, which are not again; this one's is added.
+
+  Raises:
+    ImageError: it is missing, no image, damaged, of a kind that is not read, or too large; names the row and column.
+  """
+  data, file = _content(ref, ref.value)
+  checked, name = set() if checked is None else checked, hashlib.blake2b(data, digest_size=16).digest()
+  if name not in checked:
+    with _opened(data, _named(ref.where, file), max_pixels) as image:
+      _decode(image, _named(ref.where, file), fast=True)
+    checked.add(name)
+  return EncodedImage(data, file)
+
+
+def to_pixels(data: bytes, how: Preprocess, key: Sequence[int | str] | None = None, where: str = "image") -> np.ndarray:
+  """An image's pixels, uint8 [S, S, 3]: red, green, blue, upright, with white behind what is transparent.
+
+  Args:
+    data: content of an image file.
+    how: see `Preprocess`.
+    key: decides what augmentation draws; None: nothing is augmented.
+    where: for messages.
+
+  Raises:
+    ImageError: it is no image that is read here.
+  """
+  with _opened(data, where, None) as image:
+    return shape_pixels(_decode(image, where), how, key)
+
+
+def shape_pixels(image: Image.Image, how: Preprocess, key: Sequence[int | str] | None = None) -> np.ndarray:
+  """As `to_pixels`, of a decoded image of mode RGB."""
+  draws = None if key is None or not how.augments else _uniform(key)
+  box = (0.0, 0.0, float(image.width), float(image.height)) if draws is None else _random_box(image, how.crop, draws)
+  pixels = np.array(_resized(image, how, box), np.uint8)
+  if draws is None:
+    return pixels
+  if draws[4] < how.flip:
+    pixels = pixels[:, ::-1]
+  return _jittered(pixels, how.color, draws[5:8]) if how.color else np.ascontiguousarray(pixels)
+
+
+class Images(Sequence):
+  """The images of a prompt, uint8 [S, S, 3] each, decoded when they are asked for. Equal if their content is.
+
+  Attributes:
+    encoded: the contents of their files.
+  """
+
+  def __init__(self, encoded: Sequence[bytes], how: Preprocess):
+    self.encoded, self._how = tuple(encoded), how
+
+  def __len__(self) -> int:
+    return len(self.encoded)
+
+  def __getitem__(self, index):
+    if isinstance(index, slice):
+      return [to_pixels(data, self._how) for data in self.encoded[index]]
+    return to_pixels(self.encoded[index], self._how)
+
+  def __eq__(self, other) -> bool:
+    return isinstance(other, Images) and (self.encoded, self._how) == (other.encoded, other._how)
+
+  def __hash__(self) -> int:
+    return hash((self.encoded, self._how))
+
+
+def _content(ref: ImageRef, value: Any) -> tuple[bytes, Path | None]:
+  """The bytes that `value` stands for, and the file that they are in, if they are."""
+  if isinstance(value, (bytes, bytearray, memoryview)):
+    return bytes(value), None
+  if isinstance(value, Mapping):
+    given = [key for key in KEYS if value.get(key) is not None]
+    if not given:
+      raise ImageError(f"{ref.where} is an object with {', '.join(map(repr, value)) or 'nothing'}; expected one of "
+                       f"{', '.join(KEYS)}.")
+    return _content(ref, value[given[0]])
+  if isinstance(value, Path):
+    return _file(ref, value)
+  if not isinstance(value, str) or not value:
+    found = "null" if value is None else "empty" if value == "" else f"a {type(value).__name__}"
+    raise ImageError(f"{ref.where} is {found}; expected a path, the bytes of an image file, base64 or a data URL.")
+  if value.startswith("data:"):
+    head, _, body = value.partition(",")
+    if not head.endswith(";base64"):
+      raise ImageError(f"{ref.where}: the data URL begins with {head[:40]!r}; expected base64, as in "
+                       "'data:image/png;base64,…'.")
+    return _from_base64(ref, body), None
+  if value.startswith(("http://", "https://")):
+    raise ImageError(f"{ref.where} is the URL {value[:80]!r}. Nothing is downloaded: save the image and give its path.")
+  if (data := _magic_base64(value)) is not None:
+    return data, None
+  return _file(ref, Path(value.removeprefix("file://")))
+
+
+def _from_base64(ref: ImageRef, text: str) -> bytes:
+  try:
+    return base64.b64decode("".join(text.split()), validate=True)
+  except (binascii.Error, ValueError) as e:
+    raise ImageError(f"{ref.where}: not valid base64 ({e}): {text[:40]!r}.") from e
+
+
+def _magic_base64(text: str) -> bytes | None:
+  """The bytes, if `text` is base64 of something that begins as an image does."""
+  try:
+    if not base64.b64decode(text[:16], validate=True).startswith(MAGIC):
+      return None
+    return base64.b64decode("".join(text.split()), validate=True)
+  except (binascii.Error, ValueError):
+    return None
+
+
+def _file(ref: ImageRef, path: Path) -> tuple[bytes, Path]:
+  file = (ref.folder or Path()) / path.expanduser()
+  try:
+    return file.read_bytes(), file
+  except (OSError, ValueError) as e:
+    reason = getattr(e, "strerror", None) or str(e)
+    beside = "" if path.is_absolute() else " Paths are relative to the folder of the data file."
+    raise ImageError(f"{ref.where}: {str(file)[:200]!r} cannot be read: {reason}.{beside}") from e
+
+
+def _named(where: str, file: Path | None) -> str:
+  return where if file is None else f"{where} ({file})"
+
+
+def _opened(data: bytes, where: str, max_pixels: int | None) -> Image.Image:
+  """The image, of which only the head is read yet."""
+  try:
+    with warnings.catch_warnings():
+      warnings.simplefilter("ignore", Image.DecompressionBombWarning)  # max_pixels is the limit here
+      image = Image.open(io.BytesIO(data), formats=FORMATS)
+  except Image.DecompressionBombError as e:
+    raise ImageError(f"{where}: a decompression bomb: {e}") from e
+  except (UnidentifiedImageError, OSError, ValueError, SyntaxError, EOFError) as e:
+    kind = "a damaged or truncated image" if data.startswith(MAGIC) else f"no image of the formats {', '.join(FORMATS)}"
+    raise ImageError(f"{where}: {len(data)} bytes that begin with {data[:8]!r} are {kind}.") from e
+  if max_pixels is not None and image.width * image.height > max_pixels:
+    raise ImageError(f"{where}: {image.width} × {image.height} pixels, more than input.images.max_pixels={max_pixels}. "
+                     "Make it smaller, or raise the limit.")
+  if image.mode not in MODES:
+    raise ImageError(f"{where}: its mode is {image.mode!r}; expected 8 bits a channel ({', '.join(MODES)}). Convert "
+                     "it.")
+  return image
+
+
+def _decode(image: Image.Image, where: str, fast: bool = False) -> Image.Image:
+  """The image as RGB, upright, on white. `fast`: a JPEG may come out smaller."""
+  try:
+    with warnings.catch_warnings():
+      warnings.simplefilter("ignore")  # of broken metadata, which does not matter
+      if fast:
+        image.draft("RGB", (64, 64))
+      image.load()
+      upright = ImageOps.exif_transpose(image)
+      if upright.mode in ("RGBA", "LA", "PA", "La", "RGBa") or "transparency" in upright.info:
+        upright = upright.convert("RGBA")
+        white = Image.new("RGBA", upright.size, (255, 255, 255, 255))
+        upright = Image.alpha_composite(white, upright)
+      return upright.convert("RGB")
+  except (OSError, ValueError, SyntaxError, EOFError, IndexError, Image.DecompressionBombError) as e:
+    raise ImageError(f"{where}: a damaged or truncated {image.format} of {image.width} × {image.height} pixels: {e}. "
+                     "Fetch it again, or set input.images.on_error='drop'.") from e
+
+
+def _resized(image: Image.Image, how: Preprocess, box: tuple[float, float, float, float]) -> Image.Image:
+  """The part `box` (left, upper, right, lower) of the image as S × S pixels."""
+  size, resample = how.size, FILTERS[how.interpolation]
+  width, height = box[2] - box[0], box[3] - box[1]
+  if how.resize == "squash" or width == height:
+    return image.resize((size, size), resample, box)
+  longer, shorter = max(width, height), min(width, height)
+  if how.resize == "pad":
+    scaled = tuple(max(1, round(side * size / longer)) for side in (width, height))
+    result = Image.new("RGB", (size, size), how.fill)
+    result.paste(image.resize(scaled, resample, box), ((size - scaled[0]) // 2, (size - scaled[1]) // 2))
+    return result
+  # As image processors do it: the longer side is rounded down, and the middle taken.
+  scaled = tuple(max(size, int(side * size / shorter)) for side in (width, height))
+  if max(scaled) > 8 * size:  # of a very long image only the middle is made larger
+    left, upper = (box[0] + (width - shorter) / 2, box[1] + (height - shorter) / 2)
+    return image.resize((size, size), resample, (left, upper, left + shorter, upper + shorter))
+  left, upper = ((side - size) // 2 for side in scaled)
+  return image.resize(scaled, resample, box).crop((left, upper, left + size, upper + size))
+
+
+def _uniform(key: Sequence[int | str]) -> np.ndarray:
+  """Eight numbers from 0 to 1 that depend on `key` alone, on every machine."""
+  digest = hashlib.blake2b(repr(tuple(key)).encode(), digest_size=16).digest()
+  words = np.random.Philox(key=np.frombuffer(digest, "<u8").astype(np.uint64)).random_raw(8)
+  return (words >> np.uint64(11)).astype(np.float64) * 2.0**-53
+
+
+def _random_box(image: Image.Image, least: float, draws: np.ndarray) -> tuple[float, float, float, float]:
+  """A part of the image of at least the share `least` of its area, at most MAX_ASPECT out of its shape."""
+  area = least + (1 - least) * draws[0]
+  aspect = MAX_ASPECT ** (2 * draws[1] - 1) if least < 1 else 1.0
+  wide, high = min(1.0, (area * aspect) ** 0.5), min(1.0, (area / aspect) ** 0.5)
+  wide, high = min(1.0, max(wide, area / high)), min(1.0, max(high, area / wide))
+  width, height = max(1.0, wide * image.width), max(1.0, high * image.height)
+  left, upper = draws[2] * (image.width - width), draws[3] * (image.height - height)
+  return left, upper, min(left + width, image.width), min(upper + height, image.height)
+
+
+def _jittered(pixels: np.ndarray, color: float, draws: np.ndarray) -> np.ndarray:
+  """Brightness, contrast and saturation times factors from 1 - color to 1 + color."""
+  brightness, contrast, saturation = (np.float32(1 + color * (2 * d - 1)) for d in draws)
+  x = pixels.astype(np.float32) * brightness
+  gray = (x @ np.array([0.299, 0.587, 0.114], np.float32))[..., None]
+  x = gray + (x - gray) * saturation
+  mean = np.float32(gray.mean(dtype=np.float64))
+  return np.clip(np.rint(mean + (x - mean) * contrast), 0, 255).astype(np.uint8)
+
+
+def check_preprocess(how: Preprocess) -> Preprocess:
+  """`how`, whose values are allowed.
+
+  Raises:
+    ConfigError: a value of `input.images` that is not.
+  """
+  for key, value, allowed in (("resize", how.resize, RESIZES), ("interpolation", how.interpolation, tuple(FILTERS))):
+    if value not in allowed:
+      raise ConfigError(f"input.images.{key} is {value!r}; allowed: auto, {', '.join(allowed)}.")
+  for key, value, low in (("crop", how.crop, 0.01), ("flip", how.flip, 0.0), ("color", how.color, 0.0)):
+    if not low <= value <= 1:
+      raise ConfigError(f"input.images.augment.{key} is {value}; allowed: {low:g} to 1.")
+  return how

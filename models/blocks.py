@@ -1,0 +1,176 @@
+"""The layers of a Transformer, decoder or tower: attention, MLP, and how a stack of them runs.
+
+B batch, T length, D hidden size, H query heads, G key/value heads, K head size, L layers.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from models.api import constrain
+from models.attention import attend_to_past, attention
+from models.cache import Past
+from models.layers import Linear, Mlp, Norm, Scope, dropout
+from models.moe import Moe
+from models.rope import apply_rope
+from models.spec import Spec
+
+
+class SelfAttention(nnx.Module):
+  """Grouped-query self-attention with its projections."""
+
+  def __init__(self, spec: Spec, scope: Scope):
+    H, G, K, D = spec.num_heads, spec.num_kv_heads, spec.head_dim, spec.hidden_size
+    std, bias = spec.init_std, spec.qkv_bias
+    self.q = Linear(scope / "q", D, H * K, std=std, bias=bias)
+    self.k = Linear(scope / "k", D, G * K, std=std, bias=bias)
+    self.v = Linear(scope / "v", D, G * K, std=std, bias=bias)
+    self.o = Linear(scope / "o", H * K, D, std=std, bias=spec.attention_out_bias, gain=out_gain(spec))
+    # Attributes are assigned once: NNX's graph mode lets no static None become a module.
+    norm = dict(kind="rmsnorm", eps=spec.norm_eps, plus_one=spec.norm_scale_plus_one)
+    self.q_norm = Norm(scope / "q_norm", K, **norm) if spec.qk_norm else None
+    self.k_norm = Norm(scope / "k_norm", K, **norm) if spec.qk_norm else None
+    self.spec = spec
+
+  def __call__(self, x_BxTxD, segment_ids, rope: Any, window: int | None, key: jax.Array | None = None,
+               past: Past | None = None, block_ids: jax.Array | None = None
+               ) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
+    """(output, (keys, values) [B, T, G, K]).
+
+    `rope`: a `rope_table`, or None for no rotation. `key`: for dropout on the adapters' input; None: no dropout.
+    `past`: what the one token of each row attends to beside itself; None: rows begin here. `block_ids`: see
+    `attention`; None: causal.
+    """
+    s = self.spec
+    B, T, _ = x_BxTxD.shape
+    q_BxTxHxK = self.q(x_BxTxD, key).reshape(B, T, s.num_heads, s.head_dim)
+    k_BxTxGxK = self.k(x_BxTxD, key).reshape(B, T, s.num_kv_heads, s.head_dim)
+    v_BxTxGxK = self.v(x_BxTxD, key).reshape(B, T, s.num_kv_heads, s.head_dim)
+    q_BxTxHxK = constrain(q_BxTxHxK, "batch", "length", "heads", None)
+    k_BxTxGxK = constrain(k_BxTxGxK, "batch", "length", "kv_heads", None)
+    v_BxTxGxK = constrain(v_BxTxGxK, "batch", "length", "kv_heads", None)
+    if self.q_norm is not None:
+      q_BxTxHxK, k_BxTxGxK = self.q_norm(q_BxTxHxK), self.k_norm(k_BxTxGxK)
+    if rope is not None:
+      q_BxTxHxK, k_BxTxGxK = apply_rope(q_BxTxHxK, rope), apply_rope(k_BxTxGxK, rope)
+    options = dict(scale=s.attention_scale, logit_cap=s.attention_logit_cap)
+    if past is None:
+      # In Gemma 3 the window bounds blocks too, in PaliGemma 2 it does not.
+      bounded = s.vision is not None and s.vision.attention == "image"
+      options |= dict(segment_ids=segment_ids, block_ids=block_ids, window=window, window_blocks=bounded)
+      out_BxTxHxK = attention(q_BxTxHxK, k_BxTxGxK, v_BxTxGxK, impl=s.attention, block=s.attention_block, **options)
+    else:
+      out_BxTxHxK = attend_to_past(q_BxTxHxK, k_BxTxGxK, v_BxTxGxK, past.keys_BxSxGxK, past.values_BxSxGxK,
+                                   seen_BxS=past.seen_BxS, active_B=segment_ids[:, 0] > 0, **options)
+    out_BxTxHxK = constrain(out_BxTxHxK, "batch", "length", "heads", None)
+    return self.o(out_BxTxHxK.reshape(B, T, -1), key), (k_BxTxGxK, v_BxTxGxK)
+
+
+class Block(nnx.Module):
+  """One layer: attention and MLP (or mixture of experts), each a residual branch normalised before, after, or both."""
+
+  def __init__(self, spec: Spec, scope: Scope):
+    D = spec.hidden_size
+    pre, post = spec.norm_position in ("pre", "sandwich"), spec.norm_position in ("post", "sandwich")
+    self.attn_norm = make_norm(spec, scope / "attn_norm") if pre else None
+    self.attn = SelfAttention(spec, scope / "attn")
+    self.attn_post_norm = make_norm(spec, scope / "attn_post_norm") if post else None
+    self.mlp_norm = make_norm(spec, scope / "mlp_norm") if pre else None
+    mlp = dict(activation=spec.activation, std=spec.init_std, bias=spec.mlp_bias, out_gain=out_gain(spec))
+    self.mlp = Mlp(scope / "mlp", D, spec.intermediate_size, **mlp) if spec.moe is None else None
+    self.moe = Moe(spec, scope / "moe", out_gain=out_gain(spec)) if spec.moe is not None else None
+    self.mlp_post_norm = make_norm(spec, scope / "mlp_post_norm") if post else None
+    self.dropout = spec.dropout
+
+  def __call__(self, x_BxTxD, segment_ids, rope, window: int | None, key: jax.Array | None, past: Past | None = None,
+               block_ids: jax.Array | None = None):
+    """(x, statistics of the experts or None, keys and values).
+
+    `key`: this layer's key for dropout; None: no dropout. `past`, `block_ids`: see `SelfAttention`.
+    """
+    keys = (None, None) if key is None else jax.random.split(key)
+    y = x_BxTxD if self.attn_norm is None else self.attn_norm(x_BxTxD)
+    y, new = self.attn(y, segment_ids, rope, window, key, past, block_ids)
+    x_BxTxD = x_BxTxD + self._branch_end(y, self.attn_post_norm, keys[0])
+    x_BxTxD = constrain(x_BxTxD, "batch", "length", "embed")
+    y = x_BxTxD if self.mlp_norm is None else self.mlp_norm(x_BxTxD)
+    y, stats = (self.mlp(y, key), None) if self.moe is None else self.moe(y, segment_ids, key)
+    x_BxTxD = x_BxTxD + self._branch_end(y, self.mlp_post_norm, keys[1])
+    return constrain(x_BxTxD, "batch", "length", "embed"), stats, new
+
+  def _branch_end(self, y_BxTxD: jax.Array, norm: Norm | None, key: jax.Array | None) -> jax.Array:
+    if norm is not None:
+      y_BxTxD = norm(y_BxTxD)
+    return y_BxTxD if key is None else dropout(y_BxTxD, self.dropout, key)
+
+
+def stack_blocks(spec: Spec, scope: Scope) -> Block:
+  """All of `spec`'s layers in one `Block`, whose arrays have a leading L; `scope` is the path that they share."""
+
+  def make_block(layer: jax.Array) -> Block:
+    return Block(spec, dataclasses.replace(scope, layer=layer))
+
+  return jax.vmap(make_block)(jnp.arange(spec.num_layers))
+
+
+def run_blocks(spec: Spec, blocks: Block, layer: Callable, remat: Callable, x_BxTxD: jax.Array
+               ) -> tuple[jax.Array, Any]:
+  """Applies every layer: a scan over whole periods of the pattern, then the remaining layers one by one.
+
+  Args:
+    spec: says how many layers there are, their pattern, and whether they are scanned.
+    blocks: from `stack_blocks`.
+    layer: `layer(place in the pattern, x, block, index)` gives (x, a tree of arrays).
+    remat: a `remat_policy`.
+    x_BxTxD: what enters the first layer.
+
+  Returns:
+    (what leaves the last layer, the trees of all layers, stacked).
+  """
+  L, period = spec.num_layers, len(spec.layer_pattern)
+
+  def run(i: int, in_scan: bool, *args) -> tuple[jax.Array, Any]:
+    return remat(functools.partial(layer, i % period), in_scan)(*args)
+
+  scanned = L // period * period if spec.scan_layers else 0
+  indices = jnp.arange(L)
+  stacked = []  # trees of runs of layers, in order
+  if scanned:
+    groups = jax.tree.map(lambda p: p[:scanned].reshape(-1, period, *p.shape[1:]), (blocks, indices))
+
+    def scan_body(x_BxTxD, group):
+      trees = [None] * period
+      for i, (block, index) in enumerate(_unstack(group, period)):
+        x_BxTxD, trees[i] = run(i, True, x_BxTxD, block, index)
+      return x_BxTxD, jax.tree.map(lambda *parts: jnp.stack(parts), *trees)
+
+    x_BxTxD, tree = jax.lax.scan(scan_body, x_BxTxD, groups)
+    stacked.append(jax.tree.map(lambda part: part.reshape(-1, *part.shape[2:]), tree))
+  rest = jax.tree.map(lambda p: p[scanned:], (blocks, indices))
+  for i, (block, index) in enumerate(_unstack(rest, L - scanned)):
+    x_BxTxD, tree = run(scanned + i, False, x_BxTxD, block, index)
+    stacked.append(jax.tree.map(lambda part: part[None], tree))
+  return x_BxTxD, jax.tree.map(lambda *parts: jnp.concatenate(parts), *stacked)
+
+
+def make_norm(spec: Spec, scope: Scope) -> Norm:
+  """The norm of that stack of layers."""
+  return Norm(scope, spec.hidden_size, kind=spec.norm, eps=spec.norm_eps, plus_one=spec.norm_scale_plus_one,
+              bias=spec.norm_bias)
+
+
+def out_gain(spec: Spec) -> float:
+  """Keeps the residual stream's variance independent of depth at the start (Radford et al. 2019, 2.3)."""
+  return (2 * spec.num_layers) ** -0.5
+
+
+def _unstack(tree: Any, n: int) -> list[Any]:
+  """The `n` trees stacked in `tree`. `unstack`, unlike indexing, has a cheap gradient: one concatenation."""
+  leaves, treedef = jax.tree.flatten(tree)
+  columns = [jnp.unstack(leaf) for leaf in leaves]
+  return [treedef.unflatten([column[i] for column in columns]) for i in range(n)]

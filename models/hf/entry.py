@@ -1,0 +1,123 @@
+"""A family's `Tensor` laid over the shapes of one model: its names, its shape, where each of our values lies in it."""
+
+import itertools
+import math
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+
+import numpy as np
+
+from models.hf.errors import HFError
+from models.hf.family import Tensor
+
+
+@dataclass(frozen=True)
+class Entry:
+  """A `Tensor` of a family, laid over the shapes of one model."""
+
+  tensor: Tensor
+  prefix: str
+  # Numbers of layers and experts, as far as the name has these placeholders: the leading dimensions of ours.
+  counts: tuple[int, ...]
+  # The shape of each of ours without these dimensions, in their layout.
+  parts: tuple[tuple[int, ...], ...]
+
+  @property
+  def paths(self) -> tuple[str, ...]:
+    return paths_of(self.tensor)
+
+  @property
+  def matrix_shape(self) -> tuple[int, ...]:
+    """The parts laid end to end along `axis`: the shape of their tensor, unless `form` says otherwise."""
+    shape = list(self.parts[0])
+    if len(self.parts) > 1:
+      shape[self.tensor.axis] = sum(part[self.tensor.axis] for part in self.parts)
+    return tuple(shape)
+
+  @property
+  def shape(self) -> tuple[int, ...]:
+    """Of their tensor."""
+    shape = self.matrix_shape
+    if self.tensor.form == "row":
+      return shape[1:]
+    if self.tensor.form == "patches":
+      size = math.isqrt(shape[1] // 3)
+      return (shape[0], 3, size, size)
+    return shape
+
+  def places(self) -> Iterator[tuple[int, ...]]:
+    """Every (layer, expert), as far as the name has them."""
+    return itertools.product(*map(range, self.counts))
+
+  def name(self, place: tuple[int, ...]) -> str:
+    numbers = dict(zip(_placeholders(self.tensor), place, strict=True))
+    return self.prefix + self.tensor.theirs.format(**numbers)
+
+  def names(self) -> Iterator[str]:
+    return map(self.name, self.places())
+
+  def to_theirs(self, part: int, index: tuple[slice, ...]) -> tuple[slice, ...]:
+    """Where a slice of one of ours (without its leading dimensions) lies in their tensor, in `matrix_shape`."""
+    index = list(index)
+    if self.tensor.transpose:
+      index[-2:] = index[-1], index[-2]
+    if len(self.parts) > 1:
+      axis = self.tensor.axis
+      start = sum(shape[axis] for shape in self.parts[:part])
+      index[axis] = slice(index[axis].start + start, index[axis].stop + start)
+    return tuple(index)
+
+  def swap(self, values: np.ndarray) -> np.ndarray:
+    """From our layout to theirs, and back; a view."""
+    return values.swapaxes(-1, -2) if self.tensor.transpose else values
+
+  def read(self, read: Callable[[tuple[slice, ...]], np.ndarray], index: tuple[slice, ...]) -> np.ndarray:
+    """A slice of their tensor, which `read` gives slices of, in `matrix_shape`."""
+    if self.tensor.form == "row":
+      return read(index[1:])[None][index[:1]]
+    if self.tensor.form == "patches":  # small, and no slice of ours is one of theirs
+      return read(()).transpose(0, 2, 3, 1).reshape(self.matrix_shape)[index]
+    return read(index)
+
+  def to_form(self, values: np.ndarray) -> np.ndarray:
+    """Their tensor, of its values in `matrix_shape`."""
+    if self.tensor.form == "patches":
+      out, channels, size, _ = self.shape
+      return np.ascontiguousarray(values.reshape(out, size, size, channels).transpose(0, 3, 1, 2))
+    return values.reshape(self.shape)
+
+
+def paths_of(tensor: Tensor) -> tuple[str, ...]:
+  """The paths of our parameters that it holds."""
+  return (tensor.ours,) if isinstance(tensor.ours, str) else tuple(tensor.ours)
+
+
+def make_entry(tensor: Tensor, shapes: Mapping[str, tuple[int, ...]], prefix: str) -> Entry:
+  """Lays a tensor over our shapes.
+
+  Args:
+    tensor: of a family.
+    shapes: {path: shape} of our parameters.
+    prefix: what the names of the family begin with.
+
+  Raises:
+    HFError: the model lacks one of ours, or their shapes do not fit together.
+  """
+  paths, lead = paths_of(tensor), len(_placeholders(tensor))
+  if unknown := [path for path in paths if path not in shapes]:
+    raise HFError(f"{tensor.theirs} is made of {', '.join(unknown)}, which this model does not have. Does config.model "
+                  "say something else of the architecture than config.json?")
+  counts = {shapes[path][:lead] for path in paths}
+  parts = [shapes[path][lead:] for path in paths]
+  if tensor.transpose:
+    parts = [(*part[:-2], part[-1], part[-2]) for part in parts]
+  others = {(*part[:tensor.axis], *part[tensor.axis + 1:]) for part in parts}
+  if len(counts) > 1 or len(others) > 1:
+    raise HFError(f"{tensor.theirs}: {', '.join(paths)} cannot be laid end to end, their shapes are "
+                  f"{[shapes[path] for path in paths]}.")
+  return Entry(tensor, prefix if tensor.prefixed else "", counts.pop(), tuple(parts))
+
+
+def _placeholders(tensor: Tensor) -> list[str]:
+  """Those that the name has, in the order of our leading dimensions."""
+  return [key for key in ("layer", "expert") if f"{{{key}}}" in tensor.theirs]

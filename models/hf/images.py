@@ -1,0 +1,222 @@
+"""Families of models of images and text: a wrapper around a vision tower and a text family.
+
+A `Wrapper` (families/paligemma.py, llava.py, gemma3_images.py) has rules of its own for config.json, and those of the
+tower and of a text family for the objects vision_config and text_config inside it. With a text family it makes a
+`Family` like any other.
+"""
+
+import functools
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from models.hf.errors import HFError
+from models.hf.family import DROPOUT, INERT, Family, Tensor
+from models.hf.keys import Rule, Source
+
+# Sizes that transformers' classes of text models assume where text_config, as published folders have it, says nothing.
+ASSUMED_SIZES: Mapping[str, Mapping[str, int]] = {
+    model_type: dict(zip(("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
+                          "num_key_value_heads"), sizes, strict=True))
+    for model_type, sizes in {
+        "gemma": (256000, 3072, 24576, 28, 16, 16), "gemma2": (256000, 2304, 9216, 26, 8, 4),
+        "gemma3_text": (262208, 2304, 9216, 26, 8, 4), "llama": (32000, 4096, 11008, 32, 32, 32),
+        "mistral": (32000, 4096, 14336, 32, 32, 8), "qwen2": (151936, 4096, 22016, 32, 32, 32),
+        "qwen3": (151936, 4096, 22016, 32, 32, 32),
+    }.items()
+}
+# Entries of text_config that repeat what the wrapper says.
+TEXT_INERT = frozenset({"architectures", "num_image_tokens"})
+# Entries of vision_config of heads, losses and other modules.
+VISION_INERT = frozenset({"initializer_factor", "logit_scale_init_value", "num_image_tokens", "projection_dim",
+                          "projector_hidden_act", "vocab_size"})
+# What tensor names begin with: as published folders have them, as transformers 5 has them in memory, and others.
+_TOWER = ("vision_tower.vision_model.", "model.vision_tower.", "vision_tower.", "model.vision_tower.vision_model.")
+_PROJECTOR = ("multi_modal_projector.", "model.multi_modal_projector.")
+# A pooling head, which no wrapper uses, and a buffer.
+_IGNORED = (r"^(model\.)?vision_tower\.(vision_model\.)?head\.", r"vision_tower\..*embeddings\.position_ids$")
+
+
+@dataclass(frozen=True)
+class Tower:
+  """A kind of vision tower.
+
+  Args:
+    name: the value of our key vision.tower.
+    model_types: values of vision_config.model_type; the first is written.
+    keys: the rules for vision_config.
+    table: its tensors, with names as inside the tower.
+  """
+
+  name: str
+  model_types: tuple[str, ...]
+  keys: tuple[Rule, ...]
+  table: tuple[Tensor, ...]
+
+
+@dataclass(frozen=True)
+class VisionConfig(Rule):
+  """vision_config, of one of some towers; the first is meant where it has no model_type."""
+
+  towers: tuple[Tower, ...]
+
+  def read(self, source, model):
+    inner, tower = self._open(source)
+    keys: dict[str, Any] = {"vision.tower": tower.name}
+    for rule in tower.keys:
+      keys.update(rule.read(inner, {**model, **keys}))
+    if unknown := inner.left_over(INERT | DROPOUT | VISION_INERT):
+      told = ", ".join(f"{key} = {value!r}" for key, value in unknown.items())
+      raise HFError(f"{inner.where}: {told}: the tower {tower.name} has no such entry here, and it could change what "
+                    "the model computes. If it does not, remove it from the file.")
+    return keys
+
+  def write(self, model):
+    tower = next((tower for tower in self.towers if tower.name == model["vision.tower"]), self.towers[0])
+    content: dict[str, Any] = {"model_type": tower.model_types[0]}
+    for rule in tower.keys:
+      content.update(rule.write(model))
+    return {"vision_config": content}
+
+  def notes(self, source):
+    inner, _ = self._open(source)
+    return [f"{inner.where}: {key} is {inner.content[key]}; it acts in training alone, and the tower has none here."
+            for key in sorted(DROPOUT) if inner.content.get(key)]
+
+  def _open(self, source: Source) -> tuple[Source, Tower]:
+    inner = Source(source.get("vision_config", dict), f"{source.where}: vision_config")
+    by_type = {model_type: tower for tower in self.towers for model_type in tower.model_types}
+    found = inner.get("model_type", str, self.towers[0].model_types[0])
+    if found not in by_type:
+      raise inner.error("model_type", f"{', '.join(by_type)}; other towers cannot be computed here")
+    return inner, by_type[found]
+
+
+@dataclass(frozen=True)
+class TextConfig(Rule):
+  """text_config, of one family; and the entry beside it that says whether the unembedding is the embedding.
+
+  Args:
+    family: of the text model.
+    tied: what transformers 5 takes the outer tie_word_embeddings for where there is none; None: the inner one.
+    both_ways: what text_config.use_bidirectional_attention may say beside null.
+  """
+
+  family: Family
+  tied: bool | None
+  both_ways: bool
+
+  def read(self, source, model):
+    content = self._content(source)
+    where = f"{source.where}: text_config"
+    both_ways = content.pop("use_bidirectional_attention", None)
+    if both_ways not in (None, self.both_ways):
+      raise HFError(f"{where}: use_bidirectional_attention is {both_ways!r}; allowed: {self.both_ways}, for what sees "
+                    "what is the same in all models of this family.")
+    keys = self.family.read(content, where)
+    inner, outer = keys["tie_embeddings"], source.get("tie_word_embeddings", bool, self.tied, self.tied)
+    # Of LLaVA, transformers 4 and 5 agree that the inner entry can say it alone.
+    if outer is not None and inner != outer and not (inner and self.tied is None):
+      raise source.error("tie_word_embeddings", f"the same as in text_config, {inner}: versions of transformers differ "
+                         "on which of the two counts")
+    return _without_vision(keys)
+
+  def write(self, model):
+    attempt = self.family.attempt(_without_vision(model))
+    if not attempt.readable:
+      raise HFError("; ".join(attempt.problems))
+    content = {key: value for key, value in attempt.content.items() if key != "architectures"}
+    return {"text_config": content, "tie_word_embeddings": model["tie_embeddings"]}
+
+  def notes(self, source):
+    content = self._content(source)
+    return self.family.notes(content, f"{source.where}: text_config")
+
+  def _content(self, source: Source) -> dict[str, Any]:
+    given = source.get("text_config", dict)
+    content = {**ASSUMED_SIZES.get(self.family.model_types[0], {}), "model_type": self.family.model_types[0], **given}
+    return {key: value for key, value in content.items() if key not in TEXT_INERT}
+
+
+class ImageFamily(Family):
+  """What a `Wrapper` makes; a Family whose config.json has objects inside it."""
+
+  def kept(self, config):
+    """See `Family.kept`. The head that a tower may have is not written, so config.json must not ask for it."""
+    rule = next(rule for rule in self.keys if isinstance(rule, VisionConfig))
+    written = rule.write(self.read(config, "its config.json"))["vision_config"]
+    vision = {key: value for key, value in written.items() if key == "vision_use_head"}
+    return {**config, "vision_config": {**config["vision_config"], **vision}}
+
+  def renewed(self, config, written):
+    """See `Family.renewed`; the same for the objects inside."""
+    inner = {}
+    for name, inert in (("text_config", TEXT_INERT), ("vision_config", VISION_INERT)):
+      kept = (INERT | DROPOUT | inert) - {"model_type"}
+      old = config.get(name) or {}
+      inner[name] = {**{key: value for key, value in old.items() if key in kept}, **written[name]}
+    return {**super().renewed(config, written), **inner}
+
+
+@dataclass(frozen=True, eq=False)
+class Wrapper:
+  """A kind of model of images and text.
+
+  Args:
+    name: what messages call it.
+    model_types, architectures, inert: see `Family`; of the outer config.json.
+    texts: the text families that it may have; the first is meant where text_config has no model_type.
+    towers: the towers that it may have; the first is meant where vision_config has no model_type.
+    keys: the rules for the outer config.json, read after the two objects.
+    table: the projector's tensors, with names as inside it.
+    fixed: our keys that have one value in all models of this kind.
+    tied, both_ways: see `TextConfig`.
+  """
+
+  name: str
+  model_types: tuple[str, ...]
+  architectures: tuple[str, ...]
+  texts: tuple[Family, ...]
+  towers: tuple[Tower, ...]
+  keys: tuple[Rule, ...]
+  table: tuple[Tensor, ...]
+  fixed: Mapping[str, Any] = field(default_factory=dict)
+  inert: frozenset[str] = frozenset()
+  tied: bool | None = True
+  both_ways: bool = False
+
+  def find(self, config: Mapping[str, Any], where: str) -> Family:
+    """The family for a config.json of this kind, by its text_config; raises HFError."""
+    inner = Source(Source(config, where).get("text_config", dict), f"{where}: text_config")
+    by_type = {model_type: text for text in self.texts for model_type in text.model_types}
+    found = inner.get("model_type", str, self.texts[0].model_types[0])
+    if found not in by_type:
+      raise inner.error("model_type", f"{', '.join(by_type)}; the text part of a {self.name} must be one of these")
+    return self.of(by_type[found])
+
+  @functools.cache  # noqa: B019, for wrappers are made once and live as long as the program
+  def of(self, text: Family) -> Family:
+    """The family of this kind with that text part."""
+    towers = {tensor.theirs: tensor for tower in self.towers for tensor in tower.table}.values()
+    return ImageFamily(
+        name=f"{self.name} ({text.name})", model_types=self.model_types, architectures=self.architectures,
+        keys=(TextConfig(text, self.tied, self.both_ways), VisionConfig(self.towers), *self.keys),
+        table=(*_text_table(text), *_renamed(towers, _TOWER), *_renamed(self.table, _PROJECTOR)),
+        fixed={**text.fixed, **self.fixed}, prefixes=("",), ignored=(*text.ignored, *_IGNORED), inert=self.inert,
+        in_memory="model.")
+
+
+def _text_table(text: Family) -> tuple[Tensor, ...]:
+  """As published, and as in memory, where the head is outside of the text model."""
+  published = (f"language_model.{text.prefixes[0] if t.prefixed else ''}{t.theirs}" for t in text.table)
+  in_memory = (f"model.language_model.{t.theirs}" if t.prefixed else t.theirs for t in text.table)
+  return tuple(replace(t, theirs=name) for names in (published, in_memory)
+               for t, name in zip(text.table, names, strict=True))
+
+
+def _renamed(table: Iterable[Tensor], beginnings: tuple[str, ...]) -> tuple[Tensor, ...]:
+  return tuple(replace(tensor, theirs=beginning + tensor.theirs) for beginning in beginnings for tensor in table)
+
+
+def _without_vision(model: Mapping[str, Any]) -> dict[str, Any]:
+  return {key: value for key, value in model.items() if not key.startswith("vision.")}

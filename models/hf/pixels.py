@@ -1,0 +1,73 @@
+"""How pixels are normalised: preprocessor_config.json, or the image processor inside processor_config.json.
+
+What is done with the values of pixels is part of the function that a model computes, but is not in its config.json.
+Sizes and resizing are the data's business.
+"""
+
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from models.hf import files
+from models.hf.keys import Source
+from models.spec_vision import PIXELS
+
+FILES = ("preprocessor_config.json", "processor_config.json")
+
+
+def read(folder: Path, keys: Mapping[str, Any]) -> dict[str, Any]:
+  """{our key: value} of vision.mean and vision.std; empty for text models, and where the tower's own are meant.
+
+  Args:
+    folder: of a checkpoint.
+    keys: {dotted key of config.model: value}.
+
+  Raises:
+    HFError: a damaged file, or pixels that are prepared in another way.
+  """
+  if keys["vision.tower"] == "none":
+    return {}
+  source = _source(folder)
+  if source is None:
+    return {}
+  for key in ("do_rescale", "do_normalize"):
+    if not source.get(key, bool, True, True):
+      raise source.error(key, "true: pixels are divided by 255 and normalised")
+  if not math.isclose(source.get("rescale_factor", float, 1 / 255, 1 / 255), 1 / 255, rel_tol=1e-6):
+    raise source.error("rescale_factor", "1/255")
+  own = dict(zip(("mean", "std"), PIXELS[keys["vision.tower"]], strict=True))
+  found = {key: tuple(source.get(f"image_{key}", list, list(value), list(value))) for key, value in own.items()}
+  for key, value in found.items():
+    if len(value) != 3 or not all(isinstance(x, int | float) and (key == "mean" or x > 0) for x in value):
+      raise source.error(f"image_{key}", "three numbers, for red, green and blue, those of image_std above 0")
+  return {f"vision.{key}": tuple(map(float, value)) for key, value in found.items() if not _close(value, own[key])}
+
+
+def write(folder: Path, keys: Mapping[str, Any]) -> None:
+  """Corrects the mean and the standard deviation in a folder's file, if it has one and they were changed."""
+  if keys["vision.tower"] == "none" or (source := _source(folder)) is None:
+    return
+  own = dict(zip(("mean", "std"), PIXELS[keys["vision.tower"]], strict=True))
+  wanted = {key: tuple(keys[f"vision.{key}"]) or value for key, value in own.items()}
+  found = {**own, **{key.removeprefix("vision."): value for key, value in read(folder, keys).items()}}
+  if all(_close(wanted[key], found[key]) for key in own):
+    return
+  single, whole = (folder / name for name in FILES)
+  changed = {**source.content, **{f"image_{key}": list(value) for key, value in wanted.items()}}
+  if single.is_file():
+    files.write_json(single, changed)
+  else:
+    files.write_json(whole, {**files.read_json(whole), "image_processor": changed})
+
+
+def _close(one: tuple, other: tuple) -> bool:
+  return all(math.isclose(a, b, abs_tol=1e-7) for a, b in zip(one, other, strict=True))
+
+
+def _source(folder: Path) -> Source | None:
+  single, whole = (folder / name for name in FILES)
+  if single.is_file():
+    return Source(files.read_json(single), str(single))
+  content = files.read_json(whole).get("image_processor") if whole.is_file() else None
+  return Source(content, f"{whole}: image_processor") if isinstance(content, dict) else None

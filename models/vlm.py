@@ -1,0 +1,156 @@
+"""Images in a text: the projector from a tower's features to embeddings, which tokens they replace, who sees whom.
+
+B batch, T length, I images of a row at most, S image size, M patches of an image, K tokens of an image, D hidden size
+(of the tower in the projector's input, else of the decoder).
+
+What a batch with images has beside `tokens`, `positions` and `segment_ids`:
+
+  images        [B, I, S, S, 3], uint8, or floats that are normalised already; unused ones are 0
+  image_index   int32 [B, T]; 0: an ordinary token; k > 0: feature k - 1 of the row takes the place of the token's
+                embedding, image i's being those from i * K on. Without it, the tokens that are
+                `model.vision.image_token` take the features in order
+  block_ids     int32 [B, T]: see `models.attention.attention`. Without it, `model.vision.attention` says who sees whom
+  prefix_length int32 [B] or a number: with the attention `prefix`, how many tokens of each text see one another; in
+                place of `block_ids`
+"""
+
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from models import vit
+from models.api import constrain
+from models.layers import UNGATED, Linear, Norm, Scope
+from models.spec import Spec
+from models.spec_vision import Vision
+
+
+class Projector(nnx.Module):
+  """From the tower's features to what stands in place of embeddings."""
+
+  def __init__(self, spec: Spec, scope: Scope):
+    v, D, std = spec.vision, spec.hidden_size, spec.init_std
+    bias = v.projector_bias and v.projector != "pool"
+    mlp, pool = v.projector == "mlp", v.projector == "pool"
+    self.up = Linear(scope / "up", v.hidden_size, D, std=std, bias=bias) if mlp else None
+    self.down = Linear(scope / "down", D, D, std=std, bias=bias) if mlp else None
+    self.linear = None if mlp else Linear(scope / "linear", v.hidden_size, D, std=std, bias=bias)
+    norm = dict(kind="rmsnorm", eps=v.norm_eps, plus_one=spec.norm_scale_plus_one)
+    self.norm = Norm(scope / "norm", v.hidden_size, **norm) if pool else None
+    self.vision, self.features = v, D
+
+  def __call__(self, x_NxMxD: jax.Array, key: jax.Array | None = None) -> jax.Array:
+    """[N, K, D] in the dtype of `x`. `key`: for dropout on the adapters' input; None: no dropout."""
+    v = self.vision
+    if self.norm is not None:
+      x_NxMxD = self.norm(_pool(x_NxMxD, v.tokens_per_image))
+    if self.linear is not None:
+      y_NxKxD = self.linear(x_NxMxD, key)
+    else:
+      y_NxKxD = self.down(UNGATED[v.projector_activation](self.up(x_NxMxD, key)), key)
+    return y_NxKxD if v.feature_scale == 1.0 else y_NxKxD * jnp.asarray(v.feature_scale, y_NxKxD.dtype)
+
+
+def features(tower: vit.Tower, projector: Projector, images_BxIxSxSx3: jax.Array, remat: Callable,
+             key: jax.Array | None = None) -> jax.Array:
+  """The features of each row's images [B, I * K, D], one image after another."""
+  B, D = len(images_BxIxSxSx3), projector.features
+  x_NxMxD = tower(images_BxIxSxSx3.reshape(-1, *images_BxIxSxSx3.shape[2:]), remat, key)
+  return constrain(projector(x_NxMxD, key).reshape(B, -1, D), "batch", "length", "embed")
+
+
+def place(x_BxTxD: jax.Array, features_BxFxD: jax.Array, image_index_BxT: jax.Array) -> jax.Array:
+  """The embeddings with features in place of those that `image_index` marks.
+
+  A number beyond the row's features gives NaN, which the finite guard reports, rather than another image's feature.
+  """
+  def one(features_FxD, at_T):
+    return features_FxD.at[at_T].get(mode="fill", fill_value=jnp.nan)
+
+  # Row by row, so that the partitioner sees that no row needs another device's.
+  rows_BxTxD = jax.vmap(one)(features_BxFxD, jnp.maximum(image_index_BxT - 1, 0))
+  return jnp.where((image_index_BxT > 0)[..., None], rows_BxTxD.astype(x_BxTxD.dtype), x_BxTxD)
+
+
+def complete(batch: dict, vision: Vision | None) -> dict:
+  """The batch with every key that the decoder reads; `images`, `image_index` and `block_ids` are None where not needed.
+
+  Raises:
+    ValueError: images for a model of text alone, indices without images, a number of images or of their tokens that
+      does not fit, or no word on who sees whom.
+  """
+  batch = _complete_text(batch)
+  images, index, blocks = (batch[key] for key in ("images", "image_index", "block_ids"))
+  if batch["prefix_length"] is not None and (vision is None or vision.attention != "prefix"):
+    raise ValueError("prefix_length is for models whose model.vision.attention is 'prefix'; this one's is "
+                     f"{'causal' if vision is None else vision.attention!r}")
+  if vision is None:
+    if images is not None or index is not None:
+      raise ValueError("this model reads tokens alone; it takes no images (model.vision.tower is none)")
+    return batch
+  if images is None and index is not None:
+    raise ValueError("the batch has image_index, but no images to index")
+  if images is not None:
+    batch["images"] = images = jnp.asarray(images)
+    if images.ndim != 5 or len(images) != len(batch["tokens"]):
+      raise ValueError(f"images: found shape {images.shape}, allowed: [rows, images of a row, size, size, 3], with the "
+                       f"{len(batch['tokens'])} rows of the tokens")
+    if index is None:
+      batch["image_index"] = index = _index_of(batch, images.shape[1], vision)
+  if blocks is None:
+    batch["block_ids"] = _block_ids(batch, index, vision)
+  return batch
+
+
+def _complete_text(batch: dict) -> dict:
+  """The batch with `segment_ids` and `positions` where it has none, and nothing that no model reads."""
+  tokens = batch["tokens"]
+  segment_ids = batch.get("segment_ids")
+  if segment_ids is None:
+    segment_ids = jnp.ones_like(tokens)
+  positions = batch.get("positions")
+  if positions is None:
+    index = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
+    starts = jnp.concatenate([jnp.ones_like(tokens[:, :1]), jnp.diff(segment_ids, axis=1)], axis=1) != 0
+    positions = index - jax.lax.cummax(jnp.where(starts, index, 0), axis=1)
+  rest = {key: batch.get(key) for key in ("images", "image_index", "block_ids", "prefix_length")}
+  return dict(tokens=tokens, segment_ids=segment_ids, positions=positions, **rest)
+
+
+def _index_of(batch: dict, images: int, vision: Vision) -> jax.Array:
+  """`image_index`: the placeholders of a row are its features in order."""
+  if vision.image_token is None:
+    raise ValueError("the batch has images, but no image_index; without it model.vision.image_token must say which "
+                     "tokens hold their places")
+  tokens, K = batch["tokens"], vision.tokens_per_image
+  held_BxT = (tokens == vision.image_token) & (batch["segment_ids"] > 0)
+  if not isinstance(held_BxT, jax.core.Tracer):
+    for row, count in enumerate(held_BxT.sum(1).tolist()):
+      if count % K or count > images * K:
+        raise ValueError(f"row {row} has {count} tokens {vision.image_token} (model.vision.image_token) and {images} "
+                         f"images; allowed: {K} tokens for each image, of none up to all")
+  return jnp.where(held_BxT, jnp.cumsum(held_BxT, axis=1), 0).astype(jnp.int32)
+
+
+def _block_ids(batch: dict, image_index_BxT: jax.Array | None, vision: Vision) -> jax.Array | None:
+  """`block_ids` as `model.vision.attention` has them; None: causal."""
+  if vision.attention == "image" and image_index_BxT is not None:
+    return (image_index_BxT + vision.tokens_per_image - 1) // vision.tokens_per_image
+  if vision.attention == "prefix":
+    if batch["prefix_length"] is not None:
+      length_Bx1 = jnp.reshape(jnp.asarray(batch["prefix_length"]), (-1, 1))
+      return ((batch["positions"] < length_Bx1) & (batch["segment_ids"] > 0)).astype(jnp.int32)
+    if batch["images"] is not None:
+      raise ValueError("model.vision.attention is 'prefix', so a batch with images needs block_ids, or prefix_length: "
+                       "the answer must not be seen by the prompt")
+  return None
+
+
+def _pool(x_NxMxD: jax.Array, tokens: int) -> jax.Array:
+  """Means over squares of neighbouring patches, [N, tokens, D]."""
+  N, M, D = x_NxMxD.shape
+  across, width = round(tokens**0.5), round((M / tokens) ** 0.5)
+  squares = x_NxMxD.reshape(N, across, width, across, width, D).astype(jnp.float32)
+  return squares.mean((2, 4)).reshape(N, tokens, D).astype(x_NxMxD.dtype)

@@ -1,0 +1,101 @@
+"""Classification by scoring: scores are the model's log-probs of the options, whatever the batches, and are counted."""
+
+import json
+
+import jax
+import numpy as np
+import pytest
+
+from evaluators import common
+from evaluators.classify import confusion, metrics
+from input_pipeline.files import DataError
+from input_pipeline.tokenizer import BytesTokenizer
+from tests.evaluators import digits
+from trainer import config_checks, image_tokens
+from trainer import mesh as mesh_lib
+from trainer.config import ConfigError, evaluator
+from trainer.metrics import MultiWriter
+
+OPTIONS = ("one", "one two", "three")
+ROWS = [*(dict(image=digits.encoded(digits.picture(n // 2)), prefix=f"q{n % 2}", suffix=OPTIONS[n % 3],
+               choices=OPTIONS[::-1]) for n in range(5)),
+        dict(prefix="no picture", suffix="three", choices=OPTIONS[1:])]
+
+
+def make(tmp_path, rows=ROWS, mesh=None, **changed):
+  config = digits.config(tmp_path, rows)
+  config.evals.which = evaluator(**(dict(type="classify", split="all", options=OPTIONS, batch_size=4) | changed))
+  config = config_checks.View(config_checks.resolve(config))
+  model = digits.model(config)
+  mesh = mesh or jax.make_mesh((1,), ("data",), (jax.sharding.AxisType.Auto,), devices=jax.devices()[:1])
+  setup = common.Setup(config, model, BytesTokenizer(), mesh, tmp_path, MultiWriter())
+  params = jax.tree.map(lambda p: 4 * p, jax.jit(model.init)(jax.random.key(0)))
+  return common.make("which", config.evals.which, setup), model, params
+
+
+def table(tmp_path, step):
+  return [json.loads(line) for line in (tmp_path / "samples" / f"which-{step}.jsonl").read_text().splitlines()]
+
+
+def expected(ev, model, params, question, option, with_end=True):
+  """(the sum, the number of terms) of the log-probs of an option, from logits of its text alone in a row."""
+  prompt, end = ev._questions[question].prompt, BytesTokenizer.eos_id
+  layout = image_tokens.layout_of(model)
+  ids = np.concatenate([prompt.ids, np.frombuffer(option.encode(), np.uint8), [end] * with_end]).astype(np.int32)
+  batch = image_tokens.empty(layout, 1, len(ids), image_tokens.slots(len(prompt.images)))
+  image_tokens.put(layout, batch, image_tokens.of_text(layout, ids, prompt.images, len(prompt.ids), ""), 0)
+  logprobs = jax.nn.log_softmax(model.logits(params, batch | dict(tokens=ids[None])))[0]
+  at = np.arange(len(prompt.ids), len(ids))
+  return float(np.asarray(logprobs)[at - 1, ids[at]].sum()), len(at)
+
+
+@pytest.mark.parametrize("score, with_end", [("sum", True), ("mean", True), ("sum", False)])
+def test_scores_are_log_probs_of_the_options(tmp_path, score, with_end):
+  ev, model, params = make(tmp_path, score=score, with_end=with_end)
+  found, rows = dict(ev.run(params, 3)), table(tmp_path, 3)
+  for number, row in enumerate(rows):
+    for option, value in zip(row["options"], row["scores"], strict=True):
+      total, count = expected(ev, model, params, number, option, with_end)
+      np.testing.assert_allclose(value, total / (count if score == "mean" else 1), atol=1e-4)
+    assert row["taken"] == row["options"][int(np.argmax(row["scores"]))] and row["correct"] == (
+        row["taken"] == row["answer"])
+    shares = np.exp(row["scores"]) / np.exp(row["scores"]).sum()
+    np.testing.assert_allclose(row["nll"], -np.log(shares[row["options"].index(row["answer"])]))
+  assert found == dict(metrics(rows)) and found["accuracy"] == np.mean([row["correct"] for row in rows])
+
+
+def test_values_depend_neither_on_the_batch_size_nor_on_the_mesh(tmp_path):
+  ev, _, params = make(tmp_path)
+  base = dict(ev.run(params, 0))
+  for changed in (dict(batch_size=1), dict(batch_size=16),
+                  dict(batch_size=8, mesh=mesh_lib.make_mesh(dict(data=2, fsdp=2, tensor=2)))):
+    other = dict(make(tmp_path, **changed)[0].run(params, 0))
+    assert other["accuracy"] == base["accuracy"] and other["nll"] == pytest.approx(base["nll"], rel=1e-5)
+
+
+def test_options_of_each_record_and_images_that_matter(tmp_path):
+  ev, _, params = make(tmp_path, options=(), options_key="choices")
+  dict(ev.run(params, 1))
+  rows = table(tmp_path, 1)
+  assert [row["options"] for row in rows[4:]] == [list(OPTIONS[::-1]), list(OPTIONS[1:])]
+  assert rows[0]["prompt"] == rows[2]["prompt"] and rows[0]["scores"] != rows[2]["scores"]  # other pictures
+  page = (tmp_path / "samples" / "which-1.html").read_text()
+  assert page.count("<img") == 5 and page.count('class="card ') == 6
+
+
+def test_confusions_are_counted():
+  rows = [dict(answer=a, taken=t) for a, t in ("ab", "aa", "aa", "bb", "ac")]
+  assert confusion(rows)[1:] == ["'a': 'a' 2, 'b' 1, 'c' 1", "'b': 'b' 1"]
+
+
+@pytest.mark.parametrize("changed, error, message", [
+    (dict(score="max"), ConfigError, "evals.which.score is 'max'; allowed: sum, mean"),
+    (dict(options=()), ConfigError, "set one of them"),
+    (dict(options_key="choices"), ConfigError, "set one of them"),
+    (dict(options=("one", "three")), DataError, "data.jsonl:2: the answer is 'one two'; evals.which wants it"),
+    (dict(options=("one", "one")), DataError, "needs at least two, each once"),
+    (dict(options=(), options_key="what"), DataError, "data.jsonl:1: no key 'what'; expected a list of texts"),
+    (dict(options=(*OPTIONS, "x" * 60)), DataError, "data.jsonl:1: with option 3 .* more than seq_len=64")])
+def test_what_cannot_be_classified_is_refused(tmp_path, changed, error, message):
+  with pytest.raises(error, match=message):
+    make(tmp_path, **changed)
