@@ -38,6 +38,9 @@ class Load:
 
   counts: Any
 
+  def __add__(self, other: "Load") -> "Load":
+    return Load(self.counts + other.counts)
+
   def to_floats(self, name: str) -> dict[str, float]:
     """The share of experts without any token, over all layers; the fullest expert's load as a multiple of the mean
     load, averaged over layers (1: perfectly even). Nothing for a step without tokens."""

@@ -38,7 +38,8 @@ def test_totals_go_on_across_restarts(clock):
   with chrono.pause("eval"):
     clock[0] += 1.0
   chrono.window(10, 1)
-  assert chrono.state() == {"train": 12.0, "data": 0.0, "eval": 4.0, "checkpoint": 0.0, "compile": 0.0}
+  assert chrono.state() == {"train": 12.0, "data": 0.0, "eval": 4.0, "checkpoint": 0.0, "compile": 0.0,
+                            "rollout": 0.0}
 
 
 def test_the_measured_peak_is_positive_and_says_how(monkeypatch):
