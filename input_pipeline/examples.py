@@ -310,7 +310,8 @@ def _rollouts(config: ConfigDict, tokenizer: Tokenizer | None) -> Encoder:
   return RolloutEncoder(config, tokenizer)
 
 
-# By strategy: what encodes rows of several fields. Strategies that are not here learn texts.
+# By strategy: what encodes rows of several fields. Strategies that are not here learn texts, or, where the model sees
+# images, whatever conversations learn from.
 ENCODERS = {"sft": _chat, "dpo": _pairs, "kto": _labelled, "grpo": _rollouts}
 # Of these, the ones whose documents have parts, and are kept whole.
 WITH_PARTS = ("dpo", "kto", "grpo")
@@ -320,7 +321,7 @@ WITH_ADVANTAGES = ("grpo",)
 
 def learns_texts(config: ConfigDict) -> bool:
   """Whether the documents of the strategy are texts, to be cut and joined at will."""
-  return config.strategy.name not in ENCODERS
+  return config.strategy.name not in ENCODERS and not sees(config)
 
 
 def make_encoder(config: ConfigDict, tokenizer: Tokenizer | None, text_key: str = "text",
@@ -334,7 +335,7 @@ def make_encoder(config: ConfigDict, tokenizer: Tokenizer | None, text_key: str 
     option: how messages call `text_key`.
   """
   if not learns_texts(config):
-    return ENCODERS[config.strategy.name](config, tokenizer)
+    return ENCODERS.get(config.strategy.name, _chat)(config, tokenizer)
   text = TextEncoder(tokenizer, text_key, config.tokenizer.add_bos, config.tokenizer.add_eos, option)
   return EitherEncoder(TokenizedEncoder(tokenizer), text, prefer=text_key)
 

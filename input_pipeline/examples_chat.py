@@ -54,6 +54,9 @@ class ChatEncoder:
     _check_choice("on_rewritten_history", self._chat.on_rewritten_history, POLICIES)
     self._roles = _roles(self._chat)
     self.images = image_format(config, tokenizer)
+    # Pretraining, which comes here for rows with images alone, learns all that it reads.
+    reads_all = config.strategy.name == "seq" and self.images is not None and not self._roles
+    self._train_on = "all" if reads_all and self._chat.train_on == "auto" else self._chat.train_on
     self.tokens_per_image = 0 if self.images is None else self.images.each
     self._shapes = ShapeReader(fields_of(self._chat), self._roles, self.images)
     # What turns conversations into text, for export and for generation; None: the tokenizer came with none.
@@ -65,7 +68,7 @@ class ChatEncoder:
     sources = None if template is None else [
         [t.source, t.special_tokens] for t in (template, template.tool_use) if t is not None]
     return json.dumps(["chat", VERSION, self._tokenizer.fingerprint, self._tokenizer.stop_ids, sources, c.date,
-                       c.train_on, self._roles, c.on_rewritten_history, sorted(fields_of(c).items()), self._add_bos,
+                       self._train_on, self._roles, c.on_rewritten_history, sorted(fields_of(c).items()), self._add_bos,
                        self._add_eos, *([] if self.images is None else [self.images.fingerprint])], sort_keys=True)
 
   @property
@@ -161,7 +164,7 @@ class ChatEncoder:
   def _conversation(self, row: Conversation) -> list[list[Segment]]:
     """The examples that a conversation gives; none if nothing in it is trained."""
     finder = self.finder
-    if self._chat.train_on == "all" and not self._roles:
+    if self._train_on == "all" and not self._roles:
       return [finder.whole(row, row.weights)]
     weights = [w if trained else 0.0 for w, trained in zip(row.weights, self._trained(row), strict=True)]
     for i, (message, weight) in enumerate(zip(row.messages, weights, strict=True)):
@@ -176,7 +179,7 @@ class ChatEncoder:
     if self._roles:
       return [role in self._roles for role in roles]
     said = [i for i, role in enumerate(roles) if role == "assistant"]
-    train_on = self._chat.train_on
+    train_on = self._train_on
     if train_on == "completion" or train_on == "auto" and row.shape in ("prompt/completion", "instruction/output"):
       said = [i for i in said if i >= row.prompt]
     elif train_on == "last_assistant":
@@ -185,7 +188,7 @@ class ChatEncoder:
 
   def _plain(self, row: Plain) -> list[list[Segment]]:
     """Strings as they stand, with BOS before and EOS behind."""
-    train_on, key = self._chat.train_on, "text" if row.prompt is None else "completion"
+    train_on, key = self._train_on, "text" if row.prompt is None else "completion"
     if not row.completion.strip():
       raise DataError(f"{key} is empty. Remove the row.")
     if row.prompt is None:
