@@ -131,7 +131,7 @@ def test_stopped_anywhere_it_becomes_the_same_run(prompts, straight, tmp_path):
   assert_same_state(run.state, straight[0].state)
   assert rows_of(tmp_path / "w") == rows_of(straight[1])
   names = {path.name for path in (straight[1] / "samples").iterdir()}
-  assert names == {f"rollout-{step:08d}.jsonl" for step in (1, 5, 9)}
+  assert names == {f"rollout-{step:08d}.{kind}" for step in (1, 5, 9) for kind in ("jsonl", "html")}
   for name in names:
     assert (tmp_path / "w" / "samples" / name).read_text() == (straight[1] / "samples" / name).read_text()
 
@@ -141,7 +141,7 @@ def test_of_a_rollout_that_is_stopped_nothing_is_kept(prompts, straight, tmp_pat
     stopping = of_three_rollouts(prompts, ckpt_steps=0)
     stopping.callbacks.stop = dict(type=f"{TOYS}.StopInRollout", step=step)
     assert train(stopping, tmp_path / "w").step == step
-    assert len(list((tmp_path / "w").glob("samples/*"))) == rollouts
+    assert len(list((tmp_path / "w").glob("samples/*.jsonl"))) == rollouts
   run = train(of_three_rollouts(prompts), tmp_path / "w")
   assert_same_state(run.state, straight[0].state)
   assert rows_of(tmp_path / "w") == rows_of(straight[1])
