@@ -13,9 +13,7 @@ A batch is a dict with `tokens`, `positions` and `segment_ids`, int32 [B, T] (se
 the tokens it also has `images`, `image_index` and perhaps `block_ids`, see models/vlm.py.
 """
 
-import contextlib
-import contextvars
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple, Protocol
 
 import jax
@@ -29,10 +27,7 @@ Params = dict[str, Any]
 # What a model keeps of the tokens it has seen: a tree of arrays that only the model looks into.
 Cache = Any
 
-ACTIVATION_NAMES = ("batch", "length", "embed", "heads", "kv_heads", "mlp", "vocab")
 BUILT_IN = {"transformer": "models.transformer.Transformer"}
-
-_activation_rules: contextvars.ContextVar[Callable | None] = contextvars.ContextVar("rules", default=None)
 
 
 class Output(NamedTuple):
@@ -129,6 +124,7 @@ def make_model(
     remat: str = "none",
     frozen: str | None = None,
     freeze: Sequence[str] = (),
+    products: Any = None,
 ) -> Model:
   """Builds the model that `cfg_model.name` names; no parameter is made yet.
 
@@ -142,12 +138,16 @@ def make_model(
       params_dtype. A model's class is given it, and `freeze`, only if it differs from params_dtype.
     freeze: regexes of parameters that are not trained (`config.optimizer.freeze`), besides those that `trained_only`
       leaves out.
+    products: a `models.products.Products`, which kernels are multiplied in 8 bits; None: none. A model's class is given
+      it only if it is not None.
 
   Raises:
     ConfigError: a value cannot work; nothing has touched a device by then.
   """
   cls = load_class(cfg_model.name, "model.name", BUILT_IN)
   kept = {} if frozen in (None, jnp.dtype(params_dtype).name) else dict(frozen=frozen, freeze=tuple(freeze))
+  if products is not None:
+    kept["products"] = products
   return cls(
       cfg_model, vocab_size=vocab_size, params_dtype=params_dtype, compute_dtype=compute_dtype, remat=remat, **kept
   )
@@ -158,28 +158,3 @@ def validate(cfg_model: ConfigDict, seq_len: int) -> None:
   cls = load_class(cfg_model.name, "model.name", BUILT_IN)
   if hasattr(cls, "validate"):
     cls.validate(cfg_model, seq_len)
-
-
-def constrain(x: jax.Array, *names: str | None) -> jax.Array:
-  """Tells the partitioner how to lay out an activation, one logical name (or None) per dimension.
-
-  The names are those of ACTIVATION_NAMES. Does nothing unless `activation_rules` is active, so that
-  models run without a mesh.
-  """
-  rules = _activation_rules.get()
-  if rules is None:
-    return x
-  unknown = [n for n in names if n is not None and n not in ACTIVATION_NAMES]
-  if unknown or len(names) != x.ndim:
-    raise ValueError(f"constrain: {names} for shape {x.shape}; a name of {ACTIVATION_NAMES} or None each")
-  return rules(x, names)
-
-
-@contextlib.contextmanager
-def activation_rules(fn: Callable[[jax.Array, tuple[str | None, ...]], jax.Array] | None) -> Iterator[None]:
-  """While active, `constrain(x, *names)` returns `fn(x, names)`. Wrap what traces a step: its first call."""
-  token = _activation_rules.set(fn)
-  try:
-    yield
-  finally:
-    _activation_rules.reset(token)

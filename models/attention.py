@@ -1,7 +1,7 @@
 """Attention over packed rows, causal but within blocks: the one place that knows how it is computed.
 
 B batch, T query length, S key length (= T, or slots of a cache), H query heads, G key/value heads, R = H / G query
-heads per key/value head, K head size, W keys that one block of queries can see.
+heads per key/value head, K head size.
 
 Every implementation here keeps these promises:
 - a query sees keys of its own segment, at its own index or before and within the window, or of its own block
@@ -11,18 +11,16 @@ Every implementation here keeps these promises:
 - scores and softmax are float32, whatever the inputs' dtype.
 """
 
-import functools
-
 import jax
 import jax.numpy as jnp
+from jax.sharding import PartitionSpec
 
-IMPLEMENTATIONS = ("auto", "blocked")
+from models import attention_tpu, context, flash, placement
+from models.flash import MASKED, Rule, Side, Span
+
+IMPLEMENTATIONS = ("auto", "blocked", "splash")
 # Blocks are unrolled; on rows longer than so many of them they grow, which bounds compile time.
 MAX_BLOCKS = 32
-# Far below any score, yet finite: exp(MASKED - max) is exactly 0, with a gradient of exactly 0.
-MASKED = -1e30
-# Scores of one layer, before skipping, up to which the backward pass keeps them.
-KEPT_BYTES = 64 * 2**20
 
 
 def attention(
@@ -54,7 +52,8 @@ def attention(
     window_blocks: whether nothing further back than the window is seen of the own block either.
     scale: factor on the scores.
     logit_cap: scores become cap * tanh(score / cap), after scaling; None: no cap.
-    impl: one of IMPLEMENTATIONS; "auto" takes the fastest for the backend.
+    impl: one of IMPLEMENTATIONS. splash: the kernel of models/attention_tpu.py where it can, else blocked, saying why.
+      auto: that where the program is for a TPU, else blocked.
     block: queries per block of the blocked implementation.
 
   Raises:
@@ -70,73 +69,77 @@ def attention(
         f"attention: queries {q_BxTxHxK.shape}, keys {k_BxSxGxK.shape}, segments {segment_ids.shape}{blocks}; needs "
         "equal lengths and a number of query heads that the key/value heads divide"
     )
-  q_BxGxRxTxK = q_BxTxHxK.reshape(B, T, G, H // G, K).transpose(0, 2, 3, 1, 4)
-  k_BxGxSxK, v_BxGxSxK = k_BxSxGxK.transpose(0, 2, 1, 3), v_BxSxGxK.transpose(0, 2, 1, 3)
-  options = dict(window=window, window_blocks=window_blocks, scale=scale, logit_cap=logit_cap)
-  out_BxGxRxTxK = _blocked(q_BxGxRxTxK, k_BxGxSxK, v_BxGxSxK, segment_ids, block_ids, block=block, **options)
-  return out_BxGxRxTxK.transpose(0, 3, 1, 2, 4).reshape(B, T, H, K)
+  rule = Rule(scale, logit_cap, window, window_blocks)
+  placed = placement.current()
+  if placed is None:
+    return _attend(None, rule, impl, block, q_BxTxHxK, k_BxSxGxK, v_BxSxGxK, segment_ids, block_ids)
+  return _mapped(placed, rule, impl, block, q_BxTxHxK, k_BxSxGxK, v_BxSxGxK, segment_ids, block_ids)
 
 
-def _blocked(
-    q_BxGxRxTxK, k_BxGxSxK, v_BxGxSxK, segment_ids, block_ids, *, block, window, window_blocks, **options
-) -> jax.Array:
-  """Query blocks one after another, each against only the keys it can see.
+def _mapped(placed: placement.Placement, rule: Rule, impl: str, block: int, q_BxTxHxK, k_BxTxGxK, v_BxTxGxK,
+            segment_ids, block_ids) -> jax.Array:
+  """Each device attends for its rows, its part of their length and its heads.
 
-  Without `block_ids`, half of the score matrix is never computed (more with a window). Each block is recomputed in
-  the backward pass, so that memory for scores is that of one block.
+  By hand, so that no partitioner gathers what is not needed, and since it could not look into a kernel.
   """
-  B, G, R, T, _ = q_BxGxRxTxK.shape
-  causal = block_ids is None
-  recompute = 4 * B * G * R * T * (min(T, window or T) if causal else T) > KEPT_BYTES
+  H, G = q_BxTxHxK.shape[2], k_BxTxGxK.shape[2]
+  by_head = placed.spec(("batch", "length", "heads", None), q_BxTxHxK.shape)
+  by_token, length = PartitionSpec(*by_head[:2]), by_head[1]
+  # Every device needs the key/value heads of its query heads: where there are fewer of them than devices, copies.
+  devices = placement.size_of(placed.mesh, by_head[2])
+  copies = next(n for n in range(1, H // G + 1) if H // G % n == 0 and G * n % devices == 0)
+  if copies > 1:
+    k_BxTxGxK, v_BxTxGxK = jnp.repeat(k_BxTxGxK, copies, axis=2), jnp.repeat(v_BxTxGxK, copies, axis=2)
+  rows = (segment_ids,) if block_ids is None else (segment_ids, block_ids)
+
+  def local(q, k, v, segment_ids, block_ids=None):
+    return _attend(length, rule, impl, block, q, k, v, segment_ids, block_ids)
+
+  # check_vma would want every loop inside to say over which axes its values differ.
+  return jax.shard_map(local, mesh=placed.mesh, in_specs=(by_head, by_head, by_head, *(by_token for _ in rows)),
+                       out_specs=by_head, check_vma=False)(q_BxTxHxK, k_BxTxGxK, v_BxTxGxK, *rows)
+
+
+def _attend(axis: placement.Axes, rule: Rule, impl: str, block: int, q_BxTxHxK, k_BxTxGxK, v_BxTxGxK, segment_ids,
+            block_ids) -> jax.Array:
+  """`attention` on one device, T being its part of the length where that is split over the mesh axis `axis`."""
+  B, T, H, K = q_BxTxHxK.shape
+  parts = 1 if axis is None else jax.lax.axis_size(axis)
+  on_tpu = placement.platform() == "tpu"
+  if impl == "splash" or (impl == "auto" and on_tpu):
+    reason = attention_tpu.refusal(T, block_ids is not None, parts)
+    if reason is None:
+      options = dict(scale=rule.scale, logit_cap=rule.logit_cap, window=rule.window, interpret=not on_tpu)
+      if axis is None:
+        return attention_tpu.attend(q_BxTxHxK, k_BxTxGxK, v_BxTxGxK, segment_ids=segment_ids, **options)
+      return attention_tpu.attend_in_parts(
+          q_BxTxHxK, k_BxTxGxK, v_BxTxGxK, segment_ids=segment_ids, axis=axis, C=parts, **options)
+    attention_tpu.warn(reason)
+  G = k_BxTxGxK.shape[2]
+  q = q_BxTxHxK.reshape(B, T, G, H // G, K).transpose(0, 2, 3, 1, 4)
+  k, v = k_BxTxGxK.transpose(0, 2, 1, 3), v_BxTxGxK.transpose(0, 2, 1, 3)
   block = max(1, block, -(-T // MAX_BLOCKS))
-  # A padding key equals no query's segment, not even a padding query's.
-  key_segments = jnp.where(segment_ids == 0, -1, segment_ids)
-  blocks = []
-  for start in range(0, T, block):
-    end = min(start + block, T)
-    first = 0 if window is None or not (causal or window_blocks) else max(0, start - window + 1)
-    last = end if causal else T
-    attend = functools.partial(_attend, offset=start - first, window=window, window_blocks=window_blocks, **options)
-    blocks.append(
-        (jax.checkpoint(attend) if recompute else attend)(
-            q_BxGxRxTxK[:, :, :, start:end],
-            k_BxGxSxK[:, :, first:last],
-            v_BxGxSxK[:, :, first:last],
-            segment_ids[:, start:end],
-            key_segments[:, first:last],
-            None if causal else (block_ids[:, start:end], block_ids[:, first:last]),
-        )
-    )
-  return jnp.concatenate(blocks, axis=3) if len(blocks) > 1 else blocks[0]
-
-
-def _attend(
-    q_BxGxRxTxK, k_BxGxWxK, v_BxGxWxK, segments_BxT, segments_BxW, blocks, *, offset, window, window_blocks, scale,
-    logit_cap
-) -> jax.Array:
-  """Softmax attention of one block of queries; query t sits at the index of key `offset` + t.
-
-  `blocks`: the block ids of queries and keys, or None.
-  """
-  T, W = q_BxGxRxTxK.shape[3], k_BxGxWxK.shape[2]
-  f32 = jnp.float32
-  scores = jnp.einsum("bgrtk,bgwk->bgrtw", q_BxGxRxTxK, k_BxGxWxK, preferred_element_type=f32) * scale
-  behind_TxW = (jnp.arange(T)[:, None] + offset) - jnp.arange(W)[None, :]
-  near_TxW = True if window is None else behind_TxW < window
-  causal_TxW = (behind_TxW >= 0) & near_TxW
-  seen = segments_BxT[:, :, None] == segments_BxW[:, None, :]
-  if blocks is None:
-    seen &= causal_TxW
+  if axis is None:
+    index = jnp.arange(T)
+    queries, keys = Side(segment_ids, index, block_ids), Side(flash.keys_of(segment_ids), index, block_ids)
+    out = flash.attend(_spans(T, block, rule, block_ids is None), rule, q, k, v, queries, keys)
+  elif block_ids is not None or T % 2:
+    out = context.gathered(axis, rule, block, q, k, v, segment_ids, block_ids)
+  elif rule.window is not None and rule.window <= T + 1:
+    out = context.neighbours(axis, rule, block, q, k, v, segment_ids)
   else:
-    blocks_BxT, blocks_BxW = blocks
-    together = (blocks_BxT[:, :, None] == blocks_BxW[:, None, :]) & (blocks_BxT > 0)[:, :, None]
-    seen &= causal_TxW | (together & near_TxW if window_blocks else together)
-  weights = _unnormalised(scores, seen, logit_cap)
-  dtype = v_BxGxWxK.dtype
-  out = jnp.einsum("bgrtw,bgwk->bgrtk", weights.astype(dtype), v_BxGxWxK, preferred_element_type=f32)
-  out = out / weights.sum(-1, keepdims=True)
-  # Every query sees itself, except padding, which sees nothing.
-  return jnp.where((segments_BxT != 0)[:, None, None, :, None], out, 0.0).astype(dtype)
+    out = context.ring(axis, rule, q, k, v, segment_ids)
+  return out.transpose(0, 3, 1, 2, 4).reshape(B, T, H, K)
+
+
+def _spans(T: int, block: int, rule: Rule, causal: bool) -> tuple[Span, ...]:
+  """Which keys each block of queries can see: without blocks of tokens none to the right, with a window few."""
+  bounded = rule.window is not None and (causal or rule.window_blocks)
+  spans = []
+  for start in range(0, T, block):
+    stop = min(start + block, T)
+    spans.append(Span(start, stop, max(0, start - rule.window + 1) if bounded else 0, stop if causal else T))
+  return tuple(spans)
 
 
 def attend_to_past(

@@ -12,11 +12,12 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from models.api import constrain
 from models.attention import attend_to_past, attention
 from models.cache import Past
-from models.layers import Linear, Mlp, Norm, Scope, dropout
+from models.layers import Linear, Mlp, Norm, Scope, apply_linears, dropout
 from models.moe import Moe
+from models.placement import constrain
+from models.remat import named
 from models.rope import apply_rope
 from models.spec import Spec
 
@@ -27,10 +28,11 @@ class SelfAttention(nnx.Module):
   def __init__(self, spec: Spec, scope: Scope):
     H, G, K, D = spec.num_heads, spec.num_kv_heads, spec.head_dim, spec.hidden_size
     std, bias = spec.init_std, spec.qkv_bias
-    self.q = Linear(scope / "q", D, H * K, std=std, bias=bias)
-    self.k = Linear(scope / "k", D, G * K, std=std, bias=bias)
-    self.v = Linear(scope / "v", D, G * K, std=std, bias=bias)
-    self.o = Linear(scope / "o", H * K, D, std=std, bias=spec.attention_out_bias, gain=out_gain(spec))
+    self.q = Linear(scope / "q", D, H * K, std=std, bias=bias, names=(None, "heads"))
+    self.k = Linear(scope / "k", D, G * K, std=std, bias=bias, names=(None, "kv_heads"))
+    self.v = Linear(scope / "v", D, G * K, std=std, bias=bias, names=(None, "kv_heads"))
+    self.o = Linear(scope / "o", H * K, D, std=std, bias=spec.attention_out_bias, gain=out_gain(spec),
+                    names=("heads", None))
     # Attributes are assigned once: NNX's graph mode lets no static None become a module.
     norm = dict(kind="rmsnorm", eps=spec.norm_eps, plus_one=spec.norm_scale_plus_one)
     self.q_norm = Norm(scope / "q_norm", K, **norm) if spec.qk_norm else None
@@ -48,12 +50,13 @@ class SelfAttention(nnx.Module):
     """
     s = self.spec
     B, T, _ = x_BxTxD.shape
-    q_BxTxHxK = self.q(x_BxTxD, key).reshape(B, T, s.num_heads, s.head_dim)
-    k_BxTxGxK = self.k(x_BxTxD, key).reshape(B, T, s.num_kv_heads, s.head_dim)
-    v_BxTxGxK = self.v(x_BxTxD, key).reshape(B, T, s.num_kv_heads, s.head_dim)
+    q, k, v = apply_linears((self.q, self.k, self.v), x_BxTxD, key)
+    q_BxTxHxK = q.reshape(B, T, s.num_heads, s.head_dim)
+    k_BxTxGxK, v_BxTxGxK = (part.reshape(B, T, s.num_kv_heads, s.head_dim) for part in (k, v))
     q_BxTxHxK = constrain(q_BxTxHxK, "batch", "length", "heads", None)
     k_BxTxGxK = constrain(k_BxTxGxK, "batch", "length", "kv_heads", None)
     v_BxTxGxK = constrain(v_BxTxGxK, "batch", "length", "kv_heads", None)
+    q_BxTxHxK, k_BxTxGxK, v_BxTxGxK = (named(part, "qkv") for part in (q_BxTxHxK, k_BxTxGxK, v_BxTxGxK))
     if self.q_norm is not None:
       q_BxTxHxK, k_BxTxGxK = self.q_norm(q_BxTxHxK), self.k_norm(k_BxTxGxK)
     if rope is not None:
@@ -94,14 +97,15 @@ class Block(nnx.Module):
     `key`: this layer's key for dropout; None: no dropout. `past`, `block_ids`: see `SelfAttention`.
     """
     keys = (None, None) if key is None else jax.random.split(key)
+    x_BxTxD = named(x_BxTxD, "layer_input")
     y = x_BxTxD if self.attn_norm is None else self.attn_norm(x_BxTxD)
     y, new = self.attn(y, segment_ids, rope, window, key, past, block_ids)
     x_BxTxD = x_BxTxD + self._branch_end(y, self.attn_post_norm, keys[0])
-    x_BxTxD = constrain(x_BxTxD, "batch", "length", "embed")
+    x_BxTxD = named(constrain(x_BxTxD, "batch", "stream", "embed"), "stream")
     y = x_BxTxD if self.mlp_norm is None else self.mlp_norm(x_BxTxD)
     y, stats = (self.mlp(y, key), None) if self.moe is None else self.moe(y, segment_ids, key)
     x_BxTxD = x_BxTxD + self._branch_end(y, self.mlp_post_norm, keys[1])
-    return constrain(x_BxTxD, "batch", "length", "embed"), stats, new
+    return constrain(x_BxTxD, "batch", "stream", "embed"), stats, new
 
   def _branch_end(self, y_BxTxD: jax.Array, norm: Norm | None, key: jax.Array | None) -> jax.Array:
     if norm is not None:

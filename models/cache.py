@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from models.api import constrain
+from models.placement import constrain
 from models.spec import Spec
 
 

@@ -4,6 +4,7 @@ B batch, T length, D hidden size, F width of the MLP.
 """
 
 import dataclasses
+import functools
 import zlib
 from collections.abc import Callable
 from typing import Any
@@ -11,10 +12,15 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.sharding import PartitionSpec
 
 from models import lora as lora_lib
-from models import quantize
-from models.api import constrain
+from models import placement, quantize
+from models.placement import as_rows, constrain
+from models.products import Products
+from models.projections import Kernel as Projected
+from models.projections import project
+from models.remat import named
 
 GATED = {
     "swiglu": jax.nn.silu,
@@ -50,6 +56,8 @@ class Scope:
   frozen: quantize.Frozen | None = None
   # `spec.lora`: which kernels have adapters.
   lora: Any = None
+  # Which kernels are multiplied in 8 bits; None: none.
+  products: Products | None = None
 
   def __truediv__(self, name: str) -> "Scope":
     return dataclasses.replace(self, path=f"{self.path}/{name}" if self.path else name)
@@ -95,6 +103,8 @@ class Kernel(nnx.Module):
     parts = scope.quantized("kernel", shape, std) if kind in quantize.KINDS else {}
     self.kernel_int8, self.kernel_nf4 = parts.get("_int8"), parts.get("_nf4")
     self.kernel_scale = parts.get("_scale")
+    # How to multiply by it; None: as it is.
+    self.product = scope.products.of((scope / "kernel").path) if scope.products is not None else None
 
   def multiply(self, product: Callable, dtype: Any, *args: Any) -> Any:
     """`product(kernel in dtype, *args)`. Of a quantised kernel no more is kept for the backward pass than its codes."""
@@ -122,30 +132,52 @@ class Linear(Kernel):
   """
 
   def __init__(
-      self, scope: Scope, d_in: int, d_out: int, *, std: float | None, bias: bool, gain: float = 1.0
+      self, scope: Scope, d_in: int, d_out: int, *, std: float | None, bias: bool, gain: float = 1.0,
+      names: tuple[str | None, str | None] | None = None,
   ):
-    """`std`: of the initial kernel, d_in ** -0.5 if None; multiplied by `gain`."""
+    """`std`: of the initial kernel, d_in ** -0.5 if None; multiplied by `gain`. `names`: the logical names of inputs
+    and outputs (models/placement.py), of which one at most is split; None: the partitioner decides how it is computed.
+    """
     super().__init__(scope, (d_in, d_out), gain * (d_in**-0.5 if std is None else std))
     self.bias = scope.constant("bias", (d_out,), 0.0) if bias else None
     path = (scope / "kernel").path
     lora = scope.lora if scope.lora is not None and lora_lib.adapts(scope.lora.targets, path) else None
     self.lora_a = scope.uniform("lora_a", (d_in, lora.rank), d_in**-0.5) if lora else None
     self.lora_b = scope.constant("lora_b", (lora.rank, d_out), 0.0) if lora else None
-    self.lora, self.dtype = lora, scope.compute_dtype
+    self.lora, self.dtype, self.names = lora, scope.compute_dtype, names
     self.salt = zlib.crc32(scope.path.encode())
 
   def __call__(self, x: jax.Array, key: jax.Array | None = None) -> jax.Array:
     """`key`: the layer's key for dropout on the adapter's input; None: no dropout."""
-    # As a product of two matrices: with [B, T] in front, XLA on CPU writes the transposed operand of the
-    # kernel's gradient in a strided loop that takes longer than the product itself.
-    rows = x.reshape(-1, x.shape[-1])
-    y = self.multiply(lambda kernel, rows: rows @ kernel, self.dtype, rows).reshape(*x.shape[:-1], -1)
+    return apply_linears((self,), x, key)[0]
+
+  def _multiply(self, x: jax.Array) -> jax.Array:
+    rows = as_rows(x) if self.product is None else x.reshape(-1, x.shape[-1])
+    product = self.product or jnp.matmul
+    return self.multiply(lambda kernel, rows: product(rows, kernel), self.dtype, rows).reshape(*x.shape[:-1], -1)
+
+  def _finish(self, x: jax.Array, y: jax.Array, key: jax.Array | None) -> jax.Array:
+    """Adds what adapters and bias do."""
     if self.lora is not None:
       if key is not None:
         x = dropout(x, self.lora.dropout, jax.random.fold_in(key, self.salt))
-      low = x.reshape(-1, x.shape[-1]) @ self.lora_a[...].astype(self.dtype)
+      low = as_rows(x) @ self.lora_a[...].astype(self.dtype)
       y = y + (low @ self.lora_b[...].astype(self.dtype) * self.lora.scale).reshape(y.shape)
     return y if self.bias is None else y + self.bias[...].astype(self.dtype)
+
+
+def apply_linears(linears: tuple[Linear, ...], x: jax.Array, key: jax.Array | None = None) -> list[jax.Array]:
+  """Several layers on the same input, which on a mesh is sent only once; `key` as in `Linear`."""
+  placed = placement.current()
+  alike = len({linear.kernel is None for linear in linears}) == 1
+  if placed is None or x.ndim != 3 or not alike or any(linear.names is None for linear in linears):
+    return [linear._finish(x, linear._multiply(x), key) for linear in linears]
+  kernels, dtype = tuple(Projected(linear.names, linear.product) for linear in linears), linears[0].dtype
+  if linears[0].kernel is not None:
+    products = project(placed, x, tuple(linear.kernel[...] for linear in linears), kernels, dtype)
+  else:
+    products = multiply(linears, lambda weights, x: project(placed, x, weights, kernels, dtype), dtype, x)
+  return [linear._finish(x, y, key) for linear, y in zip(linears, products, strict=True)]
 
 
 class Norm(nnx.Module):
@@ -178,9 +210,49 @@ class Embedding(nnx.Module):
     self.dtype = scope.compute_dtype
 
   def __call__(self, ids_BxT: jax.Array) -> jax.Array:
-    # An id beyond the table gives NaN, which the finite guard reports, rather than another entry's row.
-    rows = self.embedding[...].at[ids_BxT].get(mode="fill", fill_value=jnp.nan)
-    return rows.astype(self.dtype)
+    read = functools.partial(read_table, dtype=self.dtype)
+    placed = placement.current()
+    return read(self.embedding[...], ids_BxT) if placed is None else _read_split_table(
+        placed, read, self.embedding[...], ids_BxT)
+
+
+def read_table(table_VxD: jax.Array, ids: jax.Array, dtype: Any, first: Any = 0, size: int | None = None) -> jax.Array:
+  """Rows of a table, or of the part of a table of `size` entries that begins with entry `first`.
+
+  0 for an entry of another part. An id beyond the table gives NaN, which the finite guard reports, rather than another
+  entry's row.
+  """
+  size = table_VxD.shape[0] if size is None else size
+  rows = table_VxD.at[jnp.where((ids >= first) & (ids < first + table_VxD.shape[0]), ids - first, size)].get(
+      mode="fill", fill_value=0)
+  return jnp.where(((ids >= 0) & (ids < size))[..., None], rows, jnp.nan).astype(dtype)
+
+
+def _read_split_table(placed: placement.Placement, read: Callable, table_VxD: jax.Array, ids_BxT: jax.Array
+                      ) -> jax.Array:
+  """`read` where devices hold parts of the table: the ids go to the parts, and what is read there goes back.
+
+  By hand, since the partitioner would gather the table, or the whole batch of what was read.
+  """
+  V = table_VxD.shape[0]
+  by_token = placed.spec(("batch", "length"), ids_BxT.shape)
+  with_tokens = {axis for axes in by_token for axis in placement.names_of(axes)}
+  entries, features = placed.spec(("vocab", "shard"), table_VxD.shape)
+  # Only between devices with different tokens can ids be exchanged for features.
+  features = tuple(axis for axis in placement.names_of(features) if axis in with_tokens)
+
+  def local(table, ids):
+    parts = placement.names_of(entries)
+    first = jax.lax.axis_index(parts) * table.shape[0] if parts else 0
+    if features:
+      ids = jax.lax.all_gather(ids, features)
+    rows = read(table, ids, first=first, size=V)
+    if features:
+      rows = jax.lax.all_to_all(rows, features, split_axis=0, concat_axis=rows.ndim - 1, tiled=True)[0]
+    return jax.lax.psum(rows, parts) if parts else rows
+
+  return jax.shard_map(local, mesh=placed.mesh, in_specs=(PartitionSpec(entries, features or None), by_token),
+                       out_specs=PartitionSpec(*by_token, None), check_vma=False)(table_VxD, ids_BxT)
 
 
 class Mlp(nnx.Module):
@@ -199,19 +271,18 @@ class Mlp(nnx.Module):
   ):
     """`out_gain`: factor on the initial standard deviation of the last projection."""
     gated = activation in GATED
-    self.gate = Linear(scope / "gate", features, hidden, std=std, bias=bias) if gated else None
-    self.up = Linear(scope / "up", features, hidden, std=std, bias=bias)
-    self.down = Linear(scope / "down", hidden, features, std=std, bias=bias, gain=out_gain)
+    wide = dict(std=std, bias=bias, names=(None, "mlp"))
+    self.gate = Linear(scope / "gate", features, hidden, **wide) if gated else None
+    self.up = Linear(scope / "up", features, hidden, **wide)
+    self.down = Linear(scope / "down", hidden, features, std=std, bias=bias, gain=out_gain, names=("mlp", None))
     self.activation = activation
 
   def __call__(self, x_BxTxD: jax.Array, key: jax.Array | None = None) -> jax.Array:
     """`key`: the layer's key for dropout on the adapters' input; None: no dropout."""
-    up_BxTxF = constrain(self.up(x_BxTxD, key), "batch", "length", "mlp")
-    if self.gate is None:
-      h_BxTxF = UNGATED[self.activation](up_BxTxF)
-    else:
-      gate_BxTxF = constrain(self.gate(x_BxTxD, key), "batch", "length", "mlp")
-      h_BxTxF = GATED[self.activation](gate_BxTxF) * up_BxTxF
+    linears = (self.up,) if self.gate is None else (self.up, self.gate)
+    products = apply_linears(linears, x_BxTxD, key)
+    up_BxTxF, *gate = (named(constrain(y_BxTxF, "batch", "length", "mlp"), "mlp") for y_BxTxF in products)
+    h_BxTxF = GATED[self.activation](gate[0]) * up_BxTxF if gate else UNGATED[self.activation](up_BxTxF)
     return self.down(h_BxTxF, key)
 
 

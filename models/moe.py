@@ -8,11 +8,9 @@ assignments of a token to an expert, S rows per block, M rows of the assignments
 padded to whole blocks.
 """
 
-import contextlib
-import contextvars
 import functools
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,15 +18,17 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jax.sharding import PartitionSpec
 
+from models import placement
 from models import spec as spec_lib
+from models.exchange import Split, at_home, exchange
 from models.layers import GATED, Kernel, Linear, Mlp, Scope, multiply
+from models.products import Product
 from trainer.metrics import Mean
 
 # Rows per block: large enough for an efficient product, small enough that padding adds less than a half to the rows.
 MIN_BLOCK, MAX_BLOCK = 8, 256
-
-_mapper: contextvars.ContextVar[Callable | None] = contextvars.ContextVar("mapper", default=None)
 
 
 @jax.tree_util.register_dataclass
@@ -59,11 +59,15 @@ class Experts(nnx.Module):
     self.gate = Kernel(scope / "gate", (experts, features, hidden), std_in)
     self.up = Kernel(scope / "up", (experts, features, hidden), std_in)
     self.down = Kernel(scope / "down", (experts, hidden, features), std_out * out_gain)
+    self.products = (self.gate.product, self.up.product, self.down.product)
     self.dtype = scope.compute_dtype
 
   def multiply(self, product: Callable, *args: Any) -> Any:
-    """`product((gate [E, D, F], up [E, D, F], down [E, F, D]), *args)`, the kernels in the compute dtype."""
-    return multiply((self.gate, self.up, self.down), product, self.dtype, *args)
+    """`product((gate [E, D, F], up [E, D, F], down [E, F, D]), *args)`; quantised kernels in the compute dtype."""
+    kernels = self.gate, self.up, self.down
+    if self.gate.kernel is not None:
+      return product(tuple(kernel.kernel[...] for kernel in kernels), *args)
+    return multiply(kernels, product, self.dtype, *args)
 
 
 class Moe(nnx.Module):
@@ -87,14 +91,14 @@ class Moe(nnx.Module):
     """
     moe, kernel_DxE = self.spec, self.router.kernel[...].astype(jnp.float32)
     # In float32 throughout: two logits that nearly tie must not be swapped by rounding.
-    logits_NxE = jnp.matmul(x_BxTxD.reshape(-1, x_BxTxD.shape[-1]).astype(jnp.float32), kernel_DxE,
+    logits_NxE = jnp.matmul(placement.as_rows(x_BxTxD).astype(jnp.float32), kernel_DxE,
                             precision=jax.lax.Precision.HIGHEST)
     logits_BxTxE = logits_NxE.reshape(*x_BxTxD.shape[:-1], -1)
     experts_BxTxk, weights_BxTxk = _on_rows(functools.partial(route, moe=moe), (logits_BxTxE,))
     used_BxTxk = jnp.where(segment_ids[..., None] > 0, experts_BxTxk, moe.num_experts)
-    run = functools.partial(apply_experts, num_experts=moe.num_experts, activation=self.activation)
-    names = ((None, None, "mlp"), (None, None, "mlp"), (None, "mlp", None))
-    y_BxTxD = self.experts.multiply(lambda kernels, *rows: _on_rows(run, rows, kernels, names),
+    run = functools.partial(apply_experts, num_experts=moe.num_experts, activation=self.activation,
+                            products=self.experts.products)
+    y_BxTxD = self.experts.multiply(lambda kernels, *rows: _on_rows(run, rows, kernels),
                                     x_BxTxD, used_BxTxk, weights_BxTxk)
     if self.shared is not None:
       shared_BxTxD = self.shared(x_BxTxD, key).astype(jnp.float32)
@@ -123,51 +127,78 @@ def route(rows: tuple[jax.Array], kernels: tuple = (), *, moe: spec_lib.Moe) -> 
   return experts_BxTxk, weights_BxTxk
 
 
-def apply_experts(rows: tuple[jax.Array, ...], kernels: tuple[jax.Array, ...], *, num_experts: int,
-                  activation: str) -> jax.Array:
+def apply_experts(rows: tuple[jax.Array, ...], kernels: tuple[jax.Array, ...], *, num_experts: int, activation: str,
+                  products: tuple[Product | None, ...], split: Split | None = None) -> jax.Array:
   """Σ_j weight_j × expert_j(x) for each token: float32 [B, T, D].
 
   Args:
     rows: x [B, T, D], experts int32 [B, T, k] (`num_experts`: none), weights float32 [B, T, k].
-    kernels: gate and up [E, D, F], down [E, F, D].
+    kernels: gate and up [E, D, F], down [E, F, D], or this device's parts of them.
     num_experts: E.
     activation: one of `layers.GATED`.
+    products: how to multiply by gate, up and down.
+    split: how they are split; None: not at all.
   """
   x_BxTxD, experts_BxTxk, weights_BxTxk = rows
-  gate_ExDxF, up_ExDxF, down_ExFxD = kernels
-  D, k = x_BxTxD.shape[-1], experts_BxTxk.shape[-1]
-  places_A, assignments_M, sizes_E, block = _sort_by_expert(experts_BxTxk.reshape(-1), num_experts)
-  A, multiply = places_A.shape[0], functools.partial(grouped_matmul, block=block)
-
-  # Division also sends A, the assignment that rows without one have, to a token that does not exist.
-  x_MxD = _gather(x_BxTxD.reshape(-1, D), assignments_M // k, places_A.reshape(-1, k))
-  gate_MxF, up_MxF = multiply(x_MxD, gate_ExDxF, sizes_E), multiply(x_MxD, up_ExDxF, sizes_E)
-  y_MxD = multiply(GATED[activation](gate_MxF) * up_MxF, down_ExFxD, sizes_E)
-  y_NxkxD = _gather(y_MxD, places_A, assignments_M[:, None]).reshape(A // k, k, D)
-  weights_Nxkx1 = weights_BxTxk.reshape(A // k, k, 1)
+  x_NxD, experts_A = x_BxTxD.reshape(-1, x_BxTxD.shape[-1]), experts_BxTxk.reshape(-1)
+  run = functools.partial(expert_outputs, activation=activation, products=products)
+  if split is None:
+    y_AxD = run(x_NxD, experts_A, tuple(kernel.astype(x_NxD.dtype) for kernel in kernels))
+  elif split.axis is None:
+    y_AxD = at_home(run, split, x_NxD, experts_A, kernels)
+  else:
+    y_AxD = exchange(run, split, x_NxD, experts_A, kernels, num_experts)
+  k = experts_BxTxk.shape[-1]
+  y_NxkxD, weights_Nxkx1 = y_AxD.reshape(-1, k, x_NxD.shape[-1]), weights_BxTxk.reshape(-1, k, 1)
   # A sum in the order of the router's choice, whichever rows of the batch are computed together.
   y_NxD = sum(weights_Nxkx1[:, j] * y_NxkxD[:, j].astype(jnp.float32) for j in range(k))
   return y_NxD.reshape(x_BxTxD.shape)
 
 
-@contextlib.contextmanager
-def mapped_by(fn: Callable | None) -> Iterator[None]:
-  """While active, what treats every row alone runs as `fn(run, rows, kernels, names)` and not as `run(rows, kernels)`.
+def expert_outputs(x_NxD: jax.Array, experts_A: jax.Array, kernels: tuple[jax.Array, ...], activation: str,
+                   products: tuple[Product | None, ...]) -> jax.Array:
+  """expert_a(x) for each assignment a, k = A / N for each token in turn: [A, D]; 0 where the expert is E: none."""
+  gate_ExDxF, up_ExDxF, down_ExFxD = kernels
+  N, k = x_NxD.shape[0], experts_A.shape[0] // x_NxD.shape[0]
+  places_A, assignments_M, sizes_E, block = _sort_by_expert(experts_A, gate_ExDxF.shape[0])
+  gate, up, down = (functools.partial(_multiply, product, sizes_E=sizes_E, block=block) for product in products)
+  # Division also sends A, the assignment that rows without one have, to a token that does not exist.
+  x_MxD = _gather(x_NxD, assignments_M // k, places_A.reshape(N, k))
+  y_MxD = down(GATED[activation](gate(x_MxD, gate_ExDxF)) * up(x_MxD, up_ExDxF), down_ExFxD)
+  return _gather(y_MxD, places_A, assignments_M[:, None])
 
-  That is how a mesh lets each device work on the rows that it holds. `rows` are arrays whose first dimension is the
-  batch, and so are the results; `names` are the logical names of the kernels' dimensions, as in `api.constrain`.
-  Results computed with parts of split kernels add up to the whole. Wrap what traces a step: its first call.
+
+def _on_rows(run: Callable, rows: tuple[jax.Array, ...], kernels: tuple = ()) -> Any:
+  """`run(rows, kernels)` where each device works on the tokens that it holds, with its part of the experts' kernels.
+
+  By hand, since the partitioner would gather the whole batch to sort its tokens by expert.
+
+  Args:
+    run: treats every token alone. It is told by `split` how the kernels are split; what it computes with a part of the
+      experts' width adds up to the whole.
+    rows: arrays [B, T, …], as are the results.
+    kernels: none, or gate, up and down.
   """
-  token = _mapper.set(fn)
-  try:
-    yield
-  finally:
-    _mapper.reset(token)
+  placed = placement.current()
+  if placed is None:
+    return run(rows, kernels)
+  by_token = PartitionSpec(*placed.spec(("batch", "length"), rows[0].shape[:2]))
+  names = (("expert", "shard", "mlp"), ("expert", "shard", "mlp"), ("expert", "mlp", "shard"))[:len(kernels)]
+  specs = tuple(placed.spec(dims, kernel.shape) for dims, kernel in zip(names, kernels, strict=True))
+  width = ()
+  if specs:
+    width = placement.names_of(specs[0][2])
+    shards = tuple((placement.names_of(spec[dims.index("shard")]), dims.index("shard"))
+                   for spec, dims in zip(specs, names, strict=True))
+    run = functools.partial(run, split=Split(specs[0][0], shards, placed.mesh.axis_names))
 
+  def local(rows, kernels):
+    partial = run(rows, kernels)
+    return jax.lax.psum(partial, width) if width else partial
 
-def _on_rows(run: Callable, rows: tuple[jax.Array, ...], kernels: tuple = (), names: tuple = ()) -> Any:
-  mapper = _mapper.get()
-  return run(rows, kernels) if mapper is None else mapper(run, rows, kernels, names)
+  # check_vma would want every loop inside to say over which axes its values differ.
+  return jax.shard_map(local, mesh=placed.mesh, in_specs=(by_token, specs), out_specs=by_token, check_vma=False)(
+      rows, kernels)
 
 
 # ---------------------------------------------------------------------------------------------- dispatch
@@ -245,7 +276,7 @@ def grouped_matmul(x_MxK: jax.Array, w_ExKxN: jax.Array, sizes_E: jax.Array, blo
     sizes_E: rows of each group, int32, multiples of `block`; their sum is at most M.
     block: rows multiplied at a time, a divisor of M.
   """
-  return _grouped(x_MxK, w_ExKxN, sizes_E, block, transpose=False)
+  return _grouped(x_MxK, w_ExKxN, sizes_E, block, False, x_MxK.dtype)
 
 
 def _grouped_fwd(x_MxK, w_ExKxN, sizes_E, block):
@@ -254,42 +285,48 @@ def _grouped_fwd(x_MxK, w_ExKxN, sizes_E, block):
 
 def _grouped_bwd(block, saved, g_MxN):
   x_MxK, w_ExKxN, sizes_E = saved
-  dx_MxK = _grouped(g_MxN, w_ExKxN, sizes_E, block, transpose=True)
-  dw_ExKxN = _grouped_outer(x_MxK, g_MxN, sizes_E, block)
+  dx_MxK = _grouped(g_MxN, w_ExKxN, sizes_E, block, True, g_MxN.dtype)
+  dw_ExKxN = _grouped_outer(x_MxK, g_MxN, sizes_E, block, jnp.float32)
   return dx_MxK.astype(x_MxK.dtype), dw_ExKxN.astype(w_ExKxN.dtype), None
 
 
 grouped_matmul.defvjp(_grouped_fwd, _grouped_bwd)
 
 
-def _grouped(x_MxK, w, sizes_E, block: int, transpose: bool) -> jax.Array:
-  """x times w[e], or times its transpose, by whatever is fast where it runs."""
-  ragged, blocked = (functools.partial(f, block=block, transpose=transpose) for f in (_ragged, _blocked))
+def _multiply(how: Product | None, x_MxK, w_ExKxN, sizes_E, block: int) -> jax.Array:
+  if how is None:
+    return grouped_matmul(x_MxK, w_ExKxN, sizes_E, block)
+  return how.grouped(x_MxK, w_ExKxN, sizes_E, block, _grouped, _grouped_outer)
+
+
+def _grouped(x_MxK, w, sizes_E, block: int, transpose: bool, dtype: Any) -> jax.Array:
+  """x times w[e], or times its transpose, in `dtype`, by whatever is fast where it runs."""
+  ragged, blocked = (functools.partial(f, block=block, transpose=transpose, dtype=dtype) for f in (_ragged, _blocked))
   return jax.lax.platform_dependent(x_MxK, w, sizes_E, tpu=ragged, default=blocked)
 
 
-def _grouped_outer(x_MxK, g_MxN, sizes_E, block: int) -> jax.Array:
-  """The sum over each group's rows of x^T g: float32 [E, K, N]."""
-  ragged, blocked = (functools.partial(f, block=block) for f in (_ragged_outer, _blocked_outer))
+def _grouped_outer(x_MxK, g_MxN, sizes_E, block: int, dtype: Any) -> jax.Array:
+  """The sum over each group's rows of x^T g: [E, K, N] in `dtype`."""
+  ragged, blocked = (functools.partial(f, block=block, dtype=dtype) for f in (_ragged_outer, _blocked_outer))
   return jax.lax.platform_dependent(x_MxK, g_MxN, sizes_E, tpu=ragged, default=blocked)
 
 
 # Only on TPU does a ragged product cost what it should; XLA for CPU and (by default) GPU multiplies every row by every
 # group's matrix.
-def _ragged(x_MxK, w, sizes_E, *, block: int, transpose: bool) -> jax.Array:
+def _ragged(x_MxK, w, sizes_E, *, block: int, transpose: bool, dtype: Any) -> jax.Array:
   del block
-  y_MxN = jax.lax.ragged_dot(x_MxK, w.swapaxes(1, 2) if transpose else w, sizes_E)
+  y_MxN = jax.lax.ragged_dot(x_MxK, w.swapaxes(1, 2) if transpose else w, sizes_E, preferred_element_type=dtype)
   return jnp.where(jnp.arange(x_MxK.shape[0])[:, None] < jnp.sum(sizes_E), y_MxN, 0)
 
 
-def _ragged_outer(x_MxK, g_MxN, sizes_E, *, block: int) -> jax.Array:
+def _ragged_outer(x_MxK, g_MxN, sizes_E, *, block: int, dtype: Any) -> jax.Array:
   del block
   dimensions = jax.lax.RaggedDotDimensionNumbers(
       dot_dimension_numbers=(((0,), (0,)), ((), ())), lhs_ragged_dimensions=[0], rhs_group_dimensions=[])
-  return jax.lax.ragged_dot_general(x_MxK, g_MxN, sizes_E, dimensions, preferred_element_type=jnp.float32)
+  return jax.lax.ragged_dot_general(x_MxK, g_MxN, sizes_E, dimensions, preferred_element_type=dtype)
 
 
-def _blocked(x_MxK, w, sizes_E, *, block: int, transpose: bool) -> jax.Array:
+def _blocked(x_MxK, w, sizes_E, *, block: int, transpose: bool, dtype: Any) -> jax.Array:
   """One product per block that is in use, with its group's matrix."""
   M = x_MxK.shape[0]
   expert = _expert_of_block(sizes_E, M // block, block)
@@ -297,22 +334,23 @@ def _blocked(x_MxK, w, sizes_E, *, block: int, transpose: bool) -> jax.Array:
 
   def one(i, y_MxN):
     x_SxK = jax.lax.dynamic_slice_in_dim(x_MxK, i * block, block)
-    y_SxN = jax.lax.dot_general(x_SxK, jax.lax.dynamic_index_in_dim(w, expert[i], keepdims=False), dimensions)
+    y_SxN = jax.lax.dot_general(x_SxK, jax.lax.dynamic_index_in_dim(w, expert[i], keepdims=False), dimensions,
+                                preferred_element_type=dtype)
     return jax.lax.dynamic_update_slice_in_dim(y_MxN, y_SxN, i * block, axis=0)
 
-  zeros = jnp.zeros((M, w.shape[1 if transpose else 2]), x_MxK.dtype)
+  zeros = jnp.zeros((M, w.shape[1 if transpose else 2]), dtype)
   return jax.lax.fori_loop(0, jnp.sum(sizes_E) // block, one, zeros)
 
 
-def _blocked_outer(x_MxK, g_MxN, sizes_E, *, block: int) -> jax.Array:
+def _blocked_outer(x_MxK, g_MxN, sizes_E, *, block: int, dtype: Any) -> jax.Array:
   expert = _expert_of_block(sizes_E, x_MxK.shape[0] // block, block)
 
   def one(i, w_ExKxN):
     x_SxK, g_SxN = (jax.lax.dynamic_slice_in_dim(part, i * block, block) for part in (x_MxK, g_MxN))
-    w_KxN = jnp.matmul(x_SxK.T, g_SxN, preferred_element_type=jnp.float32)
+    w_KxN = jax.lax.dot_general(x_SxK, g_SxN, (((0,), (0,)), ((), ())), preferred_element_type=dtype)
     return w_ExKxN.at[expert[i]].add(w_KxN)
 
-  zeros = jnp.zeros((sizes_E.shape[0], x_MxK.shape[1], g_MxN.shape[1]), jnp.float32)
+  zeros = jnp.zeros((sizes_E.shape[0], x_MxK.shape[1], g_MxN.shape[1]), dtype)
   return jax.lax.fori_loop(0, jnp.sum(sizes_E) // block, one, zeros)
 
 

@@ -1,17 +1,48 @@
-"""What the backward pass recomputes instead of keeping it (`config.remat`)."""
+"""What the backward pass recomputes instead of keeping it (`config.remat`).
+
+Some activations of a layer have names (`named`), by which policies keep them:
+
+  layer_input   the residual stream that enters the layer [B, T, D]; what remains of a layer in any case;
+  qkv           queries, keys and values as projected, before norms and rotation [B, T, H, K], [B, T, G, K] twice;
+  attention     attention's output and log-normalisers, as its implementation needs them backward [B, T, H, K + 1];
+  stream        the residual stream after attention [B, T, D];
+  mlp           the hidden layer of the MLP before its activation [B, T, F], twice where it is gated.
+"""
 
 from collections.abc import Callable
 
 import jax
+from jax.ad_checkpoint import checkpoint_name as named
 
 from trainer.config import ConfigError
+
+__all__ = ["HOST_MEMORY", "JAX_POLICIES", "REMAT", "named", "remat_policy"]
+
+_ATTENTION = ("qkv", "attention")
+_only = jax.checkpoint_policies.save_only_these_names
+
+
+def _in_host_memory(*kept: str) -> Callable:
+  """Keeps these names on the device, and what enters the layer in the host's memory."""
+  return jax.checkpoint_policies.save_and_offload_only_these_names(
+      names_which_can_be_saved=list(kept), names_which_can_be_offloaded=["layer_input"], offload_src="device",
+      offload_dst="pinned_host")
+
 
 # Names of config.remat beside those of jax.checkpoint_policies. None: keep nothing, recompute all.
 REMAT = {
     "full": None,
+    # Neither attention nor what it needs is computed again.
+    "attention": _only(*_ATTENTION),
+    # No product with a kernel is computed again, except those of experts.
+    "attention_mlp": _only(*_ATTENTION, "stream", "mlp"),
+    "offload": _in_host_memory(),
+    "offload_attention": _in_host_memory(*_ATTENTION),
     "dots": jax.checkpoint_policies.dots_saveable,
     "dots_no_batch": jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
 }
+# Those that need a backend with memory of the host (trainer/offload.py).
+HOST_MEMORY = ("offload", "offload_attention")
 # The members of jax.checkpoint_policies that are policies; the others make one from arguments.
 JAX_POLICIES = (
     "everything_saveable",

@@ -20,11 +20,13 @@ from ml_collections import ConfigDict
 
 from models import cache as cache_lib
 from models import lora, quantize, vit, vlm
-from models.api import Output, Params, constrain
+from models.api import Output, Params
 from models.blocks import Block, make_norm, run_blocks, stack_blocks
 from models.cache import Cache, layer_of
 from models.layers import Embedding, Linear, Scope, document_lengths, dropout, embedding_noise
 from models.moe import report
+from models.placement import constrain
+from models.products import Products
 from models.remat import remat_policy
 from models.rope import rope_table
 from models.spec import Spec, make_spec, padded_vocab_size
@@ -92,7 +94,7 @@ class Decoder(nnx.Module):
       x_BxTxD = x_BxTxD + self.pos_embed(positions)
     if key is not None:
       x_BxTxD = dropout(x_BxTxD, s.dropout, jax.random.fold_in(key, s.num_layers))
-    return constrain(x_BxTxD, "batch", "length", "embed")
+    return constrain(x_BxTxD, "batch", "stream", "embed")
 
 
 class Transformer:
@@ -108,6 +110,7 @@ class Transformer:
       remat: str = "none",
       frozen: str | None = None,
       freeze: Sequence[str] = (),
+      products: Products | None = None,
   ):
     """See `models.api.make_model`."""
     self.spec = make_spec(cfg_model)
@@ -122,6 +125,7 @@ class Transformer:
     self.vocab_chunk = self.spec.vocab_chunk
     self._dtypes = (jnp.dtype(params_dtype), jnp.dtype(compute_dtype))
     self._frozen = None if frozen is None else _frozen(frozen, freeze, self.spec.lora is not None)
+    self._products = products
     self._remat = remat_policy(remat)
     if self.spec.lora is not None:
       lora.check_patterns(self.spec.lora.targets)
@@ -129,6 +133,8 @@ class Transformer:
     self._graph, self._state = nnx.split(jax.eval_shape(self._make, jax.eval_shape(jax.random.key, 0)))
     if self.spec.lora is not None:
       lora.check_targets(self.spec.lora.targets, self._logical())
+    if products is not None:
+      products.check(self._logical())
 
   @staticmethod
   def validate(cfg_model: ConfigDict, seq_len: int) -> None:
@@ -263,7 +269,7 @@ class Transformer:
     return forward * (2 if adapted and not frozen else 1)
 
   def _make(self, rng: jax.Array) -> Decoder:
-    scope = Scope(rng, *self._dtypes, frozen=self._frozen, lora=self.spec.lora)
+    scope = Scope(rng, *self._dtypes, frozen=self._frozen, lora=self.spec.lora, products=self._products)
     return Decoder(self.spec, scope, self.vocab_size)
 
   def _logical(self) -> dict[str, jax.ShapeDtypeStruct]:

@@ -14,9 +14,9 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from models.api import constrain
 from models.blocks import Block, make_norm, run_blocks, stack_blocks
 from models.layers import Embedding, Linear, Scope
+from models.placement import constrain
 from models.spec import Spec
 from models.spec_vision import Vision
 
@@ -51,7 +51,7 @@ class Tower(nnx.Module):
     if self.cls_embed is not None:
       first_Nx1xD = jnp.broadcast_to(self.cls_embed(jnp.arange(1)), (len(x_NxMxD), 1, v.hidden_size))
       x_NxMxD = jnp.concatenate([first_Nx1xD, x_NxMxD], axis=1)
-    x_NxMxD = constrain(x_NxMxD + self.pos_embed(jnp.arange(v.positions)), "batch", "length", "embed")
+    x_NxMxD = constrain(x_NxMxD + self.pos_embed(jnp.arange(v.positions)), "batch", "stream", "embed")
     if self.pre_norm is not None:
       x_NxMxD = self.pre_norm(x_NxMxD)
     # One segment and one block: every patch sees every other.

@@ -21,8 +21,8 @@ import jax.numpy as jnp
 from flax import nnx
 
 from models import vit
-from models.api import constrain
 from models.layers import UNGATED, Linear, Norm, Scope
+from models.placement import constrain
 from models.spec import Spec
 from models.spec_vision import Vision
 
@@ -58,7 +58,7 @@ def features(tower: vit.Tower, projector: Projector, images_BxIxSxSx3: jax.Array
   """The features of each row's images [B, I * K, D], one image after another."""
   B, D = len(images_BxIxSxSx3), projector.features
   x_NxMxD = tower(images_BxIxSxSx3.reshape(-1, *images_BxIxSxSx3.shape[2:]), remat, key)
-  return constrain(projector(x_NxMxD, key).reshape(B, -1, D), "batch", "length", "embed")
+  return constrain(projector(x_NxMxD, key).reshape(B, -1, D), "batch", None, "embed")
 
 
 def place(x_BxTxD: jax.Array, features_BxFxD: jax.Array, image_index_BxT: jax.Array) -> jax.Array:

@@ -1,22 +1,17 @@
-"""Real processes: killed at any moment, asked to stop, out of disk, started with rubbish; and two as one."""
+"""Real processes: killed at any moment, asked to stop, out of disk, started with rubbish."""
 
-import json
-import os
 import random
 import resource
 import signal
-import socket
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 import jax
 import numpy as np
 import pytest
 
 from tests import tiny
-from tests.trainer import rollout_runs
 from trainer import checkpoint
 from trainer.metrics import read_rows
 
@@ -48,10 +43,10 @@ def logged(workdir):
           if name in ("loss", "grad_norm", "accuracy") or name.startswith("eval/")}
 
 
-def assert_same_run(workdir, reference):
+def assert_same_run(workdir, reference, step=STEPS):
   assert logged(workdir) == logged(reference)
-  expected = final_params(reference)
-  for path, value in final_params(workdir).items():
+  expected = final_params(reference, step)
+  for path, value in final_params(workdir, step).items():
     np.testing.assert_array_equal(value, expected[path], err_msg=path)
 
 
@@ -209,91 +204,3 @@ def test_no_tensorflow_torch_or_transformers_is_imported():
   code = ("import sys, trainer.main, evaluators.loss, evaluators.samples, input_pipeline.loader;"
           "print([m for m in ('tensorflow', 'torch', 'transformers') if m in sys.modules])")
   assert tiny.run([sys.executable, "-c", code]).stdout.strip() == "[]"
-
-
-def launch_two(command, devices):
-  """Two processes of one run, each with so many devices."""
-  with socket.socket() as s:
-    s.bind(("localhost", 0))
-    address = f"localhost:{s.getsockname()[1]}"
-  return [subprocess.Popen(
-      command, cwd=tiny.ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-      env=tiny.environment(devices, JAX_COORDINATOR_ADDRESS=address, JAX_NUM_PROCESSES="2", JAX_PROCESS_ID=str(index)))
-          for index in range(2)]
-
-
-def test_when_the_first_process_fails_at_the_data_the_others_end_too(setup, tmp_path):
-  began = time.monotonic()
-  processes = launch_two(argv(setup, tmp_path / "w", "--config.input.sources.main.path=/nowhere"), 1)
-  outputs = [process.communicate(timeout=200)[0] for process in processes]
-  assert all(process.returncode not in (0, None) for process in processes), outputs
-  assert "/nowhere" in outputs[0] and "process 0 failed at: tokenizer and token caches" in outputs[1], outputs
-  assert time.monotonic() - began < 60  # not after a heartbeat's timeout
-
-
-def test_two_processes_train_as_one(setup, tmp_path):
-  """Two processes with two devices each against one with four: the same data, and to rounding the same losses and
-  evaluations; then they are stopped by a signal to one of them, and one process goes on from their checkpoint on
-  another number of devices."""
-  alone = tmp_path / "alone"
-  assert tiny.run(argv(setup, alone), devices=4).returncode == 0
-
-  together = tmp_path / "together"
-  processes = launch_two(argv(setup, together), 2)
-  assert wait_for(processes[0], lambda: rows(together) > 20)
-  os.kill(processes[1].pid, signal.SIGTERM)  # only one of them is told
-  outputs = [process.communicate(timeout=200)[0] for process in processes]
-  assert [process.returncode for process in processes] == [0, 0], "\n".join(outputs)
-  stopped = max(int(p.name) for p in (together / "checkpoints").iterdir() if p.name.isdigit())
-  assert stopped < STEPS
-  meta = json.loads((together / "checkpoints" / str(stopped) / "meta" / "metadata").read_text())
-  assert meta["rows_seen"] == stopped * 8
-  assert tiny.run(argv(setup, together), devices=2).returncode == 0
-
-  ours, theirs = logged(together), logged(alone)
-  assert ours.keys() == theirs.keys()
-  for key, value in theirs.items():
-    assert ours[key] == pytest.approx(value, rel=2e-5), key
-  saved = json.loads((together / "config.json").read_text())
-  assert saved["total_steps"] == STEPS
-
-
-GRPO_CONFIG = """
-from pathlib import Path
-from tests.trainer import rollout_runs
-
-def get_config(folder):
-  folder = Path(folder)
-  c = rollout_runs.config((folder / "a.jsonl", folder / "b.jsonl"), "noting", ckpt_steps=1, keep_last=2,
-                          rollout=dict(reward_workers=1, epochs=2))
-  c.rollout.rewards.noting.file = ""
-  return c
-"""
-
-
-def test_two_processes_sample_and_train_as_one(tmp_path):
-  """A rollout and two of its steps; rewards are computed in the first process alone, and one process goes on with what
-  is left of the rollout of two."""
-  config = tmp_path / "grpo_config.py"
-  config.write_text(GRPO_CONFIG)
-  rollout_runs.write_prompts(tmp_path)
-
-  def argv(workdir, steps):
-    return tiny.command(config, tmp_path, workdir, f"--config.total_steps={steps}",
-                        f"--config.rollout.rewards.noting.file={workdir}.notes", "--config.allow_config_changes=True")
-
-  alone, together = tmp_path / "alone", tmp_path / "together"
-  assert tiny.run(argv(alone, 3), devices=4).returncode == 0
-  processes = launch_two(argv(together, 2), 2)
-  outputs = [process.communicate(timeout=200)[0] for process in processes]
-  assert [process.returncode for process in processes] == [0, 0], "\n".join(outputs)
-  notes = [json.loads(line) for line in Path(f"{together}.notes").read_text().splitlines()]
-  assert {process for process, _ in notes} == {"0"} and len(notes) == 4
-  assert rollout_runs.table(together, 1) == rollout_runs.table(alone, 1)
-  assert tiny.run(argv(together, 3), devices=4).returncode == 0
-  assert len(Path(f"{together}.notes").read_text().splitlines()) == 4
-
-  ours, theirs = rollout_runs.rows_of(together), rollout_runs.rows_of(alone)
-  assert list(ours) == list(theirs) == [1, 2, 3]
-  for step, row in theirs.items():
-    assert ours[step] == pytest.approx(row, rel=2e-5, abs=2e-6), step

@@ -1,4 +1,4 @@
-"""Train: python -m trainer --config=configs/quickstart.py --workdir=DIR [--config.key=value …] [--mode=inspect]"""
+"""Train: python -m trainer --config=configs/quickstart.py --workdir=DIR [--config.key=value …] [--mode=MODE]"""
 
 import os
 import sys
@@ -10,7 +10,8 @@ from trainer.config import ConfigError
 
 _CONFIG = config_flags.DEFINE_config_file("config", None, "Config file, e.g. configs/quickstart.py.", lock_config=True)
 _WORKDIR = flags.DEFINE_string("workdir", None, "Folder for checkpoints, metrics and samples; the same folder resumes.")
-_MODE = flags.DEFINE_enum("mode", "train", ["train", "inspect"], "train, or inspect: show what would be trained on.")
+_MODE = flags.DEFINE_enum("mode", "train", ["train", "inspect", "plan"], "train; inspect: show what would be trained "
+                          "on; plan: say what it would take, on devices that need not be here.")
 flags.mark_flags_as_required(["config", "workdir"])
 
 
@@ -18,11 +19,17 @@ def main(argv: list[str]) -> None:
   if len(argv) > 1:
     raise app.UsageError(f"unexpected arguments {argv[1:]}; overrides are written --config.key=value")
   # JAX takes seconds to import: only now, so that a mistyped flag is told at once.
+  import jax
+
   from input_pipeline.sources import DataError
   from trainer.inspect import inspect
   from trainer.main import train
+  from trainer.plan import plan
+  if _MODE.value == "plan" and _CONFIG.value.plan.topology is not None:
+    # The plan is for other devices; those that are here, perhaps in use, are left alone.
+    jax.config.update("jax_platforms", "cpu")
   try:
-    {"train": train, "inspect": inspect}[_MODE.value](_CONFIG.value, _WORKDIR.value)
+    {"train": train, "inspect": inspect, "plan": plan}[_MODE.value](_CONFIG.value, _WORKDIR.value)
   except KeyboardInterrupt:
     # While steps run, Ctrl-C saves and exits 0 (trainer/callbacks.py); before that there is nothing to save.
     sys.stderr.write("\nInterrupted while setting up: no step was taken, nothing is lost.\n")

@@ -19,6 +19,7 @@ import jax
 from absl import logging
 from tqdm import tqdm
 
+from trainer import liveness
 from trainer.config import ConfigError, load_class
 from trainer.state import averaged
 
@@ -58,6 +59,32 @@ class Callback:
 
   def on_error(self, run: "Run", error: BaseException) -> None:
     """The run ends with this error, which is raised again afterwards."""
+
+
+class Alive(Callback):
+  """Says how far this process is, for the others to know where it stopped (trainer/liveness.py)."""
+
+  def on_train_begin(self, run):
+    liveness.enter(liveness.TRAINING)
+    liveness.moved(run.step)
+
+  def on_step_begin(self, run):
+    liveness.moved(run.step)
+
+  def on_optimizer_step(self, run):
+    liveness.moved(run.step)
+
+  def on_step_end(self, run, step, metrics):
+    liveness.moved()
+
+  def on_eval(self, run, name, metrics):
+    liveness.moved()
+
+  def on_train_end(self, run):
+    liveness.enter("the end of training")
+
+  def on_error(self, run, error):
+    liveness.failed(error)
 
 
 class Preemption(Callback):

@@ -17,7 +17,9 @@ from trainer.config_sections import (
   duration,
   evaluator,
   images,
+  plan,
   reward,
+  rollout,
   source,
   strategy,
   unset,
@@ -170,7 +172,8 @@ def defaults() -> ConfigDict:
   m.init_std = unset(float)
   # Run the layers as one scanned loop (compiles fast, whatever the depth) or unrolled.
   m.scan_layers = True
-  # auto | blocked: attention's implementation; `attention_block` is the blocked one's query block.
+  # auto | blocked | splash (the kernel for TPUs, which auto takes there; elsewhere it is interpreted, which is slow):
+  # how attention is computed; `attention_block` is the query block of blocked.
   m.attention = "auto"
   m.attention_block = 128
   # Cross-entropy and log-probs hold logits of at most this many vocabulary entries at a time.
@@ -241,38 +244,7 @@ def defaults() -> ConfigDict:
   i.images = images()
 
   # Completions to train on that are sampled from the policy and scored (docs/grpo.md).
-  c.rollout = r = ConfigDict()
-  # Prompts that are sampled for at a time, from input.sources; 0: none, completions come with the data.
-  r.num_prompts = 0
-  # The column that holds the prompt, with a chat template what the user says. Default: as in fine-tuning, or `prompt`.
-  r.prompt_key = unset(str)
-  # Completions of each prompt. Default: that of the preset, or 8.
-  r.group_size = unset(int)
-  # Optimizer steps that share out the completions of a rollout, and passes over them.
-  r.updates = 1
-  r.epochs = 1
-  # Sampled tokens of a completion at most; prompts must leave room for them in seq_len.
-  r.max_new_tokens = 128
-  # Of the softmax that is drawn from. Truncating it (top_k, top_p, min_p) is refused where ratios are trained.
-  r.temperature = 1.0
-  r.top_k = 0
-  r.top_p = 1.0
-  r.min_p = 0.0
-  # Texts decoded at a time.
-  r.batch_size = 64
-  # Replace groups whose rewards are all equal by new prompts, so many times over (DAPO). Default: that of the preset,
-  # or 0.
-  r.resample = unset(int)
-  # Do not train on completions that did not end within max_new_tokens.
-  r.mask_truncated = False
-  # name: reward(…)
-  r.rewards = ConfigDict()
-  # Processes that compute rewards (0: this one), and how long a call may take.
-  r.reward_workers = 1
-  r.reward_timeout_seconds = 60.0
-  # The dotted path of a class that answers completions (docs/environments.md), and completions of one conversation.
-  r.environment = unset(str)
-  r.max_turns = 8
+  c.rollout = rollout()
 
   # Rows per optimizer step over all devices; each step is computed in this many micro-batches.
   # With rollouts a step takes as many rows as its completions need: a multiple of batch_size / grad_accum_steps.
@@ -334,20 +306,47 @@ def defaults() -> ConfigDict:
   # rsqrt: lr ∝ 1 / sqrt(1 + steps since the peak / timescale).
   s.timescale = 10_000
 
-  # Mesh axes and sizes, -1: the devices that remain. Batches are split over data and fsdp.
-  c.mesh = ConfigDict(dict(data=-1, fsdp=1, tensor=1))
+  # Mesh axes and sizes, the slowest links first; -1: the devices that remain. Rows are split over slice, data, fsdp and
+  # expert, their length over context; parameters over fsdp, expert and context (ZeRO-3), and tensor (docs/scaling.md).
+  c.mesh = ConfigDict(dict(slice=1, data=-1, fsdp=1, expert=1, context=1, tensor=1))
   # ((regex over parameter paths, (axis or None per dimension)), …), before the built-in table of
   # trainer/mesh.py; first match wins. Optimizer state follows its parameter.
   c.sharding_rules = ()
+  # ((name of an activation's dimension, mesh axis, axes or None), …), before the built-in table of trainer/mesh.py:
+  # ("stream", "context") turns sequence parallelism off.
+  c.activation_rules = ()
 
+  # Several processes (docs/processes.md), in seconds: to find one another; without a word from one, which is then taken
+  # for dead; without a move while steps are taken, and within what may take long (compiling, a checkpoint, an
+  # evaluation, a rollout), after which a process is taken to hang (0: no limit). The others then end and name it.
+  c.processes = ConfigDict(dict(join_seconds=300.0, heartbeat_seconds=60.0, hang_seconds=600.0, phase_seconds=3600.0))
+
+  # Numbers in fewer bits, and what is not kept on the device (docs/precision.md).
   c.precision = p = ConfigDict()
+  # float32 | bfloat16: parameters that are trained.
   p.params = "float32"
+  # Updates of bfloat16 parameters are rounded up or down at random, so that small ones count on average; without it,
+  # bfloat16 needs a learning rate of at least 1e-4.
+  p.stochastic_rounding = False
   # Of parameters that are not trained: float32 | bfloat16 | int8 | nf4 (matrices of the blocks, quantised) | auto
   # (bfloat16 under LoRA on TPU and GPU, else as params).
   p.frozen = "auto"
   # float32 | bfloat16 | auto (bfloat16 on TPU and GPU, float32 on CPU). Logits and losses are float32.
   p.compute = "auto"
-  # What the backward pass recomputes: none | full | dots (keep matrix products) |
+  # The optimizer's moments: float32 | bfloat16 | int8, rounded at random; second moments (Adam's) default to the same.
+  p.moments = "float32"
+  p.second_moments = unset(str)
+  # The optimizer's state stays in the host's memory and is on the device only while it is updated.
+  p.offload_optimizer = False
+  # Products with the blocks' kernels: none (in `compute`) | int8 | fp8. `matmul_gradients`: which products of the
+  # backward pass, too: none | inputs (dx) | all (dx, dw). `matmul_skip`: regexes of kernels that are left out, besides
+  # routers and shared gates.
+  p.matmul = "none"
+  p.matmul_gradients = "inputs"
+  p.matmul_skip = ()
+  # What the backward pass recomputes (models/remat.py): none | full (keep what enters a layer) | attention (also
+  # queries, keys, values, attention's output) | attention_mlp (also the MLP's hidden layer) | offload,
+  # offload_attention (full, attention, with what enters a layer in the host's memory) | dots (keep matrix products) |
   # dots_no_batch (keep products with weights) | a name of jax.checkpoint_policies.
   c.remat = "none"
 
@@ -379,6 +378,7 @@ def defaults() -> ConfigDict:
   c.export = ConfigDict(dict(path=unset(str), dtype=unset(str)))
   # Continue a workdir although its config differs in keys that change the training.
   c.allow_config_changes = False
+  c.plan = plan()
   return c
 
 

@@ -15,6 +15,7 @@ from collections.abc import Mapping
 from ml_collections import ConfigDict
 
 from trainer.config import DURATION_UNITS, STRATEGIES, ConfigError, defaults, evaluator, reward, source, strategy
+from trainer.config_precision import check_precision
 
 _DICTS = (Mapping, ConfigDict)
 
@@ -195,9 +196,7 @@ def validate(config: ConfigDict) -> None:
       "input.stop": ("first", "all", "never"),
       "optimizer.name": ("adamw", "adafactor", "muon", "lion", "sgd"),
       "schedule.name": ("constant", "linear", "cosine", "wsd", "sgdr", "rsqrt"),
-      "precision.params": ("float32", "bfloat16"),
-      "precision.frozen": ("auto", "float32", "bfloat16", "int8", "nf4"),
-      "precision.compute": ("auto", "float32", "bfloat16"),
+      "plan.compile": ("auto", "always", "never"),
       "keep_best_mode": ("min", "max"),
   }
   for path, allowed in one_of.items():
@@ -214,10 +213,7 @@ def validate(config: ConfigDict) -> None:
     value = _get(c, path)
     if not low <= value <= high:
       raise ConfigError(f"{path} is {value}; it must be between {low} and {high}.")
-  if c.precision.params == "bfloat16" and c.optimizer.learning_rate < 1e-4:
-    raise ConfigError(
-        f"precision.params is bfloat16 with a learning rate of {c.optimizer.learning_rate}: most updates would be "
-        "lost to rounding (bfloat16 keeps 8 bits). Use --config.precision.params=float32.")
+  check_precision(c)
 
 
 def _round_up(value: int, multiple: int) -> int:
@@ -278,7 +274,9 @@ def audit(view: View) -> None:
       if path == "evals":
         for sub in config.evals[name].sources:
           baseline.update({f"evals.{name}.sources.{sub}.{k}": v for k, v in flatten(source()).items()})
-  unread = [k for k, v in flatten(config).items() if _given(k, v) != _given(k, baseline.get(k)) and k not in view._read]
+  # What --mode=plan is asked may stay in a config that is then trained.
+  unread = [k for k, v in flatten(config).items() if _given(k, v) != _given(k, baseline.get(k))
+            and k not in view._read and not k.startswith("plan.")]
   if unread:
     raise ConfigError(
         "these keys were changed, but nothing in this configuration uses them:\n"
@@ -314,7 +312,8 @@ def to_json(config: ConfigDict) -> str:
 
 # Keys that change how a run is watched or where it runs, but not what it computes.
 _FREE = re.compile(
-    r"(mesh|evals|callbacks|profile|init_from|export)(\..*)?|(log|ckpt|keep)_.*|sharding_rules|remat|resume|allow_config_changes|"
+    r"(mesh|processes|evals|callbacks|profile|init_from|export|plan)(\..*)?|(log|ckpt|keep)_.*|(sharding|activation)_rules|"
+    r"remat|precision\.offload_optimizer|resume|allow_config_changes|"
     r"input\.(cache_dir|prefetch|workers|max_over_long)|model\.(scan_layers|attention|attention_block|vocab_chunk)|"
     r"rollout\.(batch_size|reward_workers|reward_timeout_seconds)")
 

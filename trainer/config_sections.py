@@ -265,6 +265,64 @@ def strategy(name: str = "seq", **changed) -> ConfigDict:
   return c
 
 
+def plan() -> ConfigDict:
+  """What `--mode=plan` is asked, `config.plan` (docs/plan.md); training reads none of it."""
+  c = ConfigDict()
+  # KIND:SHAPE, e.g. v5e:16x16, v5p:4x4x8, h100:8x4 (GPUs a node x nodes), cpu:8. Unset: the devices that are here.
+  c.topology = unset(str)
+  # Slices of that topology (TPUs), or groups of such nodes, with the slow network between them.
+  c.slices = 1
+  # Compile the step for the topology, where its compiler is installed: auto | always | never.
+  c.compile = "auto"
+  # In place of the data sheet, for each device: GB that a program may use, dense bfloat16 TFLOP/s, GB/s of its memory,
+  # GB/s of a link and of the network, each in one direction.
+  c.memory_gb = unset(float)
+  c.tflops = unset(float)
+  c.memory_bandwidth = unset(float)
+  c.link_bandwidth = unset(float)
+  c.network_bandwidth = unset(float)
+  # Places for images in a row, which otherwise the data decide.
+  c.images_per_row = 1
+  return c
+
+
+def rollout() -> ConfigDict:
+  """Completions to train on that are sampled from the policy and scored, `config.rollout` (docs/grpo.md)."""
+  c = ConfigDict()
+  # Prompts that are sampled for at a time, from input.sources; 0: none, completions come with the data.
+  c.num_prompts = 0
+  # The column that holds the prompt, with a chat template what the user says. Default: as in fine-tuning, or `prompt`.
+  c.prompt_key = unset(str)
+  # Completions of each prompt. Default: that of the preset, or 8.
+  c.group_size = unset(int)
+  # Optimizer steps that share out the completions of a rollout, and passes over them.
+  c.updates = 1
+  c.epochs = 1
+  # Sampled tokens of a completion at most; prompts must leave room for them in seq_len.
+  c.max_new_tokens = 128
+  # Of the softmax that is drawn from. Truncating it (top_k, top_p, min_p) is refused where ratios are trained.
+  c.temperature = 1.0
+  c.top_k = 0
+  c.top_p = 1.0
+  c.min_p = 0.0
+  # Texts decoded at a time.
+  c.batch_size = 64
+  # Replace groups whose rewards are all equal by new prompts, so many times over (DAPO). Default: that of the preset,
+  # or 0.
+  c.resample = unset(int)
+  # Do not train on completions that did not end within max_new_tokens.
+  c.mask_truncated = False
+  # name: reward(…)
+  c.rewards = ConfigDict()
+  # Processes that compute rewards (0: this one), and how long a call may take.
+  c.reward_workers = 1
+  c.reward_timeout_seconds = 60.0
+  # The dotted path of a class that answers completions (docs/environments.md), and completions of one conversation.
+  c.environment = unset(str)
+  c.max_turns = 8
+  return c
+
+
 def reward(**changed) -> ConfigDict:
   """One reward function, `rollout.rewards.<name>` (docs/rewards.md).
 

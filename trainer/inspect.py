@@ -21,10 +21,10 @@ from input_pipeline import loader, prompt_data
 from input_pipeline.batches import check_ids
 from input_pipeline.tokenizer import Tokenizer, make_tokenizer
 from models import api
-from trainer import config_checks, hugging_face, image_tokens, pages, patterns, processes, rollout, strategies
+from trainer import image_tokens, pages, patterns, processes, rollout, strategies
 from trainer import mesh as mesh_lib
+from trainer import program as program_lib
 from trainer import workdir as workdir_lib
-from trainer.strategies import presets
 
 ROWS = 3
 # A token's text is found by decoding it after so many others: some tokenizers write the first of a text differently.
@@ -62,14 +62,10 @@ def inspect(config: Mapping, workdir: str | Path, rows: int = ROWS) -> Path:
   Raises:
     ConfigError, DataError: as training would.
   """
-  resolved = config_checks.resolve(config)
-  notes = [*hugging_face.fill_in(resolved), *presets.fill_in(resolved)]
-  config_checks.validate(resolved)
-  api.validate(resolved.model, resolved.seq_len)
-  rollout.check(resolved)
+  resolved, notes = program_lib.resolve(config)
   strategies.check(resolved)
   workdir = Path(workdir).expanduser().absolute()
-  processes.join()
+  processes.join(resolved.processes)
   mesh = mesh_lib.make_mesh(resolved.mesh)
   workdir_lib.prepare(resolved, workdir)
   rolls_out = resolved.rollout.num_prompts > 0

@@ -16,7 +16,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from models.api import constrain
+from models.placement import as_rows, constrain
 
 STATS = ("logprob", "logsumexp", "mean_logit", "entropy", "is_top", "log_square")
 # Stands for the logit of an entry that is not real: weighs exactly 0, and has no NaN in products with 0.
@@ -150,6 +150,7 @@ def _token_stats(static: _Static, hidden_BxTxD, kernel_DxV, targets_BxT) -> Toke
 def _forward(static: _Static, hidden_BxTxD, kernel_DxV, targets_BxT):
   """The statistics, and what the backward pass needs."""
   want = static.want
+  hidden_BxTxD = constrain(hidden_BxTxD, "batch", "length", "embed")
   zeros = jnp.zeros(targets_BxT.shape, jnp.float32)
   sums = _Sums(
       top=jnp.full(targets_BxT.shape, UNREAL, jnp.float32),
@@ -199,10 +200,9 @@ def _backward(static: _Static, residuals, grads: TokenStats):
     dlogits = dlogits.astype(hidden_BxTxD.dtype)
     kernel_DxW = kernel_DxW.astype(hidden_BxTxD.dtype)
     f32 = jnp.float32
-    # Flattened to matrices, which XLA on CPU multiplies without a strided copy (as in models/layers.py).
-    hidden_NxD, dlogits_NxW = (x.reshape(-1, x.shape[-1]) for x in (hidden_BxTxD, dlogits))
-    dhidden = jnp.einsum("nw,dw->nd", dlogits_NxW, kernel_DxW, preferred_element_type=f32)
-    dkernel = jnp.einsum("nd,nw->dw", hidden_NxD, dlogits_NxW, preferred_element_type=f32)
+    hidden, dlogits = as_rows(hidden_BxTxD), as_rows(dlogits)
+    dhidden = jnp.einsum("...w,dw->...d", dlogits, kernel_DxW, preferred_element_type=f32)
+    dkernel = jnp.einsum("...d,...w->dw", hidden, dlogits, preferred_element_type=f32)
     return dhidden.reshape(hidden_BxTxD.shape), dkernel.astype(kernel_DxV.dtype)
 
   if static.chunks == 1:

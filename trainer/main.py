@@ -8,18 +8,17 @@ from pathlib import Path
 from typing import Any
 
 import jax
-from absl import logging
 from clu import parameter_overview
 
 from evaluators import common as evaluators_lib
 from input_pipeline import loader, prompt_data
 from input_pipeline.batches import check_ids
 from input_pipeline.tokenizer import make_tokenizer
-from models import api
 from trainer import callbacks as cb
-from trainer import config_checks, durations, hugging_face, optim, processes, rollout, strategies, throughput
+from trainer import config_checks, durations, hugging_face, liveness, processes, rollout, throughput
 from trainer import mesh as mesh_lib
 from trainer import metrics as metrics_lib
+from trainer import program as program_lib
 from trainer import reference as reference_lib
 from trainer import state as state_lib
 from trainer import update as update_lib
@@ -28,9 +27,9 @@ from trainer.checkpoint import Checkpoints
 from trainer.config import ConfigError
 from trainer.export import export
 from trainer.run import Run
-from trainer.strategies import STRATEGIES, presets
 
 
+@liveness.told
 def train(config: Mapping, workdir: str | Path) -> Run:
   """Trains what `config` says in `workdir`, or continues what was begun there.
 
@@ -47,28 +46,20 @@ def train(config: Mapping, workdir: str | Path) -> Run:
   began = time.monotonic()
 
   # ------------------------------------------------------------------ config
-  resolved = config_checks.resolve(config)
-  model_notes = [*hugging_face.fill_in(resolved), *presets.fill_in(resolved)]
-  config_checks.validate(resolved)
-  api.validate(resolved.model, resolved.seq_len)
-  rollout.check(resolved)
+  resolved, model_notes = program_lib.resolve(config)
   config = config_checks.View(resolved)  # remembers what is read, so that keys nobody reads can be refused below
   workdir = Path(workdir).expanduser().absolute()
 
   # ------------------------------------------------------------------ processes, devices, mesh
-  processes.join()
+  processes.join(config.processes)
   say = print if jax.process_index() == 0 else lambda text: None
   mesh = mesh_lib.make_mesh(config.mesh)
   micro_batch_size = config.batch_size // config.grad_accum_steps
   mesh_lib.check_batch(mesh, micro_batch_size)
   say(f"{jax.device_count()} × {jax.devices()[0].device_kind} in {jax.process_count()} process(es), "
-      f"mesh {dict(mesh.shape)}")
-  if resolved.precision.compute == "auto":
-    resolved.precision.compute = "float32" if jax.default_backend() == "cpu" else "bfloat16"
-    say(f"precision.compute = {resolved.precision.compute}: auto, on {jax.default_backend()}")
-  if resolved.precision.frozen == "auto":
-    on_accelerator = jax.default_backend() != "cpu" and resolved.model.lora.rank > 0
-    resolved.precision.frozen = "bfloat16" if on_accelerator else resolved.precision.params
+      f"mesh: {mesh_lib.describe(mesh)}")
+  for note in program_lib.settle_precision(resolved, jax.default_backend()):
+    say(note)
   workdir_lib.prepare(resolved, workdir)
 
   # ------------------------------------------------------------------ data
@@ -84,9 +75,7 @@ def train(config: Mapping, workdir: str | Path) -> Run:
   say(loader.format_stats(data.stats()))
 
   # ------------------------------------------------------------------ model, durations, optimizer
-  model = api.make_model(config.model, vocab_size=tokenizer.vocab_size, params_dtype=config.precision.params,
-                         compute_dtype=config.precision.compute, remat=config.remat, frozen=config.precision.frozen,
-                         freeze=config.optimizer.freeze)
+  model = program_lib.make_model(config, tokenizer.vocab_size)
   for note in (*model_notes, *model.reasons):
     say(note)
   export_to = hugging_face.export_folder(config, model, workdir)
@@ -99,44 +88,22 @@ def train(config: Mapping, workdir: str | Path) -> Run:
   for prefix in ("log", "ckpt", "keep"):
     every = durations.resolve(config, prefix, total_steps=total_steps, **lengths)
     say(f"{prefix}: {f'every {every}' if every.steps else 'never'}")
-  optimizer = optim.make_optimizer(config.optimizer, config.schedule, model.abstract_params(),
-                                   total_steps=total_steps, to_steps=to_steps, only=model.trained_only)
+  optimizer = program_lib.make_optimizer(config, model, total_steps, to_steps)
   for note in optimizer.notes:
     say(note)
 
-  # ------------------------------------------------------------------ shapes, by eval_shape: nothing is allocated yet
-  strategy, strategy_cfg = STRATEGIES[config.strategy.name], config.strategy
-  strategies.check(config)
-  reference, precompute = None, False
-  if strategies.needs_reference(strategy_cfg):
-    reference, precompute = reference_lib.shapes(config, optimizer, model.abstract_params()), strategy_cfg.precompute
-  init = state_lib.make_init(model, optimizer, ema=config.optimizer.ema_decay > 0,
-                             reference=None if precompute else reference)
-  abstract_state = jax.eval_shape(init, jax.random.key(0))
-
-  # ------------------------------------------------------------------ shardings
-  params_sharding, notes = mesh_lib.param_shardings(abstract_state["params"], mesh, config.sharding_rules)
-  for note in notes:
-    logging.info("%s", note)
-  state_sharding = mesh_lib.state_shardings(abstract_state, abstract_state["params"], params_sharding, mesh)
-  batch_sharding = mesh_lib.batch_sharding(mesh)
-
-  # ------------------------------------------------------------------ update_fn, traced here and compiled below
-  def loss_fn(params, batch, rng, *reference):
-    return strategy(model, params, batch, rng, strategy_cfg, *reference)
-
-  update_fn = jax.jit(
-      update_lib.make_update_fn(
-          loss_fn, optimizer, seed=config.seed, micro_batch_size=micro_batch_size,
-          clip_norm=config.optimizer.clip_norm, ema_decay=config.optimizer.ema_decay, source_names=data.source_names,
-          reference_mix=strategies.reference_mix(strategy_cfg)),
-      donate_argnums=0, out_shardings=(state_sharding, None))
+  # ------------------------------------------------------------------ shapes, shardings, update_fn; no array yet
+  program = program_lib.make_program(config, model, optimizer, mesh, data.source_names)
+  for note in program.notes:
+    say(note)
+  abstract_state, update_fn, precompute = program.abstract_state, program.update_fn, program.precompute
 
   def make_batch(step):
     _, size = data.batch_range(step)
-    return mesh_lib.place_batch(lambda rows: check_ids(data.batch(step, rows), model.vocab_size), size, batch_sharding)
+    return mesh_lib.place_batch(lambda rows: check_ids(data.batch(step, rows), model.vocab_size), size,
+                                program.batch_sharding)
 
-  with mesh_lib.activation_rules(mesh):
+  with mesh_lib.activation_rules(mesh, config.activation_rules):
     batch = data.example() if rolls_out else make_batch(0)
     if precompute:
       batch["ref_logprobs"] = batch["loss_weights"]  # of the same shape as those that will be there
@@ -158,14 +125,15 @@ def train(config: Mapping, workdir: str | Path) -> Run:
                                 update_lib.gradient_paths(optimizer, abstract_state["params"]))
     checkpoints = Checkpoints(workdir / "checkpoints", keep_last=config.keep_last, keep_steps=keep_steps,
                               keep_best=config.keep_best, best_mode=config.keep_best_mode,
-                              leave_out=state_lib.left_out(abstract_state, model, optimizer, strategy_cfg))
+                              leave_out=state_lib.left_out(abstract_state, model, optimizer, config.strategy))
 
     # ---------------------------------------------------------------- state
-    start = state_lib.initialise(config, model, optimizer, abstract_state, state_sharding, checkpoints)
+    start = state_lib.initialise(config, model, optimizer, abstract_state, program.state_sharding, checkpoints)
     pinned = start.pinned
     if precompute:
-      pinned = reference_lib.precompute(config, model, start, reference, params_sharding, setup.datasets, mesh,
-                                        micro_batch_size, loader.default_cache_dir(config, workdir), say)
+      pinned = reference_lib.precompute(config, model, start, program.reference, program.params_sharding,
+                                        setup.datasets, mesh, micro_batch_size,
+                                        loader.default_cache_dir(config, workdir), say)
     workdir_lib.check_same_data(start.meta, data.fingerprint, config.allow_config_changes)
     if rolls_out and start.meta.get("rest_of_rollout"):  # else the run that is gone on with had none
       data.restore(int(start.state["step"]), start.meta["rest_of_rollout"], start.arrays)
@@ -191,7 +159,7 @@ def train(config: Mapping, workdir: str | Path) -> Run:
 
     # ---------------------------------------------------------------- loop
     try:
-      _loop(run, update_fn, data.batches(run, batch_sharding) if rolls_out else loader.Prefetcher(
+      _loop(run, update_fn, data.batches(run, program.batch_sharding) if rolls_out else loader.Prefetcher(
           make_batch, run.step, run.total_steps, depth=config.input.prefetch, workers=config.input.workers))
     except BaseException as error:
       callbacks("on_error", run, error)
@@ -217,6 +185,7 @@ def _make_callbacks(config: Any, to_steps: Any, total_steps: int, evaluators: di
     every = to_steps(cfg, "eval", default=max(1, total_steps // 10), where=f"evals.{name}")
     plans[name] = (every, cfg.at_start, cfg.at_end, cfg.on_error)
   return cb.Callbacks([
+      cb.Alive(),
       cb.Preemption(),
       cb.Health(config.optimizer.max_nonfinite_steps, gradient_paths),
       cb.MetricsLog(to_steps(config, "log") or 0),
@@ -267,7 +236,8 @@ def _loop(run: Run, update_fn: Any, batches: Any) -> None:
         callbacks("on_epoch_end", run, epoch)
   run.settle()
   run.save()
-  run.checkpoints.wait()
+  with liveness.phase("checkpoint"):
+    run.checkpoints.wait()
   callbacks("on_train_end", run)
 
 

@@ -28,6 +28,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
+from models import placement
 from trainer import image_tokens
 from trainer import mesh as mesh_lib
 from trainer.buckets import bucket, power
@@ -118,7 +119,8 @@ class Sampler:
       mesh = jax.make_mesh((1,), ("data",), (AxisType.Auto,), devices=jax.devices()[:1])
     self.model, self.mesh, self.chunk, self.prefill_tokens = model, mesh, chunk, prefill_tokens
     self.compilations = 0
-    self._shards = int(np.prod([mesh.shape[axis] for axis in mesh_lib.BATCH_AXES if axis in mesh.shape]))
+    self._placement = mesh_lib.make_placement(mesh, sampling=True)
+    self._shards = placement.size_of(mesh, self._placement.rules["batch"])
     self.rows = -(-rows // self._shards) * self._shards
     self._programs: dict[tuple, Callable] = {}
 
@@ -245,13 +247,13 @@ class Sampler:
   def _program(self, name: str, rows: int, length: int, sizes: tuple = ()) -> Callable:
     """The compiled function of that name for `rows` texts of up to `length` tokens, and further sizes."""
     key = (name, rows, length, sizes)
-    with mesh_lib.activation_rules(self.mesh):
+    with placement.placed(self._placement):
       if key not in self._programs:
         self.compilations += 1
         self._programs[key] = self._jitted(name, rows, length, sizes)
 
     def call(*args: Any) -> Any:
-      with mesh_lib.activation_rules(self.mesh):
+      with placement.placed(self._placement):
         return self._programs[key](*args)
 
     return call
@@ -271,8 +273,8 @@ class Sampler:
 
   def _sharding(self, leaf: Any) -> NamedSharding:
     """Keys and values are split by row and head, everything else is on every device."""
-    names = (None, "batch", None, "kv_heads", None) if leaf.ndim == 5 else ()
-    return mesh_lib.activation_sharding(self.mesh, names, leaf.shape)
+    names = (None, "batch", None, "kv_heads", None) if leaf.ndim == 5 else (None,) * leaf.ndim
+    return NamedSharding(self.mesh, self._placement.spec(names, leaf.shape))
 
 
 class _Waiting:

@@ -12,33 +12,34 @@ from contextlib import contextmanager
 import jax
 import jax.numpy as jnp
 
-# Dense bfloat16 peak per JAX device, FLOP/s, from the vendors' data sheets; matched on the start of device_kind.
-PEAK_FLOPS = {
-    "TPU v4": 275e12, "TPU v5 lite": 197e12, "TPU v5e": 197e12, "TPU v5p": 459e12, "TPU v5": 459e12,
-    "TPU v6 lite": 918e12, "TPU v6e": 918e12, "TPU7x": 2307e12,
-    "NVIDIA A100": 312e12, "NVIDIA H100": 989e12, "NVIDIA H200": 989e12, "NVIDIA GH200": 989e12, "NVIDIA B200": 2250e12,
-    "NVIDIA L4": 121e12, "NVIDIA A10": 125e12, "NVIDIA L40S": 362e12,
-}
+from trainer import hardware, liveness
+
+# Of the matrices whose product is timed.
+_SIZE = 1024
 
 
 def peak_flops() -> tuple[float, str]:
   """FLOP/s of one device and where the number is from; measured where no data sheet applies (CPU)."""
   kind = jax.devices()[0].device_kind
-  for name in sorted(PEAK_FLOPS, key=len, reverse=True):
-    if kind.startswith(name):
-      return PEAK_FLOPS[name], f"data sheet of {name}, dense bfloat16"
-  size = 1024
-  product = jax.jit(lambda a, b: a @ b, device=jax.local_devices()[0])
-  a = jnp.ones((size, size), jnp.float32)
+  name = hardware.find(kind)
+  if name is not None:
+    return hardware.CHIPS[name].peak, f"data sheet of {hardware.CHIPS[name].kinds[0]}, dense bfloat16"
+  # Forced host devices share the same cores.
+  peak = measured_flops(jax.local_devices()[0]) / jax.local_device_count()
+  return peak, f"measured: a float32 {_SIZE}×{_SIZE} matrix product on {kind}"
+
+
+def measured_flops(device: jax.Device) -> float:
+  """FLOP/s of a float32 matrix product on one device, which has all cores to itself meanwhile."""
+  a = jax.device_put(jnp.ones((_SIZE, _SIZE), jnp.float32), device)
+  product = jax.jit(lambda a, b: a @ b)
   product(a, a).block_until_ready()
   seconds = []
   for _ in range(5):
     start = time.perf_counter()
     product(a, a).block_until_ready()
     seconds.append(time.perf_counter() - start)
-  # Forced host devices share the same cores.
-  peak = 2 * size**3 / min(seconds) / jax.local_device_count()
-  return peak, f"measured: a float32 {size}×{size} matrix product on {kind}"
+  return 2 * _SIZE**3 / min(seconds)
 
 
 class Chrono:
@@ -67,17 +68,23 @@ class Chrono:
     """Time spent in it counts as `time/<kind>` and not as training."""
     start = time.perf_counter()
     try:
-      yield
+      with liveness.phase(kind):
+        yield
     finally:
       self.add(kind, time.perf_counter() - start)
 
   def add(self, kind: str, seconds: float) -> None:
     """Counts seconds spent on something other than steps."""
+    if kind == "data":
+      liveness.waited(seconds)
     self._window[kind] = self._window.get(kind, 0.0) + seconds
     self._total[kind] += seconds
 
   def window(self, tokens_seen: int, steps: int) -> dict[str, float]:
-    """Metrics since `start_window`: tokens_per_second, mfu, time/step, and time/<kind> in seconds a step."""
+    """Metrics since `start_window`: tokens_per_second, mfu, time/step, and time/<kind> in seconds a step.
+
+    Of several processes, time/data is that of the one that waited longest.
+    """
     paused = sum(seconds for kind, seconds in self._window.items() if kind != "data")
     seconds = max(time.perf_counter() - self._started - paused, 1e-9)
     self._total["train"] += seconds
@@ -86,7 +93,7 @@ class Chrono:
         "tokens_per_second": rate,
         "mfu": self._flops_per_token * rate / (self.peak * jax.device_count()),
         "time/step": seconds / max(steps, 1),
-        "time/data": self._window.get("data", 0.0) / max(steps, 1),
+        "time/data": max(self._window.get("data", 0.0), liveness.longest_wait()) / max(steps, 1),
     }
     self.start_window(tokens_seen)
     return metrics

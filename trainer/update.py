@@ -11,7 +11,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from trainer import optim, patterns
+from trainer import offload, optim, patterns
 from trainer.metrics import Mean
 from trainer.reference import mix, overlay
 
@@ -20,7 +20,7 @@ State = dict[str, Any]  # see trainer/state.py
 
 def make_update_fn(loss_fn: Callable, optimizer: optim.Optimizer, *, seed: int, micro_batch_size: int,
                    clip_norm: float, ema_decay: float, source_names: Sequence[str],
-                   reference_mix: tuple[float, int] = (0.0, 1)) -> Callable:
+                   reference_mix: tuple[float, int] = (0.0, 1), offloaded: bool = False) -> Callable:
   """Returns `update(state, batch) -> (state, metrics)`, to be jitted with the state donated.
 
   Args:
@@ -32,11 +32,12 @@ def make_update_fn(loss_fn: Callable, optimizer: optim.Optimizer, *, seed: int, 
     ema_decay: decay of the trained parameters' moving average; 0: none kept.
     source_names: names for `batch["source_ids"]`; with several, per-row metrics are reported for each as well.
     reference_mix: (share, every): see `reference.mix`; share 0: the reference stays as it is.
+    offloaded: the optimizer's state is in the host's memory (trainer/offload.py); the jit's shardings return it there.
 
   `metrics` holds device scalars and sums: the strategy's terms and metrics, `objective` (the sum of the terms, if there
   are several), `trained_tokens` (the sum of the batch's loss weights), `grad_norm` (before clipping), `param_norm`,
-  `update_norm`, and the finite guard's `nonfinite`, `nonfinite_in_a_row`, `nonfinite_leaf` (index into
-  `gradient_paths`, -1: none).
+  `update_norm`, `params_changed` (with parameters in bfloat16: the share of their entries that changed), and the finite
+  guard's `nonfinite`, `nonfinite_in_a_row`, `nonfinite_leaf` (index into `gradient_paths`, -1: none).
   """
 
   def update(state: State, batch: dict[str, jax.Array]) -> tuple[State, dict[str, Any]]:
@@ -68,18 +69,26 @@ def make_update_fn(loss_fn: Callable, optimizer: optim.Optimizer, *, seed: int, 
     grads = jax.tree.map(lambda g: g / divisor, grads)
 
     grads_clipped, grad_norm = optim.clip_by_global_norm(grads, clip_norm)
-    updates, opt = optimizer.update(grads_clipped, state["opt"], trainable, step)
-    new_trainable = jax.tree.map(lambda p, u: (p + u).astype(p.dtype), trainable, updates)
 
     # The finite guard: a step whose loss or gradient is not finite changes nothing but the step number and
     # the counters, so that the data move on.
     finite = jnp.isfinite(loss_sum) & jnp.isfinite(grad_norm)
-    trainable = _choose(finite, new_trainable, trainable)
+
+    def advance(trainable, opt):
+      updates, opt = optimizer.update(grads_clipped, opt, trainable, step)
+      return optimizer.apply(updates, trainable, step), opt, optim.global_norm(updates)
+
+    if offloaded:
+      trainable, opt, update_norm = offload.with_state_on_device(finite, advance, trainable, state["opt"])
+    else:
+      new_trainable, new_opt, update_norm = advance(trainable, state["opt"])
+      trainable, opt = _choose(finite, (new_trainable, new_opt), (trainable, state["opt"]))
+      update_norm = jnp.where(finite, update_norm, 0.0)
     params = optimizer.merge(trainable, frozen)
     new_state = {
         "step": step + 1,
         "params": params,
-        "opt": _choose(finite, opt, state["opt"]),
+        "opt": opt,
         "nonfinite": state["nonfinite"] + ~finite,
         "nonfinite_in_a_row": jnp.where(finite, 0, state["nonfinite_in_a_row"] + 1),
     }
@@ -94,11 +103,14 @@ def make_update_fn(loss_fn: Callable, optimizer: optim.Optimizer, *, seed: int, 
         "trained_tokens": jnp.sum(batch["loss_weights"]),
         "grad_norm": grad_norm,
         "param_norm": optim.global_norm(trainable),
-        "update_norm": jnp.where(finite, optim.global_norm(updates), 0.0),
+        "update_norm": update_norm,
         "nonfinite": new_state["nonfinite"],
         "nonfinite_in_a_row": new_state["nonfinite_in_a_row"],
         "nonfinite_leaf": _first_nonfinite(grads),
     }
+    short = [path for path, p in patterns.flatten(trainable).items() if p.dtype == jnp.bfloat16]
+    if short:
+      metrics["params_changed"] = _share_changed(state["params"], params, short)
     if stop_requests is not None:
       metrics["stop_requests"] = jnp.sum(stop_requests)
     return new_state, metrics
@@ -168,6 +180,13 @@ def _by_source(metrics: dict[str, Any], source_ids_B: jax.Array, names: Sequence
 
 def _choose(condition: jax.Array, yes: Any, no: Any) -> Any:
   return jax.tree.map(lambda a, b: jnp.where(condition, a, b), yes, no)
+
+
+def _share_changed(before: Any, after: Any, paths: Sequence[str]) -> Mean:
+  """Of the entries of these parameters, how many are not what they were (EXACTNESS.md T33)."""
+  pairs = [(patterns.flatten(before)[path], patterns.flatten(after)[path]) for path in paths]
+  changed = sum(jnp.sum(a != b, dtype=jnp.float32) for a, b in pairs)
+  return Mean(changed, jnp.float32(sum(a.size for a, _ in pairs)))
 
 
 def _first_nonfinite(grads: Any) -> jax.Array:

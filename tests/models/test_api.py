@@ -34,13 +34,3 @@ def test_unknown_names(name):
   m.name = name
   with pytest.raises(ConfigError, match="Allowed: transformer, or the dotted path"):
     make(m)
-
-
-def test_constrain_does_nothing_without_rules():
-  x = jnp.ones((2, 3))
-  assert api.constrain(x, "batch", "embed") is x
-  with api.activation_rules(lambda x, names: x + len(names)):
-    assert (api.constrain(x, "batch", None) == 3).all()
-    with api.activation_rules(None):
-      assert api.constrain(x, "batch", None) is x
-  assert api.constrain(x, "batch", "embed") is x

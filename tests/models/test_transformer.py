@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from models import api
+from models import placement
 from tests.models.common import (
   BATCH,
   FAMILIES,
@@ -23,6 +23,7 @@ from tests.models.common import (
   paths,
   random_params,
 )
+from trainer import mesh as mesh_lib
 
 
 def np_softmax(x):
@@ -260,23 +261,27 @@ def test_activations_are_constrained_by_name():
   """The hook sees every activation that a mesh may want to lay out, with one name per dimension."""
   seen = {}
 
-  def record(x, names):
-    seen[names] = x.shape
-    return x
+  class Recorder(placement.Placement):
+
+    def constrain(self, x, names):
+      seen[names] = x.shape
+      return super().constrain(x, names)
 
   model = make(**LLAMA)
   params = model.init(jax.random.key(0))
-  with api.activation_rules(record):
+  record = Recorder(mesh_lib.make_mesh({}, jax.devices()[:1]), {})
+  with placement.placed(record):
     model.logits(params, TOKENS)
   assert seen == {
+      ("batch", "stream", "embed"): (B, T, 16),
       ("batch", "length", "embed"): (B, T, 16),
       ("batch", "length", "heads", None): (B, T, 4, 4),
       ("batch", "length", "kv_heads", None): (B, T, 2, 4),
       ("batch", "length", "mlp"): (B, T, 24),
       ("batch", "length", "vocab"): (B, T, 56),
   }
-  with api.activation_rules(record), pytest.raises(ValueError, match="constrain"):
-    api.constrain(jnp.zeros((2, 2)), "batch", "depth")
+  with placement.placed(record), pytest.raises(ValueError, match="depth"):
+    placement.constrain(jnp.zeros((2, 2)), "batch", "depth")
 
 
 def test_apply_with_plain_jax_transformations_only():

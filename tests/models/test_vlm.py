@@ -229,13 +229,14 @@ def eight(batch):
   return {key: jnp.tile(value, (4, *[1] * (value.ndim - 1))) for key, value in batch.items()}
 
 
-@pytest.mark.parametrize("sizes", [dict(data=1, fsdp=8, tensor=1), dict(data=2, fsdp=2, tensor=2)], ids=str)
+@pytest.mark.parametrize("sizes", [
+    dict(data=1, fsdp=8), dict(data=2, fsdp=2, tensor=2), dict(data=1, fsdp=2, context=2, tensor=2)], ids=str)
 def test_eight_devices_compute_the_same(sizes):
   model, params, _ = vlm("pool")
   mesh = mesh_lib.make_mesh(sizes)
   placed, _ = mesh_lib.param_shardings(model.abstract_params(), mesh)
   specs = {path: tuple(sharding.spec) for path, sharding in patterns.flatten(placed).items()}
-  if sizes["tensor"] == 2:
+  if sizes.get("context", 1) == 1 < sizes.get("tensor", 1):
     assert specs["vision/blocks/mlp/up/kernel"] == (None, "fsdp", "tensor")
     assert specs["vision/patch_embed/kernel"] == (None, "fsdp") == specs["vision/pos_embed/embedding"]
     assert specs["projector/linear/kernel"] == ("fsdp", "tensor")

@@ -72,11 +72,27 @@ def test_a_duration_replaces_the_default_in_another_unit():
     (dict(optimizer=dict(name="adam")), "allowed: adamw, adafactor, muon, lion, sgd"),
     (dict(schedule=dict(floor=1.5)), "schedule.floor is 1.5"),
     (dict(precision=dict(params="bfloat16"), optimizer=dict(learning_rate=1e-5)), "lost to rounding"),
+    (dict(precision=dict(params="bfloat16"), optimizer=dict(learning_rate=1e-5)), "stochastic_rounding=True"),
+    (dict(precision=dict(stochastic_rounding=True)), "precision.params is float32: there is nothing to round"),
+    (dict(precision=dict(moments="int4")), "precision.moments is 'int4'; allowed: float32, bfloat16, int8"),
+    (dict(precision=dict(moments="int8"), optimizer=dict(name="adafactor")), "adafactor keeps means of rows"),
+    (dict(precision=dict(second_moments="int8"), optimizer=dict(name="lion")), "lion has no second moments"),
+    (dict(precision=dict(matmul="int4")), "allowed: none, int8, fp8"),
+    (dict(precision=dict(matmul="int8", matmul_gradients="some")), "allowed: none, inputs, all"),
+    (dict(precision=dict(matmul_gradients="all")), "precision.matmul is none, so that nothing uses it"),
+    (dict(precision=dict(matmul_skip=("attn",))), "precision.matmul is none, so that nothing uses it"),
+    (dict(precision=dict(matmul="fp8", frozen="nf4")), "would be rounded twice"),
 ])
 def test_validate_refuses(changed, expected):
   with pytest.raises(ConfigError) as error:
     checks.validate(checks.resolve({"input": {"sources": {"a": {"type": "python_stdlib"}}}, **changed}))
   assert expected in str(error.value)
+
+
+def test_small_learning_rates_are_for_float32_or_rounding_at_random():
+  """T33."""
+  source_of = {"input": {"sources": {"a": {"type": "python_stdlib"}}}, "optimizer": {"learning_rate": 1e-6}}
+  checks.validate(checks.resolve(source_of | {"precision": {"params": "bfloat16", "stochastic_rounding": True}}))
 
 
 def test_no_source_says_what_to_write():

@@ -61,7 +61,7 @@ def test_micro_batches_devices_and_packing_do_not_change_the_parameters(pairs, t
   others = {
       "micro": dict(grad_accum_steps=4, mesh=dict(data=2, fsdp=1, tensor=4)),
       "fsdp": dict(mesh=dict(data=1, fsdp=8, tensor=1)),
-      "mixed": dict(mesh=dict(data=2, fsdp=2, tensor=2)),
+      "mixed": dict(mesh=dict(data=1, fsdp=2, context=2, tensor=2)),
   }
   for name, changed in others.items():
     params = patterns.flatten(train(sgd(config(pairs, **changed)), tmp_path / name).state["params"])

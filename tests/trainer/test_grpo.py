@@ -88,7 +88,7 @@ def assert_like(workdir, first):
 def test_one_device_and_eight_do_the_same(first, one_device, prompts, tmp_path):
   """I2: one, eight for data, and a mixed mesh."""
   assert_like(one_device[0] / "first", first[1])
-  mixed = train(config(prompts, mesh=dict(data=2, fsdp=2, tensor=2)), tmp_path / "mixed")
+  mixed = train(config(prompts, mesh=dict(data=1, fsdp=2, context=2, tensor=2)), tmp_path / "mixed")
   assert_like(tmp_path / "mixed", first[1])
   assert_close_params(params_of(one_device[0] / "first"), patterns.flatten(first[0].state["params"]))
   assert_close_params(patterns.flatten(mixed.state["params"]), patterns.flatten(first[0].state["params"]))

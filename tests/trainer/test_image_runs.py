@@ -55,7 +55,7 @@ def test_micro_batches_and_other_meshes_change_nothing(straight, tmp_path):
   name, folder, workdir, run = straight
   flat = patterns.flatten(run.state["params"])
   for number, changed in enumerate((dict(mesh=dict(data=2, fsdp=2, tensor=2)),
-                                    dict(mesh=dict(data=1, fsdp=2, tensor=4), grad_accum_steps=4))):
+                                    dict(mesh=dict(data=1, context=4, tensor=2), grad_accum_steps=4))):
     other = train(config(folder, name, **changed), tmp_path / str(number))
     np.testing.assert_allclose(rows_of(tmp_path / str(number), "loss", "grad_norm"),
                                rows_of(workdir, "loss", "grad_norm"), rtol=2e-5)

@@ -8,7 +8,7 @@ import numpy as np
 import optax
 import pytest
 
-from trainer import durations, optim, patterns
+from trainer import directions, durations, optim, patterns
 from trainer.config import ConfigError, defaults
 
 SHAPES = {
@@ -95,7 +95,7 @@ def test_lion_updates_are_signs_of_the_interpolated_momentum():
 
 def test_adafactor_equals_optax_matrix_by_matrix():
   shapes = {"blocks/q/kernel": (3, 6, 4), "blocks/q/bias": (3, 5), "embed/embedding": (9, 5), "s/scale": (7,)}
-  direction = optim.adafactor(0.8, 4)
+  direction = directions.adafactor(0.8, 4)
   params = tree(0, shapes=shapes)
   state = direction.init(params)
   reference = optax.chain(optax.scale_by_factored_rms(min_dim_size_to_factor=4), optax.clip_by_block_rms(1.0))
@@ -104,10 +104,10 @@ def test_adafactor_equals_optax_matrix_by_matrix():
   ref_state = reference.init(layers)
   for seed in (1, 2, 3):
     grads = tree(seed, shapes=shapes)
-    directions, state = jax.jit(direction.update)(grads, state)
+    directed, state = jax.jit(direction.update)(grads, state)
     ref_grads = {p: [*g] if p.startswith("blocks") else [g] for p, g in patterns.flatten(grads).items()}
     expected, ref_state = jax.jit(reference.update)(ref_grads, ref_state, layers)
-    for path, got in patterns.flatten(directions).items():
+    for path, got in patterns.flatten(directed).items():
       np.testing.assert_allclose(got if path.startswith("blocks") else got[None], jnp.stack(expected[path]),
                                  rtol=1e-5, atol=1e-6, err_msg=path)
   kept = {path: leaf.shape for path, leaf in patterns.flatten(state).items()}
@@ -119,7 +119,7 @@ def test_adafactor_equals_optax_matrix_by_matrix():
 @pytest.mark.parametrize("shape", [(16, 48), (48, 16), (3, 24, 40)])
 def test_orthogonalised_matrices_keep_their_directions_with_singular_values_near_one(shape):
   x = np.random.default_rng(0).normal(size=shape) * 1e-3
-  result = np.asarray(jax.jit(optim.orthogonalise)(jnp.asarray(x, jnp.float32)))
+  result = np.asarray(jax.jit(directions.orthogonalise)(jnp.asarray(x, jnp.float32)))
   singular = np.linalg.svd(result, compute_uv=False)
   # What five iterations make of any start between 0.0015 and 1.
   assert singular.min() >= 0.679 and singular.max() <= 1.203
@@ -132,7 +132,7 @@ def test_orthogonalised_matrices_keep_their_directions_with_singular_values_near
 
 
 def test_orthogonalising_a_batch_equals_matrix_by_matrix():
-  orthogonalise = jax.jit(optim.orthogonalise)
+  orthogonalise = jax.jit(directions.orthogonalise)
   x = jnp.asarray(np.random.default_rng(1).normal(size=(2, 3, 24, 16)), jnp.float32)
   singly = jnp.stack([jnp.stack([orthogonalise(m) for m in layer]) for layer in x])
   np.testing.assert_allclose(orthogonalise(x), singly, atol=1e-5)
@@ -141,8 +141,8 @@ def test_orthogonalising_a_batch_equals_matrix_by_matrix():
 
 def test_orthogonalising_does_not_depend_on_scale_and_keeps_zero():
   x = jnp.asarray(np.random.default_rng(1).normal(size=(16, 24)), jnp.float32)
-  np.testing.assert_allclose(optim.orthogonalise(x * 1e-30), optim.orthogonalise(x * 1e30), atol=1e-4)
-  assert not optim.orthogonalise(jnp.zeros((2, 4, 3))).any()
+  np.testing.assert_allclose(directions.orthogonalise(x * 1e-30), directions.orthogonalise(x * 1e30), atol=1e-4)
+  assert not directions.orthogonalise(jnp.zeros((2, 4, 3))).any()
 
 
 def test_muon_serves_hidden_matrices_and_adam_the_rest():

@@ -95,11 +95,11 @@ def test_draws_depend_on_nothing_but_seed_prompt_sample_and_place():
   options = dict(max_new_tokens=6, stop_ids=STOPS, seed=7)
   base = by_prompt(Sampler(model, rows=2, chunk=4).generate(params, given, num_samples=2, **options))
   order = [4, 2, 0, 1, 3]
-  mesh = mesh_lib.make_mesh(dict(data=2, fsdp=2, tensor=2))
+  mesh = mesh_lib.make_mesh(dict(data=1, expert=2, context=2, tensor=2))
   sharded = jax.device_put(params, mesh_lib.param_shardings(params, mesh)[0])
   on_mesh = Sampler(model, mesh, rows=4)
   split = on_mesh._sharding(jax.ShapeDtypeStruct((3, 4, 32, 2, 4), jnp.float32))
-  assert split.spec == jax.P(None, ("data", "fsdp"), None, "tensor", None)
+  assert split.spec == jax.P(None, ("expert", "context"), None, "tensor", None)
   others = {
       "one row, another order": (Sampler(model, rows=1, chunk=3).generate(params, [given[i] for i in order], **options),
                                  order),

@@ -96,7 +96,7 @@ def test_micro_batches_and_devices_do_not_change_the_parameters(conversations, t
   others = {
       "micro": dict(grad_accum_steps=4, mesh=dict(data=2, fsdp=1, tensor=4)),
       "fsdp": dict(mesh=dict(data=1, fsdp=8, tensor=1)),
-      "mixed": dict(mesh=dict(data=2, fsdp=2, tensor=2)),
+      "mixed": dict(mesh=dict(data=1, fsdp=2, context=2, tensor=2)),
   }
   for name, changed in others.items():
     params = patterns.flatten(trained(conversations, tmp_path / name, **changed).state["params"])

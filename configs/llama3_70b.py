@@ -1,0 +1,68 @@
+"""Pretrains Llama 3 70B on 256 TPU v5p chips (":v5p", the default) or on 64 H100 GPUs in 8 nodes (":h100").
+
+    python -m trainer --config=configs/llama3_70b.py:v5p --workdir=DIR \
+      --config.tokenizer.path=FOLDER --config.input.sources.main.path='data/*.parquet'
+
+FOLDER is a Hugging Face folder with Llama 3's tokenizer.json. To go on from its weights instead of from scratch, add
+--config.model.hf=FOLDER and lower the learning rate. What it takes, without a device: add --mode=plan. On two such
+slices: --config.mesh.slice=2 --config.plan.slices=2 --config.batch_size=1024.
+"""
+
+from ml_collections import ConfigDict
+
+from trainer.config import ConfigError, defaults, evaluator, source
+
+
+def get_config(arg: str | None = None) -> ConfigDict:
+  """`arg`: what it runs on: v5p (also nothing), or h100."""
+  if arg not in (None, "", "v5p", "h100"):
+    raise ConfigError(f"configs/llama3_70b.py:{arg}: found {arg!r}, allowed: v5p, h100, or nothing.")
+  c = defaults()
+  # 70,553,706,496 parameters (arXiv 2407.21783, table 3, and the published config.json).
+  c.model.vocab_size = 128_256
+  c.model.num_layers = 80
+  c.model.hidden_size = 8192
+  c.model.intermediate_size = 28_672
+  c.model.num_heads = 64
+  c.model.num_kv_heads = 8
+  c.model.head_dim = 128
+  c.model.norm_eps = 1e-5
+  c.model.rope_theta = 500_000.0
+  c.model.tie_embeddings = False
+  c.model.init_std = 0.02
+
+  c.tokenizer.type = "hf"
+  c.tokenizer.path = "path/to/a/hugging_face_folder"
+  c.input.sources.main = source(type="parquet", path="path/to/documents/*.parquet", split="train",
+                                validation_fraction=0.001)
+
+  # 4.2 million tokens a step, as in the paper's middle stage.
+  c.seq_len = 8192
+  c.batch_size = 512
+  # A layer keeps nothing but its input, 128 MiB a row.
+  c.remat = "full"
+  if arg == "h100":
+    # Kernels are split over the 8 GPUs of a node, which share fast links, and once more over the 8 nodes: over the
+    # network between them a GPU gathers an eighth of each kernel. 8 rows a node at a time; more would not fit.
+    c.mesh.update(data=1, fsdp=-1, tensor=8)
+    c.grad_accum_steps = 8
+    c.plan.topology = "h100:8x8"
+  else:
+    # 16 bytes a parameter (float32 parameters, gradients, AdamW's moments) over 128 chips: 8 GiB of each chip's 95. Two
+    # rows a chip, 20 GiB between layers, compute longer than it takes to gather a layer's kernels. Two copies, for the
+    # reason that stands in configs/llama3_8b.py.
+    c.mesh.update(data=2, fsdp=-1)
+    c.plan.topology = "v5p:4x8x8"
+
+  c.optimizer.learning_rate = 1.5e-4
+  c.optimizer.weight_decay = 0.1
+  c.schedule.name = "cosine"
+  c.schedule.warmup_steps = 2000
+  c.schedule.floor = 0.01
+  # 20 tokens for each parameter. Llama 3 itself saw 15 trillion.
+  c.total_tokens = 1_400_000_000_000
+
+  c.ckpt_steps = 250
+  c.keep_last = 3
+  c.evals.val = evaluator(type="loss", eval_steps=2000, max_documents=2048)
+  return c

@@ -1,0 +1,192 @@
+"""Exact softmax attention between some queries and some keys, forward and backward by hand.
+
+The scores of a few queries at a time are made, reduced, and made again for the gradient, so that never more than those
+of one block exist (Rabe and Staats 2021, arXiv 2112.05682; Dao et al. 2022, arXiv 2205.14135). Results over some of the
+keys are `Partial`s, which `merge` into the result over all of them: attention may see its keys in any order and from
+any device.
+
+B batch, G key/value heads, R query heads for each, T queries, W keys, K head size.
+"""
+
+import functools
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from models.remat import named
+
+# Far below any score, yet finite: exp(MASKED - top) is exactly 0, with a gradient of exactly 0.
+MASKED = -1e30
+
+
+class Side(NamedTuple):
+  """Queries, or keys, as far as it matters who sees whom."""
+
+  # int32 [B, N]; a query sees keys of the same segment. Padding is 0 among queries and -1 among keys.
+  segments: jax.Array
+  # int32 [N]: the place in the row.
+  index: jax.Array
+  # int32 [B, N]: tokens of the same block above 0 see each other both ways; None: there are no blocks.
+  blocks: jax.Array | None
+
+
+class Rule(NamedTuple):
+  """How scores are made, and who sees whom within a segment; static."""
+
+  scale: float
+  logit_cap: float | None
+  window: int | None
+  window_blocks: bool
+  # False: all queries come after all keys, so that no comparison is needed.
+  causal: bool = True
+
+
+class Span(NamedTuple):
+  """Queries [start, stop) see nothing but keys [first, last)."""
+
+  start: int
+  stop: int
+  first: int
+  last: int
+
+
+class Partial(NamedTuple):
+  """Softmax attention over some of the keys, up to the normaliser: float32."""
+
+  # Σ exp(score - top) v, [B, G, R, T, K].
+  out: jax.Array
+  # Any number close to the largest score, and Σ exp(score - top): [B, G, R, T].
+  top: jax.Array
+  total: jax.Array
+
+
+def keys_of(segments: jax.Array) -> jax.Array:
+  """The segments of keys: padding equals no query's segment, not even a padding query's."""
+  return jnp.where(segments == 0, -1, segments)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def attend(spans: tuple[Span, ...], rule: Rule, q: jax.Array, k: jax.Array, v: jax.Array, queries: Side,
+           keys: Side) -> jax.Array:
+  """Attention of q [B, G, R, T, K] to k, v [B, G, W, K]: [B, G, R, T, K] in the dtype of v, 0 at padding.
+
+  `spans` cover the queries in order; what they leave out is not seen, and never computed.
+  """
+  return _attend_fwd(spans, rule, q, k, v, queries, keys)[0]
+
+
+def _attend_fwd(spans, rule, q, k, v, queries, keys):
+  parts = []
+  for span in spans:
+    some = _cut_queries(queries, span.start, span.stop), _cut_keys(keys, span)
+    part = forward(rule, q[:, :, :, span.start:span.stop], *(x[:, :, span.first:span.last] for x in (k, v)), *some)
+    parts.append(finish(part, some[0], v.dtype))
+  out, lse = (jnp.concatenate(pieces, axis=3) if len(spans) > 1 else pieces[0] for pieces in zip(*parts, strict=True))
+  out, lse = named((out, lse), "attention")
+  return out, (q, k, v, queries, keys, out, lse)
+
+
+def _attend_bwd(spans, rule, saved, dout):
+  q, k, v, queries, keys, out, lse = saved
+  dout, delta = prepare_backward(out, dout, queries)
+  dq, dk, dv = [], jnp.zeros(k.shape, jnp.float32), jnp.zeros(v.shape, jnp.float32)
+  for span in spans:
+    mine, seen = slice(span.start, span.stop), slice(span.first, span.last)
+    dq_part, dk_part, dv_part = backward(
+        rule, q[:, :, :, mine], k[:, :, seen], v[:, :, seen], _cut_queries(queries, span.start, span.stop),
+        _cut_keys(keys, span), lse[:, :, :, mine], delta[:, :, :, mine], dout[:, :, :, mine])
+    dq.append(dq_part)
+    dk, dv = dk.at[:, :, seen].add(dk_part), dv.at[:, :, seen].add(dv_part)
+  dq = jnp.concatenate(dq, axis=3) if len(spans) > 1 else dq[0]
+  return dq.astype(q.dtype), dk.astype(k.dtype), dv.astype(v.dtype), None, None
+
+
+attend.defvjp(_attend_fwd, _attend_bwd)
+
+
+def forward(rule: Rule, q: jax.Array, k: jax.Array, v: jax.Array, queries: Side, keys: Side) -> Partial:
+  """Attention of the queries to these keys alone."""
+  scores = _scores(rule, q, k, queries, keys)[0]
+  top = scores.max(-1)
+  weights = jnp.exp(scores - top[..., None])
+  out = jnp.einsum("bgrtw,bgwk->bgrtk", weights.astype(v.dtype), v, preferred_element_type=jnp.float32)
+  return Partial(out, top, weights.sum(-1))
+
+
+def merge(a: Partial, b: Partial) -> Partial:
+  """Attention to the keys of both."""
+  top = jnp.maximum(a.top, b.top)
+  of_a, of_b = jnp.exp(a.top - top), jnp.exp(b.top - top)
+  out = a.out * of_a[..., None] + b.out * of_b[..., None]
+  return Partial(out, top, a.total * of_a + b.total * of_b)
+
+
+def finish(part: Partial, queries: Side, dtype) -> tuple[jax.Array, jax.Array]:
+  """(output [B, G, R, T, K], 0 at padding; log-sum-exp of the scores [B, G, R, T], float32)."""
+  # Every query sees itself, except padding, which sees nothing.
+  out = jnp.where(_real(queries), part.out / part.total[..., None], 0.0).astype(dtype)
+  return out, part.top + jnp.log(part.total)
+
+
+def prepare_backward(out: jax.Array, dout: jax.Array, queries: Side) -> tuple[jax.Array, jax.Array]:
+  """(gradient of the output, 0 at padding; its product with the output for each query, float32 [B, G, R, T])."""
+  dout = jnp.where(_real(queries), dout, jnp.zeros((), dout.dtype))
+  return dout, jnp.einsum("bgrtk,bgrtk->bgrt", out, dout, preferred_element_type=jnp.float32)
+
+
+def backward(rule: Rule, q: jax.Array, k: jax.Array, v: jax.Array, queries: Side, keys: Side, lse: jax.Array,
+             delta: jax.Array, dout: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+  """The gradients of q, k and v as far as these queries and keys have part in them, float32.
+
+  Args:
+    lse, delta, dout: of `finish` over all keys, and `prepare_backward`.
+  """
+  f32 = jnp.float32
+  scores, slope = _scores(rule, q, k, queries, keys)
+  weights = jnp.exp(scores - lse[..., None])
+  dv = jnp.einsum("bgrtw,bgrtk->bgwk", weights.astype(v.dtype), dout, preferred_element_type=f32)
+  dweights = jnp.einsum("bgrtk,bgwk->bgrtw", dout, v, preferred_element_type=f32)
+  dscores = weights * (dweights - delta[..., None]) * rule.scale
+  if slope is not None:
+    dscores = dscores * slope
+  dscores = dscores.astype(q.dtype)
+  dq = jnp.einsum("bgrtw,bgwk->bgrtk", dscores, k, preferred_element_type=f32)
+  dk = jnp.einsum("bgrtw,bgrtk->bgwk", dscores, q, preferred_element_type=f32)
+  return dq, dk, dv
+
+
+def _scores(rule: Rule, q, k, queries: Side, keys: Side) -> tuple[jax.Array, jax.Array | None]:
+  """(scores [B, G, R, T, W] float32, far below any other where a key is not seen; slope of the cap, None without)."""
+  scores = jnp.einsum("bgrtk,bgwk->bgrtw", q, k, preferred_element_type=jnp.float32) * rule.scale
+  slope = None
+  if rule.logit_cap is not None:
+    bent = jnp.tanh(scores / rule.logit_cap)
+    scores, slope = rule.logit_cap * bent, 1.0 - jnp.square(bent)
+  # Added, not selected: a number that swallows any score.
+  return scores + jnp.where(_seen(rule, queries, keys), 0.0, MASKED)[:, None, None], slope
+
+
+def _seen(rule: Rule, queries: Side, keys: Side) -> jax.Array:
+  """bool [B, T, W]"""
+  same = queries.segments[:, :, None] == keys.segments[:, None, :]
+  behind_TxW = queries.index[:, None] - keys.index[None, :]
+  near = behind_TxW < rule.window if rule.window is not None else True
+  before = (behind_TxW >= 0) & near if rule.causal else near
+  if queries.blocks is None:
+    return same & before
+  together = (queries.blocks[:, :, None] == keys.blocks[:, None, :]) & (queries.blocks > 0)[:, :, None]
+  return same & (before | (together & near if rule.window_blocks else together))
+
+
+def _real(queries: Side) -> jax.Array:
+  return (queries.segments != 0)[:, None, None, :, None]
+
+
+def _cut_queries(side: Side, start: int, stop: int) -> Side:
+  return Side(side.segments[:, start:stop], side.index[start:stop],
+              None if side.blocks is None else side.blocks[:, start:stop])
+
+
+def _cut_keys(side: Side, span: Span) -> Side:
+  return _cut_queries(side, span.first, span.last)

@@ -1,0 +1,47 @@
+"""Names of activations' dimensions and the mesh axes they mean."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.sharding import PartitionSpec as P
+
+from models import placement
+from models.placement import Placement, fit
+from trainer import mesh as mesh_lib
+
+MESH = dict(data=2, fsdp=2, tensor=2)
+
+
+def test_without_a_mesh_nothing_is_constrained():
+  x = jnp.ones((2, 3))
+  assert placement.current() is None and placement.constrain(x, "batch", "embed") is x
+  with placement.placed(Placement(mesh_lib.make_mesh(MESH), {"batch": "data"})):
+    with placement.placed(None):
+      assert placement.constrain(x, "batch", "embed") is x
+  assert placement.current() is None
+
+
+def test_names_become_the_axes_of_the_rules():
+  placed = Placement(mesh_lib.make_mesh(MESH), mesh_lib.ACTIVATION_RULES)
+  assert placed.spec(("batch", "stream", "embed"), (8, 16, 4)) == P(("data", "fsdp"), "tensor", None)
+  assert placed.spec(("batch", "length", "heads", None), (8, 16, 4, 2)) == P(("data", "fsdp"), None, "tensor", None)
+  with placement.placed(placed):
+    x = jax.jit(lambda x: placement.constrain(x, "batch", "mlp"))(jnp.ones((8, 4)))
+  assert x.sharding.is_equivalent_to(jax.NamedSharding(placed.mesh, P(("data", "fsdp"), "tensor")), 2)
+
+
+def test_a_wrong_name_and_a_wrong_number_of_names_are_refused():
+  placed = Placement(mesh_lib.make_mesh(MESH), {})
+  with pytest.raises(ValueError, match="depth"):
+    placed.spec(("depth",), (2,))
+  with pytest.raises(ValueError, match="shape"):
+    placed.spec(("batch",), (2, 2))
+
+
+def test_of_axes_that_do_not_divide_the_first_ones_are_kept():
+  mesh = mesh_lib.make_mesh(MESH)
+  assert fit((("data", "fsdp"), "tensor"), (8, 2), mesh) == (("data", "fsdp"), "tensor")
+  assert fit((("data", "fsdp"), "tensor"), (6, 3), mesh) == ("data", None)
+  assert fit((("data", "fsdp"),), (3,), mesh) == (None,)
+  assert fit(("tensor", ("fsdp", "tensor")), (2, 4), mesh) == ("tensor", "fsdp")  # no axis twice
+  assert fit((("slice", "context", "fsdp"),), (2,), mesh) == ("fsdp",)  # axes of size 1 do nothing

@@ -1,0 +1,111 @@
+"""Remat policies: gradients stay; what is computed again, and what is kept where, is what the policy says."""
+
+import functools
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.extend import core
+
+from models import attention_tpu
+from models.remat import HOST_MEMORY, REMAT, remat_policy
+from tests.models.common import BATCH, B, T, make, paths, random_params
+from trainer.config import ConfigError
+
+# Of the model of tests/models/common.py.
+LAYERS, D, F = 2, 16, 24
+# Products of a layer's forward pass that are made again: none, or of q, k, v, scores, values, o, gate, up (never those
+# of down, which no gradient needs).
+AGAIN = {"full": 8, "attention": 3, "attention_mlp": 0, "offload": 8, "offload_attention": 3, "dots": 0,
+         "dots_no_batch": 2}
+# Kept of each token and layer, in numbers, besides what enters the layer: q, k, v, output, log-normalisers; stream,
+# gate, up.
+ATTENTION, MLP = 4 * D + 4, D + 2 * F
+KEPT = {"full": 0, "attention": ATTENTION, "attention_mlp": ATTENTION + MLP, "offload": 0,
+        "offload_attention": ATTENTION}
+
+
+def loss(remat, scan_layers=True):
+  model = make(remat=remat, scan_layers=scan_layers, num_layers=LAYERS, attention_block=T)
+  return model, lambda params: jnp.tanh(model.apply(params, BATCH).hidden).sum()
+
+
+@functools.cache
+def grads(remat, scan_layers=True):
+  model, f = loss(remat, scan_layers)
+  return paths(jax.jit(jax.grad(f))(random_params(model)))
+
+
+def equations(jaxpr):
+  """All equations, those within others included; without those that have no results, which a compiler removes."""
+  for equation in jaxpr.eqns:
+    if not equation.outvars:
+      continue
+    yield equation
+    for value in equation.params.values():
+      for part in value if isinstance(value, (tuple, list)) else (value,):
+        if isinstance(part, (core.Jaxpr, core.ClosedJaxpr)):
+          yield from equations(getattr(part, "jaxpr", part))
+
+
+@functools.cache
+def backward(remat):
+  model, f = loss(remat)
+  return jax.make_jaxpr(jax.grad(f))(model.abstract_params()).jaxpr
+
+
+def count(jaxpr, primitive):
+  return sum(equation.primitive.name == primitive for equation in equations(jaxpr))
+
+
+@pytest.mark.parametrize("remat", REMAT)
+def test_no_policy_changes_a_gradient(remat):
+  """I11."""
+  expected = grads("none")
+  for path, g in grads(remat).items():
+    np.testing.assert_allclose(g, expected[path], rtol=1e-6, atol=1e-6 * float(jnp.abs(expected[path]).max()))
+
+
+def test_host_memory_works_without_a_scan():
+  expected = grads("none", False)
+  for path, g in grads("offload", False).items():
+    np.testing.assert_allclose(g, expected[path], rtol=1e-6, atol=1e-6 * float(jnp.abs(expected[path]).max()))
+
+
+@pytest.mark.parametrize("remat", AGAIN)
+def test_products_that_are_computed_again(remat):
+  assert count(backward(remat), "dot_general") - count(backward("none"), "dot_general") == AGAIN[remat]
+
+
+@pytest.mark.parametrize("remat", KEPT)
+def test_what_is_kept_of_a_layer_and_where(remat):
+  """The first scan is the forward pass: what it stacks is what the backward pass takes."""
+  scan = next(equation for equation in equations(backward(remat)) if equation.primitive.name == "scan")
+  # Kernels pass through the scan, too, but have no tokens.
+  kept = [v.aval for v in scan.outvars[scan.params["num_carry"]:]
+          if v.aval.shape[:2] == (LAYERS, B) and T in v.aval.shape[2:]]
+  stacks = {space: sum(math.prod(a.shape) for a in kept if (a.memory_space == jax.memory.Space.Host) == host)
+            / (LAYERS * B * T) for space, host in (("host", True), ("device", False))}
+  assert stacks["host"] == (D if remat in HOST_MEMORY else 0)
+  assert stacks["device"] == KEPT[remat] + (0 if remat in HOST_MEMORY else D)
+
+
+@pytest.mark.parametrize("remat, forward", [("full", 2), ("attention", 1), ("attention_mlp", 1)])
+def test_the_tpu_kernel_runs_forward_once_where_its_results_are_kept(remat, forward):
+  segments = jnp.ones((1, 128), jnp.int32)
+
+  def f(q, k, v):
+    return jnp.sin(attention_tpu.attend(q, k, v, segment_ids=segments, scale=1.0, interpret=True)).sum()
+
+  def kernels(f):
+    x = jax.ShapeDtypeStruct((1, 128, 2, 64), jnp.float32)
+    return count(jax.make_jaxpr(jax.grad(f, (0, 1, 2)))(x, x, x).jaxpr, "pallas_call")
+
+  assert kernels(remat_policy(remat)(f, False)) - kernels(f) == forward - 1
+
+
+def test_unknown_policies_are_refused():
+  with pytest.raises(ConfigError, match="allowed: none, full, attention"):
+    remat_policy("some")

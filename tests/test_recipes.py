@@ -1,0 +1,103 @@
+"""The recipes for large models: the published architecture to the last parameter, split over the devices they name."""
+
+import importlib
+import json
+
+import jax
+import numpy as np
+import pytest
+from jax.sharding import AbstractMesh, AxisType
+
+from models import hf
+from trainer import config_checks, hardware
+from trainer import mesh as mesh_lib
+from trainer import program as program_lib
+from trainer.config import ConfigError
+
+LLAMA = dict(
+    model_type="llama", architectures=["LlamaForCausalLM"], attention_bias=False, hidden_act="silu",
+    max_position_embeddings=8192, num_key_value_heads=8, rms_norm_eps=1e-5, rope_scaling=None, rope_theta=500000.0,
+    tie_word_embeddings=False, vocab_size=128256)
+LLAMA_70B = LLAMA | dict(hidden_size=8192, intermediate_size=28672, num_attention_heads=64, num_hidden_layers=80)
+# (recipe, argument): (parameters, what is published as config.json).
+RECIPES = {
+    ("llama3_8b", None): (8_030_261_248, LLAMA | dict(
+        hidden_size=4096, intermediate_size=14336, num_attention_heads=32, num_hidden_layers=32)),
+    ("llama3_70b", "v5p"): (70_553_706_496, LLAMA_70B),
+    ("llama3_70b", "h100"): (70_553_706_496, LLAMA_70B),
+    ("qwen3_30b_a3b", None): (30_532_122_624, dict(
+        model_type="qwen3_moe", architectures=["Qwen3MoeForCausalLM"], attention_bias=False, decoder_sparse_step=1,
+        head_dim=128, hidden_act="silu", hidden_size=2048, intermediate_size=6144, max_position_embeddings=40960,
+        max_window_layers=48, mlp_only_layers=[], moe_intermediate_size=768, norm_topk_prob=True,
+        num_attention_heads=32, num_experts=128, num_experts_per_tok=8, num_hidden_layers=48, num_key_value_heads=4,
+        rms_norm_eps=1e-6, rope_scaling=None, rope_theta=1000000.0, sliding_window=None, tie_word_embeddings=False,
+        use_sliding_window=False, vocab_size=151936)),
+    # 62 layers of 412,898,560, an embedding of 262,208 × 5,376 and a norm of 5,376.
+    ("gemma3_27b", None): (62 * 412_898_560 + 262_208 * 5376 + 5376, dict(
+        model_type="gemma3_text", architectures=["Gemma3ForCausalLM"], attention_bias=False, head_dim=128,
+        hidden_activation="gelu_pytorch_tanh", hidden_size=5376, intermediate_size=21504,
+        max_position_embeddings=131072, num_attention_heads=32, num_hidden_layers=62, num_key_value_heads=16,
+        query_pre_attn_scalar=168, rms_norm_eps=1e-6, rope_local_base_freq=10000.0,
+        rope_scaling={"factor": 8.0, "rope_type": "linear"}, rope_theta=1000000.0, sliding_window=1024,
+        sliding_window_pattern=6, tie_word_embeddings=True, vocab_size=262208)),
+}
+recipes = pytest.mark.parametrize("name, arg", RECIPES, ids=lambda part: part or "")
+
+
+def resolved(name, arg, slices=1):
+  config = importlib.import_module(f"configs.{name}").get_config(arg)
+  config.mesh.slice = config.plan.slices = slices
+  config.batch_size *= slices
+  config, _ = program_lib.resolve(config)
+  program_lib.settle_precision(config, hardware.topology(config.plan.topology).chip.platform)
+  return config
+
+
+@recipes
+def test_the_architecture_is_the_published_one(name, arg, tmp_path):
+  parameters, published = RECIPES[name, arg]
+  config = resolved(name, arg)
+  model = program_lib.make_model(config, config.model.vocab_size)
+  assert sum(leaf.size for leaf in jax.tree.leaves(model.abstract_params())) == parameters
+  (tmp_path / "config.json").write_text(json.dumps(published))
+  _, keys, _ = hf.architecture(tmp_path)
+  mine = hf.keys_of(config.model, config.model.vocab_size)
+  ours = {key: mine[key] for key in keys if key in mine}
+  assert {key: (ours[key], keys[key]) for key in ours if ours[key] != pytest.approx(keys[key])} == {}
+  assert len(ours) > 15
+
+
+@recipes
+def test_starting_from_the_published_weights_changes_no_key(name, arg, tmp_path):
+  """Only what the folder adds is filled in, and nothing contradicts it."""
+  (tmp_path / "config.json").write_text(json.dumps(RECIPES[name, arg][1]))
+  config = importlib.import_module(f"configs.{name}").get_config(arg)
+  config.model.hf = str(tmp_path)
+  _, notes = program_lib.resolve(config)
+  assert not [note for note in notes if "as this config says" in note]
+
+
+@pytest.mark.parametrize("slices", [1, 2])
+@recipes
+def test_parameters_and_moments_are_split_over_the_devices_and_fit(name, arg, slices):
+  config = resolved(name, arg, slices)
+  topology = hardware.topology(config.plan.topology, slices)
+  sizes = mesh_lib.axis_sizes(config.mesh, topology.devices, topology.kind)
+  mesh = AbstractMesh(tuple(sizes.values()), tuple(sizes), axis_types=(AxisType.Auto,) * len(sizes))
+  mesh_lib.check_batch(mesh, config.batch_size // config.grad_accum_steps)
+  model = program_lib.make_model(config, config.model.vocab_size)
+  program = program_lib.make_program(
+      config_checks.View(config), model, program_lib.planned_optimizer(config, model), mesh, ("main",))
+  assert not [note for note in program.notes if "not divisible" in note]
+  state = zip(jax.tree.leaves(program.abstract_state), jax.tree.leaves(program.state_sharding), strict=True)
+  held = sum(np.prod(sharding.shard_shape(leaf.shape), dtype=float) * leaf.dtype.itemsize for leaf, sharding in state)
+  # float32 parameters and two moments, over all devices but for copies: the axes that parameters are not split over.
+  assert 1e6 <= config.batch_size * config.seq_len / slices <= 5e6
+  copies = sizes["slice"] * sizes["data"]
+  assert held == pytest.approx(12 * RECIPES[name, arg][0] * copies / topology.devices, rel=0.01)
+  assert 16 / 12 * held < 0.6 * topology.chip.usable
+
+
+def test_unknown_hardware_is_refused():
+  with pytest.raises(ConfigError, match="allowed: v5p, h100"):
+    importlib.import_module("configs.llama3_70b").get_config("a100")

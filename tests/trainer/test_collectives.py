@@ -1,0 +1,140 @@
+"""What programs move, read from their texts: counted in programs whose collectives are known."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from trainer import mesh as mesh_lib
+from trainer.collectives import Collective, collectives, summary
+
+MESH = dict(data=2, fsdp=2, tensor=2)
+
+
+def compiled(local, in_spec, out_spec, shape=(16, 16)):
+  mesh = mesh_lib.make_mesh(MESH)
+  mapped = jax.shard_map(local, mesh=mesh, in_specs=in_spec, out_specs=out_spec, check_vma=False)
+  x = jax.ShapeDtypeStruct(shape, jnp.float32, sharding=NamedSharding(mesh, in_spec))
+  return collectives(jax.jit(mapped).lower(x).compile().as_text(), mesh)
+
+
+KNOWN = {
+    "all-gather": (lambda x: jax.lax.all_gather(x, ("data", "fsdp"), tiled=True), P(("data", "fsdp")), P(),
+                   1024, 4, ("data", "fsdp"), 768.0),
+    "reduce-scatter": (lambda x: jax.lax.psum_scatter(x, "tensor", tiled=True), P(), P("tensor"),
+                       1024, 2, ("tensor",), 512.0),
+    "all-reduce": (lambda x: jax.lax.psum(x, ("data", "tensor")), P(("data", "tensor")), P(),
+                   256, 4, ("data", "tensor"), 384.0),
+    "all-to-all": (lambda x: jax.lax.all_to_all(x, "fsdp", 0, 1, tiled=True), P("fsdp"), P(None, "fsdp"),
+                   512, 2, ("fsdp",), 256.0),
+    "collective-permute": (lambda x: jax.lax.ppermute(x, "fsdp", [(0, 1), (1, 0)]), P("fsdp"), P("fsdp"),
+                           512, 2, ("fsdp",), 512.0),
+}
+
+
+@pytest.mark.parametrize("kind", KNOWN)
+def test_each_kind_is_found_with_its_bytes_devices_and_axes(kind):
+  local, in_spec, out_spec, size, group, axes, traffic = KNOWN[kind]
+  found = [one for one in compiled(local, in_spec, out_spec) if one.group_size > 1]
+  assert [(one.kind, one.bytes, one.group_size, one.axes, one.times) for one in found] == [(kind, size, group, axes, 1)]
+  assert found[0].traffic == traffic
+
+
+def test_loops_count_as_often_as_they_run():
+  def local(x):
+    def inner(x, _):
+      return x + jax.lax.ppermute(x, "tensor", [(0, 1), (1, 0)]), None
+
+    def outer(x, _):
+      return jax.lax.psum(jax.lax.scan(inner, x, length=3)[0], "data") / 2, None
+
+    return jax.lax.scan(outer, x, length=5)[0]
+
+  found = {one.kind: one.times for one in compiled(local, P("tensor"), P("tensor")) if one.group_size > 1}
+  assert found == {"collective-permute": 15, "all-reduce": 5}
+
+
+ONE = functools.partial(Collective, shape="", name="")
+
+
+def test_summary_adds_up_by_kind_and_axes():
+  found = [ONE("all-gather", 100, group_size=4, times=3, axes=("fsdp",)),
+           ONE("all-gather", 60, group_size=4, times=1, axes=("fsdp",)),
+           ONE("all-reduce", 1000, group_size=2, times=2, axes=("data",))]
+  assert summary(found) == {("all-reduce", ("data",)): (2, 2000.0), ("all-gather", ("fsdp",)): (4, 270.0)}
+  assert list(summary(found))[0][0] == "all-reduce"
+
+
+TEXT = """HloModule step
+
+%region_body (p: (s32[], f32[8])) -> (s32[], f32[8]) {
+  %g = bf16[8,4]{1,0} all-gather-start(%x), replica_groups=GROUPS, dimensions={0}, metadata={op_name="jit(f)/a"}
+  %d = bf16[8,4]{1,0} all-gather-done(%g)
+}
+
+ENTRY %main (x: f32[8]) -> f32[8] {
+  %w = (s32[], f32[8]) while(%t), condition=%c, body=%region_body, backend_config={"known_trip_count":{"n":"6"}}
+}
+"""
+
+
+@pytest.mark.parametrize("groups, axes", [
+    ("{{0,1},{2,3},{4,5},{6,7}}", ("tensor",)), ("[4,2]<=[8]", ("tensor",)), ("[2,4]<=[4,2]T(1,0)", ("data", "fsdp")),
+    ("mesh['a'=2,'b'=4] {'b'}", ("fsdp", "tensor")),
+    ("mesh['a'=4,'b'=2], device_ids=([2,4]T(1,0)) {'a'}", ("fsdp", "tensor")),
+    ("mesh['a'=8] {'a':(2)2}", ("fsdp",)),
+])
+def test_groups_are_read_however_they_are_written(groups, axes):
+  (one,) = collectives(TEXT.replace("GROUPS", groups), mesh_lib.make_mesh(MESH))
+  assert (one.kind, one.bytes, one.times, one.axes, one.name) == ("all-gather", 64, 6, axes, "jit(f)/a")
+
+
+# As libtpu writes it: loops without a count, a kernel's text with lines of its own, an asynchronous gather in each of
+# the fusions that run meanwhile, a reduce-scatter as a computation with a name, several reductions as one.
+TPU_TEXT = """HloModule step
+
+%all-reduce-scatter.1 (input: bf16[64,4]) -> bf16[8,4] {
+  %input = bf16[64,4]{1,0:T(8,128)} parameter(0)
+  %r = bf16[64,4]{1,0:T(8,128)} all-reduce(%input), channel_id=1, replica_groups=[1,8]<=[8], to_apply=%add
+  ROOT %s = bf16[8,4]{1,0:T(8,128)} dynamic-slice(%r, %at, %zero), dynamic_slice_sizes={8,4}
+}
+
+%fused_computation.1 (p: bf16[4,4]) -> bf16[8,4] {
+  ROOT %g.1 = bf16[8,4]{1,0:T(8,128)} all-gather(%p), channel_id=2, replica_groups=[4,2]<=[8], dimensions={0}
+}
+
+%async_collective_fusion.2 (p: bf16[4,4]) -> bf16[8,4] {
+  ROOT %g.2 = bf16[8,4]{1,0:T(8,128)} all-gather(%p), channel_id=2, replica_groups=[4,2]<=[8], dimensions={0}
+}
+
+%condition (p: (s32[], f32[8])) -> pred[] {
+  %five = s32[]{:T(128)} constant(5)
+  %i = s32[]{:T(128)} get-tuple-element(%p), index=0
+  ROOT %lt = pred[]{:T(512)} compare(%i, %five), direction=LT
+}
+
+%body (p: (s32[], f32[8])) -> (s32[], f32[8]) {
+  %k = f32[8]{0} custom-call(%x), custom_call_target="tpu_custom_call", backend_config={"metadata":{
+"text":"{\\"block\\": 512}"
+}}, metadata={op_name="kernel"}
+  %a = bf16[8,4]{1,0:T(8,128)} fusion(%x), kind=kCustom, calls=%fused_computation.1
+  %b = bf16[8,4]{1,0:T(8,128)} fusion(%a), kind=kCustom, calls=%async_collective_fusion.2
+  %c = bf16[8,4]{1,0:T(8,128)} fusion(%b), kind=kCustom, calls=%all-reduce-scatter.1
+}
+
+ENTRY %main (x: f32[8]) -> f32[8] {
+  %w = (s32[], f32[8]) while(%t), condition=%condition, body=%body
+  %sums = (f32[2]{0:T(128)}, f32[3]{0:T(128)}) all-reduce(%m, %n), channel_id=3, replica_groups=[1,8]<=[8]
+}
+"""
+
+
+def test_text_of_tpus():
+  found = collectives(TPU_TEXT, mesh_lib.make_mesh(MESH))
+  assert {(one.kind, one.bytes, one.times, one.axes) for one in found} == {
+      ("all-gather", 64, 5, ("tensor",)), ("reduce-scatter", 512, 5, ("data", "fsdp", "tensor")),
+      ("all-reduce", 20, 1, ("data", "fsdp", "tensor"))}
+  assert len(found) == 3

@@ -1,0 +1,331 @@
+"""--mode=plan against what is really allocated, compiled and sent, and against closed forms."""
+
+import functools
+import importlib.util
+import json
+import math
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from tests import tiny
+from trainer import (
+  collectives,
+  config_checks,
+  hardware,
+  plan_compile,
+  plan_estimate,
+  plan_network,
+  plan_search,
+  plan_trace,
+)
+from trainer import mesh as mesh_lib
+from trainer import plan as plan_lib
+from trainer import program as program_lib
+from trainer.config import ConfigError
+
+NOWHERE = Path("/no/such/corpus")  # a plan reads no data
+LAYOUTS = (dict(data=1, fsdp=8), dict(data=2, fsdp=2, tensor=2))
+
+
+def resolved(platform="cpu", **changed):
+  """A config large enough that a step is more than its overhead, resolved."""
+  model = dict(num_layers=3, hidden_size=64, intermediate_size=128, num_heads=4) | changed.pop("model", {})
+  config = tiny.config(NOWHERE, **{"seq_len": 64, "batch_size": 16} | changed)
+  config.model.update(model)
+  config, _ = program_lib.resolve(config)
+  program_lib.settle_precision(config, platform)
+  return config
+
+
+def planner_of(config, topology="cpu:8"):
+  return plan_estimate.Planner(config, 258, hardware.topology(topology, config.plan.slices), ["main"])
+
+
+@functools.cache
+def compiled_on(layout):
+  """(config, planner, compiled program, mesh) of the unrolled model on 8 host devices."""
+  config = resolved(model=dict(scan_layers=False), mesh=dict(zip(mesh_lib.AXES, layout, strict=True)))
+  planner, mesh = planner_of(config), mesh_lib.make_mesh(config.mesh)
+  model = program_lib.make_model(config, 258)
+  program = program_lib.make_program(config, model, program_lib.planned_optimizer(config, model), mesh, ["main"])
+  state = jax.tree.map(lambda leaf, s: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=s),
+                       program.abstract_state, program.state_sharding)
+  batch = program_lib.abstract_batch(config, model, config.batch_size, sharding=program.batch_sharding)
+  with mesh_lib.activation_rules(mesh):
+    return config, planner, program.update_fn.lower(state, batch).compile(), mesh
+
+
+def layout_of(sizes):
+  return tuple(sizes.get(axis, 1) for axis in mesh_lib.AXES)
+
+
+# ---------------------------------------------------------------- against reality
+
+
+@pytest.mark.parametrize("sizes", LAYOUTS, ids=str)
+@pytest.mark.parametrize("changed", [{}, dict(optimizer="muon")], ids=["adamw", "muon"])
+def test_bytes_of_the_state_are_those_that_a_device_holds(sizes, changed):
+  config = resolved(mesh=sizes)
+  if changed:
+    config.optimizer.name = changed["optimizer"]
+    config.optimizer.ema_decay = 0.9
+  estimate = planner_of(config).estimate(config.mesh)
+  mesh, model = mesh_lib.make_mesh(config.mesh), program_lib.make_model(config, 258)
+  program = program_lib.make_program(config, model, program_lib.planned_optimizer(config, model), mesh, ["main"])
+  state = jax.tree.map(lambda leaf, s: jax.device_put(jnp.zeros(leaf.shape, leaf.dtype), s),
+                       program.abstract_state, program.state_sharding)
+
+  def held(part):
+    return sum(shard.data.nbytes for leaf in jax.tree.leaves(part) for shard in leaf.addressable_shards
+               if shard.device == jax.devices()[0])
+
+  assert estimate.memory["parameters"] == held(state["params"])
+  assert estimate.memory["optimizer"] == held(state["opt"])
+  assert estimate.memory.get("ema", 0) == held(state.get("ema", {}))
+
+
+@pytest.mark.parametrize("sizes", LAYOUTS, ids=str)
+def test_memory_products_and_traffic_are_close_to_those_of_the_compiled_step(sizes):
+  config, planner, compiled, mesh = compiled_on(layout_of(sizes))
+  estimate, memory = planner.estimate(config.mesh), compiled.memory_analysis()
+  counters = 3 * 4  # step, nonfinite, nonfinite_in_a_row
+  known = estimate.memory["parameters"] + estimate.memory["optimizer"] + estimate.memory["batch"] + counters
+  assert memory.argument_size_in_bytes == pytest.approx(known, abs=64)
+  total = (memory.argument_size_in_bytes + memory.output_size_in_bytes + memory.temp_size_in_bytes
+           - memory.alias_size_in_bytes)
+  assert 1 / 1.5 < estimate.total / total < 1.5
+
+  # The compiler counts elementwise operations too, and each device's own.
+  flops = compiled.cost_analysis()["flops"] * mesh.size
+  assert 0.75 < estimate.hardware_flops / flops < 1.05
+
+  sent = collectives.summary(collectives.collectives(compiled.as_text(), mesh))
+  gathered = sum(size for (kind, axes), (_, size) in sent.items() if kind == "all-gather" and axes == ("fsdp",))
+  planned = sum(x.bytes for x in estimate.transfers if x.kind == "all-gather" and x.axes == ("fsdp",))
+  assert 1 / 2 < planned / gathered < 2
+
+
+def test_the_command_compiles_in_a_process_of_its_own():
+  config = resolved(mesh=dict(data=1, fsdp=2), batch_size=2, seq_len=32, model=dict(num_layers=1, hidden_size=16))
+  topology = hardware.topology("cpu:2")
+  found = plan_compile.compile_step(config_checks.to_json(config), 258, ["main"], topology)
+  estimate = plan_estimate.Planner(config, 258, topology, ["main"]).estimate(config.mesh)
+  assert found.failure == "" and found.temporaries > 0 and found.flops > 0
+  known = sum(estimate.memory[kind] for kind in ("parameters", "optimizer", "batch"))
+  assert found.arguments == pytest.approx(known, abs=64)
+  assert found.total == found.arguments + found.outputs + found.temporaries - found.aliased
+  assert any(axes == ("fsdp",) for _, axes, _, _ in found.collectives)
+
+
+@pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="needs the TPU compiler, libtpu")
+def test_a_step_compiles_for_tpus_that_are_not_here_or_is_said_not_to_fit():
+  config = resolved("tpu", mesh=dict(data=1, fsdp=4), batch_size=4, model=dict(hidden_size=512,
+                                                                               intermediate_size=1024))
+  topology = hardware.topology("v5e:2x2")
+  found = plan_compile.compile_step(config_checks.to_json(config), 258, ["main"], topology)
+  estimate = plan_estimate.Planner(config, 258, topology, ["main"]).estimate(config.mesh)
+  known = sum(estimate.memory[kind] for kind in ("parameters", "optimizer", "batch"))
+  assert found.failure == "" and known <= found.arguments < 1.1 * known  # small arrays are padded
+  huge = resolved("tpu", mesh=dict(data=4), batch_size=4, model=dict(num_layers=1, hidden_size=32768,
+                                                                    intermediate_size=65536))
+  refused = plan_compile.compile_step(config_checks.to_json(huge), 258, ["main"], topology)
+  assert refused.too_large and "15.75G" in refused.failure
+  assert not plan_estimate.Planner(huge, 258, topology, ["main"]).estimate(huge.mesh).fits
+
+
+# ---------------------------------------------------------------- closed forms
+
+
+def test_products_are_counted_in_loops_and_without_those_nobody_needs():
+  def f(x, w):
+    dead = w @ w
+    y, _ = jax.lax.scan(lambda y, _: (jnp.tanh(y @ w), None), x, length=5)
+    del dead
+    return jnp.sum(y)
+
+  x, w = jax.ShapeDtypeStruct((3, 4), jnp.float32), jax.ShapeDtypeStruct((4, 4), jnp.float32)
+  forward = 5 * 2 * 3 * 4 * 4
+  assert plan_trace._flops(jax.make_jaxpr(f)(x, w)) == forward
+  # The gradient of each product is two more; that of x alone is not asked for, but in a loop it is made.
+  assert plan_trace._flops(jax.make_jaxpr(jax.grad(f, 1))(x, w)) == 3 * forward
+
+
+def test_remat_full_keeps_what_enters_each_layer_and_multiplies_it_again():
+  costs = {}
+  for layers in (2, 4):
+    for remat in ("none", "full"):
+      config = resolved(remat=remat, model=dict(num_layers=layers))
+      costs[layers, remat] = planner_of(config).traced()[1]
+  one_layer = 64 * 64 * 4  # T × D numbers of 4 bytes
+  assert costs[4, "full"].kept - costs[2, "full"].kept == 2 * one_layer
+  assert costs[4, "none"].kept > 3 * costs[4, "full"].kept
+  # Of a layer's three products forward and backward one is repeated, but not the last one, whose result nobody needs.
+  again, whole = (costs[4, "full"].flops - costs[2, "full"].flops, costs[4, "none"].flops - costs[2, "none"].flops)
+  assert 1.15 < again / whole <= 4 / 3
+
+
+def test_model_flops_are_those_that_mfu_is_made_of():
+  config = resolved()
+  planner = planner_of(config, "v5e:2x4")
+  estimate = planner.estimate(config.mesh)
+  assert estimate.tokens == 16 * 64
+  assert estimate.model_flops == planner.traced()[0].model.flops_per_token(64) * estimate.tokens
+  step = estimate.seconds["step"]
+  assert estimate.mfu == pytest.approx(estimate.model_flops / (step * 8 * 197e12))
+  t = estimate.seconds
+  assert step == max(t["compute"], t["memory"], t["hidden"]) + t["exposed"]
+
+
+def test_parameters_are_gathered_twice_and_gradients_summed_once_for_each_micro_batch():
+  config = resolved("tpu", mesh=dict(data=1, fsdp=8), grad_accum_steps=2)
+  planner = planner_of(config, "v5e:2x4")
+  estimate = planner.estimate(config.mesh)
+  params = planner.traced()[0].abstract_state["params"]
+  placed = plan_estimate.Placed(config, planner.traced()[0], planner.mesh(config.mesh))
+  split = sum(leaf.size for leaf, part in placed.parts.values() if part < leaf.size)
+  whole = sum(leaf.size for leaf, part in placed.parts.values() if part == leaf.size)
+  by_kind = {transfer.kind: transfer.bytes for transfer in estimate.transfers}
+  assert split > 10 * whole and len(jax.tree.leaves(params)) == len(placed.parts)
+  bfloat16, float32 = 2, 4
+  assert by_kind["all-gather"] == 2 * 2 * bfloat16 * split * 7 / 8
+  assert by_kind["reduce-scatter"] == 2 * float32 * split * 7 / 8
+  assert by_kind["all-reduce"] == 2 * 2 * float32 * whole * 7 / 8
+
+
+def test_each_axis_moves_what_belongs_to_it():
+  config = resolved("tpu", seq_len=128, mesh=dict(data=1, tensor=2, context=2, fsdp=2))
+  moved = {transfer.axes: transfer for transfer in planner_of(config, "v5e:2x4").estimate(config.mesh).transfers
+           if not transfer.hidden}
+  assert set(moved) == {("tensor",), ("context",)}
+  moe = resolved("tpu", mesh=dict(data=1, expert=8),
+                 model=dict(moe=dict(num_experts=8, experts_per_token=2, expert_size=32)))
+  estimate = planner_of(moe, "v5e:2x4").estimate(moe.mesh)
+  (tokens,) = [transfer for transfer in estimate.transfers if transfer.kind == "all-to-all"]
+  # There and back, forward and backward, in 3 layers: 2 rows of 64 tokens, 2 experts each, 64 bfloat16 numbers.
+  assert tokens.bytes == 4 * 3 * (2 * 64) * 2 * 64 * 2 * 7 / 8
+  experts = [x for x in estimate.transfers if x.kind == "all-gather" and "expert" in x.axes]
+  assert experts and not any("context" in x.axes for x in experts)  # all but the experts themselves
+
+
+@pytest.mark.parametrize(("topology", "sizes", "expected"), [
+    # A whole dimension of a v5e slice is a ring, both ways; all of it are two of them.
+    ("v5e:16x16", dict(fsdp=16, tensor=16), dict(fsdp=("ICI", 100e9), tensor=("ICI", 100e9))),
+    ("v5e:16x16", dict(fsdp=256), dict(fsdp=("ICI", 200e9))),
+    ("v5e:16x16", dict(fsdp=64, tensor=4), dict(tensor=("ICI", 50e9))),
+    ("v5p:4x4x8", dict(fsdp=32, tensor=4), dict(fsdp=("ICI", 400e9), tensor=("ICI", 200e9))),
+    ("h100:8x4", dict(fsdp=4, tensor=8), dict(fsdp=("InfiniBand", 50e9), tensor=("NVLink", 450e9))),
+    ("h100:8x4", dict(fsdp=32), dict(fsdp=("InfiniBand", 400e9))),
+    ("h100:8x4", dict(data=4, fsdp=8), dict(data=("InfiniBand", 50e9), fsdp=("NVLink", 450e9)))])
+def test_links_of_axes_follow_from_the_topology(topology, sizes, expected):
+  found = plan_network.links(hardware.topology(topology), {axis: sizes.get(axis, 1) for axis in mesh_lib.AXES})
+  assert {axis: (found[axis].name, found[axis].bandwidth) for axis in expected} == expected
+
+
+def test_slices_talk_over_the_slow_network():
+  config = resolved("tpu", mesh=dict(slice=2, data=1, fsdp=4), plan=dict(slices=2))
+  transfers = planner_of(config, "v5e:2x2").estimate(config.mesh).transfers
+  between = [transfer for transfer in transfers if transfer.axes == ("slice",)]
+  assert [(t.kind, t.what, t.link) for t in between] == [("all-reduce", "gradients", "DCN")]
+  with pytest.raises(ConfigError, match=r"--config.mesh.slice=2"):
+    planner_of(resolved("tpu", plan=dict(slices=2)), "v5e:2x2").estimate(dict(data=8))
+
+
+# ---------------------------------------------------------------- what fits, what is better
+
+
+def small_planner(config, gib):
+  topology = hardware.topology("v5e:2x4")
+  small = topology._replace(chip=topology.chip._replace(usable=gib * 2**30))
+  return plan_estimate.Planner(config, 258, small, ["main"])
+
+
+def test_the_most_rows_fit_and_one_more_does_not():
+  most = small_planner(resolved("tpu"), 0.01).estimate(dict(data=8)).most_rows
+  assert most > 2
+  for rows, fits in ((most, True), (most + 1, False)):
+    estimate = small_planner(resolved("tpu", batch_size=8 * rows), 0.01).estimate(dict(data=8))
+    assert (estimate.rows, estimate.fits) == (rows, fits)
+
+
+def test_advice_is_what_was_estimated():
+  config = resolved("tpu", batch_size=64, mesh=dict(data=8))
+  planner = small_planner(config, 0.004)
+  now = planner.estimate(config.mesh)
+  assert not now.fits
+  by_remat, by_mesh = plan_search.remats(planner, config.mesh), plan_search.meshes(planner)
+  lines = plan_search.advice(planner, now, by_remat, by_mesh)
+  assert lines[0].startswith("It does not fit")
+  (accum,) = [line.rpartition("=")[2] for line in lines if "grad_accum_steps" in line]
+  config = resolved("tpu", batch_size=64, mesh=dict(data=8), grad_accum_steps=int(accum))
+  assert small_planner(config, 0.004).estimate(config.mesh).fits
+
+
+def test_other_meshes_are_ranked_and_use_all_devices():
+  config = resolved("tpu", batch_size=16, mesh=dict(data=-1))
+  found = plan_search.meshes(planner_of(config, "v5e:2x4"))
+  assert all(math.prod(estimate.sizes.values()) == 8 for estimate in found)
+  assert all(estimate.fits for estimate in found)
+  times = [round(estimate.seconds["step"], 4) for estimate in found]
+  assert times == sorted(times) and len(found) == plan_search.SHOWN
+  typed = plan_search.flags(dict(slice=1, data=1, fsdp=4, expert=1, context=1, tensor=2), "full")
+  assert typed == "--config.mesh.data=1 --config.mesh.fsdp=4 --config.mesh.tensor=2 --config.remat=full"
+
+
+# ---------------------------------------------------------------- the command
+
+
+def test_the_command_needs_no_data_and_says_that_it_estimates(tmp_path, capsys):
+  config = tiny.config(NOWHERE, plan=dict(topology="h100:8x2"), batch_size=16)
+  page = plan_lib.plan(config, tmp_path)
+  text = capsys.readouterr().out
+  for words in ("16 × h100", "An estimate, not compiled: XLA compiles for a GPU only where that GPU is", "MFU",
+                "What to type", "XLA_PYTHON_CLIENT_MEM_FRACTION", "InfiniBand", "data=16 (as configured)"):
+    assert words in text
+  html = page.read_text()
+  assert "<svg" in html and "Memory of each device" in html
+  assert (tmp_path / "plan.svg").read_text().startswith("<svg")
+  assert not (tmp_path / "config.json").exists()  # nothing was begun
+
+
+@pytest.mark.parametrize(("changed", "said"), [
+    (dict(plan=dict(topology="v5x:4x4")), "do you mean v5"),
+    (dict(plan=dict(topology="h100:8"), mesh=dict(data=1, fsdp=3)), r"makes 3 devices, but there are 8 \(h100\)"),
+    (dict(plan=dict(topology="h100:8", compile="always")), "plan.compile is always"),
+    (dict(plan=dict(topology="h100:8", compile="yes")), "allowed: auto, always, never"),
+    (dict(plan=dict(topology="h100:8", memory_gb=-1.0)), "plan.memory_gb must be above 0"),
+    (dict(plan=dict(topology="h100:8x2")), "batch_size / grad_accum_steps is 8")])
+def test_mistakes_are_told_as_training_would(changed, said, tmp_path):
+  with pytest.raises(ConfigError, match=said):
+    plan_lib.plan(tiny.config(NOWHERE, **changed), tmp_path)
+
+
+def test_figures_of_the_config_replace_those_of_the_table():
+  config = resolved(plan=dict(topology="h100:8", memory_gb=40.0, tflops=500.0, network_bandwidth=25.0))
+  chip = plan_lib.find_topology(config.plan).chip
+  assert (chip.usable, chip.peak, chip.network_bandwidth, chip.link_bandwidth) == (40e9, 500e12, 25e9, 450e9)
+
+
+def test_the_vocabulary_is_known_without_a_text(tmp_path):
+  config = resolved()
+  assert plan_lib.find_vocabulary(config, tmp_path)[0] == 258
+  config.tokenizer.update(type="bpe", vocab_size=777)
+  assert plan_lib.find_vocabulary(config, tmp_path)[0] == 777
+  config.tokenizer.update(type="hf", path="/no/such/folder")
+  with pytest.raises(ConfigError):
+    plan_lib.find_vocabulary(config, tmp_path)
+  config.model.vocab_size = 32_000
+  count, where = plan_lib.find_vocabulary(config, tmp_path)
+  assert count == 32_000 and "model.vocab_size" in where
+
+
+def test_what_a_plan_is_asked_does_not_hinder_training():
+  config = resolved(plan=dict(topology="v5e:16x16"))
+  view = config_checks.View(config)
+  for key in config_checks.flatten(config):
+    if not key.startswith("plan."):
+      functools.reduce(lambda node, part: node[part], key.split("."), view)
+  config_checks.audit(view)
+  assert config_checks.differences(json.loads(config_checks.to_json(resolved())), config) == []

@@ -1,0 +1,113 @@
+"""The step as shapes: the same for a run with data and devices as for a plan without either."""
+
+import json
+
+import jax
+import numpy as np
+import pytest
+from jax.sharding import AbstractMesh, AxisType
+
+from input_pipeline import loader
+from input_pipeline.tokenizer import BytesTokenizer
+from tests import tiny
+from trainer import config_checks, experience, rollout
+from trainer import mesh as mesh_lib
+from trainer import program as program_lib
+from trainer.config import ConfigError, reward, source, strategy
+
+
+def resolved(corpus, **changed):
+  config, _ = program_lib.resolve(tiny.config(corpus, **changed))
+  program_lib.settle_precision(config, "cpu")
+  return config
+
+
+def made(config, mesh):
+  model = program_lib.make_model(config, BytesTokenizer.vocab_size)
+  return program_lib.make_program(config, model, program_lib.planned_optimizer(config, model), mesh, ["main"])
+
+
+def abstract_mesh(**sizes):
+  sizes = {axis: sizes.get(axis, 1) for axis in mesh_lib.AXES}
+  return AbstractMesh(tuple(sizes.values()), tuple(sizes), axis_types=(AxisType.Auto,) * len(sizes))
+
+
+def kinds(batch):
+  """{name: (dtype, rank, places in a row)}; how many segments a row has, the data decide."""
+  return {name: (np.dtype(values.dtype), len(values.shape), None if name in ("sequences", "advantages")
+                 else tuple(values.shape[1:])) for name, values in batch.items()}
+
+
+@pytest.mark.parametrize(("name", "row"), [
+    ("seq", dict(text="one two three")),
+    ("sft", dict(prompt="one", completion=" two")),
+    ("dpo", dict(prompt="one", chosen=" two", rejected=" three")),
+    ("kto", dict(prompt="one", completion=" two", label=True))])
+def test_the_batch_made_without_data_is_that_of_the_data(name, row, tmp_path):
+  (tmp_path / "rows.jsonl").write_text(2 * (json.dumps(row) + "\n"))
+  config = resolved(tmp_path, strategy=strategy(name))
+  config.input.sources.main = source(type="jsonl", path=str(tmp_path / "rows.jsonl"))
+  data = loader.make_train_data(config, BytesTokenizer(), workdir=tmp_path)
+  model = program_lib.make_model(config, BytesTokenizer.vocab_size)
+  real, planned = data.batch(0), program_lib.abstract_batch(config, model, config.batch_size)
+  assert kinds(planned) == kinds(real)
+  assert {leaf.shape[0] for leaf in planned.values()} == {config.batch_size}
+
+
+def test_the_batch_of_rollouts_has_what_rollouts_give(tmp_path):
+  config = resolved(tmp_path, strategy=strategy("grpo"),
+                    rollout=dict(num_prompts=2, rewards=dict(right=reward(type="numeric"))))
+  model = program_lib.make_model(config, BytesTokenizer.vocab_size)
+  real = experience.make_batch(experience.collect([]), np.zeros(0, np.int64), seq_len=config.seq_len, pad_id=0,
+                               row_multiple=8, keys=rollout.KEYS["grpo"])
+  assert kinds(program_lib.abstract_batch(config, model, 8)) == kinds(real)
+
+
+@pytest.mark.parametrize("changed", [
+    dict(), dict(strategy=strategy("dpo")), dict(strategy=strategy("dpo", precompute=True)),
+    dict(strategy=strategy("kto")), dict(strategy=strategy("grpo")), dict(grad_accum_steps=2)],
+    ids=["seq", "dpo", "precomputed", "kto", "grpo", "accumulated"])
+def test_the_step_traces_without_data(changed, tmp_path):
+  config = resolved(tmp_path, **changed)
+  program = made(config, mesh_lib.make_mesh(dict(fsdp=2, data=2, tensor=2)))
+  batch = program_lib.abstract_batch(config, program.model, config.batch_size, precompute=program.precompute)
+  with mesh_lib.activation_rules(program.mesh):
+    state, metrics = jax.eval_shape(program.update_fn, program.abstract_state, batch)
+  assert jax.tree.map(lambda a: (a.shape, a.dtype), state) == jax.tree.map(
+      lambda a: (a.shape, a.dtype), program.abstract_state)
+  assert "loss" in metrics
+  assert ("reference" in program.abstract_state) == (program.reference is not None and not program.precompute)
+
+
+def test_a_mesh_that_is_not_here_places_as_one_that_is(tmp_path):
+  config = resolved(tmp_path, optimizer=dict(ema_decay=0.9))
+  here = made(config, mesh_lib.make_mesh(dict(fsdp=4, tensor=2)))
+  there = made(config, abstract_mesh(fsdp=4, tensor=2))
+  assert jax.tree.map(lambda s: s.spec, here.state_sharding) == jax.tree.map(lambda s: s.spec, there.state_sharding)
+  assert jax.tree.map(lambda a: a.shape, here.abstract_state) == jax.tree.map(lambda a: a.shape, there.abstract_state)
+
+
+def test_precision_follows_the_platform(tmp_path):
+  config, _ = program_lib.resolve(tiny.config(tmp_path))
+  assert program_lib.settle_precision(config, "tpu") == ["precision.compute = bfloat16: auto, on tpu"]
+  assert (config.precision.compute, config.precision.frozen) == ("bfloat16", "float32")
+  config, _ = program_lib.resolve(tiny.config(tmp_path))
+  config.model.lora.rank = 4
+  program_lib.settle_precision(config, "cpu")
+  assert (config.precision.compute, config.precision.frozen) == ("float32", "float32")
+
+
+def test_options_that_cannot_be_are_refused_before_any_device(tmp_path):
+  config = resolved(tmp_path, strategy=strategy("dpo", beta=0.0))
+  with pytest.raises(ConfigError, match="strategy.beta"):
+    made(config, abstract_mesh())
+  with pytest.raises(ConfigError, match="activation_rules: unknown name"):
+    program_lib.resolve(tiny.config(tmp_path, activation_rules=(("heights", None),)))
+
+
+def test_keys_that_the_step_reads_count_as_read(tmp_path):
+  config = resolved(tmp_path)
+  view = config_checks.View(config)
+  model = program_lib.make_model(view, BytesTokenizer.vocab_size)
+  program_lib.make_program(view, model, program_lib.planned_optimizer(config, model), abstract_mesh(), ["main"])
+  assert {"remat", "precision.compute", "optimizer.clip_norm", "sharding_rules", "seed"} <= view._read

@@ -1,0 +1,228 @@
+"""What a compiled program moves between devices, read from its text.
+
+    program = jax.jit(f).lower(*arguments).compile()
+    for moved in collectives(program.as_text(), mesh): print(moved)
+
+Collectives inside loops count as often as the loop runs, where the compiler knows how often that is.
+"""
+
+import dataclasses
+import re
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import numpy as np
+
+KINDS = ("all-gather", "reduce-scatter", "all-reduce", "all-to-all", "collective-permute", "ragged-all-to-all")
+
+_COMPUTATION = re.compile(r"^(?:ENTRY )?%?([\w.\-]+)(?: \([^)]*.*\) -> .*)? \{$")
+_INSTRUCTION = re.compile(r"^\s+(?:ROOT )?%?([\w.\-]+) = (.*?) ([\w\-]+)\(")
+_ARRAY = re.compile(r"\b(pred|token|[a-z]+\d+[a-z0-9]*)\[([\d,]*)\]")
+_CHANNEL = re.compile(r"channel_id=(\d+)")
+_CALLED = re.compile(r"(?:calls|to_apply|body|condition|async_computation)=%?([\w.\-]+)")
+_BRANCHES = re.compile(r"(?:branch_computations|called_computations)=\{([^}]*)\}")
+_TRIPS = re.compile(r'"known_trip_count":\{"n":"(\d+)"\}')
+_CONDITION = re.compile(r" while\(.*condition=%?([\w.\-]+)")
+_CONSTANT = re.compile(r" = [su]\d+\[\][^ ]* constant\((\d+)\)")
+# How compilers for TPUs write a reduce-scatter: the name of a computation that reduces all and takes a part.
+_REDUCES_A_PART = "all-reduce-scatter"
+# Groups of devices: listed; numbered, reshaped and transposed; or as axes of a mesh, its devices perhaps reordered.
+_LISTED = re.compile(r"replica_groups=\{\{([\d,]*)\}")
+_NUMBERED = re.compile(r"replica_groups=\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?")
+_OF_MESH = re.compile(r"replica_groups=mesh\[([^\]]*)\](?:, ?device_ids=\(\[([\d,]+)\](?:T\(([\d,]+)\))?\))?"
+                      r" ?\{([^}]*)\}")
+_PAIRS = re.compile(r"source_target_pairs=\{(\{.*?\})\}")
+_NAME = re.compile(r'op_name="([^"]*)"')
+_BITS = re.compile(r"^[a-z]+(\d+)")
+
+
+@dataclasses.dataclass(frozen=True)
+class Collective:
+  """One collective operation of a program."""
+
+  # One of KINDS.
+  kind: str
+  # Of what enters or of what leaves it, whichever is more, on one device, each time.
+  bytes: int
+  # Its shape, as in the text: bf16[8,128].
+  shape: str
+  # Devices that take part together.
+  group_size: int
+  # How often it runs in one run of the program, as far as the compiler knows.
+  times: int
+  # The mesh axes that these devices differ in; () without a mesh.
+  axes: tuple[str, ...]
+  # Where it comes from, as JAX named it.
+  name: str
+
+  @property
+  def traffic(self) -> float:
+    """Bytes that a device sends in one run of the program, if rings do it (Chan et al. 2007): (n - 1) / n of the array,
+    twice for an all-reduce; all of it for a permutation."""
+    if self.kind == "collective-permute":
+      return float(self.bytes * self.times)
+    share = (self.group_size - 1) / self.group_size
+    return self.bytes * self.times * share * (2 if self.kind == "all-reduce" else 1)
+
+
+def collectives(text: str, mesh: Any = None) -> list[Collective]:
+  """The collectives of a compiled program.
+
+  Args:
+    text: `compiled.as_text()`, after partitioning.
+    mesh: whose axes are to be named.
+  """
+  bodies = _computations(text)
+  times = _times(bodies)
+  shape = None if mesh is None else mesh.devices.shape
+  found: dict[Any, Collective] = {}
+  fused = {called for lines in bodies.values() for line in lines if " fusion(" in line
+           for called in _CALLED.findall(line)}
+  for computation, lines in bodies.items():
+    if not times.get(computation):
+      continue
+    for line in lines:
+      match = _INSTRUCTION.match(line)
+      kind = match and match[3].removesuffix("-start")
+      # An operation's end (`-done`) moves nothing; a wrapped one is counted where it is.
+      if kind not in KINDS:
+        continue
+      group = _group(line, kind)
+      outputs, operands = list(_ARRAY.finditer(match[2])), list(_ARRAY.finditer(_operands(line)))
+      largest = max(outputs + operands, key=_bytes, default=None)
+      size = 0 if largest is None else _bytes(largest)
+      # Several may be joined into one. The result of a beginning (`-start`) holds the operands too.
+      if kind == match[3] or kind == "all-reduce":
+        size = max(sum(map(_bytes, outputs)), sum(map(_bytes, operands)))
+      shown = "" if largest is None else f"{largest[1]}[{largest[2]}]"
+      if kind == "reduce-scatter" and not _ARRAY.search(_operands(line)):
+        size *= len(group)  # texts may name operands without their shapes
+      name = _NAME.search(line)
+      axes = () if shape is None else _axes(group, shape, mesh.axis_names)
+      if computation.startswith(_REDUCES_A_PART):
+        kind = "reduce-scatter"
+      one = Collective(kind, size, shown, len(group), times[computation], axes, name[1] if name else "")
+      # On TPUs an asynchronous one is in each of the fusions that run while it does, under one number.
+      channel = _CHANNEL.search(line) if computation in fused else None
+      key = (kind, channel[1]) if channel else (computation, len(found))
+      found[key] = max(one, found.get(key, one), key=lambda c: c.times)
+  return list(found.values())
+
+
+def summary(found: Iterable[Collective]) -> dict[tuple[str, tuple[str, ...]], tuple[int, float]]:
+  """{(kind, axes): (how many run, bytes that a device sends)}, the most bytes first."""
+  total: dict[tuple[str, tuple[str, ...]], tuple[int, float]] = {}
+  for one in found:
+    count, sent = total.get((one.kind, one.axes), (0, 0.0))
+    total[one.kind, one.axes] = (count + one.times, sent + one.traffic)
+  return dict(sorted(total.items(), key=lambda item: -item[1][1]))
+
+
+def _computations(text: str) -> dict[str, list[str]]:
+  """The lines of each computation; the program's own is last and is named `ENTRY`."""
+  bodies: dict[str, list[str]] = {}
+  lines: list[str] | None = None
+  for line in text.splitlines():
+    if line.endswith("{") and not line.startswith(" ") and not line.startswith("HloModule"):
+      match = _COMPUTATION.match(line)
+      name = "ENTRY" if line.startswith("ENTRY") else match[1] if match else line.split()[0].lstrip("%")
+      lines = bodies.setdefault(name, [])
+    elif line == "}":  # lines of a kernel's own text may begin with it
+      lines = None
+    elif lines is not None:
+      lines.append(line)
+  return bodies
+
+
+def _times(bodies: dict[str, list[str]]) -> dict[str, int]:
+  """How often each computation runs."""
+  times = {"ENTRY": 1} if "ENTRY" in bodies else {}
+  # A computation is printed after those that it calls.
+  for name in reversed(bodies):
+    for line in bodies[name]:
+      for called, trips in _calls(line, bodies):
+        times[called] = times.get(called, 0) + times.get(name, 0) * trips
+  return times
+
+
+def _calls(line: str, bodies: dict[str, list[str]]) -> Iterator[tuple[str, int]]:
+  trips = _trips(line, bodies)
+  for called in _CALLED.findall(line):
+    yield called, trips
+  for branches in _BRANCHES.findall(line):
+    for called in branches.split(","):
+      yield called.strip().lstrip("%"), 1
+
+
+def _trips(line: str, bodies: dict[str, list[str]]) -> int:
+  """How often a loop runs: what the compiler says, else the one number that its condition compares with (loops made by
+  JAX count up from 0); 1 where neither is known, and for what is not a loop."""
+  if said := _TRIPS.search(line):
+    return int(said[1])
+  condition = _CONDITION.search(line)
+  lines = bodies.get(condition[1], []) if condition else []
+  numbers = {int(match[1]) for match in map(_CONSTANT.search, lines) if match}
+  return numbers.pop() if len(numbers) == 1 and any("direction=LT" in one for one in lines) else 1
+
+
+def _operands(line: str) -> str:
+  """What stands between the operation's brackets."""
+  start = line.index("(", _INSTRUCTION.match(line).start(3))
+  depth = 0
+  for at in range(start, len(line)):
+    depth += {"(": 1, ")": -1}.get(line[at], 0)
+    if depth == 0:
+      return line[start + 1:at]
+  return line[start + 1:]
+
+
+def _bytes(match: re.Match) -> int:
+  bits = 8 if match[1] == "pred" else int((_BITS.match(match[1]) or [0, "0"])[1])
+  return int(np.prod([int(n) for n in match[2].split(",") if n], dtype=np.int64)) * bits // 8
+
+
+def _group(line: str, kind: str) -> list[int]:
+  """The devices of one group: of a permutation, of the most that it joins."""
+  if kind == "collective-permute":
+    return _joined(line)
+  if match := _LISTED.search(line):
+    return _ints(match[1]) or [0]
+  if match := _NUMBERED.search(line):
+    return _order(match[2], match[3]).reshape(_ints(match[1]))[0].tolist()
+  match = _OF_MESH.search(line)
+  if match is None:
+    return [0]
+  # A part of an axis is 'name':(devices before it)size.
+  sizes = {name: int(size) for name, size in re.findall(r"'([^']*)'=(\d+)", match[1])}
+  used = {name: (int(before or 1), int(size or sizes[name]))
+          for name, before, size in re.findall(r"'([^']*)'(?::\((\d+)\)(\d+))?", match[4])}
+  count = int(np.prod(list(sizes.values())))
+  numbers = (_order(match[2], match[3]) if match[2] else np.arange(count)).reshape(list(sizes.values()))
+  kept = []
+  for name, whole in sizes.items():
+    before, size = used.get(name, (1, 1))
+    kept.append(np.arange(size) * (whole // (before * size)))
+  return numbers[np.ix_(*kept)].reshape(-1).tolist()
+
+
+def _joined(line: str) -> list[int]:
+  pairs = _PAIRS.search(line)
+  groups: dict[int, set[int]] = {}
+  for pair in re.findall(r"\{([\d,]+)\}", pairs[1] if pairs else ""):
+    together = set.union(*(groups.get(device, {device}) for device in _ints(pair)))
+    groups |= dict.fromkeys(together, together)
+  return sorted(max(groups.values(), key=len)) if groups else [0]
+
+
+def _order(dims: str, transposed: str | None) -> np.ndarray:
+  numbers = np.arange(np.prod(_ints(dims))).reshape(_ints(dims))
+  return numbers.transpose(_ints(transposed)) if transposed else numbers
+
+
+def _ints(text: str) -> list[int]:
+  return [int(n) for n in text.split(",") if n]
+
+
+def _axes(group: list[int], shape: tuple[int, ...], names: tuple[str, ...]) -> tuple[str, ...]:
+  coordinates = np.stack(np.unravel_index(group, shape))
+  return tuple(name for name, row in zip(names, coordinates, strict=True) if len(set(row.tolist())) > 1)

@@ -1,0 +1,187 @@
+"""From a config to the compiled step: what trains, and what it trains on, as shapes and placements; nothing allocated.
+
+`trainer/main.py` runs what this makes; `--mode=plan` asks of the same thing how large and how fast it would be, on
+devices that are not here.
+"""
+
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import numpy as np
+from ml_collections import ConfigDict
+
+from input_pipeline import batches
+from input_pipeline.examples import WITH_ADVANTAGES, WITH_PARTS
+from models import api, products, remat
+from trainer import config_checks, durations, hugging_face, image_tokens, offload, optim, rollout, strategies
+from trainer import mesh as mesh_lib
+from trainer import reference as reference_lib
+from trainer import state as state_lib
+from trainer import update as update_lib
+from trainer.strategies import STRATEGIES, presets
+
+# Of a batch whose data nobody has read: segments of a row, where documents have parts.
+SEGMENTS = 8
+
+
+@dataclass(frozen=True)
+class Program:
+  """One optimizer step: `update_fn(state, batch) -> (state, metrics)`, jitted with the state donated.
+
+  Attributes:
+    model, optimizer, mesh: what it was made for.
+    abstract_state, state_sharding: the training state as ShapeDtypeStructs, and where each leaf lives.
+    params_sharding: that of the parameters.
+    batch_sharding: rows over the mesh.
+    reference: the leaves of a reference policy, None: there is none. With `precompute` it is not in the state.
+    loss_fn: `(params, batch, rng, *reference) -> (terms, metrics)`, the strategy bound to its model and options.
+    update_fn: trace it within `mesh.activation_rules(mesh, config.activation_rules)`.
+    notes: what the user should know.
+  """
+
+  model: Any
+  optimizer: optim.Optimizer
+  mesh: Any
+  abstract_state: Any
+  state_sharding: Any
+  params_sharding: Any
+  batch_sharding: Any
+  reference: Any
+  precompute: bool
+  loss_fn: Callable
+  update_fn: Any
+  notes: tuple[str, ...]
+
+
+def resolve(config: Mapping) -> tuple[ConfigDict, list[str]]:
+  """The complete config with what follows from other files and presets, checked; and sentences on what was filled in.
+
+  Raises:
+    ConfigError: what was found, what is allowed, what to type.
+  """
+  resolved = config_checks.resolve(config)
+  notes = [*hugging_face.fill_in(resolved), *presets.fill_in(resolved)]
+  config_checks.validate(resolved)
+  api.validate(resolved.model, resolved.seq_len)
+  rollout.check(resolved)
+  mesh_lib.check_activation_rules(resolved.activation_rules)
+  return resolved, notes
+
+
+def settle_precision(resolved: ConfigDict, platform: str) -> list[str]:
+  """Gives `precision`'s `auto`s their values on that platform (cpu, gpu, tpu); returns sentences on it."""
+  p, notes = resolved.precision, []
+  if p.compute == "auto":
+    p.compute = "float32" if platform == "cpu" else "bfloat16"
+    notes.append(f"precision.compute = {p.compute}: auto, on {platform}")
+  if p.frozen == "auto":
+    p.frozen = "bfloat16" if platform != "cpu" and resolved.model.lora.rank > 0 else p.params
+  return notes
+
+
+def make_model(config: Any, vocab_size: int) -> Any:
+  """The model of the config, for a tokenizer of so many entries; no parameter is made yet."""
+  return api.make_model(config.model, vocab_size=vocab_size, params_dtype=config.precision.params,
+                        compute_dtype=config.precision.compute, remat=config.remat, frozen=config.precision.frozen,
+                        freeze=config.optimizer.freeze, products=_products(config.precision))
+
+
+def _products(precision: Any) -> products.Products | None:
+  """Which kernels are multiplied in 8 bits; keys of what is not used are not read."""
+  if precision.matmul == "none":
+    return None
+  return products.make_products(precision.matmul, precision.matmul_gradients, precision.matmul_skip)
+
+
+def make_optimizer(config: Any, model: Any, total_steps: int, to_steps: Any) -> optim.Optimizer:
+  """The optimizer of the config; `to_steps` resolves durations, see `optim.make_optimizer`."""
+  return optim.make_optimizer(config.optimizer, config.schedule, model.abstract_params(), total_steps=total_steps,
+                              to_steps=to_steps, only=model.trained_only, precision=config.precision, seed=config.seed)
+
+
+def make_program(config: Any, model: Any, optimizer: optim.Optimizer, mesh: Any,
+                 source_names: Sequence[str]) -> Program:
+  """The step of that config on that mesh.
+
+  Args:
+    config: the whole config; its keys count as read (`config_checks.View`).
+    mesh: of devices that are here, of a topology that is not, or an AbstractMesh, with which nothing can be compiled.
+    source_names: see `update.make_update_fn`.
+
+  Raises:
+    ConfigError: options of the strategy, or rules of sharding, that cannot be.
+  """
+  strategy, strategy_cfg = STRATEGIES[config.strategy.name], config.strategy
+  strategies.check(config)
+  reference, precompute = None, False
+  if strategies.needs_reference(strategy_cfg):
+    reference, precompute = reference_lib.shapes(config, optimizer, model.abstract_params()), strategy_cfg.precompute
+
+  init = state_lib.make_init(model, optimizer, ema=config.optimizer.ema_decay > 0,
+                             reference=None if precompute else reference)
+  abstract_state = jax.eval_shape(init, jax.eval_shape(lambda: jax.random.key(0)))
+  params_sharding, notes = mesh_lib.param_shardings(abstract_state["params"], mesh, config.sharding_rules)
+  offloaded = config.precision.offload_optimizer
+  if offloaded:
+    offload.check(mesh, "precision.offload_optimizer = True")
+  if config.remat in remat.HOST_MEMORY:
+    offload.check(mesh, f"remat = {config.remat}")
+  state_sharding = place_state(abstract_state, params_sharding, mesh, offloaded)
+
+  def loss_fn(params, batch, rng, *reference):
+    return strategy(model, params, batch, rng, strategy_cfg, *reference)
+
+  update_fn = jax.jit(
+      update_lib.make_update_fn(
+          loss_fn, optimizer, seed=config.seed, micro_batch_size=config.batch_size // config.grad_accum_steps,
+          clip_norm=config.optimizer.clip_norm, ema_decay=config.optimizer.ema_decay, source_names=source_names,
+          reference_mix=strategies.reference_mix(strategy_cfg), offloaded=offloaded),
+      donate_argnums=0, out_shardings=(state_sharding, None))
+  return Program(model, optimizer, mesh, abstract_state, state_sharding, params_sharding, mesh_lib.batch_sharding(mesh),
+                 reference, precompute, loss_fn, update_fn, tuple(notes))
+
+
+def place_state(abstract_state: Any, params_sharding: Any, mesh: Any, offloaded: bool = False) -> Any:
+  """Where each leaf of the state lives, given where the parameters do; `offloaded`: the optimizer's in host memory."""
+  shardings = mesh_lib.state_shardings(abstract_state, abstract_state["params"], params_sharding, mesh)
+  if offloaded:
+    shardings["opt"] = offload.to_host(shardings["opt"])
+  return shardings
+
+
+# ----------------------------------------------------------------------------------------------
+# Without data: what a plan needs of the rest of a run.
+
+
+def planned_optimizer(config: Any, model: Any) -> optim.Optimizer:
+  """The optimizer where the data, hence the length of an epoch, are not known; its shapes are those of the run's."""
+  stand_in = dict(batch_size=config.batch_size, seq_len=config.seq_len, rows_per_epoch=10**6)
+  total_steps = durations.steps(config, "total", total_steps=None, **stand_in) or 10**6
+  return make_optimizer(config, model, total_steps,
+                        functools.partial(durations.steps, total_steps=total_steps, **stand_in))
+
+
+def abstract_batch(config: Any, model: Any, rows: int, *, precompute: bool = False, images_per_row: int = 1,
+                   sharding: Any = None) -> dict[str, jax.ShapeDtypeStruct]:
+  """The arrays of a training batch, made without data: names, dtypes and shapes.
+
+  Args:
+    rows: of the batch.
+    precompute: with the reference's log-probs (`Program.precompute`).
+    images_per_row: places for images in a row, which the data decide otherwise; for models that take some.
+    sharding: of all arrays.
+  """
+  name, layout = config.strategy.name, image_tokens.layout_of(model)
+  parts = name in WITH_PARTS or config.rollout.num_prompts > 0
+  row = batches.empty_batch(
+      1, config.seq_len, 0, sequences=SEGMENTS if parts else 0, reference=precompute,
+      advantages=name in WITH_ADVANTAGES)
+  if config.rollout.num_prompts:
+    shapes = {"advantages": row["sequences"], "behavior_logprobs": row["loss_weights"]}
+    row |= {key: shapes[key] for key in rollout.KEYS[name]}
+  row |= image_tokens.empty(layout, 1, config.seq_len, images_per_row if layout else 0)
+  return {key: jax.ShapeDtypeStruct((rows, *np.shape(values)[1:]), values.dtype, sharding=sharding)
+          for key, values in row.items()}
