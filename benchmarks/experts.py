@@ -1,4 +1,4 @@
-"""Grouped matrix products, forward and backward: models/moe.py, `jax.lax.ragged_dot`, and one dense product as large.
+"""Grouped matrix products, forward and backward: models/grouped.py, `jax.lax.ragged_dot`, and one dense product.
 
     python benchmarks/experts.py [--repeats 5]
 """
@@ -14,7 +14,7 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from models import moe  # noqa: E402
+from models import grouped  # noqa: E402
 
 # Rows, inputs, outputs, experts.
 CASES = ((4096, 128, 256, 8), (4096, 256, 256, 32), (16384, 512, 256, 64))
@@ -26,13 +26,13 @@ def main() -> None:
   repeats = parser.parse_args().repeats
   for M, K, N, E in CASES:
     rng = np.random.default_rng(0)
-    block = moe._block_size(M, E)
+    block = grouped.block_size(M, E)
     # Uneven groups of whole blocks, as after sorting by expert.
     cuts = np.sort(rng.choice(np.arange(1, M // block), E - 1, replace=False))
     sizes = jnp.asarray(np.diff([0, *cuts, M // block]) * block, jnp.int32)
     x, w, one = (jnp.asarray(rng.normal(size=s), jnp.float32) for s in ((M, K), (E, K, N), (K, N)))
     ways = {
-        "models/moe.py": (lambda x, w, sizes=sizes, block=block: moe.grouped_matmul(x, w, sizes, block), w),
+        "models/grouped.py": (lambda x, w, sizes=sizes, block=block: grouped.grouped_matmul(x, w, sizes, block), w),
         "ragged_dot": (lambda x, w, sizes=sizes: jax.lax.ragged_dot(x, w, sizes), w),
         "one dense product": (jnp.matmul, one),
     }

@@ -76,7 +76,7 @@ def main():
   parser.add_argument("--only", default="", help="variants whose name contains this")
   args = parser.parse_args()
   devices = topologies.get_topology_desc(platform="tpu", topology_name=args.topology).devices
-  print(f"{args.topology}, {args.rows} rows of 4,096 tokens, jax {jax.__version__}; GiB of each of {len(devices)} chips")
+  print(f"{args.topology}, {args.rows} rows of 4,096 tokens, jax {jax.__version__}; GiB on a chip")
   print(f"{'':<32}{'state':>9}{'beside it':>11}{'together':>10}{'host':>8}{'seconds to compile':>20}", flush=True)
   for name, changed in VARIANTS.items():
     if args.only in name:

@@ -40,7 +40,7 @@ KINDS = {
     "stopped": lambda: os.kill(os.getpid(), signal.SIGSTOP),
     "stuck": stuck,
     "failing": failing,
-    "slow": lambda: time.sleep(3),
+    "slow": lambda: time.sleep(5),
 }
 
 

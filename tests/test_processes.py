@@ -13,8 +13,9 @@ from tests import several, tiny
 from tests.several import launch, outcome
 from tests.test_faults import assert_same_run, logged, wait_for
 from tests.trainer import rollout_runs
+from trainer.metrics import read_rows
 
-STEPS = 12
+STEPS = 14
 
 
 @pytest.fixture(scope="module")
@@ -176,9 +177,11 @@ def test_a_process_that_dies_hangs_or_fails_is_named_and_the_run_goes_on(corpus,
     done = newest(workdir)
   assert done >= 6
 
-  codes, outputs = several.run(argv(corpus, workdir), 2, 1, FAULT="1:11:slow")
+  codes, outputs = several.run(argv(corpus, workdir), 2, 1, FAULT="1:13:slow")
   assert codes == [0, 0], "\n".join(outputs)
   assert_same_run(workdir, straight, STEPS)
+  # Process 0, which writes it, has not waited itself.
+  assert max(row.get("time/data", 0.0) for row in read_rows(workdir / "metrics.jsonl")) > 0.5
 
 
 @pytest.mark.parametrize("kind, reason", [("missing", "does not exist"), ("empty", "has no files")])

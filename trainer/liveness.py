@@ -72,7 +72,7 @@ class Watch:
     self._news: dict[int, News] = {}  # process 0: of all; others: of process 0
     self._silent = dict.fromkeys(range(count) if index == 0 else [0], 0.0)
     self._verdict: Verdict | None = None
-    self._failed_at, self._done = 0.0, threading.Event()
+    self._failed_at, self._done, self._wake = 0.0, threading.Event(), threading.Event()
     self._talker = threading.Thread(target=self._talk, name="liveness talk", daemon=True)
     self._guard = threading.Thread(target=self._watch_over, name="liveness guard", daemon=True)
 
@@ -92,9 +92,14 @@ class Watch:
 
   def waited(self, seconds: float) -> None:
     self._waited += seconds
+    if seconds > STILL_SECONDS:
+      self._wake.set()
 
   def longest_wait(self) -> float:
     """Of the other processes, for data, since the call before, as far as they have said."""
+    if self._index == 0:
+      with contextlib.suppress(RuntimeError):
+        self._hear()
     before, self._waits = self._waits, {i: said.waited for i, said in list(self._news.items()) if i != self._index}
     return max((seconds - before.get(i, 0.0) for i, seconds in self._waits.items()), default=0.0)
 
@@ -111,6 +116,7 @@ class Watch:
   def finish(self) -> None:
     """The run has ended as it should, here."""
     self._done.set()
+    self._wake.set()
     self._talker.join(2 * self._interval)
     self._within(2 * self._interval, self._say)
 
@@ -138,7 +144,8 @@ class Watch:
       with contextlib.suppress(RuntimeError):  # no answer from the store, in process 0: for the guard to notice
         self._say()
         self._listen()
-      self._done.wait(self._interval)
+      self._wake.wait(self._interval)
+      self._wake.clear()
 
   def _say(self) -> None:
     still = time.monotonic() - self._moved
@@ -153,6 +160,15 @@ class Watch:
     self._read_verdict()
     if self._verdict is not None:
       return
+    self._hear()
+    if self._index == 0:
+      verdict = judge(self._news, self._silent, self._heartbeat)
+      if verdict is not None:
+        self._publish(verdict)
+        self._wait_for_readers({i for i, seconds in self._silent.items() if seconds > self._heartbeat})
+        self._verdict = verdict
+
+  def _hear(self) -> None:
     if self._index:
       said = {0: self._store.key_value_try_get(f"{self._prefix}/news/0")}
     else:
@@ -162,12 +178,6 @@ class Watch:
       if index not in self._news or news.beat != self._news[index].beat:
         self._silent[index] = 0.0
       self._news[index] = news
-    if self._index == 0:
-      verdict = judge(self._news, self._silent, self._heartbeat)
-      if verdict is not None:
-        self._publish(verdict)
-        self._wait_for_readers({i for i, seconds in self._silent.items() if seconds > self._heartbeat})
-        self._verdict = verdict
 
   def _read_verdict(self) -> None:
     for _, text in self._store.key_value_dir_get(f"{self._prefix}/verdict/"):
@@ -279,7 +289,7 @@ def waited(seconds: float) -> None:
 
 
 def longest_wait() -> float:
-  """In process 0, of another process, for data, in seconds since the call before; it may come a heartbeat late."""
+  """In process 0, of another process, for data, in seconds since the call before; short ones may come late."""
   return 0.0 if _watch is None else _watch.longest_wait()
 
 

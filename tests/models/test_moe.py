@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
+from models import grouped
 from models import moe as moe_lib
 from tests import tiny
 from tests.models.common import BATCH, SEGMENTS, TOKENS, VOCAB, make, paths, random_params
@@ -56,13 +57,13 @@ GROUPS = {"even": [16, 16, 16, 16], "empty": [0, 24, 0, 16], "one": [0, 0, 64, 0
 def test_grouped_matmul_equals_a_loop_over_groups(sizes, implementation, monkeypatch):
   """Both implementations, with empty groups, all rows in one, unused rows at the end (64 rows, blocks of 8)."""
   if implementation == "ragged":
-    monkeypatch.setattr(moe_lib, "_blocked", moe_lib._ragged)
-    monkeypatch.setattr(moe_lib, "_blocked_outer", moe_lib._ragged_outer)
+    monkeypatch.setattr(grouped, "_blocked", grouped._ragged)
+    monkeypatch.setattr(grouped, "_blocked_outer", grouped._ragged_outer)
   rng = np.random.default_rng(0)
   x, w, mix = (rng.normal(size=shape).astype(np.float32) for shape in ((64, 6), (4, 6, 10), (64, 10)))
 
   def loss(x, w):
-    y = moe_lib.grouped_matmul(x, w, jnp.asarray(sizes, jnp.int32), 8)
+    y = grouped.grouped_matmul(x, w, jnp.asarray(sizes, jnp.int32), 8)
     return jnp.sum(y * mix), y
 
   (_, y), (dx, dw) = jax.jit(jax.value_and_grad(loss, argnums=(0, 1), has_aux=True))(x, w)
@@ -82,7 +83,7 @@ def test_every_assignment_gets_one_row_in_its_experts_blocks(tokens, experts, k)
   for share in (0.0, 0.3, 1.0):  # of padding
     chosen = rng.permuted(np.tile(np.arange(experts), (tokens, 1)), axis=1)[:, :k]
     chosen = np.where(rng.random((tokens, 1)) < share, experts, chosen).reshape(-1)
-    places, assignments, sizes, block = moe_lib._sort_by_expert(jnp.asarray(chosen), experts)
+    places, assignments, sizes, block = grouped.sort_by_expert(jnp.asarray(chosen), experts)
     rows, real = len(assignments), chosen < experts
     starts = np.cumsum(sizes) - sizes
     assert rows % block == 0 and np.all(np.asarray(sizes) % block == 0) and int(np.sum(sizes)) <= rows
@@ -94,7 +95,7 @@ def test_every_assignment_gets_one_row_in_its_experts_blocks(tokens, experts, k)
 
 
 def test_block_size_wastes_little():
-  assert [moe_lib._block_size(*n) for n in ((1, 8), (1024, 8), (4096, 8), (4096, 32), (10**6, 8))] == [
+  assert [grouped.block_size(*n) for n in ((1, 8), (1024, 8), (4096, 8), (4096, 32), (10**6, 8))] == [
       8, 64, 256, 64, 256]
 
 

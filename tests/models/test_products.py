@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from models import moe
+from models import grouped
 from models.products import Product, make_products
 from trainer.config import ConfigError
 
@@ -26,7 +26,7 @@ def arrays(seed=0):
 
 def rounded(x, axis, bound, relative):
   """The largest error of each entry of `x`, rounded with one scale for each line along `axis`."""
-  # With a scale, e4m3 and e5m2 also have numbers near 0 at even distances; these add at most 2^-10 / 448 of the largest.
+  # With a scale, e4m3 and e5m2 also have evenly spaced numbers near 0: these add 2^-10 / 448 of the largest at most.
   largest = np.abs(x).max(axis, keepdims=True)
   return bound * np.abs(x) + 3e-6 * largest if relative else np.broadcast_to(bound * largest, x.shape)
 
@@ -98,7 +98,8 @@ def test_grouped_products_equal_one_product_per_group(gradients):
   x, w, g = arrays()
   how, block, sizes = Product("int8", gradients), 4, jnp.array([8, 0, 12])
   kernels = np.stack([w, 2 * w, w[::-1] ** 3])
-  run = functools.partial(how.grouped, sizes_E=sizes, block=block, multiply=moe._grouped, outer=moe._grouped_outer)
+  run = functools.partial(how.grouped, sizes_E=sizes, block=block, multiply=grouped._grouped,
+                          outer=grouped._grouped_outer)
   y, backward = jax.vjp(lambda x, w: run(x, w), x, kernels)
   dx, dw = backward(g)
   assert not y[20:].any() and not dx[20:].any() and not dw[1].any()
@@ -110,6 +111,33 @@ def test_grouped_products_equal_one_product_per_group(gradients):
     # With `all`, the groups share the scales of g's columns.
     atol = (0.02 if gradients == "all" else 1e-6) * float(jnp.abs(dw).max())
     np.testing.assert_allclose(dw[expert], expected_dw, atol=atol)
+
+
+@pytest.mark.parametrize("gradients", ["inputs", "all"])
+def test_a_kernel_split_to_save_memory_gives_the_same_product_to_the_bit(gradients):
+  """I2, where no device has a part of a sum: kernels are gathered, and scales are those of whole rows and columns."""
+  x, w, g = arrays()
+  x, g = x.reshape(8, 3, K), g.reshape(8, 3, N)
+  how = Product("int8", gradients)
+
+  def run(x, w, g):
+    placed = placement.current()
+
+    def product(x, w):
+      if placed is None:
+        return how(x.reshape(-1, K), w).reshape(8, 3, N)
+      return project(placed, x, (w,), (Kernel((None, "mlp"), how),), jnp.float32)[0]
+
+    y, backward = jax.vjp(product, x, w)
+    return y, *backward(g)
+
+  expected = jax.jit(run)(x, w, g)
+  with mesh_lib.activation_rules(mesh_lib.make_mesh(dict(data=1, fsdp=4, tensor=2))):
+    got = jax.jit(run)(x, w, g)
+  np.testing.assert_array_equal(got[0], expected[0])
+  for a, b in zip(got[1:], expected[1:], strict=True):
+    # Parts of gradients are added up over devices; with `all`, each has scales for the tokens that it has.
+    np.testing.assert_allclose(a, b, atol=(1e-6 if gradients == "inputs" else 2e-2) * float(jnp.abs(b).max()))
 
 
 def test_kernels_are_chosen_by_path():
