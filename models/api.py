@@ -13,6 +13,7 @@ A batch is a dict with `tokens`, `positions` and `segment_ids`, int32 [B, T] (se
 the tokens it also has `images`, `image_index` and perhaps `block_ids`, see models/vlm.py.
 """
 
+import inspect
 from collections.abc import Sequence
 from typing import Any, NamedTuple, Protocol
 
@@ -20,7 +21,7 @@ import jax
 import jax.numpy as jnp
 from ml_collections import ConfigDict
 
-from trainer.config import load_class
+from trainer.config import ConfigError, load_class
 from trainer.metrics import Mean
 
 Params = dict[str, Any]
@@ -147,6 +148,10 @@ def make_model(
   cls = load_class(cfg_model.name, "model.name", BUILT_IN)
   kept = {} if frozen in (None, jnp.dtype(params_dtype).name) else dict(frozen=frozen, freeze=tuple(freeze))
   if products is not None:
+    taken = inspect.signature(cls).parameters.values()
+    if not any(parameter.name == "products" or parameter.kind == parameter.VAR_KEYWORD for parameter in taken):
+      raise ConfigError(f"precision.matmul is {products.product.form}, but {cfg_model.name} does not take `products`: "
+                        "it would multiply as ever. Use --config.precision.matmul=none, or see models/products.py.")
     kept["products"] = products
   return cls(
       cfg_model, vocab_size=vocab_size, params_dtype=params_dtype, compute_dtype=compute_dtype, remat=remat, **kept

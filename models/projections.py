@@ -83,13 +83,21 @@ def project(placed: Placement, x_BxTxK: jax.Array, weights: tuple[jax.Array, ...
 
 
 def gather(w: jax.Array, axes: tuple[str, ...], dim: int) -> jax.Array:
-  """The whole of what is split over these axes along `dim`; inside `shard_map`."""
-  return jax.lax.all_gather(w, axes, axis=dim, tiled=True) if axes else w
+  """The whole of what is split over these axes along `dim`; inside `shard_map`.
+
+  Axis by axis, the last one first: little travels twice, and each time among the devices of one axis. libtpu 0.0.42
+  turns collectives among all devices of a square slice into sums of everything on every device.
+  """
+  for axis in reversed(axes):
+    w = jax.lax.all_gather(w, axis, axis=dim, tiled=True)
+  return w
 
 
 def scatter(total: jax.Array, axes: tuple[str, ...], dim: int) -> jax.Array:
-  """This device's part of the sum over the devices along these axes; inside `shard_map`."""
-  return jax.lax.psum_scatter(total, axes, scatter_dimension=dim, tiled=True) if axes else total
+  """This device's part of the sum over the devices along these axes, axis by axis; inside `shard_map`."""
+  for axis in axes:
+    total = jax.lax.psum_scatter(total, axis, scatter_dimension=dim, tiled=True)
+  return total
 
 
 class _Static(NamedTuple):

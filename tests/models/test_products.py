@@ -7,9 +7,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from models import grouped
+from models import api, grouped, placement
 from models.products import Product, make_products
-from trainer.config import ConfigError
+from models.projections import Kernel, project
+from trainer import mesh as mesh_lib
+from trainer.config import ConfigError, defaults
 
 M, K, N = 24, 48, 40
 # Half the distance of neighbouring numbers: of int8 in terms of the row's largest, of e4m3 and e5m2 of the number.
@@ -160,3 +162,19 @@ def test_without_the_library_the_message_says_what_to_install(monkeypatch):
   monkeypatch.setitem(__import__("sys").modules, "qwix", None)
   with pytest.raises(ConfigError, match="pip install qwix"):
     make_products("int8")
+
+
+class NoProducts:
+  """A model of someone's own that does not know of them."""
+
+  def __init__(self, cfg_model, *, vocab_size, params_dtype, compute_dtype, remat="none"):
+    pass
+
+
+def test_a_model_that_would_ignore_them_is_refused():
+  cfg = defaults().model
+  cfg.name = f"{__name__}.NoProducts"
+  options = dict(vocab_size=8, params_dtype="float32", compute_dtype="float32")
+  assert type(api.make_model(cfg, **options)) is NoProducts
+  with pytest.raises(ConfigError, match="matmul is int8, but .*NoProducts does not take `products`"):
+    api.make_model(cfg, products=make_products("int8"), **options)
