@@ -87,7 +87,7 @@ def names_of(axes: Axes) -> tuple[str, ...]:
 
 def size_of(mesh: Mesh, axes: Axes) -> int:
   """How many parts these axes make."""
-  return int(np.prod([mesh.shape[name] for name in names_of(axes)], dtype=int))
+  return int(np.prod([mesh.shape.get(name, 1) for name in names_of(axes)], dtype=int))
 
 
 def fit(spec: tuple[Axes, ...], shape: tuple[int, ...], mesh: Mesh) -> tuple[Axes, ...]:

@@ -26,7 +26,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from models import placement
 from trainer import image_tokens
@@ -116,7 +116,7 @@ class Sampler:
       raise ConfigError(f"{type(model).__name__} cannot generate texts: it has no prefill() and decode(). Add what "
                         "models/api.py lists under Generative, or remove the evaluators that generate.")
     if mesh is None:
-      mesh = jax.make_mesh((1,), ("data",), (AxisType.Auto,), devices=jax.devices()[:1])
+      mesh = mesh_lib.make_mesh({}, jax.devices()[:1])
     self.model, self.mesh, self.chunk, self.prefill_tokens = model, mesh, chunk, prefill_tokens
     self.compilations = 0
     self._placement = mesh_lib.make_placement(mesh, sampling=True)
