@@ -215,6 +215,10 @@ class Embedding(nnx.Module):
     return read(self.embedding[...], ids_BxT) if placed is None else _read_split_table(
         placed, read, self.embedding[...], ids_BxT)
 
+  def table(self) -> jax.Array:
+    """All its rows in order, [size, D], in the compute dtype."""
+    return self.embedding[...].astype(self.dtype)
+
 
 def read_table(table_VxD: jax.Array, ids: jax.Array, dtype: Any, first: Any = 0, size: int | None = None) -> jax.Array:
   """Rows of a table, or of the part of a table of `size` entries that begins with entry `first`.

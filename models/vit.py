@@ -49,9 +49,9 @@ class Tower(nnx.Module):
     v = self.vision
     x_NxMxD = self.patch_embed(patches(pixels(images, v), v.patch_size).astype(self.dtype))
     if self.cls_embed is not None:
-      first_Nx1xD = jnp.broadcast_to(self.cls_embed(jnp.arange(1)), (len(x_NxMxD), 1, v.hidden_size))
+      first_Nx1xD = jnp.broadcast_to(self.cls_embed.table(), (len(x_NxMxD), 1, v.hidden_size))
       x_NxMxD = jnp.concatenate([first_Nx1xD, x_NxMxD], axis=1)
-    x_NxMxD = constrain(x_NxMxD + self.pos_embed(jnp.arange(v.positions)), "batch", "stream", "embed")
+    x_NxMxD = constrain(x_NxMxD + self.pos_embed.table(), "batch", "stream", "embed")
     if self.pre_norm is not None:
       x_NxMxD = self.pre_norm(x_NxMxD)
     # One segment and one block: every patch sees every other.

@@ -27,15 +27,16 @@ def perturbed_positions(model, params):
   tokens = np.arange(T)[None]
   batch = dict(tokens=tokens, segment_ids=SEGMENTS[:1])
 
-  def hidden_sums(embedding):
-    return model.apply({**params, "embed": {"embedding": embedding}}, batch).hidden.astype(jnp.float32)[0].sum(-1)
+  def hidden(embedding):
+    return model.apply({**params, "embed": {"embedding": embedding}}, batch).hidden.astype(jnp.float32)[0]
 
   @jax.jit
-  def derivative(t):
-    tangent = jnp.zeros_like(params["embed"]["embedding"]).at[t].set(jnp.linspace(0.5, 1.5, 16))
-    return jax.jvp(hidden_sums, (params["embed"]["embedding"],), (tangent,))[1]
+  def gradients(s):
+    """Of one position's hidden state to the embedding of each [T, D]."""
+    weights = jnp.linspace(0.5, 1.5, 16)
+    return jax.grad(lambda embedding: hidden(embedding)[s] @ weights)(params["embed"]["embedding"])[:T]
 
-  return np.stack([derivative(t) for t in range(T)]) != 0
+  return np.stack([np.any(gradients(s) != 0, axis=-1) for s in range(T)], axis=1)
 
 
 def test_causality_and_segments_by_gradient():

@@ -274,7 +274,6 @@ def test_activations_are_constrained_by_name():
     model.logits(params, TOKENS)
   assert seen == {
       ("batch", "stream", "embed"): (B, T, 16),
-      ("batch", "length", "embed"): (B, T, 16),
       ("batch", "length", "heads", None): (B, T, 4, 4),
       ("batch", "length", "kv_heads", None): (B, T, 2, 4),
       ("batch", "length", "mlp"): (B, T, 24),

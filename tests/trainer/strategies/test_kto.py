@@ -115,12 +115,12 @@ def test_the_divergence_has_no_gradient():
 
 
 def test_a_policy_that_equals_its_reference():
-  """I7: each loss is half its weight."""
+  """I7: each loss is half its weight; log-probs differ by the last bit at most, one of them being differentiated."""
   _, policy, _ = model_and_params()
   for loss in kto.LOSSES:
     (value, metrics), _ = compiled(loss)(policy, policy, batch())
     assert float(value) == pytest.approx((3 * 1.5 + 3 * 0.7) / 12, rel=1e-6)
-    assert float(metrics["rewards/chosen"].sum.sum()) == 0
+    np.testing.assert_allclose(metrics["rewards/chosen"].sum, 0, atol=2e-6)
 
 
 @pytest.mark.parametrize("loss", kto.LOSSES)
