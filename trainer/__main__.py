@@ -1,11 +1,11 @@
 """Train: python -m trainer --config=configs/quickstart.py --workdir=DIR [--config.key=value …] [--mode=MODE]"""
 
-import os
 import sys
 
 from absl import app, flags, logging
 from ml_collections import config_flags
 
+from trainer import startup
 from trainer.config import ConfigError
 
 _CONFIG = config_flags.DEFINE_config_file("config", None, "Config file, e.g. configs/quickstart.py.", lock_config=True)
@@ -25,6 +25,7 @@ def main(argv: list[str]) -> None:
   from trainer.inspect import inspect
   from trainer.main import train
   from trainer.plan import plan
+  startup.keep_compiled_programs()
   if _MODE.value == "plan" and _CONFIG.value.plan.topology is not None:
     # The plan is for other devices; those that are here, perhaps in use, are left alone.
     jax.config.update("jax_platforms", "cpu")
@@ -49,18 +50,7 @@ def _parse_flags(argv: list[str]) -> list[str]:
     sys.exit(f"ConfigError: {config_checks.explain_override(argv, error)}")
 
 
-def _use_huge_pages() -> None:
-  """Restarts the process with huge pages for malloc, where glibc offers them and the user has not set its tunables.
-
-  XLA on CPU takes each step's buffers from malloc and gives them back; touching them anew in pages of 4 kB costs a
-  tenth of a small model's step. glibc reads the setting only when a process starts; the process keeps its number.
-  """
-  if sys.platform == "linux" and "GLIBC_TUNABLES" not in os.environ:
-    os.environ["GLIBC_TUNABLES"] = "glibc.malloc.hugetlb=1"
-    os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])
-
-
 if __name__ == "__main__":
-  _use_huge_pages()
+  startup.use_huge_pages()
   logging.set_verbosity(logging.WARNING)
   app.run(main, flags_parser=_parse_flags)

@@ -22,7 +22,7 @@ from input_pipeline.files import DataError
 from input_pipeline.prompts import Prompt, Prompter
 from input_pipeline.tokenizer import Tokenizer, load_tokenizer
 from models import api, hf, lora
-from trainer import checkpoint, config_checks, hugging_face, parameters, patterns
+from trainer import checkpoint, config_checks, hugging_face, parameters, patterns, startup
 from trainer import mesh as mesh_lib
 from trainer.config import ConfigError, defaults
 from trainer.sampler import Completion, Sampler
@@ -268,6 +268,7 @@ def _run(given: Any) -> None:
 def main(argv: list[str]) -> None:
   if len(argv) > 1:
     raise app.UsageError(f"unexpected arguments {argv[1:]}; a prompt is written --prompt=\"…\"")
+  startup.keep_compiled_programs()
   try:
     _run(flags.FLAGS)
   except KeyboardInterrupt:

@@ -1,6 +1,8 @@
 """The step as shapes: the same for a run with data and devices as for a plan without either."""
 
 import json
+import math
+import re
 
 import jax
 import numpy as np
@@ -77,6 +79,26 @@ def test_the_step_traces_without_data(changed, tmp_path):
       lambda a: (a.shape, a.dtype), program.abstract_state)
   assert "loss" in metrics
   assert ("reference" in program.abstract_state) == (program.reference is not None and not program.precompute)
+
+
+def largest_array(config, rows):
+  """Elements of the largest array in the compiled step, on one device."""
+  program = made(config, mesh_lib.make_mesh({}, jax.devices()[:1]))
+  batch = program_lib.abstract_batch(config, program.model, rows, precompute=program.precompute)
+  compiled = program.update_fn.lower(program.abstract_state, batch).compile()
+  return max(math.prod(int(n) for n in dims.split(",")) for dims in re.findall(r"[a-z]\w*\[([0-9,]+)\]", compiled.as_text()))
+
+
+@pytest.mark.parametrize("name", ["seq", "sft", "dpo", "kto", "grpo"])
+def test_no_strategy_ever_has_the_logits_of_the_whole_vocabulary(name, tmp_path):
+  config = resolved(tmp_path, strategy=strategy(name), batch_size=4, seq_len=64)
+  config.model.vocab_size = 2048
+  logits = 4 * 64 * 2048
+  config.model.vocab_chunk = 128
+  assert largest_array(config, 4) <= logits / 8
+  # The same search does find them where they exist.
+  config.model.vocab_chunk = 2048
+  assert largest_array(config, 4) >= logits
 
 
 def test_a_mesh_that_is_not_here_places_as_one_that_is(tmp_path):

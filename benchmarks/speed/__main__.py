@@ -1,0 +1,82 @@
+"""Steps of Weft beside those of its peers, in turns, so that whatever else the machine does is shared.
+
+    python -m venv peers && peers/bin/pip install torch transformers trl datasets
+    python -m benchmarks.speed --peer peers/bin/python [--cases seq sft dpo grpo] [--rounds 3]
+
+Weft's side is the whole of `python -m trainer`: its loader, logging and metrics are part of the step. Of each program
+the first steps, which compile, are left out (benchmarks/speed/sizes.py says how many).
+"""
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+from tqdm import tqdm
+
+from benchmarks.speed import sizes, weft_config
+
+PEERS = {"seq": ("hf", "hf_compile"), "sft": ("trl_sft",), "dpo": ("trl_dpo",), "grpo": ("trl_grpo",)}
+HERE = Path(__file__).resolve().parent
+ROOT = HERE.parent.parent
+
+
+def run(command: list[str], **environment: str) -> str:
+  """What it prints; ends this program with its last lines where it fails."""
+  done = subprocess.run(command, cwd=ROOT, env={**os.environ, **environment}, capture_output=True, text=True)
+  if done.returncode:
+    sys.exit("\n".join([" ".join(command), *(done.stdout + done.stderr).splitlines()[-30:]]))
+  return done.stdout
+
+
+def run_weft(case: str, data: Path, flags: list[str]) -> dict:
+  """Trains that case in a folder of its own."""
+  with tempfile.TemporaryDirectory() as workdir:
+    run([sys.executable, "-m", "trainer", f"--config=benchmarks/speed/weft_config.py:{case},{data}",
+         f"--workdir={workdir}/w", *flags])
+  return json.loads((data / "clock.json").read_text())
+
+
+def run_peer(python: str, case: str) -> dict:
+  """Runs one case of benchmarks/speed/torch_peer.py."""
+  return json.loads(run([python, str(HERE / "torch_peer.py"), case]).splitlines()[-1])
+
+
+def main() -> None:
+  parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+  parser.add_argument("--peer", help="the Python that has torch, transformers, trl and datasets; without it, Weft alone")
+  parser.add_argument("--cases", nargs="+", default=list(PEERS), choices=list(PEERS))
+  parser.add_argument("--rounds", type=int, default=3)
+  parser.add_argument("weft_flags", nargs="*", help="after --: passed on to Weft, e.g. --config.model.attention_block=64")
+  args = parser.parse_args()
+  versions: dict[str, str] = {}
+  print("| case | program | steps of s, best | median | tokens/s at the median | Weft is so many times as fast | "
+        "peak MB | parameters | loss, first and last |")
+  print("|---|---|---|---|---|---|---|---|---|")
+  with tempfile.TemporaryDirectory() as folder:
+    weft_config.write_data(Path(folder))
+    for case in args.cases:
+      programs = {"weft": lambda case=case: run_weft(case, Path(folder), args.weft_flags)}
+      programs |= {peer: lambda peer=peer: run_peer(args.peer, peer) for peer in PEERS[case] if args.peer}
+      results: dict[str, list[dict]] = {name: [] for name in programs}
+      for _ in tqdm(range(args.rounds), desc=case, leave=False):
+        for name, start in programs.items():
+          results[name].append(start())
+      steps = {name: [x for r in rounds for x in r["step_seconds"][sizes.WARMUP:]] for name, rounds in results.items()}
+      median = {name: statistics.median(seconds) for name, seconds in steps.items()}
+      for name, rounds in results.items():
+        last = rounds[-1]
+        versions |= last["versions"]
+        losses = f"{last['losses'][0]:.3f}, {last['losses'][-1]:.3f}" if last["losses"] else ""
+        ratio = "" if name == "weft" else f"{median[name] / median['weft']:.2f}"
+        print(f"| {case} | {name} | {min(steps[name]):.3f} | {median[name]:.3f} | {sizes.TOKENS[case] / median[name]:,.0f} "
+              f"| {ratio} | {max(r['peak_rss_mb'] for r in rounds):,} | {last['parameters']:,} | {losses} |", flush=True)
+  print(", ".join(f"{name} {version}" for name, version in versions.items()))
+
+
+if __name__ == "__main__":
+  main()

@@ -1,0 +1,163 @@
+"""The peers of PyTorch, in an environment of their own: prints one line of JSON.
+
+    pip install torch transformers trl datasets
+    python benchmarks/speed/torch_peer.py CASE
+
+hf, hf_compile: transformers in a plain loop with AdamW and clipping, as it is or with torch.compile. trl_sft, trl_dpo,
+trl_grpo: TRL's trainers, from one optimizer step's end to the next one's. hf_generate: sampling with transformers.
+"""
+
+import json
+import os
+import random
+import resource
+import sys
+import tempfile
+import time
+
+os.environ.update(HF_HUB_OFFLINE="1", TOKENIZERS_PARALLELISM="false", TRANSFORMERS_VERBOSITY="error")
+os.environ["HF_DATASETS_DISABLE_PROGRESS_BARS"] = "1"
+
+import sizes as s  # noqa: E402
+import torch  # noqa: E402
+import transformers  # noqa: E402
+
+
+def make_model():
+  torch.manual_seed(0)
+  return transformers.LlamaForCausalLM(transformers.LlamaConfig(
+      vocab_size=s.VOCAB, hidden_size=s.HIDDEN, intermediate_size=s.FFN, num_hidden_layers=s.LAYERS,
+      num_attention_heads=s.HEADS, num_key_value_heads=s.HEADS, max_position_embeddings=s.SEQ,
+      tie_word_embeddings=False, pad_token_id=0, bos_token_id=1, eos_token_id=2)).float()
+
+
+def make_tokenizer():
+  from tokenizers import Tokenizer, models, pre_tokenizers
+
+  tokenizer = Tokenizer(models.WordLevel({w: i for i, w in enumerate(s.words())}, unk_token="<unk>"))
+  tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+  names = {f"{name}_token": f"<{name}>" for name in ("pad", "bos", "eos", "unk")}
+  return transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, **names)
+
+
+def plain_loop(compiled: bool):
+  model = make_model().train()
+  run = torch.compile(model) if compiled else model
+  optimizer = torch.optim.AdamW(model.parameters(), lr=s.LEARNING_RATE, betas=(s.B1, s.B2),
+                                weight_decay=s.WEIGHT_DECAY, fused=True)
+  generator = torch.Generator().manual_seed(1)
+  marks, losses = [time.perf_counter()], []
+  for _ in range(s.WARMUP + s.STEPS):
+    ids = torch.randint(len(s.SPECIAL), s.VOCAB, (s.BATCH, s.SEQ), generator=generator)
+    optimizer.zero_grad(set_to_none=True)
+    loss = run(input_ids=ids, labels=ids, use_cache=False).loss
+    loss.backward()
+    torch.nn.utils.clip_grad_norm_(model.parameters(), s.CLIP)
+    optimizer.step()
+    losses.append(loss.item())
+    marks.append(time.perf_counter())
+  return model, marks, losses
+
+
+class Clock(transformers.TrainerCallback):
+  """Notes when each optimizer step was done."""
+
+  def __init__(self):
+    self.marks, self.losses = [], []
+
+  def on_train_begin(self, *_, **__):
+    self.marks.append(time.perf_counter())
+
+  def on_step_end(self, *_, **__):
+    self.marks.append(time.perf_counter())
+
+  def on_log(self, args, state, control, logs=None, **__):
+    if logs and "loss" in logs:
+      self.losses.append(float(logs["loss"]))
+
+
+def train(make, folder: str, rows_per_step: int, **more):
+  """Runs a trainer of TRL; `make(arguments, clock)` gives it."""
+  clock = Clock()
+  trainer = make(dict(
+      output_dir=folder, max_steps=s.WARMUP + s.STEPS, learning_rate=s.LEARNING_RATE, lr_scheduler_type="constant",
+      weight_decay=s.WEIGHT_DECAY, adam_beta2=s.B2, max_grad_norm=s.CLIP, optim="adamw_torch_fused",
+      per_device_train_batch_size=rows_per_step, gradient_accumulation_steps=1, gradient_checkpointing=False, bf16=False,
+      fp16=False, use_cpu=True, report_to="none", save_strategy="no", logging_steps=1, disable_tqdm=True, seed=0,
+      **more), clock)
+  trainer.train()
+  return trainer.model, clock.marks, clock.losses
+
+
+def trl_sft(folder: str):
+  from datasets import Dataset
+  from trl import SFTConfig, SFTTrainer
+
+  generator = torch.Generator().manual_seed(1)
+  shape = ((s.WARMUP + s.STEPS) * s.BATCH, s.SEQ)
+  rows = Dataset.from_dict({"input_ids": torch.randint(4, s.VOCAB, shape, generator=generator).tolist()})
+  return train(lambda arguments, clock: SFTTrainer(
+      model=make_model(), args=SFTConfig(**arguments), train_dataset=rows, processing_class=make_tokenizer(),
+      callbacks=[clock]), folder, s.BATCH, max_length=s.SEQ)
+
+
+def trl_dpo(folder: str):
+  from datasets import Dataset
+  from trl import DPOConfig, DPOTrainer
+
+  rng, half, n = random.Random(1), s.PAIR_SEQ // 2, (s.WARMUP + s.STEPS) * s.PAIRS
+  sides = {side: [" " + s.text(rng, half - 1) for _ in range(n)] for side in ("chosen", "rejected")}
+  rows = Dataset.from_dict({"prompt": [s.text(rng, half) for _ in range(n)], **sides})
+  return train(lambda arguments, clock: DPOTrainer(
+      model=make_model(), ref_model=make_model(), args=DPOConfig(**arguments), train_dataset=rows,
+      processing_class=make_tokenizer(), callbacks=[clock]), folder, s.PAIRS, max_length=s.PAIR_SEQ, beta=0.1)
+
+
+def trl_grpo(folder: str):
+  from datasets import Dataset
+  from trl import GRPOConfig, GRPOTrainer
+
+  rng, n = random.Random(1), (s.WARMUP + s.STEPS) * s.PROMPTS
+  rows = Dataset.from_dict({"prompt": [s.text(rng, s.PROMPT_LEN) for _ in range(n)]})
+
+  def reward(completions, completion_ids=None, **_):
+    return [s.reward(tokens) for tokens in completion_ids]
+
+  return train(lambda arguments, clock: GRPOTrainer(
+      model=make_model(), reward_funcs=reward, args=GRPOConfig(**arguments), train_dataset=rows,
+      processing_class=make_tokenizer(), callbacks=[clock]), folder, s.PROMPTS * s.GROUP, num_generations=s.GROUP,
+      max_completion_length=s.NEW, generation_kwargs={"min_new_tokens": s.NEW}, temperature=1.0, beta=0.0)
+
+
+def hf_generate():
+  """Completions of `NEW` tokens for the prompts of a step, each step anew."""
+  model, generator = make_model().eval(), torch.Generator().manual_seed(1)
+  marks = [time.perf_counter()]
+  for _ in range(s.WARMUP + s.STEPS):
+    prompts = torch.randint(4, s.VOCAB, (s.PROMPTS, s.PROMPT_LEN), generator=generator).repeat_interleave(s.GROUP, 0)
+    with torch.no_grad():
+      model.generate(input_ids=prompts, attention_mask=torch.ones_like(prompts), do_sample=True, temperature=1.0,
+                     top_k=0, max_new_tokens=s.NEW, min_new_tokens=s.NEW, pad_token_id=0)
+    marks.append(time.perf_counter())
+  return model, marks, []
+
+
+def main() -> None:
+  case = sys.argv[1]
+  versions = {"torch": torch.__version__, "transformers": transformers.__version__}
+  with tempfile.TemporaryDirectory() as folder:
+    if case.startswith("trl"):
+      import trl
+
+      versions["trl"] = trl.__version__
+      model, marks, losses = {"trl_sft": trl_sft, "trl_dpo": trl_dpo, "trl_grpo": trl_grpo}[case](folder)
+    else:
+      model, marks, losses = hf_generate() if case == "hf_generate" else plain_loop(case == "hf_compile")
+  print(json.dumps(dict(
+      step_seconds=[b - a for a, b in zip(marks, marks[1:], strict=False)], losses=losses, versions=versions,
+      parameters=sum(p.numel() for p in model.parameters()),
+      peak_rss_mb=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024)))
+
+
+if __name__ == "__main__":
+  main()

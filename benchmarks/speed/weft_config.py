@@ -1,0 +1,95 @@
+"""Weft's side of benchmarks/speed: `python -m trainer --config=benchmarks/speed/weft_config.py:CASE,FOLDER`."""
+
+import json
+import random
+import resource
+import time
+from pathlib import Path
+
+from ml_collections import ConfigDict
+
+from benchmarks.speed import sizes as s
+from trainer import config as config_lib
+from trainer.callbacks import Callback
+
+
+def get_config(arg: str) -> ConfigDict:
+  """`arg`: the case, and the folder that `write_data` has filled."""
+  case, folder = arg.split(",")
+  c = config_lib.defaults()
+  c.tokenizer.type, c.tokenizer.path, c.tokenizer.add_bos, c.tokenizer.add_eos = "hf", folder, False, case == "dpo"
+  c.input.sources.main = config_lib.source(type="jsonl", path=f"{folder}/{case}.jsonl")
+  c.input.packing = "none" if case != "dpo" else "best_fit"
+  m = c.model
+  m.num_layers, m.hidden_size, m.intermediate_size, m.num_heads = s.LAYERS, s.HIDDEN, s.FFN, s.HEADS
+  m.tie_embeddings = m.scan_layers = False
+  o = c.optimizer
+  o.learning_rate, o.b1, o.b2, o.weight_decay, o.clip_norm = s.LEARNING_RATE, s.B1, s.B2, s.WEIGHT_DECAY, s.CLIP
+  c.schedule = dict(name="constant", warmup_percent=0.0)
+  c.batch_size, c.seq_len, c.total_steps, c.log_steps = s.BATCH, s.SEQ, s.WARMUP + s.STEPS, 1
+  if case == "sft":
+    c.strategy = config_lib.strategy("sft")
+  if case == "dpo":
+    c.strategy = config_lib.strategy("dpo", loss={"sigmoid": 1.0}, beta=0.1)
+    c.batch_size, c.seq_len = s.PAIRS, 2 * s.PAIR_SEQ
+  if case == "grpo":
+    c.strategy = config_lib.strategy("grpo")
+    c.batch_size, c.seq_len = s.PROMPTS * s.GROUP * (s.PROMPT_LEN + s.NEW) // s.SEQ, s.SEQ
+    r = c.rollout
+    r.num_prompts, r.group_size, r.max_new_tokens, r.batch_size = s.PROMPTS, s.GROUP, s.NEW, s.PROMPTS * s.GROUP
+    r.rewards.different = config_lib.reward(type="benchmarks.speed.weft_config.different")
+  c.ckpt_percent = 0.0
+  c.callbacks.clock = dict(type="benchmarks.speed.weft_config.Clock", path=f"{folder}/clock.json")
+  return c
+
+
+def write_data(folder: Path) -> None:
+  """A tokenizer whose tokens are words, and rows of random words for every case."""
+  from tokenizers import Tokenizer, models, pre_tokenizers
+
+  tokenizer = Tokenizer(models.WordLevel({w: i for i, w in enumerate(s.words())}, unk_token="<unk>"))
+  tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+  tokenizer.add_special_tokens(list(s.SPECIAL))
+  tokenizer.save(str(folder / "tokenizer.json"))
+  names = {f"{name}_token": f"<{name}>" for name in ("pad", "bos", "eos", "unk")}
+  (folder / "tokenizer_config.json").write_text(json.dumps(names))
+  rng, steps = random.Random(1), s.WARMUP + s.STEPS
+  half = s.PAIR_SEQ // 2
+  rows = {
+      "seq": [dict(text=s.text(rng, s.SEQ)) for _ in range(steps * s.BATCH)],
+      "dpo": [dict(prompt=s.text(rng, half), chosen=" " + s.text(rng, half - 1), rejected=" " + s.text(rng, half - 1))
+              for _ in range(steps * s.PAIRS)],
+      "grpo": [dict(prompt=s.text(rng, s.PROMPT_LEN)) for _ in range(steps * s.PROMPTS)],
+  }
+  rows["sft"] = rows["seq"]
+  for case, records in rows.items():
+    (folder / f"{case}.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+
+
+def different(completion_ids: list[list[int]]) -> list[float]:
+  """The reward of benchmarks/speed/sizes.py."""
+  return [s.reward(tokens) for tokens in completion_ids]
+
+
+class Clock(Callback):
+  """Writes when each step was there, as the peers do."""
+
+  def __init__(self, path: str):
+    self._path, self._marks, self._losses, self._other = Path(path), [], [], {}
+
+  def on_train_begin(self, run):
+    self._marks.append(time.perf_counter())
+
+  def on_step_end(self, run, step, metrics):
+    self._marks.append(time.perf_counter())
+    self._losses.append(float(metrics["loss"]))
+    self._other = {k: metrics[k] for k in ("completions/mean_length", "trained_tokens") if k in metrics}
+
+  def on_train_end(self, run):
+    import jax
+
+    parameters = sum(leaf.size for leaf in jax.tree.leaves(run.state["params"]))
+    seconds = [b - a for a, b in zip(self._marks, self._marks[1:], strict=False)]
+    self._path.write_text(json.dumps(dict(
+        step_seconds=seconds, losses=self._losses, parameters=parameters, versions={"jax": jax.__version__},
+        peak_rss_mb=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024, **self._other)))
