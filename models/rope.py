@@ -12,6 +12,7 @@ import math
 import jax
 import jax.numpy as jnp
 
+from models import placement
 from models.layers import document_lengths
 
 SCALINGS = ("none", "linear", "dynamic", "llama3", "yarn")
@@ -47,6 +48,21 @@ def rope_table(rope: Rope, positions_BxT: jax.Array, segment_ids_BxT: jax.Array)
 
   Segments matter to `dynamic` alone, whose frequencies depend on the length of the document.
   """
+
+  def table():
+    angles, magnitude = _angles(rope, positions_BxT, segment_ids_BxT)
+    return jnp.cos(angles) * magnitude, jnp.sin(angles) * magnitude
+
+  if placement.current() is not None or placement.platform() != "cpu":
+    return table()
+  # XLA on CPU would compute every cosine again in each layer, for each head: into a branch it does not look. That there
+  # are no negative positions it does not know.
+  zeros = jnp.zeros((*positions_BxT.shape, 1, rope.dims // 2), jnp.float32)
+  return jax.lax.cond(jnp.all(positions_BxT >= 0), table, lambda: (zeros, zeros))
+
+
+def _angles(rope: Rope, positions_BxT: jax.Array, segment_ids_BxT: jax.Array) -> tuple[jax.Array, float]:
+  """(the angles [B, T, 1, P], factor on cosines and sines)."""
   pairs = rope.dims // 2
   exponents_P = jnp.arange(pairs, dtype=jnp.float32) / pairs
   positions = positions_BxT.astype(jnp.float32)[:, :, None, None]
@@ -61,8 +77,7 @@ def rope_table(rope: Rope, positions_BxT: jax.Array, segment_ids_BxT: jax.Array)
     frequencies = _llama3(s, frequencies)
   elif s is not None and s.type == "yarn":
     frequencies, magnitude = _yarn(s, rope, frequencies), s.attention_factor
-  angles = positions * frequencies
-  return jnp.cos(angles) * magnitude, jnp.sin(angles) * magnitude
+  return positions * frequencies, magnitude
 
 
 def apply_rope(x_BxTxHxK: jax.Array, table: tuple[jax.Array, jax.Array]) -> jax.Array:

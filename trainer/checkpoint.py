@@ -275,11 +275,14 @@ def _read_arrays(folder: Path) -> dict[str, np.ndarray] | None:
 
 
 def _save_args(state: Any) -> ocp.args.PyTreeSave:
-  """What is saved, in chunks of at most CHUNK_BYTES cut along the first dimension, the layers: a reader of one layer
-  (trainer/export.py) then reads no more than that."""
+  """What is saved, in chunks of at most CHUNK_BYTES. Kernels that are stacked by layer have a chunk for each at least:
+  a reader of one layer (trainer/export.py) then reads no more than that."""
   item = _as_dicts(state)
-  chunked, whole = ocp.SaveArgs(chunk_byte_size=CHUNK_BYTES, shard_axes=(0,)), ocp.SaveArgs()
-  return ocp.args.PyTreeSave(item, save_args=jax.tree.map(lambda leaf: chunked if jnp.ndim(leaf) else whole, item))
+  # Orbax cuts `shard_axes` into single entries, which would be the tokens of an embedding.
+  whole, chunked = ocp.SaveArgs(), ocp.SaveArgs(chunk_byte_size=CHUNK_BYTES)
+  by_layer = ocp.SaveArgs(chunk_byte_size=CHUNK_BYTES, shard_axes=(0,))
+  kinds = {0: whole, 1: chunked, 2: chunked}
+  return ocp.args.PyTreeSave(item, save_args=jax.tree.map(lambda leaf: kinds.get(jnp.ndim(leaf), by_layer), item))
 
 
 def _own_buffers(tree: Any) -> Any:

@@ -48,10 +48,10 @@ def run_peer(python: str, case: str) -> dict:
 
 def main() -> None:
   parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-  parser.add_argument("--peer", help="the Python that has torch, transformers, trl and datasets; without it, Weft alone")
+  parser.add_argument("--peer", help="the Python with torch, transformers, trl, datasets; else Weft alone")
   parser.add_argument("--cases", nargs="+", default=list(PEERS), choices=list(PEERS))
   parser.add_argument("--rounds", type=int, default=3)
-  parser.add_argument("weft_flags", nargs="*", help="after --: passed on to Weft, e.g. --config.model.attention_block=64")
+  parser.add_argument("weft_flags", nargs="*", help="after --: for Weft, e.g. --config.model.attention_block=64")
   args = parser.parse_args()
   versions: dict[str, str] = {}
   print("| case | program | steps of s, best | median | tokens/s at the median | Weft is so many times as fast | "
@@ -73,8 +73,9 @@ def main() -> None:
         versions |= last["versions"]
         losses = f"{last['losses'][0]:.3f}, {last['losses'][-1]:.3f}" if last["losses"] else ""
         ratio = "" if name == "weft" else f"{median[name] / median['weft']:.2f}"
-        print(f"| {case} | {name} | {min(steps[name]):.3f} | {median[name]:.3f} | {sizes.TOKENS[case] / median[name]:,.0f} "
-              f"| {ratio} | {max(r['peak_rss_mb'] for r in rounds):,} | {last['parameters']:,} | {losses} |", flush=True)
+        rate, peak = sizes.TOKENS[case] / median[name], max(r["peak_rss_mb"] for r in rounds)
+        print(f"| {case} | {name} | {min(steps[name]):.3f} | {median[name]:.3f} | {rate:,.0f} | {ratio} | {peak:,} "
+              f"| {last['parameters']:,} | {losses} |", flush=True)
   print(", ".join(f"{name} {version}" for name, version in versions.items()))
 
 

@@ -82,9 +82,9 @@ def train(make, folder: str, rows_per_step: int, **more):
   trainer = make(dict(
       output_dir=folder, max_steps=s.WARMUP + s.STEPS, learning_rate=s.LEARNING_RATE, lr_scheduler_type="constant",
       weight_decay=s.WEIGHT_DECAY, adam_beta2=s.B2, max_grad_norm=s.CLIP, optim="adamw_torch_fused",
-      per_device_train_batch_size=rows_per_step, gradient_accumulation_steps=1, gradient_checkpointing=False, bf16=False,
-      fp16=False, use_cpu=True, report_to="none", save_strategy="no", logging_steps=1, disable_tqdm=True, seed=0,
-      **more), clock)
+      per_device_train_batch_size=rows_per_step, gradient_accumulation_steps=1, gradient_checkpointing=False,
+      bf16=False, fp16=False, use_cpu=True, report_to="none", save_strategy="no", logging_steps=1, disable_tqdm=True,
+      seed=0, **more), clock)
   trainer.train()
   return trainer.model, clock.marks, clock.losses
 

@@ -3,6 +3,7 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
+import orbax.checkpoint as ocp
 import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -66,6 +67,17 @@ def test_what_is_saved_does_not_change_when_the_state_is_donated(tmp_path):
     saved = checkpoints.restore_newest(like).state
     assert int(saved["step"]) == 4 * (number - 1) + 1 and np.unique(saved["x"]) == float(saved["step"])
   checkpoints.close()
+
+
+def test_layers_are_chunks_of_their_own_and_the_rows_of_a_table_are_not(tmp_path):
+  tree = {"table": jnp.zeros((5000, 8)), "scale": jnp.zeros((6, 8)), "kernel": jnp.zeros((6, 8, 4))}
+  checkpoints = Checkpoints(tmp_path)
+  checkpoints.save(1, {"step": jnp.int32(1), "params": tree}, {})
+  checkpoints.close()
+  with ocp.PyTreeCheckpointer() as reader:
+    saved = reader.metadata(tmp_path / "1" / "state").item_metadata.tree["params"]
+  chunks = {name: tuple(leaf.storage.chunk_shape) for name, leaf in saved.items()}
+  assert chunks == {"table": (5000, 8), "scale": (6, 8), "kernel": (1, 8, 4)}
 
 
 def test_retention_last_every_and_best(tmp_path):

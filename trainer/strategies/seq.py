@@ -5,8 +5,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from models import placement
 from trainer import logprobs
 from trainer.metrics import Mean
+from trainer.token_sums import sum_over_tokens
 
 
 def loss(model: Any, params: Any, batch: dict[str, jax.Array], rng: jax.Array | None, cfg: Any):
@@ -34,25 +36,48 @@ def next_token_loss(model: Any, params: Any, batch: dict[str, jax.Array], rng: j
     more: further statistics of `logprobs.STATS` to report as metrics.
 
   Returns:
-    (terms, metrics): `loss` is weighted by `loss_weights`; with them the model's own.
+    (terms, metrics): `loss` is weighted by `loss_weights`; with them the model's own. On one device, with a vocabulary
+    of several chunks, the term is one number for all rows, and the rows' losses are a metric of the same name.
   """
   out = model.apply(params, batch, rng=rng, train=rng is not None)
   targets_BxT, weights_BxT = next_tokens(batch)
-  stats = logprobs.token_stats(
-      out.hidden, model.unembedding(params), targets_BxT, chunk=model.vocab_chunk, logit_cap=model.final_logit_cap,
-      num_real_vocab=model.num_real_vocab,
-      want=("is_top", *logprobs.cross_entropy_stats(label_smoothing, z_loss), *more))
-  loss_BxT = logprobs.cross_entropy(stats, label_smoothing=label_smoothing, z_loss=z_loss)
-  if dft:
-    loss_BxT = loss_BxT * jax.lax.stop_gradient(jnp.exp(stats.logprob))
+  want = ("is_top", *logprobs.cross_entropy_stats(label_smoothing, z_loss), *more)
+
+  def losses_of(hidden_BxTxD, kernel_DxV, targets_BxT, chunk):
+    """The loss of each token, and what is reported of it."""
+    stats = logprobs.token_stats(hidden_BxTxD, kernel_DxV, targets_BxT, chunk=chunk, logit_cap=model.final_logit_cap,
+                                 num_real_vocab=model.num_real_vocab, want=want)
+    loss_BxT = logprobs.cross_entropy(stats, label_smoothing=label_smoothing, z_loss=z_loss)
+    if dft:
+      loss_BxT = loss_BxT * jax.lax.stop_gradient(jnp.exp(stats.logprob))
+    shown = {"accuracy": stats.is_top} | {name: getattr(stats, name) for name in more}
+    if label_smoothing or z_loss or dft:
+      shown["nll"] = -stats.logprob
+    return loss_BxT, shown
 
   def mean(values_BxT: jax.Array) -> Mean:
     return Mean(jnp.sum(values_BxT * weights_BxT, axis=1), jnp.sum(weights_BxT, axis=1))
 
-  metrics = {"accuracy": mean(stats.is_top)} | {name: mean(getattr(stats, name)) for name in more}
-  if label_smoothing or z_loss or dft:
-    metrics["nll"] = mean(-stats.logprob)
-  return {"loss": mean(loss_BxT), **out.losses}, metrics | out.metrics
+  kernel_DxV = model.unembedding(params)
+  V = kernel_DxV.shape[1]
+  chunks = logprobs.num_chunks(V, model.vocab_chunk)
+  if chunks == 1 or placement.current() is not None:
+    loss_BxT, shown = losses_of(out.hidden, kernel_DxV, targets_BxT, model.vocab_chunk)
+    terms, metrics = {"loss": mean(loss_BxT)}, {}
+  else:
+    # As much memory for logits, but of some tokens and all entries.
+
+    def some(hidden_nxD, kernel_DxV, tokens):
+      loss_1xn, shown = losses_of(hidden_nxD[None], kernel_DxV, tokens[0][None], V)
+      return tokens[1] * loss_1xn[0], {name: values[0] for name, values in (shown | {"loss": loss_1xn}).items()}
+
+    flat = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), (out.hidden, (targets_BxT, weights_BxT)))
+    total, shown = sum_over_tokens(some, chunks, flat[0], kernel_DxV, flat[1])
+    shown = {name: values.reshape(weights_BxT.shape) for name, values in shown.items()}
+    # The gradient is the sum's; rows, and through them sources, are for show.
+    terms, metrics = {"loss": Mean(total, jnp.sum(weights_BxT))}, {"loss": mean(shown.pop("loss"))}
+  metrics |= {name: mean(values) for name, values in shown.items()}
+  return {**terms, **out.losses}, metrics | out.metrics
 
 
 def next_tokens(batch: dict[str, jax.Array]) -> tuple[jax.Array, jax.Array]:

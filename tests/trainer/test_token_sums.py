@@ -1,0 +1,73 @@
+"""Sums over tokens with their gradient: the same as of all tokens at once."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from tests import tiny
+from trainer import mesh as mesh_lib
+from trainer.config_checks import View
+from trainer.config_sections import strategy
+from trainer.logprobs import cross_entropy, token_stats
+from trainer.strategies import seq, sft
+from trainer.token_sums import sum_over_tokens
+
+N, D, V = 37, 8, 50
+
+
+def inputs(dtype="float32"):
+  rng = np.random.default_rng(0)
+  hidden, kernel = rng.normal(size=(N, D)), rng.normal(size=(D, V))
+  return (jnp.asarray(hidden, dtype), jnp.asarray(kernel, jnp.float32),
+          (jnp.asarray(rng.integers(0, V, N)), jnp.asarray(rng.random(N), jnp.float32)))
+
+
+def losses_of(hidden_nxD, kernel_DxV, tokens):
+  stats = token_stats(hidden_nxD[None], kernel_DxV, tokens[0][None], chunk=V, want=("logprob", "logsumexp", "entropy"))
+  return tokens[1] * cross_entropy(stats, z_loss=0.1)[0], {"entropy": stats.entropy[0]}
+
+
+@pytest.mark.parametrize("chunks", [1, 4, 37, 50])
+@pytest.mark.parametrize(("dtype", "tolerance"), [("float32", 2e-6), ("bfloat16", 2e-2)])
+def test_cut_or_whole_the_same_sum_and_gradient(chunks, dtype, tolerance):
+  hidden, kernel, tokens = inputs(dtype)
+
+  def whole(hidden, kernel):
+    losses, more = losses_of(hidden, kernel, tokens)
+    return 3.0 * jnp.sum(losses), more["entropy"]
+
+  def cut(hidden, kernel):
+    total, more = sum_over_tokens(losses_of, chunks, hidden, kernel, tokens)
+    return 3.0 * total, more["entropy"]
+
+  expected, found = (jax.jit(jax.value_and_grad(f, (0, 1), has_aux=True))(hidden, kernel) for f in (whole, cut))
+  for a, b in zip(jax.tree.leaves(expected), jax.tree.leaves(found), strict=True):
+    assert a.dtype == b.dtype and a.shape == b.shape
+    np.testing.assert_allclose(np.float32(b), np.float32(a), rtol=tolerance, atol=tolerance * float(jnp.abs(a).max()))
+  np.testing.assert_allclose(jax.jit(cut)(hidden, kernel)[0], expected[0][0], rtol=tolerance)  # without a gradient
+
+
+@pytest.mark.parametrize(("loss", "cfg"), [
+    (seq, strategy("seq", label_smoothing=0.1, z_loss=0.01)), (sft, strategy("sft", dft=True)), (sft, strategy("sft"))])
+def test_strategies_do_not_depend_on_the_chunk(loss, cfg):
+  """Value, gradient and metrics, of rows and of the whole; on one device, and on a mesh of one."""
+  batch = tiny.batch(4, 12)
+
+  def run(chunk, mesh=None):
+    model = tiny.model(vocab_chunk=chunk, final_logit_cap=5.0)
+    params = model.init(jax.random.key(0))
+
+    def total(params):
+      terms, metrics = loss.loss(model, params, batch, None, View(cfg))
+      return jnp.sum(terms["loss"].sum), (jnp.sum(terms["loss"].weight), terms | metrics)
+
+    with mesh_lib.activation_rules(mesh) if mesh is not None else jax.disable_jit(False):
+      return jax.jit(jax.value_and_grad(total, has_aux=True))(params)
+
+  one, several = run(24), run(5)
+  on_mesh = run(5, mesh_lib.make_mesh(dict(data=1, fsdp=2), jax.devices()[:2]))
+  for other in (several, on_mesh):
+    for (path, a), b in zip(jax.tree_util.tree_leaves_with_path(one), jax.tree.leaves(other), strict=True):
+      np.testing.assert_allclose(b, a, rtol=3e-5, atol=3e-6, err_msg=jax.tree_util.keystr(path))
+  assert several[0][1][1]["loss"].sum.shape == (4,) and float(several[0][0]) > 1
