@@ -42,9 +42,9 @@ def get_config(arg: str | None = None) -> ConfigDict:
   # A layer keeps nothing but its input, 128 MiB a row.
   c.remat = "full"
   if arg == "h100":
-    # Kernels are split over the 8 GPUs of a node, which share fast links, and once more over the 8 nodes: over the
-    # network between them a GPU gathers an eighth of each kernel. 8 rows a node at a time; more would not fit.
-    c.mesh.update(data=1, fsdp=-1, tensor=8)
+    # A row for each GPU at a time. It is computed longer than its kernels take to come, 1/8 of them over each of a
+    # node's 8 adapters; the links within a node would be slower at the activations that mesh.tensor=8 sends.
+    c.mesh.update(data=1, fsdp=-1)
     c.grad_accum_steps = 8
     c.plan.topology = "h100:8x8"
   else:

@@ -10,7 +10,7 @@ ROOT = Path(__file__).resolve().parent.parent
 # Before JAX is imported. Subprocesses inherit these; those that want another number of devices override XLA_FLAGS.
 os.environ.update(
     JAX_PLATFORMS="cpu",
-    # Tiny programs take longer to be optimised than to run. Commands that tests start run optimised ones.
+    # Tiny programs take longer to be optimised than to run.
     XLA_FLAGS="--xla_force_host_platform_device_count=8 --xla_backend_optimization_level=0",
     NNX_GRAPH_MODE="false",
     NNX_GRAPH_UPDATES="false",

@@ -57,7 +57,8 @@ def command(config_file: Path, corpus: Path, workdir: Path, *overrides: str) -> 
 
 
 def environment(devices: int, **more: str) -> dict[str, str]:
-  return {**os.environ, "XLA_FLAGS": f"--xla_force_host_platform_device_count={devices}", **more}
+  flags = f"--xla_force_host_platform_device_count={devices} --xla_backend_optimization_level=0"  # as in conftest.py
+  return {**os.environ, "XLA_FLAGS": flags, **more}
 
 
 def run(argv: list[str], devices: int = 1, **more: str) -> subprocess.CompletedProcess:

@@ -32,6 +32,8 @@ _NUMBERED = re.compile(r"replica_groups=\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)
 _OF_MESH = re.compile(r"replica_groups=mesh\[([^\]]*)\](?:, ?device_ids=\(\[([\d,]+)\](?:T\(([\d,]+)\))?\))?"
                       r" ?\{([^}]*)\}")
 _PAIRS = re.compile(r"source_target_pairs=\{(\{.*?\})\}")
+# Compilers for TPUs hand what crosses slices to the hosts, as a transfer that says what becomes of it.
+_BETWEEN_SLICES = re.compile(r'_xla_megascale_transfer_type="(\w+)"')
 _NAME = re.compile(r'op_name="([^"]*)"')
 _BITS = re.compile(r"^[a-z]+(\d+)")
 
@@ -83,16 +85,17 @@ def collectives(text: str, mesh: Any = None) -> list[Collective]:
       continue
     for line in lines:
       match = _INSTRUCTION.match(line)
-      kind = match and match[3].removesuffix("-start")
+      between = _BETWEEN_SLICES.search(line) if match and match[3] == "send" else None
+      kind = between[1].lower().replace("_", "-") if between else match and match[3].removesuffix("-start")
       # An operation's end (`-done`) moves nothing; a wrapped one is counted where it is.
       if kind not in KINDS:
         continue
-      group = _group(line, kind)
+      group = _across_slices(mesh) if between else _group(line, kind)
       outputs, operands = list(_ARRAY.finditer(match[2])), list(_ARRAY.finditer(_operands(line)))
       largest = max(outputs + operands, key=_bytes, default=None)
       size = 0 if largest is None else _bytes(largest)
       # Several may be joined into one. The result of a beginning (`-start`) holds the operands too.
-      if kind == match[3] or kind == "all-reduce":
+      if not between and (kind == match[3] or kind == "all-reduce"):
         size = max(sum(map(_bytes, outputs)), sum(map(_bytes, operands)))
       shown = "" if largest is None else f"{largest[1]}[{largest[2]}]"
       if kind == "reduce-scatter" and not _ARRAY.search(_operands(line)):
@@ -163,6 +166,13 @@ def _trips(line: str, bodies: dict[str, list[str]]) -> int:
   lines = bodies.get(condition[1], []) if condition else []
   numbers = {int(match[1]) for match in map(_CONSTANT.search, lines) if match}
   return numbers.pop() if len(numbers) == 1 and any("direction=LT" in one for one in lines) else 1
+
+
+def _across_slices(mesh: Any) -> list[int]:
+  """A device of each slice, by its place in the mesh; of two where no mesh says how many there are."""
+  if mesh is None or "slice" not in mesh.axis_names:
+    return [0, 1]
+  return list(range(0, mesh.devices.size, mesh.devices.size // mesh.shape["slice"]))
 
 
 def _operands(line: str) -> str:

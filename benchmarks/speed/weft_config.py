@@ -19,7 +19,8 @@ def get_config(arg: str) -> ConfigDict:
   c = config_lib.defaults()
   c.tokenizer.type, c.tokenizer.path, c.tokenizer.add_bos, c.tokenizer.add_eos = "hf", folder, False, case == "dpo"
   c.input.sources.main = config_lib.source(type="jsonl", path=f"{folder}/{case}.jsonl")
-  c.input.packing = "none" if case != "dpo" else "best_fit"
+  if case in ("seq", "sft"):
+    c.input.packing = "none"
   m = c.model
   m.num_layers, m.hidden_size, m.intermediate_size, m.num_heads = s.LAYERS, s.HIDDEN, s.FFN, s.HEADS
   m.tie_embeddings = m.scan_layers = False

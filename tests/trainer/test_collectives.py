@@ -138,3 +138,23 @@ def test_text_of_tpus():
       ("all-gather", 64, 5, ("tensor",)), ("reduce-scatter", 512, 5, ("data", "fsdp", "tensor")),
       ("all-reduce", 20, 1, ("data", "fsdp", "tensor"))}
   assert len(found) == 3
+
+
+BETWEEN_SLICES = """HloModule step
+
+ENTRY %main (p: f32[128,8,128]) -> f32[] {
+  %send.21 = (f32[128,8,128]{2,1,0:T(8,128)}, u32[], token[]) send(%p, %after-all.21), channel_id=2, \
+is_host_transfer=true, frontend_attributes={_xla_host_transfer_handler_name="xla_megascale_runtime",\
+_xla_host_transfer_rendezvous="all-reduce.52_0",_xla_megascale_reduce_operation="SUM",\
+_xla_megascale_target="{1,2}x{0:15}",_xla_megascale_transfer_type="ALL_REDUCE"}
+  %send-done.21 = token[] send-done(%send.21), channel_id=2, is_host_transfer=true
+  %send.1 = (f32[64]{0}, u32[], token[]) send(%p, %after-all.1), channel_id=3, is_host_transfer=true
+}
+"""
+
+
+def test_what_hosts_carry_between_slices_counts():
+  """Two lines of a step that libtpu 0.0.42 compiled for two slices, and a transfer to the host that is none."""
+  (one,) = collectives(BETWEEN_SLICES, mesh_lib.make_mesh(dict(slice=2, data=4)))
+  assert (one.kind, one.axes, one.group_size, one.bytes, one.traffic) == (
+      "all-reduce", ("slice",), 2, 4 * 128 * 8 * 128, 4 * 128 * 8 * 128)

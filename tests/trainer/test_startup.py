@@ -1,0 +1,59 @@
+"""Compiled programs outlive the run, where the user has not said otherwise."""
+
+import subprocess
+
+import jax
+import pytest
+
+from tests import tiny
+from trainer import startup
+
+KEYS = ("jax_compilation_cache_dir", "jax_compilation_cache_max_size")
+
+
+@pytest.fixture(autouse=True)
+def settings(monkeypatch):
+  """As in a user's process; what was set for the tests comes back."""
+  before = {key: getattr(jax.config, key) for key in KEYS}
+  monkeypatch.delenv("JAX_COMPILATION_CACHE_DIR")
+  jax.config.update(KEYS[0], None)
+  yield
+  for key, value in before.items():
+    jax.config.update(key, value)
+
+
+def test_they_are_kept_in_the_users_cache_one_folder_for_each_processor(tmp_path, monkeypatch):
+  monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+  startup.keep_compiled_programs()
+  (folder,) = (tmp_path / "weft").iterdir()
+  assert folder.name.startswith("compiled-") and jax.config.jax_compilation_cache_dir == str(folder)
+  assert jax.config.jax_compilation_cache_max_size == startup.CACHE_BYTES
+  monkeypatch.setattr(startup.platform, "machine", lambda: "another")
+  startup.keep_compiled_programs()
+  assert len(list((tmp_path / "weft").iterdir())) == 2
+
+
+@pytest.mark.parametrize("said", ["", "elsewhere"])
+def test_what_the_user_says_stands(said, tmp_path, monkeypatch):
+  monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+  monkeypatch.setenv("JAX_COMPILATION_CACHE_DIR", said)
+  startup.keep_compiled_programs()
+  assert jax.config.jax_compilation_cache_dir is None and not list(tmp_path.iterdir())
+
+
+def test_without_a_home_nothing_is_kept_and_nothing_fails(tmp_path, monkeypatch):
+  (tmp_path / "file").write_text("not a folder")
+  monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+  startup.keep_compiled_programs()
+  assert jax.config.jax_compilation_cache_dir is None
+
+
+def test_the_second_run_finds_what_the_first_compiled(tmp_path):
+  corpus, config = tiny.write_corpus(tmp_path / "corpus"), tiny.write_config_file(tmp_path)
+  environment = tiny.environment(1, XDG_CACHE_HOME=str(tmp_path / "cache"))
+  found = []
+  for run in ("first", "second"):
+    subprocess.run(tiny.command(config, corpus, tmp_path / run), cwd=tiny.ROOT, env=environment, check=True,
+                   capture_output=True, timeout=300)
+    found.append({path.name for path in (tmp_path / "cache" / "weft").rglob("*-cache")})
+  assert found[0] and found[1] == found[0]
