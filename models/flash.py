@@ -145,15 +145,14 @@ def backward(rule: Rule, q: jax.Array, k: jax.Array, v: jax.Array, queries: Side
   f32 = jnp.float32
   scores, slope = _scores(rule, q, k, queries, keys)
   weights = jnp.exp(scores - lse[..., None])
-  # Transposed afterwards: on CPU it is the larger factor, the scores, that would be transposed before.
-  dv = jnp.einsum("bgrtk,bgrtw->bgkw", dout, weights.astype(v.dtype), preferred_element_type=f32).swapaxes(-1, -2)
+  dv = jnp.einsum("bgrtw,bgrtk->bgwk", weights.astype(v.dtype), dout, preferred_element_type=f32)
   dweights = jnp.einsum("bgrtk,bgwk->bgrtw", dout, v, preferred_element_type=f32)
   dscores = weights * (dweights - delta[..., None]) * rule.scale
   if slope is not None:
     dscores = dscores * slope
   dscores = dscores.astype(q.dtype)
   dq = jnp.einsum("bgrtw,bgwk->bgrtk", dscores, k, preferred_element_type=f32)
-  dk = jnp.einsum("bgrtk,bgrtw->bgkw", q, dscores, preferred_element_type=f32).swapaxes(-1, -2)
+  dk = jnp.einsum("bgrtw,bgrtk->bgwk", dscores, q, preferred_element_type=f32)
   return dq, dk, dv
 
 

@@ -11,7 +11,7 @@ ROOT = Path(__file__).resolve().parent.parent
 os.environ.update(
     JAX_PLATFORMS="cpu",
     # Tiny programs take longer to be optimised than to run.
-    XLA_FLAGS="--xla_force_host_platform_device_count=8 --xla_backend_optimization_level=0",
+    XLA_FLAGS="--xla_force_host_platform_device_count=8 --xla_backend_optimization_level=1",
     NNX_GRAPH_MODE="false",
     NNX_GRAPH_UPDATES="false",
     JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS="0.3",
