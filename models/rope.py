@@ -55,10 +55,10 @@ def rope_table(rope: Rope, positions_BxT: jax.Array, segment_ids_BxT: jax.Array)
 
   if placement.current() is not None or placement.platform() != "cpu":
     return table()
-  # XLA on CPU would compute every cosine again in each layer, for each head: into a branch it does not look. That there
-  # are no negative positions it does not know.
-  zeros = jnp.zeros((*positions_BxT.shape, 1, rope.dims // 2), jnp.float32)
-  return jax.lax.cond(jnp.all(positions_BxT >= 0), table, lambda: (zeros, zeros))
+  # XLA on CPU would compute every cosine again in each layer, for each head: into a branch it does not look. That the
+  # other one is never taken it does not know.
+  unused = jnp.zeros((*positions_BxT.shape, 1, rope.dims // 2), jnp.float32)
+  return jax.lax.cond(jnp.max(positions_BxT) >= jnp.min(positions_BxT), table, lambda: (unused, unused))
 
 
 def _angles(rope: Rope, positions_BxT: jax.Array, segment_ids_BxT: jax.Array) -> tuple[jax.Array, float]:

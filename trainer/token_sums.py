@@ -15,6 +15,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+# Each chunk reads and writes the kernel's whole gradient; with fewer tokens that takes longer than making logits twice.
+MIN_TOKENS = 1024
+
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def sum_over_tokens(losses_of: Callable, chunks: int, hidden_NxD: jax.Array, kernel_DxV: jax.Array, tokens: Any

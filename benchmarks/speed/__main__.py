@@ -9,7 +9,6 @@ the first steps, which compile, are left out (benchmarks/speed/sizes.py says how
 
 import argparse
 import json
-import os
 import statistics
 import subprocess
 import sys
@@ -25,9 +24,9 @@ HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent.parent
 
 
-def run(command: list[str], **environment: str) -> str:
+def run(command: list[str]) -> str:
   """What it prints; ends this program with its last lines where it fails."""
-  done = subprocess.run(command, cwd=ROOT, env={**os.environ, **environment}, capture_output=True, text=True)
+  done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
   if done.returncode:
     sys.exit("\n".join([" ".join(command), *(done.stdout + done.stderr).splitlines()[-30:]]))
   return done.stdout

@@ -4,7 +4,7 @@
     python benchmarks/speed/torch_peer.py CASE
 
 hf, hf_compile: transformers in a plain loop with AdamW and clipping, as it is or with torch.compile. trl_sft, trl_dpo,
-trl_grpo: TRL's trainers, from one optimizer step's end to the next one's. hf_generate: sampling with transformers.
+trl_grpo: TRL's trainers, from one optimizer step's end to the next one's.
 """
 
 import json
@@ -129,19 +129,6 @@ def trl_grpo(folder: str):
       max_completion_length=s.NEW, generation_kwargs={"min_new_tokens": s.NEW}, temperature=1.0, beta=0.0)
 
 
-def hf_generate():
-  """Completions of `NEW` tokens for the prompts of a step, each step anew."""
-  model, generator = make_model().eval(), torch.Generator().manual_seed(1)
-  marks = [time.perf_counter()]
-  for _ in range(s.WARMUP + s.STEPS):
-    prompts = torch.randint(4, s.VOCAB, (s.PROMPTS, s.PROMPT_LEN), generator=generator).repeat_interleave(s.GROUP, 0)
-    with torch.no_grad():
-      model.generate(input_ids=prompts, attention_mask=torch.ones_like(prompts), do_sample=True, temperature=1.0,
-                     top_k=0, max_new_tokens=s.NEW, min_new_tokens=s.NEW, pad_token_id=0)
-    marks.append(time.perf_counter())
-  return model, marks, []
-
-
 def main() -> None:
   case = sys.argv[1]
   versions = {"torch": torch.__version__, "transformers": transformers.__version__}
@@ -152,7 +139,7 @@ def main() -> None:
       versions["trl"] = trl.__version__
       model, marks, losses = {"trl_sft": trl_sft, "trl_dpo": trl_dpo, "trl_grpo": trl_grpo}[case](folder)
     else:
-      model, marks, losses = hf_generate() if case == "hf_generate" else plain_loop(case == "hf_compile")
+      model, marks, losses = plain_loop(case == "hf_compile")
   print(json.dumps(dict(
       step_seconds=[b - a for a, b in zip(marks, marks[1:], strict=False)], losses=losses, versions=versions,
       parameters=sum(p.numel() for p in model.parameters()),

@@ -7,6 +7,7 @@ import pytest
 
 from tests import tiny
 from trainer import mesh as mesh_lib
+from trainer import token_sums
 from trainer.config_checks import View
 from trainer.config_sections import strategy
 from trainer.logprobs import cross_entropy, token_stats
@@ -50,8 +51,8 @@ def test_cut_or_whole_the_same_sum_and_gradient(chunks, dtype, tolerance):
 
 @pytest.mark.parametrize(("loss", "cfg"), [
     (seq, strategy("seq", label_smoothing=0.1, z_loss=0.01)), (sft, strategy("sft", dft=True)), (sft, strategy("sft"))])
-def test_strategies_do_not_depend_on_the_chunk(loss, cfg):
-  """Value, gradient and metrics, of rows and of the whole; on one device, and on a mesh of one."""
+def test_strategies_do_not_depend_on_the_chunk(loss, cfg, monkeypatch):
+  """Value, gradient and metrics, of rows and of the whole; on one device in both ways, and on a mesh."""
   batch = tiny.batch(4, 12)
 
   def run(chunk, mesh=None):
@@ -65,9 +66,11 @@ def test_strategies_do_not_depend_on_the_chunk(loss, cfg):
     with mesh_lib.activation_rules(mesh) if mesh is not None else jax.disable_jit(False):
       return jax.jit(jax.value_and_grad(total, has_aux=True))(params)
 
-  one, several = run(24), run(5)
+  one, twice = run(24), run(5)
+  monkeypatch.setattr(token_sums, "MIN_TOKENS", 1)
+  several = run(5)
   on_mesh = run(5, mesh_lib.make_mesh(dict(data=1, fsdp=2), jax.devices()[:2]))
-  for other in (several, on_mesh):
+  for other in (twice, several, on_mesh):
     for (path, a), b in zip(jax.tree_util.tree_leaves_with_path(one), jax.tree.leaves(other), strict=True):
       np.testing.assert_allclose(b, a, rtol=3e-5, atol=3e-6, err_msg=jax.tree_util.keystr(path))
-  assert several[0][1][1]["loss"].sum.shape == (4,) and float(several[0][0]) > 1
+  assert several[0][1][1]["loss"].sum.shape == twice[0][1][1]["loss"].sum.shape == (4,) and float(several[0][0]) > 1

@@ -6,9 +6,8 @@ import jax
 import jax.numpy as jnp
 
 from models import placement
-from trainer import logprobs
+from trainer import logprobs, token_sums
 from trainer.metrics import Mean
-from trainer.token_sums import sum_over_tokens
 
 
 def loss(model: Any, params: Any, batch: dict[str, jax.Array], rng: jax.Array | None, cfg: Any):
@@ -37,7 +36,7 @@ def next_token_loss(model: Any, params: Any, batch: dict[str, jax.Array], rng: j
 
   Returns:
     (terms, metrics): `loss` is weighted by `loss_weights`; with them the model's own. On one device, with a vocabulary
-    of several chunks, the term is one number for all rows, and the rows' losses are a metric of the same name.
+    of several chunks and many tokens, the term is one number, and the rows' losses are a metric of the same name.
   """
   out = model.apply(params, batch, rng=rng, train=rng is not None)
   targets_BxT, weights_BxT = next_tokens(batch)
@@ -61,7 +60,7 @@ def next_token_loss(model: Any, params: Any, batch: dict[str, jax.Array], rng: j
   kernel_DxV = model.unembedding(params)
   V = kernel_DxV.shape[1]
   chunks = logprobs.num_chunks(V, model.vocab_chunk)
-  if chunks == 1 or placement.current() is not None:
+  if chunks == 1 or targets_BxT.size // chunks < token_sums.MIN_TOKENS or placement.current() is not None:
     loss_BxT, shown = losses_of(out.hidden, kernel_DxV, targets_BxT, model.vocab_chunk)
     terms, metrics = {"loss": mean(loss_BxT)}, {}
   else:
@@ -72,7 +71,7 @@ def next_token_loss(model: Any, params: Any, batch: dict[str, jax.Array], rng: j
       return tokens[1] * loss_1xn[0], {name: values[0] for name, values in (shown | {"loss": loss_1xn}).items()}
 
     flat = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), (out.hidden, (targets_BxT, weights_BxT)))
-    total, shown = sum_over_tokens(some, chunks, flat[0], kernel_DxV, flat[1])
+    total, shown = token_sums.sum_over_tokens(some, chunks, flat[0], kernel_DxV, flat[1])
     shown = {name: values.reshape(weights_BxT.shape) for name, values in shown.items()}
     # The gradient is the sum's; rows, and through them sources, are for show.
     terms, metrics = {"loss": Mean(total, jnp.sum(weights_BxT))}, {"loss": mean(shown.pop("loss"))}
