@@ -146,8 +146,8 @@ def attend_to_past(
     q_Bx1xHxK: jax.Array,
     k_Bx1xGxK: jax.Array,
     v_Bx1xGxK: jax.Array,
-    past_k_BxSxGxK: jax.Array,
-    past_v_BxSxGxK: jax.Array,
+    past_k_BxGxSxK: jax.Array,
+    past_v_BxGxSxK: jax.Array,
     *,
     seen_BxS: jax.Array,
     active_B: jax.Array,
@@ -158,22 +158,22 @@ def attend_to_past(
 
   Args:
     q_Bx1xHxK, k_Bx1xGxK, v_Bx1xGxK: of the token.
-    past_k_BxSxGxK, past_v_BxSxGxK: of the tokens before it, in any order.
+    past_k_BxGxSxK, past_v_BxGxSxK: of the tokens before it, in any order.
     seen_BxS: which of these there are, and within the window.
     active_B: False for rows without a token, whose output is 0.
     scale, logit_cap: as in `attention`.
   """
   B, _, H, K = q_Bx1xHxK.shape
-  S, G = past_k_BxSxGxK.shape[1:3]
+  G, S = past_k_BxGxSxK.shape[1:3]
   f32, dtype = jnp.float32, v_Bx1xGxK.dtype
   q_BxGxRxK = q_Bx1xHxK.reshape(B, G, H // G, K)
-  old_BxGxRxS = jnp.einsum("bgrk,bsgk->bgrs", q_BxGxRxK, past_k_BxSxGxK, preferred_element_type=f32)
+  old_BxGxRxS = jnp.einsum("bgrk,bgsk->bgrs", q_BxGxRxK, past_k_BxGxSxK, preferred_element_type=f32)
   own_BxGxRx1 = jnp.einsum("bgrk,bsgk->bgrs", q_BxGxRxK, k_Bx1xGxK, preferred_element_type=f32)
   scores_BxGxRxS = jnp.concatenate([old_BxGxRxS, own_BxGxRx1], axis=-1) * scale
   seen_BxS = jnp.pad(seen_BxS, ((0, 0), (0, 1)), constant_values=True)
   weights_BxGxRxS = _unnormalised(scores_BxGxRxS[:, :, :, None], seen_BxS[:, None], logit_cap)[:, :, :, 0]
   old, own = weights_BxGxRxS[..., :S].astype(dtype), weights_BxGxRxS[..., S:].astype(dtype)
-  out_BxGxRxK = jnp.einsum("bgrs,bsgk->bgrk", old, past_v_BxSxGxK, preferred_element_type=f32)
+  out_BxGxRxK = jnp.einsum("bgrs,bgsk->bgrk", old, past_v_BxGxSxK, preferred_element_type=f32)
   out_BxGxRxK += jnp.einsum("bgrs,bsgk->bgrk", own, v_Bx1xGxK, preferred_element_type=f32)
   out_BxGxRxK = out_BxGxRxK / weights_BxGxRxS.sum(-1, keepdims=True)
   return jnp.where(active_B[:, None, None, None], out_BxGxRxK, 0.0).astype(dtype).reshape(B, 1, H, K)

@@ -68,7 +68,7 @@ class SelfAttention(nnx.Module):
       options |= dict(segment_ids=segment_ids, block_ids=block_ids, window=window, window_blocks=bounded)
       out_BxTxHxK = attention(q_BxTxHxK, k_BxTxGxK, v_BxTxGxK, impl=s.attention, block=s.attention_block, **options)
     else:
-      out_BxTxHxK = attend_to_past(q_BxTxHxK, k_BxTxGxK, v_BxTxGxK, past.keys_BxSxGxK, past.values_BxSxGxK,
+      out_BxTxHxK = attend_to_past(q_BxTxHxK, k_BxTxGxK, v_BxTxGxK, past.keys_BxGxSxK, past.values_BxGxSxK,
                                    seen_BxS=past.seen_BxS, active_B=segment_ids[:, 0] > 0, **options)
     out_BxTxHxK = constrain(out_BxTxHxK, "batch", "length", "heads", None)
     return self.o(out_BxTxHxK.reshape(B, T, -1), key), (k_BxTxGxK, v_BxTxGxK)

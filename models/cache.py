@@ -20,7 +20,8 @@ from models.spec import Spec
 class Cache(NamedTuple):
   """Layer l is entry l // period of the arrays at place l % period, where period is the layer pattern's length."""
 
-  # For each place of the layer pattern, [N, B, S, G, K], after the rotation; in the compute dtype.
+  # For each place of the layer pattern, [N, B, G, S, K], after the rotation; in the compute dtype. The slots of a head
+  # lie together, as products with a query read them.
   keys: tuple[jax.Array, ...]
   values: tuple[jax.Array, ...]
   # int32 [B]: how many tokens of each row have been seen; the next one's position.
@@ -30,8 +31,8 @@ class Cache(NamedTuple):
 class Past(NamedTuple):
   """One layer's part of a cache, as the next token of each row finds it."""
 
-  keys_BxSxGxK: jax.Array
-  values_BxSxGxK: jax.Array
+  keys_BxGxSxK: jax.Array
+  values_BxGxSxK: jax.Array
   # Whether the slot holds a token that the next one sees.
   seen_BxS: jax.Array
 
@@ -42,7 +43,7 @@ def empty(spec: Spec, rows: int, max_length: int, dtype: Any) -> Cache:
   for place, kind in enumerate(spec.layer_pattern):
     layers = len(range(place, spec.num_layers, period))
     slots = max_length if kind == "global" else min(spec.window, max_length)
-    arrays.append(jnp.zeros((layers, rows, slots, spec.num_kv_heads, spec.head_dim), dtype))
+    arrays.append(jnp.zeros((layers, rows, spec.num_kv_heads, slots, spec.head_dim), dtype))
   return Cache(tuple(map(_constrain, arrays)), tuple(map(_constrain, arrays)), jnp.zeros(rows, jnp.int32))
 
 
@@ -51,7 +52,7 @@ def layer_of(cache: Cache, spec: Spec, index: jax.Array, place: int) -> Past:
   entry = index // len(spec.layer_pattern)
   keys, values = (jax.lax.dynamic_index_in_dim(part[place], entry, keepdims=False)
                   for part in (cache.keys, cache.values))
-  positions_BxS = positions_of(cache.lengths, keys.shape[1])
+  positions_BxS = positions_of(cache.lengths, keys.shape[2])
   seen_BxS = positions_BxS >= 0
   if spec.layer_pattern[place] == "local":
     seen_BxS &= cache.lengths[:, None] - positions_BxS < spec.window
@@ -80,21 +81,24 @@ def put(cache: Cache, new: tuple[jax.Array, jax.Array], positions_MxT: jax.Array
   real_MxT = segment_ids_MxT > 0
   ends_M = jnp.max(jnp.where(real_MxT, positions_MxT + 1, 0), axis=1)
 
-  def write(old_NxBxSxGxK: jax.Array, new_NxMxTxGxK: jax.Array) -> jax.Array:
-    S = old_NxBxSxGxK.shape[2]
+  def write(old_NxBxGxSxK: jax.Array, new_NxMxTxGxK: jax.Array) -> jax.Array:
+    S, new_NxMxGxTxK = old_NxBxGxSxK.shape[3], new_NxMxTxGxK.swapaxes(2, 3)
     # Of tokens that would share a slot only the last is written; the others go to a slot that does not exist.
     kept_MxT = real_MxT & (positions_MxT >= ends_M[:, None] - S)
     slots_MxT = jnp.where(kept_MxT, positions_MxT % S, S)
-    if rows_M is not None:
-      return _constrain(old_NxBxSxGxK.at[:, rows_M[:, None], slots_MxT].set(new_NxMxTxGxK, mode="drop"))
 
-    def one(old_SxGxK, new_TxGxK, slots_T):
-      return old_SxGxK.at[slots_T].set(new_TxGxK, mode="drop")
+    if rows_M is not None:
+      # Indices with a dimension between them come first in what is set.
+      new_MxTxNxGxK = new_NxMxGxTxK.transpose(1, 3, 0, 2, 4)
+      return _constrain(old_NxBxGxSxK.at[:, rows_M[:, None], :, slots_MxT].set(new_MxTxNxGxK, mode="drop"))
+
+    def one(old_GxSxK, new_GxTxK, slots_T):
+      return old_GxSxK.at[:, slots_T].set(new_GxTxK, mode="drop")
 
     # Row by row, so that the partitioner sees that no row needs another device's; in the order of the dimensions, so
     # that the cache is changed where it lies.
     rows = jax.vmap(jax.vmap(one), in_axes=(0, 0, None))
-    return _constrain(rows(old_NxBxSxGxK, new_NxMxTxGxK, slots_MxT))
+    return _constrain(rows(old_NxBxGxSxK, new_NxMxGxTxK, slots_MxT))
 
   keys, values = (tuple(write(old, part[place::period]) for place, old in enumerate(olds))
                   for olds, part in zip((cache.keys, cache.values), new, strict=True))
@@ -105,5 +109,5 @@ def put(cache: Cache, new: tuple[jax.Array, jax.Array], positions_MxT: jax.Array
   return Cache(keys, values, lengths_B)
 
 
-def _constrain(part_NxBxSxGxK: jax.Array) -> jax.Array:
-  return constrain(part_NxBxSxGxK, None, "batch", None, "kv_heads", None)
+def _constrain(part_NxBxGxSxK: jax.Array) -> jax.Array:
+  return constrain(part_NxBxGxSxK, None, "batch", "kv_heads", None, None)

@@ -9,15 +9,19 @@ B batch, G key/value heads, R query heads for each, T queries, W keys, K head si
 """
 
 import functools
+from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 
+from models import placement
 from models.remat import named
 
 # Far below any score, yet finite: exp(MASKED - top) is exactly 0, with a gradient of exactly 0.
 MASKED = -1e30
+# On CPU, so many bytes of scores at a time: they stay in a core's cache between the products.
+CACHED_BYTES = 2**20
 
 
 class Side(NamedTuple):
@@ -77,29 +81,63 @@ def attend(spans: tuple[Span, ...], rule: Rule, q: jax.Array, k: jax.Array, v: j
 
 
 def _attend_fwd(spans, rule, q, k, v, queries, keys):
-  parts = []
-  for span in spans:
-    some = _cut_queries(queries, span.start, span.stop), _cut_keys(keys, span)
-    part = forward(rule, q[:, :, :, span.start:span.stop], *(x[:, :, span.first:span.last] for x in (k, v)), *some)
-    parts.append(finish(part, some[0], v.dtype))
-  out, lse = (jnp.concatenate(pieces, axis=3) if len(spans) > 1 else pieces[0] for pieces in zip(*parts, strict=True))
-  out, lse = named((out, lse), "attention")
+
+  def some(q, k, v, queries, keys):
+    parts = []
+    for span in spans:
+      sides = _cut_queries(queries, span.start, span.stop), _cut_keys(keys, span)
+      part = forward(rule, q[:, :, :, span.start:span.stop], *(x[:, :, span.first:span.last] for x in (k, v)), *sides)
+      parts.append(finish(part, sides[0], v.dtype))
+    return tuple(jnp.concatenate(pieces, axis=3) if len(spans) > 1 else pieces[0]
+                 for pieces in zip(*parts, strict=True))
+
+  out, lse = named(_few_heads_at_a_time(some, spans, queries, keys, q, k, v), "attention")
   return out, (q, k, v, queries, keys, out, lse)
 
 
 def _attend_bwd(spans, rule, saved, dout):
   q, k, v, queries, keys, out, lse = saved
-  dout, delta = prepare_backward(out, dout, queries)
-  dq, dk, dv = [], jnp.zeros(k.shape, jnp.float32), jnp.zeros(v.shape, jnp.float32)
-  for span in spans:
-    mine, seen = slice(span.start, span.stop), slice(span.first, span.last)
-    dq_part, dk_part, dv_part = backward(
-        rule, q[:, :, :, mine], k[:, :, seen], v[:, :, seen], _cut_queries(queries, span.start, span.stop),
-        _cut_keys(keys, span), lse[:, :, :, mine], delta[:, :, :, mine], dout[:, :, :, mine])
-    dq.append(dq_part)
-    dk, dv = dk.at[:, :, seen].add(dk_part), dv.at[:, :, seen].add(dv_part)
-  dq = jnp.concatenate(dq, axis=3) if len(spans) > 1 else dq[0]
-  return dq.astype(q.dtype), dk.astype(k.dtype), dv.astype(v.dtype), None, None
+
+  def some(q, k, v, out, lse, dout, queries, keys):
+    dout, delta = prepare_backward(out, dout, queries)
+    dq, dk, dv = [], jnp.zeros(k.shape, jnp.float32), jnp.zeros(v.shape, jnp.float32)
+    for span in spans:
+      mine, seen = slice(span.start, span.stop), slice(span.first, span.last)
+      dq_part, dk_part, dv_part = backward(
+          rule, q[:, :, :, mine], k[:, :, seen], v[:, :, seen], _cut_queries(queries, span.start, span.stop),
+          _cut_keys(keys, span), lse[:, :, :, mine], delta[:, :, :, mine], dout[:, :, :, mine])
+      dq.append(dq_part)
+      dk, dv = dk.at[:, :, seen].add(dk_part), dv.at[:, :, seen].add(dv_part)
+    dq = jnp.concatenate(dq, axis=3) if len(spans) > 1 else dq[0]
+    return dq.astype(q.dtype), dk.astype(k.dtype), dv.astype(v.dtype)
+
+  return *_few_heads_at_a_time(some, spans, queries, keys, q, k, v, out, lse, dout), None, None
+
+
+def _few_heads_at_a_time(some: Callable, spans: tuple[Span, ...], queries: Side, keys: Side, *arrays: jax.Array
+                         ) -> tuple[jax.Array, ...]:
+  """`some(*arrays, queries, keys)` of arrays [B, G, …]: on CPU, of as many heads at a time as CACHED_BYTES allow."""
+  B, G, R = arrays[0].shape[:3]
+  scores = 4 * R * max((span.stop - span.start) * (span.last - span.first) for span in spans)
+  at_once = next(n for n in range(B * G, 0, -1) if B * G % n == 0 and (n == 1 or n * scores <= CACHED_BYTES))
+  if placement.platform() != "cpu" or at_once == B * G:
+    return some(*arrays, queries, keys)
+
+  def part(parts):
+    arrays, queries, keys = parts
+    return some(*arrays, queries, keys)
+
+  def by_head(x: jax.Array) -> jax.Array:
+    return x.reshape(-1, at_once, 1, *x.shape[2:])
+
+  def of_heads(side: Side, number: int) -> Side:
+    """A side for each group of heads."""
+    segments, blocks = (None if x is None else jnp.repeat(x, G, axis=0).reshape(number, at_once, -1)
+                        for x in (side.segments, side.blocks))
+    return Side(segments, jnp.broadcast_to(side.index, (number, *side.index.shape)), blocks)
+
+  sides = (of_heads(side, B * G // at_once) for side in (queries, keys))
+  return tuple(x.reshape(B, G, *x.shape[3:]) for x in jax.lax.map(part, (tuple(map(by_head, arrays)), *sides)))
 
 
 attend.defvjp(_attend_fwd, _attend_bwd)
@@ -108,10 +146,10 @@ attend.defvjp(_attend_fwd, _attend_bwd)
 def forward(rule: Rule, q: jax.Array, k: jax.Array, v: jax.Array, queries: Side, keys: Side) -> Partial:
   """Attention of the queries to these keys alone."""
   scores = _scores(rule, q, k, queries, keys)[0]
-  top = scores.max(-1)
-  weights = jnp.exp(scores - top[..., None])
-  out = jnp.einsum("bgrtw,bgwk->bgrtk", weights.astype(v.dtype), v, preferred_element_type=jnp.float32)
-  return Partial(out, top, weights.sum(-1))
+  top = scores.max(2)
+  weights = jnp.exp(scores - top[:, :, None])
+  out = jnp.einsum("bgwrt,bgwk->bgrtk", weights.astype(v.dtype), v, preferred_element_type=jnp.float32)
+  return Partial(out, top, weights.sum(2))
 
 
 def merge(a: Partial, b: Partial) -> Partial:
@@ -144,27 +182,37 @@ def backward(rule: Rule, q: jax.Array, k: jax.Array, v: jax.Array, queries: Side
   """
   f32 = jnp.float32
   scores, slope = _scores(rule, q, k, queries, keys)
-  weights = jnp.exp(scores - lse[..., None])
-  dv = jnp.einsum("bgrtw,bgrtk->bgwk", weights.astype(v.dtype), dout, preferred_element_type=f32)
-  dweights = jnp.einsum("bgrtk,bgwk->bgrtw", dout, v, preferred_element_type=f32)
-  dscores = weights * (dweights - delta[..., None]) * rule.scale
+  weights = jnp.exp(scores - lse[:, :, None])
+  dv = jnp.einsum("bgwrt,bgrtk->bgwk", weights.astype(v.dtype), dout, preferred_element_type=f32)
+  dweights = jnp.einsum("bgwk,bgkrt->bgwrt", v, _by_size(dout), preferred_element_type=f32)
+  dscores = weights * (dweights - delta[:, :, None]) * rule.scale
   if slope is not None:
     dscores = dscores * slope
   dscores = dscores.astype(q.dtype)
-  dq = jnp.einsum("bgrtw,bgwk->bgrtk", dscores, k, preferred_element_type=f32)
-  dk = jnp.einsum("bgrtw,bgrtk->bgwk", dscores, q, preferred_element_type=f32)
-  return dq, dk, dv
+  dq = jnp.einsum("bgkw,bgwrt->bgkrt", k.swapaxes(2, 3), dscores, preferred_element_type=f32)
+  dk = jnp.einsum("bgwrt,bgrtk->bgwk", dscores, q, preferred_element_type=f32)
+  return dq.transpose(0, 1, 3, 4, 2), dk, dv
+
+
+def _by_size(q: jax.Array) -> jax.Array:
+  """[B, G, R, T, K] as [B, G, K, R, T]"""
+  return q.transpose(0, 1, 4, 2, 3)
 
 
 def _scores(rule: Rule, q, k, queries: Side, keys: Side) -> tuple[jax.Array, jax.Array | None]:
-  """(scores [B, G, R, T, W] float32, far below any other where a key is not seen; slope of the cap, None without)."""
-  scores = jnp.einsum("bgrtk,bgwk->bgrtw", q, k, preferred_element_type=jnp.float32) * rule.scale
+  """(scores [B, G, W, R, T] float32, far below any other where a key is not seen; slope of the cap, None without).
+
+  With keys first, so that maxima and sums over keys add up whole vectors, and that of the five products backward
+  none reads the scores across.
+  """
+  scores = jnp.einsum("bgwk,bgkrt->bgwrt", k, _by_size(q), preferred_element_type=jnp.float32) * rule.scale
   slope = None
   if rule.logit_cap is not None:
     bent = jnp.tanh(scores / rule.logit_cap)
     scores, slope = rule.logit_cap * bent, 1.0 - jnp.square(bent)
   # Added, not selected: a number that swallows any score.
-  return scores + jnp.where(_seen(rule, queries, keys), 0.0, MASKED)[:, None, None], slope
+  hidden_BxWxT = jnp.where(_seen(rule, queries, keys), 0.0, MASKED).swapaxes(1, 2)
+  return scores + hidden_BxWxT[:, None, :, None], slope
 
 
 def _seen(rule: Rule, queries: Side, keys: Side) -> jax.Array:

@@ -279,6 +279,7 @@ def main(argv: list[str]) -> None:
 
 
 if __name__ == "__main__":
+  startup.set_xla_flags()
   _define_flags()
   logging.set_verbosity(logging.WARNING)
   app.run(main)

@@ -273,7 +273,7 @@ class Sampler:
 
   def _sharding(self, leaf: Any) -> NamedSharding:
     """Keys and values are split by row and head, everything else is on every device."""
-    names = (None, "batch", None, "kv_heads", None) if leaf.ndim == 5 else (None,) * leaf.ndim
+    names = (None, "batch", "kv_heads", None, None) if leaf.ndim == 5 else (None,) * leaf.ndim
     return NamedSharding(self.mesh, self._placement.spec(names, leaf.shape))
 
 

@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from models import flash
 from models.attention import attention
 
 B, T, H, G, K = 2, 24, 4, 2, 8
@@ -43,9 +44,10 @@ def test_equals_the_numpy_loop(window, cap, block):
   np.testing.assert_allclose(out, reference(q, k, v, SEGMENTS, window, 0.3, cap), atol=2e-6)
 
 
-@pytest.mark.parametrize("cap", [None, 0.7])
-def test_gradient_equals_that_of_plain_softmax(cap):
+@pytest.mark.parametrize("cap,heads_at_once", [(None, 4), (0.7, 4), (None, 1), (0.7, 2)])
+def test_gradient_equals_that_of_plain_softmax(cap, heads_at_once, monkeypatch):
   """Of several blocks; documents of one token, whose only weight is 1 whatever the scores."""
+  monkeypatch.setattr(flash, "CACHED_BYTES", 4 * heads_at_once * (H // G) * 8 * T)
   cotangent = jax.random.normal(jax.random.key(3), (B, T, H, K))
 
   def plain(q, k, v):
@@ -158,9 +160,11 @@ def seen_with_blocks(window, window_blocks):
 
 
 @pytest.mark.parametrize("window,window_blocks", [(None, False), (4, False), (4, True)])
-@pytest.mark.parametrize("block", [5, 128])
-def test_blocks_see_each_other_both_ways(window, window_blocks, block):
-  """Packed rows, padding, grouped heads, caps: the outputs, and their gradients, of a plain softmax with that mask."""
+@pytest.mark.parametrize("block,heads_at_once", [(5, 1), (5, 2), (5, 4), (128, 4)])
+def test_blocks_see_each_other_both_ways(window, window_blocks, block, heads_at_once, monkeypatch):
+  """Packed rows, padding, grouped heads, caps: the outputs, and their gradients, of a plain softmax with that mask.
+  However many heads' scores, of the B * G pairs, exist at a time."""
+  monkeypatch.setattr(flash, "CACHED_BYTES", 4 * heads_at_once * (H // G) * min(block, T) * T)
   cotangent = jax.random.normal(jax.random.key(3), (B, T, H, K))
   seen = seen_with_blocks(window, window_blocks)
 

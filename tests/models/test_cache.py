@@ -113,7 +113,7 @@ def test_one_prompt_begins_several_rows():
 def test_layers_with_a_window_keep_no_more_than_it():
   model = make(window=3, layer_pattern=("local", "global"), num_layers=3, num_kv_heads=2)
   cache = jax.eval_shape(lambda: model.empty_cache(5, 64))
-  assert [part.shape for part in cache.keys] == [(2, 5, 3, 2, 4), (1, 5, 64, 2, 4)]
+  assert [part.shape for part in cache.keys] == [(2, 5, 2, 3, 4), (1, 5, 2, 64, 4)]
   assert jax.eval_shape(lambda: make(compute_dtype=jnp.bfloat16).empty_cache(1, 8)).values[0].dtype == jnp.bfloat16
 
 

@@ -41,6 +41,18 @@ def test_what_the_user_says_stands(said, tmp_path, monkeypatch):
   assert jax.config.jax_compilation_cache_dir is None and not list(tmp_path.iterdir())
 
 
+def test_flags_for_xla_are_added_to_what_the_user_says(monkeypatch):
+  (flag,) = startup.XLA_FLAGS
+  for said, expected in (("", f"{flag}="), ("--xla_dump_to=x", f"--xla_dump_to=x {flag}="), (f"{flag}=y", f"{flag}=y")):
+    monkeypatch.setenv("XLA_FLAGS", said)
+    startup.set_xla_flags()
+    assert startup.os.environ["XLA_FLAGS"] == expected
+  monkeypatch.setenv("XLA_FLAGS", "--xla_dump_to=x")
+  monkeypatch.setattr(startup.importlib.metadata, "version", lambda name: "0.99.0")
+  startup.set_xla_flags()
+  assert startup.os.environ["XLA_FLAGS"] == "--xla_dump_to=x"
+
+
 def test_without_a_home_nothing_is_kept_and_nothing_fails(tmp_path, monkeypatch):
   (tmp_path / "file").write_text("not a folder")
   monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
