@@ -98,8 +98,8 @@ def test_draws_depend_on_nothing_but_seed_prompt_sample_and_place():
   mesh = mesh_lib.make_mesh(dict(data=1, expert=2, context=2, tensor=2))
   sharded = jax.device_put(params, mesh_lib.param_shardings(params, mesh)[0])
   on_mesh = Sampler(model, mesh, rows=4)
-  split = on_mesh._sharding(jax.ShapeDtypeStruct((3, 4, 32, 2, 4), jnp.float32))
-  assert split.spec == jax.P(None, ("expert", "context"), None, "tensor", None)
+  split = on_mesh._sharding(jax.ShapeDtypeStruct((3, 4, 2, 32, 4), jnp.float32))
+  assert split.spec == jax.P(None, ("expert", "context"), "tensor", None, None)
   others = {
       "one row, another order": (Sampler(model, rows=1, chunk=3).generate(params, [given[i] for i in order], **options),
                                  order),
