@@ -1,10 +1,12 @@
 """Steps of Weft beside those of its peers, in turns, so that whatever else the machine does is shared.
 
     python -m venv peers && peers/bin/pip install torch transformers trl datasets
-    python -m benchmarks.speed --peer peers/bin/python [--cases seq sft dpo grpo] [--rounds 3]
+    python -m venv tunix && tunix/bin/pip install google-tunix
+    python -m benchmarks.speed --peer peers/bin/python --tunix tunix/bin/python [--cases seq sft …] [--rounds 3]
 
-Weft's side is the whole of `python -m trainer`: its loader, logging and metrics are part of the step. Of each program
-the first steps, which compile, are left out (benchmarks/speed/sizes.py says how many).
+Weft's side is the whole of `python -m trainer`: its loader, logging and metrics are part of the step; in the case
+`generate` it is the sampler that rollouts use. Of each program the first steps, which compile, are left out
+(benchmarks/speed/sizes.py says how many).
 """
 
 import argparse
@@ -19,7 +21,8 @@ from tqdm import tqdm
 
 from benchmarks.speed import sizes, weft_config
 
-PEERS = {"seq": ("hf", "hf_compile"), "sft": ("trl_sft",), "dpo": ("trl_dpo",), "grpo": ("trl_grpo",)}
+PEERS = {"seq": ("hf", "hf_compile"), "sft": ("trl_sft", "tunix"), "dpo": ("trl_dpo",), "grpo": ("trl_grpo",),
+         "generate": ("hf_generate",)}
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent.parent
 
@@ -33,7 +36,9 @@ def run(command: list[str]) -> str:
 
 
 def run_weft(case: str, data: Path, flags: list[str]) -> dict:
-  """Trains that case in a folder of its own."""
+  """Trains that case in a folder of its own, or generates."""
+  if case == "generate":
+    return json.loads(run([sys.executable, "-m", "benchmarks.speed.weft_generate"]).splitlines()[-1])
   with tempfile.TemporaryDirectory() as workdir:
     run([sys.executable, "-m", "trainer", f"--config=benchmarks/speed/weft_config.py:{case},{data}",
          f"--workdir={workdir}/w", *flags])
@@ -41,13 +46,15 @@ def run_weft(case: str, data: Path, flags: list[str]) -> dict:
 
 
 def run_peer(python: str, case: str) -> dict:
-  """Runs one case of benchmarks/speed/torch_peer.py."""
-  return json.loads(run([python, str(HERE / "torch_peer.py"), case]).splitlines()[-1])
+  """Runs one case of benchmarks/speed/torch_peer.py, or benchmarks/speed/tunix_peer.py."""
+  command = [str(HERE / "tunix_peer.py")] if case == "tunix" else [str(HERE / "torch_peer.py"), case]
+  return json.loads(run([python, *command]).splitlines()[-1])
 
 
 def main() -> None:
   parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
   parser.add_argument("--peer", help="the Python with torch, transformers, trl, datasets; else Weft alone")
+  parser.add_argument("--tunix", help="the Python with google-tunix")
   parser.add_argument("--cases", nargs="+", default=list(PEERS), choices=list(PEERS))
   parser.add_argument("--rounds", type=int, default=3)
   parser.add_argument("weft_flags", nargs="*", help="after --: for Weft, e.g. --config.model.attention_block=64")
@@ -60,7 +67,9 @@ def main() -> None:
     weft_config.write_data(Path(folder))
     for case in args.cases:
       programs = {"weft": lambda case=case: run_weft(case, Path(folder), args.weft_flags)}
-      programs |= {peer: lambda peer=peer: run_peer(args.peer, peer) for peer in PEERS[case] if args.peer}
+      pythons = {peer: args.tunix if peer == "tunix" else args.peer for peer in PEERS[case]}
+      programs |= {peer: lambda peer=peer, python=python: run_peer(python, peer)
+                   for peer, python in pythons.items() if python}
       results: dict[str, list[dict]] = {name: [] for name in programs}
       for _ in tqdm(range(args.rounds), desc=case, leave=False):
         for name, start in programs.items():

@@ -9,7 +9,8 @@ PAIRS, PAIR_SEQ = 4, 256
 # Prompts, completions of each, tokens of a prompt and of a completion.
 PROMPTS, GROUP, PROMPT_LEN, NEW = 8, 4, 64, 64
 # Tokens that a step of a case counts: trained ones, or generated ones.
-TOKENS = {"seq": BATCH * SEQ, "sft": BATCH * SEQ, "dpo": 2 * PAIRS * PAIR_SEQ, "grpo": PROMPTS * GROUP * NEW}
+TOKENS = {"seq": BATCH * SEQ, "sft": BATCH * SEQ, "dpo": 2 * PAIRS * PAIR_SEQ, "grpo": PROMPTS * GROUP * NEW,
+          "generate": PROMPTS * GROUP * NEW}
 SPECIAL = ("<pad>", "<bos>", "<eos>", "<unk>")
 WARMUP, STEPS = 2, 6
 

@@ -4,7 +4,8 @@
     python benchmarks/speed/torch_peer.py CASE
 
 hf, hf_compile: transformers in a plain loop with AdamW and clipping, as it is or with torch.compile. trl_sft, trl_dpo,
-trl_grpo: TRL's trainers, from one optimizer step's end to the next one's.
+trl_grpo: TRL's trainers, from one optimizer step's end to the next one's. hf_generate: `generate` of transformers, one
+batch a step.
 """
 
 import json
@@ -57,6 +58,20 @@ def plain_loop(compiled: bool):
     losses.append(loss.item())
     marks.append(time.perf_counter())
   return model, marks, losses
+
+
+def generate():
+  model = make_model().eval()
+  generator, rows = torch.Generator().manual_seed(1), s.PROMPTS * s.GROUP
+  marks = [time.perf_counter()]
+  for _ in range(s.WARMUP + s.STEPS):
+    ids = torch.randint(len(s.SPECIAL), s.VOCAB, (rows, s.PROMPT_LEN), generator=generator)
+    with torch.inference_mode():
+      out = model.generate(input_ids=ids, attention_mask=torch.ones_like(ids), do_sample=True, temperature=1.0, top_k=0,
+                           max_new_tokens=s.NEW, min_new_tokens=s.NEW)
+    assert out.shape == (rows, s.PROMPT_LEN + s.NEW)
+    marks.append(time.perf_counter())
+  return model, marks, []
 
 
 class Clock(transformers.TrainerCallback):
@@ -138,9 +153,12 @@ def main() -> None:
 
       versions["trl"] = trl.__version__
       model, marks, losses = {"trl_sft": trl_sft, "trl_dpo": trl_dpo, "trl_grpo": trl_grpo}[case](folder)
+    elif case == "hf_generate":
+      model, marks, losses = generate()
     else:
       model, marks, losses = plain_loop(case == "hf_compile")
   print(json.dumps(dict(
+      first_step_at=time.time() - time.perf_counter() + marks[1],
       step_seconds=[b - a for a, b in zip(marks, marks[1:], strict=False)], losses=losses, versions=versions,
       parameters=sum(p.numel() for p in model.parameters()),
       peak_rss_mb=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024)))

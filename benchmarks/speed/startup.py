@@ -1,0 +1,48 @@
+"""Seconds from a command to its first optimizer step, with empty caches of compiled programs and again with full ones.
+
+    python -m benchmarks.speed.startup --peer peers/bin/python --tunix tunix/bin/python
+
+The programs, the model and the data of `python -m benchmarks.speed`; imports are part of it.
+"""
+
+import argparse
+import os
+import tempfile
+import time
+from pathlib import Path
+from unittest import mock
+
+from benchmarks.speed import weft_config
+from benchmarks.speed.__main__ import run_peer, run_weft
+
+PROGRAMS = ("weft", "hf", "hf_compile", "trl_sft", "tunix")
+
+
+def main() -> None:
+  parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+  parser.add_argument("--peer", required=True, help="the Python with torch, transformers, trl, datasets")
+  parser.add_argument("--tunix", required=True, help="the Python with google-tunix")
+  args = parser.parse_args()
+  print("| program | first run | second run |")
+  print("|---|---|---|")
+  with tempfile.TemporaryDirectory() as folder:
+    data = Path(folder) / "data"
+    data.mkdir()
+    weft_config.write_data(data)
+    for program in PROGRAMS:
+      # Where each of them keeps compiled programs, if it does.
+      caches = {name: f"{folder}/{program}" for name in ("XDG_CACHE_HOME", "TORCHINDUCTOR_CACHE_DIR")}
+      seconds = []
+      with mock.patch.dict(os.environ, caches):
+        for _ in ("first", "second"):
+          start = time.time()
+          if program == "weft":
+            done = run_weft("sft", data, [])
+          else:
+            done = run_peer(args.tunix if program == "tunix" else args.peer, program)
+          seconds.append(done["first_step_at"] - start)
+      print(f"| {program} | {seconds[0]:.1f} s | {seconds[1]:.1f} s |", flush=True)
+
+
+if __name__ == "__main__":
+  main()
