@@ -16,11 +16,15 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
+from models import placement
 from models.placement import as_rows, constrain
+from trainer.token_sums import counting_first
 
 STATS = ("logprob", "logsumexp", "mean_logit", "entropy", "is_top", "log_square")
 # Stands for the logit of an entry that is not real: weighs exactly 0, and has no NaN in products with 0.
 UNREAL = -1e30
+# With fewer tokens a chunk, adding up the kernel's gradient takes longer than logits of tokens that do not count.
+MIN_TOKENS = 256
 
 
 class TokenStats(NamedTuple):
@@ -76,6 +80,7 @@ def token_stats(
     num_real_vocab: int | None = None,
     temperature: float = 1.0,
     want: tuple[str, ...] = STATS,
+    counts_BxT: jax.Array | None = None,
 ) -> TokenStats:
   """Statistics of softmax(cap(hidden @ kernel) / temperature) at the targets.
 
@@ -92,6 +97,8 @@ def token_stats(
     num_real_vocab: entries from here on have probability 0; None: all are real.
     temperature: divides the logits; a Python number.
     want: which statistics to compute, of STATS; the others are None, and cost nothing.
+    counts_BxT: bool, the tokens whose statistics matter; those of others are nothing to rely on, and have no gradient.
+      On one device, if there are many tokens, no logits are made of them. None: all matter.
   """
   unknown = [w for w in want if w not in STATS]
   if unknown or chunk < 1 or not temperature > 0:
@@ -108,7 +115,14 @@ def token_stats(
     kernel_DxV = jnp.pad(kernel_DxV, ((0, 0), (0, padding)))
     num_real_vocab = V if num_real_vocab is None else num_real_vocab
   static = _Static(chunks, logit_cap, num_real_vocab, float(temperature), tuple(want))
-  return _token_stats(static, hidden_BxTxD, kernel_DxV, targets_BxT)
+  few = targets_BxT.size // chunks < MIN_TOKENS
+  if counts_BxT is None or chunks == 1 or few or placement.current() is not None:
+    return _token_stats(static, hidden_BxTxD, kernel_DxV, targets_BxT)
+  # As much memory for logits, but of some tokens and all entries.
+  flat = (x.reshape(-1, *x.shape[2:]) for x in (hidden_BxTxD, targets_BxT, counts_BxT))
+  hidden_NxD, targets_N, counts_N = flat
+  stats = _some_stats(static._replace(chunks=1), chunks, hidden_NxD, kernel_DxV, targets_N, counts_N)
+  return jax.tree.map(lambda x: x.reshape(targets_BxT.shape), stats)
 
 
 def cross_entropy(stats: TokenStats, label_smoothing: float = 0.0, z_loss: float = 0.0) -> jax.Array:
@@ -222,6 +236,44 @@ def _backward(static: _Static, residuals, grads: TokenStats):
 
 
 _token_stats.defvjp(_forward, _backward)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _some_stats(static: _Static, chunks: int, hidden_NxD, kernel_DxV, targets_N, counts_N) -> TokenStats:
+  """Of the tokens that count, a part of them at a time."""
+  return _some_forward(static, chunks, hidden_NxD, kernel_DxV, targets_N, counts_N)[0]
+
+
+def _some_forward(static, chunks, hidden_NxD, kernel_DxV, targets_N, counts_N):
+  parts = counting_first(counts_N, chunks)
+  cut = tuple(parts.cut(x, chunks) for x in (hidden_NxD, targets_N))
+
+  def body(_, part):
+    stats, (*_, lse_1xn, entropy_1xn, _) = _forward(static, part[0][None], kernel_DxV, part[1][None])
+    return None, jax.tree.map(lambda x: x[0], (stats, lse_1xn, entropy_1xn))
+
+  _, (stats, lse_Cxn, entropy_Cxn) = parts.each(body, None, cut)
+  return jax.tree.map(parts.join, stats), (cut, kernel_DxV, lse_Cxn, entropy_Cxn, counts_N, parts)
+
+
+def _some_backward(static, chunks, residuals, grads: TokenStats):
+  (hidden_CxnxD, targets_Cxn), kernel_DxV, lse_Cxn, entropy_Cxn, counts_N, parts = residuals
+  # Gradients of the kernel add up in float32, whatever it is kept in.
+  kernel = kernel_DxV.astype(jnp.float32)
+  grads = jax.tree.map(lambda g_N: parts.cut(jnp.where(counts_N, g_N, 0.0), chunks), grads)
+
+  def body(dkernel_DxV, part):
+    hidden, targets, lse, entropy, grads = jax.tree.map(lambda x: x[None], part)
+    residuals = hidden, kernel, targets, lse, entropy, _logits(static, hidden, kernel, 0)
+    dhidden_1xnxD, more_DxV, _ = _backward(static, residuals, grads)
+    return dkernel_DxV + more_DxV, dhidden_1xnxD[0]
+
+  of_parts = (hidden_CxnxD, targets_Cxn, lse_Cxn, entropy_Cxn, grads)
+  dkernel_DxV, dhidden_CxnxD = parts.each(body, jnp.zeros_like(kernel), of_parts)
+  return parts.join(dhidden_CxnxD), dkernel_DxV.astype(kernel_DxV.dtype), None, None
+
+
+_some_stats.defvjp(_some_forward, _some_backward)
 
 
 def _kernel_chunk(static: _Static, kernel_DxV, c) -> jax.Array:

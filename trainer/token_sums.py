@@ -5,12 +5,15 @@ when the next ones come (Hsu et al. 2024, arXiv 2410.10989, section 3.2). That n
 with weights known beforehand: those of SEQ and SFT. Others, whose weights follow from log-probs of whole sequences,
 make logits twice (trainer/logprobs.py).
 
+Tokens that are not trained, of prompts say, need no logits. How many they are is known when the step runs: tokens are
+sorted, those that count first, and the loop ends after the last of these.
+
 N tokens, C chunks of n tokens, D hidden size, V vocabulary.
 """
 
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -19,9 +22,49 @@ import jax.numpy as jnp
 MIN_TOKENS = 1024
 
 
+class Parts(NamedTuple):
+  """N tokens in C parts of n, those that count first: only the parts that hold some are looked at."""
+
+  # Which token stands where [C n], and where each token stands [N].
+  order: jax.Array
+  places: jax.Array
+  # How many parts hold tokens that count.
+  number: jax.Array
+
+  def cut(self, x_N: jax.Array, chunks: int) -> jax.Array:
+    """[N, …] as [C, n, …], with zeros after the last."""
+    return jnp.take(x_N, self.order, axis=0, mode="fill", fill_value=0).reshape(chunks, -1, *x_N.shape[1:])
+
+  def join(self, x_Cxn: jax.Array) -> jax.Array:
+    """[C, n, …] as [N, …]."""
+    return x_Cxn.reshape(-1, *x_Cxn.shape[2:])[self.places]
+
+  def each(self, body: Callable, carry: Any, parts: Any) -> tuple[Any, Any]:
+    """As `jax.lax.scan(body, carry, parts)`; 0 where no token counts. Not differentiable."""
+    made = jax.eval_shape(body, carry, jax.tree.map(lambda x: x[0], parts))[1]
+    C = len(jax.tree.leaves(parts)[0])
+    outs = jax.tree.map(lambda x: jnp.zeros((C, *x.shape), x.dtype), made)
+
+    def step(c: jax.Array, state: tuple[Any, Any]) -> tuple[Any, Any]:
+      carry, out = body(state[0], jax.tree.map(lambda x: x[c], parts))
+      return carry, jax.tree.map(lambda all, new: all.at[c].set(new), state[1], out)
+
+    return jax.lax.fori_loop(0, self.number, step, (carry, outs))
+
+
+def counting_first(counts_N: jax.Array, chunks: int) -> Parts:
+  """The tokens in that many parts; `counts_N`: which of them count, bool."""
+  N = len(counts_N)
+  size = -(-N // chunks)
+  order_N = jnp.argsort(~counts_N, stable=True)
+  # Beyond the last stands no token.
+  order = jnp.pad(order_N, (0, size * chunks - N), constant_values=N)
+  return Parts(order, jnp.argsort(order_N), -(-jnp.sum(counts_N) // size))
+
+
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def sum_over_tokens(losses_of: Callable, chunks: int, hidden_NxD: jax.Array, kernel_DxV: jax.Array, tokens: Any
-                    ) -> tuple[jax.Array, Any]:
+def sum_over_tokens(losses_of: Callable, chunks: int, hidden_NxD: jax.Array, kernel_DxV: jax.Array, tokens: Any,
+                    counts_N: jax.Array) -> tuple[jax.Array, Any]:
   """(the sum of the losses of N tokens, whatever else is to be known of each [N, …]).
 
   Differentiable once in the hidden states and the kernel, through the sum alone.
@@ -33,18 +76,23 @@ def sum_over_tokens(losses_of: Callable, chunks: int, hidden_NxD: jax.Array, ker
     hidden_NxD: hidden states after the final norm.
     kernel_DxV: the unembedding.
     tokens: tree of arrays [N, …]: targets, weights; no gradient.
+    counts_N: bool, which tokens count. Of the others, whose loss must be 0, no logits are made beyond those that fill
+      the last part, and what else is to be known of them is nothing to rely on.
   """
+  parts = counting_first(counts_N, chunks)
+
   def body(total, part):
     losses_n, more = losses_of(part[0], kernel_DxV, part[1])
     return total + jnp.sum(losses_n), more
 
-  total, more = jax.lax.scan(body, jnp.float32(0), _cut(chunks, (hidden_NxD, tokens)))
-  return total, _joined(len(hidden_NxD), more)
+  cut = jax.tree.map(lambda x: parts.cut(x, chunks), (hidden_NxD, tokens))
+  total, more = parts.each(body, jnp.float32(0), cut)
+  return total, jax.tree.map(parts.join, more)
 
 
-def _forward(losses_of, chunks, hidden_NxD, kernel_DxV, tokens):
+def _forward(losses_of, chunks, hidden_NxD, kernel_DxV, tokens, counts_N):
   # Gradients of the kernel add up in float32, whatever it is kept in.
-  kernel = kernel_DxV.astype(jnp.float32)
+  kernel, parts = kernel_DxV.astype(jnp.float32), counting_first(counts_N, chunks)
 
   def summed(hidden_nxD, kernel_DxV, tokens):
     losses_n, more = losses_of(hidden_nxD, kernel_DxV, tokens)
@@ -55,30 +103,15 @@ def _forward(losses_of, chunks, hidden_NxD, kernel_DxV, tokens):
     (value, more), (dhidden_nxD, more_DxV) = jax.value_and_grad(summed, (0, 1), has_aux=True)(part[0], kernel, part[1])
     return (total + value, dkernel_DxV + more_DxV), (dhidden_nxD, more)
 
-  start = jnp.float32(0), jnp.zeros_like(kernel)
-  (total, dkernel_DxV), (dhidden, more) = jax.lax.scan(body, start, _cut(chunks, (hidden_NxD, tokens)))
-  N = len(hidden_NxD)
-  return (total, _joined(N, more)), (_joined(N, dhidden), dkernel_DxV.astype(kernel_DxV.dtype))
+  cut = jax.tree.map(lambda x: parts.cut(x, chunks), (hidden_NxD, tokens))
+  (total, dkernel_DxV), (dhidden, more) = parts.each(body, (jnp.float32(0), jnp.zeros_like(kernel)), cut)
+  return (total, jax.tree.map(parts.join, more)), (parts.join(dhidden), dkernel_DxV.astype(kernel_DxV.dtype))
 
 
 def _backward(losses_of, chunks, saved, gradients):
   dhidden_NxD, dkernel_DxV = saved
   factor = gradients[0]
-  return (factor * dhidden_NxD).astype(dhidden_NxD.dtype), (factor * dkernel_DxV).astype(dkernel_DxV.dtype), None
+  return (factor * dhidden_NxD).astype(dhidden_NxD.dtype), (factor * dkernel_DxV).astype(dkernel_DxV.dtype), None, None
 
 
 sum_over_tokens.defvjp(_forward, _backward)
-
-
-def _cut(chunks: int, tree: Any) -> Any:
-  """[N, …] as [C, n, …], with zeros at the end where C does not divide N."""
-
-  def cut(x):
-    x = jnp.pad(x, ((0, -len(x) % chunks), *((0, 0),) * (x.ndim - 1)))
-    return x.reshape(chunks, -1, *x.shape[1:])
-
-  return jax.tree.map(cut, tree)
-
-
-def _joined(N: int, tree: Any) -> Any:
-  return jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:])[:N], tree)

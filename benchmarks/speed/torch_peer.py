@@ -5,7 +5,7 @@
 
 hf, hf_compile: transformers in a plain loop with AdamW and clipping, as it is or with torch.compile. trl_sft, trl_dpo,
 trl_grpo: TRL's trainers, from one optimizer step's end to the next one's. hf_generate: `generate` of transformers, one
-batch a step.
+batch a step. memory LENGTH VOCAB: two steps of the plain loop with one row, and how far memory rose.
 """
 
 import json
@@ -19,16 +19,17 @@ import time
 os.environ.update(HF_HUB_OFFLINE="1", TOKENIZERS_PARALLELISM="false", TRANSFORMERS_VERBOSITY="error")
 os.environ["HF_DATASETS_DISABLE_PROGRESS_BARS"] = "1"
 
+import peak  # noqa: E402
 import sizes as s  # noqa: E402
 import torch  # noqa: E402
 import transformers  # noqa: E402
 
 
-def make_model():
+def make_model(vocab: int = s.VOCAB, length: int = s.SEQ):
   torch.manual_seed(0)
   return transformers.LlamaForCausalLM(transformers.LlamaConfig(
-      vocab_size=s.VOCAB, hidden_size=s.HIDDEN, intermediate_size=s.FFN, num_hidden_layers=s.LAYERS,
-      num_attention_heads=s.HEADS, num_key_value_heads=s.HEADS, max_position_embeddings=s.SEQ,
+      vocab_size=vocab, hidden_size=s.HIDDEN, intermediate_size=s.FFN, num_hidden_layers=s.LAYERS,
+      num_attention_heads=s.HEADS, num_key_value_heads=s.HEADS, max_position_embeddings=length,
       tie_word_embeddings=False, pad_token_id=0, bos_token_id=1, eos_token_id=2)).float()
 
 
@@ -41,15 +42,23 @@ def make_tokenizer():
   return transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, **names)
 
 
-def plain_loop(compiled: bool):
-  model = make_model().train()
+def memory(length: int, vocab: int) -> None:
+  imported = peak.used_mb("VmRSS")
+  batches = torch.randint(4, vocab, (2, 1, length))
+  plain_loop(False, make_model(vocab, length), (ids for ids in batches if peak.forget() is None))
+  print(json.dumps(dict(mb=peak.used_mb() - imported, versions={"torch": torch.__version__})))
+
+
+def plain_loop(compiled: bool, model=None, batches=None):
+  model = (model or make_model()).train()
   run = torch.compile(model) if compiled else model
   optimizer = torch.optim.AdamW(model.parameters(), lr=s.LEARNING_RATE, betas=(s.B1, s.B2),
                                 weight_decay=s.WEIGHT_DECAY, fused=True)
   generator = torch.Generator().manual_seed(1)
+  if batches is None:
+    batches = torch.randint(len(s.SPECIAL), s.VOCAB, (s.WARMUP + s.STEPS, s.BATCH, s.SEQ), generator=generator)
   marks, losses = [time.perf_counter()], []
-  for _ in range(s.WARMUP + s.STEPS):
-    ids = torch.randint(len(s.SPECIAL), s.VOCAB, (s.BATCH, s.SEQ), generator=generator)
+  for ids in batches:
     optimizer.zero_grad(set_to_none=True)
     loss = run(input_ids=ids, labels=ids, use_cache=False).loss
     loss.backward()
@@ -146,6 +155,8 @@ def trl_grpo(folder: str):
 
 def main() -> None:
   case = sys.argv[1]
+  if case == "memory":
+    return memory(*map(int, sys.argv[2:]))
   versions = {"torch": torch.__version__, "transformers": transformers.__version__}
   with tempfile.TemporaryDirectory() as folder:
     if case.startswith("trl"):

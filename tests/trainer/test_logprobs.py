@@ -101,6 +101,28 @@ def test_large_logits_stay_finite(chunk):
   assert np.isfinite(stats) and np.isfinite(grad).all()
 
 
+@pytest.mark.parametrize("chunk", [30, 7])
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_tokens_that_do_not_count_change_nothing_for_those_that_do(chunk, variant, monkeypatch):
+  """Values and gradients of the others, whether some, all or none count; of those the gradient is 0."""
+  monkeypatch.setattr(logprobs, "MIN_TOKENS", 1)
+  hidden, kernel, targets = inputs()
+  weights = jax.random.normal(jax.random.key(5), (len(STATS), B, T))
+  for share in (0.0, 0.4, 1.0):
+    counts = jax.random.uniform(jax.random.key(6), (B, T)) < share
+
+    def weighted(hidden, kernel, of, **options):
+      stats = token_stats(hidden, kernel, targets, chunk=chunk, **variant, **options)
+      stats = [jnp.where(of, values, 0.0) for values in stats]
+      return sum((w * values).sum() for w, values in zip(weights, stats, strict=True)), stats
+
+    differentiate = jax.jit(jax.value_and_grad(weighted, (0, 1), has_aux=True))
+    expected, found = differentiate(hidden, kernel, counts), differentiate(hidden, kernel, counts, counts_BxT=counts)
+    for a, b in zip(jax.tree.leaves(expected), jax.tree.leaves(found), strict=True):
+      np.testing.assert_allclose(b, a, rtol=2e-6, atol=1e-5)
+    np.testing.assert_array_equal(np.asarray(found[1][0])[~np.asarray(counts)], 0)
+
+
 def test_bfloat16_hidden_states_give_float32_statistics():
   hidden, kernel, targets = inputs(jnp.bfloat16)
   stats = token_stats(hidden, kernel, targets, chunk=16)

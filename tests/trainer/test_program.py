@@ -12,7 +12,7 @@ from jax.sharding import AbstractMesh, AxisType
 from input_pipeline import loader
 from input_pipeline.tokenizer import BytesTokenizer
 from tests import tiny
-from trainer import config_checks, experience, rollout, token_sums
+from trainer import config_checks, experience, logprobs, rollout, token_sums
 from trainer import mesh as mesh_lib
 from trainer import program as program_lib
 from trainer.config import ConfigError, reward, source, strategy
@@ -92,6 +92,7 @@ def largest_array(config, rows):
 @pytest.mark.parametrize("name", ["seq", "sft", "dpo", "kto", "grpo"])
 def test_no_strategy_ever_has_the_logits_of_the_whole_vocabulary(name, tmp_path, monkeypatch):
   monkeypatch.setattr(token_sums, "MIN_TOKENS", 1)
+  monkeypatch.setattr(logprobs, "MIN_TOKENS", 1)
   config = resolved(tmp_path, strategy=strategy(name), batch_size=4, seq_len=64)
   config.model.vocab_size = 2048
   logits = 4 * 64 * 2048

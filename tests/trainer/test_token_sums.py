@@ -12,7 +12,7 @@ from trainer.config_checks import View
 from trainer.config_sections import strategy
 from trainer.logprobs import cross_entropy, token_stats
 from trainer.strategies import seq, sft
-from trainer.token_sums import sum_over_tokens
+from trainer.token_sums import counting_first, sum_over_tokens
 
 N, D, V = 37, 8, 50
 
@@ -39,7 +39,7 @@ def test_cut_or_whole_the_same_sum_and_gradient(chunks, dtype, tolerance):
     return 3.0 * jnp.sum(losses), more["entropy"]
 
   def cut(hidden, kernel):
-    total, more = sum_over_tokens(losses_of, chunks, hidden, kernel, tokens)
+    total, more = sum_over_tokens(losses_of, chunks, hidden, kernel, tokens, jnp.ones(N, bool))
     return 3.0 * total, more["entropy"]
 
   expected, found = (jax.jit(jax.value_and_grad(f, (0, 1), has_aux=True))(hidden, kernel) for f in (whole, cut))
@@ -47,6 +47,29 @@ def test_cut_or_whole_the_same_sum_and_gradient(chunks, dtype, tolerance):
     assert a.dtype == b.dtype and a.shape == b.shape
     np.testing.assert_allclose(np.float32(b), np.float32(a), rtol=tolerance, atol=tolerance * float(jnp.abs(a).max()))
   np.testing.assert_allclose(jax.jit(cut)(hidden, kernel)[0], expected[0][0], rtol=tolerance)  # without a gradient
+
+
+def test_tokens_that_do_not_count_come_last_and_are_left_out():
+  counts = np.zeros(N, bool)
+  counts[[3, 5, 20, 21, 36]] = True
+  parts = jax.jit(counting_first, static_argnums=1)(counts, 10)
+  values = np.arange(1.0, N + 1)
+  np.testing.assert_array_equal(parts.cut(values, 10)[0], [4, 6, 21, 22])
+  np.testing.assert_array_equal(parts.cut(values, 10)[1, 0], 37)
+  np.testing.assert_array_equal(parts.join(parts.cut(values, 10)), values)
+  assert parts.number == 2 and counting_first(np.zeros(N, bool), 10).number == 0
+  # What stands in the other parts is not looked at, whatever it is.
+  hidden, kernel, tokens = inputs()
+  tokens = tokens[0], jnp.where(counts, tokens[1], 0.0)
+  poisoned = jnp.where((parts.places < 8)[:, None], hidden, jnp.nan)
+
+  def total(hidden, kernel):
+    return sum_over_tokens(losses_of, 10, hidden, kernel, tokens, counts)[0]
+
+  expected = jax.value_and_grad(lambda h, k: jnp.sum(losses_of(h, k, tokens)[0]), (0, 1))(hidden, kernel)
+  for a, b in zip(jax.tree.leaves(expected), jax.tree.leaves(jax.value_and_grad(total, (0, 1))(poisoned, kernel)),
+                  strict=True):
+    np.testing.assert_allclose(b, a, rtol=2e-6, atol=2e-6)
 
 
 @pytest.mark.parametrize(("loss", "cfg"), [

@@ -71,7 +71,7 @@ def next_token_loss(model: Any, params: Any, batch: dict[str, jax.Array], rng: j
       return tokens[1] * loss_1xn[0], {name: values[0] for name, values in (shown | {"loss": loss_1xn}).items()}
 
     flat = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), (out.hidden, (targets_BxT, weights_BxT)))
-    total, shown = token_sums.sum_over_tokens(some, chunks, flat[0], kernel_DxV, flat[1])
+    total, shown = token_sums.sum_over_tokens(some, chunks, flat[0], kernel_DxV, flat[1], flat[1][1] != 0)
     shown = {name: values.reshape(weights_BxT.shape) for name, values in shown.items()}
     # The gradient is the sum's; rows, and through them sources, are for show.
     terms, metrics = {"loss": Mean(total, jnp.sum(weights_BxT))}, {"loss": mean(shown.pop("loss"))}

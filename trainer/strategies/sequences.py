@@ -22,12 +22,11 @@ def token_stats(model: Any, params: Any, batch: dict[str, jax.Array], rng: jax.A
                 temperature: float = 1.0):
   """(`logprobs.TokenStats` of each token given those before it, aligned with the tokens and 0 outside completions; the
   model's `Output`). `temperature` divides the logits."""
-  out = model.apply(params, batch, rng=rng, train=rng is not None)
+  out, mask_BxT = model.apply(params, batch, rng=rng, train=rng is not None), completion_mask(batch)
   stats = logprobs.token_stats(
       out.hidden, model.unembedding(params), jnp.roll(batch["tokens"], -1, axis=1), chunk=model.vocab_chunk,
       logit_cap=model.final_logit_cap, num_real_vocab=model.num_real_vocab, temperature=temperature,
-      want=want)
-  mask_BxT = completion_mask(batch)
+      want=want, counts_BxT=jnp.roll(mask_BxT > 0, -1, axis=1))
 
   def align(values_BxT):
     # `where`, not a product: nothing outside completions may count, whatever its value.
