@@ -42,8 +42,9 @@ def test_what_the_user_says_stands(said, tmp_path, monkeypatch):
 
 
 def test_flags_for_xla_are_added_to_what_the_user_says(monkeypatch):
-  (flag,) = startup.XLA_FLAGS
-  for said, expected in (("", f"{flag}="), ("--xla_dump_to=x", f"--xla_dump_to=x {flag}="), (f"{flag}=y", f"{flag}=y")):
+  ((flag, value),) = startup.XLA_FLAGS.items()
+  for said, expected in (("", f"{flag}={value}"), ("--xla_dump_to=x", f"--xla_dump_to=x {flag}={value}"),
+                         (f"{flag}=", f"{flag}=")):
     monkeypatch.setenv("XLA_FLAGS", said)
     startup.set_xla_flags()
     assert startup.os.environ["XLA_FLAGS"] == expected
