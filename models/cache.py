@@ -86,7 +86,6 @@ def put(cache: Cache, new: tuple[jax.Array, jax.Array], positions_MxT: jax.Array
     # Of tokens that would share a slot only the last is written; the others go to a slot that does not exist.
     kept_MxT = real_MxT & (positions_MxT >= ends_M[:, None] - S)
     slots_MxT = jnp.where(kept_MxT, positions_MxT % S, S)
-
     if rows_M is not None:
       # Indices with a dimension between them come first in what is set.
       new_MxTxNxGxK = new_NxMxGxTxK.transpose(1, 3, 0, 2, 4)

@@ -90,9 +90,11 @@ def largest_array(config, rows):
 
 
 @pytest.mark.parametrize("name", ["seq", "sft", "dpo", "kto", "grpo"])
-def test_no_strategy_ever_has_the_logits_of_the_whole_vocabulary(name, tmp_path, monkeypatch):
-  monkeypatch.setattr(token_sums, "MIN_TOKENS", 1)
-  monkeypatch.setattr(logprobs, "MIN_TOKENS", 1)
+@pytest.mark.parametrize("least", [1, 10**9])
+def test_no_strategy_ever_has_the_logits_of_the_whole_vocabulary(name, least, tmp_path, monkeypatch):
+  """Whether logits are made of some tokens at a time or of some entries."""
+  monkeypatch.setattr(token_sums, "MIN_TOKENS", least)
+  monkeypatch.setattr(logprobs, "MIN_TOKENS", least)
   config = resolved(tmp_path, strategy=strategy(name), batch_size=4, seq_len=64)
   config.model.vocab_size = 2048
   logits = 4 * 64 * 2048
