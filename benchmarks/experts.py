@@ -14,7 +14,7 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from models import grouped  # noqa: E402
+from models import grouped
 
 # Rows, inputs, outputs, experts.
 CASES = ((4096, 128, 256, 8), (4096, 256, 256, 32), (16384, 512, 256, 64))

@@ -11,10 +11,10 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from configs import quickstart  # noqa: E402
-from input_pipeline import loader  # noqa: E402
-from input_pipeline.tokenizer import make_tokenizer  # noqa: E402
-from trainer import config_checks  # noqa: E402
+from configs import quickstart
+from input_pipeline import loader
+from input_pipeline.tokenizer import make_tokenizer
+from trainer import config_checks
 
 
 def main() -> None:

@@ -23,7 +23,6 @@ def get_config(arg: str | None = None) -> ConfigDict:
   c.model.intermediate_size = 384
   c.model.num_heads = 4
   c.model.qk_norm = True
-  c.model.scan_layers = False
 
   c.seq_len = 128
   c.batch_size = 32

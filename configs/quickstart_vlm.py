@@ -28,7 +28,6 @@ def get_config(arg: str | None = None) -> ConfigDict:
   c.model.intermediate_size = 256
   c.model.num_heads = 4
   c.model.qk_norm = True
-  c.model.scan_layers = False
   c.model.vision = dict(
       tower="siglip", image_size=16, patch_size=4, num_layers=2, hidden_size=96, intermediate_size=256, num_heads=4,
       projector="linear", attention="prefix", image_token=258)  # the first id that bytes leave free

@@ -1,5 +1,6 @@
 """Text samples: continuations of given prompts, written to samples/ and TensorBoard."""
 
+import json
 from collections.abc import Iterator
 from typing import Any
 
@@ -9,7 +10,8 @@ import numpy as np
 from evaluators import common
 from trainer.config import ConfigError
 from trainer.drawing import Options
-from trainer.sampler import Sampler
+from trainer.inspect import CONTEXT, token_texts
+from trainer.sampler import Completion, Sampler
 
 
 class Samples:
@@ -17,7 +19,9 @@ class Samples:
 
   Every token is drawn from the full softmax at `temperature` (0: the most likely one); what is drawn is a function of
   (seed, step, prompt, position) and of the parameters, see trainer/sampler.py. Where the strategy has a reference
-  policy in memory, what that writes from the same draws stands beside it.
+  policy in memory, what that writes from the same draws stands beside it. `samples/<name>_<step>.txt` is for people;
+  `samples/<name>_<step>.jsonl` has a line for each prompt, with every token and its log-prob, in the distribution that
+  it was drawn from.
   """
 
   def __init__(self, name: str, cfg: Any, setup: common.Setup):
@@ -36,21 +40,37 @@ class Samples:
 
   def run(self, params: Any, step: int) -> Iterator[tuple[str, float]]:
     completions = self._generate(params, step)
-    texts = [f"--- {prompt!r}\n{prompt}{self._tokenizer.decode(completion.text_ids)}"
-             for prompt, completion in zip(self._prompts, completions, strict=True)]
+    rows = [{"prompt": prompt, "temperature": self._temperature, **self._row(ids, completion)}
+            for prompt, ids, completion in zip(self._prompts, self._ids, completions, strict=True)]
     if self._setup.reference is not None:
-      beside = [self._tokenizer.decode(c.text_ids) for c in self._generate(self._setup.reference(), step)]
-      texts = [f"{text}\n--- the reference\n{prompt}{other}"
-               for text, prompt, other in zip(texts, self._prompts, beside, strict=True)]
-    shown = "\n\n".join(texts)
+      for row, ids, other in zip(rows, self._ids, self._generate(self._setup.reference(), step), strict=True):
+        row["reference"] = self._row(ids, other)
+    shown = "\n\n".join(map(_shown, rows))
     if jax.process_index() == 0:
       folder = self._setup.workdir / "samples"
       folder.mkdir(exist_ok=True)
       (folder / f"{self._name}_{step:08d}.txt").write_text(shown + "\n", encoding="utf-8")
+      (folder / f"{self._name}_{step:08d}.jsonl").write_text(
+          "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows), encoding="utf-8")
       self._setup.writer.write_texts(step, {f"eval/{self._name}": shown})
     yield "new_tokens", sum(len(completion.ids) for completion in completions) / len(completions)
+
+  def _row(self, prompt_ids: np.ndarray, completion: Completion) -> dict[str, Any]:
+    """What was generated, whole and token by token."""
+    before = prompt_ids[-CONTEXT:].tolist()  # some tokenizers write the first token of a text differently
+    return {"completion": self._tokenizer.decode(completion.text_ids), "finish_reason": completion.finish_reason,
+            "tokens": token_texts([*before, *completion.ids.tolist()], self._tokenizer)[len(before):],
+            "ids": completion.ids.tolist(), "logprobs": [round(x, 4) for x in completion.logprobs.tolist()]}
 
   def _generate(self, params: Any, step: int) -> list[Any]:
     return self._sampler.generate(
         params, self._ids, max_new_tokens=self._new, temperature=self._temperature,
         stop_ids=self._tokenizer.stop_ids, seed=f"{self._seed}/{step}")
+
+
+def _shown(row: dict[str, Any]) -> str:
+  """A line of the table for people."""
+  text = f"--- {row['prompt']!r}\n{row['prompt']}{row['completion']}"
+  if "reference" in row:
+    text += f"\n--- the reference\n{row['prompt']}{row['reference']['completion']}"
+  return text

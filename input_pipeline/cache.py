@@ -53,9 +53,9 @@ class TokenizedSource(NamedTuple):
   # Float32, of predicting each token; None: all are 1.
   weights: np.ndarray | None = None
   # Records that the encoder dropped, by its reasons.
-  dropped: dict[str, int] = {}  # noqa: RUF012 (nobody changes it)
+  dropped: dict[str, int] = {}
   # Records by what the encoder took them for.
-  shapes: dict[str, int] = {}  # noqa: RUF012
+  shapes: dict[str, int] = {}
   # Where the parts of documents begin, and what each is, see `Encoded`; all documents have as many. None: no parts.
   parts: np.ndarray | None = None
   marks: np.ndarray | None = None
@@ -283,7 +283,8 @@ class _Writer:
   """Appends to the arrays' files, each made when it is first written to; `checksums` forces them to disk."""
 
   def __init__(self, folder: Path):
-    self._folder, self._files = folder, {}
+    self._folder = folder
+    self._files: dict = {}
 
   def __enter__(self):
     return self

@@ -21,7 +21,8 @@ from jinja2.exceptions import SecurityError, TemplateError, TemplateSyntaxError,
 from input_pipeline import hf_folder, special_tokens
 from input_pipeline.chat_budget import LimitError, Limits, RefusalError
 from input_pipeline.chat_sandbox import Sandbox
-from input_pipeline.files import DataError
+from input_pipeline.files import DataError, printable
+from input_pipeline.sources import utf8
 from input_pipeline.tokenizer import Tokenizer
 
 # The longest template in use has a quarter of this.
@@ -149,9 +150,11 @@ class ChatTemplate:
           env.position += len(piece)
           if env.position > env.limits.characters:
             raise LimitError(f"its text has more than {env.limits.characters:,} characters")
-        return "".join(pieces), env.generated
       except Exception as e:
         raise self._error(e) from e
+      text = "".join(pieces)
+      utf8(text, f"{self.where}: in what it renders")
+      return text, env.generated
 
   def _cut(self, text: str, content: str) -> str:
     """`text` up to the end of the final message's content, where the mark is."""
@@ -172,7 +175,7 @@ class ChatTemplate:
         line = template.get_corresponding_lineno(trace.tb_lineno)
       trace = trace.tb_next
     where = f"{self.where}:{line}" if line else self.where
-    said = str(getattr(error, "message", None) or error)[:1000]
+    said = printable(str(getattr(error, "message", None) or error)[:1000])
     if isinstance(error, RefusalError):
       return DataError(f"{where}: the template refuses the conversation: {said}")
     if isinstance(error, LimitError):

@@ -114,10 +114,10 @@ class Meter:
 class Budgeted(NodeTransformer):
   """Puts payments into a parsed template. Their filters' names cannot be written in one."""
 
-  def _pay(self, name: str, node: nodes.Expr, like: nodes.Node) -> nodes.Expr:
+  def _pay(self, name: str, node: nodes.Expr, like: nodes.Node) -> Any:
     return nodes.Filter(node, name, [], [], None, None).set_lineno(like.lineno)
 
-  def _body(self, node: nodes.Node) -> nodes.Node:
+  def _body(self, node: Any) -> nodes.Node:
     cost = nodes.Const(PASS_COST + sum(1 for _ in node.find_all(nodes.Node)))
     node = self.generic_visit(node)
     node.body.insert(0, nodes.ExprStmt(self._pay("!tick", cost, node)).set_lineno(node.lineno))
@@ -127,18 +127,18 @@ class Budgeted(NodeTransformer):
 
   visit_For = visit_Macro = visit_CallBlock = visit_Block = _body
 
-  def visit_Concat(self, node: nodes.Concat) -> nodes.Expr:
+  def visit_Concat(self, node: Any) -> nodes.Expr:
     node = self.generic_visit(node)
     return self._pay("!concat", nodes.List(node.nodes).set_lineno(node.lineno), node)
 
-  def visit_Compare(self, node: nodes.Compare) -> nodes.Expr:
+  def visit_Compare(self, node: Any) -> nodes.Expr:
     node = self.generic_visit(node)
     for side, key in ((node, "expr"), *((operand, "expr") for operand in node.ops)):
       if not isinstance(getattr(side, key), nodes.Const):
         setattr(side, key, self._pay("!compared", getattr(side, key), node))
     return node
 
-  def visit_Getitem(self, node: nodes.Getitem) -> nodes.Expr:
+  def visit_Getitem(self, node: Any) -> nodes.Expr:
     node = self.generic_visit(node)
     if isinstance(node.arg, nodes.Slice):
       node.node = self._pay("!shallow", node.node, node)

@@ -154,7 +154,8 @@ class Sandbox(ImmutableSandboxedEnvironment):
     """Begins a rendering with a full budget, on that day."""
     self.meter, self.today = Meter(self.limits), today
     # Characters that have left the template, and (position, text) of its generation blocks.
-    self.position, self.generated = 0, []
+    self.position = 0
+    self.generated: list = []
 
   def text(self, value: Any) -> Any:
     """`value`, paid for, if its text is one that depends on it alone."""

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 from ml_collections import ConfigDict
 
-from input_pipeline.files import DataError
+from input_pipeline.files import DataError, shown_names
 from input_pipeline.image_texts import sees
 from input_pipeline.images import EncodedImage
 from input_pipeline.readers import Record
@@ -48,8 +48,10 @@ class Encoder(Protocol):
   its source (the last one: on the first; a single one: on None); and `tokens_per_image`, if documents may have images.
   """
 
-  # All that decides what `encode` gives: tokenizer, template, options. Equal on every machine.
-  fingerprint: str
+  @property
+  def fingerprint(self) -> str:
+    """All that decides what `encode` gives: tokenizer, template, options. Equal on every machine."""
+    ...
 
   def encode(self, records: list[Record]) -> list[Encoded | str]:
     """The documents in `records`, in order; a record may give several. A string is why a record is dropped, for the
@@ -107,7 +109,7 @@ class TextEncoder:
   def _text(self, record: Record) -> str:
     where, key, fields = record.where, self._key, record.fields
     if key not in fields:
-      found = ", ".join(map(repr, fields)) or "no keys"
+      found = shown_names(fields, "no keys")
       raise DataError(f"{where}: no key {key!r}; found {found}. Set {self._option}.")
     if not isinstance(fields[key], str):
       found = _kind(fields[key])

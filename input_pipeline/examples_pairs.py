@@ -19,7 +19,7 @@ from ml_collections import ConfigDict
 
 from input_pipeline.examples import MISMATCHED, Encoded
 from input_pipeline.examples_chat import ChatEncoder, fields_of, texts_of
-from input_pipeline.files import DataError
+from input_pipeline.files import DataError, shown_names
 from input_pipeline.image_texts import text_of
 from input_pipeline.readers import Record
 from input_pipeline.shapes import Conversation, Plain, ShapeReader
@@ -90,7 +90,7 @@ class PairReader(ShapeReader):
   def _require(self, record: Record, columns: tuple[str, ...], what: str, example: str) -> None:
     missing = [self._name(column) for column in columns if not self._has(record, column)]
     if missing:
-      found = ", ".join(map(repr, record.fields)) or "none"
+      found = shown_names(record.fields)
       raise DataError(f"{record.where}: no {missing[0]!r} (or null); its columns are {found}. {what}; other names are "
                       f"mapped by chat.fields, ours first: {example}.")
 

@@ -10,6 +10,7 @@ Its mark is its advantage among the responses of its row (trainer/advantages.py)
 
 import json
 import math
+import sys
 from collections.abc import Iterable
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -20,7 +21,7 @@ from ml_collections import ConfigDict
 from input_pipeline.examples import NOTHING_TO_TRAIN, ZERO_ADVANTAGE, Encoded
 from input_pipeline.examples_chat import fields_of, texts_of
 from input_pipeline.examples_pairs import SHAPE, Side, SidesEncoder
-from input_pipeline.files import DataError
+from input_pipeline.files import DataError, shown_names
 from input_pipeline.image_texts import vocab_size
 from input_pipeline.prompts import Asked, Prompter, PromptReader
 from input_pipeline.readers import Record
@@ -80,7 +81,7 @@ class RolloutReader(PromptReader):
     return self._has(record, "responses")
 
   def _list(self, record: Record, column: str, length: int | None = None) -> list:
-    key, found = self._name(column), ", ".join(map(repr, record.fields)) or "none"
+    key, found = self._name(column), shown_names(record.fields)
     value = record.fields.get(key)
     if value is None:
       raise DataError(f"{record.where}: no {key!r} (or null); its columns are {found}. A row is prompt, responses and "
@@ -95,7 +96,7 @@ class RolloutReader(PromptReader):
   def _reward(self, record: Record, i: int, value: Any) -> float:
     if value is None:
       return math.nan
-    if not isinstance(value, (int, float)) or not math.isfinite(value):
+    if not isinstance(value, (int, float)) or not abs(value) <= sys.float_info.max:  # nor nan
       raise DataError(f"{record.where}: {self._name('rewards')}[{i}] is {value!r:.60} ({type(value).__name__}); "
                       "expected a finite number, or null for none.")
     return float(value)
@@ -104,14 +105,14 @@ class RolloutReader(PromptReader):
     """A prompt of token ids; None if it is not one."""
     key = self._name(self._column(record)) if prompt_key is None else prompt_key
     value = record.fields.get(key)
-    return np.array(value, np.int64) if value and _are_ids(value) else None
+    return _ids(record, key, value) if value and _are_ids(value) else None
 
   def _response(self, record: Record, i: int, value: Any, mask: Any, asked: Asked | np.ndarray) -> Side | Tokens:
     key = f"{self._name('responses')}[{i}]"
     if isinstance(value, list) and _are_ids(value):
       if not value:
         raise DataError(f"{record.where}: {key} is empty. Remove it, with its reward.")
-      return Tokens(np.array(value, np.int64), self._weights(record, i, mask, len(value)))
+      return Tokens(_ids(record, key, value), self._weights(record, i, mask, len(value)))
     if isinstance(asked, np.ndarray):
       raise DataError(f"{record.where}: {key} is a {type(value).__name__}, but the prompt is a list of token ids; then "
                       "responses are, too.")
@@ -265,6 +266,13 @@ class RolloutEncoder(SidesEncoder):
 
 def _are_ids(value: Any) -> bool:
   return isinstance(value, list) and all(isinstance(v, int) and not isinstance(v, bool) for v in value)
+
+
+def _ids(record: Record, key: str, value: list[int]) -> np.ndarray:
+  if bad := [v for v in value if abs(v) >= 1 << 63]:
+    raise DataError(f"{record.where}: {key} has the id {bad[0]}, which is in no vocabulary. Use the tokenizer that "
+                    "these rows were made with.")
+  return np.array(value, np.int64)
 
 
 def _why_not(row: Rollout, i: int) -> str | None:

@@ -8,18 +8,30 @@ import json
 import os
 import time
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from absl import logging
 
 CHUNK = 1 << 20
+# Compressed files are unpacked so many bytes at a time: what these become is bounded, however well they are compressed.
+UNPACKED = 1 << 12
+# Longer lines are no text of anyone's, but a damaged file or one that unpacks without an end.
+MAX_LINE = 1 << 30
+# No system has longer paths.
+MAX_PATH = 1 << 12
+# How deep JSON may be nested, and how many names of columns a message lists, of so many characters each.
+MAX_DEPTH, SHOWN_NAMES, SHOWN_NAME = 100, 20, 60
 BOM = b"\xef\xbb\xbf"
 
 
 class DataError(ValueError):
   """Data that cannot be used; the message says what was found, where, and what to change."""
+
+
+class NotJSONError(ValueError):
+  """Text that is no JSON; the message is the reason, without a place or a full stop."""
 
 
 class File(NamedTuple):
@@ -69,6 +81,9 @@ def find_files(spec: str, source: str, matches: Callable[[str], bool], expected:
     raise DataError(f"{key} is empty. Name {expected}, a folder or a glob of such files.")
   files, seen, repeated = [], set(), 0
   for entry in entries:
+    if "\0" in entry or len(entry) > MAX_PATH:
+      raise DataError(f"{key} has {entry[:80]!r}…, which is no path: paths have at most {MAX_PATH:,} characters, and "
+                      "no NUL. Several are separated by commas.")
     for file in _expand(os.path.expanduser(entry), key, matches, expected):
       real = os.path.realpath(file.path)
       repeated += real in seen
@@ -110,7 +125,9 @@ def _expand(entry: str, key: str, matches, expected: str) -> list[File]:
 
 def walk(folder: str, skip_folders: frozenset[str] = frozenset()) -> list[str]:
   """Paths of the regular, not hidden files under `folder`; each real folder is entered once."""
-  entered, found, odd = set(), [], []
+  entered: set = set()
+  found: list[str] = []
+  odd: list[str] = []
   for root, folders, names in os.walk(folder, followlinks=True):
     real = os.path.realpath(root)
     if real in entered:
@@ -132,6 +149,61 @@ def _some(names, limit: int = 5) -> str:
   names = sorted(map(str, names))
   rest = f" and {len(names) - limit} more" if len(names) > limit else ""
   return (", ".join(names[:limit]) or "nothing") + rest
+
+
+def shown_names(names: Iterable[Any], none: str = "none") -> str:
+  """The names of a row's columns, or of an object's keys, for a message: as many as a person reads."""
+  names = list(names)
+  shown = [f"{name[:SHOWN_NAME]!r}…" if isinstance(name, str) and len(name) > SHOWN_NAME else repr(name)
+           for name in names[:SHOWN_NAMES]]
+  more = f" and {len(names) - SHOWN_NAMES} more" if len(names) > SHOWN_NAMES else ""
+  return (", ".join(shown) or none) + more
+
+
+def printable(text: str) -> str:
+  """A text of strangers for a message, without what a terminal would obey."""
+  return "".join(c if c.isprintable() or c == "\n" else repr(c)[1:-1] for c in text)
+
+
+def parse_json(text: str) -> Any:
+  """What a JSON text says.
+
+  Raises:
+    NotJSONError: it is none; it is nested more than MAX_DEPTH levels deep; an object in it has a key twice, of which
+      JSON does not say which one counts; or a number has more digits than Python takes.
+  """
+  try:
+    value = json.loads(text, object_pairs_hook=_unique)
+  except json.JSONDecodeError as e:
+    raise NotJSONError(f"{e.msg} at column {e.colno}") from e
+  except RecursionError as e:
+    raise NotJSONError("nested too deeply") from e
+  except NotJSONError:
+    raise
+  except ValueError as e:
+    raise NotJSONError("a whole number of thousands of digits") from e
+  if text.count("[") + text.count("{") > MAX_DEPTH and _deeper(value, MAX_DEPTH):
+    raise NotJSONError(f"nested too deeply: more than {MAX_DEPTH} levels")
+  return value
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+  found = dict(pairs)
+  if len(found) < len(pairs):
+    keys = [key for key, _ in pairs]
+    raise NotJSONError(f"an object has the key {shown_names(k for k in found if keys.count(k) > 1)} twice")
+  return found
+
+
+def _deeper(value: Any, levels: int) -> bool:
+  """Whether lists and objects are nested in one another in more than so many levels."""
+  level = [value]
+  for _ in range(levels):
+    level = [part for outer in level for part in (outer.values() if isinstance(outer, dict) else outer)
+             if isinstance(part, (dict, list))]
+    if not level:
+      return False
+  return True
 
 
 def hash_file(path: Path) -> str:
@@ -222,7 +294,7 @@ def read_lines(path: Path, tally: Tally) -> Iterator[tuple[int, int, bytes]]:
   with open_binary(path) as raw:
     offset = 0
     try:
-      for number, line in enumerate(_split_lines(_decompress(raw, path)), 1):
+      for number, line in enumerate(_split_lines(_decompress(raw, path), path), 1):
         yield number, offset, line
         offset += len(line)
         tally.bytes_read = before + raw.tell()
@@ -244,7 +316,7 @@ def _decompress(raw, path: Path):
   except ImportError as e:
     raise DataError(f"{path}: reading .zst files needs `pip install zstandard`.") from e
   frame = fed = None
-  while chunk := raw.read(CHUNK):
+  for chunk in _pieces(raw):
     while chunk:  # a file may be several frames in a row
       if frame is None:
         frame = zstandard.ZstdDecompressor().decompressobj()
@@ -258,17 +330,28 @@ def _decompress(raw, path: Path):
     raise DataError(f"{path}: truncated: the last compressed frame has no end.")
 
 
-def _split_lines(chunks) -> Iterator[bytes]:
-  """Lines, cut after each newline byte; only the last may lack one."""
-  rest = []
+def _pieces(raw) -> Iterator[bytes]:
+  while chunk := raw.read(CHUNK):
+    for start in range(0, len(chunk), UNPACKED):
+      yield chunk[start : start + UNPACKED]
+
+
+def _split_lines(chunks, path: Path) -> Iterator[bytes]:
+  """Lines, cut after each newline byte; only the last may lack one. Raises DataError for one beyond MAX_LINE."""
+  rest: list[bytes] = []
+  size = 0
   for chunk in chunks:
     lines = chunk.split(b"\n")
     if len(lines) > 1:
       yield b"".join([*rest, lines[0], b"\n"])
       for line in lines[1:-1]:
         yield line + b"\n"
-      rest = []
+      rest, size = [], 0
     rest.append(lines[-1])
+    size += len(lines[-1])
+    if size > MAX_LINE:
+      raise DataError(f"{path}: a line of more than {MAX_LINE:,} bytes. Cut it into lines, or the file into "
+                      "several, if it is text at all.")
   last = b"".join(rest)
   if last:
     yield last

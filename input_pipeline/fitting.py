@@ -151,7 +151,8 @@ class Units:
   """
 
   def __init__(self, tokens: TokenizedSource, seq_len: int, over_long: str, max_over_long: float):
-    self.each, self.dropped = tokens.parts_each, {}
+    self.each = tokens.parts_each
+    self.dropped: dict[str, int] = {}
     sizes_DxP = np.diff(tokens.parts).reshape(-1, self.each)
     marks_DxP = np.array(tokens.marks).reshape(-1, self.each)
     total_D = sizes_DxP.sum(axis=1)

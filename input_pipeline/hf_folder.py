@@ -9,8 +9,10 @@ Which file says what, in the order of their weight:
 """
 
 import json
+import re
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from tokenizers import AddedToken, decoders, models, pre_tokenizers
 from tokenizers import Tokenizer as Backend
@@ -22,6 +24,8 @@ NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token",
 # Kept beside a saved tokenizer.json, as they are.
 KEPT = ("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "chat_template.jinja",
         "chat_template.json")
+# Ids beyond it belong to no model, but to a file that is wrong.
+MAX_VOCABULARY = 1 << 24
 OTHER_FORMATS = ("tokenizer.model", "spiece.model", "sentencepiece.bpe.model", "tiktoken.model", "tekken.json")
 
 
@@ -74,7 +78,7 @@ def find_tokenizer(path: Path, key: str = "tokenizer") -> TokenizerFiles:
   for template in sorted((folder / "additional_chat_templates").glob("*.jinja")):
     kept[f"additional_chat_templates/{template.name}"] = read_text(template)
   if generation or ids["bos_token_id"] or ids["eos_token_id"]:
-    found = {k: list(v) for k, v in {**ids, "eos_token_id": dict.fromkeys(stop_ids)}.items() if v}
+    found: dict[str, Any] = {k: list(v) for k, v in {**ids, "eos_token_id": dict.fromkeys(stop_ids)}.items() if v}
     found = {k: v[0] if len(v) == 1 else v for k, v in found.items()}
     kept["generation_config.json"] = json.dumps({**generation, **found}, indent=2)
   return TokenizerFiles(
@@ -88,7 +92,8 @@ def special_tokens(folder: Path) -> dict[str, str] | None:
   """{`bos_token`: …} as transformers hands them to chat templates; None where no file of the folder names any."""
   if (folder / "tokenizer.json").is_file():
     found = find_tokenizer(folder)
-    numbered = {k: i for k, i in (("bos_token", found.bos_id), ("eos_token", found.eos_id)) if i is not None}
+    named = (("bos_token", found.bos_id), ("eos_token", found.eos_id))
+    numbered: dict[str, Any] = {k: i for k, i in named if i is not None}
     if numbered:
       backend = make_backend(found.serialized, plain=True)
       add_tokens(backend, found, str(folder))
@@ -130,6 +135,29 @@ def add_tokens(backend: Backend, files: TokenizerFiles, where: str) -> None:
                       f"where tokenizer.json gives it {given}. Correct the file that is wrong.")
 
 
+def splits_at_spaces(spec: dict) -> bool:
+  """Whether a tokenizer.json encodes the parts of `tokenizer.split_text` as it would encode the whole.
+
+  So it is with GPT-2's pre-tokenisation, unless a normalizer or an added token could reach over the cut.
+  """
+  pre = spec.get("pre_tokenizer") or {}
+  gpt2 = pre.get("type") == "ByteLevel" and pre.get("use_regex", True) and not pre.get("add_prefix_space")
+  reaching = [t for t in spec.get("added_tokens", ()) if " " in t["content"] or t.get("lstrip") or t.get("rstrip")]
+  return gpt2 and not spec.get("normalizer") and not reaching
+
+
+def check_vocabulary(vocabulary: dict[str, int], where: str) -> None:
+  """Refuses a vocabulary in which two tokens have one id, or an id is so large that no embedding has room for it."""
+  last, token = max(((number, token) for token, number in vocabulary.items()), default=(-1, ""))
+  if not 0 <= last < MAX_VOCABULARY:
+    raise DataError(f"{where}: the ids of its {len(vocabulary):,} tokens end at {last} ({token!r:.40}); allowed: 0 to "
+                    f"{MAX_VOCABULARY - 1}. Correct the file.")
+  if len(set(vocabulary.values())) < len(vocabulary):
+    names: dict[int, str] = {}
+    token, number = next((t, i) for t, i in sorted(vocabulary.items()) if names.setdefault(i, t) != t)
+    raise DataError(f"{where}: {names[number]!r:.40} and {token!r:.40} both have the id {number}. Correct one of them.")
+
+
 def read_text(path: Path) -> str:
   """A UTF-8 file's content; DataError names a file that is something else."""
   try:
@@ -147,7 +175,7 @@ def parse_json(text: str, where: Path | str) -> dict:
   """The JSON object in a file's text; DataError names a file that holds something else."""
   try:
     entries = json.loads(text)
-  except (json.JSONDecodeError, RecursionError) as e:
+  except (ValueError, RecursionError) as e:
     raise DataError(f"{where}: not valid JSON ({e}). Fetch the file again.") from e
   if not isinstance(entries, dict):
     raise DataError(f"{where}: holds a {type(entries).__name__}; expected an object with keys. Fetch the file again.")
@@ -179,17 +207,18 @@ def _added(serialized: str, named: dict, special_tokens: dict, folder: Path, leg
   """Tokens to add to the vocabulary, each with its required id, in the order in which transformers adds them."""
   try:
     present = {t["content"]: t for t in json.loads(serialized).get("added_tokens") or ()}
-  except (ValueError, TypeError, KeyError, AttributeError) as e:
+  except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as e:
     raise DataError(f"{file}: not a readable tokenizer ({e}). Replace it, or delete it if Weft made it.") from e
   declared = {}
-  for number, entry in (named.get("added_tokens_decoder") or {}).items():
-    token = declared[int(number)] = _token(entry, f"added_tokens_decoder[{number}]", folder)
+  for number, entry in _numbered(named.get("added_tokens_decoder"), f"{folder}: added_tokens_decoder").items():
+    token = declared[number] = _token(entry, f"added_tokens_decoder[{number}]", folder)
     token.special = token.special or token.content in special_tokens.values()
   if legacy:
-    for content, number in read_json(folder / "added_tokens.json").items():
+    old = {number: content for content, number in read_json(folder / "added_tokens.json").items()}
+    for number, content in _numbered(old, str(folder / "added_tokens.json")).items():
       if content not in present:
         special = content in special_tokens.values()
-        declared[int(number)] = AddedToken(content, special=special, normalized=not special)
+        declared[number] = AddedToken(content, special=special, normalized=not special)
   added = []
   for number, token in sorted(declared.items()):
     there = present.get(token.content)
@@ -198,6 +227,9 @@ def _added(serialized: str, named: dict, special_tokens: dict, folder: Path, leg
       added.append((token, number))
   known = {*present, *(token.content for token in declared.values())}
   extra = named.get("extra_special_tokens") or named.get("additional_special_tokens") or ()
+  if not isinstance(extra, (dict, list, tuple)):
+    raise DataError(f"{folder}: additional_special_tokens is {extra!r:.80}; expected a list of tokens, in "
+                    "tokenizer_config.json or special_tokens_map.json.")
   extra = [] if isinstance(extra, dict) else [_token(e, "additional_special_tokens", folder) for e in extra]
   for token in [*(AddedToken(t, special=True) for t in special_tokens.values()), *extra]:
     if token.content not in known:
@@ -205,6 +237,18 @@ def _added(serialized: str, named: dict, special_tokens: dict, folder: Path, leg
       added.append((AddedToken(token.content, special=True, lstrip=token.lstrip, rstrip=token.rstrip,
                                single_word=token.single_word, normalized=token.normalized), None))
   return tuple(added)
+
+
+def _numbered(entries: Any, where: str) -> dict[int, Any]:
+  """Entries by their ids. Raises DataError if they are not."""
+  if not isinstance(entries or {}, dict):
+    raise DataError(f"{where} is a {type(entries).__name__}; expected an object of ids and tokens.")
+  found = {}
+  for number, entry in (entries or {}).items():
+    if not re.fullmatch(r"\d{1,10}", str(number), re.ASCII):
+      raise DataError(f"{where} has the id {number!r:.80}; expected a whole number from 0 on.")
+    found[int(number)] = entry
+  return found
 
 
 def _ids(config: dict, key: str, where: Path) -> tuple[int, ...]:

@@ -60,7 +60,8 @@ class ImageFormat:
     if not self.marker or options.max_pixels < 1:
       raise ConfigError(f"chat.image_marker is {self.marker!r} and input.images.max_pixels {options.max_pixels}; the "
                         "one must not be empty, the other must be at least 1.")
-    self.drops, self._max_pixels, self._checked = options.on_error == "drop", options.max_pixels, set()
+    self.drops, self._max_pixels = options.on_error == "drop", options.max_pixels
+    self._checked: set = set()
     self.at_bos = vision.attention == "prefix" if chat.images_at == "auto" else chat.images_at == "bos"
     specials = () if tokenizer is None else tokenizer.special_tokens
     known = vision.projector == "pool" and all(token in specials for token in GEMMA3)

@@ -12,15 +12,18 @@ import base64
 import binascii
 import hashlib
 import io
+import os
+import re
+import stat
 import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-from PIL import Image, ImageOps, UnidentifiedImageError
+from PIL import Image, ImageOps
 
-from input_pipeline.files import DataError
+from input_pipeline.files import DataError, shown_names
 from trainer.config import ConfigError
 
 # Formats that are read; others (Postscript and so on) would start programs.
@@ -31,6 +34,8 @@ MODES = ("1", "L", "LA", "La", "P", "PA", "RGB", "RGBA", "RGBa", "RGBX", "CMYK",
 RESIZES = ("squash", "pad", "crop")
 FILTERS = {"bilinear": Image.Resampling.BILINEAR, "bicubic": Image.Resampling.BICUBIC,
            "lanczos": Image.Resampling.LANCZOS, "nearest": Image.Resampling.NEAREST}
+# Larger files are no images that anyone trains on.
+MAX_BYTES = 1 << 30
 # Behind which key an image's content stands in an object, as in Hugging Face datasets and in chat APIs.
 KEYS = ("bytes", "path", "image", "url", "base64", "image_url", "data")
 # Crops of augmentation are at most so much wider than high, relative to the image, and the other way round.
@@ -98,7 +103,7 @@ def read(ref: ImageRef, max_pixels: int, checked: set[bytes] | None = None) -> E
   data, file = _content(ref, ref.value)
   checked, name = set() if checked is None else checked, hashlib.blake2b(data, digest_size=16).digest()
   if name not in checked:
-    with _opened(data, _named(ref.where, file), max_pixels) as image:
+    with _opened(data, _named(ref.where, file), max_pixels, told=file is None) as image:
       _decode(image, _named(ref.where, file), fast=True)
     checked.add(name)
   return EncodedImage(data, file)
@@ -164,7 +169,7 @@ def _content(ref: ImageRef, value: Any) -> tuple[bytes, Path | None]:
   if isinstance(value, Mapping):
     given = [key for key in KEYS if value.get(key) is not None]
     if not given:
-      raise ImageError(f"{ref.where} is an object with {', '.join(map(repr, value)) or 'nothing'}; expected one of "
+      raise ImageError(f"{ref.where} is an object with {shown_names(value, 'nothing')}; expected one of "
                        f"{', '.join(KEYS)}.")
     return _content(ref, value[given[0]])
   if isinstance(value, Path):
@@ -178,7 +183,7 @@ def _content(ref: ImageRef, value: Any) -> tuple[bytes, Path | None]:
       raise ImageError(f"{ref.where}: the data URL begins with {head[:40]!r}; expected base64, as in "
                        "'data:image/png;base64,…'.")
     return _from_base64(ref, body), None
-  if value.startswith(("http://", "https://")):
+  if re.match(r"(?!file:)[A-Za-z][A-Za-z0-9+.-]*://", value):
     raise ImageError(f"{ref.where} is the URL {value[:80]!r}. Nothing is downloaded: save the image and give its path.")
   if (data := _magic_base64(value)) is not None:
     return data, None
@@ -203,10 +208,16 @@ def _magic_base64(text: str) -> bytes | None:
 
 
 def _file(ref: ImageRef, path: Path) -> tuple[bytes, Path]:
-  file = (ref.folder or Path()) / path.expanduser()
+  file = path
   try:
+    file = (ref.folder or Path()) / path.expanduser()
+    found = os.stat(file)  # before it is opened: a pipe or a device may have no end
+    if not stat.S_ISREG(found.st_mode):
+      raise OSError("it is not a regular file")
+    if found.st_size > MAX_BYTES:
+      raise OSError(f"it has {found.st_size:,} bytes, more than any image ({MAX_BYTES:,})")
     return file.read_bytes(), file
-  except (OSError, ValueError) as e:
+  except (OSError, ValueError, RuntimeError) as e:  # the last: there is no such user
     reason = getattr(e, "strerror", None) or str(e)
     beside = "" if path.is_absolute() else " Paths are relative to the folder of the data file."
     raise ImageError(f"{ref.where}: {str(file)[:200]!r} cannot be read: {reason}.{beside}") from e
@@ -216,17 +227,19 @@ def _named(where: str, file: Path | None) -> str:
   return where if file is None else f"{where} ({file})"
 
 
-def _opened(data: bytes, where: str, max_pixels: int | None) -> Image.Image:
-  """The image, of which only the head is read yet."""
+def _opened(data: bytes, where: str, max_pixels: int | None, told: bool = True) -> Image.Image:
+  """The image, of which only the head is read yet. Not `told`: a message does not show how the data begin, which may be
+  those of any file that a row names."""
   try:
     with warnings.catch_warnings():
       warnings.simplefilter("ignore", Image.DecompressionBombWarning)  # max_pixels is the limit here
       image = Image.open(io.BytesIO(data), formats=FORMATS)
   except Image.DecompressionBombError as e:
     raise ImageError(f"{where}: a decompression bomb: {e}") from e
-  except (UnidentifiedImageError, OSError, ValueError, SyntaxError, EOFError) as e:
+  except Exception as e:  # Pillow raises many kinds, those of struct and zlib among them
     kind = "a damaged or truncated image" if data.startswith(MAGIC) else f"no image of the formats {', '.join(FORMATS)}"
-    raise ImageError(f"{where}: {len(data)} bytes that begin with {data[:8]!r} are {kind}.") from e
+    begin = f" that begin with {data[:8]!r}" if told or data.startswith(MAGIC) else ""
+    raise ImageError(f"{where}: {len(data)} bytes{begin} are {kind}.") from e
   if max_pixels is not None and image.width * image.height > max_pixels:
     raise ImageError(f"{where}: {image.width} × {image.height} pixels, more than input.images.max_pixels={max_pixels}. "
                      "Make it smaller, or raise the limit.")
@@ -250,7 +263,7 @@ def _decode(image: Image.Image, where: str, fast: bool = False) -> Image.Image:
         white = Image.new("RGBA", upright.size, (255, 255, 255, 255))
         upright = Image.alpha_composite(white, upright)
       return upright.convert("RGB")
-  except (OSError, ValueError, SyntaxError, EOFError, IndexError, Image.DecompressionBombError) as e:
+  except Exception as e:  # of many kinds, see above
     raise ImageError(f"{where}: a damaged or truncated {image.format} of {image.width} × {image.height} pixels: {e}. "
                      "Fetch it again, or set input.images.on_error='drop'.") from e
 
@@ -313,7 +326,7 @@ def check_preprocess(how: Preprocess) -> Preprocess:
   for key, value, allowed in (("resize", how.resize, RESIZES), ("interpolation", how.interpolation, tuple(FILTERS))):
     if value not in allowed:
       raise ConfigError(f"input.images.{key} is {value!r}; allowed: auto, {', '.join(allowed)}.")
-  for key, value, low in (("crop", how.crop, 0.01), ("flip", how.flip, 0.0), ("color", how.color, 0.0)):
-    if not low <= value <= 1:
-      raise ConfigError(f"input.images.augment.{key} is {value}; allowed: {low:g} to 1.")
+  for key, share, low in (("crop", how.crop, 0.01), ("flip", how.flip, 0.0), ("color", how.color, 0.0)):
+    if not low <= share <= 1:
+      raise ConfigError(f"input.images.augment.{key} is {share}; allowed: {low:g} to 1.")
   return how

@@ -82,14 +82,14 @@ def make_train_data(
     source, encoder = open_examples(cfg, tokenizer, i.sources[name], name)
     tokens = tokenize_source(source, encoder, vocab_size(cfg, tokenizer), default_cache_dir(cfg, workdir), progress)
     packed.append(pack(cfg, tokens))
-  weights = np.array([[stage[name] for name in names] for stage in weights], np.float64)
+  shares = np.array([[stage[name] for name in names] for stage in weights], np.float64)
   if i.mixture_by == "tokens" and len(names) > 1:
-    weights = weights / [_trained_per_row(source) for source in packed]
+    shares = shares / [_trained_per_row(source) for source in packed]
   starts = [sizes.rows_before(step) for step in steps]
-  mixture = Mixture(starts, weights, [source.plan.num_rows for source in packed], i.stop, names)
+  mixture = Mixture(starts, shares, [source.plan.num_rows for source in packed], i.stop, names)
   contents = [source.tokens.fingerprint for source in packed]
   pictures = [] if packed[0].pictures is None else [packed[0].pictures.fingerprint]
-  order = [cfg.seed, cfg.seq_len, *resolve_layout(cfg), starts, weights.tolist(), contents, *pictures]
+  order = [cfg.seed, cfg.seq_len, *resolve_layout(cfg), starts, shares.tolist(), contents, *pictures]
   return TrainData(packed, mixture, sizes, cfg.seq_len, tokenizer.pad_id, _hash(order))
 
 

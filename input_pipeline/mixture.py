@@ -17,6 +17,8 @@ from trainer.config import ConfigError
 SHARE_BITS = 30
 # No run is longer: searches for a row stop here.
 MAX_ROWS = 1 << 50
+# Beyond it, sums of weights would not be finite, or shares would lose their digits.
+MAX_WEIGHT = 1e15
 STOPS = ("first", "all", "never")
 
 
@@ -169,9 +171,10 @@ def stage_weights(base: Mapping[str, float], stages: Sequence) -> tuple[list[int
     steps.append(step)
     weights.append({**weights[-1], **changed})
   for step, of_stage in zip(steps, weights, strict=True):
-    bad = [name for name, w in of_stage.items() if not (math.isfinite(w) and w >= 0)]
+    bad = [name for name, w in of_stage.items() if not (isinstance(w, (int, float)) and 0 <= w <= MAX_WEIGHT)]
     if bad:
-      raise ConfigError(f"weight of source {bad[0]!r} from step {step} on is {of_stage[bad[0]]}; it must be >= 0.")
+      raise ConfigError(f"weight of source {bad[0]!r} from step {step} on is {of_stage[bad[0]]!r:.80}; it must be "
+                        f">= 0, and at most {MAX_WEIGHT:g}.")
     if not any(of_stage.values()):
       raise ConfigError(f"from step {step} on all source weights are 0: there is nothing to train on.")
   return steps, weights

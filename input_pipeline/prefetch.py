@@ -56,6 +56,14 @@ class Prefetcher(Iterator[Any]):
     self._submit()
     return result
 
+  def seek(self, step: int) -> None:
+    """The next result is that of `step`; what was prepared is dropped."""
+    for future in self._ahead:
+      future.cancel()
+    self._ahead.clear()
+    self._next = step
+    self._submit()
+
   def close(self) -> None:
     """Drops what is not handed out yet and waits for the threads to end."""
     if self._pool is not None:

@@ -52,7 +52,7 @@ class PromptItem(NamedTuple):
   said: str | list[dict]
   columns: dict[str, Any]
   tools: list[dict] | None = None
-  variables: dict = {}  # noqa: RUF012 (nobody changes it)
+  variables: dict = {}
   source: int = 0
   number: int = -1
 
@@ -203,7 +203,10 @@ class PromptData:
 def _read(source: Source, prompter: Prompter, config: ConfigDict, number: int, room: int,
           progress: bool) -> PromptSource:
   """All prompts of a source, of at most `room` tokens."""
-  items, lengths, seen, shapes = [], [], set(), Counter()
+  items: list = []
+  lengths: list[int] = []
+  seen: set = set()
+  shapes: Counter = Counter()
   dropped = {DUPLICATE: 0, TOO_LONG: 0, BAD_IMAGE: 0}
   with source.bar("tokenizing", progress) as advance:
     for record in source.records():

@@ -8,12 +8,13 @@ import numpy as np
 from ml_collections import ConfigDict
 
 from input_pipeline.examples_chat import ChatEncoder, fields_of
-from input_pipeline.files import DataError
+from input_pipeline.files import DataError, shown_names
 from input_pipeline.image_texts import IMAGE, attach, content_parts, parts_of, text_of
 from input_pipeline.images import ImageRef, Images
 from input_pipeline.readers import Record
 from input_pipeline.segments import Segment, SegmentEncoder
 from input_pipeline.shapes import Conversation, ShapeReader
+from input_pipeline.sources import utf8
 from input_pipeline.tokenizer import Tokenizer
 from trainer.config import ConfigError
 
@@ -46,7 +47,7 @@ class Asked(NamedTuple):
   said: str | list[dict]
   columns: frozenset[str]
   tools: list[dict] | None = None
-  variables: dict = {}  # noqa: RUF012 (nobody changes it)
+  variables: dict = {}
   answer: str | None = None
   images: tuple[ImageRef, ...] = ()
 
@@ -91,7 +92,7 @@ class PromptReader(ShapeReader):
       found = [column for column in found if column in self._fields] or found
     if len(found) == 1:
       return found[0]
-    columns = ", ".join(map(repr, record.fields)) or "none"
+    columns = shown_names(record.fields)
     if found:
       raise DataError(f"{record.where}: {' and '.join(map(self._name, found))} may each be the prompt; its columns are "
                       f"{columns}. Say which it is with --config.rollout.prompt_key={self._name(found[0])}.")
@@ -107,7 +108,7 @@ class PromptReader(ShapeReader):
 
   def _no_prompt(self, record: Record, key: str, value: Any) -> DataError:
     if key not in record.fields:
-      return DataError(f"{record.where}: no key {key!r}; found {', '.join(map(repr, record.fields)) or 'none'}. Set "
+      return DataError(f"{record.where}: no key {key!r}; found {shown_names(record.fields)}. Set "
                        "rollout.prompt_key to a column that there is.")
     found = "null" if value is None else type(value).__name__
     return DataError(f"{record.where}: {key!r} is {found}; a prompt is a string or a list of messages. Set "
@@ -168,6 +169,7 @@ class Prompter:
     Raises:
       DataError: it has no tokens; ImageError: an image cannot be used.
     """
+    utf8(text, where)
     if refs := self._refs(images, where):
       try:
         first, placed = self._images.place(text, len(refs))
@@ -208,6 +210,7 @@ class Prompter:
                                                      inert_tokens=self._tokenizer.special_tokens, **variables)
     except DataError as e:
       raise DataError(f"{where}: {e}") from e
+    utf8(rendered.text, where)
     if refs:
       return self._with_images([Segment(rendered.text, rendered.inert)], rendered.text, refs, where)
     return Prompt(self._tokenizer.encode_rendered(rendered.text, rendered.inert), rendered.text, where=where)
@@ -298,7 +301,7 @@ class Prompter:
 
   def _string(self, record: Record, key: str) -> str:
     if key not in record.fields:
-      raise DataError(f"{record.where}: no key {key!r}; found {', '.join(map(repr, record.fields)) or 'none'}. Set "
+      raise DataError(f"{record.where}: no key {key!r}; found {shown_names(record.fields)}. Set "
                       "prompt_key and answer_key to columns that there are.")
     value = record.fields[key]
     if isinstance(value, bool) or not isinstance(value, (str, int, float)):

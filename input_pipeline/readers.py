@@ -5,8 +5,8 @@ holds the options that change what records come out of the same files. What a re
 business: `examples.py` finds the text, the conversation or the tokens in them.
 """
 
-import json
 import os
+import re
 from collections.abc import Iterator
 from functools import cached_property
 from pathlib import Path
@@ -14,7 +14,18 @@ from typing import Any
 
 from ml_collections import ConfigDict
 
-from input_pipeline.files import DataError, File, Record, Tally, decode, find_files, read_bytes, read_lines
+from input_pipeline.files import (
+  DataError,
+  File,
+  NotJSONError,
+  Record,
+  Tally,
+  decode,
+  find_files,
+  parse_json,
+  read_bytes,
+  read_lines,
+)
 from input_pipeline.readers_made import ArithmeticMistakesReader, ArithmeticReader, DigitsReader, png
 from input_pipeline.readers_python import PythonDocstringPairsReader, PythonDocstringsReader, PythonStdlibReader
 from trainer.config import ConfigError
@@ -30,10 +41,9 @@ def _path(cfg: ConfigDict, source: str, example: str) -> str:
 def _parse_object(text: str, where: str, not_json: str) -> dict:
   """The JSON object in `text`. Raises DataError; `not_json`, with "{}" for the reason, says what it should be."""
   try:
-    record = json.loads(text)
-  except (json.JSONDecodeError, RecursionError) as e:
-    reason = f"{e.msg} at column {e.colno}" if isinstance(e, json.JSONDecodeError) else "nested too deeply"
-    raise DataError(f"{where}: {not_json.format(reason)}: {text[:60]!r}. Each record must be one JSON object.") from e
+    record = parse_json(text)
+  except NotJSONError as e:
+    raise DataError(f"{where}: {not_json.format(e)}: {text[:60]!r}. Each record must be one JSON object.") from e
   if not isinstance(record, dict):
     raise DataError(f"{where}: expected a JSON object, found {type(record).__name__}.")
   return record
@@ -67,7 +77,8 @@ class TextReader:
           yield Record(f"{name}:{number}", f"{path}:{number}", {"text": text})
 
   def _paragraphs(self, path: Path, tally: Tally) -> Iterator[tuple[int, str]]:
-    lines, first = [], 1
+    lines: list[str] = []
+    first = 1
     for number, offset, line in read_lines(path, tally):
       text = decode(line, path, offset, number)
       if text.strip():
@@ -140,6 +151,8 @@ class ParquetReader:
         raise DataError(f"{path}: text that is not valid UTF-8, in row {row} (from 0) or after.") from e
       except (pa.ArrowException, OSError) as e:
         raise DataError(f"{path}: not a readable Parquet file: {e}") from e
+      except (ValueError, OverflowError) as e:  # a date far away, say
+        raise DataError(f"{path}: a value that Python has no place for, in row {row} (from 0) or after: {e}.") from e
       tally.bytes_read = before + size
 
 
@@ -202,8 +215,8 @@ class ArrayRecordReader:
     if self._never_json or not text.lstrip().startswith("{"):
       return False
     try:
-      return isinstance(json.loads(text), dict)
-    except (json.JSONDecodeError, RecursionError):
+      return isinstance(parse_json(text), dict)
+    except NotJSONError:
       return False
 
 
@@ -217,6 +230,10 @@ class TfdsReader:
     self.dataset, self.split = cfg.dataset, cfg.dataset_split
     if not self.dataset:
       raise ConfigError(f"input.sources.{source}.dataset is not set: type 'tfds' needs it, e.g. 'ag_news_subset'.")
+    # Names may have arguments, and namespaces whose code or data TFDS would fetch.
+    if not re.fullmatch(r"\w+(/[\w.+-]+)?(:(\d+|\*)(\.(\d+|\*)){0,2})?", self.dataset):
+      raise ConfigError(f"input.sources.{source}.dataset is {self.dataset!r}; expected 'name', 'name/config' or "
+                        "'name:version' of a dataset that was prepared in path. Nothing is downloaded.")
     self.identity = ["tfds", self.dataset, self.split]
 
   @cached_property
@@ -227,10 +244,13 @@ class TfdsReader:
       raise DataError(
           f"source {self._source!r}: type 'tfds' needs `pip install tensorflow-datasets importlib_resources` ({e})."
       ) from e
+    folder = Path(os.path.expanduser(self.data_dir or os.environ.get("TFDS_DATA_DIR", "~/tensorflow_datasets")))
+    for file in sorted((folder / re.split("[/:]", self.dataset)[0]).glob("**/features.json")):
+      _check_features(file)
     try:
       builder = tfds.builder(self.dataset, data_dir=self.data_dir)
-    except (ValueError, AssertionError, ImportError, FileNotFoundError) as e:  # DatasetNotFoundError is a ValueError
-      reason = str(e).strip().splitlines()[0]
+    except Exception as e:  # TFDS raises many kinds: asserts, those of JSON, of protocol buffers
+      reason = (str(e).strip() or type(e).__name__).splitlines()[0]
       raise DataError(
           f"input.sources.{self._source}.dataset={self.dataset!r} not found with data_dir {self.data_dir!r}: {reason} "
           "Set dataset ('name', 'name/config' or 'name:version') and path (the folder it was prepared in)."
@@ -262,8 +282,8 @@ class TfdsReader:
     features = self._builder.info.features
     try:
       rows = self._builder.as_data_source(split=self.split)
-    except (NotImplementedError, ValueError, FileNotFoundError) as e:
-      reason = str(e).strip().splitlines()[0]
+    except Exception as e:
+      reason = (str(e).strip() or type(e).__name__).splitlines()[0]
       raise DataError(f"TFDS dataset {self.dataset!r} in {self._builder.data_dir} cannot be read: {reason}") from e
     for row in range(len(rows)):
       name = f"{self.dataset}/{self.split}[{row}]"
@@ -271,8 +291,35 @@ class TfdsReader:
         value = rows[row]
       except ImportError as e:
         raise DataError(f"{name}: TFDS cannot read this dataset's features without another library: {e}.") from e
+      except Exception as e:  # of what its shards hold; many kinds
+        raise DataError(f"{name}: cannot be read from {self._builder.data_dir}: {type(e).__name__}: {e}.") from e
       yield Record(name, name, _from_tfds(features, value), Path(str(self._builder.data_dir)))
       tally.bytes_read = before + size * (row + 1) // len(rows)
+
+
+def _check_features(file: Path) -> None:
+  """TFDS imports the modules that a features.json names, which come with the data: they may be its own alone.
+
+  Raises:
+    DataError: naming the class.
+  """
+  try:
+    left = [parse_json(file.read_text("utf-8"))]
+    while left:
+      part = left.pop()
+      for key, value in part.items() if isinstance(part, dict) else enumerate(part):
+        if isinstance(value, (dict, list)):
+          left.append(value)
+        elif key == "json" and isinstance(value, str):  # features of older versions, as JSON within JSON
+          left.append([parse_json(value)])
+        elif key in ("pythonClassName", "python_class_name", "type") and "." in str(value) and not str(
+            value).startswith("tensorflow_datasets."):
+          raise DataError(f"{file}: names the class {value!r:.80}, whose code would be run. Only features of TFDS are "
+                          "read: prepare the dataset with these.")
+  except (OSError, ValueError) as e:
+    if isinstance(e, DataError):
+      raise
+    raise DataError(f"{file}: not a readable description of features: {e}. Prepare the dataset again.") from e
 
 
 def _from_tfds(feature: Any, value: Any) -> Any:

@@ -14,14 +14,36 @@ from input_pipeline.files import DataError, File, Record, Tally, read_bytes
 from trainer.config import ConfigError
 
 
+def asks_chats(cfg: ConfigDict, source: str) -> bool:
+  """Whether the source's rows are to be conversations, `dataset="chat"`.
+
+  Raises:
+    ConfigError: another `dataset`.
+  """
+  if cfg.dataset not in (None, "chat"):
+    raise ConfigError(f"input.sources.{source}.dataset is {cfg.dataset!r}; for type {cfg.type!r} it is 'chat', for "
+                      "conversations, or unset, for texts.")
+  return cfg.dataset == "chat"
+
+
+def as_chat(question: str, **answers: str) -> dict[str, list[dict[str, str]]]:
+  """The columns of a row in which a user asks and the assistant answers: {"prompt": [message], name: [message], …}."""
+  said = {name: [{"role": "assistant", "content": text}] for name, text in answers.items()}
+  return {"prompt": [{"role": "user", "content": question}]} | said
+
+
 class ArithmeticReader:
-  """Sums and differences of two numbers below 100, all 20,000: {"prompt": "7 + 58 = ", "completion": "65"}."""
+  """Sums and differences of two numbers below 100, all 20,000: {"prompt": "7 + 58 = ", "completion": "65"}.
+
+  With `dataset="chat"`, "What is 7 + 58?" is asked by a user; the bare result is in the column "answer" as well.
+  """
 
   by_name = True
   text_key, identity = "text", ["arithmetic", 1]
 
   def __init__(self, cfg: ConfigDict, source: str):
-    self._source = source
+    self._source, self._chat = source, asks_chats(cfg, source)
+    self.identity = [*self.identity, *(["chat"] if self._chat else [])]
 
   def files(self) -> list[File]:
     return []
@@ -31,8 +53,10 @@ class ArithmeticReader:
       for b in range(100):
         for sign, result in (("+", a + b), ("-", a - b)):
           name = f"{a}{sign}{b}"
+          answer = str(self.answer(name, result))
           yield Record(name, f"source {self._source}: {name}",
-                       {"prompt": f"{a} {sign} {b} = ", "completion": str(self.answer(name, result))})
+                       as_chat(f"What is {a} {sign} {b}?", completion=answer) | {"answer": answer} if self._chat else
+                       {"prompt": f"{a} {sign} {b} = ", "completion": answer})
 
   def answer(self, name: str, result: int) -> int:
     """What is said to be the result of the exercise."""
@@ -42,7 +66,7 @@ class ArithmeticReader:
 class ArithmeticMistakesReader(ArithmeticReader):
   """The same by a teacher who errs in half of the exercises, by 1, 2 or 10; which and how is drawn from a hash."""
 
-  identity = ["arithmetic_mistakes", 1]  # noqa: RUF012
+  identity = ["arithmetic_mistakes", 1]
 
   def answer(self, name: str, result: int) -> int:
     draw = int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest(), "big")
@@ -61,7 +85,7 @@ class DigitsReader:
 
   by_name = True
   text_key = "text"
-  QUESTIONS = {"name": "name", "description": "describe"}  # noqa: RUF012
+  QUESTIONS = {"name": "name", "description": "describe"}
   NAMES = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine")
   # Pixels are 0 to 16; ink of less than FAINT covers no column.
   BOLD, FAINT, WIDE = 313, 4, 6

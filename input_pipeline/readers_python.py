@@ -3,6 +3,7 @@
 import ast
 import hashlib
 import io
+import json
 import os
 import sysconfig
 import tokenize
@@ -14,6 +15,7 @@ from absl import logging
 from ml_collections import ConfigDict
 
 from input_pipeline.files import DataError, File, Record, Tally, read_bytes, walk
+from input_pipeline.readers_made import as_chat, asks_chats
 
 
 class PythonStdlibReader:
@@ -53,13 +55,15 @@ class PythonStdlibReader:
 
 class PythonDocstringsReader:
   """Functions of the standard library: signatures as prompts, the first paragraphs of their docstrings as completions.
+
+  With `dataset="chat"`, "Document def name(arguments)" is asked by a user, and a function is in the same split here and
+  among the pairs below.
   """
 
-  by_name = False
-
   def __init__(self, cfg: ConfigDict, source: str):
-    self._sources = PythonStdlibReader(cfg, source)
-    self.text_key, self.identity, self.files = "text", ["python_docstrings", 1], self._sources.files
+    self._sources, self.chat = PythonStdlibReader(cfg, source), asks_chats(cfg, source)
+    self.by_name, self.text_key, self.files = self.chat, "text", self._sources.files
+    self.identity = ["python_docstrings", 1, *(["chat"] if self.chat else [])]
 
   def read(self, tally: Tally) -> Iterator[Record]:
     for name, path, fields, _ in self._sources.read(tally):
@@ -75,10 +79,12 @@ class PythonDocstringsReader:
         docstring = (ast.get_docstring(node) or "").strip()
         if docstring:
           signature = "async def" if isinstance(node, ast.AsyncFunctionDef) else "def"
-          # As it stands in a file, where a model that has read such files goes on with the docstring.
-          prompt = f'{signature} {node.name}({ast.unparse(node.args)}):\n    """'
+          function = f"{signature} {node.name}({ast.unparse(node.args)})"
           paragraph = " ".join(docstring.split("\n\n")[0].split())
-          yield Record(f"{name}:{node.lineno}", f"{path}:{node.lineno}", {"prompt": prompt, "completion": paragraph})
+          # As it stands in a file, where a model that has read such files goes on with the docstring.
+          fields = as_chat(f"Document {function}", completion=paragraph) if self.chat else {
+              "prompt": f'{function}:\n    """', "completion": paragraph}
+          yield Record(f"{name}:{node.lineno}", f"{path}:{node.lineno}", fields)
 
 
 class PythonDocstringPairsReader:
@@ -88,16 +94,16 @@ class PythonDocstringPairsReader:
   is rejected about as often as it is chosen, and says by itself nothing about which of the two it is.
   """
 
-  by_name = False
-
   def __init__(self, cfg: ConfigDict, source: str):
     self._docstrings = PythonDocstringsReader(cfg, source)
-    self.text_key, self.identity, self.files = "text", ["python_docstring_pairs", 1], self._docstrings.files
+    self.by_name, self.text_key, self.files = self._docstrings.by_name, "text", self._docstrings.files
+    self.identity = ["python_docstring_pairs", 1, *(["chat"] if self._docstrings.chat else [])]
 
   def read(self, tally: Tally) -> Iterator[Record]:
     records = list(self._docstrings.read(tally))
     texts = [record.fields["completion"] for record in records]
-    keys = ("\0".join(record.fields.values()).encode() for record in records)
+    keys = (json.dumps(list(record.fields.values())).encode() if self._docstrings.chat else
+            "\0".join(record.fields.values()).encode() for record in records)
     digests = [hashlib.blake2b(key, digest_size=8).digest() for key in keys]
     order, count = sorted(range(len(records)), key=digests.__getitem__), len(records)
     place = {number: at for at, number in enumerate(order)}

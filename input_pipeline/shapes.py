@@ -11,11 +11,10 @@ Each row is recognised by itself. It may have images (`image`, `images`) if the 
 is left alone.
 """
 
-import json
 from collections.abc import Collection, Mapping
 from typing import Any, NamedTuple
 
-from input_pipeline.files import DataError
+from input_pipeline.files import DataError, NotJSONError, parse_json, shown_names
 from input_pipeline.image_texts import ImageFormat, attach, column_refs, content_parts
 from input_pipeline.images import ImageRef
 from input_pipeline.readers import Record
@@ -38,8 +37,9 @@ COLUMNS = ("messages", "prompt", "completion", "instruction", "input", "output",
 ROLES = ("system", "developer", "user", "assistant", "tool")
 SHAREGPT_ROLES = {"human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant", "system": "system",
                   "tool": "tool", "function": "tool", "observation": "tool", "function_call": "assistant"}
-# Variables of a template that a row may not set.
-RESERVED = ("messages", "tools", "documents", "add_generation_prompt", "continue_final_message")
+# Variables of a template that a row may not set: they follow from the row, or are what functions call what they get.
+RESERVED = ("messages", "tools", "documents", "add_generation_prompt", "continue_final_message", "inert_tokens",
+            "images", "where", "self")
 MAX_WEIGHT = 1e6
 REASONING = ("reasoning_content", "thinking", "reasoning")
 
@@ -53,7 +53,7 @@ class Conversation(NamedTuple):
   weights: list[float]
   prompt: int
   tools: list[dict] | None = None
-  variables: dict = {}  # noqa: RUF012 (nobody changes it)
+  variables: dict = {}
   images: tuple[ImageRef, ...] = ()
 
 
@@ -95,7 +95,7 @@ class ShapeReader:
       matches = chosen if len(chosen) == 1 else matches
     if len(matches) == 1:
       return matches[0]
-    found = ", ".join(map(repr, record.fields)) or "none"
+    found = shown_names(record.fields)
     if matches:
       first = _names(self._known[matches[0]][0])[0]
       raise DataError(f"{record.where}: its columns ({found}) fit several shapes: {'; '.join(matches)}. Say which is "
@@ -211,7 +211,7 @@ class ShapeReader:
   def _message(self, message: dict, where: str) -> dict:
     role_key, content_key = self._name("role"), self._name("content")
     if role_key not in message:
-      raise DataError(f"{where} has no {role_key!r}, only {', '.join(map(repr, message)) or 'nothing'}. Each message "
+      raise DataError(f"{where} has no {role_key!r}, only {shown_names(message, 'nothing')}. Each message "
                       'needs a role; other names of it are mapped by chat.fields: (("role", "speaker"),).')
     role = message.pop(role_key)
     if not isinstance(role, str) or role not in self._roles:
@@ -223,7 +223,7 @@ class ShapeReader:
       result["content"] = self._content(message.pop(content_key), f"{where}.{content_key}")
     elif not calls:
       raise DataError(f"{where} has no {content_key!r} (or null), only "
-                      f"{', '.join(map(repr, [role_key, *message]))}. Each message but an assistant's with tool_calls "
+                      f"{shown_names([role_key, *message])}. Each message but an assistant's with tool_calls "
                       "needs one.")
     for name in REASONING:
       if name in message and not isinstance(message[name], str):
@@ -256,7 +256,7 @@ class ShapeReader:
     if not isinstance(speaker, str) or speaker not in known:
       raise DataError(f"{where}.{from_key} is {_found(speaker)}; allowed: {', '.join(known)}.")
     if value_key not in message:
-      raise DataError(f"{where} has no {value_key!r}, only {', '.join(map(repr, [from_key, *message]))}.")
+      raise DataError(f"{where} has no {value_key!r}, only {shown_names([from_key, *message])}.")
     value = message.pop(value_key)
     if speaker == "function_call":
       return {"role": "assistant", "tool_calls": _tool_calls([_json(value, f"{where}.{value_key}")],
@@ -331,8 +331,8 @@ def _json(value: Any, where: str) -> Any:
   if not isinstance(value, str):
     return value
   try:
-    return json.loads(value)
-  except (json.JSONDecodeError, RecursionError) as e:
+    return parse_json(value)
+  except NotJSONError as e:
     raise DataError(f"{where} is {_found(value)}, which is not valid JSON ({e}).") from e
 
 

@@ -54,7 +54,8 @@ class SpanFinder:
                                              strict=True) if len(i) == 1}
     # Ids that end a turn: the tokenizer's, and what the template writes there.
     self.stop_ids = tuple(tokenizer.stop_ids)
-    self._prompt_suffices, self._shown = True, set()
+    self._prompt_suffices = True
+    self._shown: set = set()
     self._check(tokenizer)
 
   def _check(self, tokenizer: Tokenizer) -> None:
@@ -289,7 +290,7 @@ def _contents(conversation: Conversation, turns: list[Turn]):
              len(conversation.messages), other)
     for key in REASONING:
       if key in message and i in trained:
-        yield f"{where}.{key}", key, message[key], i + 1, changed(i, **{k: f"{message[key]} a" for k in REASONING})
+        yield f"{where}.{key}", key, message[key], i + 1, changed(i, **dict.fromkeys(REASONING, f"{message[key]} a"))
     for call in message.get("tool_calls", ()) if i in trained else ():
       yield f"{where}.tool_calls", "tool_calls", call["function"]["name"], i + 1, changed(i, tool_calls=[])
   for tool in conversation.tools or ():

@@ -12,7 +12,7 @@ import tempfile
 from collections.abc import Callable, Iterable, Iterator
 from functools import cached_property
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 from absl import logging
@@ -21,7 +21,7 @@ from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models, pre_tokenizers, trainers
 from tqdm import tqdm
 
-from input_pipeline import special_tokens
+from input_pipeline import hf_folder, special_tokens
 from input_pipeline.files import DataError
 from input_pipeline.hf_folder import TokenizerFiles, add_tokens, find_tokenizer, make_backend
 from trainer.config import ConfigError
@@ -77,8 +77,10 @@ class Tokenizer(Protocol):
 class BytesTokenizer:
   """UTF-8 bytes are ids 0 to 255; BOS is 256, EOS 257."""
 
-  vocab_size, bos_id, eos_id, pad_id, stop_ids = 258, 256, 257, 257, (257,)
-  special_tokens, named_tokens, files = (BOS, EOS), {"bos_token": BOS, "eos_token": EOS}, {}
+  vocab_size, bos_id, eos_id, pad_id = 258, 256, 257, 257
+  stop_ids: tuple[int, ...] = (257,)
+  special_tokens: tuple[str, ...] = (BOS, EOS)
+  named_tokens, files = {"bos_token": BOS, "eos_token": EOS}, dict[str, Any]()
   fingerprint = "bytes-258"
 
   def encode_batch(self, texts: list[str]) -> list[np.ndarray]:
@@ -118,19 +120,20 @@ class HFTokenizer:
   """
 
   def __init__(self, files: TokenizerFiles, where: str = "tokenizer"):
-    self._files = files
+    self._files, self._where = files, where
     self._backend = make_backend(files.serialized, plain=True)
     before = self._backend.get_vocab(with_added_tokens=True)
     add_tokens(self._backend, files, where)
     # Only a changed vocabulary needs to be written out again, which takes long for a large one.
     self._serialized = self._backend.to_str() if files.added else files.serialized
     vocabulary = self._backend.get_vocab(with_added_tokens=True) if files.added else before
-    self.vocab_size = max(vocabulary.values()) + 1
+    self.vocab_size = max(vocabulary.values(), default=-1) + 1
+    hf_folder.check_vocabulary(vocabulary, where)
     spec = json.loads(self._serialized)
     self._added_tokens = tuple(t["content"] for t in spec.get("added_tokens") or ())
     self._special = {t["content"]: vocabulary[t["content"]] for t in spec.get("added_tokens") or () if t["special"]}
     self.special_tokens = tuple(self._special)
-    self._splits_at_spaces = _splits_at_spaces(spec)
+    self._splits_at_spaces = hf_folder.splits_at_spaces(spec)
     self._decoder = self._backend
     looked_up = special_tokens.in_model_vocabulary(spec)
     if looked_up:
@@ -166,7 +169,7 @@ class HFTokenizer:
       while stop < len(texts) and (stop == start or size + len(texts[stop]) <= 16 * PART_CHARS):
         size += len(texts[stop])
         stop += 1
-      encodings = self._backend.encode_batch_fast(texts[start:stop], add_special_tokens=False)
+      encodings = self._try(self._backend.encode_batch_fast, texts[start:stop])
       ids += [np.array(e.ids, np.int32) for e in encodings]
       start = stop
     return ids
@@ -174,15 +177,22 @@ class HFTokenizer:
   def encode_rendered(self, text: str, inert: Iterable[int] = ()) -> np.ndarray:
     inert = tuple(inert)
     if not inert:
-      return np.array(self._recognizing.encode(text, add_special_tokens=False).ids, np.int32)
+      return np.array(self._try(self._recognizing.encode, text).ids, np.int32)
     special_tokens.refuse_noncharacters(text, "rendered conversation")
     pieces = special_tokens.split(text, self._added_tokens, inert)
     special = self._special
     marked = "".join(special_tokens.stand_in(special[p]) if is_token and p in special else p for p, is_token in pieces)
-    return np.array(self._renamed.encode(marked, add_special_tokens=False).ids, np.int32)
+    return np.array(self._try(self._renamed.encode, marked).ids, np.int32)
 
   def encode_rendered_batch(self, texts: list[str]) -> list[np.ndarray]:
-    return [np.array(e.ids, np.int32) for e in self._recognizing.encode_batch_fast(texts, add_special_tokens=False)]
+    return [np.array(e.ids, np.int32) for e in self._try(self._recognizing.encode_batch_fast, texts)]
+
+  def _try(self, encode: Callable, texts: str | list[str]) -> Any:
+    """Raises DataError where the tokenizer cannot encode a text, for want of an unknown token, say."""
+    try:
+      return encode(texts, add_special_tokens=False)
+    except Exception as e:  # the tokenizers library raises plain Exception
+      raise DataError(f"{self._where}: a text cannot be encoded: {e}. Correct the tokenizer's files.") from e
 
   @cached_property
   def _recognizing(self) -> Backend:
@@ -232,13 +242,13 @@ def make_tokenizer(
   """
   save_path = Path(save_path)
   if cfg.type == "bytes":
-    tokenizer = BytesTokenizer()
+    tokenizer: Tokenizer = BytesTokenizer()
   elif cfg.type == "hf":
     if not cfg.path:
       raise ConfigError("tokenizer.path is not set: type 'hf' needs a tokenizer.json or the folder that holds one.")
     tokenizer = load_tokenizer(Path(cfg.path), key="tokenizer.path")
   elif cfg.type == "bpe":
-    return _make_bpe(cfg.vocab_size, cfg.train_megabytes, train_texts, save_path, progress)
+    return _make_bpe(cfg.vocab_size, cfg.train_megabytes, cfg.split_digits, train_texts, save_path, progress)
   else:
     raise ConfigError(f"tokenizer.type={cfg.type!r}; allowed: {', '.join(map(repr, TYPES))}.")
   if save_path.exists():
@@ -282,17 +292,16 @@ def _round_trip(tokenizer: Tokenizer) -> str:
     return load_tokenizer(Path(folder)).fingerprint
 
 
-def _make_bpe(vocab_size, megabytes, train_texts, save_path: Path, progress: bool) -> HFTokenizer:
+def _make_bpe(vocab_size, megabytes, split_digits, train_texts, save_path: Path, progress: bool) -> Tokenizer:
   """Trains a byte-level BPE, or reuses the one at `save_path`."""
   smallest = 256 + 2
   if vocab_size < smallest:
-    raise ConfigError(
-        f"tokenizer.vocab_size={vocab_size} is too small: 256 bytes, BOS and EOS make at least {smallest}."
-    )
+    raise ConfigError(f"tokenizer.vocab_size={vocab_size} is too small: 256 bytes, BOS and EOS make at least "
+                      f"{smallest}.")
   if megabytes <= 0:
     raise ConfigError(f"tokenizer.train_megabytes={megabytes} must be positive.")
   if not save_path.exists():
-    _train_bpe(vocab_size, megabytes, train_texts, progress).save(save_path)
+    _train_bpe(vocab_size, megabytes, split_digits, train_texts, progress).save(save_path)
   tokenizer = load_tokenizer(save_path)
   if tokenizer.vocab_size > vocab_size:
     raise ConfigError(
@@ -307,10 +316,13 @@ def _make_bpe(vocab_size, megabytes, train_texts, save_path: Path, progress: boo
   return tokenizer
 
 
-def _train_bpe(vocab_size: int, megabytes: float, train_texts, progress: bool) -> HFTokenizer:
+def _train_bpe(vocab_size: int, megabytes: float, split_digits: bool, train_texts, progress: bool) -> HFTokenizer:
   """A byte-level BPE (GPT-2's pre-tokenisation), lossless for any text."""
   backend = Backend(models.BPE())
   _byte_level(backend)
+  if split_digits:
+    backend.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True),
+                                                     backend.pre_tokenizer])
   trainer = trainers.BpeTrainer(
       vocab_size=vocab_size, special_tokens=[BOS, EOS], show_progress=False,
       initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
@@ -361,17 +373,6 @@ def split_text(text: str, size: int) -> list[str]:
     parts.append(text[start:cut])
     start = cut
   return [*parts, text[start:]]
-
-
-def _splits_at_spaces(spec: dict) -> bool:
-  """Whether a tokenizer.json encodes the parts of `split_text` as it would encode the whole.
-
-  So it is with GPT-2's pre-tokenisation, unless a normalizer or an added token could reach over the cut.
-  """
-  pre = spec.get("pre_tokenizer") or {}
-  gpt2 = pre.get("type") == "ByteLevel" and pre.get("use_regex", True) and not pre.get("add_prefix_space")
-  reaching = [t for t in spec.get("added_tokens", ()) if " " in t["content"] or t.get("lstrip") or t.get("rstrip")]
-  return gpt2 and not spec.get("normalizer") and not reaching
 
 
 def _num_bytes(text: str) -> int:

@@ -11,6 +11,8 @@ Every implementation here keeps these promises:
 - scores and softmax are float32, whatever the inputs' dtype.
 """
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
@@ -109,7 +111,8 @@ def _attend(axis: placement.Axes, rule: Rule, impl: str, block: int, q_BxTxHxK, 
   if impl == "splash" or (impl == "auto" and on_tpu):
     reason = attention_tpu.refusal(T, block_ids is not None, parts)
     if reason is None:
-      options = dict(scale=rule.scale, logit_cap=rule.logit_cap, window=rule.window, interpret=not on_tpu)
+      options: dict[str, Any] = dict(scale=rule.scale, logit_cap=rule.logit_cap, window=rule.window,
+                                     interpret=not on_tpu)
       if axis is None:
         return attention_tpu.attend(q_BxTxHxK, k_BxTxGxK, v_BxTxGxK, segment_ids=segment_ids, **options)
       return attention_tpu.attend_in_parts(

@@ -34,7 +34,7 @@ class SelfAttention(nnx.Module):
     self.o = Linear(scope / "o", H * K, D, std=std, bias=spec.attention_out_bias, gain=out_gain(spec),
                     names=("heads", None))
     # Attributes are assigned once: NNX's graph mode lets no static None become a module.
-    norm = dict(kind="rmsnorm", eps=spec.norm_eps, plus_one=spec.norm_scale_plus_one)
+    norm: dict[str, Any] = dict(kind="rmsnorm", eps=spec.norm_eps, plus_one=spec.norm_scale_plus_one)
     self.q_norm = Norm(scope / "q_norm", K, **norm) if spec.qk_norm else None
     self.k_norm = Norm(scope / "k_norm", K, **norm) if spec.qk_norm else None
     self.spec = spec
@@ -61,7 +61,7 @@ class SelfAttention(nnx.Module):
       q_BxTxHxK, k_BxTxGxK = self.q_norm(q_BxTxHxK), self.k_norm(k_BxTxGxK)
     if rope is not None:
       q_BxTxHxK, k_BxTxGxK = apply_rope(q_BxTxHxK, rope), apply_rope(k_BxTxGxK, rope)
-    options = dict(scale=s.attention_scale, logit_cap=s.attention_logit_cap)
+    options: dict[str, Any] = dict(scale=s.attention_scale, logit_cap=s.attention_logit_cap)
     if past is None:
       # In Gemma 3 the window bounds blocks too, in PaliGemma 2 it does not.
       bounded = s.vision is not None and s.vision.attention == "image"
@@ -84,7 +84,8 @@ class Block(nnx.Module):
     self.attn = SelfAttention(spec, scope / "attn")
     self.attn_post_norm = make_norm(spec, scope / "attn_post_norm") if post else None
     self.mlp_norm = make_norm(spec, scope / "mlp_norm") if pre else None
-    mlp = dict(activation=spec.activation, std=spec.init_std, bias=spec.mlp_bias, out_gain=out_gain(spec))
+    mlp: dict[str, Any] = dict(activation=spec.activation, std=spec.init_std, bias=spec.mlp_bias,
+                               out_gain=out_gain(spec))
     self.mlp = Mlp(scope / "mlp", D, spec.intermediate_size, **mlp) if spec.moe is None else None
     self.moe = Moe(spec, scope / "moe", out_gain=out_gain(spec)) if spec.moe is not None else None
     self.mlp_post_norm = make_norm(spec, scope / "mlp_post_norm") if post else None

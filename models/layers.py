@@ -275,7 +275,7 @@ class Mlp(nnx.Module):
   ):
     """`out_gain`: factor on the initial standard deviation of the last projection."""
     gated = activation in GATED
-    wide = dict(std=std, bias=bias, names=(None, "mlp"))
+    wide: dict[str, Any] = dict(std=std, bias=bias, names=(None, "mlp"))
     self.gate = Linear(scope / "gate", features, hidden, **wide) if gated else None
     self.up = Linear(scope / "up", features, hidden, **wide)
     self.down = Linear(scope / "down", hidden, features, std=std, bias=bias, gain=out_gain, names=("mlp", None))

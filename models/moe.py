@@ -24,6 +24,7 @@ from models.exchange import Split, at_home, exchange
 from models.grouped import gather_rows, multiply_grouped, sort_by_expert
 from models.layers import GATED, Kernel, Linear, Mlp, Scope, multiply
 from models.products import Product
+from models.remat import named
 from trainer.metrics import Mean
 
 
@@ -74,7 +75,7 @@ class Moe(nnx.Module):
     moe, D, std = spec.moe, spec.hidden_size, spec.init_std
     self.router = Kernel(scope / "router", (D, moe.num_experts), D**-0.5 if std is None else std)
     self.experts = Experts(scope / "experts", moe.num_experts, D, moe.expert_size, std=std, out_gain=out_gain)
-    shared = dict(activation=spec.activation, std=std, bias=False, out_gain=out_gain)
+    shared: dict[str, Any] = dict(activation=spec.activation, std=std, bias=False, out_gain=out_gain)
     self.shared = Mlp(scope / "shared", D, moe.shared_size, **shared) if moe.shared_size else None
     self.shared_gate = Linear(scope / "shared_gate", D, 1, std=std, bias=False) if moe.shared_gate else None
     self.spec, self.activation = moe, spec.activation
@@ -145,6 +146,7 @@ def apply_experts(rows: tuple[jax.Array, ...], kernels: tuple[jax.Array, ...], *
   else:
     y_AxD = exchange(run, split, x_NxD, experts_A, kernels, num_experts)
   k = experts_BxTxk.shape[-1]
+  y_AxD = named(y_AxD, "mlp")  # the gradient of the weights needs it
   y_NxkxD, weights_Nxkx1 = y_AxD.reshape(-1, k, x_NxD.shape[-1]), weights_BxTxk.reshape(-1, k, 1)
   # A sum in the order of the router's choice, whichever rows of the batch are computed together.
   y_NxD = sum(weights_Nxkx1[:, j] * y_NxkxD[:, j].astype(jnp.float32) for j in range(k))
@@ -160,7 +162,8 @@ def expert_outputs(x_NxD: jax.Array, experts_A: jax.Array, kernels: tuple[jax.Ar
   gate, up, down = (functools.partial(multiply_grouped, product, sizes_E=sizes_E, block=block) for product in products)
   # Division also sends A, the assignment that rows without one have, to a token that does not exist.
   x_MxD = gather_rows(x_NxD, assignments_M // k, places_A.reshape(N, k))
-  y_MxD = down(GATED[activation](gate(x_MxD, gate_ExDxF)) * up(x_MxD, up_ExDxF), down_ExFxD)
+  gate_MxF, up_MxF = (named(y_MxF, "mlp") for y_MxF in (gate(x_MxD, gate_ExDxF), up(x_MxD, up_ExDxF)))
+  y_MxD = down(GATED[activation](gate_MxF) * up_MxF, down_ExFxD)
   return gather_rows(y_MxD, places_A, assignments_M[:, None])
 
 
@@ -181,7 +184,7 @@ def _on_rows(run: Callable, rows: tuple[jax.Array, ...], kernels: tuple = ()) ->
   by_token = PartitionSpec(*placed.spec(("batch", "length"), rows[0].shape[:2]))
   names = (("expert", "shard", "mlp"), ("expert", "shard", "mlp"), ("expert", "mlp", "shard"))[:len(kernels)]
   specs = tuple(placed.spec(dims, kernel.shape) for dims, kernel in zip(names, kernels, strict=True))
-  width = ()
+  width: tuple[str, ...] = ()
   if specs:
     width = placement.names_of(specs[0][2])
     shards = tuple((placement.names_of(spec[dims.index("shard")]), dims.index("shard"))

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping
 
 import jax
 import numpy as np
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 # length: of rows as attention and the MLPs' inside have it; stream: of rows in the residual stream; embed: D of
 # activations; shard: the dimension of a parameter that is split only to save memory; vocab: entries of tables, logits.
@@ -85,12 +85,12 @@ def names_of(axes: Axes) -> tuple[str, ...]:
   return () if axes is None else (axes,) if isinstance(axes, str) else tuple(axes)
 
 
-def size_of(mesh: Mesh, axes: Axes) -> int:
+def size_of(mesh: Mesh | AbstractMesh, axes: Axes) -> int:
   """How many parts these axes make."""
   return int(np.prod([mesh.shape.get(name, 1) for name in names_of(axes)], dtype=int))
 
 
-def fit(spec: tuple[Axes, ...], shape: tuple[int, ...], mesh: Mesh) -> tuple[Axes, ...]:
+def fit(spec: tuple[Axes, ...], shape: tuple[int, ...], mesh: Mesh | AbstractMesh) -> tuple[Axes, ...]:
   """`spec` for that shape on that mesh: of each dimension's axes the first ones that divide it together.
 
   Axes of size 1, or not in the mesh, or used by an earlier dimension, are left out.

@@ -6,7 +6,8 @@ Some activations of a layer have names (`named`), by which policies keep them:
   qkv           queries, keys and values as projected, before norms and rotation [B, T, H, K], [B, T, G, K] twice;
   attention     attention's output and log-normalisers, as its implementation needs them backward [B, T, H, K + 1];
   stream        the residual stream after attention [B, T, D];
-  mlp           the hidden layer of the MLP before its activation [B, T, F], twice where it is gated.
+  mlp           the hidden layer of the MLP before its activation [B, T, F], twice where it is gated; of experts those
+                of the assignments of tokens to experts, and what they give [B T k, D].
 """
 
 from collections.abc import Callable
@@ -14,6 +15,7 @@ from collections.abc import Callable
 import jax
 from jax.ad_checkpoint import checkpoint_name as named
 
+from models import placement
 from trainer.config import ConfigError
 
 __all__ = ["HOST_MEMORY", "JAX_POLICIES", "REMAT", "named", "remat_policy"]
@@ -34,7 +36,7 @@ REMAT = {
     "full": None,
     # Neither attention nor what it needs is computed again.
     "attention": _only(*_ATTENTION),
-    # No product with a kernel is computed again, except those of experts.
+    # No product with a kernel is computed again, except those of experts that are split over devices.
     "attention_mlp": _only(*_ATTENTION, "stream", "mlp"),
     "offload": _in_host_memory(),
     "offload_attention": _in_host_memory(*_ATTENTION),
@@ -57,12 +59,21 @@ JAX_POLICIES = (
 def remat_policy(name: str) -> Callable:
   """`wrap(f, in_scan)`, the transformation of one layer's function that `config.remat` names.
 
-  Names: none, those of REMAT, those of JAX_POLICIES; raises ConfigError for others.
+  Names: auto, none, those of REMAT, those of JAX_POLICIES; raises ConfigError for others. auto is `attention_mlp` for
+  layers in a scan, and none for others, which gain nothing from it. It is none on several CPU devices, too: XLA for
+  CPU may run collectives of the layer and of what is computed again in another order on each of them, and hang.
   """
   if name == "none":
     return lambda f, in_scan: f
+  if name == "auto":
+    again = remat_policy("attention_mlp")
+    return lambda f, in_scan: again(f, in_scan) if in_scan and not _on_several_cpus() else f
   if name not in REMAT and name not in JAX_POLICIES:
-    raise ConfigError(f"remat: found {name!r}, allowed: none, {', '.join(REMAT)}, {', '.join(JAX_POLICIES)}.")
+    raise ConfigError(f"remat: found {name!r}, allowed: auto, none, {', '.join(REMAT)}, {', '.join(JAX_POLICIES)}.")
   policy = REMAT[name] if name in REMAT else getattr(jax.checkpoint_policies, name)
   # Inside a scan nothing can merge the recomputation with the forward pass, so no barrier is needed.
   return lambda f, in_scan: jax.checkpoint(f, policy=policy, prevent_cse=not in_scan)
+
+
+def _on_several_cpus() -> bool:
+  return placement.current() is not None and placement.platform() == "cpu"

@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+from typing import Any
 
 from ml_collections import ConfigDict
 
@@ -95,7 +96,7 @@ def make_vision(c: ConfigDict, reasons: list[str]) -> Vision | None:
   if len(mean) != 3 or len(std) != 3 or min(std) <= 0:
     raise ConfigError(f"model.vision: found mean={mean}, std={std}; allowed: three numbers each (red, green, blue), "
                       "those of std above 0, or () for the tower's own.")
-  activations = {key: one_of(f"vision.{key}", c[key], tuple(layers.UNGATED))
+  activations: dict[str, Any] = {key: one_of(f"vision.{key}", c[key], tuple(layers.UNGATED))
                  for key in ("activation", "projector_activation")}
   copied = ("tower", "image_size", "patch_size", "num_layers", "hidden_size", "intermediate_size", "num_heads",
             "norm_eps", "feature_layer", "final_norm", "projector_bias", "feature_scale", "image_token")

@@ -15,6 +15,7 @@ What a batch with images has beside `tokens`, `positions` and `segment_ids`:
 """
 
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -37,7 +38,7 @@ class Projector(nnx.Module):
     self.up = Linear(scope / "up", v.hidden_size, D, std=std, bias=bias) if mlp else None
     self.down = Linear(scope / "down", D, D, std=std, bias=bias) if mlp else None
     self.linear = None if mlp else Linear(scope / "linear", v.hidden_size, D, std=std, bias=bias)
-    norm = dict(kind="rmsnorm", eps=v.norm_eps, plus_one=spec.norm_scale_plus_one)
+    norm: dict[str, Any] = dict(kind="rmsnorm", eps=v.norm_eps, plus_one=spec.norm_scale_plus_one)
     self.norm = Norm(scope / "norm", v.hidden_size, **norm) if pool else None
     self.vision, self.features = v, D
 

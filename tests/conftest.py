@@ -17,9 +17,10 @@ os.environ.update(
     NNX_GRAPH_MODE="false",
     NNX_GRAPH_UPDATES="false",
     JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS="0.3",
+    WEFT_REPORT_STRICT="1",  # a report that cannot be written is a warning elsewhere (trainer/report/record.py)
     PYTHONPATH=os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")])),
 )
-startup.set_xla_flags()  # as in a user's run, if this jaxlib is known to take them
+startup.set_compiler_flags()  # as in a user's run, if this jaxlib is known to take them
 # One cache for all workers of this session, in a folder of its own that is new each time.
 _OWNS_CACHE = "WEFT_TEST_CACHE" not in os.environ
 if _OWNS_CACHE:

@@ -1,5 +1,6 @@
 """The documentation does what it says: examples run as they stand, links lead somewhere, the map is complete."""
 
+import ast
 import functools
 import importlib
 import re
@@ -246,3 +247,26 @@ def test_the_seam_is_documented_as_it_is():
   members = {name for name in vars(api.Model) if not name.startswith("_")} | set(api.Model.__annotations__)
   code = examples()[0]["my_project/models.py"]
   assert [name for name in sorted(members) if not re.search(rf"\b{name}\b", code)] == []
+
+
+def strings_of_the_code():
+  """All strings in the code, those of f-strings with … for what is filled in."""
+  for folder in ("trainer", "models", "input_pipeline", "evaluators"):
+    for path in (tiny.ROOT / folder).rglob("*.py"):
+      for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.JoinedStr):
+          yield "".join(part.value if isinstance(part, ast.Constant) else "…" for part in node.values)
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+          yield re.sub(r"%[sdrg]", "…", node.value)
+
+
+def test_messages_that_are_explained_are_messages_of_the_code():
+  """docs/troubleshooting.md: each fixed part of a message stands in the code, those of one message in one string."""
+  rows = [line for line in (tiny.ROOT / "docs" / "troubleshooting.md").read_text(encoding="utf-8").splitlines()
+          if line.startswith("| `")]
+  assert len(rows) > 20
+  code = list(strings_of_the_code())
+  for row in rows:
+    for message in re.findall(r"`([^`]+)`", row.split(" | ")[0]):
+      parts = [part.strip() for part in message.split("…") if len(part.strip()) > 3]
+      assert parts and any(all(part in string for part in parts) for string in code), message

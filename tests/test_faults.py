@@ -1,7 +1,9 @@
 """Real processes: killed at any moment, asked to stop, out of disk, started with rubbish."""
 
+import logging
 import random
 import resource
+import shutil
 import signal
 import subprocess
 import sys
@@ -12,7 +14,9 @@ import numpy as np
 import pytest
 
 from tests import tiny
-from trainer import checkpoint
+from trainer import checkpoint, train
+from trainer.callbacks import Callback
+from trainer.config import ConfigError
 from trainer.metrics import read_rows
 
 STEPS = 60
@@ -136,6 +140,90 @@ def test_a_second_signal_exits_at_once(setup, tmp_path):
   assert "again: exiting at once" in output
 
 
+class Crash(Callback):
+  """Ends the process's part of the run before some update."""
+
+  def __init__(self, step):
+    self._step = step
+
+  def on_step_begin(self, run):
+    if run.step == self._step:
+      raise RuntimeError("crashed")
+
+
+def flip(file, at=0.5):
+  content = bytearray(file.read_bytes())
+  content[int(len(content) * at)] ^= 0x10
+  file.write_bytes(content)
+
+
+def largest(folder, pattern="*"):
+  return max((p for p in folder.rglob(pattern) if p.is_file()), key=lambda p: p.stat().st_size)
+
+
+def cut(file):
+  file.write_bytes(file.read_bytes()[:-20])
+
+
+HARMS = {
+    "metrics cut mid-line": (lambda w: cut(w / "metrics.jsonl"), ""),
+    "a byte of the token cache": (lambda w: flip(largest(w / "cache", "tokens.bin")), "tokens.bin does not match"),
+    "a cut token cache": (lambda w: cut(largest(w / "cache", "tokens.bin")), "bytes instead of"),
+    "a byte of the newest checkpoint": (lambda w: flip(largest(w / "checkpoints" / "8" / "state" / "d")),
+                                        "8 cannot be read"),
+    "a cut checkpoint": (lambda w: cut(largest(w / "checkpoints" / "8" / "state" / "d")), "8 cannot be read"),
+    "a checkpoint without its end": (lambda w: shutil.rmtree(w / "checkpoints" / "8" / "meta"), "8 cannot be read"),
+    "a checkpoint that was being written": (lambda w: shutil.copytree(
+        w / "checkpoints" / "8", w / "checkpoints" / "9.orbax-checkpoint-tmp-1"), ""),
+    "a clock that was set back by a year": (lambda w: (w / "started").write_text("2099-01-01T00:00:00+00:00\n"), ""),
+    "an empty started": (lambda w: (w / "started").write_text(""), ""),
+}
+
+
+@pytest.fixture(scope="module")
+def crashed(setup, tmp_path_factory):
+  """(config, the final state of a run left alone, the workdir of one that crashed before update 11)."""
+  folder = tmp_path_factory.mktemp("harmed")
+  config = tiny.config(setup[1], total_steps=12, ckpt_steps=4, keep_last=3)
+  alone = jax.device_get(train(config, folder / "alone").state)
+  config.callbacks.crash = dict(type="tests.test_faults.Crash", step=10)
+  with pytest.raises(RuntimeError, match="crashed"):
+    train(config, folder / "crashed")
+  del config.callbacks.crash
+  return config, alone, folder / "crashed"
+
+
+@pytest.mark.parametrize("harm", HARMS)
+def test_a_harmed_workdir_becomes_the_same_run(crashed, tmp_path, caplog, harm):
+  """What is damaged is named and made again, or the checkpoint before it is used: never taken for what it was."""
+  config, alone, left = crashed
+  shutil.copytree(left, tmp_path / "w")
+  do, told = HARMS[harm]
+  do(tmp_path / "w")
+  with caplog.at_level(logging.WARNING):
+    run = train(config, tmp_path / "w")
+  assert told in caplog.text
+  jax.tree.map(np.testing.assert_array_equal, jax.device_get(run.state), alone)
+  rows = [row for row in read_rows(tmp_path / "w" / "metrics.jsonl") if "loss" in row]
+  assert [row["step"] for row in rows] == list(range(1, 13))
+  assert 0 <= rows[-1]["goodput"] <= 1
+
+
+def test_another_tokenizer_in_the_workdir_is_refused(crashed, tmp_path):
+  """Its token cache is not used either: caches are named by what made them."""
+  config, _, left = crashed
+  shutil.copytree(left, tmp_path / "w")
+  bpe = config.copy_and_resolve_references()
+  bpe.tokenizer.update(type="bpe", vocab_size=300)
+  train(bpe, tmp_path / "bpe")
+  shutil.copytree(tmp_path / "bpe" / "cache", tmp_path / "w" / "cache", dirs_exist_ok=True)
+  before = sorted(p.name for p in (tmp_path / "w" / "cache").glob("main-*"))
+  assert len(before) > len(list((left / "cache").glob("main-*")))
+  shutil.copy(tmp_path / "bpe" / "tokenizer.json", tmp_path / "w")
+  with pytest.raises(ConfigError, match="tokenizer"):
+    train(config, tmp_path / "w")
+
+
 class Slow:
   """A callback whose every step takes long after the second, so that a stop has to wait for it."""
 
@@ -158,6 +246,16 @@ def test_a_disk_that_fills_up_while_saving_is_an_error_that_says_so(setup, tmp_p
   assert str(tmp_path / "checkpoints") in done.stderr
   again = tiny.run(big)
   assert again.returncode == 0, again.stderr
+
+
+def test_exhausted_memory_says_where_it_goes_and_what_to_type(setup, tmp_path):
+  """The process may have 8 GB; a step of so many tokens needs more."""
+  big = argv(setup, tmp_path, "--config.batch_size=2048", "--config.seq_len=1024", "--config.model.hidden_size=64")
+  done = subprocess.run(big, cwd=tiny.ROOT, env=tiny.environment(1), capture_output=True, text=True, timeout=300,
+                        check=False, preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_AS, (8 << 30, 8 << 30)))
+  assert done.returncode not in (0, None)
+  assert "memory is exhausted: RESOURCE_EXHAUSTED: Out of memory allocating" in done.stderr, done.stderr
+  assert "Traceback" not in done.stderr and "optimizer" in done.stderr and "--config.grad_accum_steps" in done.stderr
 
 
 @pytest.mark.parametrize("overrides, expected", [

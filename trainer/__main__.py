@@ -1,6 +1,8 @@
 """Train: python -m trainer --config=configs/quickstart.py --workdir=DIR [--config.key=value …] [--mode=MODE]"""
 
+import functools
 import sys
+from typing import Any
 
 from absl import app, flags, logging
 from ml_collections import config_flags
@@ -10,8 +12,11 @@ from trainer.config import ConfigError
 
 _CONFIG = config_flags.DEFINE_config_file("config", None, "Config file, e.g. configs/quickstart.py.", lock_config=True)
 _WORKDIR = flags.DEFINE_string("workdir", None, "Folder for checkpoints, metrics and samples; the same folder resumes.")
-_MODE = flags.DEFINE_enum("mode", "train", ["train", "inspect", "plan"], "train; inspect: show what would be trained "
-                          "on; plan: say what it would take, on devices that need not be here.")
+_MODE = flags.DEFINE_enum("mode", "train", ["train", "inspect", "plan", "verify", "replay"], "train; inspect: show "
+                          "what would be trained on; plan: say what it would take, on devices that need not be here; "
+                          "verify: measure on a slice what must be equal; replay: the batch of one update of a run "
+                          "again, with the loss of each row and the numbers of each token.")
+_STEP = flags.DEFINE_integer("step", None, "The update that --mode=replay is to show, from 1 on.")
 flags.mark_flags_as_required(["config", "workdir"])
 
 
@@ -24,13 +29,19 @@ def main(argv: list[str]) -> None:
   from input_pipeline.sources import DataError
   from trainer.inspect import inspect
   from trainer.main import train
-  from trainer.plan import plan
+  from trainer.plan import out_of_memory, plan
+  from trainer.replay import replay
+  from trainer.verify import verify
   startup.keep_compiled_programs()
   if _MODE.value == "plan" and _CONFIG.value.plan.topology is not None:
     # The plan is for other devices; those that are here, perhaps in use, are left alone.
     jax.config.update("jax_platforms", "cpu")
+  mode: Any = {"train": train, "inspect": inspect, "plan": plan, "verify": verify,
+          "replay": functools.partial(replay, step=_STEP.value)}[_MODE.value]
+  if _STEP.value is not None and _MODE.value != "replay":
+    raise app.UsageError(f"--step={_STEP.value} is for --mode=replay, but the mode is {_MODE.value}.")
   try:
-    {"train": train, "inspect": inspect, "plan": plan}[_MODE.value](_CONFIG.value, _WORKDIR.value)
+    mode(_CONFIG.value, _WORKDIR.value)
   except KeyboardInterrupt:
     # While steps run, Ctrl-C saves and exits 0 (trainer/callbacks.py); before that there is nothing to save.
     sys.stderr.write("\nInterrupted while setting up: no step was taken, nothing is lost.\n")
@@ -39,6 +50,11 @@ def main(argv: list[str]) -> None:
     # What a user can act on: one message, without a traceback (which --verbosity=1 adds).
     logging.debug("Traceback:", exc_info=True)
     sys.exit(f"\n{type(error).__name__}: {error}")
+  except jax.errors.JaxRuntimeError as error:
+    if "RESOURCE_EXHAUSTED" not in str(error):
+      raise
+    logging.debug("Traceback:", exc_info=True)
+    sys.exit(f"\n{out_of_memory(_CONFIG.value, _WORKDIR.value, error)}")
 
 
 def _parse_flags(argv: list[str]) -> list[str]:
@@ -52,6 +68,6 @@ def _parse_flags(argv: list[str]) -> list[str]:
 
 if __name__ == "__main__":
   startup.use_huge_pages()
-  startup.set_xla_flags()
+  startup.set_compiler_flags()
   logging.set_verbosity(logging.WARNING)
   app.run(main, flags_parser=_parse_flags)

@@ -13,6 +13,7 @@ import signal
 import sys
 import time
 from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -20,6 +21,7 @@ from absl import logging
 from tqdm import tqdm
 
 from trainer import liveness
+from trainer import rows as rows_lib
 from trainer.config import ConfigError, load_class
 from trainer.state import averaged
 
@@ -53,6 +55,9 @@ class Callback:
 
   def on_checkpoint(self, run: "Run", step: int) -> None:
     """A checkpoint of update `step` is being written."""
+
+  def on_rollback(self, run: "Run") -> None:
+    """After a spike `run.state` is that of an earlier checkpoint, and the data go on after `run.step` updates."""
 
   def on_train_end(self, run: "Run") -> None:
     """The last step is done, or a stop was asked for; everything is saved."""
@@ -90,8 +95,11 @@ class Alive(Callback):
 class Preemption(Callback):
   """SIGTERM and SIGINT: finish the step, save, exit 0. A second one exits at once."""
 
+  def __init__(self):
+    self._previous: dict[int, Any] = {}
+    self._signalled = False
+
   def on_train_begin(self, run):
-    self._previous, self._signalled = {}, False
     for number in (signal.SIGTERM, signal.SIGINT):
       try:
         self._previous[number] = signal.signal(number, lambda received, frame: self._received(run, received))
@@ -118,11 +126,14 @@ class Preemption(Callback):
 
 
 class Health(Callback):
-  """Stops a run whose steps are no longer finite, and says where it began."""
+  """Names the rows of steps that are not finite; stops a run whose steps no longer are, and says where it began."""
+
+  # So many steps of a process are looked into, which takes as long as several steps each.
+  looked_into = 3
 
   def __init__(self, max_in_a_row: int, gradient_paths: list[str]):
     self._max, self._paths = max_in_a_row, gradient_paths
-    self._first = None
+    self._first, self._rows, self._left = None, None, self.looked_into
 
   def on_step_end(self, run, step, metrics):
     in_a_row = int(metrics["nonfinite_in_a_row"])
@@ -134,12 +145,30 @@ class Health(Callback):
     self._first = self._first or (step, where)
     logging.warning("Step %d was not finite (first in %s): skipped, nothing changed. %d in a row, %d in all.",
                     step, where, in_a_row, int(metrics["nonfinite"]))
+    if run.batch is not None and self._left:
+      self._left -= 1
+      self._name_rows(run, step)
     if in_a_row >= self._max:
       first_step, first_where = self._first
       raise FloatingPointError(
           f"{in_a_row} steps in a row were not finite, from step {first_step} on, first in {first_where}. Parameters "
           "are as before that step. Lower optimizer.learning_rate, raise schedule.warmup, or look at the data of "
-          "that step; optimizer.max_nonfinite_steps sets how many steps are tolerated.")
+          f"that step (--mode=replay --step={first_step}); optimizer.max_nonfinite_steps sets how many steps are "
+          "tolerated.")
+
+  def _name_rows(self, run, step):
+    """Writes the rows that made the step not finite. The parameters are those of one step later, mostly the same."""
+    self._rows = self._rows or rows_lib.Rows(run, self._paths)
+    with run.chrono.pause("nonfinite"):
+      sums_B, weights_B = self._rows.losses(run.batch, step)
+      offending = self._rows.offending(run.batch, step, sums_B)
+      batch = self._rows.fetch(run.batch)
+      file = run.workdir / "nonfinite" / f"step-{step}.jsonl"
+      if jax.process_index() == 0:
+        self._rows.write(file, batch, sums_B, weights_B, offending or None)
+    which = f"rows {', '.join(map(str, offending[:8]))}{' …' if offending[8:] else ''}" if offending else (
+        "no row alone, as far as the parameters of one step later tell, so that all of them")
+    logging.warning("Step %d: %s of %d: %s", step, which, len(sums_B), file)
 
 
 class MetricsLog(Callback):
@@ -152,6 +181,8 @@ class MetricsLog(Callback):
   def on_train_begin(self, run):
     self._last = run.step
     run.chrono.start_window(run.tokens_seen(run.step))
+
+  on_rollback = on_train_begin
 
   def on_step_end(self, run, step, metrics):
     if not (self._every and (step % self._every == 0 or step in (1, run.total_steps))):
@@ -177,8 +208,11 @@ class Progress(Callback):
   def __init__(self, seconds_between_lines: float = 10.0):
     self._bar, self._interval, self._line_at = None, seconds_between_lines, 0.0
 
-  def on_train_begin(self, run):
+  def on_rollback(self, run):
     self._began, self._first, self._tokens = time.monotonic(), run.step, run.tokens_seen(run.step)
+
+  def on_train_begin(self, run):
+    self.on_rollback(run)
     # A terminal that does not know its width (0) would show no bar at all.
     if jax.process_index() == 0 and sys.stderr.isatty() and os.get_terminal_size(sys.stderr.fileno()).columns:
       self._bar = tqdm(total=run.total_steps, initial=run.step, unit="step", dynamic_ncols=True, desc="train")
@@ -266,7 +300,7 @@ class SaveCheckpoints(Callback):
 class Profiler(Callback):
   """Writes a trace of `num_steps` steps into <workdir>/profile, for TensorBoard or Perfetto."""
 
-  def __init__(self, directory: str, start_step: int, num_steps: int):
+  def __init__(self, directory: Path, start_step: int, num_steps: int):
     self._directory, self._start, self._stop = directory, start_step, start_step + num_steps
     self._on = False
 

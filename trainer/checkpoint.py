@@ -2,8 +2,9 @@
 
 `checkpoints/<step>/` is the state after <step> updates, and holds `state` (the nested dict of arrays) and `meta`
 (JSON: step, data position, time spent, resolved config; fingerprints of what is left out: the base under adapters, a
-reference policy). It is written to a temporary folder and renamed, so a folder with that name is complete. A folder
-that cannot be read all the same is renamed to `<step>.unreadable`, and the one before it is used.
+reference policy; checksums, see trainer/seals.py). It is written to a temporary folder and renamed, so a folder with
+that name is complete. A folder that cannot be read all the same, or is not what was saved, is renamed to
+`<step>.unreadable`, and the one before it is used.
 """
 
 import contextlib
@@ -21,16 +22,13 @@ import orbax.checkpoint as ocp
 from absl import logging
 from orbax.checkpoint import checkpoint_managers as policies
 
-from trainer import patterns, processes
+from trainer import patterns, processes, seals
 from trainer.config import ConfigError
+from trainer.seals import CheckpointError
 
 CHUNK_BYTES = 64 << 20
 # What a checkpoint consists of; `arrays` only where there are any.
 ITEMS = ("state", "meta", "arrays")
-
-
-class CheckpointError(OSError):
-  """A checkpoint that could not be written or read; the message says where and what to do."""
 
 
 @dataclass(frozen=True)
@@ -78,7 +76,8 @@ class Checkpoints:
 
   def split(self, state: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
     """(what a checkpoint holds of the state, what it leaves out): parts without anything are absent."""
-    stored, left_out = dict(state), {}
+    stored = dict(state)
+    left_out: dict[str, Any] = {}
     for part, paths in self._leave_out.items():
       flat = patterns.flatten(state[part])
       for half, chosen in ((stored, flat.keys() - paths), (left_out, flat.keys() & paths)):
@@ -102,19 +101,32 @@ class Checkpoints:
     `arrays` of any number and shape, the same in every process, are given back as they are.
 
     Raises:
-      CheckpointError: if this or the previous, asynchronous save failed (a full disk, say).
+      CheckpointError: if this or the previous, asynchronous save failed (a full disk, say), or if there are parameters
+        that are not finite, of which nothing is saved.
     """
     if step in self._manager.all_steps():
       return False
     state, _ = self.split(state)
+    self._refuse_nonfinite(step, state)
     metrics = metrics if self._best and metrics and self._best in metrics else None
     # On CPU the arrays handed to the writing thread would otherwise be views of buffers that the next step overwrites.
-    items = {"state": _save_args(_own_buffers(state)), "meta": ocp.args.JsonSave(meta)}
+    state = _own_buffers(state)
+    items = {"state": _save_args(state), "meta": ocp.args.JsonSave(seals.seal(meta, _by_path(state), arrays or {}))}
     if arrays is not None:
       items["arrays"] = ocp.args.PyTreeSave({name: np.copy(part) for name, part in arrays.items()})
     with _explained(self, f"save step {step}"):
       self._manager.save(step, force=True, metrics=metrics, args=ocp.args.Composite(**items))
     return True
+
+  def _refuse_nonfinite(self, step: int, state: dict[str, Any]) -> None:
+    counts = {path: int(n) for path, n in jax.device_get(_nonfinite(patterns.flatten(state.get("params", {})))).items()}
+    bad = [f"{path} ({n:,})" for path, n in counts.items() if n]
+    if bad:
+      complete = self.steps()
+      raise CheckpointError(
+          f"the parameters after step {step} are not all finite: {', '.join(bad[:8])}{' …' if bad[8:] else ''}. They "
+          f"are not saved. " + (f"The newest checkpoint is that of step {complete[-1]}; " if complete else "")
+          + "a lower optimizer.learning_rate, or optimizer.clip_norm, keeps them finite.")
 
   def wait(self) -> None:
     """Returns when everything is on disk.
@@ -164,6 +176,24 @@ class Checkpoints:
                             + "\nThey were renamed to *.unreadable; run again to start from scratch, or use a new "
                             "workdir.")
     return None
+
+  def restore(self, step: int, target: Any) -> Restored:
+    """The checkpoint of a step, placed as `target` says.
+
+    Raises:
+      CheckpointError: it cannot be read.
+    """
+    folder = self.directory / str(step)
+    try:
+      return Restored(*_restore(self._manager, step, target), folder, _read_arrays(folder))
+    except Exception as e:
+      raise CheckpointError(f"cannot read {folder}: {_in_short(e)}") from e
+
+  def forget_after(self, step: int) -> None:
+    """Removes the checkpoints of later steps."""
+    for later in self.steps():
+      if later > step:
+        self._manager.delete(later)
 
   def _set_aside(self, step: int) -> None:
     folder = self.directory / str(step)
@@ -222,9 +252,18 @@ def quietly() -> Iterator[None]:
 
 
 def read_meta(folder: Path) -> dict[str, Any]:
-  """What a checkpoint says of itself beside its arrays; empty if nothing."""
+  """What a checkpoint says of itself beside its arrays; empty if nothing.
+
+  Raises:
+    CheckpointError: it is not what was saved.
+  """
   file = folder / "meta" / "metadata"
-  return json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
+  if not file.is_file():
+    return {}
+  try:
+    return seals.unseal(json.loads(file.read_text(encoding="utf-8")))
+  except ValueError as e:
+    raise CheckpointError(f"{file} is damaged: {e}") from e
 
 
 def param_shapes(folder: Path) -> dict[str, Any]:
@@ -247,12 +286,21 @@ def _check_fits(folder: Path, target: Any) -> None:
 
 
 def restore_params(folder: Path, wanted: dict[str, jax.ShapeDtypeStruct]) -> dict[str, jax.Array]:
-  """Reads only the wanted parameters ({path in the checkpoint: shape, dtype and sharding})."""
+  """Reads only the wanted parameters ({path in the checkpoint: shape, dtype and sharding}).
+
+  Raises:
+    CheckpointError: some are not what was saved.
+  """
   target = {"params": patterns.unflatten(wanted)}
+  saved = param_shapes(folder)
   with quietly(), ocp.PyTreeCheckpointer() as reader:
     restored = reader.restore(folder / "state", args=ocp.args.PyTreeRestore(
         item=target, restore_args=ocp.checkpoint_utils.construct_restore_args(target), partial_restore=True))
-  return patterns.flatten(restored["params"])
+  params = patterns.flatten(restored["params"])
+  # Those that are read in another dtype have other bits.
+  same = {path: leaf for path, leaf in params.items() if leaf.dtype == saved[path].dtype}
+  seals.check(read_meta(folder), {f"params/{path}": leaf for path, leaf in same.items()}, folder)
+  return params
 
 
 def _restore(manager: ocp.CheckpointManager, step: int, target: Any) -> tuple[Any, dict[str, Any]]:
@@ -264,14 +312,26 @@ def _restore(manager: ocp.CheckpointManager, step: int, target: Any) -> tuple[An
   leaves, treedef = jax.tree_util.tree_flatten_with_path(target)
   # The restored arrays belong to TensorStore's reader; a copy of our own may be donated.
   own = _own_buffers([flat["/".join(_names(path))] for path, _ in leaves])
-  return jax.tree_util.tree_unflatten(treedef, own), restored.meta
+  state, meta = jax.tree_util.tree_unflatten(treedef, own), seals.unseal(restored.meta)
+  seals.check(meta, _by_path(state), Path(manager.directory) / str(step))
+  return state, meta
 
 
 def _read_arrays(folder: Path) -> dict[str, np.ndarray] | None:
   if not (folder / "arrays").is_dir():
+    seals.check_arrays({"arrays": {}} | read_meta(folder), {}, folder)
     return None
   with quietly(), ocp.PyTreeCheckpointer() as reader:
-    return {name: np.asarray(part) for name, part in reader.restore(folder / "arrays").items()}
+    arrays = {name: np.asarray(part) for name, part in reader.restore(folder / "arrays").items()}
+  seals.check_arrays(read_meta(folder), arrays, folder)
+  return arrays
+
+
+@jax.jit
+def _nonfinite(leaves: dict[str, jax.Array]) -> dict[str, jax.Array]:
+  """How many numbers of each array are not finite."""
+  return {path: jnp.sum(~jnp.isfinite(leaf)) if jnp.issubdtype(leaf.dtype, jnp.inexact) else jnp.int32(0)
+          for path, leaf in leaves.items()}
 
 
 def _save_args(state: Any) -> ocp.args.PyTreeSave:
@@ -302,8 +362,11 @@ def _names(key_path) -> list[str]:
 
 def _as_dicts(tree: Any) -> dict[str, Any]:
   """Any tree as nested dicts by path, so that a checkpoint does not depend on Python classes."""
-  return patterns.unflatten({"/".join(_names(path)): leaf for path, leaf in
-                             jax.tree_util.tree_flatten_with_path(tree)[0]})
+  return patterns.unflatten(_by_path(tree))
+
+
+def _by_path(tree: Any) -> dict[str, Any]:
+  return {"/".join(_names(path)): leaf for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]}
 
 
 def _value_of(metric: str) -> Callable[[Any], float]:

@@ -35,6 +35,9 @@ _PAIRS = re.compile(r"source_target_pairs=\{(\{.*?\})\}")
 # Compilers for TPUs hand what crosses slices to the hosts, as a transfer that says what becomes of it.
 _BETWEEN_SLICES = re.compile(r'_xla_megascale_transfer_type="(\w+)"')
 _NAME = re.compile(r'op_name="([^"]*)"')
+# Products, and whatever else takes time.
+_PRODUCT = re.compile(r" (?:dot|convolution)\(")
+_WORK = re.compile(r" (?:dot|convolution|fusion|while|custom-call|conditional|call)\(")
 _BITS = re.compile(r"^[a-z]+(\d+)")
 
 
@@ -56,6 +59,8 @@ class Collective:
   axes: tuple[str, ...]
   # Where it comes from, as JAX named it.
   name: str
+  # Whether something is computed while it is under way, in the order that the compiler has settled.
+  hidden: bool = False
 
   @property
   def traffic(self) -> float:
@@ -83,7 +88,8 @@ def collectives(text: str, mesh: Any = None) -> list[Collective]:
   for computation, lines in bodies.items():
     if not times.get(computation):
       continue
-    for line in lines:
+    multiplies = any(_PRODUCT.search(line) for line in lines)
+    for number, line in enumerate(lines):
       match = _INSTRUCTION.match(line)
       between = _BETWEEN_SLICES.search(line) if match and match[3] == "send" else None
       kind = between[1].lower().replace("_", "-") if between else match and match[3].removesuffix("-start")
@@ -104,21 +110,62 @@ def collectives(text: str, mesh: Any = None) -> list[Collective]:
       axes = () if shape is None else _axes(group, shape, mesh.axis_names)
       if computation.startswith(_REDUCES_A_PART):
         kind = "reduce-scatter"
-      one = Collective(kind, size, shown, len(group), times[computation], axes, name[1] if name else "")
       # On TPUs an asynchronous one is in each of the fusions that run while it does, under one number.
       channel = _CHANNEL.search(line) if computation in fused else None
+      hidden = multiplies if channel else _computes_meanwhile(lines[number:], match)
+      one = Collective(kind, size, shown, len(group), times[computation], axes, name[1] if name else "", hidden)
       key = (kind, channel[1]) if channel else (computation, len(found))
-      found[key] = max(one, found.get(key, one), key=lambda c: c.times)
+      before = found.get(key, one)
+      found[key] = dataclasses.replace(max(one, before, key=lambda c: c.times), hidden=hidden or before.hidden)
   return list(found.values())
 
 
-def summary(found: Iterable[Collective]) -> dict[tuple[str, tuple[str, ...]], tuple[int, float]]:
-  """{(kind, axes): (how many run, bytes that a device sends)}, the most bytes first."""
-  total: dict[tuple[str, tuple[str, ...]], tuple[int, float]] = {}
+def summary(found: Iterable[Collective]) -> dict[tuple[str, tuple[str, ...]], tuple[int, float, float]]:
+  """{(kind, axes): (how many run, bytes that a device sends, and of these while something is computed)}, the most bytes
+  first."""
+  total: dict[tuple[str, tuple[str, ...]], tuple[int, float, float]] = {}
   for one in found:
-    count, sent = total.get((one.kind, one.axes), (0, 0.0))
-    total[one.kind, one.axes] = (count + one.times, sent + one.traffic)
+    count, sent, hidden = total.get((one.kind, one.axes), (0, 0.0, 0.0))
+    total[one.kind, one.axes] = (count + one.times, sent + one.traffic, hidden + one.traffic * one.hidden)
   return dict(sorted(total.items(), key=lambda item: -item[1][1]))
+
+
+def copies(text: str, shapes: Iterable[tuple[int, ...]]) -> list[tuple[str, int]]:
+  """(dtype and shape, times) of copies and transposes, as steps of their own, of arrays with one of these shapes.
+
+  Args:
+    text: `compiled.as_text()`.
+    shapes: of parameters, say, or of a device's parts of them. The order of dimensions and those of 1 do not matter.
+  """
+  wanted = {tuple(sorted(n for n in shape if n > 1)) for shape in shapes}
+  bodies = _computations(text)
+  times = _times(bodies)
+  fused = {called for lines in bodies.values() for line in lines if " fusion(" in line
+           for called in _CALLED.findall(line)}
+  found = []
+  for computation, lines in bodies.items():
+    if not times.get(computation) or computation in fused:
+      continue
+    for match in filter(None, map(_INSTRUCTION.match, lines)):
+      array = _ARRAY.search(match[2])
+      # A `copy-start` moves an array into other memory as it is.
+      if match[3] in ("copy", "transpose") and array and tuple(
+          sorted(n for n in _ints(array[2]) if n > 1)) in wanted:
+        found.append((f"{array[1]}[{array[2]}]", times[computation]))
+  return found
+
+
+def _computes_meanwhile(lines: list[str], match: re.Match) -> bool:
+  """Whether anything is computed between a beginning, which stands in the first of these lines, and its end."""
+  if not match[3].endswith("-start") and match[3] != "send":
+    return False
+  end = re.compile(rf"{re.escape(match[3].removesuffix('-start'))}-done\(.*%?{re.escape(match[1])}\b")
+  for line in lines[1:]:
+    if end.search(line):
+      return False
+    if _WORK.search(line):
+      return True
+  return False
 
 
 def _computations(text: str) -> dict[str, list[str]]:
@@ -184,6 +231,11 @@ def _operands(line: str) -> str:
     if depth == 0:
       return line[start + 1:at]
   return line[start + 1:]
+
+
+def size_of(shape: str) -> int:
+  """Bytes of an array whose shape is written so: bf16[8,128]."""
+  return _bytes(_ARRAY.search(shape))
 
 
 def _bytes(match: re.Match) -> int:

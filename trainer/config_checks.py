@@ -16,8 +16,11 @@ from ml_collections import ConfigDict
 
 from trainer.config import DURATION_UNITS, STRATEGIES, ConfigError, defaults, evaluator, reward, source, strategy
 from trainer.config_precision import check_precision
+from trainer.config_values import check_ranges, odd, odd_name
 
 _DICTS = (Mapping, ConfigDict)
+# So many problems are told at once.
+SHOWN = 8
 
 # ----------------------------------------------------------------------------------------------
 # Resolving: defaults + what the user gave, or one error that lists everything wrong with it.
@@ -35,7 +38,11 @@ def resolve(given: Mapping | ConfigDict) -> ConfigDict:
   problems: list[str] = []
   given = given.to_dict() if isinstance(given, ConfigDict) else given
   template = defaults()
+  given = _without_odd_keys(given, problems)
   options = given.get("strategy") or {}
+  if not isinstance(options, _DICTS):
+    raise ConfigError(f"config.strategy is {options!r:.80}; it must be a dict, e.g. strategy('dpo', beta=0.2) in the "
+                      "config file, or --config.strategy.name=NAME.")
   name = options.get("name", "seq")
   template.strategy = strategy(name)
   if options:
@@ -45,7 +52,7 @@ def resolve(given: Mapping | ConfigDict) -> ConfigDict:
     # A model of the user's own may have keys of its own.
     template.model.update({k: v for k, v in model.items() if k not in template.model})
   resolved = _merge(template, given, "", problems)
-  for path, make in (("input.sources", source), ("evals", evaluator), ("callbacks", None),
+  for path, make in (("input.sources", source), ("evals", evaluator), ("callbacks", None), ("loggers", None),
                      ("rollout.rewards", reward)):
     parent, _, leaf = path.rpartition(".")
     node = resolved[parent] if parent else resolved
@@ -53,9 +60,23 @@ def resolve(given: Mapping | ConfigDict) -> ConfigDict:
   for name, evaluation in resolved.evals.items():
     evaluation.sources = _merge_named(source, evaluation.sources, f"evals.{name}.sources", problems)
   if problems:
+    more = [f"  … and {len(problems) - SHOWN} more"] if len(problems) > SHOWN else []
     raise ConfigError("the config has {}:\n{}".format(
-        "1 problem" if len(problems) == 1 else f"{len(problems)} problems", "\n".join(f"  - {p}" for p in problems)))
+        "1 problem" if len(problems) == 1 else f"{len(problems)} problems",
+        "\n".join([*(f"  - {p}" for p in problems[:SHOWN]), *more])))
   return resolved.lock()
+
+
+def _without_odd_keys(given: Mapping | ConfigDict, problems: list[str], prefix: str = "") -> dict:
+  """`given` as dicts, without keys that no config can have, which are added to the problems."""
+  kept = {}
+  for key, value in given.items():
+    if not isinstance(key, str) or not key or "." in key or not key.isprintable():
+      problems.append(f"config{f'.{prefix[:-1]}' if prefix else ''} has the key {key!r:.80}; keys are names, without "
+                      "dots")
+    else:
+      kept[key] = _without_odd_keys(value, problems, f"{prefix}{key}.") if isinstance(value, _DICTS) else value
+  return kept
 
 
 def _left_over(name: str, key: str, value) -> bool:
@@ -70,7 +91,7 @@ def _left_over(name: str, key: str, value) -> bool:
 
 
 # Sections whose keys are names that the user chooses.
-_NAMED = ("input.sources", "evals", "callbacks", "rollout.rewards")
+_NAMED = ("input.sources", "evals", "callbacks", "loggers", "rollout.rewards")
 # Sections that replace their default as a whole; whoever reads them checks their keys.
 _WHOLE = ("strategy.loss",)
 
@@ -112,20 +133,29 @@ def _forget_replaced_durations(template: ConfigDict, merged: ConfigDict) -> None
 
 def _merge_named(make, given: Mapping | ConfigDict, path: str, problems: list[str]) -> ConfigDict:
   named = ConfigDict()
+  if not isinstance(given, _DICTS):
+    problems.append(f"config.{path} is {given!r:.80}; it must be a dict of names")
+    return named
   for name, value in given.items():
-    if not isinstance(value, _DICTS):
+    if told := odd_name(name):
+      problems.append(f"config.{path} has the name {name!r:.80}; allowed: {told}")
+    elif not isinstance(value, _DICTS):
       problems.append(f"config.{path}.{name} is {value!r}; it must be a dict with a `type`")
     elif make is None or "." in str(value.get("type", "")):
       # Code of the user's own, by dotted path: its constructor checks its arguments.
       named[name] = ConfigDict({**(make().to_dict() if make else {}), **value})
       if "type" not in value:
-        problems.append(f"config.{path}.{name} has no `type` (the dotted path of a class)")
+        names = "wandb, mlflow or " if path == "loggers" else ""
+        problems.append(f"config.{path}.{name} has no `type` ({names}the dotted path of a class)")
     else:
       template = make()
       nested = {k: v for k, v in value.items() if k != "sources"}
       named[name] = _merge(template, nested, f"{path}.{name}.", problems)
       if "sources" in value and "sources" in template:
-        named[name].sources = value["sources"]
+        if isinstance(value["sources"], _DICTS):
+          named[name].sources = value["sources"]
+        else:
+          problems.append(f"config.{path}.{name}.sources is {value['sources']!r:.80}; it must be a dict of names")
   return named
 
 
@@ -133,6 +163,8 @@ def _check_type(template: ConfigDict, key: str, value):
   """Returns (the value in its declared type, None) or (None, what it must be)."""
   kind = template.get_type(key)
   optional = template[key] is None
+  if told := odd(value):
+    return None, told
   if value is None and optional:
     return None, None
   if kind in (tuple, list) and isinstance(value, (tuple, list)):
@@ -176,6 +208,7 @@ def validate(config: ConfigDict) -> None:
     ConfigError: naming the key, what was found and what is allowed.
   """
   c = config
+  check_ranges(c)
   for key in ("batch_size", "grad_accum_steps", "seq_len"):
     if c[key] < 1:
       raise ConfigError(f"{key} is {c[key]}; it must be at least 1.")
@@ -267,15 +300,9 @@ def audit(view: View) -> None:
     ConfigError: naming the keys.
   """
   config = view._node
-  baseline = flatten(resolve({"strategy": {"name": config.strategy.name}}))
-  for path, make in (("input.sources", source), ("evals", evaluator), ("rollout.rewards", reward)):
-    for name in _get(config, path):
-      baseline.update({f"{path}.{name}.{k}": v for k, v in flatten(make()).items()})
-      if path == "evals":
-        for sub in config.evals[name].sources:
-          baseline.update({f"evals.{name}.sources.{sub}.{k}": v for k, v in flatten(source()).items()})
+  default = baseline(config)
   # What --mode=plan is asked may stay in a config that is then trained.
-  unread = [k for k, v in flatten(config).items() if _given(k, v) != _given(k, baseline.get(k))
+  unread = [k for k, v in flatten(config).items() if as_given(k, v) != as_given(k, default.get(k))
             and k not in view._read and not k.startswith("plan.")]
   if unread:
     raise ConfigError(
@@ -284,7 +311,23 @@ def audit(view: View) -> None:
         + "\nRemove them, or change what should use them (for instance optimizer.name or strategy.name).")
 
 
-def _given(path: str, value):
+def baseline(config: Mapping) -> dict[str, object]:
+  """`{"a.b": default}` of a resolved config's keys, those of its sources, evaluators and rewards included.
+
+  Raises:
+    ConfigError: its strategy is not known.
+  """
+  default = flatten(resolve({"strategy": {"name": config["strategy"]["name"]}}))
+  for path, make in (("input.sources", source), ("evals", evaluator), ("rollout.rewards", reward)):
+    for name in _get(config, path) or ():
+      default.update({f"{path}.{name}.{k}": v for k, v in flatten(make()).items()})
+      if path == "evals":
+        for sub in config["evals"][name].get("sources") or ():
+          default.update({f"evals.{name}.sources.{sub}.{k}": v for k, v in flatten(source()).items()})
+  return default
+
+
+def as_given(path: str, value):
   """The value, or None for a duration that is negative: both mean "not given"."""
   is_duration = path.rpartition("_")[2] in DURATION_UNITS
   return None if is_duration and isinstance(value, (int, float)) and value < 0 else value
@@ -312,10 +355,15 @@ def to_json(config: ConfigDict) -> str:
 
 # Keys that change how a run is watched or where it runs, but not what it computes.
 _FREE = re.compile(
-    r"(mesh|processes|evals|callbacks|profile|init_from|export|plan)(\..*)?|(log|ckpt|keep)_.*|(sharding|activation)_rules|"
-    r"remat|precision\.offload_optimizer|resume|allow_config_changes|"
+    r"(mesh|processes|evals|callbacks|loggers|profile|init_from|export|plan)(\..*)?|(log|ckpt|keep)_.*|"
+    r"(sharding|activation)_rules|remat|precision\.offload_optimizer|report|resume|allow_config_changes|health_silent|"
     r"input\.(cache_dir|prefetch|workers|max_over_long)|model\.(scan_layers|attention|attention_block|vocab_chunk)|"
     r"rollout\.(batch_size|reward_workers|reward_timeout_seconds)")
+
+
+def trains(path: str) -> bool:
+  """Whether the key changes what is computed."""
+  return not _FREE.fullmatch(path)
 
 
 def differences(saved: Mapping, current: Mapping) -> list[str]:
@@ -326,7 +374,7 @@ def differences(saved: Mapping, current: Mapping) -> list[str]:
       f"{key}: {'(absent)' if a.get(key, missing) is missing else repr(a[key])} -> "
       f"{'(absent)' if b.get(key, missing) is missing else repr(b[key])}"
       for key in sorted(a.keys() | b.keys())
-      if _given(key, a.get(key, missing)) != _given(key, b.get(key, missing)) and not _FREE.fullmatch(key)
+      if as_given(key, a.get(key, missing)) != as_given(key, b.get(key, missing)) and trains(key)
   ]
 
 

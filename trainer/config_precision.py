@@ -49,7 +49,7 @@ def check_precision(config: Mapping[str, Any]) -> None:
                       "--config.precision.matmul=none.")
 
 
-def _check_moments(p: Mapping[str, Any], optimizer: str) -> None:
+def _check_moments(p: Any, optimizer: str) -> None:
   second = p.second_moments
   if optimizer == "adafactor" and (p.moments != "float32" or second not in (None, "float32")):
     raise ConfigError("precision.moments: adafactor keeps means of rows and columns, in float32 alone; they are small. "

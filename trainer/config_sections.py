@@ -53,6 +53,7 @@ def source(**changed) -> ConfigDict:
   c.documents = "file"
   # tfds: the dataset's name (`name[/config][:version]`) and its own split; `path` is its data_dir.
   # digits: name | description, the question that is asked of each picture; unset: both.
+  # python_docstrings, python_docstring_pairs, arithmetic, arithmetic_mistakes: chat, for conversations; unset: texts.
   c.dataset = unset(str)
   c.dataset_split = "train"
   # all | train | validation. The two parts are disjoint; a document belongs to one of them by a hash of
@@ -91,9 +92,11 @@ def images() -> ConfigDict:
 def evaluator(**changed) -> ConfigDict:
   """One evaluator, `evals.<name>`. `type`: loss, samples, generate, classify, preference, or a dotted path of yours."""
   c = ConfigDict()
+  # loss, samples, generate, classify, preference, or the dotted path of a class of yours (docs/extending.md).
   c.type = "loss"
   # When it runs, besides step 0 and the end. Default: the five units unset = 10 percent.
   c.update(duration("eval"))
+  # Whether it also runs before the first step, and after the last.
   c.at_start = True
   c.at_end = True
   # stop: a failing evaluator stops the run. warn: it is reported, counted and the run goes on.
@@ -156,6 +159,7 @@ STRATEGIES = {
         normalize="token",
         # Weight each token's loss by its own probability, without a gradient (DFT, arXiv 2508.05629).
         dft=False,
+        # These as for seq.
         label_smoothing=0.0,
         z_loss=0.0,
     ),
@@ -180,6 +184,7 @@ STRATEGIES = {
         simpo_gamma=0.5,
         # cpo: weight of sft within it.
         cpo_alpha=1.0,
+        # discopop: the temperature at which it blends its two losses.
         discopop_tau=0.05,
         # What the policy is compared with. start: the parameters the run began with; a path: a workdir, a checkpoint
         # or a Hugging Face folder; none.
@@ -197,6 +202,7 @@ STRATEGIES = {
     "kto": dict(
         # kto | apo_zero_unpaired (without the estimate of the divergence that kto subtracts from rewards)
         loss="kto",
+        # As for dpo.
         beta=0.1,
         # Factors on the losses of desirable and undesirable completions.
         desirable_weight=1.0,
@@ -254,7 +260,7 @@ def strategy(name: str = "seq", **changed) -> ConfigDict:
   Raises:
     ConfigError: no such strategy.
   """
-  if name not in STRATEGIES:
+  if not isinstance(name, str) or name not in STRATEGIES:
     raise ConfigError(f"strategy.name is {name!r}; known strategies: {', '.join(STRATEGIES)}.")
   # A type stands for "no value yet".
   options = {key: unset(value) if isinstance(value, type) else value for key, value in STRATEGIES[name].items()}
@@ -263,6 +269,25 @@ def strategy(name: str = "seq", **changed) -> ConfigDict:
     c.loss = changed.pop("loss")  # replaced as a whole
   c.update(changed)
   return c
+
+
+def spikes() -> ConfigDict:
+  """Loss spikes (trainer/spikes.py)."""
+  s = ConfigDict()
+  # none | warn | rollback: go back to the newest checkpoint that is old enough, and on with later data.
+  s.action = "none"
+  # So many steps in a row are a spike whose metric is above the median of a window of steps before and so many (robust)
+  # deviations more, or not finite.
+  s.metric = "loss"
+  s.in_a_row = 3
+  s.window = 100
+  s.deviations = 10.0
+  # Steps by which the checkpoint must be older than the spike, and steps after it whose data are left out as well.
+  s.margin = 20
+  s.skip = 20
+  # After so many the run stops.
+  s.max_rollbacks = 10
+  return s
 
 
 def plan() -> ConfigDict:
@@ -330,6 +355,7 @@ def reward(**changed) -> ConfigDict:
   gets all further keys of the section as keyword arguments.
   """
   c = ConfigDict()
+  # exact_match, regex, numeric, length, format, repetition, or the dotted path of a function of yours.
   c.type = "exact_match"
   # Rewards are added up with these weights.
   c.weight = 1.0

@@ -59,8 +59,8 @@ def draw(keys_B: jax.Array, logits_BxV: jax.Array, numbers: jax.Array, top_k: ja
     tokens_B = jnp.argmax(full_BxV, axis=-1)
   else:
     tokens_B = jax.vmap(jax.random.categorical)(keys_B, kept_BxV)
-  chosen = (jnp.take_along_axis(part, tokens_B[:, None], axis=1)[:, 0] for part in (kept_BxV, full_BxV))
-  return tokens_B.astype(jnp.int32), *chosen
+  kept_B, full_B = (jnp.take_along_axis(part, tokens_B[:, None], axis=1)[:, 0] for part in (kept_BxV, full_BxV))
+  return tokens_B.astype(jnp.int32), kept_B, full_B
 
 
 def _kept(logprobs_BxV: jax.Array, top_p: jax.Array, min_p: jax.Array, top_k: jax.Array) -> jax.Array:

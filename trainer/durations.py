@@ -17,6 +17,7 @@ from typing import Any
 
 from trainer.config import DURATION_UNITS, ConfigError
 
+MAX_STEPS = 2**31 - 1
 # `batch_size`: rows per step, or a function from a step to the rows of all steps before it.
 Rows = int | Callable[[int], int]
 
@@ -83,13 +84,21 @@ def resolve(
   if not math.isfinite(value):
     raise ConfigError(f"{key}_{unit} = {value}; it must be a finite number")
   if unit == "steps":
-    return Duration(value, "")
+    return Duration(_bounded(value, f"{key}_steps", value), "")
   if unit == "percent":
     exact, reason = _from_percent(value, f"{key}_percent", total_steps)
   else:
     exact, reason = _from_rows(unit, value, f"{key}_{unit}", batch_size, seq_len, rows_per_epoch)
+  _bounded(exact, f"{key}_{unit}", value)
   # Half a step counts as one, so that the rule does not depend on whether the number is odd or even.
   return Duration(0 if value == 0 else max(1, math.floor(exact + 0.5)), reason)
+
+
+def _bounded(exact: float, key: str, value: float) -> Any:
+  """So many steps, if they can be counted in an int32, as they are on devices."""
+  if exact > MAX_STEPS:
+    raise ConfigError(f"{key} = {value:g}, which is {exact:g} steps; there are {MAX_STEPS:,} at most")
+  return exact
 
 
 def _from_percent(value: float, key: str, total_steps: int | None) -> tuple[float, str]:

@@ -5,7 +5,6 @@ with the ids that end a text; `transformers` and vLLM load it unmodified. Arrays
 whatever mesh it was saved from, with no device: the host holds one output file's tensors at a time.
 """
 
-import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -22,7 +21,7 @@ from input_pipeline.files import DataError
 from input_pipeline.tokenizer import Tokenizer, load_tokenizer
 from models import hf, lora
 from models.hf import convert, files, pixels
-from trainer import checkpoint, config_checks, export_adapters, hugging_face, patterns
+from trainer import checkpoint, config_checks, export_adapters, hugging_face, patterns, startup
 from trainer.config import ConfigError
 
 DTYPES = ("float32", "bfloat16", "float16")
@@ -67,7 +66,7 @@ def export(workdir: str | Path, out: str | Path, *, step: int | None = None, dty
     raise ConfigError(f"export's adapter is {adapter!r}; allowed: {', '.join(ADAPTER)}.")
   config = _config(workdir)
   folder = _checkpoint(workdir, step)
-  stored = StoredLeaves(folder, "ema" if ema else "params")
+  stored: Any = StoredLeaves(folder, "ema" if ema else "params")
   tokenizer = load_tokenizer(workdir / "tokenizer.json")
   adapters = {path: leaf for path, leaf in stored.shapes.items() if lora.is_adapter(path)}
   if adapter == "peft":
@@ -270,13 +269,10 @@ def main(argv: list[str]) -> None:
     raise app.UsageError(f"unexpected arguments {argv[1:]}")
   jax.config.update("jax_platforms", "cpu")  # nothing here needs an accelerator
   given = flags.FLAGS
-  try:
+  with startup.one_message(ConfigError, DataError, OSError):
     out = export(given.workdir, given.out, step=given.step, dtype=given.dtype, ema=given.ema,
                  adapter=given.adapter,
                  max_shard_bytes=round(given.max_shard_gb * 1e9), overwrite=given.overwrite, progress=True)
-  except (ConfigError, DataError, OSError) as error:
-    logging.debug("Traceback:", exc_info=True)
-    sys.exit(f"\n{type(error).__name__}: {error}")
   if given.adapter == "peft":
     print(f"{out}: adapters in PEFT's format")
     return

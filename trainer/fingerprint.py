@@ -24,16 +24,25 @@ def fingerprint(tree: Mapping[str, Any]) -> str:
   """32 hexadecimal digits for a nested dict of arrays."""
   digest = hashlib.blake2b(digest_size=16)
   leaves = patterns.flatten(tree)
-  sums = jax.device_get({path: _sums(leaf) for path, leaf in leaves.items()})
+  sums = jax.device_get(_all_sums(leaves))
   for path, leaf in sorted(leaves.items()):
     digest.update(f"{path} {leaf.shape} {leaf.dtype} {[int(s) for s in sums[path]]}\n".encode())
   return digest.hexdigest()
 
 
+def checksums(leaves: Mapping[str, jax.Array]) -> dict[str, str]:
+  """16 hexadecimal digits for each array of a flat dict, of its bits alone."""
+  return {path: "".join(f"{int(s):08x}" for s in sums) for path, sums in jax.device_get(_all_sums(leaves)).items()}
+
+
 @jax.jit
+def _all_sums(leaves: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
+  return {path: _sums(leaf) for path, leaf in leaves.items()}
+
+
 def _sums(leaf: jax.Array) -> jax.Array:
   """Two sums [2], uint32, over the elements of a mix of each one's bits and its index."""
-  bits = _bits(leaf)
+  bits = _bits(jax.device_put(leaf, jax.memory.Space.Device))  # it may be in the host's memory
   index = jnp.zeros(leaf.shape, jnp.uint32)
   for dim, size in enumerate(leaf.shape):
     iota = jax.lax.broadcasted_iota(jnp.uint32, leaf.shape, dim)

@@ -7,7 +7,6 @@ where the text has `<image>` (chat.image_marker), else before it; a conversation
 adds another to what is said next.
 """
 
-import json
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -22,6 +21,7 @@ from input_pipeline.files import DataError
 from input_pipeline.prompts import Prompt, Prompter
 from input_pipeline.tokenizer import Tokenizer, load_tokenizer
 from models import api, hf, lora
+from models.hf import files
 from trainer import checkpoint, config_checks, hugging_face, parameters, patterns, startup
 from trainer import mesh as mesh_lib
 from trainer.config import ConfigError, defaults
@@ -63,7 +63,7 @@ def load_run(workdir: str | Path, mesh: jax.sharding.Mesh, *, step: int | None =
   if not file.is_file():
     raise ConfigError(f"{workdir} holds no config.json, so it is no workdir of a run. Give the --workdir that it was "
                       "trained in, or --hf for a Hugging Face folder.")
-  config = config_checks.resolve(json.loads(file.read_text(encoding="utf-8")))
+  config = config_checks.resolve(files.read_json(file))
   folder = checkpoint.find(str(workdir if step is None else workdir / "checkpoints" / str(step)))
   tokenizer = load_tokenizer(workdir / "tokenizer.json")
   precision = config.precision
@@ -164,7 +164,7 @@ def converse(loaded: Loaded, sampler: Sampler, options: dict[str, Any], system: 
       shown.append(line.removeprefix("/image ").strip())
     if not line or line == "/new" or line.startswith("/image "):
       continue
-    asked = [*messages, {"role": "user", "content": said_with(line, shown)}]
+    asked: list[Any] = [*messages, {"role": "user", "content": said_with(line, shown)}]
     said = ""
     try:
       prompt = loaded.prompter.messages(asked)
@@ -269,17 +269,12 @@ def main(argv: list[str]) -> None:
   if len(argv) > 1:
     raise app.UsageError(f"unexpected arguments {argv[1:]}; a prompt is written --prompt=\"…\"")
   startup.keep_compiled_programs()
-  try:
+  with startup.one_message(ConfigError, DataError, OSError):
     _run(flags.FLAGS)
-  except KeyboardInterrupt:
-    sys.exit(130)
-  except (ConfigError, DataError, OSError) as error:
-    logging.debug("Traceback:", exc_info=True)
-    sys.exit(f"\n{type(error).__name__}: {error}")
 
 
 if __name__ == "__main__":
-  startup.set_xla_flags()
+  startup.set_compiler_flags()
   _define_flags()
   logging.set_verbosity(logging.WARNING)
   app.run(main)

@@ -67,6 +67,9 @@ def export_folder(config: Any, model: Any, workdir: Path) -> Path | None:
   """
   if not config.export.path:
     return None
+  if ".." in Path(config.export.path).parts:
+    raise ConfigError(f"export.path is {config.export.path!r}; a path with '..' would lead out of the workdir. Give a "
+                      "name inside it, or an absolute path.")
   hf.config_json(hf.keys_of(config.model, model.num_real_vocab))
   names = [dtype.name for dtype in files.DTYPES.values()]
   if config.export.dtype not in (None, *names):

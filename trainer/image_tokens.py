@@ -67,7 +67,7 @@ def shown(layout: Layout | None, prompts: Sequence[np.ndarray], images: Sequence
     raise ConfigError(f"found images for {len(images)} prompts, and {len(prompts)} prompts. Give a list for each "
                       "prompt, an empty one where it has none.")
   images = [()] * len(prompts) if images is None else images
-  prefixes = map(len, prompts) if prefixes is None else prefixes
+  prefixes = [len(prompt) for prompt in prompts] if prefixes is None else prefixes
   return [of_text(layout, ids, some, prefix, f"prompt {number}")
           for number, (ids, some, prefix) in enumerate(zip(prompts, images, prefixes, strict=True))]
 

@@ -14,6 +14,7 @@ from html import escape
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import jax
 import numpy as np
 from ml_collections import ConfigDict
 
@@ -67,6 +68,7 @@ def inspect(config: Mapping, workdir: str | Path, rows: int = ROWS) -> Path:
   workdir = Path(workdir).expanduser().absolute()
   processes.join(resolved.processes)
   mesh = mesh_lib.make_mesh(resolved.mesh)
+  program_lib.settle_precision(resolved, jax.default_backend())
   workdir_lib.prepare(resolved, workdir)
   rolls_out = resolved.rollout.num_prompts > 0
   texts = (prompt_data.prompt_texts if rolls_out else loader.train_texts)(resolved)
@@ -143,10 +145,10 @@ def row_images(batch: Mapping[str, np.ndarray], row: int,
 
 def in_short(tokens: Sequence[Token]) -> list[Token]:
   """The tokens, with each run of RUN or more of one id, weight and segment as its first, which says how many it is."""
-  shown = []
+  shown: list[Token] = []
   for _, run in itertools.groupby(tokens, key=lambda token: (token.id, token.weight, token.segment)):
-    run = list(run)
-    shown += run if len(run) < RUN else [run[0]._replace(text=f"⟨{run[0].text or run[0].id} × {len(run)}⟩")]
+    same = list(run)
+    shown += same if len(same) < RUN else [same[0]._replace(text=f"⟨{same[0].text or same[0].id} × {len(same)}⟩")]
   return shown
 
 

@@ -68,7 +68,8 @@ class Watch:
     self._main = threading.current_thread().ident
     self._me = News(socket.gethostname(), os.getpid())
     self._phases, self._step, self._moved = [SETUP], 0, time.monotonic()
-    self._waited, self._waits = 0.0, {}
+    self._waited = 0.0
+    self._waits: dict = {}
     self._news: dict[int, News] = {}  # process 0: of all; others: of process 0
     self._silent = dict.fromkeys(range(count) if index == 0 else [0], 0.0)
     self._verdict: Verdict | None = None
@@ -270,7 +271,7 @@ def start(store: Any, index: int, count: int, limits: Mapping[str, float], lost:
   """Watches over the run that begins now; every process calls it as often as the others."""
   global _watch, _runs
   if not _runs:
-    atexit.register(lambda: _watch and _watch.leave())
+    atexit.register(lambda: _watch.leave() if _watch else None)
   _runs += 1
   _watch = Watch(store, index, count, limits, lost, f"weft/{_runs}")
   _watch.start()

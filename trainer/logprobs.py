@@ -311,7 +311,9 @@ def _accumulate(static: _Static, sums: _Sums, z_BxTxW, targets_BxT, c) -> _Sums:
   e_BxTxW = jnp.exp(centred)
   weighted, plain, target, square = sums.weighted, sums.plain, sums.target, sums.square
   if weighted is not None:
-    weighted = rescale * (weighted + shift * sums.total) + (e_BxTxW * centred).sum(-1)
+    # 0 · log 0 is 0. XLA's library of sums for CPU, which leaves `where` alone, is slow with a product in it.
+    terms_BxTxW = jnp.where(e_BxTxW > 0, e_BxTxW * centred, 0.0)
+    weighted = rescale * (weighted + shift * sums.total) + terms_BxTxW.sum(-1)
   ids_W = _ids(static, z_BxTxW.shape[-1], c)
   if plain is not None:
     padded = static.num_real_vocab is not None

@@ -15,7 +15,20 @@ from input_pipeline import loader, prompt_data
 from input_pipeline.batches import check_ids
 from input_pipeline.tokenizer import make_tokenizer
 from trainer import callbacks as cb
-from trainer import config_checks, durations, hugging_face, liveness, processes, rollout, throughput
+from trainer import (
+  config_checks,
+  durations,
+  hugging_face,
+  liveness,
+  loggers,
+  notes,
+  processes,
+  report,
+  rollout,
+  signatures,
+  spikes,
+  throughput,
+)
 from trainer import mesh as mesh_lib
 from trainer import metrics as metrics_lib
 from trainer import program as program_lib
@@ -27,6 +40,7 @@ from trainer.checkpoint import Checkpoints
 from trainer.config import ConfigError
 from trainer.export import export
 from trainer.run import Run
+from trainer.watchdog import Watchdog
 
 
 @liveness.told
@@ -69,7 +83,7 @@ def train(config: Mapping, workdir: str | Path) -> Run:
     rolls_out = config.rollout.num_prompts > 0  # the data are prompts, and what is trained on is sampled
     texts = (prompt_data.prompt_texts if rolls_out else loader.train_texts)(config)
     tokenizer = make_tokenizer(config.tokenizer, texts, workdir / "tokenizer.json", show)
-    data = prompt_data.make_prompt_data(config, tokenizer, show) if rolls_out else loader.make_train_data(
+    data: Any = prompt_data.make_prompt_data(config, tokenizer, show) if rolls_out else loader.make_train_data(
         config, tokenizer, workdir=workdir, progress=show)
   processes.check_same("the data", data.fingerprint)
   say(loader.format_stats(data.stats()))
@@ -81,7 +95,7 @@ def train(config: Mapping, workdir: str | Path) -> Run:
   export_to = hugging_face.export_folder(config, model, workdir)
   if rolls_out:
     data = rollout.Rollouts(config, data, model, tokenizer, mesh, micro_batch_size=micro_batch_size, workdir=workdir)
-  lengths = dict(batch_size=lambda step: data.batch_range(step)[0], rows_per_epoch=data.rows_per_epoch,
+  lengths: dict[str, Any] = dict(batch_size=lambda step: data.batch_range(step)[0], rows_per_epoch=data.rows_per_epoch,
                  seq_len=None if rolls_out else config.seq_len)
   total_steps = _total_steps(durations.resolve(config, "total", total_steps=None, **lengths), data.num_steps, say)
   to_steps = functools.partial(durations.steps, total_steps=total_steps, **lengths)
@@ -123,6 +137,7 @@ def train(config: Mapping, workdir: str | Path) -> Run:
     keep_steps = to_steps(config, "keep") or 0
     callbacks = _make_callbacks(config, to_steps, total_steps, evaluators, keep_steps, workdir,
                                 update_lib.gradient_paths(optimizer, abstract_state["params"]))
+    more_writers = loggers.find(config.loggers, workdir)
     checkpoints = Checkpoints(workdir / "checkpoints", keep_last=config.keep_last, keep_steps=keep_steps,
                               keep_best=config.keep_best, best_mode=config.keep_best_mode,
                               leave_out=state_lib.left_out(abstract_state, model, optimizer, config.strategy))
@@ -137,13 +152,15 @@ def train(config: Mapping, workdir: str | Path) -> Run:
     workdir_lib.check_same_data(start.meta, data.fingerprint, config.allow_config_changes)
     if rolls_out and start.meta.get("rest_of_rollout"):  # else the run that is gone on with had none
       data.restore(int(start.state["step"]), start.meta["rest_of_rollout"], start.arrays)
+    ahead = {} if rolls_out else dict(depth=config.input.prefetch, workers=config.input.workers)
     config_checks.audit(config)
     say(start.origin)
     workdir_lib.save_config(resolved, workdir, tokenizer)
     step = int(start.state["step"])
     if jax.process_index() == 0:
       say(parameter_overview.get_parameter_overview(start.state["params"], include_stats=False))
-    writer.writers = metrics_lib.make_writers(workdir, resume_step=step if start.meta else -1)
+    writer.writers = (*metrics_lib.make_writers(workdir, resume_step=step if start.meta else -1),
+                      *loggers.start(more_writers, workdir, resolved))
     images = {} if not data.images_per_row else dict(images_per_row=data.images_per_row, tower_frozen=not any(
         path.startswith(("vision/", "projector/")) for path in optimizer.trainable))
     run = Run(
@@ -152,15 +169,16 @@ def train(config: Mapping, workdir: str | Path) -> Run:
         log_steps=to_steps(config, "log") or 0, state=start.state, pinned=pinned, step=step, writer=writer,
         checkpoints=checkpoints, callbacks=callbacks, say=say,
         config_json=json.loads(config_checks.to_json(resolved)),
-        last_eval=metrics_lib.last_evaluation(workdir, step),
-        chrono=throughput.Chrono(model.flops_per_token(config.seq_len, **images), start.meta.get("seconds")))
+        last_eval=metrics_lib.last_evaluation(workdir, step), remembered=dict(start.meta.get("remembered", {})),
+        chrono=throughput.Chrono(model.flops_per_token(config.seq_len, **images), start.meta.get("seconds"),
+                                 workdir_lib.first_start(workdir)))
     say(f"mfu: of {run.chrono.peak / 1e12:.3g} TFLOP/s a device ({run.chrono.peak_source})")
     del start  # run.state is donated step by step: another name for it would be a trap
 
     # ---------------------------------------------------------------- loop
     try:
       _loop(run, update_fn, data.batches(run, program.batch_sharding) if rolls_out else loader.Prefetcher(
-          make_batch, run.step, run.total_steps, depth=config.input.prefetch, workers=config.input.workers))
+          make_batch, run.step, run.total_steps, **ahead))
     except BaseException as error:
       callbacks("on_error", run, error)
       checkpoints.abandon()
@@ -178,22 +196,27 @@ def train(config: Mapping, workdir: str | Path) -> Run:
 
 def _make_callbacks(config: Any, to_steps: Any, total_steps: int, evaluators: dict[str, Any], keep_steps: int,
                     workdir: Path, gradient_paths: list[str]) -> cb.Callbacks:
-  """The built-in callbacks in the order they are called, then the config's own."""
+  """The built-in callbacks in the order they are called, then the config's own, and the report of it all."""
   plans = {}
   for name in evaluators:
     cfg = config.evals[name]
     every = to_steps(cfg, "eval", default=max(1, total_steps // 10), where=f"evals.{name}")
     plans[name] = (every, cfg.at_start, cfg.at_end, cfg.on_error)
   return cb.Callbacks([
-      cb.Alive(),
+      report.Record(gradient_paths),
+      notes.Notes(),
+      cb.Alive() if jax.process_count() > 1 else Watchdog(),
       cb.Preemption(),
       cb.Health(config.optimizer.max_nonfinite_steps, gradient_paths),
+      *([spikes.Spikes(**config.spikes)] if config.spikes.action != "none" else []),
       cb.MetricsLog(to_steps(config, "log") or 0),
+      signatures.Signatures(config.health_silent),
       cb.Progress(),
       cb.Profiler(workdir / "profile", config.profile.start_step, config.profile.num_steps),
       cb.Evaluate(evaluators, plans),
       cb.SaveCheckpoints(to_steps(config, "ckpt") or 0, keep_steps),
       *cb.make_custom(config.callbacks),
+      *([report.Page()] if config.report else []),
   ])
 
 
@@ -202,10 +225,13 @@ def _loop(run: Run, update_fn: Any, batches: Any) -> None:
   callbacks, data = run.callbacks, run.data
   several = jax.process_count() > 1
   compiled: dict[tuple, Any] = {}  # by the batch's shapes: batches may grow in stages, or with their completions
-  begun = None
+  begun, latest = None, ()
   with batches:
     callbacks("on_train_begin", run)
     while run.step < run.total_steps and not _stops(run, several):
+      if run.go_back is not None:
+        spikes.go_back(run, batches)
+        continue
       epoch = int(data.epoch(run.step))
       if epoch != begun:
         callbacks("on_epoch_begin", run, epoch)
@@ -219,9 +245,13 @@ def _loop(run: Run, update_fn: Any, batches: Any) -> None:
       if several:
         batch["stop_requests"] = processes.stop_requests(run.mesh, bool(run.stop_requested))
 
-      shapes = tuple(part.shape for part in batch.values())
+      shapes = tuple((key, part.shape) for key, part in batch.items())
       if shapes not in compiled:
         run.settle()
+        if compiled:
+          # Eight sizes are what buckets come to; many more are something that should have been padded.
+          run.note("info" if len(compiled) < 8 else "health", "recompiled", f"step {run.step + 1}: update_fn compiles "
+                   f"again, for {update_lib.changed(latest, shapes)}")
         with run.chrono.pause("compile"):
           start = time.perf_counter()
           compiled[shapes] = update_fn.lower(run.state, batch).compile()
@@ -229,12 +259,15 @@ def _loop(run: Run, update_fn: Any, batches: Any) -> None:
 
       with jax.profiler.StepTraceAnnotation("train", step_num=run.step):
         run.state, metrics = compiled[shapes](run.state, batch)
+      latest = shapes
       run.step += 1
-      run.defer(run.step, metrics | batches.metrics)  # fetches the metrics of the step before, while this one runs
+      run.defer(run.step, metrics | batches.metrics, batch)  # fetches those of the step before, while this one runs
       callbacks("on_optimizer_step", run)
       if int(data.epoch(run.step)) != epoch:
         callbacks("on_epoch_end", run, epoch)
-  run.settle()
+    run.settle()
+    if run.go_back is not None:  # a stop was asked for when a spike had just been found
+      spikes.go_back(run, batches)
   run.save()
   with liveness.phase("checkpoint"):
     run.checkpoints.wait()

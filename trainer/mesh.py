@@ -22,7 +22,7 @@ from typing import Any
 import jax
 import numpy as np
 from jax.experimental import mesh_utils
-from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from models import placement
 from models.placement import ACTIVATION_NAMES, Placement, fit, names_of, size_of
@@ -139,7 +139,7 @@ def describe(mesh: Mesh) -> str:
   return ", ".join(f"{axis}={size}" for axis, size in mesh.shape.items() if size > 1) or "one device"
 
 
-def param_shardings(abstract: Any, mesh: Mesh, user_rules=()) -> tuple[Any, list[str]]:
+def param_shardings(abstract: Any, mesh: Mesh | AbstractMesh, user_rules=()) -> tuple[Any, list[str]]:
   """The NamedSharding of each parameter, and notes on what is not split although the mesh would have it.
 
   Args:
@@ -173,7 +173,7 @@ def param_shardings(abstract: Any, mesh: Mesh, user_rules=()) -> tuple[Any, list
   return patterns.unflatten(result), notes
 
 
-def _check_user_spec(path: str, shape: tuple[int, ...], spec: tuple, mesh: Mesh) -> None:
+def _check_user_spec(path: str, shape: tuple[int, ...], spec: tuple, mesh: Mesh | AbstractMesh) -> None:
   if len(spec) > len(shape):
     raise ConfigError(f"sharding_rules: {spec} has {len(spec)} dimensions, but {path} has shape {shape}.")
   seen: set[str] = set()
@@ -248,12 +248,12 @@ def activation_rules(mesh: Mesh, rules: Sequence[tuple[str, Any]] = ()) -> Itera
     yield
 
 
-def batch_shards(mesh: Mesh) -> int:
+def batch_shards(mesh: Mesh | AbstractMesh) -> int:
   """Into how many parts the rows of a batch are split."""
   return size_of(mesh, tuple(axis for axis in BATCH_AXES if axis in mesh.shape))
 
 
-def check_batch(mesh: Mesh, batch_size: int, what: str = "batch_size / grad_accum_steps") -> None:
+def check_batch(mesh: Mesh | AbstractMesh, batch_size: int, what: str = "batch_size / grad_accum_steps") -> None:
   """Refuses a batch that the mesh cannot split evenly.
 
   Raises:

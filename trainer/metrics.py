@@ -5,10 +5,14 @@ batches never averages averages (EXACTNESS.md T40). What is no mean (a count per
 with `+` and a method `to_floats(name) -> {name: float}` for its values once everything is added up.
 """
 
+import contextlib
 import json
 import math
 import os
-from collections.abc import Mapping, Sequence
+import socket
+import struct
+import time
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
@@ -49,7 +53,7 @@ class Max:
 
 def to_floats(metrics: Mapping[str, Any]) -> dict[str, float]:
   """Host values of fetched metrics; a Mean of weight zero has no value and is left out."""
-  values = {}
+  values: dict[str, float] = {}
   for name, metric in metrics.items():
     if hasattr(metric, "to_floats"):
       values |= metric.to_floats(name)
@@ -72,6 +76,16 @@ class MetricWriter(Protocol):
   def close(self) -> None: ...
 
 
+@contextlib.contextmanager
+def told_with(path: Path) -> Iterator[None]:
+  """Errors in here name the file, and say what to do."""
+  try:
+    yield
+  except OSError as e:
+    raise OSError(e.errno, f"{e.strerror}. Free space, then run the same command: it continues from its last "
+                  "checkpoint. Not written", str(path)) from e
+
+
 class JsonlWriter:
   """`metrics.jsonl`: one JSON object a row, `step` and scalars.
 
@@ -90,12 +104,9 @@ class JsonlWriter:
   def write_scalars(self, step: int, scalars: Mapping[str, float]) -> None:
     # JSON has no NaN or infinity: they are written as strings, which every reader accepts.
     row = {k: v if math.isfinite(v) else str(v) for k, v in scalars.items()}
-    try:
+    with told_with(self._path):
       self._file.write(json.dumps({"step": step, **row}) + "\n")
       self._file.flush()
-    except OSError as e:
-      raise OSError(e.errno, f"{e.strerror}. Free space, then run the same command: it continues from its last "
-                    "checkpoint. Not written", str(self._path)) from e
 
   def write_texts(self, step: int, texts: Mapping[str, str]) -> None:
     """Texts go to files of their own (`samples/`) and to TensorBoard."""
@@ -140,26 +151,54 @@ def last_evaluation(workdir: Path, step: int) -> tuple[int, dict[str, float]]:
 
 
 class TensorBoardWriter:
-  """TensorBoard event files, through tensorboardX (no TensorFlow)."""
+  """A TensorBoard event file: summaries made by tensorboardX (no TensorFlow), written here and now.
+
+  tensorboardX's own writer has a thread and a bounded queue: if the disk is full the thread ends, and what is put into
+  the queue next waits for ever. Here the error is raised where it happens, as for metrics.jsonl.
+
+  A record of the file is the length of an event, uint64, its masked CRC-32C, the event, its masked CRC-32C
+  (TFRecord).
+  """
 
   def __init__(self, directory: Path, resume_step: int):
-    from tensorboardX import SummaryWriter  # imported here: it takes half a second
+    from tensorboardX import record_writer, summary  # imported here: it takes half a second
+    from tensorboardX.proto.event_pb2 import Event, SessionLog
 
-    self._writer = SummaryWriter(str(directory), purge_step=max(resume_step + 1, 0))
+    self._summary, self._event, self._checksum = summary, Event, record_writer.masked_crc32c
+    directory.mkdir(parents=True, exist_ok=True)
+    # As TensorBoard looks for them, and in the order of their names; no two are the same.
+    self._path = directory / f"events.out.tfevents.{time.time():017.6f}.{socket.gethostname()}.{os.getpid()}"
+    self._file = open(self._path, "ab")
+    purge = max(resume_step + 1, 0)  # what earlier files say of later steps no longer holds
+    self._add(step=purge, file_version="brain.Event:2")
+    self._add(step=purge, session_log=SessionLog(status=SessionLog.START))
 
   def write_scalars(self, step: int, scalars: Mapping[str, float]) -> None:
     for name, value in scalars.items():
-      self._writer.add_scalar(name, value, step)
+      self._add(step=step, summary=self._summary.scalar(name, value))
+    self.flush()
 
   def write_texts(self, step: int, texts: Mapping[str, str]) -> None:
     for name, text in texts.items():
-      self._writer.add_text(name, text, step)
+      self._add(step=step, summary=self._summary.text(name, text))
+    self.flush()
+
+  def _add(self, **event: Any) -> None:
+    data = self._event(wall_time=time.time(), **event).SerializeToString()
+    length = struct.pack("<Q", len(data))
+    self._write(length + struct.pack("<I", self._checksum(length)) + data + struct.pack("<I", self._checksum(data)))
+
+  def _write(self, data: bytes) -> None:
+    with told_with(self._path):
+      self._file.write(data)
 
   def flush(self) -> None:
-    self._writer.flush()
+    with told_with(self._path):
+      self._file.flush()
 
   def close(self) -> None:
-    self._writer.close()
+    with told_with(self._path):
+      self._file.close()
 
 
 class MultiWriter:

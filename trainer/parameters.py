@@ -38,8 +38,8 @@ class Origin:
 def origin_of(config: Any) -> Origin:
   """Where the parameters of the run come from."""
   start, section = config.init_from, config.model
-  return Origin(start.path, start.remap, start.ignore, section.hf, section.lora.peft if section.lora.rank else None,
-                start.fresh, config.seed, section)
+  return Origin(start.path, start.remap, start.ignore, start.hf or section.hf,
+                section.lora.peft if section.lora.rank else None, start.fresh, config.seed, section)
 
 
 def first_params(origin: Origin, model: Any, target: Any, *, partial: bool = False) -> tuple[Any, str]:
@@ -160,7 +160,8 @@ def _from_run(cfg: Origin, wanted: Leaves, *, partial: bool) -> Iterator[tuple[s
   saved = checkpoint.param_shapes(path)
   ignored = patterns.select(cfg.ignore, wanted, "init_from.ignore")
   patterns.select([pattern for pattern, _ in cfg.remap], saved, "init_from.remap")
-  renamed, dropped = {}, []
+  renamed: dict[str, str] = {}
+  dropped: list[str] = []
   for name in saved:
     new = name
     for pattern, replacement in cfg.remap:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+from ml_collections import ConfigDict
 
 from input_pipeline import loader
 from input_pipeline.files import DataError
@@ -42,6 +43,20 @@ def plan(config: Mapping, workdir: str | Path) -> Path:
   page.write_text(plan_page.page(made, svg), encoding="utf-8")
   print(f"\nThe same, with a picture: {page}")
   return page
+
+
+def out_of_memory(config: Mapping, workdir: str | Path, error: BaseException) -> str:
+  """What a run that has run out of memory says: where its memory goes by the plan, and what to type."""
+  what = f"The devices' memory is exhausted: {str(error).splitlines()[0]}"
+  less = ("Less memory is needed with more micro-batches (a larger --config.grad_accum_steps), --config.remat=full, "
+          "more devices along --config.mesh.fsdp, or a shorter --config.seq_len; docs/precision.md has more.")
+  try:
+    asked = ConfigDict(config).copy_and_resolve_references()
+    with asked.unlocked():
+      asked.plan.topology, asked.plan.compile = None, "never"
+    return f"{what}\n\n{plan_page.text(make_plan(asked, workdir))}\n\n{less}"
+  except Exception as e:  # the first error is the one to be told
+    return f"{what}\n{less}\n(No plan could be made: {e})"
 
 
 def make_plan(config: Mapping, workdir: str | Path) -> Plan:

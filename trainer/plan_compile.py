@@ -16,7 +16,7 @@ import time
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from trainer import collectives
+from trainer import collectives, patterns
 from trainer.hardware import Topology
 
 # What this libtpu describes in another way than JAX on such machines shows it: v4 with two devices a chip.
@@ -31,7 +31,9 @@ class Compiled(NamedTuple):
   Attributes:
     arguments, outputs, temporaries, aliased: bytes; the outputs that are aliased lie in the arguments' memory.
     flops: that the program counts (loops once, so it says little where layers are scanned); None: it does not say.
-    collectives: (kind, axes, how many run, bytes that a device sends) of each kind, the most bytes first.
+    collectives: (kind, axes, how many run, bytes that a device sends, of these while something is computed) of each
+      kind, the most bytes first.
+    copied: bytes of parameters, or of a device's parts of them, that are copied into another layout in a step.
     seconds: that compiling took.
     failure: why there is nothing of this; "" if there is.
     too_large: whether it is that the program needs more memory than there is.
@@ -42,7 +44,8 @@ class Compiled(NamedTuple):
   temporaries: float = 0.0
   aliased: float = 0.0
   flops: float | None = None
-  collectives: tuple[tuple[str, tuple[str, ...], int, float], ...] = ()
+  collectives: tuple[tuple[str, tuple[str, ...], int, float, float], ...] = ()
+  copied: float = 0.0
   seconds: float = 0.0
   failure: str = ""
   too_large: bool = False
@@ -90,7 +93,7 @@ def compile_step(config_json: str, vocab_size: int, source_names: list[str], top
       last = [line for line in done.stderr.splitlines() if line.strip()][-1:]
       return Compiled(failure=f"the compiling process ended with {done.returncode}: {' '.join(last)}")
     found = json.loads(result.read_text())
-  moved = tuple((kind, tuple(axes), count, sent) for kind, axes, count, sent in found.get("collectives", ()))
+  moved = tuple((kind, tuple(axes), *numbers) for kind, axes, *numbers in found.get("collectives", ()))
   return Compiled(**{**found, "collectives": moved})
 
 
@@ -125,19 +128,25 @@ def main(request: Path, result: Path) -> None:
   try:
     with mesh_lib.activation_rules(mesh, config.activation_rules):
       compiled = program.update_fn.lower(state, batch).compile()
-    found = _read(compiled, mesh)
+    found = _read(compiled, mesh, state["params"])
   except Exception as error:  # the compiler's errors are of many kinds, and its words are what is asked for
     found = dict(failure=str(error), too_large=bool(NO_MEMORY.search(str(error))))
   result.write_text(json.dumps(found | dict(seconds=time.monotonic() - began)))
 
 
-def _read(compiled: Any, mesh: Any) -> dict[str, Any]:
+def _read(compiled: Any, mesh: Any, params: Any) -> dict[str, Any]:
   """The fields of `Compiled`."""
   memory = compiled.memory_analysis()
   found = dict(arguments=memory.argument_size_in_bytes, outputs=memory.output_size_in_bytes,
                temporaries=memory.temp_size_in_bytes, aliased=memory.alias_size_in_bytes)
-  moved = collectives.summary(collectives.collectives(compiled.as_text(), mesh))
-  found["collectives"] = [(kind, axes, count, sent) for (kind, axes), (count, sent) in moved.items()]
+  text = compiled.as_text()
+  moved = collectives.summary(collectives.collectives(text, mesh))
+  found["collectives"] = [(kind, axes, *numbers) for (kind, axes), numbers in moved.items()]
+  # Matrices, whole or a device's part, of all layers or of one.
+  matrices = [leaf for leaf in patterns.flatten(params).values() if len(leaf.shape) > 1]
+  shapes = {shape for leaf in matrices for shape in (leaf.shape, leaf.sharding.shard_shape(leaf.shape))}
+  shapes |= {shape[1:] for shape in shapes if len(shape) > 2}
+  found["copied"] = sum(collectives.size_of(shape) * times for shape, times in collectives.copies(text, shapes))
   with contextlib.suppress(KeyError, TypeError):
     found["flops"] = compiled.cost_analysis()["flops"]
   return found

@@ -231,7 +231,8 @@ class Placed:
     state = program.abstract_state
     self.params, self.notes = mesh_lib.param_shardings(state["params"], mesh, config.sharding_rules)
     shardings = program_lib.place_state(state, self.params, mesh, config.precision.offload_optimizer)
-    self.bytes, self.host = {}, 0.0
+    self.bytes: dict[str, float] = {}
+    self.host = 0.0
     for name, part in state.items():
       for leaf, sharding in zip(jax.tree.leaves(part), jax.tree.leaves(shardings[name]), strict=True):
         size = math.prod(sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize

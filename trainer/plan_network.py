@@ -156,7 +156,9 @@ def _activations(add: Any, config: Any, spec: Any, sizes: Mapping[str, int], num
   shards = math.prod(sizes[axis] for axis in ("slice", "data", "fsdp", "expert"))
   tokens = config.batch_size * config.seq_len / (shards * c)  # of a step, on each device
   hidden, layers = tokens * spec.hidden_size * number_bytes, spec.num_layers
-  again = 0 if config.remat in ("none", "everything_saveable") else 1
+  # What a policy keeps is not moved again to be computed again (models/remat.py).
+  again = 0 if config.remat in ("auto", "none", "everything_saveable", "attention_mlp") else 1
+  attention_again = 0 if "attention" in config.remat else again
   if t > 1:
     # Attention and MLP each gather their input and scatter their output; the gradient does the reverse, and needs the
     # input once more.
@@ -169,9 +171,10 @@ def _activations(add: Any, config: Any, spec: Any, sizes: Mapping[str, int], num
       window = spec.window_of(layer)
       part = 1.0 if window is None else min(1.0, window / whole)
       keys = 2 * tokens * c * part * spec.num_kv_heads * spec.head_dim * number_bytes / t
-      add("ring", "keys and values", ("context",), keys * (c - 1) / c, 2 + again, False)
+      add("ring", "keys and values", ("context",), keys * (c - 1) / c, 2 + attention_again, False)
       # Gradients travel in float32.
       add("ring", "gradients of keys and values", ("context",), keys * 4 / number_bytes * (c - 1) / c, 1, False)
   if e > 1 and spec.moe is not None:
     sent = hidden * spec.moe.experts_per_token / t * (e - 1) / e
-    add("all-to-all", "tokens to their experts and back", ("expert",), sent, layers * (4 + 2 * again), False)
+    # Forward there and back; backward the tokens there once more, and their gradients there and back.
+    add("all-to-all", "tokens to their experts and back", ("expert",), sent, layers * (5 + 2 * again), False)

@@ -121,9 +121,10 @@ def _transfers(plan: Plan) -> str:
            for x in sorted(e.transfers, key=lambda x: -x.seconds)]
   lines = [table(rows, left=4) if len(rows) > 1 else "nothing"]
   if plan.compiled is not None and plan.compiled.collectives:
-    lines += ["", "of the compiled program:", table([("collective", "axes", "times", "bytes")] + [
-        (kind, "+".join(axes), f"{count:,}", size(sent)) for kind, axes, count, sent in plan.compiled.collectives],
-        left=2)]
+    lines += ["", "of the compiled program:", table([("collective", "axes", "times", "bytes", "beside computation")] + [
+        (kind, "+".join(axes), f"{count:,}", size(sent), f"{hidden / sent:.0%}" if sent else "")
+        for kind, axes, count, sent, hidden in plan.compiled.collectives], left=2),
+              f"parameters copied into another layout: {size(plan.compiled.copied)}"]
   return "\n".join(lines)
 
 

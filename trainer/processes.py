@@ -77,7 +77,8 @@ def find(env: Mapping[str, str], *, on_tpu: bool = False, has_kubernetes: bool =
     missing = " and ".join(name for name in _GIVEN if name not in given)
     raise ConfigError(f"{' and '.join(given)} set, but not {missing}. Set all three in each process, or none.")
   place = place or Place("the environment")
-  numbers = {field: int(given[name]) for field, name in (("count", _COUNT), ("index", _INDEX)) if name in given}
+  numbers: dict[str, Any] = {field: int(given[name]) for field, name in (("count", _COUNT), ("index", _INDEX))
+                             if name in given}
   place = replace(place, address=given.get(_ADDRESS, place.address), **numbers)
   return _complete(place, env) if place.count != 1 or len(given) == len(_GIVEN) else None
 

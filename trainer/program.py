@@ -16,7 +16,18 @@ from ml_collections import ConfigDict
 from input_pipeline import batches
 from input_pipeline.examples import WITH_ADVANTAGES, WITH_PARTS
 from models import api, products, remat
-from trainer import config_checks, durations, hugging_face, image_tokens, offload, optim, rollout, strategies
+from trainer import (
+  config_checks,
+  durations,
+  hugging_face,
+  image_tokens,
+  offload,
+  optim,
+  rollout,
+  signatures,
+  spikes,
+  strategies,
+)
 from trainer import mesh as mesh_lib
 from trainer import reference as reference_lib
 from trainer import state as state_lib
@@ -67,6 +78,8 @@ def resolve(config: Mapping) -> tuple[ConfigDict, list[str]]:
   config_checks.validate(resolved)
   api.validate(resolved.model, resolved.seq_len)
   rollout.check(resolved)
+  spikes.check(resolved)
+  signatures.check(resolved)
   mesh_lib.check_activation_rules(resolved.activation_rules)
   return resolved, notes
 

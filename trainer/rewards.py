@@ -222,8 +222,8 @@ def make(name: str, cfg: Any) -> Reward:
   if kind in BUILT_IN:
     options = {k: given[k] for k in given if k in named}
     _check_options(key, kind, options)
-    needs = (options["answer_key"],) if "answer_key" in options else ()
-    takes = frozenset((*_GIVEN, *needs))
+    needs: tuple[str, ...] = (options["answer_key"],) if "answer_key" in options else ()
+    takes: frozenset[str] | None = frozenset((*_GIVEN, *needs))
   else:
     options = changed
     needs = tuple(p.name for p in parameters if p.name in named and p.default is p.empty

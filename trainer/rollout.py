@@ -11,7 +11,7 @@ P prompts (groups), G completions of each, K reward functions.
 
 import json
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
@@ -212,7 +212,7 @@ class Rollouts:
     self._taken = {run.step: before, run.step + 1: (before[0] + batch["tokens"].size, self._drawn)}
     return batch
 
-  def _images(self, number: int) -> list[np.ndarray]:
+  def _images(self, number: int) -> Sequence[np.ndarray]:
     """The images of prompt `number` of the stream."""
     return self._prompts.item(number).prompt.images
 
@@ -311,7 +311,7 @@ class Rollouts:
   def _score(self, items: list[PromptItem], episodes: list[list[Episode]]) -> list[Scored]:
     """The groups with their rewards, which the first process computes for all."""
     began = time.perf_counter()
-    scores = None
+    scores: Any = None
     if jax.process_index() == 0:
       groups = [Group(item.said, [e.said for e in group], [e.completion_ids.tolist() for e in group], item.columns,
                       item.prompt.where) for item, group in zip(items, episodes, strict=True)]

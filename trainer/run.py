@@ -42,19 +42,23 @@ class Run:
   config_json: dict[str, Any]
   callbacks: Callable[..., None] = lambda hook, *args: None
   say: Callable[[str], None] = print
+  note: Callable[..., None] = lambda kind, name, text, advice="": None  # trainer/notes.py
   stop_requested: str = ""  # the signal that this process received
   agreed_stop: bool = False  # with several processes: all have learned of a request, at the same step
   last_row: dict[str, float] = field(default_factory=dict)
   last_eval: tuple[int, dict[str, float]] = (-1, {})
-  _pending: tuple[int, Any] | None = None
+  batch: Any = None  # of the update whose metrics `on_step_end` is given
+  remembered: dict[str, Any] = field(default_factory=dict)  # JSON-able, of callbacks; checkpoints hold it
+  go_back: Any = None  # a spike (trainer/spikes.py) after which an earlier checkpoint is to be gone on from
+  _pending: tuple[int, Any, Any] | None = None
 
   def tokens_seen(self, step: int) -> int:
     """Row positions consumed by the first `step` updates."""
     return self.data.tokens_seen(step)
 
-  def defer(self, step: int, metrics: Any) -> None:
+  def defer(self, step: int, metrics: Any, batch: Any) -> None:
     """Keeps an update's device metrics until the next update is dispatched, and settles those of the one before."""
-    previous, self._pending = self._pending, (step, metrics)
+    previous, self._pending = self._pending, (step, metrics, batch)
     self._finish(previous)
 
   def settle(self) -> None:
@@ -62,18 +66,21 @@ class Run:
     previous, self._pending = self._pending, None
     self._finish(previous)
 
-  def _finish(self, pending: tuple[int, Any] | None) -> None:
+  def _finish(self, pending: tuple[int, Any, Any] | None) -> None:
     if pending is not None:
-      step, metrics = pending
+      step, metrics, self.batch = pending
       values = to_floats(jax.device_get(metrics))
       if values.pop("stop_requests", 0):
         self.agreed_stop = True
         self.stop_requested = self.stop_requested or "a signal to another process"
       self.callbacks("on_step_end", self, step, values)
+      self.batch = None
 
   def save(self) -> None:
     """Saves the state after `step`, once that step's metrics are written: what is logged and what is saved agree."""
     self.settle()
+    if self.go_back is not None:
+      return  # killed after this save, the run would go on from what it is to leave
     start = time.perf_counter()
     with self.chrono.pause("checkpoint"):
       meta = {
@@ -84,6 +91,7 @@ class Run:
           "seconds": self.chrono.state(),
           "config": self.config_json,
           "pinned": self.pinned,
+          "remembered": self.remembered,
       }
       meta["rest_of_rollout"], arrays = self.data.saved(self.step)
       evaluated, metrics = self.last_eval

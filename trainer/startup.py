@@ -1,28 +1,43 @@
 """Settings of our programs that come before anything else."""
 
+import contextlib
 import hashlib
 import importlib.metadata
 import os
 import platform
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 # Compiled programs take no more room than this; those that have not been used for longest go first.
 CACHE_BYTES = 4 * 2**30
 
 
-# What XLA is told beside what the user says in XLA_FLAGS, if jaxlib is one of TRIED: XLA ends a program that sets a
-# flag that it does not know. On CPU, sums stay YNNPACK's, which are more exact; products are Eigen's, which are faster.
-XLA_FLAGS = {"--xla_cpu_experimental_ynn_fusion_type": "LIBRARY_FUSION_TYPE_REDUCE"}
-TRIED = ("0.10.",)
+# What compilers are told beside what the user says: {variable: (package, its versions that are known to take the flags,
+# flags)}. They end a program that sets a flag which they do not know.
+FLAGS = {
+    # On CPU, sums stay YNNPACK's, which are more exact; products are Eigen's, which are faster.
+    "XLA_FLAGS": ("jaxlib", ("0.10.",), {"--xla_cpu_experimental_ynn_fusion_type": "LIBRARY_FUSION_TYPE_REDUCE"}),
+    # On TPU, what is gathered for a product comes in while the products before it are computed. By default that is so
+    # on v5e alone; `--mode=plan` shows it.
+    "LIBTPU_INIT_ARGS": ("libtpu", ("0.0.42",), {
+        "--xla_enable_async_all_gather": "true",
+        "--xla_tpu_enable_async_collective_fusion": "true",
+        "--xla_tpu_enable_async_collective_fusion_fuse_all_gather": "true",
+        "--xla_tpu_enable_async_collective_fusion_multiple_steps": "true",
+        "--xla_tpu_overlap_compute_collective_tc": "true",
+    }),
+}
 
 
-def set_xla_flags() -> None:
-  """Adds XLA_FLAGS to the environment's; what is set there already stands. XLA reads them when JAX first runs."""
-  said = os.environ.get("XLA_FLAGS", "")
-  if importlib.metadata.version("jaxlib").startswith(TRIED):
-    more = [f"{flag}={value}" for flag, value in XLA_FLAGS.items() if flag not in said]
-    os.environ["XLA_FLAGS"] = " ".join([said, *more]).strip()
+def set_compiler_flags() -> None:
+  """Adds FLAGS to the environment's; what is set there already stands. They are read when JAX first runs."""
+  for variable, (package, versions, flags) in FLAGS.items():
+    said = os.environ.get(variable, "")
+    with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+      if importlib.metadata.version(package).startswith(versions):
+        more = [f"{flag}={value}" for flag, value in flags.items() if f"{flag}=" not in said]
+        os.environ[variable] = " ".join([said, *more]).strip()
 
 
 def use_huge_pages() -> None:
@@ -34,6 +49,20 @@ def use_huge_pages() -> None:
   if sys.platform == "linux" and "GLIBC_TUNABLES" not in os.environ:
     os.environ["GLIBC_TUNABLES"] = "glibc.malloc.hugetlb=1"
     os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])
+
+
+@contextlib.contextmanager
+def one_message(*errors: type[BaseException]) -> Iterator[None]:
+  """Ends the program with one message, without a traceback (which --verbosity=1 adds), where one of `errors` is raised
+  in it: what a user can act on. Ctrl-C ends it silently, with code 130."""
+  try:
+    yield
+  except KeyboardInterrupt:
+    sys.exit(130)
+  except errors as error:
+    from absl import logging
+    logging.debug("Traceback:", exc_info=True)
+    sys.exit(f"\n{type(error).__name__}: {error}")
 
 
 def keep_compiled_programs() -> None:

@@ -75,7 +75,7 @@ def left_out(abstract: Any, model: Any, optimizer: optim.Optimizer, strategy: An
   if model.trained_only:
     parts["params"] = patterns.flatten(abstract["params"]).keys() - optimizer.trainable
   if "reference" in abstract and not strategy.reference_ema:
-    parts["reference"] = patterns.flatten(abstract["reference"]).keys()
+    parts["reference"] = set(patterns.flatten(abstract["reference"]))
   return parts
 
 

@@ -3,6 +3,9 @@
 MFU (model FLOPs utilisation; PaLM, arXiv 2204.02311, appendix B) = FLOPs per token × tokens/s / (devices × peak).
 FLOPs per token is the model's own formula (`flops_per_token`: matrix products forward and backward, causal
 attention counted by half, nothing for recomputation). The time of compilation, evaluation and checkpoints is left out.
+
+Goodput = the time of steps and rollouts that counted / the time since the run's first start, when it did not run
+included. Steps that were lost with their process do not count: they are in no checkpoint, nor is their time.
 """
 
 import time
@@ -48,9 +51,17 @@ class Chrono:
   Args:
     flops_per_token: forward and backward, see the module's docstring.
     saved: `state()` of the run that this one continues.
+    first_start: `time.time()` when the run was begun; None: now.
+
+  Attributes:
+    phase: the pause that this is, or "step".
+    longest: seconds that the longest pause of each kind has taken, in this process.
   """
 
-  def __init__(self, flops_per_token: float, saved: dict[str, float] | None = None):
+  def __init__(self, flops_per_token: float, saved: dict[str, float] | None = None, first_start: float | None = None):
+    self._first_start = time.time() if first_start is None else first_start
+    self.phase = "step"
+    self.longest: dict[str, float] = {}
     self.peak, self.peak_source = peak_flops()
     self._flops_per_token = flops_per_token
     self._total = {"train": 0.0, "data": 0.0, "eval": 0.0, "checkpoint": 0.0, "compile": 0.0,
@@ -66,22 +77,37 @@ class Chrono:
   @contextmanager
   def pause(self, kind: str) -> Iterator[None]:
     """Time spent in it counts as `time/<kind>` and not as training."""
-    start = time.perf_counter()
+    start, outer = time.perf_counter(), self.phase
+    self.phase = kind
     try:
       with liveness.phase(kind):
         yield
     finally:
-      self.add(kind, time.perf_counter() - start)
+      seconds = time.perf_counter() - start
+      self.phase, self.longest[kind] = outer, max(seconds, self.longest.get(kind, 0.0))
+      self.add(kind, seconds)
 
   def add(self, kind: str, seconds: float) -> None:
     """Counts seconds spent on something other than steps."""
     if kind == "data":
       liveness.waited(seconds)
     self._window[kind] = self._window.get(kind, 0.0) + seconds
-    self._total[kind] += seconds
+    self._total[kind] = self._total.get(kind, 0.0) + seconds
+
+  def take_back(self, saved: dict[str, float]) -> None:
+    """Steps since `state()` gave this do not count: the run goes on from there."""
+    for kind in ("train", "rollout"):
+      self._total[kind] = saved[kind]
+
+  def goodput(self) -> float:
+    """The share of the time since the first start that went into steps and rollouts that counted, up to the last
+    `window`. A clock that was set back makes the time no shorter than its parts."""
+    wall = max(time.time() - self._first_start, sum(self._total.values()) - self._total["data"])
+    return (self._total["train"] + self._total["rollout"]) / wall if wall > 0 else 0.0
 
   def window(self, tokens_seen: int, steps: int) -> dict[str, float]:
-    """Metrics since `start_window`: tokens_per_second, mfu, time/step, and time/<kind> in seconds a step.
+    """Metrics since `start_window`: tokens_per_second, mfu, time/step and time/data in seconds a step; goodput;
+    time/wall, seconds since the run's first start; time/split/<kind>, those of the window (`train` without `data`).
 
     Of several processes, time/data is that of the one that waited longest.
     """
@@ -94,6 +120,10 @@ class Chrono:
         "mfu": self._flops_per_token * rate / (self.peak * jax.device_count()),
         "time/step": seconds / max(steps, 1),
         "time/data": max(self._window.get("data", 0.0), liveness.longest_wait()) / max(steps, 1),
+        "time/split/train": max(seconds - self._window.get("data", 0.0), 0.0),
+        **{f"time/split/{kind}": spent for kind, spent in self._window.items() if spent},
+        "time/wall": time.time() - self._first_start,
+        "goodput": self.goodput(),
     }
     self.start_window(tokens_seen)
     return metrics

@@ -40,34 +40,15 @@ def make_update_fn(loss_fn: Callable, optimizer: optim.Optimizer, *, seed: int, 
   guard's `nonfinite`, `nonfinite_in_a_row`, `nonfinite_leaf` (index into `gradient_paths`, -1: none).
   """
 
+  gradients = make_gradient_fn(loss_fn, optimizer, seed=seed, micro_batch_size=micro_batch_size,
+                               source_names=source_names)
+
   def update(state: State, batch: dict[str, jax.Array]) -> tuple[State, dict[str, Any]]:
     step = state["step"]
     batch = dict(batch)
     stop_requests = batch.pop("stop_requests", None)
     trainable, frozen = optimizer.split(state["params"])
-    reference = (overlay(state["params"], state["reference"]),) if "reference" in state else ()
-
-    def loss_of(params, micro, index):
-      rng = jax.random.fold_in(jax.random.fold_in(jax.random.key(seed), step), index)
-      return loss_fn(params, micro, rng, *reference)
-
-    scales = None
-    if batch["tokens"].shape[0] > micro_batch_size:
-      # Weights depend on the batch alone, so that the compiler removes everything else from this call.
-      scales = _scales(loss_of(state["params"], batch, 0)[0])
-
-    def micro_loss(trainable, micro, index):
-      terms, metrics = loss_of(optimizer.merge(trainable, frozen), micro, index)
-      scale, first = scales or _scales(terms), next(iter(terms.values()))
-      loss_sum, weight = sum(jnp.sum(t.sum) * scale[name] for name, t in terms.items()), jnp.sum(first.weight)
-      if len(terms) > 1:
-        metrics = metrics | {"objective": Mean(loss_sum, weight)}
-      return loss_sum, (weight, _by_source(terms | metrics, micro["source_ids"], source_names))
-
-    loss_sum, weight, metrics, grads = _accumulate(micro_loss, trainable, batch, micro_batch_size)
-    divisor = _divisor(weight)
-    grads = jax.tree.map(lambda g: g / divisor, grads)
-
+    grads, loss_sum, metrics = gradients(state["params"], batch, step, state.get("reference"))
     grads_clipped, grad_norm = optim.clip_by_global_norm(grads, clip_norm)
 
     # The finite guard: a step whose loss or gradient is not finite changes nothing but the step number and
@@ -118,15 +99,70 @@ def make_update_fn(loss_fn: Callable, optimizer: optim.Optimizer, *, seed: int, 
   return update
 
 
+def make_gradient_fn(loss_fn: Callable, optimizer: optim.Optimizer, *, seed: int, micro_batch_size: int,
+                     source_names: Sequence[str]) -> Callable:
+  """Returns `gradients(params, batch, step, reference) -> (grads, loss_sum, metrics)`, the first part of an update.
+
+  `grads` are those of the parameters that are trained, float32, divided; `loss_sum` is Σ sum, before the division;
+  `reference`: the reference policy's own leaves, None: there is none. The arguments are those of `make_update_fn`.
+  """
+
+  def gradients(params: Any, batch: dict[str, jax.Array], step: Any, reference: Any) -> tuple[Any, jax.Array, dict]:
+    trainable, frozen = optimizer.split(params)
+    reference = () if reference is None else (overlay(params, reference),)
+
+    def loss_of(params, micro, index):
+      return loss_fn(params, micro, step_key(seed, step, index), *reference)
+
+    scales = None
+    if batch["tokens"].shape[0] > micro_batch_size:
+      # Weights depend on the batch alone, so that the compiler removes everything else from this call.
+      scales = _scales(loss_of(params, batch, 0)[0])
+
+    def micro_loss(trainable, micro, index):
+      terms, metrics = loss_of(optimizer.merge(trainable, frozen), micro, index)
+      scale, first = scales or _scales(terms), next(iter(terms.values()))
+      loss_sum, weight = sum(jnp.sum(t.sum) * scale[name] for name, t in terms.items()), jnp.sum(first.weight)
+      if len(terms) > 1:
+        metrics = metrics | {"objective": Mean(loss_sum, weight)}
+      return loss_sum, (weight, _by_source(terms | metrics, micro["source_ids"], source_names))
+
+    loss_sum, weight, metrics, grads = _accumulate(micro_loss, trainable, batch, micro_batch_size)
+    divisor = _divisor(weight)
+    return jax.tree.map(lambda g: g / divisor, grads), loss_sum, metrics
+
+  return gradients
+
+
+def step_key(seed: int, step: Any, index: Any) -> jax.Array:
+  """The random key of a micro-batch of the update that follows `step` others."""
+  return jax.random.fold_in(jax.random.fold_in(jax.random.key(seed), step), index)
+
+
+def micro_batches(batch: dict[str, jax.Array], micro_batch_size: int) -> tuple[dict[str, jax.Array], int]:
+  """The batch [B, …] as micro-batches [count, micro_batch_size, …], and their count.
+
+  Micro-batch j has rows j, count + j, 2 * count + j, …: every device keeps the rows that it has.
+  """
+  count = batch["tokens"].shape[0] // micro_batch_size
+  return jax.tree.map(lambda x: x.reshape(micro_batch_size, count, *x.shape[1:]).swapaxes(0, 1), batch), count
+
+
 def gradient_paths(optimizer: optim.Optimizer, abstract_params: Any) -> list[str]:
   """Paths of the trained parameters, in the order that `nonfinite_leaf` counts them."""
   return list(patterns.flatten(optimizer.split(abstract_params)[0]))
 
 
+def changed(before: Sequence[tuple[str, tuple]], now: Sequence[tuple[str, tuple]]) -> str:
+  """What differs between the shapes, by name, of two batches: for each of which the step is another program."""
+  old, new = dict(before), dict(now)
+  return ", ".join(f"{key} {old.get(key, 'absent')} → {new.get(key, 'absent')}" for key in {**old, **new}
+                   if old.get(key) != new.get(key))
+
+
 def _accumulate(micro_loss: Callable, trainable: Any, batch: dict[str, jax.Array], micro_batch_size: int):
   """Sums of losses, weights, metrics and float32 gradients over the micro-batches."""
-  rows = batch["tokens"].shape[0]
-  count = rows // micro_batch_size
+  micros, count = micro_batches(batch, micro_batch_size)
   value_and_grad = jax.value_and_grad(micro_loss, has_aux=True)
 
   def one(micro, index):
@@ -136,8 +172,6 @@ def _accumulate(micro_loss: Callable, trainable: Any, batch: dict[str, jax.Array
   if count == 1:
     return one(batch, 0)
 
-  # Micro-batch j takes rows j, count + j, 2 * count + j, …: every device keeps the rows that it has.
-  micros = jax.tree.map(lambda x: x.reshape(micro_batch_size, count, *x.shape[1:]).swapaxes(0, 1), batch)
   zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype),
                        jax.eval_shape(one, jax.tree.map(lambda x: x[0], micros), 0))
 

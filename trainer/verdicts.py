@@ -105,7 +105,7 @@ def stands(thread: int | None) -> tuple[bool, str]:
   while frame is not None:
     file = frame.f_code.co_filename
     in_library = _SITE in file
-    if in_library or not (file.startswith(_STDLIB) or file.startswith("<")):
+    if in_library or not file.startswith((_STDLIB, "<")):
       waits = bool(_WAITS_IN.search(file)) if waits is None else waits
       if not in_library:
         return waits, f"{os.sep.join(file.split(os.sep)[-2:])}:{frame.f_lineno} in {frame.f_code.co_name}"

@@ -1,11 +1,13 @@
 """The folder of a run: made, guarded against another config, and described at the end.
 
-It holds `config.json` (resolved), `metrics.jsonl`, `tensorboard/`, `checkpoints/`, `samples/`, the tokenizer, `cache/`,
-and `hf/` (the small files of a Hugging Face folder that the run started from, for the export).
+It holds `config.json` (resolved), `started` (when the run was begun), `run.json` (what ran, start by start),
+`metrics.jsonl`, `report.html` (the run on one page), `tensorboard/`, `checkpoints/`, `samples/`, the tokenizer,
+`cache/`, and `hf/` (the small files of a Hugging Face folder that the run started from, for the export).
 """
 
-import json
+import datetime
 import os
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -15,6 +17,7 @@ import jax
 from input_pipeline.examples_chat import find_template
 from input_pipeline.tokenizer import Tokenizer
 from models import hf
+from models.hf import files
 from trainer import config_checks, hugging_face
 from trainer.config import ConfigError
 
@@ -34,14 +37,29 @@ def prepare(resolved: Any, workdir: Path) -> None:
     workdir.mkdir(parents=True, exist_ok=True)
   except OSError as e:
     raise ConfigError(f"--workdir {workdir} cannot be made: {e.strerror}. Give a folder that you may write to.") from e
+  if not os.access(workdir, os.W_OK):
+    raise ConfigError(f"--workdir {workdir} cannot be written to (it is read-only, or another user's). Give a folder "
+                      "that you may write to.")
+  first_start(workdir)
   saved = workdir / "config.json"
   if not saved.exists() or not (workdir / "checkpoints").exists() or resolved.allow_config_changes:
     return
-  differences = config_checks.differences(json.loads(saved.read_text(encoding="utf-8")), resolved)
+  differences = config_checks.differences(files.read_json(saved), resolved)
   if differences:
     raise ConfigError(
         f"{workdir} was begun with another config:\n  " + "\n  ".join(differences) + "\nUse another --workdir, the "
         "config as it was, or --config.allow_config_changes=True to continue with the new values.")
+
+
+def first_start(workdir: Path) -> float:
+  """Seconds since 1970 when the run was begun, in its first process; noted here the first time."""
+  file, now = workdir / "started", time.time()
+  try:
+    return datetime.datetime.fromisoformat(file.read_text(encoding="utf-8").strip()).timestamp()
+  except (OSError, ValueError):  # not there, or cut
+    if jax.process_index() == 0:
+      file.write_text(datetime.datetime.fromtimestamp(now, datetime.UTC).isoformat() + "\n", encoding="utf-8")
+    return now
 
 
 def check_same_data(meta: Mapping, fingerprint: str, allow_changes: bool) -> None:
@@ -73,7 +91,8 @@ def say_where_everything_is(run: Any, seconds: float) -> None:
   """The last words: how it ended, what was measured, where to look."""
   done = f"finished all {run.total_steps} steps" if run.step >= run.total_steps else (
       f"stopped by {run.stop_requested} after step {run.step} of {run.total_steps}; the same command continues")
-  run.say(f"\nThe run has {done} ({seconds:.0f} s in this process).")
+  run.say(f"\nThe run has {done} ({seconds:.0f} s in this process). Of the time since its first start "
+          f"{run.chrono.goodput():.0%} went into steps that counted.")
   for name, value in sorted(run.last_eval[1].items()):
     if name.startswith("eval/"):
       run.say(f"  {name:<40} {value:.4f}")
@@ -82,7 +101,8 @@ def say_where_everything_is(run: Any, seconds: float) -> None:
     lines = samples[-1].read_text(encoding="utf-8").splitlines()
     more = [f"… and more in {samples[-1]}"] if len(lines) > SAMPLE_LINES else []
     run.say("\n".join(["", *lines[:SAMPLE_LINES], *more, ""]))
-  for what, where in (("checkpoints", "checkpoints"), ("metrics", "metrics.jsonl"), ("TensorBoard", "tensorboard"),
-                      ("samples", "samples"), ("tokenizer", "tokenizer.json"), ("config", "config.json")):
+  for what, where in (("report", "report.html"), ("checkpoints", "checkpoints"), ("metrics", "metrics.jsonl"),
+                      ("TensorBoard", "tensorboard"), ("samples", "samples"), ("tokenizer", "tokenizer.json"),
+                      ("config", "config.json")):
     if (run.workdir / where).exists():
       run.say(f"  {what:<12} {run.workdir / where}")

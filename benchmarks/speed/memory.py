@@ -1,9 +1,9 @@
-"""How far the memory of two training steps rises with length and vocabulary, beside transformers, as a picture.
+"""How far the memory of a training step rises with length and vocabulary, beside transformers, as a picture.
 
     python -m benchmarks.speed.memory --peer peers/bin/python [--out benchmarks/speed/memory.svg]
 
-The model of `python -m benchmarks.speed`, one row, float32, AdamW, on CPU. The peak of the process's memory in a second
-step, less what its imports take: parameters, gradients and moments are part of it, what compiled the first step is not.
+The model of `python -m benchmarks.speed`, one row, float32, AdamW, on CPU. The peak of the process's memory in a later
+step, less what its imports take: parameters, gradients and moments are part of it, what compiled the step is not.
 """
 
 import argparse
@@ -49,7 +49,8 @@ def draw(found: dict[tuple[int, int], dict[str, float]], programs: tuple[str, ..
     for axes, (label, sizes) in zip(figure.subplots(1, 2, sharey=True), panels, strict=True):
       for name in programs:
         axes.plot([n for _, n in sizes], [found[size][name] / 1000 for size, _ in sizes], marker="o", label=name)
-      axes.set(xlabel=label, xscale="log", yscale="log", ylabel="GB of two steps")
+      axes.set(xlabel=label, xscale="log", yscale="log", ylabel="peak of a training step, GB")
+      axes.set_yticks([2.0**n for n in range(-1, 5)], [f"{2.0**n:g}" for n in range(-1, 5)])
       axes.set_xticks([n for _, n in sizes], [f"{n // 1024}k" for _, n in sizes], minor=False)
       axes.minorticks_off()
       axes.grid(alpha=0.3)

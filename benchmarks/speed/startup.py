@@ -31,7 +31,7 @@ def main() -> None:
     weft_config.write_data(data)
     for program in PROGRAMS:
       # Where each of them keeps compiled programs, if it does.
-      caches = {name: f"{folder}/{program}" for name in ("XDG_CACHE_HOME", "TORCHINDUCTOR_CACHE_DIR")}
+      caches = dict.fromkeys(("XDG_CACHE_HOME", "TORCHINDUCTOR_CACHE_DIR"), f"{folder}/{program}")
       seconds = []
       with mock.patch.dict(os.environ, caches):
         for _ in ("first", "second"):

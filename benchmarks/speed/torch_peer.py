@@ -19,10 +19,10 @@ import time
 os.environ.update(HF_HUB_OFFLINE="1", TOKENIZERS_PARALLELISM="false", TRANSFORMERS_VERBOSITY="error")
 os.environ["HF_DATASETS_DISABLE_PROGRESS_BARS"] = "1"
 
-import peak  # noqa: E402
-import sizes as s  # noqa: E402
-import torch  # noqa: E402
-import transformers  # noqa: E402
+import peak
+import sizes as s
+import torch
+import transformers
 
 
 def make_model(vocab: int = s.VOCAB, length: int = s.SEQ):

@@ -13,15 +13,15 @@ import time
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
-import importlib.metadata  # noqa: E402
+import importlib.metadata
 
-import jax  # noqa: E402
-import numpy as np  # noqa: E402
-import optax  # noqa: E402
-import sizes as s  # noqa: E402
-from flax import nnx  # noqa: E402
-from tunix.models.llama3 import model as llama  # noqa: E402
-from tunix.sft import peft_trainer, utils  # noqa: E402
+import jax
+import numpy as np
+import optax
+import sizes as s
+from flax import nnx
+from tunix.models.llama3 import model as llama
+from tunix.sft import peft_trainer, utils
 
 
 def model_inputs(x):

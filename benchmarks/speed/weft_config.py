@@ -24,8 +24,6 @@ def get_config(arg: str) -> ConfigDict:
   m = c.model
   m.num_layers, m.hidden_size, m.intermediate_size, m.num_heads = s.LAYERS, s.HIDDEN, s.FFN, s.HEADS
   m.tie_embeddings = False
-  # Unrolled, a step on CPU copies no layer's activations into arrays of all layers'; a scan decodes faster.
-  m.scan_layers = case == "grpo"
   o = c.optimizer
   o.learning_rate, o.b1, o.b2, o.weight_decay, o.clip_norm = s.LEARNING_RATE, s.B1, s.B2, s.WEIGHT_DECAY, s.CLIP
   c.schedule = dict(name="constant", warmup_percent=0.0)

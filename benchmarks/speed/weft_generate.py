@@ -40,6 +40,6 @@ def main() -> None:
 
 if __name__ == "__main__":
   startup.use_huge_pages()
-  startup.set_xla_flags()
+  startup.set_compiler_flags()
   startup.keep_compiled_programs()
   main()

@@ -81,7 +81,7 @@ def load(path: str | Path, dtype: Any = "float32", shardings: Mapping | Callable
   set_keys(section, keys)
   section.hf = str(folder.path)
 
-  def make(kind: Any) -> api.Model:
+  def make(kind: Any) -> Any:
     return api.make_model(section, vocab_size=keys["vocab_size"], params_dtype=kind, compute_dtype=kind)
 
   model = make("float32" if dtype is None else dtype)

@@ -58,14 +58,14 @@ class Entry:
 
   def to_theirs(self, part: int, index: tuple[slice, ...]) -> tuple[slice, ...]:
     """Where a slice of one of ours (without its leading dimensions) lies in their tensor, in `matrix_shape`."""
-    index = list(index)
+    theirs = list(index)
     if self.tensor.transpose:
-      index[-2:] = index[-1], index[-2]
+      theirs[-2:] = theirs[-1], theirs[-2]
     if len(self.parts) > 1:
       axis = self.tensor.axis
       start = sum(shape[axis] for shape in self.parts[:part])
-      index[axis] = slice(index[axis].start + start, index[axis].stop + start)
-    return tuple(index)
+      theirs[axis] = slice(theirs[axis].start + start, theirs[axis].stop + start)
+    return tuple(theirs)
 
   def swap(self, values: np.ndarray) -> np.ndarray:
     """From our layout to theirs, and back; a view."""

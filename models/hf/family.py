@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from models import layers
 from models.hf.errors import HFError
-from models.hf.keys import Rule, Source
+from models.hf.keys import DEEPEST, Rule, Source
 from models.hf.rope import scaling_keys
 
 # Values of the architecture's keys for a decoder with nothing special; a family's rules and constants go on top.
@@ -147,8 +147,10 @@ class Family:
     model = {**NEUTRAL, **self.fixed}
     for rule in self.keys:
       model.update(rule.read(source, model))
+    if (layers_ := max(model["num_layers"], model["vision.num_layers"])) > DEEPEST:
+      raise HFError(f"{where} asks for {layers_:,} layers; at most {DEEPEST:,} are taken for meant. Fetch it again.")
     if unknown := source.left_over(INERT | DROPOUT | self.inert):
-      told = ", ".join(f"{key} = {value!r}" for key, value in unknown.items())
+      told = ", ".join(f"{key} = {value!r:.80}" for key, value in [*unknown.items()][:20])
       raise HFError(f"{where}: {told}: the family {self.name} has no such entry here, and it could change what the "
                     "model computes. If it does not, remove it from the file.")
     return canonical(model)

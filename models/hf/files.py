@@ -146,9 +146,11 @@ def read_header(file: Path) -> dict[str, TensorInfo]:
 def _read_index(index: Path) -> dict[str, TensorInfo]:
   """The tensors of all shards, which must be those that the index names."""
   weight_map = read_json(index).get("weight_map")
-  if not isinstance(weight_map, dict) or not all(isinstance(file, str) for file in weight_map.values()):
+  if not isinstance(weight_map, dict) or not all(
+      isinstance(name, str) and name.isprintable() for entry in weight_map.items() for name in entry):
     raise HFError(f"{index}: \"weight_map\" must be an object that gives the file of each tensor.")
-  tensors, problems = {}, []
+  tensors: dict[str, Any] = {}
+  problems: list[str] = []
   for file in sorted(set(weight_map.values())):
     if Path(file).name != file or not (index.parent / file).is_file():
       problems.append(f"{file}: named by the index, but not in the folder")
@@ -169,6 +171,8 @@ def _read_index(index: Path) -> dict[str, TensorInfo]:
 
 
 def _no_tensors(folder: Path) -> str:
+  if odd := [p for p in (folder / SINGLE, folder / INDEX) if os.path.lexists(p)]:
+    return f"{odd[0]} is not a regular file, nor a link to one. Fetch it again."
   shards = sorted(p.name for p in folder.glob("*.safetensors"))
   if shards:
     return (f"{folder} has neither {SINGLE} nor {INDEX}, only {', '.join(shards[:5])}. Of several files the index says "

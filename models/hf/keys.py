@@ -6,6 +6,7 @@ named by dotted keys such as `moe.num_experts`; `write` turns these back. A rule
 """
 
 import difflib
+import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -13,8 +14,10 @@ from typing import Any
 from models.hf.errors import HFError
 
 REQUIRED = object()
-_KINDS = {int: "a whole number of 1 or more", float: "a number", bool: "true or false", str: "a string", list: "a list",
-          dict: "an object"}
+# No dimension of a model is as large, and no model as deep.
+LARGEST, DEEPEST = 2**31 - 1, 100_000
+_KINDS = {int: f"a whole number from 1 to {LARGEST}", float: "a number that is finite", bool: "true or false",
+          str: "a string", list: "a list", dict: "an object"}
 
 
 class Source:
@@ -46,18 +49,19 @@ class Source:
       if default is REQUIRED:
         raise HFError(f"{self.where} has no {key!r}, which must be {_KINDS[kind]}.{self._near(key)}")
       return default
-    value = self.content[key]
+    value: Any = self.content[key]
     if value is None and null is not REQUIRED:
       return null
-    if kind is float and isinstance(value, int) and not isinstance(value, bool):
+    if kind is float and isinstance(value, int) and not isinstance(value, bool) and abs(value) <= LARGEST:
       value = float(value)
-    if not isinstance(value, kind) or (kind is int and (isinstance(value, bool) or value < 1)):
+    if not isinstance(value, kind) or (kind is int and (isinstance(value, bool) or not 1 <= value <= LARGEST)) or (
+        kind is float and not math.isfinite(value)):
       raise self.error(key, _KINDS[kind] + ("" if null is REQUIRED else ", or null"))
     return value
 
   def error(self, key: str, allowed: str) -> HFError:
     """The value of `key` is none of the allowed ones."""
-    return HFError(f"{self.where}: {key} is {self.content.get(key)!r}; allowed: {allowed}.")
+    return HFError(f"{self.where}: {key} is {self.content.get(key)!r:.200}; allowed: {allowed}.")
 
   def left_over(self, inert: Iterable[str] = ()) -> dict[str, Any]:
     """What was not asked for, is not inert and says something (null, false and empty values do not)."""

@@ -31,7 +31,7 @@ from models.hf.family import Family
 CONFIG, TENSORS = "adapter_config.json", "adapter_model.safetensors"
 ROOT = "base_model.model."
 # What changes the function, or the base, in ways that are not ours: these keys must have one of these values.
-MUST = {
+MUST: dict[str, Any] = {
     "peft_type": ("LORA",), "task_type": ("CAUSAL_LM", None), "bias": ("none",), "use_dora": (False, None),
     "modules_to_save": (None, []), "layers_to_transform": (None, []), "layer_replication": (None, []),
     "lora_bias": (False, None), "target_parameters": (None, []), "trainable_token_indices": (None, [], {}),
@@ -213,11 +213,13 @@ def _read_config(folder: Path) -> dict[str, Any]:
   unknown = {key: value for key, value in config.items()
              if key not in MUST and key not in READ and key not in INERT and value not in (None, False, {}, [], "")}
   if unknown:
-    raise HFError(f"{file}: {', '.join(f'{k} = {v!r}' for k, v in unknown.items())}: not known here, and it could "
-                  "change what the adapters compute. If it does not, remove it from the file.")
+    told = ", ".join(f"{key} = {value!r:.80}" for key, value in [*unknown.items()][:20])
+    raise HFError(f"{file}: {told}: not known here, and it could change what the adapters compute. If it does not, "
+                  "remove it from the file.")
   for key in ("r", "lora_alpha"):
-    if isinstance(config.get(key), bool) or not isinstance(config.get(key), int | float) or not config[key] > 0:
-      raise HFError(f"{file}: {key} is {config.get(key)!r}; it must be a number above 0.")
+    if isinstance(config.get(key), bool) or not isinstance(config.get(key), int | float) or not (
+        0 < config[key] < 2**31):
+      raise HFError(f"{file}: {key} is {config.get(key)!r:.80}; it must be a number above 0 and below 2 ** 31.")
   for key in ("rank_pattern", "alpha_pattern"):
     if not isinstance(config.get(key) or {}, dict):
       raise HFError(f"{file}: {key} is {config[key]!r}; it must be an object, {{module: number}}.")
@@ -265,6 +267,12 @@ def _check_scale(config: Mapping[str, Any], names: list[str], parts: int, lora: 
 def _of_module(pattern: Mapping[str, Any] | None, name: str, default: Any, where: Path) -> Any:
   """The value for a module: that of the first key, a regex, that matches its name or the end of it, as in PEFT."""
   for key, value in (pattern or {}).items():
+    if len(key) > 200 or re.search(r"\)[*+{]", key) or len(re.findall(r"[*+{]", key)) > 3:
+      raise HFError(f"{where}: the pattern {key!r:.80} could take for ever to be tried. Name the modules in full, or "
+                    "with at most three of * + { and none of them behind a bracket.")
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
+      raise HFError(f"{where}: rank_pattern or alpha_pattern gives {value!r:.80} for {key!r:.80}; it must be a number "
+                    "above 0.")
     try:
       fits = re.match(rf"(.*\.)?({key})$", name)
     except re.error as e:

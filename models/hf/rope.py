@@ -129,6 +129,8 @@ class Rope(Rule):
       keys["original_positions"] = original
     if kind == "yarn":
       keys |= _yarn(parameters, original, limit)
+    if keys["factor"] < 1:
+      raise HFError(f"{parameters.where}: factor is {keys['factor']:g}; allowed: 1 or more.")
     return {f"rope_scaling.{key}": value for key, value in keys.items()}
 
 
@@ -138,6 +140,8 @@ def _yarn(parameters: Source, original: int, limit: int | None) -> dict[str, Any
   factor = parameters.get("factor", float, ratio, ratio)
   if factor is None:
     raise HFError(f"{parameters.where}: yarn scaling needs factor.")
+  if factor <= 0:
+    raise parameters.error("factor", "1 or more")
   attention_factor = parameters.get("attention_factor", float, None, None)
   mscale, mscale_all_dim = (parameters.get(key, float, None, None) for key in ("mscale", "mscale_all_dim"))
   if attention_factor is None and mscale and mscale_all_dim and factor > 1:

@@ -1,6 +1,10 @@
 """Text samples: they continue the prompts, and are a function of the seed and the step."""
 
+import json
+
 import jax
+import jax.numpy as jnp
+import numpy as np
 import pytest
 
 from evaluators import common
@@ -31,6 +35,24 @@ def test_samples_are_written_and_a_function_of_seed_and_step(tmp_path):
   assert (tmp_path / "samples" / "text_00000003.txt").read_text() == text
   dict(ev.run(params, 4))
   assert (tmp_path / "samples" / "text_00000004.txt").read_text() != text
+
+
+def test_every_token_is_written_with_the_log_prob_that_the_model_gives_it(tmp_path):
+  ev, model, params, tokenizer = make(tmp_path, temperature=0.7)
+  dict(ev.run(params, 3))
+  rows = [json.loads(line) for line in (tmp_path / "samples" / "text_00000003.jsonl").read_text().splitlines()]
+  text = (tmp_path / "samples" / "text_00000003.txt").read_text()
+  assert [row["prompt"] for row in rows] == ["the quick", "a"]
+  for row, prompt in zip(rows, ev._ids, strict=True):
+    assert len(row["tokens"]) == len(row["ids"]) == len(row["logprobs"]) > 0 and row["temperature"] == 0.7
+    assert f"--- {row['prompt']!r}\n{row['prompt']}{row['completion']}\n" in text
+    assert "".join(row["tokens"]) == tokenizer.decode(row["ids"], skip_special=False)
+    ids = jnp.array([[*prompt, *row["ids"]]])
+    batch = {"tokens": ids, "positions": jnp.arange(ids.shape[1])[None], "segment_ids": jnp.ones_like(ids)}
+    hidden = model.apply(params, batch).hidden
+    logits = (hidden @ model.unembedding(params))[0, len(prompt) - 1:-1, :tokenizer.vocab_size]
+    expected = jax.nn.log_softmax(logits / 0.7)[jnp.arange(len(row["ids"])), jnp.array(row["ids"])]
+    np.testing.assert_allclose(row["logprobs"], expected, atol=2e-4)
 
 
 def test_what_the_reference_writes_from_the_same_draws_stands_beside(tmp_path):

@@ -331,6 +331,28 @@ def test_exercises_are_made_with_their_answers():
   assert made[0].where == "source mine: 0+0"
 
 
+def test_made_rows_as_conversations(tmp_path, monkeypatch):
+  """With the same answers, in the same splits whatever they are asked for."""
+  texts, chats = records(type="arithmetic"), records(type="arithmetic", dataset="chat")
+  assert [r.name for r in texts] == [r.name for r in chats]
+  asked = {r.name: r.fields for r in chats}["64-81"]
+  assert asked == {"prompt": [{"role": "user", "content": "What is 64 - 81?"}],
+                   "completion": [{"role": "assistant", "content": "-17"}], "answer": "-17"}
+  (tmp_path / "a.py").write_text("".join(f'def f{i}(x, y={i}):\n  """Does {i}."""\n' for i in range(60)))
+  monkeypatch.setattr("sysconfig.get_paths", lambda: {"stdlib": str(tmp_path)})
+  said = {r.name: r.fields for r in records(type="python_docstrings", dataset="chat")}
+  pairs = {r.name: r.fields for r in records(type="python_docstring_pairs", dataset="chat")}
+  assert said["a.py:7"] == {"prompt": [{"role": "user", "content": "Document def f3(x, y=3)"}],
+                            "completion": [{"role": "assistant", "content": "Does 3."}]}
+  assert {name: (f["prompt"], f["chosen"]) for name, f in pairs.items()} == {
+      name: (f["prompt"], f["completion"]) for name, f in said.items()}
+  assert all(f["rejected"] != f["chosen"] and f["rejected"][0]["role"] == "assistant" for f in pairs.values())
+  held = [{r.name for r in records(type=kind, dataset="chat", split="validation", validation_fraction=0.3)}
+          for kind in ("python_docstrings", "python_docstring_pairs")]
+  assert held[0] == held[1] and 5 < len(held[0]) < 35
+  fails("dataset is 'talk'; for type 'arithmetic' it is 'chat'", ConfigError, type="arithmetic", dataset="talk")
+
+
 def test_a_teacher_errs_in_half_of_the_exercises_always_alike():
   right = {r.fields["prompt"]: int(r.fields["completion"]) for r in records(type="arithmetic")}
   said = {r.fields["prompt"]: int(r.fields["completion"]) for r in records(type="arithmetic_mistakes")}

@@ -10,6 +10,7 @@ import pytest
 from tokenizers import AddedToken, decoders, models, pre_tokenizers
 from tokenizers import Tokenizer as Backend
 
+from input_pipeline import hf_folder
 from input_pipeline import tokenizer as tok
 from input_pipeline.files import DataError
 from tests.conftest import ROOT
@@ -83,6 +84,19 @@ print(make(Path({str(tmp_path / "again")!r}), type="bpe", vocab_size=500).finger
 """
   again = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True, cwd=ROOT, timeout=60)
   assert again.stdout.strip() == tokenizer.fingerprint
+
+
+def test_digits_can_be_tokens_of_their_own(tmp_path):
+  texts = ["in 1984 and 1985 the years 1984, 1985 and 1986 were 1984 to 1986\n"] * 20
+  whole, split = (make(tmp_path / str(digits), type="bpe", vocab_size=300, split_digits=digits, texts=texts)
+                  for digits in (False, True))
+  text = " 1984 the 1985?"
+  tokens = [[tokenizer.decode([i]) for i in tokenizer.encode_batch([text])[0]] for tokenizer in (whole, split)]
+  assert any(len(token.strip()) > 1 and token.strip().isdigit() for token in tokens[0])
+  assert [token for token in tokens[1] if any(c.isdigit() for c in token)] == list("19841985")
+  assert "".join(tokens[1]) == text and any(len(token) > 1 for token in tokens[1])
+  again = tok.load_tokenizer(tmp_path / "True" / "tokenizer.json")
+  assert again.encode_batch([text])[0].tolist() == split.encode_batch([text])[0].tolist()
 
 
 def test_bpe_is_reused_on_restart(tmp_path):
@@ -180,7 +194,7 @@ def test_a_workdir_keeps_its_tokenizer(tmp_path):
 ])
 def test_only_gpt2_like_tokenizers_encode_in_parts(tmp_path, change, exact):
   spec = json.loads((write_hf(tmp_path / "hf") / "tokenizer.json").read_text())
-  assert tok._splits_at_spaces({**spec, **change}) is exact
+  assert hf_folder.splits_at_spaces({**spec, **change}) is exact
 
 
 def test_a_folder_means_what_it_means_to_transformers():

@@ -367,7 +367,8 @@ def gradient_of_base():
   return gradient(*model_and_params())
 
 
-@pytest.mark.parametrize("options", [dict(scan_layers=False), dict(remat="full"), dict(remat="dots"),
+@pytest.mark.parametrize("options", [dict(scan_layers=False), dict(remat="full"), dict(remat="attention_mlp"),
+                                     dict(remat="dots"),
                                      dict(window=16, layer_pattern=("local", "global"), remat="full")], ids=str)
 def test_scanned_unrolled_and_remat_agree(options):
   """I11; a period of two layers scans both at once (and the window is as long as the row)."""

@@ -12,7 +12,8 @@ from jax.extend import core
 from models import attention_tpu
 from models.remat import HOST_MEMORY, remat_policy
 from tests.models.common import BATCH, B, T, make, paths, random_params
-from trainer.config import ConfigError
+from trainer import mesh as mesh_lib
+from trainer.config import ConfigError, defaults
 
 # Of the model of tests/models/common.py.
 LAYERS, D, F = 2, 16, 24
@@ -27,8 +28,8 @@ KEPT = {"full": 0, "attention": ATTENTION, "attention_mlp": ATTENTION + MLP, "of
         "offload_attention": ATTENTION}
 
 
-def loss(remat, scan_layers=True):
-  model = make(remat=remat, scan_layers=scan_layers, num_layers=LAYERS, attention_block=T)
+def loss(remat, scan_layers=True, **options):
+  model = make(remat=remat, scan_layers=scan_layers, num_layers=LAYERS, attention_block=T, **options)
   return model, lambda params: jnp.tanh(model.apply(params, BATCH).hidden).sum()
 
 
@@ -50,9 +51,8 @@ def equations(jaxpr):
           yield from equations(getattr(part, "jaxpr", part))
 
 
-@functools.cache
-def backward(remat):
-  model, f = loss(remat)
+def backward(remat, **options):
+  model, f = loss(remat, **options)
   return jax.make_jaxpr(jax.grad(f))(model.abstract_params()).jaxpr
 
 
@@ -72,6 +72,14 @@ def test_keeping_by_name_changes_no_gradient(remat, scan_layers):
 @pytest.mark.parametrize("remat", AGAIN)
 def test_products_that_are_computed_again(remat):
   assert count(backward(remat), "dot_general") - count(backward("none"), "dot_general") == AGAIN[remat]
+
+
+@pytest.mark.parametrize("remat, again", [("attention", 3), ("attention_mlp", 0)])
+def test_experts_products_are_computed_again_unless_they_are_kept(remat, again):
+  """Gate and up; and down, which the gradient of the router's weights needs."""
+  moe = dict(num_experts=4, experts_per_token=2, expert_size=8)
+  grouped = [count(backward(name, moe=moe), "platform_index") for name in (remat, "none")]
+  assert grouped[0] - grouped[1] == again
 
 
 @pytest.mark.parametrize("remat", KEPT)
@@ -101,6 +109,22 @@ def test_the_tpu_kernel_runs_forward_once_where_its_results_are_kept(remat, forw
   assert kernels(remat_policy(remat)(f, False)) - kernels(f) == forward - 1
 
 
+def test_auto_keeps_the_products_of_layers_in_a_scan():
+  for scan_layers, expected in ((True, "attention_mlp"), (False, "none")):
+    found = [str(jax.make_jaxpr(jax.grad(f))(model.abstract_params())) for model, f in (
+        loss(name, scan_layers) for name in ("auto", expected))]
+    assert found[0] == found[1]
+
+
+def test_auto_on_several_cpu_devices_makes_nothing_again():
+  mesh = mesh_lib.make_mesh(dict(data=8))
+  with mesh_lib.activation_rules(mesh, defaults().activation_rules):
+    products = {name: count(backward(name), "tanh") + count(backward(name), "dot_general") + count(
+        backward(name), "rsqrt") for name in ("auto", "none", "attention_mlp")}
+  # Norms are cheap enough to be made again.
+  assert products["auto"] == products["none"] < products["attention_mlp"]
+
+
 def test_unknown_policies_are_refused():
-  with pytest.raises(ConfigError, match="allowed: none, full, attention"):
+  with pytest.raises(ConfigError, match="allowed: auto, none, full, attention"):
     remat_policy("some")

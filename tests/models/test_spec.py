@@ -50,7 +50,7 @@ def test_bad_configs_are_refused_with_what_is_allowed(changed, message):
 def test_bad_vocabulary_and_remat():
   with pytest.raises(ConfigError, match="vocab_size: found 40, but the tokenizer has 50"):
     make(vocab_size=40)
-  with pytest.raises(ConfigError, match="remat: found 'some', allowed: none, full, attention, .*dots"):
+  with pytest.raises(ConfigError, match="remat: found 'some', allowed: auto, none, full, attention, .*dots"):
     make(remat="some")
 
 

@@ -52,7 +52,7 @@ def config(prompts, score="low", **changed):
 
 def rows_of(workdir):
   """{step: metrics} without what depends on the clock."""
-  clocks = ("time/", "mfu", "tokens_per_second", "sampling/tokens_per_second")
+  clocks = ("time/", "mfu", "goodput", "tokens_per_second", "sampling/tokens_per_second")
   rows = {}
   for row in read_rows(workdir / "metrics.jsonl"):
     kept = {key: value for key, value in row.items() if not key.startswith(clocks)}

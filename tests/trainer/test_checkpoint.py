@@ -1,5 +1,7 @@
 """Checkpoints: round trips, other meshes, retention, unreadable ones, full disks."""
 
+import shutil
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -143,6 +145,66 @@ def test_find_takes_a_workdir_its_checkpoints_or_one_of_them(tmp_path):
     checkpoint.find(str(tmp_path / "nowhere"))
   with pytest.raises(ConfigError, match="holds no checkpoint"):
     checkpoint.find(str(newest / "meta"))
+
+
+def test_other_values_than_those_saved_are_seen_and_named(tmp_path, caplog):
+  """A disk or a copy that changes what it holds, and reads without an error."""
+  for folder, value in (("right", 1.0), ("wrong", 2.0)):
+    checkpoints = Checkpoints(tmp_path / folder, keep_last=2)
+    checkpoints.save(1, state(1, value), {})
+    checkpoints.save(2, state(2, 1.0) | {"params": state(2, value)["params"]}, {})
+    checkpoints.close()
+  shutil.rmtree(tmp_path / "right" / "2" / "state")
+  shutil.copytree(tmp_path / "wrong" / "2" / "state", tmp_path / "right" / "2" / "state")
+  with pytest.raises(CheckpointError, match="1 of 2 arrays in .*right/2 are not what was saved: params/a/kernel"):
+    checkpoint.restore_params(tmp_path / "right" / "2", {
+        path: jax.ShapeDtypeStruct(shape, jnp.float32) for path, shape in (("a/kernel", (8, 2)), ("b", (3,)))})
+  with pytest.raises(CheckpointError, match="1 of 5 arrays in"):
+    checkpoint.restore_from(str(tmp_path / "right"), target())
+  restored = Checkpoints(tmp_path / "right").restore_newest(target())
+  assert same(restored.state, state(1, 1.0))
+  assert "arrays in" in caplog.text and "params/a/kernel" in caplog.text and "2.unreadable" in caplog.text
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # readers that end with an error
+def test_a_changed_byte_anywhere_is_seen_or_changes_nothing(tmp_path):
+  arrays = {"left": np.arange(1000)}
+  checkpoints = Checkpoints(tmp_path / "saved")
+  # Random numbers, which no compression makes shorter.
+  saved = state(1) | {"params": {"a": {"kernel": jax.random.normal(jax.random.key(0), (64, 32))}, "b": jnp.arange(3.0)}}
+  like = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), saved)
+  checkpoints.save(1, saved, {"step": 1, "text": "x" * 100}, arrays=arrays)
+  checkpoints.close()
+  files = sorted(file for file in (tmp_path / "saved").rglob("*") if file.is_file() and file.stat().st_size)
+  rng, seen = np.random.default_rng(0), 0
+  for number in range(30):
+    copy = tmp_path / "copy"
+    shutil.copytree(tmp_path / "saved", copy)
+    file = copy / files[number % len(files)].relative_to(tmp_path / "saved")
+    content = bytearray(file.read_bytes())
+    content[rng.integers(len(content))] ^= 1 << rng.integers(8)
+    file.write_bytes(content)
+    try:
+      restored = checkpoint.restore_from(str(copy), like)
+    except (CheckpointError, ConfigError):
+      seen += 1
+    else:
+      assert same(restored.state, saved) and restored.meta["text"] == "x" * 100, file
+      np.testing.assert_array_equal(restored.arrays["left"], arrays["left"])
+    shutil.rmtree(copy)
+  assert seen > 10
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf])
+def test_parameters_that_are_not_finite_are_never_saved(tmp_path, value):
+  checkpoints = Checkpoints(tmp_path)
+  checkpoints.save(1, state(1), {})
+  broken = state(2)
+  broken["params"]["a"]["kernel"] = broken["params"]["a"]["kernel"].at[3, 1].set(value)
+  with pytest.raises(CheckpointError, match=r"after step 2 are not all finite: a/kernel \(1\)..* of step 1; a lower"):
+    checkpoints.save(2, broken, {})
+  checkpoints.close()
+  assert Checkpoints(tmp_path).steps() == [1]
 
 
 def test_a_path_that_cannot_be_written_is_an_error_that_says_what_to_do(tmp_path, monkeypatch):

@@ -9,7 +9,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from trainer import mesh as mesh_lib
-from trainer.collectives import Collective, collectives, summary
+from trainer.collectives import Collective, collectives, copies, size_of, summary
 
 MESH = dict(data=2, fsdp=2, tensor=2)
 
@@ -63,8 +63,9 @@ ONE = functools.partial(Collective, shape="", name="")
 def test_summary_adds_up_by_kind_and_axes():
   found = [ONE("all-gather", 100, group_size=4, times=3, axes=("fsdp",)),
            ONE("all-gather", 60, group_size=4, times=1, axes=("fsdp",)),
+           ONE("all-gather", 60, group_size=4, times=1, axes=("fsdp",), hidden=True),
            ONE("all-reduce", 1000, group_size=2, times=2, axes=("data",))]
-  assert summary(found) == {("all-reduce", ("data",)): (2, 2000.0), ("all-gather", ("fsdp",)): (4, 270.0)}
+  assert summary(found) == {("all-reduce", ("data",)): (2, 2000.0, 0.0), ("all-gather", ("fsdp",)): (5, 315.0, 45.0)}
   assert list(summary(found))[0][0] == "all-reduce"
 
 
@@ -137,7 +138,47 @@ def test_text_of_tpus():
   assert {(one.kind, one.bytes, one.times, one.axes) for one in found} == {
       ("all-gather", 64, 5, ("tensor",)), ("reduce-scatter", 512, 5, ("data", "fsdp", "tensor")),
       ("all-reduce", 20, 1, ("data", "fsdp", "tensor"))}
-  assert len(found) == 3
+  assert len(found) == 3 and not any(one.hidden for one in found)
+  # The same with a product in the fusion that runs meanwhile.
+  text = TPU_TEXT.replace("%async_collective_fusion.2 (p: bf16[4,4]) -> bf16[8,4] {", """\
+%async_collective_fusion.2 (p: bf16[4,4]) -> bf16[8,4] {
+  %d = f32[8,8]{1,0} convolution(%m, %n), dim_labels=bf_io->bf""")
+  assert {one.kind: one.hidden for one in collectives(text, mesh_lib.make_mesh(MESH))} == {
+      "all-gather": True, "reduce-scatter": False, "all-reduce": False}
+
+
+@pytest.mark.parametrize("between, hidden", [
+    ("%f = f32[8]{0} fusion(%x), kind=kLoop, calls=%c", True),
+    ("%t = f32[8]{0} get-tuple-element(%x), index=0", False)])
+def test_what_is_under_way_while_something_is_computed(between, hidden):
+  done = "  %d = bf16[8,4]{1,0} all-gather-done(%g)\n"
+  text = TEXT.replace("GROUPS", "[4,2]<=[8]").replace(done, f"  {between}\n{done}  %e = f32[8]{{0}} fusion(%d)\n")
+  assert [one.hidden for one in collectives(text)] == [hidden]
+
+
+COPIES = """HloModule step
+
+%fused (p: f32[4,8,16]) -> f32[4,16,8] {
+  ROOT %c.0 = f32[4,16,8]{2,1,0} transpose(%p), dimensions={0,2,1}
+}
+
+%body (p: f32[8]) -> f32[8] {
+  %c.1 = bf16[1,16,8]{1,2,0} copy(%p)
+  %c.2 = bf16[16,9]{1,0} copy(%p)
+}
+
+ENTRY %main (x: f32[8]) -> f32[8] {
+  %f = f32[4,16,8]{2,1,0} fusion(%x), kind=kLoop, calls=%fused
+  %w = f32[8] while(%t), condition=%c, body=%body, backend_config={"known_trip_count":{"n":"6"}}
+  %c.3 = f32[4,8,16]{1,2,0} copy(%x)
+}
+"""
+
+
+def test_copies_of_arrays_with_the_shapes_of_parameters():
+  assert copies(COPIES, [(4, 8, 16), (8, 16)]) == [("bf16[1,16,8]", 6), ("f32[4,8,16]", 1)]
+  assert copies(COPIES, [(3, 5)]) == []
+  assert size_of("bf16[1,16,8]") == 256
 
 
 BETWEEN_SLICES = """HloModule step

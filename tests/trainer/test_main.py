@@ -1,6 +1,7 @@
 """Whole runs: what a user sees, resuming in the same process, and what is refused."""
 
 import json
+import os
 import re
 
 import jax
@@ -91,8 +92,9 @@ def test_a_run_leaves_what_it_promises(straight):
   assert sorted(losses(workdir)) == list(range(1, 9))
   last = next(row for row in rows if row["step"] == 8 and "loss" in row)
   for name in ("grad_norm", "learning_rate", "tokens_per_second", "mfu", "tokens_seen", "epoch", "time/step",
-               "time/data"):
+               "time/data", "goodput"):
     assert last[name] >= 0, name
+  assert 0 < last["goodput"] < 1 and (workdir / "started").exists()
   assert last["tokens_seen"] == 8 * 8 * 32
   assert sorted(row["step"] for row in rows if "eval/val/bits_per_byte" in row) == [0, 4, 8]
   for name in ("time/compile", "time/eval", "time/checkpoint"):
@@ -171,7 +173,7 @@ def test_init_from_takes_parameters_only(straight, corpus, tmp_path):
   assert_same_state(run.state["params"], reference.state["params"])
 
 
-def test_a_mixture_reports_each_source(corpus, tmp_path):
+def test_a_mixture_reports_each_source(corpus, tmp_path, capsys):
   other = tiny.write_corpus(tmp_path / "other", seed=1)
   config = tiny.config(corpus, total_steps=4)
   config.input.sources.other = source(type="text", path=str(other), split="train", validation_fraction=0.3, weight=3.0)
@@ -179,6 +181,7 @@ def test_a_mixture_reports_each_source(corpus, tmp_path):
   train(config, tmp_path / "w")
   row = next(r for r in read_rows(tmp_path / "w" / "metrics.jsonl") if r["step"] == 4 and "loss" in r)
   assert row["tokens_seen"] == (2 * 8 + 2 * 16) * 32
+  assert "step 3: update_fn compiles again, for tokens (8, 32) → (16, 32), " in capsys.readouterr().out
   assert row["data/main/rows"] + row["data/other/rows"] == 48 and row["data/other/rows"] == 36
   assert {"loss/main", "loss/other", "accuracy/other", "data/other/epoch"} <= row.keys()
   evaluated = next(r for r in read_rows(tmp_path / "w" / "metrics.jsonl") if "eval/val/loss" in r)
@@ -296,3 +299,9 @@ def test_a_profile_is_written(corpus, tmp_path):
   config.profile.update(start_step=1, num_steps=2)
   train(config, tmp_path)
   assert list((tmp_path / "profile").rglob("*.xplane.pb"))
+
+
+def test_a_workdir_that_cannot_be_written_to_is_refused_at_once(corpus, tmp_path, monkeypatch):
+  monkeypatch.setattr(os, "access", lambda path, mode: False)  # the tests' user may write everywhere
+  with pytest.raises(ConfigError, match=f"--workdir {tmp_path} cannot be written to"):
+    train(tiny.config(corpus), tmp_path)

@@ -53,8 +53,8 @@ def test_adamw_equals_a_hand_written_one_with_decoupled_decay():
   state = optimizer.init(params)
   update = jax.jit(optimizer.update)
   ours = {path: np.float64(p) for path, p in patterns.flatten(params).items()}
-  m = {path: 0.0 for path in ours}
-  v = {path: 0.0 for path in ours}
+  m = dict.fromkeys(ours, 0.0)
+  v = dict.fromkeys(ours, 0.0)
   factors = [0.5, 1.0, 17 / 18]
   for step in range(3):
     grads = tree(10 + step)

@@ -41,17 +41,23 @@ def test_what_the_user_says_stands(said, tmp_path, monkeypatch):
   assert jax.config.jax_compilation_cache_dir is None and not list(tmp_path.iterdir())
 
 
-def test_flags_for_xla_are_added_to_what_the_user_says(monkeypatch):
-  ((flag, value),) = startup.XLA_FLAGS.items()
-  for said, expected in (("", f"{flag}={value}"), ("--xla_dump_to=x", f"--xla_dump_to=x {flag}={value}"),
-                         (f"{flag}=", f"{flag}=")):
-    monkeypatch.setenv("XLA_FLAGS", said)
-    startup.set_xla_flags()
-    assert startup.os.environ["XLA_FLAGS"] == expected
-  monkeypatch.setenv("XLA_FLAGS", "--xla_dump_to=x")
-  monkeypatch.setattr(startup.importlib.metadata, "version", lambda name: "0.99.0")
-  startup.set_xla_flags()
-  assert startup.os.environ["XLA_FLAGS"] == "--xla_dump_to=x"
+@pytest.mark.parametrize("variable", startup.FLAGS)
+def test_flags_for_compilers_are_added_to_what_the_user_says(variable, monkeypatch):
+  package, versions, flags = startup.FLAGS[variable]
+  flag, value = next(iter(flags.items()))
+  rest = [f"{other}={v}" for other, v in flags.items() if other != flag]
+  installed = {package: f"{versions[0]}9"}
+  monkeypatch.setattr(startup.importlib.metadata, "version", lambda name: installed.get(name, "0"))
+  for said, expected in (("", [f"{flag}={value}", *rest]), ("--dump=x", ["--dump=x", f"{flag}={value}", *rest]),
+                         (f"{flag}=other", [f"{flag}=other", *rest])):
+    monkeypatch.setenv(variable, said)
+    startup.set_compiler_flags()
+    assert startup.os.environ[variable].split() == expected
+  # A compiler of which nothing is known is told nothing.
+  monkeypatch.setenv(variable, "--dump=x")
+  installed[package] = "99.0"
+  startup.set_compiler_flags()
+  assert startup.os.environ[variable] == "--dump=x"
 
 
 def test_without_a_home_nothing_is_kept_and_nothing_fails(tmp_path, monkeypatch):
@@ -69,4 +75,7 @@ def test_the_second_run_finds_what_the_first_compiled(tmp_path):
     subprocess.run(tiny.command(config, corpus, tmp_path / run), cwd=tiny.ROOT, env=environment, check=True,
                    capture_output=True, timeout=300)
     found.append({path.name for path in (tmp_path / "cache" / "weft").rglob("*-cache")})
-  assert found[0] and found[1] == found[0]
+  assert found[0] <= found[1]
+  # What took too short a time to be kept may be kept the next time; nothing is compiled to something else.
+  first, new = ({name.rsplit("-", 2)[0] for name in names} for names in (found[0], found[1] - found[0]))
+  assert "jit_update" in first and not first & new

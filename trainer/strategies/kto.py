@@ -75,7 +75,7 @@ def loss(model: Any, params: Any, batch: dict[str, jax.Array], rng: jax.Array | 
     return Mean(jnp.sum(values_BxS * weight_BxS, axis=1), jnp.sum(weight_BxS, axis=1))
 
   judged_BxS = desirable_BxS + undesirable_BxS
-  metrics = {}
+  metrics: dict[str, Any] = {}
   for name, side_BxS in (("chosen", desirable_BxS), ("rejected", undesirable_BxS)):
     metrics[f"rewards/{name}"] = mean(cfg.beta * ratio_BxS, side_BxS)
     metrics[f"logps/{name}"] = mean(logps_BxS, side_BxS)

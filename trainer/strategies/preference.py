@@ -291,7 +291,7 @@ def terms(pairs: Pairs, cfg: Any) -> tuple[dict[str, Mean], dict[str, Mean]]:
 
   found, metrics = {}, {}
   if paired:
-    total = 0.0
+    total: Any = 0.0
     for name, weight in paired.items():
       value = LOSSES[name](pairs, cfg)
       value = value if pairs.weight is None else value * pairs.weight

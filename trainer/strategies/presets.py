@@ -30,7 +30,7 @@ def _strategy(**changed: Any) -> dict[str, Any]:
       kl="k3", kl_corrected=True,
       entropy_coef=0.0, reference_ema=0.0, reference_ema_steps=512)
   options |= changed
-  return _CLIP_BOUNDS.get((options["clip"], options["ratio"]), {}) | options
+  return _CLIP_BOUNDS.get((str(options["clip"]), str(options["ratio"])), {}) | options
 
 
 PRESETS: dict[str, dict[str, dict[str, Any]]] = {

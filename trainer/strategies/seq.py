@@ -79,7 +79,7 @@ def next_token_loss(model: Any, params: Any, batch: dict[str, jax.Array], rng: j
   return {**terms, **out.losses}, metrics | out.metrics
 
 
-def next_tokens(batch: dict[str, jax.Array]) -> tuple[jax.Array, jax.Array]:
+def next_tokens(batch: dict[str, Any]) -> tuple[jax.Array, jax.Array]:
   """What each position predicts, and the weight of that prediction: (targets_BxT, weights_BxT).
 
   Rows keep their length T, a size that accelerators like; the last position predicts nothing and weighs 0.

@@ -4,6 +4,7 @@ B rows, T length, S segments a row. Each segment is a prompt and its completion 
 is above 0 on the completion's tokens, and `sequences` [B, S] is not 0 where segment s + 1 exists.
 """
 
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -13,7 +14,7 @@ from trainer import logprobs
 from trainer.config import ConfigError
 
 
-def completion_mask(batch: dict[str, jax.Array]) -> jax.Array:
+def completion_mask(batch: Mapping[str, Any]) -> jax.Array:
   """1.0 on completion tokens, [B, T]; a row's first token has none before it, and is none."""
   return (jnp.asarray(batch["loss_weights"]) > 0).astype(jnp.float32).at[:, 0].set(0.0)
 

@@ -53,7 +53,8 @@ def find(config: Mapping[str, Any], where: str) -> Family:
     HFError: none, or one that is not here.
   """
   found = config.get("model_type")
-  by_type = {model_type: family for family in (*FAMILIES, *WRAPPERS) for model_type in family.model_types}
+  families: tuple[Any, ...] = (*FAMILIES, *WRAPPERS)
+  by_type = {model_type: family for family in families for model_type in family.model_types}
   if isinstance(found, str) and found in by_type:
     family = by_type[found]
     return family.find(config, where) if isinstance(family, Wrapper) else family

@@ -256,7 +256,7 @@ def test_what_does_not_match_is_listed_on_both_sides(tmp_path, change, lines):
 
 def test_buffers_are_ignored_by_name_whatever_their_dtype(tmp_path):
   leaves = ours()
-  tensors = changed(theirs(leaves), **{"model__h__0__rotary__inv_freq": np.ones(3, np.int8)})
+  tensors = changed(theirs(leaves), model__h__0__rotary__inv_freq=np.ones(3, np.int8))
   assert_bitwise(load(folder_of(tmp_path, tensors), leaves), leaves)
 
 

@@ -1,0 +1,43 @@
+"""The notebook runs from top to bottom; with fewer steps and documents, which is all that is changed."""
+
+import json
+import re
+
+import nbformat
+from nbclient import NotebookClient
+
+from tests import tiny
+
+NOTEBOOK = tiny.ROOT / "notebooks" / "first_run.ipynb"
+
+
+def test_it_trains_samples_and_plots(monkeypatch):
+  notebook = nbformat.read(NOTEBOOK, as_version=4)
+  nbformat.validate(notebook)
+  for cell in notebook.cells:
+    if cell.cell_type == "code":
+      cell.source = re.sub(r"total_steps = \d+", "total_steps = 40", cell.source)
+      cell.source = re.sub(r"max_documents = \d+", "max_documents = 60", cell.source)
+      cell.outputs = []
+  for name, value in tiny.environment(1).items():
+    monkeypatch.setenv(name, value)
+  NotebookClient(notebook, timeout=300, kernel_name="python3",
+                 resources={"metadata": {"path": str(NOTEBOOK.parent)}}).execute()
+
+  outputs = [output for cell in notebook.cells if cell.cell_type == "code" for output in cell.outputs]
+  printed = "".join(output.text for output in outputs if output.output_type == "stream" and output.name == "stdout")
+  losses = [float(loss) for loss in re.findall(r"loss (\d+\.\d+)", printed)]
+  assert losses[-1] < losses[0]
+  assert "def " in printed and printed.count("'") >= 6  # what it wrote, as Python shows strings
+  assert sum("image/png" in output.get("data", {}) for output in outputs) == 3
+
+
+def test_it_is_kept_as_it_was_run():
+  """GitHub and the site show what it printed and drew; progress bars and errors are not kept."""
+  notebook = json.loads(NOTEBOOK.read_text(encoding="utf-8"))
+  code = [cell for cell in notebook["cells"] if cell["cell_type"] == "code"]
+  assert [cell["execution_count"] for cell in code] == list(range(1, len(code) + 1))
+  outputs = [output for cell in code for output in cell["outputs"]]
+  assert sum("image/png" in output.get("data", {}) for output in outputs) == 3
+  assert not any(output["output_type"] == "error" or output.get("name") == "stderr" for output in outputs)
+  assert NOTEBOOK.stat().st_size < 400_000

@@ -1,0 +1,387 @@
+"""Every key of `defaults()`: where it matters, another value, and what differs then (tests/trainer/test_every_key.py).
+
+A row is  "key": kind(another value, {other keys that must be set}, base=config, see=what must differ).
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from tests.conftest import ROOT
+from tests.trainer.every_key import (
+  Made,
+  cycles,
+  descent,
+  fresh,
+  layout,
+  learning_rates,
+  loss,
+  refusal,
+  rows,
+  step,
+)
+from tests.trainer.every_key_bases import answers, images, prompts, text, thoughts, turns
+from tests.trainer.every_key_runs import (
+  callbacks,
+  continued,
+  decoded_rows,
+  decoding_processes,
+  evaluating_steps,
+  exported,
+  first_parameters,
+  health_told,
+  in_steps,
+  joining_seconds,
+  kept,
+  length,
+  limits,
+  logging_steps,
+  no_length,
+  own_cache,
+  plan_text,
+  planned,
+  prepared,
+  preparing_threads,
+  profiled_steps,
+  sampled,
+  saving_steps,
+  scoring_processes,
+  scoring_seconds,
+  shared_out,
+  spikes_watched,
+  tolerated_steps,
+  turns_taken,
+  writers,
+)
+from trainer.config import evaluator, source, strategy
+
+TOYS = "tests.trainer.rollout_toys"
+TOKENIZER = str(ROOT / "tests" / "input_pipeline" / "references" / "tiny")
+
+
+class Row(NamedTuple):
+  """A key's effect.
+
+  Attributes:
+    kind: program, data, schedule or run.
+    value: what the key is changed to; of `Files`, if it is a function.
+    given: other keys, by path, that are set before; values as `value`.
+    base: the config that all this is changed in.
+    see: what must differ.
+  """
+
+  kind: str
+  value: Any
+  given: dict[str, Any]
+  base: Callable
+  see: Callable[[Made], Any]
+
+
+def program(value: Any, given: dict | None = None, base: Callable = text, see: Callable = loss) -> Row:
+  return Row("program", value, given or {}, base, see)
+
+
+def update(value: Any, given: dict | None = None, base: Callable = text, see: Callable = step) -> Row:
+  return Row("program", value, given or {}, base, see)
+
+
+def optimizing(value: Any, given: dict | None = None) -> Row:
+  return update(value, given, see=descent)
+
+
+def placing(value: Any, given: dict | None = None) -> Row:
+  return update(value, given, see=layout)
+
+
+def data(value: Any, given: dict | None = None, base: Callable = text, see: Callable = rows) -> Row:
+  return Row("data", value, given or {}, base, see)
+
+
+def schedule(value: Any, given: dict | None = None, see: Callable = learning_rates) -> Row:
+  return Row("schedule", value, given or {}, text, see)
+
+
+def run(see: Callable, value: Any, given: dict | None = None, base: Callable = text) -> Row:
+  return Row("run", value, given or {}, base, see)
+
+
+def _durations(prefix: str, see: Callable, given: dict | None = None, **changed: float) -> dict[str, Row]:
+  """Rows of a duration in each unit: about a seventh of the run, as no default is."""
+  values = dict(steps=140, examples=8 * 140, tokens=8 * 32 * 140, epochs=20.0, percent=14.0) | changed
+  return {f"{prefix}_{unit}": schedule(value, given, see) for unit, value in values.items()}
+
+
+def durations(prefix: str, see: Callable, given: dict | None = None) -> dict[str, Row]:
+  """The same of durations that the run itself asks for, which is seen of steps."""
+  found = _durations(prefix, in_steps(prefix), given)
+  return found | {f"{prefix}_steps": found[f"{prefix}_steps"]._replace(see=see)}
+
+
+# Where an epoch is taken to have a million rows.
+EPOCHS = 8 * 140 / 10**6
+LOCAL = {"model.layer_pattern": ("local", "global"), "model.window": 8}
+LEARNED = {"model.positions": "learned", "model.max_positions": 64}
+MOE = {"model.moe.num_experts": 4}
+LORA = {"model.lora.rank": 2}
+POOL = {"model.vision.projector": "pool", "model.vision.tokens_per_image": 4}
+TWO = {"input.sources.other": lambda f: source(type="jsonl", path=f.jsonl("other", [
+  dict(prompt=f"other {n}", completion="c" * 40) for n in range(12)]))}
+JUDGED = {"evals.val": evaluator(type="loss"), "keep_best": "eval/val/loss"}
+NAMELESS = {"chat.template": "plain"}
+
+
+def _scaling(kind: str, **more: Any) -> dict[str, Any]:
+  given = dict(type=kind, factor=4.0) | ({} if kind == "linear" else dict(original_positions=16)) | more
+  return {f"model.rope_scaling.{key}": value for key, value in given.items()}
+
+
+YARN = _scaling("yarn", original_positions=1024, beta_fast=2.0, beta_slow=0.3)
+# A folder says how large the vocabulary is.
+FOLDER = {"model.vocab_multiple": 128}
+
+MODEL = {
+  "model.name": program("tests.trainer.every_key_model.Louder"),
+  "model.hf": run(first_parameters, lambda f: f.hf, FOLDER),
+  "model.vocab_size": program(512),
+  "model.vocab_multiple": program(128),
+  "model.num_layers": program(3),
+  "model.hidden_size": program(32),
+  "model.intermediate_size": program(64),
+  "model.num_heads": program(4),
+  "model.num_kv_heads": program(1),
+  "model.head_dim": program(16),
+  "model.norm": program("layernorm"),
+  "model.norm_eps": program(1e-3),
+  "model.norm_scale_plus_one": program(True),
+  "model.norm_bias": program(True, {"model.norm": "layernorm"}),
+  "model.norm_position": program("sandwich"),
+  "model.activation": program("geglu"),
+  "model.positions": program("learned", {"model.max_positions": 64}),
+  "model.max_positions": program(48, LEARNED),
+  "model.rope_theta": program(500.0),
+  "model.rope_local_theta": program(100.0, LOCAL),
+  "model.rope_fraction": program(0.5),
+  "model.rope_scaling.type": program("linear", {"model.rope_scaling.factor": 2.0}),
+  "model.rope_scaling.factor": program(2.0, _scaling("linear")),
+  "model.rope_scaling.original_positions": program(8, _scaling("dynamic")),
+  "model.rope_scaling.low_frequency_factor": program(2.0, _scaling("llama3")),
+  "model.rope_scaling.high_frequency_factor": program(8.0, _scaling("llama3")),
+  "model.rope_scaling.beta_fast": program(40.0, YARN),
+  "model.rope_scaling.beta_slow": program(0.1, YARN),
+  "model.rope_scaling.truncate": program(False, YARN),
+  "model.rope_scaling.attention_factor": program(2.0, YARN),
+  "model.tie_embeddings": program(False),
+  "model.scale_embeddings": program(True),
+  "model.qkv_bias": program(True),
+  "model.attention_out_bias": program(True),
+  "model.mlp_bias": program(True),
+  "model.qk_norm": program(True),
+  "model.attention_scale": program(0.5),
+  "model.attention_logit_cap": program(20.0),
+  "model.final_logit_cap": program(20.0),
+  "model.window": program(4, LOCAL),
+  "model.layer_pattern": program(("local", "global"), {"model.window": 8}),
+  "model.moe.num_experts": program(4),
+  "model.moe.experts_per_token": program(1, MOE),
+  "model.moe.expert_size": program(8, MOE),
+  "model.moe.shared_size": program(8, MOE),
+  "model.moe.shared_gate": program(True, MOE | {"model.moe.shared_size": 8}),
+  "model.moe.softmax": program("after_topk", MOE | {"model.moe.normalize_weights": False}),
+  "model.moe.normalize_weights": program(False, MOE),
+  "model.moe.balance_loss": program(0.1, MOE),
+  "model.moe.z_loss": program(0.1, MOE),
+  "model.vision.tower": program("clip", base=images),
+  "model.vision.image_size": program(6, base=images),
+  "model.vision.patch_size": program(1, base=images),
+  "model.vision.num_layers": program(2, base=images),
+  "model.vision.hidden_size": program(16, base=images),
+  "model.vision.intermediate_size": program(16, base=images),
+  "model.vision.num_heads": program(1, base=images),
+  "model.vision.activation": program("relu", base=images),
+  "model.vision.norm_eps": program(1e-3, base=images),
+  "model.vision.mean": program((0.1, 0.2, 0.3), base=images),
+  "model.vision.std": program((0.1, 0.2, 0.3), base=images),
+  "model.vision.feature_layer": program(-2, {"model.vision.num_layers": 2}, images),
+  "model.vision.final_norm": program(False, base=images),
+  "model.vision.projector": program("mlp", base=images),
+  "model.vision.projector_activation": program("relu", {"model.vision.projector": "mlp"}, images),
+  "model.vision.projector_bias": program(False, base=images),
+  "model.vision.tokens_per_image": program(1, POOL, images),
+  "model.vision.feature_scale": program(2.0, base=images),
+  "model.vision.attention": program("causal", base=images),
+  "model.vision.image_token": data(259, base=images),
+  "model.lora.rank": program(4, LORA),
+  "model.lora.alpha": program(4.0, LORA),
+  "model.lora.targets": program(("attn/q/kernel",), LORA),
+  "model.lora.rslora": program(True, LORA),
+  "model.lora.dropout": program(0.5, LORA),
+  "model.lora.peft": run(first_parameters, lambda f: f.peft, LORA),
+  "model.neftune_alpha": program(5.0),
+  "model.dropout": program(0.5),
+  "model.init_std": program(0.1, see=fresh),
+  "model.scan_layers": program(False),
+  "model.attention": program("splash", {"seq_len": 128}),
+  "model.attention_block": program(16),
+  "model.vocab_chunk": program(64),
+}
+
+OPTIMIZER = {
+  "optimizer.name": optimizing("lion"),
+  "optimizer.learning_rate": optimizing(1e-3),
+  "optimizer.b1": optimizing(0.5),
+  "optimizer.b2": optimizing(0.5),
+  "optimizer.eps": optimizing(1e-3),
+  "optimizer.weight_decay": optimizing(0.5),
+  "optimizer.wd_mults": optimizing(()),
+  "optimizer.lr_mults": optimizing((("^embed/", 0.5),)),
+  "optimizer.freeze": optimizing(("^embed/",)),
+  "optimizer.group_warmup": optimizing((("norm", 5),)),
+  "optimizer.clip_norm": update(0.5),
+  "optimizer.momentum": optimizing(0.5, {"optimizer.name": "sgd"}),
+  "optimizer.nesterov": optimizing(False, {"optimizer.name": "sgd"}),
+  "optimizer.muon_steps": optimizing(3, {"optimizer.name": "muon"}),
+  "optimizer.decay_exponent": optimizing(0.5, {"optimizer.name": "adafactor"}),
+  "optimizer.min_dim_size_to_factor": optimizing(8, {"optimizer.name": "adafactor"}),
+  "optimizer.ema_decay": update(0.9),
+  "optimizer.max_nonfinite_steps": run(tolerated_steps, 3),
+  "schedule.name": schedule("linear"),
+  **_durations("schedule.warmup", learning_rates, epochs=EPOCHS),
+  "schedule.floor": schedule(0.5),
+  **_durations("schedule.decay", learning_rates, {"schedule.name": "wsd"}, epochs=EPOCHS),
+  "schedule.decay_shape": schedule("sqrt", {"schedule.name": "wsd"}),
+  **_durations("schedule.cycle", cycles, {"schedule.name": "sgdr"}, epochs=EPOCHS),
+  "schedule.t_mult": schedule(1.0, {"schedule.name": "sgdr", "schedule.cycle_steps": 100}),
+  "schedule.timescale": schedule(100, {"schedule.name": "rsqrt"}),
+  "mesh.slice": placing(2),
+  "mesh.data": placing(2, {"mesh.data": 1, "mesh.fsdp": -1}),
+  "mesh.fsdp": placing(2),
+  "mesh.expert": placing(2),
+  "mesh.context": placing(2),
+  "mesh.tensor": placing(2),
+  "sharding_rules": placing((("^embed/embedding$", (None, None)),), {"mesh.tensor": 2}),
+  "activation_rules": placing((("stream", None),), {"mesh.tensor": 2}),
+  "precision.params": program("bfloat16"),
+  "precision.stochastic_rounding": optimizing(True, {"precision.params": "bfloat16"}),
+  "precision.frozen": program("bfloat16", LORA),
+  "precision.compute": program("bfloat16"),
+  "precision.moments": optimizing("bfloat16"),
+  "precision.second_moments": optimizing("bfloat16"),
+  "precision.offload_optimizer": update(True),
+  "precision.matmul": program("int8"),
+  "precision.matmul_gradients": update("all", {"precision.matmul": "int8"}),
+  "precision.matmul_skip": program(("attn/q",), {"precision.matmul": "int8"}),
+  "remat": update("full"),
+}
+
+DATA = {
+  "tokenizer.type": data("bpe"),
+  "tokenizer.path": data(TOKENIZER, {"tokenizer.type": "hf", "tokenizer.path": lambda f: f.hf}),
+  "tokenizer.vocab_size": data(270, {"tokenizer.type": "bpe", "tokenizer.vocab_size": 280}),
+  "tokenizer.train_megabytes": data(0.001, {
+    "tokenizer.type": "bpe", "tokenizer.vocab_size": 261, "input.sources.main": lambda f: f.two_halves}),
+  "tokenizer.split_digits": data(True, {
+    "tokenizer.type": "bpe", "tokenizer.vocab_size": 400,
+    "input.sources.main": source(type="python_stdlib", max_documents=3)}),
+  "tokenizer.add_bos": data(False),
+  "tokenizer.add_eos": data(False),
+  "chat.template": data(lambda f: f.template, NAMELESS, turns),
+  "chat.date": data("2024-01-01", {"chat.template": lambda f: f.template}, turns),
+  "chat.train_on": data("last_assistant", NAMELESS, turns),
+  "chat.roles": data(("user",), NAMELESS, turns),
+  "chat.on_rewritten_history": data("last", {"chat.template": lambda f: f.template}, thoughts),
+  "chat.fields": data((("completion", "reply"),), base=answers),
+  "chat.image_marker": data("?", {"chat.images_at": "text"}, images),
+  "chat.image_before": data("A", {"chat.images_at": "text"}, images),
+  "chat.image_after": data("B", {"chat.images_at": "text"}, images),
+  "chat.images_at": data("text", base=images),
+  "chat.prefix_end": data("|", base=images),
+  "input.packing": data("none"),
+  "input.over_long": data("drop", {"input.max_over_long": 1.0}),
+  "input.max_over_long": data(1.0, {"input.over_long": "drop", "seq_len": 64}, see=refusal),
+  "input.mixture_by": data("tokens", TWO, answers),
+  "input.stop": data("first"),
+  "input.weight_stages": data(((1, {"main": 1.0, "other": 9.0}),), TWO, answers),
+  "input.batch_size_stages": data(((2, 16),)),
+  "input.cache_dir": run(own_cache, lambda f: str(f.folder / "elsewhere"), {"input.cache_dir": None}),
+  "input.prefetch": run(prepared, 5),
+  "input.workers": run(preparing_threads, 3),
+  "input.images.resize": data("pad", base=images),
+  "input.images.interpolation": data("nearest", base=images),
+  "input.images.augment.crop": data(0.5, base=images),
+  "input.images.augment.flip": data(1.0, base=images),
+  "input.images.augment.color": data(0.5, base=images),
+  "input.images.max_pixels": data(10, base=images, see=refusal),
+  "input.images.on_error": data("drop", {"input.sources.bad": lambda f: f.bad_image}, images, refusal),
+  "input.images.workers": run(decoding_processes, 2, base=images),
+  "batch_size": program(16),
+  "grad_accum_steps": update(2, {"batch_size": 16}),
+  "seq_len": data(48),
+}
+
+ROLLOUT = {
+  "rollout.num_prompts": run(sampled, 3, base=prompts),
+  "rollout.prompt_key": data("other", base=prompts),
+  "rollout.group_size": run(sampled, 3, base=prompts),
+  "rollout.updates": run(shared_out, 1, base=prompts),
+  "rollout.epochs": run(shared_out, 2, base=prompts),
+  "rollout.max_new_tokens": run(sampled, 4, base=prompts),
+  "rollout.temperature": run(sampled, 0.3, base=prompts),
+  **{f"rollout.{key}": run(sampled, value, {"strategy": strategy("dpo")}, prompts)
+     for key, value in dict(top_k=3, top_p=0.5, min_p=0.99).items()},
+  "rollout.batch_size": run(decoded_rows, 16, base=prompts),
+  "rollout.resample": run(sampled, 2, {"rollout.rewards.score.type": f"{TOYS}.same"}, prompts),
+  "rollout.mask_truncated": run(sampled, True, base=prompts),
+  "rollout.rewards": run(sampled, dict(score=dict(type="length", max_length=4)), base=prompts),
+  "rollout.reward_workers": run(scoring_processes, 2, base=prompts),
+  "rollout.reward_timeout_seconds": run(scoring_seconds, 5.0, base=prompts),
+  "rollout.environment": run(sampled, f"{TOYS}.Echo", base=prompts),
+  "rollout.max_turns": run(turns_taken, 1, {"rollout.environment": f"{TOYS}.Echo"}, prompts),
+}
+
+RUN = {
+  "seed": [data(1), run(first_parameters, 1), update(1, {"model.dropout": 0.5})],
+  "strategy.name": program("sft"),
+  "input.sources": data(dict(main=source(type="python_stdlib", max_documents=3))),
+  **durations("total", length),
+  # A percentage of the run says nothing about its length.
+  "total_percent": run(no_length, 14.0, {"total_steps": 1000}),
+  "evals": schedule(dict(val=evaluator(type="loss", eval_steps=7)), see=evaluating_steps),
+  "callbacks": run(callbacks, dict(mine=dict(type="trainer.callbacks.Callback"))),
+  "report": run(callbacks, False),
+  "loggers": run(writers, dict(mine=dict(type="tests.trainer.test_loggers.Memory"))),
+  "health_silent": run(health_told, ("ratio_one",)),
+  **durations("log", logging_steps),
+  **durations("ckpt", saving_steps),
+  **durations("keep", saving_steps),
+  "keep_last": run(kept, 1, {"evals.val": evaluator(type="loss")}),
+  "keep_best": run(kept, "eval/val/loss", {"evals.val": evaluator(type="loss")}),
+  "keep_best_mode": run(kept, "max", JUDGED | {"keep_last": 1}),
+  "spikes.action": run(spikes_watched, "warn"),
+  **{f"spikes.{key}": run(spikes_watched, value, {"spikes.action": "rollback"}) for key, value in dict(
+    metric="grad_norm", window=50, deviations=7.0, in_a_row=2, margin=10, skip=10, max_rollbacks=3).items()},
+  "profile.start_step": run(profiled_steps, 3, {"profile.num_steps": 2}),
+  "profile.num_steps": run(profiled_steps, 3),
+  "processes.join_seconds": run(joining_seconds, 17.0),
+  "processes.heartbeat_seconds": run(limits, 17.0),
+  "processes.hang_seconds": run(limits, 17.0),
+  "processes.phase_seconds": run(limits, 17.0),
+  "init_from.path": run(first_parameters, lambda f: f.run),
+  "init_from.remap": run(first_parameters, ((".*attn/k/.*", ""), ("attn/q/", "attn/k/")), {
+    "init_from.path": lambda f: f.run, "init_from.ignore": ("attn/q/",)}),
+  "init_from.ignore": run(first_parameters, ("^embed/",), {"init_from.path": lambda f: f.run}),
+  "init_from.hf": [run(first_parameters, lambda f: f.hf, FOLDER),
+                   run(first_parameters, lambda f: f.other_hf, FOLDER | {"model.hf": lambda f: f.hf})],
+  "init_from.fresh": run(first_parameters, True, FOLDER | {"model.hf": lambda f: f.hf}),
+  "resume": run(first_parameters, lambda f: f.run, {"seed": 7}),
+  "export.path": run(exported, "out"),
+  "export.dtype": run(exported, "float16", {"export.path": "out"}),
+  "allow_config_changes": run(continued, True),
+  "plan.topology": run(planned, "v5e:2x2"),
+  "plan.slices": run(planned, 2, {"plan.topology": "v5e:2x2", "mesh.slice": 2}),
+  "plan.compile": run(plan_text, "never", {"plan.topology": "h100:2x1"}),
+  **{f"plan.{key}": run(planned, value, {"plan.topology": "v5e:2x2", "mesh.fsdp": 2}) for key, value in dict(
+    memory_gb=3.0, tflops=5.0, memory_bandwidth=7.0, link_bandwidth=0.9).items()},
+  "plan.network_bandwidth": run(planned, 0.1, {"plan.topology": "h100:2x2"}),
+  "plan.images_per_row": run(planned, 3, {"plan.topology": "v5e:2x2"}, images),
+}
+
+ROWS = MODEL | OPTIMIZER | DATA | ROLLOUT | RUN

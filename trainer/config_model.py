@@ -1,0 +1,155 @@
+"""The model's keys, with their defaults and meanings: the section `model` of a config (trainer/config.py)."""
+
+from ml_collections import ConfigDict
+
+from trainer.config_sections import unset
+
+
+def model() -> ConfigDict:
+  """One Transformer whose keys span Llama, Qwen, Mistral, Mixtral, Gemma and GPT-2."""
+  m = ConfigDict()
+  # transformer, or the dotted path of a class of yours (docs/extending.md).
+  m.name = "transformer"
+  # The folder of a Hugging Face checkpoint: the keys that describe the architecture then have the values of its
+  # config.json (those changed here win, and are shown), and the parameters are its own (see init_from).
+  m.hf = unset(str)
+  # Default: the tokenizer's size rounded up to a multiple of `vocab_multiple`.
+  m.vocab_size = unset(int)
+  m.vocab_multiple = 128
+  # Layers, and the width of the residual stream between them.
+  m.num_layers = 4
+  m.hidden_size = 128
+  # Width of the MLP's hidden layer.
+  m.intermediate_size = 512
+  # Query heads.
+  m.num_heads = 4
+  # Key/value heads; fewer than num_heads: grouped-query attention. Default: num_heads.
+  m.num_kv_heads = unset(int)
+  # Default: hidden_size / num_heads.
+  m.head_dim = unset(int)
+  # rmsnorm | layernorm; `norm_eps` is added to the variance.
+  m.norm = "rmsnorm"
+  m.norm_eps = 1e-6
+  # Scales are stored as offsets from one (Gemma).
+  m.norm_scale_plus_one = False
+  m.norm_bias = False
+  # pre: before attention and MLP. post: after them (OLMo 2). sandwich: both (Gemma 2 and 3).
+  m.norm_position = "pre"
+  # gated: swiglu | geglu (tanh GELU) | geglu_exact; plain: gelu (tanh) | gelu_exact | quick_gelu | relu | relu2 | silu
+  m.activation = "swiglu"
+  # rope | learned (needs `max_positions`) | none
+  m.positions = "rope"
+  m.max_positions = unset(int)
+  m.rope_theta = 10_000.0
+  # Base frequency of sliding-window layers where it differs (Gemma 3).
+  m.rope_local_theta = unset(float)
+  # Share of each head that is rotated.
+  m.rope_fraction = 1.0
+  # Longer contexts than the model was trained on; not for local layers that have a base of their own.
+  # none | linear | dynamic | llama3 | yarn; `factor`: how many times longer.
+  m.rope_scaling = r = ConfigDict(dict(type="none", factor=1.0))
+  # Length before scaling; needed by dynamic, llama3 and yarn.
+  r.original_positions = unset(int)
+  # llama3: wavelengths above original_positions / low are scaled, those below original_positions / high not.
+  r.low_frequency_factor = 1.0
+  r.high_frequency_factor = 4.0
+  # yarn: rotations within the original length between which scaling fades in, and whether the dimensions where
+  # that happens are rounded to whole ones; factor on cosines and sines, default 0.1 ln(factor) + 1.
+  r.beta_fast = 32.0
+  r.beta_slow = 1.0
+  r.truncate = True
+  r.attention_factor = unset(float)
+  # The unembedding is the embedding, transposed.
+  m.tie_embeddings = True
+  # Multiply embeddings by sqrt(hidden_size) (Gemma).
+  m.scale_embeddings = False
+  # Biases of the query/key/value projections, the attention output and the MLP.
+  m.qkv_bias = False
+  m.attention_out_bias = False
+  m.mlp_bias = False
+  # Normalise queries and keys per head (Qwen 3, Gemma 3).
+  m.qk_norm = False
+  # Scores are multiplied by this. Default: head_dim ** -0.5.
+  m.attention_scale = unset(float)
+  # cap * tanh(x / cap) on attention scores and on logits (Gemma 2); unset: none.
+  m.attention_logit_cap = unset(float)
+  m.final_logit_cap = unset(float)
+  # Tokens visible to a `local` layer, itself included; `layer_pattern` is repeated over the depth,
+  # e.g. ("local",) for Mistral, ("local", "global") for Gemma 2.
+  m.window = unset(int)
+  m.layer_pattern = ("global",)
+  # Mixture of experts in place of the MLP; 0 experts: none. Nothing is dropped, whatever the router chooses.
+  m.moe = e = ConfigDict(dict(num_experts=0, experts_per_token=2))
+  # Width of each expert. Default: intermediate_size.
+  e.expert_size = unset(int)
+  # Width of the expert that every token passes through, 0: none; `shared_gate`: times sigmoid(x @ w) (Qwen2-MoE).
+  e.shared_size = 0
+  e.shared_gate = False
+  # before_topk: weights are the chosen entries of the softmax over all experts; after_topk: softmax of the chosen.
+  e.softmax = "before_topk"
+  # Divide the chosen weights by their sum.
+  e.normalize_weights = True
+  # Coefficients, in training: load balancing within each document (DeepSeek-V3, eq. 17), and the mean squared
+  # log-normaliser of the router (ST-MoE, eq. 5).
+  e.balance_loss = 0.0
+  e.z_loss = 0.0
+  # Images: a tower (siglip | clip; none: a model of text alone) whose features, projected, take the places of some
+  # tokens' embeddings, after `scale_embeddings`. Square images of image_size pixels in patches of patch_size.
+  m.vision = v = ConfigDict(dict(tower="none", image_size=224, patch_size=14))
+  # The tower's sizes, as those of the model.
+  v.num_layers = 4
+  v.hidden_size = 128
+  v.intermediate_size = 512
+  v.num_heads = 4
+  # A plain activation, and what is added to the variance in the tower's norms and in the projector's.
+  v.activation = "gelu"
+  v.norm_eps = 1e-6
+  # Pixels are (x / 255 - mean) / std for each of red, green and blue. Default: those of the tower's family.
+  v.mean = ()
+  v.std = ()
+  # Which features are taken: -1: the last layer's, after the final norm; -2: what enters the last layer, without the
+  # final norm (LLaVA); -3: what enters the one before; and so on. CLIP's class token is dropped. All num_layers and the
+  # final norm are parameters in any case, so that a checkpoint is written back whole.
+  v.feature_layer = -1
+  # False: with feature_layer = -1, the last layer's features as they are (LLaVA with SigLIP).
+  v.final_norm = True
+  # linear (PaliGemma) | mlp: linear, `projector_activation`, linear (LLaVA) | pool: mean of neighbours down to
+  # tokens_per_image, RMSNorm, linear without bias (Gemma 3). `projector_bias` is that of linear and mlp.
+  v.projector = "linear"
+  v.projector_activation = "gelu_exact"
+  v.projector_bias = True
+  # Features of an image. Default: one for each patch; fewer only with pool, a square number.
+  v.tokens_per_image = unset(int)
+  # Factor on the projected features. The embeddings whose place they take are scaled already.
+  v.feature_scale = 1.0
+  # What tokens see beside those before them: causal: nothing; image: tokens of one image see each other (Gemma 3), in
+  # local layers no further back than the window; prefix: image and prompt see each other (PaliGemma).
+  v.attention = "causal"
+  # The id of the token that holds an image feature's place.
+  v.image_token = unset(int)
+  # Adapters (LoRA): `rank` above 0 freezes everything but low-rank updates x @ A @ B * scale of the kernels whose
+  # path matches one of `targets` (the tower's begin with vision/); scale = alpha / rank, or alpha / sqrt(rank) with
+  # `rslora`.
+  m.lora = a = ConfigDict(dict(rank=0, alpha=16.0, targets=(r"^blocks/(attn|mlp)/\w+/kernel",)))
+  a.rslora = False
+  # On the adapters' input; training only.
+  a.dropout = 0.0
+  # A folder in PEFT's format to start the adapters from.
+  a.peft = unset(str)
+  # Uniform noise on the embeddings in training, of size alpha / sqrt(document length * hidden_size) (NEFTune,
+  # arXiv 2310.05914); 0: none.
+  m.neftune_alpha = 0.0
+  # Dropout on the embeddings and on each residual branch; training only.
+  m.dropout = 0.0
+  # Standard deviation of the initial weights (output projections: divided by sqrt(2 * num_layers)).
+  # Default: fan_in ** -0.5 for matrices, 0.02 for embeddings.
+  m.init_std = unset(float)
+  # Run the layers as one scanned loop (compiles fast, whatever the depth) or unrolled.
+  m.scan_layers = True
+  # auto | blocked | splash (the kernel for TPUs, which auto takes there; elsewhere it is interpreted, which is slow):
+  # how attention is computed; `attention_block` is the query block of blocked.
+  m.attention = "auto"
+  m.attention_block = 128
+  # Cross-entropy and log-probs hold logits of at most this many vocabulary entries at a time.
+  m.vocab_chunk = 2048
+  return m

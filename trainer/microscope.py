@@ -1,0 +1,244 @@
+"""The token microscope: every token of a batch with the numbers that its loss is made of (docs/microscope.md).
+
+They come from the functions that the loss comes from, with the dropout of the update, so that what is summed over
+tokens is what was logged. Nothing of the size of the logits is made: the vocabulary is gone through in chunks.
+
+B rows, T places of a row, D hidden size, V vocabulary, C chunks of W entries.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
+
+from trainer import image_tokens, inspect, logprobs, strategies, update
+from trainer import microscope_page as page_lib
+from trainer.rows import Rows
+from trainer.strategies import grpo, kto, sequences
+
+# Rows of the page, and tokens on it at most, so that a phone can open it.
+MOST_ROWS, MOST_TOKENS = 20, 20_000
+
+
+class Microscope:
+  """Looks at the tokens of batches as the strategy of a run does, in its micro-batches and with its dropout.
+
+  Args:
+    run: the run (trainer/run.py); its parameters at the time of each call are those that are used.
+    rows: of the same run.
+  """
+
+  def __init__(self, run: Any, rows: Rows):
+    config = run.config
+    self._run, self._rows = run, rows
+    micro, seed = config.batch_size // config.grad_accum_steps, config.seed
+
+    def look(params, batch, step, *reference):
+      def of_micro(micro_and_index):
+        part, index = micro_and_index
+        return of_tokens(run.model, params, part, update.step_key(seed, step, index), config.strategy, *reference)
+
+      micros, count = update.micro_batches(batch, micro)
+      found = jax.lax.map(of_micro, (micros, jnp.arange(count)))
+      return {name: values.swapaxes(0, 1).reshape(batch["tokens"].shape) for name, values in found.items()}
+
+    self._look = jax.jit(look, out_shardings=NamedSharding(run.mesh, PartitionSpec()))
+
+  def look(self, batch: dict[str, np.ndarray], step: int) -> dict[str, np.ma.MaskedArray]:
+    """Numbers of each token [B, T] in update `step`, by name; masked where a token has none.
+
+    logprobs, entropies, ranks (1: the most likely), top_tokens: of every token that is `predicted`. ref_logprobs,
+    ref_log_ratios: with a reference; where its log-probs were computed ahead, of trained tokens alone.
+    Of grpo's trained tokens: behavior_logprobs, ratios (before they are bounded), advantages, clipped (1: a bound took
+    the ratio's place).
+    """
+    found = {name: np.asarray(values) for name, values in self._rows.call(self._look, batch, step).items()}
+    read_BxT = np.asarray(predicted(batch)) > 0
+    trained_BxT = np.asarray(sequences.completion_mask(batch)) > 0
+    where = dict.fromkeys(found, read_BxT) | dict.fromkeys(_OF_TRAINED, trained_BxT)
+    if "ref_logprobs" in batch:
+      where |= dict.fromkeys(("ref_logprobs", "ref_log_ratios"), trained_BxT)
+    return {name: np.ma.array(values, mask=~where[name]) for name, values in found.items()}
+
+  def page(self, title: str, batch: dict[str, np.ndarray], numbers: Mapping[str, np.ma.MaskedArray],
+           losses_B: np.ndarray, order: Sequence[int], notes: Sequence[str]) -> str:
+    """The page of the first rows of `order`, MOST_ROWS and about MOST_TOKENS at most; says what it leaves out."""
+    there = [row for row in order if np.any(batch["segment_ids"][row] > 0)]
+    left, shown = MOST_TOKENS, []
+    for row in there[:MOST_ROWS]:
+      if left <= 0:
+        break
+      part = self._row(batch, numbers, row, float(losses_B[row]), left)
+      shown.append(part)
+      left -= sum(len(segment.ids) for group in part.groups for segment in group)
+    out = f"The {len(shown)} row(s) with the highest loss of {len(there)}"
+    notes = [*notes, f"{out}; all of them are in the file beside this one." if len(shown) < len(there) else
+             f"All {len(there)} row(s), the highest loss first.",
+             "Underlined: trained. The numbers are those of the loss, before the update was taken."]
+    return page_lib.page(title, notes, shown, _columns(numbers))
+
+  def _row(self, batch: Mapping[str, np.ndarray], numbers: Mapping[str, np.ma.MaskedArray], row: int, loss: float,
+           most: int) -> page_lib.Row:
+    name, layout = self._run.config.strategy.name, image_tokens.layout_of(self._run.model)
+    pictures = inspect.row_images(batch, row, layout)
+    index_T = batch["image_index"][row] if pictures else np.zeros_like(batch["tokens"][row])
+    images_T = -(-index_T // layout.tokens_per_image) if pictures else index_T
+    weights_T = np.where(np.asarray(sequences.completion_mask(batch))[row] > 0, batch["loss_weights"][row], 0.0)
+    segments = []
+    for number in range(1, batch["segment_ids"][row].max() + 1):
+      places = np.flatnonzero(batch["segment_ids"][row] == number)
+      shown = places[:most]
+      most -= len(shown)
+      values = {name: page_lib.listed(column[row][shown]) for name, column in numbers.items() if name != "top_tokens"}
+      values["weights"] = page_lib.listed(weights_T[shown])
+      ids = batch["tokens"][row][shown].tolist()
+      # Of the segment alone: half a character at another's end is no part of it.
+      segments.append(page_lib.Segment(
+          number, _LABELS[name](batch, row, number) if name in _LABELS else "",
+          _sums(numbers, row, places, weights_T[places]), inspect.token_texts(ids, self._run.tokenizer), ids,
+          batch["positions"][row][shown].tolist(), values,
+          [self._text(i) for i in page_lib.listed(numbers["top_tokens"][row][shown])], images_T[shown].tolist(),
+          dict(zip(dict.fromkeys(images_T[places][images_T[places] > 0].tolist()), pictures.get(number, ()),
+                   strict=False)), len(places) - len(shown)))
+    size = 2 if name == "dpo" else 1
+    groups = [segments[i:i + size] for i in range(0, len(segments), size)]
+    return page_lib.Row(row, self._rows.source(batch, row), loss, groups)
+
+  def _text(self, token: int | None) -> str:
+    return "" if token is None else self._run.tokenizer.decode(np.array([token]), skip_special=False)
+
+
+# ----------------------------------------------------------------------------------------------
+# The numbers.
+
+_OF_TRAINED = ("behavior_logprobs", "ratios", "advantages", "clipped")
+
+
+def predicted(batch: Mapping[str, Any]) -> jax.Array:
+  """1.0 for every token that the ones before it in its segment predict, [B, T]: those that a log-prob can be asked of.
+
+  Not the first of a segment, not an image's, and not one that the token before it sees: of prefixes that are read in
+  both directions.
+  """
+  segments_BxT = jnp.asarray(batch["segment_ids"])
+  told_BxT = (segments_BxT > 0) & (segments_BxT == jnp.roll(segments_BxT, 1, axis=1))
+  if "image_index" in batch:
+    told_BxT &= jnp.asarray(batch["image_index"]) == 0
+  if "block_ids" in batch:
+    blocks_BxT = jnp.asarray(batch["block_ids"])
+    told_BxT &= (blocks_BxT == 0) | (blocks_BxT != jnp.roll(blocks_BxT, 1, axis=1))
+  return told_BxT.astype(jnp.float32).at[:, 0].set(0.0)
+
+
+def of_tokens(model: Any, params: Any, batch: dict[str, jax.Array], rng: jax.Array, cfg: Any,
+              reference: Any = None) -> dict[str, jax.Array]:
+  """See `Microscope.look`; [B, T] each, meaningless where that masks them. The arguments are those of a loss."""
+  rng = None if "disable_dropout" in cfg and cfg.disable_dropout else rng
+  # The functions of the losses, told that every token is of a completion.
+  temperature, everywhere = strategies.temperature(cfg), batch | {"loss_weights": predicted(batch)}
+  stats, out = sequences.token_stats(model, params, everywhere, rng, ("logprob", "entropy"), temperature)
+  of_next = ranks(out.hidden, model.unembedding(params), jnp.roll(batch["tokens"], -1, axis=1),
+                  chunk=model.vocab_chunk, num_real_vocab=model.num_real_vocab)
+  rank_BxT, top_BxT = (jnp.roll(values, 1, axis=1) for values in of_next)
+  found = {"logprobs": stats.logprob, "entropies": stats.entropy, "ranks": rank_BxT, "top_tokens": top_BxT}
+  if strategies.needs_reference(cfg):
+    found["ref_logprobs"] = sequences.reference_logprobs(model, everywhere, reference, temperature)
+    found["ref_log_ratios"] = stats.logprob - found["ref_logprobs"]
+  return found | (_of_rewards(batch, stats.logprob, cfg) if cfg.name == "grpo" else {})
+
+
+def _of_rewards(batch: dict[str, jax.Array], logprob_BxT: jax.Array, cfg: Any) -> dict[str, jax.Array]:
+  """What `grpo.loss` makes of advantages and of the log-probs when the tokens were sampled."""
+  mask_BxT = sequences.completion_mask(batch) * grpo.spread(batch["sequences"] > 0, batch)
+  logp_BxT = jnp.where(mask_BxT > 0, logprob_BxT, 0.0)
+  behavior_BxT = batch.get("behavior_logprobs", logp_BxT)
+  difference_BxT = jnp.where(mask_BxT > 0, logp_BxT - behavior_BxT, 0.0)
+  if cfg.ratio == "sequence":
+    ratio_BxT = grpo.sequence_ratio(difference_BxT, mask_BxT, batch)
+  else:
+    ratio_BxT = jnp.exp(jnp.clip(difference_BxT, -grpo.MAX_LOG_RATIO, grpo.MAX_LOG_RATIO))
+  advantage_BxT = grpo.spread(jnp.where(batch["sequences"] > 0, batch["advantages"], 0.0), batch)
+  policy = grpo.policy_term(ratio_BxT, advantage_BxT, logp_BxT, cfg)
+  bounds = [bound for bound in (policy.low, policy.high, policy.dual) if bound is not None]
+  clipped_BxT = sum(bounds, jnp.zeros(mask_BxT.shape, jnp.int32)) > 0
+  return {"behavior_logprobs": behavior_BxT, "ratios": ratio_BxT, "advantages": advantage_BxT,
+          "clipped": clipped_BxT.astype(jnp.int32)}
+
+
+def ranks(hidden_BxTxD: jax.Array, kernel_DxV: jax.Array, targets_BxT: jax.Array, *, chunk: int,
+          num_real_vocab: int | None) -> tuple[jax.Array, jax.Array]:
+  """(1 + how many entries are likelier than the target, the likeliest entry), int32 [B, T].
+
+  A cap on the logits or a temperature would change neither. The arguments are those of `logprobs.token_stats`; chunks
+  are the same, so that a kernel that is split over the vocabulary stays where it is.
+  """
+  V = kernel_DxV.shape[1]
+  C = logprobs.num_chunks(V, chunk)
+  kernel_DxV = jnp.pad(kernel_DxV, ((0, 0), (0, -V % C)))
+  kernel_DxWxC = kernel_DxV.reshape(kernel_DxV.shape[0], -1, C)
+  ids_W = jnp.arange(kernel_DxWxC.shape[1]) * C
+  real = V if num_real_vocab is None else min(V, num_real_vocab)
+
+  def logits(c):
+    kernel_DxW = jax.lax.dynamic_index_in_dim(kernel_DxWxC, c, axis=2, keepdims=False).astype(hidden_BxTxD.dtype)
+    z_BxTxW = jnp.einsum("btd,dw->btw", hidden_BxTxD, kernel_DxW, preferred_element_type=jnp.float32)
+    return jnp.where(ids_W + c < real, z_BxTxW, -jnp.inf)
+
+  def find(carry, c):
+    (top, top_id, target), z_BxTxW = carry, logits(c)
+    here = jnp.max(z_BxTxW, axis=-1)
+    top_id = jnp.where(here > top, jnp.argmax(z_BxTxW, axis=-1) * C + c, top_id)
+    mine = ids_W + c == targets_BxT[..., None]
+    return (jnp.maximum(top, here), top_id, jnp.max(jnp.where(mine, z_BxTxW, target[..., None]), axis=-1)), None
+
+  def count(above_BxT, c):
+    above_BxTxW = (logits(c) > target_BxT[..., None]) & (ids_W + c != targets_BxT[..., None])
+    return above_BxT + jnp.sum(above_BxTxW, axis=-1, dtype=jnp.int32), None
+
+  lowest = jnp.full(targets_BxT.shape, -jnp.inf)
+  zeros, chunks = jnp.zeros(targets_BxT.shape, jnp.int32), jnp.arange(C)
+  (_, top_BxT, target_BxT), _ = jax.lax.scan(find, (lowest, zeros, lowest), chunks)
+  above_BxT, _ = jax.lax.scan(count, zeros, chunks)
+  return 1 + above_BxT, top_BxT
+
+
+# ----------------------------------------------------------------------------------------------
+# What the page says of them.
+
+
+def _of_pair(batch: Mapping[str, np.ndarray], row: int, segment: int) -> str:
+  return f"pair {(segment + 1) // 2}, {'chosen' if segment % 2 else 'rejected'}"
+
+
+def _of_verdict(batch: Mapping[str, np.ndarray], row: int, segment: int) -> str:
+  kinds = {kto.DESIRABLE: "desirable", kto.UNDESIRABLE: "not desirable", kto.MISMATCHED: "mismatched, for the estimate"}
+  return kinds.get(float(batch["sequences"][row, segment - 1]), "")
+
+
+# {strategy: what a segment is}.
+_LABELS: dict[str, Callable[[Mapping[str, np.ndarray], int, int], str]] = {"dpo": _of_pair, "kto": _of_verdict}
+
+
+def _sums(numbers: Mapping[str, np.ma.MaskedArray], row: int, places: np.ndarray,
+          weights: np.ndarray) -> list[tuple[str, str]]:
+  """(what, value) of a segment: what strategies make of its trained tokens."""
+  trained = places[weights > 0]
+  told = [("tokens", f"{len(places):,}"), ("trained", f"{len(trained):,}")]
+  if not len(trained):
+    return told
+  logps = numbers["logprobs"][row][trained].astype(np.float64)
+  told += [("mean −log p", f"{-np.sum(weights[weights > 0] * logps) / np.sum(weights):.4f}"),
+           ("Σ log p", f"{np.sum(logps):.4f}")]
+  if "ref_log_ratios" in numbers:
+    told.append(("Σ log p/p_ref", f"{np.sum(numbers['ref_log_ratios'][row][trained].astype(np.float64)):+.4f}"))
+  if "advantages" in numbers:
+    told.append(("advantage", f"{numbers['advantages'][row][trained[0]]:+.4f}"))
+  return [(what, value.replace("-", "−")) for what, value in told]
+
+
+def _columns(numbers: Mapping[str, Any]) -> list[page_lib.Column]:
+  """What the page can colour, in the order of its switch."""
+  return [column for column in page_lib.COLUMNS if column.key == "weights" or column.key in numbers]

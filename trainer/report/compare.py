@@ -1,0 +1,117 @@
+"""Several runs on one page: their curves in the same charts, and where their configs and results differ."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from trainer.config import ConfigError
+from trainer.report import configs, render, series
+from trainer.report.history import History, at, integer, load, sources_of, status
+from trainer.report.render import counted, in_short, number, shown, span
+
+MOST_RUNS = 32
+_HEAD = ("", "steps", "tokens", "parameters", "devices", "Weft", "time", "goodput", "tokens/s", "MFU", "last loss")
+
+
+def write(workdirs: Sequence[str | Path], out: str | Path) -> Path:
+  """Writes the page of several runs; returns its path.
+
+  Raises:
+    ConfigError: a folder holds no run, the same folder is given twice, or there are too many.
+    OSError: the page cannot be written.
+  """
+  if len(workdirs) > MOST_RUNS:
+    raise ConfigError(f"found {len(workdirs)} runs; at most {MOST_RUNS} can be told apart on one page. Give fewer.")
+  histories = [load(workdir) for workdir in workdirs]
+  resolved = [history.workdir.resolve() for history in histories]
+  twice = [path for path in resolved if resolved.count(path) > 1]
+  if twice:
+    raise ConfigError(f"{twice[0]} is given twice. Give each run once.")
+  return render.save(Path(out), make(histories))
+
+
+def make(histories: Sequence[History]) -> str:
+  """The page."""
+  names = short_names([history.workdir for history in histories])
+  metrics = [history.metrics for history in histories]
+  charts = series.charts(metrics)
+  numbers = {chart.title: place for place, chart in enumerate(chart for _, some in charts.groups for chart in some)}
+  payload, fewer = series.payload(charts.groups, list(zip(names, metrics, strict=True)), numbers)
+  groups = [(title, [shown(chart, numbers[chart.title], names) for chart in some]) for title, some in charts.groups]
+  differences = configs.differences([history.config for history in histories if history.config])
+  return render.page(
+      "compare.html.jinja", payload, title=f"{len(names)} runs: {', '.join(names)}", names=names,
+      configured=[name for history, name in zip(histories, names, strict=True) if history.config],
+      runs={"head": _HEAD, "rows": [run_row(history, name) for history, name in zip(histories, names, strict=True)],
+            "paths": [(name, str(history.workdir)) for history, name in zip(histories, names, strict=True)]},
+      evaluations=evaluations(histories), differences=differences[:configs.MOST_KEYS],
+      config_left_out=[f"{counted(len(differences) - configs.MOST_KEYS, 'key')} more."]
+      if len(differences) > configs.MOST_KEYS else [],
+      groups=[group for group in groups if group[0] != series.THROUGHPUT],
+      throughput=[one for title, some in groups if title == series.THROUGHPUT for one in some],
+      curves_left_out=_left_out(charts, fewer), problems=[
+          f"{name}: {problem}" for history, name in zip(histories, names, strict=True) for problem in history.problems])
+
+
+def short_names(workdirs: Sequence[Path]) -> list[str]:
+  """The folders' names, with as many of their parents as tell them apart."""
+  for depth in range(1, max(len(path.parts) for path in workdirs) + 1):
+    names = ["/".join(path.parts[-depth:]).replace("//", "/") for path in workdirs]
+    if len(set(names)) == len(names):
+      return names
+  return [str(path) for path in workdirs]
+
+
+def run_row(history: History, name: str) -> dict[str, Any]:
+  """A run in figures."""
+  state, start = status(history), at(history.starts, -1, default={})
+  end = at(start, "end", default={})
+  goodput = at(end, "goodput", default=history.last("goodput"))
+  tokens = at(end, "tokens", default=history.last("tokens_seen"))
+  parameters = integer(at(start, "parameters", "all"))
+  commit = at(start, "git", "commit")
+  wall = "" if history.started is None or state.until is None else span(max(state.until - history.started, 0.0))
+  medians = {key: float(np.median(values)) for key in ("tokens_per_second", "mfu")
+             if key in history.metrics and len(values := history.metrics[key].finite.values)}
+  loss = history.last("loss")
+  kind = at(start, "devices", "kind")
+  return {"name": name, "kind": state.kind, "word": state.word, "cells": [
+      f"{state.step:,}{f' of {state.total:,}' if state.total else ''}",
+      in_short(tokens) if isinstance(tokens, (int, float)) else "",
+      in_short(parameters) if parameters is not None else "",
+      f"{at(start, 'devices', 'count', default='?')} × {kind}" if kind else "",
+      f"{at(start, 'weft', default='')}{f' {str(commit)[:10]}' if commit else ''}"
+      f"{' +' if at(start, 'git', 'dirty') else ''}", wall,
+      f"{goodput:.1%}" if isinstance(goodput, (int, float)) else "",
+      in_short(medians["tokens_per_second"]) if "tokens_per_second" in medians else "",
+      f"{medians['mfu']:.2%}" if "mfu" in medians else "", "" if loss is None else number(loss)]}
+
+
+def evaluations(histories: Sequence[History]) -> list[dict[str, Any]]:
+  """A row for each metric of an evaluator: of each run its last value, and its best."""
+  names = dict.fromkeys(name for history in histories for name in history.metrics
+                        if series.group_of(name) == "Evaluations")
+  rows, sources = [], [source for history in histories for source in sources_of(history.config)]
+  for name in names:
+    found = [series.figures(name, history.metrics[name], sources) if name in history.metrics else None
+             for history in histories]
+    lasts = [one.last[1] for one in found if one is not None]
+    which = next(({"lower": min, "higher": max}.get(one.better) for one in found if one is not None), None)
+    best = which(lasts) if which is not None and len(lasts) > 1 else None
+    cells = []
+    for one in found:
+      text = "" if one is None else number(one.last[1]) + ("" if one.best is None else f" ({number(one.best[1])})")
+      cells.append({"text": text, "best": one is not None and best is not None and one.last[1] == best})
+    if lasts:
+      rows.append({"name": name.removeprefix("eval/"), "cells": cells})
+  return rows
+
+
+def _left_out(charts: series.Charts, fewer: bool) -> list[str]:
+  lines = render.left_out(charts, fewer)
+  if charts.constant:
+    lines.append("The same in all runs at all times: " + ", ".join(
+        f"{name} {number(value)}" for name, value in list(charts.constant.items())[:40]))
+  return lines

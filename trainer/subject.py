@@ -1,0 +1,151 @@
+"""What the equalities of `--mode=verify` are measured on: a short run's model, parameters and first batch.
+
+B rows, T tokens, D hidden size.
+"""
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from ml_collections import ConfigDict
+
+from trainer import mesh as mesh_lib
+from trainer import patterns, strategies, update
+from trainer import program as program_lib
+from trainer.metrics import to_floats
+
+
+class Skip(Exception):
+  """The equality does not apply; the message says why."""
+
+
+class Subject:
+  """What equalities are about.
+
+  Args:
+    config: the whole config of the slice, resolved, without dropout.
+    workdir: of a short run with it, which is over.
+    run: that run.
+    params, reference: what it began with, on the host; None: there is no reference.
+    batch: of its first step, on the host.
+  """
+
+  def __init__(self, config: ConfigDict, workdir: Path, run: Any, params: Any, reference: Any,
+               batch: dict[str, np.ndarray]):
+    self.config, self.workdir, self.run = config, workdir, run
+    self.params, self.reference, self.batch = params, reference, batch
+    self.mesh, self.model = run.mesh, self.variant()
+    self.built_in = "." not in config.model.name
+    self._programs: dict[tuple, Callable] = {}
+    self._known: dict[tuple, Any] = {}
+
+  def changed(self, **changed: Any) -> ConfigDict:
+    """The config with other values; `model__scan_layers` stands for config.model.scan_layers."""
+    config = self.config.copy_and_resolve_references().unlock()
+    for key, value in changed.items():
+      *path, leaf = key.split("__")
+      node = config
+      for name in path:
+        node = node[name]
+      node[leaf] = value
+    return config.lock()
+
+  def variant(self, **changed: Any) -> Any:
+    """The model of the config with other values."""
+    return program_lib.make_model(self.changed(**changed), self.run.tokenizer.vocab_size)
+
+  def place(self, tree: Any, mesh: Any) -> Any:
+    """Parameters on their devices."""
+    return jax.device_put(tree, mesh_lib.param_shardings(tree, mesh, self.config.sharding_rules)[0])
+
+  def gradient(self, batch: Mapping[str, np.ndarray] | None = None, mesh: Any = None, params: Any = None,
+               micro_batch_size: int | None = None, **changed: Any) -> tuple[dict[str, np.ndarray], dict[str, float]]:
+    """({path: gradient}, metrics) of the first step, of another batch or with other values in the config."""
+    given = self.batch if batch is None else batch
+    mesh, micro_batch_size = mesh or self.mesh, micro_batch_size or len(given["tokens"])
+    key = (mesh, micro_batch_size, tuple(sorted(changed.items())))
+    if batch is None and params is None and key in self._known:
+      return self._known[key]
+    if key not in self._programs:
+      self._programs[key] = self._program(self.changed(**changed), micro_batch_size)
+    with mesh_lib.activation_rules(mesh, self.config.activation_rules):
+      grads, _, metrics = self._programs[key](
+          self.place(self.params if params is None else params, mesh),
+          self.placed(given, mesh), np.int32(0),
+          None if self.reference is None else self.place(self.reference, mesh))
+    found = ({k: np.asarray(v) for k, v in patterns.flatten(grads).items()}, to_floats(jax.device_get(metrics)))
+    if batch is None and params is None:
+      self._known[key] = found
+    return found
+
+  def _program(self, config: ConfigDict, micro_batch_size: int) -> Callable:
+    model = program_lib.make_model(config, self.run.tokenizer.vocab_size)
+    strategy = strategies.STRATEGIES[config.strategy.name]
+
+    def loss_fn(params, micro, rng, *reference):
+      return strategy(model, params, micro, rng, config.strategy, *reference)
+
+    return jax.jit(update.make_gradient_fn(
+        loss_fn, program_lib.planned_optimizer(config, model), seed=config.seed, micro_batch_size=micro_batch_size,
+        source_names=self.run.data.source_names))
+
+  def placed(self, batch: Mapping[str, np.ndarray], mesh: Any) -> dict[str, jax.Array]:
+    """A batch on its devices."""
+    return mesh_lib.place_batch(lambda at: {key: part[at] for key, part in batch.items()}, len(batch["tokens"]),
+                                mesh_lib.batch_sharding(mesh))
+
+  def hidden(self, batch: Mapping[str, np.ndarray]) -> np.ndarray:
+    """Hidden states [B, T, D]."""
+    if not hasattr(self, "_hidden"):
+      self._hidden = jax.jit(lambda params, batch: self.model.apply(params, batch).hidden.astype(jnp.float32))
+    with mesh_lib.activation_rules(self.mesh, self.config.activation_rules):
+      return np.asarray(self._hidden(self.place(self.params, self.mesh), dict(batch)))
+
+  def other_token(self, tokens: np.ndarray) -> np.ndarray:
+    """Another id for each, none of which stands for an image."""
+    ids = np.setdiff1d(np.arange(self.model.num_real_vocab), [image_token(self.config)])
+    return ids[(np.searchsorted(ids, tokens) + 1) % len(ids)].astype(tokens.dtype)
+
+
+def image_token(config: Any) -> int:
+  return -1 if config.model.vision.image_token is None else config.model.vision.image_token
+
+
+def distance(one: Mapping[str, np.ndarray], other: Mapping[str, np.ndarray]) -> float:
+  """The largest difference of two gradients, in units of the norm of the first."""
+  norm = np.sqrt(sum(np.sum(np.square(part, dtype=np.float64)) for part in one.values()))
+  if not np.isfinite(norm) or norm == 0:
+    raise Skip(f"the gradient's norm is {norm}: nothing to compare")
+  return float(max(np.abs(one[path] - other[path]).max(initial=0.0) for path in one) / norm)
+
+
+def split_documents(batch: Mapping[str, np.ndarray], most: int) -> tuple[dict, dict]:
+  """The first rows with together at most so many documents; and the same documents, each in a row of its own."""
+  kept: list = []
+  apart: list = []
+  documents = 0
+  for row, segments in enumerate(batch["segment_ids"]):
+    found = np.unique(segments[segments > 0])
+    if kept and documents + len(found) > most:
+      break
+    kept.append(row)
+    documents += len(found)
+    for segment in found:
+      mine = segments == segment
+      alone = {key: part[row].copy() for key, part in batch.items()}
+      for key, part in alone.items():
+        if part.shape[:1] == mine.shape and key != "images":
+          part[~mine] = 0
+      alone["segment_ids"] = mine.astype(segments.dtype)
+      apart.append(alone)
+  return ({key: part[kept] for key, part in batch.items()},
+          {key: np.stack([alone[key] for alone in apart]) for key in batch})
+
+
+def padded(batch: Mapping[str, np.ndarray], multiple: int) -> dict[str, np.ndarray]:
+  """With empty rows, so that the mesh divides them."""
+  more = -len(batch["tokens"]) % multiple
+  return {key: np.pad(part, [(0, more), *[(0, 0)] * (part.ndim - 1)]) for key, part in batch.items()}
