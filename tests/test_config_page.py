@@ -1,12 +1,13 @@
 """docs/config_keys.md has every key, with its default and the comment above it, and is what its script writes."""
 
+import ast
 import importlib.util
 import re
 
 import pytest
 
 from tests import tiny
-from trainer import config_sections
+from trainer import config_sections, config_source
 from trainer.config import defaults, evaluator, reward, source, strategy
 
 PAGE = tiny.ROOT / "docs" / "config_keys.md"
@@ -81,15 +82,15 @@ def test_comments_are_those_of_the_source(rows):
   assert rows["model.lora.dropout"][1] == "On the adapters' input; training only."
 
 
-def test_a_key_without_a_comment_is_refused(script):
+def test_a_key_without_a_comment_is_refused():
   """Neither a comment above nor a line before that has one."""
-  section = script.Section("", "")
-  made = script._Source(config_sections)
+  section, file = config_source.Section("at.", ""), config_source.FILES[0]
+  made = config_source._Source(file)
   made.lines = ["c.first = 1", "", "# said", "c.second = 2", "c.third = 3", "", "c.fourth = 4"]
-  tree = script.ast.parse("\n".join(made.lines)).body
-  script._add(made, tree[1], section, ["second"])
-  script._add(made, tree[2], section, ["third"])
-  assert section.groups == [script.Group("said", ["second", "third"])]
-  for statement, where in ((tree[0], script.Section("", "")), (tree[3], section)):
-    with pytest.raises(script.Undocumented, match="has no comment above it"):
-      script._add(made, statement, where, ["other"])
+  tree = ast.parse("\n".join(made.lines)).body
+  config_source._add(made, tree[1], section, ["second"])
+  config_source._add(made, tree[2], section, ["third"])
+  assert section.groups == [config_source.Group("said", {"at.second": 4, "at.third": 5}, file)]
+  for statement, where in ((tree[0], config_source.Section("", "")), (tree[3], section)):
+    with pytest.raises(config_source.Undocumented, match=f"{file}:[17]: .*other has no comment above it"):
+      config_source._add(made, statement, where, ["other"])

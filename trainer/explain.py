@@ -16,13 +16,13 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
-from trainer import explain_keys
+from trainer import config_source
 from trainer.config import ConfigError
-from trainer.explain_keys import Key, targets
+from trainer.config_source import Key, targets
 from trainer.explanations import groups, topics
 from trainer.explanations.topic import At, Topic
 
-ROOT = explain_keys.ROOT
+ROOT = config_source.ROOT
 # Lines of code shown of each place; lines that read a key.
 MOST_LINES, MOST_READS = 30, 12
 BOLD, DIM, OFF = "\033[1m", "\033[2m", "\033[0m"
@@ -67,7 +67,7 @@ def overview() -> str:
 
 
 def _nearest(name: str) -> str:
-  known = [*topics(), *(key.typed for key in explain_keys.keys().values())]
+  known = [*topics(), *(key.typed for key in config_source.keys().values())]
   near = difflib.get_close_matches(name, known, n=4, cutoff=0.5)
   near += [other for other in known if other.rpartition(".")[2] == name.rpartition(".")[2] and other not in near]
   return f" Did you mean {', '.join(dict.fromkeys(near[:6]))}?" if near else ""
@@ -105,11 +105,11 @@ def _config_lines(topic: Topic) -> list[str]:
   lines = [f"  {topic.config}"] if topic.config else []
   values = _preset(topic.preset) if topic.preset else {}
   for path in topic.keys:
-    key = explain_keys.keys()[path]
+    key = config_source.keys()[path]
     shown = f"{values[key.typed]!r} in this preset" if key.typed in values else "" if key.default is None else (
         f"default {key.default!r}")
     lines.append(f"  {key.typed}" + (f": {shown}" if shown else ""))
-  rest = {key: value for key, value in values.items() if key not in {explain_keys.keys()[p].typed for p in topic.keys}}
+  rest = {key: value for key, value in values.items() if key not in {config_source.keys()[p].typed for p in topic.keys}}
   if rest:
     lines.append(_wrapped("also: " + ", ".join(f"{key}={value!r}" for key, value in rest.items()), "  "))
   return lines
@@ -213,7 +213,7 @@ def find_test(test: str) -> str:
 def find_keys(typed: str) -> list[Key]:
   """The keys that a dotted path means: of strategies, which have keys of the same name, all of them; of what has names
   (input.sources.mine.path), that of any name."""
-  known = explain_keys.keys()
+  known = config_source.keys()
   names = {typed, re.sub(r"^(input\.sources|evals|rollout\.rewards)\.[^.]+\.", r"\1.<name>.", typed)}
   return [key for path, key in known.items() if path in names or key.typed in names]
 
@@ -230,7 +230,7 @@ def _of_key(key: Key) -> str:
   named = f", strategy {key.path.partition('(')[2].partition(')')[0]}" if key.path != typed else ""
   comment, like = key.comment, re.fullmatch(r"(?:These a|A)s for (\w+)\.", key.comment)
   if like is not None:
-    comment += " " + explain_keys.keys()[re.sub(r"\(\w+\)", f"({like.group(1)})", key.path)].comment
+    comment += " " + config_source.keys()[re.sub(r"\(\w+\)", f"({like.group(1)})", key.path)].comment
   parts = [f"{BOLD}config.{typed}{OFF}{default}{named}", _wrapped(comment), f"  {key.file}:{key.line}"]
   lines = [f"  {file}:{line}  {_line(file, line, typed.rpartition('.')[2])}" for file, line in of]
   more = [f"  … and {len(lines) - MOST_READS} more"] if len(lines) > MOST_READS else []

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from trainer.config_sections import DURATION_UNITS
-from trainer.explain_keys import FILES, ROOT, keys, targets
+from trainer.config_source import FILES, ROOT, keys, targets
 
 FOLDERS = ("trainer", "models", "input_pipeline", "evaluators")
 # These read saved files of the same names, or are about the config rather than of it.

@@ -10,14 +10,14 @@ import pytest
 
 from tests import tiny
 from tests.trainer.strategies import test_grpo
-from trainer import advantages, config_checks, explain, explain_keys, explain_reads, optim, schedules, strategies
+from trainer import advantages, config_checks, config_source, explain, explain_reads, optim, schedules, strategies
 from trainer.config import STRATEGIES, ConfigError, defaults, evaluator, reward, source
 from trainer.explanations import groups, topics
 from trainer.explanations.topic import At, parse
 from trainer.strategies import grpo, kto, preference, presets
 
 ALL = [topic for group in groups().values() for topic in group]
-KEYS = list(explain_keys.keys().values())
+KEYS = list(config_source.keys().values())
 
 
 # ----------------------------------------------------------------------------------------------
@@ -57,7 +57,7 @@ def test_what_a_topic_names_exists(topic):
   for test in topic.test:
     file, _, name = test.partition("::")
     assert re.search(rf"^def {name}\(", (tiny.ROOT / file).read_text(encoding="utf-8"), re.MULTILINE), test
-  assert [key for key in topic.keys if key not in explain_keys.keys()] == []
+  assert [key for key in topic.keys if key not in config_source.keys()] == []
   assert [other for other in topic.see if other not in topics()] == []
   for paper in topic.paper:
     assert re.search(r"\b(19|20)\d\d\b.*(arXiv \d{4}\.\d{4,5}|https?://)", paper), paper
