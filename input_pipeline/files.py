@@ -14,6 +14,8 @@ from typing import Any, NamedTuple
 
 from absl import logging
 
+from trainer import whole_files
+
 CHUNK = 1 << 20
 # Compressed files are unpacked so many bytes at a time: what these become is bounded, however well they are compressed.
 UNPACKED = 1 << 12
@@ -250,11 +252,9 @@ class FileHasher:
   def save(self) -> None:
     """Writes what was learnt; losing it costs time only."""
     if self._changed:
-      temporary = self._file.with_name(f".hashes.{os.getpid()}")
       with contextlib.suppress(OSError):  # a cache that is only read may lie on a read-only disk
         self._file.parent.mkdir(parents=True, exist_ok=True)
-        temporary.write_text(json.dumps(self._known), "utf-8")
-        os.replace(temporary, self._file)
+        whole_files.write(self._file, json.dumps(self._known))
       self._changed = False
 
 

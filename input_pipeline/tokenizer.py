@@ -7,7 +7,6 @@ chat template has rendered (`chat.py`) are special tokens recognised, and there 
 
 import hashlib
 import json
-import os
 import tempfile
 from collections.abc import Callable, Iterable, Iterator
 from functools import cached_property
@@ -24,6 +23,7 @@ from tqdm import tqdm
 from input_pipeline import hf_folder, special_tokens
 from input_pipeline.files import DataError
 from input_pipeline.hf_folder import TokenizerFiles, add_tokens, find_tokenizer, make_backend
+from trainer import whole_files
 from trainer.config import ConfigError
 
 BOS, EOS = "<|bos|>", "<|eos|>"
@@ -395,6 +395,4 @@ def _save(serialized: str, files: dict[str, str], path: Path) -> None:
   """Writes all files; tokenizer.json last, since its presence says that the tokenizer is complete."""
   for file, content in (*((path.parent / name, content) for name, content in files.items()), (path, serialized)):
     file.parent.mkdir(parents=True, exist_ok=True)
-    temporary = file.with_name(f".{file.name}.{os.getpid()}")
-    temporary.write_text(content, "utf-8")
-    os.replace(temporary, file)
+    whole_files.write(file, content)

@@ -20,6 +20,8 @@ from typing import Any, Protocol
 import jax
 import jax.numpy as jnp
 
+from trainer import whole_files
+
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
@@ -95,10 +97,7 @@ class JsonlWriter:
   def __init__(self, path: Path, resume_step: int):
     self._path = path
     kept = [row for row in read_rows(path) if row["step"] <= resume_step]
-    # Rewritten through a temporary file, so that a crash here loses no row.
-    temporary = path.with_name(path.name + ".tmp")
-    temporary.write_text("".join(json.dumps(row) + "\n" for row in kept), encoding="utf-8")
-    os.replace(temporary, path)
+    whole_files.write(path, "".join(json.dumps(row) + "\n" for row in kept))
     self._file = open(path, "a", encoding="utf-8")
 
   def write_scalars(self, step: int, scalars: Mapping[str, float]) -> None:

@@ -11,13 +11,13 @@ later steps; what happened to its processes stays.
 import datetime
 import json
 import logging
-import os
 import sys
 from pathlib import Path
 from typing import Any
 
 import jax
 
+from trainer import whole_files
 from trainer.callbacks import Callback
 
 KINDS = ("health", "warning", "info", "rollback", "stop", "error")
@@ -41,9 +41,7 @@ class Notes(Callback):
       return
     self._path = run.workdir / "notes.jsonl"
     rows = [row for row in read_notes(self._path) if row["kind"] not in _OF_STEPS or row["step"] <= run.step]
-    temporary = self._path.with_name(self._path.name + ".tmp")
-    temporary.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
-    os.replace(temporary, self._path)
+    whole_files.write(self._path, "".join(json.dumps(row) + "\n" for row in rows))
     self._handler = _Handler(self)
     logging.getLogger().addHandler(self._handler)
 

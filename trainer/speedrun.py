@@ -30,10 +30,10 @@ from typing import Any
 from absl import app, flags, logging
 
 from trainer import metrics as metrics_lib
-from trainer import sweep
+from trainer import sweep, whole_files
 from trainer.config import ConfigError
 from trainer.report import record
-from trainer.report.history import RUN
+from trainer.report.history import last_end
 
 
 class Stages:
@@ -121,8 +121,8 @@ def run_stage(stages: Stages, stage: str, root: Path, overrides: Sequence[str]) 
   began, before = time.time(), done.get("seconds", 0.0)
   code = call(command)
   seconds = before + time.time() - began
-  starts = record.read(workdir / RUN)
-  if code or not starts or (starts[-1]["end"] or {}).get("how") != "finished":
+  end = last_end(workdir)
+  if code or end.get("how") != "finished":
     if workdir.is_dir():
       _write(file, {"seconds": seconds})
     print(f"\nStage {stage!r} is not finished. The same command goes on where it was.", file=sys.stderr)
@@ -130,7 +130,7 @@ def run_stage(stages: Stages, stage: str, root: Path, overrides: Sequence[str]) 
   last: dict[str, float] = {}
   for row in metrics_lib.read_rows(workdir / "metrics.jsonl"):
     last |= row
-  made = {"command": command[1:], "seconds": seconds, "steps": last["step"], "tokens": starts[-1]["end"]["tokens"],
+  made = {"command": command[1:], "seconds": seconds, "steps": last["step"], "tokens": end["tokens"],
           "scores": {column: _metric(last, metric, stage) for column, metric in stages.columns[stage].items()}}
   _write(file, made)
   return made
@@ -240,9 +240,7 @@ def _read(file: Path) -> dict[str, Any]:
 
 
 def _write(file: Path, record: Mapping[str, Any]) -> None:
-  temporary = file.with_name(file.name + ".tmp")
-  temporary.write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
-  os.replace(temporary, file)
+  whole_files.write(file, json.dumps(record, indent=2) + "\n")
 
 
 def chat(stages: Stages, workdir: Path) -> None:

@@ -16,8 +16,9 @@ from typing import Any
 
 from ml_collections import ConfigDict
 
-from trainer import config_checks, metrics
+from trainer import config_checks, metrics, whole_files
 from trainer.config import ConfigError
+from trainer.report.history import last_end
 
 # Seconds between two looks at the processes, and between two lines on how far they are.
 LOOK, TELL = 0.2, 30.0
@@ -56,7 +57,7 @@ def status_of(planned: Planned) -> str:
   """new, begun or finished, by what is in the workdir: finished is a run that has said so and has this config."""
   if not (planned.workdir / "config.json").exists():
     return "new"
-  if _ended(planned.workdir) != "finished":
+  if last_end(planned.workdir).get("how") != "finished":
     return "begun"
   if planned.config is None:
     return "finished"
@@ -67,14 +68,6 @@ def status_of(planned: Planned) -> str:
   except (OSError, ValueError, AttributeError):
     return "begun"
   return "begun" if changed else "finished"
-
-
-def _ended(workdir: Path) -> str | None:
-  """How its last process ended, as run.json has it: finished, stopped, error; None: it has not said."""
-  try:
-    return json.loads((workdir / "run.json").read_text(encoding="utf-8"))["starts"][-1]["end"]["how"]
-  except (OSError, ValueError, KeyError, IndexError, TypeError):
-    return None
 
 
 # ----------------------------------------------------------------------------------------------
@@ -104,7 +97,7 @@ class _Process:
     code = self.popen.poll()
     if code is None:
       return False
-    stopped = _ended(self.planned.workdir) == "stopped" if code == 0 else told and code < 0
+    stopped = last_end(self.planned.workdir).get("how") == "stopped" if code == 0 else told and code < 0
     self.planned.exit_code = code
     self.planned.status = "stopped" if stopped else "finished" if code == 0 else "failed"
     if self.planned.status == "failed":
@@ -263,9 +256,7 @@ def write(file: Path, ordered: Sequence[tuple[Planned, Mapping[str, float]]], ab
   """Writes the same as JSON, with each run's overrides and arguments; whole at any moment."""
   runs = [dict(name=run.name, overrides=run.overrides, status=run.status, exit_code=run.exit_code, values=dict(values),
                workdir=str(run.workdir), arguments=run.arguments, said=run.said) for run, values in ordered]
-  temporary = file.with_name(file.name + ".tmp")
-  temporary.write_text(json.dumps({**about, "runs": runs}, indent=1, default=list) + "\n", encoding="utf-8")
-  os.replace(temporary, file)
+  whole_files.write(file, json.dumps({**about, "runs": runs}, indent=1, default=list) + "\n")
 
 
 def printable(text: str) -> str:

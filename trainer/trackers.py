@@ -16,6 +16,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from trainer import whole_files
 from trainer.config import ConfigError
 from trainer.config_checks import flatten
 from trainer.loggers import CLOSE_SECONDS, check_arguments
@@ -46,9 +47,7 @@ class Identity:
 
   def write(self, **known: str) -> None:
     self.path.parent.mkdir(exist_ok=True)
-    temporary = self.path.with_name(self.path.name + ".tmp")
-    temporary.write_text(json.dumps(known) + "\n", encoding="utf-8")
-    os.replace(temporary, self.path)
+    whole_files.write(self.path, json.dumps(known) + "\n")
 
 
 def _package(where: str, name: str) -> Any:

@@ -18,7 +18,7 @@ from input_pipeline.examples_chat import find_template
 from input_pipeline.tokenizer import Tokenizer
 from models import hf
 from models.hf import files
-from trainer import config_checks, hugging_face
+from trainer import config_checks, hugging_face, whole_files
 from trainer.config import ConfigError
 
 # So many lines of the last samples are shown at the end.
@@ -78,9 +78,7 @@ def save_config(resolved: Any, workdir: Path, tokenizer: Tokenizer) -> None:
   """Writes config.json, once everything in it has been accepted, and keeps the files an export will repeat: those of
   the Hugging Face folder, and the chat template, which wherever it came from belongs to the tokenizer from now on."""
   if jax.process_index() == 0:
-    temporary = workdir / "config.json.tmp"
-    temporary.write_text(config_checks.to_json(resolved) + "\n", encoding="utf-8")
-    os.replace(temporary, workdir / "config.json")
+    whole_files.write(workdir / "config.json", config_checks.to_json(resolved) + "\n")
     if resolved.model.hf is not None:
       hf.copy_small_files(Path(resolved.model.hf), workdir / hugging_face.FOLDER)
     if resolved.strategy.name != "seq" and (template := find_template(resolved.chat, tokenizer)) is not None:

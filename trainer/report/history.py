@@ -252,6 +252,15 @@ def status(history: History) -> Status:
                 f"step that is written is {step:,}{of}.", step, total, until)
 
 
+def last_end(workdir: Path) -> dict[str, Any]:
+  """What the run.json of a run says of the end of its last process, `how` (finished, stopped, error) among it; {}:
+  nothing."""
+  try:
+    return json.loads((workdir / RUN).read_text(encoding="utf-8"))["starts"][-1]["end"] or {}
+  except (OSError, ValueError, KeyError, IndexError, TypeError):
+    return {}
+
+
 def integer(value: Any) -> int | None:
   """A whole number of JSON; None for anything else."""
   return int(value) if isinstance(value, (int, float)) and math.isfinite(value) else None

@@ -25,7 +25,7 @@ import numpy as np
 from absl import logging
 
 import trainer
-from trainer import patterns
+from trainer import patterns, whole_files
 from trainer.callbacks import Callback
 from trainer.report import configs
 from trainer.report.history import PAGE, RUN
@@ -181,9 +181,7 @@ def read(path: Path) -> list[dict[str, Any]]:
 
 def write(path: Path, starts: list[dict[str, Any]]) -> None:
   """Writes run.json, which is whole at any moment."""
-  temporary = path.with_name(path.name + ".tmp")
-  temporary.write_text(json.dumps({"starts": starts}, indent=1, default=_plain) + "\n", encoding="utf-8")
-  os.replace(temporary, path)
+  whole_files.write(path, json.dumps({"starts": starts}, indent=1, default=_plain) + "\n")
 
 
 def now() -> str:

@@ -4,7 +4,6 @@ import base64
 import hashlib
 import importlib.metadata
 import json
-import os
 import time
 from pathlib import Path
 from typing import Any
@@ -12,6 +11,7 @@ from typing import Any
 import jinja2
 from markupsafe import Markup
 
+from trainer import whole_files
 from trainer.report.series import Chart, Charts, Figures, figures
 
 _FOLDER = Path(__file__).parent / "templates"
@@ -39,9 +39,7 @@ def script_json(content: Any) -> Markup:
 
 def save(path: Path, html: str) -> Path:
   """Writes a page, which is whole or not there. What UTF-8 cannot hold becomes a question mark."""
-  temporary = path.with_name(f".{path.name}.{os.getpid()}")
-  temporary.write_bytes(html.encode("utf-8", errors="replace"))
-  os.replace(temporary, path)
+  whole_files.write(path, html.encode("utf-8", errors="replace"))
   return path
 
 
