@@ -5,6 +5,8 @@ import shutil
 import tempfile
 from pathlib import Path
 
+import pytest
+
 from trainer import startup
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -13,7 +15,7 @@ ROOT = Path(__file__).resolve().parent.parent
 os.environ.update(
     JAX_PLATFORMS="cpu",
     # Tiny programs take longer to be optimised than to run.
-    XLA_FLAGS="--xla_force_host_platform_device_count=8 --xla_backend_optimization_level=1",
+    XLA_FLAGS="--xla_force_host_platform_device_count=8 --xla_backend_optimization_level=0",
     NNX_GRAPH_MODE="false",
     NNX_GRAPH_UPDATES="false",
     JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS="0.3",
@@ -31,3 +33,52 @@ os.environ["JAX_COMPILATION_CACHE_DIR"] = os.environ["WEFT_TEST_CACHE"]
 def pytest_unconfigure():
   if _OWNS_CACHE:
     shutil.rmtree(os.environ["WEFT_TEST_CACHE"], ignore_errors=True)
+
+
+# Half a minute or more each on two slow cores, and a quicker test looks at the same subject (another strategy, another
+# mesh, another kind of fault). `pytest` leaves them out, `pytest -m slow` runs them, `pytest -m ""` runs everything.
+SLOW = """
+tests/evaluators/test_classify.py::test_scores_are_log_probs_of_the_options[sum-True]
+tests/models/test_moe.py::test_a_run_writes_the_metrics
+tests/models/test_moe.py::test_bfloat16_is_close_to_float32
+tests/models/test_moe.py::test_eight_devices_compute_what_one_does[fsdp]
+tests/models/test_moe.py::test_eight_devices_compute_what_one_does[tensor and fsdp]
+tests/models/test_moe.py::test_micro_batches_change_neither_gradient_nor_terms_nor_load[1]
+tests/test_docs_commands.py::test_commands_run_or_are_checked_or_marked[dpo.md]
+tests/test_docs_commands.py::test_commands_run_or_are_checked_or_marked[grpo.md]
+tests/test_faults.py::test_exhausted_memory_says_where_it_goes_and_what_to_type
+tests/test_processes.py::test_four_processes_train_evaluate_and_sample_as_one
+tests/test_processes.py::test_two_and_four_processes_sample_rollouts_and_train_as_one
+tests/test_processes.py::test_two_processes_go_back_before_a_spike_as_one_does
+tests/trainer/test_dpo.py::test_another_run_can_be_the_reference_and_must_stay_the_same
+tests/trainer/test_dpo.py::test_precomputed_and_live_references_give_the_same_losses
+tests/trainer/test_hugging_face.py::test_adapters_of_another_run_go_on_over_the_same_base
+tests/trainer/test_image_runs.py::test_micro_batches_and_other_meshes_change_nothing[dpo]
+tests/trainer/test_image_runs.py::test_micro_batches_and_other_meshes_change_nothing[seq]
+tests/trainer/test_layouts.py::test_one_device_and_eight_compute_the_same[dense-data8]
+tests/trainer/test_layouts.py::test_one_device_and_eight_compute_the_same[moe-data2 expert4]
+tests/trainer/test_layouts.py::test_one_device_and_eight_compute_the_same[moe-expert2 context2 tensor2]
+tests/trainer/test_microscope.py::test_images_stand_where_their_tokens_are
+tests/trainer/test_microscope.py::test_weights_times_log_probs_add_up_to_the_logged_loss[seq]
+tests/trainer/test_paligemma.py::test_a_frozen_tower_stays_the_rest_learns_and_the_export_is_read_again
+tests/trainer/test_precision.py::test_a_mixture_of_experts_learns_with_quantised_products
+tests/trainer/test_precision.py::test_quantised_products_on_eight_devices[options1-f8e4m3fn-0.02]
+tests/trainer/test_precision_runs.py::test_a_stopped_run_continues_bitwise
+tests/trainer/test_sampler_images.py::test_logprobs_equal_teacher_forced_ones[causal, CLIP]
+tests/trainer/test_sampler_images.py::test_logprobs_equal_teacher_forced_ones[image]
+tests/trainer/test_verify.py::test_strategies[dpo]
+tests/trainer/test_verify.py::test_strategies[grpo]
+tests/trainer/test_verify.py::test_strategies[images]
+tests/trainer/test_verify.py::test_strategies[sft]
+""".strip().splitlines()
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(config, items):
+  by_name = {item.nodeid: item for item in items}
+  files = {item.path for item in items}
+  for name in SLOW:
+    if name in by_name:
+      by_name[name].add_marker("slow")
+    elif ROOT / name.partition("::")[0] in files and all("::" not in argument for argument in config.args):
+      raise pytest.UsageError(f"SLOW in tests/conftest.py names {name}, which is no test.")

@@ -6,6 +6,7 @@ As a config file it is the tiny config, with what the environment asks for:
     FAULT=PROCESS:STEP:KIND   in that process, when it comes to that step's rows: one of KINDS; or, whatever the step,
                               `missing` or `empty`: its data
     STOP=STEP                 asks for a stop after that step
+    NOISE=FIRST:AFTER         the tokens of these steps' rows are noise, the same in any process
     ROWS=FILE                 a line of JSON [step, row, hash of its content] for each row that this process builds
 """
 
@@ -44,6 +45,12 @@ KINDS = {
 }
 
 
+def noise(tokens_BxT):
+  """Bytes that follow from the row alone, but to a model are anything."""
+  rows = [np.random.default_rng(row.tolist()).integers(0, 250, row.shape) for row in tokens_BxT]
+  return np.array(rows, tokens_BxT.dtype).reshape(tokens_BxT.shape)
+
+
 def get_config(corpus):
   config = tiny.config(Path(corpus), keep_last=3)
   config.evals.sums = evaluator(type="generate", sources=dict(sums=source(type="arithmetic")), eval_steps=4,
@@ -60,11 +67,14 @@ def get_config(corpus):
     if kind == "empty":
       folder.mkdir(exist_ok=True)
   batch, rows_file = loader.TrainData.batch, os.environ.get("ROWS")
+  noisy = range(*map(int, os.environ.get("NOISE", "0:0").split(":")))
 
   def watched(self, at, rows=slice(None)):
     if kind in KINDS and here and at == int(step):
       KINDS[kind]()
     made = batch(self, at, rows)
+    if at in noisy:
+      made["tokens"] = noise(made["tokens"])
     if rows_file:
       numbers = np.arange(self.batch_range(at)[1])[rows].tolist()
       contents = (b"".join(made[name][i].tobytes() for name in sorted(made)) for i in range(len(numbers)))

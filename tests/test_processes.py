@@ -184,6 +184,23 @@ def test_a_process_that_dies_hangs_or_fails_is_named_and_the_run_goes_on(corpus,
   assert max(row.get("time/data", 0.0) for row in read_rows(workdir / "metrics.jsonl")) > 0.5
 
 
+def test_two_processes_go_back_before_a_spike_as_one_does(corpus, tmp_path):
+  """Noise at 31 to 34 is seen at 32: both leave the checkpoint of 24 as it is, and go on after 36 with later data."""
+  spikes = dict(action="rollback", window=12, deviations=6.0, in_a_row=2, margin=5, skip=4)
+  def command(name):
+    return tiny.command(several.__file__, corpus, tmp_path / name, "--config.total_steps=40", "--config.ckpt_steps=6",
+                        "--config.keep_last=4", "--config.schedule.name=constant", "--config.mesh.fsdp=2",
+                        *(f"--config.spikes.{key}={value}" for key, value in spikes.items()))
+  codes, outputs = several.run(command("two"), 2, 1, NOISE="30:34")
+  assert codes == [0, 0], "\n".join(outputs)
+  assert tiny.run(command("one"), devices=2, NOISE="30:34").returncode == 0
+  rows = read_rows(tmp_path / "two" / "metrics.jsonl")
+  assert [row["step"] for row in rows if row.get("spikes/rollbacks") == 1 and row.get("spikes/from_step") == 24] == [36]
+  ours, theirs = logged(tmp_path / "two"), logged(tmp_path / "one")
+  assert {(24, "loss"), (40, "loss")} <= ours.keys() and (34, "loss") not in ours
+  assert_equal_to_rounding(ours, theirs, range(41))
+
+
 @pytest.mark.parametrize("kind, reason", [("missing", "does not exist"), ("empty", "has no files")])
 def test_data_that_one_host_lacks(corpus, tmp_path, kind, reason):
   codes, outputs = several.run(argv(corpus, tmp_path / "w"), 2, 1, FAULT=f"1:0:{kind}")

@@ -57,7 +57,7 @@ def command(config_file: Path, corpus: Path, workdir: Path, *overrides: str) -> 
 
 
 def environment(devices: int, **more: str) -> dict[str, str]:
-  flags = f"--xla_force_host_platform_device_count={devices} --xla_backend_optimization_level=1"  # as in conftest.py
+  flags = f"--xla_force_host_platform_device_count={devices} --xla_backend_optimization_level=0"  # as in conftest.py
   return {**os.environ, "XLA_FLAGS": flags, **more}
 
 

@@ -65,7 +65,7 @@ def test_logprobs_equal_teacher_forced_ones(name):
   assert [(c.prompt, c.sample) for c in completions] == [(p, s) for p in range(5) for s in range(2)]
   assert {c.finish_reason for c in completions} == {"stop", "length"}
   for c, (expected, _) in zip(completions, teacher_forced(model, params, given, completions, 0.8), strict=True):
-    np.testing.assert_allclose(c.logprobs, expected, atol=1e-5)
+    np.testing.assert_allclose(c.logprobs, expected, rtol=1e-5, atol=1e-5)
     np.testing.assert_array_equal(c.logprobs, c.full_logprobs)
     assert c.ids.dtype == np.int32 and c.logprobs.dtype == np.float32 and c.ids.max() < VOCAB
     ends = np.isin(c.ids, STOPS)
