@@ -3,8 +3,8 @@
     python -m trainer.speedrun --config=configs/speedrun.py --workdir=runs/speedrun
 
 `seq` reads the sources of Python's standard library; `sft` is shown conversations, in which functions are documented
-and exercises solved, by a teacher who errs in half of them; `dpo` prefers a function's own docstring to another's;
-`grpo` solves exercises, and is told whether the answer was right: it ends up better than its teacher. Each begins with what the one before has learned, and is an ordinary run:
+and exercises solved; `dpo` prefers a function's own docstring to another's; `grpo` solves exercises, and is told
+whether the answer was right. Each begins with what the one before has learned, and is an ordinary run:
 
     python -m trainer --config=configs/speedrun.py:sft:runs/speedrun --workdir=runs/speedrun/sft
 
@@ -19,9 +19,8 @@ from trainer.config import evaluator, reward, source, strategy
 # {stage: {what the table says: a metric of that stage's evaluations}}, in their order.
 STAGES = {
     "seq": {"bits per byte": "eval/val/bits_per_byte"},
-    "sft": {"exact match": "eval/sums/accuracy", "pass@1": "eval/sampled/pass@1"},
-    "dpo": {"preference accuracy": "eval/pairs/rewards/accuracies", "exact match": "eval/sums/accuracy",
-            "pass@1": "eval/sampled/pass@1"},
+    "sft": {"exact match": "eval/sums/accuracy"},
+    "dpo": {"preference accuracy": "eval/pairs/rewards/accuracies", "exact match": "eval/sums/accuracy"},
     "grpo": {"exact match": "eval/sums/accuracy", "pass@1": "eval/sampled/pass@1"},
 }
 # What the model is asked in the end.
@@ -58,10 +57,10 @@ def _sft() -> ConfigDict:
   c.chat.template = "plain"
   c.input.sources = dict(
       docstrings=source(type="python_docstrings", dataset="chat", split="train"),
-      sums=source(type="arithmetic_mistakes", dataset="chat", split="train", weight=7.0))
+      sums=source(type="arithmetic", dataset="chat", split="train", weight=7.0))
   c.batch_size = 16
   c.total_steps = 450
-  c.evals = dict(sums=_exercises(temperature=0.0), sampled=_exercises(temperature=1.0))
+  c.evals = dict(sums=_exercises(temperature=0.0))
   return c
 
 
@@ -89,6 +88,7 @@ def _grpo() -> ConfigDict:
   c.optimizer.name = "adamw"
   c.optimizer.learning_rate = 3e-4
   c.schedule = dict(name="constant", warmup_percent=0.0)
+  c.evals.sampled = _exercises(temperature=1.0)
   return c
 
 
