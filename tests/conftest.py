@@ -35,8 +35,9 @@ def pytest_unconfigure():
     shutil.rmtree(os.environ["WEFT_TEST_CACHE"], ignore_errors=True)
 
 
-# Half a minute or more each on two slow cores, and a quicker test looks at the same subject (another strategy, another
-# mesh, another kind of fault). `pytest` leaves them out, `pytest -m slow` runs them, `pytest -m ""` runs everything.
+# Half a minute or more each on two slow cores. Most have a quicker one for their subject (another strategy, another
+# mesh); exhausted memory, and rollouts and rollbacks of several processes, are tested here alone. `pytest` leaves them
+# out, `pytest -m slow` runs them, `pytest -m ""` runs everything.
 SLOW = """
 tests/evaluators/test_classify.py::test_scores_are_log_probs_of_the_options[sum-True]
 tests/models/test_moe.py::test_a_run_writes_the_metrics
