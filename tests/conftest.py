@@ -3,19 +3,17 @@
 import os
 import shutil
 import tempfile
-from pathlib import Path
 
 import pytest
 
+from tests import tiny
+from tests.tiny import ROOT
 from trainer import startup
-
-ROOT = Path(__file__).resolve().parent.parent
 
 # Before JAX is imported. Subprocesses inherit these; those that want another number of devices override XLA_FLAGS.
 os.environ.update(
     JAX_PLATFORMS="cpu",
-    # Tiny programs take longer to be optimised than to run.
-    XLA_FLAGS="--xla_force_host_platform_device_count=8 --xla_backend_optimization_level=0",
+    XLA_FLAGS=tiny.xla_flags(8),
     NNX_GRAPH_MODE="false",
     NNX_GRAPH_UPDATES="false",
     JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS="0.3",

@@ -56,9 +56,18 @@ def command(config_file: Path, corpus: Path, workdir: Path, *overrides: str) -> 
   return [sys.executable, "-m", "trainer", f"--config={config_file}:{corpus}", f"--workdir={workdir}", *overrides]
 
 
+def xla_flags(devices: int) -> str:
+  """Of tests, which compile for longer than they compute: so many devices, and programs made quickly rather than well.
+
+  With WEFT_TEST_AS_USERS=1 they are made as in users' runs.
+  """
+  quick = "" if os.environ.get("WEFT_TEST_AS_USERS") else (
+      " --xla_backend_optimization_level=0 --xla_cpu_use_fusion_emitters=false")
+  return f"--xla_force_host_platform_device_count={devices}{quick}"
+
+
 def environment(devices: int, **more: str) -> dict[str, str]:
-  flags = f"--xla_force_host_platform_device_count={devices} --xla_backend_optimization_level=0"  # as in conftest.py
-  return {**os.environ, "XLA_FLAGS": flags, **more}
+  return {**os.environ, "XLA_FLAGS": xla_flags(devices), **more}
 
 
 def run(argv: list[str], devices: int = 1, **more: str) -> subprocess.CompletedProcess:

@@ -16,8 +16,13 @@ CACHE_BYTES = 4 * 2**30
 # What compilers are told beside what the user says: {variable: (package, its versions that are known to take the flags,
 # flags)}. They end a program that sets a flag which they do not know.
 FLAGS = {
-    # On CPU, sums stay YNNPACK's, which are more exact; products are Eigen's, which are faster.
-    "XLA_FLAGS": ("jaxlib", ("0.10.",), {"--xla_cpu_experimental_ynn_fusion_type": "LIBRARY_FUSION_TYPE_REDUCE"}),
+    "XLA_FLAGS": ("jaxlib", ("0.10.", "0.11."), {
+        # On CPU, sums stay YNNPACK's, which are more exact; products are Eigen's, which are faster.
+        "--xla_cpu_experimental_ynn_fusion_type": "LIBRARY_FUSION_TYPE_REDUCE",
+        # Several devices of one CPU wait for one another: XLA aborts after 40 s, which a large model, or a machine that
+        # does other things, may take. What hangs, the watchdog names.
+        "--xla_cpu_collective_call_terminate_timeout_seconds": "1800",
+    }),
     # On TPU, what is gathered for a product comes in while the products before it are computed. By default that is so
     # on v5e alone; `--mode=plan` shows it.
     "LIBTPU_INIT_ARGS": ("libtpu", ("0.0.42",), {

@@ -12,7 +12,7 @@ from input_pipeline.examples_chat import TEMPLATES, ChatEncoder, template_names
 from input_pipeline.files import DataError
 from input_pipeline.readers import Record
 from input_pipeline.tokenizer import BytesTokenizer, load_tokenizer
-from tests.conftest import ROOT
+from tests.tiny import ROOT
 from trainer.config import ConfigError, defaults
 
 HERE = ROOT / "tests" / "input_pipeline" / "references"

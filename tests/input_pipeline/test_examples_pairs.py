@@ -12,7 +12,7 @@ from input_pipeline.examples_pairs import LabelledEncoder, PairEncoder, common_p
 from input_pipeline.files import DataError
 from input_pipeline.readers import Record
 from input_pipeline.tokenizer import BytesTokenizer, load_tokenizer
-from tests.conftest import ROOT
+from tests.tiny import ROOT
 from trainer.config import ConfigError, defaults
 from trainer.config import strategy as section
 

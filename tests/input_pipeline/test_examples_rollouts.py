@@ -11,7 +11,7 @@ from input_pipeline.examples import NOTHING_TO_TRAIN, ZERO_ADVANTAGE, make_encod
 from input_pipeline.files import DataError
 from input_pipeline.readers import Record
 from input_pipeline.tokenizer import BytesTokenizer, load_tokenizer
-from tests.conftest import ROOT
+from tests.tiny import ROOT
 from trainer.config import ConfigError, defaults, source, strategy
 
 TINY = load_tokenizer(ROOT / "tests" / "input_pipeline" / "references" / "tiny")

@@ -13,7 +13,7 @@ from input_pipeline.prompt_data import make_prompt_data
 from input_pipeline.prompts import Prompter
 from input_pipeline.readers import Record
 from input_pipeline.tokenizer import BytesTokenizer, load_tokenizer
-from tests.conftest import ROOT
+from tests.tiny import ROOT
 from trainer.config import ConfigError, defaults, source, strategy
 
 TINY = load_tokenizer(ROOT / "tests" / "input_pipeline" / "references" / "tiny")

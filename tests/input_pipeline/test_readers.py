@@ -20,7 +20,7 @@ from input_pipeline import readers
 from input_pipeline.examples import open_examples
 from input_pipeline.readers import _from_tfds
 from input_pipeline.sources import DataError, open_source
-from tests.conftest import ROOT
+from tests.tiny import ROOT
 from trainer.config import ConfigError, defaults, source
 
 

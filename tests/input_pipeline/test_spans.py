@@ -9,7 +9,7 @@ from input_pipeline.segments import Segment, SegmentEncoder
 from input_pipeline.shapes import Conversation
 from input_pipeline.spans import SpanFinder
 from input_pipeline.tokenizer import BytesTokenizer, load_tokenizer
-from tests.conftest import ROOT
+from tests.tiny import ROOT
 
 HERE = ROOT / "tests" / "input_pipeline" / "references"
 CHATML = ("{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"

@@ -13,7 +13,7 @@ from tokenizers import Tokenizer as Backend
 from input_pipeline import hf_folder
 from input_pipeline import tokenizer as tok
 from input_pipeline.files import DataError
-from tests.conftest import ROOT
+from tests.tiny import ROOT
 from trainer.config import ConfigError, defaults
 
 TINY = Path(__file__).parent / "references" / "tiny"

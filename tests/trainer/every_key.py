@@ -8,6 +8,8 @@ import contextlib
 import functools
 import hashlib
 import re
+import shutil
+import sysconfig
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -20,7 +22,7 @@ from jax.interpreters import partial_eval
 from ml_collections import ConfigDict
 
 from evaluators import common as evaluators_lib
-from input_pipeline import loader, prompt_data
+from input_pipeline import loader, prompt_data, readers_python
 from input_pipeline.tokenizer import BytesTokenizer, make_tokenizer
 from tests.trainer.every_key_bases import Begun, Files, begin
 from trainer import config_checks, patterns, sampler, throughput
@@ -126,10 +128,19 @@ class Made:
     return begin(self.given, self.workdir, then=lambda run: run.save() if run.config.export.path else None)
 
 
+# What stands for Python's standard library: all of it takes half a minute to parse.
+LIBRARY = ("bisect.py", "calendar.py", "json/decoder.py", "json/encoder.py", "textwrap.py", "uuid.py")
+
+
 @contextlib.contextmanager
-def made_once():
-  """In here samplers of equal models on equal devices share their programs, and how fast devices are is measured once.
+def made_once(folder: Path):
+  """In here samplers of equal models on equal devices share their programs, how fast devices are is measured once, and
+  Python has a small library, in `folder`.
   """
+  whole = sysconfig.get_paths()
+  for name in LIBRARY:
+    (folder / name).parent.mkdir(parents=True, exist_ok=True)
+    shutil.copy(Path(whole["stdlib"]) / name, folder / name)
   compiled, make = {}, sampler.Sampler._jitted
 
   def jitted(self: sampler.Sampler, *sizes: Any) -> Callable:
@@ -140,6 +151,7 @@ def made_once():
 
   with pytest.MonkeyPatch.context() as patch:
     patch.setattr(sampler.Sampler, "_jitted", jitted)
+    patch.setattr(readers_python.sysconfig, "get_paths", lambda: whole | {"stdlib": str(folder)})
     patch.setattr(throughput, "peak_flops", functools.cache(throughput.peak_flops))
     yield
 

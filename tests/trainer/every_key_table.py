@@ -6,7 +6,7 @@ A row is  "key": kind(another value, {other keys that must be set}, base=config,
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from tests.conftest import ROOT
+from tests.tiny import ROOT
 from tests.trainer.every_key import (
   Made,
   cycles,

@@ -58,7 +58,7 @@ def files(tmp_path_factory):
   usual = {name: jax.config.values[name] for name in changed}
   for name, value in changed.items():
     jax.config.update(name, value)
-  with every_key.made_once():
+  with every_key.made_once(tmp_path_factory.mktemp("library")):
     yield Files(tmp_path_factory.mktemp("files"))
   for name, value in usual.items():
     jax.config.update(name, value)

@@ -62,8 +62,7 @@ def compiled(model: api.Model) -> Callable:
     gradients, logits_BxTxV = jax.grad(loss, has_aux=True)(params)
     return logits_BxTxV, gradients
 
-  # Compiling is most of these tests' time, and optimising much of compiling.
-  return jax.jit(run, compiler_options={"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True})
+  return jax.jit(run)
 
 
 def family_of(name: str) -> Family:

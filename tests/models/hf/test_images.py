@@ -19,7 +19,6 @@ from trainer import patterns
 
 REFERENCES = Path(__file__).parent / "image_references"
 CASES = sorted(p.name for p in REFERENCES.iterdir())
-QUICK = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
 
 
 @dataclasses.dataclass
@@ -64,11 +63,11 @@ def case(request):
     log_probs = jnp.take_along_axis(jax.nn.log_softmax(logits[:, :-1]), tokens[:, 1:, None], axis=-1)[..., 0]
     return -(log_probs * weights).sum() / weights.sum(), logits
 
-  run = jax.jit(jax.value_and_grad(loss, has_aux=True), compiler_options=QUICK)
+  run = jax.jit(jax.value_and_grad(loss, has_aux=True))
   batch = [jnp.asarray(reference[key]) for key in ("tokens", "lengths", "prefix", "images")]
   (loss, logits), gradients = run(params, *batch)
   return Case(folder, family, model, params, reference, np.asarray(logits), np.asarray(loss),
-              patterns.flatten(gradients), lambda tokens: jax.jit(model.logits, compiler_options=QUICK)(params, tokens))
+              patterns.flatten(gradients), lambda tokens: jax.jit(model.logits)(params, tokens))
 
 
 def assert_close(actual, expected, tolerance: float):
