@@ -16,8 +16,8 @@ import pytest
 from input_pipeline.prompt_data import make_prompt_data
 from input_pipeline.tokenizer import BytesTokenizer, load_tokenizer
 from models import api
-from tests.tiny import ROOT
 from tests.evaluators.digits import VISION, encoded, picture
+from tests.tiny import ROOT
 from trainer import sampler as sampler_lib
 from trainer.config import ConfigError, defaults, source, strategy
 from trainer.environment import Episodes, Turn
