@@ -70,8 +70,8 @@ def test_gradient_equals_that_of_plain_softmax(cap, heads_at_once, monkeypatch):
 
 def test_grouped_heads_equal_repeated_heads():
   q, k, v = inputs()
-  grouped = attention(q, k, v, segment_ids=SEGMENTS, scale=0.3)
-  repeated = attention(q, *(jnp.repeat(x, H // G, 2) for x in (k, v)), segment_ids=SEGMENTS, scale=0.3)
+  attend = jax.jit(lambda *qkv: attention(*qkv, segment_ids=SEGMENTS, scale=0.3))
+  grouped, repeated = attend(q, k, v), attend(q, *(jnp.repeat(x, H // G, 2) for x in (k, v)))
   np.testing.assert_allclose(grouped, repeated, atol=1e-6)
 
 
@@ -107,15 +107,16 @@ def test_documents_are_isolated_bit_for_bit():
 def test_padding_gives_zeros_and_finite_gradients():
   empty = np.zeros((B, T), np.int32)
   q, k, v = inputs()
-  value, grads = jax.value_and_grad(
+  value, grads = jax.jit(jax.value_and_grad(
       lambda *qkv: jnp.square(attention(*qkv, segment_ids=empty, scale=0.3, block=8) + 1.0).sum(), argnums=(0, 1, 2)
-  )(q, k, v)
+  ))(q, k, v)
   assert value == B * T * H * K
   assert all(not g.any() for g in grads)
 
 
 def test_bfloat16_is_close_to_float32_and_keeps_its_dtype():
-  out = attention(*inputs(dtype=jnp.bfloat16), segment_ids=SEGMENTS, scale=0.3, block=8)
+  attend = jax.jit(lambda *qkv: attention(*qkv, segment_ids=SEGMENTS, scale=0.3, block=8))
+  out = attend(*inputs(dtype=jnp.bfloat16))
   assert out.dtype == jnp.bfloat16
   np.testing.assert_allclose(
       out.astype(jnp.float32), reference(*inputs(), SEGMENTS, None, 0.3, None), atol=0.04
@@ -188,8 +189,9 @@ def test_blocks_see_each_other_both_ways(window, window_blocks, block, heads_at_
 def test_blocks_of_none_are_causal_attention():
   q, k, v = inputs()
   options = dict(segment_ids=SEGMENTS, window=5, scale=0.3, block=7)
-  none = attention(q, k, v, block_ids=np.zeros_like(SEGMENTS), **options)
-  np.testing.assert_allclose(none, attention(q, k, v, **options), atol=1e-6)
+  none = jax.jit(lambda *qkv: attention(*qkv, block_ids=np.zeros_like(SEGMENTS), **options))(q, k, v)
+  causal = jax.jit(lambda *qkv: attention(*qkv, **options))(q, k, v)
+  np.testing.assert_allclose(none, causal, atol=1e-6)
 
 
 def test_documents_with_blocks_are_isolated_bit_for_bit():

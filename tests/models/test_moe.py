@@ -80,14 +80,15 @@ def test_grouped_matmul_equals_a_loop_over_groups(sizes, implementation, monkeyp
 @pytest.mark.parametrize("tokens,experts,k", [(1, 2, 1), (5, 3, 3), (300, 4, 2), (40, 64, 2), (1000, 2, 1)])
 def test_every_assignment_gets_one_row_in_its_experts_blocks(tokens, experts, k):
   rng = np.random.default_rng(tokens)
+  sort = jax.jit(grouped.sort_by_expert, static_argnums=1)
   for share in (0.0, 0.3, 1.0):  # of padding
     chosen = rng.permuted(np.tile(np.arange(experts), (tokens, 1)), axis=1)[:, :k]
     chosen = np.where(rng.random((tokens, 1)) < share, experts, chosen).reshape(-1)
-    places, assignments, sizes, block = grouped.sort_by_expert(jnp.asarray(chosen), experts)
+    places, assignments, sizes, block = jax.device_get(sort(chosen, experts))
     rows, real = len(assignments), chosen < experts
     starts = np.cumsum(sizes) - sizes
-    assert rows % block == 0 and np.all(np.asarray(sizes) % block == 0) and int(np.sum(sizes)) <= rows
-    assert np.all(np.asarray(places)[~real] == rows) and np.sum(assignments < len(chosen)) == real.sum()
+    assert rows % block == 0 and np.all(sizes % block == 0) and int(np.sum(sizes)) <= rows
+    assert np.all(places[~real] == rows) and np.sum(assignments < len(chosen)) == real.sum()
     for a in np.flatnonzero(real):
       place = int(places[a])
       assert int(assignments[place]) == a
@@ -288,8 +289,13 @@ def np_statistics(logits, segments):
 def test_statistics_equal_a_loop_over_tokens():
   logits = np.random.default_rng(0).normal(scale=2.0, size=(*SEGMENTS.shape, E)).astype(np.float32)
   spec = make(moe=LOSSES).spec.moe
-  experts, _ = moe_lib.route((logits,), moe=spec)
-  stats = moe_lib.statistics(jnp.asarray(logits), experts, jnp.asarray(SEGMENTS), spec)
+
+  @jax.jit
+  def statistics(logits, segments):
+    experts, _ = moe_lib.route((logits,), moe=spec)
+    return moe_lib.statistics(logits, experts, segments, spec)
+
+  stats = statistics(logits, SEGMENTS)
   expected = np_statistics(logits, SEGMENTS)
   assert set(stats) == set(expected)
   for name, value in stats.items():
@@ -301,11 +307,14 @@ def test_losses_in_closed_form():
   spec = make(moe=LOSSES).spec.moe
   segments = jnp.asarray([[1, 1, 2, 2, 0]])
 
-  def values(logits_TxE):
-    logits = jnp.asarray(logits_TxE, jnp.float32)[None]
+  @jax.jit
+  def reported(logits):
     experts, _ = moe_lib.route((logits,), moe=spec)
     stats = {k: v[None] for k, v in moe_lib.statistics(logits, experts, segments, spec).items()}
-    losses, metrics = moe_lib.report(stats, segments, spec)
+    return moe_lib.report(stats, segments, spec)
+
+  def values(logits_TxE):
+    losses, metrics = reported(jnp.asarray(logits_TxE, jnp.float32)[None])
     return to_floats({k: Mean(m.sum.sum(), m.weight.sum()) if isinstance(m, Mean) else m
                       for k, m in (losses | metrics).items()})
 
@@ -341,9 +350,9 @@ def test_the_model_reports_every_layers_statistics_with_its_coefficients():
   np.testing.assert_array_equal(out.metrics["moe"].counts.sum(1), [K * (SEGMENTS > 0).sum()] * 2)
   other = apply(params, dict(BATCH, tokens=np.where(SEGMENTS == 0, (TOKENS + 9) % VOCAB, TOKENS)))
   jax.tree.map(np.testing.assert_array_equal, (out.losses, out.metrics), (other.losses, other.metrics))
-  doubled = make(num_layers=2, moe=dict(LOSSES, balance_loss=0.6)).apply(params, BATCH).losses
+  doubled = jax.jit(make(num_layers=2, moe=dict(LOSSES, balance_loss=0.6)).apply)(params, BATCH).losses
   np.testing.assert_allclose(doubled["moe/balance_loss"].sum, 2 * out.losses["moe/balance_loss"].sum, rtol=1e-5)
-  assert make(num_layers=2, moe=SHARED).apply(params, BATCH).losses == {}
+  assert jax.eval_shape(make(num_layers=2, moe=SHARED).apply, params, BATCH).losses == {}
 
 
 def test_dense_models_report_nothing():

@@ -1,5 +1,6 @@
 """Chunked token statistics against full logits (I4), closed forms, and what the compiled program holds."""
 
+import functools
 import re
 
 import jax
@@ -28,6 +29,7 @@ def inputs(dtype=jnp.float32):
   return hidden, kernel, jax.random.randint(keys[2], (B, T), 0, 41)
 
 
+@functools.partial(jax.jit, static_argnames=("logit_cap", "num_real_vocab", "temperature"))
 def full(hidden, kernel, targets, logit_cap=None, num_real_vocab=None, temperature=1.0):
   """All statistics from full logits, by their definitions."""
   z = hidden @ kernel
@@ -60,8 +62,8 @@ def test_values_and_gradients_equal_full_logits(chunk, variant):
   def weighted(stats):
     return sum((w * s).sum() for w, s in zip(weights, stats[:4], strict=True))
 
-  grads = jax.grad(lambda h, k: weighted(ours(h, k)), (0, 1))(hidden, kernel)
-  expected = jax.grad(lambda h, k: weighted(full(h, k, targets, **variant)), (0, 1))(hidden, kernel)
+  grads = jax.jit(jax.grad(lambda h, k: weighted(ours(h, k)), (0, 1)))(hidden, kernel)
+  expected = jax.jit(jax.grad(lambda h, k: weighted(full(h, k, targets, **variant)), (0, 1)))(hidden, kernel)
   for a, b in zip(grads, expected, strict=True):
     np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5)
 
@@ -70,10 +72,11 @@ def test_values_and_gradients_equal_full_logits(chunk, variant):
 @pytest.mark.parametrize("chunk", [60, 16])
 def test_each_statistic_alone(name, chunk):
   hidden, kernel, targets = inputs()
-  stats = token_stats(hidden, kernel, targets, chunk=chunk, want=(name,))
+  stats = jax.eval_shape(lambda h: token_stats(h, kernel, targets, chunk=chunk, want=(name,)), hidden)
   assert [s is not None for s in stats] == [n == name for n in STATS]
-  grad = jax.grad(lambda h: getattr(token_stats(h, kernel, targets, chunk=chunk, want=(name,)), name).sum())(hidden)
-  expected = jax.grad(lambda h: getattr(full(h, kernel, targets), name).sum())(hidden)
+  ours = jax.jit(lambda h: token_stats(h, kernel, targets, chunk=chunk, want=(name,)))
+  grad = jax.jit(jax.grad(lambda h: getattr(ours(h), name).sum()))(hidden)
+  expected = jax.jit(jax.grad(lambda h: getattr(full(h, kernel, targets), name).sum()))(hidden)
   np.testing.assert_allclose(grad, expected, atol=1e-5)
 
 
@@ -85,8 +88,9 @@ def test_unreal_entries_get_no_probability_and_no_gradient():
   def loss(kernel):
     return sum(s.sum() for s in token_stats(hidden, kernel, targets, **options)[:4])
 
-  value, grad = jax.value_and_grad(loss)(kernel)
-  loud_value, loud_grad = jax.value_and_grad(loss)(kernel.at[:, 53:].set(1e4))
+  differentiate = jax.jit(jax.value_and_grad(loss))
+  value, grad = differentiate(kernel)
+  loud_value, loud_grad = differentiate(kernel.at[:, 53:].set(1e4))
   assert value == loud_value
   np.testing.assert_array_equal(grad, loud_grad)
   assert not grad[:, 53:].any() and grad[:, :53].any()
