@@ -199,8 +199,8 @@ def test_each_parameter_is_stored_as_the_model_has_it():
   unsharded = {p: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=here) for p, x in wanted.items()}
   stored, stored_here = {}, {}
   for path in logical:
-    stored |= quantize.store(path, jax.device_put(leaves[path], logical[path].sharding), wanted)
     stored_here |= quantize.store(path, jnp.copy(leaves[path]), unsharded)
+    stored |= quantize.store(path, jax.device_put(leaves[path], logical[path].sharding), wanted)
   direct = patterns.flatten(jax.jit(model.init)(jax.random.key(0)))
   assert stored.keys() == wanted.keys()
   for path, leaf in stored.items():
