@@ -156,7 +156,8 @@ def test_what_is_not_given_follows_from_the_tokens():
     model, params, hidden = vlm(kind)
     given = np.asarray(hidden(params, BATCH))
     derived = {key: value for key, value in BATCH.items() if key != "image_index"}
-    np.testing.assert_array_equal(hidden(params, derived), given)
+    # Another program, in which nothing but rounding may differ.
+    np.testing.assert_allclose(np.asarray(hidden(params, derived))[REAL], given[REAL], atol=1e-5)
     floats = (BATCH["images"].astype(np.float32) / 255 - 0.5) / 0.5
     np.testing.assert_allclose(np.asarray(hidden(params, derived | dict(images=floats)))[REAL], given[REAL], atol=1e-5)
   logits = model.logits(params, BATCH["tokens"], segment_ids=SEGMENTS, images=BATCH["images"])
