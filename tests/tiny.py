@@ -56,6 +56,10 @@ def command(config_file: Path, corpus: Path, workdir: Path, *overrides: str) -> 
   return [sys.executable, "-m", "trainer", f"--config={config_file}:{corpus}", f"--workdir={workdir}", *overrides]
 
 
+# `jax.jit(compiler_options=AS_USERS)`: a program made as in users' runs, for two programs that are the same bits there.
+AS_USERS = {"xla_backend_optimization_level": 3, "xla_cpu_use_fusion_emitters": True}
+
+
 def xla_flags(devices: int) -> str:
   """Of tests, which compile for longer than they compute: so many devices, and programs made quickly rather than well.
 

@@ -35,7 +35,7 @@ def made(rank=4, targets=TARGETS, alpha=8.0, rslora=False, dropout=0.0, moe=Fals
 
 
 def hidden(model, params, batch, **kwargs):
-  return np.asarray(jax.jit(lambda p: model.apply(p, batch, **kwargs).hidden)(params))
+  return np.asarray(jax.jit(lambda p: model.apply(p, batch, **kwargs).hidden, compiler_options=tiny.AS_USERS)(params))
 
 
 @pytest.mark.parametrize("moe", [False, True])
