@@ -33,10 +33,11 @@ def pytest_unconfigure():
     shutil.rmtree(os.environ["WEFT_TEST_CACHE"], ignore_errors=True)
 
 
-# Half a minute or more each on two slow cores. Most have a quicker one for their subject (another strategy, another
+# A third of a minute or more each on two slow cores. Most have a quicker one for their subject (another strategy, another
 # mesh); exhausted memory, and rollouts and rollbacks of several processes, are tested here alone. `pytest` leaves them
 # out, `pytest -m slow` runs them, `pytest -m ""` runs everything.
 SLOW = """
+tests/evaluators/test_classify.py::test_scores_are_log_probs_of_the_options[sum-False]
 tests/evaluators/test_classify.py::test_scores_are_log_probs_of_the_options[sum-True]
 tests/models/test_moe.py::test_a_run_writes_the_metrics
 tests/models/test_moe.py::test_bfloat16_is_close_to_float32
@@ -45,11 +46,16 @@ tests/models/test_moe.py::test_eight_devices_compute_what_one_does[tensor and fs
 tests/models/test_moe.py::test_micro_batches_change_neither_gradient_nor_terms_nor_load[1]
 tests/test_docs_commands.py::test_commands_run_or_are_checked_or_marked[dpo.md]
 tests/test_docs_commands.py::test_commands_run_or_are_checked_or_marked[grpo.md]
+tests/test_faults.py::test_a_signal_saves_and_exits_0_and_the_run_goes_on[1device-2]
+tests/test_faults.py::test_a_signal_saves_and_exits_0_and_the_run_goes_on[8devices-15]
 tests/test_faults.py::test_exhausted_memory_says_where_it_goes_and_what_to_type
+tests/test_faults.py::test_killed_at_any_moment_it_becomes_the_same_run[8devices]
 tests/test_processes.py::test_four_processes_train_evaluate_and_sample_as_one
 tests/test_processes.py::test_two_and_four_processes_sample_rollouts_and_train_as_one
 tests/test_processes.py::test_two_processes_go_back_before_a_spike_as_one_does
+tests/trainer/test_dpo.py::test_a_stopped_run_goes_on_with_the_reference_it_had[fixed]
 tests/trainer/test_dpo.py::test_another_run_can_be_the_reference_and_must_stay_the_same
+tests/trainer/test_dpo.py::test_micro_batches_devices_and_packing_do_not_change_the_parameters
 tests/trainer/test_dpo.py::test_precomputed_and_live_references_give_the_same_losses
 tests/trainer/test_hugging_face.py::test_adapters_of_another_run_go_on_over_the_same_base
 tests/trainer/test_image_runs.py::test_micro_batches_and_other_meshes_change_nothing[dpo]
@@ -65,6 +71,9 @@ tests/trainer/test_precision.py::test_quantised_products_on_eight_devices[option
 tests/trainer/test_precision_runs.py::test_a_stopped_run_continues_bitwise
 tests/trainer/test_sampler_images.py::test_logprobs_equal_teacher_forced_ones[causal, CLIP]
 tests/trainer/test_sampler_images.py::test_logprobs_equal_teacher_forced_ones[image]
+tests/trainer/test_spikes.py::test_it_goes_back_and_on_with_the_data_after_the_spike[crash28]
+tests/trainer/test_spikes.py::test_it_goes_back_and_on_with_the_data_after_the_spike[crash32]
+tests/trainer/test_spikes.py::test_it_goes_back_and_on_with_the_data_after_the_spike[crash36]
 tests/trainer/test_verify.py::test_strategies[dpo]
 tests/trainer/test_verify.py::test_strategies[grpo]
 tests/trainer/test_verify.py::test_strategies[images]
