@@ -33,9 +33,20 @@ def pytest_unconfigure():
     shutil.rmtree(os.environ["WEFT_TEST_CACHE"], ignore_errors=True)
 
 
-# A third of a minute or more each on two slow cores. Most have a quicker one for their subject (another strategy, another
-# mesh); exhausted memory, and rollouts and rollbacks of several processes, are tested here alone. `pytest` leaves them
-# out, `pytest -m slow` runs them, `pytest -m ""` runs everything.
+@pytest.fixture(scope="module", autouse=True)
+def forget_programs():
+  """What one file's tests compiled is of no use to the next's: gigabytes by the end."""
+  import jax  # which reads the environment above
+  from jax.experimental.compilation_cache import compilation_cache
+  jax.config.update("jax_enable_compilation_cache", True)  # until several devices make a mesh (trainer/mesh.py)
+  compilation_cache.reset_cache()
+  yield
+  jax.clear_caches()
+
+
+# A third of a minute or more each on two slow cores. Most have a quicker one for their subject (another strategy,
+# another mesh); exhausted memory, and rollouts and rollbacks of several processes, are tested here alone. `pytest`
+# leaves them out, `pytest -m slow` runs them, `pytest -m ""` runs everything.
 SLOW = """
 tests/evaluators/test_classify.py::test_scores_are_log_probs_of_the_options[sum-False]
 tests/evaluators/test_classify.py::test_scores_are_log_probs_of_the_options[sum-True]

@@ -26,7 +26,7 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionS
 
 from models import placement
 from models.placement import ACTIVATION_NAMES, Placement, fit, names_of, size_of
-from trainer import patterns
+from trainer import patterns, startup
 from trainer.config import ConfigError
 
 AXES = ("slice", "data", "fsdp", "expert", "context", "tensor")
@@ -83,6 +83,9 @@ def make_mesh(sizes: Mapping[str, int], devices: Sequence[Any] | None = None) ->
   """
   devices = list(jax.devices() if devices is None else devices)
   sizes = axis_sizes(sizes, len(devices), devices[0].device_kind)
+  if len(devices) > 1 and devices[0].platform == "cpu":
+    # What comes from the cache has lost the order of its collectives: one device may wait in one, another in the next.
+    startup.compile_anew()
   # Auto axes: the compiler propagates shardings and our constraints steer it; explicit ones would assert.
   return Mesh(_arrange(devices, sizes), AXES, axis_types=(AxisType.Auto,) * len(AXES))
 

@@ -204,9 +204,6 @@ def join(limits: Mapping[str, float]) -> None:
   logging.info("Process %d of %d.", state.process_id, state.num_processes)
   if state.num_processes > 1:
     liveness.start(state.client, state.process_id, state.num_processes, limits, lost)
-    if jax.default_backend() == "cpu":
-      # What comes from the cache has lost the order of its collectives, so that those of two processes may not meet.
-      jax.config.update("jax_enable_compilation_cache", False)
 
 
 def _ask_jax(place: Place, timeout_seconds: float) -> Place | None:

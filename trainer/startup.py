@@ -91,6 +91,16 @@ def keep_compiled_programs() -> None:
       jax.config.update("jax_compilation_cache_max_size", CACHE_BYTES)
 
 
+def compile_anew() -> None:
+  """From now on this process takes no programs from JAX's cache and leaves none there."""
+  import jax
+  from jax.experimental.compilation_cache import compilation_cache
+
+  if jax.config.values["jax_enable_compilation_cache"]:
+    jax.config.update("jax_enable_compilation_cache", False)
+    compilation_cache.reset_cache()  # else what was decided at the first compilation stands
+
+
 def _machine() -> str:
   """Tells processors apart: a home may be shared by machines of which one lacks another's instructions."""
   described = [platform.machine(), platform.processor()]
