@@ -294,6 +294,14 @@ def test_python_stdlib_skips_and_counts_undecodable_files(tmp_path, monkeypatch)
   assert stdlib.tally.bytes_read == sum((tmp_path / n).stat().st_size for n in ("latin.py", "bad.py"))
 
 
+def test_sources_of_another_python_are_skipped_and_counted(tmp_path, monkeypatch):
+  (tmp_path / "new.py").write_text('def f():\n  """Does."""\n')
+  (tmp_path / "old.py").write_text("print 'hello'\n")
+  monkeypatch.setattr("sysconfig.get_paths", lambda: {"stdlib": str(tmp_path)})
+  functions = open_source(source(type="python_docstrings"), "mine")
+  assert [r.name for r in functions.records()] == ["new.py:1"] and functions.tally.undecodable == 1
+
+
 def test_python_docstring_pairs(tmp_path, monkeypatch):
   """Each docstring is chosen for its function, and rejected for another; equal ones are never put side by side."""
   docs = [f"Does {i % 7}." if i % 3 else f"Gives the {i}." for i in range(60)]
