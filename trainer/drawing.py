@@ -10,6 +10,9 @@ import jax.numpy as jnp
 
 from trainer.config import ConfigError
 
+# Entries of the vocabulary that are drawn from at a time.
+BLOCK = 128
+
 
 class Options(NamedTuple):
   """How a token is drawn, from softmax(logits / temperature).
@@ -51,16 +54,45 @@ def draw(keys_B: jax.Array, logits_BxV: jax.Array, numbers: jax.Array, top_k: ja
     greedy: take the most likely token; the temperature must then be 1.
     truncated: whether top_k, top_p or min_p leave anything out.
   """
-  full_BxV = jax.nn.log_softmax(logits_BxV / numbers[0])
-  kept_BxV = full_BxV
+  scaled_BxV = logits_BxV / numbers[0]
+  masses_BxN, total_B = _masses(scaled_BxV)
+  kept_BxV, kept_masses_BxN, kept_total_B = scaled_BxV, masses_BxN, total_B
   if truncated:
-    kept_BxV = jax.nn.log_softmax(jnp.where(_kept(full_BxV, numbers[1], numbers[2], top_k), full_BxV, -jnp.inf))
+    full_BxV = scaled_BxV - total_B[:, None]
+    kept_BxV = jnp.where(_kept(full_BxV, numbers[1], numbers[2], top_k), scaled_BxV, -jnp.inf)
+    kept_masses_BxN, kept_total_B = _masses(kept_BxV)
   if greedy:
-    tokens_B = jnp.argmax(full_BxV, axis=-1)
+    tokens_B = jnp.argmax(scaled_BxV, axis=-1)
   else:
-    tokens_B = jax.vmap(jax.random.categorical)(keys_B, kept_BxV)
-  kept_B, full_B = (jnp.take_along_axis(part, tokens_B[:, None], axis=1)[:, 0] for part in (kept_BxV, full_BxV))
-  return tokens_B.astype(jnp.int32), kept_B, full_B
+    tokens_B = jax.vmap(_draw_one)(keys_B, kept_BxV, kept_masses_BxN)
+  drawn_B = jnp.take_along_axis(scaled_BxV, tokens_B[:, None], axis=1)[:, 0]
+  return tokens_B.astype(jnp.int32), drawn_B - kept_total_B, drawn_B - total_B
+
+
+def _blocks(logits: jax.Array) -> jax.Array:
+  """[…, V] as [..., N, BLOCK], with -inf after the last."""
+  V = logits.shape[-1]
+  padded = jnp.pad(logits, [(0, 0)] * (logits.ndim - 1) + [(0, -V % BLOCK)], constant_values=-jnp.inf)
+  return padded.reshape(*logits.shape[:-1], -1, BLOCK)
+
+
+def _masses(logits_BxV: jax.Array) -> tuple[jax.Array, jax.Array]:
+  """log Σ exp of each block of logits, [B, N], and of all, [B]."""
+  top_B = logits_BxV.max(-1)
+  sums_BxN = jnp.exp(_blocks(logits_BxV) - top_B[:, None, None]).sum(-1)
+  return top_B[:, None] + jnp.log(sums_BxN), top_B + jnp.log(sums_BxN.sum(-1))
+
+
+def _draw_one(key: jax.Array, logits_V: jax.Array, masses_N: jax.Array) -> jax.Array:
+  """A token drawn from softmax(logits): first its block, then the token within it.
+
+  The probability of a token is that of its block times its share of that. A random number for each block and each of
+  BLOCK tokens does for this, where one for each entry of the vocabulary would take longer than the logits do.
+  """
+  of_block, of_token = jax.random.split(key)
+  block = jax.random.categorical(of_block, masses_N)
+  within = jax.random.categorical(of_token, jnp.take(_blocks(logits_V), block, axis=0))
+  return block * BLOCK + within
 
 
 def _kept(logprobs_BxV: jax.Array, top_p: jax.Array, min_p: jax.Array, top_k: jax.Array) -> jax.Array:
