@@ -10,7 +10,8 @@ How do I add a model? Write a class with the methods of `Model` and put its dott
 `validate(cfg_model, seq_len)` static method, called before any device work. It reads the keys of
 `cfg_model` that it uses; keys of yours that the defaults lack are added with `config.model.my_key = …`.
 A batch is a dict with `tokens`, `positions` and `segment_ids`, int32 [B, T] (segment 0 is padding). With images among
-the tokens it also has `images`, `image_index` and perhaps `block_ids`, see models/vlm.py.
+the tokens it also has `images`, `image_index` and perhaps `block_ids`, see models/vlm.py. Where completions share a
+prompt (trainer/experience.py) it has `prompt_ids`, see models/attention.py.
 """
 
 import inspect
@@ -100,6 +101,8 @@ class Generative(Model, Protocol):
   max_length: int | None
   # What it makes of images, a `models.spec_vision.Vision`; None, or no such attribute: it takes none.
   vision: Any
+  # Why batches have no `prompt_ids`; None: they may. A model without this attribute gets none.
+  prompts_apart: str | None
 
   def empty_cache(self, rows: int, max_length: int) -> Cache:
     """Room for what `rows` texts of up to `max_length` tokens leave for those that follow."""

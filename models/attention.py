@@ -4,8 +4,9 @@ B batch, T query length, S key length (= T, or slots of a cache), H query heads,
 heads per key/value head, K head size.
 
 Every implementation here keeps these promises:
-- a query sees keys of its own segment, at its own index or before and within the window, or of its own block
-  (tokens that see each other both ways: those of an image, a prefix; see `window_blocks`), nothing else;
+- a query sees keys of its own segment, and of the prompt that it shares with others, at its own index or before and
+  within the window, or of its own block (tokens that see each other both ways: those of an image, a prefix; see
+  `window_blocks`), nothing else;
 - masked scores weigh exactly 0, so other documents in the row cannot change a bit of the output;
 - padding (segment 0) is never attended to, and its own output is 0, with finite gradients;
 - scores and softmax are float32, whatever the inputs' dtype.
@@ -32,6 +33,7 @@ def attention(
     *,
     segment_ids: jax.Array,
     block_ids: jax.Array | None = None,
+    prompt_ids: jax.Array | None = None,
     window: int | None = None,
     window_blocks: bool = False,
     scale: float,
@@ -50,6 +52,8 @@ def attention(
     block_ids: int32 [B, T]; tokens of one segment with the same number above 0 see each other, whatever their order
       and distance. None: attention is causal, and scores of keys to the right are never computed; with blocks, which
       may reach anywhere, all are.
+    prompt_ids: int32 [B, T]; a further segment that each token sees, 0 for none. It stands before the token in the row.
+      None: there are none. Not with a window, which counts places of the row.
     window: how many tokens a query sees, itself included; None: all before it.
     window_blocks: whether nothing further back than the window is seen of the own block either.
     scale: factor on the scores.
@@ -65,21 +69,26 @@ def attention(
     raise ValueError(f"attention: found impl {impl!r}, allowed: {', '.join(IMPLEMENTATIONS)}")
   B, T, H, K = q_BxTxHxK.shape
   S, G = k_BxSxGxK.shape[1:3]
-  if S != T or H % G or segment_ids.shape != (B, T) or (block_ids is not None and block_ids.shape != (B, T)):
-    blocks = "" if block_ids is None else f", blocks {block_ids.shape}"
+  of_tokens = {name: ids for name, ids in (("segments", segment_ids), ("blocks", block_ids), ("prompts", prompt_ids))
+               if ids is not None}
+  if S != T or H % G or any(ids.shape != (B, T) for ids in of_tokens.values()):
     raise ValueError(
-        f"attention: queries {q_BxTxHxK.shape}, keys {k_BxSxGxK.shape}, segments {segment_ids.shape}{blocks}; needs "
-        "equal lengths and a number of query heads that the key/value heads divide"
+        f"attention: queries {q_BxTxHxK.shape}, keys {k_BxSxGxK.shape}, "
+        f"{', '.join(f'{name} {ids.shape}' for name, ids in of_tokens.items())}; needs equal lengths and a number of "
+        "query heads that the key/value heads divide"
     )
+  if prompt_ids is not None and window is not None:
+    raise ValueError(f"attention: found prompt_ids and window {window}, which counts places of the row; allowed: one "
+                     "of them")
   rule = Rule(scale, logit_cap, window, window_blocks)
   placed = placement.current()
   if placed is None:
-    return _attend(None, rule, impl, block, q_BxTxHxK, k_BxSxGxK, v_BxSxGxK, segment_ids, block_ids)
-  return _mapped(placed, rule, impl, block, q_BxTxHxK, k_BxSxGxK, v_BxSxGxK, segment_ids, block_ids)
+    return _attend(None, rule, impl, block, q_BxTxHxK, k_BxSxGxK, v_BxSxGxK, segment_ids, block_ids, prompt_ids)
+  return _mapped(placed, rule, impl, block, q_BxTxHxK, k_BxSxGxK, v_BxSxGxK, segment_ids, block_ids, prompt_ids)
 
 
 def _mapped(placed: placement.Placement, rule: Rule, impl: str, block: int, q_BxTxHxK, k_BxTxGxK, v_BxTxGxK,
-            segment_ids, block_ids) -> jax.Array:
+            segment_ids, block_ids, prompt_ids) -> jax.Array:
   """Each device attends for its rows, its part of their length and its heads.
 
   By hand, so that no partitioner gathers what is not needed, and since it could not look into a kernel.
@@ -92,10 +101,11 @@ def _mapped(placed: placement.Placement, rule: Rule, impl: str, block: int, q_Bx
   copies = next(n for n in range(1, H // G + 1) if H // G % n == 0 and G * n % devices == 0)
   if copies > 1:
     k_BxTxGxK, v_BxTxGxK = jnp.repeat(k_BxTxGxK, copies, axis=2), jnp.repeat(v_BxTxGxK, copies, axis=2)
-  rows = (segment_ids,) if block_ids is None else (segment_ids, block_ids)
+  # None has no leaves, so that it needs no place.
+  rows = (segment_ids, block_ids, prompt_ids)
 
-  def local(q, k, v, segment_ids, block_ids=None):
-    return _attend(length, rule, impl, block, q, k, v, segment_ids, block_ids)
+  def local(q, k, v, *rows):
+    return _attend(length, rule, impl, block, q, k, v, *rows)
 
   # check_vma would want every loop inside to say over which axes its values differ.
   return jax.shard_map(local, mesh=placed.mesh, in_specs=(by_head, by_head, by_head, *(by_token for _ in rows)),
@@ -103,13 +113,13 @@ def _mapped(placed: placement.Placement, rule: Rule, impl: str, block: int, q_Bx
 
 
 def _attend(axis: placement.Axes, rule: Rule, impl: str, block: int, q_BxTxHxK, k_BxTxGxK, v_BxTxGxK, segment_ids,
-            block_ids) -> jax.Array:
+            block_ids, prompt_ids) -> jax.Array:
   """`attention` on one device, T being its part of the length where that is split over the mesh axis `axis`."""
   B, T, H, K = q_BxTxHxK.shape
   parts = 1 if axis is None else jax.lax.axis_size(axis)
   on_tpu = placement.platform() == "tpu"
   if impl == "splash" or (impl == "auto" and on_tpu):
-    reason = attention_tpu.refusal(T, block_ids is not None, parts)
+    reason = attention_tpu.refusal(T, block_ids is not None, parts, prompt_ids is not None)
     if reason is None:
       options: dict[str, Any] = dict(scale=rule.scale, logit_cap=rule.logit_cap, window=rule.window,
                                      interpret=not on_tpu)
@@ -124,10 +134,11 @@ def _attend(axis: placement.Axes, rule: Rule, impl: str, block: int, q_BxTxHxK, 
   block = max(1, block, -(-T // MAX_BLOCKS))
   if axis is None:
     index = jnp.arange(T)
-    queries, keys = Side(segment_ids, index, block_ids), Side(flash.keys_of(segment_ids), index, block_ids)
+    queries = Side(segment_ids, index, block_ids, prompt_ids)
+    keys = Side(flash.keys_of(segment_ids), index, block_ids)
     out = flash.attend(_spans(T, block, rule, block_ids is None), rule, q, k, v, queries, keys)
-  elif block_ids is not None or T % 2:
-    out = context.gathered(axis, rule, block, q, k, v, segment_ids, block_ids)
+  elif block_ids is not None or prompt_ids is not None or T % 2:
+    out = context.gathered(axis, rule, block, q, k, v, segment_ids, block_ids, prompt_ids)
   elif rule.window is not None and rule.window <= T + 1:
     out = context.neighbours(axis, rule, block, q, k, v, segment_ids)
   else:

@@ -23,14 +23,17 @@ LANES = 128
 CHECKPOINT_NAME = "attention"
 
 
-def refusal(T: int, blocks: bool, C: int = 1) -> str | None:
+def refusal(T: int, blocks: bool, C: int = 1, prompts: bool = False) -> str | None:
   """Why the kernel cannot take queries and keys of length `T`; None: it can.
 
   Args:
     T: length on a device.
     blocks: whether some tokens see each other both ways.
     C: parts of a row, each on a device of its own.
+    prompts: whether some tokens see a segment beside their own.
   """
+  if prompts:
+    return "prompts that several completions share"
   if blocks:
     return "tokens that see each other both ways (images, prefixes)"
   step = LANES if C == 1 else 2 * LANES

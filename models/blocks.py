@@ -40,13 +40,13 @@ class SelfAttention(nnx.Module):
     self.spec = spec
 
   def __call__(self, x_BxTxD, segment_ids, rope: Any, window: int | None, key: jax.Array | None = None,
-               past: Past | None = None, block_ids: jax.Array | None = None
+               past: Past | None = None, block_ids: jax.Array | None = None, prompt_ids: jax.Array | None = None
                ) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
     """(output, (keys, values) [B, T, G, K]).
 
     `rope`: a `rope_table`, or None for no rotation. `key`: for dropout on the adapters' input; None: no dropout.
-    `past`: what the one token of each row attends to beside itself; None: rows begin here. `block_ids`: see
-    `attention`; None: causal.
+    `past`: what the one token of each row attends to beside itself; None: rows begin here. `block_ids`, `prompt_ids`:
+    see `attention`.
     """
     s = self.spec
     B, T, _ = x_BxTxD.shape
@@ -65,7 +65,8 @@ class SelfAttention(nnx.Module):
     if past is None:
       # In Gemma 3 the window bounds blocks too, in PaliGemma 2 it does not.
       bounded = s.vision is not None and s.vision.attention == "image"
-      options |= dict(segment_ids=segment_ids, block_ids=block_ids, window=window, window_blocks=bounded)
+      options |= dict(segment_ids=segment_ids, block_ids=block_ids, prompt_ids=prompt_ids, window=window,
+                      window_blocks=bounded)
       out_BxTxHxK = attention(q_BxTxHxK, k_BxTxGxK, v_BxTxGxK, impl=s.attention, block=s.attention_block, **options)
     else:
       out_BxTxHxK = attend_to_past(q_BxTxHxK, k_BxTxGxK, v_BxTxGxK, past.keys_BxGxSxK, past.values_BxGxSxK,
@@ -92,15 +93,15 @@ class Block(nnx.Module):
     self.dropout = spec.dropout
 
   def __call__(self, x_BxTxD, segment_ids, rope, window: int | None, key: jax.Array | None, past: Past | None = None,
-               block_ids: jax.Array | None = None):
+               block_ids: jax.Array | None = None, prompt_ids: jax.Array | None = None):
     """(x, statistics of the experts or None, keys and values).
 
-    `key`: this layer's key for dropout; None: no dropout. `past`, `block_ids`: see `SelfAttention`.
+    `key`: this layer's key for dropout; None: no dropout. `past`, `block_ids`, `prompt_ids`: see `SelfAttention`.
     """
     keys = (None, None) if key is None else jax.random.split(key)
     x_BxTxD = named(x_BxTxD, "layer_input")
     y = x_BxTxD if self.attn_norm is None else self.attn_norm(x_BxTxD)
-    y, new = self.attn(y, segment_ids, rope, window, key, past, block_ids)
+    y, new = self.attn(y, segment_ids, rope, window, key, past, block_ids, prompt_ids)
     x_BxTxD = x_BxTxD + self._branch_end(y, self.attn_post_norm, keys[0])
     x_BxTxD = named(constrain(x_BxTxD, "batch", "stream", "embed"), "stream")
     y = x_BxTxD if self.mlp_norm is None else self.mlp_norm(x_BxTxD)

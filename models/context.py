@@ -10,7 +10,8 @@ parts of N tokens each. Only attention needs other parts' tokens; everything els
               score beyond the diagonal. Queries, keys and values are put into that order, and outputs back, by one
               exchange; the rest of the model sees rows in their own order.
   neighbours  a window that is no longer than a part: each device needs the end of the part before its own.
-  gathered    whatever may see keys anywhere (blocks that see each other both ways): all keys and values on all devices.
+  gathered    whatever may see keys anywhere (blocks that see each other both ways, prompts that several completions
+              share): all keys and values on all devices.
 
 B batch, G key/value heads, R query heads for each, N tokens of a part, h = N / 2, K head size.
 """
@@ -29,13 +30,15 @@ from models.remat import named
 SCORE_BYTES = 64 * 2**20
 
 
-def gathered(axis: Any, rule: Rule, block: int, q, k, v, segments: jax.Array, blocks: jax.Array | None) -> jax.Array:
-  """Attention of a part's queries to the keys of all parts; arguments as in `neighbours`, and `blocks` int32 [B, N]."""
+def gathered(axis: Any, rule: Rule, block: int, q, k, v, segments: jax.Array, blocks: jax.Array | None,
+             prompts: jax.Array | None = None) -> jax.Array:
+  """Attention of a part's queries to the keys of all parts; arguments as in `neighbours`, and `blocks` and `prompts`,
+  int32 [B, N]."""
   N, part = q.shape[3], jax.lax.axis_index(axis)
   everything = functools.partial(jax.lax.all_gather, axis_name=axis, tiled=True)
   k, v = everything(k, axis=2), everything(v, axis=2)
   whole, S = everything(segments, axis=1), k.shape[2]
-  queries = Side(segments, part * N + jnp.arange(N), blocks)
+  queries = Side(segments, part * N + jnp.arange(N), blocks, prompts)
   keys = Side(flash.keys_of(whole), jnp.arange(S), None if blocks is None else everything(blocks, axis=1))
   spans = tuple(Span(start, min(start + block, N), 0, S) for start in range(0, N, block))
   return flash.attend(spans, rule, q, k, v, queries, keys)

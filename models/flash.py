@@ -33,6 +33,8 @@ class Side(NamedTuple):
   index: jax.Array
   # int32 [B, N]: tokens of the same block above 0 see each other both ways; None: there are no blocks.
   blocks: jax.Array | None
+  # Of queries, int32 [B, N]: a further segment whose keys each sees, 0 for none; None: none does.
+  prompts: jax.Array | None = None
 
 
 class Rule(NamedTuple):
@@ -132,9 +134,9 @@ def _few_heads_at_a_time(some: Callable, spans: tuple[Span, ...], queries: Side,
 
   def of_heads(side: Side, number: int) -> Side:
     """A side for each group of heads."""
-    segments, blocks = (None if x is None else jnp.repeat(x, G, axis=0).reshape(number, at_once, -1)
-                        for x in (side.segments, side.blocks))
-    return Side(segments, jnp.broadcast_to(side.index, (number, *side.index.shape)), blocks)
+    segments, blocks, prompts = (None if x is None else jnp.repeat(x, G, axis=0).reshape(number, at_once, -1)
+                                 for x in (side.segments, side.blocks, side.prompts))
+    return Side(segments, jnp.broadcast_to(side.index, (number, *side.index.shape)), blocks, prompts)
 
   sides = (of_heads(side, B * G // at_once) for side in (queries, keys))
   return tuple(x.reshape(B, G, *x.shape[3:]) for x in jax.lax.map(part, (tuple(map(by_head, arrays)), *sides)))
@@ -218,6 +220,8 @@ def _scores(rule: Rule, q, k, queries: Side, keys: Side) -> tuple[jax.Array, jax
 def _seen(rule: Rule, queries: Side, keys: Side) -> jax.Array:
   """bool [B, T, W]"""
   same = queries.segments[:, :, None] == keys.segments[:, None, :]
+  if queries.prompts is not None:
+    same |= queries.prompts[:, :, None] == keys.segments[:, None, :]  # no key is of segment 0
   behind_TxW = queries.index[:, None] - keys.index[None, :]
   near = behind_TxW < rule.window if rule.window is not None else True
   before = (behind_TxW >= 0) & near if rule.causal else near
@@ -232,8 +236,9 @@ def _real(queries: Side) -> jax.Array:
 
 
 def _cut_queries(side: Side, start: int, stop: int) -> Side:
-  return Side(side.segments[:, start:stop], side.index[start:stop],
-              None if side.blocks is None else side.blocks[:, start:stop])
+  segments, blocks, prompts = (None if x is None else x[:, start:stop]
+                               for x in (side.segments, side.blocks, side.prompts))
+  return Side(segments, side.index[start:stop], blocks, prompts)
 
 
 def _cut_keys(side: Side, span: Span) -> Side:

@@ -112,6 +112,19 @@ class Spec:
     bounds += [scaling.original_positions for scaling in scalings if scaling.type == "dynamic"]
     return min(bounds, default=None)
 
+  @property
+  def prompts_apart(self) -> str | None:
+    """Why completions of one prompt cannot share one copy of it in a row; None: they can."""
+    if "local" in self.layer_pattern:
+      return "the window of its local layers counts places of the row"
+    if self.moe is not None:
+      return "the load of its experts counts tokens"
+    if self.vision is not None:
+      return "it sees images"
+    if any(rope.scaling is not None and rope.scaling.type == "dynamic" for rope in self.ropes.values()):
+      return "its RoPE scaling depends on the length of each text"
+    return None
+
   def window_of(self, layer: int) -> int | None:
     """The window of that layer; None: it sees all before it."""
     return self.window if self.layer_type(layer) == "local" else None

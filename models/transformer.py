@@ -59,7 +59,8 @@ class Decoder(nnx.Module):
     there is a `cache`, T is 1, and each row's token follows those that its row of the cache holds.
     """
     s = self.spec
-    positions, segment_ids, block_ids = batch["positions"], batch["segment_ids"], batch.get("block_ids")
+    positions, segment_ids = batch["positions"], batch["segment_ids"]
+    beside = batch.get("block_ids"), batch.get("prompt_ids")
     x_BxTxD = self._embed(batch, remat, key)
     ropes = {kind: rope_table(rope, positions, segment_ids) for kind, rope in s.ropes.items()}
 
@@ -68,7 +69,7 @@ class Decoder(nnx.Module):
       kind = s.layer_type(place)
       window = s.window if kind == "local" else None
       past = None if cache is None else layer_of(cache, s, index, place)
-      x_BxTxD, stats, new = block(x_BxTxD, segment_ids, ropes.get(kind), window, layer_key, past, block_ids)
+      x_BxTxD, stats, new = block(x_BxTxD, segment_ids, ropes.get(kind), window, layer_key, past, *beside)
       return x_BxTxD, (stats, new if remember else None)
 
     x_BxTxD, (stats, new) = run_blocks(s, self.blocks, layer, remat, x_BxTxD)
@@ -120,7 +121,7 @@ class Transformer:
     self.num_real_vocab = vocab_size if cfg_model.hf is None else self.vocab_size
     self.trained_only = lora.TRAINED if self.spec.lora else None
     self.num_layers, self.vision = self.spec.num_layers, self.spec.vision
-    self.max_length = self.spec.max_length
+    self.max_length, self.prompts_apart = self.spec.max_length, self.spec.prompts_apart
     self.final_logit_cap = self.spec.final_logit_cap
     self.vocab_chunk = self.spec.vocab_chunk
     self._dtypes = (jnp.dtype(params_dtype), jnp.dtype(compute_dtype))

@@ -116,7 +116,7 @@ def _complete_text(batch: dict) -> dict:
     index = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
     starts = jnp.concatenate([jnp.ones_like(tokens[:, :1]), jnp.diff(segment_ids, axis=1)], axis=1) != 0
     positions = index - jax.lax.cummax(jnp.where(starts, index, 0), axis=1)
-  rest = {key: batch.get(key) for key in ("images", "image_index", "block_ids", "prefix_length")}
+  rest = {key: batch.get(key) for key in ("images", "image_index", "block_ids", "prompt_ids", "prefix_length")}
   return dict(tokens=tokens, segment_ids=segment_ids, positions=positions, **rest)
 
 

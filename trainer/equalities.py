@@ -25,7 +25,7 @@ from trainer.export import export
 from trainer.metrics import Mean
 from trainer.sampler import Sampler
 from trainer.strategies import seq
-from trainer.subject import Skip, Subject, distance, padded, split_documents
+from trainer.subject import Skip, Subject, distance, padded, prompts_apart, split_documents
 
 # Of texts that are generated: prompts, tokens of each, and new ones.
 PROMPTS, PROMPT_TOKENS, NEW_TOKENS = 4, 8, 8
@@ -68,13 +68,25 @@ def packing(s: Subject) -> float:
 
 def other_documents(s: Subject) -> float:
   """I3, the second half: how many hidden states change with another document of their row."""
-  rows = [row for row, ids in enumerate(s.batch["segment_ids"]) if len(np.unique(ids[ids > 0])) > 1]
+  # A prompt that completions share is a part of each of them.
+  documents = np.where(np.isin(s.batch["segment_ids"], s.batch.get("prompt_ids", 0)), 0, s.batch["segment_ids"])
+  rows = [row for row, ids in enumerate(documents) if len(np.unique(ids[ids > 0])) > 1]
   if not rows:
     raise Skip("no row has two documents")
-  segments = s.batch["segment_ids"][rows[0]]
+  segments = documents[rows[0]]
   mine = np.zeros(s.batch["tokens"].shape, bool)
   mine[rows[0]] = segments == segments[segments > 0][0]
   return _changed(s, mine & _text(s), others=~mine)
+
+
+def shared_prompts(s: Subject) -> float:
+  """I3 of completions that share their prompt: against each in a row of its own, prompt and all."""
+  if not s.batch.get("prompt_ids", np.zeros(1)).any():
+    raise Skip("no completions share a prompt in a row")
+  shards = mesh_lib.batch_shards(s.mesh)
+  one, metrics = s.gradient()
+  other, metrics_apart = s.gradient(padded(prompts_apart(s.batch), shards))
+  return max(distance(one, other), abs(metrics["loss"] - metrics_apart["loss"]))
 
 
 def causality(s: Subject) -> float:
@@ -306,6 +318,7 @@ CHECKS = (
     Check("I2", "gradient: this mesh, one device", 1e-5, one_device),
     Check("I3", "loss and gradient: packed, one document a row", 1e-5, packing),
     Check("I3", "hidden states that another document changes", 0, other_documents),
+    Check("I3", "loss and gradient: prompts shared, one completion a row", 1e-5, shared_prompts),
     Check("I3", "hidden states that a later token changes", 0, causality),
     Check("I4", "log-probs: in chunks, of full logits", 3e-6, full_logits),
     Check("I4", "gradient: in chunks, of full logits", 1e-5, one_chunk),

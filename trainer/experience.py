@@ -4,9 +4,15 @@ A sequence is a prompt and all that followed. A unit is what must share a row: o
 `Experience` keeps all of them as flat arrays, so that a checkpoint can hold it and batches are index arithmetic. Of the
 images of a prompt it keeps the prompt's number alone, by which they can be had again.
 
+Completions of one prompt in one row may share it, so that it is computed once for all of them: the prompt but for its
+last token is a segment of its own, which each of them sees beside its own (`prompt_ids`), and each begins with a copy
+of that last token, from which its first one is predicted. Each token sees what it would see in a text of its own, at
+the same positions; so log-probs and gradients are the same, to rounding.
+
 N sequences, n tokens of all of them, U units; B rows, T places of a row, S segments of a row.
 """
 
+from collections import Counter
 from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Several
 from dataclasses import dataclass
@@ -82,8 +88,9 @@ def collect(units: Iterable[Several[tuple[Sequence, float, int]]]) -> Experience
 
 def make_batch(experience: Experience, units: np.ndarray, *, seq_len: int, pad_id: int, row_multiple: int,
                keys: Several[str] = (), layout: image_tokens.Layout | None = None,
-               images: Callable[[int], Several[np.ndarray]] | None = None) -> dict[str, np.ndarray]:
-  """A batch of some of the units, packed into as few rows as best-fit decreasing finds, each unit within one row.
+               images: Callable[[int], Several[np.ndarray]] | None = None,
+               share_prompts: bool = False) -> dict[str, np.ndarray]:
+  """A batch of some of the units, packed into as few rows as best fit finds, each unit within one row.
 
   Args:
     experience: what the units are of.
@@ -94,40 +101,55 @@ def make_batch(experience: Experience, units: np.ndarray, *, seq_len: int, pad_i
     keys: which of `advantages` [B, S] and `behavior_logprobs` [B, T] to add.
     layout: what the model makes of images; None: it takes none.
     images: gives those of the prompt of a number, uint8 [P, P, 3] each; None: no prompt has any.
+    share_prompts: whether the completions of a prompt in a row share it. Not with a layout.
 
   Returns:
     tokens, positions, segment_ids, loss_weights [B, T], source_ids [B] (of a row's first sequence), sequences [B, S];
-    with a layout, what `trainer.image_tokens` adds.
+    with a layout, what `trainer.image_tokens` adds; with `share_prompts`, prompt_ids [B, T]: of tokens that share a
+    prompt, its segment, which has a number above S.
 
   Raises:
     ValueError: a unit is longer than a row.
   """
-  members = [np.flatnonzero(experience.units == unit) for unit in units]
-  sizes = np.array([int(experience.lengths[of_unit].sum()) for of_unit in members], np.int64)
-  if len(sizes) and sizes.max() > seq_len:
-    raise ValueError(f"a unit of {sizes.max()} tokens does not fit into a row of {seq_len}")
-  order = np.argsort(-sizes, kind="stable")
-  row_of = best_fit_decreasing(np.bincount(sizes, minlength=seq_len + 1), seq_len) if len(sizes) else order
-  rows: dict[int, list[int]] = {}
-  for row, unit in zip(row_of.tolist(), order.tolist(), strict=True):
-    rows.setdefault(row, []).extend(members[unit].tolist())
-  most = max(map(len, rows.values()), default=1)
+  members = [np.flatnonzero(experience.units == unit).tolist() for unit in units]
+  starts = np.cumsum(experience.lengths) - experience.lengths
+  # What completions have in common, but for its last token; it stands in the row once.
+  prompts = [experience.tokens[start:start + length - 1].tobytes() if share_prompts and length > 1 else b""
+             for start, length in zip(starts.tolist(), experience.prompt_lengths.tolist(), strict=True)]
+  rows = _whole_rows(experience, members, seq_len)
+  if share_prompts:
+    rows = min(_shared_rows(experience, members, prompts, seq_len), rows, key=len)
+  most = max(map(len, rows), default=1)
   batch = empty_batch(bucket(max(len(rows), 1), row_multiple), seq_len, pad_id, sequences=power(most, MIN_SEGMENTS))
+  if share_prompts:
+    batch["prompt_ids"] = np.zeros_like(batch["segment_ids"])
   extra = {"advantages": np.zeros_like(batch["sequences"]), "behavior_logprobs": np.zeros_like(batch["loss_weights"])}
   batch |= {key: extra[key] for key in keys}
   shown = _shown(experience, rows, layout, images)
-  most = max((sum(len(shown[i].images) for i in sequences) for sequences in rows.values()), default=0)
+  most = max((sum(len(shown[i].images) for i in sequences) for sequences in rows), default=0)
   batch |= image_tokens.empty(layout, *batch["tokens"].shape, image_tokens.slots(most))
-  starts = np.cumsum(experience.lengths) - experience.lengths
-  for row, sequences in rows.items():
+  for row, sequences in enumerate(rows):
     batch["source_ids"][row] = experience.sources[sequences[0]]
     begin = first_image = 0
+    several = Counter(prompts[sequence] for sequence in sequences)
+    # The segments of prompts that several completions share.
+    common = {prompt: len(batch["sequences"][row]) + n + 1
+              for n, prompt in enumerate(prompt for prompt, count in several.items() if prompt and count > 1)}
+    for prompt, number in common.items():
+      ids = np.frombuffer(prompt, np.int32)
+      place = slice(begin, begin + len(ids))
+      batch["tokens"][row, place], batch["segment_ids"][row, place] = ids, number
+      batch["positions"][row, place] = np.arange(len(ids))
+      begin += len(ids)
     for segment, sequence in enumerate(sequences):
-      size, start = int(experience.lengths[sequence]), int(starts[sequence])
+      first = len(prompts[sequence]) // experience.tokens.itemsize if prompts[sequence] in common else 0
+      size, start = int(experience.lengths[sequence]) - first, int(starts[sequence]) + first
       place, taken = slice(begin, begin + size), slice(start, start + size)
       batch["tokens"][row, place] = experience.tokens[taken]
-      batch["positions"][row, place] = np.arange(size)
+      batch["positions"][row, place] = first + np.arange(size)
       batch["segment_ids"][row, place] = segment + 1
+      if first:
+        batch["prompt_ids"][row, place] = common[prompts[sequence]]
       batch["loss_weights"][row, place] = experience.weights[taken]
       batch["sequences"][row, segment] = 1.0
       if "advantages" in keys:
@@ -139,10 +161,60 @@ def make_batch(experience: Experience, units: np.ndarray, *, seq_len: int, pad_i
   return batch
 
 
-def _shown(experience: Experience, rows: dict[int, list[int]], layout: image_tokens.Layout | None,
+def _whole_rows(experience: Experience, members: list[list[int]], seq_len: int) -> list[list[int]]:
+  """The sequences of each row, each with its prompt; `members`: of each unit."""
+  sizes = np.array([int(experience.lengths[of_unit].sum()) for of_unit in members], np.int64)
+  if not len(sizes):
+    return []
+  if sizes.max() > seq_len:
+    raise ValueError(f"a unit of {sizes.max()} tokens does not fit into a row of {seq_len}")
+  order = np.argsort(-sizes, kind="stable")
+  row_of = best_fit_decreasing(np.bincount(sizes, minlength=seq_len + 1), seq_len)
+  rows: list[list[int]] = [[] for _ in range(int(row_of.max()) + 1)]
+  for row, unit in zip(row_of.tolist(), order.tolist(), strict=True):
+    rows[row] += members[unit]
+  return rows
+
+
+def _shared_rows(experience: Experience, members: list[list[int]], prompts: list[bytes], seq_len: int
+                 ) -> list[list[int]]:
+  """The same where a row holds each prompt once: those with most tokens first, each unit goes where it takes the
+  fewest places, and of several such rows into the fullest."""
+  lengths = experience.lengths.tolist()
+  own = [length - len(prompt) // experience.tokens.itemsize for length, prompt in zip(lengths, prompts, strict=True)]
+  size_of = [sum(own[i] for i in of_unit) for of_unit in members]
+  of_prompt: Counter[bytes] = Counter()
+  for unit, of_unit in enumerate(members):
+    of_prompt[prompts[of_unit[0]]] += size_of[unit]
+  order = sorted(range(len(members)), key=lambda unit: (
+      -of_prompt[prompts[members[unit][0]]], prompts[members[unit][0]], -size_of[unit]))
+  rows: list[list[int]] = []
+  rooms: list[int] = []
+  there: list[set[bytes]] = []
+  for unit in order:
+    needed = {prompts[i] for i in members[unit]}
+
+    def cost(row: int, unit: int = unit, needed: set[bytes] = needed) -> int:
+      return size_of[unit] + sum(len(prompt) for prompt in needed - there[row]) // experience.tokens.itemsize
+
+    fitting = [(cost(row), rooms[row], row) for row in range(len(rows)) if cost(row) <= rooms[row]]
+    if fitting:
+      row = min(fitting)[2]
+    else:
+      row = len(rows)
+      rows.append([])
+      rooms.append(seq_len)
+      there.append(set())
+    rooms[row] -= cost(row)
+    rows[row] += members[unit]
+    there[row] |= needed
+  return rows
+
+
+def _shown(experience: Experience, rows: list[list[int]], layout: image_tokens.Layout | None,
            images: Callable[[int], Several[np.ndarray]] | None) -> dict[int, image_tokens.Shown]:
   """What is shown with each sequence that the rows have."""
-  chosen = sorted(sequence for sequences in rows.values() for sequence in sequences)
+  chosen = sorted(sequence for sequences in rows for sequence in sequences)
   numbers = {int(number) for number in experience.numbers[chosen]} if chosen else set()
   # Once for all the completions of a prompt.
   of_prompt = {number: () if images is None else images(number) for number in sorted(numbers)}

@@ -88,7 +88,7 @@ class Microscope:
     images_T = -(-index_T // layout.tokens_per_image) if pictures else index_T
     weights_T = np.where(np.asarray(sequences.completion_mask(batch))[row] > 0, batch["loss_weights"][row], 0.0)
     segments = []
-    for number in range(1, batch["segment_ids"][row].max() + 1):
+    for number in dict.fromkeys(batch["segment_ids"][row][batch["segment_ids"][row] > 0].tolist()):
       places = np.flatnonzero(batch["segment_ids"][row] == number)
       shown = places[:most]
       most -= len(shown)
@@ -97,14 +97,17 @@ class Microscope:
       ids = batch["tokens"][row][shown].tolist()
       # Of the segment alone: half a character at another's end is no part of it.
       segments.append(page_lib.Segment(
-          number, _LABELS[name](batch, row, number) if name in _LABELS else "",
+          number, _label(name, batch, row, number),
           _sums(numbers, row, places, weights_T[places]), inspect.token_texts(ids, self._run.tokenizer), ids,
           batch["positions"][row][shown].tolist(), values,
           [self._text(i) for i in page_lib.listed(numbers["top_tokens"][row][shown])], images_T[shown].tolist(),
           dict(zip(dict.fromkeys(images_T[places][images_T[places] > 0].tolist()), pictures.get(number, ()),
                    strict=False)), len(places) - len(shown)))
     size = 2 if name == "dpo" else 1
-    groups = [segments[i:i + size] for i in range(0, len(segments), size)]
+    # Prompts that are shared stand first.
+    shared = sum(segment.number in batch.get("prompt_ids", ()) for segment in segments)
+    groups = [[segment] for segment in segments[:shared]]
+    groups += [segments[i:i + size] for i in range(shared, len(segments), size)]
     return page_lib.Row(row, self._rows.source(batch, row), loss, groups)
 
   def _text(self, token: int | None) -> str:
@@ -207,6 +210,13 @@ def ranks(hidden_BxTxD: jax.Array, kernel_DxV: jax.Array, targets_BxT: jax.Array
 
 # ----------------------------------------------------------------------------------------------
 # What the page says of them.
+
+
+def _label(strategy: str, batch: Mapping[str, np.ndarray], row: int, segment: int) -> str:
+  """What a segment is."""
+  if "prompt_ids" in batch and (shared := np.unique(batch["segment_ids"][row][batch["prompt_ids"][row] == segment])).size:
+    return f"the prompt of segments {', '.join(map(str, shared))}"
+  return _LABELS[strategy](batch, row, segment) if strategy in _LABELS else ""
 
 
 def _of_pair(batch: Mapping[str, np.ndarray], row: int, segment: int) -> str:

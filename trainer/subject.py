@@ -145,6 +145,27 @@ def split_documents(batch: Mapping[str, np.ndarray], most: int) -> tuple[dict, d
           {key: np.stack([alone[key] for alone in apart]) for key in batch})
 
 
+def prompts_apart(batch: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+  """The sequences of a batch whose rows share prompts (`prompt_ids`), each with its prompt in a row of its own."""
+  apart: list[dict[str, np.ndarray]] = []
+  for row, segments in enumerate(batch["segment_ids"]):
+    for number in np.flatnonzero(batch["sequences"][row]):
+      mine = segments == number + 1
+      prompt = batch["prompt_ids"][row][mine][0]
+      places = np.flatnonzero(mine | (segments == prompt) & (prompt > 0))  # the prompt stands before
+      alone = {key: np.zeros_like(part[row]) for key, part in batch.items() if key != "prompt_ids"}
+      for key, part in alone.items():
+        if part.shape == segments.shape:
+          part[:len(places)] = batch[key][row][places]
+        elif part.shape == batch["sequences"][row].shape:
+          part[0] = batch[key][row][number]
+        else:
+          alone[key] = batch[key][row]
+      alone["segment_ids"][:len(places)] = 1
+      apart.append(alone)
+  return {key: np.stack([alone[key] for alone in apart]) for key in apart[0]}
+
+
 def padded(batch: Mapping[str, np.ndarray], multiple: int) -> dict[str, np.ndarray]:
   """With empty rows, so that the mesh divides them."""
   more = -len(batch["tokens"]) % multiple

@@ -35,7 +35,8 @@ def get_config(arg: str) -> ConfigDict:
     c.batch_size, c.seq_len = s.PAIRS, 2 * s.PAIR_SEQ
   if case == "grpo":
     c.strategy = config_lib.strategy("grpo")
-    c.batch_size, c.seq_len = s.PROMPTS * s.GROUP * (s.PROMPT_LEN + s.NEW) // s.SEQ, s.SEQ
+    # A row holds the completions of a prompt, which share it.
+    c.batch_size, c.seq_len = s.PROMPTS, s.PROMPT_LEN + s.GROUP * (s.NEW + 1)
     r = c.rollout
     r.num_prompts, r.group_size, r.max_new_tokens, r.batch_size = s.PROMPTS, s.GROUP, s.NEW, s.PROMPTS * s.GROUP
     r.rewards.different = config_lib.reward(type="benchmarks.speed.weft_config.different")

@@ -68,6 +68,41 @@ def test_gradient_equals_that_of_plain_softmax(cap, heads_at_once, monkeypatch):
     assert np.abs(g[0, lone]).max() < 1e-6
 
 
+# Segment 4 and 5 see the prompt 3 beside themselves, segment 2 the prompt 1; the last segment of a row sees none.
+SHARED = np.array([[1] * 5 + [2] * 4 + [3] * 4 + [4] * 3 + [5] * 4 + [0] * 4, [1] * 12 + [2] * 7 + [3] * 5], np.int32)
+PROMPTS = np.where(SHARED == 2, 1, np.where(SHARED > 3, 3, 0)).astype(np.int32)
+
+
+@pytest.mark.parametrize("block,heads_at_once", [(5, 4), (128, 1)])
+def test_a_prompt_is_seen_by_those_who_share_it_and_by_nobody_else(block, heads_at_once, monkeypatch):
+  """Each completion gets what it gets behind a copy of the prompt of its own; so do the gradients of the prompt, added
+  up over those who see it."""
+  monkeypatch.setattr(flash, "CACHED_BYTES", 4 * heads_at_once * (H // G) * block * T)
+  cotangent = jax.random.normal(jax.random.key(3), (B, T, H, K))
+
+  def shared(q, k, v):
+    out = attention(q, k, v, segment_ids=SHARED, prompt_ids=PROMPTS, scale=0.3, logit_cap=0.7, block=block)
+    return (out * cotangent).sum(), out
+
+  def apart(q, k, v):
+    out = jnp.zeros((B, T, H, K))
+    for row in range(B):
+      for segment in np.unique(SHARED[row][SHARED[row] > 0]):
+        own = np.flatnonzero(SHARED[row] == segment)
+        before = np.flatnonzero(SHARED[row] == PROMPTS[row, own[0]]) if PROMPTS[row, own[0]] else own[:0]
+        text = np.concatenate([before, own])
+        q1, k1, v1 = (x[row:row + 1, text] for x in (q, k, v))
+        part = attention(q1, k1, v1, segment_ids=np.ones((1, len(text)), np.int32), scale=0.3, logit_cap=0.7)
+        out = out.at[row, own].set(part[0, len(before):])
+    return (out * cotangent).sum(), out
+
+  found, expected = (jax.jit(jax.grad(f, (0, 1, 2), has_aux=True))(*inputs()) for f in (shared, apart))
+  jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=2e-6), found, expected)
+  without = attention(*inputs(), segment_ids=SHARED, scale=0.3, logit_cap=0.7)
+  differs = np.abs(np.asarray(found[1] - without)).max((2, 3)) > 1e-3
+  np.testing.assert_array_equal(differs, PROMPTS > 0)
+
+
 def test_grouped_heads_equal_repeated_heads():
   q, k, v = inputs()
   attend = jax.jit(lambda *qkv: attention(*qkv, segment_ids=SEGMENTS, scale=0.3))
@@ -141,6 +176,10 @@ def test_bad_arguments():
     attention(q, k, v, segment_ids=SEGMENTS, scale=1.0, impl="flash")
   with pytest.raises(ValueError, match="needs equal lengths"):
     attention(q[:, :, :3], k, v, segment_ids=SEGMENTS, scale=1.0)
+  with pytest.raises(ValueError, match=r"segments \(2, 24\), prompts \(2, 23\); needs equal lengths"):
+    attention(q, k, v, segment_ids=SEGMENTS, prompt_ids=PROMPTS[:, 1:], scale=1.0)
+  with pytest.raises(ValueError, match="found prompt_ids and window 5"):
+    attention(q, k, v, segment_ids=SEGMENTS, prompt_ids=PROMPTS, window=5, scale=1.0)
 
 
 # Blocks of tokens that see each other: two in one segment, one that reaches beyond windows and query blocks, one number

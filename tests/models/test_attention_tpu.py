@@ -127,3 +127,4 @@ def test_refusals_name_the_reason():
   assert attention_tpu.refusal(200, False) == "rows of 200 tokens: no multiple of 128"
   assert attention_tpu.refusal(384, False, C=4) == "rows in 4 parts of 384 tokens each: no multiple of 256"
   assert "both ways" in attention_tpu.refusal(384, True)
+  assert "share" in attention_tpu.refusal(384, False, prompts=True)

@@ -22,6 +22,7 @@ KINDS = {
     "causal": dict(), "cap": dict(logit_cap=2.0), "window": dict(window=3), "window of a part and one": dict(window=5),
     "long window": dict(window=14), "blocks": dict(block_ids=BLOCKS),
     "bounded blocks": dict(block_ids=BLOCKS, window=6, window_blocks=True),
+    "prompts": dict(prompt_ids=jnp.where(SEGMENTS == 2, 1, 0)),
 }
 MESHES = {"context": dict(data=1, context=8), "context and data": dict(data=2, context=4),
           "context and tensor": dict(data=1, context=2, tensor=4), "three": dict(data=2, context=2, tensor=2)}

@@ -1,10 +1,15 @@
 """Batches from experience: every sequence once, whole, where its unit is; few shapes; nothing lost on the way."""
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from tests.models.common import FAMILIES, VOCAB, make, random_params
 from trainer.experience import Experience, Sequence, collect, make_batch
 from trainer.image_tokens import Layout
+from trainer.strategies import sequences
+from trainer.subject import prompts_apart
 
 LENGTHS = [(5,), (9,), (3, 4), (2,), (7, 6), (4,), (13,)]
 
@@ -92,6 +97,89 @@ def test_the_arrays_are_all_there_is():
     np.testing.assert_array_equal(
         part, make_batch(again, np.array([1, 4, 5]), seq_len=16, pad_id=0, row_multiple=1,
                          keys=("advantages", "behavior_logprobs"))[key])
+
+
+def of_group(prompt, completions):
+  """(unit, sequence) of completions of these lengths, all of one prompt."""
+  ids = np.arange(100 * prompt, 100 * prompt + prompt, dtype=np.int32)
+  rng = np.random.default_rng(prompt)
+  return [Sequence(np.concatenate([ids, rng.integers(1, 50, n).astype(np.int32)]), np.repeat([0.0, 1.0], [prompt, n]),
+                   np.repeat([0.0, -0.5], [prompt, n]), prompt, "stop") for n in completions]
+
+
+# Prompts of 9, 1, 6 and 3 tokens; the last two sequences are a unit, as those of a preference are.
+GROUPS = [[s] for s in [*of_group(9, (4, 2, 3, 5)), *of_group(1, (7, 3)), *of_group(6, (2, 2, 9))]] + [
+    of_group(3, (4, 5))]
+
+
+def shared(share=True, seq_len=24, groups=GROUPS):
+  units = [[(sequence, float(number) + 1 + i / 2, number % 2) for i, sequence in enumerate(unit)]
+           for number, unit in enumerate(groups)]
+  return make_batch(collect(units), np.arange(len(units)), seq_len=seq_len, pad_id=0, row_multiple=1,
+                    keys=("advantages", "behavior_logprobs"), share_prompts=share)
+
+
+def texts(batch):
+  """What the batch says of each sequence: {(tokens, advantage): (positions, weights, log-probs)}, prompts included."""
+  result = {}
+  for row, number in np.argwhere(batch["sequences"] > 0):
+    mine = batch["segment_ids"][row] == number + 1
+    of_prompt = batch["prompt_ids"][row][mine] if "prompt_ids" in batch else np.zeros(mine.sum(), np.int32)
+    assert len(set(of_prompt.tolist())) == 1
+    places = np.concatenate([np.flatnonzero((batch["segment_ids"][row] == of_prompt[0]) & (of_prompt[0] > 0)),
+                             np.flatnonzero(mine)])
+    assert np.all(np.diff(places) > 0)  # the prompt before its completions
+    ids, positions, weights, logprobs = (batch[key][row][places].tolist() for key in (
+        "tokens", "positions", "loss_weights", "behavior_logprobs"))
+    if of_prompt[0]:  # the prompt's last token stands with the completion
+      assert positions == list(range(len(places)))
+    result[tuple(ids), float(batch["advantages"][row, number])] = positions, weights, logprobs
+  return result
+
+
+def test_completions_that_share_a_prompt_are_the_same_sequences():
+  batch, apart = shared(), shared(False)
+  assert texts(batch) == texts(apart) and len(texts(batch)) == 11
+  assert "prompt_ids" not in apart and batch["loss_weights"].sum() == apart["loss_weights"].sum()
+  assert len(batch["tokens"]) < len(apart["tokens"])
+  for row, ids in enumerate(batch["segment_ids"]):
+    of_prompts = set(ids[ids > batch["sequences"].shape[1]].tolist())
+    assert of_prompts == set(batch["prompt_ids"][row][batch["prompt_ids"][row] > 0].tolist())
+    for number in of_prompts:
+      assert not batch["loss_weights"][row][ids == number].any()
+      assert len(np.unique(ids[batch["prompt_ids"][row] == number])) > 1  # nothing to share for one alone
+
+
+def test_sharing_never_takes_more_rows():
+  rng = np.random.default_rng(0)
+  for trial in range(30):
+    groups = [[s] for number in range(1, 6) for s in of_group(number * 3, rng.integers(1, 12, rng.integers(1, 6)))]
+    batch, apart = shared(groups=groups, seq_len=30), shared(False, groups=groups, seq_len=30)
+    assert texts(batch) == texts(apart), trial
+    assert len(batch["tokens"]) <= len(apart["tokens"])
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2"])
+def test_shared_prompts_change_neither_log_probs_nor_gradients(name):
+  """Of completions with weights of their own, against each in a row of its own."""
+  model = make(**FAMILIES[name])
+  params, whole = random_params(model), shared(groups=[[s] for s in of_group(7, (4, 2, 6)) + of_group(4, (5, 3))])
+  whole["tokens"] %= VOCAB
+  alone = prompts_apart(whole)
+  assert "prompt_ids" not in alone and len(alone["tokens"]) == 5 and whole["prompt_ids"].any()
+
+  @jax.jit
+  def total(params, batch):
+    logps = sequences.sequence_logps(model, params, batch)
+    return jnp.sum(logps * batch["advantages"]), logps
+
+  (found, gradient), (expected, plain) = (jax.value_and_grad(total, has_aux=True)(params, batch)
+                                          for batch in (whole, alone))
+  by_worth = [dict(zip(np.asarray(batch["advantages"])[mask := batch["sequences"] > 0].tolist(),
+                       np.asarray(logps)[mask].tolist(), strict=True))
+              for batch, (_, logps) in ((whole, found), (alone, expected))]
+  assert by_worth[0] == pytest.approx(by_worth[1], rel=1e-5)
+  jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=2e-5), gradient, plain)
 
 
 LAYOUT = Layout(image_token=9, tokens_per_image=2, image_size=1, attention="prefix")
