@@ -19,8 +19,9 @@ from trainer.config import evaluator, reward, source, strategy
 # {stage: {what the table says: a metric of that stage's evaluations}}, in their order.
 STAGES = {
     "seq": {"bits per byte": "eval/val/bits_per_byte"},
-    "sft": {"exact match": "eval/sums/accuracy"},
-    "dpo": {"preference accuracy": "eval/pairs/rewards/accuracies", "exact match": "eval/sums/accuracy"},
+    "sft": {"exact match": "eval/sums/accuracy", "pass@1": "eval/sampled/pass@1"},
+    "dpo": {"preference accuracy": "eval/pairs/rewards/accuracies", "exact match": "eval/sums/accuracy",
+            "pass@1": "eval/sampled/pass@1"},
     "grpo": {"exact match": "eval/sums/accuracy", "pass@1": "eval/sampled/pass@1"},
 }
 # What the model is asked in the end.
@@ -60,7 +61,7 @@ def _sft() -> ConfigDict:
       sums=source(type="arithmetic", dataset="chat", split="train", weight=7.0))
   c.batch_size = 16
   c.total_steps = 450
-  c.evals = dict(sums=_exercises(temperature=0.0))
+  c.evals = dict(sums=_exercises(temperature=0.0), sampled=_exercises(temperature=1.0))
   return c
 
 
@@ -81,14 +82,13 @@ def _grpo() -> ConfigDict:
   c = _sft()
   c.strategy = strategy("grpo")
   c.input.sources = dict(sums=source(type="arithmetic", dataset="chat", split="train"))
-  c.rollout.update(num_prompts=64, group_size=8, max_new_tokens=8, batch_size=256)
+  c.rollout.update(num_prompts=128, group_size=8, max_new_tokens=8, batch_size=256)
   c.rollout.rewards.right = reward(type="exact_match")
   c.batch_size = 8
-  c.total_steps = 100
+  c.total_steps = 150
   c.optimizer.name = "adamw"
   c.optimizer.learning_rate = 3e-4
   c.schedule = dict(name="constant", warmup_percent=0.0)
-  c.evals.sampled = _exercises(temperature=1.0)
   return c
 
 
