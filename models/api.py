@@ -15,7 +15,7 @@ prompt (trainer/experience.py) it has `prompt_ids`, see models/attention.py.
 """
 
 import inspect
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import jax
@@ -115,8 +115,9 @@ class Generative(Model, Protocol):
     last is left out.
     """
 
-  def decode(self, params: Params, tokens_B: jax.Array, active_B: jax.Array, cache: Cache) -> tuple[jax.Array, Cache]:
-    """One more token for each row of the cache: (its hidden state [B, D], cache). Rows that are not active stay."""
+  def decoder(self, params: Params) -> Callable[[jax.Array, jax.Array, Cache], tuple[jax.Array, Cache]]:
+    """`decode(tokens_B, active_B, cache)`: one more token for each row of the cache gives (its hidden state [B, D],
+    cache). Rows that are not active stay. What is done with the parameters alone is done here, before any loop."""
 
 
 def make_model(

@@ -158,48 +158,31 @@ def _spans(T: int, block: int, rule: Rule, causal: bool) -> tuple[Span, ...]:
 
 def attend_to_past(
     q_Bx1xHxK: jax.Array,
-    k_Bx1xGxK: jax.Array,
-    v_Bx1xGxK: jax.Array,
-    past_k_BxGxSxK: jax.Array,
-    past_v_BxGxSxK: jax.Array,
+    k_BxGxSxK: jax.Array,
+    v_BxGxSxK: jax.Array,
     *,
     seen_BxS: jax.Array,
     active_B: jax.Array,
     scale: float,
     logit_cap: float | None = None,
 ) -> jax.Array:
-  """`attention` of one more token per row, to itself and to what a cache holds; returns [B, 1, H, K].
+  """`attention` of one more token per row to what a cache holds, itself included; returns [B, 1, H, K].
 
   Args:
-    q_Bx1xHxK, k_Bx1xGxK, v_Bx1xGxK: of the token.
-    past_k_BxGxSxK, past_v_BxGxSxK: of the tokens before it, in any order.
+    q_Bx1xHxK: of the token.
+    k_BxGxSxK, v_BxGxSxK: of it and the tokens before it, in any order.
     seen_BxS: which of these there are, and within the window.
     active_B: False for rows without a token, whose output is 0.
     scale, logit_cap: as in `attention`.
   """
   B, _, H, K = q_Bx1xHxK.shape
-  G, S = past_k_BxGxSxK.shape[1:3]
-  f32, dtype = jnp.float32, v_Bx1xGxK.dtype
+  G, f32, dtype = k_BxGxSxK.shape[1], jnp.float32, v_BxGxSxK.dtype
   q_BxGxRxK = q_Bx1xHxK.reshape(B, G, H // G, K)
-  old_BxGxRxS = jnp.einsum("bgrk,bgsk->bgrs", q_BxGxRxK, past_k_BxGxSxK, preferred_element_type=f32)
-  own_BxGxRx1 = jnp.einsum("bgrk,bsgk->bgrs", q_BxGxRxK, k_Bx1xGxK, preferred_element_type=f32)
-  scores_BxGxRxS = jnp.concatenate([old_BxGxRxS, own_BxGxRx1], axis=-1) * scale
-  seen_BxS = jnp.pad(seen_BxS, ((0, 0), (0, 1)), constant_values=True)
-  weights_BxGxRxS = _unnormalised(scores_BxGxRxS[:, :, :, None], seen_BxS[:, None], logit_cap)[:, :, :, 0]
-  old, own = weights_BxGxRxS[..., :S].astype(dtype), weights_BxGxRxS[..., S:].astype(dtype)
-  out_BxGxRxK = jnp.einsum("bgrs,bgsk->bgrk", old, past_v_BxGxSxK, preferred_element_type=f32)
-  out_BxGxRxK += jnp.einsum("bgrs,bsgk->bgrk", own, v_Bx1xGxK, preferred_element_type=f32)
+  scores_BxGxRxS = jnp.einsum("bgrk,bgsk->bgrs", q_BxGxRxK, k_BxGxSxK, preferred_element_type=f32) * scale
+  if logit_cap is not None:
+    scores_BxGxRxS = logit_cap * jnp.tanh(scores_BxGxRxS / logit_cap)
+  scores_BxGxRxS = jnp.where(seen_BxS[:, None, None], scores_BxGxRxS, MASKED)
+  weights_BxGxRxS = jnp.exp(scores_BxGxRxS - scores_BxGxRxS.max(-1, keepdims=True))
+  out_BxGxRxK = jnp.einsum("bgrs,bgsk->bgrk", weights_BxGxRxS.astype(dtype), v_BxGxSxK, preferred_element_type=f32)
   out_BxGxRxK = out_BxGxRxK / weights_BxGxRxS.sum(-1, keepdims=True)
   return jnp.where(active_B[:, None, None, None], out_BxGxRxK, 0.0).astype(dtype).reshape(B, 1, H, K)
-
-
-def _unnormalised(scores_BxGxRxTxW: jax.Array, seen_BxTxW: jax.Array, logit_cap: float | None) -> jax.Array:
-  """exp of the capped scores up to a factor for each query, exactly 0 where a key is not seen."""
-  scores = scores_BxGxRxTxW
-  if logit_cap is not None:
-    scores = logit_cap * jnp.tanh(scores / logit_cap)
-  # Added, not selected: a number that swallows any score, at no cost in the backward pass.
-  scores = scores + jnp.where(seen_BxTxW, 0.0, MASKED)[:, None, None]
-  # The maximum only keeps exp in range; the result does not depend on it.
-  top = jax.lax.stop_gradient(scores.max(-1, keepdims=True))
-  return jnp.exp(scores - top)

@@ -5,7 +5,7 @@ B batch, T length, D hidden size, H query heads, G key/value heads, K head size,
 
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from models.attention import attend_to_past, attention
-from models.cache import Past
+from models.cache import Cache, Past
 from models.layers import Linear, Mlp, Norm, Scope, apply_linears, dropout
 from models.moe import Moe
 from models.placement import constrain
@@ -41,12 +41,12 @@ class SelfAttention(nnx.Module):
 
   def __call__(self, x_BxTxD, segment_ids, rope: Any, window: int | None, key: jax.Array | None = None,
                past: Past | None = None, block_ids: jax.Array | None = None, prompt_ids: jax.Array | None = None
-               ) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
-    """(output, (keys, values) [B, T, G, K]).
+               ) -> tuple[jax.Array, tuple[jax.Array, jax.Array] | Cache]:
+    """(output, (keys, values) [B, T, G, K], or, with a `past`, its cache with those of the token).
 
     `rope`: a `rope_table`, or None for no rotation. `key`: for dropout on the adapters' input; None: no dropout.
-    `past`: what the one token of each row attends to beside itself; None: rows begin here. `block_ids`, `prompt_ids`:
-    see `attention`.
+    `past`: where the one token of each row finds those before it; None: rows begin here. `block_ids`, `prompt_ids`: see
+    `attention`.
     """
     s = self.spec
     B, T, _ = x_BxTxD.shape
@@ -68,11 +68,14 @@ class SelfAttention(nnx.Module):
       options |= dict(segment_ids=segment_ids, block_ids=block_ids, prompt_ids=prompt_ids, window=window,
                       window_blocks=bounded)
       out_BxTxHxK = attention(q_BxTxHxK, k_BxTxGxK, v_BxTxGxK, impl=s.attention, block=s.attention_block, **options)
+      new: Any = k_BxTxGxK, v_BxTxGxK
     else:
-      out_BxTxHxK = attend_to_past(q_BxTxHxK, k_BxTxGxK, v_BxTxGxK, past.keys_BxGxSxK, past.values_BxGxSxK,
-                                   seen_BxS=past.seen_BxS, active_B=segment_ids[:, 0] > 0, **options)
+      active_B = segment_ids[:, 0] > 0
+      new, seen = past.add(k_BxTxGxK[:, 0], v_BxTxGxK[:, 0], active_B, window)
+      out_BxTxHxK = attend_to_past(q_BxTxHxK, seen.keys_BxGxSxK, seen.values_BxGxSxK, seen_BxS=seen.seen_BxS,
+                                   active_B=active_B, **options)
     out_BxTxHxK = constrain(out_BxTxHxK, "batch", "length", "heads", None)
-    return self.o(out_BxTxHxK.reshape(B, T, -1), key), (k_BxTxGxK, v_BxTxGxK)
+    return self.o(out_BxTxHxK.reshape(B, T, -1), key), new
 
 
 class Block(nnx.Module):
@@ -94,7 +97,7 @@ class Block(nnx.Module):
 
   def __call__(self, x_BxTxD, segment_ids, rope, window: int | None, key: jax.Array | None, past: Past | None = None,
                block_ids: jax.Array | None = None, prompt_ids: jax.Array | None = None):
-    """(x, statistics of the experts or None, keys and values).
+    """(x, statistics of the experts or None, keys and values or the cache).
 
     `key`: this layer's key for dropout; None: no dropout. `past`, `block_ids`, `prompt_ids`: see `SelfAttention`.
     """
@@ -124,16 +127,17 @@ def stack_blocks(spec: Spec, scope: Scope) -> Block:
   return jax.vmap(make_block)(jnp.arange(spec.num_layers))
 
 
-def run_blocks(spec: Spec, blocks: Block, layer: Callable, remat: Callable, x_BxTxD: jax.Array
-               ) -> tuple[jax.Array, Any]:
+def run_blocks(spec: Spec, blocks: Block | Sequence[Block], layer: Callable, remat: Callable, x: Any
+               ) -> tuple[Any, Any]:
   """Applies every layer: a scan over whole periods of the pattern, then the remaining layers one by one.
 
   Args:
     spec: says how many layers there are, their pattern, and whether they are scanned.
-    blocks: from `stack_blocks`.
-    layer: `layer(place in the pattern, x, block, index)` gives (x, a tree of arrays).
+    blocks: from `stack_blocks`; or of each layer (`unstack_blocks`), which are then not scanned.
+    layer: `layer(place, x, block, index)` gives (x, a tree of arrays); `place` is that in the pattern, or, of layers
+      that are not scanned, `index` as a number.
     remat: a `remat_policy`.
-    x_BxTxD: what enters the first layer.
+    x: what enters the first layer, a tree of arrays.
 
   Returns:
     (what leaves the last layer, the trees of all layers, stacked).
@@ -141,27 +145,33 @@ def run_blocks(spec: Spec, blocks: Block, layer: Callable, remat: Callable, x_Bx
   L, period = spec.num_layers, len(spec.layer_pattern)
 
   def run(i: int, in_scan: bool, *args) -> tuple[jax.Array, Any]:
-    return remat(functools.partial(layer, i % period), in_scan)(*args)
+    return remat(functools.partial(layer, i % period if in_scan else i), in_scan)(*args)
 
-  scanned = L // period * period if spec.scan_layers else 0
+  stacked_blocks = isinstance(blocks, Block)
+  scanned = L // period * period if spec.scan_layers and stacked_blocks else 0
   indices = jnp.arange(L)
   stacked = []  # trees of runs of layers, in order
   if scanned:
     groups = jax.tree.map(lambda p: p[:scanned].reshape(-1, period, *p.shape[1:]), (blocks, indices))
 
-    def scan_body(x_BxTxD, group):
+    def scan_body(x, group):
       trees = [None] * period
       for i, (block, index) in enumerate(_unstack(group, period)):
-        x_BxTxD, trees[i] = run(i, True, x_BxTxD, block, index)
-      return x_BxTxD, jax.tree.map(lambda *parts: jnp.stack(parts), *trees)
+        x, trees[i] = run(i, True, x, block, index)
+      return x, jax.tree.map(lambda *parts: jnp.stack(parts), *trees)
 
-    x_BxTxD, tree = jax.lax.scan(scan_body, x_BxTxD, groups)
+    x, tree = jax.lax.scan(scan_body, x, groups)
     stacked.append(jax.tree.map(lambda part: part.reshape(-1, *part.shape[2:]), tree))
-  rest = jax.tree.map(lambda p: p[scanned:], (blocks, indices))
-  for i, (block, index) in enumerate(_unstack(rest, L - scanned)):
-    x_BxTxD, tree = run(scanned + i, False, x_BxTxD, block, index)
+  rest: Any = _unstack(jax.tree.map(lambda p: p[scanned:], blocks), L - scanned) if stacked_blocks else blocks
+  for i, block in enumerate(rest, scanned):
+    x, tree = run(i, False, x, block, indices[i])
     stacked.append(jax.tree.map(lambda part: part[None], tree))
-  return x_BxTxD, jax.tree.map(lambda *parts: jnp.concatenate(parts), *stacked)
+  return x, jax.tree.map(lambda *parts: jnp.concatenate(parts), *stacked)
+
+
+def unstack_blocks(blocks: Block, num_layers: int) -> list[Block]:
+  """The block of each layer, of those from `stack_blocks`."""
+  return _unstack(blocks, num_layers)
 
 
 def make_norm(spec: Spec, scope: Scope) -> Norm:

@@ -19,10 +19,10 @@ from flax import nnx
 from ml_collections import ConfigDict
 
 from models import cache as cache_lib
-from models import lora, quantize, vit, vlm
+from models import lora, placement, quantize, vit, vlm
 from models.api import Output, Params
-from models.blocks import Block, make_norm, run_blocks, stack_blocks
-from models.cache import Cache, layer_of
+from models.blocks import Block, make_norm, run_blocks, stack_blocks, unstack_blocks
+from models.cache import Cache, Past
 from models.layers import Embedding, Linear, Scope, document_lengths, dropout, embedding_noise
 from models.moe import report
 from models.placement import constrain
@@ -52,11 +52,13 @@ class Decoder(nnx.Module):
     self.spec = spec
 
   def __call__(self, batch: dict, remat: Callable, key: jax.Array | None, remember: bool = False,
-               cache: Cache | None = None) -> tuple[jax.Array, dict | None, tuple[jax.Array, jax.Array] | None]:
+               cache: Cache | None = None, blocks: Sequence[Block] | None = None
+               ) -> tuple[jax.Array, dict | None, tuple[jax.Array, jax.Array] | Cache | None]:
     """(hidden states, statistics of every layer's experts, stacked, or None, keys and values [L, B, T, G, K]).
 
     `remat` is a `remat_policy`; `key` feeds dropout, None: no dropout. Keys and values only with `remember`. Where
-    there is a `cache`, T is 1, and each row's token follows those that its row of the cache holds.
+    there is a `cache`, T is 1, each row's token follows those that its row of the cache holds, and the cache with its
+    keys and values comes in their place. `blocks`: those of each layer, from `unstack_blocks`.
     """
     s = self.spec
     positions, segment_ids = batch["positions"], batch["segment_ids"]
@@ -64,16 +66,17 @@ class Decoder(nnx.Module):
     x_BxTxD = self._embed(batch, remat, key)
     ropes = {kind: rope_table(rope, positions, segment_ids) for kind, rope in s.ropes.items()}
 
-    def layer(place: int, x_BxTxD: jax.Array, block: Block, index: jax.Array):
+    def layer(place: int, carry: tuple[jax.Array, Cache | None], block: Block, index: jax.Array):
+      x_BxTxD, cache = carry
       layer_key = None if key is None else jax.random.fold_in(key, index)
       kind = s.layer_type(place)
       window = s.window if kind == "local" else None
-      past = None if cache is None else layer_of(cache, s, index, place)
+      past = None if cache is None else Past(cache, place, index)
       x_BxTxD, stats, new = block(x_BxTxD, segment_ids, ropes.get(kind), window, layer_key, past, *beside)
-      return x_BxTxD, (stats, new if remember else None)
+      return (x_BxTxD, None if past is None else new), (stats, new if remember else None)
 
-    x_BxTxD, (stats, new) = run_blocks(s, self.blocks, layer, remat, x_BxTxD)
-    return self.final_norm(x_BxTxD), stats, new
+    (x_BxTxD, cache), (stats, new) = run_blocks(s, blocks or self.blocks, layer, remat, (x_BxTxD, cache))
+    return self.final_norm(x_BxTxD), stats, new if cache is None else cache
 
   def _embed(self, batch: dict, remat: Callable, key: jax.Array | None) -> jax.Array:
     """What enters the first layer."""
@@ -168,7 +171,7 @@ class Transformer:
 
   def empty_cache(self, rows: int, max_length: int) -> Cache:
     """See `models.api.Generative`."""
-    return cache_lib.empty(self.spec, rows, max_length, self._dtypes[1])
+    return cache_lib.empty(self.spec, rows, max_length, self._dtypes[1], self._one_by_one)
 
   def prefill(self, params: Params, batch: dict, cache: Cache, rows_M: jax.Array,
               sources_M: jax.Array | None = None) -> tuple[jax.Array, Cache]:
@@ -179,15 +182,26 @@ class Transformer:
     if sources_M is not None:
       new = tuple(part[:, sources_M] for part in new)
       positions, segment_ids = positions[sources_M], segment_ids[sources_M]
-    return hidden_NxTxD, cache_lib.put(cache, new, positions, segment_ids, rows_M)
+    return hidden_NxTxD, cache_lib.begin(cache, new, positions, segment_ids, rows_M)
 
-  def decode(self, params: Params, tokens_B: jax.Array, active_B: jax.Array, cache: Cache) -> tuple[jax.Array, Cache]:
+  def decoder(self, params: Params) -> Callable[[jax.Array, jax.Array, Cache], tuple[jax.Array, Cache]]:
     """See `models.api.Generative`."""
-    batch = dict(tokens=tokens_B[:, None], positions=cache.lengths[:, None],
-                 segment_ids=active_B[:, None].astype(jnp.int32))
     decoder = nnx.merge(self._graph, params)
-    hidden_Bx1xD, _, new = decoder(batch, self._remat, None, remember=True, cache=cache)
-    return hidden_Bx1xD[:, 0], cache_lib.put(cache, new, batch["positions"], batch["segment_ids"])
+    blocks = unstack_blocks(decoder.blocks, self.num_layers) if self._one_by_one else None
+
+    def decode(tokens_B: jax.Array, active_B: jax.Array, cache: Cache) -> tuple[jax.Array, Cache]:
+      batch = dict(tokens=tokens_B[:, None], positions=cache.lengths[:, None],
+                   segment_ids=active_B[:, None].astype(jnp.int32))
+      hidden_Bx1xD, _, cache = decoder(batch, self._remat, None, cache=cache, blocks=blocks)
+      return hidden_Bx1xD[:, 0], cache._replace(lengths=cache.lengths + active_B)
+
+    return decode
+
+  @property
+  def _one_by_one(self) -> bool:
+    """Whether decoding runs the layers one after another, with parameters and caches of their own. On CPU that takes
+    half of the time; elsewhere the parameters would be there twice, and scanning costs little."""
+    return placement.platform() == "cpu" or not self.spec.scan_layers
 
   def unembedding(self, params: Params) -> jax.Array:
     """See `models.api.Model`."""

@@ -113,7 +113,7 @@ class Sampler:
     if min(rows, chunk, prefill_tokens) < 1:
       raise ValueError(f"Sampler: found rows={rows}, chunk={chunk}, prefill_tokens={prefill_tokens}; all at least 1")
     if not hasattr(model, "prefill"):
-      raise ConfigError(f"{type(model).__name__} cannot generate texts: it has no prefill() and decode(). Add what "
+      raise ConfigError(f"{type(model).__name__} cannot generate texts: it has no prefill() and decoder(). Add what "
                         "models/api.py lists under Generative, or remove the evaluators that generate.")
     if mesh is None:
       mesh = mesh_lib.make_mesh({}, jax.devices()[:1])
@@ -331,7 +331,8 @@ def _joined(parts: list[Completion]) -> Completion:
 
 def _empty(model: Any, rows: int, length: int) -> _State:
   cache, tokens_B = model.empty_cache(rows, length), jnp.zeros(rows, jnp.int32)
-  hidden, _ = jax.eval_shape(model.decode, model.abstract_params(), tokens_B, tokens_B > 0, cache)
+  hidden, _ = jax.eval_shape(lambda params, *given: model.decoder(params)(*given), model.abstract_params(), tokens_B,
+                             tokens_B > 0, cache)
   return _State(cache, jnp.zeros(hidden.shape, hidden.dtype), tokens_B, jnp.zeros((rows, 2), jnp.uint32), tokens_B,
                 tokens_B == 0)
 
@@ -355,7 +356,7 @@ def _decode(model: Any, chunk: int, greedy: bool, truncated: bool, params: Any, 
             given: tuple[jax.Array, ...]) -> tuple[_State, _Chunk]:
   """Up to `chunk` tokens for each row that is not done; fewer if all end before."""
   stops, numbers, top_k = given
-  B = state.done_B.shape[0]
+  B, decode = state.done_B.shape[0], model.decoder(params)
   keys_B = jax.random.wrap_key_data(state.keys_Bx2, impl="threefry2x32")
 
   def goes_on(carry: tuple) -> jax.Array:
@@ -370,7 +371,7 @@ def _decode(model: Any, chunk: int, greedy: bool, truncated: bool, params: Any, 
     found = tuple(part.at[:, column].set(new) for part, new in zip(found, drawn, strict=True))
     tokens_B, counts_B = drawn[0], state.counts_B + ~state.done_B
     done_B = state.done_B | jnp.isin(tokens_B, stops) | (counts_B >= state.limits_B)
-    hidden_BxD, cache = model.decode(params, tokens_B, ~done_B, state.cache)
+    hidden_BxD, cache = decode(tokens_B, ~done_B, state.cache)
     return column + 1, _State(cache, hidden_BxD, counts_B, state.keys_Bx2, state.limits_B, done_B), found
 
   found = (jnp.zeros((B, chunk), jnp.int32), *(jnp.zeros((B, chunk), jnp.float32) for _ in range(2)))

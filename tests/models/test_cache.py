@@ -46,6 +46,10 @@ def padded(texts, side):
   return dict(tokens=tokens, segment_ids=segments)
 
 
+def decode_of(model):
+  return jax.jit(lambda params, *given: model.decoder(params)(*given))
+
+
 def run(model, params, texts, side="right", rows=(2, 0, 3)):
   """Hidden states of every token after the prompts, [(row of texts, position, hidden)], and the last cache."""
   cache = model.empty_cache(4, LENGTH)
@@ -55,7 +59,7 @@ def run(model, params, texts, side="right", rows=(2, 0, 3)):
   for row, length in enumerate(PROMPTS):
     at = length - 1 if side == "right" else -1
     found.append((row, length - 1, np.asarray(hidden[row, at])))
-  decode, lengths = jax.jit(model.decode), np.array(PROMPTS)
+  decode, lengths = decode_of(model), np.array(PROMPTS)
   for step in range(LENGTH - min(PROMPTS)):
     # Every third step one row pauses, so that rows are at different places in their texts.
     active = (lengths < LENGTH) & (np.arange(3) != (step // 2 if step % 3 == 2 else -1))
@@ -67,9 +71,12 @@ def run(model, params, texts, side="right", rows=(2, 0, 3)):
   return found, cache
 
 
-@pytest.mark.parametrize("name", sorted(CASES.keys() - {"llama", "olmo"}))
-def test_texts_fed_in_parts_equal_whole_ones(name):
+@pytest.mark.parametrize("name,apart", [
+    *((name, True) for name in sorted(CASES.keys() - {"llama", "olmo"})), ("gemma", False), ("lora", False)])
+def test_texts_fed_in_parts_equal_whole_ones(name, apart, monkeypatch):
+  """`apart`: each layer with a cache of its own, as on CPU, or in one scan over all of them, as elsewhere."""
   model, params, texts, whole = case(name)
+  monkeypatch.setattr(type(model), "_one_by_one", apart)
   found, cache = run(model, params, texts)
   assert len(found) >= 20
   for row, position, hidden in found:
@@ -96,7 +103,7 @@ def test_a_row_begun_anew_does_not_see_what_was_there():
     _, cache = jax.jit(model.prefill)(params, batch, cache, np.array([2]))
     assert cache.lengths[2] == 3
     active = np.arange(4) == 2
-    results.append(np.asarray(jax.jit(model.decode)(params, np.full(4, 9, np.int32), active, cache)[0][2]))
+    results.append(np.asarray(decode_of(model)(params, np.full(4, 9, np.int32), active, cache)[0][2]))
   np.testing.assert_array_equal(*results)
 
 
@@ -106,14 +113,16 @@ def test_one_prompt_begins_several_rows():
   _, cache = jax.jit(model.prefill)(params, dict(tokens=texts[:2, :5]), cache, np.array([3, 1, 0, 4]),
                                     np.array([1, 1, 0, 0]))
   np.testing.assert_array_equal(cache.lengths, [5, 5, 0, 5])
-  hidden, _ = jax.jit(model.decode)(params, texts[[0, 1, 0, 1], 5], np.array([1, 1, 0, 1], bool), cache)
+  hidden, _ = decode_of(model)(params, texts[[0, 1, 0, 1], 5], np.array([1, 1, 0, 1], bool), cache)
   np.testing.assert_allclose(hidden[np.array([0, 1, 3])], whole[[0, 1, 1], 5], atol=2e-5)
 
 
 def test_layers_with_a_window_keep_no_more_than_it():
   model = make(window=3, layer_pattern=("local", "global"), num_layers=3, num_kv_heads=2)
-  cache = jax.eval_shape(lambda: model.empty_cache(5, 64))
-  assert [part.shape for part in cache.keys] == [(2, 5, 2, 3, 4), (1, 5, 2, 64, 4)]
+  shapes = [[part.shape for part in jax.eval_shape(lambda apart=apart: cache_lib.empty(
+      model.spec, 5, 64, jnp.float32, apart)).keys] for apart in (False, True)]
+  assert shapes == [[(2, 5, 2, 3, 4), (1, 5, 2, 64, 4)], [(1, 5, 2, 3, 4), (1, 5, 2, 64, 4), (1, 5, 2, 3, 4)]]
+  assert [part.shape for part in jax.eval_shape(lambda: model.empty_cache(5, 64)).keys] == shapes[1]  # on CPU
   assert jax.eval_shape(lambda: make(compute_dtype=jnp.bfloat16).empty_cache(1, 8)).values[0].dtype == jnp.bfloat16
 
 

@@ -1,12 +1,15 @@
 """The sampler: its log-probs are the model's, its draws follow the distribution, and nothing else changes either."""
 
 import functools
+import re
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from models import placement
+from models.transformer import Transformer
 from tests.models.common import FAMILIES, VOCAB, make, random_params
 from trainer import logprobs
 from trainer import mesh as mesh_lib
@@ -163,8 +166,10 @@ def test_shapes_come_from_few_sizes():
   assert sum(program._cache_size() for program in sampler._programs.values()) == 5
 
 
-def test_the_cache_is_changed_where_it_lies():
+@pytest.mark.parametrize("one_by_one", [True, False])
+def test_the_cache_is_changed_where_it_lies(one_by_one, monkeypatch):
   """Decoding needs room for a layer's keys and values beside the cache, not for another cache."""
+  monkeypatch.setattr(Transformer, "_one_by_one", one_by_one)
   model = make(num_layers=8, num_kv_heads=2)
   state = jax.eval_shape(functools.partial(sampler_lib._empty, model, 4, 1024))
   given = (np.full(8, -1, np.int32), np.ones(3, np.float32), np.int32(0))
@@ -172,6 +177,23 @@ def test_the_cache_is_changed_where_it_lies():
   memory = decode.lower(model.abstract_params(), state, given).compile().memory_analysis()
   cache = sum(4 * part.size for part in (*state.cache.keys, *state.cache.values))
   assert memory.temp_size_in_bytes < 0.5 * cache
+
+
+@pytest.mark.parametrize("one_by_one", [True, False])
+def test_no_row_needs_another_devices(one_by_one, monkeypatch):
+  """All that devices tell one another in decoding is whether every row has ended."""
+  monkeypatch.setattr(Transformer, "_one_by_one", one_by_one)
+  model, mesh = make(num_layers=2, num_kv_heads=2), mesh_lib.make_mesh(dict(data=8))
+  sampler = Sampler(model, mesh, rows=8)
+  state = jax.eval_shape(functools.partial(sampler_lib._empty, model, 8, 32))
+  state = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sampler._sharding(x)), state)
+  given = (np.full(8, -1, np.int32), np.ones(3, np.float32), np.int32(0))
+  # Without the places of results, of which those that the host reads are gathered at the end of a chunk.
+  decode = jax.jit(functools.partial(sampler_lib._decode, model, 4, False, False))
+  with placement.placed(sampler._placement):
+    text = decode.lower(model.abstract_params(), state, given).compile().as_text()
+  collectives = re.findall(r"= (\S+) (all-gather|all-reduce|all-to-all|collective-permute)\(", text)
+  assert collectives == [("pred[]", "all-reduce")]
 
 
 # ---------------------------------------------------------------------------------------------- drawing
