@@ -86,7 +86,7 @@ def shared_prompts(s: Subject) -> float:
   shards = mesh_lib.batch_shards(s.mesh)
   one, metrics = s.gradient()
   other, metrics_apart = s.gradient(padded(prompts_apart(s.batch), shards))
-  return max(distance(one, other), abs(metrics["loss"] - metrics_apart["loss"]))
+  return max(distance(one, other), abs(metrics["loss"] - metrics_apart["loss"]))  # a loss that may be 0
 
 
 def causality(s: Subject) -> float:
@@ -318,7 +318,7 @@ CHECKS = (
     Check("I2", "gradient: this mesh, one device", 1e-5, one_device),
     Check("I3", "loss and gradient: packed, one document a row", 1e-5, packing),
     Check("I3", "hidden states that another document changes", 0, other_documents),
-    Check("I3", "loss and gradient: prompts shared, one completion a row", 1e-5, shared_prompts),
+    Check("I3", "loss and gradient: prompts shared, apart", 1e-5, shared_prompts),
     Check("I3", "hidden states that a later token changes", 0, causality),
     Check("I4", "log-probs: in chunks, of full logits", 3e-6, full_logits),
     Check("I4", "gradient: in chunks, of full logits", 1e-5, one_chunk),

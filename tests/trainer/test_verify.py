@@ -47,7 +47,7 @@ def test_pretraining(corpus, tmp_path, capsys):
   shown = capsys.readouterr().out
   assert {r.what for r in results if r.status == "SKIP"} == {
       "policy = reference: margin 0, loss ln 2", "gradient where all rewards are equal",
-      "evaluated loss: batches of 1, 3, all", "loss and gradient: prompts shared, one completion a row"}
+      "evaluated loss: batches of 1, 3, all", "loss and gradient: prompts shared, apart"}
   assert not [r for r in results if r.status == "FAIL"] and "14 PASS, 0 FAIL, 4 SKIP" in shown
   for result in results:
     assert result.line() in shown
@@ -68,7 +68,7 @@ OWN = {
     "dpo": ("policy = reference: margin 0, loss ln 2", "arrays that a step with NaN changes",
             "hidden states that another document changes"),
     "grpo": ("gradient where all rewards are equal", "gradient: this mesh, one device",
-             "derivative along the gradient: its norm", "loss and gradient: prompts shared, one completion a row"),
+             "derivative along the gradient: its norm", "loss and gradient: prompts shared, apart"),
     "images": ("loss and gradient: packed, one document a row", "hidden states that a later token changes",
                "hidden states that another document changes"),
 }
