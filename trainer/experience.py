@@ -130,26 +130,17 @@ def make_batch(experience: Experience, units: np.ndarray, *, seq_len: int, pad_i
   batch |= image_tokens.empty(layout, *batch["tokens"].shape, image_tokens.slots(most))
   for row, sequences in enumerate(rows):
     batch["source_ids"][row] = experience.sources[sequences[0]]
-    begin = first_image = 0
-    several = Counter(prompts[sequence] for sequence in sequences)
-    # The segments of prompts that several completions share.
-    common = {prompt: len(batch["sequences"][row]) + n + 1
-              for n, prompt in enumerate(prompt for prompt, count in several.items() if prompt and count > 1)}
-    for prompt, number in common.items():
-      ids = np.frombuffer(prompt, np.int32)
-      place = slice(begin, begin + len(ids))
-      batch["tokens"][row, place], batch["segment_ids"][row, place] = ids, number
-      batch["positions"][row, place] = np.arange(len(ids))
-      begin += len(ids)
+    shared, begin = _put_prompts(batch, row, [prompts[sequence] for sequence in sequences])
+    first_image = 0
     for segment, sequence in enumerate(sequences):
-      first = len(prompts[sequence]) // experience.tokens.itemsize if prompts[sequence] in common else 0
+      first = len(prompts[sequence]) // experience.tokens.itemsize if prompts[sequence] in shared else 0
       size, start = int(experience.lengths[sequence]) - first, int(starts[sequence]) + first
       place, taken = slice(begin, begin + size), slice(start, start + size)
       batch["tokens"][row, place] = experience.tokens[taken]
       batch["positions"][row, place] = first + np.arange(size)
       batch["segment_ids"][row, place] = segment + 1
       if first:
-        batch["prompt_ids"][row, place] = common[prompts[sequence]]
+        batch["prompt_ids"][row, place] = shared[prompts[sequence]]
       batch["loss_weights"][row, place] = experience.weights[taken]
       batch["sequences"][row, segment] = 1.0
       if "advantages" in keys:
@@ -159,6 +150,24 @@ def make_batch(experience: Experience, units: np.ndarray, *, seq_len: int, pad_i
       image_tokens.put(layout, batch, shown[sequence], row, begin, first_image)
       begin, first_image = begin + size, first_image + len(shown[sequence].images)
   return batch
+
+
+def _put_prompts(batch: dict[str, np.ndarray], row: int, prompts: list[bytes]) -> tuple[dict[bytes, int], int]:
+  """Begins a row with the prompts that several of its sequences have; `prompts`: of each, without its last token.
+
+  Returns:
+    ({prompt: the number of its segment}, the places taken).
+  """
+  count, begin = Counter(prompts), 0
+  shared = [prompt for prompt in count if prompt and count[prompt] > 1]
+  numbers = {prompt: batch["sequences"].shape[1] + n for n, prompt in enumerate(shared, 1)}
+  for prompt, number in numbers.items():
+    ids = np.frombuffer(prompt, batch["tokens"].dtype)
+    place = slice(begin, begin + len(ids))
+    batch["tokens"][row, place], batch["segment_ids"][row, place] = ids, number
+    batch["positions"][row, place] = np.arange(len(ids))
+    begin += len(ids)
+  return numbers, begin
 
 
 def _whole_rows(experience: Experience, members: list[list[int]], seq_len: int) -> list[list[int]]:

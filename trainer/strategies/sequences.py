@@ -1,7 +1,8 @@
 """From tokens to the sequences that rows hold: what the strategies on completions share, and their evaluators.
 
 B rows, T length, S segments a row. Each segment is a prompt and its completion with positions from 0; `loss_weights`
-is above 0 on the completion's tokens, and `sequences` [B, S] is not 0 where segment s + 1 exists.
+is above 0 on the completion's tokens, and `sequences` [B, S] is not 0 where segment s + 1 exists. A prompt that several
+completions of a row share (`prompt_ids`) is a segment beyond S, of which nothing is trained (trainer/experience.py).
 """
 
 from collections.abc import Mapping
