@@ -133,7 +133,7 @@ def run_blocks(spec: Spec, blocks: Block | Sequence[Block], layer: Callable, rem
 
   Args:
     spec: says how many layers there are, their pattern, and whether they are scanned.
-    blocks: from `stack_blocks`; or of each layer (`unstack_blocks`), which are then not scanned.
+    blocks: from `stack_blocks`; or of each layer (`unstack`), which are then not scanned.
     layer: `layer(place, x, block, index)` gives (x, a tree of arrays); `place` is that in the pattern, or, of layers
       that are not scanned, `index` as a number.
     remat: a `remat_policy`.
@@ -156,22 +156,17 @@ def run_blocks(spec: Spec, blocks: Block | Sequence[Block], layer: Callable, rem
 
     def scan_body(x, group):
       trees = [None] * period
-      for i, (block, index) in enumerate(_unstack(group, period)):
+      for i, (block, index) in enumerate(unstack(group, period)):
         x, trees[i] = run(i, True, x, block, index)
       return x, jax.tree.map(lambda *parts: jnp.stack(parts), *trees)
 
     x, tree = jax.lax.scan(scan_body, x, groups)
     stacked.append(jax.tree.map(lambda part: part.reshape(-1, *part.shape[2:]), tree))
-  rest: Any = _unstack(jax.tree.map(lambda p: p[scanned:], blocks), L - scanned) if stacked_blocks else blocks
+  rest: Any = unstack(jax.tree.map(lambda p: p[scanned:], blocks), L - scanned) if stacked_blocks else blocks
   for i, block in enumerate(rest, scanned):
     x, tree = run(i, False, x, block, indices[i])
     stacked.append(jax.tree.map(lambda part: part[None], tree))
   return x, jax.tree.map(lambda *parts: jnp.concatenate(parts), *stacked)
-
-
-def unstack_blocks(blocks: Block, num_layers: int) -> list[Block]:
-  """The block of each layer, of those from `stack_blocks`."""
-  return _unstack(blocks, num_layers)
 
 
 def make_norm(spec: Spec, scope: Scope) -> Norm:
@@ -185,8 +180,8 @@ def out_gain(spec: Spec) -> float:
   return (2 * spec.num_layers) ** -0.5
 
 
-def _unstack(tree: Any, n: int) -> list[Any]:
-  """The `n` trees stacked in `tree`. `unstack`, unlike indexing, has a cheap gradient: one concatenation."""
+def unstack(tree: Any, n: int) -> list[Any]:
+  """The `n` trees stacked in `tree`. `jnp.unstack`, unlike indexing, has a cheap gradient: one concatenation."""
   leaves, treedef = jax.tree.flatten(tree)
   columns = [jnp.unstack(leaf) for leaf in leaves]
   return [treedef.unflatten([column[i] for column in columns]) for i in range(n)]

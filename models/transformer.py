@@ -21,7 +21,7 @@ from ml_collections import ConfigDict
 from models import cache as cache_lib
 from models import lora, placement, quantize, vit, vlm
 from models.api import Output, Params
-from models.blocks import Block, make_norm, run_blocks, stack_blocks, unstack_blocks
+from models.blocks import Block, make_norm, run_blocks, stack_blocks, unstack
 from models.cache import Cache, Past
 from models.layers import Embedding, Linear, Scope, document_lengths, dropout, embedding_noise
 from models.moe import report
@@ -58,7 +58,7 @@ class Decoder(nnx.Module):
 
     `remat` is a `remat_policy`; `key` feeds dropout, None: no dropout. Keys and values only with `remember`. Where
     there is a `cache`, T is 1, each row's token follows those that its row of the cache holds, and the cache with its
-    keys and values comes in their place. `blocks`: those of each layer, from `unstack_blocks`.
+    keys and values comes in their place. `blocks`: those of each layer, from `unstack`.
     """
     s = self.spec
     positions, segment_ids = batch["positions"], batch["segment_ids"]
@@ -187,7 +187,7 @@ class Transformer:
   def decoder(self, params: Params) -> Callable[[jax.Array, jax.Array, Cache], tuple[jax.Array, Cache]]:
     """See `models.api.Generative`."""
     decoder = nnx.merge(self._graph, params)
-    blocks = unstack_blocks(decoder.blocks, self.num_layers) if self._one_by_one else None
+    blocks = unstack(decoder.blocks, self.num_layers) if self._one_by_one else None
 
     def decode(tokens_B: jax.Array, active_B: jax.Array, cache: Cache) -> tuple[jax.Array, Cache]:
       batch = dict(tokens=tokens_B[:, None], positions=cache.lengths[:, None],

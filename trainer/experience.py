@@ -16,7 +16,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Several
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -24,9 +24,11 @@ from input_pipeline.batches import empty_batch
 from input_pipeline.packing import best_fit_decreasing
 from trainer import image_tokens
 from trainer.buckets import bucket, power
+from trainer.config import ConfigError
 
 # The fewest segments that a row of a batch has places for.
 MIN_SEGMENTS = 8
+SHARE_PROMPTS = ("auto", "always", "never")
 
 
 @dataclass(frozen=True)
@@ -84,6 +86,20 @@ def collect(units: Iterable[Several[tuple[Sequence, float, int]]]) -> Experience
                     np.array([len(row[1].ids) for row in flat], np.int64), column(0, np.int64), column(2, np.float32),
                     column(3, np.int32), np.array([row[1].prompt_length for row in flat], np.int64),
                     np.array([row[1].number for row in flat], np.int64))
+
+
+def shares_prompts(wanted: str, model: Any, mesh: Any) -> bool:
+  """What `rollout.share_prompts` comes to.
+
+  Raises:
+    ConfigError: prompts are to be shared, and the model cannot.
+  """
+  reason = getattr(model, "prompts_apart", "it has no attribute prompts_apart (models/api.py)")
+  if wanted == "always" and reason is not None:
+    raise ConfigError(f"rollout.share_prompts is 'always', which {type(model).__name__} cannot do: {reason}. Use "
+                      "--config.rollout.share_prompts=auto.")
+  apart = reason is not None or mesh.devices.flat[0].platform == "tpu" or mesh.shape.get("context", 1) > 1
+  return not apart if wanted == "auto" else wanted == "always"
 
 
 def make_batch(experience: Experience, units: np.ndarray, *, seq_len: int, pad_id: int, row_multiple: int,

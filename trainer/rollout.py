@@ -37,7 +37,6 @@ from trainer.sampler import Completion, Sampler
 
 # What the loss of a strategy wants in a batch beside the tokens; strategies that are not here cannot use rollouts.
 KEYS = {"grpo": ("advantages", "behavior_logprobs"), "dpo": ()}
-SHARE_PROMPTS = ("auto", "always", "never")
 # What an environment gives counts as one more function, of weight 1, with this name.
 ENVIRONMENT = "environment"
 # Completions shown in the readable table of a rollout.
@@ -66,8 +65,9 @@ def check(config: Any) -> None:
       raise ConfigError(f"rollout.{key} is {c[key]}; it must be at least {least}.")
   if not c.reward_timeout_seconds > 0:
     raise ConfigError(f"rollout.reward_timeout_seconds is {c.reward_timeout_seconds}; it must be above 0.")
-  if c.share_prompts not in SHARE_PROMPTS:
-    raise ConfigError(f"rollout.share_prompts is {c.share_prompts!r}; allowed: {', '.join(SHARE_PROMPTS)}.")
+  if c.share_prompts not in experience_lib.SHARE_PROMPTS:
+    raise ConfigError(f"rollout.share_prompts is {c.share_prompts!r}; allowed: "
+                      f"{', '.join(experience_lib.SHARE_PROMPTS)}.")
   options = Options(c.temperature, c.top_k, c.top_p, c.min_p)
   options.check("rollout.")
   if options.temperature == 0:
@@ -90,20 +90,6 @@ def check(config: Any) -> None:
                       "completions need. Remove it.")
   if "precompute" in config.strategy and config.strategy.precompute:
     raise ConfigError("strategy.precompute is True, but the completions of rollouts are not known before. Use False.")
-
-
-def shares_prompts(wanted: str, model: Any, mesh: Any) -> bool:
-  """What `rollout.share_prompts` comes to.
-
-  Raises:
-    ConfigError: prompts are to be shared, and the model cannot.
-  """
-  reason = getattr(model, "prompts_apart", "it has no attribute prompts_apart (models/api.py)")
-  if wanted == "always" and reason is not None:
-    raise ConfigError(f"rollout.share_prompts is 'always', which {type(model).__name__} cannot do: {reason}. Use "
-                      "--config.rollout.share_prompts=auto.")
-  apart = reason is not None or mesh.devices.flat[0].platform == "tpu" or mesh.shape.get("context", 1) > 1
-  return not apart if wanted == "auto" else wanted == "always"
 
 
 def make_scorer(config: Any, prompts: PromptData) -> Scorer:
@@ -149,7 +135,7 @@ class Rollouts:
     self._keys = KEYS[config.strategy.name]
     self._layout = dict(seq_len=config.seq_len, pad_id=tokenizer.pad_id, row_multiple=micro_batch_size, keys=self._keys,
                         layout=image_tokens.layout_of(model), images=self._images,
-                        share_prompts=shares_prompts(c.share_prompts, model, mesh))
+                        share_prompts=experience_lib.shares_prompts(c.share_prompts, model, mesh))
     if config.strategy.name == "grpo":
       how = (config.strategy.baseline, config.strategy.scale, c.mask_truncated)
       self._lesson = lambda groups: groups_lib.sequences(groups, *how)

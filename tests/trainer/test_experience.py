@@ -1,12 +1,16 @@
 """Batches from experience: every sequence once, whole, where its unit is; few shapes; nothing lost on the way."""
 
+from types import SimpleNamespace
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from tests.models.common import FAMILIES, VOCAB, make, random_params
-from trainer.experience import Experience, Sequence, collect, make_batch
+from trainer import mesh as mesh_lib
+from trainer.config import ConfigError
+from trainer.experience import Experience, Sequence, collect, make_batch, shares_prompts
 from trainer.image_tokens import Layout
 from trainer.strategies import sequences
 from trainer.subject import prompts_apart
@@ -180,6 +184,20 @@ def test_shared_prompts_change_neither_log_probs_nor_gradients(name):
               for batch, (_, logps) in ((whole, found), (alone, expected))]
   assert by_worth[0] == pytest.approx(by_worth[1], rel=1e-5)
   jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=2e-5), gradient, plain)
+
+
+def test_prompts_are_shared_where_that_can_be():
+  one, split = mesh_lib.make_mesh({}, jax.devices()[:1]), mesh_lib.make_mesh(dict(data=4, context=2))
+  tpu = SimpleNamespace(devices=np.array([SimpleNamespace(platform="tpu")]), shape={})
+  plain = make(num_layers=1)
+  assert [shares_prompts("auto", plain, mesh) for mesh in (one, split, tpu)] == [True, False, False]
+  assert [shares_prompts("always", plain, mesh) for mesh in (one, split, tpu)] == [True] * 3
+  assert not shares_prompts("never", plain, one)
+  apart = [make(num_layers=1, moe=dict(num_experts=2, experts_per_token=1, expert_size=8)),
+           make(num_layers=1, rope_scaling=dict(type="dynamic", factor=2.0, original_positions=8)), object()]
+  assert [shares_prompts("auto", model, one) for model in apart] == [False] * 3
+  with pytest.raises(ConfigError, match="object cannot do: it has no attribute prompts_apart"):
+    shares_prompts("always", apart[2], one)
 
 
 LAYOUT = Layout(image_token=9, tokens_per_image=2, image_size=1, attention="prefix")

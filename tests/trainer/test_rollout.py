@@ -4,15 +4,12 @@ import json
 import math
 import re
 import statistics
-from types import SimpleNamespace
 
-import jax
 import numpy as np
 import pytest
 
 from input_pipeline.files import DataError
 from input_pipeline.tokenizer import load_tokenizer
-from tests.models import common
 from tests.trainer.rollout_runs import (
   STOP,
   TOYS,
@@ -24,8 +21,7 @@ from tests.trainer.rollout_runs import (
   table,
   write_prompts,
 )
-from trainer import inspect, patterns, rollout, train
-from trainer import mesh as mesh_lib
+from trainer import inspect, patterns, train
 from trainer.config import ConfigError, defaults, reward, strategy
 
 
@@ -230,20 +226,6 @@ def test_what_cannot_be_is_refused_with_what_to_do(prompts, tmp_path, change, sa
   with pytest.raises(ConfigError, match=re.escape(said)):
     train(c, tmp_path / "w")
   assert not (tmp_path / "w" / "checkpoints").exists() or not list((tmp_path / "w" / "checkpoints").iterdir())
-
-
-def test_prompts_are_shared_where_that_can_be():
-  one, split = mesh_lib.make_mesh({}, jax.devices()[:1]), mesh_lib.make_mesh(dict(data=4, context=2))
-  tpu = SimpleNamespace(devices=np.array([SimpleNamespace(platform="tpu")]), shape={})
-  plain = common.make(num_layers=1)
-  assert [rollout.shares_prompts("auto", plain, mesh) for mesh in (one, split, tpu)] == [True, False, False]
-  assert [rollout.shares_prompts("always", plain, mesh) for mesh in (one, split, tpu)] == [True] * 3
-  assert not rollout.shares_prompts("never", plain, one)
-  apart = [common.make(num_layers=1, moe=dict(num_experts=2, experts_per_token=1, expert_size=8)),
-           common.make(num_layers=1, rope_scaling=dict(type="dynamic", factor=2.0, original_positions=8)), object()]
-  assert [rollout.shares_prompts("auto", model, one) for model in apart] == [False] * 3
-  with pytest.raises(ConfigError, match="object cannot do: it has no attribute prompts_apart"):
-    rollout.shares_prompts("always", apart[2], one)
 
 
 def test_precomputed_references_and_stages_are_refused(prompts, tmp_path):
