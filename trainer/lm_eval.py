@@ -2,7 +2,7 @@
 
 A checkpoint of a run, or a Hugging Face folder, on the devices that are here, without an export and without PyTorch.
 Tasks are those of lm_eval, and of a folder of yours with --include_path. Prints lm_eval's table; --out=FILE has all it
-found as JSON. `pip install 'weft[lm_eval]'`; docs/evaluation.md.
+found as JSON. `pip install 'weft[lm-eval]'`; docs/evaluation.md.
 """
 
 import difflib
@@ -37,7 +37,7 @@ def require() -> Any:
     return lm_eval
   except ImportError as e:
     raise ConfigError(f"lm-evaluation-harness cannot be imported ({e}). Install it: pip install "
-                      "'weft[lm_eval]'.") from e
+                      "'weft[lm-eval]'.") from e
 
 
 def from_run(workdir: str | Path, *, step: int | None = None, template: str | None = None,

@@ -22,7 +22,7 @@ REFERENCE = tiny.ROOT / "tests" / "trainer" / "lm_eval_tasks" / "reference.json"
 
 def test_without_the_package_the_extra_is_named(monkeypatch):
   monkeypatch.setitem(sys.modules, "lm_eval", None)
-  with pytest.raises(ConfigError, match=r"pip install 'weft\[lm_eval\]'"):
+  with pytest.raises(ConfigError, match=r"pip install 'weft\[lm-eval\]'"):
     ours.require()
 
 
