@@ -11,6 +11,7 @@ import json
 import re
 import runpy
 from collections.abc import Mapping
+from typing import Any
 
 from ml_collections import ConfigDict
 
@@ -191,9 +192,10 @@ def did_you_mean(key: str, known: list[str], prefix: str = "") -> str:
   return f"; known keys{' of config.' + prefix[:-1] if prefix else ''}: {', '.join(sorted(known))}"
 
 
-def _get(tree: Mapping, path: str):
+def _get(tree: Any, path: str):
+  """What stands at `path`; None where there is nothing, or no section on the way (which is told elsewhere)."""
   for key in path.split("."):
-    tree = (tree or {}).get(key)
+    tree = tree.get(key) if isinstance(tree, _DICTS) else None
   return tree
 
 

@@ -99,8 +99,9 @@ class WandbWriter:
     run_id = arguments.pop("id", None) or known or uuid.uuid4().hex[:12]
     identity.write(id=run_id)  # before W&B knows of it: a process that is killed right here is continued too
     settings = dict(finish_timeout=CLOSE_SECONDS) | arguments.pop("settings", {})
-    defaults = dict(project="weft", name=workdir.name, dir=str(workdir),
-                    allow_val_change=True)  # config.json may differ in keys that change nothing
+    defaults: dict[str, Any] = dict(
+        project="weft", name=workdir.name, dir=str(workdir),
+        allow_val_change=True)  # config.json may differ in keys that change nothing
     self._html = wandb.Html
     # create_new: a run that the caller (a notebook, say) has open is left alone.
     self._run = wandb.init(**(defaults | arguments), id=run_id, resume="allow",

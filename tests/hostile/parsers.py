@@ -226,7 +226,8 @@ SEEDS: dict[str, list[bytes]] = {
                   b'false, "rstrip": false, "normalized": false, "special": true}], "model": {"type": "WordLevel", '
                   b'"vocab": {"a": 0, "<s>": 1}, "unk_token": "a"}, "pre_tokenizer": {"type": "Whitespace"}}'],
     "tokenizer_config": [b'{"eos_token": "<|eos|>", "added_tokens_decoder": {"258": {"content": "<x>"}}}'],
-    "overrides": [b'{"optimizer.learning_rate": 0.1, "input.sources": {"a": {"type": "text"}}, "total_steps": 3}'],
+    "overrides": [b'{"optimizer.learning_rate": 0.1, "input.sources": {"a": {"type": "text"}}, "total_steps": 3}',
+                  b'{"optimizer.learning_rate": 0.1, "input": 1}'],
     "duration": [b'{"steps": 3}', b'{"percent": 20.5}', b'{"epochs": 0.5}'], "mesh": [b'{"data": -1, "tensor": 2}'],
     "regex": [b"(attn|mlp)/.*kernel$"], "weights": [b'[[10, {"a": 0.5}], [20, {"b": 0}]]'],
     "jsonl": [b'{"text": "a"}\n\n{"text": "b"}\n'],

@@ -43,6 +43,8 @@ TABLE = [
     ("eval none", {"evals.val": None}, "config.evals.val is None"),
     ("eval sources a string", {"evals.val.sources": "main"}, "evals.val.sources"),
     ("input none", {"input": None}, "config.input is None"),
+    ("input a number", {"input": 1}, "config.input is 1", "a dict with keys"),
+    ("rollout a string", {"rollout": "yes"}, "config.rollout is 'yes'", "a dict with keys"),
     ("a key that is a number", {7: 1}, "has the key 7; keys are names"),
     ("a key that is empty", {"": 1}, "has the key ''"),
     ("unknown key", {"batchsize": 8}, "unknown key config.batchsize; did you mean config.batch_size?"),
