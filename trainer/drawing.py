@@ -70,7 +70,7 @@ def draw(keys_B: jax.Array, logits_BxV: jax.Array, numbers: jax.Array, top_k: ja
 
 
 def _blocks(logits: jax.Array) -> jax.Array:
-  """[…, V] as [..., N, BLOCK], with -inf after the last."""
+  """[…, V] as […, N, BLOCK], with -inf after the last."""
   V = logits.shape[-1]
   padded = jnp.pad(logits, [(0, 0)] * (logits.ndim - 1) + [(0, -V % BLOCK)], constant_values=-jnp.inf)
   return padded.reshape(*logits.shape[:-1], -1, BLOCK)

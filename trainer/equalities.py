@@ -25,7 +25,7 @@ from trainer.export import export
 from trainer.metrics import Mean
 from trainer.sampler import Sampler
 from trainer.strategies import seq
-from trainer.subject import Skip, Subject, distance, padded, prompts_apart, split_documents
+from trainer.subject import Skip, Subject, completions_apart, distance, padded, split_documents
 
 # Of texts that are generated: prompts, tokens of each, and new ones.
 PROMPTS, PROMPT_TOKENS, NEW_TOKENS = 4, 8, 8
@@ -85,7 +85,7 @@ def shared_prompts(s: Subject) -> float:
     raise Skip("no completions share a prompt in a row")
   shards = mesh_lib.batch_shards(s.mesh)
   one, metrics = s.gradient()
-  other, metrics_apart = s.gradient(padded(prompts_apart(s.batch), shards))
+  other, metrics_apart = s.gradient(padded(completions_apart(s.batch), shards))
   return max(distance(one, other), abs(metrics["loss"] - metrics_apart["loss"]))  # a loss that may be 0
 
 

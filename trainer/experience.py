@@ -205,8 +205,8 @@ def _shared_rows(experience: Experience, members: list[list[int]], prompts: list
                  ) -> list[list[int]]:
   """The same where a row holds each prompt once: those with most tokens first, each unit goes where it takes the
   fewest places, and of several such rows into the fullest."""
-  lengths = experience.lengths.tolist()
-  own = [length - len(prompt) // experience.tokens.itemsize for length, prompt in zip(lengths, prompts, strict=True)]
+  lengths, itemsize = experience.lengths.tolist(), experience.tokens.itemsize
+  own = [length - len(prompt) // itemsize for length, prompt in zip(lengths, prompts, strict=True)]
   size_of = [sum(own[i] for i in of_unit) for of_unit in members]
   of_prompt: Counter[bytes] = Counter()
   for unit, of_unit in enumerate(members):
@@ -218,19 +218,16 @@ def _shared_rows(experience: Experience, members: list[list[int]], prompts: list
   there: list[set[bytes]] = []
   for unit in order:
     needed = {prompts[i] for i in members[unit]}
-
-    def cost(row: int, unit: int = unit, needed: set[bytes] = needed) -> int:
-      return size_of[unit] + sum(len(prompt) for prompt in needed - there[row]) // experience.tokens.itemsize
-
-    fitting = [(cost(row), rooms[row], row) for row in range(len(rows)) if cost(row) <= rooms[row]]
-    if fitting:
-      row = min(fitting)[2]
-    else:
-      row = len(rows)
+    # In each row, and in a new one.
+    places = [size_of[unit] + sum(map(len, needed - present)) // itemsize for present in (*there, set())]
+    fitting = [(places[row], room, row) for row, room in enumerate(rooms) if places[row] <= room]
+    if not fitting:
+      fitting = [(places[-1], seq_len, len(rows))]
       rows.append([])
       rooms.append(seq_len)
       there.append(set())
-    rooms[row] -= cost(row)
+    taken, _, row = min(fitting)
+    rooms[row] -= taken
     rows[row] += members[unit]
     there[row] |= needed
   return rows

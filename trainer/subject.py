@@ -145,7 +145,7 @@ def split_documents(batch: Mapping[str, np.ndarray], most: int) -> tuple[dict, d
           {key: np.stack([alone[key] for alone in apart]) for key in batch})
 
 
-def prompts_apart(batch: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+def completions_apart(batch: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
   """The sequences of a batch whose rows share prompts (`prompt_ids`), each with its prompt in a row of its own."""
   apart: list[dict[str, np.ndarray]] = []
   for row, segments in enumerate(batch["segment_ids"]):

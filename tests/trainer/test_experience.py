@@ -13,7 +13,7 @@ from trainer.config import ConfigError
 from trainer.experience import Experience, Sequence, collect, make_batch, shares_prompts
 from trainer.image_tokens import Layout
 from trainer.strategies import sequences
-from trainer.subject import prompts_apart
+from trainer.subject import completions_apart
 
 LENGTHS = [(5,), (9,), (3, 4), (2,), (7, 6), (4,), (13,)]
 
@@ -169,7 +169,7 @@ def test_shared_prompts_change_neither_log_probs_nor_gradients(name):
   model = make(**FAMILIES[name])
   params, whole = random_params(model), shared(groups=[[s] for s in of_group(7, (4, 2, 6)) + of_group(4, (5, 3))])
   whole["tokens"] %= VOCAB
-  alone = prompts_apart(whole)
+  alone = completions_apart(whole)
   assert "prompt_ids" not in alone and len(alone["tokens"]) == 5 and whole["prompt_ids"].any()
 
   @jax.jit
