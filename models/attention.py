@@ -22,8 +22,6 @@ from models import attention_tpu, context, flash, placement
 from models.flash import MASKED, Rule, Side, Span
 
 IMPLEMENTATIONS = ("auto", "blocked", "splash")
-# Blocks are unrolled; on rows longer than so many of them they grow, which bounds compile time.
-MAX_BLOCKS = 32
 
 
 def attention(
@@ -131,7 +129,7 @@ def _attend(axis: placement.Axes, rule: Rule, impl: str, block: int, q_BxTxHxK, 
   G = k_BxTxGxK.shape[2]
   q = q_BxTxHxK.reshape(B, T, G, H // G, K).transpose(0, 2, 3, 1, 4)
   k, v = k_BxTxGxK.transpose(0, 2, 1, 3), v_BxTxGxK.transpose(0, 2, 1, 3)
-  block = max(1, block, -(-T // MAX_BLOCKS))
+  block = max(1, block)
   if axis is None:
     index = jnp.arange(T)
     queries = Side(segment_ids, index, block_ids, prompt_ids)

@@ -5,15 +5,20 @@ of one block exist (Rabe and Staats 2021, arXiv 2112.05682; Dao et al. 2022, arX
 keys are `Partial`s, which `merge` into the result over all of them: attention may see its keys in any order and from
 any device.
 
+Blocks of queries, with all keys that each may see, are unrolled; on CPU, and where there are many, loops go over tiles
+of queries and of keys instead. Neither the program nor what it holds at a time then grows with the length, and tiles
+that have no segment in common are passed over.
+
 B batch, G key/value heads, R query heads for each, T queries, W keys, K head size.
 """
 
 import functools
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from models import placement
 from models.remat import named
@@ -22,6 +27,13 @@ from models.remat import named
 MASKED = -1e30
 # On CPU, so many bytes of scores at a time: they stay in a core's cache between the products.
 CACHED_BYTES = 2**20
+# More spans than these are not unrolled, on CPU and elsewhere, where a loop that ends when it will has its price.
+MAX_UNROLLED, MAX_UNROLLED_ELSEWHERE = 1, 32
+# Queries, and keys, of a tile there; on CPU as many as a span has queries.
+TILE = 1024
+# Around the loop over the keys of a tile of queries is a scope of this name and of how often it runs, on average, where
+# no segment is passed over: who counts operations cannot see it otherwise.
+TIMES = "tiles_of_keys_"
 
 
 class Side(NamedTuple):
@@ -85,6 +97,8 @@ def attend(spans: tuple[Span, ...], rule: Rule, q: jax.Array, k: jax.Array, v: j
 def _attend_fwd(spans, rule, q, k, v, queries, keys):
 
   def some(q, k, v, queries, keys):
+    if (size := _tile_size(spans)) is not None:
+      return _forward_by_tiles(spans, size, rule, q, k, v, queries, keys)
     parts = []
     for span in spans:
       sides = _cut_queries(queries, span.start, span.stop), _cut_keys(keys, span)
@@ -102,6 +116,8 @@ def _attend_bwd(spans, rule, saved, dout):
 
   def some(q, k, v, out, lse, dout, queries, keys):
     dout, delta = prepare_backward(out, dout, queries)
+    if (size := _tile_size(spans)) is not None:
+      return _backward_by_tiles(spans, size, rule, q, k, v, queries, keys, lse, delta, dout)
     dq, dk, dv = [], jnp.zeros(k.shape, jnp.float32), jnp.zeros(v.shape, jnp.float32)
     for span in spans:
       mine, seen = slice(span.start, span.stop), slice(span.first, span.last)
@@ -120,7 +136,9 @@ def _few_heads_at_a_time(some: Callable, spans: tuple[Span, ...], queries: Side,
                          ) -> tuple[jax.Array, ...]:
   """`some(*arrays, queries, keys)` of arrays [B, G, …]: on CPU, of as many heads at a time as CACHED_BYTES allow."""
   B, G, R = arrays[0].shape[:3]
-  scores = 4 * R * max((span.stop - span.start) * (span.last - span.first) for span in spans)
+  size = _tile_size(spans)
+  scores = 4 * R * (max((span.stop - span.start) * (span.last - span.first) for span in spans) if size is None
+                    else size * size)
   at_once = next(n for n in range(B * G, 0, -1) if B * G % n == 0 and (n == 1 or n * scores <= CACHED_BYTES))
   if placement.platform() != "cpu" or at_once == B * G:
     return some(*arrays, queries, keys)
@@ -145,6 +163,132 @@ def _few_heads_at_a_time(some: Callable, spans: tuple[Span, ...], queries: Side,
 attend.defvjp(_attend_fwd, _attend_bwd)
 
 
+def _tile_size(spans: tuple[Span, ...]) -> int | None:
+  """How many queries, and keys, a tile has; None: spans are unrolled."""
+  on_cpu = placement.platform() == "cpu"
+  if len(spans) <= (MAX_UNROLLED if on_cpu else MAX_UNROLLED_ELSEWHERE):
+    return None
+  block = spans[0].stop - spans[0].start
+  return block if on_cpu else max(block, TILE)
+
+
+class _Tiles:
+  """Queries or keys, and what goes with them, in tiles of `size`. After the last token come some of no segment."""
+
+  def __init__(self, size: int, side: Side, *arrays: jax.Array):
+    """`arrays`: of queries [B, G, R, T, …], of keys [B, G, W, K]."""
+    self._size, self._at = size, 2 if arrays[0].ndim == 4 else 3
+    self._arrays = [self._whole(x, self._at) for x in arrays]
+    side = jax.tree.map(lambda ids: self._whole(ids, ids.ndim - 1), side)
+    self.side = side._replace(segments=keys_of(side.segments)) if self._at == 2 else side
+
+  def __len__(self) -> int:
+    return len(self.side.index) // self._size
+
+  def at(self, number: jax.Array) -> tuple[Side, list[jax.Array]]:
+    """That tile."""
+    side = jax.tree.map(lambda ids: self._cut(ids, number, ids.ndim - 1), self.side)
+    return side, [self._cut(x, number, self._at) for x in self._arrays]
+
+  def zeros(self) -> list[jax.Array]:
+    """Of each array, for `add`: float32."""
+    return [jnp.zeros(x.shape, jnp.float32) for x in self._arrays]
+
+  def add(self, total: jax.Array, number: jax.Array, part: jax.Array) -> jax.Array:
+    """`total` of all tiles with `part` added to that one."""
+    changed = self._cut(total, number, self._at) + part
+    return jax.lax.dynamic_update_slice_in_dim(total, changed, number * self._size, axis=self._at)
+
+  def ends(self, ids: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """The least and the largest number above 0 of ids [B, T] in each tile, int32 [B, N] each."""
+    by_tile = self._whole(ids, 1).reshape(len(ids), -1, self._size)
+    return jnp.where(by_tile > 0, by_tile, np.iinfo(np.int32).max).min(2), by_tile.max(2)
+
+  def _whole(self, x: jax.Array, at: int) -> jax.Array:
+    return jnp.pad(x, [(0, -size % self._size if d == at else 0) for d, size in enumerate(x.shape)])
+
+  def _cut(self, x: jax.Array, number: jax.Array, at: int) -> jax.Array:
+    return jax.lax.dynamic_slice_in_dim(x, number * self._size, self._size, axis=at)
+
+
+def _forward_by_tiles(spans: tuple[Span, ...], size: int, rule: Rule, q, k, v, queries: Side, keys: Side
+                      ) -> tuple[jax.Array, jax.Array]:
+  """`finish` of all queries."""
+  of_queries, of_keys = _Tiles(size, queries, q), _Tiles(size, keys, k, v)
+  seen = _TilesSeen(spans, size, of_queries, of_keys)
+
+  def one(n: jax.Array) -> tuple[jax.Array, jax.Array]:
+    mine, (q,) = of_queries.at(n)
+
+    def see(m: jax.Array, so_far: Partial) -> Partial:
+      theirs, (k, v) = of_keys.at(m)
+      return merge(so_far, forward(rule, q, k, v, mine, theirs))
+
+    none = jnp.zeros(q.shape[:-1], jnp.float32)
+    return finish(seen.loop(n, see, Partial(jnp.zeros(q.shape, jnp.float32), none + MASKED, none)), mine, v.dtype)
+
+  out, lse = jax.lax.map(one, jnp.arange(len(of_queries)))
+  return _joined(out, q.shape[3]), _joined(lse, q.shape[3])
+
+
+def _backward_by_tiles(spans: tuple[Span, ...], size: int, rule: Rule, q, k, v, queries: Side, keys: Side, lse, delta,
+                       dout) -> tuple[jax.Array, jax.Array, jax.Array]:
+  """The gradients of q, k and v, in their dtypes."""
+  of_queries, of_keys = _Tiles(size, queries, q, lse, delta, dout), _Tiles(size, keys, k, v)
+  seen = _TilesSeen(spans, size, of_queries, of_keys)
+
+  def one(gradients: list[jax.Array], n: jax.Array) -> tuple[list[jax.Array], jax.Array]:
+    mine, (q, *rest) = of_queries.at(n)
+
+    def see(m: jax.Array, so_far: list[jax.Array]) -> list[jax.Array]:
+      theirs, (k, v) = of_keys.at(m)
+      dq, dk, dv = backward(rule, q, k, v, mine, theirs, *rest)
+      return [so_far[0] + dq, of_keys.add(so_far[1], m, dk), of_keys.add(so_far[2], m, dv)]
+
+    dq_tile, *gradients = seen.loop(n, see, [jnp.zeros(q.shape, jnp.float32), *gradients])
+    return gradients, dq_tile.astype(q.dtype)
+
+  (dk, dv), dq = jax.lax.scan(one, of_keys.zeros(), jnp.arange(len(of_queries)))
+  W = k.shape[2]
+  return _joined(dq, q.shape[3]), dk[:, :, :W].astype(k.dtype), dv[:, :, :W].astype(v.dtype)
+
+
+class _TilesSeen:
+  """Which tiles of keys those of queries may see: those that spans allow, without those before the first and after the
+  last between whose segments, from the least to the largest, there is one in common."""
+
+  def __init__(self, spans: tuple[Span, ...], size: int, queries: _Tiles, keys: _Tiles):
+    spanned_NxM = np.zeros((len(queries), len(keys)), bool)
+    for span in spans:
+      spanned_NxM[span.start // size:-(-span.stop // size), span.first // size:-(-span.last // size)] = True
+    self._times = spanned_NxM.sum() / len(queries)
+    least_key_BxM, largest_key_BxM = keys.ends(keys.side.segments)
+
+    def meet(ids: jax.Array) -> jax.Array:
+      least_BxN, largest_BxN = queries.ends(ids)
+      return ((least_BxN[:, :, None] <= largest_key_BxM[:, None]) & (least_key_BxM[:, None] <= largest_BxN[:, :, None])
+              ).any(0)
+
+    seen_NxM = meet(queries.side.segments)
+    if queries.side.prompts is not None:
+      seen_NxM |= meet(queries.side.prompts)
+    seen_NxM &= spanned_NxM
+    behind_N = jnp.argmax(seen_NxM[:, ::-1], axis=1)
+    self.first_N = jnp.argmax(seen_NxM, axis=1)
+    self.last_N = jnp.where(seen_NxM.any(1), len(keys) - behind_N, self.first_N)
+
+  def loop(self, n: jax.Array, see: Callable, carry: Any) -> Any:
+    """`carry = see(m, carry)` for each tile of keys that tile n of queries sees."""
+    with jax.named_scope(f"{TIMES}{self._times:.6g}"):
+      return jax.lax.fori_loop(self.first_N[n], self.last_N[n], see, carry)
+
+
+def _joined(tiles: jax.Array, length: int) -> jax.Array:
+  """[N, B, G, R, tile, …] as [B, G, R, T, …]."""
+  tiles = jnp.moveaxis(tiles, 0, 3)
+  return tiles.reshape(*tiles.shape[:3], -1, *tiles.shape[5:])[:, :, :, :length]
+
+
 def forward(rule: Rule, q: jax.Array, k: jax.Array, v: jax.Array, queries: Side, keys: Side) -> Partial:
   """Attention of the queries to these keys alone."""
   scores = _scores(rule, q, k, queries, keys)[0]
@@ -163,10 +307,11 @@ def merge(a: Partial, b: Partial) -> Partial:
 
 
 def finish(part: Partial, queries: Side, dtype) -> tuple[jax.Array, jax.Array]:
-  """(output [B, G, R, T, K], 0 at padding; log-sum-exp of the scores [B, G, R, T], float32)."""
+  """(output [B, G, R, T, K]; log-sum-exp of the scores [B, G, R, T], float32), both 0 at padding."""
   # Every query sees itself, except padding, which sees nothing.
-  out = jnp.where(_real(queries), part.out / part.total[..., None], 0.0).astype(dtype)
-  return out, part.top + jnp.log(part.total)
+  real = _real(queries)
+  out = jnp.where(real, part.out / part.total[..., None], 0.0).astype(dtype)
+  return out, jnp.where(real[..., 0], part.top + jnp.log(part.total), 0.0)
 
 
 def prepare_backward(out: jax.Array, dout: jax.Array, queries: Side) -> tuple[jax.Array, jax.Array]:

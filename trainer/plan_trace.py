@@ -4,6 +4,7 @@ Nothing is compiled and nothing allocated: the loss is traced with shapes, and i
 counted. Both grow with the rows of the batch, so that two traces tell what a row costs from what the parameters cost.
 """
 
+import re
 from collections import Counter
 from collections.abc import Iterable
 from typing import Any, NamedTuple
@@ -13,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.interpreters import partial_eval
 
+from models import flash
 from trainer import program as program_lib
 from trainer.reference import overlay
 
@@ -111,7 +113,9 @@ def _of_equation(equation: Any) -> float:
   inner = [_count(part) for part in _inside(params.values())]
   if name == "cond":  # branches for other platforms among them
     return max(inner, default=0.0)
-  times = params["length"] if name == "scan" else params["mesh"].size if name == "shard_map" else 1
+  times = params["length"] if name == "scan" else params["mesh"].size if name == "shard_map" else 1.0
+  if name == "while" and (said := re.search(rf"{flash.TIMES}([\d.]+)", str(equation.source_info.name_stack))):
+    times = float(said[1])
   return times * sum(inner)
 
 

@@ -6,10 +6,16 @@ import numpy as np
 import pytest
 
 from models import flash
-from models.attention import attention
+from models.attention import _spans, attention
 
 B, T, H, G, K = 2, 24, 4, 2, 8
 SEGMENTS = np.array([[1] * 9 + [2] + [3] * 10 + [0] * 4, [0] * 3 + [1] * 21], np.int32)
+
+
+@pytest.fixture(params=["tiles", "unrolled"])
+def both_ways(request, monkeypatch):
+  """Loops over tiles, as on CPU and on long rows, or unrolled blocks of queries."""
+  monkeypatch.setattr(flash, "MAX_UNROLLED", 1 if request.param == "tiles" else 1000)
 
 
 def inputs(heads=H, kv_heads=G, dtype=jnp.float32):
@@ -34,6 +40,7 @@ def reference(q, k, v, segments, window, scale, cap):
   return out
 
 
+@pytest.mark.usefixtures("both_ways")
 @pytest.mark.parametrize("window", [None, 1, 5])
 @pytest.mark.parametrize("cap", [None, 0.7])
 @pytest.mark.parametrize("block", [5, 128])
@@ -44,6 +51,7 @@ def test_equals_the_numpy_loop(window, cap, block):
   np.testing.assert_allclose(out, reference(q, k, v, SEGMENTS, window, 0.3, cap), atol=2e-6)
 
 
+@pytest.mark.usefixtures("both_ways")
 @pytest.mark.parametrize("cap,heads_at_once", [(None, 4), (0.7, 4), (None, 1), (0.7, 2)])
 def test_gradient_equals_that_of_plain_softmax(cap, heads_at_once, monkeypatch):
   """Of several blocks; documents of one token, whose only weight is 1 whatever the scores."""
@@ -73,6 +81,7 @@ SHARED = np.array([[1] * 5 + [2] * 4 + [3] * 4 + [4] * 3 + [5] * 4 + [0] * 4, [1
 PROMPTS = np.where(SHARED == 2, 1, np.where(SHARED > 3, 3, 0)).astype(np.int32)
 
 
+@pytest.mark.usefixtures("both_ways")
 @pytest.mark.parametrize("block,heads_at_once", [(5, 4), (128, 1)])
 def test_a_prompt_is_seen_by_those_who_share_it_and_by_nobody_else(block, heads_at_once, monkeypatch):
   """Each completion gets what it gets behind a copy of the prompt of its own; so do the gradients of the prompt, added
@@ -110,6 +119,7 @@ def test_grouped_heads_equal_repeated_heads():
   np.testing.assert_allclose(grouped, repeated, atol=1e-6)
 
 
+@pytest.mark.usefixtures("both_ways")
 @pytest.mark.parametrize("window", [None, 1, 4])
 def test_who_sees_whom_by_gradient(window):
   """d out[t] / d value[s] is nonzero exactly for s of t's segment, not after t, within the window."""
@@ -127,6 +137,7 @@ def test_who_sees_whom_by_gradient(window):
     assert not jacobian_BxTxBxS[b, :, 1 - b].any()
 
 
+@pytest.mark.usefixtures("both_ways")
 def test_documents_are_isolated_bit_for_bit():
   q, k, v = inputs()
   attend = jax.jit(lambda q, k, v: attention(q, k, v, segment_ids=SEGMENTS, scale=0.3, block=8))
@@ -139,6 +150,7 @@ def test_documents_are_isolated_bit_for_bit():
     assert changed == 0 or (after[SEGMENTS == changed] != before[SEGMENTS == changed]).any()
 
 
+@pytest.mark.usefixtures("both_ways")
 def test_padding_gives_zeros_and_finite_gradients():
   empty = np.zeros((B, T), np.int32)
   q, k, v = inputs()
@@ -158,8 +170,10 @@ def test_bfloat16_is_close_to_float32_and_keeps_its_dtype():
   )
 
 
-def test_causal_skipping_saves_arithmetic():
+def test_causal_skipping_saves_arithmetic(monkeypatch):
   """Eight blocks need little more than half the products of one, and a window of one block about a fifth."""
+  monkeypatch.setattr(flash, "MAX_UNROLLED", 1000)  # what is in a loop the compiler counts once
+
   def flops(**options):
     q = jnp.zeros((1, 512, 1, 64))
     lowered = jax.jit(lambda q: attention(q, q, q, segment_ids=jnp.ones((1, 512), jnp.int32), scale=1.0, **options))
@@ -168,6 +182,39 @@ def test_causal_skipping_saves_arithmetic():
   whole = flops(block=512)
   assert flops(block=64) < 0.6 * whole
   assert flops(block=64, window=64) < 0.3 * whole
+
+
+def test_tiles_without_a_common_segment_are_passed_over():
+  segments = np.array([[1] * 7 + [2] * 9 + [3] * 8, [4] * 5 + [5] * 11 + [0] * 8], np.int32)
+  ids, index = jnp.asarray(segments), jnp.arange(T)
+
+  def seen(window=None, prompts=None, rows=slice(None)):
+    spans = _spans(T, 4, flash.Rule(1.0, None, window, False), True)
+    q, k = jnp.zeros((B, 1, 1, T, K))[rows], jnp.zeros((B, 1, T, K))[rows]
+    found = flash._TilesSeen(spans, 4, flash._Tiles(4, flash.Side(ids[rows], index, None, prompts), q),
+                             flash._Tiles(4, flash.Side(flash.keys_of(ids)[rows], index, None), k))
+    return list(zip(found.first_N.tolist(), found.last_N.tolist(), strict=True))
+
+  # The second segment begins in the second tile, the third with the fifth.
+  assert seen(rows=slice(0, 1)) == [(0, 1), (0, 2), (1, 3), (1, 4), (4, 5), (4, 6)]
+  assert seen(rows=slice(1, 2)) == [(0, 1), (0, 2), (1, 3), (1, 4), (0, 0), (0, 0)]  # padding sees nothing
+  assert seen() == [(0, 1), (0, 2), (1, 3), (1, 4), (4, 5), (4, 6)]
+  assert seen(window=4) == [(0, 1), (0, 2), (1, 3), (2, 4), (4, 5), (4, 6)]
+  shared = jnp.where(ids[:1] == 3, 1, 0)
+  assert seen(prompts=shared, rows=slice(0, 1)) == [(0, 1), (0, 2), (1, 3), (1, 4), (0, 5), (0, 6)]
+
+
+def test_long_rows_need_no_longer_program_and_no_square_of_memory():
+  """Of rows twice as long the compiled gradient has as many instructions, and holds twice as much."""
+  def compiled(length):
+    x, ids = jnp.zeros((1, length, 1, 32)), jnp.ones((1, length), jnp.int32)
+    grad = jax.jit(jax.grad(lambda q, k, v: attention(q, k, v, segment_ids=ids, scale=1.0, block=64).sum(), (0, 1, 2)))
+    done = grad.lower(x, x, x).compile()
+    return done.as_text().count(" = "), done.memory_analysis().temp_size_in_bytes
+
+  (some, held), (more, held_more) = compiled(2048), compiled(4096)
+  assert some == more
+  assert held_more < 2.1 * held
 
 
 def test_bad_arguments():
@@ -199,6 +246,7 @@ def seen_with_blocks(window, window_blocks):
   return seen
 
 
+@pytest.mark.usefixtures("both_ways")
 @pytest.mark.parametrize("window,window_blocks", [(None, False), (4, False), (4, True)])
 @pytest.mark.parametrize("block,heads_at_once", [(5, 1), (5, 2), (5, 4), (128, 4)])
 def test_blocks_see_each_other_both_ways(window, window_blocks, block, heads_at_once, monkeypatch):
@@ -233,6 +281,7 @@ def test_blocks_of_none_are_causal_attention():
   np.testing.assert_allclose(none, causal, atol=1e-6)
 
 
+@pytest.mark.usefixtures("both_ways")
 def test_documents_with_blocks_are_isolated_bit_for_bit():
   """Although segments 1 and 3 have blocks of the same numbers."""
   q, k, v = inputs()

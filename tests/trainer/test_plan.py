@@ -10,6 +10,8 @@ import jax
 import jax.numpy as jnp
 import pytest
 
+from models import flash
+from models.attention import attention
 from tests import tiny
 from trainer import (
   collectives,
@@ -151,6 +153,21 @@ def test_products_are_counted_in_loops_and_without_those_nobody_needs():
   assert plan_trace._flops(jax.make_jaxpr(f)(x, w)) == forward
   # The gradient of each product is two more; that of x alone is not asked for, but in a loop it is made.
   assert plan_trace._flops(jax.make_jaxpr(jax.grad(f, 1))(x, w)) == 3 * forward
+
+
+def test_attention_counts_as_much_in_loops_over_tiles_as_unrolled(monkeypatch):
+  def counted(**options):
+    x, ids = jax.ShapeDtypeStruct((4, 64, 2, 8), jnp.float32), jnp.ones((4, 64), jnp.int32)
+
+    def loss(q, k, v):
+      return attention(q, k, v, segment_ids=ids, scale=1.0, block=16, **options).sum()
+
+    return plan_trace._flops(jax.make_jaxpr(jax.grad(loss, (0, 1, 2)))(x, x, x))
+
+  in_loops = counted(), counted(window=17)
+  monkeypatch.setattr(flash, "MAX_UNROLLED", 1000)
+  assert in_loops == pytest.approx((counted(), counted(window=17)), rel=1e-5)
+  assert in_loops[1] < 0.75 * in_loops[0]
 
 
 def test_remat_full_keeps_what_enters_each_layer_and_multiplies_it_again():
