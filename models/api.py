@@ -115,9 +115,16 @@ class Generative(Model, Protocol):
     last is left out.
     """
 
-  def decoder(self, params: Params) -> Callable[[jax.Array, jax.Array, Cache], tuple[jax.Array, Cache]]:
-    """`decode(tokens_B, active_B, cache)`: one more token for each row of the cache gives (its hidden state [B, D],
-    cache). Rows that are not active stay. What is done with the parameters alone is done here, before any loop."""
+  def resized_cache(self, cache: Cache, rows_R: jax.Array, max_length: int) -> Cache:
+    """Those rows of the cache, in this order, with room for texts of up to `max_length` tokens, or as long as before if
+    that is more. A row beyond the cache's last gives an empty one."""
+
+  def decoding_params(self, params: Params) -> Params:
+    """The parameters as `decode` and `unembed` read them: what is done with them alone is done once, here."""
+
+  def decode(self, params: Params, tokens_B: jax.Array, active_B: jax.Array, cache: Cache) -> tuple[jax.Array, Cache]:
+    """One more token for each row of the cache: (its hidden state [B, D], cache). Rows that are not active stay.
+    `params`: from `decoding_params`."""
 
 
 def make_model(

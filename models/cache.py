@@ -96,6 +96,23 @@ def empty(spec: Spec, rows: int, max_length: int, dtype: Any, apart: bool = Fals
   return Cache(tuple(map(_constrain, arrays)), tuple(map(_constrain, arrays)), jnp.zeros(rows, jnp.int32))
 
 
+def resized(cache: Cache, spec: Spec, rows_R: jax.Array, max_length: int) -> Cache:
+  """These rows of the cache, in this order, with room for texts of up to `max_length` tokens if there was less.
+
+  A row beyond the last gives an empty one. No text may be longer than there was room for: only until a layer's slots are
+  as many as its window has tokens may they become more, and so far each token is in the slot of its position.
+  """
+
+  def of_place(place: int, part_NxBxGxSxK: jax.Array) -> jax.Array:
+    slots = max_length if spec.layer_type(place) == "global" else min(spec.window, max_length)
+    kept = part_NxBxGxSxK.at[:, rows_R].get(mode="fill", fill_value=0)
+    return _constrain(jnp.pad(kept, [(0, max(0, slots - kept.shape[3]) if d == 3 else 0) for d in range(5)]))
+
+  keys, values = (tuple(of_place(place, part) for place, part in enumerate(parts))
+                  for parts in (cache.keys, cache.values))
+  return Cache(keys, values, cache.lengths.at[rows_R].get(mode="fill", fill_value=0))
+
+
 def positions_of(lengths_B: jax.Array, slots: int) -> jax.Array:
   """The position of the token in each slot [B, S]; negative where there is none."""
   newest_Bx1 = lengths_B[:, None] - 1

@@ -135,6 +135,7 @@ class Transformer:
       lora.check_patterns(self.spec.lora.targets)
     # The decoder without its arrays; merged with a dict of parameters it becomes callable.
     self._graph, self._state = nnx.split(jax.eval_shape(self._make, jax.eval_shape(jax.random.key, 0)))
+    self._block_graph, _ = nnx.split(nnx.merge(self._graph, self._state).blocks)
     if self.spec.lora is not None:
       lora.check_targets(self.spec.lora.targets, self._logical())
     if products is not None:
@@ -184,18 +185,26 @@ class Transformer:
       positions, segment_ids = positions[sources_M], segment_ids[sources_M]
     return hidden_NxTxD, cache_lib.begin(cache, new, positions, segment_ids, rows_M)
 
-  def decoder(self, params: Params) -> Callable[[jax.Array, jax.Array, Cache], tuple[jax.Array, Cache]]:
+  def resized_cache(self, cache: Cache, rows_R: jax.Array, max_length: int) -> Cache:
     """See `models.api.Generative`."""
+    return cache_lib.resized(cache, self.spec, rows_R, max_length)
+
+  def decoding_params(self, params: Params) -> Params:
+    """See `models.api.Generative`: those of layers that run one by one are apart."""
+    return {**params, "blocks": unstack(params["blocks"], self.num_layers)} if self._one_by_one else params
+
+  def decode(self, params: Params, tokens_B: jax.Array, active_B: jax.Array, cache: Cache) -> tuple[jax.Array, Cache]:
+    """See `models.api.Generative`."""
+    blocks = None
+    if self._one_by_one:
+      # Whichever of them stands for the stack, it is not run.
+      blocks, params = [nnx.merge(self._block_graph, block) for block in params["blocks"]], {
+          **params, "blocks": params["blocks"][0]}
+    batch = dict(tokens=tokens_B[:, None], positions=cache.lengths[:, None],
+                 segment_ids=active_B[:, None].astype(jnp.int32))
     decoder = nnx.merge(self._graph, params)
-    blocks = unstack(decoder.blocks, self.num_layers) if self._one_by_one else None
-
-    def decode(tokens_B: jax.Array, active_B: jax.Array, cache: Cache) -> tuple[jax.Array, Cache]:
-      batch = dict(tokens=tokens_B[:, None], positions=cache.lengths[:, None],
-                   segment_ids=active_B[:, None].astype(jnp.int32))
-      hidden_Bx1xD, _, cache = decoder(batch, self._remat, None, cache=cache, blocks=blocks)
-      return hidden_Bx1xD[:, 0], cache._replace(lengths=cache.lengths + active_B)
-
-    return decode
+    hidden_Bx1xD, _, cache = decoder(batch, self._remat, None, cache=cache, blocks=blocks)
+    return hidden_Bx1xD[:, 0], cache._replace(lengths=cache.lengths + active_B)
 
   @property
   def _one_by_one(self) -> bool:

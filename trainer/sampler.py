@@ -4,8 +4,9 @@
     completions = sampler.generate(params, prompts, num_samples=4, max_new_tokens=256, stop_ids=tokenizer.stop_ids)
 
 A batch of `rows` texts is decoded in chunks of steps; between chunks rows that have ended are given to prompts that
-wait, so that one long answer does not keep the others' places empty. Shapes come from few sizes, so that programs are
-compiled once for many prompts.
+wait, so that one long answer does not keep the others' places empty. When none waits any more, rows become fewer as
+texts end; and the cache grows with the texts, so that no step reads room that is not used. Shapes come from few sizes,
+so that programs are compiled once for many prompts.
 
 Prompts may hold images, where the model has a tower for them: `images=[[image, …], …]`, and in the ids the placeholder
 tokens that their features take the place of.
@@ -35,8 +36,8 @@ from trainer.buckets import bucket, power
 from trainer.config import ConfigError
 from trainer.drawing import Options, draw
 
-# The smallest sizes of prompts and caches.
-MIN_LENGTH = 16
+# The smallest size of prompts and of caches; a cache becomes longer, and rows become fewer, only beyond these.
+MIN_LENGTH, MIN_SLOTS, MIN_ROWS = 16, 128, 8
 
 
 @dataclass(frozen=True)
@@ -101,7 +102,7 @@ class Sampler:
     mesh: None: the first device.
     rows: texts decoded at a time; their cache takes rows × (longest prompt + max_new_tokens) × layers × key/value
       heads × head size × 2 numbers. Rounded up to what the mesh divides evenly.
-    chunk: decoding steps between two looks of the host.
+    chunk: the most decoding steps between two looks of the host, which comes sooner if enough rows have ended.
     prefill_tokens: prompts are run together up to so many tokens, padding included.
 
   Attributes:
@@ -113,7 +114,7 @@ class Sampler:
     if min(rows, chunk, prefill_tokens) < 1:
       raise ValueError(f"Sampler: found rows={rows}, chunk={chunk}, prefill_tokens={prefill_tokens}; all at least 1")
     if not hasattr(model, "prefill"):
-      raise ConfigError(f"{type(model).__name__} cannot generate texts: it has no prefill() and decoder(). Add what "
+      raise ConfigError(f"{type(model).__name__} cannot generate texts: it has no prefill() and decode(). Add what "
                         "models/api.py lists under Generative, or remove the evaluators that generate.")
     if mesh is None:
       mesh = mesh_lib.make_mesh({}, jax.devices()[:1])
@@ -171,42 +172,44 @@ class Sampler:
       return
     samples = [range(num_samples)] * len(prompts) if samples is None else samples
     waiting = _Waiting(prompts, shown, samples, limits, seed)
-    rows = min(self.rows, power(len(waiting), self._shards))
-    length = bucket(int(max(limits + [len(prompt) for prompt in prompts])), MIN_LENGTH)
+    shards = self._shards
+    rows = _Rows(min(self.rows, power(len(waiting), shards)), shards, [len(prompt) for prompt in prompts],
+                 bucket(int(max(limits + [len(prompt) for prompt in prompts])), MIN_LENGTH), self.chunk)
     stop_ids = sorted(set(stop_ids))
     stops = np.full(power(max(len(stop_ids), 1), 8), -1, np.int32)
     stops[:len(stop_ids)] = stop_ids
     numbers = np.array([how.temperature or 1.0, how.top_p, how.min_p], np.float32)
     kind = (how.temperature == 0, how.truncated)
-    device_options = (stops, numbers, np.int32(how.top_k))
-    state = self._program("empty", rows, length)()
-    owners: list[tuple[int, int] | None] = [None] * rows
-    counts = np.zeros(rows, np.int32)
-    while len(waiting) or any(owners):
-      while len(waiting) and None in owners:
-        state = self._begin(params, state, waiting, owners, counts, length)
-      state, chunk = self._program("decode", rows, length, (len(stops), *kind))(params, state, device_options)
+    state, read = self._program("empty", *rows.sizes)(), self._program("prepare")(params)
+    while len(waiting) or any(rows.owners):
+      while len(waiting) and None in rows.owners:
+        state = self._begin(params, state, waiting, rows)
+      before = rows.sizes
+      kept, enough = rows.fit(bool(len(waiting)))
+      if rows.sizes != before:
+        state = self._program("resize", *before, rows.sizes)(state, kept)
+      state, chunk = self._program("decode", *rows.sizes, (len(stops), *kind))(
+          read, state, (stops, numbers, np.int32(how.top_k), np.int32(enough)))
       chunk = _Chunk(*map(np.asarray, chunk))
-      for row in [row for row, owner in enumerate(owners) if owner is not None]:
-        drawn = chunk.counts_B[row] - counts[row]
+      for row in rows.busy():
+        drawn = chunk.counts_B[row] - rows.counts[row]
         ids = chunk.tokens_BxC[row, :drawn]
         reason = "" if not chunk.done_B[row] else "stop" if ids[-1] in stops else "length"
         logprobs, full_logprobs = (part[row, :drawn] for part in (chunk.logprobs_BxC, chunk.full_logprobs_BxC))
-        yield Completion(*owners[row], ids, logprobs, full_logprobs, reason)
-        counts[row] = chunk.counts_B[row]
+        yield Completion(*rows.owners[row], ids, logprobs, full_logprobs, reason)
+        rows.counts[row] = chunk.counts_B[row]
         if reason:
-          owners[row] = None
+          rows.owners[row] = None
 
-  def _begin(self, params: Any, state: _State, waiting: "_Waiting", owners: list, counts: np.ndarray,
-             length: int) -> _State:
+  def _begin(self, params: Any, state: _State, waiting: "_Waiting", rows: "_Rows") -> _State:
     """Gives free rows to the next completions that wait, as many as one run of their prompts allows."""
-    free = [row for row, owner in enumerate(owners) if owner is None]
-    rows, width = len(owners), bucket(waiting.next_length(), MIN_LENGTH)
+    free = [row for row, owner in enumerate(rows.owners) if owner is None]
+    count, width = len(rows.owners), bucket(waiting.next_length(), MIN_LENGTH)
     most = max(1, self.prefill_tokens // width)
     units = waiting.take(len(free), most)
     chosen = list(dict.fromkeys(prompt for prompt, _ in units))
     N = power(len(chosen), self._shards)
-    M = min(N * waiting.most_samples, rows)
+    M = min(N * waiting.most_samples, count)
     tokens_NxT, lengths_N = np.zeros((N, width), np.int32), np.ones(N, np.int32)
     layout = image_tokens.layout_of(self.model)
     seen = image_tokens.empty(layout, N, width, waiting.most_images)
@@ -215,12 +218,12 @@ class Sampler:
       tokens_NxT[n, :len(ids)], lengths_N[n] = ids, len(ids)
       image_tokens.put(layout, seen, waiting.shown[prompt], n)
     # Rows beyond the last take what there is no completion for.
-    rows_M, sources_M, keys_Mx2 = np.full(M, rows, np.int32), np.zeros(M, np.int32), np.zeros((M, 2), np.uint32)
+    rows_M, sources_M, keys_Mx2 = np.full(M, count, np.int32), np.zeros(M, np.int32), np.zeros((M, 2), np.uint32)
     limits_M = np.zeros(M, np.int32)
     for m, (unit, row) in enumerate(zip(units, free, strict=False)):
       rows_M[m], sources_M[m], keys_Mx2[m] = row, chosen.index(unit[0]), waiting.key(*unit)
-      owners[row], counts[row], limits_M[m] = unit, 0, waiting.limits[unit[0]]
-    begin = self._program("begin", rows, length, (N, width, M, waiting.most_images))
+      rows.owners[row], rows.counts[row], limits_M[m] = unit, 0, waiting.limits[unit[0]]
+    begin = self._program("begin", *rows.sizes, (N, width, M, waiting.most_images))
     return begin(params, state, (tokens_NxT, lengths_N, rows_M, sources_M, keys_Mx2, limits_M), seen)
 
   def check(self, prompts: Sequence[np.ndarray], max_new_tokens: int | np.ndarray, where: str = "") -> None:
@@ -244,7 +247,7 @@ class Sampler:
 
   # ---------------------------------------------------------------- programs
 
-  def _program(self, name: str, rows: int, length: int, sizes: tuple = ()) -> Callable:
+  def _program(self, name: str, rows: int = 0, length: int = 0, sizes: tuple = ()) -> Callable:
     """The compiled function of that name for `rows` texts of up to `length` tokens, and further sizes."""
     key = (name, rows, length, sizes)
     with placement.placed(self._placement):
@@ -259,13 +262,19 @@ class Sampler:
     return call
 
   def _jitted(self, name: str, rows: int, length: int, sizes: tuple) -> Callable:
-    empty = functools.partial(_empty, self.model, rows, length)
+    if name == "prepare":
+      # A program gives copies even of what it gives as it was.
+      changes = jax.make_jaxpr(self.model.decoding_params)(self.model.abstract_params()).jaxpr.eqns
+      return jax.jit(self.model.decoding_params) if changes else self.model.decoding_params
+    empty = functools.partial(_empty, self.model, *(sizes if name == "resize" else (rows, length)))
     # Every program lays a state out alike, so that none is compiled anew for another's.
     placed = jax.tree.map(self._sharding, jax.eval_shape(empty))
     if name == "empty":
       return jax.jit(empty, out_shardings=placed)
     if name == "begin":
       return jax.jit(functools.partial(_begin, self.model), donate_argnums=1, out_shardings=placed)
+    if name == "resize":
+      return jax.jit(functools.partial(_resized, self.model, sizes[1]), out_shardings=placed)
     _, greedy, truncated = sizes
     decode = functools.partial(_decode, self.model, self.chunk, greedy, truncated)
     # What the host reads is on every device, so that each process has it.
@@ -275,6 +284,51 @@ class Sampler:
     """Keys and values are split by row and head, everything else is on every device."""
     names = (None, "batch", "kv_heads", None, None) if leaf.ndim == 5 else (None,) * leaf.ndim
     return NamedSharding(self.mesh, self._placement.spec(names, leaf.shape))
+
+
+class _Rows:
+  """The rows as the host knows them: whose texts they hold, how far these are, and the sizes of the state."""
+
+  def __init__(self, count: int, unit: int, prompt_lengths: Sequence[int], longest: int, chunk: int):
+    """`unit`: they are a multiple of it; `longest`: the most tokens of a text with its completion, as a size."""
+    # (prompt, sample) of each row; None: it is free.
+    self.owners: list[tuple[int, int] | None] = [None] * count
+    # Tokens drawn for each.
+    self.counts = np.zeros(count, np.int32)
+    self._prompt_lengths, self._longest, self._chunk, self._unit = prompt_lengths, longest, chunk, unit
+    self._least = min(count, power(MIN_ROWS, unit))
+    self._length = self._room(max(prompt_lengths))
+
+  @property
+  def sizes(self) -> tuple[int, int]:
+    """How many they are, and for how many tokens each has room."""
+    return len(self.owners), self._length
+
+  def busy(self) -> list[int]:
+    """The rows with a text."""
+    return [row for row, owner in enumerate(self.owners) if owner is not None]
+
+  def fit(self, waiting: bool) -> tuple[np.ndarray, int]:
+    """Settles the sizes for the next chunk: (the rows that are kept, int32 in their new order, beyond the last for empty
+    ones; how many must be without a text for the host to look before the chunk is over)."""
+    busy, old = self.busy(), len(self.owners)
+    texts = [self._prompt_lengths[self.owners[row][0]] + int(self.counts[row]) for row in busy]
+    self._length = max(self._length, self._room(max(texts)))
+    new = old if waiting else min(old, max(power(len(busy), self._unit), self._least))
+    kept = list(range(old)) if new == old else busy + [old] * (new - len(busy))
+    self.owners = [self.owners[row] if row < old else None for row in kept]
+    self.counts = np.array([self.counts[row] if row < old else 0 for row in kept], np.int32)
+    if waiting:
+      # As soon as an eighth can be given to texts that wait.
+      enough = new - len(busy) + max(1, new // 8)
+    else:
+      # As soon as half of them do.
+      enough = new - new // 2 if new > self._least else new
+    return np.array(kept, np.int32), enough
+
+  def _room(self, tokens: int) -> int:
+    """The size for texts of so many tokens and those of a chunk."""
+    return min(self._longest, power(tokens + self._chunk, MIN_SLOTS))
 
 
 class _Waiting:
@@ -331,8 +385,8 @@ def _joined(parts: list[Completion]) -> Completion:
 
 def _empty(model: Any, rows: int, length: int) -> _State:
   cache, tokens_B = model.empty_cache(rows, length), jnp.zeros(rows, jnp.int32)
-  hidden, _ = jax.eval_shape(lambda params, *given: model.decoder(params)(*given), model.abstract_params(), tokens_B,
-                             tokens_B > 0, cache)
+  read = jax.eval_shape(model.decoding_params, model.abstract_params())
+  hidden, _ = jax.eval_shape(model.decode, read, tokens_B, tokens_B > 0, cache)
   return _State(cache, jnp.zeros(hidden.shape, hidden.dtype), tokens_B, jnp.zeros((rows, 2), jnp.uint32), tokens_B,
                 tokens_B == 0)
 
@@ -352,16 +406,26 @@ def _begin(model: Any, params: Any, state: _State, given: tuple[jax.Array, ...],
                 put(state.limits_B, limits_M), put(state.done_B, False))
 
 
+def _resized(model: Any, length: int, state: _State, rows_R: jax.Array) -> _State:
+  """These rows of the state, in this order; one beyond the last is an empty row."""
+
+  def take(old_B: jax.Array, fill: Any = 0) -> jax.Array:
+    return old_B.at[rows_R].get(mode="fill", fill_value=fill)
+
+  return _State(model.resized_cache(state.cache, rows_R, length), take(state.hidden_BxD), take(state.counts_B),
+                take(state.keys_Bx2), take(state.limits_B), take(state.done_B, True))
+
+
 def _decode(model: Any, chunk: int, greedy: bool, truncated: bool, params: Any, state: _State,
             given: tuple[jax.Array, ...]) -> tuple[_State, _Chunk]:
-  """Up to `chunk` tokens for each row that is not done; fewer if all end before."""
-  stops, numbers, top_k = given
-  B, decode = state.done_B.shape[0], model.decoder(params)
+  """Up to `chunk` tokens for each row that is not done; fewer if enough rows are done before."""
+  stops, numbers, top_k, enough = given
+  B = state.done_B.shape[0]
   keys_B = jax.random.wrap_key_data(state.keys_Bx2, impl="threefry2x32")
 
   def goes_on(carry: tuple) -> jax.Array:
     column, state, _ = carry
-    return (column < chunk) & ~jnp.all(state.done_B)
+    return (column < chunk) & (jnp.sum(state.done_B) < enough)
 
   def step(carry: tuple) -> tuple:
     column, state, found = carry
@@ -371,7 +435,7 @@ def _decode(model: Any, chunk: int, greedy: bool, truncated: bool, params: Any, 
     found = tuple(part.at[:, column].set(new) for part, new in zip(found, drawn, strict=True))
     tokens_B, counts_B = drawn[0], state.counts_B + ~state.done_B
     done_B = state.done_B | jnp.isin(tokens_B, stops) | (counts_B >= state.limits_B)
-    hidden_BxD, cache = decode(tokens_B, ~done_B, state.cache)
+    hidden_BxD, cache = model.decode(params, tokens_B, ~done_B, state.cache)
     return column + 1, _State(cache, hidden_BxD, counts_B, state.keys_Bx2, state.limits_B, done_B), found
 
   found = (jnp.zeros((B, chunk), jnp.int32), *(jnp.zeros((B, chunk), jnp.float32) for _ in range(2)))

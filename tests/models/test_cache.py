@@ -47,7 +47,7 @@ def padded(texts, side):
 
 
 def decode_of(model):
-  return jax.jit(lambda params, *given: model.decoder(params)(*given))
+  return jax.jit(lambda params, *given: model.decode(model.decoding_params(params), *given))
 
 
 def run(model, params, texts, side="right", rows=(2, 0, 3)):

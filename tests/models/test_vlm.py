@@ -321,7 +321,7 @@ def test_texts_fed_in_parts_equal_whole_ones(kind):
   prompt = {key: None if value is None else value if key == "images" else value[:, :11] for key, value in whole.items()}
   hidden, cache = jax.jit(model.prefill)(params, prompt, model.empty_cache(1, 14), np.array([0]))
   np.testing.assert_allclose(hidden, expected[:, :11], atol=2e-5, rtol=2e-5)
-  decode = jax.jit(lambda params, *given: model.decoder(params)(*given))
+  decode = jax.jit(lambda params, *given: model.decode(model.decoding_params(params), *given))
   for at in range(11, 14):
     hidden, cache = decode(params, tokens[:, at], np.array([True]), cache)
     np.testing.assert_allclose(hidden, expected[:, at], atol=2e-5, rtol=2e-5)
