@@ -107,13 +107,12 @@ class Generative(Model, Protocol):
   def empty_cache(self, rows: int, max_length: int) -> Cache:
     """Room for what `rows` texts of up to `max_length` tokens leave for those that follow."""
 
-  def prefill(self, params: Params, batch: dict, cache: Cache, rows_M: jax.Array,
-              sources_M: jax.Array | None = None) -> tuple[jax.Array, Cache]:
-    """`apply` to beginnings of texts, one a row, padded on either side: (hidden states [N, T, D], cache).
+  def prefill(self, params: Params, batch: dict) -> tuple[jax.Array, Any]:
+    """`apply` to beginnings of texts, one a row, padded on either side: (hidden states [N, T, D], what they leave)."""
 
-    Row `sources_M[m]` of the batch (None: row m) begins row `rows_M[m]` of the cache anew; a row beyond the cache's
-    last is left out.
-    """
+  def begin(self, cache: Cache, begun: Any, rows_M: jax.Array, sources_M: jax.Array) -> Cache:
+    """Row `rows_M[m]` of the cache begun anew with row `sources_M[m]` of what `prefill` left, `begun`; a row beyond the
+    cache's last is left out."""
 
   def resized_cache(self, cache: Cache, rows_R: jax.Array, max_length: int) -> Cache:
     """Those rows of the cache, in this order, with room for texts of up to `max_length` tokens, or as long as before if

@@ -174,16 +174,17 @@ class Transformer:
     """See `models.api.Generative`."""
     return cache_lib.empty(self.spec, rows, max_length, self._dtypes[1], self._one_by_one)
 
-  def prefill(self, params: Params, batch: dict, cache: Cache, rows_M: jax.Array,
-              sources_M: jax.Array | None = None) -> tuple[jax.Array, Cache]:
+  def prefill(self, params: Params, batch: dict) -> tuple[jax.Array, Any]:
     """See `models.api.Generative`."""
     batch = vlm.complete(batch, self.spec.vision)
     hidden_NxTxD, _, new = nnx.merge(self._graph, params)(batch, self._remat, None, remember=True)
-    positions, segment_ids = batch["positions"], batch["segment_ids"]
-    if sources_M is not None:
-      new = tuple(part[:, sources_M] for part in new)
-      positions, segment_ids = positions[sources_M], segment_ids[sources_M]
-    return hidden_NxTxD, cache_lib.begin(cache, new, positions, segment_ids, rows_M)
+    return hidden_NxTxD, (new, batch["positions"], batch["segment_ids"])
+
+  def begin(self, cache: Cache, begun: Any, rows_M: jax.Array, sources_M: jax.Array) -> Cache:
+    """See `models.api.Generative`."""
+    new, positions, segment_ids = begun
+    new = tuple(part[:, sources_M] for part in new)
+    return cache_lib.begin(cache, new, positions[sources_M], segment_ids[sources_M], rows_M)
 
   def resized_cache(self, cache: Cache, rows_R: jax.Array, max_length: int) -> Cache:
     """See `models.api.Generative`."""

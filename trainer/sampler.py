@@ -223,8 +223,10 @@ class Sampler:
     for m, (unit, row) in enumerate(zip(units, free, strict=False)):
       rows_M[m], sources_M[m], keys_Mx2[m] = row, chosen.index(unit[0]), waiting.key(*unit)
       rows.owners[row], rows.counts[row], limits_M[m] = unit, 0, waiting.limits[unit[0]]
-    begin = self._program("begin", *rows.sizes, (N, width, M, waiting.most_images))
-    return begin(params, state, (tokens_NxT, lengths_N, rows_M, sources_M, keys_Mx2, limits_M), seen)
+    last_NxD, begun = self._program("prefill", sizes=(N, width, waiting.most_images))(
+        params, tokens_NxT, lengths_N, seen)
+    begin = self._program("begin", *rows.sizes, (N, width, M))
+    return begin(state, last_NxD, begun, (rows_M, sources_M, keys_Mx2, limits_M))
 
   def check(self, prompts: Sequence[np.ndarray], max_new_tokens: int | np.ndarray, where: str = "") -> None:
     """Refuses prompts that cannot be completed; `where` precedes the name of the key `max_new_tokens`.
@@ -266,13 +268,15 @@ class Sampler:
       # A program gives copies even of what it gives as it was.
       changes = jax.make_jaxpr(self.model.decoding_params)(self.model.abstract_params()).jaxpr.eqns
       return jax.jit(self.model.decoding_params) if changes else self.model.decoding_params
+    if name == "prefill":
+      return jax.jit(functools.partial(_prefill, self.model))
     empty = functools.partial(_empty, self.model, *(sizes if name == "resize" else (rows, length)))
     # Every program lays a state out alike, so that none is compiled anew for another's.
     placed = jax.tree.map(self._sharding, jax.eval_shape(empty))
     if name == "empty":
       return jax.jit(empty, out_shardings=placed)
     if name == "begin":
-      return jax.jit(functools.partial(_begin, self.model), donate_argnums=1, out_shardings=placed)
+      return jax.jit(functools.partial(_begin, self.model), donate_argnums=0, out_shardings=placed)
     if name == "resize":
       return jax.jit(functools.partial(_resized, self.model, sizes[1]), out_shardings=placed)
     _, greedy, truncated = sizes
@@ -391,18 +395,25 @@ def _empty(model: Any, rows: int, length: int) -> _State:
                 tokens_B == 0)
 
 
-def _begin(model: Any, params: Any, state: _State, given: tuple[jax.Array, ...], seen: dict[str, jax.Array]) -> _State:
-  """Prompts put into rows of the state; `seen` is what a batch says of images and of the order of reading."""
-  tokens_NxT, lengths_N, rows_M, sources_M, keys_Mx2, limits_M = given
+def _prefill(model: Any, params: Any, tokens_NxT: jax.Array, lengths_N: jax.Array, seen: dict[str, jax.Array]
+             ) -> tuple[jax.Array, Any]:
+  """(hidden states of each prompt's last token, what the prompts leave for those that follow); `seen` is what a batch
+  says of images and of the order of reading."""
   N, T = tokens_NxT.shape
   batch = dict(tokens=tokens_NxT, segment_ids=(jnp.arange(T) < lengths_N[:, None]).astype(jnp.int32), **seen)
-  hidden_NxTxD, cache = model.prefill(params, batch, state.cache, rows_M, sources_M)
-  last_MxD = hidden_NxTxD[jnp.arange(N), lengths_N - 1][sources_M]
+  hidden_NxTxD, begun = model.prefill(params, batch)
+  return hidden_NxTxD[jnp.arange(N), lengths_N - 1], begun
+
+
+def _begin(model: Any, state: _State, last_NxD: jax.Array, begun: Any, given: tuple[jax.Array, ...]) -> _State:
+  """Prompts put into rows of the state."""
+  rows_M, sources_M, keys_Mx2, limits_M = given
 
   def put(old_B: jax.Array, new_M: Any) -> jax.Array:
     return old_B.at[rows_M].set(new_M, mode="drop")
 
-  return _State(cache, put(state.hidden_BxD, last_MxD), put(state.counts_B, 0), put(state.keys_Bx2, keys_Mx2),
+  cache = model.begin(state.cache, begun, rows_M, sources_M)
+  return _State(cache, put(state.hidden_BxD, last_NxD[sources_M]), put(state.counts_B, 0), put(state.keys_Bx2, keys_Mx2),
                 put(state.limits_B, limits_M), put(state.done_B, False))
 
 

@@ -50,11 +50,18 @@ def decode_of(model):
   return jax.jit(lambda params, *given: model.decode(model.decoding_params(params), *given))
 
 
+def begin(model, params, batch, cache, rows, sources=None):
+  """(hidden states, the cache with these rows begun)"""
+  hidden, begun = jax.jit(model.prefill)(params, batch)
+  sources = np.arange(len(rows)) if sources is None else sources
+  return hidden, jax.jit(model.begin)(cache, begun, np.asarray(rows), sources)
+
+
 def run(model, params, texts, side="right", rows=(2, 0, 3)):
   """Hidden states of every token after the prompts, [(row of texts, position, hidden)], and the last cache."""
   cache = model.empty_cache(4, LENGTH)
   rows = np.asarray(rows)
-  hidden, cache = jax.jit(model.prefill)(params, padded(texts, side), cache, rows)
+  hidden, cache = begin(model, params, padded(texts, side), cache, rows)
   found = []
   for row, length in enumerate(PROMPTS):
     at = length - 1 if side == "right" else -1
@@ -100,7 +107,7 @@ def test_a_row_begun_anew_does_not_see_what_was_there():
   batch = dict(tokens=texts[:1, :3])
   results = []
   for cache in (used, fresh):
-    _, cache = jax.jit(model.prefill)(params, batch, cache, np.array([2]))
+    _, cache = begin(model, params, batch, cache, [2])
     assert cache.lengths[2] == 3
     active = np.arange(4) == 2
     results.append(np.asarray(decode_of(model)(params, np.full(4, 9, np.int32), active, cache)[0][2]))
@@ -110,11 +117,28 @@ def test_a_row_begun_anew_does_not_see_what_was_there():
 def test_one_prompt_begins_several_rows():
   model, params, texts, whole = case("llama")
   cache = model.empty_cache(4, LENGTH)
-  _, cache = jax.jit(model.prefill)(params, dict(tokens=texts[:2, :5]), cache, np.array([3, 1, 0, 4]),
-                                    np.array([1, 1, 0, 0]))
+  _, cache = begin(model, params, dict(tokens=texts[:2, :5]), cache, [3, 1, 0, 4], np.array([1, 1, 0, 0]))
   np.testing.assert_array_equal(cache.lengths, [5, 5, 0, 5])
   hidden, _ = decode_of(model)(params, texts[[0, 1, 0, 1], 5], np.array([1, 1, 0, 1], bool), cache)
   np.testing.assert_allclose(hidden[np.array([0, 1, 3])], whole[[0, 1, 1], 5], atol=2e-5)
+
+
+@pytest.mark.parametrize("name", ["gemma", "llama"])
+def test_rows_chosen_anew_with_more_room_go_on_as_before(name):
+  """Rows in another order, one of them twice and one empty, with slots of windows that had not been filled."""
+  model, params, texts, _ = case(name)
+  cache = model.empty_cache(4, 2)
+  _, cache = begin(model, params, dict(tokens=texts[:2, :2]), cache, [3, 1])
+  larger = jax.jit(model.resized_cache, static_argnums=2)(cache, np.array([1, 3, 4, 3]), LENGTH)
+  np.testing.assert_array_equal(larger.lengths, [2, 2, 0, 2])
+  assert jax.tree.map(jnp.shape, larger) == jax.tree.map(jnp.shape, model.empty_cache(4, LENGTH))
+  _, expected = begin(model, params, dict(tokens=texts[:2, :2]), model.empty_cache(4, LENGTH), [1, 0])
+  expected = jax.jit(model.resized_cache, static_argnums=2)(expected, np.array([0, 1, 4, 1]), 2)  # not less room
+  for step in range(2, 6):
+    tokens, active = texts[[1, 0, 0, 0], step], np.array([1, 1, 0, 1], bool)
+    found, larger = decode_of(model)(params, tokens, active, larger)
+    hidden, expected = decode_of(model)(params, tokens, active, expected)
+    np.testing.assert_array_equal(found[active], hidden[active])
 
 
 def test_layers_with_a_window_keep_no_more_than_it():
