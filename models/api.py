@@ -15,7 +15,7 @@ prompt (trainer/experience.py) it has `prompt_ids`, see models/attention.py.
 """
 
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple, Protocol
 
 import jax

@@ -99,8 +99,8 @@ def empty(spec: Spec, rows: int, max_length: int, dtype: Any, apart: bool = Fals
 def resized(cache: Cache, spec: Spec, rows_R: jax.Array, max_length: int) -> Cache:
   """These rows of the cache, in this order, with room for texts of up to `max_length` tokens if there was less.
 
-  A row beyond the last gives an empty one. No text may be longer than there was room for: only until a layer's slots are
-  as many as its window has tokens may they become more, and so far each token is in the slot of its position.
+  A row beyond the last gives an empty one. No text may be longer than there was room for. A layer's slots become more
+  only while they are fewer than its window has tokens, and until then each token is in the slot of its position.
   """
 
   def of_place(place: int, part_NxBxGxSxK: jax.Array) -> jax.Array:

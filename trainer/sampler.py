@@ -313,8 +313,12 @@ class _Rows:
     return [row for row, owner in enumerate(self.owners) if owner is not None]
 
   def fit(self, waiting: bool) -> tuple[np.ndarray, int]:
-    """Settles the sizes for the next chunk: (the rows that are kept, int32 in their new order, beyond the last for empty
-    ones; how many must be without a text for the host to look before the chunk is over)."""
+    """Settles the sizes for the next chunk.
+
+    Returns:
+      (the rows that are kept, int32 in their new order, beyond the last for empty ones; how many must be without a text
+      for the host to look before the chunk is over).
+    """
     busy, old = self.busy(), len(self.owners)
     texts = [self._prompt_lengths[self.owners[row][0]] + int(self.counts[row]) for row in busy]
     self._length = max(self._length, self._room(max(texts)))
@@ -332,7 +336,7 @@ class _Rows:
 
   def _room(self, tokens: int) -> int:
     """The size for texts of so many tokens and those of a chunk."""
-    return min(self._longest, power(tokens + self._chunk, MIN_SLOTS))
+    return min(self._longest, max(bucket(tokens + self._chunk, MIN_LENGTH), MIN_SLOTS))
 
 
 class _Waiting:
@@ -413,8 +417,8 @@ def _begin(model: Any, state: _State, last_NxD: jax.Array, begun: Any, given: tu
     return old_B.at[rows_M].set(new_M, mode="drop")
 
   cache = model.begin(state.cache, begun, rows_M, sources_M)
-  return _State(cache, put(state.hidden_BxD, last_NxD[sources_M]), put(state.counts_B, 0), put(state.keys_Bx2, keys_Mx2),
-                put(state.limits_B, limits_M), put(state.done_B, False))
+  return _State(cache, put(state.hidden_BxD, last_NxD[sources_M]), put(state.counts_B, 0),
+                put(state.keys_Bx2, keys_Mx2), put(state.limits_B, limits_M), put(state.done_B, False))
 
 
 def _resized(model: Any, length: int, state: _State, rows_R: jax.Array) -> _State:

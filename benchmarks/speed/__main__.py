@@ -4,8 +4,9 @@
     python -m venv tunix && tunix/bin/pip install google-tunix
     python -m benchmarks.speed --peer peers/bin/python --tunix tunix/bin/python [--cases seq sft …] [--rounds 3]
 
-Weft's side is the whole of `python -m trainer`: its loader, logging and metrics are part of the step; in the case
-`generate` it is the sampler that rollouts use. Of each program the first steps, which compile, are left out
+Weft's side is the whole of `python -m trainer`: its loader, logging and metrics are part of the step; in the cases
+`generate` (as many tokens for each prompt) and `rollouts` (groups of completions that end by themselves) it is the
+sampler that rollouts use. Of each program the first steps, which compile, are left out
 (benchmarks/speed/sizes.py says how many).
 """
 
@@ -22,7 +23,7 @@ from tqdm import tqdm
 from benchmarks.speed import sizes, weft_config
 
 PEERS = {"seq": ("hf", "hf_compile"), "sft": ("trl_sft", "tunix"), "dpo": ("trl_dpo",), "grpo": ("trl_grpo",),
-         "generate": ("hf_generate",)}
+         "generate": ("hf_generate",), "rollouts": ("hf_rollouts",)}
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent.parent
 
@@ -37,8 +38,8 @@ def run(command: list[str]) -> str:
 
 def run_weft(case: str, data: Path, flags: list[str]) -> dict:
   """Trains that case in a folder of its own, or generates."""
-  if case == "generate":
-    return json.loads(run([sys.executable, "-m", "benchmarks.speed.weft_generate"]).splitlines()[-1])
+  if case in ("generate", "rollouts"):
+    return json.loads(run([sys.executable, "-m", "benchmarks.speed.weft_generate", case]).splitlines()[-1])
   with tempfile.TemporaryDirectory() as workdir:
     run([sys.executable, "-m", "trainer", f"--config=benchmarks/speed/weft_config.py:{case},{data}",
          f"--workdir={workdir}/w", *flags])
@@ -51,6 +52,13 @@ def run_peer(python: str, case: str) -> dict:
   return json.loads(run([python, *command]).splitlines()[-1])
 
 
+def tokens_a_second(case: str, result: dict) -> list[float]:
+  """Of each step that is timed; where completions end by themselves each has another number of tokens."""
+  seconds = result["step_seconds"]
+  tokens = result.get("tokens") or [sizes.TOKENS[case]] * len(seconds)
+  return [n / x for n, x in zip(tokens, seconds, strict=True)][sizes.WARMUP:]
+
+
 def main() -> None:
   parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
   parser.add_argument("--peer", help="the Python with torch, transformers, trl, datasets; else Weft alone")
@@ -60,7 +68,7 @@ def main() -> None:
   parser.add_argument("weft_flags", nargs="*", help="after --: for Weft, e.g. --config.model.attention_block=64")
   args = parser.parse_args()
   versions: dict[str, str] = {}
-  print("| case | program | steps of s, best | median | tokens/s at the median | Weft is so many times as fast | "
+  print("| case | program | steps of s, best | median | tokens/s, median | Weft is so many times as fast | "
         "peak MB | parameters | loss, first and last |")
   print("|---|---|---|---|---|---|---|---|---|")
   with tempfile.TemporaryDirectory() as folder:
@@ -75,14 +83,15 @@ def main() -> None:
         for name, start in programs.items():
           results[name].append(start())
       steps = {name: [x for r in rounds for x in r["step_seconds"][sizes.WARMUP:]] for name, rounds in results.items()}
-      median = {name: statistics.median(seconds) for name, seconds in steps.items()}
+      rates = {name: statistics.median(rate for r in rounds for rate in tokens_a_second(case, r))
+               for name, rounds in results.items()}
       for name, rounds in results.items():
         last = rounds[-1]
         versions |= last["versions"]
         losses = f"{last['losses'][0]:.3f}, {last['losses'][-1]:.3f}" if last["losses"] else ""
-        ratio = "" if name == "weft" else f"{median[name] / median['weft']:.2f}"
-        rate, peak = sizes.TOKENS[case] / median[name], max(r["peak_rss_mb"] for r in rounds)
-        print(f"| {case} | {name} | {min(steps[name]):.3f} | {median[name]:.3f} | {rate:,.0f} | {ratio} | {peak:,} "
+        ratio = "" if name == "weft" else f"{rates['weft'] / rates[name]:.2f}"
+        median, peak = statistics.median(steps[name]), max(r["peak_rss_mb"] for r in rounds)
+        print(f"| {case} | {name} | {min(steps[name]):.3f} | {median:.3f} | {rates[name]:,.0f} | {ratio} | {peak:,} "
               f"| {last['parameters']:,} | {losses} |", flush=True)
   print(", ".join(f"{name} {version}" for name, version in versions.items()))
 

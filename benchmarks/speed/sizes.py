@@ -11,6 +11,10 @@ PROMPTS, GROUP, PROMPT_LEN, NEW = 8, 4, 64, 64
 # Tokens that a step of a case counts: trained ones, or generated ones.
 TOKENS = {"seq": BATCH * SEQ, "sft": BATCH * SEQ, "dpo": 2 * PAIRS * PAIR_SEQ, "grpo": PROMPTS * GROUP * NEW,
           "generate": PROMPTS * GROUP * NEW}
+# Rollouts whose completions end by themselves: prompts, completions of each, how many at a time, the most tokens of
+# each, and how many entries at the end of the vocabulary end it. Fresh parameters draw all entries alike, so that a
+# completion has 63 tokens on average. Steps that are timed.
+ROLL_PROMPTS, ROLL_GROUP, ROLL_ROWS, ROLL_NEW, ROLL_STOPS, ROLL_STEPS = 16, 8, 32, 256, VOCAB // 64, 3
 SPECIAL = ("<pad>", "<bos>", "<eos>", "<unk>")
 WARMUP, STEPS = 2, 6
 

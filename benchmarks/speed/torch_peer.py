@@ -5,7 +5,8 @@
 
 hf, hf_compile: transformers in a plain loop with AdamW and clipping, as it is or with torch.compile. trl_sft, trl_dpo,
 trl_grpo: TRL's trainers, from one optimizer step's end to the next one's. hf_generate: `generate` of transformers, one
-batch a step. memory LENGTH VOCAB: two steps of the plain loop with one row, and how far memory rose.
+batch a step; hf_rollouts: for groups of completions that end by themselves, several batches a step. memory LENGTH
+VOCAB: two steps of the plain loop with one row, and how far memory rose.
 """
 
 import json
@@ -83,6 +84,27 @@ def generate():
   return model, marks, []
 
 
+def rollouts():
+  """As many rows at a time as Weft has, group by group of completions; a batch goes on until its last one has ended."""
+  model = make_model().eval()
+  generator, stops = torch.Generator().manual_seed(1), list(range(s.VOCAB - s.ROLL_STOPS, s.VOCAB))
+  at_once = s.ROLL_ROWS // s.ROLL_GROUP
+  marks, tokens = [time.perf_counter()], []
+  for _ in range(s.WARMUP + s.ROLL_STEPS):
+    ids, drawn = torch.randint(len(s.SPECIAL), s.VOCAB, (s.ROLL_PROMPTS, s.PROMPT_LEN), generator=generator), 0
+    for some in ids.split(at_once):
+      with torch.inference_mode():
+        out = model.generate(input_ids=some, attention_mask=torch.ones_like(some), do_sample=True, temperature=1.0,
+                             top_k=0, max_new_tokens=s.ROLL_NEW, num_return_sequences=s.ROLL_GROUP, eos_token_id=stops,
+                             pad_token_id=0)
+      new = out[:, s.PROMPT_LEN:]
+      before = (new >= s.VOCAB - s.ROLL_STOPS).long().cumsum(1)
+      drawn += int(((before == 0) | ((before == 1) & (new >= s.VOCAB - s.ROLL_STOPS))).sum())
+    marks.append(time.perf_counter())
+    tokens.append(drawn)
+  return model, marks, tokens
+
+
 class Clock(transformers.TrainerCallback):
   """Notes when each optimizer step was done."""
 
@@ -158,6 +180,7 @@ def main() -> None:
   if case == "memory":
     return memory(*map(int, sys.argv[2:]))
   versions = {"torch": torch.__version__, "transformers": transformers.__version__}
+  more = {}
   with tempfile.TemporaryDirectory() as folder:
     if case.startswith("trl"):
       import trl
@@ -166,11 +189,14 @@ def main() -> None:
       model, marks, losses = {"trl_sft": trl_sft, "trl_dpo": trl_dpo, "trl_grpo": trl_grpo}[case](folder)
     elif case == "hf_generate":
       model, marks, losses = generate()
+    elif case == "hf_rollouts":
+      model, marks, tokens = rollouts()
+      more, losses = dict(tokens=tokens), []
     else:
       model, marks, losses = plain_loop(case == "hf_compile")
   print(json.dumps(dict(
       first_step_at=time.time() - time.perf_counter() + marks[1],
-      step_seconds=[b - a for a, b in zip(marks, marks[1:], strict=False)], losses=losses, versions=versions,
+      step_seconds=[b - a for a, b in zip(marks, marks[1:], strict=False)], losses=losses, versions=versions, **more,
       parameters=sum(p.numel() for p in model.parameters()),
       peak_rss_mb=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024)))
 
