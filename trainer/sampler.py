@@ -336,7 +336,7 @@ class _Rows:
 
   def _room(self, tokens: int) -> int:
     """The size for texts of so many tokens and those of a chunk."""
-    return min(self._longest, max(bucket(tokens + self._chunk, MIN_LENGTH), MIN_SLOTS))
+    return min(self._longest, power(tokens + self._chunk, MIN_SLOTS))
 
 
 class _Waiting:
