@@ -5,9 +5,9 @@ of one block exist (Rabe and Staats 2021, arXiv 2112.05682; Dao et al. 2022, arX
 keys are `Partial`s, which `merge` into the result over all of them: attention may see its keys in any order and from
 any device.
 
-Blocks of queries, with all keys that each may see, are unrolled; on CPU, and where there are many, loops go over tiles
-of queries and of keys instead. Neither the program nor what it holds at a time then grows with the length, and tiles
-that have no segment in common are passed over.
+Few blocks of queries, with all keys that each may see, are unrolled; on longer rows loops go over tiles of queries and
+of keys instead. Neither the program nor what it holds at a time then grows with the length, and tiles that have no
+segment in common are passed over.
 
 B batch, G key/value heads, R query heads for each, T queries, W keys, K head size.
 """
@@ -27,10 +27,11 @@ from models.remat import named
 MASKED = -1e30
 # On CPU, so many bytes of scores at a time: they stay in a core's cache between the products.
 CACHED_BYTES = 2**20
-# More spans than these are not unrolled, on CPU and elsewhere, where a loop that ends when it will has its price.
-MAX_UNROLLED, MAX_UNROLLED_ELSEWHERE = 1, 32
-# Queries, and keys, of a tile there; on CPU as many as a span has queries.
-TILE = 1024
+# More spans than these are not unrolled: on CPU, where cores share out unrolled ones better but loops cost no more;
+# and elsewhere, where one that ends when it will has its price.
+MAX_UNROLLED, MAX_UNROLLED_ELSEWHERE = 4, 32
+# Queries, and keys, of a tile: on CPU, times those of a span; and elsewhere.
+SPANS_OF_TILE, TILE = 2, 1024
 # Around the loop over the keys of a tile of queries is a scope of this name and of how often it runs, on average, where
 # no segment is passed over: who counts operations cannot see it otherwise.
 TIMES = "tiles_of_keys_"
@@ -169,7 +170,7 @@ def _tile_size(spans: tuple[Span, ...]) -> int | None:
   if len(spans) <= (MAX_UNROLLED if on_cpu else MAX_UNROLLED_ELSEWHERE):
     return None
   block = spans[0].stop - spans[0].start
-  return block if on_cpu else max(block, TILE)
+  return SPANS_OF_TILE * block if on_cpu else max(block, TILE)
 
 
 class _Tiles:
@@ -220,12 +221,11 @@ def _forward_by_tiles(spans: tuple[Span, ...], size: int, rule: Rule, q, k, v, q
   def one(n: jax.Array) -> tuple[jax.Array, jax.Array]:
     mine, (q,) = of_queries.at(n)
 
-    def see(m: jax.Array, so_far: Partial) -> Partial:
+    def see(m: jax.Array) -> Partial:
       theirs, (k, v) = of_keys.at(m)
-      return merge(so_far, forward(rule, q, k, v, mine, theirs))
+      return forward(rule, q, k, v, mine, theirs)
 
-    none = jnp.zeros(q.shape[:-1], jnp.float32)
-    return finish(seen.loop(n, see, Partial(jnp.zeros(q.shape, jnp.float32), none + MASKED, none)), mine, v.dtype)
+    return finish(seen.loop(n, see, lambda m, so_far: merge(so_far, see(m))), mine, v.dtype)
 
   out, lse = jax.lax.map(one, jnp.arange(len(of_queries)))
   return _joined(out, q.shape[3]), _joined(lse, q.shape[3])
@@ -240,12 +240,16 @@ def _backward_by_tiles(spans: tuple[Span, ...], size: int, rule: Rule, q, k, v, 
   def one(gradients: list[jax.Array], n: jax.Array) -> tuple[list[jax.Array], jax.Array]:
     mine, (q, *rest) = of_queries.at(n)
 
-    def see(m: jax.Array, so_far: list[jax.Array]) -> list[jax.Array]:
+    def see(m: jax.Array, of_keys_so_far: list[jax.Array]) -> tuple[jax.Array, list[jax.Array]]:
       theirs, (k, v) = of_keys.at(m)
-      dq, dk, dv = backward(rule, q, k, v, mine, theirs, *rest)
-      return [so_far[0] + dq, of_keys.add(so_far[1], m, dk), of_keys.add(so_far[2], m, dv)]
+      dq, *more = backward(rule, q, k, v, mine, theirs, *rest)
+      return dq, [of_keys.add(total, m, part) for total, part in zip(of_keys_so_far, more, strict=True)]
 
-    dq_tile, *gradients = seen.loop(n, see, [jnp.zeros(q.shape, jnp.float32), *gradients])
+    def also(m: jax.Array, so_far: tuple[jax.Array, list[jax.Array]]) -> tuple[jax.Array, list[jax.Array]]:
+      dq, of_keys_so_far = see(m, so_far[1])
+      return so_far[0] + dq, of_keys_so_far
+
+    dq_tile, gradients = seen.loop(n, lambda m: see(m, gradients), also)
     return gradients, dq_tile.astype(q.dtype)
 
   (dk, dv), dq = jax.lax.scan(one, of_keys.zeros(), jnp.arange(len(of_queries)))
@@ -277,10 +281,12 @@ class _TilesSeen:
     self.first_N = jnp.argmax(seen_NxM, axis=1)
     self.last_N = jnp.where(seen_NxM.any(1), len(keys) - behind_N, self.first_N)
 
-  def loop(self, n: jax.Array, see: Callable, carry: Any) -> Any:
-    """`carry = see(m, carry)` for each tile of keys that tile n of queries sees."""
-    with jax.named_scope(f"{TIMES}{self._times:.6g}"):
-      return jax.lax.fori_loop(self.first_N[n], self.last_N[n], see, carry)
+  def loop(self, n: jax.Array, see: Callable, also: Callable) -> Any:
+    """`carry = see(m)` for the last tile of keys that tile n of queries sees, then `carry = also(m, carry)` for each
+    before it. Of a tile of padding something is computed."""
+    last = jnp.maximum(self.last_N[n] - 1, 0)
+    with jax.named_scope(f"{TIMES}{self._times - 1:.6g}"):
+      return jax.lax.fori_loop(self.first_N[n], last, also, see(last))
 
 
 def _joined(tiles: jax.Array, length: int) -> jax.Array:

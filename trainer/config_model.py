@@ -147,7 +147,7 @@ def model() -> ConfigDict:
   # Run the layers as one scanned loop (compiles fast, whatever the depth) or unrolled.
   m.scan_layers = True
   # auto | blocked | splash (the kernel for TPUs, which auto takes there; elsewhere it is interpreted, which is slow):
-  # how attention is computed; `attention_block` is how many queries blocked takes at a time; on CPU also how many keys.
+  # how attention is computed; `attention_block` is how many queries blocked takes at a time.
   m.attention = "auto"
   m.attention_block = 128
   # Cross-entropy and log-probs hold logits of at most this many vocabulary entries at a time.

@@ -19,7 +19,6 @@ B rows, N prompts, T tokens of a prompt, M completions begun at a time, D hidden
 """
 
 import functools
-import hashlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -35,9 +34,10 @@ from trainer import mesh as mesh_lib
 from trainer.buckets import bucket, power
 from trainer.config import ConfigError
 from trainer.drawing import Options, draw
+from trainer.sampler_rows import Rows, Waiting
 
-# The smallest size of prompts and of caches; a cache becomes longer, and rows become fewer, only beyond these.
-MIN_LENGTH, MIN_SLOTS, MIN_ROWS = 16, 128, 8
+# The smallest size of prompts and of caches.
+MIN_LENGTH = 16
 
 
 @dataclass(frozen=True)
@@ -171,9 +171,9 @@ class Sampler:
     if not prompts:
       return
     samples = [range(num_samples)] * len(prompts) if samples is None else samples
-    waiting = _Waiting(prompts, shown, samples, limits, seed)
+    waiting = Waiting(prompts, shown, samples, limits, seed)
     shards = self._shards
-    rows = _Rows(min(self.rows, power(len(waiting), shards)), shards, [len(prompt) for prompt in prompts],
+    rows = Rows(min(self.rows, power(len(waiting), shards)), shards, [len(prompt) for prompt in prompts],
                  bucket(int(max(limits + [len(prompt) for prompt in prompts])), MIN_LENGTH), self.chunk)
     stop_ids = sorted(set(stop_ids))
     stops = np.full(power(max(len(stop_ids), 1), 8), -1, np.int32)
@@ -201,7 +201,7 @@ class Sampler:
         if reason:
           rows.owners[row] = None
 
-  def _begin(self, params: Any, state: _State, waiting: "_Waiting", rows: "_Rows") -> _State:
+  def _begin(self, params: Any, state: _State, waiting: Waiting, rows: Rows) -> _State:
     """Gives free rows to the next completions that wait, as many as one run of their prompts allows."""
     free = [row for row, owner in enumerate(rows.owners) if owner is None]
     count, width = len(rows.owners), bucket(waiting.next_length(), MIN_LENGTH)
@@ -288,97 +288,6 @@ class Sampler:
     """Keys and values are split by row and head, everything else is on every device."""
     names = (None, "batch", "kv_heads", None, None) if leaf.ndim == 5 else (None,) * leaf.ndim
     return NamedSharding(self.mesh, self._placement.spec(names, leaf.shape))
-
-
-class _Rows:
-  """The rows as the host knows them: whose texts they hold, how far these are, and the sizes of the state."""
-
-  def __init__(self, count: int, unit: int, prompt_lengths: Sequence[int], longest: int, chunk: int):
-    """`unit`: they are a multiple of it; `longest`: the most tokens of a text with its completion, as a size."""
-    # (prompt, sample) of each row; None: it is free.
-    self.owners: list[tuple[int, int] | None] = [None] * count
-    # Tokens drawn for each.
-    self.counts = np.zeros(count, np.int32)
-    self._prompt_lengths, self._longest, self._chunk, self._unit = prompt_lengths, longest, chunk, unit
-    self._least = min(count, power(MIN_ROWS, unit))
-    self._length = self._room(max(prompt_lengths))
-
-  @property
-  def sizes(self) -> tuple[int, int]:
-    """How many they are, and for how many tokens each has room."""
-    return len(self.owners), self._length
-
-  def busy(self) -> list[int]:
-    """The rows with a text."""
-    return [row for row, owner in enumerate(self.owners) if owner is not None]
-
-  def fit(self, waiting: bool) -> tuple[np.ndarray, int]:
-    """Settles the sizes for the next chunk.
-
-    Returns:
-      (the rows that are kept, int32 in their new order, beyond the last for empty ones; how many must be without a text
-      for the host to look before the chunk is over).
-    """
-    busy, old = self.busy(), len(self.owners)
-    texts = [self._prompt_lengths[self.owners[row][0]] + int(self.counts[row]) for row in busy]
-    self._length = max(self._length, self._room(max(texts)))
-    new = old if waiting else min(old, max(power(len(busy), self._unit), self._least))
-    kept = list(range(old)) if new == old else busy + [old] * (new - len(busy))
-    self.owners = [self.owners[row] if row < old else None for row in kept]
-    self.counts = np.array([self.counts[row] if row < old else 0 for row in kept], np.int32)
-    if waiting:
-      # As soon as an eighth can be given to texts that wait.
-      enough = new - len(busy) + max(1, new // 8)
-    else:
-      # As soon as half of them do.
-      enough = new - new // 2 if new > self._least else new
-    return np.array(kept, np.int32), enough
-
-  def _room(self, tokens: int) -> int:
-    """The size for texts of so many tokens and those of a chunk."""
-    return min(self._longest, power(tokens + self._chunk, MIN_SLOTS))
-
-
-class _Waiting:
-  """Completions that have not begun, those of the longest prompts first."""
-
-  def __init__(self, prompts: list[np.ndarray], shown: list[image_tokens.Shown], samples: Sequence[Sequence[int]],
-               limits: np.ndarray, seed: int | str):
-    self.prompts, self.shown, self.limits, self._next = prompts, shown, limits, 0
-    # Of a prompt, rounded up too.
-    self.most_images = image_tokens.slots(max(len(part.images) for part in shown))
-    # Of a prompt, rounded up, so that few shapes occur.
-    self.most_samples = power(max(map(len, samples)), 1)
-    order = sorted(range(len(prompts)), key=lambda i: -len(prompts[i]))
-    self._units = [(prompt, sample) for prompt in order for sample in samples[prompt]]
-    self._hashes = [hashlib.blake2b(f"{seed}:".encode() + ids.tobytes(), digest_size=8) for ids in prompts]
-    for digest, part in zip(self._hashes, shown, strict=True):
-      for image in part.images:
-        digest.update(b":image:" + image.tobytes())
-
-  def __len__(self) -> int:
-    return len(self._units) - self._next
-
-  def next_length(self) -> int:
-    """Tokens of the next prompt; those after it have no more."""
-    return len(self.prompts[self._units[self._next][0]])
-
-  def take(self, count: int, num_prompts: int) -> list[tuple[int, int]]:
-    """(prompt, sample) of at most `count` completions of at most `num_prompts` prompts."""
-    taken, prompts = [], set()
-    for unit in self._units[self._next : self._next + count]:
-      prompts.add(unit[0])
-      if len(prompts) > num_prompts:
-        break
-      taken.append(unit)
-    self._next += len(taken)
-    return taken
-
-  def key(self, prompt: int, sample: int) -> np.ndarray:
-    """Data of the random key, uint32 [2]: a hash of seed, prompt with its images, and sample."""
-    digest = self._hashes[prompt].copy()
-    digest.update(f":{sample}".encode())
-    return np.frombuffer(digest.digest(), np.uint32)
 
 
 def _joined(parts: list[Completion]) -> Completion:

@@ -11,7 +11,7 @@ import pytest
 from models import placement
 from models.transformer import Transformer
 from tests.models.common import FAMILIES, VOCAB, make, random_params
-from trainer import logprobs
+from trainer import logprobs, sampler_rows
 from trainer import mesh as mesh_lib
 from trainer import sampler as sampler_lib
 from trainer.config import ConfigError
@@ -172,8 +172,8 @@ def test_rows_become_fewer_and_the_cache_longer_and_nothing_else_changes(name, m
   model, params = case(name)
   options = dict(num_samples=4, max_new_tokens=[45, 3, 3, 40, 9], stop_ids=STOPS[:1], seed=2)
   whole = Sampler(model, rows=32).generate(params, prompts(), **options)
-  monkeypatch.setattr(sampler_lib, "MIN_SLOTS", 4)
-  monkeypatch.setattr(sampler_lib, "MIN_ROWS", 2)
+  monkeypatch.setattr(sampler_rows, "MIN_SLOTS", 4)
+  monkeypatch.setattr(sampler_rows, "MIN_ROWS", 2)
   for rows in (32, 20, 6):
     sampler = Sampler(model, rows=rows, chunk=5)
     found = sampler.generate(params, prompts(), **options)
@@ -187,7 +187,7 @@ def test_rows_become_fewer_and_the_cache_longer_and_nothing_else_changes(name, m
 
 def test_the_host_looks_as_soon_as_enough_rows_have_ended(monkeypatch):
   """Of eight rows one text goes on: it is not decoded in a row of eight; nor does a text wait for a chunk's end."""
-  monkeypatch.setattr(sampler_lib, "MIN_ROWS", 1)
+  monkeypatch.setattr(sampler_rows, "MIN_ROWS", 1)
   model, params = case("llama")
   drawn = []
   sampler, given = Sampler(model, rows=8, chunk=32), prompts([4] * 8)

@@ -85,9 +85,9 @@ def test_the_images_decide_what_is_said_and_drawn():
   for one, two, some in zip(base, other, images, strict=True):
     assert (one.ids.tolist() == two.ids.tolist()) == (not some)
   # The random bits are others too, not the logits alone.
-  from trainer.sampler import _Waiting
+  from trainer.sampler_rows import Waiting
   layout, limits = image_tokens.layout_of(model), np.full(4, 6)
-  keys = [_Waiting(prompts, image_tokens.shown(layout, prompts, some), [range(1)] * 4, limits, 7)
+  keys = [Waiting(prompts, image_tokens.shown(layout, prompts, some), [range(1)] * 4, limits, 7)
           for some in (images, darker)]
   assert [np.array_equal(*(key.key(p, 0) for key in keys)) for p in range(4)] == [not some for some in images]
 
