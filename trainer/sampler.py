@@ -34,10 +34,7 @@ from trainer import mesh as mesh_lib
 from trainer.buckets import bucket, power
 from trainer.config import ConfigError
 from trainer.drawing import Options, draw
-from trainer.sampler_rows import Rows, Waiting
-
-# The smallest size of prompts and of caches.
-MIN_LENGTH = 16
+from trainer.sampler_rows import MIN_LENGTH, Rows, Waiting
 
 
 @dataclass(frozen=True)

@@ -6,10 +6,11 @@ from collections.abc import Sequence
 import numpy as np
 
 from trainer import image_tokens
-from trainer.buckets import power
+from trainer.buckets import bucket, power
 
-# A cache begins with room for so many tokens, and rows become no fewer than these.
-MIN_SLOTS, MIN_ROWS = 128, 8
+# The smallest size of prompts and of caches. A cache begins with room for so many tokens, and rows become no fewer than
+# these.
+MIN_LENGTH, MIN_SLOTS, MIN_ROWS = 16, 128, 4
 
 
 class Rows:
@@ -56,7 +57,7 @@ class Rows:
 
   def _room(self, tokens: int) -> int:
     """The size for texts of so many tokens and those of a chunk."""
-    return min(self._longest, power(tokens + self._chunk, MIN_SLOTS))
+    return min(self._longest, bucket(max(tokens + self._chunk, MIN_SLOTS), MIN_LENGTH))
 
 
 class Waiting:
