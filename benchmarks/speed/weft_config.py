@@ -40,6 +40,7 @@ def get_config(arg: str) -> ConfigDict:
     r = c.rollout
     r.num_prompts, r.group_size, r.max_new_tokens, r.batch_size = s.PROMPTS, s.GROUP, s.NEW, s.PROMPTS * s.GROUP
     r.rewards.different = config_lib.reward(type="benchmarks.speed.weft_config.different")
+    c.total_steps += 1  # a rollout comes at the end of the step before, so that the last step has none: it is left out
   c.ckpt_percent = 0.0
   c.callbacks.clock = dict(type="benchmarks.speed.weft_config.Clock", path=f"{folder}/clock.json")
   return c
@@ -55,7 +56,7 @@ def write_data(folder: Path) -> None:
   tokenizer.save(str(folder / "tokenizer.json"))
   names = {f"{name}_token": f"<{name}>" for name in ("pad", "bos", "eos", "unk")}
   (folder / "tokenizer_config.json").write_text(json.dumps(names))
-  rng, steps = random.Random(1), s.WARMUP + s.STEPS
+  rng, steps = random.Random(1), s.WARMUP + s.STEPS + 1
   half = s.PAIR_SEQ // 2
   rows = {
       "seq": [dict(text=s.text(rng, s.SEQ)) for _ in range(steps * s.BATCH)],
@@ -91,7 +92,7 @@ class Clock(Callback):
     import jax
 
     parameters = sum(leaf.size for leaf in jax.tree.leaves(run.state["params"]))
-    seconds = [b - a for a, b in zip(self._marks, self._marks[1:], strict=False)]
+    seconds = [b - a for a, b in zip(self._marks, self._marks[1:], strict=False)][:s.WARMUP + s.STEPS]
     self._path.write_text(json.dumps(dict(
         first_step_at=time.time() - time.perf_counter() + self._marks[1], step_seconds=seconds, losses=self._losses,
         parameters=parameters, versions={"jax": jax.__version__},
