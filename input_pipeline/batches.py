@@ -1,7 +1,7 @@
 """Rows of tokens from pieces of documents: the arrays that the model and the loss see."""
 
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from absl import logging
@@ -10,10 +10,10 @@ from ml_collections import ConfigDict
 from input_pipeline.cache import TokenizedSource
 from input_pipeline.examples import WITH_ADVANTAGES, WITH_PARTS, ZERO_ADVANTAGE, learns_texts
 from input_pipeline.files import DataError
-from input_pipeline.fitting import OVER_LONG, WHOLE_OVER_LONG, Pieces, Units, fit, keep_images_whole
+from input_pipeline.fitting import OVER_LONG, WHOLE_OVER_LONG, Parts, Pieces, Units, fit, keep_images_whole, ragged
 from input_pipeline.image_batches import ImageLayout, Pictures
 from input_pipeline.image_texts import sees
-from input_pipeline.packing import Plan, make_plan, ragged
+from input_pipeline.packing import Plan, make_plan
 from trainer.config import ConfigError
 
 NORMALIZE = ("token", "sequence")
@@ -21,7 +21,7 @@ NORMALIZE = ("token", "sequence")
 
 def empty_batch(
     num_rows: int, seq_len: int, pad_id: int, sequences: int = 0, reference: bool = False, advantages: bool = False,
-    images: ImageLayout | None = None,
+    images: ImageLayout | None = None, prompts: bool = False,
 ) -> dict[str, np.ndarray]:
   """Padding only: segment 0, weight 0, source -1.
 
@@ -33,6 +33,7 @@ def empty_batch(
     reference: with an array for the reference's log-probs.
     advantages: with an array for those of segments.
     images: which arrays there are for images; None: none.
+    prompts: with an array for the segments of prompts that parts share.
   """
   shape = (num_rows, seq_len)
   batch = {
@@ -48,16 +49,30 @@ def empty_batch(
     batch["advantages"] = np.zeros((num_rows, sequences), np.float32)
   if reference:
     batch["ref_logprobs"] = np.zeros(shape, np.float32)
+  if prompts:
+    batch["prompt_ids"] = np.zeros(shape, np.int32)
   return batch if images is None else batch | images.empty(*shape)
 
 
+class Segments(NamedTuple):
+  """Of pieces, the numbers of their segments, and of those of the prompts that they share, 0 for none; int64 [P].
+
+  The positions of their tokens are those in the documents that they are of.
+  """
+
+  numbers: np.ndarray
+  prompts: np.ndarray
+
+
 def fill(
-    batch: dict[str, np.ndarray], where: np.ndarray, source: TokenizedSource, pieces: Pieces, normalize: str = "token"
+    batch: dict[str, np.ndarray], where: np.ndarray, source: TokenizedSource, pieces: Pieces, normalize: str = "token",
+    segments: Segments | None = None,
 ) -> tuple[np.ndarray, np.ndarray]:
   """Writes `pieces` into rows `where` (int [R]) of `batch`: each row's pieces side by side from the left.
 
-  Each piece is a segment, numbered from 1 in its row, with positions from 0. All its tokens but the first get their
-  weight, 1 if the source has none. With `normalize="sequence"`, a piece's weights are divided by their sum.
+  Each piece is a segment, without `segments` numbered from 1 in its row, with positions from 0. All its tokens but the
+  first get their weight, 1 if the source has none. With `normalize="sequence"`, a piece's weights are divided by their
+  sum.
 
   Returns:
     Of each token written, its place in the batch (row * seq_len + column) and in the source, int64.
@@ -73,8 +88,14 @@ def fill(
   begin_P = source.offsets[pieces.doc] + pieces.begin
   token = begin_P[piece] + position
   batch["tokens"].reshape(-1)[flat] = source.tokens[token]
-  batch["positions"].reshape(-1)[flat] = position
-  batch["segment_ids"].reshape(-1)[flat] = (1 + np.arange(len(sizes_P)) - first_R[pieces.row])[piece]
+  if segments is None:
+    batch["positions"].reshape(-1)[flat] = position
+    batch["segment_ids"].reshape(-1)[flat] = (1 + np.arange(len(sizes_P)) - first_R[pieces.row])[piece]
+  else:
+    batch["positions"].reshape(-1)[flat] = pieces.begin[piece] + position
+    batch["segment_ids"].reshape(-1)[flat] = segments.numbers[piece]
+    if "prompt_ids" in batch:
+      batch["prompt_ids"].reshape(-1)[flat] = segments.prompts[piece]
   weights = position > 0 if source.weights is None else np.where(position > 0, source.weights[token], 0)
   if normalize == "sequence":
     sums_P = np.bincount(piece, weights, minlength=len(sizes_P))
@@ -125,8 +146,9 @@ def resolve_layout(config: ConfigDict) -> tuple[str, str, str]:
   return packing, over_long, normalize
 
 
-def pack(config: ConfigDict, tokens: TokenizedSource, *, shuffle: bool = True) -> "PackedSource":
-  """A source laid into rows as the config says; what is lost by that is logged.
+def pack(config: ConfigDict, tokens: TokenizedSource, *, shuffle: bool = True, share_prompts: bool = False
+         ) -> "PackedSource":
+  """A source laid into rows as the config says; what is lost by that is logged. `share_prompts`: see `Units`.
 
   Raises:
     ConfigError, DataError: see `resolve_layout`, `make_plan`.
@@ -135,7 +157,7 @@ def pack(config: ConfigDict, tokens: TokenizedSource, *, shuffle: bool = True) -
   units, count = None, None if tokens.weights is None else tokens.count_trained
   spans, pictures = None, Pictures(config, augment=shuffle) if sees(config) and not learns_texts(config) else None
   if tokens.parts_each:
-    units = Units(tokens, config.seq_len, over_long, config.input.max_over_long)
+    units = Units(tokens, config.seq_len, over_long, config.input.max_over_long, share_prompts)
     count, spans = units.count, units.spans
   elif tokens.images is not None:
     if over_long == "split":
@@ -171,6 +193,7 @@ class PackedSource:
     self.tokens, self.plan, self.units, self.advantages, self._normalize = tokens, plan, units, advantages, normalize
     # The most segments of a row, in whatever epoch, where documents have parts; else 0.
     self.sequences = 0 if units is None else plan.most_pieces * units.each
+    self.shares_prompts = units is not None and units.shares
     # Of a reference model, for each of `tokens`, float32; None: batches do without.
     self.reference: np.ndarray | None = None
 
@@ -178,16 +201,11 @@ class PackedSource:
       self, batch: dict[str, np.ndarray], where: np.ndarray, epoch: int, rows: np.ndarray, source_id: int
   ) -> tuple[np.ndarray, np.ndarray]:
     """Writes rows `rows` of `epoch` into rows `where` of `batch`; returns what `fill` does."""
-    source, pieces = self.tokens, self.plan.pieces(epoch, rows)
+    source, pieces, segments = self.tokens, self.plan.pieces(epoch, rows), None
     if self.units is not None:
-      pieces, marks = self.units.parts(pieces)
-      source = source.of_parts()
-      _, nth = ragged(np.bincount(pieces.row, minlength=len(where)))
-      if self.advantages:
-        batch["advantages"][where[pieces.row], nth] = np.where(np.abs(marks) > ZERO_ADVANTAGE, marks, 0)
-        marks = marks != 0
-      batch["sequences"][where[pieces.row], nth] = marks
-    flat, token = fill(batch, where, source, pieces, self._normalize)
+      parts = self.units.parts(pieces)
+      source, pieces, segments = source.of_parts(), parts.pieces, self._mark(batch, where, parts)
+    flat, token = fill(batch, where, source, pieces, self._normalize, segments)
     if self.pictures is not None:
       self.pictures.fill(batch, where, source, pieces, flat, epoch)
     if self.reference is not None:
@@ -195,6 +213,18 @@ class PackedSource:
       batch["ref_logprobs"].reshape(-1)[flat[trained]] = self.reference[token[trained]]
     batch["source_ids"][where] = source_id
     return flat, token
+
+  def _mark(self, batch: dict[str, np.ndarray], where: np.ndarray, parts: Parts) -> Segments:
+    """Says in `batch` what each part is; returns the parts' segments, those of prompts numbered beyond the others."""
+    number = parts.document * self.units.each + parts.nth + 1
+    of_prompt = batch["sequences"].shape[1] + 1 + parts.document
+    there = parts.nth >= 0
+    row, nth, marks = where[parts.pieces.row[there]], number[there] - 1, parts.marks[there]
+    if self.advantages:
+      batch["advantages"][row, nth] = np.where(np.abs(marks) > ZERO_ADVANTAGE, marks, 0)
+      marks = marks != 0
+    batch["sequences"][row, nth] = marks
+    return Segments(np.where(there, number, of_prompt), np.where(there & (parts.pieces.begin > 0), of_prompt, 0))
 
   def counts(self) -> dict[str, Any]:
     """This source's row of `stats_table`."""
@@ -209,6 +239,7 @@ class PackedSource:
         "truncated": s.truncated,
         "tokens lost": s.lost,
         "pieces untrained": s.untrained,
+        "prompt tokens shared": 0 if self.units is None else self.units.saved,
         "bytes": int(tokens.num_bytes.sum()),
         "tokens": s.tokens,
         "images": 0 if tokens.images is None else len(tokens.images.ids),

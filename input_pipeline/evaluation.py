@@ -24,7 +24,7 @@ def default_cache_dir(config: ConfigDict, workdir: str | Path) -> Path:
 
 def make_eval_data(
     config: ConfigDict, tokenizer: Tokenizer, *, workdir: str | Path, sources: ConfigDict | None = None,
-    split: str | None = None, max_documents: int | None = None, progress: bool = False,
+    split: str | None = None, max_documents: int | None = None, share_prompts: bool = False, progress: bool = False,
 ) -> "EvalData":
   """Evaluation data, encoded and packed as the config has it for training; tokenises what is not in the cache yet.
 
@@ -35,6 +35,7 @@ def make_eval_data(
     sources: name -> config, in place of `input.sources`.
     split: in place of the sources' own; None keeps theirs.
     max_documents: a limit for each source, beside its own.
+    share_prompts: see `Units`.
     progress: show a bar while tokenising.
 
   Raises:
@@ -49,7 +50,7 @@ def make_eval_data(
     cache_dir = default_cache_dir(config, workdir)
     tokens = tokenize_source(source, encoder, vocab_size(config, tokenizer), cache_dir, progress)
     opened.append((source, encoder))
-    packed.append(pack(config, tokens, shuffle=False))
+    packed.append(pack(config, tokens, shuffle=False, share_prompts=share_prompts))
   return EvalData(opened, packed, config.seq_len, tokenizer.pad_id, count_bytes=learns_texts(config))
 
 

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from input_pipeline.cache import TokenizedSource
+from input_pipeline.cache import WEIGHTS_READ, TokenizedSource
 from input_pipeline.examples import MISMATCHED
 from input_pipeline.files import DataError
 from trainer.config import ConfigError
@@ -28,6 +28,18 @@ class Pieces(NamedTuple):
   doc: np.ndarray
   begin: np.ndarray
   end: np.ndarray
+
+
+class Parts(NamedTuple):
+  """Parts of documents, in the order in which they stand in rows, each before it the prompt that it may share; [N]."""
+
+  # Of a source in which each part is a document.
+  pieces: Pieces
+  # Which document of its row it belongs to, and which part of it it is, from 0; -1: it is their prompt. int64.
+  document: np.ndarray
+  nth: np.ndarray
+  # Float32; 0 for prompts.
+  marks: np.ndarray
 
 
 class Spans(NamedTuple):
@@ -134,34 +146,44 @@ class Units:
   that would cut one side alone is dropped, so that no comparison is between a whole answer and a beginning; so is what
   keeps no trained token on some side. A mismatched completion without any is left out alone.
 
+  Parts may share their prompt, which then takes a row's places once: all that they begin with alike and that is not
+  trained, but for its last token, with which each part begins (trainer/experience.py says why).
+
   Args:
     tokens: with parts.
     seq_len: places in a row.
     over_long: truncate_end, drop or error; see `fit`.
     max_over_long: see `fit`.
+    share_prompts: whether parts share their prompt. Not with images.
 
   Raises:
     DataError: more documents are too long than may be.
 
   Attributes:
     spans: for a plan, in which no document is cut further.
+    shares: whether parts share their prompt.
+    saved: places that this saves, of all documents together.
     dropped: documents left out, by reason.
     each: parts of a document.
     summed: tokens with a weight, those of mismatched completions included.
   """
 
-  def __init__(self, tokens: TokenizedSource, seq_len: int, over_long: str, max_over_long: float):
-    self.each = tokens.parts_each
+  def __init__(self, tokens: TokenizedSource, seq_len: int, over_long: str, max_over_long: float,
+               share_prompts: bool = False):
+    self.each, self.shares = tokens.parts_each, share_prompts
     self.dropped: dict[str, int] = {}
     sizes_DxP = np.diff(tokens.parts).reshape(-1, self.each)
     marks_DxP = np.array(tokens.marks).reshape(-1, self.each)
-    total_D = sizes_DxP.sum(axis=1)
+    prompts_D = np.maximum(common_beginnings(tokens) - 1, 0) if share_prompts else np.zeros(len(sizes_DxP), np.int64)
+    total_D = _places(sizes_DxP, prompts_D)
     long_D = total_D > seq_len
     check_share(total_D, seq_len, over_long, max_over_long, tokens.name, choices=WHOLE_OVER_LONG)
     if over_long == "drop":
       kept_DxP, bad_D = sizes_DxP, self._drop(long_D, "too long", False)
     else:
-      kept_DxP = np.where(long_D[:, None], np.minimum(sizes_DxP, _largest(sizes_DxP, seq_len)[:, None]), sizes_DxP)
+      own_DxP = np.maximum(sizes_DxP - prompts_D[:, None], 0)
+      most_D = prompts_D + _largest(own_DxP, seq_len - prompts_D)
+      kept_DxP = np.where(long_D[:, None], np.minimum(sizes_DxP, most_D[:, None]), sizes_DxP)
       if tokens.images is not None:
         starts_DxP = np.array(tokens.parts[:-1]).reshape(-1, self.each)
         kept_DxP = tokens.images.outside(starts_DxP + kept_DxP, after=False) - starts_DxP
@@ -175,10 +197,11 @@ class Units:
     self._kept_DxP, self._marks_DxP = np.where(out_DxP, 0, kept_DxP), np.where(out_DxP, 0, marks_DxP)
     self._trained_D = np.where(spare_DxP, 0, trained_DxP).sum(axis=1)
     self.summed = int(np.where(out_DxP, 0, trained_DxP)[~bad_D].sum())
-    lengths_D = self._kept_DxP.sum(axis=1)
-    lost = int(total_D.sum() - lengths_D[~bad_D].sum())
-    whole = Spans(lengths_D, None, None, len(total_D), int(total_D.sum()), int((long_D & ~bad_D).sum()),
-                  int(bad_D.sum()), lost)
+    self._prompts_D = np.where((self._kept_DxP > 0).sum(axis=1) > 1, prompts_D, 0)
+    lengths_D, tokens_D = _places(self._kept_DxP, self._prompts_D), self._kept_DxP.sum(axis=1)
+    self.saved = int((tokens_D - lengths_D)[~bad_D].sum())
+    whole = Spans(lengths_D, None, None, len(total_D), int(sizes_DxP.sum()), int((long_D & ~bad_D).sum()),
+                  int(bad_D.sum()), int(sizes_DxP.sum() - tokens_D[~bad_D].sum()))
     self.spans = whole.only(~bad_D) if bad_D.any() else whole
     # Names what is kept: equal if and only if the same tokens are.
     kept = np.where(bad_D[:, None], 0, self._kept_DxP).astype("<i8")
@@ -194,13 +217,18 @@ class Units:
     part_NxP = doc[:, None] * self.each + np.arange(self.each)
     return tokens.of_parts().count_images(part_NxP, np.zeros_like(kept_NxP), kept_NxP).sum(axis=1)
 
-  def parts(self, pieces: Pieces) -> tuple[Pieces, np.ndarray]:
-    """The parts of documents, as pieces of a source in which each is a document, and the marks of these, float32."""
-    doc = np.repeat(pieces.doc, self.each)
-    part = np.tile(np.arange(self.each), len(pieces.doc))
-    zeros = np.zeros(len(doc), np.int64)
-    kept = Pieces(np.repeat(pieces.row, self.each), doc * self.each + part, zeros, self._kept_DxP[doc, part])
-    return kept, self._marks_DxP[doc, part]
+  def parts(self, pieces: Pieces) -> Parts:
+    """What these documents, which `spans` has, put into their rows; one that is left out alone takes no place."""
+    first = -1 if self.shares else 0
+    nth = np.tile(np.arange(first, self.each), len(pieces.doc))
+    doc, row = (np.repeat(x, self.each - first) for x in (pieces.doc, pieces.row))
+    _, document = ragged(np.bincount(pieces.row))
+    part, prompt = np.maximum(nth, 0), self._prompts_D[doc]
+    kept = self._kept_DxP[doc, part]
+    of_prompt = nth < 0
+    begin = np.where(of_prompt, 0, np.minimum(prompt, kept))
+    some = Pieces(row, doc * self.each + part, begin, np.where(of_prompt, prompt, kept))
+    return Parts(some, np.repeat(document, self.each - first), nth, np.where(of_prompt, 0, self._marks_DxP[doc, part]))
 
   def _drop(self, which_D: np.ndarray, reason: str, before_D: np.ndarray | bool) -> np.ndarray:
     """`before_D` and `which_D`; those that are new are counted under `reason`."""
@@ -213,7 +241,49 @@ class Units:
     return tokens.of_parts().count_trained(parts, np.zeros_like(kept), kept).reshape(kept_DxP.shape)
 
 
-def _largest(sizes_DxP: np.ndarray, seq_len: int) -> np.ndarray:
-  """The largest number of tokens to which parts can be cut (one or two of them) to fit in a row, int64 [D]."""
+def common_beginnings(tokens: TokenizedSource) -> np.ndarray:
+  """How many tokens the parts of each document begin with alike, of which none is trained, int64 [D]; 0 where a
+  document has fewer than two. Parts without tokens do not count."""
+  each, sizes = tokens.parts_each, np.diff(tokens.parts)
+  result = np.zeros(tokens.num_documents, np.int64)
+  if each < 2 or tokens.weights is None:
+    return result
+  first = 0
+  while first < len(result):  # so many documents at a time as have WEIGHTS_READ tokens, or one
+    last = max(first + 1, int(np.searchsorted(tokens.offsets, tokens.offsets[first] + WEIGHTS_READ, "right")) - 1)
+    start, stop = int(tokens.offsets[first]), int(tokens.offsets[last])
+    ids, trained = np.asarray(tokens.tokens[start:stop]), np.flatnonzero(tokens.weights[start:stop])
+    begin_DxP = tokens.parts[first * each:last * each].reshape(-1, each) - start
+    sizes_DxP = sizes[first * each:last * each].reshape(-1, each)
+    # Tokens before the first that is trained; where none is, all.
+    trained = np.append(trained, stop - start)
+    before_DxP = np.minimum(trained[np.searchsorted(trained, begin_DxP)] - begin_DxP, sizes_DxP)
+    there_DxP = sizes_DxP > 0
+    alike_D = np.where(there_DxP, before_DxP, stop - start).min(axis=1)
+    of_first_D = begin_DxP[np.arange(len(begin_DxP)), there_DxP.argmax(axis=1)]
+    for begin_D, is_there_D in zip(begin_DxP.T, there_DxP.T, strict=True):
+      doc, place = ragged(np.where(is_there_D, alike_D, 0))
+      other = ids[begin_D[doc] + place] != ids[of_first_D[doc] + place]
+      np.minimum.at(alike_D, doc[other], place[other])
+    result[first:last] = np.where(there_DxP.sum(axis=1) > 1, alike_D, 0)
+    first = last
+  return result
+
+
+def _places(sizes_DxP: np.ndarray, prompts_D: np.ndarray) -> np.ndarray:
+  """The places of a row that parts take that share so many tokens of each, int64 [D]."""
+  return prompts_D + np.maximum(sizes_DxP - prompts_D[:, None], 0).sum(axis=1)
+
+
+def ragged(counts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+  """(group, index within it) of the items of groups with `counts` items: two int64 arrays of their sum."""
+  group = np.repeat(np.arange(len(counts)), counts)
+  starts = np.cumsum(counts) - counts
+  return group, np.arange(len(group)) - starts[group]
+
+
+def _largest(sizes_DxP: np.ndarray, seq_len: int | np.ndarray) -> np.ndarray:
+  """The largest number of tokens to which parts can be cut (one or two of them) to fit in a row, or in rows of [D]
+  places, int64 [D]."""
   each = sizes_DxP.shape[1]
   return np.maximum(seq_len // each, seq_len - (each - 1) * sizes_DxP.min(axis=1))

@@ -60,9 +60,9 @@ def train_texts(cfg: ConfigDict) -> Callable[[], Iterator[str]]:
 
 
 def make_train_data(
-    cfg: ConfigDict, tokenizer: Tokenizer, *, workdir: str | Path, progress: bool = False
+    cfg: ConfigDict, tokenizer: Tokenizer, *, workdir: str | Path, share_prompts: bool = False, progress: bool = False
 ) -> "TrainData":
-  """The training data of a full config; tokenises what is not in the cache yet.
+  """The training data of a full config; tokenises what is not in the cache yet. `share_prompts`: see `Units`.
 
   Raises:
     ConfigError, DataError, OSError: see `open_source`, `Mixture`, `tokenize_source`.
@@ -81,7 +81,7 @@ def make_train_data(
   for name in names:
     source, encoder = open_examples(cfg, tokenizer, i.sources[name], name)
     tokens = tokenize_source(source, encoder, vocab_size(cfg, tokenizer), default_cache_dir(cfg, workdir), progress)
-    packed.append(pack(cfg, tokens))
+    packed.append(pack(cfg, tokens, share_prompts=share_prompts))
   shares = np.array([[stage[name] for name in names] for stage in weights], np.float64)
   if i.mixture_by == "tokens" and len(names) > 1:
     shares = shares / [_trained_per_row(source) for source in packed]
@@ -89,7 +89,8 @@ def make_train_data(
   mixture = Mixture(starts, shares, [source.plan.num_rows for source in packed], i.stop, names)
   contents = [source.tokens.fingerprint for source in packed]
   pictures = [] if packed[0].pictures is None else [packed[0].pictures.fingerprint]
-  order = [cfg.seed, cfg.seq_len, *resolve_layout(cfg), starts, shares.tolist(), contents, *pictures]
+  order = [cfg.seed, cfg.seq_len, *resolve_layout(cfg), starts, shares.tolist(), contents, *pictures,
+           *["prompts shared"] * share_prompts]
   return TrainData(packed, mixture, sizes, cfg.seq_len, tokenizer.pad_id, _hash(order))
 
 
@@ -195,8 +196,8 @@ class TrainData(PackedData):
 
   def batch(self, step: int, rows: slice | np.ndarray = slice(None)) -> dict[str, np.ndarray]:
     """Rows `rows` of the batch of `step`: tokens, positions, segment_ids, loss_weights [R, T], source_ids [R]; where
-    documents have parts, sequences [R, S], and maybe advantages [R, S]; after `use`, ref_logprobs [R, T]; if the model
-    sees images, what `ImageLayout.empty` has.
+    documents have parts, sequences [R, S], and maybe advantages [R, S]; where these share prompts, prompt_ids [R, T]
+    (trainer/experience.py); after `use`, ref_logprobs [R, T]; if the model sees images, what `ImageLayout.empty` has.
 
     A pure function: neither the calls before nor the thread matter.
     """

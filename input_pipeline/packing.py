@@ -18,7 +18,7 @@ from typing import NamedTuple
 import numpy as np
 
 from input_pipeline.files import DataError
-from input_pipeline.fitting import Pieces, Spans, fit
+from input_pipeline.fitting import Pieces, Spans, fit, ragged
 from trainer.config import ConfigError
 
 PACKINGS = ("concat", "best_fit", "none")
@@ -336,10 +336,3 @@ def best_fit_decreasing(counts: np.ndarray, size: int) -> np.ndarray:
           rooms.setdefault(new_room, []).append(some)
           present |= 1 << new_room
   return np.concatenate(placed)
-
-
-def ragged(counts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-  """(group, index within it) of the items of groups with `counts` items: two int64 arrays of their sum."""
-  group = np.repeat(np.arange(len(counts)), counts)
-  starts = np.cumsum(counts) - counts
-  return group, np.arange(len(group)) - starts[group]

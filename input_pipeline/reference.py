@@ -91,7 +91,7 @@ class ReferenceLogprobs:
     """
     k = index * batch_size + np.arange(batch_size)[rows]
     arrays = empty_batch(len(k), self._seq_len, self._pad_id, self._sequences, advantages=self._packed[0].advantages,
-                         images=image_layout(self._packed))
+                         images=image_layout(self._packed), prompts=self._packed[0].shares_prompts)
     tokens_BxT = np.full(arrays["tokens"].shape, -1, np.int64)
     for s, packed in enumerate(self._packed):
       here = np.flatnonzero((self._starts[s] <= k) & (k < self._starts[s + 1]))
@@ -248,4 +248,4 @@ class PackedData:
 
   def _empty(self, num_rows: int) -> dict[str, np.ndarray]:
     return empty_batch(num_rows, self._seq_len, self._pad_id, self.sequences, self._with_reference,
-                       self._packed[0].advantages, self.image_layout)
+                       self._packed[0].advantages, self.image_layout, self._packed[0].shares_prompts)

@@ -91,6 +91,10 @@ def defaults() -> ConfigDict:
   i.over_long = "auto"
   # The share of a source's documents that may be truncated or dropped for their length; more is an error.
   i.max_over_long = 0.1
+  # Whether answers to one prompt that stand in one row share it (the sides of a preference, the completions of a
+  # rollout), so that it is computed once for them all: always | never | auto: where the model can, but for TPUs, whose
+  # attention kernel does not, and for rollouts whose rows are split over devices.
+  i.share_prompts = "auto"
   # Mixture weights count rows ("examples") or trained tokens ("tokens").
   i.mixture_by = "examples"
   # The data end when the first source has been seen once, when all have, or never.

@@ -227,6 +227,7 @@ def validate(config: ConfigDict) -> None:
       "tokenizer.type": ("auto", "bytes", "bpe", "hf"),
       "input.packing": ("auto", "concat", "best_fit", "none"),
       "input.over_long": ("auto", "split", "truncate_end", "truncate_start", "drop", "error"),
+      "input.share_prompts": ("auto", "always", "never"),
       "input.mixture_by": ("examples", "tokens"),
       "input.stop": ("first", "all", "never"),
       "optimizer.name": ("adamw", "adafactor", "muon", "lion", "sgd"),

@@ -332,9 +332,6 @@ def rollout() -> ConfigDict:
   c.min_p = 0.0
   # Texts decoded at a time.
   c.batch_size = 64
-  # Whether completions of a prompt that stand in one row share it, so that it is computed once for them all: always |
-  # never | auto: where the model can, but for TPUs, whose attention kernel does not, and rows split over devices.
-  c.share_prompts = "auto"
   # Replace groups whose rewards are all equal by new prompts, so many times over (DAPO). Default: that of the preset,
   # or 0.
   c.resample = unset(int)

@@ -80,12 +80,13 @@ def other_documents(s: Subject) -> float:
 
 
 def shared_prompts(s: Subject) -> float:
-  """I3 of completions that share their prompt: against each in a row of its own, prompt and all."""
+  """I3 of completions that share their prompt: against each, or the two of a preference, in a row of its own, prompts
+  and all."""
   if not s.batch.get("prompt_ids", np.zeros(1)).any():
     raise Skip("no completions share a prompt in a row")
-  shards = mesh_lib.batch_shards(s.mesh)
+  shards, together = mesh_lib.batch_shards(s.mesh), 2 if s.config.strategy.name == "dpo" else 1
   one, metrics = s.gradient()
-  other, metrics_apart = s.gradient(padded(completions_apart(s.batch), shards))
+  other, metrics_apart = s.gradient(padded(completions_apart(s.batch, together), shards))
   return max(distance(one, other), abs(metrics["loss"] - metrics_apart["loss"]))  # a loss that may be 0
 
 

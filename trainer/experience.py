@@ -18,7 +18,9 @@ from collections.abc import Sequence as Several
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+import jax
 import numpy as np
+from jax.sharding import AbstractMesh
 
 from input_pipeline.batches import empty_batch
 from input_pipeline.packing import best_fit_decreasing
@@ -28,7 +30,6 @@ from trainer.config import ConfigError
 
 # The fewest segments that a row of a batch has places for.
 MIN_SEGMENTS = 8
-SHARE_PROMPTS = ("auto", "always", "never")
 
 
 @dataclass(frozen=True)
@@ -88,17 +89,27 @@ def collect(units: Iterable[Several[tuple[Sequence, float, int]]]) -> Experience
                     np.array([row[1].number for row in flat], np.int64))
 
 
-def shares_prompts(wanted: str, model: Any, mesh: Any) -> bool:
-  """What `rollout.share_prompts` comes to.
+def shares_prompts(config: Any, model: Any, mesh: Any) -> bool:
+  """What `input.share_prompts` comes to; False where no two sequences of a row have a prompt in common.
+
+  Args:
+    mesh: of devices; or an AbstractMesh, which stands for some of the kind that is here.
 
   Raises:
     ConfigError: prompts are to be shared, and the model cannot.
   """
-  reason = getattr(model, "prompts_apart", "it has no attribute prompts_apart (models/api.py)")
+  sampled, strategy = config.rollout.num_prompts > 0, config.strategy
+  if not sampled and strategy.name != "dpo" and (strategy.name != "kto" or strategy.loss != "kto"):
+    return False
+  wanted, reason = config.input.share_prompts, getattr(
+      model, "prompts_apart", "it has no attribute prompts_apart (models/api.py)")
   if wanted == "always" and reason is not None:
-    raise ConfigError(f"rollout.share_prompts is 'always', which {type(model).__name__} cannot do: {reason}. Use "
-                      "--config.rollout.share_prompts=auto.")
-  apart = reason is not None or mesh.devices.flat[0].platform == "tpu" or mesh.shape.get("context", 1) > 1
+    raise ConfigError(f"input.share_prompts is 'always', which {type(model).__name__} cannot do: {reason}. Use "
+                      "--config.input.share_prompts=auto.")
+  platform = jax.default_backend() if isinstance(mesh, AbstractMesh) else mesh.devices.flat[0].platform
+  apart = reason is not None or platform == "tpu"
+  # What is read from files comes in the same order on every mesh.
+  apart |= sampled and mesh.shape.get("context", 1) > 1
   return not apart if wanted == "auto" else wanted == "always"
 
 

@@ -18,6 +18,7 @@ from trainer import callbacks as cb
 from trainer import (
   config_checks,
   durations,
+  experience,
   hugging_face,
   liveness,
   loggers,
@@ -76,20 +77,20 @@ def train(config: Mapping, workdir: str | Path) -> Run:
     say(note)
   workdir_lib.prepare(resolved, workdir)
 
-  # ------------------------------------------------------------------ data
+  # ------------------------------------------------------------------ tokenizer, model, data; no array yet
   # The first process trains the tokenizer and fills the caches; the others then find them.
   with processes.first_goes_first("tokenizer and token caches"):
     show = jax.process_index() == 0
     rolls_out = config.rollout.num_prompts > 0  # the data are prompts, and what is trained on is sampled
     texts = (prompt_data.prompt_texts if rolls_out else loader.train_texts)(config)
     tokenizer = make_tokenizer(config.tokenizer, texts, workdir / "tokenizer.json", show)
+    model = program_lib.make_model(config, tokenizer.vocab_size)
     data: Any = prompt_data.make_prompt_data(config, tokenizer, show) if rolls_out else loader.make_train_data(
-        config, tokenizer, workdir=workdir, progress=show)
+        config, tokenizer, workdir=workdir, share_prompts=experience.shares_prompts(config, model, mesh), progress=show)
   processes.check_same("the data", data.fingerprint)
   say(loader.format_stats(data.stats()))
 
-  # ------------------------------------------------------------------ model, durations, optimizer
-  model = program_lib.make_model(config, tokenizer.vocab_size)
+  # ------------------------------------------------------------------ rollouts, durations, optimizer
   for note in (*model_notes, *model.reasons):
     say(note)
   export_to = hugging_face.export_folder(config, model, workdir)

@@ -104,10 +104,10 @@ class Microscope:
           dict(zip(dict.fromkeys(images_T[places][images_T[places] > 0].tolist()), pictures.get(number, ()),
                    strict=False)), len(places) - len(shown)))
     size = 2 if name == "dpo" else 1
-    # Prompts that are shared stand first.
-    shared = sum(segment.number in batch.get("prompt_ids", ()) for segment in segments)
-    groups = [[segment] for segment in segments[:shared]]
-    groups += [segments[i:i + size] for i in range(shared, len(segments), size)]
+    shared = set(batch["prompt_ids"][row].tolist()) if "prompt_ids" in batch else set()
+    groups = [[segment] for segment in segments if segment.number in shared]
+    others = [segment for segment in segments if segment.number not in shared]
+    groups += [others[i:i + size] for i in range(0, len(others), size)]
     return page_lib.Row(row, self._rows.source(batch, row), loss, groups)
 
   def _text(self, token: int | None) -> str:

@@ -123,7 +123,8 @@ def main(request: Path, result: Path) -> None:
   state = jax.tree.map(lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),
                        program.abstract_state, program.state_sharding)
   batch = program_lib.abstract_batch(config, model, config.batch_size, precompute=program.precompute,
-                                     images_per_row=config.plan.images_per_row, sharding=program.batch_sharding)
+                                     share_prompts=program.share_prompts, images_per_row=config.plan.images_per_row,
+                                     sharding=program.batch_sharding)
   began = time.monotonic()
   try:
     with mesh_lib.activation_rules(mesh, config.activation_rules):

@@ -244,7 +244,7 @@ class Placed:
     self.parts = {path: (leaf, math.prod(placed[path].shard_shape(leaf.shape))) for path, leaf in flat.items()}
     self.gradients = 4.0 * sum(part for path, (_, part) in self.parts.items() if path in program.optimizer.trainable)
     row = program_lib.abstract_batch(config, program.model, 1, precompute=program.precompute,
-                                     images_per_row=config.plan.images_per_row)
+                                     share_prompts=program.share_prompts, images_per_row=config.plan.images_per_row)
     self.batch_row = float(sum(leaf.size * leaf.dtype.itemsize for leaf in row.values()))
 
   def gathered(self, number_bytes: int, layers: int | None) -> float:

@@ -19,6 +19,7 @@ from models import api, products, remat
 from trainer import (
   config_checks,
   durations,
+  experience,
   hugging_face,
   image_tokens,
   offload,
@@ -48,6 +49,7 @@ class Program:
     params_sharding: that of the parameters.
     batch_sharding: rows over the mesh.
     reference: the leaves of a reference policy, None: there is none. With `precompute` it is not in the state.
+    share_prompts: batches have `prompt_ids`.
     loss_fn: `(params, batch, rng, *reference) -> (terms, metrics)`, the strategy bound to its model and options.
     update_fn: trace it within `mesh.activation_rules(mesh, config.activation_rules)`.
     notes: what the user should know.
@@ -62,6 +64,7 @@ class Program:
   batch_sharding: Any
   reference: Any
   precompute: bool
+  share_prompts: bool
   loss_fn: Callable
   update_fn: Any
   notes: tuple[str, ...]
@@ -154,7 +157,8 @@ def make_program(config: Any, model: Any, optimizer: optim.Optimizer, mesh: Any,
           reference_mix=strategies.reference_mix(strategy_cfg), offloaded=offloaded),
       donate_argnums=0, out_shardings=(state_sharding, None))
   return Program(model, optimizer, mesh, abstract_state, state_sharding, params_sharding, mesh_lib.batch_sharding(mesh),
-                 reference, precompute, loss_fn, update_fn, tuple(notes))
+                 reference, precompute, experience.shares_prompts(config, model, mesh), loss_fn, update_fn,
+                 tuple(notes))
 
 
 def place_state(abstract_state: Any, params_sharding: Any, mesh: Any, offloaded: bool = False) -> Any:
@@ -177,13 +181,14 @@ def planned_optimizer(config: Any, model: Any) -> optim.Optimizer:
                         functools.partial(durations.steps, total_steps=total_steps, **stand_in))
 
 
-def abstract_batch(config: Any, model: Any, rows: int, *, precompute: bool = False, images_per_row: int = 1,
-                   sharding: Any = None) -> dict[str, jax.ShapeDtypeStruct]:
+def abstract_batch(config: Any, model: Any, rows: int, *, precompute: bool = False, share_prompts: bool = False,
+                   images_per_row: int = 1, sharding: Any = None) -> dict[str, jax.ShapeDtypeStruct]:
   """The arrays of a training batch, made without data: names, dtypes and shapes.
 
   Args:
     rows: of the batch.
     precompute: with the reference's log-probs (`Program.precompute`).
+    share_prompts: with the segments of prompts that are shared (`Program.share_prompts`).
     images_per_row: places for images in a row, which the data decide otherwise; for models that take some.
     sharding: of all arrays.
   """
@@ -191,7 +196,7 @@ def abstract_batch(config: Any, model: Any, rows: int, *, precompute: bool = Fal
   parts = name in WITH_PARTS or config.rollout.num_prompts > 0
   row = batches.empty_batch(
       1, config.seq_len, 0, sequences=SEGMENTS if parts else 0, reference=precompute,
-      advantages=name in WITH_ADVANTAGES)
+      advantages=name in WITH_ADVANTAGES, prompts=share_prompts)
   if config.rollout.num_prompts:
     shapes = {"advantages": row["sequences"], "behavior_logprobs": row["loss_weights"]}
     row |= {key: shapes[key] for key in rollout.KEYS[name]}

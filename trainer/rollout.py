@@ -65,9 +65,6 @@ def check(config: Any) -> None:
       raise ConfigError(f"rollout.{key} is {c[key]}; it must be at least {least}.")
   if not c.reward_timeout_seconds > 0:
     raise ConfigError(f"rollout.reward_timeout_seconds is {c.reward_timeout_seconds}; it must be above 0.")
-  if c.share_prompts not in experience_lib.SHARE_PROMPTS:
-    raise ConfigError(f"rollout.share_prompts is {c.share_prompts!r}; allowed: "
-                      f"{', '.join(experience_lib.SHARE_PROMPTS)}.")
   options = Options(c.temperature, c.top_k, c.top_p, c.min_p)
   options.check("rollout.")
   if options.temperature == 0:
@@ -135,7 +132,7 @@ class Rollouts:
     self._keys = KEYS[config.strategy.name]
     self._layout = dict(seq_len=config.seq_len, pad_id=tokenizer.pad_id, row_multiple=micro_batch_size, keys=self._keys,
                         layout=image_tokens.layout_of(model), images=self._images,
-                        share_prompts=experience_lib.shares_prompts(c.share_prompts, model, mesh))
+                        share_prompts=experience_lib.shares_prompts(config, model, mesh))
     if config.strategy.name == "grpo":
       how = (config.strategy.baseline, config.strategy.scale, c.mask_truncated)
       self._lesson = lambda groups: groups_lib.sequences(groups, *how)

@@ -171,7 +171,7 @@ class Sampler:
     waiting = Waiting(prompts, shown, samples, limits, seed)
     shards = self._shards
     rows = Rows(min(self.rows, power(len(waiting), shards)), shards, [len(prompt) for prompt in prompts],
-                 bucket(int(max(limits + [len(prompt) for prompt in prompts])), MIN_LENGTH), self.chunk)
+                bucket(int(max(limits + [len(prompt) for prompt in prompts])), MIN_LENGTH), self.chunk)
     stop_ids = sorted(set(stop_ids))
     stops = np.full(power(max(len(stop_ids), 1), 8), -1, np.int32)
     stops[:len(stop_ids)] = stop_ids

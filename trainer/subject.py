@@ -145,23 +145,32 @@ def split_documents(batch: Mapping[str, np.ndarray], most: int) -> tuple[dict, d
           {key: np.stack([alone[key] for alone in apart]) for key in batch})
 
 
-def completions_apart(batch: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-  """The sequences of a batch whose rows share prompts (`prompt_ids`), each with its prompt in a row of its own."""
+def completions_apart(batch: Mapping[str, np.ndarray], together: int = 1) -> dict[str, np.ndarray]:
+  """The sequences of a batch whose rows share prompts (`prompt_ids`), each with its prompt to itself, and so many in a
+  row of their own (two of a preference), of that many times the length."""
   apart: list[dict[str, np.ndarray]] = []
   for row, segments in enumerate(batch["segment_ids"]):
-    for number in np.flatnonzero(batch["sequences"][row]):
-      mine = segments == number + 1
-      prompt = batch["prompt_ids"][row][mine][0]
-      places = np.flatnonzero(mine | (segments == prompt) & (prompt > 0))  # the prompt stands before
-      alone = {key: np.zeros_like(part[row]) for key, part in batch.items() if key != "prompt_ids"}
-      for key, part in alone.items():
-        if part.shape == segments.shape:
-          part[:len(places)] = batch[key][row][places]
-        elif part.shape == batch["sequences"][row].shape:
-          part[0] = batch[key][row][number]
-        else:
-          alone[key] = batch[key][row]
-      alone["segment_ids"][:len(places)] = 1
+    for first in range(0, batch["sequences"].shape[1], together):
+      numbers = [n for n in range(first, first + together) if batch["sequences"][row][n]]
+      if not numbers:
+        continue
+      of_tokens = [key for key, part in batch.items() if part[row].shape == segments.shape and key != "prompt_ids"]
+      alone = {key: np.zeros_like(batch[key][row], shape=together * len(segments)) for key in of_tokens}
+      begin = 0
+      for n in numbers:
+        mine = segments == n + 1
+        prompt = batch["prompt_ids"][row][mine][0]
+        places = np.flatnonzero(mine | (segments == prompt) & (prompt > 0))  # the prompt stands before
+        for key in of_tokens:
+          alone[key][begin:begin + len(places)] = batch[key][row][places]
+        alone["segment_ids"][begin:begin + len(places)] = n - first + 1
+        begin += len(places)
+      for key, part in batch.items():
+        if part[row].shape == batch["sequences"][row].shape:
+          alone[key] = np.zeros_like(part[row])
+          alone[key][:together] = part[row][first:first + together]
+        elif key not in of_tokens and key != "prompt_ids":
+          alone[key] = part[row]
       apart.append(alone)
   return {key: np.stack([alone[key] for alone in apart]) for key in apart[0]}
 

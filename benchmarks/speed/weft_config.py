@@ -32,7 +32,8 @@ def get_config(arg: str) -> ConfigDict:
     c.strategy = config_lib.strategy("sft")
   if case == "dpo":
     c.strategy = config_lib.strategy("dpo", loss={"sigmoid": 1.0}, beta=0.1)
-    c.batch_size, c.seq_len = s.PAIRS, 2 * s.PAIR_SEQ
+    # A row holds a pair, whose sides share the prompt, which is half of each.
+    c.batch_size, c.seq_len = s.PAIRS, 2 * s.PAIR_SEQ - (s.PAIR_SEQ // 2 - 1)
   if case == "grpo":
     c.strategy = config_lib.strategy("grpo")
     # A row holds the completions of a prompt, which share it.

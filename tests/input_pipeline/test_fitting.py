@@ -5,6 +5,7 @@ import re
 import numpy as np
 import pytest
 
+from input_pipeline import fitting
 from input_pipeline.batches import PackedSource, empty_batch
 from input_pipeline.cache import TokenizedSource
 from input_pipeline.examples import MISMATCHED
@@ -30,8 +31,8 @@ def fit(units, seq_len, over_long="truncate_end", marks=(1.0, 1.0), share=1.0):
 
 
 def kept(units, doc):
-  pieces, _ = units.parts(Pieces(np.array([0]), np.array([doc]), np.array([0]), np.array([0])))
-  return pieces.end.tolist()
+  parts = units.parts(Pieces(np.array([0]), np.array([doc]), np.array([0]), np.array([0])))
+  return parts.pieces.end[parts.nth >= 0].tolist()
 
 
 def test_a_pair_is_cut_at_one_place_on_both_sides_or_dropped():
@@ -75,8 +76,8 @@ def test_a_mismatched_completion_never_costs_its_example():
   marks = [(1.0, MISMATCHED), (-1.0, MISMATCHED), (1.0, MISMATCHED), (1.0, 0.0)]
   units = fit([[(2, 3), (2, 9)], [(2, 9), (2, 9)], [(2, 3), (7, 2)], [(2, 6), (0, 0)]], 12, marks=marks)
   assert [kept(units, doc) for doc in range(4)] == [[5, 7], [6, 6], [5, 0], [8, 0]]
-  pieces, found = units.parts(Pieces(*np.zeros((3, 4), np.int64)[:1], np.arange(4), *np.zeros((2, 4), np.int64)))
-  assert found.tolist() == [1, MISMATCHED, -1, MISMATCHED, 1, 0, 1, 0]
+  parts = units.parts(Pieces(*np.zeros((3, 4), np.int64)[:1], np.arange(4), *np.zeros((2, 4), np.int64)))
+  assert parts.marks.tolist() == [1, MISMATCHED, -1, MISMATCHED, 1, 0, 1, 0]
   assert units.dropped == {} and units.spans.too_long == 0
   assert units.count(np.arange(4), None, None).tolist() == [3, 4, 3, 6]  # what is summed up is not trained
   assert units.summed == 3 + 5 + 4 + 4 + 3 + 6
@@ -123,3 +124,110 @@ def test_rows_by_a_plain_loop(packing):
     assert sorted(seen) == sorted(units.spans.doc.tolist() if units.spans.doc is not None else range(40))
   assert plan.stats().trained == sum(np.minimum(t, max(0, k - b)) for doc in seen for (b, t), k in
                                      zip(made[doc], kept(units, doc), strict=True))
+
+
+# ----------------------------------------------------------------------------------------------
+# Prompts that parts share.
+
+
+def pairs_with_ids(rng, count):
+  """A source of preferences whose prompts are equal, equal up to a place, or have nothing in common."""
+  units, ids = [], []
+  for number in range(count):
+    before, sizes = int(rng.integers(1, 12)), rng.integers(1, 9, 2).tolist()
+    units.append([(before, size) for size in sizes])
+    sides = [rng.integers(1, 50, before + size) for size in sizes]
+    alike = before if number % 4 else int(rng.integers(0, before + 1))
+    sides[1][:alike] = sides[0][:alike]
+    ids += sides
+  return source_of(units)._replace(tokens=np.concatenate(ids).astype(np.uint16))
+
+
+def alike(source, doc):
+  """By a plain loop: tokens that both parts begin with, before any is trained."""
+  sides = [slice(source.parts[2 * doc + part], source.parts[2 * doc + part + 1]) for part in (0, 1)]
+  count = 0
+  for a, b, wa, wb in zip(*(source.tokens[s] for s in sides), *(source.weights[s] for s in sides), strict=False):
+    if a != b or wa or wb:
+      break
+    count += 1
+  return count
+
+
+def test_common_beginnings_by_a_plain_loop(monkeypatch):
+  source = pairs_with_ids(np.random.default_rng(0), 60)
+  expected = [alike(source, doc) for doc in range(60)]
+  assert 0 in expected and max(expected) > 5
+  assert fitting.common_beginnings(source).tolist() == expected
+  monkeypatch.setattr(fitting, "WEIGHTS_READ", 40)  # some documents at a time, or one that has more
+  assert fitting.common_beginnings(source).tolist() == expected
+  assert fitting.common_beginnings(source_of([[(3, 2)], [(2, 2)]], (1.0,))).tolist() == [0, 0]  # nothing beside it
+  absent = source_of([[(3, 2), (0, 0)]], (1.0, 0.0))
+  assert fitting.common_beginnings(absent).tolist() == [0]
+
+
+@pytest.mark.parametrize("packing", ["best_fit", "none"])
+@pytest.mark.parametrize("seq_len", [40, 22])
+def test_sides_that_share_their_prompt_are_the_same_sides(packing, seq_len):
+  """Each token at its position, with its weight, once; in no more places; some pairs are too long for a row."""
+  source = pairs_with_ids(np.random.default_rng(1), 60)
+  units = Units(source, seq_len, "truncate_end", 1.0, share_prompts=True)
+  plan = make_plan(packing, np.diff(source.offsets), seq_len, seed=0, name="s", count=units.count, spans=units.spans)
+  packed = PackedSource(source, plan, units=units)
+  rows, seen = np.arange(plan.num_rows), []
+  batch = empty_batch(len(rows), seq_len, 0, packed.sequences + 2, prompts=packed.shares_prompts)
+  packed.fill(batch, rows, 1, rows, 0)
+  for row in rows:
+    segments, prompts = batch["segment_ids"][row], batch["prompt_ids"][row]
+    assert {0, *segments.tolist()} >= set(prompts.tolist()) and not prompts[segments > packed.sequences + 2].any()
+    for first in np.flatnonzero(batch["sequences"][row])[::2]:
+      sides = []
+      for number in (first, first + 1):
+        mine = np.flatnonzero(segments == number + 1)
+        prompt = prompts[mine[0]]
+        assert len(mine) and (prompts[mine] == prompt).all() and batch["sequences"][row][number] == 1
+        before = np.flatnonzero((segments == prompt) & (prompt > 0))
+        places = np.concatenate([before, mine])
+        assert (np.diff(places) > 0).all()  # it stands before both
+        assert not batch["loss_weights"][row][before].any()
+        assert batch["positions"][row][places].tolist() == list(range(len(places)))
+        sides.append((batch["tokens"][row][places], batch["loss_weights"][row][places], len(before)))
+      doc = next(d for d in range(60) if d not in seen and all(
+          np.array_equal(source.tokens[source.parts[2 * d + p]:][:len(side[0])], side[0])
+          for p, side in enumerate(sides)))
+      seen.append(doc)
+      assert [len(ids) for ids, _, _ in sides] == kept(units, doc)
+      assert {shared for _, _, shared in sides} == {max(alike(source, doc) - 1, 0)}
+      for p, (_, weights, _) in enumerate(sides):
+        assert weights[1:].tolist() == source.weights[source.parts[2 * doc + p]:][1:len(weights)].tolist()
+  apart = Units(source, seq_len, "truncate_end", 1.0)
+  assert sorted(seen) == sorted(range(60) if units.spans.doc is None else units.spans.doc.tolist())
+  # With more room the cut may fall on the longer side alone, so that a pair is dropped that would be cut on both.
+  gone = set(range(60) if apart.spans.doc is None else apart.spans.doc.tolist()) - set(seen)
+  assert len(gone) <= units.dropped.get("one side too long", 0) and units.spans.tokens == apart.spans.tokens
+  # In a larger row than any needs, what is saved is each shared prompt, once.
+  whole = Units(source, 99, "error", 0.0, share_prompts=True)
+  assert whole.saved == sum(max(alike(source, doc) - 1, 0) for doc in range(60)) > 100
+  assert whole.spans.lengths.sum() == np.diff(source.offsets).sum() - whole.saved and whole.spans.lost == 0
+  assert whole.fingerprint == Units(source, 99, "error", 0.0).fingerprint  # the same tokens are kept
+
+
+def test_a_pair_whose_sides_fit_only_with_one_prompt_is_kept_whole():
+  source = source_of([[(8, 3), (8, 4)]])
+  source = source._replace(tokens=np.concatenate([np.arange(1, 9), [1, 2, 3], np.arange(1, 9), [4, 5, 6, 7]]))
+  apart, units = (Units(source, 16, "truncate_end", 1.0, share) for share in (False, True))
+  assert apart.dropped == {"no room for a completion": 1} and units.dropped == {}
+  assert units.spans.lengths.tolist() == [7 + 4 + 5] and units.spans.truncated == 0
+  # One place less: only the longer side would be cut.
+  assert Units(source, 15, "truncate_end", 1.0, True).dropped == {"one side too long": 1}
+
+
+def test_what_is_left_out_alone_leaves_nobody_to_share_with():
+  source = source_of([[(4, 3), (4, 9)], [(4, 3), (0, 0)]], [(1.0, MISMATCHED), (1.0, 0.0)])
+  prompt = [7, 8, 9, 7]
+  source = source._replace(tokens=np.concatenate([prompt, [1] * 3, prompt, [2] * 9, prompt, [3] * 3]))
+  units = Units(source, 19, "truncate_end", 1.0, share_prompts=True)
+  assert units.spans.lengths.tolist() == [3 + 4 + 10, 7] and units.saved == 3
+  parts = units.parts(Pieces(np.array([0, 0]), np.arange(2), np.zeros(2, np.int64), np.zeros(2, np.int64)))
+  assert parts.nth.tolist() == [-1, 0, 1, -1, 0, 1] and parts.document.tolist() == [0, 0, 0, 1, 1, 1]
+  assert parts.pieces.begin.tolist() == [0, 3, 3, 0, 0, 0] and parts.pieces.end.tolist() == [3, 7, 13, 0, 7, 0]

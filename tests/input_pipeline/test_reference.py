@@ -33,17 +33,20 @@ def config(folder, strategy="dpo", seq_len=48, **changed):
   return c
 
 
-def make(c, folder):
-  return loader.make_train_data(c, BytesTokenizer(), workdir=folder)
+def make(c, folder, share_prompts=False):
+  return loader.make_train_data(c, BytesTokenizer(), workdir=folder, share_prompts=share_prompts)
 
 
 def values_of(batch):
-  """A log-prob for each place that depends on what stands in its segment up to there, and on nothing else."""
+  """A log-prob for each place that depends on what it sees of its row, and on nothing else."""
   found = np.zeros(batch["tokens"].shape, np.float32)
   for row, segments in enumerate(batch["segment_ids"]):
-    for segment in range(1, segments.max() + 1):
+    prompts = batch["prompt_ids"][row] if "prompt_ids" in batch else np.zeros_like(segments)
+    for segment in np.unique(segments[segments > 0]):
       here = np.flatnonzero(segments == segment)
-      found[row, here] = -np.cumsum(batch["tokens"][row, here] * (1 + np.arange(len(here)) % 5)) / 1000
+      seen = np.concatenate([np.flatnonzero((segments == prompts[here[0]]) & (prompts[here[0]] > 0)), here])
+      sums = -np.cumsum(batch["tokens"][row, seen] * (1 + np.arange(len(seen)) % 5)) / 1000
+      found[row, here] = sums[len(seen) - len(here):]
   return found
 
 
@@ -54,11 +57,13 @@ def fill(logprobs, batch_size, order=None):
   logprobs.finish()
 
 
+@pytest.mark.parametrize("share", [False, True], ids=["apart", "shared"])
 @pytest.mark.parametrize("strategy", ["dpo", "kto"])
 @pytest.mark.parametrize("packing", ["best_fit", "none"])
-def test_every_token_gets_the_value_of_its_place_in_whatever_row(tmp_path, strategy, packing):
+def test_every_token_gets_the_value_of_its_place_in_whatever_row(tmp_path, strategy, packing, share):
   c = config(tmp_path, strategy, packing=packing)
-  data = make(c, tmp_path)
+  data = make(c, tmp_path, share)
+  assert any(data.batch(step).get("prompt_ids", np.zeros(1)).any() for step in range(5)) == share
   before = [data.batch(step) for step in range(30)]
   logprobs = data.reference("r1", tmp_path / "cache")
   assert not logprobs.complete

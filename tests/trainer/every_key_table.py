@@ -328,7 +328,7 @@ ROLLOUT = {
   **{f"rollout.{key}": run(sampled, value, {"strategy": strategy("dpo")}, prompts)
      for key, value in dict(top_k=3, top_p=0.5, min_p=0.99).items()},
   "rollout.batch_size": run(decoded_rows, 16, base=prompts),
-  "rollout.share_prompts": run(sampled, "never", base=prompts),
+  "input.share_prompts": run(sampled, "never", base=prompts),
   "rollout.resample": run(sampled, 2, {"rollout.rewards.score.type": f"{TOYS}.same"}, prompts),
   "rollout.mask_truncated": run(sampled, True, base=prompts),
   "rollout.rewards": run(sampled, dict(score=dict(type="length", max_length=4)), base=prompts),

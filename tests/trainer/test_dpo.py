@@ -69,6 +69,28 @@ def test_micro_batches_devices_and_packing_do_not_change_the_parameters(pairs, t
       np.testing.assert_allclose(leaf, params[path], atol=2e-6, err_msg=f"{name} {path}")
 
 
+@pytest.mark.parametrize("precompute", [False, True])
+@pytest.mark.parametrize("name", ["dpo", "kto"])
+def test_a_prompt_that_both_share_changes_nothing_but_the_time(pairs, tmp_path, name, precompute):
+  """I3: a pair a row, so that steps have the same ones; with plain SGD, which gradients show in."""
+  found = {}
+  for share in ("never", "auto"):
+    c = sgd(config(pairs, seq_len=128, total_steps=3, input=dict(packing="none", share_prompts=share)))
+    if name == "kto":
+      rows = [json.loads(line) for line in pairs.read_text(encoding="utf-8").splitlines()]
+      rows = [dict(prompt=r["prompt"], completion=" " + r["chosen"], label=i % 2 == 0) for i, r in enumerate(rows)]
+      (tmp_path / "kto.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+      c.input.sources.main.path = str(tmp_path / "kto.jsonl")
+    c.strategy = strategy(name, precompute=precompute)
+    run = train(c, tmp_path / share)
+    assert run.data.batch(0).get("prompt_ids", np.zeros(1)).any() == (share == "auto")
+    found[share] = patterns.flatten(run.state["params"]), rows_of(tmp_path / share, "loss")
+  for path, leaf in found["never"][0].items():
+    np.testing.assert_allclose(leaf, found["auto"][0][path], atol=2e-6, err_msg=path)
+  for step, loss in found["never"][1].items():
+    assert found["auto"][1][step] == pytest.approx(loss, rel=1e-5)
+
+
 @pytest.mark.parametrize("strategy", [{}, {"reference_ema": 0.5, "reference_ema_steps": 2}], ids=["fixed", "moving"])
 def test_a_stopped_run_goes_on_with_the_reference_it_had(pairs, tmp_path, strategy):
   """I5: parameters, optimizer, reference and every logged value bitwise."""

@@ -190,14 +190,26 @@ def test_prompts_are_shared_where_that_can_be():
   one, split = mesh_lib.make_mesh({}, jax.devices()[:1]), mesh_lib.make_mesh(dict(data=4, context=2))
   tpu = SimpleNamespace(devices=np.array([SimpleNamespace(platform="tpu")]), shape={})
   plain = make(num_layers=1)
-  assert [shares_prompts("auto", plain, mesh) for mesh in (one, split, tpu)] == [True, False, False]
-  assert [shares_prompts("always", plain, mesh) for mesh in (one, split, tpu)] == [True] * 3
-  assert not shares_prompts("never", plain, one)
+
+  def found(wanted, model, *meshes, name="grpo", sampled=True, **strategy):
+    config = SimpleNamespace(rollout=SimpleNamespace(num_prompts=int(sampled)), strategy=SimpleNamespace(
+        name=name, **strategy), input=SimpleNamespace(share_prompts=wanted))
+    return [shares_prompts(config, model, mesh) for mesh in meshes]
+
+  assert found("auto", plain, one, split, tpu) == [True, False, False]
+  assert found("always", plain, one, split, tpu) == [True] * 3
+  assert found("never", plain, one) == [False]
+  # Of data from files: the same on every mesh; only where there is something to share.
+  assert found("auto", plain, one, split, tpu, name="dpo", sampled=False) == [True, True, False]
+  assert found("auto", plain, one, name="kto", sampled=False, loss="kto") == [True]
+  for name in ("seq", "sft", "grpo"):
+    assert found("always", plain, one, name=name, sampled=False) == [False]
+  assert found("always", plain, one, name="kto", sampled=False, loss="apo_zero_unpaired") == [False]
   apart = [make(num_layers=1, moe=dict(num_experts=2, experts_per_token=1, expert_size=8)),
            make(num_layers=1, rope_scaling=dict(type="dynamic", factor=2.0, original_positions=8)), object()]
-  assert [shares_prompts("auto", model, one) for model in apart] == [False] * 3
+  assert [found("auto", model, one) for model in apart] == [[False]] * 3
   with pytest.raises(ConfigError, match="object cannot do: it has no attribute prompts_apart"):
-    shares_prompts("always", apart[2], one)
+    found("always", apart[2], one)
 
 
 LAYOUT = Layout(image_token=9, tokens_per_image=2, image_size=1, attention="prefix")

@@ -194,7 +194,7 @@ def of_dpo(c):
 
 def windows(c):
   c.model.layer_pattern, c.model.window = ("local", "global"), 8
-  c.rollout.share_prompts = "always"
+  c.input.share_prompts = "always"
 
 
 @pytest.mark.parametrize("change, said", [
@@ -211,7 +211,6 @@ def windows(c):
     (tokens, "how many tokens rollouts give is not known before"),
     (of_dpo, "config.rollout.mask_truncated = True"),
     (dict(max_turns=3), "config.rollout.max_turns = 3"),
-    (dict(share_prompts="yes"), "rollout.share_prompts is 'yes'; allowed: auto, always, never"),
     (windows, "which Transformer cannot do: the window of its local layers counts places of the row. Use --config"),
     (dict(max_new_tokens=64), "with seq_len=64 it must be from 1 to 63"),
 ])
