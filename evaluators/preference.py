@@ -9,10 +9,11 @@ import numpy as np
 from evaluators import common
 from input_pipeline import loader
 from input_pipeline.batches import check_ids
-from trainer import experience, strategies
+from trainer import strategies
 from trainer.config import ConfigError
 from trainer.mesh import batch_sharding, check_batch, place_batch
 from trainer.metrics import Mean
+from trainer.program import shares_prompts
 from trainer.strategies import preference
 
 STRATEGIES = ("dpo", "kto")
@@ -40,7 +41,7 @@ class Preference:
     sources, split = common.sources(name, cfg, config)
     self._data = loader.make_eval_data(
         config, setup.tokenizer, workdir=setup.workdir, sources=sources, split=split, max_documents=cfg.max_documents,
-        share_prompts=experience.shares_prompts(config, setup.model, setup.mesh), progress=jax.process_index() == 0)
+        share_prompts=shares_prompts(config, setup.model, setup.mesh), progress=jax.process_index() == 0)
     if strategies.needs_reference(config.strategy) and config.strategy.precompute:
       setup.datasets.append(self._data)
     self._batch_size = cfg.batch_size or config.batch_size // config.grad_accum_steps

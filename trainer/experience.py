@@ -16,17 +16,14 @@ from collections import Counter
 from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Several
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-import jax
 import numpy as np
-from jax.sharding import AbstractMesh
 
 from input_pipeline.batches import empty_batch
 from input_pipeline.packing import best_fit_decreasing
 from trainer import image_tokens
 from trainer.buckets import bucket, power
-from trainer.config import ConfigError
 
 # The fewest segments that a row of a batch has places for.
 MIN_SEGMENTS = 8
@@ -87,30 +84,6 @@ def collect(units: Iterable[Several[tuple[Sequence, float, int]]]) -> Experience
                     np.array([len(row[1].ids) for row in flat], np.int64), column(0, np.int64), column(2, np.float32),
                     column(3, np.int32), np.array([row[1].prompt_length for row in flat], np.int64),
                     np.array([row[1].number for row in flat], np.int64))
-
-
-def shares_prompts(config: Any, model: Any, mesh: Any) -> bool:
-  """What `input.share_prompts` comes to; False where no two sequences of a row have a prompt in common.
-
-  Args:
-    mesh: of devices; or an AbstractMesh, which stands for some of the kind that is here.
-
-  Raises:
-    ConfigError: prompts are to be shared, and the model cannot.
-  """
-  sampled, strategy = config.rollout.num_prompts > 0, config.strategy
-  if not sampled and strategy.name != "dpo" and (strategy.name != "kto" or strategy.loss != "kto"):
-    return False
-  wanted, reason = config.input.share_prompts, getattr(
-      model, "prompts_apart", "it has no attribute prompts_apart (models/api.py)")
-  if wanted == "always" and reason is not None:
-    raise ConfigError(f"input.share_prompts is 'always', which {type(model).__name__} cannot do: {reason}. Use "
-                      "--config.input.share_prompts=auto.")
-  platform = jax.default_backend() if isinstance(mesh, AbstractMesh) else mesh.devices.flat[0].platform
-  apart = reason is not None or platform == "tpu"
-  # What is read from files comes in the same order on every mesh.
-  apart |= sampled and mesh.shape.get("context", 1) > 1
-  return not apart if wanted == "auto" else wanted == "always"
 
 
 def make_batch(experience: Experience, units: np.ndarray, *, seq_len: int, pad_id: int, row_multiple: int,

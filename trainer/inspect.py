@@ -22,7 +22,7 @@ from input_pipeline import loader, prompt_data
 from input_pipeline.batches import check_ids
 from input_pipeline.tokenizer import Tokenizer, make_tokenizer
 from models import api
-from trainer import experience, image_tokens, pages, patterns, processes, rollout, strategies
+from trainer import image_tokens, pages, patterns, processes, rollout, strategies
 from trainer import mesh as mesh_lib
 from trainer import program as program_lib
 from trainer import workdir as workdir_lib
@@ -79,7 +79,7 @@ def inspect(config: Mapping, workdir: str | Path, rows: int = ROWS) -> Path:
     shown = shown_prompts(resolved, tokenizer, rows)
   else:
     data = loader.make_train_data(resolved, tokenizer, workdir=workdir, progress=True,
-                                  share_prompts=experience.shares_prompts(resolved, model, mesh))
+                                  share_prompts=program_lib.shares_prompts(resolved, model, mesh))
     batch = check_ids(data.batch(0, slice(0, rows)), model.vocab_size)
     shown = Shown([row_tokens(batch, row, tokenizer) for row in range(len(batch["tokens"]))],
                   [""] * len(batch["tokens"]),

@@ -18,7 +18,6 @@ from trainer import callbacks as cb
 from trainer import (
   config_checks,
   durations,
-  experience,
   hugging_face,
   liveness,
   loggers,
@@ -85,8 +84,9 @@ def train(config: Mapping, workdir: str | Path) -> Run:
     texts = (prompt_data.prompt_texts if rolls_out else loader.train_texts)(config)
     tokenizer = make_tokenizer(config.tokenizer, texts, workdir / "tokenizer.json", show)
     model = program_lib.make_model(config, tokenizer.vocab_size)
+    share_prompts = program_lib.shares_prompts(config, model, mesh)
     data: Any = prompt_data.make_prompt_data(config, tokenizer, show) if rolls_out else loader.make_train_data(
-        config, tokenizer, workdir=workdir, share_prompts=experience.shares_prompts(config, model, mesh), progress=show)
+        config, tokenizer, workdir=workdir, share_prompts=share_prompts, progress=show)
   processes.check_same("the data", data.fingerprint)
   say(loader.format_stats(data.stats()))
 
@@ -95,7 +95,8 @@ def train(config: Mapping, workdir: str | Path) -> Run:
     say(note)
   export_to = hugging_face.export_folder(config, model, workdir)
   if rolls_out:
-    data = rollout.Rollouts(config, data, model, tokenizer, mesh, micro_batch_size=micro_batch_size, workdir=workdir)
+    data = rollout.Rollouts(config, data, model, tokenizer, mesh, micro_batch_size=micro_batch_size,
+                            share_prompts=share_prompts, workdir=workdir)
   lengths: dict[str, Any] = dict(batch_size=lambda step: data.batch_range(step)[0], rows_per_epoch=data.rows_per_epoch,
                  seq_len=None if rolls_out else config.seq_len)
   total_steps = _total_steps(durations.resolve(config, "total", total_steps=None, **lengths), data.num_steps, say)

@@ -11,6 +11,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax.sharding import AbstractMesh
 from ml_collections import ConfigDict
 
 from input_pipeline import batches
@@ -19,7 +20,6 @@ from models import api, products, remat
 from trainer import (
   config_checks,
   durations,
-  experience,
   hugging_face,
   image_tokens,
   offload,
@@ -33,6 +33,7 @@ from trainer import mesh as mesh_lib
 from trainer import reference as reference_lib
 from trainer import state as state_lib
 from trainer import update as update_lib
+from trainer.config import ConfigError
 from trainer.strategies import STRATEGIES, presets
 
 # Of a batch whose data nobody has read: segments of a row, where documents have parts.
@@ -118,6 +119,30 @@ def make_optimizer(config: Any, model: Any, total_steps: int, to_steps: Any) -> 
                               to_steps=to_steps, only=model.trained_only, precision=config.precision, seed=config.seed)
 
 
+def shares_prompts(config: Any, model: Any, mesh: Any) -> bool:
+  """What `input.share_prompts` comes to; False where no two sequences of a row have a prompt in common.
+
+  Args:
+    mesh: of devices; or an AbstractMesh, which stands for some of the kind that is here.
+
+  Raises:
+    ConfigError: prompts are to be shared, and the model cannot.
+  """
+  sampled, strategy = config.rollout.num_prompts > 0, config.strategy
+  if not sampled and strategy.name != "dpo" and (strategy.name != "kto" or strategy.loss != "kto"):
+    return False
+  wanted, reason = config.input.share_prompts, getattr(
+      model, "prompts_apart", "it has no attribute prompts_apart (models/api.py)")
+  if wanted == "always" and reason is not None:
+    raise ConfigError(f"input.share_prompts is 'always', which {type(model).__name__} cannot do: {reason}. Use "
+                      "--config.input.share_prompts=auto.")
+  platform = jax.default_backend() if isinstance(mesh, AbstractMesh) else mesh.devices.flat[0].platform
+  apart = reason is not None or platform == "tpu"
+  # What is read from files comes in the same order on every mesh.
+  apart |= sampled and mesh.shape.get("context", 1) > 1
+  return not apart if wanted == "auto" else wanted == "always"
+
+
 def make_program(config: Any, model: Any, optimizer: optim.Optimizer, mesh: Any,
                  source_names: Sequence[str]) -> Program:
   """The step of that config on that mesh.
@@ -157,7 +182,7 @@ def make_program(config: Any, model: Any, optimizer: optim.Optimizer, mesh: Any,
           reference_mix=strategies.reference_mix(strategy_cfg), offloaded=offloaded),
       donate_argnums=0, out_shardings=(state_sharding, None))
   return Program(model, optimizer, mesh, abstract_state, state_sharding, params_sharding, mesh_lib.batch_sharding(mesh),
-                 reference, precompute, experience.shares_prompts(config, model, mesh), loss_fn, update_fn,
+                 reference, precompute, shares_prompts(config, model, mesh), loss_fn, update_fn,
                  tuple(notes))
 
 

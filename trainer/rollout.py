@@ -111,6 +111,7 @@ class Rollouts:
     prompts: what to complete.
     model, tokenizer, mesh: the policy's.
     micro_batch_size: rows of a batch are a multiple of it.
+    share_prompts: whether completions in one row share their prompt.
     workdir: of the run, for the tables in samples/.
 
   Attributes:
@@ -123,7 +124,7 @@ class Rollouts:
   """
 
   def __init__(self, config: Any, prompts: PromptData, model: Any, tokenizer: Any, mesh: Any, *, micro_batch_size: int,
-               workdir: Any):
+               share_prompts: bool, workdir: Any):
     c, self._seed, self._workdir = config.rollout, config.seed, workdir
     # Read here, so that the audit of the config sees them used.
     self._num_prompts, self._group_size, self._resample = c.num_prompts, c.group_size, c.resample
@@ -132,7 +133,7 @@ class Rollouts:
     self._keys = KEYS[config.strategy.name]
     self._layout = dict(seq_len=config.seq_len, pad_id=tokenizer.pad_id, row_multiple=micro_batch_size, keys=self._keys,
                         layout=image_tokens.layout_of(model), images=self._images,
-                        share_prompts=experience_lib.shares_prompts(config, model, mesh))
+                        share_prompts=share_prompts)
     if config.strategy.name == "grpo":
       how = (config.strategy.baseline, config.strategy.scale, c.mask_truncated)
       self._lesson = lambda groups: groups_lib.sequences(groups, *how)

@@ -1,44 +1,63 @@
 """How long the matrix products of a step of benchmarks/speed take alone: the least that a step can take.
 
-    python -m benchmarks.speed.products
+    python -m benchmarks.speed.products [--peer peers/bin/python]
 
 Each product is compiled and timed by itself, the best of several times, and counted as often as a step needs it:
 forward, for the gradient of its input and for that of its kernel. Attention's are those with keys that a block of 128
-queries can see. What is computed again to save memory is not counted.
+queries can see. What is computed again to save memory is not counted. With a peer, PyTorch's times of the same products
+follow.
 """
 
+import argparse
 import statistics
+import subprocess
 import time
-
-import jax
-import jax.numpy as jnp
+from collections.abc import Callable
+from pathlib import Path
 
 from benchmarks.speed import sizes as s
 
 BLOCK = 128
+REPEATS = 15
+# einsum, shapes of its operands, float32 -> seconds
+Seconds = Callable[[str, tuple[int, ...], tuple[int, ...]], float]
 
 
-def seconds(product: str, a: tuple[int, ...], b: tuple[int, ...], repeats: int = 15) -> float:
-  """The best time of an einsum of float32 arrays of these shapes."""
-  x, y = jnp.ones(a, jnp.float32), jnp.ones(b, jnp.float32)
-  compiled = jax.jit(lambda x, y: jnp.einsum(product, x, y)).lower(x, y).compile()
-  jax.block_until_ready(compiled(x, y))
+def best(run: Callable[[], object]) -> float:
+  """The best time of several, after one that is not counted."""
+  run()
   times = []
-  for _ in range(repeats):
+  for _ in range(REPEATS):
     start = time.perf_counter()
-    jax.block_until_ready(compiled(x, y))
+    run()
     times.append(time.perf_counter() - start)
   return min(times)
 
 
-def linear(inputs: int, outputs: int) -> float:
+def of_jax(product: str, a: tuple[int, ...], b: tuple[int, ...]) -> float:
+  import jax
+  import jax.numpy as jnp
+
+  x, y = jnp.ones(a, jnp.float32), jnp.ones(b, jnp.float32)
+  compiled = jax.jit(lambda x, y: jnp.einsum(product, x, y)).lower(x, y).compile()
+  return best(lambda: jax.block_until_ready(compiled(x, y)))
+
+
+def of_torch(product: str, a: tuple[int, ...], b: tuple[int, ...]) -> float:
+  import torch
+
+  x, y = torch.ones(a), torch.ones(b)
+  return best(lambda: torch.einsum(product, x, y))
+
+
+def linear(seconds: Seconds, inputs: int, outputs: int) -> float:
   """The three products of a layer over all tokens of a step."""
   N = s.BATCH * s.SEQ
   return (seconds("nk,km->nm", (N, inputs), (inputs, outputs)) + seconds("nm,km->nk", (N, outputs), (inputs, outputs))
           + seconds("nk,nm->km", (N, inputs), (N, outputs)))
 
 
-def attention() -> float:
+def attention(seconds: Seconds) -> float:
   """The six products of a layer's attention."""
   total, size, rows = 0.0, s.HIDDEN // s.HEADS, s.BATCH * s.HEADS
   for stop in range(BLOCK, s.SEQ + 1, BLOCK):
@@ -59,18 +78,27 @@ def flops() -> float:
 
 
 def main() -> None:
+  parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+  parser.add_argument("--peer", help="the Python with torch")
+  parser.add_argument("--torch", action="store_true", help="PyTorch's times alone")
+  args = parser.parse_args()
+  seconds = of_torch if args.torch else of_jax
   parts = {
-      "projections of attention": s.LAYERS * 4 * linear(s.HIDDEN, s.HIDDEN),
-      "MLP": s.LAYERS * (2 * linear(s.HIDDEN, s.FFN) + linear(s.FFN, s.HIDDEN)),
-      "attention": s.LAYERS * attention(),
-      "unembedding": linear(s.HIDDEN, s.VOCAB),
+      "projections of attention": s.LAYERS * 4 * linear(seconds, s.HIDDEN, s.HIDDEN),
+      "MLP": s.LAYERS * (2 * linear(seconds, s.HIDDEN, s.FFN) + linear(seconds, s.FFN, s.HIDDEN)),
+      "attention": s.LAYERS * attention(seconds),
+      "unembedding": linear(seconds, s.HIDDEN, s.VOCAB),
   }
+  print("PyTorch" if args.torch else "JAX")
   for name, value in parts.items():
     print(f"{name:<26}{value:7.3f} s")
   total = sum(parts.values())
-  square = statistics.median(seconds("nk,km->nm", (2048, 2048), (2048, 2048), 5) for _ in range(3))
+  square = statistics.median(seconds("nk,km->nm", (2048, 2048), (2048, 2048)) for _ in range(3))
   print(f"{'all products of a step':<26}{total:7.3f} s, {flops() / total / 1e9:.0f} GFLOP/s; a product of 2048×2048 "
-        f"matrices: {2 * 2048**3 / square / 1e9:.0f} GFLOP/s")
+        f"matrices: {2 * 2048**3 / square / 1e9:.0f} GFLOP/s", flush=True)
+  if args.peer:
+    subprocess.run([args.peer, "-m", "benchmarks.speed.products", "--torch"], check=True,
+                   cwd=Path(__file__).resolve().parents[2])
 
 
 if __name__ == "__main__":

@@ -1,16 +1,12 @@
 """Batches from experience: every sequence once, whole, where its unit is; few shapes; nothing lost on the way."""
 
-from types import SimpleNamespace
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from tests.models.common import FAMILIES, VOCAB, make, random_params
-from trainer import mesh as mesh_lib
-from trainer.config import ConfigError
-from trainer.experience import Experience, Sequence, collect, make_batch, shares_prompts
+from trainer.experience import Experience, Sequence, collect, make_batch
 from trainer.image_tokens import Layout
 from trainer.strategies import sequences
 from trainer.subject import completions_apart
@@ -185,31 +181,6 @@ def test_shared_prompts_change_neither_log_probs_nor_gradients(name):
   assert by_worth[0] == pytest.approx(by_worth[1], rel=1e-5)
   jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=2e-5), gradient, plain)
 
-
-def test_prompts_are_shared_where_that_can_be():
-  one, split = mesh_lib.make_mesh({}, jax.devices()[:1]), mesh_lib.make_mesh(dict(data=4, context=2))
-  tpu = SimpleNamespace(devices=np.array([SimpleNamespace(platform="tpu")]), shape={})
-  plain = make(num_layers=1)
-
-  def found(wanted, model, *meshes, name="grpo", sampled=True, **strategy):
-    config = SimpleNamespace(rollout=SimpleNamespace(num_prompts=int(sampled)), strategy=SimpleNamespace(
-        name=name, **strategy), input=SimpleNamespace(share_prompts=wanted))
-    return [shares_prompts(config, model, mesh) for mesh in meshes]
-
-  assert found("auto", plain, one, split, tpu) == [True, False, False]
-  assert found("always", plain, one, split, tpu) == [True] * 3
-  assert found("never", plain, one) == [False]
-  # Of data from files: the same on every mesh; only where there is something to share.
-  assert found("auto", plain, one, split, tpu, name="dpo", sampled=False) == [True, True, False]
-  assert found("auto", plain, one, name="kto", sampled=False, loss="kto") == [True]
-  for name in ("seq", "sft", "grpo"):
-    assert found("always", plain, one, name=name, sampled=False) == [False]
-  assert found("always", plain, one, name="kto", sampled=False, loss="apo_zero_unpaired") == [False]
-  apart = [make(num_layers=1, moe=dict(num_experts=2, experts_per_token=1, expert_size=8)),
-           make(num_layers=1, rope_scaling=dict(type="dynamic", factor=2.0, original_positions=8)), object()]
-  assert [found("auto", model, one) for model in apart] == [[False]] * 3
-  with pytest.raises(ConfigError, match="object cannot do: it has no attribute prompts_apart"):
-    found("always", apart[2], one)
 
 
 LAYOUT = Layout(image_token=9, tokens_per_image=2, image_size=1, attention="prefix")

@@ -3,6 +3,7 @@
 import json
 import math
 import re
+from types import SimpleNamespace
 
 import jax
 import numpy as np
@@ -12,6 +13,7 @@ from jax.sharding import AbstractMesh, AxisType
 from input_pipeline import loader
 from input_pipeline.tokenizer import BytesTokenizer
 from tests import tiny
+from tests.models.common import make
 from trainer import config_checks, experience, logprobs, rollout, token_sums
 from trainer import mesh as mesh_lib
 from trainer import program as program_lib
@@ -137,3 +139,29 @@ def test_keys_that_the_step_reads_count_as_read(tmp_path):
   model = program_lib.make_model(view, BytesTokenizer.vocab_size)
   program_lib.make_program(view, model, program_lib.planned_optimizer(config, model), abstract_mesh(), ["main"])
   assert {"remat", "precision.compute", "optimizer.clip_norm", "sharding_rules", "seed"} <= view._read
+
+
+def test_prompts_are_shared_where_that_can_be():
+  one, split = mesh_lib.make_mesh({}, jax.devices()[:1]), mesh_lib.make_mesh(dict(data=4, context=2))
+  tpu = SimpleNamespace(devices=np.array([SimpleNamespace(platform="tpu")]), shape={})
+  plain = make(num_layers=1)
+
+  def found(wanted, model, *meshes, name="grpo", sampled=True, **strategy):
+    config = SimpleNamespace(rollout=SimpleNamespace(num_prompts=int(sampled)), strategy=SimpleNamespace(
+        name=name, **strategy), input=SimpleNamespace(share_prompts=wanted))
+    return [program_lib.shares_prompts(config, model, mesh) for mesh in meshes]
+
+  assert found("auto", plain, one, split, tpu, abstract_mesh(data=8)) == [True, False, False, True]
+  assert found("always", plain, one, split, tpu) == [True] * 3
+  assert found("never", plain, one) == [False]
+  # Of data from files: the same on every mesh; only where there is something to share.
+  assert found("auto", plain, one, split, tpu, name="dpo", sampled=False) == [True, True, False]
+  assert found("auto", plain, one, name="kto", sampled=False, loss="kto") == [True]
+  for name in ("seq", "sft", "grpo"):
+    assert found("always", plain, one, name=name, sampled=False) == [False]
+  assert found("always", plain, one, name="kto", sampled=False, loss="apo_zero_unpaired") == [False]
+  apart = [make(num_layers=1, moe=dict(num_experts=2, experts_per_token=1, expert_size=8)),
+           make(num_layers=1, rope_scaling=dict(type="dynamic", factor=2.0, original_positions=8)), object()]
+  assert [found("auto", model, one) for model in apart] == [[False]] * 3
+  with pytest.raises(ConfigError, match="object cannot do: it has no attribute prompts_apart"):
+    found("always", apart[2], one)
