@@ -9,7 +9,7 @@ samples nothing and makes no parameter. The page shows images as they reach the 
 import io
 import itertools
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from html import escape
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -36,13 +36,14 @@ BOLD, DIM, TRAINED, PARTLY, OFF = "\033[1m", "\033[2m", "\033[30;42m", "\033[30;
 
 
 class Token(NamedTuple):
-  """One place of a row. `weight` is that of the loss of predicting it."""
+  """One place of a row. `weight`: of the loss of predicting it; `prompt`: the segment it sees beside its own, or 0."""
 
   text: str
   id: int
   weight: float
   segment: int
   position: int
+  prompt: int = 0
 
 
 class Shown(NamedTuple):
@@ -126,7 +127,8 @@ def shown_prompts(config: ConfigDict, tokenizer: Tokenizer, rows: int) -> Shown:
 
 def row_tokens(batch: Mapping[str, np.ndarray], row: int, tokenizer: Tokenizer) -> list[Token]:
   """The tokens of a row, without its padding."""
-  columns = [batch[key][row] for key in ("tokens", "loss_weights", "segment_ids", "positions")]
+  columns = [batch[key][row] for key in ("tokens", "loss_weights", "segment_ids", "positions", "prompt_ids")
+             if key in batch]
   columns = [column[batch["segment_ids"][row] > 0].tolist() for column in columns]
   texts = token_texts(columns[0], tokenizer)
   return [Token(text, *values) for text, *values in zip(texts, *columns, strict=True)]
@@ -172,9 +174,22 @@ def row_text(tokens: list[Token], row: int) -> str:
   for segment in dict.fromkeys(token.segment for token in tokens):
     mine = [token for token in tokens if token.segment == segment]
     trained = sum(token.weight > 0 for token in mine)
-    lines.append(f"{BOLD}row {row}, segment {segment}: {len(mine)} tokens, {trained} trained{OFF}")
+    what = _called(segment, tokens)
+    lines.append(f"{BOLD}row {row}, {what}: {len(mine)} tokens, {trained} trained{OFF}")
     lines.append("".join(f"{_colour(token.weight)}{_visible(token.text)}{OFF}" for token in in_short(mine)))
   return "\n".join(lines)
+
+
+def _called(segment: int, tokens: list[Token]) -> str:
+  """A segment by its number, and whose prompt it is, if it is one that others share."""
+  label = prompt_of([t.segment for t in tokens if t.prompt == segment])
+  return f"segment {segment}{label and ', '}{label}"
+
+
+def prompt_of(users: Iterable[int]) -> str:
+  """What a segment is that these, each once or more, see as their prompt; "" if there are none."""
+  numbers = sorted(set(users))
+  return f"the prompt of segments {', '.join(map(str, numbers))}" if numbers else ""
 
 
 def token_table(tokens: list[Token], limit: int = 48) -> str:
@@ -256,7 +271,7 @@ def html_page(shown: Shown, histogram: str, parameters: str) -> str:
       if t.segment != segment:
         segment = t.segment
         mine = [other for other in tokens if other.segment == segment]
-        spans.append(f"<h3>row {number}, segment {segment}: {len(mine)} tokens, "
+        spans.append(f"<h3>row {number}, {_called(segment, tokens)}: {len(mine)} tokens, "
                      f"{sum(other.weight > 0 for other in mine)} trained</h3>")
         spans += map(pages.picture, images.get(segment, ()))
       title = f"{t.text!r} id {t.id}, weight {t.weight:g}, segment {t.segment}, position {t.position}"

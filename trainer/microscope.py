@@ -214,9 +214,9 @@ def ranks(hidden_BxTxD: jax.Array, kernel_DxV: jax.Array, targets_BxT: jax.Array
 
 def _label(strategy: str, batch: Mapping[str, np.ndarray], row: int, segment: int) -> str:
   """What a segment is."""
-  of_prompt = batch["prompt_ids"][row] == segment if "prompt_ids" in batch else np.zeros(0, bool)
-  if of_prompt.any():
-    return f"the prompt of segments {', '.join(map(str, np.unique(batch['segment_ids'][row][of_prompt])))}"
+  users = batch["segment_ids"][row][batch["prompt_ids"][row] == segment] if "prompt_ids" in batch else np.zeros(0, int)
+  if prompt := inspect.prompt_of(users.tolist()):
+    return prompt
   return _LABELS[strategy](batch, row, segment) if strategy in _LABELS else ""
 
 
