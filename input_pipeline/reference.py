@@ -146,7 +146,8 @@ class _File:
 
   def __init__(self, cache_dir: Path, packed: PackedSource, fingerprint: str):
     tokens = packed.tokens
-    parts = json.dumps([VERSION, tokens.fingerprint, packed.units.fingerprint, fingerprint])
+    parts = json.dumps([VERSION, tokens.fingerprint, packed.units.fingerprint, fingerprint,
+                        *["prompts shared"] * packed.shares_prompts])  # which rounds differently
     key = hashlib.blake2b(parts.encode(), digest_size=12).hexdigest()
     self._folder = cache_dir / f"{re.sub(r'[^A-Za-z0-9_.-]', '_', tokens.name)}-reference-{key}"
     self._size, self._needed = len(tokens.tokens), packed.units.summed

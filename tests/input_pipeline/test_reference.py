@@ -109,6 +109,7 @@ def test_they_are_found_again_by_content(tmp_path):
   data = make(c, tmp_path)
   again = data.reference("r1", cache)
   assert again.complete and len(list(cache.glob("*-reference-*"))) == 2 and not list(cache.glob(".tmp-*"))
+  assert not make(c, tmp_path, share_prompts=True).reference("r1", cache).complete
   again.store(again.batch(0, 4), values_of(again.batch(0, 4).arrays) - 1)  # changes nothing
   again.finish()
   data.use(again)
