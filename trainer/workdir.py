@@ -71,7 +71,8 @@ def check_same_data(meta: Mapping, fingerprint: str, allow_changes: bool) -> Non
   if meta and meta["data_fingerprint"] != fingerprint and not allow_changes:
     raise ConfigError(
         "the training data, the tokenizer or their order changed since the checkpoint was written, so the run would "
-        "not continue as it was. Restore the files, use a new --workdir, or --config.allow_config_changes=True.")
+        "not continue as it was. Restore the files (of preferences on another kind of device also "
+        "input.share_prompts, always or never), use a new --workdir, or --config.allow_config_changes=True.")
 
 
 def save_config(resolved: Any, workdir: Path, tokenizer: Tokenizer) -> None:
