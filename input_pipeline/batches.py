@@ -94,7 +94,7 @@ def fill(
   else:
     batch["positions"].reshape(-1)[flat] = pieces.begin[piece] + position
     batch["segment_ids"].reshape(-1)[flat] = segments.numbers[piece]
-    if "prompt_ids" in batch:
+    if "prompt_ids" in batch or segments.prompts.any():  # without the array nobody would see the prompts
       batch["prompt_ids"].reshape(-1)[flat] = segments.prompts[piece]
   weights = position > 0 if source.weights is None else np.where(position > 0, source.weights[token], 0)
   if normalize == "sequence":

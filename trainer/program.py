@@ -131,8 +131,8 @@ def shares_prompts(config: Any, model: Any, mesh: Any) -> bool:
   sampled, strategy = config.rollout.num_prompts > 0, config.strategy
   if not sampled and strategy.name != "dpo" and (strategy.name != "kto" or strategy.loss != "kto"):
     return False
-  wanted, reason = config.input.share_prompts, getattr(
-      model, "prompts_apart", "it has no attribute prompts_apart (models/api.py)")
+  wanted = config.input.share_prompts
+  reason = getattr(model, "prompts_apart", "it has no attribute prompts_apart (models/api.py)")
   if wanted == "always" and reason is not None:
     raise ConfigError(f"input.share_prompts is 'always', which {type(model).__name__} cannot do: {reason}. Use "
                       "--config.input.share_prompts=auto.")
@@ -182,8 +182,7 @@ def make_program(config: Any, model: Any, optimizer: optim.Optimizer, mesh: Any,
           reference_mix=strategies.reference_mix(strategy_cfg), offloaded=offloaded),
       donate_argnums=0, out_shardings=(state_sharding, None))
   return Program(model, optimizer, mesh, abstract_state, state_sharding, params_sharding, mesh_lib.batch_sharding(mesh),
-                 reference, precompute, shares_prompts(config, model, mesh), loss_fn, update_fn,
-                 tuple(notes))
+                 reference, precompute, shares_prompts(config, model, mesh), loss_fn, update_fn, tuple(notes))
 
 
 def place_state(abstract_state: Any, params_sharding: Any, mesh: Any, offloaded: bool = False) -> Any:

@@ -177,6 +177,8 @@ def test_sides_that_share_their_prompt_are_the_same_sides(packing, seq_len):
   rows, seen = np.arange(plan.num_rows), []
   batch = empty_batch(len(rows), seq_len, 0, packed.sequences + 2, prompts=packed.shares_prompts)
   packed.fill(batch, rows, 1, rows, 0)
+  with pytest.raises(KeyError, match="prompt_ids"):  # sides would lose their prompts
+    packed.fill(empty_batch(len(rows), seq_len, 0, packed.sequences), rows, 1, rows, 0)
   for row in rows:
     segments, prompts = batch["segment_ids"][row], batch["prompt_ids"][row]
     assert {0, *segments.tolist()} >= set(prompts.tolist()) and not prompts[segments > packed.sequences + 2].any()
