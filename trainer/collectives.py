@@ -38,7 +38,12 @@ _NAME = re.compile(r'op_name="([^"]*)"')
 # Products, and whatever else takes time.
 _PRODUCT = re.compile(r" (?:dot|convolution)\(")
 _WORK = re.compile(r" (?:dot|convolution|fusion|while|custom-call|conditional|call)\(")
+# But not single numbers: the counter of a loop.
+_COUNTS = re.compile(r"^\s+%?[\w.\-]+ = \w+\[\][^ ]* fusion\(")
+_COPYING = {"copy", "transpose"}
 _BITS = re.compile(r"^[a-z]+(\d+)")
+# What a compiler for GPUs has begin and end at once, whatever is written between.
+_SYNCHRONOUS = '"is_sync":true'
 
 
 @dataclasses.dataclass(frozen=True)
@@ -85,6 +90,7 @@ def collectives(text: str, mesh: Any = None) -> list[Collective]:
   found: dict[Any, Collective] = {}
   fused = {called for lines in bodies.values() for line in lines if " fusion(" in line
            for called in _CALLED.findall(line)}
+  begun = _begun(bodies)
   for computation, lines in bodies.items():
     if not times.get(computation):
       continue
@@ -97,22 +103,15 @@ def collectives(text: str, mesh: Any = None) -> list[Collective]:
       if kind not in KINDS:
         continue
       group = _across_slices(mesh) if between else _group(line, kind)
-      outputs, operands = list(_ARRAY.finditer(match[2])), list(_ARRAY.finditer(_operands(line)))
-      largest = max(outputs + operands, key=_bytes, default=None)
-      size = 0 if largest is None else _bytes(largest)
-      # Several may be joined into one. The result of a beginning (`-start`) holds the operands too.
-      if not between and (kind == match[3] or kind == "all-reduce"):
-        size = max(sum(map(_bytes, outputs)), sum(map(_bytes, operands)))
+      size, largest = _moved(line, match, kind, len(group), between is not None)
       shown = "" if largest is None else f"{largest[1]}[{largest[2]}]"
-      if kind == "reduce-scatter" and not _ARRAY.search(_operands(line)):
-        size *= len(group)  # texts may name operands without their shapes
       name = _NAME.search(line)
       axes = () if shape is None else _axes(group, shape, mesh.axis_names)
       if computation.startswith(_REDUCES_A_PART):
         kind = "reduce-scatter"
       # On TPUs an asynchronous one is in each of the fusions that run while it does, under one number.
       channel = _CHANNEL.search(line) if computation in fused else None
-      hidden = multiplies if channel else _computes_meanwhile(lines[number:], match)
+      hidden = multiplies if channel else _computes_meanwhile(begun.get(computation, lines[number:]))
       one = Collective(kind, size, shown, len(group), times[computation], axes, name[1] if name else "", hidden)
       key = (kind, channel[1]) if channel else (computation, len(found))
       before = found.get(key, one)
@@ -146,24 +145,69 @@ def copies(text: str, shapes: Iterable[tuple[int, ...]]) -> list[tuple[str, int]
   for computation, lines in bodies.items():
     if not times.get(computation) or computation in fused:
       continue
-    for match in filter(None, map(_INSTRUCTION.match, lines)):
-      array = _ARRAY.search(match[2])
+    for line in lines:
+      match = _INSTRUCTION.match(line)
+      array = match and _ARRAY.search(match[2])
       # A `copy-start` moves an array into other memory as it is.
-      if match[3] in ("copy", "transpose") and array and tuple(
-          sorted(n for n in _ints(array[2]) if n > 1)) in wanted:
+      if array and _copies(line, match, bodies) and tuple(sorted(n for n in _ints(array[2]) if n > 1)) in wanted:
         found.append((f"{array[1]}[{array[2]}]", times[computation]))
   return found
 
 
-def _computes_meanwhile(lines: list[str], match: re.Match) -> bool:
+def _copies(line: str, match: re.Match, bodies: dict[str, list[str]]) -> bool:
+  """Whether that is a copy or a transpose; compilers for GPUs make fusions of them, with nothing else in it."""
+  if match[3] != "fusion":
+    return match[3] in _COPYING
+  inner = [found[3] for called in _CALLED.findall(line) for found in map(_INSTRUCTION.match, bodies.get(called, ()))
+           if found and found[3] not in ("parameter", "bitcast")]
+  return bool(inner) and set(inner) <= _COPYING
+
+
+def _moved(line: str, match: re.Match, kind: str, devices: int, between_slices: bool) -> tuple[int, re.Match | None]:
+  """(bytes of what enters an operation or of what leaves it, whichever is more, its largest array); several may be
+  joined into one."""
+  outputs, operands = list(_ARRAY.finditer(match[2])), list(_ARRAY.finditer(_operands(line)))
+  largest = max(outputs + operands, key=_bytes, default=None)
+  if between_slices:
+    return 0 if largest is None else _bytes(largest), largest
+  if kind != match[3] and kind != "all-reduce":
+    # The result of a beginning holds what enters, what leaves, and perhaps counters: (in, out, u32[]), or, of several,
+    # ((in, in), (out, out)).
+    return max((sum(map(_bytes, _ARRAY.finditer(part))) for part in _elements(match[2])), default=0), largest
+  size = max(sum(map(_bytes, outputs)), sum(map(_bytes, operands)))
+  # Texts may name operands without their shapes.
+  return size * (devices if kind == "reduce-scatter" and not operands else 1), largest
+
+
+def _elements(shape: str) -> list[str]:
+  """The elements of a tuple's shape, which may be tuples themselves."""
+  parts, depth = [""], 0
+  for character in re.sub(r"/\*.*?\*/", "", shape)[1:-1]:
+    depth += {"(": 1, "[": 1, "{": 1, ")": -1, "]": -1, "}": -1}.get(character, 0)
+    if character == "," and depth == 0:
+      parts.append("")
+    else:
+      parts[-1] += character
+  return parts
+
+
+def _begun(bodies: dict[str, list[str]]) -> dict[str, list[str]]:
+  """{computation that runs on its own: the lines from the one that begins it}."""
+  return {called: lines[number:] for lines in bodies.values() for number, line in enumerate(lines)
+          if " async-start(" in line for called in _CALLED.findall(line)}
+
+
+def _computes_meanwhile(lines: list[str]) -> bool:
   """Whether anything is computed between a beginning, which stands in the first of these lines, and its end."""
-  if not match[3].endswith("-start") and match[3] != "send":
+  match = _INSTRUCTION.match(lines[0])
+  if match is None or not (match[3].endswith("-start") or match[3] == "send") or _SYNCHRONOUS in lines[0]:
     return False
-  end = re.compile(rf"{re.escape(match[3].removesuffix('-start'))}-done\(.*%?{re.escape(match[1])}\b")
+  end = re.compile(rf" {re.escape(match[3].removesuffix('-start'))}-done\((?:[^)]*[ %])?{re.escape(match[1])}"
+                   r"(?![\w.\-])")
   for line in lines[1:]:
     if end.search(line):
       return False
-    if _WORK.search(line):
+    if _WORK.search(line) and not _COUNTS.match(line):
       return True
   return False
 

@@ -3,7 +3,8 @@
 Bandwidths are in bytes per second in one direction; data sheets of TPUs and of NVLink give the sum of both.
 Sources: Google Cloud's pages "TPU v4", "TPU v5e", "TPU v5p", "TPU v6e" and "TPU7x"; NVIDIA's data sheets of the GPUs
 named and of DGX A100, H100, H200 and B200, whose network it is; for TPUs `usable` is what the compiler (libtpu 0.0.42)
-says there is.
+says there is. A GPU's multiprocessors, clock and cache are those that CUDA shows, as in XLA's own descriptions of A100,
+H100, H200 and B200; of the others, NVIDIA's papers on their architectures (GH200: as H200).
 """
 
 import difflib
@@ -14,7 +15,23 @@ from typing import Any, NamedTuple
 
 from trainer.config import ConfigError
 
-GIB = 2**30
+GIB, MIB = 2**30, 2**20
+
+
+class Gpu(NamedTuple):
+  """What XLA's compiler must know of a GPU beside its memory (trainer/plan_gpu.py).
+
+  Attributes:
+    capability: CUDA's compute capability, (major, minor).
+    multiprocessors: of them.
+    clock: the highest, GHz.
+    l2: bytes of the cache that they share.
+  """
+
+  capability: tuple[int, int]
+  multiprocessors: int
+  clock: float
+  l2: int
 
 
 class Chip(NamedTuple):
@@ -32,6 +49,7 @@ class Chip(NamedTuple):
     network, network_bandwidth: between slices, or between nodes, for each device.
     per_host: devices of a whole host or node.
     cores: devices for each chip that a topology's shape counts.
+    gpu: of GPUs, what their compiler must know.
   """
 
   kinds: tuple[str, ...]
@@ -47,6 +65,7 @@ class Chip(NamedTuple):
   network_bandwidth: float
   per_host: int
   cores: int = 1
+  gpu: Gpu | None = None
 
 
 def _tpu(kinds: tuple[str, ...], peak: float, memory: float, usable: float, memory_bandwidth: float,
@@ -56,10 +75,10 @@ def _tpu(kinds: tuple[str, ...], peak: float, memory: float, usable: float, memo
 
 
 def _gpu(kind: str, peak: float, memory: float, memory_bandwidth: float, link: str, link_bandwidth: float,
-         network_bandwidth: float) -> Chip:
+         network_bandwidth: float, gpu: Gpu) -> Chip:
   # What the driver and CUDA's own buffers leave, of which JAX takes the share GPU_SHARE.
   return Chip((kind,), "gpu", peak, memory, GPU_SHARE * memory, memory_bandwidth, link, link_bandwidth, 0, "InfiniBand",
-              network_bandwidth, 8)
+              network_bandwidth, 8, gpu=gpu)
 
 
 # Of a GPU's memory, what XLA_PYTHON_CLIENT_MEM_FRACTION can be set to; JAX takes 0.75 by itself.
@@ -73,16 +92,17 @@ CHIPS: dict[str, Chip] = {
     "v6e": _tpu(("TPU v6 lite", "TPU v6e"), 918e12, 32 * GIB, 31.25, 1640e9, 112e9, 2, 12.5e9, 8),
     # Two devices a chip, which share its links.
     "tpu7x": _tpu(("TPU7x",), 1153.5e12, 96 * GIB, 94.75, 3690e9, 50e9, 3, 6.25e9, 8, cores=2),
-    "a100": _gpu("NVIDIA A100", 312e12, 80e9, 2039e9, "NVLink", 300e9, 25e9),
-    "a100-40": _gpu("NVIDIA A100-SXM4-40GB", 312e12, 40e9, 1555e9, "NVLink", 300e9, 25e9),
-    "h100": _gpu("NVIDIA H100", 989e12, 80e9, 3350e9, "NVLink", 450e9, 50e9),
-    "h100-pcie": _gpu("NVIDIA H100 PCIe", 756e12, 80e9, 2000e9, "PCIe", 64e9, 50e9),
-    "h200": _gpu("NVIDIA H200", 989e12, 141e9, 4800e9, "NVLink", 450e9, 50e9),
-    "gh200": _gpu("NVIDIA GH200", 989e12, 96e9, 4000e9, "NVLink", 450e9, 50e9),
-    "b200": _gpu("NVIDIA B200", 2250e12, 180e9, 8000e9, "NVLink", 900e9, 50e9),
-    "l4": _gpu("NVIDIA L4", 121e12, 24e9, 300e9, "PCIe", 32e9, 12.5e9),
-    "a10": _gpu("NVIDIA A10", 125e12, 24e9, 600e9, "PCIe", 32e9, 12.5e9),
-    "l40s": _gpu("NVIDIA L40S", 362e12, 48e9, 864e9, "PCIe", 32e9, 12.5e9),
+    "a100": _gpu("NVIDIA A100", 312e12, 80e9, 2039e9, "NVLink", 300e9, 25e9, Gpu((8, 0), 108, 1.41, 40 * MIB)),
+    "a100-40": _gpu("NVIDIA A100-SXM4-40GB", 312e12, 40e9, 1555e9, "NVLink", 300e9, 25e9,
+                    Gpu((8, 0), 108, 1.41, 40 * MIB)),
+    "h100": _gpu("NVIDIA H100", 989e12, 80e9, 3350e9, "NVLink", 450e9, 50e9, Gpu((9, 0), 132, 1.98, 50 * MIB)),
+    "h100-pcie": _gpu("NVIDIA H100 PCIe", 756e12, 80e9, 2000e9, "PCIe", 64e9, 50e9, Gpu((9, 0), 114, 1.755, 50 * MIB)),
+    "h200": _gpu("NVIDIA H200", 989e12, 141e9, 4800e9, "NVLink", 450e9, 50e9, Gpu((9, 0), 132, 1.98, 50 * MIB)),
+    "gh200": _gpu("NVIDIA GH200", 989e12, 96e9, 4000e9, "NVLink", 450e9, 50e9, Gpu((9, 0), 132, 1.98, 50 * MIB)),
+    "b200": _gpu("NVIDIA B200", 2250e12, 180e9, 8000e9, "NVLink", 900e9, 50e9, Gpu((10, 0), 148, 1.965, 132_644_864)),
+    "l4": _gpu("NVIDIA L4", 121e12, 24e9, 300e9, "PCIe", 32e9, 12.5e9, Gpu((8, 9), 58, 2.04, 48 * MIB)),
+    "a10": _gpu("NVIDIA A10", 125e12, 24e9, 600e9, "PCIe", 32e9, 12.5e9, Gpu((8, 6), 72, 1.695, 6 * MIB)),
+    "l40s": _gpu("NVIDIA L40S", 362e12, 48e9, 864e9, "PCIe", 32e9, 12.5e9, Gpu((8, 9), 142, 2.52, 96 * MIB)),
 }
 
 # Shapes of slices that can be had, besides multiples of 4 in each dimension of a 3-dimensional torus.

@@ -3,7 +3,8 @@
     … --mode=plan --config.plan.topology=v5e:16x16
 
 No device, no data and no parameter is needed: shapes and shardings of the real step, a table of hardware, and for TPUs
-the real compiler where it is installed. Prints the plan; writes it as WORKDIR/plan.html and its picture as plan.svg.
+and GPUs the real compiler where it is installed. Prints the plan; writes it as WORKDIR/plan.html and its picture as
+plan.svg.
 """
 
 from collections.abc import Mapping

@@ -1,7 +1,7 @@
 """The real step, compiled for devices that need not be here: `python -m trainer.plan_compile REQUEST RESULT`.
 
 A process of its own, since the platform, the number of devices and the compiler are settled when JAX starts: for TPUs
-libtpu compiles on any machine, for `cpu:N` there are N forced host devices. For GPUs there is no such compiler.
+libtpu and for GPUs JAX's CUDA plugin compile on any machine, for `cpu:N` there are N forced host devices.
 """
 
 import contextlib
@@ -16,8 +16,8 @@ import time
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from trainer import collectives, patterns
-from trainer.hardware import Topology
+from trainer import collectives, patterns, plan_gpu
+from trainer.hardware import CHIPS, Topology
 
 # What this libtpu describes in another way than JAX on such machines shows it: v4 with two devices a chip.
 NOT_COMPILED = ("v4",)
@@ -33,7 +33,8 @@ class Compiled(NamedTuple):
     flops: that the program counts (loops once, so it says little where layers are scanned); None: it does not say.
     collectives: (kind, axes, how many run, bytes that a device sends, of these while something is computed) of each
       kind, the most bytes first.
-    copied: bytes of parameters, or of a device's parts of them, that are copied into another layout in a step.
+    copied: bytes of parameters and gradients, or of a device's parts of them, that a step copies or transposes on their
+      own.
     seconds: that compiling took.
     failure: why there is nothing of this; "" if there is.
     too_large: whether it is that the program needs more memory than there is.
@@ -61,7 +62,9 @@ def refusal(topology: Topology) -> str:
   if topology.chip.platform == "cpu":
     return ""
   if topology.chip.platform == "gpu":
-    return "XLA compiles for a GPU only where that GPU is"
+    if plan_gpu.plugin() is None:
+      return "XLA for GPUs is not installed; pip install -e '.[cuda]', on any machine with Linux, brings it"
+    return ""
   if topology.kind in NOT_COMPILED:
     return f"libtpu describes {topology.kind} with two devices a chip, where Cloud TPU has one"
   if importlib.util.find_spec("libtpu") is None:
@@ -78,7 +81,7 @@ def compile_step(config_json: str, vocab_size: int, source_names: list[str], top
     source_names: see `program.make_program`.
     topology: of the devices.
   """
-  # Nothing runs on a TPU here, so that nothing has to be locked.
+  # Nothing runs on a TPU or GPU here, so that nothing has to be locked.
   env = dict(os.environ, JAX_PLATFORMS="cpu", TPU_SKIP_MDS_QUERY="1", ALLOW_MULTIPLE_LIBTPU_LOAD="1")
   if topology.chip.platform == "cpu":
     flags = re.sub(r"--xla_force_host_platform_device_count=\d+", "", env.get("XLA_FLAGS", ""))
@@ -110,6 +113,8 @@ def main(request: Path, result: Path) -> None:
   config = config_checks.resolve(json.loads(asked["config"]))
   if asked["kind"] == "cpu":
     devices = jax.devices()
+  elif CHIPS[asked["kind"]].platform == "gpu":
+    devices = plan_gpu.devices(asked["kind"], asked["groups"], *asked["shape"])
   else:
     options = {} if asked["groups"] == 1 else dict(num_slices=asked["groups"])
     if asked["shape"] == [1, 1]:

@@ -124,7 +124,7 @@ def _transfers(plan: Plan) -> str:
     lines += ["", "of the compiled program:", table([("collective", "axes", "times", "bytes", "beside computation")] + [
         (kind, "+".join(axes), f"{count:,}", size(sent), f"{hidden / sent:.0%}" if sent else "")
         for kind, axes, count, sent, hidden in plan.compiled.collectives], left=2),
-              f"parameters copied into another layout: {size(plan.compiled.copied)}"]
+              f"parameters and gradients copied or transposed: {size(plan.compiled.copied)}"]
   return "\n".join(lines)
 
 

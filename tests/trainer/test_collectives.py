@@ -147,6 +147,67 @@ def test_text_of_tpus():
       "all-gather": True, "reduce-scatter": False, "all-reduce": False}
 
 
+# Lines of a step that JAX 0.10.2's CUDA plugin compiled for H100s, shortened: several joined into one, with what enters
+# and what leaves in the result of a beginning; one that ends before anything else begins, whatever stands between; a
+# fusion that only counts; names of which one begins as another does; one in a computation of its own.
+GPU_TEXT = """HloModule jit_update, is_scheduled=true
+
+%gemm_fusion_dot.7_computation (parameter_0: bf16[8,16], parameter_1: bf16[16,16]) -> bf16[8,16] {
+  ROOT %dot.1 = bf16[8,16]{1,0} dot(%parameter_0, %parameter_1), lhs_contracting_dims={1}, rhs_contracting_dims={0}
+}
+
+%wrapped_all_to_all (p: bf16[8,4]) -> bf16[8,4] {
+  ROOT %all-to-all.2 = bf16[8,4]{1,0} all-to-all(%p), channel_id=9, \
+replica_groups={{0,1},{2,3},{4,5},{6,7}}, dimensions={0}
+}
+
+%region_79.187_spmd.clone (loop_peel_param: (s32[], bf16[8,16])) -> (s32[], bf16[8,16]) {
+  %all-gather-start = ((bf16[2,16]{1,0}, bf16[2,8]{1,0}), (bf16[16,16]{1,0}, bf16[16,8]{1,0})) all-gather-start(\
+%bitcast.318.0, %bitcast.319.0), channel_id=1, replica_groups={{0,1,2,3,4,5,6,7}}, dimensions={0}, \
+use_global_device_ids=true, metadata={op_name="jit(update)/while/body/shard_map/all_gather" stack_frame_id=165}, \
+backend_config={"operation_queue_id":"0","collective_backend_config":{"is_sync":false,"is_pipelined":false}}
+  %loop_add_fusion.60 = s32[] fusion(%copy.679), kind=kLoop, calls=%fused_add.60
+  %all-gather-start.1 = (bf16[2,16]{1,0}, bf16[16,16]{1,0}) all-gather-start(%bitcast.6.0), channel_id=1, \
+replica_groups=mesh['axis_0'=8,'axis_1'=1] {'axis_0'}, dimensions={0}, use_global_device_ids=true, \
+backend_config={"collective_backend_config":{"is_sync":BOTH_AT_ONCE,"is_pipelined":false}}
+  %all-gather-done = (bf16[16,16]{1,0}, bf16[16,8]{1,0}) all-gather-done(%all-gather-start)
+  %gemm_fusion_dot.7 = bf16[8,16]{1,0} fusion(%bitcast.10, %get-tuple-element.3), kind=kCustom, \
+calls=%gemm_fusion_dot.7_computation
+  %all-gather-done.1 = bf16[16,16]{1,0} all-gather-done(%all-gather-start.1)
+  %reduce-scatter-start.1 = ((f32[16,16]{1,0}, /*index=1*/f32[16,8]{1,0}), (f32[2,16]{1,0}, f32[2,8]{1,0})) \
+reduce-scatter-start(%copy.779, %wrapped_transpose.6), channel_id=71, replica_groups={{0,1,2,3,4,5,6,7}}, \
+use_global_device_ids=true, dimensions={0}, to_apply=%region_164.179.clone
+  %gemm_fusion_dot.8 = bf16[8,16]{1,0} fusion(%bitcast.11, %all-gather-done.1), kind=kCustom, \
+calls=%gemm_fusion_dot.7_computation
+  %reduce-scatter-done.1 = (f32[2,16]{1,0}, f32[2,8]{1,0}) reduce-scatter-done(%reduce-scatter-start.1)
+}
+
+ENTRY %main.12_spmd (param: f32[2]) -> f32[2] {
+  %while.1 = (s32[], bf16[8,16]{1,0}) while(%tuple.3), condition=%region_80, body=%region_79.187_spmd.clone, \
+backend_config={"known_trip_count":{"n":"15"}}
+  %all-reduce-start.1 = (f32[2]{0}, f32[3]{0}) all-reduce-start(%p.1, %p.2), channel_id=9, \
+replica_groups=[2,4]<=[2,2,2]T(1,0,2), use_global_device_ids=true, to_apply=%region_75.83.clone
+  %all-reduce-done.1 = (f32[2]{0}, f32[3]{0}) all-reduce-done(%all-reduce-start.1)
+  %async-start = ((bf16[8,4]{1,0}), bf16[8,4]{1,0}) async-start(%p.3), calls=%wrapped_all_to_all
+  %gemm_fusion_dot.9 = bf16[8,16]{1,0} fusion(%p.4, %p.5), kind=kCustom, calls=%gemm_fusion_dot.7_computation
+  %async-done = bf16[8,4]{1,0} async-done(%async-start)
+}
+"""
+
+
+@pytest.mark.parametrize("both_at_once", ["false", "true"])
+def test_text_of_gpus(both_at_once):
+  found = collectives(GPU_TEXT.replace("BOTH_AT_ONCE", both_at_once), mesh_lib.make_mesh(MESH))
+  everything = ("data", "fsdp", "tensor")
+  assert [(one.kind, one.bytes, one.times, one.axes, one.hidden) for one in found] == [
+      ("all-to-all", 64, 1, ("tensor",), True),
+      ("all-gather", 2 * 16 * (16 + 8), 15, everything, False),
+      ("all-gather", 2 * 16 * 16, 15, everything, both_at_once == "false"),
+      ("reduce-scatter", 4 * 16 * (16 + 8), 15, everything, True),
+      ("all-reduce", 4 * (2 + 3), 1, ("data", "tensor"), False)]
+  assert found[1].name == "jit(update)/while/body/shard_map/all_gather"
+
+
 @pytest.mark.parametrize("between, hidden", [
     ("%f = f32[8]{0} fusion(%x), kind=kLoop, calls=%c", True),
     ("%t = f32[8]{0} get-tuple-element(%x), index=0", False)])
@@ -159,12 +220,19 @@ def test_what_is_under_way_while_something_is_computed(between, hidden):
 COPIES = """HloModule step
 
 %fused (p: f32[4,8,16]) -> f32[4,16,8] {
-  ROOT %c.0 = f32[4,16,8]{2,1,0} transpose(%p), dimensions={0,2,1}
+  %c.0 = f32[4,16,8]{2,1,0} transpose(%p), dimensions={0,2,1}
+  ROOT %s = f32[4,16,8]{2,1,0} add(%c.0, %c.0)
+}
+
+%wrapped_transpose_computation (p: f32[4,8,16]) -> f32[4,16,8] {
+  %p = f32[4,8,16]{2,1,0} parameter(0)
+  ROOT %c.4 = f32[4,16,8]{2,1,0} transpose(%p), dimensions={0,2,1}
 }
 
 %body (p: f32[8]) -> f32[8] {
   %c.1 = bf16[1,16,8]{1,2,0} copy(%p)
   %c.2 = bf16[16,9]{1,0} copy(%p)
+  %wrapped_transpose = f32[4,16,8]{2,1,0} fusion(%p), kind=kInput, calls=%wrapped_transpose_computation
 }
 
 ENTRY %main (x: f32[8]) -> f32[8] {
@@ -176,7 +244,8 @@ ENTRY %main (x: f32[8]) -> f32[8] {
 
 
 def test_copies_of_arrays_with_the_shapes_of_parameters():
-  assert copies(COPIES, [(4, 8, 16), (8, 16)]) == [("bf16[1,16,8]", 6), ("f32[4,8,16]", 1)]
+  assert copies(COPIES, [(4, 8, 16), (8, 16)]) == [
+      ("bf16[1,16,8]", 6), ("f32[4,16,8]", 6), ("f32[4,8,16]", 1)]
   assert copies(COPIES, [(3, 5)]) == []
   assert size_of("bf16[1,16,8]") == 256
 

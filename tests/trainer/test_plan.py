@@ -4,6 +4,7 @@ import functools
 import importlib.util
 import json
 import math
+import re
 from pathlib import Path
 
 import jax
@@ -19,6 +20,7 @@ from trainer import (
   hardware,
   plan_compile,
   plan_estimate,
+  plan_gpu,
   plan_network,
   plan_search,
   plan_trace,
@@ -136,6 +138,44 @@ def test_a_step_compiles_for_tpus_that_are_not_here_or_is_said_not_to_fit():
   refused = plan_compile.compile_step(config_checks.to_json(huge), 258, ["main"], topology)
   assert refused.too_large and "15.75G" in refused.failure
   assert not plan_estimate.Planner(huge, 258, topology, ["main"]).estimate(huge.mesh).fits
+
+
+@pytest.mark.skipif(plan_gpu.plugin() is None, reason="needs XLA for GPUs, JAX's CUDA plugin")
+@pytest.mark.parametrize(("name", "sizes"), [("h100:4", dict(data=1, fsdp=4)), ("h100:2x2", dict(fsdp=2, tensor=2))])
+def test_a_step_compiles_for_gpus_that_are_not_here(name, sizes):
+  config = resolved("gpu", mesh={"data": 1, **sizes}, batch_size=4, model=dict(hidden_size=256, intermediate_size=512))
+  topology = hardware.topology(name)
+  assert plan_compile.refusal(topology) == ""
+  found = plan_compile.compile_step(config_checks.to_json(config), 258, ["main"], topology)
+  estimate = plan_estimate.Planner(config, 258, topology, ["main"]).estimate(config.mesh)
+  known = sum(estimate.memory[kind] for kind in ("parameters", "optimizer", "batch"))
+  assert found.failure == "" and known <= found.arguments < 1.1 * known
+  assert found.temporaries > 0 and found.aliased == pytest.approx(found.outputs, rel=0.01)
+  moved = {(kind, axes): sent for kind, axes, _, sent, _ in found.collectives}
+  gathered = sum(sent for (kind, axes), sent in moved.items() if kind == "all-gather" and axes == ("fsdp",))
+  planned = sum(x.bytes for x in estimate.transfers if x.kind == "all-gather" and x.axes == ("fsdp",))
+  assert 1 / 2 < planned / gathered < 2
+  assert {axis for _, axes in moved for axis in axes} == {axis for axis in sizes if sizes[axis] > 1}
+
+
+def test_gpus_are_described_by_their_figures(monkeypatch):
+  for kind, chip in hardware.CHIPS.items():
+    if chip.platform != "gpu":
+      assert chip.gpu is None
+      continue
+    text = plan_gpu.target(chip)
+    said = dict(re.findall(r"(\w+): ([\d.]+)", text))
+    assert text.count("{") == text.count("}") and f'"{chip.kinds[0]}"' in text
+    assert (float(said["device_memory_size"]), float(said["memory_bandwidth"])) == (chip.memory, chip.memory_bandwidth)
+    # Peaks of data sheets are for the clock under load, which is lower; tensor cores multiply 64 to 1024 pairs a clock
+    # and unit of float32: what the figures give must be of that order.
+    per_clock = chip.peak / (chip.gpu.multiprocessors * chip.gpu.clock * 1e9)
+    assert 900 < per_clock < 8200, kind
+    assert int(said["shared_memory_per_block_optin"]) == int(said["shared_memory_per_core"]) - 1024
+    assert ("ACCELERATED" in text) == (chip.gpu.capability >= (9, 0))
+  monkeypatch.setattr(plan_gpu, "plugin", lambda: None)
+  assert "pip install -e '.[cuda]'" in plan_compile.refusal(hardware.topology("h100:8"))
+  assert "version" not in plan_gpu.target(hardware.CHIPS["h100"])  # of packages that are not here
 
 
 # ---------------------------------------------------------------- closed forms
@@ -297,12 +337,13 @@ def test_other_meshes_are_ranked_and_use_all_devices():
 # ---------------------------------------------------------------- the command
 
 
-def test_the_command_needs_no_data_and_says_that_it_estimates(tmp_path, capsys):
+def test_the_command_needs_no_data_and_says_that_it_estimates(tmp_path, capsys, monkeypatch):
+  monkeypatch.setattr(plan_gpu, "plugin", lambda: None)
   config = tiny.config(NOWHERE, plan=dict(topology="h100:8x2"), batch_size=16)
   page = plan_lib.plan(config, tmp_path)
   text = capsys.readouterr().out
-  for words in ("16 × h100", "An estimate, not compiled: XLA compiles for a GPU only where that GPU is", "MFU",
-                "What to type", "XLA_PYTHON_CLIENT_MEM_FRACTION", "InfiniBand", "data=16 (as configured)"):
+  for words in ("16 × h100", "An estimate, not compiled: XLA for GPUs is not installed; pip install -e '.[cuda]'",
+                "MFU", "What to type", "XLA_PYTHON_CLIENT_MEM_FRACTION", "InfiniBand", "data=16 (as configured)"):
     assert words in text
   html = page.read_text()
   assert "<svg" in html and "Memory of each device" in html
@@ -313,7 +354,7 @@ def test_the_command_needs_no_data_and_says_that_it_estimates(tmp_path, capsys):
 @pytest.mark.parametrize(("changed", "said"), [
     (dict(plan=dict(topology="v5x:4x4")), "do you mean v5"),
     (dict(plan=dict(topology="h100:8"), mesh=dict(data=1, fsdp=3)), r"makes 3 devices, but there are 8 \(h100\)"),
-    (dict(plan=dict(topology="h100:8", compile="always")), "plan.compile is always"),
+    (dict(plan=dict(topology="v4:2x2x1", compile="always")), "plan.compile is always"),
     (dict(plan=dict(topology="h100:8", compile="yes")), "allowed: auto, always, never"),
     (dict(plan=dict(topology="h100:8", memory_gb=-1.0)), "plan.memory_gb must be above 0"),
     (dict(plan=dict(topology="h100:8x2")), "batch_size / grad_accum_steps is 8")])
