@@ -3,8 +3,9 @@
 Bandwidths are in bytes per second in one direction; data sheets of TPUs and of NVLink give the sum of both.
 Sources: Google Cloud's pages "TPU v4", "TPU v5e", "TPU v5p", "TPU v6e" and "TPU7x"; NVIDIA's data sheets of the GPUs
 named and of DGX A100, H100, H200 and B200, whose network it is; for TPUs `usable` is what the compiler (libtpu 0.0.42)
-says there is. A GPU's multiprocessors, clock and cache are those that CUDA shows, as in XLA's own descriptions of A100,
-H100, H200 and B200; of the others, NVIDIA's papers on their architectures (GH200: as H200).
+says there is. A GPU's memory is what CUDA shows of it (80 GB on a data sheet are 79 GiB, 24 GB are 22 GiB). Its
+multiprocessors, clock and cache are those of XLA's own descriptions of A100, H100, H200 and B200, and of NVIDIA's
+papers on the architectures of the others (GH200: as H200).
 """
 
 import difflib
@@ -92,17 +93,18 @@ CHIPS: dict[str, Chip] = {
     "v6e": _tpu(("TPU v6 lite", "TPU v6e"), 918e12, 32 * GIB, 31.25, 1640e9, 112e9, 2, 12.5e9, 8),
     # Two devices a chip, which share its links.
     "tpu7x": _tpu(("TPU7x",), 1153.5e12, 96 * GIB, 94.75, 3690e9, 50e9, 3, 6.25e9, 8, cores=2),
-    "a100": _gpu("NVIDIA A100", 312e12, 80e9, 2039e9, "NVLink", 300e9, 25e9, Gpu((8, 0), 108, 1.41, 40 * MIB)),
-    "a100-40": _gpu("NVIDIA A100-SXM4-40GB", 312e12, 40e9, 1555e9, "NVLink", 300e9, 25e9,
+    "a100": _gpu("NVIDIA A100", 312e12, 85.1e9, 2039e9, "NVLink", 300e9, 25e9, Gpu((8, 0), 108, 1.41, 40 * MIB)),
+    "a100-40": _gpu("NVIDIA A100-SXM4-40GB", 312e12, 42.3e9, 1555e9, "NVLink", 300e9, 25e9,
                     Gpu((8, 0), 108, 1.41, 40 * MIB)),
-    "h100": _gpu("NVIDIA H100", 989e12, 80e9, 3350e9, "NVLink", 450e9, 50e9, Gpu((9, 0), 132, 1.98, 50 * MIB)),
-    "h100-pcie": _gpu("NVIDIA H100 PCIe", 756e12, 80e9, 2000e9, "PCIe", 64e9, 50e9, Gpu((9, 0), 114, 1.755, 50 * MIB)),
-    "h200": _gpu("NVIDIA H200", 989e12, 141e9, 4800e9, "NVLink", 450e9, 50e9, Gpu((9, 0), 132, 1.98, 50 * MIB)),
-    "gh200": _gpu("NVIDIA GH200", 989e12, 96e9, 4000e9, "NVLink", 450e9, 50e9, Gpu((9, 0), 132, 1.98, 50 * MIB)),
-    "b200": _gpu("NVIDIA B200", 2250e12, 180e9, 8000e9, "NVLink", 900e9, 50e9, Gpu((10, 0), 148, 1.965, 132_644_864)),
-    "l4": _gpu("NVIDIA L4", 121e12, 24e9, 300e9, "PCIe", 32e9, 12.5e9, Gpu((8, 9), 58, 2.04, 48 * MIB)),
-    "a10": _gpu("NVIDIA A10", 125e12, 24e9, 600e9, "PCIe", 32e9, 12.5e9, Gpu((8, 6), 72, 1.695, 6 * MIB)),
-    "l40s": _gpu("NVIDIA L40S", 362e12, 48e9, 864e9, "PCIe", 32e9, 12.5e9, Gpu((8, 9), 142, 2.52, 96 * MIB)),
+    "h100": _gpu("NVIDIA H100", 989e12, 84.9e9, 3350e9, "NVLink", 450e9, 50e9, Gpu((9, 0), 132, 1.98, 50 * MIB)),
+    "h100-pcie": _gpu("NVIDIA H100 PCIe", 756e12, 84.9e9, 2000e9, "PCIe", 64e9, 50e9,
+                      Gpu((9, 0), 114, 1.755, 50 * MIB)),
+    "h200": _gpu("NVIDIA H200", 989e12, 150.1e9, 4800e9, "NVLink", 450e9, 50e9, Gpu((9, 0), 132, 1.98, 50 * MIB)),
+    "gh200": _gpu("NVIDIA GH200", 989e12, 101.9e9, 4000e9, "NVLink", 450e9, 50e9, Gpu((9, 0), 132, 1.98, 50 * MIB)),
+    "b200": _gpu("NVIDIA B200", 2250e12, 191.5e9, 8000e9, "NVLink", 900e9, 50e9, Gpu((10, 0), 148, 1.965, 132_644_864)),
+    "l4": _gpu("NVIDIA L4", 121e12, 23.6e9, 300e9, "PCIe", 32e9, 12.5e9, Gpu((8, 9), 58, 2.04, 48 * MIB)),
+    "a10": _gpu("NVIDIA A10", 125e12, 23.6e9, 600e9, "PCIe", 32e9, 12.5e9, Gpu((8, 6), 72, 1.695, 6 * MIB)),
+    "l40s": _gpu("NVIDIA L40S", 362e12, 47.7e9, 864e9, "PCIe", 32e9, 12.5e9, Gpu((8, 9), 142, 2.52, 96 * MIB)),
 }
 
 # Shapes of slices that can be had, besides multiples of 4 in each dimension of a 3-dimensional torus.
