@@ -18,10 +18,10 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
-from models import attention_tpu, context, flash, placement
+from models import attention_gpu, attention_tpu, context, flash, placement
 from models.flash import MASKED, Rule, Side, Span
 
-IMPLEMENTATIONS = ("auto", "blocked", "splash")
+IMPLEMENTATIONS = ("auto", "blocked", "splash", "triton")
 
 
 def attention(
@@ -56,8 +56,8 @@ def attention(
     window_blocks: whether nothing further back than the window is seen of the own block either.
     scale: factor on the scores.
     logit_cap: scores become cap * tanh(score / cap), after scaling; None: no cap.
-    impl: one of IMPLEMENTATIONS. splash: the kernel of models/attention_tpu.py where it can, else blocked, saying why.
-      auto: that where the program is for a TPU, else blocked.
+    impl: one of IMPLEMENTATIONS. splash, triton: the kernels of models/attention_tpu.py and models/attention_gpu.py
+      where they can, else blocked, saying why. auto: those where the program is for a TPU or a GPU, else blocked.
     block: queries per block of the blocked implementation.
 
   Raises:
@@ -115,7 +115,8 @@ def _attend(axis: placement.Axes, rule: Rule, impl: str, block: int, q_BxTxHxK, 
   """`attention` on one device, T being its part of the length where that is split over the mesh axis `axis`."""
   B, T, H, K = q_BxTxHxK.shape
   parts = 1 if axis is None else jax.lax.axis_size(axis)
-  on_tpu = placement.platform() == "tpu"
+  platform = placement.platform()
+  on_tpu, on_gpu = platform == "tpu", platform == "gpu"
   if impl == "splash" or (impl == "auto" and on_tpu):
     reason = attention_tpu.refusal(T, block_ids is not None, parts, prompt_ids is not None)
     if reason is None:
@@ -126,6 +127,17 @@ def _attend(axis: placement.Axes, rule: Rule, impl: str, block: int, q_BxTxHxK, 
       return attention_tpu.attend_in_parts(
           q_BxTxHxK, k_BxTxGxK, v_BxTxGxK, segment_ids=segment_ids, axis=axis, C=parts, **options)
     attention_tpu.warn(reason)
+  if impl == "triton" or (impl == "auto" and on_gpu):
+    device = placement.device()
+    reason = attention_gpu.refusal(device, rule, q_BxTxHxK, k_BxTxGxK, block_ids is not None, prompt_ids is not None)
+    if reason is None:
+      attend = attention_gpu.on(device)
+      if axis is None:
+        index = jnp.arange(T)
+        return attend(rule, q_BxTxHxK, k_BxTxGxK, v_BxTxGxK, Side(segment_ids, index, block_ids, prompt_ids),
+                      Side(flash.keys_of(segment_ids), index, block_ids))
+      return context.by_kernel(axis, rule, attend, q_BxTxHxK, k_BxTxGxK, v_BxTxGxK, segment_ids, block_ids, prompt_ids)
+    attention_gpu.warn(reason)
   G = k_BxTxGxK.shape[2]
   q = q_BxTxHxK.reshape(B, T, G, H // G, K).transpose(0, 2, 3, 1, 4)
   k, v = k_BxTxGxK.transpose(0, 2, 1, 3), v_BxTxGxK.transpose(0, 2, 1, 3)

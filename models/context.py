@@ -12,11 +12,14 @@ parts of N tokens each. Only attention needs other parts' tokens; everything els
   neighbours  a window that is no longer than a part: each device needs the end of the part before its own.
   gathered    whatever may see keys anywhere (blocks that see each other both ways, prompts that several completions
               share): all keys and values on all devices.
+  by_kernel   where a kernel takes queries and keys of any places: all keys and values on all devices, unless a window
+              is shorter than a part; queries in zigzag order, so that causal rows are shared evenly.
 
 B batch, G key/value heads, R query heads for each, N tokens of a part, h = N / 2, K head size.
 """
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -54,22 +57,58 @@ def neighbours(axis: Any, rule: Rule, block: int, q, k, v, segments: jax.Array) 
     q: queries [B, G, R, N, K]; k, v: keys and values [B, G, N, K].
     segments: int32 [B, N]; 0 is padding.
   """
-  C, N, part = jax.lax.axis_size(axis), q.shape[3], jax.lax.axis_index(axis)
-  before = rule.window - 1
-
-  def with_end_of_last(x, at):
-    end = jax.lax.slice_in_dim(x, N - before, N, axis=at)
-    end = jax.lax.ppermute(end, axis, [(c, (c + 1) % C) for c in range(C)])
-    return jnp.concatenate([end, x], axis=at)
-
-  # What comes round to the first part is the end of the row, which it must not see.
-  own = jnp.arange(-before, N)
-  key_segments = jnp.where((part == 0) & (own < 0), -1, flash.keys_of(with_end_of_last(segments, 1)))
-  queries, keys = Side(segments, jnp.arange(N), None), Side(key_segments, own, None)
+  N, before = q.shape[3], rule.window - 1
+  queries, keys = _sides_of_neighbours(axis, before, segments)
   # Query s is key before + s, and sees the `before` keys that precede it.
   spans = tuple(Span(start, min(start + block, N), start, before + min(start + block, N))
                 for start in range(0, N, block))
-  return flash.attend(spans, rule, q, with_end_of_last(k, 2), with_end_of_last(v, 2), queries, keys)
+  k, v = (_with_end_of_last(axis, before, x, 2) for x in (k, v))
+  return flash.attend(spans, rule, q, k, v, queries, keys)
+
+
+def _with_end_of_last(axis: Any, before: int, x: jax.Array, at: int) -> jax.Array:
+  """`x` after the last `before` along `at` of the part before; of the first part, of the row's end."""
+  C, N = jax.lax.axis_size(axis), x.shape[at]
+  end = jax.lax.slice_in_dim(x, N - before, N, axis=at)
+  return jnp.concatenate([jax.lax.ppermute(end, axis, [(c, (c + 1) % C) for c in range(C)]), x], axis=at)
+
+
+def _sides_of_neighbours(axis: Any, before: int, segments: jax.Array) -> tuple[Side, Side]:
+  """A part's queries, and its keys with those of `_with_end_of_last`."""
+  N = segments.shape[1]
+  own, seen = jnp.arange(-before, N), flash.keys_of(_with_end_of_last(axis, before, segments, 1))
+  # What comes round to the first part is the end of the row, which it must not see.
+  seen = jnp.where((jax.lax.axis_index(axis) == 0) & (own < 0), -1, seen)
+  return Side(segments, jnp.arange(N), None), Side(seen, own, None)
+
+
+def by_kernel(axis: Any, rule: Rule, attend: Callable, q_BxNxHxK, k_BxNxGxK, v_BxNxGxK, segments: jax.Array,
+              blocks: jax.Array | None, prompts: jax.Array | None) -> jax.Array:
+  """Attention by `attend(rule, q, k, v, queries, keys)` of queries and keys of any places; [B, N, H, K].
+
+  Gradients of keys and values are rounded to their dtype once for each device that saw them.
+
+  Args:
+    q_BxNxHxK, k_BxNxGxK, v_BxNxGxK: this device's parts.
+    segments, blocks, prompts: int32 [B, N], or None.
+  """
+  N = segments.shape[1]
+  if rule.window is not None and rule.window <= N + 1 and blocks is None and prompts is None:
+    before = rule.window - 1
+    k, v = (_with_end_of_last(axis, before, x, 1) for x in (k_BxNxGxK, v_BxNxGxK))
+    return attend(rule, q_BxNxHxK, k, v, *_sides_of_neighbours(axis, before, segments))
+  everything = functools.partial(jax.lax.all_gather, axis_name=axis, axis=1, tiled=True)
+  k, v, whole, all_blocks = jax.tree.map(everything, (k_BxNxGxK, v_BxNxGxK, segments, blocks))
+  keys = Side(flash.keys_of(whole), jnp.arange(whole.shape[1]), all_blocks)
+  if N % 2:
+    queries = Side(segments, jax.lax.axis_index(axis) * N + jnp.arange(N), blocks, prompts)
+    return attend(rule, q_BxNxHxK, k, v, queries, keys)
+  order = _Zigzag(axis, N)
+  q, segments, blocks, prompts = jax.tree.map(lambda x: jnp.concatenate(order.halves(x, 1), axis=1),
+                                              (q_BxNxHxK, segments, blocks, prompts))
+  out = attend(rule, q, k, v, Side(segments, jnp.concatenate([order.first, order.second]), blocks, prompts), keys)
+  first, second = jnp.split(out, 2, axis=1)
+  return order.whole(first, second, 1)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))

@@ -200,11 +200,6 @@ class _Tiles:
     changed = self._cut(total, number, self._at) + part
     return jax.lax.dynamic_update_slice_in_dim(total, changed, number * self._size, axis=self._at)
 
-  def ends(self, ids: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """The least and the largest number above 0 of ids [B, T] in each tile, int32 [B, N] each."""
-    by_tile = self._whole(ids, 1).reshape(len(ids), -1, self._size)
-    return jnp.where(by_tile > 0, by_tile, np.iinfo(np.int32).max).min(2), by_tile.max(2)
-
   def _whole(self, x: jax.Array, at: int) -> jax.Array:
     return jnp.pad(x, [(0, -size % self._size if d == at else 0) for d, size in enumerate(x.shape)])
 
@@ -266,17 +261,11 @@ class _TilesSeen:
     for span in spans:
       spanned_NxM[span.start // size:-(-span.stop // size), span.first // size:-(-span.last // size)] = True
     self._times = spanned_NxM.sum() / len(queries)
-    least_key_BxM, largest_key_BxM = keys.ends(keys.side.segments)
-
-    def meet(ids: jax.Array) -> jax.Array:
-      least_BxN, largest_BxN = queries.ends(ids)
-      return ((least_BxN[:, :, None] <= largest_key_BxM[:, None]) & (least_key_BxM[:, None] <= largest_BxN[:, :, None])
-              ).any(0)
-
-    seen_NxM = meet(queries.side.segments)
+    of_keys = ends(keys.side.segments, size)
+    seen_BxNxM = meet(ends(queries.side.segments, size), of_keys)
     if queries.side.prompts is not None:
-      seen_NxM |= meet(queries.side.prompts)
-    seen_NxM &= spanned_NxM
+      seen_BxNxM |= meet(ends(queries.side.prompts, size), of_keys)
+    seen_NxM = seen_BxNxM.any(0) & spanned_NxM
     behind_N = jnp.argmax(seen_NxM[:, ::-1], axis=1)
     self.first_N = jnp.argmax(seen_NxM, axis=1)
     self.last_N = jnp.where(seen_NxM.any(1), len(keys) - behind_N, self.first_N)
@@ -364,22 +353,35 @@ def _scores(rule: Rule, q, k, queries: Side, keys: Side) -> tuple[jax.Array, jax
     bent = jnp.tanh(scores / rule.logit_cap)
     scores, slope = rule.logit_cap * bent, 1.0 - jnp.square(bent)
   # Added, not selected: a number that swallows any score.
-  hidden_BxWxT = jnp.where(_seen(rule, queries, keys), 0.0, MASKED).swapaxes(1, 2)
+  hidden_BxWxT = jnp.where(seen(rule, queries, keys), 0.0, MASKED)
   return scores + hidden_BxWxT[:, None, :, None], slope
 
 
-def _seen(rule: Rule, queries: Side, keys: Side) -> jax.Array:
-  """bool [B, T, W]"""
-  same = queries.segments[:, :, None] == keys.segments[:, None, :]
+def seen(rule: Rule, queries: Side, keys: Side, keys_first: bool = True) -> jax.Array:
+  """Who sees whom: bool [B, W, T], or [B, T, W]; without B where the sides have none, as in a kernel."""
+  by_query, by_key = (jnp.s_[..., None, :], jnp.s_[..., None])[::1 if keys_first else -1]
+  same = queries.segments[by_query] == keys.segments[by_key]
   if queries.prompts is not None:
-    same |= queries.prompts[:, :, None] == keys.segments[:, None, :]  # no key is of segment 0
-  behind_TxW = queries.index[:, None] - keys.index[None, :]
-  near = behind_TxW < rule.window if rule.window is not None else True
-  before = (behind_TxW >= 0) & near if rule.causal else near
+    same |= queries.prompts[by_query] == keys.segments[by_key]  # no key is of segment 0
+  behind = queries.index[by_query] - keys.index[by_key]
+  near = behind < rule.window if rule.window is not None else True
+  before = (behind >= 0) & near if rule.causal else near
   if queries.blocks is None:
     return same & before
-  together = (queries.blocks[:, :, None] == keys.blocks[:, None, :]) & (queries.blocks > 0)[:, :, None]
+  together = (queries.blocks[by_query] == keys.blocks[by_key]) & (queries.blocks > 0)[by_query]
   return same & (before | (together & near if rule.window_blocks else together))
+
+
+def ends(ids_BxT: jax.Array, size: int) -> tuple[jax.Array, jax.Array]:
+  """The least and the largest number above 0 of each tile of so many, int32 [B, N] each; T is a multiple of `size`."""
+  by_tile = ids_BxT.reshape(len(ids_BxT), -1, size)
+  return jnp.where(by_tile > 0, by_tile, np.iinfo(np.int32).max).min(2), by_tile.max(2)
+
+
+def meet(of_queries: tuple[jax.Array, jax.Array], of_keys: tuple[jax.Array, jax.Array]) -> jax.Array:
+  """bool [B, N, M]: from the least to the largest of both tiles there is a number in common, by their `ends`."""
+  (least_BxN, largest_BxN), (least_BxM, largest_BxM) = of_queries, of_keys
+  return (least_BxN[:, :, None] <= largest_BxM[:, None]) & (least_BxM[:, None] <= largest_BxN[:, :, None])
 
 
 def _real(queries: Side) -> jax.Array:

@@ -9,6 +9,7 @@ import contextlib
 import contextvars
 import dataclasses
 from collections.abc import Iterator, Mapping
+from typing import Any
 
 import jax
 import numpy as np
@@ -51,8 +52,13 @@ def current() -> Placement | None:
 
 def platform() -> str:
   """What the program that is traced is for: `cpu`, `gpu` or `tpu`; the mesh's devices need not be here."""
+  return jax.default_backend() if _current.get() is None else device().platform
+
+
+def device() -> Any:
+  """One of those."""
   placement = _current.get()
-  return jax.default_backend() if placement is None else placement.mesh.devices.flat[0].platform
+  return jax.local_devices()[0] if placement is None else placement.mesh.devices.flat[0]
 
 
 @contextlib.contextmanager

@@ -219,7 +219,7 @@ def test_long_rows_need_no_longer_program_and_no_square_of_memory():
 
 def test_bad_arguments():
   q, k, v = inputs()
-  with pytest.raises(ValueError, match="allowed: auto, blocked, splash"):
+  with pytest.raises(ValueError, match="allowed: auto, blocked, splash, triton"):
     attention(q, k, v, segment_ids=SEGMENTS, scale=1.0, impl="flash")
   with pytest.raises(ValueError, match="needs equal lengths"):
     attention(q[:, :, :3], k, v, segment_ids=SEGMENTS, scale=1.0)
