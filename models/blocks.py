@@ -144,8 +144,11 @@ def run_blocks(spec: Spec, blocks: Block | Sequence[Block], layer: Callable, rem
   """
   L, period = spec.num_layers, len(spec.layer_pattern)
 
-  def run(i: int, in_scan: bool, *args) -> tuple[jax.Array, Any]:
-    return remat(functools.partial(layer, i % period if in_scan else i), in_scan)(*args)
+  def in_group(i: int, x: Any, group: Any) -> tuple[Any, Any]:
+    """The i-th layer of a period. It is taken out here, within what `remat` wraps: what goes in is then the scan's own
+    input, which is there anyway, and not a copy of each layer's parameters, kept for the backward pass."""
+    block, index = jax.tree.map(lambda p: jax.lax.index_in_dim(p, i, keepdims=False), group)
+    return layer(i, x, block, index)
 
   stacked_blocks = isinstance(blocks, Block)
   scanned = L // period * period if spec.scan_layers and stacked_blocks else 0
@@ -156,15 +159,15 @@ def run_blocks(spec: Spec, blocks: Block | Sequence[Block], layer: Callable, rem
 
     def scan_body(x, group):
       trees = [None] * period
-      for i, (block, index) in enumerate(unstack(group, period)):
-        x, trees[i] = run(i, True, x, block, index)
+      for i in range(period):
+        x, trees[i] = remat(functools.partial(in_group, i), True)(x, group)
       return x, jax.tree.map(lambda *parts: jnp.stack(parts), *trees)
 
     x, tree = jax.lax.scan(scan_body, x, groups)
     stacked.append(jax.tree.map(lambda part: part.reshape(-1, *part.shape[2:]), tree))
   rest: Any = unstack(jax.tree.map(lambda p: p[scanned:], blocks), L - scanned) if stacked_blocks else blocks
   for i, block in enumerate(rest, scanned):
-    x, tree = run(i, False, x, block, indices[i])
+    x, tree = remat(functools.partial(layer, i), False)(x, block, indices[i])
     stacked.append(jax.tree.map(lambda part: part[None], tree))
   return x, jax.tree.map(lambda *parts: jnp.concatenate(parts), *stacked)
 

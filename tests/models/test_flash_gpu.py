@@ -6,11 +6,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import SingleDeviceSharding
 
 from models import attention_gpu, flash, flash_gpu
 from models.attention import attention
 from models.flash import Rule, Side
 from models.flash_gpu import Sizes
+from trainer import plan_gpu
 
 # Rows of several tiles. Documents that end within, at and after tiles, one of one token, padding at both ends.
 B, T, H, G, K = 2, 300, 4, 2, 16
@@ -167,3 +169,28 @@ def test_the_tiles_of_every_head_size_and_chip_give_the_same_numbers(monkeypatch
     for shared in (flash_gpu.SHARED_BYTES, flash_gpu.LARGE):
       attend = functools.partial(attention_gpu.on(device), shared_bytes=shared)
       assert attention_gpu.error(attend, Rule(0.1, None, None, False), K=head, dtype=jnp.float32) < 1e-5
+
+
+@pytest.mark.skipif(plan_gpu.plugin() is None, reason="needs XLA for GPUs, JAX's CUDA plugin")
+@pytest.mark.parametrize("kind,head", [("a100", 64), ("l4", 128), ("h100", 128), ("b200", 128), ("h100", 256)])
+def test_kernels_compile_for_gpus_that_are_not_here(kind, head, monkeypatch):
+  """In the memory that a tile's warps share there; no array is as large as the scores."""
+  monkeypatch.undo()
+  device = plan_gpu.devices(kind, 1, 1)[0]
+  sharding = SingleDeviceSharding(device)
+  attend = attention_gpu.on(device)
+  length = 1024
+
+  def loss(q, k, v, segments):
+    index = jnp.arange(length)
+    out = attend(RULE, q, k, v, Side(segments, index, None), Side(flash.keys_of(segments), index, None))
+    return out.astype(jnp.float32).sum()
+
+  def shaped(*shape, dtype=jnp.bfloat16):
+    return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
+
+  kv = shaped(1, length, 2, head)
+  compiled = jax.jit(jax.grad(loss, (0, 1, 2))).lower(
+      shaped(1, length, 8, head), kv, kv, shaped(1, length, dtype=jnp.int32)).compile()
+  assert compiled.as_text().count('custom_call_target="__gpu$xla.gpu.triton"') == 3
+  assert compiled.memory_analysis().temp_size_in_bytes < 8 * length * length
