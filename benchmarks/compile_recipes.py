@@ -33,7 +33,7 @@ def recipe(name: str, slices: int) -> ConfigDict:
   config.mesh.slice = config.plan.slices = slices
   config.batch_size *= slices
   resolved, _ = program_lib.resolve(config)
-  program_lib.settle_precision(resolved, "tpu")
+  program_lib.settle(resolved, "tpu")
   return resolved
 
 

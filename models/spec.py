@@ -25,6 +25,8 @@ ARCHITECTURE_KEYS = (
                                "softmax", "normalize_weights")),
     *VISION_KEYS,
 )
+# Entries of the vocabulary that logits are made of at a time where the config does not say it: on CPU, and elsewhere.
+VOCAB_CHUNK, VOCAB_CHUNK_ELSEWHERE = 2048, 8192
 LAYER_TYPES = ("global", "local")
 POSITIONS = ("rope", "learned", "none")
 NORM_POSITIONS = ("pre", "post", "sandwich")
@@ -137,7 +139,7 @@ class Spec:
 def make_spec(m: ConfigDict) -> Spec:
   """Reads and checks the config's `model` section; raises ConfigError."""
   reasons = []
-  for key in ("num_layers", "hidden_size", "intermediate_size", "num_heads", "vocab_chunk"):
+  for key in ("num_layers", "hidden_size", "intermediate_size", "num_heads"):
     at_least_one(key, m[key])
   num_kv_heads = m.num_kv_heads
   if num_kv_heads is None:
@@ -211,7 +213,7 @@ def make_spec(m: ConfigDict) -> Spec:
       scan_layers=m.scan_layers,
       attention=impl,
       attention_block=at_least_one("attention_block", m.attention_block),
-      vocab_chunk=m.vocab_chunk,
+      vocab_chunk=VOCAB_CHUNK if m.vocab_chunk is None else at_least_one("vocab_chunk", m.vocab_chunk),
       reasons=tuple(reasons),
   )
 

@@ -49,7 +49,7 @@ def resolved(name, arg, slices=1):
   config.mesh.slice = config.plan.slices = slices
   config.batch_size *= slices
   config, _ = program_lib.resolve(config)
-  program_lib.settle_precision(config, hardware.topology(config.plan.topology).chip.platform)
+  program_lib.settle(config, hardware.topology(config.plan.topology).chip.platform)
   return config
 
 

@@ -69,7 +69,7 @@ def inspect(config: Mapping, workdir: str | Path, rows: int = ROWS) -> Path:
   workdir = Path(workdir).expanduser().absolute()
   processes.join(resolved.processes)
   mesh = mesh_lib.make_mesh(resolved.mesh)
-  program_lib.settle_precision(resolved, jax.default_backend())
+  program_lib.settle(resolved, jax.default_backend())
   workdir_lib.prepare(resolved, workdir)
   rolls_out = resolved.rollout.num_prompts > 0
   texts = (prompt_data.prompt_texts if rolls_out else loader.train_texts)(resolved)

@@ -72,7 +72,7 @@ def train(config: Mapping, workdir: str | Path) -> Run:
   mesh_lib.check_batch(mesh, micro_batch_size)
   say(f"{jax.device_count()} × {jax.devices()[0].device_kind} in {jax.process_count()} process(es), "
       f"mesh: {mesh_lib.describe(mesh)}")
-  for note in program_lib.settle_precision(resolved, jax.default_backend()):
+  for note in program_lib.settle(resolved, jax.default_backend()):
     say(note)
   workdir_lib.prepare(resolved, workdir)
 

@@ -65,7 +65,7 @@ def make_plan(config: Mapping, workdir: str | Path) -> Plan:
   resolved, notes = program_lib.resolve(config)
   asked = resolved.plan
   topology = find_topology(asked)
-  notes += program_lib.settle_precision(resolved, topology.chip.platform)
+  notes += program_lib.settle(resolved, topology.chip.platform)
   vocab_size, vocabulary = find_vocabulary(resolved, Path(workdir).expanduser())
   planner = Planner(resolved, vocab_size, topology, loader.used_sources(resolved.input))
   now = planner.estimate(resolved.mesh)

@@ -16,7 +16,7 @@ from ml_collections import ConfigDict
 
 from input_pipeline import batches
 from input_pipeline.examples import WITH_ADVANTAGES, WITH_PARTS
-from models import api, products, remat
+from models import api, products, remat, spec
 from trainer import (
   config_checks,
   durations,
@@ -88,14 +88,17 @@ def resolve(config: Mapping) -> tuple[ConfigDict, list[str]]:
   return resolved, notes
 
 
-def settle_precision(resolved: ConfigDict, platform: str) -> list[str]:
-  """Gives `precision`'s `auto`s their values on that platform (cpu, gpu, tpu); returns sentences on it."""
+def settle(resolved: ConfigDict, platform: str) -> list[str]:
+  """Gives what depends on the platform (cpu, gpu, tpu) its value: `precision`'s `auto`s, `model.vocab_chunk`; returns
+  sentences on it."""
   p, notes = resolved.precision, []
   if p.compute == "auto":
     p.compute = "float32" if platform == "cpu" else "bfloat16"
     notes.append(f"precision.compute = {p.compute}: auto, on {platform}")
   if p.frozen == "auto":
     p.frozen = "bfloat16" if platform != "cpu" and resolved.model.lora.rank > 0 else p.params
+  if resolved.model.vocab_chunk is None:
+    resolved.model.vocab_chunk = spec.VOCAB_CHUNK if platform == "cpu" else spec.VOCAB_CHUNK_ELSEWHERE
   return notes
 
 

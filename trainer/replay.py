@@ -49,7 +49,7 @@ def replay(config: Mapping, workdir: str | Path, step: int | None) -> Path:
     raise ConfigError(f"{workdir} holds no run. Give the --workdir of the run whose step you want to see.")
   if step is None or step < 1:
     raise ConfigError(f"found --step={step}; allowed: the number of an update, from 1 on, as metrics.jsonl has it.")
-  program_lib.settle_precision(resolved, jax.default_backend())
+  program_lib.settle(resolved, jax.default_backend())
   workdir_lib.prepare(resolved, workdir)
   (workdir / "replay").mkdir(exist_ok=True)
   out = workdir / "replay" / f"step-{step}.jsonl"

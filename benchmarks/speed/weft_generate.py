@@ -21,7 +21,7 @@ def main(case: str) -> None:
   from trainer.sampler import Sampler
 
   config, _ = program.resolve(weft_config.get_config("grpo,unused"))
-  program.settle_precision(config, "cpu")
+  program.settle(config, "cpu")
   model = program.make_model(config, s.VOCAB)
   params = jax.jit(model.init)(jax.random.key(0))
   rng, marks, tokens = np.random.default_rng(1), [time.perf_counter()], []

@@ -20,7 +20,7 @@ def main(length: int, vocab: int) -> None:
   config = weft_config.get_config("seq,unused")
   config.batch_size, config.seq_len = 1, length
   config, _ = program_lib.resolve(config)
-  program_lib.settle_precision(config, "cpu")
+  program_lib.settle(config, "cpu")
   model = program_lib.make_model(config, vocab)
   program = program_lib.make_program(config, model, program_lib.planned_optimizer(config, model),
                                      mesh_lib.make_mesh({}), ["main"])

@@ -55,7 +55,7 @@ class Made:
   @functools.cached_property
   def resolved(self) -> ConfigDict:
     resolved, _ = program_lib.resolve(self.given)
-    program_lib.settle_precision(resolved, "cpu")
+    program_lib.settle(resolved, "cpu")
     return resolved
 
   @functools.cached_property

@@ -40,7 +40,7 @@ def resolved(platform="cpu", **changed):
   config = tiny.config(NOWHERE, **{"seq_len": 64, "batch_size": 16} | changed)
   config.model.update(model)
   config, _ = program_lib.resolve(config)
-  program_lib.settle_precision(config, platform)
+  program_lib.settle(config, platform)
   return config
 
 

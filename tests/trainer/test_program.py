@@ -22,7 +22,7 @@ from trainer.config import ConfigError, reward, source, strategy
 
 def resolved(corpus, **changed):
   config, _ = program_lib.resolve(tiny.config(corpus, **changed))
-  program_lib.settle_precision(config, "cpu")
+  program_lib.settle(config, "cpu")
   return config
 
 
@@ -115,14 +115,19 @@ def test_a_mesh_that_is_not_here_places_as_one_that_is(tmp_path):
   assert jax.tree.map(lambda a: a.shape, here.abstract_state) == jax.tree.map(lambda a: a.shape, there.abstract_state)
 
 
-def test_precision_follows_the_platform(tmp_path):
+def test_what_is_left_open_follows_the_platform(tmp_path):
   config, _ = program_lib.resolve(tiny.config(tmp_path))
-  assert program_lib.settle_precision(config, "tpu") == ["precision.compute = bfloat16: auto, on tpu"]
+  assert program_lib.settle(config, "tpu") == ["precision.compute = bfloat16: auto, on tpu"]
   assert (config.precision.compute, config.precision.frozen) == ("bfloat16", "float32")
+  assert config.model.vocab_chunk == 8192
   config, _ = program_lib.resolve(tiny.config(tmp_path))
   config.model.lora.rank = 4
-  program_lib.settle_precision(config, "cpu")
+  program_lib.settle(config, "cpu")
   assert (config.precision.compute, config.precision.frozen) == ("float32", "float32")
+  assert config.model.vocab_chunk == 2048
+  config.model.vocab_chunk = 100
+  program_lib.settle(config, "tpu")
+  assert config.model.vocab_chunk == 100
 
 
 def test_options_that_cannot_be_are_refused_before_any_device(tmp_path):

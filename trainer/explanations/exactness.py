@@ -50,7 +50,7 @@ source: trainer/logprobs.py _logit_grads
 source: trainer/token_sums.py sum_over_tokens
 test: tests/trainer/test_logprobs.py::test_values_and_gradients_equal_full_logits
 test: tests/trainer/test_program.py::test_no_strategy_ever_has_the_logits_of_the_whole_vocabulary
-config: config.model.vocab_chunk = 2048
+config: config.model.vocab_chunk = 8192
 keys: model.vocab_chunk
 others: TRL: chunked_nll for SFT; DPO and GRPO have the logits of the whole vocabulary unless Liger's kernels are used,
   with which options are left out.
