@@ -255,6 +255,7 @@ def _trips(line: str, bodies: dict[str, list[str]]) -> int:
     return int(said[1])
   condition = _CONDITION.search(line)
   lines = bodies.get(condition[1], []) if condition else []
+  lines = lines + [inner for one in lines for called in _CALLED.findall(one) for inner in bodies.get(called, [])]
   numbers = {int(match[1]) for match in map(_CONSTANT.search, lines) if match}
   return numbers.pop() if len(numbers) == 1 and any("direction=LT" in one for one in lines) else 1
 

@@ -22,6 +22,14 @@ FLAGS = {
         # Several devices of one CPU wait for one another: XLA aborts after 40 s, which a large model, or a machine that
         # does other things, may take. What hangs, the watchdog names.
         "--xla_cpu_collective_call_terminate_timeout_seconds": "1800",
+        # On GPU, transfers run while something is computed. XLA decides so by itself for Hopper and later; for an A100
+        # nothing was hidden without the flag, 37% of what is gathered and half of what is scattered with it.
+        "--xla_gpu_enable_latency_hiding_scheduler": "true",
+        # A layer's gradients are each sent as soon as they are there, not all at its end, nor, kept in copies, during
+        # the next layer: of Llama 3 70B on 64 H100 this takes 4.2 of 31.6 GiB of temporaries and all but 101 of
+        # 2,123 GiB that a step copied; what it waits for transfers, by a model of the schedule, falls from 4.0 to 3.0 s.
+        "--xla_gpu_enable_pipelined_reduce_scatter": "false",
+        "--xla_gpu_reduce_scatter_combine_threshold_bytes": "4194304",
     }),
     # On TPU, what is gathered for a product comes in while the products before it are computed. By default that is so
     # on v5e alone; `--mode=plan` shows it.

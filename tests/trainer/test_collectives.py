@@ -208,6 +208,22 @@ def test_text_of_gpus(both_at_once):
   assert found[1].name == "jit(update)/while/body/shard_map/all_gather"
 
 
+def test_loops_whose_count_only_their_condition_knows():
+  """As compilers for GPUs leave it where they have taken a turn out of the loop: compared in a fusion."""
+  text = GPU_TEXT.replace('backend_config={"known_trip_count":{"n":"15"}}', "backend_config={}")
+  condition = """%fused_compare.6 (param_0.6: s32[]) -> pred[] {
+  %constant_830_1 = s32[] constant(3)
+  ROOT %compare.19.1 = pred[] compare(%param_0.6, %constant_830_1), direction=LT
+}
+
+%region_80 (cond_param.8: (s32[], bf16[8,16])) -> pred[] {
+  ROOT %loop_compare_fusion.6 = pred[] fusion(%get-tuple-element.1), kind=kLoop, calls=%fused_compare.6
+}
+
+ENTRY"""
+  assert {one.times for one in collectives(text.replace("ENTRY", condition))} == {1, 3}
+
+
 @pytest.mark.parametrize("between, hidden", [
     ("%f = f32[8]{0} fusion(%x), kind=kLoop, calls=%c", True),
     ("%t = f32[8]{0} get-tuple-element(%x), index=0", False)])
