@@ -318,7 +318,10 @@ def _accumulate(static: _Static, sums: _Sums, z_BxTxW, targets_BxT, c) -> _Sums:
   if plain is not None:
     padded = static.num_real_vocab is not None
     plain = plain + (jnp.where(ids_W < static.num_real_vocab, z_BxTxW, 0.0) if padded else z_BxTxW).sum(-1)
-  if target is not None:
+  if target is not None and static.chunks == 1 and placement.current() is None:
+    # All entries are here: one is read, not all of them once more.
+    target = target + jnp.take_along_axis(z_BxTxW, targets_BxT[..., None], -1, mode="fill", fill_value=0.0)[..., 0]
+  elif target is not None:
     target = target + jnp.where(ids_W == targets_BxT[..., None], z_BxTxW, 0.0).sum(-1)
   if square is not None:
     square = jnp.square(rescale) * square + jnp.square(e_BxTxW).sum(-1)

@@ -91,8 +91,8 @@ def sum_over_tokens(losses_of: Callable, chunks: int, hidden_NxD: jax.Array, ker
 
 
 def _forward(losses_of, chunks, hidden_NxD, kernel_DxV, tokens, counts_N):
-  # Gradients of the kernel add up in float32, whatever it is kept in.
-  kernel, parts = kernel_DxV.astype(jnp.float32), counting_first(counts_N, chunks)
+  # Rounded once, not for each part, to the dtype that it is multiplied in.
+  kernel, parts = kernel_DxV.astype(hidden_NxD.dtype), counting_first(counts_N, chunks)
 
   def summed(hidden_nxD, kernel_DxV, tokens):
     losses_n, more = losses_of(hidden_nxD, kernel_DxV, tokens)
@@ -100,11 +100,13 @@ def _forward(losses_of, chunks, hidden_NxD, kernel_DxV, tokens, counts_N):
 
   def body(carry, part):
     total, dkernel_DxV = carry
-    (value, more), (dhidden_nxD, more_DxV) = jax.value_and_grad(summed, (0, 1), has_aux=True)(part[0], kernel, part[1])
+    # Gradients of the kernel are made and add up in float32, whatever it is kept or multiplied in.
+    (value, more), (dhidden_nxD, more_DxV) = jax.value_and_grad(summed, (0, 1), has_aux=True)(
+        part[0], kernel.astype(jnp.float32), part[1])
     return (total + value, dkernel_DxV + more_DxV), (dhidden_nxD, more)
 
   cut = jax.tree.map(lambda x: parts.cut(x, chunks), (hidden_NxD, tokens))
-  (total, dkernel_DxV), (dhidden, more) = parts.each(body, (jnp.float32(0), jnp.zeros_like(kernel)), cut)
+  (total, dkernel_DxV), (dhidden, more) = parts.each(body, (jnp.float32(0), jnp.zeros(kernel.shape, jnp.float32)), cut)
   return (total, jax.tree.map(parts.join, more)), (parts.join(dhidden), dkernel_DxV.astype(kernel_DxV.dtype))
 
 
