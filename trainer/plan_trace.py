@@ -18,6 +18,9 @@ from models import flash
 from trainer import program as program_lib
 from trainer.reference import overlay
 
+# How often rows are doubled until twice as many make a program of the same form.
+MOST_DOUBLINGS = 4
+
 
 class Trace(NamedTuple):
   """Of one row of the batch, on whatever mesh, all devices together.
@@ -46,12 +49,17 @@ def trace(config: Any, program: program_lib.Program, rows: int = 2) -> Trace:
     rows: of the smaller of the two traces; about as many as a device has, since a mixture of experts sorts its tokens
       into blocks whose size depends on how many there are.
   """
-  # Parameters that are kept as they are cost nothing more.
-  given = Counter((leaf.shape, leaf.dtype) for leaf in jax.tree.leaves(program.abstract_state))
+  # Parameters that are kept as they are cost nothing more; a loop over layers may keep them one layer at a time.
+  given = Counter(_key(leaf) for leaf in jax.tree.leaves(program.abstract_state))
   few, many = (_residuals_and_flops(config, program, count) for count in (rows, 2 * rows))
+  for _ in range(MOST_DOUBLINGS):
+    if [leaf.ndim for leaf in few[0]] == [leaf.ndim for leaf in many[0]]:
+      break
+    # So few tokens make a program of another form: of one part, say, where more have a loop over parts.
+    rows, few, many = 2 * rows, many, _residuals_and_flops(config, program, 4 * rows)
   kept = host = largest = copies = 0.0
   for leaf, more in zip(few[0], many[0], strict=True):
-    key, size, grown = (leaf.shape, leaf.dtype), _bytes(leaf), _bytes(more) - _bytes(leaf)
+    key, size, grown = _key(leaf), _bytes(leaf), _bytes(more) - _bytes(leaf)
     if grown and leaf.memory_space == jax.memory.Space.Host:
       host += grown / rows
     elif grown:
@@ -84,6 +92,11 @@ def _residuals_and_flops(config: Any, program: program_lib.Program, rows: int) -
 
   given = (trainable, frozen, state.get("reference"), batch)
   return jax.make_jaxpr(backward)(*given).out_avals, _flops(jax.make_jaxpr(jax.grad(loss))(*given))
+
+
+def _key(leaf: Any) -> tuple[tuple[int, ...], Any]:
+  """Shape without dimensions of 1, and dtype."""
+  return tuple(n for n in leaf.shape if n > 1), leaf.dtype
 
 
 def _bytes(leaf: Any) -> float:

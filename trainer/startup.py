@@ -26,8 +26,8 @@ FLAGS = {
         # nothing was hidden without the flag, 37% of what is gathered and half of what is scattered with it.
         "--xla_gpu_enable_latency_hiding_scheduler": "true",
         # A layer's gradients are each sent as soon as they are there, not all at its end, nor, kept in copies, during
-        # the next layer: of Llama 3 70B on 64 H100 this takes 4.2 of 31.6 GiB of temporaries and all but 101 of
-        # 2,123 GiB that a step copied; what it waits for transfers, by a model of the schedule, falls from 4.0 to 3.0 s.
+        # the next layer: of Llama 3 70B on 64 H100 this takes away 4.2 of 31.6 GiB of temporaries, and all but 101 of
+        # the 2,123 GiB that a step copied; by a model of the schedule a step waits 3.0 s for transfers in place of 4.0.
         "--xla_gpu_enable_pipelined_reduce_scatter": "false",
         "--xla_gpu_reduce_scatter_combine_threshold_bytes": "4194304",
     }),
