@@ -27,6 +27,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from models.placement import Placement, names_of
+from models.remat import named
 
 
 class Kernel(NamedTuple):
@@ -78,8 +79,9 @@ def project(placed: Placement, x_BxTxK: jax.Array, weights: tuple[jax.Array, ...
     in_spec, out_specs = PartitionSpec(*by_token, specs[0][0]), [PartitionSpec(*stream, None)] * len(specs)
   else:
     in_spec, out_specs = PartitionSpec(*stream, None), [PartitionSpec(*by_token, spec[1]) for spec in specs]
-  return jax.shard_map(local, mesh=placed.mesh, in_specs=(in_spec, *specs), out_specs=out_specs, check_vma=False)(
+  products = jax.shard_map(local, mesh=placed.mesh, in_specs=(in_spec, *specs), out_specs=out_specs, check_vma=False)(
       x_BxTxK, *weights)
+  return [named(product, "product") for product in products]
 
 
 def gather(w: jax.Array, axes: tuple[str, ...], dim: int) -> jax.Array:

@@ -7,7 +7,8 @@ Some activations of a layer have names (`named`), by which policies keep them:
   attention     attention's output and log-normalisers, as its implementation needs them backward [B, T, H, K + 1];
   stream        the residual stream after attention [B, T, D];
   mlp           the hidden layer of the MLP before its activation [B, T, F], twice where it is gated; of experts those
-                of the assignments of tokens to experts, and what they give [B T k, D].
+                of the assignments of tokens to experts, and what they give [B T k, D];
+  product       what is multiplied by hand on a mesh (models/projections.py), where policies of JAX's see no product.
 """
 
 from collections.abc import Callable
@@ -22,6 +23,7 @@ __all__ = ["HOST_MEMORY", "JAX_POLICIES", "REMAT", "named", "remat_policy"]
 
 _ATTENTION = ("qkv", "attention")
 _only = jax.checkpoint_policies.save_only_these_names
+_or = jax.checkpoint_policies.save_from_both_policies
 
 
 def _in_host_memory(*kept: str) -> Callable:
@@ -40,8 +42,8 @@ REMAT = {
     "attention_mlp": _only(*_ATTENTION, "stream", "mlp"),
     "offload": _in_host_memory(),
     "offload_attention": _in_host_memory(*_ATTENTION),
-    "dots": jax.checkpoint_policies.dots_saveable,
-    "dots_no_batch": jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
+    "dots": _or(jax.checkpoint_policies.dots_saveable, _only("product")),
+    "dots_no_batch": _or(jax.checkpoint_policies.dots_with_no_batch_dims_saveable, _only("product")),
 }
 # Those that need a backend with memory of the host (trainer/offload.py).
 HOST_MEMORY = ("offload", "offload_attention")

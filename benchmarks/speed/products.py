@@ -58,14 +58,15 @@ def linear(seconds: Seconds, inputs: int, outputs: int) -> float:
 
 
 def attention(seconds: Seconds) -> float:
-  """The six products of a layer's attention."""
+  """The six products of a layer's attention, as models/flash.py has them: keys first."""
   total, size, rows = 0.0, s.HIDDEN // s.HEADS, s.BATCH * s.HEADS
   for stop in range(BLOCK, s.SEQ + 1, BLOCK):
-    queries, keys, scores = (rows, BLOCK, size), (rows, stop, size), (rows, BLOCK, stop)
-    to_scores = seconds("btk,bwk->btw", queries, keys)
-    to_queries = seconds("btw,bwk->btk", scores, keys)
-    to_keys = seconds("btw,btk->bwk", scores, queries)
-    total += 2 * (to_scores + to_queries + to_keys)
+    of_queries, of_keys, scores = (rows, BLOCK, size), (rows, stop, size), (rows, stop, BLOCK)
+    queries_across, keys_across = (rows, size, BLOCK), (rows, size, stop)
+    total += 2 * seconds("bwk,bkt->bwt", of_keys, queries_across)  # scores; the gradient of weights
+    total += seconds("bwt,bwk->btk", scores, of_keys)  # the output
+    total += seconds("bkw,bwt->bkt", keys_across, scores)  # the gradient of queries
+    total += 2 * seconds("bwt,btk->bwk", scores, of_queries)  # those of values and of keys
   return total
 
 

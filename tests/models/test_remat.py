@@ -86,13 +86,37 @@ def test_experts_products_are_computed_again_unless_they_are_kept(remat, again):
 def test_what_is_kept_of_a_layer_and_where(remat):
   """The first scan is the forward pass: what it stacks is what the backward pass takes."""
   scan = next(equation for equation in equations(backward(remat)) if equation.primitive.name == "scan")
-  # Kernels pass through the scan, too, but have no tokens.
-  kept = [v.aval for v in scan.outvars[scan.params["num_carry"]:]
-          if v.aval.shape[:2] == (LAYERS, B) and T in v.aval.shape[2:]]
+  kept = [v.aval for v in scan.outvars[scan.params["num_carry"]:]]
+  # Of tokens alone: parameters are there anyway, and no copy of them is kept.
+  assert all(a.shape[:2] == (LAYERS, B) and T in a.shape[2:] for a in kept)
   stacks = {space: sum(math.prod(a.shape) for a in kept if (a.memory_space == jax.memory.Space.Host) == host)
             / (LAYERS * B * T) for space, host in (("host", True), ("device", False))}
   assert stacks["host"] == (D if remat in HOST_MEMORY else 0)
   assert stacks["device"] == KEPT[remat] + (0 if remat in HOST_MEMORY else D)
+
+
+@pytest.mark.parametrize("remat", ["full", "attention_mlp"])
+@pytest.mark.parametrize("pattern", [("global",), ("local", "global"), ("local", "local", "global")])
+def test_no_parameter_is_copied_for_the_backward_pass(pattern, remat):
+  """However many layers a step of the scan has, and where some are left over, which run by themselves."""
+  model, f = loss(remat, layer_pattern=pattern, window=3)
+  scans = [equation for equation in equations(jax.make_jaxpr(jax.grad(f))(model.abstract_params()).jaxpr)
+           if equation.primitive.name == "scan"]
+  assert all(T in v.aval.shape for v in scans[0].outvars) if len(pattern) <= LAYERS else not scans
+
+
+@pytest.mark.parametrize("remat", ["dots", "dots_no_batch"])
+def test_products_on_a_mesh_are_kept_as_on_one_device(remat):
+  """Although they are in functions with gradients of their own."""
+  def kept(mesh):
+    with mesh_lib.activation_rules(mesh, defaults().activation_rules):
+      scan = next(equation for equation in equations(backward(remat)) if equation.primitive.name == "scan")
+    # Of those with kernels, which have no two dimensions of tokens: q, k, v, o, gate, up and what enters the layer.
+    return sorted(math.prod(v.aval.shape) for v in scan.outvars[scan.params["num_carry"]:]
+                  if v.aval.shape.count(T) < 2 and v.aval.shape[-1] != T)
+
+  assert kept(mesh_lib.make_mesh(dict(data=1, fsdp=2), jax.devices()[:2])) == kept(
+      mesh_lib.make_mesh({}, jax.devices()[:1]))
 
 
 @pytest.mark.parametrize("remat, forward", [("full", 2), ("attention", 1), ("attention_mlp", 1)])
