@@ -2,10 +2,10 @@
 
     python -m benchmarks.speed.products [--peer peers/bin/python]
 
-Each product is compiled and timed by itself, the best of several times, and counted as often as a step needs it:
-forward, for the gradient of its input and for that of its kernel. Attention's are those with keys that a block of 128
-queries can see. What is computed again to save memory is not counted. With a peer, PyTorch's times of the same products
-follow.
+Each product is compiled as `python -m trainer` has programs compiled, timed by itself, the best of several times, and
+counted as often as a step needs it: forward, for the gradient of its input and for that of its kernel. Attention's are
+those with keys that a block of 128 queries can see. What is computed again to save memory is not counted. With a peer,
+PyTorch's times of the same products follow.
 """
 
 import argparse
@@ -16,6 +16,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from benchmarks.speed import sizes as s
+from trainer import startup
 
 BLOCK = 128
 REPEATS = 15
@@ -64,8 +65,7 @@ def attention(seconds: Seconds) -> float:
     of_queries, of_keys, scores = (rows, BLOCK, size), (rows, stop, size), (rows, stop, BLOCK)
     queries_across, keys_across = (rows, size, BLOCK), (rows, size, stop)
     total += 2 * seconds("bwk,bkt->bwt", of_keys, queries_across)  # scores; the gradient of weights
-    total += seconds("bwt,bwk->btk", scores, of_keys)  # the output
-    total += seconds("bkw,bwt->bkt", keys_across, scores)  # the gradient of queries
+    total += 2 * seconds("bkw,bwt->bkt", keys_across, scores)  # the output; the gradient of queries
     total += 2 * seconds("bwt,btk->bwk", scores, of_queries)  # those of values and of keys
   return total
 
@@ -83,6 +83,7 @@ def main() -> None:
   parser.add_argument("--peer", help="the Python with torch")
   parser.add_argument("--torch", action="store_true", help="PyTorch's times alone")
   args = parser.parse_args()
+  startup.set_compiler_flags()
   seconds = of_torch if args.torch else of_jax
   parts = {
       "projections of attention": s.LAYERS * 4 * linear(seconds, s.HIDDEN, s.HIDDEN),
