@@ -28,7 +28,7 @@ class Cache(NamedTuple):
 
   There are as many places as the layer pattern has, or as there are layers: then each has arrays of its own, which are
   read where they lie, and the model runs its layers one after another. Of stacked arrays a layer's part is copied
-  before it is read, unless the compiler can do without, as that for CPU cannot.
+  before it is read, unless the compiler can do without, as those for CPU and GPU cannot.
   """
 
   # For each place, [N, B, G, S, K], after the rotation; in the compute dtype. The slots of a head lie together, as

@@ -191,7 +191,15 @@ class Transformer:
     return cache_lib.resized(cache, self.spec, rows_R, max_length)
 
   def decoding_params(self, params: Params) -> Params:
-    """See `models.api.Generative`: those of layers that run one by one are apart."""
+    """See `models.api.Generative`: kernels and tables in the dtype that they are used in, so that no token reads more;
+    those of layers that run one by one apart."""
+
+    def as_used(path: str, leaf: jax.Array) -> jax.Array:
+      used = path.endswith(("/kernel", "/embedding")) and not path.endswith("router/kernel")  # routers use float32
+      wider = jnp.issubdtype(leaf.dtype, jnp.floating) and leaf.dtype.itemsize > self._dtypes[1].itemsize
+      return leaf.astype(self._dtypes[1]) if used and wider else leaf
+
+    params = patterns.unflatten({path: as_used(path, leaf) for path, leaf in patterns.flatten(params).items()})
     return {**params, "blocks": unstack(params["blocks"], self.num_layers)} if self._one_by_one else params
 
   def decode(self, params: Params, tokens_B: jax.Array, active_B: jax.Array, cache: Cache) -> tuple[jax.Array, Cache]:
@@ -209,9 +217,9 @@ class Transformer:
 
   @property
   def _one_by_one(self) -> bool:
-    """Whether decoding runs the layers one after another, with parameters and caches of their own. The compiler for CPU
-    copies a layer's part of stacked arrays before it reads it; elsewhere the parameters would be there twice."""
-    return placement.platform() == "cpu" or not self.spec.scan_layers
+    """Whether decoding runs the layers one after another, with parameters and caches of their own. The compilers for
+    CPU and GPU copy a layer's part of stacked arrays before they read it; that for TPU does not."""
+    return placement.platform() != "tpu" or not self.spec.scan_layers
 
   def unembedding(self, params: Params) -> jax.Array:
     """See `models.api.Model`."""

@@ -84,8 +84,8 @@ def collectives(text: str, mesh: Any = None) -> list[Collective]:
     text: `compiled.as_text()`, after partitioning.
     mesh: whose axes are to be named.
   """
-  bodies = _computations(text)
-  times = _times(bodies)
+  bodies = computations(text)
+  times = times_of(bodies)
   shape = None if mesh is None else mesh.devices.shape
   found: dict[Any, Collective] = {}
   fused = {called for lines in bodies.values() for line in lines if " fusion(" in line
@@ -137,8 +137,8 @@ def copies(text: str, shapes: Iterable[tuple[int, ...]]) -> list[tuple[str, int]
     shapes: of parameters, say, or of a device's parts of them. The order of dimensions and those of 1 do not matter.
   """
   wanted = {tuple(sorted(n for n in shape if n > 1)) for shape in shapes}
-  bodies = _computations(text)
-  times = _times(bodies)
+  bodies = computations(text)
+  times = times_of(bodies)
   fused = {called for lines in bodies.values() for line in lines if " fusion(" in line
            for called in _CALLED.findall(line)}
   found = []
@@ -212,7 +212,7 @@ def _computes_meanwhile(lines: list[str]) -> bool:
   return False
 
 
-def _computations(text: str) -> dict[str, list[str]]:
+def computations(text: str) -> dict[str, list[str]]:
   """The lines of each computation; the program's own is last and is named `ENTRY`."""
   bodies: dict[str, list[str]] = {}
   lines: list[str] | None = None
@@ -228,7 +228,7 @@ def _computations(text: str) -> dict[str, list[str]]:
   return bodies
 
 
-def _times(bodies: dict[str, list[str]]) -> dict[str, int]:
+def times_of(bodies: dict[str, list[str]]) -> dict[str, int]:
   """How often each computation runs."""
   times = {"ENTRY": 1} if "ENTRY" in bodies else {}
   # A computation is printed after those that it calls.

@@ -8,7 +8,9 @@ import numpy as np
 import pytest
 
 from models import cache as cache_lib
+from models.blocks import unstack
 from tests.models.common import FAMILIES, VOCAB, make, random_params
+from trainer import patterns
 
 YARN = dict(type="yarn", factor=4.0, original_positions=8)
 LLAMA3 = dict(type="llama3", factor=4.0, original_positions=8)
@@ -89,6 +91,29 @@ def test_texts_fed_in_parts_equal_whole_ones(name, apart, monkeypatch):
   for row, position, hidden in found:
     np.testing.assert_allclose(hidden, whole[row, position], atol=2e-5, rtol=2e-5, err_msg=f"{row} {position}")
   assert cache.lengths[1] == 0  # no text went there
+
+
+@pytest.mark.parametrize("options", [
+    dict(num_layers=2, qkv_bias=True, mlp_bias=True), dict(moe=dict(num_experts=4, expert_size=8)),
+])
+def test_parameters_in_the_dtype_of_products_change_no_bit(options):
+  """Kernels and tables are rounded once instead of for each token; norms, and what chooses experts, are float32."""
+  model = make(compute_dtype=jnp.bfloat16, **options)
+  params = random_params(model)
+  read = model.decoding_params(params)
+  dtypes = {path: leaf.dtype for path, leaf in patterns.flatten(read["blocks"][0]).items()}
+  assert all(dtype == jnp.float32 for path, dtype in dtypes.items() if "router" in path or "scale" in path)
+  assert read["embed"]["embedding"].dtype == dtypes["attn/q/kernel"] == jnp.bfloat16
+  apart = {**params, "blocks": unstack(params["blocks"], model.num_layers)}
+  tokens, active = np.arange(3, dtype=np.int32), np.ones(3, bool)
+
+  def two(params):
+    _, cache = model.decode(params, tokens, active, model.empty_cache(3, 8))
+    hidden, cache = model.decode(params, tokens + 4, active, cache)
+    return hidden, cache, model.unembed(params, hidden[:, None])
+
+  for a, b in zip(jax.tree.leaves(jax.jit(two)(apart)), jax.tree.leaves(jax.jit(two)(read)), strict=True):
+    np.testing.assert_array_equal(a.astype(jnp.float32), b.astype(jnp.float32))
 
 
 @pytest.mark.parametrize("name", ["gemma", "gpt2"])
