@@ -21,6 +21,8 @@ from models.flash import Rule, Side, Span
 
 # The largest head that a tile's accumulators leave registers for.
 MAX_HEAD = 256
+# Compute capabilities of GPUs (A100, H100, H200, B200, B300) whose warps share much memory, should a device not say it.
+MUCH_SHARED = ("8.0", "9.0", "10.0", "10.3")
 # On a GPU that is here, results may be off by so much of the largest number; bfloat16 rounds each by up to 0.002.
 MOST_OFF = 0.02
 
@@ -47,7 +49,11 @@ def refusal(device: Any, rule: Rule, q_BxTxHxK: jax.Array, k_BxSxGxK: jax.Array,
     return f"{device.device_kind}, whose compute capability is {generation}; they need 8.0 or above"
   if q_BxTxHxK.dtype.itemsize > 2:
     return f"{q_BxTxHxK.dtype.name}, which tensor cores would round; with precision.compute=bfloat16 they are taken"
-  return _distrust(rule, H // G, K, q_BxTxHxK.dtype.name, blocks, prompts) if device in jax.local_devices() else None
+  # Each process tries them on a GPU of its own, also where the first of the mesh is another's: all then agree.
+  here = jax.local_devices()[0]
+  if (here.platform, here.device_kind) != ("gpu", device.device_kind):
+    return None
+  return _distrust(rule, H // G, K, q_BxTxHxK.dtype.name, blocks, prompts)
 
 
 @functools.cache
@@ -58,7 +64,9 @@ def warn(reason: str) -> None:
 
 def on(device: Any) -> Callable:
   """`flash_gpu.attend` for that device; interpreted where it is no GPU."""
-  shared_bytes = getattr(device, "shared_memory_per_block_optin", flash_gpu.SHARED_BYTES)
+  much = getattr(device, "compute_capability", "") in MUCH_SHARED
+  shared_bytes = getattr(device, "shared_memory_per_block_optin",
+                         flash_gpu.LARGE if much else flash_gpu.SHARED_BYTES)
   return functools.partial(flash_gpu.attend, shared_bytes=shared_bytes, interpret=device.platform != "gpu")
 
 
@@ -69,7 +77,7 @@ def _distrust(rule: Rule, R: int, K: int, dtype: str, blocks: bool, prompts: boo
     try:
       off = thread.submit(error, on(jax.local_devices()[0]), rule, R, K, dtype, blocks, prompts).result()
     except Exception as e:  # whatever a compiler or a driver may say
-      return f"this GPU, where they fail: {e}"
+      return f"this GPU, where they fail: {type(e).__name__}: {str(e).strip().partition(chr(10))[0]}"
   return None if off <= MOST_OFF else f"this GPU, where their results are off by {off:.2g} of the largest number"
 
 

@@ -75,3 +75,24 @@ def family(name, scan_layers=True):
 
 def paths(tree):
   return {"/".join(k.key for k in path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(tree)}
+
+
+def value_and_gradients(attend, q, k, v, cotangent):
+  """[output, dq, dk, dv]."""
+  def both(q, k, v, cotangent):
+    out, pull = jax.vjp(attend, q, k, v)
+    return [out, *pull(cotangent)]
+
+  return jax.jit(both)(q, k, v, cotangent)
+
+
+def assert_isolated(attend, q, k, v, segments):
+  """Other contents of documents 1 and 3, and of padding, change no bit of the others' output, and all of their own."""
+  attend = jax.jit(attend)
+  before = np.asarray(attend(q, k, v))
+  for changed in (1, 3, 0):
+    where = (segments == changed)[:, :, None, None]
+    after = np.asarray(attend(*(jnp.where(where, x * 1e3 + 1.0, x) for x in (q, k, v))))
+    others = (segments != changed) & (segments != 0)
+    np.testing.assert_array_equal(after[others], before[others])
+    assert changed == 0 or (after[segments == changed] != before[segments == changed]).any()

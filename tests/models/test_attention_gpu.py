@@ -12,6 +12,7 @@ from jax.sharding import AxisType, PartitionSpec
 from models import attention_gpu, context, flash_gpu
 from models.attention import attention
 from models.flash import Rule
+from tests.models.common import value_and_gradients
 
 RULE = Rule(0.3, None, None, False)
 
@@ -59,10 +60,27 @@ def test_kernels_are_tried_on_a_gpu_that_is_here(gpu_here, monkeypatch):
   attention_gpu._distrust.cache_clear()
 
   def fail(*args, **more):
-    raise RuntimeError("no kernel image is available")
+    raise RuntimeError("no kernel image is available\nand more")
 
   monkeypatch.setattr(flash_gpu, "_scores", fail)
-  assert refused(gpu_here) == "this GPU, where they fail: no kernel image is available"
+  assert refused(gpu_here) == "this GPU, where they fail: RuntimeError: no kernel image is available"
+
+
+def test_processes_agree_though_the_first_device_of_a_mesh_is_anothers(gpu_here, monkeypatch):
+  monkeypatch.setattr(attention_gpu, "error", lambda *_: 1.0)
+  assert "off by 1" in refused(gpu())  # of the same kind, and not here
+  assert refused(gpu("8.0", "NVIDIA A100-SXM4-80GB")) is None
+
+
+def test_tiles_are_as_large_as_the_chip_allows():
+  def shared(device):
+    return attention_gpu.on(device).keywords["shared_bytes"]
+
+  for capability, large in (("8.0", True), ("9.0", True), ("8.9", False), ("12.0", False)):
+    assert (shared(gpu(capability)) >= flash_gpu.LARGE) == large
+  known = gpu("12.0")
+  known.shared_memory_per_block_optin = 300_000
+  assert shared(known) == 300_000
 
 
 def test_the_trial_runs_while_a_step_is_traced(gpu_here):
@@ -146,13 +164,8 @@ def test_rows_in_parts_equal_whole_rows(window, ids, length):
                            out_specs=spec, check_vma=False)
     return mapped(q, k, v, *sides)
 
-  def both(attend):
-    def run(q, k, v, cotangent):
-      out, pull = jax.vjp(attend, q, k, v)
-      return [out, *pull(cotangent)]
-    return jax.jit(run)(q, k, v, cotangent)
-
   whole = functools.partial(attention, segment_ids=jnp.asarray(segments), block_ids=blocks, prompt_ids=prompts,
                             window=window, scale=0.3, impl="blocked")
-  for a, b in zip(both(ours), both(whole), strict=True):
+  given = q, k, v, cotangent
+  for a, b in zip(value_and_gradients(ours, *given), value_and_gradients(whole, *given), strict=True):
     np.testing.assert_allclose(a, b, atol=5e-6, rtol=1e-5)

@@ -10,6 +10,7 @@ from jax.sharding import AxisType, PartitionSpec
 
 from models import attention_tpu
 from models.attention import attention
+from tests.models.common import assert_isolated, value_and_gradients
 
 # Three blocks of 128 a row. Documents that end within, at and after blocks, one of one token, padding at both ends.
 B, T, H, G, K = 2, 384, 4, 2, 16
@@ -22,15 +23,6 @@ def inputs(dtype=jnp.float32, length=T, head=K, heads=H):
   keys = jax.random.split(jax.random.key(0), 4)
   shapes = [(B, length, heads, head), (B, length, G, head), (B, length, G, head), (B, length, heads, head)]
   return [jax.random.normal(key, shape).astype(dtype) for key, shape in zip(keys, shapes, strict=True)]
-
-
-def value_and_gradients(attend, q, k, v, cotangent):
-  """[output, dq, dk, dv]."""
-  def both(q, k, v, cotangent):
-    out, pull = jax.vjp(attend, q, k, v)
-    return [out, *pull(cotangent)]
-
-  return jax.jit(both)(q, k, v, cotangent)
 
 
 kernel = functools.partial(attention_tpu.attend, segment_ids=jnp.asarray(SEGMENTS), scale=0.3, interpret=True)
@@ -57,15 +49,7 @@ def test_bfloat16_keeps_its_dtype_and_is_close():
 
 
 def test_documents_are_isolated_bit_for_bit():
-  q, k, v, _ = inputs()
-  attend = jax.jit(kernel)
-  before = np.asarray(attend(q, k, v))
-  for changed in (1, 3, 0):
-    where = (SEGMENTS == changed)[:, :, None, None]
-    after = np.asarray(attend(*(jnp.where(where, x * 1e3 + 1.0, x) for x in (q, k, v))))
-    others = (SEGMENTS != changed) & (SEGMENTS != 0)
-    np.testing.assert_array_equal(after[others], before[others])
-    assert changed == 0 or (after[SEGMENTS == changed] != before[SEGMENTS == changed]).any()
+  assert_isolated(kernel, *inputs()[:3], SEGMENTS)
 
 
 def test_rows_of_padding_give_zeros():

@@ -12,6 +12,7 @@ from models import attention_gpu, flash, flash_gpu
 from models.attention import attention
 from models.flash import Rule, Side
 from models.flash_gpu import Sizes
+from tests.models.common import assert_isolated, value_and_gradients
 from trainer import plan_gpu
 
 # Rows of several tiles. Documents that end within, at and after tiles, one of one token, padding at both ends.
@@ -38,15 +39,6 @@ def inputs(dtype=jnp.float32, head=K):
   keys = jax.random.split(jax.random.key(0), 4)
   shapes = [(B, T, H, head), (B, T, G, head), (B, T, G, head), (B, T, H, head)]
   return [jax.random.normal(key, shape).astype(dtype) for key, shape in zip(keys, shapes, strict=True)]
-
-
-def value_and_gradients(attend, q, k, v, cotangent):
-  """[output, dq, dk, dv]."""
-  def both(q, k, v, cotangent):
-    out, pull = jax.vjp(attend, q, k, v)
-    return [out, *pull(cotangent)]
-
-  return jax.jit(both)(q, k, v, cotangent)
 
 
 def kernels(q, k, v, rule=RULE, segments=SEGMENTS, blocks=None, prompts=None):
@@ -85,15 +77,7 @@ def test_bfloat16_keeps_its_dtype_and_is_close():
 
 
 def test_documents_are_isolated_bit_for_bit():
-  q, k, v, _ = inputs()
-  attend = jax.jit(functools.partial(kernels, blocks=BLOCKS))
-  before = np.asarray(attend(q, k, v))
-  for changed in (1, 3, 0):
-    where = (SEGMENTS == changed)[:, :, None, None]
-    after = np.asarray(attend(*(jnp.where(where, x * 1e3 + 1.0, x) for x in (q, k, v))))
-    others = (SEGMENTS != changed) & (SEGMENTS != 0)
-    np.testing.assert_array_equal(after[others], before[others])
-    assert changed == 0 or (after[SEGMENTS == changed] != before[SEGMENTS == changed]).any()
+  assert_isolated(functools.partial(kernels, blocks=BLOCKS), *inputs()[:3], SEGMENTS)
 
 
 def test_padding_gives_zeros_whatever_arrives_there():
