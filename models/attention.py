@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
-from models import attention_gpu, attention_tpu, context, flash, placement
+from models import attention_gpu, attention_tpu, context, flash, gpu, placement
 from models.flash import MASKED, Rule, Side, Span
 
 IMPLEMENTATIONS = ("auto", "blocked", "splash", "triton")
@@ -137,7 +137,7 @@ def _attend(axis: placement.Axes, rule: Rule, impl: str, block: int, q_BxTxHxK, 
         return attend(rule, q_BxTxHxK, k_BxTxGxK, v_BxTxGxK, Side(segment_ids, index, block_ids, prompt_ids),
                       Side(flash.keys_of(segment_ids), index, block_ids))
       return context.by_kernel(axis, rule, attend, q_BxTxHxK, k_BxTxGxK, v_BxTxGxK, segment_ids, block_ids, prompt_ids)
-    attention_gpu.warn(reason)
+    gpu.warn("attention", reason)
   G = k_BxTxGxK.shape[2]
   q = q_BxTxHxK.reshape(B, T, G, H // G, K).transpose(0, 2, 3, 1, 4)
   k, v = k_BxTxGxK.transpose(0, 2, 1, 3), v_BxTxGxK.transpose(0, 2, 1, 3)

@@ -4,27 +4,21 @@ Without a GPU they are interpreted, which is slow and gives the same numbers: ho
 they are tried before they are trusted.
 """
 
-import concurrent.futures
 import functools
-import math
-import re
 from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from absl import logging
 
-from models import flash, flash_gpu
+from models import flash, flash_gpu, gpu
 from models.flash import Rule, Side, Span
 
 # The largest head that a tile's accumulators leave registers for.
 MAX_HEAD = 256
 # Compute capabilities of GPUs (A100, H100, H200, B200, B300) whose warps share much memory, should a device not say it.
 MUCH_SHARED = ("8.0", "9.0", "10.0", "10.3")
-# On a GPU that is here, results may be off by so much of the largest number; bfloat16 rounds each by up to 0.002.
-MOST_OFF = 0.02
 
 
 def refusal(device: Any, rule: Rule, q_BxTxHxK: jax.Array, k_BxSxGxK: jax.Array, blocks: bool, prompts: bool
@@ -44,22 +38,9 @@ def refusal(device: Any, rule: Rule, q_BxTxHxK: jax.Array, k_BxSxGxK: jax.Array,
     return f"heads of size {K}, above {MAX_HEAD}"
   if device.platform != "gpu":
     return None
-  generation = getattr(device, "compute_capability", "unknown")
-  if not re.fullmatch(r"\d+\.\d+", generation) or float(generation) < 8:
-    return f"{device.device_kind}, whose compute capability is {generation}; they need 8.0 or above"
-  if q_BxTxHxK.dtype.itemsize > 2:
-    return f"{q_BxTxHxK.dtype.name}, which tensor cores would round; with precision.compute=bfloat16 they are taken"
-  # Each process tries them on a GPU of its own, also where the first of the mesh is another's: all then agree.
-  here = jax.local_devices()[0]
-  if (here.platform, here.device_kind) != ("gpu", device.device_kind):
-    return None
+  if (reason := gpu.unsuitable(device, q_BxTxHxK.dtype)) is not None or not gpu.is_here(device):
+    return reason
   return _distrust(rule, H // G, K, q_BxTxHxK.dtype.name, blocks, prompts)
-
-
-@functools.cache
-def warn(reason: str) -> None:
-  """Says once, for each reason, that the blocked implementation is taken."""
-  logging.warning("attention: blocked, since the GPU kernels do not take %s", reason)
 
 
 def on(device: Any) -> Callable:
@@ -72,13 +53,7 @@ def on(device: Any) -> Callable:
 
 @functools.cache
 def _distrust(rule: Rule, R: int, K: int, dtype: str, blocks: bool, prompts: bool) -> str | None:
-  # In a thread of its own, which knows nothing of what is being traced in this one.
-  with concurrent.futures.ThreadPoolExecutor(1) as thread:
-    try:
-      off = thread.submit(error, on(jax.local_devices()[0]), rule, R, K, dtype, blocks, prompts).result()
-    except Exception as e:  # whatever a compiler or a driver may say
-      return f"this GPU, where they fail: {type(e).__name__}: {str(e).strip().partition(chr(10))[0]}"
-  return None if off <= MOST_OFF else f"this GPU, where their results are off by {off:.2g} of the largest number"
+  return gpu.tried(lambda: error(on(jax.local_devices()[0]), rule, R, K, dtype, blocks, prompts))
 
 
 def error(attend: Callable, rule: Rule, R: int = 2, K: int = 64, dtype: Any = jnp.bfloat16, blocks: bool = False,
@@ -113,7 +88,4 @@ def error(attend: Callable, rule: Rule, R: int = 2, K: int = 64, dtype: Any = jn
 
   ours = jax.jit(functools.partial(run, lambda q, k, v: attend(rule, q, k, v, queries, keys)))(q, k, v, dout)
   exact = jax.jit(functools.partial(run, reference))(*(x.astype(jnp.float32) for x in (q, k, v, dout)))
-  # By numpy, which does not lose what is not a number: XLA's largest number on CPU does.
-  found = [np.abs(np.asarray(a, np.float32) - b).max() / np.abs(b).max() for a, b in zip(
-      ours, map(np.asarray, exact), strict=True)]
-  return math.inf if np.isnan(found).any() else float(max(found))
+  return gpu.off(ours, exact)

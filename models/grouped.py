@@ -11,6 +11,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from models import gpu, grouped_gpu, placement
 from models.products import Product
 
 # Rows per block: large enough for an efficient product, small enough that padding adds less than a half to the rows.
@@ -115,18 +116,33 @@ def multiply_grouped(how: Product | None, x_MxK, w_ExKxN, sizes_E, block: int) -
 
 def _grouped(x_MxK, w, sizes_E, block: int, transpose: bool, dtype: Any) -> jax.Array:
   """x times w[e], or times its transpose, in `dtype`, by whatever is fast where it runs."""
+  if _by_kernel(x_MxK, w.shape[1:], block):
+    return grouped_gpu.grouped(x_MxK, w, _expert_of_block(sizes_E, len(x_MxK) // block, block), block, transpose, dtype)
   ragged, blocked = (functools.partial(f, block=block, transpose=transpose, dtype=dtype) for f in (_ragged, _blocked))
   return jax.lax.platform_dependent(x_MxK, w, sizes_E, tpu=ragged, default=blocked)
 
 
 def _grouped_outer(x_MxK, g_MxN, sizes_E, block: int, dtype: Any) -> jax.Array:
   """The sum over each group's rows of x^T g: [E, K, N] in `dtype`."""
+  if _by_kernel(x_MxK, (x_MxK.shape[1], g_MxN.shape[1]), block):
+    ends_E = jnp.cumsum(sizes_E)
+    return grouped_gpu.grouped_outer(x_MxK, g_MxN, ends_E - sizes_E, ends_E, block, dtype)
   ragged, blocked = (functools.partial(f, block=block, dtype=dtype) for f in (_ragged_outer, _blocked_outer))
   return jax.lax.platform_dependent(x_MxK, g_MxN, sizes_E, tpu=ragged, default=blocked)
 
 
+def _by_kernel(x_MxK: jax.Array, sizes: tuple[int, ...], block: int) -> bool:
+  """Whether the program is for a GPU whose kernels take these."""
+  if placement.platform() != "gpu":
+    return False
+  reason = grouped_gpu.refusal(placement.device(), block, sizes, x_MxK.dtype)
+  if reason is not None:
+    gpu.warn("experts", reason)
+  return reason is None
+
+
 # Only on TPU does a ragged product cost what it should; XLA for CPU and (by default) GPU multiplies every row by every
-# group's matrix.
+# group's matrix. What kernels for GPUs do not take is multiplied block by block.
 def _ragged(x_MxK, w, sizes_E, *, block: int, transpose: bool, dtype: Any) -> jax.Array:
   del block
   y_MxN = jax.lax.ragged_dot(x_MxK, w.swapaxes(1, 2) if transpose else w, sizes_E, preferred_element_type=dtype)

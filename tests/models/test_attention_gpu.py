@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType, PartitionSpec
 
-from models import attention_gpu, context, flash_gpu
+from models import attention_gpu, context, flash_gpu, gpu
 from models.attention import attention
 from models.flash import Rule
 from tests.models.common import value_and_gradients
@@ -17,7 +17,7 @@ from tests.models.common import value_and_gradients
 RULE = Rule(0.3, None, None, False)
 
 
-def gpu(capability="9.0", kind="NVIDIA H100 80GB HBM3"):
+def a_gpu(capability="9.0", kind="NVIDIA H100 80GB HBM3"):
   return types.SimpleNamespace(platform="gpu", compute_capability=capability, device_kind=kind)
 
 
@@ -27,18 +27,18 @@ def refused(device, K=64, dtype=jnp.bfloat16, rule=RULE):
 
 
 def test_refusals_name_the_reason():
-  assert refused(gpu()) is None  # not here: there is nothing to try
-  assert refused(gpu(), K=300) == "heads of size 300, above 256"
-  assert "compute capability is 7.5; they need 8.0" in refused(gpu("7.5", "Tesla T4"))
-  assert "compute capability is gfx942" in refused(gpu("gfx942", "MI300X"))
-  assert "precision.compute=bfloat16" in refused(gpu(), dtype=jnp.float32)
+  assert refused(a_gpu()) is None  # not here: there is nothing to try
+  assert refused(a_gpu(), K=300) == "heads of size 300, above 256"
+  assert "compute capability is 7.5; they need 8.0" in refused(a_gpu("7.5", "Tesla T4"))
+  assert "compute capability is gfx942" in refused(a_gpu("gfx942", "MI300X"))
+  assert "precision.compute=bfloat16" in refused(a_gpu(), dtype=jnp.float32)
   assert refused(jax.devices()[0], dtype=jnp.float32) is None  # interpreted, which rounds nothing
 
 
 @pytest.fixture
 def gpu_here(monkeypatch):
   """A device that is here and calls itself a GPU, on which kernels are interpreted."""
-  device = gpu()
+  device = a_gpu()
   monkeypatch.setattr(jax, "local_devices", lambda: [device])
   monkeypatch.setattr(attention_gpu, "on", lambda device: functools.partial(flash_gpu.attend, interpret=True))
   attention_gpu._distrust.cache_clear()
@@ -68,8 +68,8 @@ def test_kernels_are_tried_on_a_gpu_that_is_here(gpu_here, monkeypatch):
 
 def test_processes_agree_though_the_first_device_of_a_mesh_is_anothers(gpu_here, monkeypatch):
   monkeypatch.setattr(attention_gpu, "error", lambda *_: 1.0)
-  assert "off by 1" in refused(gpu())  # of the same kind, and not here
-  assert refused(gpu("8.0", "NVIDIA A100-SXM4-80GB")) is None
+  assert "off by 1" in refused(a_gpu())  # of the same kind, and not here
+  assert refused(a_gpu("8.0", "NVIDIA A100-SXM4-80GB")) is None
 
 
 def test_tiles_are_as_large_as_the_chip_allows():
@@ -77,8 +77,8 @@ def test_tiles_are_as_large_as_the_chip_allows():
     return attention_gpu.on(device).keywords["shared_bytes"]
 
   for capability, large in (("8.0", True), ("9.0", True), ("8.9", False), ("12.0", False)):
-    assert (shared(gpu(capability)) >= flash_gpu.LARGE) == large
-  known = gpu("12.0")
+    assert (shared(a_gpu(capability)) >= flash_gpu.LARGE) == large
+  known = a_gpu("12.0")
   known.shared_memory_per_block_optin = 300_000
   assert shared(known) == 300_000
 
@@ -107,13 +107,13 @@ def test_the_trial_runs_while_a_step_is_traced(gpu_here):
 def test_the_trial_allows_what_bfloat16_rounds_and_little_more(rule, more):
   """A quarter of it; exact where nothing is rounded; other keys than those that are to be seen are found out."""
   attend = functools.partial(flash_gpu.attend, interpret=True)
-  assert attention_gpu.error(attend, rule, **more) < attention_gpu.MOST_OFF / 4
+  assert attention_gpu.error(attend, rule, **more) < gpu.MOST_OFF / 4
   assert attention_gpu.error(attend, rule, dtype=jnp.float32, **more) < 1e-5
 
   def too_near(rule, *given):
     return attend(rule._replace(window=(rule.window or 300) // 3), *given)
 
-  assert attention_gpu.error(too_near, rule, **more) > 2 * attention_gpu.MOST_OFF
+  assert attention_gpu.error(too_near, rule, **more) > 2 * gpu.MOST_OFF
 
 
 def test_attention_takes_the_kernels_where_it_is_told_to(monkeypatch):
@@ -126,8 +126,8 @@ def test_attention_takes_the_kernels_where_it_is_told_to(monkeypatch):
   ours = attention(q, k, v, impl="triton", **options)
   assert called
   np.testing.assert_allclose(ours, attention(q, k, v, impl="blocked", **options), atol=2e-6)
-  attention_gpu.warn.cache_clear()
-  monkeypatch.setattr(attention_gpu.logging, "warning", lambda text, *args: said.append(text % args))
+  gpu.warn.cache_clear()
+  monkeypatch.setattr(gpu.logging, "warning", lambda text, *args: said.append(text % args))
   wide = [jnp.ones((1, 4, 1, 320))] * 3
   for _ in range(2):
     attention(*wide, segment_ids=jnp.ones((1, 4), jnp.int32), scale=1.0, impl="triton")
