@@ -289,9 +289,8 @@ def forward(rule: Rule, q: jax.Array, k: jax.Array, v: jax.Array, queries: Side,
   scores = _scores(rule, q, k, queries, keys)[0]
   top = scores.max(2)
   weights = jnp.exp(scores - top[:, :, None])
-  # Across and back: the smaller of two operands is the one to be transposed, as it is for the gradient of queries.
-  out = jnp.einsum("bgkw,bgwrt->bgkrt", v.swapaxes(2, 3), weights.astype(v.dtype), preferred_element_type=jnp.float32)
-  return Partial(out.transpose(0, 1, 3, 4, 2), top, weights.sum(2))
+  out = jnp.einsum("bgwrt,bgwk->bgrtk", weights.astype(v.dtype), v, preferred_element_type=jnp.float32)
+  return Partial(out, top, weights.sum(2))
 
 
 def merge(a: Partial, b: Partial) -> Partial:

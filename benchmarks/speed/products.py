@@ -65,7 +65,8 @@ def attention(seconds: Seconds) -> float:
     of_queries, of_keys, scores = (rows, BLOCK, size), (rows, stop, size), (rows, stop, BLOCK)
     queries_across, keys_across = (rows, size, BLOCK), (rows, size, stop)
     total += 2 * seconds("bwk,bkt->bwt", of_keys, queries_across)  # scores; the gradient of weights
-    total += 2 * seconds("bkw,bwt->bkt", keys_across, scores)  # the output; the gradient of queries
+    total += seconds("bwt,bwk->btk", scores, of_keys)  # the output
+    total += seconds("bkw,bwt->bkt", keys_across, scores)  # the gradient of queries
     total += 2 * seconds("bwt,btk->bwk", scores, of_queries)  # those of values and of keys
   return total
 
