@@ -58,8 +58,7 @@ def _distrust(rule: Rule, R: int, K: int, dtype: str, blocks: bool, prompts: boo
 
 def error(attend: Callable, rule: Rule, R: int = 2, K: int = 64, dtype: Any = jnp.bfloat16, blocks: bool = False,
           prompts: bool = False) -> float:
-  """How far `attend` is from models/flash.py in float32 on a row made up, output and gradients: the
-  largest difference as a part of the largest number.
+  """How far `attend` is from models/flash.py in float32 on a row made up, output and gradients (`gpu.off`).
 
   Args:
     attend: `attend(rule, q, k, v, queries, keys)`.
