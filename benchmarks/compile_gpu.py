@@ -128,7 +128,7 @@ def main() -> None:
   parser.add_argument("--rows", type=int, default=8)
   parser.add_argument("--config", nargs="*", default=[], metavar="KEY=VALUE")
   args = parser.parse_args()
-  startup.set_compiler_flags()
+  startup.set_environment()
   c = config(args.rows, args.config)
   mesh = mesh_lib.make_mesh(c.mesh, plan_gpu.devices(args.gpu, 1, 1))
   bandwidth = hardware.CHIPS[args.gpu].memory_bandwidth

@@ -66,7 +66,7 @@ def main() -> None:
   parser.add_argument("--only", choices=RECIPES, help="one recipe instead of all")
   parser.add_argument("--slices", type=int, default=1, help="so many slices of the recipe's topology")
   args = parser.parse_args()
-  startup.set_compiler_flags()
+  startup.set_environment()
   # Nothing runs on a TPU here, so several processes may have the compiler at once.
   os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")
   print(", ".join(f"{name} {metadata.version(name)}" for name in ("jax", "libtpu")))

@@ -69,5 +69,5 @@ def main() -> None:
 
 if __name__ == "__main__":
   startup.use_huge_pages()
-  startup.set_compiler_flags()
+  startup.set_environment()
   main()

@@ -35,7 +35,7 @@ PHASES = ("start", "compile", "step", "checkpoint", "eval", "rollout", "end")
 def get_config(arg: str) -> ConfigDict:
   """The run of a case of benchmarks/speed, much smaller, that saves and evaluates often; `arg`: the case, a folder."""
   c = weft_config.get_config(arg)
-  c.model.update(num_layers=2, hidden_size=32, intermediate_size=64, num_heads=2)
+  c.model.update(num_layers=2, hidden_size=32, intermediate_size=64, num_heads=2, num_kv_heads=2, head_dim=16)
   c.update(total_steps=STEPS, ckpt_steps=2, ckpt_percent=-1.0)
   case, folder = arg.split(",")
   if case == "grpo":

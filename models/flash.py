@@ -32,9 +32,9 @@ CACHED_BYTES = 2**20
 MAX_UNROLLED, MAX_UNROLLED_ELSEWHERE = 4, 32
 # Queries, and keys, of a tile: on CPU, times those of a span; and elsewhere.
 SPANS_OF_TILE, TILE = 2, 1024
-# Around the loop over the keys of a tile of queries is a scope of this name and of how often it runs, on average, where
-# no segment is passed over: who counts operations cannot see it otherwise.
-TIMES = "tiles_of_keys_"
+# Around a loop whose length depends on the data is a scope of this name and of how often it runs at most (over the keys
+# of a tile of queries: on average, where no segment is passed over): who counts operations cannot see it otherwise.
+TIMES = "runs_at_most_"
 
 
 class Side(NamedTuple):

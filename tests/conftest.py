@@ -20,7 +20,7 @@ os.environ.update(
     WEFT_REPORT_STRICT="1",  # a report that cannot be written is a warning elsewhere (trainer/report/record.py)
     PYTHONPATH=os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")])),
 )
-startup.set_compiler_flags()  # as in a user's run, if this jaxlib is known to take them
+startup.set_environment()  # as in a user's run, if this jaxlib is known to take them
 # One cache for all workers of this session, in a folder of its own that is new each time.
 _OWNS_CACHE = "WEFT_TEST_CACHE" not in os.environ
 if _OWNS_CACHE:

@@ -68,6 +68,6 @@ def _parse_flags(argv: list[str]) -> list[str]:
 
 if __name__ == "__main__":
   startup.use_huge_pages()
-  startup.set_compiler_flags()
+  startup.set_environment()
   logging.set_verbosity(logging.WARNING)
   app.run(main, flags_parser=_parse_flags)

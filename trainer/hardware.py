@@ -14,6 +14,7 @@ import os
 import re
 from typing import Any, NamedTuple
 
+from trainer import startup
 from trainer.config import ConfigError
 
 GIB, MIB = 2**30, 2**20
@@ -77,13 +78,9 @@ def _tpu(kinds: tuple[str, ...], peak: float, memory: float, usable: float, memo
 
 def _gpu(kind: str, peak: float, memory: float, memory_bandwidth: float, link: str, link_bandwidth: float,
          network_bandwidth: float, gpu: Gpu) -> Chip:
-  # What the driver and CUDA's own buffers leave, of which JAX takes the share GPU_SHARE.
-  return Chip((kind,), "gpu", peak, memory, GPU_SHARE * memory, memory_bandwidth, link, link_bandwidth, 0, "InfiniBand",
-              network_bandwidth, 8, gpu=gpu)
+  return Chip((kind,), "gpu", peak, memory, startup.GPU_SHARE * memory, memory_bandwidth, link, link_bandwidth, 0,
+              "InfiniBand", network_bandwidth, 8, gpu=gpu)
 
-
-# Of a GPU's memory, what XLA_PYTHON_CLIENT_MEM_FRACTION can be set to; JAX takes 0.75 by itself.
-GPU_SHARE = 0.92
 
 CHIPS: dict[str, Chip] = {
     # A v4 has two cores, which JAX on Cloud TPU shows as one device.

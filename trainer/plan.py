@@ -17,7 +17,7 @@ from ml_collections import ConfigDict
 from input_pipeline import loader
 from input_pipeline.files import DataError
 from input_pipeline.tokenizer import BytesTokenizer, load_tokenizer
-from trainer import config_checks, hardware, plan_compile, plan_page, plan_search, throughput
+from trainer import config_checks, hardware, plan_compile, plan_page, plan_search, startup, throughput
 from trainer import mesh as mesh_lib
 from trainer import program as program_lib
 from trainer.config import ConfigError
@@ -162,8 +162,8 @@ def assumptions(a: Assumptions, topology: hardware.Topology, now: Estimate) -> l
       f"layer and {a.layers_gathered} layers' gathered parameters exist at a time",
   ]
   if chip.platform == "gpu":
-    lines.append(f"{hardware.GPU_SHARE:.0%} of the memory: export XLA_PYTHON_CLIENT_MEM_FRACTION="
-                 f"{hardware.GPU_SHARE:.2f} (JAX takes 75% otherwise)")
+    lines.append(f"{startup.GPU_SHARE:.0%} of the memory: what a run takes when it starts, unless "
+                 "XLA_PYTHON_CLIENT_MEM_FRACTION says otherwise")
   if chip.platform == "cpu":
     lines.append("a CPU's products are measured here; its memory and links are guesses")
   if any("expert" in transfer.axes for transfer in now.transfers):

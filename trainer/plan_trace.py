@@ -127,8 +127,8 @@ def _of_equation(equation: Any) -> float:
   if name == "cond":  # branches for other platforms among them
     return max(inner, default=0.0)
   times = params["length"] if name == "scan" else params["mesh"].size if name == "shard_map" else 1.0
-  if name == "while" and (said := re.search(rf"{flash.TIMES}([\d.]+)", str(equation.source_info.name_stack))):
-    times = float(said[1])
+  if name == "while" and (said := re.findall(rf"{flash.TIMES}([\d.]+)", str(equation.source_info.name_stack))):
+    times = float(said[-1])
   return times * sum(inner)
 
 

@@ -237,7 +237,7 @@ def main(argv: list[str]) -> None:
 
 
 if __name__ == "__main__":
-  startup.set_compiler_flags()
+  startup.set_environment()
   _define_flags()
   logging.set_verbosity(logging.WARNING)
   app.run(main, flags_parser=lambda argv: flags.FLAGS(argv, known_only=True))

@@ -18,6 +18,8 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from models import flash
+
 # Each chunk reads and writes the kernel's whole gradient; with fewer tokens that takes longer than making logits twice.
 MIN_TOKENS = 1024
 
@@ -49,7 +51,8 @@ class Parts(NamedTuple):
       carry, out = body(state[0], jax.tree.map(lambda x: x[c], parts))
       return carry, jax.tree.map(lambda all, new: all.at[c].set(new), state[1], out)
 
-    return jax.lax.fori_loop(0, self.number, step, (carry, outs))
+    with jax.named_scope(f"{flash.TIMES}{C}"):
+      return jax.lax.fori_loop(0, self.number, step, (carry, outs))
 
 
 def counting_first(counts_N: jax.Array, chunks: int) -> Parts:

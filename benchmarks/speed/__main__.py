@@ -4,23 +4,33 @@
     python -m venv tunix && tunix/bin/pip install google-tunix
     python -m benchmarks.speed --peer peers/bin/python --tunix tunix/bin/python [--cases seq sft …] [--rounds 3]
 
+On a GPU, with PyTorch for it and `pip install -e '.[cuda]'`: `--size 1b`, or 8b (benchmarks/speed/sizes.py has them).
+
 Weft's side is the whole of `python -m trainer`: its loader, logging and metrics are part of the step; in the cases
 `generate` (as many tokens for each prompt) and `rollouts` (groups of completions that end by themselves) it is the
 sampler that rollouts use. Of each program the first steps, which compile, are left out
 (benchmarks/speed/sizes.py says how many).
+
+Of seq and sft, the limit is the device's FLOP/s: those of a step's products, 6 N + 12 H K · (mean number of visible
+keys) a token and layer (Transformer.flops_per_token), at the dense peak of the data sheet; on CPU, at the rate of a
+large product, measured. Of generate it is the GPU's memory bandwidth: parameters and cache are read once for each token
+of all texts.
 """
 
 import argparse
+import functools
 import json
+import os
 import statistics
 import subprocess
 import sys
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 
 from tqdm import tqdm
 
-from benchmarks.speed import sizes, weft_config
+from benchmarks.speed import sizes
 
 PEERS = {"seq": ("hf", "hf_compile"), "sft": ("trl_sft", "tunix"), "dpo": ("trl_dpo",), "grpo": ("trl_grpo",),
          "generate": ("hf_generate",), "rollouts": ("hf_rollouts",)}
@@ -52,10 +62,10 @@ def run_peer(python: str, case: str) -> dict:
   return json.loads(run([python, *command]).splitlines()[-1])
 
 
-def tokens_a_second(case: str, result: dict) -> list[float]:
+def tokens_a_second(size: sizes.Size, case: str, result: dict) -> list[float]:
   """Of each step that is timed; where completions end by themselves each has another number of tokens."""
   seconds = result["step_seconds"]
-  tokens = result.get("tokens") or [sizes.TOKENS[case]] * len(seconds)
+  tokens = result.get("tokens") or [size.tokens(case)] * len(seconds)
   return [n / x for n, x in zip(tokens, seconds, strict=True)][sizes.WARMUP:]
 
 
@@ -63,37 +73,48 @@ def main() -> None:
   parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
   parser.add_argument("--peer", help="the Python with torch, transformers, trl, datasets; else Weft alone")
   parser.add_argument("--tunix", help="the Python with google-tunix")
+  parser.add_argument("--size", default="small", choices=list(sizes.SIZES))
   parser.add_argument("--cases", nargs="+", default=list(PEERS), choices=list(PEERS))
   parser.add_argument("--rounds", type=int, default=3)
   parser.add_argument("weft_flags", nargs="*", help="after --: for Weft, e.g. --config.model.attention_block=64")
   args = parser.parse_args()
-  versions: dict[str, str] = {}
+  os.environ["WEFT_SPEED_SIZE"], size = args.size, sizes.SIZES[args.size]
+  pythons = dict.fromkeys(set(sum(PEERS.values(), ())), args.peer)
+  pythons["tunix"] = args.tunix if size.precision == "float32" else None
+  about: dict[str, str] = {}
   print("| case | program | steps of s, best | median | tokens/s, median | Weft is so many times as fast | "
-        "peak MB | parameters | loss, first and last |")
-  print("|---|---|---|---|---|---|---|---|---|")
+        "share of the limit | peak MB | parameters | loss, first and last |")
+  print("|---|---|---|---|---|---|---|---|---|---|")
   with tempfile.TemporaryDirectory() as folder:
-    weft_config.write_data(Path(folder))
+    run([sys.executable, "-m", "benchmarks.speed.weft_config", folder])
     for case in args.cases:
-      programs = {"weft": lambda case=case: run_weft(case, Path(folder), args.weft_flags)}
-      pythons = {peer: args.tunix if peer == "tunix" else args.peer for peer in PEERS[case]}
-      programs |= {peer: lambda peer=peer, python=python: run_peer(python, peer)
-                   for peer, python in pythons.items() if python}
+      programs: dict[str, Callable[[], dict]] = {
+          "weft": functools.partial(run_weft, case, Path(folder), args.weft_flags)}
+      programs |= {peer: functools.partial(run_peer, pythons[peer], peer) for peer in PEERS[case] if pythons[peer]}
       results: dict[str, list[dict]] = {name: [] for name in programs}
       for _ in tqdm(range(args.rounds), desc=case, leave=False):
         for name, start in programs.items():
           results[name].append(start())
-      steps = {name: [x for r in rounds for x in r["step_seconds"][sizes.WARMUP:]] for name, rounds in results.items()}
-      rates = {name: statistics.median(rate for r in rounds for rate in tokens_a_second(case, r))
-               for name, rounds in results.items()}
       for name, rounds in results.items():
-        last = rounds[-1]
-        versions |= last["versions"]
-        losses = f"{last['losses'][0]:.3f}, {last['losses'][-1]:.3f}" if last["losses"] else ""
-        ratio = "" if name == "weft" else f"{rates['weft'] / rates[name]:.2f}"
-        median, peak = statistics.median(steps[name]), max(r["peak_rss_mb"] for r in rounds)
-        print(f"| {case} | {name} | {min(steps[name]):.3f} | {median:.3f} | {rates[name]:,.0f} | {ratio} | {peak:,} "
-              f"| {last['parameters']:,} | {losses} |", flush=True)
-  print(", ".join(f"{name} {version}" for name, version in versions.items()))
+        print(row(size, case, name, rounds, results["weft"]), flush=True)
+        about |= rounds[-1]["versions"] | ({"on": rounds[-1]["device"]} if "device" in rounds[-1] else {})
+  print(", ".join(f"{name} {version}" for name, version in about.items()))
+
+
+def row(size: sizes.Size, case: str, name: str, rounds: list[dict], weft: list[dict]) -> str:
+  """What one program did, beside Weft, as a line of the table."""
+  def rate(rounds: list[dict]) -> float:
+    return statistics.median(rate for r in rounds for rate in tokens_a_second(size, case, r))
+
+  steps, last = [x for r in rounds for x in r["step_seconds"][sizes.WARMUP:]], rounds[-1]
+  median, peak = statistics.median(steps), max(r["peak_mb"] for r in rounds)
+  limit = weft[-1].get("limit_seconds") if case in ("seq", "sft", "generate") else None
+  parts = last.get("micro_batches", 1)
+  cells = (case, f"{name}, {parts} micro-batches" if parts > 1 else name, f"{min(steps):.3f}", f"{median:.3f}",
+           f"{rate(rounds):,.0f}", "" if name == "weft" else f"{rate(weft) / rate(rounds):.2f}",
+           f"{limit / median:.1%}" if limit else "", f"{peak:,}", f"{last['parameters']:,}",
+           f"{last['losses'][0]:.3f}, {last['losses'][-1]:.3f}" if last["losses"] else "")
+  return f"| {' | '.join(cells)} |"
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""How long the matrix products of a step of benchmarks/speed take alone: the least that a step can take.
+"""How long the matrix products of a step of benchmarks/speed take alone on CPU: the least that a step can take.
 
     python -m benchmarks.speed.products [--peer peers/bin/python]
 
@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from benchmarks.speed import sizes as s
+from benchmarks.speed.sizes import CHOSEN as size
 from trainer import startup
 
 BLOCK = 128
@@ -53,17 +53,17 @@ def of_torch(product: str, a: tuple[int, ...], b: tuple[int, ...]) -> float:
 
 def linear(seconds: Seconds, inputs: int, outputs: int) -> float:
   """The three products of a layer over all tokens of a step."""
-  N = s.BATCH * s.SEQ
+  N = size.batch * size.seq
   return (seconds("nk,km->nm", (N, inputs), (inputs, outputs)) + seconds("nm,km->nk", (N, outputs), (inputs, outputs))
           + seconds("nk,nm->km", (N, inputs), (N, outputs)))
 
 
 def attention(seconds: Seconds) -> float:
   """The six products of a layer's attention, as models/flash.py has them: keys first."""
-  total, size, rows = 0.0, s.HIDDEN // s.HEADS, s.BATCH * s.HEADS
-  for stop in range(BLOCK, s.SEQ + 1, BLOCK):
-    of_queries, of_keys, scores = (rows, BLOCK, size), (rows, stop, size), (rows, stop, BLOCK)
-    queries_across, keys_across = (rows, size, BLOCK), (rows, size, stop)
+  total, K, rows = 0.0, size.head_dim, size.batch * size.heads
+  for stop in range(BLOCK, size.seq + 1, BLOCK):
+    of_queries, of_keys, scores = (rows, BLOCK, K), (rows, stop, K), (rows, stop, BLOCK)
+    queries_across, keys_across = (rows, K, BLOCK), (rows, K, stop)
     total += 2 * seconds("bwk,bkt->bwt", of_keys, queries_across)  # scores; the gradient of weights
     total += seconds("bwt,bwk->btk", scores, of_keys)  # the output
     total += seconds("bkw,bwt->bkt", keys_across, scores)  # the gradient of queries
@@ -71,12 +71,18 @@ def attention(seconds: Seconds) -> float:
   return total
 
 
+def projections() -> list[tuple[int, int]]:
+  """Inputs and outputs of those for queries, keys, values and attention's output."""
+  of_queries, of_keys = size.heads * size.head_dim, size.kv_heads * size.head_dim
+  return [(size.hidden, of_queries), (size.hidden, of_keys), (size.hidden, of_keys), (of_queries, size.hidden)]
+
+
 def flops() -> float:
   """Of one step, as above."""
-  per_token = 4 * s.HIDDEN**2 + 3 * s.HIDDEN * s.FFN
-  linear_flops = 6 * s.BATCH * s.SEQ * (s.LAYERS * per_token + s.HIDDEN * s.VOCAB)
-  seen = sum(range(BLOCK, s.SEQ + 1, BLOCK)) * BLOCK
-  return linear_flops + 12 * s.LAYERS * s.BATCH * s.HIDDEN * seen
+  per_token = sum(inputs * outputs for inputs, outputs in projections()) + 3 * size.hidden * size.ffn
+  linear_flops = 6 * size.batch * size.seq * (size.layers * per_token + size.hidden * size.vocab)
+  seen = sum(range(BLOCK, size.seq + 1, BLOCK)) * BLOCK
+  return linear_flops + 12 * size.layers * size.batch * size.heads * size.head_dim * seen
 
 
 def main() -> None:
@@ -84,13 +90,13 @@ def main() -> None:
   parser.add_argument("--peer", help="the Python with torch")
   parser.add_argument("--torch", action="store_true", help="PyTorch's times alone")
   args = parser.parse_args()
-  startup.set_compiler_flags()
+  startup.set_environment()
   seconds = of_torch if args.torch else of_jax
   parts = {
-      "projections of attention": s.LAYERS * 4 * linear(seconds, s.HIDDEN, s.HIDDEN),
-      "MLP": s.LAYERS * (2 * linear(seconds, s.HIDDEN, s.FFN) + linear(seconds, s.FFN, s.HIDDEN)),
-      "attention": s.LAYERS * attention(seconds),
-      "unembedding": linear(seconds, s.HIDDEN, s.VOCAB),
+      "projections of attention": size.layers * sum(linear(seconds, *shape) for shape in projections()),
+      "MLP": size.layers * (2 * linear(seconds, size.hidden, size.ffn) + linear(seconds, size.ffn, size.hidden)),
+      "attention": size.layers * attention(seconds),
+      "unembedding": linear(seconds, size.hidden, size.vocab),
   }
   print("PyTorch" if args.torch else "JAX")
   for name, value in parts.items():

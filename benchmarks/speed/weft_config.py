@@ -1,14 +1,21 @@
-"""Weft's side of benchmarks/speed: `python -m trainer --config=benchmarks/speed/weft_config.py:CASE,FOLDER`."""
+"""Weft's side of benchmarks/speed: `python -m trainer --config=benchmarks/speed/weft_config.py:CASE,FOLDER`.
+
+    python -m benchmarks.speed.weft_config FOLDER
+
+writes the data that it reads.
+"""
 
 import json
 import random
 import resource
+import sys
 import time
 from pathlib import Path
 
 from ml_collections import ConfigDict
 
 from benchmarks.speed import sizes as s
+from benchmarks.speed.sizes import CHOSEN as size
 from trainer import config as config_lib
 from trainer.callbacks import Callback
 
@@ -22,24 +29,30 @@ def get_config(arg: str) -> ConfigDict:
   if case in ("seq", "sft"):
     c.input.packing = "none"
   m = c.model
-  m.num_layers, m.hidden_size, m.intermediate_size, m.num_heads = s.LAYERS, s.HIDDEN, s.FFN, s.HEADS
-  m.tie_embeddings = False
+  m.num_layers, m.hidden_size, m.intermediate_size, m.tie_embeddings = size.layers, size.hidden, size.ffn, False
+  m.num_heads, m.num_kv_heads, m.head_dim = size.heads, size.kv_heads, size.head_dim
+  p = c.precision
+  if size.precision != "float32":
+    p.compute = "bfloat16"
+  if size.precision == "bfloat16":
+    p.params, p.stochastic_rounding, p.moments, c.remat = "bfloat16", True, "bfloat16", "full"
   o = c.optimizer
   o.learning_rate, o.b1, o.b2, o.weight_decay, o.clip_norm = s.LEARNING_RATE, s.B1, s.B2, s.WEIGHT_DECAY, s.CLIP
   c.schedule = dict(name="constant", warmup_percent=0.0)
-  c.batch_size, c.seq_len, c.total_steps, c.log_steps = s.BATCH, s.SEQ, s.WARMUP + s.STEPS, 1
+  c.batch_size, c.seq_len, c.total_steps, c.log_steps = size.batch, size.seq, s.WARMUP + s.STEPS, 1
   if case == "sft":
     c.strategy = config_lib.strategy("sft")
   if case == "dpo":
     c.strategy = config_lib.strategy("dpo", loss={"sigmoid": 1.0}, beta=0.1)
     # A row holds a pair, whose sides share the prompt, which is half of each.
-    c.batch_size, c.seq_len = s.PAIRS, 2 * s.PAIR_SEQ - (s.PAIR_SEQ // 2 - 1)
+    c.batch_size, c.seq_len = size.pairs, 2 * size.pair_seq - (size.pair_seq // 2 - 1)
   if case == "grpo":
     c.strategy = config_lib.strategy("grpo")
     # A row holds the completions of a prompt, which share it.
-    c.batch_size, c.seq_len = s.PROMPTS, s.PROMPT_LEN + s.GROUP * (s.NEW + 1)
+    c.batch_size, c.seq_len = size.prompts, size.prompt_len + size.group * (size.new + 1)
     r = c.rollout
-    r.num_prompts, r.group_size, r.max_new_tokens, r.batch_size = s.PROMPTS, s.GROUP, s.NEW, s.PROMPTS * s.GROUP
+    r.num_prompts, r.group_size, r.max_new_tokens = size.prompts, size.group, size.new
+    r.batch_size = size.prompts * size.group
     r.rewards.different = config_lib.reward(type="benchmarks.speed.weft_config.different")
     c.total_steps += 1  # a rollout comes at the end of the step before, so that the last step has none: it is left out
   c.ckpt_percent = 0.0
@@ -58,12 +71,12 @@ def write_data(folder: Path) -> None:
   names = {f"{name}_token": f"<{name}>" for name in ("pad", "bos", "eos", "unk")}
   (folder / "tokenizer_config.json").write_text(json.dumps(names))
   rng, steps = random.Random(1), s.WARMUP + s.STEPS + 1
-  half = s.PAIR_SEQ // 2
+  half = size.pair_seq // 2
   rows = {
-      "seq": [dict(text=s.text(rng, s.SEQ)) for _ in range(steps * s.BATCH)],
+      "seq": [dict(text=s.text(rng, size.seq)) for _ in range(steps * size.batch)],
       "dpo": [dict(prompt=s.text(rng, half), chosen=" " + s.text(rng, half - 1), rejected=" " + s.text(rng, half - 1))
-              for _ in range(steps * s.PAIRS)],
-      "grpo": [dict(prompt=s.text(rng, s.PROMPT_LEN)) for _ in range(steps * s.PROMPTS)],
+              for _ in range(steps * size.pairs)],
+      "grpo": [dict(prompt=s.text(rng, size.prompt_len)) for _ in range(steps * size.prompts)],
   }
   rows["sft"] = rows["seq"]
   for case, records in rows.items():
@@ -92,9 +105,26 @@ class Clock(Callback):
   def on_train_end(self, run):
     import jax
 
+    from trainer import throughput
+
     parameters = sum(leaf.size for leaf in jax.tree.leaves(run.state["params"]))
+    flops = run.model.flops_per_token(size.seq) * size.batch * size.seq
     seconds = [b - a for a, b in zip(self._marks, self._marks[1:], strict=False)][:s.WARMUP + s.STEPS]
     self._path.write_text(json.dumps(dict(
         first_step_at=time.time() - time.perf_counter() + self._marks[1], step_seconds=seconds, losses=self._losses,
-        parameters=parameters, versions={"jax": jax.__version__},
-        peak_rss_mb=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024, **self._other)))
+        parameters=parameters, versions={"jax": jax.__version__}, device=jax.devices()[0].device_kind,
+        limit_seconds=flops / throughput.peak_flops()[0], peak_mb=peak_mb(), **self._other)))
+
+
+def peak_mb() -> int:
+  """Of the GPU's memory, the most that was in use; on CPU, of the process's."""
+  import jax
+
+  stats = jax.local_devices()[0].memory_stats()
+  if stats:
+    return stats["peak_bytes_in_use"] // 2**20
+  return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024
+
+
+if __name__ == "__main__":
+  write_data(Path(sys.argv[1]))

@@ -4,7 +4,6 @@ Fresh parameters, sampled from by the class that rollouts use.
 """
 
 import json
-import resource
 import sys
 import time
 
@@ -17,37 +16,45 @@ def main(case: str) -> None:
 
   from benchmarks.speed import sizes as s
   from benchmarks.speed import weft_config
-  from trainer import program
+  from benchmarks.speed.sizes import CHOSEN as size
+  from trainer import hardware, program
   from trainer.sampler import Sampler
 
   config, _ = program.resolve(weft_config.get_config("grpo,unused"))
-  program.settle(config, "cpu")
-  model = program.make_model(config, s.VOCAB)
+  program.settle(config, jax.default_backend())
+  model = program.make_model(config, size.vocab)
   params = jax.jit(model.init)(jax.random.key(0))
   rng, marks, tokens = np.random.default_rng(1), [time.perf_counter()], []
   steps = s.STEPS if case == "generate" else s.ROLL_STEPS
   if case == "generate":
-    count, group, rows, options = s.PROMPTS * s.GROUP, 1, s.PROMPTS * s.GROUP, dict(max_new_tokens=s.NEW)
+    count, group, rows, options = size.prompts * size.group, 1, size.prompts * size.group, dict(max_new_tokens=size.new)
   else:
-    count, group, rows = s.ROLL_PROMPTS, s.ROLL_GROUP, s.ROLL_ROWS
-    options = dict(max_new_tokens=s.ROLL_NEW, stop_ids=range(s.VOCAB - s.ROLL_STOPS, s.VOCAB))
+    count, group, rows = size.roll_prompts, size.roll_group, size.roll_rows
+    options = dict(max_new_tokens=size.roll_new, stop_ids=range(size.vocab - size.roll_stops, size.vocab))
   sampler = Sampler(model, rows=rows)
   for n in range(s.WARMUP + steps):
-    prompts = rng.integers(len(s.SPECIAL), s.VOCAB, (count, s.PROMPT_LEN))
+    prompts = rng.integers(len(s.SPECIAL), size.vocab, (count, size.prompt_len))
     completions = sampler.generate(params, prompts, num_samples=group, seed=n, **options)
     marks.append(time.perf_counter())
     tokens.append(sum(len(completion.ids) for completion in completions))
     assert len(completions) == count * group
-    assert case != "generate" or tokens[-1] == s.TOKENS["generate"]
+    assert case != "generate" or tokens[-1] == size.tokens("generate")
+  kind, limit = jax.devices()[0].device_kind, {}
+  if case == "generate" and (chip := hardware.find(kind)):
+    # Each token of all texts reads the parameters but for the embeddings, which it looks up, and the texts so far.
+    read = sum(p.size * p.dtype.itemsize for p in jax.tree.leaves(jax.eval_shape(model.decoding_params, params)))
+    read -= size.vocab * size.hidden * 2
+    cache = size.layers * 2 * size.kv_heads * size.head_dim * 2 * (size.prompt_len + size.new / 2)
+    limit["limit_seconds"] = size.new * (read + count * cache) / hardware.CHIPS[chip].memory_bandwidth
   print(json.dumps(dict(
       first_step_at=time.time() - time.perf_counter() + marks[1],
       step_seconds=[b - a for a, b in zip(marks, marks[1:], strict=False)], losses=[], tokens=tokens,
       versions={"jax": jax.__version__}, parameters=sum(p.size for p in jax.tree.leaves(params)),
-      peak_rss_mb=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024)))
+      device=kind, peak_mb=weft_config.peak_mb(), **limit)))
 
 
 if __name__ == "__main__":
   startup.use_huge_pages()
-  startup.set_compiler_flags()
+  startup.set_environment()
   startup.keep_compiled_programs()
   main(sys.argv[1])

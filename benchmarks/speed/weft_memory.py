@@ -38,5 +38,5 @@ def main(length: int, vocab: int) -> None:
 
 if __name__ == "__main__":
   startup.use_huge_pages()
-  startup.set_compiler_flags()
+  startup.set_environment()
   main(*map(int, sys.argv[1:]))

@@ -24,6 +24,7 @@ from trainer import (
   plan_network,
   plan_search,
   plan_trace,
+  token_sums,
 )
 from trainer import mesh as mesh_lib
 from trainer import plan as plan_lib
@@ -210,6 +211,20 @@ def test_attention_counts_as_much_in_loops_over_tiles_as_unrolled(monkeypatch):
   monkeypatch.setattr(flash, "MAX_UNROLLED", 1000)
   assert in_loops == pytest.approx((counted(), counted(window=17)), rel=1e-5)
   assert in_loops[1] < 0.75 * in_loops[0]
+
+
+def test_logits_that_are_made_a_part_of_the_tokens_at_a_time_count_as_those_made_at_once():
+  def losses_of(hidden_nxD, kernel_DxV, tokens):
+    return jnp.sum(jnp.square(hidden_nxD @ kernel_DxV), -1) * tokens, {}
+
+  def loss(chunks, hidden_NxD, kernel_DxV):
+    ones = jnp.ones(64)
+    return token_sums.sum_over_tokens(losses_of, chunks, hidden_NxD, kernel_DxV, ones, ones > 0)[0]
+
+  shapes = jax.ShapeDtypeStruct((64, 8), jnp.float32), jax.ShapeDtypeStruct((8, 32), jnp.float32)
+  for chunks in (1, 4):
+    gradient = jax.grad(functools.partial(loss, chunks), (0, 1))
+    assert plan_trace._flops(jax.make_jaxpr(gradient)(*shapes)) == 3 * 2 * 64 * 8 * 32
 
 
 def test_remat_full_keeps_what_enters_each_layer_and_multiplies_it_again():

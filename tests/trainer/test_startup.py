@@ -8,8 +8,8 @@ import pytest
 from jax.experimental.compilation_cache import compilation_cache
 
 from tests import tiny
+from trainer import hardware, startup
 from trainer import mesh as mesh_lib
-from trainer import startup
 
 KEYS = ("jax_compilation_cache_dir", "jax_compilation_cache_max_size")
 
@@ -54,13 +54,24 @@ def test_flags_for_compilers_are_added_to_what_the_user_says(variable, monkeypat
   for said, expected in (("", [f"{flag}={value}", *rest]), ("--dump=x", ["--dump=x", f"{flag}={value}", *rest]),
                          (f"{flag}=other", [f"{flag}=other", *rest])):
     monkeypatch.setenv(variable, said)
-    startup.set_compiler_flags()
+    startup.set_environment()
     assert startup.os.environ[variable].split() == expected
   # A compiler of which nothing is known is told nothing.
   monkeypatch.setenv(variable, "--dump=x")
   installed[package] = "99.0"
-  startup.set_compiler_flags()
+  startup.set_environment()
   assert startup.os.environ[variable] == "--dump=x"
+
+
+def test_a_run_takes_the_memory_of_a_gpu_that_the_plan_counts_with(monkeypatch):
+  for said, expected in ((None, f"{startup.GPU_SHARE}"), ("0.5", "0.5")):
+    monkeypatch.delenv("XLA_PYTHON_CLIENT_MEM_FRACTION", raising=False)
+    if said:
+      monkeypatch.setenv("XLA_PYTHON_CLIENT_MEM_FRACTION", said)
+    startup.set_environment()
+    assert startup.os.environ["XLA_PYTHON_CLIENT_MEM_FRACTION"] == expected
+  h100 = hardware.CHIPS["h100"]
+  assert h100.usable == startup.GPU_SHARE * h100.memory
 
 
 def test_without_a_home_nothing_is_kept_and_nothing_fails(tmp_path, monkeypatch):

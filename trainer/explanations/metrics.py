@@ -67,7 +67,7 @@ test: tests/test_docs.py::test_the_callback_measures_the_updates
 Small updates of bfloat16 parameters vanish unless they are rounded at random.
 equation:
   entries whose bits changed / entries
-source: trainer/update.py _share_changed
+source: trainer/optim.py Optimizer.advance
 test: tests/trainer/test_moments.py::test_bfloat16_parameters_move_on_average_however_small_the_updates
 keys: precision.params precision.stochastic_rounding
 
