@@ -32,7 +32,8 @@ class Direction(NamedTuple):
 
   # parameters -> state, a nested dict of arrays.
   init: Callable[[Tree], Tree]
-  # (float32 gradients, state) -> (float32 directions, state)
+  # (float32 gradients, state) -> (float32 directions, state). Of layers stacked on the first dimension each could be
+  # given by itself.
   update: Callable[[Tree, Tree], tuple[Tree, Tree]]
 
 

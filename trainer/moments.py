@@ -55,18 +55,24 @@ class Moments:
   second: str = "float32"
   seed: int = 0
 
-  def encode(self, state: Tree, step: Any) -> Tree:
+  @property
+  def reduced(self) -> bool:
+    """Whether some are kept in less than float32."""
+    return (self.first, self.second) != ("float32", "float32")
+
+  def encode(self, state: Tree, step: Any, layer: Any = None) -> Tree:
     """The state of an optimizer's part as it is kept, from float32.
 
     Args:
       state: {name: tree by parameter path, or an array}; names that are not those of moments stay as they are.
       step: updates done before, which the random bits depend on.
+      layer: see `rounding_bits`.
     """
     kept = dict(state)
     for name, form in self._forms(state):
       flat = patterns.flatten(state[name])
       # Of the 32 random bits of a place, first moments take the low half, second moments the high one.
-      bits = {path: rounding_bits(self.seed, step, path, x.shape) >> (16 if name in SECOND else 0)
+      bits = {path: rounding_bits(self.seed, step, path, x.shape, layer) >> (16 if name in SECOND else 0)
               for path, x in flat.items()}
       if form == "bfloat16":
         kept[name] = patterns.unflatten({path: to_bfloat16(x, bits[path]) for path, x in flat.items()})
@@ -112,10 +118,16 @@ def make_moments(precision: Any, seed: int) -> Moments:
 # ---------------------------------------------------------------------------------------------- stochastic rounding
 
 
-def rounding_bits(seed: int, step: Any, path: str, shape: tuple[int, ...]) -> jax.Array:
-  """32 random bits for each place of an array: uint32, a function of the arguments and the place alone."""
+def rounding_bits(seed: int, step: Any, path: str, shape: tuple[int, ...], layer: Any = None) -> jax.Array:
+  """32 random bits for each place of an array: uint32, a function of the arguments and the place alone.
+
+  Args:
+    seed, step, path: of the run, of the update, of the parameter.
+    shape: of the array.
+    layer: which part of the parameter it is, of those along its first dimension; None: the whole of it.
+  """
   key = jax.random.fold_in(jax.random.fold_in(jax.random.key(seed), step), zlib.crc32(f"rounding/{path}".encode()))
-  return jax.random.bits(key, shape, jnp.uint32)
+  return jax.random.bits(key if layer is None else jax.random.fold_in(key, layer), shape, jnp.uint32)
 
 
 def to_bfloat16(x: jax.Array, bits: jax.Array) -> jax.Array:

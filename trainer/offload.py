@@ -44,20 +44,25 @@ def to_host(shardings: Any) -> Any:
   return jax.tree.map(lambda sharding: sharding.with_memory_kind(HOST), shardings)
 
 
-def with_state_on_device(condition: jax.Array, advance: Callable, params: Any,
-                         state: Any) -> tuple[Any, Any, jax.Array]:
-  """Within a jitted function: `advance(params, state)` if the condition holds, else (params, state, 0.0).
+def with_state_on_device(condition: jax.Array, advance: Callable, params: Any, state: Any) -> tuple[Any, Any, Any]:
+  """Within a jitted function: `advance(params, state)` if the condition holds, else (params, state, zeros).
 
   Args:
-    advance: from parameters and state, both on the device, to new ones and a float32 scalar.
+    advance: from parameters and state, both on the device, to new parameters, new state and a tree of arrays.
     state: in the host's memory, as is the one that is returned.
   """
   # A branch begins when what it depends on is there. Else the compiler would fetch the state when the step begins, and
   # it would lie on the device beside all that the backward pass needs.
   def taken(params, state):
-    params, state, value = advance(params, jax.device_put(state, jax.memory.Space.Device))
-    return params, jax.device_put(state, jax.memory.Space.Host), value
+    params, state, values = advance(params, jax.device_put(state, jax.memory.Space.Device))
+    return params, jax.device_put(state, jax.memory.Space.Host), values
+
+  shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), (params, state))
+  values = jax.eval_shape(advance, *shapes)[2]
+
+  def left(params, state):
+    return params, state, jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), values)
 
   # Shapes alone are in no memory: when they are traced, the state seems to be on the device.
   state = jax.device_put(state, jax.memory.Space.Host)
-  return jax.lax.cond(condition, taken, lambda params, state: (params, state, jnp.float32(0)), params, state)
+  return jax.lax.cond(condition, taken, left, params, state)

@@ -13,8 +13,9 @@ so that they can be sharded like it.
 """
 
 import dataclasses
+import functools
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -32,6 +33,18 @@ NAMES = ("adamw", "adafactor", "muon", "lion", "sgd")
 
 # Muon is for hidden matrices: embeddings and the output head behave like tables of vectors.
 _MATRIX = re.compile(r"^(?!(.*/)?(embed|unembed|pos_embed)/).*kernel$")
+
+
+# Arrays of so many entries go layer by layer where they are kept in less than float32.
+LARGE = 2**24
+
+
+class Advance(NamedTuple):
+  """What `Optimizer.advance` did, 0 where it did nothing: the norm of all updates together, and of parameters in
+  bfloat16, by path, how many entries are not what they were (EXACTNESS.md T33); float32."""
+
+  norm: jax.Array
+  changed: dict[str, jax.Array]
 
 
 class Rules(NamedTuple):
@@ -83,7 +96,7 @@ class Optimizer:
     return {name: self.moments.encode(direction.init(_only(flat, paths)), 0)
             for name, (paths, direction) in self.parts.items()}
 
-  def update(self, grads: Tree, opt_state: Tree, trainable: Tree, step: Step) -> tuple[Tree, Tree]:
+  def update(self, grads: Tree, opt_state: Tree, trainable: Tree, step: Step, layer: Any = None) -> tuple[Tree, Tree]:
     """One update.
 
     Args:
@@ -91,6 +104,7 @@ class Optimizer:
       opt_state: from `init` or the last update.
       trainable: the trained parameters.
       step: updates done before this one, which sets the learning rate.
+      layer: that these are parts of arrays, see `moments.rounding_bits`; None: they are whole.
 
     Returns:
       (updates, state): float32 updates to be added to the parameters, and the next state.
@@ -100,7 +114,7 @@ class Optimizer:
     new_state = {}
     for name, (paths, direction) in self.parts.items():
       directed, new = direction.update(_only(flat_grads, paths), self.moments.decode(opt_state[name]))
-      new_state[name] = self.moments.encode(new, step)
+      new_state[name] = self.moments.encode(new, step, layer)
       directions |= patterns.flatten(directed)
     warmups = {rules.warmup_steps for rules in self.rules.values()}
     peak_lr = {warm: self.learning_rate * self.schedule(step, warm) for warm in warmups}
@@ -112,15 +126,61 @@ class Optimizer:
       updates[path] = -(peak_lr[rules.warmup_steps] * rules.lr_mult) * descent
     return patterns.unflatten(updates), new_state
 
-  def apply(self, updates: Tree, trainable: Tree, step: Step) -> Tree:
-    """The parameters after the updates, in their dtype; `updates` and `step` are those of `update`."""
+  def apply(self, updates: Tree, trainable: Tree, step: Step, layer: Any = None) -> Tree:
+    """The parameters after the updates, in their dtype; the arguments are those of `update`."""
     def applied(path: str, p: jax.Array, u: jax.Array) -> jax.Array:
       if self.stochastic_rounding and p.dtype == jnp.bfloat16:
-        return to_bfloat16(p + u, rounding_bits(self.moments.seed, step, f"params/{path}", p.shape))
+        return to_bfloat16(p + u, rounding_bits(self.moments.seed, step, f"params/{path}", p.shape, layer))
       return (p + u).astype(p.dtype)
 
     flat = patterns.flatten(updates)
     return patterns.unflatten({path: applied(path, p, flat[path]) for path, p in patterns.flatten(trainable).items()})
+
+  def advance(self, grads: Tree, opt_state: Tree, trainable: Tree, step: Step, finite: jax.Array | None = None,
+              prepare: Callable[[jax.Array], jax.Array] = lambda g: g) -> tuple[Tree, Tree, Advance]:
+    """(parameters, state, what was done) after `update` and `apply`.
+
+    Large arrays that are kept in less than float32, or whose moments are, go layer by layer: compilers for GPUs would
+    keep whole arrays of updates and decoded moments, in float32, and copies of what is then not updated in place. Of 8
+    billion parameters compiled for one GPU, with moments in int8, these were more than what int8 saves.
+
+    Args:
+      grads, opt_state, trainable, step: see `update`.
+      finite: where it is False, parameters and state stay as they are; None: it is not asked.
+      prepare: of a gradient, or a part of it, to the float32 one that is meant: divided, clipped.
+    """
+    by_layer = [path for path, p in patterns.flatten(trainable).items() if p.ndim > 2 and p.size >= LARGE
+                and (self.moments.reduced or p.dtype == jnp.bfloat16)]
+    one = functools.partial(self._advance, step, finite, prepare)
+    done = [one(*self._of(by_layer, False, grads, opt_state, trainable))]
+    done += [_layer_by_layer(one, *self._of([path], True, grads, opt_state, trainable)) for path in by_layer]
+    params, states, squares, changed = (_merged(trees) for trees in zip(*done, strict=True))
+    return params, states, Advance(jnp.sqrt(sum(jax.tree.leaves(squares))), patterns.flatten(changed))
+
+  def _of(self, paths: Sequence[str], these: bool, grads: Tree, opt_state: Tree, trainable: Tree
+          ) -> tuple[Tree, Tree, Tree]:
+    """(gradients, state, parameters) of these paths, or of all others; of the state also what belongs to no path."""
+    def only(tree: Tree) -> Tree:
+      return patterns.unflatten({path: x for path, x in patterns.flatten(tree).items() if (path in paths) == these})
+
+    state = {part: {name: only(x) if isinstance(x, dict) else x for name, x in of_part.items()}
+             for part, of_part in opt_state.items()}
+    return only(grads), state, only(trainable)
+
+  def _advance(self, step: Step, finite: jax.Array | None, prepare: Callable, grads: Tree, opt_state: Tree,
+               trainable: Tree, layer: Any = None) -> tuple[Tree, Tree, Tree, Tree]:
+    """(parameters, state, squares of updates summed, how many entries changed), the last two by path."""
+    grads = jax.tree.map(prepare, grads)
+    updates, new_state = self.update(grads, opt_state, trainable, step, layer)
+    new = self.apply(updates, trainable, step, layer), new_state
+    squares = jax.tree.map(lambda u: jnp.sum(jnp.square(u)), updates)
+    if finite is not None:
+      new = choose(finite, new, (trainable, opt_state))
+      squares = jax.tree.map(lambda x: jnp.where(finite, x, 0.0), squares)
+    flat = patterns.flatten(new[0])
+    changed = {path: jnp.sum(flat[path] != p, dtype=jnp.float32) for path, p in patterns.flatten(trainable).items()
+               if p.dtype == jnp.bfloat16}
+    return *new, squares, patterns.unflatten(changed)
 
   def learning_rates(self, step: Step) -> dict[str, Any]:
     """`learning_rate`, and one more for each other combination of multiplier and warm-up in use."""
@@ -168,7 +228,7 @@ def make_optimizer(
   if len(trained) < len(shapes):
     notes.append(f"frozen: {_count(shapes.keys() - trained.keys(), shapes)}")
   moments = make_moments(precision, seed)
-  if (moments.first, moments.second) != ("float32", "float32"):
+  if moments.reduced:
     notes.append(f"moments: first in {moments.first}, second in {moments.second}")
   return Optimizer(cfg.name, cfg.learning_rate, cfg.weight_decay, schedule, rules, parts, tuple(notes), moments,
                    precision is not None and precision.stochastic_rounding)
@@ -179,17 +239,22 @@ def global_norm(tree: Tree) -> jax.Array:
   return jnp.sqrt(sum(jnp.sum(jnp.square(x.astype(jnp.float32))) for x in jax.tree.leaves(tree)))
 
 
-def clip_by_global_norm(grads: Tree, max_norm: float) -> tuple[Tree, jax.Array]:
-  """(gradients scaled to a global norm of at most `max_norm`, their norm before).
+def clipping(grads: Tree, max_norm: float) -> tuple[Callable[[jax.Array], jax.Array], jax.Array]:
+  """(what scales gradients, array by array, to a global norm of at most `max_norm`; their norm before).
 
-  Norms are computed in float32. Gradients within the bound are returned unchanged, bit by bit;
-  `max_norm` 0 means no bound. A norm that is not finite makes the gradients so, too.
+  Norms are computed in float32. Gradients within the bound stay unchanged, bit by bit; `max_norm` 0 means no bound. A
+  norm that is not finite makes the gradients so, too.
   """
   norm = global_norm(grads)
   if not max_norm:
-    return grads, norm
+    return lambda g: g, norm
   scale = jnp.where(norm <= max_norm, 1.0, max_norm / norm)
-  return jax.tree.map(lambda g: (g * scale).astype(g.dtype), grads), norm
+  return lambda g: (g * scale).astype(g.dtype), norm
+
+
+def choose(condition: jax.Array, yes: Any, no: Any) -> Any:
+  """One of two trees."""
+  return jax.tree.map(lambda a, b: jnp.where(condition, a, b), yes, no)
 
 
 def ema_update(ema: Tree, params: Tree, decay: float) -> Tree:
@@ -258,6 +323,37 @@ def _parts(cfg: Any, trained: Mapping[str, Any]) -> dict[str, tuple[frozenset[st
 def _only(flat: Mapping[str, Any], paths: Any) -> Tree:
   """The nested dict of those leaves whose path is among `paths`."""
   return patterns.unflatten({path: leaf for path, leaf in flat.items() if path in paths})
+
+
+def _layer_by_layer(advance: Callable, grads: Tree, opt_state: Tree, trainable: Tree) -> tuple[Tree, Tree, Tree, Tree]:
+  """`advance(grads, opt_state, trainable, layer)` of each layer of arrays that all have as many."""
+  layers = len(jax.tree.leaves(trainable)[0])
+
+  def part(tree: Any, i: Any) -> Any:
+    return jax.tree.map(lambda x: jax.lax.dynamic_slice_in_dim(x, i, 1) if x.ndim else x, tree)
+
+  def put(tree: Any, new: Any, i: Any) -> Any:
+    return jax.tree.map(lambda x, y: jax.lax.dynamic_update_slice_in_dim(x, y, i, 0) if x.ndim else y, tree, new)
+
+  def one(i: jax.Array, carry: tuple) -> tuple:
+    state, params, sums = carry
+    # What belongs to no layer, the count of updates, is as it was before the first.
+    before = jax.tree.map(lambda now, old: now if now.ndim else old, state, opt_state)
+    new_params, new_state, *more = advance(part(grads, i), part(before, i), part(params, i), i)
+    return put(state, new_state, i), put(params, new_params, i), jax.tree.map(jnp.add, sums, more)
+
+  of_first = jax.eval_shape(lambda: advance(part(grads, 0), part(opt_state, 0), part(trainable, 0), 0))
+  zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), list(of_first[2:]))
+  state, params, sums = jax.lax.fori_loop(0, layers, one, (opt_state, trainable, zeros))
+  return params, state, *sums
+
+
+def _merged(trees: Iterable[Tree]) -> Tree:
+  """The nested dict of all leaves of these; of those with the same path, the first."""
+  leaves: dict[str, Any] = {}
+  for tree in trees:
+    leaves = patterns.flatten(tree) | leaves
+  return patterns.unflatten(dict(sorted(leaves.items())))
 
 
 def _count(paths: Any, shapes: Mapping[str, Any]) -> str:

@@ -40,31 +40,30 @@ def make_update_fn(loss_fn: Callable, optimizer: optim.Optimizer, *, seed: int, 
   guard's `nonfinite`, `nonfinite_in_a_row`, `nonfinite_leaf` (index into `gradient_paths`, -1: none).
   """
 
-  gradients = make_gradient_fn(loss_fn, optimizer, seed=seed, micro_batch_size=micro_batch_size,
-                               source_names=source_names)
+  gradients = _make_sums_fn(loss_fn, optimizer, seed=seed, micro_batch_size=micro_batch_size,
+                            source_names=source_names)
 
   def update(state: State, batch: dict[str, jax.Array]) -> tuple[State, dict[str, Any]]:
     step = state["step"]
     batch = dict(batch)
     stop_requests = batch.pop("stop_requests", None)
     trainable, frozen = optimizer.split(state["params"])
-    grads, loss_sum, metrics = gradients(state["params"], batch, step, state.get("reference"))
-    grads_clipped, grad_norm = optim.clip_by_global_norm(grads, clip_norm)
+    grads, divide, loss_sum, metrics = gradients(state["params"], batch, step, state.get("reference"))
+    divided = jax.tree.map(divide, grads)
+    clip, grad_norm = optim.clipping(divided, clip_norm)
 
     # The finite guard: a step whose loss or gradient is not finite changes nothing but the step number and
     # the counters, so that the data move on.
     finite = jnp.isfinite(loss_sum) & jnp.isfinite(grad_norm)
 
-    def advance(trainable, opt):
-      updates, opt = optimizer.update(grads_clipped, opt, trainable, step)
-      return optimizer.apply(updates, trainable, step), opt, optim.global_norm(updates)
+    # Gradients are divided and clipped where they are used, so that they need not be there in float32.
+    def advance(trainable, opt, finite=None):
+      return optimizer.advance(grads, opt, trainable, step, finite, prepare=lambda g: clip(divide(g)))
 
     if offloaded:
-      trainable, opt, update_norm = offload.with_state_on_device(finite, advance, trainable, state["opt"])
+      trainable, opt, did = offload.with_state_on_device(finite, advance, trainable, state["opt"])
     else:
-      new_trainable, new_opt, update_norm = advance(trainable, state["opt"])
-      trainable, opt = _choose(finite, (new_trainable, new_opt), (trainable, state["opt"]))
-      update_norm = jnp.where(finite, update_norm, 0.0)
+      trainable, opt, did = advance(trainable, state["opt"], finite)
     params = optimizer.merge(trainable, frozen)
     new_state = {
         "step": step + 1,
@@ -78,20 +77,20 @@ def make_update_fn(loss_fn: Callable, optimizer: optim.Optimizer, *, seed: int, 
       if reference_mix[0]:
         new_state["reference"] = mix(state["reference"], params, reference_mix[0], step + 1, reference_mix[1])
     if "ema" in state:
-      new_state["ema"] = _choose(finite, optim.ema_update(state["ema"], trainable, ema_decay), state["ema"])
+      new_state["ema"] = optim.choose(finite, optim.ema_update(state["ema"], trainable, ema_decay), state["ema"])
 
     metrics |= {
         "trained_tokens": jnp.sum(batch["loss_weights"]),
         "grad_norm": grad_norm,
         "param_norm": optim.global_norm(trainable),
-        "update_norm": update_norm,
+        "update_norm": did.norm,
         "nonfinite": new_state["nonfinite"],
         "nonfinite_in_a_row": new_state["nonfinite_in_a_row"],
-        "nonfinite_leaf": _first_nonfinite(grads),
+        "nonfinite_leaf": _first_nonfinite(divided),
     }
-    short = [path for path, p in patterns.flatten(trainable).items() if p.dtype == jnp.bfloat16]
-    if short:
-      metrics["params_changed"] = _share_changed(state["params"], params, short)
+    if did.changed:
+      sizes = [p.size for path, p in patterns.flatten(trainable).items() if path in did.changed]
+      metrics["params_changed"] = Mean(sum(did.changed.values()), jnp.float32(sum(sizes)))
     if stop_requests is not None:
       metrics["stop_requests"] = jnp.sum(stop_requests)
     return new_state, metrics
@@ -106,8 +105,22 @@ def make_gradient_fn(loss_fn: Callable, optimizer: optim.Optimizer, *, seed: int
   `grads` are those of the parameters that are trained, float32, divided; `loss_sum` is Σ sum, before the division;
   `reference`: the reference policy's own leaves, None: there is none. The arguments are those of `make_update_fn`.
   """
+  sums = _make_sums_fn(loss_fn, optimizer, seed=seed, micro_batch_size=micro_batch_size, source_names=source_names)
 
   def gradients(params: Any, batch: dict[str, jax.Array], step: Any, reference: Any) -> tuple[Any, jax.Array, dict]:
+    grads, divide, loss_sum, metrics = sums(params, batch, step, reference)
+    return jax.tree.map(divide, grads), loss_sum, metrics
+
+  return gradients
+
+
+def _make_sums_fn(loss_fn: Callable, optimizer: optim.Optimizer, *, seed: int, micro_batch_size: int,
+                  source_names: Sequence[str]) -> Callable:
+  """As `make_gradient_fn`, of gradients that are not divided, nor all in float32: `(grads, divide, loss_sum, metrics)`,
+  of which `divide` makes one of them, or a part of it, what it is to be."""
+
+  def sums(params: Any, batch: dict[str, jax.Array], step: Any, reference: Any
+           ) -> tuple[Any, Callable, jax.Array, dict]:
     trainable, frozen = optimizer.split(params)
     reference = () if reference is None else (overlay(params, reference),)
 
@@ -129,9 +142,9 @@ def make_gradient_fn(loss_fn: Callable, optimizer: optim.Optimizer, *, seed: int
 
     loss_sum, weight, metrics, grads = _accumulate(micro_loss, trainable, batch, micro_batch_size)
     divisor = _divisor(weight)
-    return jax.tree.map(lambda g: g / divisor, grads), loss_sum, metrics
+    return grads, lambda g: g.astype(jnp.float32) / divisor, loss_sum, metrics
 
-  return gradients
+  return sums
 
 
 def step_key(seed: int, step: Any, index: Any) -> jax.Array:
@@ -161,16 +174,20 @@ def changed(before: Sequence[tuple[str, tuple]], now: Sequence[tuple[str, tuple]
 
 
 def _accumulate(micro_loss: Callable, trainable: Any, batch: dict[str, jax.Array], micro_batch_size: int):
-  """Sums of losses, weights, metrics and float32 gradients over the micro-batches."""
+  """Sums of losses, weights, metrics and gradients over the micro-batches; of several, gradients are in float32."""
   micros, count = micro_batches(batch, micro_batch_size)
   value_and_grad = jax.value_and_grad(micro_loss, has_aux=True)
 
-  def one(micro, index):
+  def alone(micro, index):
     (loss_sum, (weight, metrics)), grads = value_and_grad(trainable, micro, index)
-    return loss_sum, weight, metrics, jax.tree.map(lambda g: g.astype(jnp.float32), grads)
+    return loss_sum, weight, metrics, grads
 
   if count == 1:
-    return one(batch, 0)
+    return alone(batch, 0)
+
+  def one(micro, index):
+    *rest, grads = alone(micro, index)
+    return *rest, jax.tree.map(lambda g: g.astype(jnp.float32), grads)
 
   zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype),
                        jax.eval_shape(one, jax.tree.map(lambda x: x[0], micros), 0))
@@ -210,17 +227,6 @@ def _by_source(metrics: dict[str, Any], source_ids_B: jax.Array, names: Sequence
         summed[f"{name}/{source}"] = Mean(jnp.sum(jnp.where(mine, metric.sum, 0)),
                                           jnp.sum(jnp.where(mine, metric.weight, 0)))
   return summed
-
-
-def _choose(condition: jax.Array, yes: Any, no: Any) -> Any:
-  return jax.tree.map(lambda a, b: jnp.where(condition, a, b), yes, no)
-
-
-def _share_changed(before: Any, after: Any, paths: Sequence[str]) -> Mean:
-  """Of the entries of these parameters, how many are not what they were (EXACTNESS.md T33)."""
-  pairs = [(patterns.flatten(before)[path], patterns.flatten(after)[path]) for path in paths]
-  changed = sum(jnp.sum(a != b, dtype=jnp.float32) for a, b in pairs)
-  return Mean(changed, jnp.float32(sum(a.size for a, _ in pairs)))
 
 
 def _first_nonfinite(grads: Any) -> jax.Array:

@@ -162,6 +162,54 @@ def test_directions_stay_close_to_those_of_float32(name, form, distance, flips):
       assert 0 < float(jnp.linalg.norm(got - expected) / jnp.linalg.norm(expected)) < distance, path
 
 
+@pytest.mark.parametrize("name, first", [("adamw", "float32"), ("adamw", "int8"), ("lion", "bfloat16"),
+                                         ("sgd", "float32"), ("adafactor", "float32"), ("muon", "float32")])
+def test_large_arrays_go_layer_by_layer_to_the_same_values(name, first, monkeypatch):
+  """Several updates of parameters in bfloat16, rounded to the nearest; codes of moments without random bits."""
+  monkeypatch.setattr(moments, "rounding_bits", lambda seed, step, path, shape, layer=None:
+                      jnp.full(shape, 0x40004000, jnp.uint32))
+  params = jax.tree.map(lambda p: p.astype(jnp.bfloat16), tree(0))
+  optimizer = make(name, first, params=params, learning_rate=0.1)
+  found = {}
+  for large in (optim.LARGE, 1):
+    monkeypatch.setattr(optim, "LARGE", large)
+    p, state, did = params, optimizer.init(params), None
+    for step in range(3):
+      before = p
+      p, state, did = jax.jit(optimizer.advance)(tree(step + 1), state, p, step)
+    for path, now in patterns.flatten(p).items():
+      assert 0 < float(did.changed[path]) == float(jnp.sum(now != patterns.flatten(before)[path])), path
+    found[large] = (p, state), did
+  whole, layers = found.values()
+  assert jax.tree.structure(whole) == jax.tree.structure(layers) and set(layers[1].changed) == set(SHAPES)
+  for a, b in zip(jax.tree.leaves(whole[0]), jax.tree.leaves(layers[0]), strict=True):
+    assert a.dtype == b.dtype
+    # Compiled in another way a number may be rounded up that was rounded down; of Muon's products, more of them.
+    different = np.mean(~np.isclose(np.float32(a), np.float32(b), rtol=1e-6, atol=0))
+    assert different < (0.05 if name == "muon" else 1e-3)
+    np.testing.assert_allclose(np.float32(a), np.float32(b), rtol=0.02, atol=1 if a.dtype.itemsize == 1 else 0.02)
+  assert float(whole[1].norm) == pytest.approx(float(layers[1].norm), rel=1e-5)
+  # Where the loss is not finite nothing moves.
+  kept = jax.jit(optimizer.advance)(tree(9), layers[0][1], layers[0][0], 3, jnp.bool_(False))
+  jax.tree.map(np.testing.assert_array_equal, kept[:2], layers[0])
+  assert not any(np.asarray(x) for x in jax.tree.leaves(kept[2]))
+
+
+def test_layer_by_layer_numbers_are_rounded_at_random_as_well(monkeypatch):
+  """T33, and no two layers by the same bits."""
+  monkeypatch.setattr(optim, "LARGE", 1)
+  shape, lr = (4, 100, 250), 1e-3
+  params = {"w": jnp.ones(shape, jnp.bfloat16)}
+  optimizer = make("sgd", params=params, learning_rate=lr, momentum=0.0, nesterov=False, weight_decay=0.0)
+  optimizer = dataclasses.replace(optimizer, stochastic_rounding=True)
+  new, _, did = jax.jit(optimizer.advance)({"w": jnp.ones(shape)}, optimizer.init(params), params, 0)
+  moved = np.asarray(new["w"], np.float64) - 1
+  # Below 1 the numbers of bfloat16 are 2^-8 apart.
+  assert moved.mean() == pytest.approx(-lr, rel=0.05)
+  assert float(did.changed["w"]) == (moved != 0).sum() == pytest.approx(moved.size * lr / 2.0**-8, rel=0.05)
+  assert len({(layer != 0).tobytes() for layer in moved}) == 4
+
+
 def test_bfloat16_parameters_move_on_average_however_small_the_updates():
   """T33: updates of 1e-6 of a parameter. To the nearest, nothing changes; at random, the mean is right."""
   size, lr, steps = 100_000, 1e-6, 20

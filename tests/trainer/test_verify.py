@@ -11,7 +11,7 @@ from evaluators import loss as loss_evaluator
 from input_pipeline import loader
 from tests import tiny
 from tests.trainer import rollout_runs, test_dpo, test_image_runs, test_sft
-from trainer import equalities, sampler, strategies, update, verify
+from trainer import equalities, optim, sampler, strategies, verify
 from trainer.config import ConfigError
 from trainer.metrics import Mean
 from trainer.subject import Subject
@@ -107,7 +107,7 @@ def broken(monkeypatch, what):
         hidden(self, batch) + 1e-6 * (np.roll(batch["tokens"], 40, axis=1)[..., None] % 5)))
     return "hidden states that another document changes"
   if what == "guard":
-    monkeypatch.setattr(update, "_choose", lambda condition, yes, no: yes)
+    monkeypatch.setattr(optim, "choose", lambda condition, yes, no: yes)
     return "arrays that a step with NaN changes"
   if what == "data":
     batch, calls = loader.TrainData.batch, []

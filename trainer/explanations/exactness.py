@@ -10,7 +10,7 @@ equation:
   gradient = ∇ Σ_terms ( Σ sum / Σ weight ),  each Σ over all micro-batches, rows and devices of the step
   several terms: the others' sums are scaled by (first term's whole weight) / (their whole weight), known from the batch
   no weight at all: the gradient is exactly 0
-source: trainer/update.py make_gradient_fn @ loss_sum, weight, metrics, grads =
+source: trainer/update.py _make_sums_fn @ loss_sum, weight, metrics, grads =
 source: trainer/update.py _scales
 source: trainer/update.py _divisor
 test: tests/trainer/test_update.py::test_micro_batches_do_not_change_the_gradient
@@ -95,7 +95,7 @@ see: metric.nonfinite_steps exact.clipping
 Of the divided gradient, over all trained parameters together; within the bound no bit changes.
 equation:
   g ← g · clip_norm / |g|   if |g| > clip_norm,   |g| = √ Σ g² in float32
-source: trainer/optim.py clip_by_global_norm
+source: trainer/optim.py clipping
 test: tests/trainer/test_optim.py::test_clipping_scales_to_the_bound_and_reports_the_norm_before
 test: tests/trainer/test_optim.py::test_clipping_changes_no_bit_within_the_bound
 test: tests/trainer/test_optim.py::test_clipping_keeps_a_nonfinite_norm_visible

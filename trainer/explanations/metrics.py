@@ -19,7 +19,7 @@ see: metric.objective exact.accumulation
 Logged where there are several: the loss, the cross-entropy beside preferences, losses of a mixture of experts.
 equation:
   Σ_terms ( Σ sum / Σ weight )
-source: trainer/update.py make_gradient_fn @ if len(terms) > 1
+source: trainer/update.py _make_sums_fn @ if len(terms) > 1
 test: tests/trainer/test_update.py::test_each_term_is_divided_by_its_own_total
 see: metric.loss
 
@@ -67,7 +67,7 @@ test: tests/test_docs.py::test_the_callback_measures_the_updates
 Small updates of bfloat16 parameters vanish unless they are rounded at random.
 equation:
   entries whose bits changed / entries
-source: trainer/optim.py Optimizer.advance
+source: trainer/optim.py Optimizer._advance @ changed =
 test: tests/trainer/test_moments.py::test_bfloat16_parameters_move_on_average_however_small_the_updates
 keys: precision.params precision.stochastic_rounding
 
