@@ -8,7 +8,10 @@ make logits twice (trainer/logprobs.py).
 Tokens that are not trained, of prompts say, need no logits. How many they are is known when the step runs: tokens are
 sorted, those that count first, and the loop ends after the last of these.
 
-N tokens, C chunks of n tokens, D hidden size, V vocabulary.
+On a mesh every device sums over its own tokens, with the whole kernel; the gradients of kernels are summed over devices
+in float32, once.
+
+B rows, T length, N tokens, C chunks of n tokens, D hidden size, V vocabulary.
 """
 
 import functools
@@ -17,11 +20,16 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import PartitionSpec
 
-from models import flash
+from models import flash, placement
+from models.placement import names_of
+from models.projections import gather, scatter
 
 # Each chunk reads and writes the kernel's whole gradient; with fewer tokens that takes longer than making logits twice.
 MIN_TOKENS = 1024
+# On a mesh, the largest gradient of a kernel, in float32, that each device has a whole one of meanwhile.
+MOST_BYTES = 4 * 2**30
 
 
 class Parts(NamedTuple):
@@ -65,9 +73,46 @@ def counting_first(counts_N: jax.Array, chunks: int) -> Parts:
   return Parts(order, jnp.argsort(order_N), -(-jnp.sum(counts_N) // size))
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def sum_over_tokens(losses_of: Callable, chunks: int, hidden_NxD: jax.Array, kernel_DxV: jax.Array, tokens: Any,
-                    counts_N: jax.Array) -> tuple[jax.Array, Any]:
+def parts_of(hidden_BxTxD: jax.Array, kernel_DxV: jax.Array, chunks: int) -> int:
+  """Into how many parts `sum_over_rows` is to cut the tokens of each device, so that their logits take as much memory
+  as those of all with one of so many chunks of the vocabulary; 1: it would gain nothing, or cannot be."""
+  placed, shape = placement.current(), hidden_BxTxD.shape[:2]
+  devices = 1
+  if placed is not None:
+    devices = placement.size_of(placed.mesh, sum(map(names_of, placed.spec(("batch", "length"), shape)), ()))
+    split = placed.spec(("shard", "vocab"), kernel_DxV.shape)[1] is not None
+    if split or devices < placed.mesh.size or 4 * kernel_DxV.size > MOST_BYTES:
+      return 1
+  return chunks if shape[0] * shape[1] // devices // chunks >= MIN_TOKENS else 1
+
+
+def sum_over_rows(losses_of: Callable, chunks: int, hidden_BxTxD: jax.Array, kernel_DxV: jax.Array, tokens: Any,
+                  counts_BxT: jax.Array) -> tuple[jax.Array, Any]:
+  """`sum_over_tokens` of rows: tokens [B, T, …], in which whatever else is to be known comes back. On a mesh its
+  vocabulary is not split."""
+  def of_some(*some):
+    with placement.placed(None):  # what one device has is on no mesh
+      return losses_of(*some)
+
+  def local(hidden, kernel, tokens, counts, shard=()):
+    flat = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), (hidden, tokens, counts))
+    total, more = sum_over_tokens(of_some, chunks, shard, flat[0], kernel, *flat[1:])
+    return total[None], jax.tree.map(lambda x: x.reshape(*counts.shape, *x.shape[1:]), more)
+
+  placed, run = placement.current(), local
+  if placed is not None:
+    by_token = placed.spec(("batch", "length"), counts_BxT.shape)
+    kernel = placed.spec(("shard", None), kernel_DxV.shape)
+    everywhere = PartitionSpec(sum(map(names_of, by_token), ()))
+    run = jax.shard_map(functools.partial(local, shard=names_of(kernel[0])), mesh=placed.mesh, check_vma=False,
+                        in_specs=(by_token, kernel, by_token, by_token), out_specs=(everywhere, by_token))
+  total_devices, more = run(hidden_BxTxD, kernel_DxV, tokens, counts_BxT)
+  return jnp.sum(total_devices), more
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
+def sum_over_tokens(losses_of: Callable, chunks: int, shard: tuple[str, ...], hidden_NxD: jax.Array,
+                    kernel_DxV: jax.Array, tokens: Any, counts_N: jax.Array) -> tuple[jax.Array, Any]:
   """(the sum of the losses of N tokens, whatever else is to be known of each [N, …]).
 
   Differentiable once in the hidden states and the kernel, through the sum alone.
@@ -76,16 +121,17 @@ def sum_over_tokens(losses_of: Callable, chunks: int, hidden_NxD: jax.Array, ker
     losses_of: `(hidden_nxD, kernel_DxV, tokens) -> (losses_n, tree of [n, …])` of some of the tokens.
     chunks: into how many parts the tokens are cut. Padding for the last one is zeros in `hidden_NxD` and `tokens`, for
       which `losses_of` must give 0.
+    shard: inside `shard_map`, the axes over which the kernel's first dimension is split.
     hidden_NxD: hidden states after the final norm.
-    kernel_DxV: the unembedding.
+    kernel_DxV: the unembedding, or this device's part of it.
     tokens: tree of arrays [N, …]: targets, weights; no gradient.
     counts_N: bool, which tokens count. Of the others, whose loss must be 0, no logits are made beyond those that fill
       the last part, and what else is to be known of them is nothing to rely on.
   """
-  parts = counting_first(counts_N, chunks)
+  parts, kernel = counting_first(counts_N, chunks), gather(kernel_DxV.astype(hidden_NxD.dtype), shard, 0)
 
   def body(total, part):
-    losses_n, more = losses_of(part[0], kernel_DxV, part[1])
+    losses_n, more = losses_of(part[0], kernel, part[1])
     return total + jnp.sum(losses_n), more
 
   cut = jax.tree.map(lambda x: parts.cut(x, chunks), (hidden_NxD, tokens))
@@ -93,9 +139,9 @@ def sum_over_tokens(losses_of: Callable, chunks: int, hidden_NxD: jax.Array, ker
   return total, jax.tree.map(parts.join, more)
 
 
-def _forward(losses_of, chunks, hidden_NxD, kernel_DxV, tokens, counts_N):
+def _forward(losses_of, chunks, shard, hidden_NxD, kernel_DxV, tokens, counts_N):
   # Rounded once, not for each part, to the dtype that it is multiplied in.
-  kernel, parts = kernel_DxV.astype(hidden_NxD.dtype), counting_first(counts_N, chunks)
+  kernel, parts = gather(kernel_DxV.astype(hidden_NxD.dtype), shard, 0), counting_first(counts_N, chunks)
 
   def summed(hidden_nxD, kernel_DxV, tokens):
     losses_n, more = losses_of(hidden_nxD, kernel_DxV, tokens)
@@ -110,10 +156,12 @@ def _forward(losses_of, chunks, hidden_NxD, kernel_DxV, tokens, counts_N):
 
   cut = jax.tree.map(lambda x: parts.cut(x, chunks), (hidden_NxD, tokens))
   (total, dkernel_DxV), (dhidden, more) = parts.each(body, (jnp.float32(0), jnp.zeros(kernel.shape, jnp.float32)), cut)
+  # The total is part of one sum, so that what its gradient will be multiplied by is the same on every device.
+  dkernel_DxV = scatter(dkernel_DxV, shard, 0)
   return (total, jax.tree.map(parts.join, more)), (parts.join(dhidden), dkernel_DxV.astype(kernel_DxV.dtype))
 
 
-def _backward(losses_of, chunks, saved, gradients):
+def _backward(losses_of, chunks, shard, saved, gradients):
   dhidden_NxD, dkernel_DxV = saved
   factor = gradients[0]
   return (factor * dhidden_NxD).astype(dhidden_NxD.dtype), (factor * dkernel_DxV).astype(dkernel_DxV.dtype), None, None

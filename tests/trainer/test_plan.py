@@ -219,7 +219,7 @@ def test_logits_that_are_made_a_part_of_the_tokens_at_a_time_count_as_those_made
 
   def loss(chunks, hidden_NxD, kernel_DxV):
     ones = jnp.ones(64)
-    return token_sums.sum_over_tokens(losses_of, chunks, hidden_NxD, kernel_DxV, ones, ones > 0)[0]
+    return token_sums.sum_over_tokens(losses_of, chunks, (), hidden_NxD, kernel_DxV, ones, ones > 0)[0]
 
   shapes = jax.ShapeDtypeStruct((64, 8), jnp.float32), jax.ShapeDtypeStruct((8, 32), jnp.float32)
   for chunks in (1, 4):

@@ -39,7 +39,7 @@ def test_cut_or_whole_the_same_sum_and_gradient(chunks, dtype, tolerance):
     return 3.0 * jnp.sum(losses), more["entropy"]
 
   def cut(hidden, kernel):
-    total, more = sum_over_tokens(losses_of, chunks, hidden, kernel, tokens, jnp.ones(N, bool))
+    total, more = sum_over_tokens(losses_of, chunks, (), hidden, kernel, tokens, jnp.ones(N, bool))
     return 3.0 * total, more["entropy"]
 
   expected, found = (jax.jit(jax.value_and_grad(f, (0, 1), has_aux=True))(hidden, kernel) for f in (whole, cut))
@@ -64,7 +64,7 @@ def test_tokens_that_do_not_count_come_last_and_are_left_out():
   poisoned = jnp.where((parts.places < 8)[:, None], hidden, jnp.nan)
 
   def total(hidden, kernel):
-    return sum_over_tokens(losses_of, 10, hidden, kernel, tokens, counts)[0]
+    return sum_over_tokens(losses_of, 10, (), hidden, kernel, tokens, counts)[0]
 
   expected = jax.value_and_grad(lambda h, k: jnp.sum(losses_of(h, k, tokens)[0]), (0, 1))(hidden, kernel)
   for a, b in zip(jax.tree.leaves(expected), jax.tree.leaves(jax.value_and_grad(total, (0, 1))(poisoned, kernel)),
@@ -75,11 +75,11 @@ def test_tokens_that_do_not_count_come_last_and_are_left_out():
 @pytest.mark.parametrize(("loss", "cfg"), [
     (seq, strategy("seq", label_smoothing=0.1, z_loss=0.01)), (sft, strategy("sft", dft=True)), (sft, strategy("sft"))])
 def test_strategies_do_not_depend_on_the_chunk(loss, cfg, monkeypatch):
-  """Value, gradient and metrics, of rows and of the whole; on one device in both ways, and on a mesh."""
+  """Value, gradient and metrics, of rows and of the whole; in both ways on one device, and on meshes."""
   batch = tiny.batch(4, 12)
 
-  def run(chunk, mesh=None):
-    model = tiny.model(vocab_chunk=chunk, final_logit_cap=5.0)
+  def run(chunk, mesh=None, tied=False):
+    model = tiny.model(vocab_chunk=chunk, final_logit_cap=5.0, tie_embeddings=tied)
     params = model.init(jax.random.key(0))
 
     def total(params):
@@ -92,8 +92,25 @@ def test_strategies_do_not_depend_on_the_chunk(loss, cfg, monkeypatch):
   one, twice = run(24), run(5)
   monkeypatch.setattr(token_sums, "MIN_TOKENS", 1)
   several = run(5)
-  on_mesh = run(5, mesh_lib.make_mesh(dict(data=1, fsdp=2), jax.devices()[:2]))
-  for other in (twice, several, on_mesh):
-    for (path, a), b in zip(jax.tree_util.tree_leaves_with_path(one), jax.tree.leaves(other), strict=True):
+  split = [run(5, mesh_lib.make_mesh(sizes)) for sizes in (
+      dict(data=4, fsdp=1, context=2), dict(data=2, fsdp=2, context=2), dict(fsdp=2, expert=2, context=2),
+      dict(fsdp=4, tensor=2))]
+  tied = run(24, tied=True), run(5, mesh_lib.make_mesh(dict(fsdp=4, context=2)), tied=True)
+  for expected, other in (*((one, other) for other in (twice, several, *split)), tied):
+    for (path, a), b in zip(jax.tree_util.tree_leaves_with_path(expected), jax.tree.leaves(other), strict=True):
       np.testing.assert_allclose(b, a, rtol=3e-5, atol=3e-6, err_msg=jax.tree_util.keystr(path))
   assert several[0][1][1]["loss"].sum.shape == twice[0][1][1]["loss"].sum.shape == (4,) and float(several[0][0]) > 1
+
+
+def test_on_a_mesh_every_device_sums_over_its_own_tokens(monkeypatch):
+  """Unless the vocabulary is split, rows do not divide, or the kernel's gradient is large."""
+  def parts(sizes, rows=8, length=12, **rules):
+    hidden, kernel = (jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((rows, length, 16), (16, 50)))
+    with mesh_lib.activation_rules(mesh_lib.make_mesh(sizes), rules):
+      return token_sums.parts_of(hidden, kernel, 3)
+
+  monkeypatch.setattr(token_sums, "MIN_TOKENS", 4)
+  assert parts(dict(data=8)) == parts(dict(fsdp=4, context=2)) == parts(dict(fsdp=2, expert=4)) == 3
+  assert parts(dict(fsdp=4, tensor=2)) == parts(dict(data=8), rows=4) == parts(dict(data=8), length=9) == 1
+  monkeypatch.setattr(token_sums, "MOST_BYTES", 4 * 16 * 50 - 1)
+  assert parts(dict(data=8)) == 1

@@ -5,7 +5,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from models import placement
 from trainer import logprobs, token_sums
 from trainer.metrics import Mean
 
@@ -35,8 +34,8 @@ def next_token_loss(model: Any, params: Any, batch: dict[str, jax.Array], rng: j
     more: further statistics of `logprobs.STATS` to report as metrics.
 
   Returns:
-    (terms, metrics): `loss` is weighted by `loss_weights`; with them the model's own. On one device, with a vocabulary
-    of several chunks and many tokens, the term is one number, and the rows' losses are a metric of the same name.
+    (terms, metrics): `loss` is weighted by `loss_weights`; with them the model's own. With a vocabulary of several
+    chunks and many tokens, the term is one number, and the rows' losses are a metric of the same name.
   """
   out = model.apply(params, batch, rng=rng, train=rng is not None)
   targets_BxT, weights_BxT = next_tokens(batch)
@@ -59,8 +58,8 @@ def next_token_loss(model: Any, params: Any, batch: dict[str, jax.Array], rng: j
 
   kernel_DxV = model.unembedding(params)
   V = kernel_DxV.shape[1]
-  chunks = logprobs.num_chunks(V, model.vocab_chunk)
-  if chunks == 1 or targets_BxT.size // chunks < token_sums.MIN_TOKENS or placement.current() is not None:
+  parts = token_sums.parts_of(out.hidden, kernel_DxV, logprobs.num_chunks(V, model.vocab_chunk))
+  if parts == 1:
     loss_BxT, shown = losses_of(out.hidden, kernel_DxV, targets_BxT, model.vocab_chunk)
     terms, metrics = {"loss": mean(loss_BxT)}, {}
   else:
@@ -70,9 +69,8 @@ def next_token_loss(model: Any, params: Any, batch: dict[str, jax.Array], rng: j
       loss_1xn, shown = losses_of(hidden_nxD[None], kernel_DxV, tokens[0][None], V)
       return tokens[1] * loss_1xn[0], {name: values[0] for name, values in (shown | {"loss": loss_1xn}).items()}
 
-    flat = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), (out.hidden, (targets_BxT, weights_BxT)))
-    total, shown = token_sums.sum_over_tokens(some, chunks, flat[0], kernel_DxV, flat[1], flat[1][1] != 0)
-    shown = {name: values.reshape(weights_BxT.shape) for name, values in shown.items()}
+    total, shown = token_sums.sum_over_rows(some, parts, out.hidden, kernel_DxV, (targets_BxT, weights_BxT),
+                                            weights_BxT != 0)
     # The gradient is the sum's; rows, and through them sources, are for show.
     terms, metrics = {"loss": Mean(total, jnp.sum(weights_BxT))}, {"loss": mean(shown.pop("loss"))}
   metrics |= {name: mean(values) for name, values in shown.items()}
