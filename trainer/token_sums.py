@@ -29,7 +29,7 @@ from models.projections import gather, scatter
 # Each chunk reads and writes the kernel's whole gradient; with fewer tokens that takes longer than making logits twice.
 MIN_TOKENS = 1024
 # On a mesh, the largest gradient of a kernel, in float32, that each device has a whole one of meanwhile.
-MOST_BYTES = 4 * 2**30
+MOST_BYTES = 2 * 2**30
 
 
 class Parts(NamedTuple):
