@@ -177,7 +177,7 @@ class Planner:
         "parameters": placed.bytes["params"],
         "optimizer": placed.bytes["opt"],
         **{name: placed.bytes[name] for name in ("ema", "reference") if placed.bytes.get(name)},
-        "gradients": placed.gradients * (2 if config.grad_accum_steps > 1 else 1),
+        "gradients": placed.gradients + (placed.gradient_sums if config.grad_accum_steps > 1 else 0.0),
         "parameters gathered": placed.gathered(number, a.layers_gathered),
         "parameters in the dtype of products": cost.copies / split,
         "kept for the backward pass": rows * cost.kept / across,
@@ -222,7 +222,7 @@ class Placed:
     bytes: of each device by part of the state (`params`, `opt`, `ema`, `reference`, counters).
     host: of those in host memory.
     parts: {path of a parameter: (itself, numbers of it on a device)}.
-    gradients: bytes of the float32 gradients.
+    gradients, gradient_sums: bytes of a micro-batch's gradients, in the dtype of parameters; of their float32 sums.
     batch_row: of a row of the batch.
   """
 
@@ -242,7 +242,9 @@ class Placed:
           self.bytes[name] = self.bytes.get(name, 0) + size
     flat, placed = patterns.flatten(state["params"]), patterns.flatten(self.params)
     self.parts = {path: (leaf, math.prod(placed[path].shard_shape(leaf.shape))) for path, leaf in flat.items()}
-    self.gradients = 4.0 * sum(part for path, (_, part) in self.parts.items() if path in program.optimizer.trainable)
+    trained = [self.parts[path] for path in self.parts if path in program.optimizer.trainable]
+    self.gradients = float(sum(part * leaf.dtype.itemsize for leaf, part in trained))
+    self.gradient_sums = 4.0 * sum(part for _, part in trained)
     row = program_lib.abstract_batch(config, program.model, 1, precompute=program.precompute,
                                      share_prompts=program.share_prompts, images_per_row=config.plan.images_per_row)
     self.batch_row = float(sum(leaf.size * leaf.dtype.itemsize for leaf in row.values()))
