@@ -126,7 +126,7 @@ def _attend_bwd(spans, rule, saved, dout):
           rule, q[:, :, :, mine], k[:, :, seen], v[:, :, seen], _cut_queries(queries, span.start, span.stop),
           _cut_keys(keys, span), lse[:, :, :, mine], delta[:, :, :, mine], dout[:, :, :, mine])
       dq.append(dq_part)
-      dk, dv = dk.at[:, :, seen].add(dk_part), dv.at[:, :, seen].add(dv_part)
+      dk, dv = (_add(total, part, span.first, 2) for total, part in ((dk, dk_part), (dv, dv_part)))
     dq = jnp.concatenate(dq, axis=3) if len(spans) > 1 else dq[0]
     return dq.astype(q.dtype), dk.astype(k.dtype), dv.astype(v.dtype)
 
@@ -197,8 +197,7 @@ class _Tiles:
 
   def add(self, total: jax.Array, number: jax.Array, part: jax.Array) -> jax.Array:
     """`total` of all tiles with `part` added to that one."""
-    changed = self._cut(total, number, self._at) + part
-    return jax.lax.dynamic_update_slice_in_dim(total, changed, number * self._size, axis=self._at)
+    return _add(total, part, number * self._size, self._at)
 
   def _whole(self, x: jax.Array, at: int) -> jax.Array:
     return jnp.pad(x, [(0, -size % self._size if d == at else 0) for d, size in enumerate(x.shape)])
@@ -250,6 +249,13 @@ def _backward_by_tiles(spans: tuple[Span, ...], size: int, rule: Rule, q, k, v, 
   (dk, dv), dq = jax.lax.scan(one, of_keys.zeros(), jnp.arange(len(of_queries)))
   W = k.shape[2]
   return _joined(dq, q.shape[3]), dk[:, :, :W].astype(k.dtype), dv[:, :, :W].astype(v.dtype)
+
+
+def _add(total: jax.Array, part: jax.Array, first: jax.Array | int, axis: int) -> jax.Array:
+  """`total` with `part` added to what begins there. Not `.at[first:...].add`: of constant places it is a scatter with an
+  empty array of indices, over which XLA of jaxlib 0.11 crashes on a mesh."""
+  there = jax.lax.dynamic_slice_in_dim(total, first, part.shape[axis], axis)
+  return jax.lax.dynamic_update_slice_in_dim(total, there + part, first, axis)
 
 
 class _TilesSeen:

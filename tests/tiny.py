@@ -1,5 +1,6 @@
 """A tiny model on generated text: what most tests of the trainer train."""
 
+import importlib.metadata
 import os
 import random
 import subprocess
@@ -56,18 +57,21 @@ def command(config_file: Path, corpus: Path, workdir: Path, *overrides: str) -> 
   return [sys.executable, "-m", "trainer", f"--config={config_file}:{corpus}", f"--workdir={workdir}", *overrides]
 
 
-# `jax.jit(compiler_options=AS_USERS)`: a program made as in users' runs, for two programs that are the same bits there.
-AS_USERS = {"xla_backend_optimization_level": 3, "xla_cpu_use_fusion_emitters": True}
+# What programs are made with quickly, rather than well, and what users' runs make them with. XLA's older emitters went
+# after jaxlib 0.10.
+QUICK, AS_USERS = {"xla_backend_optimization_level": 0}, {"xla_backend_optimization_level": 3}
+if importlib.metadata.version("jaxlib").startswith("0.10."):
+  QUICK["xla_cpu_use_fusion_emitters"], AS_USERS["xla_cpu_use_fusion_emitters"] = False, True
 
 
 def xla_flags(devices: int) -> str:
   """Of tests, which compile for longer than they compute: so many devices, and programs made quickly rather than well.
 
-  With WEFT_TEST_AS_USERS=1 they are made as in users' runs.
+  With WEFT_TEST_AS_USERS=1 they are made as in users' runs. `jax.jit(compiler_options=AS_USERS)` makes one program so:
+  for two that are the same bits there.
   """
-  quick = "" if os.environ.get("WEFT_TEST_AS_USERS") else (
-      " --xla_backend_optimization_level=0 --xla_cpu_use_fusion_emitters=false")
-  return f"--xla_force_host_platform_device_count={devices}{quick}"
+  flags = {"xla_force_host_platform_device_count": devices, **({} if os.environ.get("WEFT_TEST_AS_USERS") else QUICK)}
+  return " ".join(f"--{flag}={value}".lower() for flag, value in flags.items())
 
 
 def environment(devices: int, **more: str) -> dict[str, str]:

@@ -38,8 +38,10 @@ _NAME = re.compile(r'op_name="([^"]*)"')
 # Products, and whatever else takes time.
 _PRODUCT = re.compile(r" (?:dot|convolution)\(")
 _WORK = re.compile(r" (?:dot|convolution|fusion|while|custom-call|conditional|call)\(")
-# But not single numbers: the counter of a loop.
-_COUNTS = re.compile(r"^\s+%?[\w.\-]+ = \w+\[\][^ ]* fusion\(")
+# But not single numbers: the counter of a loop, or the room that a transfer is given.
+_COUNTS = re.compile(r"^\s+%?[\w.\-]+ = \w+\[\][^ ]* (?:fusion|custom-call)\(")
+# What begins a computation of its own beside this one; on a TPU's SparseCores it is a call.
+_BEGINS = re.compile(r" (?:async|call)-start\(")
 _COPYING = {"copy", "transpose"}
 _BITS = re.compile(r"^[a-z]+(\d+)")
 # What a compiler for GPUs has begin and end at once, whatever is written between.
@@ -194,7 +196,7 @@ def _elements(shape: str) -> list[str]:
 def _begun(bodies: dict[str, list[str]]) -> dict[str, list[str]]:
   """{computation that runs on its own: the lines from the one that begins it}."""
   return {called: lines[number:] for lines in bodies.values() for number, line in enumerate(lines)
-          if " async-start(" in line for called in _CALLED.findall(line)}
+          if _BEGINS.search(line) for called in _CALLED.findall(line)}
 
 
 def _computes_meanwhile(lines: list[str]) -> bool:

@@ -82,11 +82,17 @@ def test_experts_products_are_computed_again_unless_they_are_kept(remat, again):
   assert grouped[0] - grouped[1] == again
 
 
+def stacked(remat):
+  """What the first scan, the forward pass, keeps of its layers: all that it does not carry from one to the next."""
+  scan = next(equation for equation in equations(backward(remat)) if equation.primitive.name == "scan")
+  outputs = zip((v.aval for v in scan.outvars), scan.params["jaxpr"].out_avals, strict=True)
+  return [aval for aval, of_a_layer in outputs if aval.shape != of_a_layer.shape]
+
+
 @pytest.mark.parametrize("remat", KEPT)
 def test_what_is_kept_of_a_layer_and_where(remat):
   """The first scan is the forward pass: what it stacks is what the backward pass takes."""
-  scan = next(equation for equation in equations(backward(remat)) if equation.primitive.name == "scan")
-  kept = [v.aval for v in scan.outvars[scan.params["num_carry"]:]]
+  kept = stacked(remat)
   # Of tokens alone: parameters are there anyway, and no copy of them is kept.
   assert all(a.shape[:2] == (LAYERS, B) and T in a.shape[2:] for a in kept)
   stacks = {space: sum(math.prod(a.shape) for a in kept if (a.memory_space == jax.memory.Space.Host) == host)
@@ -110,10 +116,8 @@ def test_products_on_a_mesh_are_kept_as_on_one_device(remat):
   """Although they are in functions with gradients of their own."""
   def kept(mesh):
     with mesh_lib.activation_rules(mesh, defaults().activation_rules):
-      scan = next(equation for equation in equations(backward(remat)) if equation.primitive.name == "scan")
-    # Of those with kernels, which have no two dimensions of tokens: q, k, v, o, gate, up and what enters the layer.
-    return sorted(math.prod(v.aval.shape) for v in scan.outvars[scan.params["num_carry"]:]
-                  if v.aval.shape.count(T) < 2 and v.aval.shape[-1] != T)
+      # Of those with kernels, which have no two dimensions of tokens: q, k, v, o, gate, up and what enters the layer.
+      return sorted(math.prod(a.shape) for a in stacked(remat) if a.shape.count(T) < 2 and a.shape[-1] != T)
 
   assert kept(mesh_lib.make_mesh(dict(data=1, fsdp=2), jax.devices()[:2])) == kept(
       mesh_lib.make_mesh({}, jax.devices()[:1]))
