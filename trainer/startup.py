@@ -39,6 +39,8 @@ FLAGS = {
     # elsewhere, since results may be wrong. `--mode=plan` shows what is hidden.
     "LIBTPU_INIT_ARGS": ("libtpu", ("0.0.42", "0.0.48"), {
         "--xla_tpu_enable_sparse_core_collective_offload_all_gather": "true",
+        "--xla_tpu_enable_sparse_core_collective_offload_2d_all_gather": "true",
+        "--xla_tpu_enable_sparse_core_collective_offload_3d_all_gather": "true",
         "--xla_tpu_enable_sparse_core_collective_offload_reduce_scatter": "true",
     }),
 }

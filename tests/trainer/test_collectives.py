@@ -208,6 +208,36 @@ def test_text_of_gpus(both_at_once):
   assert found[1].name == "jit(update)/while/body/shard_map/all_gather"
 
 
+SPARSE_CORE_TEXT = """HloModule step
+
+%called_computation (param_0.129: f32[8,16], param_1.105: token[]) -> f32[4,16] {
+  %param_1.105 = token[] parameter(1)
+  %param_0.129 = f32[8,16]{1,0:T(8,128)} parameter(0)
+  ROOT %reduce-scatter.2 = f32[4,16]{1,0:T(8,128)} reduce-scatter(%param_0.129), channel_id=1, \
+replica_groups={{0,1},{2,3},{4,5},{6,7}}, use_global_device_ids=true, dimensions={0}, to_apply=%region_3
+}, execution_thread="sparsecore"
+
+ENTRY %main (x: f32[8,16]) -> f32[4,16] {
+  %room = s32[]{:S(2)} custom-call(), custom_call_target="PrepareAsyncCallStart"
+  %ready = token[] custom-call(%room), custom_call_target="PrepareAsyncCallDone"
+  %rs.call-start = ((f32[8,16]{1,0}, token[]), f32[4,16]{1,0}) call-start(%x, %ready), \
+async_execution_thread="sparsecore", to_apply=%called_computation
+  %next = token[] custom-call(%room), custom_call_target="PrepareAsyncCallDone"
+BETWEEN  %rs.call-done = f32[4,16]{1,0} call-done(%rs.call-start)
+  ROOT %after = f32[4,16]{1,0} fusion(%rs.call-done), kind=kLoop, calls=%doubled
+}
+"""
+
+
+@pytest.mark.parametrize("between, hidden", [
+    ("  %product = f32[8,16]{1,0} fusion(%x), kind=kOutput, calls=%convolved\n", True), ("", False)])
+def test_text_of_tpus_whose_sparse_cores_transfer(between, hidden):
+  """What makes room for another transfer is no computation."""
+  found = collectives(SPARSE_CORE_TEXT.replace("BETWEEN", between), mesh_lib.make_mesh(MESH))
+  assert [(one.kind, one.bytes, one.times, one.axes, one.hidden) for one in found] == [
+      ("reduce-scatter", 4 * 8 * 16, 1, ("tensor",), hidden)]
+
+
 def test_loops_whose_count_only_their_condition_knows():
   """As compilers for GPUs leave it where they have taken a turn out of the loop: compared in a fusion."""
   text = GPU_TEXT.replace('backend_config={"known_trip_count":{"n":"15"}}', "backend_config={}")
