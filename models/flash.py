@@ -252,8 +252,8 @@ def _backward_by_tiles(spans: tuple[Span, ...], size: int, rule: Rule, q, k, v, 
 
 
 def _add(total: jax.Array, part: jax.Array, first: jax.Array | int, axis: int) -> jax.Array:
-  """`total` with `part` added to what begins there. Not `.at[first:...].add`: of constant places it is a scatter with an
-  empty array of indices, over which XLA of jaxlib 0.11 crashes on a mesh."""
+  """`total` with `part` added to what begins there. Not `.at[first:...].add`: of constant places it is a scatter with
+  an empty array of indices, over which XLA of jaxlib 0.11 crashes on a mesh."""
   there = jax.lax.dynamic_slice_in_dim(total, first, part.shape[axis], axis)
   return jax.lax.dynamic_update_slice_in_dim(total, there + part, first, axis)
 
