@@ -31,7 +31,7 @@ GB = 1e9
 _LINE = re.compile(r"^\s+(?:ROOT )?%?([\w.\-]+) = (\(.*?\)|\S+) ([\w\-]+)\((.*)$")
 _ARRAY = re.compile(r"\b([a-z]+)(\d*)[a-z0-9]*\[([\d,]*)\]")
 _MOVES_NOTHING = {"parameter", "get-tuple-element", "tuple", "bitcast", "constant", "while", "after-all", "call",
-                  "conditional", "iota", "partition-id"}
+                  "conditional", "iota", "partition-id", "fusion-done"}
 # Of these, only what they give is read, or only what they are given is written.
 _READS_PART, _WRITES_PART = {"dynamic-slice", "gather", "slice"}, {"dynamic-update-slice": 1, "scatter": 2}
 
@@ -76,7 +76,7 @@ def moved(text: str, loops: int) -> tuple[float, float]:
   times = collectives.times_of(bodies)
   unknown = {body for line in text.splitlines() if " while(" in line and "known_trip_count" not in line
              for body in re.findall(r"body=%?([\w.\-]+)", line)}
-  fused = {name for lines in bodies.values() for line in lines if " fusion(" in line
+  fused = {name for lines in bodies.values() for line in lines if collectives.FUSION.search(line)
            for name in re.findall(r"calls=%?([\w.\-]+)", line)}
   products = others = 0.0
   for name, lines in bodies.items():
@@ -149,7 +149,7 @@ def main() -> None:
         "| program | arguments, GB | temporaries | read and written by products | by others | ms at the memory's "
         "bandwidth |\n|---|---|---|---|---|---|")
   chunks = -(-VOCABULARY // c.model.vocab_chunk)
-  with mesh_lib.activation_rules(mesh, c.activation_rules):
+  with mesh_lib.activation_rules(mesh, c.activation_rules), plan_gpu.meant(mesh):
     show("a step", program.update_fn.lower(here(program.abstract_state), here(batch)).compile(), chunks)
     read = here(jax.eval_shape(model.decoding_params, model.abstract_params()))
     state = here(jax.eval_shape(functools.partial(sampler._empty, model, TEXTS, ROOM)))

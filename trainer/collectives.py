@@ -37,7 +37,9 @@ _BETWEEN_SLICES = re.compile(r'_xla_megascale_transfer_type="(\w+)"')
 _NAME = re.compile(r'op_name="([^"]*)"')
 # Products, and whatever else takes time.
 _PRODUCT = re.compile(r" (?:dot|convolution)\(")
-_WORK = re.compile(r" (?:dot|convolution|fusion|while|custom-call|conditional|call)\(")
+# Compilers for GPUs begin some apart from their end, to run beside others.
+FUSION = re.compile(r" fusion(?:-start)?\(")
+_WORK = re.compile(r" (?:dot|convolution|fusion(?:-start)?|while|custom-call|conditional|call)\(")
 # But not single numbers: the counter of a loop, or the room that a transfer is given.
 _COUNTS = re.compile(r"^\s+%?[\w.\-]+ = \w+\[\][^ ]* (?:fusion|custom-call)\(")
 # What begins a computation of its own beside this one; on a TPU's SparseCores it is a call.
@@ -90,7 +92,7 @@ def collectives(text: str, mesh: Any = None) -> list[Collective]:
   times = times_of(bodies)
   shape = None if mesh is None else mesh.devices.shape
   found: dict[Any, Collective] = {}
-  fused = {called for lines in bodies.values() for line in lines if " fusion(" in line
+  fused = {called for lines in bodies.values() for line in lines if FUSION.search(line)
            for called in _CALLED.findall(line)}
   begun = _begun(bodies)
   for computation, lines in bodies.items():
@@ -141,7 +143,7 @@ def copies(text: str, shapes: Iterable[tuple[int, ...]]) -> list[tuple[str, int]
   wanted = {tuple(sorted(n for n in shape if n > 1)) for shape in shapes}
   bodies = computations(text)
   times = times_of(bodies)
-  fused = {called for lines in bodies.values() for line in lines if " fusion(" in line
+  fused = {called for lines in bodies.values() for line in lines if FUSION.search(line)
            for called in _CALLED.findall(line)}
   found = []
   for computation, lines in bodies.items():
@@ -158,7 +160,7 @@ def copies(text: str, shapes: Iterable[tuple[int, ...]]) -> list[tuple[str, int]
 
 def _copies(line: str, match: re.Match, bodies: dict[str, list[str]]) -> bool:
   """Whether that is a copy or a transpose; compilers for GPUs make fusions of them, with nothing else in it."""
-  if match[3] != "fusion":
+  if match[3] not in ("fusion", "fusion-start"):
     return match[3] in _COPYING
   inner = [found[3] for called in _CALLED.findall(line) for found in map(_INSTRUCTION.match, bodies.get(called, ()))
            if found and found[3] not in ("parameter", "bitcast")]

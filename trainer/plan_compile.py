@@ -132,7 +132,8 @@ def main(request: Path, result: Path) -> None:
                                      sharding=program.batch_sharding)
   began = time.monotonic()
   try:
-    with mesh_lib.activation_rules(mesh, config.activation_rules):
+    meant = plan_gpu.meant(mesh) if devices[0].platform == "gpu" else contextlib.nullcontext()
+    with mesh_lib.activation_rules(mesh, config.activation_rules), meant:
       compiled = program.update_fn.lower(state, batch).compile()
     found = _read(compiled, mesh, state["params"])
   except Exception as error:  # the compiler's errors are of many kinds, and its words are what is asked for

@@ -1,5 +1,6 @@
 """GPUs that are not here, described to XLA's compiler for them, which JAX's CUDA plugin brings and which needs none."""
 
+import contextlib
 import importlib.metadata
 import importlib.util
 import re
@@ -70,6 +71,19 @@ def devices(kind: str, nodes: int, per_node: int) -> list[Any]:
   # To XLA it is slices x hosts x devices of each; all nodes are in one slice, as they are where they exist.
   shape = f"1x{nodes}x{per_node}"
   return topologies.get_topology_desc(platform="cuda", target_config=target(CHIPS[kind]), topology=shape).devices
+
+
+def meant(devices: Any) -> contextlib.AbstractContextManager:
+  """Within it, what is lowered is for these GPUs: from 0.11 on, JAX asks for their name to lower kernels, and would
+  take that of a GPU that is here.
+
+  Args:
+    devices: of `devices`, or a mesh of them.
+  """
+  import jax
+
+  mesh = devices if isinstance(devices, jax.sharding.Mesh) else jax.sharding.Mesh(devices, ("gpus",))
+  return jax.sharding.use_abstract_mesh(mesh.abstract_mesh)
 
 
 def _versions() -> dict[str, tuple[int, int, int]]:

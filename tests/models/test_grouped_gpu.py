@@ -78,7 +78,8 @@ def test_products_and_gradients_equal_the_blocked_ones(K, N, block, monkeypatch)
 @pytest.mark.skipif(plan_gpu.plugin() is None, reason="needs XLA for GPUs, JAX's CUDA plugin")
 @pytest.mark.parametrize("kind", ["a100", "l4", "h100", "b200"])
 def test_kernels_compile_for_gpus_that_are_not_here(kind):
-  sharding = SingleDeviceSharding(plan_gpu.devices(kind, 1, 1)[0])
+  (device,) = plan_gpu.devices(kind, 1, 1)
+  sharding = SingleDeviceSharding(device)
   E, K, N, block, M = 8, 512, 384, 256, 4096
 
   def shaped(*shape, dtype=jnp.bfloat16):
@@ -89,6 +90,7 @@ def test_kernels_compile_for_gpus_that_are_not_here(kind):
     dx = grouped_gpu.grouped(g, w, of_block, block, True, jnp.bfloat16)
     return y, dx, grouped_gpu.grouped_outer(x, g, ends - block, ends, block, jnp.float32)
 
-  compiled = jax.jit(all_of).lower(shaped(M, K), shaped(E, K, N), shaped(M, N), shaped(M // block, dtype=jnp.int32),
-                                   shaped(E, dtype=jnp.int32)).compile()
+  with plan_gpu.meant([device]):
+    compiled = jax.jit(all_of).lower(shaped(M, K), shaped(E, K, N), shaped(M, N), shaped(M // block, dtype=jnp.int32),
+                                     shaped(E, dtype=jnp.int32)).compile()
   assert compiled.as_text().count('custom_call_target="__gpu$xla.gpu.triton"') == 3

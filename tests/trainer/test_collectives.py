@@ -256,6 +256,7 @@ ENTRY"""
 
 @pytest.mark.parametrize("between, hidden", [
     ("%f = f32[8]{0} fusion(%x), kind=kLoop, calls=%c", True),
+    ("%f = ((f32[8]{0}), f32[8]{0}) fusion-start(%x), kind=kLoop, calls=%c", True),
     ("%t = f32[8]{0} get-tuple-element(%x), index=0", False)])
 def test_what_is_under_way_while_something_is_computed(between, hidden):
   done = "  %d = bf16[8,4]{1,0} all-gather-done(%g)\n"
