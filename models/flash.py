@@ -192,12 +192,8 @@ class _Tiles:
     return side, [self._cut(x, number, self._at) for x in self._arrays]
 
   def zeros(self) -> list[jax.Array]:
-    """Of each array, for `add`: float32."""
+    """Of each array, float32."""
     return [jnp.zeros(x.shape, jnp.float32) for x in self._arrays]
-
-  def add(self, total: jax.Array, number: jax.Array, part: jax.Array) -> jax.Array:
-    """`total` of all tiles with `part` added to that one."""
-    return _add(total, part, number * self._size, self._at)
 
   def _whole(self, x: jax.Array, at: int) -> jax.Array:
     return jnp.pad(x, [(0, -size % self._size if d == at else 0) for d, size in enumerate(x.shape)])
@@ -237,7 +233,7 @@ def _backward_by_tiles(spans: tuple[Span, ...], size: int, rule: Rule, q, k, v, 
     def see(m: jax.Array, of_keys_so_far: list[jax.Array]) -> tuple[jax.Array, list[jax.Array]]:
       theirs, (k, v) = of_keys.at(m)
       dq, *more = backward(rule, q, k, v, mine, theirs, *rest)
-      return dq, [of_keys.add(total, m, part) for total, part in zip(of_keys_so_far, more, strict=True)]
+      return dq, [_add(total, part, m * size, 2) for total, part in zip(of_keys_so_far, more, strict=True)]
 
     def also(m: jax.Array, so_far: tuple[jax.Array, list[jax.Array]]) -> tuple[jax.Array, list[jax.Array]]:
       dq, of_keys_so_far = see(m, so_far[1])
