@@ -48,7 +48,7 @@ def get_config(arg: str | None = None) -> ConfigDict:
   c.plan.topology = "v5p:4x4x4"
   c.seq_len = 4096
   c.batch_size = 256
-  c.remat = "full"
+  c.remat = "attention_mlp"
 
   c.optimizer.learning_rate = 2e-5
   c.optimizer.weight_decay = 0.1

@@ -3,13 +3,15 @@
 Each of P devices of a mesh axis holds E / P experts and some tokens. However uneven the router's choice, no token is
 dropped and memory stays bounded: tokens travel in rounds, in each of which every device sends every other one at most
 C of its assignments (of a token to an expert), all at once (`all_to_all`). How many rounds there are, the devices agree
-on when the step runs: ROUNDS_WHEN_EVEN if the choice is even. Where others give each expert a capacity and drop what
-exceeds it, or allocate for the case that all tokens choose one device, one more round is taken.
+on when the step runs: `rounds_when_even` if the choice is even. Where others give each expert a capacity and drop what
+exceeds it, or allocate for the case that all tokens choose one device, one more round is taken. While a round is
+computed, the next one's tokens come in.
 
 The gradient takes the same rounds again, with the experts' inputs sent once more: between the passes only what enters
 is kept.
 
-P devices along the axis, N tokens of a device, k experts per token, A = N k assignments, D hidden size.
+P devices along the axis, N tokens of a device, k experts per token, A = k N assignments, a of token a % N, D hidden
+size.
 """
 
 import functools
@@ -20,9 +22,11 @@ import jax
 import jax.numpy as jnp
 
 from models import projections
+from models.flash import TIMES
 
-# In a round a device sends another one at most this part of an even share of its assignments.
-ROUNDS_WHEN_EVEN = 2
+# More rounds: more of what travels does so beside products, and less is sent in vain in the last one, which is not full
+# unless the choice is even. Fewer: larger products, and fewer sums of kernels' gradients.
+FEWEST, MOST, ASSIGNMENTS = 2, 4, 2**14
 
 
 class _Routing(NamedTuple):
@@ -84,26 +88,32 @@ def exchange(run: Callable, split: Split, x_NxD: jax.Array, experts_A: jax.Array
   To be called inside `jax.shard_map`.
 
   Args:
-    run: `run(x [M, D], experts [M k], kernels) -> [M k, D]` computes with this device's E / P experts, k for each token
-      in turn; an expert E / P is none.
+    run: `run(x [M, D], experts [M], kernels) -> [M, D]` computes with this device's E / P experts; where the expert is
+      E / P, none, the token is any, as the output may be.
     split: how the kernels are split.
     x_NxD: this device's tokens.
-    experts_A: the expert of each assignment, k for each token in turn; `num_experts`: none.
+    experts_A: the expert of each assignment; `num_experts`: none.
     kernels: this device's part of its experts' kernels, in any dtype.
     num_experts: E, a multiple of P.
   """
   axis = split.axis
   P = jax.lax.axis_size(axis)
   A = experts_A.shape[0]
-  capacity = max(1, -(-A // (P * ROUNDS_WHEN_EVEN)))
+  when_even = rounds_when_even(A)
+  capacity = max(1, -(-A // (P * when_even)))
   owners_A = experts_A // (num_experts // P)
   counts_P = jnp.sum(owners_A[:, None] == jnp.arange(P), axis=0, dtype=jnp.int32)
   # Stable: tokens keep their order. Assignments to no expert come last, and are never sent.
   routing = _Routing(jnp.argsort(owners_A, stable=True), jnp.cumsum(counts_P) - counts_P, counts_P,
                      experts_A % (num_experts // P))
   rounds = jax.lax.pmax((jnp.max(counts_P) + capacity - 1) // capacity, split.axes)
-  static = _Static(run, split, capacity, num_experts // P, A // x_NxD.shape[0])
+  static = _Static(run, split, capacity, when_even, num_experts // P)
   return _exchange(static, x_NxD, kernels, routing, rounds)
+
+
+def rounds_when_even(assignments: int) -> int:
+  """In how many rounds so many assignments of a device travel if each other device gets as many of them."""
+  return min(MOST, max(FEWEST, assignments // ASSIGNMENTS))
 
 
 class _Static(NamedTuple):
@@ -112,8 +122,8 @@ class _Static(NamedTuple):
   run: Callable
   split: Split
   capacity: int
+  rounds_when_even: int
   experts: int
-  per_token: int
 
   def send(self, x_PxCxD: jax.Array) -> jax.Array:
     """To each device its part; from each device a part. Its own inverse."""
@@ -129,8 +139,8 @@ class _Static(NamedTuple):
     return jnp.where(there_PxC, picked_PxC, A + jnp.arange(nth_PxC.size).reshape(nth_PxC.shape))
 
   def arriving(self, x_NxD: jax.Array, routing: _Routing, window_PxC: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """(tokens [P C, D], their experts [P C]) that this device gets in a round."""
-    x_PxCxD = x_NxD.at[window_PxC // self.per_token].get(mode="fill", fill_value=0)
+    """(tokens [P C, D], any where the expert is none; their experts [P C]) that this device gets in a round."""
+    x_PxCxD = x_NxD.at[window_PxC % x_NxD.shape[0]].get(mode="clip")
     experts_PxC = routing.experts.at[window_PxC].get(mode="fill", fill_value=self.experts)
     return self.send(x_PxCxD).reshape(-1, x_NxD.shape[-1]), self.send(experts_PxC).reshape(-1)
 
@@ -139,18 +149,39 @@ class _Static(NamedTuple):
     y_PxCxD = self.send(y_MxD.reshape(*window_PxC.shape, -1))
     return y_AxD.at[window_PxC].set(y_PxCxD, mode="drop", unique_indices=True)
 
+  def in_rounds(self, rounds: jax.Array, arriving: Callable, compute: Callable, results: Any) -> Any:
+    """The results after all rounds.
+
+    What the next round needs comes in while a round is computed, for the price of one transfer of nothing after the
+    last. If outputs went back during the next round, too, loops would copy them each time, which by libtpu's count of
+    cycles is more than that hides.
+
+    Args:
+      rounds: how many.
+      arriving: `index -> tree`, what comes in.
+      compute: `(index, what came in, results) -> results`, which sends the outputs back.
+      results: before the first round.
+    """
+    def one(index, carry):
+      here, results = carry
+      return arriving(index + 1), compute(index, here, results)
+
+    with jax.named_scope(f"{TIMES}{self.rounds_when_even}"):
+      return jax.lax.fori_loop(0, rounds, one, (arriving(0), results))[1]
+
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _exchange(static: _Static, x_NxD, kernels, routing: _Routing, rounds) -> jax.Array:
   whole = static.split.gather(kernels, x_NxD.dtype)
-
-  def one(index, y_AxD):
-    window_PxC = static.window(routing, index)
-    y_MxD = static.run(*static.arriving(x_NxD, routing, window_PxC), whole)
-    return static.returned(y_MxD, window_PxC, y_AxD)
-
   zeros = jnp.zeros((routing.order.shape[0], x_NxD.shape[-1]), x_NxD.dtype)
-  return jax.lax.fori_loop(0, rounds, one, zeros)
+
+  def arriving(index):
+    return static.arriving(x_NxD, routing, static.window(routing, index))
+
+  def compute(index, here, y_AxD):
+    return static.returned(static.run(*here, whole), static.window(routing, index), y_AxD)
+
+  return static.in_rounds(rounds, arriving, compute, zeros)
 
 
 def _exchange_fwd(static, x_NxD, kernels, routing, rounds):
@@ -161,20 +192,22 @@ def _exchange_bwd(static, saved, dy_AxD):
   x_NxD, kernels, routing, rounds = saved
   whole = static.split.gather(kernels, x_NxD.dtype)
 
-  def one(index, gradients):
-    dx_AxD, dkernels = gradients
+  def arriving(index):
     window_PxC = static.window(routing, index)
-    x_MxD, experts_M = static.arriving(x_NxD, routing, window_PxC)
+    dy_PxCxD = static.send(dy_AxD.at[window_PxC].get(mode="clip"))
+    return *static.arriving(x_NxD, routing, window_PxC), dy_PxCxD.reshape(-1, dy_AxD.shape[-1])
+
+  def compute(index, here, gradients):
+    (x_MxD, experts_M, dy_MxD), (dx_AxD, dkernels) = here, gradients
     _, backward = jax.vjp(lambda x, whole: static.run(x, experts_M, whole), x_MxD, whole)
-    dy_PxCxD = static.send(dy_AxD.at[window_PxC].get(mode="fill", fill_value=0))
-    dx_MxD, more = backward(dy_PxCxD.reshape(x_MxD.shape))
+    dx_MxD, more = backward(dy_MxD)
     dkernels = jax.tree.map(lambda total, part: total + part.astype(jnp.float32), dkernels, more)
-    return static.returned(dx_MxD, window_PxC, dx_AxD), dkernels
+    return static.returned(dx_MxD, static.window(routing, index), dx_AxD), dkernels
 
   zeros = (jnp.zeros(dy_AxD.shape, x_NxD.dtype), jax.tree.map(lambda k: jnp.zeros(k.shape, jnp.float32), whole))
-  dx_AxD, dkernels = jax.lax.fori_loop(0, rounds, one, zeros)
+  dx_AxD, dkernels = static.in_rounds(rounds, arriving, compute, zeros)
   # Summed in the order of the router's choice: a token's experts have each their own row.
-  dx_NxD = jnp.sum(dx_AxD.reshape(x_NxD.shape[0], -1, x_NxD.shape[-1]).astype(jnp.float32), axis=1)
+  dx_NxD = sum(part_NxD.astype(jnp.float32) for part_NxD in jnp.split(dx_AxD, len(dx_AxD) // len(x_NxD)))
   return dx_NxD.astype(x_NxD.dtype), static.split.scatter(dkernels, kernels), None, None
 
 

@@ -45,7 +45,10 @@ def sort_by_expert(experts_A: jax.Array, num_experts: int) -> tuple[jax.Array, j
 
 
 def block_size(assignments: int, num_experts: int) -> int:
-  """The power of two at or below half of an expert's mean share, within bounds."""
+  """The power of two at or below half of an expert's mean share, within bounds; on TPU, which needs no blocks, the
+  least."""
+  if placement.platform() == "tpu":
+    return MIN_BLOCK
   share = max(assignments // (2 * num_experts), 1)
   return min(max(2 ** int(math.log2(share)), MIN_BLOCK), MAX_BLOCK)
 
@@ -56,20 +59,24 @@ def _expert_of_block(sizes_E: jax.Array, num_blocks: int, block: int) -> jax.Arr
   return jnp.sum(jnp.arange(num_blocks)[:, None] >= ends_E, axis=1, dtype=jnp.int32)
 
 
-@jax.custom_vjp
-def gather_rows(x_PxD: jax.Array, index_Q: jax.Array, back_PxR: jax.Array) -> jax.Array:
-  """x[index], 0 where the index is P or above. `back[p]` lists the q with index[q] == p, filled up with Q or above.
+@functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
+def gather_rows(x_PxD: jax.Array, index_Q: jax.Array, back_PxR: jax.Array, zeros: bool = True) -> jax.Array:
+  """x[index]. `back[p]` lists the q with index[q] == p, filled up with Q or above.
 
   With the way back known, the gradient is a sum of gathered rows in a fixed order, where autodiff would scatter.
+
+  Args:
+    zeros: where the index is P or above, the row is 0; else it is any, which on TPU saves going through all once more.
   """
-  return x_PxD.at[index_Q].get(mode="fill", fill_value=0)
+  return x_PxD.at[index_Q].get(mode="fill", fill_value=0) if zeros else x_PxD.at[index_Q].get(mode="clip")
 
 
-def _gather_fwd(x_PxD, index_Q, back_PxR):
-  return gather_rows(x_PxD, index_Q, back_PxR), back_PxR
+def _gather_fwd(x_PxD, index_Q, back_PxR, zeros):
+  return gather_rows(x_PxD, index_Q, back_PxR, zeros), back_PxR
 
 
-def _gather_bwd(back_PxR, g_QxD):
+def _gather_bwd(zeros, back_PxR, g_QxD):
+  del zeros
   columns = (g_QxD.at[back_PxR[:, r]].get(mode="fill", fill_value=0) for r in range(back_PxR.shape[1]))
   return sum(column.astype(jnp.float32) for column in columns).astype(g_QxD.dtype), None, None
 
@@ -80,8 +87,9 @@ gather_rows.defvjp(_gather_fwd, _gather_bwd)
 # ---------------------------------------------------------------------------------------------- grouped products
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
-def grouped_matmul(x_MxK: jax.Array, w_ExKxN: jax.Array, sizes_E: jax.Array, block: int) -> jax.Array:
+@functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4))
+def grouped_matmul(x_MxK: jax.Array, w_ExKxN: jax.Array, sizes_E: jax.Array, block: int,
+                   last: bool = False) -> jax.Array:
   """Rows of group e times w[e]: [M, N] in the dtype of x; rows beyond the groups give 0.
 
   Args:
@@ -89,17 +97,19 @@ def grouped_matmul(x_MxK: jax.Array, w_ExKxN: jax.Array, sizes_E: jax.Array, blo
     w_ExKxN: one matrix per group.
     sizes_E: rows of each group, int32, multiples of `block`; their sum is at most M.
     block: rows multiplied at a time, a divisor of M.
+    last: nothing is multiplied by the output, whose rows beyond the groups may then be anything. If not, nothing is by
+      the gradient of x, of which the same holds. On TPU zeros there would cost going through all once more.
   """
-  return _grouped(x_MxK, w_ExKxN, sizes_E, block, False, x_MxK.dtype)
+  return _grouped(x_MxK, w_ExKxN, sizes_E, block, False, x_MxK.dtype, not last)
 
 
-def _grouped_fwd(x_MxK, w_ExKxN, sizes_E, block):
-  return grouped_matmul(x_MxK, w_ExKxN, sizes_E, block), (x_MxK, w_ExKxN, sizes_E)
+def _grouped_fwd(x_MxK, w_ExKxN, sizes_E, block, last):
+  return grouped_matmul(x_MxK, w_ExKxN, sizes_E, block, last), (x_MxK, w_ExKxN, sizes_E)
 
 
-def _grouped_bwd(block, saved, g_MxN):
+def _grouped_bwd(block, last, saved, g_MxN):
   x_MxK, w_ExKxN, sizes_E = saved
-  dx_MxK = _grouped(g_MxN, w_ExKxN, sizes_E, block, True, g_MxN.dtype)
+  dx_MxK = _grouped(g_MxN, w_ExKxN, sizes_E, block, True, g_MxN.dtype, last)
   dw_ExKxN = _grouped_outer(x_MxK, g_MxN, sizes_E, block, jnp.float32)
   return dx_MxK.astype(x_MxK.dtype), dw_ExKxN.astype(w_ExKxN.dtype), None
 
@@ -107,19 +117,19 @@ def _grouped_bwd(block, saved, g_MxN):
 grouped_matmul.defvjp(_grouped_fwd, _grouped_bwd)
 
 
-def multiply_grouped(how: Product | None, x_MxK, w_ExKxN, sizes_E, block: int) -> jax.Array:
+def multiply_grouped(how: Product | None, x_MxK, w_ExKxN, sizes_E, block: int, last: bool = False) -> jax.Array:
   """`grouped_matmul`, in 8 bits where `how` says so."""
   if how is None:
-    return grouped_matmul(x_MxK, w_ExKxN, sizes_E, block)
+    return grouped_matmul(x_MxK, w_ExKxN, sizes_E, block, last)
   return how.grouped(x_MxK, w_ExKxN, sizes_E, block, _grouped, _grouped_outer)
 
 
-def _grouped(x_MxK, w, sizes_E, block: int, transpose: bool, dtype: Any) -> jax.Array:
-  """x times w[e], or times its transpose, in `dtype`, by whatever is fast where it runs."""
+def _grouped(x_MxK, w, sizes_E, block: int, transpose: bool, dtype: Any, zeros: bool = True) -> jax.Array:
+  """x times w[e], or times its transpose, in `dtype`, by whatever is fast where it runs; `zeros`: beyond the groups."""
   if _by_kernel(x_MxK, w.shape[1:], block):
     return grouped_gpu.grouped(x_MxK, w, _expert_of_block(sizes_E, len(x_MxK) // block, block), block, transpose, dtype)
   ragged, blocked = (functools.partial(f, block=block, transpose=transpose, dtype=dtype) for f in (_ragged, _blocked))
-  return jax.lax.platform_dependent(x_MxK, w, sizes_E, tpu=ragged, default=blocked)
+  return jax.lax.platform_dependent(x_MxK, w, sizes_E, tpu=functools.partial(ragged, zeros=zeros), default=blocked)
 
 
 def _grouped_outer(x_MxK, g_MxN, sizes_E, block: int, dtype: Any) -> jax.Array:
@@ -143,10 +153,13 @@ def _by_kernel(x_MxK: jax.Array, sizes: tuple[int, ...], block: int) -> bool:
 
 # Only on TPU does a ragged product cost what it should; XLA for CPU and (by default) GPU multiplies every row by every
 # group's matrix. What kernels for GPUs do not take is multiplied block by block.
-def _ragged(x_MxK, w, sizes_E, *, block: int, transpose: bool, dtype: Any) -> jax.Array:
+def _ragged(x_MxK, w, sizes_E, *, block: int, transpose: bool, dtype: Any, zeros: bool = True) -> jax.Array:
   del block
-  y_MxN = jax.lax.ragged_dot(x_MxK, w.swapaxes(1, 2) if transpose else w, sizes_E, preferred_element_type=dtype)
-  return jnp.where(jnp.arange(x_MxK.shape[0])[:, None] < jnp.sum(sizes_E), y_MxN, 0)
+  dimensions = jax.lax.RaggedDotDimensionNumbers(
+      dot_dimension_numbers=(((1,), (2 if transpose else 1,)), ((), ())), lhs_ragged_dimensions=[0],
+      rhs_group_dimensions=[0])
+  y_MxN = jax.lax.ragged_dot_general(x_MxK, w, sizes_E, dimensions, preferred_element_type=dtype)
+  return jnp.where(jnp.arange(x_MxK.shape[0])[:, None] < jnp.sum(sizes_E), y_MxN, 0) if zeros else y_MxN
 
 
 def _ragged_outer(x_MxK, g_MxN, sizes_E, *, block: int, dtype: Any) -> jax.Array:

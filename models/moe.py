@@ -3,8 +3,9 @@
 The output of a token is a function of that token alone: there is no capacity that others could use up, and padding
 (segment 0) reaches no expert and no statistic.
 
-B batch, T length, D hidden size, E experts, k experts per token, F width of an expert; N = B T tokens, A = N k
-assignments of a token to an expert, M rows of the assignments sorted by expert (models/grouped.py).
+B batch, T length, D hidden size, E experts, k experts per token, F width of an expert; N = B T tokens, A = k N
+assignments of a token to an expert, the first choice of all tokens, then the second, …, M rows of the assignments
+sorted by expert (models/grouped.py).
 """
 
 import functools
@@ -137,34 +138,37 @@ def apply_experts(rows: tuple[jax.Array, ...], kernels: tuple[jax.Array, ...], *
     split: how they are split; None: not at all.
   """
   x_BxTxD, experts_BxTxk, weights_BxTxk = rows
-  x_NxD, experts_A = x_BxTxD.reshape(-1, x_BxTxD.shape[-1]), experts_BxTxk.reshape(-1)
+  x_NxD, k = x_BxTxD.reshape(-1, x_BxTxD.shape[-1]), experts_BxTxk.shape[-1]
+  experts_A, weights_Nxk = experts_BxTxk.reshape(-1, k).T.reshape(-1), weights_BxTxk.reshape(-1, k)
   run = functools.partial(expert_outputs, activation=activation, products=products)
   if split is None:
     y_AxD = run(x_NxD, experts_A, tuple(kernel.astype(x_NxD.dtype) for kernel in kernels))
   elif split.axis is None:
     y_AxD = at_home(run, split, x_NxD, experts_A, kernels)
   else:
-    y_AxD = exchange(run, split, x_NxD, experts_A, kernels, num_experts)
-  k = experts_BxTxk.shape[-1]
+    y_AxD = exchange(functools.partial(run, zeros=False), split, x_NxD, experts_A, kernels, num_experts)
   y_AxD = named(y_AxD, "mlp")  # the gradient of the weights needs it
-  y_NxkxD, weights_Nxkx1 = y_AxD.reshape(-1, k, x_NxD.shape[-1]), weights_BxTxk.reshape(-1, k, 1)
   # A sum in the order of the router's choice, whichever rows of the batch are computed together.
-  y_NxD = sum(weights_Nxkx1[:, j] * y_NxkxD[:, j].astype(jnp.float32) for j in range(k))
+  y_NxD = sum(weights_Nxk[:, j, None] * part_NxD.astype(jnp.float32)
+              for j, part_NxD in enumerate(jnp.split(y_AxD, k)))
   return y_NxD.reshape(x_BxTxD.shape)
 
 
 def expert_outputs(x_NxD: jax.Array, experts_A: jax.Array, kernels: tuple[jax.Array, ...], activation: str,
-                   products: tuple[Product | None, ...]) -> jax.Array:
-  """expert_a(x) for each assignment a, k = A / N for each token in turn: [A, D]; 0 where the expert is E: none."""
+                   products: tuple[Product | None, ...], zeros: bool = True) -> jax.Array:
+  """expert_a(x) for each assignment a, of token a % N: [A, D]; where the expert is E, none, it is 0, or anything unless
+  `zeros`."""
   gate_ExDxF, up_ExDxF, down_ExFxD = kernels
   N, k = x_NxD.shape[0], experts_A.shape[0] // x_NxD.shape[0]
   places_A, assignments_M, sizes_E, block = sort_by_expert(experts_A, gate_ExDxF.shape[0])
   gate, up, down = (functools.partial(multiply_grouped, product, sizes_E=sizes_E, block=block) for product in products)
-  # Division also sends A, the assignment that rows without one have, to a token that does not exist.
-  x_MxD = gather_rows(x_NxD, assignments_M // k, places_A.reshape(N, k))
+  # Rows without an assignment get the first token, unless the size of its numbers would matter; nothing comes of it.
+  quantised = any(product is not None for product in products)
+  tokens_M = jnp.where(assignments_M < k * N, assignments_M % N, N) if quantised else assignments_M % N
+  x_MxD = gather_rows(x_NxD, tokens_M, places_A.reshape(k, N).T, zeros=quantised)
   gate_MxF, up_MxF = (named(y_MxF, "mlp") for y_MxF in (gate(x_MxD, gate_ExDxF), up(x_MxD, up_ExDxF)))
-  y_MxD = down(GATED[activation](gate_MxF) * up_MxF, down_ExFxD)
-  return gather_rows(y_MxD, places_A, assignments_M[:, None])
+  y_MxD = down(GATED[activation](gate_MxF) * up_MxF, down_ExFxD, last=True)
+  return gather_rows(y_MxD, places_A, assignments_M[:, None], zeros)
 
 
 def _on_rows(run: Callable, rows: tuple[jax.Array, ...], kernels: tuple = ()) -> Any:

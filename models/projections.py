@@ -26,7 +26,8 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
-from models.placement import Placement, names_of
+from models import placement
+from models.placement import Placement, as_rows, names_of
 from models.remat import named
 
 
@@ -100,6 +101,53 @@ def scatter(total: jax.Array, axes: tuple[str, ...], dim: int) -> jax.Array:
   for axis in axes:
     total = jax.lax.psum_scatter(total, axis, scatter_dimension=dim, tiled=True)
   return total
+
+
+def all_inputs(w_KxN: jax.Array, names: tuple[str, str]) -> jax.Array:
+  """A kernel, or a part of its outputs, with all its inputs on every device; on no mesh as it is.
+
+  To be multiplied by the partitioner; has no gradient that sums in float32, see `kernel_gradient`.
+
+  Args:
+    w_KxN: in the dtype that it is to travel in.
+    names: logical names of inputs, split only to save memory, and outputs.
+  """
+  placed = placement.current()
+  axes = () if placed is None else names_of(placed.spec(names, w_KxN.shape)[0])
+  if not axes:
+    return w_KxN
+  spec = placed.spec(names, w_KxN.shape)
+  return jax.shard_map(lambda w: gather(w, axes, 0), mesh=placed.mesh, in_specs=spec,
+                       out_specs=PartitionSpec(None, spec[1]), check_vma=False)(w_KxN)
+
+
+def kernel_gradient(x_BxTxK: jax.Array, g_BxTxN: jax.Array, names: tuple[str, str]) -> jax.Array:
+  """The gradient [K, N] of the kernel of x @ w, float32, from that of the product; on a mesh split as the kernel is.
+
+  Args:
+    x_BxTxK: whole along K.
+    g_BxTxN: split along N as the kernel's outputs are.
+    names: logical names of inputs, split only to save memory, and outputs.
+  """
+  def product(x, g):
+    return jnp.einsum("...k,...n->kn", x, g, preferred_element_type=jnp.float32)
+
+  placed = placement.current()
+  if placed is None:
+    return product(as_rows(x_BxTxK), as_rows(g_BxTxN))
+  by_token = placed.spec(("batch", "length"), x_BxTxK.shape[:2])
+  spec = placed.spec(names, (x_BxTxK.shape[-1], g_BxTxN.shape[-1]))
+  shard, tokens = names_of(spec[0]), sum(map(names_of, by_token), ())
+  if not set(shard) <= set(tokens):  # devices with the same tokens would each add them
+    return product(x_BxTxK, g_BxTxN)
+  others = tuple(axis for axis in tokens if axis not in shard)
+
+  def local(x, g):
+    part = scatter(product(x, g), shard, 0)
+    return jax.lax.psum(part, others) if others else part
+
+  return jax.shard_map(local, mesh=placed.mesh, out_specs=spec, check_vma=False,
+                       in_specs=(PartitionSpec(*by_token, None), PartitionSpec(*by_token, spec[1])))(x_BxTxK, g_BxTxN)
 
 
 class _Static(NamedTuple):

@@ -13,6 +13,8 @@ from typing import Any
 
 import numpy as np
 
+from models.flash import TIMES
+
 KINDS = ("all-gather", "reduce-scatter", "all-reduce", "all-to-all", "collective-permute", "ragged-all-to-all")
 
 _COMPUTATION = re.compile(r"^(?:ENTRY )?%?([\w.\-]+)(?: \([^)]*.*\) -> .*)? \{$")
@@ -22,6 +24,7 @@ _CHANNEL = re.compile(r"channel_id=(\d+)")
 _CALLED = re.compile(r"(?:calls|to_apply|body|condition|async_computation)=%?([\w.\-]+)")
 _BRANCHES = re.compile(r"(?:branch_computations|called_computations)=\{([^}]*)\}")
 _TRIPS = re.compile(r'"known_trip_count":\{"n":"(\d+)"\}')
+_AT_MOST = re.compile(rf' while\(.*op_name="[^"]*{TIMES}([\d.e+]+)/while"')
 _CONDITION = re.compile(r" while\(.*condition=%?([\w.\-]+)")
 _CONSTANT = re.compile(r" = [su]\d+\[\][^ ]* constant\((\d+)\)")
 # How compilers for TPUs write a reduce-scatter: the name of a computation that reduces all and takes a part.
@@ -45,6 +48,8 @@ _COUNTS = re.compile(r"^\s+%?[\w.\-]+ = \w+\[\][^ ]* (?:fusion|custom-call)\(")
 # What begins a computation of its own beside this one; on a TPU's SparseCores it is a call.
 _BEGINS = re.compile(r" (?:async|call)-start\(")
 _COPYING = {"copy", "transpose"}
+# The shapes of a kernel's operands.
+_LAYOUTS = re.compile(r"operand_layout_constraints=\{(.*?)\}(?:, [a-z_]+=|$)")
 _BITS = re.compile(r"^[a-z]+(\d+)")
 # What a compiler for GPUs has begin and end at once, whatever is written between.
 _SYNCHRONOUS = '"is_sync":true'
@@ -70,6 +75,8 @@ class Collective:
   name: str
   # Whether something is computed while it is under way, in the order that the compiler has settled.
   hidden: bool = False
+  # On TPUs an asynchronous one may be in each of the fusions that run while it does, under one number.
+  channel: str | None = None
 
   @property
   def traffic(self) -> float:
@@ -88,10 +95,25 @@ def collectives(text: str, mesh: Any = None) -> list[Collective]:
     text: `compiled.as_text()`, after partitioning.
     mesh: whose axes are to be named.
   """
-  bodies = computations(text)
+  found: dict[Any, Collective] = {}
+  for computation, ones in located(computations(text), mesh).items():
+    for number, one in ones.items():
+      key = (one.kind, one.channel) if one.channel else (computation, number)
+      before = found.get(key, one)
+      found[key] = dataclasses.replace(max(one, before, key=lambda c: c.times), hidden=one.hidden or before.hidden)
+  return list(found.values())
+
+
+def located(bodies: dict[str, list[str]], mesh: Any = None) -> dict[str, dict[int, Collective]]:
+  """{computation: {number of its line: collective}} of those that run; one with a channel may be in several places.
+
+  Args:
+    bodies: see `computations`.
+    mesh: whose axes are to be named.
+  """
   times = times_of(bodies)
   shape = None if mesh is None else mesh.devices.shape
-  found: dict[Any, Collective] = {}
+  found: dict[str, dict[int, Collective]] = {}
   fused = {called for lines in bodies.values() for line in lines if FUSION.search(line)
            for called in _CALLED.findall(line)}
   begun = _begun(bodies)
@@ -113,14 +135,12 @@ def collectives(text: str, mesh: Any = None) -> list[Collective]:
       axes = () if shape is None else _axes(group, shape, mesh.axis_names)
       if computation.startswith(_REDUCES_A_PART):
         kind = "reduce-scatter"
-      # On TPUs an asynchronous one is in each of the fusions that run while it does, under one number.
       channel = _CHANNEL.search(line) if computation in fused else None
       hidden = multiplies if channel else _computes_meanwhile(begun.get(computation, lines[number:]))
-      one = Collective(kind, size, shown, len(group), times[computation], axes, name[1] if name else "", hidden)
-      key = (kind, channel[1]) if channel else (computation, len(found))
-      before = found.get(key, one)
-      found[key] = dataclasses.replace(max(one, before, key=lambda c: c.times), hidden=hidden or before.hidden)
-  return list(found.values())
+      found.setdefault(computation, {})[number] = Collective(
+          kind, size, shown, len(group), times[computation], axes, name[1] if name else "", hidden,
+          channel and channel[1])
+  return found
 
 
 def summary(found: Iterable[Collective]) -> dict[tuple[str, tuple[str, ...]], tuple[int, float, float]]:
@@ -203,17 +223,41 @@ def _begun(bodies: dict[str, list[str]]) -> dict[str, list[str]]:
 
 def _computes_meanwhile(lines: list[str]) -> bool:
   """Whether anything is computed between a beginning, which stands in the first of these lines, and its end."""
-  match = _INSTRUCTION.match(lines[0])
-  if match is None or not (match[3].endswith("-start") or match[3] == "send") or _SYNCHRONOUS in lines[0]:
+  begins = operation_of(lines[0])
+  if begins is None or not (begins[1].endswith("-start") or begins[1] == "send") or _SYNCHRONOUS in lines[0]:
     return False
-  end = re.compile(rf" {re.escape(match[3].removesuffix('-start'))}-done\((?:[^)]*[ %])?{re.escape(match[1])}"
-                   r"(?![\w.\-])")
+  handle, works = begins[0], False
   for line in lines[1:]:
-    if end.search(line):
-      return False
-    if _WORK.search(line) and not _COUNTS.match(line):
-      return True
-  return False
+    operation = operation_of(line)
+    if operation and operation[1].endswith(("-done", "-update")) and refers_to(line, handle):
+      if operation[1].endswith("-done"):
+        return works
+      # A SparseCore's program is begun before it has anything to send, which it gets here.
+      handle, works = operation[0], False
+    works = works or bool(_WORK.search(line) and not _COUNTS.match(line))
+  return works
+
+
+def operation_of(line: str) -> tuple[str, str] | None:
+  """(name, operation) of a line: `%x.1 = f32[] add(…)` is (x.1, add)."""
+  match = _INSTRUCTION.match(line)
+  return match and (match[1], match[3])
+
+
+def refers_to(line: str, name: str) -> bool:
+  """Whether that is among a line's operands."""
+  return re.search(rf"(?:^|[ (%,]){re.escape(name)}(?![\w.\-])", _operands(line)) is not None
+
+
+def called_by(line: str) -> list[str]:
+  """The computations that a line names."""
+  return _CALLED.findall(line)
+
+
+def bytes_of(line: str) -> int:
+  """Of all that enters an operation and leaves it, as far as the text gives shapes."""
+  match, operands = _INSTRUCTION.match(line), _LAYOUTS.search(line)
+  return sum(map(_bytes, _ARRAY.finditer(match[2] + (operands[1] if operands else _operands(line))))) if match else 0
 
 
 def computations(text: str) -> dict[str, list[str]]:
@@ -238,12 +282,13 @@ def times_of(bodies: dict[str, list[str]]) -> dict[str, int]:
   # A computation is printed after those that it calls.
   for name in reversed(bodies):
     for line in bodies[name]:
-      for called, trips in _calls(line, bodies):
+      for called, trips in calls(line, bodies):
         times[called] = times.get(called, 0) + times.get(name, 0) * trips
   return times
 
 
-def _calls(line: str, bodies: dict[str, list[str]]) -> Iterator[tuple[str, int]]:
+def calls(line: str, bodies: dict[str, list[str]]) -> Iterator[tuple[str, int]]:
+  """(computation that a line runs, how often)."""
   trips = _trips(line, bodies)
   for called in _CALLED.findall(line):
     yield called, trips
@@ -253,10 +298,12 @@ def _calls(line: str, bodies: dict[str, list[str]]) -> Iterator[tuple[str, int]]
 
 
 def _trips(line: str, bodies: dict[str, list[str]]) -> int:
-  """How often a loop runs: what the compiler says, else the one number that its condition compares with (loops made by
-  JAX count up from 0); 1 where neither is known, and for what is not a loop."""
+  """How often a loop runs: what the compiler says, else what its name says (models/flash.py), else the one number that
+  its condition compares with (loops made by JAX count up from 0); 1 where none is known, and for what is no loop."""
   if said := _TRIPS.search(line):
     return int(said[1])
+  if said := _AT_MOST.search(line):
+    return round(float(said[1]))
   condition = _CONDITION.search(line)
   lines = bodies.get(condition[1], []) if condition else []
   lines = lines + [inner for one in lines for called in _CALLED.findall(one) for inner in bodies.get(called, [])]

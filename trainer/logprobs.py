@@ -18,11 +18,14 @@ import jax.numpy as jnp
 
 from models import placement
 from models.placement import as_rows, constrain
+from models.projections import all_inputs, kernel_gradient
 from trainer.token_sums import counting_first
 
 STATS = ("logprob", "logsumexp", "mean_logit", "entropy", "is_top", "log_square")
 # Stands for the logit of an entry that is not real: weighs exactly 0, and has no NaN in products with 0.
 UNREAL = -1e30
+# Of the unembedding, the logical names of its dimensions.
+KERNEL = ("shard", "vocab")
 # With fewer tokens a chunk, adding up the kernel's gradient takes longer than logits of tokens that do not count.
 MIN_TOKENS = 256
 
@@ -176,12 +179,12 @@ def _forward(static: _Static, hidden_BxTxD, kernel_DxV, targets_BxT):
   )
   kept_logits = None
   if static.chunks == 1:
-    kept_logits = _logits(static, hidden_BxTxD, kernel_DxV, 0)
+    kept_logits = _logits(static, hidden_BxTxD, _kernel_chunk(static, kernel_DxV, 0, hidden_BxTxD.dtype), 0)
     sums = _accumulate(static, sums, kept_logits, targets_BxT, 0)
   else:
 
     def body(sums, c):
-      z_BxTxW = _logits(static, hidden_BxTxD, _kernel_chunk(static, kernel_DxV, c), c)
+      z_BxTxW = _logits(static, hidden_BxTxD, _kernel_chunk(static, kernel_DxV, c, hidden_BxTxD.dtype), c)
       return _accumulate(static, sums, z_BxTxW, targets_BxT, c), None
 
     sums, _ = jax.lax.scan(body, sums, jnp.arange(static.chunks))
@@ -212,19 +215,16 @@ def _backward(static: _Static, residuals, grads: TokenStats):
   def chunk_grads(z_BxTxW, kernel_DxW, c):
     dlogits = _logit_grads(static, grads, z_BxTxW, targets_BxT, lse_BxT, entropy_BxT, kernel_DxV.shape[1], c)
     dlogits = dlogits.astype(hidden_BxTxD.dtype)
-    kernel_DxW = kernel_DxW.astype(hidden_BxTxD.dtype)
-    f32 = jnp.float32
-    hidden, dlogits = as_rows(hidden_BxTxD), as_rows(dlogits)
-    dhidden = jnp.einsum("...w,dw->...d", dlogits, kernel_DxW, preferred_element_type=f32)
-    dkernel = jnp.einsum("...d,...w->dw", hidden, dlogits, preferred_element_type=f32)
+    dhidden = jnp.einsum("...w,dw->...d", as_rows(dlogits), kernel_DxW, preferred_element_type=jnp.float32)
+    dkernel = kernel_gradient(hidden_BxTxD, dlogits, KERNEL)
     return dhidden.reshape(hidden_BxTxD.shape), dkernel.astype(kernel_DxV.dtype)
 
   if static.chunks == 1:
-    dhidden, dkernel = chunk_grads(kept_logits, kernel_DxV, 0)
+    dhidden, dkernel = chunk_grads(kept_logits, _kernel_chunk(static, kernel_DxV, 0, hidden_BxTxD.dtype), 0)
   else:
 
     def body(dhidden, c):
-      kernel_DxW = _kernel_chunk(static, kernel_DxV, c)
+      kernel_DxW = _kernel_chunk(static, kernel_DxV, c, hidden_BxTxD.dtype)
       z_BxTxW = _logits(static, hidden_BxTxD, kernel_DxW, c)
       dhidden_c, dkernel_DxW = chunk_grads(z_BxTxW, kernel_DxW, c)
       return dhidden + dhidden_c, dkernel_DxW
@@ -264,7 +264,8 @@ def _some_backward(static, chunks, residuals, grads: TokenStats):
 
   def body(dkernel_DxV, part):
     hidden, targets, lse, entropy, grads = jax.tree.map(lambda x: x[None], part)
-    residuals = hidden, kernel, targets, lse, entropy, _logits(static, hidden, kernel, 0)
+    z_1xnxV = _logits(static, hidden, _kernel_chunk(static, kernel, 0, hidden.dtype), 0)
+    residuals = hidden, kernel, targets, lse, entropy, z_1xnxV
     dhidden_1xnxD, more_DxV, _ = _backward(static, residuals, grads)
     return dkernel_DxV + more_DxV, dhidden_1xnxD[0]
 
@@ -276,11 +277,13 @@ def _some_backward(static, chunks, residuals, grads: TokenStats):
 _some_stats.defvjp(_some_forward, _some_backward)
 
 
-def _kernel_chunk(static: _Static, kernel_DxV, c) -> jax.Array:
-  """Columns c, c + C, c + 2C, …"""
-  D, V = kernel_DxV.shape
-  strided_DxWxC = kernel_DxV.reshape(D, V // static.chunks, static.chunks)
-  return jax.lax.dynamic_index_in_dim(strided_DxWxC, c, axis=2, keepdims=False)
+def _kernel_chunk(static: _Static, kernel_DxV, c, dtype) -> jax.Array:
+  """Columns c, c + C, c + 2C, … in the dtype of the products; on a mesh with all of D on every device."""
+  if static.chunks > 1:
+    D, V = kernel_DxV.shape
+    strided_DxWxC = kernel_DxV.reshape(D, V // static.chunks, static.chunks)
+    kernel_DxV = jax.lax.dynamic_index_in_dim(strided_DxWxC, c, axis=2, keepdims=False)
+  return all_inputs(kernel_DxV.astype(dtype), KERNEL)
 
 
 def _ids(static: _Static, width: int, c) -> jax.Array:
@@ -290,9 +293,7 @@ def _ids(static: _Static, width: int, c) -> jax.Array:
 
 def _logits(static: _Static, hidden_BxTxD, kernel_DxW, c) -> jax.Array:
   """Chunk c of the logits, float32: capped, divided by the temperature, UNREAL at padding."""
-  z_BxTxW = jnp.einsum(
-      "btd,dw->btw", hidden_BxTxD, kernel_DxW.astype(hidden_BxTxD.dtype), preferred_element_type=jnp.float32
-  )
+  z_BxTxW = jnp.einsum("btd,dw->btw", hidden_BxTxD, kernel_DxW, preferred_element_type=jnp.float32)
   z_BxTxW = constrain(z_BxTxW, "batch", "length", "vocab")
   if static.logit_cap is not None:
     z_BxTxW = static.logit_cap * jnp.tanh(z_BxTxW / static.logit_cap)

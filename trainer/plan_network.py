@@ -87,6 +87,17 @@ def links(topology: Topology, sizes: Mapping[str, int]) -> dict[str, Link]:
   return found
 
 
+def duration(topology: Topology, by_axis: Mapping[str, Link], kind: str, axes: tuple[str, ...], received: float,
+             efficiency: float) -> float:
+  """Seconds in which each device receives so many bytes along these axes, if nothing else is sent; `efficiency`: the
+  share of the bandwidth that is reached."""
+  # An array in parts over several axes goes along all their links at once.
+  ways = [by_axis[axis] for axis in axes]
+  bandwidths = [link.bandwidth for link in ways]
+  bandwidth = sum(bandwidths) if topology.chip.torus and "slice" not in axes else min(bandwidths)
+  return received * (max(link.hops for link in ways) if kind == "all-to-all" else 1.0) / (bandwidth * efficiency)
+
+
 def transfers(config: Any, model: Any, params: Any, shardings: Any, trainable: frozenset[str], topology: Topology,
               mesh: Any, number_bytes: int, efficiency: float) -> list[Transfer]:
   """The collectives of one optimizer step.
@@ -108,15 +119,10 @@ def transfers(config: Any, model: Any, params: Any, shardings: Any, trainable: f
     axes = tuple(axis for axis in axes if sizes[axis] > 1)
     if not axes or not received:
       return
-    # An array in parts over several axes goes along all their links at once.
-    ways = [by_axis[axis] for axis in axes]
-    slowest = min(ways, key=lambda link: link.bandwidth)
-    bandwidth = sum(link.bandwidth for link in ways) if topology.chip.torus and "slice" not in axes else (
-        slowest.bandwidth)
-    hops = max(link.hops for link in ways) if kind == "all-to-all" else 1.0
+    slowest = min((by_axis[axis] for axis in axes), key=lambda link: link.bandwidth)
     total = found.setdefault((kind, what, axes, slowest.name, hidden), [0.0, 0.0])
     total[0] += received * times
-    total[1] += received * times * hops / (bandwidth * efficiency)
+    total[1] += times * duration(topology, by_axis, kind, axes, received, efficiency)
 
   micro = config.grad_accum_steps
   _parameters(add, patterns.flatten(params), patterns.flatten(shardings), trainable, mesh, number_bytes, micro)
@@ -176,5 +182,7 @@ def _activations(add: Any, config: Any, spec: Any, sizes: Mapping[str, int], num
       add("ring", "gradients of keys and values", ("context",), keys * 4 / number_bytes * (c - 1) / c, 1, False)
   if e > 1 and spec.moe is not None:
     sent = hidden * spec.moe.experts_per_token / t * (e - 1) / e
-    # Forward there and back; backward the tokens there once more, and their gradients there and back.
-    add("all-to-all", "tokens to their experts and back", ("expert",), sent, layers * (5 + 2 * again), False)
+    # Forward there and back; backward the tokens there once more, and their gradients there and back. What goes there
+    # does so while other tokens are computed.
+    add("all-to-all", "tokens to their experts", ("expert",), sent, layers * (3 + again), True)
+    add("all-to-all", "experts' outputs back", ("expert",), sent, layers * (2 + again), False)

@@ -67,13 +67,17 @@ def sections(plan: Plan) -> list[tuple[str, str]]:
       ("with what is recomputed", f"{e.hardware_flops:.4g} FLOPs  ({e.hardware_flops / e.model_flops:.2f} ×)"),
       ("tokens", f"{e.tokens:,.0f}")])))
   parts.append(("Between devices, received by each in a step", _transfers(plan)))
-  t = e.seconds
+  t, step = e.seconds, plan.compiled and plan.compiled.step
   parts.append(("Time of a step, predicted", table([
       ("matrix products", seconds(t["compute"])), ("memory traffic", seconds(t["memory"])),
       ("transfers beside computation", seconds(t["hidden"])), ("transfers that computation waits for",
                                                                seconds(t["exposed"])),
       ("a step", seconds(t["step"]) + "  = the longest of the first three, and the fourth"),
-      ("tokens/s", f"{e.tokens / t['step']:,.0f}"), ("MFU", f"{e.mfu:.1%}")])))
+      ("tokens/s", f"{e.tokens / t['step']:,.0f}"), ("MFU", f"{e.mfu:.1%}")] + ([] if step is None else [
+          ("compiled: computes, by the compiler's cycles", seconds(plan.compiled.computes)),
+          ("compiled: waits for transfers", seconds(step - plan.compiled.computes)),
+          ("compiled: a step", f"{seconds(step)}  {e.tokens / step:,.0f} tokens/s, MFU {e.mfu * t['step'] / step:.1%}"),
+      ]))))
   parts.append(("Other remat policies", alternatives(plan.by_remat, e, by_mesh=False)))
   parts.append(("Other meshes, by predicted time", alternatives(plan.by_mesh, e, by_mesh=True)))
   parts.append(("What to type", "\n".join(plan.advice)))
@@ -121,9 +125,14 @@ def _transfers(plan: Plan) -> str:
            for x in sorted(e.transfers, key=lambda x: -x.seconds)]
   lines = [table(rows, left=4) if len(rows) > 1 else "nothing"]
   if plan.compiled is not None and plan.compiled.collectives:
-    lines += ["", "of the compiled program:", table([("collective", "axes", "times", "bytes", "beside computation")] + [
-        (kind, "+".join(axes), f"{count:,}", size(sent), f"{hidden / sent:.0%}" if sent else "")
-        for kind, axes, count, sent, hidden in plan.compiled.collectives], left=2),
+    c = plan.compiled
+    rows = [(kind, "+".join(axes), f"{count:,}", size(sent), f"{hidden / sent:.0%}" if sent else "")
+            for kind, axes, count, sent, hidden in c.collectives]
+    head = ("collective", "axes", "times", "bytes", "beside computation")
+    if c.waits:
+      head += ("time", "waited for")
+      rows = [(*row, *map(seconds, times)) for row, times in zip(rows, c.waits, strict=True)]
+    lines += ["", "of the compiled program:", table([head, *rows], left=2),
               f"parameters and gradients copied or transposed: {size(plan.compiled.copied)}"]
   return "\n".join(lines)
 

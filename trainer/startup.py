@@ -33,15 +33,16 @@ FLAGS = {
         "--xla_gpu_enable_pipelined_reduce_scatter": "false",
         "--xla_gpu_reduce_scatter_combine_threshold_bytes": "4194304",
     }),
-    # On TPU, the SparseCores of chips that have them (v5p and later) gather what the next products need and scatter
-    # gradients while the TensorCore computes. v5e's compiler by itself has what is gathered come in meanwhile, fused
-    # with products (xla_tpu_enable_async_collective_fusion_fuse_all_gather): elsewhere later versions refuse that,
-    # since results may be wrong. `--mode=plan` shows what is hidden.
+    # On TPU, the SparseCores of chips that have them (v5p and later) gather what the next products need, scatter
+    # gradients and take tokens to their experts while the TensorCore computes. v5e's compiler by itself has what is
+    # gathered come in meanwhile, fused with products (xla_tpu_enable_async_collective_fusion_fuse_all_gather); later
+    # versions refuse that elsewhere, since results may be wrong. `--mode=plan` says what is hidden.
     "LIBTPU_INIT_ARGS": ("libtpu", ("0.0.42", "0.0.48"), {
         "--xla_tpu_enable_sparse_core_collective_offload_all_gather": "true",
         "--xla_tpu_enable_sparse_core_collective_offload_2d_all_gather": "true",
         "--xla_tpu_enable_sparse_core_collective_offload_3d_all_gather": "true",
         "--xla_tpu_enable_sparse_core_collective_offload_reduce_scatter": "true",
+        "--xla_tpu_enable_sparse_core_collective_offload_dense_all_to_all": "true",
     }),
 }
 

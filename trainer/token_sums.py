@@ -90,13 +90,9 @@ def sum_over_rows(losses_of: Callable, chunks: int, hidden_BxTxD: jax.Array, ker
                   counts_BxT: jax.Array) -> tuple[jax.Array, Any]:
   """`sum_over_tokens` of rows: tokens [B, T, …], in which whatever else is to be known comes back. On a mesh its
   vocabulary is not split."""
-  def of_some(*some):
-    with placement.placed(None):  # what one device has is on no mesh
-      return losses_of(*some)
-
   def local(hidden, kernel, tokens, counts, shard=()):
     flat = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), (hidden, tokens, counts))
-    total, more = sum_over_tokens(of_some, chunks, shard, flat[0], kernel, *flat[1:])
+    total, more = sum_over_tokens(losses_of, chunks, shard, flat[0], kernel, *flat[1:])
     return total[None], jax.tree.map(lambda x: x.reshape(*counts.shape, *x.shape[1:]), more)
 
   placed, run = placement.current(), local
@@ -111,6 +107,7 @@ def sum_over_rows(losses_of: Callable, chunks: int, hidden_BxTxD: jax.Array, ker
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
+@placement.placed(None)  # what one device has is on no mesh
 def sum_over_tokens(losses_of: Callable, chunks: int, shard: tuple[str, ...], hidden_NxD: jax.Array,
                     kernel_DxV: jax.Array, tokens: Any, counts_N: jax.Array) -> tuple[jax.Array, Any]:
   """(the sum of the losses of N tokens, whatever else is to be known of each [N, …]).
@@ -139,6 +136,7 @@ def sum_over_tokens(losses_of: Callable, chunks: int, shard: tuple[str, ...], hi
   return total, jax.tree.map(parts.join, more)
 
 
+@placement.placed(None)
 def _forward(losses_of, chunks, shard, hidden_NxD, kernel_DxV, tokens, counts_N):
   # Rounded once, not for each part, to the dtype that it is multiplied in.
   kernel, parts = gather(kernel_DxV.astype(hidden_NxD.dtype), shard, 0), counting_first(counts_N, chunks)
