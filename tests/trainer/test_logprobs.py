@@ -7,8 +7,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import NamedSharding
 
+from models import placement
 from trainer import logprobs
+from trainer import mesh as mesh_lib
+from trainer.collectives import collectives
 from trainer.logprobs import STATS, cross_entropy, cross_entropy_stats, token_stats
 
 B, T, D, V = 2, 7, 16, 60
@@ -199,6 +203,41 @@ def test_sharded_over_the_vocabulary_equals_unsharded():
   np.testing.assert_allclose(value, expected_value, rtol=1e-5)
   for a, b in zip(grads, expected_grads, strict=True):
     np.testing.assert_allclose(a, b, atol=1e-5)
+
+
+@pytest.mark.parametrize("chunk", [60, 20])
+@pytest.mark.parametrize("sizes", [dict(fsdp=4, context=2), dict(data=2, fsdp=2, expert=2), dict(fsdp=2, tensor=4)],
+                         ids=str)
+def test_on_a_mesh_the_kernel_is_gathered_and_its_gradient_scattered(sizes, chunk):
+  """Along one axis at a time, and never all of it summed on every device; with the values of one device."""
+  rng = np.random.default_rng(0)
+  hidden, kernel = (jnp.asarray(rng.normal(size=shape), jnp.float32) for shape in ((8, 8, 32), (32, V)))
+  targets = jnp.asarray(rng.integers(0, V, (8, 8)))
+
+  def run(h, k):
+    stats = token_stats(h, k, targets, chunk=chunk, want=("logprob", "entropy"))
+    return jnp.sum(stats.logprob + 0.3 * stats.entropy)
+
+  expected = jax.value_and_grad(run, (0, 1))(hidden, kernel)
+  mesh = mesh_lib.make_mesh(sizes)
+  with mesh_lib.activation_rules(mesh):
+    placed = placement.current()
+    split = [NamedSharding(mesh, placed.spec(names, x.shape))
+             for names, x in ((("batch", "length", None), hidden), (("shard", "vocab"), kernel))]
+    program = jax.jit(jax.value_and_grad(run, (0, 1)), in_shardings=split, out_shardings=(None, tuple(split))).lower(
+        hidden, kernel).compile()
+  for a, b in zip(jax.tree.leaves(program(*map(jax.device_put, (hidden, kernel), split))), jax.tree.leaves(expected),
+                  strict=True):
+    np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5)
+  moved = collectives(program.as_text(), mesh)
+  chunk_of_kernel = 4 * 32 * chunk // sizes.get("tensor", 1)
+  shard = [axis for axis in ("fsdp", "expert", "context") if axis in sizes]
+  for axis in shard:
+    assert any(one.kind == "all-gather" and one.axes == (axis,) for one in moved)
+  # Over data, whose devices hold the same part, the parts of a gradient are summed, over tensor the hidden states'.
+  most = chunk_of_kernel // np.prod([sizes[axis] for axis in shard])
+  assert all(one.bytes <= max(most, 4 * 64) for one in moved
+             if one.kind == "all-reduce" and one.axes != ("tensor",)), moved
 
 
 @pytest.mark.parametrize("chunk", [60, 7])
