@@ -379,8 +379,8 @@ def test_times_of_the_compiled_schedule_stand_beside_the_estimate(tmp_path, caps
   config = tiny.config(NOWHERE, plan=dict(topology="v5e:2x4"), batch_size=16)
   plan_lib.plan(config, tmp_path)
   text = capsys.readouterr().out
-  for words in (r"waits for transfers +500 ms", r"compiled: a step +2.00 s  256 tokens/s, MFU",
-                r"all-gather +fsdp +7 +1.91 MiB +50% +500 ms +250 ms", r"beside computation +time +waited for"):
+  for words in (r"waits for transfers +500.0 ms", r"compiled: a step +2.00 s  256 tokens/s, MFU",
+                r"all-gather +fsdp +7 +1.91 MiB +50% +500.0 ms +250.0 ms", r"beside computation +time +waited for"):
     assert re.search(words, text), text
 
 
