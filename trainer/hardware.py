@@ -53,6 +53,7 @@ class Chip(NamedTuple):
     cores: devices for each chip that a topology's shape counts.
     gpu: of GPUs, what their compiler must know.
     clock: of TPUs, GHz: the peak by what their matrix units multiply in a cycle. What their compiler says are cycles.
+    hides_scatters: whether what is scattered travels while something is computed. v5e, which has no SparseCores, waits.
   """
 
   kinds: tuple[str, ...]
@@ -70,13 +71,14 @@ class Chip(NamedTuple):
   cores: int = 1
   gpu: Gpu | None = None
   clock: float = 0.0
+  hides_scatters: bool = True
 
 
 def _tpu(kinds: tuple[str, ...], peak: float, memory: float, usable: float, memory_bandwidth: float,
-         link_bandwidth: float, torus: int, network_bandwidth: float, per_host: int, clock: float, cores: int = 1
-         ) -> Chip:
+         link_bandwidth: float, torus: int, network_bandwidth: float, per_host: int, clock: float, cores: int = 1,
+         hides_scatters: bool = True) -> Chip:
   return Chip(kinds, "tpu", peak, memory, usable * GIB, memory_bandwidth, "ICI", link_bandwidth, torus, "DCN",
-              network_bandwidth, per_host, cores, clock=clock)
+              network_bandwidth, per_host, cores, clock=clock, hides_scatters=hides_scatters)
 
 
 def _gpu(kind: str, peak: float, memory: float, memory_bandwidth: float, link: str, link_bandwidth: float,
@@ -88,7 +90,8 @@ def _gpu(kind: str, peak: float, memory: float, memory_bandwidth: float, link: s
 CHIPS: dict[str, Chip] = {
     # A v4 has two cores, which JAX on Cloud TPU shows as one device.
     "v4": _tpu(("TPU v4",), 275e12, 32 * GIB, 30.5, 1228e9, 50e9, 3, 6.25e9, 4, 1.05),
-    "v5e": _tpu(("TPU v5 lite", "TPU v5e"), 197e12, 16 * GIB, 15.75, 819e9, 50e9, 2, 3.125e9, 8, 1.5),
+    "v5e": _tpu(("TPU v5 lite", "TPU v5e"), 197e12, 16 * GIB, 15.75, 819e9, 50e9, 2, 3.125e9, 8, 1.5,
+                hides_scatters=False),
     "v5p": _tpu(("TPU v5p", "TPU v5"), 459e12, 95 * GIB, 95.74, 2765e9, 100e9, 3, 6.25e9, 4, 1.75),
     "v6e": _tpu(("TPU v6 lite", "TPU v6e"), 918e12, 32 * GIB, 31.25, 1640e9, 112e9, 2, 12.5e9, 8, 1.75),
     # Two devices a chip, which share its links.

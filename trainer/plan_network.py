@@ -125,7 +125,8 @@ def transfers(config: Any, model: Any, params: Any, shardings: Any, trainable: f
     total[1] += times * duration(topology, by_axis, kind, axes, received, efficiency)
 
   micro = config.grad_accum_steps
-  _parameters(add, patterns.flatten(params), patterns.flatten(shardings), trainable, mesh, number_bytes, micro)
+  _parameters(add, patterns.flatten(params), patterns.flatten(shardings), trainable, mesh, number_bytes, micro,
+              topology.chip.hides_scatters)
   spec = getattr(model, "spec", None)
   if spec is not None:
     _activations(add, config, spec, sizes, number_bytes)
@@ -138,7 +139,7 @@ def gathered_axes(path: str, used: set[str]) -> tuple[str, ...]:
 
 
 def _parameters(add: Any, leaves: Mapping[str, Any], placed: Mapping[str, Any], trainable: frozenset[str], mesh: Any,
-                number_bytes: int, micro: int) -> None:
+                number_bytes: int, micro: int, hides_scatters: bool) -> None:
   """Parts gathered before use, forward and backward; gradients summed in float32, for each micro-batch."""
   for path, leaf in leaves.items():
     used = {axis for axes in placed[path].spec for axis in names_of(axes)}
@@ -149,7 +150,7 @@ def _parameters(add: Any, leaves: Mapping[str, Any], placed: Mapping[str, Any], 
     add("all-gather", "parameters", gathered, size * (n - 1) / n, 2 * micro, True)
     if path not in trainable:
       continue
-    add("reduce-scatter", "gradients", gathered, gradient * (n - 1) / n, micro, True)
+    add("reduce-scatter", "gradients", gathered, gradient * (n - 1) / n, micro, hides_scatters)
     summed = tuple(axis for axis in ("data", *GATHERED) if axis not in used and mesh.shape[axis] > 1)
     for axes in (summed, tuple(axis for axis in ("slice",) if mesh.shape[axis] > 1)):
       n_sum = size_of(mesh, axes)

@@ -273,9 +273,11 @@ def test_parameters_are_gathered_twice_and_gradients_summed_once_for_each_micro_
 
 def test_each_axis_moves_what_belongs_to_it():
   config = resolved("tpu", seq_len=128, mesh=dict(data=1, tensor=2, context=2, fsdp=2))
-  moved = {transfer.axes: transfer for transfer in planner_of(config, "v5e:2x4").estimate(config.mesh).transfers
-           if not transfer.hidden}
-  assert set(moved) == {("tensor",), ("context",)}
+  moved = [x for x in planner_of(config, "v5e:2x4").estimate(config.mesh).transfers if not x.hidden]
+  assert {x.axes for x in moved if x.what != "gradients"} == {("tensor",), ("context",)}
+  # What is scattered is waited for where there are no SparseCores.
+  assert {x.axes for x in moved if x.what == "gradients"} == {("fsdp", "context")}
+  assert all(x.hidden for x in planner_of(config, "v5p:2x2x2").estimate(config.mesh).transfers if x.what == "gradients")
   moe = resolved("tpu", mesh=dict(data=1, expert=8),
                  model=dict(moe=dict(num_experts=8, experts_per_token=2, expert_size=32)))
   estimate = planner_of(moe, "v5e:2x4").estimate(moe.mesh)
