@@ -149,8 +149,9 @@ def apply_experts(rows: tuple[jax.Array, ...], kernels: tuple[jax.Array, ...], *
     y_AxD = exchange(functools.partial(run, zeros=False), split, x_NxD, experts_A, kernels, num_experts)
   y_AxD = named(y_AxD, "mlp")  # the gradient of the weights needs it
   # A sum in the order of the router's choice, whichever rows of the batch are computed together.
-  y_NxD = sum(weights_Nxk[:, j, None] * part_NxD.astype(jnp.float32)
-              for j, part_NxD in enumerate(jnp.split(y_AxD, k)))
+  y_NxD = jnp.zeros(x_NxD.shape, jnp.float32)
+  for j, part_NxD in enumerate(jnp.split(y_AxD, k)):
+    y_NxD += weights_Nxk[:, j, None] * part_NxD.astype(jnp.float32)
   return y_NxD.reshape(x_BxTxD.shape)
 
 

@@ -241,7 +241,7 @@ def _computes_meanwhile(lines: list[str]) -> bool:
 def operation_of(line: str) -> tuple[str, str] | None:
   """(name, operation) of a line: `%x.1 = f32[] add(…)` is (x.1, add)."""
   match = _INSTRUCTION.match(line)
-  return match and (match[1], match[3])
+  return (match[1], match[3]) if match else None
 
 
 def refers_to(line: str, name: str) -> bool:

@@ -128,9 +128,9 @@ def _transfers(plan: Plan) -> str:
     c = plan.compiled
     rows = [(kind, "+".join(axes), f"{count:,}", size(sent), f"{hidden / sent:.0%}" if sent else "")
             for kind, axes, count, sent, hidden in c.collectives]
-    head = ("collective", "axes", "times", "bytes", "beside computation")
+    head: tuple[str, ...] = ("collective", "axes", "times", "bytes", "beside computation")
     if c.waits:
-      head += ("time", "waited for")
+      head = (*head, "time", "waited for")
       rows = [(*row, *map(seconds, times)) for row, times in zip(rows, c.waits, strict=True)]
     lines += ["", "of the compiled program:", table([head, *rows], left=2),
               f"parameters and gradients copied or transposed: {size(plan.compiled.copied)}"]
