@@ -15,10 +15,10 @@ CACHE_BYTES = 4 * 2**30
 # 0.75 by itself.
 GPU_SHARE = 0.92
 
-# What compilers are told beside what the user says: {variable: (package, its versions that are known to take the flags,
-# flags)}. They end a program that sets a flag which they do not know.
+# What compilers are told beside what the user says: {variable: (package, {its versions known to take the flags:
+# flags})}. They end a program that sets a flag which they do not know.
 FLAGS = {
-    "XLA_FLAGS": ("jaxlib", ("0.10.", "0.11."), {
+    "XLA_FLAGS": ("jaxlib", {("0.10.", "0.11."): {
         # On CPU, sums stay YNNPACK's, which are more exact; products are Eigen's, which are faster.
         "--xla_cpu_experimental_ynn_fusion_type": "LIBRARY_FUSION_TYPE_REDUCE",
         # Several devices of one CPU wait for one another: XLA aborts after 40 s, which a large model, or a machine that
@@ -32,29 +32,33 @@ FLAGS = {
         # the 2,123 GiB that a step copied; by a model of the schedule a step waits 3.0 s for transfers in place of 4.0.
         "--xla_gpu_enable_pipelined_reduce_scatter": "false",
         "--xla_gpu_reduce_scatter_combine_threshold_bytes": "4194304",
-    }),
+    }}),
     # On TPU, the SparseCores of chips that have them (v5p and later) gather what the next products need, scatter
     # gradients and take tokens to their experts while the TensorCore computes. v5e's compiler by itself has what is
     # gathered come in meanwhile, fused with products (xla_tpu_enable_async_collective_fusion_fuse_all_gather); later
     # versions refuse that elsewhere, since results may be wrong. `--mode=plan` says what is hidden.
-    "LIBTPU_INIT_ARGS": ("libtpu", ("0.0.42", "0.0.48"), {
+    "LIBTPU_INIT_ARGS": ("libtpu", {("0.0.42", "0.0.48"): {
         "--xla_tpu_enable_sparse_core_collective_offload_all_gather": "true",
         "--xla_tpu_enable_sparse_core_collective_offload_2d_all_gather": "true",
         "--xla_tpu_enable_sparse_core_collective_offload_3d_all_gather": "true",
         "--xla_tpu_enable_sparse_core_collective_offload_reduce_scatter": "true",
+    }, ("0.0.48",): {
+        # 0.0.42 does not compile those of few numbers, such as of embeddings.
         "--xla_tpu_enable_sparse_core_collective_offload_dense_all_to_all": "true",
-    }),
+    }}),
 }
 
 
 def set_environment() -> None:
   """Adds FLAGS and GPU_SHARE to the environment; what is set there already stands. It is read when JAX first runs."""
   os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", f"{GPU_SHARE:.2f}")
-  for variable, (package, versions, flags) in FLAGS.items():
+  for variable, (package, known) in FLAGS.items():
     said = os.environ.get(variable, "")
     with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-      if importlib.metadata.version(package).startswith(versions):
-        more = [f"{flag}={value}" for flag, value in flags.items() if f"{flag}=" not in said]
+      version = importlib.metadata.version(package)
+      more = [f"{flag}={value}" for versions, flags in known.items() if version.startswith(versions)
+              for flag, value in flags.items() if f"{flag}=" not in said]
+      if more:
         os.environ[variable] = " ".join([said, *more]).strip()
 
 

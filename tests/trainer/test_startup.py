@@ -44,12 +44,16 @@ def test_what_the_user_says_stands(said, tmp_path, monkeypatch):
   assert jax.config.jax_compilation_cache_dir is None and not list(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize("variable", startup.FLAGS)
-def test_flags_for_compilers_are_added_to_what_the_user_says(variable, monkeypatch):
-  package, versions, flags = startup.FLAGS[variable]
+@pytest.mark.parametrize(("variable", "version", "count"), [
+    ("XLA_FLAGS", "0.10.9", 5), ("XLA_FLAGS", "0.11.2", 5), ("LIBTPU_INIT_ARGS", "0.0.42.1", 4),
+    ("LIBTPU_INIT_ARGS", "0.0.48.1", 5)])
+def test_flags_for_compilers_are_added_to_what_the_user_says(variable, version, count, monkeypatch):
+  package, known = startup.FLAGS[variable]
+  flags = {name: v for versions, some in known.items() if version.startswith(versions) for name, v in some.items()}
+  assert len(flags) == count
   flag, value = next(iter(flags.items()))
   rest = [f"{other}={v}" for other, v in flags.items() if other != flag]
-  installed = {package: f"{versions[0]}9"}
+  installed = {package: version}
   monkeypatch.setattr(startup.importlib.metadata, "version", lambda name: installed.get(name, "0"))
   for said, expected in (("", [f"{flag}={value}", *rest]), ("--dump=x", ["--dump=x", f"{flag}={value}", *rest]),
                          (f"{flag}=other", [f"{flag}=other", *rest])):
