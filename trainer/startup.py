@@ -17,7 +17,7 @@ GPU_SHARE = 0.92
 
 # What compilers are told beside what the user says: {variable: (package, {its versions known to take the flags:
 # flags})}. They end a program that sets a flag which they do not know.
-FLAGS = {
+FLAGS: dict[str, tuple[str, dict[tuple[str, ...], dict[str, str]]]] = {
     "XLA_FLAGS": ("jaxlib", {("0.10.", "0.11."): {
         # On CPU, sums stay YNNPACK's, which are more exact; products are Eigen's, which are faster.
         "--xla_cpu_experimental_ynn_fusion_type": "LIBRARY_FUSION_TYPE_REDUCE",
