@@ -65,17 +65,10 @@ def size(shape: str) -> float:
   return total
 
 
-def moved(text: str, loops: int) -> tuple[float, float]:
-  """(bytes that products read and write, and all others) in one run of a program.
-
-  Args:
-    text: of the compiled program.
-    loops: how often those run of which the compiler does not know it.
-  """
+def moved(text: str) -> tuple[float, float]:
+  """(bytes that products read and write, and all others) in one run of a program, of which that is the text."""
   bodies = collectives.computations(text)
   times = collectives.times_of(bodies)
-  unknown = {body for line in text.splitlines() if " while(" in line and "known_trip_count" not in line
-             for body in re.findall(r"body=%?([\w.\-]+)", line)}
   fused = {name for lines in bodies.values() for line in lines if collectives.FUSION.search(line)
            for name in re.findall(r"calls=%?([\w.\-]+)", line)}
   products = others = 0.0
@@ -91,7 +84,6 @@ def moved(text: str, loops: int) -> tuple[float, float]:
       called = re.search(r"calls=%?([\w.\-]+)", match[4])
       inside = [m for m in map(_LINE.match, bodies.get(called[1], [])) if m] if called else []
       total = (of_fusion(inside) if inside else size(match[2]) + sum(map(size, given))) * times[name]
-      total *= loops if name in unknown else 1
       multiplies = any(m[3] == "dot" for m in inside) or "cublas" in match[4]
       products, others = products + total * multiplies, others + total * (not multiplies)
   return products, others
@@ -137,8 +129,8 @@ def main() -> None:
   def here(tree):
     return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=everywhere), tree)
 
-  def show(name: str, compiled, loops: int) -> None:
-    memory, (products, others) = compiled.memory_analysis(), moved(compiled.as_text(), loops)
+  def show(name: str, compiled) -> None:
+    memory, (products, others) = compiled.memory_analysis(), moved(compiled.as_text())
     print(f"| {name} | {memory.argument_size_in_bytes / GB:.2f} | {memory.temp_size_in_bytes / GB:.2f} | "
           f"{products / GB:.1f} | {others / GB:.1f} | {(products + others) / bandwidth * 1e3:.1f} |", flush=True)
 
@@ -148,15 +140,14 @@ def main() -> None:
   print(f"{args.gpu}, {args.rows} rows of {TOKENS:,} tokens; {' '.join(args.config) or 'as configured'}\n\n"
         "| program | arguments, GB | temporaries | read and written by products | by others | ms at the memory's "
         "bandwidth |\n|---|---|---|---|---|---|")
-  chunks = -(-VOCABULARY // c.model.vocab_chunk)
   with mesh_lib.activation_rules(mesh, c.activation_rules), plan_gpu.meant(mesh):
-    show("a step", program.update_fn.lower(here(program.abstract_state), here(batch)).compile(), chunks)
+    show("a step", program.update_fn.lower(here(program.abstract_state), here(batch)).compile())
     read = here(jax.eval_shape(model.decoding_params, model.abstract_params()))
     state = here(jax.eval_shape(functools.partial(sampler._empty, model, TEXTS, ROOM)))
     one, stops = jax.ShapeDtypeStruct((), jnp.int32), jax.ShapeDtypeStruct((8,), jnp.int32)
     given = here((stops, jax.ShapeDtypeStruct((3,), jnp.float32), one, one))
     decode = functools.partial(sampler._decode, model, 32, False, False)
-    show("a token of each text", jax.jit(decode, donate_argnums=1).lower(read, state, given).compile(), 1)
+    show("a token of each text", jax.jit(decode, donate_argnums=1).lower(read, state, given).compile())
 
 
 if __name__ == "__main__":

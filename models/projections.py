@@ -113,10 +113,10 @@ def all_inputs(w_KxN: jax.Array, names: tuple[str, str]) -> jax.Array:
     names: logical names of inputs, split only to save memory, and outputs.
   """
   placed = placement.current()
-  axes = () if placed is None else names_of(placed.spec(names, w_KxN.shape)[0])
-  if not axes:
+  spec = None if placed is None else placed.spec(names, w_KxN.shape)
+  if spec is None or spec[0] is None:
     return w_KxN
-  spec = placed.spec(names, w_KxN.shape)
+  axes = names_of(spec[0])
   return jax.shard_map(lambda w: gather(w, axes, 0), mesh=placed.mesh, in_specs=spec,
                        out_specs=PartitionSpec(None, spec[1]), check_vma=False)(w_KxN)
 

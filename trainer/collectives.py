@@ -24,7 +24,7 @@ _CHANNEL = re.compile(r"channel_id=(\d+)")
 _CALLED = re.compile(r"(?:calls|to_apply|body|condition|async_computation)=%?([\w.\-]+)")
 _BRANCHES = re.compile(r"(?:branch_computations|called_computations)=\{([^}]*)\}")
 _TRIPS = re.compile(r'"known_trip_count":\{"n":"(\d+)"\}')
-_AT_MOST = re.compile(rf' while\(.*op_name="[^"]*{TIMES}([\d.e+]+)/while"')
+_AT_MOST = re.compile(rf' while\(.*op_name="[^"]*{TIMES}([\d.e+]+)\)*/while"')
 _CONDITION = re.compile(r" while\(.*condition=%?([\w.\-]+)")
 _CONSTANT = re.compile(r" = [su]\d+\[\][^ ]* constant\((\d+)\)")
 # How compilers for TPUs write a reduce-scatter: the name of a computation that reduces all and takes a part.

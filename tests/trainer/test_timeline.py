@@ -82,7 +82,9 @@ def test_what_sparse_cores_send_begins_when_there_is_something(update):
 
 
 @pytest.mark.parametrize("how, times", [(', backend_config={"known_trip_count":{"n":"5"}}', 5),
-                                        (', metadata={op_name="jit(f)/runs_at_most_3/while"}', 3), ("", 1)])
+                                        (', metadata={op_name="jit(f)/runs_at_most_3/while"}', 3),
+                                        (', metadata={op_name="jit(f)/jvp(runs_at_most_3)/while"}', 3),
+                                        (', metadata={op_name="jit(f)/runs_at_most_3/scan/while"}', 1), ("", 1)])
 def test_loops_count_as_often_as_they_run(how, times):
   before = BODY.replace("LINES", "\n".join((gather("g"), cycles("b", 4), done("g"))))
   found = walk(gather("h", axis="[1,8]<=[8]"), f"  %w = (s32[], f32[8]) while(%t), condition=%c, body=%body{how}",
