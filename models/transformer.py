@@ -8,6 +8,8 @@ modules, which hold arrays and say what is computed; `Transformer` is the `model
 which takes and returns plain dicts.
 """
 
+import dataclasses
+import functools
 import math
 import re
 from collections.abc import Callable, Sequence
@@ -23,7 +25,7 @@ from models import lora, placement, quantize, vit, vlm
 from models.api import Output, Params
 from models.blocks import Block, make_norm, run_blocks, stack_blocks, unstack
 from models.cache import Cache, Past
-from models.layers import Embedding, Linear, Scope, document_lengths, dropout, embedding_noise
+from models.layers import Embedding, Linear, Scope, document_lengths, dropout, embedding_noise, few_rows
 from models.moe import report
 from models.placement import constrain
 from models.products import Products
@@ -42,8 +44,9 @@ class Decoder(nnx.Module):
     self.embed = Embedding(scope / "embed", vocab_size, D, std=spec.init_std)
     learned = spec.positions == "learned"
     self.pos_embed = Embedding(scope / "pos_embed", spec.max_positions, D, std=spec.init_std) if learned else None
-    self.vision = vit.Tower(spec, scope / "vision") if spec.vision is not None else None
-    self.projector = vlm.Projector(spec, scope / "projector") if spec.vision is not None else None
+    of_images = dataclasses.replace(scope, outputs_first=False)
+    self.vision = vit.Tower(spec, of_images / "vision") if spec.vision is not None else None
+    self.projector = vlm.Projector(spec, of_images / "projector") if spec.vision is not None else None
     self.blocks = stack_blocks(spec, scope / "blocks")
     self.final_norm = make_norm(spec, scope / "final_norm")
     # Starts like an embedding, so that the first loss is close to log(V).
@@ -135,7 +138,6 @@ class Transformer:
       lora.check_patterns(self.spec.lora.targets)
     # The decoder without its arrays; merged with a dict of parameters it becomes callable.
     self._graph, self._state = nnx.split(jax.eval_shape(self._make, jax.eval_shape(jax.random.key, 0)))
-    self._block_graph, _ = nnx.split(nnx.merge(self._graph, self._state).blocks)
     if self.spec.lora is not None:
       lora.check_targets(self.spec.lora.targets, self._logical())
     if products is not None:
@@ -192,26 +194,31 @@ class Transformer:
 
   def decoding_params(self, params: Params) -> Params:
     """See `models.api.Generative`: kernels and tables in the dtype that they are used in, so that no token reads more;
-    those of layers that run one by one apart."""
+    those of layers that run one by one apart, and where that is faster with their outputs first."""
+    paths = {path.removesuffix("_across"): path for path in patterns.flatten(self._decoding[1])}
 
     def as_used(path: str, leaf: jax.Array) -> jax.Array:
       used = path.endswith(("/kernel", "/embedding")) and not path.endswith("router/kernel")  # routers use float32
       wider = jnp.issubdtype(leaf.dtype, jnp.floating) and leaf.dtype.itemsize > self._dtypes[1].itemsize
       return leaf.astype(self._dtypes[1]) if used and wider else leaf
 
-    params = patterns.unflatten({path: as_used(path, leaf) for path, leaf in patterns.flatten(params).items()})
+    params = {path: as_used(path, leaf) for path, leaf in patterns.flatten(params).items()}
+    params = patterns.unflatten({
+        paths[path]: leaf if paths[path] == path else leaf.swapaxes(-1, -2) for path, leaf in params.items()})
     return {**params, "blocks": unstack(params["blocks"], self.num_layers)} if self._one_by_one else params
 
   def decode(self, params: Params, tokens_B: jax.Array, active_B: jax.Array, cache: Cache) -> tuple[jax.Array, Cache]:
     """See `models.api.Generative`."""
+    graph, state = self._decoding
     blocks = None
     if self._one_by_one:
+      block_graph, _ = nnx.split(nnx.merge(graph, state).blocks)
       # Whichever of them stands for the stack, it is not run.
-      blocks, params = [nnx.merge(self._block_graph, block) for block in params["blocks"]], {
+      blocks, params = [nnx.merge(block_graph, block) for block in params["blocks"]], {
           **params, "blocks": params["blocks"][0]}
     batch = dict(tokens=tokens_B[:, None], positions=cache.lengths[:, None],
                  segment_ids=active_B[:, None].astype(jnp.int32))
-    decoder = nnx.merge(self._graph, params)
+    decoder = nnx.merge(graph, params)
     hidden_Bx1xD, _, cache = decoder(batch, self._remat, None, cache=cache, blocks=blocks)
     return hidden_Bx1xD[:, 0], cache._replace(lengths=cache.lengths + active_B)
 
@@ -221,9 +228,23 @@ class Transformer:
     CPU and GPU copy a layer's part of stacked arrays before they read it; that for TPU does not."""
     return placement.platform() != "tpu" or not self.spec.scan_layers
 
+  @property
+  def _decoding(self) -> tuple[nnx.GraphDef, nnx.State]:
+    """The decoder that decodes, without its arrays, and the shapes of these; on CPU it multiplies by `few_rows`."""
+    across = placement.platform() == "cpu" and self._one_by_one
+    return self._with_outputs_first if across else (self._graph, self._state)
+
+  @functools.cached_property
+  def _with_outputs_first(self) -> tuple[nnx.GraphDef, nnx.State]:
+    make = functools.partial(self._make, outputs_first=True)
+    return nnx.split(jax.eval_shape(make, jax.eval_shape(jax.random.key, 0)))
+
   def unembedding(self, params: Params) -> jax.Array:
     """See `models.api.Model`."""
-    return params["embed"]["embedding"].T if self.spec.tie_embeddings else params["unembed"]["kernel"]
+    if self.spec.tie_embeddings:
+      return params["embed"]["embedding"].T
+    kernel = params["unembed"]
+    return kernel["kernel"] if "kernel" in kernel else kernel["kernel_across"].T
 
   def logits(
       self,
@@ -252,7 +273,10 @@ class Transformer:
   def unembed(self, params: Params, hidden_BxTxD: jax.Array) -> jax.Array:
     """See `models.api.Model`."""
     kernel_DxV = self.unembedding(params).astype(hidden_BxTxD.dtype)
-    logits_BxTxV = jnp.einsum("btd,dv->btv", hidden_BxTxD, kernel_DxV, preferred_element_type=jnp.float32)
+    if hidden_BxTxD.shape[1] == 1 and placement.platform() == "cpu" and placement.current() is None:
+      logits_BxTxV = few_rows(hidden_BxTxD, kernel_DxV.T, jnp.float32)
+    else:
+      logits_BxTxV = jnp.einsum("btd,dv->btv", hidden_BxTxD, kernel_DxV, preferred_element_type=jnp.float32)
     if self.final_logit_cap is not None:
       logits_BxTxV = self.final_logit_cap * jnp.tanh(logits_BxTxV / self.final_logit_cap)
     real_V = jnp.arange(self.vocab_size) < self.num_real_vocab
@@ -301,8 +325,9 @@ class Transformer:
     # The base has no gradient of its own, but the adapters in it need what flows back through it.
     return forward * (2 if adapted and not frozen else 1)
 
-  def _make(self, rng: jax.Array) -> Decoder:
-    scope = Scope(rng, *self._dtypes, frozen=self._frozen, lora=self.spec.lora, products=self._products)
+  def _make(self, rng: jax.Array, outputs_first: bool = False) -> Decoder:
+    scope = Scope(rng, *self._dtypes, frozen=self._frozen, lora=self.spec.lora, products=self._products,
+                  outputs_first=outputs_first)
     return Decoder(self.spec, scope, self.vocab_size)
 
   def _logical(self) -> dict[str, jax.ShapeDtypeStruct]:

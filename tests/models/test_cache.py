@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 
 from models import cache as cache_lib
-from models.blocks import unstack
 from tests.models.common import FAMILIES, VOCAB, make, random_params
 from trainer import patterns
 
@@ -103,8 +102,8 @@ def test_parameters_in_the_dtype_of_products_change_no_bit(options):
   read = model.decoding_params(params)
   dtypes = {path: leaf.dtype for path, leaf in patterns.flatten(read["blocks"][0]).items()}
   assert all(dtype == jnp.float32 for path, dtype in dtypes.items() if "router" in path or "scale" in path)
-  assert read["embed"]["embedding"].dtype == dtypes["attn/q/kernel"] == jnp.bfloat16
-  apart = {**params, "blocks": unstack(params["blocks"], model.num_layers)}
+  assert read["embed"]["embedding"].dtype == dtypes["attn/q/kernel_across"] == jnp.bfloat16
+  apart = make(**options).decoding_params(params)  # a model that computes in float32 leaves them as they are
   tokens, active = np.arange(3, dtype=np.int32), np.ones(3, bool)
 
   def two(params):

@@ -1,5 +1,7 @@
 """Layers against plain numpy."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -29,6 +31,19 @@ def test_norm_is_computed_in_float32():
   expected = (np.asarray(x, np.float32) / np.sqrt((300.0**2 + 1) / 2)).astype(jnp.bfloat16)
   assert norm(x).dtype == jnp.bfloat16
   np.testing.assert_array_equal(norm(x).astype(jnp.float32), expected.astype(np.float32))
+
+
+@pytest.mark.parametrize("dtype", [None, jnp.float32])
+def test_few_rows_are_multiplied_by_a_kernel_where_it_lies(dtype):
+  """The product is [out, rows], of the kernel as it is kept: XLA for CPU reads that without packing it."""
+  kind = jnp.float32 if dtype is None else jnp.bfloat16
+  x, kernel = (jax.random.normal(jax.random.key(i), shape, kind) for i, shape in enumerate([(3, 1, 8), (24, 8)]))
+  run = jax.jit(functools.partial(layers.few_rows, dtype=dtype))
+  y = run(x, kernel)
+  assert y.shape == (3, 1, 24) and y.dtype == jnp.float32
+  np.testing.assert_allclose(y, np.asarray(x, np.float32) @ np.asarray(kernel, np.float32).T, atol=1e-5)
+  products = [line for line in run.lower(x, kernel).compile().as_text().splitlines() if " dot(" in line]
+  assert len(products) == 1 and "= f32[24,3]" in products[0] and "lhs_contracting_dims={1}" in products[0]
 
 
 def test_activations():

@@ -63,10 +63,17 @@ def batch_of(step):
 
 
 @functools.cache
-def losses(steps=40, **options):
-  """The losses of so many steps on one device, and the last state and metrics."""
+def programs(**options):
+  """(update, init), compiled once for all runs."""
   update, _, init = prepare(**options)
-  state, update, values = jax.jit(init)(jax.random.key(3)), jax.jit(update, donate_argnums=0), []
+  return jax.jit(update, donate_argnums=0), jax.jit(init)
+
+
+@functools.cache
+def losses(steps=40, seed=3, **options):
+  """The losses of so many steps on one device, and the last state and metrics."""
+  update, init = programs(**options)
+  state, values = init(jax.random.key(seed)), []
   for step in range(steps):
     state, metrics = update(state, batch_of(step))
     metrics = to_floats(jax.device_get(metrics))
@@ -74,13 +81,17 @@ def losses(steps=40, **options):
   return np.array(values), jax.device_get(state), metrics
 
 
-# What it takes, and by how much the mean of the last ten losses may differ from that in float32.
+# Runs that begin with other parameters. How one of them ends depends on every rounding, hence on the processor: with
+# int8 products the mean of its last ten losses is 0.008 (standard deviation) off that in float32, with gradients of
+# kernels in int8, too, 0.013.
+SEEDS = range(3, 11)
+# What it takes, and by how much that mean, over all of these runs, may differ from that in float32.
 VARIANTS = {
     "moments=bfloat16": (dict(moments="bfloat16"), 0.003),
     "moments=int8": (dict(moments="int8"), 0.01),
     "params=bfloat16": (dict(params="bfloat16", stochastic_rounding=True, moments="int8"), 0.02),
-    "matmul=int8": (dict(matmul="int8"), 0.005),
-    "matmul=int8, all": (dict(matmul="int8", matmul_gradients="all"), 0.005),
+    "matmul=int8": (dict(matmul="int8"), 0.01),
+    "matmul=int8, all": (dict(matmul="int8", matmul_gradients="all"), 0.015),
     "matmul=fp8": (dict(matmul="fp8"), 0.05),
 }
 
@@ -88,12 +99,12 @@ VARIANTS = {
 @pytest.mark.parametrize("name", VARIANTS)
 def test_a_model_learns_as_in_float32(name):
   options, bound = VARIANTS[name]
-  expected, _, _ = losses()
-  got, _, metrics = losses(**options)
-  assert expected[-10:].mean() < 0.5 * expected[0]
-  assert got[0] == pytest.approx(expected[0], rel=0.01)
-  assert abs(got[-10:].mean() - expected[-10:].mean()) < bound
-  assert ("params_changed" in metrics) == ("params" in options)
+  expected = np.stack([losses(seed=seed)[0] for seed in SEEDS])
+  got = np.stack([losses(seed=seed, **options)[0] for seed in SEEDS])
+  assert np.all(expected[:, -10:].mean(1) < 0.5 * expected[:, 0])
+  np.testing.assert_allclose(got[:, 0], expected[:, 0], rtol=0.01)
+  assert abs(got[:, -10:].mean() - expected[:, -10:].mean()) < bound
+  assert ("params_changed" in losses(seed=SEEDS[0], **options)[2]) == ("params" in options)
 
 
 def test_a_mixture_of_experts_learns_with_quantised_products():
