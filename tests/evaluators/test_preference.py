@@ -123,7 +123,7 @@ def test_the_policy_itself_as_reference_ties_every_pair(tmp_path):
   write(tmp_path, "dpo")
   ev, _, _, reference, _ = make(tmp_path)
   values = dict(ev.run(reference, 0))
-  # The program makes the two from the same numbers but fuses them differently: on some processors the last bit differs.
+  # One program makes both from the same numbers, perhaps compiled in two ways: on some processors the last bit differs.
   assert values["rewards/accuracies"] == 0.5
   assert max(abs(values["rewards/margins"]), abs(values["rewards/chosen"])) < 2e-6
   assert values["losses/sigmoid"] == values["loss"] == pytest.approx(np.log(2), rel=1e-6)
