@@ -180,13 +180,13 @@ def attend_to_past(
 
   Args:
     q_Bx1xHxK: of the token.
-    k_BxGxSxK, v_BxGxSxK: of it and the tokens before it, in any order.
+    k_BxGxSxK, v_BxGxSxK: of it and the tokens before it, in any order; in the dtype of q, or a wider one.
     seen_BxS: which of these there are, and within the window.
     active_B: False for rows without a token, whose output is 0.
     scale, logit_cap: as in `attention`.
   """
   B, _, H, K = q_Bx1xHxK.shape
-  G, f32, dtype = k_BxGxSxK.shape[1], jnp.float32, v_BxGxSxK.dtype
+  G, f32, dtype = k_BxGxSxK.shape[1], jnp.float32, q_Bx1xHxK.dtype
   q_BxGxRxK = q_Bx1xHxK.reshape(B, G, H // G, K)
   scores_BxGxRxS = jnp.einsum("bgrk,bgsk->bgrs", q_BxGxRxK, k_BxGxSxK, preferred_element_type=f32) * scale
   if logit_cap is not None:

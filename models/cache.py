@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from models import placement
 from models.placement import constrain
 from models.spec import Spec
 
@@ -31,7 +32,8 @@ class Cache(NamedTuple):
   before it is read, unless the compiler can do without, as those for CPU and GPU cannot.
   """
 
-  # For each place, [N, B, G, S, K], after the rotation; in the compute dtype. The slots of a head lie together, as
+  # For each place, [N, B, G, S, K], after the rotation; in the compute dtype, or as wide as its
+  # products read them (`empty`). The slots of a head lie together, as
   # products with a query read them.
   keys: tuple[jax.Array, ...]
   values: tuple[jax.Array, ...]
@@ -72,6 +74,7 @@ class Past(NamedTuple):
     indices_Bx2 = jnp.stack([jnp.broadcast_to(entry, slots_B.shape), slots_B], axis=1)
 
     def put_one(arrays: tuple[jax.Array, ...], new_BxGxK: jax.Array) -> tuple[tuple[jax.Array, ...], jax.Array]:
+      new_BxGxK = new_BxGxK.astype(arrays[place].dtype)
       changed = _constrain(jax.lax.scatter(arrays[place], indices_Bx2, new_BxGxK, _ROW_BY_ROW, indices_are_sorted=True,
                                            unique_indices=True, mode=jax.lax.GatherScatterMode.FILL_OR_DROP))
       of_layer = jax.lax.dynamic_index_in_dim(changed, entry, keepdims=False)
@@ -87,7 +90,13 @@ class Past(NamedTuple):
 
 
 def empty(spec: Spec, rows: int, max_length: int, dtype: Any, apart: bool = False) -> Cache:
-  """A cache of `rows` rows, for up to `max_length` tokens each; `apart`: with arrays of its own for each layer."""
+  """A cache of `rows` rows, for up to `max_length` tokens each; `apart`: with arrays of its own for each layer.
+
+  For `dtype`, in which keys and values come. On CPU those of bfloat16 are kept in float32, in which XLA multiplies them
+  by one query: else it would convert all that there are for each token.
+  """
+  if dtype == jnp.bfloat16 and placement.platform() == "cpu":
+    dtype = jnp.float32
   period, arrays = spec.num_layers if apart else len(spec.layer_pattern), []
   for place in range(period):
     layers = len(range(place, spec.num_layers, period))

@@ -150,7 +150,7 @@ def _ring_fwd(axis, rule, q, k, v, segments):
   carry = (first, second, ((k1, k2), (v1, v2), (segments1, segments2)))
   (first, second, _), _ = jax.lax.scan(step, carry, jnp.arange(1, order.parts))
   halves = flash.finish(first, queries1, v.dtype), flash.finish(second, queries2, v.dtype)
-  (out1, lse1), (out2, lse2) = named(halves, "attention")
+  (out1, lse1), (out2, lse2) = named(halves, "attention", in_rule=True)
   return order.whole(out1, out2, 3), (q, k, v, segments, (out1, out2), (lse1, lse2))
 
 

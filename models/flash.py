@@ -20,7 +20,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from models import placement
+from models import halves, placement
 from models.remat import named
 
 # Far below any score, yet finite: exp(MASKED - top) is exactly 0, with a gradient of exactly 0.
@@ -108,7 +108,7 @@ def _attend_fwd(spans, rule, q, k, v, queries, keys):
     return tuple(jnp.concatenate(pieces, axis=3) if len(spans) > 1 else pieces[0]
                  for pieces in zip(*parts, strict=True))
 
-  out, lse = named(_few_heads_at_a_time(some, spans, queries, keys, q, k, v), "attention")
+  out, lse = named(_few_heads_at_a_time(some, spans, queries, keys, q, k, v), "attention", in_rule=True)
   return out, (q, k, v, queries, keys, out, lse)
 
 
@@ -144,12 +144,16 @@ def _few_heads_at_a_time(some: Callable, spans: tuple[Span, ...], queries: Side,
   if placement.platform() != "cpu" or at_once == B * G:
     return some(*arrays, queries, keys)
 
+  kinds, out_kinds = [x.dtype for x in arrays], []
+
   def part(parts):
-    arrays, queries, keys = parts
-    return some(*arrays, queries, keys)
+    bits, queries, keys = parts
+    outs = some(*map(halves.from_bits, bits, kinds), queries, keys)
+    out_kinds[:] = [x.dtype for x in outs]
+    return tuple(map(halves.as_bits, outs))
 
   def by_head(x: jax.Array) -> jax.Array:
-    return x.reshape(-1, at_once, 1, *x.shape[2:])
+    return halves.as_bits(x).reshape(-1, at_once, 1, *x.shape[2:])
 
   def of_heads(side: Side, number: int) -> Side:
     """A side for each group of heads."""
@@ -158,7 +162,8 @@ def _few_heads_at_a_time(some: Callable, spans: tuple[Span, ...], queries: Side,
     return Side(segments, jnp.broadcast_to(side.index, (number, *side.index.shape)), blocks, prompts)
 
   sides = (of_heads(side, B * G // at_once) for side in (queries, keys))
-  return tuple(x.reshape(B, G, *x.shape[3:]) for x in jax.lax.map(part, (tuple(map(by_head, arrays)), *sides)))
+  outs = jax.lax.map(part, (tuple(map(by_head, arrays)), *sides))
+  return tuple(halves.from_bits(x, kind).reshape(B, G, *x.shape[3:]) for x, kind in zip(outs, out_kinds, strict=True))
 
 
 attend.defvjp(_attend_fwd, _attend_bwd)
@@ -291,8 +296,8 @@ def forward(rule: Rule, q: jax.Array, k: jax.Array, v: jax.Array, queries: Side,
   scores = _scores(rule, q, k, queries, keys)[0]
   top = scores.max(2)
   weights = jnp.exp(scores - top[:, :, None])
-  out = jnp.einsum("bgwrt,bgwk->bgrtk", weights.astype(v.dtype), v, preferred_element_type=jnp.float32)
-  return Partial(out, top, weights.sum(2))
+  out = jnp.einsum("bgkw,bgwrt->bgkrt", v.swapaxes(2, 3), weights.astype(v.dtype), preferred_element_type=jnp.float32)
+  return Partial(out.transpose(0, 1, 3, 4, 2), top, weights.sum(2))
 
 
 def merge(a: Partial, b: Partial) -> Partial:

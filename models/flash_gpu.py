@@ -112,7 +112,7 @@ def _attend(rule: Rule, tiles: Tiles, interpret: bool, q, k, v, queries: Side, k
 
 
 def _attend_fwd(rule, tiles, interpret, q, k, v, queries, keys):
-  out, lse = named(_forward(rule, tiles.forward, interpret, q, k, v, queries, keys), "attention")
+  out, lse = named(_forward(rule, tiles.forward, interpret, q, k, v, queries, keys), "attention", in_rule=True)
   return out, (q, k, v, queries, keys, out, lse)
 
 

@@ -14,8 +14,8 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import PartitionSpec
 
+from models import halves, placement, quantize
 from models import lora as lora_lib
-from models import placement, quantize
 from models.placement import as_rows, constrain
 from models.products import Products
 from models.projections import Kernel as Projected
@@ -160,7 +160,7 @@ class Linear(Kernel):
     if self.kernel_across is not None:
       return few_rows(x, self.kernel_across[...].astype(self.dtype))
     rows = as_rows(x) if self.product is None else x.reshape(-1, x.shape[-1])
-    product = self.product or jnp.matmul
+    product = self.product or halves.matmul
     return self.multiply(lambda kernel, rows: product(rows, kernel), self.dtype, rows).reshape(*x.shape[:-1], -1)
 
   def _finish(self, x: jax.Array, y: jax.Array, key: jax.Array | None) -> jax.Array:
@@ -181,8 +181,9 @@ def few_rows(x: jax.Array, kernel_MxK: jax.Array, dtype: Any = None) -> jax.Arra
   """
   # Without the barriers the compiler takes both transpositions into the product.
   across_KxN = jax.lax.optimization_barrier(x.reshape(-1, x.shape[-1]).T)
-  y_MxN = jax.lax.optimization_barrier(jnp.matmul(kernel_MxK, across_KxN, preferred_element_type=dtype))
-  return y_MxN.T.reshape(*x.shape[:-1], -1)
+  sums = jnp.float32 if halves.on_cpu(x) else dtype
+  y_MxN = jax.lax.optimization_barrier(jnp.matmul(kernel_MxK, across_KxN, preferred_element_type=sums))
+  return y_MxN.T.reshape(*x.shape[:-1], -1).astype(dtype or x.dtype)
 
 
 def apply_linears(linears: tuple[Linear, ...], x: jax.Array, key: jax.Array | None = None) -> list[jax.Array]:
@@ -280,6 +281,30 @@ def _read_split_table(placed: placement.Placement, read: Callable, table_VxD: ja
                        out_specs=PartitionSpec(*by_token, None), check_vma=False)(table_VxD, ids_BxT)
 
 
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def activate(activation: str, up: jax.Array, gate: jax.Array | None = None) -> jax.Array:
+  """act(gate) * up, or act(up) for an activation without a gate, rounded to their dtype once; backward it is computed
+  again from no more than these."""
+  return _activate(activation, up, gate).astype(up.dtype)
+
+
+def _activate(activation: str, up: jax.Array, gate: jax.Array | None) -> jax.Array:
+  """In float32."""
+  up = up.astype(jnp.float32)
+  return UNGATED[activation](up) if gate is None else GATED[activation](gate.astype(jnp.float32)) * up
+
+
+def _activate_fwd(activation, up, gate):
+  return activate(activation, up, gate), (up, gate)
+
+
+def _activate_bwd(activation, saved, g):
+  return jax.vjp(functools.partial(_activate, activation), *saved)[1](g.astype(jnp.float32))
+
+
+activate.defvjp(_activate_fwd, _activate_bwd)
+
+
 class Mlp(nnx.Module):
   """down(act(gate(x)) * up(x)) for gated activations (Shazeer 2020), down(act(up(x))) for others."""
 
@@ -307,8 +332,7 @@ class Mlp(nnx.Module):
     linears = (self.up,) if self.gate is None else (self.up, self.gate)
     products = apply_linears(linears, x_BxTxD, key)
     up_BxTxF, *gate = (named(constrain(y_BxTxF, "batch", "length", "mlp"), "mlp") for y_BxTxF in products)
-    h_BxTxF = GATED[self.activation](gate[0]) * up_BxTxF if gate else UNGATED[self.activation](up_BxTxF)
-    return self.down(h_BxTxF, key)
+    return self.down(activate(self.activation, up_BxTxF, *gate), key)
 
 
 def document_lengths(positions_BxT: jax.Array, segment_ids_BxT: jax.Array) -> jax.Array:

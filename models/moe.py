@@ -23,7 +23,7 @@ from models import placement
 from models import spec as spec_lib
 from models.exchange import Split, at_home, exchange
 from models.grouped import gather_rows, multiply_grouped, sort_by_expert
-from models.layers import GATED, Kernel, Linear, Mlp, Scope, multiply
+from models.layers import Kernel, Linear, Mlp, Scope, activate, multiply
 from models.products import Product
 from models.remat import named
 from trainer.metrics import Mean
@@ -168,7 +168,7 @@ def expert_outputs(x_NxD: jax.Array, experts_A: jax.Array, kernels: tuple[jax.Ar
   tokens_M = jnp.where(assignments_M < k * N, assignments_M % N, N) if quantised else assignments_M % N
   x_MxD = gather_rows(x_NxD, tokens_M, places_A.reshape(k, N).T, zeros=quantised)
   gate_MxF, up_MxF = (named(y_MxF, "mlp") for y_MxF in (gate(x_MxD, gate_ExDxF), up(x_MxD, up_ExDxF)))
-  y_MxD = down(GATED[activation](gate_MxF) * up_MxF, down_ExFxD, last=True)
+  y_MxD = down(activate(activation, up_MxF, gate_MxF), down_ExFxD, last=True)
   return gather_rows(y_MxD, places_A, assignments_M[:, None], zeros)
 
 

@@ -12,30 +12,58 @@ Some activations of a layer have names (`named`), by which policies keep them:
 """
 
 from collections.abc import Callable
+from typing import Any
 
 import jax
-from jax.ad_checkpoint import checkpoint_name as named
+from jax.ad_checkpoint import checkpoint_name
 
-from models import placement
+from models import halves, placement
 from trainer.config import ConfigError
 
 __all__ = ["HOST_MEMORY", "JAX_POLICIES", "REMAT", "named", "remat_policy"]
 
+# What is kept as bits has a name that ends so.
+_BITS = "_bits"
 _ATTENTION = ("qkv", "attention")
-_only = jax.checkpoint_policies.save_only_these_names
 _or = jax.checkpoint_policies.save_from_both_policies
+
+
+def _only(*names: str) -> Callable:
+  """Keeps these names, as bits too; what enters a layer is kept by JAX, but as bits if it can be."""
+  return jax.checkpoint_policies.save_only_these_names(*names, *(name + _BITS for name in ("layer_input", *names)))
+
+
+def named(values: Any, name: str, in_rule: bool = False) -> Any:
+  """An array, or several, of that name; `in_rule`: in the forward rule of a function with a gradient of its own, which
+  is not differentiated."""
+  as_bits = _bits if in_rule else _differentiable_bits
+  return jax.tree.map(lambda x: as_bits(x, name) if halves.on_cpu(x) else checkpoint_name(x, name), values)
+
+
+def _bits(x: jax.Array, name: str) -> jax.Array:
+  """What is kept of a layer of a scan is added to an array for all layers, see models/halves.py."""
+  return halves.from_bits(checkpoint_name(halves.as_bits(x), name + _BITS), x.dtype)
+
+
+_differentiable_bits = jax.custom_jvp(_bits, nondiff_argnums=(1,))
+
+
+@_differentiable_bits.defjvp
+def _bits_jvp(name, primals, tangents):
+  # Not the function itself: policies do not look into it.
+  return _bits(*primals, name), tangents[0]
 
 
 def _in_host_memory(*kept: str) -> Callable:
   """Keeps these names on the device, and what enters the layer in the host's memory."""
   return jax.checkpoint_policies.save_and_offload_only_these_names(
-      names_which_can_be_saved=list(kept), names_which_can_be_offloaded=["layer_input"], offload_src="device",
-      offload_dst="pinned_host")
+      names_which_can_be_saved=[*kept, *(name + _BITS for name in kept)],
+      names_which_can_be_offloaded=["layer_input"], offload_src="device", offload_dst="pinned_host")
 
 
-# Names of config.remat beside those of jax.checkpoint_policies. None: keep nothing, recompute all.
+# Names of config.remat beside those of jax.checkpoint_policies.
 REMAT = {
-    "full": None,
+    "full": _only(),
     # Neither attention nor what it needs is computed again.
     "attention": _only(*_ATTENTION),
     # No product with a kernel is computed again, except those of experts that are split over devices.

@@ -23,6 +23,7 @@ flags.mark_flags_as_required(["config", "workdir"])
 def main(argv: list[str]) -> None:
   if len(argv) > 1:
     raise app.UsageError(f"unexpected arguments {argv[1:]}; overrides are written --config.key=value")
+  startup.set_environment(_CONFIG.value.get("precision"))
   # JAX takes seconds to import: only now, so that a mistyped flag is told at once.
   import jax
 
@@ -68,6 +69,5 @@ def _parse_flags(argv: list[str]) -> list[str]:
 
 if __name__ == "__main__":
   startup.use_huge_pages()
-  startup.set_environment()
   logging.set_verbosity(logging.WARNING)
   app.run(main, flags_parser=_parse_flags)

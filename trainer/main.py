@@ -173,7 +173,7 @@ def train(config: Mapping, workdir: str | Path) -> Run:
         config_json=json.loads(config_checks.to_json(resolved)),
         last_eval=metrics_lib.last_evaluation(workdir, step), remembered=dict(start.meta.get("remembered", {})),
         chrono=throughput.Chrono(model.flops_per_token(config.seq_len, **images), start.meta.get("seconds"),
-                                 workdir_lib.first_start(workdir)))
+                                 workdir_lib.first_start(workdir), resolved.precision.compute))
     say(f"mfu: of {run.chrono.peak / 1e12:.3g} TFLOP/s a device ({run.chrono.peak_source})")
     del start  # run.state is donated step by step: another name for it would be a trap
 

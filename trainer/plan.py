@@ -64,7 +64,8 @@ def make_plan(config: Mapping, workdir: str | Path) -> Plan:
   """All that the plan says."""
   resolved, notes = program_lib.resolve(config)
   asked = resolved.plan
-  topology = find_topology(asked)
+  # What auto is on CPU, the only device whose peak depends on it here.
+  topology = find_topology(asked, resolved.precision.compute.replace("auto", "float32"))
   notes += program_lib.settle(resolved, topology.chip.platform)
   vocab_size, vocabulary = find_vocabulary(resolved, Path(workdir).expanduser())
   planner = Planner(resolved, vocab_size, topology, loader.used_sources(resolved.input))
@@ -100,18 +101,19 @@ def make_plan(config: Mapping, workdir: str | Path) -> Plan:
               assumptions(planner.assumptions, topology, now))
 
 
-def find_topology(asked: Any) -> hardware.Topology:
-  """The topology of `config.plan`, or of the devices that are here, with the figures that the config gives.
+def find_topology(asked: Any, dtype: str = "float32") -> hardware.Topology:
+  """The topology of `config.plan`, or of the devices that are here, with the figures that the config gives; on CPU
+  with the FLOP/s of products in `dtype`.
 
   Raises:
     ConfigError: no such topology.
   """
   if asked.topology is None:
     devices = jax.devices()
-    topology = hardware.of_devices(devices, throughput.peak_flops()[0] * len(devices))
+    topology = hardware.of_devices(devices, throughput.peak_flops(dtype)[0] * len(devices))
   else:
     is_cpu = asked.topology.strip().lower().startswith("cpu")
-    cpu_peak = throughput.measured_flops(jax.local_devices(backend="cpu")[0]) if is_cpu else 0.0
+    cpu_peak = throughput.measured_flops(jax.local_devices(backend="cpu")[0], dtype) if is_cpu else 0.0
     topology = hardware.topology(asked.topology, asked.slices, cpu_peak)
   given = dict(usable=(asked.memory_gb, GB), peak=(asked.tflops, 1e12), memory_bandwidth=(asked.memory_bandwidth, GB),
                link_bandwidth=(asked.link_bandwidth, GB), network_bandwidth=(asked.network_bandwidth, GB))

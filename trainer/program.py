@@ -27,6 +27,7 @@ from trainer import (
   rollout,
   signatures,
   spikes,
+  startup,
   strategies,
 )
 from trainer import mesh as mesh_lib
@@ -94,7 +95,11 @@ def settle(resolved: ConfigDict, platform: str) -> list[str]:
   p, notes = resolved.precision, []
   if p.compute == "auto":
     p.compute = "float32" if platform == "cpu" else "bfloat16"
-    notes.append(f"precision.compute = {p.compute}: auto, on {platform}")
+    faster = platform == "cpu" and startup.has_matrix_unit()
+    notes.append(f"precision.compute = {p.compute}: auto, on {platform}" + faster * (
+        "; this processor multiplies matrices of bfloat16 several times as fast: --config.precision.compute=bfloat16"))
+  elif p.compute == "bfloat16" and platform == "cpu" and not startup.has_matrix_unit():
+    notes.append("precision.compute = bfloat16: this processor has no instructions for it (AMX); float32 is faster")
   if p.frozen == "auto":
     p.frozen = "bfloat16" if platform != "cpu" and resolved.model.lora.rank > 0 else p.params
   if resolved.model.vocab_chunk is None:

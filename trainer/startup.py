@@ -6,8 +6,9 @@ import importlib.metadata
 import os
 import platform
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 # Compiled programs take no more room than this; those that have not been used for longest go first.
 CACHE_BYTES = 4 * 2**30
@@ -15,12 +16,16 @@ CACHE_BYTES = 4 * 2**30
 # 0.75 by itself.
 GPU_SHARE = 0.92
 
+# On CPU: what YNNPACK does, and what it does in a program whose products it makes, too (models/halves.py).
+YNN, SUMS = "--xla_cpu_experimental_ynn_fusion_type", "LIBRARY_FUSION_TYPE_REDUCE"
+SUMS_AND_PRODUCTS = f"{SUMS},LIBRARY_FUSION_TYPE_INDIVIDUAL_DOT"
+
 # What compilers are told beside what the user says: {variable: (package, {its versions known to take the flags:
 # flags})}. They end a program that sets a flag which they do not know.
 FLAGS: dict[str, tuple[str, dict[tuple[str, ...], dict[str, str]]]] = {
     "XLA_FLAGS": ("jaxlib", {("0.10.", "0.11."): {
         # On CPU, sums stay YNNPACK's, which are more exact; products are Eigen's, which are faster.
-        "--xla_cpu_experimental_ynn_fusion_type": "LIBRARY_FUSION_TYPE_REDUCE",
+        YNN: SUMS,
         # Several devices of one CPU wait for one another: XLA aborts after 40 s, which a large model, or a machine that
         # does other things, may take. What hangs, the watchdog names.
         "--xla_cpu_collective_call_terminate_timeout_seconds": "1800",
@@ -49,15 +54,26 @@ FLAGS: dict[str, tuple[str, dict[tuple[str, ...], dict[str, str]]]] = {
 }
 
 
-def set_environment() -> None:
-  """Adds FLAGS and GPU_SHARE to the environment; what is set there already stands. It is read when JAX first runs."""
+def set_environment(precision: Mapping[str, Any] | None = None) -> None:
+  """Adds FLAGS and GPU_SHARE to the environment; what is set there already stands. It is read when JAX first runs.
+
+  Args:
+    precision: the config's section, of a program that trains. On CPU products of 8-bit integers become YNNPACK's, and
+      those of bfloat16 where the processor has instructions for them: a large one takes a fiftieth and a quarter of
+      the time.
+  """
+  by_library = precision is not None and (
+      precision.get("matmul") == "int8" or precision.get("compute") == "bfloat16" and has_matrix_unit())
   os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", f"{GPU_SHARE:.2f}")
   for variable, (package, known) in FLAGS.items():
     said = os.environ.get(variable, "")
     with contextlib.suppress(importlib.metadata.PackageNotFoundError):
       version = importlib.metadata.version(package)
-      more = [f"{flag}={value}" for versions, flags in known.items() if version.startswith(versions)
-              for flag, value in flags.items() if f"{flag}=" not in said]
+      flags = {flag: value for versions, some in known.items() if version.startswith(versions)
+               for flag, value in some.items() if f"{flag}=" not in said}
+      if by_library and YNN in flags:
+        flags[YNN] = SUMS_AND_PRODUCTS
+      more = [f"{flag}={value}" for flag, value in flags.items()]
       if more:
         os.environ[variable] = " ".join([said, *more]).strip()
 
@@ -118,13 +134,19 @@ def compile_anew() -> None:
     compilation_cache.reset_cache()  # else what was decided at the first compilation stands
 
 
+def has_matrix_unit() -> bool:
+  """Whether this processor multiplies matrices of bfloat16 (AMX, of Intel's servers since 2023)."""
+  return any("amx_bf16" in line.split() for line in _processors())
+
+
+def _processors() -> list[str]:
+  """What Linux says of them: model, instructions."""
+  with contextlib.suppress(OSError), open("/proc/cpuinfo", encoding="utf-8") as lines:
+    return sorted({line.strip() for line in lines if line.startswith(("model name", "flags", "Features"))})
+  return []
+
+
 def _machine() -> str:
   """Tells processors apart: a home may be shared by machines of which one lacks another's instructions."""
-  described = [platform.machine(), platform.processor()]
-  try:
-    with open("/proc/cpuinfo", encoding="utf-8") as lines:
-      kept = ("model name", "flags", "Features")
-      described += sorted({line.strip() for line in lines if line.startswith(kept)})
-  except OSError:
-    pass
+  described = [platform.machine(), platform.processor(), *_processors()]
   return hashlib.blake2b("\n".join(described).encode(), digest_size=6).hexdigest()

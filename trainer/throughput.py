@@ -15,27 +15,29 @@ from contextlib import contextmanager
 import jax
 import jax.numpy as jnp
 
+from models import halves
 from trainer import hardware, liveness
 
 # Of the matrices whose product is timed.
 _SIZE = 1024
 
 
-def peak_flops() -> tuple[float, str]:
-  """FLOP/s of one device and where the number is from; measured where no data sheet applies (CPU)."""
+def peak_flops(dtype: str = "float32") -> tuple[float, str]:
+  """FLOP/s of one device and where the number is from; measured, of products in `dtype`, where no data sheet applies
+  (CPU)."""
   kind = jax.devices()[0].device_kind
   name = hardware.find(kind)
   if name is not None:
     return hardware.CHIPS[name].peak, f"data sheet of {hardware.CHIPS[name].kinds[0]}, dense bfloat16"
   # Forced host devices share the same cores.
-  peak = measured_flops(jax.local_devices()[0]) / jax.local_device_count()
-  return peak, f"measured: a float32 {_SIZE}×{_SIZE} matrix product on {kind}"
+  peak = measured_flops(jax.local_devices()[0], dtype) / jax.local_device_count()
+  return peak, f"measured: a {dtype} {_SIZE}×{_SIZE} matrix product on {kind}"
 
 
-def measured_flops(device: jax.Device) -> float:
-  """FLOP/s of a float32 matrix product on one device, which has all cores to itself meanwhile."""
-  a = jax.device_put(jnp.ones((_SIZE, _SIZE), jnp.float32), device)
-  product = jax.jit(lambda a, b: a @ b)
+def measured_flops(device: jax.Device, dtype: str = "float32") -> float:
+  """FLOP/s of a matrix product in that dtype on one device, which has all cores to itself meanwhile."""
+  a = jax.device_put(jnp.ones((_SIZE, _SIZE), dtype), device)
+  product = jax.jit(halves.matmul)
   product(a, a).block_until_ready()
   seconds = []
   for _ in range(5):
@@ -52,17 +54,19 @@ class Chrono:
     flops_per_token: forward and backward, see the module's docstring.
     saved: `state()` of the run that this one continues.
     first_start: `time.time()` when the run was begun; None: now.
+    dtype: of the products.
 
   Attributes:
     phase: the pause that this is, or "step".
     longest: seconds that the longest pause of each kind has taken, in this process.
   """
 
-  def __init__(self, flops_per_token: float, saved: dict[str, float] | None = None, first_start: float | None = None):
+  def __init__(self, flops_per_token: float, saved: dict[str, float] | None = None, first_start: float | None = None,
+               dtype: str = "float32"):
     self._first_start = time.time() if first_start is None else first_start
     self.phase = "step"
     self.longest: dict[str, float] = {}
-    self.peak, self.peak_source = peak_flops()
+    self.peak, self.peak_source = peak_flops(dtype)
     self._flops_per_token = flops_per_token
     self._total = {"train": 0.0, "data": 0.0, "eval": 0.0, "checkpoint": 0.0, "compile": 0.0,
                    "rollout": 0.0, **(saved or {})}

@@ -105,15 +105,13 @@ class Clock(Callback):
   def on_train_end(self, run):
     import jax
 
-    from trainer import throughput
-
     parameters = sum(leaf.size for leaf in jax.tree.leaves(run.state["params"]))
     flops = run.model.flops_per_token(size.seq) * size.batch * size.seq
     seconds = [b - a for a, b in zip(self._marks, self._marks[1:], strict=False)][:s.WARMUP + s.STEPS]
     self._path.write_text(json.dumps(dict(
         first_step_at=time.time() - time.perf_counter() + self._marks[1], step_seconds=seconds, losses=self._losses,
         parameters=parameters, versions={"jax": jax.__version__}, device=jax.devices()[0].device_kind,
-        limit_seconds=flops / throughput.peak_flops()[0], peak_mb=peak_mb(), **self._other)))
+        limit_seconds=flops / run.chrono.peak, peak_mb=peak_mb(), **self._other)))
 
 
 def peak_mb() -> int:

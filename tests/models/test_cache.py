@@ -92,6 +92,25 @@ def test_texts_fed_in_parts_equal_whole_ones(name, apart, monkeypatch):
   assert cache.lengths[1] == 0  # no text went there
 
 
+def test_a_cache_for_bfloat16_holds_its_numbers_in_float32_on_cpu():
+  """XLA for CPU would convert all of it for each token; what is computed with them does not change."""
+  model = make(compute_dtype=jnp.bfloat16, num_layers=2)
+  params, tokens, active = random_params(model), np.arange(3, dtype=np.int32), np.ones(3, bool)
+
+  def two(cache):
+    _, cache = model.decode(model.decoding_params(params), tokens, active, cache)
+    return model.decode(model.decoding_params(params), tokens + 1, active, cache)
+
+  wide = model.empty_cache(3, 8)
+  narrow = jax.tree.map(lambda x: x.astype(jnp.bfloat16) if x.dtype == jnp.float32 else x, wide)
+  (hidden, kept), (expected, kept_narrow) = two(wide), two(narrow)
+  assert hidden.dtype == expected.dtype == jnp.bfloat16
+  np.testing.assert_array_equal(hidden, expected)
+  for a, b in zip((*kept.keys, *kept.values), (*kept_narrow.keys, *kept_narrow.values), strict=True):
+    assert (a.dtype, b.dtype) == (jnp.float32, jnp.bfloat16) and float(jnp.abs(a).max()) > 0
+    np.testing.assert_array_equal(a, b.astype(jnp.float32))
+
+
 @pytest.mark.parametrize("options", [
     dict(num_layers=2, qkv_bias=True, mlp_bias=True), dict(moe=dict(num_experts=4, expert_size=8)),
 ])
@@ -171,7 +190,6 @@ def test_layers_with_a_window_keep_no_more_than_it():
       model.spec, 5, 64, jnp.float32, apart)).keys] for apart in (False, True)]
   assert shapes == [[(2, 5, 2, 3, 4), (1, 5, 2, 64, 4)], [(1, 5, 2, 3, 4), (1, 5, 2, 64, 4), (1, 5, 2, 3, 4)]]
   assert [part.shape for part in jax.eval_shape(lambda: model.empty_cache(5, 64)).keys] == shapes[1]  # on CPU
-  assert jax.eval_shape(lambda: make(compute_dtype=jnp.bfloat16).empty_cache(1, 8)).values[0].dtype == jnp.bfloat16
 
 
 def test_the_position_in_each_slot():

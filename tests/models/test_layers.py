@@ -62,6 +62,25 @@ def test_activations():
 
 
 @pytest.mark.parametrize("activation", layers.ACTIVATIONS)
+def test_an_activation_is_rounded_once_and_needs_its_inputs_alone_backward(activation):
+  gated = activation in layers.GATED
+  inputs = [jax.random.normal(jax.random.key(i), (3, 8)).astype(jnp.bfloat16) for i in range(1 + gated)]
+  g = jax.random.normal(jax.random.key(2), (3, 8)).astype(jnp.bfloat16)
+
+  def plain(up, gate=None):
+    return layers.UNGATED[activation](up) if gate is None else layers.GATED[activation](gate) * up
+
+  single = [x.astype(jnp.float32) for x in inputs]
+  expected, backward = jax.vjp(plain, *single)
+  found, vjp = jax.vjp(functools.partial(layers.activate, activation), *inputs)
+  assert found.dtype == jnp.bfloat16
+  for a, b in zip((found, *vjp(g)), (expected, *backward(g.astype(jnp.float32))), strict=True):
+    np.testing.assert_allclose(a.astype(jnp.float32), b, rtol=2.0**-8, atol=1e-6)
+  kept = [x for x in jax.tree.leaves(vjp) if x.size > 1]
+  assert len(kept) == len(inputs) and all(x.dtype == jnp.bfloat16 for x in kept)
+
+
+@pytest.mark.parametrize("activation", layers.ACTIVATIONS)
 def test_mlp(activation):
   options = dict(activation=activation, std=None, bias=True, out_gain=1.0)
   mlp = layers.Mlp(SCOPE, 8, 12, **options)

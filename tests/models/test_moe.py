@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
+from models import layers
 from models import moe as moe_lib
 from tests import tiny
 from tests.models.common import BATCH, SEGMENTS, TOKENS, VOCAB, make, paths, random_params
@@ -115,7 +116,7 @@ def test_gradients_equal_those_of_every_expert_on_every_token(name):
   """The same function without any dispatch: all experts computed, weights of those not chosen 0."""
   moe = LAYERS[name]
   params, apply = layer_of(moe)
-  act = moe_lib.GATED[moe.get("activation", "swiglu")]
+  act = layers.GATED[moe.get("activation", "swiglu")]
   x = np.random.default_rng(1).normal(size=(*SEGMENTS.shape, 16)).astype(np.float32)
   mix = np.random.default_rng(2).normal(size=x.shape).astype(np.float32) * (SEGMENTS > 0)[..., None]
 

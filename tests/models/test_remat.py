@@ -82,9 +82,9 @@ def test_experts_products_are_computed_again_unless_they_are_kept(remat, again):
   assert grouped[0] - grouped[1] == again
 
 
-def stacked(remat):
+def stacked(remat, **options):
   """What the first scan, the forward pass, keeps of its layers: all that it does not carry from one to the next."""
-  scan = next(equation for equation in equations(backward(remat)) if equation.primitive.name == "scan")
+  scan = next(equation for equation in equations(backward(remat, **options)) if equation.primitive.name == "scan")
   outputs = zip((v.aval for v in scan.outvars), scan.params["jaxpr"].out_avals, strict=True)
   return [aval for aval, of_a_layer in outputs if aval.shape != of_a_layer.shape]
 
@@ -99,6 +99,18 @@ def test_what_is_kept_of_a_layer_and_where(remat):
             / (LAYERS * B * T) for space, host in (("host", True), ("device", False))}
   assert stacks["host"] == (D if remat in HOST_MEMORY else 0)
   assert stacks["device"] == KEPT[remat] + (0 if remat in HOST_MEMORY else D)
+
+
+@pytest.mark.parametrize("remat", ["full", "attention", "attention_mlp"])
+def test_of_bfloat16_bits_are_kept_on_cpu(remat):
+  """As many numbers as otherwise; XLA for CPU would convert the stack of all layers, once for each."""
+  kept = stacked(remat, compute_dtype=jnp.bfloat16)
+  assert {str(a.dtype) for a in kept} <= {"uint16", "float32"}
+  numbers = sum(math.prod(a.shape) for a in kept) / (LAYERS * B * T)
+  assert numbers == KEPT[remat] + D
+  # In float32: attention's log-normalisers.
+  assert sum(math.prod(a.shape) for a in kept if a.dtype == jnp.float32) / (LAYERS * B * T) == (
+      0 if remat == "full" else ATTENTION - 4 * D)
 
 
 @pytest.mark.parametrize("remat", ["full", "attention_mlp"])

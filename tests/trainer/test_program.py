@@ -14,7 +14,7 @@ from input_pipeline import loader
 from input_pipeline.tokenizer import BytesTokenizer
 from tests import tiny
 from tests.models.common import make
-from trainer import config_checks, experience, logprobs, rollout, token_sums
+from trainer import config_checks, experience, logprobs, rollout, startup, token_sums
 from trainer import mesh as mesh_lib
 from trainer import program as program_lib
 from trainer.config import ConfigError, reward, source, strategy
@@ -113,6 +113,19 @@ def test_a_mesh_that_is_not_here_places_as_one_that_is(tmp_path):
   there = made(config, abstract_mesh(fsdp=4, tensor=2))
   assert jax.tree.map(lambda s: s.spec, here.state_sharding) == jax.tree.map(lambda s: s.spec, there.state_sharding)
   assert jax.tree.map(lambda a: a.shape, here.abstract_state) == jax.tree.map(lambda a: a.shape, there.abstract_state)
+
+
+def test_who_trains_on_cpu_learns_which_dtype_is_fast_there(tmp_path, monkeypatch):
+  for unit, compute, expected in (
+      (False, "auto", ["precision.compute = float32: auto, on cpu"]),
+      (True, "auto", ["precision.compute = float32: auto, on cpu; this processor multiplies matrices of "
+                      "bfloat16 several times as fast: --config.precision.compute=bfloat16"]),
+      (False, "bfloat16", ["precision.compute = bfloat16: this processor has no instructions for it (AMX); float32 is "
+                           "faster"]),
+      (True, "bfloat16", []), (False, "float32", [])):
+    monkeypatch.setattr(startup, "has_matrix_unit", lambda unit=unit: unit)
+    config, _ = program_lib.resolve(tiny.config(tmp_path, precision=dict(compute=compute)))
+    assert program_lib.settle(config, "cpu") == expected
 
 
 def test_what_is_left_open_follows_the_platform(tmp_path):

@@ -67,6 +67,22 @@ def test_flags_for_compilers_are_added_to_what_the_user_says(variable, version, 
   assert startup.os.environ[variable] == "--dump=x"
 
 
+@pytest.mark.parametrize("compute, matmul, unit, expected", [
+    ("float32", "none", True, startup.SUMS), ("auto", "none", True, startup.SUMS),
+    ("bfloat16", "none", True, startup.SUMS_AND_PRODUCTS), ("bfloat16", "none", False, startup.SUMS),
+    ("float32", "int8", False, startup.SUMS_AND_PRODUCTS)])
+def test_who_makes_products_on_cpu(compute, matmul, unit, expected, monkeypatch):
+  monkeypatch.setattr(startup, "has_matrix_unit", lambda: unit)
+  monkeypatch.setattr(startup.importlib.metadata, "version", lambda name: "0.10.2")
+  monkeypatch.setenv("XLA_FLAGS", "")
+  startup.set_environment(dict(compute=compute, matmul=matmul))
+  assert f"{startup.YNN}={expected}" in startup.os.environ["XLA_FLAGS"].split()
+  # What the user says stands.
+  monkeypatch.setenv("XLA_FLAGS", f"{startup.YNN}=")
+  startup.set_environment(dict(compute=compute, matmul=matmul))
+  assert f"{startup.YNN}=" in startup.os.environ["XLA_FLAGS"].split()
+
+
 def test_a_run_takes_the_memory_of_a_gpu_that_the_plan_counts_with(monkeypatch):
   for said, expected in ((None, f"{startup.GPU_SHARE}"), ("0.5", "0.5")):
     monkeypatch.delenv("XLA_PYTHON_CLIENT_MEM_FRACTION", raising=False)

@@ -11,7 +11,7 @@ def clock(monkeypatch):
   now = [100.0]
   for name in ("perf_counter", "time"):
     monkeypatch.setattr(throughput.time, name, lambda: now[0])
-  monkeypatch.setattr(throughput, "peak_flops", lambda: (1000.0, "made up"))
+  monkeypatch.setattr(throughput, "peak_flops", lambda dtype: (1000.0, "made up"))
   return now
 
 
@@ -63,6 +63,7 @@ def test_goodput_is_the_share_of_all_time_since_the_first_start(clock):
   assert chrono.goodput() == pytest.approx(30.0 / 40.0)
 
 
-def test_the_measured_peak_is_positive_and_says_how(monkeypatch):
-  peak, source = throughput.peak_flops()
-  assert peak > 0 and source.startswith("measured")
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_the_measured_peak_is_positive_and_says_how(dtype):
+  peak, source = throughput.peak_flops(dtype)
+  assert peak > 0 and source.startswith(f"measured: a {dtype} ")

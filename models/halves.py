@@ -1,0 +1,75 @@
+"""bfloat16 on CPU, where XLA converts to float32 and back whatever a library does not compute for it.
+
+Two things which that makes slow are written otherwise here:
+
+  Products run on the processor's own instructions for bfloat16 (AMX) if they are of matrices [M, K] and [K, N] as they
+  lie, or the second turned, with a result in float32; and if the program was told so (trainer/startup.py). Of a layer's
+  three products only the kernel's gradient is not such a one: one operand is turned for it.
+  An array to which a loop adds a part at a time would be converted whole each time. As bits, uint16, it is not.
+
+Elsewhere these functions do what their plain forms do. M rows, K inputs, N outputs.
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from models import placement
+
+
+def on_cpu(x: jax.Array) -> bool:
+  return x.dtype == jnp.bfloat16 and placement.platform() == "cpu"
+
+
+def matmul(x: jax.Array, w_KxN: jax.Array) -> jax.Array:
+  """x [..., K] @ w, in their dtype."""
+  return _matmul(x, w_KxN) if on_cpu(x) else jnp.matmul(x, w_KxN)
+
+
+def inputs_gradient(g: jax.Array, w_KxN: jax.Array) -> jax.Array:
+  """g [..., N] @ wᵀ: [..., K], in their dtype."""
+  product = "...n,kn->...k"
+  if not on_cpu(g):
+    return jnp.einsum(product, g, w_KxN)
+  return jnp.einsum(product, g, w_KxN, preferred_element_type=jnp.float32).astype(g.dtype)
+
+
+def kernel_gradient(x: jax.Array, g: jax.Array, sums: Any = jnp.float32) -> jax.Array:
+  """The sum over all rows of x [..., K] times g [..., N]: [K, N] in the dtype `sums`; of 8-bit integers, too."""
+  if not on_cpu(x) and not (x.dtype == jnp.int8 and placement.platform() == "cpu"):
+    return jnp.einsum("...k,...n->kn", x, g, preferred_element_type=sums)
+  K, N = x.shape[-1], g.shape[-1]
+  if N < K:
+    # The smaller one is turned. Without the barrier the compiler has the product itself turned.
+    return jax.lax.optimization_barrier(kernel_gradient(g, x, sums)).T
+  # With a dimension of 1, which it leaves alone, and a barrier: else the operand is turned by how it is read.
+  across_1xKxM = jax.lax.optimization_barrier(x.reshape(1, -1, K).swapaxes(1, 2))
+  return jnp.matmul(across_1xKxM, g.reshape(1, -1, N), preferred_element_type=sums)[0]
+
+
+@jax.custom_vjp
+def _matmul(x: jax.Array, w_KxN: jax.Array) -> jax.Array:
+  return jnp.matmul(x, w_KxN, preferred_element_type=jnp.float32).astype(x.dtype)
+
+
+def _matmul_fwd(x, w_KxN):
+  return _matmul(x, w_KxN), (x, w_KxN)
+
+
+def _matmul_bwd(saved, g):
+  x, w_KxN = saved
+  return inputs_gradient(g, w_KxN), kernel_gradient(x, g).astype(w_KxN.dtype)
+
+
+_matmul.defvjp(_matmul_fwd, _matmul_bwd)
+
+
+def as_bits(x: jax.Array) -> jax.Array:
+  """What a loop may add to part by part: on CPU the bits of bfloat16; all else as it is."""
+  return jax.lax.bitcast_convert_type(x, jnp.uint16) if on_cpu(x) else x
+
+
+def from_bits(x: jax.Array, dtype: Any) -> jax.Array:
+  """The inverse of `as_bits`, of an array that was of that dtype."""
+  return x if x.dtype == dtype else jax.lax.bitcast_convert_type(x, dtype)
