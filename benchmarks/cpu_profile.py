@@ -2,6 +2,7 @@
 
     apt-get install linux-perf binutils
     python -m benchmarks.cpu_profile --case seq          # or sft, dpo, grpo: those of benchmarks/speed
+    WEFT_SPEED_SIZE=small_mixed python -m benchmarks.cpu_profile    # in bfloat16
 
 JAX's own traces say when an operation begins, not what the threads do that share it; perf sees all of them, but no
 names in code that was compiled when the program ran. So XLA leaves its compiled kernels as files, the process its
@@ -28,8 +29,8 @@ ROOT = Path(__file__).resolve().parents[1]
 # Samples a second of each processor; steps that are left out first, since they compile; steps that are looked at.
 RATE, FIRST, STEPS = 1500, 4, 6
 KINDS = {
-    "products": re.compile(r"^oneDNN|dnnl"),
-    "products: packing": re.compile(r"gemm_pack"),
+    "products": re.compile(r"^oneDNN|dnnl|^ynn::dot"),
+    "products: packing": re.compile(r"gemm_pack|^ynn::interleave"),
     "sums (YNNPACK)": re.compile(r"^ynn|slinky"),
     "other kernels of the program": re.compile(r"^kernel "),
     "memory from the kernel": re.compile(r"\[kernel|clear_page|page_fault"),
@@ -150,8 +151,9 @@ def main() -> None:
     return train(args.case, args.child)
   with tempfile.TemporaryDirectory() as name:
     folder = Path(name)
+    from benchmarks.speed import weft_config
     from trainer import startup
-    startup.set_environment()
+    startup.set_environment(weft_config.get_config(f"{args.case},unused").precision)
     env = dict(os.environ, JAX_COMPILATION_CACHE_DIR="", GLIBC_TUNABLES="glibc.malloc.hugetlb=1",
                XLA_FLAGS=f"{os.environ.get('XLA_FLAGS', '')} --xla_dump_to={folder}/dump --xla_dump_hlo_as_text")
     child = [sys.executable, "-m", "benchmarks.cpu_profile", "--case", args.case, "--child", name]

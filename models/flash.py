@@ -296,7 +296,7 @@ def forward(rule: Rule, q: jax.Array, k: jax.Array, v: jax.Array, queries: Side,
   scores = _scores(rule, q, k, queries, keys)[0]
   top = scores.max(2)
   weights = jnp.exp(scores - top[:, :, None])
-  out = jnp.einsum("bgkw,bgwrt->bgkrt", v.swapaxes(2, 3), weights.astype(v.dtype), preferred_element_type=jnp.float32)
+  out = halves.einsum("bgkw,bgwrt->bgkrt", v.swapaxes(2, 3), weights.astype(v.dtype))
   return Partial(out.transpose(0, 1, 3, 4, 2), top, weights.sum(2))
 
 
@@ -329,17 +329,16 @@ def backward(rule: Rule, q: jax.Array, k: jax.Array, v: jax.Array, queries: Side
   Args:
     lse, delta, dout: of `finish` over all keys, and `prepare_backward`.
   """
-  f32 = jnp.float32
   scores, slope = _scores(rule, q, k, queries, keys)
   weights = jnp.exp(scores - lse[:, :, None])
-  dv = jnp.einsum("bgwrt,bgrtk->bgwk", weights.astype(v.dtype), dout, preferred_element_type=f32)
-  dweights = jnp.einsum("bgwk,bgkrt->bgwrt", v, _by_size(dout), preferred_element_type=f32)
+  dv = halves.einsum("bgwrt,bgrtk->bgwk", weights.astype(v.dtype), dout)
+  dweights = halves.einsum("bgwk,bgkrt->bgwrt", v, _by_size(dout))
   dscores = weights * (dweights - delta[:, :, None]) * rule.scale
   if slope is not None:
     dscores = dscores * slope
   dscores = dscores.astype(q.dtype)
-  dq = jnp.einsum("bgkw,bgwrt->bgkrt", k.swapaxes(2, 3), dscores, preferred_element_type=f32)
-  dk = jnp.einsum("bgwrt,bgrtk->bgwk", dscores, q, preferred_element_type=f32)
+  dq = halves.einsum("bgkw,bgwrt->bgkrt", k.swapaxes(2, 3), dscores)
+  dk = halves.einsum("bgwrt,bgrtk->bgwk", dscores, q)
   return dq.transpose(0, 1, 3, 4, 2), dk, dv
 
 
@@ -354,7 +353,7 @@ def _scores(rule: Rule, q, k, queries: Side, keys: Side) -> tuple[jax.Array, jax
   With keys first, so that maxima and sums over keys add up whole vectors, and that of the five products backward
   none reads the scores across.
   """
-  scores = jnp.einsum("bgwk,bgkrt->bgwrt", k, _by_size(q), preferred_element_type=jnp.float32) * rule.scale
+  scores = halves.einsum("bgwk,bgkrt->bgwrt", k, _by_size(q)) * rule.scale
   slope = None
   if rule.logit_cap is not None:
     bent = jnp.tanh(scores / rule.logit_cap)

@@ -4,7 +4,9 @@ Two things which that makes slow are written otherwise here:
 
   Products run on the processor's own instructions for bfloat16 (AMX) if they are of matrices [M, K] and [K, N] as they
   lie, or the second turned, with a result in float32; and if the program was told so (trainer/startup.py). Of a layer's
-  three products only the kernel's gradient is not such a one: one operand is turned for it.
+  three products only the kernel's gradient is not such a one: one operand is turned for it. XLA decides early which
+  products are; if it then turns one, by what stands before or after it, nobody can compute it, and the program ends
+  with UNIMPLEMENTED. So all products of bfloat16 with a result in float32 are made by `einsum`.
   An array to which a loop adds a part at a time would be converted whole each time. As bits, uint16, it is not.
 
 Elsewhere these functions do what their plain forms do. M rows, K inputs, N outputs.
@@ -22,6 +24,16 @@ def on_cpu(x: jax.Array) -> bool:
   return x.dtype == jnp.bfloat16 and placement.platform() == "cpu"
 
 
+def einsum(product: str, a: jax.Array, b: jax.Array) -> jax.Array:
+  """`jnp.einsum` with a result in float32; on CPU the product stays as it is written."""
+  if not on_cpu(a) or a.dtype != b.dtype:
+    return jnp.einsum(product, a, b, preferred_element_type=jnp.float32)
+  return _stays(jnp.einsum(product, *_stays((a, b)), preferred_element_type=jnp.float32))
+
+
+_stays = jax.lax.optimization_barrier
+
+
 def matmul(x: jax.Array, w_KxN: jax.Array) -> jax.Array:
   """x [..., K] @ w, in their dtype."""
   return _matmul(x, w_KxN) if on_cpu(x) else jnp.matmul(x, w_KxN)
@@ -30,9 +42,7 @@ def matmul(x: jax.Array, w_KxN: jax.Array) -> jax.Array:
 def inputs_gradient(g: jax.Array, w_KxN: jax.Array) -> jax.Array:
   """g [..., N] @ wᵀ: [..., K], in their dtype."""
   product = "...n,kn->...k"
-  if not on_cpu(g):
-    return jnp.einsum(product, g, w_KxN)
-  return jnp.einsum(product, g, w_KxN, preferred_element_type=jnp.float32).astype(g.dtype)
+  return einsum(product, g, w_KxN).astype(g.dtype) if on_cpu(g) else jnp.einsum(product, g, w_KxN)
 
 
 def kernel_gradient(x: jax.Array, g: jax.Array, sums: Any = jnp.float32) -> jax.Array:
@@ -41,16 +51,15 @@ def kernel_gradient(x: jax.Array, g: jax.Array, sums: Any = jnp.float32) -> jax.
     return jnp.einsum("...k,...n->kn", x, g, preferred_element_type=sums)
   K, N = x.shape[-1], g.shape[-1]
   if N < K:
-    # The smaller one is turned. Without the barrier the compiler has the product itself turned.
-    return jax.lax.optimization_barrier(kernel_gradient(g, x, sums)).T
-  # With a dimension of 1, which it leaves alone, and a barrier: else the operand is turned by how it is read.
-  across_1xKxM = jax.lax.optimization_barrier(x.reshape(1, -1, K).swapaxes(1, 2))
-  return jnp.matmul(across_1xKxM, g.reshape(1, -1, N), preferred_element_type=sums)[0]
+    return kernel_gradient(g, x, sums).T  # the smaller one is turned
+  # With a dimension of 1, which the compiler leaves alone: else the operand is turned by how it is read.
+  across_1xKxM, g_1xMxN = _stays((x.reshape(1, -1, K).swapaxes(1, 2), g.reshape(1, -1, N)))
+  return _stays(jnp.matmul(across_1xKxM, g_1xMxN, preferred_element_type=sums))[0]
 
 
 @jax.custom_vjp
 def _matmul(x: jax.Array, w_KxN: jax.Array) -> jax.Array:
-  return jnp.matmul(x, w_KxN, preferred_element_type=jnp.float32).astype(x.dtype)
+  return einsum("...k,kn->...n", x, w_KxN).astype(x.dtype)
 
 
 def _matmul_fwd(x, w_KxN):

@@ -21,7 +21,7 @@ from flax import nnx
 from ml_collections import ConfigDict
 
 from models import cache as cache_lib
-from models import lora, placement, quantize, vit, vlm
+from models import halves, lora, placement, quantize, vit, vlm
 from models.api import Output, Params
 from models.blocks import Block, make_norm, run_blocks, stack_blocks, unstack
 from models.cache import Cache, Past
@@ -276,7 +276,7 @@ class Transformer:
     if hidden_BxTxD.shape[1] == 1 and placement.platform() == "cpu" and placement.current() is None:
       logits_BxTxV = few_rows(hidden_BxTxD, kernel_DxV.T, jnp.float32)
     else:
-      logits_BxTxV = jnp.einsum("btd,dv->btv", hidden_BxTxD, kernel_DxV, preferred_element_type=jnp.float32)
+      logits_BxTxV = halves.einsum("btd,dv->btv", hidden_BxTxD, kernel_DxV)
     if self.final_logit_cap is not None:
       logits_BxTxV = self.final_logit_cap * jnp.tanh(logits_BxTxV / self.final_logit_cap)
     real_V = jnp.arange(self.vocab_size) < self.num_real_vocab

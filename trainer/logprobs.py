@@ -16,7 +16,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from models import placement
+from models import halves, placement
 from models.placement import as_rows, constrain
 from models.projections import all_inputs, kernel_gradient
 from trainer.token_sums import counting_first
@@ -215,7 +215,7 @@ def _backward(static: _Static, residuals, grads: TokenStats):
   def chunk_grads(z_BxTxW, kernel_DxW, c):
     dlogits = _logit_grads(static, grads, z_BxTxW, targets_BxT, lse_BxT, entropy_BxT, kernel_DxV.shape[1], c)
     dlogits = dlogits.astype(hidden_BxTxD.dtype)
-    dhidden = jnp.einsum("...w,dw->...d", as_rows(dlogits), kernel_DxW, preferred_element_type=jnp.float32)
+    dhidden = halves.einsum("...w,dw->...d", as_rows(dlogits), kernel_DxW)
     dkernel = kernel_gradient(hidden_BxTxD, dlogits, KERNEL)
     return dhidden.reshape(hidden_BxTxD.shape), dkernel.astype(kernel_DxV.dtype)
 
@@ -293,7 +293,7 @@ def _ids(static: _Static, width: int, c) -> jax.Array:
 
 def _logits(static: _Static, hidden_BxTxD, kernel_DxW, c) -> jax.Array:
   """Chunk c of the logits, float32: capped, divided by the temperature, UNREAL at padding."""
-  z_BxTxW = jnp.einsum("btd,dw->btw", hidden_BxTxD, kernel_DxW, preferred_element_type=jnp.float32)
+  z_BxTxW = halves.einsum("btd,dw->btw", hidden_BxTxD, kernel_DxW)
   z_BxTxW = constrain(z_BxTxW, "batch", "length", "vocab")
   if static.logit_cap is not None:
     z_BxTxW = static.logit_cap * jnp.tanh(z_BxTxW / static.logit_cap)

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
+from models import halves
 from trainer import image_tokens, inspect, logprobs, strategies, update
 from trainer import microscope_page as page_lib
 from trainer.rows import Rows
@@ -187,7 +188,7 @@ def ranks(hidden_BxTxD: jax.Array, kernel_DxV: jax.Array, targets_BxT: jax.Array
 
   def logits(c):
     kernel_DxW = jax.lax.dynamic_index_in_dim(kernel_DxWxC, c, axis=2, keepdims=False).astype(hidden_BxTxD.dtype)
-    z_BxTxW = jnp.einsum("btd,dw->btw", hidden_BxTxD, kernel_DxW, preferred_element_type=jnp.float32)
+    z_BxTxW = halves.einsum("btd,dw->btw", hidden_BxTxD, kernel_DxW)
     return jnp.where(ids_W + c < real, z_BxTxW, -jnp.inf)
 
   def find(carry, c):

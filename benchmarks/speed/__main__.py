@@ -4,7 +4,8 @@
     python -m venv tunix && tunix/bin/pip install google-tunix
     python -m benchmarks.speed --peer peers/bin/python --tunix tunix/bin/python [--cases seq sft …] [--rounds 3]
 
-On a GPU, with PyTorch for it and `pip install -e '.[cuda]'`: `--size 1b`, or 8b (benchmarks/speed/sizes.py has them).
+On a GPU, with PyTorch for it and `pip install -e '.[cuda]'`: `--size 1b`, or 8b; on a CPU with AMX `small_mixed`
+(benchmarks/speed/sizes.py has them).
 
 Weft's side is the whole of `python -m trainer`: its loader, logging and metrics are part of the step; in the cases
 `generate` (as many tokens for each prompt) and `rollouts` (groups of completions that end by themselves) it is the

@@ -64,7 +64,7 @@ SIZES = {
     # Does what the two before do, anywhere and within a minute; its times mean nothing.
     "tiny": Size(512, 64, 2, 4, 2, 16, 128, "mixed", 2, 64, 2, 32, 2, 2, 8, 8, 2, 2, 4, 16, 32),
 }
-# The first, as a user of a CPU with instructions for bfloat16 (AMX) would train it.
+# The first, as one trains on a CPU with instructions for bfloat16 (AMX).
 SIZES["small_mixed"] = SIZES["small"]._replace(precision="mixed")
 CHOSEN = SIZES[os.environ.get("WEFT_SPEED_SIZE", "small")]
 

@@ -21,6 +21,8 @@ def main(case: str) -> None:
   from trainer.sampler import Sampler
 
   config, _ = program.resolve(weft_config.get_config("grpo,unused"))
+  startup.set_environment(config.precision)
+  startup.keep_compiled_programs()
   program.settle(config, jax.default_backend())
   model = program.make_model(config, size.vocab)
   params = jax.jit(model.init)(jax.random.key(0))
@@ -55,6 +57,4 @@ def main(case: str) -> None:
 
 if __name__ == "__main__":
   startup.use_huge_pages()
-  startup.set_environment()
-  startup.keep_compiled_programs()
   main(sys.argv[1])

@@ -11,6 +11,7 @@ import pytest
 
 from models import halves
 from tests import tiny
+from tests.models.half_steps import CASES
 from trainer import startup
 
 SHAPES = [((6, 16), 24), ((6, 24), 16), ((2, 3, 16), 16)]
@@ -95,3 +96,12 @@ def test_all_three_products_of_a_layer_are_the_librarys(compute, matmul, outputs
   dots, library = map(int, done.stdout.split())
   # Each is in a computation of its own, which the library makes.
   assert dots == 3 and library >= 3
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_models_compute_what_they_do_in_float32_where_products_are_the_librarys(name):
+  """Where the compiler turned a product that the library was to make, the program would end with UNIMPLEMENTED."""
+  flags = f"{startup.YNN}={startup.SUMS_AND_PRODUCTS}"
+  done = subprocess.run([sys.executable, "-m", "tests.models.half_steps", name], cwd=tiny.ROOT, capture_output=True,
+                        env=dict(os.environ, JAX_PLATFORMS="cpu", XLA_FLAGS=flags), text=True, timeout=600)
+  assert done.returncode == 0, done.stderr[-2000:]
