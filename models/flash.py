@@ -144,13 +144,9 @@ def _few_heads_at_a_time(some: Callable, spans: tuple[Span, ...], queries: Side,
   if placement.platform() != "cpu" or at_once == B * G:
     return some(*arrays, queries, keys)
 
-  kinds, out_kinds = [x.dtype for x in arrays], []
-
   def part(parts):
-    bits, queries, keys = parts
-    outs = some(*map(halves.from_bits, bits, kinds), queries, keys)
-    out_kinds[:] = [x.dtype for x in outs]
-    return tuple(map(halves.as_bits, outs))
+    arrays, queries, keys = parts
+    return tuple(map(halves.as_bits, some(*map(halves.from_bits, arrays), queries, keys)))
 
   def by_head(x: jax.Array) -> jax.Array:
     return halves.as_bits(x).reshape(-1, at_once, 1, *x.shape[2:])
@@ -163,7 +159,7 @@ def _few_heads_at_a_time(some: Callable, spans: tuple[Span, ...], queries: Side,
 
   sides = (of_heads(side, B * G // at_once) for side in (queries, keys))
   outs = jax.lax.map(part, (tuple(map(by_head, arrays)), *sides))
-  return tuple(halves.from_bits(x, kind).reshape(B, G, *x.shape[3:]) for x, kind in zip(outs, out_kinds, strict=True))
+  return tuple(halves.from_bits(x).reshape(B, G, *x.shape[3:]) for x in outs)
 
 
 attend.defvjp(_attend_fwd, _attend_bwd)

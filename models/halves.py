@@ -47,7 +47,7 @@ def inputs_gradient(g: jax.Array, w_KxN: jax.Array) -> jax.Array:
 
 def kernel_gradient(x: jax.Array, g: jax.Array, sums: Any = jnp.float32) -> jax.Array:
   """The sum over all rows of x [..., K] times g [..., N]: [K, N] in the dtype `sums`; of 8-bit integers, too."""
-  if not on_cpu(x) and not (x.dtype == jnp.int8 and placement.platform() == "cpu"):
+  if placement.platform() != "cpu" or x.dtype not in (jnp.bfloat16, jnp.int8):
     return jnp.einsum("...k,...n->kn", x, g, preferred_element_type=sums)
   K, N = x.shape[-1], g.shape[-1]
   if N < K:
@@ -79,6 +79,6 @@ def as_bits(x: jax.Array) -> jax.Array:
   return jax.lax.bitcast_convert_type(x, jnp.uint16) if on_cpu(x) else x
 
 
-def from_bits(x: jax.Array, dtype: Any) -> jax.Array:
-  """The inverse of `as_bits`, of an array that was of that dtype."""
-  return x if x.dtype == dtype else jax.lax.bitcast_convert_type(x, dtype)
+def from_bits(x: jax.Array) -> jax.Array:
+  """The inverse of `as_bits`; nothing else that is kept is uint16."""
+  return jax.lax.bitcast_convert_type(x, jnp.bfloat16) if x.dtype == jnp.uint16 else x

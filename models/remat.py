@@ -42,7 +42,7 @@ def named(values: Any, name: str, in_rule: bool = False) -> Any:
 
 def _bits(x: jax.Array, name: str) -> jax.Array:
   """What is kept of a layer of a scan is added to an array for all layers, see models/halves.py."""
-  return halves.from_bits(checkpoint_name(halves.as_bits(x), name + _BITS), x.dtype)
+  return halves.from_bits(checkpoint_name(halves.as_bits(x), name + _BITS))
 
 
 _differentiable_bits = jax.custom_jvp(_bits, nondiff_argnums=(1,))

@@ -22,7 +22,7 @@ from typing import Any
 from absl import app, flags, logging
 from ml_collections import ConfigDict, config_flags
 
-from trainer import startup, sweep_runs, sweep_slurm
+from trainer import sweep_runs, sweep_slurm
 from trainer.combinations import (
   Combination,
   argument,
@@ -237,7 +237,6 @@ def main(argv: list[str]) -> None:
 
 
 if __name__ == "__main__":
-  startup.set_environment()
   _define_flags()
   logging.set_verbosity(logging.WARNING)
   app.run(main, flags_parser=lambda argv: flags.FLAGS(argv, known_only=True))

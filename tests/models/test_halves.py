@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from models import halves
+from models import halves, placement
 from tests import tiny
 from tests.models.half_steps import CASES
 from trainer import startup
@@ -33,9 +33,10 @@ def close(found, expected, dtype):
   np.testing.assert_allclose(exact(found), expected, atol=1e-5, rtol=2.0**-8 if dtype == jnp.bfloat16 else 1e-6)
 
 
-@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+@pytest.mark.parametrize("dtype, platform", [(jnp.float32, "cpu"), (jnp.bfloat16, "cpu"), (jnp.bfloat16, "gpu")])
 @pytest.mark.parametrize("shape, outputs", SHAPES)
-def test_products_and_their_gradients(shape, outputs, dtype):
+def test_products_and_their_gradients(shape, outputs, dtype, platform, monkeypatch):
+  monkeypatch.setattr(placement, "platform", lambda: platform)
   x, w, g = arrays(shape, outputs, dtype)
   rows, of_rows = exact(x).reshape(-1, shape[-1]), exact(g).reshape(-1, outputs)
   y, backward = jax.vjp(halves.matmul, x, w)
@@ -59,9 +60,9 @@ def test_bits_are_those_of_the_number():
   x = jnp.asarray([1.0, -2.5, 0.0, jnp.inf, 3e-39], jnp.bfloat16)
   bits = halves.as_bits(x)
   assert bits.dtype == jnp.uint16 and bits[0] == 0x3F80
-  np.testing.assert_array_equal(halves.from_bits(bits, x.dtype), x)
+  np.testing.assert_array_equal(halves.from_bits(bits), x)
   single = x.astype(jnp.float32)
-  assert halves.as_bits(single) is single and halves.from_bits(single, jnp.float32) is single
+  assert halves.as_bits(single) is single and halves.from_bits(single) is single
 
 
 PROGRAM = """

@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from models import placement
 from models.rope import Rope, RopeScaling, apply_rope, rope_table
 
 DIMS, THETA = 16, 10_000.0
@@ -20,8 +21,11 @@ def frequencies(scaling, positions=None, segments=None):
   return np.arctan2(sin, cos)[..., 0, :], np.hypot(sin, cos)
 
 
+@pytest.mark.parametrize("platform", ["cpu", "tpu"])
 @pytest.mark.parametrize("dims", [16, 8])
-def test_rope_equals_complex_rotation(dims):
+def test_rope_equals_complex_rotation(dims, platform, monkeypatch):
+  """As written for CPU, and for all others."""
+  monkeypatch.setattr(placement, "platform", lambda: platform)
   K, theta = 16, 100.0
   x = np.random.default_rng(0).normal(size=(2, 6, 3, K)).astype(np.float32)
   positions = np.array([[0, 1, 2, 3, 4, 5], [7, 0, 1, 1000, 2, 3]])
