@@ -75,7 +75,9 @@ def xla_flags(devices: int) -> str:
 
 
 def environment(devices: int, **more: str) -> dict[str, str]:
-  return {**os.environ, "XLA_FLAGS": xla_flags(devices), **more}
+  """Of a process of its own with so many devices: how many threads they need it finds out itself."""
+  inherited = {name: value for name, value in os.environ.items() if name != "PJRT_NPROC"}
+  return {**inherited, "XLA_FLAGS": xla_flags(devices), **more}
 
 
 def run(argv: list[str], devices: int = 1, **more: str) -> subprocess.CompletedProcess:

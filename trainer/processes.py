@@ -20,7 +20,7 @@ from jax._src.cloud_tpu_init import running_in_cloud_tpu_vm
 from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from trainer import liveness
+from trainer import liveness, startup
 from trainer.config import ConfigError
 from trainer.relay import Relay
 
@@ -231,6 +231,7 @@ def _connect(place: Place, limits: Mapping[str, float]) -> threading.Event:
   jax.config.update("jax_enable_preemption_service", False)
   # On CPU, programs that do not depend on one another would run at the same time, their collectives in any order.
   jax.config.update("jax_cpu_enable_async_dispatch", False)
+  startup.add_threads()
   try:
     if place.index:
       relay = Relay(address)

@@ -5,6 +5,7 @@ import hashlib
 import importlib.metadata
 import os
 import platform
+import re
 import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -16,6 +17,10 @@ CACHE_BYTES = 4 * 2**30
 # 0.75 by itself.
 GPU_SHARE = 0.92
 
+# Threads that XLA for CPU is given for each device, where several wait for one another. By itself it makes one, and a
+# device may wait in two collectives at once: in one of a loop, and in the next one after it, which need not wait for the
+# loop. When all threads wait, nobody runs the task that all of them wait for.
+THREADS = 4
 # On CPU: what YNNPACK does, and what it does in a program whose products it makes, too (models/halves.py).
 YNN, SUMS = "--xla_cpu_experimental_ynn_fusion_type", "LIBRARY_FUSION_TYPE_REDUCE"
 SUMS_AND_PRODUCTS = f"{SUMS},LIBRARY_FUSION_TYPE_INDIVIDUAL_DOT"
@@ -55,7 +60,8 @@ FLAGS: dict[str, tuple[str, dict[tuple[str, ...], dict[str, str]]]] = {
 
 
 def set_environment(precision: Mapping[str, Any] | None = None) -> None:
-  """Adds FLAGS and GPU_SHARE to the environment; what is set there already stands. It is read when JAX first runs.
+  """Adds FLAGS, GPU_SHARE and THREADS to the environment; what is set there already stands. It is read when JAX first
+  runs.
 
   Args:
     precision: the config's section, of a program that trains. On CPU products of 8-bit integers become YNNPACK's, and
@@ -76,6 +82,21 @@ def set_environment(precision: Mapping[str, Any] | None = None) -> None:
       more = [f"{flag}={value}" for flag, value in flags.items()]
       if more:
         os.environ[variable] = " ".join([said, *more]).strip()
+  if (devices := _cpu_devices()) > 1:
+    add_threads(devices)
+
+
+def add_threads(devices: int | None = None) -> None:
+  """Gives programs for CPU enough threads for collectives: THREADS for each of so many devices, by default all that
+  this process has. XLA reads it when the first array is made."""
+  devices = _cpu_devices() if devices is None else devices
+  os.environ.setdefault("PJRT_NPROC", str(max(os.cpu_count() or 1, THREADS * devices)))
+
+
+def _cpu_devices() -> int:
+  """How many devices JAX makes of this process's CPU."""
+  forced = re.findall(r"--xla_force_host_platform_device_count=(\d+)", os.environ.get("XLA_FLAGS", ""))
+  return max(1, int(os.environ.get("JAX_NUM_CPU_DEVICES") or 1), *map(int, forced[-1:]))
 
 
 def use_huge_pages() -> None:
