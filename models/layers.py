@@ -16,7 +16,7 @@ from jax.sharding import PartitionSpec
 
 from models import halves, placement, quantize
 from models import lora as lora_lib
-from models.placement import as_rows, constrain
+from models.placement import as_rows, constrain, made_once
 from models.products import Products
 from models.projections import Kernel as Projected
 from models.projections import project
@@ -285,7 +285,7 @@ def _read_split_table(placed: placement.Placement, read: Callable, table_VxD: ja
 def activate(activation: str, up: jax.Array, gate: jax.Array | None = None) -> jax.Array:
   """act(gate) * up, or act(up) for an activation without a gate, rounded to their dtype once; backward it is computed
   again from no more than these."""
-  return _activate(activation, up, gate).astype(up.dtype)
+  return made_once(_activate(activation, up, gate).astype(up.dtype))
 
 
 def _activate(activation: str, up: jax.Array, gate: jax.Array | None) -> jax.Array:
@@ -299,7 +299,7 @@ def _activate_fwd(activation, up, gate):
 
 
 def _activate_bwd(activation, saved, g):
-  return jax.vjp(functools.partial(_activate, activation), *saved)[1](g.astype(jnp.float32))
+  return made_once(jax.vjp(functools.partial(_activate, activation), *saved)[1](g.astype(jnp.float32)))
 
 
 activate.defvjp(_activate_fwd, _activate_bwd)
@@ -330,7 +330,7 @@ class Mlp(nnx.Module):
   def __call__(self, x_BxTxD: jax.Array, key: jax.Array | None = None) -> jax.Array:
     """`key`: the layer's key for dropout on the adapters' input; None: no dropout."""
     linears = (self.up,) if self.gate is None else (self.up, self.gate)
-    products = apply_linears(linears, x_BxTxD, key)
+    products = apply_linears(linears, made_once(x_BxTxD), key)
     up_BxTxF, *gate = (named(constrain(y_BxTxF, "batch", "length", "mlp"), "mlp") for y_BxTxF in products)
     return self.down(activate(self.activation, up_BxTxF, *gate), key)
 

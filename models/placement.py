@@ -86,6 +86,15 @@ def as_rows(x: jax.Array) -> jax.Array:
   return x.reshape(-1, x.shape[-1]) if current() is None else x
 
 
+def made_once(x: Any) -> Any:
+  """What several products read, arrays or a tree of them, made before these on TPU; so are its gradients.
+
+  XLA would take what leads to it into each product, whose every tile would compute it again: by the compiler's own count
+  of cycles longer than to write and read it.
+  """
+  return jax.lax.optimization_barrier(x) if platform() == "tpu" else x
+
+
 def names_of(axes: Axes) -> tuple[str, ...]:
   """The mesh axes of one dimension of a spec, as a tuple."""
   return () if axes is None else (axes,) if isinstance(axes, str) else tuple(axes)

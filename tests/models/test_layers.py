@@ -6,8 +6,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 
-from models import layers
+from models import layers, placement
 
 SCOPE = layers.Scope(jax.random.key(0), jnp.float32, jnp.float32)
 
@@ -93,6 +94,24 @@ def test_mlp(activation):
   else:
     hidden = layers.UNGATED[activation](dense(mlp.up, x))
   np.testing.assert_allclose(mlp(x), dense(mlp.down, hidden), atol=1e-5)
+
+
+@pytest.mark.parametrize("activation", ["swiglu", "relu2"])
+def test_on_tpu_what_products_of_an_mlp_read_is_made_before_them_and_the_same(activation, monkeypatch):
+  mlp = layers.Mlp(SCOPE, 8, 12, activation=activation, std=None, bias=False, out_gain=1.0)
+  graph, params = nnx.split(mlp)
+  x = jax.random.normal(jax.random.key(1), (2, 3, 8))
+
+  def compute():
+    step = lambda params, x: jax.vjp(lambda p, x: nnx.merge(graph, p)(x), params, x)[1](jnp.ones_like(x))  # noqa: E731
+    return str(jax.make_jaxpr(step)(params, x)).count("optimization_barrier"), jax.jit(step)(params, x)
+
+  barriers, expected = compute()
+  monkeypatch.setattr(placement, "platform", lambda: "tpu")
+  # The input, the hidden layer, and the gradients of both.
+  on_tpu, found = compute()
+  assert (barriers, on_tpu) == (0, 4)
+  jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-6), found, expected)
 
 
 def test_dropout_keeps_the_mean_and_drops_the_share():

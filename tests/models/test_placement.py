@@ -21,6 +21,15 @@ def test_without_a_mesh_nothing_is_constrained():
   assert placement.current() is None
 
 
+@pytest.mark.parametrize("platform, barriers", [("cpu", 0), ("gpu", 0), ("tpu", 2)])
+def test_what_several_products_read_is_made_once_on_tpu(platform, barriers, monkeypatch):
+  """And its gradient."""
+  monkeypatch.setattr(placement, "platform", lambda: platform)
+  step = jax.value_and_grad(lambda x: jnp.sum(jnp.square(placement.made_once(jnp.sin(x)))))
+  assert str(jax.make_jaxpr(step)(2.0)).count("optimization_barrier") == barriers
+  assert all(abs(a - b) < 1e-6 for a, b in zip(step(2.0), (jnp.sin(2.0)**2, jnp.sin(4.0)), strict=True))
+
+
 def test_names_become_the_axes_of_the_rules():
   placed = Placement(mesh_lib.make_mesh(MESH), mesh_lib.ACTIVATION_RULES)
   assert placed.spec(("batch", "stream", "embed"), (8, 16, 4)) == P(("data", "fsdp"), "tensor", None)
