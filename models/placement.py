@@ -89,8 +89,8 @@ def as_rows(x: jax.Array) -> jax.Array:
 def made_once(x: Any) -> Any:
   """What several products read, arrays or a tree of them, made before these on TPU; so are its gradients.
 
-  XLA would take what leads to it into each product, whose every tile would compute it again: by the compiler's own count
-  of cycles longer than to write and read it.
+  XLA would take what leads to it into each product, whose every tile would compute it again: by the compiler's own
+  count of cycles longer than to write and read it.
   """
   return jax.lax.optimization_barrier(x) if platform() == "tpu" else x
 
