@@ -18,8 +18,8 @@ CACHE_BYTES = 4 * 2**30
 GPU_SHARE = 0.92
 
 # Threads that XLA for CPU is given for each device, where several wait for one another. By itself it makes one, and a
-# device may wait in two collectives at once: in one of a loop, and in the next one after the loop, if that needs nothing
-# of it. When all threads wait, nobody runs the task that all of them wait for.
+# device may wait in two collectives at once: in one of a loop, and in the next one after it, if that needs nothing of
+# the loop. When all threads wait, nobody runs the task that all of them wait for.
 THREADS = 4
 # On CPU: what YNNPACK does, and what it does in a program whose products it makes, too (models/halves.py).
 YNN, SUMS = "--xla_cpu_experimental_ynn_fusion_type", "LIBRARY_FUSION_TYPE_REDUCE"
