@@ -17,9 +17,10 @@ CACHE_BYTES = 4 * 2**30
 # 0.75 by itself.
 GPU_SHARE = 0.92
 
-# Threads that XLA for CPU is given for each device, where several wait for one another. By itself it makes one, and a
-# device may wait in two collectives at once: in one of a loop, and in the next one after it, if that needs nothing of
-# the loop. When all threads wait, nobody runs the task that all of them wait for.
+# Threads that XLA for CPU is given for each device, where several wait for one another. By itself it makes one for each
+# (or for each processor, if those are more), and a device may wait in two collectives at once: in one of a loop, and in
+# the next one after it, if that needs nothing of the loop. When all threads wait, nobody runs the task that they wait
+# for.
 THREADS = 4
 # On CPU: what YNNPACK does, and what it does in a program whose products it makes, too (models/halves.py).
 YNN, SUMS = "--xla_cpu_experimental_ynn_fusion_type", "LIBRARY_FUSION_TYPE_REDUCE"
@@ -82,15 +83,18 @@ def set_environment(precision: Mapping[str, Any] | None = None) -> None:
       more = [f"{flag}={value}" for flag, value in flags.items()]
       if more:
         os.environ[variable] = " ".join([said, *more]).strip()
-  if (devices := _cpu_devices()) > 1:
-    add_threads(devices)
+  if _cpu_devices() > 1:
+    add_threads()
 
 
-def add_threads(devices: int | None = None) -> None:
-  """Gives programs for CPU enough threads for collectives: THREADS for each of so many devices, by default all that
-  this process has. XLA reads it when the first array is made."""
-  devices = _cpu_devices() if devices is None else devices
-  os.environ.setdefault("PJRT_NPROC", str(max(os.cpu_count() or 1, THREADS * devices)))
+def add_threads() -> None:
+  """Gives programs for CPU THREADS for each device of this process, unless XLA makes as many by itself: one for each
+  processor that the process may use. XLA reads it when the first array is made."""
+  threads = THREADS * _cpu_devices()
+  # Not os.cpu_count(): a launcher may have left this process a few of a host's processors.
+  own = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+  if threads > own:
+    os.environ.setdefault("PJRT_NPROC", str(threads))
 
 
 def _cpu_devices() -> int:

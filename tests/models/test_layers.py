@@ -108,7 +108,7 @@ def test_on_tpu_what_products_of_an_mlp_read_is_made_before_them_and_the_same(ac
 
   barriers, expected = compute()
   monkeypatch.setattr(placement, "platform", lambda: "tpu")
-  # The input, the hidden layer, and the gradients of both.
+  # The input, the hidden layer, the gradients of what that is made of, and the input's.
   on_tpu, found = compute()
   assert (barriers, on_tpu) == (0, 4)
   jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-6), found, expected)

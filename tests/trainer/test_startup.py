@@ -69,26 +69,26 @@ def test_flags_for_compilers_are_added_to_what_the_user_says(variable, version, 
   assert startup.os.environ[variable] == "--dump=x"
 
 
-@pytest.mark.parametrize("flags, number, expected", [
-    ("", "", None), ("", "1", None), ("--xla_force_host_platform_device_count=1", "", None), ("", "2", 9),
-    ("--xla_force_host_platform_device_count=3 --xla_force_host_platform_device_count=8", "", 32)])
-def test_several_devices_of_a_cpu_have_threads_to_wait_in(flags, number, expected, monkeypatch):
+@pytest.mark.parametrize("flags, number, processors, expected", [
+    ("", "", 1, None), ("", "1", 1, None), ("--xla_force_host_platform_device_count=1", "", 1, None),
+    ("", "2", 7, "8"), ("", "2", 8, None),
+    ("--xla_force_host_platform_device_count=3 --xla_force_host_platform_device_count=8", "", 9, "32")])
+def test_several_devices_of_a_cpu_have_threads_to_wait_in(flags, number, processors, expected, monkeypatch):
   monkeypatch.delenv("PJRT_NPROC", raising=False)
   monkeypatch.setenv("XLA_FLAGS", flags)
   monkeypatch.setenv("JAX_NUM_CPU_DEVICES", number)
-  monkeypatch.setattr(startup.os, "cpu_count", lambda: 9)
+  monkeypatch.setattr(startup.os, "sched_getaffinity", lambda process: set(range(processors)), raising=False)
   startup.set_environment()
-  assert startup.os.environ.get("PJRT_NPROC") == (expected and str(expected))
+  assert os.environ.get("PJRT_NPROC") == expected
   # What the user says stands.
-  monkeypatch.setenv("PJRT_NPROC", "7")
+  monkeypatch.setenv("PJRT_NPROC", "5")
   startup.set_environment()
-  assert startup.os.environ["PJRT_NPROC"] == "7"
+  assert os.environ["PJRT_NPROC"] == "5"
 
 
 def test_no_device_of_a_cpu_waits_for_ever(tmp_path):
   """With as many threads as devices, which is what XLA makes by itself, this evaluation never ended."""
-  environment = {k: v for k, v in os.environ.items() if k != "PJRT_NPROC"}
-  environment |= dict(XLA_FLAGS="--xla_force_host_platform_device_count=8", JAX_PLATFORMS="cpu")
+  environment = tiny.environment(8, JAX_PLATFORMS="cpu", XLA_FLAGS="--xla_force_host_platform_device_count=8")
   done = subprocess.run([sys.executable, "-m", "tests.trainer.evaluate_on_a_mesh", tmp_path], cwd=tiny.ROOT,
                         env=environment, capture_output=True, text=True, timeout=240)
   assert done.returncode == 0 and "evaluated: " in done.stdout, done.stderr[-2000:]
