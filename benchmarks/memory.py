@@ -62,11 +62,9 @@ def compiled_step(config, devices):
   mesh = mesh_lib.make_mesh(config.mesh, devices)
   model = program_lib.make_model(config, config.model.vocab_size)
   program = program_lib.make_program(config, model, program_lib.planned_optimizer(config, model), mesh, ("main",))
-  state = jax.tree.map(lambda leaf, s: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=s),
-                       program.abstract_state, program.state_sharding)
   batch = program_lib.abstract_batch(config, model, config.batch_size, sharding=program.batch_sharding)
   with mesh_lib.activation_rules(mesh, config.activation_rules):
-    return program.update_fn.lower(state, batch).compile()
+    return program.update_fn.lower(program.abstract_state, batch).compile()
 
 
 def main():

@@ -40,6 +40,7 @@ def _all_sums(leaves: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
   return {path: _sums(leaf) for path, leaf in leaves.items()}
 
 
+@jax.jit  # traced once for all leaves of a shape
 def _sums(leaf: jax.Array) -> jax.Array:
   """Two sums [2], uint32, over the elements of a mix of each one's bits and its index."""
   bits = _bits(jax.device_put(leaf, jax.memory.Space.Device))  # it may be in the host's memory

@@ -145,7 +145,7 @@ def train(config: Mapping, workdir: str | Path) -> Run:
                               leave_out=state_lib.left_out(abstract_state, model, optimizer, config.strategy))
 
     # ---------------------------------------------------------------- state
-    start = state_lib.initialise(config, model, optimizer, abstract_state, program.state_sharding, checkpoints)
+    start = state_lib.initialise(config, model, optimizer, abstract_state, checkpoints)
     pinned = start.pinned
     if precompute:
       pinned = reference_lib.precompute(config, model, start, program.reference, program.params_sharding,

@@ -137,8 +137,6 @@ def main(request: Path, result: Path) -> None:
   model = program_lib.make_model(config, asked["vocab_size"])
   program = program_lib.make_program(config, model, program_lib.planned_optimizer(config, model), mesh,
                                      asked["source_names"])
-  state = jax.tree.map(lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),
-                       program.abstract_state, program.state_sharding)
   batch = program_lib.abstract_batch(config, model, config.batch_size, precompute=program.precompute,
                                      share_prompts=program.share_prompts, images_per_row=config.plan.images_per_row,
                                      sharding=program.batch_sharding)
@@ -146,11 +144,12 @@ def main(request: Path, result: Path) -> None:
   try:
     meant = plan_gpu.meant(mesh) if devices[0].platform == "gpu" else contextlib.nullcontext()
     with mesh_lib.activation_rules(mesh, config.activation_rules), meant:
-      compiled = program.update_fn.lower(state, batch).compile()
+      compiled = program.update_fn.lower(program.abstract_state, batch).compile()
     topology = Topology(asked["name"], Chip(**asked["chip"]), tuple(asked["shape"]), asked["groups"], asked["kind"])
     # Of the six products of attention, forward and backward; without documents nothing is seen.
     attention = (model.flops_per_token(config.seq_len) - model.flops_per_token(config.seq_len, 0)) / 6
-    found = _read(compiled, mesh, state["params"], topology, attention * config.batch_size * config.seq_len)
+    found = _read(compiled, mesh, program.abstract_state["params"], topology,
+                  attention * config.batch_size * config.seq_len)
   except Exception as error:  # the compiler's errors are of many kinds, and its words are what is asked for
     found = dict(failure=str(error), too_large=bool(NO_MEMORY.search(str(error))))
   result.write_text(json.dumps(found | dict(seconds=time.monotonic() - began)))

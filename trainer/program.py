@@ -47,7 +47,7 @@ class Program:
 
   Attributes:
     model, optimizer, mesh: what it was made for.
-    abstract_state, state_sharding: the training state as ShapeDtypeStructs, and where each leaf lives.
+    abstract_state: the training state as ShapeDtypeStructs, whose shardings say where each leaf lives.
     params_sharding: that of the parameters.
     batch_sharding: rows over the mesh.
     reference: the leaves of a reference policy, None: there is none. With `precompute` it is not in the state.
@@ -61,7 +61,6 @@ class Program:
   optimizer: optim.Optimizer
   mesh: Any
   abstract_state: Any
-  state_sharding: Any
   params_sharding: Any
   batch_sharding: Any
   reference: Any
@@ -70,6 +69,11 @@ class Program:
   loss_fn: Callable
   update_fn: Any
   notes: tuple[str, ...]
+
+  @property
+  def state_sharding(self) -> Any:
+    """Where each leaf of the state lives."""
+    return jax.tree.map(lambda leaf: leaf.sharding, self.abstract_state)
 
 
 def resolve(config: Mapping) -> tuple[ConfigDict, list[str]]:
@@ -179,6 +183,9 @@ def make_program(config: Any, model: Any, optimizer: optim.Optimizer, mesh: Any,
   if config.remat in remat.HOST_MEMORY:
     offload.check(mesh, f"remat = {config.remat}")
   state_sharding = place_state(abstract_state, params_sharding, mesh, offloaded)
+  # With shardings they are of the types that the arrays will have, so that what is traced for them is not traced again.
+  abstract_state = jax.tree.map(lambda leaf, s: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=s),
+                                abstract_state, state_sharding)
 
   def loss_fn(params, batch, rng, *reference):
     return strategy(model, params, batch, rng, strategy_cfg, *reference)
@@ -189,8 +196,8 @@ def make_program(config: Any, model: Any, optimizer: optim.Optimizer, mesh: Any,
           clip_norm=config.optimizer.clip_norm, ema_decay=config.optimizer.ema_decay, source_names=source_names,
           reference_mix=strategies.reference_mix(strategy_cfg), offloaded=offloaded),
       donate_argnums=0, out_shardings=(state_sharding, None))
-  return Program(model, optimizer, mesh, abstract_state, state_sharding, params_sharding, mesh_lib.batch_sharding(mesh),
-                 reference, precompute, shares_prompts(config, model, mesh), loss_fn, update_fn, tuple(notes))
+  return Program(model, optimizer, mesh, abstract_state, params_sharding, mesh_lib.batch_sharding(mesh), reference,
+                 precompute, shares_prompts(config, model, mesh), loss_fn, update_fn, tuple(notes))
 
 
 def place_state(abstract_state: Any, params_sharding: Any, mesh: Any, offloaded: bool = False) -> Any:

@@ -13,6 +13,9 @@ from typing import Any
 
 # Compiled programs take no more room than this; those that have not been used for longest go first.
 CACHE_BYTES = 4 * 2**30
+# What took as long to compile, or longer, is kept. JAX by itself keeps what took a second, but a run has a dozen
+# programs beside its step, which together take as long.
+CACHED_FROM_SECONDS = 0.1
 # Of a GPU's memory, what a program takes when it starts: all but what the driver and CUDA's own buffers need. JAX takes
 # 0.75 by itself.
 GPU_SHARE = 0.92
@@ -145,8 +148,10 @@ def keep_compiled_programs() -> None:
     return  # no home, or one that cannot be written to
   if os.access(folder, os.W_OK):
     jax.config.update("jax_compilation_cache_dir", str(folder))
-    if "JAX_COMPILATION_CACHE_MAX_SIZE" not in os.environ:
-      jax.config.update("jax_compilation_cache_max_size", CACHE_BYTES)
+    for option, value in (("compilation_cache_max_size", CACHE_BYTES),
+                          ("persistent_cache_min_compile_time_secs", CACHED_FROM_SECONDS)):
+      if f"JAX_{option.upper()}" not in os.environ:
+        jax.config.update(f"jax_{option}", value)
 
 
 def compile_anew() -> None:

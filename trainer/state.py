@@ -86,8 +86,8 @@ def averaged(state: dict[str, Any]) -> Any:
   return patterns.unflatten(dict(sorted((patterns.flatten(state["params"]) | patterns.flatten(state["ema"])).items())))
 
 
-def initialise(config: Any, model: Any, optimizer: optim.Optimizer, abstract: Any, shardings: Any,
-               checkpoints: checkpoint.Checkpoints) -> Start:
+def initialise(config: Any, model: Any, optimizer: optim.Optimizer, abstract: Any, checkpoints: checkpoint.Checkpoints
+               ) -> Start:
   """The first state of this process.
 
   The order matters:
@@ -100,24 +100,24 @@ def initialise(config: Any, model: Any, optimizer: optim.Optimizer, abstract: An
   again, and must be the same to the bit.
 
   Args:
-    abstract: the state as ShapeDtypeStructs; shardings: the same tree of NamedShardings.
+    abstract: the state as ShapeDtypeStructs with shardings.
 
   Raises:
     ConfigError: if a checkpoint or folder is of another model, or what it left out has changed.
   """
-  target = jax.tree.map(lambda leaf, s: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=s), abstract, shardings)
-  stored, left_out = checkpoints.split(target)
+  stored, left_out = checkpoints.split(abstract)
   restored = checkpoints.restore_newest(stored)
   verb = "continuing"
   if restored is None and config.resume:
     restored, verb = checkpoint.restore_from(config.resume, stored), "resuming"
   origin = parameters.origin_of(config)
   if restored is None:
-    params, where = parameters.first_params(origin, model, target["params"])
-    rest = {name: part for name, part in shardings.items() if name not in ("params", "reference")}
+    params, where = parameters.first_params(origin, model, abstract["params"])
+    rest = jax.tree.map(lambda leaf: leaf.sharding, {
+        name: part for name, part in abstract.items() if name not in ("params", "reference")})
     state = jax.jit(make_rest(optimizer, ema="ema" in abstract), out_shardings=rest)(params) | {"params": params}
-    if "reference" in target:
-      state["reference"] = reference_lib.first_reference(config, model, params, target["reference"])
+    if "reference" in abstract:
+      state["reference"] = reference_lib.first_reference(config, model, params, abstract["reference"])
     return Start(state, {}, where, _pinned(state, checkpoints))
 
   state, meta = restored.state, restored.meta

@@ -10,7 +10,7 @@ import pytest
 
 from input_pipeline.sources import DataError
 from tests import tiny
-from trainer import train
+from trainer import train, update
 from trainer.callbacks import Callback
 from trainer.config import ConfigError, source
 from trainer.metrics import read_rows
@@ -102,6 +102,21 @@ def test_a_run_leaves_what_it_promises(straight):
   assert json.loads((workdir / "config.json").read_text())["seq_len"] == 32
   assert list((workdir / "tensorboard").glob("events*")) and (workdir / "tokenizer.json").exists()
   assert losses(workdir)[8] < losses(workdir)[1]
+
+
+@pytest.mark.parametrize("changed", [dict(), dict(grad_accum_steps=2, mesh=dict(fsdp=4, tensor=2))],
+                         ids=["one device", "mesh and micro-batches"])
+def test_the_step_is_traced_once(changed, corpus, tmp_path, monkeypatch):
+  """What is looked at before anything is allocated is what then runs."""
+  traced, make = [], update.make_update_fn
+
+  def counted(*args, **options):
+    fn = make(*args, **options)
+    return lambda state, batch: traced.append(batch["tokens"].shape) or fn(state, batch)
+
+  monkeypatch.setattr(update, "make_update_fn", counted)
+  run = train(tiny.config(corpus, total_steps=2, **changed), tmp_path)
+  assert traced == [(run.config.batch_size, run.config.seq_len)]
 
 
 @pytest.mark.parametrize("after", [2, 3, 5])

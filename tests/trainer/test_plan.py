@@ -56,11 +56,9 @@ def compiled_on(layout):
   planner, mesh = planner_of(config), mesh_lib.make_mesh(config.mesh)
   model = program_lib.make_model(config, 258)
   program = program_lib.make_program(config, model, program_lib.planned_optimizer(config, model), mesh, ["main"])
-  state = jax.tree.map(lambda leaf, s: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=s),
-                       program.abstract_state, program.state_sharding)
   batch = program_lib.abstract_batch(config, model, config.batch_size, sharding=program.batch_sharding)
   with mesh_lib.activation_rules(mesh):
-    return config, planner, program.update_fn.lower(state, batch).compile(), mesh
+    return config, planner, program.update_fn.lower(program.abstract_state, batch).compile(), mesh
 
 
 def layout_of(sizes):
