@@ -6,7 +6,7 @@ import tempfile
 
 import pytest
 
-from tests import tiny
+from tests import programs, tiny
 from tests.tiny import ROOT
 from trainer import startup
 
@@ -33,6 +33,12 @@ def pytest_unconfigure():
     shutil.rmtree(os.environ["WEFT_TEST_CACHE"], ignore_errors=True)
 
 
+@pytest.fixture(scope="session", autouse=True)
+def share_programs():
+  """What several tests of a file compile is compiled once."""
+  programs.share()
+
+
 @pytest.fixture(scope="module", autouse=True)
 def forget_programs():
   """What one file's tests compiled is of no use to the next's: gigabytes by the end."""
@@ -41,6 +47,7 @@ def forget_programs():
   jax.config.update("jax_enable_compilation_cache", True)  # until several devices make a mesh (trainer/mesh.py)
   compilation_cache.reset_cache()
   yield
+  programs.forget()
   jax.clear_caches()
 
 
