@@ -1,0 +1,66 @@
+"""Programs that are the same are compiled once, and only those."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import NamedSharding, PartitionSpec
+
+from tests import programs
+
+
+@pytest.fixture
+def compiled():
+  """How many programs of functions named `mine` there are."""
+  programs.forget()
+  yield lambda: sum("module @jit_mine " in module for _, module, *_ in programs._compiled)
+
+
+def product(size, factor=3.0, **options):
+  """Of a new function each time, as a new run makes them."""
+
+  def mine(x):
+    return jnp.tanh(x) @ x * factor
+
+  return jax.jit(mine, **options)(np.eye(size, dtype=np.float32))
+
+
+def total(rows):
+  def mine(x):
+    return x.sum() + 1
+
+  return jax.jit(mine)(rows)
+
+
+def call(function):
+  def mine(x):
+    return jax.pure_callback(function, jax.ShapeDtypeStruct((), np.float32), x)
+
+  return jax.jit(mine)(np.float32(2))
+
+
+def test_one_module_is_one_program(compiled):
+  first = product(5)
+  assert compiled() == 1
+  np.testing.assert_array_equal(product(5), first)
+  assert compiled() == 1
+  assert product(5, factor=4.0)[0, 0] == pytest.approx(4 * np.tanh(1.0))
+  assert compiled() == 2
+
+
+def test_options_and_devices_make_another(compiled):
+  product(6)
+  product(6, compiler_options={"xla_backend_optimization_level": 3})
+  assert compiled() == 2
+  numbers = np.ones((8, 6), np.float32)
+  mesh = jax.make_mesh((8,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+  for where, count in ((NamedSharding(mesh, PartitionSpec("data")), 3), (NamedSharding(mesh, PartitionSpec()), 4),
+                       (NamedSharding(mesh, PartitionSpec("data")), 4), (jax.devices()[1], 5), (jax.devices()[2], 6)):
+    assert total(jax.device_put(numbers, where)) == 49
+    assert compiled() == count
+
+
+def test_each_keeps_the_python_that_it_calls(compiled):
+  assert call(lambda x: np.float32(x + 1)) == 3
+  assert call(lambda x: np.float32(x * 10)) == 20
+  assert compiled() == 0
