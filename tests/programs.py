@@ -1,9 +1,10 @@
 """Each program that a file of tests compiles is compiled once.
 
 A run that is stopped, goes on, and is compared to one that was not traces the same step three times, and XLA for CPU
-compiles the same module three times: half of the time that runs on meshes take in tests. JAX's own cache, which would
-find it, is off on meshes of a CPU (`startup.compile_anew`). What is shared here is the program itself, as it was
-compiled in this process, and what it computes is the same.
+would compile the same module three times: a third of the time that runs on meshes take in tests. JAX's own cache, which
+would find it, is off on meshes of a CPU (`startup.compile_anew`). What is shared here is the program itself, as it was
+compiled in this process. That a program compiled anew gives the same bits is seen where runs are processes of their own
+(test_faults.py), and with WEFT_TEST_AS_USERS, where nothing is shared.
 """
 
 import functools

@@ -6,14 +6,16 @@ import numpy as np
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
-from tests import programs
+from tests import programs, tiny
+
+pytestmark = pytest.mark.skipif(tiny.AS_IN_USERS_RUNS, reason="with WEFT_TEST_AS_USERS nothing is shared")
 
 
 @pytest.fixture
 def compiled():
   """How many programs of functions named `mine` there are."""
   programs.forget()
-  yield lambda: sum("module @jit_mine " in module for _, module, *_ in programs._compiled)
+  return lambda: sum("module @jit_mine " in module for _, module, *_ in programs._compiled)
 
 
 def product(size, factor=3.0, **options):

@@ -62,6 +62,8 @@ def command(config_file: Path, corpus: Path, workdir: Path, *overrides: str) -> 
 QUICK, AS_USERS = {"xla_backend_optimization_level": 0}, {"xla_backend_optimization_level": 3}
 if importlib.metadata.version("jaxlib").startswith("0.10."):
   QUICK["xla_cpu_use_fusion_emitters"], AS_USERS["xla_cpu_use_fusion_emitters"] = False, True
+# Whether all programs are made as in users' runs, by each run for itself.
+AS_IN_USERS_RUNS = bool(os.environ.get("WEFT_TEST_AS_USERS"))
 
 
 def xla_flags(devices: int) -> str:
@@ -70,7 +72,7 @@ def xla_flags(devices: int) -> str:
   With WEFT_TEST_AS_USERS=1 they are made as in users' runs. `jax.jit(compiler_options=AS_USERS)` makes one program so:
   for two that are the same bits there.
   """
-  flags = {"xla_force_host_platform_device_count": devices, **({} if os.environ.get("WEFT_TEST_AS_USERS") else QUICK)}
+  flags = {"xla_force_host_platform_device_count": devices, **({} if AS_IN_USERS_RUNS else QUICK)}
   return " ".join(f"--{flag}={value}".lower() for flag, value in flags.items())
 
 
