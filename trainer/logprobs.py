@@ -11,7 +11,7 @@ kept for the backward pass rather than made again: that is the one buffer a chun
 """
 
 import functools
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -28,6 +28,9 @@ UNREAL = -1e30
 KERNEL = ("shard", "vocab")
 # With fewer tokens a chunk, adding up the kernel's gradient takes longer than logits of tokens that do not count.
 MIN_TOKENS = 256
+# On some CPUs a product takes twice as long where the rows of its result lie a multiple of so many numbers apart: they
+# share lines of the cache. So many entries that are not real put them elsewhere.
+SHARED_LINES, APART = 2048, 64
 
 
 class TokenStats(NamedTuple):
@@ -113,18 +116,16 @@ def token_stats(
   if num_real_vocab is not None and num_real_vocab >= V:
     num_real_vocab = None
   chunks = num_chunks(V, chunk)
-  padding = -V % chunks
-  if padding:
-    kernel_DxV = jnp.pad(kernel_DxV, ((0, 0), (0, padding)))
-    num_real_vocab = V if num_real_vocab is None else num_real_vocab
-  static = _Static(chunks, logit_cap, num_real_vocab, float(temperature), tuple(want))
   few = targets_BxT.size // chunks < MIN_TOKENS
-  if counts_BxT is None or chunks == 1 or few or placement.current() is not None:
+  by_vocab = counts_BxT is None or chunks == 1 or few or placement.current() is not None
+  kernel_DxV, num_real_vocab = padded(kernel_DxV, num_real_vocab, hidden_BxTxD.dtype, chunks if by_vocab else 1)
+  static = _Static(chunks if by_vocab else 1, logit_cap, num_real_vocab, float(temperature), tuple(want))
+  if by_vocab:
     return _token_stats(static, hidden_BxTxD, kernel_DxV, targets_BxT)
   # As much memory for logits, but of some tokens and all entries.
   flat = (x.reshape(-1, *x.shape[2:]) for x in (hidden_BxTxD, targets_BxT, counts_BxT))
   hidden_NxD, targets_N, counts_N = flat
-  stats = _some_stats(static._replace(chunks=1), chunks, hidden_NxD, kernel_DxV, targets_N, counts_N)
+  stats = _some_stats(static, chunks, hidden_NxD, kernel_DxV, targets_N, counts_N)
   return jax.tree.map(lambda x: x.reshape(targets_BxT.shape), stats)
 
 
@@ -157,6 +158,18 @@ def num_chunks(vocab_size: int, chunk: int) -> int:
   """The least number of chunks of at most `chunk` entries, or up to twice that if it divides the vocabulary."""
   least = -(-vocab_size // chunk)
   return next((n for n in range(least, 2 * least + 1) if vocab_size % n == 0), least)
+
+
+def padded(kernel_DxV: jax.Array, num_real_vocab: int | None, dtype: Any, chunks: int = 1) -> tuple[jax.Array, int | None]:
+  """The unembedding with as many entries as products in `dtype` are best made of, in chunks of the same size, and how
+  many of them are real. As it is if so it is best."""
+  V = kernel_DxV.shape[1]
+  width = -(-V // chunks)
+  if dtype == jnp.float32 and placement.current() is None and placement.platform() == "cpu" and width % SHARED_LINES == 0:
+    width += APART
+  if width * chunks == V:
+    return kernel_DxV, num_real_vocab
+  return jnp.pad(kernel_DxV, ((0, 0), (0, width * chunks - V))), V if num_real_vocab is None else num_real_vocab
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -347,12 +360,11 @@ def _logit_grads(static: _Static, grads: TokenStats, z_BxTxW, targets_BxT, lse_B
     dz = dz + jnp.where(ids_W == targets_BxT[..., None], grads.logprob[..., None], 0.0)
   if "mean_logit" in want:
     dz = dz + grads.mean_logit[..., None] / (static.num_real_vocab or vocab)
-  if static.num_real_vocab is not None:
-    dz = jnp.where(ids_W < static.num_real_vocab, dz, 0.0)
   dz = dz / static.temperature if static.temperature != 1.0 else dz
   if static.logit_cap is not None:
     # d tanh(x) = 1 - tanh(x)², and z * temperature / cap is that tanh.
     dz = dz * (1.0 - jnp.square(z_BxTxW * static.temperature / static.logit_cap))
-    if static.num_real_vocab is not None:
-      dz = jnp.where(ids_W < static.num_real_vocab, dz, 0.0)
+  if static.num_real_vocab is not None and (static.logit_cap is not None or {"entropy", "mean_logit"} & set(want)):
+    # Else exp(UNREAL - lse), which is 0, is all that dz has of them.
+    dz = jnp.where(ids_W < static.num_real_vocab, dz, 0.0)
   return dz

@@ -41,10 +41,10 @@ def next_token_loss(model: Any, params: Any, batch: dict[str, jax.Array], rng: j
   targets_BxT, weights_BxT = next_tokens(batch)
   want = ("is_top", *logprobs.cross_entropy_stats(label_smoothing, z_loss), *more)
 
-  def losses_of(hidden_BxTxD, kernel_DxV, targets_BxT, chunk):
+  def losses_of(hidden_BxTxD, kernel_DxV, targets_BxT, chunk, num_real_vocab):
     """The loss of each token, and what is reported of it."""
     stats = logprobs.token_stats(hidden_BxTxD, kernel_DxV, targets_BxT, chunk=chunk, logit_cap=model.final_logit_cap,
-                                 num_real_vocab=model.num_real_vocab, want=want)
+                                 num_real_vocab=num_real_vocab, want=want)
     loss_BxT = logprobs.cross_entropy(stats, label_smoothing=label_smoothing, z_loss=z_loss)
     if dft:
       loss_BxT = loss_BxT * jax.lax.stop_gradient(jnp.exp(stats.logprob))
@@ -57,16 +57,17 @@ def next_token_loss(model: Any, params: Any, batch: dict[str, jax.Array], rng: j
     return Mean(jnp.sum(values_BxT * weights_BxT, axis=1), jnp.sum(weights_BxT, axis=1))
 
   kernel_DxV = model.unembedding(params)
-  V = kernel_DxV.shape[1]
-  parts = token_sums.parts_of(out.hidden, kernel_DxV, logprobs.num_chunks(V, model.vocab_chunk))
+  parts = token_sums.parts_of(out.hidden, kernel_DxV, logprobs.num_chunks(kernel_DxV.shape[1], model.vocab_chunk))
   if parts == 1:
-    loss_BxT, shown = losses_of(out.hidden, kernel_DxV, targets_BxT, model.vocab_chunk)
+    loss_BxT, shown = losses_of(out.hidden, kernel_DxV, targets_BxT, model.vocab_chunk, model.num_real_vocab)
     terms, metrics = {"loss": mean(loss_BxT)}, {}
   else:
-    # As much memory for logits, but of some tokens and all entries.
+    # As much memory for logits, but of some tokens and all entries; these are made enough here, once for all tokens.
+    kernel_DxV, num_real_vocab = logprobs.padded(kernel_DxV, model.num_real_vocab, out.hidden.dtype)
+    V = kernel_DxV.shape[1]
 
     def some(hidden_nxD, kernel_DxV, tokens):
-      loss_1xn, shown = losses_of(hidden_nxD[None], kernel_DxV, tokens[0][None], V)
+      loss_1xn, shown = losses_of(hidden_nxD[None], kernel_DxV, tokens[0][None], V, num_real_vocab)
       return tokens[1] * loss_1xn[0], {name: values[0] for name, values in (shown | {"loss": loss_1xn}).items()}
 
     total, shown = token_sums.sum_over_rows(some, parts, out.hidden, kernel_DxV, (targets_BxT, weights_BxT),
