@@ -131,3 +131,16 @@ def batch(rows: int, length: int, seed: int = 0, vocab: int = 24):
       "loss_weights": weights,
       "source_ids": (np.arange(rows) % 2).astype(np.int32),
   }
+
+
+def equations(jaxpr):
+  """All equations, those within others included; without those that have no results, which a compiler removes."""
+  from jax.extend import core
+  for equation in jaxpr.eqns:
+    if not equation.outvars:
+      continue
+    yield equation
+    for value in equation.params.values():
+      for part in value if isinstance(value, (tuple, list)) else (value,):
+        if isinstance(part, (core.Jaxpr, core.ClosedJaxpr)):
+          yield from equations(getattr(part, "jaxpr", part))

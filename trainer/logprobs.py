@@ -28,8 +28,8 @@ UNREAL = -1e30
 KERNEL = ("shard", "vocab")
 # With fewer tokens a chunk, adding up the kernel's gradient takes longer than logits of tokens that do not count.
 MIN_TOKENS = 256
-# On some CPUs a product takes twice as long where the rows of its result lie a multiple of so many numbers apart: they
-# share lines of the cache. So many entries that are not real put them elsewhere.
+# On some CPUs (AMD's Zen 3) a product in float32 takes twice as long where rows of its result lie a multiple of 2 to 4
+# thousand numbers apart, since they share lines of the cache. So many entries that are not real put them elsewhere.
 SHARED_LINES, APART = 2048, 64
 
 
@@ -97,8 +97,8 @@ def token_stats(
     hidden_BxTxD: hidden states after the final norm.
     kernel_DxV: the unembedding.
     targets_BxT: token ids; where there is nothing to predict any id in range will do, to be weighted 0.
-    chunk: at most so many vocabulary entries at a time. Chunk c takes the entries c, c + C, c + 2C, …,
-      so that a kernel sharded over V stays where it is.
+    chunk: at most so many vocabulary entries at a time, beside those that `padded` adds. Chunk c takes the entries c,
+      c + C, c + 2C, …, so that a kernel sharded over V stays where it is.
     logit_cap: cap * tanh(logit / cap), before the temperature; None: no cap.
     num_real_vocab: entries from here on have probability 0; None: all are real.
     temperature: divides the logits; a Python number.
@@ -160,12 +160,14 @@ def num_chunks(vocab_size: int, chunk: int) -> int:
   return next((n for n in range(least, 2 * least + 1) if vocab_size % n == 0), least)
 
 
-def padded(kernel_DxV: jax.Array, num_real_vocab: int | None, dtype: Any, chunks: int = 1) -> tuple[jax.Array, int | None]:
-  """The unembedding with as many entries as products in `dtype` are best made of, in chunks of the same size, and how
-  many of them are real. As it is if so it is best."""
+def padded(kernel_DxV: jax.Array, num_real_vocab: int | None, dtype: Any, chunks: int = 1
+           ) -> tuple[jax.Array, int | None]:
+  """(the unembedding, how many of its entries are real): with more entries where chunks would differ in size, or rows
+  of logits, products in `dtype`, would share lines of a CPU's cache. For a loop, to be called outside of it."""
   V = kernel_DxV.shape[1]
   width = -(-V // chunks)
-  if dtype == jnp.float32 and placement.current() is None and placement.platform() == "cpu" and width % SHARED_LINES == 0:
+  on_one_cpu = placement.platform() == "cpu" and placement.current() is None
+  if on_one_cpu and dtype == jnp.float32 and width % SHARED_LINES == 0:
     width += APART
   if width * chunks == V:
     return kernel_DxV, num_real_vocab

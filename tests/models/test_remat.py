@@ -7,11 +7,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.extend import core
 
 from models import attention_tpu
 from models.remat import HOST_MEMORY, remat_policy
 from tests.models.common import BATCH, B, T, make, paths, random_params
+from tests.tiny import equations
 from trainer import mesh as mesh_lib
 from trainer.config import ConfigError, defaults
 
@@ -37,18 +37,6 @@ def loss(remat, scan_layers=True, **options):
 def grads(remat, scan_layers=True):
   model, f = loss(remat, scan_layers)
   return paths(jax.jit(jax.grad(f))(random_params(model)))
-
-
-def equations(jaxpr):
-  """All equations, those within others included; without those that have no results, which a compiler removes."""
-  for equation in jaxpr.eqns:
-    if not equation.outvars:
-      continue
-    yield equation
-    for value in equation.params.values():
-      for part in value if isinstance(value, (tuple, list)) else (value,):
-        if isinstance(part, (core.Jaxpr, core.ClosedJaxpr)):
-          yield from equations(getattr(part, "jaxpr", part))
 
 
 def backward(remat, **options):

@@ -160,6 +160,52 @@ def test_is_top_counts_ties_as_right():
   assert stats.is_top[0, 0] == 1
 
 
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize(("chunk", "counts"), [(1000, None), (30, None), (30, True)])
+def test_entries_that_put_rows_apart_change_nothing(chunk, counts, variant, monkeypatch):
+  """Values, gradients, and their shapes, whether chunks are of entries or of tokens."""
+  monkeypatch.setattr(logprobs, "MIN_TOKENS", 1)
+  hidden, kernel, targets = inputs()
+  weights = jax.random.normal(jax.random.key(5), (len(STATS), B, T))
+  counts = counts and jnp.ones((B, T), bool)
+
+  def weighted(hidden, kernel):
+    stats = token_stats(hidden, kernel, targets, chunk=chunk, counts_BxT=counts, **variant)
+    return sum((w * values).sum() for w, values in zip(weights, stats, strict=True)), stats
+
+  expected = jax.jit(jax.value_and_grad(weighted, (0, 1), has_aux=True))(hidden, kernel)
+  monkeypatch.setattr(logprobs, "SHARED_LINES", 10)
+  added = logprobs.padded(kernel, None, hidden.dtype, 2 if chunk == 30 and counts is None else 1)
+  assert added[0].shape[1] > V == added[1]
+  found = jax.jit(jax.value_and_grad(lambda *x: weighted(*x), (0, 1), has_aux=True))(hidden, kernel)
+  for a, b in zip(jax.tree.leaves(expected), jax.tree.leaves(found), strict=True):
+    assert a.shape == b.shape
+    np.testing.assert_allclose(b, a, rtol=2e-6, atol=1e-5)
+
+
+def rows_of_products(program: str) -> set[int]:
+  """How long the rows of what products of matrices make are in a lowered program."""
+  return {int(shape.split("x")[-2]) for shape in re.findall(r"dot_general.*-> tensor<([0-9x]+f32)>", program)}
+
+
+@pytest.mark.parametrize("counts", [None, True])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_on_a_cpu_rows_of_logits_lie_no_multiple_of_8_kilobytes_apart(counts, dtype):
+  args = [jax.ShapeDtypeStruct(s, dt) for s, dt in (
+      ((2, 1024, D), dtype), ((D, 8192), "float32"), ((2, 1024), "int32"), ((2, 1024), "bool"))]
+
+  def loss(hidden, kernel, targets, counts_BxT):
+    return token_stats(hidden, kernel, targets, chunk=4096, counts_BxT=counts and counts_BxT).logprob.sum()
+
+  lowered = jax.jit(jax.grad(loss, (0, 1))).lower(*args)
+  rows = {rows for rows in rows_of_products(lowered.as_text()) if rows > D}
+  if dtype == "bfloat16":  # other products
+    assert rows == {8192 if counts else 4096}
+  else:
+    assert rows == {8192 + logprobs.APART if counts else 4096 + logprobs.APART}
+  assert [x.shape for x in jax.tree.leaves(lowered.out_info)] == [(2, 1024, D), (D, 8192)]
+
+
 @pytest.mark.parametrize("vocab,chunk,expected", [(1024, 8192, 1), (50304, 8192, 8), (151936, 8192, 32), (61, 10, 7)])
 def test_num_chunks(vocab, chunk, expected):
   n = logprobs.num_chunks(vocab, chunk)

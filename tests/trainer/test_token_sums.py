@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from tests import tiny
+from trainer import logprobs, token_sums
 from trainer import mesh as mesh_lib
-from trainer import token_sums
 from trainer.config_checks import View
 from trainer.config_sections import strategy
 from trainer.logprobs import cross_entropy, token_stats
@@ -96,10 +96,33 @@ def test_strategies_do_not_depend_on_the_chunk(loss, cfg, monkeypatch):
       dict(data=4, fsdp=1, context=2), dict(data=2, fsdp=2, context=2), dict(fsdp=2, expert=2, context=2),
       dict(fsdp=4, tensor=2))]
   tied = run(24, tied=True), run(5, mesh_lib.make_mesh(dict(fsdp=4, context=2)), tied=True)
-  for expected, other in (*((one, other) for other in (twice, several, *split)), tied):
+  monkeypatch.setattr(logprobs, "SHARED_LINES", 8)  # of which the vocabulary of 24 is a multiple: entries are added
+  apart = run(24), run(5), run(5, tied=True)
+  for expected, other in (*((one, other) for other in (twice, several, *split, *apart[:2])), tied, (tied[0], apart[2])):
     for (path, a), b in zip(jax.tree_util.tree_leaves_with_path(expected), jax.tree.leaves(other), strict=True):
       np.testing.assert_allclose(b, a, rtol=3e-5, atol=3e-6, err_msg=jax.tree_util.keystr(path))
   assert several[0][1][1]["loss"].sum.shape == twice[0][1][1]["loss"].sum.shape == (4,) and float(several[0][0]) > 1
+
+
+def test_entries_are_added_once_not_for_each_part():
+  """Those that put rows of logits apart on a CPU."""
+  model = tiny.model(vocab_size=4096, vocab_chunk=1024)
+  batch = {name: jax.ShapeDtypeStruct((8, 512), x.dtype) for name, x in tiny.batch(4, 12).items()}
+
+  def total(params, batch):
+    return jnp.sum(seq.loss(model, params, batch, None, View(strategy("seq")))[0]["loss"].sum)
+
+  program = list(tiny.equations(jax.make_jaxpr(jax.grad(total))(model.abstract_params(), batch).jaxpr))
+  in_loops = [of_loop for equation in program if equation.primitive.name in ("scan", "while")
+              for part in equation.params.values() if hasattr(part, "jaxpr") for of_loop in tiny.equations(part.jaxpr)]
+
+  def padded(equations):
+    return [equation for equation in equations if equation.primitive.name == "pad"
+            and equation.outvars[0].aval.shape == (16, 4160)]
+
+  assert len(padded(program)) == 1 and not padded(in_loops)
+  logits = {equation.outvars[0].aval.shape[-1] for equation in in_loops if equation.primitive.name == "exp"}
+  assert 4160 in logits and 4096 not in logits
 
 
 def test_on_a_mesh_every_device_sums_over_its_own_tokens(monkeypatch):
