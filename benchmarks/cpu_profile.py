@@ -3,6 +3,7 @@
     apt-get install linux-perf binutils
     python -m benchmarks.cpu_profile --case seq          # or sft, dpo, grpo: those of benchmarks/speed
     WEFT_SPEED_SIZE=small_mixed python -m benchmarks.cpu_profile    # in bfloat16
+    python -m benchmarks.cpu_profile --config configs/quickstart.py    # any config, without its evaluations
 
 JAX's own traces say when an operation begins, not what the threads do that share it; perf sees all of them, but no
 names in code that was compiled when the program ran. So XLA leaves its compiled kernels as files, the process its
@@ -16,12 +17,15 @@ import collections
 import json
 import os
 import re
+import runpy
 import subprocess
 import sys
 import tempfile
 import time
 from pathlib import Path
 from typing import NamedTuple
+
+from ml_collections import ConfigDict
 
 from trainer.callbacks import Callback
 
@@ -65,13 +69,22 @@ class Look(Callback):
           (self._folder / f"{start:x}.memory").write_bytes(memory.read(end - start))
 
 
-def train(case: str, folder: str) -> None:
-  """The child process: a few steps."""
+def config_of(args: argparse.Namespace, folder: str) -> ConfigDict:
+  """That of a case, with its data in the folder; or that of a file."""
+  if args.config:
+    file, _, arg = args.config.partition(":")
+    config = runpy.run_path(file)["get_config"](*([arg] if arg else []))
+    config.evals = ConfigDict()
+    return config
   from benchmarks.speed import weft_config
+  weft_config.write_data(Path(folder))
+  return weft_config.get_config(f"{args.case},{folder}")
+
+
+def train(config: ConfigDict, folder: str) -> None:
+  """The child process: a few steps."""
   from trainer import train as run
 
-  weft_config.write_data(Path(folder))
-  config = weft_config.get_config(f"{case},{folder}")
   config.total_steps = FIRST + STEPS
   config.callbacks.look = dict(type="benchmarks.cpu_profile.Look", folder=folder)
   run(config, f"{folder}/workdir")
@@ -144,19 +157,19 @@ def described(kernel: str, programs: dict[str, str]) -> str:
 def main() -> None:
   parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
   parser.add_argument("--case", default="seq", choices=("seq", "sft", "dpo", "grpo"))
+  parser.add_argument("--config", help="a config's file, or FILE:ARGUMENT, in place of a case")
   parser.add_argument("--most", type=int, default=25, help="so many kernels and functions, those that take most first")
   parser.add_argument("--child", help=argparse.SUPPRESS)
   args = parser.parse_args()
   if args.child:
-    return train(args.case, args.child)
+    return train(config_of(args, args.child), args.child)
   with tempfile.TemporaryDirectory() as name:
     folder = Path(name)
-    from benchmarks.speed import weft_config
     from trainer import startup
-    startup.set_environment(weft_config.get_config(f"{args.case},unused").precision)
+    startup.set_environment(config_of(args, name).precision)
     env = dict(os.environ, JAX_COMPILATION_CACHE_DIR="", GLIBC_TUNABLES="glibc.malloc.hugetlb=1",
                XLA_FLAGS=f"{os.environ.get('XLA_FLAGS', '')} --xla_dump_to={folder}/dump --xla_dump_hlo_as_text")
-    child = [sys.executable, "-m", "benchmarks.cpu_profile", "--case", args.case, "--child", name]
+    child = [sys.executable, "-m", "benchmarks.cpu_profile", *sys.argv[1:], "--child", name]
     command = ["perf", "record", "-k", "CLOCK_MONOTONIC", "-F", str(RATE), "-e", "cpu-clock", "-o", f"{name}/perf.data"]
     try:
       done = subprocess.run(command + child, env=env, cwd=ROOT, capture_output=True, text=True)
@@ -171,7 +184,7 @@ def main() -> None:
   for what, count in counts.items():
     kinds[next((kind for kind, pattern in KINDS.items() if pattern.search(what)), "everything else")] += count
   scale = 1e3 / RATE / STEPS
-  print(f"{args.case}: {scale * sum(counts.values()):,.0f} ms of processor time a step")
+  print(f"{args.config or args.case}: {scale * sum(counts.values()):,.0f} ms of processor time a step")
   for kind, count in kinds.most_common():
     print(f"{scale * count:9.1f} ms {count / sum(counts.values()):6.1%}  {kind}")
   print()

@@ -1,5 +1,6 @@
 """Settings of all tests: 8 forced CPU devices, NNX's tree mode, a compilation cache for the session."""
 
+import gc
 import os
 import shutil
 import tempfile
@@ -31,6 +32,15 @@ os.environ["JAX_COMPILATION_CACHE_DIR"] = os.environ["WEFT_TEST_CACHE"]
 def pytest_unconfigure():
   if _OWNS_CACHE:
     shutil.rmtree(os.environ["WEFT_TEST_CACHE"], ignore_errors=True)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def look_for_garbage_less_often():
+  """Tracing makes so many objects that Python by itself would look through all of them every few seconds, a twentieth
+  of the time; what importing all files of tests has made stays to the end."""
+  gc.collect()
+  gc.freeze()
+  gc.set_threshold(50_000, 20, 4)
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -65,8 +65,7 @@ def attention(seconds: Seconds) -> float:
     of_queries, of_keys, scores = (rows, BLOCK, K), (rows, stop, K), (rows, stop, BLOCK)
     queries_across, keys_across = (rows, K, BLOCK), (rows, K, stop)
     total += 2 * seconds("bwk,bkt->bwt", of_keys, queries_across)  # scores; the gradient of weights
-    total += seconds("bwt,bwk->btk", scores, of_keys)  # the output
-    total += seconds("bkw,bwt->bkt", keys_across, scores)  # the gradient of queries
+    total += 2 * seconds("bkw,bwt->bkt", keys_across, scores)  # the output; the gradient of queries
     total += 2 * seconds("bwt,btk->bwk", scores, of_queries)  # those of values and of keys
   return total
 
@@ -75,6 +74,14 @@ def projections() -> list[tuple[int, int]]:
   """Inputs and outputs of those for queries, keys, values and attention's output."""
   of_queries, of_keys = size.heads * size.head_dim, size.kv_heads * size.head_dim
   return [(size.hidden, of_queries), (size.hidden, of_keys), (size.hidden, of_keys), (of_queries, size.hidden)]
+
+
+def vocab_of_runs() -> int:
+  """With the entries that put rows of logits apart."""
+  import jax.numpy as jnp
+
+  from trainer.logprobs import padded
+  return padded(jnp.zeros((1, size.vocab)), None, jnp.float32)[0].shape[1]
 
 
 def flops() -> float:
@@ -90,13 +97,15 @@ def main() -> None:
   parser.add_argument("--peer", help="the Python with torch")
   parser.add_argument("--torch", action="store_true", help="PyTorch's times alone")
   args = parser.parse_args()
+  startup.use_huge_pages()
   startup.set_environment()
   seconds = of_torch if args.torch else of_jax
+  vocab = size.vocab if args.torch else vocab_of_runs()
   parts = {
       "projections of attention": size.layers * sum(linear(seconds, *shape) for shape in projections()),
       "MLP": size.layers * (2 * linear(seconds, size.hidden, size.ffn) + linear(seconds, size.ffn, size.hidden)),
       "attention": size.layers * attention(seconds),
-      "unembedding": linear(seconds, size.hidden, size.vocab),
+      "unembedding": linear(seconds, size.hidden, vocab),
   }
   print("PyTorch" if args.torch else "JAX")
   for name, value in parts.items():
