@@ -1,8 +1,8 @@
-"""A small decoder learns Python from the sources of its own standard library, in under 3 minutes on 2 CPU cores.
+"""A small decoder learns Python from the sources of its own standard library, in 2 to 4 minutes on 2 CPU cores.
 
     python -m trainer --config=configs/quickstart.py --workdir=/tmp/weft
 
-Ten minutes instead of two: add --config.total_steps=3000. Text of your own: add
+Four times as long: add --config.total_steps=3000. Text of your own: add
 --config.input.sources.main.type=text --config.input.sources.main.path=FILE_OR_FOLDER
 """
 
