@@ -70,14 +70,13 @@ class Look(Callback):
 
 
 def config_of(args: argparse.Namespace, folder: str) -> ConfigDict:
-  """That of a case, with its data in the folder; or that of a file."""
+  """That of a case, whose data are in the folder; or that of a file."""
   if args.config:
     file, _, arg = args.config.partition(":")
     config = runpy.run_path(file)["get_config"](*([arg] if arg else []))
     config.evals = ConfigDict()
     return config
   from benchmarks.speed import weft_config
-  weft_config.write_data(Path(folder))
   return weft_config.get_config(f"{args.case},{folder}")
 
 
@@ -165,7 +164,9 @@ def main() -> None:
     return train(config_of(args, args.child), args.child)
   with tempfile.TemporaryDirectory() as name:
     folder = Path(name)
+    from benchmarks.speed import weft_config
     from trainer import startup
+    weft_config.write_data(folder)
     startup.set_environment(config_of(args, name).precision)
     env = dict(os.environ, JAX_COMPILATION_CACHE_DIR="", GLIBC_TUNABLES="glibc.malloc.hugetlb=1",
                XLA_FLAGS=f"{os.environ.get('XLA_FLAGS', '')} --xla_dump_to={folder}/dump --xla_dump_hlo_as_text")

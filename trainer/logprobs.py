@@ -28,9 +28,9 @@ UNREAL = -1e30
 KERNEL = ("shard", "vocab")
 # With fewer tokens a chunk, adding up the kernel's gradient takes longer than logits of tokens that do not count.
 MIN_TOKENS = 256
-# On some CPUs (AMD's Zen 3) a product in float32 takes twice as long where rows of its result lie a multiple of 2 to 4
-# thousand numbers apart, since they share lines of the cache. So many entries that are not real put them elsewhere.
-SHARED_LINES, APART = 2048, 64
+# On some CPUs (AMD's Zen 3) a product in float32 takes a quarter longer where rows of its result lie a multiple of
+# 2,048 numbers apart, and twice as long at one of 4,096. So many entries that are not real put those of logits elsewhere.
+TOO_EVEN, APART = 2048, 64
 
 
 class TokenStats(NamedTuple):
@@ -162,12 +162,13 @@ def num_chunks(vocab_size: int, chunk: int) -> int:
 
 def padded(kernel_DxV: jax.Array, num_real_vocab: int | None, dtype: Any, chunks: int = 1
            ) -> tuple[jax.Array, int | None]:
-  """(the unembedding, how many of its entries are real): with more entries where chunks would differ in size, or rows
-  of logits, products in `dtype`, would share lines of a CPU's cache. For a loop, to be called outside of it."""
+  """(the unembedding, how many of its entries are real), with entries that are not real where chunks would differ in
+  size, or where rows of logits, products in `dtype`, would lie too evenly (TOO_EVEN). A copy: not to be made in a loop.
+  """
   V = kernel_DxV.shape[1]
   width = -(-V // chunks)
   on_one_cpu = placement.platform() == "cpu" and placement.current() is None
-  if on_one_cpu and dtype == jnp.float32 and width % SHARED_LINES == 0:
+  if on_one_cpu and dtype == jnp.float32 and width % TOO_EVEN == 0:
     width += APART
   if width * chunks == V:
     return kernel_DxV, num_real_vocab

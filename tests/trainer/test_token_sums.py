@@ -96,7 +96,7 @@ def test_strategies_do_not_depend_on_the_chunk(loss, cfg, monkeypatch):
       dict(data=4, fsdp=1, context=2), dict(data=2, fsdp=2, context=2), dict(fsdp=2, expert=2, context=2),
       dict(fsdp=4, tensor=2))]
   tied = run(24, tied=True), run(5, mesh_lib.make_mesh(dict(fsdp=4, context=2)), tied=True)
-  monkeypatch.setattr(logprobs, "SHARED_LINES", 8)  # of which the vocabulary of 24 is a multiple: entries are added
+  monkeypatch.setattr(logprobs, "TOO_EVEN", 8)  # of which the vocabulary of 24 is a multiple: entries are added
   apart = run(24), run(5), run(5, tied=True)
   for expected, other in (*((one, other) for other in (twice, several, *split, *apart[:2])), tied, (tied[0], apart[2])):
     for (path, a), b in zip(jax.tree_util.tree_leaves_with_path(expected), jax.tree.leaves(other), strict=True):

@@ -62,7 +62,7 @@ def next_token_loss(model: Any, params: Any, batch: dict[str, jax.Array], rng: j
     loss_BxT, shown = losses_of(out.hidden, kernel_DxV, targets_BxT, model.vocab_chunk, model.num_real_vocab)
     terms, metrics = {"loss": mean(loss_BxT)}, {}
   else:
-    # As much memory for logits, but of some tokens and all entries; these are made enough here, once for all tokens.
+    # As much memory for logits, but of some tokens and all entries. The kernel is padded here, not for each part anew.
     kernel_DxV, num_real_vocab = logprobs.padded(kernel_DxV, model.num_real_vocab, out.hidden.dtype)
     V = kernel_DxV.shape[1]
 
