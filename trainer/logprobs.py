@@ -29,7 +29,7 @@ KERNEL = ("shard", "vocab")
 # With fewer tokens a chunk, adding up the kernel's gradient takes longer than logits of tokens that do not count.
 MIN_TOKENS = 256
 # On some CPUs (AMD's Zen 3) a product in float32 takes a quarter longer where rows of its result lie a multiple of
-# 2,048 numbers apart, and twice as long at one of 4,096. So many entries that are not real put those of logits elsewhere.
+# 2,048 numbers apart, and twice as long at one of 4,096. So many entries that are not real put logits elsewhere.
 TOO_EVEN, APART = 2048, 64
 
 
