@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import PartitionSpec
 
-from models import halves, placement, quantize
+from models import halves, placement, quantize, threefry
 from models import lora as lora_lib
 from models.placement import as_rows, constrain, made_once
 from models.products import Products
@@ -37,6 +37,8 @@ UNGATED = {
 }
 ACTIVATIONS = (*GATED, *UNGATED)
 NORMS = ("rmsnorm", "layernorm")
+
+threefry.write_out_on_cpu()  # before anything is drawn here
 
 
 @dataclasses.dataclass(frozen=True)

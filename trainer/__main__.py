@@ -33,6 +33,7 @@ def main(argv: list[str]) -> None:
   from trainer.plan import out_of_memory, plan
   from trainer.replay import replay
   from trainer.verify import verify
+  startup.look_for_garbage()
   startup.keep_compiled_programs()
   if _MODE.value == "plan" and _CONFIG.value.plan.topology is not None:
     # The plan is for other devices; those that are here, perhaps in use, are left alone.
@@ -69,5 +70,6 @@ def _parse_flags(argv: list[str]) -> list[str]:
 
 if __name__ == "__main__":
   startup.use_huge_pages()
+  startup.put_off_garbage()
   logging.set_verbosity(logging.WARNING)
   app.run(main, flags_parser=_parse_flags)

@@ -1,6 +1,7 @@
 """Settings of our programs that come before anything else."""
 
 import contextlib
+import gc
 import hashlib
 import importlib.metadata
 import os
@@ -115,6 +116,22 @@ def use_huge_pages() -> None:
   if sys.platform == "linux" and "GLIBC_TUNABLES" not in os.environ:
     os.environ["GLIBC_TUNABLES"] = "glibc.malloc.hugetlb=1"
     os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])
+
+
+def put_off_garbage() -> None:
+  """Until `look_for_garbage`, Python does not look for objects that only one another hold.
+
+  Packages are imported meanwhile, which leaves no garbage but, again and again, more to look through: a sixth of the
+  time that it takes.
+  """
+  gc.disable()
+
+
+def look_for_garbage() -> None:
+  """From now on Python looks for garbage, if it was put off, but never through what there is by now."""
+  if not gc.isenabled():
+    gc.freeze()
+    gc.enable()
 
 
 @contextlib.contextmanager
