@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import PartitionSpec
 
-from models import halves, placement, quantize, threefry
+from models import apart, halves, placement, quantize, threefry
 from models import lora as lora_lib
 from models.placement import as_rows, constrain, made_once
 from models.products import Products
@@ -157,6 +157,17 @@ class Linear(Kernel):
   def __call__(self, x: jax.Array, key: jax.Array | None = None) -> jax.Array:
     """`key`: the layer's key for dropout on the adapter's input; None: no dropout."""
     return apply_linears((self,), x, key)[0]
+
+  @property
+  def plain(self) -> bool:
+    """Whether it is a product with a kernel as it is, and a bias at most."""
+    return self.kernel is not None and self.product is None and self.lora is None
+
+  def wider(self, x: jax.Array, inputs: int = 0, outputs: int = 0) -> jax.Array:
+    """What a plain layer gives with so many more inputs and outputs, whose weights are zero (models/apart.py)."""
+    kernel = jnp.pad(self.kernel[...].astype(self.dtype), ((0, inputs), (0, outputs)))
+    y = halves.matmul(as_rows(x), kernel).reshape(*x.shape[:-1], -1)
+    return y if self.bias is None else y + jnp.pad(self.bias[...].astype(self.dtype), (0, outputs))
 
   def _multiply(self, x: jax.Array) -> jax.Array:
     if self.kernel_across is not None:
@@ -332,9 +343,20 @@ class Mlp(nnx.Module):
   def __call__(self, x_BxTxD: jax.Array, key: jax.Array | None = None) -> jax.Array:
     """`key`: the layer's key for dropout on the adapters' input; None: no dropout."""
     linears = (self.up,) if self.gate is None else (self.up, self.gate)
-    products = apply_linears(linears, made_once(x_BxTxD), key)
+    more = self._more_columns(x_BxTxD)
+    x_BxTxD = made_once(x_BxTxD)
+    products = [linear.wider(x_BxTxD, outputs=more) for linear in linears] if more else apply_linears(
+        linears, x_BxTxD, key)
     up_BxTxF, *gate = (named(constrain(y_BxTxF, "batch", "length", "mlp"), "mlp") for y_BxTxF in products)
-    return self.down(activate(self.activation, up_BxTxF, *gate), key)
+    hidden_BxTxF = activate(self.activation, up_BxTxF, *gate)
+    return self.down.wider(hidden_BxTxF, inputs=more) if more else self.down(hidden_BxTxF, key)
+
+  def _more_columns(self, x: jax.Array) -> int:
+    """So many that the hidden layer has beside its own, so that its rows lie apart."""
+    linears = [linear for linear in (self.gate, self.up, self.down) if linear is not None]
+    if x.size < apart.ROWS * x.shape[-1] or not all(linear.plain for linear in linears):
+      return 0
+    return apart.columns(self.up.kernel.shape[-1], self.up.dtype)
 
 
 def document_lengths(positions_BxT: jax.Array, segment_ids_BxT: jax.Array) -> jax.Array:

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from models import halves, placement
+from models import apart, halves, placement
 from models.placement import as_rows, constrain
 from models.projections import all_inputs, kernel_gradient
 from trainer.token_sums import counting_first
@@ -28,9 +28,6 @@ UNREAL = -1e30
 KERNEL = ("shard", "vocab")
 # With fewer tokens a chunk, adding up the kernel's gradient takes longer than logits of tokens that do not count.
 MIN_TOKENS = 256
-# On some CPUs (AMD's Zen 3) a product in float32 takes a quarter longer where rows of its result lie a multiple of
-# 2,048 numbers apart, and twice as long at one of 4,096. So many entries that are not real put logits elsewhere.
-TOO_EVEN, APART = 2048, 64
 
 
 class TokenStats(NamedTuple):
@@ -163,13 +160,11 @@ def num_chunks(vocab_size: int, chunk: int) -> int:
 def padded(kernel_DxV: jax.Array, num_real_vocab: int | None, dtype: Any, chunks: int = 1
            ) -> tuple[jax.Array, int | None]:
   """(the unembedding, how many of its entries are real), with entries that are not real where chunks would differ in
-  size, or where rows of logits, products in `dtype`, would lie too evenly (TOO_EVEN). A copy: not to be made in a loop.
+  size, or rows of logits, products in `dtype`, would lie too evenly (models/apart.py). A copy: not for loops.
   """
   V = kernel_DxV.shape[1]
   width = -(-V // chunks)
-  on_one_cpu = placement.platform() == "cpu" and placement.current() is None
-  if on_one_cpu and dtype == jnp.float32 and width % TOO_EVEN == 0:
-    width += APART
+  width += apart.columns(width, dtype)
   if width * chunks == V:
     return kernel_DxV, num_real_vocab
   return jnp.pad(kernel_DxV, ((0, 0), (0, width * chunks - V))), V if num_real_vocab is None else num_real_vocab

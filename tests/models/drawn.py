@@ -1,4 +1,4 @@
-"""Random numbers of each kind that Weft draws, by JAX alone: `python tests/models/drawn.py FILE` writes them as .npz."""
+"""Random numbers as Weft draws them, by JAX alone: `python tests/models/drawn.py FILE` writes them as .npz."""
 
 import sys
 

@@ -1,5 +1,6 @@
 """Layers against plain numpy."""
 
+import dataclasses
 import functools
 
 import jax
@@ -8,7 +9,10 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from models import layers, placement
+from models import apart, layers, placement, quantize
+from models.products import make_products
+from models.spec import Lora
+from tests import tiny
 
 SCOPE = layers.Scope(jax.random.key(0), jnp.float32, jnp.float32)
 
@@ -94,6 +98,50 @@ def test_mlp(activation):
   else:
     hidden = layers.UNGATED[activation](dense(mlp.up, x))
   np.testing.assert_allclose(mlp(x), dense(mlp.down, hidden), atol=1e-5)
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("activation", layers.ACTIVATIONS)
+def test_columns_that_put_rows_apart_change_nothing(activation, bias, monkeypatch):
+  """Values and gradients, which have the shapes of the parameters."""
+  graph, params = nnx.split(layers.Mlp(SCOPE, 8, 12, activation=activation, std=None, bias=bias, out_gain=1.0))
+  params = jax.tree.map(lambda p: jax.random.normal(jax.random.key(p.size), p.shape), params)
+  x, weights = (jax.random.normal(jax.random.key(i), (2, 5, 8)) for i in range(2))
+
+  def weighted(params, x):
+    y = nnx.merge(graph, params)(x)
+    return (weights * y).sum(), y
+
+  def computed():
+    run = jax.value_and_grad(weighted, (0, 1), has_aux=True)
+    made = [e.outvars[0].aval.shape for e in tiny.equations(jax.make_jaxpr(run)(params, x).jaxpr)
+            if e.primitive.name == "dot_general"]
+    return made, jax.jit(run)(params, x)
+
+  shapes, expected = computed()
+  monkeypatch.setattr(apart, "TOO_EVEN", 12)
+  monkeypatch.setattr(apart, "ROWS", 11)
+  assert computed()[0] == shapes  # with fewer rows than that, the copies of kernels would take too long
+  monkeypatch.setattr(apart, "ROWS", 10)
+  wider, found = computed()
+  assert wider == [tuple(12 + apart.APART if n == 12 else n for n in shape) for shape in shapes] != shapes
+  for a, b in zip(jax.tree.leaves(expected), jax.tree.leaves(found), strict=True):
+    assert a.shape == b.shape
+    np.testing.assert_allclose(b, a, rtol=2e-6, atol=1e-5)
+
+
+@pytest.mark.parametrize("changed", [
+    dict(compute_dtype=jnp.bfloat16), dict(lora=Lora(2, 1.0, ("mlp/down",), 0.0)), dict(products=make_products("int8")),
+    dict(frozen=quantize.Frozen("int8", lambda path: path.endswith("down/kernel"))), dict(outputs_first=True),
+], ids=lambda changed: next(iter(changed)))
+def test_products_that_are_not_of_plain_kernels_in_float32_have_no_more_columns(changed, monkeypatch):
+  monkeypatch.setattr(apart, "TOO_EVEN", 12)
+  monkeypatch.setattr(apart, "ROWS", 1)
+  scope = dataclasses.replace(SCOPE, path="blocks/mlp", **changed)
+  mlp = layers.Mlp(scope, 8, 12, activation="swiglu", std=None, bias=False, out_gain=1.0)
+  sizes = {n for e in tiny.equations(jax.make_jaxpr(lambda x: mlp(x))(jnp.ones((2, 5, 8))).jaxpr)
+           for n in e.outvars[0].aval.shape}
+  assert 12 in sizes and 12 + apart.APART not in sizes
 
 
 @pytest.mark.parametrize("activation", ["swiglu", "relu2"])

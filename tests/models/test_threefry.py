@@ -30,7 +30,9 @@ def test_what_is_drawn_is_what_jax_alone_draws(tmp_path):
     np.testing.assert_array_equal(values, alone[name], err_msg=name)
 
 
-@pytest.mark.parametrize("draw", [*drawn.DRAWN.values(), lambda key: layers.dropout(np.ones((9, 8), np.float32), 0.3, key)],
-                         ids=[*drawn.DRAWN, "dropout"])
-def test_no_loop_is_compiled(draw):
-  assert "stablehlo.while" not in jax.jit(draw).lower(jax.random.key(0)).as_text()
+DROPOUT = {"dropout": lambda key: layers.dropout(np.ones((9, 8), np.float32), 0.3, key)}
+
+
+@pytest.mark.parametrize(("name", "draw"), (drawn.DRAWN | DROPOUT).items(), ids=drawn.DRAWN | DROPOUT)
+def test_no_loop_is_compiled(name, draw):
+  assert "stablehlo.while" not in jax.jit(draw).lower(jax.random.key(0)).as_text(), name
