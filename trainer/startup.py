@@ -121,7 +121,7 @@ def use_huge_pages() -> None:
 def put_off_garbage() -> None:
   """Until `look_for_garbage`, Python does not look for objects that only one another hold.
 
-  Packages are imported meanwhile, which leaves no garbage but, again and again, more to look through: a sixth of the
+  Packages are imported meanwhile, which leaves no garbage but, again and again, more to look through: a tenth of the
   time that it takes.
   """
   gc.disable()

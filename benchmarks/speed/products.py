@@ -76,12 +76,12 @@ def projections() -> list[tuple[int, int]]:
   return [(size.hidden, of_queries), (size.hidden, of_keys), (size.hidden, of_keys), (of_queries, size.hidden)]
 
 
-def vocab_of_runs() -> int:
-  """With the entries that put rows of logits apart."""
+def wide(columns: int) -> int:
+  """So many columns as runs make of them, so that rows lie apart."""
   import jax.numpy as jnp
 
-  from trainer.logprobs import padded
-  return padded(jnp.zeros((1, size.vocab)), None, jnp.float32)[0].shape[1]
+  from models import apart
+  return columns + apart.columns(columns, jnp.float32)
 
 
 def flops() -> float:
@@ -100,10 +100,10 @@ def main() -> None:
   startup.use_huge_pages()
   startup.set_environment()
   seconds = of_torch if args.torch else of_jax
-  vocab = size.vocab if args.torch else vocab_of_runs()
+  vocab, ffn = (n if args.torch else wide(n) for n in (size.vocab, size.ffn))
   parts = {
       "projections of attention": size.layers * sum(linear(seconds, *shape) for shape in projections()),
-      "MLP": size.layers * (2 * linear(seconds, size.hidden, size.ffn) + linear(seconds, size.ffn, size.hidden)),
+      "MLP": size.layers * (2 * linear(seconds, size.hidden, ffn) + linear(seconds, ffn, size.hidden)),
       "attention": size.layers * attention(seconds),
       "unembedding": linear(seconds, size.hidden, vocab),
   }
