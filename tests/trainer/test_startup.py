@@ -152,6 +152,22 @@ def test_the_second_run_finds_what_the_first_compiled(tmp_path):
   assert found[0] == found[1]  # nothing is compiled again, to the same or to something else
 
 
+def test_garbage_is_looked_for_from_when_packages_are_imported(tmp_path):
+  """At the end of a process it is, but not through what there was before the mode began."""
+  config = tiny.write_config_file(tmp_path)
+  config.write_text(config.read_text() + """
+import atexit
+import gc
+print(gc.isenabled())
+atexit.register(lambda: print(gc.isenabled(), gc.get_freeze_count() > 100_000))
+""")
+  command = tiny.command(config, tiny.write_corpus(tmp_path / "corpus"), tmp_path / "run")
+  done = subprocess.run([*command, "--mode=inspect"], cwd=tiny.ROOT, env=tiny.environment(1), check=True,
+                        capture_output=True, text=True, timeout=300)
+  said = done.stdout.splitlines()
+  assert (said[0], said[-1]) == ("False", "True True")
+
+
 def test_programs_of_several_devices_on_cpu_are_always_compiled_anew(tmp_path):
   """Those from the cache have lost the order of their collectives: seen to hang, two devices in two of them."""
   jax.config.update("jax_compilation_cache_dir", str(tmp_path))
