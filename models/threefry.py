@@ -3,8 +3,8 @@
 JAX draws all random numbers from Threefry-2x32 (Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3"). On
 CPU alone it runs the rounds in a loop over arrays, five times there and back through memory, and each place where
 numbers are drawn is a dozen small kernels to compile. Written out, the rounds are one pass that XLA fuses with what
-becomes of the bits, and the bits are the same: drawing parameters, rounding stochastically and dropout take a half to a
-quarter of the time, and so does compiling them, which is a sixth of what a run waits for before its first step.
+becomes of the bits, and the bits are the same. Drawing parameters, rounding at random and dropout take a half of the
+time or less, and so does compiling them, of which a first run waits for the parameters (benchmarks/drawing.py).
 """
 
 from typing import Any
