@@ -8,6 +8,7 @@ As a config file it is the tiny config, with what the environment asks for:
     STOP=STEP                 asks for a stop after that step
     NOISE=FIRST:AFTER         the tokens of these steps' rows are noise, the same in any process
     ROWS=FILE                 a line of JSON [step, row, hash of its content] for each row that this process builds
+    COMPILED=FILE             a line for each program of the step: the name of the thread that had it compiled
 """
 
 import hashlib
@@ -16,6 +17,7 @@ import os
 import signal
 import socket
 import subprocess
+import threading
 import time
 from pathlib import Path
 
@@ -24,6 +26,7 @@ import numpy as np
 from input_pipeline import loader
 from tests import tiny
 from tests.trainer import rollout_runs
+from trainer import compiled
 from trainer.config import evaluator, source
 
 
@@ -84,7 +87,20 @@ def get_config(corpus):
     return made
 
   loader.TrainData.batch = watched
+  if "COMPILED" in os.environ:
+    tell_who_compiles(os.environ["COMPILED"])
   return config
+
+
+def tell_who_compiles(file):
+  timed = compiled._timed
+
+  def told(work):
+    with open(file, "a") as lines:
+      lines.write(threading.current_thread().name + "\n")
+    return timed(work)
+
+  compiled._timed = told
 
 
 def launch(command, count, devices, **environment):

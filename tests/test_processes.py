@@ -13,6 +13,7 @@ from tests import several, tiny
 from tests.several import launch, outcome
 from tests.test_faults import assert_same_run, logged, wait_for
 from tests.trainer import rollout_runs
+from trainer import compiled
 from trainer.metrics import read_rows
 
 STEPS = 14
@@ -68,7 +69,8 @@ def test_a_run_goes_on_on_other_hosts_devices_and_meshes(corpus, alone, tmp_path
   assert tiny.run(first, devices=8, EVALS="1", ROWS=str(rows_file), STOP="5").returncode == 0
   assert newest(workdir) == 5
 
-  processes = launch(argv(corpus, workdir, "--config.mesh.fsdp=2"), 2, 2, EVALS="1", ROWS=str(rows_file))
+  processes = launch(argv(corpus, workdir, "--config.mesh.fsdp=2"), 2, 2, EVALS="1", ROWS=str(rows_file),
+                     COMPILED=str(tmp_path / "compiled"))
   assert wait_for(processes[0], lambda: any(step >= 7 for step, _ in logged(workdir)))
   os.kill(processes[1].pid, signal.SIGTERM)  # only one of them is told
   codes, outputs = outcome(processes)
@@ -76,6 +78,8 @@ def test_a_run_goes_on_on_other_hosts_devices_and_meshes(corpus, alone, tmp_path
   stopped = newest(workdir)
   assert 7 <= stopped < STEPS
   assert "in 2 process(es), mesh: data=2, fsdp=2" in outputs[0]
+  # One program each, which was begun while the checkpoint was read.
+  assert [name.split("_")[0] for name in (tmp_path / "compiled").read_text().splitlines()] == [compiled.THREAD] * 2
 
   assert tiny.run(argv(corpus, workdir), devices=1, EVALS="1", ROWS=str(rows_file)).returncode == 0
   meta = json.loads((workdir / "checkpoints" / str(STEPS) / "meta" / "metadata").read_text())

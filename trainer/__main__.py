@@ -1,8 +1,9 @@
 """Train: python -m trainer --config=configs/quickstart.py --workdir=DIR [--config.key=value …] [--mode=MODE]"""
 
 import functools
+import os
 import sys
-from typing import Any
+from typing import Any, NoReturn
 
 from absl import app, flags, logging
 from ml_collections import config_flags
@@ -46,17 +47,30 @@ def main(argv: list[str]) -> None:
     mode(_CONFIG.value, _WORKDIR.value)
   except KeyboardInterrupt:
     # While steps run, Ctrl-C saves and exits 0 (trainer/callbacks.py); before that there is nothing to save.
-    sys.stderr.write("\nInterrupted while setting up: no step was taken, nothing is lost.\n")
-    sys.exit(130)
+    _leave("Interrupted while setting up: no step was taken, nothing is lost.", 130)
   except (ConfigError, DataError, OSError, FloatingPointError) as error:
     # What a user can act on: one message, without a traceback (which --verbosity=1 adds).
     logging.debug("Traceback:", exc_info=True)
-    sys.exit(f"\n{type(error).__name__}: {error}")
+    _leave(f"{type(error).__name__}: {error}")
   except jax.errors.JaxRuntimeError as error:
     if "RESOURCE_EXHAUSTED" not in str(error):
       raise
     logging.debug("Traceback:", exc_info=True)
-    sys.exit(f"\n{out_of_memory(_CONFIG.value, _WORKDIR.value, error)}")
+    _leave(out_of_memory(_CONFIG.value, _WORKDIR.value, error))
+
+
+def _leave(message: str, code: int = 1) -> NoReturn:
+  """Ends the program with a message: at once, though Python would wait for the compiler if that is still at work. Of
+  several processes each waits, since they take leave of one another."""
+  import jax
+
+  from trainer import compiled
+  sys.stderr.write(f"\n{message}\n")
+  if compiled.in_progress() and jax.process_count() == 1:
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+  sys.exit(code)
 
 
 def _parse_flags(argv: list[str]) -> list[str]:

@@ -16,6 +16,7 @@ from input_pipeline.batches import check_ids
 from input_pipeline.tokenizer import make_tokenizer
 from trainer import callbacks as cb
 from trainer import (
+  compiled,
   config_checks,
   durations,
   hugging_face,
@@ -119,10 +120,16 @@ def train(config: Mapping, workdir: str | Path) -> Run:
     return mesh_lib.place_batch(lambda rows: check_ids(data.batch(step, rows), model.vocab_size), size,
                                 program.batch_sharding)
 
-  with mesh_lib.activation_rules(mesh, config.activation_rules):
-    batch = data.example() if rolls_out else make_batch(0)
+  def example(step):
+    batch = data.example() if rolls_out else make_batch(step)
     if precompute:
       batch["ref_logprobs"] = batch["loss_weights"]  # of the same shape as those that will be there
+    if jax.process_count() > 1:
+      batch["stop_requests"] = processes.stop_requests(mesh, False)
+    return batch
+
+  with mesh_lib.activation_rules(mesh, config.activation_rules):
+    batch = example(0)
     jax.eval_shape(update_fn, abstract_state, batch)  # finds mistakes in shapes before anything is allocated
 
     # ---------------------------------------------------------------- evaluators, callbacks, checkpoints
@@ -144,7 +151,12 @@ def train(config: Mapping, workdir: str | Path) -> Run:
                               keep_best=config.keep_best, best_mode=config.keep_best_mode,
                               leave_out=state_lib.left_out(abstract_state, model, optimizer, config.strategy))
 
-    # ---------------------------------------------------------------- state
+    # ---------------------------------------------------------------- state; meanwhile the step is compiled
+    programs = compiled.Programs(update_fn)
+    first = max(checkpoints.steps(), default=0)
+    if not rolls_out and first < total_steps:  # nobody knows how long completions will be
+      programs.begin(abstract_state, batch if first == 0 else example(first))
+    del batch
     start = state_lib.initialise(config, model, optimizer, abstract_state, checkpoints)
     pinned = start.pinned
     if precompute:
@@ -179,7 +191,7 @@ def train(config: Mapping, workdir: str | Path) -> Run:
 
     # ---------------------------------------------------------------- loop
     try:
-      _loop(run, update_fn, data.batches(run, program.batch_sharding) if rolls_out else loader.Prefetcher(
+      _loop(run, programs, data.batches(run, program.batch_sharding) if rolls_out else loader.Prefetcher(
           make_batch, run.step, run.total_steps, **ahead))
     except BaseException as error:
       callbacks("on_error", run, error)
@@ -222,12 +234,11 @@ def _make_callbacks(config: Any, to_steps: Any, total_steps: int, evaluators: di
   ])
 
 
-def _loop(run: Run, update_fn: Any, batches: Any) -> None:
+def _loop(run: Run, programs: compiled.Programs, batches: Any) -> None:
   """Steps until the last one, or until a stop is asked for; then saves."""
   callbacks, data = run.callbacks, run.data
   several = jax.process_count() > 1
-  compiled: dict[tuple, Any] = {}  # by the batch's shapes: batches may grow in stages, or with their completions
-  begun, latest = None, ()
+  begun = None
   with batches:
     callbacks("on_train_begin", run)
     while run.step < run.total_steps and not _stops(run, several):
@@ -247,21 +258,17 @@ def _loop(run: Run, update_fn: Any, batches: Any) -> None:
       if several:
         batch["stop_requests"] = processes.stop_requests(run.mesh, bool(run.stop_requested))
 
-      shapes = tuple((key, part.shape) for key, part in batch.items())
-      if shapes not in compiled:
+      if batch not in programs:  # batches may grow in stages, or with their completions
         run.settle()
-        if compiled:
+        if programs:
           # Eight sizes are what buckets come to; many more are something that should have been padded.
-          run.note("info" if len(compiled) < 8 else "health", "recompiled", f"step {run.step + 1}: update_fn compiles "
-                   f"again, for {update_lib.changed(latest, shapes)}")
+          run.note("info" if len(programs) < 8 else "health", "recompiled", f"step {run.step + 1}: update_fn compiles "
+                   f"again, for {programs.changed(batch)}")
         with run.chrono.pause("compile"):
-          start = time.perf_counter()
-          compiled[shapes] = update_fn.lower(run.state, batch).compile()
-          run.writer.write_scalars(run.step, {"time/compile": time.perf_counter() - start})
+          run.writer.write_scalars(run.step, {"time/compile": programs.compile(run.state, batch)})
 
       with jax.profiler.StepTraceAnnotation("train", step_num=run.step):
-        run.state, metrics = compiled[shapes](run.state, batch)
-      latest = shapes
+        run.state, metrics = programs(run.state, batch)
       run.step += 1
       run.defer(run.step, metrics | batches.metrics, batch)  # fetches those of the step before, while this one runs
       callbacks("on_optimizer_step", run)

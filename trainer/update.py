@@ -166,13 +166,6 @@ def gradient_paths(optimizer: optim.Optimizer, abstract_params: Any) -> list[str
   return list(patterns.flatten(optimizer.split(abstract_params)[0]))
 
 
-def changed(before: Sequence[tuple[str, tuple]], now: Sequence[tuple[str, tuple]]) -> str:
-  """What differs between the shapes, by name, of two batches: for each of which the step is another program."""
-  old, new = dict(before), dict(now)
-  return ", ".join(f"{key} {old.get(key, 'absent')} → {new.get(key, 'absent')}" for key in {**old, **new}
-                   if old.get(key) != new.get(key))
-
-
 def _accumulate(micro_loss: Callable, trainable: Any, batch: dict[str, jax.Array], micro_batch_size: int):
   """Sums of losses, weights, metrics and gradients over the micro-batches; of several, gradients are in float32."""
   micros, count = micro_batches(batch, micro_batch_size)

@@ -118,13 +118,6 @@ def test_counting_the_weights_computes_no_forward_pass():
   assert update.lower(state, batch).compile().as_text().count(" dot(") == products > 0
 
 
-def test_what_changed_is_named_and_nothing_else():
-  before = (("tokens", (8, 32)), ("images", (2, 4)), ("positions", (8, 32)))
-  assert update_lib.changed(before, before) == ""
-  now = (("tokens", (16, 32)), ("positions", (8, 32)), ("ids", (1,)))
-  assert update_lib.changed(before, now) == "tokens (8, 32) → (16, 32), images (2, 4) → absent, ids absent → (1,)"
-
-
 def test_donating_the_state_changes_nothing():
   """I11, its last part; the rest is in tests/models."""
   update, state = make(4, optimizer=dict(name="muon"))

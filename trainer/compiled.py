@@ -1,0 +1,86 @@
+"""The step as programs: `update_fn` compiled for each of the shapes that batches have.
+
+The first one is compiled in a thread of its own while the state is made or read: for a large model either takes a
+minute or more, and the compiler, most of it outside of Python, needs nothing of the parameters but their shapes.
+"""
+
+import threading
+import time
+from collections.abc import Callable, Mapping
+from concurrent import futures
+from typing import Any
+
+import jax
+
+Shapes = frozenset[tuple[str, tuple[int, ...]]]  # of a batch, with their names
+
+THREAD = "compile-update"  # with which the name of a thread that compiles begins
+
+
+class Programs:
+  """A program for each of the shapes.
+
+  Args:
+    update_fn: `(state, batch) -> (state, metrics)`, jitted. What is to be set when it is traced is to be set around
+      `begin` and `compile`.
+  """
+
+  def __init__(self, update_fn: Any):
+    self._update_fn = update_fn
+    self._begun: dict[Shapes, futures.Future] = {}
+    self._ready: dict[Shapes, Any] = {}
+    self._latest: dict[str, tuple[int, ...]] = {}
+
+  def begin(self, state: Any, batch: Mapping[str, Any]) -> None:
+    """Starts to compile for such a batch. `state` may be ShapeDtypeStructs with the shardings of what will be there.
+
+    Not on GPUs: their compiler chooses kernels by timing them on the device, which is not idle then.
+    """
+    if jax.default_backend() == "gpu":
+      return
+    work = futures.ThreadPoolExecutor(1, thread_name_prefix=THREAD)
+    self._begun[_shapes(batch)] = work.submit(_timed, self._update_fn.lower(state, batch).compile)
+    work.shutdown(wait=False)  # the thread ends with the one thing that it has to do
+
+  def compile(self, state: Any, batch: Mapping[str, Any]) -> float:
+    """Has the program for `batch` ready, and returns the seconds that the compiler took, waited for or not.
+
+    Raises:
+      JaxRuntimeError: the compiler's, also of what was begun.
+    """
+    shapes = _shapes(batch)
+    begun = self._begun.pop(shapes, None)
+    self._ready[shapes], seconds = begun.result() if begun else _timed(self._update_fn.lower(state, batch).compile)
+    return seconds
+
+  def __contains__(self, batch: Mapping[str, Any]) -> bool:
+    """Whether the program for such a batch is ready."""
+    return _shapes(batch) in self._ready
+
+  def __len__(self) -> int:
+    return len(self._ready)
+
+  def __call__(self, state: Any, batch: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
+    """One step, by the program that is ready; the state is donated."""
+    self._latest = {key: part.shape for key, part in batch.items()}
+    return self._ready[_shapes(batch)](state, batch)
+
+  def changed(self, batch: Mapping[str, Any]) -> str:
+    """What differs between the shapes, by name, of the step before and of `batch`."""
+    old, new = self._latest, {key: part.shape for key, part in batch.items()}
+    return ", ".join(f"{key} {old.get(key, 'absent')} → {new.get(key, 'absent')}" for key in {**old, **new}
+                     if old.get(key) != new.get(key))
+
+
+def in_progress() -> bool:
+  """Whether a step is being compiled that was begun: Python waits for it when a program ends."""
+  return any(thread.name.startswith(THREAD) for thread in threading.enumerate())
+
+
+def _shapes(batch: Mapping[str, Any]) -> Shapes:
+  return frozenset((key, part.shape) for key, part in batch.items())
+
+
+def _timed(work: Callable[[], Any]) -> tuple[Any, float]:
+  start = time.perf_counter()
+  return work(), time.perf_counter() - start
