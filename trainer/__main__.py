@@ -60,8 +60,8 @@ def main(argv: list[str]) -> None:
 
 
 def _leave(message: str, code: int = 1) -> NoReturn:
-  """Ends the program with a message: at once, though Python would wait for the compiler if that is still at work. Of
-  several processes each waits, since they take leave of one another."""
+  """Ends the program with a message: while it sets up at once, though the compiler may be at work, for which Python
+  would wait. Of several processes each waits, since they take leave of one another."""
   import jax
 
   from trainer import compiled

@@ -1,7 +1,7 @@
 """The step as programs: `update_fn` compiled for each of the shapes that batches have.
 
-The first one is compiled in a thread of its own while the state is made or read: for a large model either takes a
-minute or more, and the compiler, most of it outside of Python, needs nothing of the parameters but their shapes.
+The first one is compiled in a thread of its own while the state is made or read: for a large model both take long, and
+the compiler, most of it outside of Python, needs nothing of the parameters but their shapes.
 """
 
 import threading
@@ -12,7 +12,8 @@ from typing import Any
 
 import jax
 
-Shapes = frozenset[tuple[str, tuple[int, ...]]]  # of a batch, with their names
+Shapes = dict[str, tuple[int, ...]]  # of a batch, by name
+Key = frozenset[tuple[str, tuple[int, ...]]]  # the same in any order
 
 THREAD = "compile-update"  # with which the name of a thread that compiles begins
 
@@ -27,20 +28,25 @@ class Programs:
 
   def __init__(self, update_fn: Any):
     self._update_fn = update_fn
-    self._begun: dict[Shapes, futures.Future] = {}
-    self._ready: dict[Shapes, Any] = {}
-    self._latest: dict[str, tuple[int, ...]] = {}
+    self._worker = futures.ThreadPoolExecutor(1, thread_name_prefix=THREAD)
+    self._begun: dict[Key, futures.Future] = {}
+    self._ready: dict[Key, Any] = {}
+    self._latest: Shapes = {}
 
   def begin(self, state: Any, batch: Mapping[str, Any]) -> None:
-    """Starts to compile for such a batch. `state` may be ShapeDtypeStructs with the shardings of what will be there.
+    """Starts to compile for such a batch, once. `state` may be ShapeDtypeStructs with the shardings of what will be
+    there.
 
     Not on GPUs: their compiler chooses kernels by timing them on the device, which is not idle then.
     """
     if jax.default_backend() == "gpu":
       return
-    work = futures.ThreadPoolExecutor(1, thread_name_prefix=THREAD)
-    self._begun[_shapes(batch)] = work.submit(_timed, self._update_fn.lower(state, batch).compile)
-    work.shutdown(wait=False)  # the thread ends with the one thing that it has to do
+    self._begun[_key(batch)] = self._worker.submit(_timed, self._update_fn.lower(state, batch).compile)
+    self._worker.shutdown(wait=False)  # the thread ends with the one thing that it has to do
+
+  def wait(self) -> None:
+    """Until nothing that was begun is in progress."""
+    self._worker.shutdown()
 
   def compile(self, state: Any, batch: Mapping[str, Any]) -> float:
     """Has the program for `batch` ready, and returns the seconds that the compiler took, waited for or not.
@@ -48,26 +54,26 @@ class Programs:
     Raises:
       JaxRuntimeError: the compiler's, also of what was begun.
     """
-    shapes = _shapes(batch)
-    begun = self._begun.pop(shapes, None)
-    self._ready[shapes], seconds = begun.result() if begun else _timed(self._update_fn.lower(state, batch).compile)
+    key = _key(batch)
+    begun = self._begun.pop(key, None)
+    self._ready[key], seconds = begun.result() if begun else _timed(self._update_fn.lower(state, batch).compile)
     return seconds
 
   def __contains__(self, batch: Mapping[str, Any]) -> bool:
     """Whether the program for such a batch is ready."""
-    return _shapes(batch) in self._ready
+    return _key(batch) in self._ready
 
   def __len__(self) -> int:
     return len(self._ready)
 
   def __call__(self, state: Any, batch: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
     """One step, by the program that is ready; the state is donated."""
-    self._latest = {key: part.shape for key, part in batch.items()}
-    return self._ready[_shapes(batch)](state, batch)
+    self._latest = _shapes(batch)
+    return self._ready[_key(batch)](state, batch)
 
   def changed(self, batch: Mapping[str, Any]) -> str:
     """What differs between the shapes, by name, of the step before and of `batch`."""
-    old, new = self._latest, {key: part.shape for key, part in batch.items()}
+    old, new = self._latest, _shapes(batch)
     return ", ".join(f"{key} {old.get(key, 'absent')} → {new.get(key, 'absent')}" for key in {**old, **new}
                      if old.get(key) != new.get(key))
 
@@ -78,7 +84,11 @@ def in_progress() -> bool:
 
 
 def _shapes(batch: Mapping[str, Any]) -> Shapes:
-  return frozenset((key, part.shape) for key, part in batch.items())
+  return {name: part.shape for name, part in batch.items()}
+
+
+def _key(batch: Mapping[str, Any]) -> Key:
+  return frozenset(_shapes(batch).items())
 
 
 def _timed(work: Callable[[], Any]) -> tuple[Any, float]:

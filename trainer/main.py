@@ -196,6 +196,7 @@ def train(config: Mapping, workdir: str | Path) -> Run:
     except BaseException as error:
       callbacks("on_error", run, error)
       checkpoints.abandon()
+      programs.wait()  # else the program might end at once, and loggers not send what they have
       raise
 
   # ------------------------------------------------------------------ clean exit

@@ -2,6 +2,7 @@
 
 import sys
 import threading
+import time
 
 import jax
 import jax.numpy as jnp
@@ -11,6 +12,7 @@ from tests import tiny
 from tests.trainer import rollout_runs, test_dpo
 from tests.trainer.test_main import assert_same_state
 from trainer import compiled
+from trainer.callbacks import Callback
 from trainer.main import train
 
 HERE, BESIDE = "MainThread", compiled.THREAD
@@ -130,6 +132,34 @@ def test_nothing_is_compiled_where_nothing_is_left_to_do_or_the_shapes_are_not_k
 
   train(rollout_runs.config(rollout_runs.write_prompts(tmp_path), total_steps=1), tmp_path / "rollouts")
   assert who == [HERE]
+
+
+class Fails(Callback):
+  """Where evaluations before the first step are, too."""
+
+  def on_train_begin(self, run):
+    FAILED.set()
+    raise OSError("no room")
+
+
+FAILED = threading.Event()
+
+
+def test_an_error_of_the_loop_waits_for_the_compiler(corpus, tmp_path, monkeypatch):
+  """So that the program ends as usual then, and loggers, which have begun by now, send what they have."""
+  timed = compiled._timed
+
+  def slow(work):
+    assert FAILED.wait(60)
+    time.sleep(0.5)
+    return timed(work)
+
+  monkeypatch.setattr(compiled, "_timed", slow)
+  config = tiny.config(corpus, evals={})
+  config.callbacks.fails = dict(type="tests.trainer.test_compiled.Fails")
+  with pytest.raises(OSError, match="no room"):
+    train(config, tmp_path)
+  assert not compiled.in_progress()
 
 
 LEAVES = """
