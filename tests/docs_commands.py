@@ -15,7 +15,7 @@ import pytest
 from absl import app, flags
 
 from tests import tiny
-from trainer import program
+from trainer import config_typed, program
 
 PAGES = [tiny.ROOT / "README.md", tiny.ROOT / "CONTRIBUTING.md", *sorted((tiny.ROOT / "docs").glob("*.md"))]
 # What begins a line that a reader would type; in a block that is not marked as bash it would go unseen.
@@ -113,7 +113,7 @@ def check(argv: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     module = runpy.run_module("trainer.__main__" if argv[0] == "trainer" else argv[0], run_name="not main")
     if argv[0] == "trainer":
       module["_parse_flags"](argv)
-      program.resolve(module["_CONFIG"].value)
+      program.resolve(config_typed.of_flag(flags.FLAGS["config"])[0])
     elif "_define_flags" in module:
       module["_define_flags"]()
       flags.FLAGS([arg for arg in argv if not arg.startswith("--config.")])  # which some hand on to the runs they start

@@ -8,10 +8,10 @@ from typing import Any, NoReturn
 from absl import app, flags, logging
 from ml_collections import config_flags
 
-from trainer import startup
+from trainer import config_typed, startup
 from trainer.config import ConfigError
 
-_CONFIG = config_flags.DEFINE_config_file("config", None, "Config file, e.g. configs/quickstart.py.", lock_config=True)
+config_flags.DEFINE_config_file("config", None, "Config file, e.g. configs/quickstart.py.", lock_config=True)
 _WORKDIR = flags.DEFINE_string("workdir", None, "Folder for checkpoints, metrics and samples; the same folder resumes.")
 _MODE = flags.DEFINE_enum("mode", "train", ["train", "inspect", "plan", "verify", "replay"], "train; inspect: show "
                           "what would be trained on; plan: say what it would take, on devices that need not be here; "
@@ -24,7 +24,8 @@ flags.mark_flags_as_required(["config", "workdir"])
 def main(argv: list[str]) -> None:
   if len(argv) > 1:
     raise app.UsageError(f"unexpected arguments {argv[1:]}; overrides are written --config.key=value")
-  startup.set_environment(_CONFIG.value.get("precision"))
+  config, notes = config_typed.of_flag(flags.FLAGS["config"])
+  startup.set_environment(config.get("precision"))
   # JAX takes seconds to import: only now, so that a mistyped flag is told at once.
   import jax
 
@@ -36,7 +37,7 @@ def main(argv: list[str]) -> None:
   from trainer.verify import verify
   startup.look_for_garbage()
   startup.keep_compiled_programs()
-  if _MODE.value == "plan" and _CONFIG.value.plan.topology is not None:
+  if _MODE.value == "plan" and config.plan.topology is not None:
     # The plan is for other devices; those that are here, perhaps in use, are left alone.
     jax.config.update("jax_platforms", "cpu")
   mode: Any = {"train": train, "inspect": inspect, "plan": plan, "verify": verify,
@@ -44,7 +45,9 @@ def main(argv: list[str]) -> None:
   if _STEP.value is not None and _MODE.value != "replay":
     raise app.UsageError(f"--step={_STEP.value} is for --mode=replay, but the mode is {_MODE.value}.")
   try:
-    mode(_CONFIG.value, _WORKDIR.value)
+    for note in notes:
+      print(note, flush=True)
+    mode(config, _WORKDIR.value)
   except KeyboardInterrupt:
     # While steps run, Ctrl-C saves and exits 0 (trainer/callbacks.py); before that there is nothing to save.
     _leave("Interrupted while setting up: no step was taken, nothing is lost.", 130)
@@ -56,7 +59,7 @@ def main(argv: list[str]) -> None:
     if "RESOURCE_EXHAUSTED" not in str(error):
       raise
     logging.debug("Traceback:", exc_info=True)
-    _leave(out_of_memory(_CONFIG.value, _WORKDIR.value, error))
+    _leave(out_of_memory(config, _WORKDIR.value, error))
 
 
 def _leave(message: str, code: int = 1) -> NoReturn:

@@ -64,7 +64,7 @@ def make_schedule(cfg: Any, *, total_steps: int, to_steps: ToSteps) -> Schedule:
   if warm > total_steps:
     raise ConfigError(
         f"schedule.warmup lasts {warm:,} steps, but the run has {total_steps:,}; shorten it, e.g."
-        f" --config.schedule.warmup_steps={max(total_steps // 50, 1)} (and unset its other units with -1)"
+        f" --config.schedule.warmup_steps={max(total_steps // 50, 1)}"
     )
   # The update that has the peak; progress is counted from here.
   peak = max(warm - 1, 0)
@@ -119,7 +119,7 @@ def _wsd(
     raise ConfigError(
         f"schedule.warmup ({warm:,} steps) and schedule.decay ({decay:,} steps) together are longer than"
         f" the run ({total_steps:,} steps); shorten one, e.g."
-        f" --config.schedule.decay_steps={total_steps - warm} (and unset its other units with -1)"
+        f" --config.schedule.decay_steps={total_steps - warm}"
     )
   if not decay:
     return _constant

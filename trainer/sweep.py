@@ -22,7 +22,7 @@ from typing import Any
 from absl import app, flags, logging
 from ml_collections import ConfigDict, config_flags
 
-from trainer import sweep_runs, sweep_slurm
+from trainer import config_typed, sweep_runs, sweep_slurm
 from trainer.combinations import (
   Combination,
   argument,
@@ -89,7 +89,7 @@ def config_of(config_file: str, overrides: Sequence[str]) -> ConfigDict:
   before, sys.argv = sys.argv, argv  # where ml_collections looks for overrides
   try:
     values(argv)
-    config = values.config
+    config, _ = config_typed.of_flag(values["config"])
   except (AttributeError, KeyError) as e:
     raise ConfigError(config_checks.explain_override(argv, e)) from e
   except (flags.Error, OSError, ImportError, SyntaxError) as e:
