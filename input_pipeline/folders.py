@@ -9,7 +9,7 @@ import errno
 import json
 import os
 import shutil
-import tempfile
+import socket
 import time
 import zlib
 from collections.abc import Callable, Iterator
@@ -38,7 +38,8 @@ def new(folder: Path, what: str) -> Iterator[Path]:
   try:
     cache_dir.mkdir(parents=True, exist_ok=True)
     _remove_abandoned(cache_dir)
-    temporary = Path(tempfile.mkdtemp(prefix=f".tmp-{folder.name}-", dir=cache_dir))
+    temporary = cache_dir / f".tmp-{folder.name}-{socket.gethostname()}-{os.getpid()}-{time.time_ns()}"
+    temporary.mkdir()  # not mkdtemp, whose folders are private: a cache may be shared
     try:
       yield temporary
     finally:
@@ -52,7 +53,6 @@ def new(folder: Path, what: str) -> Iterator[Path]:
 
 def publish(temporary: Path, folder: Path, arrays: Arrays) -> None:
   """Gives a complete build its final name, unless another process was first."""
-  os.chmod(temporary, 0o755)  # mkdtemp makes it private
   try:
     os.rename(temporary, folder)
   except OSError:

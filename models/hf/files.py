@@ -246,7 +246,7 @@ def write_tensors(out: Path, tensors: Mapping[str, tuple[tuple[int, ...], np.dty
         arrays[name] = np.ascontiguousarray(make(name))
         if arrays[name].shape != tuple(shape) or arrays[name].dtype != dtype:
           raise ValueError(f"{name} became {arrays[name].dtype}{arrays[name].shape}, announced: {dtype}{shape}")
-      save_file(arrays, temporary[out / file], metadata={"format": "pt"})
+      save_tensors(arrays, temporary[out / file])
       del arrays
     if len(shards) > 1:
       temporary[out / INDEX] = out / f"{INDEX}.tmp"
@@ -266,6 +266,19 @@ def write_tensors(out: Path, tensors: Mapping[str, tuple[tuple[int, ...], np.dty
   for file, written in temporary.items():
     os.replace(written, file)
   return list(temporary)
+
+
+def save_tensors(tensors: dict[str, np.ndarray], file: Path) -> None:
+  """Writes one safetensors file, with the permissions that any new file of this process has.
+
+  Raises:
+    OSError, safetensors.SafetensorError: it cannot be written.
+  """
+  file.unlink(missing_ok=True)
+  file.touch()
+  mode = file.stat().st_mode & 0o777
+  save_file(tensors, file, metadata={"format": "pt"})  # makes another file, for its owner alone, and renames it
+  file.chmod(mode)
 
 
 def weights_in(folder: Path) -> list[Path]:

@@ -326,7 +326,7 @@ def save_adapters(out: str | Path, read: lora_lib.ReadLeaf, *, family: Family, k
   try:
     out.mkdir(parents=True, exist_ok=True)
     (out / CONFIG).unlink(missing_ok=True)  # without it, a half-written folder cannot be taken for a whole one
-    safetensors.numpy.save_file(tensors, out / TENSORS, metadata={"format": "pt"})
+    files.save_tensors(tensors, out / TENSORS)
     temporary = out / f"{CONFIG}.tmp"
     temporary.write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
     os.replace(temporary, out / CONFIG)

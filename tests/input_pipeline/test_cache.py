@@ -149,6 +149,17 @@ def test_a_build_that_dies_leaves_nothing_that_is_used(data, monkeypatch):
   assert killed not in folders(data)
 
 
+def test_others_may_read_a_cache_as_any_new_folder(data):
+  before = os.umask(0o027)
+  try:
+    build(data)
+  finally:
+    os.umask(before)
+  (folder,) = folders(data)
+  assert folder.stat().st_mode & 0o777 == 0o750
+  assert {p.stat().st_mode & 0o777 for p in folder.iterdir()} == {0o640}
+
+
 def test_two_builds_at_once(data):
   both = threading.Barrier(2)
 

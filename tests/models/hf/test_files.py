@@ -1,6 +1,7 @@
 """Folders of safetensors: what is read, what is refused and how it is told, how shards are written."""
 
 import json
+import os
 import re
 import struct
 
@@ -223,6 +224,21 @@ def test_the_writer_holds_one_shard_at_a_time(tmp_path):
 
   files.write_tensors(tmp_path, {f"t{i}": ((16,), np.dtype(np.float32)) for i in range(12)}, make, 128)
   assert most == 128
+
+
+@pytest.mark.parametrize("umask, mode", [(0o022, 0o644), (0o002, 0o664), (0o077, 0o600)])
+def test_files_have_the_permissions_that_any_new_file_has(tmp_path, umask, mode):
+  before = os.umask(umask)
+  try:
+    for size in (10**9, 72):
+      files.write_tensors(tmp_path / str(size), layout(TENSORS), TENSORS.get, size)
+    single = tmp_path / "adapter_model.safetensors"
+    single.touch(0o600)  # by a version that wrote private files
+    files.save_tensors({"a": A}, single)
+  finally:
+    os.umask(before)
+  written = [p for p in tmp_path.rglob("*") if p.is_file()]
+  assert len(written) == 5 and {p.stat().st_mode & 0o777 for p in written} == {mode}
 
 
 def test_old_weights_go_and_other_files_stay(tmp_path):

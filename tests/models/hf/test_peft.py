@@ -135,6 +135,7 @@ def test_dtypes(tmp_path):
   leaves = case.random()
   _, tensors = case.write(tmp_path / "out", leaves, dtype=ml_dtypes.bfloat16)
   assert {values.dtype for values in tensors.values()} == {np.dtype(ml_dtypes.bfloat16)}
+  assert len({(tmp_path / "out" / file).stat().st_mode for file in (peft.CONFIG, peft.TENSORS)}) == 1
   for path, values in case.read(tmp_path / "out").items():
     np.testing.assert_array_equal(values, leaves[path].astype(ml_dtypes.bfloat16).astype(np.float32))
 
