@@ -124,7 +124,7 @@ def defaults() -> ConfigDict:
   c.update(duration("total", steps=1000))
 
   c.optimizer = o = ConfigDict()
-  # adamw | adafactor | muon (matrices; adamw for the rest) | lion | sgd
+  # adamw | adafactor | muon (hidden matrices; adamw for the rest) | lion | sgd
   o.name = "adamw"
   # Peak learning rate; `schedule` shapes it over time.
   o.learning_rate = 3e-4
@@ -152,6 +152,9 @@ def defaults() -> ConfigDict:
   # muon: Newton–Schulz iterations. Its updates are scaled to AdamW's RMS (0.2 * sqrt(max(fan_in, fan_out))),
   # so that learning_rate and weight_decay mean the same for both parts.
   o.muon_steps = 5
+  # muon: regexes of kernels that are no hidden matrices, and have adamw: embeddings of tokens, positions and patches,
+  # the output head, routers, gates, convolutions. Biases, norms and kernels of one row or column have it anyway.
+  o.muon_exclude = (r"(^|/)(\w*embed|lm_head|router|shared_gate|\w*conv\w*)/",)
   # adafactor: second-moment decay is 1 - step ** -decay_exponent; matrices smaller than
   # min_dim_size_to_factor keep the full second moment.
   o.decay_exponent = 0.8

@@ -31,10 +31,6 @@ Tree = dict[str, Any]
 
 NAMES = ("adamw", "adafactor", "muon", "lion", "sgd")
 
-# Muon is for hidden matrices: embeddings and the output head behave like tables of vectors.
-_MATRIX = re.compile(r"^(?!(.*/)?(embed|unembed|pos_embed)/).*kernel$")
-
-
 # Arrays of so many entries go layer by layer where they are kept in less than float32.
 LARGE = 2**24
 
@@ -223,7 +219,7 @@ def make_optimizer(
   rules = _rules(cfg, shapes, total_steps, only)
   trained = {path: shapes[path] for path in rules}
   schedule = make_schedule(cfg_schedule, total_steps=total_steps, to_steps=to_steps)
-  parts = _parts(cfg, trained)
+  parts = _parts(cfg, trained, shapes)
   notes = [f"{name}: {_count(paths, shapes)}" for name, (paths, _) in parts.items()]
   if len(trained) < len(shapes):
     notes.append(f"frozen: {_count(shapes.keys() - trained.keys(), shapes)}")
@@ -298,8 +294,17 @@ def _rules(cfg: Any, paths: Mapping[str, Any], total_steps: int, only: str | Non
   }
 
 
-def _parts(cfg: Any, trained: Mapping[str, Any]) -> dict[str, tuple[frozenset[str], Direction]]:
-  """The chosen optimizer's parts: which paths each serves, and how."""
+def _hidden_matrices(exclude: Sequence[str], trained: Mapping[str, Any], every: Iterable[str]) -> frozenset[str]:
+  """The parameters that Muon serves: kernels whose last two dims are a matrix, but for those that `exclude` names."""
+  # The default patterns describe usual models; many have no images and no experts.
+  excluded = patterns.select(exclude, every, "optimizer.muon_exclude", optional=defaults().optimizer.muon_exclude)
+  return frozenset(path for path, leaf in trained.items() if path.endswith("kernel") and path not in excluded
+                   and len(leaf.shape) >= 2 and min(leaf.shape[-2:]) > 1)
+
+
+def _parts(cfg: Any, trained: Mapping[str, Any], every: Iterable[str]
+           ) -> dict[str, tuple[frozenset[str], Direction]]:
+  """The chosen optimizer's parts: which paths each serves, and how; `every` path, also of what is frozen."""
   everything = frozenset(trained)
   if cfg.name == "adamw":
     return {"adam": (everything, adam(cfg.b1, cfg.b2, cfg.eps))}
@@ -309,11 +314,11 @@ def _parts(cfg: Any, trained: Mapping[str, Any]) -> dict[str, tuple[frozenset[st
     return {"lion": (everything, lion(cfg.b1, cfg.b2))}
   if cfg.name == "sgd":
     return {"sgd": (everything, sgd(cfg.momentum, cfg.nesterov))}
-  matrices = frozenset(path for path, leaf in trained.items() if len(leaf.shape) >= 2 and _MATRIX.match(path))
+  matrices = _hidden_matrices(cfg.muon_exclude, trained, every)
   if not matrices:
     raise ConfigError(
-        "optimizer.name = 'muon' is for matrices, but none is trained; use --config.optimizer.name=adamw"
-        f" for {', '.join(sorted(trained)[:4])}{' …' if len(trained) > 4 else ''}"
+        "optimizer.name = 'muon' is for hidden matrices, but none is trained (adapters are factors of one); use"
+        f" --config.optimizer.name=adamw for {', '.join(sorted(trained)[:4])}{' …' if len(trained) > 4 else ''}"
     )
   parts = {"muon": (matrices, muon(cfg.momentum, cfg.nesterov, cfg.muon_steps))}
   others = (everything - matrices, adam(cfg.b1, cfg.b2, cfg.eps))

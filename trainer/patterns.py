@@ -103,8 +103,15 @@ def match(
   return {path: values.get(path, default) for path in paths}
 
 
-def select(patterns: Sequence[str], paths: Iterable[str], what: str) -> frozenset[str]:
+def select(patterns: Sequence[str], paths: Iterable[str], what: str, *,
+           optional: Collection[str] = ()) -> frozenset[str]:
   """The paths in which at least one of the regexes is found; the regexes may overlap.
+
+  Args:
+    patterns: the regexes.
+    paths: the existing paths.
+    what: the config key that the regexes come from, for messages.
+    optional: those of the regexes that may match no path, where only some are built in.
 
   Raises:
     ConfigError: a regex is malformed or matches no path.
@@ -112,7 +119,8 @@ def select(patterns: Sequence[str], paths: Iterable[str], what: str) -> frozense
   if isinstance(patterns, str):
     raise ConfigError(f"{what} is the string {patterns!r}; write a tuple of patterns: ({patterns!r},)")
   paths = list(paths)
-  return frozenset(path for pattern in patterns for path in search(pattern, paths, what))
+  return frozenset(path for pattern in patterns
+                   for path in search(pattern, paths, what, must_match=pattern not in optional))
 
 
 def search(pattern: str, paths: Sequence[str], what: str, *, must_match: bool = True) -> list[str]:

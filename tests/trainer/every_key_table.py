@@ -239,6 +239,7 @@ OPTIMIZER = {
   "optimizer.momentum": optimizing(0.5, {"optimizer.name": "sgd"}),
   "optimizer.nesterov": optimizing(False, {"optimizer.name": "sgd"}),
   "optimizer.muon_steps": optimizing(3, {"optimizer.name": "muon"}),
+  "optimizer.muon_exclude": optimizing(("attn/q",), {"optimizer.name": "muon"}),
   "optimizer.decay_exponent": optimizing(0.5, {"optimizer.name": "adafactor"}),
   "optimizer.min_dim_size_to_factor": optimizing(8, {"optimizer.name": "adafactor"}),
   "optimizer.ema_decay": update(0.9),

@@ -8,6 +8,7 @@ import numpy as np
 import optax
 import pytest
 
+from models import api
 from trainer import directions, durations, optim, patterns
 from trainer.config import ConfigError, defaults
 
@@ -153,9 +154,56 @@ def test_muon_serves_hidden_matrices_and_adam_the_rest():
   muon_updates, adam_updates = first_update(optimizer), first_update(make(name="adamw"))
   for path in adam:
     assert (muon_updates[path] == adam_updates[path]).all(), path
-  # pos_embed and nested parts of larger models, too.
+  # Nested parts of larger models, too.
   shapes = {"pos_embed/kernel": (4, 4), "text/embed/kernel": (4, 4), "text/embedder/kernel": (4, 4)}
   assert make(tree(0, shapes=shapes), name="muon").parts["muon"][0] == {"text/embedder/kernel"}
+
+
+ATTENTION = {f"blocks/attn/{p}/kernel" for p in "qkvo"}
+MLP = {f"blocks/mlp/{p}/kernel" for p in ("gate", "up", "down")}
+# Of Jordan's definition, https://kellerjordan.github.io/posts/muon: "hidden layers"; not the embedding, the head,
+# scalars and vectors. Patches are embedded by the convolution that is a tower's first layer; the columns of a router
+# and a gate are one classifier each, as a head's.
+HIDDEN = {
+    "gpt2": (dict(positions="learned", max_positions=8, tie_embeddings=False, activation="gelu", mlp_bias=True,
+                  qkv_bias=True), ATTENTION | (MLP - {"blocks/mlp/gate/kernel"})),
+    "experts": (dict(moe=dict(num_experts=4, shared_size=8, shared_gate=True)),
+                ATTENTION | {f"blocks/moe/{of}/{p}/kernel" for of in ("experts", "shared")
+                             for p in ("gate", "up", "down")}),
+    "clip": (dict(vision=dict(tower="clip", projector="mlp")),
+             ATTENTION | MLP | {f"vision/{path}" for path in ATTENTION}
+             | {f"{of}/{p}/kernel" for of in ("vision/blocks/mlp", "projector") for p in ("up", "down")}),
+    "siglip": (dict(vision=dict(tower="siglip", projector="pool", tokens_per_image=1)),
+               ATTENTION | MLP | {f"vision/{path}" for path in ATTENTION}
+               | {"vision/blocks/mlp/up/kernel", "vision/blocks/mlp/down/kernel", "projector/linear/kernel"}),
+}
+
+
+@pytest.mark.parametrize("name", HIDDEN)
+def test_muon_serves_hidden_matrices_of_whole_models(name):
+  changed, hidden = HIDDEN[name]
+  cfg = defaults().model
+  cfg.update(num_layers=2, hidden_size=8, intermediate_size=16, num_heads=2)
+  cfg.vision.update(image_size=28, num_layers=1, hidden_size=8, intermediate_size=16, num_heads=2, image_token=3)
+  cfg.update(changed)
+  model = api.make_model(cfg, vocab_size=11, params_dtype="float32", compute_dtype="float32")
+  optimizer = make(model.abstract_params(), name="muon")
+  assert optimizer.parts["muon"][0] == hidden
+  assert optimizer.parts["adam"][0] == set(patterns.flatten(model.abstract_params())) - hidden
+
+
+def test_muon_leaves_out_what_a_model_of_ones_own_says_and_what_is_no_matrix():
+  shapes = {"conv_1/kernel": (3, 3, 4, 4), "stem/deconv/kernel": (3, 3, 4, 4), "score/kernel": (4, 1),
+            "lm_head/kernel": (4, 6), "first/kernel": (4, 4), "second/kernel": (2, 3, 4, 4)}
+  params = tree(0, shapes=shapes)
+  assert make(params, name="muon").parts["muon"][0] == {"first/kernel", "second/kernel"}
+  assert make(params, name="muon", muon_exclude=("^first/",)).parts["muon"][0] == {
+      "conv_1/kernel", "stem/deconv/kernel", "lm_head/kernel", "second/kernel"}
+  with pytest.raises(ConfigError, match=r"optimizer\.muon_exclude: the pattern 'frist'.*'first' instead of 'frist'"):
+    make(params, name="muon", muon_exclude=("frist",))
+  adapters = {"blocks/attn/q/lora_a": (2, 4, 2), "blocks/attn/q/lora_b": (2, 2, 4)}
+  with pytest.raises(ConfigError, match="adapters are factors.*optimizer.name=adamw"):
+    make(tree(0, shapes=adapters), name="muon")
 
 
 @pytest.mark.parametrize("shape", [(3, 32, 32), (2, 24, 96), (96, 24)])
@@ -308,11 +356,12 @@ def test_impossible_optimizers(changed, message):
 @pytest.mark.parametrize(
     "name, unread",
     [
-        ("adamw", {"momentum", "nesterov", "muon_steps", "decay_exponent", "min_dim_size_to_factor"}),
-        ("adafactor", {"b1", "b2", "eps", "momentum", "nesterov", "muon_steps"}),
+        ("adamw", {"momentum", "nesterov", "muon_steps", "muon_exclude", "decay_exponent", "min_dim_size_to_factor"}),
+        ("adafactor", {"b1", "b2", "eps", "momentum", "nesterov", "muon_steps", "muon_exclude"}),
         ("muon", {"decay_exponent", "min_dim_size_to_factor"}),
-        ("lion", {"eps", "momentum", "nesterov", "muon_steps", "decay_exponent", "min_dim_size_to_factor"}),
-        ("sgd", {"b1", "b2", "eps", "muon_steps", "decay_exponent", "min_dim_size_to_factor"}),
+        ("lion", {"eps", "momentum", "nesterov", "muon_steps", "muon_exclude", "decay_exponent",
+                  "min_dim_size_to_factor"}),
+        ("sgd", {"b1", "b2", "eps", "muon_steps", "muon_exclude", "decay_exponent", "min_dim_size_to_factor"}),
     ],
 )
 def test_only_keys_of_the_chosen_optimizer_are_read(name, unread):

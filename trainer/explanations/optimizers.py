@@ -53,7 +53,8 @@ others: big_vision: a momentum of 0.9 in bfloat16, d at most 0.999, no division 
 like: optimizer
 
 = optimizer.muon, muon: Muon, for hidden matrices
-Momentum whose matrices are made orthogonal; embeddings, the output head, norms and biases have AdamW.
+Momentum whose matrices are made orthogonal, each layer's and each expert's by itself; embeddings (of tokens, positions
+and patches), the output head, routers, gates, norms and biases have AdamW.
 equation:
   t ← momentum · t + g;   x = g + momentum · t  (nesterov), else t
   direction = U Vᵀ · 0.2 √max(M, N),  x = U S Vᵀ an M × N matrix, by muon_steps steps of
@@ -65,7 +66,8 @@ test: tests/trainer/test_optim.py::
 test: tests/trainer/test_optim.py::test_muon_updates_have_the_rms_of_adam_updates
 test: tests/trainer/test_optim.py::test_muon_serves_hidden_matrices_and_adam_the_rest
 config: config.optimizer.name = "muon"
-keys: optimizer.momentum optimizer.nesterov optimizer.muon_steps optimizer.learning_rate optimizer.weight_decay
+keys: optimizer.momentum optimizer.nesterov optimizer.muon_steps optimizer.muon_exclude optimizer.learning_rate
+  optimizer.weight_decay
 paper: Jordan et al.: Muon: An optimizer for hidden layers in neural networks, 2024, https://kellerjordan.github.io/posts/muon
 paper: Liu et al.: Muon is Scalable for LLM Training, 2025, arXiv 2502.16982, eq. 4 (the factor 0.2 √max(M, N))
 others: The first Muon scales by √max(1, out/in) and wants a learning rate of its own; here one learning rate and weight
