@@ -203,7 +203,8 @@ class MetricsLog(Callback):
 
 
 class Progress(Callback):
-  """A progress bar with loss, tokens/s and time left; in a log file, a line now and then instead."""
+  """A progress bar with loss, tokens/s and time left; in a log file, a line now and then instead. Of rollouts, whose
+  loss says little, the mean reward of the latest comes first."""
 
   def __init__(self, seconds_between_lines: float = 10.0):
     self._bar, self._interval, self._line_at = None, seconds_between_lines, 0.0
@@ -220,16 +221,18 @@ class Progress(Callback):
 
   def on_step_end(self, run, step, metrics):
     now = time.monotonic()
-    loss = metrics.get("loss", math.nan)  # a step that trained no token has none
+    shown = {"reward": metrics["reward"]} if "reward" in metrics else {}
+    shown["loss"] = metrics.get("loss", math.nan)  # a step that trained no token has none
+    told = [f"{name} {value:.3f}" for name, value in shown.items()]
     seconds = max(now - self._began, 1e-9)
     rate = (run.tokens_seen(step) - self._tokens) / seconds
     if self._bar is not None:
-      self._bar.set_postfix_str(f"loss {loss:.3f}, {rate:,.0f} tokens/s", refresh=False)
+      self._bar.set_postfix_str(", ".join([*told, f"{rate:,.0f} tokens/s"]), refresh=False)
       self._bar.update(step - self._bar.n)
     elif now - self._line_at >= self._interval or step == run.total_steps:
       self._line_at = now
       left = (run.total_steps - step) * seconds / max(step - self._first, 1)
-      run.say(f"step {step}/{run.total_steps} ({step / run.total_steps:.0%})  loss {loss:.3f}  "
+      run.say(f"step {step}/{run.total_steps} ({step / run.total_steps:.0%})  {'  '.join(told)}  "
               f"{rate:,.0f} tokens/s  {int(left // 60)}:{int(left % 60):02d} left")
 
   def on_train_end(self, run):

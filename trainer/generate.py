@@ -256,6 +256,9 @@ def _run(given: Any) -> None:
     return converse(loaded, Sampler(loaded.model, mesh, rows=1, chunk=CHUNK), options, given.system, given.image)
   if given.system is not None and not given.chat:
     raise ConfigError("--system is a message of a conversation; add --chat.")
+  if loaded.prompter.template is not None and not given.chat:
+    sys.stderr.write("This model has a chat template, but the prompt is continued as a plain text. With --chat it is "
+                     "what the user says, and is answered.\n")
   texts = [sys.stdin.read()] if prompts is None else prompts
   system = [] if given.system is None else [{"role": "system", "content": given.system}]
   made = [loaded.prompter.messages([*system, {"role": "user", "content": text}], where=f"prompt {n}",

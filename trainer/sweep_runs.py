@@ -194,9 +194,10 @@ def _visible_gpus(needed: int) -> list[str]:
 
 
 def progress(workdir: Path) -> str:
-  """`step 120, loss 2.345` by the last row with a loss that is written there."""
-  row = last_values(workdir, ("loss",), tail=True)
-  return f"step {row['step']:,}, loss {row['loss']:.4g}" if "loss" in row else "no step yet"
+  """`step 120, loss 2.345` by the last rows that are written there; of rollouts the reward, too."""
+  row = last_values(workdir, ("reward", "loss"), tail=True)
+  told = [f"{name} {row[name]:.4g}" for name in ("reward", "loss") if name in row]
+  return ", ".join([f"step {row['step']:,}", *told]) if told else "no step yet"
 
 
 def last_values(workdir: Path, names: Sequence[str], tail: bool = False) -> dict[str, float]:

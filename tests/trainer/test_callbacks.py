@@ -38,6 +38,22 @@ def test_progress_shows_steps_with_and_without_a_loss(monkeypatch):
   assert run.said[0].startswith("step 5/10 (50%)  loss 2.500") and run.said[1].startswith("step 10/10 (100%)  loss nan")
 
 
+@pytest.mark.parametrize("terminal", [False, True])
+def test_progress_of_rollouts_shows_the_reward(monkeypatch, terminal):
+  """The loss of a policy that has not moved is 0 whatever it is worth."""
+  monkeypatch.setattr("sys.stderr.isatty", lambda: terminal, raising=False)
+  monkeypatch.setattr("os.get_terminal_size", lambda *_: types.SimpleNamespace(columns=80))
+  monkeypatch.setattr("sys.stderr.fileno", lambda: 2, raising=False)
+  shown = []
+  monkeypatch.setattr(cb.tqdm, "set_postfix_str", lambda bar, text, **_: shown.append(text))
+  progress, run = cb.Progress(seconds_between_lines=0.0), fake_run()
+  progress.on_train_begin(run)
+  progress.on_step_end(run, 5, {"loss": -0.0001, "reward": 0.125})
+  progress.on_train_end(run)
+  line = shown[0] if terminal else run.said[0]
+  assert "reward 0.125 loss -0.000" in line.replace(",", " ").replace("  ", " ")
+
+
 def test_health_counts_only_steps_in_a_row_and_names_where_it_began():
   health, run = cb.Health(2, ["a", "b"]), fake_run()
   bad = {"nonfinite": 1.0, "nonfinite_leaf": 1.0}

@@ -241,6 +241,15 @@ def test_a_run_whose_sweep_was_killed_is_not_started_twice(stub, tmp_path):
 # ---------------------------------------------------------------------------------------------- the table
 
 
+@pytest.mark.parametrize("rows, line", [
+    ([], "no step yet"), ([{"step": 3, "loss": 2.5}], "step 3, loss 2.5"),
+    ([{"step": 1, "loss": 0.1, "reward": 0.5}, {"step": 2, "loss": 0.0, "reward": 0.75}, {"step": 3, "eval/a/b": 1}],
+     "step 3, reward 0.75, loss 0")])
+def test_the_progress_of_a_run_is_its_reward_where_there_is_one(tmp_path, rows, line):
+  (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+  assert sweep_runs.progress(tmp_path) == line
+
+
 def test_the_table_is_sorted_and_what_has_no_value_comes_last(tmp_path):
   rows = {"a": [0.5], "b": [0.1, 0.7], "c": ["nan"], "d": [], "e": [0.2]}
   runs = []

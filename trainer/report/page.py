@@ -103,8 +103,9 @@ def tiles(history: History, state: Status) -> list[tuple[str, str, str]]:
   for name, label, text in (("tokens_per_second", "tokens per second", in_short), ("mfu", "MFU", "{:.2%}".format)):
     if name in history.metrics and len(values := history.metrics[name].finite.values):
       found.append((label, text(float(np.median(values))), "median of all rows"))
-  if (loss := history.last("loss")) is not None:
-    found.append(("loss", number(loss), "the last that is written"))
+  for name in ("reward", "loss"):
+    if (value := history.last(name)) is not None:
+      found.append((name, number(value), "the last that is written"))
   parameters = mapping(history.starts, -1, "parameters")
   if isinstance(at(parameters, "all"), int):
     trained = at(parameters, "trained")
