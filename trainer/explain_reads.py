@@ -18,7 +18,7 @@ from trainer.config_source import FILES, ROOT, keys, targets
 
 FOLDERS = ("trainer", "models", "input_pipeline", "evaluators")
 # These read saved files of the same names, or are about the config rather than of it.
-_NOT = re.compile(r"(models/hf|trainer/report|trainer/explain\w*|trainer/config_checks|trainer/trackers)")
+_NOT = re.compile(r"(models/hf|trainer/report|trainer/explain\w*|trainer/config_(checks|typed)|trainer/trackers)")
 # {(file, variable): section}; "": all of the config.
 SEEDS = {
     ("", "config"): "", ("", "resolved"): "", ("", "cfg_model"): "model.", ("", "cfg_schedule"): "schedule.",

@@ -2,8 +2,9 @@
 
 Steps are optimizer steps (updates), counted from 0. A schedule is warm-up times shape. With a warm-up
 of W steps the factor of update k is (k + 1) / W, so the first update does something and update W - 1
-has the peak; the shape is 1 until there. `linear`, `cosine` and `wsd` reach `floor` exactly at the
-run's last update.
+has the peak; the shape is 1 until there. `linear`, `cosine` and `wsd` are on their way to `floor` until
+the run's last update, and would reach it one later, as in Transformers and PyTorch: every update of a
+run, or of a cycle of `sgdr`, learns something although the floor is 0.
 
 A step is a traced int32 inside the compiled update, or a Python int: then NumPy computes, so that
 logging a learning rate does not wait for the device.
@@ -68,7 +69,6 @@ def make_schedule(cfg: Any, *, total_steps: int, to_steps: ToSteps) -> Schedule:
     )
   # The update that has the peak; progress is counted from here.
   peak = max(warm - 1, 0)
-  last = total_steps - 1
   if cfg.name == "constant":
     return Schedule(warm, _constant)
   floor = cfg.floor
@@ -80,7 +80,7 @@ def make_schedule(cfg: Any, *, total_steps: int, to_steps: ToSteps) -> Schedule:
     return Schedule(warm, _sgdr(cfg, floor, peak, total_steps, to_steps))
   if cfg.name == "rsqrt":
     return Schedule(warm, _rsqrt(cfg.timescale, floor, peak))
-  return Schedule(warm, _decay(cfg.name, floor, peak, last))
+  return Schedule(warm, _decay(cfg.name, floor, peak, total_steps))
 
 
 def _constant(step: Step) -> Factor:
@@ -88,20 +88,23 @@ def _constant(step: Step) -> Factor:
 
 
 def _decay(kind: str, floor: float, start: Step, end: Step) -> Callable[[Step], Factor]:
-  """1 until update `start`, then down to `floor` at update `end`, and on."""
+  """1 until update `start`, then down to `floor`, which update `end` would have, and on."""
 
   def shape(step: Step) -> Factor:
     xp = _numpy(step)
-    # The subtraction is in integers: float32 would not tell steps above 2**24 apart.
-    t = xp.clip(_float(step - start) / _float(xp.maximum(end - start, 1)), 0, 1)
-    way_down = {
-        "linear": lambda: t,
-        # Steep at first: the better cool-down in Hägele et al. 2024 (arXiv 2405.18392).
-        "sqrt": lambda: xp.sqrt(t),
-        "cosine": lambda: (1 - xp.cos(_float(np.pi) * t)) / 2,
+    # What is left of the way, not what lies behind: float32 tells the last of many updates from the end by this alone.
+    # The subtractions are in integers, which float32 would not tell apart above 2**24.
+    left = xp.clip(_float(end - step) / _float(end - start), 0, 1)
+    above = {
+        "linear": lambda: left,
+        # 1 - sqrt(t), steep at first: the better cool-down in Hägele et al. 2024 (arXiv 2405.18392).
+        "sqrt": lambda: left / (1 + xp.sqrt(1 - left)),
+        # (1 + cos(pi t)) / 2
+        "cosine": lambda: xp.sin(_float(np.pi / 2) * left) ** 2,
     }[kind]()
-    # Both ends are exact whatever the rounding between them.
-    return xp.where(t >= 1, _float(floor), xp.clip(1 - _float(1 - floor) * way_down, _float(floor), 1))
+    # Both ends are exact whatever the rounding between them (compilers divide by multiplying with the inverse).
+    between = xp.clip(_float(floor) + _float(1 - floor) * above, _float(floor), 1)
+    return xp.where(step <= start, _float(1), xp.where(step >= end, _float(floor), between))
 
   return shape
 
@@ -123,7 +126,7 @@ def _wsd(
     )
   if not decay:
     return _constant
-  return _decay(cfg.decay_shape, floor, total_steps - 1 - decay, total_steps - 1)
+  return _decay(cfg.decay_shape, floor, total_steps - decay, total_steps)
 
 
 def _sgdr(
@@ -131,7 +134,8 @@ def _sgdr(
 ) -> Callable[[Step], Factor]:
   """Cosine cycles, each from the peak to the floor (Loshchilov & Hutter 2017, arXiv 1608.03983).
 
-  A cycle of C updates has the peak at its first and the floor at its last; the next is t_mult × C long.
+  A cycle of C updates has the peak at its first and would have the floor after its last, where the next one begins
+  at the peak; that is t_mult × C long.
   The cycle that the run's end cuts short is not compressed.
   """
   cycle = to_steps(cfg, "cycle", where="schedule")
@@ -152,7 +156,7 @@ def _sgdr(
     xp = _numpy(step)
     edges = xp.asarray(bounds)
     i = xp.clip(xp.searchsorted(edges, step, side="right") - 1, 0, len(bounds) - 2)
-    return _decay("cosine", floor, edges[i], edges[i + 1] - 1)(step)
+    return _decay("cosine", floor, edges[i], edges[i + 1])(step)
 
   return shape
 

@@ -56,7 +56,7 @@ def test_adamw_equals_a_hand_written_one_with_decoupled_decay():
   ours = {path: np.float64(p) for path, p in patterns.flatten(params).items()}
   m = dict.fromkeys(ours, 0.0)
   v = dict.fromkeys(ours, 0.0)
-  factors = [0.5, 1.0, 17 / 18]
+  factors = [0.5, 1.0, 18 / 19]
   for step in range(3):
     grads = tree(10 + step)
     updates, state = update(grads, state, params, step)

@@ -109,36 +109,35 @@ keys: schedule.name
 like: schedule
 
 = schedule.linear: down in a line
-From the peak to the floor at the run's last update.
+From the peak to the floor, which the update after the run's last one would have.
 equation:
-  1 − (1 − floor) t,  t = (k − peak) / (last − peak)
+  1 − (1 − floor) t,  t = (k − peak) / (number of updates − peak)
 source: trainer/schedules.py _decay
 test: tests/trainer/test_schedules.py::test_closed_forms
-test: tests/trainer/test_schedules.py::test_the_last_update_has_exactly_the_floor
+test: tests/trainer/test_schedules.py::test_the_floor_comes_one_update_after_the_last
 config: config.schedule.update(name="linear", floor=0.0)
 keys: schedule.floor
-others: Transformers: reaches 0 one update after the last, and the first update has a learning rate of 0 where there is
-  a warm-up.
+others: Transformers: the same, but the first update has a learning rate of 0 where there is a warm-up.
 like: schedule
 
 = schedule.cosine, cosine: down in half a cosine
-From the peak to the floor at the run's last update.
+From the peak to the floor, which the update after the run's last one would have.
 equation:
-  1 − (1 − floor)(1 − cos πt)/2,  t = (k − peak) / (last − peak)
+  1 − (1 − floor)(1 − cos πt)/2,  t = (k − peak) / (number of updates − peak)
 source: trainer/schedules.py _decay @ "cosine": lambda
 test: tests/trainer/test_schedules.py::test_closed_forms
-test: tests/trainer/test_schedules.py::test_the_last_update_has_exactly_the_floor
+test: tests/trainer/test_schedules.py::test_the_floor_comes_one_update_after_the_last
 config: config.schedule.name = "cosine"
 keys: schedule.floor
 paper: Loshchilov, Hutter: SGDR: Stochastic Gradient Descent with Warm Restarts, 2017, arXiv 1608.03983
-others: Transformers and big_vision: reach 0 one update after the last.
+others: Transformers and big_vision: the same.
 like: schedule
 
 = schedule.wsd, wsd: warm-up, stable, decay
 At the peak until the last updates, then down: a run may be continued from its stable part.
 equation:
   1, then 1 − (1 − floor) f(t) over the last decay updates;  f(t) = t (linear), √t (sqrt), (1 − cos πt)/2 (cosine)
-  decay: the last fifth of the run unless given
+  t = (k − first) / decay,  first = number of updates − decay;  decay: the last fifth of the run unless given
 source: trainer/schedules.py _wsd
 test: tests/trainer/test_schedules.py::test_closed_forms
 source: trainer/schedules.py _decay
@@ -149,19 +148,20 @@ keys: schedule.decay_percent schedule.decay_shape schedule.floor
 paper: Hu et al.: MiniCPM: Unveiling the Potential of Small Language Models with Scalable Training Strategies, 2024,
   arXiv 2404.06395
 paper: Hägele et al.: Scaling Laws and Compute-Optimal Training Beyond Fixed Training Durations, 2024, arXiv 2405.18392
-others: big_vision: cooldown_steps, a line to 0 on top of any schedule.
+others: Transformers' get_wsd_schedule: the same decay. big_vision: cooldown_steps, a line to 0 on top of any schedule.
 like: schedule
 
 = schedule.sgdr, sgdr: cosine cycles, each from peak to floor
 Each cycle is t_mult times as long as the one before; the one that the run's end cuts short is not compressed.
 equation:
-  1 − (1 − floor)(1 − cos πt)/2,  t from 0 to 1 within each cycle
+  1 − (1 − floor)(1 − cos πt)/2,  t = (k − the cycle's first update) / its length
 source: trainer/schedules.py _sgdr
 test: tests/trainer/test_schedules.py::test_sgdr_cycles_grow_and_each_goes_from_peak_to_floor
 test: tests/trainer/test_schedules.py::test_sgdr_with_equal_cycles
 config: config.schedule.update(name="sgdr", cycle_percent=25.0)
 keys: schedule.cycle_percent schedule.t_mult schedule.floor
 paper: Loshchilov, Hutter: SGDR: Stochastic Gradient Descent with Warm Restarts, 2017, arXiv 1608.03983
+others: PyTorch's CosineAnnealingWarmRestarts: the same.
 like: schedule
 
 = schedule.rsqrt, rsqrt: one over the square root of time
