@@ -16,7 +16,7 @@ from ml_collections import ConfigDict
 
 from input_pipeline.chat import ChatTemplate, Rendered
 from input_pipeline.files import DataError
-from input_pipeline.images import KEYS, EncodedImage, ImageError, ImageRef, Preprocess, check_preprocess, read
+from input_pipeline.images import FORMATS, KEYS, EncodedImage, ImageError, ImageRef, Preprocess, check_preprocess, read
 from input_pipeline.tokenizer import Tokenizer
 from trainer.config import ConfigError
 
@@ -79,7 +79,7 @@ class ImageFormat:
   def fingerprint(self) -> list:
     """What decides tokens and which images are kept."""
     return [self.token, self.each, self.before, self.after, self.marker, self.at_bos, self.prefix_end, self.drops,
-            self._max_pixels]
+            self._max_pixels, FORMATS]
 
   def load(self, refs: Iterable[ImageRef]) -> list[EncodedImage] | str:
     """The images of a row; or why the row is dropped, if it has one that cannot be used and may be.

@@ -75,6 +75,8 @@ TABLE = [
     ("png that claims too many pixels", file(png(100_000, 1_000)), "max_pixels=50000000"),
     ("png that claims far too many", file(png(2**31 - 1, 2**31 - 1)), "a.png"),
     ("png of sixteen bits of gray", file(encoded(pixels=np.zeros((4, 4), np.uint16))), "its mode is", "8 bits"),
+    ("png of sixteen bits of colour", file(png(2, 2, 16, 2, bytes(26))), "PNG of 16 bits", "expected 8", "Convert it"),
+    ("png of sixteen bits with alpha", file(png(2, 2, 16, 6, bytes(34))), "PNG of 16 bits", "expected 8"),
     ("tiff of sixteen bits", file(TIFF16, "a.tif"), "its mode is", "8 bits"),
     ("tiff whose first part is itself", file(b"II*\0\x08\0\0\0\x01\0\0\x01\x03\0\x01\0\0\0\x01\0\0\0\x08\0\0\0"),
      "a.png"),

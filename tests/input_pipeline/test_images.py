@@ -93,6 +93,63 @@ def test_modes_become_rgb(mode):
   assert pixels.shape == (4, 4, 3) and pixels.dtype == np.uint8 and (pixels == 255).all()
 
 
+DEPTHS = np.load(Path(__file__).parent / "references" / "image_depths.npz")
+
+
+@pytest.mark.parametrize("name", [name for name in DEPTHS if name != "levels"])
+def test_more_than_8_bits_a_channel_are_refused_by_the_files_own_depth(name):
+  """Of each Pillow makes an image of 8 bits in its own way; what has no more is as it was written."""
+  kind, bits, colors = name.split("_")
+  data = DEPTHS[name].tobytes()
+  if kind == "avif" and "AVIF" not in images.FORMATS:
+    pytest.skip("this Pillow reads no AVIF")
+  if int(bits) == 8 or kind == "ppm" and int(bits) < 8:
+    expected = DEPTHS["levels"] * 17
+    expected = expected[..., :1].repeat(3, axis=-1) if colors.startswith("gray") else expected
+    assert content(data).data == data and (to_pixels(data, Preprocess(16))[::4, ::4] == expected).all()
+    return
+  for use in (content, lambda data: to_pixels(data, Preprocess(16))):
+    with pytest.raises(ImageError, match=rf"(of {bits} bits a channel; expected 8|mode is 'I;16'; .* 8 bits).*Convert"):
+      use(data)
+
+
+def test_avif_and_jpeg_2000_are_read_as_other_formats_are(tmp_path):
+  names = {"JPEG2000": ("jp2_8_rgb", "j2k_8_rgb"), "AVIF": ("avif_8_rgb",)}
+  for data in (DEPTHS[name].tobytes() for kind in names if kind in images.FORMATS for name in names[kind]):
+    assert content(base64.b64encode(data).decode()).data == data
+    with pytest.raises(ImageError, match="a damaged or truncated"):
+      content(data[:-60], tmp_path)
+  clear = Image.fromarray(np.array([[[200, 0, 0, 0], [9, 9, 9, 255]]] * 2, np.uint8).repeat(8, 0).repeat(8, 1))
+  exif = Image.Exif()
+  exif[0x0112] = 6  # turned by 90 degrees to the right; AVIF says it as irot
+  for kind, options in (("JPEG2000", {}), ("AVIF", dict(quality=100, exif=exif))):
+    if kind in images.FORMATS:
+      pixels = to_pixels(encoded(clear, kind, **options), Preprocess(16))
+      first, last = (pixels[:, :7], pixels[:, 9:]) if kind == "JPEG2000" else (pixels[:7], pixels[9:])
+      assert (first == 255).all() and (last == 9).all()
+
+
+@pytest.mark.parametrize("missing", ["avif", "jpg_2000"])
+def test_a_pillow_without_a_library_reads_the_rest(missing):
+  code = (f"from PIL import features\nhas = features.check\nfeatures.check = lambda x: x != '{missing}' and has(x)\n"
+          "from input_pipeline import images; print(*images.FORMATS)")
+  found = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout.split()
+  assert found == [name for name in images.FORMATS if name != {"avif": "AVIF", "jpg_2000": "JPEG2000"}[missing]]
+
+
+@pytest.mark.parametrize("bits, row", [(1, 0b01000000), (2, 0b00011011), (4, 0x01)])
+def test_gray_of_few_bits_with_a_transparent_value(bits, row):
+  """PNG 1.2, 4.2.2: tRNS has the value as pixels have it, before they are scaled to 8 bits."""
+  values = [row >> 8 - bits * (i + 1) & 2**bits - 1 for i in range(8 // bits)]
+  for clear in range(2**bits):
+    chunks = ((b"IHDR", struct.pack(">IIBBBBB", len(values), 1, bits, 0, 0, 0, 0)), (b"tRNS", struct.pack(">H", clear)),
+              (b"IDAT", zlib.compress(bytes([0, row]))), (b"IEND", b""))
+    data = b"\x89PNG\r\n\x1a\n" + b"".join(struct.pack(">I", len(body)) + kind + body + struct.pack(
+        ">I", zlib.crc32(kind + body)) for kind, body in chunks)
+    pixels = to_pixels(data, Preprocess(len(values), interpolation="nearest"))
+    assert pixels[0, :, 0].tolist() == [255 if value == clear else value * 255 // (2**bits - 1) for value in values]
+
+
 def test_transparency_is_on_white_and_exif_turns():
   clear = np.zeros((2, 2, 4), np.uint8)
   clear[0, 0] = 200, 0, 0, 255
