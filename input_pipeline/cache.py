@@ -15,14 +15,13 @@ import os
 import re
 from collections import Counter
 from collections.abc import Callable, Iterator
-from itertools import pairwise
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 from absl import logging
 
-from input_pipeline import cache_images, folders
+from input_pipeline import cache_images, folders, partners
 from input_pipeline.cache_images import ImageWriter, SourceImages, changed_file
 from input_pipeline.examples import Encoded, Encoder
 from input_pipeline.files import DataError, FileHasher
@@ -149,8 +148,7 @@ def _build(folder: Path, source: Source, encoder: Encoder, vocab_size: int, key:
   records = 0
   with source.bar("tokenizing", progress) as advance, _Writer(folder) as writer:
     each = getattr(encoder, "tokens_per_image", 0)
-    with_next = getattr(encoder, "with_next", None)
-    documents = _Documents(writer, source.name, vocab_size, with_next, ImageWriter(writer.write, each))
+    documents = _Documents(writer, source.name, vocab_size, encoder, ImageWriter(writer.write, each))
     for batch, num_bytes in _batches(source.records(), encoder, BATCH_WITH_IMAGES if each else BATCH_RECORDS):
       results = encoder.encode(batch)
       shapes.update(map(encoder.describe, batch))
@@ -210,38 +208,34 @@ def _batches(records: Iterator[Record], encoder: Encoder, most: int) -> Iterator
 class _Documents:
   """Writes documents; `weights.bin` begins with the first document that has weights, and holds those before it too.
 
-  `with_next`, if there is one, makes of each document and the one after it what is written in its place; after the last
-  one comes the first.
+  The encoder's `with_next`, if there is one, makes of each document and the next one with another prompt (partners.py)
+  what is written in its place.
   """
 
-  def __init__(self, writer: "_Writer", source: str, vocab_size: int,
-               with_next: Callable[[Encoded, Encoded | None], Encoded] | None, images: ImageWriter):
+  def __init__(self, writer: "_Writer", source: str, vocab_size: int, encoder: Encoder, images: ImageWriter):
     self.images = images
-    self._writer, self._source, self._vocab_size, self._with_next = writer, source, vocab_size, with_next
+    self._writer, self._source, self._vocab_size = writer, source, vocab_size
+    self._with_next: Callable[[Encoded, Encoded | None], Encoded] | None = getattr(encoder, "with_next", None)
+    most = BATCH_WITH_IMAGES if getattr(encoder, "tokens_per_image", 0) else partners.MOST
+    # Each document is as a prompt of its own where the encoder knows none; those that are compared are all alive.
+    self._partners = partners.Partners(getattr(encoder, "prompt_of", id), most)
     self.dtype = np.dtype("<u2" if vocab_size <= 1 << 16 else "<u4")
     self.count = self.tokens = 0
     self.has_weights = False
     # Parts of each document, known from the first one on.
     self.parts_each: int | None = None
-    self._first: Encoded | None = None
-    self._held: list[Encoded] = []
     writer.write("tokens", np.zeros(0, self.dtype))
     writer.write("offsets", np.zeros(1, "<i8"))
 
   def write(self, documents: list[Encoded]) -> None:
-    if self._with_next is None:
-      self._write(documents)
-    elif documents:
-      self._first = self._first or documents[0]
-      documents = self._held + documents
-      self._write([self._with_next(*pair) for pair in pairwise(documents)])
-      self._held = documents[-1:]
+    if self._with_next is not None:
+      documents = [self._with_next(*pair) for document in documents for pair in self._partners.add(document)]
+    self._write(documents)
 
   def close(self) -> None:
     """Writes what waited for another."""
-    for last in self._held:
-      self._write([self._with_next(last, None if last is self._first else self._first)])
-    self._held = []
+    if self._with_next is not None:
+      self._write([self._with_next(*pair) for pair in self._partners.close()])
 
   def _write(self, documents: list[Encoded]) -> None:
     if not documents:

@@ -44,9 +44,9 @@ class Encoded(NamedTuple):
 
 
 class Encoder(Protocol):
-  """An encoder may have `with_next(document, following) -> document`, too, if a document depends on the one after it in
-  its source (the last one: on the first; a single one: on None); and `tokens_per_image`, if documents may have images.
-  """
+  """An encoder may have `with_next(document, following) -> document`, too, if a document depends on another one of its
+  source: the next one with another `prompt_of(document)` (partners.py; if all have the same: on None). And
+  `tokens_per_image`, if documents may have images."""
 
   @property
   def fingerprint(self) -> str:

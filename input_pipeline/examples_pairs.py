@@ -8,6 +8,7 @@ Each side of a preference is a part: the prompt with its completion, tokenised a
 is trained of it is the completion, with the token that ends it.
 """
 
+import hashlib
 import json
 import re
 from collections.abc import Iterable
@@ -264,8 +265,9 @@ class PairEncoder(SidesEncoder):
 class LabelledEncoder(SidesEncoder):
   """Prompts with an answer and a label, for KTO: marked 1 where the answer is wanted, -1 where not.
 
-  For the loss "kto" a second part has the prompt with the completion of the example that follows in the source, marked
-  MISMATCHED. Its weights say which tokens to sum up; where there is no other example it is empty, and marked 0.
+  For the loss "kto" a second part has the prompt with the completion of the next example in the source whose prompt is
+  another one (partners.py), marked MISMATCHED. Its weights say which tokens to sum up; where there is no other prompt
+  it is empty, and marked 0.
   """
 
   def __init__(self, config: ConfigDict, tokenizer: Tokenizer | None):
@@ -274,7 +276,15 @@ class LabelledEncoder(SidesEncoder):
 
   @cached_property
   def fingerprint(self) -> str:
-    return json.dumps(["labelled", VERSION, self._chat.fingerprint, self.with_next is not None])
+    mismatched = self.with_next is not None and "of another prompt"
+    return json.dumps(["labelled", VERSION, self._chat.fingerprint, mismatched])
+
+  def prompt_of(self, document: Encoded) -> bytes:
+    """A name of all that stands before the completion: its tokens, and the images among them."""
+    prompt = int(np.argmax(document.weights > 0))
+    shown = sum(at < prompt for at in document.places)
+    contents = [hashlib.blake2b(image.data, digest_size=16).digest() for image in document.images[:shown]]
+    return hashlib.blake2b(document.ids[:prompt].astype("<i4").tobytes() + b"".join(contents), digest_size=16).digest()
 
   def encode(self, records: list[Record]) -> list[Encoded | str]:
     rows = [self._reader.labelled(record) for record in records]
