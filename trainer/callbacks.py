@@ -93,7 +93,7 @@ class Alive(Callback):
 
 
 class Preemption(Callback):
-  """SIGTERM and SIGINT: finish the step, save, exit 0. A second one exits at once."""
+  """SIGTERM and SIGINT: finish the step, save unless `ckpt` is never, exit 0. A second one exits at once."""
 
   def __init__(self):
     self._previous: dict[int, Any] = {}
@@ -115,7 +115,8 @@ class Preemption(Callback):
       signal.signal(number, signal.SIG_DFL)
       signal.raise_signal(number)
     self._signalled, run.stop_requested = True, name
-    run.say(f"{name}: stopping after this step, saving. (Once more: exit at once.)")
+    saving = "saving" if run.saves_last else "without saving (ckpt is never)"
+    run.say(f"{name}: stopping after this step, {saving}. (Once more: exit at once.)")
 
   def on_train_end(self, run):
     for number, handler in self._previous.items():

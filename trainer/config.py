@@ -235,7 +235,8 @@ def defaults() -> ConfigDict:
   # Write report.html, the run on one page, at the end and when it fails or is stopped (docs/report.md).
   c.report = True
   c.update(duration("log", steps=10))  # rows of metrics
-  # Rolling checkpoints (`keep_last` of them stay) and permanent ones. A final one is always saved.
+  # Rolling checkpoints (`keep_last` of them stay) and permanent ones. A final one is saved, too, also where ckpt is
+  # unset; with ckpt = 0 (never) none, at a signal neither.
   c.update(duration("ckpt", percent=20.0))
   c.update(duration("keep"))
   c.keep_last = 2

@@ -5,6 +5,7 @@ with the ids that end a text; `transformers` and vLLM load it unmodified. Arrays
 whatever mesh it was saved from, with no device: the host holds one output file's tensors at a time.
 """
 
+import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -33,7 +34,7 @@ CACHE_BYTES = 1 << 26
 
 def export(workdir: str | Path, out: str | Path, *, step: int | None = None, dtype: str | None = None,
            ema: bool = False, adapter: str = "merged", max_shard_bytes: int = files.MAX_SHARD_BYTES,
-           overwrite: bool = False, progress: bool = False) -> Path:
+           overwrite: bool = False, progress: bool = False, folder: Path | None = None) -> Path:
   """Writes a checkpoint of a run as a Hugging Face folder.
 
   Call it on one process; it needs no more than the files.
@@ -49,6 +50,7 @@ def export(workdir: str | Path, out: str | Path, *, step: int | None = None, dty
     max_shard_bytes: where a new file begins.
     overwrite: replace a model that is in `out`.
     progress: show a bar.
+    folder: of the checkpoint, where it is none of the workdir's.
 
   Returns:
     `out` as an absolute path.
@@ -65,7 +67,7 @@ def export(workdir: str | Path, out: str | Path, *, step: int | None = None, dty
   if adapter not in ADAPTER:
     raise ConfigError(f"export's adapter is {adapter!r}; allowed: {', '.join(ADAPTER)}.")
   config = _config(workdir)
-  folder = _checkpoint(workdir, step)
+  folder = folder or _checkpoint(workdir, step)
   stored: Any = StoredLeaves(folder, "ema" if ema else "params")
   tokenizer = load_tokenizer(workdir / "tokenizer.json")
   adapters = {path: leaf for path, leaf in stored.shapes.items() if lora.is_adapter(path)}
@@ -101,6 +103,25 @@ def export(workdir: str | Path, out: str | Path, *, step: int | None = None, dty
   written_as = dtype or np.dtype(shapes["embed/embedding"].dtype).name
   hf.write_json(out / files.CONFIG, hf.with_dtype(content, written_as))  # last: it says that the folder is complete
   return out
+
+
+def export_at_end(run: Any, out: Path, **more: Any) -> None:
+  """Exports what a run has come to; all processes call it. See `export` for `more`.
+
+  A run whose `ckpt` is never has no checkpoint of that: its parameters are written beside them, and removed again.
+  """
+  beside = None if run.saves_last else run.workdir / "for_export"
+  if beside is not None:
+    saver, (stored, _) = checkpoint.Checkpoints(beside), run.checkpoints.split(run.state)
+    saver.save(run.step, {part: stored[part] for part in ("params", "ema", "step") if part in stored},
+               {"step": run.step, "pinned": run.pinned})
+    saver.close()
+  if jax.process_index() == 0:
+    try:
+      export(run.workdir, out, folder=beside and beside / str(run.step), **more)
+    finally:
+      if beside is not None:
+        shutil.rmtree(beside)
 
 
 class StoredLeaves:

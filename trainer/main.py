@@ -39,7 +39,7 @@ from trainer import update as update_lib
 from trainer import workdir as workdir_lib
 from trainer.checkpoint import Checkpoints
 from trainer.config import ConfigError
-from trainer.export import export
+from trainer.export import export_at_end
 from trainer.run import Run
 from trainer.watchdog import Watchdog
 
@@ -104,7 +104,8 @@ def train(config: Mapping, workdir: str | Path) -> Run:
   to_steps = functools.partial(durations.steps, total_steps=total_steps, **lengths)
   for prefix in ("log", "ckpt", "keep"):
     every = durations.resolve(config, prefix, total_steps=total_steps, **lengths)
-    say(f"{prefix}: {f'every {every}' if every.steps else 'never'}")
+    say(f"{prefix}: {f'every {every}' if every.steps else workdir_lib.NEVER.get((prefix, every.steps), 'never')}")
+  saves_last = to_steps(config, "ckpt") != 0
   optimizer = program_lib.make_optimizer(config, model, total_steps, to_steps)
   for note in optimizer.notes:
     say(note)
@@ -144,6 +145,7 @@ def train(config: Mapping, workdir: str | Path) -> Run:
       raise ConfigError(f"keep_best is {config.keep_best!r}; it names a metric of an evaluator, as in "
                         f"eval/{next(iter(evaluators), 'NAME')}/loss.")
     keep_steps = to_steps(config, "keep") or 0
+    workdir_lib.check_saves(config, saves_last or keep_steps > 0)
     callbacks = _make_callbacks(config, to_steps, total_steps, evaluators, keep_steps, workdir,
                                 update_lib.gradient_paths(optimizer, abstract_state["params"]))
     more_writers = loggers.find(config.loggers, workdir)
@@ -181,7 +183,7 @@ def train(config: Mapping, workdir: str | Path) -> Run:
         config=config, workdir=workdir, mesh=mesh, model=model, tokenizer=tokenizer, data=data,
         learning_rates=optimizer.learning_rates, total_steps=total_steps,
         log_steps=to_steps(config, "log") or 0, state=start.state, pinned=pinned, step=step, writer=writer,
-        checkpoints=checkpoints, callbacks=callbacks, say=say,
+        checkpoints=checkpoints, saves_last=saves_last, callbacks=callbacks, say=say,
         config_json=json.loads(config_checks.to_json(resolved)),
         last_eval=metrics_lib.last_evaluation(workdir, step), remembered=dict(start.meta.get("remembered", {})),
         chrono=throughput.Chrono(model.flops_per_token(config.seq_len, **images), start.meta.get("seconds"),
@@ -202,8 +204,8 @@ def train(config: Mapping, workdir: str | Path) -> Run:
   # ------------------------------------------------------------------ clean exit
   checkpoints.close()
   writer.close()
-  if export_to is not None and jax.process_index() == 0:
-    export(workdir, export_to, dtype=config.export.dtype, overwrite=True, progress=True)
+  if export_to is not None:
+    export_at_end(run, export_to, dtype=config.export.dtype, overwrite=True, progress=True)
   processes.sync("end of training")
   workdir_lib.say_where_everything_is(run, time.monotonic() - began)
   return run
@@ -236,7 +238,7 @@ def _make_callbacks(config: Any, to_steps: Any, total_steps: int, evaluators: di
 
 
 def _loop(run: Run, programs: compiled.Programs, batches: Any) -> None:
-  """Steps until the last one, or until a stop is asked for; then saves."""
+  """Steps until the last one, or until a stop is asked for; then saves, unless `ckpt` is never."""
   callbacks, data = run.callbacks, run.data
   several = jax.process_count() > 1
   begun = None
@@ -278,7 +280,8 @@ def _loop(run: Run, programs: compiled.Programs, batches: Any) -> None:
     run.settle()
     if run.go_back is not None:  # a stop was asked for when a spike had just been found
       spikes.go_back(run, batches)
-  run.save()
+  if run.saves_last:
+    run.save()
   with liveness.phase("checkpoint"):
     run.checkpoints.wait()
   callbacks("on_train_end", run)

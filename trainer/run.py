@@ -40,6 +40,7 @@ class Run:
   chrono: Chrono
   pinned: dict[str, str]  # fingerprints of what checkpoints leave out (trainer/state.py)
   config_json: dict[str, Any]
+  saves_last: bool = True  # whether the last state, or that at a signal, is saved; `ckpt` = never: it is not
   callbacks: Callable[..., None] = lambda hook, *args: None
   say: Callable[[str], None] = print
   note: Callable[..., None] = lambda kind, name, text, advice="": None  # trainer/notes.py

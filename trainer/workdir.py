@@ -21,6 +21,9 @@ from models.hf import files
 from trainer import config_checks, hugging_face, whole_files
 from trainer.config import ConfigError
 
+# What (durations' prefix, steps) means where nothing is saved now and then.
+NEVER = {("ckpt", None): "only at the end",
+         ("ckpt", 0): "never: the last state is not saved either, nor that at a signal"}
 # So many lines of the last samples are shown at the end.
 SAMPLE_LINES = 40
 
@@ -75,6 +78,21 @@ def check_same_data(meta: Mapping, fingerprint: str, allow_changes: bool) -> Non
         "input.share_prompts, always or never), use a new --workdir, or --config.allow_config_changes=True.")
 
 
+def check_saves(config: Any, saves: bool) -> None:
+  """Refuses what needs checkpoints where there are none.
+
+  Raises:
+    ConfigError: naming the key.
+  """
+  if saves:
+    return
+  for key, value, needs in (("keep_best", config.keep_best, config.keep_best is not None),
+                            ("spikes.action", config.spikes.action, config.spikes.action == "rollback")):
+    if needs:
+      raise ConfigError(f"{key} is {value!r}, which needs checkpoints, but ckpt is never (0), and keep is not set. "
+                        "Give one of ckpt_{steps,examples,tokens,epochs,percent}.")
+
+
 def save_config(resolved: Any, workdir: Path, tokenizer: Tokenizer) -> None:
   """Writes config.json, once everything in it has been accepted, and keeps the files an export will repeat: those of
   the Hugging Face folder, and the chat template, which wherever it came from belongs to the tokenizer from now on."""
@@ -88,10 +106,14 @@ def save_config(resolved: Any, workdir: Path, tokenizer: Tokenizer) -> None:
 
 def say_where_everything_is(run: Any, seconds: float) -> None:
   """The last words: how it ended, what was measured, where to look."""
+  saved = run.saves_last or (run.workdir / "checkpoints" / str(run.step)).is_dir()
   done = f"finished all {run.total_steps} steps" if run.step >= run.total_steps else (
-      f"stopped by {run.stop_requested} after step {run.step} of {run.total_steps}; the same command continues")
+      f"stopped by {run.stop_requested} after step {run.step} of {run.total_steps}"
+      + ("; the same command continues" if saved else ""))
   run.say(f"\nThe run has {done} ({seconds:.0f} s in this process). Of the time since its first start "
           f"{run.chrono.goodput():.0%} went into steps that counted.")
+  if not saved:
+    run.say("The last state was not saved, since ckpt is never.")
   for name, value in sorted(run.last_eval[1].items()):
     if name.startswith("eval/"):
       run.say(f"  {name:<40} {value:.4f}")
@@ -103,5 +125,5 @@ def say_where_everything_is(run: Any, seconds: float) -> None:
   for what, where in (("report", "report.html"), ("checkpoints", "checkpoints"), ("metrics", "metrics.jsonl"),
                       ("TensorBoard", "tensorboard"), ("samples", "samples"), ("tokenizer", "tokenizer.json"),
                       ("config", "config.json")):
-    if (run.workdir / where).exists():
+    if (run.workdir / where).exists() and (what != "checkpoints" or any((run.workdir / where).iterdir())):
       run.say(f"  {what:<12} {run.workdir / where}")

@@ -36,7 +36,7 @@ def config(prompts, score="low", **changed):
 
   Most runs here are of this kind, so that one program serves them."""
   options, rollout = changed.pop("strategy", {}), changed.pop("rollout", {})
-  c = tiny.config(prompts[0], **{"seq_len": 64, "total_steps": 2, "ckpt_steps": 0} | changed)
+  c = tiny.config(prompts[0], **{"seq_len": 64, "total_steps": 2, "ckpt_steps": 1000} | changed)
   c.evals = {}
   c.strategy = strategy("grpo", **options)
   c.input.sources = {name: source(type="jsonl", path=str(file))

@@ -10,7 +10,7 @@ from trainer import callbacks as cb
 def fake_run(**changed):
   said = []
   run = types.SimpleNamespace(step=0, total_steps=10, stop_requested="", batch=None, said=said, say=said.append,
-                              tokens_seen=lambda step: 64 * step, settle=lambda: None)
+                              saves_last=True, tokens_seen=lambda step: 64 * step, settle=lambda: None)
   vars(run).update(changed)
   return run
 

@@ -126,7 +126,7 @@ def straight(prompts, tmp_path_factory):
 def test_stopped_anywhere_it_becomes_the_same_run(prompts, straight, tmp_path):
   """Within an epoch of a rollout, between epochs, between rollouts: state and every number of every row, bitwise."""
   for step in (1, 2, 4, 6, None):
-    run = train(of_three_rollouts(prompts, stop=step, ckpt_steps=0), tmp_path / "w")
+    run = train(of_three_rollouts(prompts, stop=step, ckpt_steps=1000), tmp_path / "w")
     assert run.step == (step or 12)
   assert_same_state(run.state, straight[0].state)
   assert rows_of(tmp_path / "w") == rows_of(straight[1])
@@ -138,7 +138,7 @@ def test_stopped_anywhere_it_becomes_the_same_run(prompts, straight, tmp_path):
 
 def test_of_a_rollout_that_is_stopped_nothing_is_kept(prompts, straight, tmp_path):
   for step, rollouts in ((0, 0), (4, 1)):
-    stopping = of_three_rollouts(prompts, ckpt_steps=0)
+    stopping = of_three_rollouts(prompts, ckpt_steps=1000)
     stopping.callbacks.stop = dict(type=f"{TOYS}.StopInRollout", step=step)
     assert train(stopping, tmp_path / "w").step == step
     assert len(list((tmp_path / "w").glob("samples/*.jsonl"))) == rollouts

@@ -140,7 +140,7 @@ def test_single_answers_are_named_by_their_verdict(tmp_path):
   rows = [{"prompt": f"{word}: ", "completion": word.upper(), "label": i % 2 == 0}
           for i, word in enumerate(tiny.WORDS * 2)]
   (tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
-  config = tiny.config(tmp_path, seq_len=128, total_steps=3, ckpt_steps=0)
+  config = tiny.config(tmp_path, seq_len=128, total_steps=3, ckpt_steps=1000)
   config.evals = {}
   config.strategy = strategy("kto")
   config.input.sources.main = source(type="jsonl", path=str(tmp_path / "a.jsonl"))
@@ -240,7 +240,7 @@ def unsteady(completions, completion_ids, **columns):
 
 
 def test_rewards_that_change_from_call_to_call_are_told(tmp_path, capsys):
-  config = of_rollouts(rollout_runs.write_prompts(tmp_path), score=None, total_steps=1, ckpt_steps=0)
+  config = of_rollouts(rollout_runs.write_prompts(tmp_path), score=None, total_steps=1, ckpt_steps=1000)
   config.rollout.rewards.odd = dict(type=f"{__name__}.unsteady")
   train(config, tmp_path / "w")
   replayed(config, tmp_path / "w", 1)
@@ -249,7 +249,7 @@ def test_rewards_that_change_from_call_to_call_are_told(tmp_path, capsys):
 
 
 def test_nothing_to_learn_is_nothing_to_show(tmp_path, capsys):
-  config = of_rollouts(rollout_runs.write_prompts(tmp_path), "never", total_steps=1, ckpt_steps=0)
+  config = of_rollouts(rollout_runs.write_prompts(tmp_path), "never", total_steps=1, ckpt_steps=1000)
   train(config, tmp_path / "w")
   assert replayed(config, tmp_path / "w", 1) == []
   assert "update 1: 0 rows, 0 with a loss that is not finite; nothing is trained" in capsys.readouterr().out
@@ -329,7 +329,7 @@ def test_the_page_shows_each_token_with_its_numbers_and_asks_no_network(rolled):
 
 def test_a_long_batch_is_cut_and_says_so(tmp_path, monkeypatch):
   corpus = tiny.write_corpus(tmp_path / "texts")
-  config = tiny.config(corpus, total_steps=1, ckpt_steps=0)
+  config = tiny.config(corpus, total_steps=1, ckpt_steps=1000)
   config.evals = {}
   train(config, tmp_path / "w")
   monkeypatch.setattr(microscope, "MOST_ROWS", 3)
@@ -343,7 +343,7 @@ def test_a_long_batch_is_cut_and_says_so(tmp_path, monkeypatch):
 
 
 def test_images_stand_where_their_tokens_are(tmp_path):
-  config = test_image_runs.config(tmp_path, "dpo", total_steps=1, ckpt_steps=0)
+  config = test_image_runs.config(tmp_path, "dpo", total_steps=1, ckpt_steps=1000)
   config.input.images.augment.color = 0.0
   train(config, tmp_path / "w")
   rows = replayed(config, tmp_path / "w", 1)
