@@ -18,7 +18,6 @@ from input_pipeline.batches import PackedSource, pack, resolve_layout, stats_tab
 from input_pipeline.cache import tokenize_source
 from input_pipeline.evaluation import EvalData, default_cache_dir, make_eval_data
 from input_pipeline.examples import MISMATCHED, open_examples
-from input_pipeline.files import DataError
 from input_pipeline.image_texts import vocab_size
 from input_pipeline.mixture import Mixture, stage_weights
 from input_pipeline.prefetch import Prefetcher
@@ -84,7 +83,7 @@ def make_train_data(
     tokens = tokenize_source(source, encoder, vocab_size(cfg, tokenizer), default_cache_dir(cfg, workdir), progress)
     packed.append(pack(cfg, tokens, share_prompts=share_prompts))
   if cfg.strategy.name == "kto" and cfg.strategy.loss == "kto":
-    _check_mismatched(packed)
+    _tell_of_single_prompts(packed)
   shares = np.array([[stage[name] for name in names] for stage in weights], np.float64)
   if i.mixture_by == "tokens" and len(names) > 1:
     shares = shares / [_trained_per_row(source) for source in packed]
@@ -107,21 +106,16 @@ def _trained_per_row(source: PackedSource) -> float:
   return stats.trained / stats.rows
 
 
-def _check_mismatched(packed: list[PackedSource]) -> None:
-  """Warns of sources that have a single prompt, so that nothing of another prompt can estimate the divergence.
-
-  Raises:
-    DataError: they are all.
-  """
+def _tell_of_single_prompts(packed: list[PackedSource]) -> None:
+  """Warns of sources that have a single prompt, so that no completion of another one can estimate the divergence."""
   alone = [source.tokens.name for source in packed if not (np.asarray(source.tokens.marks) == MISMATCHED).any()]
-  if len(alone) == len(packed):
-    raise DataError(
-        f"source {', '.join(map(repr, alone))}: all examples have the same prompt, but strategy.loss='kto' estimates "
-        "how far the policy is from its reference by completions of other prompts. Add examples with other prompts, or "
-        "set --config.strategy.loss=apo_zero_unpaired, which needs no estimate.")
+  whole = len(alone) == len(packed)
   for name in alone:
-    logging.warning("source %r: all its examples have the same prompt; KTO's estimate of the divergence is made of the "
-                    "other sources alone.", name)
+    logging.warning(
+        "source %r: all its examples have the same prompt, but strategy.loss='kto' estimates how far the policy is "
+        "from its reference by completions of other prompts: %s", name,
+        "there is no estimate, and z is 0 throughout. Add examples with other prompts, or say so with "
+        "--config.strategy.loss=apo_zero_unpaired." if whole else "the estimate is of the other sources alone.")
 
 
 def _hash(parts) -> str:

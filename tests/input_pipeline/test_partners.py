@@ -8,7 +8,6 @@ import pytest
 
 from input_pipeline import loader
 from input_pipeline.examples import MISMATCHED, Encoded
-from input_pipeline.files import DataError
 from input_pipeline.partners import Partners
 from input_pipeline.tokenizer import BytesTokenizer
 from trainer.config import source
@@ -90,14 +89,19 @@ def test_of_files_that_keep_the_answers_to_a_prompt_together(strings, tmp_path):
   assert set(mismatched(config, tmp_path / "other")) <= set(found)
 
 
-def test_a_single_prompt_is_refused_for_training_and_a_source_with_one_is_told(tmp_path, caplog):
+def test_a_single_prompt_is_told(tmp_path, caplog):
   def rows(prompt):
     return [{"prompt": prompt, "completion": word, "label": True} for word in ("one", "two", "three")]
   config = answers(tmp_path, d=rows("q?"))
-  with pytest.raises(DataError, match="source 'd': all examples have the same prompt.*apo_zero_unpaired"):
-    loader.make_train_data(config, BytesTokenizer(), workdir=tmp_path / "work")
-  config.strategy.loss = "apo_zero_unpaired"
   loader.make_train_data(config, BytesTokenizer(), workdir=tmp_path / "work")
+  assert "source 'd': all its examples have the same prompt" in caplog.text and "z is 0 throughout" in caplog.text
+  caplog.clear()
   config = answers(tmp_path, alone=rows("q?"), d=[*rows("p?"), *rows("r?")])
   loader.make_train_data(config, BytesTokenizer(), workdir=tmp_path / "work")
-  assert "source 'alone': all its examples have the same prompt" in caplog.text
+  assert "source 'alone': all its" in caplog.text and "of the other sources alone" in caplog.text
+  assert "source 'd'" not in caplog.text
+  caplog.clear()
+  config = answers(tmp_path, d=rows("q?"))
+  config.strategy.loss = "apo_zero_unpaired"
+  loader.make_train_data(config, BytesTokenizer(), workdir=tmp_path / "work")
+  assert "same prompt" not in caplog.text
