@@ -4,7 +4,7 @@ As a config file it is the tiny config, with what the environment asks for:
 
     EVALS=1                   two evaluators: the loss, and one that samples
     FAULT=PROCESS:STEP:KIND   in that process, when it comes to that step's rows: one of KINDS; or, whatever the step,
-                              `missing` or `empty`: its data
+                              `missing` or `empty`: its data; `away`: the files of checkpoints
     STOP=STEP                 asks for a stop after that step
     NOISE=FIRST:AFTER         the tokens of these steps' rows are noise, the same in any process
     ROWS=FILE                 a line of JSON [step, row, hash of its content] for each row that this process builds
@@ -26,7 +26,7 @@ import numpy as np
 from input_pipeline import loader
 from tests import tiny
 from tests.trainer import rollout_runs
-from trainer import compiled
+from trainer import checkpoint, compiled
 from trainer.config import evaluator, source
 
 
@@ -69,6 +69,8 @@ def get_config(corpus):
     config.input.sources.main.path = str(folder)
     if kind == "empty":
       folder.mkdir(exist_ok=True)
+  if kind == "away" and here:
+    checkpoint.saved_tree = lambda folder: failing()
   batch, rows_file = loader.TrainData.batch, os.environ.get("ROWS")
   noisy = range(*map(int, os.environ.get("NOISE", "0:0").split(":")))
 

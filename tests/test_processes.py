@@ -105,6 +105,18 @@ def test_four_processes_train_evaluate_and_sample_as_one(corpus, alone, tmp_path
     assert texts_in(workdir, step) == texts_in(alone[0], step)
 
 
+def test_a_checkpoint_that_one_process_cannot_read_is_left_as_it_is_by_all(corpus, tmp_path):
+  workdir = tmp_path / "w"
+  assert several.run(argv(corpus, workdir), 2, 1, STOP="2")[0] == [0, 0]
+  names = sorted((workdir / "checkpoints").iterdir())
+  codes, outputs = several.run(argv(corpus, workdir), 2, 1, FAULT="1:0:away")
+  assert 0 not in codes, "\n".join(outputs)
+  assert f"{names[-1]} was not read by process 1, which says why" in outputs[0]
+  assert "could not be read: OSError" in outputs[1]
+  assert sorted((workdir / "checkpoints").iterdir()) == names
+  assert several.run(argv(corpus, workdir), 2, 1)[0] == [0, 0] and newest(workdir) == STEPS
+
+
 GRPO_CONFIG = """
 from pathlib import Path
 from tests.trainer import rollout_runs

@@ -3,14 +3,12 @@
 `checkpoints/<step>/` is the state after <step> updates, and holds `state` (the nested dict of arrays) and `meta`
 (JSON: step, data position, time spent, resolved config; fingerprints of what is left out: the base under adapters, a
 reference policy; checksums, see trainer/seals.py). It is written to a temporary folder and renamed, so a folder with
-that name is complete. A folder that cannot be read all the same, or is not what was saved, is renamed to
+that name is complete. One that is damaged all the same, which must be proven (trainer/damage.py), is renamed to
 `<step>.unreadable`, and the one before it is used.
 """
 
 import contextlib
-import json
-import re
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,11 +18,13 @@ import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
 from absl import logging
-from orbax.checkpoint import checkpoint_managers as policies
+from etils import epath
 
-from trainer import patterns, processes, seals
+from trainer import damage, patterns, processes, retention, seals
+from trainer.checkpoint_names import ASIDE, find, listed, set_aside
 from trainer.config import ConfigError
-from trainer.seals import CheckpointError
+from trainer.damage import in_short
+from trainer.seals import CheckpointError, Damaged
 
 CHUNK_BYTES = 64 << 20
 # What a checkpoint consists of; `arrays` only where there are any.
@@ -55,16 +55,11 @@ class Checkpoints:
                best_mode: str = "min", leave_out: Mapping[str, Collection[str]] | None = None):
     self.directory = Path(directory).absolute()
     self._leave_out = {part: frozenset(paths) for part, paths in (leave_out or {}).items()}
-    kept = [policies.LatestN(keep_last)]
-    if keep_steps:
-      kept.append(policies.EveryNSteps(keep_steps))
-    self._best = keep_best
-    if keep_best:
-      kept.append(policies.BestN(get_metric_fn=_value_of(keep_best), n=1, reverse=best_mode == "min",
-                                 keep_checkpoints_without_metrics=False))
+    self._metric = keep_best
+    self._values = self._saved_values(keep_best) if keep_best else {}
     self._options = ocp.CheckpointManagerOptions(
-        preservation_policy=policies.AnyPreservationPolicy(kept), cleanup_tmp_directories=True,
-        enable_async_checkpointing=True)
+        preservation_policy=retention.policy(keep_last, keep_steps, self._values if keep_best else None, best_mode),
+        cleanup_tmp_directories=True, enable_async_checkpointing=True)
     self._manager = self._open()
 
   def _open(self) -> ocp.CheckpointManager:
@@ -73,6 +68,13 @@ class Checkpoints:
   def steps(self) -> list[int]:
     """Steps of the complete checkpoints, oldest first."""
     return sorted(self._manager.all_steps())
+
+  def _saved_values(self, metric: str) -> dict[int, float]:
+    values = {}
+    for step in listed(self.directory):
+      with contextlib.suppress(Damaged):  # which is told when it is read
+        values[step] = read_meta(self.directory / str(step)).get("metrics", {}).get(metric)
+    return {step: value for step, value in values.items() if value is not None}
 
   def split(self, state: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
     """(what a checkpoint holds of the state, what it leaves out): parts without anything are absent."""
@@ -108,14 +110,18 @@ class Checkpoints:
       return False
     state, _ = self.split(state)
     self._refuse_nonfinite(step, state)
-    metrics = metrics if self._best and metrics and self._best in metrics else None
+    self._values.pop(step, None)
+    if metrics:
+      meta = meta | {"metrics": {name: float(value) for name, value in metrics.items()}}
+    if metrics and self._metric in metrics:
+      self._values[step] = float(metrics[self._metric])
     # On CPU the arrays handed to the writing thread would otherwise be views of buffers that the next step overwrites.
     state = _own_buffers(state)
     items = {"state": _save_args(state), "meta": ocp.args.JsonSave(seals.seal(meta, _by_path(state), arrays or {}))}
     if arrays is not None:
       items["arrays"] = ocp.args.PyTreeSave({name: np.copy(part) for name, part in arrays.items()})
     with _explained(self, f"save step {step}"):
-      self._manager.save(step, force=True, metrics=metrics, args=ocp.args.Composite(**items))
+      self._manager.save(step, force=True, args=ocp.args.Composite(**items))
     return True
 
   def _refuse_nonfinite(self, step: int, state: dict[str, Any]) -> None:
@@ -147,34 +153,30 @@ class Checkpoints:
     try:
       self._manager.close()
     except Exception as e:
-      logging.error("The checkpoint that was being saved in %s is incomplete: %s", self.directory, _in_short(e))
+      logging.error("The checkpoint that was being saved in %s is incomplete: %s", self.directory, in_short(e))
 
   def restore_newest(self, target: Any) -> Restored | None:
-    """The newest checkpoint that can be read, placed as `target` (ShapeDtypeStructs with shardings) says; None if
-    there is none. Unreadable ones are named, renamed and passed over.
+    """The newest checkpoint that is not damaged, placed as `target` (ShapeDtypeStructs with shardings) says; None if
+    there is none. Damaged ones are named, renamed and passed over.
 
     Raises:
-      CheckpointError: if there are checkpoints, but none can be read.
-      ConfigError: if the newest readable one is of another model or optimizer.
+      CheckpointError: if the newest cannot be read for another reason, or there are none but those that are set aside.
+      ConfigError: if the newest is of another model or optimizer.
     """
-    unreadable = []
-    for step in reversed(self.steps()):
+    damaged = []
+    for step in reversed(processes.from_first(listed(self.directory))):
       try:
-        _check_fits(self.directory / str(step), target)
-        folder = self.directory / str(step)
-        return Restored(*_restore(self._manager, step, target), folder, _read_arrays(folder))
-      except ConfigError:
-        raise
-      except Exception as e:  # Orbax and TensorStore raise many kinds; all mean that it cannot be read
-        reason = f"{type(e).__name__}: {_in_short(e)}"
-        unreadable.append(f"{self.directory / str(step)} ({reason})")
-        logging.error("Checkpoint %s cannot be read: %s. It is renamed to %d.unreadable, and the one before it is "
-                      "used.", self.directory / str(step), reason, step)
+        return _read_twice(self.directory / str(step), target)
+      except Damaged as e:
+        damaged.append(f"{self.directory / str(step)} ({in_short(e)})")
+        logging.error("%s. It is renamed to %d%s, and the one before it is used.", e, step, ASIDE)
         self._set_aside(step)
-    if unreadable:
-      raise CheckpointError("no checkpoint of this workdir can be read:\n  " + "\n  ".join(unreadable)
-                            + "\nThey were renamed to *.unreadable; run again to start from scratch, or use a new "
-                            "workdir.")
+    if aside := set_aside(self.directory):
+      raise CheckpointError(
+          "no checkpoint of this workdir can be read:\n  " + "\n  ".join(damaged or ["all were set aside before"])
+          + f"\nThey are set aside, as {', '.join(aside)} in {self.directory}. While they are there, training does not "
+          "begin anew. To begin anew, use another --workdir, or move them away. One that is whole after all is used "
+          f"when it has its name back (without {ASIDE}).")
     return None
 
   def restore(self, step: int, target: Any) -> Restored:
@@ -182,23 +184,21 @@ class Checkpoints:
 
     Raises:
       CheckpointError: it cannot be read.
+      ConfigError: it is of another model or optimizer.
     """
-    folder = self.directory / str(step)
-    try:
-      return Restored(*_restore(self._manager, step, target), folder, _read_arrays(folder))
-    except Exception as e:
-      raise CheckpointError(f"cannot read {folder}: {_in_short(e)}") from e
+    return _read(self.directory / str(step), target)
 
   def forget_after(self, step: int) -> None:
     """Removes the checkpoints of later steps."""
     for later in self.steps():
       if later > step:
         self._manager.delete(later)
+        self._values.pop(later, None)
 
   def _set_aside(self, step: int) -> None:
     folder = self.directory / str(step)
     if jax.process_index() == 0 and folder.exists():
-      aside = folder.with_name(f"{step}.unreadable")
+      aside = folder.with_name(f"{step}{ASIDE}")
       while aside.exists():
         aside = aside.with_name(aside.name + "~")
       folder.rename(aside)
@@ -207,36 +207,14 @@ class Checkpoints:
     self._manager = self._open()
 
 
-def find(path: str) -> Path:
-  """The checkpoint folder meant by a workdir (its newest one), its `checkpoints` folder, or one checkpoint.
+def restore_from(path: str, target: Any) -> Restored:
+  """The whole state of another run's checkpoint.
 
   Raises:
-    ConfigError: if there is none.
+    CheckpointError: it cannot be read. ConfigError: it is of another model or optimizer.
   """
-  given = Path(path).expanduser().absolute()
-  if (given / "state").is_dir():
-    return given
-  for folder in (given / "checkpoints", given):
-    steps = [int(p.name) for p in folder.glob("*") if re.fullmatch(r"\d+", p.name)] if folder.is_dir() else []
-    if steps:
-      return folder / str(max(steps))
-  what = "does not exist" if not given.exists() else "holds no checkpoint"
-  raise ConfigError(f"{given} {what}: give a workdir, or one of its checkpoints (WORKDIR/checkpoints/STEP).")
-
-
-def restore_from(path: str, target: Any) -> Restored:
-  """The whole state of another run's checkpoint."""
   folder = find(path)
-  options = ocp.CheckpointManagerOptions(read_only=True)
-  try:
-    _check_fits(folder, target)
-    with quietly(), ocp.CheckpointManager(folder.parent, item_names=ITEMS, options=options) as manager:
-      restored = Restored(*_restore(manager, int(folder.name), target), folder, _read_arrays(folder))
-  except ConfigError:
-    raise
-  except Exception as e:
-    raise CheckpointError(f"cannot resume {folder}: {_in_short(e)}") from e
-  return restored
+  return _read(folder, target)
 
 
 @contextlib.contextmanager
@@ -252,33 +230,34 @@ def quietly() -> Iterator[None]:
 
 
 def read_meta(folder: Path) -> dict[str, Any]:
-  """What a checkpoint says of itself beside its arrays; empty if nothing.
+  """What a checkpoint says of itself beside its arrays.
 
   Raises:
-    CheckpointError: it is not what was saved.
+    CheckpointError: it cannot be read.
   """
-  file = folder / "meta" / "metadata"
-  if not file.is_file():
-    return {}
-  try:
-    return seals.unseal(json.loads(file.read_text(encoding="utf-8")))
-  except ValueError as e:
-    raise CheckpointError(f"{file} is damaged: {e}") from e
+  with damage.reading(folder):
+    return damage.meta_of(folder)
 
 
 def param_shapes(folder: Path) -> dict[str, Any]:
-  """{path: array metadata with .shape and .dtype} of a checkpoint's parameters."""
-  return patterns.flatten(_saved_tree(folder)["params"])
+  """{path: array metadata with .shape and .dtype} of a checkpoint's parameters.
+
+  Raises:
+    CheckpointError: it cannot be read.
+  """
+  with damage.reading(folder):
+    return patterns.flatten(saved_tree(folder)["params"])
 
 
-def _saved_tree(folder: Path) -> dict[str, Any]:
-  with quietly(), ocp.PyTreeCheckpointer() as reader:
-    return reader.metadata(folder / "state").item_metadata.tree
+def saved_tree(folder: Path) -> dict[str, Any]:
+  """The tree of arrays' metadata; raises what goes wrong, which Orbax's checkpointer would not."""
+  with contextlib.closing(ocp.PyTreeCheckpointHandler()) as handler:
+    return handler.metadata(epath.Path(folder / "state")).tree
 
 
 def _check_fits(folder: Path, target: Any) -> None:
   """Refuses a checkpoint whose arrays are not those of this run; reading it would only look like damage."""
-  problems = patterns.compare(patterns.flatten(_as_dicts(target)), patterns.flatten(_saved_tree(folder)))
+  problems = patterns.compare(patterns.flatten(_as_dicts(target)), patterns.flatten(saved_tree(folder)))
   if problems:
     raise ConfigError(f"{folder} was saved by another model or optimizer (-: only here, +: only there, !: other shape):"
                       "\n  " + "\n  ".join(problems[:40]) + "\nUse the config it was saved with, or another --workdir; "
@@ -292,39 +271,53 @@ def restore_params(folder: Path, wanted: dict[str, jax.ShapeDtypeStruct]) -> dic
     CheckpointError: some are not what was saved.
   """
   target = {"params": patterns.unflatten(wanted)}
-  saved = param_shapes(folder)
-  with quietly(), ocp.PyTreeCheckpointer() as reader:
-    restored = reader.restore(folder / "state", args=ocp.args.PyTreeRestore(
-        item=target, restore_args=ocp.checkpoint_utils.construct_restore_args(target), partial_restore=True))
-  params = patterns.flatten(restored["params"])
-  # Those that are read in another dtype have other bits.
-  same = {path: leaf for path, leaf in params.items() if leaf.dtype == saved[path].dtype}
-  seals.check(read_meta(folder), {f"params/{path}": leaf for path, leaf in same.items()}, folder)
+  with damage.reading(folder):
+    saved = patterns.flatten(saved_tree(folder)["params"])
+    with quietly(), ocp.PyTreeCheckpointer() as reader:
+      restored = reader.restore(folder / "state", args=ocp.args.PyTreeRestore(
+          item=target, restore_args=ocp.checkpoint_utils.construct_restore_args(target), partial_restore=True))
+    params = patterns.flatten(restored["params"])
+    # Those that are read in another dtype have other bits.
+    same = {path: leaf for path, leaf in params.items() if leaf.dtype == saved[path].dtype}
+    seals.check(damage.meta_of(folder), {f"params/{path}": leaf for path, leaf in same.items()}, folder)
   return params
 
 
-def _restore(manager: ocp.CheckpointManager, step: int, target: Any) -> tuple[Any, dict[str, Any]]:
+def _read_twice(folder: Path, target: Any) -> Restored:
+  """Damage is believed when it is found a second time."""
+  with contextlib.suppress(Damaged):
+    return _read(folder, target)
+  return _read(folder, target)
+
+
+def _read(folder: Path, target: Any) -> Restored:
+  """A whole checkpoint.
+
+  Raises:
+    Damaged, CheckpointError: it cannot be read, by this process or another.
+    ConfigError: it is of another model or optimizer.
+  """
   as_dicts = _as_dicts(target)
-  restored = manager.restore(step, args=ocp.args.Composite(
-      state=ocp.args.PyTreeRestore(as_dicts, ocp.checkpoint_utils.construct_restore_args(as_dicts)),
-      meta=ocp.args.JsonRestore()))
-  flat = patterns.flatten(restored.state)
+  with damage.together(folder), damage.reading(folder):
+    _check_fits(folder, target)
+    # Not by Orbax's manager, whose processes would wait here for one that failed.
+    with contextlib.closing(ocp.PyTreeCheckpointHandler()) as handler:
+      flat = patterns.flatten(handler.restore(epath.Path(folder / "state"), args=ocp.args.PyTreeRestore(
+          as_dicts, ocp.checkpoint_utils.construct_restore_args(as_dicts))))
+    meta = damage.meta_of(folder)
+    arrays = _read_arrays(folder) if meta.get("arrays") else None
+    seals.check_arrays(meta, arrays or {}, folder)
   leaves, treedef = jax.tree_util.tree_flatten_with_path(target)
   # The restored arrays belong to TensorStore's reader; a copy of our own may be donated.
   own = _own_buffers([flat["/".join(_names(path))] for path, _ in leaves])
-  state, meta = jax.tree_util.tree_unflatten(treedef, own), seals.unseal(restored.meta)
-  seals.check(meta, _by_path(state), Path(manager.directory) / str(step))
-  return state, meta
+  state = jax.tree_util.tree_unflatten(treedef, own)
+  seals.check(meta, _by_path(state), folder)
+  return Restored(state, meta, folder, arrays)
 
 
-def _read_arrays(folder: Path) -> dict[str, np.ndarray] | None:
-  if not (folder / "arrays").is_dir():
-    seals.check_arrays({"arrays": {}} | read_meta(folder), {}, folder)
-    return None
-  with quietly(), ocp.PyTreeCheckpointer() as reader:
-    arrays = {name: np.asarray(part) for name, part in reader.restore(folder / "arrays").items()}
-  seals.check_arrays(read_meta(folder), arrays, folder)
-  return arrays
+def _read_arrays(folder: Path) -> dict[str, np.ndarray]:
+  with contextlib.closing(ocp.PyTreeCheckpointHandler()) as handler:
+    return {name: np.asarray(part) for name, part in handler.restore(epath.Path(folder / "arrays")).items()}
 
 
 @jax.jit
@@ -350,12 +343,6 @@ def _own_buffers(tree: Any) -> Any:
   return jax.jit(lambda t: jax.tree.map(jnp.copy, t))(tree) if jax.default_backend() == "cpu" else tree
 
 
-def _in_short(error: Exception) -> str:
-  """The first line of a message, without its middle if it is long: the cause stands at the end."""
-  line = (str(error) or type(error).__name__).splitlines()[0]
-  return line if len(line) <= 300 else f"{line[:140]} … {line[-140:]}"
-
-
 def _names(key_path) -> list[str]:
   return [str(getattr(k, "key", getattr(k, "name", getattr(k, "idx", k)))) for k in key_path]
 
@@ -367,12 +354,6 @@ def _as_dicts(tree: Any) -> dict[str, Any]:
 
 def _by_path(tree: Any) -> dict[str, Any]:
   return {"/".join(_names(path)): leaf for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]}
-
-
-def _value_of(metric: str) -> Callable[[Any], float]:
-  def value(metrics: dict[str, float]) -> float:
-    return metrics[metric]
-  return value
 
 
 class _explained:
@@ -389,6 +370,6 @@ class _explained:
       return False
     complete = self._checkpoints.steps()
     raise CheckpointError(
-        f"could not {self._action} in {self._checkpoints.directory}: {_in_short(error)}\n"
+        f"could not {self._action} in {self._checkpoints.directory}: {in_short(error)}\n"
         + (f"The newest complete checkpoint there is step {complete[-1]}. " if complete else "No checkpoint is there. ")
         + "Free space or fix the folder's permissions, then run the same command: it continues from there.") from error

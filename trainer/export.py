@@ -5,14 +5,14 @@ with the ids that end a text; `transformers` and vLLM load it unmodified. Arrays
 whatever mesh it was saved from, with no device: the host holds one output file's tensors at a time.
 """
 
+import contextlib
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
-import orbax.checkpoint as ocp
 import tensorstore as ts
 from absl import app, flags, logging
 
@@ -22,7 +22,7 @@ from input_pipeline.files import DataError
 from input_pipeline.tokenizer import Tokenizer, load_tokenizer
 from models import hf, lora
 from models.hf import convert, files, pixels
-from trainer import checkpoint, config_checks, export_adapters, hugging_face, patterns, startup
+from trainer import checkpoint, config_checks, damage, export_adapters, hugging_face, patterns, startup
 from trainer.config import ConfigError
 
 DTYPES = ("float32", "bfloat16", "float16")
@@ -143,12 +143,11 @@ class StoredLeaves:
   """
 
   def __init__(self, folder: Path, part: str = "params"):
-    with checkpoint.quietly(), ocp.PyTreeCheckpointer() as reader:
-      metadata = reader.metadata(folder / "state").item_metadata
-    if metadata is None:
-      raise checkpoint.CheckpointError(f"{folder} cannot be read: it does not say what it holds.\n{ANOTHER}")
-    saved = patterns.flatten(metadata.tree["params"])
-    averages = patterns.flatten(metadata.tree.get("ema", {}))
+    self._folder = folder
+    with self._explained(), damage.reading(folder):
+      tree = checkpoint.saved_tree(folder)
+    saved = patterns.flatten(tree["params"])
+    averages = patterns.flatten(tree.get("ema", {}))
     if part == "ema" and not averages:
       raise ConfigError(f"{folder} holds no moving average of the parameters: its run had optimizer.ema_decay=0. "
                         "Export without --ema.")
@@ -158,7 +157,6 @@ class StoredLeaves:
     # Two of the largest: some families have one tensor for gate and up, or a smaller one for query, key and value.
     context = ts.Context({"cache_pool": {"total_bytes_limit": max(CACHE_BYTES, 2 * max(rows))}})
     kvstore = {"driver": "ocdbt", "base": {"driver": "file", "path": f"{folder / 'state'}/"}}
-    self._folder = folder
     self._arrays = {path: self._result(ts.open({"driver": "zarr", "kvstore": {**kvstore, "path": f"{m.name}/"},
                                                 "recheck_cached_data": "open"}, context=context, read=True, open=True))
                     for path, m in saved.items()}
@@ -170,9 +168,16 @@ class StoredLeaves:
   def _result(self, future: ts.Future) -> Any:
     try:
       return future.result()
-    except ValueError as e:  # what TensorStore raises for files that are missing or damaged
-      raise checkpoint.CheckpointError(f"{self._folder} cannot be read: {str(e).splitlines()[0][:300]}\n"
-                                       f"{ANOTHER}") from e
+    except Exception as e:
+      with self._explained(), damage.reading(self._folder):
+        raise e
+
+  @contextlib.contextmanager
+  def _explained(self) -> Iterator[None]:
+    try:
+      yield
+    except checkpoint.CheckpointError as e:
+      raise type(e)(f"{e}\n{ANOTHER}") from e
 
 
 def _bytes_of_a_row(shape: tuple[int, ...], chunk: tuple[int, ...], itemsize: int) -> int:

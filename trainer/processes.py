@@ -26,8 +26,8 @@ from trainer.relay import Relay
 
 _ADDRESS, _COUNT, _INDEX = _GIVEN = ("JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID")
 _HOW = (f"Set {_ADDRESS}=HOST:PORT (of process 0, a free port), {_COUNT} and {_INDEX} (0, 1, …) in each process.")
-# Numbers those who went first: one key of the coordinator's store each.
-_FIRSTS = itertools.count()
+# Numbers those who went first, and what was said to all: one key of the coordinator's store each.
+_FIRSTS, _SAID = itertools.count(), itertools.count()
 # JAX's own port for TPU, free on others too; ports derived from a job's number lie in the last 4096.
 _PORT, _PORTS = 8482, 4096
 
@@ -294,6 +294,21 @@ def first_goes_first(what: str) -> Iterator[None]:
     store.key_value_set(key, f"{type(error).__name__}: {error}")
     raise
   store.key_value_set(key, "")
+
+
+def said_by_all(value: str) -> list[str]:
+  """What each process says, in their order, told without a collective: some may come from an error in the midst of one
+  thing, others from its end. All call it as often."""
+  if jax.process_count() == 1:
+    return [value]
+  store, key = distributed.global_state.client, f"weft/said/{next(_SAID)}"
+  store.key_value_set(f"{key}/{jax.process_index()}", value)
+  said = []
+  for index in range(jax.process_count()):
+    while (heard := _look_up(store, f"{key}/{index}")) is None:
+      pass
+    said.append(heard)
+  return said
 
 
 def _look_up(store: Any, key: str, seconds: float = 5.0) -> str | None:

@@ -20,6 +20,10 @@ class CheckpointError(OSError):
   """A checkpoint that could not be written or read; the message says where and what to do."""
 
 
+class Damaged(CheckpointError):
+  """A checkpoint that is proven not to be what was saved (trainer/damage.py)."""
+
+
 def seal(meta: dict[str, Any], leaves: Mapping[str, jax.Array], arrays: Mapping[str, np.ndarray]) -> dict[str, Any]:
   """`meta` with the checksums of the state's leaves, by path, and of further arrays, by name; and the seal."""
   meta = meta | {"checksums": checksums(leaves), "arrays": _of_arrays(arrays)}
@@ -30,11 +34,11 @@ def unseal(meta: Mapping[str, Any]) -> dict[str, Any]:
   """`meta` without the seal.
 
   Raises:
-    CheckpointError: it is not what was sealed.
+    Damaged: it is not what was sealed.
   """
   rest = {key: part for key, part in meta.items() if key != "seal"}
   if meta.get("seal") != _digest(rest):
-    raise CheckpointError("what the checkpoint says of itself (meta/metadata) is not what was saved")
+    raise Damaged("what the checkpoint says of itself (meta/metadata) is not what was saved")
   return rest
 
 
@@ -42,23 +46,23 @@ def check(meta: Mapping[str, Any], leaves: Mapping[str, jax.Array], folder: Path
   """Refuses leaves, by path, that are not those of `meta`.
 
   Raises:
-    CheckpointError: naming them.
+    Damaged: naming them.
   """
   found = checksums(leaves)
-  _refuse([path for path in leaves if meta["checksums"].get(path) != found[path]], len(leaves), folder)
+  _refuse([path for path in leaves if meta.get("checksums", {}).get(path) != found[path]], len(leaves), folder)
 
 
 def check_arrays(meta: Mapping[str, Any], arrays: Mapping[str, np.ndarray], folder: Path) -> None:
   """The same of further arrays, all of which must be there."""
-  found, saved = _of_arrays(arrays), meta["arrays"]
+  found, saved = _of_arrays(arrays), meta.get("arrays", {})
   names = sorted({*found, *saved})
   _refuse([name for name in names if found.get(name) != saved.get(name)], len(names), folder)
 
 
 def _refuse(wrong: list[str], number: int, folder: Path) -> None:
   if wrong:
-    raise CheckpointError(f"{len(wrong)} of {number} arrays in {folder} are not what was saved: "
-                          f"{', '.join(wrong[:8])}{' …' if wrong[8:] else ''}")
+    raise Damaged(f"{len(wrong)} of {number} arrays in {folder} are not what was saved: "
+                  f"{', '.join(wrong[:8])}{' …' if wrong[8:] else ''}")
 
 
 def _of_arrays(arrays: Mapping[str, np.ndarray]) -> dict[str, str]:

@@ -35,6 +35,7 @@ def refused(run: Callable[[], Any], *expected: str) -> str:
   if isinstance(error, OSError) and type(error).__module__ == "builtins":
     assert error.filename, f"{type(error).__name__} without a file: {message}"
   assert len(message) <= LONGEST, f"{len(message)} characters: {message[:300]}"
+  assert "NoneType" not in message and "object has no attribute" not in message, message
   odd = [c for c in message if not c.isprintable() and c != "\n"]
   assert not odd, f"has {odd[0]!r}: {message[:300]!r}"
   for part in expected:

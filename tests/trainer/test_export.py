@@ -215,7 +215,7 @@ def test_a_damaged_checkpoint_is_told(tmp_path, params):
   export.export(workdir, tmp_path / "whole")
   for file in (workdir / "checkpoints" / "1" / "state").rglob("d/*"):
     file.write_bytes(file.read_bytes()[:100])
-  with pytest.raises(CheckpointError, match="checkpoints/1 cannot be read"):
+  with pytest.raises(CheckpointError, match=r"checkpoints/1 is damaged: .* has 100 bytes of"):
     export.export(workdir, tmp_path / "out")
   assert not list((tmp_path / "out").glob("*"))
 
