@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from evaluators import common
+from input_pipeline.bad_rows import BadRows, Policy
 from input_pipeline.files import DataError
 from input_pipeline.prompts import Prompt, Prompter
 from input_pipeline.readers import Record
@@ -35,8 +36,15 @@ def read(name: str, cfg: Any, setup: common.Setup, prompter: Prompter) -> list[Q
     raise ConfigError(f"evals.{name}: prompt_key={cfg.prompt_key!r} and answer_key={cfg.answer_key!r}; set both or "
                       "none.")
   sources, split = common.sources(name, cfg, setup.config)
-  return [_question(record, cfg, prompter) for key in sorted(sources) for record in
-          open_source(sources[key], key, split=split, max_documents=cfg.max_documents, texts=False).records()]
+  questions: list[Question] = []
+  for key in sorted(sources):
+    source = open_source(sources[key], key, split=split, max_documents=cfg.max_documents, texts=False)
+    bad = BadRows(key, Policy.of(setup.config))
+    for record in source.records(bad):
+      with bad.none_in(record):
+        questions.append(_question(record, cfg, prompter))
+    bad.finish()
+  return questions
 
 
 def _question(record: Record, cfg: Any, prompter: Prompter) -> Question:

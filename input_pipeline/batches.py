@@ -239,6 +239,7 @@ class PackedSource:
         "truncated": s.truncated,
         "tokens lost": s.lost,
         "pieces untrained": s.untrained,
+        "nulls left out": tokens.nulls,
         "prompt tokens shared": 0 if self.units is None else self.units.saved,
         "bytes": int(tokens.num_bytes.sum()),
         "tokens": s.tokens,

@@ -22,6 +22,7 @@ import numpy as np
 from absl import logging
 
 from input_pipeline import cache_images, folders, partners
+from input_pipeline.bad_rows import BAD_ROW, BadRows, Policy
 from input_pipeline.cache_images import ImageWriter, SourceImages, changed_file
 from input_pipeline.examples import Encoded, Encoder
 from input_pipeline.files import DataError, FileHasher
@@ -29,7 +30,7 @@ from input_pipeline.readers import Record
 from input_pipeline.sources import Source, utf8
 
 # Raise when the same source and encoder would give other files.
-VERSION = 3
+VERSION = 4
 BATCH_BYTES, BATCH_RECORDS = 4 << 20, 1024
 # Fewer records at a time where each may hold images.
 BATCH_WITH_IMAGES = 64
@@ -61,6 +62,8 @@ class TokenizedSource(NamedTuple):
   # Where it lies; None: only in memory.
   folder: Path | None = None
   images: SourceImages | None = None
+  # Entries of objects left out: null in a format that has no absent ones.
+  nulls: int = 0
 
   @property
   def num_documents(self) -> int:
@@ -102,7 +105,8 @@ class TokenizedSource(NamedTuple):
 
 
 def tokenize_source(
-    source: Source, encoder: Encoder, vocab_size: int, cache_dir: Path, progress: bool = False
+    source: Source, encoder: Encoder, vocab_size: int, cache_dir: Path, progress: bool = False,
+    policy: Policy = Policy(),  # noqa: B008 (it is frozen)
 ) -> TokenizedSource:
   """The tokenised `source`, from `cache_dir` or, if it is not there or is damaged, built there first.
 
@@ -114,6 +118,8 @@ def tokenize_source(
     vocab_size: the tokenizer's; all ids are below it.
     cache_dir: folder of the caches.
     progress: show a bar while building.
+    policy: what becomes of bad rows. A cache is the same whatever it is: of one that was built without its bad rows
+      these are known, and stop another run that does not drop them.
 
   Raises:
     DataError: bad or no documents.
@@ -130,35 +136,40 @@ def tokenize_source(
     damage = folders.find_damage(folder, _arrays)
     damage = f"damaged ({damage})" if damage else changed_file(folder)
     if damage is None:
-      return _open(folder, source.name)
+      return _open(folder, source.name, policy)
     logging.warning("token cache %s is %s; building it again.", folder, damage)
     folders.remove(folder)
   with folders.new(folder, "the token cache") as temporary:
-    _build(temporary, source, encoder, vocab_size, key, progress)
+    _build(temporary, source, encoder, vocab_size, key, progress, policy)
     if source.fingerprint(hasher) != content:
       raise DataError(f"source {source.name!r}: its files changed while they were read. Run the command again.")
     folders.publish(temporary, folder, _arrays)
   return _open(folder, source.name)
 
 
-def _build(folder: Path, source: Source, encoder: Encoder, vocab_size: int, key: str, progress: bool) -> None:
+def _build(folder: Path, source: Source, encoder: Encoder, vocab_size: int, key: str, progress: bool,
+           policy: Policy) -> None:
   """Streams the source's records through the encoder into `folder`."""
   dropped: Counter[str] = Counter()
   shapes: Counter[str] = Counter()
-  records = 0
+  records, bad = 0, BadRows(source.name, policy)
   with source.bar("tokenizing", progress) as advance, _Writer(folder) as writer:
     each = getattr(encoder, "tokens_per_image", 0)
     documents = _Documents(writer, source.name, vocab_size, encoder, ImageWriter(writer.write, each))
-    for batch, num_bytes in _batches(source.records(), encoder, BATCH_WITH_IMAGES if each else BATCH_RECORDS):
-      results = encoder.encode(batch)
-      shapes.update(map(encoder.describe, batch))
+    most = BATCH_WITH_IMAGES if each else BATCH_RECORDS
+    for rows in _batches(source.records(bad), encoder, most, bad):
+      results, rows = _encode(rows, encoder, bad)
+      shapes.update(encoder.describe(record) for record, _ in rows)
       dropped.update(r for r in results if isinstance(r, str))
       documents.write([r for r in results if not isinstance(r, str)])
-      writer.write("num_bytes", np.array(num_bytes, "<i8"))
-      records += len(batch)
+      writer.write("num_bytes", np.array([size for _, size in rows], "<i8"))
+      records += len(rows)
       advance()
     advance()
+    bad.finish()
     documents.close()
+    if bad.count:
+      dropped[BAD_ROW] = bad.count
     skipped = {"empty": source.tally.empty, "undecodable": source.tally.undecodable}
     _say_what_is_left_out(source.name, skipped, dropped)
     if not documents.tokens:
@@ -175,6 +186,8 @@ def _build(folder: Path, source: Source, encoder: Encoder, vocab_size: int, key:
         "parts": documents.parts_each or 0,
         **documents.images.finish(folder),
         "skipped": skipped,
+        "nulls": source.tally.nulls,
+        "bad": bad.state(),
         "dropped": dict(dropped),
         "shapes": dict(shapes.most_common()),
         "checksums": writer.checksums(),
@@ -187,22 +200,46 @@ def _say_what_is_left_out(name: str, skipped: dict[str, int], dropped: dict[str,
   if any(skipped.values()):
     logging.log(logging.WARNING if skipped["undecodable"] else logging.INFO,
                 "source %r: skipped %s", name, ", ".join(f"{n} {why}" for why, n in skipped.items()))
+  dropped = {why: n for why, n in dropped.items() if why != BAD_ROW}  # which are told one by one
   if dropped:
     logging.warning("source %r: dropped %s", name, ", ".join(f"{n} ({why})" for why, n in dropped.items()))
 
 
-def _batches(records: Iterator[Record], encoder: Encoder, most: int) -> Iterator[tuple[list[Record], list[int]]]:
-  """Records to encode together, and the bytes of text in each."""
-  batch, sizes, held = [], [], 0
+def texts_of(record: Record, encoder: Encoder) -> list[str]:
+  """What the encoder reads in it. Raises DataError: it has no text, or one that is none in UTF-8."""
+  texts = list(encoder.texts(record))
+  for text in texts:
+    utf8(text, record.where)
+  return texts
+
+
+def _batches(records: Iterator[Record], encoder: Encoder, most: int, bad: BadRows
+             ) -> Iterator[list[tuple[Record, int]]]:
+  """Records to encode together, each with the bytes of text in it."""
+  batch, held = [], 0
   for record in records:
-    batch.append(record)
-    sizes.append(sum(len(utf8(text, record.where)) for text in encoder.texts(record)))
-    held += sizes[-1] + sum(len(v) for v in record.fields.values() if isinstance(v, list))
+    with bad.none_in(record):
+      batch.append((record, sum(len(text.encode()) for text in texts_of(record, encoder))))
+      held += batch[-1][1] + sum(len(v) for v in record.fields.values() if isinstance(v, list))
     if held >= BATCH_BYTES or len(batch) >= most:
-      yield batch, sizes
-      batch, sizes, held = [], [], 0
+      yield batch
+      batch, held = [], 0
   if batch:
-    yield batch, sizes
+    yield batch
+
+
+def _encode(rows: list[tuple[Record, int]], encoder: Encoder, bad: BadRows
+            ) -> tuple[list[Encoded | str], list[tuple[Record, int]]]:
+  """(the documents in them and why others are dropped, the rows that are not bad)."""
+  try:
+    return encoder.encode([record for record, _ in rows]), rows
+  except DataError:  # whose, is seen one by one
+    results, good = [], []
+  for record, size in rows:
+    with bad.none_in(record):
+      results += encoder.encode([record])
+      good.append((record, size))
+  return results, good
 
 
 class _Documents:
@@ -313,10 +350,13 @@ def _arrays(meta: dict) -> dict[str, tuple[str, int]]:
   return arrays | cache_images.arrays(meta)
 
 
-def _open(folder: Path, name: str) -> TokenizedSource:
+def _open(folder: Path, name: str, policy: Policy | None = None) -> TokenizedSource:
+  """The cache in a folder; `policy` if it was built before, so that its bad rows are not told yet."""
   meta = json.loads((folder / "meta.json").read_text("utf-8"))
+  if policy is not None:
+    BadRows(name, policy).restore(meta["bad"]).finish()
   maps = {key: np.memmap(folder / f"{key}.bin", dtype, mode="r") for key, (dtype, _) in _arrays(meta).items()}
-  counts = {key: meta[key] for key in ("skipped", "dropped", "shapes")}
+  counts = {key: meta[key] for key in ("skipped", "nulls", "dropped", "shapes")}
   fingerprint, images = meta["key"], None
   if "image_bytes" in maps:
     fingerprint += f"-{meta['image_contents']}"  # they may lie beside the data, which the key is of

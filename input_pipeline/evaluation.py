@@ -7,8 +7,9 @@ from typing import Any
 import numpy as np
 from ml_collections import ConfigDict
 
+from input_pipeline.bad_rows import BadRows, Policy
 from input_pipeline.batches import PackedSource, pack, stats_table
-from input_pipeline.cache import TokenizedSource, tokenize_source
+from input_pipeline.cache import TokenizedSource, texts_of, tokenize_source
 from input_pipeline.examples import Encoder, learns_texts, open_examples
 from input_pipeline.image_texts import vocab_size
 from input_pipeline.reference import PackedData
@@ -48,10 +49,10 @@ def make_eval_data(
   for name in sorted(sources):
     source, encoder = open_examples(config, tokenizer, sources[name], name, split=split, max_documents=max_documents)
     cache_dir = default_cache_dir(config, workdir)
-    tokens = tokenize_source(source, encoder, vocab_size(config, tokenizer), cache_dir, progress)
+    tokens = tokenize_source(source, encoder, vocab_size(config, tokenizer), cache_dir, progress, Policy.of(config))
     opened.append((source, encoder))
     packed.append(pack(config, tokens, shuffle=False, share_prompts=share_prompts))
-  return EvalData(opened, packed, config.seq_len, tokenizer.pad_id, count_bytes=learns_texts(config))
+  return EvalData(opened, packed, config.seq_len, tokenizer.pad_id, learns_texts(config), Policy.of(config))
 
 
 class EvalData(PackedData):
@@ -64,10 +65,10 @@ class EvalData(PackedData):
 
   def __init__(
       self, sources: list[tuple[Source, Encoder]], packed: list[PackedSource], seq_len: int, pad_id: int,
-      count_bytes: bool,
+      count_bytes: bool, policy: Policy,
   ):
     super().__init__(packed, seq_len, pad_id)
-    self._sources = sources
+    self._sources, self._policy = sources, policy
     self.source_names = tuple(source.name for source, _ in sources)
     self._starts = np.cumsum([0, *(p.plan.num_rows for p in packed)])
     self.num_rows = int(self._starts[-1])
@@ -95,8 +96,12 @@ class EvalData(PackedData):
   def raw_texts(self) -> Iterator[str]:
     """Texts of all documents, in order, read from the sources again."""
     for source, encoder in self._sources:
-      for record in source.records():
-        yield from encoder.texts(record)
+      bad = BadRows(source.name, self._policy)
+      for record in source.records(bad):
+        texts: list[str] = []
+        with bad.none_in(record):
+          texts = texts_of(record, encoder)
+        yield from texts
 
 
 def _num_bytes(tokens: TokenizedSource) -> int | None:

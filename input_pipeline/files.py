@@ -13,8 +13,10 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from absl import logging
+from ml_collections import ConfigDict
 
 from trainer import whole_files
+from trainer.config import ConfigError
 
 CHUNK = 1 << 20
 # Compressed files are unpacked so many bytes at a time: what these become is bounded, however well they are compressed.
@@ -26,10 +28,16 @@ MAX_PATH = 1 << 12
 # How deep JSON may be nested, and how many names of columns a message lists, of so many characters each.
 MAX_DEPTH, SHOWN_NAMES, SHOWN_NAME = 100, 20, 60
 BOM = b"\xef\xbb\xbf"
+# What datasets' `save_to_disk` writes beside a Dataset's files, and in the folder of a DatasetDict.
+SAVED_DATASET, SAVED_SPLITS = "state.json", "dataset_dict.json"
 
 
 class DataError(ValueError):
   """Data that cannot be used; the message says what was found, where, and what to change."""
+
+
+class BadTextError(DataError):
+  """Bytes that are not UTF-8."""
 
 
 class NotJSONError(ValueError):
@@ -48,13 +56,16 @@ class Record(NamedTuple):
 
   `name` is its file's relative name, with ":line" or "[row]" where a file holds several; `where` tells people where it
   is, as in "data/a.jsonl:7". `fields` are JSON's types and whatever else the format has (bytes, dates). A text that
-  belongs to no field has the name of the reader's `text_key`. Paths in it are relative to `folder`.
+  belongs to no field has the name of the reader's `text_key`. Paths in it are relative to `folder`. `others` are
+  columns of the row that were not read from the file. `problem`: it cannot be read, and has no fields.
   """
 
   name: str
   where: str
   fields: dict[str, Any]
   folder: Path | None = None
+  others: tuple[str, ...] = ()
+  problem: DataError | None = None
 
 
 class Tally:
@@ -65,6 +76,15 @@ class Tally:
     self.documents = 0
     self.empty = 0
     self.undecodable = 0
+    # Entries of objects left out because they were null in a format that cannot tell null from absent.
+    self.nulls = 0
+
+
+def the_path(cfg: ConfigDict, source: str, example: str) -> str:
+  """The `path` of a source. Raises ConfigError if it is not set."""
+  if not cfg.path:
+    raise ConfigError(f"input.sources.{source}.path is not set: type {cfg.type!r} needs it, e.g. {example!r}.")
+  return cfg.path
 
 
 def find_files(spec: str, source: str, matches: Callable[[str], bool], expected: str) -> list[File]:
@@ -102,6 +122,8 @@ def _expand(entry: str, key: str, matches, expected: str) -> list[File]:
   if os.path.isfile(entry):
     return [File(os.path.basename(entry), Path(entry))]
   if os.path.isdir(entry):
+    if "arrow" not in expected and any(os.path.isfile(os.path.join(entry, n)) for n in (SAVED_DATASET, SAVED_SPLITS)):
+      raise DataError(f"{key}: {entry!r} is a folder that datasets' save_to_disk wrote. Set {key[:-4]}type='arrow'.")
     base, found = entry, walk(entry)
   elif glob.has_magic(entry):
     head = entry
@@ -274,7 +296,7 @@ def decode(raw: bytes, path: Path, offset: int = 0, line: int | None = None) -> 
     return raw.decode("utf-8")
   except UnicodeDecodeError as e:
     where = f"{path}:{line}" if line else f"{path}"
-    raise DataError(
+    raise BadTextError(
         f"{where}: not valid UTF-8 at byte offset {offset + e.start} (0x{raw[e.start]:02x}: {e.reason}). "
         "Convert the file to UTF-8, or name only text files, e.g. with a glob such as 'folder/**/*.txt'."
     ) from e
@@ -290,14 +312,26 @@ def read_lines(path: Path, tally: Tally) -> Iterator[tuple[int, int, bytes]]:
 
   Offsets count uncompressed bytes. Raises DataError for a damaged or truncated compressed file.
   """
-  before = tally.bytes_read
+  return split_lines(read_chunks(path, tally), path)
+
+
+def split_lines(chunks: Iterable[bytes], path: Path) -> Iterator[tuple[int, int, bytes]]:
+  """The lines of what `read_chunks` gives; see `read_lines`."""
+  offset = 0
+  for number, line in enumerate(_split_lines(chunks, path), 1):
+    yield number, offset, line
+    offset += len(line)
+
+
+def read_chunks(path: Path, tally: Tally) -> Iterator[bytes]:
+  """The uncompressed bytes of a plain, .gz or .zst file, some at a time. Raises DataError for a damaged one."""
+  before, offset = tally.bytes_read, 0
   with open_binary(path) as raw:
-    offset = 0
     try:
-      for number, line in enumerate(_split_lines(_decompress(raw, path), path), 1):
-        yield number, offset, line
-        offset += len(line)
+      for chunk in _decompress(raw, path):
         tally.bytes_read = before + raw.tell()
+        yield chunk
+        offset += len(chunk)
     except (EOFError, zlib.error, gzip.BadGzipFile, OSError) as e:
       raise DataError(f"{path}: damaged or truncated after {offset} bytes of text: {e}.") from e
     tally.bytes_read = before + raw.tell()

@@ -14,8 +14,9 @@ import numpy as np
 from absl import logging
 from ml_collections import ConfigDict
 
+from input_pipeline.bad_rows import BadRows, Policy
 from input_pipeline.batches import PackedSource, pack, resolve_layout, stats_table
-from input_pipeline.cache import tokenize_source
+from input_pipeline.cache import texts_of, tokenize_source
 from input_pipeline.evaluation import EvalData, default_cache_dir, make_eval_data
 from input_pipeline.examples import MISMATCHED, open_examples
 from input_pipeline.image_texts import vocab_size
@@ -53,8 +54,13 @@ def train_texts(cfg: ConfigDict) -> Callable[[], Iterator[str]]:
   def texts() -> Iterator[str]:
     for name in used_sources(cfg.input):
       source, encoder = open_examples(cfg, None, cfg.input.sources[name], name)
-      for record in source.records():
-        yield from encoder.texts(record)
+      bad = BadRows(name, Policy.of(cfg))
+      for record in source.records(bad):
+        texts: list[str] = []
+        with bad.none_in(record):
+          texts = texts_of(record, encoder)
+        yield from texts
+      bad.finish()
 
   return texts
 
@@ -80,7 +86,8 @@ def make_train_data(
       logging.warning("source %r has weight 0 throughout and is not used.", name)
   for name in names:
     source, encoder = open_examples(cfg, tokenizer, i.sources[name], name)
-    tokens = tokenize_source(source, encoder, vocab_size(cfg, tokenizer), default_cache_dir(cfg, workdir), progress)
+    tokens = tokenize_source(source, encoder, vocab_size(cfg, tokenizer), default_cache_dir(cfg, workdir), progress,
+                             Policy.of(cfg))
     packed.append(pack(cfg, tokens, share_prompts=share_prompts))
   if cfg.strategy.name == "kto" and cfg.strategy.loss == "kto":
     _tell_of_single_prompts(packed)

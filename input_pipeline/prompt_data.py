@@ -18,6 +18,7 @@ import numpy as np
 from absl import logging
 from ml_collections import ConfigDict
 
+from input_pipeline.bad_rows import BAD_ROW, BadRows, Policy
 from input_pipeline.files import DataError
 from input_pipeline.image_texts import BAD_IMAGE
 from input_pipeline.images import ImageError, Images
@@ -116,8 +117,10 @@ def prompt_texts(config: ConfigDict) -> Callable[[], Iterator[str]]:
 
   def texts() -> Iterator[str]:
     for name in used_sources(config.input):
-      for record in open_source(config.input.sources[name], name, texts=False).records():
+      bad = BadRows(name, Policy.of(config))
+      for record in open_source(config.input.sources[name], name, texts=False).records(bad):
         yield from _strings(record.fields)
+      bad.finish()
 
   return texts
 
@@ -187,7 +190,8 @@ class PromptData:
 
   def stats(self) -> list[dict[str, Any]]:
     """One row a source for the start-up table; `loader.format_stats` prints it."""
-    reasons = [why for why in (DUPLICATE, TOO_LONG, BAD_IMAGE) if any(source.dropped[why] for source in self._sources)]
+    reasons = [why for why in (DUPLICATE, TOO_LONG, BAD_IMAGE, BAD_ROW)
+               if any(source.dropped[why] for source in self._sources)]
     table = []
     for source in self._sources:
       lengths = [len(item.prompt.ids) for item in source.items]
@@ -207,17 +211,18 @@ def _read(source: Source, prompter: Prompter, config: ConfigDict, number: int, r
   lengths: list[int] = []
   seen: set = set()
   shapes: Counter = Counter()
-  dropped = {DUPLICATE: 0, TOO_LONG: 0, BAD_IMAGE: 0}
+  dropped, bad = {DUPLICATE: 0, TOO_LONG: 0, BAD_IMAGE: 0}, BadRows(source.name, Policy.of(config))
   with source.bar("tokenizing", progress) as advance:
-    for record in source.records():
+    for record in source.records(bad):
       advance()
       try:
         item = _item(record, prompter, config.rollout.prompt_key, number)
-      except ImageError as e:
-        if config.input.images.on_error != "drop":
-          raise
-        logging.info("dropped: %s", e)
-        dropped[BAD_IMAGE] += 1
+      except DataError as e:
+        if isinstance(e, ImageError) and config.input.images.on_error == "drop":
+          logging.info("dropped: %s", e)
+          dropped[BAD_IMAGE] += 1
+        else:
+          bad.add(record.where, e)
         continue
       shapes["texts" if isinstance(item.said, str) else "conversations"] += 1
       key = _hash(_content(item))
@@ -231,6 +236,8 @@ def _read(source: Source, prompter: Prompter, config: ConfigDict, number: int, r
       else:
         items.append(item)
     advance()
+  bad.finish()
+  dropped[BAD_ROW] = bad.count
   _check_lengths(np.array(lengths), config, source.name)
   if shapes["texts"] and prompter.template is not None:
     logging.warning("source %r: %d prompts are texts to be continued, which the chat template does not touch. For what "
@@ -238,7 +245,8 @@ def _read(source: Source, prompter: Prompter, config: ConfigDict, number: int, r
   if any(dropped.values()):
     logging.warning("source %r: dropped %s", source.name, ", ".join(f"{n} ({why})" for why, n in dropped.items() if n))
   if not items:
-    raise DataError(f"source {source.name!r}: none of its prompts can be used: {dropped[BAD_IMAGE]} have {BAD_IMAGE}.")
+    raise DataError(f"source {source.name!r}: none of its prompts can be used: {dropped[BAD_IMAGE]} have {BAD_IMAGE}, "
+                    f"{dropped[BAD_ROW]} are bad rows.")
   content = _hash([_content(item) for item in items])
   skipped = source.tally.empty + source.tally.undecodable
   return PromptSource(source.name, items, skipped, dropped, dict(shapes.most_common()), content)

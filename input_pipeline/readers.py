@@ -7,7 +7,7 @@ business: `examples.py` finds the text, the conversation or the tokens in them.
 
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -15,6 +15,7 @@ from typing import Any
 from ml_collections import ConfigDict
 
 from input_pipeline.files import (
+  BadTextError,
   DataError,
   File,
   NotJSONError,
@@ -25,35 +26,20 @@ from input_pipeline.files import (
   parse_json,
   read_bytes,
   read_lines,
+  the_path,
 )
+from input_pipeline.readers_arrow import ArrowReader, ParquetReader
+from input_pipeline.readers_json import JsonlReader, parse_object
 from input_pipeline.readers_made import ArithmeticMistakesReader, ArithmeticReader, DigitsReader, png
 from input_pipeline.readers_python import PythonDocstringPairsReader, PythonDocstringsReader, PythonStdlibReader
 from trainer.config import ConfigError
-
-
-def _path(cfg: ConfigDict, source: str, example: str) -> str:
-  path = cfg.path
-  if not path:
-    raise ConfigError(f"input.sources.{source}.path is not set: type {cfg.type!r} needs it, e.g. {example!r}.")
-  return path
-
-
-def _parse_object(text: str, where: str, not_json: str) -> dict:
-  """The JSON object in `text`. Raises DataError; `not_json`, with "{}" for the reason, says what it should be."""
-  try:
-    record = parse_json(text)
-  except NotJSONError as e:
-    raise DataError(f"{where}: {not_json.format(e)}: {text[:60]!r}. Each record must be one JSON object.") from e
-  if not isinstance(record, dict):
-    raise DataError(f"{where}: expected a JSON object, found {type(record).__name__}.")
-  return record
 
 
 class TextReader:
   """Plain UTF-8 files; a document is a file, a line or a paragraph (blank-line separated)."""
 
   def __init__(self, cfg: ConfigDict, source: str):
-    self.path, self.documents, self._source = _path(cfg, source, "folder/**/*.txt"), cfg.documents, source
+    self.path, self.documents, self._source = the_path(cfg, source, "folder/**/*.txt"), cfg.documents, source
     if self.documents not in ("file", "line", "paragraph"):
       raise ConfigError(
           f"input.sources.{source}.documents={self.documents!r}; allowed: 'file', 'line', 'paragraph'."
@@ -67,93 +53,36 @@ class TextReader:
   def read(self, tally: Tally) -> Iterator[Record]:
     for name, path in self.files():
       if self.documents == "file":
-        yield Record(name, str(path), {"text": decode(read_bytes(path, tally), path)})
-      elif self.documents == "line":
-        for number, offset, line in read_lines(path, tally):
-          text = decode(line, path, offset, number).rstrip("\r\n")
-          yield Record(f"{name}:{number}", f"{path}:{number}", {"text": text})
-      else:
-        for number, text in self._paragraphs(path, tally):
-          yield Record(f"{name}:{number}", f"{path}:{number}", {"text": text})
+        yield _of_text(name, str(path), path, [(None, 0, read_bytes(path, tally))])
+        continue
+      for number, pieces in (self._lines if self.documents == "line" else self._paragraphs)(path, tally):
+        yield _of_text(f"{name}:{number}", f"{path}:{number}", path, pieces, strip="\r\n")
 
-  def _paragraphs(self, path: Path, tally: Tally) -> Iterator[tuple[int, str]]:
-    lines: list[str] = []
-    first = 1
-    for number, offset, line in read_lines(path, tally):
-      text = decode(line, path, offset, number)
-      if text.strip():
-        first = first if lines else number
-        lines.append(text)
+  def _lines(self, path: Path, tally: Tally) -> Iterator[tuple[int, list[tuple[int, int, bytes]]]]:
+    """(line number, what `read_lines` gives) of each line."""
+    return ((line[0], [line]) for line in read_lines(path, tally))
+
+  def _paragraphs(self, path: Path, tally: Tally) -> Iterator[tuple[int, list[tuple[int, int, bytes]]]]:
+    """(number of the first line, what `read_lines` gives) of each paragraph."""
+    lines: list[tuple[int, int, bytes]] = []
+    for line in read_lines(path, tally):
+      if line[2].decode("utf-8", "replace").strip("\ufeff" if line[1] == 0 else "").strip():
+        lines.append(line)
       elif lines:
-        yield first, "".join(lines).rstrip("\r\n")
+        yield lines[0][0], lines
         lines = []
     if lines:
-      yield first, "".join(lines).rstrip("\r\n")
+      yield lines[0][0], lines
 
 
-class JsonlReader:
-  """JSON Lines, also .gz and .zst; blank lines are skipped."""
-
-  by_name = False
-  suffixes = tuple(a + b for a in (".jsonl", ".ndjson", ".json") for b in ("", ".gz", ".zst"))
-
-  def __init__(self, cfg: ConfigDict, source: str):
-    self.path, self.text_key, self._source = _path(cfg, source, "data/*.jsonl"), cfg.text_key, source
-    self.identity = ["jsonl"]
-
-  def files(self) -> list[File]:
-    expected = "a .jsonl, .jsonl.gz or .jsonl.zst file"
-    return find_files(self.path, self._source, lambda name: name.endswith(self.suffixes), expected)
-
-  def read(self, tally: Tally) -> Iterator[Record]:
-    for name, path in self.files():
-      for number, offset, line in read_lines(path, tally):
-        text, where = decode(line, path, offset, number).strip(), f"{path}:{number}"
-        if text:
-          fields = _parse_object(text, where, "not valid JSON ({})")
-          yield Record(f"{name}:{number}", where, fields, path.parent)
-
-
-class ParquetReader:
-  """The rows of Parquet files, streamed by row groups.
-
-  `only_text` (set by the source) leaves all columns unread but `text_key`, in files that have it.
-  """
-
-  by_name = False
-  only_text = False
-
-  def __init__(self, cfg: ConfigDict, source: str):
-    self.path, self.text_key, self._source = _path(cfg, source, "data/*.parquet"), cfg.text_key, source
-    self.identity = ["parquet"]
-
-  def files(self) -> list[File]:
-    return find_files(self.path, self._source, lambda n: n.endswith(".parquet"), "a .parquet file")
-
-  def read(self, tally: Tally) -> Iterator[Record]:
-    try:
-      import pyarrow as pa
-      import pyarrow.parquet as pq
-    except ImportError as e:
-      raise DataError(f"source {self._source!r}: reading Parquet needs `pip install pyarrow`.") from e
-    for name, path in self.files():
-      before, size, row = tally.bytes_read, os.path.getsize(path), 0
-      try:
-        with pq.ParquetFile(path) as table:
-          rows = max(table.metadata.num_rows, 1)
-          columns = [self.text_key] if self.only_text and self.text_key in table.schema_arrow.names else None
-          for batch in table.iter_batches(batch_size=512, columns=columns):
-            for fields in batch.to_pylist():
-              yield Record(f"{name}[{row}]", f"{path}: row {row} (from 0)", fields, path.parent)
-              row += 1
-            tally.bytes_read = before + size * row // rows
-      except UnicodeDecodeError as e:
-        raise DataError(f"{path}: text that is not valid UTF-8, in row {row} (from 0) or after.") from e
-      except (pa.ArrowException, OSError) as e:
-        raise DataError(f"{path}: not a readable Parquet file: {e}") from e
-      except (ValueError, OverflowError) as e:  # a date far away, say
-        raise DataError(f"{path}: a value that Python has no place for, in row {row} (from 0) or after: {e}.") from e
-      tally.bytes_read = before + size
+def _of_text(name: str, where: str, path: Path, pieces: Sequence[tuple[int | None, int, bytes]], strip: str = ""
+             ) -> Record:
+  """The record of a text, without `strip` at its end; a bad one if it is not UTF-8. Pieces: see `read_lines`."""
+  try:
+    text = "".join(decode(raw, path, offset, line) for line, offset, raw in pieces)
+    return Record(name, where, {"text": text.rstrip(strip) if strip else text})
+  except BadTextError as e:
+    return Record(name, where, {}, problem=e)
 
 
 class ArrayRecordReader:
@@ -167,7 +96,7 @@ class ArrayRecordReader:
   text_hint = " (to '' to train on the JSON itself)"
 
   def __init__(self, cfg: ConfigDict, source: str):
-    self.path, self._source = _path(cfg, source, "data/*.arrayrecord"), source
+    self.path, self._source = the_path(cfg, source, "data/*.arrayrecord"), source
     self._never_json, self.text_key = not cfg.text_key, cfg.text_key or "text"
     self.identity = ["arrayrecord", self.text_key, self._never_json]
 
@@ -181,15 +110,18 @@ class ArrayRecordReader:
       before, size = tally.bytes_read, os.path.getsize(path)
       for row, rows, record in self._records(path):
         where = f"{path}: record {row} (from 0)"
+        problem, fields = None, {}
         try:
           text = record.decode("utf-8")
+          if as_json is None:
+            as_json = self._looks_like_json(text)
+          not_json = "the first record is a JSON object, this one is not JSON ({})"
+          fields = parse_object(text, where, not_json) if as_json else {self.text_key: text}
         except UnicodeDecodeError as e:
-          raise DataError(f"{where}: not valid UTF-8 at byte {e.start}. Records must be UTF-8 text or JSON.") from e
-        if as_json is None:
-          as_json = self._looks_like_json(text)
-        not_json = "the first record is a JSON object, this one is not JSON ({})"
-        fields = _parse_object(text, where, not_json) if as_json else {self.text_key: text}
-        yield Record(f"{name}[{row}]", where, fields, path.parent)
+          problem = DataError(f"{where}: not valid UTF-8 at byte {e.start}. Records must be UTF-8 text or JSON.")
+        except DataError as e:
+          problem = e
+        yield Record(f"{name}[{row}]", where, fields, path.parent, problem=problem)
         tally.bytes_read = before + size * (row + 1) // rows
       tally.bytes_read = before + size
 
@@ -287,13 +219,14 @@ class TfdsReader:
       raise DataError(f"TFDS dataset {self.dataset!r} in {self._builder.data_dir} cannot be read: {reason}") from e
     for row in range(len(rows)):
       name = f"{self.dataset}/{self.split}[{row}]"
+      fields, problem, folder = {}, None, Path(str(self._builder.data_dir))
       try:
-        value = rows[row]
+        fields = _from_tfds(features, rows[row])
       except ImportError as e:
         raise DataError(f"{name}: TFDS cannot read this dataset's features without another library: {e}.") from e
       except Exception as e:  # of what its shards hold; many kinds
-        raise DataError(f"{name}: cannot be read from {self._builder.data_dir}: {type(e).__name__}: {e}.") from e
-      yield Record(name, name, _from_tfds(features, value), Path(str(self._builder.data_dir)))
+        problem = DataError(f"{name}: cannot be read from {folder}: {type(e).__name__}: {e}.")
+      yield Record(name, name, fields, folder, problem=problem)
       tally.bytes_read = before + size * (row + 1) // len(rows)
 
 
@@ -362,6 +295,7 @@ READERS = {
     "text": TextReader,
     "jsonl": JsonlReader,
     "parquet": ParquetReader,
+    "arrow": ArrowReader,
     "arrayrecord": ArrayRecordReader,
     "tfds": TfdsReader,
     "python_stdlib": PythonStdlibReader,

@@ -66,7 +66,7 @@ class PythonDocstringsReader:
     self.identity = ["python_docstrings", 1, *(["chat"] if self.chat else [])]
 
   def read(self, tally: Tally) -> Iterator[Record]:
-    for name, path, fields, _ in self._sources.read(tally):
+    for name, path, fields, *_ in self._sources.read(tally):
       try:
         with warnings.catch_warnings(action="ignore"):  # of old escapes in those sources
           tree = ast.parse(fields["text"])
@@ -107,7 +107,7 @@ class PythonDocstringPairsReader:
     digests = [hashlib.blake2b(key, digest_size=8).digest() for key in keys]
     order, count = sorted(range(len(records)), key=digests.__getitem__), len(records)
     place = {number: at for at, number in enumerate(order)}
-    for number, (name, where, fields, _) in enumerate(records):
+    for number, (name, where, fields, *_) in enumerate(records):
       following = (texts[order[(place[number] + i) % count]] for i in range(1, count))
       rejected = next((text for text in following if text != texts[number]), None)
       if rejected is not None:

@@ -18,6 +18,7 @@ from absl import logging
 from ml_collections import ConfigDict
 from tqdm import tqdm
 
+from input_pipeline.bad_rows import BadRows
 from input_pipeline.files import DataError, Tally, hash_file
 from input_pipeline.readers import READERS, Record, TextReader
 from trainer.config import ConfigError
@@ -26,7 +27,7 @@ __all__ = ["DataError", "Record", "Source", "open_source"]
 
 SPLITS = ("all", "train", "validation")
 # Part of every fingerprint: raise it when the same files would give other records.
-VERSION = 2
+VERSION = 3
 
 
 def open_source(
@@ -75,18 +76,30 @@ class Source:
     # Counts of the pass in progress, or of the last one.
     self.tally = Tally()
 
-  def records(self) -> Iterator[Record]:
+  def records(self, bad: BadRows | None = None) -> Iterator[Record]:
     """Yields the split's records; empty ones are skipped and counted in `tally`.
+
+    Args:
+      bad: takes those that cannot be read, and counts all; who gives it finishes it. Default: they are an error.
 
     Raises:
       DataError: unreadable data, or no record in the split.
     """
     self.tally = tally = Tally()
+    if bad is None:
+      bad = BadRows(self.name)
+      yield from self.records(bad)
+      bad.finish()
+      return
     picked = self._select(tally)
     if self._max_documents is not None:
       total = sum(1 for _ in self._select(Tally()))
       picked = _evenly_spaced(picked, total, self._max_documents)
     for record in picked:
+      bad.seen += 1
+      if record.problem is not None:
+        bad.add(record.where, record.problem)
+        continue
       tally.documents += 1
       yield record
 
@@ -119,10 +132,10 @@ class Source:
       picked = found
     else:
       head = list(islice(found, 2)) if isinstance(self._reader, TextReader) else []
-      if len(head) == 1:
+      if len(head) == 1 and head[0].problem is None:
         yield self._cut(head[0])
         return
-      picked = filter(self._in_split, chain(head, found))
+      picked = filter(self._in_split, map(self._checked, chain(head, found)))
     count = 0
     for record in picked:
       count += 1
@@ -132,7 +145,7 @@ class Source:
 
   def _not_empty(self, tally: Tally) -> Iterator[Record]:
     for record in self._reader.read(tally):
-      if self._text(record) == "" or not record.fields:
+      if record.problem is None and (self._text(record) == "" or not record.fields):
         tally.empty += 1
       else:
         yield record
@@ -143,14 +156,28 @@ class Source:
     text = fields.get(self.text_key) if self._texts or len(fields) == 1 else None
     return text if isinstance(text, str) else None
 
-  def _in_split(self, record: Record) -> bool:
+  def _checked(self, record: Record) -> Record:
+    """The record, as a bad one if it has no key."""
+    try:
+      self._key(record)
+    except DataError as e:
+      return record._replace(fields={}, problem=e)
+    return record
+
+  def _key(self, record: Record) -> bytes:
+    """What decides its split."""
+    if record.problem is not None:  # its content is not known
+      return record.name.encode("utf-8", "surrogatepass")
     text = self._text(record)
     if self._reader.by_name:
-      key = utf8(record.name, record.where)
-    elif text is not None:
-      key = utf8(text, record.where)
-    else:
-      key = json.dumps(record.fields, sort_keys=True, separators=(",", ":"), default=_stable).encode()
+      return utf8(record.name, record.where)
+    if text is not None:
+      return utf8(text, record.where)
+    fields = _without_nulls(record.fields)
+    return json.dumps(fields, sort_keys=True, separators=(",", ":"), default=_stable).encode()
+
+  def _in_split(self, record: Record) -> bool:
+    key = self._key(record)
     digest = hashlib.blake2b(key, digest_size=8).digest()
     return (int.from_bytes(digest, "big") < self._fraction * 2**64) == (self.split == "validation")
 
@@ -200,6 +227,13 @@ def utf8(text: str, where: str) -> bytes:
         f"{where}: character {e.start} is the lone surrogate U+{ord(text[e.start]):04X}, which is not text. "
         "Remove it, or repair the escape it came from."
     ) from e
+
+
+def _without_nulls(value: Any) -> Any:
+  """A row without what is null in its objects, which is absent in one format and null in another."""
+  if isinstance(value, dict):
+    return {key: _without_nulls(part) for key, part in value.items() if part is not None}
+  return [_without_nulls(part) for part in value] if isinstance(value, list) else value
 
 
 def _stable(value: Any) -> str:

@@ -91,6 +91,11 @@ def defaults() -> ConfigDict:
   i.over_long = "auto"
   # The share of a source's documents that may be truncated or dropped for their length; more is an error.
   i.max_over_long = 0.1
+  # Rows that cannot be used (not readable, of no known shape, refused by the template, …): error: the first ten are
+  # told, and the run stops | drop: they are left out, counted and told. Too many are an error all the same …
+  i.on_bad_row = "error"
+  # … namely more than this share of a source's rows.
+  i.max_bad_rows = 0.1
   # Whether answers to one prompt that stand in one row share it (the sides of a preference, the completions of a
   # rollout), so that it is computed once for them all: always | never | auto: where the model can, but for TPUs, whose
   # attention kernel does not, and for rollouts whose rows are split over devices.

@@ -227,6 +227,7 @@ def validate(config: ConfigDict) -> None:
       "tokenizer.type": ("auto", "bytes", "bpe", "hf"),
       "input.packing": ("auto", "concat", "best_fit", "none"),
       "input.over_long": ("auto", "split", "truncate_end", "truncate_start", "drop", "error"),
+      "input.on_bad_row": ("error", "drop"),
       "input.share_prompts": ("auto", "always", "never"),
       "input.mixture_by": ("examples", "tokens"),
       "input.stop": ("first", "all", "never"),
@@ -242,7 +243,7 @@ def validate(config: ConfigDict) -> None:
     if value.on_error not in ("stop", "warn"):
       raise ConfigError(f"evals.{name}.on_error is {value.on_error!r}; allowed: stop, warn.")
   for path, low, high in (("schedule.floor", 0.0, 1.0), ("optimizer.ema_decay", 0.0, 1.0), ("model.dropout", 0.0, 1.0),
-                          ("input.max_over_long", 0.0, 1.0),
+                          ("input.max_over_long", 0.0, 1.0), ("input.max_bad_rows", 0.0, 1.0),
                           ("optimizer.learning_rate", 0.0, float("inf")), ("optimizer.clip_norm", 0.0, float("inf")),
                           ("keep_last", 1, float("inf")), ("input.prefetch", 1, float("inf")),
                           ("input.workers", 1, float("inf")), ("optimizer.max_nonfinite_steps", 1, float("inf"))):
@@ -360,7 +361,8 @@ def to_json(config: ConfigDict) -> str:
 _FREE = re.compile(
     r"(mesh|processes|evals|callbacks|loggers|profile|init_from|export|plan)(\..*)?|(log|ckpt|keep)_.*|"
     r"(sharding|activation)_rules|remat|precision\.offload_optimizer|report|resume|allow_config_changes|health_silent|"
-    r"input\.(cache_dir|prefetch|workers|max_over_long)|model\.(scan_layers|attention|attention_block|vocab_chunk)|"
+    r"input\.(cache_dir|prefetch|workers|max_over_long|on_bad_row|max_bad_rows)|"
+    r"model\.(scan_layers|attention|attention_block|vocab_chunk)|"
     r"rollout\.(batch_size|reward_workers|reward_timeout_seconds)")
 
 

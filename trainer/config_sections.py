@@ -40,21 +40,25 @@ def duration(prefix: str, **given: float) -> dict:
 def source(**changed) -> ConfigDict:
   """One data source, `input.sources.<name>`: where documents come from."""
   c = ConfigDict()
-  # text | jsonl | parquet | arrayrecord | tfds | python_stdlib | python_docstrings (signatures and their docstrings) |
+  # text | jsonl (also files that are a list of objects) | parquet | arrow (Arrow files, and folders of datasets'
+  # save_to_disk) | arrayrecord | tfds | python_stdlib | python_docstrings (signatures and their docstrings) |
   # python_docstring_pairs (each with its own docstring, chosen, and another's, rejected) |
   # arithmetic (sums to solve) | arithmetic_mistakes (half of the answers are wrong) |
   # digits (small pictures of handwritten digits, with questions about them)
   c.type = "text"
   # A file, a folder (searched recursively) or a glob; several are separated by commas.
   c.path = unset(str)
-  # jsonl, parquet, tfds, arrayrecord (if its records are JSON): the field that holds the text.
+  # jsonl, parquet, arrow, tfds, arrayrecord (if its records are JSON): the field that holds the text.
   c.text_key = "text"
+  # jsonl: of files that are one object, the key behind which the list of rows stands ("data").
+  c.rows_key = unset(str)
   # text: what one document is: file | line | paragraph (blank-line separated).
   c.documents = "file"
-  # tfds: the dataset's name (`name[/config][:version]`) and its own split; `path` is its data_dir.
+  # tfds: the dataset's name (`name[/config][:version]`); `path` is its data_dir.
   # digits: name | description, the question that is asked of each picture; unset: both.
   # python_docstrings, python_docstring_pairs, arithmetic, arithmetic_mistakes: chat, for conversations; unset: texts.
   c.dataset = unset(str)
+  # tfds: its own split; arrow: that of a saved DatasetDict.
   c.dataset_split = "train"
   # all | train | validation. The two parts are disjoint; a document belongs to one of them by a hash of
   # its name or content, whatever the order of files.

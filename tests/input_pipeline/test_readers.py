@@ -246,7 +246,7 @@ def test_all_formats_give_the_same_fields(tmp_path):
   for kind, name, where in (("jsonl", "x.jsonl:{1}", ":{1}"), ("parquet", "x.parquet[{0}]", ": row {0} (from 0)"),
                             ("arrayrecord", "x.arrayrecord[{0}]", ": record {0} (from 0)")):
     path = tmp_path / f"x.{kind}"
-    assert records(type=kind, path=str(path)) == [
+    assert [r[:4] for r in records(type=kind, path=str(path))] == [
         (name.format(i, i + 1), str(path) + where.format(i, i + 1), row, tmp_path) for i, row in enumerate(ROWS)]
 
 
@@ -288,7 +288,7 @@ def test_python_stdlib_skips_and_counts_undecodable_files(tmp_path, monkeypatch)
   (tmp_path / "data.txt").write_text("not Python")
   monkeypatch.setattr("sysconfig.get_paths", lambda: {"stdlib": str(tmp_path)})
   stdlib = open_source(source(type="python_stdlib"), "mine")
-  assert list(stdlib.records()) == [
+  assert [record[:4] for record in stdlib.records()] == [
       ("latin.py", str(tmp_path / "latin.py"), {"text": "# coding: latin-1\nx = 'é'\n"}, None)]
   assert stdlib.tally.undecodable == 1
   assert stdlib.tally.bytes_read == sum((tmp_path / n).stat().st_size for n in ("latin.py", "bad.py"))

@@ -99,6 +99,11 @@ class Files:
     return source(type="text", path=self.text("halves.txt", "ab " * 40000 + "cd " * 80000), documents="line")
 
   @property
+  def bad_row(self) -> ConfigDict:
+    """A source in which one row of two is none."""
+    return source(type="jsonl", path=self.text("bad.jsonl", '{"text": "it is there"}\n{"text":\n'))
+
+  @property
   def bad_image(self) -> ConfigDict:
     """A source in which one image of two is none."""
     good = digits.encoded(digits.picture(0))

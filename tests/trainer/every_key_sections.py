@@ -74,6 +74,24 @@ def _records(files: Files, name: str) -> str:
   return str(path)
 
 
+def _arrow(files: Files, name: str) -> str:
+  """A folder as `datasets` saves a DatasetDict."""
+  folder = files.folder / name
+  for split in ("train", "test"):
+    (folder / split).mkdir(parents=True, exist_ok=True)
+    table = pa.table(dict(text=[f"{name} {split}", "two"], body=["three", "four"]))
+    with pa.OSFile(str(folder / split / "data.arrow"), "wb") as file, pa.ipc.new_stream(file, table.schema) as writer:
+      writer.write_table(table)
+    (folder / split / "state.json").write_text('{"_data_files": [{"filename": "data.arrow"}]}')
+  (folder / "dataset_dict.json").write_text('{"splits": ["train", "test"]}')
+  return str(folder)
+
+
+def _object(files: Files) -> str:
+  """A file that is one object, of which two keys hold rows."""
+  return files.text("object.json", '{"a": [{"text": "one"}], "b": [{"text": "two"}]}')
+
+
 def _lines(files: Files, name: str) -> str:
   return files.jsonl(name, [dict(text=f"{name} one", body="two"), dict(text="three", body="four")])
 
@@ -83,7 +101,7 @@ def of(kind: str, **options: Any) -> dict[str, Any]:
   return {"input.sources.main": source(type=kind)} | {f"input.sources.main.{k}": v for k, v in options.items()}
 
 
-WRITTEN = dict(jsonl=_lines, parquet=_parquet, arrayrecord=_records)
+WRITTEN = dict(jsonl=_lines, parquet=_parquet, arrow=_arrow, arrayrecord=_records)
 TFDS = of("tfds", dataset="a", path="folder")
 OTHER = {"input.sources.other": lambda f: source(type="text", path=f.text("other.txt", "zz " * 400))}
 
@@ -95,12 +113,14 @@ SOURCE = {
                   data("elsewhere", TFDS, see=texts)],
   "source.text_key": [*(data("body", of(kind, path=lambda f, write=write: write(f, "a")), see=texts)
                         for kind, write in WRITTEN.items()), data("body", TFDS, see=texts)],
+  "source.rows_key": data("b", of("jsonl", path=_object, rows_key="a"), see=texts),
   "source.documents": data("line", of("text", path=lambda f: f.text("lines.txt", "one\ntwo\n")), see=texts),
   "source.dataset": [data("b", TFDS, see=texts), data("name", of("digits", max_documents=4), images, texts),
                      *(data("chat", of(kind, max_documents=4), answers, texts)
                        for kind in ("python_docstrings", "arithmetic", "arithmetic_mistakes")),
                      data("chat", of("python_docstring_pairs", max_documents=4), pairs, texts)],
-  "source.dataset_split": data("test", TFDS, see=texts),
+  "source.dataset_split": [data("test", TFDS, see=texts),
+                           data("test", of("arrow", path=lambda f: _arrow(f, "a")), see=texts)],
   "source.split": data("validation", see=texts),
   "source.validation_fraction": data(0.6, see=texts),
   "source.max_documents": data(3, see=texts),

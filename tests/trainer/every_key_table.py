@@ -298,6 +298,8 @@ DATA = {
   "input.packing": data("none"),
   "input.over_long": data("drop", {"input.max_over_long": 1.0}),
   "input.max_over_long": data(1.0, {"input.over_long": "drop", "seq_len": 64}, see=refusal),
+  "input.on_bad_row": data("drop", {"input.sources.bad": lambda f: f.bad_row, "input.max_bad_rows": 0.5}, see=refusal),
+  "input.max_bad_rows": data(0.5, {"input.sources.bad": lambda f: f.bad_row, "input.on_bad_row": "drop"}, see=refusal),
   "input.mixture_by": data("tokens", TWO, answers),
   "input.stop": data("first"),
   "input.weight_stages": data(((1, {"main": 1.0, "other": 9.0}),), TWO, answers),
