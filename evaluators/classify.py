@@ -54,7 +54,7 @@ class Classify:
     self._options = [options or questions.strings(q.record, cfg.options_key) for q in self._questions]
     self._right = [_right(q, some, f"evals.{name}") for q, some in zip(self._questions, self._options, strict=True)]
     self._layout, self._pad_id = image_tokens.layout_of(setup.model), setup.tokenizer.pad_id
-    self._rows = self._make_rows(prompter)
+    self._rows, self._prefixes = self._make_rows(prompter)
     self._batch_size = cfg.batch_size or setup.config.batch_size // setup.config.grad_accum_steps
     check_batch(setup.mesh, self._batch_size, f"evals.{name}.batch_size")
     self._sharding, stop_ids = batch_sharding(setup.mesh), np.array(sorted(prompter.stop_ids), np.int32)
@@ -63,21 +63,19 @@ class Classify:
     self._scores = jax.jit(functools.partial(_scores, setup.model, stop_ids if self._with_end else None),
                            out_shardings=NamedSharding(setup.mesh, PartitionSpec()))
 
-  def _make_rows(self, prompter: Prompter) -> list[tuple[int, int, np.ndarray]]:
-    """(question, option, ids) of all texts, the longest first."""
-    longest, known, rows = self._setup.config.seq_len, {}, []
+  def _make_rows(self, prompter: Prompter) -> tuple[list[tuple[int, int, np.ndarray]], dict[tuple[int, int], int]]:
+    """((question, option, ids) of all texts, the longest first; how many of these ids are before the option)."""
+    longest, rows, prefixes = self._setup.config.seq_len, [], {}
     for number, (question, options) in enumerate(zip(self._questions, self._options, strict=True)):
       for option, text in enumerate(options):
-        if text not in known:
-          known[text] = prompter.added_text(text)
-        if not len(known[text]):
+        ids, prefixes[number, option] = prompter.answered(question.prompt, text)
+        if prefixes[number, option] == len(ids):
           raise DataError(f"{question.prompt.where}: option {option} is empty. Leave it out, or give it a text.")
-        ids = np.concatenate([question.prompt.ids, known[text]]).astype(np.int32)
         if len(ids) > longest:
           raise DataError(f"{question.prompt.where}: with option {option} {len(ids)} tokens, more than seq_len="
                           f"{longest}. Raise seq_len, or leave such rows out.")
         rows.append((number, option, ids))
-    return sorted(rows, key=lambda row: -len(row[2]))
+    return sorted(rows, key=lambda row: -len(row[2])), prefixes
 
   def run(self, params: Any, step: int) -> Iterator[tuple[str, float]]:
     scores = [np.zeros(len(options)) for options in self._options]
@@ -88,7 +86,7 @@ class Classify:
                            self._batch_size, self._sharding)
       found = np.asarray(self._scores(params, placed), np.float64)
       for (question, option, ids), (option_sum, end) in zip(part, found, strict=False):
-        count = len(ids) - len(self._questions[question].prompt.ids) + self._with_end
+        count = len(ids) - self._prefixes[question, option] + self._with_end
         scores[question][option] = (option_sum + end) / (count if self._mean else 1)
     rows = [self._row(number, some) for number, some in enumerate(scores)]
     values = dict(metrics(rows))
@@ -103,8 +101,8 @@ class Classify:
     most = image_tokens.slots(max(len(prompt.images) for prompt in prompts))
     batch = empty_batch(self._batch_size, length, self._pad_id)
     batch |= image_tokens.empty(self._layout, self._batch_size, length, most)
-    for row, ((_, _, ids), prompt) in enumerate(zip(part, prompts, strict=True)):
-      size, prefix = len(ids), len(prompt.ids)
+    for row, ((number, option, ids), prompt) in enumerate(zip(part, prompts, strict=True)):
+      size, prefix = len(ids), self._prefixes[number, option]
       batch["tokens"][row, :size], batch["positions"][row, :size] = ids, np.arange(size)
       batch["segment_ids"][row, :size], batch["loss_weights"][row, prefix:size] = 1, 1
       shown = image_tokens.of_text(self._layout, ids, prompt.images, prefix, prompt.where)

@@ -27,10 +27,11 @@ from input_pipeline.cache_images import ImageWriter, SourceImages, changed_file
 from input_pipeline.examples import Encoded, Encoder
 from input_pipeline.files import DataError, FileHasher
 from input_pipeline.readers import Record
+from input_pipeline.remarks import Tally
 from input_pipeline.sources import Source, utf8
 
 # Raise when the same source and encoder would give other files.
-VERSION = 4
+VERSION = 5
 BATCH_BYTES, BATCH_RECORDS = 4 << 20, 1024
 # Fewer records at a time where each may hold images.
 BATCH_WITH_IMAGES = 64
@@ -152,7 +153,7 @@ def _build(folder: Path, source: Source, encoder: Encoder, vocab_size: int, key:
   """Streams the source's records through the encoder into `folder`."""
   dropped: Counter[str] = Counter()
   shapes: Counter[str] = Counter()
-  records, bad = 0, BadRows(source.name, policy)
+  remarks, records, bad = Tally(), 0, BadRows(source.name, policy)
   with source.bar("tokenizing", progress) as advance, _Writer(folder) as writer:
     each = getattr(encoder, "tokens_per_image", 0)
     documents = _Documents(writer, source.name, vocab_size, encoder, ImageWriter(writer.write, each))
@@ -161,7 +162,10 @@ def _build(folder: Path, source: Source, encoder: Encoder, vocab_size: int, key:
       results, rows = _encode(rows, encoder, bad)
       shapes.update(encoder.describe(record) for record, _ in rows)
       dropped.update(r for r in results if isinstance(r, str))
-      documents.write([r for r in results if not isinstance(r, str)])
+      made = [r for r in results if not isinstance(r, str)]
+      for document in made:
+        remarks.add(document.remarks)
+      documents.write(made)
       writer.write("num_bytes", np.array([size for _, size in rows], "<i8"))
       records += len(rows)
       advance()
@@ -190,6 +194,7 @@ def _build(folder: Path, source: Source, encoder: Encoder, vocab_size: int, key:
         "bad": bad.state(),
         "dropped": dict(dropped),
         "shapes": dict(shapes.most_common()),
+        "remarks": remarks.counts,
         "checksums": writer.checksums(),
     }
     (folder / "meta.json").write_text(json.dumps(meta), "utf-8")
@@ -355,6 +360,7 @@ def _open(folder: Path, name: str, policy: Policy | None = None) -> TokenizedSou
   meta = json.loads((folder / "meta.json").read_text("utf-8"))
   if policy is not None:
     BadRows(name, policy).restore(meta["bad"]).finish()
+  Tally(meta["remarks"]).say(name, meta["documents"])
   maps = {key: np.memmap(folder / f"{key}.bin", dtype, mode="r") for key, (dtype, _) in _arrays(meta).items()}
   counts = {key: meta[key] for key in ("skipped", "nulls", "dropped", "shapes")}
   fingerprint, images = meta["key"], None

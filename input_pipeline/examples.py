@@ -10,10 +10,12 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 from ml_collections import ConfigDict
 
+from input_pipeline import special_tokens
 from input_pipeline.files import DataError, shown_names
 from input_pipeline.image_texts import sees
 from input_pipeline.images import EncodedImage
 from input_pipeline.readers import Record
+from input_pipeline.remarks import LITERAL, Remark
 from input_pipeline.sources import Source, open_source
 from input_pipeline.tokenizer import Tokenizer
 from trainer.config import ConfigError
@@ -33,6 +35,7 @@ class Encoded(NamedTuple):
   A document may consist of parts, which do not see one another but belong together, such as the two sides of a
   preference: `parts` are their lengths, `marks` their entries in a batch's `sequences`; or their advantages, of which
   exact zeros are given as ZERO_ADVANTAGE. It may have `images`, whose tokens begin at `places`, in ascending order.
+  `remarks` are counted and told at the start (`remarks.py`).
   """
 
   ids: np.ndarray
@@ -41,6 +44,7 @@ class Encoded(NamedTuple):
   marks: tuple[float, ...] = ()
   images: tuple[EncodedImage, ...] = ()
   places: tuple[int, ...] = ()
+  remarks: tuple[Remark, ...] = ()
 
 
 class Encoder(Protocol):
@@ -93,8 +97,12 @@ class TextEncoder:
 
   def encode(self, records: list[Record]) -> list[Encoded | str]:
     head, tail = (np.array([] if i is None else [i], np.int32) for i in self._ends())
-    ids = self._tokenizer.encode_batch([self._text(record) for record in records])
-    return [Encoded(np.concatenate([head, i, tail])) for i in ids]
+    texts = [self._text(record) for record in records]
+    literal = special_tokens.pattern(tuple(self._tokenizer.special_tokens))
+    found = [() if literal is None else tuple((LITERAL, token) for token in set(literal.findall(text)))
+             for text in texts]
+    return [Encoded(np.concatenate([head, ids, tail]), remarks=remarks)
+            for ids, remarks in zip(self._tokenizer.encode_batch(texts), found, strict=True)]
 
   def texts(self, record: Record) -> Iterable[str]:
     return (self._text(record),)

@@ -16,17 +16,17 @@ from ml_collections import ConfigDict
 from input_pipeline.chat import ChatTemplate, load_template, template_of
 from input_pipeline.examples import NOTHING_TO_TRAIN, Encoded
 from input_pipeline.files import DataError
-from input_pipeline.image_texts import IMAGE_ID, ImageTemplate, image_format, refuse_stand_in, text_of
+from input_pipeline.image_texts import ImageTemplate, image_format, refuse_stand_in, text_of
 from input_pipeline.images import EncodedImage, ImageRef
 from input_pipeline.readers import Record
-from input_pipeline.segments import Segment, SegmentEncoder
+from input_pipeline.segments import Segment, SegmentEncoder, Tokens
 from input_pipeline.shapes import COLUMNS, REASONING, Conversation, Plain, ShapeReader
 from input_pipeline.spans import POLICIES, SpanFinder
 from input_pipeline.tokenizer import Tokenizer
 from trainer.config import ConfigError
 
 # Raise when the same rows and options would give other tokens or weights.
-VERSION = 1
+VERSION = 2
 TRAIN_ON = ("auto", "completion", "assistant", "last_assistant", "all")
 TEMPLATES = Path(__file__).parent / "templates"
 
@@ -73,8 +73,16 @@ class ChatEncoder:
 
   @property
   def stop_ids(self) -> tuple[int, ...]:
-    """Ids that end what the model says: the tokenizer's, and the one with which the template ends a turn."""
-    return self._tokenizer.stop_ids if self.template is None else self.finder.stop_ids
+    """Ids that end what the model says: the tokenizer's, and the one with which the template ends a turn.
+
+    Raises:
+      DataError: the template ends a turn with no token.
+    """
+    if self.template is None:
+      return self._tokenizer.stop_ids
+    if self.finder.problem is not None:
+      raise self.finder.problem
+    return self.finder.stop_ids
 
   def describe(self, record: Record) -> str:
     """The row's shape, and whether its end is not trained, to be counted for each source."""
@@ -101,11 +109,12 @@ class ChatEncoder:
         places.append((len(results), record.where, images))
         results.append(NOTHING_TO_TRAIN)
     tokenized = self.tokenize(examples, [where for _, where, _ in places])
-    for (place, _, images), (ids, weights) in zip(places, tokenized, strict=True):
+    for (place, _, images), (ids, weights, remarks) in zip(places, tokenized, strict=True):
       if len(weights) < 2 or weights[1:].any():
         ids, seen = self.finish(ids)
         every = (weights[1:] == 1).all()
-        results[place] = Encoded(ids, None if every else weights, images=tuple(images[:len(seen)]), places=seen)
+        results[place] = Encoded(ids, None if every else weights, images=tuple(images[:len(seen)]), places=seen,
+                                 remarks=remarks)
     return results
 
   def load(self, refs: tuple[ImageRef, ...]) -> list[EncodedImage] | str:
@@ -127,15 +136,15 @@ class ChatEncoder:
     except DataError as e:
       raise DataError(f"{where}: {e}") from e
 
-  def tokenize(self, examples: list[list[Segment]], wheres: list[str]) -> list[tuple[np.ndarray, np.ndarray]]:
-    """(ids int32 [n], weights float32 [n]) of each example, which `wheres` name in messages.
+  def tokenize(self, examples: list[list[Segment]], wheres: list[str]) -> list[Tokens]:
+    """The tokens of each example, which `wheres` name in messages.
 
     Raises:
-      DataError: BOS is where it does not belong.
+      DataError: BOS twice in one place.
     """
-    tokenized = self._segments.encode(examples)
-    for (ids, _), where in zip(tokenized, wheres, strict=True):
-      self._check_bos(ids, where)
+    tokenized = self.segment_encoder.encode(examples)
+    for tokens, where in zip(tokenized, wheres, strict=True):
+      self._check_bos(tokens.ids, where)
     return tokenized
 
   def texts(self, record: Record) -> Iterable[str]:
@@ -158,7 +167,8 @@ class ChatEncoder:
     return self.template if self.images is None else ImageTemplate(self.template, self._tokenizer, self.images)
 
   @cached_property
-  def _segments(self) -> SegmentEncoder:
+  def segment_encoder(self) -> SegmentEncoder:
+    """What turns texts into tokens."""
     return SegmentEncoder(self._tokenizer, self.images)
 
   def _conversation(self, row: Conversation) -> list[list[Segment]]:
@@ -205,27 +215,27 @@ class ChatEncoder:
       raise DataError(f"the tokenizer has no EOS to end this {key} with, so that the model would never learn to stop. "
                       "Name one in tokenizer_config.json (eos_token), or set tokenizer.add_eos=False.")
     names = t.named_tokens
-    bos = [Segment(names["bos_token"], weight=min(before, answer))] if self._add_bos and t.bos_id is not None else []
-    eos = [Segment(names["eos_token"], weight=answer)] if self._add_eos else []
-    prompt, completion, first = row.prompt, row.completion, ""
+    bos = [Segment(names["bos_token"], rest=min(before, answer))] if self._add_bos and t.bos_id is not None else []
+    eos = [Segment(names["eos_token"], rest=answer)] if self._add_eos else []
+    prompt, completion, first = row.prompt or "", row.completion, ""
     if self.images is not None:
-      first, asked = self.images.place(completion if prompt is None else prompt, len(row.images))
-      prompt, completion = (None, asked) if prompt is None else (asked, completion)
+      first, asked = self.images.place(completion if row.prompt is None else prompt, len(row.images))
+      prompt, completion = ("", asked) if row.prompt is None else (asked, completion)
       refuse_stand_in(row.completion)
-    texts = [self._segments.ordinary(text, w) for text, w in ((prompt, before), (completion, answer)) if text]
-    head = [Segment(first)] if first else []
-    return [[*head, *bos, texts[0]._replace(begins=True), *texts[1:], *eos]]
+    # Both at once, as transformers and TRL tokenise them: cut, the second would begin like a text.
+    text = self.segment_encoder.ordinary(prompt + completion, before)._replace(
+        spans=((len(prompt), len(prompt) + len(completion), answer),))
+    return [[*([Segment(first)] if first else []), *bos, text, *eos]]
 
-  def _check_bos(self, ids, where: str) -> None:
+  def _check_bos(self, ids: np.ndarray, where: str) -> None:
+    """A template may begin each turn with BOS; two of them in one place are a mistake, of its or of the tokenizer's."""
     bos = self._tokenizer.bos_id
     if bos is None or bos in self._tokenizer.stop_ids:
       return
-    # Images may stand before it.
-    texts = ids[int(np.argmax(ids != IMAGE_ID)):] if len(ids) and ids[0] == IMAGE_ID else ids
-    places = [int(i) for i in (texts == bos).nonzero()[0]]
-    if places and places != [0]:
-      raise DataError(f"{where}: BOS is at the places {places[:5]} of its {len(texts)} tokens, but belongs at 0 alone. "
-                      f"Correct the template ({'' if self.template is None else self.template.where}).")
+    doubled = np.flatnonzero((ids[1:] == bos) & (ids[:-1] == bos))
+    if len(doubled):
+      raise DataError(f"{where}: BOS stands twice at the place {doubled[0]} of its {len(ids)} tokens. Correct the "
+                      f"template ({'' if self.template is None else self.template.where}).")
 
 
 def find_template(chat: ConfigDict, tokenizer: Tokenizer) -> ChatTemplate | None:

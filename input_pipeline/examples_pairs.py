@@ -222,11 +222,11 @@ class SidesEncoder:
     for i, (dropped, loaded) in enumerate(zip(results, images, strict=True)):
       if dropped:
         continue
-      (ids, weights), where = next(tokenized)
+      (ids, weights, remarks), where = next(tokenized)
       if not weights[1:].any():
         raise DataError(f"{where}: no token of it is trained. Remove the row.")
       ids, places = self._chat.finish(ids)
-      results[i] = Encoded(ids, weights, images=tuple(loaded[:len(places)]), places=places)
+      results[i] = Encoded(ids, weights, images=tuple(loaded[:len(places)]), places=places, remarks=remarks)
     return results
 
 
@@ -323,7 +323,8 @@ def _joined(first: Encoded, second: Encoded, marks: tuple[float, ...]) -> Encode
   """A document of two parts."""
   ids, weights = (np.concatenate([getattr(first, key), getattr(second, key)]) for key in ("ids", "weights"))
   places = (*first.places, *(at + len(first.ids) for at in second.places))
-  return Encoded(ids, weights, (len(first.ids), len(second.ids)), marks, first.images + second.images, places)
+  return Encoded(ids, weights, (len(first.ids), len(second.ids)), marks, first.images + second.images, places,
+                 first.remarks + second.remarks)
 
 
 def _contents(document: Encoded) -> list[bytes]:

@@ -2,7 +2,8 @@
 
 Which file says what, in the order of their weight:
 - tokenizer.json: the vocabulary and how text is split. Without it, GPT-2's vocab.json and merges.txt are used.
-- tokenizer_config.json: the names of the special tokens and, in `added_tokens_decoder`, tokens to add.
+- tokenizer_config.json: the names of the special tokens (those that tokenizer.json lacks are appended) and, in
+  `added_tokens_decoder`, tokens to add; and the class of the tokenizer, see `hf_classes`.
 - special_tokens_map.json and added_tokens.json: the same, read only where tokenizer_config.json has no
   `added_tokens_decoder`.
 - generation_config.json, then config.json: ids that end a text; and EOS and BOS where no file above mentions them.
@@ -17,6 +18,7 @@ from typing import Any
 from tokenizers import AddedToken, decoders, models, pre_tokenizers
 from tokenizers import Tokenizer as Backend
 
+from input_pipeline import hf_classes
 from input_pipeline.files import DataError
 from trainer.config import ConfigError
 
@@ -68,13 +70,18 @@ def find_tokenizer(path: Path, key: str = "tokenizer") -> TokenizerFiles:
     serialized = _from_gpt2(folder, file, key, named, model)
     defaults = {k: "<|endoftext|>" for k in NAMED_TOKENS[:3] if k not in named}
     named = {**named, **defaults}
+  name = hf_classes.tokenizer_class(named, model)
+  serialized = _adapted(serialized, name, named, file)
   special_tokens = _special_tokens(named, folder)
   ids = {k: _ids(generation, k, folder / "generation_config.json") or _ids(model, k, folder / "config.json")
          for k in ("bos_token_id", "eos_token_id")}
   stop_ids = (*_ids(generation, "eos_token_id", folder), *_ids(model, "eos_token_id", folder))
   kept = {name: read_text(folder / name) for name in KEPT if (folder / name).is_file()}
-  if defaults:
-    kept["tokenizer_config.json"] = json.dumps({**read_json(folder / "tokenizer_config.json"), **defaults}, indent=2)
+  if name == hf_classes.AS_IT_IS and hf_classes.tokenizer_class(named, {}) in hf_classes.CHANGING:
+    defaults["tokenizer_class"] = name  # config.json, which decided it, is not kept
+  written = read_json(folder / "tokenizer_config.json")
+  if any(written.get(k) != v for k, v in defaults.items()):
+    kept["tokenizer_config.json"] = json.dumps({**written, **defaults}, indent=2)
   for template in sorted((folder / "additional_chat_templates").glob("*.jinja")):
     kept[f"additional_chat_templates/{template.name}"] = read_text(template)
   if generation or ids["bos_token_id"] or ids["eos_token_id"]:
@@ -86,6 +93,13 @@ def find_tokenizer(path: Path, key: str = "tokenizer") -> TokenizerFiles:
       tuple(dict.fromkeys(stop_ids)),
       bos_id=ids["bos_token_id"][0] if ids["bos_token_id"] and "bos_token" not in named else None,
       eos_id=ids["eos_token_id"][0] if ids["eos_token_id"] and "eos_token" not in named else None, files=kept)
+
+
+def _adapted(serialized: str, name: str | None, named: dict, file: Path) -> str:
+  try:
+    return hf_classes.adapted(serialized, name, named)
+  except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as e:
+    raise DataError(f"{file}: not a readable tokenizer ({e}). Replace it, or delete it if Weft made it.") from e
 
 
 def special_tokens(folder: Path) -> dict[str, str] | None:
@@ -113,6 +127,7 @@ def make_backend(serialized: str, plain: bool) -> Backend:
   # A tokenizer.json may carry truncation and padding, which would drop text or add tokens.
   backend.no_truncation()
   backend.no_padding()
+  backend.post_processor = None  # whose tokens are not wanted, and by which places would be those of trimmed words
   backend.encode_special_tokens = plain
   if getattr(backend.model, "dropout", None):  # BPE dropout would make the tokens random
     backend.model.dropout = None
@@ -120,14 +135,8 @@ def make_backend(serialized: str, plain: bool) -> Backend:
 
 
 def add_tokens(backend: Backend, files: TokenizerFiles, where: str) -> None:
-  """Adds what tokenizer.json lacks, if each token gets the id it must have."""
+  """Adds what tokenizer.json lacks, behind its last id as transformers does, if each token gets the id it must have."""
   for token, wanted in files.added:
-    there = backend.token_to_id(token.content)
-    if there is None and wanted is None:
-      raise DataError(
-          f"{where}: special token {token.content!r} of tokenizer_config.json is not in tokenizer.json's vocabulary. "
-          "Add it to added_tokens there, or remove it from tokenizer_config.json and special_tokens_map.json."
-      )
     backend.add_tokens([token])
     given = backend.token_to_id(token.content)
     if wanted is not None and given != wanted:

@@ -1,7 +1,6 @@
 """Prompts for generation: conversations, texts and records as the token ids that a completion follows."""
 
 from collections.abc import Iterable, Mapping, Sequence
-from functools import cached_property
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -26,7 +25,8 @@ WITH_ANSWER = ("messages", "conversations")
 class Prompt(NamedTuple):
   """What is to be completed: its ids (int32 [n]), its text for people, the right answer if one is known, its place.
 
-  `images`: uint8 [S, S, 3] each, decoded when asked for. Their tokens begin at `image_places`.
+  `images`: uint8 [S, S, 3] each, decoded when asked for. Their tokens begin at `image_places`. `segments` are what it
+  was tokenised from.
   """
 
   ids: np.ndarray
@@ -35,6 +35,7 @@ class Prompt(NamedTuple):
   where: str = ""
   images: Sequence[np.ndarray] = ()
   image_places: tuple[int, ...] = ()
+  segments: tuple[Segment, ...] = ()
 
 
 class Asked(NamedTuple):
@@ -153,7 +154,7 @@ class Prompter:
     self._encoder = encoder = ChatEncoder(config, tokenizer)
     self.template, self.stop_ids = encoder.template, encoder.stop_ids
     self._tokenizer = tokenizer
-    self._bos = [tokenizer.bos_id] if config.tokenizer.add_bos and tokenizer.bos_id is not None else []
+    self._bos = config.tokenizer.add_bos and tokenizer.bos_id is not None
     self._images = encoder.images
     self._shapes = ShapeReader(dict(config.chat.fields), images=self._images)
     self._prompts = PromptReader(fields_of(config.chat), images=self._images)
@@ -170,18 +171,15 @@ class Prompter:
       DataError: it has no tokens; ImageError: an image cannot be used.
     """
     utf8(text, where)
-    if refs := self._refs(images, where):
+    refs, first, placed = self._refs(images, where), "", text
+    if refs:
       try:
         first, placed = self._images.place(text, len(refs))
       except DataError as e:
         raise DataError(f"{where}: {e}") from e
-      bos = [Segment(self._tokenizer.named_tokens["bos_token"])] if self._bos else []
-      rest = self._segments.ordinary(placed, 0.0)._replace(begins=True)
-      return self._with_images([*([Segment(first)] if first else []), *bos, rest], text, refs, where)
-    ids = np.concatenate([np.array(self._bos, np.int32), self._tokenizer.encode_batch([text])[0]])
-    if not len(ids):
-      raise DataError(f"{where}: the prompt is empty, and there is no BOS token to start from.")
-    return Prompt(ids, text, where=where)
+    bos = [Segment(self._tokenizer.named_tokens["bos_token"])] if self._bos else []
+    segments = [*([Segment(first)] if first else []), *bos, self._segments.ordinary(placed)]
+    return self._prompt(segments, text, refs, where)
 
   def messages(self, messages: Iterable[Mapping], tools: Iterable[Mapping] | None = None, where: str = "prompt",
                images: Iterable[Any] = (), **variables: Any) -> Prompt:
@@ -211,9 +209,7 @@ class Prompter:
     except DataError as e:
       raise DataError(f"{where}: {e}") from e
     utf8(rendered.text, where)
-    if refs:
-      return self._with_images([Segment(rendered.text, rendered.inert)], rendered.text, refs, where)
-    return Prompt(self._tokenizer.encode_rendered(rendered.text, rendered.inert), rendered.text, where=where)
+    return self._prompt([Segment(rendered.text, rendered.inert)], rendered.text, refs, where)
 
   def _refs(self, images: Iterable[Any], where: str) -> tuple[ImageRef, ...]:
     refs = tuple(image if isinstance(image, ImageRef) else ImageRef(image, f"{where}: image {i}")
@@ -222,11 +218,30 @@ class Prompter:
       raise ConfigError(f"{where} has images, but the model sees none (model.vision.tower is 'none').")
     return refs
 
-  def _with_images(self, segments: list[Segment], text: str, refs: tuple[ImageRef, ...], where: str) -> Prompt:
+  def _prompt(self, segments: list[Segment], text: str, refs: tuple[ImageRef, ...], where: str) -> Prompt:
+    ids = self._encoder.tokenize([segments], [where])[0].ids
+    if not len(ids):
+      raise DataError(f"{where}: the prompt is empty, and there is no BOS token to start from.")
+    prompt = Prompt(ids, text, where=where, segments=tuple(segments))
+    if not refs:
+      return prompt
     loaded = self._images.read(refs)
-    ids, places = self._images.finish(self._segments.encode([segments])[0][0])
+    ids, places = self._images.finish(ids)
     shown = Images([image.data for image in loaded], self._images.preprocess)
-    return Prompt(ids, text.replace(IMAGE, self._images.marker), where=where, images=shown, image_places=places)
+    return prompt._replace(ids=ids, text=text.replace(IMAGE, self._images.marker), images=shown, image_places=places)
+
+  def answered(self, prompt: Prompt, answer: str) -> tuple[np.ndarray, int]:
+    """(ids of a prompt with a text behind it, int32 [n]; how many of them are the prompt's).
+
+    They are those of the whole text, so that the answer is tokenised as in training. A token that has characters of
+    both is the answer's. No special token is recognised in the latter.
+    """
+    last, start = prompt.segments[-1], len(prompt.segments[-1].text)
+    inert = (*last.inert, *(start + at for at in self._segments.literals(answer)))
+    whole = Segment(last.text + answer, inert, ((start, start + len(answer), 1.0),))
+    ((ids, weights, _),) = self._segments.encode([[*prompt.segments[:-1], whole]])
+    ids = ids if self._images is None else self._images.finish(ids)[0]
+    return ids, int(np.argmax(weights > 0)) if weights.any() else len(ids)
 
   def ask(self, record: Record, prompt_key: str | None = None) -> Asked:
     """The record's prompt, not rendered yet; a string in the column `prompt_key` is what the user says where there is a
@@ -241,30 +256,28 @@ class Prompter:
     return prompt._replace(answer=asked.answer)
 
   def added_text(self, text: str) -> np.ndarray:
-    """Ids, int32 [n], of a text that goes on where another ends. No special token is recognised in it."""
-    return self._joined(self._segments.ordinary(text, 0.0))
+    """Ids, int32 [n], of a text behind a completion that has ended. No special token is recognised in it."""
+    return self._segments.behind(self._tokenizer.named_tokens.get("eos_token"), self._segments.ordinary(text))
 
-  def added_messages(self, messages: list[dict], added: list[dict], tools: list[dict] | None = None,
+  def added_messages(self, messages: list[dict], answer: str, added: list[dict], tools: list[dict] | None = None,
                      **variables: Any) -> np.ndarray:
     """Ids, int32 [n], of all that a template writes from the end of what the assistant says, the token that ends it
     not included, to its next turn.
 
     Args:
       messages: the conversation up to what the assistant answers.
+      answer: what it says.
       added: the messages behind its answer.
       tools, **variables: see `messages`.
 
     Raises:
       DataError: the template refuses the conversation, or hides the assistant's answer in it.
     """
-    return self._joined(self._encoder.finder.behind(messages, added, tools, variables))
+    return self._segments.behind(*self._encoder.finder.behind(messages, answer, added, tools, variables))
 
-  def _joined(self, segment: Segment) -> np.ndarray:
-    return self._segments.encode([[Segment(""), segment]])[0][0]
-
-  @cached_property
+  @property
   def _segments(self) -> SegmentEncoder:
-    return SegmentEncoder(self._tokenizer, self._images)
+    return self._encoder.segment_encoder
 
   def record(self, record: Record, prompt_key: str | None = None, answer_key: str | None = None) -> Prompt:
     """A record's prompt with its answer.

@@ -8,21 +8,25 @@ turn; a template that shows earlier turns differently later on (thinking models)
 
 import bisect
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from absl import logging
 
-from input_pipeline import special_tokens
+from input_pipeline import once, special_tokens
 from input_pipeline.chat import ChatTemplate, Rendered
 from input_pipeline.files import DataError
 from input_pipeline.image_texts import ImageTemplate, text_of, with_more
+from input_pipeline.remarks import CHANGED, PROMPT, Remark
 from input_pipeline.segments import Segment
 from input_pipeline.shapes import REASONING, Conversation
 from input_pipeline.tokenizer import Tokenizer
 
 POLICIES = ("split", "last", "error")
-_PROBE = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+_ASKED, _SAID = {"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}
+_PROBES: tuple[list[dict], ...] = ([_ASKED, _SAID], [{"role": "system", "content": "c"}, _ASKED, _SAID],
+           [_ASKED, {**_SAID, "reasoning_content": "d"}],
+           [{**_ASKED, "content": [{"type": "text", "text": "a"}]}, _SAID])
 
 
 class Turn(NamedTuple):
@@ -34,6 +38,7 @@ class Turn(NamedTuple):
   end: int
   token: str | None
   weight: float
+  remarks: tuple[Remark, ...] = ()
 
 
 class SpanFinder:
@@ -43,8 +48,9 @@ class SpanFinder:
     template: renders them.
     tokenizer: whose special tokens are recognised.
 
-  Raises:
-    DataError: the template ends the assistant's turn with no token, so that a model could not learn to stop.
+  Attributes:
+    stop_ids: ids that end a turn: the tokenizer's, and what the template writes at the end of a made-up one.
+    problem: why a model could not learn to stop, as far as that turn shows; None: it can.
   """
 
   def __init__(self, template: ChatTemplate | ImageTemplate, tokenizer: Tokenizer):
@@ -52,47 +58,49 @@ class SpanFinder:
     self._pattern = special_tokens.pattern(tuple(self._specials))
     self._id = {s: int(i[0]) for s, i in zip(self._specials, tokenizer.encode_rendered_batch(list(self._specials)),
                                              strict=True) if len(i) == 1}
-    # Ids that end a turn: the tokenizer's, and what the template writes there.
     self.stop_ids = tuple(tokenizer.stop_ids)
-    self._prompt_suffices = True
+    self.problem: DataError | None = None
+    # Whether the template has a generation prompt; None: not known yet.
+    self._prompts: bool | None = None
     self._shown: set = set()
-    self._check(tokenizer)
+    self._try(tokenizer)
 
-  def _check(self, tokenizer: Tokenizer) -> None:
-    """Tries the template on one turn, so that what is wrong with it shows before the data are read."""
-    for system in ([], [{"role": "system", "content": "c"}]):
-      messages = [*system, *_PROBE]
+  def _try(self, tokenizer: Tokenizer) -> None:
+    """Looks at made-up conversations, to know what ends a turn before there are data. Errors of theirs say nothing:
+    templates may refuse what is made up and render what people have."""
+    for messages in _PROBES:
       try:
-        without, prompt = (self._render(messages[:-1], gen=gen) for gen in (False, True))
         whole, header = self._render(messages), self._header(messages[:-1], messages[-1])
       except DataError:
-        continue  # it wants other messages, or refuses what will be said with the row that has it
-      # A template that has no generation prompt but writes a header: what is trained begins after that.
-      self._prompt_suffices = prompt.text != without.text or not header[len(without.text):].strip()
-      if not self._prompt_suffices:
-        logging.warning("%s: add_generation_prompt changes nothing, though the assistant's turn begins with %r. That "
-                        "is not trained; whoever serves the model must write it.", self.template.where,
-                        header[len(without.text):])
-      try:
-        turn = self._locate(Conversation("", messages, [], 0), len(messages) - 1)
-      except DataError as e:
-        raise DataError(f"the template was tried with a user who says 'a' and an assistant who says 'b'. {e}") from e
-      self.stop_ids = tuple(dict.fromkeys([*self.stop_ids, self._id[turn.token]]))
-      logging.info("%s: the assistant's turn ends with %s (id %d), which is trained.", self.template.where, turn.token,
-                   self._id[turn.token])
-      self._compare_marks(whole, turn)
+        continue
+      begin = len(_common(header, whole.text))
+      end, token = self._end(whole, begin)
+      if token is None:
+        self.problem = self._endless(whole.text[begin:], "tried with an assistant who says 'b'")
+      else:
+        self.stop_ids = tuple(dict.fromkeys([*self.stop_ids, self._id[token]]))
+        logging.info("%s: the assistant's turn ends with %s (id %d), which is trained.", self.template.where, token,
+                     self._id[token])
+        self._compare_marks(whole, self._start(Conversation("", messages, [], 0), len(messages) - 1, whole)[0], end)
+        self._prompts = None  # rows tell it
       bos = tokenizer.named_tokens.get("bos_token")
       if bos and tokenizer.bos_id not in self.stop_ids and bos not in whole.text:
-        logging.warning("%s: writes no %s, though the tokenizer has one. Conversations are trained without it, as they "
-                        "will be served with this template.", self.template.where, bos)
+        once.warning("%s: writes no %s, though the tokenizer has one. Conversations are trained without it, as they "
+                     "will be served with this template.", self.template.where, bos)
       return
 
-  def _compare_marks(self, whole: Rendered, turn: Turn) -> None:
+  def _compare_marks(self, whole: Rendered, start: int, end: int) -> None:
     """Generation blocks are not needed and not used; where they say something else, people should know."""
-    if whole.generated and whole.generated[-1] != (turn.start, turn.end):
-      start, end = whole.generated[-1]
-      logging.warning("%s: its generation block marks %r; trained is %r.", self.template.where, whole.text[start:end],
-                      whole.text[turn.start:turn.end])
+    if whole.generated and whole.generated[-1] != (start, end):
+      marked = slice(*whole.generated[-1])
+      once.warning("%s: its generation block marks %r; trained is %r.", self.template.where, whole.text[marked],
+                   whole.text[start:end])
+
+  def _endless(self, text: str, what: str) -> DataError:
+    return DataError(
+        f"{what}: {self.template.where} ends the turn with {text[-30:]!r}, in which no token of the tokenizer ends a "
+        "text, so that the model would never learn to stop. Use a template that fits the tokenizer (chat.template; "
+        "'plain' ends turns with EOS), or add its tokens to the tokenizer as special.")
 
   def turns(self, conversation: Conversation, weights: Sequence[float], policy: str) -> list[list[Segment]]:
     """The conversation's examples, in which messages have these weights and all else has none.
@@ -138,10 +146,12 @@ class SpanFinder:
     self._check_shown(conversation, said, [rendered])
     return self._segments(turns, rendered, outside=1.0)
 
-  def behind(self, messages: list[dict], added: list[dict], tools: list[dict] | None, variables: dict) -> Segment:
-    """What is rendered behind the assistant's answer to `messages` when `added` follow it and it is to speak again.
+  def behind(self, messages: list[dict], answer: str, added: list[dict], tools: list[dict] | None,
+             variables: dict) -> tuple[str, Segment]:
+    """(the token that ends the assistant's answer to `messages`, what is rendered behind it) when `added` follow it
+    and it is to speak again.
 
-    It does not depend on the answer, which is found as the place where the renderings of two answers differ.
+    It does not depend on the answer, whose end is found as the place where the renderings of two answers differ.
 
     Raises:
       DataError: the template refuses the conversation, or does not show the answer once more messages follow.
@@ -150,7 +160,10 @@ class SpanFinder:
       said = {"role": "assistant", "content": answer}
       return self._render([*messages, said, *added], Conversation("", [], [], 0, tools, variables), gen=True)
 
-    rendered, other = render("a"), render("b")
+    try:
+      rendered, other = render(answer), render(f"{answer.rstrip()}a")
+    except DataError:  # what a model says may be what the template refuses
+      rendered, other = render("a"), render("b")
     same = len(_common(rendered.text[::-1], other.text[::-1]))
     if same == len(rendered.text):
       raise DataError(f"{self.template.where} does not show what the assistant says once more messages follow. Use "
@@ -159,37 +172,63 @@ class SpanFinder:
     if token is None:
       raise DataError(f"{self.template.where} does not end what the assistant says once more messages follow. Use "
                       "another template (chat.template).")
-    return Segment(rendered.text[end:], _between(rendered.inert, end, len(rendered.text)))
+    return token, Segment(rendered.text[end:], _between(rendered.inert, end, len(rendered.text)))
 
   def _locate(self, conversation: Conversation, index: int) -> Turn:
     """Where a message is in the rendering that ends with it."""
     messages = conversation.messages
     said = messages[index]["role"] == "assistant"
-    rendered = self._render(messages[:index + 1], conversation)
-    if said and index and self._prompt_suffices:
-      before = self._render(messages[:index], conversation, gen=True).text
-      if not rendered.text.startswith(before):
-        at = len(_common(before, rendered.text))
-        raise DataError(
-            f"{self._of(index)}: the prompt that the model answers ends with {before[at:][-60:]!r}, where the rendered "
-            f"turn has {rendered.text[at:][:60]!r}: {self.template.where} does not render this turn as a model would "
-            "write it. Use a template made for training (chat.template), or give the row the chat_template_kwargs, or "
-            "the reasoning, that the template wants.")
-      start = len(before)
-    else:
-      start = len(_common(self._header(messages[:index], messages[index], conversation), rendered.text))
+    try:
+      rendered, ends = self._render(messages[:index + 1], conversation), True
+    except DataError:
+      if index + 1 == len(messages):
+        raise
+      # It refuses to end there; the whole conversation has the turn, too.
+      rendered, ends = self._of_all(conversation), False
+    start, remarks = self._start(conversation, index, rendered)
     end, token = self._end(rendered, start)
     if said and token is None:
-      raise DataError(
-          f"{self._of(index)}: {self.template.where} ends the turn with {rendered.text[start:][-30:]!r}, in which no "
-          "token of the tokenizer ends a text, so that the model would never learn to stop. Use a template that fits "
-          "the tokenizer (chat.template; 'plain' ends turns with EOS), or add its tokens to the tokenizer as special.")
+      raise self._endless(rendered.text[start:], self._of(index))
     behind = rendered.text[end:] if self._pattern is None else self._pattern.sub("", rendered.text[end:])
-    if behind.strip():
+    if ends and behind.strip():
       raise DataError(f"{self._of(index)}: {self.template.where} writes {behind.strip()[:60]!r} behind {token}, where "
                       "a model stops. Use another template (chat.template), or correct the tokenizer's stop ids "
                       "(eos_token_id in generation_config.json).")
-    return Turn(index, rendered, start, end, token, 1.0)
+    changed = [(CHANGED, key) for key in ("content", *REASONING) if said and not _holds(
+        rendered.text[:end], text_of(messages[index].get(key, "")))]
+    return Turn(index, rendered, start, end, token, 1.0, (*remarks, *changed))
+
+  def _start(self, conversation: Conversation, index: int, rendered: Rendered) -> tuple[int, tuple[Remark, ...]]:
+    """Where in its rendering what a message says begins, behind all that whoever speaks is given."""
+    messages = conversation.messages
+    if messages[index]["role"] == "assistant" and index:
+      try:
+        before = self._render(messages[:index], conversation, gen=True).text
+      except DataError:  # it answers nobody there, and shows the answer all the same
+        before = None
+      if before is not None and not rendered.text.startswith(before):
+        at = len(_common(before, rendered.text))
+        return at, ((PROMPT, before[at:][-60:]),)
+      if before is not None and self._prompts is None:
+        self._prompts = self._has_prompt(conversation, index, before)
+      if before is not None and self._prompts:
+        return len(before), ()
+    return len(_common(self._header(messages[:index], messages[index], conversation), rendered.text)), ()
+
+  def _has_prompt(self, conversation: Conversation, index: int, prompt: str) -> bool:
+    """Whether the template has a generation prompt, or writes no header that one would hold."""
+    messages = conversation.messages
+    try:
+      without = self._render(messages[:index], conversation).text
+      if prompt != without:
+        return True
+      header = self._header(messages[:index], messages[index], conversation)[len(without):]
+    except DataError:  # it refuses what nobody asked for
+      return True
+    if header.strip():
+      once.warning("%s: add_generation_prompt changes nothing, though the assistant's turn begins with %r. That is not "
+                   "trained; whoever serves the model must write it.", self.template.where, header)
+    return not header.strip()
 
   def _end(self, rendered: Rendered, start: int) -> tuple[int, str | None]:
     """(where the turn ends, with which token): the first that stops a model, else the last with nothing behind it."""
@@ -216,7 +255,15 @@ class SpanFinder:
   def _header(self, before: list[dict], message: dict, conversation: Conversation | None = None) -> str:
     """What is rendered up to a message's content: what two different contents have in common."""
     kept = {k: v for k, v in message.items() if k not in ("tool_calls", "reasoning_content", "reasoning", "thinking")}
-    return _common(*(self._render([*before, {**kept, "content": content}], conversation).text for content in "ab"))
+    content = text_of(message.get("content", ""))
+    error: DataError | None = None
+    for one, contents in ((kept, "ab"), (message, (f"a{content}", f"b{content}"))):
+      try:
+        return _common(*(self._render([*before, {**one, "content": c}], conversation).text for c in contents))
+      except DataError as e:
+        error = error or e
+    raise DataError(f"{self._of(len(before))}: where it begins could not be found under {self.template.where}, which "
+                    "renders no other text in its place. Use another template (chat.template).") from error
 
   def _text(self, last: Turn, conversation: Conversation | None) -> Rendered:
     """The rendering of an example that ends with that turn; with what follows it, if that changes nothing before."""
@@ -230,35 +277,36 @@ class SpanFinder:
     return self._render(conversation.messages, conversation)
 
   def _segments(self, turns: list[Turn], rendered: Rendered, outside: float = 0.0) -> list[Segment]:
-    """Cuts an example where its turns begin: what a model writes is tokenised apart from what it answers."""
-    segments = []
-
-    def add(start: int, stop: int, **given) -> None:
-      if start < stop:
-        segments.append(Segment(rendered.text[start:stop], _between(rendered.inert, start, stop), **given))
-
-    starts = [turn.start for turn in turns] + [len(rendered.text)]
-    add(0, starts[0], weight=outside)
-    for turn, following in zip(turns, starts[1:], strict=True):
-      if turn.token is None:
-        add(turn.start, turn.end, weight=turn.weight)
-        add(turn.end, following, weight=outside)
-      else:
-        count = sum(m.group() == turn.token for m in self._tokens(rendered, turn.start, turn.end))
-        add(turn.start, following, weight=turn.weight, end=self._id[turn.token], count=count, rest=outside)
-    return segments
+    """An example: its text, of which each turn has its weight."""
+    spans = tuple((turn.start, turn.end, turn.weight) for turn in turns)
+    remarks = tuple(remark for turn in turns if turn.weight for remark in turn.remarks)
+    return [Segment(rendered.text, rendered.inert, spans, outside, remarks)]
 
   def _check_shown(self, conversation: Conversation, turns: list[Turn], rendered: list[Rendered]) -> None:
-    """Raises DataError if the template leaves out something of the conversation that a model should see or say."""
+    """Raises DataError if the template leaves out something of the conversation that a model should see or say.
+
+    That is so if it renders the same text for another conversation in its place. Others that it refuses say nothing.
+    """
     texts = [r.text for r in rendered]
-    for what, kind, needle, upto, changed in _contents(conversation, turns):
+    for what, kind, needle, upto, others in _contents(conversation, turns):
+      found = any(needle.strip() in text for text in texts)
       # Short strings are found by chance: what is of a new kind is looked at more closely.
-      if not needle.strip() or kind in self._shown and any(needle.strip() in text for text in texts):
+      if not needle.strip() or kind in self._shown and found:
         continue
-      given = conversation._replace(messages=conversation.messages[:upto])
-      if self._of_all(changed).text == self._of_all(given).text:
+      given = self._of_all(conversation._replace(messages=conversation.messages[:upto])).text
+      same = None
+      for other in others:
+        try:
+          same = self._of_all(other).text == given
+        except DataError:
+          continue
+        break
+      if same:
         raise DataError(f"{what} is left out by {self.template.where}. Use a template that knows it (chat.template), "
                         "or take it out of the row.")
+      if same is None and not found:
+        once.warning("%s: whether it shows %s could not be tried: it renders nothing else in its place.",
+                     self.template.where, what)
       self._shown.add(kind)
 
   def _render(self, messages: list[dict], conversation: Conversation | None = None, gen: bool = False) -> Rendered:
@@ -270,8 +318,9 @@ class SpanFinder:
     return f"messages[{index}]"
 
 
-def _contents(conversation: Conversation, turns: list[Turn]):
-  """(what it is, its kind, its text, messages to render, these with it changed) of all that should be shown."""
+def _contents(conversation: Conversation, turns: list[Turn]) -> Iterator[tuple]:
+  """(what it is, its kind, its text, how many messages to render, conversations with it changed) of all that should be
+  shown."""
 
   def changed(i: int, **given) -> Conversation:
     return conversation._replace(messages=[*conversation.messages[:i], {**conversation.messages[i], **given}])
@@ -283,20 +332,36 @@ def _contents(conversation: Conversation, turns: list[Turn]):
     content, where = message.get("content", ""), f"messages[{i}]"
     content, other = text_of(content), changed(i, content=with_more(content, " a"))
     if i in trained:
-      yield f"{where}.content", (message["role"], "tool_calls" in message), content, i + 1, other
+      yield f"{where}.content", (message["role"], "tool_calls" in message), content, i + 1, [other]
     else:
       other = other._replace(messages=other.messages + conversation.messages[i + 1:])
       yield (f"{where}, of the role {message['role']!r},", (message["role"], i == 0), content,
-             len(conversation.messages), other)
+             len(conversation.messages), [other])
     for key in REASONING:
       if key in message and i in trained:
-        yield f"{where}.{key}", key, message[key], i + 1, changed(i, **dict.fromkeys(REASONING, f"{message[key]} a"))
-    for call in message.get("tool_calls", ()) if i in trained else ():
-      yield f"{where}.tool_calls", "tool_calls", call["function"]["name"], i + 1, changed(i, tool_calls=[])
-  for tool in conversation.tools or ():
-    name = tool.get("function", tool).get("name") if isinstance(tool.get("function", tool), dict) else None
-    if isinstance(name, str):
-      yield f"the tool {name!r}", "tools", name, len(conversation.messages), conversation._replace(tools=None)
+        yield f"{where}.{key}", key, message[key], i + 1, [changed(i, **dict.fromkeys(REASONING, f"{message[key]} a"))]
+    calls = message.get("tool_calls", ()) if i in trained else ()
+    for n, call in enumerate(calls):
+      more = [*calls[:n], {**call, "function": _renamed(call["function"])}, *calls[n + 1:]]
+      yield (f"{where}.tool_calls", "tool_calls", call["function"]["name"], i + 1,
+             [changed(i, tool_calls=more), changed(i, tool_calls=[])])
+  tools = conversation.tools or ()
+  for n, tool in enumerate(tools):
+    inner = tool.get("function", tool)
+    if isinstance(inner, dict) and isinstance(inner.get("name"), str):
+      named = {**tool, "function": _renamed(inner)} if "function" in tool else _renamed(tool)
+      yield (f"the tool {inner['name']!r}", "tools", inner["name"], len(conversation.messages),
+             [conversation._replace(tools=[*tools[:n], named, *tools[n + 1:]]), conversation._replace(tools=None)])
+
+
+def _renamed(function: dict) -> dict:
+  """A function with another name."""
+  return {**function, "name": f"{function['name']}_a"}
+
+
+def _holds(text: str, said: str) -> bool:
+  """Whether a text has what is said, whatever the spaces."""
+  return said.strip() in text or "".join(said.split()) in "".join(text.split())
 
 
 def _continues(earlier: Turn, later: Turn) -> bool:

@@ -5,11 +5,9 @@ a special token is encoded as ordinary text. BOS and EOS are added by id, in `ca
 chat template has rendered (`chat.py`) are special tokens recognised, and there only where the template wrote them.
 """
 
-import hashlib
 import json
 import tempfile
 from collections.abc import Callable, Iterable, Iterator
-from functools import cached_property
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -20,16 +18,14 @@ from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models, pre_tokenizers, trainers
 from tqdm import tqdm
 
-from input_pipeline import hf_folder, special_tokens
+from input_pipeline import once, special_tokens
 from input_pipeline.files import DataError
-from input_pipeline.hf_folder import TokenizerFiles, add_tokens, find_tokenizer, make_backend
-from trainer import whole_files
+from input_pipeline.hf_folder import TokenizerFiles, find_tokenizer
+from input_pipeline.tokenizer_hf import HFTokenizer, Placed, split_text, write_files
 from trainer.config import ConfigError
 
 BOS, EOS = "<|bos|>", "<|eos|>"
 TYPES = ("bytes", "bpe", "hf")
-# Longer documents are encoded in parts of about so many characters, to bound memory.
-PART_CHARS = 1 << 18
 # Training text is chosen in stripes of about so many bytes.
 SAMPLE_STRIPE = 1 << 14
 
@@ -65,6 +61,10 @@ class Tokenizer(Protocol):
   def encode_rendered_batch(self, texts: list[str]) -> list[np.ndarray]:
     """`encode_rendered` of each text, faster; nothing is inert."""
 
+  def encode_placed(self, texts: list[tuple[str, tuple[int, ...]]]) -> list[Placed]:
+    """`encode_rendered` of each (text, inert), with the places of the tokens."""
+    ...
+
   def decode(self, ids: Iterable[int], *, skip_special: bool = True) -> str:
     """Text of `ids`, without special tokens or with them written out; broken UTF-8 becomes U+FFFD."""
     ...
@@ -95,6 +95,19 @@ class BytesTokenizer:
   def encode_rendered_batch(self, texts: list[str]) -> list[np.ndarray]:
     return [self.encode_rendered(text) for text in texts]
 
+  def encode_placed(self, texts: list[tuple[str, tuple[int, ...]]]) -> list[Placed]:
+    return [self._placed(text, inert) for text, inert in texts]
+
+  def _placed(self, text: str, inert: tuple[int, ...]) -> Placed:
+    sizes, ends, at = [], [], 0
+    for piece, is_token in special_tokens.split(text, (BOS, EOS), inert):
+      lengths = [len(piece)] if is_token else [1] * len(piece)  # characters that one place has
+      sizes += [1] if is_token else [len(char.encode("utf-8")) for char in piece]
+      ends += (at + np.cumsum(lengths, dtype=np.int64)).tolist()
+      at += len(piece)
+    starts, stops = np.array([0, *ends[:-1]][:len(ends)], np.int64), np.array(ends, np.int64)
+    return Placed(self.encode_rendered(text, inert), np.repeat(starts, sizes), np.repeat(stops, sizes))
+
   def decode(self, ids: Iterable[int], *, skip_special: bool = True) -> str:
     special = dict.fromkeys((self.bos_id, self.eos_id), b"") if skip_special else {
         self.bos_id: BOS.encode(), self.eos_id: EOS.encode()}
@@ -105,122 +118,7 @@ class BytesTokenizer:
     _byte_level(backend)
     backend.add_special_tokens([BOS, EOS])
     named = {"tokenizer_config.json": json.dumps({"bos_token": BOS, "eos_token": EOS}, indent=2)}
-    _save(backend.to_str(pretty=True), named, path)
-
-
-class HFTokenizer:
-  """Any tokenizer of the `tokenizers` library.
-
-  Args:
-    files: what its folder says.
-    where: names it in errors.
-
-  Raises:
-    DataError: files that contradict each other.
-  """
-
-  def __init__(self, files: TokenizerFiles, where: str = "tokenizer"):
-    self._files, self._where = files, where
-    self._backend = make_backend(files.serialized, plain=True)
-    before = self._backend.get_vocab(with_added_tokens=True)
-    add_tokens(self._backend, files, where)
-    # Only a changed vocabulary needs to be written out again, which takes long for a large one.
-    self._serialized = self._backend.to_str() if files.added else files.serialized
-    vocabulary = self._backend.get_vocab(with_added_tokens=True) if files.added else before
-    self.vocab_size = max(vocabulary.values(), default=-1) + 1
-    hf_folder.check_vocabulary(vocabulary, where)
-    spec = json.loads(self._serialized)
-    self._added_tokens = tuple(t["content"] for t in spec.get("added_tokens") or ())
-    self._special = {t["content"]: vocabulary[t["content"]] for t in spec.get("added_tokens") or () if t["special"]}
-    self.special_tokens = tuple(self._special)
-    self._splits_at_spaces = hf_folder.splits_at_spaces(spec)
-    self._decoder = self._backend
-    looked_up = special_tokens.in_model_vocabulary(spec)
-    if looked_up:
-      self._backend = make_backend(special_tokens.renamed(self._serialized), plain=True)
-    self.bos_id = _id_of("bos_token", files, files.bos_id, vocabulary, where)
-    self.eos_id = _id_of("eos_token", files, files.eos_id, vocabulary, where)
-    pad = files.special_tokens.get("pad_token")
-    self.pad_id = vocabulary[pad] if pad is not None else self.eos_id if self.eos_id is not None else 0
-    known = set(vocabulary.values())
-    self.stop_ids = tuple(sorted({*files.stop_ids, *([] if self.eos_id is None else [self.eos_id])}))
-    if unknown := [i for i in self.stop_ids if i not in known]:
-      raise DataError(f"{where}: eos_token_id of generation_config.json or config.json has {unknown}, which "
-                      f"tokenizer.json lacks; its ids end at {self.vocab_size - 1}. Correct the file that is wrong.")
-    name = {i: token for token, i in vocabulary.items()}
-    ends = [None if i is None else name[i] for i in (self.bos_id, self.eos_id)]
-    numbered = {k: v for k, v in zip(("bos_token", "eos_token"), ends, strict=True) if v is not None}
-    self.named_tokens, self.files = {**files.special_tokens, **numbered}, files.files
-    more = [[str(token.content), i] for token, i in files.added] + ["looked up"] * looked_up
-    parts = json.dumps([json.loads(files.serialized), *ends, *([more] if more else [])], sort_keys=True)
-    self.fingerprint = "hf-" + hashlib.blake2b(parts.encode(), digest_size=16).hexdigest()
-
-  def encode_batch(self, texts: list[str]) -> list[np.ndarray]:
-    if not self._splits_at_spaces:
-      return self._encode(texts)
-    parts = [split_text(text, PART_CHARS) for text in texts]
-    ids = iter(self._encode([part for of_text in parts for part in of_text]))
-    return [np.concatenate([next(ids) for _ in of_text]) for of_text in parts]
-
-  def _encode(self, texts: list[str]) -> list[np.ndarray]:
-    ids, start = [], 0
-    while start < len(texts):  # an Encoding takes many times its text's memory
-      stop, size = start, 0
-      while stop < len(texts) and (stop == start or size + len(texts[stop]) <= 16 * PART_CHARS):
-        size += len(texts[stop])
-        stop += 1
-      encodings = self._try(self._backend.encode_batch_fast, texts[start:stop])
-      ids += [np.array(e.ids, np.int32) for e in encodings]
-      start = stop
-    return ids
-
-  def encode_rendered(self, text: str, inert: Iterable[int] = ()) -> np.ndarray:
-    inert = tuple(inert)
-    if not inert:
-      return np.array(self._try(self._recognizing.encode, text).ids, np.int32)
-    special_tokens.refuse_noncharacters(text, "rendered conversation")
-    pieces = special_tokens.split(text, self._added_tokens, inert)
-    special = self._special
-    marked = "".join(special_tokens.stand_in(special[p]) if is_token and p in special else p for p, is_token in pieces)
-    return np.array(self._try(self._renamed.encode, marked).ids, np.int32)
-
-  def encode_rendered_batch(self, texts: list[str]) -> list[np.ndarray]:
-    return [np.array(e.ids, np.int32) for e in self._try(self._recognizing.encode_batch_fast, texts)]
-
-  def _try(self, encode: Callable, texts: str | list[str]) -> Any:
-    """Raises DataError where the tokenizer cannot encode a text, for want of an unknown token, say."""
-    try:
-      return encode(texts, add_special_tokens=False)
-    except Exception as e:  # the tokenizers library raises plain Exception
-      raise DataError(f"{self._where}: a text cannot be encoded: {e}. Correct the tokenizer's files.") from e
-
-  @cached_property
-  def _recognizing(self) -> Backend:
-    return make_backend(self._serialized, plain=False)
-
-  @cached_property
-  def _renamed(self) -> Backend:
-    return make_backend(special_tokens.renamed(self._serialized), plain=False)
-
-  def decode(self, ids: Iterable[int], *, skip_special: bool = True) -> str:
-    return self._decoder.decode([int(i) for i in ids], skip_special_tokens=skip_special)
-
-  def save(self, path: Path) -> None:
-    named = self._files.special_tokens
-    # A token named here as absent would not be looked for in generation_config.json.
-    absent = {k: None for k, i in (("bos_token", self.bos_id), ("eos_token", self.eos_id)) if i is None}
-    files = {"tokenizer_config.json": json.dumps({**absent, **named}, indent=2), **self._files.files}
-    _save(self._files.serialized, files, path)
-
-
-def _id_of(key: str, files: TokenizerFiles, fallback: int | None, vocabulary: dict[str, int], where: str) -> int | None:
-  """The id of a named special token, or the one that config.json gives."""
-  if key in files.special_tokens:
-    return vocabulary[files.special_tokens[key]]
-  if fallback is not None and fallback not in vocabulary.values():
-    raise DataError(f"{where}: {key}_id of generation_config.json or config.json is {fallback}, which tokenizer.json "
-                    "lacks. Correct the file that is wrong.")
-  return fallback
+    write_files(backend.to_str(pretty=True), named, path)
 
 
 def make_tokenizer(
@@ -274,7 +172,7 @@ def load_tokenizer(path: Path, key: str = "tokenizer") -> Tokenizer:
   where = path / "tokenizer.json" if path.is_dir() else path
   files = find_tokenizer(path, key)
   if not (files.special_tokens or files.files):
-    logging.warning("%s: no tokenizer_config.json beside it, so there is no BOS and no EOS.", where)
+    once.warning("%s: no tokenizer_config.json beside it, so there is no BOS and no EOS.", where)
   try:
     return HFTokenizer(files, str(where))
   except DataError:
@@ -357,24 +255,6 @@ def spread_sample(texts: Iterable[str], total: int, budget: int) -> Iterator[str
       seen += _num_bytes(piece)
 
 
-def split_text(text: str, size: int) -> list[str]:
-  """Parts of `text` of about `size` characters, each cut between an ASCII letter and a following space.
-
-  GPT-2's pre-tokenisation has a boundary at every such place, whatever stands around it, so encoding the
-  parts is encoding the text. Without such a place a part is as long as it has to be.
-  """
-  parts, start = [], 0
-  while len(text) - start > size:
-    cut = text.find(" ", start + size)
-    while cut > 0 and not (text[cut - 1].isascii() and text[cut - 1].isalpha()):
-      cut = text.find(" ", cut + 1)
-    if cut < 0:
-      break
-    parts.append(text[start:cut])
-    start = cut
-  return [*parts, text[start:]]
-
-
 def _num_bytes(text: str) -> int:
   return len(text) if text.isascii() else len(text.encode("utf-8", errors="replace"))
 
@@ -389,10 +269,3 @@ def _byte_chars() -> list[str]:
   printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
   others = iter(range(0x100, 0x200))
   return [chr(b) if b in printable else chr(next(others)) for b in range(256)]
-
-
-def _save(serialized: str, files: dict[str, str], path: Path) -> None:
-  """Writes all files; tokenizer.json last, since its presence says that the tokenizer is complete."""
-  for file, content in (*((path.parent / name, content) for name, content in files.items()), (path, serialized)):
-    file.parent.mkdir(parents=True, exist_ok=True)
-    whole_files.write(file, content)

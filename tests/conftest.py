@@ -7,6 +7,7 @@ import tempfile
 
 import pytest
 
+from input_pipeline import once
 from tests import programs, tiny
 from tests.tiny import ROOT
 from trainer import startup
@@ -41,6 +42,12 @@ def look_for_garbage_less_often():
   gc.collect()
   gc.freeze()
   gc.set_threshold(50_000, 20, 4)
+
+
+@pytest.fixture(autouse=True)
+def say_everything_again():
+  """What a process says once, each test may hear."""
+  once.forget()
 
 
 @pytest.fixture(scope="session", autouse=True)

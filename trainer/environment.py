@@ -150,10 +150,10 @@ class Episodes:
     """Adds what an environment begins with to the prompt."""
     item = episode.item
     try:
+      encoded = getattr(item.prompt.images, "encoded", ())
       if isinstance(opening, str):
-        ids = np.concatenate([item.prompt.ids, self._prompter.added_text(opening)])
+        ids = self._prompter.text(item.said + opening, item.prompt.where, encoded).ids
       else:
-        encoded = getattr(item.prompt.images, "encoded", ())
         ids = self._prompter.messages(item.said + opening, item.tools, item.prompt.where, encoded, **item.variables).ids
     except DataError as e:
       episode.fail(str(e))
@@ -207,7 +207,8 @@ class Episodes:
     item = episode.item
     try:
       ids = self._prompter.added_text(observation) if isinstance(observation, str) else self._prompter.added_messages(
-          item.said + episode.messages[:-1], observation, item.tools, **item.variables)
+          item.said + episode.messages[:-1], episode.messages[-1]["content"], observation, item.tools,
+          **item.variables)
     except DataError as e:
       episode.fail(str(e))
       return

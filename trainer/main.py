@@ -11,7 +11,7 @@ import jax
 from clu import parameter_overview
 
 from evaluators import common as evaluators_lib
-from input_pipeline import loader, prompt_data
+from input_pipeline import loader, once, prompt_data
 from input_pipeline.batches import check_ids
 from input_pipeline.tokenizer import make_tokenizer
 from trainer import callbacks as cb
@@ -59,6 +59,7 @@ def train(config: Mapping, workdir: str | Path) -> Run:
     ConfigError, DataError, CheckpointError: what was found, what is allowed, what to do.
   """
   began = time.monotonic()
+  once.forget()
 
   # ------------------------------------------------------------------ config
   resolved, model_notes = program_lib.resolve(config)

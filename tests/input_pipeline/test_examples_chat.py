@@ -10,7 +10,9 @@ import pytest
 from input_pipeline.examples import NOTHING_TO_TRAIN, make_encoder
 from input_pipeline.examples_chat import TEMPLATES, ChatEncoder, template_names
 from input_pipeline.files import DataError
+from input_pipeline.prompts import Prompter
 from input_pipeline.readers import Record
+from input_pipeline.remarks import ACROSS, LITERAL
 from input_pipeline.tokenizer import BytesTokenizer, load_tokenizer
 from tests.tiny import ROOT
 from trainer.config import ConfigError, defaults
@@ -99,8 +101,21 @@ def test_there_is_one_bos(family):
 def test_a_second_bos_is_an_error(tiny, tmp_path):
   """T9"""
   (tmp_path / "t.jinja").write_text("{{ bos_token }}" + (TEMPLATES / "chatml.jinja").read_text("utf-8"))
-  with pytest.raises(DataError, match=r"a\.jsonl:1: BOS is at the places \[0, 1\] of its \d+ tokens.*t\.jinja"):
+  with pytest.raises(DataError, match=r"a\.jsonl:1: BOS stands twice at the place 0 of its \d+ tokens.*t\.jinja"):
     encode(make(tiny, str(tmp_path / "t.jinja")), {"messages": [USER, ANSWER]})
+  with pytest.raises(DataError, match=r"prompt: BOS stands twice"):
+    config = defaults()
+    config.chat.template = str(tmp_path / "t.jinja")
+    Prompter(config, tiny).messages([USER])
+
+
+def test_bos_at_every_turn_is_right(tiny, tmp_path):
+  """Llama 2's and Seed-OSS's form: only a BOS doubled in one place is a mistake."""
+  (tmp_path / "t.jinja").write_text("{% for m in messages %}{{ bos_token + m.role + '\\n' + m.content + eos_token }}"
+                                    "{% endfor %}{% if add_generation_prompt %}{{ bos_token }}assistant\n{% endif %}")
+  (example,) = encode(make(tiny, str(tmp_path / "t.jinja")), {"messages": TURNS})
+  assert (example.ids == tiny.bos_id).sum() == len(TURNS)
+  assert [text for weight, text in parts(example, tiny) if weight] == ["Hello<|im_end|>", "So long<|im_end|>"]
 
 
 @pytest.mark.parametrize("options, expected", [
@@ -141,13 +156,13 @@ def test_an_instruction_is_a_conversation(tiny):
       (0, "<|begin|><|im_start|>user\nAdd\n\n1, 2<|im_end|>\n<|im_start|>assistant\n"), (1, "3<|im_end|>"), (0, "\n")]
 
 
-def test_strings_are_joined_by_ids(tiny):
-  """T11: tokenised apart, without a template; special tokens in them are text."""
+def test_strings_are_tokenised_as_one_text(tiny):
+  """T11: as TRL does it, without a template; special tokens in them are text. What a token of both has is trained."""
   (example,) = encode(make(tiny, None), {"prompt": "<|im_end|>H", "completion": "i<|im_end|>"})
-  assert parts(example, tiny) == [(0, "<|begin|><|im_end|>H"), (1, "i<|im_end|><|im_end|>")]
+  assert parts(example, tiny) == [(0, "<|begin|><|im_end|>"), (1, "Hi<|im_end|><|im_end|>")]
   assert (example.ids == tiny.eos_id).sum() == 1
-  prompt, completion = tiny.encode_batch(["<|im_end|>H", "i<|im_end|>"])
-  assert example.ids.tolist() == [tiny.bos_id, *prompt, *completion, tiny.eos_id]
+  assert example.ids.tolist() == [tiny.bos_id, *tiny.encode_batch(["<|im_end|>Hi<|im_end|>"])[0], tiny.eos_id]
+  assert set(example.remarks) == {(ACROSS, "Hi"), (LITERAL, "<|im_end|>")}
   row = {"prompt": "a", "completion": "b"}
   assert trained(make(tiny, None, train_on="all"), tiny, row) == [["<|begin|>ab<|im_end|>"]]
   assert trained(make(tiny, None, roles=("user",)), tiny, row) == [["a"]]

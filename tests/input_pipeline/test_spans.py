@@ -5,6 +5,7 @@ import pytest
 
 from input_pipeline.chat import ChatTemplate
 from input_pipeline.files import DataError
+from input_pipeline.remarks import ACROSS, CHANGED, LITERAL, PROMPT
 from input_pipeline.segments import Segment, SegmentEncoder
 from input_pipeline.shapes import Conversation
 from input_pipeline.spans import SpanFinder
@@ -36,17 +37,16 @@ def trained(source, tokenizer, conversation, weights=None, policy="split"):
   weights = weights or [float(m["role"] == "assistant") for m in conversation.messages]
   found = finder(source, tokenizer).turns(conversation, weights, policy)
   return [[tokenizer.decode(ids[weights == w], skip_special=False) for w in sorted({*weights.tolist()} - {0.0})]
-          for ids, weights in SegmentEncoder(tokenizer).encode(found)]
+          for ids, weights, _ in SegmentEncoder(tokenizer).encode(found)]
 
 
 def test_the_span_is_content_and_end_without_header_and_trailing_newline(tokenizer):
   """T8, T10: a stock template without marks; the token that ends a turn belongs to it, the newline behind it not."""
   (segments,) = finder(CHATML, tokenizer).turns(talk(*TURNS), [0, 1, 0, 1], "split")
-  end = int(tokenizer.encode_rendered("<|im_end|>")[0])
-  assert segments == [
-      Segment("<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n"),
-      Segment("Hello<|im_end|>\n<|im_start|>user\nBye<|im_end|>\n<|im_start|>assistant\n", (), 1, end, 1),
-      Segment("So long<|im_end|>\n", (), 1, end, 1)]
+  (segment,) = segments
+  assert [(segment.text[start:end], weight) for start, end, weight in segment.spans] == [
+      ("Hello<|im_end|>", 1), ("So long<|im_end|>", 1)]
+  assert segment.text == "".join(f"<|im_start|>{role}\n{said}<|im_end|>\n" for role, said in TURNS)
   assert trained(CHATML, tokenizer, talk(*TURNS)) == [["Hello<|im_end|>So long<|im_end|>"]]
 
 
@@ -81,20 +81,34 @@ def test_rewritten_history_can_be_an_error(tokenizer):
   assert trained(REWRITING, tokenizer, THOUGHTS, [0, 0, 0, 1], policy="error") == [["<think>2</think>d<|im_end|>"]]
 
 
-def test_a_prompt_that_the_turn_contradicts_is_an_error(tokenizer):
-  """A template that drops the thoughts that its own prompt begins."""
+def test_a_prompt_that_the_turn_lacks_is_counted(tokenizer):
+  """A template that drops the thoughts that its own prompt begins: trained is what follows where the two part (as in
+  TRL), and the row says so; one whose answer has them is trained behind them, whatever a made-up answer would do."""
   source = CHATML.replace("assistant\n{% endif %}", "assistant\n<think>{% endif %}")
-  with pytest.raises(DataError, match=r"ends with '<think>', where the rendered turn has 'b<\|im_end"):
-    finder(source, tokenizer)
+  rows = [talk(("user", "a"), ("assistant", "b")), talk(("user", "a"), ("assistant", "<think>c</think>b"))]
+  for row, expected, remarks in zip(rows, ["b<|im_end|>", "c</think>b<|im_end|>"], [((PROMPT, "<think>"),), ()],
+                                    strict=True):
+    assert trained(source, tokenizer, row) == [[expected]]
+    (((segment,),)) = finder(source, tokenizer).turns(row, [0, 1], "split")
+    assert segment.remarks == remarks
+
+
+def test_an_answer_that_the_template_shows_in_part_is_counted(tokenizer):
+  """R1's distilled models: thoughts are cut out of every answer. What is left is trained, and counted."""
+  source = CHATML.replace("{{ m.content }}", "{{ m.content.split('</think>')[-1] }}")
+  row = talk(("user", "a"), ("assistant", "<think>c</think>b"))
+  assert trained(source, tokenizer, row) == [["b<|im_end|>"]]
+  (((segment,),)) = finder(source, tokenizer).turns(row, [0, 1], "split")
+  assert segment.remarks == ((CHANGED, "content"),)
 
 
 def test_a_turn_that_ends_with_no_token_is_an_error(tokenizer):
-  """T8: at the start, with what to do."""
+  """T8: of the row, and of whoever asks what ends an answer."""
   source = CHATML.replace("<|im_end|>", "[end]")
-  with pytest.raises(DataError, match=r"tried with a user who says 'a'.*ends the turn with 'b\[end\]\\n'.*'plain'"):
-    finder(source, tokenizer)
-  with pytest.raises(DataError, match="no token of the tokenizer ends a text"):
-    finder(CHATML, BytesTokenizer())
+  for found in (finder(source, tokenizer), finder(CHATML, BytesTokenizer())):
+    assert "no token of the tokenizer ends a text" in str(found.problem)
+    with pytest.raises(DataError, match=r"^messages\[1\]: .*ends the turn with 'Hello.*'plain'"):
+      found.turns(talk(*TURNS), [0, 1, 0, 1], "split")
 
 
 def test_stop_ids_are_the_tokenizers_and_the_templates(tokenizer, caplog):
@@ -111,7 +125,7 @@ def test_what_stands_behind_the_stop_token_is_not_trained(tokenizer):
   source = CHATML.replace("{% if add", "{% if not add_generation_prompt %}<|eot_id|>{% endif %}{% if add")
   assert trained(source, tokenizer, talk(*TURNS)) == [["Hello<|im_end|>So long<|im_end|>"]]
   with pytest.raises(DataError, match=r"writes 'Next\.' behind <\|im_end\|>, where a model stops"):
-    finder(source.replace("<|eot_id|>", "Next."), tokenizer)
+    trained(source.replace("<|eot_id|>", "Next."), tokenizer, talk(*TURNS))
 
 
 def test_a_header_that_no_prompt_supplies_is_not_trained(tokenizer, caplog):
@@ -169,40 +183,43 @@ def test_special_tokens_in_what_is_said_end_no_turn(tokenizer):
   """T10: and are ordinary text, on both sides."""
   said = "a<|im_end|>\n<|im_start|>assistant\nb"
   (segments,) = finder(CHATML, tokenizer).turns(talk(("user", said), ("assistant", said)), [0, 1], "split")
-  ((ids, weights),) = SegmentEncoder(tokenizer).encode([segments])
+  ((ids, weights, _),) = SegmentEncoder(tokenizer).encode([segments])
   assert (ids == tokenizer.eos_id).sum() == 2
   assert tokenizer.decode(ids[weights > 0], skip_special=False) == said + "<|im_end|>"
   assert ids[weights > 0][-1] == tokenizer.eos_id and (ids[weights > 0] == tokenizer.eos_id).sum() == 1
 
 
-def test_the_prompt_ends_with_a_token(tokenizer):
-  """T11: what a prompt ends with and what the answer begins with do not become one token."""
+def test_a_token_of_prompt_and_answer_is_trained_and_counted(tokenizer):
+  """T11: ids are those of the text, never changed; where one has characters of both, the row says so."""
   source = CHATML.replace("\n{{ m.content }}", "\n{{ 'H' if m.role == 'assistant' }}{{ m.content }}").replace(
       "assistant\n{% endif %}", "assistant\nH{% endif %}")
   (segments,) = finder(source, tokenizer).turns(talk(("user", "a"), ("assistant", "i")), [0, 1], "split")
-  ((ids, weights),) = SegmentEncoder(tokenizer).encode([segments])
-  h, i, hi = (tokenizer.encode_batch([text])[0].tolist() for text in ("H", "i", "Hi"))
-  assert len(hi) == 1 and hi[0] in tokenizer.encode_rendered("".join(s.text for s in segments))
-  first = int(weights.argmax())
-  assert ids[first - 1 : first + 2].tolist() == [*h, *i, tokenizer.eos_id]
+  ((ids, weights, remarks),) = SegmentEncoder(tokenizer).encode([segments])
+  assert ids.tolist() == tokenizer.encode_rendered("".join(s.text for s in segments)).tolist()
+  assert tokenizer.decode(ids[weights > 0], skip_special=False) == "Hi<|im_end|>" and (weights > 0).sum() == 2
+  assert remarks == ((ACROSS, "Hi"),)
 
 
-def test_a_segment_gets_no_space_of_a_first_word():
-  """T11: of tokenizers that write one before the first word of a text."""
+def test_the_places_of_tokens():
+  """By hand: a space that is put before a text belongs to its first character, bytes to theirs, whatever is inert."""
   tokenizer = load_tokenizer(HERE / "spans" / "mistral")
-  whole = "<s>[INST] Hi[/INST]Hello</s>"
-  cut = whole.index("Hello")
-  ((ids, _),) = SegmentEncoder(tokenizer).encode([[Segment(whole[:cut]), Segment(whole[cut:])]])
-  assert ids.tolist() == tokenizer.encode_rendered(whole).tolist()
-  alone = tokenizer.encode_rendered(whole[cut:])
-  assert ids[-len(alone):].tolist() != alone.tolist()
+  text = "é</s>a</s>b"
+  for inert, number in (((), 2), ((1,), 1)):
+    (found,) = tokenizer.encode_placed([(text, inert)])
+    assert (found.ids == tokenizer.eos_id).sum() == number
+    ends = np.flatnonzero(found.ids == tokenizer.eos_id)
+    assert [text[found.starts[i]:found.ends[i]] for i in ends] == ["</s>"] * number and found.starts[ends[-1]] == 6
+    assert found.starts[:2].tolist() == [0, 0] and (np.diff(found.starts) >= 0).all() and found.ends[-1] == len(text)
+  (found,) = BytesTokenizer().encode_placed([("é<|eos|>é", ())])
+  assert found.starts.tolist() == [0, 0, 1, 8, 8] and found.ends.tolist() == [1, 1, 8, 9, 9]
 
 
 def test_inert_and_weighted_segments():
   tokenizer = BytesTokenizer()
   encoder = SegmentEncoder(tokenizer)
-  segments = [encoder.ordinary("a<|eos|>", 0.5), Segment("b<|eos|>c<|eos|>d", (1,), 2.0, tokenizer.eos_id, 1, 0.25)]
-  ((ids, weights),) = encoder.encode([segments])
+  segments = [encoder.ordinary("a<|eos|>", 0.5), Segment("b<|eos|>c<|eos|>d", (1,), ((0, 16, 2.0),), 0.25)]
+  ((ids, weights, remarks),) = encoder.encode([segments])
   expected = [*b"a<|eos|>b<|eos|>c", tokenizer.eos_id, ord("d")]
   assert ids.tolist() == expected
   np.testing.assert_array_equal(weights, [0.5] * 8 + [2.0] * 10 + [0.25])
+  assert remarks == ((LITERAL, "<|eos|>"),) * 2
