@@ -43,7 +43,8 @@ ZEPHYR = """{% for message in messages %}
 {% endif %}
 {% endfor %}"""
 LLAMA2 = """{% if messages[0]['role'] == 'system' %}{% set rest = messages[1:] %}
-{%- set system = messages[0]['content'] %}{%- else %}{% set rest = messages %}{% set system = false %}{% endif %}{% for message in rest %}
+{%- set system = messages[0]['content'] %}{% else %}{% set rest = messages %}{% set system = false %}{% endif %}
+{%- for message in rest %}
 {%- if (message['role'] == 'user') != (loop.index0 % 2 == 0) %}{{ raise_exception('Roles must alternate') }}{% endif %}
 {%- if loop.index0 == 0 and system != false %}
 {%- set content = '<<SYS>>\\n' + system + '\\n<</SYS>>\\n\\n' + message['content'] %}
