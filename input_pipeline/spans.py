@@ -7,8 +7,10 @@ turn; a template that shows earlier turns differently later on (thinking models)
 """
 
 import bisect
+import functools
+import itertools
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from absl import logging
@@ -16,10 +18,11 @@ from absl import logging
 from input_pipeline import once, special_tokens
 from input_pipeline.chat import ChatTemplate, Rendered
 from input_pipeline.files import DataError
-from input_pipeline.image_texts import ImageTemplate, text_of, with_more
+from input_pipeline.image_texts import ImageTemplate, text_of
 from input_pipeline.remarks import CHANGED, PROMPT, Remark
 from input_pipeline.segments import Segment
 from input_pipeline.shapes import REASONING, Conversation
+from input_pipeline.spans_shown import beginning, contents, holds
 from input_pipeline.tokenizer import Tokenizer
 
 POLICIES = ("split", "last", "error")
@@ -194,7 +197,7 @@ class SpanFinder:
       raise DataError(f"{self._of(index)}: {self.template.where} writes {behind.strip()[:60]!r} behind {token}, where "
                       "a model stops. Use another template (chat.template), or correct the tokenizer's stop ids "
                       "(eos_token_id in generation_config.json).")
-    changed = [(CHANGED, key) for key in ("content", *REASONING) if said and not _holds(
+    changed = [(CHANGED, key) for key in ("content", *REASONING) if said and not holds(
         rendered.text[:end], text_of(messages[index].get(key, "")))]
     return Turn(index, rendered, start, end, token, 1.0, (*remarks, *changed))
 
@@ -207,13 +210,29 @@ class SpanFinder:
       except DataError:  # it answers nobody there, and shows the answer all the same
         before = None
       if before is not None and not rendered.text.startswith(before):
-        at = len(_common(before, rendered.text))
-        return at, ((PROMPT, before[at:][-60:]),)
+        return self._parted(conversation, index, rendered, before)
       if before is not None and self._prompts is None:
         self._prompts = self._has_prompt(conversation, index, before)
       if before is not None and self._prompts:
         return len(before), ()
     return len(_common(self._header(messages[:index], messages[index], conversation), rendered.text)), ()
+
+  def _parted(self, conversation: Conversation, index: int, rendered: Rendered, prompt: str
+              ) -> tuple[int, tuple[Remark, ...]]:
+    """The same where the turn does not begin with the prompt that the model answers."""
+    messages = conversation.messages
+    try:
+      without = self._render(messages[:index], conversation).text
+    except DataError:
+      without = prompt
+    at = len(_common(prompt, rendered.text))
+    if rendered.text.startswith(without):
+      return at, ((PROMPT, prompt[at:][-60:]),)
+    # What was said before is shown differently once there is an answer. The turn begins behind its own prompt.
+    own = prompt[len(_common(prompt, without)):]
+    header = _common(self._header(messages[:index], messages[index], conversation), rendered.text)
+    found = header.rfind(own) if own else -1
+    return (len(header) if found < 0 else found + len(own)), ((PROMPT, prompt[at:][:60]),)
 
   def _has_prompt(self, conversation: Conversation, index: int, prompt: str) -> bool:
     """Whether the template has a generation prompt, or writes no header that one would hold."""
@@ -253,17 +272,18 @@ class SpanFinder:
     return list(self._pattern.finditer(text))
 
   def _header(self, before: list[dict], message: dict, conversation: Conversation | None = None) -> str:
-    """What is rendered up to a message's content: what two different contents have in common."""
+    """What is rendered up to a message's content: what others in its place have in common with one another."""
     kept = {k: v for k, v in message.items() if k not in ("tool_calls", "reasoning_content", "reasoning", "thinking")}
-    content = text_of(message.get("content", ""))
-    error: DataError | None = None
-    for one, contents in ((kept, "ab"), (message, (f"a{content}", f"b{content}"))):
+    texts = []
+    for others in ([{**kept, "content": content} for content in "ab"], [beginning(message, char) for char in "ab"]):
       try:
-        return _common(*(self._render([*before, {**one, "content": c}], conversation).text for c in contents))
+        texts += [self._render([*before, other], conversation).text for other in others]
       except DataError as e:
-        error = error or e
-    raise DataError(f"{self._of(len(before))}: where it begins could not be found under {self.template.where}, which "
-                    "renders no other text in its place. Use another template (chat.template).") from error
+        error = e
+    if not texts:
+      raise DataError(f"{self._of(len(before))}: where it begins could not be found under {self.template.where}, which "
+                      "renders no other text in its place. Use another template (chat.template).") from error
+    return functools.reduce(_common, texts)
 
   def _text(self, last: Turn, conversation: Conversation | None) -> Rendered:
     """The rendering of an example that ends with that turn; with what follows it, if that changes nothing before."""
@@ -288,18 +308,19 @@ class SpanFinder:
     That is so if it renders the same text for another conversation in its place. Others that it refuses say nothing.
     """
     texts = [r.text for r in rendered]
-    for what, kind, needle, upto, others in _contents(conversation, turns):
+    for what, kind, needle, upto, others in contents(conversation, {turn.index for turn in turns}):
       found = any(needle.strip() in text for text in texts)
       # Short strings are found by chance: what is of a new kind is looked at more closely.
       if not needle.strip() or kind in self._shown and found:
         continue
-      given = self._of_all(conversation._replace(messages=conversation.messages[:upto])).text
-      same = None
-      for other in others:
+      given, same = conversation._replace(messages=conversation.messages[:upto]), None
+      for other, more in itertools.product(others, dict.fromkeys([upto, len(conversation.messages)])):
+        rest = conversation.messages[upto:more]
         try:
-          same = self._of_all(other).text == given
+          both = [self._of_all(c._replace(messages=[*c.messages, *rest])).text for c in (other, given)]
         except DataError:
           continue
+        same = both[0] == both[1]
         break
       if same:
         raise DataError(f"{what} is left out by {self.template.where}. Use a template that knows it (chat.template), "
@@ -316,52 +337,6 @@ class SpanFinder:
 
   def _of(self, index: int) -> str:
     return f"messages[{index}]"
-
-
-def _contents(conversation: Conversation, turns: list[Turn]) -> Iterator[tuple]:
-  """(what it is, its kind, its text, how many messages to render, conversations with it changed) of all that should be
-  shown."""
-
-  def changed(i: int, **given) -> Conversation:
-    return conversation._replace(messages=[*conversation.messages[:i], {**conversation.messages[i], **given}])
-
-  trained = {turn.index for turn in turns}
-  for i, message in enumerate(conversation.messages[:max(trained) + 1] if trained else conversation.messages):
-    if message["role"] == "assistant" and i not in trained:
-      continue
-    content, where = message.get("content", ""), f"messages[{i}]"
-    content, other = text_of(content), changed(i, content=with_more(content, " a"))
-    if i in trained:
-      yield f"{where}.content", (message["role"], "tool_calls" in message), content, i + 1, [other]
-    else:
-      other = other._replace(messages=other.messages + conversation.messages[i + 1:])
-      yield (f"{where}, of the role {message['role']!r},", (message["role"], i == 0), content,
-             len(conversation.messages), [other])
-    for key in REASONING:
-      if key in message and i in trained:
-        yield f"{where}.{key}", key, message[key], i + 1, [changed(i, **dict.fromkeys(REASONING, f"{message[key]} a"))]
-    calls = message.get("tool_calls", ()) if i in trained else ()
-    for n, call in enumerate(calls):
-      more = [*calls[:n], {**call, "function": _renamed(call["function"])}, *calls[n + 1:]]
-      yield (f"{where}.tool_calls", "tool_calls", call["function"]["name"], i + 1,
-             [changed(i, tool_calls=more), changed(i, tool_calls=[])])
-  tools = conversation.tools or ()
-  for n, tool in enumerate(tools):
-    inner = tool.get("function", tool)
-    if isinstance(inner, dict) and isinstance(inner.get("name"), str):
-      named = {**tool, "function": _renamed(inner)} if "function" in tool else _renamed(tool)
-      yield (f"the tool {inner['name']!r}", "tools", inner["name"], len(conversation.messages),
-             [conversation._replace(tools=[*tools[:n], named, *tools[n + 1:]]), conversation._replace(tools=None)])
-
-
-def _renamed(function: dict) -> dict:
-  """A function with another name."""
-  return {**function, "name": f"{function['name']}_a"}
-
-
-def _holds(text: str, said: str) -> bool:
-  """Whether a text has what is said, whatever the spaces."""
-  return said.strip() in text or "".join(said.split()) in "".join(text.split())
 
 
 def _continues(earlier: Turn, later: Turn) -> bool:

@@ -223,3 +223,73 @@ def test_inert_and_weighted_segments():
   assert ids.tolist() == expected
   np.testing.assert_array_equal(weights, [0.5] * 8 + [2.0] * 10 + [0.25])
   assert remarks == ((LITERAL, "<|eos|>"),) * 2
+
+
+# In the shape of real ones: what each refuses is what a made-up conversation in the row's place may have.
+END = "<|im_end|>\n"
+PROMPT_OF = "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+TOOLS = [{"type": "function", "function": {"name": "weather", "parameters": {}}}]
+CALL = [{"type": "function", "function": {"name": "weather", "arguments": {"city": "Bonn"}}}]
+SHOWN_TOOLS = "{% for t in tools or [] %}{{ t | tojson }}\n{% endfor %}"
+ONE_CALL = SHOWN_TOOLS + """{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' }}{% if 'tool_calls' in m %}
+{%- if m.tool_calls | length != 1 %}{{ raise_exception('This model only supports single tool-calls at once!') }}
+{%- endif %}{% set f = m.tool_calls[0].function %}{{ f.name + (f.arguments | tojson) }}{% else %}{{ m.content | trim }}
+{%- endif %}{{ '<|im_end|>\n' }}{% endfor %}""" + PROMPT_OF
+CONCATENATED = SHOWN_TOOLS + """{% for m in messages %}{% if m.role != 'assistant' or not m.tool_calls %}
+{{- '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}{% else %}{{ '<|im_start|>' + m.role }}
+{%- if m.content %}{{ '\n' + m.content }}{% endif %}{% for c in m.tool_calls %}
+{{- '\n' + c.function.name + (c.function.arguments | tojson) }}{% endfor %}{{ '<|im_end|>\n' }}{% endif %}
+{%- endfor %}""" + PROMPT_OF
+# Thoughts before a call are dropped once there is an answer; several calls, or content with thoughts, are refused.
+CHANNELS = SHOWN_TOOLS + """{% for m in messages %}{% set i = loop.index %}{% if m.role != 'assistant' %}
+{{- '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}{% elif 'tool_calls' in m %}
+{%- if m.content and m.thinking %}{{ raise_exception('Cannot pass both content and thinking') }}{% endif %}
+{%- set answered = namespace(yes=false) %}{% for later in messages[i:] %}
+{%- if later.role == 'assistant' and 'tool_calls' not in later %}{% set answered.yes = true %}{% endif %}{% endfor %}
+{%- if m.thinking and not answered.yes %}{{ '<|im_start|>assistant\n[' + m.thinking + ']<|im_end|>\n' }}{% endif %}
+{{- '<|im_start|>assistant\nto ' + m.tool_calls[0].function.name + (m.tool_calls[0].function.arguments | tojson) }}
+{{- '<|eot_id|>\n' }}{% else %}{{ '<|im_start|>assistant\n' }}
+{%- if m.thinking and loop.last and not add_generation_prompt %}{{ '[' + m.thinking + ']' }}{% endif %}
+{{- m.content + '<|eot_id|>\n' }}{% endif %}{% endfor %}""" + PROMPT_OF
+ASKED, RESULT = {"role": "user", "content": "Bonn?"}, {"role": "tool", "content": "20 degrees"}
+SUNNY = {"role": "assistant", "content": "Sunny."}
+SAID = 'weather{"city": "Bonn"}'
+
+
+@pytest.mark.parametrize("source, call, answer, expected", [
+    (ONE_CALL, {}, {}, [[SAID + "<|im_end|>", "Sunny.<|im_end|>"]]),
+    (CONCATENATED, {}, {}, [[SAID + "<|im_end|>", "Sunny.<|im_end|>"]]),
+    (CONCATENATED, {"content": "I look."}, {}, [["I look.\n" + SAID + "<|im_end|>", "Sunny.<|im_end|>"]]),
+    (CHANNELS, {}, {}, [["to " + SAID + "<|eot_id|>", "Sunny.<|eot_id|>"]]),
+    (CHANNELS, {"thinking": "hm"}, {"thinking": "so"},
+     [["[hm]<|im_end|>\n<|im_start|>assistant\nto " + SAID + "<|eot_id|>"], ["[so]Sunny.<|eot_id|>"]])])
+def test_the_row_itself_is_tried(tokenizer, source, call, answer, expected):
+  """One tool call, content that is absent, thoughts: what a template refuses of another conversation says nothing."""
+  messages = [ASKED, {"role": "assistant", "tool_calls": CALL, **call}, RESULT, {**SUNNY, **answer}]
+  conversation = Conversation("messages", messages, [1.0] * 4, 0, TOOLS)
+  found = finder(source, tokenizer)
+  found.stop_ids = (int(tokenizer.encode_rendered("<|eot_id|>")[0]),) if source is CHANNELS else found.stop_ids
+  examples = found.turns(conversation, [0, 1, 0, 2], "split")
+  shown = []
+  for ids, weights, _ in SegmentEncoder(tokenizer).encode(examples):
+    parts = [tokenizer.decode(ids[weights == w], skip_special=False) for w in (1.0, 2.0)]
+    shown.append([part for part in parts if part])
+  assert shown == expected
+
+
+def test_what_cannot_be_tried_is_not_an_error(tokenizer, caplog):
+  """Shown in another form, by a template that refuses anything else in its place: told, not refused."""
+  source = CHATML.replace("{{ m.content }}", "{{ 'Q' if m.content == 'secret' else "
+                          "(raise_exception('No.') if m.role == 'user' else m.content) }}")
+  assert trained(source, tokenizer, talk(("user", "secret"), ("assistant", "b"))) == [["b<|im_end|>"]]
+  assert "whether it shows messages[0], of the role 'user', could not be tried" in " ".join(caplog.text.split())
+
+
+def test_a_template_that_refuses_to_end_with_a_call_is_followed(tokenizer):
+  """The beginning of a row is no row of its own."""
+  source = ONE_CALL.replace("{% for m in messages %}", "{% if 'tool_calls' in messages[-1] %}"
+                            "{{ raise_exception('Results are missing') }}{% endif %}{% for m in messages %}", 1)
+  messages = [ASKED, {"role": "assistant", "tool_calls": CALL}, RESULT, SUNNY]
+  conversation = Conversation("messages", messages, [1.0] * 4, 0, TOOLS)
+  ((segment,),) = finder(source, tokenizer).turns(conversation, [0, 1, 0, 1], "split")
+  assert [segment.text[start:end] for start, end, _ in segment.spans] == [SAID + "<|im_end|>", "Sunny.<|im_end|>"]
