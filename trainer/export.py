@@ -1,8 +1,9 @@
 """Export a run as a Hugging Face folder: python -m trainer.export --workdir=DIR --out=DIR [--step=N] [--dtype=bfloat16]
 
-The folder has config.json, model*.safetensors, the tokenizer's files with its chat template, and generation_config.json
-with the ids that end a text; `transformers` and vLLM load it unmodified. Arrays are streamed from the checkpoint,
-whatever mesh it was saved from, with no device: the host holds one output file's tensors at a time.
+The folder has config.json, model*.safetensors, the tokenizer's files with the chat template that was trained (in every
+place where readers look, trainer/chat_files.py), and generation_config.json with the ids that end a text;
+`transformers` and vLLM load it unmodified. Arrays are streamed from the checkpoint, whatever mesh it was saved from,
+with no device: the host holds one output file's tensors at a time.
 """
 
 import contextlib
@@ -22,7 +23,7 @@ from input_pipeline.files import DataError
 from input_pipeline.tokenizer import Tokenizer, load_tokenizer
 from models import hf, lora
 from models.hf import convert, files, pixels
-from trainer import checkpoint, config_checks, damage, export_adapters, hugging_face, patterns, startup
+from trainer import chat_files, checkpoint, config_checks, damage, export_adapters, hugging_face, patterns, startup
 from trainer.config import ConfigError
 
 DTYPES = ("float32", "bfloat16", "float16")
@@ -75,6 +76,8 @@ def export(workdir: str | Path, out: str | Path, *, step: int | None = None, dty
     if not adapters:
       raise ConfigError(f"{folder} holds no adapters: its run had model.lora.rank=0. Export without --adapter=peft.")
     export_adapters.save_peft(out, config, tokenizer, stored.read, dtype, overwrite)
+    if config.strategy.name != "seq" and not (out / files.CONFIG).exists():  # in the base's own folder its files stay
+      _write_texts(config, tokenizer, workdir, out)
     return out
   if adapters:
     stored = export_adapters.MergedLeaves(config, tokenizer, folder, adapters, stored.read)
@@ -88,14 +91,8 @@ def export(workdir: str | Path, out: str | Path, *, step: int | None = None, dty
 
   hf.prepare(out, overwrite)
   convert.write_tensors(stored.read, family, keys, shapes, out, dtype, max_shard_bytes, progress)
-  came_along = source is not None and _is_of(original, tokenizer)
-  _write_tokenizer(tokenizer, original if came_along else None, out)
-  if source is not None:
-    hf.copy_small_files(original, out, pixels.FILES)
-    pixels.write(out, keys)
-  template, stop_ids = _chat(config, tokenizer)
-  if template is not None:
-    (out / "chat_template.jinja").write_text(template.source, encoding="utf-8")
+  came_along, stop_ids = _write_texts(config, tokenizer, workdir, out)
+  pixels.write(out, keys)
   generation, ends = _generation(out, source if came_along else {}, tokenizer.bos_id, stop_ids)
   hf.write_json(out / "generation_config.json", generation)
   if not came_along:
@@ -223,6 +220,23 @@ def _is_of(original: Path, tokenizer: Tokenizer) -> bool:
     return (original / "tokenizer.json").is_file() and load_tokenizer(original).fingerprint == tokenizer.fingerprint
   except DataError:  # one that cannot be read was not used
     return False
+
+
+def _write_texts(config: Any, tokenizer: Tokenizer, workdir: Path, out: Path) -> tuple[bool, tuple[int, ...]]:
+  """Writes the tokenizer, the processor of images and the chat template.
+
+  Returns:
+    (whether the tokenizer is that of the folder which the run started from, the ids that end what the model says).
+  """
+  original = workdir / hugging_face.FOLDER
+  came_along = (original / files.CONFIG).is_file() and _is_of(original, tokenizer)
+  _write_tokenizer(tokenizer, original if came_along else None, out)
+  hf.copy_small_files(original, out, pixels.FILES)
+  own = not config.chat.template
+  template, stop_ids = _chat(config, tokenizer)
+  if template is not None:
+    chat_files.write(out, template, own)
+  return came_along, stop_ids
 
 
 def _write_tokenizer(tokenizer: Tokenizer, original: Path | None, out: Path) -> None:

@@ -18,7 +18,7 @@ from input_pipeline.examples_chat import find_template
 from input_pipeline.tokenizer import Tokenizer
 from models import hf
 from models.hf import files
-from trainer import config_checks, hugging_face, whole_files
+from trainer import chat_files, config_checks, hugging_face, whole_files
 from trainer.config import ConfigError
 
 # What (durations' prefix, steps) means where nothing is saved now and then.
@@ -101,7 +101,7 @@ def save_config(resolved: Any, workdir: Path, tokenizer: Tokenizer) -> None:
     if resolved.model.hf is not None:
       hf.copy_small_files(Path(resolved.model.hf), workdir / hugging_face.FOLDER)
     if resolved.strategy.name != "seq" and (template := find_template(resolved.chat, tokenizer)) is not None:
-      (workdir / "chat_template.jinja").write_text(template.source, encoding="utf-8")
+      chat_files.write(workdir, template, own=not resolved.chat.template)
 
 
 def say_where_everything_is(run: Any, seconds: float) -> None:

@@ -18,6 +18,7 @@ from models.hf.errors import HFError
 from tests import tiny
 from trainer import config_checks, export, patterns
 from trainer import mesh as mesh_lib
+from trainer import workdir as workdir_lib
 from trainer.checkpoint import CheckpointError, Checkpoints
 from trainer.config import ConfigError
 
@@ -175,6 +176,36 @@ def test_what_the_run_started_from_is_kept(tmp_path, params):
   assert not (out / "chat_template.jinja").exists()
   assert json.loads((out / "generation_config.json").read_text())["eos_token_id"] == 257
   assert files.read_config(out)["eos_token_id"] == 257 and files.read_config(out)["use_cache"] is False
+
+
+@pytest.mark.parametrize("own", [True, False])
+def test_conversations_look_as_they_were_trained_wherever_a_reader_looks(tmp_path, params, own):
+  """Of the original's old template nothing is left but what the run trained with."""
+  source = files.read_config(export.export(write_run(tmp_path / "plain", params, (1,)), tmp_path / "first"))
+  original = tmp_path / "base"
+  BytesTokenizer().save(original / "tokenizer.json")
+  hf.write_json(original / files.CONFIG, {**source, "vocab_size": 264})
+  old = "OLD {{ messages[0].content }}<|eos|>"
+  listed = [{"name": "default", "template": old}, {"name": "tool_use", "template": f"TOOLS {old}"}]
+  hf.write_json(original / "tokenizer_config.json",
+                {**files.read_json(original / "tokenizer_config.json"), "chat_template": listed})
+  mine = tmp_path / "mine.jinja"
+  mine.write_text("MINE {{ messages[0].content }}<|eos|>")
+  workdir = write_run(tmp_path / "run", params, (1,), hf=str(original), vocab_size=264)
+  config = config_checks.resolve(tiny.config(
+      workdir / "corpus", tokenizer=dict(type="bytes"), strategy=dict(name="sft"), model=dict(hf=str(original)),
+      chat=dict(template=None if own else str(mine))))
+  tokenizer = load_tokenizer(original)
+  tokenizer.save(workdir / "tokenizer.json")
+  workdir_lib.save_config(config, workdir, tokenizer)
+
+  out = export.export(workdir, tmp_path / "out")
+  alone = json.loads((out / "tokenizer_config.json").read_text())["chat_template"]
+  assert alone == (listed if own else mine.read_text())
+  assert (out / "chat_template.jinja").read_text() == (old if own else mine.read_text())
+  tools = out / "additional_chat_templates" / "tool_use.jinja"
+  assert tools.read_text() == f"TOOLS {old}" if own else not tools.exists()
+  assert own or not any("OLD" in file.read_text() for file in (*out.glob("*.json"), *out.glob("**/*.jinja")))
 
 
 @pytest.mark.parametrize("options, message", [
