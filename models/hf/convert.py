@@ -11,7 +11,7 @@ import itertools
 import math
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,7 @@ import numpy as np
 from tqdm import tqdm
 
 from models.hf import files
+from models.hf import names as names_lib
 from models.hf.entry import Entry, make_entry, paths_of
 from models.hf.errors import HFError
 from models.hf.family import Family, Tensor
@@ -68,22 +69,24 @@ def plan(family: Family, model: Mapping[str, Any], abstract_params: Mapping, fol
     HFError: listing what is missing, extra or misshapen, or not a parameter's dtype.
   """
   shapes = {path: tuple(leaf.shape) for path, leaf in patterns.flatten(abstract_params).items()}
-  tensors = family.tensors(dict(model))
+  tensors = _tensors(family, model, shapes)
   _check_count(tensors, shapes, folder)
   prefix = _prefix(family, tensors, shapes, folder.tensors)
   entries = [make_entry(tensor, shapes, prefix) for tensor in tensors]
   chosen = {path: _choose(path, entries, folder.tensors, family) for path in shapes}
   wanted = {name: entry.shape for entry in chosen.values() for name in entry.names()}
-  tied_names = _tied_names(family, model, shapes, prefix, wanted)
-  lines = _differences(wanted, folder.tensors, lambda name: name in tied_names or _ignored(family, name))
+  twins = set() if "unembed/kernel" in shapes else _names_of_unembedding(family, model, prefix) - set(wanted)
+  lines = _differences(wanted, folder.tensors, lambda name: name in twins or _ignored(family, name))
   if lines:
     more = [f"… and {len(lines) - 40} more"] if len(lines) > 40 else []
+    spellings = [[name for t in tensors for name in make_entry(t, shapes, p).names()] for p in family.prefixes]
     raise HFError(
         f"the tensors of {folder.path} are not those that its {files.CONFIG} asks for, as {family.name} ({len(lines)} "
         "differences; -: missing there, +: only there, !: other shape or dtype):\n  " + "\n  ".join(lines[:40] + more)
-        + f"\nFetch the folder again; if its tensors are right, {files.CONFIG} must say what they are "
-        "(sizes, tie_word_embeddings, biases).")
-  for name in tied_names & set(folder.tensors):
+        + "\n" + (names_lib.hint([*folder.tensors], spellings, folder.path) or _no_unembedding(family, model, lines) or
+                  f"Fetch the folder again; if its tensors are right, {files.CONFIG} must say what they are "
+                  "(sizes, tie_word_embeddings, biases)."))
+  for name in twins & set(folder.tensors):
     _check_tied(folder, name, chosen["embed/embedding"].name(()))
   leaves = {}
   for path, entry in chosen.items():
@@ -260,13 +263,30 @@ def _differences(wanted: Mapping[str, tuple[int, ...]], present: Mapping[str, fi
   return lines
 
 
-def _tied_names(family: Family, model: Mapping, shapes: Mapping, prefix: str, wanted: Mapping) -> set[str]:
-  """What the unembedding would be called, if it were not the embedding; empty if it is not."""
-  if "unembed/kernel" in shapes:
-    return set()
+def _tensors(family: Family, model: Mapping, shapes: Mapping) -> list[Tensor]:
+  """The tensors that hold these leaves. Where embedding and unembedding are one matrix, either name may have it."""
+  table = family.tensors({**model, "tie_embeddings": "unembed/kernel" not in shapes})
+  if not model["tie_embeddings"]:
+    return table
+  other = {"embed/embedding": "unembed/kernel", "unembed/kernel": "embed/embedding"}
+  return table + [replace(t, ours=other[path], transpose=not t.transpose)
+                  for t in family.tensors({**model, "tie_embeddings": False})
+                  for path in paths_of(t)[:1] if other.get(path) in shapes]
+
+
+def _names_of_unembedding(family: Family, model: Mapping, prefix: str) -> set[str]:
+  """What the unembedding is called where it is not the embedding."""
   untied = family.tensors({**model, "tie_embeddings": False})
-  names = {(prefix if t.prefixed else "") + t.theirs for t in untied if paths_of(t) == ("unembed/kernel",)}
-  return names - set(wanted)
+  return {(prefix if t.prefixed else "") + t.theirs for t in untied if paths_of(t) == ("unembed/kernel",)}
+
+
+def _no_unembedding(family: Family, model: Mapping, lines: list[str]) -> str:
+  """What to do where nothing but the unembedding is missing; "" where it is something else."""
+  heads = {name for prefix in family.prefixes for name in _names_of_unembedding(family, model, prefix)}
+  if len(lines) > 1 or not any(lines[0].startswith(f"- {name} ") for name in heads):
+    return ""
+  return (f"Only the unembedding is missing, and by {files.CONFIG} it is not the embedding (tie_word_embeddings is "
+          "false or absent). If it is, write \"tie_word_embeddings\": true there; else fetch the folder again.")
 
 
 def _check_tied(folder: files.TensorFolder, head: str, embedding: str) -> None:
@@ -279,8 +299,8 @@ def _check_tied(folder: files.TensorFolder, head: str, embedding: str) -> None:
     equal = equal and np.array_equal(one, other, equal_nan=True)
   if not equal:
     raise HFError(f"{folder.path}: {files.CONFIG} says that the embedding is also the unembedding "
-                  f"(tie_word_embeddings), but {head} {shapes[0]} is not equal to {embedding} {shapes[1]}. Set "
-                  f"tie_word_embeddings to false there if {head} is meant.")
+                  f"(tie_word_embeddings), but {head} {shapes[0]} is not equal to {embedding} {shapes[1]}. If both are "
+                  "meant, --config.model.tie_embeddings=False has them apart.")
 
 
 # ---------------------------------------------------------------------------------------------------- reading

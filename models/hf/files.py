@@ -18,6 +18,7 @@ import numpy as np
 import safetensors
 from safetensors.numpy import save_file
 
+from models.hf import names as names_lib
 from models.hf.errors import HFError
 
 CONFIG, SINGLE, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
@@ -48,7 +49,8 @@ class TensorFolder:
 
   Attributes:
     path: the folder.
-    tensors: {name: TensorInfo}.
+    tensors: {name: TensorInfo}, without what programs put before names (models/hf/names.py).
+    note: a sentence on what that was; "" for nothing.
 
   Raises:
     HFError: no such folder or file, a file that is truncated or malformed, an index that does not fit its files.
@@ -60,11 +62,12 @@ class TensorFolder:
     if single.is_file() and index.is_file():
       raise HFError(f"{self.path} has both {SINGLE} and {INDEX}, so it is not clear which one is meant. Remove one.")
     if single.is_file():
-      self.tensors = read_header(single)
+      found = read_header(single)
     elif index.is_file():
-      self.tensors = _read_index(index)
+      found = _read_index(index)
     else:
       raise HFError(_no_tensors(self.path))
+    self.tensors, self.note = names_lib.renamed(found)
 
   def read(self, name: str, index: tuple[slice, ...] = ()) -> np.ndarray:
     """A slice of a tensor in its own dtype: a read-only view of the file, read from disk where it is used.
@@ -98,6 +101,8 @@ def read_config(path: str | Path) -> dict[str, Any]:
   """The folder's config.json; raises HFError if it is missing, not JSON, or not an object."""
   folder = existing_folder(path)
   if not (folder / CONFIG).is_file():
+    if told := _adapters_in(folder):
+      raise HFError(told)
     raise HFError(f"{folder} has no {CONFIG}, which says what model it holds. It stands beside the tensors in the "
                   "place that the folder was copied from.")
   return read_json(folder / CONFIG)
@@ -173,6 +178,8 @@ def _read_index(index: Path) -> dict[str, TensorInfo]:
 def _no_tensors(folder: Path) -> str:
   if odd := [p for p in (folder / SINGLE, folder / INDEX) if os.path.lexists(p)]:
     return f"{odd[0]} is not a regular file, nor a link to one. Fetch it again."
+  if told := _adapters_in(folder):
+    return told
   shards = sorted(p.name for p in folder.glob("*.safetensors"))
   if shards:
     return (f"{folder} has neither {SINGLE} nor {INDEX}, only {', '.join(shards[:5])}. Of several files the index says "
@@ -183,6 +190,15 @@ def _no_tensors(folder: Path) -> str:
             "opened. Convert them where you trust them: python -c \"from transformers import AutoModelForCausalLM as "
             f"M; M.from_pretrained('{folder}').save_pretrained('NEW_DIR')\"")
   return f"{folder} has no {SINGLE} and no {INDEX}."
+
+
+def _adapters_in(folder: Path) -> str | None:
+  """That a folder holds adapters, and how they are read; None: it does not."""
+  if not (folder / "adapter_config.json").is_file():
+    return None
+  base = read_json(folder / "adapter_config.json").get("base_model_name_or_path")
+  return (f"{folder} holds adapters in PEFT's format, without the model that they are for ({base}). Give that model's "
+          f"folder and these: --config.model.hf=FOLDER --config.model.lora.peft={folder} (docs/lora.md).")
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
