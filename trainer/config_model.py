@@ -13,6 +13,9 @@ def model() -> ConfigDict:
   # The folder of a Hugging Face checkpoint: the keys that describe the architecture then have the values of its
   # config.json (those changed here win, and are shown), and the parameters are its own (see init_from).
   m.hf = unset(str)
+  # Entries of its config.json that are not known here and change nothing of what the model computes, e.g.
+  # --config.model.hf_ignore=my_rate,text_config.my_number. Names and strings need no such word.
+  m.hf_ignore = ()
   # Default: the tokenizer's size rounded up to a multiple of `vocab_multiple`.
   m.vocab_size = unset(int)
   m.vocab_multiple = 128

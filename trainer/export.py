@@ -87,7 +87,7 @@ def export(workdir: str | Path, out: str | Path, *, step: int | None = None, dty
   source = files.read_config(original) if (original / files.CONFIG).is_file() else None
   if keys["max_positions"] is None:  # bounds nothing here, but others ask for it: the longest row it was trained on
     keys["max_positions"] = max(config.seq_len, (source or {}).get("max_position_embeddings") or 0)
-  family, content = hf.config_json(keys, source, str(original / files.CONFIG))
+  family, content = hf.config_json(keys, source, str(original / files.CONFIG), config.model.hf_ignore)
 
   hf.prepare(out, overwrite)
   convert.write_tensors(stored.read, family, keys, shapes, out, dtype, max_shard_bytes, progress)

@@ -68,7 +68,7 @@ def save_peft(out: Path, config: Any, tokenizer: Tokenizer, read_adapter: ReadLe
     raise hf.HFError(f"{out} already holds adapters. Give another folder, or say that they may be overwritten.")
   shapes = quantize.logical(patterns.flatten(_model(config, tokenizer).abstract_params()))
   if config.model.hf:
-    family, keys, _ = hf.architecture(config.model.hf)
+    family, keys, _ = hf.architecture(config.model.hf, config.model.hf_ignore)
   else:
     keys = hf.keys_of(config.model, shapes["embed/embedding"].shape[0])
     family, _ = hf.config_json(keys)

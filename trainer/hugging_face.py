@@ -45,7 +45,7 @@ def fill_in(config: ConfigDict) -> list[str]:
     if model.name != "transformer":
       raise ConfigError(f"model.hf is {model.hf!r}, but model.name is {model.name!r}: only the built-in transformer "
                         "has a config.json's architecture. Leave out model.hf; init_from.path can load parameters.")
-    family, keys, family_notes = hf.architecture(Path(model.hf))
+    family, keys, family_notes = hf.architecture(Path(model.hf), model.hf_ignore)
     notes = [f"model: {family.name}, as {model.hf}/config.json says"]
     default = defaults().model
     for key in ARCHITECTURE_KEYS:

@@ -80,7 +80,7 @@ def first_params(origin: Origin, model: Any, target: Any, *, partial: bool = Fal
       take(_from_peft(origin, model, adapters), origin.peft)
   if origin.folder and not origin.fresh:
     base = {path: leaf for path, leaf in wanted.items() if not lora.is_adapter(path)}
-    take(_from_hugging_face(origin.folder, model, base), origin.folder)
+    take(_from_hugging_face(origin.folder, origin.model, model, base), origin.folder)
   fresh = {path: leaf for path, leaf in stored.items() if path not in found}
   if fresh:
     found |= _fresh(model, origin.seed, fresh)
@@ -127,11 +127,36 @@ def _base_shapes(model: Any) -> Leaves:
   return {path: leaf for path, leaf in shapes.items() if not lora.is_adapter(path)}
 
 
-def _from_hugging_face(folder: str, model: Any, wanted: Leaves) -> Iterator[tuple[str, jax.Array]]:
+def _check_typed(section: Any, keys: dict[str, Any], shapes: Leaves, folder: str) -> None:
+  """Refuses a config whose own keys make other shapes than the folder's config.json: its parameters cannot be read.
+
+  An unembedding of its own, or none, is no matter of shapes (models/hf/convert.py).
+  """
+  theirs = patterns.flatten(hf.abstract_params(keys))
+  differ = [path for path in sorted({*shapes, *theirs} - {"unembed/kernel"})
+            if path not in shapes or path not in theirs or shapes[path].shape != theirs[path].shape]
+  if not differ:
+    return
+  typed = hf.keys_of(section, section.vocab_size)
+  changed = [key for key, value in keys.items() if typed[key] != value]
+  told = ", ".join(f"model.{key}={typed[key]!r} (config.json: {keys[key]!r})" for key in changed)
+  shape = {name: tuple(of[differ[0]].shape) if differ[0] in of else "none"
+           for name, of in (("here", shapes), ("there", theirs))}
+  raise ConfigError(f"this config has {told}, with which the model has other parameters than {folder} holds: "
+                    f"{differ[0]} is {shape['here']} here, {shape['there']} there"
+                    f"{f', and {len(differ) - 1} more' if len(differ) > 1 else ''}. Leave out what is not meant "
+                    "(unset, a key has the value of config.json), or begin with fresh parameters: "
+                    "--config.init_from.fresh=True.")
+
+
+def _from_hugging_face(folder: str, section: Any, model: Any, wanted: Leaves) -> Iterator[tuple[str, jax.Array]]:
   """Parameters of a Hugging Face folder, in our dtypes and places."""
   if wanted:
-    family, keys, _ = hf.architecture(folder)
+    family, keys, _ = hf.architecture(folder, section.hf_ignore)
+    _check_typed(section, keys, _base_shapes(model), folder)
     tensors = hf.TensorFolder(folder)
+    if tensors.note:
+      logging.log_first_n(logging.WARNING, "%s: %s", 1, folder, tensors.note)
     plan = hf.plan(family, keys, patterns.unflatten(_base_shapes(model)), tensors).only(wanted)
     shardings = {path: leaf.sharding for path, leaf in wanted.items()}
     dtypes = {path: leaf.dtype for path, leaf in wanted.items()}
@@ -142,7 +167,7 @@ def _from_peft(origin: Origin, model: Any, wanted: Leaves) -> Iterator[tuple[str
   """Adapters in PEFT's format. Their modules are named as in the family of the base."""
   shapes = _base_shapes(model)
   if origin.folder:
-    family, keys, _ = hf.architecture(origin.folder)
+    family, keys, _ = hf.architecture(origin.folder, origin.model.hf_ignore)
   else:
     keys = hf.keys_of(origin.model, model.vocab_size)
     family, _ = hf.config_json(keys)

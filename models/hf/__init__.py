@@ -23,14 +23,15 @@ from models.hf.convert import iter_params, load_params, plan
 from models.hf.errors import HFError
 from models.hf.family import NEUTRAL, Family, canonical
 from models.hf.files import TensorFolder, write_json
+from models.hf.keys import each
 from models.hf.peft import load_adapters, save_adapters
 from models.spec import ARCHITECTURE_KEYS
 from trainer import config as config_lib
 from trainer import patterns
 
-__all__ = ["HFError", "SMALL_FILES", "TensorFolder", "architecture", "config_json", "copy_small_files", "iter_params",
-           "keys_of", "load", "load_adapters", "load_params", "plan", "prepare", "save", "save_adapters", "set_keys",
-           "with_dtype", "write_json"]
+__all__ = ["HFError", "SMALL_FILES", "TensorFolder", "abstract_params", "architecture", "config_json",
+           "copy_small_files", "iter_params", "keys_of", "load", "load_adapters", "load_params", "plan", "prepare",
+           "save", "save_adapters", "set_keys", "with_dtype", "write_json"]
 
 # What a folder holds beside config.json and tensors, as glob patterns: it goes unchanged from the source into the
 # workdir and the export.
@@ -46,10 +47,15 @@ SMALL_FILES = (
 TOKEN_KEYS = ("bos_token_id", "eos_token_id", "pad_token_id")
 
 
-def architecture(path: str | Path) -> tuple[Family, dict[str, Any], list[str]]:
+def architecture(path: str | Path, ignored: Iterable[str] = ()) -> tuple[Family, dict[str, Any], list[str]]:
   """What model a folder holds: its family, {dotted key of config.model: value}, and sentences on that to be printed.
 
   Reads config.json, and of a model of images preprocessor_config.json; touches no tensor and no device.
+
+  Args:
+    path: the folder.
+    ignored: entries of config.json that are not known here and have no effect (`model.hf_ignore`), those of objects
+      inside it with dots.
 
   Raises:
     HFError: no such folder, a damaged config.json, an architecture or option that Weft cannot compute exactly.
@@ -57,12 +63,14 @@ def architecture(path: str | Path) -> tuple[Family, dict[str, Any], list[str]]:
   folder = files.existing_folder(path)
   content, where = files.read_config(folder), str(folder / files.CONFIG)
   family = families.find(content, where)
-  keys = family.read(content, where)
-  return family, keys | pixels.read(folder, keys), family.notes(content, where)
+  keys = family.read(content, where, ignored)
+  if absent := sorted(name for name in each(ignored) if not _has(content, name)):
+    raise HFError(f"model.hf_ignore names {absent[0]!r}, but {where} has no such entry. Leave it out.")
+  return family, keys | pixels.read(folder, keys), family.notes(content, where, ignored)
 
 
 def load(path: str | Path, dtype: Any = "float32", shardings: Mapping | Callable[[Mapping], Mapping] | None = None,
-         progress: bool = False) -> tuple[api.Model, dict[str, Any]]:
+         progress: bool = False, ignored: Iterable[str] = ()) -> tuple[api.Model, dict[str, Any]]:
   """The model of a folder and its parameters, read straight onto their devices.
 
   Args:
@@ -71,11 +79,12 @@ def load(path: str | Path, dtype: Any = "float32", shardings: Mapping | Callable
     shardings: nested dict of shardings; or a function from the abstract parameters to it, e.g.
       `lambda p: trainer.mesh.param_shardings(p, mesh)[0]`; None: everything on the first device.
     progress: show a bar.
+    ignored: see `architecture`.
 
   Raises:
     HFError: what is missing, damaged or cannot be represented, before any device work.
   """
-  family, keys, _ = architecture(path)
+  family, keys, _ = architecture(path, ignored)
   folder = TensorFolder(path)
   section = config_lib.defaults().model
   set_keys(section, keys)
@@ -149,8 +158,16 @@ def set_keys(section: ConfigDict, keys: Mapping[str, Any]) -> None:
     node[last] = value
 
 
-def config_json(keys: Mapping[str, Any], source: Mapping[str, Any] | None = None,
-                where: str = files.CONFIG) -> tuple[Family, dict[str, Any]]:
+def abstract_params(keys: Mapping[str, Any]) -> dict[str, Any]:
+  """The parameters, as nested ShapeDtypeStructs, of the model that {dotted key of config.model: value} describes."""
+  section = config_lib.defaults().model
+  set_keys(section, keys)
+  made = api.make_model(section, vocab_size=keys["vocab_size"], params_dtype="float32", compute_dtype="float32")
+  return made.abstract_params()
+
+
+def config_json(keys: Mapping[str, Any], source: Mapping[str, Any] | None = None, where: str = files.CONFIG,
+                ignored: Iterable[str] = ()) -> tuple[Family, dict[str, Any]]:
   """The family of a model and its config.json.
 
   Args:
@@ -158,6 +175,7 @@ def config_json(keys: Mapping[str, Any], source: Mapping[str, Any] | None = None
     source: the config.json that the model came from. Its family is taken, and what it says is kept as far as it is
       still true.
     where: the name of `source` in messages.
+    ignored: see `architecture`; of `source`.
 
   Raises:
     HFError: no family can express the model; the message names the keys that stand in the way.
@@ -165,7 +183,7 @@ def config_json(keys: Mapping[str, Any], source: Mapping[str, Any] | None = None
   tokens = {key: (source or {}).get(key) for key in TOKEN_KEYS}
   if source is not None:
     family = families.find(source, where)
-    if _reads_as(family, source, keys, where):
+    if _reads_as(family, source, keys, where, ignored):
       return family, family.kept(source)
     try:
       written = family.write(keys)
@@ -217,9 +235,16 @@ def copy_small_files(source: str | Path, out: str | Path, names: Iterable[str] =
     os.replace(temporary, target)
 
 
-def _reads_as(family: Family, content: Mapping[str, Any], keys: Mapping[str, Any], where: str) -> bool:
+def _has(content: Any, name: str) -> bool:
+  """Whether there is an entry of that dotted name."""
+  first, _, rest = name.partition(".")
+  return isinstance(content, Mapping) and first in content and (not rest or _has(content[first], rest))
+
+
+def _reads_as(family: Family, content: Mapping[str, Any], keys: Mapping[str, Any], where: str,
+              ignored: Iterable[str]) -> bool:
   """Whether that config.json describes that model."""
   try:
-    return family.read(content, where) == canonical({**NEUTRAL, **keys})
+    return family.read(content, where, ignored) == canonical({**NEUTRAL, **keys})
   except HFError:
     return False

@@ -4,8 +4,9 @@ A family is data, used in both directions; those that exist are in models/hf/fam
 rules of models/hf/keys.py and models/hf/rope.py. docs/huggingface.md tells how to add one.
 """
 
+import json
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -54,6 +55,17 @@ INERT = frozenset("""
     tf_legacy_loss tokenizer_class top_k top_p torch_dtype torchscript transformers.js_config transformers_version
     typical_p unk_token_id unsloth_fixed unsloth_version use_bfloat16 use_cache
 """.split())
+
+# What would make another kind of model of it, none of which is read here: {entry: (what it must say, why)}.
+NEITHER: Mapping[str, tuple[Any, str]] = {
+    "is_causal": (True, "what is read are causal language models"),
+    "is_encoder_decoder": (False, "what is read are decoders alone"),
+    "add_cross_attention": (False, "what is read are decoders alone"),
+    "cross_attention_hidden_size": (None, "what is read are decoders alone"),
+    "tie_encoder_decoder": (False, "what is read are decoders alone"),
+    "use_bidirectional_attention": (False, "what is read are causal language models"),
+    "pruned_heads": ({}, "all layers have the same heads here"),
+}
 
 # What acts in training alone: allowed, and told, since Weft's model.dropout has one rate for the whole model.
 DROPOUT = frozenset("""
@@ -126,33 +138,34 @@ class Family:
   def __repr__(self) -> str:
     return f"<family {self.name}>"
 
-  def read(self, config: Mapping[str, Any], where: str) -> dict[str, Any]:
+  def read(self, config: Mapping[str, Any], where: str, ignored: Iterable[str] = ()) -> dict[str, Any]:
     """{dotted key of config.model: value} for the whole architecture, in the form of `canonical`.
 
     Args:
       config: the content of config.json.
       where: its name in messages.
+      ignored: names of entries that are known to have no effect (`model.hf_ignore`).
 
     Raises:
       HFError: the model cannot be represented, or an entry could change the result and is not known.
     """
-    source = Source(config, where)
+    return self.read_source(Source(config, where, ignored))
+
+  def read_source(self, source: Source) -> dict[str, Any]:
+    """As `read`."""
+    where = source.where
     self._check_architecture(source)
     quantised = source.get("quantization_config", dict, None, None)
     if quantised:
       raise HFError(f"{where}: quantization_config is {quantised!r}; quantised checkpoints are not read. Fetch the "
                     "model in float32, bfloat16 or float16.")
-    if not source.get("is_causal", bool, True, True):
-      raise source.error("is_causal", "true: what is read are causal language models")
+    check_kind(source)
     model = {**NEUTRAL, **self.fixed}
     for rule in self.keys:
       model.update(rule.read(source, model))
     if (layers_ := max(model["num_layers"], model["vision.num_layers"])) > DEEPEST:
       raise HFError(f"{where} asks for {layers_:,} layers; at most {DEEPEST:,} are taken for meant. Fetch it again.")
-    if unknown := source.left_over(INERT | DROPOUT | self.inert):
-      told = ", ".join(f"{key} = {value!r:.80}" for key, value in [*unknown.items()][:20])
-      raise HFError(f"{where}: {told}: the family {self.name} has no such entry here, and it could change what the "
-                    "model computes. If it does not, remove it from the file.")
+    source.check_all_read(INERT | DROPOUT | self.inert, f"the family {self.name}")
     return canonical(model)
 
   def write(self, model: Mapping[str, Any]) -> dict[str, Any]:
@@ -196,21 +209,34 @@ class Family:
     kept = INERT | DROPOUT | self.inert
     return {**{key: value for key, value in config.items() if key in kept}, **written}
 
-  def notes(self, config: Mapping[str, Any], where: str = "config.json") -> list[str]:
-    """Sentences on entries that have no effect here but may have had one where the model was trained."""
-    source = Source(config, where)
+  def notes(self, config: Mapping[str, Any], where: str = "config.json", ignored: Iterable[str] = ()) -> list[str]:
+    """Sentences on entries that have no effect here but may have had one where the model was trained; see `read`."""
+    return self.notes_on(Source(config, where, ignored))
+
+  def notes_on(self, source: Source) -> list[str]:
+    """As `notes`."""
+    config, where = source.content, source.where
+    self.read_source(source)
     told = [f"{where}: {key} is {config[key]}; it acts in training alone, where model.dropout is used here."
             for key in sorted(DROPOUT) if config.get(key)]
     if config.get("router_aux_loss_coef"):
       told.append(f"{where}: router_aux_loss_coef is {config['router_aux_loss_coef']}; for a balancing loss in "
                   "training set model.moe.balance_loss.")
-    return told + [note for rule in self.keys for note in rule.notes(source)]
+    return told + [note for rule in self.keys for note in rule.notes(source)] + source.notes(
+        INERT | DROPOUT | self.inert)
 
   def _check_architecture(self, source: Source) -> None:
     found = source.get("architectures", list, None, None)
     if found and found[0] not in self.architectures:
       raise source.error("architectures", f"[{', '.join(map(repr, self.architectures))}] for model_type "
                          f"{self.model_types[0]!r}; only language models are read, not other heads or bare bodies")
+
+
+def check_kind(source: Source, but: Iterable[str] = ()) -> None:
+  """Refuses what only other kinds of models have; see NEITHER. `but`: entries that do not matter here."""
+  for key, (allowed, why) in NEITHER.items():
+    if key not in but and source.get(key, object, allowed, allowed) not in (allowed, None):
+      raise source.error(key, f"{json.dumps(allowed)}: {why}")
 
 
 def canonical(model: Mapping[str, Any]) -> dict[str, Any]:

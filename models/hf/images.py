@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from models.hf.errors import HFError
-from models.hf.family import DROPOUT, INERT, Family, Tensor
+from models.hf.family import DROPOUT, INERT, Family, Tensor, check_kind
 from models.hf.keys import Rule, Source
 
 # Sizes that transformers' classes of text models assume where text_config, as published folders have it, says nothing.
@@ -28,8 +28,10 @@ ASSUMED_SIZES: Mapping[str, Mapping[str, int]] = {
 # Entries of text_config that repeat what the wrapper says.
 TEXT_INERT = frozenset({"architectures", "num_image_tokens"})
 # Entries of vision_config of heads, losses and other modules.
-VISION_INERT = frozenset({"initializer_factor", "logit_scale_init_value", "num_image_tokens", "projection_dim",
-                          "projector_hidden_act", "vocab_size"})
+VISION_INERT = frozenset("""
+    initializer_factor is_causal logit_scale_init_value num_image_tokens projection_dim projector_hidden_act
+    tie_word_embeddings use_bidirectional_attention vocab_size
+""".split())
 # What tensor names begin with: as published folders have them, as transformers 5 has them in memory, and others.
 _TOWER = ("vision_tower.vision_model.", "model.vision_tower.", "vision_tower.", "model.vision_tower.vision_model.")
 _PROJECTOR = ("multi_modal_projector.", "model.multi_modal_projector.")
@@ -62,13 +64,11 @@ class VisionConfig(Rule):
 
   def read(self, source, model):
     inner, tower = self._open(source)
+    check_kind(inner, VISION_INERT)
     keys: dict[str, Any] = {"vision.tower": tower.name}
     for rule in tower.keys:
       keys.update(rule.read(inner, {**model, **keys}))
-    if unknown := inner.left_over(INERT | DROPOUT | VISION_INERT):
-      told = ", ".join(f"{key} = {value!r}" for key, value in unknown.items())
-      raise HFError(f"{inner.where}: {told}: the tower {tower.name} has no such entry here, and it could change what "
-                    "the model computes. If it does not, remove it from the file.")
+    inner.check_all_read(INERT | DROPOUT | VISION_INERT, f"the tower {tower.name}")
     return keys
 
   def write(self, model):
@@ -79,12 +79,15 @@ class VisionConfig(Rule):
     return {"vision_config": content}
 
   def notes(self, source):
-    inner, _ = self._open(source)
+    inner, tower = self._open(source)
+    check_kind(inner, VISION_INERT)
+    for rule in tower.keys:
+      rule.read(inner, {"vision.tower": tower.name})
     return [f"{inner.where}: {key} is {inner.content[key]}; it acts in training alone, and the tower has none here."
-            for key in sorted(DROPOUT) if inner.content.get(key)]
+            for key in sorted(DROPOUT) if inner.content.get(key)] + inner.notes(INERT | DROPOUT | VISION_INERT)
 
   def _open(self, source: Source) -> tuple[Source, Tower]:
-    inner = Source(source.get("vision_config", dict), f"{source.where}: vision_config")
+    inner = source.inside("vision_config", source.get("vision_config", dict))
     by_type = {model_type: tower for tower in self.towers for model_type in tower.model_types}
     found = inner.get("model_type", str, self.towers[0].model_types[0])
     if found not in by_type:
@@ -113,7 +116,7 @@ class TextConfig(Rule):
     if both_ways not in (None, self.both_ways):
       raise HFError(f"{where}: use_bidirectional_attention is {both_ways!r}; allowed: {self.both_ways}, for what sees "
                     "what is the same in all models of this family.")
-    keys = self.family.read(content, where)
+    keys = self.family.read_source(source.inside("text_config", content))
     inner, outer = keys["tie_embeddings"], source.get("tie_word_embeddings", bool, self.tied, self.tied)
     # Of LLaVA, transformers 4 and 5 agree that the inner entry can say it alone.
     if outer is not None and inner != outer and not (inner and self.tied is None):
@@ -130,7 +133,8 @@ class TextConfig(Rule):
 
   def notes(self, source):
     content = self._content(source)
-    return self.family.notes(content, f"{source.where}: text_config")
+    content.pop("use_bidirectional_attention", None)
+    return self.family.notes_on(source.inside("text_config", content))
 
   def _content(self, source: Source) -> dict[str, Any]:
     given = source.get("text_config", dict)

@@ -26,11 +26,17 @@ class Source:
   Attributes:
     content: the JSON object.
     where: what messages call it.
+    ignored: dotted names of entries, as from the whole file, that a user says have no effect (`model.hf_ignore`).
+    path: what the names of these entries begin with, e.g. "text_config."; "" for the file itself.
   """
 
-  def __init__(self, content: Mapping[str, Any], where: str):
-    self.content, self.where = content, where
+  def __init__(self, content: Mapping[str, Any], where: str, ignored: Iterable[str] = (), path: str = ""):
+    self.content, self.where, self.ignored, self.path = content, where, each(ignored), path
     self._asked: set[str] = set()
+
+  def inside(self, key: str, content: Mapping[str, Any]) -> "Source":
+    """The object `key` inside this one."""
+    return Source(content, f"{self.where}: {key}", self.ignored, f"{self.path}{key}.")
 
   def get(self, key: str, kind: type, default: Any = REQUIRED, null: Any = REQUIRED) -> Any:
     """The value of `key`, checked to be of `kind`.
@@ -63,15 +69,51 @@ class Source:
     """The value of `key` is none of the allowed ones."""
     return HFError(f"{self.where}: {key} is {self.content.get(key)!r:.200}; allowed: {allowed}.")
 
-  def left_over(self, inert: Iterable[str] = ()) -> dict[str, Any]:
-    """What was not asked for, is not inert and says something (null, false and empty values do not)."""
+  def check_all_read(self, inert: Iterable[str], whose: str) -> None:
+    """Refuses what was not asked for, is not inert and could matter, unless it is ignored.
+
+    Raises:
+      HFError: naming such entries and the flag that accepts them; or an ignored one that is read here.
+    """
+    if read := sorted(key for key in self._asked & self.content.keys() if self.path + key in self.ignored):
+      raise HFError(f"model.hf_ignore names {self.path + read[0]}, but {self.where} says with it what the model "
+                    f"computes: {read[0]} is {self.content[read[0]]!r:.200}. Leave it out of model.hf_ignore.")
+    unknown = {key: value for key, value in self._unread(inert).items()
+               if not cannot_matter(key, value) and self.path + key not in self.ignored}
+    if unknown:
+      told = ", ".join(f"{key} = {value!r:.80}" for key, value in [*unknown.items()][:20])
+      flag = ",".join(sorted({*self.ignored, *(self.path + key for key in unknown)}))
+      raise HFError(f"{self.where}: {told}: {whose} has no such entry here, and it could change what the model "
+                    f"computes. If it does not, accept it with --config.model.hf_ignore={flag}")
+
+  def notes(self, inert: Iterable[str]) -> list[str]:
+    """One sentence on all entries that say something and are not read, though not refused."""
+    passed = {key: value for key, value in self._unread(inert).items()
+              if value not in (None, False, "", [], {}) or _is_number(value)}
+    told = ", ".join(f"{key} = {value!r:.80}" for key, value in passed.items())
+    return [f"{self.where}: not read, and taken to have no effect: {told}"] if told else []
+
+  def _unread(self, inert: Iterable[str]) -> dict[str, Any]:
     known = self._asked.union(inert)
-    return {key: value for key, value in self.content.items()
-            if key not in known and not (value is None or value is False or value in ("", [], {}))}
+    return {key: value for key, value in self.content.items() if key not in known}
 
   def _near(self, key: str) -> str:
     near = difflib.get_close_matches(key, self.content, 1)
     return f" It has {near[0]!r}." if near else ""
+
+
+def each(names: Iterable[str]) -> frozenset[str]:
+  """The names of `model.hf_ignore`, of which one typed on the command line may be several, with commas."""
+  return frozenset(part.strip() for name in names for part in name.split(",") if part.strip())
+
+
+def cannot_matter(key: str, value: Any) -> bool:
+  """Whether an entry that nothing reads is no reason to stop: it says nothing, is private to a program, or a string."""
+  return key.startswith("_") or isinstance(value, str) or value in (None, False, [], {}) and not _is_number(value)
+
+
+def _is_number(value: Any) -> bool:
+  return isinstance(value, int | float) and not isinstance(value, bool)  # 0 == False
 
 
 class Rule:

@@ -25,8 +25,10 @@ import safetensors.numpy
 
 from models import lora as lora_lib
 from models.hf import files
+from models.hf import names as names_lib
 from models.hf.errors import HFError
 from models.hf.family import Family
+from models.hf.keys import cannot_matter
 
 CONFIG, TENSORS = "adapter_config.json", "adapter_model.safetensors"
 ROOT = "base_model.model."
@@ -211,11 +213,11 @@ def _read_config(folder: Path) -> dict[str, Any]:
   if config.get("peft_type") is None:
     raise HFError(f"{file}: peft_type is missing; it must be LORA.")
   unknown = {key: value for key, value in config.items()
-             if key not in MUST and key not in READ and key not in INERT and value not in (None, False, {}, [], "")}
+             if key not in MUST and key not in READ and key not in INERT and not cannot_matter(key, value)}
   if unknown:
     told = ", ".join(f"{key} = {value!r:.80}" for key, value in [*unknown.items()][:20])
-    raise HFError(f"{file}: {told}: not known here, and it could change what the adapters compute. If it does not, "
-                  "remove it from the file.")
+    raise HFError(f"{file}: {told}: not known here, and it could change what the adapters compute. Merge this adapter "
+                  "into its base with PEFT (merge_and_unload) and load the result as model.hf.")
   for key in ("r", "lora_alpha"):
     if isinstance(config.get(key), bool) or not isinstance(config.get(key), int | float) or not (
         0 < config[key] < 2**31):
@@ -235,7 +237,8 @@ def _read_tensors(folder: Path) -> dict[str, np.ndarray]:
   for name, info in files.read_header(file).items():
     if info.dtype not in files.DTYPES:
       raise HFError(f"{file}: tensor {name!r} is {info.dtype}; parameters are {', '.join(files.DTYPES)}.")
-  return safetensors.numpy.load_file(file)
+  tensors, _ = names_lib.renamed(safetensors.numpy.load_file(file), keep=ROOT)
+  return tensors
 
 
 def _check_layout(config: Mapping[str, Any], module: Module, where: Path) -> None:

@@ -19,6 +19,11 @@ _NUMBERS = {
     "yarn": (("beta_fast", "beta_fast", 32.0), ("beta_slow", "beta_slow", 1.0)),
 }
 _ORIGINAL = "original_max_position_embeddings"
+# All that some type has.
+_KNOWN = {"rope_type", "type", "rope_theta", "partial_rotary_factor", _ORIGINAL, "factor", "attention_factor",
+          "truncate", "mscale", "mscale_all_dim"} | {theirs for of in _NUMBERS.values() for theirs, _, _ in of}
+# What messages call the types together.
+_TYPES = "this type of rotary positions"
 
 
 @dataclass(frozen=True)
@@ -53,9 +58,9 @@ class Rope(Rule):
       keys["rope_local_theta"] = _one(local, "rope_theta", float, local_theta, self.local_theta)
       if _type(local, ("default",)) != "default":
         raise local.error("rope_type", "default; layers with a window have no scaling")
-      _check_all_read(local)
+      local.check_all_read((), _TYPES)
     keys |= self._scaling(parameters, limit, original)
-    _check_all_read(parameters)
+    parameters.check_all_read((), _TYPES)
     return keys
 
   def write(self, model):
@@ -86,14 +91,15 @@ class Rope(Rule):
     return content
 
   def notes(self, source):
-    parameters, _ = self._parameters(source)
+    parameters, local = self._parameters(source)
+    told = [note for part in (parameters, local) if part is not None for note in part.notes(_KNOWN)]
     factor, limit = parameters.content.get("factor"), source.content.get("max_position_embeddings")
     original = parameters.content.get(_ORIGINAL, source.content.get(_ORIGINAL))
     if _type(parameters, ("default", *self.scalings)) != "yarn" or None in (factor, limit, original):
-      return []
+      return told
     if math.isclose(factor, limit / original):
-      return []
-    return [f"{source.where}: yarn's factor is {factor}, although max_position_embeddings / {_ORIGINAL} is "
+      return told
+    return [*told, f"{source.where}: yarn's factor is {factor}, although max_position_embeddings / {_ORIGINAL} is "
             f"{limit / original:g}. The factor counts, as in transformers 5; transformers 4 takes the ratio."]
 
   def _parameters(self, source: Source) -> tuple[Source, Source | None]:
@@ -101,15 +107,15 @@ class Rope(Rule):
     old, new = (source.get(key, dict, {}, {}) for key in ("rope_scaling", "rope_parameters"))
     local = None
     if self.local_theta is not None:
-      nested = Source(new, f"{source.where}: rope_parameters")
+      nested = source.inside("rope_parameters", new)
       new, its = (nested.get(key, dict, {}, {}) for key in ("full_attention", "sliding_attention"))
-      _check_all_read(nested)
-      local = Source(its, f"{source.where}: rope_parameters.sliding_attention")
+      nested.check_all_read((), _TYPES)
+      local = nested.inside("sliding_attention", its)
     for key in old.keys() & new.keys():
       if old[key] != new[key]:
         raise HFError(f"{source.where}: rope_scaling says {key}={old[key]!r}, rope_parameters {new[key]!r}. Remove the "
                       "one that is wrong.")
-    return Source({**old, **new}, f"{source.where}: {'rope_parameters' if new else 'rope_scaling'}"), local
+    return source.inside("rope_parameters" if new else "rope_scaling", {**old, **new}), local
 
   def _scaling(self, parameters: Source, limit: int | None, original: int | None) -> dict[str, Any]:
     kind = _type(parameters, ("default", *self.scalings))
@@ -167,12 +173,6 @@ def _one(parameters: Source, key: str, kind: type, outside: Any, default: Any) -
   if None not in (inside, outside) and inside != outside:
     raise parameters.error(key, f"{outside!r}, as the {key} beside it says")
   return next((value for value in (inside, outside) if value is not None), default)
-
-
-def _check_all_read(parameters: Source) -> None:
-  if unknown := parameters.left_over():
-    told = ", ".join(f"{key}={value!r}" for key, value in unknown.items())
-    raise HFError(f"{parameters.where} has {told}, which this type of rotary positions does not know here.")
 
 
 def scaling_keys(kind: str) -> frozenset[str]:

@@ -60,6 +60,14 @@ class Files:
     return str(tiny.hf_folder(self.folder / "hf", rope_theta=500.0))
 
   @functools.cached_property
+  def odd_hf(self) -> str:
+    """A folder whose config.json has a number that is not known here."""
+    folder = tiny.hf_folder(self.folder / "odd_hf")
+    content = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**content, "odd": 2}))
+    return str(folder)
+
+  @functools.cached_property
   def other_hf(self) -> str:
     """One of the same architecture with other parameters."""
     return str(tiny.hf_folder(self.folder / "other_hf", seed=2, rope_theta=500.0))

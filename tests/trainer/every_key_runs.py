@@ -116,6 +116,16 @@ def first_parameters(m: Made) -> dict:
   return digest(m.begun.run.state["params"])
 
 
+def unknown_entry(m: Made) -> str:
+  """Why a folder cannot be read; "" if it can."""
+  try:
+    _ = m.begun
+  except ConfigError as error:
+    assert "odd = 2" in str(error)
+    return str(error)
+  return ""
+
+
 def first_reference(m: Made) -> dict:
   """The reference policy that the run begins with."""
   return digest(m.begun.run.state["reference"])

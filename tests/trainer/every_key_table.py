@@ -50,6 +50,7 @@ from tests.trainer.every_key_runs import (
   spikes_watched,
   tolerated_steps,
   turns_taken,
+  unknown_entry,
   writers,
 )
 from trainer.config import evaluator, source, strategy
@@ -141,6 +142,7 @@ FOLDER = {"model.vocab_multiple": 128}
 MODEL = {
   "model.name": program("tests.trainer.every_key_model.Louder"),
   "model.hf": run(first_parameters, lambda f: f.hf, FOLDER),
+  "model.hf_ignore": run(unknown_entry, ("odd",), FOLDER | {"model.hf": lambda f: f.odd_hf}),
   "model.vocab_size": program(512),
   "model.vocab_multiple": program(128),
   "model.num_layers": program(3),

@@ -99,6 +99,43 @@ def test_the_first_loss_is_that_of_the_folders_model(folder, corpus, tmp_path):
   assert loss["a"] == pytest.approx(loss["b"], rel=1e-5) and abs(loss["a"] - rows[0]["eval/val/loss"]) > 1e-3
 
 
+@pytest.mark.parametrize("typed, told", [
+    (dict(vocab_size=272), r"model.vocab_size=272 \(config.json: 264\).*embedding is \(272, 16\) here, \(264, 16\)"),
+    (dict(num_layers=3), r"model.num_layers=3 \(config.json: 2\)"),
+    (dict(num_kv_heads=2), r"model.num_kv_heads=2 \(config.json: 1\)"),
+    (dict(qk_norm=True), r"model.qk_norm=True .*blocks/attn/k_norm/scale is \(2, 8\) here, none there"),
+    (dict(activation="relu"), r"model.activation='relu' .*blocks/mlp/gate/kernel is none here"),
+    (dict(positions="learned", max_positions=32), r"model.positions='learned'.*pos_embed/embedding"),
+    (dict(hidden_size=32, intermediate_size=64, rope_theta=9.0), r"model.hidden_size=32 .*model.intermediate_size=64"),
+])
+def test_a_key_with_which_the_folder_cannot_be_read_is_the_configs(folder, corpus, tmp_path, typed, told):
+  c = config(corpus, folder, total_steps=1)
+  c.model.update(typed)
+  with pytest.raises(ConfigError, match="this config has .*" + told) as error:
+    train(c, tmp_path / "w")
+  assert "init_from.fresh=True" in str(error.value) and "Fetch" not in str(error.value)
+
+
+def test_an_entry_that_a_user_answers_for_comes_through_the_run_and_the_export(folder, corpus, tmp_path, capsys):
+  base = tmp_path / "base"
+  shutil.copytree(folder, base)
+  content = json.loads((base / "config.json").read_text())
+  (base / "config.json").write_text(json.dumps({**content, "odd": 2, "_made_by": "x", "origin": "a name"}))
+  c = config(corpus, base, total_steps=1, export=dict(path="out"))
+  with pytest.raises(ConfigError, match="odd = 2: .*--config.model.hf_ignore=odd$"):
+    train(c, tmp_path / "w")
+  c.model.hf_ignore = ("odd",)
+  train(c, tmp_path / "w")
+  said = capsys.readouterr().out
+  assert said.count("not read, and taken to have no effect: odd = 2, _made_by = 'x', origin = 'a name'") == 1
+  exported = json.loads((tmp_path / "w" / "out" / "config.json").read_text())
+  assert (exported["odd"], exported["_made_by"], exported["origin"]) == (2, "x", "a name")
+  for names, message in ((("odd", "even"), "names 'even', but .* has no such entry"),
+                         (("odd", "rope_theta"), "names rope_theta, but .* says with it what the model computes")):
+    with pytest.raises(ConfigError, match=message):
+      filled(model=dict(hf=str(base), hf_ignore=names))
+
+
 def lora_config(corpus, folder, **changed):
   c = config(corpus, folder, **changed)
   c.model.lora.update(rank=2, alpha=4.0)

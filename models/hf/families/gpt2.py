@@ -24,6 +24,7 @@ GPT2 = Family(
         Key("tie_word_embeddings", "tie_embeddings", bool, default=True),
         Activation("activation_function", "gelu_new", UNGATED),
         Must("scale_attn_weights", True, "attention logits are always divided by the root of the head's size"),
+        Must("scale_attn_by_inverse_layer_idx", False, "attention logits are scaled alike in all layers"),
     ),
     table=(
         Tensor("wte.weight", "embed/embedding"),

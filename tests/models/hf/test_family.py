@@ -3,11 +3,15 @@
 import json
 import math
 import re
+from pathlib import Path
 
 import pytest
 
-from models.hf import families
+from models.hf import families, images
+from models.hf import family as family_module
 from models.hf.errors import HFError
+from models.hf.family import DROPOUT, INERT, NEITHER
+from models.hf.keys import Source
 from trainer.config import ConfigError
 
 LLAMA = dict(model_type="llama", architectures=["LlamaForCausalLM"], vocab_size=61, hidden_size=16,
@@ -164,10 +168,10 @@ def test_gemma3_rotates_its_layers_differently():
     (LLAMA, dict(sliding_window=128), "sliding_window = 128"),
     (LLAMA, dict(num_experts=4), "num_experts = 4"),
     (LLAMA, dict(residual_multiplier=0), "residual_multiplier = 0"),
-    (GPT2, dict(scale_attn_by_inverse_layer_idx=True), "scale_attn_by_inverse_layer_idx = True"),
-    (GPT2, dict(add_cross_attention=True), "add_cross_attention = True"),
+    (GPT2, dict(scale_attn_by_inverse_layer_idx=True), "scale_attn_by_inverse_layer_idx is True; allowed: False"),
+    (GPT2, dict(add_cross_attention=True), "add_cross_attention is True; allowed: false: what is read are decoders"),
     (GPT2, dict(scale_attn_weights=False), "scale_attn_weights is False; allowed: True"),
-    (GEMMA2, dict(use_bidirectional_attention=True), "use_bidirectional_attention = True"),
+    (GEMMA2, dict(use_bidirectional_attention=True), "use_bidirectional_attention is True; allowed: false"),
     (STABLELM, dict(use_parallel_residual=True), "use_parallel_residual is True; allowed: False"),
     (STABLELM, dict(qk_layernorm=True), "qk_layernorm is True"),
     (STARCODER2, dict(norm_type="rms_norm"), "norm_type is 'rms_norm'; allowed: 'layer_norm'"),
@@ -187,8 +191,8 @@ def test_gemma3_rotates_its_layers_differently():
     (PHI3, dict(rope_scaling={"type": "longrope", "short_factor": [1.0], "long_factor": [2.0]}), "'longrope'"),
     (LLAMA, dict(rope_scaling={"type": "linear", "rope_type": "yarn", "factor": 2.0}), "the same as type, 'linear'"),
     (LLAMA, dict(rope_scaling={"type": "linear"}), "has no 'factor'"),
-    (LLAMA, dict(rope_scaling={"type": "linear", "factor": 2.0, "beta": 3}), "has beta=3"),
-    (LLAMA, dict(rope_scaling={"type": "default", "mrope_section": [1, 1]}), "has mrope_section=[1, 1]"),
+    (LLAMA, dict(rope_scaling={"type": "linear", "factor": 2.0, "beta": 3}), "beta = 3: this type of rotary positions"),
+    (LLAMA, dict(rope_scaling={"type": "default", "mrope_section": [1, 1]}), "mrope_section = [1, 1]"),
     (LLAMA, dict(rope_scaling={"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}),
      "llama3 scaling needs original_max_position_embeddings"),
     (LLAMA, dict(rope_theta=1e4, rope_parameters={"rope_type": "default", "rope_theta": 5e5}),
@@ -196,9 +200,9 @@ def test_gemma3_rotates_its_layers_differently():
     (LLAMA, dict(rope_scaling={"rope_type": "linear", "factor": 2.0}, rope_parameters={"factor": 4.0}),
      "rope_scaling says factor=2.0, rope_parameters 4.0"),
     (LLAMA, dict(partial_rotary_factor=0.5), "partial_rotary_factor is 0.5; allowed: 1.0"),
-    (LLAMA, dict(rope_parameters={"full_attention": {"rope_type": "default"}}), "has full_attention={"),
+    (LLAMA, dict(rope_parameters={"full_attention": {"rope_type": "default"}}), "full_attention = {"),
     (LLAMA, dict(rope_local_base_freq=1e4), "rope_local_base_freq = 10000.0"),
-    (GEMMA3, dict(rope_parameters={"rope_theta": 1e4}), "has rope_theta=10000.0"),
+    (GEMMA3, dict(rope_parameters={"rope_theta": 1e4}), "rope_theta = 10000.0: this type"),
     (GEMMA3, dict(rope_parameters={"sliding_attention": {"rope_type": "linear", "factor": 2.0}}),
      "rope_type is 'linear'; allowed: default"),
     # Windows.
@@ -242,6 +246,87 @@ def test_entries_without_effect_are_accepted():
                        torch_dtype="bfloat16", dtype="bfloat16", initializer_range=0.5, max_position_embeddings=7,
                        _name_or_path="x", temperature=0.6, some_new_option=None, other_option=False, third={},
                        auto_map={"A": "b.C"}, attention_dropout=0.1)
+
+
+# What class of transformers' has files of the model_type: of a tower, the part of a file.
+ATTRIBUTES = json.loads(Path(__file__).with_name("config_attributes.json").read_text())
+WRITTEN = {}
+for file in sorted(Path(__file__).parent.glob("*references/*/config.json")):
+  content = json.loads(file.read_text())
+  for part in (content, content.get("vision_config", {})):
+    if "model_type" in part:
+      WRITTEN.setdefault(part["model_type"], content)
+
+
+@pytest.mark.parametrize("model_type", sorted(ATTRIBUTES.keys() - {"all"}))
+def test_every_attribute_of_transformers_classes_is_known(model_type):
+  """Each is read, or refused with its reason, or harmless by name, so that none needs `hf_ignore`."""
+  config = WRITTEN[model_type]
+  family, source = families.find(config, "c.json"), Source(config, "c.json")
+  family.read_source(source)
+  known = source._asked | INERT | DROPOUT | family.inert
+  if model_type.endswith("vision_model"):
+    rule = next(rule for rule in family.keys if isinstance(rule, images.VisionConfig))
+    inner, tower = rule._open(source)
+    family_module.check_kind(inner, images.VISION_INERT)
+    for rule in tower.keys:
+      rule.read(inner, {"vision.tower": tower.name})
+    known = inner._asked | INERT | DROPOUT | images.VISION_INERT
+  names = {name for name in (*ATTRIBUTES["all"], *ATTRIBUTES[model_type]) if not name.startswith("_")}
+  assert names - known == set() and len(names) > 60
+
+
+@pytest.mark.parametrize("name", sorted(NEITHER))
+@pytest.mark.parametrize("config", [LLAMA, GPT2, GEMMA2, QWEN3_MOE], ids=lambda config: config["model_type"])
+def test_what_makes_another_kind_of_model_stops_and_its_default_does_not(config, name):
+  allowed, _ = NEITHER[name]
+  read(config, **{name: allowed})
+  read(config, **{name: None})
+  other = {"0": [1]} if allowed == {} else 16 if allowed is None else not allowed
+  with pytest.raises(HFError, match=f"{name} is .*; allowed: "):
+    read(config, **{name: other})
+
+
+STRAY = dict(_model_name_or_path="Smollm2 135M 8k Lc100K Mix1 Ep2", _private=3, _nested={"a": 1}, origin="a name",
+             nothing=None, off=False, empty=[], hollow={}, blank="")
+
+
+def test_names_and_what_says_nothing_do_not_stop_a_user_and_are_told_in_one_line():
+  assert read(LLAMA, **STRAY) == read(LLAMA)
+  (note,) = families.LLAMA.notes(LLAMA | STRAY, "c.json")
+  assert note == ("c.json: not read, and taken to have no effect: _model_name_or_path = 'Smollm2 135M 8k Lc100K Mix1 "
+                  "Ep2', _private = 3, _nested = {'a': 1}, origin = 'a name'")
+  scaled = dict(rope_scaling={"type": "linear", "factor": 2.0, "_note": 1, "author": "me"})
+  assert read(LLAMA, **scaled) == read(LLAMA, rope_scaling={"type": "linear", "factor": 2.0})
+  (note,) = families.LLAMA.notes(LLAMA | scaled, "c.json")
+  assert "c.json: rope_scaling: not read" in note and "author = 'me'" in note
+
+
+@pytest.mark.parametrize("entry", [dict(number=2), dict(zero=0), dict(share=0.0), dict(switch=True),
+                                   dict(part={"a": 1}), dict(items=["a"])], ids=lambda entry: next(iter(entry)))
+def test_what_could_matter_is_accepted_by_the_flag_that_the_message_gives(entry):
+  (name, _), = entry.items()
+  with pytest.raises(HFError, match=f"accept it with --config.model.hf_ignore={name}$"):
+    read(LLAMA, **entry)
+  assert families.LLAMA.read(LLAMA | entry, "c.json", (name,)) == read(LLAMA)
+  assert f"{name} = " in families.LLAMA.notes(LLAMA | entry, "c.json", (name,))[0]
+  with pytest.raises(HFError, match=f"--config.model.hf_ignore={name},zzz$"):
+    families.LLAMA.read(LLAMA | entry | dict(zzz=1), "c.json", (name,))
+  assert families.LLAMA.read(LLAMA | entry | dict(zzz=1), "c.json", (f"{name}, zzz",)) == read(LLAMA)  # as typed
+
+
+def test_what_is_inside_an_object_has_its_name_with_dots():
+  scaled = LLAMA | dict(rope_scaling={"type": "linear", "factor": 2.0, "beta": 3})
+  with pytest.raises(HFError, match="--config.model.hf_ignore=rope_scaling.beta$"):
+    read(scaled)
+  assert families.LLAMA.read(scaled, "c", ("rope_scaling.beta",))["rope_scaling.factor"] == 2.0
+
+
+@pytest.mark.parametrize("config, name", [(LLAMA | dict(rope_theta=5e5), "rope_theta"),
+                                          (STABLELM | dict(use_parallel_residual=False), "use_parallel_residual")])
+def test_what_is_read_cannot_be_ignored(config, name):
+  with pytest.raises(HFError, match=f"hf_ignore names {name}, but c.json says with it what the model computes"):
+    families.find(config, "c.json").read(config, "c.json", (name,))
 
 
 def test_what_acts_in_training_alone_is_told():

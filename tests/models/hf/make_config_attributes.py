@@ -1,0 +1,48 @@
+"""Lists what transformers' config classes of our families know, into config_attributes.json beside this file.
+
+    python tests/models/hf/make_config_attributes.py
+
+in an environment with transformers; what other versions have added stays. Written with 4.41, 4.57 and 5.24.
+"""
+
+import inspect
+import json
+from pathlib import Path
+
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+FILE = Path(__file__).with_name("config_attributes.json")
+TYPES = ("arcee", "clip_vision_model", "gemma", "gemma2", "gemma3", "gemma3_text", "gpt2", "llama", "llava", "mistral",
+         "mixtral", "nemotron", "paligemma", "phi3", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "seed_oss",
+         "siglip_vision_model", "stablelm", "starcoder2")
+# Of the classes, and in no file.
+OF_CLASSES = frozenset("""
+    args attribute_map base_config_key base_model_ep_plan base_model_fsdp_plan base_model_pp_plan base_model_tp_plan
+    extra_config_files extra_files has_no_defaults_at_init is_composition keys_to_ignore_at_inference kwargs self
+    sub_configs sub_configs_defaults
+""".split())
+
+
+def attributes(cls) -> set[str]:
+  """What a file of the class has, what its constructors take, and its fields."""
+  names = set(cls().to_dict())
+  for base in cls.__mro__[:-1]:
+    names |= set(getattr(base, "__annotations__", {}))
+    if base.__init__ is not object.__init__:
+      names |= set(inspect.signature(base.__init__).parameters)
+  return names - OF_CLASSES
+
+
+def main():
+  old = json.loads(FILE.read_text()) if FILE.is_file() else {}
+  found = {kind: set(old.get(kind, ())) | set(old.get("all", ())) for kind in TYPES if kind in old}
+  for kind in TYPES:
+    if kind in CONFIG_MAPPING:  # older versions lack some
+      found[kind] = found.get(kind, set()) | attributes(CONFIG_MAPPING[kind])
+  common = set.intersection(*found.values())
+  told = {"all": sorted(common), **{kind: sorted(names - common) for kind, names in found.items()}}
+  FILE.write_text("{\n" + ",\n".join(f" {json.dumps(k)}: {json.dumps(v)}" for k, v in told.items()) + "\n}\n")
+
+
+if __name__ == "__main__":
+  main()
