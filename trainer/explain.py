@@ -16,16 +16,16 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
-from trainer import config_source
+from trainer import config_source, terminal
 from trainer.config import ConfigError
 from trainer.config_source import Key, targets
 from trainer.explanations import groups, topics
 from trainer.explanations.topic import At, Topic
+from trainer.terminal import BOLD, DIM, OFF
 
 ROOT = config_source.ROOT
 # Lines of code shown of each place; lines that read a key.
 MOST_LINES, MOST_READS = 30, 12
-BOLD, DIM, OFF = "\033[1m", "\033[2m", "\033[0m"
 
 
 def explain(name: str) -> str:
@@ -268,7 +268,7 @@ def main(argv: list[str]) -> int:
   except ConfigError as error:
     print(f"ConfigError: {error}", file=sys.stderr)
     return 1
-  print(text if sys.stdout.isatty() else re.sub("\033\\[\\d*m", "", text))
+  terminal.say(text)
   return 0
 
 

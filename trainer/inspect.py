@@ -26,13 +26,13 @@ from trainer import image_tokens, pages, patterns, processes, rollout, strategie
 from trainer import mesh as mesh_lib
 from trainer import program as program_lib
 from trainer import workdir as workdir_lib
+from trainer.terminal import BOLD, DIM, OFF, PARTLY, TRAINED, say
 
 ROWS = 3
 # A token's text is found by decoding it after so many others: some tokenizers write the first of a text differently.
 CONTEXT = 6
 # Runs of at least so many equal tokens, an image's say, are shown as one.
 RUN = 8
-BOLD, DIM, TRAINED, PARTLY, OFF = "\033[1m", "\033[2m", "\033[30;42m", "\033[30;43m", "\033[0m"
 
 
 class Token(NamedTuple):
@@ -92,9 +92,9 @@ def inspect(config: Mapping, workdir: str | Path, rows: int = ROWS) -> Path:
   for note in (*notes, *model.reasons):
     print(note)
   print(f"\n{shown.stats}\n\n{histogram_text(shown.lengths, resolved.seq_len)}\n")
-  print(f"{shown.lead} {TRAINED}trained{OFF} {PARTLY}trained with another weight than 1{OFF} {DIM}not trained{OFF}\n")
+  say(f"{shown.lead} {TRAINED}trained{OFF} {PARTLY}trained with another weight than 1{OFF} {DIM}not trained{OFF}\n")
   for row, (tokens, caption) in enumerate(zip(shown.rows, shown.captions, strict=True)):
-    print("\n".join([row_text(tokens, row), *([_visible(caption)] if caption else [])]))
+    say("\n".join([row_text(tokens, row), *([_visible(caption)] if caption else [])]))
   print(f"\n{token_table(shown.rows[0])}\n\n{parameters}")
   page = workdir / "inspect.html"
   page.write_text(html_page(shown, histogram_svg(shown.lengths, resolved.seq_len), parameters), encoding="utf-8")

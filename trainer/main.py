@@ -208,7 +208,7 @@ def train(config: Mapping, workdir: str | Path) -> Run:
   if export_to is not None:
     export_at_end(run, export_to, dtype=config.export.dtype, overwrite=True, progress=True)
   processes.sync("end of training")
-  workdir_lib.say_where_everything_is(run, time.monotonic() - began)
+  workdir_lib.say_where_everything_is(run, time.monotonic() - began, export_to)
   return run
 
 

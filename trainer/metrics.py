@@ -149,6 +149,15 @@ def last_evaluation(workdir: Path, step: int) -> tuple[int, dict[str, float]]:
   return (rows[-1]["step"], {k: v for k, v in rows[-1].items() if k != "step"}) if rows else (-1, {})
 
 
+def evaluations(workdir: Path, step: int) -> dict[str, tuple[int, float]]:
+  """Of each metric of an evaluator that is written up to `step`: (the step it was last measured after, its value)."""
+  found: dict[str, tuple[int, float]] = {}
+  for row in read_rows(workdir / "metrics.jsonl"):
+    if row["step"] <= step:
+      found |= {name: (row["step"], float(value)) for name, value in row.items() if name.startswith("eval/")}
+  return found
+
+
 class TensorBoardWriter:
   """A TensorBoard event file: summaries made by tensorboardX (no TensorFlow), written here and now.
 

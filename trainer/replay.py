@@ -20,7 +20,7 @@ from ml_collections import ConfigDict
 
 from input_pipeline import loader
 from input_pipeline.batches import check_ids
-from trainer import inspect, metrics
+from trainer import inspect, metrics, terminal
 from trainer import program as program_lib
 from trainer import workdir as workdir_lib
 from trainer.callbacks import Callback
@@ -142,7 +142,7 @@ class Replay(Callback):
     for row in order[:SHOWN]:
       print(f"{row:>5}  {losses_B[row]:>12.6f}  {weights_B[row]:>8g}  {rows.source(batch, row)}")
     for row in order[:TEXTS]:
-      print("\n" + inspect.row_text(inspect.row_tokens(batch, row, run.tokenizer), row))
+      terminal.say("\n" + inspect.row_text(inspect.row_tokens(batch, row, run.tokenizer), row))
     bad = int(np.sum(~np.isfinite(losses_B)))
     loss = f"loss {np.sum(sums_B) / np.sum(weights_B):.6f}" if np.sum(weights_B) else "nothing is trained"
     told = f"update {self._step}: {len(order)} rows, {bad} with a loss that is not finite; {loss}"

@@ -128,10 +128,15 @@ def run_stage(stages: Stages, stage: str, root: Path, overrides: Sequence[str]) 
     print(f"\nStage {stage!r} is not finished. The same command goes on where it was.", file=sys.stderr)
     sys.exit(code if code > 0 else 1)
   last: dict[str, float] = {}
+  measured: dict[str, int] = {}  # after which step
   for row in metrics_lib.read_rows(workdir / "metrics.jsonl"):
     last |= row
+    measured |= dict.fromkeys(row, row["step"])
   made = {"command": command[1:], "seconds": seconds, "steps": last["step"], "tokens": end["tokens"],
-          "scores": {column: _metric(last, metric, stage) for column, metric in stages.columns[stage].items()}}
+          "scores": {column: _metric(last, metric, stage) for column, metric in stages.columns[stage].items()},
+          # Of those that were not measured at the end.
+          "score_steps": {column: measured[metric] for column, metric in stages.columns[stage].items()
+                          if measured[metric] < last["step"]}}
   _write(file, made)
   return made
 
@@ -167,11 +172,17 @@ def table(stages: Stages, runs: Sequence[Mapping[str, Mapping[str, Any]]]) -> li
   lines = [["stage", "minutes", "steps", "tokens", *columns]]
   for stage in stages.names:
     records = [run[stage] for run in runs]
-    cells = [_spread([made["scores"][column] for made in records], "{:.4f}")
-             if column in stages.columns[stage] else "" for column in columns]
+    cells = [_score(records, column) if column in stages.columns[stage] else "" for column in columns]
     lines.append([stage, _spread([made["seconds"] / 60 for made in records], "{:.1f}"),
                   f"{records[0]['steps']:,.0f}", f"{records[0]['tokens']:,.0f}", *cells])
   return lines
+
+
+def _score(records: Sequence[Mapping[str, Any]], column: str) -> str:
+  """The score of a stage, with the step where that is not its last."""
+  steps = dict.fromkeys(made["score_steps"][column] for made in records if column in made.get("score_steps", {}))
+  return _spread([made["scores"][column] for made in records], "{:.4f}") + (
+      f" at step {', '.join(f'{step:,}' for step in steps)}" if steps else "")
 
 
 def _spread(values: Sequence[float], form: str) -> str:
@@ -200,7 +211,7 @@ def add_to_leaderboard(file: Path, stages: Stages, runs: Sequence[Mapping[str, M
   scores: dict[str, str] = {}
   for stage in stages.names:
     for column in stages.columns[stage]:
-      scores[column] = _spread([run[stage]["scores"][column] for run in runs], "{:.4f}")
+      scores[column] = _score([run[stage] for run in runs], column)
   minutes = _spread([sum(run[stage]["seconds"] for stage in stages.names) / 60 for run in runs], "{:.1f}")
   command = shlex.join(["python", "-m", "trainer.speedrun", f"--config={stages.path}", "--workdir=DIR",
                         *([f"--seeds={','.join(seeds)}"] if seeds else []), *(f"--set={text}" for text in given)])

@@ -201,7 +201,8 @@ def progress(workdir: Path) -> str:
 
 
 def last_values(workdir: Path, names: Sequence[str], tail: bool = False) -> dict[str, float]:
-  """The last value of each of these metrics that is a finite number, and the last `step`.
+  """The last value of each of these metrics that is a finite number, and the last `step`; for a metric whose value is
+  of an earlier step, `NAME/step`, too.
 
   Args:
     tail: look at the end of the file only.
@@ -215,9 +216,11 @@ def last_values(workdir: Path, names: Sequence[str], tail: bool = False) -> dict
     else:
       rows = metrics.read_rows(workdir / "metrics.jsonl")
     for row in rows:
-      found |= {name: row[name] for name in ("step", *names)
+      finite = {name: row[name] for name in ("step", *names)
                 if isinstance(row.get(name), (int, float)) and math.isfinite(row[name])}
-  return found
+      found |= finite | {f"{name}/step": row["step"] for name in finite if name != "step" and "step" in finite}
+  return {name: value for name, value in found.items()
+          if not (name.endswith("/step") and name not in names and value == found["step"])}
 
 
 def _row(line: bytes) -> dict[str, Any]:
@@ -242,7 +245,8 @@ def table(ordered: Sequence[tuple[Planned, Mapping[str, float]]], metric: str) -
   """A line for each run."""
   rows = [("", metric, "loss", "step", "status", "run")]
   for place, (run, values) in enumerate(ordered, 1):
-    rows.append((str(place), *(f"{values[name]:.6g}" if name in values else "" for name in (metric, "loss")),
+    rows.append((str(place), *(f"{values[name]:.6g}{_older(values, name)}" if name in values else ""
+                               for name in (metric, "loss")),
                  f"{values['step']:,}" if "step" in values else "", run.status, run.name))
   if metric == "loss":
     rows = [row[:1] + row[2:] for row in rows]
@@ -251,6 +255,11 @@ def table(ordered: Sequence[tuple[Planned, Mapping[str, float]]], metric: str) -
   return "\n".join("  ".join(cell.ljust(width) if place >= last - 1 else cell.rjust(width)
                              for place, (cell, width) in enumerate(zip(row, widths, strict=True))).rstrip()
                    for row in rows)
+
+
+def _older(values: Mapping[str, float], name: str) -> str:
+  """` at step N`, where a value is not of the last step."""
+  return f" at step {values[f'{name}/step']:,}" if f"{name}/step" in values else ""
 
 
 def write(file: Path, ordered: Sequence[tuple[Planned, Mapping[str, float]]], about: Mapping[str, Any]) -> None:

@@ -18,7 +18,7 @@ from input_pipeline.examples_chat import find_template
 from input_pipeline.tokenizer import Tokenizer
 from models import hf
 from models.hf import files
-from trainer import chat_files, config_checks, hugging_face, whole_files
+from trainer import chat_files, config_checks, hugging_face, metrics, whole_files
 from trainer.config import ConfigError
 
 # What (durations' prefix, steps) means where nothing is saved now and then.
@@ -104,8 +104,8 @@ def save_config(resolved: Any, workdir: Path, tokenizer: Tokenizer) -> None:
       chat_files.write(workdir, template, own=not resolved.chat.template)
 
 
-def say_where_everything_is(run: Any, seconds: float) -> None:
-  """The last words: how it ended, what was measured, where to look."""
+def say_where_everything_is(run: Any, seconds: float, exported: Path | None = None) -> None:
+  """The last words: how it ended, what was measured and after which step, where to look. `exported`: the folder."""
   saved = run.saves_last or (run.workdir / "checkpoints" / str(run.step)).is_dir()
   done = f"finished all {run.total_steps} steps" if run.step >= run.total_steps else (
       f"stopped by {run.stop_requested} after step {run.step} of {run.total_steps}"
@@ -114,16 +114,31 @@ def say_where_everything_is(run: Any, seconds: float) -> None:
           f"{run.chrono.goodput():.0%} went into steps that counted.")
   if not saved:
     run.say("The last state was not saved, since ckpt is never.")
-  for name, value in sorted(run.last_eval[1].items()):
-    if name.startswith("eval/"):
-      run.say(f"  {name:<40} {value:.4f}")
-  samples = sorted((run.workdir / "samples").glob("*.txt"))
+  for name, (step, value) in sorted(metrics.evaluations(run.workdir, run.step).items()):
+    run.say(f"  {name:<40} {value:.4f}  at {_step(step, run.step)}")
+  samples = sorted((step, file) for file in (run.workdir / "samples").glob("*.txt")
+                   if (step := _step_of(file)) <= run.step)
   if samples:
-    lines = samples[-1].read_text(encoding="utf-8").splitlines()
-    more = [f"… and more in {samples[-1]}"] if len(lines) > SAMPLE_LINES else []
-    run.say("\n".join(["", *lines[:SAMPLE_LINES], *more, ""]))
+    step, file = samples[-1]
+    lines = file.read_text(encoding="utf-8").splitlines()
+    more = [f"… and more in {file}"] if len(lines) > SAMPLE_LINES else []
+    written = f"\nSamples of {_step(step, run.step)}:" if step >= 0 else ""
+    run.say("\n".join([written, *lines[:SAMPLE_LINES], *more, ""]))
   for what, where in (("report", "report.html"), ("checkpoints", "checkpoints"), ("metrics", "metrics.jsonl"),
                       ("TensorBoard", "tensorboard"), ("samples", "samples"), ("tokenizer", "tokenizer.json"),
-                      ("config", "config.json")):
-    if (run.workdir / where).exists() and (what != "checkpoints" or any((run.workdir / where).iterdir())):
+                      ("config", "config.json"), ("export", exported)):
+    if where is not None and (run.workdir / where).exists() and (
+        what != "checkpoints" or any((run.workdir / where).iterdir())):
       run.say(f"  {what:<12} {run.workdir / where}")
+
+
+def _step(step: int, last: int) -> str:
+  """A step's name, which says if much was trained since."""
+  since = last - step
+  return f"step {step:,}" + (f", {since:,} step{'s' * (since > 1)} before the last" if since > 0 else "")
+
+
+def _step_of(samples: Path) -> int:
+  """The step in the name of a file of samples, NAME_00000100.txt; -1: there is none."""
+  number = samples.stem.rpartition("_")[2]
+  return int(number) if number.isdigit() else -1

@@ -70,6 +70,13 @@ def test_a_prompt_that_sides_share_says_whose_it_is(tmp_path, capsys):
   assert re.search(r"prompt tokens shared", printed)
 
 
+def test_a_file_gets_no_escape_codes(page, capsys):
+  config, workdir, _ = page
+  inspect.inspect(config, workdir, rows=1)
+  printed = capsys.readouterr().out
+  assert "\x1b" not in printed and "⟦" in printed and "row 0, segment 1:" in printed and "⟦trained⟧" in printed
+
+
 def test_nothing_in_the_data_reaches_the_terminal_as_a_command():
   token = inspect.Token("\x1b[2J\r", 1, 1.0, 1, 0)
   shown = inspect.row_text([token], 0).replace(inspect.TRAINED, "").replace(inspect.OFF, "").replace(inspect.BOLD, "")

@@ -234,6 +234,9 @@ def test_several_runs_side_by_side(tmp_path):
   assert shown.tables["Evaluations"][1] == ["val/loss", "0.5 (0.5)", "0.75 (0.25)"]
   (best,) = [of for tag, of in shown.tags if tag == "td" and of.get("class") == "best"]
   assert best and shown.tables["Runs"][2][1:3] == ["finished", "20 of 20"]
+  c = write_run(tmp_path / "c", [{"step": 0, "eval/val/loss": 6.5}, *rows()])
+  shown_c = report_pages.read(compare.write([a, c], tmp_path / "old.html"))
+  assert shown_c.tables["Evaluations"][1] == ["val/loss", "0.5 (0.5)", "6.5 at step 0 (6.5)"]
   again = report_pages.read(compare.write([a, b], tmp_path / "again.html"))
   assert again.payload == shown.payload
 

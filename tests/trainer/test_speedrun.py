@@ -147,6 +147,20 @@ def test_tables_of_one_and_of_several_seeds():
   assert three[1][4:] == ["2.0000 ± 1.0000", ""] and three[2][5] == "0.5000 ± 0.0000"
 
 
+def test_a_score_that_is_not_of_the_end_names_its_step(file, tmp_path, monkeypatch):
+  stages = speedrun.Stages(str(file))
+  (tmp_path / "first").mkdir()
+  (tmp_path / "first" / "metrics.jsonl").write_text(
+      '{"step": 3, "eval/val/loss": 1.5}\n{"step": 5, "loss": 1.0}\n')
+  monkeypatch.setattr(speedrun, "call", lambda command: 0)
+  monkeypatch.setattr(speedrun, "last_end", lambda workdir: {"how": "finished", "tokens": 7})
+  stages.names, stages.columns = ["first"], {"first": {"loss": "eval/val/loss"}}
+  made = speedrun.run_stage(stages, "first", tmp_path, [])
+  assert speedrun.table(stages, [{"first": made}])[1][2:] == ["5", "7", "1.5000 at step 3"]
+  speedrun.add_to_leaderboard(tmp_path / "board.md", stages, [{"first": made}], [], [])
+  assert "| 1.5000 at step 3 |" in (tmp_path / "board.md").read_text()
+
+
 def test_the_leaderboard_has_a_table_for_each_config(tmp_path):
   file = tmp_path / "board.md"
 

@@ -269,6 +269,18 @@ def test_the_table_is_sorted_and_what_has_no_value_comes_last(tmp_path):
   assert saved["metric"] == "eval/val/loss" and saved["runs"][0]["values"]["eval/val/loss"] == 0.7
 
 
+def test_a_value_of_an_earlier_step_names_it(tmp_path):
+  """As of a run that was stopped long after its last evaluation."""
+  (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in (
+      {"step": 0, "eval/val/loss": 6.5}, {"step": 150, "loss": 2.0}, {"step": 179, "time/checkpoint": 1.0})))
+  ordered = sweep_runs.in_order([Planned("a", {}, tmp_path, [], status="stopped")], "eval/val/loss", False)
+  assert "6.5 at step 0" in (line := sweep_runs.table(ordered, "eval/val/loss").splitlines()[1])
+  assert "2 at step 150" in line and " 179  stopped" in line
+  sweep_runs.write(tmp_path / "sweep.json", ordered, {})
+  assert json.loads((tmp_path / "sweep.json").read_text())["runs"][0]["values"] == {
+      "step": 179, "eval/val/loss": 6.5, "eval/val/loss/step": 0, "loss": 2.0, "loss/step": 150}
+
+
 # ---------------------------------------------------------------------------------------------- Slurm
 
 

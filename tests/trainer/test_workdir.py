@@ -1,9 +1,13 @@
-"""What is left of a run: checkpoints where `ckpt` is never, only at the end, or now and then."""
+"""What is left of a run: checkpoints where `ckpt` is never, only at the end, or now and then; and its last words."""
+
+import json
+import re
+from types import SimpleNamespace
 
 import pytest
 
 from tests import tiny
-from trainer import train
+from trainer import train, workdir
 from trainer.callbacks import Callback
 from trainer.config import ConfigError
 
@@ -80,3 +84,43 @@ def test_what_needs_checkpoints_is_refused_where_there_are_none(corpus, tmp_path
   with pytest.raises(ConfigError, match=message):
     train(config, tmp_path)
   assert not (tmp_path / "metrics.jsonl").exists()
+
+
+def words(folder, step, exported=None, total=700):
+  said = []
+  run = SimpleNamespace(workdir=folder, step=step, total_steps=total, stop_requested="SIGTERM", saves_last=True,
+                        say=said.append, chrono=SimpleNamespace(goodput=lambda: 0.5), last_eval=(-1, {}))
+  workdir.say_where_everything_is(run, 3.0, exported)
+  return "\n".join(said)
+
+
+def test_numbers_and_samples_name_their_steps(tmp_path):
+  rows = [{"step": 0, "eval/val/loss": 6.9, "eval/other/loss": 5.0}, {"step": 100, "eval/val/loss": 2.5, "loss": 1.0},
+          {"step": 170, "loss": 0.9}, {"step": 350, "eval/val/loss": "nan"}]
+  (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+  (tmp_path / "samples").mkdir()
+  for name in ("b_00000000", "a_00000100", "a_00000350"):  # the newest, not the last by name, nor of what was undone
+    (tmp_path / "samples" / f"{name}.txt").write_text(f"text of {name}\n")
+  said = words(tmp_path, 179)
+  assert "stopped by SIGTERM after step 179 of 700" in said
+  assert re.search(r"eval/val/loss +2\.5000  at step 100, 79 steps before the last\n", said)
+  assert re.search(r"eval/other/loss +5\.0000  at step 0, 179 steps before the last\n", said)
+  assert "\nSamples of step 100, 79 steps before the last:\ntext of a_00000100\n" in said
+  said = words(tmp_path, 350, total=350)
+  assert re.search(r"eval/val/loss +nan  at step 350\n", said) and "Samples of step 350:\ntext of a_00000350" in said
+
+
+def test_the_folder_of_the_export_is_named(tmp_path):
+  (tmp_path / "hf-export").mkdir()
+  assert f"  export       {tmp_path / 'hf-export'}" in words(tmp_path, 1, tmp_path / "hf-export")
+  assert "export" not in words(tmp_path, 1, tmp_path / "none")
+
+
+def test_a_stopped_run_names_the_step_of_its_evaluation(corpus, tmp_path, capsys):
+  c = tiny.config(corpus, total_steps=9)
+  c.callbacks.stop = dict(type=f"{__name__}.Stop", step=3)
+  c.evals.val.eval_steps = 100
+  train(c, tmp_path)
+  said = capsys.readouterr().out
+  assert "stopped by SIGTERM after step 3 of 9" in said
+  assert re.search(r"eval/val/loss +\d\.\d{4}  at step 0, 3 steps before the last\n", said)

@@ -90,9 +90,10 @@ def run_row(history: History, name: str) -> dict[str, Any]:
 
 
 def evaluations(histories: Sequence[History]) -> list[dict[str, Any]]:
-  """A row for each metric of an evaluator: of each run its last value, and its best."""
+  """A row for each metric of an evaluator: of each run its last value, with the step if it trained on, and its best."""
   names = dict.fromkeys(name for history in histories for name in history.metrics
                         if series.group_of(name) == "Evaluations")
+  steps = [status(history).step for history in histories]
   rows, sources = [], [source for history in histories for source in sources_of(history.config)]
   for name in names:
     found = [series.figures(name, history.metrics[name], sources) if name in history.metrics else None
@@ -101,8 +102,10 @@ def evaluations(histories: Sequence[History]) -> list[dict[str, Any]]:
     which = next(({"lower": min, "higher": max}.get(one.better) for one in found if one is not None), None)
     best = which(lasts) if which is not None and len(lasts) > 1 else None
     cells = []
-    for one in found:
-      text = "" if one is None else number(one.last[1]) + ("" if one.best is None else f" ({number(one.best[1])})")
+    for one, step in zip(found, steps, strict=True):
+      older = one is not None and one.last[0] < step
+      text = "" if one is None else number(one.last[1]) + (f" at step {one.last[0]:,}" if older else "") + (
+          "" if one.best is None else f" ({number(one.best[1])})")
       cells.append({"text": text, "best": one is not None and best is not None and one.last[1] == best})
     if lasts:
       rows.append({"name": name.removeprefix("eval/"), "cells": cells})

@@ -105,7 +105,7 @@ def tiles(history: History, state: Status) -> list[tuple[str, str, str]]:
       found.append((label, text(float(np.median(values))), "median of all rows"))
   for name in ("reward", "loss"):
     if (value := history.last(name)) is not None:
-      found.append((name, number(value), "the last that is written"))
+      found.append((name, number(value), f"at step {history.metrics[name].finite.steps[-1]:,}, the last written"))
   parameters = mapping(history.starts, -1, "parameters")
   if isinstance(at(parameters, "all"), int):
     trained = at(parameters, "trained")

@@ -1,0 +1,30 @@
+"""Colours for a terminal, and what stands for them in a file: no escape codes go where nobody reads them as colours."""
+
+import os
+import re
+import sys
+
+BOLD, DIM, TRAINED, PARTLY, OFF = "\033[1m", "\033[2m", "\033[30;42m", "\033[30;43m", "\033[0m"
+# What is coloured in its background says something by it.
+_BRACKETS = {TRAINED: "⟦⟧", PARTLY: "⦅⦆"}
+
+
+def say(text: str) -> None:
+  """Prints a text with the codes above: on a terminal in colour (unless NO_COLOR is set), else as `plain` has it."""
+  print(text if sys.stdout.isatty() and not os.environ.get("NO_COLOR") else plain(text))
+
+
+def plain(text: str) -> str:
+  """The text without codes; what is trained stands in brackets, neighbours in the same pair.
+
+      >>> plain(f"{BOLD}row{OFF} {DIM}a{OFF}{TRAINED}b{OFF}{TRAINED}c{OFF}{PARTLY}d{OFF}")
+      'row a⟦bc⟧⦅d⦆'
+  """
+  for code, (left, right) in _BRACKETS.items():
+    runs = rf"(?:{re.escape(code)}[^\033]*{re.escape(OFF)})+"
+    text = re.sub(runs, lambda found, left=left, right=right: left + _without(found[0]) + right, text)
+  return _without(text)
+
+
+def _without(text: str) -> str:
+  return re.sub("\033\\[[\\d;]*m", "", text)
