@@ -2,7 +2,9 @@
 
     python -m trainer --config=configs/quickstart_dpo.py:runs/quickstart_sft --workdir=runs/quickstart_dpo
 
-The argument is the workdir of configs/quickstart_sft.py; without it, a fresh model of that size starts from nothing.
+The argument is the workdir of configs/quickstart_sft.py. Without it that is runs/quickstart_sft, which the same command
+trains first if no run has ended there, and before it, if need be, runs/quickstart.
+
 The pairs are made from the standard library's sources: a signature, its docstring, and that of another function. With
 the DPO loss goes the likelihood of the right docstring, so that it does not fall along with that of the wrong one.
 """
@@ -14,8 +16,9 @@ from trainer.config import evaluator, source, strategy
 
 
 def get_config(arg: str | None = None) -> ConfigDict:
-  """`arg`: the workdir of a fine-tuned quickstart, or nothing."""
-  c = quickstart_sft.get_config(arg)
+  """`arg`: the workdir of a fine-tuned quickstart, or nothing: runs/quickstart_sft, made if it is not there."""
+  c = quickstart_sft.get_config(arg or "runs/quickstart_sft")
+  c.init_from.made_by = None if arg else "configs.quickstart_sft"
   c.strategy = strategy("dpo", loss={"sigmoid": 1.0, "sft": 1.0}, beta=0.1)
   c.input.sources = dict(pairs=source(type="python_docstring_pairs", split="train"))
   c.total_steps = 300

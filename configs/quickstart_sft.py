@@ -2,8 +2,9 @@
 
     python -m trainer --config=configs/quickstart_sft.py:runs/quickstart --workdir=runs/quickstart_sft
 
-The argument is the workdir of configs/quickstart.py; without it, a fresh model of that size starts from nothing. The
-pairs are made from the standard library's sources. Only docstrings are trained on: --mode=inspect shows it.
+The argument is the workdir of configs/quickstart.py. Without it that is runs/quickstart, which the same command trains
+first if no run has ended there. The pairs are made from the standard library's sources. Only docstrings are trained on:
+--mode=inspect shows it.
 """
 
 from ml_collections import ConfigDict
@@ -13,14 +14,14 @@ from trainer.config import evaluator, source, strategy
 
 
 def get_config(arg: str | None = None) -> ConfigDict:
-  """`arg`: the workdir of a pretrained quickstart, or nothing."""
+  """`arg`: the workdir of a pretrained quickstart, or nothing: runs/quickstart, which is made if it is not there."""
   c = quickstart.get_config()
   c.strategy = strategy("sft")
   c.input.sources = dict(docstrings=source(type="python_docstrings", split="train"))
-  if arg:
-    c.init_from.path = arg
-    c.tokenizer.type = "hf"
-    c.tokenizer.path = f"{arg}/tokenizer.json"
+  c.init_from.path = arg or "runs/quickstart"
+  c.init_from.made_by = None if arg else "configs.quickstart"
+  c.tokenizer.type = "hf"
+  c.tokenizer.path = f"{c.init_from.path}/tokenizer.json"
 
   c.total_steps = 400
   c.optimizer.learning_rate = 3e-3

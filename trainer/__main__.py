@@ -30,6 +30,7 @@ def main(argv: list[str]) -> None:
   import jax
 
   from input_pipeline.sources import DataError
+  from trainer import bases
   from trainer.inspect import inspect
   from trainer.main import train
   from trainer.plan import out_of_memory, plan
@@ -47,6 +48,10 @@ def main(argv: list[str]) -> None:
   try:
     for note in notes:
       print(note, flush=True)
+    if _MODE.value == "train" and (code := bases.make(config, _WORKDIR.value, sys.argv[1:])):
+      sys.exit(code)
+    if _MODE.value in ("inspect", "plan"):
+      bases.check(config, _WORKDIR.value, of_tokenizer=True)
     mode(config, _WORKDIR.value)
   except KeyboardInterrupt:
     # While steps run, Ctrl-C saves and exits 0 (trainer/callbacks.py); before that there is nothing to save.

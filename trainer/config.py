@@ -254,8 +254,10 @@ def defaults() -> ConfigDict:
   # Where parameters come from. `path`: another run (a workdir or a checkpoint), with `remap` ((regex, replacement),
   # …) from its parameter names to ours and `ignore`, regexes of our parameters that keep their fresh values. `hf`: a
   # Hugging Face folder, which is also model.hf if that is not set. Neither: model.hf if set, else fresh ones, as
-  # with `fresh` in any case.
-  c.init_from = ConfigDict(dict(path=unset(str), remap=(), ignore=(), hf=unset(str), fresh=False))
+  # with `fresh` in any case. `made_by`: the dotted name of a config (`:argument` behind it) that makes the run at
+  # `path`; where none has ended there, it is trained first.
+  c.init_from = ConfigDict(dict(
+      path=unset(str), remap=(), ignore=(), hf=unset(str), fresh=False, made_by=unset(str)))
   # Continue another run (parameters, optimizer, step, data position) in this workdir.
   c.resume = unset(str)
   # Write a Hugging Face folder at the end: `path` (relative: inside the workdir), and its dtype (float32 | bfloat16 |

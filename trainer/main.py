@@ -14,8 +14,8 @@ from evaluators import common as evaluators_lib
 from input_pipeline import loader, once, prompt_data
 from input_pipeline.batches import check_ids
 from input_pipeline.tokenizer import make_tokenizer
-from trainer import callbacks as cb
 from trainer import (
+  bases,
   compiled,
   config_checks,
   durations,
@@ -30,6 +30,7 @@ from trainer import (
   spikes,
   throughput,
 )
+from trainer import callbacks as cb
 from trainer import mesh as mesh_lib
 from trainer import metrics as metrics_lib
 from trainer import program as program_lib
@@ -65,6 +66,7 @@ def train(config: Mapping, workdir: str | Path) -> Run:
   resolved, model_notes = program_lib.resolve(config)
   config = config_checks.View(resolved)  # remembers what is read, so that keys nobody reads can be refused below
   workdir = Path(workdir).expanduser().absolute()
+  bases.check(config, workdir)
 
   # ------------------------------------------------------------------ processes, devices, mesh
   processes.join(config.processes)

@@ -14,7 +14,7 @@ from input_pipeline import image_batches
 from tests.trainer import rollout_runs
 from tests.trainer.every_key import Made, digest, rows
 from tests.trainer.every_key_bases import begin
-from trainer import durations, liveness, plan, plan_page, plan_search, processes
+from trainer import bases, durations, liveness, plan, plan_page, plan_search, processes
 from trainer.config import ConfigError
 from trainer.plan_estimate import Planner
 
@@ -140,6 +140,11 @@ def continued(m: Made) -> str:
   except ConfigError as error:
     assert "was begun with another config" in str(error)
     return "refused"
+
+
+def trained_first(m: Made) -> bool:
+  """Whether another run is trained before it."""
+  return bases.pending(m.given, m.workdir) is not None
 
 
 def exported(m: Made) -> list:
