@@ -57,11 +57,12 @@ def empty_batch(
 class Segments(NamedTuple):
   """Of pieces, the numbers of their segments, and of those of the prompts that they share, 0 for none; int64 [P].
 
-  The positions of their tokens are those in the documents that they are of.
+  The positions of their tokens are those in the documents that they are of, counted from token `first`.
   """
 
   numbers: np.ndarray
   prompts: np.ndarray
+  first: np.ndarray
 
 
 def fill(
@@ -92,7 +93,7 @@ def fill(
     batch["positions"].reshape(-1)[flat] = position
     batch["segment_ids"].reshape(-1)[flat] = (1 + np.arange(len(sizes_P)) - first_R[pieces.row])[piece]
   else:
-    batch["positions"].reshape(-1)[flat] = pieces.begin[piece] + position
+    batch["positions"].reshape(-1)[flat] = (pieces.begin - np.minimum(segments.first, pieces.begin))[piece] + position
     batch["segment_ids"].reshape(-1)[flat] = segments.numbers[piece]
     if "prompt_ids" in batch or segments.prompts.any():  # without the array nobody would see the prompts
       batch["prompt_ids"].reshape(-1)[flat] = segments.prompts[piece]
@@ -224,7 +225,8 @@ class PackedSource:
       batch["advantages"][row, nth] = np.where(np.abs(marks) > ZERO_ADVANTAGE, marks, 0)
       marks = marks != 0
     batch["sequences"][row, nth] = marks
-    return Segments(np.where(there, number, of_prompt), np.where(there & (parts.pieces.begin > 0), of_prompt, 0))
+    sees = there & (parts.pieces.begin > parts.cut)
+    return Segments(np.where(there, number, of_prompt), np.where(sees, of_prompt, 0), parts.cut)
 
   def counts(self) -> dict[str, Any]:
     """This source's row of `stats_table`."""

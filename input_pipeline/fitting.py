@@ -15,7 +15,7 @@ from trainer.config import ConfigError
 
 OVER_LONG = ("split", "truncate_end", "truncate_start", "drop", "error")
 # Of these, what documents with parts can have.
-WHOLE_OVER_LONG = ("truncate_end", "drop", "error")
+WHOLE_OVER_LONG = ("truncate_end", "truncate_start", "drop", "error")
 
 
 class Pieces(NamedTuple):
@@ -40,6 +40,8 @@ class Parts(NamedTuple):
   nth: np.ndarray
   # Float32; 0 for prompts.
   marks: np.ndarray
+  # How many tokens at its beginning are left out, int64: where its positions begin to count.
+  cut: np.ndarray
 
 
 class Spans(NamedTuple):
@@ -142,9 +144,13 @@ def keep_images_whole(spans: Spans, tokens: TokenizedSource) -> Spans:
 class Units:
   """What is kept of documents with parts, each of which needs a row's places for all of its parts.
 
-  Of one that is too long, all parts are cut to the same maximum, the largest with which they fit. A preference of which
-  that would cut one side alone is dropped, so that no comparison is between a whole answer and a beginning; so is what
-  keeps no trained token on some side. A mismatched completion without any is left out alone.
+  Of one that is too long, with truncate_end all parts are cut to the same maximum, the largest with which they fit. A
+  preference of which that would cut one side alone is dropped, so that no comparison is between a whole answer and a
+  beginning; so is what keeps no trained token on some side. A mismatched completion without any is left out alone.
+
+  With truncate_start all parts lose the same tokens at the beginning of their prompt, as few as may be, and keep their
+  completions whole. At least a token of the prompt stays; what does not fit then is dropped. A mismatched completion
+  never costs its example: it is cut at its end, or left out.
 
   Parts may share their prompt, which then takes a row's places once: all that they begin with alike and that is not
   trained, but for its last token, with which each part begins (trainer/experience.py says why).
@@ -152,7 +158,7 @@ class Units:
   Args:
     tokens: with parts.
     seq_len: places in a row.
-    over_long: truncate_end, drop or error; see `fit`.
+    over_long: truncate_end, truncate_start, drop or error; see `fit`.
     max_over_long: see `fit`.
     share_prompts: whether parts share their prompt. Not with images.
 
@@ -175,11 +181,15 @@ class Units:
     sizes_DxP = np.diff(tokens.parts).reshape(-1, self.each)
     marks_DxP = np.array(tokens.marks).reshape(-1, self.each)
     prompts_D = np.maximum(common_beginnings(tokens) - 1, 0) if share_prompts else np.zeros(len(sizes_DxP), np.int64)
+    cut_D = np.zeros(len(sizes_DxP), np.int64)
     total_D = _places(sizes_DxP, prompts_D)
     long_D = total_D > seq_len
     check_share(total_D, seq_len, over_long, max_over_long, tokens.name, choices=WHOLE_OVER_LONG)
     if over_long == "drop":
       kept_DxP, bad_D = sizes_DxP, self._drop(long_D, "too long", False)
+    elif over_long == "truncate_start":
+      kept_DxP, cut_D, fits_D = _from_the_start(tokens, sizes_DxP, marks_DxP, prompts_D, seq_len)
+      bad_D = self._drop(~fits_D, "too long", False)
     else:
       own_DxP = np.maximum(sizes_DxP - prompts_D[:, None], 0)
       most_D = prompts_D + _largest(own_DxP, seq_len - prompts_D)
@@ -189,7 +199,7 @@ class Units:
         kept_DxP = tokens.images.outside(starts_DxP + kept_DxP, after=False) - starts_DxP
       compared_D = (marks_DxP == 1).all(axis=1) & (self.each > 1)
       bad_D = self._drop(long_D & compared_D & (kept_DxP == sizes_DxP).any(axis=1), "one side too long", False)
-    trained_DxP = self._count(tokens, kept_DxP)
+    trained_DxP = self._count(tokens, cut_D, kept_DxP)
     # A mismatched completion stands behind another part; alone, the same number is an advantage.
     spare_DxP = (marks_DxP == MISMATCHED) & (self.each > 1) | (marks_DxP == 0)
     bad_D = self._drop(((trained_DxP == 0) & ~spare_DxP).any(axis=1), "no room for a completion", bad_D)
@@ -197,15 +207,17 @@ class Units:
     self._kept_DxP, self._marks_DxP = np.where(out_DxP, 0, kept_DxP), np.where(out_DxP, 0, marks_DxP)
     self._trained_D = np.where(spare_DxP, 0, trained_DxP).sum(axis=1)
     self.summed = int(np.where(out_DxP, 0, trained_DxP)[~bad_D].sum())
+    self._cut_D = cut_D
     self._prompts_D = np.where((self._kept_DxP > 0).sum(axis=1) > 1, prompts_D, 0)
-    lengths_D, tokens_D = _places(self._kept_DxP, self._prompts_D), self._kept_DxP.sum(axis=1)
+    own_DxP = np.maximum(self._kept_DxP - cut_D[:, None], 0)
+    lengths_D, tokens_D = _places(own_DxP, np.maximum(self._prompts_D - cut_D, 0)), own_DxP.sum(axis=1)
     self.saved = int((tokens_D - lengths_D)[~bad_D].sum())
     whole = Spans(lengths_D, None, None, len(total_D), int(sizes_DxP.sum()), int((long_D & ~bad_D).sum()),
                   int(bad_D.sum()), int(sizes_DxP.sum() - tokens_D[~bad_D].sum()))
     self.spans = whole.only(~bad_D) if bad_D.any() else whole
     # Names what is kept: equal if and only if the same tokens are.
-    kept = np.where(bad_D[:, None], 0, self._kept_DxP).astype("<i8")
-    self.fingerprint = hashlib.blake2b(kept.tobytes(), digest_size=16).hexdigest()
+    kept = [np.where(bad_D[:, None], 0, self._kept_DxP), *([np.where(bad_D, 0, cut_D)] if cut_D.any() else [])]
+    self.fingerprint = hashlib.blake2b(b"".join(x.astype("<i8").tobytes() for x in kept), digest_size=16).hexdigest()
 
   def count(self, doc: np.ndarray, begin: np.ndarray, end: np.ndarray) -> np.ndarray:
     """Trained tokens of whole documents; what is only summed up for a mean is not counted."""
@@ -215,7 +227,8 @@ class Units:
     """How many images each of these documents keeps, in all of its parts."""
     kept_NxP = self._kept_DxP[doc]
     part_NxP = doc[:, None] * self.each + np.arange(self.each)
-    return tokens.of_parts().count_images(part_NxP, np.zeros_like(kept_NxP), kept_NxP).sum(axis=1)
+    cut_NxP = np.minimum(self._cut_D[doc][:, None], kept_NxP)
+    return tokens.of_parts().count_images(part_NxP, cut_NxP, kept_NxP).sum(axis=1)
 
   def parts(self, pieces: Pieces) -> Parts:
     """What these documents, which `spans` has, put into their rows; one that is left out alone takes no place."""
@@ -223,12 +236,13 @@ class Units:
     nth = np.tile(np.arange(first, self.each), len(pieces.doc))
     doc, row = (np.repeat(x, self.each - first) for x in (pieces.doc, pieces.row))
     _, document = ragged(np.bincount(pieces.row))
-    part, prompt = np.maximum(nth, 0), self._prompts_D[doc]
+    part, prompt, cut = np.maximum(nth, 0), self._prompts_D[doc], self._cut_D[doc]
     kept = self._kept_DxP[doc, part]
     of_prompt = nth < 0
-    begin = np.where(of_prompt, 0, np.minimum(prompt, kept))
+    begin = np.where(of_prompt, np.minimum(cut, prompt), np.minimum(np.maximum(prompt, cut), kept))
     some = Pieces(row, doc * self.each + part, begin, np.where(of_prompt, prompt, kept))
-    return Parts(some, np.repeat(document, self.each - first), nth, np.where(of_prompt, 0, self._marks_DxP[doc, part]))
+    marks = np.where(of_prompt, 0, self._marks_DxP[doc, part])
+    return Parts(some, np.repeat(document, self.each - first), nth, marks, cut)
 
   def _drop(self, which_D: np.ndarray, reason: str, before_D: np.ndarray | bool) -> np.ndarray:
     """`before_D` and `which_D`; those that are new are counted under `reason`."""
@@ -236,17 +250,48 @@ class Units:
       self.dropped[reason] = count
     return which_D | before_D
 
-  def _count(self, tokens: TokenizedSource, kept_DxP: np.ndarray) -> np.ndarray:
+  def _count(self, tokens: TokenizedSource, cut_D: np.ndarray, kept_DxP: np.ndarray) -> np.ndarray:
     parts, kept = np.arange(kept_DxP.size), kept_DxP.reshape(-1)
-    return tokens.of_parts().count_trained(parts, np.zeros_like(kept), kept).reshape(kept_DxP.shape)
+    cut = np.minimum(np.repeat(cut_D, self.each), kept)
+    return tokens.of_parts().count_trained(parts, cut, kept).reshape(kept_DxP.shape)
 
 
-def common_beginnings(tokens: TokenizedSource) -> np.ndarray:
-  """How many tokens the parts of each document begin with alike, of which none is trained, int64 [D]; 0 where a
-  document has fewer than two. Parts without tokens do not count."""
+def _from_the_start(
+    tokens: TokenizedSource, sizes_DxP: np.ndarray, marks_DxP: np.ndarray, prompts_D: np.ndarray, seq_len: int
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+  """(the tokens up to which each part is kept, int64 [D, P], those left out at the beginning of each, int64 [D],
+  whether it all fits), so that parts fit into a row that share the first `prompts_D` tokens; see `Units`."""
+  most_D = np.maximum(common_beginnings(tokens, of_one=True) - 1, 0)  # the token before the first that is trained stays
+
+  def cut(kept_DxP: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """(tokens to leave out, tokens that are still too many)"""
+    there_D = (kept_DxP > 0).sum(axis=1)
+    shared_D = np.where(there_D > 1, prompts_D, 0)
+    excess_D = np.maximum(_places(kept_DxP, shared_D) - seq_len, 0)
+    times_D = np.where(shared_D > 0, 1, np.maximum(there_D, 1))  # so often the prompt stands in the row
+    cut_D = np.minimum(-(-excess_D // times_D), most_D)
+    if tokens.images is not None:  # none is cut
+      starts_D = np.array(tokens.parts[:-1]).reshape(kept_DxP.shape)[:, 0]
+      cut_D = tokens.images.outside(starts_D + cut_D, after=True) - starts_D
+    return cut_D, np.maximum(excess_D - times_D * cut_D, 0)
+
+  kept_DxP = sizes_DxP.copy()
+  cut_D, left_D = cut(kept_DxP)
+  if kept_DxP.shape[1] > 1:
+    spare_DxP = marks_DxP == MISMATCHED
+    least_D = most_D + 1  # of its prompt no token is trained
+    kept_DxP -= np.where(spare_DxP, left_D[:, None], 0)
+    kept_DxP[spare_DxP & (kept_DxP <= least_D[:, None])] = 0
+    cut_D, left_D = cut(kept_DxP)
+  return kept_DxP, cut_D, (left_D == 0) & (cut_D <= most_D)
+
+
+def common_beginnings(tokens: TokenizedSource, of_one: bool = False) -> np.ndarray:
+  """How many tokens the parts of each document begin with alike, of which none is trained, int64 [D]. Parts without
+  tokens do not count; 0 where a document has fewer than two, unless `of_one`: then all that are before its first."""
   each, sizes = tokens.parts_each, np.diff(tokens.parts)
   result = np.zeros(tokens.num_documents, np.int64)
-  if each < 2 or tokens.weights is None:
+  if each < 2 and not of_one or tokens.weights is None:
     return result
   first = 0
   while first < len(result):  # so many documents at a time as have WEIGHTS_READ tokens, or one
@@ -265,7 +310,7 @@ def common_beginnings(tokens: TokenizedSource) -> np.ndarray:
       doc, place = ragged(np.where(is_there_D, alike_D, 0))
       other = ids[begin_D[doc] + place] != ids[of_first_D[doc] + place]
       np.minimum.at(alike_D, doc[other], place[other])
-    result[first:last] = np.where(there_DxP.sum(axis=1) > 1, alike_D, 0)
+    result[first:last] = np.where(there_DxP.sum(axis=1) > (0 if of_one else 1), alike_D, 0)
     first = last
   return result
 

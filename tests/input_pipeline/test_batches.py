@@ -111,8 +111,8 @@ def test_auto_suits_the_strategy():
 @pytest.mark.parametrize("changed, said", [
     (dict(strategy="dpo", packing="concat"), "strategy 'dpo' needs them whole"),
     (dict(strategy="dpo", over_long="split"), "input.over_long is 'split', which strategy 'dpo' cannot do: the "
-     "parts of an example belong together. Use truncate_end, drop, error."),
-    (dict(strategy="kto", over_long="truncate_start"), "input.over_long is 'truncate_start', which strategy 'kto'"),
+     "parts of an example belong together. Use truncate_end, truncate_start, drop, error."),
+    (dict(strategy="kto", over_long="split"), "input.over_long is 'split', which strategy 'kto'"),
     (dict(strategy="sft", packing="concat"), "input.packing is 'concat', which would cut conversations"),
     (dict(strategy="sft", normalize="row"), "strategy.normalize is 'row'; allowed: token, sequence"),
 ])

@@ -59,11 +59,101 @@ def test_drop_and_error():
   assert units.dropped == {"too long": 1} and units.spans.doc.tolist() == [0, 2]
   with pytest.raises(DataError, match=re.escape(
       "1 of 3 documents (33.3%) are longer than seq_len=11 (the longest: 20 tokens); with input.over_long='error' they "
-      "are refused. Set seq_len=20 or more, another input.over_long (truncate_end, drop).")):
+      "are refused. Set seq_len=20 or more, another input.over_long (truncate_end, truncate_start, "
+      "drop).")):
     fit(long, 11, "error")
   with pytest.raises(DataError, match="and input.max_over_long allows 30.0% of them. Set seq_len=20"):
     fit(long, 11, share=0.3)
   assert fit(long, 20, "error", share=0.0).dropped == {}
+
+
+def alike_source(units, marks=(1.0, 1.0)):
+  """As `source_of`, with the same prompt on both sides, ids from 100 on; those of completions are all different."""
+  source, ids, own = source_of(units, marks), [], 1000
+  for unit in units:
+    for before, trained in unit:
+      ids += [*range(100, 100 + before), *range(own, own + trained)]
+      own += trained
+  return source._replace(tokens=np.array(ids, np.uint16))
+
+
+def laid(source, units, doc, seq_len):
+  """What a row with this document holds of each part: ids, with those of a shared prompt before them."""
+  batch = empty_batch(1, seq_len, 0, units.each + 1, prompts=units.shares)
+  plan = make_plan("none", np.diff(source.offsets), seq_len, seed=0, name="s", shuffle=False, count=units.count,
+                   spans=units.spans)
+  row = (range(source.num_documents) if units.spans.doc is None else units.spans.doc.tolist()).index(doc)
+  PackedSource(source, plan, units=units).fill(batch, np.array([0]), 0, np.array([row]), 0)
+  found = []
+  for number in range(1, units.each + 1):
+    mine = batch["segment_ids"][0] == number
+    if mine.any() and units.shares and (prompt := batch["prompt_ids"][0][mine][0]):
+      assert not batch["loss_weights"][0][batch["segment_ids"][0] == prompt].any()
+      mine |= batch["segment_ids"][0] == prompt
+    found.append(batch["tokens"][0][mine].tolist())
+    assert batch["positions"][0][mine].tolist() == list(range(mine.sum()))  # as of texts that begin there
+    assert batch["loss_weights"][0][mine].tolist() == [float(i >= 1000) for i in found[-1]]
+  return found
+
+
+@pytest.mark.parametrize("share, cut", [(False, 5), (True, 3)])
+def test_prompts_are_cut_at_their_beginning_and_answers_kept_whole(share, cut):
+  """By hand: 23 tokens in 13 places: each side loses 5. A shared prompt stands there once, but for its last token:
+  7 + 4 + 5 = 16 places lose 3."""
+  source = alike_source([[(8, 3), (8, 4)], [(2, 9), (2, 7)], [(2, 3), (2, 3)], [(6, 6), (6, 5)]])
+  units = Units(source, 13, "truncate_start", 1.0, share)
+  assert laid(source, units, 0, 13) == [
+      [*range(100 + cut, 108), 1000, 1001, 1002], [*range(100 + cut, 108), *range(1003, 1007)]]
+  assert laid(source, units, 2, 13)[0][:2] == [100, 101]  # fits as it is
+  # One token of the prompt must stay on each side: with it the answers of the second need 18 places, of the fourth 13.
+  assert units.dropped == {"too long": 1} and laid(source, units, 3, 13) == [
+      [105, *range(1029, 1035)], [105, *range(1035, 1040)]]
+  s = units.spans
+  assert (s.documents, s.truncated, s.too_long) == (4, 2, 1)
+  assert s.lost == 20 + 2 * cut + 2 * 5 and s.doc.tolist() == [0, 2, 3]
+  assert units.count(np.array([0, 2, 3]), None, None).tolist() == [7, 6, 11]
+  assert units.fingerprint != Units(source, 13, "truncate_end", 1.0, share).fingerprint
+  with pytest.raises(DataError, match=r"3 of 4 documents \(75.0%\) are longer than seq_len=13"):
+    Units(source, 13, "truncate_start", 0.5)
+
+
+@pytest.mark.parametrize("share", [False, True])
+def test_no_more_is_cut_at_the_beginning_than_must_be(share):
+  rng = np.random.default_rng(0)
+  made = []
+  for _ in range(60):
+    before = int(rng.integers(2, 20))
+    made.append([(before, int(rng.integers(1, 9))), (before, int(rng.integers(1, 9)))])
+  source = alike_source(made)
+  units = Units(source, 24, "truncate_start", 1.0, share)
+  kept = set(range(60) if units.spans.doc is None else units.spans.doc.tolist())
+  for doc, ((before, a), (_, b)) in enumerate(made):
+    def places(prompt, a=a, b=b):
+      return prompt - 1 + 1 + a + 1 + b if share else 2 * prompt + a + b
+    fitting_prompts = [prompt for prompt in range(1, before + 1) if places(prompt) <= 24]
+    assert (doc in kept) == bool(fitting_prompts)
+    if doc in kept:
+      one, other = laid(source, units, doc, 24)
+      assert len(one) - a == len(other) - b == max(fitting_prompts)
+      assert one[:len(one) - a] == other[:len(other) - b] == list(range(100, 100 + before))[before - len(one) + a:]
+
+
+def test_a_mismatched_completion_is_cut_or_left_out_before_its_example():
+  marks = [(1.0, MISMATCHED), (-1.0, MISMATCHED), (1.0, MISMATCHED), (1.0, 0.0)]
+  source = alike_source([[(6, 3), (6, 4)], [(2, 3), (2, 9)], [(6, 11), (6, 2)], [(9, 6), (0, 0)]], marks)
+  units = Units(source, 12, "truncate_start", 1.0)
+  assert [list(map(len, laid(source, units, doc, 12))) for doc in range(4)] == [
+      [5, 6],  # 19 places: the prompt loses 4 on each side, and 11 are used
+      [4, 8],  # of 16 the prompt can give 2; the mismatched completion loses 2
+      [12, 0],  # of 25 the prompt can give 10, and nothing would be left of the mismatched completion
+      [12, 0]]
+  assert units.dropped == {} and units.spans.truncated == 4
+
+
+def test_single_answers_lose_the_beginning_of_their_prompt():
+  source = alike_source([[(2, 3)], [(9, 5)], [(2, 9)]], (1.0,))
+  units = Units(source, 8, "truncate_start", 1.0)
+  assert laid(source, units, 1, 8) == [[106, 107, 108, *range(1003, 1008)]] and units.dropped == {"too long": 1}
 
 
 def test_single_answers_are_cut_to_a_row():
