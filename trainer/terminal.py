@@ -6,7 +6,7 @@ import sys
 
 BOLD, DIM, TRAINED, PARTLY, OFF = "\033[1m", "\033[2m", "\033[30;42m", "\033[30;43m", "\033[0m"
 # What is coloured in its background says something by it.
-_BRACKETS = {TRAINED: "⟦⟧", PARTLY: "⦅⦆"}
+_BRACKETS = {TRAINED: ("⟦", "⟧"), PARTLY: ("⦅", "⦆")}
 
 
 def say(text: str) -> None:
@@ -21,8 +21,7 @@ def plain(text: str) -> str:
       'row a⟦bc⟧⦅d⦆'
   """
   for code, (left, right) in _BRACKETS.items():
-    runs = rf"(?:{re.escape(code)}[^\033]*{re.escape(OFF)})+"
-    text = re.sub(runs, lambda found, left=left, right=right: left + _without(found[0]) + right, text)
+    text = re.sub(rf"((?:{re.escape(code)}[^\033]*{re.escape(OFF)})+)", rf"{left}\1{right}", text)
   return _without(text)
 
 
