@@ -142,6 +142,8 @@ def _check_typed(section: Any, keys: dict[str, Any], shapes: Leaves, folder: str
   told = ", ".join(f"model.{key}={typed[key]!r} (config.json: {keys[key]!r})" for key in changed)
   shape = {name: tuple(of[differ[0]].shape) if differ[0] in of else "none"
            for name, of in (("here", shapes), ("there", theirs))}
+  if section.hf is not None and Path(section.hf) != Path(folder):
+    told += f", those of model.hf={section.hf}"
   raise ConfigError(f"this config has {told}, with which the model has other parameters than {folder} holds: "
                     f"{differ[0]} is {shape['here']} here, {shape['there']} there"
                     f"{f', and {len(differ) - 1} more' if len(differ) > 1 else ''}. Leave out what is not meant "

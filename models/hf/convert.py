@@ -78,14 +78,15 @@ def plan(family: Family, model: Mapping[str, Any], abstract_params: Mapping, fol
   twins = set() if "unembed/kernel" in shapes else _names_of_unembedding(family, model, prefix) - set(wanted)
   lines = _differences(wanted, folder.tensors, lambda name: name in twins or _ignored(family, name))
   if lines:
-    more = [f"… and {len(lines) - 40} more"] if len(lines) > 40 else []
     spellings = [[name for t in tensors for name in make_entry(t, shapes, p).names()] for p in family.prefixes]
+    why = names_lib.hint([*folder.tensors], spellings, folder.path) or _no_unembedding(family, model, lines)
+    shown = 4 if why else 40
+    more = [f"… and {len(lines) - shown} more"] if len(lines) > shown else []
     raise HFError(
-        f"the tensors of {folder.path} are not those that its {files.CONFIG} asks for, as {family.name} ({len(lines)} "
-        "differences; -: missing there, +: only there, !: other shape or dtype):\n  " + "\n  ".join(lines[:40] + more)
-        + "\n" + (names_lib.hint([*folder.tensors], spellings, folder.path) or _no_unembedding(family, model, lines) or
-                  f"Fetch the folder again; if its tensors are right, {files.CONFIG} must say what they are "
-                  "(sizes, tie_word_embeddings, biases)."))
+        f"{why}{chr(10) if why else ''}the tensors of {folder.path} are not those that its {files.CONFIG} asks for, as "
+        f"{family.name} ({len(lines)} differences; -: missing there, +: only there, !: other shape or dtype):\n  "
+        + "\n  ".join(lines[:shown] + more) + ("" if why else f"\nFetch the folder again; if its tensors are right, "
+        f"{files.CONFIG} must say what they are (sizes, tie_word_embeddings, biases)."))
   for name in twins & set(folder.tensors):
     _check_tied(folder, name, chosen["embed/embedding"].name(()))
   leaves = {}

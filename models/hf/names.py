@@ -50,9 +50,9 @@ def hint(present: Sequence[str], wanted: Iterable[Iterable[str]], where: Any) ->
     where: the folder, for the message.
   """
   if adapted := [name for name in present if ADAPTERS.search(name)]:
-    return (f"{where} holds adapters beside their base ({adapted[0]}), and whether they are added to it already cannot "
-            "be seen. Save it anew where it came from: model.merge_and_unload().save_pretrained(DIR) for the whole "
-            "model, or model.save_pretrained(DIR) for the adapters alone, which model.lora.peft=DIR reads.")
+    return (f"{where} holds adapters beside their base ({adapted[0]!r:.200}), and whether they are added to it already "
+            "cannot be seen. Save it anew where it came from: model.merge_and_unload().save_pretrained(DIR) for the "
+            "whole model, or model.save_pretrained(DIR) for the adapters alone, which model.lora.peft=DIR reads.")
   spellings = [set(names) for names in wanted]
   if any(2 * len(names & set(present)) > len(names) for names in spellings):
     return ""  # most are as wanted
@@ -62,13 +62,15 @@ def hint(present: Sequence[str], wanted: Iterable[Iterable[str]], where: Any) ->
       counts.update(name[:i + 1] for i, letter in enumerate(name) if letter == "." and name[i + 1:] in names)
     before, count = counts.most_common(1)[0] if counts else ("", 0)
     if 2 * count > len(names):
+      told = (f"{where}: {count} of its {len(present)} tensors have the names that are wanted behind {before!r:.200}, "
+              "which some program has put before them.")
+      if not re.fullmatch(r"[\w.-]+", before):  # nothing to be pasted into a shell
+        return f"{told} Take it off where the folder was made."
       files = f"'{where}/model*.safetensors'"
       taking = f"{{k.removeprefix('{before}'): v for k, v in load_file(f).items()}}"
-      return (f"{count} of the {len(present)} tensors have the names that are wanted behind {before!r}, which some "
-              "program has put before them. If they are this model, take it off: python -c \"import glob, ml_dtypes; "
-              f"from safetensors.numpy import *; [save_file({taking}, f, {{'format': 'pt'}}) for f in "
-              f"glob.glob({files})]\"; where there is an index, also sed -i 's/\"{re.escape(before)}/\"/' "
-              f"{where}/model.safetensors.index.json")
+      return (f"{told} If they are this model, take it off: python -c \"import glob, ml_dtypes; from safetensors.numpy "
+              f"import *; [save_file({taking}, f, {{'format': 'pt'}}) for f in glob.glob({files})]\"; where there is "
+              f"an index, also sed -i 's/\"{re.escape(before)}/\"/' {where}/model.safetensors.index.json")
   return ""
 
 

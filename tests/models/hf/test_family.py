@@ -296,6 +296,8 @@ def test_names_and_what_says_nothing_do_not_stop_a_user_and_are_told_in_one_line
   (note,) = families.LLAMA.notes(LLAMA | STRAY, "c.json")
   assert note == ("c.json: not read, and taken to have no effect: _model_name_or_path = 'Smollm2 135M 8k Lc100K Mix1 "
                   "Ep2', _private = 3, _nested = {'a': 1}, origin = 'a name'")
+  (note,) = families.LLAMA.notes(LLAMA | {"_\x1b[2J": 1, "long": "x" * 1_000_000}, "c.json")
+  assert "\x1b" not in note and len(note) < 300
   scaled = dict(rope_scaling={"type": "linear", "factor": 2.0, "_note": 1, "author": "me"})
   assert read(LLAMA, **scaled) == read(LLAMA, rope_scaling={"type": "linear", "factor": 2.0})
   (note,) = families.LLAMA.notes(LLAMA | scaled, "c.json")
