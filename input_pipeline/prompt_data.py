@@ -27,6 +27,7 @@ from input_pipeline.mixture import Mixture, stage_weights
 from input_pipeline.packing import permutation
 from input_pipeline.prompts import Prompt, Prompter
 from input_pipeline.readers import Record
+from input_pipeline.remarks import Tally
 from input_pipeline.sources import Source, open_source
 from input_pipeline.tokenizer import Tokenizer
 from trainer.config import ConfigError
@@ -211,6 +212,7 @@ def _read(source: Source, prompter: Prompter, config: ConfigDict, number: int, r
   lengths: list[int] = []
   seen: set = set()
   shapes: Counter = Counter()
+  remarks = Tally()
   dropped, bad = {DUPLICATE: 0, TOO_LONG: 0, BAD_IMAGE: 0}, BadRows(source.name, Policy.of(config))
   with source.bar("tokenizing", progress) as advance:
     for record in source.records(bad):
@@ -225,6 +227,7 @@ def _read(source: Source, prompter: Prompter, config: ConfigDict, number: int, r
           bad.add(record.where, e)
         continue
       shapes["texts" if isinstance(item.said, str) else "conversations"] += 1
+      remarks.add(item.prompt.remarks)
       key = _hash(_content(item))
       if key in seen:
         dropped[DUPLICATE] += 1
@@ -238,6 +241,7 @@ def _read(source: Source, prompter: Prompter, config: ConfigDict, number: int, r
     advance()
   bad.finish()
   dropped[BAD_ROW] = bad.count
+  remarks.say(source.name, shapes.total())
   _check_lengths(np.array(lengths), config, source.name)
   if shapes["texts"] and prompter.template is not None:
     logging.warning("source %r: %d prompts are texts to be continued, which the chat template does not touch. For what "

@@ -11,6 +11,7 @@ from input_pipeline.files import DataError, shown_names
 from input_pipeline.image_texts import IMAGE, attach, content_parts, parts_of, text_of
 from input_pipeline.images import ImageRef, Images
 from input_pipeline.readers import Record
+from input_pipeline.remarks import Remark
 from input_pipeline.segments import Segment, SegmentEncoder
 from input_pipeline.shapes import Conversation, ShapeReader
 from input_pipeline.sources import utf8
@@ -26,7 +27,7 @@ class Prompt(NamedTuple):
   """What is to be completed: its ids (int32 [n]), its text for people, the right answer if one is known, its place.
 
   `images`: uint8 [S, S, 3] each, decoded when asked for. Their tokens begin at `image_places`. `segments` are what it
-  was tokenised from.
+  was tokenised from, `remarks` what is to be counted (`remarks.py`).
   """
 
   ids: np.ndarray
@@ -36,6 +37,7 @@ class Prompt(NamedTuple):
   images: Sequence[np.ndarray] = ()
   image_places: tuple[int, ...] = ()
   segments: tuple[Segment, ...] = ()
+  remarks: tuple[Remark, ...] = ()
 
 
 class Asked(NamedTuple):
@@ -219,10 +221,10 @@ class Prompter:
     return refs
 
   def _prompt(self, segments: list[Segment], text: str, refs: tuple[ImageRef, ...], where: str) -> Prompt:
-    ids = self._encoder.tokenize([segments], [where])[0].ids
+    ((ids, _, remarks),) = self._encoder.tokenize([segments], [where])
     if not len(ids):
       raise DataError(f"{where}: the prompt is empty, and there is no BOS token to start from.")
-    prompt = Prompt(ids, text, where=where, segments=tuple(segments))
+    prompt = Prompt(ids, text, where=where, segments=tuple(segments), remarks=remarks)
     if not refs:
       return prompt
     loaded = self._images.read(refs)

@@ -49,7 +49,7 @@ def _renamed(function: dict) -> dict:
 
 def beginning(message: dict, char: str) -> dict:
   """The message with each text in it beginning with that character."""
-  changed = {key: f"{char}{text_of(message[key])}" for key in ("content", *REASONING) if key in message}
+  changed: dict[str, Any] = {key: f"{char}{text_of(message[key])}" for key in ("content", *REASONING) if key in message}
   if "tool_calls" in message:
     changed["tool_calls"] = [{**call, "function": {**call["function"], "name": f"{char}{call['function']['name']}"}}
                              for call in message["tool_calls"]]

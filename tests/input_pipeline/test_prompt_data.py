@@ -217,6 +217,12 @@ def test_what_is_left_out_is_counted(tmp_path, caplog):
   assert "1 (duplicate), 1 (too long)" in caplog.text
 
 
+def test_special_tokens_in_prompts_are_told_in_one_line(tmp_path, caplog):
+  """Two of three prompts have one, by hand."""
+  make(tmp_path, main=[{"prompt": "a <|eos|> <|eos|>"}, {"prompt": "b"}, {"prompt": "<|eos|>"}])
+  assert caplog.text.count("source 'main': 2 of 3 documents have the characters of special tokens") == 1
+
+
 def test_too_many_that_are_too_long_are_refused(tmp_path):
   rows = [*numbered(3), {"prompt": "x" * 60}]
   message = (r"source 'a': 1 of 4 prompts \(25.0%; the longest: 61 tokens\) leave no room for "
