@@ -71,7 +71,7 @@ def find_tokenizer(path: Path, key: str = "tokenizer") -> TokenizerFiles:
     defaults = {k: "<|endoftext|>" for k in NAMED_TOKENS[:3] if k not in named}
     named = {**named, **defaults}
   name = hf_classes.tokenizer_class(named, model)
-  serialized = _adapted(serialized, name, named, file)
+  serialized = _adapted(serialized, name, named)
   special_tokens = _special_tokens(named, folder)
   ids = {k: _ids(generation, k, folder / "generation_config.json") or _ids(model, k, folder / "config.json")
          for k in ("bos_token_id", "eos_token_id")}
@@ -95,11 +95,11 @@ def find_tokenizer(path: Path, key: str = "tokenizer") -> TokenizerFiles:
       eos_id=ids["eos_token_id"][0] if ids["eos_token_id"] and "eos_token" not in named else None, files=kept)
 
 
-def _adapted(serialized: str, name: str | None, named: dict, file: Path) -> str:
+def _adapted(serialized: str, name: str | None, named: dict) -> str:
   try:
     return hf_classes.adapted(serialized, name, named)
-  except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as e:
-    raise DataError(f"{file}: not a readable tokenizer ({e}). Replace it, or delete it if Weft made it.") from e
+  except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
+    return serialized  # no tokenizer, which is told where it is made
 
 
 def special_tokens(folder: Path) -> dict[str, str] | None:
@@ -137,6 +137,9 @@ def make_backend(serialized: str, plain: bool) -> Backend:
 def add_tokens(backend: Backend, files: TokenizerFiles, where: str) -> None:
   """Adds what tokenizer.json lacks, behind its last id as transformers does, if each token gets the id it must have."""
   for token, wanted in files.added:
+    if not token.content:
+      raise DataError(f"{where}: tokenizer_config.json or special_tokens_map.json names a special token '', which has "
+                      "no text. Give it one, or remove it there.")
     backend.add_tokens([token])
     given = backend.token_to_id(token.content)
     if wanted is not None and given != wanted:
@@ -217,7 +220,8 @@ def _added(serialized: str, named: dict, special_tokens: dict, folder: Path, leg
   try:
     present = {t["content"]: t for t in json.loads(serialized).get("added_tokens") or ()}
   except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as e:
-    raise DataError(f"{file}: not a readable tokenizer ({e}). Replace it, or delete it if Weft made it.") from e
+    why = str(e) if isinstance(e, ValueError) else "it is no object with a model and added_tokens"
+    raise DataError(f"{file}: not a readable tokenizer ({why}). Replace it, or delete it if Weft made it.") from e
   declared = {}
   for number, entry in _numbered(named.get("added_tokens_decoder"), f"{folder}: added_tokens_decoder").items():
     token = declared[number] = _token(entry, f"added_tokens_decoder[{number}]", folder)

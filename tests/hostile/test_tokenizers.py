@@ -68,8 +68,6 @@ TABLE = [
         "type": "BPE", "vocab": {"a": 0, "b": 1}, "merges": ["a c"]})}, "tokenizer.json", "not a readable tokenizer"),
     ("an unknown token that is not there", replaced("model", "unk_token", to="[NO]"), "tokenizer.json",
      "a text cannot be encoded"),
-    ("a special token that is not there", files(tokenizer_config__json={"eos_token": "<nowhere>"}),
-     "'<nowhere>' of tokenizer_config.json is not in tokenizer.json"),
     ("a special token that is a number", files(tokenizer_config__json={"eos_token": 7}), "eos_token is 7"),
     ("a special token that is a list", files(tokenizer_config__json={"bos_token": ["a"]}), "bos_token is ['a']"),
     ("a special token that is empty", files(tokenizer_config__json={"eos_token": ""}), "special token ''"),
@@ -94,7 +92,7 @@ TABLE = [
     ("an end that is negative", files(generation_config__json={"eos_token_id": -1}), "eos_token_id is -1"),
     ("an end that is a string", files(config__json={"eos_token_id": "</s>"}), "eos_token_id is '</s>'"),
     ("code to be trusted", files(tokenizer_config__json={
-        "auto_map": {"AutoTokenizer": ["evil.Pwned", None]}, "eos_token": "<nowhere>"}), "<nowhere>"),
+        "auto_map": {"AutoTokenizer": ["evil.Pwned", None]}, "eos_token": 8}), "eos_token is 8"),
     ("gpt-2 without its merges", {"vocab.json": {"a": 0}}, "tokenizer.json", "does not exist"),
     ("gpt-2 with bad merges", {"vocab.json": {"a": 0}, "merges.txt": "x y z w", "config.json": {"model_type": "gpt2"}},
      "merges.txt", "not a readable GPT-2 vocabulary"),
