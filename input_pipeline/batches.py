@@ -9,7 +9,7 @@ from ml_collections import ConfigDict
 
 from input_pipeline.cache import TokenizedSource
 from input_pipeline.examples import WITH_ADVANTAGES, WITH_PARTS, ZERO_ADVANTAGE, learns_texts
-from input_pipeline.files import DataError
+from input_pipeline.files import SHOWN_NAME, DataError
 from input_pipeline.fitting import OVER_LONG, WHOLE_OVER_LONG, Parts, Pieces, Units, fit, keep_images_whole, ragged
 from input_pipeline.image_batches import ImageLayout, Pictures
 from input_pipeline.image_texts import sees
@@ -17,6 +17,8 @@ from input_pipeline.packing import Plan, make_plan
 from trainer.config import ConfigError
 
 NORMALIZE = ("token", "sequence")
+# How many columns that nothing reads are named in the table at the start.
+SHOWN_COLUMNS = 8
 
 
 def empty_batch(
@@ -251,11 +253,19 @@ class PackedSource:
         "padded %": 100 * s.padded,
         "supervised %": 100 * s.trained / (s.rows * self.plan.seq_len),
         "records": _list_shapes(tokens.shapes),
+        "columns not read": _list_columns(tokens.unread),
     }
 
 
 def _list_shapes(shapes: dict[str, int]) -> str:
   return ", ".join(f"{n:,} {shape}" for shape, n in shapes.items()) if shapes.keys() - {"text"} else ""
+
+
+def _list_columns(unread: dict[str, int]) -> str:
+  """Names of columns, each with the number of rows that have it."""
+  names = list(unread)[:SHOWN_COLUMNS]
+  more = f" and {len(unread) - len(names)} more" if len(unread) > len(names) else ""
+  return ", ".join(f"{name[:SHOWN_NAME]} {unread[name]:,}" for name in names) + more
 
 
 # Columns of `stats_table` that are there even if they hold zeros only.

@@ -31,7 +31,7 @@ from input_pipeline.remarks import Tally
 from input_pipeline.sources import Source, utf8
 
 # Raise when the same source and encoder would give other files.
-VERSION = 5
+VERSION = 6
 BATCH_BYTES, BATCH_RECORDS = 4 << 20, 1024
 # Fewer records at a time where each may hold images.
 BATCH_WITH_IMAGES = 64
@@ -65,6 +65,8 @@ class TokenizedSource(NamedTuple):
   images: SourceImages | None = None
   # Entries of objects left out: null in a format that has no absent ones.
   nulls: int = 0
+  # Records by the columns in them that nothing reads.
+  unread: dict[str, int] = {}
 
   @property
   def num_documents(self) -> int:
@@ -153,6 +155,7 @@ def _build(folder: Path, source: Source, encoder: Encoder, vocab_size: int, key:
   """Streams the source's records through the encoder into `folder`."""
   dropped: Counter[str] = Counter()
   shapes: Counter[str] = Counter()
+  unread: Counter[str] = Counter()
   remarks, records, bad = Tally(), 0, BadRows(source.name, policy)
   with source.bar("tokenizing", progress) as advance, _Writer(folder) as writer:
     each = getattr(encoder, "tokens_per_image", 0)
@@ -161,6 +164,7 @@ def _build(folder: Path, source: Source, encoder: Encoder, vocab_size: int, key:
     for rows in _batches(source.records(bad), encoder, most, bad):
       results, rows = _encode(rows, encoder, bad)
       shapes.update(encoder.describe(record) for record, _ in rows)
+      unread.update(name for record, _ in rows for name in _unread(record, encoder))
       dropped.update(r for r in results if isinstance(r, str))
       made = [r for r in results if not isinstance(r, str)]
       for document in made:
@@ -195,9 +199,17 @@ def _build(folder: Path, source: Source, encoder: Encoder, vocab_size: int, key:
         "dropped": dict(dropped),
         "shapes": dict(shapes.most_common()),
         "remarks": remarks.counts,
+        "unread": dict(unread.most_common()),
         "checksums": writer.checksums(),
     }
     (folder / "meta.json").write_text(json.dumps(meta), "utf-8")
+
+
+def _unread(record: Record, encoder: Encoder) -> list[str]:
+  """The columns with something in them that nothing reads."""
+  read = encoder.columns(record)
+  return [*record.others, *(name for name, value in record.fields.items()
+                            if name not in read and value is not None and value not in ("", [], {}))]
 
 
 def _say_what_is_left_out(name: str, skipped: dict[str, int], dropped: dict[str, int]) -> None:
@@ -362,7 +374,7 @@ def _open(folder: Path, name: str, policy: Policy | None = None) -> TokenizedSou
     BadRows(name, policy).restore(meta["bad"]).finish()
   Tally(meta["remarks"]).say(name, meta["documents"])
   maps = {key: np.memmap(folder / f"{key}.bin", dtype, mode="r") for key, (dtype, _) in _arrays(meta).items()}
-  counts = {key: meta[key] for key in ("skipped", "nulls", "dropped", "shapes")}
+  counts = {key: meta[key] for key in ("skipped", "nulls", "dropped", "shapes", "unread")}
   fingerprint, images = meta["key"], None
   if "image_bytes" in maps:
     fingerprint += f"-{meta['image_contents']}"  # they may lie beside the data, which the key is of

@@ -74,6 +74,10 @@ class Encoder(Protocol):
     """What it was taken for, in a word or two, to be counted and shown at the start."""
     ...
 
+  def columns(self, record: Record) -> frozenset[str]:
+    """The names of its fields that are read; the others are counted and shown at the start."""
+    ...
+
 
 class TextEncoder:
   """A text is a document, with BOS before it and EOS after it where the tokenizer has them.
@@ -109,6 +113,9 @@ class TextEncoder:
 
   def describe(self, record: Record) -> str:
     return "text"
+
+  def columns(self, record: Record) -> frozenset[str]:
+    return frozenset({self._key})
 
   def _ends(self) -> tuple[int | None, int | None]:
     t = self._tokenizer
@@ -147,7 +154,7 @@ class TokenizedEncoder:
 
   def knows(self, record: Record) -> bool:
     """Whether it is a row of tokens."""
-    return self._name("input_ids") in record.fields
+    return record.fields.get(self._name("input_ids")) is not None
 
   def encode(self, records: list[Record]) -> list[Encoded | str]:
     return [self._encode(record) for record in records]
@@ -158,6 +165,9 @@ class TokenizedEncoder:
   def describe(self, record: Record) -> str:
     labelled = [key for key in ("labels", "weights") if record.fields.get(self._name(key)) is not None]
     return " with ".join(["tokens", *labelled])
+
+  def columns(self, record: Record) -> frozenset[str]:
+    return frozenset({"attention_mask", *map(self._name, ("input_ids", "labels", "weights"))})
 
   def _encode(self, record: Record) -> Encoded | str:
     if self._images and any(record.fields.get(self._name(key)) is not None for key in ("image", "images")):
@@ -266,8 +276,11 @@ class EitherEncoder:
   def describe(self, record: Record) -> str:
     return self._encoder(record).describe(record)
 
+  def columns(self, record: Record) -> frozenset[str]:
+    return self._encoder(record).columns(record)
+
   def _encoder(self, record: Record) -> Encoder:
-    if self._prefer in record.fields or not self._tokenized.knows(record):
+    if self._prefer is not None and record.fields.get(self._prefer) is not None or not self._tokenized.knows(record):
       return self._other
     return self._tokenized
 

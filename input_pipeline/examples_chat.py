@@ -26,7 +26,7 @@ from input_pipeline.tokenizer import Tokenizer
 from trainer.config import ConfigError
 
 # Raise when the same rows and options would give other tokens or weights.
-VERSION = 2
+VERSION = 3
 TRAIN_ON = ("auto", "completion", "assistant", "last_assistant", "all")
 TEMPLATES = Path(__file__).parent / "templates"
 
@@ -90,6 +90,9 @@ class ChatEncoder:
     if isinstance(row, Conversation) and row.messages[-1]["role"] != "assistant":
       return f"{row.shape}, ends with the {row.messages[-1]['role']}"
     return row.shape
+
+  def columns(self, record: Record) -> frozenset[str]:
+    return self._shapes.columns(record)
 
   def encode(self, records: list[Record]) -> list[Encoded | str]:
     """See `Encoder`. A conversation gives several documents where its template rewrites the history."""

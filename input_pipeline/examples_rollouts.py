@@ -20,12 +20,13 @@ from ml_collections import ConfigDict
 
 from input_pipeline.examples import NOTHING_TO_TRAIN, ZERO_ADVANTAGE, Encoded
 from input_pipeline.examples_chat import fields_of, texts_of
-from input_pipeline.examples_pairs import SHAPE, Side, SidesEncoder
+from input_pipeline.examples_pairs import SidesEncoder
 from input_pipeline.files import DataError, shown_names
 from input_pipeline.image_texts import vocab_size
 from input_pipeline.prompts import Asked, Prompter, PromptReader
 from input_pipeline.readers import Record
 from input_pipeline.shapes import Conversation, Plain
+from input_pipeline.shapes_pairs import SHAPE, Side
 from input_pipeline.tokenizer import Tokenizer
 from trainer import advantages
 from trainer.config import ConfigError
@@ -75,6 +76,14 @@ class RolloutReader(PromptReader):
       found.append(self._response(record, i, response, mask, asked))
       trained.append(self._trained(record, i, mask, found[-1]))
     return Rollout(asked, found, np.array(rewards, np.float64), trained)
+
+  def columns(self, record: Record, prompt_key: str | None = None, chat: bool = False) -> frozenset[str]:
+    """The names of the row's columns that are read. Args: see `ask`."""
+    if self._asked_ids(record, prompt_key) is None:
+      asked = self.ask(record, prompt_key, chat).columns
+    else:
+      asked = frozenset({self._name(self._column(record)) if prompt_key is None else prompt_key})
+    return asked | {self._name(key) for key in ("responses", "rewards", "masks")}
 
   def has_responses(self, record: Record) -> bool:
     """Whether it is such a row, and no prompt alone."""
@@ -220,6 +229,9 @@ class RolloutEncoder(SidesEncoder):
     if isinstance(row.responses[0], Tokens):
       return "responses of tokens"
     return f"responses of {'strings' if isinstance(row.responses[0].row, Plain) else 'messages'}"
+
+  def columns(self, record: Record) -> frozenset[str]:
+    return self._rollouts.columns(record, self._key, self._chat.template is not None)
 
   def _read(self, record: Record) -> Rollout:
     return self._rollouts.rollout(record, self._key, self._chat.template is not None)

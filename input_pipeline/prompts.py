@@ -13,7 +13,7 @@ from input_pipeline.images import ImageRef, Images
 from input_pipeline.readers import Record
 from input_pipeline.remarks import Remark
 from input_pipeline.segments import Segment, SegmentEncoder
-from input_pipeline.shapes import Conversation, ShapeReader
+from input_pipeline.shapes import BESIDE, Conversation, ShapeReader
 from input_pipeline.sources import utf8
 from input_pipeline.tokenizer import Tokenizer
 from trainer.config import ConfigError
@@ -78,8 +78,8 @@ class PromptReader(ShapeReader):
       messages, _ = self._messages(record, column)
       return self._asked(record, column, messages, {key}, ends=prompt_key is not None or column in WITH_ANSWER)
     if prompt_key is None and column == "instruction":
-      messages = self._instruction_prompt(record)
-      return self._asked(record, column, messages, {key, self._name("input")}, ends=False)
+      messages = self._questions(record)
+      return self._asked(record, column, messages, {key, self._name("input"), self._name("history")}, ends=False)
     if prompt_key is None and column in WITH_ANSWER or isinstance(value, bool) or not isinstance(
         value, str if prompt_key is None else (str, int, float)):
       raise self._no_prompt(record, key, value)
@@ -117,10 +117,6 @@ class PromptReader(ShapeReader):
     return DataError(f"{record.where}: {key!r} is {found}; a prompt is a string or a list of messages. Set "
                      "rollout.prompt_key to another column, or remove such rows.")
 
-  def _instruction_prompt(self, record: Record) -> list[dict]:
-    answered = record._replace(fields={**record.fields, self._name("output"): ""})
-    return self._instruction(answered).messages[:-1]
-
   def _asked(self, record: Record, column: str, messages: list[dict], used: set[str], ends: bool) -> Asked:
     """`ends`: what the assistant says at the end is no part of the prompt."""
     answer = None
@@ -132,7 +128,7 @@ class PromptReader(ShapeReader):
       answer = None if content is None else text_of(content)
       messages = messages[:-1]
     row = self._conversation(record, column, messages, [1.0] * len(messages), None)
-    beside = {self._name(key) for key in ("system", "tools", "chat_template_kwargs") if self._has(record, key)}
+    beside = {self._name(key) for key in BESIDE if self._has(record, key)}
     columns = frozenset({*used, *beside, *self._image_columns(record)})
     return Asked(row.messages, columns, row.tools, row.variables, answer, row.images)
 

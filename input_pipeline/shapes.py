@@ -2,22 +2,24 @@
 
     messages                          role and content; also tools, chat_template_kwargs, and a weight on a message
     prompt, completion                two strings, or two lists of messages
-    instruction, (input,) output      one question and its answer; `response` is another name of output
+    instruction, (input,) output      one question and its answer; `response` is another name of output; `history` has
+                                      earlier ones, as pairs
     conversations                     ShareGPT: from and value, or role and content
     text
     prefix, suffix                    two strings, for models that see images alone
 
-Each row is recognised by itself. It may have images (`image`, `images`) if the model sees them. Whatever else is in it
-is left alone.
+Each row is recognised by itself. It may have images (`image`, `images`) if the model sees them, and conversations have
+`system`, `tools` and `chat_template_kwargs` beside them. Whatever else is in it is left alone (`ShapeReader.columns`).
 """
 
 from collections.abc import Collection, Mapping
 from typing import Any, NamedTuple
 
-from input_pipeline.files import DataError, NotJSONError, parse_json, shown_names
+from input_pipeline.files import DataError, shown_names
 from input_pipeline.image_texts import ImageFormat, attach, column_refs, content_parts
 from input_pipeline.images import ImageRef
 from input_pipeline.readers import Record
+from input_pipeline.tool_calls import CALLING, SPEAKERS, calls_of, found, from_json, joined, said_call
 
 # Each shape's columns; of alternatives in a tuple one must be there.
 SHAPES: dict[str, tuple[str | tuple[str, ...], ...]] = {
@@ -29,14 +31,17 @@ SHAPES: dict[str, tuple[str | tuple[str, ...], ...]] = {
 }
 # Of models that see images: what stands between the two is `chat.prefix_end`.
 SHAPES_WITH_IMAGES = SHAPES | {"prefix/suffix": ("prefix", "suffix")}
+# What may stand beside the messages of a conversation, and the images of any row.
+BESIDE, IMAGES = ("system", "tools", "functions", "chat_template_kwargs"), ("image", "images")
+# The columns of messages that may have ShareGPT's keys.
+WITH_FROM = ("conversations", "chosen", "rejected")
+WITH_HISTORY = "instruction/output with history"
 # Names that `chat.fields` may map: columns, and the keys of a message.
-COLUMNS = ("messages", "prompt", "completion", "instruction", "input", "output", "response", "conversations", "text",
-           "system", "tools", "chat_template_kwargs", "role", "content", "from", "value", "input_ids", "labels",
-           "weights", "chosen", "rejected", "label", "prompts", "responses", "rewards", "masks", "prefix",
-           "suffix", "image", "images")
+COLUMNS = ("messages", "prompt", "completion", "instruction", "input", "output", "response", "history",
+           "conversations", "text", "system", "tools", "functions", "chat_template_kwargs", "role", "content", "from",
+           "value", "input_ids", "labels", "weights", "chosen", "rejected", "label", "prompts", "responses", "rewards",
+           "masks", "prefix", "suffix", "image", "images")
 ROLES = ("system", "developer", "user", "assistant", "tool")
-SHAREGPT_ROLES = {"human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant", "system": "system",
-                  "tool": "tool", "function": "tool", "observation": "tool", "function_call": "assistant"}
 # Variables of a template that a row may not set: they follow from the row, or are what functions call what they get.
 RESERVED = ("messages", "tools", "documents", "add_generation_prompt", "continue_final_message", "inert_tokens",
             "images", "where", "self")
@@ -95,15 +100,15 @@ class ShapeReader:
       matches = chosen if len(chosen) == 1 else matches
     if len(matches) == 1:
       return matches[0]
-    found = shown_names(record.fields)
+    columns = shown_names(record.fields)
     if matches:
       first = _names(self._known[matches[0]][0])[0]
-      raise DataError(f"{record.where}: its columns ({found}) fit several shapes: {'; '.join(matches)}. Say which is "
+      raise DataError(f"{record.where}: its columns ({columns}) fit several shapes: {'; '.join(matches)}. Say which is "
                       f'meant by naming its column in chat.fields, e.g. (("{first}", "{self._name(first)}"),), or '
                       "remove the others.")
     more = "" if self._images is None else "; prefix and suffix"
     raise DataError(
-        f"{record.where}: its columns ({found}) are none that are known. Known are: messages; prompt and completion; "
+        f"{record.where}: its columns ({columns}) are none that are known. Known are: messages; prompt and completion; "
         f"instruction (with input) and output or response; conversations; text; input_ids{more}. Other names are "
         'mapped by chat.fields, ours first: (("messages", "dialogue"),) or (("prompt", "question"), ("completion", '
         '"answer")).')
@@ -146,7 +151,7 @@ class ShapeReader:
       return Plain("prompt/completion", prompt, completion, self.images_of(record))
     for key, value in (("prompt", prompt), ("completion", completion)):
       if not isinstance(value, list):
-        raise DataError(f"{record.where}: {self._name(key)} is {_found(value)}; prompt and completion are two strings "
+        raise DataError(f"{record.where}: {self._name(key)} is {found(value)}; prompt and completion are two strings "
                         "or two lists of messages.")
     before, weights = self._messages(record, "prompt")
     after, more = self._messages(record, "completion")
@@ -157,12 +162,43 @@ class ShapeReader:
 
   def _instruction(self, record: Record) -> Conversation:
     answer = "output" if self._has(record, "output") else "response"
+    said = [*self._questions(record), {"role": "assistant", "content": self._string(record, answer)}]
+    # What was answered in the history is trained, as in LLaMA-Factory, unless completions alone are.
+    shape = WITH_HISTORY if len(said) > 2 else "instruction/output"
+    return self._conversation(record, shape, said, [1.0] * len(said), len(said) - 1)
+
+  def _questions(self, record: Record) -> list[dict]:
+    """The messages up to the question of an instruction, which is the last."""
     question = self._string(record, "instruction")
     if self._has(record, "input"):
       more = self._string(record, "input")
       question += f"\n\n{more}" if more else ""
-    messages = [{"role": "user", "content": question}, {"role": "assistant", "content": self._string(record, answer)}]
-    return self._conversation(record, "instruction/output", messages, [1.0, 1.0], 1)
+    said = [*self._history(record), question]
+    return [{"role": ("user", "assistant")[i % 2], "content": text} for i, text in enumerate(said)]
+
+  def _history(self, record: Record) -> list[str]:
+    """What was asked and answered before, in turn."""
+    key, pairs = self._name("history"), record.fields.get(self._name("history")) or []
+    for i, pair in enumerate(pairs if isinstance(pairs, list) else [pairs]):
+      if not isinstance(pairs, list) or not isinstance(pair, (list, tuple)) or len(pair) != 2 or not all(
+          isinstance(text, str) for text in pair):
+        raise DataError(f"{record.where}: {key}[{i}] is {found(pair)}; expected a list of pairs, each what was asked "
+                        "and what was answered: [[\"Hi\", \"Hello\"], …].")
+    return [text for pair in pairs for text in pair]
+
+  def columns(self, record: Record) -> frozenset[str]:
+    """The names of the row's columns that are read, whatever they are called. Raises: see `shape`."""
+    shape = self.shape(record)
+    main = [next(name for name in _names(names) if self._has(record, name)) for names in self._known[shape]]
+    if shape == "instruction/output":
+      main += ["input", "history"]
+    strings = shape in ("text", "prefix/suffix") or shape == "prompt/completion" and isinstance(
+        record.fields[self._name("prompt")], str)
+    return self._with_beside(main, strings)
+
+  def _with_beside(self, main: Collection[str], strings: bool) -> frozenset[str]:
+    """The names of these columns, and of those that are read beside them; strings have nothing but images there."""
+    return frozenset(map(self._name, (*main, *IMAGES, *(() if strings else BESIDE))))
 
   def _conversation(self, record: Record, shape: str, messages: list[dict], weights: list[float],
                     prompt: int | None, images: tuple[ImageRef, ...] | None = None) -> Conversation:
@@ -194,30 +230,48 @@ class ShapeReader:
     key = self._name(column)
     raw = record.fields[key]
     if not isinstance(raw, list):
-      raise DataError(f"{record.where}: {key} is {_found(raw)}; expected a list of messages.")
+      raise DataError(f"{record.where}: {key} is {found(raw)}; expected a list of messages.")
     if not raw:
       raise DataError(f"{record.where}: {key} is an empty list; expected messages. Remove the row.")
-    messages, weights = [], []
+    messages: list[dict] = []
+    weights: list[float] = []
     for i, message in enumerate(raw):
       where = f"{record.where}: {key}[{i}]"
       if not isinstance(message, Mapping):
-        raise DataError(f"{where} is {_found(message)}; expected an object with role and content.")
+        raise DataError(f"{where} is {found(message)}; expected an object with role and content.")
       message = {k: v for k, v in message.items() if v is not None}
-      weights.append(_weight(message.pop("weight", 1.0), f"{where}.weight"))
-      sharegpt = column == "conversations" and self._name("from") in message
-      messages.append(self._sharegpt(message, where) if sharegpt else self._message(message, where))
+      weight = _weight(message.pop("weight", 1.0), f"{where}.weight")
+      sharegpt = column in WITH_FROM and self._name("from") in message
+      role, content = ("from", "value") if sharegpt else ("role", "content")
+      calling = message.get(self._name(role)) in CALLING and message[self._name(role)] not in self._roles
+      message = self._message(message, self._name(role), self._name(content), where)
+      if not calling or not messages or messages[-1]["role"] != "assistant":
+        messages.append(message)
+        weights.append(weight)
+        continue
+      if weight != weights[-1]:
+        raise DataError(f"{where}.weight is {weight:g}, but {weights[-1]:g} before it in the same turn, which it is a "
+                        "call of. Give both the same.")
+      messages[-1] = joined(messages[-1], message)
     return messages, weights
 
-  def _message(self, message: dict, where: str) -> dict:
-    role_key, content_key = self._name("role"), self._name("content")
+  def _message(self, message: dict, role_key: str, content_key: str, where: str) -> dict:
+    """A message as templates take it; `role_key` and `content_key` are what the row calls the two."""
     if role_key not in message:
       raise DataError(f"{where} has no {role_key!r}, only {shown_names(message, 'nothing')}. Each message "
                       'needs a role; other names of it are mapped by chat.fields: (("role", "speaker"),).')
-    role = message.pop(role_key)
-    if not isinstance(role, str) or role not in self._roles:
-      raise DataError(f"{where}.{role_key} is {_found(role)}; allowed: {', '.join(self._roles)}. Others can be named "
-                      "in chat.roles, if the template knows them.")
+    speaker = message.pop(role_key)
+    if not isinstance(speaker, str) or speaker not in self._roles and speaker not in SPEAKERS:
+      raise DataError(f"{where}.{role_key} is {found(speaker)}; allowed: {', '.join((*self._roles, *SPEAKERS))}. "
+                      "Others can be named in chat.roles, if the template knows them.")
+    role = speaker if speaker in self._roles else SPEAKERS[speaker]
+    if speaker in CALLING and speaker not in self._roles:
+      if content_key not in message:
+        raise DataError(f"{where} has no {content_key!r}, only {shown_names([role_key, *message])}.")
+      return {"role": role, **said_call(message.pop(content_key), f"{where}.{content_key}"), **message}
     result = {"role": role}
+    if role == "assistant" and not message.get("tool_calls") and message.get("function_call"):
+      message["tool_calls"] = [message.pop("function_call")]  # before there were several
     calls = role == "assistant" and message.get("tool_calls")
     if content_key in message:
       result["content"] = self._content(message.pop(content_key), f"{where}.{content_key}")
@@ -227,9 +281,9 @@ class ShapeReader:
                       "needs one.")
     for name in REASONING:
       if name in message and not isinstance(message[name], str):
-        raise DataError(f"{where}.{name} is {_found(message[name])}; expected a string.")
+        raise DataError(f"{where}.{name} is {found(message[name])}; expected a string.")
     if "tool_calls" in message:
-      calls = _tool_calls(message.pop("tool_calls"), f"{where}.tool_calls")
+      calls = calls_of(message.pop("tool_calls"), f"{where}.tool_calls")
       message |= {"tool_calls": calls} if calls else {}
     return result | message
 
@@ -238,39 +292,29 @@ class ShapeReader:
     if isinstance(value, str):
       return value
     if not isinstance(value, list):
-      raise DataError(f"{where} is {_found(value)}; expected a string, or a list of parts with type 'text'.")
+      raise DataError(f"{where} is {found(value)}; expected a string, or a list of parts with type 'text'.")
     if self._images is not None:
       return content_parts(value, where)
     texts = []
     for i, part in enumerate(value):
       if not isinstance(part, Mapping) or part.get("type") != "text" or not isinstance(part.get("text"), str):
-        raise DataError(f"{where}[{i}] is {_found(part)}; expected {{'type': 'text', 'text': …}}. Images and other "
+        raise DataError(f"{where}[{i}] is {found(part)}; expected {{'type': 'text', 'text': …}}. Images and other "
                         "parts are not trained on here.")
       texts.append(part["text"])
     return "".join(texts)
 
-  def _sharegpt(self, message: dict, where: str) -> dict:
-    from_key, value_key = self._name("from"), self._name("value")
-    speaker = message.pop(from_key)
-    known = {**SHAREGPT_ROLES, **{role: role for role in self._roles}}
-    if not isinstance(speaker, str) or speaker not in known:
-      raise DataError(f"{where}.{from_key} is {_found(speaker)}; allowed: {', '.join(known)}.")
-    if value_key not in message:
-      raise DataError(f"{where} has no {value_key!r}, only {shown_names([from_key, *message])}.")
-    value = message.pop(value_key)
-    if speaker == "function_call":
-      return {"role": "assistant", "tool_calls": _tool_calls([_json(value, f"{where}.{value_key}")],
-                                                            f"{where}.{value_key}"), **message}
-    return {"role": known[speaker], "content": self._content(value, f"{where}.{value_key}"), **message}
-
   def _tools(self, record: Record) -> list[dict] | None:
-    key = self._name("tools")
-    if not self._has(record, "tools") or record.fields[key] == "":
+    """What the model may call: `tools`, or `functions`, as OpenAI's older format has them."""
+    column = "tools" if self._has(record, "tools") else "functions"
+    key = self._name(column)
+    if not self._has(record, column) or record.fields[key] == "":
       return None
-    tools = _json(record.fields[key], f"{record.where}: {key}")
+    tools = from_json(record.fields[key], f"{record.where}: {key}")
     if not isinstance(tools, list) or not all(isinstance(tool, Mapping) for tool in tools):
-      raise DataError(f"{record.where}: {key} is {_found(record.fields[key])}; expected a list of JSON schemas, or a "
+      raise DataError(f"{record.where}: {key} is {found(record.fields[key])}; expected a list of JSON schemas, or a "
                       "string of JSON that holds one.")
+    if column == "functions":
+      tools = [{"type": "function", "function": tool} for tool in tools]
     return tools or None
 
   def _variables(self, record: Record) -> dict:
@@ -279,7 +323,7 @@ class ShapeReader:
       return {}
     value = record.fields[key]
     if not isinstance(value, Mapping):
-      raise DataError(f"{record.where}: {key} is {_found(value)}; expected an object with variables of the template.")
+      raise DataError(f"{record.where}: {key} is {found(value)}; expected an object with variables of the template.")
     variables = {k: v for k, v in value.items() if v is not None}
     for name in RESERVED:
       if name in variables:
@@ -289,7 +333,7 @@ class ShapeReader:
   def _string(self, record: Record, key: str) -> str:
     value = record.fields[self._name(key)]
     if not isinstance(value, str):
-      raise DataError(f"{record.where}: {self._name(key)} is {_found(value)}; expected a string.")
+      raise DataError(f"{record.where}: {self._name(key)} is {found(value)}; expected a string.")
     return value
 
   def _has(self, record: Record, names: str | tuple[str, ...]) -> bool:
@@ -303,49 +347,8 @@ def _names(names: str | tuple[str, ...]) -> tuple[str, ...]:
   return (names,) if isinstance(names, str) else names
 
 
-def _tool_calls(value: Any, where: str) -> list[dict]:
-  """Calls as templates take them, with arguments as an object even where the data have a string of JSON."""
-  calls = _json(value, where)
-  if not isinstance(calls, list):
-    raise DataError(f"{where} is {_found(value)}; expected a list of calls.")
-  result = []
-  for i, call in enumerate(calls):
-    function = call.get("function", call) if isinstance(call, Mapping) else None
-    if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
-      raise DataError(f"{where}[{i}] is {_found(call)}; expected {{'function': {{'name': …, 'arguments': …}}}}.")
-    arguments = _json(function.get("arguments") or {}, f"{where}[{i}].arguments")
-    if not isinstance(arguments, Mapping):
-      raise DataError(f"{where}[{i}].arguments is {_found(arguments)}; expected an object, or a string of JSON that "
-                      "holds one.")
-    if "function" in call:  # templates may write it as it is: the order of its keys stays
-      kept = {k: v for k, v in call.items() if v is not None}
-      result.append(kept | {"function": {**function, "arguments": arguments}})
-    else:
-      more = {k: v for k, v in call.items() if k not in ("name", "arguments") and v is not None}
-      result.append({"type": "function", **more, "function": {"name": function["name"], "arguments": arguments}})
-  return result
-
-
-def _json(value: Any, where: str) -> Any:
-  """`value`, parsed if it is a string."""
-  if not isinstance(value, str):
-    return value
-  try:
-    return parse_json(value)
-  except NotJSONError as e:
-    raise DataError(f"{where} is {_found(value)}, which is not valid JSON ({e}).") from e
-
-
 def _weight(value: Any, where: str) -> float:
   number = isinstance(value, (int, float)) and not isinstance(value, bool)
   if not number or not 0 <= value <= MAX_WEIGHT:
-    raise DataError(f"{where} is {_found(value)}; expected a number from 0 to {MAX_WEIGHT:g}; 0: not trained.")
+    raise DataError(f"{where} is {found(value)}; expected a number from 0 to {MAX_WEIGHT:g}; 0: not trained.")
   return float(value)
-
-
-def _found(value: Any) -> str:
-  """A value and its type, for messages."""
-  if value is None:
-    return "null"
-  shown = repr(value)
-  return f"{shown[:60]}{'…' if len(shown) > 60 else ''} ({type(value).__name__})"

@@ -16,7 +16,6 @@ import zstandard
 from input_pipeline.answers import compile_pattern
 from input_pipeline.chat import ChatTemplate
 from input_pipeline.examples import make_encoder
-from input_pipeline.examples_pairs import PairReader
 from input_pipeline.examples_rollouts import RolloutReader
 from input_pipeline.files import DataError, NotJSONError, Tally, parse_json
 from input_pipeline.images import ImageError, ImageRef, Preprocess, read, to_pixels
@@ -24,6 +23,7 @@ from input_pipeline.mixture import stage_weights
 from input_pipeline.prompts import PromptReader
 from input_pipeline.readers import READERS, Record
 from input_pipeline.shapes import ShapeReader
+from input_pipeline.shapes_pairs import PairReader
 from input_pipeline.tokenizer import BytesTokenizer, load_tokenizer
 from models.hf import architecture
 from models.hf.files import TensorFolder

@@ -252,6 +252,9 @@ class Weighing:
   def describe(self, record):
     return "several" if "\n" in record.fields["text"] else "one"
 
+  def columns(self, record):
+    return frozenset({"text"})
+
 
 def weigh(data, encoder=None):
   mine = open_source(source(path=str(data)), "my source")
@@ -358,6 +361,9 @@ class Halving:
 
   def describe(self, record):
     return "a line"
+
+  def columns(self, record):
+    return frozenset({"text"})
 
 
 def halved(data, join=True):

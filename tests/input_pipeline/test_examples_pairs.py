@@ -6,9 +6,9 @@ import re
 import numpy as np
 import pytest
 
-from input_pipeline import examples_pairs
+from input_pipeline import shapes_pairs
 from input_pipeline.examples import MISMATCHED, make_encoder
-from input_pipeline.examples_pairs import LabelledEncoder, PairEncoder, common_prompt
+from input_pipeline.examples_pairs import LabelledEncoder, PairEncoder
 from input_pipeline.files import DataError
 from input_pipeline.readers import Record
 from input_pipeline.tokenizer import BytesTokenizer, load_tokenizer
@@ -100,19 +100,6 @@ def test_strings_are_joined_as_they_stand_with_one_bos_and_eos():
   assert found[1].weights.tolist() == [0] * 9 + [1] * 12 + [0] * 9 + [1] * 12
   (special,) = make().encode(records(rows[0]))  # what looks like the end of a turn is not one
   assert (special.ids == TINY.encode_rendered("<|im_end|>")[0]).sum() == 2
-
-
-@pytest.mark.parametrize("a, b, prompt", [
-    ("H: Hi\n\nA: Yes", "H: Hi\n\nA: Yesterday", "H: Hi\n\nA:"),
-    ("H: Hi\n\nA:  yes", "H: Hi\n\nA:  no", "H: Hi\n\nA:"),
-    ("It is", "It is so", "It"),
-    ("It is now", "It is\nnow", "It is"),
-    ("It is  now", "It is \nnow", "It is"),
-    ("yes", "no", ""),
-    ("yes it is", "yesterday", ""),
-])
-def test_the_prompt_of_strings_ends_before_the_spaces_between_words(a, b, prompt):
-  assert common_prompt(a, b) == common_prompt(b, a) == prompt
 
 
 def test_columns_of_other_names_and_beside_the_messages():
@@ -253,7 +240,7 @@ def test_labelled_rows_that_are_refused(row, said):
 
 def test_the_encoders_are_those_of_their_strategies():
   assert type(make()) is PairEncoder and type(make("kto")) is LabelledEncoder
-  assert doctest.testmod(examples_pairs).attempted == 1 and doctest.testmod(examples_pairs).failed == 0
+  assert doctest.testmod(shapes_pairs).attempted == 1 and doctest.testmod(shapes_pairs).failed == 0
 
 
 def test_the_documentation_shows_what_happens():

@@ -16,6 +16,7 @@ from input_pipeline import loader
 from input_pipeline.files import DataError
 from input_pipeline.tokenizer import BytesTokenizer
 from trainer.config import ConfigError, defaults, source
+from trainer.config import strategy as strategy_of
 from trainer.config_checks import View
 
 
@@ -290,3 +291,27 @@ def test_bad_config(tmp_path, top, inputs, said):
 def test_no_sources(tmp_path):
   with pytest.raises(ConfigError, match="input.sources is empty: add one"):
     make(defaults(), tmp_path)
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "parquet"])
+@pytest.mark.parametrize("strategy", ["seq", "sft", "dpo", "kto"])
+def test_columns_that_nothing_reads_are_named_with_their_rows(tmp_path, kind, strategy):
+  said = dict(seq={"text": "a text"}, sft={"prompt": "q", "completion": "a"}, dpo={"prompt": "q", "chosen": "a",
+              "rejected": "b"}, kto={"prompt": "q", "completion": "a", "label": True})[strategy]
+  rows = [{**said, **{k: v + str(i) for k, v in said.items() if k == "prompt"}, "id": i, "note": "x" if i < 4 else None}
+          for i in range(9)]
+  if kind == "jsonl":
+    (tmp_path / "x.jsonl").write_text("\n".join(map(json.dumps, rows)))
+  else:
+    pq.write_table(pa.Table.from_pylist(rows), tmp_path / "x.parquet")
+  c = config(tmp_path, {}, packing="auto")
+  c.strategy, c.seq_len = strategy_of(strategy), 64
+  c.input.sources.x = source(type=kind, path=str(tmp_path / f"x.{kind}"))
+  (stats,) = make(c, tmp_path).stats()
+  # Of columns that were not read from the file, what they hold is not known.
+  assert stats["columns not read"] == ("id 9, note 9" if (kind, strategy) == ("parquet", "seq") else "id 9, note 4")
+  assert "id 9, note" in loader.format_stats([stats])
+  (tmp_path / "few.jsonl").write_text("\n".join(json.dumps(said | {"prompt": f"q{i}"} if strategy != "seq" else said)
+                                                for i in range(9)))
+  c.input.sources.x = source(type="jsonl", path=str(tmp_path / "few.jsonl"))
+  assert "columns not read" not in make(c, tmp_path).stats()[0]

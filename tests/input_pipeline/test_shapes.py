@@ -153,7 +153,7 @@ MALFORMED = {
     "two systems": (messages({"role": "system", "content": "a"}, USER, system="b"), r"column 'system' and begins"),
     "text": ({"text": 3.5}, r"text is 3\.5 \(float\)"),
     "sharegpt role": ({"conversations": [{"from": "alien", "value": "x"}]},
-                      r"conversations\[0\]\.from is 'alien' \(str\); allowed: human"),
+                      r"conversations\[0\]\.from is 'alien' \(str\); allowed: .*user, .*human, gpt"),
     "sharegpt value": ({"conversations": [{"from": "human", "text": "x"}]}, r"conversations\[0\] has no 'value'"),
     "sharegpt call": ({"conversations": [{"from": "function_call", "value": "f(1)"}]},
                       r"conversations\[0\]\.value is 'f\(1\)' \(str\), which is not valid JSON"),
@@ -166,3 +166,83 @@ def test_malformed_rows_are_named_with_file_line_and_key(name):
   with pytest.raises(DataError) as error:
     read(fields)
   assert re.match(rf"data/a\.jsonl:7: .*{message}", str(error.value), re.DOTALL), str(error.value)
+
+
+def test_a_history_is_what_was_said_before_the_instruction():
+  """As LLaMA-Factory's converter of Alpaca rows has it; the system prompt stands before all."""
+  fields = {"instruction": "And 2?", "input": "now", "output": "4", "history": [["1?", "2"], ["Sure?", "Yes"]],
+            "system": "Double."}
+  row = read(fields)
+  said = [("system", "Double."), ("user", "1?"), ("assistant", "2"), ("user", "Sure?"), ("assistant", "Yes"),
+          ("user", "And 2?\n\nnow"), ("assistant", "4")]
+  assert [(m["role"], m["content"]) for m in row.messages] == said
+  assert (row.shape, row.prompt, row.weights) == ("instruction/output with history", 6, [1.0] * 7)
+  renamed = {**fields, "past": fields["history"], "history": None}
+  assert read(renamed, {"history": "past"}).messages == row.messages
+  for nothing in ([], None):
+    assert read({**fields, "history": nothing}).shape == "instruction/output"
+  for bad in ([["a"]], [["a", "b"], ["a", None]], [{"role": "user"}], "a", ["ab"]):
+    with pytest.raises(DataError, match=r"history\[\d\] is .*; expected a list of pairs"):
+      read({**fields, "history": bad})
+
+
+CALL = ['{"name": "f", "arguments": {"x": 1}}', '{"name": "g", "arguments": "{\\"y\\": 2}"}']
+CALLED = [{"type": "function", "function": {"name": "f", "arguments": {"x": 1}}},
+          {"type": "function", "function": {"name": "g", "arguments": {"y": 2}}}]
+
+
+@pytest.mark.parametrize("by, of, calling, told", [("from", "value", "function_call", "observation"),
+                                                   ("role", "content", "tool_call", "tool_response")])
+def test_several_calls_in_a_row_are_one_turn(by, of, calling, told):
+  def rows(*said):
+    return read({"conversations": [{by: who, of: what} for who, what in said]}).messages
+
+  user, tool = ("human", "Do it."), [(told, "1"), (told, "2")]
+  wanted = [{"role": "user", "content": "Do it."}, {"role": "assistant", "tool_calls": CALLED},
+            {"role": "tool", "content": "1"}, {"role": "tool", "content": "2"}, {"role": "assistant", "content": "Ok"}]
+  assert rows(user, (calling, CALL[0]), (calling, CALL[1]), *tool, ("gpt", "Ok")) == wanted
+  # A list in one message is the same, which is how LLaMA-Factory itself writes them.
+  assert rows(user, (calling, f"[{', '.join(CALL)}]"), *tool, ("gpt", "Ok")) == wanted
+  spoken = rows(user, ("gpt", "Let me see."), (calling, CALL[0]), (calling, CALL[1]), *tool, ("gpt", "Ok"))
+  assert spoken == [wanted[0], {"role": "assistant", "content": "Let me see.", "tool_calls": CALLED}, *wanted[2:]]
+  # Calls that follow what a tool said are another turn.
+  apart = rows(user, (calling, CALL[0]), tool[0], (calling, CALL[1]), tool[1], ("gpt", "Ok"))
+  assert [m["role"] for m in apart] == ["user", "assistant", "tool", "assistant", "tool", "assistant"]
+  assert [m.get("tool_calls") for m in apart] == [None, CALLED[:1], None, CALLED[1:], None, None]
+  thought = rows(user, (calling, "<think>Hm.</think>\n" + CALL[0]), tool[0], ("gpt", "Ok"))
+  assert thought[1] == {"role": "assistant", "content": "<think>Hm.</think>", "tool_calls": CALLED[:1]}
+  with pytest.raises(DataError, match="are both the assistant's"):
+    rows(user, (calling, CALL[0]), ("gpt", "Ok"))
+  with pytest.raises(DataError, match=r"conversations\[2\].weight is 0, but 1 before it in the same turn"):
+    read({"conversations": [{by: "human", of: "a"}, {by: calling, of: CALL[0]}, {by: calling, of: CALL[1], "weight": 0},
+                            {by: told, of: "x"}, {by: "gpt", of: "b"}]})
+  with pytest.raises(DataError, match=rf"conversations\[1\].{of} is .*not valid JSON"):
+    rows(user, (calling, "f(1)"), tool[0], ("gpt", "Ok"))
+
+
+def test_roles_that_a_template_knows_stay_as_they_are():
+  messages = [USER, {"role": "tool_call", "content": "f"}, {"role": "observation", "content": "1"}, ANSWER]
+  assert read({"messages": messages}, roles=("tool_call", "observation")).messages == messages
+
+
+def test_the_older_names_of_openai():
+  row = read({"messages": [USER, {"role": "assistant", "content": None, "function_call": {
+      "name": "f", "arguments": '{"x": 1}'}}, {"role": "function", "name": "f", "content": "2"}, ANSWER],
+      "functions": [{"name": "f", "parameters": {}}]})
+  assert row.messages[1:3] == [{"role": "assistant", "tool_calls": CALLED[:1]},
+                               {"role": "tool", "content": "2", "name": "f"}]
+  assert row.tools == [{"type": "function", "function": {"name": "f", "parameters": {}}}]
+
+
+def test_columns_are_those_that_are_read():
+  beside = {"system": "s", "tools": [], "id": 1}
+  for fields, mapped, wanted in (
+      ({"messages": [USER, ANSWER], **beside}, {}, {"messages", "system", "tools"}),
+      ({"dialogue": [USER, ANSWER], **beside}, {"messages": "dialogue"}, {"dialogue", "system", "tools"}),
+      ({"prompt": "a", "completion": "b", **beside}, {}, {"prompt", "completion"}),
+      ({"prompt": [USER], "completion": [ANSWER], **beside}, {}, {"prompt", "completion", "system", "tools"}),
+      ({"instruction": "a", "input": "b", "output": "c", "response": "d", "history": [], **beside}, {},
+       {"instruction", "input", "output", "history", "system", "tools"}),
+      ({"text": "a", **beside}, {}, {"text"})):
+    found = ShapeReader(mapped).columns(Record("a:1", "a:1", fields))
+    assert found & set(fields) == wanted, fields
