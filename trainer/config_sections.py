@@ -246,6 +246,12 @@ STRATEGIES = {
         kl_corrected=bool,
         # Of the bonus on the entropy of each token's distribution.
         entropy_coef=float,
+        # Weights p_old / q on tokens that were sampled, with log-probs q, by another program than the one that trains
+        # (docs/grpo_losses.md): none | token_truncate | token_mask | sequence_truncate | sequence_mask. Of a token, or
+        # of a completion; bounded by correction_min and correction_max, or 0 beyond these.
+        correction="none",
+        correction_min=0.0,
+        correction_max=3.0,
         # Of the distribution whose log-probs are trained. Default: rollout.temperature.
         temperature=float,
         # These as for dpo.

@@ -89,7 +89,7 @@ def collect(units: Iterable[Several[tuple[Sequence, float, int]]]) -> Experience
 def make_batch(experience: Experience, units: np.ndarray, *, seq_len: int, pad_id: int, row_multiple: int,
                keys: Several[str] = (), layout: image_tokens.Layout | None = None,
                images: Callable[[int], Several[np.ndarray]] | None = None,
-               share_prompts: bool = False) -> dict[str, np.ndarray]:
+               share_prompts: bool = False, old_logprobs: np.ndarray | None = None) -> dict[str, np.ndarray]:
   """A batch of some of the units, packed into as few rows as best fit finds, each unit within one row.
 
   Args:
@@ -98,10 +98,12 @@ def make_batch(experience: Experience, units: np.ndarray, *, seq_len: int, pad_i
     seq_len: T.
     pad_id: the token of empty places.
     row_multiple: B is that times 1, 2, 3, 4, 6, 8, 12, …, and S is 8, 16, 32, …, so that few shapes occur.
-    keys: which of `advantages` [B, S] and `behavior_logprobs` [B, T] to add.
+    keys: which of `advantages` [B, S], `behavior_logprobs`, `old_logprobs` and `places` [B, T] to add; `places`:
+      where each token stands in the experience, -1 for none.
     layout: what the model makes of images; None: it takes none.
     images: gives those of the prompt of a number, uint8 [P, P, 3] each; None: no prompt has any.
     share_prompts: whether the completions of a prompt in a row share it. Not with a layout.
+    old_logprobs: float32 [n], see `trainer.old_policy`; None: NaN.
 
   Returns:
     tokens, positions, segment_ids, loss_weights [B, T], source_ids [B] (of a row's first sequence), sequences [B, S];
@@ -123,7 +125,9 @@ def make_batch(experience: Experience, units: np.ndarray, *, seq_len: int, pad_i
   batch = empty_batch(bucket(max(len(rows), 1), row_multiple), seq_len, pad_id, sequences=power(most, MIN_SEGMENTS))
   if share_prompts:
     batch["prompt_ids"] = np.zeros_like(batch["segment_ids"])
-  extra = {"advantages": np.zeros_like(batch["sequences"]), "behavior_logprobs": np.zeros_like(batch["loss_weights"])}
+  zeros_BxT = np.zeros_like(batch["loss_weights"])
+  extra = {"advantages": np.zeros_like(batch["sequences"]), "behavior_logprobs": zeros_BxT,
+           "old_logprobs": zeros_BxT + np.nan, "places": np.full(zeros_BxT.shape, -1)}
   batch |= {key: extra[key] for key in keys}
   shown = _shown(experience, rows, layout, images)
   most = max((sum(len(shown[i].images) for i in sequences) for sequences in rows), default=0)
@@ -147,6 +151,10 @@ def make_batch(experience: Experience, units: np.ndarray, *, seq_len: int, pad_i
         batch["advantages"][row, segment] = experience.advantages[sequence]
       if "behavior_logprobs" in keys:
         batch["behavior_logprobs"][row, place] = experience.logprobs[taken]
+      if "old_logprobs" in keys and old_logprobs is not None:
+        batch["old_logprobs"][row, place] = old_logprobs[taken]
+      if "places" in keys:
+        batch["places"][row, place] = np.arange(taken.start, taken.stop)
       image_tokens.put(layout, batch, shown[sequence], row, begin, first_image)
       begin, first_image = begin + size, first_image + len(shown[sequence].images)
   return batch

@@ -4,17 +4,23 @@ P groups (a prompt each), G completions of each, K reward functions. All of it i
 rollout, so that neither micro-batches nor devices decide what a completion is compared with.
 """
 
+import json
 import math
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from input_pipeline.prompt_data import PromptItem
 from trainer import advantages as advantages_lib
+from trainer import pages
 from trainer.config import ConfigError
 from trainer.environment import Episode
 from trainer.experience import Sequence
 from trainer.metrics import Mean
+
+# Completions of a rollout that its table shows as text.
+SHOWN = 8
 
 
 class Scored(NamedTuple):
@@ -114,3 +120,19 @@ def table(names: tuple[str, ...], groups: list[Scored], lesson: Lesson) -> list[
        "finish_reason": episode.sequence.finish_reason, "tokens": int(episode.sequence.weights.sum())}
       for group, advantages_G in zip(groups, lesson.advantages, strict=True)
       for i, (episode, advantage) in enumerate(zip(group.episodes, advantages_G, strict=True))]
+
+
+def write(file: Path, rows: list[dict[str, Any]], groups: list[Scored], title: str) -> str:
+  """Writes the table of `table` to `file`.jsonl, and as a page with its images to `file`.html; returns the first of it
+  as text."""
+  file.parent.mkdir(parents=True, exist_ok=True)
+  lines = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
+  file.with_suffix(".jsonl").write_text(lines, encoding="utf-8")
+  images = [group.item.prompt.images for group in groups for _ in group.episodes]
+  cards = [pages.Card(f"{row['where']}, sample {row['sample']}", shown, [
+      (key, str(row[key])) for key in ("prompt", "completion", "reward", "advantage", "finish_reason")])
+           for row, shown in zip(rows[:pages.MOST_CARDS], images, strict=False)]
+  file.with_suffix(".html").write_text(pages.page(title, cards, len(rows)), encoding="utf-8")
+  return "\n\n".join(
+      f"--- {row['where']}, reward {row['reward']}, advantage {row['advantage']}, {row['finish_reason']}\n"
+      f"{row['prompt']}\n>>> {row['completion']}" for row in rows[:SHOWN])

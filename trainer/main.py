@@ -196,7 +196,7 @@ def train(config: Mapping, workdir: str | Path) -> Run:
 
     # ---------------------------------------------------------------- loop
     try:
-      _loop(run, programs, data.batches(run, program.batch_sharding) if rolls_out else loader.Prefetcher(
+      _loop(run, programs, data.batches(run, program) if rolls_out else loader.Prefetcher(
           make_batch, run.step, run.total_steps, **ahead))
     except BaseException as error:
       callbacks("on_error", run, error)

@@ -38,13 +38,10 @@ class Microscope:
     micro, seed = config.batch_size // config.grad_accum_steps, config.seed
 
     def look(params, batch, step, *reference):
-      def of_micro(micro_and_index):
-        part, index = micro_and_index
+      def of_micro(part, index):
         return of_tokens(run.model, params, part, update.step_key(seed, step, index), config.strategy, *reference)
 
-      micros, count = update.micro_batches(batch, micro)
-      found = jax.lax.map(of_micro, (micros, jnp.arange(count)))
-      return {name: values.swapaxes(0, 1).reshape(batch["tokens"].shape) for name, values in found.items()}
+      return update.of_micro_batches(of_micro, batch, micro)
 
     self._look = jax.jit(look, out_shardings=NamedSharding(run.mesh, PartitionSpec()))
 
@@ -53,8 +50,8 @@ class Microscope:
 
     logprobs, entropies, ranks (1: the most likely), top_tokens: of every token that is `predicted`. ref_logprobs,
     ref_log_ratios: with a reference; where its log-probs were computed ahead, of trained tokens alone.
-    Of grpo's trained tokens: behavior_logprobs, ratios (before they are bounded), advantages, clipped (1: a bound took
-    the ratio's place).
+    Of grpo's trained tokens: old_logprobs, ratios (before they are bounded), advantages, clipped (1: a bound took the
+    ratio's place), and of sampled ones behavior_logprobs.
     """
     found = {name: np.asarray(values) for name, values in self._rows.call(self._look, batch, step).items()}
     read_BxT = np.asarray(predicted(batch)) > 0
@@ -118,7 +115,7 @@ class Microscope:
 # ----------------------------------------------------------------------------------------------
 # The numbers.
 
-_OF_TRAINED = ("behavior_logprobs", "ratios", "advantages", "clipped")
+_OF_TRAINED = ("old_logprobs", "behavior_logprobs", "ratios", "advantages", "clipped")
 
 
 def predicted(batch: Mapping[str, Any]) -> jax.Array:
@@ -155,21 +152,14 @@ def of_tokens(model: Any, params: Any, batch: dict[str, jax.Array], rng: jax.Arr
 
 
 def _of_rewards(batch: dict[str, jax.Array], logprob_BxT: jax.Array, cfg: Any) -> dict[str, jax.Array]:
-  """What `grpo.loss` makes of advantages and of the log-probs when the tokens were sampled."""
-  mask_BxT = sequences.completion_mask(batch) * grpo.spread(batch["sequences"] > 0, batch)
-  logp_BxT = jnp.where(mask_BxT > 0, logprob_BxT, 0.0)
-  behavior_BxT = batch.get("behavior_logprobs", logp_BxT)
-  difference_BxT = jnp.where(mask_BxT > 0, logp_BxT - behavior_BxT, 0.0)
-  if cfg.ratio == "sequence":
-    ratio_BxT = grpo.sequence_ratio(difference_BxT, mask_BxT, batch)
-  else:
-    ratio_BxT = jnp.exp(jnp.clip(difference_BxT, -grpo.MAX_LOG_RATIO, grpo.MAX_LOG_RATIO))
-  advantage_BxT = grpo.spread(jnp.where(batch["sequences"] > 0, batch["advantages"], 0.0), batch)
-  policy = grpo.policy_term(ratio_BxT, advantage_BxT, logp_BxT, cfg)
+  """What `grpo.loss` makes of advantages and of the log-probs when the rollout began."""
+  found, advantage_BxT = grpo.ratios(logprob_BxT, batch, cfg), grpo.advantages_of(batch)
+  policy = grpo.policy_term(found.ratio, advantage_BxT, found.logprob, cfg)
   bounds = [bound for bound in (policy.low, policy.high, policy.dual) if bound is not None]
-  clipped_BxT = sum(bounds, jnp.zeros(mask_BxT.shape, jnp.int32)) > 0
-  return {"behavior_logprobs": behavior_BxT, "ratios": ratio_BxT, "advantages": advantage_BxT,
-          "clipped": clipped_BxT.astype(jnp.int32)}
+  clipped_BxT = sum(bounds, jnp.zeros(found.mask.shape, jnp.int32)) > 0
+  sampled = {key: batch[key] for key in ("behavior_logprobs",) if key in batch}
+  return sampled | {"old_logprobs": found.old, "ratios": found.ratio, "advantages": advantage_BxT,
+                    "clipped": clipped_BxT.astype(jnp.int32)}
 
 
 def ranks(hidden_BxTxD: jax.Array, kernel_DxV: jax.Array, targets_BxT: jax.Array, *, chunk: int,

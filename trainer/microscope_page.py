@@ -41,6 +41,7 @@ COLUMNS = (
     Column("ref_logprobs", "log p, reference", "low", ("certain", "unlikely")),
     Column("ref_log_ratios", "log p/p_ref", "signed", ("less likely", "more likely")),
     Column("behavior_logprobs", "log p, sampled", "low", ("certain", "unlikely")),
+    Column("old_logprobs", "log p, old", "low", ("certain", "unlikely")),
     Column("ratios", "ratio p/p_old", "ratio", ("less likely", "more likely")),
     Column("advantages", "advantage", "signed", ("worse", "better")),
     Column("clipped", "bounded", "high", ("no", "yes")),
@@ -48,7 +49,7 @@ COLUMNS = (
     Column("ranks", "rank", "rank", ("most likely", "far down")),
 )
 # Log-probs of one page share a scale, to be compared; the largest value of these, however rare, has the full colour.
-_SHARED = ("logprobs", "ref_logprobs", "behavior_logprobs")
+_SHARED = ("logprobs", "ref_logprobs", "behavior_logprobs", "old_logprobs")
 _WHOLE = ("weights", "advantages", "clipped")
 # Scales end no earlier: rounding is not to look like a difference.
 _LEAST = {"logprobs": 1.0, "entropies": 0.1, "ranks": math.log(2), "ratios": 0.02, "ref_log_ratios": 0.02}

@@ -11,7 +11,7 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import AbstractMesh
+from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 from ml_collections import ConfigDict
 
 from input_pipeline import batches
@@ -23,8 +23,9 @@ from trainer import (
   hugging_face,
   image_tokens,
   offload,
+  old_policy,
   optim,
-  rollout,
+  rollout_options,
   signatures,
   spikes,
   startup,
@@ -53,7 +54,9 @@ class Program:
     reference: the leaves of a reference policy, None: there is none. With `precompute` it is not in the state.
     share_prompts: batches have `prompt_ids`.
     loss_fn: `(params, batch, rng, *reference) -> (terms, metrics)`, the strategy bound to its model and options.
-    update_fn: trace it within `mesh.activation_rules(mesh, config.activation_rules)`.
+    update_fn: trace it within `mesh.activation_rules(mesh, config.activation_rules)`; so `score_fn`.
+    score_fn: `(params, batch, step) -> log-probs` on all devices (trainer/old_policy.py), jitted; None: rollouts need
+      no such thing.
     notes: what the user should know.
   """
 
@@ -68,6 +71,7 @@ class Program:
   share_prompts: bool
   loss_fn: Callable
   update_fn: Any
+  score_fn: Any
   notes: tuple[str, ...]
 
   @property
@@ -86,7 +90,7 @@ def resolve(config: Mapping) -> tuple[ConfigDict, list[str]]:
   notes = [*hugging_face.fill_in(resolved), *presets.fill_in(resolved)]
   config_checks.validate(resolved)
   api.validate(resolved.model, resolved.seq_len)
-  rollout.check(resolved)
+  rollout_options.check(resolved)
   spikes.check(resolved)
   signatures.check(resolved)
   mesh_lib.check_activation_rules(resolved.activation_rules)
@@ -190,14 +194,18 @@ def make_program(config: Any, model: Any, optimizer: optim.Optimizer, mesh: Any,
   def loss_fn(params, batch, rng, *reference):
     return strategy(model, params, batch, rng, strategy_cfg, *reference)
 
+  steps = dict(seed=config.seed, micro_batch_size=config.batch_size // config.grad_accum_steps)
+  score_fn = None
+  if config.rollout.num_prompts and "old_logprobs" in rollout_options.keys(config):
+    score_fn = jax.jit(old_policy.make_score_fn(model, strategy_cfg, **steps),
+                       out_shardings=NamedSharding(mesh, PartitionSpec()))
   update_fn = jax.jit(
       update_lib.make_update_fn(
-          loss_fn, optimizer, seed=config.seed, micro_batch_size=config.batch_size // config.grad_accum_steps,
-          clip_norm=config.optimizer.clip_norm, ema_decay=config.optimizer.ema_decay, source_names=source_names,
-          reference_mix=strategies.reference_mix(strategy_cfg), offloaded=offloaded),
+          loss_fn, optimizer, **steps, clip_norm=config.optimizer.clip_norm, ema_decay=config.optimizer.ema_decay,
+          source_names=source_names, reference_mix=strategies.reference_mix(strategy_cfg), offloaded=offloaded),
       donate_argnums=0, out_shardings=(state_sharding, None))
   return Program(model, optimizer, mesh, abstract_state, params_sharding, mesh_lib.batch_sharding(mesh), reference,
-                 precompute, shares_prompts(config, model, mesh), loss_fn, update_fn, tuple(notes))
+                 precompute, shares_prompts(config, model, mesh), loss_fn, update_fn, score_fn, tuple(notes))
 
 
 def place_state(abstract_state: Any, params_sharding: Any, mesh: Any, offloaded: bool = False) -> Any:
@@ -237,8 +245,7 @@ def abstract_batch(config: Any, model: Any, rows: int, *, precompute: bool = Fal
       1, config.seq_len, 0, sequences=SEGMENTS if parts else 0, reference=precompute,
       advantages=name in WITH_ADVANTAGES, prompts=share_prompts)
   if config.rollout.num_prompts:
-    shapes = {"advantages": row["sequences"], "behavior_logprobs": row["loss_weights"]}
-    row |= {key: shapes[key] for key in rollout.KEYS[name]}
+    row |= {key: row["sequences" if key == "advantages" else "loss_weights"] for key in rollout_options.keys(config)}
   row |= image_tokens.empty(layout, 1, config.seq_len, images_per_row if layout else 0)
   return {key: jax.ShapeDtypeStruct((rows, *np.shape(values)[1:]), values.dtype, sharding=sharding)
           for key, values in row.items()}

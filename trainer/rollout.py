@@ -9,7 +9,7 @@ holds the number of their prompt, by which the data have them again.
 P prompts (groups), G completions of each, K reward functions.
 """
 
-import json
+import functools
 import time
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -24,69 +24,20 @@ from input_pipeline.prompt_data import PromptData, PromptItem
 from trainer import advantages as advantages_lib
 from trainer import experience as experience_lib
 from trainer import groups as groups_lib
-from trainer import image_tokens, pages, processes, rewards
+from trainer import image_tokens, old_policy, processes
 from trainer import mesh as mesh_lib
 from trainer.config import ConfigError
-from trainer.drawing import Options
 from trainer.environment import Episode, Episodes
 from trainer.experience import Experience
 from trainer.groups import Scored
 from trainer.metrics import to_floats
 from trainer.reward_pool import Group, Scorer
+from trainer.rollout_options import ENVIRONMENT, keys
 from trainer.sampler import Completion, Sampler
-
-# What the loss of a strategy wants in a batch beside the tokens; strategies that are not here cannot use rollouts.
-KEYS = {"grpo": ("advantages", "behavior_logprobs"), "dpo": ()}
-# What an environment gives counts as one more function, of weight 1, with this name.
-ENVIRONMENT = "environment"
-# Completions shown in the readable table of a rollout.
-SHOWN = 8
 
 
 class _Stopped(Exception):
   """The run was asked to stop while a rollout was under way."""
-
-
-def check(config: Any) -> None:
-  """Refuses rollouts that cannot be, before any device work.
-
-  Raises:
-    ConfigError: naming the key.
-  """
-  c, name = config.rollout, config.strategy.name
-  if not c.num_prompts:
-    return
-  if name not in KEYS:
-    raise ConfigError(f"rollout.num_prompts is {c.num_prompts}, but strategy {name!r} does not learn from completions "
-                      f"that are sampled. Use strategy {' or '.join(KEYS)}, or rollout.num_prompts=0.")
-  for key, least in (("num_prompts", 1), ("group_size", 2), ("updates", 1), ("epochs", 1), ("max_new_tokens", 1),
-                     ("batch_size", 1), ("resample", 0), ("reward_workers", 0), ("max_turns", 1)):
-    if c[key] < least:
-      raise ConfigError(f"rollout.{key} is {c[key]}; it must be at least {least}.")
-  if not c.reward_timeout_seconds > 0:
-    raise ConfigError(f"rollout.reward_timeout_seconds is {c.reward_timeout_seconds}; it must be above 0.")
-  options = Options(c.temperature, c.top_k, c.top_p, c.min_p)
-  options.check("rollout.")
-  if options.temperature == 0:
-    raise ConfigError("rollout.temperature is 0: all completions of a prompt would be the same. Use 1.0, say.")
-  if name == "grpo" and options.truncated:
-    raise ConfigError(
-        f"rollout has top_k={c.top_k}, top_p={c.top_p}, min_p={c.min_p}: what is sampled would come from a truncated "
-        "distribution, but the loss compares log-probs of the whole one, so that every ratio would be wrong by the "
-        "mass that is cut off. Use top_k=0, top_p=1, min_p=0; a lower rollout.temperature is trained as it is sampled.")
-  if not len(c.rewards) and c.environment is None:
-    raise ConfigError("rollout.rewards is empty and there is no rollout.environment: nothing says what is good. For "
-                      'instance config.rollout.rewards.right = reward(type="numeric", answer_key="answer").')
-  for key, section in c.rewards.items():
-    rewards.check(key, section)
-  if ENVIRONMENT in c.rewards and c.environment is not None:
-    raise ConfigError(f"rollout.rewards.{ENVIRONMENT} has the name of what rollout.environment gives, in metrics and "
-                      "tables. Give that function another name.")
-  if config.input.batch_size_stages:
-    raise ConfigError("input.batch_size_stages has no effect on rollouts, whose steps take as many rows as their "
-                      "completions need. Remove it.")
-  if "precompute" in config.strategy and config.strategy.precompute:
-    raise ConfigError("strategy.precompute is True, but the completions of rollouts are not known before. Use False.")
 
 
 def make_scorer(config: Any, prompts: PromptData) -> Scorer:
@@ -130,10 +81,9 @@ class Rollouts:
     self._num_prompts, self._group_size, self._resample = c.num_prompts, c.group_size, c.resample
     self._updates, self._steps_each, self._has_environment = c.updates, c.updates * c.epochs, c.environment is not None
     self._prompts, self._tokenizer, self._mesh = prompts, tokenizer, mesh
-    self._keys = KEYS[config.strategy.name]
-    self._layout = dict(seq_len=config.seq_len, pad_id=tokenizer.pad_id, row_multiple=micro_batch_size, keys=self._keys,
-                        layout=image_tokens.layout_of(model), images=self._images,
-                        share_prompts=share_prompts)
+    self._keys = keys(config)
+    self._layout = dict(seq_len=config.seq_len, pad_id=tokenizer.pad_id, row_multiple=micro_batch_size,
+                        layout=image_tokens.layout_of(model), images=self._images, share_prompts=share_prompts)
     if config.strategy.name == "grpo":
       how = (config.strategy.baseline, config.strategy.scale, c.mask_truncated)
       self._lesson = lambda groups: groups_lib.sequences(groups, *how)
@@ -154,6 +104,8 @@ class Rollouts:
     # The rollout that is being trained on, the step that it began at, its number, its metrics, and the prompts that
     # were drawn for it and for those before.
     self._experience: Experience | None = None
+    self._old: np.ndarray | None = None  # see trainer/old_policy.py
+    self._program: Any = None
     self._first_step = self._number = self._drawn = 0
     self.metrics: dict[str, float] = {}
     # {updates done: (row positions trained on, prompts drawn for these)}, of the latest.
@@ -189,12 +141,13 @@ class Rollouts:
 
   def example(self) -> dict[str, np.ndarray]:
     """A batch of the smallest shape, of padding alone."""
-    return experience_lib.make_batch(experience_lib.collect([]), np.zeros(0, np.int64), **self._layout)
+    return experience_lib.make_batch(experience_lib.collect([]), np.zeros(0, np.int64), keys=self._keys, **self._layout)
 
-  def batches(self, run: Any, sharding: Any) -> "Batches":
-    """The batches of the run from its step on, in their places."""
+  def batches(self, run: Any, program: Any) -> "Batches":
+    """The batches of the run from its step on, in their places; `program`: its own (trainer/program.py)."""
     self._end_with_prompts(run)
-    return Batches(self, run, sharding)
+    self._program = program
+    return Batches(self, run, program.batch_sharding)
 
   def take(self, run: Any) -> dict[str, np.ndarray] | None:
     """The batch of update `run.step + 1`, after a rollout if one is due; None if the run is to stop."""
@@ -205,14 +158,19 @@ class Rollouts:
       except _Stopped:
         return None
       nth = 0
-    epoch, update = divmod(nth, self._updates)
-    order = permutation(self._experience.num_units, self._seed, "rollout", self._number, epoch)
-    units = np.array_split(order, self._updates)[update]
-    batch = experience_lib.make_batch(self._experience, units, **self._layout)
+    batch = self._batch(nth, self._keys)
     before = self._at(run.step)
     # Metrics are written one step late, so that the step before is still asked for.
     self._taken = {run.step: before, run.step + 1: (before[0] + batch["tokens"].size, self._drawn)}
     return batch
+
+  def _batch(self, nth: int, keys: Sequence[str]) -> dict[str, np.ndarray]:
+    """The batch of a step of the rollout, from 0 on."""
+    epoch, update = divmod(nth, self._updates)
+    order = permutation(self._experience.num_units, self._seed, "rollout", self._number, epoch)
+    units = np.array_split(order, self._updates)[update]
+    old = None if self._old is None else self._old[epoch]
+    return experience_lib.make_batch(self._experience, units, keys=keys, old_logprobs=old, **self._layout)
 
   def _images(self, number: int) -> Sequence[np.ndarray]:
     """The images of prompt `number` of the stream."""
@@ -228,7 +186,9 @@ class Rollouts:
     meta = {"tokens": tokens, "drawn": drawn, "number": self._number, "first_step": self._first_step,
             "metrics": self.metrics, "done": done, "data": self.fingerprint}
     # Checkpoints cannot hold empty arrays.
-    return meta, None if done or not self._experience.num_units else self._experience._asdict()
+    if done or not self._experience.num_units:
+      return meta, None
+    return meta, self._experience._asdict() | ({} if self._old is None else {"old": self._old})
 
   def restore(self, step: int, meta: dict[str, Any], arrays: dict[str, np.ndarray] | None) -> None:
     """Goes on from what `saved(step)` gave.
@@ -242,7 +202,11 @@ class Rollouts:
     if meta["done"]:
       self._experience = None
     else:
-      self._experience = experience_lib.collect([]) if arrays is None else Experience(**arrays)
+      arrays = dict(arrays or {})
+      # A checkpoint without them is of an earlier version, whose p_old was what the sampler computed.
+      before = np.tile(arrays.get("logprobs", np.zeros(0)), (self._steps_each // self._updates, 1))
+      self._old = arrays.pop("old", before) if "old_logprobs" in self._keys else None
+      self._experience = Experience(**arrays) if arrays else experience_lib.collect([])
     if self._experience is not None and self._layout["layout"] and meta["data"] != self.fingerprint:
       raise ConfigError(f"the data are no longer those of rollout {self._number}, which is trained on until step "
                         f"{self._first_step + self._steps_each}: the images of its prompts cannot be had again. Train "
@@ -280,8 +244,23 @@ class Rollouts:
     self._number, self._first_step, self._drawn = number, run.step, drawn
     self._end_with_prompts(run)
     self._experience, table, self.metrics = self._learn(groups, replaced)
+    self._old = None
+    if "old_logprobs" in self._keys:
+      with run.chrono.pause("rollout"):
+        began = time.perf_counter()
+        self._old = old_policy.of_rollout(
+            functools.partial(self._score_step, run), lambda nth: self._batch(nth, (*self._keys, "places")),
+            len(self._experience.tokens), self._updates, self._steps_each // self._updates)
+        self.metrics["time/old_logprobs"] = time.perf_counter() - began
     if jax.process_index() == 0 and self._shows(run):
-      self._write(run, table, [group.item for group in groups])
+      text = groups_lib.write(self._workdir / "samples" / f"rollout-{run.step + 1:08d}", table, groups,
+                              f"rollout before step {run.step + 1}")
+      run.writer.write_texts(run.step + 1, {"rollout": text})
+
+  def _score_step(self, run: Any, batch: dict[str, np.ndarray], nth: int) -> np.ndarray:
+    """Log-probs of a step of the rollout under the policy as it is now, [B, T]."""
+    placed = placed_batch(batch, self._program.batch_sharding)
+    return np.asarray(self._program.score_fn(run.state["params"], placed, np.int32(run.step + nth)))
 
   def _end_with_prompts(self, run: Any) -> None:
     """Shortens a run whose prompts have ended early, since some took the place of others."""
@@ -346,28 +325,16 @@ class Rollouts:
                       sum(group.zero_spread for group in groups))
     return experience_lib.collect(lesson.units), groups_lib.table(self._names, groups, lesson), to_floats(metrics)
 
-  # ---------------------------------------------------------------- the table
-
   def _shows(self, run: Any) -> bool:
     """Whether the step that follows is one whose metrics are written."""
     every = run.log_steps
     return run.step == 0 or bool(every) and (run.step + self._steps_each) // every > run.step // every
 
-  def _write(self, run: Any, table: list[dict[str, Any]], items: list[PromptItem]) -> None:
-    folder = self._workdir / "samples"
-    folder.mkdir(parents=True, exist_ok=True)
-    lines = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in table)
-    (folder / f"rollout-{run.step + 1:08d}.jsonl").write_text(lines, encoding="utf-8")
-    shown = "\n\n".join(
-        f"--- {row['where']}, reward {row['reward']}, advantage {row['advantage']}, {row['finish_reason']}\n"
-        f"{row['prompt']}\n>>> {row['completion']}" for row in table[:SHOWN])
-    run.writer.write_texts(run.step + 1, {"rollout": shown})
-    cards = [
-        pages.Card(f"{row['where']}, sample {row['sample']}", items[number // self._group_size].prompt.images, [
-            (key, str(row[key])) for key in ("prompt", "completion", "reward", "advantage", "finish_reason")])
-        for number, row in enumerate(table[:pages.MOST_CARDS])]
-    page = pages.page(f"rollout before step {run.step + 1}", cards, len(table))
-    (folder / f"rollout-{run.step + 1:08d}.html").write_text(page, encoding="utf-8")
+
+def placed_batch(batch: dict[str, np.ndarray], sharding: Any) -> dict[str, jax.Array]:
+  """The batch, which every process has whole, in its place."""
+  size = len(batch["tokens"])
+  return mesh_lib.place_batch(lambda rows: {key: part[rows] for key, part in batch.items()}, size, sharding)
 
 
 class Batches(Iterator[dict[str, jax.Array]]):
@@ -387,8 +354,7 @@ class Batches(Iterator[dict[str, jax.Array]]):
     batch = self._rollouts.take(self._run)
     if batch is None:
       raise StopIteration
-    size = len(batch["tokens"])
-    return mesh_lib.place_batch(lambda rows: {key: part[rows] for key, part in batch.items()}, size, self._sharding)
+    return placed_batch(batch, self._sharding)
 
   def __enter__(self) -> "Batches":
     return self

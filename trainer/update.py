@@ -161,6 +161,18 @@ def micro_batches(batch: dict[str, jax.Array], micro_batch_size: int) -> tuple[d
   return jax.tree.map(lambda x: x.reshape(micro_batch_size, count, *x.shape[1:]).swapaxes(0, 1), batch), count
 
 
+def of_micro_batches(fn: Callable, batch: dict[str, jax.Array], micro_batch_size: int) -> Any:
+  """What `fn(micro-batch, index)` makes of rows, for each micro-batch as the update takes them, in the batch's order.
+
+  `fn` returns arrays [micro_batch_size, …]; the result has [B, …].
+  """
+  micros, count = micro_batches(batch, micro_batch_size)
+  if count == 1:
+    return fn(batch, 0)
+  found = jax.lax.map(lambda micro_and_index: fn(*micro_and_index), (micros, jnp.arange(count)))
+  return jax.tree.map(lambda x: x.swapaxes(0, 1).reshape(-1, *x.shape[2:]), found)
+
+
 def gradient_paths(optimizer: optim.Optimizer, abstract_params: Any) -> list[str]:
   """Paths of the trained parameters, in the order that `nonfinite_leaf` counts them."""
   return list(patterns.flatten(optimizer.split(abstract_params)[0]))

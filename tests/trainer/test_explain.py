@@ -145,7 +145,7 @@ def test_presets_are_what_their_equations_say(name):
   logp = test_grpo.logps(logits, batch)
   sequences = []
   for row, segment, at in test_grpo.sequences_of(batch):
-    s = dict(logp=logp[row, at], old=batch["behavior_logprobs"][row, at].astype(np.float64),
+    s = dict(logp=logp[row, at], old=batch["old_logprobs"][row, at].astype(np.float64),
              ref=batch["ref_logprobs"][row, at].astype(np.float64), A=float(batch["advantages"][row, segment]))
     sequences.append(s | dict(ratio=np.exp(s["logp"] - s["old"])))
   expected = EQUATIONS[name](sequences, 11)

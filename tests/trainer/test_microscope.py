@@ -190,20 +190,22 @@ def test_a_rollout_is_sampled_again_and_every_token_is_as_it_was(rolled):
     metrics = logged(workdir, step)
     loss = np.average([row["loss"] for row in rows], weights=[row["weight"] for row in rows])
     assert loss == pytest.approx(metrics["loss"], rel=1e-5, abs=1e-7)
-    ratios, logps, sampled, refs = (trained(rows, key) for key in (
-        "ratios", "logprobs", "behavior_logprobs", "ref_logprobs"))
+    ratios, logps, old, sampled, refs = (trained(rows, key) for key in (
+        "ratios", "logprobs", "old_logprobs", "behavior_logprobs", "ref_logprobs"))
     assert len(ratios) == metrics["trained_tokens"]
-    np.testing.assert_allclose(ratios, np.exp(logps - sampled), rtol=1e-5)
+    np.testing.assert_allclose(ratios, np.exp(logps - old), rtol=1e-5)
+    np.testing.assert_allclose(old, sampled, atol=1e-5)
     assert np.mean(ratios) == pytest.approx(metrics["policy/ratio_mean"], rel=1e-6)
     assert np.mean(trained(rows, "clipped")) == metrics["clip_ratio/region_mean"]
     d = logps - refs
     assert np.mean(np.expm1(-d) + d) == pytest.approx(metrics["kl"], rel=1e-4, abs=1e-9)
     assert np.mean(trained(rows, "entropies")) == pytest.approx(metrics["entropy"], rel=1e-5)
     fresh = step % 2 == 1
-    assert (np.abs(ratios - 1).max() < 1e-5) == fresh
+    assert np.all(ratios == 1) == fresh and (np.abs(ratios - 1).max() < 1e-5) == fresh
     # What stands in prompts has no ratio and no advantage, but a log-prob.
     for row in rows:
-      assert all((x is None) == (w == 0) for key in ("ratios", "advantages", "behavior_logprobs", "clipped")
+      assert all((x is None) == (w == 0) for key in (
+          "ratios", "advantages", "behavior_logprobs", "old_logprobs", "clipped")
                  for x, w in zip(row[key], row["loss_weights"], strict=True))
   assert files_of(workdir) == before
   assert sorted(path.name for path in (workdir / "replay").iterdir()) == sorted(
@@ -278,7 +280,7 @@ def test_ratios_and_bounds_are_those_of_the_loss(clip, ratio):
   else:
     assert mean("clipped") == 0
   offline = microscope.of_tokens(
-      model, logits, {k: jnp.asarray(v) for k, v in batch.items() if k != "behavior_logprobs"}, None, cfg)
+      model, logits, {k: jnp.asarray(v) for k, v in batch.items() if k != "old_logprobs"}, None, cfg)
   assert np.all(np.asarray(offline["ratios"])[mask] == 1)
 
 
@@ -292,7 +294,7 @@ def test_no_logits_for_the_whole_vocabulary_in_the_compiled_program(chunk, has_l
   model = tiny.model(vocab_size=2048, vocab_chunk=chunk)
   cfg = named("grpo", kl_coef=0.1)
   batch = {key: jnp.asarray(part) for key, part in tiny.batch(4, 64).items()}
-  batch |= dict(sequences=jnp.ones((4, 2)), advantages=jnp.ones((4, 2)), behavior_logprobs=jnp.zeros((4, 64)))
+  batch |= dict(sequences=jnp.ones((4, 2)), advantages=jnp.ones((4, 2)), old_logprobs=jnp.zeros((4, 64)))
   params = jax.eval_shape(model.init, jax.random.key(0))
   program = jax.jit(lambda params, batch: microscope.of_tokens(model, params, batch, jax.random.key(0), cfg, params))
   text = program.lower(params, batch).compile().as_text()
@@ -309,8 +311,8 @@ def test_the_page_shows_each_token_with_its_numbers_and_asks_no_network(rolled):
   workdir, rows = rolled[0], rolled[1][4]
   text, data, boxes = page_of(workdir, 4)
   assert [c["key"] for c in data["columns"]] == [
-      "weights", "logprobs", "ref_logprobs", "ref_log_ratios", "behavior_logprobs", "ratios", "advantages", "clipped",
-      "entropies", "ranks"]
+      "weights", "logprobs", "ref_logprobs", "ref_log_ratios", "behavior_logprobs", "old_logprobs", "ratios",
+      "advantages", "clipped", "entropies", "ranks"]
   order = [int(n) for n in re.findall(r"<h2>row (\d+) ", text)]
   losses = {row["row"]: row["loss"] for row in rows}
   assert [losses[n] for n in order] == sorted(losses.values(), reverse=True)

@@ -196,22 +196,21 @@ test: tests/trainer/strategies/test_grpo.py::test_metrics_are_shares_of_trained_
 test: tests/trainer/strategies/test_kto.py::test_values_and_metrics_are_those_of_the_sequences_alone
 see: kl.k3 metric.approx_kl
 
-= metric.approx_kl, approx_kl, ppo_kl: how far the policy is from the one that sampled
-Not logged under this name. What is: the mean size of the log-ratio, and the mean ratio.
+= metric.policy/approx_kl, approx_kl, ppo_kl: how far the policy is from what it was when the rollout began
+0 in the first update after a rollout.
 equation:
-  elsewhere: mean over tokens of log p_old − log p   (verl: ppo_kl);  or of ρ − 1 − log ρ
-  here: sampling/sampling_logp_difference/mean = mean of |log p − log p_old|,  policy/ratio_mean = mean of ρ
-source: trainer/strategies/grpo.py _sampling_metrics
+  mean over trained tokens of ρ − 1 − log ρ,  ρ = p / p_old of the token
+source: trainer/strategies/grpo.py loss @ metrics["policy/approx_kl"]
 test: tests/trainer/strategies/test_grpo.py::test_metrics_are_shares_of_trained_tokens
-others: Not the metric kl, which compares with the reference.
-see: metric.sampling/sampling_logp_difference metric.policy/ratio_mean metric.kl
+others: verl: ppo_kl, the mean of log p_old − log p. Not the metric kl, which compares with the reference.
+see: metric.sampling/kl metric.policy/ratio_mean metric.kl
 
 = metric.policy/ratio_mean, policy/ratio_mean: the mean ratio, before it is bounded
-1 to rounding in the first update after a rollout; that is right, and its gradient is not 0.
+Exactly 1 in the first update after a rollout, in any precision; that is right, and its gradient is not 0.
 equation:
   Σ ρ / trained tokens
 source: trainer/strategies/grpo.py loss @ metrics["policy/ratio_mean"]
-test: tests/trainer/test_grpo.py::test_what_is_trained_is_what_was_sampled
+test: tests/trainer/test_old_policy.py::test_in_bfloat16_a_policy_that_does_not_move_has_ratios_of_one
 see: ratio.token ratio.sequence
 
 = metric.clip_ratio/region_mean, clip_fraction, clipfrac, clip_ratio: the share of tokens whose ratio is bounded
@@ -233,15 +232,28 @@ source: trainer/strategies/grpo.py _clip_metrics @ if clip == "cispo"
 test: tests/trainer/strategies/test_grpo.py::test_metrics_are_shares_of_trained_tokens
 see: clip.cispo
 
-= metric.sampling/sampling_logp_difference, sampling/importance_sampling_ratio: log-probs now and when sampled
-In the first update after a rollout it is rounding alone: about 1e-5 in float32, more in bfloat16.
+= metric.sampling/sampling_logp_difference, sampling/importance_sampling_ratio: the sampler's log-probs and the trainer's
+Of the same tokens and parameters, by the two programs: rounding, about 1e-5 in float32, more in bfloat16.
 equation:
-  mean and max over trained tokens of |log p − log p_old|
-  sampling/importance_sampling_ratio/{min,mean,max}: of p / p_old
-source: trainer/strategies/grpo.py _sampling_metrics
+  mean and max over trained tokens of |log p_old − log q|,  q: what the sampler computed
+  sampling/importance_sampling_ratio/{min,mean,max}: of p_old / q, before it is bounded; with a correction of sequences,
+  of their products
+source: trainer/strategies/grpo.py correction
 test: tests/trainer/test_grpo.py::test_what_is_trained_is_what_was_sampled
-others: TRL: the same names, between the sampler's log-probs (vLLM's) and its own.
-see: ratio.token
+test: tests/trainer/strategies/test_grpo.py::test_metrics_are_shares_of_trained_tokens
+others: TRL: the same names, between the sampler's log-probs (vLLM's) and its own; the ratio after it is bounded.
+see: ratio.token correction.token metric.sampling/kl
+
+= metric.sampling/kl, sampling/kl, sampling/correction_bounded, rollout_corr: how far the sampler's program is from the trainer's
+The divergence of the two distributions, and how often the correction's bounds take hold.
+equation:
+  sampling/kl: mean over trained tokens of r − 1 − log r,  r = p_old / q: k3 of KL(q ‖ p_old)
+  sampling/correction_bounded: share of r (of tokens, or of sequences) below correction_min or above correction_max
+source: trainer/strategies/grpo.py correction
+test: tests/trainer/strategies/test_grpo.py::test_metrics_are_shares_of_trained_tokens
+test: tests/trainer/strategies/test_grpo.py::test_what_another_program_sampled_is_weighted
+others: verl: rollout_corr/k3_kl, and rollout_is_ratio_fraction_high and _low.
+see: correction.token metric.sampling/sampling_logp_difference
 
 = metric.reward, reward, reward_std: what completions earn
 Of all that was sampled, replaced groups included.

@@ -6,7 +6,7 @@ GROUP = "Learning from rewards"
 LIKE = {
     "preset": ("""
 
-ρ = p / p_old, p_old: when the token was sampled; A = (r − baseline) / scale of its completion (baseline.…, scale.…);
+ρ = p / p_old, p_old: when the rollout began; A = (r − baseline) / scale of its completion (baseline.…, scale.…);
 log-probs at strategy.temperature. Every divisor is that of the whole optimizer step.""", (
         "tests/trainer/test_explain.py::test_presets_are_what_their_equations_say",
         "tests/trainer/strategies/test_grpo.py::test_every_preset_offline_is_what_it_is_on_policy",

@@ -14,20 +14,39 @@ without a reward is in no mean, no deviation and no count.""", ()),
 
 TEXT = r"""
 = ratio.token, importance_ratio: the ratio of each token
-How much likelier a token is now than when it was sampled.
+How much likelier a token is now than when the rollout began.
 equation:
   ρ = p / p_old = exp(log p − log p_old)        the difference clamped to ±20
-source: trainer/strategies/grpo.py loss @ token_ratio_BxT =
-source: trainer/strategies/grpo.py _exp
+  p_old: the policy itself in a rollout's first step; in later ones what the same program gave before that step
+source: trainer/strategies/grpo.py ratios
+source: trainer/old_policy.py of_rollout
 config: config.strategy = strategy("grpo", ratio="token")
 keys: strategy(grpo).ratio strategy(grpo).temperature
-test: tests/trainer/test_grpo.py::test_what_is_trained_is_what_was_sampled
+test: tests/trainer/test_old_policy.py::test_in_bfloat16_a_policy_that_does_not_move_has_ratios_of_one
+test: tests/trainer/test_old_policy.py::test_later_steps_are_compared_with_the_policy_when_the_rollout_began
 paper: Schulman et al.: Proximal Policy Optimization Algorithms, 2017, arXiv 1707.06347
-others: The denominator is the policy that sampled, never the reference. TRL falls back on log-probs recomputed after
-  sampling, and corrects for the sampler's by another weight; here p_old is what the sampler computed, with the
-  parameters in memory.
+others: The denominator is the policy that sampled, never the reference. TRL, as here: the policy itself where every step
+  has a rollout of its own, else log-probs computed once by the trainer.
 others: verl (2025) recomputes old_log_prob with the training engine after sampling with another one.
-see: ratio.sequence metric.policy/ratio_mean
+see: ratio.sequence correction.token metric.policy/ratio_mean
+like: part
+
+= correction.token, strategy.correction, tis, mis, truncated_importance_sampling, masked_importance_sampling: weights of tokens
+Tokens come from the sampler's program, the gradient from the trainer's: a weight makes up for what the two differ by.
+equation:
+  w = p_old / q of the token, without a gradient;  ℓ = w · policy term + …
+  token_truncate: min(max(w, correction_min), correction_max);   token_mask: 0 beyond these bounds
+  sequence_truncate, sequence_mask: the same of Π_t p_old,t / q_t over the sequence's trained tokens
+source: trainer/strategies/grpo.py correction
+config: config.strategy = strategy("grpo", correction="token_truncate", correction_max=2.0)
+keys: strategy(grpo).correction strategy(grpo).correction_min strategy(grpo).correction_max
+test: tests/trainer/strategies/test_grpo.py::test_what_another_program_sampled_is_weighted
+paper: Yao et al.: Your Efficient RL Framework Secretly Brings You Off-Policy RL Training, 2025,
+  fengyao.notion.site/off-policy-rl
+others: TRL: vllm_importance_sampling_mode with the same names, _clip_min and _clip_max; on by default (sequence_mask, 3).
+others: verl: rollout_is=token or sequence with rollout_is_threshold truncates; rollout_rs masks, and takes what it masks
+  out of the divisors, which here stay those of the batch.
+see: ratio.token metric.sampling/kl
 like: part
 
 = ratio.sequence: one ratio for a sequence (GSPO)

@@ -1,10 +1,15 @@
 """GRPO and its family: completions with rewards, compared with others of the same prompt (docs/grpo_losses.md).
 
 B rows, T length, S segments a row. Each segment is a sequence, a prompt and its completion with positions from 0, with
-one advantage A (trainer/advantages.py). For a trained token, with log p of the policy, log p_old when it was sampled
-and log p_ref of the reference, all at `cfg.temperature`:
+one advantage A (trainer/advantages.py). For a trained token, with log p of the policy, log p_old of the policy as it
+was when the rollout began, log q of the program that sampled it and log p_ref of the reference, all at
+`cfg.temperature`:
 
-    ℓ = policy term(ρ, A, log p) + kl_coef · D(log p - log p_ref) - entropy_coef · H,    ρ = exp(log p - log p_old)
+    ℓ = w(p_old / q) · policy term(ρ, A, log p) + kl_coef · D(log p - log p_ref) - entropy_coef · H
+    ρ = exp(log p - log p_old)
+
+log p and log p_old are the loss's own program's: while the policy is what it was, ρ is 1, to the bit, in any precision.
+What the sampler computed, with another program, rounds otherwise; it decides w alone (`correction`).
 
 Everything is float32 and chunked over the vocabulary; log-ratios are clamped before `exp` (EXACTNESS.md T30).
 """
@@ -24,8 +29,22 @@ RATIOS = ("token", "sequence")
 CLIPS = ("ppo", "cispo", "none")
 AGGREGATES = ("token", "sequence", "constant")
 ESTIMATORS = ("k1", "k2", "k3")
+CORRECTIONS = ("none", "token_truncate", "token_mask", "sequence_truncate", "sequence_mask")
 # Bound on log-ratios: e^20 and its square are finite in float32. Beyond it there is no gradient.
 MAX_LOG_RATIO = 20.0
+
+
+class Ratios(NamedTuple):
+  """Where log-probs stand; [B, T] float32, 0 or 1.0 (ratios) outside of trained tokens."""
+
+  # 1.0 on trained tokens of sequences that exist.
+  mask: jax.Array
+  logprob: jax.Array
+  # log p_old, without a gradient.
+  old: jax.Array
+  # Of the token, and the one that the policy term is of (`cfg.ratio`).
+  token: jax.Array
+  ratio: jax.Array
 
 
 class Policy(NamedTuple):
@@ -47,9 +66,10 @@ def loss(model: Any, params: Any, batch: dict[str, jax.Array], rng: jax.Array | 
     model: the seam of models/api.py.
     params: nested dict of arrays.
     batch: `tokens`, `positions`, `segment_ids`, `loss_weights` [B, T], where loss_weights is above 0 on sampled
-      tokens; `sequences`, `advantages` [B, S]; maybe `behavior_logprobs` [B, T], log-probs in nats of sampled tokens
-      when they were sampled (without: those of now, so that ρ is 1 and has the gradient of log p); maybe
-      `ref_logprobs` [B, T], as `sequences.token_logprobs` of the reference gives.
+      tokens; `sequences`, `advantages` [B, S]; maybe `old_logprobs` [B, T], log p_old in nats of trained tokens
+      (without, and where it is NaN: log p of now, so that ρ is 1 and has the gradient of log p); maybe
+      `behavior_logprobs` [B, T], log q; maybe `ref_logprobs` [B, T], as `sequences.token_logprobs` of the reference
+      gives.
     rng: key for dropout and noise; None: none. With `cfg.disable_dropout` there is none in any case.
     cfg: the strategy's options (trainer/config_sections.py), none of them None that has an effect.
     reference: parameters of the reference; not needed with `ref_logprobs`, or if `needs_reference(cfg)` is False.
@@ -60,32 +80,28 @@ def loss(model: Any, params: Any, batch: dict[str, jax.Array], rng: jax.Array | 
   """
   rng = None if cfg.disable_dropout else rng
   stats, out = sequences.token_stats(model, params, batch, rng, ("logprob", "entropy"), cfg.temperature)
-  # Float32 [B, T], 1 on trained tokens of sequences that exist.
-  mask_BxT = sequences.completion_mask(batch) * spread(batch["sequences"] > 0, batch)
-  logp_BxT = jnp.where(mask_BxT > 0, stats.logprob, 0.0)
-  old_BxT = batch.get("behavior_logprobs", jax.lax.stop_gradient(logp_BxT))
-  # `where`: what stands in prompts and padding of the batch's arrays may not count, whatever it is.
-  difference_BxT = jnp.where(mask_BxT > 0, logp_BxT - old_BxT, 0.0)
-  advantage_BxT = spread(jnp.where(batch["sequences"] > 0, batch["advantages"], 0.0), batch)
-
-  token_ratio_BxT = _exp(difference_BxT)
-  ratio_BxT = sequence_ratio(difference_BxT, mask_BxT, batch) if cfg.ratio == "sequence" else token_ratio_BxT
-  policy = policy_term(ratio_BxT, advantage_BxT, logp_BxT, cfg)
-  losses_BxT = policy.losses - cfg.entropy_coef * stats.entropy
+  found = ratios(stats.logprob, batch, cfg)
+  mask_BxT = found.mask
+  policy = policy_term(found.ratio, advantages_of(batch), found.logprob, cfg)
   metrics = {}
+  if "behavior_logprobs" in batch:
+    mismatch_BxT = jnp.where(mask_BxT > 0, found.old - batch["behavior_logprobs"], 0.0)
+    weight_BxT, metrics = correction(mismatch_BxT, mask_BxT, batch, cfg)
+    policy = policy._replace(losses=weight_BxT * policy.losses)
+  losses_BxT = policy.losses - cfg.entropy_coef * stats.entropy
   if needs_reference(cfg):
     ref_BxT = sequences.reference_logprobs(model, batch, reference, cfg.temperature)
-    log_ratio_BxT = jnp.where(mask_BxT > 0, logp_BxT - ref_BxT, 0.0)
-    penalty_BxT = divergence(log_ratio_BxT, cfg.kl) * (token_ratio_BxT if cfg.kl_corrected else 1.0)
+    log_ratio_BxT = jnp.where(mask_BxT > 0, found.logprob - ref_BxT, 0.0)
+    penalty_BxT = divergence(log_ratio_BxT, cfg.kl) * (found.token if cfg.kl_corrected else 1.0)
     losses_BxT = losses_BxT + cfg.kl_coef * penalty_BxT
     metrics["kl"] = _token_mean(divergence(log_ratio_BxT, "k3"), mask_BxT)
 
   metrics["policy_loss"] = aggregate(policy.losses, mask_BxT, batch, cfg)
   metrics["entropy"] = _token_mean(stats.entropy, mask_BxT)
-  metrics["policy/ratio_mean"] = _token_mean(ratio_BxT, mask_BxT)
+  metrics["policy/ratio_mean"] = _token_mean(found.ratio, mask_BxT)
+  # Tokens are those of p_old, so that this is k3 of KL(p_old ‖ p).
+  metrics["policy/approx_kl"] = _token_mean(divergence(found.old - found.logprob, "k3"), mask_BxT)
   metrics |= _clip_metrics(policy, mask_BxT, batch, cfg.clip)
-  if "behavior_logprobs" in batch:
-    metrics |= _sampling_metrics(difference_BxT, mask_BxT)
   return {"loss": aggregate(losses_BxT, mask_BxT, batch, cfg), **out.losses}, metrics | out.metrics
 
 
@@ -99,6 +115,56 @@ def spread(values_BxS: jax.Array, batch: dict[str, jax.Array]) -> jax.Array:
   # As in `sequences.segment_sums`: no gather, whose gradient would be a scatter, and no [B, T, S] is kept.
   in_segment = batch["segment_ids"][:, :, None] == ids_S
   return jnp.sum(jnp.where(in_segment, values_BxS.astype(jnp.float32)[:, None, :], 0.0), axis=2)
+
+
+def ratios(logprob_BxT: jax.Array, batch: dict[str, jax.Array], cfg: Any) -> Ratios:
+  """p / p_old; `logprob_BxT`: log p, float32, of trained tokens at least."""
+  mask_BxT = sequences.completion_mask(batch) * spread(batch["sequences"] > 0, batch)
+  # `where`: what stands in prompts and padding of the batch's arrays may not count, whatever it is.
+  logp_BxT = jnp.where(mask_BxT > 0, logprob_BxT, 0.0)
+  old_BxT = jax.lax.stop_gradient(logp_BxT)
+  if "old_logprobs" in batch:
+    given_BxT = batch["old_logprobs"]
+    old_BxT = jnp.where((mask_BxT > 0) & ~jnp.isnan(given_BxT), given_BxT, old_BxT)
+  difference_BxT = logp_BxT - old_BxT
+  token_BxT = _exp(difference_BxT)
+  ratio_BxT = sequence_ratio(difference_BxT, mask_BxT, batch) if cfg.ratio == "sequence" else token_BxT
+  return Ratios(mask_BxT, logp_BxT, old_BxT, token_BxT, ratio_BxT)
+
+
+def advantages_of(batch: dict[str, jax.Array]) -> jax.Array:
+  """Of each token that of its sequence, [B, T]."""
+  return spread(jnp.where(batch["sequences"] > 0, batch["advantages"], 0.0), batch)
+
+
+def correction(mismatch_BxT: jax.Array, mask_BxT: jax.Array, batch: dict[str, jax.Array], cfg: Any
+               ) -> tuple[jax.Array, dict[str, Any]]:
+  """(weights of the tokens' policy terms [B, T], without a gradient; metrics), from log p_old - log q.
+
+  Importance sampling for tokens that another program sampled than the one that trains: p_old / q of the token, or
+  of the sequence, which is the product over its trained tokens. truncate: bounded by correction_min and correction_max;
+  mask: 0 beyond these (as TRL's vllm_importance_sampling_mode). Divisors of the loss stay what they are.
+  """
+  level, _, how = cfg.correction.partition("_")
+  ratio, there = _exp(mismatch_BxT), mask_BxT
+  if level == "sequence":
+    there = (sequences.segment_sums(mask_BxT, batch) > 0).astype(jnp.float32)
+    ratio = _exp(sequences.segment_sums(mismatch_BxT, batch))
+  metrics = {
+      "sampling/sampling_logp_difference/mean": _token_mean(jnp.abs(mismatch_BxT), mask_BxT),
+      "sampling/sampling_logp_difference/max": _extreme(jnp.abs(mismatch_BxT), mask_BxT),
+      # Tokens are those of q, so that this is k3 of KL(q ‖ p_old).
+      "sampling/kl": _token_mean(divergence(-mismatch_BxT, "k3"), mask_BxT),
+      "sampling/importance_sampling_ratio/min": _extreme(ratio, there, -1),
+      "sampling/importance_sampling_ratio/mean": _token_mean(ratio, there),
+      "sampling/importance_sampling_ratio/max": _extreme(ratio, there),
+  }
+  if not how:
+    return jnp.ones_like(mismatch_BxT), metrics
+  bounded = (ratio < cfg.correction_min) | (ratio > cfg.correction_max)
+  metrics["sampling/correction_bounded"] = _token_mean(bounded, there)
+  weight = jnp.where(bounded, 0.0, ratio) if how == "mask" else jnp.clip(ratio, cfg.correction_min, cfg.correction_max)
+  return (spread(weight, batch) if level == "sequence" else weight), metrics
 
 
 def sequence_ratio(difference_BxT: jax.Array, mask_BxT: jax.Array, batch: dict[str, jax.Array]) -> jax.Array:
@@ -204,18 +270,6 @@ def _clip_metrics(policy: Policy, mask_BxT: jax.Array, batch: dict[str, jax.Arra
   return metrics
 
 
-def _sampling_metrics(difference_BxT: jax.Array, mask_BxT: jax.Array) -> dict[str, Any]:
-  """How far log-probs are from those when the tokens were sampled: rounding, until the policy has been updated."""
-  ratio_BxT, size_BxT = _exp(difference_BxT), jnp.abs(difference_BxT)
-  return {
-      "sampling/sampling_logp_difference/mean": _token_mean(size_BxT, mask_BxT),
-      "sampling/sampling_logp_difference/max": _extreme(size_BxT, mask_BxT),
-      "sampling/importance_sampling_ratio/min": _extreme(ratio_BxT, mask_BxT, -1),
-      "sampling/importance_sampling_ratio/mean": _token_mean(ratio_BxT, mask_BxT),
-      "sampling/importance_sampling_ratio/max": _extreme(ratio_BxT, mask_BxT),
-  }
-
-
 # ----------------------------------------------------------------------------------------------
 # What the options need, and those that cannot work.
 
@@ -239,11 +293,15 @@ def check(cfg: Any, grad_accum_steps: int, cfg_model: Any = None) -> None:
     ConfigError: naming the key, what was found and what is allowed.
   """
   for key, allowed in (("preset", tuple(presets.PRESETS)), ("ratio", RATIOS), ("clip", CLIPS),
-                       ("aggregate", AGGREGATES)):
+                       ("aggregate", AGGREGATES), ("correction", CORRECTIONS)):
     _one_of(cfg, key, allowed)
   if problem := advantages.mismatch(cfg.baseline, cfg.scale):
     raise ConfigError(f"strategy: {problem}")
   _check_clip(cfg)
+  if cfg.correction != "none" and not 0 <= cfg.correction_min <= 1 <= cfg.correction_max:
+    raise ConfigError(f"strategy.correction_min is {cfg.correction_min}, correction_max {cfg.correction_max}; they "
+                      "bound p_old / q, which is 1 where trainer and sampler agree: the one must be from 0 to 1, the "
+                      "other from 1 on (inf: no bound).")
   if cfg.aggregate == "constant" and cfg.aggregate_length < 1:
     raise ConfigError(f"strategy.aggregate_length is {cfg.aggregate_length}; it must be 1 or more.")
   if not 0 < cfg.temperature < math.inf:

@@ -47,11 +47,11 @@ class Table:
 
 
 def batch_of(rows, length=24, segments=2, seed=0, spread=0.4):
-  """A batch of rows of (prompt, completion), with advantages and log-probs that look like those of another policy."""
+  """A batch of rows of (prompt, completion), with advantages and log-probs that look like those of other policies."""
   batch = pairs.layout([[(x, y, 1.0) for x, y in row] for row in rows], length, segments)
   rng = np.random.default_rng(seed)
   batch["advantages"] = (rng.normal(size=batch["sequences"].shape) * batch["sequences"]).astype(np.float32)
-  for name in ("behavior_logprobs", "ref_logprobs"):
+  for name in ("old_logprobs", "ref_logprobs", "behavior_logprobs"):
     shift = rng.normal(size=batch["tokens"].shape) * spread
     batch[name] = ((shift - 3.0) * batch["loss_weights"]).astype(np.float32)
   return batch
@@ -67,7 +67,7 @@ def table():
   logits = rng.normal(size=(*batch["tokens"].shape, VOCAB)).astype(np.float32) * 0.5
   environment = np.flatnonzero(batch["segment_ids"][0] == 2)[-3:-1]
   batch["loss_weights"][0, environment] = 0
-  for name in ("behavior_logprobs", "ref_logprobs"):
+  for name in ("old_logprobs", "ref_logprobs", "behavior_logprobs"):
     # Around the log-probs of now, so that ratios lie on both sides of the bounds.
     around = batch[name] + 3.0 + logps(logits, batch)
     batch[name] = np.where(batch["loss_weights"] > 0, around, 0).astype(np.float32)
@@ -94,18 +94,31 @@ def sequences_of(batch):
     yield row, segment, at
 
 
+def corrections(differences, cfg):
+  """The weights of a sequence's tokens from log p_old - log q, as TRL has them (grpo_trainer.py of 1.16.0, mode
+  vllm_importance_sampling_mode, bounds vllm_importance_sampling_clip_min and _max)."""
+  if cfg.correction == "none":
+    return [1.0] * len(differences)
+  if cfg.correction.startswith("sequence"):
+    differences = [sum(differences)] * len(differences)
+  weights = [math.exp(d) for d in differences]
+  if cfg.correction.endswith("truncate"):
+    return [max(min(w, cfg.correction_max), cfg.correction_min) for w in weights]
+  return [0.0 if w < cfg.correction_min or w > cfg.correction_max else w for w in weights]
+
+
 def by_loops(logits, fixed, batch, cfg):
   """The objective in float64, a token at a time; what has no gradient is computed from the logits `fixed`."""
   lp, lp_fixed = logps(logits, batch), logps(fixed, batch)
   p = np.roll(probabilities(logits), 1, axis=1)
-  old = batch.get("behavior_logprobs", lp_fixed)
+  old = batch.get("old_logprobs", lp_fixed)
   total, weight = 0.0, 0.0
   for row, segment, at in sequences_of(batch):
     advantage = float(batch["advantages"][row, segment])
     differences = [lp[row, t] - old[row, t] for t in at]
     mean, mean_fixed = np.mean(differences), np.mean([lp_fixed[row, t] - old[row, t] for t in at])
-    losses = []
-    for t, difference in zip(at, differences, strict=True):
+    losses, weights = [], corrections([old[row, t] - batch["behavior_logprobs"][row, t] for t in at], cfg)
+    for t, difference, correction in zip(at, differences, weights, strict=True):
       ratio = math.exp(mean if cfg.ratio == "sequence" else difference)
       if cfg.clip == "ppo":
         clipped = min(max(ratio, 1 - cfg.clip_low), 1 + cfg.clip_high)
@@ -122,7 +135,7 @@ def by_loops(logits, fixed, batch, cfg):
       penalty = {"k1": d, "k2": d * d / 2, "k3": math.exp(-d) - 1 + d}[cfg.kl]
       penalty *= math.exp(difference) if cfg.kl_corrected else 1.0
       entropy = -sum(q * math.log(q) for q in p[row, t])
-      losses.append(loss + cfg.kl_coef * penalty - cfg.entropy_coef * entropy)
+      losses.append(correction * loss + cfg.kl_coef * penalty - cfg.entropy_coef * entropy)
     if cfg.aggregate == "sequence":
       total, weight = total + sum(losses) / len(losses), weight + 1
     else:
@@ -179,9 +192,33 @@ def test_the_penalty_and_the_bonus_are_those_of_loops_over_tokens(kl, corrected)
 
 @pytest.mark.parametrize("ratio", grpo.RATIOS)
 @pytest.mark.parametrize("clip", ["ppo", "cispo", "none"])
-def test_without_log_probs_of_the_sampler(clip, ratio):
-  """The ratio is 1 with the gradient of log p; the penalty's correction too."""
-  agrees_with_loops(cfg_of(kl_coef=0.1, kl_corrected=True, **clipped(clip, ratio)), behavior_logprobs=None)
+def test_without_old_log_probs(clip, ratio):
+  """The ratio is 1 with the gradient of log p; the penalty's correction too. NaN says the same, and token by token."""
+  cfg = cfg_of(kl_coef=0.1, kl_corrected=True, **clipped(clip, ratio))
+  agrees_with_loops(cfg, old_logprobs=None)
+  absent, unknown = of_table(cfg, old_logprobs=None), of_table(cfg, old_logprobs=table()[2]["old_logprobs"] * np.nan)
+  assert absent[0] == unknown[0] and absent[2] == unknown[2]
+  np.testing.assert_array_equal(absent[1], unknown[1])
+
+
+@pytest.mark.parametrize("clip", ["ppo", "cispo"])
+@pytest.mark.parametrize("correction", grpo.CORRECTIONS[1:])
+def test_what_another_program_sampled_is_weighted(correction, clip):
+  """Tokens within the bounds and beyond both of them; penalty and bonus have no weight."""
+  low, high = (0.8, 1.2) if correction.startswith("token") else (0.5, 1.5)
+  changed = dict(correction=correction, correction_min=low, correction_max=high, kl_coef=0.1, entropy_coef=0.1)
+  cfg = cfg_of(**changed | clipped(clip))
+  for old in ({}, dict(old_logprobs=None)):
+    agrees_with_loops(cfg, **old)
+  metrics, batch, differences = of_table(cfg)[2], table()[2], []
+  for row, _, at in sequences_of(batch):
+    some = (batch["old_logprobs"] - batch["behavior_logprobs"])[row, at].astype(np.float64)
+    differences += [some.sum()] if correction.startswith("sequence") else some.tolist()
+  ratios = np.exp(differences)
+  assert (ratios < low).any() and (ratios > high).any() and ((low < ratios) & (ratios < high)).any(), ratios
+  assert metrics["sampling/correction_bounded"] == pytest.approx(np.mean((ratios < low) | (ratios > high)))
+  for name in ("min", "mean", "max"):
+    assert metrics[f"sampling/importance_sampling_ratio/{name}"] == pytest.approx(getattr(ratios, name)(), rel=1e-5)
 
 
 def test_every_bound_is_met_above():
@@ -211,7 +248,8 @@ def test_on_policy_the_gradient_is_that_of_reinforce(clip):
 
   expected = np.asarray(jax.jit(jax.grad(reinforce))(logits))
   for changed in ({}, dict(clip_low=0.0, clip_high=0.0))[:2 if clip == "ppo" else 1]:
-    _, gradient, metrics = of_table(cfg_of(**clipped(clip) | changed), behavior_logprobs=on_policy())
+    _, gradient, metrics = of_table(cfg_of(**clipped(clip) | changed), old_logprobs=on_policy(),
+                                    behavior_logprobs=on_policy())
     np.testing.assert_allclose(gradient, expected, atol=1e-7)
     assert metrics["policy/ratio_mean"] == 1.0
     assert metrics["sampling/importance_sampling_ratio/max"] == metrics["sampling/importance_sampling_ratio/min"] == 1.0
@@ -221,11 +259,11 @@ def test_on_policy_the_gradient_is_that_of_reinforce(clip):
 
 @pytest.mark.parametrize("preset", presets.PRESETS)
 def test_every_preset_offline_is_what_it_is_on_policy(preset):
-  """The same bits; finite, and with a gradient."""
+  """The same bits; finite, and with a gradient. What the sampler says does not matter without a correction."""
   config = config_checks.resolve({"strategy": dict(name="grpo", preset=preset, temperature=0.7)})
   presets.fill_in(config)
-  value, gradient, metrics = of_table(config.strategy, behavior_logprobs=on_policy())
-  offline_value, offline_gradient, offline_metrics = of_table(config.strategy, behavior_logprobs=None)
+  value, gradient, metrics = of_table(config.strategy, old_logprobs=on_policy())
+  offline_value, offline_gradient, offline_metrics = of_table(config.strategy, old_logprobs=None, behavior_logprobs=None)
   assert value == offline_value and math.isfinite(value)
   np.testing.assert_array_equal(gradient, offline_gradient)
   assert np.abs(gradient).max() > 1e-4
@@ -279,10 +317,10 @@ def test_far_policies_have_finite_losses():
   """T30: log-ratios are clamped before exp."""
   _, _, batch = table()
   for shift in (-200.0, 200.0):
-    far = (batch["behavior_logprobs"] + shift).astype(np.float32)
+    far = (batch["old_logprobs"] + shift).astype(np.float32)
     for ratio, clip in (("token", "none"), ("sequence", "dual")):
-      cfg = cfg_of(kl_coef=0.1, kl_corrected=True, **clipped(clip, ratio))
-      value, gradient, metrics = of_table(cfg, behavior_logprobs=far, ref_logprobs=-far)
+      cfg = cfg_of(kl_coef=0.1, kl_corrected=True, correction=f"{ratio}_truncate", **clipped(clip, ratio))
+      value, gradient, metrics = of_table(cfg, old_logprobs=far, behavior_logprobs=-far, ref_logprobs=-far)
       assert math.isfinite(value) and np.isfinite(gradient).all() and all(map(math.isfinite, metrics.values()))
 
 
@@ -292,29 +330,30 @@ def test_metrics_are_shares_of_trained_tokens():
   _, logits, batch = table()
   metrics = of_table(cfg)[2]
   lp, p = logps(logits, batch), np.roll(probabilities(logits), 1, axis=1)
-  low, high, dual, ratios, differences, entropies, k3 = ([] for _ in range(7))
+  low, high, dual, ratios, weights, entropies, k3 = ([] for _ in range(7))
   for row, segment, at in sequences_of(batch):
     positive = batch["advantages"][row, segment] > 0
-    difference = lp[row, at] - batch["behavior_logprobs"][row, at]
-    ratio = np.exp(difference)
+    ratio = np.exp(lp[row, at] - batch["old_logprobs"][row, at])
     low.append((ratio < 0.8) & ~positive)
     high.append((ratio > 1.25) & positive)
     dual.append((ratio > 1.4) & ~positive)
     ratios.append(ratio)
-    differences.append(np.abs(difference))
+    weights.append(np.exp(np.float64(batch["old_logprobs"][row, at]) - batch["behavior_logprobs"][row, at]))
     entropies.append(-(p[row, at] * np.log(p[row, at])).sum(-1))
     d = lp[row, at] - batch["ref_logprobs"][row, at]
     k3.append(np.exp(-d) - 1 + d)
   mean = lambda parts: float(np.mean(np.concatenate(parts)))  # noqa: E731
-  joined = np.concatenate(ratios)
+  joined, weights = np.concatenate(ratios), np.concatenate(weights)
   expected = {
       "clip_ratio/low_mean": mean(low), "clip_ratio/low_min": min(x.mean() for x in low),
       "clip_ratio/high_mean": mean(high), "clip_ratio/high_max": max(x.mean() for x in high),
       "clip_ratio/region_mean": mean(low) + mean(high), "clip_ratio/dual_mean": mean(dual),
-      "policy/ratio_mean": joined.mean(), "sampling/importance_sampling_ratio/mean": joined.mean(),
-      "sampling/importance_sampling_ratio/min": joined.min(), "sampling/importance_sampling_ratio/max": joined.max(),
-      "sampling/sampling_logp_difference/mean": mean(differences),
-      "sampling/sampling_logp_difference/max": np.concatenate(differences).max(),
+      "policy/ratio_mean": joined.mean(), "policy/approx_kl": (joined - 1 - np.log(joined)).mean(),
+      "sampling/importance_sampling_ratio/mean": weights.mean(),
+      "sampling/importance_sampling_ratio/min": weights.min(), "sampling/importance_sampling_ratio/max": weights.max(),
+      "sampling/sampling_logp_difference/mean": np.abs(np.log(weights)).mean(),
+      "sampling/sampling_logp_difference/max": np.abs(np.log(weights)).max(),
+      "sampling/kl": (weights - 1 - np.log(weights)).mean(),
       "entropy": mean(entropies), "kl": mean(k3),
       "policy_loss": by_loops(logits, logits, batch, cfg_of(clip_dual=1.4)),
       "loss": by_loops(logits, logits, batch, cfg),
@@ -328,11 +367,11 @@ def test_metrics_are_shares_of_trained_tokens():
 def test_what_stands_outside_trained_tokens_changes_no_bit():
   """Nor does a sequence whose entry in `sequences` is 0."""
   _, _, batch = table()
-  cfg = cfg_of(kl_coef=0.1, ratio="sequence", aggregate="sequence")
+  cfg = cfg_of(kl_coef=0.1, ratio="sequence", aggregate="sequence", correction="sequence_truncate", correction_max=1.5)
   plain_value, plain, _ = of_table(cfg)
   untrained = batch["loss_weights"] == 0
   loud = {name: np.where(untrained, np.nan, batch[name]).astype(np.float32)
-          for name in ("behavior_logprobs", "ref_logprobs")}
+          for name in ("old_logprobs", "behavior_logprobs", "ref_logprobs")}
   loud["advantages"] = np.where(batch["sequences"] > 0, batch["advantages"], np.nan).astype(np.float32)
   value, gradient, _ = of_table(cfg, **loud)
   assert value == plain_value

@@ -20,7 +20,8 @@ from trainer.strategies import grpo, sequences
 
 EXAMPLES = [(x, y) for x, y, _ in pairs.examples(7)]
 ROWS = [[0, 1], [2], [3, 4], [5], [], [6], [], []]
-EVERYTHING = dict(ratio="sequence", kl_coef=0.2, kl_corrected=True, entropy_coef=0.05, clip_low=0.1, clip_high=0.1)
+EVERYTHING = dict(ratio="sequence", kl_coef=0.2, kl_corrected=True, entropy_coef=0.05, clip_low=0.1, clip_high=0.1,
+                  correction="sequence_truncate", correction_max=1.05)
 
 
 @functools.cache
@@ -39,7 +40,8 @@ def laid_out(rows, length=48, segments=3):
     for segment, i in enumerate(examples):
       at = (batch["segment_ids"][row] == segment + 1) & (batch["loss_weights"][row] > 0)
       batch["advantages"][row, segment] = advantages[i]
-      batch["behavior_logprobs"][row, at] = behavior[i, :at.sum()]
+      batch["old_logprobs"][row, at] = behavior[i, :at.sum()]
+      batch["behavior_logprobs"][row, at] = behavior[i, :at.sum()] / 1.01
   del batch["ref_logprobs"]
   return batch
 
@@ -194,6 +196,8 @@ def test_no_logits_for_the_whole_vocabulary_in_the_compiled_program():
     (dict(clip_dual=0.9), "strategy.clip_dual is 0.9"),
     (dict(clip="cispo", clip_high=0.2), "cap on the ratio itself"),
     (dict(aggregate="constant", aggregate_length=0), "strategy.aggregate_length is 0"),
+    (dict(correction="vllm"), "allowed: none, token_truncate, token_mask, sequence_truncate, sequence_mask"),
+    (dict(correction="token_mask", correction_max=0.5), "strategy.correction_min is 0.0, correction_max 0.5"),
     (dict(temperature=0.0), "strategy.temperature is 0.0"),
     (dict(kl_coef=-0.1), "strategy.kl_coef is -0.1"),
     (dict(entropy_coef=math.inf), "strategy.entropy_coef is inf"),

@@ -25,7 +25,8 @@ def read_all(config):
   grpo.check(view.strategy, 4, view.model)
   _ = view.rollout.num_prompts, view.rollout.group_size, view.rollout.resample
   batch = pairs.layout([[([1], [2, 3], 1.0)]], 8, 1)
-  batch |= dict(advantages=batch["sequences"], behavior_logprobs=batch["loss_weights"])
+  batch |= dict(advantages=batch["sequences"], behavior_logprobs=batch["loss_weights"],
+               old_logprobs=batch["loss_weights"])
   params = model.abstract_params()
   jax.eval_shape(lambda p, b: grpo.loss(model, p, b, None, view.strategy, reference=p), params, batch)
   return view

@@ -1,0 +1,64 @@
+"""What rollouts may be asked for, and what their batches hold; none of it needs a device."""
+
+from typing import Any
+
+from trainer import rewards
+from trainer.config import ConfigError
+from trainer.drawing import Options
+
+# What the loss of a strategy wants in a batch beside the tokens, in steps after a rollout's first too; strategies that
+# are not here cannot use rollouts.
+KEYS = {"grpo": ("advantages", "behavior_logprobs", "old_logprobs"), "dpo": ()}
+# What an environment gives counts as one more function, of weight 1, with this name.
+ENVIRONMENT = "environment"
+
+
+def check(config: Any) -> None:
+  """Refuses rollouts that cannot be, before any device work.
+
+  Raises:
+    ConfigError: naming the key.
+  """
+  c, name = config.rollout, config.strategy.name
+  if not c.num_prompts:
+    if name == "grpo" and config.strategy.correction != "none":
+      raise ConfigError(f"strategy.correction is {config.strategy.correction!r}, which compares with the log-probs of "
+                        "what sampled, but rollout.num_prompts is 0: the data do not say them. Use correction='none'.")
+    return
+  if name not in KEYS:
+    raise ConfigError(f"rollout.num_prompts is {c.num_prompts}, but strategy {name!r} does not learn from completions "
+                      f"that are sampled. Use strategy {' or '.join(KEYS)}, or rollout.num_prompts=0.")
+  for key, least in (("num_prompts", 1), ("group_size", 2), ("updates", 1), ("epochs", 1), ("max_new_tokens", 1),
+                     ("batch_size", 1), ("resample", 0), ("reward_workers", 0), ("max_turns", 1)):
+    if c[key] < least:
+      raise ConfigError(f"rollout.{key} is {c[key]}; it must be at least {least}.")
+  if not c.reward_timeout_seconds > 0:
+    raise ConfigError(f"rollout.reward_timeout_seconds is {c.reward_timeout_seconds}; it must be above 0.")
+  options = Options(c.temperature, c.top_k, c.top_p, c.min_p)
+  options.check("rollout.")
+  if options.temperature == 0:
+    raise ConfigError("rollout.temperature is 0: all completions of a prompt would be the same. Use 1.0, say.")
+  if name == "grpo" and options.truncated:
+    raise ConfigError(
+        f"rollout has top_k={c.top_k}, top_p={c.top_p}, min_p={c.min_p}: what is sampled would come from a truncated "
+        "distribution, but the loss is of log-probs of the whole one, so that its gradient would be that of another "
+        "policy. Use top_k=0, top_p=1, min_p=0; a lower rollout.temperature is trained as it is sampled.")
+  if not len(c.rewards) and c.environment is None:
+    raise ConfigError("rollout.rewards is empty and there is no rollout.environment: nothing says what is good. For "
+                      'instance config.rollout.rewards.right = reward(type="numeric", answer_key="answer").')
+  for key, section in c.rewards.items():
+    rewards.check(key, section)
+  if ENVIRONMENT in c.rewards and c.environment is not None:
+    raise ConfigError(f"rollout.rewards.{ENVIRONMENT} has the name of what rollout.environment gives, in metrics and "
+                      "tables. Give that function another name.")
+  if config.input.batch_size_stages:
+    raise ConfigError("input.batch_size_stages has no effect on rollouts, whose steps take as many rows as their "
+                      "completions need. Remove it.")
+  if "precompute" in config.strategy and config.strategy.precompute:
+    raise ConfigError("strategy.precompute is True, but the completions of rollouts are not known before. Use False.")
+
+
+def keys(config: Any) -> tuple[str, ...]:
+  """What batches of the config's rollouts hold beside the tokens."""
+  alone = config.rollout.updates * config.rollout.epochs == 1
+  return tuple(key for key in KEYS[config.strategy.name] if not (alone and key == "old_logprobs"))
