@@ -1,4 +1,4 @@
-"""What ratios are taken to: the policy as it was when the rollout began, by the program that trains, in any precision."""
+"""What ratios are taken to: the policy when the rollout began, by the program that trains, in any precision."""
 
 import numpy as np
 import pytest
@@ -16,9 +16,9 @@ def prompts(tmp_path_factory):
 
 @pytest.mark.parametrize("noise", [False, True])
 def test_in_bfloat16_a_policy_that_does_not_move_has_ratios_of_one(noise, prompts, tmp_path):
-  """GSPO, whose bounds are 3e-4: two updates, two epochs, two micro-batches, also with dropout, at a learning rate of 0.
-  The sampler's log-probs are further away than these bounds."""
-  c = config(prompts, total_steps=4, grad_accum_steps=2, rollout=dict(epochs=2),
+  """GSPO, whose bounds are 3e-4: two updates, two epochs, two micro-batches, also with dropout, at a learning rate of
+  0. The sampler's log-probs are further away than these bounds."""
+  c = config(prompts, total_steps=4, batch_size=16, grad_accum_steps=2, rollout=dict(epochs=2),
              strategy=dict(preset="gspo", disable_dropout=not noise))
   c.precision.compute, c.optimizer.learning_rate, c.model.dropout = "bfloat16", 0.0, 0.2 * noise
   train(c, tmp_path / "w")

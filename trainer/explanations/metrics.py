@@ -232,7 +232,7 @@ source: trainer/strategies/grpo.py _clip_metrics @ if clip == "cispo"
 test: tests/trainer/strategies/test_grpo.py::test_metrics_are_shares_of_trained_tokens
 see: clip.cispo
 
-= metric.sampling/sampling_logp_difference, sampling/importance_sampling_ratio: the sampler's log-probs and the trainer's
+= metric.sampling/sampling_logp_difference, sampling/importance_sampling_ratio: sampler and trainer, token by token
 Of the same tokens and parameters, by the two programs: rounding, about 1e-5 in float32, more in bfloat16.
 equation:
   mean and max over trained tokens of |log p_old − log q|,  q: what the sampler computed
@@ -244,7 +244,7 @@ test: tests/trainer/strategies/test_grpo.py::test_metrics_are_shares_of_trained_
 others: TRL: the same names, between the sampler's log-probs (vLLM's) and its own; the ratio after it is bounded.
 see: ratio.token correction.token metric.sampling/kl
 
-= metric.sampling/kl, sampling/kl, sampling/correction_bounded, rollout_corr: how far the sampler's program is from the trainer's
+= metric.sampling/kl, sampling/kl, sampling/correction_bounded, rollout_corr: how far the sampler is from the trainer
 The divergence of the two distributions, and how often the correction's bounds take hold.
 equation:
   sampling/kl: mean over trained tokens of r − 1 − log r,  r = p_old / q: k3 of KL(q ‖ p_old)

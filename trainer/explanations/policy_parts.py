@@ -25,13 +25,13 @@ keys: strategy(grpo).ratio strategy(grpo).temperature
 test: tests/trainer/test_old_policy.py::test_in_bfloat16_a_policy_that_does_not_move_has_ratios_of_one
 test: tests/trainer/test_old_policy.py::test_later_steps_are_compared_with_the_policy_when_the_rollout_began
 paper: Schulman et al.: Proximal Policy Optimization Algorithms, 2017, arXiv 1707.06347
-others: The denominator is the policy that sampled, never the reference. TRL, as here: the policy itself where every step
-  has a rollout of its own, else log-probs computed once by the trainer.
+others: The denominator is the policy that sampled, never the reference. TRL, as here: the policy itself where every
+  step has a rollout of its own, else log-probs computed once by the trainer.
 others: verl (2025) recomputes old_log_prob with the training engine after sampling with another one.
 see: ratio.sequence correction.token metric.policy/ratio_mean
 like: part
 
-= correction.token, strategy.correction, tis, mis, truncated_importance_sampling, masked_importance_sampling: weights of tokens
+= correction.token, strategy.correction, tis, mis, truncated_importance_sampling: weights on what was sampled
 Tokens come from the sampler's program, the gradient from the trainer's: a weight makes up for what the two differ by.
 equation:
   w = p_old / q of the token, without a gradient;  ℓ = w · policy term + …
@@ -43,9 +43,10 @@ keys: strategy(grpo).correction strategy(grpo).correction_min strategy(grpo).cor
 test: tests/trainer/strategies/test_grpo.py::test_what_another_program_sampled_is_weighted
 paper: Yao et al.: Your Efficient RL Framework Secretly Brings You Off-Policy RL Training, 2025,
   fengyao.notion.site/off-policy-rl
-others: TRL: vllm_importance_sampling_mode with the same names, _clip_min and _clip_max; on by default (sequence_mask, 3).
-others: verl: rollout_is=token or sequence with rollout_is_threshold truncates; rollout_rs masks, and takes what it masks
-  out of the divisors, which here stay those of the batch.
+others: TRL: vllm_importance_sampling_mode with the same names, _clip_min and _clip_max; on by default
+  (sequence_mask, 3).
+others: verl: rollout_is=token or sequence with rollout_is_threshold truncates; rollout_rs masks, and takes what it
+  masks out of the divisors, which here stay those of the batch.
 see: ratio.token metric.sampling/kl
 like: part
 

@@ -263,7 +263,8 @@ def test_every_preset_offline_is_what_it_is_on_policy(preset):
   config = config_checks.resolve({"strategy": dict(name="grpo", preset=preset, temperature=0.7)})
   presets.fill_in(config)
   value, gradient, metrics = of_table(config.strategy, old_logprobs=on_policy())
-  offline_value, offline_gradient, offline_metrics = of_table(config.strategy, old_logprobs=None, behavior_logprobs=None)
+  offline_value, offline_gradient, offline_metrics = of_table(config.strategy, old_logprobs=None,
+                                                              behavior_logprobs=None)
   assert value == offline_value and math.isfinite(value)
   np.testing.assert_array_equal(gradient, offline_gradient)
   assert np.abs(gradient).max() > 1e-4
