@@ -119,7 +119,8 @@ def statistics(names: Sequence[str], values_PxGxK: np.ndarray, failed_PxGxK: np.
 
   Returns:
     reward: mean over completions with a reward; reward_std: mean over groups with two rewards or more of the standard
-    deviation within the group; frac_reward_zero_std: share of groups for which `zero_spread` holds; for each function
+    deviation within the group; frac_reward_zero_std: share of these groups for which `zero_spread` holds;
+    frac_without_reward: share of completions; for each function
     rewards/<name>/mean (over completions that it gave a reward), rewards/<name>/std (over all of these at once),
     rewards/<name>/failed and rewards/<name>/abstained (shares of completions); advantage/abs_mean. What has nothing to
     be a mean of has weight 0.
@@ -131,12 +132,15 @@ def statistics(names: Sequence[str], values_PxGxK: np.ndarray, failed_PxGxK: np.
 
   values_PxGxK = np.asarray(values_PxGxK, np.float64)
   given_PxG = ~np.isnan(rewards_PxG)
+  # Of groups that are smaller than others the rest is padding.
+  there_PxG = (~np.isnan(values_PxGxK) | failed_PxGxK | abstained_PxGxK).any(axis=-1)
+  several_P = given_PxG.sum(axis=1) >= 2
   spread_P = _deviation(np.where(given_PxG, rewards_PxG, 0.0), given_PxG, axis=1)[:, 0]
-  everywhere_P = np.ones(len(spread_P), bool)
   metrics = {
       "reward": mean(rewards_PxG, given_PxG),
-      "reward_std": mean(spread_P, given_PxG.sum(axis=1) >= 2),
-      "frac_reward_zero_std": mean(zero_spread(rewards_PxG), everywhere_P),
+      "reward_std": mean(spread_P, several_P),
+      "frac_reward_zero_std": mean(zero_spread(rewards_PxG), several_P),
+      "frac_without_reward": mean(~given_PxG, there_PxG),
       "advantage/abs_mean": mean(np.abs(advantages_PxG), ~np.isnan(advantages_PxG)),
   }
   for k, name in enumerate(names):

@@ -7,7 +7,6 @@ A config adds its own by dotted path, called after the built-in ones:
 What must happen inside the compiled step (clipping, rematerialisation, the finite guard) is config, not callback.
 """
 
-import math
 import os
 import signal
 import sys
@@ -222,9 +221,8 @@ class Progress(Callback):
 
   def on_step_end(self, run, step, metrics):
     now = time.monotonic()
-    shown = {"reward": metrics["reward"]} if "reward" in metrics else {}
-    shown["loss"] = metrics.get("loss", math.nan)  # a step that trained no token has none
-    told = [f"{name} {value:.3f}" for name, value in shown.items()]
+    told = [f"{name} {metrics[name]:.3f}" for name in ("reward", "loss") if name in metrics]
+    told = told if "loss" in metrics else [*told, "nothing to train"]
     seconds = max(now - self._began, 1e-9)
     rate = (run.tokens_seen(step) - self._tokens) / seconds
     if self._bar is not None:

@@ -347,6 +347,9 @@ def rollout() -> ConfigDict:
   c.resample = unset(int)
   # Do not train on completions that did not end within max_new_tokens.
   c.mask_truncated = False
+  # After so many rollouts in a row that teach nothing (rewards fail, all is cut off, or from the start all rewards are
+  # equal) the run ends with an error; 0: never.
+  c.max_without_lesson = 10
   # name: reward(…)
   c.rewards = ConfigDict()
   # Processes that compute rewards (0: this one), and how long a call may take.

@@ -64,19 +64,32 @@ def sequences(groups: list[Scored], baseline: str, scale: str, mask_truncated: b
   return Lesson(units, advantages_PxG, {"completions/masked": masked, "completions/without_reward": without})
 
 
-def pairs(groups: list[Scored], seq_len: int) -> Lesson:
-  """Of each group the best and the worst completion, chosen and rejected; none of a group whose rewards are all equal.
+def compared(rewards_G: np.ndarray, episodes: list[Episode], mask_truncated: bool) -> np.ndarray:
+  """The rewards among which a pair is looked for: NaN for completions that were cut off, with `mask_truncated`."""
+  cut_G = np.array([episode.sequence.finish_reason == "length" for episode in episodes])
+  return np.where(cut_G & mask_truncated, np.nan, rewards_G)
+
+
+def pairs(groups: list[Scored], seq_len: int, mask_truncated: bool) -> Lesson:
+  """Of each group the best and the worst completion, chosen and rejected; none of a group whose rewards are all equal,
+  or that has fewer than two. With `mask_truncated` those that were cut off are neither.
 
   Raises:
     ConfigError: a pair does not fit into a row.
   """
   marks_PxG = np.full((len(groups), len(groups[0].episodes)), np.nan, np.float32)
-  units, ties = [], 0
+  units = []
+  counts = dict.fromkeys(("completions/masked", "completions/without_reward", "rollout/ties", "rollout/unpaired"), 0)
   for group, marks_G in zip(groups, marks_PxG, strict=True):
+    rewards_G = compared(group.rewards, group.episodes, mask_truncated)
+    without = int(np.isnan(group.rewards).sum())
+    usable = int(np.isfinite(rewards_G).sum())
+    counts["completions/without_reward"] += without
+    counts["completions/masked"] += len(rewards_G) - usable - without
     if group.zero_spread:
-      ties += 1
+      counts["rollout/ties" if usable >= 2 else "rollout/unpaired"] += 1
       continue
-    best, worst = int(np.nanargmax(group.rewards)), int(np.nanargmin(group.rewards))
+    best, worst = int(np.nanargmax(rewards_G)), int(np.nanargmin(rewards_G))
     marks_G[best], marks_G[worst] = 1.0, -1.0
     pair = [(group.episodes[i].sequence, float(marks_G[i]), group.item.source) for i in (best, worst)]
     size = sum(len(sequence.ids) for sequence, _, _ in pair)
@@ -85,7 +98,43 @@ def pairs(groups: list[Scored], seq_len: int) -> Lesson:
                         f"tokens, more than a row of seq_len={seq_len}. Set seq_len to twice the longest prompt and "
                         "rollout.max_new_tokens.")
     units.append(pair)
-  return Lesson(units, marks_PxG, {"rollout/ties": ties})
+  return Lesson(units, marks_PxG, counts)
+
+
+class Nothing(NamedTuple):
+  """Why a rollout teaches nothing, and what helps.
+
+  `equal`: its rewards are there, and all those that are compared with one another are the same.
+  """
+
+  why: str
+  advice: str
+  equal: bool
+
+
+def nothing(names: tuple[str, ...], groups: list[Scored], lesson: Lesson) -> Nothing | None:
+  """Why these groups teach nothing; None: they teach something, by an advantage that is not 0."""
+  if any(advantage for unit in lesson.units for _, advantage, _ in unit):
+    return None
+  rewards_PxG = np.stack([group.rewards for group in groups])
+  given = int(np.isfinite(rewards_PxG).sum())
+  masked, several = lesson.counts["completions/masked"], (np.isfinite(rewards_PxG).sum(axis=1) >= 2).any()
+  if not several:
+    shares = [(name, what, np.mean([getattr(group, what)[:, k] for group in groups]))
+              for k, name in enumerate(names) for what in ("failed", "abstained")]
+    told = ", ".join(f"{name} {what} for {share:.0%}" for name, what, share in shares if share)
+    some = f"only {given}, no two to one prompt," if given else "none"
+    return Nothing(f"{some} of its {rewards_PxG.size} completions have a reward: {told}",
+                   "Mend what gives the rewards, and look at the completions in samples/.", False)
+  if masked and not lesson.units and not lesson.counts.get("rollout/ties"):
+    return Nothing(f"{masked} of its {given} completions with a reward were cut off at rollout.max_new_tokens, and are "
+                   "left out by rollout.mask_truncated", "Raise rollout.max_new_tokens (and seq_len), or use "
+                   "rollout.mask_truncated=False.", False)
+  low, high = float(np.nanmin(rewards_PxG)), float(np.nanmax(rewards_PxG))
+  what = f"{low:g}" if low == high else f"{low:g} to {high:g}, the same within each group"
+  return Nothing(f"its {given} rewards do not differ ({what}), so that no completion is better than another",
+                 "Use prompts that the model sometimes gets right, a reward with more than two values, more "
+                 "completions a prompt (rollout.group_size), or a model that begins with more.", True)
 
 
 def metrics(names: tuple[str, ...], kept: list[Scored], replaced: list[Scored], lesson: Lesson) -> dict[str, Any]:

@@ -79,9 +79,9 @@ def overlay(params: Any, reference: Any) -> Any:
   return patterns.unflatten(dict(sorted(flat.items())))
 
 
-def mix(reference: Any, params: Any, share: float, step: jax.Array, every: int) -> Any:
-  """TR-DPO (arXiv 2404.09656, eq. 5): after every so many updates, share × policy + (1 − share) × reference."""
-  flat, now = patterns.flatten(params), step % every == 0
+def mix(reference: Any, params: Any, share: float, now: jax.Array) -> Any:
+  """TR-DPO (arXiv 2404.09656, eq. 5): where `now` is true, share × policy + (1 − share) × reference."""
+  flat = patterns.flatten(params)
 
   def moved(path, leaf):
     target = share * flat[path].astype(jnp.float32) + (1 - share) * leaf.astype(jnp.float32)

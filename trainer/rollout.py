@@ -19,6 +19,7 @@ import numpy as np
 from absl import logging
 from tqdm import tqdm
 
+from input_pipeline.files import DataError
 from input_pipeline.packing import permutation
 from input_pipeline.prompt_data import PromptData, PromptItem
 from trainer import advantages as advantages_lib
@@ -79,16 +80,19 @@ class Rollouts:
     c, self._seed, self._workdir = config.rollout, config.seed, workdir
     # Read here, so that the audit of the config sees them used.
     self._num_prompts, self._group_size, self._resample = c.num_prompts, c.group_size, c.resample
+    self._most_without_lesson, self._masks = c.max_without_lesson, c.mask_truncated
     self._updates, self._steps_each, self._has_environment = c.updates, c.updates * c.epochs, c.environment is not None
     self._prompts, self._tokenizer, self._mesh = prompts, tokenizer, mesh
     self._keys = keys(config)
     self._layout = dict(seq_len=config.seq_len, pad_id=tokenizer.pad_id, row_multiple=micro_batch_size,
                         layout=image_tokens.layout_of(model), images=self._images, share_prompts=share_prompts)
     if config.strategy.name == "grpo":
-      how = (config.strategy.baseline, config.strategy.scale, c.mask_truncated)
+      how = (config.strategy.baseline, config.strategy.scale, self._masks)
+      self._compares_all = True
       self._lesson = lambda groups: groups_lib.sequences(groups, *how)
     else:
-      self._lesson = lambda groups: groups_lib.pairs(groups, config.seq_len)
+      self._compares_all = not self._masks
+      self._lesson = lambda groups: groups_lib.pairs(groups, config.seq_len, self._masks)
     self._drawing = dict(temperature=c.temperature, top_k=c.top_k, top_p=c.top_p, min_p=c.min_p)
     self._sampler = Sampler(model, mesh, rows=c.batch_size)
     self._episodes = Episodes(config, tokenizer, prompts)
@@ -108,6 +112,8 @@ class Rollouts:
     self._program: Any = None
     self._first_step = self._number = self._drawn = 0
     self.metrics: dict[str, float] = {}
+    # Rollouts in a row that taught nothing, and whether there was one that did.
+    self._without_lesson, self._learned = 0, False
     # {updates done: (row positions trained on, prompts drawn for these)}, of the latest.
     self._taken = {0: (0, 0)}
 
@@ -184,7 +190,8 @@ class Rollouts:
     tokens, drawn = self._at(step)
     done = self._experience is None or step - self._first_step >= self._steps_each
     meta = {"tokens": tokens, "drawn": drawn, "number": self._number, "first_step": self._first_step,
-            "metrics": self.metrics, "done": done, "data": self.fingerprint}
+            "metrics": self.metrics, "done": done, "data": self.fingerprint,
+            "without_lesson": self._without_lesson, "learned": self._learned}
     # Checkpoints cannot hold empty arrays.
     if done or not self._experience.num_units:
       return meta, None
@@ -199,6 +206,8 @@ class Rollouts:
     self._taken = {step: (meta["tokens"], meta["drawn"])}
     self._number, self._first_step, self._drawn = meta["number"], meta["first_step"], meta["drawn"]
     self.metrics = meta["metrics"]
+    # Checkpoints of earlier versions do not say.
+    self._without_lesson, self._learned = meta.get("without_lesson", 0), meta.get("learned", False)
     if meta["done"]:
       self._experience = None
     else:
@@ -243,7 +252,8 @@ class Rollouts:
       groups, replaced = groups + replaced[:spare], replaced[spare:]
     self._number, self._first_step, self._drawn = number, run.step, drawn
     self._end_with_prompts(run)
-    self._experience, table, self.metrics = self._learn(groups, replaced)
+    lesson = self._lesson(groups)
+    self._experience, self.metrics = experience_lib.collect(lesson.units), self._metrics(groups, replaced, lesson)
     self._old = None
     if "old_logprobs" in self._keys:
       with run.chrono.pause("rollout"):
@@ -252,10 +262,14 @@ class Rollouts:
             functools.partial(self._score_step, run), lambda nth: self._batch(nth, (*self._keys, "places")),
             len(self._experience.tokens), self._updates, self._steps_each // self._updates)
         self.metrics["time/old_logprobs"] = time.perf_counter() - began
-    if jax.process_index() == 0 and self._shows(run):
+    problem = self._problem(groups, lesson)
+    if jax.process_index() == 0 and (problem or self._shows(run)):
+      table = groups_lib.table(self._names, groups, lesson)
       text = groups_lib.write(self._workdir / "samples" / f"rollout-{run.step + 1:08d}", table, groups,
                               f"rollout before step {run.step + 1}")
       run.writer.write_texts(run.step + 1, {"rollout": text})
+    if problem:
+      raise DataError(problem)
 
   def _score_step(self, run: Any, batch: dict[str, np.ndarray], nth: int) -> np.ndarray:
     """Log-probs of a step of the rollout under the policy as it is now, [B, T]."""
@@ -308,22 +322,39 @@ class Rollouts:
       values, failed, abstained = (np.concatenate([part, new[..., None]], axis=2) for part, new in (
           (values, own), (failed, broken), (abstained, np.isnan(own) & ~broken)))
     rewards_PxG = advantages_lib.combine(values, self._weights, failed)
-    equal = advantages_lib.zero_spread(rewards_PxG)
+    equal = advantages_lib.zero_spread(rewards_PxG if self._compares_all else np.stack([
+        groups_lib.compared(*group, mask_truncated=True) for group in zip(rewards_PxG, episodes, strict=True)]))
     self._clock["rewards"] += time.perf_counter() - began
     return [Scored(*row) for row in zip(items, episodes, values, failed, abstained, rewards_PxG, equal, strict=True)]
 
-  def _learn(self, groups: list[Scored], replaced: list[Scored]) -> tuple[Experience, list[dict], dict[str, float]]:
-    """What is trained on, the table of completions, and the metrics of the rollout."""
-    lesson = self._lesson(groups)
+  def _metrics(self, groups: list[Scored], replaced: list[Scored], lesson: groups_lib.Lesson) -> dict[str, float]:
+    """Those of the rollout."""
     metrics = groups_lib.metrics(self._names, groups, replaced, lesson)
     sampled = sum(float(e.sequence.weights.sum()) for group in groups + replaced for e in group.episodes)
-    metrics |= {"time/rollout": self._clock["rollout"], "time/rewards": self._clock["rewards"],
-                "sampling/tokens_per_second": sampled / max(self._clock["rollout"], 1e-9)}
-    if not lesson.units:
-      logging.warning("rollout %d: none of its completions can be trained on (%d groups, of which %d have fewer than "
-                      "two rewards or equal ones): the gradient of its steps is 0.", self._number, len(groups),
-                      sum(group.zero_spread for group in groups))
-    return experience_lib.collect(lesson.units), groups_lib.table(self._names, groups, lesson), to_floats(metrics)
+    return to_floats(metrics | {
+        "time/rollout": self._clock["rollout"], "time/rewards": self._clock["rewards"],
+        "sampling/tokens_per_second": sampled / max(self._clock["rollout"], 1e-9)})
+
+  def _problem(self, groups: list[Scored], lesson: groups_lib.Lesson) -> str:
+    """Warns of a rollout that teaches nothing; after so many in a row, what the run is to end with.
+
+    Equal rewards are no fault once the policy has learned: it may have mastered these prompts, and others will differ.
+    While it has not, it stays what it is, and will be given the same rewards again.
+    """
+    nothing = groups_lib.nothing(self._names, groups, lesson)
+    if nothing is None or (nothing.equal and self._learned):
+      self._without_lesson, self._learned = 0, True
+      return ""
+    self._without_lesson += 1
+    logging.warning("The rollout before step %d teaches nothing: %s. %s", self._first_step + 1, nothing.why,
+                    nothing.advice)
+    if not self._most_without_lesson or self._without_lesson < self._most_without_lesson:
+      return ""
+    first = self._first_step - (self._without_lesson - 1) * self._steps_each
+    since = "" if self._learned else ", and nothing has been learned since the run began"
+    return (f"{self._without_lesson} rollouts in a row taught nothing, from step {first + 1} to {self._first_step + 1}"
+            f"{since}. Of the last: {nothing.why}. {nothing.advice} The same command then goes on from the last "
+            "checkpoint. rollout.max_without_lesson says after how many such rollouts a run ends (0: never).")
 
   def _shows(self, run: Any) -> bool:
     """Whether the step that follows is one whose metrics are written."""

@@ -54,6 +54,17 @@ def _equal_rewards(values, run):
           "nothing.") if share >= 0.9 else None
 
 
+def _rewards_missing(values, run):
+  share = fmean(values["frac_without_reward"])
+  if share < 0.5:
+    return None
+  metrics = run.data.metrics
+  parts = [f"{key.split('/')[1]} {key.rpartition('/')[2]} for {value:.0%}" for key, value in sorted(metrics.items())
+           if key.startswith("rewards/") and key.endswith(("/failed", "/abstained")) and value]
+  return (f"{share:.0%} of the completions of the last rollouts have no reward, and are not trained on: "
+          f"{', '.join(parts)}.")
+
+
 def _chosen_falls(values, run):
   early, late = _ends(values["rewards/chosen"], 2)
   before, margin = _ends(values["rewards/margins"], 2)
@@ -150,6 +161,10 @@ SIGNATURES: dict[str, Signature] = {
         ("frac_reward_zero_std",), 10, _equal_rewards,
         "Use prompts that the model sometimes gets right, more completions a prompt (rollout.group_size), a reward "
         "with more than two values, or rollout.resample, which replaces such groups."),
+    "rewards_missing": Signature(
+        ("frac_without_reward",), 3, _rewards_missing,
+        "What a function raised stands in the warnings (notes.jsonl); a judge that is asked over a network may need "
+        "more than rollout.reward_timeout_seconds."),
     "chosen_falls": Signature(
         ("rewards/chosen", "rewards/margins"), 100, _chosen_falls,
         "That is common and may be harmless; if generations get worse, add the sft term to strategy.loss, raise "
@@ -188,7 +203,8 @@ SIGNATURES: dict[str, Signature] = {
         "Stop here, or use harder pairs: going on mostly moves the policy away from the reference."),
     "nothing_trained": Signature(
         ("trained_tokens",), 50, _nothing_trained,
-        "See which tokens have a weight with --mode=inspect, and look at chat.train_on and the columns of the data."),
+        "See which tokens have a weight with --mode=inspect, and look at chat.train_on and the columns of the data.",
+        lambda run: not _learns_to_generate(run)),
 }
 # Those that are not of a window of metrics.
 OVERFITS, END, RECOMPILED = "overfits", "end_never_trained", "recompiled"

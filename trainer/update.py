@@ -1,4 +1,4 @@
-"""One optimizer step: exact accumulation, one division, clipping, the finite guard.
+"""One optimizer step: exact accumulation, one division, clipping, the finite guard; nothing where nothing is trained.
 
 The gradient is that of  Σ sum / Σ weight,  added over the objective's terms, where the sums run over every micro-batch
 and device of the step (EXACTNESS.md T1, T4): micro-batches add up un-normalised sums in float32, and one division by
@@ -48,22 +48,24 @@ def make_update_fn(loss_fn: Callable, optimizer: optim.Optimizer, *, seed: int, 
     batch = dict(batch)
     stop_requests = batch.pop("stop_requests", None)
     trainable, frozen = optimizer.split(state["params"])
-    grads, divide, loss_sum, metrics = gradients(state["params"], batch, step, state.get("reference"))
+    grads, divide, loss_sum, weight, metrics = gradients(state["params"], batch, step, state.get("reference"))
     divided = jax.tree.map(divide, grads)
     clip, grad_norm = optim.clipping(divided, clip_norm)
 
     # The finite guard: a step whose loss or gradient is not finite changes nothing but the step number and
     # the counters, so that the data move on.
     finite = jnp.isfinite(loss_sum) & jnp.isfinite(grad_norm)
+    # Nor does a step that trains nothing, by weight decay, momentum or a term of the model's own.
+    taken = finite & (weight > 0)
 
     # Gradients are divided and clipped where they are used, so that they need not be there in float32.
-    def advance(trainable, opt, finite=None):
-      return optimizer.advance(grads, opt, trainable, step, finite, prepare=lambda g: clip(divide(g)))
+    def advance(trainable, opt, taken=None):
+      return optimizer.advance(grads, opt, trainable, step, taken, prepare=lambda g: clip(divide(g)))
 
     if offloaded:
-      trainable, opt, did = offload.with_state_on_device(finite, advance, trainable, state["opt"])
+      trainable, opt, did = offload.with_state_on_device(taken, advance, trainable, state["opt"])
     else:
-      trainable, opt, did = advance(trainable, state["opt"], finite)
+      trainable, opt, did = advance(trainable, state["opt"], taken)
     params = optimizer.merge(trainable, frozen)
     new_state = {
         "step": step + 1,
@@ -75,9 +77,10 @@ def make_update_fn(loss_fn: Callable, optimizer: optim.Optimizer, *, seed: int, 
     if "reference" in state:
       new_state["reference"] = state["reference"]
       if reference_mix[0]:
-        new_state["reference"] = mix(state["reference"], params, reference_mix[0], step + 1, reference_mix[1])
+        share, every = reference_mix
+        new_state["reference"] = mix(state["reference"], params, share, taken & ((step + 1) % every == 0))
     if "ema" in state:
-      new_state["ema"] = optim.choose(finite, optim.ema_update(state["ema"], trainable, ema_decay), state["ema"])
+      new_state["ema"] = optim.choose(taken, optim.ema_update(state["ema"], trainable, ema_decay), state["ema"])
 
     metrics |= {
         "trained_tokens": jnp.sum(batch["loss_weights"]),
@@ -90,7 +93,7 @@ def make_update_fn(loss_fn: Callable, optimizer: optim.Optimizer, *, seed: int, 
     }
     if did.changed:
       sizes = [p.size for path, p in patterns.flatten(trainable).items() if path in did.changed]
-      metrics["params_changed"] = Mean(sum(did.changed.values()), jnp.float32(sum(sizes)))
+      metrics["params_changed"] = Mean(sum(did.changed.values()), jnp.where(taken, jnp.float32(sum(sizes)), 0.0))
     if stop_requests is not None:
       metrics["stop_requests"] = jnp.sum(stop_requests)
     return new_state, metrics
@@ -108,7 +111,7 @@ def make_gradient_fn(loss_fn: Callable, optimizer: optim.Optimizer, *, seed: int
   sums = _make_sums_fn(loss_fn, optimizer, seed=seed, micro_batch_size=micro_batch_size, source_names=source_names)
 
   def gradients(params: Any, batch: dict[str, jax.Array], step: Any, reference: Any) -> tuple[Any, jax.Array, dict]:
-    grads, divide, loss_sum, metrics = sums(params, batch, step, reference)
+    grads, divide, loss_sum, _, metrics = sums(params, batch, step, reference)
     return jax.tree.map(divide, grads), loss_sum, metrics
 
   return gradients
@@ -116,11 +119,12 @@ def make_gradient_fn(loss_fn: Callable, optimizer: optim.Optimizer, *, seed: int
 
 def _make_sums_fn(loss_fn: Callable, optimizer: optim.Optimizer, *, seed: int, micro_batch_size: int,
                   source_names: Sequence[str]) -> Callable:
-  """As `make_gradient_fn`, of gradients that are not divided, nor all in float32: `(grads, divide, loss_sum, metrics)`,
-  of which `divide` makes one of them, or a part of it, what it is to be."""
+  """As `make_gradient_fn`, of gradients that are not divided, nor all in float32: `(grads, divide, loss_sum, weight,
+  metrics)`, of which `divide` makes one of them, or a part of it, what it is to be; `weight`: of the first term, 0
+  where nothing is trained."""
 
   def sums(params: Any, batch: dict[str, jax.Array], step: Any, reference: Any
-           ) -> tuple[Any, Callable, jax.Array, dict]:
+           ) -> tuple[Any, Callable, jax.Array, jax.Array, dict]:
     trainable, frozen = optimizer.split(params)
     reference = () if reference is None else (overlay(params, reference),)
 
@@ -142,7 +146,7 @@ def _make_sums_fn(loss_fn: Callable, optimizer: optim.Optimizer, *, seed: int, m
 
     loss_sum, weight, metrics, grads = _accumulate(micro_loss, trainable, batch, micro_batch_size)
     divisor = _divisor(weight)
-    return grads, lambda g: g.astype(jnp.float32) / divisor, loss_sum, metrics
+    return grads, lambda g: g.astype(jnp.float32) / divisor, loss_sum, weight, metrics
 
   return sums
 

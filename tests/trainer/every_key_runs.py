@@ -206,6 +206,11 @@ def decoded_rows(m: Made) -> int:
   return m.begun.run.data._sampler.rows
 
 
+def lesson_counted(m: Made) -> int:
+  """After so many rollouts without a lesson the run ends."""
+  return m.begun.run.data._most_without_lesson
+
+
 def scoring_processes(m: Made) -> int:
   """Processes that compute rewards, once the first rollout is scored."""
   return _then(m, lambda run: len(run.data._scorer._workers))

@@ -27,6 +27,21 @@ def never(completions, **columns):
   raise RuntimeError("out of order")
 
 
+_ASKED = []
+
+
+def from_prompt_8_on(completions, completion_ids, number, how="", **columns):
+  """As `low` for the first 8 groups of this process's run, then equal rewards or none."""
+  if how not in _ASKED:
+    _ASKED[:] = [how]
+  _ASKED.append(number)
+  if len(_ASKED) <= 9:
+    return low(completions, completion_ids)
+  if how == "fail":
+    return never(completions)
+  return same(completions)
+
+
 def two_kinds(completions, completion_ids, number, **columns):
   """Equal rewards for prompts with an even number, others for the rest."""
   return same(completions) if number[0] % 2 == 0 else low(completions, completion_ids)

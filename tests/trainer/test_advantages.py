@@ -126,6 +126,7 @@ def test_statistics_of_a_rollout():
   actual = to_floats(advantages.statistics(("a", "b"), values, failed, abstained, rewards, given))
   expected = {
       "reward": 11 / 4, "reward_std": math.sqrt(0.5) / 2, "frac_reward_zero_std": 0.5, "advantage/abs_mean": 0.25,
+      "frac_without_reward": 1 / 3,
       "rewards/a/mean": 11 / 4, "rewards/a/std": statistics.stdev([1, 2, 4, 4]), "rewards/a/failed": 1 / 6,
       "rewards/a/abstained": 1 / 6, "rewards/b/mean": 70 / 3, "rewards/b/std": statistics.stdev([10, 20, 40]),
       "rewards/b/failed": 0.0, "rewards/b/abstained": 0.5,
@@ -139,13 +140,14 @@ def test_statistics_without_rewards_and_with_padding():
   rewards = np.asarray([[3.0, NAN, NAN]])
   metrics = advantages.statistics(("a",), values, failed, nothing, rewards, np.asarray([[0.0, NAN, NAN]]))
   floats = to_floats(metrics)
-  assert floats["rewards/a/failed"] == 0.5 and floats["reward"] == 3.0 and floats["frac_reward_zero_std"] == 1.0
-  assert "reward_std" not in floats and "rewards/a/std" not in floats
+  assert floats["rewards/a/failed"] == 0.5 and floats["reward"] == 3.0 and floats["frac_without_reward"] == 0.5
+  # One reward is equal to no other.
+  assert "frac_reward_zero_std" not in floats and "reward_std" not in floats and "rewards/a/std" not in floats
   # Sums with weights: two rollouts add up.
   assert to_floats({"x": metrics["reward"] + metrics["reward"]}) == {"x": 3.0}
   empty = to_floats(advantages.statistics(("a",), np.full((1, 2, 1), NAN), np.ones((1, 2, 1), bool),
                                           np.zeros((1, 2, 1), bool), np.full((1, 2), NAN), np.full((1, 2), NAN)))
-  assert empty == {"frac_reward_zero_std": 1.0, "rewards/a/failed": 1.0, "rewards/a/abstained": 0.0}
+  assert empty == {"frac_without_reward": 1.0, "rewards/a/failed": 1.0, "rewards/a/abstained": 0.0}
 
 
 def test_advantages_need_no_jax():

@@ -73,28 +73,69 @@ def test_a_completion_that_was_cut_off_counts_for_the_mean_alone():
 
 def test_pairs_are_the_best_and_the_worst_of_a_group():
   found = groups.pairs([group([0.5, NAN, 3.0, -1.0]), group([1.0, 1.0, NAN, NAN], number=1),
-                        group([NAN, NAN, NAN, 2.0], number=2), group([0.0, 1.0, 1.0, 0.0], number=3)], 32)
+                        group([NAN, NAN, NAN, 2.0], number=2), group([0.0, 1.0, 1.0, 0.0], number=3)], 32, False)
   assert [[(s.ids.tolist(), mark, source) for s, mark, source in unit] for unit in found.units] == [
       [([7, 0, 10, 11, 12], 1.0, 0), ([7, 0, 10, 11, 12, 13], -1.0, 0)],
       [([7, 3, 10, 11], 1.0, 1), ([7, 3, 10], -1.0, 1)]]  # the first of equals
-  assert found.counts == {"rollout/ties": 2}
+  assert found.counts == {"rollout/ties": 1, "rollout/unpaired": 1, "completions/masked": 0,
+                          "completions/without_reward": 6}
   np.testing.assert_array_equal(found.advantages[0], [NAN, NAN, 1, -1])
   assert np.isnan(found.advantages[1:3]).all()
 
 
 def test_a_pair_longer_than_a_row_is_named():
   pair = [group([1.0, 0.0], number=5)]  # 3 and 4 tokens
-  assert len(groups.pairs(pair, 7).units) == 1
+  assert len(groups.pairs(pair, 7, False).units) == 1
   with pytest.raises(ConfigError, match="file:5: the best and the worst completion with their prompts have 7 tokens"):
-    groups.pairs(pair, 6)
+    groups.pairs(pair, 6, False)
 
+
+def test_what_was_cut_off_is_neither_chosen_nor_rejected():
+  """The best and the worst of the others; none where these are equal, or fewer than two."""
+  cut = ["length", "stop", "stop", "length"]
+  made = [group([9.0, 1.0, 0.5, -9.0], reasons=cut), group([1.0, 2.0, 2.0, NAN], number=1, reasons=cut),
+          group([1.0, 2.0, NAN, 3.0], number=2, reasons=cut), group([0.0, 1.0], number=3)]
+  made = [one._replace(zero_spread=bool(advantages.zero_spread(
+      groups.compared(one.rewards, one.episodes, True)[None])[0])) for one in made]
+  found = groups.pairs(made, 32, True)
+  assert [[(len(s.ids) - 2, mark) for s, mark, _ in unit] for unit in found.units] == [
+      [(2, 1.0), (3, -1.0)], [(2, 1.0), (1, -1.0)]]
+  assert found.counts == {"rollout/ties": 1, "rollout/unpaired": 1, "completions/masked": 5,
+                          "completions/without_reward": 2}
+  assert [len(s.ids) - 2 for s, _, _ in groups.pairs(made[:1], 32, False).units[0]] == [1, 4]
+
+
+ABSTAIN, FAIL, CUT = [True] * 2, [True] * 2, ["length"] * 2
+
+
+@pytest.mark.parametrize("given, mask, told, equal", [
+    ([group([NAN, NAN], failed=FAIL), group([NAN, NAN], number=1, abstained=ABSTAIN)], False,
+     "none of its 4 completions have a reward: f failed for 50%, f abstained for 50%", False),
+    ([group([NAN, 1.0], failed=[True, False])], False,
+     "only 1, no two to one prompt, of its 2 completions have a reward: f failed for 50%", False),
+    ([group([0.0, 1.0], reasons=CUT)], True, "2 of its 2 completions with a reward were cut off", False),
+    ([group([0.0, 0.0]), group([0.0, 0.0], number=1)], False, "its 4 rewards do not differ (0)", True),
+    ([group([0.0, 0.0]), group([1.0, 1.0], number=1)], True, "(0 to 1, the same within each group)", True),
+    ([group([NAN, NAN], failed=FAIL), group([2.0, 2.0], number=1)], True, "its 2 rewards do not differ (2)", True),
+    ([group([0.0, 0.0]), group([0.0, 1.0], number=1)], False, None, None)])
+def test_why_nothing_is_taught(given, mask, told, equal):
+  """Of sequences and of pairs alike."""
+  compared = [one._replace(zero_spread=bool(advantages.zero_spread(
+      groups.compared(one.rewards, one.episodes, mask)[None])[0])) for one in given]
+  for lesson in (groups.sequences(given, "group", "group", mask), groups.pairs(compared, 32, mask)):
+    nothing = groups.nothing(("f",), given, lesson)
+    if told is None:
+      assert nothing is None
+    else:
+      assert told in nothing.why and nothing.equal == equal and nothing.advice
 
 def test_metrics_are_of_all_that_was_sampled():
   kept = [group([0.0, 2.0], reasons=["stop", "length"])]
   replaced = [group([1.0, 1.0], number=1), group([NAN, NAN], number=2, failed=[True, True])]
   lesson = groups.sequences(kept, "group", "none", True)
   found = to_floats(groups.metrics(("f",), kept, replaced, lesson))
-  assert found["reward"] == 1.0 and found["frac_reward_zero_std"] == pytest.approx(2 / 3)
+  assert found["reward"] == 1.0 and found["frac_reward_zero_std"] == 0.5
+  assert found["frac_without_reward"] == pytest.approx(1 / 3)
   assert found["rewards/f/failed"] == pytest.approx(1 / 3) and found["rewards/f/mean"] == 1.0
   assert found["completions/clipped_ratio"] == pytest.approx(1 / 6)
   assert (found["completions/min_length"], found["completions/max_length"], found["completions/mean_length"]) == (

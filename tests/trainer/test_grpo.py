@@ -6,6 +6,7 @@ import sys
 import numpy as np
 import pytest
 
+from input_pipeline.files import DataError
 from tests import test_faults, tiny
 from tests.trainer.rollout_runs import (
   STOP,
@@ -197,8 +198,42 @@ def test_a_run_goes_on_where_every_reward_fails(prompts, tmp_path, caplog):
   assert_same_state(run.state["params"], start_of(run))
   for row in rows_of(tmp_path / "w").values():
     assert row["rewards/never/failed"] == 1 and row["grad_norm"] == 0 and row["nonfinite_steps"] == 0
-    assert "reward" not in row and "loss" not in row
-  assert "out of order" in caplog.text and "none of its completions can be trained on" in caplog.text
+    assert "reward" not in row and "loss" not in row and row["frac_without_reward"] == 1
+  assert "out of order" in caplog.text and "before step 1 teaches nothing: none of its 16 completions" in caplog.text
+
+
+def test_a_run_ends_after_so_many_rollouts_without_a_lesson(prompts, tmp_path):
+  """Stopped in between it counts on; the parameters that it began with are untouched, by weight decay too."""
+  def make(score="never", **changed):
+    return config(prompts, score, total_steps=9, rollout=dict(updates=1, max_without_lesson=3) | changed)
+
+  stopping = make()
+  stopping.callbacks.stop = dict(type=STOP, step=2)
+  stopping.optimizer.weight_decay = 0.5
+  run = train(stopping, tmp_path / "w")
+  assert_same_state(run.state["params"], start_of(run))
+  stopping.callbacks = {}
+  with pytest.raises(DataError, match=r"3 rollouts in a row taught nothing, from step 1 to 3, and nothing has been "
+                     r"learned since the run began\. .*never failed for 100%"):
+    train(stopping, tmp_path / "w")
+  assert len(table(tmp_path / "w", 3)) == 16
+  with pytest.raises(DataError, match=r"its 16 rewards do not differ \(0\.5\)"):
+    train(make("same"), tmp_path / "same")
+  assert train(make("same", max_without_lesson=0), tmp_path / "same").step == 9
+
+
+def test_rewards_that_become_equal_are_no_error(prompts, tmp_path):
+  """A policy that has learned may have mastered its prompts; rewards that fail end it all the same."""
+  def make(how):
+    c = config(prompts, None, total_steps=6, rollout=dict(updates=1, max_without_lesson=2))
+    c.rollout.rewards.toy = reward(type=f"{TOYS}.from_prompt_8_on", how=how)
+    return c
+
+  assert train(make("equal"), tmp_path / "equal").step == 6
+  shares = [row["frac_reward_zero_std"] for row in rows_of(tmp_path / "equal").values()]
+  assert max(shares[:2]) < 1 == min(shares[2:])
+  with pytest.raises(DataError, match=r"2 rollouts in a row taught nothing, from step 3 to 4\. Of the last: none of"):
+    train(make("fail"), tmp_path / "fail")
 
 
 # ----------------------------------------------------------------------------------------------

@@ -64,6 +64,22 @@ def test_preferences_among_what_was_sampled(prompts, tmp_path):
   assert rows_of(tmp_path / "halves") == rows
 
 
+def test_preferences_among_what_ended_by_itself(prompts, tmp_path):
+  """With mask_truncated the best and the worst of those that were not cut off; the others are counted."""
+  c = config(prompts, total_steps=1, seq_len=96, rollout=dict(mask_truncated=True, updates=1))
+  c.strategy = strategy("dpo")
+  with stops_often():
+    train(c, tmp_path / "w")
+  row, lines, paired = rows_of(tmp_path / "w")[1], table(tmp_path / "w", 1), 0
+  for group in (lines[i:i + 4] for i in range(0, 16, 4)):
+    rewards = [line["reward"] for line in group if line["finish_reason"] == "stop"]
+    marks = {line["advantage"]: line["reward"] for line in group if line["advantage"] is not None}
+    assert marks == ({1.0: max(rewards), -1.0: min(rewards)} if len(set(rewards)) > 1 else {})
+    paired += bool(marks)
+  cut = sum(line["finish_reason"] == "length" for line in lines)
+  assert row["completions/masked"] == cut > 0 and 0 < paired == 4 - row["rollout/unpaired"] - row["rollout/ties"]
+
+
 def test_responses_from_a_file(tmp_path):
   """Offline GRPO: at the first step the ratio is 1 and the loss is a mean of advantages; I5."""
   said = [("ab: ", ["x", "yyy", "zz"], [1.0, 0.0, 0.25]), ("c: ", ["long answer", "s"], [2.0, 5.0]),

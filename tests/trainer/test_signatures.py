@@ -32,6 +32,8 @@ def flat(value, count, noise=0.0):
 CASES = {
   "equal_rewards": ({"frac_reward_zero_std": flat(0.95, 10)}, "in 95% of the groups",
                     {"frac_reward_zero_std": [1.0] * 5 + [0.5] * 5}),
+  "rewards_missing": ({"frac_without_reward": [1.0, 0.5, 0.5]}, "67% of the completions of the last rollouts have no",
+                      {"frac_without_reward": [1.0, 0.2, 0.2]}),
   "chosen_falls": ({"rewards/chosen": ramp(0, -2, 100), "rewards/margins": ramp(0, 3, 100)}, "fell from -0.495 to -1.5",
                    {"rewards/chosen": ramp(0, 1, 100), "rewards/margins": ramp(0, 3, 100)}),
   "ratio_one": ({"policy/ratio_mean": flat(1.0, 20, 1e-7), "clip_ratio/region_mean": flat(0, 20)}, "on-policy",
@@ -58,7 +60,8 @@ CASES = {
 def a_run(step=500, seconds=None):
   config = types.SimpleNamespace(optimizer=types.SimpleNamespace(clip_norm=1.0))
   chrono = types.SimpleNamespace(state=lambda: seconds)
-  return types.SimpleNamespace(step=step, config=config, chrono=chrono)
+  data = types.SimpleNamespace(metrics={})
+  return types.SimpleNamespace(step=step, config=config, chrono=chrono, data=data)
 
 
 def test_every_signature_has_a_case():
@@ -177,6 +180,13 @@ def test_rewards_that_are_all_equal_are_told(tmp_path, narrow):
   assert {"equal_rewards", "ratio_one"} <= set(told)
   assert "in 100% of the groups" in told["equal_rewards"]["text"]
   assert "rollout.group_size" in told["equal_rewards"]["advice"]
+
+
+def test_rewards_that_fail_are_told_and_not_as_equal_ones(tmp_path):
+  config = rollout_runs.config(rollout_runs.write_prompts(tmp_path), "never", total_steps=4, rollout=dict(updates=1))
+  train(config, tmp_path / "w")
+  told = health(tmp_path / "w")
+  assert set(told) == {"rewards_missing"} and "never failed for 100%" in told["rewards_missing"]["text"]
 
 
 def write_answers(file, words):

@@ -18,7 +18,7 @@ from trainer.strategies import seq
 
 
 def make(micro_batch_size, *, optimizer=None, clip_norm=0.0, ema_decay=0.0, loss_fn=None, sources=("a", "b"),
-         freeze=(), dropout=0.0):
+         freeze=(), dropout=0.0, reference_mix=(0.0, 1)):
   """(update_fn, state) of a tiny model; by default plain SGD of rate 1, whose step is minus the gradient."""
   model = tiny.model(dropout=dropout)
   config = defaults()
@@ -31,7 +31,7 @@ def make(micro_batch_size, *, optimizer=None, clip_norm=0.0, ema_decay=0.0, loss
   strategy = View(config.strategy)
   loss_fn = loss_fn or (lambda params, batch, rng: seq.loss(model, params, batch, rng if dropout else None, strategy))
   update = update_lib.make_update_fn(loss_fn, optimizer, seed=0, micro_batch_size=micro_batch_size, clip_norm=clip_norm,
-                                     ema_decay=ema_decay, source_names=sources)
+                                     ema_decay=ema_decay, source_names=sources, reference_mix=reference_mix)
   state = jax.jit(state_lib.make_init(model, optimizer, ema=ema_decay > 0))(jax.random.key(1))
   return jax.jit(update), state
 
@@ -139,6 +139,32 @@ def test_nothing_to_train_is_a_zero_gradient():
   assert values["grad_norm"] == 0.0 and values["nonfinite"] == 0 and "loss" not in values
   for a, b in zip(jax.tree.leaves(state["params"]), jax.tree.leaves(new["params"]), strict=True):
     np.testing.assert_array_equal(a, b)
+
+
+@pytest.mark.parametrize("micro_batch_size", [1, 4])
+def test_a_step_that_trains_nothing_changes_nothing(micro_batch_size):
+  """Not by weight decay, momentum, a term of the model's own, the moving average or the reference that follows."""
+  def with_model_losses(params, batch, rng, reference):
+    return _two_terms(params, batch, rng)
+
+  model = tiny.model()
+  update, state = make(micro_batch_size, optimizer=dict(name="adamw", weight_decay=0.5), ema_decay=0.9,
+                       loss_fn=with_model_losses, reference_mix=(0.5, 1))
+  state["reference"] = jax.jit(model.init)(jax.random.key(9))
+  state, _ = update(state, tiny.batch(8, 16))
+  nothing = tiny.batch(8, 16)
+  nothing["loss_weights"] = np.zeros_like(nothing["loss_weights"])
+  after, metrics = update(state, nothing)
+  assert int(after.pop("step")) == int(state["step"]) + 1 and after.keys() | {"step"} == state.keys()
+  for part in after:
+    for a, b in zip(jax.tree.leaves(state[part]), jax.tree.leaves(after[part]), strict=True):
+      np.testing.assert_array_equal(a, b, err_msg=part)
+  values = to_floats(jax.device_get(metrics))
+  assert values["trained_tokens"] == values["update_norm"] == values["nonfinite"] == 0 and "loss" not in values
+  assert all(np.isfinite(value) for value in values.values())
+  moved, _ = update({**after, "step": state["step"] + 1}, tiny.batch(8, 16))
+  for part in ("params", "opt", "ema", "reference"):
+    assert any(np.any(a != b) for a, b in zip(*map(jax.tree.leaves, (after[part], moved[part])), strict=True)), part
 
 
 @pytest.mark.parametrize("where", ["loss", "gradient"])

@@ -264,10 +264,11 @@ source: trainer/advantages.py statistics
 test: tests/trainer/test_advantages.py::test_statistics_of_a_rollout
 see: metric.frac_reward_zero_std
 
-= metric.frac_reward_zero_std, frac_reward_zero_std: the share of groups that teach nothing
-Groups whose rewards are all equal, or fewer than two.
+= metric.frac_reward_zero_std, frac_reward_zero_std, frac_without_reward: groups that teach nothing, missing rewards
+Of groups with two rewards or more, those whose rewards are all equal; of completions, those without a reward.
 equation:
   share of groups with max r − min r ≤ 1e-6 · max(1, max |r|)
+  frac_without_reward: share of completions for which a function failed, or all abstained
 source: trainer/advantages.py zero_spread
 test: tests/trainer/test_advantages.py::test_equal_rewards_have_advantages_of_exactly_zero
 others: max − min, not the deviation: that of equal numbers need not be 0 in floating point.
