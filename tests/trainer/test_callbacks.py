@@ -35,7 +35,8 @@ def test_progress_shows_steps_with_and_without_a_loss(monkeypatch):
   progress.on_train_begin(run)
   progress.on_step_end(run, 5, {"loss": 2.5})
   progress.on_step_end(run, 10, {"nonfinite": 0.0})  # nothing to train in that step
-  assert run.said[0].startswith("step 5/10 (50%)  loss 2.500") and run.said[1].startswith("step 10/10 (100%)  nothing to train")
+  assert run.said[0].startswith("step 5/10 (50%)  loss 2.500")
+  assert run.said[1].startswith("step 10/10 (100%)  nothing to train")
 
 
 @pytest.mark.parametrize("terminal", [False, True])

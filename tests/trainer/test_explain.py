@@ -258,7 +258,7 @@ def test_a_topic_is_printed_with_all_that_belongs_to_it(capsys):
 @pytest.mark.parametrize("typed, named", [
     ("ipo", "loss.ipo"), ("loss.dpo.ipo", "loss.ipo"), ("muon", "optimizer.muon"), ("dapo", "loss.dapo"),
     ("clip_fraction", "metric.clip_ratio/region_mean"), ("clip_ratio/low_mean", "metric.clip_ratio/region_mean"),
-    ("approx_kl", "metric.approx_kl"), ("eval/val/bits_per_byte", "metric.bits_per_byte"), ("mfu", "metric.mfu"),
+    ("approx_kl", "metric.policy/approx_kl"), ("eval/val/bits_per_byte", "metric.bits_per_byte"), ("mfu", "metric.mfu"),
     ("sampling/importance_sampling_ratio/max", "metric.sampling/sampling_logp_difference"),
     ("logps_mean/rejected", "metric.logps/chosen"), ("cosine", "schedule.cosine"), ("k3", "kl.k3"),
     ("leave_one_out", "baseline.leave_one_out")])

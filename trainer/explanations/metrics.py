@@ -194,7 +194,7 @@ source: trainer/strategies/grpo.py loss @ metrics["kl"]
 source: trainer/strategies/kto.py loss @ metrics["kl"]
 test: tests/trainer/strategies/test_grpo.py::test_metrics_are_shares_of_trained_tokens
 test: tests/trainer/strategies/test_kto.py::test_values_and_metrics_are_those_of_the_sequences_alone
-see: kl.k3 metric.approx_kl
+see: kl.k3 metric.policy/approx_kl
 
 = metric.policy/approx_kl, approx_kl, ppo_kl: how far the policy is from what it was when the rollout began
 0 in the first update after a rollout.

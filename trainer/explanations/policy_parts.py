@@ -31,7 +31,7 @@ others: verl (2025) recomputes old_log_prob with the training engine after sampl
 see: ratio.sequence correction.token metric.policy/ratio_mean
 like: part
 
-= correction.token, strategy.correction, tis, mis, truncated_importance_sampling: weights on what was sampled
+= correction.token, importance_sampling_correction, tis, mis, truncated_importance_sampling: weights on what was sampled
 Tokens come from the sampler's program, the gradient from the trainer's: a weight makes up for what the two differ by.
 equation:
   w = p_old / q of the token, without a gradient;  ℓ = w · policy term + …
@@ -42,7 +42,7 @@ config: config.strategy = strategy("grpo", correction="token_truncate", correcti
 keys: strategy(grpo).correction strategy(grpo).correction_min strategy(grpo).correction_max
 test: tests/trainer/strategies/test_grpo.py::test_what_another_program_sampled_is_weighted
 paper: Yao et al.: Your Efficient RL Framework Secretly Brings You Off-Policy RL Training, 2025,
-  fengyao.notion.site/off-policy-rl
+  https://fengyao.notion.site/off-policy-rl
 others: TRL: vllm_importance_sampling_mode with the same names, _clip_min and _clip_max; on by default
   (sequence_mask, 3).
 others: verl: rollout_is=token or sequence with rollout_is_threshold truncates; rollout_rs masks, and takes what it
