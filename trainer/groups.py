@@ -79,7 +79,7 @@ def pairs(groups: list[Scored], seq_len: int, mask_truncated: bool) -> Lesson:
   """
   marks_PxG = np.full((len(groups), len(groups[0].episodes)), np.nan, np.float32)
   units = []
-  counts = dict.fromkeys(("completions/masked", "completions/without_reward", "rollout/ties", "rollout/unpaired"), 0)
+  counts = dict.fromkeys(("completions/masked", "completions/without_reward", "rollout/ties", "rollout/unpaired"), 0.0)
   for group, marks_G in zip(groups, marks_PxG, strict=True):
     rewards_G = compared(group.rewards, group.episodes, mask_truncated)
     without = int(np.isnan(group.rewards).sum())

@@ -203,11 +203,6 @@ def absent(c):
   c.rollout.rewards.right = reward(type="exact_match", answer_key="solution")
 
 
-def of_dpo(c):
-  c.strategy = strategy("dpo")
-  c.rollout.mask_truncated = True
-
-
 def windows(c):
   c.model.layer_pattern, c.model.window = ("local", "global"), 8
   c.input.share_prompts = "always"
@@ -225,7 +220,6 @@ def windows(c):
     (unused_key, "max_length"),
     (twice, "rollout.rewards.environment has the name of what rollout.environment gives"),
     (tokens, "how many tokens rollouts give is not known before"),
-    (of_dpo, "config.rollout.mask_truncated = True"),
     (dict(max_turns=3), "config.rollout.max_turns = 3"),
     (windows, "which Transformer cannot do: the window of its local layers counts places of the row. Use --config"),
     (dict(max_new_tokens=64), "with seq_len=64 it must be from 1 to 63"),
