@@ -17,8 +17,8 @@ def prompts(tmp_path_factory):
 @pytest.mark.parametrize("noise", [False, True])
 def test_in_bfloat16_a_policy_that_does_not_move_has_ratios_of_one(noise, prompts, tmp_path, monkeypatch):
   """GSPO, whose bounds are 3e-4: two updates, two epochs, two micro-batches, also with dropout, at a learning rate of
-  0. The sampler's log-probs are further away than these bounds, by 0.01: programs of tests are compiled so that sampling
-  and training round alike."""
+  0. The sampler's log-probs are further away than these bounds, by 0.01: programs of tests are compiled so that
+  sampling and training round alike."""
   collect = experience.collect
 
   def shifted(units):
