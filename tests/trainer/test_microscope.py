@@ -203,8 +203,7 @@ def test_a_rollout_is_sampled_again_and_every_token_is_as_it_was(rolled):
     assert np.all(ratios == 1) == (np.abs(ratios - 1).max() < 1e-5) == (step % 2 == 1)
     # What stands in prompts has no ratio and no advantage, but a log-prob.
     for row in rows:
-      assert all((x is None) == (w == 0) for key in (
-          "ratios", "advantages", "old_logprobs", "clipped")
+      assert all((x is None) == (w == 0) for key in ("ratios", "advantages", "old_logprobs", "clipped")
                  for x, w in zip(row[key], row["loss_weights"], strict=True))
   assert files_of(workdir) == before
   assert sorted(path.name for path in (workdir / "replay").iterdir()) == sorted(
