@@ -33,7 +33,7 @@ def test_in_bfloat16_a_policy_that_does_not_move_has_ratios_of_one(noise, prompt
   for step, row in rows_of(tmp_path / "w").items():
     assert row["policy/ratio_mean"] == (1 if step == 1 else pytest.approx(1, abs=3e-4))
     assert (row["clip_ratio/region_mean"] == 0 or step > 1) and row["sampling/sampling_logp_difference/max"] > 5e-3
-    assert row["sampling/kl"] == pytest.approx(0.01**2 / 2, rel=0.2)
+    assert noise or row["sampling/kl"] == pytest.approx(0.01**2 / 2, rel=0.2)  # what samples has no dropout
 
 
 def test_with_one_update_a_rollout_nothing_is_scored(prompts, tmp_path, monkeypatch):
