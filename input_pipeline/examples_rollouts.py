@@ -123,11 +123,11 @@ class RolloutReader(PromptReader):
         raise DataError(f"{record.where}: {key} is empty. Remove it, with its reward.")
       return Tokens(_ids(record, key, value), self._weights(record, i, mask, len(value)))
     if isinstance(asked, np.ndarray):
-      raise DataError(f"{record.where}: {key} is a {type(value).__name__}, but the prompt is a list of token ids; then "
+      raise DataError(f"{record.where}: {key} is {_kind(value)}, but the prompt is a list of token ids; then "
                       "responses are, too.")
     if isinstance(asked.said, str):
       if not isinstance(value, str):
-        raise DataError(f"{record.where}: {key} is a {type(value).__name__}, but the prompt is a string; then "
+        raise DataError(f"{record.where}: {key} is {_kind(value)}, but the prompt is a string; then "
                         "responses are strings or lists of token ids.")
       row: Plain | Conversation = Plain(SHAPE, asked.said, value, asked.images)
     else:
@@ -278,6 +278,10 @@ class RolloutEncoder(SidesEncoder):
 
 def _are_ids(value: Any) -> bool:
   return isinstance(value, list) and all(isinstance(v, int) and not isinstance(v, bool) for v in value)
+
+
+def _kind(value: Any) -> str:
+  return "null" if value is None else f"a {type(value).__name__}"
 
 
 def _ids(record: Record, key: str, value: list[int]) -> np.ndarray:

@@ -115,7 +115,7 @@ def parse_object(text: str, where: str, not_json: str) -> dict:
   except NotJSONError as e:
     raise DataError(f"{where}: {not_json.format(e)}: {text[:60]!r}. Each record must be one JSON object.") from e
   if not isinstance(record, dict):
-    raise DataError(f"{where}: expected a JSON object, found {type(record).__name__}.")
+    raise DataError(f"{where}: expected a JSON object, found {'null' if record is None else type(record).__name__}.")
   return record
 
 
