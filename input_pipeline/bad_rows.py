@@ -89,7 +89,7 @@ class BadRows:
       raise self._error(share)
     if self.count > self._policy.most * self.seen:
       raise self._error(f"{share}, and input.max_bad_rows allows {self._policy.most:.1%}. The first")
-    logging.warning("source %r: dropped %s:%s", self._source, share, self._told())
+    logging.warning("source %r: dropped, since %s:%s", self._source, share, self._told())
 
   def state(self) -> dict[str, Any]:
     """What `restore` takes, JSON-able."""

@@ -94,7 +94,7 @@ def test_dropped_rows_change_nothing_else_and_are_counted(tmp_path, caplog):
   for step in range(6):
     for key, value in without.batch(step).items():
       np.testing.assert_array_equal(value, dropped.batch(step)[key], err_msg=key)
-  assert "dropped 10 of 50 rows (20.0%) cannot be used" in caplog.text
+  assert "dropped, since 10 of 50 rows (20.0%) cannot be used" in caplog.text
 
 
 @pytest.mark.parametrize("most, allowed", [(0.2, True), (0.19, False), (0.0, False)])
