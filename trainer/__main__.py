@@ -86,8 +86,7 @@ def _parse_flags(argv: list[str]) -> list[str]:
   try:
     return app.parse_flags_with_usage(argv)
   except (AttributeError, KeyError) as error:
-    from trainer import config_checks
-    sys.exit(f"ConfigError: {config_checks.explain_override(argv, error)}")
+    sys.exit(f"ConfigError: {config_typed.explain_override(argv, error)}")
 
 
 if __name__ == "__main__":

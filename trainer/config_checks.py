@@ -9,7 +9,6 @@ saved config and the current one would train differently.
 import difflib
 import json
 import re
-import runpy
 from collections.abc import Mapping
 from typing import Any
 
@@ -381,22 +380,3 @@ def differences(saved: Mapping, current: Mapping) -> list[str]:
       for key in sorted(a.keys() | b.keys())
       if as_given(key, a.get(key, missing)) != as_given(key, b.get(key, missing)) and trains(key)
   ]
-
-
-def explain_override(argv: list[str], error: Exception) -> str:
-  """Why the command line's overrides were refused: the first key that the config file does not have."""
-  file = next((a.split("=", 1)[1] for a in argv if a.lstrip("-").startswith("config=")), "")
-  path, _, argument = file.partition(":")
-  try:
-    get_config = runpy.run_path(path)["get_config"]
-    config = get_config(argument) if argument else get_config()
-  except Exception as e:
-    return f"{file or 'the config file'} cannot be read: {type(e).__name__}: {e}"
-  for override in (a.lstrip("-").split("=", 1)[0] for a in argv):
-    node, prefix = config, ""
-    for key in override.split(".")[1:] if override.startswith("config.") else ():
-      if not isinstance(node, ConfigDict) or key not in node:
-        known = list(node.keys()) if isinstance(node, ConfigDict) else []
-        return f"unknown key config.{prefix}{key}{did_you_mean(key, known, prefix)}"
-      node, prefix = node[key], f"{prefix}{key}."
-  return f"{type(error).__name__}: {error}"

@@ -1,4 +1,5 @@
-"""What is typed on the command line wins over what a config file says by another key of the same thing.
+"""What is typed on the command line wins over what a config file says by another key of the same thing; and why an
+override is refused.
 
 A config file with `total_epochs = 3` and `--config.total_steps=12`: the run has 12 steps, and says that the epochs gave
 way. Two such keys that are both in the file, or both typed, stay: whoever reads them refuses them.
@@ -7,6 +8,7 @@ way. Two such keys that are both in the file, or both typed, stay: whoever reads
 import functools
 import operator
 import re
+import runpy
 from collections.abc import Mapping
 from typing import Any
 
@@ -79,3 +81,23 @@ def _given(value: Any, unset: Any) -> bool:
   if unset == -1:
     return value is not None and not value < 0
   return value is not None and value != unset
+
+
+def explain_override(argv: list[str], error: Exception) -> str:
+  """Why the command line's overrides were refused: the first key that the config file does not have."""
+  from trainer.config_checks import did_you_mean  # only where something is to be told
+  file = next((a.split("=", 1)[1] for a in argv if a.lstrip("-").startswith("config=")), "")
+  path, _, argument = file.partition(":")
+  try:
+    get_config = runpy.run_path(path)["get_config"]
+    config = get_config(argument) if argument else get_config()
+  except Exception as e:
+    return f"{file or 'the config file'} cannot be read: {type(e).__name__}: {e}"
+  for override in (a.lstrip("-").split("=", 1)[0] for a in argv):
+    node, prefix = config, ""
+    for key in override.split(".")[1:] if override.startswith("config.") else ():
+      if not isinstance(node, ConfigDict) or key not in node:
+        known = list(node.keys()) if isinstance(node, ConfigDict) else []
+        return f"unknown key config.{prefix}{key}{did_you_mean(key, known, prefix)}"
+      node, prefix = node[key], f"{prefix}{key}."
+  return f"{type(error).__name__}: {error}"

@@ -82,7 +82,7 @@ def config_of(config_file: str, overrides: Sequence[str]) -> ConfigDict:
   Raises:
     ConfigError: an unknown key, a value of a wrong type, or one that cannot be.
   """
-  from trainer import config_checks, program  # imports JAX
+  from trainer import program  # imports JAX
   values = flags.FlagValues()
   argv = ["sweep", f"--config={config_file}", *overrides]
   config_flags.DEFINE_config_file("config", None, "", flag_values=values, lock_config=True)
@@ -91,7 +91,7 @@ def config_of(config_file: str, overrides: Sequence[str]) -> ConfigDict:
     values(argv)
     config, _ = config_typed.of_flag(values["config"])
   except (AttributeError, KeyError) as e:
-    raise ConfigError(config_checks.explain_override(argv, e)) from e
+    raise ConfigError(config_typed.explain_override(argv, e)) from e
   except (flags.Error, OSError, ImportError, SyntaxError) as e:
     raise ConfigError(str(e)) from e
   finally:

@@ -110,3 +110,10 @@ def test_a_command_line_runs_as_typed(file, tmp_path):
   saved = json.loads((tmp_path / "run" / "config.json").read_text())
   assert (saved["total_steps"], saved["total_epochs"]) == (2, -1)
   assert max(json.loads(line)["step"] for line in (tmp_path / "run" / "metrics.jsonl").open()) == 2
+
+
+def test_explain_override_names_the_nearest_key(tmp_path):
+  file = tmp_path / "c.py"
+  file.write_text("from trainer.config import defaults\ndef get_config(arg=None):\n  return defaults()\n")
+  message = config_typed.explain_override(["x", f"--config={file}", "--config.optimizer.learning_rat=1"], KeyError("x"))
+  assert message == "unknown key config.optimizer.learning_rat; did you mean config.optimizer.learning_rate?"

@@ -7,6 +7,7 @@ from tests.trainer.rollout_runs import STOP, config, rows_of, start_of, write_pr
 from tests.trainer.strategies import pairs
 from tests.trainer.strategies.test_grpo import probabilities
 from trainer import experience, main, old_policy, train
+from trainer.strategies import presets
 
 
 @pytest.fixture(scope="module")
@@ -14,11 +15,10 @@ def prompts(tmp_path_factory):
   return write_prompts(tmp_path_factory.mktemp("prompts"))
 
 
-@pytest.mark.parametrize("noise", [False, True])
-def test_in_bfloat16_a_policy_that_does_not_move_has_ratios_of_one(noise, prompts, tmp_path, monkeypatch):
-  """GSPO, whose bounds are 3e-4: two updates, two epochs, two micro-batches, also with dropout, at a learning rate of
-  0. The sampler's log-probs are further away than these bounds, by 0.01: programs of tests are compiled so that
-  sampling and training round alike."""
+@pytest.fixture
+def sampler_elsewhere(monkeypatch):
+  """The sampler's log-probs are 0.01 away from the trainer's, further than GSPO's bounds: programs of tests are
+  compiled so that sampling and training round alike."""
   collect = experience.collect
 
   def shifted(units):
@@ -26,6 +26,12 @@ def test_in_bfloat16_a_policy_that_does_not_move_has_ratios_of_one(noise, prompt
     return found._replace(logprobs=found.logprobs - np.float32(0.01) * found.weights)
 
   monkeypatch.setattr(experience, "collect", shifted)
+
+
+@pytest.mark.parametrize("noise", [False, True])
+def test_in_bfloat16_a_policy_that_does_not_move_has_ratios_of_one(noise, sampler_elsewhere, prompts, tmp_path):
+  """GSPO, whose bounds are 3e-4: two updates, two epochs, two micro-batches, also with dropout, at a learning rate of
+  0."""
   c = config(prompts, total_steps=4, batch_size=16, grad_accum_steps=2, rollout=dict(epochs=2),
              strategy=dict(preset="gspo", disable_dropout=not noise))
   c.precision.compute, c.optimizer.learning_rate, c.model.dropout = "bfloat16", 0.0, 0.2 * noise
@@ -36,15 +42,22 @@ def test_in_bfloat16_a_policy_that_does_not_move_has_ratios_of_one(noise, prompt
     assert noise or row["sampling/kl"] == pytest.approx(0.01**2 / 2, rel=0.2)  # what samples has no dropout
 
 
-def test_with_one_update_a_rollout_nothing_is_scored(prompts, tmp_path, monkeypatch):
-  """And in bfloat16 nothing is clipped while the policy moves from rollout to rollout."""
+@pytest.mark.parametrize("preset", presets.PRESETS)
+def test_with_one_update_a_rollout_nothing_is_scored_nor_clipped(preset, sampler_elsewhere, prompts, tmp_path,
+                                                                 monkeypatch):
+  """Every recipe in bfloat16, while the policy moves from rollout to rollout."""
   monkeypatch.setattr(old_policy, "make_score_fn", None)
   monkeypatch.setattr(old_policy, "of_rollout", None)
-  c = config(prompts, total_steps=3, rollout=dict(updates=1), strategy=dict(preset="gspo"))
+  c = config(prompts, total_steps=2, rollout=dict(updates=1), strategy=dict(preset=preset))
   c.precision.compute = "bfloat16"
   train(c, tmp_path / "w")
-  for row in rows_of(tmp_path / "w").values():
-    assert row["policy/ratio_mean"] == 1 and row["clip_ratio/region_mean"] == 0 and row["update_norm"] > 0
+  rows = rows_of(tmp_path / "w").values()
+  assert len(rows) == 2
+  for row in rows:
+    clipped = [value for key, value in row.items() if key.startswith("clip_ratio/") or key == "cispo_clip_ratio"]
+    assert bool(clipped) == (preset != "rloo") and not any(clipped)
+    assert row["policy/ratio_mean"] == 1 and row["update_norm"] > 0
+    assert row["sampling/sampling_logp_difference/max"] > 5e-3
 
 
 def test_later_steps_are_compared_with_the_policy_when_the_rollout_began(prompts, tmp_path, monkeypatch):
