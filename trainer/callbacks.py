@@ -176,11 +176,9 @@ class MetricsLog(Callback):
 
   def __init__(self, every: int):
     self._every = every
-    self._last = None
 
   def on_train_begin(self, run):
-    self._last = run.step
-    run.chrono.start_window(run.tokens_seen(run.step))
+    run.chrono.start_window(run.step, run.tokens_seen(run.step))
 
   on_rollback = on_train_begin
 
@@ -194,8 +192,7 @@ class MetricsLog(Callback):
     if len(run.data.source_names) > 1:
       for source, counts in run.data.counters(step).items():
         row |= {f"data/{source}/{name}": value for name, value in counts.items()}
-    run.last_row = row | run.chrono.window(run.tokens_seen(step), step - self._last)
-    self._last = step
+    run.last_row = row | run.chrono.window(step, run.tokens_seen(step))
     run.writer.write_scalars(step, run.last_row)
 
   def on_train_end(self, run):

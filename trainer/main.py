@@ -203,6 +203,8 @@ def train(config: Mapping, workdir: str | Path) -> Run:
       checkpoints.abandon()
       programs.wait()  # else the program might end at once, and loggers not send what they have
       raise
+    finally:
+      run.chrono.ends.close()
 
   # ------------------------------------------------------------------ clean exit
   checkpoints.close()
@@ -260,7 +262,7 @@ def _loop(run: Run, programs: compiled.Programs, batches: Any) -> None:
       batch = next(batches, None)
       if batch is None:
         break  # a stop was asked for while it was sampled
-      run.chrono.add("data", batches.wait_seconds - waited)
+      run.chrono.waited(batches.wait_seconds - waited)
       if several:
         batch["stop_requests"] = processes.stop_requests(run.mesh, bool(run.stop_requested))
 
@@ -276,6 +278,7 @@ def _loop(run: Run, programs: compiled.Programs, batches: Any) -> None:
       with jax.profiler.StepTraceAnnotation("train", step_num=run.step):
         run.state, metrics = programs(run.state, batch)
       run.step += 1
+      run.chrono.ends.dispatched(run.step, metrics)
       run.defer(run.step, metrics | batches.metrics, batch)  # fetches those of the step before, while this one runs
       callbacks("on_optimizer_step", run)
       if int(data.epoch(run.step)) != epoch:

@@ -54,7 +54,6 @@ def get_config(arg: str) -> ConfigDict:
     r.num_prompts, r.group_size, r.max_new_tokens = size.prompts, size.group, size.new
     r.batch_size = size.prompts * size.group
     r.rewards.different = config_lib.reward(type="benchmarks.speed.weft_config.different")
-    c.total_steps += 1  # a rollout comes at the end of the step before, so that the last step has none: it is left out
   c.ckpt_percent = 0.0
   c.callbacks.clock = dict(type="benchmarks.speed.weft_config.Clock", path=f"{folder}/clock.json")
   return c
@@ -98,7 +97,7 @@ class Clock(Callback):
     self._marks.append(time.perf_counter())
 
   def on_step_end(self, run, step, metrics):
-    self._marks.append(time.perf_counter())
+    self._marks.append(run.chrono.ends.of(step).result())
     self._losses.append(float(metrics["loss"]))
     self._other = {k: metrics[k] for k in ("completions/mean_length", "trained_tokens") if k in metrics}
 
@@ -107,7 +106,7 @@ class Clock(Callback):
 
     parameters = sum(leaf.size for leaf in jax.tree.leaves(run.state["params"]))
     flops = run.model.flops_per_token(size.seq) * size.batch * size.seq
-    seconds = [b - a for a, b in zip(self._marks, self._marks[1:], strict=False)][:s.WARMUP + s.STEPS]
+    seconds = [b - a for a, b in zip(self._marks, self._marks[1:], strict=False)]
     self._path.write_text(json.dumps(dict(
         first_step_at=time.time() - time.perf_counter() + self._marks[1], step_seconds=seconds, losses=self._losses,
         parameters=parameters, versions={"jax": jax.__version__}, device=jax.devices()[0].device_kind,

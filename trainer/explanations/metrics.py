@@ -99,8 +99,11 @@ see: schedule.warmup
 Padding included. Compilation, evaluation and checkpoints are left out, waiting for data is not.
 equation:
   (row positions since the last row of metrics) / (seconds that were not paused)
+  a step's seconds: from the end of the one before to its own, on the device
 source: trainer/throughput.py Chrono.window
+source: trainer/throughput.py Ends
 test: tests/trainer/test_throughput.py::test_rates_leave_pauses_out_and_mfu_follows_its_formula
+test: tests/trainer/test_throughput.py::test_a_step_s_time_is_from_end_to_end_whenever_its_metrics_are_fetched
 see: metric.mfu
 
 = metric.mfu, mfu: model FLOPs utilisation
@@ -109,7 +112,7 @@ equation:
   mfu = flops_per_token · tokens_per_second / (devices · peak)
   flops_per_token = 6 N + 12 H K Σ over layers of the mean number of visible keys
   N weights in matrix products (unembedding included), H query heads, K head size; a causal row of T: (T + 1)/2 keys
-  peak: dense bfloat16 of the data sheet; elsewhere measured
+  peak: dense bfloat16 of the data sheet; elsewhere measured, and what steps reach if that is more
 source: trainer/throughput.py Chrono.window
 source: models/transformer.py Transformer.flops_per_token
 test: tests/trainer/test_throughput.py::test_rates_leave_pauses_out_and_mfu_follows_its_formula
