@@ -1,9 +1,11 @@
 """The report of workdirs that no run has made: hostile, cut, huge, old; and several runs on one page."""
 
+import importlib.metadata
 import json
 import math
 import os
 import random
+import re
 import subprocess
 import sys
 
@@ -315,3 +317,14 @@ def test_the_steps_of_samples_are_spread_and_the_last_is_there(tmp_path):
 def test_the_defaults_of_an_unknown_strategy_are_not_known():
   found, why = configs.changed({"strategy": {"name": "newer"}})
   assert found == [] and "of another version of Weft" in why
+
+
+def test_a_source_tree_that_is_not_installed_has_a_page_with_its_version(tmp_path, monkeypatch):
+  def version(name):
+    raise importlib.metadata.PackageNotFoundError(name)
+
+  monkeypatch.setattr(importlib.metadata, "version", version)
+  own = re.search(r'^version = "(.*)"$', (tiny.ROOT / "pyproject.toml").read_text(), re.MULTILINE)[1]
+  assert configs.weft_version() == f"{own}, not installed"
+  page.write(write_run(tmp_path / "run", rows()))
+  assert f"{own}, not installed" in (tmp_path / "run" / "report.html").read_text()

@@ -1,8 +1,11 @@
 """A run's config as text: how it differs from the defaults, and from those of other runs."""
 
+import importlib.metadata
 import json
 import re
+import tomllib
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from trainer import config_checks
@@ -12,6 +15,19 @@ from trainer.config import ConfigError
 MOST_CHARACTERS, MOST_KEYS = 400, 1500
 _SECRET = re.compile(r"(.*_)?(api_?key|password|passwd|secret|credentials?|token)", re.IGNORECASE)
 HIDDEN, ABSENT = "(hidden)", "—"
+
+
+def weft_version() -> str:
+  """The version that is installed, or else that of the source tree that runs."""
+  try:
+    return importlib.metadata.version("weft")
+  except importlib.metadata.PackageNotFoundError:
+    pass
+  try:
+    project = Path(__file__).resolve().parents[2] / "pyproject.toml"
+    return f"{tomllib.loads(project.read_text(encoding='utf-8'))['project']['version']}, not installed"
+  except (OSError, ValueError, KeyError):
+    return "not installed"
 
 
 def text(value: Any) -> str:

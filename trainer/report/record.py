@@ -121,7 +121,7 @@ def describe(run: Any, trained: frozenset[str]) -> dict[str, Any]:
       "time": now(),
       "command": configs.without_secrets(sys.argv),
       "folder": str(Path.cwd()),
-      "weft": _version("weft"),
+      "weft": configs.weft_version(),
       "git": code,
       # Of the user's own code, if it is another one.
       "folder_git": folder if folder and (code is None or folder["root"] != code["root"]) else None,

@@ -2,7 +2,6 @@
 
 import base64
 import hashlib
-import importlib.metadata
 import json
 import time
 from pathlib import Path
@@ -12,6 +11,7 @@ import jinja2
 from markupsafe import Markup
 
 from trainer import whole_files
+from trainer.report.configs import weft_version
 from trainer.report.series import Chart, Charts, Figures, figures
 
 _FOLDER = Path(__file__).parent / "templates"
@@ -25,7 +25,7 @@ def page(template: str, payload: dict[str, Any], **context: Any) -> str:
   digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
   return environment.get_template(template).render(
       style=Markup((_FOLDER / "style.css").read_text(encoding="utf-8")), script=Markup(script),
-      script_hash=f"sha256-{digest}", data=script_json(payload), weft=importlib.metadata.version("weft"),
+      script_hash=f"sha256-{digest}", data=script_json(payload), weft=weft_version(),
       written=when(time.time()), **context)
 
 
