@@ -12,6 +12,8 @@ from trainer.plan_estimate import Estimate, Planner
 REMATS = ("none", "dots_no_batch", "attention_mlp", "attention", "full")
 # Meshes shown.
 SHOWN = 8
+# What is faster by less than this share of a step is not advised: estimates are no better.
+CLEARLY = 0.02
 # The shortest part of a row that is worth splitting off, and the widest axes that are tried.
 SHORTEST_PART, WIDEST = 2048, dict(tensor=16, context=16, expert=64)
 
@@ -79,19 +81,28 @@ def advice(planner: Planner, now: Estimate, by_remat: list[Estimate], by_mesh: l
       said.append(f"The same batch in smaller micro-batches fits: --config.grad_accum_steps={accum}")
   elif now.most_rows > now.rows:
     micro = now.most_rows * math.prod(now.sizes[axis] for axis in mesh_lib.BATCH_AXES)
-    said.append(f"Up to {micro:,} rows fit in a micro-batch, {now.most_rows} where there are {now.rows}: "
-                f"--config.batch_size={micro * config.grad_accum_steps}")
+    told = f"Up to {micro:,} rows fit in a micro-batch, {now.most_rows} on a device where there are {now.rows}"
+    # Fewer micro-batches are the same training; a larger batch is another one.
+    accum = next(n for n in range(1, config.grad_accum_steps + 1)
+                 if config.grad_accum_steps % n == 0 and config.batch_size // n <= micro)
+    if accum < config.grad_accum_steps:
+      said.append(f"{told}. The same batch in fewer micro-batches: --config.grad_accum_steps={accum}")
+    else:
+      said.append(f"{told}. A larger batch is another training, with another best learning rate, and what is counted "
+                  f"in steps sees more rows; if that is wanted: --config.batch_size={micro * config.grad_accum_steps}")
   others = [e for e in by_remat if e.remat != now.remat and e.fits]
-  better = min(others, key=lambda e: e.seconds["step"], default=None)
-  if better and (not now.fits or better.seconds["step"] < 0.98 * step):
-    said.append(f"{'Fits' if not now.fits else 'Faster'}, {_seconds(better)}: --config.remat={better.remat}")
-  fastest = by_mesh[0] if by_mesh and by_mesh[0].fits else None
-  if fastest and (not now.fits or fastest.seconds["step"] < 0.98 * step):
-    said.append(f"{'Fits' if not now.fits else 'Faster'}, {_seconds(fastest)}: {flags(fastest.sizes)}")
+  quickest = [(e, f"--config.remat={e.remat}") for e in sorted(others, key=lambda e: e.seconds["step"])[:1]]
+  quickest += [(e, flags(e.sizes)) for e in by_mesh[:1] if e.fits and e.sizes != now.sizes]
+  better = [(e, typed) for e, typed in quickest if not now.fits or e.seconds["step"] < (1 - CLEARLY) * step]
+  said += [f"{'Faster' if now.fits else 'Fits'}, {_seconds(e)}: {typed}" for e, typed in better]
   if not now.fits and len(said) == 1:
     said.append("Nothing that was tried fits: more devices, shorter rows, a smaller micro-batch with another mesh, "
                 "or adapters (model.lora.rank).")
-  return said or ["Nothing that was tried is better."]
+  if now.fits and not better:
+    gain = max((1 - e.seconds["step"] / step for e, _ in quickest), default=0.0)
+    said.append(f"No other mesh or remat is faster by {CLEARLY:.0%} of a step or more, within which estimates are no "
+                "guide" + (f"; the fastest of them is by {gain:.1%}." if gain >= 0.0005 else "."))
+  return said
 
 
 def _seconds(estimate: Estimate) -> str:

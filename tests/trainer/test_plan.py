@@ -5,6 +5,7 @@ import importlib.util
 import json
 import math
 import re
+import types
 from pathlib import Path
 
 import jax
@@ -339,6 +340,40 @@ def test_advice_is_what_was_estimated():
   (accum,) = [line.rpartition("=")[2] for line in lines if "grad_accum_steps" in line]
   config = resolved("tpu", batch_size=64, mesh=dict(data=8), grad_accum_steps=int(accum))
   assert small_planner(config, 0.004).estimate(config.mesh).fits
+
+
+class Estimated:
+  """Of a step of so many seconds on some mesh, with room for `most_rows` on each of 8 devices."""
+
+  def __init__(self, step, remat="none", data=8, rows=2, most_rows=2):
+    self.seconds, self.remat, self.rows, self.most_rows, self.fits = {"step": step}, remat, rows, most_rows, True
+    self.sizes = dict(slice=1, data=data, fsdp=8 // data, expert=1, context=1, tensor=1)
+    self.total = self.usable = 2**30
+
+
+@pytest.mark.parametrize("step, expected", [
+    (0.97, ["Faster, 0.97 s a step, 1.00 GiB: --config.mesh.data=4 --config.mesh.fsdp=2"]),
+    (0.99, ["No other mesh or remat is faster by 2% of a step or more, within which estimates are no guide; the "
+            "fastest of them is by 1.0%."]),
+    (1.5, ["No other mesh or remat is faster by 2% of a step or more, within which estimates are no guide."]),
+])
+def test_what_is_not_clearly_faster_is_said_with_the_bound(step, expected):
+  planner = types.SimpleNamespace(config=resolved("tpu", batch_size=16, mesh=dict(data=8)))
+  now = Estimated(1.0)
+  assert plan_search.advice(planner, now, [now, Estimated(1.2, "full")], [Estimated(step, data=4), now]) == expected
+
+
+@pytest.mark.parametrize("accum, most_rows, expected", [
+    # 64 rows in 4 micro-batches of 16, 2 on each device; 4 would fit: 2 micro-batches of 32.
+    (4, 4, "The same batch in fewer micro-batches: --config.grad_accum_steps=2"),
+    # 3 on a device are 24 at a time: 64 rows need three of them, but there are four or two.
+    (4, 3, "A larger batch is another training"),
+    (1, 16, "if that is wanted: --config.batch_size=128"),
+])
+def test_rows_that_fit_are_first_the_same_batch(accum, most_rows, expected):
+  config = resolved("tpu", batch_size=64, grad_accum_steps=accum, mesh=dict(data=8))
+  now = Estimated(1.0, rows=64 // accum // 8, most_rows=most_rows)
+  assert expected in plan_search.advice(types.SimpleNamespace(config=config), now, [], [now])[0]
 
 
 def test_other_meshes_are_ranked_and_use_all_devices():
