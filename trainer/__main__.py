@@ -37,6 +37,7 @@ def main(argv: list[str]) -> None:
   from trainer.replay import replay
   from trainer.verify import verify
   startup.look_for_garbage()
+  startup.errors_of_savers_in_short()
   startup.keep_compiled_programs()
   if _MODE.value == "plan" and config.plan.topology is not None:
     # The plan is for other devices; those that are here, perhaps in use, are left alone.

@@ -148,6 +148,28 @@ def one_message(*errors: type[BaseException]) -> Iterator[None]:
     sys.exit(f"\n{type(error).__name__}: {error}")
 
 
+def errors_of_savers_in_short() -> None:
+  """From now on what Orbax logs of an error is one line: it does so in each of its threads with a traceback, and raises
+  it as well. What TensorStore prints of writes that end when nobody waits for them any more is left out. --verbosity=1
+  shows it all."""
+  from absl import logging
+  logger, print_unraisable = logging.get_absl_logger(), sys.unraisablehook
+
+  def shorten(record: Any) -> bool:
+    if record.exc_info and f"{os.sep}orbax{os.sep}" in record.pathname and not logger.isEnabledFor(10):
+      line = record.getMessage().partition("\n")[0]
+      record.msg, record.args, record.exc_info, record.exc_text = line[:200], None, None, None
+    return True
+
+  def report(unraisable: Any) -> None:
+    in_passing = unraisable.exc_type is RuntimeError and str(unraisable.exc_value) == "Event loop is closed"
+    if not in_passing or logger.isEnabledFor(10):
+      print_unraisable(unraisable)
+
+  logger.addFilter(shorten)
+  sys.unraisablehook = report
+
+
 def keep_compiled_programs() -> None:
   """Has JAX keep what it compiles in the user's cache folder, from where the next run takes it.
 

@@ -1,8 +1,10 @@
 """Compiled programs outlive the run, where the user has not said otherwise."""
 
+import logging
 import os
 import subprocess
 import sys
+import types
 
 import jax
 import numpy as np
@@ -183,3 +185,24 @@ def test_programs_of_several_devices_on_cpu_are_always_compiled_anew(tmp_path):
   finally:
     jax.config.update("jax_enable_compilation_cache", True)
     compilation_cache.reset_cache()
+
+
+def test_what_orbax_logs_of_an_error_is_one_line(monkeypatch):
+  from absl import logging as absl_logging
+  logger = absl_logging.get_absl_logger()
+  monkeypatch.setattr(sys, "unraisablehook", lambda unraisable: printed.append(unraisable.exc_value))
+  monkeypatch.setattr(logger, "filters", [])
+  printed = []
+  startup.errors_of_savers_in_short()
+  kept = []
+  for path in ("/venv/orbax/checkpoint/future.py", "/home/me/mine.py"):
+    try:
+      raise ValueError("the cause")
+    except ValueError:
+      record = logging.LogRecord("absl", logging.ERROR, path, 1, "it failed: %s\nat length", ("so",), sys.exc_info())
+    assert logger.filter(record)
+    kept.append((record.getMessage(), record.exc_info is None))
+  assert kept == [("it failed: so", True), ("it failed: so\nat length", False)]
+  for error in (RuntimeError("Event loop is closed"), RuntimeError("another")):
+    sys.unraisablehook(types.SimpleNamespace(exc_type=type(error), exc_value=error))
+  assert [str(error) for error in printed] == ["another"]
