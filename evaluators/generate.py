@@ -18,6 +18,7 @@ from trainer import pages
 from trainer.config import ConfigError
 from trainer.drawing import Options
 from trainer.sampler import Completion, Sampler
+from trainer.stop_strings import StopStrings, columns, ending
 
 SHOWN = 8  # samples in the readable file
 MATCHES = ("exact", "vqa")
@@ -38,6 +39,7 @@ class Generate:
     self._num_samples, self._new, self._pass_at = cfg.num_samples, cfg.max_new_tokens, tuple(cfg.pass_at)
     self._options = Options(cfg.temperature, cfg.top_k, cfg.top_p, cfg.min_p)
     self._check(name)
+    self._stop = StopStrings(setup.tokenizer, cfg.stop, cfg.keep_stop, f"evals.{name}.stop")
     self._extract = compile_pattern(cfg.extract, f"evals.{name}.extract")
     prompter = Prompter(setup.config, setup.tokenizer)
     self._stop_ids, self._seed = prompter.stop_ids, setup.config.seed
@@ -66,7 +68,7 @@ class Generate:
       part = self._questions[begin:] if images is None else self._questions[begin:begin + len(images)]
       completions = self._sampler.generate(
           params, [question.prompt.ids for question in part], num_samples=self._num_samples, max_new_tokens=self._new,
-          stop_ids=self._stop_ids, seed=self._seed, **self._options._asdict(),
+          stop_ids=self._stop_ids, seed=self._seed, **self._options._asdict(), **self._stop.options,
           **({} if images is None else dict(images=images)))
       rows += [self._row(part[c.prompt], dataclasses.replace(c, prompt=c.prompt + begin)) for c in completions]
     if jax.process_index() == 0:
@@ -75,7 +77,7 @@ class Generate:
 
   def _row(self, question: Question, completion: Completion) -> dict[str, Any]:
     """A line of the table."""
-    text, prompt = self._setup.tokenizer.decode(completion.text_ids), question.prompt
+    text, prompt = self._stop.text(completion), question.prompt
     extracted, answers = extract(text, self._extract), [extract(answer, self._extract) for answer in question.answers]
     # An answer without the mark is the answer itself.
     answers = [normalize(answer) if found is None else found
@@ -88,7 +90,7 @@ class Generate:
     return {"where": prompt.where, "prompt_index": completion.prompt, "sample": completion.sample,
             "prompt": prompt.text, "completion": text, "extracted": extracted,
             "answer": answers[0] if len(answers) == 1 else answers, "correct": score == 1, "score": score,
-            "finish_reason": completion.finish_reason, "tokens": len(completion.ids),
+            **columns(completion.finish_reason, completion.stop_reason), "tokens": len(completion.ids),
             "logprob": float(completion.logprobs.sum(dtype=np.float64))}
 
   def _write(self, folder: Path, step: int, rows: list[dict[str, Any]]) -> None:
@@ -97,8 +99,8 @@ class Generate:
     (folder / f"{self._name}-{step}.jsonl").write_text(lines, encoding="utf-8")
     marks = {True: "right", False: "wrong"}
     shown = "\n\n".join(
-        f"--- {row['where']}, {marks[row['correct']]}: {row['extracted']!r}, the answer is {row['answer']!r}\n"
-        f"{row['prompt']}\n>>> {row['completion']}" for row in rows[:SHOWN])
+        f"--- {row['where']}, {ending(row)}, {marks[row['correct']]}: {row['extracted']!r}, the answer is "
+        f"{row['answer']!r}\n{row['prompt']}\n>>> {row['completion']}" for row in rows[:SHOWN])
     (folder / f"{self._name}-{step}.txt").write_text(shown + "\n", encoding="utf-8")
     self._setup.writer.write_texts(step, {f"eval/{self._name}": shown})
     notes = "\n".join(f"{name} {value:.4f}" for name, value in metrics(rows, self._pass_at))
@@ -108,7 +110,8 @@ class Generate:
   def _card(self, row: dict[str, Any]) -> pages.Card:
     answers = [row["answer"]] if isinstance(row["answer"], str) else row["answer"]
     images = self._questions[row["prompt_index"]].prompt.images
-    lines = [("prompt", row["prompt"]), ("completion", row["completion"]), ("answer", " | ".join(answers))]
+    lines = [("prompt", row["prompt"]), ("completion", row["completion"]), ("answer", " | ".join(answers)),
+             ("ended by", ending(row))]
     return pages.Card(f"{row['where']}, sample {row['sample']}", images, lines, row["correct"])
 
 

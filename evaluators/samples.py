@@ -12,10 +12,11 @@ from trainer.config import ConfigError
 from trainer.drawing import Options
 from trainer.inspect import CONTEXT, token_texts
 from trainer.sampler import Completion, Sampler
+from trainer.stop_strings import StopStrings, columns
 
 
 class Samples:
-  """Continues each prompt by `max_new_tokens` tokens, or until a token that ends the document.
+  """Continues each prompt by `max_new_tokens` tokens, or until a token that ends the document or a string of `stop`.
 
   Every token is drawn from the full softmax at `temperature` (0: the most likely one); what is drawn is a function of
   (seed, step, prompt, position) and of the parameters, see trainer/sampler.py. Where the strategy has a reference
@@ -31,6 +32,7 @@ class Samples:
     Options(self._temperature).check(f"evals.{name}.")
     if not self._prompts:
       raise ConfigError(f'evals.{name}.prompts is empty: give texts to continue, e.g. ("def ",).')
+    self._stop = StopStrings(self._tokenizer, cfg.stop, cfg.keep_stop, f"evals.{name}.stop")
     bos = [] if self._tokenizer.bos_id is None else [self._tokenizer.bos_id]
     self._ids = [np.array([*bos, *ids], np.int32) for ids in self._tokenizer.encode_batch(list(self._prompts))]
     if not all(map(len, self._ids)):
@@ -58,14 +60,14 @@ class Samples:
   def _row(self, prompt_ids: np.ndarray, completion: Completion) -> dict[str, Any]:
     """What was generated, whole and token by token."""
     before = prompt_ids[-CONTEXT:].tolist()  # some tokenizers write the first token of a text differently
-    return {"completion": self._tokenizer.decode(completion.text_ids), "finish_reason": completion.finish_reason,
+    return {"completion": self._stop.text(completion), **columns(completion.finish_reason, completion.stop_reason),
             "tokens": token_texts([*before, *completion.ids.tolist()], self._tokenizer)[len(before):],
             "ids": completion.ids.tolist(), "logprobs": [round(x, 4) for x in completion.logprobs.tolist()]}
 
   def _generate(self, params: Any, step: int) -> list[Any]:
     return self._sampler.generate(
         params, self._ids, max_new_tokens=self._new, temperature=self._temperature,
-        stop_ids=self._tokenizer.stop_ids, seed=f"{self._seed}/{step}")
+        stop_ids=self._tokenizer.stop_ids, seed=f"{self._seed}/{step}", **self._stop.options)
 
 
 def _shown(row: dict[str, Any]) -> str:

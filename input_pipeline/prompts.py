@@ -257,21 +257,21 @@ class Prompter:
     """Ids, int32 [n], of a text behind a completion that has ended. No special token is recognised in it."""
     return self._segments.behind(self._tokenizer.named_tokens.get("eos_token"), self._segments.ordinary(text))
 
-  def added_messages(self, messages: list[dict], answer: str, added: list[dict], tools: list[dict] | None = None,
-                     **variables: Any) -> np.ndarray:
-    """Ids, int32 [n], of all that a template writes from the end of what the assistant says, the token that ends it
-    not included, to its next turn.
+  def added_messages(self, messages: list[dict], answer: str, added: list[dict], tools: list[dict] | None = None, *,
+                     ended: bool = True, **variables: Any) -> np.ndarray:
+    """Ids, int32 [n], of all that a template writes from the end of what the assistant says to its next turn.
 
     Args:
       messages: the conversation up to what the assistant answers.
       answer: what it says.
       added: the messages behind its answer.
+      ended: the answer has the token that ends it; else that is among these ids.
       tools, **variables: see `messages`.
 
     Raises:
       DataError: the template refuses the conversation, or hides the assistant's answer in it.
     """
-    return self._segments.behind(*self._encoder.finder.behind(messages, answer, added, tools, variables))
+    return self._segments.behind(*self._encoder.finder.behind(messages, answer, added, tools, variables, ended))
 
   @property
   def _segments(self) -> SegmentEncoder:

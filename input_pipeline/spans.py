@@ -150,9 +150,9 @@ class SpanFinder:
     return self._segments(turns, rendered, outside=1.0)
 
   def behind(self, messages: list[dict], answer: str, added: list[dict], tools: list[dict] | None,
-             variables: dict) -> tuple[str, Segment]:
+             variables: dict, ended: bool = True) -> tuple[str | None, Segment]:
     """(the token that ends the assistant's answer to `messages`, what is rendered behind it) when `added` follow it
-    and it is to speak again.
+    and it is to speak again. Of an answer that is not `ended`: (None, the same with all that ends it).
 
     It does not depend on the answer, whose end is found as the place where the renderings of two answers differ.
 
@@ -167,6 +167,8 @@ class SpanFinder:
       rendered, other = render(answer), render(f"{answer.rstrip()}a")
     except DataError:  # what a model says may be what the template refuses
       rendered, other = render("a"), render("b")
+    if not ended:  # these are alike in nothing of the answer
+      rendered, other = render("a"), render("b")
     same = len(_common(rendered.text[::-1], other.text[::-1]))
     if same == len(rendered.text):
       raise DataError(f"{self.template.where} does not show what the assistant says once more messages follow. Use "
@@ -175,7 +177,8 @@ class SpanFinder:
     if token is None:
       raise DataError(f"{self.template.where} does not end what the assistant says once more messages follow. Use "
                       "another template (chat.template).")
-    return token, Segment(rendered.text[end:], _between(rendered.inert, end, len(rendered.text)))
+    begin = end if ended else len(rendered.text) - same
+    return token if ended else None, Segment(rendered.text[begin:], _between(rendered.inert, begin, len(rendered.text)))
 
   def _locate(self, conversation: Conversation, index: int) -> Turn:
     """Where a message is in the rendering that ends with it."""

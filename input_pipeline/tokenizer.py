@@ -21,6 +21,7 @@ from tqdm import tqdm
 from input_pipeline import once, special_tokens
 from input_pipeline.files import DataError
 from input_pipeline.hf_folder import TokenizerFiles, find_tokenizer
+from input_pipeline.token_bytes import byte_chars as _byte_chars
 from input_pipeline.tokenizer_hf import HFTokenizer, Placed, split_text, write_files
 from trainer.config import ConfigError
 
@@ -46,6 +47,9 @@ class Tokenizer(Protocol):
   files: dict[str, str]
   # Equal for tokenizers that encode alike, on every machine.
   fingerprint: str
+  # What each id adds to a text; see `token_bytes.token_bytes`.
+  @property
+  def token_bytes(self) -> tuple[bytes, ...]: ...
 
   def encode_batch(self, texts: list[str]) -> list[np.ndarray]:
     """Ids (int32 [n]) of each text, without special tokens."""
@@ -82,6 +86,7 @@ class BytesTokenizer:
   special_tokens: tuple[str, ...] = (BOS, EOS)
   named_tokens, files = {"bos_token": BOS, "eos_token": EOS}, dict[str, Any]()
   fingerprint = "bytes-258"
+  token_bytes = (*(bytes([b]) for b in range(256)), BOS.encode(), EOS.encode())
 
   def encode_batch(self, texts: list[str]) -> list[np.ndarray]:
     return [np.frombuffer(text.encode("utf-8"), np.uint8).astype(np.int32) for text in texts]
@@ -262,10 +267,3 @@ def _num_bytes(text: str) -> int:
 def _byte_level(backend: Backend) -> None:
   backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
   backend.decoder = decoders.ByteLevel()
-
-
-def _byte_chars() -> list[str]:
-  """The character that stands for each byte in byte-level vocabularies (GPT-2): itself where printable."""
-  printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-  others = iter(range(0x100, 0x200))
-  return [chr(b) if b in printable else chr(next(others)) for b in range(256)]

@@ -14,6 +14,7 @@ from tokenizers import Tokenizer as Backend
 from input_pipeline import hf_folder, once, special_tokens
 from input_pipeline.files import DataError
 from input_pipeline.hf_folder import TokenizerFiles, add_tokens, make_backend
+from input_pipeline.token_bytes import token_bytes
 from trainer import whole_files
 
 # Longer documents are encoded in parts of about so many characters, to bound memory.
@@ -154,6 +155,10 @@ class HFTokenizer:
   @cached_property
   def _renamed(self) -> Backend:
     return make_backend(special_tokens.renamed(self._serialized), plain=False)
+
+  @cached_property
+  def token_bytes(self) -> tuple[bytes, ...]:
+    return token_bytes(self._decoder, self._serialized)
 
   def decode(self, ids: Iterable[int], *, skip_special: bool = True) -> str:
     return self._decoder.decode([int(i) for i in ids], skip_special_tokens=skip_special)

@@ -122,6 +122,9 @@ def evaluator(**changed) -> ConfigDict:
   # samples, generate: new tokens for each at most, softmax temperature (0: most likely token).
   c.max_new_tokens = 64
   c.temperature = 0.8
+  # samples, generate: strings that end a text, each with the token that completes it; and whether its text has them.
+  c.stop = ()
+  c.keep_stop = False
   # generate: of a distribution truncated to the top_k most likely tokens (0: all), to those that make up top_p,
   # to those at least min_p times as likely as the most likely one.
   c.top_k = 0
@@ -335,6 +338,10 @@ def rollout() -> ConfigDict:
   c.epochs = 1
   # Sampled tokens of a completion at most; prompts must leave room for them in seq_len.
   c.max_new_tokens = 128
+  # Strings that end a completion, with the token that completes one; it is trained, and no longer to be cut off. What
+  # rewards and environments are told is without the string, or with it (keep_stop).
+  c.stop = ()
+  c.keep_stop = False
   # Of the softmax that is drawn from. Truncating it (top_k, top_p, min_p) is refused where ratios are trained.
   c.temperature = 1.0
   c.top_k = 0

@@ -26,6 +26,7 @@ from input_pipeline.prompt_data import PromptData, PromptItem
 from input_pipeline.tokenizer import Tokenizer
 from trainer.config import ConfigError, load_class
 from trainer.experience import Sequence
+from trainer.stop_strings import StopStrings
 
 
 @dataclass(frozen=True)
@@ -51,7 +52,8 @@ class Environment(Protocol):
     """Begins an episode. `columns` are the record's other fields. What it returns is added to the prompt."""
 
   def step(self, completion: str) -> Turn:
-    """Answers what the policy said, which is without the token that ended it, but with other special tokens."""
+    """Answers what the policy said: without the token that ended it, but with other special tokens; without the stop
+    string that did, unless rollout.keep_stop leaves it there."""
 
 
 @dataclass(frozen=True)
@@ -97,6 +99,7 @@ class Episodes:
     rollout = config.rollout
     self._tokenizer, self._prompter = tokenizer, prompts.prompter
     self._seq_len, self._max_new_tokens = config.seq_len, rollout.max_new_tokens
+    self._stop = StopStrings(tokenizer, rollout.stop, rollout.keep_stop, "rollout.stop")
     self._make, self._max_turns = None, 1
     self._sees = config.model.vision.tower != "none"
     if rollout.environment is not None:
@@ -131,6 +134,13 @@ class Episodes:
     for message, count in messages.most_common():
       logging.warning("rollout.environment failed in %d of %d episodes: %s", count, len(everyone), message)
     return [[episode.result() for episode in group] for group in groups]
+
+  def metrics(self, episodes: list[Episode]) -> dict[str, float]:
+    """How they ended, as far as the config has ways to."""
+    if not self._stop.strings:
+      return {}
+    ended = sum(episode.sequence.stop_reason is not None for episode in episodes)
+    return {"completions/stop_string_ratio": ended / max(len(episodes), 1)}
 
   # ---------------------------------------------------------------- turns
 
@@ -175,17 +185,17 @@ class Episodes:
     samples = [list(dict.fromkeys(episode.sample for episode in same)) for same in asked.values()]
     completions = generate([episode.ids for episode in firsts], samples=samples,
                            max_new_tokens=[room for _, room, _ in asked], stop_ids=self._prompter.stop_ids, seed=seed,
-                           **seen)
+                           **self._stop.options, **seen)
     found = {(c.prompt, c.sample): c for c in completions}
     for number, same in enumerate(asked.values()):
       for episode in same:
         completion = found[number, episode.sample]
-        episode.add_completion(completion, self._tokenizer.decode(completion.text_ids))
+        episode.add_completion(completion, self._stop.text(completion), self._stop.text(completion, skip_special=False))
 
   def _step(self, episodes: list["_Playing"], last: bool) -> None:
     """Lets environments answer; `last`: nothing is sampled after this."""
     def step(episode: _Playing) -> dict[str, Any]:
-      turn = episode.environment.step(self._tokenizer.decode(episode.last_ids, skip_special=False))
+      turn = episode.environment.step(episode.last_said)
       if not isinstance(turn, Turn):
         raise TypeError(f"step() returned a {type(turn).__name__}; expected a trainer.environment.Turn")
       over = turn.done or turn.observation is None
@@ -205,15 +215,16 @@ class Episodes:
   def _go_on(self, episode: "_Playing", observation: str | list[dict]) -> None:
     """Adds what an environment says, if there is room for an answer to it."""
     item = episode.item
+    ended = episode.stop_reason is None  # by a token, which stands there already
     try:
       ids = self._prompter.added_text(observation) if isinstance(observation, str) else self._prompter.added_messages(
-          item.said + episode.messages[:-1], episode.messages[-1]["content"], observation, item.tools,
+          item.said + episode.messages[:-1], episode.messages[-1]["content"], observation, item.tools, ended=ended,
           **item.variables)
     except DataError as e:
       episode.fail(str(e))
       return
     if self._room(episode, len(ids)) < 1:
-      episode.over, episode.finish_reason = True, "length"
+      episode.over, episode.finish_reason, episode.stop_reason = True, "length", None
     else:
       episode.add_observation(ids, observation)
 
@@ -229,9 +240,9 @@ class _Playing:
     self.item, self.sample = item, sample
     self.environment: Environment | None = None
     self.over, self.message, self.reward = False, None, None
-    self.turns, self.sampled, self.finish_reason = 0, 0, "stop"
-    # Without the token that ends it.
-    self.last_ids = np.zeros(0, np.int32)
+    self.turns, self.sampled, self.finish_reason, self.stop_reason = 0, 0, "stop", None
+    # What the policy said last, with special tokens but without what ended it.
+    self.last_said = ""
     # What follows the record's prompt.
     self.messages: list[dict] = []
     self.text = ""
@@ -243,8 +254,9 @@ class _Playing:
     self.weights, self.logprobs = (np.zeros(len(ids), np.float32) for _ in range(2))
     self._say(opening)
 
-  def add_completion(self, completion: Any, text: str) -> None:
-    self.last_ids, self.finish_reason = completion.text_ids, completion.finish_reason
+  def add_completion(self, completion: Any, text: str, with_special: str) -> None:
+    self.last_said, self.finish_reason = with_special, completion.finish_reason
+    self.stop_reason = completion.stop_reason
     # Those of the distribution that training has, too, in which nothing is truncated.
     self._add(completion.ids, np.ones(len(completion.ids), np.float32), completion.full_logprobs)
     self.turns, self.sampled = self.turns + 1, self.sampled + len(completion.ids)
@@ -276,7 +288,7 @@ class _Playing:
 
   def result(self) -> Episode:
     sequence = Sequence(self.ids.astype(np.int32), self.weights, self.logprobs, self.prompt_length, self.finish_reason,
-                        self.item.number)
+                        self.item.number, self.stop_reason)
     said = self.text if isinstance(self.item.said, str) else self.messages
     return Episode(sequence, said, self.text, self.reward, self.message is not None, self.turns)
 

@@ -40,6 +40,7 @@ class Sequence:
     prompt_length: tokens before the first sampled one.
     finish_reason: "stop", or "length" if the last completion did not end by itself.
     number: of the prompt, in the stream that it comes from.
+    stop_reason: the stop string that ended the last completion; None: none did.
   """
 
   ids: np.ndarray
@@ -48,6 +49,7 @@ class Sequence:
   prompt_length: int
   finish_reason: str
   number: int = -1
+  stop_reason: str | None = None
 
 
 class Experience(NamedTuple):

@@ -25,7 +25,8 @@ from models.hf import files
 from trainer import checkpoint, config_checks, hugging_face, parameters, patterns, startup
 from trainer import mesh as mesh_lib
 from trainer.config import ConfigError, defaults
-from trainer.sampler import Completion, Sampler
+from trainer.sampler import Completion, Sampler, joined
+from trainer.stop_strings import StopStrings, columns, ending
 
 # Decoding steps between two looks at what there is to print.
 CHUNK = 8
@@ -131,25 +132,27 @@ def text_prompt(loaded: Loaded, text: str, where: str, images: Sequence[str] = (
 # ---------------------------------------------------------------------------------------------- output
 
 
-def printed(tokenizer: Tokenizer, parts: Iterator[Completion]) -> Iterator[str]:
-  """The text of one completion, piece by piece, as its parts come; a character only once all its tokens have."""
-  ids, shown = [], ""
+def printed(tokenizer: Tokenizer, parts: Iterator[Completion], stop: StopStrings | None = None) -> Iterator[str]:
+  """The text of one completion, piece by piece, as its parts come; a character only once all its tokens have, and the
+  beginning of a stop string that is cut once it is known to be none."""
+  stop, whole, shown = stop or StopStrings(tokenizer), list[Completion](), ""
   for part in parts:
-    ids += part.text_ids.tolist()
-    text = tokenizer.decode(ids)
-    whole = text if part.finish_reason else text.rstrip("\ufffd")
-    if whole.startswith(shown):  # else a later token has changed what an earlier one looks like
-      yield whole[len(shown):]
-      shown = whole
+    whole.append(part)
+    completion = joined(whole)
+    text = stop.text(completion) if part.finish_reason else stop.certain(completion.ids).rstrip("\ufffd")
+    if text.startswith(shown):  # else a later token has changed what an earlier one looks like
+      yield text[len(shown):]
+      shown = text
 
 
 def converse(loaded: Loaded, sampler: Sampler, options: dict[str, Any], system: str | None,
-             images: Sequence[str] = ()) -> None:
+             images: Sequence[str] = (), stop: StopStrings | None = None) -> None:
   """Answers what is typed, line by line, until the end of the input; /new begins anew, Ctrl-C stops an answer.
 
   `images` (paths) belong to what is said first, those of `/image FILE` to what is said next.
   """
   print("/new begins a new conversation, /image FILE shows an image with what is said next, Ctrl-D ends.")
+  more = {} if stop is None else stop.options
   start = [] if system is None else [{"role": "system", "content": system}]
   messages, shown = list(start), list(images)
   while True:
@@ -168,8 +171,8 @@ def converse(loaded: Loaded, sampler: Sampler, options: dict[str, Any], system: 
     said = ""
     try:
       prompt = loaded.prompter.messages(asked)
-      for text in printed(loaded.tokenizer, sampler.stream(loaded.params, [prompt.ids], **images_of([prompt]),
-                                                           **options)):
+      for text in printed(loaded.tokenizer, sampler.stream(loaded.params, [prompt.ids], **images_of([prompt]), **more,
+                                                           **options), stop):
         print(text, end="", flush=True)
         said += text
     except KeyboardInterrupt:
@@ -194,18 +197,21 @@ def images_of(prompts: Sequence[Prompt]) -> dict[str, Any]:
   return dict(images=[list(p.images) for p in prompts]) if any(len(p.images) for p in prompts) else {}
 
 
-def complete(loaded: Loaded, sampler: Sampler, prompts: Sequence[Prompt], options: dict[str, Any]) -> None:
+def complete(loaded: Loaded, sampler: Sampler, prompts: Sequence[Prompt], options: dict[str, Any],
+             stop: StopStrings | None = None) -> None:
   """Prints the completions of prompts: one as it comes, several when all are there."""
-  ids, options = [prompt.ids for prompt in prompts], options | images_of(prompts)
+  stop = stop or StopStrings(loaded.tokenizer)
+  ids, options = [prompt.ids for prompt in prompts], options | images_of(prompts) | stop.options
   if len(prompts) == options["num_samples"] == 1:
-    for text in printed(loaded.tokenizer, sampler.stream(loaded.params, ids, **options)):
+    for text in printed(loaded.tokenizer, sampler.stream(loaded.params, ids, **options), stop):
       print(text, end="", flush=True)
     print()
     return
   for completion in sampler.generate(loaded.params, ids, **options):
+    ended = ending(columns(completion.finish_reason, completion.stop_reason))
     print(f"--- prompt {completion.prompt}, sample {completion.sample}: {len(completion.ids)} tokens, "
-          f"{completion.finish_reason}, log-prob {completion.logprobs.sum(dtype=np.float64):.3f}")
-    print(loaded.tokenizer.decode(completion.text_ids))
+          f"{ended}, log-prob {completion.logprobs.sum(dtype=np.float64):.3f}")
+    print(stop.text(completion))
 
 
 # ---------------------------------------------------------------------------------------------- command line
@@ -226,6 +232,8 @@ def _define_flags() -> None:
   flags.DEFINE_integer("top_k", 0, "Draw from that many most likely tokens; 0: from all.")
   flags.DEFINE_float("top_p", 1.0, "Draw from the most likely tokens that have this share.")
   flags.DEFINE_float("min_p", 0.0, "Draw from tokens at least so likely, relative to the most likely one.")
+  flags.DEFINE_multi_string("stop", [], "A text that ends a completion. May be repeated. In bash $'\\n' is a newline.")
+  flags.DEFINE_bool("keep_stop", False, "Print the text that ended it, too.")
   flags.DEFINE_integer("num_samples", 1, "Completions of each prompt.")
   flags.DEFINE_integer("seed", 0, "Of the random draws.")
   flags.DEFINE_integer("tensor", 1, "Devices that each matrix is split over; the others each hold a share of it.")
@@ -247,13 +255,14 @@ def _run(given: Any) -> None:
   if talks and loaded.prompter.template is None:
     raise ConfigError("there is no chat template to converse with. Give --prompt=… to have a text continued, or "
                       "--template, e.g. chatml.")
+  stop = StopStrings(loaded.tokenizer, given.stop, given.keep_stop, "--stop")
   options = dict(num_samples=given.num_samples, max_new_tokens=given.max_new_tokens, temperature=given.temperature,
                  top_k=given.top_k, top_p=given.top_p, min_p=given.min_p, stop_ids=loaded.prompter.stop_ids,
                  seed=given.seed)
   if talks:
     if given.num_samples > 1:
       raise ConfigError(f"--num_samples is {given.num_samples}, but a conversation has one answer. Give a --prompt.")
-    return converse(loaded, Sampler(loaded.model, mesh, rows=1, chunk=CHUNK), options, given.system, given.image)
+    return converse(loaded, Sampler(loaded.model, mesh, rows=1, chunk=CHUNK), options, given.system, given.image, stop)
   if given.system is not None and not given.chat:
     raise ConfigError("--system is a message of a conversation; add --chat.")
   if loaded.prompter.template is not None and not given.chat:
@@ -265,7 +274,7 @@ def _run(given: Any) -> None:
                                    images=given.image) if given.chat
           else text_prompt(loaded, text, f"prompt {n}", given.image) for n, text in enumerate(texts)]
   chunk = CHUNK if len(made) * given.num_samples == 1 else 32
-  complete(loaded, Sampler(loaded.model, mesh, chunk=chunk), made, options)
+  complete(loaded, Sampler(loaded.model, mesh, chunk=chunk), made, options, stop)
 
 
 def main(argv: list[str]) -> None:

@@ -18,6 +18,7 @@ from trainer.config import ConfigError
 from trainer.environment import Episode
 from trainer.experience import Sequence
 from trainer.metrics import Mean
+from trainer.stop_strings import columns, ending
 
 # Completions of a rollout that its table shows as text.
 SHOWN = 8
@@ -166,7 +167,8 @@ def table(names: tuple[str, ...], groups: list[Scored], lesson: Lesson) -> list[
       {"where": group.item.prompt.where, "sample": i, "prompt": group.item.prompt.text, "completion": episode.text,
        "reward": number(group.rewards[i]), "advantage": number(advantage),
        "rewards": {name: number(value) for name, value in zip(names, group.values[i], strict=True)},
-       "finish_reason": episode.sequence.finish_reason, "tokens": int(episode.sequence.weights.sum())}
+       **columns(episode.sequence.finish_reason, episode.sequence.stop_reason),
+       "tokens": int(episode.sequence.weights.sum())}
       for group, advantages_G in zip(groups, lesson.advantages, strict=True)
       for i, (episode, advantage) in enumerate(zip(group.episodes, advantages_G, strict=True))]
 
@@ -179,9 +181,9 @@ def write(file: Path, rows: list[dict[str, Any]], groups: list[Scored], title: s
   file.with_suffix(".jsonl").write_text(lines, encoding="utf-8")
   images = [group.item.prompt.images for group in groups for _ in group.episodes]
   cards = [pages.Card(f"{row['where']}, sample {row['sample']}", shown, [
-      (key, str(row[key])) for key in ("prompt", "completion", "reward", "advantage", "finish_reason")])
+      *((key, str(row[key])) for key in ("prompt", "completion", "reward", "advantage")), ("finish_reason", ending(row))])
            for row, shown in zip(rows[:pages.MOST_CARDS], images, strict=False)]
   file.with_suffix(".html").write_text(pages.page(title, cards, len(rows)), encoding="utf-8")
   return "\n\n".join(
-      f"--- {row['where']}, reward {row['reward']}, advantage {row['advantage']}, {row['finish_reason']}\n"
+      f"--- {row['where']}, reward {row['reward']}, advantage {row['advantage']}, {ending(row)}\n"
       f"{row['prompt']}\n>>> {row['completion']}" for row in rows[:SHOWN])

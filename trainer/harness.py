@@ -28,6 +28,7 @@ from trainer.buckets import bucket, power
 from trainer.config import ConfigError
 from trainer.mesh import batch_sharding, check_batch, place_batch
 from trainer.sampler import MIN_LENGTH, Sampler
+from trainer.stop_strings import StopStrings
 
 # What a task may say of how texts are generated; the first of those that mean the same counts.
 _NEW_TOKENS = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")
@@ -193,9 +194,7 @@ class Harness(TemplateLM):
     return texts
 
   def _generate(self, contexts: list[str], options: dict[str, Any], until: tuple[str, ...], new: int) -> list[str]:
-    ends = set(self._prompter.stop_ids)
-    stop_ids = ends | {number for number, text in enumerate(self._pieces if until else ())
-                       if any(stop in text for stop in until)}
+    stop = StopStrings(self._texts, until, keep=True)
     # The same context several times (`repeats`) is to be answered in different ways.
     seen: dict[str, int] = {}
     samples = []
@@ -203,20 +202,13 @@ class Harness(TemplateLM):
       samples.append([seen.get(context, 0)])
       seen[context] = samples[-1][0] + 1
     prompts = [self.tok_encode(context)[-(self.max_length - new):] or [self.prefix_token_id] for context in contexts]
-    completions = self._sampler.generate(self.params, prompts, samples=samples, max_new_tokens=new, stop_ids=stop_ids,
-                                         **options)
+    completions = self._sampler.generate(self.params, prompts, samples=samples, max_new_tokens=new,
+                                         stop_ids=self._prompter.stop_ids, **stop.options, **options)
     texts = []
     for completion in completions:
-      ids = completion.ids if completion.ids[-1] not in ends else completion.ids[:-1]
-      text = self._texts.decode(ids)
+      text = stop.text(completion)
       texts.append(text[:min([place for stop in until if (place := text.find(stop)) >= 0], default=len(text))])
     return texts
-
-  @functools.cached_property
-  def _pieces(self) -> list[str]:
-    """The text of each token alone: one that holds a string of `until` ends a text as the end token does. A string that
-    takes several tokens is found in the text when it is there."""
-    return [self._texts.decode([number]) for number in range(self._texts.vocab_size)]
 
 
 def _options(given: Mapping[str, Any], usual: int) -> tuple[dict[str, float], tuple[str, ...], int]:

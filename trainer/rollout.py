@@ -331,6 +331,7 @@ class Rollouts:
     """Those of the rollout."""
     metrics = groups_lib.metrics(self._names, groups, replaced, lesson)
     sampled = sum(float(e.sequence.weights.sum()) for group in groups + replaced for e in group.episodes)
+    metrics |= self._episodes.metrics([episode for group in groups + replaced for episode in group.episodes])
     return to_floats(metrics | {
         "time/rollout": self._clock["rollout"], "time/rewards": self._clock["rewards"],
         "sampling/tokens_per_second": sampled / max(self._clock["rollout"], 1e-9)})

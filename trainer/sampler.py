@@ -35,6 +35,7 @@ from trainer.buckets import bucket, power
 from trainer.config import ConfigError
 from trainer.drawing import Options, draw
 from trainer.sampler_rows import MIN_LENGTH, Rows, Waiting
+from trainer.stop_strings import NOTHING, Automaton, StopStrings
 
 
 @dataclass(frozen=True)
@@ -48,7 +49,8 @@ class Completion:
     logprobs: float32 [n], log-probs of the ids in the distribution they were drawn from: softmax(logits / temperature)
       over what truncation leaves. With temperature 0, where the most likely id is taken, of softmax(logits).
     full_logprobs: the same without truncation, over the whole vocabulary; equal to `logprobs` if there is none.
-    finish_reason: "stop" (the last id is one of stop_ids) or "length".
+    finish_reason: "stop" (the last id is one of stop_ids, or completes a stop string) or "length".
+    stop_reason: the stop string that it completes; else None.
   """
 
   prompt: int
@@ -57,11 +59,12 @@ class Completion:
   logprobs: np.ndarray
   full_logprobs: np.ndarray
   finish_reason: str
+  stop_reason: str | None = None
 
   @property
   def text_ids(self) -> np.ndarray:
-    """The ids without the stop token."""
-    return self.ids[:-1] if self.finish_reason == "stop" else self.ids
+    """The ids without the stop token; of a stop string `StopStrings.text` knows what it leaves of them."""
+    return self.ids[:-1] if self.finish_reason == "stop" and self.stop_reason is None else self.ids
 
 
 class _State(NamedTuple):
@@ -75,6 +78,8 @@ class _State(NamedTuple):
   keys_Bx2: jax.Array
   # Tokens that each row may have.
   limits_B: jax.Array
+  # How much of a stop string each ends with, or which is complete; see `trainer.stop_strings.Automaton`.
+  strings_B: jax.Array
   # Rows without a text, or whose text has ended.
   done_B: jax.Array
 
@@ -86,6 +91,7 @@ class _Chunk(NamedTuple):
   logprobs_BxC: jax.Array
   full_logprobs_BxC: jax.Array
   counts_B: jax.Array
+  strings_B: jax.Array
   done_B: jax.Array
 
 
@@ -131,13 +137,14 @@ class Sampler:
       if on_part is not None:
         on_part(part)
       parts.setdefault((part.prompt, part.sample), []).append(part)
-    return [_joined(parts[key]) for key in sorted(parts)]
+    return [joined(parts[key]) for key in sorted(parts)]
 
   def stream(self, params: Any, prompts: Sequence[Sequence[int] | np.ndarray], *, num_samples: int = 1,
              samples: Sequence[Sequence[int]] | None = None, max_new_tokens: int | Sequence[int],
              images: Sequence[Sequence[np.ndarray]] | None = None, prefixes: Sequence[int] | None = None,
              temperature: float = 1.0, top_k: int = 0, top_p: float = 1.0, min_p: float = 0.0,
-             stop_ids: Iterable[int] = (), seed: int | str = 0) -> Iterator[Completion]:
+             stop_ids: Iterable[int] = (), stop: StopStrings | None = None, seed: int | str = 0
+             ) -> Iterator[Completion]:
     """Parts of completions as they are generated; the last of each has a finish_reason, the others "".
 
     Args:
@@ -151,6 +158,7 @@ class Sampler:
         answered): only these may be placeholders or see one another in both directions. None: all are the beginning.
       temperature, top_k, top_p, min_p: see `Options`.
       stop_ids: a completion ends with the first of these.
+      stop: … or with the token that completes the first of these strings.
       seed: of the random draws.
 
     Raises:
@@ -175,6 +183,7 @@ class Sampler:
     stop_ids = sorted(set(stop_ids))
     stops = np.full(power(max(len(stop_ids), 1), 8), -1, np.int32)
     stops[:len(stop_ids)] = stop_ids
+    automaton = NOTHING if stop is None else stop.automaton
     numbers = np.array([how.temperature or 1.0, how.top_p, how.min_p], np.float32)
     kind = (how.temperature == 0, how.truncated)
     state, read = self._program("empty", *rows.sizes)(), self._program("prepare")(params)
@@ -185,15 +194,17 @@ class Sampler:
       kept, enough = rows.fit(bool(len(waiting)))
       if rows.sizes != before:
         state = self._program("resize", *before, rows.sizes)(state, kept)
-      state, chunk = self._program("decode", *rows.sizes, (len(stops), *kind))(
-          read, state, (stops, numbers, np.int32(how.top_k), np.int32(enough)))
+      state, chunk = self._program("decode", *rows.sizes, (len(stops), automaton.moves_SxC.shape, *kind))(
+          read, state, (stops, numbers, np.int32(how.top_k), np.int32(enough)), automaton)
       chunk = _Chunk(*map(np.asarray, chunk))
       for row in rows.busy():
         drawn = chunk.counts_B[row] - rows.counts[row]
         ids = chunk.tokens_BxC[row, :drawn]
-        reason = "" if not chunk.done_B[row] else "stop" if ids[-1] in stops else "length"
+        reason, string = "" if not chunk.done_B[row] else "stop" if ids[-1] in stops else "length", None
+        if reason == "length" and stop is not None and chunk.strings_B[row] >= automaton.found:
+          reason, string = "stop", stop.strings[chunk.strings_B[row] - automaton.found]
         logprobs, full_logprobs = (part[row, :drawn] for part in (chunk.logprobs_BxC, chunk.full_logprobs_BxC))
-        yield Completion(*rows.owners[row], ids, logprobs, full_logprobs, reason)
+        yield Completion(*rows.owners[row], ids, logprobs, full_logprobs, reason, string)
         rows.counts[row] = chunk.counts_B[row]
         if reason:
           rows.owners[row] = None
@@ -276,7 +287,7 @@ class Sampler:
       return jax.jit(functools.partial(_begin, self.model), donate_argnums=0, out_shardings=placed)
     if name == "resize":
       return jax.jit(functools.partial(_resized, self.model, sizes[1]), out_shardings=placed)
-    _, greedy, truncated = sizes
+    *_, greedy, truncated = sizes
     decode = functools.partial(_decode, self.model, self.chunk, greedy, truncated)
     # What the host reads is on every device, so that each process has it.
     return jax.jit(decode, donate_argnums=1, out_shardings=(placed, NamedSharding(self.mesh, PartitionSpec())))
@@ -287,11 +298,12 @@ class Sampler:
     return NamedSharding(self.mesh, self._placement.spec(names, leaf.shape))
 
 
-def _joined(parts: list[Completion]) -> Completion:
+def joined(parts: list[Completion]) -> Completion:
+  """One completion of its parts, as far as they go."""
   ids, logprobs, full = (np.concatenate([getattr(part, name) for part in parts])
                          for name in ("ids", "logprobs", "full_logprobs"))
   last = parts[-1]
-  return Completion(last.prompt, last.sample, ids, logprobs, full, last.finish_reason)
+  return Completion(last.prompt, last.sample, ids, logprobs, full, last.finish_reason, last.stop_reason)
 
 
 # ---------------------------------------------------------------------------------------------- on the device
@@ -302,7 +314,7 @@ def _empty(model: Any, rows: int, length: int) -> _State:
   read = jax.eval_shape(model.decoding_params, model.abstract_params())
   hidden, _ = jax.eval_shape(model.decode, read, tokens_B, tokens_B > 0, cache)
   return _State(cache, jnp.zeros(hidden.shape, hidden.dtype), tokens_B, jnp.zeros((rows, 2), jnp.uint32), tokens_B,
-                tokens_B == 0)
+                tokens_B, tokens_B == 0)
 
 
 def _prefill(model: Any, params: Any, tokens_NxT: jax.Array, lengths_N: jax.Array, seen: dict[str, jax.Array]
@@ -324,7 +336,8 @@ def _begin(model: Any, state: _State, last_NxD: jax.Array, begun: Any, given: tu
 
   cache = model.begin(state.cache, begun, rows_M, sources_M)
   return _State(cache, put(state.hidden_BxD, last_NxD[sources_M]), put(state.counts_B, 0),
-                put(state.keys_Bx2, keys_Mx2), put(state.limits_B, limits_M), put(state.done_B, False))
+                put(state.keys_Bx2, keys_Mx2), put(state.limits_B, limits_M), put(state.strings_B, 0),
+                put(state.done_B, False))
 
 
 def _resized(model: Any, length: int, state: _State, rows_R: jax.Array) -> _State:
@@ -334,11 +347,11 @@ def _resized(model: Any, length: int, state: _State, rows_R: jax.Array) -> _Stat
     return old_B.at[rows_R].get(mode="fill", fill_value=fill)
 
   return _State(model.resized_cache(state.cache, rows_R, length), take(state.hidden_BxD), take(state.counts_B),
-                take(state.keys_Bx2), take(state.limits_B), take(state.done_B, True))
+                take(state.keys_Bx2), take(state.limits_B), take(state.strings_B), take(state.done_B, True))
 
 
 def _decode(model: Any, chunk: int, greedy: bool, truncated: bool, params: Any, state: _State,
-            given: tuple[jax.Array, ...]) -> tuple[_State, _Chunk]:
+            given: tuple[jax.Array, ...], automaton: Automaton = NOTHING) -> tuple[_State, _Chunk]:
   """Up to `chunk` tokens for each row that is not done; fewer if enough rows are done before."""
   stops, numbers, top_k, enough = given
   B = state.done_B.shape[0]
@@ -355,10 +368,13 @@ def _decode(model: Any, chunk: int, greedy: bool, truncated: bool, params: Any, 
                  truncated=truncated)
     found = tuple(part.at[:, column].set(new) for part, new in zip(found, drawn, strict=True))
     tokens_B, counts_B = drawn[0], state.counts_B + ~state.done_B
-    done_B = state.done_B | jnp.isin(tokens_B, stops) | (counts_B >= state.limits_B)
+    kinds_B = jnp.take(automaton.classes_V, tokens_B, mode="clip")
+    strings_B = jnp.where(state.done_B, state.strings_B, jnp.asarray(automaton.moves_SxC)[state.strings_B, kinds_B])
+    done_B = (state.done_B | jnp.isin(tokens_B, stops) | (strings_B >= automaton.found) |
+              (counts_B >= state.limits_B))
     hidden_BxD, cache = model.decode(params, tokens_B, ~done_B, state.cache)
-    return column + 1, _State(cache, hidden_BxD, counts_B, state.keys_Bx2, state.limits_B, done_B), found
+    return column + 1, _State(cache, hidden_BxD, counts_B, state.keys_Bx2, state.limits_B, strings_B, done_B), found
 
   found = (jnp.zeros((B, chunk), jnp.int32), *(jnp.zeros((B, chunk), jnp.float32) for _ in range(2)))
   _, state, found = jax.lax.while_loop(goes_on, step, (0, state, found))
-  return state, _Chunk(*found, state.counts_B, state.done_B)
+  return state, _Chunk(*found, state.counts_B, state.strings_B, state.done_B)

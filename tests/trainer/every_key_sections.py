@@ -172,6 +172,10 @@ def ev(kind: str, value: Any, see: Callable = scored, **options: Any) -> Row:
   return run(see, value, given, base)
 
 
+# Strings of which some text of an untrained model has one.
+LETTERS = tuple("abcdefghijklmnopqrstuvwxyz")
+
+
 def _other_source(files: Files) -> ConfigDict:
   rows = [dict(prompt="o", completion="yes", chosen="yes", rejected="no", text="hello")] * 1
   return ConfigDict(dict(o=source(type="jsonl", path=files.jsonl("others", rows))))
@@ -192,6 +196,8 @@ EVALUATOR = {
   "evaluator.prompts": ev("samples", ("one", "three")),
   **{f"evaluator.{key}": [ev(kind, value) for kind in ("samples", "generate")]
      for key, value in dict(max_new_tokens=4, temperature=0.3).items()},
+  "evaluator.stop": [ev(kind, LETTERS) for kind in ("samples", "generate")],
+  "evaluator.keep_stop": [ev(kind, True, stop=LETTERS) for kind in ("samples", "generate")],
   **{f"evaluator.{key}": ev("generate", value) for key, value in dict(
     top_k=2, top_p=0.2, min_p=0.9, num_samples=3, pass_at=(1, 2), extract="b+", match="vqa").items()},
   **{f"evaluator.{key}": [ev(kind, value) for kind in ("generate", "classify")]

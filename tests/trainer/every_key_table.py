@@ -324,6 +324,8 @@ DATA = {
   "seq_len": data(48),
 }
 
+# Strings of which some completions of an untrained model have one.
+LETTERS = tuple("abcdefghijklmnopqrstuvwxyz")
 ROLLOUT = {
   "rollout.num_prompts": run(sampled, 3, base=prompts),
   "rollout.prompt_key": data("other", base=prompts),
@@ -331,6 +333,9 @@ ROLLOUT = {
   "rollout.updates": run(shared_out, 1, base=prompts),
   "rollout.epochs": run(shared_out, 2, base=prompts),
   "rollout.max_new_tokens": run(sampled, 4, base=prompts),
+  "rollout.stop": run(sampled, LETTERS, base=prompts),
+  "rollout.keep_stop": run(sampled, True, {
+    "rollout.stop": LETTERS, "rollout.rewards.score": dict(type="regex", pattern="[a-z]")}, prompts),
   "rollout.temperature": run(sampled, 0.3, base=prompts),
   **{f"rollout.{key}": run(sampled, value, {"strategy": strategy("dpo")}, prompts)
      for key, value in dict(top_k=3, top_p=0.5, min_p=0.99).items()},

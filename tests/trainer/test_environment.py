@@ -73,6 +73,16 @@ class Opening:
     return Turn(self.says, 0.5)
 
 
+class Told:
+  """Says what it was told."""
+
+  def reset(self, prompt, /, **columns):
+    pass
+
+  def step(self, completion):
+    return Turn(f"told {completion}!")
+
+
 class Sampler:
   """Says what `replies` has for (sample, turn), and keeps what it was asked. Log-probs tell sample, turn and place."""
 
@@ -288,6 +298,40 @@ def test_every_template_goes_on_as_it_writes_conversations(tmp_path, template):
   if template == "qwen3":  # which shows an empty thought in the last turn alone
     whole, text = (t.replace("<think>\n\n</think>\n\n", "") for t in (whole, text))
   assert text.startswith(whole) and whole.count("aha") == 2 and not text[len(whole):].strip()
+
+
+class Stopping(Sampler):
+  """Ends what it says with the first of the strings."""
+
+  def __call__(self, prompts, *, stop, **options):
+    found = []
+    for c in super().__call__(prompts, **options):
+      ids = self.tokenizer.encode_rendered(self.replies(c.sample, len(self.asked)) + stop.strings[0]).tolist()
+      logprobs = np.full(len(ids), -1.0, np.float32)
+      found.append(Completion(c.prompt, c.sample, np.array(ids, np.int32), logprobs, logprobs, "stop", stop.strings[0]))
+    return found
+
+
+@pytest.mark.parametrize("keep", [False, True])
+@pytest.mark.parametrize("template", ["chatml", "llama3", None])
+def test_what_a_string_ends_goes_on_as_if_its_turn_had_ended(tmp_path, template, keep):
+  """What was sampled is trained whole; the token that would have ended the turn stands behind it, and is not."""
+  tokenizer = TINY if template else BytesTokenizer()
+  items, episodes = setup(tmp_path, [{"q": "Hi"}], tokenizer=tokenizer, template=template, env="Told", max_turns=2,
+                          stop=("</t>",), keep_stop=keep)
+  (e,), = episodes.run(items, 1, Stopping(tokenizer, lambda *_: "go"), 0)
+  said = "go</t>" if keep else "go"
+  assert not e.failed and e.turns == 2 and (e.sequence.finish_reason, e.sequence.stop_reason) == ("stop", "</t>")
+  if template is None:
+    assert e.said == e.text == f"{said}told {said}!{said}"
+    assert marked(e, tokenizer) == f"<|bos|>Hi«go</t>»told {said}!«go</t>»"
+    return
+  assert [m["content"] for m in e.said] == [said, f"told {said}!", said]
+  # The same conversation with all that was sampled as its texts, as one rendering.
+  whole = rendered(episodes, items[0], [m | {"content": "go</t>"} if m["role"] == "assistant" else m for m in e.said])
+  assert e.sequence.ids.tolist() == whole[:len(e.sequence.ids)]
+  assert marked(e).count("«go</t>»") == 2 and marked(e).count("«") == 2
+  assert episodes.metrics([e, e]) == {"completions/stop_string_ratio": 1.0}
 
 
 # ---------------------------------------------------------------------------------------------- ends

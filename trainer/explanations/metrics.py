@@ -288,10 +288,18 @@ see: baseline.group
 = metric.completions/clipped_ratio, completions/clipped_ratio: completions that did not end by themselves
 Of all that was sampled; if it rises, completions get longer than rollout.max_new_tokens lets them.
 equation:
-  share of completions without a stop token within rollout.max_new_tokens
+  share of completions without a stop token or a stop string within rollout.max_new_tokens
 source: trainer/groups.py metrics @ "completions/clipped_ratio"
 test: tests/trainer/test_groups.py::test_metrics_are_of_all_that_was_sampled
 keys: rollout.max_new_tokens rollout.mask_truncated
+
+= metric.completions/stop_string_ratio, completions/stop_string_ratio: completions that a stop string ended
+Of all that was sampled, where rollout.stop has any; of an environment's episodes, the last completion.
+equation:
+  share of completions whose last token completes a string of rollout.stop
+source: trainer/environment.py Episodes.metrics
+test: tests/trainer/test_stop_strings.py::test_a_rollout_is_trained_as_it_was_sampled
+keys: rollout.stop rollout.keep_stop
 
 = metric.moe/max_load, moe/dead_experts: how evenly experts are used
 Of the whole step's tokens.

@@ -19,8 +19,8 @@ _FILE = re.compile(r"(?P<name>.+)[-_](?P<step>\d{1,18})\.(?P<kind>jsonl|txt|html
 # Probabilities below which a token is shown in the next stronger colour.
 BOUNDS = (0.9, 0.5, 0.2, 0.05, 0.01)
 # Fields of a row that are told beside its texts, in this order.
-_TOLD = ("answer", "extracted", "taken", "reward", "advantage", "rewards", "score", "finish_reason", "tokens",
-         "logprob", "nll", "temperature")
+_TOLD = ("answer", "extracted", "taken", "reward", "advantage", "rewards", "score", "finish_reason", "stop_reason",
+         "tokens", "logprob", "nll", "temperature")
 _CONTROLS = {**{code: chr(0x2400 + code) for code in range(32) if code not in (9, 10)}, 127: "\u2421"}
 
 
