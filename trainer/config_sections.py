@@ -365,6 +365,8 @@ def rollout() -> ConfigDict:
   # The dotted path of a class that answers completions (docs/environments.md), and completions of one conversation.
   c.environment = unset(str)
   c.max_turns = 8
+  # How long a reset or a step of it may take; one that takes longer costs its episode. Default: as long as it wants.
+  c.environment_timeout_seconds = unset(float)
   return c
 
 

@@ -25,6 +25,7 @@ from input_pipeline.files import DataError
 from input_pipeline.prompt_data import PromptData, PromptItem
 from input_pipeline.tokenizer import Tokenizer
 from trainer.config import ConfigError, load_class
+from trainer.environment_calls import Calls, TookTooLong, TooManyLeft
 from trainer.experience import Sequence
 from trainer.stop_strings import StopStrings
 
@@ -62,7 +63,7 @@ class Episode:
 
   Attributes:
     sequence: its tokens. `finish_reason` is "length" where a completion or the room for the next one ended without an
-      end, else "stop".
+      end, "timeout" where the environment took too long, else "stop".
     said: for reward functions, all that follows the record's prompt: a text, or messages.
     text: the same for people.
     reward: the sum of the environment's; None: it gave none; NaN: it failed.
@@ -100,10 +101,14 @@ class Episodes:
     self._tokenizer, self._prompter = tokenizer, prompts.prompter
     self._seq_len, self._max_new_tokens = config.seq_len, rollout.max_new_tokens
     self._stop = StopStrings(tokenizer, rollout.stop, rollout.keep_stop, "rollout.stop")
-    self._make, self._max_turns = None, 1
+    self._make, self._max_turns, self._seconds = None, 1, None
     self._sees = config.model.vision.tower != "none"
     if rollout.environment is not None:
       self._make, self._max_turns = _load(rollout.environment), rollout.max_turns
+      self._seconds = rollout.environment_timeout_seconds
+      if self._seconds is not None and not self._seconds > 0:
+        raise ConfigError(f"rollout.environment_timeout_seconds is {self._seconds}; it must be above 0, or None for no "
+                          "limit.")
 
   def run(self, items: list[PromptItem], group_size: int, generate: Callable[..., list[Any]],
           seed: int | str) -> list[list[Episode]]:
@@ -118,8 +123,31 @@ class Episodes:
         seed=…)` gives Completions as `trainer.sampler.Sampler.generate` does. What it raises is raised.
       seed: of the draws.
     """
-    groups = [[_Playing(item, sample) for sample in range(group_size)] for item in items]
+    groups = [[_Playing(item, sample, self._seconds) for sample in range(group_size)] for item in items]
     everyone = [episode for group in groups for episode in group]
+    try:
+      self._play(everyone, generate, seed)
+    finally:
+      for episode in everyone:
+        episode.calls.close()
+    messages = Counter(episode.message for episode in everyone if episode.message is not None)
+    for message, count in messages.most_common():
+      logging.warning("rollout.environment failed in %d of %d episodes: %s", count, len(everyone), message)
+    return [[episode.result() for episode in group] for group in groups]
+
+  def metrics(self, episodes: list[Episode]) -> dict[str, float]:
+    """How they ended, as far as the config has ways to."""
+    found, all_of = {}, [episode.sequence for episode in episodes]
+    if self._stop.strings:
+      ended = sum(sequence.stop_reason is not None for sequence in all_of)
+      found["completions/stop_string_ratio"] = ended / max(len(all_of), 1)
+    if self._seconds is not None:
+      found["rollout/timeouts"] = float(sum(sequence.finish_reason == "timeout" for sequence in all_of))
+    return found
+
+  # ---------------------------------------------------------------- turns
+
+  def _play(self, everyone: list["_Playing"], generate: Callable[..., list[Any]], seed: int | str) -> None:
     if self._make is not None:
       self._reset(everyone)
     for turn in range(self._max_turns):
@@ -130,19 +158,6 @@ class Episodes:
       if self._make is None:
         break
       self._step(active, last=turn + 1 == self._max_turns)
-    messages = Counter(episode.message for episode in everyone if episode.message is not None)
-    for message, count in messages.most_common():
-      logging.warning("rollout.environment failed in %d of %d episodes: %s", count, len(everyone), message)
-    return [[episode.result() for episode in group] for group in groups]
-
-  def metrics(self, episodes: list[Episode]) -> dict[str, float]:
-    """How they ended, as far as the config has ways to."""
-    if not self._stop.strings:
-      return {}
-    ended = sum(episode.sequence.stop_reason is not None for episode in episodes)
-    return {"completions/stop_string_ratio": ended / max(len(episodes), 1)}
-
-  # ---------------------------------------------------------------- turns
 
   def _reset(self, episodes: list["_Playing"]) -> None:
     def first(episode: _Playing) -> dict[str, Any]:
@@ -152,7 +167,7 @@ class Episodes:
 
     for episode, answer in zip(episodes, _from_first(first, episodes), strict=True):
       if "error" in answer:
-        episode.fail(answer["error"])
+        episode.fail(answer["error"], answer["late"])
       elif answer["added"] is not None:
         self._open(episode, answer["added"])
 
@@ -203,7 +218,7 @@ class Episodes:
 
     for episode, answer in zip(episodes, _from_first(step, episodes), strict=True):
       if "error" in answer:
-        episode.fail(answer["error"])
+        episode.fail(answer["error"], answer["late"])
         continue
       if answer["reward"] is not None:
         episode.reward = (episode.reward or 0.0) + answer["reward"]
@@ -236,8 +251,8 @@ class Episodes:
 class _Playing:
   """An episode that is not over yet."""
 
-  def __init__(self, item: PromptItem, sample: int):
-    self.item, self.sample = item, sample
+  def __init__(self, item: PromptItem, sample: int, seconds: float | None):
+    self.item, self.sample, self.calls = item, sample, Calls(seconds)
     self.environment: Environment | None = None
     self.over, self.message, self.reward = False, None, None
     self.turns, self.sampled, self.finish_reason, self.stop_reason = 0, 0, "stop", None
@@ -283,8 +298,10 @@ class _Playing:
                       "content")
     return said
 
-  def fail(self, message: str) -> None:
+  def fail(self, message: str, late: bool = False) -> None:
     self.over, self.message, self.reward = True, message, math.nan
+    if late:
+      self.finish_reason, self.stop_reason = "timeout", None
 
   def result(self) -> Episode:
     sequence = Sequence(self.ids.astype(np.int32), self.weights, self.logprobs, self.prompt_length, self.finish_reason,
@@ -316,7 +333,8 @@ def _load(name: str) -> type:
 
 
 def _from_first(ask: Callable[[_Playing], dict[str, Any]], episodes: list[_Playing]) -> list[dict[str, Any]]:
-  """What `ask` gives for each episode, or {"error": why not}; asked in the first process, for all."""
+  """What `ask` gives for each episode, or {"error": why not, "late": it took too long}; asked in the first process, for
+  all, one after another."""
   import jax  # imported here: see above
 
   from trainer import processes
@@ -325,10 +343,14 @@ def _from_first(ask: Callable[[_Playing], dict[str, Any]], episodes: list[_Playi
 
 def _or_error(ask: Callable[[_Playing], dict[str, Any]], episode: _Playing) -> dict[str, Any]:
   try:
-    return ask(episode)
+    return episode.calls(lambda: ask(episode))
+  except TookTooLong as e:
+    return {"error": str(e), "late": True}
+  except TooManyLeft:
+    raise
   except Exception as e:
     last = traceback.extract_tb(e.__traceback__)[-1]
-    return {"error": f"{type(e).__name__}: {e} ({last.filename}:{last.lineno}, in {last.name})"}
+    return {"error": f"{type(e).__name__}: {e} ({last.filename}:{last.lineno}, in {last.name})", "late": False}
 
 
 def _number(reward: Any) -> float | None:

@@ -38,7 +38,8 @@ class Sequence:
     weights: float32 [n], 1 where the token was sampled; 0 in the prompt and in what an environment said.
     logprobs: float32 [n], log-probs of sampled tokens when they were sampled, else 0.
     prompt_length: tokens before the first sampled one.
-    finish_reason: "stop", or "length" if the last completion did not end by itself.
+    finish_reason: "stop", "length" if the last completion did not end by itself, or "timeout" if an environment did
+      not answer in time.
     number: of the prompt, in the stream that it comes from.
     stop_reason: the stop string that ended the last completion; None: none did.
   """

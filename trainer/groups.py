@@ -147,8 +147,9 @@ def metrics(names: tuple[str, ...], kept: list[Scored], replaced: list[Scored], 
   parts = (np.stack([getattr(group, column) for group in groups]) for column in columns)
   found = advantages_lib.statistics(names, *parts, advantages_PxG)
   lengths = np.array([e.sequence.weights.sum() for group in groups for e in group.episodes])
-  ended = np.array([e.sequence.finish_reason == "stop" for group in groups for e in group.episodes])
-  found["completions/clipped_ratio"] = Mean(float((~ended).sum()), float(len(ended)))
+  reasons = np.array([e.sequence.finish_reason for group in groups for e in group.episodes])
+  ended = reasons == "stop"
+  found["completions/clipped_ratio"] = Mean(float((reasons == "length").sum()), float(len(reasons)))
   # Terminated: of completions that ended by themselves.
   for name, some in (("length", lengths), ("terminated_length", lengths[ended])):
     if len(some):
@@ -181,7 +182,8 @@ def write(file: Path, rows: list[dict[str, Any]], groups: list[Scored], title: s
   file.with_suffix(".jsonl").write_text(lines, encoding="utf-8")
   images = [group.item.prompt.images for group in groups for _ in group.episodes]
   cards = [pages.Card(f"{row['where']}, sample {row['sample']}", shown, [
-      *((key, str(row[key])) for key in ("prompt", "completion", "reward", "advantage")), ("finish_reason", ending(row))])
+      *((key, str(row[key])) for key in ("prompt", "completion", "reward", "advantage")),
+      ("finish_reason", ending(row))])
            for row, shown in zip(rows[:pages.MOST_CARDS], images, strict=False)]
   file.with_suffix(".html").write_text(pages.page(title, cards, len(rows)), encoding="utf-8")
   return "\n\n".join(

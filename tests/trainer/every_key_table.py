@@ -349,6 +349,7 @@ ROLLOUT = {
   "rollout.reward_workers": run(scoring_processes, 2, base=prompts),
   "rollout.reward_timeout_seconds": run(scoring_seconds, 5.0, base=prompts),
   "rollout.environment": run(sampled, f"{TOYS}.Echo", base=prompts),
+  "rollout.environment_timeout_seconds": run(turns_taken, 0.01, {"rollout.environment": f"{TOYS}.Slow"}, prompts),
   "rollout.max_turns": run(turns_taken, 1, {"rollout.environment": f"{TOYS}.Echo"}, prompts),
 }
 

@@ -2,6 +2,7 @@
 
 import json
 import os
+import time
 from pathlib import Path
 
 from trainer.environment import Turn
@@ -64,6 +65,14 @@ class Echo:
   def step(self, completion):
     self.turns += 1
     return Turn(f" [{len(completion)}] ", -float(len(completion)), done=self.turns == 3)
+
+
+class Slow(Echo):
+  """Takes a little while to begin, and for ever where the prompt is number 1."""
+
+  def reset(self, prompt, /, number=0, **columns):
+    super().reset(prompt)
+    time.sleep(0.05 if number != 1 else 1e6)
 
 
 class StopInRollout:

@@ -301,6 +301,14 @@ source: trainer/environment.py Episodes.metrics
 test: tests/trainer/test_stop_strings.py::test_a_rollout_is_trained_as_it_was_sampled
 keys: rollout.stop rollout.keep_stop
 
+= metric.rollout/timeouts, rollout/timeouts: episodes whose environment took too long
+Of all that was sampled, where rollout.environment_timeout_seconds is set. They are not trained.
+equation:
+  number of episodes in which a call of reset or step took longer than the limit
+source: trainer/environment.py Episodes.metrics
+test: tests/trainer/test_environment_calls.py::test_a_call_that_hangs_costs_its_own_episode
+keys: rollout.environment rollout.environment_timeout_seconds
+
 = metric.moe/max_load, moe/dead_experts: how evenly experts are used
 Of the whole step's tokens.
 equation:
