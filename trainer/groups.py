@@ -128,8 +128,8 @@ def nothing(names: tuple[str, ...], groups: list[Scored], lesson: Lesson) -> Not
     return Nothing(f"{some} of its {rewards_PxG.size} completions have a reward: {told}",
                    "Mend what gives the rewards, and look at the completions in samples/.", False)
   if masked and not lesson.units and not lesson.counts.get("rollout/ties"):
-    return Nothing(f"{masked} of its {given} completions with a reward were cut off at rollout.max_new_tokens, and are "
-                   "left out by rollout.mask_truncated", "Raise rollout.max_new_tokens (and seq_len), or use "
+    return Nothing(f"{masked:g} of its {given} completions with a reward were cut off at rollout.max_new_tokens, and "
+                   "are left out by rollout.mask_truncated", "Raise rollout.max_new_tokens (and seq_len), or use "
                    "rollout.mask_truncated=False.", False)
   low, high = float(np.nanmin(rewards_PxG)), float(np.nanmax(rewards_PxG))
   what = f"{low:g}" if low == high else f"{low:g} to {high:g}, the same within each group"
