@@ -6,7 +6,9 @@ document, else the content, so that duplicates stay on one side: the text, or al
 """
 
 import contextlib
+import difflib
 import hashlib
+import inspect
 import json
 import os
 from collections.abc import Callable, Iterator
@@ -21,7 +23,7 @@ from tqdm import tqdm
 from input_pipeline.bad_rows import BadRows
 from input_pipeline.files import DataError, Tally, hash_file
 from input_pipeline.readers import READERS, Record, TextReader
-from trainer.config import ConfigError
+from trainer.config import ConfigError, load_object
 
 __all__ = ["DataError", "Record", "Source", "open_source"]
 
@@ -44,11 +46,10 @@ def open_source(
       text is its key. False: a record counts for all its fields.
 
   Raises:
-    ConfigError: an unknown type or split, or a number out of range.
+    ConfigError: an unknown type or split, a reader of the user's own that is none, or a number out of range.
   """
   key = f"input.sources.{name}"
-  if cfg.type not in READERS:
-    raise ConfigError(f"{key}.type={cfg.type!r}; allowed: {', '.join(map(repr, READERS))}.")
+  make_reader = _reader_class(cfg.type, f"{key}.type")
   split = cfg.split if split is None else split
   if split not in SPLITS:
     raise ConfigError(f"{key}: split {split!r}; allowed: {', '.join(map(repr, SPLITS))}.")
@@ -60,17 +61,64 @@ def open_source(
   limits = [n for n in (cfg.max_documents, max_documents) if n is not None]
   if any(n < 1 for n in limits):
     raise ConfigError(f"{key}: max_documents={min(limits)} must be at least 1; leave it unset for all documents.")
-  return Source(name, READERS[cfg.type](cfg, name), split, fraction, min(limits, default=None), texts)
+  reader = make_reader(cfg, name)
+  own = cfg.type if cfg.type not in READERS else None
+  if own is not None:
+    _check_reader(reader, own, f"{key}.type")
+  return Source(name, reader, split, fraction, min(limits, default=None), texts, own)
+
+
+# What a reader of the user's own has beside its constructor (docs/extending.md).
+_MEMBERS = ("files", "read", "by_name", "text_key", "identity")
+
+
+def _reader_class(kind: str, key: str) -> Callable[[ConfigDict, str], Any]:
+  """The reader of a built-in type, or the user's own class by its dotted path.
+
+  Raises:
+    ConfigError: if there is none.
+  """
+  if kind in READERS:
+    return READERS[kind]
+  allowed = f"{', '.join(map(repr, READERS))}, or the dotted path of a reader of yours (docs/extending.md)"
+  if "." not in str(kind):
+    near = difflib.get_close_matches(str(kind), READERS, n=1, cutoff=0.6)
+    raise ConfigError(f"{key}={kind!r}" + (f"; did you mean {near[0]!r}?" if near else "") + f"; allowed: {allowed}.")
+  found = load_object(kind, key, allowed)
+  if not isinstance(found, type):
+    raise ConfigError(f"{key}={kind!r} is of type {type(found).__name__}; a reader is a class with "
+                      f"__init__(cfg, source) and {', '.join(_MEMBERS)} (docs/extending.md).")
+  try:
+    inspect.signature(found).bind("cfg", "source")
+  except TypeError as e:
+    raise ConfigError(f"{key}={kind!r} is made as {found.__name__}(cfg, source), which its __init__ does not take: {e}."
+                      " Give it these two arguments.") from e
+  return found
+
+
+def _check_reader(reader: Any, kind: str, key: str) -> None:
+  """Refuses a reader of the user's own that lacks a member, or whose identity is not JSON's types."""
+  if missing := [name for name in _MEMBERS if not hasattr(reader, name)]:
+    raise ConfigError(f"{key}={kind!r} has no {', '.join(missing)}: a reader has {', '.join(_MEMBERS)} "
+                      "(docs/extending.md). Set what is missing in the class, or in __init__.")
+  try:
+    json.dumps(reader.identity)
+  except (TypeError, ValueError) as e:
+    raise ConfigError(f"{key}={kind!r} has the identity {reader.identity!r:.80}, which is not JSON ({e}). Use a list "
+                      "of names, numbers and strings: the options that change which records come out.") from e
 
 
 class Source:
   """Records of one split of one source, in an order that depends on nothing but the files."""
 
-  def __init__(self, name: str, reader, split: str, fraction: float | None, max_documents: int | None, texts: bool):
+  def __init__(self, name: str, reader, split: str, fraction: float | None, max_documents: int | None, texts: bool,
+               own: str | None = None):
     self.name, self.split, self.text_key = name, split, reader.text_key
     # How messages about `text_key` call it.
     self.text_option = f"input.sources.{name}.text_key{getattr(reader, 'text_hint', '')}"
     self._reader, self._fraction, self._max_documents, self._texts = reader, fraction, max_documents, texts
+    # The dotted path of a reader of the user's own: another one may call itself the same, and read otherwise.
+    self._identity = reader.identity if own is None else [own, reader.identity]
     if hasattr(reader, "only_text"):
       reader.only_text = texts
     # Counts of the pass in progress, or of the last one.
@@ -110,7 +158,7 @@ class Source:
     """
     files = [(name, hasher(path)) for name, path in self._reader.files()]
     counts_for = [self.text_key, self._texts]
-    parts = [VERSION, self._reader.identity, counts_for, self.split, self._fraction, self._max_documents, files]
+    parts = [VERSION, self._identity, counts_for, self.split, self._fraction, self._max_documents, files]
     return hashlib.blake2b(json.dumps(parts).encode(), digest_size=16).hexdigest()
 
   @contextlib.contextmanager
@@ -145,6 +193,10 @@ class Source:
 
   def _not_empty(self, tally: Tally) -> Iterator[Record]:
     for record in self._reader.read(tally):
+      if not isinstance(record, Record):
+        kinds = type(self._reader).__name__, type(record).__name__
+        raise DataError(f"source {self.name!r}: {kinds[0]}.read gives a {kinds[1]}, where input_pipeline"
+                        ".readers.Record(name, where, fields) is wanted.")
       if record.problem is None and (self._text(record) == "" or not record.fields):
         tally.empty += 1
       else:

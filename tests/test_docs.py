@@ -11,8 +11,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from input_pipeline import readers
 from input_pipeline.files import DataError
+from input_pipeline.sources import open_source
 from models import api
 from tests import tiny
 from trainer import config as config_lib
@@ -76,21 +76,19 @@ def test_every_section_has_one_file_and_its_config():
   assert len(files) == 5 and all(name.startswith("my_project/") for name in files)
 
 
-def test_the_source_is_mixed_in_and_names_a_bad_line(project, corpus, monkeypatch):
-  reader = importlib.import_module("my_project.csv_reader").CsvReader
-  monkeypatch.setitem(readers.READERS, "csv", reader)
+def test_the_source_is_mixed_in_and_names_a_bad_line(project, corpus):
   (project / "data").mkdir()
-  lines = [f'{i},"letter {i}, of ""many""\nwith two lines"' for i in range(30)]
-  (project / "data" / "a.csv").write_text("id,body\n" + "\n".join(lines) + "\n")
+  lines = [f'{i};"letter {i}; of ""many""\nwith two lines"' for i in range(30)]
+  (project / "data" / "a.csv").write_text("id;body\n" + "\n".join(lines) + "\n")
   config = configured(corpus, "A source")
   run = train(config, project / "w")
   assert run.data.source_names == ("letters", "main")
   assert rows_of(project / "w", "data/letters/rows")[3] == 12  # half of three steps of eight rows
   assert rows_of(project / "w", "loss/letters").keys() == {1, 2, 3}
 
-  texts = [r.fields["body"] for r in reader(source(path="data", text_key="body"), "letters").read(readers.Tally())]
-  assert texts == [f'letter {i}, of "many"\nwith two lines' for i in range(30)]
-  (project / "data" / "b.csv").write_text("id,body\n7,fine\n8\n")
+  letters = open_source(source(**config.input.sources.letters), "letters", split="all")
+  assert [r.fields["body"] for r in letters.records()] == [f'letter {i}; of "many"\nwith two lines' for i in range(30)]
+  (project / "data" / "b.csv").write_text("id;body\n7;fine\n8\n")
   with pytest.raises(DataError, match=r"b\.csv:3: not one field for each of the header's \['id', 'body'\]"):
     train(config, project / "other")
 

@@ -7,6 +7,7 @@ What is given is then checked by trainer/config_checks.py.
 
 import importlib
 from collections.abc import Mapping
+from typing import Any
 
 from ml_collections import ConfigDict
 
@@ -27,8 +28,8 @@ from trainer.config_sections import (
   unset,
 )
 
-__all__ = ["DURATION_UNITS", "STRATEGIES", "ConfigError", "defaults", "duration", "evaluator", "load_class", "reward",
-           "source", "strategy"]
+__all__ = ["DURATION_UNITS", "STRATEGIES", "ConfigError", "defaults", "duration", "evaluator", "load_class",
+           "load_object", "reward", "source", "strategy"]
 
 
 def defaults() -> ConfigDict:
@@ -269,19 +270,35 @@ def defaults() -> ConfigDict:
   return c
 
 
+def load_object(name: str, key: str, allowed: str = "") -> Any:
+  """What a dotted path of the user's names: `my_package.my_module.thing`.
+
+  Args:
+    name: the dotted path.
+    key: where the config says so, for messages.
+    allowed: what else may stand there, and of what kind the user's own is, for messages.
+
+  Raises:
+    ConfigError: it cannot be imported, or the module has nothing of that name.
+  """
+  module, _, attribute = str(name).rpartition(".")
+  try:
+    return getattr(importlib.import_module(module), attribute)
+  except (ImportError, AttributeError, ValueError, TypeError) as e:
+    raise ConfigError(f"{key}: found {name!r}, which could not be imported ({e}). Allowed: {allowed}, importable from "
+                      "where you run.") from e
+
+
 def load_class(name: str, key: str, built_in: Mapping[str, str] | None = None) -> type:
   """The class that a config key names: one of `built_in` ({name: dotted path}), or the user's own by dotted path.
 
   Raises:
     ConfigError: if there is no such class.
   """
-  module, _, attribute = (built_in or {}).get(name, name).rpartition(".")
-  try:
-    found = getattr(importlib.import_module(module), attribute)
-    if not isinstance(found, type):
-      raise ValueError(f"it is a {type(found).__name__}")
-    return found
-  except (ImportError, AttributeError, ValueError, TypeError) as e:
-    known = f"{', '.join(built_in)}, or " if built_in else ""
-    raise ConfigError(f"{key}: found {name!r}, which could not be imported ({e}). Allowed: {known}the dotted path of a "
-                      "class of yours, importable from where you run, e.g. my_package.MyClass.") from e
+  known = f"{', '.join(built_in)}, or " if built_in else ""
+  allowed = f"{known}the dotted path of a class of yours, e.g. my_package.MyClass"
+  found = load_object((built_in or {}).get(name, name), key, allowed)
+  if not isinstance(found, type):
+    raise ConfigError(f"{key}: found {name!r}, which could not be imported (it is a {type(found).__name__}). Allowed: "
+                      f"{allowed}, importable from where you run.")
+  return found
