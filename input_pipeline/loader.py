@@ -1,7 +1,7 @@
 """Training batches as a pure function of (seed, step): sources, packing, mixture and stages put together.
 
 Steps take consecutive runs of the mixture's rows. Row k of the whole run is the same whatever the batch size,
-the hosts, the workers and the restarts; so a checkpoint needs the step alone.
+the hosts, the workers and the restarts; so a checkpoint needs the step, and the sizes that batches had (steps.py).
 """
 
 import hashlib
@@ -24,6 +24,7 @@ from input_pipeline.mixture import Mixture, stage_weights
 from input_pipeline.prefetch import Prefetcher
 from input_pipeline.reference import PackedData
 from input_pipeline.sources import open_source
+from input_pipeline.steps import MAX_STEPS, ROWS, Past, Steps, steps_of_batches
 from input_pipeline.tokenizer import Tokenizer
 from trainer.config import ConfigError
 
@@ -66,9 +67,11 @@ def train_texts(cfg: ConfigDict) -> Callable[[], Iterator[str]]:
 
 
 def make_train_data(
-    cfg: ConfigDict, tokenizer: Tokenizer, *, workdir: str | Path, share_prompts: bool = False, progress: bool = False
+    cfg: ConfigDict, tokenizer: Tokenizer, *, workdir: str | Path, share_prompts: bool = False, progress: bool = False,
+    past: Past | None = None
 ) -> "TrainData":
-  """The training data of a full config; tokenises what is not in the cache yet. `share_prompts`: see `Units`.
+  """The training data of a full config; tokenises what is not in the cache yet. `share_prompts`: see `Units`; `past`:
+  of the run that is gone on with.
 
   Raises:
     ConfigError, DataError, OSError: see `open_source`, `Mixture`, `tokenize_source`.
@@ -77,7 +80,7 @@ def make_train_data(
   names = used_sources(i)
   if i.mixture_by not in MIXTURE_BY:
     raise ConfigError(f"input.mixture_by={i.mixture_by!r}; allowed: {', '.join(map(repr, MIXTURE_BY))}.")
-  sizes = BatchSizes(cfg.batch_size, cfg.grad_accum_steps, i.batch_size_stages)
+  taken = steps_of_batches(cfg.batch_size, cfg.grad_accum_steps, i.batch_size_stages, cfg.seq_len, past)
   steps, weights = stage_weights({n: i.sources[n].weight for n in sorted(i.sources)}, i.weight_stages)
   packed = []
   for name in i.sources:
@@ -94,13 +97,19 @@ def make_train_data(
   shares = np.array([[stage[name] for name in names] for stage in weights], np.float64)
   if i.mixture_by == "tokens" and len(names) > 1:
     shares = shares / [_trained_per_row(source) for source in packed]
-  starts = [sizes.rows_before(step) for step in steps]
+  starts = [taken.rows_before(step) for step in steps]
   mixture = Mixture(starts, shares, [source.plan.num_rows for source in packed], i.stop, names)
   contents = [source.tokens.fingerprint for source in packed]
   pictures = [] if packed[0].pictures is None else [packed[0].pictures.fingerprint]
-  order = [cfg.seed, cfg.seq_len, *resolve_layout(cfg), starts, shares.tolist(), contents, *pictures,
-           *["prompts shared"] * share_prompts]
-  return TrainData(packed, mixture, sizes, cfg.seq_len, tokenizer.pad_id, _hash(order))
+
+  def fingerprint(starts: list[int]) -> str:
+    return _hash([cfg.seed, cfg.seq_len, *resolve_layout(cfg), starts, shares.tolist(), contents, *pictures,
+                  *["prompts shared"] * share_prompts])
+
+  data = TrainData(packed, mixture, taken, cfg.seq_len, tokenizer.pad_id, fingerprint(starts))
+  if past and past.of == ROWS:  # other sizes move what a stage of weights begins with
+    data.past_fingerprint = fingerprint([Steps(ROWS, (), past._replace(begin=MAX_STEPS)).rows_before(s) for s in steps])
+  return data
 
 
 def _trained_per_row(source: PackedSource) -> float:
@@ -129,61 +138,19 @@ def _hash(parts) -> str:
   return hashlib.blake2b(json.dumps(parts).encode(), digest_size=16).hexdigest()
 
 
-class BatchSizes:
-  """Rows of each step: `batch_size`, until a stage of `input.batch_size_stages` changes it.
-
-  Raises:
-    ConfigError: steps that do not increase, or a size that is not a multiple of the micro-batch.
-  """
-
-  def __init__(self, batch_size: int, grad_accum_steps: int, stages=()):
-    if batch_size < 1 or grad_accum_steps < 1 or batch_size % grad_accum_steps:
-      raise ConfigError(
-          f"batch_size={batch_size} must be a positive multiple of grad_accum_steps={grad_accum_steps}."
-      )
-    micro = batch_size // grad_accum_steps
-    self._steps, self._sizes, self._rows = [0], [batch_size], [0]
-    for entry in stages:
-      try:
-        step, size = entry
-      except (TypeError, ValueError) as e:
-        raise ConfigError(f"input.batch_size_stages: {entry!r} is not (step, batch_size).") from e
-      if step <= self._steps[-1]:
-        raise ConfigError(f"input.batch_size_stages: steps must increase from 1 on, found {step}.")
-      if size < 1 or size % micro:
-        raise ConfigError(
-            f"input.batch_size_stages: {size} from step {step} on is not a multiple of the micro-batch of {micro} "
-            f"rows (batch_size={batch_size} / grad_accum_steps={grad_accum_steps})."
-        )
-      self._rows.append(self.rows_before(step))
-      self._steps.append(step)
-      self._sizes.append(size)
-
-  def batch_size(self, step: int) -> int:
-    return self._sizes[int(np.searchsorted(self._steps, step, "right")) - 1]
-
-  def rows_before(self, step: int) -> int:
-    """Rows that all steps before `step` take together."""
-    stage = int(np.searchsorted(self._steps, step, "right")) - 1
-    return self._rows[stage] + (step - self._steps[stage]) * self._sizes[stage]
-
-  def steps_for(self, rows: float) -> int:
-    """The fewest first steps that take at least `rows` rows."""
-    stage = max(0, int(np.searchsorted(self._rows, rows, "left")) - 1)
-    return self._steps[stage] + max(0, int(-((self._rows[stage] - rows) // self._sizes[stage])))
-
-
 class TrainData(PackedData):
   """Batches by step. One epoch is as many rows as all used sources have together, whatever their weights."""
 
   def __init__(
-      self, packed: list[PackedSource], mixture: Mixture, sizes: BatchSizes, seq_len: int, pad_id: int, fingerprint: str
+      self, packed: list[PackedSource], mixture: Mixture, taken: Steps, seq_len: int, pad_id: int, fingerprint: str
   ):
     super().__init__(packed, seq_len, pad_id)
-    self._mixture, self._sizes = mixture, sizes
+    self._mixture, self.taken = mixture, taken
     self.source_names = mixture.names
     # Equal if and only if every row of the run is (`stop` and the batch size change no row).
     self.fingerprint = fingerprint
+    # What it was to the run that is gone on with, if its data are these.
+    self.past_fingerprint = fingerprint
     self.rows_per_epoch = int(mixture.rows.sum())
     # None: endless. The last step's batch is filled up with padding rows.
     self.num_rows: int | None = mixture.num_rows
@@ -191,19 +158,19 @@ class TrainData(PackedData):
 
   def batch_range(self, step: int) -> tuple[int, int]:
     """(first row of the run that `step` takes, how many it takes)."""
-    return self._sizes.rows_before(step), self._sizes.batch_size(step)
+    return self.taken.range(step)
 
   def tokens_seen(self, step: int) -> int:
     """Row positions that the steps before `step` take."""
-    return self._sizes.rows_before(step) * self._seq_len
+    return self.taken.tokens_before(step)
 
   def saved(self, step: int) -> tuple[dict[str, Any], None]:
-    """What a checkpoint must hold beside the step: nothing. (JSON-able, arrays.)"""
+    """What a checkpoint must hold beside the step and `taken`: nothing. (JSON-able, arrays.)"""
     return {}, None
 
   def steps_for_rows(self, rows: float) -> int:
     """The fewest first steps that take at least `rows` rows."""
-    return self._sizes.steps_for(rows)
+    return self.taken.steps_for(rows)
 
   def epoch(self, step: int) -> float:
     """Epochs taken before `step`."""
@@ -241,7 +208,7 @@ class TrainData(PackedData):
     return stats_table(self._packed)
 
   def _rows_taken(self, step: int) -> int:
-    rows = self._sizes.rows_before(step)
+    rows = self.taken.rows_before(step)
     return rows if self.num_rows is None else min(rows, self.num_rows)
 
 

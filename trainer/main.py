@@ -13,6 +13,7 @@ from clu import parameter_overview
 from evaluators import common as evaluators_lib
 from input_pipeline import loader, once, prompt_data
 from input_pipeline.batches import check_ids
+from input_pipeline.steps import Past
 from input_pipeline.tokenizer import make_tokenizer
 from trainer import (
   bases,
@@ -23,6 +24,7 @@ from trainer import (
   liveness,
   loggers,
   notes,
+  position,
   processes,
   report,
   rollout,
@@ -46,12 +48,13 @@ from trainer.watchdog import Watchdog
 
 
 @liveness.told
-def train(config: Mapping, workdir: str | Path) -> Run:
+def train(config: Mapping, workdir: str | Path, past: Past | None = None) -> Run:
   """Trains what `config` says in `workdir`, or continues what was begun there.
 
   Args:
     config: a ConfigDict or dict; keys left out have the defaults of trainer/config.py.
     workdir: folder for checkpoints, metrics, samples, the tokenizer and the token cache; made if missing.
+    past: which rows the run's steps have taken, where another than its newest checkpoint knows (trainer/replay.py).
 
   Returns:
     The finished run: `run.state`, `run.step`, `run.last_row`, `run.last_eval`.
@@ -79,6 +82,8 @@ def train(config: Mapping, workdir: str | Path) -> Run:
   for note in program_lib.settle(resolved, jax.default_backend()):
     say(note)
   workdir_lib.prepare(resolved, workdir)
+  looked_up = past is None
+  past = position.find(workdir, config.resume) if looked_up else past
 
   # ------------------------------------------------------------------ tokenizer, model, data; no array yet
   # The first process trains the tokenizer and fills the caches; the others then find them.
@@ -90,7 +95,7 @@ def train(config: Mapping, workdir: str | Path) -> Run:
     model = program_lib.make_model(config, tokenizer.vocab_size)
     share_prompts = program_lib.shares_prompts(config, model, mesh)
     data: Any = prompt_data.make_prompt_data(config, tokenizer, show) if rolls_out else loader.make_train_data(
-        config, tokenizer, workdir=workdir, share_prompts=share_prompts, progress=show)
+        config, tokenizer, workdir=workdir, share_prompts=share_prompts, progress=show, past=past)
   processes.check_same("the data", data.fingerprint)
   say(loader.format_stats(data.stats()))
 
@@ -100,7 +105,7 @@ def train(config: Mapping, workdir: str | Path) -> Run:
   export_to = hugging_face.export_folder(config, model, workdir)
   if rolls_out:
     data = rollout.Rollouts(config, data, model, tokenizer, mesh, micro_batch_size=micro_batch_size,
-                            share_prompts=share_prompts, workdir=workdir)
+                            share_prompts=share_prompts, workdir=workdir, past=past)
   lengths: dict[str, Any] = dict(batch_size=lambda step: data.batch_range(step)[0], rows_per_epoch=data.rows_per_epoch,
                  seq_len=None if rolls_out else config.seq_len)
   total_steps = _total_steps(durations.resolve(config, "total", total_steps=None, **lengths), data.num_steps, say)
@@ -133,7 +138,8 @@ def train(config: Mapping, workdir: str | Path) -> Run:
     return batch
 
   with mesh_lib.activation_rules(mesh, config.activation_rules):
-    batch = example(0)
+    first = past.step if past else 0
+    batch = example(first)
     jax.eval_shape(update_fn, abstract_state, batch)  # finds mistakes in shapes before anything is allocated
 
     # ---------------------------------------------------------------- evaluators, callbacks, checkpoints
@@ -158,19 +164,20 @@ def train(config: Mapping, workdir: str | Path) -> Run:
 
     # ---------------------------------------------------------------- state; meanwhile the step is compiled
     programs = compiled.Programs(update_fn)
-    first = max(checkpoints.steps(), default=0)
     if not rolls_out and first < total_steps:  # nobody knows how long completions will be
-      programs.begin(abstract_state, batch if first == 0 else example(first))
+      programs.begin(abstract_state, batch)
     del batch
     start = state_lib.initialise(config, model, optimizer, abstract_state, checkpoints)
+    if looked_up:
+      position.check(config, data.taken, start.meta)
     pinned = start.pinned
     if precompute:
       pinned = reference_lib.precompute(config, model, start, program.reference, program.params_sharding,
                                         setup.datasets, mesh, micro_batch_size,
                                         loader.default_cache_dir(config, workdir), say)
-    workdir_lib.check_same_data(start.meta, data.fingerprint, config.allow_config_changes)
-    if rolls_out and start.meta.get("rest_of_rollout"):  # else the run that is gone on with had none
-      data.restore(int(start.state["step"]), start.meta["rest_of_rollout"], start.arrays)
+    workdir_lib.check_same_data(start.meta, data.past_fingerprint, config.allow_config_changes)
+    if rolls_out and (rest := position.rest_of_rollout(start.meta)):  # else the run that is gone on with had none
+      data.restore(int(start.state["step"]), rest, start.arrays)
     ahead = {} if rolls_out else dict(depth=config.input.prefetch, workers=config.input.workers)
     config_checks.audit(config)
     say(start.origin)

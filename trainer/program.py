@@ -196,9 +196,13 @@ def make_program(config: Any, model: Any, optimizer: optim.Optimizer, mesh: Any,
 
   steps = dict(seed=config.seed, micro_batch_size=config.batch_size // config.grad_accum_steps)
   score_fn = None
-  if config.rollout.num_prompts and "old_logprobs" in rollout_options.keys(config):
-    score_fn = jax.jit(old_policy.make_score_fn(model, strategy_cfg, **steps),
-                       out_shardings=NamedSharding(mesh, PartitionSpec()))
+
+  def score(params, batch, step):
+    # Made when it is called: the config's rollouts may serve one step, and those that are gone on with several.
+    return old_policy.make_score_fn(model, strategy_cfg, **steps)(params, batch, step)
+
+  if config.rollout.num_prompts and "old_logprobs" in rollout_options.KEYS[config.strategy.name]:
+    score_fn = jax.jit(score, out_shardings=NamedSharding(mesh, PartitionSpec()))
   update_fn = jax.jit(
       update_lib.make_update_fn(
           loss_fn, optimizer, **steps, clip_norm=config.optimizer.clip_norm, ema_decay=config.optimizer.ema_decay,
@@ -245,7 +249,8 @@ def abstract_batch(config: Any, model: Any, rows: int, *, precompute: bool = Fal
       1, config.seq_len, 0, sequences=SEGMENTS if parts else 0, reference=precompute,
       advantages=name in WITH_ADVANTAGES, prompts=share_prompts)
   if config.rollout.num_prompts:
-    row |= {key: row["sequences" if key == "advantages" else "loss_weights"] for key in rollout_options.keys(config)}
+    held = rollout_options.keys(name, config.rollout.updates * config.rollout.epochs)
+    row |= {key: row["sequences" if key == "advantages" else "loss_weights"] for key in held}
   row |= image_tokens.empty(layout, 1, config.seq_len, images_per_row if layout else 0)
   return {key: jax.ShapeDtypeStruct((rows, *np.shape(values)[1:]), values.dtype, sharding=sharding)
           for key, values in row.items()}

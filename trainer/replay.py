@@ -20,7 +20,8 @@ from ml_collections import ConfigDict
 
 from input_pipeline import loader
 from input_pipeline.batches import check_ids
-from trainer import inspect, metrics, terminal
+from input_pipeline.steps import Past
+from trainer import inspect, metrics, position, terminal
 from trainer import program as program_lib
 from trainer import workdir as workdir_lib
 from trainer.callbacks import Callback
@@ -60,13 +61,15 @@ def replay(config: Mapping, workdir: str | Path, step: int | None) -> Path:
     # Rollouts have no token cache, and a key that nothing reads would be refused.
     cache = None if resolved.rollout.num_prompts else str(loader.default_cache_dir(resolved, workdir))
     resolved.input.cache_dir = cache
+    past = position.find(workdir, None)
+    resolved.grad_accum_steps = _micro_batches(resolved, past, begun or 0, step)
     for key in (f"{what}_{unit}" for what in ("ckpt", "keep") for unit in DURATION_UNITS):
       resolved[key] = 0 if key.endswith("_steps") else -1
     resolved.keep_best = None
     resolved.evals, resolved.report = ConfigDict(), False
     resolved.callbacks = ConfigDict(dict(replay=dict(type="trainer.replay.Replay", step=step, out=str(out))))
     try:
-      run = train(resolved, folder)
+      run = train(resolved, folder, past)
     except _Done:
       pass
     else:
@@ -92,6 +95,19 @@ def _begin(workdir: Path, folder: Path, step: int) -> int | None:
   shutil.copytree(workdir / "checkpoints" / str(max(saved)), folder / "checkpoints" / str(max(saved)),
                   copy_function=os.link)
   return max(saved)
+
+
+def _micro_batches(resolved: ConfigDict, past: Past | None, begun: int, step: int) -> int:
+  """`grad_accum_steps` with which all batches that are taken again have whole micro-batches, of the size that update
+  `step` had if that can be; the run may have had other ones."""
+  if resolved.rollout.num_prompts:
+    return resolved.grad_accum_steps
+  steps = position.steps_of(resolved, past)
+  last = steps.at(step - 1)
+  sizes = [piece.size for piece in steps.pieces if piece.step < step and piece.step >= steps.at(begun).step]
+  to_come = [piece.size for piece in steps.pieces if piece.step >= last.step]
+  micro = math.gcd(last.size // last.parts, resolved.batch_size, *sizes, *to_come)
+  return resolved.batch_size // micro
 
 
 def _compare_samples(again: Path, logged: Path) -> None:

@@ -22,6 +22,7 @@ from tqdm import tqdm
 from input_pipeline.files import DataError
 from input_pipeline.packing import permutation
 from input_pipeline.prompt_data import PromptData, PromptItem
+from input_pipeline.steps import ROWS, Past, steps_of_rollouts
 from trainer import advantages as advantages_lib
 from trainer import experience as experience_lib
 from trainer import groups as groups_lib
@@ -64,7 +65,7 @@ class Rollouts:
     model, tokenizer, mesh: the policy's.
     micro_batch_size: rows of a batch are a multiple of it.
     share_prompts: whether completions in one row share their prompt.
-    workdir: of the run, for the tables in samples/.
+    workdir: of the run, for the tables in samples/. past: what it goes on from (input_pipeline/steps.py).
 
   Attributes:
     source_names, fingerprint, rows_per_epoch: of the prompts; a row is a prompt.
@@ -76,14 +77,14 @@ class Rollouts:
   """
 
   def __init__(self, config: Any, prompts: PromptData, model: Any, tokenizer: Any, mesh: Any, *, micro_batch_size: int,
-               share_prompts: bool, workdir: Any):
+               share_prompts: bool, workdir: Any, past: Past | None = None):
     c, self._seed, self._workdir = config.rollout, config.seed, workdir
     # Read here, so that the audit of the config sees them used.
-    self._num_prompts, self._group_size, self._resample = c.num_prompts, c.group_size, c.resample
+    self.taken = steps_of_rollouts(c.num_prompts, c.updates, c.epochs, past)
+    self._group_size, self._resample, self._has_environment = c.group_size, c.resample, c.environment is not None
     self._most_without_lesson, self._masks = c.max_without_lesson, c.mask_truncated
-    self._updates, self._steps_each, self._has_environment = c.updates, c.updates * c.epochs, c.environment is not None
     self._prompts, self._tokenizer, self._mesh = prompts, tokenizer, mesh
-    self._keys = keys(config)
+    self._strategy = config.strategy.name
     self._layout = dict(seq_len=config.seq_len, pad_id=tokenizer.pad_id, row_multiple=micro_batch_size,
                         layout=image_tokens.layout_of(model), images=self._images, share_prompts=share_prompts)
     if config.strategy.name == "grpo":
@@ -100,29 +101,27 @@ class Rollouts:
     self._sampler.check([max((i.prompt.ids for i in prompts.every_item()), key=len)], c.max_new_tokens, "rollout.")
     self._names = (*self._scorer.names, *(ENVIRONMENT,) * self._has_environment)
     self._weights = np.array([*self._scorer.weights, *(1.0,) * self._has_environment])
-    self.source_names, self.fingerprint = prompts.source_names, prompts.fingerprint
-    self.rows_per_epoch = prompts.num_prompts
+    self.source_names, self.rows_per_epoch = prompts.source_names, prompts.num_prompts
+    self.fingerprint = self.past_fingerprint = prompts.fingerprint
     self.images_per_row = 0  # it follows from how completions are packed
-    end = prompts.num_items
-    self.num_steps = None if end is None else -(-end // c.num_prompts) * self._steps_each
-    # The rollout that is being trained on, the step that it began at, its number, its metrics, and the prompts that
-    # were drawn for it and for those before.
+    self.num_steps = None if prompts.num_items is None else self.taken.steps_for(prompts.num_items)
+    # The rollout that is being trained on, the step that it began at, its number, its metrics, the prompts that were
+    # drawn for it and for those before, the steps that it serves, and those of a pass over it.
     self._experience: Experience | None = None
     self._old: np.ndarray | None = None  # see trainer/old_policy.py
     self._program: Any = None
-    self._first_step = self._number = self._drawn = 0
+    self._first_step = self._number = self._drawn = self._steps_each = self._updates = 0
     self.metrics: dict[str, float] = {}
     # Rollouts in a row that taught nothing, and whether there was one that did.
     self._without_lesson, self._learned = 0, False
     # {updates done: (row positions trained on, prompts drawn for these)}, of the latest.
-    self._taken = {0: (0, 0)}
+    self._totals = {0: (0, 0)} | ({past.step: (past.tokens, 0)} if past and past.of == ROWS else {})
 
   # ---------------------------------------------------------------- what a run asks of its data
 
   def batch_range(self, step: int) -> tuple[int, int]:
     """(prompts taken before `step`, prompts it takes), as if a rollout's prompts were shared out to its steps."""
-    before, after = (s * self._num_prompts // self._steps_each for s in (step, step + 1))
-    return before, after - before
+    return self.taken.range(step)
 
   def tokens_seen(self, step: int) -> int:
     """Row positions that the updates before `step` were computed on."""
@@ -141,13 +140,18 @@ class Rollouts:
     return self._prompts.stats()
 
   def _at(self, step: int) -> tuple[int, int]:
-    return self._taken[max(s for s in self._taken if s <= step)]
+    return self._totals[max(s for s in self._totals if s <= step)]
 
   # ---------------------------------------------------------------- batches
 
+  def _keys(self) -> tuple[str, ...]:
+    """What batches hold, of the rollout that is trained on, or else of one as the config says."""
+    return keys(self._strategy, self._steps_each or self.taken.pieces[-1].every)
+
   def example(self) -> dict[str, np.ndarray]:
     """A batch of the smallest shape, of padding alone."""
-    return experience_lib.make_batch(experience_lib.collect([]), np.zeros(0, np.int64), keys=self._keys, **self._layout)
+    nothing = experience_lib.collect([]), np.zeros(0, np.int64)
+    return experience_lib.make_batch(*nothing, keys=self._keys(), **self._layout)
 
   def batches(self, run: Any, program: Any) -> "Batches":
     """The batches of the run from its step on, in their places; `program`: its own (trainer/program.py)."""
@@ -158,16 +162,16 @@ class Rollouts:
   def take(self, run: Any) -> dict[str, np.ndarray] | None:
     """The batch of update `run.step + 1`, after a rollout if one is due; None if the run is to stop."""
     nth = run.step - self._first_step
-    if self._experience is None or nth >= self._steps_each:
+    if self._experience is None or nth >= self._steps_each:  # what is left is trained on as it was begun
       try:
         self._roll(run)
       except _Stopped:
         return None
       nth = 0
-    batch = self._batch(nth, self._keys)
+    batch = self._batch(nth, self._keys())
     before = self._at(run.step)
     # Metrics are written one step late, so that the step before is still asked for.
-    self._taken = {run.step: before, run.step + 1: (before[0] + batch["tokens"].size, self._drawn)}
+    self._totals = {run.step: before, run.step + 1: (before[0] + batch["tokens"].size, self._drawn)}
     return batch
 
   def _batch(self, nth: int, keys: Sequence[str]) -> dict[str, np.ndarray]:
@@ -190,8 +194,8 @@ class Rollouts:
     tokens, drawn = self._at(step)
     done = self._experience is None or step - self._first_step >= self._steps_each
     meta = {"tokens": tokens, "drawn": drawn, "number": self._number, "first_step": self._first_step,
-            "metrics": self.metrics, "done": done, "data": self.fingerprint,
-            "without_lesson": self._without_lesson, "learned": self._learned}
+            "updates": self._updates, "steps": self._steps_each, "metrics": self.metrics, "done": done,
+            "data": self.fingerprint, "without_lesson": self._without_lesson, "learned": self._learned}
     # Checkpoints cannot hold empty arrays.
     if done or not self._experience.num_units:
       return meta, None
@@ -203,9 +207,9 @@ class Rollouts:
     Raises:
       ConfigError: it is about images of other data.
     """
-    self._taken = {step: (meta["tokens"], meta["drawn"])}
+    self._totals = {step: (meta["tokens"], meta["drawn"])}
     self._number, self._first_step, self._drawn = meta["number"], meta["first_step"], meta["drawn"]
-    self.metrics = meta["metrics"]
+    self._updates, self._steps_each, self.metrics = meta["updates"], meta["steps"], meta["metrics"]
     # Checkpoints of earlier versions do not say.
     self._without_lesson, self._learned = meta.get("without_lesson", 0), meta.get("learned", False)
     if meta["done"]:
@@ -214,7 +218,7 @@ class Rollouts:
       arrays = dict(arrays or {})
       # A checkpoint without them is of an earlier version, whose p_old was what the sampler computed.
       before = np.tile(arrays.get("logprobs", np.zeros(0)), (self._steps_each // self._updates, 1))
-      self._old = arrays.pop("old", before) if "old_logprobs" in self._keys else None
+      self._old = arrays.pop("old", before) if "old_logprobs" in self._keys() else None
       self._experience = Experience(**arrays) if arrays else experience_lib.collect([])
     if self._experience is not None and self._layout["layout"] and meta["data"] != self.fingerprint:
       raise ConfigError(f"the data are no longer those of rollout {self._number}, which is trained on until step "
@@ -230,15 +234,15 @@ class Rollouts:
   def _roll(self, run: Any) -> None:
     """Samples and scores the next prompts; groups that teach nothing are replaced where the config says so."""
     drawn, number = self._drawn, self._number + (self._experience is not None or run.step > 0)
+    size = self.taken.at(run.step)
     self._clock = {"rollout": 0.0, "rewards": 0.0}
     groups: list[Scored] = []
     replaced: list[Scored] = []
     jax.block_until_ready(run.state["params"])  # the update before is training, not sampling
     with run.chrono.pause("rollout"):
       for attempt in range(self._resample + 1):
-        missing = self._num_prompts - len(groups)
-        if self._prompts.num_items is not None:
-          missing = min(missing, self._prompts.num_items - drawn)
+        left = size.size if self._prompts.num_items is None else self._prompts.num_items - drawn
+        missing = min(size.size - len(groups), left)
         if not missing:
           break
         items = [self._prompts.item(drawn + i) for i in range(missing)]
@@ -248,18 +252,19 @@ class Rollouts:
         for group in scored:
           (groups if last or not group.zero_spread else replaced).append(group)
       # Where even the last attempt left too few groups with something to teach, the ones without fill up.
-      spare = max(self._num_prompts - len(groups), 0)
+      spare = max(size.size - len(groups), 0)
       groups, replaced = groups + replaced[:spare], replaced[spare:]
     self._number, self._first_step, self._drawn = number, run.step, drawn
+    self._updates, self._steps_each = size.parts, size.every
     self._end_with_prompts(run)
     lesson = self._lesson(groups)
     self._experience, self.metrics = experience_lib.collect(lesson.units), self._metrics(groups, replaced, lesson)
     self._old = None
-    if "old_logprobs" in self._keys:
+    if "old_logprobs" in self._keys():
       with run.chrono.pause("rollout"):
         began = time.perf_counter()
         self._old = old_policy.of_rollout(
-            functools.partial(self._score_step, run), lambda nth: self._batch(nth, (*self._keys, "places")),
+            functools.partial(self._score_step, run), lambda nth: self._batch(nth, (*self._keys(), "places")),
             len(self._experience.tokens), self._updates, self._steps_each // self._updates)
         self.metrics["time/old_logprobs"] = time.perf_counter() - began
     problem = self._problem(groups, lesson)

@@ -59,7 +59,6 @@ def check(config: Any) -> None:
     raise ConfigError("strategy.precompute is True, but the completions of rollouts are not known before. Use False.")
 
 
-def keys(config: Any) -> tuple[str, ...]:
-  """What batches of the config's rollouts hold beside the tokens."""
-  alone = config.rollout.updates * config.rollout.epochs == 1
-  return tuple(key for key in KEYS[config.strategy.name] if not (alone and key == "old_logprobs"))
+def keys(strategy: str, steps: int) -> tuple[str, ...]:
+  """What batches of a rollout that serves so many steps hold beside the tokens."""
+  return tuple(key for key in KEYS[strategy] if not (steps == 1 and key == "old_logprobs"))

@@ -87,6 +87,7 @@ class Run:
       meta = {
           "step": self.step,
           "rows_seen": self.data.batch_range(self.step)[0],
+          "taken": self.data.taken.saved(self.tokens_seen(self.step)),
           "data": self.data.counters(self.step),
           "data_fingerprint": self.data.fingerprint,
           "seconds": self.chrono.state(),

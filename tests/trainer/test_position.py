@@ -1,0 +1,177 @@
+"""The place in the data after other batch sizes: every row once an epoch, by the texts that real runs were given."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tests import tiny
+from tests.trainer import rollout_runs
+from trainer import checkpoint, seals, train
+from trainer.callbacks import Callback
+from trainer.config import source
+from trainer.metrics import read_rows
+from trainer.replay import replay
+
+SEEN = "tests.trainer.test_position.Seen"
+
+
+class Seen(Callback):
+  """Notes the texts of each update's rows."""
+
+  def __init__(self, file):
+    self._file = Path(file)
+
+  def on_step_end(self, run, step, metrics):
+    tokens, segments = (np.asarray(run.batch[key]) for key in ("tokens", "segment_ids"))
+    texts = [run.tokenizer.decode(row[s > 0]).strip() for row, s in zip(tokens, segments, strict=True)]
+    with open(self._file, "a") as file:
+      file.write(json.dumps([step, texts]) + "\n")
+
+
+def seen(file):
+  """The texts of each update, in order; no update is taken twice."""
+  rows = [json.loads(line) for line in Path(file).read_text().splitlines()]
+  assert [step for step, _ in rows] == list(range(1, len(rows) + 1))
+  return [texts for _, texts in rows]
+
+
+def write_documents(folder, name, count):
+  """Files of one short text each, which is a row of its own."""
+  (folder / name).mkdir()
+  for number in range(count):
+    (folder / name / f"{number:02d}.txt").write_text(f"{name} {number:02d}")
+  return {f"{name} {number:02d}" for number in range(count)}
+
+
+@pytest.fixture(scope="module")
+def documents(tmp_path_factory):
+  folder = tmp_path_factory.mktemp("documents")
+  return folder, {name: write_documents(folder, name, count) for name, count in (("a", 24), ("b", 15))}
+
+
+def config(documents, file, batch_size, steps, grad_accum_steps=1, names=("a",), **changed):
+  c = tiny.config(documents[0] / "a", batch_size=batch_size, grad_accum_steps=grad_accum_steps, total_steps=steps,
+                  ckpt_steps=100, allow_config_changes=True, **changed)
+  c.input.sources = {name: source(type="text", path=str(documents[0] / name)) for name in names}
+  c.input.packing = "none"
+  c.evals = {}
+  c.mesh.update(data=2, tensor=4)
+  c.callbacks.seen = dict(type=SEEN, file=str(file))
+  return c
+
+
+def epochs_of(texts, documents):
+  """Whole epochs one after another, each with every document once."""
+  size = len(documents)
+  for first in range(0, len(texts) - size + 1, size):
+    assert set(texts[first:first + size]) == documents, first
+  assert len(set(texts[len(texts) // size * size:])) == len(texts) % size
+  return len(texts) / size
+
+
+@pytest.fixture(scope="module")
+def straight(documents, tmp_path_factory):
+  folder = tmp_path_factory.mktemp("straight")
+  train(config(documents, folder / "seen", 8, 7), folder / "w")
+  return seen(folder / "seen")
+
+
+@pytest.mark.parametrize("starts", [[(8, 2), (4, 10)], [(8, 2), (16, 4)], [(8, 1), (6, 8)], [(8, 1), (4, 3), (6, 8)]],
+                         ids=["8-4", "8-16", "8-6", "8-4-6"])
+def test_every_row_once_an_epoch_whatever_the_batch_sizes_were(documents, straight, tmp_path, starts):
+  sizes = []
+  for size, steps in starts:
+    sizes += [size] * (steps - len(sizes))
+    train(config(documents, tmp_path / "seen", size, steps), tmp_path / "w")
+  texts = seen(tmp_path / "seen")
+  assert [len(rows) for rows in texts] == sizes
+  flat = sum(texts, [])
+  assert epochs_of(flat, documents[1]["a"]) >= 1.9
+  assert flat[:48] == sum(straight, [])[:len(flat)][:48]  # in the order that other sizes have
+  logged = [row for row in read_rows(tmp_path / "w" / "metrics.jsonl") if "loss" in row]
+  taken = np.cumsum(sizes)
+  assert [row["tokens_seen"] for row in logged] == (32 * taken).tolist()
+  assert [row["epoch"] for row in logged] == (taken / 24).tolist()
+  meta = checkpoint.read_meta(checkpoint.find(str(tmp_path / "w")))
+  assert meta["rows_seen"] == taken[-1] and meta["data"]["a"]["rows"] == taken[-1]
+  # Updates of the past are found by what they took.
+  for step in (1, len(sizes) - 1):
+    now = config(documents, tmp_path / "no", starts[-1][0], starts[-1][1])
+    out = replay(now, tmp_path / "w", step)
+    shown = [json.loads(line)["text"] for line in out.read_text(encoding="utf-8").splitlines()]
+    assert [text.replace("<|bos|>", "").replace("<|eos|>", "").strip() for text in shown] == texts[step - 1]
+
+
+def test_a_restart_with_another_size_is_the_run_with_a_stage_there(documents, tmp_path):
+  """Bitwise, where micro-batches are the same; in epochs, too, of which the last one ends where the rows do."""
+  stages = config(documents, tmp_path / "stages.seen", 8, -1, 2, total_epochs=2.0)
+  stages.input.batch_size_stages = ((2, 4),)
+  expected = train(stages, tmp_path / "stages")
+  assert expected.step == 10
+  first = config(documents, tmp_path / "seen", 8, -1, 2, total_epochs=2.0)
+  first.callbacks.stop = dict(type=rollout_runs.STOP, step=2)
+  first.input.batch_size_stages = ((2, 4),)  # the same length of the run, hence the same learning rates
+  assert train(first, tmp_path / "w").step == 2
+  second = config(documents, tmp_path / "seen", 4, -1, 1, total_epochs=2.0)
+  run = train(second, tmp_path / "w")
+  assert run.step == 10 and run.total_steps == 10
+  rollout_runs.assert_same_state(run.state, expected.state)
+  assert seen(tmp_path / "seen") == seen(tmp_path / "stages.seen")
+
+
+def test_each_source_of_a_mixture_goes_on_where_it_was_and_resume_does_too(documents, tmp_path):
+  """With weights that change, before and after; another run that resumes this one needs no permission for its size."""
+  def mixed(size, steps, **changed):
+    c = config(documents, tmp_path / "seen", size, steps, names=("a", "b"), **changed)
+    c.input.weight_stages = ((1, {"b": 3.0}), (5, {"b": 0.5}))
+    return c
+
+  train(mixed(8, 3), tmp_path / "w")
+  resumed = mixed(6, 16, resume=str(tmp_path / "w"))
+  resumed.allow_config_changes = False
+  train(resumed, tmp_path / "other")
+  flat = sum(seen(tmp_path / "seen"), [])
+  assert len(flat) == 3 * 8 + 13 * 6
+  of_b = [text for text in flat if text.startswith("b")]
+  assert epochs_of([text for text in flat if text.startswith("a")], documents[1]["a"]) > 1
+  assert epochs_of(of_b, documents[1]["b"]) > 2
+  # By hand: a half of the first 8 rows, three quarters until step 5, then a third; each to within a row.
+  shares = [sum(text.startswith("b") for text in flat[first:end]) for first, end in ((0, 8), (8, 36), (36, 102))]
+  assert np.abs(np.array(shares) - [4, 21, 22]).max() <= 1
+  last = [row for row in read_rows(tmp_path / "other" / "metrics.jsonl") if "loss" in row][-1]
+  assert last["data/b/rows"] == len(of_b) and last["data/a/rows"] == len(flat) - len(of_b)
+
+
+def test_a_checkpoint_from_before_the_number_goes_on_by_its_config(documents, straight, tmp_path):
+  train(config(documents, tmp_path / "seen", 8, 2), tmp_path / "w")
+  file = tmp_path / "w" / "checkpoints" / "2" / "meta" / "metadata"
+  meta = json.loads(file.read_text())
+  del meta["taken"], meta["seal"]
+  file.write_text(json.dumps(meta | {"seal": seals._digest(meta)}))
+  train(config(documents, tmp_path / "seen", 4, 4), tmp_path / "w")
+  assert sum(seen(tmp_path / "seen"), []) == sum(straight, [])[:24]
+
+
+def test_a_rollout_is_trained_on_as_it_was_begun_and_each_prompt_is_drawn_once(tmp_path):
+  """4 prompts for two updates each, stopped after three; then 3 prompts for one update each."""
+  prompts = rollout_runs.write_prompts(tmp_path)[:1]
+
+  def run(workdir, steps, **rollout):
+    c = rollout_runs.config(prompts, total_steps=steps, rollout=rollout, allow_config_changes=True)
+    c.callbacks.seen = dict(type=SEEN, file=str(tmp_path / f"{workdir}.seen"))
+    return train(c, tmp_path / workdir)
+
+  run("straight", 4)
+  run("w", 3)
+  ended = run("w", 8, num_prompts=3, updates=1)
+  texts = seen(tmp_path / "w.seen")
+  assert texts[:4] == seen(tmp_path / "straight.seen")  # the second half of the rollout, none of it twice
+  tables = {step: rollout_runs.table(tmp_path / "w", step) for step in (1, 3, 5, 6, 7, 8)}
+  drawn = [list(dict.fromkeys(row["prompt"] for row in table)) for table in tables.values()]
+  assert [len(group) for group in drawn] == [4, 4, 3, 3, 3, 3]
+  assert len(set(sum(drawn, []))) == 20
+  assert ended.data.epoch(8) == 20 / 40
+  epochs = [row["epoch"] for row in read_rows(tmp_path / "w" / "metrics.jsonl") if "epoch" in row]
+  assert epochs == [4 / 40, 4 / 40, 8 / 40, 8 / 40, 11 / 40, 14 / 40, 17 / 40, 20 / 40]
