@@ -114,7 +114,8 @@ def _merge(template: ConfigDict, given: Mapping | ConfigDict, prefix: str, probl
     else:
       checked, problem = _check_type(template, key, value)
       if problem:
-        problems.append(f"config.{path} is {value!r} ({type(value).__name__}); it must be {problem}")
+        kind = "" if value is None else f" ({type(value).__name__})"
+        problems.append(f"config.{path} is {value!r}{kind}; it must be {problem}")
       else:
         merged[key] = checked
   _forget_replaced_durations(template, merged)

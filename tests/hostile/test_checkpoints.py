@@ -47,7 +47,7 @@ ADAPTERS = [
     ("a method that is a list", options(peft_type=["LORA"]), "peft_type is ['LORA']"),
     ("dora", options(use_dora=True), "use_dora is True"),
     ("an unknown option", options(evil={"a": 1}), "evil = {'a': 1}"),
-    ("an unknown option of a megabyte", options(evil="x" * 1_000_000), "evil"),
+    ("an unknown option of a megabyte", options(evil=["x" * 1_000_000]), "evil"),
     ("rank a string", options(r="3"), "r is '3'"),
     ("rank zero", options(r=0), "r is 0"),
     ("rank a fraction", options(r=2.5), "r"),
