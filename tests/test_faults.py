@@ -170,9 +170,9 @@ HARMS = {
     "a byte of the token cache": (lambda w: flip(largest(w / "cache", "tokens.bin")), "tokens.bin does not match"),
     "a cut token cache": (lambda w: cut(largest(w / "cache", "tokens.bin")), "bytes instead of"),
     "a byte of the newest checkpoint": (lambda w: flip(largest(w / "checkpoints" / "8" / "state" / "d")),
-                                        "8 cannot be read"),
-    "a cut checkpoint": (lambda w: cut(largest(w / "checkpoints" / "8" / "state" / "d")), "8 cannot be read"),
-    "a checkpoint without its end": (lambda w: shutil.rmtree(w / "checkpoints" / "8" / "meta"), "8 cannot be read"),
+                                        "8 is damaged"),
+    "a cut checkpoint": (lambda w: cut(largest(w / "checkpoints" / "8" / "state" / "d")), "8 is damaged"),
+    "a checkpoint without its end": (lambda w: shutil.rmtree(w / "checkpoints" / "8" / "meta"), "8 is damaged"),
     "a checkpoint that was being written": (lambda w: shutil.copytree(
         w / "checkpoints" / "8", w / "checkpoints" / "9.orbax-checkpoint-tmp-1"), ""),
     "a clock that was set back by a year": (lambda w: (w / "started").write_text("2099-01-01T00:00:00+00:00\n"), ""),
