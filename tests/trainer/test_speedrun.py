@@ -73,9 +73,9 @@ def test_a_whole_speedrun_and_the_same_command_again(file, tmp_path):
   assert again.returncode == 0, again.stdout + again.stderr
   assert again.stdout.count("done before") == 4
   assert board.read_text().count(shown) == 2
-  # Not on a terminal: the last model is asked by itself.
+  # Not on a terminal: the last model is asked by itself; after so few steps it may say spaces alone.
   said = again.stdout.split("prompt 0: the quick\n")[1].split("Talk to it:")[0]
-  assert said.strip() and "Error" not in again.stderr and "python -m trainer.generate --workdir=" in again.stdout
+  assert said.strip("\n") and "Error" not in again.stderr and "python -m trainer.generate --workdir=" in again.stdout
 
 
 def test_stopped_it_goes_on_where_it_was(file, tmp_path):
