@@ -8,6 +8,7 @@ that name is complete. One that is damaged all the same, which must be proven (t
 """
 
 import contextlib
+import logging as std_logging
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -356,6 +357,10 @@ def _by_path(tree: Any) -> dict[str, Any]:
   return {"/".join(_names(path)): leaf for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]}
 
 
+def _was_retrieved(record: std_logging.LogRecord) -> bool:
+  return "exception was never retrieved" not in record.getMessage()
+
+
 class _explained:
   """Turns what Orbax raises while writing into one message that a user can act on."""
 
@@ -368,6 +373,8 @@ class _explained:
   def __exit__(self, kind, error, traceback):
     if error is None or not isinstance(error, Exception):
       return False
+    # Of Orbax's other writes that failed with it asyncio prints a traceback each, when their futures are collected.
+    std_logging.getLogger("asyncio").addFilter(_was_retrieved)
     complete = self._checkpoints.steps()
     raise CheckpointError(
         f"could not {self._action} in {self._checkpoints.directory}: {in_short(error)}\n"
