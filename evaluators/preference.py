@@ -16,7 +16,8 @@ from trainer.metrics import Mean
 from trainer.program import shares_prompts
 from trainer.strategies import preference
 
-STRATEGIES = ("dpo", "kto")
+# What strategies learn from whose losses it can take.
+DATA = ("pairs", "labelled")
 CHOSEN, REJECTED, MARGINS = "rewards/chosen", "rewards/rejected", "rewards/margins"
 
 
@@ -33,16 +34,17 @@ class Preference:
 
   def __init__(self, name: str, cfg: Any, setup: common.Setup):
     config = setup.config
-    if config.strategy.name not in STRATEGIES:
+    if strategies.data(config.strategy.name) not in DATA:
       raise ConfigError(f"evals.{name} is of type 'preference', which compares with the losses of "
-                        f"{' or '.join(STRATEGIES)}; strategy.name is {config.strategy.name!r}.")
-    self._needs_reference = strategies.needs_reference(config.strategy) and not config.strategy.precompute
+                        f"{' or '.join(strategies.DATA[data] for data in DATA)}; strategy.name is "
+                        f"{config.strategy.name!r}.")
+    self._needs_reference = strategies.needs_reference(config.strategy) and not strategies.precomputes(config.strategy)
     self._reference, self._name = setup.reference, name
     sources, split = common.sources(name, cfg, config)
     self._data = loader.make_eval_data(
         config, setup.tokenizer, workdir=setup.workdir, sources=sources, split=split, max_documents=cfg.max_documents,
         share_prompts=shares_prompts(config, setup.model, setup.mesh), progress=jax.process_index() == 0)
-    if strategies.needs_reference(config.strategy) and config.strategy.precompute:
+    if strategies.precomputes(config.strategy):
       setup.datasets.append(self._data)
     self._batch_size = cfg.batch_size or config.batch_size // config.grad_accum_steps
     check_batch(setup.mesh, self._batch_size, f"evals.{name}.batch_size")
@@ -76,6 +78,8 @@ def _left_out(cfg: Any) -> frozenset[str]:
   """Names of what is no sum over examples."""
   if cfg.name == "kto":
     return frozenset({"loss"} if cfg.loss == "kto" else ())
+  if cfg.name != "dpo":
+    return frozenset()  # the user's own: sums [B] are of rows
   sorting = preference.names_in(preference.active(cfg), preference.WHOLE_BATCH)
   return frozenset({"loss", *(f"losses/{name}" for name in sorting)} if sorting else ())
 
@@ -83,7 +87,8 @@ def _left_out(cfg: Any) -> frozenset[str]:
 def _make_row_sums(model: Any, cfg: Any, left_out: frozenset[str]):
   def row_sums(params: Any, reference: Any, batch: dict[str, jax.Array]) -> dict[str, tuple[jax.Array, jax.Array]]:
     """{name: (sum [B], weight [B])} of the strategy's terms and metrics."""
-    terms, metrics = strategies.STRATEGIES[cfg.name](model, params, batch, None, cfg, reference)
+    given = (reference,) if strategies.needs_reference(cfg) else ()
+    terms, metrics = strategies.find(cfg.name).loss(model, params, batch, None, cfg, *given)
     return {name: (mean.sum, mean.weight) for name, mean in {**terms, **metrics}.items()
             if isinstance(mean, Mean) and mean.sum.ndim == 1 and name not in left_out}
 

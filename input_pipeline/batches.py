@@ -8,12 +8,13 @@ from absl import logging
 from ml_collections import ConfigDict
 
 from input_pipeline.cache import TokenizedSource
-from input_pipeline.examples import WITH_ADVANTAGES, WITH_PARTS, ZERO_ADVANTAGE, learns_texts
+from input_pipeline.examples import ZERO_ADVANTAGE, has_advantages, learns_texts
 from input_pipeline.files import SHOWN_NAME, DataError
 from input_pipeline.fitting import OVER_LONG, WHOLE_OVER_LONG, Parts, Pieces, Units, fit, keep_images_whole, ragged
 from input_pipeline.image_batches import ImageLayout, Pictures
 from input_pipeline.image_texts import sees
 from input_pipeline.packing import Plan, make_plan
+from trainer import strategies
 from trainer.config import ConfigError
 
 NORMALIZE = ("token", "sequence")
@@ -141,7 +142,7 @@ def resolve_layout(config: ConfigDict) -> tuple[str, str, str]:
   if packing == "concat" and not texts:
     raise ConfigError(f"input.packing is 'concat', which would cut conversations anywhere; strategy "
                       f"{config.strategy.name!r} needs them whole. Use --config.input.packing=best_fit, or none.")
-  if over_long not in ("auto", *WHOLE_OVER_LONG) and config.strategy.name in WITH_PARTS:
+  if over_long not in ("auto", *WHOLE_OVER_LONG) and strategies.has_parts(config.strategy.name):
     raise ConfigError(f"input.over_long is {over_long!r}, which strategy {config.strategy.name!r} cannot do: "
                       f"the parts of an example belong together. Use {', '.join(WHOLE_OVER_LONG)}.")
   packing = ("concat" if texts else "best_fit") if packing == "auto" else packing
@@ -180,7 +181,7 @@ def pack(config: ConfigDict, tokens: TokenizedSource, *, shuffle: bool = True, s
   if s.untrained:
     logging.warning("source %r: %d documents or parts of them are left out: none of their tokens is trained.",
                     tokens.name, s.untrained)
-  return PackedSource(tokens, plan, normalize, units, config.strategy.name in WITH_ADVANTAGES, pictures)
+  return PackedSource(tokens, plan, normalize, units, has_advantages(config.strategy.name), pictures)
 
 
 class PackedSource:

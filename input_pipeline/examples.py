@@ -1,6 +1,7 @@
 """What is trained on in a record: from fields to token ids and the weight of each.
 
-An encoder belongs to a strategy; `ENCODERS` below is the table. All of them understand rows that are tokenised already.
+An encoder belongs to what a strategy learns from; `ENCODERS` below is the table. All of
+them understand rows that are tokenised already.
 """
 
 import json
@@ -18,6 +19,7 @@ from input_pipeline.readers import Record
 from input_pipeline.remarks import LITERAL, Remark
 from input_pipeline.sources import Source, open_source
 from input_pipeline.tokenizer import Tokenizer
+from trainer import strategies
 from trainer.config import ConfigError
 
 # Labels of tokens that are not trained, as in transformers.
@@ -333,18 +335,19 @@ def _rollouts(config: ConfigDict, tokenizer: Tokenizer | None) -> Encoder:
   return RolloutEncoder(config, tokenizer)
 
 
-# By strategy: what encodes rows of several fields. Strategies that are not here learn texts, or, where the model sees
-# images, whatever conversations learn from.
-ENCODERS = {"sft": _chat, "dpo": _pairs, "kto": _labelled, "grpo": _rollouts}
-# Of these, the ones whose documents have parts, and are kept whole.
-WITH_PARTS = ("dpo", "kto", "grpo")
-# Of these, the ones whose marks are advantages, which are in a batch's `advantages`.
-WITH_ADVANTAGES = ("grpo",)
+# By what a strategy learns from (trainer/strategies/record.py): what encodes rows of several fields. Where it
+# is texts, and the model sees images, it is whatever conversations learn from.
+ENCODERS = {"conversations": _chat, "pairs": _pairs, "labelled": _labelled, "rollouts": _rollouts}
+
+
+def has_advantages(name: str) -> bool:
+  """Whether the marks of that strategy's documents are advantages, which are in a batch's `advantages`."""
+  return strategies.data(name) == "rollouts"
 
 
 def learns_texts(config: ConfigDict) -> bool:
   """Whether the documents of the strategy are texts, to be cut and joined at will."""
-  return config.strategy.name not in ENCODERS and not sees(config)
+  return strategies.data(config.strategy.name) not in ENCODERS and not sees(config)
 
 
 def make_encoder(config: ConfigDict, tokenizer: Tokenizer | None, text_key: str = "text",
@@ -358,7 +361,7 @@ def make_encoder(config: ConfigDict, tokenizer: Tokenizer | None, text_key: str 
     option: how messages call `text_key`.
   """
   if not learns_texts(config):
-    return ENCODERS.get(config.strategy.name, _chat)(config, tokenizer)
+    return ENCODERS.get(strategies.data(config.strategy.name), _chat)(config, tokenizer)
   text = TextEncoder(tokenizer, text_key, config.tokenizer.add_bos, config.tokenizer.add_eos, option)
   return EitherEncoder(TokenizedEncoder(tokenizer), text, prefer=text_key)
 

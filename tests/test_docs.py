@@ -2,7 +2,7 @@
 
 import ast
 import functools
-import importlib
+import json
 import re
 import sys
 
@@ -16,9 +16,9 @@ from input_pipeline.sources import open_source
 from models import api
 from tests import tiny
 from trainer import config as config_lib
-from trainer import config_checks, durations, optim, patterns, strategies, train
+from trainer import config_checks, durations, optim, patterns, train
 from trainer import mesh as mesh_lib
-from trainer.config import ConfigError, defaults, evaluator, source
+from trainer.config import ConfigError, defaults, evaluator, source, strategy
 from trainer.metrics import read_rows
 
 DOCS = sorted((tiny.ROOT / "docs").glob("*.md"))
@@ -29,9 +29,9 @@ def examples():
   """({file name: code}, {heading: config lines}) of docs/extending.md."""
   files, configs = {}, {}
   for section in (tiny.ROOT / "docs" / "extending.md").read_text(encoding="utf-8").split("\n## ")[1:]:
-    for first, code in re.findall(r"^```python\n# (\S+)\n(.*?)^```", section, re.DOTALL | re.MULTILINE):
-      if first == "config":
-        configs[section.splitlines()[0]] = code
+    for first, code in re.findall(r"^```python\n# (.+?)\n(.*?)^```", section, re.DOTALL | re.MULTILINE):
+      if first.partition(":")[0] == "config":
+        configs[section.splitlines()[0] + first[len("config"):]] = code
       else:
         files[first] = code
   return files, configs
@@ -62,7 +62,8 @@ def configured(corpus, heading, **changed):
   config.evals = {}
   for key, value in changed.items():
     config[key] = value
-  exec(examples()[1][heading], {"config": config, "source": source, "evaluator": evaluator})
+  exec(examples()[1][heading], {"config": config, "source": source, "evaluator": evaluator,
+                                 "strategy": strategy})
   return config
 
 
@@ -72,8 +73,8 @@ def rows_of(workdir, key):
 
 def test_every_section_has_one_file_and_its_config():
   files, configs = examples()
-  assert list(configs) == ["A source", "A model", "A strategy", "An evaluator", "A callback"]
-  assert len(files) == 5 and all(name.startswith("my_project/") for name in files)
+  assert list(configs) == ["A source", "A model", "A strategy", "A strategy: pairs", "An evaluator", "A callback"]
+  assert len(files) == 6 and all(name.startswith("my_project/") for name in files)
 
 
 def test_the_source_is_mixed_in_and_names_a_bad_line(project, corpus):
@@ -113,15 +114,28 @@ def test_the_model_trains_and_keeps_documents_apart(project, corpus):
     train(config, project / "other")
 
 
-def test_the_strategy_adds_its_term_and_its_metric(project, corpus, monkeypatch):
-  module = importlib.import_module("my_project.confident")
-  monkeypatch.setitem(strategies.STRATEGIES, "confident", module.loss)
-  monkeypatch.setitem(config_lib.STRATEGIES, "confident", dict(beta=0.1))
+def test_the_strategy_adds_its_term_and_its_metric(project, corpus):
   train(configured(corpus, "A strategy"), project / "w")
   loss, nll, entropy = (rows_of(project / "w", key) for key in ("loss", "nll", "entropy"))
   assert entropy[1] == pytest.approx(np.log(258), abs=0.1)  # nearly uniform at first
   for step in (1, 2, 3):
     assert loss[step] == pytest.approx(nll[step] - 0.05 * entropy[step], rel=1e-5)
+
+
+def test_the_preference_loss_is_that_of_dpo(project, corpus):
+  (project / "pairs.jsonl").write_text("".join(json.dumps(
+      dict(prompt=f"{i} and {i + 1}", chosen=f" then {i + 2}", rejected=f" or {i * 7}")) + "\n" for i in range(24)))
+  pairs = source(type="jsonl", path=str(project / "pairs.jsonl"))
+  own = configured(corpus, "A strategy: pairs")
+  own.input.sources.main = pairs
+  theirs = own.copy_and_resolve_references()
+  theirs.strategy = strategy("dpo", beta=0.2)
+  for name, config in (("own", own), ("theirs", theirs)):
+    train(config, project / name)
+  losses = [rows_of(project / name, "loss") for name in ("own", "theirs")]
+  assert losses[0][1] == pytest.approx(np.log(2), rel=1e-6) and losses[0][3] < losses[0][1]
+  assert losses[0] == pytest.approx(losses[1], rel=1e-5)
+  assert rows_of(project / "own", "margin") == pytest.approx(rows_of(project / "theirs", "rewards/margins"), abs=1e-6)
 
 
 def test_the_evaluator_agrees_with_the_built_in_loss(project, corpus):

@@ -37,7 +37,8 @@ def defaults() -> ConfigDict:
   c = ConfigDict()
   # Parameters, data order, dropout and samples are pure functions of this number and the step.
   c.seed = 0
-  # What is optimised: `name` and that strategy's own keys (trainer/config_sections.py).
+  # What is optimised: `name` and that strategy's own keys (trainer/config_sections.py). The name is seq, sft, dpo, kto,
+  # grpo, or the dotted path of a strategy of yours (docs/extending.md).
   c.strategy = strategy("seq")
 
   c.model = model()  # trainer/config_model.py

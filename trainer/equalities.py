@@ -84,7 +84,7 @@ def shared_prompts(s: Subject) -> float:
   and all."""
   if not s.batch.get("prompt_ids", np.zeros(1)).any():
     raise Skip("no completions share a prompt in a row")
-  shards, together = mesh_lib.batch_shards(s.mesh), 2 if s.config.strategy.name == "dpo" else 1
+  shards, together = mesh_lib.batch_shards(s.mesh), 2 if strategies.data(s.config.strategy.name) == "pairs" else 1
   one, metrics = s.gradient()
   other, metrics_apart = s.gradient(padded(completions_apart(s.batch, together), shards))
   return max(distance(one, other), abs(metrics["loss"] - metrics_apart["loss"]))  # a loss that may be 0

@@ -23,7 +23,17 @@ from input_pipeline.files import DataError
 from input_pipeline.tokenizer import Tokenizer, load_tokenizer
 from models import hf, lora
 from models.hf import convert, files, pixels
-from trainer import chat_files, checkpoint, config_checks, damage, export_adapters, hugging_face, patterns, startup
+from trainer import (
+  chat_files,
+  checkpoint,
+  config_checks,
+  damage,
+  export_adapters,
+  hugging_face,
+  patterns,
+  startup,
+  strategies,
+)
 from trainer.config import ConfigError
 
 DTYPES = ("float32", "bfloat16", "float16")
@@ -76,7 +86,8 @@ def export(workdir: str | Path, out: str | Path, *, step: int | None = None, dty
     if not adapters:
       raise ConfigError(f"{folder} holds no adapters: its run had model.lora.rank=0. Export without --adapter=peft.")
     export_adapters.save_peft(out, config, tokenizer, stored.read, dtype, overwrite)
-    if config.strategy.name != "seq" and not (out / files.CONFIG).exists():  # in the base's own folder its files stay
+    texts = strategies.data(config.strategy.name) == "texts"
+    if not texts and not (out / files.CONFIG).exists():  # in the base's own folder its files stay
       _write_texts(config, tokenizer, workdir, out)
     return out
   if adapters:
@@ -258,7 +269,7 @@ def _chat(config: Any, tokenizer: Tokenizer) -> tuple[ChatTemplate | None, tuple
 
   The template is that of the workdir's tokenizer, where `workdir.save_config` put it.
   """
-  if config.strategy.name == "seq":
+  if strategies.data(config.strategy.name) == "texts":
     return None, tokenizer.stop_ids
   with config.unlocked():
     config.chat.template = None

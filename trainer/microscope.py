@@ -80,7 +80,7 @@ class Microscope:
 
   def _row(self, batch: Mapping[str, np.ndarray], numbers: Mapping[str, np.ma.MaskedArray], row: int, loss: float,
            most: int) -> page_lib.Row:
-    name, layout = self._run.config.strategy.name, image_tokens.layout_of(self._run.model)
+    data, layout = strategies.data(self._run.config.strategy.name), image_tokens.layout_of(self._run.model)
     pictures = inspect.row_images(batch, row, layout)
     index_T = batch["image_index"][row] if pictures else np.zeros_like(batch["tokens"][row])
     images_T = -(-index_T // layout.tokens_per_image) if pictures else index_T
@@ -95,13 +95,13 @@ class Microscope:
       ids = batch["tokens"][row][shown].tolist()
       # Of the segment alone: half a character at another's end is no part of it.
       segments.append(page_lib.Segment(
-          number, _label(name, batch, row, number),
+          number, _label(data, batch, row, number),
           _sums(numbers, row, places, weights_T[places]), inspect.token_texts(ids, self._run.tokenizer), ids,
           batch["positions"][row][shown].tolist(), values,
           [self._text(i) for i in page_lib.listed(numbers["top_tokens"][row][shown])], images_T[shown].tolist(),
           dict(zip(dict.fromkeys(images_T[places][images_T[places] > 0].tolist()), pictures.get(number, ()),
                    strict=False)), len(places) - len(shown)))
-    size = 2 if name == "dpo" else 1
+    size = 2 if data == "pairs" else 1
     shared = set(batch["prompt_ids"][row].tolist()) if "prompt_ids" in batch else set()
     groups = [[segment] for segment in segments if segment.number in shared]
     others = [segment for segment in segments if segment.number not in shared]
@@ -203,12 +203,12 @@ def ranks(hidden_BxTxD: jax.Array, kernel_DxV: jax.Array, targets_BxT: jax.Array
 # What the page says of them.
 
 
-def _label(strategy: str, batch: Mapping[str, np.ndarray], row: int, segment: int) -> str:
+def _label(data: str, batch: Mapping[str, np.ndarray], row: int, segment: int) -> str:
   """What a segment is."""
   users = batch["segment_ids"][row][batch["prompt_ids"][row] == segment] if "prompt_ids" in batch else np.zeros(0, int)
   if prompt := inspect.prompt_of(users.tolist()):
     return prompt
-  return _LABELS[strategy](batch, row, segment) if strategy in _LABELS else ""
+  return _LABELS[data](batch, row, segment) if data in _LABELS else ""
 
 
 def _of_pair(batch: Mapping[str, np.ndarray], row: int, segment: int) -> str:
@@ -220,8 +220,8 @@ def _of_verdict(batch: Mapping[str, np.ndarray], row: int, segment: int) -> str:
   return kinds.get(float(batch["sequences"][row, segment - 1]), "")
 
 
-# {strategy: what a segment is}.
-_LABELS: dict[str, Callable[[Mapping[str, np.ndarray], int, int], str]] = {"dpo": _of_pair, "kto": _of_verdict}
+# {what a strategy learns from: what a segment is}.
+_LABELS: dict[str, Callable[[Mapping[str, np.ndarray], int, int], str]] = {"pairs": _of_pair, "labelled": _of_verdict}
 
 
 def _sums(numbers: Mapping[str, np.ma.MaskedArray], row: int, places: np.ndarray,

@@ -15,7 +15,7 @@ from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 from ml_collections import ConfigDict
 
 from input_pipeline import batches
-from input_pipeline.examples import WITH_ADVANTAGES, WITH_PARTS
+from input_pipeline.examples import has_advantages
 from models import api, products, remat, spec
 from trainer import (
   config_checks,
@@ -36,7 +36,7 @@ from trainer import reference as reference_lib
 from trainer import state as state_lib
 from trainer import update as update_lib
 from trainer.config import ConfigError
-from trainer.strategies import STRATEGIES, presets
+from trainer.strategies import presets
 
 # Of a batch whose data nobody has read: segments of a row, where documents have parts.
 SEGMENTS = 8
@@ -145,7 +145,7 @@ def shares_prompts(config: Any, model: Any, mesh: Any) -> bool:
     ConfigError: prompts are to be shared, and the model cannot.
   """
   sampled, strategy = config.rollout.num_prompts > 0, config.strategy
-  if not sampled and strategy.name != "dpo" and (strategy.name != "kto" or strategy.loss != "kto"):
+  if not sampled and strategies.data(strategy.name) != "pairs" and not strategies.wants_mismatched(strategy):
     return False
   wanted = config.input.share_prompts
   reason = getattr(model, "prompts_apart", "it has no attribute prompts_apart (models/api.py)")
@@ -171,11 +171,12 @@ def make_program(config: Any, model: Any, optimizer: optim.Optimizer, mesh: Any,
   Raises:
     ConfigError: options of the strategy, or rules of sharding, that cannot be.
   """
-  strategy, strategy_cfg = STRATEGIES[config.strategy.name], config.strategy
+  strategy, strategy_cfg = strategies.find(config.strategy.name).loss, config.strategy
   strategies.check(config)
   reference, precompute = None, False
   if strategies.needs_reference(strategy_cfg):
-    reference, precompute = reference_lib.shapes(config, optimizer, model.abstract_params()), strategy_cfg.precompute
+    reference = reference_lib.shapes(config, optimizer, model.abstract_params())
+    precompute = strategies.precomputes(strategy_cfg)
 
   init = state_lib.make_init(model, optimizer, ema=config.optimizer.ema_decay > 0,
                              reference=None if precompute else reference)
@@ -201,7 +202,7 @@ def make_program(config: Any, model: Any, optimizer: optim.Optimizer, mesh: Any,
     # Made when it is called: the config's rollouts may serve one step, and those that are gone on with several.
     return old_policy.make_score_fn(model, strategy_cfg, **steps)(params, batch, step)
 
-  if config.rollout.num_prompts and "old_logprobs" in rollout_options.KEYS[config.strategy.name]:
+  if config.rollout.num_prompts and "old_logprobs" in rollout_options.KEYS[strategies.data(config.strategy.name)]:
     score_fn = jax.jit(score, out_shardings=NamedSharding(mesh, PartitionSpec()))
   update_fn = jax.jit(
       update_lib.make_update_fn(
@@ -244,10 +245,10 @@ def abstract_batch(config: Any, model: Any, rows: int, *, precompute: bool = Fal
     sharding: of all arrays.
   """
   name, layout = config.strategy.name, image_tokens.layout_of(model)
-  parts = name in WITH_PARTS or config.rollout.num_prompts > 0
+  parts = strategies.has_parts(name) or config.rollout.num_prompts > 0
   row = batches.empty_batch(
       1, config.seq_len, 0, sequences=SEGMENTS if parts else 0, reference=precompute,
-      advantages=name in WITH_ADVANTAGES, prompts=share_prompts)
+      advantages=has_advantages(name), prompts=share_prompts)
   if config.rollout.num_prompts:
     held = rollout_options.keys(name, config.rollout.updates * config.rollout.epochs)
     row |= {key: row["sequences" if key == "advantages" else "loss_weights"] for key in held}

@@ -2,13 +2,13 @@
 
 from typing import Any
 
-from trainer import rewards
+from trainer import rewards, strategies
 from trainer.config import ConfigError
 from trainer.drawing import Options
 
-# What the loss of a strategy wants in a batch beside the tokens, in steps after a rollout's first too; strategies that
-# are not here cannot use rollouts.
-KEYS = {"grpo": ("advantages", "behavior_logprobs", "old_logprobs"), "dpo": ()}
+# By what a strategy learns from: what its loss wants in a batch beside the tokens, in steps after a rollout's first
+# too; others cannot use rollouts.
+KEYS = {"rollouts": ("advantages", "behavior_logprobs", "old_logprobs"), "pairs": ()}
 # What an environment gives counts as one more function, of weight 1, with this name.
 ENVIRONMENT = "environment"
 
@@ -25,9 +25,10 @@ def check(config: Any) -> None:
       raise ConfigError(f"strategy.correction is {config.strategy.correction!r}, which compares with the log-probs of "
                         "what sampled, but rollout.num_prompts is 0: the data do not say them. Use correction='none'.")
     return
-  if name not in KEYS:
+  if strategies.data(name) not in KEYS:
     raise ConfigError(f"rollout.num_prompts is {c.num_prompts}, but strategy {name!r} does not learn from completions "
-                      f"that are sampled. Use strategy {' or '.join(KEYS)}, or rollout.num_prompts=0.")
+                      f"that are sampled. Use strategy {' or '.join(strategies.DATA[data] for data in KEYS)}, or "
+                      "rollout.num_prompts=0.")
   for key, least in (("num_prompts", 1), ("group_size", 2), ("updates", 1), ("epochs", 1), ("max_new_tokens", 1),
                      ("batch_size", 1), ("resample", 0), ("max_without_lesson", 0), ("reward_workers", 0),
                      ("max_turns", 1)):
@@ -61,4 +62,4 @@ def check(config: Any) -> None:
 
 def keys(strategy: str, steps: int) -> tuple[str, ...]:
   """What batches of a rollout that serves so many steps hold beside the tokens."""
-  return tuple(key for key in KEYS[strategy] if not (steps == 1 and key == "old_logprobs"))
+  return tuple(key for key in KEYS[strategies.data(strategy)] if not (steps == 1 and key == "old_logprobs"))

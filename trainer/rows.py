@@ -32,7 +32,7 @@ class Rows:
   def __init__(self, run: Any, paths: Collection[str] = ()):
     config, self._paths = run.config, frozenset(paths)
     self._run, self._micro = run, config.batch_size // config.grad_accum_steps
-    loss_fn = strategies.STRATEGIES[config.strategy.name]
+    loss_fn = strategies.find(config.strategy.name).loss
 
     def loss_of(params, micro, rng, *reference):
       return loss_fn(run.model, params, micro, rng, config.strategy, *reference)

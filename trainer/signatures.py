@@ -18,6 +18,7 @@ import numpy as np
 
 from input_pipeline.examples_chat import ChatEncoder
 from input_pipeline.files import DataError
+from trainer import strategies
 from trainer.callbacks import Callback
 from trainer.config import ConfigError
 
@@ -152,7 +153,7 @@ def _learns_to_generate(run: Any) -> bool:
 
 def _starts_afresh(run: Any) -> bool:
   config = run.config
-  return config.strategy.name == "seq" and not (
+  return strategies.data(config.strategy.name) == "texts" and not (
       config.model.hf or config.init_from.path or config.init_from.hf or config.resume)
 
 
@@ -268,7 +269,8 @@ class Signatures(Callback):
 
   def on_train_end(self, run):
     # With less than that many steps: of all there were, if most documents have an end.
-    if self._ends is not None and run.config.strategy.name != "seq" and run.step >= min(10, run.total_steps):
+    texts = strategies.data(run.config.strategy.name) == "texts"
+    if self._ends is not None and not texts and run.step >= min(10, run.total_steps):
       self._say_ends(run, run.step)
 
   def _wanted(self, name):
@@ -321,7 +323,7 @@ def _stop_ids(run: Any) -> tuple[int, ...]:
   """
   if run.config.rollout.num_prompts:
     return ()
-  if run.config.strategy.name == "seq":
+  if strategies.data(run.config.strategy.name) == "texts":
     return run.tokenizer.stop_ids if run.config.tokenizer.add_eos and run.config.input.packing == "best_fit" else ()
   try:
     return ChatEncoder(run.config, run.tokenizer).stop_ids

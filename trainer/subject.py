@@ -83,7 +83,7 @@ class Subject:
 
   def _program(self, config: ConfigDict, micro_batch_size: int) -> Callable:
     model = program_lib.make_model(config, self.run.tokenizer.vocab_size)
-    strategy = strategies.STRATEGIES[config.strategy.name]
+    strategy = strategies.find(config.strategy.name).loss
 
     def loss_fn(params, micro, rng, *reference):
       return strategy(model, params, micro, rng, config.strategy, *reference)

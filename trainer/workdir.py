@@ -18,7 +18,7 @@ from input_pipeline.examples_chat import find_template
 from input_pipeline.tokenizer import Tokenizer
 from models import hf
 from models.hf import files
-from trainer import chat_files, config_checks, hugging_face, metrics, whole_files
+from trainer import chat_files, config_checks, hugging_face, metrics, strategies, whole_files
 from trainer.config import ConfigError
 
 # What (durations' prefix, steps) means where nothing is saved now and then.
@@ -100,7 +100,8 @@ def save_config(resolved: Any, workdir: Path, tokenizer: Tokenizer) -> None:
     whole_files.write(workdir / "config.json", config_checks.to_json(resolved) + "\n")
     if resolved.model.hf is not None:
       hf.copy_small_files(Path(resolved.model.hf), workdir / hugging_face.FOLDER)
-    if resolved.strategy.name != "seq" and (template := find_template(resolved.chat, tokenizer)) is not None:
+    texts = strategies.data(resolved.strategy.name) == "texts"
+    if not texts and (template := find_template(resolved.chat, tokenizer)) is not None:
       chat_files.write(workdir, template, own=not resolved.chat.template)
 
 

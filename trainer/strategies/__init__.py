@@ -1,4 +1,5 @@
-"""Training objectives. A strategy is one file with a pure `loss`, and one line in STRATEGIES.
+"""Training objectives. A strategy is one file with a pure `loss`, and one line in STRATEGIES; or the user's own, by its
+dotted path (record.py).
 
     loss(model, params, batch, rng, cfg) -> (terms, metrics)
 
@@ -13,7 +14,12 @@ reported per data source, those of terms included. `model` is the seam of models
 from collections.abc import Callable
 from typing import Any
 
+from trainer import config_sections
 from trainer.strategies import dpo, grpo, kto, seq, sft
+from trainer.strategies.record import DATA, WITH_PARTS, Strategy, all_options, load
+
+__all__ = ["DATA", "STRATEGIES", "WITH_PARTS", "Loss", "Strategy", "check", "data", "find", "has_parts",
+           "needs_reference", "options", "precomputes", "reference_mix", "temperature", "wants_mismatched"]
 
 Loss = Callable[..., tuple[dict[str, Any], dict[str, Any]]]
 
@@ -28,10 +34,50 @@ _NEEDS_REFERENCE: dict[str, Callable[[Any], bool]] = {
 _CHECKS: dict[str, Callable[[Any, int, Any], None]] = {"dpo": dpo.check, "kto": kto.check, "grpo": grpo.check}
 
 
+_DATA = {name: data for data, name in DATA.items()}
+
+
+def find(name: str) -> Strategy:
+  """The strategy of that name: a built-in one, or the user's own by its dotted path.
+
+  Raises:
+    ConfigError: there is none.
+  """
+  if name not in STRATEGIES:
+    return load(name)
+  return Strategy(STRATEGIES[name], config_sections.STRATEGIES[name], _DATA[name], _NEEDS_REFERENCE.get(name, False),
+                  _CHECKS.get(name))
+
+
+def options(name: str) -> dict[str, Any]:
+  """{option: default} of the user's own strategy of that dotted path."""
+  return all_options(load(name))
+
+
+def data(name: str) -> str:
+  """What the strategy of that name learns from, of `DATA`."""
+  return find(name).data
+
+
+def has_parts(name: str) -> bool:
+  """Whether its documents have parts: sides of a preference, or completions, that are kept whole."""
+  return data(name) in WITH_PARTS
+
+
+def wants_mismatched(cfg: Any) -> bool:
+  """Whether labelled completions come with another example's for the same prompt, see kto.py."""
+  return cfg.name == "kto" and cfg.loss == "kto"
+
+
 def needs_reference(cfg: Any) -> bool:
   """Whether the strategy of `config.strategy` compares the policy with a reference."""
-  needs = _NEEDS_REFERENCE.get(cfg.name)
-  return needs is not None and needs(cfg)
+  needs = find(cfg.name).needs_reference
+  return bool(needs(cfg)) if callable(needs) else needs
+
+
+def precomputes(cfg: Any) -> bool:
+  """Whether the reference's log-probs of all data are computed before the first step."""
+  return needs_reference(cfg) and "precompute" in cfg and cfg.precompute
 
 
 def reference_mix(cfg: Any) -> tuple[float, int]:
@@ -50,5 +96,5 @@ def check(config: Any) -> None:
   Raises:
     ConfigError: naming the key.
   """
-  if config.strategy.name in _CHECKS:
-    _CHECKS[config.strategy.name](config.strategy, config.grad_accum_steps, config.model)
+  if (own_check := find(config.strategy.name).check) is not None:
+    own_check(config.strategy, config.grad_accum_steps, config.model)
