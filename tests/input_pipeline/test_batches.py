@@ -105,7 +105,7 @@ def test_auto_suits_the_strategy():
   assert resolve_layout(config("sft", normalize="sequence")) == ("best_fit", "truncate_end", "sequence")
   assert resolve_layout(config("sft", "none", "drop", normalize="token")) == ("none", "drop", "token")
   assert resolve_layout(config("dpo")) == resolve_layout(config("kto")) == ("best_fit", "truncate_end", "token")
-  assert resolve_layout(config("mine", "best_fit", "error")) == ("best_fit", "error", "token")
+  assert resolve_layout(config("seq", "best_fit", "error")) == ("best_fit", "error", "token")
 
 
 @pytest.mark.parametrize("changed, said", [

@@ -201,8 +201,9 @@ def test_conversations_have_an_encoder_of_their_own(tmp_path, monkeypatch):
     make_encoder(config, None)
 
 
-def test_strategies_of_ones_own_learn_texts():
+def test_strategies_of_ones_own_learn_texts(monkeypatch):
+  monkeypatch.setitem(sys.modules, "own_module", types.SimpleNamespace(mine=lambda model, params, batch, rng, cfg: None))
   config = defaults()
-  config.strategy = ConfigDict(dict(name="mine"))
+  config.strategy = ConfigDict(dict(name="own_module.mine"))
   assert learns_texts(config)
   assert plain(encode(make_encoder(config, BytesTokenizer()), text="a"))[0] == [256, 97, 257]
