@@ -202,7 +202,8 @@ def test_conversations_have_an_encoder_of_their_own(tmp_path, monkeypatch):
 
 
 def test_strategies_of_ones_own_learn_texts(monkeypatch):
-  monkeypatch.setitem(sys.modules, "own_module", types.SimpleNamespace(mine=lambda model, params, batch, rng, cfg: None))
+  def mine(model, params, batch, rng, cfg): ...
+  monkeypatch.setitem(sys.modules, "own_module", types.SimpleNamespace(mine=mine))
   config = defaults()
   config.strategy = ConfigDict(dict(name="own_module.mine"))
   assert learns_texts(config)
