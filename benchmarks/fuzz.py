@@ -19,7 +19,7 @@ from pathlib import Path
 from types import ModuleType
 
 PACKAGES = ["input_pipeline", "models.hf", "trainer.config_checks", "trainer.config_values", "trainer.durations",
-            "trainer.patterns", "trainer.mesh", "jinja2", "json", "PIL.Image"]
+            "trainer.tree", "trainer.mesh", "jinja2", "json", "PIL.Image"]
 
 
 def fuzz(parsers: ModuleType, name: str, seconds: int, folder: Path) -> None:

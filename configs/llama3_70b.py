@@ -10,7 +10,8 @@ slices: --config.mesh.slice=2 --config.plan.slices=2 --config.batch_size=1024.
 
 from ml_collections import ConfigDict
 
-from trainer.config import ConfigError, defaults, evaluator, source
+from trainer.config import defaults, evaluator, source
+from trainer.errors import ConfigError
 
 
 def get_config(arg: str | None = None) -> ConfigDict:

@@ -16,7 +16,8 @@ LLaVA folders work as well. For answers of ten people (VQA): --config.evals.answ
 
 from ml_collections import ConfigDict
 
-from trainer.config import ConfigError, defaults, evaluator, source, strategy
+from trainer.config import defaults, evaluator, source, strategy
+from trainer.errors import ConfigError
 
 TOWER = r"^vision/"
 

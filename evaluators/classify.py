@@ -16,11 +16,10 @@ from jax.sharding import NamedSharding, PartitionSpec
 from evaluators import common, questions
 from evaluators.questions import Question
 from input_pipeline.batches import check_ids, empty_batch
-from input_pipeline.files import DataError
 from input_pipeline.prompts import Prompter
 from trainer import image_tokens, logprobs, pages
 from trainer.buckets import bucket
-from trainer.config import ConfigError
+from trainer.errors import ConfigError, DataError
 from trainer.mesh import batch_sharding, check_batch, place_batch
 from trainer.sampler import MIN_LENGTH
 from trainer.strategies import seq

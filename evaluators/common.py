@@ -18,7 +18,8 @@ import jax
 from jax.experimental import multihost_utils
 from jax.sharding import Mesh
 
-from trainer.config import ConfigError, load_class
+from trainer.dotted import load_class
+from trainer.errors import ConfigError
 
 
 @dataclass(frozen=True)

@@ -15,8 +15,8 @@ from evaluators.questions import Question
 from input_pipeline.answers import compile_pattern, extract, normalize
 from input_pipeline.prompts import Prompter
 from trainer import pages
-from trainer.config import ConfigError
 from trainer.drawing import Options
+from trainer.errors import ConfigError
 from trainer.sampler import Completion, Sampler
 from trainer.stop_strings import StopStrings, columns, ending
 

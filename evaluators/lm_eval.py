@@ -14,7 +14,7 @@ import numpy as np
 from evaluators import common
 from input_pipeline.prompts import Prompter
 from trainer import lm_eval
-from trainer.config import ConfigError
+from trainer.errors import ConfigError
 
 # Of `cfg`, what is handed to lm_eval's simple_evaluate.
 OPTIONS = ("num_fewshot", "limit", "apply_chat_template", "system_instruction", "fewshot_as_multiturn", "gen_kwargs")

@@ -10,7 +10,7 @@ from evaluators import common
 from input_pipeline import loader
 from input_pipeline.batches import check_ids
 from trainer import strategies
-from trainer.config import ConfigError
+from trainer.errors import ConfigError
 from trainer.mesh import batch_sharding, check_batch, place_batch
 from trainer.metrics import Mean
 from trainer.program import shares_prompts

@@ -7,11 +7,10 @@ import numpy as np
 
 from evaluators import common
 from input_pipeline.bad_rows import BadRows, Policy
-from input_pipeline.files import DataError
 from input_pipeline.prompts import Prompt, Prompter
 from input_pipeline.readers import Record
 from input_pipeline.sources import open_source
-from trainer.config import ConfigError
+from trainer.errors import ConfigError, DataError
 
 # Questions whose images are decoded at a time.
 DECODED = 512

@@ -8,8 +8,8 @@ import jax
 import numpy as np
 
 from evaluators import common
-from trainer.config import ConfigError
 from trainer.drawing import Options
+from trainer.errors import ConfigError
 from trainer.inspect import CONTEXT, token_texts
 from trainer.sampler import Completion, Sampler
 from trainer.stop_strings import StopStrings, columns

@@ -3,7 +3,7 @@
 import re
 from decimal import Decimal
 
-from trainer.config_sections import ConfigError
+from trainer.errors import ConfigError
 
 # With separators between thousands, a currency in front, and the point or comma that ends a sentence.
 NUMBER = re.compile(r"[-+]?\$?(\d{1,3}(,\d{3})+|\d+|(?=\.\d))(\.\d+)?[.,]?", re.ASCII)

@@ -8,8 +8,8 @@ from typing import Any, NamedTuple
 from absl import logging
 from ml_collections import ConfigDict
 
-from input_pipeline.files import BadTextError, DataError, Record
-from trainer.config import ConfigError
+from input_pipeline.files import BadTextError, Record
+from trainer.errors import ConfigError, DataError
 
 ON_BAD_ROW = ("error", "drop")
 # How many are told, after which a run that they stop looks no further.

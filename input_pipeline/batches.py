@@ -9,13 +9,13 @@ from ml_collections import ConfigDict
 
 from input_pipeline.cache import TokenizedSource
 from input_pipeline.examples import ZERO_ADVANTAGE, has_advantages, learns_texts
-from input_pipeline.files import SHOWN_NAME, DataError
+from input_pipeline.files import SHOWN_NAME
 from input_pipeline.fitting import OVER_LONG, WHOLE_OVER_LONG, Parts, Pieces, Units, fit, keep_images_whole, ragged
 from input_pipeline.image_batches import ImageLayout, Pictures
 from input_pipeline.image_texts import sees
 from input_pipeline.packing import Plan, make_plan
 from trainer import strategies
-from trainer.config import ConfigError
+from trainer.errors import ConfigError, DataError
 
 NORMALIZE = ("token", "sequence")
 # How many columns that nothing reads are named in the table at the start.

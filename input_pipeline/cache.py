@@ -25,10 +25,11 @@ from input_pipeline import cache_images, folders, partners
 from input_pipeline.bad_rows import BAD_ROW, BadRows, Policy
 from input_pipeline.cache_images import ImageWriter, SourceImages, changed_file
 from input_pipeline.examples import Encoded, Encoder
-from input_pipeline.files import DataError, FileHasher
+from input_pipeline.files import FileHasher
 from input_pipeline.readers import Record
 from input_pipeline.remarks import Tally
 from input_pipeline.sources import Source, utf8
+from trainer.errors import DataError
 
 # Raise when the same source and encoder would give other files.
 VERSION = 6

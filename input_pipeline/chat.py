@@ -21,9 +21,10 @@ from jinja2.exceptions import SecurityError, TemplateError, TemplateSyntaxError,
 from input_pipeline import hf_folder, special_tokens
 from input_pipeline.chat_budget import LimitError, Limits, RefusalError
 from input_pipeline.chat_sandbox import Sandbox
-from input_pipeline.files import DataError, printable
+from input_pipeline.files import printable
 from input_pipeline.sources import utf8
 from input_pipeline.tokenizer import Tokenizer
+from trainer.errors import DataError
 
 # The longest template in use has a quarter of this.
 MAX_SOURCE = 1 << 17

@@ -15,7 +15,7 @@ from input_pipeline.image_texts import vocab_size
 from input_pipeline.reference import PackedData
 from input_pipeline.sources import Source
 from input_pipeline.tokenizer import Tokenizer
-from trainer.config import ConfigError
+from trainer.errors import ConfigError
 
 
 def default_cache_dir(config: ConfigDict, workdir: str | Path) -> Path:

@@ -12,7 +12,7 @@ import numpy as np
 from ml_collections import ConfigDict
 
 from input_pipeline import special_tokens
-from input_pipeline.files import DataError, shown_names
+from input_pipeline.files import shown_names
 from input_pipeline.image_texts import sees
 from input_pipeline.images import EncodedImage
 from input_pipeline.readers import Record
@@ -20,7 +20,7 @@ from input_pipeline.remarks import LITERAL, Remark
 from input_pipeline.sources import Source, open_source
 from input_pipeline.tokenizer import Tokenizer
 from trainer import strategies
-from trainer.config import ConfigError
+from trainer.errors import ConfigError, DataError
 
 # Labels of tokens that are not trained, as in transformers.
 NOT_TRAINED = -100

@@ -15,7 +15,6 @@ from ml_collections import ConfigDict
 
 from input_pipeline.chat import ChatTemplate, load_template, template_of
 from input_pipeline.examples import NOTHING_TO_TRAIN, Encoded
-from input_pipeline.files import DataError
 from input_pipeline.image_texts import ImageTemplate, image_format, refuse_stand_in, text_of
 from input_pipeline.images import EncodedImage, ImageRef
 from input_pipeline.readers import Record
@@ -24,7 +23,7 @@ from input_pipeline.shapes import COLUMNS, REASONING, Conversation, Plain, Shape
 from input_pipeline.spans import POLICIES, SpanFinder
 from input_pipeline.tokenizer import Tokenizer
 from trainer import strategies
-from trainer.config import ConfigError
+from trainer.errors import ConfigError, DataError
 
 # Raise when the same rows and options would give other tokens or weights.
 VERSION = 3

@@ -14,13 +14,12 @@ from ml_collections import ConfigDict
 
 from input_pipeline.examples import MISMATCHED, Encoded
 from input_pipeline.examples_chat import ChatEncoder, fields_of, texts_of
-from input_pipeline.files import DataError
 from input_pipeline.readers import Record
 from input_pipeline.shapes import Plain
 from input_pipeline.shapes_pairs import PairReader, Side
 from input_pipeline.tokenizer import Tokenizer
 from trainer import strategies
-from trainer.config import ConfigError
+from trainer.errors import ConfigError, DataError
 
 # Raise when the same rows and options would give other tokens or weights.
 VERSION = 2

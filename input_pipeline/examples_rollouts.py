@@ -21,7 +21,7 @@ from ml_collections import ConfigDict
 from input_pipeline.examples import NOTHING_TO_TRAIN, ZERO_ADVANTAGE, Encoded
 from input_pipeline.examples_chat import fields_of, texts_of
 from input_pipeline.examples_pairs import SidesEncoder
-from input_pipeline.files import DataError, shown_names
+from input_pipeline.files import shown_names
 from input_pipeline.image_texts import vocab_size
 from input_pipeline.prompts import Asked, Prompter, PromptReader
 from input_pipeline.readers import Record
@@ -29,7 +29,7 @@ from input_pipeline.shapes import Conversation, Plain
 from input_pipeline.shapes_pairs import SHAPE, Side
 from input_pipeline.tokenizer import Tokenizer
 from trainer import advantages
-from trainer.config import ConfigError
+from trainer.errors import ConfigError, DataError
 
 # Raise when the same rows and options would give other tokens, weights or advantages.
 VERSION = 1

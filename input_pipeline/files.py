@@ -16,7 +16,7 @@ from absl import logging
 from ml_collections import ConfigDict
 
 from trainer import whole_files
-from trainer.config import ConfigError
+from trainer.errors import ConfigError, DataError
 
 CHUNK = 1 << 20
 # Compressed files are unpacked so many bytes at a time: what these become is bounded, however well they are compressed.
@@ -30,10 +30,6 @@ MAX_DEPTH, SHOWN_NAMES, SHOWN_NAME = 100, 20, 60
 BOM = b"\xef\xbb\xbf"
 # What datasets' `save_to_disk` writes beside a Dataset's files, and in the folder of a DatasetDict.
 SAVED_DATASET, SAVED_SPLITS = "state.json", "dataset_dict.json"
-
-
-class DataError(ValueError):
-  """Data that cannot be used; the message says what was found, where, and what to change."""
 
 
 class BadTextError(DataError):

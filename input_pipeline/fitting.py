@@ -10,8 +10,7 @@ import numpy as np
 
 from input_pipeline.cache import WEIGHTS_READ, TokenizedSource
 from input_pipeline.examples import MISMATCHED
-from input_pipeline.files import DataError
-from trainer.config import ConfigError
+from trainer.errors import ConfigError, DataError
 
 OVER_LONG = ("split", "truncate_end", "truncate_start", "drop", "error")
 # Of these, what documents with parts can have.

@@ -19,8 +19,7 @@ from tokenizers import AddedToken, decoders, models, pre_tokenizers
 from tokenizers import Tokenizer as Backend
 
 from input_pipeline import hf_classes
-from input_pipeline.files import DataError
-from trainer.config import ConfigError
+from trainer.errors import ConfigError, DataError
 
 NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 # Kept beside a saved tokenizer.json, as they are.

@@ -12,7 +12,7 @@ from input_pipeline.cache import TokenizedSource
 from input_pipeline.fitting import Pieces, ragged
 from input_pipeline.image_texts import preprocess_of, tokens_per_image
 from input_pipeline.image_workers import Task, decode
-from trainer.config import ConfigError
+from trainer.errors import ConfigError
 
 CAUSAL, IMAGE, PREFIX = "causal", "image", "prefix"
 

@@ -15,10 +15,9 @@ from absl import logging
 from ml_collections import ConfigDict
 
 from input_pipeline.chat import ChatTemplate, Rendered
-from input_pipeline.files import DataError
 from input_pipeline.images import FORMATS, KEYS, EncodedImage, ImageError, ImageRef, Preprocess, check_preprocess, read
 from input_pipeline.tokenizer import Tokenizer
-from trainer.config import ConfigError
+from trainer.errors import ConfigError, DataError
 
 # A noncharacter of Unicode, not among those of `special_tokens`; and an id that no token has.
 IMAGE, IMAGE_ID = "\U0001fffe", -1

@@ -23,8 +23,8 @@ from typing import Any, NamedTuple
 import numpy as np
 from PIL import Image, ImageOps, PpmImagePlugin, TiffImagePlugin, features
 
-from input_pipeline.files import DataError, shown_names
-from trainer.config import ConfigError
+from input_pipeline.files import shown_names
+from trainer.errors import ConfigError, DataError
 
 
 def _has(library: str) -> bool:

@@ -27,7 +27,7 @@ from input_pipeline.sources import open_source
 from input_pipeline.steps import MAX_STEPS, ROWS, Past, Steps, steps_of_batches
 from input_pipeline.tokenizer import Tokenizer
 from trainer import strategies
-from trainer.config import ConfigError
+from trainer.errors import ConfigError
 
 __all__ = [
     "EvalData", "Prefetcher", "TrainData", "default_cache_dir", "make_eval_data", "make_train_data", "train_texts"]

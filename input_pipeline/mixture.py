@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from trainer.config import ConfigError
+from trainer.errors import ConfigError
 
 SHARE_BITS = 30
 # No run is longer: searches for a row stop here.

@@ -17,9 +17,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from input_pipeline.files import DataError
 from input_pipeline.fitting import Pieces, Spans, fit, ragged
-from trainer.config import ConfigError
+from trainer.errors import ConfigError, DataError
 
 PACKINGS = ("concat", "best_fit", "none")
 # (document, begin, end) -> how many of tokens begin + 1 to end have a weight; see `TokenizedSource.count_trained`.

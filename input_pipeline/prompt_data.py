@@ -19,7 +19,6 @@ from absl import logging
 from ml_collections import ConfigDict
 
 from input_pipeline.bad_rows import BAD_ROW, BadRows, Policy
-from input_pipeline.files import DataError
 from input_pipeline.image_texts import BAD_IMAGE
 from input_pipeline.images import ImageError, Images
 from input_pipeline.loader import used_sources
@@ -30,7 +29,7 @@ from input_pipeline.readers import Record
 from input_pipeline.remarks import Tally
 from input_pipeline.sources import Source, open_source
 from input_pipeline.tokenizer import Tokenizer
-from trainer.config import ConfigError
+from trainer.errors import ConfigError, DataError
 
 OVER_LONG = ("auto", "drop", "error")
 DUPLICATE, TOO_LONG = "duplicate", "too long"

@@ -7,7 +7,7 @@ import numpy as np
 from ml_collections import ConfigDict
 
 from input_pipeline.examples_chat import ChatEncoder, fields_of
-from input_pipeline.files import DataError, shown_names
+from input_pipeline.files import shown_names
 from input_pipeline.image_texts import IMAGE, attach, content_parts, parts_of, text_of
 from input_pipeline.images import ImageRef, Images
 from input_pipeline.readers import Record
@@ -16,7 +16,7 @@ from input_pipeline.segments import Segment, SegmentEncoder
 from input_pipeline.shapes import BESIDE, Conversation, ShapeReader
 from input_pipeline.sources import utf8
 from input_pipeline.tokenizer import Tokenizer
-from trainer.config import ConfigError
+from trainer.errors import ConfigError, DataError
 
 # Columns that may hold a prompt, and those of them in which it is a whole conversation, with the answer at its end.
 PROMPT_COLUMNS = ("prompt", "prompts", "messages", "conversations", "instruction")

@@ -16,7 +16,6 @@ from ml_collections import ConfigDict
 
 from input_pipeline.files import (
   BadTextError,
-  DataError,
   File,
   NotJSONError,
   Record,
@@ -32,7 +31,7 @@ from input_pipeline.readers_arrow import ArrowReader, ParquetReader
 from input_pipeline.readers_json import JsonlReader, parse_object
 from input_pipeline.readers_made import ArithmeticMistakesReader, ArithmeticReader, DigitsReader, png
 from input_pipeline.readers_python import PythonDocstringPairsReader, PythonDocstringsReader, PythonStdlibReader
-from trainer.config import ConfigError
+from trainer.errors import ConfigError, DataError
 
 
 class TextReader:

@@ -17,7 +17,6 @@ from ml_collections import ConfigDict
 from input_pipeline.files import (
   SAVED_DATASET,
   SAVED_SPLITS,
-  DataError,
   File,
   NotJSONError,
   Record,
@@ -26,6 +25,7 @@ from input_pipeline.files import (
   parse_json,
   the_path,
 )
+from trainer.errors import DataError
 
 if TYPE_CHECKING:
   import pyarrow as pa

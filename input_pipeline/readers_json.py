@@ -11,7 +11,6 @@ from input_pipeline.files import (
   BOM,
   MAX_DEPTH,
   MAX_LINE,
-  DataError,
   File,
   NotJSONError,
   Record,
@@ -24,6 +23,7 @@ from input_pipeline.files import (
   split_lines,
   the_path,
 )
+from trainer.errors import DataError
 
 _STRUCTURE = re.compile(rb'[\[\]{}"]')
 _SPACE, _SCALAR = re.compile(rb"[ \t\r\n]*"), re.compile(rb"[^\s,:\[\]{}\"]+")

@@ -10,8 +10,8 @@ import numpy as np
 from ml_collections import ConfigDict
 from PIL import Image
 
-from input_pipeline.files import DataError, File, Record, Tally, read_bytes
-from trainer.config import ConfigError
+from input_pipeline.files import File, Record, Tally, read_bytes
+from trainer.errors import ConfigError, DataError
 
 
 def asks_chats(cfg: ConfigDict, source: str) -> bool:

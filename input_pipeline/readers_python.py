@@ -14,8 +14,9 @@ from pathlib import Path
 from absl import logging
 from ml_collections import ConfigDict
 
-from input_pipeline.files import DataError, File, Record, Tally, read_bytes, walk
+from input_pipeline.files import File, Record, Tally, read_bytes, walk
 from input_pipeline.readers_made import as_chat, asks_chats
+from trainer.errors import DataError
 
 
 class PythonStdlibReader:

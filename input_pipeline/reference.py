@@ -28,7 +28,7 @@ from absl import logging
 
 from input_pipeline import folders
 from input_pipeline.batches import PackedSource, empty_batch, image_layout
-from trainer.config import ConfigError
+from trainer.errors import ConfigError
 
 VERSION = 1
 # Values written at a time.

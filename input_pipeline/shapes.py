@@ -15,11 +15,12 @@ Each row is recognised by itself. It may have images (`image`, `images`) if the 
 from collections.abc import Collection, Mapping
 from typing import Any, NamedTuple
 
-from input_pipeline.files import DataError, shown_names
+from input_pipeline.files import shown_names
 from input_pipeline.image_texts import ImageFormat, attach, column_refs, content_parts
 from input_pipeline.images import ImageRef
 from input_pipeline.readers import Record
 from input_pipeline.tool_calls import CALLING, SPEAKERS, calls_of, found, from_json, joined, said_call
+from trainer.errors import DataError
 
 # Each shape's columns; of alternatives in a tuple one must be there.
 SHAPES: dict[str, tuple[str | tuple[str, ...], ...]] = {

@@ -11,10 +11,11 @@ The answers are then strings or messages; of labelled rows, the output or the la
 import re
 from typing import NamedTuple
 
-from input_pipeline.files import DataError, shown_names
+from input_pipeline.files import shown_names
 from input_pipeline.image_texts import text_of
 from input_pipeline.readers import Record
 from input_pipeline.shapes import Conversation, Plain, ShapeReader
+from trainer.errors import DataError
 
 SHAPE = "prompt/completion"
 

@@ -21,11 +21,12 @@ from ml_collections import ConfigDict
 from tqdm import tqdm
 
 from input_pipeline.bad_rows import BadRows
-from input_pipeline.files import DataError, Tally, hash_file
+from input_pipeline.files import Tally, hash_file
 from input_pipeline.readers import READERS, Record, TextReader
-from trainer.config import ConfigError, load_object
+from trainer.dotted import load_object
+from trainer.errors import ConfigError, DataError
 
-__all__ = ["DataError", "Record", "Source", "open_source"]
+__all__ = ["Record", "Source", "open_source"]
 
 SPLITS = ("all", "train", "validation")
 # Part of every fingerprint: raise it when the same files would give other records.

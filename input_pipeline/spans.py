@@ -17,13 +17,13 @@ from absl import logging
 
 from input_pipeline import once, special_tokens
 from input_pipeline.chat import ChatTemplate, Rendered
-from input_pipeline.files import DataError
 from input_pipeline.image_texts import ImageTemplate, text_of
 from input_pipeline.remarks import CHANGED, PROMPT, Remark
 from input_pipeline.segments import Segment
 from input_pipeline.shapes import REASONING, Conversation
 from input_pipeline.spans_shown import beginning, contents, holds
 from input_pipeline.tokenizer import Tokenizer
+from trainer.errors import DataError
 
 POLICIES = ("split", "last", "error")
 _ASKED, _SAID = {"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}

@@ -9,7 +9,7 @@ import json
 import re
 from collections.abc import Iterable, Iterator
 
-from input_pipeline.files import DataError
+from trainer.errors import DataError
 
 NONCHARACTERS = range(0xFDD0, 0xFDF0)
 # Stands in for the first character of a special token's literal that is ordinary text.

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from trainer.config import ConfigError
+from trainer.errors import ConfigError
 
 ROWS, PROMPTS = "rows", "prompts"
 MAX_STEPS = 2**31 - 1

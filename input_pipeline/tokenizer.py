@@ -19,11 +19,10 @@ from tokenizers import decoders, models, pre_tokenizers, trainers
 from tqdm import tqdm
 
 from input_pipeline import once, special_tokens
-from input_pipeline.files import DataError
 from input_pipeline.hf_folder import TokenizerFiles, find_tokenizer
 from input_pipeline.token_bytes import byte_chars as _byte_chars
 from input_pipeline.tokenizer_hf import HFTokenizer, Placed, split_text, write_files
-from trainer.config import ConfigError
+from trainer.errors import ConfigError, DataError
 
 BOS, EOS = "<|bos|>", "<|eos|>"
 TYPES = ("bytes", "bpe", "hf")

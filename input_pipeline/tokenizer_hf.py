@@ -12,10 +12,10 @@ from tokenizers import Encoding
 from tokenizers import Tokenizer as Backend
 
 from input_pipeline import hf_folder, once, special_tokens
-from input_pipeline.files import DataError
 from input_pipeline.hf_folder import TokenizerFiles, add_tokens, make_backend
 from input_pipeline.token_bytes import token_bytes
 from trainer import whole_files
+from trainer.errors import DataError
 
 # Longer documents are encoded in parts of about so many characters, to bound memory.
 PART_CHARS = 1 << 18

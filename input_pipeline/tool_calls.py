@@ -7,7 +7,8 @@ OpenAI's `tool_calls`, its older `function_call`, and the `function_call` messag
 from collections.abc import Mapping
 from typing import Any
 
-from input_pipeline.files import DataError, NotJSONError, parse_json
+from input_pipeline.files import NotJSONError, parse_json
+from trainer.errors import DataError
 
 # Who a message is of, by names that are no roles of templates. CALLING say what the assistant calls.
 CALLING = ("function_call", "tool_call")

@@ -22,7 +22,8 @@ import jax
 import jax.numpy as jnp
 from ml_collections import ConfigDict
 
-from trainer.config import ConfigError, load_class
+from trainer.dotted import load_class
+from trainer.errors import ConfigError
 from trainer.metrics import Mean
 
 Params = dict[str, Any]

@@ -13,8 +13,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from trainer import patterns
-from trainer.config import ConfigError
+from trainer import tree
+from trainer.errors import ConfigError
 
 # The parameters that are trained where there are adapters.
 TRAINED = r"/lora_[ab]$"
@@ -48,7 +48,7 @@ def check_patterns(targets: tuple[str, ...]) -> None:
     raise ConfigError("model.lora.targets is empty, so that there would be nothing to train. Name kernels, e.g. "
                       "('blocks/attn/[qkvo]/kernel',), or set model.lora.rank=0.")
   for target in targets:
-    patterns.search(target, (), "model.lora.targets", must_match=False)
+    tree.search(target, (), "model.lora.targets", must_match=False)
 
 
 def check_targets(targets: tuple[str, ...], paths: Iterable[str]) -> None:
@@ -65,7 +65,7 @@ def check_targets(targets: tuple[str, ...], paths: Iterable[str]) -> None:
   matrices = [path for path in paths if re.search(r"/(kernel|embedding)$", path)]
   adapted = {kernel_of(path) for path in paths if is_adapter(path)}
   for target in targets:
-    if refused := [path for path in patterns.search(target, matrices, where) if path not in adapted]:
+    if refused := [path for path in tree.search(target, matrices, where) if path not in adapted]:
       raise ConfigError(f"{where}: {target!r} matches {', '.join(refused)}, which cannot have adapters: they are for "
                         "the kernels of attention, of the MLP and of shared experts, not for routers, routed experts "
                         "and embeddings. A regex is found anywhere in a path; e.g. 'blocks/attn/[qkvo]/kernel'.")
@@ -73,8 +73,8 @@ def check_targets(targets: tuple[str, ...], paths: Iterable[str]) -> None:
 
 def off(params: Mapping[str, Any]) -> dict[str, Any]:
   """The parameters with adapters that change nothing: the base model, in the same tree (a reference for DPO, say)."""
-  flat = patterns.flatten(params)
-  return patterns.unflatten(
+  flat = tree.flatten(params)
+  return tree.unflatten(
       {path: jnp.zeros_like(leaf) if path.endswith("/lora_b") else leaf for path, leaf in flat.items()})
 
 
@@ -85,14 +85,14 @@ def merge(params: Mapping[str, Any], scale: float) -> dict[str, Any]:
     params: nested dict; kernels not quantised (see `quantize.restore`).
     scale: `spec.lora.scale`.
   """
-  flat = patterns.flatten(params)
+  flat = tree.flatten(params)
   merged = {path: leaf for path, leaf in flat.items() if not is_adapter(path)}
   for path in merged:
     a, b = (flat.get(beside) for beside in pair(path))
     if path.endswith("/kernel") and a is not None:
       product = jnp.matmul(*(x.astype(jnp.float32) for x in (a, b)), precision=jax.lax.Precision.HIGHEST)
       merged[path] = (merged[path].astype(jnp.float32) + product * scale).astype(merged[path].dtype)
-  return patterns.unflatten(merged)
+  return tree.unflatten(merged)
 
 
 def merged_reader(read_base: ReadLeaf, read_adapter: ReadLeaf, adapters: Iterable[str], scale: float) -> ReadLeaf:

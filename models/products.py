@@ -31,8 +31,8 @@ import jax
 import jax.numpy as jnp
 
 from models import halves
-from trainer import patterns
-from trainer.config import ConfigError
+from trainer import tree
+from trainer.errors import ConfigError
 
 FORMS = ("none", "int8", "fp8")
 GRADIENTS = ("none", "inputs", "all")
@@ -93,7 +93,7 @@ class Products:
       ConfigError: naming the pattern, and the kernels that there are.
     """
     kernels = [path for path in paths if Products(self.product).of(path)]
-    if kernels and len(patterns.select(self.skip, kernels, "precision.matmul_skip")) == len(kernels):
+    if kernels and len(tree.select(self.skip, kernels, "precision.matmul_skip")) == len(kernels):
       raise ConfigError(f"precision.matmul_skip = {self.skip!r} leaves no kernel to be multiplied in "
                         f"{self.product.form}; there are {', '.join(kernels[:8])}. Use --config.precision.matmul=none.")
 

@@ -21,7 +21,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from trainer.config import ConfigError
+from trainer.errors import ConfigError
 
 KINDS = ("int8", "nf4")
 # Inputs that share a scale in nf4.

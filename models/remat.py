@@ -18,7 +18,7 @@ import jax
 from jax.ad_checkpoint import checkpoint_name
 
 from models import halves, placement
-from trainer.config import ConfigError
+from trainer.errors import ConfigError
 
 __all__ = ["HOST_MEMORY", "JAX_POLICIES", "REMAT", "named", "remat_policy"]
 

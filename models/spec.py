@@ -9,7 +9,7 @@ from models import attention, layers, rope
 from models.rope import Rope, RopeScaling
 from models.spec_checks import at_least_one, cap, one_of
 from models.spec_vision import VISION_KEYS, Vision, make_vision
-from trainer.config import ConfigError
+from trainer.errors import ConfigError
 
 # The keys of the config's `model` section that say what function is computed; a checkpoint's config.json has them.
 ARCHITECTURE_KEYS = (

@@ -2,7 +2,7 @@
 
 import difflib
 
-from trainer.config import ConfigError
+from trainer.errors import ConfigError
 
 
 def one_of(key: str, value: str, allowed: tuple[str, ...]) -> str:

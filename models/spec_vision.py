@@ -8,7 +8,7 @@ from ml_collections import ConfigDict
 
 from models import layers
 from models.spec_checks import at_least_one, one_of
-from trainer.config import ConfigError
+from trainer.errors import ConfigError
 
 # The keys of `model.vision` that say what function is computed.
 VISION_KEYS = tuple(f"vision.{key}" for key in (

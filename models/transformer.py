@@ -32,8 +32,8 @@ from models.products import Products
 from models.remat import remat_policy
 from models.rope import rope_table
 from models.spec import Spec, make_spec, padded_vocab_size
-from trainer import patterns
-from trainer.config import ConfigError
+from trainer import tree
+from trainer.errors import ConfigError
 
 
 class Decoder(nnx.Module):
@@ -195,15 +195,15 @@ class Transformer:
   def decoding_params(self, params: Params) -> Params:
     """See `models.api.Generative`: kernels and tables in the dtype that they are used in, so that no token reads more;
     those of layers that run one by one apart, and where that is faster with their outputs first."""
-    paths = {path.removesuffix("_across"): path for path in patterns.flatten(self._decoding[1])}
+    paths = {path.removesuffix("_across"): path for path in tree.flatten(self._decoding[1])}
 
     def as_used(path: str, leaf: jax.Array) -> jax.Array:
       used = path.endswith(("/kernel", "/embedding")) and not path.endswith("router/kernel")  # routers use float32
       wider = jnp.issubdtype(leaf.dtype, jnp.floating) and leaf.dtype.itemsize > self._dtypes[1].itemsize
       return leaf.astype(self._dtypes[1]) if used and wider else leaf
 
-    params = {path: as_used(path, leaf) for path, leaf in patterns.flatten(params).items()}
-    params = patterns.unflatten({
+    params = {path: as_used(path, leaf) for path, leaf in tree.flatten(params).items()}
+    params = tree.unflatten({
         paths[path]: leaf if paths[path] == path else leaf.swapaxes(-1, -2) for path, leaf in params.items()})
     return {**params, "blocks": unstack(params["blocks"], self.num_layers)} if self._one_by_one else params
 
@@ -332,7 +332,7 @@ class Transformer:
 
   def _logical(self) -> dict[str, jax.ShapeDtypeStruct]:
     """Shapes by path, of quantised kernels as they were."""
-    return quantize.logical(patterns.flatten(self.abstract_params()))
+    return quantize.logical(tree.flatten(self.abstract_params()))
 
 
 def _frozen(form: str, freeze: Sequence[str], adapters: bool) -> quantize.Frozen:

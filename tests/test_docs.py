@@ -11,15 +11,15 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from input_pipeline.files import DataError
 from input_pipeline.sources import open_source
 from models import api
 from tests import tiny
 from trainer import config as config_lib
-from trainer import config_checks, durations, optim, patterns, train
+from trainer import config_checks, durations, optim, train, tree
 from trainer import mesh as mesh_lib
-from trainer.config import ConfigError, defaults, evaluator, source, strategy
-from trainer.metrics import read_rows
+from trainer.config import defaults, evaluator, source, strategy
+from trainer.errors import ConfigError, DataError
+from trainer.writers import read_rows
 
 DOCS = sorted((tiny.ROOT / "docs").glob("*.md"))
 PAGES = [tiny.ROOT / "README.md", *DOCS]
@@ -97,7 +97,7 @@ def test_the_source_is_mixed_in_and_names_a_bad_line(project, corpus):
 def test_the_model_trains_and_keeps_documents_apart(project, corpus):
   config = configured(corpus, "A model", model=defaults().model)
   run = train(config, project / "w")
-  shapes = {path: leaf.shape for path, leaf in patterns.flatten(run.state["params"]).items()}
+  shapes = {path: leaf.shape for path, leaf in tree.flatten(run.state["params"]).items()}
   assert shapes == {"embed/embedding": (258, 32), "mix/kernel": (4, 32, 32)}
   losses = rows_of(project / "w", "loss")
   assert losses[1] == pytest.approx(np.log(258), abs=0.1) and losses[3] < losses[1]

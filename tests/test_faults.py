@@ -16,8 +16,8 @@ import pytest
 from tests import tiny
 from trainer import checkpoint, train
 from trainer.callbacks import Callback
-from trainer.config import ConfigError
-from trainer.metrics import read_rows
+from trainer.errors import ConfigError
+from trainer.writers import read_rows
 
 STEPS = 60
 

@@ -12,7 +12,7 @@ from models import hf
 from trainer import config_checks, hardware
 from trainer import mesh as mesh_lib
 from trainer import program as program_lib
-from trainer.config import ConfigError
+from trainer.errors import ConfigError
 
 LLAMA = dict(
     model_type="llama", architectures=["LlamaForCausalLM"], attention_bias=False, hidden_act="silu",

@@ -9,7 +9,7 @@ from absl import app, flags, logging
 from ml_collections import config_flags
 
 from trainer import config_typed, startup
-from trainer.config import ConfigError
+from trainer.errors import ConfigError
 
 config_flags.DEFINE_config_file("config", None, "Config file, e.g. configs/quickstart.py.", lock_config=True)
 _WORKDIR = flags.DEFINE_string("workdir", None, "Folder for checkpoints, metrics and samples; the same folder resumes.")
@@ -29,8 +29,8 @@ def main(argv: list[str]) -> None:
   # JAX takes seconds to import: only now, so that a mistyped flag is told at once.
   import jax
 
-  from input_pipeline.sources import DataError
   from trainer import bases
+  from trainer.errors import DataError
   from trainer.inspect import inspect
   from trainer.main import train
   from trainer.plan import out_of_memory, plan

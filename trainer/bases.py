@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from trainer.config import ConfigError
+from trainer.errors import ConfigError
 from trainer.report.history import last_end
 
 LOCK = ".made_by"

@@ -21,7 +21,8 @@ from tqdm import tqdm
 
 from trainer import liveness
 from trainer import rows as rows_lib
-from trainer.config import ConfigError, load_class
+from trainer.dotted import load_class
+from trainer.errors import ConfigError
 from trainer.state import averaged
 
 if TYPE_CHECKING:

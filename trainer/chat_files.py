@@ -16,8 +16,8 @@ from typing import Any
 
 from input_pipeline import hf_folder
 from input_pipeline.chat import MORE, ChatTemplate
-from input_pipeline.files import DataError
 from trainer import whole_files
+from trainer.errors import DataError
 
 DEFAULT, TOOLS = "default", "tool_use"
 

@@ -21,11 +21,11 @@ import orbax.checkpoint as ocp
 from absl import logging
 from etils import epath
 
-from trainer import damage, patterns, processes, retention, seals
+from trainer import damage, processes, retention, seals
+from trainer import tree as tree_lib
 from trainer.checkpoint_names import ASIDE, find, listed, set_aside
-from trainer.config import ConfigError
 from trainer.damage import in_short
-from trainer.seals import CheckpointError, Damaged
+from trainer.errors import CheckpointError, ConfigError, Damaged
 
 CHUNK_BYTES = 64 << 20
 # What a checkpoint consists of; `arrays` only where there are any.
@@ -82,9 +82,9 @@ class Checkpoints:
     stored = dict(state)
     left_out: dict[str, Any] = {}
     for part, paths in self._leave_out.items():
-      flat = patterns.flatten(state[part])
+      flat = tree_lib.flatten(state[part])
       for half, chosen in ((stored, flat.keys() - paths), (left_out, flat.keys() & paths)):
-        half[part] = patterns.unflatten({path: flat[path] for path in flat if path in chosen})
+        half[part] = tree_lib.unflatten({path: flat[path] for path in flat if path in chosen})
         if not half[part]:
           del half[part]
     return stored, left_out
@@ -93,8 +93,8 @@ class Checkpoints:
     """The state that `split` took apart."""
     merged = dict(stored)
     for part, tree in left_out.items():
-      flat = patterns.flatten(stored.get(part, {})) | patterns.flatten(tree)
-      merged[part] = patterns.unflatten(dict(sorted(flat.items())))
+      flat = tree_lib.flatten(stored.get(part, {})) | tree_lib.flatten(tree)
+      merged[part] = tree_lib.unflatten(dict(sorted(flat.items())))
     return merged
 
   def save(self, step: int, state: Any, meta: dict[str, Any], metrics: dict[str, float] | None = None,
@@ -126,7 +126,7 @@ class Checkpoints:
     return True
 
   def _refuse_nonfinite(self, step: int, state: dict[str, Any]) -> None:
-    counts = {path: int(n) for path, n in jax.device_get(_nonfinite(patterns.flatten(state.get("params", {})))).items()}
+    counts = {path: int(n) for path, n in jax.device_get(_nonfinite(tree_lib.flatten(state.get("params", {})))).items()}
     bad = [f"{path} ({n:,})" for path, n in counts.items() if n]
     if bad:
       complete = self.steps()
@@ -247,7 +247,7 @@ def param_shapes(folder: Path) -> dict[str, Any]:
     CheckpointError: it cannot be read.
   """
   with damage.reading(folder):
-    return patterns.flatten(saved_tree(folder)["params"])
+    return tree_lib.flatten(saved_tree(folder)["params"])
 
 
 def saved_tree(folder: Path) -> dict[str, Any]:
@@ -258,7 +258,7 @@ def saved_tree(folder: Path) -> dict[str, Any]:
 
 def _check_fits(folder: Path, target: Any) -> None:
   """Refuses a checkpoint whose arrays are not those of this run; reading it would only look like damage."""
-  problems = patterns.compare(patterns.flatten(_as_dicts(target)), patterns.flatten(saved_tree(folder)))
+  problems = tree_lib.compare(tree_lib.flatten(_as_dicts(target)), tree_lib.flatten(saved_tree(folder)))
   if problems:
     raise ConfigError(f"{folder} was saved by another model or optimizer (-: only here, +: only there, !: other shape):"
                       "\n  " + "\n  ".join(problems[:40]) + "\nUse the config it was saved with, or another --workdir; "
@@ -271,13 +271,13 @@ def restore_params(folder: Path, wanted: dict[str, jax.ShapeDtypeStruct]) -> dic
   Raises:
     CheckpointError: some are not what was saved.
   """
-  target = {"params": patterns.unflatten(wanted)}
+  target = {"params": tree_lib.unflatten(wanted)}
   with damage.reading(folder):
-    saved = patterns.flatten(saved_tree(folder)["params"])
+    saved = tree_lib.flatten(saved_tree(folder)["params"])
     with quietly(), ocp.PyTreeCheckpointer() as reader:
       restored = reader.restore(folder / "state", args=ocp.args.PyTreeRestore(
           item=target, restore_args=ocp.checkpoint_utils.construct_restore_args(target), partial_restore=True))
-    params = patterns.flatten(restored["params"])
+    params = tree_lib.flatten(restored["params"])
     # Those that are read in another dtype have other bits.
     same = {path: leaf for path, leaf in params.items() if leaf.dtype == saved[path].dtype}
     seals.check(damage.meta_of(folder), {f"params/{path}": leaf for path, leaf in same.items()}, folder)
@@ -303,7 +303,7 @@ def _read(folder: Path, target: Any) -> Restored:
     _check_fits(folder, target)
     # Not by Orbax's manager, whose processes would wait here for one that failed.
     with contextlib.closing(ocp.PyTreeCheckpointHandler()) as handler:
-      flat = patterns.flatten(handler.restore(epath.Path(folder / "state"), args=ocp.args.PyTreeRestore(
+      flat = tree_lib.flatten(handler.restore(epath.Path(folder / "state"), args=ocp.args.PyTreeRestore(
           as_dicts, ocp.checkpoint_utils.construct_restore_args(as_dicts))))
     meta = damage.meta_of(folder)
     arrays = _read_arrays(folder) if meta.get("arrays") else None
@@ -350,7 +350,7 @@ def _names(key_path) -> list[str]:
 
 def _as_dicts(tree: Any) -> dict[str, Any]:
   """Any tree as nested dicts by path, so that a checkpoint does not depend on Python classes."""
-  return patterns.unflatten(_by_path(tree))
+  return tree_lib.unflatten(_by_path(tree))
 
 
 def _by_path(tree: Any) -> dict[str, Any]:

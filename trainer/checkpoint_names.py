@@ -4,7 +4,7 @@ import os
 import re
 from pathlib import Path
 
-from trainer.config import ConfigError
+from trainer.errors import ConfigError
 
 ASIDE = ".unreadable"
 

@@ -20,7 +20,7 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from trainer.config import ConfigError
+from trainer.errors import ConfigError
 
 Combination = dict[str, Any]
 # Characters of a name without its hash.

@@ -14,9 +14,10 @@ from typing import Any
 
 from ml_collections import ConfigDict
 
-from trainer.config import DURATION_UNITS, STRATEGIES, ConfigError, defaults, evaluator, reward, source, strategy
+from trainer.config import DURATION_UNITS, STRATEGIES, defaults, evaluator, reward, source, strategy
 from trainer.config_precision import check_precision
 from trainer.config_values import check_ranges, odd, odd_name
+from trainer.errors import ConfigError
 
 _DICTS = (Mapping, ConfigDict)
 # So many problems are told at once.

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-from trainer.config_sections import ConfigError
+from trainer.errors import ConfigError
 
 ALLOWED = {
     "params": ("float32", "bfloat16"),

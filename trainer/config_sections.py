@@ -8,6 +8,8 @@
 
 from ml_collections import ConfigDict, config_dict
 
+from trainer.errors import ConfigError
+
 
 def unset(kind: type) -> config_dict.FieldReference:
   """A key of that type with no value yet. (A new one each time: ml_collections ties together keys that share one.)"""
@@ -15,10 +17,6 @@ def unset(kind: type) -> config_dict.FieldReference:
 
 
 DURATION_UNITS = ("steps", "examples", "tokens", "epochs", "percent")
-
-
-class ConfigError(ValueError):
-  """A config that cannot be run; the message says what was found, what is allowed, what to type."""
 
 
 def duration(prefix: str, **given: float) -> dict:

@@ -8,7 +8,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from trainer.config_sections import ConfigError
+from trainer.errors import ConfigError
 
 # Names become parts of metrics, files and keys on the command line.
 NAME, LONGEST_NAME = re.compile(r"\w[\w-]*"), 64

@@ -17,8 +17,8 @@ from typing import Any
 import jax
 
 from trainer import processes
-from trainer.config import ConfigError
-from trainer.seals import CheckpointError, Damaged, unseal
+from trainer.errors import CheckpointError, ConfigError, Damaged
+from trainer.seals import unseal
 
 # What TensorStore says of contents, by its code or in words; of the system's errors it gives the number, too.
 _OF_CONTENTS = re.compile(r"^DATA_LOSS|^OUT_OF_RANGE|^NOT_FOUND|Error decoding|decompress|checksum verification failed")

@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from trainer import patterns
+from trainer import tree as tree_lib
 
 Tree = dict[str, Any]
 
@@ -132,7 +132,7 @@ def adafactor(decay_exponent: float, min_dim_size_to_factor: int) -> Direction:
     return rank(path, p) == 2 and min(p.shape[-2:]) >= min_dim_size_to_factor
 
   def init(params: Tree) -> Tree:
-    flat = patterns.flatten(params)
+    flat = tree_lib.flatten(params)
     shapes: dict[str, dict[str, tuple[int, ...]]] = {"v_row": {}, "v_col": {}, "v": {}}
     for path, p in flat.items():
       if factored(path, p):
@@ -141,12 +141,12 @@ def adafactor(decay_exponent: float, min_dim_size_to_factor: int) -> Direction:
         shapes["v"][path] = p.shape
     moments = {name: {path: jnp.zeros(shape, jnp.float32) for path, shape in of.items()}
                for name, of in shapes.items() if of}
-    return {"count": jnp.zeros((), jnp.int32)} | {k: patterns.unflatten(v) for k, v in moments.items()}
+    return {"count": jnp.zeros((), jnp.int32)} | {k: tree_lib.unflatten(v) for k, v in moments.items()}
 
   def update(grads: Tree, state: Tree) -> tuple[Tree, Tree]:
     count = state["count"] + 1
     decay = 1 - count.astype(jnp.float32) ** -decay_exponent
-    old = {name: patterns.flatten(tree) for name, tree in state.items() if name != "count"}
+    old = {name: tree_lib.flatten(tree) for name, tree in state.items() if name != "count"}
     new: dict[str, dict[str, jax.Array]] = {name: {} for name in old}
 
     def average(name, path, value):
@@ -154,7 +154,7 @@ def adafactor(decay_exponent: float, min_dim_size_to_factor: int) -> Direction:
       return new[name][path]
 
     directions = {}
-    for path, g in patterns.flatten(grads).items():
+    for path, g in tree_lib.flatten(grads).items():
       squared = jnp.square(g) + tiny
       if factored(path, g):
         row_LxMx1 = average("v_row", path, jnp.mean(squared, axis=-1))[..., :, None]
@@ -165,7 +165,7 @@ def adafactor(decay_exponent: float, min_dim_size_to_factor: int) -> Direction:
         u = g * jax.lax.rsqrt(average("v", path, squared))
       rms = jnp.sqrt(jnp.mean(jnp.square(u), axis=tuple(range(-rank(path, u), 0)), keepdims=True))
       directions[path] = u / jnp.maximum(1.0, rms)
-    state = {"count": count} | {name: patterns.unflatten(flat) for name, flat in new.items()}
-    return patterns.unflatten(directions), state
+    state = {"count": count} | {name: tree_lib.unflatten(flat) for name, flat in new.items()}
+    return tree_lib.unflatten(directions), state
 
   return Direction(init, update)

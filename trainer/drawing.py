@@ -8,7 +8,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from trainer.config import ConfigError
+from trainer.errors import ConfigError
 
 # Entries of the vocabulary that are drawn from at a time.
 BLOCK = 128

@@ -15,7 +15,8 @@ import math
 from collections.abc import Callable
 from typing import Any
 
-from trainer.config import DURATION_UNITS, ConfigError
+from trainer.config import DURATION_UNITS
+from trainer.errors import ConfigError
 
 MAX_STEPS = 2**31 - 1
 # `batch_size`: rows per step, or a function from a step to the rows of all steps before it.

@@ -21,11 +21,11 @@ import numpy as np
 from absl import logging
 from ml_collections import ConfigDict
 
-from input_pipeline.files import DataError
 from input_pipeline.prompt_data import PromptData, PromptItem
 from input_pipeline.tokenizer import Tokenizer
-from trainer.config import ConfigError, load_class
+from trainer.dotted import load_class
 from trainer.environment_calls import Calls, TookTooLong, TooManyLeft
+from trainer.errors import ConfigError, DataError
 from trainer.experience import Sequence
 from trainer.stop_strings import StopStrings
 

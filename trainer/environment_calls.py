@@ -14,7 +14,7 @@ import traceback
 from collections.abc import Callable
 from typing import Any
 
-from trainer.config_sections import ConfigError
+from trainer.errors import ConfigError
 
 # Threads that may hang at a time; more, and the environment itself is broken.
 MOST_LEFT = 16

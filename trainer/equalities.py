@@ -17,10 +17,10 @@ import numpy as np
 from evaluators import loss as loss_evaluator
 from models import hf
 from models.hf.errors import HFError
-from trainer import logprobs, patterns, strategies, update
+from trainer import logprobs, strategies, tree, update
 from trainer import mesh as mesh_lib
 from trainer import program as program_lib
-from trainer.config import ConfigError
+from trainer.errors import ConfigError
 from trainer.export import export
 from trainer.metrics import Mean
 from trainer.sampler import Sampler
@@ -189,12 +189,12 @@ def derivative(s: Subject) -> float:
   norm = float(np.sqrt(sum(np.sum(np.square(g, dtype=np.float64)) for g in grads.values())))
   if norm == 0:
     raise Skip("the gradient is 0")
-  flat = patterns.flatten(s.params)
+  flat = tree.flatten(s.params)
   size = float(np.sqrt(sum(np.sum(np.square(np.asarray(flat[p], np.float64))) for p in grads)))
 
   def objective(step: float) -> float:
     moved = flat | {p: np.asarray(flat[p] + np.float32(step / norm) * grads[p], flat[p].dtype) for p in grads}
-    found = s.gradient(params=patterns.unflatten(moved))[1]
+    found = s.gradient(params=tree.unflatten(moved))[1]
     return found.get("objective", found["loss"])
 
   def slope(step: float) -> float:

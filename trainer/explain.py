@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import Any
 
 from trainer import config_source, terminal
-from trainer.config import ConfigError
 from trainer.config_source import Key, targets
+from trainer.errors import ConfigError
 from trainer.explanations import groups, topics
 from trainer.explanations.topic import At, Topic
 from trainer.terminal import BOLD, DIM, OFF

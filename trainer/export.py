@@ -19,7 +19,6 @@ from absl import app, flags, logging
 
 from input_pipeline.chat import ChatTemplate
 from input_pipeline.examples_chat import ChatEncoder
-from input_pipeline.files import DataError
 from input_pipeline.tokenizer import Tokenizer, load_tokenizer
 from models import hf, lora
 from models.hf import convert, files, pixels
@@ -30,11 +29,13 @@ from trainer import (
   damage,
   export_adapters,
   hugging_face,
-  patterns,
   startup,
   strategies,
 )
-from trainer.config import ConfigError
+from trainer import (
+  tree as tree_lib,
+)
+from trainer.errors import CheckpointError, ConfigError, DataError
 
 DTYPES = ("float32", "bfloat16", "float16")
 ADAPTER = ("merged", "peft")
@@ -154,8 +155,8 @@ class StoredLeaves:
     self._folder = folder
     with self._explained(), damage.reading(folder):
       tree = checkpoint.saved_tree(folder)
-    saved = patterns.flatten(tree["params"])
-    averages = patterns.flatten(tree.get("ema", {}))
+    saved = tree_lib.flatten(tree["params"])
+    averages = tree_lib.flatten(tree.get("ema", {}))
     if part == "ema" and not averages:
       raise ConfigError(f"{folder} holds no moving average of the parameters: its run had optimizer.ema_decay=0. "
                         "Export without --ema.")
@@ -184,7 +185,7 @@ class StoredLeaves:
   def _explained(self) -> Iterator[None]:
     try:
       yield
-    except checkpoint.CheckpointError as e:
+    except CheckpointError as e:
       raise type(e)(f"{e}\n{ANOTHER}") from e
 
 

@@ -16,7 +16,7 @@ from input_pipeline.tokenizer import Tokenizer
 from models import api, hf, lora, quantize
 from models.hf import peft
 from models.lora import ReadLeaf
-from trainer import parameters, patterns
+from trainer import parameters, tree
 
 
 class MergedLeaves:
@@ -41,10 +41,10 @@ class MergedLeaves:
     model = _model(config, tokenizer)
     device = jax.sharding.SingleDeviceSharding(_host())
     stored = {path: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=device)
-              for path, leaf in patterns.flatten(model.abstract_params()).items() if not lora.is_adapter(path)}
-    base, where = parameters.first_params(parameters.origin_of(config), model, patterns.unflatten(stored), partial=True)
+              for path, leaf in tree.flatten(model.abstract_params()).items() if not lora.is_adapter(path)}
+    base, where = parameters.first_params(parameters.origin_of(config), model, tree.unflatten(stored), partial=True)
     parameters.check_base(config, base, where, checkpoint)
-    self._base = {path: np.asarray(leaf) for path, leaf in patterns.flatten(base).items()}
+    self._base = {path: np.asarray(leaf) for path, leaf in tree.flatten(base).items()}
     self.shapes = {path: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype if path in self._base else jax.numpy.bfloat16)
                    for path, leaf in quantize.logical(stored).items()}
     self.read = lora.merged_reader(self._read_base, read_adapter, adapters, model.spec.lora.scale)
@@ -66,7 +66,7 @@ def save_peft(out: Path, config: Any, tokenizer: Tokenizer, read_adapter: ReadLe
   """Writes the adapters in PEFT's format; see `hf.save_adapters`. `overwrite`: replace adapters that `out` holds."""
   if (out / peft.CONFIG).exists() and not overwrite:
     raise hf.HFError(f"{out} already holds adapters. Give another folder, or say that they may be overwritten.")
-  shapes = quantize.logical(patterns.flatten(_model(config, tokenizer).abstract_params()))
+  shapes = quantize.logical(tree.flatten(_model(config, tokenizer).abstract_params()))
   if config.model.hf:
     family, keys, _ = hf.architecture(config.model.hf, config.model.hf_ignore)
   else:

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from trainer import patterns
+from trainer import tree as tree_lib
 
 # Odd constants of the mixing function (SplitMix and MurmurHash3); one column for each of the two sums.
 _SEEDS = (0x9E3779B9, 0x85EBCA6B)
@@ -23,7 +23,7 @@ _DIMENSIONS = (0x9E3779B1, 0xC2B2AE35, 0x27D4EB2F, 0x165667B1, 0x85EBCA77, 0xD3A
 def fingerprint(tree: Mapping[str, Any]) -> str:
   """32 hexadecimal digits for a nested dict of arrays."""
   digest = hashlib.blake2b(digest_size=16)
-  leaves = patterns.flatten(tree)
+  leaves = tree_lib.flatten(tree)
   sums = jax.device_get(_all_sums(leaves))
   for path, leaf in sorted(leaves.items()):
     digest.update(f"{path} {leaf.shape} {leaf.dtype} {[int(s) for s in sums[path]]}\n".encode())

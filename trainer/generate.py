@@ -17,14 +17,14 @@ import jax
 import numpy as np
 from absl import app, flags, logging
 
-from input_pipeline.files import DataError
 from input_pipeline.prompts import Prompt, Prompter
 from input_pipeline.tokenizer import Tokenizer, load_tokenizer
 from models import api, hf, lora
 from models.hf import files
-from trainer import checkpoint, config_checks, hugging_face, parameters, patterns, startup
+from trainer import checkpoint, config_checks, hugging_face, parameters, startup, tree
 from trainer import mesh as mesh_lib
-from trainer.config import ConfigError, defaults
+from trainer.config import defaults
+from trainer.errors import ConfigError, DataError
 from trainer.sampler import Completion, Sampler, joined
 from trainer.stop_strings import StopStrings, columns, ending
 
@@ -79,13 +79,13 @@ def load_run(workdir: str | Path, mesh: jax.sharding.Mesh, *, step: int | None =
 def _restore(config: Any, model: Any, mesh: jax.sharding.Mesh, folder: Path) -> Any:
   """The parameters in a checkpoint; under adapters it leaves out the base, which is made as the run made it."""
   abstract = model.abstract_params()
-  placed = patterns.flatten(mesh_lib.param_shardings(abstract, mesh, config.sharding_rules)[0])
+  placed = tree.flatten(mesh_lib.param_shardings(abstract, mesh, config.sharding_rules)[0])
   wanted = {path: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=placed[path])
-            for path, leaf in patterns.flatten(abstract).items()}
+            for path, leaf in tree.flatten(abstract).items()}
   saved = checkpoint.param_shapes(folder)
   base = {path: leaf for path, leaf in wanted.items() if path not in saved and config.model.lora.rank
           and not lora.is_adapter(path)}
-  problems = patterns.compare({path: leaf for path, leaf in wanted.items() if path not in base}, saved)
+  problems = tree.compare({path: leaf for path, leaf in wanted.items() if path not in base}, saved)
   if problems:
     listed = "\n  ".join(problems[:40])
     raise ConfigError(f"{folder} does not hold the model of its config.json (-: only here, +: only there, !: other "
@@ -93,10 +93,10 @@ def _restore(config: Any, model: Any, mesh: jax.sharding.Mesh, folder: Path) -> 
   params = checkpoint.restore_params(folder, {path: leaf for path, leaf in wanted.items() if path in saved})
   if base:
     origin = parameters.origin_of(config)
-    made, where = parameters.first_params(origin, model, patterns.unflatten(base), partial=True)
+    made, where = parameters.first_params(origin, model, tree.unflatten(base), partial=True)
     parameters.check_base(config, made, where, folder)
-    params |= patterns.flatten(made)
-  return patterns.unflatten({path: params[path] for path in wanted})
+    params |= tree.flatten(made)
+  return tree.unflatten({path: params[path] for path in wanted})
 
 
 def load_folder(folder: str | Path, mesh: jax.sharding.Mesh, *, template: str | None = None) -> Loaded:

@@ -14,8 +14,8 @@ import numpy as np
 from input_pipeline.prompt_data import PromptItem
 from trainer import advantages as advantages_lib
 from trainer import pages
-from trainer.config import ConfigError
 from trainer.environment import Episode
+from trainer.errors import ConfigError
 from trainer.experience import Sequence
 from trainer.metrics import Mean
 from trainer.stop_strings import columns, ending

@@ -15,7 +15,7 @@ import re
 from typing import Any, NamedTuple
 
 from trainer import startup
-from trainer.config import ConfigError
+from trainer.errors import ConfigError
 
 GIB, MIB = 2**30, 2**20
 

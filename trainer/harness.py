@@ -25,7 +25,7 @@ from input_pipeline.prompts import Prompter
 from input_pipeline.tokenizer import Tokenizer
 from trainer import image_tokens, logprobs
 from trainer.buckets import bucket, power
-from trainer.config import ConfigError
+from trainer.errors import ConfigError
 from trainer.mesh import batch_sharding, check_batch, place_batch
 from trainer.sampler import MIN_LENGTH, Sampler
 from trainer.stop_strings import StopStrings

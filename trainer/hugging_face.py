@@ -11,7 +11,8 @@ from ml_collections import ConfigDict
 from models import hf
 from models.hf import files
 from models.spec import ARCHITECTURE_KEYS
-from trainer.config import ConfigError, defaults
+from trainer.config import defaults
+from trainer.errors import ConfigError
 
 # The folder inside a workdir that keeps the small files of the checkpoint a run started from.
 FOLDER = "hf"

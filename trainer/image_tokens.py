@@ -19,7 +19,7 @@ import numpy as np
 
 from input_pipeline.image_batches import IMAGE, PREFIX, ImageLayout
 from trainer.buckets import power
-from trainer.config import ConfigError
+from trainer.errors import ConfigError
 
 
 class Layout(NamedTuple):

@@ -22,7 +22,7 @@ from input_pipeline import loader, prompt_data
 from input_pipeline.batches import check_ids
 from input_pipeline.tokenizer import Tokenizer, make_tokenizer
 from models import api
-from trainer import image_tokens, pages, patterns, processes, rollout, strategies
+from trainer import image_tokens, pages, processes, rollout, strategies, tree
 from trainer import mesh as mesh_lib
 from trainer import program as program_lib
 from trainer import workdir as workdir_lib
@@ -213,9 +213,9 @@ def token_table(tokens: list[Token], limit: int = 48) -> str:
 def parameter_table(abstract: Any, mesh: Any, rules: Any) -> str:
   """Parameters × sharding: path, shape, dtype, axes, bytes on each device."""
   shardings, notes = mesh_lib.param_shardings(abstract, mesh, rules)
-  placed, rows = patterns.flatten(shardings), [("parameter", "shape", "dtype", "sharded over", "MB a device")]
+  placed, rows = tree.flatten(shardings), [("parameter", "shape", "dtype", "sharded over", "MB a device")]
   total = local = 0
-  for path, leaf in patterns.flatten(abstract).items():
+  for path, leaf in tree.flatten(abstract).items():
     part = int(np.prod(placed[path].shard_shape(leaf.shape))) * leaf.dtype.itemsize
     axes = ", ".join("·" if axis is None else str(axis) for axis in placed[path].spec) or "·"
     rows.append((path, "×".join(map(str, leaf.shape)), leaf.dtype.name, axes, f"{part / 1e6:.3f}"))

@@ -38,7 +38,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, replace
 from typing import Any
 
-from trainer.config_sections import ConfigError
+from trainer.errors import ConfigError
 from trainer.verdicts import EXIT_CODE, STILL_SECONDS, News, Verdict, judge, last, name, stands
 
 SETUP, TRAINING = "set-up", "training"

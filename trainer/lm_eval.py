@@ -15,11 +15,10 @@ from typing import Any
 
 from absl import app, flags, logging
 
-from input_pipeline.files import DataError
 from models.hf import files
 from trainer import config_checks, generate, startup
 from trainer import mesh as mesh_lib
-from trainer.config import ConfigError
+from trainer.errors import ConfigError, DataError
 
 # Of a model whose config does not say how long texts may be.
 MAX_LENGTH = 2048

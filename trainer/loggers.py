@@ -27,8 +27,9 @@ import jax
 from absl import logging
 from ml_collections import ConfigDict
 
-from trainer.config import ConfigError, load_class
 from trainer.config_checks import flatten, to_json
+from trainer.dotted import load_class
+from trainer.errors import ConfigError
 
 BUILT_IN = {"wandb": "trainer.trackers.WandbWriter", "mlflow": "trainer.trackers.MlflowWriter"}
 # Rows that may wait for a logger; where so many do, a new one is lost.

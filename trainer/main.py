@@ -31,17 +31,17 @@ from trainer import (
   signatures,
   spikes,
   throughput,
+  writers,
 )
 from trainer import callbacks as cb
 from trainer import mesh as mesh_lib
-from trainer import metrics as metrics_lib
 from trainer import program as program_lib
 from trainer import reference as reference_lib
 from trainer import state as state_lib
 from trainer import update as update_lib
 from trainer import workdir as workdir_lib
 from trainer.checkpoint import Checkpoints
-from trainer.config import ConfigError
+from trainer.errors import ConfigError
 from trainer.export import export_at_end
 from trainer.run import Run
 from trainer.watchdog import Watchdog
@@ -143,7 +143,7 @@ def train(config: Mapping, workdir: str | Path, past: Past | None = None) -> Run
     jax.eval_shape(update_fn, abstract_state, batch)  # finds mistakes in shapes before anything is allocated
 
     # ---------------------------------------------------------------- evaluators, callbacks, checkpoints
-    writer = metrics_lib.MultiWriter()  # opened below, once it is known from which step on
+    writer = writers.MultiWriter()  # opened below, once it is known from which step on
     with processes.first_goes_first("evaluation data"):
       setup = evaluators_lib.Setup(
           config, model, tokenizer, mesh, workdir, writer, datasets=[data],
@@ -185,7 +185,7 @@ def train(config: Mapping, workdir: str | Path, past: Past | None = None) -> Run
     step = int(start.state["step"])
     if jax.process_index() == 0:
       say(parameter_overview.get_parameter_overview(start.state["params"], include_stats=False))
-    writer.writers = (*metrics_lib.make_writers(workdir, resume_step=step if start.meta else -1),
+    writer.writers = (*writers.make_writers(workdir, resume_step=step if start.meta else -1),
                       *loggers.start(more_writers, workdir, resolved))
     images = {} if not data.images_per_row else dict(images_per_row=data.images_per_row, tower_frozen=not any(
         path.startswith(("vision/", "projector/")) for path in optimizer.trainable))
@@ -195,7 +195,7 @@ def train(config: Mapping, workdir: str | Path, past: Past | None = None) -> Run
         log_steps=to_steps(config, "log") or 0, state=start.state, pinned=pinned, step=step, writer=writer,
         checkpoints=checkpoints, saves_last=saves_last, callbacks=callbacks, say=say,
         config_json=json.loads(config_checks.to_json(resolved)),
-        last_eval=metrics_lib.last_evaluation(workdir, step), remembered=dict(start.meta.get("remembered", {})),
+        last_eval=writers.last_evaluation(workdir, step), remembered=dict(start.meta.get("remembered", {})),
         chrono=throughput.Chrono(model.flops_per_token(config.seq_len, **images), start.meta.get("seconds"),
                                  workdir_lib.first_start(workdir), resolved.precision.compute))
     say(f"mfu: of {run.chrono.peak / 1e12:.3g} TFLOP/s a device ({run.chrono.peak_source})")

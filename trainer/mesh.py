@@ -26,8 +26,8 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionS
 
 from models import placement
 from models.placement import ACTIVATION_NAMES, Placement, fit, names_of, size_of
-from trainer import patterns, startup
-from trainer.config import ConfigError
+from trainer import startup, tree
+from trainer.errors import ConfigError
 
 AXES = ("slice", "data", "fsdp", "expert", "context", "tensor")
 BATCH_AXES = ("slice", "data", "fsdp", "expert")
@@ -152,9 +152,9 @@ def param_shardings(abstract: Any, mesh: Mesh | AbstractMesh, user_rules=()) -> 
   Raises:
     ConfigError: if one of the user's rules matches nothing, names an unknown axis, or does not divide a dimension.
   """
-  leaves = patterns.flatten(abstract)
-  by_user = patterns.match(user_rules, leaves, "sharding_rules")
-  built_in = patterns.match(PARAM_RULES, leaves, "the built-in sharding rules", must_match=False)
+  leaves = tree.flatten(abstract)
+  by_user = tree.match(user_rules, leaves, "sharding_rules")
+  built_in = tree.match(PARAM_RULES, leaves, "the built-in sharding rules", must_match=False)
   splitting = any(mesh.shape.get(axis, 1) > 1 for axis in (*_FSDP, "tensor"))
   result, notes = {}, []
   for path, leaf in leaves.items():
@@ -173,7 +173,7 @@ def param_shardings(abstract: Any, mesh: Mesh | AbstractMesh, user_rules=()) -> 
       notes.append(f"{path} {leaf.shape} is whole on every device: {size / 2**20:.1f} MiB each, since no rule splits "
                    f"it on this mesh. --config.sharding_rules=\"(('{path}', (axis or None per dimension)),)\" does.")
     result[path] = NamedSharding(mesh, PartitionSpec(*fitted))
-  return patterns.unflatten(result), notes
+  return tree.unflatten(result), notes
 
 
 def _check_user_spec(path: str, shape: tuple[int, ...], spec: tuple, mesh: Mesh | AbstractMesh) -> None:
@@ -196,8 +196,8 @@ def state_shardings(abstract_state: Any, abstract_params: Any, params_sharding: 
   """Shardings of the whole training state: a leaf whose path ends in a parameter's path and that has its shape
   (moments, averages) is placed like that parameter, also without its last dimension (of which rows have one number);
   everything else (counters, factored moments) is replicated."""
-  shapes = {path: leaf.shape for path, leaf in patterns.flatten(abstract_params).items()}
-  placed = patterns.flatten(params_sharding)
+  shapes = {path: leaf.shape for path, leaf in tree.flatten(abstract_params).items()}
+  placed = tree.flatten(params_sharding)
 
   def place(key_path, leaf):
     parts = [str(getattr(k, "key", getattr(k, "name", getattr(k, "idx", k)))) for k in key_path]

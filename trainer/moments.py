@@ -27,8 +27,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from trainer import patterns
-from trainer.config import ConfigError
+from trainer import tree as tree_lib
+from trainer.errors import ConfigError
 
 Tree = dict[str, Any]
 
@@ -70,17 +70,17 @@ class Moments:
     """
     kept = dict(state)
     for name, form in self._forms(state):
-      flat = patterns.flatten(state[name])
+      flat = tree_lib.flatten(state[name])
       # Of the 32 random bits of a place, first moments take the low half, second moments the high one.
       bits = {path: rounding_bits(self.seed, step, path, x.shape, layer) >> (16 if name in SECOND else 0)
               for path, x in flat.items()}
       if form == "bfloat16":
-        kept[name] = patterns.unflatten({path: to_bfloat16(x, bits[path]) for path, x in flat.items()})
+        kept[name] = tree_lib.unflatten({path: to_bfloat16(x, bits[path]) for path, x in flat.items()})
         continue
       encode = encode_second if name in SECOND else encode_first
       pairs = {path: encode(x, bits[path]) for path, x in flat.items()}
-      kept[name] = patterns.unflatten({path: codes for path, (codes, _) in pairs.items()})
-      kept[name + EXPONENT] = patterns.unflatten({path: exponents for path, (_, exponents) in pairs.items()})
+      kept[name] = tree_lib.unflatten({path: codes for path, (codes, _) in pairs.items()})
+      kept[name + EXPONENT] = tree_lib.unflatten({path: exponents for path, (_, exponents) in pairs.items()})
     return kept
 
   def decode(self, kept: Tree) -> Tree:

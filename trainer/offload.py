@@ -10,7 +10,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from trainer.config import ConfigError
+from trainer.errors import ConfigError
 
 HOST = "pinned_host"
 

@@ -21,9 +21,10 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from trainer import patterns
-from trainer.config import ConfigError, defaults
+from trainer import tree as tree_lib
+from trainer.config import defaults
 from trainer.directions import Direction, adafactor, adam, lion, muon, sgd
+from trainer.errors import ConfigError
 from trainer.moments import Moments, make_moments, rounding_bits, to_bfloat16
 from trainer.schedules import Schedule, Step, ToSteps, make_schedule
 
@@ -78,17 +79,17 @@ class Optimizer:
 
   def split(self, params: Tree) -> tuple[Tree, Tree]:
     """(trained, frozen) parameters; each leaf is in exactly one of the two."""
-    flat = patterns.flatten(params)
+    flat = tree_lib.flatten(params)
     frozen = {path: leaf for path, leaf in flat.items() if path not in self.rules}
-    return _only(flat, self.rules), patterns.unflatten(frozen)
+    return _only(flat, self.rules), tree_lib.unflatten(frozen)
 
   def merge(self, trainable: Tree, frozen: Tree) -> Tree:
     """The parameters that `split` took apart."""
-    return patterns.unflatten(dict(sorted((patterns.flatten(trainable) | patterns.flatten(frozen)).items())))
+    return tree_lib.unflatten(dict(sorted((tree_lib.flatten(trainable) | tree_lib.flatten(frozen)).items())))
 
   def init(self, trainable: Tree) -> Tree:
     """The state before the first update: `{part: state}`."""
-    flat = patterns.flatten(trainable)
+    flat = tree_lib.flatten(trainable)
     return {name: self.moments.encode(direction.init(_only(flat, paths)), 0)
             for name, (paths, direction) in self.parts.items()}
 
@@ -105,22 +106,22 @@ class Optimizer:
     Returns:
       (updates, state): float32 updates to be added to the parameters, and the next state.
     """
-    flat_grads = {path: g.astype(jnp.float32) for path, g in patterns.flatten(grads).items()}
+    flat_grads = {path: g.astype(jnp.float32) for path, g in tree_lib.flatten(grads).items()}
     directions: dict[str, jax.Array] = {}
     new_state = {}
     for name, (paths, direction) in self.parts.items():
       directed, new = direction.update(_only(flat_grads, paths), self.moments.decode(opt_state[name]))
       new_state[name] = self.moments.encode(new, step, layer)
-      directions |= patterns.flatten(directed)
+      directions |= tree_lib.flatten(directed)
     warmups = {rules.warmup_steps for rules in self.rules.values()}
     peak_lr = {warm: self.learning_rate * self.schedule(step, warm) for warm in warmups}
     updates = {}
-    for path, p in patterns.flatten(trainable).items():
+    for path, p in tree_lib.flatten(trainable).items():
       rules = self.rules[path]
       decay = self.weight_decay * rules.wd_mult
       descent = directions[path] + decay * p.astype(jnp.float32) if decay else directions[path]
       updates[path] = -(peak_lr[rules.warmup_steps] * rules.lr_mult) * descent
-    return patterns.unflatten(updates), new_state
+    return tree_lib.unflatten(updates), new_state
 
   def apply(self, updates: Tree, trainable: Tree, step: Step, layer: Any = None) -> Tree:
     """The parameters after the updates, in their dtype; the arguments are those of `update`."""
@@ -129,8 +130,8 @@ class Optimizer:
         return to_bfloat16(p + u, rounding_bits(self.moments.seed, step, f"params/{path}", p.shape, layer))
       return (p + u).astype(p.dtype)
 
-    flat = patterns.flatten(updates)
-    return patterns.unflatten({path: applied(path, p, flat[path]) for path, p in patterns.flatten(trainable).items()})
+    flat = tree_lib.flatten(updates)
+    return tree_lib.unflatten({path: applied(path, p, flat[path]) for path, p in tree_lib.flatten(trainable).items()})
 
   def advance(self, grads: Tree, opt_state: Tree, trainable: Tree, step: Step, finite: jax.Array | None = None,
               prepare: Callable[[jax.Array], jax.Array] = lambda g: g) -> tuple[Tree, Tree, Advance]:
@@ -145,19 +146,19 @@ class Optimizer:
       finite: where it is False, parameters and state stay as they are; None: it is not asked.
       prepare: of a gradient, or a part of it, to the float32 one that is meant: divided, clipped.
     """
-    by_layer = [path for path, p in patterns.flatten(trainable).items() if p.ndim > 2 and p.size >= LARGE
+    by_layer = [path for path, p in tree_lib.flatten(trainable).items() if p.ndim > 2 and p.size >= LARGE
                 and (self.moments.reduced or p.dtype == jnp.bfloat16)]
     one = functools.partial(self._advance, step, finite, prepare)
     done = [one(*self._of(by_layer, False, grads, opt_state, trainable))]
     done += [_layer_by_layer(one, *self._of([path], True, grads, opt_state, trainable)) for path in by_layer]
     params, states, squares, changed = (_merged(trees) for trees in zip(*done, strict=True))
-    return params, states, Advance(jnp.sqrt(sum(jax.tree.leaves(squares))), patterns.flatten(changed))
+    return params, states, Advance(jnp.sqrt(sum(jax.tree.leaves(squares))), tree_lib.flatten(changed))
 
   def _of(self, paths: Sequence[str], these: bool, grads: Tree, opt_state: Tree, trainable: Tree
           ) -> tuple[Tree, Tree, Tree]:
     """(gradients, state, parameters) of these paths, or of all others; of the state also what belongs to no path."""
     def only(tree: Tree) -> Tree:
-      return patterns.unflatten({path: x for path, x in patterns.flatten(tree).items() if (path in paths) == these})
+      return tree_lib.unflatten({path: x for path, x in tree_lib.flatten(tree).items() if (path in paths) == these})
 
     state = {part: {name: only(x) if isinstance(x, dict) else x for name, x in of_part.items()}
              for part, of_part in opt_state.items()}
@@ -173,10 +174,10 @@ class Optimizer:
     if finite is not None:
       new = choose(finite, new, (trainable, opt_state))
       squares = jax.tree.map(lambda x: jnp.where(finite, x, 0.0), squares)
-    flat = patterns.flatten(new[0])
-    changed = {path: jnp.sum(flat[path] != p, dtype=jnp.float32) for path, p in patterns.flatten(trainable).items()
+    flat = tree_lib.flatten(new[0])
+    changed = {path: jnp.sum(flat[path] != p, dtype=jnp.float32) for path, p in tree_lib.flatten(trainable).items()
                if p.dtype == jnp.bfloat16}
-    return *new, squares, patterns.unflatten(changed)
+    return *new, squares, tree_lib.unflatten(changed)
 
   def learning_rates(self, step: Step) -> dict[str, Any]:
     """`learning_rate`, and one more for each other combination of multiplier and warm-up in use."""
@@ -215,7 +216,7 @@ def make_optimizer(
   for key, value in (("learning_rate", cfg.learning_rate), ("weight_decay", cfg.weight_decay)):
     if not 0 <= value < float("inf"):
       raise ConfigError(f"optimizer.{key} = {value}; it must be a number of at least 0")
-  shapes = patterns.flatten(abstract_params)
+  shapes = tree_lib.flatten(abstract_params)
   rules = _rules(cfg, shapes, total_steps, only)
   trained = {path: shapes[path] for path in rules}
   schedule = make_schedule(cfg_schedule, total_steps=total_steps, to_steps=to_steps)
@@ -260,7 +261,7 @@ def ema_update(ema: Tree, params: Tree, decay: float) -> Tree:
 
 def _rules(cfg: Any, paths: Mapping[str, Any], total_steps: int, only: str | None) -> dict[str, Rules]:
   """The rules of each trained parameter."""
-  frozen = patterns.select(cfg.freeze, paths, "optimizer.freeze")
+  frozen = tree_lib.select(cfg.freeze, paths, "optimizer.freeze")
   if only is not None:
     frozen |= {path for path in paths if not re.search(only, path)}
   if len(frozen) == len(paths):
@@ -268,11 +269,11 @@ def _rules(cfg: Any, paths: Mapping[str, Any], total_steps: int, only: str | Non
         f"optimizer.freeze = {tuple(cfg.freeze)!r} freezes all {len(paths)} parameters, so there is nothing"
         " to train; remove a pattern, or freeze all but one kind with a negative look-ahead: '^(?!.*mlp)'"
     )
-  lr_mults = patterns.match(cfg.lr_mults, paths, "optimizer.lr_mults", default=1.0)
+  lr_mults = tree_lib.match(cfg.lr_mults, paths, "optimizer.lr_mults", default=1.0)
   # The default rules describe usual models; an unusual one may have no such parameters.
   usual = {pattern for pattern, _ in defaults().optimizer.wd_mults}
-  wd_mults = patterns.match(cfg.wd_mults, paths, "optimizer.wd_mults", default=1.0, optional=usual)
-  warmups = patterns.match(cfg.group_warmup, paths, "optimizer.group_warmup")
+  wd_mults = tree_lib.match(cfg.wd_mults, paths, "optimizer.wd_mults", default=1.0, optional=usual)
+  warmups = tree_lib.match(cfg.group_warmup, paths, "optimizer.group_warmup")
   for path, value in lr_mults.items():
     if not value > 0:
       raise ConfigError(
@@ -297,7 +298,7 @@ def _rules(cfg: Any, paths: Mapping[str, Any], total_steps: int, only: str | Non
 def _hidden_matrices(exclude: Sequence[str], trained: Mapping[str, Any], every: Iterable[str]) -> frozenset[str]:
   """The parameters that Muon serves: kernels whose last two dims are a matrix, but for those that `exclude` names."""
   # The default patterns describe usual models; many have no images and no experts.
-  excluded = patterns.select(exclude, every, "optimizer.muon_exclude", optional=defaults().optimizer.muon_exclude)
+  excluded = tree_lib.select(exclude, every, "optimizer.muon_exclude", optional=defaults().optimizer.muon_exclude)
   return frozenset(path for path, leaf in trained.items() if path.endswith("kernel") and path not in excluded
                    and len(leaf.shape) >= 2 and min(leaf.shape[-2:]) > 1)
 
@@ -327,7 +328,7 @@ def _parts(cfg: Any, trained: Mapping[str, Any], every: Iterable[str]
 
 def _only(flat: Mapping[str, Any], paths: Any) -> Tree:
   """The nested dict of those leaves whose path is among `paths`."""
-  return patterns.unflatten({path: leaf for path, leaf in flat.items() if path in paths})
+  return tree_lib.unflatten({path: leaf for path, leaf in flat.items() if path in paths})
 
 
 def _layer_by_layer(advance: Callable, grads: Tree, opt_state: Tree, trainable: Tree) -> tuple[Tree, Tree, Tree, Tree]:
@@ -357,8 +358,8 @@ def _merged(trees: Iterable[Tree]) -> Tree:
   """The nested dict of all leaves of these; of those with the same path, the first."""
   leaves: dict[str, Any] = {}
   for tree in trees:
-    leaves = patterns.flatten(tree) | leaves
-  return patterns.unflatten(dict(sorted(leaves.items())))
+    leaves = tree_lib.flatten(tree) | leaves
+  return tree_lib.unflatten(dict(sorted(leaves.items())))
 
 
 def _count(paths: Any, shapes: Mapping[str, Any]) -> str:

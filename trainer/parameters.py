@@ -14,8 +14,8 @@ import jax
 from absl import logging
 
 from models import hf, lora, quantize
-from trainer import checkpoint, patterns
-from trainer.config import ConfigError
+from trainer import checkpoint, tree
+from trainer.errors import ConfigError
 from trainer.fingerprint import fingerprint
 
 Leaves = dict[str, Any]  # arrays or their shapes, by path
@@ -55,7 +55,7 @@ def first_params(origin: Origin, model: Any, target: Any, *, partial: bool = Fal
   Raises:
     ConfigError: listing both sides, if names or shapes do not match up.
   """
-  stored = patterns.flatten(target)
+  stored = tree.flatten(target)
   # What is kept quantised comes from elsewhere in full precision, an array at a time.
   wanted = quantize.logical(stored)
   found, sources = {}, []
@@ -85,7 +85,7 @@ def first_params(origin: Origin, model: Any, target: Any, *, partial: bool = Fal
   if fresh:
     found |= _fresh(model, origin.seed, fresh)
     sources.append(f"{len(fresh)} fresh arrays" if sources else "fresh parameters")
-  return patterns.unflatten({path: found[path] for path in stored}), ", ".join(sources)
+  return tree.unflatten({path: found[path] for path in stored}), ", ".join(sources)
 
 
 def check_base(config: Any, base: Any, where: str, folder: Path) -> None:
@@ -115,7 +115,7 @@ def _fresh(model: Any, seed: int, wanted: Leaves) -> Leaves:
   shardings = {path: leaf.sharding for path, leaf in wanted.items()}
 
   def init(rng):
-    leaves = patterns.flatten(model.init(rng))
+    leaves = tree.flatten(model.init(rng))
     return {path: leaves[path] for path in wanted}
 
   return jax.jit(init, out_shardings=shardings)(jax.random.key(seed))
@@ -123,7 +123,7 @@ def _fresh(model: Any, seed: int, wanted: Leaves) -> Leaves:
 
 def _base_shapes(model: Any) -> Leaves:
   """All parameters but adapters, as a checkpoint from elsewhere has them."""
-  shapes = quantize.logical(patterns.flatten(model.abstract_params()))
+  shapes = quantize.logical(tree.flatten(model.abstract_params()))
   return {path: leaf for path, leaf in shapes.items() if not lora.is_adapter(path)}
 
 
@@ -132,7 +132,7 @@ def _check_typed(section: Any, keys: dict[str, Any], shapes: Leaves, folder: str
 
   An unembedding of its own, or none, is no matter of shapes (models/hf/convert.py).
   """
-  theirs = patterns.flatten(hf.abstract_params(keys))
+  theirs = tree.flatten(hf.abstract_params(keys))
   differ = [path for path in sorted({*shapes, *theirs} - {"unembed/kernel"})
             if path not in shapes or path not in theirs or shapes[path].shape != theirs[path].shape]
   if not differ:
@@ -159,7 +159,7 @@ def _from_hugging_face(folder: str, section: Any, model: Any, wanted: Leaves) ->
     tensors = hf.TensorFolder(folder)
     if tensors.note:
       logging.log_first_n(logging.WARNING, "%s: %s", 1, folder, tensors.note)
-    plan = hf.plan(family, keys, patterns.unflatten(_base_shapes(model)), tensors).only(wanted)
+    plan = hf.plan(family, keys, tree.unflatten(_base_shapes(model)), tensors).only(wanted)
     shardings = {path: leaf.sharding for path, leaf in wanted.items()}
     dtypes = {path: leaf.dtype for path, leaf in wanted.items()}
     yield from hf.iter_params(plan, tensors, shardings, dtypes, progress=True)
@@ -185,8 +185,8 @@ def _from_run(cfg: Origin, wanted: Leaves, *, partial: bool) -> Iterator[tuple[s
   """
   path = checkpoint.find(cfg.path)
   saved = checkpoint.param_shapes(path)
-  ignored = patterns.select(cfg.ignore, wanted, "init_from.ignore")
-  patterns.select([pattern for pattern, _ in cfg.remap], saved, "init_from.remap")
+  ignored = tree.select(cfg.ignore, wanted, "init_from.ignore")
+  tree.select([pattern for pattern, _ in cfg.remap], saved, "init_from.remap")
   renamed: dict[str, str] = {}
   dropped: list[str] = []
   for name in saved:
@@ -205,7 +205,7 @@ def _from_run(cfg: Origin, wanted: Leaves, *, partial: bool) -> Iterator[tuple[s
   def may_lack(name: str) -> bool:
     return name in ignored or name not in renamed and (adapters_only or lora.is_adapter(name))
 
-  problems = patterns.compare({p: leaf for p, leaf in wanted.items() if not may_lack(p)},
+  problems = tree.compare({p: leaf for p, leaf in wanted.items() if not may_lack(p)},
                               {new: saved[old] for new, old in renamed.items()
                                if new not in ignored and (new in wanted or not partial)})
   if problems:

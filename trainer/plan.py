@@ -15,12 +15,11 @@ import jax
 from ml_collections import ConfigDict
 
 from input_pipeline import loader
-from input_pipeline.files import DataError
 from input_pipeline.tokenizer import BytesTokenizer, load_tokenizer
 from trainer import config_checks, hardware, plan_compile, plan_page, plan_search, startup, throughput
 from trainer import mesh as mesh_lib
 from trainer import program as program_lib
-from trainer.config import ConfigError
+from trainer.errors import ConfigError, DataError
 from trainer.plan_estimate import Assumptions, Estimate, Planner, active_parameters
 from trainer.plan_page import Plan
 

@@ -16,7 +16,7 @@ import time
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from trainer import collectives, patterns, plan_gpu, plan_network, timeline
+from trainer import collectives, plan_gpu, plan_network, timeline, tree
 from trainer.hardware import CHIPS, Chip, Topology
 from trainer.plan_estimate import ASSUMPTIONS
 
@@ -175,7 +175,7 @@ def _read(compiled: Any, mesh: Any, params: Any, topology: Topology, attention: 
     if walked is not None:
       found |= dict(computes=walked.computes, waits=[walked.transfers.get(key, (0.0, 0.0)) for key in moved])
   # Matrices, whole or a device's part, of all layers or of one.
-  matrices = [leaf for leaf in patterns.flatten(params).values() if len(leaf.shape) > 1]
+  matrices = [leaf for leaf in tree.flatten(params).values() if len(leaf.shape) > 1]
   shapes = {shape for leaf in matrices for shape in (leaf.shape, leaf.sharding.shard_shape(leaf.shape))}
   shapes |= {shape[1:] for shape in shapes if len(shape) > 2}
   found["copied"] = sum(collectives.size_of(shape) * times for shape, times in collectives.copies(text, shapes))

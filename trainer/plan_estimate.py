@@ -14,9 +14,9 @@ from jax.sharding import AbstractMesh, AxisType
 
 from models.placement import names_of
 from trainer import mesh as mesh_lib
-from trainer import patterns, plan_network
+from trainer import plan_network, tree
 from trainer import program as program_lib
-from trainer.config import ConfigError
+from trainer.errors import ConfigError
 from trainer.hardware import Topology
 from trainer.plan_trace import Trace, trace
 
@@ -240,7 +240,7 @@ class Placed:
           self.host += size
         else:
           self.bytes[name] = self.bytes.get(name, 0) + size
-    flat, placed = patterns.flatten(state["params"]), patterns.flatten(self.params)
+    flat, placed = tree.flatten(state["params"]), tree.flatten(self.params)
     self.parts = {path: (leaf, math.prod(placed[path].shard_shape(leaf.shape))) for path, leaf in flat.items()}
     trained = [self.parts[path] for path in self.parts if path in program.optimizer.trainable]
     self.gradients = float(sum(part * leaf.dtype.itemsize for leaf, part in trained))
@@ -257,7 +257,7 @@ class Placed:
       layers: so many layers' and the larger of embedding and unembedding; None: all parameters.
     """
     blocks = others = 0.0
-    placed = patterns.flatten(self.params)
+    placed = tree.flatten(self.params)
     count = max(1, self.program.model.num_layers)
     for path, (leaf, part) in self.parts.items():
       used = {axis for axes in placed[path].spec for axis in names_of(axes)}
@@ -286,7 +286,7 @@ def active_parameters(model: Any) -> int:
   moe = getattr(getattr(model, "spec", None), "moe", None)
   share = 1.0 if moe is None else moe.experts_per_token / moe.num_experts
   return round(sum(leaf.size * (share if "/experts/" in path else 1.0)
-                   for path, leaf in patterns.flatten(model.abstract_params()).items()))
+                   for path, leaf in tree.flatten(model.abstract_params()).items()))
 
 
 def _width(model: Any) -> int:

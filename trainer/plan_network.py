@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from models.placement import names_of, size_of
-from trainer import patterns
+from trainer import tree
 from trainer.hardware import Topology
 
 # Axes over which a parameter's parts are gathered before it is used, see `gathered_axes`.
@@ -125,7 +125,7 @@ def transfers(config: Any, model: Any, params: Any, shardings: Any, trainable: f
     total[1] += times * duration(topology, by_axis, kind, axes, received, efficiency)
 
   micro = config.grad_accum_steps
-  _parameters(add, patterns.flatten(params), patterns.flatten(shardings), trainable, mesh, number_bytes, micro,
+  _parameters(add, tree.flatten(params), tree.flatten(shardings), trainable, mesh, number_bytes, micro,
               topology.chip.hides_scatters)
   spec = getattr(model, "spec", None)
   if spec is not None:

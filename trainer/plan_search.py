@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from trainer import mesh as mesh_lib
-from trainer.config import ConfigError
+from trainer.errors import ConfigError
 from trainer.plan_estimate import Estimate, Planner
 
 # Policies compared, from the one that keeps most.

@@ -6,7 +6,7 @@ from typing import Any
 
 from input_pipeline.steps import Past, Piece, Steps, steps_of_batches, steps_of_rollouts
 from trainer import checkpoint, processes
-from trainer.seals import CheckpointError, Damaged
+from trainer.errors import CheckpointError, Damaged
 
 
 def find(workdir: Path, resume: str | None) -> Past | None:

@@ -21,7 +21,7 @@ from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from trainer import liveness, startup
-from trainer.config import ConfigError
+from trainer.errors import ConfigError
 from trainer.relay import Relay
 
 _ADDRESS, _COUNT, _INDEX = _GIVEN = ("JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID")

@@ -35,7 +35,7 @@ from trainer import mesh as mesh_lib
 from trainer import reference as reference_lib
 from trainer import state as state_lib
 from trainer import update as update_lib
-from trainer.config import ConfigError
+from trainer.errors import ConfigError
 from trainer.strategies import presets
 
 # Of a batch whose data nobody has read: segments of a row, where documents have parts.

@@ -24,8 +24,8 @@ from tqdm import tqdm
 from evaluators import common
 from models import lora
 from trainer import mesh as mesh_lib
-from trainer import parameters, patterns, processes, strategies
-from trainer.config import ConfigError
+from trainer import parameters, processes, strategies, tree
+from trainer.errors import ConfigError
 from trainer.fingerprint import fingerprint
 from trainer.strategies import sequences
 
@@ -53,10 +53,10 @@ def first_reference(config: Any, model: Any, params: Any, target: Any) -> Any:
     params: the parameters with which the run began.
     target: `shapes(…)` with shardings.
   """
-  kind, wanted = config.strategy.reference, patterns.flatten(target)
+  kind, wanted = config.strategy.reference, tree.flatten(target)
   if kind in ("start", "base"):
-    flat = patterns.flatten(params if kind == "start" else lora.off(params))
-    return patterns.unflatten({path: jnp.array(flat[path], copy=True) for path in wanted})
+    flat = tree.flatten(params if kind == "start" else lora.off(params))
+    return tree.unflatten({path: jnp.array(flat[path], copy=True) for path in wanted})
   folder = Path(kind).expanduser()
   is_hf = (folder / "config.json").is_file() and not (folder / "checkpoints").is_dir()
   if not folder.exists():
@@ -75,19 +75,19 @@ def first_reference(config: Any, model: Any, params: Any, target: Any) -> Any:
 
 def overlay(params: Any, reference: Any) -> Any:
   """The reference's parameters: its own leaves over those that it shares with the policy."""
-  flat = patterns.flatten(params) | patterns.flatten(reference)
-  return patterns.unflatten(dict(sorted(flat.items())))
+  flat = tree.flatten(params) | tree.flatten(reference)
+  return tree.unflatten(dict(sorted(flat.items())))
 
 
 def mix(reference: Any, params: Any, share: float, now: jax.Array) -> Any:
   """TR-DPO (arXiv 2404.09656, eq. 5): where `now` is true, share × policy + (1 − share) × reference."""
-  flat = patterns.flatten(params)
+  flat = tree.flatten(params)
 
   def moved(path, leaf):
     target = share * flat[path].astype(jnp.float32) + (1 - share) * leaf.astype(jnp.float32)
     return jnp.where(now, target.astype(leaf.dtype), leaf)
 
-  return patterns.unflatten({path: moved(path, leaf) for path, leaf in patterns.flatten(reference).items()})
+  return tree.unflatten({path: moved(path, leaf) for path, leaf in tree.flatten(reference).items()})
 
 
 def precompute(config: Any, model: Any, start: Any, leaves: Any, shardings: Any, datasets: Sequence[Any], mesh: Any,
@@ -109,9 +109,9 @@ def precompute(config: Any, model: Any, start: Any, leaves: Any, shardings: Any,
   Raises:
     ConfigError: the run was begun with another reference.
   """
-  placed = patterns.flatten(shardings)
-  target = patterns.unflatten({path: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=placed[path])
-                               for path, leaf in patterns.flatten(leaves).items()})
+  placed = tree.flatten(shardings)
+  target = tree.unflatten({path: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=placed[path])
+                               for path, leaf in tree.flatten(leaves).items()})
   params = start.state["params"]
   if start.meta and config.strategy.reference in ("start", "base"):
     params, _ = parameters.first_params(parameters.origin_of(config), model, target, partial=True)

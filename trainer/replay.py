@@ -21,11 +21,12 @@ from ml_collections import ConfigDict
 from input_pipeline import loader
 from input_pipeline.batches import check_ids
 from input_pipeline.steps import Past
-from trainer import inspect, metrics, position, terminal
+from trainer import inspect, position, terminal, writers
 from trainer import program as program_lib
 from trainer import workdir as workdir_lib
 from trainer.callbacks import Callback
-from trainer.config import DURATION_UNITS, ConfigError
+from trainer.config import DURATION_UNITS
+from trainer.errors import ConfigError
 from trainer.main import train
 from trainer.microscope import Microscope
 from trainer.rows import Rows, mean_losses
@@ -77,7 +78,7 @@ def replay(config: Mapping, workdir: str | Path, step: int | None) -> Path:
         raise KeyboardInterrupt
       raise ConfigError(f"found --step={step}; the run ends with step {run.step}.")
     _compare_samples(Path(folder) / "samples", workdir / "samples")
-  logged = [row["loss"] for row in metrics.read_rows(workdir / "metrics.jsonl")
+  logged = [row["loss"] for row in writers.read_rows(workdir / "metrics.jsonl")
             if row["step"] == step and "loss" in row]
   if logged:
     print(f"logged when it ran: {logged[-1]:.6f}")

@@ -26,8 +26,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from input_pipeline.files import DataError
-from trainer.config_sections import ConfigError
+from trainer.errors import ConfigError, DataError
 from trainer.reward_worker import Call, Failure, Outcome, call, call_together, timed_out
 from trainer.rewards import Text, make, plain
 

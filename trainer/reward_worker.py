@@ -18,7 +18,7 @@ from collections.abc import Callable
 from multiprocessing.connection import Connection
 from typing import Any, NamedTuple
 
-from trainer.config_sections import ConfigError
+from trainer.errors import ConfigError
 from trainer.rewards import Reward, make
 
 SHOWN = 500  # characters of an exception

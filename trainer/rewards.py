@@ -24,8 +24,8 @@ from typing import Any
 from ml_collections import ConfigDict
 
 from input_pipeline.answers import compile_pattern, extract, last_number, normalize
-from input_pipeline.files import DataError
-from trainer.config_sections import ConfigError, reward
+from trainer.config_sections import reward
+from trainer.errors import ConfigError, DataError
 
 Text = str | list[dict[str, Any]]
 

@@ -19,7 +19,6 @@ import numpy as np
 from absl import logging
 from tqdm import tqdm
 
-from input_pipeline.files import DataError
 from input_pipeline.packing import permutation
 from input_pipeline.prompt_data import PromptData, PromptItem
 from input_pipeline.steps import ROWS, Past, steps_of_rollouts
@@ -28,8 +27,8 @@ from trainer import experience as experience_lib
 from trainer import groups as groups_lib
 from trainer import image_tokens, old_policy, processes
 from trainer import mesh as mesh_lib
-from trainer.config import ConfigError
 from trainer.environment import Episode, Episodes
+from trainer.errors import ConfigError, DataError
 from trainer.experience import Experience
 from trainer.groups import Scored
 from trainer.metrics import to_floats

@@ -3,8 +3,8 @@
 from typing import Any
 
 from trainer import rewards, strategies
-from trainer.config import ConfigError
 from trainer.drawing import Options
+from trainer.errors import ConfigError
 
 # By what a strategy learns from: what its loss wants in a batch beside the tokens, in steps after a rollout's first
 # too; others cannot use rollouts.

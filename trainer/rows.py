@@ -14,7 +14,7 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from trainer import mesh as mesh_lib
-from trainer import patterns, strategies, update
+from trainer import strategies, tree, update
 from trainer.reference import overlay
 
 # What a row is told by; images and what belongs to them stay out.
@@ -64,13 +64,13 @@ class Rows:
         micro, index = micro_and_index
 
         def objective(trained):
-          terms, _ = loss_of(patterns.unflatten(flat | trained), micro, update.step_key(seed, step, index), *reference)
+          terms, _ = loss_of(tree.unflatten(flat | trained), micro, update.step_key(seed, step, index), *reference)
           return sum(jnp.sum(term.sum) for term in terms.values())
 
         value, grads = jax.value_and_grad(objective)({path: flat[path] for path in flat if path in self._paths})
         return jnp.isfinite(value) & jnp.stack([jnp.all(jnp.isfinite(leaf)) for leaf in grads.values()]).all()
 
-      flat = patterns.flatten(params)
+      flat = tree.flatten(params)
       micros, count = update.micro_batches(batch, self._micro)
       return jnp.all(jax.lax.map(of_micro, (micros, jnp.arange(count))))
 

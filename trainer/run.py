@@ -10,9 +10,10 @@ import jax
 from jax.sharding import Mesh
 
 from trainer.checkpoint import Checkpoints
-from trainer.config import ConfigError
-from trainer.metrics import MetricWriter, to_floats
+from trainer.errors import ConfigError
+from trainer.metrics import to_floats
 from trainer.throughput import Chrono
+from trainer.writers import MetricWriter
 
 
 @dataclass

@@ -32,8 +32,8 @@ from models import placement
 from trainer import image_tokens
 from trainer import mesh as mesh_lib
 from trainer.buckets import bucket, power
-from trainer.config import ConfigError
 from trainer.drawing import Options, draw
+from trainer.errors import ConfigError
 from trainer.sampler_rows import MIN_LENGTH, Rows, Waiting
 from trainer.stop_strings import NOTHING, Automaton, StopStrings
 

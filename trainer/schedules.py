@@ -19,7 +19,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from trainer.config import ConfigError
+from trainer.errors import ConfigError
 
 # `to_steps(cfg, prefix, default=…, where=…)`: `durations.steps` with the run's lengths filled in.
 ToSteps = Callable[..., int | None]

@@ -13,15 +13,8 @@ from typing import Any
 import jax
 import numpy as np
 
+from trainer.errors import Damaged
 from trainer.fingerprint import checksums
-
-
-class CheckpointError(OSError):
-  """A checkpoint that could not be written or read; the message says where and what to do."""
-
-
-class Damaged(CheckpointError):
-  """A checkpoint that is proven not to be what was saved (trainer/damage.py)."""
 
 
 def seal(meta: dict[str, Any], leaves: Mapping[str, jax.Array], arrays: Mapping[str, np.ndarray]) -> dict[str, Any]:

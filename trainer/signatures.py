@@ -17,10 +17,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from input_pipeline.examples_chat import ChatEncoder
-from input_pipeline.files import DataError
 from trainer import strategies
 from trainer.callbacks import Callback
-from trainer.config import ConfigError
+from trainer.errors import ConfigError, DataError
 
 Values = Mapping[str, Sequence[float]]
 

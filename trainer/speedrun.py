@@ -29,9 +29,8 @@ from typing import Any
 
 from absl import app, flags, logging
 
-from trainer import metrics as metrics_lib
-from trainer import sweep, whole_files
-from trainer.config import ConfigError
+from trainer import sweep, whole_files, writers
+from trainer.errors import ConfigError
 from trainer.report import record
 from trainer.report.history import last_end
 
@@ -129,7 +128,7 @@ def run_stage(stages: Stages, stage: str, root: Path, overrides: Sequence[str]) 
     sys.exit(code if code > 0 else 1)
   last: dict[str, float] = {}
   measured: dict[str, int] = {}  # after which step
-  for row in metrics_lib.read_rows(workdir / "metrics.jsonl"):
+  for row in writers.read_rows(workdir / "metrics.jsonl"):
     last |= row
     measured |= dict.fromkeys(row, row["step"])
   made = {"command": command[1:], "seconds": seconds, "steps": last["step"], "tokens": end["tokens"],

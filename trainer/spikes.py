@@ -18,7 +18,7 @@ import numpy as np
 from absl import logging
 
 from trainer.callbacks import Callback
-from trainer.config import ConfigError
+from trainer.errors import ConfigError
 
 # Median absolute deviation times this is the standard deviation, of a normal distribution.
 _TO_DEVIATION = 1.4826

@@ -13,9 +13,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from trainer import checkpoint, optim, parameters, patterns
+from trainer import checkpoint, optim, parameters, tree
 from trainer import reference as reference_lib
-from trainer.config import ConfigError
+from trainer.errors import ConfigError
 from trainer.fingerprint import fingerprint
 
 
@@ -73,9 +73,9 @@ def left_out(abstract: Any, model: Any, optimizer: optim.Optimizer, strategy: An
   """{part of the state: paths} that checkpoints leave out: the base of adapters, and a reference that does not move."""
   parts = {}
   if model.trained_only:
-    parts["params"] = patterns.flatten(abstract["params"]).keys() - optimizer.trainable
+    parts["params"] = tree.flatten(abstract["params"]).keys() - optimizer.trainable
   if "reference" in abstract and not strategy.reference_ema:
-    parts["reference"] = set(patterns.flatten(abstract["reference"]))
+    parts["reference"] = set(tree.flatten(abstract["reference"]))
   return parts
 
 
@@ -83,7 +83,7 @@ def averaged(state: dict[str, Any]) -> Any:
   """The parameters to evaluate and to publish: the moving averages where they are kept, else the parameters."""
   if "ema" not in state:
     return state["params"]
-  return patterns.unflatten(dict(sorted((patterns.flatten(state["params"]) | patterns.flatten(state["ema"])).items())))
+  return tree.unflatten(dict(sorted((tree.flatten(state["params"]) | tree.flatten(state["ema"])).items())))
 
 
 def initialise(config: Any, model: Any, optimizer: optim.Optimizer, abstract: Any, checkpoints: checkpoint.Checkpoints
@@ -140,12 +140,12 @@ def _complete(state: Any, left_out: Any, config: Any, model: Any, origin: parame
   """The restored state with what its checkpoint left out, made from where the run began."""
   base, again = left_out.get("params", {}), left_out.get("reference")
   from_start = again is not None and config.strategy.reference in ("start", "base")
-  wanted = patterns.flatten(base) | (patterns.flatten(again) if from_start else {})
-  params, _ = parameters.first_params(origin, model, patterns.unflatten(wanted), partial=True)
+  wanted = tree.flatten(base) | (tree.flatten(again) if from_start else {})
+  params, _ = parameters.first_params(origin, model, tree.unflatten(wanted), partial=True)
   added = {}
   if base:
-    flat = patterns.flatten(params)
-    added["params"] = patterns.unflatten({path: flat[path] for path in patterns.flatten(base)})
+    flat = tree.flatten(params)
+    added["params"] = tree.unflatten({path: flat[path] for path in tree.flatten(base)})
   if again is not None:
     added["reference"] = reference_lib.first_reference(config, model, params, again)
   return checkpoints.merge(state, added)

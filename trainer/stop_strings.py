@@ -25,7 +25,7 @@ import numpy as np
 
 from input_pipeline.tokenizer import Tokenizer
 from trainer.buckets import power
-from trainer.config import ConfigError
+from trainer.errors import ConfigError
 
 
 class Automaton(NamedTuple):

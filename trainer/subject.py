@@ -13,8 +13,9 @@ import numpy as np
 from ml_collections import ConfigDict
 
 from trainer import mesh as mesh_lib
-from trainer import patterns, strategies, update
 from trainer import program as program_lib
+from trainer import strategies, update
+from trainer import tree as tree_lib
 from trainer.metrics import to_floats
 
 
@@ -76,7 +77,7 @@ class Subject:
           self.place(self.params if params is None else params, mesh),
           self.placed(given, mesh), np.int32(0),
           None if self.reference is None else self.place(self.reference, mesh))
-    found = ({k: np.asarray(v) for k, v in patterns.flatten(grads).items()}, to_floats(jax.device_get(metrics)))
+    found = ({k: np.asarray(v) for k, v in tree_lib.flatten(grads).items()}, to_floats(jax.device_get(metrics)))
     if batch is None and params is None:
       self._known[key] = found
     return found

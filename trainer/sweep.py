@@ -34,7 +34,7 @@ from trainer.combinations import (
   sweep,
   zipped,
 )
-from trainer.config import ConfigError
+from trainer.errors import ConfigError
 from trainer.sweep_runs import Planned
 
 __all__ = ["Combination", "chain", "fixed", "product", "sweep", "zipped"]

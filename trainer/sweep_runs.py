@@ -16,8 +16,8 @@ from typing import Any
 
 from ml_collections import ConfigDict
 
-from trainer import config_checks, metrics, whole_files
-from trainer.config import ConfigError
+from trainer import config_checks, whole_files, writers
+from trainer.errors import ConfigError
 from trainer.report.history import last_end
 
 # Seconds between two looks at the processes, and between two lines on how far they are.
@@ -214,7 +214,7 @@ def last_values(workdir: Path, names: Sequence[str], tail: bool = False) -> dict
         file.seek(max(file.seek(0, os.SEEK_END) - 65536, 0))
         rows = [_row(line) for line in file.read().split(b"\n")[1 if file.tell() > 65536 else 0:]]
     else:
-      rows = metrics.read_rows(workdir / "metrics.jsonl")
+      rows = writers.read_rows(workdir / "metrics.jsonl")
     for row in rows:
       finite = {name: row[name] for name in ("step", *names)
                 if isinstance(row.get(name), (int, float)) and math.isfinite(row[name])}

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from trainer.config import ConfigError
+from trainer.errors import ConfigError
 from trainer.sweep_runs import TRAINER, Planned
 
 # launch/slurm.sbatch with another program in the place of the trainer (tests/trainer/test_sweep.py compares them).

@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import Any
 
 from trainer import whole_files
-from trainer.config import ConfigError
 from trainer.config_checks import flatten
+from trainer.errors import ConfigError
 from trainer.loggers import CLOSE_SECONDS, check_arguments
 
 

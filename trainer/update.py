@@ -11,7 +11,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from trainer import offload, optim, patterns
+from trainer import offload, optim, tree
 from trainer.metrics import Mean
 from trainer.reference import mix, overlay
 
@@ -92,7 +92,7 @@ def make_update_fn(loss_fn: Callable, optimizer: optim.Optimizer, *, seed: int, 
         "nonfinite_leaf": _first_nonfinite(divided),
     }
     if did.changed:
-      sizes = [p.size for path, p in patterns.flatten(trainable).items() if path in did.changed]
+      sizes = [p.size for path, p in tree.flatten(trainable).items() if path in did.changed]
       metrics["params_changed"] = Mean(sum(did.changed.values()), jnp.where(taken, jnp.float32(sum(sizes)), 0.0))
     if stop_requests is not None:
       metrics["stop_requests"] = jnp.sum(stop_requests)
@@ -179,7 +179,7 @@ def of_micro_batches(fn: Callable, batch: dict[str, jax.Array], micro_batch_size
 
 def gradient_paths(optimizer: optim.Optimizer, abstract_params: Any) -> list[str]:
   """Paths of the trained parameters, in the order that `nonfinite_leaf` counts them."""
-  return list(patterns.flatten(optimizer.split(abstract_params)[0]))
+  return list(tree.flatten(optimizer.split(abstract_params)[0]))
 
 
 def _accumulate(micro_loss: Callable, trainable: Any, batch: dict[str, jax.Array], micro_batch_size: int):
@@ -239,6 +239,6 @@ def _by_source(metrics: dict[str, Any], source_ids_B: jax.Array, names: Sequence
 
 
 def _first_nonfinite(grads: Any) -> jax.Array:
-  leaves = patterns.flatten(grads)
+  leaves = tree.flatten(grads)
   bad = jnp.stack([~jnp.isfinite(jnp.sum(jnp.square(leaf))) for leaf in leaves.values()])
   return jnp.where(jnp.any(bad), jnp.argmax(bad), -1)

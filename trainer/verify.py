@@ -19,11 +19,12 @@ import numpy as np
 from ml_collections import ConfigDict
 
 from input_pipeline import loader
-from trainer import equalities, metrics, processes
+from trainer import equalities, processes, writers
 from trainer import mesh as mesh_lib
 from trainer import program as program_lib
 from trainer.callbacks import Callback
-from trainer.config import DURATION_UNITS, ConfigError, defaults, reward
+from trainer.config import DURATION_UNITS, defaults, reward
+from trainer.errors import ConfigError
 from trainer.main import train
 from trainer.subject import Skip, Subject
 
@@ -158,7 +159,7 @@ def _train(given: ConfigDict, folder: Path, workdir: Path, **callbacks: Any) -> 
 
 
 def _losses(folder: Path) -> list[tuple[int, float]]:
-  return [(row["step"], row["loss"]) for row in metrics.read_rows(folder / "metrics.jsonl") if "loss" in row]
+  return [(row["step"], row["loss"]) for row in writers.read_rows(folder / "metrics.jsonl") if "loss" in row]
 
 
 def _measured(check: equalities.Check, subject: Subject) -> Result:

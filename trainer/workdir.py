@@ -18,8 +18,8 @@ from input_pipeline.examples_chat import find_template
 from input_pipeline.tokenizer import Tokenizer
 from models import hf
 from models.hf import files
-from trainer import chat_files, config_checks, hugging_face, metrics, strategies, whole_files
-from trainer.config import ConfigError
+from trainer import chat_files, config_checks, hugging_face, strategies, whole_files, writers
+from trainer.errors import ConfigError
 
 # What (durations' prefix, steps) means where nothing is saved now and then.
 NEVER = {("ckpt", None): "only at the end",
@@ -115,7 +115,7 @@ def say_where_everything_is(run: Any, seconds: float, exported: Path | None = No
           f"{run.chrono.goodput():.0%} went into steps that counted.")
   if not saved:
     run.say("The last state was not saved, since ckpt is never.")
-  for name, (step, value) in sorted(metrics.evaluations(run.workdir, run.step).items()):
+  for name, (step, value) in sorted(writers.evaluations(run.workdir, run.step).items()):
     run.say(f"  {name:<40} {value:.4f}  at {_step(step, run.step)}")
   samples = sorted((step, file) for file in (run.workdir / "samples").glob("*.txt")
                    if (step := _step_of(file)) <= run.step)

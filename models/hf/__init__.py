@@ -27,7 +27,7 @@ from models.hf.keys import each
 from models.hf.peft import load_adapters, save_adapters
 from models.spec import ARCHITECTURE_KEYS
 from trainer import config as config_lib
-from trainer import patterns
+from trainer import tree
 
 __all__ = ["HFError", "SMALL_FILES", "TensorFolder", "abstract_params", "architecture", "config_json",
            "copy_small_files", "iter_params", "keys_of", "load", "load_adapters", "load_params", "plan", "prepare",
@@ -120,7 +120,7 @@ def save(model: api.Model, params: Mapping, out: str | Path, dtype: Any = None, 
     HFError: no family can express the model; `out` holds one already; files that cannot be written.
   """
   out = Path(out).expanduser().absolute()
-  leaves = patterns.flatten(params)
+  leaves = tree.flatten(params)
   if elsewhere := [path for path, leaf in leaves.items() if not getattr(leaf, "is_fully_addressable", True)]:
     raise HFError(f"{elsewhere[0]} is partly on devices of other processes. Save a checkpoint, and export that: "
                   "python -m trainer.export.")

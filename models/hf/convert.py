@@ -25,7 +25,7 @@ from models.hf import names as names_lib
 from models.hf.entry import Entry, make_entry, paths_of
 from models.hf.errors import HFError
 from models.hf.family import Family, Tensor
-from trainer import patterns
+from trainer import tree
 
 # Transposed copies go in blocks of so many rows and columns, which stay in the processor's cache.
 BLOCK = 256
@@ -68,7 +68,7 @@ def plan(family: Family, model: Mapping[str, Any], abstract_params: Mapping, fol
   Raises:
     HFError: listing what is missing, extra or misshapen, or not a parameter's dtype.
   """
-  shapes = {path: tuple(leaf.shape) for path, leaf in patterns.flatten(abstract_params).items()}
+  shapes = {path: tuple(leaf.shape) for path, leaf in tree.flatten(abstract_params).items()}
   tensors = _tensors(family, model, shapes)
   _check_count(tensors, shapes, folder)
   prefix = _prefix(family, tensors, shapes, folder.tensors)
@@ -100,8 +100,8 @@ def plan(family: Family, model: Mapping[str, Any], abstract_params: Mapping, fol
 def load_params(plan: Plan, folder: files.TensorFolder, shardings: Mapping | None = None, dtype: Any = None,
                 progress: bool = False) -> dict[str, Any]:
   """The nested dict of what `iter_params` gives; `shardings` is nested, too."""
-  placed = None if shardings is None else patterns.flatten(shardings)
-  return patterns.unflatten(dict(iter_params(plan, folder, placed, dtype, progress)))
+  placed = None if shardings is None else tree.flatten(shardings)
+  return tree.unflatten(dict(iter_params(plan, folder, placed, dtype, progress)))
 
 
 def iter_params(plan: Plan, folder: files.TensorFolder, shardings: Mapping[str, Any] | None = None, dtype: Any = None,

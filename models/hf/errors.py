@@ -1,6 +1,6 @@
 """The one exception of Hugging Face folders."""
 
-from trainer.config import ConfigError
+from trainer.errors import ConfigError
 
 
 class HFError(ConfigError):

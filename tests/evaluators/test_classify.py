@@ -8,13 +8,13 @@ import pytest
 
 from evaluators import common
 from evaluators.classify import confusion, metrics
-from input_pipeline.files import DataError
 from input_pipeline.tokenizer import BytesTokenizer
 from tests.evaluators import digits
 from trainer import config_checks, image_tokens
 from trainer import mesh as mesh_lib
-from trainer.config import ConfigError, evaluator
-from trainer.metrics import MultiWriter
+from trainer.config import evaluator
+from trainer.errors import ConfigError, DataError
+from trainer.writers import MultiWriter
 
 OPTIONS = ("one", "one two", "three")
 ROWS = [*(dict(image=digits.encoded(digits.picture(n // 2)), prefix=f"q{n % 2}", suffix=OPTIONS[n % 3],

@@ -9,7 +9,6 @@ import pytest
 
 from evaluators import common, questions
 from evaluators.generate import metrics, pass_at_k
-from input_pipeline.files import DataError
 from input_pipeline.prompts import Prompter
 from input_pipeline.tokenizer import BytesTokenizer
 from models import api
@@ -17,8 +16,9 @@ from tests import tiny
 from tests.evaluators import digits
 from tests.trainer.test_pages import pictures
 from trainer import config_checks
-from trainer.config import ConfigError, evaluator, source
-from trainer.metrics import MultiWriter
+from trainer.config import evaluator, source
+from trainer.errors import ConfigError, DataError
+from trainer.writers import MultiWriter
 
 GSM8K = r"####\s*(-?[\d,.]+)"
 ROWS = [dict(question=f"{a}+{b}?", answer=f"Add.\n#### {a + b}") for a, b in itertools.product(range(3), range(2))]

@@ -12,7 +12,8 @@ from models import api
 from tests import tiny
 from trainer import config_checks
 from trainer import mesh as mesh_lib
-from trainer.config import ConfigError, evaluator, source
+from trainer.config import evaluator, source
+from trainer.errors import ConfigError
 
 BETA = 0.3
 

@@ -12,8 +12,9 @@ from input_pipeline.tokenizer import BytesTokenizer
 from models import api
 from tests import tiny
 from trainer import config_checks
-from trainer.config import ConfigError, evaluator
-from trainer.metrics import MultiWriter
+from trainer.config import evaluator
+from trainer.errors import ConfigError
+from trainer.writers import MultiWriter
 
 
 def make(tmp_path, reference=None, **changed):

@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 
 from input_pipeline import loader, prompt_data
-from input_pipeline.files import DataError
 from input_pipeline.tokenizer import make_tokenizer
 from tests import tiny
 from trainer import program, strategies
-from trainer.config import ConfigError, defaults, source
+from trainer.config import defaults, source
 from trainer.config import strategy as strategy_section
+from trainer.errors import ConfigError, DataError
 
 # What trainer/__main__.py prints as one message, without a traceback.
 OURS = (ConfigError, DataError, OSError)

@@ -17,7 +17,7 @@ from input_pipeline.answers import compile_pattern
 from input_pipeline.chat import ChatTemplate
 from input_pipeline.examples import make_encoder
 from input_pipeline.examples_rollouts import RolloutReader
-from input_pipeline.files import DataError, NotJSONError, Tally, parse_json
+from input_pipeline.files import NotJSONError, Tally, parse_json
 from input_pipeline.images import ImageError, ImageRef, Preprocess, read, to_pixels
 from input_pipeline.mixture import stage_weights
 from input_pipeline.prompts import PromptReader
@@ -28,8 +28,9 @@ from input_pipeline.tokenizer import BytesTokenizer, load_tokenizer
 from models.hf import architecture
 from models.hf.files import TensorFolder
 from models.hf.peft import _read_config
-from trainer import config_checks, durations, mesh, patterns
-from trainer.config import ConfigError, defaults, source
+from trainer import config_checks, durations, mesh, tree
+from trainer.config import defaults, source
+from trainer.errors import ConfigError, DataError
 from trainer.strategies import presets
 
 OURS = (ConfigError, DataError, OSError)
@@ -181,7 +182,7 @@ def regex(data: bytes):
   """A pattern over parameters, and one for answers."""
   pattern = data.decode("utf-8", "replace")
   compile_pattern(pattern, "evals.val.extract")
-  return patterns.match(((pattern, 1.0),), PATHS, "optimizer.lr_mults")
+  return tree.match(((pattern, 1.0),), PATHS, "optimizer.lr_mults")
 
 
 def weights(data: bytes):

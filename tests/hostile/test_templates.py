@@ -3,8 +3,8 @@
 import pytest
 
 from input_pipeline.chat import load_template
-from input_pipeline.files import DataError
 from tests.hostile.common import named, refused, write
+from trainer.errors import DataError
 
 MESSAGES = [{"role": "user", "content": "hello"}, {"role": "assistant", "content": "there"}]
 REACHES = "reaches for what is none of its business"

@@ -6,7 +6,7 @@ from decimal import Decimal
 import pytest
 
 from input_pipeline.answers import compile_pattern, extract, last_number, normalize
-from trainer.config import ConfigError
+from trainer.errors import ConfigError
 
 GSM8K = r"####\s*(-?[\d,.]+)"
 

@@ -10,11 +10,11 @@ import pytest
 from input_pipeline import cache as cache_lib
 from input_pipeline import loader
 from input_pipeline.evaluation import make_eval_data
-from input_pipeline.files import DataError
 from input_pipeline.prompt_data import make_prompt_data
 from input_pipeline.tokenizer import BytesTokenizer
 from tests.input_pipeline.test_readers import write_records
 from trainer.config import defaults, source
+from trainer.errors import DataError
 
 # Refuses two turns of the user in a row, as many do.
 TEMPLATE = """{% for m in messages %}{% if (m.role == 'user') != (loop.index0 % 2 == 0) %}{{ raise_exception('turns') }}

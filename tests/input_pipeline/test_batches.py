@@ -8,9 +8,9 @@ from ml_collections import ConfigDict
 
 from input_pipeline.batches import PackedSource, check_ids, empty_batch, pack, resolve_layout, stats_table
 from input_pipeline.cache import TokenizedSource
-from input_pipeline.files import DataError
 from input_pipeline.packing import PACKINGS, make_plan
-from trainer.config import ConfigError, defaults
+from trainer.config import defaults
+from trainer.errors import ConfigError, DataError
 
 
 def packed(lengths, packing, seq_len, shuffle=True, weights=None, normalize="token", **options):

@@ -14,9 +14,10 @@ from input_pipeline import files
 from input_pipeline import folders as folders_lib
 from input_pipeline.cache import FileHasher, tokenize_source
 from input_pipeline.examples import Encoded, open_examples
-from input_pipeline.sources import DataError, open_source
+from input_pipeline.sources import open_source
 from input_pipeline.tokenizer import BytesTokenizer
 from trainer.config import defaults, source
+from trainer.errors import DataError
 
 TEXTS = {"a.txt": "äb", "b.txt": "", "c.txt": "xyz"}
 

@@ -14,9 +14,9 @@ import pytest
 
 from input_pipeline import chat
 from input_pipeline.chat_budget import Limits
-from input_pipeline.files import DataError
 from input_pipeline.tokenizer import BytesTokenizer, load_tokenizer
 from tests.tiny import ROOT
+from trainer.errors import DataError
 
 HERE = Path(__file__).parent / "references"
 REFERENCES = json.loads((HERE / "chat.json").read_text("utf-8"))

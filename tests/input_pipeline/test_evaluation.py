@@ -7,7 +7,8 @@ import pytest
 
 from input_pipeline.evaluation import make_eval_data
 from input_pipeline.tokenizer import BytesTokenizer
-from trainer.config import ConfigError, defaults, source
+from trainer.config import defaults, source
+from trainer.errors import ConfigError
 
 
 def make(folder, packing="concat", split=None, max_documents=None, over_long="auto", **cfg):

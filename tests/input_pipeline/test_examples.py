@@ -18,9 +18,9 @@ from input_pipeline.examples import (
   open_examples,
 )
 from input_pipeline.readers import Record
-from input_pipeline.sources import DataError
 from input_pipeline.tokenizer import BytesTokenizer
-from trainer.config import ConfigError, defaults, source
+from trainer.config import defaults, source
+from trainer.errors import ConfigError, DataError
 
 
 def record(**fields):

@@ -9,13 +9,13 @@ import pytest
 
 from input_pipeline.examples import NOTHING_TO_TRAIN, make_encoder
 from input_pipeline.examples_chat import TEMPLATES, ChatEncoder, template_names
-from input_pipeline.files import DataError
 from input_pipeline.prompts import Prompter
 from input_pipeline.readers import Record
 from input_pipeline.remarks import ACROSS, LITERAL
 from input_pipeline.tokenizer import BytesTokenizer, load_tokenizer
 from tests.tiny import ROOT
-from trainer.config import ConfigError, defaults
+from trainer.config import defaults
+from trainer.errors import ConfigError, DataError
 
 HERE = ROOT / "tests" / "input_pipeline" / "references"
 REFERENCES = json.loads((HERE / "spans" / "spans.json").read_text("utf-8"))

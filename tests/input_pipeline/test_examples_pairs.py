@@ -9,12 +9,12 @@ import pytest
 from input_pipeline import shapes_pairs
 from input_pipeline.examples import MISMATCHED, make_encoder
 from input_pipeline.examples_pairs import LabelledEncoder, PairEncoder
-from input_pipeline.files import DataError
 from input_pipeline.readers import Record
 from input_pipeline.tokenizer import BytesTokenizer, load_tokenizer
 from tests.tiny import ROOT
-from trainer.config import ConfigError, defaults
+from trainer.config import defaults
 from trainer.config import strategy as section
+from trainer.errors import ConfigError, DataError
 
 TINY = load_tokenizer(ROOT / "tests" / "input_pipeline" / "references" / "tiny")
 USER, GOOD, BAD = (dict(role=r, content=c) for r, c in (("user", "Hi"), ("assistant", "Hello"), ("assistant", "Go")))

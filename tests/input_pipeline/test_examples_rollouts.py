@@ -8,11 +8,11 @@ import pytest
 
 from input_pipeline import loader
 from input_pipeline.examples import NOTHING_TO_TRAIN, ZERO_ADVANTAGE, make_encoder
-from input_pipeline.files import DataError
 from input_pipeline.readers import Record
 from input_pipeline.tokenizer import BytesTokenizer, load_tokenizer
 from tests.tiny import ROOT
-from trainer.config import ConfigError, defaults, source, strategy
+from trainer.config import defaults, source, strategy
+from trainer.errors import ConfigError, DataError
 
 TINY = load_tokenizer(ROOT / "tests" / "input_pipeline" / "references" / "tiny")
 USER = {"role": "user", "content": "Hi"}

@@ -6,7 +6,8 @@ import os
 import pytest
 import zstandard
 
-from input_pipeline.files import DataError, Tally, find_files, hash_file, read_bytes, read_lines
+from input_pipeline.files import Tally, find_files, hash_file, read_bytes, read_lines
+from trainer.errors import DataError
 
 
 def names(spec, matches=lambda name: True):

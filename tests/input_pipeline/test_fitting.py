@@ -9,9 +9,9 @@ from input_pipeline import fitting
 from input_pipeline.batches import PackedSource, empty_batch
 from input_pipeline.cache import TokenizedSource
 from input_pipeline.examples import MISMATCHED
-from input_pipeline.files import DataError
 from input_pipeline.fitting import Pieces, Units
 from input_pipeline.packing import make_plan
+from trainer.errors import DataError
 
 
 def source_of(units, marks=(1.0, 1.0), **more):

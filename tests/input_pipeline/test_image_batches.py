@@ -11,7 +11,6 @@ import pytest
 from input_pipeline import loader
 from input_pipeline.cache import TokenizedSource
 from input_pipeline.cache_images import SourceImages
-from input_pipeline.files import DataError
 from input_pipeline.fitting import fit, keep_images_whole
 from input_pipeline.images import Preprocess, to_pixels
 from input_pipeline.packing import make_plan
@@ -19,8 +18,9 @@ from input_pipeline.prompt_data import make_prompt_data
 from input_pipeline.readers_made import png
 from input_pipeline.sources import open_source
 from input_pipeline.tokenizer import BytesTokenizer
-from trainer.config import ConfigError, source
+from trainer.config import source
 from trainer.config_checks import resolve
+from trainer.errors import ConfigError, DataError
 
 TOKENIZER, TOKEN, EACH, SIZE = BytesTokenizer(), 300, 4, 4
 

@@ -7,15 +7,14 @@ import pytest
 
 from input_pipeline.chat import ChatTemplate
 from input_pipeline.examples import make_encoder
-from input_pipeline.files import DataError
 from input_pipeline.image_texts import IMAGE, ImageFormat, ImageTemplate
 from input_pipeline.images import ImageError
 from input_pipeline.prompts import Prompter
 from input_pipeline.readers import Record
 from input_pipeline.readers_made import png
 from input_pipeline.tokenizer import BOS, EOS, BytesTokenizer, load_tokenizer
-from trainer.config import ConfigError
 from trainer.config_checks import resolve
+from trainer.errors import ConfigError, DataError
 
 SPECIALS = ("<image>", "<start_of_image>", "<end_of_image>", "<image_soft_token>", "<start_of_turn>", "<end_of_turn>")
 TOKEN = 258 + SPECIALS.index("<image>")

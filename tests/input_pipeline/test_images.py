@@ -18,8 +18,8 @@ from input_pipeline.image_texts import preprocess_of
 from input_pipeline.image_workers import Task, decode
 from input_pipeline.images import ImageError, ImageRef, Images, Preprocess, read, to_pixels
 from input_pipeline.readers_made import png
-from trainer.config import ConfigError
 from trainer.config_checks import resolve
+from trainer.errors import ConfigError
 
 PLAIN = np.arange(4 * 6 * 3, dtype=np.uint8).reshape(4, 6, 3)
 FILE = png(PLAIN)

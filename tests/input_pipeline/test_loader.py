@@ -13,11 +13,11 @@ from array_record.python.array_record_module import ArrayRecordWriter
 from ml_collections import ConfigDict
 
 from input_pipeline import loader
-from input_pipeline.files import DataError
 from input_pipeline.tokenizer import BytesTokenizer
-from trainer.config import ConfigError, defaults, source
+from trainer.config import defaults, source
 from trainer.config import strategy as strategy_of
 from trainer.config_checks import View
+from trainer.errors import ConfigError, DataError
 
 
 def config(folder, sources=None, **changed):

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from input_pipeline.mixture import MAX_ROWS, Mixture, stage_weights
-from trainer.config import ConfigError
+from trainer.errors import ConfigError
 
 
 def mixture(weights, rows=None, starts=(0,), stop="never"):

@@ -5,12 +5,12 @@ import sys
 
 import pytest
 
-from input_pipeline.files import DataError
 from input_pipeline.sources import open_source
 from tests import tiny
 from trainer import config_checks, train
-from trainer.config import ConfigError, defaults, source
-from trainer.metrics import read_rows
+from trainer.config import defaults, source
+from trainer.errors import ConfigError, DataError
+from trainer.writers import read_rows
 
 CODE = '''
 import json

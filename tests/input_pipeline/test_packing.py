@@ -3,9 +3,8 @@
 import numpy as np
 import pytest
 
-from input_pipeline.files import DataError
 from input_pipeline.packing import PACKINGS, best_fit_decreasing, make_plan, permutation
-from trainer.config import ConfigError
+from trainer.errors import ConfigError, DataError
 
 RNG = np.random.default_rng(0)
 LENGTHS = {

@@ -7,14 +7,14 @@ from collections import Counter
 import pytest
 
 from input_pipeline import prompt_data
-from input_pipeline.files import DataError
 from input_pipeline.loader import format_stats
 from input_pipeline.prompt_data import make_prompt_data
 from input_pipeline.prompts import Prompter
 from input_pipeline.readers import Record
 from input_pipeline.tokenizer import BytesTokenizer, load_tokenizer
 from tests.tiny import ROOT
-from trainer.config import ConfigError, defaults, source, strategy
+from trainer.config import defaults, source, strategy
+from trainer.errors import ConfigError, DataError
 
 TINY = load_tokenizer(ROOT / "tests" / "input_pipeline" / "references" / "tiny")
 CHAT = "<|begin|><|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n"

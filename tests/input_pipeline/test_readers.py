@@ -19,9 +19,10 @@ from array_record.python.array_record_module import ArrayRecordWriter
 from input_pipeline import readers
 from input_pipeline.examples import open_examples
 from input_pipeline.readers import _from_tfds
-from input_pipeline.sources import DataError, open_source
+from input_pipeline.sources import open_source
 from tests.tiny import ROOT
-from trainer.config import ConfigError, defaults, source
+from trainer.config import defaults, source
+from trainer.errors import ConfigError, DataError
 
 
 def records(**cfg):

@@ -10,10 +10,11 @@ import pytest
 
 from input_pipeline import loader
 from input_pipeline.bad_rows import BadRows, Policy
-from input_pipeline.sources import DataError, open_source
+from input_pipeline.sources import open_source
 from input_pipeline.tokenizer import BytesTokenizer
 from tests.tiny import ROOT
 from trainer.config import defaults, source
+from trainer.errors import DataError
 
 FILES = ROOT / "tests" / "input_pipeline" / "references" / "datasets"
 ROWS = [json.loads(line) for line in (FILES / "rows.jsonl").read_text("utf-8").splitlines()]

@@ -9,8 +9,9 @@ import pytest
 
 from input_pipeline import files
 from input_pipeline.readers_json import Scanner
-from input_pipeline.sources import DataError, open_source
+from input_pipeline.sources import open_source
 from trainer.config import source
+from trainer.errors import DataError
 
 ROWS = [{"text": "one, [two] {\"three\"} \\"}, {"text": "é\n", "n": [1, {"m": None}]}, {"text": "x" * 50}]
 

@@ -5,9 +5,9 @@ import re
 
 import pytest
 
-from input_pipeline.files import DataError
 from input_pipeline.readers import Record
 from input_pipeline.shapes import Conversation, Plain, ShapeReader
+from trainer.errors import DataError
 
 USER, ANSWER = {"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}
 

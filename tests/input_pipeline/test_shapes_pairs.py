@@ -2,9 +2,9 @@
 
 import pytest
 
-from input_pipeline.files import DataError
 from input_pipeline.readers import Record
 from input_pipeline.shapes_pairs import PairReader, common_prompt
+from trainer.errors import DataError
 
 USER = {"role": "user", "content": "Add\n\n1, 2"}
 YES, NO = {"role": "assistant", "content": "It is 3"}, {"role": "assistant", "content": "It is 4"}

@@ -6,8 +6,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from input_pipeline.sources import DataError, open_source
-from trainer.config import ConfigError, source
+from input_pipeline.sources import open_source
+from trainer.config import source
+from trainer.errors import ConfigError, DataError
 
 
 def write_files(folder, names):

@@ -4,13 +4,13 @@ import numpy as np
 import pytest
 
 from input_pipeline.chat import ChatTemplate
-from input_pipeline.files import DataError
 from input_pipeline.remarks import ACROSS, CHANGED, LITERAL, PROMPT
 from input_pipeline.segments import Segment, SegmentEncoder
 from input_pipeline.shapes import Conversation
 from input_pipeline.spans import SpanFinder
 from input_pipeline.tokenizer import BytesTokenizer, load_tokenizer
 from tests.tiny import ROOT
+from trainer.errors import DataError
 
 HERE = ROOT / "tests" / "input_pipeline" / "references"
 CHATML = ("{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"

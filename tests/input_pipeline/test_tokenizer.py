@@ -12,9 +12,9 @@ from tokenizers import Tokenizer as Backend
 
 from input_pipeline import hf_folder, tokenizer_hf
 from input_pipeline import tokenizer as tok
-from input_pipeline.files import DataError
 from tests.tiny import ROOT
-from trainer.config import ConfigError, defaults
+from trainer.config import defaults
+from trainer.errors import ConfigError, DataError
 
 TINY = Path(__file__).parent / "references" / "tiny"
 REFERENCES = json.loads((TINY.parent / "chat.json").read_text("utf-8"))

@@ -5,7 +5,8 @@ import pytest
 
 from models import api
 from models.transformer import Transformer
-from trainer.config import ConfigError, defaults
+from trainer.config import defaults
+from trainer.errors import ConfigError
 
 
 class MyModel(Transformer):

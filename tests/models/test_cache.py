@@ -9,7 +9,7 @@ import pytest
 
 from models import cache as cache_lib
 from tests.models.common import FAMILIES, VOCAB, make, random_params
-from trainer import patterns
+from trainer import tree
 
 YARN = dict(type="yarn", factor=4.0, original_positions=8)
 LLAMA3 = dict(type="llama3", factor=4.0, original_positions=8)
@@ -119,7 +119,7 @@ def test_parameters_in_the_dtype_of_products_change_no_bit(options):
   model = make(compute_dtype=jnp.bfloat16, **options)
   params = random_params(model)
   read = model.decoding_params(params)
-  dtypes = {path: leaf.dtype for path, leaf in patterns.flatten(read["blocks"][0]).items()}
+  dtypes = {path: leaf.dtype for path, leaf in tree.flatten(read["blocks"][0]).items()}
   assert all(dtype == jnp.float32 for path, dtype in dtypes.items() if "router" in path or "scale" in path)
   assert read["embed"]["embedding"].dtype == dtypes["attn/q/kernel_across"] == jnp.bfloat16
   apart = make(**options).decoding_params(params)  # a model that computes in float32 leaves them as they are

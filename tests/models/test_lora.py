@@ -11,11 +11,12 @@ from jax.sharding import PartitionSpec as P
 
 from models import lora
 from tests import tiny
-from trainer import optim, patterns
+from trainer import optim, tree
 from trainer import state as state_lib
 from trainer import update as update_lib
-from trainer.config import ConfigError, defaults
+from trainer.config import defaults
 from trainer.config_checks import View
+from trainer.errors import ConfigError
 from trainer.strategies import seq
 
 SHARED_EXPERT = dict(num_experts=4, expert_size=8, shared_size=8, shared_gate=True)
@@ -30,8 +31,8 @@ def made(rank=4, targets=TARGETS, alpha=8.0, rslora=False, dropout=0.0, moe=Fals
                      scan_layers=scan, **changed)
   rng = np.random.default_rng(0)
   params = {path: jnp.asarray(path.endswith("scale") + std * rng.normal(size=leaf.shape), jnp.float32)
-            for path, leaf in patterns.flatten(model.abstract_params()).items()}
-  return model, patterns.unflatten(params)
+            for path, leaf in tree.flatten(model.abstract_params()).items()}
+  return model, tree.unflatten(params)
 
 
 def hidden(model, params, batch, **kwargs):
@@ -44,7 +45,7 @@ def test_a_fresh_adapter_changes_nothing(moe):
   base = tiny.model(**(dict(moe=SHARED_EXPERT) if moe else {}))
   adapted, _ = made(moe=moe, targets=("attn/q", "moe/shared/", "shared_gate") if moe else TARGETS)
   plain, params = (jax.jit(m.init)(jax.random.key(3)) for m in (base, adapted))
-  flat, alone = patterns.flatten(params), patterns.flatten(plain)
+  flat, alone = tree.flatten(params), tree.flatten(plain)
   assert {path for path in flat if not lora.is_adapter(path)} == set(alone)
   for path, leaf in alone.items():
     np.testing.assert_array_equal(flat[path], leaf, err_msg=path)
@@ -56,7 +57,7 @@ def test_a_fresh_adapter_changes_nothing(moe):
 def test_adapters_off_is_the_base():
   model, params = made()
   batch, base = tiny.batch(4, 16), tiny.model()
-  without = patterns.unflatten({p: x for p, x in patterns.flatten(params).items() if not lora.is_adapter(p)})
+  without = tree.unflatten({p: x for p, x in tree.flatten(params).items() if not lora.is_adapter(p)})
   expected = hidden(base, without, batch)
   np.testing.assert_array_equal(hidden(model, lora.off(params), batch), expected)
   assert np.abs(hidden(model, params, batch) - expected).max() > 0.1
@@ -74,14 +75,14 @@ def test_initial_values_are_even_within_the_bound_and_differ_by_path_and_layer()
 def test_the_kernel_is_moved_by_a_times_b_times_the_scale(alpha, rslora, scale):
   """scale = alpha / r, or alpha / sqrt(r) with rsLoRA: put by hand into the kernels of a model without adapters."""
   model, params = made(alpha=alpha, rslora=rslora)
-  flat = patterns.flatten(params)
+  flat = tree.flatten(params)
   by_hand = {}
   for path, leaf in flat.items():
     if not lora.is_adapter(path):
       a, b = (flat.get(beside) for beside in lora.pair(path)) if path.endswith("/kernel") else (None, None)
       by_hand[path] = leaf if a is None else leaf + scale * np.einsum("lir,lro->lio", a, b, dtype=np.float64)
   batch, moved = tiny.batch(4, 16), {p: jnp.asarray(x, jnp.float32) for p, x in by_hand.items()}
-  expected = hidden(tiny.model(), patterns.unflatten(moved), batch)
+  expected = hidden(tiny.model(), tree.unflatten(moved), batch)
   np.testing.assert_allclose(hidden(model, params, batch), expected, atol=1e-5)
 
 
@@ -89,15 +90,15 @@ def test_the_kernel_is_moved_by_a_times_b_times_the_scale(alpha, rslora, scale):
 def test_merged_equals_unmerged(moe):
   model, params = made(moe=moe, targets=("attn/[qo]/", "moe/shared/", "shared_gate") if moe else TARGETS)
   base, merged = tiny.model(**(dict(moe=SHARED_EXPERT) if moe else {})), lora.merge(params, model.spec.lora.scale)
-  assert patterns.flatten(merged).keys() == patterns.flatten(base.abstract_params()).keys()
+  assert tree.flatten(merged).keys() == tree.flatten(base.abstract_params()).keys()
   batch = tiny.batch(4, 16)
   np.testing.assert_allclose(hidden(base, merged, batch), hidden(model, params, batch), atol=1e-5)
 
 
 def test_merging_slice_by_slice_is_merging():
   model, params = made(targets=("attn/q", "mlp/down"))
-  flat, scale = patterns.flatten(params), model.spec.lora.scale
-  merged = patterns.flatten(lora.merge(params, scale))
+  flat, scale = tree.flatten(params), model.spec.lora.scale
+  merged = tree.flatten(lora.merge(params, scale))
   read = lora.merged_reader(*[lambda path, index: np.asarray(flat[path][index])] * 2, flat, scale)
   for path, leaf in merged.items():
     whole = tuple(slice(0, n) for n in leaf.shape)
@@ -133,7 +134,7 @@ def test_only_adapters_are_trained_and_known_to_the_optimizer():
   optimizer, update = _update(model)
   assert optimizer.trainable == {"blocks/attn/q/lora_a", "blocks/attn/q/lora_b"}
   new, metrics = jax.jit(update)(_start(model, optimizer, params), tiny.batch(4, 16))
-  before, after = patterns.flatten(params), patterns.flatten(new["params"])
+  before, after = tree.flatten(params), tree.flatten(new["params"])
   moved = {path for path in before if np.any(before[path] != after[path])}
   assert moved == optimizer.trainable
   # The norm is that of the adapters' gradients alone, which plain SGD of rate 1 subtracts.
@@ -201,19 +202,19 @@ def test_eight_devices_compute_what_one_does():
   expected, _ = jax.jit(update)(_start(model, optimizer, params), batch)
 
   mesh = jax.make_mesh((2, 2, 2), ("data", "fsdp", "tensor"), axis_types=(AxisType.Auto,) * 3)
-  placed = {path: _sharding(mesh, path, leaf) for path, leaf in patterns.flatten(params).items()}
-  init = jax.jit(model.init, out_shardings=patterns.unflatten(placed))
-  alone = patterns.flatten(jax.jit(model.init)(jax.random.key(5)))
-  for path, leaf in patterns.flatten(init(jax.random.key(5))).items():
+  placed = {path: _sharding(mesh, path, leaf) for path, leaf in tree.flatten(params).items()}
+  init = jax.jit(model.init, out_shardings=tree.unflatten(placed))
+  alone = tree.flatten(jax.jit(model.init)(jax.random.key(5)))
+  for path, leaf in tree.flatten(init(jax.random.key(5))).items():
     np.testing.assert_array_equal(leaf, alone[path], err_msg=path)
-  sharded = patterns.unflatten({p: jax.device_put(x, placed[p]) for p, x in patterns.flatten(params).items()})
+  sharded = tree.unflatten({p: jax.device_put(x, placed[p]) for p, x in tree.flatten(params).items()})
   rows = {name: jax.device_put(x, NamedSharding(mesh, P(("data", "fsdp")))) for name, x in batch.items()}
   state = jax.device_put(_start(model, optimizer, params), NamedSharding(mesh, P()))
   new, _ = jax.jit(update)({**state, "params": sharded}, rows)
-  found, wanted = patterns.flatten(new["params"]), patterns.flatten(expected["params"])
-  assert all(np.any(wanted[path] != patterns.flatten(params)[path]) for path in optimizer.trainable)
+  found, wanted = tree.flatten(new["params"]), tree.flatten(expected["params"])
+  assert all(np.any(wanted[path] != tree.flatten(params)[path]) for path in optimizer.trainable)
   for path in optimizer.trainable:
-    step = np.abs(wanted[path] - patterns.flatten(params)[path]).max()
+    step = np.abs(wanted[path] - tree.flatten(params)[path]).max()
     np.testing.assert_allclose(found[path], wanted[path], rtol=0, atol=1e-5 * step, err_msg=path)
 
 

@@ -18,8 +18,9 @@ from trainer import state as state_lib
 from trainer import update as update_lib
 from trainer.config import defaults
 from trainer.config_checks import View
-from trainer.metrics import Mean, read_rows, to_floats
+from trainer.metrics import Mean, to_floats
 from trainer.strategies import seq
+from trainer.writers import read_rows
 
 E, K = 4, 2
 PLAIN = dict(num_experts=E, experts_per_token=K, expert_size=12)

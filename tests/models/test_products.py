@@ -11,7 +11,8 @@ from models import api, grouped, placement
 from models.products import Product, make_products
 from models.projections import Kernel, project
 from trainer import mesh as mesh_lib
-from trainer.config import ConfigError, defaults
+from trainer.config import defaults
+from trainer.errors import ConfigError
 
 M, K, N = 24, 48, 40
 # Half the distance of neighbouring numbers: of int8 in terms of the row's largest, of e4m3 and e5m2 of the number.

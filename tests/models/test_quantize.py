@@ -12,8 +12,9 @@ from jax.sharding import PartitionSpec as P
 
 from models import api, lora, quantize
 from tests import tiny
-from trainer import patterns
-from trainer.config import ConfigError, defaults
+from trainer import tree
+from trainer.config import defaults
+from trainer.errors import ConfigError
 
 # Dettmers et al. 2023, appendix E.
 PAPER = (-1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635,
@@ -104,7 +105,7 @@ def params_of(frozen, moe=False):
 @pytest.mark.parametrize("frozen, moe", [("bfloat16", False), ("int8", False), ("nf4", True)])
 def test_what_is_trained_stays_float32_and_the_tree_says_what_is_kept(frozen, moe):
   model, params = params_of(frozen, moe)
-  abstract, flat = patterns.flatten(model.abstract_params()), patterns.flatten(params)
+  abstract, flat = tree.flatten(model.abstract_params()), tree.flatten(params)
   assert {p: (x.shape, x.dtype) for p, x in abstract.items()} == {p: (x.shape, x.dtype) for p, x in flat.items()}
   quantised = {"int8": jnp.int8, "nf4": jnp.uint8}
   for path, leaf in flat.items():
@@ -115,14 +116,14 @@ def test_what_is_trained_stays_float32_and_the_tree_says_what_is_kept(frozen, mo
     assert "blocks/moe/router/kernel" in flat
   shapes = {p: x.shape for p, x in quantize.logical(flat).items()}
   full, _ = params_of("float32", moe)
-  assert shapes == {p: x.shape for p, x in patterns.flatten(full.abstract_params()).items()}
+  assert shapes == {p: x.shape for p, x in tree.flatten(full.abstract_params()).items()}
 
 
 @pytest.mark.parametrize("kind, bits", [("int8", 8 + 32 / 64), ("nf4", 4 + 32 / 64)])
 def test_memory(kind, bits):
   """Bits per weight of a matrix with 64 inputs, on this machine, in device buffers."""
   _, params = params_of(kind)
-  parts = {p: x for p, x in patterns.flatten(params).items() if p.startswith("blocks/attn/q/kernel_")}
+  parts = {p: x for p, x in tree.flatten(params).items() if p.startswith("blocks/attn/q/kernel_")}
   assert sum(x.nbytes for x in parts.values()) * 8 == bits * 2 * 64 * 64
   device = sum(shard.data.on_device_size_in_bytes() for x in parts.values() for shard in x.addressable_shards)
   assert device * 8 == bits * 2 * 64 * 64
@@ -132,8 +133,8 @@ def test_memory(kind, bits):
 def test_the_model_computes_with_the_dequantised_kernels(kind, moe):
   model, params = params_of(kind, moe)
   full, _ = params_of("float32", moe)
-  restored = patterns.unflatten({p: x.astype(jnp.float32)
-                                 for p, x in quantize.restore(patterns.flatten(params)).items()})
+  restored = tree.unflatten({p: x.astype(jnp.float32)
+                                 for p, x in quantize.restore(tree.flatten(params)).items()})
   batch = tiny.batch(4, 16)
   found, expected = (jax.jit(m.apply)(p, batch).hidden for m, p in ((model, params), (full, restored)))
   np.testing.assert_allclose(found, expected, atol=1e-5)
@@ -141,7 +142,7 @@ def test_the_model_computes_with_the_dequantised_kernels(kind, moe):
 
 def _loss(model, base, batch):
   def loss(adapters):
-    logits = model.logits(patterns.unflatten(base | adapters), batch)[..., :24]
+    logits = model.logits(tree.unflatten(base | adapters), batch)[..., :24]
     picked = jnp.take_along_axis(jax.nn.log_softmax(logits)[:, :-1], batch["tokens"][:, 1:, None], axis=-1)
     return -jnp.mean(picked)
   return loss
@@ -151,7 +152,7 @@ def _loss(model, base, batch):
 def test_training_on_a_quantised_base_has_its_gradient_and_lowers_the_loss(kind, moe):
   model, params = params_of(kind, moe)
   full, _ = params_of("float32", moe)
-  flat = patterns.flatten(params)
+  flat = tree.flatten(params)
   adapters = {p: x for p, x in flat.items() if lora.is_adapter(p)}
   base = {p: x for p, x in flat.items() if p not in adapters}
   batch = tiny.batch(4, 16)
@@ -172,7 +173,7 @@ def test_the_backward_pass_keeps_codes_and_not_kernels():
   """Temporary memory of a step does not grow by a dequantised kernel for each layer."""
   def temporary(layers):
     model = make("nf4", size=128, num_layers=layers, lora=dict(rank=2, targets=("attn/q",)))
-    flat = patterns.flatten(model.abstract_params())
+    flat = tree.flatten(model.abstract_params())
     adapters = {p: x for p, x in flat.items() if lora.is_adapter(p)}
     base = {p: x for p, x in flat.items() if p not in adapters}
     batch = tiny.batch(1, 8)
@@ -190,9 +191,9 @@ def test_each_parameter_is_stored_as_the_model_has_it():
   mesh = jax.make_mesh((4,), ("tensor",), axis_types=(AxisType.Auto,))
   spec = NamedSharding(mesh, P(None, None, "tensor"))
   wanted = {p: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=spec if x.ndim == 3 else NamedSharding(mesh, P()))
-            for p, x in patterns.flatten(model.abstract_params()).items() if not lora.is_adapter(p)}
+            for p, x in tree.flatten(model.abstract_params()).items() if not lora.is_adapter(p)}
   logical = quantize.logical(wanted)
-  leaves = {p: jnp.copy(x) for p, x in patterns.flatten(given).items() if not lora.is_adapter(p)}
+  leaves = {p: jnp.copy(x) for p, x in tree.flatten(given).items() if not lora.is_adapter(p)}
   assert {p: x.shape for p, x in logical.items()} == {p: x.shape for p, x in leaves.items()}
   assert logical["blocks/attn/q/kernel"].sharding == spec
   here = jax.sharding.SingleDeviceSharding(jax.devices()[0])
@@ -201,7 +202,7 @@ def test_each_parameter_is_stored_as_the_model_has_it():
   for path in logical:
     stored_here |= quantize.store(path, jnp.copy(leaves[path]), unsharded)
     stored |= quantize.store(path, jax.device_put(leaves[path], logical[path].sharding), wanted)
-  direct = patterns.flatten(jax.jit(model.init, compiler_options=tiny.AS_USERS)(jax.random.key(0)))
+  direct = tree.flatten(jax.jit(model.init, compiler_options=tiny.AS_USERS)(jax.random.key(0)))
   assert stored.keys() == wanted.keys()
   for path, leaf in stored.items():
     assert leaf.sharding.is_equivalent_to(wanted[path].sharding, leaf.ndim), path
@@ -224,5 +225,5 @@ def test_quantised_matrices_need_adapters():
 
 def test_frozen_by_pattern_without_adapters():
   model = make("bfloat16", rank=0, freeze=("^embed/", "mlp/up"))
-  kinds = {p: x.dtype for p, x in patterns.flatten(model.abstract_params()).items()}
+  kinds = {p: x.dtype for p, x in tree.flatten(model.abstract_params()).items()}
   assert {p for p, kind in kinds.items() if kind == jnp.bfloat16} == {"embed/embedding", "blocks/mlp/up/kernel"}

@@ -13,7 +13,8 @@ from models.remat import HOST_MEMORY, remat_policy
 from tests.models.common import BATCH, B, T, make, paths, random_params
 from tests.tiny import equations
 from trainer import mesh as mesh_lib
-from trainer.config import ConfigError, defaults
+from trainer.config import defaults
+from trainer.errors import ConfigError
 
 # Of the model of tests/models/common.py.
 LAYERS, D, F = 2, 16, 24

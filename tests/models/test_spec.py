@@ -6,7 +6,7 @@ import pytest
 
 from models import api
 from tests.models.common import T, config, make
-from trainer.config import ConfigError
+from trainer.errors import ConfigError
 
 BAD = [
     (dict(num_kv_heads=3), r"num_kv_heads: found 3.*Allowed: \[1, 2, 4\]"),

@@ -11,7 +11,7 @@ from models.layers import Scope
 from models.remat import remat_policy
 from tests.models.common import T, config, make
 from tests.models.vision import CLIP, POOL, SIGLIP, images, make_vlm, np_tower
-from trainer.config import ConfigError
+from trainer.errors import ConfigError
 
 
 def tower(vision, seed=0, remat="none", **changed):

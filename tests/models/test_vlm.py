@@ -13,7 +13,7 @@ from tests.models import vision
 from tests.models.common import VOCAB, config, make, paths
 from tests.models.vision import IMAGE_TOKEN, KINDS, K, images, make_vlm, np_features, packed, tanh_loss, vlm
 from trainer import mesh as mesh_lib
-from trainer import optim, patterns
+from trainer import optim, tree
 from trainer.config import defaults
 
 BATCH = packed()
@@ -238,7 +238,7 @@ def test_eight_devices_compute_the_same(sizes):
   model, params, _ = vlm("pool")
   mesh = mesh_lib.make_mesh(sizes)
   placed, _ = mesh_lib.param_shardings(model.abstract_params(), mesh)
-  specs = {path: tuple(sharding.spec) for path, sharding in patterns.flatten(placed).items()}
+  specs = {path: tuple(sharding.spec) for path, sharding in tree.flatten(placed).items()}
   if sizes.get("context", 1) == 1 < sizes.get("tensor", 1):
     assert specs["vision/blocks/mlp/up/kernel"] == (None, "fsdp", "tensor")
     assert specs["vision/patch_embed/kernel"] == (None, "fsdp") == specs["vision/pos_embed/embedding"]
@@ -274,7 +274,7 @@ def kernel_gradients(model, **changed):
 
   text = str(jax.make_jaxpr(jax.grad(loss))(trained, frozen))
   products = text.count(":f32[12,20] = dot_general"), text.count(":f32[20,12] = dot_general")
-  memory = [path for path in patterns.flatten(jax.eval_shape(optimizer.init, trained)) if "vision/" in path]
+  memory = [path for path in tree.flatten(jax.eval_shape(optimizer.init, trained)) if "vision/" in path]
   return sum(products), memory
 
 

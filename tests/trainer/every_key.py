@@ -25,11 +25,12 @@ from evaluators import common as evaluators_lib
 from input_pipeline import loader, prompt_data, readers_python
 from input_pipeline.tokenizer import BytesTokenizer, make_tokenizer
 from tests.trainer.every_key_bases import Begun, Files, begin
-from trainer import config_checks, patterns, sampler, throughput
+from trainer import config_checks, sampler, throughput
 from trainer import mesh as mesh_lib
 from trainer import program as program_lib
-from trainer.config import ConfigError
-from trainer.metrics import MultiWriter
+from trainer import tree as tree_lib
+from trainer.errors import ConfigError
+from trainer.writers import MultiWriter
 
 VOCABULARY = BytesTokenizer.vocab_size
 # Steps whose rows are looked at.
@@ -112,8 +113,8 @@ class Made:
       seed = int.from_bytes(hashlib.blake2b(path.encode(), digest_size=4).digest(), "big")
       return np.random.default_rng(seed).normal(0, 0.5, leaf.shape).astype(leaf.dtype)
 
-    return patterns.unflatten({path: draw(path, leaf)
-                               for path, leaf in patterns.flatten(self.model.abstract_params()).items()})
+    return tree_lib.unflatten({path: draw(path, leaf)
+                               for path, leaf in tree_lib.flatten(self.model.abstract_params()).items()})
 
   @functools.cached_property
   def evaluator(self) -> Any:
@@ -185,7 +186,7 @@ def step(m: Made) -> str:
   """A whole update with gradients, optimizer and what moves beside, and where each part of the state lives."""
   program = m.program
   return "\n".join([m.lowered(program.update_fn, program.abstract_state, m.batch),
-                    *(f"{path}: {leaf}" for path, leaf in patterns.flatten(program.state_sharding).items())])
+                    *(f"{path}: {leaf}" for path, leaf in tree_lib.flatten(program.state_sharding).items())])
 
 
 def descent(m: Made) -> str:
@@ -203,7 +204,7 @@ def descent(m: Made) -> str:
 def layout(m: Made) -> str:
   """Where each part of the state lives, and each activation of the loss."""
   return "\n".join([m.seen(loss), *(f"{path}: {leaf}"
-                                    for path, leaf in patterns.flatten(m.program.state_sharding).items())])
+                                    for path, leaf in tree_lib.flatten(m.program.state_sharding).items())])
 
 
 def fresh(m: Made) -> str:

@@ -15,7 +15,7 @@ from tests.trainer import rollout_runs
 from tests.trainer.every_key import Made, digest, rows
 from tests.trainer.every_key_bases import begin
 from trainer import bases, durations, liveness, plan, plan_page, plan_search, processes
-from trainer.config import ConfigError
+from trainer.errors import ConfigError
 from trainer.plan_estimate import Planner
 
 # Steps at which checkpoints are saved to see which stay, with the value of a metric.

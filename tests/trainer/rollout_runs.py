@@ -10,9 +10,9 @@ import pytest
 
 from input_pipeline import prompt_data
 from tests import tiny
-from trainer import patterns
+from trainer import tree
 from trainer.config import reward, source, strategy
-from trainer.metrics import read_rows
+from trainer.writers import read_rows
 
 TOYS = "tests.trainer.rollout_toys"
 STOP = "tests.trainer.test_hugging_face.StopAt"
@@ -67,8 +67,8 @@ def table(workdir, step):
 
 
 def assert_same_state(a, b):
-  b = patterns.flatten(b)
-  for path, leaf in patterns.flatten(a).items():
+  b = tree.flatten(b)
+  for path, leaf in tree.flatten(a).items():
     np.testing.assert_array_equal(leaf, b[path], err_msg=path)
 
 

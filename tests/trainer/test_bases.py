@@ -6,7 +6,8 @@ import pytest
 
 from configs import quickstart_dpo, quickstart_grpo, quickstart_sft
 from trainer import bases, speedrun
-from trainer.config import ConfigError, defaults
+from trainer.config import defaults
+from trainer.errors import ConfigError
 
 
 def config(path, made_by="configs.quickstart"):

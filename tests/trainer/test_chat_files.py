@@ -5,8 +5,8 @@ import json
 import pytest
 
 from input_pipeline import chat
-from input_pipeline.files import DataError
 from trainer import chat_files
+from trainer.errors import DataError
 
 NEW = chat.ChatTemplate("new {{ messages }}")
 WITH_TOOLS = chat.ChatTemplate("new {{ messages }}", tool_use=chat.ChatTemplate("new {{ tools }}"))

@@ -11,8 +11,8 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from trainer import checkpoint
-from trainer.checkpoint import CheckpointError, Checkpoints
-from trainer.config import ConfigError
+from trainer.checkpoint import Checkpoints
+from trainer.errors import CheckpointError, ConfigError
 
 
 def state(step=0, value=0.0, rows=8):

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from trainer import combinations
 from trainer.combinations import chain, fixed, name_of, parsed, product, sweep, zipped
-from trainer.config import ConfigError
+from trainer.errors import ConfigError
 
 # ---------------------------------------------------------------------------------------------- the algebra
 

@@ -5,7 +5,8 @@ import json
 import pytest
 
 from trainer import config_checks as checks
-from trainer.config import STRATEGIES, ConfigError, defaults, evaluator, source, strategy
+from trainer.config import STRATEGIES, defaults, evaluator, source, strategy
+from trainer.errors import ConfigError
 
 
 def minimal(**changed):

@@ -6,7 +6,8 @@ import pytest
 
 from tests import tiny
 from trainer import config_typed, durations, sweep
-from trainer.config import ConfigError, defaults, evaluator
+from trainer.config import defaults, evaluator
+from trainer.errors import ConfigError
 
 # As a user's recipe: each length in a unit that is not the default's.
 FILE = """

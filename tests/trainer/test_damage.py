@@ -13,9 +13,9 @@ import pytest
 from tests import tiny
 from tests.trainer.test_checkpoint import same, state, target
 from trainer import checkpoint, train
-from trainer.checkpoint import CheckpointError, Checkpoints
+from trainer.checkpoint import Checkpoints
+from trainer.errors import CheckpointError, Damaged
 from trainer.export import StoredLeaves
-from trainer.seals import Damaged
 
 
 @pytest.fixture

@@ -7,12 +7,12 @@ import jax
 import numpy as np
 import pytest
 
-from input_pipeline.files import DataError
 from tests import tiny
 from tests.trainer.test_hugging_face import StopAt  # noqa: F401 (named in a config below)
-from trainer import patterns, train
-from trainer.config import ConfigError, evaluator, strategy
-from trainer.metrics import read_rows
+from trainer import train, tree
+from trainer.config import evaluator, strategy
+from trainer.errors import ConfigError, DataError
+from trainer.writers import read_rows
 
 
 def write_pairs(file, count=40, seed=0):
@@ -57,14 +57,14 @@ def sgd(c, rate=0.1):
 
 def test_micro_batches_devices_and_packing_do_not_change_the_parameters(pairs, tmp_path):
   """I1, I2: plain SGD in one or two micro-batches, on three meshes."""
-  reference = patterns.flatten(train(sgd(config(pairs)), tmp_path / "a").state["params"])
+  reference = tree.flatten(train(sgd(config(pairs)), tmp_path / "a").state["params"])
   others = {
       "micro": dict(grad_accum_steps=4, mesh=dict(data=2, fsdp=1, tensor=4)),
       "fsdp": dict(mesh=dict(data=1, fsdp=8, tensor=1)),
       "mixed": dict(mesh=dict(data=1, fsdp=2, context=2, tensor=2)),
   }
   for name, changed in others.items():
-    params = patterns.flatten(train(sgd(config(pairs, **changed)), tmp_path / name).state["params"])
+    params = tree.flatten(train(sgd(config(pairs, **changed)), tmp_path / name).state["params"])
     for path, leaf in reference.items():
       np.testing.assert_allclose(leaf, params[path], atol=2e-6, err_msg=f"{name} {path}")
 
@@ -84,7 +84,7 @@ def test_a_prompt_that_both_share_changes_nothing_but_the_time(pairs, tmp_path, 
     c.strategy = strategy(name, precompute=precompute)
     run = train(c, tmp_path / share)
     assert run.data.batch(0).get("prompt_ids", np.zeros(1)).any() == (share == "auto")
-    found[share] = patterns.flatten(run.state["params"]), rows_of(tmp_path / share, "loss")
+    found[share] = tree.flatten(run.state["params"]), rows_of(tmp_path / share, "loss")
   for path, leaf in found["never"][0].items():
     np.testing.assert_allclose(leaf, found["auto"][0][path], atol=2e-6, err_msg=path)
   for step, loss in found["never"][1].items():
@@ -100,8 +100,8 @@ def test_a_stopped_run_goes_on_with_the_reference_it_had(pairs, tmp_path, strate
   train(stopping, tmp_path / "halves")
   continued = train(config(pairs, strategy=strategy), tmp_path / "halves")
   assert continued.step == 4
-  for path, leaf in patterns.flatten(continued.state).items():
-    np.testing.assert_array_equal(leaf, patterns.flatten(straight.state)[path], err_msg=path)
+  for path, leaf in tree.flatten(continued.state).items():
+    np.testing.assert_array_equal(leaf, tree.flatten(straight.state)[path], err_msg=path)
   for key in ("loss", "rewards/margins", "logps/chosen"):
     assert rows_of(tmp_path / "straight", key) == rows_of(tmp_path / "halves", key)
 
@@ -109,17 +109,17 @@ def test_a_stopped_run_goes_on_with_the_reference_it_had(pairs, tmp_path, strate
 def test_the_reference_is_what_the_run_began_with_and_does_not_move(pairs, tmp_path):
   run = train(config(pairs), tmp_path / "w")
   start = jax.jit(run.model.init)(jax.random.key(0))
-  for path, leaf in patterns.flatten(start).items():
-    np.testing.assert_array_equal(leaf, patterns.flatten(run.state["reference"])[path], err_msg=path)
-    assert not np.array_equal(leaf, patterns.flatten(run.state["params"])[path]) or "scale" in path
+  for path, leaf in tree.flatten(start).items():
+    np.testing.assert_array_equal(leaf, tree.flatten(run.state["reference"])[path], err_msg=path)
+    assert not np.array_equal(leaf, tree.flatten(run.state["params"])[path]) or "scale" in path
 
 
 def test_a_moving_reference_follows_the_policy(pairs, tmp_path):
   """TR-DPO: after the second of two updates it has moved half of the way."""
   run = train(config(pairs, total_steps=2, strategy=dict(reference_ema=0.5, reference_ema_steps=2)), tmp_path / "w")
-  start = patterns.flatten(jax.jit(run.model.init)(jax.random.key(0)))
-  for path, leaf in patterns.flatten(run.state["reference"]).items():
-    policy = patterns.flatten(run.state["params"])[path]
+  start = tree.flatten(jax.jit(run.model.init)(jax.random.key(0)))
+  for path, leaf in tree.flatten(run.state["reference"]).items():
+    policy = tree.flatten(run.state["params"])[path]
     np.testing.assert_allclose(leaf, (start[path] + policy) / 2, atol=1e-7, err_msg=path)
 
 
@@ -127,8 +127,8 @@ def test_another_run_can_be_the_reference_and_must_stay_the_same(pairs, tmp_path
   other = train(config(pairs, total_steps=2, seed=5), tmp_path / "other")
   mine = config(pairs, strategy=dict(reference=str(tmp_path / "other")), total_steps=2)
   run = train(mine, tmp_path / "mine")
-  for path, leaf in patterns.flatten(other.state["params"]).items():
-    np.testing.assert_array_equal(leaf, patterns.flatten(run.state["reference"])[path], err_msg=path)
+  for path, leaf in tree.flatten(other.state["params"]).items():
+    np.testing.assert_array_equal(leaf, tree.flatten(run.state["reference"])[path], err_msg=path)
   train(config(pairs, total_steps=3, seed=5, allow_config_changes=True), tmp_path / "other")
   mine.total_steps = 3
   mine.allow_config_changes = True
@@ -140,10 +140,10 @@ def test_under_adapters_the_reference_is_the_model_with_the_adapter_off(pairs, t
   c = config(pairs, strategy=dict(reference="base"))
   c.model.lora.update(rank=2)
   run = train(c, tmp_path / "w")
-  reference = patterns.flatten(run.state["reference"])
-  assert set(reference) == {p for p in patterns.flatten(run.state["params"]) if "lora_" in p}
+  reference = tree.flatten(run.state["reference"])
+  assert set(reference) == {p for p in tree.flatten(run.state["params"]) if "lora_" in p}
   assert not any(np.any(leaf) for path, leaf in reference.items() if path.endswith("lora_b"))
-  assert any(np.any(leaf) for path, leaf in patterns.flatten(run.state["params"]).items() if path.endswith("lora_b"))
+  assert any(np.any(leaf) for path, leaf in tree.flatten(run.state["params"]).items() if path.endswith("lora_b"))
   with pytest.raises(ConfigError, match="no adapters"):
     train(config(pairs, strategy=dict(reference="base")), tmp_path / "x")
 
@@ -170,8 +170,8 @@ def test_precomputed_and_live_references_give_the_same_losses(pairs, tmp_path):
   again.input.cache_dir = str(tmp_path / "ahead" / "cache")
   continued = train(again, tmp_path / "halves")
   assert sorted((tmp_path / "ahead" / "cache").glob("*-reference-*")) == folders and len(folders) == 2
-  for path, leaf in patterns.flatten(continued.state).items():
-    np.testing.assert_array_equal(leaf, patterns.flatten(ahead.state)[path], err_msg=path)
+  for path, leaf in tree.flatten(continued.state).items():
+    np.testing.assert_array_equal(leaf, tree.flatten(ahead.state)[path], err_msg=path)
 
 
 def test_preferring_capitals(pairs, tmp_path):

@@ -4,7 +4,8 @@ import pytest
 from ml_collections import ConfigDict
 
 from trainer import durations
-from trainer.config import ConfigError, duration
+from trainer.config import duration
+from trainer.errors import ConfigError
 
 RUN = {"total_steps": 1000, "batch_size": 8, "seq_len": 256, "rows_per_epoch": 500}
 

@@ -19,8 +19,9 @@ from models import api
 from tests.evaluators.digits import VISION, encoded, picture
 from tests.tiny import ROOT
 from trainer import sampler as sampler_lib
-from trainer.config import ConfigError, defaults, source, strategy
+from trainer.config import defaults, source, strategy
 from trainer.environment import Episodes, Turn
+from trainer.errors import ConfigError
 from trainer.sampler import Completion
 
 TINY = load_tokenizer(ROOT / "tests" / "input_pipeline" / "references" / "tiny")

@@ -10,8 +10,8 @@ import pytest
 
 from tests.trainer.test_environment import TINY, Sampler, setup
 from trainer import environment_calls as calls
-from trainer.config import ConfigError
 from trainer.environment import Turn
+from trainer.errors import ConfigError
 
 HERE = "tests.trainer.test_environment_calls"
 ENDED: list[str] = []

@@ -11,7 +11,8 @@ import pytest
 from tests import tiny
 from tests.trainer.strategies import test_grpo
 from trainer import advantages, config_checks, config_source, explain, explain_reads, optim, schedules, strategies
-from trainer.config import STRATEGIES, ConfigError, defaults, evaluator, reward, source
+from trainer.config import STRATEGIES, defaults, evaluator, reward, source
+from trainer.errors import ConfigError
 from trainer.explanations import groups, topics
 from trainer.explanations.topic import At, parse
 from trainer.strategies import grpo, kto, preference, presets

@@ -16,11 +16,12 @@ from models import hf
 from models.hf import files
 from models.hf.errors import HFError
 from tests import tiny
-from trainer import config_checks, export, patterns
+from trainer import config_checks, export
 from trainer import mesh as mesh_lib
+from trainer import tree as tree_lib
 from trainer import workdir as workdir_lib
-from trainer.checkpoint import CheckpointError, Checkpoints
-from trainer.config import ConfigError
+from trainer.checkpoint import Checkpoints
+from trainer.errors import CheckpointError, ConfigError
 
 REAL = 258  # entries of the bytes tokenizer; the model pads them to 264
 TOKENS = np.random.default_rng(0).integers(0, REAL, (2, 16)).astype(np.int32)
@@ -51,14 +52,14 @@ def small(**changed):
 
 def values(seed=0, **changed):
   """Parameters with no two values alike."""
-  leaves = patterns.flatten(small(**changed).abstract_params())
+  leaves = tree_lib.flatten(small(**changed).abstract_params())
   rng = np.random.default_rng(seed)
   arrays = {path: rng.standard_normal(leaf.shape, np.float32) / 8 for path, leaf in leaves.items()}
-  return jax.tree.map(jnp.asarray, patterns.unflatten(arrays))
+  return jax.tree.map(jnp.asarray, tree_lib.unflatten(arrays))
 
 
 def flat(tree):
-  return {path: np.asarray(leaf) for path, leaf in patterns.flatten(tree).items()}
+  return {path: np.asarray(leaf) for path, leaf in tree_lib.flatten(tree).items()}
 
 
 def cut(params):

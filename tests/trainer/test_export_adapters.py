@@ -9,8 +9,8 @@ from models import hf, lora
 from models.hf import files, peft
 from models.hf.errors import HFError
 from tests import tiny
-from trainer import config_checks, export, patterns
-from trainer.config import ConfigError
+from trainer import config_checks, export, tree
+from trainer.errors import ConfigError
 from trainer.main import train
 
 TOKENS = np.random.default_rng(0).integers(0, 256, (2, 16)).astype(np.int32)
@@ -32,7 +32,7 @@ def test_merged_it_computes_what_the_run_did(run, tmp_path):
   workdir, trained, base = run
   out = export.export(workdir, tmp_path / "out", dtype="float32")
   model, params = hf.load(out)
-  assert not any(lora.is_adapter(path) for path in patterns.flatten(params))
+  assert not any(lora.is_adapter(path) for path in tree.flatten(params))
   logits = jax.jit(model.logits)(params, TOKENS)
   np.testing.assert_allclose(logits, jax.jit(trained.model.logits)(trained.state["params"], TOKENS), atol=1e-5)
   other, unchanged = hf.load(base)
@@ -44,12 +44,12 @@ def test_in_pefts_format_they_come_back(run, tmp_path):
   out = export.export(workdir, tmp_path / "out", adapter="peft")
   assert sorted(p.name for p in out.iterdir()) == [peft.CONFIG, peft.TENSORS]
   assert files.read_json(out / peft.CONFIG)["base_model_name_or_path"] == str(base)
-  leaves = patterns.flatten(trained.state["params"])
+  leaves = tree.flatten(trained.state["params"])
   adapters = {path: leaf for path, leaf in leaves.items() if lora.is_adapter(path)}
   family, keys, _ = hf.architecture(base)
   again = hf.load_adapters(out, {path: jax.ShapeDtypeStruct(x.shape, x.dtype) for path, x in adapters.items()},
                            family=family, keys=keys, lora=config_checks.resolve(trained.config_json).model.lora,
-                           shapes=patterns.flatten(hf.load(base)[0].abstract_params()))
+                           shapes=tree.flatten(hf.load(base)[0].abstract_params()))
   assert all(np.any(x) for x in again.values())
   for path, values in again.items():
     assert np.asarray(values).tobytes() == np.asarray(adapters[path]).tobytes(), path

@@ -10,7 +10,7 @@ from input_pipeline.tokenizer import BytesTokenizer
 from tests import tiny
 from trainer import generate, train
 from trainer import mesh as mesh_lib
-from trainer.config import ConfigError
+from trainer.errors import ConfigError
 from trainer.sampler import Completion, Sampler
 
 

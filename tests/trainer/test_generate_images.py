@@ -5,11 +5,11 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from input_pipeline.files import DataError
 from input_pipeline.prompts import Prompter
 from input_pipeline.tokenizer import BytesTokenizer
 from tests.evaluators import digits
 from trainer import config_checks, generate
+from trainer.errors import DataError
 from trainer.sampler import Completion, Sampler
 
 

@@ -9,8 +9,8 @@ import pytest
 from input_pipeline.prompt_data import PromptItem
 from input_pipeline.prompts import Prompt
 from trainer import advantages, experience, groups
-from trainer.config import ConfigError
 from trainer.environment import Episode
+from trainer.errors import ConfigError
 from trainer.experience import Sequence
 from trainer.groups import Scored
 from trainer.metrics import to_floats

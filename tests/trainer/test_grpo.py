@@ -6,7 +6,6 @@ import sys
 import numpy as np
 import pytest
 
-from input_pipeline.files import DataError
 from tests import test_faults, tiny
 from tests.trainer.rollout_runs import (
   STOP,
@@ -19,8 +18,9 @@ from tests.trainer.rollout_runs import (
   table,
   write_prompts,
 )
-from trainer import patterns, train
+from trainer import train, tree
 from trainer.config import reward
+from trainer.errors import DataError
 
 
 @pytest.fixture(scope="module")
@@ -91,8 +91,8 @@ def test_one_device_and_eight_do_the_same(first, one_device, prompts, tmp_path):
   assert_like(one_device[0] / "first", first[1])
   mixed = train(config(prompts, mesh=dict(data=1, fsdp=2, context=2, tensor=2)), tmp_path / "mixed")
   assert_like(tmp_path / "mixed", first[1])
-  assert_close_params(params_of(one_device[0] / "first"), patterns.flatten(first[0].state["params"]))
-  assert_close_params(patterns.flatten(mixed.state["params"]), patterns.flatten(first[0].state["params"]))
+  assert_close_params(params_of(one_device[0] / "first"), tree.flatten(first[0].state["params"]))
+  assert_close_params(tree.flatten(mixed.state["params"]), tree.flatten(first[0].state["params"]))
 
 
 def test_micro_batches_do_not_change_an_update(first, one_device):

@@ -5,7 +5,7 @@ import types
 import pytest
 
 from trainer import hardware
-from trainer.config import ConfigError
+from trainer.errors import ConfigError
 
 
 @pytest.mark.parametrize(("kind", "name"), [

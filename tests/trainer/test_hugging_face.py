@@ -9,10 +9,11 @@ import pytest
 
 from models import hf
 from tests import tiny
-from trainer import checkpoint, config_checks, hugging_face, patterns, train
+from trainer import checkpoint, config_checks, hugging_face, train, tree
 from trainer.callbacks import Callback
-from trainer.config import ConfigError, defaults
-from trainer.metrics import read_rows
+from trainer.config import defaults
+from trainer.errors import ConfigError
+from trainer.writers import read_rows
 
 
 @pytest.fixture(scope="module")
@@ -74,8 +75,8 @@ def test_training_starts_from_the_folders_parameters_and_their_export_is_the_mod
   first = run.last_eval  # kept below: the evaluation at the end
   assert not np.array_equal(run.state["params"]["unembed"]["kernel"], before["unembed"]["kernel"])
   again, after = hf.load(tmp_path / "w" / "out")
-  for path, leaf in patterns.flatten(after).items():
-    np.testing.assert_array_equal(leaf, patterns.flatten(run.state["params"])[path], err_msg=path)
+  for path, leaf in tree.flatten(after).items():
+    np.testing.assert_array_equal(leaf, tree.flatten(run.state["params"])[path], err_msg=path)
   tokens = jnp.arange(20)[None] + 65
   np.testing.assert_allclose(again.logits(after, tokens), run.model.logits(run.state["params"], tokens), atol=1e-6)
   assert json.loads((tmp_path / "w" / "out" / "config.json").read_text())["rope_theta"] == 5000.0
@@ -146,11 +147,11 @@ def test_adapters_alone_are_trained_saved_and_restored(folder, corpus, tmp_path)
   """I5 under LoRA: stopped and continued equals straight through; checkpoints hold no base."""
   straight = train(lora_config(corpus, folder, total_steps=4), tmp_path / "straight")
   _, base = hf.load(folder)
-  now = patterns.flatten(straight.state["params"])
-  for path, leaf in patterns.flatten(base).items():
+  now = tree.flatten(straight.state["params"])
+  for path, leaf in tree.flatten(base).items():
     np.testing.assert_array_equal(leaf, now[path], err_msg=path)
   adapters = {path for path in now if path.rpartition("/")[2].startswith("lora_")}
-  assert adapters and set(now) - adapters == set(patterns.flatten(base))
+  assert adapters and set(now) - adapters == set(tree.flatten(base))
   assert all(np.any(now[path]) for path in adapters if path.endswith("lora_b"))
   assert set(checkpoint.param_shapes(tmp_path / "straight" / "checkpoints" / "4")) == adapters
 
@@ -158,8 +159,8 @@ def test_adapters_alone_are_trained_saved_and_restored(folder, corpus, tmp_path)
   half.callbacks.stop = dict(type="tests.trainer.test_hugging_face.StopAt", step=2)
   train(half, tmp_path / "halves")
   continued = train(lora_config(corpus, folder, total_steps=4), tmp_path / "halves")
-  for path, leaf in patterns.flatten(continued.state).items():
-    np.testing.assert_array_equal(leaf, patterns.flatten(straight.state)[path], err_msg=path)
+  for path, leaf in tree.flatten(continued.state).items():
+    np.testing.assert_array_equal(leaf, tree.flatten(straight.state)[path], err_msg=path)
 
 
 def test_another_base_is_refused(folder, corpus, tmp_path):
@@ -178,8 +179,8 @@ def test_adapters_of_another_run_go_on_over_the_same_base(folder, corpus, tmp_pa
   second.init_from.path = str(tmp_path / "first")
   second.optimizer.learning_rate = 0.0
   run = train(second, tmp_path / "second")
-  for path, leaf in patterns.flatten(first.state["params"]).items():
-    np.testing.assert_array_equal(leaf, patterns.flatten(run.state["params"])[path], err_msg=path)
+  for path, leaf in tree.flatten(first.state["params"]).items():
+    np.testing.assert_array_equal(leaf, tree.flatten(run.state["params"])[path], err_msg=path)
 
 
 class StopAt(Callback):

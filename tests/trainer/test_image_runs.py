@@ -5,9 +5,9 @@ import numpy as np
 import pytest
 
 from tests.evaluators import digits
-from trainer import patterns, train
+from trainer import train, tree
 from trainer.config import strategy
-from trainer.metrics import read_rows
+from trainer.writers import read_rows
 
 PICTURES = [digits.encoded(digits.picture(n)) for n in range(9)]
 ROWS = {
@@ -53,13 +53,13 @@ def test_every_picture_counts_and_no_token_of_it_is_trained(straight):
 def test_micro_batches_and_other_meshes_change_nothing(straight, tmp_path):
   """I1 and I2."""
   name, folder, workdir, run = straight
-  flat = patterns.flatten(run.state["params"])
+  flat = tree.flatten(run.state["params"])
   for number, changed in enumerate((dict(mesh=dict(data=2, fsdp=2, tensor=2)),
                                     dict(mesh=dict(data=1, context=4, tensor=2), grad_accum_steps=4))):
     other = train(config(folder, name, **changed), tmp_path / str(number))
     np.testing.assert_allclose(rows_of(tmp_path / str(number), "loss", "grad_norm"),
                                rows_of(workdir, "loss", "grad_norm"), rtol=2e-5)
-    for path, leaf in patterns.flatten(other.state["params"]).items():
+    for path, leaf in tree.flatten(other.state["params"]).items():
       np.testing.assert_allclose(leaf, flat[path], rtol=2e-5, atol=2e-6, err_msg=path)
 
 

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from trainer import image_tokens
-from trainer.config import ConfigError
+from trainer.errors import ConfigError
 from trainer.image_tokens import Layout
 
 LAYOUT = Layout(image_token=9, tokens_per_image=2, image_size=2, attention="image")

@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 
 from input_pipeline import loader
-from input_pipeline.files import DataError
 from input_pipeline.prompt_data import make_prompt_data
 from input_pipeline.tokenizer import BytesTokenizer, load_tokenizer
 from tests import tiny
@@ -16,6 +15,7 @@ from tests.evaluators import digits
 from tests.trainer.test_pages import pictures
 from trainer import config_checks, inspect
 from trainer.config import reward, strategy
+from trainer.errors import DataError
 
 
 @pytest.fixture(scope="module")

@@ -14,7 +14,7 @@ from tests.trainer.lm_eval_reference import MAX_LENGTH, answers, write_tasks
 from trainer import generate, train
 from trainer import lm_eval as ours
 from trainer import mesh as mesh_lib
-from trainer.config import ConfigError
+from trainer.errors import ConfigError
 
 TASKS = ("weft_colours", "weft_words", "weft_says")
 REFERENCE = tiny.ROOT / "tests" / "trainer" / "lm_eval_tasks" / "reference.json"

@@ -8,9 +8,9 @@ import time
 import pytest
 
 from tests import tiny
-from trainer import loggers, metrics, train
-from trainer.config import ConfigError
-from trainer.metrics import TensorBoardWriter, read_rows
+from trainer import loggers, train, writers
+from trainer.errors import ConfigError
+from trainer.writers import TensorBoardWriter, read_rows
 
 
 class Memory:
@@ -269,4 +269,4 @@ def test_tensorboard_reads_what_is_written_and_forgets_what_is_taken_again(tmp_p
 def test_event_files_of_one_second_are_not_one_file(tmp_path):
   for _ in range(3):
     TensorBoardWriter(tmp_path, -1).close()
-  assert len(list(tmp_path.glob("events.out.tfevents.*"))) == 3 and metrics.TensorBoardWriter is TensorBoardWriter
+  assert len(list(tmp_path.glob("events.out.tfevents.*"))) == 3 and writers.TensorBoardWriter is TensorBoardWriter

@@ -8,12 +8,12 @@ import jax
 import numpy as np
 import pytest
 
-from input_pipeline.sources import DataError
 from tests import tiny
 from trainer import train, update
 from trainer.callbacks import Callback
-from trainer.config import ConfigError, source
-from trainer.metrics import read_rows
+from trainer.config import source
+from trainer.errors import ConfigError, DataError
+from trainer.writers import read_rows
 
 
 @pytest.fixture(scope="module")

@@ -9,9 +9,10 @@ from jax.sharding import PartitionSpec as P
 
 from tests import tiny
 from trainer import mesh as mesh_lib
-from trainer import optim, patterns
+from trainer import optim, tree
 from trainer import state as state_lib
-from trainer.config import ConfigError, defaults
+from trainer.config import defaults
+from trainer.errors import ConfigError
 
 MIXED = dict(data=2, fsdp=2, tensor=2)
 
@@ -25,7 +26,7 @@ def test_parameters_and_moments_are_really_split():
   params, notes = mesh_lib.param_shardings(abstract["params"], mesh)
   assert notes == []
   shardings = mesh_lib.state_shardings(abstract, abstract["params"], params, mesh)
-  assert patterns.flatten(params)["blocks/mlp/up/kernel"].spec == P(None, "fsdp", "tensor")
+  assert tree.flatten(params)["blocks/mlp/up/kernel"].spec == P(None, "fsdp", "tensor")
   followers = [s.spec for path, s in jax.tree_util.tree_flatten_with_path(shardings)[0]
                if "'up'" in str(path) and "'kernel'" in str(path)]
   assert followers == [P(None, "fsdp", "tensor")] * 4  # the parameter, its average, and two moments
@@ -56,7 +57,7 @@ def test_user_rules_come_first_and_are_checked():
   mesh = mesh_lib.make_mesh(MIXED)
   abstract = tiny.model().abstract_params()
   placed, _ = mesh_lib.param_shardings(abstract, mesh, (("mlp/up/kernel", (None, None, "data")),))
-  assert patterns.flatten(placed)["blocks/mlp/up/kernel"].spec == P(None, None, "data")
+  assert tree.flatten(placed)["blocks/mlp/up/kernel"].spec == P(None, None, "data")
   for rule, message in [(("mpl/up", (None,)), "mlp"), (("mlp/up/kernel", (None, "model")), "unknown mesh axis 'model'"),
                         (("final_norm", (None, "data")), "has 2 dimensions"),
                         (("blocks/attn_norm/scale", (("data", "fsdp"),)), "not divisible")]:
@@ -95,7 +96,7 @@ def test_parameters_are_split_over_the_axes_that_have_no_use_for_them():
   """ZeRO-3 over fsdp, expert and context; of experts over fsdp and context, beside the experts themselves."""
   mesh = mesh_lib.make_mesh(dict(data=1, fsdp=2, expert=2, context=2))
   model = tiny.model(moe=dict(num_experts=4, experts_per_token=2, expert_size=16))
-  specs = {path: tuple(s.spec) for path, s in patterns.flatten(mesh_lib.param_shardings(
+  specs = {path: tuple(s.spec) for path, s in tree.flatten(mesh_lib.param_shardings(
       model.abstract_params(), mesh)[0]).items()}
   assert specs["blocks/attn/q/kernel"] == (None, ("fsdp", "expert", "context"), None)
   assert specs["blocks/moe/experts/up/kernel"] == (None, "expert", ("fsdp", "context"), None)

@@ -20,9 +20,9 @@ from tests.trainer.strategies import test_grpo
 from tests.trainer.test_pages import pictures
 from trainer import microscope, train
 from trainer.config import source, strategy
-from trainer.metrics import read_rows
 from trainer.replay import replay
 from trainer.strategies import grpo
+from trainer.writers import read_rows
 
 
 def logged(workdir, step):

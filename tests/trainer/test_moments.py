@@ -9,8 +9,10 @@ import numpy as np
 import pytest
 
 from trainer import mesh as mesh_lib
-from trainer import moments, optim, patterns
-from trainer.config import ConfigError, defaults
+from trainer import moments, optim
+from trainer import tree as tree_lib
+from trainer.config import defaults
+from trainer.errors import ConfigError
 
 SHAPES = {"embed/embedding": (32, 256), "blocks/mlp/up/kernel": (2, 64, 256), "final_norm/scale": (256,)}
 CODES = {"first": (moments.encode_first, moments.decode_first),
@@ -19,7 +21,7 @@ CODES = {"first": (moments.encode_first, moments.decode_first),
 
 def tree(seed, spread=1.0, shapes=SHAPES):
   rng = np.random.default_rng(seed)
-  return patterns.unflatten({path: jnp.asarray(rng.normal(size=shape) * np.exp(spread * rng.normal(size=shape)),
+  return tree_lib.unflatten({path: jnp.asarray(rng.normal(size=shape) * np.exp(spread * rng.normal(size=shape)),
                                                jnp.float32) for path, shape in shapes.items()})
 
 
@@ -97,7 +99,7 @@ def test_what_the_state_weighs(name, kept, form, bytes_each, rows):
 
 
 def test_first_and_second_moments_may_differ():
-  state = patterns.flatten(jax.eval_shape(make(moments="bfloat16", second="int8").init, tree(0)))
+  state = tree_lib.flatten(jax.eval_shape(make(moments="bfloat16", second="int8").init, tree(0)))
   kinds = {path.split("/")[1]: leaf.dtype.name for path, leaf in state.items() if leaf.ndim}
   assert kinds == {"mu": "bfloat16", "nu": "uint8", "nu_exponent": "uint8"}
   with pytest.raises(ConfigError, match="moments is 'int4'; allowed: float32, bfloat16, int8"):
@@ -110,8 +112,8 @@ def test_codes_and_exponents_are_split_like_their_parameter():
   placed, _ = mesh_lib.param_shardings(abstract, mesh)
   state = jax.eval_shape(make(moments="int8").init, abstract)
   shardings = mesh_lib.state_shardings(state, abstract, placed, mesh)
-  specs = {path: sharding.spec for path, sharding in patterns.flatten(shardings).items()}
-  kernel = patterns.flatten(placed)["blocks/mlp/up/kernel"].spec
+  specs = {path: sharding.spec for path, sharding in tree_lib.flatten(shardings).items()}
+  kernel = tree_lib.flatten(placed)["blocks/mlp/up/kernel"].spec
   assert kernel[2] is not None
   assert specs["adam/mu/blocks/mlp/up/kernel"] == specs["adam/nu/blocks/mlp/up/kernel"] == kernel
   assert tuple(specs["adam/nu_exponent/blocks/mlp/up/kernel"]) == tuple(kernel[:2])
@@ -154,8 +156,8 @@ def test_directions_stay_close_to_those_of_float32(name, form, distance, flips):
     for step in range(10):
       grads = jax.tree.map(lambda a, b: a + 0.3 * b, tree(7, 2.0), tree(step, 2.0))
       updates[kind], state = update(grads, state, params, step)
-  for path, expected in patterns.flatten(updates["float32"]).items():
-    got = patterns.flatten(updates[form])[path]
+  for path, expected in tree_lib.flatten(updates["float32"]).items():
+    got = tree_lib.flatten(updates[form])[path]
     if name == "lion":
       assert float((got != expected).mean()) < flips, path
     else:
@@ -177,8 +179,8 @@ def test_large_arrays_go_layer_by_layer_to_the_same_values(name, first, monkeypa
     for step in range(3):
       before = p
       p, state, did = jax.jit(optimizer.advance)(tree(step + 1), state, p, step)
-    for path, now in patterns.flatten(p).items():
-      assert 0 < float(did.changed[path]) == float(jnp.sum(now != patterns.flatten(before)[path])), path
+    for path, now in tree_lib.flatten(p).items():
+      assert 0 < float(did.changed[path]) == float(jnp.sum(now != tree_lib.flatten(before)[path])), path
     found[large] = (p, state), did
   whole, layers = found.values()
   assert jax.tree.structure(whole) == jax.tree.structure(layers) and set(layers[1].changed) == set(SHAPES)

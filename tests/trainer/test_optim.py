@@ -9,8 +9,10 @@ import optax
 import pytest
 
 from models import api
-from trainer import directions, durations, optim, patterns
-from trainer.config import ConfigError, defaults
+from trainer import directions, durations, optim
+from trainer import tree as tree_lib
+from trainer.config import defaults
+from trainer.errors import ConfigError
 
 SHAPES = {
     "embed/embedding": (11, 8),
@@ -25,7 +27,7 @@ TOTAL = 20
 
 def tree(seed, dtype=jnp.float32, shapes=SHAPES):
   rng = np.random.default_rng(seed)
-  return patterns.unflatten({path: jnp.asarray(rng.normal(size=shape), dtype) for path, shape in shapes.items()})
+  return tree_lib.unflatten({path: jnp.asarray(rng.normal(size=shape), dtype) for path, shape in shapes.items()})
 
 
 def make(params=None, schedule=None, **changed):
@@ -44,7 +46,7 @@ def first_update(optimizer, params=None, grads=None, step=0):
   params, grads = params or tree(0), grads or tree(1)
   trainable, _ = optimizer.split(params)
   updates, _ = jax.jit(optimizer.update)(optimizer.split(grads)[0], optimizer.init(trainable), trainable, step)
-  return patterns.flatten(updates)
+  return tree_lib.flatten(updates)
 
 
 def test_adamw_equals_a_hand_written_one_with_decoupled_decay():
@@ -53,7 +55,7 @@ def test_adamw_equals_a_hand_written_one_with_decoupled_decay():
   params = tree(0)
   state = optimizer.init(params)
   update = jax.jit(optimizer.update)
-  ours = {path: np.float64(p) for path, p in patterns.flatten(params).items()}
+  ours = {path: np.float64(p) for path, p in tree_lib.flatten(params).items()}
   m = dict.fromkeys(ours, 0.0)
   v = dict.fromkeys(ours, 0.0)
   factors = [0.5, 1.0, 18 / 19]
@@ -61,14 +63,14 @@ def test_adamw_equals_a_hand_written_one_with_decoupled_decay():
     grads = tree(10 + step)
     updates, state = update(grads, state, params, step)
     params = optax.apply_updates(params, updates)
-    for path, g in patterns.flatten(grads).items():
+    for path, g in tree_lib.flatten(grads).items():
       g = np.float64(g)
       m[path] = 0.8 * m[path] + 0.2 * g
       v[path] = 0.9 * v[path] + 0.1 * g**2
       m_hat, v_hat = m[path] / (1 - 0.8 ** (step + 1)), v[path] / (1 - 0.9 ** (step + 1))
       decay = 0.0 if path.endswith("bias") else 0.5
       ours[path] -= 0.1 * factors[step] * (m_hat / (np.sqrt(v_hat) + 1e-3) + decay * ours[path])
-  for path, p in patterns.flatten(params).items():
+  for path, p in tree_lib.flatten(params).items():
     np.testing.assert_allclose(p, ours[path], rtol=2e-5, atol=2e-6, err_msg=path)
 
 
@@ -79,10 +81,10 @@ def test_sgd_equals_a_hand_written_one(nesterov):
   state, trace = optimizer.init(params), 0.0
   for step in range(3):
     updates, state = optimizer.update(tree(5 + step), state, params, step)
-    g = np.asarray(patterns.flatten(tree(5 + step))[path])
+    g = np.asarray(tree_lib.flatten(tree(5 + step))[path])
     trace = g + 0.9 * trace
     expected = -0.1 * (g + 0.9 * trace if nesterov else trace)
-    np.testing.assert_allclose(patterns.flatten(updates)[path], expected, rtol=1e-5)
+    np.testing.assert_allclose(tree_lib.flatten(updates)[path], expected, rtol=1e-5)
 
 
 def test_lion_updates_are_signs_of_the_interpolated_momentum():
@@ -90,8 +92,8 @@ def test_lion_updates_are_signs_of_the_interpolated_momentum():
   params, path = tree(0), "final_norm/scale"
   _, state = optimizer.update(tree(1), optimizer.init(params), params, 0)
   updates, _ = optimizer.update(tree(2), state, params, 1)
-  g1, g2 = (np.asarray(patterns.flatten(tree(seed))[path]) for seed in (1, 2))
-  np.testing.assert_allclose(patterns.flatten(updates)[path], -0.1 * np.sign(0.9 * 0.5 * g1 + 0.1 * g2), rtol=1e-6)
+  g1, g2 = (np.asarray(tree_lib.flatten(tree(seed))[path]) for seed in (1, 2))
+  np.testing.assert_allclose(tree_lib.flatten(updates)[path], -0.1 * np.sign(0.9 * 0.5 * g1 + 0.1 * g2), rtol=1e-6)
 
 
 def test_adafactor_equals_optax_matrix_by_matrix():
@@ -101,17 +103,17 @@ def test_adafactor_equals_optax_matrix_by_matrix():
   state = direction.init(params)
   reference = optax.chain(optax.scale_by_factored_rms(min_dim_size_to_factor=4), optax.clip_by_block_rms(1.0))
   # Each layer of a stacked leaf is a leaf of its own for the reference.
-  layers = {path: [*x] if path.startswith("blocks") else [x] for path, x in patterns.flatten(params).items()}
+  layers = {path: [*x] if path.startswith("blocks") else [x] for path, x in tree_lib.flatten(params).items()}
   ref_state = reference.init(layers)
   for seed in (1, 2, 3):
     grads = tree(seed, shapes=shapes)
     directed, state = jax.jit(direction.update)(grads, state)
-    ref_grads = {p: [*g] if p.startswith("blocks") else [g] for p, g in patterns.flatten(grads).items()}
+    ref_grads = {p: [*g] if p.startswith("blocks") else [g] for p, g in tree_lib.flatten(grads).items()}
     expected, ref_state = jax.jit(reference.update)(ref_grads, ref_state, layers)
-    for path, got in patterns.flatten(directed).items():
+    for path, got in tree_lib.flatten(directed).items():
       np.testing.assert_allclose(got if path.startswith("blocks") else got[None], jnp.stack(expected[path]),
                                  rtol=1e-5, atol=1e-6, err_msg=path)
-  kept = {path: leaf.shape for path, leaf in patterns.flatten(state).items()}
+  kept = {path: leaf.shape for path, leaf in tree_lib.flatten(state).items()}
   assert kept == {
       "count": (), "v_row/blocks/q/kernel": (3, 6), "v_col/blocks/q/kernel": (3, 4),
       "v_row/embed/embedding": (9,), "v_col/embed/embedding": (5,), "v/blocks/q/bias": (3, 5), "v/s/scale": (7,)}
@@ -189,7 +191,7 @@ def test_muon_serves_hidden_matrices_of_whole_models(name):
   model = api.make_model(cfg, vocab_size=11, params_dtype="float32", compute_dtype="float32")
   optimizer = make(model.abstract_params(), name="muon")
   assert optimizer.parts["muon"][0] == hidden
-  assert optimizer.parts["adam"][0] == set(patterns.flatten(model.abstract_params())) - hidden
+  assert optimizer.parts["adam"][0] == set(tree_lib.flatten(model.abstract_params())) - hidden
 
 
 def test_muon_leaves_out_what_a_model_of_ones_own_says_and_what_is_no_matrix():
@@ -244,7 +246,7 @@ def test_state_is_float32_shaped_by_eval_shape_and_follows_parameter_paths(name)
   shapes = jax.eval_shape(optimizer.init, params)
   same = jax.tree.map(lambda a, b: (a.shape, a.dtype) == (b.shape, b.dtype), shapes, state)
   assert all(jax.tree.leaves(same))
-  moments = {path: leaf for path, leaf in patterns.flatten(state).items() if leaf.ndim}
+  moments = {path: leaf for path, leaf in tree_lib.flatten(state).items() if leaf.ndim}
   assert {leaf.dtype for leaf in moments.values()} == {jnp.dtype(jnp.float32)}
   for path, leaf in moments.items():
     owner = next(param for param in SHAPES if path.endswith(param))
@@ -259,13 +261,13 @@ def test_frozen_parameters_have_neither_gradient_nor_state():
   optimizer = make(name="muon", freeze=("embed", "attn/q/kernel"))
   params = tree(0)
   trainable, frozen = optimizer.split(params)
-  assert set(patterns.flatten(frozen)) == {"embed/embedding", "blocks/attn/q/kernel", "unembed/kernel"}
-  assert set(patterns.flatten(trainable)) == optimizer.trainable == SHAPES.keys() - patterns.flatten(frozen).keys()
+  assert set(tree_lib.flatten(frozen)) == {"embed/embedding", "blocks/attn/q/kernel", "unembed/kernel"}
+  assert set(tree_lib.flatten(trainable)) == optimizer.trainable == SHAPES.keys() - tree_lib.flatten(frozen).keys()
   merged = optimizer.merge(trainable, frozen)
   assert jax.tree.structure(merged) == jax.tree.structure(params)
   assert all(a is b for a, b in zip(jax.tree.leaves(merged), jax.tree.leaves(params), strict=True))
-  state = patterns.flatten(optimizer.init(trainable))
-  assert not [path for path in state for gone in patterns.flatten(frozen) if path.endswith(gone)]
+  state = tree_lib.flatten(optimizer.init(trainable))
+  assert not [path for path in state for gone in tree_lib.flatten(frozen) if path.endswith(gone)]
   assert set(first_update(optimizer)) == optimizer.trainable
   assert optimizer.notes[-1] == "frozen: 304 parameters in 3 arrays"
 
@@ -291,7 +293,7 @@ def test_lr_mults_scale_updates_exactly_weight_decay_included(name):
 
 def test_wd_mults_scale_only_the_decay():
   params, path = tree(0), "blocks/attn/q/kernel"
-  p = patterns.flatten(params)[path]
+  p = tree_lib.flatten(params)[path]
   def change(weight_decay, **rules):
     return first_update(make(learning_rate=0.5, weight_decay=weight_decay, **rules))
   without = change(0.0)

@@ -12,8 +12,9 @@ from models import hf
 from tests import tiny
 from tests.evaluators import digits
 from tests.trainer.test_pages import pictures
-from trainer import patterns, train
-from trainer.config import ConfigError
+from trainer import train
+from trainer import tree as tree_lib
+from trainer.errors import ConfigError
 
 REFERENCE = tiny.ROOT / "tests/models/hf/image_references/paligemma"
 WORDS = ["<pad>", "<bos>", "<eos>", *"caption en a red blue boat \n".split(" "), *map(str, range(49)), "<image>",
@@ -54,12 +55,12 @@ def run(folder, workdir, arg=None):
 def test_a_frozen_tower_stays_the_rest_learns_and_the_export_is_read_again(folder, tmp_path):
   _, before = hf.load(folder)
   done = run(folder, tmp_path / "w", "frozen")
-  first, last = (patterns.flatten(tree) for tree in (before, done.state["params"]))
+  first, last = (tree_lib.flatten(tree) for tree in (before, done.state["params"]))
   for path, leaf in last.items():
     assert np.array_equal(leaf, first[path]) == path.startswith("vision/"), path
-  assert not any("vision/" in path for path in patterns.flatten(done.state["opt"]))
+  assert not any("vision/" in path for path in tree_lib.flatten(done.state["opt"]))
   _, exported = hf.load(tmp_path / "w" / "export")
-  for path, leaf in patterns.flatten(exported).items():
+  for path, leaf in tree_lib.flatten(exported).items():
     np.testing.assert_array_equal(leaf, last[path], err_msg=path)
   lines = (tmp_path / "w" / "samples" / "answers-2.jsonl").read_text().splitlines()
   rows = [json.loads(line) for line in lines]

@@ -9,7 +9,8 @@ import pytest
 
 from trainer import parameters
 from trainer.checkpoint import Checkpoints
-from trainer.config import ConfigError, defaults
+from trainer.config import defaults
+from trainer.errors import ConfigError
 
 
 class Fresh:

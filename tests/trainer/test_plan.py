@@ -30,7 +30,7 @@ from trainer import (
 from trainer import mesh as mesh_lib
 from trainer import plan as plan_lib
 from trainer import program as program_lib
-from trainer.config import ConfigError
+from trainer.errors import ConfigError
 
 NOWHERE = Path("/no/such/corpus")  # a plan reads no data
 LAYOUTS = (dict(data=1, fsdp=8), dict(data=2, fsdp=2, tensor=2))

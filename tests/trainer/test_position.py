@@ -11,8 +11,8 @@ from tests.trainer import rollout_runs
 from trainer import checkpoint, seals, train
 from trainer.callbacks import Callback
 from trainer.config import source
-from trainer.metrics import read_rows
 from trainer.replay import replay
+from trainer.writers import read_rows
 
 SEEN = "tests.trainer.test_position.Seen"
 

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 from tests import tiny
-from trainer import offload, patterns, train
-from trainer.config import ConfigError
-from trainer.metrics import read_rows
+from trainer import offload, train, tree
+from trainer.errors import ConfigError
+from trainer.writers import read_rows
 
 
 @pytest.fixture(scope="module")
@@ -41,7 +41,7 @@ def test_a_stopped_run_continues_bitwise(corpus, tmp_path):
     assert a.dtype == b.dtype and a.sharding == b.sharding, path
     np.testing.assert_array_equal(np.asarray(a).view(f"V{a.dtype.itemsize}"),
                                   np.asarray(b).view(f"V{b.dtype.itemsize}"), err_msg=str(path))
-  flat = patterns.flatten(again.state["opt"]["adam"])
+  flat = tree.flatten(again.state["opt"]["adam"])
   assert {leaf.sharding.memory_kind for leaf in flat.values()} == {offload.HOST}
   assert flat["mu/blocks/mlp/up/kernel"].dtype == jnp.bfloat16
   assert flat["nu/blocks/mlp/up/kernel"].dtype == flat["nu_exponent/blocks/mlp/up/kernel"].dtype == jnp.uint8

@@ -5,7 +5,8 @@ import os
 import pytest
 
 from trainer import processes
-from trainer.config import ConfigError, defaults
+from trainer.config import defaults
+from trainer.errors import ConfigError
 from trainer.processes import Place, find
 
 GIVEN = {"JAX_COORDINATOR_ADDRESS": "a:1", "JAX_NUM_PROCESSES": "2", "JAX_PROCESS_ID": "1"}

@@ -17,7 +17,8 @@ from tests.models.common import make
 from trainer import config_checks, experience, logprobs, rollout_options, startup, token_sums
 from trainer import mesh as mesh_lib
 from trainer import program as program_lib
-from trainer.config import ConfigError, reward, source, strategy
+from trainer.config import reward, source, strategy
+from trainer.errors import ConfigError
 
 
 def resolved(corpus, **changed):

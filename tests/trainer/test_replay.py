@@ -7,10 +7,10 @@ import pytest
 
 from tests import tiny
 from trainer import train
-from trainer.config import ConfigError
+from trainer.errors import ConfigError
 from trainer.inspect import inspect
-from trainer.metrics import read_rows
 from trainer.replay import replay
+from trainer.writers import read_rows
 
 
 @pytest.fixture(scope="module")

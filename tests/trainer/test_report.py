@@ -18,8 +18,8 @@ from tests.trainer import report_pages
 from trainer import config_checks, train
 from trainer.callbacks import Callback
 from trainer.config import evaluator, source
-from trainer.metrics import read_rows
 from trainer.report import configs, page, record, texts
+from trainer.writers import read_rows
 
 EVIL = "<script>alert(1)</script>"
 

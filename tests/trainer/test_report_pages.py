@@ -15,7 +15,8 @@ import pytest
 from tests import tiny
 from tests.trainer import report_pages
 from tests.trainer.report_pages import write_run
-from trainer.config import ConfigError, defaults
+from trainer.config import defaults
+from trainer.errors import ConfigError
 from trainer.report import compare, configs, history, page, render, series, texts
 
 EVIL = "</script><script>alert(1)</script><img src=x onerror=alert(1)>\"'&<!--\u2028\ud800{{7*7}}"

@@ -10,9 +10,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from input_pipeline.files import DataError
 from tests import tiny
-from trainer.config import ConfigError, reward
+from trainer.config import reward
+from trainer.errors import ConfigError, DataError
 from trainer.reward_pool import Group, Scorer, _pack
 from trainer.reward_worker import Call
 

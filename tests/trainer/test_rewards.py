@@ -8,11 +8,11 @@ import sys
 import pytest
 from ml_collections import ConfigDict
 
-from input_pipeline.files import DataError
 from tests import tiny
 from trainer import rewards
-from trainer.config import ConfigError, reward
+from trainer.config import reward
 from trainer.config_checks import View
+from trainer.errors import ConfigError, DataError
 from trainer.reward_pool import Group, Scorer
 
 FUNCTIONS = "tests.trainer.reward_functions"

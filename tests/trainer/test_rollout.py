@@ -8,7 +8,6 @@ import statistics
 import numpy as np
 import pytest
 
-from input_pipeline.files import DataError
 from input_pipeline.tokenizer import load_tokenizer
 from tests.trainer.rollout_runs import (
   STOP,
@@ -21,8 +20,9 @@ from tests.trainer.rollout_runs import (
   table,
   write_prompts,
 )
-from trainer import inspect, patterns, train
-from trainer.config import ConfigError, defaults, reward, strategy
+from trainer import inspect, train, tree
+from trainer.config import defaults, reward, strategy
+from trainer.errors import ConfigError, DataError
 
 
 @pytest.fixture(scope="module")
@@ -167,7 +167,7 @@ def test_under_adapters_the_reference_is_the_base(prompts, tmp_path):
   c = config(prompts, total_steps=2, strategy=dict(kl_coef=0.1, reference="base"))
   c.model.lora.update(rank=2)
   run = train(c, tmp_path / "w")
-  assert {path.rpartition("/")[2] for path in patterns.flatten(run.state["reference"])} == {"lora_a", "lora_b"}
+  assert {path.rpartition("/")[2] for path in tree.flatten(run.state["reference"])} == {"lora_a", "lora_b"}
   rows = rows_of(tmp_path / "w")
   assert rows[1]["kl"] < 1e-12 < 1e-9 < rows[2]["kl"]
   assert rows[1]["sampling/sampling_logp_difference/max"] < 1e-5

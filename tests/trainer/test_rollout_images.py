@@ -10,7 +10,8 @@ from tests.evaluators import digits
 from tests.trainer.test_pages import pictures
 from trainer import checkpoint, rollout, train
 from trainer.callbacks import Callback
-from trainer.config import ConfigError, reward, strategy
+from trainer.config import reward, strategy
+from trainer.errors import ConfigError
 
 ROWS = [dict(image=digits.encoded(digits.picture(n)), prefix="what?", answer="ab"[n % 2]) for n in range(6)]
 

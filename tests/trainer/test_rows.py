@@ -11,7 +11,8 @@ import pytest
 from input_pipeline import loader
 from tests import tiny
 from trainer import strategies, train
-from trainer.metrics import Mean, read_rows
+from trainer.metrics import Mean
+from trainer.writers import read_rows
 
 
 @pytest.fixture(scope="module")

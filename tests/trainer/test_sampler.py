@@ -14,8 +14,8 @@ from tests.models.common import FAMILIES, VOCAB, make, random_params
 from trainer import logprobs, sampler_rows
 from trainer import mesh as mesh_lib
 from trainer import sampler as sampler_lib
-from trainer.config import ConfigError
 from trainer.drawing import BLOCK, Options, draw
+from trainer.errors import ConfigError
 from trainer.sampler import Sampler
 
 CASES = {

@@ -9,7 +9,7 @@ import pytest
 from tests.models.common import VOCAB, make, random_params
 from trainer import image_tokens, logprobs
 from trainer import mesh as mesh_lib
-from trainer.config import ConfigError
+from trainer.errors import ConfigError
 from trainer.sampler import Sampler
 
 IMAGE_TOKEN = VOCAB + 1

@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 
 from trainer import durations
-from trainer.config import ConfigError, defaults
+from trainer.config import defaults
+from trainer.errors import ConfigError
 from trainer.schedules import make_schedule, warmup
 
 

@@ -9,15 +9,15 @@ import numpy as np
 import pytest
 
 from input_pipeline import loader
-from input_pipeline.files import DataError
 from input_pipeline.tokenizer import BytesTokenizer
 from tests import tiny
 from tests.trainer.test_hugging_face import StopAt  # noqa: F401 (named in a config below)
-from trainer import config_checks, patterns, train
+from trainer import config_checks, train, tree
 from trainer.config import evaluator
 from trainer.config_checks import View
-from trainer.metrics import read_rows
+from trainer.errors import DataError
 from trainer.strategies import sft
+from trainer.writers import read_rows
 
 
 def write_conversations(file, count=40, seed=0):
@@ -92,14 +92,14 @@ def trained(file, workdir, **changed):
 
 def test_micro_batches_and_devices_do_not_change_the_parameters(conversations, tmp_path):
   """I1, I2: four steps of plain SGD in one or four micro-batches, on three meshes."""
-  reference = patterns.flatten(trained(conversations, tmp_path / "a").state["params"])
+  reference = tree.flatten(trained(conversations, tmp_path / "a").state["params"])
   others = {
       "micro": dict(grad_accum_steps=4, mesh=dict(data=2, fsdp=1, tensor=4)),
       "fsdp": dict(mesh=dict(data=1, fsdp=8, tensor=1)),
       "mixed": dict(mesh=dict(data=1, fsdp=2, context=2, tensor=2)),
   }
   for name, changed in others.items():
-    params = patterns.flatten(trained(conversations, tmp_path / name, **changed).state["params"])
+    params = tree.flatten(trained(conversations, tmp_path / name, **changed).state["params"])
     for path, leaf in reference.items():
       np.testing.assert_allclose(leaf, params[path], atol=2e-6, err_msg=f"{name} {path}")
 
@@ -117,8 +117,8 @@ def test_a_stopped_run_goes_on_as_if_it_had_not(conversations, tmp_path):
   train(stopping, tmp_path / "halves")
   continued = train(make(), tmp_path / "halves")
   assert continued.step == 6
-  for path, leaf in patterns.flatten(continued.state).items():
-    np.testing.assert_array_equal(leaf, patterns.flatten(straight.state)[path], err_msg=path)
+  for path, leaf in tree.flatten(continued.state).items():
+    np.testing.assert_array_equal(leaf, tree.flatten(straight.state)[path], err_msg=path)
   losses = [{row["step"]: row["loss"] for row in read_rows(tmp_path / name / "metrics.jsonl") if "loss" in row}
             for name in ("straight", "halves")]
   assert losses[0] == losses[1] and len(losses[0]) == 6

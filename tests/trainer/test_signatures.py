@@ -14,8 +14,8 @@ from input_pipeline import loader
 from tests import tiny
 from tests.trainer import rollout_runs
 from tests.trainer.test_sft import config as sft_config
-from trainer import patterns, signatures, train
-from trainer.config import ConfigError
+from trainer import signatures, train, tree
+from trainer.errors import ConfigError
 from trainer.notes import read_notes
 from trainer.program import resolve
 
@@ -213,7 +213,7 @@ def test_bfloat16_updates_that_are_lost_are_told(corpus, tmp_path, narrow):
   config.optimizer.update(name="sgd", learning_rate=1e-4)
   config.schedule.update(name="constant", warmup_percent=0.0)
   run = train(config, tmp_path)
-  assert patterns.flatten(run.state["params"])["embed/embedding"].dtype == "bfloat16"
+  assert tree.flatten(run.state["params"])["embed/embedding"].dtype == "bfloat16"
   assert "of the bfloat16 parameters" in health(tmp_path)["updates_lost"]["text"]
 
 

@@ -12,9 +12,9 @@ import pytest
 
 from tests import tiny
 from trainer import speedrun
-from trainer.config import ConfigError
 from trainer.config_checks import resolve
-from trainer.metrics import read_rows
+from trainer.errors import ConfigError
+from trainer.writers import read_rows
 
 CONFIG = """
 from pathlib import Path

@@ -12,9 +12,9 @@ from input_pipeline.prefetch import Prefetcher
 from tests import tiny
 from trainer import spikes, train
 from trainer.callbacks import Callback
-from trainer.config import ConfigError
-from trainer.metrics import read_rows
+from trainer.errors import ConfigError
 from trainer.program import resolve
+from trainer.writers import read_rows
 
 STEPS, SPIKE = 44, 31  # the data of updates SPIKE to SPIKE + 3 are noise
 

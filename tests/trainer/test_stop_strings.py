@@ -14,7 +14,7 @@ from tests.trainer.test_sampler import case, prompts
 from trainer import generate, train
 from trainer import mesh as mesh_lib
 from trainer import rollout as rollout_lib
-from trainer.config import ConfigError
+from trainer.errors import ConfigError
 from trainer.sampler import Completion, Sampler
 from trainer.stop_strings import StopStrings, ending
 

@@ -15,7 +15,7 @@ from trainer import sweep as sweep_lib
 from trainer import sweep_runs, sweep_slurm
 from trainer.callbacks import Callback
 from trainer.combinations import argument, chain, fixed, name_of, sweep
-from trainer.config import ConfigError
+from trainer.errors import ConfigError
 from trainer.sweep_runs import Planned
 
 # In place of the trainer: leaves what a finished run leaves, or does what --config.seed says.

@@ -11,8 +11,8 @@ import pytest
 from tests import tiny
 from trainer import loggers, trackers
 from trainer.callbacks import Callback
-from trainer.config import ConfigError
-from trainer.metrics import read_rows
+from trainer.errors import ConfigError
+from trainer.writers import read_rows
 
 
 class Kill(Callback):

@@ -12,7 +12,7 @@ from input_pipeline import loader
 from tests import tiny
 from tests.trainer import rollout_runs, test_dpo, test_image_runs, test_sft
 from trainer import equalities, optim, sampler, strategies, verify
-from trainer.config import ConfigError
+from trainer.errors import ConfigError
 from trainer.metrics import Mean
 from trainer.subject import Subject
 

@@ -9,7 +9,7 @@ import pytest
 from tests import tiny
 from trainer import train, workdir
 from trainer.callbacks import Callback
-from trainer.config import ConfigError
+from trainer.errors import ConfigError
 
 NEVER = dict(ckpt_steps=0, ckpt_percent=-1.0, evals={}, report=False)
 

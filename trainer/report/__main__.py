@@ -8,7 +8,7 @@ from pathlib import Path
 
 from absl import app, flags, logging
 
-from trainer.config import ConfigError
+from trainer.errors import ConfigError
 from trainer.report import compare, page
 
 COMPARISON = "comparison.html"

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from trainer.config import ConfigError
+from trainer.errors import ConfigError
 from trainer.report import configs, render, series
 from trainer.report.history import History, at, integer, load, sources_of, status
 from trainer.report.render import counted, in_short, number, shown, span

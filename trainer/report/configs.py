@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from trainer import config_checks
-from trainer.config import ConfigError
+from trainer.errors import ConfigError
 
 # Characters of a value, and keys of a table.
 MOST_CHARACTERS, MOST_KEYS = 400, 1500

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from trainer.config import ConfigError
+from trainer.errors import ConfigError
 
 # What ran, and the page; of a workdir.
 RUN, PAGE = "run.json", "report.html"

@@ -25,7 +25,7 @@ import numpy as np
 from absl import logging
 
 import trainer
-from trainer import patterns, whole_files
+from trainer import tree, whole_files
 from trainer.callbacks import Callback
 from trainer.report import configs
 from trainer.report.history import PAGE, RUN
@@ -115,7 +115,7 @@ class Page(Callback):
 
 def describe(run: Any, trained: frozenset[str]) -> dict[str, Any]:
   """What is known when training begins; JSON-able."""
-  device, sizes = jax.devices()[0], {path: leaf.size for path, leaf in patterns.flatten(run.state["params"]).items()}
+  device, sizes = jax.devices()[0], {path: leaf.size for path, leaf in tree.flatten(run.state["params"]).items()}
   code, folder = git(Path(trainer.__file__).parent, "__init__.py"), git(Path.cwd())
   return {
       "time": now(),

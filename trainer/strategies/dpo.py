@@ -11,7 +11,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from trainer.config import ConfigError
+from trainer.errors import ConfigError
 from trainer.metrics import Mean
 from trainer.strategies import preference, sequences
 from trainer.strategies.preference import Pairs, Side

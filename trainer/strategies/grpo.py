@@ -21,7 +21,7 @@ import jax
 import jax.numpy as jnp
 
 from trainer import advantages
-from trainer.config import ConfigError
+from trainer.errors import ConfigError
 from trainer.metrics import Max, Mean
 from trainer.strategies import presets, sequences
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from ml_collections import ConfigDict
 
-from trainer.config import ConfigError
+from trainer.errors import ConfigError
 
 # Bounds that mean something for this clipping of this ratio, where the preset's are of another kind.
 _CLIP_BOUNDS = {

@@ -5,7 +5,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from trainer.config import ConfigError, load_object
+from trainer.dotted import load_object
+from trainer.errors import ConfigError
 
 # What a strategy can learn from, each with the built-in one whose rows, batches and keys of the data are the same.
 DATA = {"texts": "seq", "conversations": "sft", "pairs": "dpo", "labelled": "kto", "rollouts": "grpo"}

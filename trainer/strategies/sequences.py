@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from trainer import logprobs
-from trainer.config import ConfigError
+from trainer.errors import ConfigError
 
 
 def completion_mask(batch: Mapping[str, Any]) -> jax.Array:

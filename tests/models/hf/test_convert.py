@@ -11,7 +11,7 @@ from safetensors.numpy import save_file
 from models.hf import convert, files
 from models.hf.errors import HFError
 from models.hf.family import Tensor
-from trainer import patterns
+from trainer import tree
 
 V, D, L, E, F = 12, 8, 2, 4, 16
 SHAPES = {
@@ -90,12 +90,12 @@ def folder_of(path, tensors):
 
 
 def abstract(leaves):
-  return patterns.unflatten({path: jax.ShapeDtypeStruct(leaf.shape, np.float32) for path, leaf in leaves.items()})
+  return tree.unflatten({path: jax.ShapeDtypeStruct(leaf.shape, np.float32) for path, leaf in leaves.items()})
 
 
 def load(folder, leaves, model=TIED, **kwargs):
   plan = convert.plan(FAMILY, model, abstract(leaves), folder)
-  return patterns.flatten(convert.load_params(plan, folder, **kwargs))
+  return tree.flatten(convert.load_params(plan, folder, **kwargs))
 
 
 def assert_bitwise(found, expected):
@@ -147,7 +147,7 @@ SPECS = {
 
 def shardings(leaves):
   mesh = jax.make_mesh((4, 2), ("fsdp", "tensor"), axis_types=(AxisType.Auto,) * 2)
-  return patterns.unflatten({path: NamedSharding(mesh, SPECS.get(path, P())) for path in leaves})
+  return tree.unflatten({path: NamedSharding(mesh, SPECS.get(path, P())) for path in leaves})
 
 
 @pytest.mark.parametrize("spelling", [dict(), dict(fused_qkv=False, fused_experts=True)])
@@ -157,7 +157,7 @@ def test_eight_devices_hold_what_one_does(tmp_path, spelling):
   placed = shardings(leaves)
   params = load(folder, leaves, shardings=placed)
   assert_bitwise(params, leaves)
-  for path, sharding in patterns.flatten(placed).items():
+  for path, sharding in tree.flatten(placed).items():
     assert params[path].sharding == sharding
   assert len(params["blocks/attn/q/kernel"].addressable_shards) == 8
 
@@ -202,7 +202,7 @@ def test_some_of_the_leaves_with_a_dtype_each(tmp_path):
   folder = folder_of(tmp_path, theirs(leaves))
   dtypes = {"blocks/attn/v/kernel": "bfloat16", "final_norm/scale": None}
   some = convert.plan(FAMILY, TIED, abstract(leaves), folder).only(dtypes)
-  params = patterns.flatten(convert.load_params(some, folder, dtype=dtypes))
+  params = tree.flatten(convert.load_params(some, folder, dtype=dtypes))
   assert_bitwise(params, {path: leaves[path].astype(dtype or "float32") for path, dtype in dtypes.items()})
 
 

@@ -17,7 +17,7 @@ from models.hf import families
 from models.hf.errors import HFError
 from models.hf.family import NEUTRAL, Family, Tensor, canonical
 from models.spec import ARCHITECTURE_KEYS
-from trainer import patterns
+from trainer import tree as tree_lib
 
 REFERENCES = Path(__file__).parent / "references"
 CASES = sorted(p.name for p in REFERENCES.iterdir())
@@ -122,7 +122,7 @@ def theirs(case: Case, name: str, tree: dict) -> np.ndarray:
     names = [case.family.prefixes[0] + tensor.theirs.format(layer=layer, expert=0) for layer in range(8)]
     return names.index(name) if name in names else None
 
-  leaves = patterns.flatten(tree)
+  leaves = tree_lib.flatten(tree)
   tensor = next(t for t in case.family.tensors(read(case.folder)) if layer_of(t) is not None)
   parts = [np.asarray(leaves[p]) for p in paths(tensor)]
   if "{layer}" in tensor.theirs:
@@ -133,7 +133,7 @@ def theirs(case: Case, name: str, tree: dict) -> np.ndarray:
 def test_tensors_are_the_parameters_of_the_model(case):
   """The family's list covers what the model has, and lists nothing that it has not."""
   listed = {path for tensor in case.family.tensors(read(case.folder)) for path in paths(tensor)}
-  assert listed == set(patterns.flatten(case.params))
+  assert listed == set(tree_lib.flatten(case.params))
 
 
 def paths(tensor: Tensor) -> tuple[str, ...]:

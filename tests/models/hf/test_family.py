@@ -12,7 +12,7 @@ from models.hf import family as family_module
 from models.hf.errors import HFError
 from models.hf.family import DROPOUT, INERT, NEITHER
 from models.hf.keys import Source
-from trainer.config import ConfigError
+from trainer.errors import ConfigError
 
 LLAMA = dict(model_type="llama", architectures=["LlamaForCausalLM"], vocab_size=61, hidden_size=16,
              intermediate_size=24, num_hidden_layers=4, num_attention_heads=4)

@@ -15,7 +15,7 @@ from models.hf import families, files, pixels
 from models.hf.errors import HFError
 from tests.models.hf.test_images import REFERENCES, content_of, read
 from tests.trainer.test_export import write_run
-from trainer import export, patterns
+from trainer import export, tree
 from trainer.config import defaults
 
 # ------------------------------------------------------------------------------------------------ config.json
@@ -240,7 +240,7 @@ def test_adapters_are_named_as_in_memory(tmp_path):
   folder = REFERENCES / "llava_clip"
   family, keys, _ = hf.architecture(folder)
   model, params = hf.load(folder)
-  shapes = patterns.flatten(model.abstract_params())
+  shapes = tree.flatten(model.abstract_params())
   lora = dict(rank=2, alpha=4.0, rslora=False, dropout=0.0, targets=(r"^blocks/attn/q/kernel",))
   adapters = {f"blocks/attn/q/lora_{x}": np.random.default_rng(0).normal(size=shape).astype(np.float32)
               for x, shape in (("a", (2, 16, 2)), ("b", (2, 2, 16)))}
@@ -257,7 +257,7 @@ def test_adapters_are_named_as_in_memory(tmp_path):
 
 def nested(keys: dict) -> dict:
   """{"a.b": 1} as {"a": {"b": 1}}."""
-  return patterns.unflatten({key.replace(".", "/"): value for key, value in keys.items()})
+  return tree.unflatten({key.replace(".", "/"): value for key, value in keys.items()})
 
 
 def test_a_run_is_exported_with_its_tower(tmp_path):
@@ -271,7 +271,7 @@ def test_a_run_is_exported_with_its_tower(tmp_path):
   out = export.export(workdir, tmp_path / "out")
   _, again, _ = hf.architecture(out)
   assert again == keys
-  one, other = patterns.flatten(params), patterns.flatten(hf.load(out)[1])
+  one, other = tree.flatten(params), tree.flatten(hf.load(out)[1])
   assert one.keys() == other.keys() and all(np.array_equal(one[path], other[path]) for path in one)
   assert files.read_json(out / "preprocessor_config.json") == prepared | dict(image_std=[0.25, 0.5, 0.75])
   assert files.read_config(out)["vision_config"] == content_of("paligemma")["vision_config"]

@@ -15,7 +15,7 @@ from models.hf import families, files
 from models.hf.family import Family
 from models.spec import ARCHITECTURE_KEYS
 from trainer import mesh as mesh_lib
-from trainer import patterns
+from trainer import tree as tree_lib
 
 REFERENCES = Path(__file__).parent / "image_references"
 CASES = sorted(p.name for p in REFERENCES.iterdir())
@@ -67,7 +67,7 @@ def case(request):
   batch = [jnp.asarray(reference[key]) for key in ("tokens", "lengths", "prefix", "images")]
   (loss, logits), gradients = run(params, *batch)
   return Case(folder, family, model, params, reference, np.asarray(logits), np.asarray(loss),
-              patterns.flatten(gradients), lambda tokens: jax.jit(model.logits)(params, tokens))
+              tree_lib.flatten(gradients), lambda tokens: jax.jit(model.logits)(params, tokens))
 
 
 def assert_close(actual, expected, tolerance: float):
@@ -132,7 +132,7 @@ def theirs(name: str, ours: dict) -> np.ndarray:
 
 def test_tensors_are_the_parameters_of_the_model(case):
   listed = {tensor.ours for tensor in case.family.tensors(read(content_of(case.folder.name)))}
-  assert listed == set(patterns.flatten(case.params))
+  assert listed == set(tree_lib.flatten(case.params))
 
 
 def test_saved_and_read_again_it_is_the_same_to_the_bit(case, tmp_path):
@@ -140,7 +140,7 @@ def test_saved_and_read_again_it_is_the_same_to_the_bit(case, tmp_path):
   hf.save(case.model, case.params, tmp_path / "out")
   assert json.loads((tmp_path / "out/config.json").read_text()) == json.loads((case.folder / "config.json").read_text())
   _, again = hf.load(tmp_path / "out")
-  before, after = (patterns.flatten(tree) for tree in (case.params, again))
+  before, after = (tree_lib.flatten(tree) for tree in (case.params, again))
   assert before.keys() == after.keys()
   assert all(np.array_equal(before[path], after[path]) for path in before)
   old, new = (files.TensorFolder(folder) for folder in (case.folder, tmp_path / "out"))
@@ -174,6 +174,6 @@ def test_each_device_reads_its_shards():
   mesh = mesh_lib.make_mesh(dict(data=1, fsdp=4, tensor=2))
   _, whole = hf.load(folder)
   _, sharded = hf.load(folder, shardings=lambda abstract: mesh_lib.param_shardings(abstract, mesh)[0])
-  one, other = patterns.flatten(whole), patterns.flatten(sharded)
+  one, other = tree_lib.flatten(whole), tree_lib.flatten(sharded)
   assert any(len(leaf.sharding.device_set) > 1 and not leaf.is_fully_replicated for leaf in other.values())
   assert all(np.array_equal(one[path], np.asarray(other[path])) for path in one)

@@ -15,7 +15,7 @@ from models.hf.errors import HFError
 from models.spec import ARCHITECTURE_KEYS
 from tests import tiny
 from trainer import mesh as mesh_lib
-from trainer import patterns
+from trainer import tree as tree_lib
 from trainer.config import defaults
 
 REFERENCES = sorted(p.parent for p in (Path(__file__).parent / "references").glob("*/config.json"))
@@ -42,7 +42,7 @@ def small(seed=0, **changed):
 
 
 def flat(tree):
-  return {path: np.asarray(leaf) for path, leaf in patterns.flatten(tree).items()}
+  return {path: np.asarray(leaf) for path, leaf in tree_lib.flatten(tree).items()}
 
 
 def assert_bitwise(one, other):

@@ -13,7 +13,7 @@ from models import hf
 from models.hf import files, names
 from models.hf.errors import HFError
 from tests import tiny
-from trainer import patterns
+from trainer import tree
 
 TOKENS = jnp.arange(16)[None] + 65
 
@@ -140,4 +140,4 @@ def test_an_unembedding_that_is_missing_is_told(base, tmp_path):
   tensors = {name: values for name, values in base[1].items() if name != "lm_head.weight"}
   with pytest.raises(HFError, match='Only the unembedding is missing.*"tie_word_embeddings": true'):
     hf.load(renamed((base[0], tensors, None), tmp_path / "w", str))
-  assert "unembed/kernel" in patterns.flatten(hf.load(base[0])[1])
+  assert "unembed/kernel" in tree.flatten(hf.load(base[0])[1])

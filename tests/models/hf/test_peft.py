@@ -13,7 +13,7 @@ from safetensors.numpy import load_file, save_file
 from models import api, hf, lora
 from models.hf import families, peft
 from models.hf.errors import HFError
-from trainer import patterns
+from trainer import tree
 from trainer.config import defaults
 
 REFERENCES = Path(__file__).resolve().parent / "peft_references"
@@ -37,7 +37,7 @@ class Case:
     section.lora.update({**LORA[name], **changed})
     self.lora = section.lora
     self.model = api.make_model(section, vocab_size=40, params_dtype="float32", compute_dtype="float32")
-    self.shapes = patterns.flatten(self.model.abstract_params())
+    self.shapes = tree.flatten(self.model.abstract_params())
     self.wanted = {path: leaf for path, leaf in self.shapes.items() if lora.is_adapter(path)}
     self.names = dict(family=self.family, keys=self.keys, shapes=self.shapes, lora=self.lora)
 
@@ -59,7 +59,7 @@ def test_logits_are_those_of_peft(name):
   case, saved = Case(name), np.load(REFERENCES / name / "logits.npz")
   base_model, base = hf.load(case.folder / "base")
   np.testing.assert_allclose(jax.jit(base_model.logits)(base, saved["tokens"]), saved["base"], atol=1e-5)
-  params = patterns.unflatten(patterns.flatten(base) | case.read())
+  params = tree.unflatten(tree.flatten(base) | case.read())
   logits = jax.jit(case.model.logits)(params, saved["tokens"])
   np.testing.assert_allclose(logits, saved["adapted"], atol=1e-5)
   merged = lora.merge(params, case.model.spec.lora.scale)

@@ -14,7 +14,8 @@ from tests import tiny
 from tests.trainer import test_update
 from tests.trainer.strategies import pairs
 from tests.trainer.strategies import test_grpo as losses
-from trainer.config import ConfigError, defaults
+from trainer.config import defaults
+from trainer.errors import ConfigError
 from trainer.metrics import to_floats
 from trainer.strategies import grpo, sequences
 

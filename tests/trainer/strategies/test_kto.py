@@ -12,7 +12,7 @@ from tests import tiny
 from tests.trainer import test_update
 from tests.trainer.strategies import pairs
 from tests.trainer.strategies.pairs import options
-from trainer.config import ConfigError
+from trainer.errors import ConfigError
 from trainer.metrics import to_floats
 from trainer.strategies import kto
 

@@ -7,14 +7,15 @@ import pytest
 
 from tests import tiny
 from trainer import config_checks, inspect, strategies, train
-from trainer.config import ConfigError, defaults, evaluator, source, strategy
-from trainer.metrics import read_rows
+from trainer.config import defaults, evaluator, source, strategy
+from trainer.errors import ConfigError
+from trainer.writers import read_rows
 
 CODE = '''
 import jax
 import jax.numpy as jnp
 
-from trainer.config import ConfigError
+from trainer.errors import ConfigError
 from trainer.metrics import Mean
 from trainer.strategies import Strategy, sequences
 

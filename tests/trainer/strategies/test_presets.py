@@ -8,7 +8,8 @@ import pytest
 from tests import tiny
 from tests.trainer.strategies import pairs
 from trainer import config_checks
-from trainer.config import STRATEGIES, ConfigError, strategy
+from trainer.config import STRATEGIES, strategy
+from trainer.errors import ConfigError
 from trainer.strategies import grpo, presets
 
 

@@ -1,4 +1,4 @@
-"""The one regex idiom over parameter paths: sharding, freezing, multipliers, partial loading.
+"""Trees of arrays by path, and the one regex idiom over paths: sharding, freezing, multipliers, partial loading.
 
 A path joins a leaf's keys with "/": `blocks/attn/q/kernel`. A table of rules is `((regex, value), …)`;
 a regex matches a path when `re.search` finds it there (anchor it with ^ and $ if you mean the whole
@@ -11,7 +11,7 @@ import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
-from trainer.config import ConfigError
+from trainer.errors import ConfigError
 
 
 def flatten(tree: Mapping) -> dict[str, Any]:
