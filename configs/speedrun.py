@@ -8,7 +8,7 @@ whether the answer was right. Each begins with what the one before has learned, 
 
     python -m trainer --config=configs/speedrun.py:sft:runs/speedrun --workdir=runs/speedrun/sft
 
-A speedrun of your own is a file with these two names, STAGES and get_config (docs/speedrun.md).
+A speedrun of your own is a file with these two names, STAGES and get_config (docs/tutorial.md).
 """
 
 from ml_collections import ConfigDict

@@ -7,7 +7,7 @@ conversations, aligned on preference pairs, and trained on questions with verifi
 
 The numbers are for a model of 1 to 3 billion parameters (Llama 3.2, Qwen 3, Gemma 3) on the GPUs or TPU chips of one
 host; the parameters are split over all of them. A base model whose tokenizer has no chat template needs
---set=chat.template=chatml (docs/chat.md). The last stage's `export` is a Hugging Face folder.
+--set=chat.template=chatml (docs/sft.md). The last stage's `export` is a Hugging Face folder.
 """
 
 from ml_collections import ConfigDict

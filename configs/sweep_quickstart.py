@@ -2,7 +2,7 @@
 
     python -m trainer.sweep --config=configs/sweep_quickstart.py --workdir=runs/sweep
 
-Then runs/sweep/comparison.html; docs/sweeps.md says more.
+Then runs/sweep/comparison.html; docs/configuration.md says more.
 """
 
 from ml_collections import ConfigDict

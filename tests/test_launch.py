@@ -22,7 +22,7 @@ def test_shell_scripts_parse(name):
 
 
 def test_each_script_starts_the_trainer_and_is_documented():
-  page = (tiny.ROOT / "docs" / "launch.md").read_text()
+  page = (tiny.ROOT / "docs" / "processes.md").read_text()
   assert sorted(p.name for p in LAUNCH.iterdir()) == ["gke_jobset.yaml", "slurm.sbatch", "tpu_vm.sh"]
   for path in LAUNCH.iterdir():
     text = path.read_text()

@@ -230,11 +230,11 @@ def defaults() -> ConfigDict:
   # name: dict(type="dotted.path.Class", **its arguments); called after the built-in ones.
   c.callbacks = ConfigDict()
   # name: dict(type="wandb" | "mlflow" | "dotted.path.Class", **its arguments): where metrics go besides metrics.jsonl
-  # and TensorBoard (docs/loggers.md).
+  # and TensorBoard (docs/observability.md).
   c.loggers = ConfigDict()
-  # Signs of trouble that are not to be told (docs/health.md lists their names).
+  # Signs of trouble that are not to be told (docs/observability.md lists their names).
   c.health_silent = ()
-  # Write report.html, the run on one page, at the end and when it fails or is stopped (docs/report.md).
+  # Write report.html, the run on one page, at the end and when it fails or is stopped (docs/observability.md).
   c.report = True
   c.update(duration("log", steps=10))  # rows of metrics
   # Rolling checkpoints (`keep_last` of them stay) and permanent ones. A final one is saved, too, also where ckpt is

@@ -247,7 +247,7 @@ STRATEGIES: dict[str, dict] = {
         # Of the bonus on the entropy of each token's distribution.
         entropy_coef=float,
         # Weights p_old / q on tokens that were sampled, with log-probs q, by another program than the one that trains
-        # (docs/grpo_losses.md): none | token_truncate | token_mask | sequence_truncate | sequence_mask. Of a token, or
+        # (docs/grpo.md): none | token_truncate | token_mask | sequence_truncate | sequence_mask. Of a token, or
         # of a completion; bounded by correction_min and correction_max, or 0 beyond these.
         correction="none",
         correction_min=0.0,
@@ -305,7 +305,7 @@ def spikes() -> ConfigDict:
 
 
 def plan() -> ConfigDict:
-  """What `--mode=plan` is asked, `config.plan` (docs/plan.md); training reads none of it."""
+  """What `--mode=plan` is asked, `config.plan` (docs/scaling.md); training reads none of it."""
   c = ConfigDict()
   # KIND:SHAPE, e.g. v5e:16x16, v5p:4x4x8, h100:8x4 (GPUs a node x nodes), cpu:8. Unset: the devices that are here.
   c.topology = unset(str)
@@ -363,7 +363,7 @@ def rollout() -> ConfigDict:
   # Processes that compute rewards (0: this one), and how long a call may take.
   c.reward_workers = 1
   c.reward_timeout_seconds = 60.0
-  # The dotted path of a class that answers completions (docs/environments.md), and completions of one conversation.
+  # The dotted path of a class that answers completions (docs/rewards.md), and completions of one conversation.
   c.environment = unset(str)
   c.max_turns = 8
   # How long a reset or a step of it may take; one that takes longer costs its episode. Default: as long as it wants.

@@ -328,7 +328,7 @@ def _load(name: str) -> type:
   missing = [method for method in ("reset", "step") if not callable(getattr(cls, method, None))]
   if missing:
     raise ConfigError(f"rollout.environment: {name} has no {missing[0]}(). An environment is a class with "
-                      "reset(prompt, **columns) and step(completion); see docs/environments.md.")
+                      "reset(prompt, **columns) and step(completion); see docs/rewards.md.")
   return cls
 
 

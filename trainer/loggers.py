@@ -6,7 +6,7 @@
 
 `type` is `wandb`, `mlflow` or the dotted path of a class; the other keys are its arguments, in which `{workdir}` stands
 for the run's folder. A class needs `write_scalars(step, {name: number})`; `write_texts`, `flush` and `close` are called
-where it has them (docs/loggers.md).
+where it has them (docs/observability.md).
 
 Such loggers talk to programs and machines that may fail while the run need not: each is called in a thread of its own,
 which the run never waits for (`Guarded`). Only what cannot be started at all ends the run, before its first step.

@@ -1,4 +1,4 @@
-"""The token microscope: every token of a batch with the numbers that its loss is made of (docs/microscope.md).
+"""The token microscope: every token of a batch with the numbers that its loss is made of (docs/observability.md).
 
 They come from the functions that the loss comes from, with the dropout of the update, so that what is summed over
 tokens is what was logged. Nothing of the size of the logits is made: the vocabulary is gone through in chunks.

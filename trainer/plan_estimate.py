@@ -22,7 +22,7 @@ from trainer.plan_trace import Trace, trace
 
 
 class Assumptions(NamedTuple):
-  """What the table of hardware does not say. One place; docs/plan.md explains each."""
+  """What the table of hardware does not say. One place; docs/scaling.md explains each."""
 
   # Share of the peak that matrix products of this size reach.
   products: float

@@ -58,8 +58,8 @@ def combinations(config_file: str, sweep_file: str | None, texts: Sequence[str],
   file, _, _ = (sweep_file or config_file).partition(":")
   get_sweep = _function_of(file, "get_sweep")
   if get_sweep is None:
-    raise ConfigError(f"{file} has no get_sweep(). Add one that returns a sweep (docs/sweeps.md), or name the values: "
-                      "--set='optimizer.learning_rate=1e-3,3e-3'.")
+    raise ConfigError(f"{file} has no get_sweep(). Add one that returns a sweep (docs/configuration.md), or name the "
+                      "values: --set='optimizer.learning_rate=1e-3,3e-3'.")
   found = chain(get_sweep())  # checks its form
   if not found:
     raise ConfigError(f"get_sweep() of {file} has no combination.")

@@ -71,7 +71,7 @@ class WandbWriter:
   """A run of Weights & Biases, continued by every process that continues the training run.
 
   Rows have the x axis `step`, by `define_metric`. W&B's own count of rows only grows, so that a run that went on from
-  an earlier checkpoint has the steps after it twice (docs/loggers.md).
+  an earlier checkpoint has the steps after it twice (docs/observability.md).
 
   Args:
     arguments: those of `wandb.init`, but the ones that are set here. Defaults: project "weft", name and folder of the

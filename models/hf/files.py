@@ -198,7 +198,7 @@ def _adapters_in(folder: Path) -> str | None:
     return None
   base = read_json(folder / "adapter_config.json").get("base_model_name_or_path")
   return (f"{folder} holds adapters in PEFT's format, without the model that they are for ({base}). Give that model's "
-          f"folder and these: --config.model.hf=FOLDER --config.model.lora.peft={folder} (docs/lora.md).")
+          f"folder and these: --config.model.hf=FOLDER --config.model.lora.peft={folder} (docs/precision.md).")
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

@@ -2,7 +2,6 @@
 
 import copy
 import datetime
-import doctest
 import json
 import re
 import threading
@@ -251,17 +250,6 @@ def test_a_lone_template_must_be_told_its_tokens(tmp_path):
     chat.load_template(tmp_path)
   with pytest.raises(DataError, match="does not exist"):
     chat.load_template(tmp_path / "t.jinja")
-
-
-def test_the_documentation_does_what_it_says(monkeypatch):
-  monkeypatch.chdir(ROOT)
-  text = (ROOT / "docs" / "chat.md").read_text("utf-8")
-  blocks = "\n".join(re.findall(r"^```pycon\n(.*?)^```", text, re.DOTALL | re.MULTILINE))
-  test = doctest.DocTestParser().get_doctest(blocks, {}, "docs/chat.md", None, 0)
-  assert len(test.examples) >= 8
-  said = []
-  doctest.DocTestRunner(optionflags=doctest.NORMALIZE_WHITESPACE | doctest.ELLIPSIS).run(test, out=said.append)
-  assert not said, "".join(said)
 
 
 def test_ids_are_int32(tokenizer):

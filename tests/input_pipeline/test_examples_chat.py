@@ -310,7 +310,7 @@ def test_the_documentation_does_what_it_says(monkeypatch):
   text = (ROOT / "docs" / "sft.md").read_text("utf-8")
   blocks = "\n".join(re.findall(r"^```pycon\n(.*?)^```", text, re.DOTALL | re.MULTILINE))
   test = doctest.DocTestParser().get_doctest(blocks, {}, "docs/sft.md", None, 0)
-  assert len(test.examples) >= 8
+  assert len(test.examples) >= 30
   said = []
   doctest.DocTestRunner(optionflags=doctest.NORMALIZE_WHITESPACE | doctest.ELLIPSIS).run(test, out=said.append)
   assert not said, "".join(said)

@@ -1,6 +1,5 @@
 """Episodes: whose each token is, what an environment adds, and where an episode ends."""
 
-import doctest
 import functools
 import importlib
 import json
@@ -457,8 +456,8 @@ def test_what_is_drawn_is_the_sampler_s_whatever_the_other_episodes(tmp_path):
 
 
 def test_the_page_does_what_it_says(tmp_path, monkeypatch):
-  """docs/environments.md: its environment plays, and its sessions run as they stand."""
-  page = ROOT / "docs" / "environments.md"
+  """docs/rewards.md: its environment plays, as test_rewards.py shows of its sessions."""
+  page = ROOT / "docs" / "rewards.md"
   (code,) = re.findall(r"^```python\n# my_project/guess.py\n(.*?)^```", page.read_text(encoding="utf-8"),
                        re.DOTALL | re.MULTILINE)
   (tmp_path / "guess_of_the_page.py").write_text(code)
@@ -470,9 +469,6 @@ def test_the_page_does_what_it_says(tmp_path, monkeypatch):
   assert [(e.turns, e.reward) for e in group] == [(2, 1.0), (3, 0.9), (4, None)]
   assert marked(group[0]) == CHAT.replace("Hi", "Which number?") + "«5<|im_end|>»" + NEXT.format(
       "user", "Higher.") + "«7<|im_end|>»"
-  monkeypatch.chdir(ROOT)
-  result = doctest.testfile(str(page), module_relative=False)
-  assert result.failed == 0 and result.attempted >= 8
 
 
 def test_environments_can_share_a_file_with_reward_functions():

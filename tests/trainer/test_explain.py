@@ -302,7 +302,7 @@ def test_without_a_topic_all_are_listed(capsys):
 
 def test_the_documentation_shows_what_is_printed(capsys, monkeypatch):
   monkeypatch.setenv("COLUMNS", "100")
-  page = (tiny.ROOT / "docs" / "explain.md").read_text(encoding="utf-8")
+  page = (tiny.ROOT / "docs" / "configuration.md").read_text(encoding="utf-8")
   (example,) = re.findall(r"^```\n(loss\.dapo: .*?)^```", page, re.DOTALL | re.MULTILINE)
   out = printed(capsys, "loss.dapo")[1].splitlines()
   assert [line for line in example.splitlines() if line not in out] == []

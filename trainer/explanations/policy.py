@@ -165,7 +165,7 @@ source: trainer/reference.py mix
 config: config.strategy = strategy("grpo", preset="astrai")
 keys: strategy(grpo).kl_coef strategy(grpo).reference_ema strategy(grpo).reference_ema_steps rollout.group_size
 others: AstrAI's penalty (log p − log p_ref)² is twice k2: its coefficient 0.01 is 0.02 here. Its deviations are divided
-  by the count and have no 1e-4. docs/grpo_losses.md has the rest.
+  by the count and have no 1e-4. docs/grpo.md has the rest.
 see: loss.grpo dpo.reference_ema
 preset: astrai
 like: preset

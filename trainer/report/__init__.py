@@ -1,4 +1,5 @@
-"""A run on one page: `report.html` in the workdir, written when a run ends, is stopped or fails (docs/report.md).
+"""A run on one page: `report.html` in the workdir, written when a run ends, is stopped or fails
+(docs/observability.md).
 
     python -m trainer.report DIR [DIR…] [--out=FILE]
 

@@ -1,4 +1,4 @@
-"""GRPO and its family: completions with rewards, compared with others of the same prompt (docs/grpo_losses.md).
+"""GRPO and its family: completions with rewards, compared with others of the same prompt (docs/grpo.md).
 
 B rows, T length, S segments a row. Each segment is a sequence, a prompt and its completion with positions from 0, with
 one advantage A (trainer/advantages.py). For a trained token, with log p of the policy, log p_old of the policy as it

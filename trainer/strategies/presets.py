@@ -1,6 +1,6 @@
 """The published recipes of `config.strategy` for grpo, and how options that are not given get their values.
 
-Where a recipe is mapped onto other means than its paper's, docs/grpo_losses.md says how.
+Where a recipe is mapped onto other means than its paper's, docs/grpo.md says how.
 """
 
 import difflib
