@@ -1,8 +1,8 @@
 """What goes wrong in known ways is recognised in the metrics, and said once, in plain words, with what to do.
 
 Each signature is a function of the last values of some metrics; SIGNATURES lists them, docs/observability.md
-explains them. None of them changes the run. What was said is in the checkpoints, so that a run that goes on does not say it again; the
-values are not: after a restart a signature needs its whole window again.
+explains them. None of them changes the run. What was said is in the checkpoints, so that a run that goes on does not
+say it again; the values are not: after a restart a signature needs its whole window again.
 """
 
 import functools

@@ -3,7 +3,6 @@
 import copy
 import datetime
 import json
-import re
 import threading
 import time
 from pathlib import Path
@@ -14,7 +13,6 @@ import pytest
 from input_pipeline import chat
 from input_pipeline.chat_budget import Limits
 from input_pipeline.tokenizer import BytesTokenizer, load_tokenizer
-from tests.tiny import ROOT
 from trainer.errors import DataError
 
 HERE = Path(__file__).parent / "references"
