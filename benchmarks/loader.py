@@ -26,8 +26,8 @@ def main() -> None:
       config = quickstart.get_config()
       config.input.packing, config.batch_size = packing, 32
       config = config_checks.resolve(config)
-      tokenizer = make_tokenizer(config.tokenizer, loader.train_texts(config), Path(folder) / "tokenizer.json")
-      data = loader.make_train_data(config, tokenizer, workdir=folder)
+      tokenizer = make_tokenizer(config.tokenizer, loader.train_texts(config, "texts"), Path(folder) / "tokenizer.json")
+      data = loader.make_train_data(config, tokenizer, learns="texts", workdir=folder)
       data.batch(0)  # the epoch's plan
       step, start = 0, time.perf_counter()
       while time.perf_counter() - start < seconds:

@@ -14,7 +14,7 @@ from absl import logging
 from evaluators import common
 from input_pipeline import loader
 from input_pipeline.batches import check_ids
-from trainer import logprobs
+from trainer import logprobs, strategies
 from trainer.errors import ConfigError
 from trainer.mesh import batch_sharding, check_batch, place_batch
 from trainer.strategies import seq
@@ -38,8 +38,8 @@ class Loss:
     config = setup.config
     sources, split = common.sources(name, cfg, config)
     self._data = loader.make_eval_data(
-        config, setup.tokenizer, workdir=setup.workdir, sources=sources, split=split, max_documents=cfg.max_documents,
-        progress=jax.process_index() == 0)
+        config, setup.tokenizer, learns=strategies.learns(config), workdir=setup.workdir, sources=sources, split=split,
+        max_documents=cfg.max_documents, progress=jax.process_index() == 0)
     self._batch_size = cfg.batch_size or config.batch_size // config.grad_accum_steps
     check_batch(setup.mesh, self._batch_size, f"evals.{name}.batch_size")
     self._sharding = batch_sharding(setup.mesh)

@@ -42,7 +42,8 @@ class Preference:
     self._reference, self._name = setup.reference, name
     sources, split = common.sources(name, cfg, config)
     self._data = loader.make_eval_data(
-        config, setup.tokenizer, workdir=setup.workdir, sources=sources, split=split, max_documents=cfg.max_documents,
+        config, setup.tokenizer, learns=strategies.learns(config), workdir=setup.workdir, sources=sources, split=split,
+        max_documents=cfg.max_documents,
         share_prompts=shares_prompts(config, setup.model, setup.mesh), progress=jax.process_index() == 0)
     if strategies.precomputes(config.strategy):
       setup.datasets.append(self._data)

@@ -8,13 +8,12 @@ from absl import logging
 from ml_collections import ConfigDict
 
 from input_pipeline.cache import TokenizedSource
-from input_pipeline.examples import ZERO_ADVANTAGE, has_advantages, learns_texts
+from input_pipeline.examples import WITH_ADVANTAGES, WITH_PARTS, ZERO_ADVANTAGE, learns_texts
 from input_pipeline.files import SHOWN_NAME
 from input_pipeline.fitting import OVER_LONG, WHOLE_OVER_LONG, Parts, Pieces, Units, fit, keep_images_whole, ragged
 from input_pipeline.image_batches import ImageLayout, Pictures
 from input_pipeline.image_texts import sees
 from input_pipeline.packing import Plan, make_plan
-from trainer import strategies
 from trainer.errors import ConfigError, DataError
 
 NORMALIZE = ("token", "sequence")
@@ -129,20 +128,20 @@ def image_layout(packed: Iterable["PackedSource"]) -> ImageLayout | None:
   return None if pictures is None else pictures.layout(max(source.most_images for source in packed))
 
 
-def resolve_layout(config: ConfigDict) -> tuple[str, str, str]:
-  """(packing, over_long, normalize) of a config, with what "auto" stands for.
+def resolve_layout(config: ConfigDict, learns: str) -> tuple[str, str, str]:
+  """(packing, over_long, normalize) of a config, with what "auto" stands for; `learns`: see `make_encoder`.
 
   Raises:
     ConfigError: options that cannot be, or not together.
   """
-  texts, packing, over_long = learns_texts(config), config.input.packing, config.input.over_long
+  texts, packing, over_long = learns_texts(config, learns), config.input.packing, config.input.over_long
   normalize = config.strategy.normalize if "normalize" in config.strategy else "token"
   if normalize not in NORMALIZE:
     raise ConfigError(f"strategy.normalize is {normalize!r}; allowed: {', '.join(NORMALIZE)}.")
   if packing == "concat" and not texts:
     raise ConfigError(f"input.packing is 'concat', which would cut conversations anywhere; strategy "
                       f"{config.strategy.name!r} needs them whole. Use --config.input.packing=best_fit, or none.")
-  if over_long not in ("auto", *WHOLE_OVER_LONG) and strategies.has_parts(config.strategy.name):
+  if over_long not in ("auto", *WHOLE_OVER_LONG) and learns in WITH_PARTS:
     raise ConfigError(f"input.over_long is {over_long!r}, which strategy {config.strategy.name!r} cannot do: "
                       f"the parts of an example belong together. Use {', '.join(WHOLE_OVER_LONG)}.")
   packing = ("concat" if texts else "best_fit") if packing == "auto" else packing
@@ -150,16 +149,18 @@ def resolve_layout(config: ConfigDict) -> tuple[str, str, str]:
   return packing, over_long, normalize
 
 
-def pack(config: ConfigDict, tokens: TokenizedSource, *, shuffle: bool = True, share_prompts: bool = False
-         ) -> "PackedSource":
-  """A source laid into rows as the config says; what is lost by that is logged. `share_prompts`: see `Units`.
+def pack(config: ConfigDict, tokens: TokenizedSource, *, learns: str, shuffle: bool = True,
+         share_prompts: bool = False) -> "PackedSource":
+  """A source laid into rows as the config says; what is lost by that is logged. `learns`: see `make_encoder`;
+  `share_prompts`: see `Units`.
 
   Raises:
     ConfigError, DataError: see `resolve_layout`, `make_plan`.
   """
-  packing, over_long, normalize = resolve_layout(config)
+  packing, over_long, normalize = resolve_layout(config, learns)
   units, count = None, None if tokens.weights is None else tokens.count_trained
-  spans, pictures = None, Pictures(config, augment=shuffle) if sees(config) and not learns_texts(config) else None
+  spans = None
+  pictures = Pictures(config, augment=shuffle) if sees(config) and not learns_texts(config, learns) else None
   if tokens.parts_each:
     units = Units(tokens, config.seq_len, over_long, config.input.max_over_long, share_prompts)
     count, spans = units.count, units.spans
@@ -181,7 +182,7 @@ def pack(config: ConfigDict, tokens: TokenizedSource, *, shuffle: bool = True, s
   if s.untrained:
     logging.warning("source %r: %d documents or parts of them are left out: none of their tokens is trained.",
                     tokens.name, s.untrained)
-  return PackedSource(tokens, plan, normalize, units, has_advantages(config.strategy.name), pictures)
+  return PackedSource(tokens, plan, normalize, units, learns in WITH_ADVANTAGES, pictures)
 
 
 class PackedSource:

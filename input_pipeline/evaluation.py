@@ -24,7 +24,7 @@ def default_cache_dir(config: ConfigDict, workdir: str | Path) -> Path:
 
 
 def make_eval_data(
-    config: ConfigDict, tokenizer: Tokenizer, *, workdir: str | Path, sources: ConfigDict | None = None,
+    config: ConfigDict, tokenizer: Tokenizer, *, learns: str, workdir: str | Path, sources: ConfigDict | None = None,
     split: str | None = None, max_documents: int | None = None, share_prompts: bool = False, progress: bool = False,
 ) -> "EvalData":
   """Evaluation data, encoded and packed as the config has it for training; tokenises what is not in the cache yet.
@@ -32,6 +32,7 @@ def make_eval_data(
   Args:
     config: the whole config; the sources' weights play no part.
     tokenizer: the training run's.
+    learns: what the strategy learns from (`trainer.strategies.learns`), one of `examples.ENCODERS`.
     workdir: the run's, for the token caches.
     sources: name -> config, in place of `input.sources`.
     split: in place of the sources' own; None keeps theirs.
@@ -47,12 +48,13 @@ def make_eval_data(
     raise ConfigError("no evaluation sources: set evals.<name>.sources or input.sources.")
   opened, packed = [], []
   for name in sorted(sources):
-    source, encoder = open_examples(config, tokenizer, sources[name], name, split=split, max_documents=max_documents)
+    source, encoder = open_examples(config, tokenizer, sources[name], name, learns=learns, split=split,
+                                    max_documents=max_documents)
     cache_dir = default_cache_dir(config, workdir)
     tokens = tokenize_source(source, encoder, vocab_size(config, tokenizer), cache_dir, progress, Policy.of(config))
     opened.append((source, encoder))
-    packed.append(pack(config, tokens, shuffle=False, share_prompts=share_prompts))
-  return EvalData(opened, packed, config.seq_len, tokenizer.pad_id, learns_texts(config), Policy.of(config))
+    packed.append(pack(config, tokens, learns=learns, shuffle=False, share_prompts=share_prompts))
+  return EvalData(opened, packed, config.seq_len, tokenizer.pad_id, learns_texts(config, learns), Policy.of(config))
 
 
 class EvalData(PackedData):

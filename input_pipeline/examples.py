@@ -19,7 +19,6 @@ from input_pipeline.readers import Record
 from input_pipeline.remarks import LITERAL, Remark
 from input_pipeline.sources import Source, open_source
 from input_pipeline.tokenizer import Tokenizer
-from trainer import strategies
 from trainer.errors import ConfigError, DataError
 
 # Labels of tokens that are not trained, as in transformers.
@@ -310,14 +309,19 @@ def _kind(value: Any) -> str:
   return "bytes that are not UTF-8" if isinstance(value, bytes) else type(value).__name__
 
 
-def _chat(config: ConfigDict, tokenizer: Tokenizer | None) -> Encoder:
+def _chat(config: ConfigDict, tokenizer: Tokenizer | None, trains_all: bool = False) -> Encoder:
   from input_pipeline.examples_chat import ChatEncoder
   try:
     fields = dict(config.chat.fields)
   except (TypeError, ValueError) as e:
     raise ConfigError(f"chat.fields is {config.chat.fields!r}; it must be pairs of names, ours first, as in "
                       '(("messages", "dialogue"),).') from e
-  return EitherEncoder(TokenizedEncoder(tokenizer, fields, images=sees(config)), ChatEncoder(config, tokenizer))
+  return EitherEncoder(TokenizedEncoder(tokenizer, fields, images=sees(config)),
+                       ChatEncoder(config, tokenizer, trains_all))
+
+
+def _texts(config: ConfigDict, tokenizer: Tokenizer | None) -> Encoder:
+  return _chat(config, tokenizer, trains_all=True)
 
 
 def _pairs(config: ConfigDict, tokenizer: Tokenizer | None) -> Encoder:
@@ -330,45 +334,52 @@ def _labelled(config: ConfigDict, tokenizer: Tokenizer | None) -> Encoder:
   return LabelledEncoder(config, tokenizer)
 
 
+def _mismatched(config: ConfigDict, tokenizer: Tokenizer | None) -> Encoder:
+  from input_pipeline.examples_pairs import LabelledEncoder
+  return LabelledEncoder(config, tokenizer, mismatched=True)
+
+
 def _rollouts(config: ConfigDict, tokenizer: Tokenizer | None) -> Encoder:
   from input_pipeline.examples_rollouts import RolloutEncoder
   return RolloutEncoder(config, tokenizer)
 
 
-# By what a strategy learns from (trainer/strategies/record.py): what encodes rows of several fields. Where it
-# is texts, and the model sees images, it is whatever conversations learn from.
-ENCODERS = {"conversations": _chat, "pairs": _pairs, "labelled": _labelled, "rollouts": _rollouts}
+# What can be learned from, each with what encodes its rows; texts are encoded so only where the model sees images. The
+# trainer says which of them a strategy learns from, as `learns`. mismatched: labelled, each with the completion of
+# another prompt.
+ENCODERS = {"texts": _texts, "conversations": _chat, "pairs": _pairs, "labelled": _labelled, "mismatched": _mismatched,
+            "rollouts": _rollouts}
+# Those whose documents have parts, which are kept whole.
+WITH_PARTS = ("pairs", "labelled", "mismatched", "rollouts")
+# Those whose marks are advantages, which are in a batch's `advantages`.
+WITH_ADVANTAGES = ("rollouts",)
 
 
-def has_advantages(name: str) -> bool:
-  """Whether the marks of that strategy's documents are advantages, which are in a batch's `advantages`."""
-  return strategies.data(name) == "rollouts"
-
-
-def learns_texts(config: ConfigDict) -> bool:
-  """Whether the documents of the strategy are texts, to be cut and joined at will."""
-  return strategies.data(config.strategy.name) not in ENCODERS and not sees(config)
+def learns_texts(config: ConfigDict, learns: str) -> bool:
+  """Whether documents are texts, to be cut and joined at will."""
+  return learns == "texts" and not sees(config)
 
 
 def make_encoder(config: ConfigDict, tokenizer: Tokenizer | None, text_key: str = "text",
-                 option: str = "text_key") -> Encoder:
-  """The encoder of the config's strategy.
+                 option: str = "text_key", *, learns: str) -> Encoder:
+  """The encoder of what is learned from.
 
   Args:
     config: the whole config.
     tokenizer: None if only `texts` is used (to train one).
     text_key: of a source; where documents are texts, the field that holds them.
     option: how messages call `text_key`.
+    learns: one of ENCODERS.
   """
-  if not learns_texts(config):
-    return ENCODERS.get(strategies.data(config.strategy.name), _chat)(config, tokenizer)
+  if not learns_texts(config, learns):
+    return ENCODERS[learns](config, tokenizer)
   text = TextEncoder(tokenizer, text_key, config.tokenizer.add_bos, config.tokenizer.add_eos, option)
   return EitherEncoder(TokenizedEncoder(tokenizer), text, prefer=text_key)
 
 
 def open_examples(
-    config: ConfigDict, tokenizer: Tokenizer | None, cfg: ConfigDict, name: str, *, split: str | None = None,
-    max_documents: int | None = None,
+    config: ConfigDict, tokenizer: Tokenizer | None, cfg: ConfigDict, name: str, *, learns: str,
+    split: str | None = None, max_documents: int | None = None,
 ) -> tuple[Source, Encoder]:
   """The source that `cfg` describes, and the encoder for its records; reads no file yet.
 
@@ -377,14 +388,15 @@ def open_examples(
     tokenizer: see `make_encoder`.
     cfg: the source's config.
     name: the source's name.
+    learns: see `make_encoder`.
     split: in place of the source's own.
     max_documents: a limit beside the source's own.
 
   Raises:
     ConfigError: see `open_source`; or a `text_key` for a strategy that finds columns by `chat.fields`.
   """
-  source = open_source(cfg, name, split=split, max_documents=max_documents, texts=learns_texts(config))
-  if source.text_key != "text" and not learns_texts(config):
+  source = open_source(cfg, name, split=split, max_documents=max_documents, texts=learns_texts(config, learns))
+  if source.text_key != "text" and not learns_texts(config, learns):
     raise ConfigError(f"input.sources.{name}.text_key is {source.text_key!r}, which strategy {config.strategy.name!r} "
                       f'has no use for. Leave it out, and set chat.fields=(("text", "{source.text_key}"),) instead.')
-  return source, make_encoder(config, tokenizer, source.text_key, source.text_option)
+  return source, make_encoder(config, tokenizer, source.text_key, source.text_option, learns=learns)

@@ -22,7 +22,6 @@ from input_pipeline.segments import Segment, SegmentEncoder, Tokens
 from input_pipeline.shapes import COLUMNS, REASONING, Conversation, Plain, ShapeReader
 from input_pipeline.spans import POLICIES, SpanFinder
 from input_pipeline.tokenizer import Tokenizer
-from trainer import strategies
 from trainer.errors import ConfigError, DataError
 
 # Raise when the same rows and options would give other tokens or weights.
@@ -37,6 +36,8 @@ class ChatEncoder:
   Args:
     config: the whole config, of which `chat`, `tokenizer` and what concerns images count.
     tokenizer: what encodes; None if only `texts` and `describe` are used.
+    trains_all: `chat.train_on` = auto stands for all: pretraining, which comes here for rows with images alone, learns
+      all that it reads.
 
   Attributes:
     images: how the model sees images; None: it does not.
@@ -47,16 +48,15 @@ class ChatEncoder:
     DataError: a template that is not valid.
   """
 
-  def __init__(self, config: ConfigDict, tokenizer: Tokenizer | None):
+  def __init__(self, config: ConfigDict, tokenizer: Tokenizer | None, trains_all: bool = False):
     self._chat, self._tokenizer = config.chat, tokenizer
     self._add_bos, self._add_eos = config.tokenizer.add_bos, config.tokenizer.add_eos
     _check_choice("train_on", self._chat.train_on, TRAIN_ON)
     _check_choice("on_rewritten_history", self._chat.on_rewritten_history, POLICIES)
     self._roles = _roles(self._chat)
     self.images = image_format(config, tokenizer)
-    # Pretraining, which comes here for rows with images alone, learns all that it reads.
-    reads_all = strategies.data(config.strategy.name) == "texts" and self.images is not None and not self._roles
-    self._train_on = "all" if reads_all and self._chat.train_on == "auto" else self._chat.train_on
+    trains_all = trains_all and self.images is not None and not self._roles
+    self._train_on = "all" if trains_all and self._chat.train_on == "auto" else self._chat.train_on
     self.tokens_per_image = 0 if self.images is None else self.images.each
     self._shapes = ShapeReader(fields_of(self._chat), self._roles, self.images)
     # What turns conversations into text, for export and for generation; None: the tokenizer came with none.

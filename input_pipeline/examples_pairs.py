@@ -18,7 +18,6 @@ from input_pipeline.readers import Record
 from input_pipeline.shapes import Plain
 from input_pipeline.shapes_pairs import PairReader, Side
 from input_pipeline.tokenizer import Tokenizer
-from trainer import strategies
 from trainer.errors import ConfigError, DataError
 
 # Raise when the same rows and options would give other tokens or weights.
@@ -118,14 +117,14 @@ class PairEncoder(SidesEncoder):
 class LabelledEncoder(SidesEncoder):
   """Prompts with an answer and a label, for KTO: marked 1 where the answer is wanted, -1 where not.
 
-  For the loss "kto" a second part has the prompt with the completion of the next example in the source whose prompt is
+  With `mismatched` a second part has the prompt with the completion of the next example in the source whose prompt is
   another one (partners.py), marked MISMATCHED. Its weights say which tokens to sum up; where there is no other prompt
   it is empty, and marked 0.
   """
 
-  def __init__(self, config: ConfigDict, tokenizer: Tokenizer | None):
+  def __init__(self, config: ConfigDict, tokenizer: Tokenizer | None, mismatched: bool = False):
     super().__init__(config, tokenizer)
-    self.with_next = _with_mismatched if strategies.wants_mismatched(config.strategy) else None
+    self.with_next = _with_mismatched if mismatched else None
 
   @cached_property
   def fingerprint(self) -> str:

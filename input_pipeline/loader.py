@@ -26,7 +26,6 @@ from input_pipeline.reference import PackedData
 from input_pipeline.sources import open_source
 from input_pipeline.steps import MAX_STEPS, ROWS, Past, Steps, steps_of_batches
 from input_pipeline.tokenizer import Tokenizer
-from trainer import strategies
 from trainer.errors import ConfigError
 
 __all__ = [
@@ -48,14 +47,14 @@ def used_sources(input_cfg: ConfigDict) -> list[str]:
   return [name for name in base if any(stage[name] for stage in weights)]
 
 
-def train_texts(cfg: ConfigDict) -> Callable[[], Iterator[str]]:
-  """A function that gives, from the start at each call, the texts of all training documents."""
+def train_texts(cfg: ConfigDict, learns: str) -> Callable[[], Iterator[str]]:
+  """A function that gives, from the start at each call, the texts of all training documents; see `make_train_data`."""
   for name in used_sources(cfg.input):
     open_source(cfg.input.sources[name], name)  # its keys are checked now
 
   def texts() -> Iterator[str]:
     for name in used_sources(cfg.input):
-      source, encoder = open_examples(cfg, None, cfg.input.sources[name], name)
+      source, encoder = open_examples(cfg, None, cfg.input.sources[name], name, learns=learns)
       bad = BadRows(name, Policy.of(cfg))
       for record in source.records(bad):
         texts: list[str] = []
@@ -68,11 +67,15 @@ def train_texts(cfg: ConfigDict) -> Callable[[], Iterator[str]]:
 
 
 def make_train_data(
-    cfg: ConfigDict, tokenizer: Tokenizer, *, workdir: str | Path, share_prompts: bool = False, progress: bool = False,
-    past: Past | None = None
+    cfg: ConfigDict, tokenizer: Tokenizer, *, learns: str, workdir: str | Path, share_prompts: bool = False,
+    progress: bool = False, past: Past | None = None
 ) -> "TrainData":
-  """The training data of a full config; tokenises what is not in the cache yet. `share_prompts`: see `Units`; `past`:
-  of the run that is gone on with.
+  """The training data of a full config; tokenises what is not in the cache yet.
+
+  Args:
+    learns: what the strategy learns from (`trainer.strategies.learns`), one of `examples.ENCODERS`.
+    share_prompts: see `Units`.
+    past: of the run that is gone on with.
 
   Raises:
     ConfigError, DataError, OSError: see `open_source`, `Mixture`, `tokenize_source`.
@@ -89,11 +92,11 @@ def make_train_data(
       open_source(i.sources[name], name)  # its keys are checked all the same
       logging.warning("source %r has weight 0 throughout and is not used.", name)
   for name in names:
-    source, encoder = open_examples(cfg, tokenizer, i.sources[name], name)
+    source, encoder = open_examples(cfg, tokenizer, i.sources[name], name, learns=learns)
     tokens = tokenize_source(source, encoder, vocab_size(cfg, tokenizer), default_cache_dir(cfg, workdir), progress,
                              Policy.of(cfg))
-    packed.append(pack(cfg, tokens, share_prompts=share_prompts))
-  if strategies.wants_mismatched(cfg.strategy):
+    packed.append(pack(cfg, tokens, learns=learns, share_prompts=share_prompts))
+  if learns == "mismatched":
     _tell_of_single_prompts(packed)
   shares = np.array([[stage[name] for name in names] for stage in weights], np.float64)
   if i.mixture_by == "tokens" and len(names) > 1:
@@ -104,7 +107,7 @@ def make_train_data(
   pictures = [] if packed[0].pictures is None else [packed[0].pictures.fingerprint]
 
   def fingerprint(starts: list[int]) -> str:
-    return _hash([cfg.seed, cfg.seq_len, *resolve_layout(cfg), starts, shares.tolist(), contents, *pictures,
+    return _hash([cfg.seed, cfg.seq_len, *resolve_layout(cfg, learns), starts, shares.tolist(), contents, *pictures,
                   *["prompts shared"] * share_prompts])
 
   data = TrainData(packed, mixture, taken, cfg.seq_len, tokenizer.pad_id, fingerprint(starts))

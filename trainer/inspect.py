@@ -72,14 +72,15 @@ def inspect(config: Mapping, workdir: str | Path, rows: int = ROWS) -> Path:
   program_lib.settle(resolved, jax.default_backend())
   workdir_lib.prepare(resolved, workdir)
   rolls_out = resolved.rollout.num_prompts > 0
-  texts = (prompt_data.prompt_texts if rolls_out else loader.train_texts)(resolved)
+  learns = strategies.learns(resolved)
+  texts = prompt_data.prompt_texts(resolved) if rolls_out else loader.train_texts(resolved, learns)
   tokenizer = make_tokenizer(resolved.tokenizer, texts, workdir / "tokenizer.json", True)
   model = api.make_model(resolved.model, vocab_size=tokenizer.vocab_size, params_dtype=resolved.precision.params,
                          compute_dtype="float32", remat=resolved.remat)
   if rolls_out:
     shown = shown_prompts(resolved, tokenizer, rows)
   else:
-    data = loader.make_train_data(resolved, tokenizer, workdir=workdir, progress=True,
+    data = loader.make_train_data(resolved, tokenizer, learns=learns, workdir=workdir, progress=True,
                                   share_prompts=program_lib.shares_prompts(resolved, model, mesh))
     batch = check_ids(data.batch(0, slice(0, rows)), model.vocab_size)
     shown = Shown([row_tokens(batch, row, tokenizer) for row in range(len(batch["tokens"]))],

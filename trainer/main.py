@@ -30,6 +30,7 @@ from trainer import (
   rollout,
   signatures,
   spikes,
+  strategies,
   throughput,
   writers,
 )
@@ -90,12 +91,13 @@ def train(config: Mapping, workdir: str | Path, past: Past | None = None) -> Run
   with processes.first_goes_first("tokenizer and token caches"):
     show = jax.process_index() == 0
     rolls_out = config.rollout.num_prompts > 0  # the data are prompts, and what is trained on is sampled
-    texts = (prompt_data.prompt_texts if rolls_out else loader.train_texts)(config)
+    learns = strategies.learns(config)
+    texts = prompt_data.prompt_texts(config) if rolls_out else loader.train_texts(config, learns)
     tokenizer = make_tokenizer(config.tokenizer, texts, workdir / "tokenizer.json", show)
     model = program_lib.make_model(config, tokenizer.vocab_size)
     share_prompts = program_lib.shares_prompts(config, model, mesh)
     data: Any = prompt_data.make_prompt_data(config, tokenizer, show) if rolls_out else loader.make_train_data(
-        config, tokenizer, workdir=workdir, share_prompts=share_prompts, progress=show, past=past)
+        config, tokenizer, learns=learns, workdir=workdir, share_prompts=share_prompts, progress=show, past=past)
   processes.check_same("the data", data.fingerprint)
   say(loader.format_stats(data.stats()))
 

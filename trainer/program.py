@@ -15,7 +15,7 @@ from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 from ml_collections import ConfigDict
 
 from input_pipeline import batches
-from input_pipeline.examples import has_advantages
+from input_pipeline.examples import WITH_ADVANTAGES, WITH_PARTS
 from models import api, products, remat, spec
 from trainer import (
   config_checks,
@@ -244,11 +244,11 @@ def abstract_batch(config: Any, model: Any, rows: int, *, precompute: bool = Fal
     images_per_row: places for images in a row, which the data decide otherwise; for models that take some.
     sharding: of all arrays.
   """
-  name, layout = config.strategy.name, image_tokens.layout_of(model)
-  parts = strategies.has_parts(name) or config.rollout.num_prompts > 0
+  name, learns, layout = config.strategy.name, strategies.learns(config), image_tokens.layout_of(model)
+  parts = learns in WITH_PARTS or config.rollout.num_prompts > 0
   row = batches.empty_batch(
       1, config.seq_len, 0, sequences=SEGMENTS if parts else 0, reference=precompute,
-      advantages=has_advantages(name), prompts=share_prompts)
+      advantages=learns in WITH_ADVANTAGES, prompts=share_prompts)
   if config.rollout.num_prompts:
     held = rollout_options.keys(name, config.rollout.updates * config.rollout.epochs)
     row |= {key: row["sequences" if key == "advantages" else "loss_weights"] for key in held}

@@ -17,6 +17,7 @@ from trainer import config_checks
 from trainer import mesh as mesh_lib
 from trainer.config import evaluator, source
 from trainer.errors import ConfigError
+from trainer.strategies import learns
 
 
 @pytest.fixture(scope="module")
@@ -61,7 +62,7 @@ def test_it_equals_a_plain_computation_document_by_document(corpus, tmp_path):
   ev, model, params, setup = make(corpus, tmp_path, batch_size=4)
   config = tiny.config(corpus, seq_len=512)
   config.input.packing = "best_fit"
-  data = loader.make_eval_data(config, setup.tokenizer, workdir=tmp_path, split="validation")
+  data = loader.make_eval_data(config, setup.tokenizer, learns=learns(config), workdir=tmp_path, split="validation")
   assert data.num_rows < sum(data.num_documents.values())  # packed indeed
   nll = hits = tokens = num_bytes = 0
   logits_of = jax.jit(model.logits)

@@ -58,11 +58,13 @@ def prepare(config, workdir: Path):
   resolved, _ = program.resolve(config)
   strategies.check(resolved)
   samples = resolved.rollout.num_prompts > 0
-  texts = (prompt_data.prompt_texts if samples else loader.train_texts)(resolved)
+  learns = strategies.learns(resolved)
+  texts = prompt_data.prompt_texts(resolved) if samples else loader.train_texts(resolved, learns)
   workdir.mkdir(parents=True, exist_ok=True)
   tokenizer = make_tokenizer(resolved.tokenizer, texts, workdir / "tokenizer.json")
-  make = prompt_data.make_prompt_data if samples else loader.make_train_data
-  return tokenizer, make(resolved, tokenizer, **({} if samples else {"workdir": workdir}))
+  if samples:
+    return tokenizer, prompt_data.make_prompt_data(resolved, tokenizer)
+  return tokenizer, loader.make_train_data(resolved, tokenizer, learns=learns, workdir=workdir)
 
 
 def write(path: Path, *rows: Any) -> Path:

@@ -31,7 +31,7 @@ from models.hf.peft import _read_config
 from trainer import config_checks, durations, mesh, tree
 from trainer.config import defaults, source
 from trainer.errors import ConfigError, DataError
-from trainer.strategies import presets
+from trainer.strategies import learns, presets
 
 OURS = (ConfigError, DataError, OSError)
 PATHS = ("embed/embedding", "blocks/attn/q/kernel", "blocks/mlp/up/kernel", "final_norm/scale")
@@ -74,7 +74,7 @@ def encoder(strategy: str):
   config.chat.template = "plain"
   resolved = config_checks.resolve(config)
   presets.fill_in(resolved)
-  return make_encoder(resolved, BytesTokenizer())
+  return make_encoder(resolved, BytesTokenizer(), learns=learns(resolved))
 
 
 def shape(data: bytes):

@@ -15,6 +15,7 @@ from input_pipeline.tokenizer import BytesTokenizer
 from tests.input_pipeline.test_readers import write_records
 from trainer.config import defaults, source
 from trainer.errors import DataError
+from trainer.strategies import learns
 
 # Refuses two turns of the user in a row, as many do.
 TEMPLATE = """{% for m in messages %}{% if (m.role == 'user') != (loop.index0 % 2 == 0) %}{{ raise_exception('turns') }}
@@ -59,7 +60,7 @@ def lines(every=3):
 
 
 def make(c, folder):
-  return loader.make_train_data(c, BytesTokenizer(), workdir=folder)
+  return loader.make_train_data(c, BytesTokenizer(), learns=learns(c), workdir=folder)
 
 
 def test_the_first_ten_are_told_with_file_line_and_reason(tmp_path):
@@ -126,7 +127,7 @@ def test_each_part_of_a_split_has_its_own_bad_rows(tmp_path):
   for split in ("train", "validation"):
     c = config(tmp_path, found, on_bad_row="drop", max_bad_rows=1.0)
     c.input.sources.main.update(split=split, validation_fraction=0.5)
-    data = make_eval_data(c, BytesTokenizer(), workdir=tmp_path)
+    data = make_eval_data(c, BytesTokenizer(), learns=learns(c), workdir=tmp_path)
     counts.append((data.stats()[0]["dropped: bad row"], data.stats()[0]["documents"]))
   assert sum(bad for bad, _ in counts) == 10 and sum(good for _, good in counts) == 40 and min(map(min, counts)) > 0
 
@@ -136,12 +137,12 @@ def test_the_texts_of_a_tokenizer_and_of_evaluations_are_those_of_good_rows(tmp_
   c = config(tmp_path, found, on_bad_row="drop", max_bad_rows=0.25)
   c.strategy.name = "seq"
   wanted = [f"text {i}" for i in range(9)]
-  assert list(loader.train_texts(c)()) == wanted
-  data = make_eval_data(c, BytesTokenizer(), workdir=tmp_path)
+  assert list(loader.train_texts(c, learns(c))()) == wanted
+  data = make_eval_data(c, BytesTokenizer(), learns=learns(c), workdir=tmp_path)
   assert list(data.raw_texts()) == wanted and data.num_documents == {"main": 9}
   c.input.on_bad_row = "error"
   with pytest.raises(DataError, match="3 of 12 rows .25.0%. cannot be used"):
-    list(loader.train_texts(c)())
+    list(loader.train_texts(c, learns(c))())
 
 
 def test_bad_prompts(tmp_path):
@@ -180,8 +181,8 @@ def test_bad_rows_of_other_formats_are_single_rows_too(tmp_path, kind):
   c = config(tmp_path, [], on_bad_row="drop", max_bad_rows=0.4)
   c.strategy.name = "seq"
   c.input.sources.main = source(type="jsonl" if kind == "json" else kind, path=str(path), documents="line")
-  assert list(loader.train_texts(c)()) == ["a", "c", "e"]
+  assert list(loader.train_texts(c, learns(c))()) == ["a", "c", "e"]
   c.input.on_bad_row = "error"
   with pytest.raises(DataError) as raised:
-    list(loader.train_texts(c)())
+    list(loader.train_texts(c, learns(c))())
   assert all(place in str(raised.value) for place in places) and "UTF-8" in str(raised.value)

@@ -100,12 +100,20 @@ def config(strategy="seq", packing="auto", over_long="auto", **options):
   return c
 
 
+# What strategies learn from.
+LEARNS = {"seq": "texts", "sft": "conversations", "dpo": "pairs", "kto": "labelled"}
+
+
+def layout(strategy="seq", *args, **options):
+  return resolve_layout(config(strategy, *args, **options), LEARNS[strategy])
+
+
 def test_auto_suits_the_strategy():
-  assert resolve_layout(config()) == ("concat", "split", "token")
-  assert resolve_layout(config("sft", normalize="sequence")) == ("best_fit", "truncate_end", "sequence")
-  assert resolve_layout(config("sft", "none", "drop", normalize="token")) == ("none", "drop", "token")
-  assert resolve_layout(config("dpo")) == resolve_layout(config("kto")) == ("best_fit", "truncate_end", "token")
-  assert resolve_layout(config("seq", "best_fit", "error")) == ("best_fit", "error", "token")
+  assert layout() == ("concat", "split", "token")
+  assert layout("sft", normalize="sequence") == ("best_fit", "truncate_end", "sequence")
+  assert layout("sft", "none", "drop", normalize="token") == ("none", "drop", "token")
+  assert layout("dpo") == layout("kto") == ("best_fit", "truncate_end", "token")
+  assert layout("seq", "best_fit", "error") == ("best_fit", "error", "token")
 
 
 @pytest.mark.parametrize("changed, said", [
@@ -118,7 +126,7 @@ def test_auto_suits_the_strategy():
 ])
 def test_layouts_that_cannot_be(changed, said):
   with pytest.raises(ConfigError, match=re.escape(said)):
-    resolve_layout(config(**changed))
+    layout(**changed)
 
 
 def source_of(lengths, name="s", weights=None, **more):
@@ -130,24 +138,24 @@ def source_of(lengths, name="s", weights=None, **more):
 
 def test_what_is_lost_is_said(caplog):
   weights = np.repeat([1, 1, 0], [5, 9, 4]).astype(np.float32)
-  pack(config("sft", normalize="token"), source_of([5, 9, 4], weights=weights))
+  pack(config("sft", normalize="token"), source_of([5, 9, 4], weights=weights), learns="conversations")
   assert "source 's': of 3 documents, 1 are truncated and 0 dropped (input.over_long=truncate_end, seq_len=8): " in (
       caplog.text)
   assert "1 of 18 tokens are lost" in caplog.text
   assert "1 documents or parts of them are left out: none of their tokens is trained" in caplog.text
   caplog.clear()
-  pack(config(), source_of([5, 9, 4]))
+  pack(config(), source_of([5, 9, 4]), learns="texts")
   assert not caplog.text
 
 
 def test_the_table_has_a_column_for_whatever_was_left_out_of_any_source():
   plain, weights = source_of([5, 9, 4], "a"), np.repeat([1, 1, 0, 1], [5, 9, 4, 3]).astype(np.float32)
   weighed = source_of([5, 9, 4, 3], "b", weights=weights, dropped={"nothing to train": 7})
-  (alone,) = stats_table([pack(config(), plain)])
+  (alone,) = stats_table([pack(config(), plain, learns="texts")])
   assert list(alone) == ["source", "documents", "skipped", "bytes", "tokens", "rows", "documents split", "padded %",
                          "supervised %"]
   c = config("sft", normalize="token")
-  first, second = stats_table([pack(c, plain), pack(c, weighed)])
+  first, second = stats_table([pack(c, source, learns="conversations") for source in (plain, weighed)])
   assert list(first) == list(second) == [
       "source", "documents", "skipped", "dropped: nothing to train", "truncated", "tokens lost", "pieces untrained",
       "bytes", "tokens", "rows", "documents split", "padded %", "supervised %"]
@@ -170,7 +178,7 @@ def test_pairs_left_out_are_counted_by_reason():
       parts=parts, marks=np.ones(8, np.float32))
   c = config("dpo")
   c.input.max_over_long = 1.0
-  source = pack(c, tokens)
+  source = pack(c, tokens, learns="pairs")
   (row,) = stats_table([source])
   assert list(row) == ["source", "documents", "skipped", "dropped: short", "dropped: one side too long",
                        "dropped: no room for a completion", "truncated", "tokens lost", "bytes", "tokens", "rows",

@@ -18,6 +18,7 @@ from input_pipeline.sources import open_source
 from input_pipeline.tokenizer import BytesTokenizer
 from trainer.config import defaults, source
 from trainer.errors import DataError
+from trainer.strategies import learns
 
 TEXTS = {"a.txt": "äb", "b.txt": "", "c.txt": "xyz"}
 
@@ -33,7 +34,7 @@ def data(tmp_path):
 def build(data, add_bos=True, add_eos=True, tokenizer=None, **cfg):
   config, tokenizer = defaults(), tokenizer or BytesTokenizer()
   config.tokenizer.update(add_bos=add_bos, add_eos=add_eos)
-  mine, encoder = open_examples(config, tokenizer, source(path=str(data), **cfg), "my source")
+  mine, encoder = open_examples(config, tokenizer, source(path=str(data), **cfg), "my source", learns=learns(config))
   return tokenize_source(mine, encoder, tokenizer.vocab_size, data.parent / "cache")
 
 

@@ -9,6 +9,7 @@ from input_pipeline.evaluation import make_eval_data
 from input_pipeline.tokenizer import BytesTokenizer
 from trainer.config import defaults, source
 from trainer.errors import ConfigError
+from trainer.strategies import learns
 
 
 def make(folder, packing="concat", split=None, max_documents=None, over_long="auto", **cfg):
@@ -18,7 +19,8 @@ def make(folder, packing="concat", split=None, max_documents=None, over_long="au
   for name in ("b", "a"):
     (folder / f"{name}.txt").write_text("".join(f"{name}{i} é{'.' * (7 * i % 20)}\n" for i in range(40)))
     sources[name] = source(path=str(folder / f"{name}.txt"), documents="line", **cfg)
-  return make_eval_data(config, BytesTokenizer(), workdir=folder, split=split, max_documents=max_documents)
+  return make_eval_data(config, BytesTokenizer(), learns=learns(config), workdir=folder, split=split,
+                        max_documents=max_documents)
 
 
 @pytest.mark.parametrize("packing", ["concat", "best_fit", "none"])
@@ -61,7 +63,7 @@ def test_splits_limits_and_texts(tmp_path):
 
 def test_no_sources(tmp_path):
   with pytest.raises(ConfigError, match="no evaluation sources"):
-    make_eval_data(defaults(), BytesTokenizer(), workdir=tmp_path)
+    make_eval_data(defaults(), BytesTokenizer(), learns="texts", workdir=tmp_path)
 
 
 def rows_of_tokens(folder, rows):
@@ -69,7 +71,7 @@ def rows_of_tokens(folder, rows):
   config.seq_len = 16
   (folder / "x.jsonl").write_text("\n".join(map(json.dumps, rows)))
   config.input.sources.x = source(type="jsonl", path=str(folder / "x.jsonl"))
-  return make_eval_data(config, BytesTokenizer(), workdir=folder)
+  return make_eval_data(config, BytesTokenizer(), learns=learns(config), workdir=folder)
 
 
 def test_bytes_are_known_only_of_whole_texts_that_count_fully(tmp_path):

@@ -21,6 +21,7 @@ from input_pipeline.readers import Record
 from input_pipeline.tokenizer import BytesTokenizer
 from trainer.config import defaults, source
 from trainer.errors import ConfigError, DataError
+from trainer.strategies import learns
 
 
 def record(**fields):
@@ -142,7 +143,7 @@ def test_rows_of_both_kinds_keep_their_order():
       return super().encode_batch(texts)
 
   config = defaults()
-  encoder = make_encoder(config, Tokenizer())
+  encoder = make_encoder(config, Tokenizer(), learns=learns(config))
   rows = [record(text="a"), record(text="b"), record(input_ids=[1, 2]), record(text="c", input_ids=[9, 9])]
   assert [plain(e)[0] for e in encoder.encode(rows)] == [[256, 97, 257], [256, 98, 257], [1, 2], [256, 99, 257]]
   assert calls == [["a", "b"], ["c"]]
@@ -155,16 +156,17 @@ def test_the_fingerprint_follows_whatever_decides_the_tokens():
   class Other(BytesTokenizer):
     fingerprint = "other"
 
-  seen = {make_encoder(defaults(), t, key).fingerprint for t in (BytesTokenizer(), Other()) for key in ("text", "body")}
+  seen = {make_encoder(defaults(), t, key, learns="texts").fingerprint
+          for t in (BytesTokenizer(), Other()) for key in ("text", "body")}
   config = defaults()
   config.tokenizer.add_bos = False
-  seen.add(make_encoder(config, BytesTokenizer()).fingerprint)
+  seen.add(make_encoder(config, BytesTokenizer(), learns=learns(config)).fingerprint)
   config.tokenizer.add_eos = False
-  seen.add(make_encoder(config, BytesTokenizer()).fingerprint)
+  seen.add(make_encoder(config, BytesTokenizer(), learns=learns(config)).fingerprint)
   either = [EitherEncoder(TokenizedEncoder(BytesTokenizer(), f), TextEncoder(BytesTokenizer(), "text", True, True))
             for f in ({}, {"labels": "targets"})]
   assert len(seen | {e.fingerprint for e in either}) == 8
-  same = [make_encoder(defaults(), BytesTokenizer()).fingerprint for _ in range(2)]
+  same = [make_encoder(defaults(), BytesTokenizer(), learns="texts").fingerprint for _ in range(2)]
   assert same[0] == same[1]
 
 
@@ -173,7 +175,7 @@ class FakeChat:
 
   fingerprint = "fake"
 
-  def __init__(self, config, tokenizer):
+  def __init__(self, config, tokenizer, trains_all=False):
     self.tokenizer = tokenizer
 
   def encode(self, records):
@@ -188,17 +190,19 @@ def test_conversations_have_an_encoder_of_their_own(tmp_path, monkeypatch):
   config = defaults()
   config.strategy = ConfigDict(dict(name="sft"))
   config.chat.fields = (("input_ids", "ids"),)
-  assert not learns_texts(config) and learns_texts(defaults())
+  assert not learns_texts(config, "conversations") and learns_texts(defaults(), "texts")
   (tmp_path / "x.jsonl").write_text('{"text": "", "n": 3, "messages": [{"content": "hi"}]}\n{"ids": [1, 2]}\n')
-  mine, encoder = open_examples(config, BytesTokenizer(), source(type="jsonl", path=str(tmp_path)), "mine")
+  mine, encoder = open_examples(config, BytesTokenizer(), source(type="jsonl", path=str(tmp_path)), "mine",
+                                learns="conversations")
   rows = list(mine.records())
   assert [plain(e)[0] for e in encoder.encode(rows)] == [[3], [1, 2]]
   assert [list(encoder.texts(row)) for row in rows] == [["hi"], []]
   with pytest.raises(ConfigError, match=r'mine.text_key is .body., .* set chat.fields=\(\("text", "body"\),\)'):
-    open_examples(config, None, source(type="jsonl", path=str(tmp_path), text_key="body"), "mine")
+    open_examples(config, None, source(type="jsonl", path=str(tmp_path), text_key="body"), "mine",
+                  learns="conversations")
   config.chat.fields = ("ids",)
   with pytest.raises(ConfigError, match=re.escape("chat.fields is ('ids',); it must be pairs of names")):
-    make_encoder(config, None)
+    make_encoder(config, None, learns="conversations")
 
 
 def test_strategies_of_ones_own_learn_texts(monkeypatch):
@@ -206,5 +210,5 @@ def test_strategies_of_ones_own_learn_texts(monkeypatch):
   monkeypatch.setitem(sys.modules, "own_module", types.SimpleNamespace(mine=mine))
   config = defaults()
   config.strategy = ConfigDict(dict(name="own_module.mine"))
-  assert learns_texts(config)
-  assert plain(encode(make_encoder(config, BytesTokenizer()), text="a"))[0] == [256, 97, 257]
+  assert learns_texts(config, learns(config))
+  assert plain(encode(make_encoder(config, BytesTokenizer(), learns=learns(config)), text="a"))[0] == [256, 97, 257]

@@ -171,13 +171,14 @@ def test_strings_are_tokenised_as_one_text(tiny):
 
 def test_texts_are_encoded_as_for_strategy_seq(tiny):
   config = defaults()
-  seq = make_encoder(config, tiny)
+  seq = make_encoder(config, tiny, learns="texts")
   for text in ("Hi there <|im_end|>", "日本 role\n"):
     (found,), (expected,) = encode(make(tiny, None), {"text": text}), encode(seq, {"text": text})
     np.testing.assert_array_equal(found.ids, expected.ids)
     assert found.weights is None
   mistral = load_tokenizer(HERE / "spans" / "mistral")  # writes a space before the first word
-  (found,), (expected,) = encode(make(mistral), {"text": "Hi"}), encode(make_encoder(config, mistral), {"text": "Hi"})
+  pretraining = make_encoder(config, mistral, learns="texts")
+  (found,), (expected,) = encode(make(mistral), {"text": "Hi"}), encode(pretraining, {"text": "Hi"})
   np.testing.assert_array_equal(found.ids, expected.ids)
 
 

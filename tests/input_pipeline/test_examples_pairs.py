@@ -15,6 +15,7 @@ from tests.tiny import ROOT
 from trainer.config import defaults
 from trainer.config import strategy as section
 from trainer.errors import ConfigError, DataError
+from trainer.strategies import learns
 
 TINY = load_tokenizer(ROOT / "tests" / "input_pipeline" / "references" / "tiny")
 USER, GOOD, BAD = (dict(role=r, content=c) for r, c in (("user", "Hi"), ("assistant", "Hello"), ("assistant", "Go")))
@@ -27,7 +28,7 @@ def make(strategy="dpo", tokenizer=TINY, loss=None, **chat):
   if loss:
     config.strategy.loss = loss
   config.chat.update({"template": "chatml", **chat})
-  return make_encoder(config, tokenizer)
+  return make_encoder(config, tokenizer, learns=learns(config))
 
 
 def records(*rows):

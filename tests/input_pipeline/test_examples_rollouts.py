@@ -28,7 +28,7 @@ def configured(template="chatml", baseline="group", scale="none", prompt_key=Non
 
 
 def encode(row, tokenizer=TINY, **options):
-  return make_encoder(configured(**options), tokenizer).encode([Record("a.jsonl", "a.jsonl:7", row)])
+  return make_encoder(configured(**options), tokenizer, learns="rollouts").encode([Record("a.jsonl", "a.jsonl:7", row)])
 
 
 def parts(document, tokenizer=TINY):
@@ -48,7 +48,7 @@ def test_messages_are_answered_as_fine_tuning_writes_it(response):
   config = configured()
   config.strategy = strategy("sft")
   row = {"prompt": [USER], "completion": [{"role": "assistant", "content": "Hello"}]}
-  (tuned,) = make_encoder(config, TINY).encode([Record("a", "a", row)])
+  (tuned,) = make_encoder(config, TINY, learns="conversations").encode([Record("a", "a", row)])
   assert found[0].ids.tolist() == tuned.ids.tolist() and found[0].weights.tolist() == tuned.weights.tolist()
 
 
@@ -153,14 +153,14 @@ def test_options_that_cannot_be(options, message):
 
 
 def test_what_decides_the_documents_decides_the_cache():
-  first = make_encoder(configured(), TINY).fingerprint
-  assert first == make_encoder(configured(), TINY).fingerprint
+  first = make_encoder(configured(), TINY, learns="rollouts").fingerprint
+  assert first == make_encoder(configured(), TINY, learns="rollouts").fingerprint
   for options in (dict(scale="group"), dict(baseline="none"), dict(prompt_key="q"), dict(template="llama3")):
-    assert make_encoder(configured(**options), TINY).fingerprint != first
+    assert make_encoder(configured(**options), TINY, learns="rollouts").fingerprint != first
 
 
 def test_texts_of_rows_and_of_prompts_alone():
-  encoder = make_encoder(configured(), None)
+  encoder = make_encoder(configured(), None, learns="rollouts")
 
   def texts(row):
     return list(encoder.texts(Record("a", "a", row)))
@@ -180,7 +180,7 @@ def test_a_batch_has_sequences_and_advantages(tmp_path):
   config = configured(template=None)
   config.update(seq_len=16, batch_size=3)
   config.input.sources.main = source(type="jsonl", path=str(path))
-  data = loader.make_train_data(config, BytesTokenizer(), workdir=tmp_path)
+  data = loader.make_train_data(config, BytesTokenizer(), learns="rollouts", workdir=tmp_path)
   expected = {"abc": 0.5, "abde": -0.5, "xy": 0.0, "xz": 0.0}
   found = {}
   batch = data.batch(0)
@@ -212,11 +212,11 @@ def test_a_response_that_is_too_long_is_cut_and_counted(tmp_path):
   config.update(seq_len=8, batch_size=3)
   config.input.max_over_long = 0.5
   config.input.sources.main = source(type="jsonl", path=str(path))
-  data = loader.make_train_data(config, BytesTokenizer(), workdir=tmp_path)
+  data = loader.make_train_data(config, BytesTokenizer(), learns="rollouts", workdir=tmp_path)
   assert data.stats()[0]["truncated"] == 1
   config.input.over_long = "split"
   with pytest.raises(ConfigError, match="input.over_long is 'split', which strategy 'grpo' cannot do"):
-    loader.make_train_data(config, BytesTokenizer(), workdir=tmp_path)
+    loader.make_train_data(config, BytesTokenizer(), learns="rollouts", workdir=tmp_path)
 
 
 def test_log_probs_of_a_reference_are_kept_for_trained_tokens(tmp_path):
@@ -225,7 +225,7 @@ def test_log_probs_of_a_reference_are_kept_for_trained_tokens(tmp_path):
   config = configured(template=None)
   config.update(seq_len=16, batch_size=1)
   config.input.sources.main = source(type="jsonl", path=str(path))
-  data = loader.make_train_data(config, BytesTokenizer(), workdir=tmp_path)
+  data = loader.make_train_data(config, BytesTokenizer(), learns="rollouts", workdir=tmp_path)
   logprobs = data.reference("f", tmp_path)
   for batch in logprobs.batches(2):
     assert set(batch.arrays["advantages"].flat) == {0.5, -0.5, 0.0}

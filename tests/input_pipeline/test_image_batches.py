@@ -21,6 +21,7 @@ from input_pipeline.tokenizer import BytesTokenizer
 from trainer.config import source
 from trainer.config_checks import resolve
 from trainer.errors import ConfigError, DataError
+from trainer.strategies import learns
 
 TOKENIZER, TOKEN, EACH, SIZE = BytesTokenizer(), 300, 4, 4
 
@@ -36,7 +37,7 @@ def configured(rows=None, folder=None, strategy="sft", images=(), attention="cau
 
 
 def train(config, folder):
-  return loader.make_train_data(config, TOKENIZER, workdir=folder / "work")
+  return loader.make_train_data(config, TOKENIZER, learns=learns(config), workdir=folder / "work")
 
 
 def colored(number):
@@ -112,14 +113,16 @@ def test_augmentation_changes_with_the_epoch_and_not_in_evaluation(tmp_path):
   config = configured(rows, tmp_path, images=dict(augment=dict(crop=0.3)))
   images = train(config, tmp_path).batch(0)["images"][:, 0]
   assert len({image.tobytes() for image in images}) == 8  # 8 epochs of one row
-  shown = loader.make_eval_data(config, TOKENIZER, workdir=tmp_path / "work").batch(0, 1)["images"]
+  data = loader.make_eval_data(config, TOKENIZER, learns=learns(config), workdir=tmp_path / "work")
+  shown = data.batch(0, 1)["images"]
   plain = configured(rows, tmp_path)
   assert (shown[0, 0] == train(plain, tmp_path).batch(0)["images"][0, 0]).all()
 
 
 def test_evaluation_has_every_example_once_with_its_images(tmp_path):
   rows = write_rows(tmp_path, [1, 2, 0, 3])
-  data = loader.make_eval_data(configured(rows, tmp_path), TOKENIZER, workdir=tmp_path / "work")
+  config = configured(rows, tmp_path)
+  data = loader.make_eval_data(config, TOKENIZER, learns=learns(config), workdir=tmp_path / "work")
   found = [values for i in range(data.num_batches(2)) for _, values in segments(data.batch(i, 2))]
   assert sorted(found) == [[], [0], [1, 2], [3, 4, 5]]
 

@@ -15,6 +15,7 @@ from input_pipeline.readers_made import png
 from input_pipeline.tokenizer import BOS, EOS, BytesTokenizer, load_tokenizer
 from trainer.config_checks import resolve
 from trainer.errors import ConfigError, DataError
+from trainer.strategies import learns
 
 SPECIALS = ("<image>", "<start_of_image>", "<end_of_image>", "<image_soft_token>", "<start_of_turn>", "<end_of_turn>")
 TOKEN = 258 + SPECIALS.index("<image>")
@@ -58,7 +59,7 @@ def write(tmp_path, text):
 
 
 def encode(row, tokenizer, config, folder=None):
-  return make_encoder(config, tokenizer).encode([Record("a", "a.jsonl:1", row, folder)])
+  return make_encoder(config, tokenizer, learns=learns(config)).encode([Record("a", "a.jsonl:1", row, folder)])
 
 
 def show(document, tokenizer, each=4):
@@ -190,8 +191,9 @@ def test_bad_images_are_errors_or_counted(tokenizer):
   rows = [{"image": data, "prefix": "a", "suffix": "b"} for data in (RED, RED[:40], BLUE)]
   records = [Record("a", f"a.jsonl:{i}", row) for i, row in enumerate(rows, 1)]
   with pytest.raises(ImageError, match="^a.jsonl:2: image: 40 bytes .* a damaged or truncated image"):
-    make_encoder(configured(), tokenizer).encode(records)
-  good, bad, other = make_encoder(configured(images=dict(on_error="drop")), tokenizer).encode(records)
+    make_encoder(configured(), tokenizer, learns="conversations").encode(records)
+  good, bad, other = make_encoder(configured(images=dict(on_error="drop")), tokenizer,
+                                  learns="conversations").encode(records)
   assert bad == "a bad image" and [d.images[0].data for d in (good, other)] == [RED, BLUE]
 
 
@@ -205,7 +207,7 @@ def test_preferences_and_labelled_answers_have_the_images_of_the_prompt_on_each_
   assert show(document, tokenizer)[0].count("User: █what?") == 2 and len(document.images) == 2
   rows = [{"image": image, "prompt": "what?", "completion": answer, "label": True}
           for image, answer in ((RED, "red"), (BLUE, "blue"))]
-  encoder = make_encoder(configured(strategy="kto"), tokenizer)
+  encoder = make_encoder(configured(strategy="kto"), tokenizer, learns="mismatched")
   one, two = encoder.encode([Record("a", "a", row) for row in rows])
   joined = encoder.with_next(one, two)
   assert show(joined, tokenizer)[0] == f"{BOS}█what?[red{EOS}]{BOS}█what?[blue{EOS}]"

@@ -18,6 +18,7 @@ from trainer.config import defaults, source
 from trainer.config import strategy as strategy_of
 from trainer.config_checks import View
 from trainer.errors import ConfigError, DataError
+from trainer.strategies import learns
 
 
 def config(folder, sources=None, **changed):
@@ -35,7 +36,7 @@ def config(folder, sources=None, **changed):
 
 
 def make(c, folder):
-  return loader.make_train_data(c, BytesTokenizer(), workdir=folder)
+  return loader.make_train_data(c, BytesTokenizer(), learns=learns(c), workdir=folder)
 
 
 def same(a, b):
@@ -164,7 +165,7 @@ def test_the_fingerprint_follows_what_decides_the_rows(tmp_path):
 
 def test_training_texts_are_those_of_the_used_sources(tmp_path):
   c = config(tmp_path, weight_stages=((0, {"b": 0.0}),))
-  texts = loader.train_texts(c)
+  texts = loader.train_texts(c, learns(c))
   assert [t.split()[0] for t in texts()] == [f"a{i}" for i in range(30)] == [t.split()[0] for t in texts()]
 
 
@@ -237,7 +238,7 @@ def test_conversations_are_packed_whole_truncated_and_counted(tmp_path, caplog, 
   c.strategy = ConfigDict(dict(name="sft", normalize="sequence"))
   unused = types.SimpleNamespace(fingerprint="no conversations here")
   monkeypatch.setitem(sys.modules, "input_pipeline.examples_chat",
-                      types.SimpleNamespace(ChatEncoder=lambda config, tokenizer: unused))
+                      types.SimpleNamespace(ChatEncoder=lambda config, tokenizer, trains_all: unused))
   data = make(c, tmp_path)
   c.input.max_over_long = 0.05
   with pytest.raises(DataError, match=r"source 't': 3 of 45 documents .* Set seq_len=17 or more"):

@@ -12,6 +12,7 @@ from input_pipeline.partners import Partners
 from input_pipeline.tokenizer import BytesTokenizer
 from trainer.config import source
 from trainer.config_checks import resolve
+from trainer.strategies import learns
 
 
 def partners(prompts, most=1024):
@@ -58,7 +59,7 @@ def answers(folder, **sources):
 
 def mismatched(config, folder):
   """{(prompt, mismatched completion): how often} in an epoch, as batches have them."""
-  data, found = loader.make_train_data(config, BytesTokenizer(), workdir=folder), Counter()
+  data, found = loader.make_train_data(config, BytesTokenizer(), learns=learns(config), workdir=folder), Counter()
   for step in range(-(-data.rows_per_epoch // config.batch_size)):
     batch = data.batch(step)
     for r in range(config.batch_size):
@@ -93,15 +94,15 @@ def test_a_single_prompt_is_told(tmp_path, caplog):
   def rows(prompt):
     return [{"prompt": prompt, "completion": word, "label": True} for word in ("one", "two", "three")]
   config = answers(tmp_path, d=rows("q?"))
-  loader.make_train_data(config, BytesTokenizer(), workdir=tmp_path / "work")
+  loader.make_train_data(config, BytesTokenizer(), learns=learns(config), workdir=tmp_path / "work")
   assert "source 'd': all its examples have the same prompt" in caplog.text and "z is 0 throughout" in caplog.text
   caplog.clear()
   config = answers(tmp_path, alone=rows("q?"), d=[*rows("p?"), *rows("r?")])
-  loader.make_train_data(config, BytesTokenizer(), workdir=tmp_path / "work")
+  loader.make_train_data(config, BytesTokenizer(), learns=learns(config), workdir=tmp_path / "work")
   assert "source 'alone': all its" in caplog.text and "of the other sources alone" in caplog.text
   assert "source 'd'" not in caplog.text
   caplog.clear()
   config = answers(tmp_path, d=rows("q?"))
   config.strategy.loss = "apo_zero_unpaired"
-  loader.make_train_data(config, BytesTokenizer(), workdir=tmp_path / "work")
+  loader.make_train_data(config, BytesTokenizer(), learns=learns(config), workdir=tmp_path / "work")
   assert "same prompt" not in caplog.text

@@ -31,7 +31,7 @@ def records(**cfg):
 
 def read(**cfg):
   """(name, text) of what is trained on as text."""
-  mine, encoder = open_examples(defaults(), None, source(**cfg), "mine")
+  mine, encoder = open_examples(defaults(), None, source(**cfg), "mine", learns="texts")
   return [(r.name, text) for r in mine.records() for text in encoder.texts(r)]
 
 

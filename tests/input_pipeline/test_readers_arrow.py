@@ -15,6 +15,7 @@ from input_pipeline.tokenizer import BytesTokenizer
 from tests.tiny import ROOT
 from trainer.config import defaults, source
 from trainer.errors import DataError
+from trainer.strategies import learns
 
 FILES = ROOT / "tests" / "input_pipeline" / "references" / "datasets"
 ROWS = [json.loads(line) for line in (FILES / "rows.jsonl").read_text("utf-8").splitlines()]
@@ -48,7 +49,7 @@ def trained(folder, kind, path, **cfg):
   (folder / "t.jinja").write_text(TEMPLATE)
   config.strategy.name, config.seq_len, config.chat.template = "sft", 2048, str(folder / "t.jinja")
   config.input.sources.main = source(type=kind, path=str(path), **cfg)
-  data = loader.make_train_data(config, BytesTokenizer(), workdir=folder)
+  data = loader.make_train_data(config, BytesTokenizer(), learns=learns(config), workdir=folder)
   (packed,) = data._packed
   return bytes(np.asarray(packed.tokens.tokens, np.uint8)), np.array(packed.tokens.weights), data.stats()
 

@@ -10,6 +10,7 @@ from input_pipeline import loader
 from input_pipeline.tokenizer import BytesTokenizer
 from trainer.config import defaults, source
 from trainer.config import strategy as section
+from trainer.strategies import learns
 
 
 def config(folder, strategy="dpo", seq_len=48, **changed):
@@ -34,7 +35,7 @@ def config(folder, strategy="dpo", seq_len=48, **changed):
 
 
 def make(c, folder, share_prompts=False):
-  return loader.make_train_data(c, BytesTokenizer(), workdir=folder, share_prompts=share_prompts)
+  return loader.make_train_data(c, BytesTokenizer(), learns=learns(c), workdir=folder, share_prompts=share_prompts)
 
 
 def values_of(batch):
@@ -131,7 +132,7 @@ def test_they_are_found_again_by_content(tmp_path):
 
 def test_evaluation_data_have_their_own(tmp_path):
   c = config(tmp_path)
-  data = loader.make_eval_data(c, BytesTokenizer(), workdir=tmp_path)
+  data = loader.make_eval_data(c, BytesTokenizer(), learns=learns(c), workdir=tmp_path)
   logprobs = data.reference("r1", tmp_path / "cache")
   fill(logprobs, 4)
   data.use(logprobs)

@@ -6,6 +6,7 @@ from input_pipeline.examples import open_examples
 from input_pipeline.remarks import ACROSS, LITERAL, Tally
 from input_pipeline.tokenizer import BytesTokenizer
 from trainer.config import defaults, source
+from trainer.strategies import learns
 
 
 def test_documents_are_counted_not_remarks(caplog):
@@ -25,7 +26,7 @@ def test_texts_with_special_tokens_are_told_once_and_by_later_runs_too(tmp_path,
   config = defaults()
   config.input.sources.main = source(type="text", path=str(tmp_path / "a.txt"), documents="paragraph", split="all")
   for _ in range(3):
-    text, encoder = open_examples(config, BytesTokenizer(), config.input.sources.main, "main")
+    text, encoder = open_examples(config, BytesTokenizer(), config.input.sources.main, "main", learns=learns(config))
     tokenize_source(text, encoder, 258, tmp_path / "cache")
   line = "source 'main': 2 of 3 documents have the characters of special tokens in ordinary text ('<|eos|>' in 2, "
   assert caplog.text.count(line + "'<|bos|>' in 1)") == 1

@@ -30,6 +30,7 @@ from trainer import mesh as mesh_lib
 from trainer import program as program_lib
 from trainer import tree as tree_lib
 from trainer.errors import ConfigError
+from trainer.strategies import learns
 from trainer.writers import MultiWriter
 
 VOCABULARY = BytesTokenizer.vocab_size
@@ -104,7 +105,7 @@ class Made:
   def data(self) -> Any:
     if self.config.rollout.num_prompts:
       return prompt_data.make_prompt_data(self.config, self.tokenizer, False)
-    return loader.make_train_data(self.config, self.tokenizer, workdir=self.workdir)
+    return loader.make_train_data(self.config, self.tokenizer, learns=learns(self.config), workdir=self.workdir)
 
   @functools.cached_property
   def params(self) -> Any:

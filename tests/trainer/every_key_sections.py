@@ -21,7 +21,7 @@ from tests.trainer.every_key_runs import evaluating_steps, first_reference, samp
 from tests.trainer.every_key_table import Row, data, durations, program, run, schedule, update
 from trainer.config import evaluator, source, strategy
 from trainer.reward_pool import Group, Scorer
-from trainer.strategies import preference, presets
+from trainer.strategies import learns, preference, presets
 
 
 def path_of(key: str) -> str:
@@ -40,7 +40,7 @@ def texts(m: Made) -> list[str]:
   """The texts of the training sources, in order."""
   with pytest.MonkeyPatch.context() as patch:
     patch.setitem(sys.modules, "tensorflow_datasets", _datasets())
-    return list(loader.train_texts(m.config)())
+    return list(loader.train_texts(m.config, learns(m.config))())
 
 
 def _datasets() -> ModuleType:

@@ -142,7 +142,9 @@ def test_images_stand_with_their_segment_and_their_tokens_are_one_in_short(tmp_p
   html = inspect.inspect(config, tmp_path / "w", rows=2).read_text(encoding="utf-8")
   parts = html.split("<h3>")[1:]
   tokenizer = load_tokenizer(tmp_path / "w" / "tokenizer.json")
-  batch = loader.make_train_data(config_checks.resolve(config), tokenizer, workdir=tmp_path / "w").batch(0, slice(0, 2))
+  data = loader.make_train_data(config_checks.resolve(config), tokenizer, learns="conversations",
+                                workdir=tmp_path / "w")
+  batch = data.batch(0, slice(0, 2))
   # What the page shows is what is trained, changed as in training.
   expected = [pixels for row in range(2) for pixels in batch["images"][row] if pixels.any()]
   for picture, pixels in zip(pictures(html), expected, strict=True):

@@ -19,6 +19,7 @@ from trainer import mesh as mesh_lib
 from trainer import program as program_lib
 from trainer.config import reward, source, strategy
 from trainer.errors import ConfigError
+from trainer.strategies import learns
 
 
 def resolved(corpus, **changed):
@@ -52,7 +53,7 @@ def test_the_batch_made_without_data_is_that_of_the_data(name, row, tmp_path):
   (tmp_path / "rows.jsonl").write_text(2 * (json.dumps(row) + "\n"))
   config = resolved(tmp_path, strategy=strategy(name))
   config.input.sources.main = source(type="jsonl", path=str(tmp_path / "rows.jsonl"))
-  data = loader.make_train_data(config, BytesTokenizer(), workdir=tmp_path)
+  data = loader.make_train_data(config, BytesTokenizer(), learns=learns(config), workdir=tmp_path)
   model = program_lib.make_model(config, BytesTokenizer.vocab_size)
   real, planned = data.batch(0), program_lib.abstract_batch(config, model, config.batch_size)
   assert kinds(planned) == kinds(real)

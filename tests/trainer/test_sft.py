@@ -16,7 +16,7 @@ from trainer import config_checks, train, tree
 from trainer.config import evaluator
 from trainer.config_checks import View
 from trainer.errors import DataError
-from trainer.strategies import sft
+from trainer.strategies import learns, sft
 from trainer.writers import read_rows
 
 
@@ -53,7 +53,7 @@ def all_batches(file, workdir, packing, seq_len, normalize):
   c = config_checks.resolve(config(file, strategy=dict(normalize=normalize), input=dict(packing=packing)))
   with c.unlocked():
     c.seq_len, c.input.sources.main.split, c.input.stop, c.tokenizer.type = seq_len, "all", "first", "bytes"
-  data = loader.make_train_data(c, BytesTokenizer(), workdir=workdir)
+  data = loader.make_train_data(c, BytesTokenizer(), learns=learns(c), workdir=workdir)
   return {key: np.concatenate([data.batch(step)[key] for step in range(data.num_steps)]) for key in data.batch(0)}
 
 

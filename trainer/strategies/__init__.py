@@ -19,7 +19,7 @@ from trainer.strategies import dpo, grpo, kto, seq, sft
 from trainer.strategies.record import DATA, WITH_PARTS, Strategy, all_options, load
 
 __all__ = ["DATA", "STRATEGIES", "WITH_PARTS", "Loss", "Strategy", "check", "data", "find", "has_parts",
-           "needs_reference", "options", "precomputes", "reference_mix", "temperature", "wants_mismatched"]
+           "learns", "needs_reference", "options", "precomputes", "reference_mix", "temperature", "wants_mismatched"]
 
 Loss = Callable[..., tuple[dict[str, Any], dict[str, Any]]]
 
@@ -52,6 +52,11 @@ def find(name: str) -> Strategy:
 def options(name: str) -> dict[str, Any]:
   """{option: default} of the user's own strategy of that dotted path."""
   return all_options(load(name))
+
+
+def learns(config: Any) -> str:
+  """What the config's strategy learns from, as the input pipeline wants it: one of `examples.ENCODERS`."""
+  return "mismatched" if wants_mismatched(config.strategy) else data(config.strategy.name)
 
 
 def data(name: str) -> str:
