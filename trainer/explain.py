@@ -1,10 +1,9 @@
-"""What something in Weft is: python -m trainer.explain [TOPIC]
+"""What a config key, a value of one, or a metric is: python -m trainer.explain [NAME]
 
-Prints the equation, the lines that compute it, the config keys, the tests that show it, the paper, and what others do
-differently; of a config key its meaning, its default and the lines that read it. Without a topic: all there are.
+Of a key its default, its type, the comment above it in the source and the lines that read it; of every name what docs/
+say of it, the lines of code and the tests that have it. Without a name: all that there are.
 """
 
-import ast
 import difflib
 import functools
 import re
@@ -12,198 +11,157 @@ import shutil
 import signal
 import sys
 import textwrap
-from collections.abc import Callable, Iterable
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
-from trainer import config_source, terminal
-from trainer.config_source import Key, targets
+from trainer import config_source, explain_docs, terminal
+from trainer.config_source import Key
 from trainer.errors import ConfigError
-from trainer.explanations import groups, topics
-from trainer.explanations.topic import At, Topic
+from trainer.explain_docs import Passage
 from trainer.terminal import BOLD, DIM, OFF
 
 ROOT = config_source.ROOT
-# Lines of code shown of each place; lines that read a key.
-MOST_LINES, MOST_READS = 30, 12
+# Passages of docs that are printed, further places that are named; lines of code and tests; lines that read a key.
+MOST_PASSAGES, MOST_PLACES, MOST_LINES, MOST_READS = 6, 12, 8, 12
+NO_DOCS = ("The documentation is not installed with the packages: read docs/*.md in a checkout, or install from one "
+           "(pip install -e .).")
 
 
 def explain(name: str) -> str:
-  """What is printed for a topic or a config key.
+  """What is printed for a name.
 
   Raises:
-    ConfigError: there is neither, with the nearest ones.
+    ConfigError: nothing has it, with the nearest ones.
   """
-  name = name.strip()
-  typed = re.sub(r"^config\.", "", name)
-  if name in topics():
-    return _of_topic(topics()[name])
+  typed = re.sub(r"^config\.", "", name.strip())
   if found := find_keys(typed):
-    return "\n\n".join(_of_key(key) for key in found)
-  if (topic := find_topic(typed)) is not None:
-    return _of_topic(topic)
-  raise ConfigError(f"{name!r} is no topic and no config key.{_nearest(typed)} All topics: python -m trainer.explain")
-
-
-def find_topic(name: str) -> Topic | None:
-  """The topic that is meant by the last part of its name, or by the name of a metric as it is logged."""
-  logged = re.sub(r"^eval/[^/]+/", "", name)
-  parts = logged.split("/")
-  names = [logged, *(f"{group}.{logged}" for group in ("loss", "metric", "optimizer", "schedule")),
-           *(start + "/".join(parts[:size]) for size in range(len(parts) - 1, 0, -1) for start in ("metric.", ""))]
-  if (found := next((topics()[known] for known in names if known in topics()), None)) is not None:
-    return found
-  ending = {topic.name: topic for known, topic in topics().items() if known.rpartition(".")[2] == logged}
-  return next(iter(ending.values())) if len(ending) == 1 else None
+    spoken = _documented(_names_of_key(found[0].typed), _section_of(typed)) if explain_docs.passages() else [NO_DOCS]
+    return "\n\n".join([*map(_of_key, found), *spoken])
+  context, _, last = typed.rpartition(".")
+  names = _names_of_metric(last if context else typed)
+  spoken = _documented(names, "" if context in ("loss", "metric") else context)
+  if not spoken and not explain_docs.passages():
+    raise ConfigError(f"{name!r} is no config key. {NO_DOCS}")
+  if not spoken:
+    raise ConfigError(f"{name!r} is no config key, and nothing in docs/ has that name.{_nearest(typed)} All names: "
+                      "python -m trainer.explain")
+  keys = [f"  {key.path}" for key in config_source.keys().values() if key.path.rpartition(".")[2] == names[0]]
+  return "\n\n".join([f"{BOLD}{typed}{OFF}", *spoken, *_section("Config keys", keys),
+                      *_section("Code", _code(names)), *_section("Tests", _tests(names))])
 
 
 def overview() -> str:
-  """All topics, by group."""
-  lines = ["python -m trainer.explain TOPIC, or any config key, e.g. optimizer.b2"]
-  for group, members in groups().items():
-    width = max(len(topic.name) for topic in members)
-    lines += ["", f"{BOLD}{group}{OFF}", *(f"  {topic.name:<{width}}  {topic.title}" for topic in members)]
-  return "\n".join(lines)
+  """All keys by section, and all names that docs are about by page."""
+  sections: dict[str, list[str]] = {}
+  for key in config_source.keys().values():
+    section, _, leaf = key.path.rpartition(".")
+    sections.setdefault(section, []).append(leaf)
+  lines = ["python -m trainer.explain NAME: a config key (optimizer.b2), a loss, an optimizer, a metric …", ""]
+  lines += [f"{BOLD}Config keys{OFF}"]
+  lines += [_wrapped(f"{section or 'top'}: {' '.join(leaves)}", "  ") for section, leaves in sections.items()]
+  lines += ["", f"{BOLD}Names in docs/{OFF}"]
+  lines += [_wrapped(f"{page}: {' '.join(names)}", "  ") for page, names in explain_docs.names().items()]
+  return "\n".join(lines if explain_docs.passages() else [*lines, f"  {NO_DOCS}"])
 
 
 def _nearest(name: str) -> str:
-  known = [*topics(), *(key.typed for key in config_source.keys().values())]
-  near = difflib.get_close_matches(name, known, n=4, cutoff=0.5)
-  near += [other for other in known if other.rpartition(".")[2] == name.rpartition(".")[2] and other not in near]
+  known = [key.typed for key in config_source.keys().values()]
+  known += [other for names in explain_docs.names().values() for other in names]
+  leaf = name.rpartition(".")[2]
+  near = [other for some in (name, leaf) for other in difflib.get_close_matches(some, known, n=4, cutoff=0.6)]
+  near += [other for other in known if other.rpartition(".")[2] == leaf]
   return f" Did you mean {', '.join(dict.fromkeys(near[:6]))}?" if near else ""
 
 
-# ----------------------------------------------------------------------------------------------
-# A topic.
-
-
-def _of_topic(topic: Topic) -> str:
-  parts = [f"{BOLD}{topic.name}{OFF}: {topic.title}", _wrapped(topic.what)]
-  parts += _section("Equation", [textwrap.indent(topic.equation, "  ")] if topic.equation else [])
-  parts += _section("Config", _config_lines(topic))
-  parts += _section("Source", [_or_missing(code, at) for at in topic.source])
-  parts += _section("Tests", [f"  {_or_missing(find_test, test)}" for test in topic.test])
-  parts += _section("Paper", [_wrapped(paper, "  ") for paper in topic.paper])
-  parts += _section("Elsewhere", [_wrapped(other, "  ") for other in topic.others])
-  parts += _section("See also", [_wrapped(", ".join(topic.see), "  ")] if topic.see else [])
-  return "\n\n".join(filter(None, parts))
-
-
-def _or_missing(find: Callable[[Any], str], what: Any) -> str:
-  try:
-    return find(what)
-  except LookupError as error:
-    return f"  ({error})"
-
-
-def _section(title: str, lines: Iterable[str]) -> list[str]:
-  lines = list(lines)
+def _section(title: str, lines: Sequence[str]) -> list[str]:
   return [f"{BOLD}{title}{OFF}\n" + "\n".join(lines)] if lines else []
 
 
-def _config_lines(topic: Topic) -> list[str]:
-  lines = [f"  {topic.config}"] if topic.config else []
-  values = _preset(topic.preset) if topic.preset else {}
-  for path in topic.keys:
-    key = config_source.keys()[path]
-    shown = f"{values[key.typed]!r} in this preset" if key.typed in values else "" if key.default is None else (
-        f"default {key.default!r}")
-    lines.append(f"  {key.typed}" + (f": {shown}" if shown else ""))
-  rest = {key: value for key, value in values.items() if key not in {config_source.keys()[p].typed for p in topic.keys}}
-  if rest:
-    lines.append(_wrapped("also: " + ", ".join(f"{key}={value!r}" for key, value in rest.items()), "  "))
-  return lines
-
-
-def _preset(name: str) -> dict[str, object]:
-  from trainer.strategies.presets import PRESETS  # imported here: it imports JAX
-  return {f"{section}.{key}": value for section, values in PRESETS[name].items() for key, value in values.items()}
-
-
 def _wrapped(text: str, indent: str = "") -> str:
-  return textwrap.fill(text, _width(), initial_indent=indent, subsequent_indent=indent, break_long_words=False,
+  width = max(40, min(shutil.get_terminal_size((100, 24)).columns, 110))
+  return textwrap.fill(text, width, initial_indent=indent, subsequent_indent=indent, break_long_words=False,
                        break_on_hyphens=False)
 
 
-def _width() -> int:
-  return max(40, min(shutil.get_terminal_size((100, 24)).columns, 110))
+# ----------------------------------------------------------------------------------------------
+# What docs say.
+
+
+def _names_of_metric(name: str) -> list[str]:
+  """As it is logged, and as docs may write it: rewards/<name>/mean."""
+  logged = re.sub(r"^eval/[^/]+/", "", name)
+  parts = logged.split("/")
+  return [logged, *("/".join([*parts[:i], "<name>", *parts[i + 1:]]) for i in range(1, len(parts)))]
+
+
+def _names_of_key(typed: str) -> list[str]:
+  """A key in full; its last part too, where its section is named beside it (`explain_docs.find`)."""
+  return [typed, *([typed.rpartition(".")[2]] if "." in typed else [])]
+
+
+def _section_of(typed: str) -> str:
+  return typed.rpartition(".")[0].partition(".")[0]
+
+
+def _documented(names: list[str], context: str) -> list[str]:
+  found = explain_docs.find(names, context)
+  places: dict[str, list[Passage]] = {}
+  for _, passage in found[:MOST_PASSAGES]:
+    places.setdefault(_place(passage), []).append(passage)
+  parts = [f"{BOLD}{place}{OFF}\n" + "\n".join(map(_text, some)) for place, some in places.items()]
+  more = [place for place in dict.fromkeys(_place(passage) for _, passage in found) if place not in places]
+  return [*parts, *_section("Also in", [_wrapped(" ".join(more[:MOST_PLACES]), "  ")] if more else [])]
+
+
+def _place(passage: Passage) -> str:
+  return f"docs/{passage.page}#{passage.anchor}"
+
+
+def _text(passage: Passage) -> str:
+  """Without the marks of Markdown: links as their text with an address of another site, no bold and no code marks."""
+  text = re.sub(r"\[([^\]]+)\]\((https?:[^)]+)\)", r"\1 (\2)", passage.text)
+  text = re.sub(r"\[([^\]]+)\]\([^)]+\)", r"\1", text)
+  text = re.sub(r"\*\*(.*?)\*\*", r"\1", text).replace("`$", "").replace("$`", "").replace("`", "").replace("\\|", "|")
+  first, *others = text.split("\n")
+  return "\n".join([_wrapped(first, "  "), *(f"  {line}" for line in others)])
 
 
 # ----------------------------------------------------------------------------------------------
-# Places in the source, found when they are asked for.
+# Code and tests that have a name.
+
+
+def _code(names: list[str]) -> list[str]:
+  """`file:line  text` of lines that define or name it: definitions first."""
+  some = "|".join(map(re.escape, names))
+  defines = re.compile(rf"""^\s*(?:def|class) (?:{some})\b|^\s*["'](?:{some})["']:|\[["'](?:{some})["']\] =""")
+  has = re.compile(rf"""["'](?:{some})["']""")
+  lines = [(not defines.search(line), f"  {file}:{number}  {DIM}{' '.join(line.split())[:90]}{OFF}")
+           for folder in ("trainer", "models", "evaluators", "input_pipeline") for file, text in _files(folder).items()
+           for number, line in enumerate(text, 1) if has.search(line) or defines.search(line)]
+  return [line for _, line in sorted(lines, key=lambda one: one[0])[:MOST_LINES]]
+
+
+def _tests(names: list[str]) -> list[str]:
+  """`file:line::name` of tests that name it."""
+  has = re.compile(rf"""["'](?:{'|'.join(map(re.escape, names))})["']|_(?:{'|'.join(map(re.escape, names))})_""")
+  found: dict[str, None] = {}
+  for file, text in _files("tests").items():
+    inside = ""
+    for number, line in enumerate(text, 1):
+      if test := re.match(r"def (test_\w+)\(", line):
+        inside = f"  {file}:{number}::{test[1]}"
+      elif re.match(r"\S", line):
+        inside = ""
+      if inside and has.search(line):
+        found[inside] = None
+  return list(found)[:MOST_LINES]
 
 
 @functools.cache
-def _parsed(file: str) -> tuple[list[str], ast.Module]:
-  text = (ROOT / file).read_text(encoding="utf-8")
-  return text.splitlines(), ast.parse(text)
-
-
-def locate(at: At) -> tuple[int, int]:
-  """The first and the last line of a place, counted from 1.
-
-  Raises:
-    LookupError: there is no such place (any more).
-  """
-  lines, tree = _parsed(at.file)
-  node: Any = tree
-  for part in filter(None, at.name.split(".")):
-    node = next((child for child in ast.iter_child_nodes(node) if part in _names(child)), None)
-    if node is None:
-      raise LookupError(f"{at.file} has no {at.name}")
-  first, last = (1, len(lines)) if node is tree else (node.lineno, node.end_lineno)
-  if not at.text:
-    return first, last
-  begin = next((number for number in range(first, last + 1) if at.text in lines[number - 1]), None)
-  if begin is None:
-    raise LookupError(f"{at.file}: {at.name} has no line with {at.text!r}")
-  # What begins in that line, if it is not what the line is in the middle of.
-  inside: list[Any] = [child for child in ast.walk(node) if getattr(child, "lineno", 0) == begin]
-  # Of an `if` its own lines, without those of what is else.
-  last = max(((child.body[-1] if isinstance(child, ast.If) else child).end_lineno for child in inside), default=begin)
-  while lines[begin - 2].strip().startswith("#"):
-    begin -= 1
-  return begin, last
-
-
-def _names(node: ast.AST) -> list[str]:
-  """What a statement defines."""
-  if isinstance(node, ast.FunctionDef | ast.ClassDef):
-    return [node.name]
-  return [target.id for target in targets(node) if isinstance(target, ast.Name)]
-
-
-def code(at: At) -> str:
-  """`file:line` and the lines there, without a docstring of several lines; the first MOST_LINES of them."""
-  first, last = locate(at)
-  lines, tree = _parsed(at.file)
-  hidden = set()
-  for node in ast.walk(tree):
-    if isinstance(node, ast.FunctionDef | ast.ClassDef) and node.lineno >= first and ast.get_docstring(node):
-      doc = node.body[0]
-      if doc.end_lineno - doc.lineno > 2:
-        hidden |= set(range(doc.lineno, doc.end_lineno + 1))
-  shown = [number for number in range(first, last + 1) if number not in hidden]
-  left, shown = len(shown) - MOST_LINES, shown[:MOST_LINES]
-  margin = min((len(lines[n - 1]) - len(lines[n - 1].lstrip()) for n in shown if lines[n - 1].strip()), default=0)
-  text = [f"  {DIM}{number:>5}{OFF} {lines[number - 1][margin:]}".rstrip() for number in shown]
-  more = [f"        … {left} more lines"] if left > 0 else []
-  return "\n".join([f"  {at.file}:{first}" + (f"  {at.name}" if at.name else ""), *text, *more])
-
-
-def find_test(test: str) -> str:
-  """`file:line::name` of a test; without the line where there are no tests beside the code.
-
-  Raises:
-    LookupError: the file is there, but no such test.
-  """
-  file, _, name = test.partition("::")
-  if not (ROOT / file).exists():
-    if (ROOT / "tests").exists():
-      raise LookupError(f"there is no {file}")
-    return test
-  first, _ = locate(At(file, name))
-  return f"{file}:{first}::{name}"
+def _files(folder: str) -> dict[str, list[str]]:
+  """{file: its lines} of the Python files of a folder of the checkout, but for those about explanations."""
+  return {str(path.relative_to(ROOT)): path.read_text(encoding="utf-8").splitlines()
+          for path in sorted((ROOT / folder).rglob("*.py")) if "explain" not in path.name}
 
 
 # ----------------------------------------------------------------------------------------------
@@ -227,16 +185,16 @@ def _of_key(key: Key) -> str:
     sections = [typed[:i + 1] for i in range(len(typed) - 1, 0, -1) if typed[i] == "."]
     of, title = next(((found[s], f"Read as part of {s[:-1]}") for s in sections if s in found), ([], title))
   default = "" if key.default is None else f" = {key.default!r}"
+  kind = "" if key.default is None else f"  ({type(key.default).__name__})"
   named = f", strategy {key.path.partition('(')[2].partition(')')[0]}" if key.path != typed else ""
   comment, like = key.comment, re.fullmatch(r"(?:These a|A)s for (\w+)\.", key.comment)
   if like is not None:
     comment += " " + config_source.keys()[re.sub(r"\(\w+\)", f"({like.group(1)})", key.path)].comment
-  parts = [f"{BOLD}config.{typed}{OFF}{default}{named}", _wrapped(comment), f"  {key.file}:{key.line}"]
+  parts = [f"{BOLD}config.{typed}{OFF}{default}{kind}{named}", _wrapped(comment), f"  {key.file}:{key.line}"]
   lines = [f"  {file}:{line}  {_line(file, line, typed.rpartition('.')[2])}" for file, line in of]
   more = [f"  … and {len(lines) - MOST_READS} more"] if len(lines) > MOST_READS else []
   parts += _section(title, lines[:MOST_READS] + more)
-  about = [topic.name for group in groups().values() for topic in group if key.path in topic.keys]
-  return "\n\n".join([*filter(None, parts), *_section("Topics", [_wrapped(", ".join(about), "  ")] if about else [])])
+  return "\n\n".join(filter(None, parts))
 
 
 def _of_other_strategy(key: Key, file: str) -> bool:
@@ -251,7 +209,7 @@ def _of_other_strategy(key: Key, file: str) -> bool:
 
 def _line(file: str, line: int, leaf: str) -> str:
   """A line, or 70 characters of it around the key."""
-  text = " ".join(_parsed(file)[0][line - 1].split())
+  text = " ".join(_files(file.partition("/")[0])[file][line - 1].split())
   if len(text) > 70:
     begin = max(0, min(text.find(leaf) - 35, len(text) - 70))
     text = "…" * (begin > 0) + text[begin:begin + 69] + "…" * (begin + 69 < len(text))

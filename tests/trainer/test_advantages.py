@@ -155,3 +155,8 @@ def test_advantages_need_no_jax():
   code = ("import sys, numpy as np; from trainer import advantages\n"
           "advantages.advantages(np.eye(2), 'group', 'group'); sys.exit('jax' in sys.modules)")
   assert subprocess.run([sys.executable, "-c", code], cwd=tiny.ROOT, check=False).returncode == 0
+
+
+def test_without_baseline_and_scale_rewards_are_advantages():
+  rewards = np.array([[1.0, -2.5, np.nan], [0.0, 0.0, 0.0]])
+  np.testing.assert_array_equal(advantages.advantages(rewards, "none", "none"), rewards.astype(np.float32))

@@ -3,10 +3,11 @@
 import re
 
 import jax
+import numpy as np
 import pytest
 
 from tests import tiny
-from tests.trainer.strategies import pairs
+from tests.trainer.strategies import pairs, test_grpo
 from trainer import config_checks
 from trainer.config import STRATEGIES, strategy
 from trainer.errors import ConfigError
@@ -155,3 +156,54 @@ def test_presets_name_options_that_exist():
     for key, value in preset["strategy"].items():
       assert type(value) is strategy("grpo").get_type(key), (name, key)
     assert set(preset["rollout"]) <= {"group_size", "resample"}
+
+
+# ----------------------------------------------------------------------------------------------
+# The equations of the presets, once more: of a batch's tokens by sequence, in float64.
+
+
+def clip(x, low, high):
+  return np.minimum(np.maximum(x, low), high)
+
+
+def ppo(s, low, high):
+  return -np.minimum(s["ratio"] * s["A"], clip(s["ratio"], 1 - low, 1 + high) * s["A"])
+
+
+def k2(s):
+  return (s["logp"] - s["ref"]) ** 2 / 2
+
+
+def token_mean(sequences, loss):
+  return sum(loss(s).sum() for s in sequences) / sum(len(s["logp"]) for s in sequences)
+
+
+EQUATIONS = {
+    "grpo": lambda q, length: np.mean([ppo(s, 0.2, 0.2).mean() for s in q]),
+    "dapo": lambda q, length: token_mean(q, lambda s: ppo(s, 0.2, 0.28)),
+    "dr_grpo": lambda q, length: sum(ppo(s, 0.2, 0.2).sum() for s in q) / (len(q) * length),
+    "gspo": lambda q, length: np.mean(
+        [ppo(s | dict(ratio=np.exp(np.mean(s["logp"] - s["old"]))), 0.0003, 0.0004) for s in q]),
+    "cispo": lambda q, length: token_mean(q, lambda s: -np.minimum(s["ratio"], 5.0) * s["A"] * s["logp"]),
+    "rloo": lambda q, length: sum((-s["ratio"] * s["A"] + 0.05 * k2(s)).sum() for s in q) / (len(q) * 1),
+    "reinforce++": lambda q, length: token_mean(q, lambda s: ppo(s, 0.2, 0.2) + 0.01 * k2(s)),
+    "astrai": lambda q, length: token_mean(q, lambda s: ppo(s, 0.2, 0.2) + 0.02 * k2(s)),
+}
+
+
+@pytest.mark.parametrize("name", presets.PRESETS)
+def test_presets_are_what_their_equations_say(name):
+  config = config_checks.resolve({"strategy": dict(name="grpo", preset=name, temperature=0.7),
+                                  "rollout": dict(max_new_tokens=11)})
+  presets.fill_in(config)
+  _, logits, batch = test_grpo.table()
+  batch = batch | dict(advantages=batch["advantages"] + 0.4 * (batch["sequences"] > 0))  # sums that do not cancel
+  logp = test_grpo.logps(logits, batch)
+  sequences = []
+  for row, segment, at in test_grpo.sequences_of(batch):
+    s = dict(logp=logp[row, at], old=batch["old_logprobs"][row, at].astype(np.float64),
+             ref=batch["ref_logprobs"][row, at].astype(np.float64), A=float(batch["advantages"][row, segment]))
+    sequences.append(s | dict(ratio=np.exp(s["logp"] - s["old"])))
+  expected = EQUATIONS[name](sequences, 11)
+  found = test_grpo.of_table(config.strategy, advantages=batch["advantages"].astype(np.float32))[0]
+  assert found == pytest.approx(expected, rel=2e-5) and abs(expected) > 1e-2
