@@ -13,8 +13,8 @@ from typing import NamedTuple
 from trainer.config_source import ROOT
 
 DOCS = ROOT / "docs"
-# Written from what explain prints of a key itself.
-GENERATED = ("config_keys.md",)
+# Written from comments and docstrings.
+GENERATED = ("config_keys.md", "map.md")
 # What these say of a name comes after what others do.
 ELSEWHERE = ("coming_from.md", "troubleshooting.md")
 
