@@ -277,7 +277,7 @@ def test_a_preset_is_printed_with_its_values_its_paper_its_code_and_its_tests(ca
     ("ipo", "2310.12036"), ("loss.dpo.ipo", "2310.12036"), ("muon", "orthogonalised momentum"),
     ("clip_ratio/low_mean", "clip_low"), ("approx_kl", "policy/approx_kl"), ("k3", "e^(-d) - 1 + d"),
     ("eval/val/bits_per_byte", "perplexity"), ("mfu", "flops_per_token"),
-    ("rewards/length/mean", "one reward function"), ("sampling/kl", "p_old / q"),
+    ("rewards/length/mean", "one reward function"), ("sampling/kl", "KL(q ‖ p_old)"),
     ("sampling/importance_sampling_ratio/max", "p_old / q"), ("cosine", "cos πt"), ("scale.none", "none  1"),
     ("baseline.none", "none  0"), ("leave_one_out", "the group's other completions"), ("packing", "input.packing")])
 def test_names_lead_to_what_docs_say(typed, said, capsys):
