@@ -6,10 +6,12 @@ An evaluator is a class with
     run(self, params, step) -> iterator of (metric name, float)
 
 It yields sums divided by weights, so that its values do not depend on batch sizes. All processes call `run` together.
+With the class attribute `wants_reference = True` it is called as `run(params, step, reference)`, with the parameters of
+the strategy's reference policy as they are now; None: the state holds none.
 A config adds its own by dotted path: config.evals.mine = dict(type="my_package.MyEvaluator", …).
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
@@ -32,8 +34,6 @@ class Setup:
   mesh: Mesh
   workdir: Path
   writer: Any
-  # The parameters of the strategy's reference policy as they are now; None: it has none.
-  reference: Callable[[], Any] | None = None
   # Data that the reference's log-probs are computed for before the first step, if the strategy says so.
   datasets: list[Any] = field(default_factory=list)
 
@@ -56,6 +56,20 @@ def make(name: str, cfg: Any, setup: Setup) -> Evaluator:
     ConfigError: if its type is unknown or cannot be imported.
   """
   return load_class(cfg.type, f"evals.{name}.type", BUILT_IN)(name, cfg, setup)
+
+
+def make_all(setup: Setup) -> dict[str, Evaluator]:
+  """The evaluators of `config.evals`, by name.
+
+  Raises:
+    ConfigError: see `make`; or `keep_best` names a metric of none of them.
+  """
+  config = setup.config
+  evaluators = {name: make(name, config.evals[name], setup) for name in config.evals}
+  if config.keep_best and config.keep_best.split("/")[:2] not in [["eval", name] for name in evaluators]:
+    raise ConfigError(f"keep_best is {config.keep_best!r}; it names a metric of an evaluator, as in "
+                      f"eval/{next(iter(evaluators), 'NAME')}/loss.")
+  return evaluators
 
 
 def sources(name: str, cfg: Any, config: Any) -> tuple[Any, str | None]:

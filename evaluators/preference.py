@@ -1,6 +1,6 @@
 """Held-out preferences by the strategy's own loss: accuracy, margin, rewards and losses, each pair exactly once."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import jax
@@ -13,7 +13,7 @@ from trainer import strategies
 from trainer.errors import ConfigError
 from trainer.mesh import batch_sharding, check_batch, place_batch
 from trainer.metrics import Mean
-from trainer.program import shares_prompts
+from trainer.program import make_loss_fn, shares_prompts
 from trainer.strategies import preference
 
 # What strategies learn from whose losses it can take.
@@ -32,6 +32,8 @@ class Preference:
   its rewards (that mean itself, over the split, is `kl`).
   """
 
+  wants_reference = True
+
   def __init__(self, name: str, cfg: Any, setup: common.Setup):
     config = setup.config
     if strategies.data(config.strategy.name) not in DATA:
@@ -39,7 +41,7 @@ class Preference:
                         f"{' or '.join(strategies.DATA[data] for data in DATA)}; strategy.name is "
                         f"{config.strategy.name!r}.")
     self._needs_reference = strategies.needs_reference(config.strategy) and not strategies.precomputes(config.strategy)
-    self._reference, self._name = setup.reference, name
+    self._name = name
     sources, split = common.sources(name, cfg, config)
     self._data = loader.make_eval_data(
         config, setup.tokenizer, learns=strategies.learns(config), workdir=setup.workdir, sources=sources, split=split,
@@ -51,12 +53,13 @@ class Preference:
     check_batch(setup.mesh, self._batch_size, f"evals.{name}.batch_size")
     self._sharding = batch_sharding(setup.mesh)
     self._vocab_size = setup.model.vocab_size
-    self._row_sums = jax.jit(_make_row_sums(setup.model, config.strategy, _left_out(config.strategy)))
+    self._row_sums = jax.jit(
+        _make_row_sums(make_loss_fn(setup.model, config.strategy), config.strategy, _left_out(config.strategy)))
 
-  def run(self, params: Any, step: int) -> Iterator[tuple[str, float]]:
-    if self._needs_reference and self._reference is None:
+  def run(self, params: Any, step: int, reference: Any = None) -> Iterator[tuple[str, float]]:
+    if self._needs_reference and reference is None:
       raise ValueError(f"evals.{self._name}: the strategy compares the policy with a reference, and none was given.")
-    reference = self._reference() if self._needs_reference else None
+    reference = reference if self._needs_reference else None
     names = self._data.source_names
     sums: dict[str, np.ndarray] = {}
     for index in range(self._data.num_batches(self._batch_size)):
@@ -85,11 +88,11 @@ def _left_out(cfg: Any) -> frozenset[str]:
   return frozenset({"loss", *(f"losses/{name}" for name in sorting)} if sorting else ())
 
 
-def _make_row_sums(model: Any, cfg: Any, left_out: frozenset[str]):
+def _make_row_sums(loss_fn: Callable, cfg: Any, left_out: frozenset[str]):
   def row_sums(params: Any, reference: Any, batch: dict[str, jax.Array]) -> dict[str, tuple[jax.Array, jax.Array]]:
     """{name: (sum [B], weight [B])} of the strategy's terms and metrics."""
     given = (reference,) if strategies.needs_reference(cfg) else ()
-    terms, metrics = strategies.find(cfg.name).loss(model, params, batch, None, cfg, *given)
+    terms, metrics = loss_fn(params, batch, None, *given)
     return {name: (mean.sum, mean.weight) for name, mean in {**terms, **metrics}.items()
             if isinstance(mean, Mean) and mean.sum.ndim == 1 and name not in left_out}
 

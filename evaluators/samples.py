@@ -25,6 +25,8 @@ class Samples:
   it was drawn from.
   """
 
+  wants_reference = True
+
   def __init__(self, name: str, cfg: Any, setup: common.Setup):
     self._name, self._setup, self._tokenizer = name, setup, setup.tokenizer
     self._prompts, self._new = tuple(cfg.prompts), cfg.max_new_tokens
@@ -40,12 +42,12 @@ class Samples:
     self._sampler = Sampler(setup.model, setup.mesh, rows=cfg.batch_size or 32)
     self._sampler.check(self._ids, self._new, f"evals.{name}.")
 
-  def run(self, params: Any, step: int) -> Iterator[tuple[str, float]]:
+  def run(self, params: Any, step: int, reference: Any = None) -> Iterator[tuple[str, float]]:
     completions = self._generate(params, step)
     rows = [{"prompt": prompt, "temperature": self._temperature, **self._row(ids, completion)}
             for prompt, ids, completion in zip(self._prompts, self._ids, completions, strict=True)]
-    if self._setup.reference is not None:
-      for row, ids, other in zip(rows, self._ids, self._generate(self._setup.reference(), step), strict=True):
+    if reference is not None:
+      for row, ids, other in zip(rows, self._ids, self._generate(reference, step), strict=True):
         row["reference"] = self._row(ids, other)
     shown = "\n\n".join(map(_shown, rows))
     if jax.process_index() == 0:

@@ -4,6 +4,7 @@ Steps take consecutive runs of the mixture's rows. Row k of the whole run is the
 the hosts, the workers and the restarts; so a checkpoint needs the step, and the sizes that batches had (steps.py).
 """
 
+import functools
 import hashlib
 import json
 from collections.abc import Callable, Iterator
@@ -15,7 +16,7 @@ from absl import logging
 from ml_collections import ConfigDict
 
 from input_pipeline.bad_rows import BadRows, Policy
-from input_pipeline.batches import PackedSource, pack, resolve_layout, stats_table
+from input_pipeline.batches import PackedSource, check_ids, pack, resolve_layout, stats_table
 from input_pipeline.cache import texts_of, tokenize_source
 from input_pipeline.evaluation import EvalData, default_cache_dir, make_eval_data
 from input_pipeline.examples import MISMATCHED, open_examples
@@ -110,7 +111,8 @@ def make_train_data(
     return _hash([cfg.seed, cfg.seq_len, *resolve_layout(cfg, learns), starts, shares.tolist(), contents, *pictures,
                   *["prompts shared"] * share_prompts])
 
-  data = TrainData(packed, mixture, taken, cfg.seq_len, tokenizer.pad_id, fingerprint(starts))
+  data = TrainData(packed, mixture, taken, cfg.seq_len, tokenizer.pad_id, fingerprint(starts),
+                   functools.partial(Prefetcher, depth=i.prefetch, workers=i.workers))
   if past and past.of == ROWS:  # other sizes move what a stage of weights begins with
     data.past_fingerprint = fingerprint([Steps(ROWS, (), past._replace(begin=MAX_STEPS)).rows_before(s) for s in steps])
   return data
@@ -143,12 +145,20 @@ def _hash(parts) -> str:
 
 
 class TrainData(PackedData):
-  """Batches by step. One epoch is as many rows as all used sources have together, whatever their weights."""
+  """Training data (trainer/data.py): batches by step.
+
+  One epoch is as many rows as all used sources have together, whatever their weights.
+  """
+
+  # That the first batch has those of `example`.
+  shapes_known = True
 
   def __init__(
-      self, packed: list[PackedSource], mixture: Mixture, taken: Steps, seq_len: int, pad_id: int, fingerprint: str
+      self, packed: list[PackedSource], mixture: Mixture, taken: Steps, seq_len: int, pad_id: int, fingerprint: str,
+      prefetch: Callable[..., Prefetcher] = Prefetcher
   ):
     super().__init__(packed, seq_len, pad_id)
+    self._prefetch, self.row_tokens = prefetch, seq_len
     self._mixture, self.taken = mixture, taken
     self.source_names = mixture.names
     # Equal if and only if every row of the run is (`stop` and the batch size change no row).
@@ -168,9 +178,25 @@ class TrainData(PackedData):
     """Row positions that the steps before `step` take."""
     return self.taken.tokens_before(step)
 
+  def example(self, step: int, program: Any) -> dict[str, Any]:
+    """The batch of `step` in its place, given the run's program (trainer/program.py)."""
+    vocab_size = program.model.vocab_size
+    return program.place_rows(lambda rows: check_ids(self.batch(step, rows), vocab_size), self.batch_range(step)[1])
+
+  def batches(self, run: Any) -> Prefetcher:
+    """The batches of the run (trainer/run.py) from its step on, in their places."""
+    return self._prefetch(lambda step: self.example(step, run.program), run.step, run.total_steps)
+
+  def take(self, run: Any) -> dict[str, np.ndarray]:
+    """The batch of the run's next update, on the host."""
+    return self.batch(run.step)
+
   def saved(self, step: int) -> tuple[dict[str, Any], None]:
     """What a checkpoint must hold beside the step and `taken`: nothing. (JSON-able, arrays.)"""
     return {}, None
+
+  def restore(self, step: int, meta: dict[str, Any] | None, arrays: dict[str, np.ndarray] | None) -> None:
+    """Nothing is to be done: rows follow from the step."""
 
   def steps_for_rows(self, rows: float) -> int:
     """The fewest first steps that take at least `rows` rows."""

@@ -1,6 +1,6 @@
-"""What happens around the steps: the protocol, and the built-in callbacks in the order they are called.
+"""What watches a run: the protocol, and the built-in callbacks in the order they are called.
 
-A config adds its own by dotted path, called after the built-in ones:
+A config adds its own by dotted path, called after the built-in ones, and after what is evaluated and saved at a step:
 
     config.callbacks.mine = dict(type="my_package.MyCallback", some_argument=3)
 
@@ -11,7 +11,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -23,7 +23,6 @@ from trainer import liveness
 from trainer import rows as rows_lib
 from trainer.dotted import load_class
 from trainer.errors import ConfigError
-from trainer.state import averaged
 
 if TYPE_CHECKING:
   from trainer.run import Run
@@ -241,62 +240,6 @@ class Progress(Callback):
     self.on_train_end(run)
 
 
-class Evaluate(Callback):
-  """Runs the evaluators: at step 0, every `eval_*` of each, and at the end.
-
-  Args:
-    evaluators: {name: evaluator}; plans: {name: (every n steps, at_start, at_end, on_error)}.
-  """
-
-  def __init__(self, evaluators: dict[str, Any], plans: dict[str, tuple[int, bool, bool, str]]):
-    self._evaluators, self._plans = evaluators, plans
-    self.failures = 0
-
-  def on_train_begin(self, run):
-    if run.step == 0:
-      self._run(run, [name for name, plan in self._plans.items() if plan[1]])
-
-  def on_optimizer_step(self, run):
-    last = run.step == run.total_steps
-    self._run(run, [name for name, (every, _, at_end, _) in self._plans.items()
-                    if (last and at_end) or (every and run.step % every == 0)])
-
-  def _run(self, run, names):
-    if not names:
-      return
-    run.settle()
-    row = {}
-    with run.chrono.pause("eval"):
-      start = time.perf_counter()
-      params = averaged(run.state)
-      for name in names:
-        try:
-          metrics = {f"eval/{name}/{k}": v for k, v in self._evaluators[name].run(params, run.step)}
-        except Exception as e:
-          if self._plans[name][3] != "warn":
-            raise RuntimeError(f"evaluator {name!r} failed at step {run.step}: {e} (to go on all the same: "
-                               f"--config.evals.{name}.on_error=warn)") from e
-          self.failures += 1
-          logging.exception("Evaluator %r failed at step %d; the run goes on.", name, run.step)
-          metrics = {f"eval/{name}/failures": float(self.failures)}
-        row |= metrics
-        run.callbacks("on_eval", run, name, metrics)
-    row["time/eval"] = time.perf_counter() - start
-    run.last_eval = (run.step, row)
-    run.writer.write_scalars(run.step, row)
-
-
-class SaveCheckpoints(Callback):
-  """Saves every `ckpt_*` and `keep_*` steps; the final save is the loop's own."""
-
-  def __init__(self, every: int, keep_every: int):
-    self._every, self._keep_every = every, keep_every
-
-  def on_optimizer_step(self, run):
-    if any(every and run.step % every == 0 for every in (self._every, self._keep_every)):
-      run.save()
-
-
 class Profiler(Callback):
   """Writes a trace of `num_steps` steps into <workdir>/profile, for TensorBoard or Perfetto."""
 
@@ -344,11 +287,24 @@ def make_custom(cfg: Any) -> list[Callback]:
 
 
 class Callbacks:
-  """Several callbacks; `callbacks("on_eval", run, name, metrics)` calls that hook of each, in their order."""
+  """Several callbacks; `callbacks("on_eval", run, name, metrics)` calls that hook of each, in their order.
 
-  def __init__(self, callbacks: Sequence[Callback]):
-    self._callbacks = tuple(callbacks)
+  Attributes:
+    built_in, own: those that every run has, and those of the config: evaluation and saving come between the two.
+  """
+
+  def __init__(self, built_in: Sequence[Callback], own: Sequence[Callback] = ()):
+    self.built_in, self.own = _caller(built_in), _caller(own)
+    self.all = (*built_in, *own)
 
   def __call__(self, hook: str, *args: Any) -> None:
-    for callback in self._callbacks:
+    self.built_in(hook, *args)
+    self.own(hook, *args)
+
+
+def _caller(callbacks: Sequence[Callback]) -> Callable[..., None]:
+  def call(hook: str, *args: Any) -> None:
+    for callback in callbacks:
       getattr(callback, hook)(*args)
+
+  return call

@@ -1,4 +1,4 @@
-"""The step as programs: `update_fn` compiled for each of the shapes that batches have.
+"""The step, compiled for each of the shapes that batches have.
 
 The first one is compiled in a thread of its own while the state is made or read: for a large model both take long, and
 the compiler, most of it outside of Python, needs nothing of the parameters but their shapes.
@@ -18,8 +18,8 @@ Key = frozenset[tuple[str, tuple[int, ...]]]  # the same in any order
 THREAD = "compile-update"  # with which the name of a thread that compiles begins
 
 
-class Programs:
-  """A program for each of the shapes.
+class Step:
+  """`step(state, batch) -> (state, metrics)`, by a program for each of the shapes.
 
   Args:
     update_fn: `(state, batch) -> (state, metrics)`, jitted. What is to be set when it is traced is to be set around

@@ -297,6 +297,10 @@ class View(Mapping):
   def __repr__(self):
     return repr(self._node)
 
+  def to_dict(self) -> dict:
+    """All of it, as dicts; none of it counts as read."""
+    return self._node.to_dict()
+
 
 def audit(view: View) -> None:
   """Refuses keys that differ from their default and that nothing read during set-up.

@@ -29,6 +29,9 @@ from trainer.errors import ConfigError, DataError
 from trainer.experience import Sequence
 from trainer.stop_strings import StopStrings
 
+# Completions of prompts, see `Episodes.run`; None: the run is to stop.
+Generate = Callable[..., list[Any] | None]
+
 
 @dataclass(frozen=True)
 class Turn:
@@ -110,9 +113,9 @@ class Episodes:
         raise ConfigError(f"rollout.environment_timeout_seconds is {self._seconds}; it must be above 0, or None for no "
                           "limit.")
 
-  def run(self, items: list[PromptItem], group_size: int, generate: Callable[..., list[Any]],
-          seed: int | str) -> list[list[Episode]]:
-    """`group_size` episodes of each item, in order.
+  def run(self, items: list[PromptItem], group_size: int, generate: Generate, seed: int | str
+          ) -> list[list[Episode]] | None:
+    """`group_size` episodes of each item, in order; None: `generate` was told to stop.
 
     What is drawn follows from seed, the number of the sample in its group, and the ids before, as in `Sampler`.
 
@@ -120,16 +123,18 @@ class Episodes:
       items: the prompts.
       group_size: G.
       generate: called once a turn with what goes on: `generate(prompts, samples=…, max_new_tokens=[…], stop_ids=…,
-        seed=…)` gives Completions as `trainer.sampler.Sampler.generate` does. What it raises is raised.
+        seed=…)` gives Completions as `trainer.sampler.Sampler.generate` does; None ends all episodes.
       seed: of the draws.
     """
     groups = [[_Playing(item, sample, self._seconds) for sample in range(group_size)] for item in items]
     everyone = [episode for group in groups for episode in group]
     try:
-      self._play(everyone, generate, seed)
+      finished = self._play(everyone, generate, seed)
     finally:
       for episode in everyone:
         episode.calls.close()
+    if not finished:
+      return None
     messages = Counter(episode.message for episode in everyone if episode.message is not None)
     for message, count in messages.most_common():
       logging.warning("rollout.environment failed in %d of %d episodes: %s", count, len(everyone), message)
@@ -147,17 +152,20 @@ class Episodes:
 
   # ---------------------------------------------------------------- turns
 
-  def _play(self, everyone: list["_Playing"], generate: Callable[..., list[Any]], seed: int | str) -> None:
+  def _play(self, everyone: list["_Playing"], generate: Generate, seed: int | str) -> bool:
+    """All turns; False: `generate` was told to stop."""
     if self._make is not None:
       self._reset(everyone)
     for turn in range(self._max_turns):
       active = [episode for episode in everyone if not episode.over]
       if not active:
         break
-      self._sample(active, generate, seed)
+      if not self._sample(active, generate, seed):
+        return False
       if self._make is None:
         break
       self._step(active, last=turn + 1 == self._max_turns)
+    return True
 
   def _reset(self, episodes: list["_Playing"]) -> None:
     def first(episode: _Playing) -> dict[str, Any]:
@@ -188,8 +196,8 @@ class Episodes:
       episode.fail(f"reset() made a prompt of {len(ids)} tokens, after which seq_len={self._seq_len} has no room for a "
                    "completion.")
 
-  def _sample(self, active: list["_Playing"], generate: Callable[..., list[Any]], seed: int | str) -> None:
-    """One completion for each; equal texts about the same images are given once."""
+  def _sample(self, active: list["_Playing"], generate: Generate, seed: int | str) -> bool:
+    """One completion for each; equal texts about the same images are given once. False: there are none, see `run`."""
     asked: dict[tuple[bytes, int, Any], list[_Playing]] = {}
     for episode in active:
       asked.setdefault((episode.ids.tobytes(), self._room(episode), episode.item.prompt.images), []).append(episode)
@@ -201,11 +209,14 @@ class Episodes:
     completions = generate([episode.ids for episode in firsts], samples=samples,
                            max_new_tokens=[room for _, room, _ in asked], stop_ids=self._prompter.stop_ids, seed=seed,
                            **self._stop.options, **seen)
+    if completions is None:
+      return False
     found = {(c.prompt, c.sample): c for c in completions}
     for number, same in enumerate(asked.values()):
       for episode in same:
         completion = found[number, episode.sample]
         episode.add_completion(completion, self._stop.text(completion), self._stop.text(completion, skip_special=False))
+    return True
 
   def _step(self, episodes: list["_Playing"], last: bool) -> None:
     """Lets environments answer; `last`: nothing is sampled after this."""

@@ -7,6 +7,7 @@ derivative is taken here.
 B rows, T tokens, V vocabulary.
 """
 
+import dataclasses
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -293,11 +294,8 @@ def nan_batch(s: Subject) -> float:
     terms, shown = program.loss_fn(*args)
     return {name: Mean(term.sum * jnp.nan, term.weight) for name, term in terms.items()}, shown
 
-  fn = update.make_update_fn(
-      loss_fn, optimizer, seed=config.seed, micro_batch_size=len(s.batch["tokens"]),
-      source_names=s.run.data.source_names, clip_norm=config.optimizer.clip_norm,
-      ema_decay=config.optimizer.ema_decay, reference_mix=strategies.reference_mix(config.strategy),
-      offloaded=config.precision.offload_optimizer)
+  options = dataclasses.replace(program.options, micro_batch_size=len(s.batch["tokens"]))
+  fn = update.make_update_fn(loss_fn, optimizer, options)
   with mesh_lib.activation_rules(s.mesh, config.activation_rules):
     after, _ = jax.jit(fn, out_shardings=(program.state_sharding, None))(s.run.state, s.placed(s.batch, s.mesh))
   skipped = int(after["nonfinite"]) - int(s.run.state["nonfinite"])

@@ -13,7 +13,7 @@ N sequences, n tokens of all of them, U units; B rows, T places of a row, S segm
 """
 
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable, Mapping
 from collections.abc import Sequence as Several
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -89,23 +89,37 @@ def collect(units: Iterable[Several[tuple[Sequence, float, int]]]) -> Experience
                     np.array([row[1].number for row in flat], np.int64))
 
 
-def make_batch(experience: Experience, units: np.ndarray, *, seq_len: int, pad_id: int, row_multiple: int,
-               keys: Several[str] = (), layout: image_tokens.Layout | None = None,
-               images: Callable[[int], Several[np.ndarray]] | None = None,
-               share_prompts: bool = False, old_logprobs: np.ndarray | None = None) -> dict[str, np.ndarray]:
+@dataclass(frozen=True)
+class RowFormat:
+  """What rows are like.
+
+  Attributes:
+    seq_len: T.
+    pad_id: the token of empty places.
+    row_multiple: B is that times 1, 2, 3, 4, 6, 8, 12, …, and S is 8, 16, 32, …, so that few shapes occur.
+    layout: what the model makes of images; None: it takes none.
+    share_prompts: whether the completions of a prompt in a row share it. Not with a layout.
+  """
+
+  seq_len: int
+  pad_id: int
+  row_multiple: int
+  layout: image_tokens.Layout | None = None
+  share_prompts: bool = False
+
+
+def make_batch(experience: Experience, units: np.ndarray, form: RowFormat, *, keys: Several[str] = (),
+               images: Mapping[int, Several[np.ndarray]] | None = None, old_logprobs: np.ndarray | None = None
+               ) -> dict[str, np.ndarray]:
   """A batch of some of the units, packed into as few rows as best fit finds, each unit within one row.
 
   Args:
     experience: what the units are of.
     units: their numbers; the batch does not depend on their order but for where in it they stand.
-    seq_len: T.
-    pad_id: the token of empty places.
-    row_multiple: B is that times 1, 2, 3, 4, 6, 8, 12, …, and S is 8, 16, 32, …, so that few shapes occur.
+    form: of the rows.
     keys: which of `advantages` [B, S], `behavior_logprobs`, `old_logprobs` and `places` [B, T] to add; `places`:
       where each token stands in the experience, -1 for none.
-    layout: what the model makes of images; None: it takes none.
-    images: gives those of the prompt of a number, uint8 [P, P, 3] each; None: no prompt has any.
-    share_prompts: whether the completions of a prompt in a row share it. Not with a layout.
+    images: of the prompts by their numbers, uint8 [P, P, 3] each; those that are absent have none.
     old_logprobs: float32 [n], see `trainer.old_policy`; None: NaN.
 
   Returns:
@@ -116,23 +130,25 @@ def make_batch(experience: Experience, units: np.ndarray, *, seq_len: int, pad_i
   Raises:
     ValueError: a unit is longer than a row.
   """
+  seq_len, layout = form.seq_len, form.layout
   members = [np.flatnonzero(experience.units == unit).tolist() for unit in units]
   starts = np.cumsum(experience.lengths) - experience.lengths
   # What completions have in common, but for its last token; it stands in the row once.
-  prompts = [experience.tokens[start:start + length - 1].tobytes() if share_prompts and length > 1 else b""
+  prompts = [experience.tokens[start:start + length - 1].tobytes() if form.share_prompts and length > 1 else b""
              for start, length in zip(starts.tolist(), experience.prompt_lengths.tolist(), strict=True)]
   rows = _whole_rows(experience, members, seq_len)
-  if share_prompts:
+  if form.share_prompts:
     rows = min(_shared_rows(experience, members, prompts, seq_len), rows, key=len)
   most = max(map(len, rows), default=1)
-  batch = empty_batch(bucket(max(len(rows), 1), row_multiple), seq_len, pad_id, sequences=power(most, MIN_SEGMENTS))
-  if share_prompts:
+  batch = empty_batch(bucket(max(len(rows), 1), form.row_multiple), seq_len, form.pad_id,
+                      sequences=power(most, MIN_SEGMENTS))
+  if form.share_prompts:
     batch["prompt_ids"] = np.zeros_like(batch["segment_ids"])
   zeros_BxT = np.zeros_like(batch["loss_weights"])
   extra = {"advantages": np.zeros_like(batch["sequences"]), "behavior_logprobs": zeros_BxT,
            "old_logprobs": zeros_BxT + np.nan, "places": np.full(zeros_BxT.shape, -1)}
   batch |= {key: extra[key] for key in keys}
-  shown = _shown(experience, rows, layout, images)
+  shown = _shown(experience, rows, layout, images or {})
   most = max((sum(len(shown[i].images) for i in sequences) for sequences in rows), default=0)
   batch |= image_tokens.empty(layout, *batch["tokens"].shape, image_tokens.slots(most))
   for row, sequences in enumerate(rows):
@@ -229,12 +245,12 @@ def _shared_rows(experience: Experience, members: list[list[int]], prompts: list
 
 
 def _shown(experience: Experience, rows: list[list[int]], layout: image_tokens.Layout | None,
-           images: Callable[[int], Several[np.ndarray]] | None) -> dict[int, image_tokens.Shown]:
+           images: Mapping[int, Several[np.ndarray]]) -> dict[int, image_tokens.Shown]:
   """What is shown with each sequence that the rows have."""
   chosen = sorted(sequence for sequences in rows for sequence in sequences)
   numbers = {int(number) for number in experience.numbers[chosen]} if chosen else set()
   # Once for all the completions of a prompt.
-  of_prompt = {number: () if images is None else images(number) for number in sorted(numbers)}
+  of_prompt = {number: images.get(number, ()) for number in sorted(numbers)}
   ends = np.cumsum(experience.lengths)
   return {sequence: image_tokens.of_text(
       layout, experience.tokens[ends[sequence] - experience.lengths[sequence]:ends[sequence]],

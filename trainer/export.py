@@ -114,11 +114,13 @@ def export(workdir: str | Path, out: str | Path, *, step: int | None = None, dty
   return out
 
 
-def export_at_end(run: Any, out: Path, **more: Any) -> None:
-  """Exports what a run has come to; all processes call it. See `export` for `more`.
+def export_at_end(run: Any, out: Path | None, **more: Any) -> None:
+  """Exports what a run has come to into `out`, None: nowhere; all processes call it. See `export` for `more`.
 
   A run whose `ckpt` is never has no checkpoint of that: its parameters are written beside them, and removed again.
   """
+  if out is None:
+    return
   beside = None if run.saves_last else run.workdir / "for_export"
   if beside is not None:
     saver, (stored, _) = checkpoint.Checkpoints(beside), run.checkpoints.split(run.state)

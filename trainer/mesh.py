@@ -28,6 +28,7 @@ from models import placement
 from models.placement import ACTIVATION_NAMES, Placement, fit, names_of, size_of
 from trainer import startup, tree
 from trainer.errors import ConfigError
+from trainer.processes import say
 
 AXES = ("slice", "data", "fsdp", "expert", "context", "tensor")
 BATCH_AXES = ("slice", "data", "fsdp", "expert")
@@ -135,6 +136,19 @@ def _arrange_slice(devices: list[Any], shape: tuple[int, ...]) -> np.ndarray:
     return mesh_utils.create_device_mesh(shape, devices=devices)
   except NotImplementedError:  # an axis does not cover whole dimensions of the slice's torus
     return mesh_utils.create_device_mesh(shape, devices=devices, allow_split_physical_axes=True)
+
+
+def start(config: Any) -> Mesh:
+  """The mesh of a run, on the devices of all processes; says what they are.
+
+  Raises:
+    ConfigError: the sizes do not fit the devices, or a micro-batch cannot be split over them.
+  """
+  mesh = make_mesh(config.mesh)
+  check_batch(mesh, config.batch_size // config.grad_accum_steps)
+  say(f"{jax.device_count()} × {jax.devices()[0].device_kind} in {jax.process_count()} process(es), "
+      f"mesh: {describe(mesh)}")
+  return mesh
 
 
 def describe(mesh: Mesh) -> str:

@@ -35,7 +35,7 @@ class Microscope:
   def __init__(self, run: Any, rows: Rows):
     config = run.config
     self._run, self._rows = run, rows
-    micro, seed = config.batch_size // config.grad_accum_steps, config.seed
+    micro, seed = run.program.options.micro_batch_size, run.program.options.seed
 
     def look(params, batch, step, *reference):
       def of_micro(part, index):

@@ -33,13 +33,14 @@ class Origin:
   fresh: bool
   seed: int
   model: Any  # the section
+  resume: str | None = None  # a run that is gone on with as a whole
 
 
 def origin_of(config: Any) -> Origin:
   """Where the parameters of the run come from."""
   start, section = config.init_from, config.model
   return Origin(start.path, start.remap, start.ignore, start.hf or section.hf,
-                section.lora.peft if section.lora.rank else None, start.fresh, config.seed, section)
+                section.lora.peft if section.lora.rank else None, start.fresh, config.seed, section, config.resume)
 
 
 def first_params(origin: Origin, model: Any, target: Any, *, partial: bool = False) -> tuple[Any, str]:

@@ -274,11 +274,8 @@ class Placed:
 
 def model_flops_of(config: Any, program: program_lib.Program) -> float:
   """Model FLOPs of a token, forward and backward, as MFU is counted (trainer/throughput.py)."""
-  images = {}
-  if getattr(program.model, "vision", None) is not None:
-    images = dict(images_per_row=config.plan.images_per_row, tower_frozen=not any(
-        path.startswith(("vision/", "projector/")) for path in program.optimizer.trainable))
-  return program.model.flops_per_token(config.seq_len, **images)
+  sees = getattr(program.model, "vision", None) is not None
+  return program.flops_per_token(config.seq_len, config.plan.images_per_row if sees else 0)
 
 
 def active_parameters(model: Any) -> int:

@@ -6,7 +6,7 @@ from typing import Any
 
 from input_pipeline.steps import Past, Piece, Steps, steps_of_batches, steps_of_rollouts
 from trainer import checkpoint, processes
-from trainer.errors import CheckpointError, Damaged
+from trainer.errors import CheckpointError, ConfigError, Damaged
 
 
 def find(workdir: Path, resume: str | None) -> Past | None:
@@ -49,7 +49,22 @@ def steps_of(config: Any, past: Past | None) -> Steps:
   return steps_of_batches(config.batch_size, config.grad_accum_steps, stages, config.seq_len, past)
 
 
-def check(config: Any, taken: Steps, meta: Mapping[str, Any]) -> None:
+def go_on(config: Any, data: Any, start: Any, found_here: bool) -> None:
+  """Puts the data (trainer/data.py) where the checkpoint of a `state.Start` says.
+
+  Args:
+    found_here: the past that the data were made with is what `find` found.
+
+  Raises:
+    CheckpointError, ConfigError: the data are not those of the checkpoint.
+  """
+  if found_here:
+    _check(config, data.taken, start.meta)
+  _check_same_data(start.meta, data.past_fingerprint, config.allow_config_changes)
+  data.restore(start.step, rest_of_rollout(start.meta), start.arrays)
+
+
+def _check(config: Any, taken: Steps, meta: Mapping[str, Any]) -> None:
   """Refuses a state that is not the one whose past was believed: the arrays of the newest checkpoint were damaged, and
   the one before it is of a time with other sizes.
 
@@ -60,6 +75,19 @@ def check(config: Any, taken: Steps, meta: Mapping[str, Any]) -> None:
     raise CheckpointError(
         f"the newest checkpoint was damaged and is set aside; that of step {meta['step']} is before a change of the "
         "batch size, so that the run has another length. Run the same command again: it goes on from there.")
+
+
+def _check_same_data(meta: Mapping, fingerprint: str, allow_changes: bool) -> None:
+  """Refuses to continue a run whose rows are no longer the ones it was trained on.
+
+  Raises:
+    ConfigError: saying so.
+  """
+  if meta and meta["data_fingerprint"] != fingerprint and not allow_changes:
+    raise ConfigError(
+        "the training data, the tokenizer or their order changed since the checkpoint was written, so the run would "
+        "not continue as it was. Restore the files (of preferences on another kind of device also "
+        "input.share_prompts, always or never), use a new --workdir, or --config.allow_config_changes=True.")
 
 
 def rest_of_rollout(meta: Mapping[str, Any]) -> dict[str, Any] | None:

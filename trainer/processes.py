@@ -254,6 +254,13 @@ def sync(what: str) -> None:
     multihost_utils.sync_global_devices(what)
 
 
+def say(*lines: str) -> None:
+  """Prints lines, in the first process alone."""
+  if jax.process_index() == 0:
+    for line in lines:
+      print(line)
+
+
 def check_same(what: str, fingerprint: str) -> None:
   """Refuses processes that see different data.
 

@@ -25,6 +25,7 @@ from trainer import (
   offload,
   old_policy,
   optim,
+  processes,
   rollout_options,
   signatures,
   spikes,
@@ -53,6 +54,7 @@ class Program:
     batch_sharding: rows over the mesh.
     reference: the leaves of a reference policy, None: there is none. With `precompute` it is not in the state.
     share_prompts: batches have `prompt_ids`.
+    options: of the update: seed, rows of a micro-batch, and so on.
     loss_fn: `(params, batch, rng, *reference) -> (terms, metrics)`, the strategy bound to its model and options.
     update_fn: trace it within `mesh.activation_rules(mesh, config.activation_rules)`; so `score_fn`.
     score_fn: `(params, batch, step) -> log-probs` on all devices (trainer/old_policy.py), jitted; None: rollouts need
@@ -69,6 +71,7 @@ class Program:
   reference: Any
   precompute: bool
   share_prompts: bool
+  options: update_lib.Options
   loss_fn: Callable
   update_fn: Any
   score_fn: Any
@@ -78,6 +81,31 @@ class Program:
   def state_sharding(self) -> Any:
     """Where each leaf of the state lives."""
     return jax.tree.map(lambda leaf: leaf.sharding, self.abstract_state)
+
+  def place_rows(self, rows_fn: Callable, size: int) -> dict[str, jax.Array]:
+    """The batch of so many rows on its devices; `rows_fn(numbers)` gives those that this process needs."""
+    return mesh_lib.place_batch(rows_fn, size, self.batch_sharding)
+
+  def place(self, batch: Mapping[str, np.ndarray]) -> dict[str, jax.Array]:
+    """The batch, which every process has whole, on its devices."""
+    return self.place_rows(lambda rows: {key: part[rows] for key, part in batch.items()}, len(batch["tokens"]))
+
+  def seen(self, batch: Mapping[str, Any]) -> dict[str, Any]:
+    """The example of a batch with what an update is given beside: the reference's log-probs, requests to stop."""
+    batch = dict(batch)
+    if self.precompute:
+      batch["ref_logprobs"] = batch["loss_weights"]  # of the same shape as those that will be there
+    if jax.process_count() > 1:
+      batch["stop_requests"] = processes.stop_requests(self.mesh, False)
+    return batch
+
+  def flops_per_token(self, seq_len: int, images_per_row: int = 0) -> float:
+    """Model FLOPs of a token, forward and backward, as MFU is counted (trainer/throughput.py)."""
+    images = {}
+    if images_per_row:
+      images = dict(images_per_row=images_per_row, tower_frozen=not any(
+          path.startswith(("vision/", "projector/")) for path in self.optimizer.trainable))
+    return self.model.flops_per_token(seq_len, **images)
 
 
 def resolve(config: Mapping) -> tuple[ConfigDict, list[str]]:
@@ -171,7 +199,7 @@ def make_program(config: Any, model: Any, optimizer: optim.Optimizer, mesh: Any,
   Raises:
     ConfigError: options of the strategy, or rules of sharding, that cannot be.
   """
-  strategy, strategy_cfg = strategies.find(config.strategy.name).loss, config.strategy
+  strategy_cfg = config.strategy
   strategies.check(config)
   reference, precompute = None, False
   if strategies.needs_reference(strategy_cfg):
@@ -192,25 +220,40 @@ def make_program(config: Any, model: Any, optimizer: optim.Optimizer, mesh: Any,
   abstract_state = jax.tree.map(lambda leaf, s: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=s),
                                 abstract_state, state_sharding)
 
-  def loss_fn(params, batch, rng, *reference):
-    return strategy(model, params, batch, rng, strategy_cfg, *reference)
-
-  steps = dict(seed=config.seed, micro_batch_size=config.batch_size // config.grad_accum_steps)
+  loss_fn = make_loss_fn(model, strategy_cfg)
+  options = make_update_options(config, source_names)
   score_fn = None
 
   def score(params, batch, step):
     # Made when it is called: the config's rollouts may serve one step, and those that are gone on with several.
-    return old_policy.make_score_fn(model, strategy_cfg, **steps)(params, batch, step)
+    return old_policy.make_score_fn(model, strategy_cfg, seed=options.seed, micro_batch_size=options.micro_batch_size)(
+        params, batch, step)
 
   if config.rollout.num_prompts and "old_logprobs" in rollout_options.KEYS[strategies.data(config.strategy.name)]:
     score_fn = jax.jit(score, out_shardings=NamedSharding(mesh, PartitionSpec()))
   update_fn = jax.jit(
-      update_lib.make_update_fn(
-          loss_fn, optimizer, **steps, clip_norm=config.optimizer.clip_norm, ema_decay=config.optimizer.ema_decay,
-          source_names=source_names, reference_mix=strategies.reference_mix(strategy_cfg), offloaded=offloaded),
-      donate_argnums=0, out_shardings=(state_sharding, None))
+      update_lib.make_update_fn(loss_fn, optimizer, options), donate_argnums=0, out_shardings=(state_sharding, None))
   return Program(model, optimizer, mesh, abstract_state, params_sharding, mesh_lib.batch_sharding(mesh), reference,
-                 precompute, shares_prompts(config, model, mesh), loss_fn, update_fn, score_fn, tuple(notes))
+                 precompute, shares_prompts(config, model, mesh), options, loss_fn, update_fn, score_fn, tuple(notes))
+
+
+def make_loss_fn(model: Any, strategy_cfg: Any) -> Callable:
+  """The strategy of section `strategy`, bound to its model and options: `(params, batch, rng, *reference) -> (terms,
+  metrics)`."""
+  loss = strategies.find(strategy_cfg.name).loss
+
+  def loss_fn(params, batch, rng, *reference):
+    return loss(model, params, batch, rng, strategy_cfg, *reference)
+
+  return loss_fn
+
+
+def make_update_options(config: Any, source_names: Sequence[str]) -> update_lib.Options:
+  """What the config says of an update."""
+  return update_lib.Options(
+      seed=config.seed, micro_batch_size=config.batch_size // config.grad_accum_steps, source_names=source_names,
+      clip_norm=config.optimizer.clip_norm, ema_decay=config.optimizer.ema_decay,
+      reference_mix=strategies.reference_mix(config.strategy), offloaded=config.precision.offload_optimizer)
 
 
 def place_state(abstract_state: Any, params_sharding: Any, mesh: Any, offloaded: bool = False) -> Any:

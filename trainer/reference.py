@@ -13,7 +13,7 @@ With `strategy.precompute` its log-probs of all data are computed before the fir
 
 import dataclasses
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,7 @@ import jax.numpy as jnp
 from tqdm import tqdm
 
 from evaluators import common
+from input_pipeline.evaluation import default_cache_dir
 from models import lora
 from trainer import mesh as mesh_lib
 from trainer import parameters, processes, strategies, tree
@@ -90,28 +91,27 @@ def mix(reference: Any, params: Any, share: float, now: jax.Array) -> Any:
   return tree.unflatten({path: moved(path, leaf) for path, leaf in tree.flatten(reference).items()})
 
 
-def precompute(config: Any, model: Any, start: Any, leaves: Any, shardings: Any, datasets: Sequence[Any], mesh: Any,
-               batch_size: int, cache_dir: Path, say: Callable[[str], None]) -> dict[str, str]:
+def precompute(config: Any, start: Any, program: Any, datasets: Sequence[Any], workdir: Path) -> Any:
   """Gives every dataset the reference's log-probs, computed now unless they are in the cache.
 
-  They are computed row by row as the data stand in the first epoch, `batch_size` rows at a time, by the function that a
+  They are computed row by row as the data stand in the first epoch, a micro-batch at a time, by the function that a
   reference in the state goes through; so in the same rows they are the same to the bit.
 
   Args:
     start: a `state.Start`.
-    leaves: `shapes(…)`.
-    shardings: of the parameters.
+    program: of the run (trainer/program.py).
     datasets: training and evaluation data (`input_pipeline.reference.PackedData`).
 
   Returns:
-    The run's pinned fingerprints, with that of the reference.
+    `start`, whose pinned fingerprints have that of the reference.
 
   Raises:
     ConfigError: the run was begun with another reference.
   """
-  placed = tree.flatten(shardings)
+  model, mesh, batch_size = program.model, program.mesh, program.options.micro_batch_size
+  placed = tree.flatten(program.params_sharding)
   target = tree.unflatten({path: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=placed[path])
-                               for path, leaf in tree.flatten(leaves).items()})
+                               for path, leaf in tree.flatten(program.reference).items()})
   params = start.state["params"]
   if start.meta and config.strategy.reference in ("start", "base"):
     params, _ = parameters.first_params(parameters.origin_of(config), model, target, partial=True)
@@ -127,9 +127,9 @@ def precompute(config: Any, model: Any, start: Any, leaves: Any, shardings: Any,
   logprobs_of = jax.jit(lambda params, batch: sequences.token_logprobs(model, params, batch, temperature))
   sharding, first = mesh_lib.batch_sharding(mesh), jax.process_index() == 0
   for data in datasets:
-    logprobs = data.reference(identity, cache_dir)
+    logprobs = data.reference(identity, default_cache_dir(config, workdir))
     if not logprobs.complete:
-      say(f"reference: computing the log-probs of {logprobs.num_batches(batch_size) * batch_size} rows")
+      processes.say(f"reference: computing the log-probs of {logprobs.num_batches(batch_size) * batch_size} rows")
       numbers = range(logprobs.num_batches(batch_size))
       for index in tqdm(numbers, desc="reference log-probs", unit="batch", disable=None if first else True):
         batch = mesh_lib.place_batch(
@@ -142,4 +142,4 @@ def precompute(config: Any, model: Any, start: Any, leaves: Any, shardings: Any,
       processes.sync("reference log-probs")
       logprobs.reopen()
     data.use(logprobs)
-  return start.pinned | {"reference": name}
+  return dataclasses.replace(start, pinned=start.pinned | {"reference": name})

@@ -142,7 +142,7 @@ class Replay(Callback):
     if run.step + 1 < self._step:
       return
     run.settle()
-    batch = run.data.take(run) if run.config.rollout.num_prompts else run.data.batch(run.step)
+    batch = run.data.take(run)
     if batch is None:
       raise KeyboardInterrupt  # a stop was asked for while it was sampled
     rows = Rows(run)

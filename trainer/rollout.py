@@ -12,7 +12,7 @@ P prompts (groups), G completions of each, K reward functions.
 import functools
 import time
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -26,7 +26,6 @@ from trainer import advantages as advantages_lib
 from trainer import experience as experience_lib
 from trainer import groups as groups_lib
 from trainer import image_tokens, old_policy, processes
-from trainer import mesh as mesh_lib
 from trainer.environment import Episode, Episodes
 from trainer.errors import ConfigError, DataError
 from trainer.experience import Experience
@@ -34,11 +33,15 @@ from trainer.groups import Scored
 from trainer.metrics import to_floats
 from trainer.reward_pool import Group, Scorer
 from trainer.rollout_options import ENVIRONMENT, keys
-from trainer.sampler import Completion, Sampler
+from trainer.sampler import Completion, Sampler, collect
 
 
-class _Stopped(Exception):
-  """The run was asked to stop while a rollout was under way."""
+class Policy(NamedTuple):
+  """What samples: the model without its parameters, its tokenizer and the mesh that it is on."""
+
+  model: Any
+  tokenizer: Any
+  mesh: Any
 
 
 def make_scorer(config: Any, prompts: PromptData) -> Scorer:
@@ -56,36 +59,33 @@ def make_scorer(config: Any, prompts: PromptData) -> Scorer:
 
 
 class Rollouts:
-  """Batches for training, sampled as they are asked for; what `input_pipeline.loader.TrainData` is for data.
+  """Training data (trainer/data.py) that are sampled as they are asked for.
 
   Args:
     config: the whole config.
     prompts: what to complete.
-    model, tokenizer, mesh: the policy's.
-    micro_batch_size: rows of a batch are a multiple of it.
+    policy: what completes them.
     share_prompts: whether completions in one row share their prompt.
     workdir: of the run, for the tables in samples/. past: what it goes on from (input_pipeline/steps.py).
 
   Attributes:
-    source_names, fingerprint, rows_per_epoch: of the prompts; a row is a prompt.
-    num_steps: after so many the prompts end, if no group is replaced; None: never.
-    metrics: of the rollout that the latest batch is from.
+    metrics: of the rollout that the latest batch is from. The others: see `Data`; a row is a prompt.
 
   Raises:
     ConfigError, DataError: see `make_scorer`, `Episodes`, `Sampler.check`.
   """
 
-  def __init__(self, config: Any, prompts: PromptData, model: Any, tokenizer: Any, mesh: Any, *, micro_batch_size: int,
-               share_prompts: bool, workdir: Any, past: Past | None = None):
+  def __init__(self, config: Any, prompts: PromptData, policy: Policy, *, share_prompts: bool, workdir: Any,
+               past: Past | None = None):
     c, self._seed, self._workdir = config.rollout, config.seed, workdir
-    # Read here, so that the audit of the config sees them used.
     self.taken = steps_of_rollouts(c.num_prompts, c.updates, c.epochs, past)
     self._group_size, self._resample, self._has_environment = c.group_size, c.resample, c.environment is not None
     self._most_without_lesson, self._masks = c.max_without_lesson, c.mask_truncated
-    self._prompts, self._tokenizer, self._mesh = prompts, tokenizer, mesh
+    self._prompts = prompts
     self._strategy = config.strategy.name
-    self._layout = dict(seq_len=config.seq_len, pad_id=tokenizer.pad_id, row_multiple=micro_batch_size,
-                        layout=image_tokens.layout_of(model), images=self._images, share_prompts=share_prompts)
+    self._rows = experience_lib.RowFormat(
+        config.seq_len, policy.tokenizer.pad_id, config.batch_size // config.grad_accum_steps,
+        image_tokens.layout_of(policy.model), share_prompts)
     if config.strategy.name == "grpo":
       how = (config.strategy.baseline, config.strategy.scale, self._masks)
       self._compares_all = True
@@ -94,21 +94,21 @@ class Rollouts:
       self._compares_all = not self._masks
       self._lesson = lambda groups: groups_lib.pairs(groups, config.seq_len, self._masks)
     self._drawing = dict(temperature=c.temperature, top_k=c.top_k, top_p=c.top_p, min_p=c.min_p)
-    self._sampler = Sampler(model, mesh, rows=c.batch_size)
-    self._episodes = Episodes(config, tokenizer, prompts)
+    self._sampler = Sampler(policy.model, policy.mesh, rows=c.batch_size)
+    self._episodes = Episodes(config, policy.tokenizer, prompts)
     self._scorer = make_scorer(config, prompts)
     self._sampler.check([max((i.prompt.ids for i in prompts.every_item()), key=len)], c.max_new_tokens, "rollout.")
     self._names = (*self._scorer.names, *(ENVIRONMENT,) * self._has_environment)
     self._weights = np.array([*self._scorer.weights, *(1.0,) * self._has_environment])
     self.source_names, self.rows_per_epoch = prompts.source_names, prompts.num_prompts
     self.fingerprint = self.past_fingerprint = prompts.fingerprint
-    self.images_per_row = 0  # it follows from how completions are packed
-    self.num_steps = None if prompts.num_items is None else self.taken.steps_for(prompts.num_items)
+    # They follow from how completions are packed.
+    self.images_per_row, self.row_tokens, self.shapes_known = 0, None, False
     # The rollout that is being trained on, the step that it began at, its number, its metrics, the prompts that were
     # drawn for it and for those before, the steps that it serves, and those of a pass over it.
     self._experience: Experience | None = None
+    self._pictures: dict[int, Sequence[np.ndarray]] = {}  # those of its prompts, by their numbers
     self._old: np.ndarray | None = None  # see trainer/old_policy.py
-    self._program: Any = None
     self._first_step = self._number = self._drawn = self._steps_each = self._updates = 0
     self.metrics: dict[str, float] = {}
     # Rollouts in a row that taught nothing, and whether there was one that did.
@@ -121,6 +121,16 @@ class Rollouts:
   def batch_range(self, step: int) -> tuple[int, int]:
     """(prompts taken before `step`, prompts it takes), as if a rollout's prompts were shared out to its steps."""
     return self.taken.range(step)
+
+  @property
+  def num_steps(self) -> int | None:
+    """After so many the prompts end: with those of the rollout that took the last, or as expected if no group is
+    replaced; None: never."""
+    if self._prompts.num_items is None:
+      return None
+    if self._drawn >= self._prompts.num_items:
+      return self._first_step + self._steps_each
+    return self.taken.steps_for(self._prompts.num_items)
 
   def tokens_seen(self, step: int) -> int:
     """Row positions that the updates before `step` were computed on."""
@@ -147,24 +157,20 @@ class Rollouts:
     """What batches hold, of the rollout that is trained on, or else of one as the config says."""
     return keys(self._strategy, self._steps_each or self.taken.pieces[-1].every)
 
-  def example(self) -> dict[str, np.ndarray]:
+  def example(self, step: int, program: Any) -> dict[str, np.ndarray]:
     """A batch of the smallest shape, of padding alone."""
     nothing = experience_lib.collect([]), np.zeros(0, np.int64)
-    return experience_lib.make_batch(*nothing, keys=self._keys(), **self._layout)
+    return experience_lib.make_batch(*nothing, self._rows, keys=self._keys())
 
-  def batches(self, run: Any, program: Any) -> "Batches":
-    """The batches of the run from its step on, in their places; `program`: its own (trainer/program.py)."""
-    self._end_with_prompts(run)
-    self._program = program
-    return Batches(self, run, program.batch_sharding)
+  def batches(self, run: Any) -> "Batches":
+    """The batches of the run from its step on, in their places."""
+    return Batches(self, run)
 
   def take(self, run: Any) -> dict[str, np.ndarray] | None:
     """The batch of update `run.step + 1`, after a rollout if one is due; None if the run is to stop."""
     nth = run.step - self._first_step
     if self._experience is None or nth >= self._steps_each:  # what is left is trained on as it was begun
-      try:
-        self._roll(run)
-      except _Stopped:
+      if not self._roll(run):
         return None
       nth = 0
     batch = self._batch(nth, self._keys())
@@ -179,11 +185,8 @@ class Rollouts:
     order = permutation(self._experience.num_units, self._seed, "rollout", self._number, epoch)
     units = np.array_split(order, self._updates)[update]
     old = None if self._old is None else self._old[epoch]
-    return experience_lib.make_batch(self._experience, units, keys=keys, old_logprobs=old, **self._layout)
-
-  def _images(self, number: int) -> Sequence[np.ndarray]:
-    """The images of prompt `number` of the stream."""
-    return self._prompts.item(number).prompt.images
+    return experience_lib.make_batch(self._experience, units, self._rows, keys=keys, images=self._pictures,
+                                     old_logprobs=old)
 
   # ---------------------------------------------------------------- checkpoints
 
@@ -200,12 +203,14 @@ class Rollouts:
       return meta, None
     return meta, self._experience._asdict() | ({} if self._old is None else {"old": self._old})
 
-  def restore(self, step: int, meta: dict[str, Any], arrays: dict[str, np.ndarray] | None) -> None:
-    """Goes on from what `saved(step)` gave.
+  def restore(self, step: int, meta: dict[str, Any] | None, arrays: dict[str, np.ndarray] | None) -> None:
+    """Goes on from what `saved(step)` gave; None: nothing.
 
     Raises:
       ConfigError: it is about images of other data.
     """
+    if meta is None:
+      return
     self._totals = {step: (meta["tokens"], meta["drawn"])}
     self._number, self._first_step, self._drawn = meta["number"], meta["first_step"], meta["drawn"]
     self._updates, self._steps_each, self.metrics = meta["updates"], meta["steps"], meta["metrics"]
@@ -219,10 +224,12 @@ class Rollouts:
       before = np.tile(arrays.get("logprobs", np.zeros(0)), (self._steps_each // self._updates, 1))
       self._old = arrays.pop("old", before) if "old_logprobs" in self._keys() else None
       self._experience = Experience(**arrays) if arrays else experience_lib.collect([])
-    if self._experience is not None and self._layout["layout"] and meta["data"] != self.fingerprint:
+    if self._experience is not None and self._rows.layout and meta["data"] != self.fingerprint:
       raise ConfigError(f"the data are no longer those of rollout {self._number}, which is trained on until step "
                         f"{self._first_step + self._steps_each}: the images of its prompts cannot be had again. Train "
                         "to that step with the data as they were, then change them.")
+    if self._experience is not None and self._rows.layout:
+      self._pictures = {n: self._prompts.item(n).prompt.images for n in set(self._experience.numbers.tolist())}
 
   def close(self) -> None:
     """Ends the processes that compute rewards."""
@@ -230,9 +237,13 @@ class Rollouts:
 
   # ---------------------------------------------------------------- a rollout
 
-  def _roll(self, run: Any) -> None:
-    """Samples and scores the next prompts; groups that teach nothing are replaced where the config says so."""
-    drawn, number = self._drawn, self._number + (self._experience is not None or run.step > 0)
+  def _roll(self, run: Any) -> bool:
+    """Samples and scores the next prompts; groups that teach nothing are replaced where the config says so.
+
+    False: the run was asked to stop meanwhile; then nothing has changed.
+    """
+    is_first = self._experience is None and run.step == 0
+    drawn, number = self._drawn, 0 if is_first else self._number + 1
     size = self.taken.at(run.step)
     self._clock = {"rollout": 0.0, "rewards": 0.0}
     groups: list[Scored] = []
@@ -246,7 +257,10 @@ class Rollouts:
           break
         items = [self._prompts.item(drawn + i) for i in range(missing)]
         drawn += missing
-        scored = self._score(items, self._sample(run, items, f"{self._seed}/{number}/{attempt}"))
+        episodes = self._sample(run, items, f"{self._seed}/{number}/{attempt}")
+        if episodes is None:
+          return False
+        scored = self._score(items, episodes)
         last = attempt == self._resample
         for group in scored:
           (groups if last or not group.zero_spread else replaced).append(group)
@@ -255,7 +269,7 @@ class Rollouts:
       groups, replaced = groups + replaced[:spare], replaced[spare:]
     self._number, self._first_step, self._drawn = number, run.step, drawn
     self._updates, self._steps_each = size.parts, size.every
-    self._end_with_prompts(run)
+    self._pictures = {group.item.number: group.item.prompt.images for group in groups}
     lesson = self._lesson(groups)
     self._experience, self.metrics = experience_lib.collect(lesson.units), self._metrics(groups, replaced, lesson)
     self._old = None
@@ -274,34 +288,27 @@ class Rollouts:
       run.writer.write_texts(run.step + 1, {"rollout": text})
     if problem:
       raise DataError(problem)
+    return True
 
   def _score_step(self, run: Any, batch: dict[str, np.ndarray], nth: int) -> np.ndarray:
     """Log-probs of a step of the rollout under the policy as it is now, [B, T]."""
-    placed = placed_batch(batch, self._program.batch_sharding)
-    return np.asarray(self._program.score_fn(run.state["params"], placed, np.int32(run.step + nth)))
+    return np.asarray(run.program.score_fn(run.state["params"], run.program.place(batch), np.int32(run.step + nth)))
 
-  def _end_with_prompts(self, run: Any) -> None:
-    """Shortens a run whose prompts have ended early, since some took the place of others."""
-    last = self._first_step + self._steps_each
-    if self._prompts.num_items is not None and self._drawn >= self._prompts.num_items and last < run.total_steps:
-      run.say(f"total: {last:,} steps instead of {run.total_steps:,}: the prompts end there, since groups without "
-              "anything to learn were replaced by others (rollout.resample)")
-      run.total_steps = last
-
-  def _sample(self, run: Any, items: list[PromptItem], seed: str) -> list[list[Episode]]:
-    """Episodes [P][G] of prompts."""
+  def _sample(self, run: Any, items: list[PromptItem], seed: str) -> list[list[Episode]] | None:
+    """Episodes [P][G] of prompts; None: the run was asked to stop meanwhile."""
     total, began = len(items) * self._group_size, time.perf_counter()
     # None: no bar without a terminal.
     with tqdm(total=total, desc="rollout", unit="completion", leave=False, dynamic_ncols=True,
               disable=None if jax.process_index() == 0 else True) as bar:
 
-      def on_part(part: Completion) -> None:
-        if run.stop_requested and jax.process_count() == 1:
-          raise _Stopped
-        bar.update(part.finish_reason != "")
-
-      def generate(prompts: list[np.ndarray], **options: Any) -> list[Completion]:
-        return self._sampler.generate(run.state["params"], prompts, on_part=on_part, **self._drawing, **options)
+      def generate(prompts: list[np.ndarray], **options: Any) -> list[Completion] | None:
+        parts = []
+        for part in self._sampler.stream(run.state["params"], prompts, **self._drawing, **options):
+          if run.stop_requested and jax.process_count() == 1:
+            return None
+          bar.update(part.finish_reason != "")
+          parts.append(part)
+        return collect(parts)
 
       episodes = self._episodes.run(items, self._group_size, generate, seed)
     self._clock["rollout"] += time.perf_counter() - began
@@ -367,20 +374,14 @@ class Rollouts:
     return run.step == 0 or bool(every) and (run.step + self._steps_each) // every > run.step // every
 
 
-def placed_batch(batch: dict[str, np.ndarray], sharding: Any) -> dict[str, jax.Array]:
-  """The batch, which every process has whole, in its place."""
-  size = len(batch["tokens"])
-  return mesh_lib.place_batch(lambda rows: {key: part[rows] for key, part in batch.items()}, size, sharding)
-
-
 class Batches(Iterator[dict[str, jax.Array]]):
   """Batches in their places, one after another; it ends where the run is asked to stop. A context manager."""
 
   # As of `input_pipeline.prefetch.Prefetcher`: nothing runs ahead, since what is sampled depends on the step before.
   wait_seconds = 0.0
 
-  def __init__(self, rollouts: Rollouts, run: Any, sharding: Any):
-    self._rollouts, self._run, self._sharding = rollouts, run, sharding
+  def __init__(self, rollouts: Rollouts, run: Any):
+    self._rollouts, self._run = rollouts, run
 
   @property
   def metrics(self) -> dict[str, float]:
@@ -390,7 +391,7 @@ class Batches(Iterator[dict[str, jax.Array]]):
     batch = self._rollouts.take(self._run)
     if batch is None:
       raise StopIteration
-    return placed_batch(batch, self._sharding)
+    return self._run.program.place(batch)
 
   def __enter__(self) -> "Batches":
     return self

@@ -14,8 +14,7 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from trainer import mesh as mesh_lib
-from trainer import strategies, tree, update
-from trainer.reference import overlay
+from trainer import tree, update
 
 # What a row is told by; images and what belongs to them stay out.
 _TOLD = ("tokens", "segment_ids", "loss_weights", "source_ids")
@@ -30,23 +29,18 @@ class Rows:
   """
 
   def __init__(self, run: Any, paths: Collection[str] = ()):
-    config, self._paths = run.config, frozenset(paths)
-    self._run, self._micro = run, config.batch_size // config.grad_accum_steps
-    loss_fn = strategies.find(config.strategy.name).loss
-
-    def loss_of(params, micro, rng, *reference):
-      return loss_fn(run.model, params, micro, rng, config.strategy, *reference)
-
+    loss_fn, seed = run.program.loss_fn, run.program.options.seed
+    self._run, self._paths, self._micro = run, frozenset(paths), run.program.options.micro_batch_size
     everywhere = NamedSharding(run.mesh, PartitionSpec())
-    self._losses = jax.jit(self._make_losses(loss_of, config.seed), out_shardings=everywhere)
-    self._finite = jax.jit(self._make_finite(loss_of, config.seed), out_shardings=everywhere)
+    self._losses = jax.jit(self._make_losses(loss_fn, seed), out_shardings=everywhere)
+    self._finite = jax.jit(self._make_finite(loss_fn, seed), out_shardings=everywhere)
     self._fetch = jax.jit(lambda batch: batch, out_shardings=everywhere)
 
-  def _make_losses(self, loss_of: Callable, seed: int) -> Callable:
+  def _make_losses(self, loss_fn: Callable, seed: int) -> Callable:
     def losses(params, batch, step, *reference):
       def of_micro(micro_and_index):
         micro, index = micro_and_index
-        terms, shown = loss_of(params, micro, update.step_key(seed, step, index), *reference)
+        terms, shown = loss_fn(params, micro, update.step_key(seed, step, index), *reference)
         loss = shown.get("loss", terms["loss"])  # where the term is one number, the rows' losses are a metric
         return loss.sum, loss.weight
 
@@ -56,7 +50,7 @@ class Rows:
 
     return losses
 
-  def _make_finite(self, loss_of: Callable, seed: int) -> Callable:
+  def _make_finite(self, loss_fn: Callable, seed: int) -> Callable:
     def finite(params, batch, step, kept_B, *reference):
       batch = {key: jnp.where(kept_B.reshape(-1, *[1] * (part.ndim - 1)), part, 0) for key, part in batch.items()}
 
@@ -64,7 +58,7 @@ class Rows:
         micro, index = micro_and_index
 
         def objective(trained):
-          terms, _ = loss_of(tree.unflatten(flat | trained), micro, update.step_key(seed, step, index), *reference)
+          terms, _ = loss_fn(tree.unflatten(flat | trained), micro, update.step_key(seed, step, index), *reference)
           return sum(jnp.sum(term.sum) for term in terms.values())
 
         value, grads = jax.value_and_grad(objective)({path: flat[path] for path in flat if path in self._paths})
@@ -79,7 +73,7 @@ class Rows:
   def call(self, fn: Callable, batch: dict[str, Any], step: int, *more: Any) -> Any:
     """`fn(params, batch, step before, *more, *reference)` with what the run has now, on its mesh; `fn` is jitted."""
     params, batch = self._run.state["params"], {k: v for k, v in batch.items() if k != "stop_requests"}
-    reference = (overlay(params, self._run.state["reference"]),) if "reference" in self._run.state else ()
+    reference = () if self._run.reference is None else (self._run.reference,)
     with mesh_lib.activation_rules(self._run.mesh, self._run.config.activation_rules):
       return fn(params, batch, np.int32(step - 1), *more, *reference)
 

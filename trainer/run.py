@@ -1,19 +1,28 @@
 """The run: everything that the loop shares with callbacks and evaluators, in one object."""
 
+import dataclasses
+import json
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import jax
-from jax.sharding import Mesh
+from absl import logging
 
+from trainer import config_checks, processes
+from trainer.callbacks import Callbacks
 from trainer.checkpoint import Checkpoints
+from trainer.data import Batches, Data
 from trainer.errors import ConfigError
+from trainer.horizon import Horizon
 from trainer.metrics import to_floats
+from trainer.program import Program
+from trainer.reference import overlay
+from trainer.state import averaged
 from trainer.throughput import Chrono
-from trainer.writers import MetricWriter
+from trainer.writers import MetricWriter, last_evaluation
 
 
 @dataclass
@@ -27,32 +36,71 @@ class Run:
 
   config: Any
   workdir: Path
-  mesh: Mesh
-  model: Any
+  program: Program
   tokenizer: Any
-  data: Any
-  learning_rates: Callable[[int], dict[str, float]]
-  total_steps: int
-  log_steps: int  # metrics are written every so many steps; 0: never
+  data: Data
+  horizon: Horizon
   state: dict[str, Any]
   step: int
   writer: MetricWriter
   checkpoints: Checkpoints
   chrono: Chrono
   pinned: dict[str, str]  # fingerprints of what checkpoints leave out (trainer/state.py)
-  config_json: dict[str, Any]
-  saves_last: bool = True  # whether the last state, or that at a signal, is saved; `ckpt` = never: it is not
-  callbacks: Callable[..., None] = lambda hook, *args: None
-  say: Callable[[str], None] = print
+  evaluators: Mapping[str, Any] = field(default_factory=dict)
+  callbacks: Callbacks = field(default_factory=lambda: Callbacks([]))
+  say: Callable[[str], None] = processes.say
   note: Callable[..., None] = lambda kind, name, text, advice="": None  # trainer/notes.py
   stop_requested: str = ""  # the signal that this process received
   agreed_stop: bool = False  # with several processes: all have learned of a request, at the same step
   last_row: dict[str, float] = field(default_factory=dict)
-  last_eval: tuple[int, dict[str, float]] = (-1, {})
+  last_eval: tuple[int, dict[str, float]] = field(init=False)  # (after which step, metrics); (-1, {}): none yet
+  failed_evaluations: int = 0
   batch: Any = None  # of the update whose metrics `on_step_end` is given
   remembered: dict[str, Any] = field(default_factory=dict)  # JSON-able, of callbacks; checkpoints hold it
   go_back: Any = None  # a spike (trainer/spikes.py) after which an earlier checkpoint is to be gone on from
   _pending: tuple[int, Any, Any] | None = None
+
+  def __post_init__(self) -> None:
+    self.config_json: dict[str, Any] = json.loads(config_checks.to_json(self.config))
+    self.last_eval = last_evaluation(self.workdir, self.step)
+    self.remembered = dict(self.remembered)
+
+  model = property(lambda self: self.program.model)
+  mesh = property(lambda self: self.program.mesh)
+  learning_rates = property(lambda self: self.program.optimizer.learning_rates)
+  total_steps = property(lambda self: self.horizon.total_steps)
+  log_steps = property(lambda self: self.horizon.log_steps)  # metrics are written every so many steps; 0: never
+  saves_last = property(lambda self: self.horizon.saves_last)
+
+  @property
+  def reference(self) -> Any:
+    """The parameters of the strategy's reference policy as they are now; None: the state holds none."""
+    return overlay(self.state["params"], self.state["reference"]) if "reference" in self.state else None
+
+  @property
+  def stops(self) -> bool:
+    """Whether to stop before the next step. Several processes agree through the metrics, which they all see alike."""
+    return bool(self.agreed_stop if jax.process_count() > 1 else self.stop_requested)
+
+  def next_batch(self, batches: Batches) -> dict[str, Any] | None:
+    """The batch of the next update; None: a stop was asked for while it was sampled."""
+    waited = batches.wait_seconds
+    batch = next(batches, None)
+    if batch is None:
+      return None
+    self.chrono.waited(batches.wait_seconds - waited)
+    if jax.process_count() > 1:
+      batch["stop_requests"] = processes.stop_requests(self.mesh, bool(self.stop_requested))
+    self.end_with_data()
+    return batch
+
+  def end_with_data(self) -> None:
+    """Shortens a run whose data end earlier than was expected: prompts, of which some took the place of others."""
+    last = self.data.num_steps
+    if last is not None and last < self.total_steps:
+      self.say(f"total: {last:,} steps instead of {self.total_steps:,}: the prompts end there, since groups without "
+               "anything to learn were replaced by others (rollout.resample)")
+      self.horizon = dataclasses.replace(self.horizon, total_steps=last)
 
   def tokens_seen(self, step: int) -> int:
     """Row positions consumed by the first `step` updates."""
@@ -107,3 +155,37 @@ class Run:
     if saved:
       self.writer.write_scalars(self.step, {"time/checkpoint": time.perf_counter() - start})
       self.callbacks("on_checkpoint", self, self.step)
+
+  def close(self) -> None:
+    """Waits for checkpoints that are being written, and closes the writers."""
+    self.checkpoints.close()
+    self.writer.close()
+
+  def evaluate(self, names: list[str]) -> None:
+    """Runs these evaluators on the state after `step`, once that step's metrics are written.
+
+    Raises:
+      RuntimeError: one failed, and the config does not say that the run goes on.
+    """
+    self.settle()
+    row = {}
+    with self.chrono.pause("eval"):
+      start = time.perf_counter()
+      params = averaged(self.state)
+      for name in names:
+        evaluator = self.evaluators[name]
+        given = (self.reference,) if getattr(evaluator, "wants_reference", False) else ()
+        try:
+          metrics = {f"eval/{name}/{k}": v for k, v in evaluator.run(params, self.step, *given)}
+        except Exception as e:
+          if self.horizon.evaluations[name].on_error != "warn":
+            raise RuntimeError(f"evaluator {name!r} failed at step {self.step}: {e} (to go on all the same: "
+                               f"--config.evals.{name}.on_error=warn)") from e
+          self.failed_evaluations += 1
+          logging.exception("Evaluator %r failed at step %d; the run goes on.", name, self.step)
+          metrics = {f"eval/{name}/failures": float(self.failed_evaluations)}
+        row |= metrics
+        self.callbacks("on_eval", self, name, metrics)
+    row["time/eval"] = time.perf_counter() - start
+    self.last_eval = (self.step, row)
+    self.writer.write_scalars(self.step, row)

@@ -128,16 +128,9 @@ class Sampler:
     self.rows = -(-rows // self._shards) * self._shards
     self._programs: dict[tuple, Callable] = {}
 
-  def generate(self, params: Any, prompts: Sequence[Sequence[int] | np.ndarray], *,
-               on_part: Callable[[Completion], None] | None = None, **options: Any) -> list[Completion]:
-    """All completions, those of a prompt one after another. `on_part` is called with each part; the other arguments
-    are those of `stream`."""
-    parts: dict[tuple[int, int], list[Completion]] = {}
-    for part in self.stream(params, prompts, **options):
-      if on_part is not None:
-        on_part(part)
-      parts.setdefault((part.prompt, part.sample), []).append(part)
-    return [joined(parts[key]) for key in sorted(parts)]
+  def generate(self, params: Any, prompts: Sequence[Sequence[int] | np.ndarray], **options: Any) -> list[Completion]:
+    """All completions, those of a prompt one after another; the arguments are those of `stream`."""
+    return collect(self.stream(params, prompts, **options))
 
   def stream(self, params: Any, prompts: Sequence[Sequence[int] | np.ndarray], *, num_samples: int = 1,
              samples: Sequence[Sequence[int]] | None = None, max_new_tokens: int | Sequence[int],
@@ -296,6 +289,14 @@ class Sampler:
     """Keys and values are split by row and head, everything else is on every device."""
     names = (None, "batch", "kv_heads", None, None) if leaf.ndim == 5 else (None,) * leaf.ndim
     return NamedSharding(self.mesh, self._placement.spec(names, leaf.shape))
+
+
+def collect(parts: Iterable[Completion]) -> list[Completion]:
+  """The completions that `Sampler.stream` gave these parts of, those of a prompt one after another."""
+  of: dict[tuple[int, int], list[Completion]] = {}
+  for part in parts:
+    of.setdefault((part.prompt, part.sample), []).append(part)
+  return [joined(of[key]) for key in sorted(of)]
 
 
 def joined(parts: list[Completion]) -> Completion:

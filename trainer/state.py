@@ -12,8 +12,9 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from clu import parameter_overview
 
-from trainer import checkpoint, optim, parameters, tree
+from trainer import checkpoint, optim, parameters, processes, tree
 from trainer import reference as reference_lib
 from trainer.errors import ConfigError
 from trainer.fingerprint import fingerprint
@@ -33,6 +34,11 @@ class Start:
   pinned: dict[str, str]
   # Further arrays of the checkpoint (what is left of a rollout); None if there are none.
   arrays: dict[str, Any] | None = None
+
+  @property
+  def step(self) -> int:
+    """Updates done."""
+    return int(self.state["step"])
 
 
 def make_init(model: Any, optimizer: optim.Optimizer, *, ema: bool, reference: Any = None):
@@ -69,11 +75,17 @@ def make_rest(optimizer: optim.Optimizer, *, ema: bool) -> Callable[[Any], dict[
   return rest
 
 
-def left_out(abstract: Any, model: Any, optimizer: optim.Optimizer, strategy: Any) -> dict[str, Any]:
+def describe(start: Start) -> None:
+  """Prints where a start comes from, and a table of its parameters; in the first process."""
+  if jax.process_index() == 0:
+    processes.say(start.origin, parameter_overview.get_parameter_overview(start.state["params"], include_stats=False))
+
+
+def left_out(program: Any, strategy: Any) -> dict[str, Any]:
   """{part of the state: paths} that checkpoints leave out: the base of adapters, and a reference that does not move."""
-  parts = {}
-  if model.trained_only:
-    parts["params"] = tree.flatten(abstract["params"]).keys() - optimizer.trainable
+  parts, abstract = {}, program.abstract_state
+  if program.model.trained_only:
+    parts["params"] = tree.flatten(abstract["params"]).keys() - program.optimizer.trainable
   if "reference" in abstract and not strategy.reference_ema:
     parts["reference"] = set(tree.flatten(abstract["reference"]))
   return parts
@@ -86,8 +98,7 @@ def averaged(state: dict[str, Any]) -> Any:
   return tree.unflatten(dict(sorted((tree.flatten(state["params"]) | tree.flatten(state["ema"])).items())))
 
 
-def initialise(config: Any, model: Any, optimizer: optim.Optimizer, abstract: Any, checkpoints: checkpoint.Checkpoints
-               ) -> Start:
+def initialise(config: Any, origin: parameters.Origin, program: Any, checkpoints: checkpoint.Checkpoints) -> Start:
   """The first state of this process.
 
   The order matters:
@@ -100,22 +111,24 @@ def initialise(config: Any, model: Any, optimizer: optim.Optimizer, abstract: An
   again, and must be the same to the bit.
 
   Args:
-    abstract: the state as ShapeDtypeStructs with shardings.
+    origin: where parameters come from.
+    program: of the run (trainer/program.py).
 
   Raises:
     ConfigError: if a checkpoint or folder is of another model, or what it left out has changed.
   """
+  abstract, model = program.abstract_state, program.model
   stored, left_out = checkpoints.split(abstract)
   restored = checkpoints.restore_newest(stored)
   verb = "continuing"
-  if restored is None and config.resume:
-    restored, verb = checkpoint.restore_from(config.resume, stored), "resuming"
-  origin = parameters.origin_of(config)
+  if restored is None and origin.resume:
+    restored, verb = checkpoint.restore_from(origin.resume, stored), "resuming"
   if restored is None:
     params, where = parameters.first_params(origin, model, abstract["params"])
     rest = jax.tree.map(lambda leaf: leaf.sharding, {
         name: part for name, part in abstract.items() if name not in ("params", "reference")})
-    state = jax.jit(make_rest(optimizer, ema="ema" in abstract), out_shardings=rest)(params) | {"params": params}
+    make_others = make_rest(program.optimizer, ema="ema" in abstract)
+    state = jax.jit(make_others, out_shardings=rest)(params) | {"params": params}
     if "reference" in abstract:
       state["reference"] = reference_lib.first_reference(config, model, params, abstract["reference"])
     return Start(state, {}, where, _pinned(state, checkpoints))

@@ -3,6 +3,7 @@
 B rows, T tokens, D hidden size.
 """
 
+import dataclasses
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -14,8 +15,8 @@ from ml_collections import ConfigDict
 
 from trainer import mesh as mesh_lib
 from trainer import program as program_lib
-from trainer import strategies, update
 from trainer import tree as tree_lib
+from trainer import update
 from trainer.metrics import to_floats
 
 
@@ -84,14 +85,9 @@ class Subject:
 
   def _program(self, config: ConfigDict, micro_batch_size: int) -> Callable:
     model = program_lib.make_model(config, self.run.tokenizer.vocab_size)
-    strategy = strategies.find(config.strategy.name).loss
-
-    def loss_fn(params, micro, rng, *reference):
-      return strategy(model, params, micro, rng, config.strategy, *reference)
-
+    options = dataclasses.replace(self.run.program.options, micro_batch_size=micro_batch_size)
     return jax.jit(update.make_gradient_fn(
-        loss_fn, program_lib.planned_optimizer(config, model), seed=config.seed, micro_batch_size=micro_batch_size,
-        source_names=self.run.data.source_names))
+        program_lib.make_loss_fn(model, config.strategy), program_lib.planned_optimizer(config, model), options))
 
   def placed(self, batch: Mapping[str, np.ndarray], mesh: Any) -> dict[str, jax.Array]:
     """A batch on its devices."""

@@ -16,7 +16,7 @@ import contextlib
 import queue
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from concurrent.futures import Future
 from typing import Any
 
@@ -24,7 +24,7 @@ import jax
 import jax.numpy as jnp
 
 from models import halves
-from trainer import hardware, liveness
+from trainer import hardware, liveness, processes
 
 # Of the matrices whose product is timed.
 _SIZE = 1024
@@ -102,6 +102,13 @@ class Ends:
         array.block_until_ready()
       end.set_result(time.perf_counter())
       del waiting, array
+
+
+def make_chrono(config: Any, flops_per_token: float, meta: Mapping[str, Any], first_start: float) -> "Chrono":
+  """The clock of a run, which says what its `mfu` is a share of; `meta`: of the checkpoint that it goes on from."""
+  chrono = Chrono(flops_per_token, meta.get("seconds"), first_start, config.precision.compute)
+  processes.say(f"mfu: of {chrono.peak / 1e12:.3g} TFLOP/s a device ({chrono.peak_source})")
+  return chrono
 
 
 class Chrono:

@@ -1,10 +1,11 @@
-"""One optimizer step: exact accumulation, one division, clipping, the finite guard; nothing where nothing is trained.
+"""One optimizer step: gradients of sums, one division, clipping, the optimizer, and the guard of what is not finite.
 
 The gradient is that of  Σ sum / Σ weight,  added over the objective's terms, where the sums run over every micro-batch
 and device of the step (EXACTNESS.md T1, T4): micro-batches add up un-normalised sums in float32, and one division by
-the first term's total weight follows. The others' sums are scaled before by how much their total weights differ.
+W_1, the first term's total weight, normalises all, since the sum of term i is multiplied by W_1 / W_i before.
 """
 
+import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -18,21 +19,35 @@ from trainer.reference import mix, overlay
 State = dict[str, Any]  # see trainer/state.py
 
 
-def make_update_fn(loss_fn: Callable, optimizer: optim.Optimizer, *, seed: int, micro_batch_size: int,
-                   clip_norm: float, ema_decay: float, source_names: Sequence[str],
-                   reference_mix: tuple[float, int] = (0.0, 1), offloaded: bool = False) -> Callable:
+@dataclasses.dataclass(frozen=True)
+class Options:
+  """What an update is told beside its loss and its optimizer.
+
+  Attributes:
+    seed: dropout of step s is a function of (seed, s, micro-batch) alone.
+    micro_batch_size: rows computed at a time; the batch holds a multiple of it.
+    source_names: names for `batch["source_ids"]`; with several, per-row metrics are reported for each as well.
+    clip_norm: bound on the gradient's global norm; 0: none.
+    ema_decay: decay of the trained parameters' moving average; 0: none kept.
+    reference_mix: (share, every): see `reference.mix`; share 0: the reference stays as it is.
+    offloaded: the optimizer's state is in the host's memory (trainer/offload.py); the jit's shardings return it there.
+  """
+
+  seed: int
+  micro_batch_size: int
+  source_names: Sequence[str]
+  clip_norm: float = 0.0
+  ema_decay: float = 0.0
+  reference_mix: tuple[float, int] = (0.0, 1)
+  offloaded: bool = False
+
+
+def make_update_fn(loss_fn: Callable, optimizer: optim.Optimizer, options: Options) -> Callable:
   """Returns `update(state, batch) -> (state, metrics)`, to be jitted with the state donated.
 
   Args:
     loss_fn: `(params, batch, rng) -> (terms, metrics)`, a strategy bound to its model and config; where the state has a
       `reference`, it is given the reference's parameters as a fourth argument.
-    seed: dropout of step s is a function of (seed, s, micro-batch) alone.
-    micro_batch_size: rows computed at a time; the batch holds a multiple of it.
-    clip_norm: bound on the gradient's global norm; 0: none.
-    ema_decay: decay of the trained parameters' moving average; 0: none kept.
-    source_names: names for `batch["source_ids"]`; with several, per-row metrics are reported for each as well.
-    reference_mix: (share, every): see `reference.mix`; share 0: the reference stays as it is.
-    offloaded: the optimizer's state is in the host's memory (trainer/offload.py); the jit's shardings return it there.
 
   `metrics` holds device scalars and sums: the strategy's terms and metrics, `objective` (the sum of the terms, if there
   are several), `trained_tokens` (the sum of the batch's loss weights), `grad_norm` (before clipping), `param_norm`,
@@ -40,17 +55,16 @@ def make_update_fn(loss_fn: Callable, optimizer: optim.Optimizer, *, seed: int, 
   guard's `nonfinite`, `nonfinite_in_a_row`, `nonfinite_leaf` (index into `gradient_paths`, -1: none).
   """
 
-  gradients = _make_sums_fn(loss_fn, optimizer, seed=seed, micro_batch_size=micro_batch_size,
-                            source_names=source_names)
-
   def update(state: State, batch: dict[str, jax.Array]) -> tuple[State, dict[str, Any]]:
-    step = state["step"]
-    batch = dict(batch)
+    step, batch = state["step"], dict(batch)
     stop_requests = batch.pop("stop_requests", None)
     trainable, frozen = optimizer.split(state["params"])
-    grads, divide, loss_sum, weight, metrics = gradients(state["params"], batch, step, state.get("reference"))
+    loss_sum_fn = make_loss_sum_fn(loss_fn, optimizer, options, state["params"], batch, step, state.get("reference"))
+
+    (loss_sum, (weight, metrics)), grads = value_and_grad(loss_sum_fn, trainable, batch, options.micro_batch_size)
+    divide = make_divide(weight)
     divided = jax.tree.map(divide, grads)
-    clip, grad_norm = optim.clipping(divided, clip_norm)
+    clip, grad_norm = optim.clipping(divided, options.clip_norm)
 
     # The finite guard: a step whose loss or gradient is not finite changes nothing but the step number and
     # the counters, so that the data move on.
@@ -62,26 +76,18 @@ def make_update_fn(loss_fn: Callable, optimizer: optim.Optimizer, *, seed: int, 
     def advance(trainable, opt, taken=None):
       return optimizer.advance(grads, opt, trainable, step, taken, prepare=lambda g: clip(divide(g)))
 
-    if offloaded:
+    if options.offloaded:
       trainable, opt, did = offload.with_state_on_device(taken, advance, trainable, state["opt"])
     else:
       trainable, opt, did = advance(trainable, state["opt"], taken)
-    params = optimizer.merge(trainable, frozen)
     new_state = {
         "step": step + 1,
-        "params": params,
+        "params": optimizer.merge(trainable, frozen),
         "opt": opt,
         "nonfinite": state["nonfinite"] + ~finite,
         "nonfinite_in_a_row": jnp.where(finite, 0, state["nonfinite_in_a_row"] + 1),
     }
-    if "reference" in state:
-      new_state["reference"] = state["reference"]
-      if reference_mix[0]:
-        share, every = reference_mix
-        new_state["reference"] = mix(state["reference"], params, share, taken & ((step + 1) % every == 0))
-    if "ema" in state:
-      new_state["ema"] = optim.choose(taken, optim.ema_update(state["ema"], trainable, ema_decay), state["ema"])
-
+    new_state |= _followers(state, new_state["params"], trainable, taken, options)
     metrics |= {
         "trained_tokens": jnp.sum(batch["loss_weights"]),
         "grad_norm": grad_norm,
@@ -101,54 +107,84 @@ def make_update_fn(loss_fn: Callable, optimizer: optim.Optimizer, *, seed: int, 
   return update
 
 
-def make_gradient_fn(loss_fn: Callable, optimizer: optim.Optimizer, *, seed: int, micro_batch_size: int,
-                     source_names: Sequence[str]) -> Callable:
+def make_gradient_fn(loss_fn: Callable, optimizer: optim.Optimizer, options: Options) -> Callable:
   """Returns `gradients(params, batch, step, reference) -> (grads, loss_sum, metrics)`, the first part of an update.
 
   `grads` are those of the parameters that are trained, float32, divided; `loss_sum` is Σ sum, before the division;
   `reference`: the reference policy's own leaves, None: there is none. The arguments are those of `make_update_fn`.
   """
-  sums = _make_sums_fn(loss_fn, optimizer, seed=seed, micro_batch_size=micro_batch_size, source_names=source_names)
 
   def gradients(params: Any, batch: dict[str, jax.Array], step: Any, reference: Any) -> tuple[Any, jax.Array, dict]:
-    grads, divide, loss_sum, _, metrics = sums(params, batch, step, reference)
-    return jax.tree.map(divide, grads), loss_sum, metrics
+    trainable, _ = optimizer.split(params)
+    loss_sum_fn = make_loss_sum_fn(loss_fn, optimizer, options, params, batch, step, reference)
+    (loss_sum, (weight, metrics)), grads = value_and_grad(loss_sum_fn, trainable, batch, options.micro_batch_size)
+    return jax.tree.map(make_divide(weight), grads), loss_sum, metrics
 
   return gradients
 
 
-def _make_sums_fn(loss_fn: Callable, optimizer: optim.Optimizer, *, seed: int, micro_batch_size: int,
-                  source_names: Sequence[str]) -> Callable:
-  """As `make_gradient_fn`, of gradients that are not divided, nor all in float32: `(grads, divide, loss_sum, weight,
-  metrics)`, of which `divide` makes one of them, or a part of it, what it is to be; `weight`: of the first term, 0
-  where nothing is trained."""
+def make_loss_sum_fn(loss_fn: Callable, optimizer: optim.Optimizer, options: Options, params: Any,
+                     batch: dict[str, jax.Array], step: Any, reference: Any) -> Callable:
+  """Returns `loss_sum(trainable, micro-batch, its index) -> (sum, (weight, metrics))`.
 
-  def sums(params: Any, batch: dict[str, jax.Array], step: Any, reference: Any
-           ) -> tuple[Any, Callable, jax.Array, jax.Array, dict]:
-    trainable, frozen = optimizer.split(params)
-    reference = () if reference is None else (overlay(params, reference),)
+  Its gradient, added up over the micro-batches of `batch` and divided by their weight, is that of the step. Where
+  nothing is trained the weight is 0. The arguments are those of `make_gradient_fn` and of what it returns.
+  """
+  _, frozen = optimizer.split(params)
+  given = () if reference is None else (overlay(params, reference),)
 
-    def loss_of(params, micro, index):
-      return loss_fn(params, micro, step_key(seed, step, index), *reference)
+  def loss_of(params, micro, index):
+    return loss_fn(params, micro, step_key(options.seed, step, index), *given)
 
-    scales = None
-    if batch["tokens"].shape[0] > micro_batch_size:
-      # Weights depend on the batch alone, so that the compiler removes everything else from this call.
-      scales = _scales(loss_of(params, batch, 0)[0])
+  scales = None
+  if batch["tokens"].shape[0] > options.micro_batch_size:
+    # Weights depend on the batch alone, so that the compiler removes everything else from this call.
+    scales = _scales(loss_of(params, batch, 0)[0])
 
-    def micro_loss(trainable, micro, index):
-      terms, metrics = loss_of(optimizer.merge(trainable, frozen), micro, index)
-      scale, first = scales or _scales(terms), next(iter(terms.values()))
-      loss_sum, weight = sum(jnp.sum(t.sum) * scale[name] for name, t in terms.items()), jnp.sum(first.weight)
-      if len(terms) > 1:
-        metrics = metrics | {"objective": Mean(loss_sum, weight)}
-      return loss_sum, (weight, _by_source(terms | metrics, micro["source_ids"], source_names))
+  def loss_sum(trainable, micro, index):
+    terms, metrics = loss_of(optimizer.merge(trainable, frozen), micro, index)
+    scale, first = scales or _scales(terms), next(iter(terms.values()))
+    total, weight = sum(jnp.sum(t.sum) * scale[name] for name, t in terms.items()), jnp.sum(first.weight)
+    if len(terms) > 1:
+      metrics = metrics | {"objective": Mean(total, weight)}
+    return total, (weight, _by_source(terms | metrics, micro["source_ids"], options.source_names))
 
-    loss_sum, weight, metrics, grads = _accumulate(micro_loss, trainable, batch, micro_batch_size)
-    divisor = _divisor(weight)
-    return grads, lambda g: g.astype(jnp.float32) / divisor, loss_sum, weight, metrics
+  return loss_sum
 
-  return sums
+
+def value_and_grad(loss_sum: Callable, trainable: Any, batch: dict[str, jax.Array], micro_batch_size: int) -> Any:
+  """`jax.value_and_grad(loss_sum, has_aux=True)` added up over micro-batches; of several, gradients are in float32.
+
+  Returns:
+    ((Σ sum, (Σ weight, metrics)), gradients).
+  """
+  micros, count = micro_batches(batch, micro_batch_size)
+  of_micro = jax.value_and_grad(loss_sum, has_aux=True)
+  if count == 1:
+    return of_micro(trainable, batch, 0)
+
+  def one(micro, index):
+    value, grads = of_micro(trainable, micro, index)
+    return value, jax.tree.map(lambda g: g.astype(jnp.float32), grads)
+
+  zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype),
+                       jax.eval_shape(one, jax.tree.map(lambda x: x[0], micros), 0))
+
+  def add(total, micro_and_index):
+    (loss_sum, (weight, metrics)), grads = total
+    (more_sum, (more_weight, more_metrics)), more_grads = one(*micro_and_index)
+    metrics = {name: metrics[name] + metric for name, metric in more_metrics.items()}
+    value = loss_sum + more_sum, (weight + more_weight, metrics)
+    return (value, jax.tree.map(jnp.add, grads, more_grads)), None
+
+  total, _ = jax.lax.scan(add, zeros, (micros, jnp.arange(count)))
+  return total
+
+
+def make_divide(weight: jax.Array) -> Callable[[jax.Array], jax.Array]:
+  """Returns what makes of a gradient of sums, or of a part of one, the gradient of the mean, in float32."""
+  divisor = _divisor(weight)
+  return lambda g: g.astype(jnp.float32) / divisor
 
 
 def step_key(seed: int, step: Any, index: Any) -> jax.Array:
@@ -182,32 +218,17 @@ def gradient_paths(optimizer: optim.Optimizer, abstract_params: Any) -> list[str
   return list(tree.flatten(optimizer.split(abstract_params)[0]))
 
 
-def _accumulate(micro_loss: Callable, trainable: Any, batch: dict[str, jax.Array], micro_batch_size: int):
-  """Sums of losses, weights, metrics and gradients over the micro-batches; of several, gradients are in float32."""
-  micros, count = micro_batches(batch, micro_batch_size)
-  value_and_grad = jax.value_and_grad(micro_loss, has_aux=True)
-
-  def alone(micro, index):
-    (loss_sum, (weight, metrics)), grads = value_and_grad(trainable, micro, index)
-    return loss_sum, weight, metrics, grads
-
-  if count == 1:
-    return alone(batch, 0)
-
-  def one(micro, index):
-    *rest, grads = alone(micro, index)
-    return *rest, jax.tree.map(lambda g: g.astype(jnp.float32), grads)
-
-  zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype),
-                       jax.eval_shape(one, jax.tree.map(lambda x: x[0], micros), 0))
-
-  def add(total, micro_and_index):
-    more = one(*micro_and_index)
-    loss_sum, weight, grads = (jax.tree.map(jnp.add, total[i], more[i]) for i in (0, 1, 3))
-    return (loss_sum, weight, {name: total[2][name] + metric for name, metric in more[2].items()}, grads), None
-
-  total, _ = jax.lax.scan(add, zeros, (micros, jnp.arange(count)))
-  return total
+def _followers(state: State, params: Any, trainable: Any, taken: jax.Array, options: Options) -> State:
+  """What follows the parameters: the reference, which moves towards them or stays, and their moving average."""
+  followers = {}
+  if "reference" in state:
+    followers["reference"] = state["reference"]
+    if options.reference_mix[0]:
+      share, every = options.reference_mix
+      followers["reference"] = mix(state["reference"], params, share, taken & ((state["step"] + 1) % every == 0))
+  if "ema" in state:
+    followers["ema"] = optim.choose(taken, optim.ema_update(state["ema"], trainable, options.ema_decay), state["ema"])
+  return followers
 
 
 def _scales(terms: dict[str, Mean]) -> dict[str, Any]:

@@ -8,7 +8,6 @@ It holds `config.json` (resolved), `started` (when the run was begun), `run.json
 import datetime
 import os
 import time
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -21,14 +20,11 @@ from models.hf import files
 from trainer import chat_files, config_checks, hugging_face, strategies, whole_files, writers
 from trainer.errors import ConfigError
 
-# What (durations' prefix, steps) means where nothing is saved now and then.
-NEVER = {("ckpt", None): "only at the end",
-         ("ckpt", 0): "never: the last state is not saved either, nor that at a signal"}
 # So many lines of the last samples are shown at the end.
 SAMPLE_LINES = 40
 
 
-def prepare(resolved: Any, workdir: Path) -> None:
+def prepare(config: Any, workdir: Path) -> None:
   """Makes the folder; refuses to continue one whose config trains differently, and says what differs.
 
   Raises:
@@ -45,9 +41,9 @@ def prepare(resolved: Any, workdir: Path) -> None:
                       "that you may write to.")
   first_start(workdir)
   saved = workdir / "config.json"
-  if not saved.exists() or not (workdir / "checkpoints").exists() or resolved.allow_config_changes:
+  if config.allow_config_changes or not saved.exists() or not (workdir / "checkpoints").exists():
     return
-  differences = config_checks.differences(files.read_json(saved), resolved)
+  differences = config_checks.differences(files.read_json(saved), config)
   if differences:
     raise ConfigError(
         f"{workdir} was begun with another config:\n  " + "\n  ".join(differences) + "\nUse another --workdir, the "
@@ -63,19 +59,6 @@ def first_start(workdir: Path) -> float:
     if jax.process_index() == 0:
       file.write_text(datetime.datetime.fromtimestamp(now, datetime.UTC).isoformat() + "\n", encoding="utf-8")
     return now
-
-
-def check_same_data(meta: Mapping, fingerprint: str, allow_changes: bool) -> None:
-  """Refuses to continue a run whose rows are no longer the ones it was trained on.
-
-  Raises:
-    ConfigError: saying so.
-  """
-  if meta and meta["data_fingerprint"] != fingerprint and not allow_changes:
-    raise ConfigError(
-        "the training data, the tokenizer or their order changed since the checkpoint was written, so the run would "
-        "not continue as it was. Restore the files (of preferences on another kind of device also "
-        "input.share_prompts, always or never), use a new --workdir, or --config.allow_config_changes=True.")
 
 
 def check_saves(config: Any, saves: bool) -> None:

@@ -47,7 +47,7 @@ def make(folder, strategy="dpo", packing="auto", mesh_sizes=None, batch_size=4, 
   mesh = mesh_lib.make_mesh(mesh_sizes) if mesh_sizes else jax.make_mesh(
       (1,), ("data",), devices=jax.devices()[:1], axis_types=(jax.sharding.AxisType.Auto,))
   params, reference = (jax.jit(model.init)(jax.random.key(seed)) for seed in (0, 1))
-  setup = common.Setup(config, model, tokenizer, mesh, folder, None, lambda: reference)
+  setup = common.Setup(config, model, tokenizer, mesh, folder, None)
   return common.make("val", config.evals.val, setup), model, params, reference, mesh
 
 
@@ -71,7 +71,7 @@ def ratios(model, params, reference, rows, key):
 def test_it_equals_a_plain_computation_pair_by_pair(tmp_path):
   rows = write(tmp_path, "dpo")
   ev, model, params, reference, _ = make(tmp_path, loss={"sigmoid": 1.0, "hinge": 0.5, "sft": 0.0})
-  values = dict(ev.run(params, 0))
+  values = dict(ev.run(params, 0, reference))
   for suffix, some in (("", rows["a"] + rows["b"]), ("/a", rows["a"]), ("/b", rows["b"])):
     chosen, rejected = (ratios(model, params, reference, some, key) for key in ("chosen", "rejected"))
     margin = BETA * (chosen - rejected)
@@ -101,8 +101,8 @@ def test_the_values_do_not_depend_on_the_batch_size_or_the_packing(tmp_path, str
   write(tmp_path, strategy)
   values = []
   for batch_size, packing in ((1, "auto"), (3, "auto"), (64, "auto"), (3, "none")):
-    ev, _, params, _, _ = make(tmp_path, strategy, packing, batch_size=batch_size, **options)
-    values.append(dict(ev.run(params, 0)))
+    ev, _, params, reference, _ = make(tmp_path, strategy, packing, batch_size=batch_size, **options)
+    values.append(dict(ev.run(params, 0, reference)))
   for other, tolerance in zip(values[1:], (1e-6, 1e-6, 1e-5), strict=True):
     assert other.keys() == values[0].keys()
     for name, value in values[0].items():
@@ -111,11 +111,11 @@ def test_the_values_do_not_depend_on_the_batch_size_or_the_packing(tmp_path, str
 
 def test_the_values_do_not_depend_on_the_mesh(tmp_path):
   write(tmp_path, "dpo")
-  one, _, params, _, _ = make(tmp_path, batch_size=8)
+  one, _, params, reference, _ = make(tmp_path, batch_size=8)
   eight, _, _, _, mesh = make(tmp_path, mesh_sizes=dict(data=2, fsdp=2, tensor=2), batch_size=8)
   with mesh_lib.activation_rules(mesh):
-    sharded = dict(eight.run(params, 0))
-  for name, value in one.run(params, 0):
+    sharded = dict(eight.run(params, 0, reference))
+  for name, value in one.run(params, 0, reference):
     assert sharded[name] == pytest.approx(value, rel=1e-5, abs=1e-6), name
 
 
@@ -123,7 +123,7 @@ def test_the_policy_itself_as_reference_ties_every_pair(tmp_path):
   """I7."""
   write(tmp_path, "dpo")
   ev, _, _, reference, _ = make(tmp_path)
-  values = dict(ev.run(reference, 0))
+  values = dict(ev.run(reference, 0, reference))
   # One program makes both from the same numbers, perhaps compiled in two ways: on some processors the last bit differs.
   assert values["rewards/accuracies"] == 0.5
   assert max(abs(values["rewards/margins"]), abs(values["rewards/chosen"])) < 2e-6
@@ -132,15 +132,15 @@ def test_the_policy_itself_as_reference_ties_every_pair(tmp_path):
 
 def test_what_is_no_sum_over_examples_is_left_out(tmp_path):
   write(tmp_path, "dpo")
-  ev, _, params, _, _ = make(tmp_path, loss={"sigmoid": 1.0, "aot": 1.0})
-  values = dict(ev.run(params, 0))
+  ev, _, params, reference, _ = make(tmp_path, loss={"sigmoid": 1.0, "aot": 1.0})
+  values = dict(ev.run(params, 0, reference))
   assert "losses/sigmoid" in values and not {"loss", "losses/aot"} & values.keys()
 
 
 def test_single_answers(tmp_path):
   rows = write(tmp_path, "kto")
   ev, model, params, reference, _ = make(tmp_path, "kto")
-  values, both = dict(ev.run(params, 0)), rows["a"] + rows["b"]
+  values, both = dict(ev.run(params, 0, reference)), rows["a"] + rows["b"]
   every, labels = ratios(model, params, reference, both, "completion"), np.array([row["label"] for row in both])
   wanted = {label: BETA * every[labels == label].mean() for label in (True, False)}
   assert values["rewards/chosen"] == pytest.approx(wanted[True], rel=1e-5)
@@ -151,7 +151,7 @@ def test_single_answers(tmp_path):
   assert values["kl"] == pytest.approx(ratios(model, params, reference, others, "completion").mean(), rel=1e-4)
   assert "loss" not in values and "rewards/accuracies" not in values
   ev, model, params, reference, _ = make(tmp_path, "kto", loss="apo_zero_unpaired")
-  found = dict(ev.run(params, 0))
+  found = dict(ev.run(params, 0, reference))
   x = BETA * every * np.where(labels, 1, -1)
   assert found["loss"] == pytest.approx((1 / (1 + np.exp(x))).mean(), rel=1e-5) and "kl" not in found
 
@@ -159,7 +159,6 @@ def test_single_answers(tmp_path):
 def test_what_it_needs(tmp_path):
   write(tmp_path, "dpo")
   ev, _, params, _, _ = make(tmp_path)
-  ev._reference = None
   with pytest.raises(ValueError, match="compares the policy with a reference, and none was given"):
     next(ev.run(params, 0))
   config = tiny.config(tmp_path)

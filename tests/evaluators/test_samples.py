@@ -17,13 +17,13 @@ from trainer.errors import ConfigError
 from trainer.writers import MultiWriter
 
 
-def make(tmp_path, reference=None, **changed):
+def make(tmp_path, **changed):
   config = tiny.config(tmp_path)
   config.evals.text = evaluator(type="samples", **{"prompts": ("the quick", "a"), "max_new_tokens": 6, **changed})
   config = config_checks.View(config_checks.resolve(config))
   tokenizer = BytesTokenizer()
   model = api.make_model(config.model, vocab_size=tokenizer.vocab_size, params_dtype="float32", compute_dtype="float32")
-  setup = common.Setup(config, model, tokenizer, None, tmp_path, MultiWriter(), reference)
+  setup = common.Setup(config, model, tokenizer, None, tmp_path, MultiWriter())
   return common.make("text", config.evals.text, setup), model, jax.jit(model.init)(jax.random.key(0)), tokenizer
 
 
@@ -57,15 +57,12 @@ def test_every_token_is_written_with_the_log_prob_that_the_model_gives_it(tmp_pa
 
 
 def test_what_the_reference_writes_from_the_same_draws_stands_beside(tmp_path):
-  other = {}
-  ev, model, params, _ = make(tmp_path, reference=lambda: other["params"])
-  other["params"] = params
-  dict(ev.run(params, 1))
+  ev, model, params, _ = make(tmp_path)
+  dict(ev.run(params, 1, params))
   same = [block.split("\n--- the reference\n") for block in
           (tmp_path / "samples" / "text_00000001.txt").read_text().removesuffix("\n").split("\n\n--- ")]
   assert len(same) == 2 and all(ours.endswith(theirs) for ours, theirs in same)
-  other["params"] = jax.jit(model.init)(jax.random.key(1))
-  dict(ev.run(params, 1))
+  dict(ev.run(params, 1, jax.jit(model.init)(jax.random.key(1))))
   blocks = (tmp_path / "samples" / "text_00000001.txt").read_text().split("\n\n--- ")
   assert not all(ours.endswith(theirs) for ours, theirs in (b.split("\n--- the reference\n") for b in blocks))
 

@@ -119,8 +119,8 @@ def _update(model, learning_rate=1.0, micro_batch_size=4, **optimizer):
                                         to_steps=lambda cfg, prefix, default=None, where="": 0, only=model.trained_only)
   strategy = View(config.strategy)
   update = update_lib.make_update_fn(lambda params, batch, rng: seq.loss(model, params, batch, rng, strategy),
-                                     made_optimizer, seed=0, micro_batch_size=micro_batch_size, clip_norm=0.0,
-                                     ema_decay=0.0, source_names=("a", "b"))
+                                     made_optimizer, update_lib.Options(
+                                         seed=0, micro_batch_size=micro_batch_size, source_names=("a", "b")))
   return made_optimizer, update
 
 

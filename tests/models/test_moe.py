@@ -386,8 +386,8 @@ def make_update(micro_batch_size):
                                    to_steps=lambda cfg, prefix, default=None, where="": 0)
   strategy = View(config.strategy)
   update = update_lib.make_update_fn(
-      lambda params, batch, rng: seq.loss(model, params, batch, rng, strategy), optimizer, seed=0,
-      micro_batch_size=micro_batch_size, clip_norm=0.0, ema_decay=0.0, source_names=("a", "b"))
+      lambda params, batch, rng: seq.loss(model, params, batch, rng, strategy), optimizer,
+      update_lib.Options(seed=0, micro_batch_size=micro_batch_size, source_names=("a", "b")))
   init = state_lib.make_init(model, optimizer, ema=False)
   return update, init
 

@@ -121,8 +121,7 @@ class Made:
   def evaluator(self) -> Any:
     """Of `evals.val`, on one device."""
     mesh = mesh_lib.make_mesh({}, jax.devices()[:1])
-    setup = evaluators_lib.Setup(self.config, self.model, self.tokenizer, mesh, self.workdir, MultiWriter(),
-                                 reference=lambda: jax.tree.map(lambda leaf: 0.9 * leaf, self.params))
+    setup = evaluators_lib.Setup(self.config, self.model, self.tokenizer, mesh, self.workdir, MultiWriter())
     return evaluators_lib.make("val", self.config.evals.val, setup)
 
   @functools.cached_property
@@ -248,6 +247,7 @@ def cycles(m: Made) -> list:
 
 def scored(m: Made) -> list:
   """What the evaluator `val` gives and writes."""
-  found = list(m.evaluator.run(m.params, 0))
+  reference = jax.tree.map(lambda leaf: 0.9 * leaf, m.params)
+  found = list(m.evaluator.run(m.params, 0, *[reference] * getattr(m.evaluator, "wants_reference", False)))
   written = sorted((m.workdir / "samples").glob("*"))
   return digest([found, [path.read_text(encoding="utf-8") for path in written]])

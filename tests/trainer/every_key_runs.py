@@ -1,6 +1,5 @@
 """What may differ between two runs that have not taken a step, each thing by its name; see every_key.py beside."""
 
-import functools
 import shutil
 import threading
 from collections.abc import Callable
@@ -24,7 +23,7 @@ SAVED = ((3, 0.5), (6, 0.1), (9, 0.9), (12, 0.5))
 
 def _hook(m: Made, name: str) -> Any:
   """The built-in callback of that name, as the run was given it."""
-  return next(made for made in m.begun.run.callbacks._callbacks if type(made).__name__ == name)
+  return next(made for made in m.begun.run.callbacks.all if type(made).__name__ == name)
 
 
 def _then(m: Made, see: Callable[[Any], Any]) -> Any:
@@ -67,10 +66,7 @@ def logging_steps(m: Made) -> list:
 
 def saving_steps(m: Made) -> list:
   """The steps of the run that save a checkpoint."""
-  found, hook = [], _hook(m, "SaveCheckpoints")
-  for step in range(1, m.begun.run.total_steps + 1):
-    hook.on_optimizer_step(SimpleNamespace(step=step, save=functools.partial(found.append, step)))
-  return found
+  return [step for step in range(1, m.begun.run.total_steps + 1) if m.begun.run.horizon.saves(step)]
 
 
 def kept(m: Made) -> list[int]:
@@ -87,12 +83,12 @@ def kept(m: Made) -> list[int]:
 
 def evaluating_steps(m: Made) -> list:
   """(every how many steps, at the start, at the end, what an error does) of each evaluator."""
-  return digest(_hook(m, "Evaluate")._plans)
+  return digest(m.begun.run.horizon.evaluations)
 
 
 def callbacks(m: Made) -> list[str]:
   """The classes of the run's callbacks, in order."""
-  return [type(made).__name__ for made in m.begun.run.callbacks._callbacks]
+  return [type(made).__name__ for made in m.begun.run.callbacks.all]
 
 
 def profiled_steps(m: Made) -> list[int]:
@@ -261,7 +257,7 @@ def planned(m: Made) -> str:
 
 def spikes_watched(m: Made) -> list:
   """The callback that finds spikes, with its arguments; none if nothing is watched."""
-  return [digest(vars(made)) for made in m.begun.run.callbacks._callbacks if type(made).__name__ == "Spikes"]
+  return [digest(vars(made)) for made in m.begun.run.callbacks.all if type(made).__name__ == "Spikes"]
 
 
 def writers(m: Made) -> list[str]:
@@ -271,7 +267,7 @@ def writers(m: Made) -> list[str]:
 
 def health_told(m: Made) -> list:
   """What the callback that knows signs of trouble keeps to itself."""
-  return [made._silent for made in m.begun.run.callbacks._callbacks if type(made).__name__ == "Signatures"]
+  return [made._silent for made in m.begun.run.callbacks.all if type(made).__name__ == "Signatures"]
 
 
 def plan_text(m: Made) -> str:

@@ -40,7 +40,7 @@ def programs():
   def update(state, batch):
     return state + 1, {"rows": jnp.sum(batch["tokens"]) / 4}
 
-  return compiled.Programs(jax.jit(update, donate_argnums=0))
+  return compiled.Step(jax.jit(update, donate_argnums=0))
 
 
 def test_each_shape_has_a_program_and_what_was_begun_is_one_of_them(who):

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from tests.models.common import FAMILIES, VOCAB, make, random_params
-from trainer.experience import Experience, Sequence, collect, make_batch
+from trainer.experience import Experience, RowFormat, Sequence, collect, make_batch
 from trainer.image_tokens import Layout
 from trainer.strategies import sequences
 from trainer.subject import completions_apart
@@ -27,8 +27,8 @@ def units():
 
 
 def batch_of(which, keys=("advantages", "behavior_logprobs"), **changed):
-  options = dict(seq_len=16, pad_id=0, row_multiple=1) | changed
-  return make_batch(collect(units()), np.asarray(which, np.int64), keys=keys, **options)
+  form = RowFormat(**dict(seq_len=16, pad_id=0, row_multiple=1) | changed)
+  return make_batch(collect(units()), np.asarray(which, np.int64), form, keys=keys)
 
 
 def found(batch):
@@ -79,7 +79,7 @@ def test_rows_are_few_and_of_few_numbers():
 
 
 def test_nothing_to_train_is_a_batch_of_padding():
-  batch = make_batch(collect([]), np.zeros(0, np.int64), seq_len=16, pad_id=3, row_multiple=4, keys=("advantages",))
+  batch = make_batch(collect([]), np.zeros(0, np.int64), RowFormat(16, 3, 4), keys=("advantages",))
   assert batch["tokens"].shape == (4, 16) and np.all(batch["tokens"] == 3)
   assert not batch["segment_ids"].any() and not batch["sequences"].any() and "behavior_logprobs" not in batch
 
@@ -95,7 +95,7 @@ def test_the_arrays_are_all_there_is():
   assert again.num_units == len(LENGTHS)
   for key, part in batch_of([1, 4, 5]).items():
     np.testing.assert_array_equal(
-        part, make_batch(again, np.array([1, 4, 5]), seq_len=16, pad_id=0, row_multiple=1,
+        part, make_batch(again, np.array([1, 4, 5]), RowFormat(16, 0, 1),
                          keys=("advantages", "behavior_logprobs"))[key])
 
 
@@ -115,8 +115,8 @@ GROUPS = [[s] for s in [*of_group(9, (4, 2, 3, 5)), *of_group(1, (7, 3)), *of_gr
 def shared(share=True, seq_len=24, groups=GROUPS):
   units = [[(sequence, float(number) + 1 + i / 2, number % 2) for i, sequence in enumerate(unit)]
            for number, unit in enumerate(groups)]
-  return make_batch(collect(units), np.arange(len(units)), seq_len=seq_len, pad_id=0, row_multiple=1,
-                    keys=("advantages", "behavior_logprobs"), share_prompts=share)
+  return make_batch(collect(units), np.arange(len(units)), RowFormat(seq_len, 0, 1, share_prompts=share),
+                    keys=("advantages", "behavior_logprobs"))
 
 
 def texts(batch):
@@ -193,20 +193,15 @@ def seen(number, images, prompt, size):
   return Sequence(ids, weights, np.zeros(size, np.float32), int((weights == 0).sum()), "stop", number)
 
 
-def pictures(asked):
-  """Gives the images of prompt n: of the colours 10 n, 10 n + 1, …, as many as it has."""
-  def images(number):
-    asked.append(number)
-    return [np.full((1, 1, 3), 10 * number + i, np.uint8) for i in range({1: 1, 2: 0, 3: 2}[number])]
-  return images
+# Of prompt n: of the colours 10 n, 10 n + 1, …, as many as it has.
+PICTURES = {number: [np.full((1, 1, 3), 10 * number + i, np.uint8) for i in range(count)]
+            for number, count in {1: 1, 2: 0, 3: 2}.items()}
 
 
 def test_every_sequence_sees_its_own_images_in_both_directions():
   given = [seen(1, 1, 1, 6), seen(2, 0, 2, 5), seen(3, 2, 1, 8), seen(1, 1, 1, 5), seen(3, 2, 1, 7)]
-  asked = []
-  batch = make_batch(collect([[(s, 1.0, 0)] for s in given]), np.arange(5), seq_len=16, pad_id=0, row_multiple=1,
-                     layout=LAYOUT, images=pictures(asked))
-  assert sorted(asked) == [1, 2, 3]  # once each, for all completions of a prompt
+  batch = make_batch(collect([[(s, 1.0, 0)] for s in given]), np.arange(5), RowFormat(16, 0, 1, LAYOUT),
+                     images=PICTURES)
   found = []
   for row, segments in enumerate(batch["segment_ids"]):
     for segment in range(1, segments.max() + 1):
@@ -230,6 +225,6 @@ def test_experience_of_images_is_no_larger_than_of_texts():
   assert experience.numbers.tolist() == [3] and experience.prompt_lengths.tolist() == [6]
   assert sum(part.nbytes for part in experience) < 200
   again = Experience(**experience._asdict())
-  options = dict(seq_len=16, pad_id=0, row_multiple=1, layout=LAYOUT, images=pictures([]))
-  for key, part in make_batch(again, np.arange(1), **options).items():
-    np.testing.assert_array_equal(part, make_batch(experience, np.arange(1), **options)[key])
+  form = RowFormat(16, 0, 1, LAYOUT)
+  for key, part in make_batch(again, np.arange(1), form, images=PICTURES).items():
+    np.testing.assert_array_equal(part, make_batch(experience, np.arange(1), form, images=PICTURES)[key])

@@ -50,7 +50,7 @@ def test_what_has_no_reward_leaves_the_others_as_if_it_had_never_been():
   """T27, I10: in units, advantages and the batch."""
   def batch(made):
     collected = experience.collect(made.units)
-    return experience.make_batch(collected, np.arange(collected.num_units), seq_len=16, pad_id=0, row_multiple=1,
+    return experience.make_batch(collected, np.arange(collected.num_units), experience.RowFormat(16, 0, 1),
                                  keys=("advantages", "behavior_logprobs"))
 
   some = groups.sequences([group([0.0, 2.0, NAN]), group([NAN] * 3, number=1), group([4.0, 1.0, NAN], number=2)],

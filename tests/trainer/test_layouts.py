@@ -44,8 +44,8 @@ def make(kind):
   def loss_fn(params, batch, rng):
     return seq.loss(model, params, batch, rng, strategy)
 
-  update = update_lib.make_update_fn(loss_fn, optimizer, seed=0, micro_batch_size=ROWS // 2, clip_norm=1.0,
-                                     ema_decay=0.9, source_names=("a", "b"))
+  update = update_lib.make_update_fn(loss_fn, optimizer, update_lib.Options(
+      seed=0, micro_batch_size=ROWS // 2, clip_norm=1.0, ema_decay=0.9, source_names=("a", "b")))
   init = state_lib.make_init(model, optimizer, ema=True)
 
   def decided(key):

@@ -39,8 +39,8 @@ def prepare(mesh=None, *, moe=False, learning_rate=5e-3, **precision):
                                    to_steps=lambda cfg, prefix, default=None, where="": 0, precision=p, seed=0)
   strategy = View(config.strategy)
   update = update_lib.make_update_fn(
-      lambda params, batch, rng: seq.loss(model, params, batch, rng, strategy), optimizer, seed=0, micro_batch_size=16,
-      clip_norm=1.0, ema_decay=0.0, source_names=("a",), offloaded=p.offload_optimizer)
+      lambda params, batch, rng: seq.loss(model, params, batch, rng, strategy), optimizer, update_lib.Options(
+          seed=0, micro_batch_size=16, clip_norm=1.0, source_names=("a",), offloaded=p.offload_optimizer))
   init = state_lib.make_init(model, optimizer, ema=False)
   if mesh is None:
     return update, None, init

@@ -64,8 +64,8 @@ def test_the_batch_of_rollouts_has_what_rollouts_give(tmp_path):
   config = resolved(tmp_path, strategy=strategy("grpo"),
                     rollout=dict(num_prompts=2, rewards=dict(right=reward(type="numeric"))))
   model = program_lib.make_model(config, BytesTokenizer.vocab_size)
-  real = experience.make_batch(experience.collect([]), np.zeros(0, np.int64), seq_len=config.seq_len, pad_id=0,
-                               row_multiple=8, keys=rollout_options.KEYS["rollouts"][:2])
+  real = experience.make_batch(experience.collect([]), np.zeros(0, np.int64),
+                               experience.RowFormat(config.seq_len, 0, 8), keys=rollout_options.KEYS["rollouts"][:2])
   assert kinds(program_lib.abstract_batch(config, model, 8)) == kinds(real)
 
 

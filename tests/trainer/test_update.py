@@ -30,8 +30,9 @@ def make(micro_batch_size, *, optimizer=None, clip_norm=0.0, ema_decay=0.0, loss
                                    to_steps=lambda cfg, prefix, default=None, where="": 0)
   strategy = View(config.strategy)
   loss_fn = loss_fn or (lambda params, batch, rng: seq.loss(model, params, batch, rng if dropout else None, strategy))
-  update = update_lib.make_update_fn(loss_fn, optimizer, seed=0, micro_batch_size=micro_batch_size, clip_norm=clip_norm,
-                                     ema_decay=ema_decay, source_names=sources, reference_mix=reference_mix)
+  update = update_lib.make_update_fn(loss_fn, optimizer, update_lib.Options(
+      seed=0, micro_batch_size=micro_batch_size, clip_norm=clip_norm, ema_decay=ema_decay, source_names=sources,
+      reference_mix=reference_mix))
   state = jax.jit(state_lib.make_init(model, optimizer, ema=ema_decay > 0))(jax.random.key(1))
   return jax.jit(update), state
 
