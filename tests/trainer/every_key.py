@@ -98,7 +98,8 @@ class Made:
 
   @functools.cached_property
   def tokenizer(self) -> Any:
-    texts = (prompt_data.prompt_texts if self.config.rollout.num_prompts else loader.train_texts)(self.config)
+    texts = (prompt_data.prompt_texts(self.config) if self.config.rollout.num_prompts else
+             loader.train_texts(self.config, learns(self.config)))
     return make_tokenizer(self.config.tokenizer, texts, self.workdir / "tokenizer.json")
 
   @functools.cached_property
