@@ -248,6 +248,14 @@ def test_what_cannot_work_is_refused_before_training(corpus, tmp_path, path, val
   assert not read_rows(tmp_path / "metrics.jsonl")
 
 
+def test_a_key_that_nothing_uses_is_refused_before_parameters_are_made(corpus, tmp_path, monkeypatch):
+  monkeypatch.setattr("trainer.state.initialise", lambda *args: pytest.fail("parameters are made"))
+  config = tiny.config(corpus)
+  config.optimizer.momentum = 0.5
+  with pytest.raises(ConfigError, match="nothing in this configuration uses them:\n  - config.optimizer.mom"):
+    train(config, tmp_path)
+
+
 def test_a_workdir_of_another_config_says_what_differs(straight, corpus):
   _, workdir = straight
   with pytest.raises(ConfigError) as error:
