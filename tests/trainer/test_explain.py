@@ -174,7 +174,7 @@ def test_lines_that_read_a_key_name_it():
     ("model.moe.balance_loss", "models/spec.py", "balance_loss"),
     ("chat.on_rewritten_history", "input_pipeline/examples_chat.py", "self._chat.on_rewritten_history"),
     ("evals.<name>.top_k", "evaluators/generate.py", "top_k"),
-    ("total_steps", "trainer/main.py", '"total"'), ("seed", "trainer/program.py", "seed=config.seed")])
+    ("total_steps", "trainer/horizon.py", '"total"'), ("seed", "trainer/program.py", "seed=config.seed")])
 def test_some_keys_are_read_where_they_are(key, file, text):
   lines = (tiny.ROOT / file).read_text(encoding="utf-8").splitlines()
   assert any(place == file and text in lines[number - 1] for place, number in explain_reads.reads()[key])
@@ -297,7 +297,7 @@ def test_keys_are_printed_whatever_names_stand_in_them(capsys):
   assert "As for dpo. How dear it is to leave the reference" in of_kto
   assert "strategy kto" in of_kto and "kto.py" in of_kto and "preference.py" not in of_kto
   _, out, _ = printed(capsys, "mesh.fsdp")
-  assert "Read as part of mesh" in out and "mesh_lib.make_mesh(config.mesh)" in out
+  assert "Read as part of mesh" in out and "make_mesh(config.mesh)" in out
 
 
 @pytest.mark.parametrize("typed, near", [("loss.dapp", "dapo"), ("optimizer.b3", "optimizer.b2"),
