@@ -9,7 +9,7 @@ as keyword arguments, names of keys in a list) counts as a read where it is writ
 import ast
 import functools
 import re
-from collections.abc import Iterator, Sequence, Set
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,21 +28,24 @@ SEEDS = {
 }
 
 
+# {(file, function, parameter, or .attribute): the sections that it is given}.
+Given = dict[tuple[str, str, str], set[str]]
+
+
 @functools.cache
 def reads() -> dict[str, list[tuple[str, int]]]:
   """{key: [(file, line)]}, each file's lines in order; strategies' keys by the name that is typed, strategy.beta. A
   name that ends in a dot is a section, which is taken there as a whole."""
   known = {key.typed for key in keys().values()}
-  sections = frozenset(path[:i + 1] for path in known for i, c in enumerate(path) if c == ".") | {""}
-  modules = [_Module(path) for folder in FOLDERS for path in sorted((ROOT / folder).rglob("*.py"))
-             if not _NOT.match(str(path.relative_to(ROOT))) and str(path.relative_to(ROOT)) not in FILES]
-  by_file = {module.file: module for module in modules}
-  given: dict[tuple[str, str, str], set[str]] = {}  # {(file, function, parameter): sections that it is given}
+  known |= {path[:i + 1] for path in known for i, c in enumerate(path) if c == "."}
+  paths = [(path, str(path.relative_to(ROOT))) for folder in FOLDERS for path in sorted((ROOT / folder).rglob("*.py"))]
+  modules = {file: _Module(path, file) for path, file in paths if not _NOT.match(file) and file not in FILES}
+  given: Given = {}
   while True:
     before = {place: set(sections) for place, sections in given.items()}
     found: dict[str, set[tuple[str, int]]] = {}
-    for module in modules:
-      _Reader(module, by_file, known | sections, sections, given, found).read()
+    for module in modules.values():
+      _Reader(module, modules, known, given, found).read(module.tree, {}, "")
     if given == before:
       return {key: sorted(found[key]) for key in sorted(found)}
 
@@ -50,174 +53,147 @@ def reads() -> dict[str, list[tuple[str, int]]]:
 class _Module:
   """A file, its functions by name, and what it calls functions of other files."""
 
-  def __init__(self, path: Path):
-    self.file = str(path.relative_to(ROOT))
-    self.tree = ast.parse(path.read_text(encoding="utf-8"))
-    self.functions = {}
+  def __init__(self, path: Path, file: str):
+    self.file, self.tree = file, ast.parse(path.read_text(encoding="utf-8"))
+    self.functions: dict[str, ast.FunctionDef] = {}
     for node in self.tree.body:
-      if isinstance(node, ast.FunctionDef):
-        self.functions[node.name] = node
-      elif isinstance(node, ast.ClassDef):
-        methods = {part.name: part for part in node.body if isinstance(part, ast.FunctionDef)}
-        self.functions |= {f"{node.name}.{name}": part for name, part in methods.items()}
-        if "__init__" in methods:
-          self.functions[node.name] = methods["__init__"]
-    self.imports = {}
-    for node in ast.walk(self.tree):
-      if isinstance(node, ast.ImportFrom) and node.module:
-        self.imports |= {alias.asname or alias.name: f"{node.module}.{alias.name}" for alias in node.names}
+      for part in node.body if isinstance(node, ast.ClassDef) else [node]:
+        if isinstance(part, ast.FunctionDef):
+          self.functions[f"{node.name}.{part.name}" if part is not node else part.name] = part
+          if part.name == "__init__":
+            self.functions[node.name] = part
+    self.imports = {alias.asname or alias.name: f"{node.module}.{alias.name}" for node in ast.walk(self.tree)
+                    if isinstance(node, ast.ImportFrom) and node.module for alias in node.names}
 
 
 class _Reader:
   """Goes through one module; adds to `given` and `found`."""
 
-  def __init__(self, module: _Module, by_file: dict[str, _Module], known: Set[str], sections: Set[str],
-               given: dict[tuple[str, str, str], set[str]], found: dict[str, set[tuple[str, int]]]):
-    self._module, self._by_file, self._known, self._sections = module, by_file, known, sections
-    self._given, self._found = given, found
+  def __init__(self, module: _Module, modules: dict[str, _Module], known: set[str], given: Given,
+               found: dict[str, set[tuple[str, int]]]):
+    self._module, self._modules, self._known, self._given, self._found = module, modules, known, given, found
     self._seeds = {name: section for (start, name), section in SEEDS.items() if module.file.startswith(start)}
 
-  def read(self) -> None:
-    self._body(self._module.tree, {}, "")
-
-  def _body(self, scope: ast.AST, outer: dict[str, set[str]], owner: str) -> None:
+  def read(self, scope: Any, outer: dict[str, set[str]], owner: str) -> None:
     """One function (or the module) with what its variables hold; those inside it see them, too."""
     inside, self._owner = dict(outer), owner
     if isinstance(scope, ast.FunctionDef | ast.Lambda):
       for arg in (*scope.args.posonlyargs, *scope.args.args, *scope.args.kwonlyargs):
         inside.pop(arg.arg, None)
-        sections = set(self._given.get((self._module.file, getattr(scope, "name", ""), arg.arg), ()))
-        if arg.arg in self._seeds and not sections:
-          sections = {self._seeds[arg.arg]}
+        sections = self._given.get((self._module.file, getattr(scope, "name", ""), arg.arg)) or (
+            {self._seeds[arg.arg]} if arg.arg in self._seeds else None)
         if sections:
-          inside[arg.arg] = sections
+          inside[arg.arg] = set(sections)
     own = _own_nodes(scope)
-    binds = [node for node in own if isinstance(node, _BINDS)]
-    for _ in range(2):  # a variable may be used above the line that assigns it, in a loop
-      for node in binds:
-        self._assign(node, inside, owner)
+    for node in (*own, *own):  # a variable may be used above the line that assigns it, in a loop
+      self._assign(node, inside)
     for node in own:
-      self._look(node, inside, own, owner)
+      self._look(node, inside, own)
     for node in own:
-      if isinstance(node, ast.FunctionDef | ast.Lambda):
-        self._body(node, inside, owner)
-      elif isinstance(node, ast.ClassDef):
-        self._body(node, inside, node.name)
+      if isinstance(node, _SCOPES):
+        self.read(node, inside, node.name if isinstance(node, ast.ClassDef) else owner)
 
-  def _assign(self, node: ast.AST, inside: dict[str, set[str]], owner: str) -> None:
-    pairs: list[tuple[ast.AST, ast.AST]] = []
-    if isinstance(node, ast.Assign | ast.AnnAssign) and node.value is not None:
-      for target in targets(node):
-        if isinstance(target, ast.Tuple) and isinstance(node.value, ast.Tuple) and (
-            len(target.elts) == len(node.value.elts)):
-          pairs += zip(target.elts, node.value.elts, strict=True)
-        else:
-          pairs.append((target, node.value))
-    elif isinstance(node, ast.NamedExpr):
-      pairs.append((node.target, node.value))
-    elif isinstance(node, ast.For | ast.comprehension) and isinstance(node.iter, ast.Call):
-      method = getattr(node.iter.func, "attr", "")  # for name, section in config.evals.items()
-      named = self._resolve(node.iter.func.value, inside) if method in ("items", "values") else set()
-      values = {f"{s}<name>." for s in named if f"{s}<name>." in self._sections}
+  def _assign(self, node: Any, inside: dict[str, set[str]]) -> None:
+    if isinstance(node, ast.For | ast.comprehension):  # for name, section in config.evals.items()
+      method = getattr(getattr(node.iter, "func", None), "attr", "")
+      named = self._resolve(node.iter.func.value, inside) if method in ("items", "values") else ()
       target = node.target.elts[-1] if isinstance(node.target, ast.Tuple) else node.target
-      if values and isinstance(target, ast.Name):
+      if (values := {f"{s}<name>." for s in named} & self._known) and isinstance(target, ast.Name):
         inside[target.id] = values
-    for target, value in pairs:
-      sections = self._resolve(value, inside)
-      if isinstance(target, ast.Name) and sections:
-        inside[target.id] = inside.get(target.id, set()) | sections
-      elif isinstance(target, ast.Attribute) and isinstance(target.value, ast.Name) and sections:
-        self._given.setdefault((self._module.file, owner, f".{target.attr}"), set()).update(sections)
+      return
+    for target in [node.target] if isinstance(node, ast.NamedExpr) else targets(node):
+      both = isinstance(target, ast.Tuple) and isinstance(node.value, ast.Tuple)
+      for to, value in zip(target.elts, node.value.elts, strict=False) if both else [(target, node.value)]:
+        sections = self._resolve(value, inside)
+        if sections and isinstance(to, ast.Name):
+          inside[to.id] = inside.get(to.id, set()) | sections
+        elif sections and isinstance(to, ast.Attribute) and isinstance(to.value, ast.Name):
+          self._given.setdefault((self._module.file, self._owner, f".{to.attr}"), set()).update(sections)
 
-  def _resolve(self, node: ast.AST, inside: dict[str, set[str]]) -> set[str]:
+  def _resolve(self, node: Any, inside: dict[str, set[str]]) -> set[str]:
     """The sections that an expression stands for."""
     if isinstance(node, ast.Name):
-      return inside.get(node.id, set()) or ({self._seeds[node.id]} if node.id in ("config", "resolved") else set())
-    if isinstance(node, ast.Attribute):
-      parents = self._resolve(node.value, inside)
-      if not parents and node.attr in ("config", "_config"):
-        return {""}
-      if getattr(node.value, "id", "") == "self":
-        return self._given.get((self._module.file, self._owner, f".{node.attr}"), set())
-      return {f"{p}{node.attr}." for p in parents if f"{p}{node.attr}." in self._sections}
-    if isinstance(node, ast.Subscript):
-      parents = self._resolve(node.value, inside)
-      name = f"{node.slice.value}." if isinstance(node.slice, ast.Constant) else "<name>."
-      return {f"{p}{name}" for p in parents if f"{p}{name}" in self._sections}
+      return inside.get(node.id) or ({""} if node.id in ("config", "resolved") else set())
     if isinstance(node, ast.IfExp):
       return self._resolve(node.body, inside) | self._resolve(node.orelse, inside)
-    return set()
+    if not isinstance(node, ast.Attribute | ast.Subscript):
+      return set()
+    parents = self._resolve(node.value, inside)
+    if isinstance(node, ast.Subscript):
+      name = node.slice.value if isinstance(node.slice, ast.Constant) else "<name>"
+    elif not parents and node.attr in ("config", "_config"):
+      return {""}
+    elif getattr(node.value, "id", "") == "self":
+      return self._given.get((self._module.file, self._owner, f".{node.attr}"), set())
+    else:
+      name = node.attr
+    return {f"{p}{name}." for p in parents} & self._known
 
-  def _look(self, node: ast.AST, inside: dict[str, set[str]], own: Sequence[ast.AST], owner: str) -> None:
+  def _look(self, node: Any, inside: dict[str, set[str]], own: Sequence[Any]) -> None:
     """What one expression reads, and what a call hands on."""
     if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Load):
-      paths = {f"{s}{node.attr}" for s in self._resolve(node.value, inside)}
-      self._note(paths | {f"{path}." for path in paths}, node)
+      self._note({f"{s}{node.attr}{dot}" for s in self._resolve(node.value, inside) for dot in ("", ".")}, node)
     elif isinstance(node, ast.Subscript) and isinstance(node.ctx, ast.Load):
       sections = self._resolve(node.value, inside)
-      if isinstance(node.slice, ast.Constant):
-        self._note({f"{s}{node.slice.value}" for s in sections}, node)
-      else:  # names of keys in a list nearby
-        for other in own if sections else ():
-          if isinstance(other, ast.Constant) and isinstance(other.value, str):
-            self._note({f"{s}{other.value}" for s in sections}, other)
+      for name in _strings([node.slice], own) if sections else ():
+        self._note({f"{s}{name.value}" for s in sections}, node if name is node.slice else name)
     elif isinstance(node, ast.Call):
-      self._call(node, inside, own, owner)
+      self._call(node, inside, own)
 
-  def _call(self, node: ast.Call, inside: dict[str, set[str]], own: Sequence[ast.AST], owner: str) -> None:
+  def _call(self, node: ast.Call, inside: dict[str, set[str]], own: Sequence[Any]) -> None:
     arguments = [(i, self._resolve(arg, inside)) for i, arg in enumerate(node.args)]
     named = [(word.arg, self._resolve(word.value, inside)) for word in node.keywords]
-    for word, sections in named:
-      if word is None:  # **config.spikes
-        self._note({key for s in sections for key in self._known if s and key.startswith(s) and key != s}, node)
+    for s in {s for word, sections in named if word is None for s in sections if s}:  # **config.spikes
+      self._note({key for key in self._known if key.startswith(s) and key != s}, node)
     called = getattr(node.func, "attr", "") or getattr(node.func, "id", "")
-    if len(node.args) > 1 and arguments[0][1] and called in ("to_steps", "steps", "resolve"):  # to_steps(cfg, "total")
-      for prefix in (node.args[1],) if isinstance(node.args[1], ast.Constant) else own:
-        if isinstance(prefix, ast.Constant) and isinstance(prefix.value, str):
-          self._note({f"{s}{prefix.value}_{unit}" for s in arguments[0][1] for unit in DURATION_UNITS}, prefix)
-    if getattr(node.func, "attr", "") == "get" and node.args and isinstance(node.args[0], ast.Constant):
+    if len(node.args) > 1 and called in ("to_steps", "steps", "resolve") and arguments[0][1]:  # to_steps(cfg, "total")
+      for prefix in _strings([node.args[1]], own):
+        self._note({f"{s}{prefix.value}_{unit}" for s in arguments[0][1] for unit in DURATION_UNITS}, prefix)
+    if isinstance(node.func, ast.Attribute) and called == "get" and node.args and isinstance(
+        node.args[0], ast.Constant):
       self._note({f"{s}{node.args[0].value}" for s in self._resolve(node.func.value, inside)}, node)
     self._note({s for _, sections in (*arguments, *named) for s in sections if s}, node)
-    for module, name, function in self._called(node.func, owner):
-      names = [arg.arg for arg in (*function.args.posonlyargs, *function.args.args)]
-      names = names[1:] if names[:1] == ["self"] else names
-      for i, sections in arguments:
-        if sections and i < len(names):
-          self._given.setdefault((module.file, name, names[i]), set()).update(sections)
-      for word, sections in named:
-        if word and sections:
-          self._given.setdefault((module.file, name, word), set()).update(sections)
+    if (target := self._called(node.func)) is None:
+      return
+    file, function = target
+    names = [arg.arg for arg in (*function.args.posonlyargs, *function.args.args)]
+    names = names[names[:1] == ["self"]:]
+    for parameter, sections in (*((names[i], s) for i, s in arguments if i < len(names)), *named):
+      if parameter and sections:
+        self._given.setdefault((file, function.name, parameter), set()).update(sections)
 
-  def _called(self, func: ast.AST, owner: str) -> Iterator[tuple[_Module, str, Any]]:
-    """(module, name, function) of what a call calls, if that is one of ours and can be told."""
-    module, name = self._module, ""
-    if isinstance(func, ast.Name):
-      name = func.id
-      if name in module.imports:
-        path, _, name = module.imports[name].rpartition(".")
-        module = self._by_file.get(path.replace(".", "/") + ".py", module)
-    elif isinstance(func, ast.Attribute) and isinstance(func.value, ast.Name):
-      name = func.attr
-      if func.value.id == "self":
-        name = f"{owner}.{name}"
-      else:
-        path = module.imports.get(func.value.id, "").replace(".", "/")
-        module = self._by_file.get(f"{path}.py") or self._by_file.get(f"{path}/__init__.py")
-    if module is not None and name in module.functions:
-      yield module, module.functions[name].name, module.functions[name]
+  def _called(self, func: Any) -> tuple[str, ast.FunctionDef] | None:
+    """(file, function) of what a call calls, if that is one of ours and can be told."""
+    module, name = self._module, getattr(func, "attr", "") or getattr(func, "id", "")
+    base = getattr(getattr(func, "value", None), "id", None)
+    if base == "self":
+      name = f"{self._owner}.{name}"
+    elif isinstance(func, ast.Attribute):
+      path = self._module.imports.get(base or "", "").replace(".", "/")
+      module = self._modules.get(f"{path}.py") or self._modules.get(f"{path}/__init__.py")
+    elif name in module.imports:
+      path, _, name = module.imports[name].rpartition(".")
+      module = self._modules.get(path.replace(".", "/") + ".py", module)
+    return (module.file, module.functions[name]) if module and name in module.functions else None
 
-  def _note(self, paths: set[str], node: ast.AST) -> None:
+  def _note(self, paths: set[str], node: Any) -> None:
     for path in paths & self._known:
       self._found.setdefault(path, set()).add((self._module.file, node.lineno))
 
 
+def _strings(given: Sequence[Any], own: Sequence[Any]) -> Iterator[ast.Constant]:
+  """A name that is given as it is; else names of keys in a list nearby."""
+  constant = isinstance(given[0], ast.Constant)
+  return (one for one in (given if constant else own) if isinstance(one, ast.Constant) and isinstance(one.value, str))
+
+
 _SCOPES = (ast.FunctionDef, ast.Lambda, ast.ClassDef)
-_BINDS = (ast.Assign, ast.AnnAssign, ast.NamedExpr, ast.For, ast.comprehension)
-_LOOKED_AT = (*_SCOPES, *_BINDS, ast.Attribute, ast.Subscript, ast.Call, ast.Constant)
+_LOOKED_AT = (*_SCOPES, ast.Assign, ast.AnnAssign, ast.NamedExpr, ast.For, ast.comprehension, ast.Attribute,
+              ast.Subscript, ast.Call, ast.Constant)
 
 
 @functools.cache
-def _own_nodes(scope: ast.AST) -> tuple[ast.AST, ...]:
+def _own_nodes(scope: ast.AST) -> tuple[Any, ...]:
   """What is looked at of a function, without what is inside of functions and classes in it."""
   found, waiting = [], list(ast.iter_child_nodes(scope))[::-1]
   while waiting:
