@@ -13,13 +13,14 @@ which the run never waits for (`Guarded`). Only what cannot be started at all en
 """
 
 import atexit
+import contextlib
 import inspect
 import json
 import queue
 import re
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -66,20 +67,20 @@ def find(cfg: Any, workdir: Path) -> list[Planned]:
   """
   found = []
   for name, given in cfg.items():
+    where, kind = f"loggers.{name}", given.type
     arguments = {key: _plain(given[key], workdir) for key in given if key != "type"}
     _refuse_secrets(name, arguments)
     if jax.process_index() != 0:
       continue
-    where = f"loggers.{name}"
-    cls = _class(where, given.type)
-    if given.type in BUILT_IN:
+    cls = _class(where, kind)
+    if kind in BUILT_IN:
       cls.check(where, arguments)
+    elif callable(getattr(cls, "write_scalars", None)):
+      check_arguments(where, kind, cls, arguments)
     else:
-      if not callable(getattr(cls, "write_scalars", None)):
-        raise ConfigError(f"{where}.type is {given.type!r}, which has no write_scalars(step, scalars). Give a clu "
-                          f"MetricWriter or a class with that method, or {', '.join(BUILT_IN)}.")
-      check_arguments(where, given.type, cls, arguments)
-    found.append(Planned(name, given.type, cls, arguments))
+      raise ConfigError(f"{where}.type is {kind!r}, which has no write_scalars(step, scalars). Give a clu "
+                        f"MetricWriter or a class with that method, or {', '.join(BUILT_IN)}.")
+    found.append(Planned(name, kind, cls, arguments))
   return found
 
 
@@ -93,9 +94,8 @@ def start(planned: list[Planned], workdir: Path, config: ConfigDict) -> tuple["G
     ConfigError: naming the first that cannot be started; those before it are closed again.
   """
   started: list[Guarded] = []
-  config = json.loads(to_json(config)) if planned else {}
   for name, kind, cls, arguments in planned:
-    about = dict(workdir=workdir, name=name, config=config) if kind in BUILT_IN else {}
+    about = dict(workdir=workdir, name=name, config=json.loads(to_json(config))) if kind in BUILT_IN else {}
     try:
       started.append(Guarded(name, cls(**about, **arguments)))
     except Exception as e:
@@ -129,15 +129,13 @@ def check_arguments(where: str, kind: str, function: Any, arguments: dict[str, A
   Raises:
     ConfigError: naming them, and those that it takes.
   """
-  try:
+  with contextlib.suppress(ValueError):  # of a function without a signature; starting it will show
     signature = inspect.signature(function)
-  except (TypeError, ValueError):
-    return  # nothing is known of it; starting it will show
-  try:
-    signature.bind(**arguments)
-  except TypeError as e:
-    raise ConfigError(f"{where}: {kind} does not take {arguments}: {e}. It takes: "
-                      f"{', '.join(signature.parameters) or 'none'}.") from e
+    try:
+      signature.bind(**arguments)
+    except TypeError as e:
+      raise ConfigError(f"{where}: {kind} does not take {arguments}: {e}. It takes: "
+                        f"{', '.join(signature.parameters) or 'none'}.") from e
 
 
 def _plain(value: Any, workdir: Path) -> Any:
@@ -179,7 +177,7 @@ class Guarded:
     self._thread = threading.Thread(target=self._work, name=f"logger {name}", daemon=True)
     self._thread.start()
     # For runs that end by an error. Registered after the logger has started, and so called before its own such hooks.
-    atexit.register(self._at_exit)
+    atexit.register(self._end, "abandon", EXIT_SECONDS)
 
   def write_scalars(self, step: int, scalars: Mapping[str, float]) -> None:
     self._put("write_scalars", step, dict(scalars))
@@ -189,50 +187,41 @@ class Guarded:
 
   def flush(self) -> None:
     """Asks for it; nothing waits."""
-    self._put("flush")
+    with contextlib.suppress(queue.Full):
+      self._queue.put_nowait(("flush", ()))
 
   def close(self) -> None:
     """Ends the logger, once what waits is written or CLOSE_SECONDS are over."""
     self._end("close", CLOSE_SECONDS)
 
-  def _at_exit(self) -> None:
-    self._end("abandon", EXIT_SECONDS)
-
   def _end(self, how: str, seconds: float) -> None:
-    atexit.unregister(self._at_exit)
+    atexit.unregister(self._end)
     self._ending.set()  # no more pauses
     until = time.monotonic() + seconds
-    try:
+    with contextlib.suppress(queue.Full):
       self._queue.put((how, ()), timeout=seconds)
       self._thread.join(max(until - time.monotonic(), 0))
-    except queue.Full:
-      pass
-    left = self._queue.qsize()
     if self._thread.is_alive():
       logging.warning("Logger %r has not ended within %g s and is left behind, with %d rows that it was not given; "
-                      "metrics.jsonl has them all.", self.name, seconds, left)
+                      "metrics.jsonl has them all.", self.name, seconds, self._queue.qsize())
     elif self.lost:
       logging.warning("Logger %r has lost %d of %d rows; metrics.jsonl has them all.", self.name, self.lost, self.rows)
 
   def _put(self, method: str, *args: Any) -> None:
-    self.rows += method != "flush"
+    self.rows += 1
     try:
       self._queue.put_nowait((method, args))
     except queue.Full:
-      if method != "flush":
-        self._lose(f"{WAITING} rows wait for it already")
+      self._lose(f"{WAITING} rows wait for it already")
 
   def _work(self) -> None:
-    while True:
+    method = ""
+    while method not in ("close", "abandon"):
       method, args = self._queue.get()
-      self._call(method, args)
-      if method in ("close", "abandon"):
-        return
+      if method not in self._unknown and (function := getattr(self.writer, method, None)) is not None:
+        self._call(method, function, args)
 
-  def _call(self, method: str, args: tuple) -> None:
-    function = getattr(self.writer, method, None)
-    if function is None or method in self._unknown:
-      return
+  def _call(self, method: str, function: Callable, args: tuple) -> None:
     writes, why = method.startswith("write"), ""
     for pause in (*(() if self._failing or not writes else PAUSES), None):
       try:

@@ -34,14 +34,14 @@ class Identity:
     Raises:
       ConfigError: if the file is damaged.
     """
+    if not self.path.exists():
+      return {}
     try:
       known = json.loads(self.path.read_text(encoding="utf-8"))
-      if isinstance(known, dict) and all(isinstance(value, str) for value in known.values()):
-        return known
-    except FileNotFoundError:
-      return {}
     except ValueError:
-      pass
+      known = None
+    if isinstance(known, dict) and all(isinstance(value, str) for value in known.values()):
+      return known
     raise ConfigError(f"{self.path} is damaged: it should be a JSON object of strings. Delete it, and the logger "
                       "begins a new run.")
 
@@ -138,8 +138,6 @@ class MlflowWriter:
   """
 
   remedy = "Look at tracking_uri, at the server there, and at MLFLOW_TRACKING_USERNAME and _PASSWORD"
-  # Characters of a value, metrics and params of a request.
-  longest, most_metrics, most_params = 500, 1000, 100
 
   @classmethod
   def check(cls, where: str, arguments: dict[str, Any]) -> None:
@@ -185,25 +183,21 @@ class MlflowWriter:
 
   def _describe(self, config: Mapping[str, Any]) -> None:
     """Params, which MLflow does not allow to be changed: a key with another value than before becomes a tag."""
-    before = self._client.get_run(self._run).data.params
-    params = {_clean(key): self._short(value) for key, value in flatten(config).items()}
-    new = [self._entities.Param(key, value) for key, value in params.items() if key not in before]
-    changed = [self._entities.RunTag(f"changed/{key}"[:250], value) for key, value in params.items()
+    before, entities = self._client.get_run(self._run).data.params, self._entities
+    params = {_clean(key): (text := str(value))[:500 - (len(text) > 500)] + "…" * (len(text) > 500)
+              for key, value in flatten(config).items()}
+    new = [entities.Param(key, value) for key, value in params.items() if key not in before]
+    changed = [entities.RunTag(f"changed/{key}"[:250], value) for key, value in params.items()
                if before.get(key, value) != value]
-    for begin in range(0, max(len(new), len(changed)), self.most_params):
-      part = slice(begin, begin + self.most_params)
-      self._client.log_batch(self._run, params=new[part], tags=changed[part])
+    for begin in range(0, max(len(new), len(changed)), 100):  # as many as a request may have
+      self._client.log_batch(self._run, params=new[begin:begin + 100], tags=changed[begin:begin + 100])
     self._client.log_dict(self._run, dict(config), "config.json")
-
-  def _short(self, value: Any) -> str:
-    text = str(value)
-    return text if len(text) <= self.longest else text[:self.longest - 1] + "…"
 
   def write_scalars(self, step: int, scalars: Mapping[str, float]) -> None:
     now = int(time.time() * 1000)
     metrics = [self._entities.Metric(_clean(name), float(value), now, step) for name, value in scalars.items()]
-    for begin in range(0, len(metrics), self.most_metrics):
-      self._client.log_batch(self._run, metrics=metrics[begin:begin + self.most_metrics])
+    for begin in range(0, len(metrics), 1000):
+      self._client.log_batch(self._run, metrics=metrics[begin:begin + 1000])
 
   def write_texts(self, step: int, texts: Mapping[str, str]) -> None:
     for name, text in texts.items():
