@@ -104,31 +104,21 @@ def parsed(text: str) -> list[Combination]:
   Raises:
     ConfigError: it has another form.
   """
-  key, equals, values = text.partition("=")
-  if not equals or not values:
-    raise ConfigError(f"found --set={text!r}; it must be KEY=VALUE,VALUE,…, as in "
-                      "--set='optimizer.learning_rate=1e-3,3e-3'.")
-  return sweep(key.strip().removeprefix("config."), [_literal(value) for value in _split(values, text)])
-
-
-def _split(values: str, text: str) -> list[str]:
+  key, _, values = text.partition("=")
   parts, depth, quote = [""], 0, ""
   for character in values:
-    if quote:
-      quote = "" if character == quote else quote
-    elif character in "'\"":
-      quote = character
-    elif character in "([{":
-      depth += 1
-    elif character in ")]}":
-      depth -= 1
+    if character in "'\"" and quote in ("", character):
+      quote = "" if quote else character
+    elif not quote:
+      depth += (character in "([{") - (character in ")]}")
     if character == "," and depth == 0 and not quote:
       parts.append("")
     else:
       parts[-1] += character
   if depth or quote or not all(part.strip() for part in parts):
-    raise ConfigError(f"found --set={text!r}; a bracket or quote is open, or a value is empty.")
-  return [part.strip() for part in parts]
+    raise ConfigError(f"found --set={text!r}; it must be KEY=VALUE,VALUE,…, as in "
+                      "--set='optimizer.learning_rate=1e-3,3e-3', with brackets and quotes closed.")
+  return sweep(key.strip().removeprefix("config."), [_literal(part.strip()) for part in parts])
 
 
 def _literal(text: str) -> Any:

@@ -29,7 +29,7 @@ from typing import Any
 
 from absl import app, flags, logging
 
-from trainer import sweep, whole_files, writers
+from trainer import sweep, sweep_runs, terminal, whole_files
 from trainer.errors import ConfigError
 from trainer.report import record
 from trainer.report.history import last_end
@@ -48,23 +48,15 @@ class Stages:
   """
 
   def __init__(self, path: str):
-    self.path = path
     if not Path(path).is_file():
       raise ConfigError(f"--config={path} is no file; give a Python file with STAGES and get_config, e.g. "
                         "configs/speedrun.py.")
     found = runpy.run_path(path)
-    missing = [name for name in ("STAGES", "get_config") if name not in found]
-    if missing:
+    if missing := [name for name in ("STAGES", "get_config") if name not in found]:
       raise ConfigError(f"{path} has no {' and no '.join(missing)}; a speedrun's file has STAGES = {{stage: {{column: "
                         "metric}} and get_config('STAGE:ROOT'), as configs/speedrun.py has.")
-    self.columns: dict[str, dict[str, str]] = found["STAGES"]
-    self.names = list(self.columns)
+    self.path, self.columns, self.names = path, found["STAGES"], list(found["STAGES"])
     self.questions: Sequence[str] = found.get("QUESTIONS", ())
-
-  def command(self, stage: str, root: Path, overrides: Sequence[str]) -> list[str]:
-    """The command of a stage's run."""
-    return [sys.executable, "-m", "trainer", f"--config={self.path}:{stage}:{root}", f"--workdir={root / stage}",
-            *overrides]
 
 
 def check(stages: Stages, root: Path, given: Sequence[str]) -> None:
@@ -110,8 +102,9 @@ def run_stage(stages: Stages, stage: str, root: Path, overrides: Sequence[str]) 
     ConfigError: the run has not measured what the table is to show.
     SystemExit: with the exit code of a stage that fails, or that was stopped.
   """
-  command, workdir = stages.command(stage, root, overrides), root / stage
-  file = workdir / "speedrun.json"
+  workdir = root / stage
+  command, file = [sys.executable, "-m", "trainer", f"--config={stages.path}:{stage}:{root}", f"--workdir={workdir}",
+                   *overrides], workdir / "speedrun.json"
   done = _read(file)
   if done.get("command") == command[1:] and "scores" in done:
     print(f"\n{stage}: done before, in {workdir}", flush=True)
@@ -126,16 +119,13 @@ def run_stage(stages: Stages, stage: str, root: Path, overrides: Sequence[str]) 
       _write(file, {"seconds": seconds})
     print(f"\nStage {stage!r} is not finished. The same command goes on where it was.", file=sys.stderr)
     sys.exit(code if code > 0 else 1)
-  last: dict[str, float] = {}
-  measured: dict[str, int] = {}  # after which step
-  for row in writers.read_rows(workdir / "metrics.jsonl"):
-    last |= row
-    measured |= dict.fromkeys(row, row["step"])
+  columns = stages.columns[stage]
+  last = sweep_runs.last_values(workdir, list(columns.values()))
   made = {"command": command[1:], "seconds": seconds, "steps": last["step"], "tokens": end["tokens"],
-          "scores": {column: _metric(last, metric, stage) for column, metric in stages.columns[stage].items()},
+          "scores": {column: _metric(last, metric, stage) for column, metric in columns.items()},
           # Of those that were not measured at the end.
-          "score_steps": {column: measured[metric] for column, metric in stages.columns[stage].items()
-                          if measured[metric] < last["step"]}}
+          "score_steps": {column: last[f"{metric}/step"] for column, metric in columns.items()
+                          if f"{metric}/step" in last}}
   _write(file, made)
   return made
 
@@ -143,21 +133,19 @@ def run_stage(stages: Stages, stage: str, root: Path, overrides: Sequence[str]) 
 def call(command: Sequence[str]) -> int:
   """Runs a command and returns its exit code. What would stop this process stops the other, which saves first."""
   child = subprocess.Popen(command)
-  previous = signal.signal(signal.SIGTERM, lambda *_: child.send_signal(signal.SIGTERM))
+  # An interrupt from the terminal reaches both.
+  previous = {signal.SIGTERM: signal.signal(signal.SIGTERM, lambda *_: child.send_signal(signal.SIGTERM)),
+              signal.SIGINT: signal.signal(signal.SIGINT, lambda *_: None)}
   try:
-    while True:
-      try:
-        return child.wait()
-      except KeyboardInterrupt:  # the terminal has sent it to the other process, too
-        continue
+    return child.wait()
   finally:
-    signal.signal(signal.SIGTERM, previous)
+    for number, handler in previous.items():
+      signal.signal(number, handler)
 
 
 def _metric(last: Mapping[str, float], name: str, stage: str) -> float:
   if name not in last:
-    raise ConfigError(f"STAGES names the metric {name!r} for {stage!r}, which that run has not written. It has: "
-                      f"{', '.join(key for key in last if key.startswith('eval/')) or 'no evaluation'}.")
+    raise ConfigError(f"STAGES names the metric {name!r} for {stage!r}, of which that run has written no finite value.")
   return last[name]
 
 
@@ -189,13 +177,6 @@ def _spread(values: Sequence[float], form: str) -> str:
   return mean if len(values) < 2 else f"{mean} ± {form.format(statistics.stdev(values))}"
 
 
-def text_of(lines: Sequence[Sequence[str]]) -> str:
-  """The table for a terminal."""
-  widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-  return "\n".join("  ".join(cell.rjust(width) if i else cell.ljust(width)
-                             for i, (cell, width) in enumerate(zip(line, widths, strict=True))) for line in lines)
-
-
 _HEADING = """# Leaderboard
 
 Speedruns, the newest last; each row was written by the command in it (`--leaderboard`). Scores are means ± standard
@@ -215,7 +196,7 @@ def add_to_leaderboard(file: Path, stages: Stages, runs: Sequence[Mapping[str, M
   command = shlex.join(["python", "-m", "trainer.speedrun", f"--config={stages.path}", "--workdir=DIR",
                         *([f"--seeds={','.join(seeds)}"] if seeds else []), *(f"--set={text}" for text in given)])
   columns = ["date", *scores, "minutes", "seeds", "machine", "commit", "command"]
-  row = [time.strftime("%Y-%m-%d"), *scores.values(), minutes, str(len(runs)), machine(), commit(), f"`{command}`"]
+  row = [time.strftime("%Y-%m-%d"), *scores.values(), minutes, str(len(runs)), _machine(), _commit(), f"`{command}`"]
   text = file.read_text(encoding="utf-8") if file.exists() else _HEADING
   title = f"## {stages.path}"
   if title not in text:
@@ -227,16 +208,15 @@ def add_to_leaderboard(file: Path, stages: Stages, runs: Sequence[Mapping[str, M
                   encoding="utf-8")
 
 
-def machine() -> str:
+def _machine() -> str:
   """What it ran on, in a few words."""
   import jax
   devices = jax.devices()
-  if devices[0].platform == "cpu":
-    return f"{os.cpu_count()} CPU cores ({platform.machine()})"
-  return f"{len(devices)} × {devices[0].device_kind}"
+  return (f"{os.cpu_count()} CPU cores ({platform.machine()})" if devices[0].platform == "cpu" else
+          f"{len(devices)} × {devices[0].device_kind}")
 
 
-def commit() -> str:
+def _commit() -> str:
   """The commit of the code, with a + where files differ from it; "unknown" outside a git checkout."""
   found = record.git(Path(__file__).parent, Path(__file__).name)
   return f"{found['commit'][:7]}{'+' if found['dirty'] else ''}" if found else "unknown"
@@ -298,7 +278,7 @@ def main(argv: list[str]) -> None:
     check(stages, root, given.set)
     runs = speedrun(stages, root, given.seeds, given.set)
     _write(root / "speedrun.json", {"config": stages.path, "seeds": given.seeds, "runs": runs})
-    print(f"\n{text_of(table(stages, runs))}\n")
+    print(f"\n{terminal.table(table(stages, runs))}\n")
     if given.leaderboard:
       add_to_leaderboard(Path(given.leaderboard), stages, runs, given.seeds, given.set)
       print(f"added to {given.leaderboard}")

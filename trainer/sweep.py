@@ -13,9 +13,10 @@ stopped continues. At the end there is a table, ROOT/sweep.json, and ROOT/compar
 """
 
 import json
+import runpy
 import shlex
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,17 +24,7 @@ from absl import app, flags, logging
 from ml_collections import ConfigDict, config_flags
 
 from trainer import config_typed, sweep_runs, sweep_slurm
-from trainer.combinations import (
-  Combination,
-  argument,
-  chain,
-  fixed,
-  name_of,
-  parsed,
-  product,
-  sweep,
-  zipped,
-)
+from trainer.combinations import Combination, argument, chain, fixed, name_of, parsed, product, sweep, zipped
 from trainer.errors import ConfigError
 from trainer.sweep_runs import Planned
 
@@ -56,7 +47,12 @@ def combinations(config_file: str, sweep_file: str | None, texts: Sequence[str],
   if zip_them:
     raise ConfigError("--zip puts the values of several --set together, and there is none.")
   file, _, _ = (sweep_file or config_file).partition(":")
-  get_sweep = _function_of(file, "get_sweep")
+  try:
+    get_sweep = runpy.run_path(file).get("get_sweep")
+  except ConfigError:
+    raise
+  except Exception as e:
+    raise ConfigError(f"{file} cannot be read: {type(e).__name__}: {e}") from e
   if get_sweep is None:
     raise ConfigError(f"{file} has no get_sweep(). Add one that returns a sweep (docs/configuration.md), or name the "
                       "values: --set='optimizer.learning_rate=1e-3,3e-3'.")
@@ -64,16 +60,6 @@ def combinations(config_file: str, sweep_file: str | None, texts: Sequence[str],
   if not found:
     raise ConfigError(f"get_sweep() of {file} has no combination.")
   return found
-
-
-def _function_of(file: str, name: str) -> Callable[[], Any] | None:
-  import runpy
-  try:
-    return runpy.run_path(file).get(name)
-  except ConfigError:
-    raise
-  except Exception as e:
-    raise ConfigError(f"{file} cannot be read: {type(e).__name__}: {e}") from e
 
 
 def config_of(config_file: str, overrides: Sequence[str]) -> ConfigDict:
@@ -130,14 +116,6 @@ def plan(config_file: str, root: Path, found: Sequence[Combination], common: Seq
   for run in runs:
     run.status = sweep_runs.status_of(run)
   return runs
-
-
-def metric_of(given: str | None, runs: Sequence[Planned]) -> str:
-  """What the table is sorted by: what was asked for, or the loss of the first evaluator of that type, or `loss`."""
-  if given is not None:
-    return given
-  evals = runs[0].config.evals
-  return next((f"eval/{name}/loss" for name in evals if evals[name].type == "loss"), "loss")
 
 
 def conclude(root: Path, runs: Sequence[Planned], about: dict[str, Any], best: str) -> None:
@@ -202,9 +180,18 @@ def _run(given: Any, rest: Sequence[str]) -> int:
     if not given.slurm:
       return 0
   root.mkdir(parents=True, exist_ok=True)
-  about = dict(config=given.config, common=list(rest), metric=metric_of(given.metric, runs), best=given.best)
+  about = dict(config=given.config, common=list(rest), best=given.best, metric=given.metric or next(
+      (f"eval/{name}/loss" for name, eval in runs[0].config.evals.items() if eval.type == "loss"), "loss"))
+  if given.slurm and finished == len(runs):
+    print("All runs are finished; nothing to hand to Slurm.")
+    return 0
   if given.slurm:
-    return _to_slurm(given, root, runs)
+    script = sweep_slurm.write_script(root, runs, given.sbatch, given.jobs)
+    print(f"  {script}")
+    if not given.dry_run:
+      sweep_slurm.submit(script)
+      print("When its tasks have ended, the same command with --gather in place of --slurm makes the table.")
+    return 0
   received = None
   if not given.gather:
     received = sweep_runs.run_here(runs, given.jobs or 1, lambda text: print(text, flush=True), given.gpus_per_run)
@@ -213,18 +200,6 @@ def _run(given: Any, rest: Sequence[str]) -> int:
   if open_ones and not given.gather:
     print(f"{len(open_ones)} of {len(runs)} are not finished; the same command goes on with them.")
   return 0 if given.gather or not open_ones else 128 + received if received else 1
-
-
-def _to_slurm(given: Any, root: Path, runs: Sequence[Planned]) -> int:
-  if all(run.status == "finished" for run in runs):
-    print("All runs are finished; nothing to hand to Slurm.")
-    return 0
-  script = sweep_slurm.write_script(root, runs, given.sbatch, given.jobs)
-  print(f"  {script}")
-  if not given.dry_run:
-    sweep_slurm.submit(script)
-    print("When its tasks have ended, the same command with --gather in place of --slurm makes the table.")
-  return 0
 
 
 def main(argv: list[str]) -> None:

@@ -1,5 +1,6 @@
 """The runs of a sweep: how each stands, running them here as processes of their own, and the table at the end."""
 
+import collections
 import contextlib
 import fcntl
 import json
@@ -8,20 +9,19 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Mapping, Sequence
+from concurrent import futures
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from ml_collections import ConfigDict
 
-from trainer import config_checks, whole_files, writers
+from trainer import config_checks, terminal, whole_files
 from trainer.errors import ConfigError
 from trainer.report.history import last_end
+from trainer.writers import read_rows
 
-# Seconds between two looks at the processes, and between two lines on how far they are.
-LOOK, TELL = 0.2, 30.0
 # Lines of a failed run's output that are shown.
 LAST_LINES = 8
 LOG = "sweep.log"
@@ -59,53 +59,14 @@ def status_of(planned: Planned) -> str:
     return "new"
   if last_end(planned.workdir).get("how") != "finished":
     return "begun"
-  if planned.config is None:
-    return "finished"
   try:
     saved = json.loads((planned.workdir / "config.json").read_text(encoding="utf-8"))
     # What `auto` stands for is decided on the devices.
-    changed = [line for line in config_checks.differences(saved, planned.config) if not line.startswith("precision.")]
+    changed = planned.config is not None and any(
+        not line.startswith("precision.") for line in config_checks.differences(saved, planned.config))
   except (OSError, ValueError, AttributeError):
     return "begun"
   return "begun" if changed else "finished"
-
-
-# ----------------------------------------------------------------------------------------------
-# Running them here.
-
-
-class _Process:
-  """A run's process. The lock on its log belongs to its output, and so outlives us: no second one is started beside it.
-  """
-
-  def __init__(self, planned: Planned, slot: int, gpus: Sequence[str]):
-    planned.workdir.mkdir(parents=True, exist_ok=True)
-    self.planned, self.slot = planned, slot
-    self.log = planned.workdir / LOG
-    with open(self.log, "ab") as file:
-      fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-      self._from = file.tell()
-      command = [*TRAINER, *planned.arguments]
-      env = os.environ | ({"CUDA_VISIBLE_DEVICES": ",".join(gpus)} if gpus else {})
-      # In a session of its own: a Ctrl-C in the terminal reaches it through us, once.
-      self.popen = subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL, env=env,
-                                    start_new_session=True)
-
-  def ended(self, told: bool) -> bool:
-    """Whether it has; then its run has its status. `told`: to end, and one that was setting up does so by the signal.
-    """
-    code = self.popen.poll()
-    if code is None:
-      return False
-    stopped = last_end(self.planned.workdir).get("how") == "stopped" if code == 0 else told and code < 0
-    self.planned.exit_code = code
-    self.planned.status = "stopped" if stopped else "finished" if code == 0 else "failed"
-    if self.planned.status == "failed":
-      with open(self.log, "rb") as file:
-        file.seek(self._from)
-        lines = [line for line in file.read().decode(errors="replace").splitlines() if line.strip()]
-      self.planned.said = [printable(line) for line in lines[-LAST_LINES:]]
-    return True
 
 
 def run_here(runs: Sequence[Planned], jobs: int, say: Callable[[str], None], gpus_per_run: int = 0) -> int | None:
@@ -123,64 +84,80 @@ def run_here(runs: Sequence[Planned], jobs: int, say: Callable[[str], None], gpu
   Raises:
     ConfigError: there are fewer GPUs than the jobs are to have.
   """
-  waiting, running = [run for run in runs if run.status != "finished"], []
-  visible = _visible_gpus(jobs * gpus_per_run)
-  received: list[int] = []
-  told, begun = time.monotonic(), 0
-  with _signals(lambda number: _hand_on(received, number, running, say)):
-    while running or (waiting and not received):
-      free = sorted(set(range(jobs)) - {process.slot for process in running})
-      while waiting and free and not received:
-        run, slot = waiting.pop(0), free.pop(0)
-        word, begun = "continues" if run.status == "begun" else "begins", begun + 1
-        try:
-          running.append(_Process(run, slot, visible[slot * gpus_per_run:(slot + 1) * gpus_per_run]))
-        except BlockingIOError:
-          run.status = "busy"
-          say(f"{run.name}: a process of an earlier sweep still trains there; left alone")
-          free.insert(0, slot)
-          continue
-        run.status = "running"
-        say(f"{run.name} {word} ({begun} of {begun + len(waiting)})")
-      time.sleep(LOOK)
-      for process in [process for process in running if process.ended(bool(received))]:
-        running.remove(process)
-        say(_told(process))
-      if time.monotonic() - told > TELL:
-        told = time.monotonic()
-        for process in running:
-          say(f"  {process.planned.name}: {progress(process.planned.workdir)}")
-  return received[0] if received else None
+  gpus, received = _visible_gpus(jobs * gpus_per_run), []
+  waiting = collections.deque(run for run in runs if run.status != "finished")
+  running: dict[int, subprocess.Popen] = {}
 
+  def work(slot: int) -> None:
+    while waiting and not received:
+      run = waiting.popleft()
+      try:
+        first = _begin(run, gpus[slot * gpus_per_run:(slot + 1) * gpus_per_run], slot, running)
+      except BlockingIOError:
+        run.status = "busy"
+        say(f"{run.name}: a process of an earlier sweep still trains there; left alone")
+        continue
+      say(f"{run.name} {run.status} ({len(waiting)} wait)")
+      if received:  # while it began
+        running[slot].send_signal(signal.SIGTERM)
+      run.exit_code = running[slot].wait()
+      del running[slot]
+      _end(run, bool(received), first)
+      say("\n    ".join([f"{run.name} {run.status}" + (
+          f" with exit code {run.exit_code}; the end of {run.workdir / LOG}:" if run.said else ""), *run.said]))
 
-def _told(process: _Process) -> str:
-  run = process.planned
-  if run.status != "failed":
-    return f"{run.name} {run.status}"
-  return "\n".join([f"{run.name} failed with exit code {run.exit_code}; the end of {process.log}:",
-                    *(f"    {line}" for line in run.said)])
+  def hand_on(number: int, frame: Any) -> None:
+    received.append(number)
+    now = list(running.values())
+    for process in now:
+      process.send_signal(signal.SIGTERM if len(received) < 3 else signal.SIGKILL)
+    say(f"\n{signal.Signals(number).name}: " + (
+        f"{len(now)} running, each saves after its step and ends. (Once more: at once, without saving.)"
+        if len(received) == 1 else "ending them at once."))
 
-
-def _hand_on(received: list[int], number: int, running: list[_Process], say: Callable[[str], None]) -> None:
-  received.append(number)
-  for process in running:
-    if process.popen.poll() is None:
-      process.popen.send_signal(signal.SIGTERM if len(received) < 3 else signal.SIGKILL)
-  say(f"\n{signal.Signals(number).name}: " + (
-      f"{len(running)} running, each saves after its step and ends. (Once more: at once, without saving.)"
-      if len(received) == 1 else "ending them at once."))
-
-
-@contextlib.contextmanager
-def _signals(handle: Callable[[int], None]):
-  """Hands SIGINT and SIGTERM to `handle`, in here."""
-  before = {number: signal.signal(number, lambda received, frame: handle(received))
-            for number in (signal.SIGINT, signal.SIGTERM)}
+  before = {number: signal.signal(number, hand_on) for number in (signal.SIGINT, signal.SIGTERM)}
   try:
-    yield
+    with futures.ThreadPoolExecutor(jobs) as pool:
+      list(pool.map(work, range(jobs)))
   finally:
     for number, handler in before.items():
       signal.signal(number, handler)
+  return received[0] if received else None
+
+
+def _begin(run: Planned, gpus: Sequence[str], slot: int, running: dict[int, subprocess.Popen]) -> int:
+  """Starts a run's process, as running[slot]; returns where its output begins in the log.
+
+  The lock on the log belongs to its output, and so outlives us: no second process is started beside it.
+
+  Raises:
+    BlockingIOError: there is one already.
+  """
+  run.workdir.mkdir(parents=True, exist_ok=True)
+  with open(run.workdir / LOG, "ab") as file:
+    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    first = file.tell()
+    run.status = "continues" if run.status == "begun" else "begins"
+    # In a session of its own: a Ctrl-C in the terminal reaches it through us, once.
+    running[slot] = subprocess.Popen(
+        [*TRAINER, *run.arguments], stdout=file, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL,
+        env=os.environ | ({"CUDA_VISIBLE_DEVICES": ",".join(gpus)} if gpus else {}), start_new_session=True)
+    return first
+
+
+def _end(run: Planned, told: bool, first: int) -> None:
+  """Sets the status of a run whose process has ended, and what it said last if it failed.
+
+  Args:
+    told: it was told to end; one that was setting up does so by the signal.
+    first: where its output begins in the log.
+  """
+  code = run.exit_code or 0
+  stopped = last_end(run.workdir).get("how") == "stopped" if code == 0 else told and code < 0
+  run.status = "stopped" if stopped else "finished" if code == 0 else "failed"
+  if run.status == "failed":
+    lines = (run.workdir / LOG).read_bytes()[first:].decode(errors="replace").splitlines()
+    run.said = [printable(line) for line in lines if line.strip()][-LAST_LINES:]
 
 
 def _visible_gpus(needed: int) -> list[str]:
@@ -193,46 +170,22 @@ def _visible_gpus(needed: int) -> list[str]:
   return names[:needed]
 
 
-def progress(workdir: Path) -> str:
-  """`step 120, loss 2.345` by the last rows that are written there; of rollouts the reward, too."""
-  row = last_values(workdir, ("reward", "loss"), tail=True)
-  told = [f"{name} {row[name]:.4g}" for name in ("reward", "loss") if name in row]
-  return ", ".join([f"step {row['step']:,}", *told]) if told else "no step yet"
-
-
-def last_values(workdir: Path, names: Sequence[str], tail: bool = False) -> dict[str, float]:
-  """The last value of each of these metrics that is a finite number, and the last `step`; for a metric whose value is
-  of an earlier step, `NAME/step`, too.
-
-  Args:
-    tail: look at the end of the file only.
-  """
-  found: dict[str, float] = {}
-  with contextlib.suppress(OSError, ValueError):
-    if tail:
-      with open(workdir / "metrics.jsonl", "rb") as file:
-        file.seek(max(file.seek(0, os.SEEK_END) - 65536, 0))
-        rows = [_row(line) for line in file.read().split(b"\n")[1 if file.tell() > 65536 else 0:]]
-    else:
-      rows = writers.read_rows(workdir / "metrics.jsonl")
-    for row in rows:
-      finite = {name: row[name] for name in ("step", *names)
-                if isinstance(row.get(name), (int, float)) and math.isfinite(row[name])}
-      found |= finite | {f"{name}/step": row["step"] for name in finite if name != "step" and "step" in finite}
-  return {name: value for name, value in found.items()
-          if not (name.endswith("/step") and name not in names and value == found["step"])}
-
-
-def _row(line: bytes) -> dict[str, Any]:
-  try:
-    row = json.loads(line)
-    return row if isinstance(row, dict) else {}
-  except ValueError:  # cut
-    return {}
-
-
 # ----------------------------------------------------------------------------------------------
 # The table.
+
+
+def last_values(workdir: Path, names: Sequence[str]) -> dict[str, float]:
+  """The last value of each of these metrics that is a finite number, and the last `step`; for a metric whose value is
+  of an earlier step, `NAME/step`, too."""
+  found: dict[str, float] = {}
+  steps: dict[str, float] = {}
+  with contextlib.suppress(OSError, ValueError):
+    for row in read_rows(workdir / "metrics.jsonl"):
+      finite = {name: row[name] for name in ("step", *names)
+                if isinstance(row.get(name), (int, float)) and math.isfinite(row[name])}
+      found |= finite
+      steps |= {f"{name}/step": row["step"] for name in finite}
+  return found | {name: step for name, step in steps.items() if step != found["step"]}
 
 
 def in_order(runs: Sequence[Planned], metric: str, largest: bool) -> list[tuple[Planned, dict[str, float]]]:
@@ -242,24 +195,15 @@ def in_order(runs: Sequence[Planned], metric: str, largest: bool) -> list[tuple[
 
 
 def table(ordered: Sequence[tuple[Planned, Mapping[str, float]]], metric: str) -> str:
-  """A line for each run."""
-  rows = [("", metric, "loss", "step", "status", "run")]
+  """A line for each run; values that are not of its last step say of which."""
+  names = list(dict.fromkeys((metric, "loss")))
+  rows = [["", *names, "step", "status", "run"]]
   for place, (run, values) in enumerate(ordered, 1):
-    rows.append((str(place), *(f"{values[name]:.6g}{_older(values, name)}" if name in values else ""
-                               for name in (metric, "loss")),
-                 f"{values['step']:,}" if "step" in values else "", run.status, run.name))
-  if metric == "loss":
-    rows = [row[:1] + row[2:] for row in rows]
-  widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-  last = len(widths) - 1
-  return "\n".join("  ".join(cell.ljust(width) if place >= last - 1 else cell.rjust(width)
-                             for place, (cell, width) in enumerate(zip(row, widths, strict=True))).rstrip()
-                   for row in rows)
-
-
-def _older(values: Mapping[str, float], name: str) -> str:
-  """` at step N`, where a value is not of the last step."""
-  return f" at step {values[f'{name}/step']:,}" if f"{name}/step" in values else ""
+    cells = [f"{values[name]:.6g}" if name in values else "" for name in names]
+    cells = [f"{cell} at step {values[f'{name}/step']:,}" if f"{name}/step" in values else cell
+             for cell, name in zip(cells, names, strict=True)]
+    rows.append([str(place), *cells, f"{values['step']:,}" if "step" in values else "", run.status, run.name])
+  return terminal.table(rows, left=(len(names) + 2, len(names) + 3))
 
 
 def write(file: Path, ordered: Sequence[tuple[Planned, Mapping[str, float]]], about: Mapping[str, Any]) -> None:

@@ -1,8 +1,10 @@
 """A sweep as a Slurm array: a task for each run that is not finished, started again as launch/slurm.sbatch does it."""
 
 import hashlib
+import itertools
 import json
 import os
+import re
 import shlex
 import shutil
 import subprocess
@@ -14,30 +16,8 @@ from typing import Any
 from trainer.errors import ConfigError
 from trainer.sweep_runs import TRAINER, Planned
 
-# launch/slurm.sbatch with another program in the place of the trainer (tests/trainer/test_sweep.py compares them).
-SCRIPT = r"""#!/bin/bash
-# @made
-@options
-#SBATCH --ntasks-per-node=1
-#SBATCH --requeue
-#SBATCH --signal=B:TERM@180
-#SBATCH --open-mode=append
-
-again=0
-# The time limit is near: all processes save and exit.
-trap 'again=1; scancel --signal=TERM "$SLURM_JOB_ID"' TERM
-
-srun --kill-on-bad-exit=0 --wait=300 "${PYTHON:-@python}" -u -m trainer.sweep @plan --index="$SLURM_ARRAY_TASK_ID" &
-until wait $!; code=$?; ! kill -0 $! 2> /dev/null; do :; done # a trap interrupts a wait
-
-# 75: another process died or hangs (docs/processes.md). Above 128: this one was killed. 1: trying again would not help.
-if [ $code = 75 ] || [ $code -gt 128 ]; then again=1; fi
-if [ $again = 1 ] && [ "${SLURM_RESTART_COUNT:-0}" -lt "${MAX_RESTARTS:-100}" ]; then
-  echo "Exit code $code after ${SLURM_RESTART_COUNT:-0} restarts: job $SLURM_JOB_ID is queued again."
-  exec scontrol requeue "$SLURM_JOB_ID"
-fi
-exit $code
-"""
+# What is submitted, with another program in the trainer's place and other options.
+LAUNCH = Path(__file__).resolve().parent.parent / "launch" / "slurm.sbatch"
 
 
 def write_script(root: Path, runs: Sequence[Planned], options: Sequence[str], at_once: int | None) -> Path:
@@ -50,8 +30,10 @@ def write_script(root: Path, runs: Sequence[Planned], options: Sequence[str], at
     at_once: tasks that may run at a time; None: all.
 
   Raises:
-    ConfigError: an option that is none, or that the script sets.
+    ConfigError: an option that is none, or that the script sets; there is no launch/ here.
   """
+  if not LAUNCH.exists():
+    raise ConfigError(f"--slurm takes its script from {LAUNCH}, which is not there: run it from a checkout.")
   for option in options:
     if not option.startswith("-") or "\n" in option or option.split("=")[0] in ("--array", "-a", "--wrap"):
       raise ConfigError(f"found --sbatch={option!r}; it must be one option of sbatch, such as --sbatch=--time=4:00:00, "
@@ -62,11 +44,16 @@ def write_script(root: Path, runs: Sequence[Planned], options: Sequence[str], at
   file = root / f"{stem}.json"
   file.write_text(text, encoding="utf-8")
   open_ones = [number for number, run in enumerate(runs) if run.status != "finished"]
-  given = [f"--job-name=sweep-{root.name}", f"--array={_ranges(open_ones)}{f'%{at_once}' if at_once else ''}",
-           f"--chdir={os.getcwd()}", f"--output={root / 'slurm-%A_%a.out'}", *options]
-  script = SCRIPT.replace("@options", "\n".join(f"#SBATCH {_quoted(option)}" for option in given))
-  script = script.replace("@made", f"Made by python -m trainer.sweep for the runs of {file.name}.")
-  script = script.replace("@python", sys.executable).replace("@plan", shlex.quote(f"--array={file}"))
+  options = [f"--job-name=sweep-{root.name}", f"--array={_ranges(open_ones)}{f'%{at_once}' if at_once else ''}",
+             f"--chdir={os.getcwd()}", f"--output={root / 'slurm-%A_%a.out'}", *options]
+  # A line of #SBATCH is split at spaces, and quotes keep words together.
+  given = "\n".join("#SBATCH " + (f'"{option}"' if " " in option else option) for option in options)
+  script = re.sub(r"\A(#!.*\n)(?:#(?!SBATCH).*\n)*#SBATCH --job-name=.*\n",
+                  lambda first: f"{first[1]}# Made by python -m trainer.sweep for the runs of {file.name}.\n{given}\n",
+                  LAUNCH.read_text(encoding="utf-8"))
+  script = script.replace('"${PYTHON:-python}" -u -m trainer "$@"', (
+      f'"${{PYTHON:-{sys.executable}}}" -u -m trainer.sweep {shlex.quote(f"--array={file}")} '
+      '--index="$SLURM_ARRAY_TASK_ID"'))
   path = root / f"{stem}.sbatch"
   path.write_text(script, encoding="utf-8")
   return path
@@ -110,17 +97,8 @@ def become(run: dict[str, Any]) -> None:
   os.execv(TRAINER[0], [*TRAINER, *run["arguments"]])
 
 
-def _quoted(option: str) -> str:
-  """As a line of #SBATCH wants it, where words are split at spaces and quotes keep them together."""
-  return option if " " not in option else f'"{option}"'
-
-
 def _ranges(numbers: Sequence[int]) -> str:
   """0,2-4 for 0, 2, 3, 4."""
-  parts: list[list[int]] = []
-  for number in numbers:
-    if parts and parts[-1][1] == number - 1:
-      parts[-1][1] = number
-    else:
-      parts.append([number, number])
-  return ",".join(str(low) if low == high else f"{low}-{high}" for low, high in parts)
+  parts = [[number for _, number in some]
+           for _, some in itertools.groupby(enumerate(numbers), lambda at: at[1] - at[0])]
+  return ",".join(f"{part[0]}-{part[-1]}" if len(part) > 1 else str(part[0]) for part in parts)

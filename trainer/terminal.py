@@ -3,6 +3,7 @@
 import os
 import re
 import sys
+from collections.abc import Container, Sequence
 
 BOLD, DIM, TRAINED, PARTLY, OFF = "\033[1m", "\033[2m", "\033[30;42m", "\033[30;43m", "\033[0m"
 # What is coloured in its background says something by it.
@@ -27,3 +28,11 @@ def plain(text: str) -> str:
 
 def _without(text: str) -> str:
   return re.sub("\033\\[[\\d;]*m", "", text)
+
+
+def table(rows: Sequence[Sequence[str]], left: Container[int] = (0,)) -> str:
+  """Rows of cells as lines; columns whose numbers are in `left` begin at their left, the others end at their right."""
+  widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+  return "\n".join("  ".join(cell.ljust(width) if place in left else cell.rjust(width)
+                             for place, (cell, width) in enumerate(zip(row, widths, strict=True))).rstrip()
+                   for row in rows)

@@ -60,7 +60,6 @@ class Fail(Callback):
 def stub(tmp_path, monkeypatch):
   (tmp_path / "stub.py").write_text(STUB, encoding="utf-8")
   monkeypatch.setattr(sweep_runs, "TRAINER", (sys.executable, "-u", str(tmp_path / "stub.py")))
-  monkeypatch.setattr(sweep_runs, "LOOK", 0.02)
 
 
 def planned(root, *seeds, **more):
@@ -241,15 +240,6 @@ def test_a_run_whose_sweep_was_killed_is_not_started_twice(stub, tmp_path):
 # ---------------------------------------------------------------------------------------------- the table
 
 
-@pytest.mark.parametrize("rows, line", [
-    ([], "no step yet"), ([{"step": 3, "loss": 2.5}], "step 3, loss 2.5"),
-    ([{"step": 1, "loss": 0.1, "reward": 0.5}, {"step": 2, "loss": 0.0, "reward": 0.75}, {"step": 3, "eval/a/b": 1}],
-     "step 3, reward 0.75, loss 0")])
-def test_the_progress_of_a_run_is_its_reward_where_there_is_one(tmp_path, rows, line):
-  (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-  assert sweep_runs.progress(tmp_path) == line
-
-
 def test_the_table_is_sorted_and_what_has_no_value_comes_last(tmp_path):
   rows = {"a": [0.5], "b": [0.1, 0.7], "c": ["nan"], "d": [], "e": [0.2]}
   runs = []
@@ -297,18 +287,6 @@ def slurm(tmp_path, monkeypatch, body='echo "Submitted batch job 7"'):
   monkeypatch.setenv("PATH", f"{commands}:{os.environ['PATH']}")
 
 
-def test_the_script_is_that_of_launch_with_another_program():
-  """Line by line, but for what names the run."""
-  launch = (tiny.ROOT / "launch" / "slurm.sbatch").read_text().splitlines()
-  script = sweep_slurm.SCRIPT.splitlines()
-  kept = [line for line in launch if not line.startswith("#   ") and line not in (
-      "#", "#SBATCH --job-name=weft") and not line.startswith(("# Trains under", "# PYTHON:"))]
-  ours = [line for line in script if not line.startswith("@options") and line != "# @made"]
-  swapped = [line.replace('"${PYTHON:-@python}" -u -m trainer.sweep @plan --index="$SLURM_ARRAY_TASK_ID" &',
-                          '"${PYTHON:-python}" -u -m trainer "$@" &') for line in ours]
-  assert swapped == kept
-
-
 def test_the_array_has_the_runs_that_are_not_finished(tmp_path, monkeypatch):
   slurm(tmp_path, monkeypatch)
   runs = planned(tmp_path, 0, 1, 2, 3, 4)
@@ -318,6 +296,13 @@ def test_the_array_has_the_runs_that_are_not_finished(tmp_path, monkeypatch):
   assert "#SBATCH --array=0,2-4%2" in lines and "#SBATCH --time=4:00:00" in lines
   assert '#SBATCH "--comment=two words"' in lines and f"#SBATCH --chdir={os.getcwd()}" in lines
   subprocess.run(["bash", "-n", script], check=True)
+  # It is launch/slurm.sbatch but for what names the run.
+  launch = (tiny.ROOT / "launch" / "slurm.sbatch").read_text().splitlines()
+  ours = script.read_text().splitlines()
+  assert [line for line in launch if line not in ours and not line.startswith("#")] == [
+      'srun --kill-on-bad-exit=0 --wait=300 "${PYTHON:-python}" -u -m trainer "$@" &']
+  assert any(f'-u -m trainer.sweep --array={script.with_suffix(".json")} --index="$SLURM_ARRAY_TASK_ID" &' in line
+             for line in ours)
   sweep_slurm.submit(script)
   assert (tmp_path / "asked").read_text().split() == [str(script)]
   # The numbers of an array stay, whatever becomes of the sweep.
