@@ -3,8 +3,7 @@
     JAX_PLATFORMS=cpu python benchmarks/compile_recipes.py [--only llama3_8b] [--slices 2]
 
 Needs `pip install -e '.[tpu]'`, on any machine. It is what `--mode=plan` does, one recipe after another: the compiler
-for TPUs compiles the whole step for all chips of the topology. Times are those of its schedule (trainer/timeline.py).
-Minutes each, on two cores.
+for TPUs compiles the whole step for all chips of the topology. Minutes each, on two cores.
 """
 
 import argparse
@@ -38,8 +37,8 @@ def recipe(name: str, slices: int) -> ConfigDict:
   return resolved
 
 
-def measure(name: str, slices: int) -> tuple[str, str, list[str]]:
-  """(a row of the table of memory, one of that of times, those on the collectives)"""
+def measure(name: str, slices: int) -> tuple[str, list[str]]:
+  """(a row of the table of memory, those of that of the collectives)"""
   config = recipe(name, slices)
   topology = hardware.topology(config.plan.topology, slices)
   chip, sizes = topology.chip, mesh_lib.axis_sizes(config.mesh, topology.devices, topology.kind)
@@ -53,19 +52,12 @@ def measure(name: str, slices: int) -> tuple[str, str, list[str]]:
   if made.failure and not made.too_large:
     raise SystemExit(f"{name} on {where}: {made.failure}")
   if made.failure:
-    return f"{first} | | | {chip.usable / GIB:.2f} | no | | {made.seconds:.0f} |", made.failure.splitlines()[0], []
+    return f"{first} | | | {chip.usable / GIB:.2f} | no | | {made.seconds:.0f} |", []
   row = (f"{first} {made.arguments / GIB:.2f} | {(made.total - made.arguments) / GIB:.2f} | {made.total / GIB:.2f} | "
          f"{chip.usable / GIB:.2f} | {'yes' if made.total <= chip.usable else 'no'} | {made.copied / GIB:.3f} | "
          f"{made.seconds:.0f} |")
-  tokens = config.batch_size * config.seq_len
-  mfu = model.flops_per_token(config.seq_len) * tokens / (made.step * topology.devices * chip.peak)
-  times = (f"| {name} | {where} | {config.remat} | {made.computes:.3f} | {made.step - made.computes:.3f} | "
-           f"{made.step:.3f} | {tokens / made.step:,.0f} | {mfu:.1%} |")
-  return row, times, [
-      f"| {name} | {where} | {kind} | {', '.join(axes)} | {count:,} | {sent / GB:.3f} | {1e3 * needed:.1f} | "
-      f"{1e3 * waited:.1f} |"
-      for (kind, axes, count, sent, _), (needed, waited) in zip(made.collectives, made.waits, strict=True)
-      if sent >= 1e6]
+  return row, [f"| {name} | {where} | {kind} | {', '.join(axes)} | {count:,} | {sent / GB:.3f} | {hidden / sent:.0%} |"
+               for kind, axes, count, sent, hidden in made.collectives if sent >= 1e6]
 
 
 def main() -> None:
@@ -79,16 +71,13 @@ def main() -> None:
   print(", ".join(f"{name} {metadata.version(name)}" for name in ("jax", "libtpu")))
   print("\n| recipe | topology | mesh | rows × tokens | parameters | state, GiB a chip | temporaries | total | "
         "there are | fits | parameters copied, GiB | compiled in s |\n" + "|---" * 12 + "|")
-  times, moved = [], []
+  moved = []
   for name in [args.only] if args.only else RECIPES:
-    row, time, lines = measure(name, args.slices)
+    row, lines = measure(name, args.slices)
     print(row, flush=True)
-    times.append(time)
     moved += lines
-  print("\n| recipe | topology | remat | computes, s | waits, s | a step, s | tokens/s | MFU |\n" + "|---" * 8 + "|")
-  print("\n".join(times))
-  print("\n| recipe | topology | collective | between devices along | times a step | GB that a chip sends | ms | "
-        "waited for, ms |\n" + "|---" * 8 + "|")
+  print("\n| recipe | topology | collective | between devices along | times a step | GB that a chip sends | beside "
+        "computation |\n" + "|---" * 7 + "|")
   print("\n".join(moved))
 
 

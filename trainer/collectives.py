@@ -48,8 +48,6 @@ _COUNTS = re.compile(r"^\s+%?[\w.\-]+ = \w+\[\][^ ]* (?:fusion|custom-call)\(")
 # What begins a computation of its own beside this one; on a TPU's SparseCores it is a call.
 _BEGINS = re.compile(r" (?:async|call)-start\(")
 _COPYING = {"copy", "transpose"}
-# The shapes of a kernel's operands.
-_LAYOUTS = re.compile(r"operand_layout_constraints=\{(.*?)\}(?:, [a-z_]+=|$)")
 _BITS = re.compile(r"^[a-z]+(\d+)")
 # What a compiler for GPUs has begin and end at once, whatever is written between.
 _SYNCHRONOUS = '"is_sync":true'
@@ -75,8 +73,6 @@ class Collective:
   name: str
   # Whether something is computed while it is under way, in the order that the compiler has settled.
   hidden: bool = False
-  # On TPUs an asynchronous one may be in each of the fusions that run while it does, under one number.
-  channel: str | None = None
 
   @property
   def traffic(self) -> float:
@@ -95,25 +91,10 @@ def collectives(text: str, mesh: Any = None) -> list[Collective]:
     text: `compiled.as_text()`, after partitioning.
     mesh: whose axes are to be named.
   """
-  found: dict[Any, Collective] = {}
-  for computation, ones in located(computations(text), mesh).items():
-    for number, one in ones.items():
-      key = (one.kind, one.channel) if one.channel else (computation, number)
-      before = found.get(key, one)
-      found[key] = dataclasses.replace(max(one, before, key=lambda c: c.times), hidden=one.hidden or before.hidden)
-  return list(found.values())
-
-
-def located(bodies: dict[str, list[str]], mesh: Any = None) -> dict[str, dict[int, Collective]]:
-  """{computation: {number of its line: collective}} of those that run; one with a channel may be in several places.
-
-  Args:
-    bodies: see `computations`.
-    mesh: whose axes are to be named.
-  """
+  bodies = computations(text)
   times = times_of(bodies)
   shape = None if mesh is None else mesh.devices.shape
-  found: dict[str, dict[int, Collective]] = {}
+  found: dict[Any, Collective] = {}
   fused = {called for lines in bodies.values() for line in lines if FUSION.search(line)
            for called in _CALLED.findall(line)}
   begun = _begun(bodies)
@@ -137,10 +118,11 @@ def located(bodies: dict[str, list[str]], mesh: Any = None) -> dict[str, dict[in
         kind = "reduce-scatter"
       channel = _CHANNEL.search(line) if computation in fused else None
       hidden = multiplies if channel else _computes_meanwhile(begun.get(computation, lines[number:]))
-      found.setdefault(computation, {})[number] = Collective(
-          kind, size, shown, len(group), times[computation], axes, name[1] if name else "", hidden,
-          channel and channel[1])
-  return found
+      one = Collective(kind, size, shown, len(group), times[computation], axes, name[1] if name else "", hidden)
+      key = (kind, channel[1]) if channel else (computation, number)  # in several fusions, under one number
+      before = found.get(key, one)
+      found[key] = dataclasses.replace(max(one, before, key=lambda c: c.times), hidden=hidden or before.hidden)
+  return list(found.values())
 
 
 def summary(found: Iterable[Collective]) -> dict[tuple[str, tuple[str, ...]], tuple[int, float, float]]:
@@ -247,17 +229,6 @@ def operation_of(line: str) -> tuple[str, str] | None:
 def refers_to(line: str, name: str) -> bool:
   """Whether that is among a line's operands."""
   return re.search(rf"(?:^|[ (%,]){re.escape(name)}(?![\w.\-])", _operands(line)) is not None
-
-
-def called_by(line: str) -> list[str]:
-  """The computations that a line names."""
-  return _CALLED.findall(line)
-
-
-def bytes_of(line: str) -> int:
-  """Of all that enters an operation and leaves it, as far as the text gives shapes."""
-  match, operands = _INSTRUCTION.match(line), _LAYOUTS.search(line)
-  return sum(map(_bytes, _ARRAY.finditer(match[2] + (operands[1] if operands else _operands(line))))) if match else 0
 
 
 def computations(text: str) -> dict[str, list[str]]:

@@ -52,7 +52,6 @@ class Chip(NamedTuple):
     per_host: devices of a whole host or node.
     cores: devices for each chip that a topology's shape counts.
     gpu: of GPUs, what their compiler must know.
-    clock: of TPUs, GHz: the peak by what their matrix units multiply in a cycle. What their compiler says are cycles.
     hides_scatters: whether what is scattered travels while something is computed. v5e, which has no SparseCores, waits.
   """
 
@@ -70,15 +69,14 @@ class Chip(NamedTuple):
   per_host: int
   cores: int = 1
   gpu: Gpu | None = None
-  clock: float = 0.0
   hides_scatters: bool = True
 
 
 def _tpu(kinds: tuple[str, ...], peak: float, memory: float, usable: float, memory_bandwidth: float,
-         link_bandwidth: float, torus: int, network_bandwidth: float, per_host: int, clock: float, cores: int = 1,
+         link_bandwidth: float, torus: int, network_bandwidth: float, per_host: int, cores: int = 1,
          hides_scatters: bool = True) -> Chip:
   return Chip(kinds, "tpu", peak, memory, usable * GIB, memory_bandwidth, "ICI", link_bandwidth, torus, "DCN",
-              network_bandwidth, per_host, cores, clock=clock, hides_scatters=hides_scatters)
+              network_bandwidth, per_host, cores, hides_scatters=hides_scatters)
 
 
 def _gpu(kind: str, peak: float, memory: float, memory_bandwidth: float, link: str, link_bandwidth: float,
@@ -89,13 +87,12 @@ def _gpu(kind: str, peak: float, memory: float, memory_bandwidth: float, link: s
 
 CHIPS: dict[str, Chip] = {
     # A v4 has two cores, which JAX on Cloud TPU shows as one device.
-    "v4": _tpu(("TPU v4",), 275e12, 32 * GIB, 30.5, 1228e9, 50e9, 3, 6.25e9, 4, 1.05),
-    "v5e": _tpu(("TPU v5 lite", "TPU v5e"), 197e12, 16 * GIB, 15.75, 819e9, 50e9, 2, 3.125e9, 8, 1.5,
-                hides_scatters=False),
-    "v5p": _tpu(("TPU v5p", "TPU v5"), 459e12, 95 * GIB, 95.74, 2765e9, 100e9, 3, 6.25e9, 4, 1.75),
-    "v6e": _tpu(("TPU v6 lite", "TPU v6e"), 918e12, 32 * GIB, 31.25, 1640e9, 112e9, 2, 12.5e9, 8, 1.75),
+    "v4": _tpu(("TPU v4",), 275e12, 32 * GIB, 30.5, 1228e9, 50e9, 3, 6.25e9, 4),
+    "v5e": _tpu(("TPU v5 lite", "TPU v5e"), 197e12, 16 * GIB, 15.75, 819e9, 50e9, 2, 3.125e9, 8, hides_scatters=False),
+    "v5p": _tpu(("TPU v5p", "TPU v5"), 459e12, 95 * GIB, 95.74, 2765e9, 100e9, 3, 6.25e9, 4),
+    "v6e": _tpu(("TPU v6 lite", "TPU v6e"), 918e12, 32 * GIB, 31.25, 1640e9, 112e9, 2, 12.5e9, 8),
     # Two devices a chip, which share its links.
-    "tpu7x": _tpu(("TPU7x",), 1153.5e12, 96 * GIB, 94.75, 3690e9, 50e9, 3, 6.25e9, 8, 2.2, cores=2),
+    "tpu7x": _tpu(("TPU7x",), 1153.5e12, 96 * GIB, 94.75, 3690e9, 50e9, 3, 6.25e9, 8, cores=2),
     "a100": _gpu("NVIDIA A100", 312e12, 85.1e9, 2039e9, "NVLink", 300e9, 25e9, Gpu((8, 0), 108, 1.41, 40 * MIB)),
     "a100-40": _gpu("NVIDIA A100-SXM4-40GB", 312e12, 42.3e9, 1555e9, "NVLink", 300e9, 25e9,
                     Gpu((8, 0), 108, 1.41, 40 * MIB)),

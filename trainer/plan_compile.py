@@ -16,9 +16,8 @@ import time
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from trainer import collectives, plan_gpu, plan_network, timeline, tree
-from trainer.hardware import CHIPS, Chip, Topology
-from trainer.plan_estimate import ASSUMPTIONS
+from trainer import collectives, plan_gpu, tree
+from trainer.hardware import CHIPS, Topology
 
 # What this libtpu describes in another way than JAX on such machines shows it: v4 with two devices a chip.
 NOT_COMPILED = ("v4",)
@@ -34,9 +33,6 @@ class Compiled(NamedTuple):
     flops: that the program counts (loops once, so it says little where layers are scanned); None: it does not say.
     collectives: (kind, axes, how many run, bytes that a device sends, of these while something is computed) of each
       kind, the most bytes first.
-    computes: seconds that a step computes by the compiler's own count of cycles (trainer/timeline.py); None: it counts
-      none.
-    waits: of the same collectives, in the same order, (seconds under way, seconds waited for).
     copied: bytes of parameters and gradients, or of a device's parts of them, that a step copies or transposes on their
       own.
     seconds: that compiling took.
@@ -50,8 +46,6 @@ class Compiled(NamedTuple):
   aliased: float = 0.0
   flops: float | None = None
   collectives: tuple[tuple[str, tuple[str, ...], int, float, float], ...] = ()
-  computes: float | None = None
-  waits: tuple[tuple[float, float], ...] = ()
   copied: float = 0.0
   seconds: float = 0.0
   failure: str = ""
@@ -61,11 +55,6 @@ class Compiled(NamedTuple):
   def total(self) -> float:
     """Bytes that the program needs at its peak."""
     return self.arguments + self.outputs + self.temporaries - self.aliased
-
-  @property
-  def step(self) -> float | None:
-    """Seconds of a step by the compiled schedule; None: its compiler counts no cycles."""
-    return None if self.computes is None else self.computes + sum(waited for _, waited in self.waits)
 
 
 def refusal(topology: Topology) -> str:
@@ -100,8 +89,7 @@ def compile_step(config_json: str, vocab_size: int, source_names: list[str], top
   with tempfile.TemporaryDirectory() as folder:
     request, result = Path(folder) / "request.json", Path(folder) / "result.json"
     request.write_text(json.dumps(dict(config=config_json, vocab_size=vocab_size, source_names=source_names,
-                                       kind=topology.kind, shape=topology.shape, groups=topology.groups,
-                                       name=topology.name, chip=topology.chip._asdict())))
+                                       kind=topology.kind, shape=topology.shape, groups=topology.groups)))
     done = subprocess.run([sys.executable, "-m", "trainer.plan_compile", str(request), str(result)], env=env,
                           cwd=Path(__file__).resolve().parent.parent, capture_output=True, text=True, check=False)
     if not result.exists():
@@ -109,7 +97,7 @@ def compile_step(config_json: str, vocab_size: int, source_names: list[str], top
       return Compiled(failure=f"the compiling process ended with {done.returncode}: {' '.join(last)}")
     found = json.loads(result.read_text())
   moved = tuple((kind, tuple(axes), *numbers) for kind, axes, *numbers in found.get("collectives", ()))
-  return Compiled(**{**found, "collectives": moved, "waits": tuple(map(tuple, found.get("waits", ())))})
+  return Compiled(**{**found, "collectives": moved})
 
 
 def main(request: Path, result: Path) -> None:
@@ -145,35 +133,20 @@ def main(request: Path, result: Path) -> None:
     meant = plan_gpu.meant(mesh) if devices[0].platform == "gpu" else contextlib.nullcontext()
     with mesh_lib.activation_rules(mesh, config.activation_rules), meant:
       compiled = program.update_fn.lower(program.abstract_state, batch).compile()
-    topology = Topology(asked["name"], Chip(**asked["chip"]), tuple(asked["shape"]), asked["groups"], asked["kind"])
-    # Of the six products of attention, forward and backward; without documents nothing is seen.
-    attention = (model.flops_per_token(config.seq_len) - model.flops_per_token(config.seq_len, 0)) / 6
-    found = _read(compiled, mesh, program.abstract_state["params"], topology,
-                  attention * config.batch_size * config.seq_len)
+    found = _read(compiled, mesh, program.abstract_state["params"])
   except Exception as error:  # the compiler's errors are of many kinds, and its words are what is asked for
     found = dict(failure=str(error), too_large=bool(NO_MEMORY.search(str(error))))
   result.write_text(json.dumps(found | dict(seconds=time.monotonic() - began)))
 
 
-def _read(compiled: Any, mesh: Any, params: Any, topology: Topology, attention: float) -> dict[str, Any]:
-  """The fields of `Compiled`; `attention`: operations of one of its products, in a step."""
+def _read(compiled: Any, mesh: Any, params: Any) -> dict[str, Any]:
+  """The fields of `Compiled`."""
   memory = compiled.memory_analysis()
   found = dict(arguments=memory.argument_size_in_bytes, outputs=memory.output_size_in_bytes,
                temporaries=memory.temp_size_in_bytes, aliased=memory.alias_size_in_bytes)
   text = compiled.as_text()
-  moved = collectives.summary(collectives.collectives(text, mesh))
-  found["collectives"] = [(kind, axes, *numbers) for (kind, axes), numbers in moved.items()]
-  if topology.chip.clock:
-    chip, links, assumed = topology.chip, plan_network.links(topology, mesh.shape), ASSUMPTIONS[topology.chip.platform]
-
-    def seconds_of(one: collectives.Collective) -> float:
-      return 0.0 if not one.axes else plan_network.duration(
-          topology, links, one.kind, one.axes, one.traffic / one.times, assumed.links)
-
-    walked = timeline.walk(text, mesh, timeline.Speeds(chip.clock * 1e9, chip.peak, chip.memory_bandwidth), seconds_of,
-                           attention / (mesh.size * chip.peak * assumed.products))
-    if walked is not None:
-      found |= dict(computes=walked.computes, waits=[walked.transfers.get(key, (0.0, 0.0)) for key in moved])
+  found["collectives"] = [(kind, axes, *numbers) for (kind, axes), numbers in collectives.summary(
+      collectives.collectives(text, mesh)).items()]
   # Matrices, whole or a device's part, of all layers or of one.
   matrices = [leaf for leaf in tree.flatten(params).values() if len(leaf.shape) > 1]
   shapes = {shape for leaf in matrices for shape in (leaf.shape, leaf.sharding.shard_shape(leaf.shape))}

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 from trainer.plan_compile import Compiled
 from trainer.plan_estimate import Estimate
+from trainer.terminal import table
 
 GIB = 2**30
 
@@ -48,13 +49,6 @@ def seconds(value: float) -> str:
   return f"{value:,.2f} s" if value >= 1 else f"{value * 1e3:,.1f} ms" if value >= 1e-3 else f"{value * 1e6:,.0f} µs"
 
 
-def table(rows: Sequence[Sequence[str]], left: int = 1) -> str:
-  """Rows as columns of text; the first `left` columns and headings begin at the left."""
-  widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
-  return "\n".join("  ".join(cell.ljust(w) if i < left else cell.rjust(w)
-                             for i, (cell, w) in enumerate(zip(row, widths, strict=True))).rstrip() for row in rows)
-
-
 def sections(plan: Plan) -> list[tuple[str, str]]:
   """(title, text) of each part."""
   e, parts = plan.estimate, [("What", "\n".join(plan.heading))]
@@ -67,17 +61,13 @@ def sections(plan: Plan) -> list[tuple[str, str]]:
       ("with what is recomputed", f"{e.hardware_flops:.4g} FLOPs  ({e.hardware_flops / e.model_flops:.2f} ×)"),
       ("tokens", f"{e.tokens:,.0f}")])))
   parts.append(("Between devices, received by each in a step", _transfers(plan)))
-  t, step = e.seconds, plan.compiled and plan.compiled.step
+  t = e.seconds
   parts.append(("Time of a step, predicted", table([
       ("matrix products", seconds(t["compute"])), ("memory traffic", seconds(t["memory"])),
       ("transfers beside computation", seconds(t["hidden"])), ("transfers that computation waits for",
                                                                seconds(t["exposed"])),
       ("a step", seconds(t["step"]) + "  = the longest of the first three, and the fourth"),
-      ("tokens/s", f"{e.tokens / t['step']:,.0f}"), ("MFU", f"{e.mfu:.1%}")] + ([] if step is None else [
-          ("compiled: computes, by the compiler's cycles", seconds(plan.compiled.computes)),
-          ("compiled: waits for transfers", seconds(step - plan.compiled.computes)),
-          ("compiled: a step", f"{seconds(step)}  {e.tokens / step:,.0f} tokens/s, MFU {e.mfu * t['step'] / step:.1%}"),
-      ]))))
+      ("tokens/s", f"{e.tokens / t['step']:,.0f}"), ("MFU", f"{e.mfu:.1%}")])))
   parts.append(("Other remat policies", alternatives(plan.by_remat, e, by_mesh=False)))
   parts.append(("Other meshes, by predicted time", alternatives(plan.by_mesh, e, by_mesh=True)))
   parts.append(("What to type", "\n".join(plan.advice)))
@@ -123,16 +113,13 @@ def _transfers(plan: Plan) -> str:
   rows = [("collective", "of", "axes", "link", "bytes", "time", "beside computation")]
   rows += [(x.kind, x.what, "+".join(x.axes), x.link, size(x.bytes), seconds(x.seconds), "yes" if x.hidden else "no")
            for x in sorted(e.transfers, key=lambda x: -x.seconds)]
-  lines = [table(rows, left=4) if len(rows) > 1 else "nothing"]
+  lines = [table(rows, range(4)) if len(rows) > 1 else "nothing"]
   if plan.compiled is not None and plan.compiled.collectives:
     c = plan.compiled
     rows = [(kind, "+".join(axes), f"{count:,}", size(sent), f"{hidden / sent:.0%}" if sent else "")
             for kind, axes, count, sent, hidden in c.collectives]
-    head: tuple[str, ...] = ("collective", "axes", "times", "bytes", "beside computation")
-    if c.waits:
-      head = (*head, "time", "waited for")
-      rows = [(*row, *map(seconds, times)) for row, times in zip(rows, c.waits, strict=True)]
-    lines += ["", "of the compiled program:", table([head, *rows], left=2),
+    head = ("collective", "axes", "times", "bytes", "beside computation")
+    lines += ["", "of the compiled program:", table([head, *rows], range(2)),
               f"parameters and gradients copied or transposed: {size(plan.compiled.copied)}"]
   return "\n".join(lines)
 
