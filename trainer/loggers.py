@@ -129,13 +129,15 @@ def check_arguments(where: str, kind: str, function: Any, arguments: dict[str, A
   Raises:
     ConfigError: naming them, and those that it takes.
   """
-  with contextlib.suppress(ValueError):  # of a function without a signature; starting it will show
+  try:
     signature = inspect.signature(function)
-    try:
-      signature.bind(**arguments)
-    except TypeError as e:
-      raise ConfigError(f"{where}: {kind} does not take {arguments}: {e}. It takes: "
-                        f"{', '.join(signature.parameters) or 'none'}.") from e
+  except (TypeError, ValueError):
+    return  # nothing is known of it; starting it will show
+  try:
+    signature.bind(**arguments)
+  except TypeError as e:
+    raise ConfigError(f"{where}: {kind} does not take {arguments}: {e}. It takes: "
+                      f"{', '.join(signature.parameters) or 'none'}.") from e
 
 
 def _plain(value: Any, workdir: Path) -> Any:
