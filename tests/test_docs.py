@@ -234,7 +234,7 @@ def test_named_keys_exist():
   unknown = set()
   for page in DOCS:
     for key in re.findall(r"`(?:config\.)?([a-z_]+\.[a-z_0-9.]+)`", page.read_text(encoding="utf-8")):
-      files = (".py", ".json", ".jsonl", ".safetensors", ".html", ".svg")
+      files = (".py", ".md", ".json", ".jsonl", ".safetensors", ".html", ".svg")
       if key.split(".")[0] in sections and key not in known and not key.endswith(files):
         unknown.add((page.name, key))
   assert not unknown

@@ -30,8 +30,8 @@ FOLDERS = {
     "docs": "These pages; docs/site makes the site and the pages that are generated.",
     "tests": "Tests mirror the files that they test; here are those of whole runs, processes and documents.",
 }
-# Folders whose files mirror those of another, and are not listed.
-MIRRORS = re.compile(r"tests/.+")
+# Folders that are not listed: tests mirror the others, and the site's scripts are no pages of the site.
+LEFT_OUT = re.compile(r"tests/.+|docs/site")
 SUFFIXES = (".py", ".sh", ".sbatch", ".yaml", ".md")
 
 
@@ -46,7 +46,7 @@ def _folder(folder: Path) -> Iterator[str]:
   said = _docstring(folder / "__init__.py") or FOLDERS.get(name, "")
   files = [path for path in sorted(folder.iterdir()) if path.suffix in SUFFIXES and path.name != "__init__.py"]
   within = [path for path in sorted(folder.iterdir())
-            if path.is_dir() and any(path.glob("*.py")) and not MIRRORS.fullmatch(path.relative_to(ROOT).as_posix())]
+            if path.is_dir() and any(path.glob("*.py")) and not LEFT_OUT.fullmatch(path.relative_to(ROOT).as_posix())]
   if files or within:
     yield f"## {name}\n"
     if said:
