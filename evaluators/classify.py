@@ -17,10 +17,11 @@ from evaluators import common, questions
 from evaluators.questions import Question
 from input_pipeline.batches import check_ids, empty_batch
 from input_pipeline.prompts import Prompter
-from trainer import image_tokens, logprobs, pages
+from trainer import image_tokens, logprobs
 from trainer.buckets import bucket
 from trainer.errors import ConfigError, DataError
 from trainer.mesh import batch_sharding, check_batch, place_batch
+from trainer.report import pages
 from trainer.sampler import MIN_LENGTH
 from trainer.strategies import seq
 
@@ -131,7 +132,7 @@ class Classify:
         pages.Card(row["where"], question.prompt.images,
                    [("prompt", row["prompt"]), ("taken", row["taken"]), ("answer", row["answer"])], row["correct"])
         for row, question in list(zip(rows, self._questions, strict=True))[:pages.MOST_CARDS]]
-    page = pages.page(f"{self._name}, step {step}", cards, len(rows), notes)
+    page = pages.cards_page(f"{self._name}, step {step}", cards, len(rows), notes)
     (folder / f"{name}.html").write_text(page, encoding="utf-8")
 
 

@@ -14,9 +14,9 @@ from evaluators import common, questions, vqa
 from evaluators.questions import Question
 from input_pipeline.answers import compile_pattern, extract, normalize
 from input_pipeline.prompts import Prompter
-from trainer import pages
 from trainer.drawing import Options
 from trainer.errors import ConfigError
+from trainer.report import pages
 from trainer.sampler import Completion, Sampler
 from trainer.stop_strings import StopStrings, columns, ending
 
@@ -104,7 +104,8 @@ class Generate:
     (folder / f"{self._name}-{step}.txt").write_text(shown + "\n", encoding="utf-8")
     self._setup.writer.write_texts(step, {f"eval/{self._name}": shown})
     notes = "\n".join(f"{name} {value:.4f}" for name, value in metrics(rows, self._pass_at))
-    page = pages.page(f"{self._name}, step {step}", list(map(self._card, rows[:pages.MOST_CARDS])), len(rows), notes)
+    cards = list(map(self._card, rows[:pages.MOST_CARDS]))
+    page = pages.cards_page(f"{self._name}, step {step}", cards, len(rows), notes)
     (folder / f"{self._name}-{step}.html").write_text(page, encoding="utf-8")
 
   def _card(self, row: dict[str, Any]) -> pages.Card:

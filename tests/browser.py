@@ -29,8 +29,6 @@ found.height = root.scrollHeight;
 found.charts = [...inside.querySelectorAll("figure[data-chart]")].map(figure => [
   figure.querySelector("h4").textContent,
   [...figure.querySelectorAll("path.line")].map(path => (path.getAttribute("d").match(/[ML]/g) || []).length)]);
-found.bars = inside.querySelectorAll("figure[data-split] rect").length;
-found.steps = [...inside.querySelectorAll("details.step")].map(step => [step.dataset.step, !step.hidden && step.open]);
 // Elements that stick out, unless something around them scrolls.
 const styleOf = element => inside.defaultView.getComputedStyle(element);
 const scrolls = element => element && (["auto", "scroll"].includes(styleOf(element).overflowX)
@@ -75,8 +73,8 @@ def measure(page: str, width: int, dark: bool = False, act: str = "") -> dict[st
     act: a script that runs before, with `inside`, the page's document; what it puts into `found` is in the result.
 
   Returns:
-    width, scroll (how wide the page would have to be), height; charts [[title, points of each line]]; bars; steps
-    [[step, whether it is to be seen]]; wide (what sticks out); pale (text without contrast); console (what was logged).
+    width, scroll (how wide the page would have to be), height; charts [[title, points of each line]]; wide (what
+    sticks out); pale (text without contrast); console (what was logged).
   """
   frame = f'<iframe width="{width}" height="900" srcdoc="{html.escape(page)}"></iframe>'
   # Some frames later everything that is drawn on a change of size is there.

@@ -13,11 +13,11 @@ import numpy as np
 
 from input_pipeline.prompt_data import PromptItem
 from trainer import advantages as advantages_lib
-from trainer import pages
 from trainer.environment import Episode
 from trainer.errors import ConfigError
 from trainer.experience import Sequence
 from trainer.metrics import Mean
+from trainer.report import pages
 from trainer.stop_strings import columns, ending
 
 # Completions of a rollout that its table shows as text.
@@ -185,7 +185,7 @@ def write(file: Path, rows: list[dict[str, Any]], groups: list[Scored], title: s
       *((key, str(row[key])) for key in ("prompt", "completion", "reward", "advantage")),
       ("finish_reason", ending(row))])
            for row, shown in zip(rows[:pages.MOST_CARDS], images, strict=False)]
-  file.with_suffix(".html").write_text(pages.page(title, cards, len(rows)), encoding="utf-8")
+  file.with_suffix(".html").write_text(pages.cards_page(title, cards, len(rows)), encoding="utf-8")
   return "\n\n".join(
       f"--- {row['where']}, reward {row['reward']}, advantage {row['advantage']}, {ending(row)}\n"
       f"{row['prompt']}\n>>> {row['completion']}" for row in rows[:SHOWN])

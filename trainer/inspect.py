@@ -6,26 +6,26 @@ Where completions are sampled, the rows are the first prompts, with what rewards
 samples nothing and makes no parameter. The page shows images as they reach the model, resized and augmented.
 """
 
-import io
 import itertools
 import json
 from collections.abc import Iterable, Mapping, Sequence
-from html import escape
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
 import numpy as np
+from markupsafe import Markup
 from ml_collections import ConfigDict
 
 from input_pipeline import loader, prompt_data
 from input_pipeline.batches import check_ids
 from input_pipeline.tokenizer import Tokenizer, make_tokenizer
 from models import api
-from trainer import image_tokens, pages, processes, rollout, strategies, tree
+from trainer import image_tokens, processes, rollout, strategies, tree
 from trainer import mesh as mesh_lib
 from trainer import program as program_lib
 from trainer import workdir as workdir_lib
+from trainer.report import pages
 from trainer.terminal import BOLD, DIM, OFF, PARTLY, TRAINED, say
 
 ROWS = 3
@@ -95,10 +95,9 @@ def inspect(config: Mapping, workdir: str | Path, rows: int = ROWS) -> Path:
   print(f"\n{shown.stats}\n\n{histogram_text(shown.lengths, resolved.seq_len)}\n")
   say(f"{shown.lead} {TRAINED}trained{OFF} {PARTLY}trained with another weight than 1{OFF} {DIM}not trained{OFF}\n")
   for row, (tokens, caption) in enumerate(zip(shown.rows, shown.captions, strict=True)):
-    say("\n".join([row_text(tokens, row), *([_visible(caption)] if caption else [])]))
+    say("\n".join([row_text(tokens, row), *([pages.visible(caption)] if caption else [])]))
   print(f"\n{token_table(shown.rows[0])}\n\n{parameters}")
-  page = workdir / "inspect.html"
-  page.write_text(html_page(shown, histogram_svg(shown.lengths, resolved.seq_len), parameters), encoding="utf-8")
+  page = pages.save(workdir / "inspect.html", html_page(shown, resolved.seq_len, parameters))
   print(f"\nThe same, with every token: {page}")
   return page
 
@@ -177,7 +176,7 @@ def row_text(tokens: list[Token], row: int) -> str:
     trained = sum(token.weight > 0 for token in mine)
     what = _called(segment, tokens)
     lines.append(f"{BOLD}row {row}, {what}: {len(mine)} tokens, {trained} trained{OFF}")
-    lines.append("".join(f"{_colour(token.weight)}{_visible(token.text)}{OFF}" for token in in_short(mine)))
+    lines.append("".join(f"{_colour(token.weight)}{pages.visible(token.text)}{OFF}" for token in in_short(mine)))
   return "\n".join(lines)
 
 
@@ -245,81 +244,36 @@ def histogram_text(lengths: np.ndarray, seq_len: int) -> str:
   return "\n".join(lines)
 
 
-def histogram_svg(lengths: np.ndarray, seq_len: int) -> str:
-  """The histogram as an SVG picture."""
-  import matplotlib
-  from matplotlib.figure import Figure
-  with matplotlib.rc_context({"svg.hashsalt": "weft", "font.size": 9}):
-    figure = Figure(figsize=(7, 2.6), layout="constrained")
-    axes = figure.add_subplot()
-    counts, edges = histogram_bins(lengths, seq_len, 40)
-    axes.bar(edges[:-1], counts, width=np.diff(edges), align="edge", color="#4878a8", edgecolor="white", linewidth=0.4)
-    axes.axvline(seq_len, color="#c44e52", linestyle="--", label=f"seq_len = {seq_len}")
-    axes.set(xlabel="tokens in a document", ylabel="documents")
-    axes.legend(frameon=False)
-    picture = io.StringIO()
-    figure.savefig(picture, format="svg", metadata={"Date": None})
-  text = picture.getvalue()
-  return text[text.index("<svg"):]
+def html_page(shown: Shown, seq_len: int, parameters: str) -> str:
+  """The page: every token with its numbers under the pointer and in a table."""
+  counts, edges = histogram_bins(shown.lengths, seq_len)
+  lengths = pages.bars([(f"{left:,.0f} to {right:,.0f}", count, f"{count:,}") for count, left, right in
+                        zip(counts.tolist(), edges, edges[1:], strict=False)], "tokens in a document")
+  rows = [part for number in range(len(shown.rows)) for part in _row_elements(shown, number)]
+  says = ("not trained", "trained")
+  return pages.page("Weft: what is trained", pages.tag("h1", "What is trained"), pages.tag("pre", shown.stats), lengths,
+                    pages.section("rows", "The first rows", pages.tag("p", f"{shown.lead} Point at a token for its "
+                                                                      "numbers."), *rows),
+                    pages.section("parameters", "Parameters", pages.tag("pre", parameters)),
+                    columns=[dict(key="weights", label="weight", kind="high", says=says, scale=1.0)])
 
 
-def html_page(shown: Shown, histogram: str, parameters: str) -> str:
-  """The page: self-contained, every token with its numbers under the pointer and in a table."""
-  sections = []
-  for number, (tokens, caption, images) in enumerate(zip(shown.rows, shown.captions, shown.images, strict=True)):
-    spans, segment = [], None
-    for t in in_short(tokens):
-      if t.segment != segment:
-        segment = t.segment
-        mine = [other for other in tokens if other.segment == segment]
-        spans.append(f"<h3>row {number}, {_called(segment, tokens)}: {len(mine)} tokens, "
-                     f"{sum(other.weight > 0 for other in mine)} trained</h3>")
-        spans += map(pages.picture, images.get(segment, ()))
-      title = f"{t.text!r} id {t.id}, weight {t.weight:g}, segment {t.segment}, position {t.position}"
-      kind = "trained" if t.weight == 1 else "partly" if t.weight > 0 else "untrained"
-      spans.append(f'<span class="{kind}" title="{escape(title)}">{escape(_visible(t.text) or "·")}</span>')
-    cells = "".join(f"<tr><td>{i}<td>{t.segment}<td>{t.position}<td>{t.weight:g}<td>{t.id}<td>{escape(repr(t.text))}"
-                    for i, t in enumerate(tokens))
-    note = f"<p>{escape(_visible(caption))}</p>" if caption else ""
-    sections.append(f'<div class="row">{"".join(spans)}</div>{note}<details><summary>as a table</summary><table>'
-                    f"<tr><th>place<th>segment<th>position<th>weight<th>id<th>token{cells}</table></details>")
-  return _PAGE.format(stats=escape(shown.stats), histogram=histogram, lead=escape(shown.lead), rows="".join(sections),
-                      parameters=escape(parameters))
-
-
-_PAGE = """<!doctype html>
-<html lang="en"><meta charset="utf-8"><meta name="viewport" content="width=device-width">
-<title>Weft: what is trained</title>
-<style>
-:root {{ color-scheme: light dark; }}
-body {{ font: 15px/1.5 system-ui, sans-serif; max-width: 70rem; margin: 2rem auto; padding: 0 1rem; }}
-pre, table {{ font: 13px/1.4 ui-monospace, monospace; overflow-x: auto; }}
-.row {{ font: 14px/1.7 ui-monospace, monospace; white-space: pre-wrap; overflow-wrap: anywhere; }}
-.trained {{ background: #2e9e5b55; }} .partly {{ background: #d9a40066; }} .untrained {{ opacity: .6; }}
-span:hover {{ outline: 1px solid; }}
-td, th {{ padding: 0 .8em; text-align: right; }} td:last-child, th:last-child {{ text-align: left; }}
-img {{ max-width: 16rem; margin: 0 .4rem .4rem 0; vertical-align: top; }}
-.small {{ width: 6rem; image-rendering: pixelated; }}
-svg {{ max-width: 100%; height: auto; background: white; }}
-</style>
-<h1>What is trained</h1>
-<pre>{stats}</pre>
-{histogram}
-<h2>The first rows</h2>
-<p>{lead} <span class="trained">trained</span> <span class="partly">trained with another weight than 1</span>
-<span class="untrained">not trained</span>. Point at a token for its numbers.</p>
-{rows}
-<h2>Parameters</h2>
-<pre>{parameters}</pre>
-</html>
-"""
+def _row_elements(shown: Shown, number: int) -> list[Markup]:
+  """A row of the page: its segments, its caption and its table."""
+  tokens, parts = shown.rows[number], []
+  for segment, some in itertools.groupby(in_short(tokens), key=lambda token: token.segment):
+    mine, short = [token for token in tokens if token.segment == segment], list(some)
+    parts += [pages.tag("h3", f"row {number}, {_called(segment, tokens)}: {len(mine)} tokens, "
+                              f"{sum(token.weight > 0 for token in mine)} trained"),
+              *map(pages.picture, shown.images[number].get(segment, ())),
+              pages.tokens([pages.token(t.text, t.weight > 0) for t in short], {"weights": [t.weight for t in short]},
+                           f"row {number}", where=f"segment {segment}", ids=[t.id for t in short],
+                           positions=[t.position for t in short])]
+  parts += [pages.tag("p", pages.visible(shown.captions[number]))] * bool(shown.captions[number])
+  cells = [(i, t.segment, t.position, f"{t.weight:g}", t.id, repr(t.text)) for i, t in enumerate(tokens)]
+  head = ("place", "segment", "position", "weight", "id", "token")
+  return [*parts, pages.details("as a table", pages.table(head, cells, f"row {number}"))]
 
 
 def _colour(weight: float) -> str:
   return TRAINED if weight == 1 else PARTLY if weight > 0 else DIM
-
-
-def _visible(text: str) -> str:
-  """Line breaks marked where they are, other control characters as escapes: nothing in the data can move the cursor."""
-  shown = "".join(c if c.isprintable() or c in "\n " else repr(c)[1:-1] for c in text)
-  return shown.replace("\n", "⏎\n")

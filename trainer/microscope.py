@@ -6,17 +6,19 @@ tokens is what was logged. Nothing of the size of the logits is made: the vocabu
 B rows, T places of a row, D hidden size, V vocabulary, C chunks of W entries.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+import math
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
+from markupsafe import Markup
 
 from models import halves
 from trainer import image_tokens, inspect, logprobs, strategies, update
-from trainer import microscope_page as page_lib
+from trainer.report import pages
 from trainer.rows import Rows
 from trainer.strategies import grpo, kto, sequences
 
@@ -65,48 +67,58 @@ class Microscope:
            losses_B: np.ndarray, order: Sequence[int], notes: Sequence[str]) -> str:
     """The page of the first rows of `order`, MOST_ROWS and about MOST_TOKENS at most; says what it leaves out."""
     there = [row for row in order if np.any(batch["segment_ids"][row] > 0)]
-    left, shown = MOST_TOKENS, []
+    left, shown, values = MOST_TOKENS, [], []
     for row in there[:MOST_ROWS]:
       if left <= 0:
         break
-      part = self._row(batch, numbers, row, float(losses_B[row]), left)
+      part = self._row(batch, numbers, row, float(losses_B[row]), left, values)
       shown.append(part)
-      left -= sum(len(segment.ids) for group in part.groups for segment in group)
+      left = MOST_TOKENS - sum(len(one["weights"]) for one in values)
     out = f"The {len(shown)} row(s) with the highest loss of {len(there)}"
     notes = [*notes, f"{out}; all of them are in the file beside this one." if len(shown) < len(there) else
              f"All {len(there)} row(s), the highest loss first.",
              "Underlined: trained. The numbers are those of the loss, before the update was taken."]
-    return page_lib.page(title, notes, shown, _columns(numbers))
+    header = pages.tag("header", pages.tag("h1", pages.visible(title)),
+                       *(pages.tag("p", pages.visible(note)) for note in notes))
+    return pages.page(title, header, *shown, columns=columns(numbers, values))
 
   def _row(self, batch: Mapping[str, np.ndarray], numbers: Mapping[str, np.ma.MaskedArray], row: int, loss: float,
-           most: int) -> page_lib.Row:
+           most: int, values: list[dict[str, list[Any]]]) -> Markup:
+    """A row and its segments, a pair's side by side; adds their numbers to `values`."""
     data, layout = strategies.data(self._run.config.strategy.name), image_tokens.layout_of(self._run.model)
     pictures = inspect.row_images(batch, row, layout)
     index_T = batch["image_index"][row] if pictures else np.zeros_like(batch["tokens"][row])
     images_T = -(-index_T // layout.tokens_per_image) if pictures else index_T
     weights_T = np.where(np.asarray(sequences.completion_mask(batch))[row] > 0, batch["loss_weights"][row], 0.0)
-    segments = []
+    segments: dict[int, Markup] = {}
     for number in dict.fromkeys(batch["segment_ids"][row][batch["segment_ids"][row] > 0].tolist()):
       places = np.flatnonzero(batch["segment_ids"][row] == number)
       shown = places[:most]
       most -= len(shown)
-      values = {name: page_lib.listed(column[row][shown]) for name, column in numbers.items() if name != "top_tokens"}
-      values["weights"] = page_lib.listed(weights_T[shown])
-      ids = batch["tokens"][row][shown].tolist()
+      of_image = dict(zip(dict.fromkeys(images_T[places][images_T[places] > 0].tolist()), pictures.get(number, ()),
+                          strict=False))
+      found = {name: pages.listed(column[row][shown]) for name, column in numbers.items() if name != "top_tokens"}
+      found["weights"] = pages.listed(weights_T[shown])
+      values.append(found)
+      instead = [self._text(i) for i in pages.listed(numbers["top_tokens"][row][shown])]
       # Of the segment alone: half a character at another's end is no part of it.
-      segments.append(page_lib.Segment(
-          number, _label(data, batch, row, number),
-          _sums(numbers, row, places, weights_T[places]), inspect.token_texts(ids, self._run.tokenizer), ids,
-          batch["positions"][row][shown].tolist(), values,
-          [self._text(i) for i in page_lib.listed(numbers["top_tokens"][row][shown])], images_T[shown].tolist(),
-          dict(zip(dict.fromkeys(images_T[places][images_T[places] > 0].tolist()), pictures.get(number, ()),
-                   strict=False)), len(places) - len(shown)))
+      ids = batch["tokens"][row][shown].tolist()
+      tokens = token_box(inspect.token_texts(ids, self._run.tokenizer), images_T[shown].tolist(), of_image, found,
+                         f"row {row}, segment {number}", where=f"segment {number} · row {row}", ids=ids,
+                         positions=batch["positions"][row][shown].tolist(), instead=list(map(pages.visible, instead)))
+      label, left = _label(data, batch, row, number), len(places) - len(shown)
+      segments[number] = pages.tag(
+          "article", pages.tag("h3", f"segment {number}{label and ' · '}{label}"),
+          pages.pairs(_sums(numbers, row, places, weights_T[places]), "facts"), tokens,
+          pages.dim(f"… {left:,} more token(s) of this segment") if left else "")
     size = 2 if data == "pairs" else 1
     shared = set(batch["prompt_ids"][row].tolist()) if "prompt_ids" in batch else set()
-    groups = [[segment] for segment in segments if segment.number in shared]
-    others = [segment for segment in segments if segment.number not in shared]
+    others = [segment for number, segment in segments.items() if number not in shared]
+    groups = [[segments[number]] for number in segments if number in shared]
     groups += [others[i:i + size] for i in range(0, len(others), size)]
-    return page_lib.Row(row, self._rows.source(batch, row), loss, groups)
+    source = self._rows.source(batch, row)
+    return pages.section(f"row-{row}", pages.visible(f"row {row}{f' · {source}' if source else ''} · loss {loss:.4f}"),
+                         *(pages.tag("div", *group, class_="pair") for group in groups))
 
   def _text(self, token: int | None) -> str:
     return "" if token is None else self._run.tokenizer.decode(np.array([token]), skip_special=False)
@@ -241,6 +253,54 @@ def _sums(numbers: Mapping[str, np.ma.MaskedArray], row: int, places: np.ndarray
   return [(what, value.replace("-", "−")) for what, value in told]
 
 
-def _columns(numbers: Mapping[str, Any]) -> list[page_lib.Column]:
-  """What the page can colour, in the order of its switch."""
-  return [column for column in page_lib.COLUMNS if column.key == "weights" or column.key in numbers]
+def token_box(texts: Sequence[str], images: Sequence[int], pictures: Mapping[int, np.ndarray],
+              values: Mapping[str, Sequence[Any]], label: str, where: str, **lists: Sequence[Any]) -> Markup:
+  """The tokens of a segment (pages.tokens), of which those of one image are one. `images`: the image's number, or 0."""
+  shown = [i for i, image in enumerate(images) if not image or i == 0 or images[i - 1] != image]
+  elements = [pages.token(texts[i], values["weights"][i] > 0) if not images[i] else pages.tag(
+      "i", pages.picture(pictures[images[i]]) if images[i] in pictures else "",
+      f"⟨image: {images.count(images[i])} tokens⟩", class_="image") for i in shown]
+  numbers = {key: [column[i] for i in shown] for key, column in values.items()}
+  return pages.tokens(elements, numbers, f"tokens of {label}", where=where,
+                      **{key: [one[i] for i in shown] for key, one in lists.items()})
+
+
+# What can be coloured: key, label, kind (high: the more the stronger; low: the lower below 0; signed: around 0; ratio:
+# around 1; rank: above 1), what the two ends of the scale are.
+COLUMNS = (
+    ("logprobs", "log p", "low", ("certain", "unlikely")),
+    ("weights", "weight", "high", ("not trained", "most")),
+    ("ref_logprobs", "log p, reference", "low", ("certain", "unlikely")),
+    ("ref_log_ratios", "log p/p_ref", "signed", ("less likely", "more likely")),
+    ("behavior_logprobs", "log p, sampled", "low", ("certain", "unlikely")),
+    ("old_logprobs", "log p, old", "low", ("certain", "unlikely")),
+    ("ratios", "ratio p/p_old", "ratio", ("less likely", "more likely")),
+    ("advantages", "advantage", "signed", ("worse", "better")),
+    ("clipped", "bounded", "high", ("no", "yes")),
+    ("entropies", "entropy", "high", ("certain", "open")),
+    ("ranks", "rank", "rank", ("most likely", "far down")),
+)
+# Log-probs of one page share a scale, to be compared; the largest value of these, however rare, has the full colour.
+_SHARED = ("logprobs", "ref_logprobs", "behavior_logprobs", "old_logprobs")
+_WHOLE = ("weights", "advantages", "clipped")
+# Scales end no earlier: rounding is not to look like a difference.
+_LEAST = {"logprobs": 1.0, "entropies": 0.1, "ranks": math.log(2), "ratios": 0.02, "ref_log_ratios": 0.02}
+# Colours are full from this quantile of the page's values on, so that one odd token does not pale the others.
+_FULL = 0.98
+
+
+def columns(keys: Collection[str], values: Sequence[Mapping[str, Sequence[Any]]]) -> list[dict[str, Any]]:
+  """What the page can colour, with the value (of ratios and ranks its logarithm) where the colour is full."""
+  found = [dict(key=key, label=label, kind=kind, says=says, scale=_scale(key, kind, values))
+           for key, label, kind, says in COLUMNS if key == "weights" or key in keys]
+  shared = max((column["scale"] for column in found if column["key"] in _SHARED), default=1.0)
+  return [column | {"scale": shared} if column["key"] in _SHARED else column for column in found]
+
+
+def _scale(key: str, kind: str, values: Sequence[Mapping[str, Sequence[Any]]]) -> float:
+  numbers = [x for part in values for x in part.get(key, ()) if isinstance(x, int | float)]
+  if kind in ("ratio", "rank"):
+    numbers = [math.log(max(x, 1e-30)) for x in numbers]
+  sizes = np.abs(np.array(numbers or [0.0], np.float64))
+  most = sizes.max() if key in _WHOLE else np.quantile(sizes, _FULL)
+  return float(f"{max(most, _LEAST.get(key, 1e-6)):.4g}")

@@ -3,8 +3,7 @@
     … --mode=plan --config.plan.topology=v5e:16x16
 
 No device, no data and no parameter is needed: shapes and shardings of the real step, a table of hardware, and for TPUs
-and GPUs the real compiler where it is installed. Prints the plan; writes it as WORKDIR/plan.html and its picture as
-plan.svg.
+and GPUs the real compiler where it is installed. Prints the plan and writes it as WORKDIR/plan.html.
 """
 
 from collections.abc import Mapping
@@ -22,6 +21,7 @@ from trainer import program as program_lib
 from trainer.errors import ConfigError, DataError
 from trainer.plan_estimate import Assumptions, Estimate, Planner, active_parameters
 from trainer.plan_page import Plan
+from trainer.report import pages
 
 GB = 1e9
 # Steps of more devices are compiled only where `plan.compile` says so: on a CPU each has a thread and a copy.
@@ -38,10 +38,8 @@ def plan(config: Mapping, workdir: str | Path) -> Path:
   print(plan_page.text(made))
   workdir = Path(workdir).expanduser().absolute()
   workdir.mkdir(parents=True, exist_ok=True)
-  svg, page = plan_page.picture(made), workdir / "plan.html"
-  (workdir / "plan.svg").write_text(svg, encoding="utf-8")
-  page.write_text(plan_page.page(made, svg), encoding="utf-8")
-  print(f"\nThe same, with a picture: {page}")
+  page = pages.save(workdir / "plan.html", plan_page.page(made))
+  print(f"\nThe same, with bars: {page}")
   return page
 
 

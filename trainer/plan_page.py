@@ -1,15 +1,15 @@
-"""The plan as text, as a page and as a picture."""
+"""The plan as text and as a page."""
 
-import io
+import functools
 from collections.abc import Sequence
-from html import escape
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from trainer.plan_compile import Compiled
 from trainer.plan_estimate import Estimate
+from trainer.report import pages
 from trainer.terminal import table
 
-GIB = 2**30
+size = functools.partial(pages.size, digits=2)
 
 
 class Plan(NamedTuple):
@@ -34,14 +34,6 @@ class Plan(NamedTuple):
   by_mesh: list[Estimate]
   advice: list[str]
   assumptions: list[str]
-
-
-def size(value: float) -> str:
-  """Bytes for people."""
-  for unit, factor in (("GiB", GIB), ("MiB", 2**20), ("KiB", 2**10)):
-    if value >= factor:
-      return f"{value / factor:,.2f} {unit}"
-  return f"{value:,.0f} B"
 
 
 def seconds(value: float) -> str:
@@ -140,89 +132,20 @@ def alternatives(found: Sequence[Estimate], now: Estimate, by_mesh: bool) -> str
   return table(rows)
 
 
-def picture(plan: Plan) -> str:
-  """Memory, time and meshes as an SVG picture."""
-  import matplotlib
-  with matplotlib.rc_context({"svg.hashsalt": "weft"}):
-    out = io.StringIO()
-    draw(plan).savefig(out, format="svg", metadata={"Date": None})
-  svg = out.getvalue()
-  return svg[svg.index("<svg"):]
-
-
-def draw(plan: Plan) -> Any:
-  """The picture as a matplotlib figure."""
-  import matplotlib
-  from matplotlib.figure import Figure
-  e = plan.estimate
-  with matplotlib.rc_context({"font.size": 9}):
-    figure = Figure(figsize=(10, 6.4), layout="constrained")
-    top, below = figure.subfigures(2, 1, height_ratios=(1, 1.15))
-    memory, time = top.subplots(1, 2)
-    _draw_memory(memory, plan)
-    names = ("compute", "memory", "hidden", "exposed", "step")
-    labels = ("matrix products", "memory traffic", "transfers beside\ncomputation", "transfers waited for", "a step")
-    scale, unit = (1, "seconds") if e.seconds["step"] >= 1 else (1e3, "milliseconds")
-    bars = time.barh(labels, [e.seconds[name] * scale for name in names],
-                     color=["#4878a8", "#6acc64", "#d5bb67", "#c44e52", "#444444"])
-    time.bar_label(bars, fmt="%.3g", padding=3)
-    time.invert_yaxis()
-    time.margins(x=0.15)
-    time.set(xlabel=unit, title=f"time: MFU {e.mfu:.0%}, {e.tokens / e.seconds['step']:,.0f} tokens/s")
-    axes = below.subplots()
-    shown = plan.by_mesh
-    bars = axes.barh([mesh_text(o.sizes) + (" (configured)" if o.sizes == e.sizes else "") for o in shown],
-                     [o.seconds["step"] * scale for o in shown],
-                     color=["#4878a8" if o.fits else "#dddddd" for o in shown])
-    axes.bar_label(bars, [f"{o.total / GIB:.2f} GiB{'' if o.fits else ', does not fit'}" for o in shown], padding=3)
-    axes.invert_yaxis()
-    axes.margins(x=0.15)
-    axes.set(xlabel=f"predicted step, {unit}", title="other meshes")
-    for part in (memory, time, axes):
-      part.spines[["top", "right"]].set_visible(False)
-  return figure
-
-
-def _draw_memory(axes: Any, plan: Plan) -> None:
+def page(plan: Plan) -> str:
+  """The page: memory, time and meshes as bars, and everything as text."""
   e, c = plan.estimate, plan.compiled
-  colors = ["#4878a8", "#6acc64", "#ee854a", "#d65f5f", "#956cb4", "#8c613c", "#dc7ec0", "#797979", "#d5bb67"]
-  left, small = 0.0, 0.0
-  for (kind, value), color in zip(e.memory.items(), colors * 2, strict=False):
-    if value < 0.01 * e.total:
-      small += value
-      continue
-    axes.barh(["estimated"], [value / GIB], left=left / GIB, color=color, label=kind)
-    left += value
-  if small:
-    axes.barh(["estimated"], [small / GIB], left=left / GIB, color="#bbbbbb", label="other")
+  memory = [(kind, value, size(value)) for kind, value in e.memory.items() if value >= 0.01 * e.total]
+  memory.append(("all, estimated", e.total, f"{size(e.total)} of {size(e.usable)}"))
   if c is not None and not c.failure:
-    kept = c.arguments + c.outputs - c.aliased
-    axes.barh(["compiled"], [kept / GIB], color="#222222", label="compiled: arguments, outputs")
-    axes.barh(["compiled"], [c.temporaries / GIB], left=kept / GIB, color="#888888", label="compiled: temporaries")
-  if e.usable < 20 * e.total:
-    axes.axvline(e.usable / GIB, color="#c44e52", linestyle="--")
-  axes.invert_yaxis()
-  axes.set(xlabel="GiB of each device", title=f"memory: {size(e.total)} of {size(e.usable)}")
-  axes.legend(frameon=False, fontsize=7, loc="upper center", bbox_to_anchor=(0.5, -0.22), ncols=3)
-
-
-def page(plan: Plan, svg: str) -> str:
-  """The page, self-contained."""
-  body = "".join(f"<h2>{escape(title)}</h2>\n<pre>{escape(content)}</pre>\n" for title, content in sections(plan))
-  return _PAGE.format(svg=svg, body=body)
-
-
-_PAGE = """<!doctype html>
-<html lang="en"><meta charset="utf-8"><meta name="viewport" content="width=device-width">
-<title>Weft: the plan</title>
-<style>
-:root {{ color-scheme: light dark; }}
-body {{ font: 15px/1.5 system-ui, sans-serif; max-width: 70rem; margin: 2rem auto; padding: 0 1rem; }}
-pre {{ font: 13px/1.4 ui-monospace, monospace; overflow-x: auto; }}
-svg {{ max-width: 100%; height: auto; background: white; }}
-</style>
-<h1>The plan</h1>
-{svg}
-{body}
-</html>
-"""
+    memory.append(("all, compiled", c.total, size(c.total)))
+  names = {"compute": "matrix products", "memory": "memory traffic", "hidden": "transfers beside computation",
+           "exposed": "transfers waited for", "step": "a step"}
+  times = [(text, e.seconds[name], seconds(e.seconds[name])) for name, text in names.items()]
+  meshes = [(mesh_text(o.sizes) + (" (configured)" if o.sizes == e.sizes else ""), o.seconds["step"],
+             f"{seconds(o.seconds['step'])}, {size(o.total)}{'' if o.fits else ', does not fit'}")
+            for o in plan.by_mesh]
+  return pages.page("Weft: the plan", pages.tag("h1", "The plan"),
+                    pages.bars(memory, "memory of each device"), pages.bars(times, "time of a step, predicted"),
+                    pages.bars(meshes, "a step on other meshes, predicted"),
+                    *(pages.section("", title, pages.tag("pre", content)) for title, content in sections(plan)))

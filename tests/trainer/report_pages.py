@@ -16,17 +16,17 @@ class Page(HTMLParser):
   Attributes:
     tags: (name, attributes) of every element, in order.
     tables: {label: rows of cells}.
-    payload: what the script draws.
+    charts: {title: what is drawn, see pages.chart}; runs: names.
     scripts: contents of those that run.
     texts: {id of a section: its text}; "": all of it.
-    said: [[(text, class, title)] of each coloured text].
+    said: (texts of tokens, what the page knows of them) of each text in colours, see pages.tokens.
   """
 
   def __init__(self, html: str):
     super().__init__()
-    self.html, self.tags, self.tables, self.scripts, self.payload = html, [], {}, [], None
+    self.html, self.tags, self.tables, self.scripts, self.charts, self.runs = html, [], {}, [], {}, []
     self.texts, self.said = {"": ""}, []
-    self._open, self._sections, self._label, self._script = [], [], "", None
+    self._open, self._sections, self._label, self._chart = [], [], "", None
     self.feed(html)
     self.close()
     assert self._open == [], "elements that are not closed"
@@ -48,10 +48,17 @@ class Page(HTMLParser):
       self.tables[self._label].append([])
     if tag in ("td", "th"):
       self.tables[self._label][-1].append("")
-    if tag == "div" and attributes.get("class") == "said":
-      self.said.append([])
-    if tag == "i" and self.said and any(of.get("class") == "said" for _, of in self._open):
-      self.said[-1].append(["", attributes.get("class", ""), attributes["title"]])
+    if "data-chart" in attributes:
+      self._chart = json.loads(attributes["data-chart"])
+    if "data-runs" in attributes:
+      self.runs = [run["name"] for run in json.loads(attributes["data-runs"])]
+    if "data-tokens" in attributes:
+      self.said.append(([], json.loads(attributes["data-tokens"])))
+    if tag == "i" and self._within("tokens"):
+      self.said[-1][0].append("")
+
+  def _within(self, kind):
+    return any(of.get("class") == kind for _, of in self._open)
 
   def handle_endtag(self, tag):
     assert self._open and self._open[-1][0] == tag, f"</{tag}> within {self._open[-1:]}"
@@ -60,31 +67,24 @@ class Page(HTMLParser):
       self._sections.pop()
 
   def handle_data(self, data):
-    tag, attributes = self._open[-1] if self._open else ("", {})
+    tag = self._open[-1][0] if self._open else ""
     if tag == "script":
-      if attributes.get("type") == "application/json":
-        self.payload = json.loads(data)
-      else:
-        self.scripts.append(data)
-      return
-    if tag == "style":
+      self.scripts.append(data)
+    if tag in ("script", "style"):
       return
     for name in ("", *self._sections[-1:]):
       self.texts[name] += data
     if any(name in ("td", "th") for name, _ in self._open):
       self.tables[self._label][-1][-1] += data
-    if tag == "i" and "title" in attributes and self.said:
-      self.said[-1][-1][0] += data
+    if tag == "h4" and self._chart:
+      self.charts[data] = self._chart
+    if tag == "i" and self._within("tokens"):
+      self.said[-1][0][-1] += data
 
   def series(self, run: int = 0) -> dict[str, dict[int, float | None]]:
     """{metric: {step: value}} of a run as drawn, of charts with one line; `metric label` of others."""
-    found = {}
-    for chart in self.payload["charts"].values():
-      for line in chart["lines"]:
-        if line["run"] == run:
-          name = f"{chart['title']} {line['label']}".strip()
-          found[name] = dict(zip(self.payload["steps"][line["x"]], line["y"], strict=True))
-    return found
+    return {f"{title} {line['label']}".strip(): dict(zip(line["x"], line["y"], strict=True))
+            for title, chart in self.charts.items() for line in chart["lines"] if line["run"] == run}
 
   def pairs(self, section: str) -> str:
     """The text of a section with single spaces."""
@@ -97,7 +97,8 @@ def read(path: Path) -> Page:
   (script,) = page.scripts
   digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
   (policy,) = [of["content"] for tag, of in page.tags if tag == "meta" and "http-equiv" in of]
-  assert policy == f"default-src 'none'; style-src 'unsafe-inline'; script-src 'sha256-{digest}'"
+  assert policy == (
+      f"default-src 'none'; style-src 'unsafe-inline'; img-src data:; script-src 'sha256-{digest}'")
   assert not {tag for tag, _ in page.tags} & {"img", "link", "iframe", "object", "embed", "base"}
   for _, attributes in page.tags:
     assert "src" not in attributes

@@ -35,6 +35,11 @@ def page(tmp_path_factory):
   return config, folder / "w", inspect.inspect(config, folder / "w", rows=2)
 
 
+def parts(page):
+  """What the page knows of the tokens of each segment."""
+  return [json.loads(html.unescape(found)) for found in re.findall(r'data-tokens="([^"]*)"', page)]
+
+
 def test_token_texts_join_to_the_text_with_special_tokens_and_split_characters():
   tokenizer = BytesTokenizer()
   text = "a—b ü\n"
@@ -87,11 +92,9 @@ def test_the_page_holds_every_token_and_escapes_the_data(page):
   _, workdir, path = page
   text = path.read_text(encoding="utf-8")
   assert "&lt;" in text and "<b>" not in text
-  titles = re.findall(r'<span class="(trained|partly|untrained)" title="[^"]*weight ([\d.]+), segment (\d+)', text)
-  assert {kind for kind, weight, _ in titles if float(weight) == 1} == {"trained"}
-  assert {kind for kind, weight, _ in titles if float(weight) == 0} == {"untrained"}
-  assert {weight for kind, weight, _ in titles if kind == "partly"} == {"0.5"}
-  assert "<svg" in text and "blocks/attn/q/kernel" in text and "<script" not in text and " src=" not in text
+  weights = [weight for part in parts(text) for weight in part["values"]["weights"]]
+  assert set(weights) == {0.0, 0.5, 1.0} and text.count('class="trained"') == sum(weight > 0 for weight in weights)
+  assert "tokens in a document" in text and "blocks/attn/q/kernel" in text and " src=" not in text
   assert not (workdir / "checkpoints").exists() and not (workdir / "metrics.jsonl").exists()
 
 
@@ -121,12 +124,12 @@ def test_where_completions_are_sampled_prompts_are_shown_as_they_are_asked(tmp_p
     assert f'{item.prompt.where}, columns for rewards: {json.dumps(item.columns)}' in printed
     assert f"row {number}, segment 1: {len(item.prompt.ids)} tokens, 0 trained" in printed
     assert html.escape(json.dumps(item.columns)) in page
-    ids = re.findall(r'title="[^"]* id (\d+), weight 0, segment 1, position \d+"', page)
-    assert " ".join(map(str, item.prompt.ids)) in " ".join(ids)
+    part = parts(page)[number]
+    assert part["ids"] == item.prompt.ids.tolist() and set(part["values"]["weights"]) == {0.0}
   for said in ("takes 2 and samples 3 completions of each, of at most 16 tokens, at temperature 1", "judged by right",
                "serve 2 step(s)"):
     assert said in printed and said in page
-  assert "blocks/attn/q/kernel" in page and "<svg" in page and "strategy.preset dapo" in printed
+  assert "blocks/attn/q/kernel" in page and "strategy.preset dapo" in printed
   assert not (tmp_path / "w" / "checkpoints").exists()
   config.rollout.rewards.right.answer_key = "wrong"
   with pytest.raises(DataError, match=r"a.jsonl:\d.*'wrong'"):
@@ -140,7 +143,7 @@ def test_images_stand_with_their_segment_and_their_tokens_are_one_in_short(tmp_p
   config.input.sources.main.split = "all"
   config.input.images.augment.color = 0.5
   html = inspect.inspect(config, tmp_path / "w", rows=2).read_text(encoding="utf-8")
-  parts = html.split("<h3>")[1:]
+  pieces = html.split("<h3>")[1:]
   tokenizer = load_tokenizer(tmp_path / "w" / "tokenizer.json")
   data = loader.make_train_data(config_checks.resolve(config), tokenizer, learns="conversations",
                                 workdir=tmp_path / "w")
@@ -150,8 +153,8 @@ def test_images_stand_with_their_segment_and_their_tokens_are_one_in_short(tmp_p
   for picture, pixels in zip(pictures(html), expected, strict=True):
     np.testing.assert_array_equal(picture, pixels)
     assert not any(np.array_equal(pixels, part) for part in shown)
-  assert len(parts) == len(expected) >= 3
-  assert all(part.count("<img") == 1 and "it is" in re.sub("<[^>]*>", "", part) for part in parts)
+  assert len(pieces) == len(expected) >= 3
+  assert all(part.count("<img") == 1 and "it is" in re.sub("<[^>]*>", "", part) for part in pieces)
 
 
 def test_long_runs_of_one_token_are_shown_once():

@@ -398,8 +398,7 @@ def test_the_command_needs_no_data_and_says_that_it_estimates(tmp_path, capsys, 
                 "MFU", "What to type", "XLA_PYTHON_CLIENT_MEM_FRACTION", "InfiniBand", "data=16 (as configured)"):
     assert words in text
   html = page.read_text()
-  assert "<svg" in html and "Memory of each device" in html
-  assert (tmp_path / "plan.svg").read_text().startswith("<svg")
+  assert "a step on other meshes, predicted" in html and "Memory of each device" in html
   assert not (tmp_path / "config.json").exists()  # nothing was begun
 
 

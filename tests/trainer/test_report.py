@@ -2,7 +2,6 @@
 
 import json
 import logging
-import math
 import os
 import shutil
 import signal
@@ -18,7 +17,7 @@ from tests.trainer import report_pages
 from trainer import config_checks, train
 from trainer.callbacks import Callback
 from trainer.config import evaluator, source
-from trainer.report import configs, page, record, texts
+from trainer.report import configs, page, pages, record
 from trainer.writers import read_rows
 
 EVIL = "<script>alert(1)</script>"
@@ -82,9 +81,8 @@ def test_the_curves_are_the_rows_of_metrics(finished):
     np.testing.assert_allclose(list(drawn[name].values()), list(column.values()), rtol=1e-5, err_msg=name)
     compared += 1
   assert compared > 25 and {"loss all", "loss other", "eval/val/loss main", "grad_norm", "mfu"} <= drawn.keys()
-  by_title = {chart["title"]: chart for chart in shown.payload["charts"].values()}
   gzip = values["eval/val/bits_per_byte_gzip"][12]
-  assert by_title["eval/val/bits_per_byte"]["levels"] == [{"label": "gzip", "y": pytest.approx(gzip, rel=1e-5)}]
+  assert shown.charts["eval/val/bits_per_byte"]["levels"] == [["gzip", pytest.approx(gzip, rel=1e-5)]]
 
 
 def test_the_table_of_evaluations(finished):
@@ -135,13 +133,10 @@ def test_tokens_have_the_colour_of_their_probability(finished):
   lines = [json.loads(line) for step in (0, 6, 12)
            for line in (workdir / "samples" / f"text_{step:08d}.jsonl").read_text().splitlines()]
   assert len(shown.said) == len(lines) == 6
-  for row, tokens in zip(lines, shown.said, strict=True):
-    assert [text.replace("⏎", "") for text, _, _ in tokens] == [texts.cut(text, 200) or "·" for text in row["tokens"]]
-    for logprob, (_, kind, title) in zip(row["logprobs"], tokens, strict=True):
-      p = math.exp(logprob)
-      assert title.startswith(f"p {p:.3g},")
-      assert kind == ("" if p >= 0.9 else f"t{sum(p < bound for bound in texts.BOUNDS)}")
-  assert EVIL in shown.texts["samples"] and {kind for tokens in shown.said for _, kind, _ in tokens} > {"t5"}
+  for row, (tokens, data) in zip(lines, shown.said, strict=True):
+    assert tokens == [pages.visible(text) or "·" for text in row["tokens"]]
+    assert data["values"]["logprobs"] == row["logprobs"]
+  assert EVIL in shown.texts["samples"]
 
 
 def test_where_the_time_went_adds_up(finished):
@@ -155,9 +150,13 @@ def test_where_the_time_went_adds_up(finished):
   first = next(row for row in rows if "time/wall" in row)
   between = sum(kinds.values()) - sum(value for name, value in first.items() if name in kinds)
   assert walls[-1] - walls[0] == pytest.approx(between, rel=0.1, abs=0.1)
-  bars = shown.payload["split"]
-  assert bars["edges"] == list(range(13))
-  assert sum(bars["kinds"]["compilation"]) == pytest.approx(kinds["time/split/compile"], rel=1e-4)
+  shares = {name.removeprefix("share of the time "): column for name, column in shown.series().items()
+            if name.startswith("share of the time")}
+  for row in rows:
+    spent = {name: value for name, value in row.items() if name.startswith("time/split/")}
+    if spent:
+      assert shares["compilation"].get(row["step"], 0.0) == pytest.approx(
+          spent.get("time/split/compile", 0.0) / sum(spent.values()), rel=1e-4)
   totals = {kind: share for kind, _, share in shown.tables["Time by kind"][1:]}
   assert sum(float(share.rstrip("%")) for share in totals.values()) == pytest.approx(100, abs=1)
   assert "everything else" in totals and shown.texts["throughput"].count("steps") > 1

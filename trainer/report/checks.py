@@ -1,10 +1,21 @@
 """What a run, and --mode=verify on its config, has found out about itself. Only what was measured is said."""
 
-import time
+from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
+from markupsafe import Markup
+
 from trainer.report.history import History, at, integer
-from trainer.report.render import counted, number, when
+from trainer.report.pages import counted, number, table, tag, when
+
+
+def shown(history: History) -> list[Markup]:
+  """What was found out, and the table of --mode=verify."""
+  marks = {"pass": "✓ ", "fail": "✗ ", "skip": "– "}
+  lines = [tag("li", tag("span", marks[mark], class_=mark), text) for mark, text in found(history)]
+  more = _verified(history.verified, history.workdir / "verify" / "results.json") if history.verified else []
+  return [tag("ul", *lines), *more]
 
 
 def found(history: History) -> list[tuple[str, str]]:
@@ -76,19 +87,14 @@ def _verify(history: History) -> tuple[str, str]:
           "--mode=verify: " + ", ".join(f"{count} {status}" for status, count in counts.items()) + ".")
 
 
-def verified(history: History) -> dict[str, Any] | None:
-  """The table of --mode=verify; None: it was not run."""
-  if history.verified is None:
-    return None
-  try:
-    date = when((history.workdir / "verify" / "results.json").stat().st_mtime)
-  except OSError:
-    date = when(time.time())
-
+def _verified(rows: Sequence[dict[str, Any]], file: Path) -> list[Markup]:
+  """The table of --mode=verify."""
   def figure(value: Any) -> str:
     return f"{value:.2g}" if isinstance(value, (int, float)) else ""
 
-  rows = [[str(row.get("status", "")), str(row.get("row", "")), str(row.get("what", "")), figure(row.get("measured")),
-           figure(row.get("allowed")), str(row.get("why", ""))] for row in history.verified]
-  return {"lead": f"Measured {date} on a slice of the config as it was then; docs/exactness.md says what each row is.",
-          "rows": rows}
+  cells = [[str(row.get("status", "")), str(row.get("row", "")), str(row.get("what", "")), figure(row.get("measured")),
+            figure(row.get("allowed")), str(row.get("why", ""))] for row in rows]
+  date = when(file.stat().st_mtime) if file.exists() else ""
+  return [tag("h3", "--mode=verify"), tag("p", f"Measured {date} on a slice of the config as it was then; "
+                                          "docs/exactness.md says what each row is."),
+          table(["", "row", "what must be equal", "measured", "allowed", ""], cells, "Equalities", "words")]

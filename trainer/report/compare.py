@@ -7,12 +7,13 @@ from typing import Any
 import numpy as np
 
 from trainer.errors import ConfigError
-from trainer.report import configs, render, series
+from trainer.report import configs, page, pages, series
 from trainer.report.history import History, at, integer, load, sources_of, status
-from trainer.report.render import counted, in_short, number, shown, span
+from trainer.report.pages import counted, dim, in_short, number, section, span, table, tag
 
 MOST_RUNS = 32
-_HEAD = ("", "steps", "tokens", "parameters", "devices", "Weft", "time", "goodput", "tokens/s", "MFU", "last loss")
+_HEAD = ("run", "", "steps", "tokens", "parameters", "devices", "Weft", "time", "goodput", "tokens/s", "MFU",
+         "last loss")
 
 
 def write(workdirs: Sequence[str | Path], out: str | Path) -> Path:
@@ -29,30 +30,40 @@ def write(workdirs: Sequence[str | Path], out: str | Path) -> Path:
   twice = [path for path in resolved if resolved.count(path) > 1]
   if twice:
     raise ConfigError(f"{twice[0]} is given twice. Give each run once.")
-  return render.save(Path(out), make(histories))
+  return pages.save(Path(out), make(histories))
 
 
 def make(histories: Sequence[History]) -> str:
   """The page."""
   names = short_names([history.workdir for history in histories])
-  metrics = [history.metrics for history in histories]
-  charts = series.charts(metrics)
-  numbers = {chart.title: place for place, chart in enumerate(chart for _, some in charts.groups for chart in some)}
-  payload, fewer = series.payload(charts.groups, list(zip(names, metrics, strict=True)), numbers)
-  groups = [(title, [shown(chart, numbers[chart.title], names) for chart in some]) for title, some in charts.groups]
+  found = series.charts([history.metrics for history in histories])
+  groups = series.drawn(found, names)
   differences = configs.differences([history.config for history in histories if history.config])
-  return render.page(
-      "compare.html.jinja", payload, title=f"{len(names)} runs: {', '.join(names)}", names=names,
-      configured=[name for history, name in zip(histories, names, strict=True) if history.config],
-      runs={"head": _HEAD, "rows": [run_row(history, name) for history, name in zip(histories, names, strict=True)],
-            "paths": [(name, str(history.workdir)) for history, name in zip(histories, names, strict=True)]},
-      evaluations=evaluations(histories), differences=differences[:configs.MOST_KEYS],
-      config_left_out=[f"{counted(len(differences) - configs.MOST_KEYS, 'key')} more."]
-      if len(differences) > configs.MOST_KEYS else [],
-      groups=[group for group in groups if group[0] != series.THROUGHPUT],
-      throughput=[one for title, some in groups if title == series.THROUGHPUT for one in some],
-      curves_left_out=_left_out(charts, fewer), problems=[
-          f"{name}: {problem}" for history, name in zip(histories, names, strict=True) for problem in history.problems])
+  configured = [name for history, name in zip(histories, names, strict=True) if history.config]
+  evaluated = evaluations(histories)
+  rows = [[pages.join([pages.swatch(i), name]), *run_row(history)]
+          for i, (history, name) in enumerate(zip(histories, names, strict=True))]
+  tools = pages.chart_tools([(name, series.places(history.metrics))
+                             for history, name in zip(histories, names, strict=True)])
+  title = f"{len(names)} runs: {', '.join(names)}"
+  return pages.page(
+      title, tag("h1", title), tag(
+          "main", section("runs", "Runs", table(_HEAD, rows, "Runs"), pages.pairs(
+              [(name, str(history.workdir)) for history, name in zip(histories, names, strict=True)])),
+          section("evaluations", "Evaluations", dim("The last value, and in brackets the best where it is known which "
+                                                    "way is better; the best of all runs is bold."),
+                  table(["metric", *names], evaluated, "Evaluations") if evaluated else tag("p", "None were made.")),
+          section("config", "Where the configs differ", table(
+              ["key", *configured], differences[:configs.MOST_KEYS], "Keys that differ", "words")
+              if differences else tag("p", "Nowhere."),
+              dim("Of the other runs there is no config.json.") if len(configured) < len(names) else "",
+              dim(f"{counted(len(differences) - configs.MOST_KEYS, 'key')} more.")
+              if len(differences) > configs.MOST_KEYS else ""),
+          section("curves", "Curves", tools, *page.curves(groups, found)),
+          section("throughput", "Throughput", *[charts for name, charts in groups if name == series.THROUGHPUT]
+                  or [tag("p", "Nothing was measured.")]),
+          dim(*(f"{name}: {problem}" for history, name in zip(histories, names, strict=True)
+                for problem in history.problems))), page.written())
 
 
 def short_names(workdirs: Sequence[Path]) -> list[str]:
@@ -64,7 +75,7 @@ def short_names(workdirs: Sequence[Path]) -> list[str]:
   return [str(path) for path in workdirs]
 
 
-def run_row(history: History, name: str) -> dict[str, Any]:
+def run_row(history: History) -> list[Any]:
   """A run in figures."""
   state, start = status(history), at(history.starts, -1, default={})
   end = at(start, "end", default={})
@@ -77,7 +88,8 @@ def run_row(history: History, name: str) -> dict[str, Any]:
              if key in history.metrics and len(values := history.metrics[key].finite.values)}
   loss = history.last("loss")
   kind = at(start, "devices", "kind")
-  return {"name": name, "kind": state.kind, "word": state.word, "cells": [
+  return [
+      tag("span", state.word, class_=f"status {state.kind}"),
       f"{state.step:,}{f' of {state.total:,}' if state.total else ''}",
       in_short(tokens) if isinstance(tokens, (int, float)) else "",
       in_short(parameters) if parameters is not None else "",
@@ -86,10 +98,10 @@ def run_row(history: History, name: str) -> dict[str, Any]:
       f"{' +' if at(start, 'git', 'dirty') else ''}", wall,
       f"{goodput:.1%}" if isinstance(goodput, (int, float)) else "",
       in_short(medians["tokens_per_second"]) if "tokens_per_second" in medians else "",
-      f"{medians['mfu']:.2%}" if "mfu" in medians else "", "" if loss is None else number(loss)]}
+      f"{medians['mfu']:.2%}" if "mfu" in medians else "", "" if loss is None else number(loss)]
 
 
-def evaluations(histories: Sequence[History]) -> list[dict[str, Any]]:
+def evaluations(histories: Sequence[History]) -> list[list[Any]]:
   """A row for each metric of an evaluator: of each run its last value, with the step if it trained on, and its best."""
   names = dict.fromkeys(name for history in histories for name in history.metrics
                         if series.group_of(name) == "Evaluations")
@@ -106,15 +118,8 @@ def evaluations(histories: Sequence[History]) -> list[dict[str, Any]]:
       older = one is not None and one.last[0] < step
       text = "" if one is None else number(one.last[1]) + (f" at step {one.last[0]:,}" if older else "") + (
           "" if one.best is None else f" ({number(one.best[1])})")
-      cells.append({"text": text, "best": one is not None and best is not None and one.last[1] == best})
+      is_best = one is not None and best is not None and one.last[1] == best
+      cells.append(tag("td", text, class_="best" if is_best else ""))
     if lasts:
-      rows.append({"name": name.removeprefix("eval/"), "cells": cells})
+      rows.append([name.removeprefix("eval/"), *cells])
   return rows
-
-
-def _left_out(charts: series.Charts, fewer: bool) -> list[str]:
-  lines = render.left_out(charts, fewer)
-  if charts.constant:
-    lines.append("The same in all runs at all times: " + ", ".join(
-        f"{name} {number(value)}" for name, value in list(charts.constant.items())[:40]))
-  return lines

@@ -2,13 +2,15 @@
 
 import math
 import shlex
+import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from markupsafe import Markup
 
-from trainer.report import checks, configs, render, series, texts
+from trainer.report import checks, configs, pages, series, texts
 from trainer.report.history import (
   PAGE,
   RUN,
@@ -24,15 +26,12 @@ from trainer.report.history import (
   status,
   timestamp,
 )
-from trainer.report.render import at_step, counted, in_short, number, shown, size, span, when
+from trainer.report.pages import counted, dim, in_short, number, pairs, section, size, span, table, tag, when
 
-# Notes that are seen at once, and at all; lines of each; lines for information; starts.
-FIRST_NOTES, MOST_NOTES, MOST_OTHERS, MOST_INFO, MOST_STARTS = 6, 60, 20, 100, 12
+# Names of notes, lines of each, lines for information, starts.
+MOST_NOTES, MOST_OTHERS, MOST_INFO, MOST_STARTS = 60, 20, 100, 12
 # What a reader wants to know first.
 _KINDS = ("error", "rollback", "health", "warning", "stop")
-_PARTS = (("notes", "Health notes"), ("evaluations", "Evaluations"), ("curves", "Curves"),
-          ("throughput", "Throughput"), ("samples", "Samples"), ("data", "Data"), ("checks", "Self-checks"),
-          ("config", "Config"), ("ran", "What ran"), ("files", "Files"))
 _FILES = (("config", "config.json"), ("what ran", RUN), ("metrics", "metrics.jsonl"), ("notes", "notes.jsonl"),
           ("TensorBoard", "tensorboard"), ("checkpoints", "checkpoints"), ("samples", "samples"),
           ("tokenizer", "tokenizer.json"), ("token cache", "cache"), ("export", "export"),
@@ -55,41 +54,53 @@ def write(workdir: str | Path, out: str | Path | None = None) -> Path:
     OSError: the page cannot be written.
   """
   history = load(workdir)
-  return render.save(history.workdir / PAGE if out is None else Path(out), make(history))
+  return pages.save(history.workdir / PAGE if out is None else Path(out), make(history))
 
 
 def make(history: History) -> str:
   """The page."""
-  state, sources = status(history), sources_of(history.config)
-  charts = series.charts([history.metrics], sources)
-  numbers = {chart.title: place for place, chart in enumerate(chart for _, some in charts.groups for chart in some)}
-  payload, fewer = series.payload(charts.groups, [(history.workdir.name, history.metrics)], numbers)
-  split = time_split(history, payload)
-  groups = [(title, [shown(chart, numbers[chart.title], [history.workdir.name]) for chart in some])
-            for title, some in charts.groups]
-  streams, no_room = texts.streams(history.workdir / "samples")
-  left_out = render.left_out(charts, fewer)
-  return render.page(
-      "run.html.jinja", payload, title=f"{history.workdir.name}: {state.word}", name=history.workdir.name,
-      workdir=str(history.workdir), status=state, tiles=tiles(history, state), contents=_PARTS, notes=notes(history),
-      evaluations=evaluations(history.metrics, sources),
-      groups=[group for group in groups if group[0] != series.THROUGHPUT],
-      throughput=[one for title, some in groups if title == series.THROUGHPUT for one in some],
-      constant=[(name, number(value)) for name, value in charts.constant.items()],
-      constant_title=f"{counted(len(charts.constant), 'metric')} of which all rows have the same value",
-      curves_left_out=left_out, split=split,
-      streams=[{"name": stream.name, "steps": stream.steps, "left_out": _not_shown(stream)} for stream in streams],
-      coloured=any(text.said.tokens for stream in streams for step in stream.steps for text in step.texts),
-      colours=list(enumerate(texts.BOUNDS, 1)),
-      samples_left_out=[f"Not shown: {', '.join(no_room)}"] if no_room else [], audit=audit(history),
-      checks=checks.found(history), verified=checks.verified(history), config=config_tables(history.config),
-      starts=[start_rows(start, place + 1) for place, start in enumerate(history.starts)][::-1][:MOST_STARTS],
-      starts_left_out=[f"{counted(len(history.starts) - MOST_STARTS, 'earlier start')} in {RUN}."]
-      if len(history.starts) > MOST_STARTS else [], files=files(history.workdir), problems=history.problems)
+  state, sources, name = status(history), sources_of(history.config), history.workdir.name
+  found = series.charts([history.metrics], sources)
+  groups = series.drawn(found, [name])
+  throughput = [charts for title, charts in groups if title == series.THROUGHPUT]
+  samples = texts.streams(history.workdir / "samples")
+  evaluated = evaluations(history.metrics, sources)
+  sections = [
+      section("notes", "Health notes and warnings", *notes(history.notes)),
+      section("evaluations", "Evaluations", table(
+          ["metric", "first", "last", "best", "better is", "times"], evaluated, "Evaluations")
+          if evaluated else tag("p", "None were made.")),
+      section("curves", "Curves", pages.chart_tools([(name, series.places(history.metrics))]), *curves(groups, found)),
+      section("throughput", "Throughput and time", *time_split(history), *throughput),
+      section("samples", "Samples over time", *samples or [tag("p", "There are none. An evaluator of type samples "
+                                                               "writes some.")]),
+      section("data", "Data", *audit(history)), section("checks", "Self-checks", *checks.shown(history)),
+      section("config", "Config", *config_tables(history.config)), section("ran", "What ran", *starts(history)),
+      section("files", "Where everything is", table(["what", "where", "size"], files(history.workdir),
+                                                    "Files of the workdir", "words"), dim(*history.problems))]
+  names = ("notes", "evaluations", "curves", "throughput", "samples", "data", "checks", "config", "ran", "files")
+  header = tag("header", tag("h1", f"{name} ", tag("span", state.word, class_=f"status {state.kind}")),
+               dim(str(history.workdir)), tag("p", state.sentence), pairs(tiles(history, state), "tiles"),
+               tag("nav", *(tag("a", one, href=f"#{one}") for one in names)))
+  return pages.page(f"{name}: {state.word}", header, tag("main", *sections), written(),
+                    columns=[texts.COLUMN] if any('class="tokens"' in one for one in samples) else [])
 
 
-def tiles(history: History, state: Status) -> list[tuple[str, str, str]]:
-  """(what, value, note) at the top."""
+def written() -> Markup:
+  return dim(f"Written {when(time.time())} by Weft {configs.weft_version()}.")
+
+
+def curves(groups: Sequence[tuple[str, Markup]], found: series.Charts) -> list[Any]:
+  """All groups but that of throughput, and metrics that do not change."""
+  parts = [part for title, charts in groups if title != series.THROUGHPUT for part in (tag("h3", title), charts)]
+  if found.constant:
+    parts.append(pages.details(f"{counted(len(found.constant), 'metric')} of which all rows have the same value",
+                               pairs([(name, number(value)) for name, value in found.constant.items()])))
+  return [*(parts or [tag("p", "There are no metrics.")]), dim(*series.left_out(found))]
+
+
+def tiles(history: History, state: Status) -> list[tuple[str, Any]]:
+  """(what, value with a note) at the top."""
   found = [("steps", f"{state.step:,}", f"of {state.total:,}" if state.total else "")]
   tokens = integer(at(history.starts, -1, "end", "tokens", default=history.last("tokens_seen")))
   if tokens is not None:
@@ -111,40 +122,49 @@ def tiles(history: History, state: Status) -> list[tuple[str, str, str]]:
     trained = at(parameters, "trained")
     found.append(("parameters", in_short(parameters["all"]), "all trained" if trained == parameters["all"] else
                   f"{in_short(trained)} trained" if isinstance(trained, int) else ""))
-  return found
+  return [(what, pages.join([value, tag("small", note)])) for what, value, note in found]
 
 
 # ----------------------------------------------------------------------------------------------
-# Notes, evaluations, curves.
+# Notes, evaluations, time.
 
 
-def notes(history: History) -> dict[str, Any]:
+def notes(rows: Sequence[dict[str, Any]] | None) -> list[Any]:
   """The notes by kind and name, the grave ones first."""
-  rows = history.notes
   if rows is None:
-    return {"lead": "Not known: there is no notes.jsonl.", "first": [], "more": [], "info": [], "left_out": []}
+    return [tag("p", "Not known: there is no notes.jsonl.")]
   by_name: dict[tuple[str, str], list[dict[str, Any]]] = {}
   for row in rows:
     by_name.setdefault((str(row.get("kind", "")), str(row.get("name", ""))), []).append(row)
   counts = {kind: sum(len(some) for (of, _), some in by_name.items() if of == kind) for kind in _KINDS}
   said = [counted(count, {"health": "health note", "stop": "stop"}.get(kind, kind)) for kind, count in counts.items()
           if count]
-  lead = f"{', '.join(said)}." if said else "No health notes, no warnings and no errors."
   order = sorted((key for key in by_name if key[0] in _KINDS), key=lambda key: _KINDS.index(key[0]))
-  cards = []
-  for kind, name in order[:MOST_NOTES]:
-    some = by_name[kind, name]
-    last = some[-1]
-    others = [_line(row) for row in some[:-1] if row.get("text") != last.get("text")]
-    others = others[:MOST_OTHERS] + [f"… and {len(others) - MOST_OTHERS:,} more"] * (len(others) > MOST_OTHERS)
-    steps = f"step {last['step']:,}" if len(some) == 1 else (
-        f"{len(some):,} times, from step {some[0]['step']:,} to step {last['step']:,}; the last:")
-    cards.append({"kind": kind, "name": name, "when": f"{steps} {when(timestamp(last.get('time')))}".rstrip(),
-                  "text": last.get("text", ""), "advice": last.get("advice", ""), "others": others})
   info = [_line(row) for row in rows if row.get("kind") not in _KINDS]
-  left_out = [f"Not shown: {counted(len(order) - MOST_NOTES, 'further name')}; all of them are in notes.jsonl."]
-  return {"lead": lead, "first": cards[:FIRST_NOTES], "more": cards[FIRST_NOTES:], "info": info[:MOST_INFO],
-          "left_out": left_out if len(order) > MOST_NOTES or len(info) > MOST_INFO else []}
+  parts = [tag("p", f"{', '.join(said)}." if said else "No health notes, no warnings and no errors."),
+           *(_note(*key, by_name[key]) for key in order[:MOST_NOTES])]
+  if info:
+    parts.append(pages.details(f"{len(info)} more for information", _list(info[:MOST_INFO])))
+  if len(order) > MOST_NOTES or len(info) > MOST_INFO:
+    parts += [dim(f"Not shown: {counted(max(len(order) - MOST_NOTES, 0), 'further name')}; all of them are in "
+                  "notes.jsonl.")]
+  return parts
+
+
+def _note(kind: str, name: str, rows: Sequence[dict[str, Any]]) -> Markup:
+  """What was noted under one name: the last in full."""
+  last, others = rows[-1], [_line(row) for row in rows[:-1] if row.get("text") != rows[-1].get("text")]
+  others = others[:MOST_OTHERS] + [f"… and {len(others) - MOST_OTHERS:,} more"] * (len(others) > MOST_OTHERS)
+  steps = f"step {last['step']:,}" if len(rows) == 1 else (
+      f"{len(rows):,} times, from step {rows[0]['step']:,} to step {last['step']:,}; the last:")
+  return tag("div", tag("b", kind), " ", tag("code", name), " ",
+             tag("span", f"{steps} {when(timestamp(last.get('time')))} "), tag("p", last.get("text", "")),
+             tag("p", tag("b", " What to do: "), last["advice"]) if last.get("advice") else "",
+             pages.details("the others", _list(others)) if others else "", class_=f"card {kind}")
+
+
+def _list(lines: Sequence[str]) -> Markup:
+  return tag("ul", *(tag("li", line) for line in lines))
 
 
 def _line(note: Mapping[str, Any]) -> str:
@@ -157,23 +177,24 @@ def evaluations(metrics: Mapping[str, Column], sources: Sequence[str]) -> list[l
   for name in metrics:
     found = series.figures(name, metrics[name], sources) if series.group_of(name) == "Evaluations" else None
     if found is not None:
-      rows.append([name.removeprefix("eval/"), at_step(found.first), at_step(found.last), at_step(found.best),
+      rows.append([name.removeprefix("eval/"), *map(series.at_step, (found.first, found.last, found.best)),
                    found.better, f"{found.count:,}"])
   return rows
 
 
-def time_split(history: History, payload: dict[str, Any]) -> dict[str, Any] | None:
-  """Where the time went, in all and over the steps, which are added to the payload; None: nothing is known."""
-  over_time = series.time_split(history.metrics)
+def time_split(history: History) -> list[Any]:
+  """Where the time went, in all and over the steps."""
+  over_time = series.time_shares(history.metrics)
   totals = {kind: float(value) for kind, value in mapping(history.starts, -1, "end", "seconds").items()
             if isinstance(value, (int, float)) and math.isfinite(value)}
   of_all = bool(totals)
   if of_all:  # steps with what they waited for
     totals["train"] = max(totals.get("train", 0.0) - totals.get("data", 0.0), 0.0)
-  elif over_time is not None:
-    totals = {kind: sum(values) for kind, values in over_time["kinds"].items()}
+  else:
+    totals = {name.removeprefix("time/split/"): float(column.finite.values.sum())
+              for name, column in history.metrics.items() if name.startswith("time/split/")}
   if not totals:
-    return None
+    return []
   until, known = status(history).until, sum(totals.values())
   wall = until - history.started if of_all and history.started is not None and until is not None else 0.0
   whole = max(wall, known, 1e-9)
@@ -181,30 +202,25 @@ def time_split(history: History, payload: dict[str, Any]) -> dict[str, Any] | No
           for kind, value in sorted(totals.items(), key=lambda item: -item[1]) if value]
   if wall:
     rows.append(["everything else", span(whole - known), f"{(whole - known) / whole:.1%}"])
-  if over_time is not None:
-    over_time["kinds"] = {_KIND_NAMES.get(kind, kind): values for kind, values in over_time["kinds"].items()}
-    payload["split"] = over_time
   note = ("Everything else is setting up, the time when no process ran, and steps that were lost with their process."
           if wall else "Of the windows between rows of metrics; the run has not said more.")
-  return {"bars": list(over_time["kinds"]) if over_time else [], "totals": rows, "note": note,
-          "summary": ", ".join(f"{kind} {share}" for kind, _, share in rows)}
-
-
-def _not_shown(stream: texts.Stream) -> list[str]:
-  if stream.all_steps > len(stream.steps):
-    return [f"{len(stream.steps)} of {stream.all_steps:,} steps are shown; the others are in samples/."]
-  return []
+  parts = [tag("h3", "Where the time went"), table(["kind", "time", "share"], rows, "Time by kind"), dim(note)]
+  if over_time is not None:
+    named = over_time._replace(lines=[line._replace(label=_KIND_NAMES.get(line.label, line.label))
+                                      for line in over_time.lines])
+    parts += [charts for _, charts in series.drawn(series.Charts([("", [named])], {}, []), [""])]
+  return parts
 
 
 # ----------------------------------------------------------------------------------------------
 # Data, config, what ran, files.
 
 
-def audit(history: History) -> dict[str, Any] | None:
+def audit(history: History) -> list[Any]:
   """The statistics of the data as the run printed them at its last start, and how much of them was taken."""
   rows = [row for row in sequence(history.starts, -1, "data") if isinstance(row, dict) and row]
   if not rows:
-    return None
+    return [tag("p", "Not recorded.")]
   head = list(rows[0])
   facts = []
   epoch = at(history.starts, -1, "end", "epoch", default=history.last("epoch"))
@@ -215,23 +231,40 @@ def audit(history: History) -> dict[str, Any] | None:
       facts.append((source, ", ".join(
           f"{number(value)} {'epochs' if name == 'epoch' else name}" for name, value in counts.items())))
   facts.append(("fingerprint", str(at(history.starts, -1, "data_fingerprint", default="?"))))
-  return {"head": head, "rows": [[number(row.get(key, "")) for key in head] for row in rows], "facts": facts}
+  cells = [[number(row.get(key, "")) for key in head] for row in rows]
+  return [table(head, cells, "The data, by source"), pairs(facts)]
 
 
-def config_tables(config: Mapping[str, Any]) -> dict[str, Any]:
+def config_tables(config: Mapping[str, Any]) -> list[Any]:
   """What differs from the defaults, and everything."""
   if not config:
-    return {"note": "There is no config.json.", "changed": [], "whole": [], "left_out": []}
+    return [dim("There is no config.json.")]
   changed, note = configs.changed(config)
   whole = [(key, configs.text(value)) for key, value in configs.flat(config).items()]
   most = configs.MOST_KEYS
-  left_out = [f"{counted(len(some) - most, 'key')} of {len(some):,} not shown; config.json has them all."
-              for some in (changed, whole) if len(some) > most]
-  return {"note": note, "changed": changed[:most], "whole": whole[:most], "left_out": left_out}
+  parts = [dim(note)] if note else []
+  if changed:
+    parts += [tag("h3", "What differs from the defaults"), table(
+        ["key", "here", "default"], changed[:most], "Keys that differ from their defaults", "words")]
+  parts.append(pages.details(f"The whole config, {len(whole)} keys",
+                             table(["key", "value"], whole[:most], "The whole config", "words")))
+  return [*parts, *(dim(f"{counted(len(some) - most, 'key')} of {len(some):,} not shown; config.json has them all.")
+                    for some in (changed, whole) if len(some) > most)]
 
 
-def start_rows(start: Mapping[str, Any], place: int) -> dict[str, Any]:
-  """A start of a process: what is told of it."""
+def starts(history: History) -> list[Any]:
+  """Each start of a process, the last first."""
+  if not history.starts:
+    return [tag("p", f"Not recorded: there is no {RUN}.")]
+  numbered = list(enumerate(history.starts, 1))[::-1]
+  parts = [part for place, start in numbered[:MOST_STARTS]
+           for part in (tag("h3", f"Start {place}"), pairs(start_rows(start)))]
+  return [*parts, *[dim(f"{counted(len(numbered) - MOST_STARTS, 'earlier start')} in {RUN}.")]
+          * (len(numbered) > MOST_STARTS)]
+
+
+def start_rows(start: Mapping[str, Any]) -> list[tuple[str, Any]]:
+  """What is told of a start."""
   devices, end, peak = (mapping(start, key) for key in ("devices", "end", "peak"))
   mesh = _listed({axis: count for axis, count in mapping(start, "mesh").items() if count != 1}, "=")
   rows: list[tuple[str, Any]] = [
@@ -254,7 +287,7 @@ def start_rows(start: Mapping[str, Any], place: int) -> dict[str, Any]:
       ("environment", _listed(mapping(start, "environment"), "=")),
       ("memory", _memory(end)),
   ]
-  return {"title": f"Start {place}", "rows": [(name, value) for name, value in rows if value]}
+  return [(name, value) for name, value in rows if value]
 
 
 def _listed(values: Mapping[str, Any], between: str = " ") -> str:

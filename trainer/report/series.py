@@ -5,17 +5,16 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
+from markupsafe import Markup
 
+from trainer.report import pages
 from trainer.report.history import Column
+from trainer.report.pages import counted, number
 
 # Points of a line, of all lines of a page, and charts of a page, which is to stay below 3 MB.
 MOST_POINTS, ALL_POINTS, MOST_CHARTS = 1000, 60_000, 160
 # Points that are not finite, of a line, which are marked.
 MOST_BAD = 100
-# Bars of the time split.
-MOST_BARS = 60
-# Rows of a metric from which on it may have a smoothed line, and the share of them that one mean is over.
-SMOOTH_FROM, SMOOTH_SHARE = 30, 40
 THROUGHPUT = "Throughput"
 # Titles in their order, and the metrics that belong there; the first that matches.
 GROUPS = (
@@ -136,36 +135,6 @@ def kept_points(values: np.ndarray, most: int) -> np.ndarray:
   return np.array(sorted(found))
 
 
-def noisy(column: Column) -> bool:
-  """Whether a mean of several rows shows more than the values do: from row to row they differ not much less than over
-  the run."""
-  values = column.finite.values
-  if len(values) < SMOOTH_FROM:
-    return False
-  low, high = np.quantile(values, [0.05, 0.95])
-  return bool(high > low and np.median(np.abs(np.diff(values))) > 0.04 * (high - low))
-
-
-def smoothed(column: Column, most: int) -> Column | None:
-  """The mean of the rows around each row, as many at most as a fortieth of all, at so many steps at most; None: there
-  are too few rows."""
-  steps, values = column.finite
-  count = len(values)
-  if count < SMOOTH_FROM:
-    return None
-  half = max(2, count // SMOOTH_SHARE // 2)
-  sums = np.concatenate([[0.0], np.cumsum(values)])
-  place = np.arange(count)
-  # Near the ends of fewer rows, as many on either side as there are: the ends are not drawn towards the middle.
-  reach = np.clip(np.minimum(place, count - 1 - place), half // 4, half)
-  begin, end = np.maximum(place - reach, 0), np.minimum(place + reach, count - 1) + 1
-  means = (sums[end] - sums[begin]) / (end - begin)
-  if not np.all(np.isfinite(means)):
-    return None
-  shown = np.unique(np.linspace(0, count - 1, min(count, most)).astype(int))
-  return Column(steps[shown], means[shown])
-
-
 def points(column: Column, most: int) -> tuple[list[int], list[float | None], int]:
   """(steps, values, how many values are not finite): at most so many points and a few more; None: not finite there."""
   good = np.isfinite(column.values)
@@ -184,43 +153,55 @@ def rounded(value: float) -> float:
 
 
 # ----------------------------------------------------------------------------------------------
-# For the page's script.
+# For the page.
 
 
-def payload(groups: Sequence[tuple[str, list[Chart]]], runs: Sequence[tuple[str, Mapping[str, Column]]],
-            numbers: Mapping[str, int]) -> tuple[dict[str, Any], bool]:
-  """(what charts.js draws, whether points were left out).
-
-  Args:
-    groups: of `charts`.
-    runs: (name, metrics) of each run.
-    numbers: {title of a chart: its number on the page}.
-  """
-  drawn = [chart for _, some in groups for chart in some]
-  lines = sum(len(chart.lines) for chart in drawn)
+def drawn(found: Charts, runs: Sequence[str]) -> list[tuple[str, Markup]]:
+  """[(title, charts)] of `charts`. `runs`: their names."""
+  lines = sum(len(chart.lines) for _, some in found.groups for chart in some)
   most = max(40, min(MOST_POINTS, ALL_POINTS // max(lines, 1)))
-  pool: dict[tuple, int] = {}
-  fewer, made = False, {}
-  for chart in drawn:
-    parts, means = [], any(noisy(line.column) for line in chart.lines)
-    for line in chart.lines:
-      steps, values, bad = points(line.column, most)
-      fewer |= len(line.column.values) > most
-      part = {"label": line.label, "run": line.run, "x": pool.setdefault(tuple(steps), len(pool)), "y": values,
-              "bad": bad}
-      smooth = smoothed(line.column, max(most // 3, 30)) if means else None
-      if smooth is not None:
-        part |= {"sx": pool.setdefault(tuple(smooth.steps.tolist()), len(pool)),
-                 "sy": [rounded(value) for value in smooth.values.tolist()]}
-      parts.append(part)
-    made[str(numbers[chart.title])] = {
-        "title": chart.title, "lines": parts,
-        "levels": [{"label": label, "y": rounded(value)} for label, value in chart.levels]}
-  return {"runs": [{"name": name, **_axes(metrics)} for name, metrics in runs],
-          "steps": [list(steps) for steps in pool], "charts": made}, fewer
+  return [(title, pages.tag("div", *(_drawn(chart, runs, most) for chart in some), class_="charts"))
+          for title, some in found.groups]
 
 
-def _axes(metrics: Mapping[str, Column]) -> dict[str, Any]:
+def _drawn(chart: Chart, runs: Sequence[str], most: int) -> Markup:
+  lines, texts = [], []
+  for line in chart.lines:
+    steps, values, _ = points(line.column, most)
+    lines.append({"label": line.label, "run": line.run, "x": steps, "y": values})
+    found, label = figures(chart.title, line.column), runs[line.run] if len(runs) > 1 else line.label
+    texts.append(f"{label}: {_in_figures(found)}" if label else _in_figures(found))
+  more = [f"and {len(texts) - 8} more"] if len(texts) > 8 else []
+  rows = counted(max((len(line.column.values) for line in chart.lines), default=0), "row")
+  return pages.chart(chart.title, lines, [(label, rounded(value)) for label, value in chart.levels],
+                     "; ".join([*texts[:8], *more, rows]))
+
+
+def _in_figures(values: "Figures | None") -> str:
+  if values is None:
+    return "no finite value"
+  return f"last {at_step(values.last)}, between {number(values.least)} and {number(values.greatest)}"
+
+
+def at_step(pair: tuple[int, float] | None) -> str:
+  """A value and its step."""
+  return "" if pair is None else f"{number(pair[1])} at {pair[0]:,}"
+
+
+def left_out(found: Charts) -> list[str]:
+  """What the page does not show, in sentences."""
+  lines = []
+  if any(len(line.column.values) > MOST_POINTS for _, some in found.groups for chart in some for line in chart.lines):
+    lines.append("Not every row is drawn: of equal parts of each curve the page has the least and the greatest value, "
+                 "so that nothing that stands out is missing. metrics.jsonl has them all.")
+  if found.left_out:
+    names = ", ".join(found.left_out[:40])
+    lines.append(f"{counted(len(found.left_out), 'metric')} without a chart: {names}"
+                 f"{' …' if len(found.left_out) > 40 else ''}")
+  return lines
+
+
+def places(metrics: Mapping[str, Column]) -> dict[str, Any]:
   """Other things than steps that may be on the x axis: {tokens, seconds: [steps, values]}."""
   found = {}
   for axis, name in (("tokens", "tokens_seen"), ("seconds", "time/wall")):
@@ -230,23 +211,19 @@ def _axes(metrics: Mapping[str, Column]) -> dict[str, Any]:
   return found
 
 
-def time_split(metrics: Mapping[str, Column]) -> dict[str, Any] | None:
-  """{edges: steps [N + 1], kinds: {kind: seconds [N]}} of at most MOST_BARS parts of the run; None: it is not known."""
+def time_shares(metrics: Mapping[str, Column]) -> Chart | None:
+  """The shares of steps, evaluations and others of the time between rows; None: it is not known."""
   prefix = "time/split/"
   kinds = {name.removeprefix(prefix): column.finite for name, column in metrics.items() if name.startswith(prefix)}
   if "train" not in kinds or not len(kinds["train"].steps):
     return None
-  steps = kinds["train"].steps
-  count = min(len(steps), MOST_BARS)
-  ends = steps[np.ceil(np.linspace(0, len(steps), count + 1)[1:]).astype(int) - 1]
-  bars = {}
+  steps = np.unique(np.concatenate([column.steps for column in kinds.values()]))
+  spent = {kind: np.zeros(len(steps)) for kind in kinds}
   for kind, column in kinds.items():
-    sums = np.zeros(count)
-    place = np.searchsorted(ends, column.steps)
-    np.add.at(sums, place[place < count], column.values[place < count])
-    bars[kind] = [rounded(value) for value in sums.tolist()]
-  first = int(steps[0]) - (int(steps[1] - steps[0]) if len(steps) > 1 else 1)
-  return {"edges": [max(first, 0), *ends.tolist()], "kinds": bars}
+    spent[kind][np.searchsorted(steps, column.steps)] = column.values
+  total = np.maximum(sum(spent.values()), 1e-9)
+  lines = [Line(kind, 0, Column(steps, values / total)) for kind, values in spent.items()]
+  return Chart("share of the time", lines, [])
 
 
 # ----------------------------------------------------------------------------------------------
