@@ -1,4 +1,5 @@
-"""Random numbers on CPU as JAX compiles them by itself, and as models/threefry.py has it: compiling them, drawing them.
+"""Random numbers on CPU as JAX compiles them by itself, and as models/cpu/random_bits.py has it:
+compiling them, drawing them.
 
     python -m benchmarks.drawing
 
@@ -60,8 +61,8 @@ def main() -> None:
   args = parser.parse_args()
   if args.child:
     if args.child == "ours":
-      from models import threefry
-      threefry.write_out_on_cpu()
+      from models import cpu
+      cpu.write_out_random_bits()
     print(json.dumps(measure()))
     return
   results = {}

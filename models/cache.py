@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from models import placement
+from models import cpu
 from models.placement import constrain
 from models.spec import Spec
 
@@ -92,11 +92,9 @@ class Past(NamedTuple):
 def empty(spec: Spec, rows: int, max_length: int, dtype: Any, apart: bool = False) -> Cache:
   """A cache of `rows` rows, for up to `max_length` tokens each; `apart`: with arrays of its own for each layer.
 
-  For `dtype`, in which keys and values come. On CPU those of bfloat16 are kept in float32, in which XLA multiplies them
-  by one query: else it would convert all that there are for each token.
+  For `dtype`, in which keys and values come.
   """
-  if dtype == jnp.bfloat16 and placement.platform() == "cpu":
-    dtype = jnp.float32
+  dtype = cpu.cache_dtype(dtype)
   period, arrays = spec.num_layers if apart else len(spec.layer_pattern), []
   for place in range(period):
     layers = len(range(place, spec.num_layers, period))

@@ -20,7 +20,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from models import halves, placement
+from models import cpu, placement
 from models.remat import named
 
 # Far below any score, yet finite: exp(MASKED - top) is exactly 0, with a gradient of exactly 0.
@@ -146,10 +146,10 @@ def _few_heads_at_a_time(some: Callable, spans: tuple[Span, ...], queries: Side,
 
   def part(parts):
     arrays, queries, keys = parts
-    return tuple(map(halves.as_bits, some(*map(halves.from_bits, arrays), queries, keys)))
+    return tuple(map(cpu.as_bits, some(*map(cpu.from_bits, arrays), queries, keys)))
 
   def by_head(x: jax.Array) -> jax.Array:
-    return halves.as_bits(x).reshape(-1, at_once, 1, *x.shape[2:])
+    return cpu.as_bits(x).reshape(-1, at_once, 1, *x.shape[2:])
 
   def of_heads(side: Side, number: int) -> Side:
     """A side for each group of heads."""
@@ -159,7 +159,7 @@ def _few_heads_at_a_time(some: Callable, spans: tuple[Span, ...], queries: Side,
 
   sides = (of_heads(side, B * G // at_once) for side in (queries, keys))
   outs = jax.lax.map(part, (tuple(map(by_head, arrays)), *sides))
-  return tuple(halves.from_bits(x).reshape(B, G, *x.shape[3:]) for x in outs)
+  return tuple(cpu.from_bits(x).reshape(B, G, *x.shape[3:]) for x in outs)
 
 
 attend.defvjp(_attend_fwd, _attend_bwd)
@@ -292,7 +292,7 @@ def forward(rule: Rule, q: jax.Array, k: jax.Array, v: jax.Array, queries: Side,
   scores = _scores(rule, q, k, queries, keys)[0]
   top = scores.max(2)
   weights = jnp.exp(scores - top[:, :, None])
-  out = halves.einsum("bgkw,bgwrt->bgkrt", v.swapaxes(2, 3), weights.astype(v.dtype))
+  out = cpu.einsum("bgkw,bgwrt->bgkrt", v.swapaxes(2, 3), weights.astype(v.dtype))
   return Partial(out.transpose(0, 1, 3, 4, 2), top, weights.sum(2))
 
 
@@ -327,14 +327,14 @@ def backward(rule: Rule, q: jax.Array, k: jax.Array, v: jax.Array, queries: Side
   """
   scores, slope = _scores(rule, q, k, queries, keys)
   weights = jnp.exp(scores - lse[:, :, None])
-  dv = halves.einsum("bgwrt,bgrtk->bgwk", weights.astype(v.dtype), dout)
-  dweights = halves.einsum("bgwk,bgkrt->bgwrt", v, _by_size(dout))
+  dv = cpu.einsum("bgwrt,bgrtk->bgwk", weights.astype(v.dtype), dout)
+  dweights = cpu.einsum("bgwk,bgkrt->bgwrt", v, _by_size(dout))
   dscores = weights * (dweights - delta[:, :, None]) * rule.scale
   if slope is not None:
     dscores = dscores * slope
   dscores = dscores.astype(q.dtype)
-  dq = halves.einsum("bgkw,bgwrt->bgkrt", k.swapaxes(2, 3), dscores)
-  dk = halves.einsum("bgwrt,bgrtk->bgwk", dscores, q)
+  dq = cpu.einsum("bgkw,bgwrt->bgkrt", k.swapaxes(2, 3), dscores)
+  dk = cpu.einsum("bgwrt,bgrtk->bgwk", dscores, q)
   return dq.transpose(0, 1, 3, 4, 2), dk, dv
 
 
@@ -349,7 +349,7 @@ def _scores(rule: Rule, q, k, queries: Side, keys: Side) -> tuple[jax.Array, jax
   With keys first, so that maxima and sums over keys add up whole vectors, and that of the five products backward
   none reads the scores across.
   """
-  scores = halves.einsum("bgwk,bgkrt->bgwrt", k, _by_size(q)) * rule.scale
+  scores = cpu.einsum("bgwk,bgkrt->bgwrt", k, _by_size(q)) * rule.scale
   slope = None
   if rule.logit_cap is not None:
     bent = jnp.tanh(scores / rule.logit_cap)

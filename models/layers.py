@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import PartitionSpec
 
-from models import apart, halves, placement, quantize, threefry
+from models import cpu, placement, quantize
 from models import lora as lora_lib
 from models.placement import as_rows, constrain, made_once
 from models.products import Products
@@ -38,7 +38,7 @@ UNGATED = {
 ACTIVATIONS = (*GATED, *UNGATED)
 NORMS = ("rmsnorm", "layernorm")
 
-threefry.write_out_on_cpu()  # before anything is drawn here
+cpu.write_out_random_bits()  # before anything is drawn here
 
 
 @dataclasses.dataclass(frozen=True)
@@ -163,17 +163,11 @@ class Linear(Kernel):
     """Whether it is a product with a kernel as it is, and a bias at most."""
     return self.kernel is not None and self.product is None and self.lora is None
 
-  def wider(self, x: jax.Array, inputs: int = 0, outputs: int = 0) -> jax.Array:
-    """What a plain layer gives with so many more inputs and outputs, whose weights are zero (models/apart.py)."""
-    kernel = jnp.pad(self.kernel[...].astype(self.dtype), ((0, inputs), (0, outputs)))
-    y = halves.matmul(as_rows(x), kernel).reshape(*x.shape[:-1], -1)
-    return y if self.bias is None else y + jnp.pad(self.bias[...].astype(self.dtype), (0, outputs))
-
   def _multiply(self, x: jax.Array) -> jax.Array:
     if self.kernel_across is not None:
-      return few_rows(x, self.kernel_across[...].astype(self.dtype))
+      return cpu.few_rows(x, self.kernel_across[...].astype(self.dtype))
     rows = as_rows(x) if self.product is None else x.reshape(-1, x.shape[-1])
-    product = self.product or halves.matmul
+    product = self.product or cpu.matmul
     return self.multiply(lambda kernel, rows: product(rows, kernel), self.dtype, rows).reshape(*x.shape[:-1], -1)
 
   def _finish(self, x: jax.Array, y: jax.Array, key: jax.Array | None) -> jax.Array:
@@ -184,19 +178,6 @@ class Linear(Kernel):
       low = as_rows(x) @ self.lora_a[...].astype(self.dtype)
       y = y + (low @ self.lora_b[...].astype(self.dtype) * self.lora.scale).reshape(y.shape)
     return y if self.bias is None else y + self.bias[...].astype(self.dtype)
-
-
-def few_rows(x: jax.Array, kernel_MxK: jax.Array, dtype: Any = None) -> jax.Array:
-  """x [..., K] times a kernel that is kept [out, in]: [..., M], in `dtype` or that of x.
-
-  For the few rows of a step of generation on CPU. XLA (Eigen) would pack the whole kernel anew for each product of more
-  than 16 rows; one that lies so, times rows that lie across, it reads where it is: 32 rows take half of the time.
-  """
-  # Without the barriers the compiler takes both transpositions into the product.
-  across_KxN = jax.lax.optimization_barrier(x.reshape(-1, x.shape[-1]).T)
-  sums = jnp.float32 if halves.on_cpu(x) else dtype
-  y_MxN = jax.lax.optimization_barrier(jnp.matmul(kernel_MxK, across_KxN, preferred_element_type=sums))
-  return y_MxN.T.reshape(*x.shape[:-1], -1).astype(dtype or x.dtype)
 
 
 def apply_linears(linears: tuple[Linear, ...], x: jax.Array, key: jax.Array | None = None) -> list[jax.Array]:
@@ -343,20 +324,13 @@ class Mlp(nnx.Module):
   def __call__(self, x_BxTxD: jax.Array, key: jax.Array | None = None) -> jax.Array:
     """`key`: the layer's key for dropout on the adapters' input; None: no dropout."""
     linears = (self.up,) if self.gate is None else (self.up, self.gate)
-    more = self._more_columns(x_BxTxD)
+    more = cpu.mlp_columns(x_BxTxD, (*linears, self.down))
     x_BxTxD = made_once(x_BxTxD)
-    products = [linear.wider(x_BxTxD, outputs=more) for linear in linears] if more else apply_linears(
+    products = [cpu.wider(linear, x_BxTxD, outputs=more) for linear in linears] if more else apply_linears(
         linears, x_BxTxD, key)
     up_BxTxF, *gate = (named(constrain(y_BxTxF, "batch", "length", "mlp"), "mlp") for y_BxTxF in products)
     hidden_BxTxF = activate(self.activation, up_BxTxF, *gate)
-    return self.down.wider(hidden_BxTxF, inputs=more) if more else self.down(hidden_BxTxF, key)
-
-  def _more_columns(self, x: jax.Array) -> int:
-    """So many that the hidden layer has beside its own, so that its rows lie apart."""
-    linears = [linear for linear in (self.gate, self.up, self.down) if linear is not None]
-    if x.size < apart.ROWS * x.shape[-1] or not all(linear.plain for linear in linears):
-      return 0
-    return apart.columns(self.up.kernel.shape[-1], self.up.dtype)
+    return cpu.wider(self.down, hidden_BxTxF, inputs=more) if more else self.down(hidden_BxTxF, key)
 
 
 def document_lengths(positions_BxT: jax.Array, segment_ids_BxT: jax.Array) -> jax.Array:

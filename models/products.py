@@ -30,7 +30,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from models import halves
+from models import cpu
 from trainer import tree
 from trainer.errors import ConfigError
 
@@ -140,15 +140,15 @@ def _matmul_fwd(x_MxK, w_KxN, how):
 def _matmul_bwd(how, saved, g_MxN):
   (x, w), dtype, dot = saved, g_MxN.dtype, _qwix().dot_general
   if how.gradients == "none":
-    dx_MxK = halves.inputs_gradient(g_MxN, _restored(w, dtype))
+    dx_MxK = cpu.inputs_gradient(g_MxN, _restored(w, dtype))
   else:
     scaled = how.quantize(g_MxN * w.scale, along=1, gradient=True)
     dx_MxK = dot(scaled, w.qvalue, (((1,), (1,)), ((), ())))
   if how.gradients == "all":
     scaled = how.quantize(g_MxN * x.scale, along=0, gradient=True)
-    dw_KxN = halves.kernel_gradient(x.qvalue, scaled.qvalue, how.sums).astype(jnp.float32) * scaled.scale
+    dw_KxN = cpu.kernel_gradient(x.qvalue, scaled.qvalue, how.sums).astype(jnp.float32) * scaled.scale
   else:
-    dw_KxN = halves.kernel_gradient(_restored(x, dtype), g_MxN)
+    dw_KxN = cpu.kernel_gradient(_restored(x, dtype), g_MxN)
   return dx_MxK.astype(dtype), dw_KxN.astype(dtype)
 
 

@@ -26,7 +26,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
-from models import halves, placement
+from models import cpu, placement
 from models.placement import Placement, as_rows, names_of
 from models.remat import named
 
@@ -131,16 +131,16 @@ def kernel_gradient(x_BxTxK: jax.Array, g_BxTxN: jax.Array, names: tuple[str, st
   """
   placed = placement.current()
   if placed is None:
-    return halves.kernel_gradient(as_rows(x_BxTxK), as_rows(g_BxTxN))
+    return cpu.kernel_gradient(as_rows(x_BxTxK), as_rows(g_BxTxN))
   by_token = placed.spec(("batch", "length"), x_BxTxK.shape[:2])
   spec = placed.spec(names, (x_BxTxK.shape[-1], g_BxTxN.shape[-1]))
   shard, tokens = names_of(spec[0]), sum(map(names_of, by_token), ())
   if not set(shard) <= set(tokens):  # devices with the same tokens would each add them
-    return halves.kernel_gradient(x_BxTxK, g_BxTxN)
+    return cpu.kernel_gradient(x_BxTxK, g_BxTxN)
   others = tuple(axis for axis in tokens if axis not in shard)
 
   def local(x, g):
-    part = scatter(halves.kernel_gradient(x, g), shard, 0)
+    part = scatter(cpu.kernel_gradient(x, g), shard, 0)
     return jax.lax.psum(part, others) if others else part
 
   return jax.shard_map(local, mesh=placed.mesh, out_specs=spec, check_vma=False,
@@ -175,8 +175,8 @@ def _multiply_bwd(static, saved, gradients):
   for w, g, (axes, dim, product) in zip(weights, gradients, static.kernels, strict=True):
     whole = gather(w.astype(static.dtype), axes, dim)
     if product is None:
-      dx.append(halves.inputs_gradient(g, whole))
-      dw = halves.kernel_gradient(x, g)
+      dx.append(cpu.inputs_gradient(g, whole))
+      dw = cpu.kernel_gradient(x, g)
     else:
       # What would be kept of the forward pass is made again: a gathered kernel's codes are as large as the model's.
       dx_part, dw = jax.vjp(_product(product), x, whole)[1](g)
@@ -190,7 +190,7 @@ _multiply.defvjp(_multiply_fwd, _multiply_bwd)
 
 def _product(product: Callable | None) -> Callable:
   if product is None:
-    return halves.matmul
+    return cpu.matmul
   return lambda x, w: product(x.reshape(-1, x.shape[-1]), w).reshape(*x.shape[:-1], -1)
 
 

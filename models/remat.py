@@ -17,7 +17,7 @@ from typing import Any
 import jax
 from jax.ad_checkpoint import checkpoint_name
 
-from models import halves, placement
+from models import cpu, placement
 from trainer.errors import ConfigError
 
 __all__ = ["HOST_MEMORY", "JAX_POLICIES", "REMAT", "named", "remat_policy"]
@@ -37,12 +37,12 @@ def named(values: Any, name: str, in_rule: bool = False) -> Any:
   """An array, or several, of that name; `in_rule`: in the forward rule of a function with a gradient of its own, which
   is not differentiated."""
   as_bits = _bits if in_rule else _differentiable_bits
-  return jax.tree.map(lambda x: as_bits(x, name) if halves.on_cpu(x) else checkpoint_name(x, name), values)
+  return jax.tree.map(lambda x: as_bits(x, name) if cpu.is_bfloat16(x) else checkpoint_name(x, name), values)
 
 
 def _bits(x: jax.Array, name: str) -> jax.Array:
-  """What is kept of a layer of a scan is added to an array for all layers, see models/halves.py."""
-  return halves.from_bits(checkpoint_name(halves.as_bits(x), name + _BITS))
+  """What is kept of a layer of a scan is added to an array for all layers, see models/cpu/bfloat16.py."""
+  return cpu.from_bits(checkpoint_name(cpu.as_bits(x), name + _BITS))
 
 
 _differentiable_bits = jax.custom_jvp(_bits, nondiff_argnums=(1,))

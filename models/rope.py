@@ -12,7 +12,7 @@ import math
 import jax
 import jax.numpy as jnp
 
-from models import placement
+from models import cpu, placement
 from models.layers import document_lengths
 
 SCALINGS = ("none", "linear", "dynamic", "llama3", "yarn")
@@ -53,12 +53,7 @@ def rope_table(rope: Rope, positions_BxT: jax.Array, segment_ids_BxT: jax.Array)
     angles, magnitude = _angles(rope, positions_BxT, segment_ids_BxT)
     return jnp.cos(angles) * magnitude, jnp.sin(angles) * magnitude
 
-  if placement.current() is not None or placement.platform() != "cpu":
-    return table()
-  # XLA on CPU would compute every cosine again in each layer, for each head: into a branch it does not look. That the
-  # other one is never taken it does not know.
-  unused = jnp.zeros((*positions_BxT.shape, 1, rope.dims // 2), jnp.float32)
-  return jax.lax.cond(jnp.max(positions_BxT) >= jnp.min(positions_BxT), table, lambda: (unused, unused))
+  return cpu.computed_once(table, positions_BxT, (*positions_BxT.shape, 1, rope.dims // 2))
 
 
 def _angles(rope: Rope, positions_BxT: jax.Array, segment_ids_BxT: jax.Array) -> tuple[jax.Array, float]:
@@ -86,19 +81,10 @@ def apply_rope(x_BxTxHxK: jax.Array, table: tuple[jax.Array, jax.Array]) -> jax.
   pairs = cos.shape[-1]
   x = x_BxTxHxK.astype(jnp.float32)
   if placement.platform() == "cpu":
-    return _swap_and_turn(x, cos, sin).astype(x_BxTxHxK.dtype)
+    return cpu.rotate(x, cos, sin).astype(x_BxTxHxK.dtype)
   first, second, rest = x[..., :pairs], x[..., pairs : 2 * pairs], x[..., 2 * pairs :]
   rotated = jnp.concatenate([first * cos - second * sin, second * cos + first * sin, rest], axis=-1)
   return rotated.astype(x_BxTxHxK.dtype)
-
-
-def _swap_and_turn(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
-  """The same, as XLA for CPU makes vectors of it: where parts are put together it asks of each number where it is."""
-  P = cos.shape[-1]
-  both_2xP = x[..., : 2 * P].reshape(*x.shape[:-1], 2, P)
-  sines_2xP = jnp.stack([-sin, sin], axis=-2)
-  rotated = (both_2xP * cos[..., None, :] + jnp.flip(both_2xP, -2) * sines_2xP).reshape(*x.shape[:-1], 2 * P)
-  return rotated if 2 * P == x.shape[-1] else jnp.concatenate([rotated, x[..., 2 * P :]], axis=-1)
 
 
 def _dynamic_theta(rope: Rope, positions_BxT: jax.Array, segment_ids_BxT: jax.Array) -> jax.Array:

@@ -21,11 +21,11 @@ from flax import nnx
 from ml_collections import ConfigDict
 
 from models import cache as cache_lib
-from models import halves, lora, placement, quantize, vit, vlm
+from models import cpu, lora, placement, quantize, vit, vlm
 from models.api import Output, Params
 from models.blocks import Block, make_norm, run_blocks, stack_blocks, unstack
 from models.cache import Cache, Past
-from models.layers import Embedding, Linear, Scope, document_lengths, dropout, embedding_noise, few_rows
+from models.layers import Embedding, Linear, Scope, document_lengths, dropout, embedding_noise
 from models.moe import report
 from models.placement import constrain
 from models.products import Products
@@ -65,7 +65,6 @@ class Decoder(nnx.Module):
     """
     s = self.spec
     positions, segment_ids = batch["positions"], batch["segment_ids"]
-    beside = batch.get("block_ids"), batch.get("prompt_ids")
     x_BxTxD = self._embed(batch, remat, key)
     ropes = {kind: rope_table(rope, positions, segment_ids) for kind, rope in s.ropes.items()}
 
@@ -75,7 +74,8 @@ class Decoder(nnx.Module):
       kind = s.layer_type(place)
       window = s.window if kind == "local" else None
       past = None if cache is None else Past(cache, place, index)
-      x_BxTxD, stats, new = block(x_BxTxD, segment_ids, ropes.get(kind), window, layer_key, past, *beside)
+      x_BxTxD, stats, new = block(x_BxTxD, segment_ids, ropes.get(kind), window, layer_key, past,
+                                  batch.get("block_ids"), batch.get("prompt_ids"))
       return (x_BxTxD, None if past is None else new), (stats, new if remember else None)
 
     (x_BxTxD, cache), (stats, new) = run_blocks(s, blocks or self.blocks, layer, remat, (x_BxTxD, cache))
@@ -213,9 +213,9 @@ class Transformer:
     blocks = None
     if self._one_by_one:
       block_graph, _ = nnx.split(nnx.merge(graph, state).blocks)
-      # Whichever of them stands for the stack, it is not run.
-      blocks, params = [nnx.merge(block_graph, block) for block in params["blocks"]], {
-          **params, "blocks": params["blocks"][0]}
+      blocks = [nnx.merge(block_graph, block) for block in params["blocks"]]
+      # The decoder runs `blocks`. Something has to be in the place of its stack, which it does not run.
+      params = {**params, "blocks": params["blocks"][0]}
     batch = dict(tokens=tokens_B[:, None], positions=cache.lengths[:, None],
                  segment_ids=active_B[:, None].astype(jnp.int32))
     decoder = nnx.merge(graph, params)
@@ -274,9 +274,9 @@ class Transformer:
     """See `models.api.Model`."""
     kernel_DxV = self.unembedding(params).astype(hidden_BxTxD.dtype)
     if hidden_BxTxD.shape[1] == 1 and placement.platform() == "cpu" and placement.current() is None:
-      logits_BxTxV = few_rows(hidden_BxTxD, kernel_DxV.T, jnp.float32)
+      logits_BxTxV = cpu.few_rows(hidden_BxTxD, kernel_DxV.T, jnp.float32)
     else:
-      logits_BxTxV = halves.einsum("btd,dv->btv", hidden_BxTxD, kernel_DxV)
+      logits_BxTxV = cpu.einsum("btd,dv->btv", hidden_BxTxD, kernel_DxV)
     if self.final_logit_cap is not None:
       logits_BxTxV = self.final_logit_cap * jnp.tanh(logits_BxTxV / self.final_logit_cap)
     real_V = jnp.arange(self.vocab_size) < self.num_real_vocab

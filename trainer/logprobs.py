@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from models import apart, halves, placement
+from models import cpu, placement
 from models.placement import as_rows, constrain
 from models.projections import all_inputs, kernel_gradient
 from trainer.token_sums import counting_first
@@ -160,11 +160,11 @@ def num_chunks(vocab_size: int, chunk: int) -> int:
 def padded(kernel_DxV: jax.Array, num_real_vocab: int | None, dtype: Any, chunks: int = 1
            ) -> tuple[jax.Array, int | None]:
   """(the unembedding, how many of its entries are real), with entries that are not real where chunks would differ in
-  size, or rows of logits, products in `dtype`, would lie too evenly (models/apart.py). A copy: not for loops.
+  size, or rows of logits, products in `dtype`, would lie too evenly (models/cpu/padding.py). A copy: not for loops.
   """
   V = kernel_DxV.shape[1]
   width = -(-V // chunks)
-  width += apart.columns(width, dtype)
+  width += cpu.extra_columns(width, dtype)
   if width * chunks == V:
     return kernel_DxV, num_real_vocab
   return jnp.pad(kernel_DxV, ((0, 0), (0, width * chunks - V))), V if num_real_vocab is None else num_real_vocab
@@ -226,7 +226,7 @@ def _backward(static: _Static, residuals, grads: TokenStats):
   def chunk_grads(z_BxTxW, kernel_DxW, c):
     dlogits = _logit_grads(static, grads, z_BxTxW, targets_BxT, lse_BxT, entropy_BxT, kernel_DxV.shape[1], c)
     dlogits = dlogits.astype(hidden_BxTxD.dtype)
-    dhidden = halves.einsum("...w,dw->...d", as_rows(dlogits), kernel_DxW)
+    dhidden = cpu.einsum("...w,dw->...d", as_rows(dlogits), kernel_DxW)
     dkernel = kernel_gradient(hidden_BxTxD, dlogits, KERNEL)
     return dhidden.reshape(hidden_BxTxD.shape), dkernel.astype(kernel_DxV.dtype)
 
@@ -304,7 +304,7 @@ def _ids(static: _Static, width: int, c) -> jax.Array:
 
 def _logits(static: _Static, hidden_BxTxD, kernel_DxW, c) -> jax.Array:
   """Chunk c of the logits, float32: capped, divided by the temperature, UNREAL at padding."""
-  z_BxTxW = halves.einsum("btd,dw->btw", hidden_BxTxD, kernel_DxW)
+  z_BxTxW = cpu.einsum("btd,dw->btw", hidden_BxTxD, kernel_DxW)
   z_BxTxW = constrain(z_BxTxW, "batch", "length", "vocab")
   if static.logit_cap is not None:
     z_BxTxW = static.logit_cap * jnp.tanh(z_BxTxW / static.logit_cap)

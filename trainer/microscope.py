@@ -16,7 +16,7 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 from markupsafe import Markup
 
-from models import halves
+from models import cpu
 from trainer import image_tokens, inspect, logprobs, strategies, update
 from trainer.report import pages
 from trainer.rows import Rows
@@ -190,7 +190,7 @@ def ranks(hidden_BxTxD: jax.Array, kernel_DxV: jax.Array, targets_BxT: jax.Array
 
   def logits(c):
     kernel_DxW = jax.lax.dynamic_index_in_dim(kernel_DxWxC, c, axis=2, keepdims=False).astype(hidden_BxTxD.dtype)
-    z_BxTxW = halves.einsum("btd,dw->btw", hidden_BxTxD, kernel_DxW)
+    z_BxTxW = cpu.einsum("btd,dw->btw", hidden_BxTxD, kernel_DxW)
     return jnp.where(ids_W + c < real, z_BxTxW, -jnp.inf)
 
   def find(carry, c):

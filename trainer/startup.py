@@ -26,7 +26,7 @@ GPU_SHARE = 0.92
 # the next one after it, if that needs nothing of the loop. When all threads wait, nobody runs the task that they wait
 # for.
 THREADS = 4
-# On CPU: what YNNPACK does, and what it does in a program whose products it makes, too (models/halves.py).
+# On CPU: what YNNPACK does, and what it does in a program whose products it makes, too (models/cpu/bfloat16.py).
 YNN, SUMS = "--xla_cpu_experimental_ynn_fusion_type", "LIBRARY_FUSION_TYPE_REDUCE"
 SUMS_AND_PRODUCTS = f"{SUMS},LIBRARY_FUSION_TYPE_INDIVIDUAL_DOT"
 

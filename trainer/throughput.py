@@ -23,7 +23,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from models import halves
+from models import cpu
 from trainer import hardware, liveness, processes
 
 # Of the matrices whose product is timed.
@@ -48,7 +48,7 @@ def peak_flops(dtype: str = "float32") -> tuple[float, str]:
 def measured_flops(device: jax.Device, dtype: str = "float32") -> float:
   """FLOP/s of a matrix product in that dtype on one device, which has all cores to itself meanwhile."""
   a = jax.device_put(jnp.ones((_SIZE, _SIZE), dtype), device)
-  product = jax.jit(halves.matmul)
+  product = jax.jit(cpu.matmul)
   product(a, a).block_until_ready()
   seconds = []
   for _ in range(5):

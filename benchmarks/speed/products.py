@@ -80,8 +80,8 @@ def wide(columns: int) -> int:
   """So many columns as runs make of them, so that rows lie apart."""
   import jax.numpy as jnp
 
-  from models import apart
-  return columns + apart.columns(columns, jnp.float32)
+  from models import cpu
+  return columns + cpu.extra_columns(columns, jnp.float32)
 
 
 def flops() -> float:

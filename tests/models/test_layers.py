@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from models import apart, layers, placement, quantize
+from models import cpu, layers, placement, quantize
+from models.cpu import padding
 from models.products import make_products
 from models.spec import Lora
 from tests import tiny
@@ -43,7 +44,7 @@ def test_few_rows_are_multiplied_by_a_kernel_where_it_lies(dtype):
   """The product is [out, rows], of the kernel as it is kept: XLA for CPU reads that without packing it."""
   kind = jnp.float32 if dtype is None else jnp.bfloat16
   x, kernel = (jax.random.normal(jax.random.key(i), shape, kind) for i, shape in enumerate([(3, 1, 8), (24, 8)]))
-  run = jax.jit(functools.partial(layers.few_rows, dtype=dtype))
+  run = jax.jit(functools.partial(cpu.few_rows, dtype=dtype))
   y = run(x, kernel)
   assert y.shape == (3, 1, 24) and y.dtype == jnp.float32
   np.testing.assert_allclose(y, np.asarray(x, np.float32) @ np.asarray(kernel, np.float32).T, atol=1e-5)
@@ -119,12 +120,12 @@ def test_columns_that_put_rows_apart_change_nothing(activation, bias, monkeypatc
     return made, jax.jit(run)(params, x)
 
   shapes, expected = computed()
-  monkeypatch.setattr(apart, "TOO_EVEN", 12)
-  monkeypatch.setattr(apart, "ROWS", 11)
+  monkeypatch.setattr(padding, "TOO_EVEN", 12)
+  monkeypatch.setattr(padding, "ROWS", 11)
   assert computed()[0] == shapes  # with fewer rows than that, the copies of kernels would take too long
-  monkeypatch.setattr(apart, "ROWS", 10)
+  monkeypatch.setattr(padding, "ROWS", 10)
   wider, found = computed()
-  assert wider == [tuple(12 + apart.APART if n == 12 else n for n in shape) for shape in shapes] != shapes
+  assert wider == [tuple(12 + padding.APART if n == 12 else n for n in shape) for shape in shapes] != shapes
   for a, b in zip(jax.tree.leaves(expected), jax.tree.leaves(found), strict=True):
     assert a.shape == b.shape
     np.testing.assert_allclose(b, a, rtol=2e-6, atol=1e-5)
@@ -135,13 +136,13 @@ def test_columns_that_put_rows_apart_change_nothing(activation, bias, monkeypatc
     dict(frozen=quantize.Frozen("int8", lambda path: path.endswith("down/kernel"))), dict(outputs_first=True),
 ], ids=lambda changed: next(iter(changed)))
 def test_products_that_are_not_of_plain_kernels_in_float32_have_no_more_columns(changed, monkeypatch):
-  monkeypatch.setattr(apart, "TOO_EVEN", 12)
-  monkeypatch.setattr(apart, "ROWS", 1)
+  monkeypatch.setattr(padding, "TOO_EVEN", 12)
+  monkeypatch.setattr(padding, "ROWS", 1)
   scope = dataclasses.replace(SCOPE, path="blocks/mlp", **changed)
   mlp = layers.Mlp(scope, 8, 12, activation="swiglu", std=None, bias=False, out_gain=1.0)
   sizes = {n for e in tiny.equations(jax.make_jaxpr(lambda x: mlp(x))(jnp.ones((2, 5, 8))).jaxpr)
            for n in e.outvars[0].aval.shape}
-  assert 12 in sizes and 12 + apart.APART not in sizes
+  assert 12 in sizes and 12 + padding.APART not in sizes
 
 
 @pytest.mark.parametrize("activation", ["swiglu", "relu2"])

@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 from jax.sharding import NamedSharding
 
-from models import apart, placement
+from models import placement
+from models.cpu import padding
 from trainer import logprobs
 from trainer import mesh as mesh_lib
 from trainer.collectives import collectives
@@ -174,7 +175,7 @@ def test_entries_that_put_rows_apart_change_nothing(chunk, counts, variant, monk
     return sum((w * values).sum() for w, values in zip(weights, stats, strict=True)), stats
 
   expected = jax.jit(jax.value_and_grad(weighted, (0, 1), has_aux=True))(hidden, kernel)
-  monkeypatch.setattr(apart, "TOO_EVEN", 10)
+  monkeypatch.setattr(padding, "TOO_EVEN", 10)
   added = logprobs.padded(kernel, None, hidden.dtype, 2 if chunk == 30 and counts is None else 1)
   assert added[0].shape[1] > V == added[1]
   found = jax.jit(jax.value_and_grad(lambda *x: weighted(*x), (0, 1), has_aux=True))(hidden, kernel)
@@ -199,7 +200,7 @@ def test_on_a_cpu_rows_of_logits_lie_no_multiple_of_8_kilobytes_apart(counts, dt
 
   lowered = jax.jit(jax.grad(loss, (0, 1))).lower(*args)
   rows = {rows for rows in rows_of_products(lowered.as_text()) if rows > D}
-  more = apart.APART if dtype == "float32" else 0  # those of bfloat16 are other kernels
+  more = padding.APART if dtype == "float32" else 0  # those of bfloat16 are other kernels
   assert rows == {(8192 if counts else 4096) + more}
   assert [x.shape for x in jax.tree.leaves(lowered.out_info)] == [(2, 1024, D), (D, 8192)]
 

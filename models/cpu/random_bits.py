@@ -33,6 +33,6 @@ def threefry(key_0: Any, key_1: Any, x_0: Any, x_1: Any) -> tuple[Any, Any]:
   return x_0, x_1
 
 
-def write_out_on_cpu() -> None:
+def write_out_random_bits() -> None:
   """From now on this process compiles JAX's random numbers for CPU so."""
   mlir.register_lowering(threefry2x32_p, mlir.lower_fun(threefry, multiple_results=True), platform="cpu")

@@ -20,13 +20,14 @@ import jax.numpy as jnp
 from models import placement
 
 
-def on_cpu(x: jax.Array) -> bool:
+def is_bfloat16(x: jax.Array) -> bool:
+  """Whether it is bfloat16 in a program for CPU."""
   return x.dtype == jnp.bfloat16 and placement.platform() == "cpu"
 
 
 def einsum(product: str, a: jax.Array, b: jax.Array) -> jax.Array:
   """`jnp.einsum` with a result in float32; on CPU the product stays as it is written."""
-  if not on_cpu(a) or a.dtype != b.dtype:
+  if not is_bfloat16(a) or a.dtype != b.dtype:
     return jnp.einsum(product, a, b, preferred_element_type=jnp.float32)
   return _stays(jnp.einsum(product, *_stays((a, b)), preferred_element_type=jnp.float32))
 
@@ -36,13 +37,13 @@ _stays = jax.lax.optimization_barrier
 
 def matmul(x: jax.Array, w_KxN: jax.Array) -> jax.Array:
   """x [..., K] @ w, in their dtype."""
-  return _matmul(x, w_KxN) if on_cpu(x) else jnp.matmul(x, w_KxN)
+  return _matmul(x, w_KxN) if is_bfloat16(x) else jnp.matmul(x, w_KxN)
 
 
 def inputs_gradient(g: jax.Array, w_KxN: jax.Array) -> jax.Array:
   """g [..., N] @ wᵀ: [..., K], in their dtype."""
   product = "...n,kn->...k"
-  return einsum(product, g, w_KxN).astype(g.dtype) if on_cpu(g) else jnp.einsum(product, g, w_KxN)
+  return einsum(product, g, w_KxN).astype(g.dtype) if is_bfloat16(g) else jnp.einsum(product, g, w_KxN)
 
 
 def kernel_gradient(x: jax.Array, g: jax.Array, sums: Any = jnp.float32) -> jax.Array:
@@ -76,7 +77,7 @@ _matmul.defvjp(_matmul_fwd, _matmul_bwd)
 
 def as_bits(x: jax.Array) -> jax.Array:
   """What a loop may add to part by part: on CPU the bits of bfloat16; all else as it is."""
-  return jax.lax.bitcast_convert_type(x, jnp.uint16) if on_cpu(x) else x
+  return jax.lax.bitcast_convert_type(x, jnp.uint16) if is_bfloat16(x) else x
 
 
 def from_bits(x: jax.Array) -> jax.Array:

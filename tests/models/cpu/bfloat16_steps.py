@@ -1,4 +1,4 @@
-"""What tests/models/test_halves.py runs in a process of its own: gradients, and a further token, in bfloat16."""
+"""What tests/models/cpu/test_bfloat16.py runs in a process of its own: gradients, and a further token, in bfloat16."""
 
 import sys
 

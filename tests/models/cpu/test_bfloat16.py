@@ -9,9 +9,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from models import halves, placement
+from models import cpu, placement
 from tests import tiny
-from tests.models.half_steps import CASES
+from tests.models.cpu.bfloat16_steps import CASES
 from trainer import startup
 
 SHAPES = [((6, 16), 24), ((6, 24), 16), ((2, 3, 16), 16)]
@@ -39,39 +39,39 @@ def test_products_and_their_gradients(shape, outputs, dtype, platform, monkeypat
   monkeypatch.setattr(placement, "platform", lambda: platform)
   x, w, g = arrays(shape, outputs, dtype)
   rows, of_rows = exact(x).reshape(-1, shape[-1]), exact(g).reshape(-1, outputs)
-  y, backward = jax.vjp(halves.matmul, x, w)
+  y, backward = jax.vjp(cpu.matmul, x, w)
   close(y, exact(x) @ exact(w), dtype)
   dx, dw = backward(g)
   close(dx, exact(g) @ exact(w).T, dtype)
   close(dw, rows.T @ of_rows, dtype)
-  close(halves.inputs_gradient(g, w), exact(g) @ exact(w).T, dtype)
-  close(halves.kernel_gradient(x, g), rows.T @ of_rows, jnp.float32)
+  close(cpu.inputs_gradient(g, w), exact(g) @ exact(w).T, dtype)
+  close(cpu.kernel_gradient(x, g), rows.T @ of_rows, jnp.float32)
 
 
 def test_the_gradient_of_a_kernel_of_integers_is_exact():
   x, g = (jax.random.randint(jax.random.key(i), (40, n), -127, 128, jnp.int8) for i, n in enumerate((16, 8)))
   for a, b in ((x, g), (g, x)):
-    found = halves.kernel_gradient(a, b, jnp.int32)
+    found = cpu.kernel_gradient(a, b, jnp.int32)
     assert found.dtype == jnp.int32
     np.testing.assert_array_equal(found, np.asarray(a, int).T @ np.asarray(b, int))
 
 
 def test_bits_are_those_of_the_number():
   x = jnp.asarray([1.0, -2.5, 0.0, jnp.inf, 3e-39], jnp.bfloat16)
-  bits = halves.as_bits(x)
+  bits = cpu.as_bits(x)
   assert bits.dtype == jnp.uint16 and bits[0] == 0x3F80
-  np.testing.assert_array_equal(halves.from_bits(bits), x)
+  np.testing.assert_array_equal(cpu.from_bits(bits), x)
   single = x.astype(jnp.float32)
-  assert halves.as_bits(single) is single and halves.from_bits(single) is single
+  assert cpu.as_bits(single) is single and cpu.from_bits(single) is single
 
 
 PROGRAM = """
 from trainer import startup
 startup.set_environment(dict(compute="{compute}", matmul="{matmul}"))
 import jax, jax.numpy as jnp
-from models import halves
+from models import cpu
 from models.products import Product
-product = Product("int8", "all") if "{matmul}" == "int8" else halves.matmul
+product = Product("int8", "all") if "{matmul}" == "int8" else cpu.matmul
 x, w = jnp.ones((512, 64), "{compute}"), jnp.ones((64, {outputs}), "{compute}")
 step = jax.jit(jax.value_and_grad(lambda x, w: jnp.sum(jnp.square(product(x, w).astype(jnp.float32))), (0, 1)))
 value, gradients = step(x, w)
@@ -106,6 +106,6 @@ def test_models_compute_what_they_do_in_float32_where_products_are_the_librarys(
   # decided before (of Llama's steps 104 computations either way).
   flags = f"{startup.YNN}={startup.SUMS_AND_PRODUCTS} --xla_backend_optimization_level=0"
   environment = tiny.environment(1, JAX_PLATFORMS="cpu", XLA_FLAGS=flags)
-  done = subprocess.run([sys.executable, "-m", "tests.models.half_steps", name], cwd=tiny.ROOT, capture_output=True,
+  done = subprocess.run([sys.executable, "-m", "tests.models.bfloat16_steps", name], cwd=tiny.ROOT, capture_output=True,
                         env=environment, text=True, timeout=600)
   assert done.returncode == 0, done.stderr[-2000:]
