@@ -1,6 +1,5 @@
 """What a workdir says of its run. Whatever is missing or cut is left out, and what cannot be read is told."""
 
-import array
 import datetime
 import json
 import math
@@ -87,34 +86,23 @@ def load(workdir: str | Path) -> History:
 
 
 def read_metrics(path: Path, problems: list[str]) -> dict[str, Column]:
-  """The columns of a metrics.jsonl. Only numbers are kept, which JSON may have as strings where they are not finite."""
-  columns: dict[str, tuple[array.array, array.array]] = {}
+  """The columns of a metrics.jsonl. Only numbers are kept, which JSON may have as strings where they are not finite; of
+  several values of a step the last."""
+  columns: dict[str, dict[int, float]] = {}
   left_out = set()
-  for step, row in ((row["step"], row) for row in _lines(path, problems)):
+  for row in _lines(path, problems):
     for name, value in row.items():
       number = _number(value)
       if name == "step" or number is None:
         continue
-      if name not in columns:
-        if len(columns) >= MOST_NAMES:
-          left_out.add(name)
-          continue
-        columns[name] = array.array("q"), array.array("d")
-      columns[name][0].append(step)
-      columns[name][1].append(number)
+      if name not in columns and len(columns) >= MOST_NAMES:
+        left_out.add(name)
+        continue
+      columns.setdefault(name, {})[row["step"]] = number
   if left_out:
     problems.append(f"{path.name} has metrics of more than {MOST_NAMES:,} names; {len(left_out):,} are left out.")
-  return {name: _in_order(Column(*map(np.array, parts))) for name, parts in columns.items()}
-
-
-def _in_order(column: Column) -> Column:
-  """Steps that grow; of several values of a step the last."""
-  if np.all(np.diff(column.steps) > 0):
-    return column
-  order = np.argsort(column.steps, kind="stable")
-  steps, values = column.steps[order], column.values[order]
-  last = np.append(np.diff(steps) > 0, True)
-  return Column(steps[last], values[last])
+  return {name: Column(np.array(sorted(found), np.int64), np.array([found[step] for step in sorted(found)]))
+          for name, found in columns.items()}
 
 
 def _number(value: Any) -> float | None:

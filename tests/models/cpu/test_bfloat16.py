@@ -106,6 +106,6 @@ def test_models_compute_what_they_do_in_float32_where_products_are_the_librarys(
   # decided before (of Llama's steps 104 computations either way).
   flags = f"{startup.YNN}={startup.SUMS_AND_PRODUCTS} --xla_backend_optimization_level=0"
   environment = tiny.environment(1, JAX_PLATFORMS="cpu", XLA_FLAGS=flags)
-  done = subprocess.run([sys.executable, "-m", "tests.models.bfloat16_steps", name], cwd=tiny.ROOT, capture_output=True,
-                        env=environment, text=True, timeout=600)
+  done = subprocess.run([sys.executable, "-m", "tests.models.cpu.bfloat16_steps", name], cwd=tiny.ROOT, text=True,
+                        capture_output=True, env=environment, timeout=600)
   assert done.returncode == 0, done.stderr[-2000:]
