@@ -67,7 +67,8 @@ class Microscope:
            losses_B: np.ndarray, order: Sequence[int], notes: Sequence[str]) -> str:
     """The page of the first rows of `order`, MOST_ROWS and about MOST_TOKENS at most; says what it leaves out."""
     there = [row for row in order if np.any(batch["segment_ids"][row] > 0)]
-    left, shown, values = MOST_TOKENS, [], []
+    values: list[dict[str, list[Any]]] = []
+    left, shown = MOST_TOKENS, []
     for row in there[:MOST_ROWS]:
       if left <= 0:
         break
@@ -291,8 +292,9 @@ _FULL = 0.98
 
 def columns(keys: Collection[str], values: Sequence[Mapping[str, Sequence[Any]]]) -> list[dict[str, Any]]:
   """What the page can colour, with the value (of ratios and ranks its logarithm) where the colour is full."""
-  found = [dict(key=key, label=label, kind=kind, says=says, scale=_scale(key, kind, values))
-           for key, label, kind, says in COLUMNS if key == "weights" or key in keys]
+  found: list[dict[str, Any]] = [
+      dict(key=key, label=label, kind=kind, says=says, scale=_scale(key, kind, values))
+      for key, label, kind, says in COLUMNS if key == "weights" or key in keys]
   shared = max((column["scale"] for column in found if column["key"] in _SHARED), default=1.0)
   return [column | {"scale": shared} if column["key"] in _SHARED else column for column in found]
 

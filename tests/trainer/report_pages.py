@@ -94,6 +94,7 @@ class Page(HTMLParser):
 def read(path: Path) -> Page:
   """The page in a file, which must be self-contained and have no script but ours."""
   page = Page(path.read_text(encoding="utf-8"))
+  assert page.html.startswith("<!doctype html>")
   (script,) = page.scripts
   digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
   (policy,) = [of["content"] for tag, of in page.tags if tag == "meta" and "http-equiv" in of]

@@ -123,7 +123,7 @@ def test_where_completions_are_sampled_prompts_are_shown_as_they_are_asked(tmp_p
     item = prompts.item(number)
     assert f'{item.prompt.where}, columns for rewards: {json.dumps(item.columns)}' in printed
     assert f"row {number}, segment 1: {len(item.prompt.ids)} tokens, 0 trained" in printed
-    assert html.escape(json.dumps(item.columns)) in page
+    assert json.dumps(item.columns) in html.unescape(page)
     part = parts(page)[number]
     assert part["ids"] == item.prompt.ids.tolist() and set(part["values"]["weights"]) == {0.0}
   for said in ("takes 2 and samples 3 completions of each, of at most 16 tokens, at temperature 1", "judged by right",

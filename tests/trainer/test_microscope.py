@@ -137,7 +137,7 @@ def test_margins_of_preferences_follow_from_the_tokens(precompute, tmp_path):
   text = page_of(tmp_path / "w", 3)[0]
   assert text.count(", chosen</h3>") == text.count(", rejected</h3>") == len(margins)
   assert text.count(" · the prompt of segments ") == len(margins)
-  assert text.count('<div class="group"') == 2 * len(margins)
+  assert text.count('<div class="pair"') == 2 * len(margins)
 
 
 def test_single_answers_are_named_by_their_verdict(tmp_path):

@@ -28,6 +28,7 @@ def test_pictures_are_in_the_page_to_the_pixel():
   page = pages.cards_page("samples", cards, 7)
   for found, expected in zip(pictures(page), [PIXELS, 255 - PIXELS], strict=True):
     np.testing.assert_array_equal(found, expected)
+  assert page.startswith("<!doctype html>\n<html lang=\"en\"><head>")
   assert "right: a" in page and "wrong: b" in page and "the first 2 of 7 examples" in page
   assert page.count("<img") == 2 and not re.search(r"https?:(?!//www.w3.org/2000/svg)", page)
 

@@ -49,12 +49,12 @@ def page(title: str, *parts: Any, columns: Sequence[Mapping[str, Any]] = ()) -> 
   script = (_FOLDER / "page.js").read_text(encoding="utf-8")
   digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
   policy = f"default-src 'none'; style-src 'unsafe-inline'; img-src data:; script-src 'sha256-{digest}'"
-  return "<!doctype html>\n" + tag(
+  return "<!doctype html>\n" + str(tag(
       "html", tag("head", Markup('<meta charset="utf-8"><meta name="viewport" content="width=device-width, '
                                  f'initial-scale=1"><meta http-equiv="Content-Security-Policy" content="{policy}">'),
                   tag("title", title), tag("style", Markup((_FOLDER / "style.css").read_text(encoding="utf-8")))),
       tag("body", _switch(columns) if columns else "", *parts, _panel() if columns else "",
-          tag("script", Markup(script))), lang="en")
+          tag("script", Markup(script))), lang="en"))
 
 
 def save(path: Path, html: str) -> Path:
