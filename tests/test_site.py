@@ -28,8 +28,8 @@ def test_links_to_files_of_the_checkout_become_links_to_pages(prepare, without_m
   assert prepare.rewritten(page, "docs/index.md") == (
       "[a](source/trainer/main.py.md) [`b`](data.md#packing) [c](source/models/hf/families/index.md) "
       "[d](https://x.y/z.py) `[e](f.md)`\n")
-  assert prepare.rewritten("[a](../docs/plan.svg) [b](RESULTS.md#x)", "benchmarks/RESULTS.md") == (
-      "[a](../../plan.svg) [b](RESULTS.md#x)")
+  assert prepare.rewritten("[a](../docs/index.md) [b](RESULTS.md#x)", "benchmarks/RESULTS.md") == (
+      "[a](../../index.md) [b](RESULTS.md#x)")
   assert prepare.rewritten("[nowhere](../trainer/none.py)", "docs/index.md") == "[nowhere](../trainer/none.py)"
 
 
