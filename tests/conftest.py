@@ -1,4 +1,5 @@
-"""Settings of all tests: 8 forced CPU devices, NNX's tree mode, a compilation cache for the session."""
+"""Settings of all tests: CPU devices, of which a test sees one unless it is marked with `devices(8)`, NNX's tree mode,
+a compilation cache for the session."""
 
 import gc
 import os
@@ -52,21 +53,23 @@ def say_everything_again():
 
 @pytest.fixture(scope="session", autouse=True)
 def share_programs():
-  """What several tests of a file compile is compiled once; as users do it, each run compiles for itself."""
+  """What several tests compile is compiled once; as users do it, each run compiles for itself."""
   if not tiny.AS_IN_USERS_RUNS:
     programs.share()
 
 
 @pytest.fixture(scope="module", autouse=True)
 def forget_programs():
-  """What one file's tests compiled is of no use to the next's: gigabytes by the end."""
-  import jax  # which reads the environment above
-  from jax.experimental.compilation_cache import compilation_cache
-  jax.config.update("jax_enable_compilation_cache", True)  # until several devices make a mesh (trainer/mesh.py)
-  compilation_cache.reset_cache()
+  """What one file's tests compiled is often of use to the next's, but all of it would be gigabytes by the end."""
   yield
-  programs.forget()
-  jax.clear_caches()
+  programs.forget_if_large()
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item):
+  """Before fixtures, those of whole files too."""
+  marker = item.get_closest_marker("devices")
+  programs.show(marker.args[0] if marker else 1)
 
 
 # A third of a minute or more each on two slow cores. Most have a quicker one for their subject (another strategy,

@@ -210,6 +210,7 @@ def config_examples():
       yield page.name, namespace["config"] if "config" in namespace else namespace["get_config"]()
 
 
+@pytest.mark.devices(8)
 def test_config_examples_have_an_effect():
   """Keys and types are right, and each rule of the examples matches parameters of the default model."""
   mesh = mesh_lib.make_mesh(dict(data=2, fsdp=2, tensor=2))

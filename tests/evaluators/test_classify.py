@@ -64,6 +64,7 @@ def test_scores_are_log_probs_of_the_options(tmp_path, score, with_end):
   assert found == dict(metrics(rows)) and found["accuracy"] == np.mean([row["correct"] for row in rows])
 
 
+@pytest.mark.devices(8)
 def test_values_depend_neither_on_the_batch_size_nor_on_the_mesh(tmp_path):
   ev, _, params = make(tmp_path)
   base = dict(ev.run(params, 0))

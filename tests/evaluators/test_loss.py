@@ -48,6 +48,7 @@ def test_the_value_does_not_depend_on_the_batch_size(corpus, tmp_path):
       assert other[name] == pytest.approx(value, rel=1e-7 if name != "perplexity" else 1e-6), name
 
 
+@pytest.mark.devices(8)
 def test_the_value_does_not_depend_on_the_mesh(corpus, tmp_path):
   one, _, params, _ = make(corpus, tmp_path, batch_size=8)
   eight, _, _, setup = make(corpus, tmp_path, dict(data=2, fsdp=2, tensor=2), batch_size=8)

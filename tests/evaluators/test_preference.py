@@ -109,6 +109,7 @@ def test_the_values_do_not_depend_on_the_batch_size_or_the_packing(tmp_path, str
       assert other[name] == pytest.approx(value, rel=tolerance, abs=1e-5), name  # differences of sums near 100
 
 
+@pytest.mark.devices(8)
 def test_the_values_do_not_depend_on_the_mesh(tmp_path):
   write(tmp_path, "dpo")
   one, _, params, reference, _ = make(tmp_path, batch_size=8)

@@ -11,6 +11,8 @@ from models import context
 from models.attention import attention
 from trainer import mesh as mesh_lib
 
+pytestmark = pytest.mark.devices(8)
+
 B, T, H, G, K = 2, 32, 4, 2, 8
 RNG = np.random.default_rng(0)
 Q, KEYS, VALUES = (jnp.asarray(RNG.normal(size=(B, T, heads, K)), jnp.float32) for heads in (H, G, G))

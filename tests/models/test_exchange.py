@@ -13,6 +13,8 @@ from models import moe as moe_lib
 from models.exchange import Split, at_home, exchange
 from trainer import mesh as mesh_lib
 
+pytestmark = pytest.mark.devices(8)
+
 N, D, F, E, K = 32, 8, 12, 8, 2
 RNG = np.random.default_rng(0)
 X = jnp.asarray(RNG.normal(size=(N, D)), jnp.float32)

@@ -22,6 +22,8 @@ from trainer.metrics import Mean, to_floats
 from trainer.strategies import seq
 from trainer.writers import read_rows
 
+pytestmark = pytest.mark.devices(8)
+
 E, K = 4, 2
 PLAIN = dict(num_experts=E, experts_per_token=K, expert_size=12)
 SHARED = dict(PLAIN, shared_size=8, shared_gate=True, normalize_weights=False)

@@ -9,6 +9,8 @@ from models import placement
 from models.placement import Placement, fit
 from trainer import mesh as mesh_lib
 
+pytestmark = pytest.mark.devices(8)
+
 MESH = dict(data=2, fsdp=2, tensor=2)
 
 

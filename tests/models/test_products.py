@@ -116,6 +116,7 @@ def test_grouped_products_equal_one_product_per_group(gradients):
     np.testing.assert_allclose(dw[expert], expected_dw, atol=atol)
 
 
+@pytest.mark.devices(8)
 @pytest.mark.parametrize("gradients", ["inputs", "all"])
 def test_a_kernel_split_to_save_memory_gives_the_same_product_to_the_bit(gradients):
   """I2, where no device has a part of a sum: kernels are gathered, and scales are those of whole rows and columns."""

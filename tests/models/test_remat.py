@@ -112,6 +112,7 @@ def test_no_parameter_is_copied_for_the_backward_pass(pattern, remat):
   assert all(T in v.aval.shape for v in scans[0].outvars) if len(pattern) <= LAYERS else not scans
 
 
+@pytest.mark.devices(8)
 @pytest.mark.parametrize("remat", ["dots", "dots_no_batch"])
 def test_products_on_a_mesh_are_kept_as_on_one_device(remat):
   """Although they are in functions with gradients of their own."""
@@ -145,6 +146,7 @@ def test_auto_keeps_the_products_of_layers_in_a_scan():
     assert found[0] == found[1]
 
 
+@pytest.mark.devices(8)
 def test_auto_on_several_cpu_devices_makes_nothing_again():
   mesh = mesh_lib.make_mesh(dict(data=8))
   with mesh_lib.activation_rules(mesh, defaults().activation_rules):

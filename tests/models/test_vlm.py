@@ -232,6 +232,7 @@ def eight(batch):
   return {key: jnp.tile(value, (4, *[1] * (value.ndim - 1))) for key, value in batch.items()}
 
 
+@pytest.mark.devices(8)
 @pytest.mark.parametrize("sizes", [
     dict(data=1, fsdp=8), dict(data=2, fsdp=2, tensor=2), dict(data=1, fsdp=2, context=2, tensor=2)], ids=str)
 def test_eight_devices_compute_the_same(sizes):

@@ -11,6 +11,8 @@ from jax.sharding import PartitionSpec as P
 from trainer import mesh as mesh_lib
 from trainer.collectives import Collective, collectives, copies, size_of, summary
 
+pytestmark = pytest.mark.devices(8)
+
 MESH = dict(data=2, fsdp=2, tensor=2)
 
 

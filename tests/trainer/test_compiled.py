@@ -96,6 +96,7 @@ def test_what_the_compiler_says_in_its_thread_is_raised_where_it_is_waited_for(m
   assert batch(2) in steps
 
 
+@pytest.mark.devices(8)
 def test_a_run_compiles_its_step_beside_what_else_it_does(corpus, tmp_path, who):
   """What is begun, for a state and batches that are not there yet, is what then runs: of a mesh with micro-batches and
   averages, with a reference computed ahead, and of a run that goes on where batches are larger than at first. There the

@@ -55,6 +55,7 @@ def sgd(c, rate=0.1):
   return c
 
 
+@pytest.mark.devices(8)
 def test_micro_batches_devices_and_packing_do_not_change_the_parameters(pairs, tmp_path):
   """I1, I2: plain SGD in one or two micro-batches, on three meshes."""
   reference = tree.flatten(train(sgd(config(pairs)), tmp_path / "a").state["params"])

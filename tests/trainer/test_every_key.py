@@ -22,6 +22,8 @@ from trainer import config_checks, rewards
 from trainer.config import STRATEGIES, defaults, evaluator, reward, source
 from trainer.strategies import preference, presets
 
+pytestmark = pytest.mark.devices(8)
+
 ROWS = table.ROWS | sections.SECTIONS
 ADD = ("config key {key} has no row in tests/trainer/{file}: say with which other keys it matters, another value of it "
        'and what it changes, e.g.  "{key}": program(VALUE, {{"other.key": VALUE}}),')

@@ -111,6 +111,7 @@ def test_padding_of_the_vocabulary_is_cut(tmp_path, tied):
                              small(tie_embeddings=tied).logits(params, TOKENS)[..., :REAL], rtol=1e-6, atol=1e-6)
 
 
+@pytest.mark.devices(8)
 def test_the_mesh_of_the_checkpoint_does_not_matter(tmp_path, workdir, params):
   mesh = jax.make_mesh((1, 2, 2), ("data", "fsdp", "tensor"), devices=jax.devices()[:4],
                        axis_types=(AxisType.Auto,) * 3)

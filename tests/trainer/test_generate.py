@@ -32,6 +32,7 @@ def expected(loaded, texts, **options):
   return [loaded.tokenizer.decode(c.text_ids) for c in found]
 
 
+@pytest.mark.devices(8)
 def test_a_run_is_loaded_as_it_was_trained_onto_any_mesh(workdir):
   folder, run = workdir
   loaded = generate.load_run(folder, mesh())

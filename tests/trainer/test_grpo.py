@@ -22,6 +22,8 @@ from trainer import train, tree
 from trainer.config import reward
 from trainer.errors import DataError
 
+pytestmark = pytest.mark.devices(8)
+
 
 @pytest.fixture(scope="module")
 def prompts(tmp_path_factory):

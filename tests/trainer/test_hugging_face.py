@@ -86,6 +86,7 @@ def test_training_starts_from_the_folders_parameters_and_their_export_is_the_mod
   assert resumed.step == 2
 
 
+@pytest.mark.devices(8)
 def test_the_first_loss_is_that_of_the_folders_model(folder, corpus, tmp_path):
   train(config(corpus, folder, total_steps=1), tmp_path / "a")
   train(config(corpus, folder, total_steps=1, mesh=dict(data=2, fsdp=2, tensor=2)), tmp_path / "b")

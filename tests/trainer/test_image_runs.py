@@ -9,6 +9,8 @@ from trainer import train, tree
 from trainer.config import strategy
 from trainer.writers import read_rows
 
+pytestmark = pytest.mark.devices(8)
+
 PICTURES = [digits.encoded(digits.picture(n)) for n in range(9)]
 ROWS = {
     "seq": [dict(image=image, text=f"picture {n}, and more of it") for n, image in enumerate(PICTURES)],

@@ -17,6 +17,8 @@ from trainer.config_checks import View
 from trainer.metrics import to_floats
 from trainer.strategies import seq
 
+pytestmark = pytest.mark.devices(8)
+
 ROWS, LENGTH = 16, 16
 MOE = dict(num_experts=4, experts_per_token=2, expert_size=16, shared_size=8, balance_loss=0.2, z_loss=0.05)
 KINDS = {"dense": dict(num_layers=4, layer_pattern=("local", "global"), window=5, num_kv_heads=1, attention_block=8),

@@ -68,6 +68,7 @@ def test_the_answers_are_those_of_the_harness_own_model(lm, tasks):
         assert results["results"][task][metric] == pytest.approx(value, rel=1e-4), (task, metric)
 
 
+@pytest.mark.devices(8)
 def test_a_log_prob_is_the_sum_of_the_trainers_own_on_the_joined_tokens(lm, folder):
   """By the logits of the whole row, without batches, buckets or chunks."""
   loaded = generate.load_folder(folder, mesh_lib.make_mesh(dict(data=1, fsdp=-1)))

@@ -250,6 +250,7 @@ def test_sharded_over_the_vocabulary_equals_unsharded():
     np.testing.assert_allclose(a, b, atol=1e-5)
 
 
+@pytest.mark.devices(8)
 @pytest.mark.parametrize("chunk", [60, 20])
 @pytest.mark.parametrize("sizes", [dict(fsdp=4, context=2), dict(data=2, fsdp=2, expert=2), dict(fsdp=2, tensor=4)],
                          ids=str)

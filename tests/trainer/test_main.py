@@ -104,6 +104,7 @@ def test_a_run_leaves_what_it_promises(straight):
   assert losses(workdir)[8] < losses(workdir)[1]
 
 
+@pytest.mark.devices(8)
 @pytest.mark.parametrize("changed", [dict(), dict(grad_accum_steps=2, mesh=dict(fsdp=4, tensor=2))],
                          ids=["one device", "mesh and micro-batches"])
 def test_the_step_is_traced_once(changed, corpus, tmp_path, monkeypatch):
@@ -221,6 +222,7 @@ def _change(path, value):
   return apply
 
 
+@pytest.mark.devices(8)
 @pytest.mark.parametrize("path, value, error, expected", [
     ("input.sources.main.path", "/nowhere/at/all", DataError, "/nowhere/at/all"),
     ("optimizer.momentum", 0.5, ConfigError, "config.optimizer.momentum = 0.5"),

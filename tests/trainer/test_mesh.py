@@ -14,6 +14,8 @@ from trainer import state as state_lib
 from trainer.config import defaults
 from trainer.errors import ConfigError
 
+pytestmark = pytest.mark.devices(8)
+
 MIXED = dict(data=2, fsdp=2, tensor=2)
 
 

@@ -76,6 +76,7 @@ def test_a_second_moment_is_never_0_beside_others_and_zeros_stay_zeros():
   assert (np.asarray(moments.decode_first(*moments.encode_first(x, bits(x))))[1] == 0).all()
 
 
+@pytest.mark.devices(8)
 def test_random_bits_depend_on_seed_step_and_path_and_on_no_mesh():
   shape = (16, 8)
   one = moments.rounding_bits(0, 3, "a", shape)
@@ -106,6 +107,7 @@ def test_first_and_second_moments_may_differ():
     make(moments="int4")
 
 
+@pytest.mark.devices(8)
 def test_codes_and_exponents_are_split_like_their_parameter():
   mesh = mesh_lib.make_mesh(dict(data=2, fsdp=2, tensor=2))
   abstract = jax.eval_shape(lambda: tree(0))

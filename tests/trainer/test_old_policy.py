@@ -9,6 +9,8 @@ from tests.trainer.strategies.test_grpo import probabilities
 from trainer import experience, main, old_policy, train
 from trainer.strategies import presets
 
+pytestmark = pytest.mark.devices(8)
+
 
 @pytest.fixture(scope="module")
 def prompts(tmp_path_factory):

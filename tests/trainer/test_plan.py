@@ -32,6 +32,8 @@ from trainer import plan as plan_lib
 from trainer import program as program_lib
 from trainer.errors import ConfigError
 
+pytestmark = pytest.mark.devices(8)
+
 NOWHERE = Path("/no/such/corpus")  # a plan reads no data
 LAYOUTS = (dict(data=1, fsdp=8), dict(data=2, fsdp=2, tensor=2))
 

@@ -14,6 +14,8 @@ from trainer.config import source
 from trainer.replay import replay
 from trainer.writers import read_rows
 
+pytestmark = pytest.mark.devices(8)
+
 SEEN = "tests.trainer.test_position.Seen"
 
 

@@ -19,6 +19,8 @@ from trainer.config_precision import check_precision
 from trainer.metrics import to_floats
 from trainer.strategies import seq
 
+pytestmark = pytest.mark.devices(8)
+
 MOE = dict(num_experts=4, experts_per_token=2, expert_size=16, shared_size=8, shared_gate=True)
 
 

@@ -12,6 +12,8 @@ from trainer import offload, train, tree
 from trainer.errors import ConfigError
 from trainer.writers import read_rows
 
+pytestmark = pytest.mark.devices(8)
+
 
 @pytest.fixture(scope="module")
 def corpus(tmp_path_factory):

@@ -21,6 +21,8 @@ from trainer.config import reward, source, strategy
 from trainer.errors import ConfigError
 from trainer.strategies import learns
 
+pytestmark = pytest.mark.devices(8)
+
 
 def resolved(corpus, **changed):
   config, _ = program_lib.resolve(tiny.config(corpus, **changed))

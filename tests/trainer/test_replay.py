@@ -12,6 +12,8 @@ from trainer.inspect import inspect
 from trainer.replay import replay
 from trainer.writers import read_rows
 
+pytestmark = pytest.mark.devices(8)
+
 
 @pytest.fixture(scope="module")
 def corpus(tmp_path_factory):

@@ -14,6 +14,8 @@ from trainer import strategies, train
 from trainer.metrics import Mean
 from trainer.writers import read_rows
 
+pytestmark = pytest.mark.devices(8)
+
 
 @pytest.fixture(scope="module")
 def corpus(tmp_path_factory):

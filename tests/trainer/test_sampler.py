@@ -91,6 +91,7 @@ def by_prompt(completions, order=None):
   return {(order[c.prompt], c.sample): c for c in completions}
 
 
+@pytest.mark.devices(8)
 def test_draws_depend_on_nothing_but_seed_prompt_sample_and_place():
   """Not on the other prompts, their order, the rows, the chunk, the bucket or the mesh."""
   model, params = case("llama")
@@ -223,6 +224,7 @@ def test_the_cache_is_changed_where_it_lies(one_by_one, monkeypatch):
   assert memory.temp_size_in_bytes < 0.5 * cache
 
 
+@pytest.mark.devices(8)
 @pytest.mark.parametrize("one_by_one", [True, False])
 def test_no_row_needs_another_devices(one_by_one, monkeypatch):
   """All that devices tell one another in decoding is how many rows have ended."""

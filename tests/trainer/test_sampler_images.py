@@ -92,6 +92,7 @@ def test_the_images_decide_what_is_said_and_drawn():
   assert [np.array_equal(*(key.key(p, 0) for key in keys)) for p in range(4)] == [not some for some in images]
 
 
+@pytest.mark.devices(8)
 def test_draws_do_not_depend_on_what_is_beside_or_on_the_mesh():
   model, params = case("prefix")
   prompts, images = questions()

@@ -90,6 +90,7 @@ def trained(file, workdir, **changed):
   return train(c, workdir)
 
 
+@pytest.mark.devices(8)
 def test_micro_batches_and_devices_do_not_change_the_parameters(conversations, tmp_path):
   """I1, I2: four steps of plain SGD in one or four micro-batches, on three meshes."""
   reference = tree.flatten(trained(conversations, tmp_path / "a").state["params"])

@@ -115,6 +115,7 @@ def test_what_is_printed_as_it_comes_is_the_text_and_nothing_is_taken_back(kind,
     assert len(shown) == len(parts) and "".join(shown) == stop.text(c), (stops, ids)
 
 
+@pytest.mark.devices(8)
 def test_the_sampler_draws_the_same_tokens_and_ends_with_the_string_on_any_mesh():
   """Whatever the rows, the chunk and the mesh: what it draws without strings, up to the token that completes one."""
   model, params = case("llama")

@@ -7,6 +7,8 @@ import pytest
 
 from trainer import throughput
 
+pytestmark = pytest.mark.devices(8)
+
 
 @pytest.fixture
 def clock(monkeypatch):

@@ -15,6 +15,8 @@ from trainer.logprobs import cross_entropy, token_stats
 from trainer.strategies import seq, sft
 from trainer.token_sums import counting_first, sum_over_tokens
 
+pytestmark = pytest.mark.devices(8)
+
 N, D, V = 37, 8, 50
 
 

@@ -16,6 +16,8 @@ from trainer.errors import ConfigError
 from trainer.metrics import Mean
 from trainer.subject import Subject
 
+pytestmark = pytest.mark.devices(8)
+
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):

@@ -168,6 +168,7 @@ def test_what_is_written_reads_back_and_finds_its_family(name):
   assert family.notes(written) == []
 
 
+@pytest.mark.devices(8)
 def test_each_device_reads_its_shards():
   """Kernels of patches and class tokens lie in the file in another form than here."""
   folder = REFERENCES / "llava_clip"
