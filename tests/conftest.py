@@ -70,6 +70,7 @@ def pytest_runtest_setup(item):
   """Before fixtures, those of whole files too."""
   marker = item.get_closest_marker("devices")
   programs.show(marker.args[0] if marker else 1)
+  programs.traced = "monkeypatch" not in item.fixturenames
 
 
 # A third of a minute or more each on two slow cores. Most have a quicker one for their subject (another strategy,

@@ -4,7 +4,7 @@ Programs: a run that is stopped, goes on, and is compared to one that was not tr
 for CPU would compile the same module three times. JAX's own cache would read it from a file each time, and is off on
 meshes of a CPU (`startup.compile_anew`). What is shared here is the program itself, as it was compiled in this process.
 That a program compiled anew gives the same bits is seen where runs are processes of their own (test_faults.py), and
-with WEFT_TEST_AS_USERS, where nothing is shared.
+with WEFT_TEST_AS_USERS, where nothing is shared. What initialises a model and what samples from it is traced once, too.
 
 Devices: a program of eight takes several times as long to compile as one of one, so that a test sees one device unless
 it is marked with `devices(8)`. The number of JAX's devices is fixed when its first array is made; what differs is how
@@ -20,13 +20,20 @@ from typing import Any
 
 # {(client, digest of the module, options, devices): the program}
 _compiled: dict[tuple, Any] = {}
+# {(what, model, sizes): the function that JAX has traced}, and whether they are taken from here: not where a test has
+# changed what is traced.
+_jitted: dict[tuple, Any] = {}
+traced = True
 # What a process of tests may take of memory before it lets go of programs.
 MEMORY_BYTES = 3 * 2**30
 
 
 def share() -> None:
-  """From now on this process compiles a module again only after `forget`, or where Python is called from it."""
+  """From now on this process compiles a module again only after `forget`, or where Python is called from it; how fast
+  its CPU is is measured once."""
   from jax._src import compiler  # JAX has no other place where what is to be compiled is one text
+
+  from trainer import parameters, sampler, throughput
 
   compile_anew = compiler.compile_or_get_cached
 
@@ -44,12 +51,40 @@ def share() -> None:
     return _compiled[key]
 
   compiler.compile_or_get_cached = compile_once
+  throughput.measured_flops = functools.cache(throughput.measured_flops)
+  parameters.initialiser = _traced_once(parameters.initialiser, lambda model, wanted: (
+      "init", _identity(model), *((path, leaf.shape, leaf.dtype, leaf.sharding) for path, leaf in wanted.items())))
+  sampler.Sampler._jitted = _traced_once(sampler.Sampler._jitted, lambda self, *sizes: (
+      "sample", _identity(self.model), self.chunk, self.mesh, sizes))
+
+
+def _traced_once(make: Callable, key_of: Callable) -> Callable:
+  """`make`, which gives the same jitted function again for the same key."""
+  @functools.wraps(make)
+  def made_once(*args: Any) -> Any:
+    key = key_of(*args)
+    if not traced:
+      return make(*args)
+    if key not in _jitted:
+      _jitted[key] = make(*args)
+    return _jitted[key]
+
+  return made_once
+
+
+def _identity(model: Any) -> Any:
+  """Equal for models that compute the same of the same parameters, remat aside."""
+  from models.transformer import Transformer
+  if type(model) is not Transformer or model._frozen is not None or model._products is not None:
+    return model
+  return repr(model.spec), model.vocab_size, model.num_real_vocab, model._dtypes
 
 
 def forget() -> None:
   """Lets go of what was compiled and traced."""
   import jax
   _compiled.clear()
+  _jitted.clear()
   jax.clear_caches()
 
 

@@ -5,7 +5,7 @@ provides.
 """
 
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -113,13 +113,18 @@ def check_base(config: Any, base: Any, where: str, folder: Path) -> None:
 
 def _fresh(model: Any, seed: int, wanted: Leaves) -> Leaves:
   """Initial values of some of the parameters; each is a function of (seed, path) alone."""
+  return initialiser(model, wanted)(jax.random.key(seed))
+
+
+def initialiser(model: Any, wanted: Leaves) -> Callable[[jax.Array], Leaves]:
+  """A program that makes these parameters from a key."""
   shardings = {path: leaf.sharding for path, leaf in wanted.items()}
 
   def init(rng):
     leaves = tree.flatten(model.init(rng))
     return {path: leaves[path] for path in wanted}
 
-  return jax.jit(init, out_shardings=shardings)(jax.random.key(seed))
+  return jax.jit(init, out_shardings=shardings)
 
 
 def _base_shapes(model: Any) -> Leaves:
