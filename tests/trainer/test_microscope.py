@@ -68,6 +68,7 @@ def write_chats(folder):
   return source(type="jsonl", path=str(folder / "chats.jsonl"))
 
 
+@pytest.mark.devices(8)
 @pytest.mark.parametrize("name", ["seq", "sft"])
 def test_weights_times_log_probs_add_up_to_the_logged_loss(name, tmp_path):
   """With dropout, in micro-batches, after updates that are taken again; of the smoothed loss it is the metric nll."""

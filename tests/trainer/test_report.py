@@ -20,6 +20,8 @@ from trainer.config import evaluator, source
 from trainer.report import configs, page, pages, record
 from trainer.writers import read_rows
 
+pytestmark = pytest.mark.devices(8)
+
 EVIL = "<script>alert(1)</script>"
 
 
