@@ -11,10 +11,11 @@ it is marked with `devices(8)`. The number of JAX's devices is fixed when its fi
 many of them a mesh is made of that names no devices.
 """
 
+import contextlib
 import functools
 import hashlib
 import resource
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -101,17 +102,28 @@ def _of_jax() -> dict[str, Callable]:
   return {name: getattr(jax, name) for name in ("devices", "local_devices", "device_count", "local_device_count")}
 
 
+def _first(count: int, function: Callable, *args: Any, **named: Any) -> Any:
+  found = function(*args, **named)
+  return min(count, found) if isinstance(found, int) else found[:count]
+
+
 def show(count: int) -> None:
   """From now on `jax.devices` and its like tell of the first `count` of this process's devices."""
   import jax
   from jax.experimental.compilation_cache import compilation_cache
 
   for name, function in _of_jax().items():
-    if name.endswith("count"):
-      shown: Callable = lambda *args, function=function, **named: min(count, function(*args, **named))
-    else:
-      shown = lambda *args, function=function, **named: function(*args, **named)[:count]
-    setattr(jax, name, functools.wraps(function)(shown))
+    setattr(jax, name, functools.partial(_first, count, function))
   if not jax.config.values["jax_enable_compilation_cache"]:  # a mesh of several turned it off (trainer/mesh.py)
     jax.config.update("jax_enable_compilation_cache", True)
     compilation_cache.reset_cache()
+
+
+@contextlib.contextmanager
+def devices(count: int) -> Iterator[None]:
+  """In here `count` devices are shown, and afterwards one."""
+  show(count)
+  try:
+    yield
+  finally:
+    show(1)

@@ -1,12 +1,12 @@
 """GRPO end to end: on-policy at first, and unmoved by restarts, micro-batches, devices, and what has no reward."""
 
-import shutil
-import sys
+import contextlib
+import io
 
 import numpy as np
 import pytest
 
-from tests import test_faults, tiny
+from tests import programs
 from tests.trainer.rollout_runs import (
   STOP,
   TOYS,
@@ -21,8 +21,6 @@ from tests.trainer.rollout_runs import (
 from trainer import train, tree
 from trainer.config import reward
 from trainer.errors import DataError
-
-pytestmark = pytest.mark.devices(8)
 
 
 @pytest.fixture(scope="module")
@@ -53,27 +51,16 @@ def test_what_is_trained_is_what_was_sampled(first):
 
 
 @pytest.fixture(scope="module")
-def one_device(prompts, straight, tmp_path_factory):
-  """(workdirs, stderr) of a process with one device: of `first`, and of a run stopped within a rollout on eight."""
-  folder = tmp_path_factory.mktemp("one")
-  stopped = shutil.copytree(straight[1], folder / "resumed")
-  for step in (10, 12):
-    shutil.rmtree(stopped / "checkpoints" / str(step))
-  code = (f"from pathlib import Path; from tests.trainer import test_grpo as t; from trainer import train\n"
-          f"prompts = [Path(p) for p in {[str(p) for p in prompts]}]\n"
-          f"train(t.config(prompts), {str(folder / 'first')!r})\n"
-          f"run = train(t.config(prompts, grad_accum_steps=4), {str(folder / 'micro')!r})\n"
-          f"train(t.of_three_rollouts(prompts, stop=8), {str(stopped)!r})\n")
-  done = tiny.run([sys.executable, "-c", code])
-  assert done.returncode == 0, done.stderr
-  return folder, done.stderr
-
-
-def params_of(workdir, step=2):
-  return test_faults.final_params(workdir, step)
+def micro(prompts, tmp_path_factory):
+  """(run, workdir, stderr) of the same in micro-batches, whose stderr is no terminal."""
+  workdir, stderr = tmp_path_factory.mktemp("micro"), io.StringIO()
+  with contextlib.redirect_stderr(stderr):
+    run = train(config(prompts, grad_accum_steps=4), workdir)
+  return run, workdir, stderr.getvalue()
 
 
 def assert_close_params(a, b):
+  a, b = tree.flatten(a), tree.flatten(b)
   assert a.keys() == b.keys()
   for path, leaf in a.items():
     np.testing.assert_allclose(leaf, b[path], atol=1e-6, err_msg=path)
@@ -88,24 +75,25 @@ def assert_like(workdir, first):
       assert rows_of(workdir)[step][key] == pytest.approx(rows_of(first)[step][key], rel=1e-5, abs=1e-7), (step, key)
 
 
-def test_one_device_and_eight_do_the_same(first, one_device, prompts, tmp_path):
+@pytest.mark.parametrize("mesh", [{}, dict(data=1, fsdp=2, context=2, tensor=2)], ids=["data", "mixed"])
+def test_one_device_and_eight_do_the_same(first, prompts, tmp_path, mesh):
   """I2: one, eight for data, and a mixed mesh."""
-  assert_like(one_device[0] / "first", first[1])
-  mixed = train(config(prompts, mesh=dict(data=1, fsdp=2, context=2, tensor=2)), tmp_path / "mixed")
-  assert_like(tmp_path / "mixed", first[1])
-  assert_close_params(params_of(one_device[0] / "first"), tree.flatten(first[0].state["params"]))
-  assert_close_params(tree.flatten(mixed.state["params"]), tree.flatten(first[0].state["params"]))
+  with programs.devices(8):
+    run = train(config(prompts, mesh=mesh), tmp_path / "w")
+  assert run.mesh.devices.size == 8
+  assert_like(tmp_path / "w", first[1])
+  assert_close_params(run.state["params"], first[0].state["params"])
 
 
-def test_micro_batches_do_not_change_an_update(first, one_device):
+def test_micro_batches_do_not_change_an_update(first, micro):
   """I1: four of two rows, which also pad a step to another number of rows, and one of eight."""
-  assert_like(one_device[0] / "micro", first[1])
-  assert rows_of(one_device[0] / "micro")[2]["tokens_seen"] < rows_of(first[1])[2]["tokens_seen"]
-  assert_close_params(params_of(one_device[0] / "micro"), params_of(one_device[0] / "first"))
+  assert_like(micro[1], first[1])
+  assert rows_of(micro[1])[2]["tokens_seen"] < rows_of(first[1])[2]["tokens_seen"]
+  assert_close_params(micro[0].state["params"], first[0].state["params"])
 
 
-def test_a_log_file_gets_no_bars(one_device):
-  assert "\r" not in one_device[1] and "it/s" not in one_device[1] and "tokenizing" not in one_device[1]
+def test_a_log_file_gets_no_bars(micro):
+  assert "\r" not in micro[2] and "it/s" not in micro[2] and "tokenizing" not in micro[2]
 
 
 # ----------------------------------------------------------------------------------------------
@@ -150,9 +138,12 @@ def test_of_a_rollout_that_is_stopped_nothing_is_kept(prompts, straight, tmp_pat
   assert rows_of(tmp_path / "w") == rows_of(straight[1])
 
 
-def test_the_rest_of_a_rollout_is_trained_on_elsewhere(straight, one_device):
+def test_the_rest_of_a_rollout_is_trained_on_elsewhere(prompts, straight, tmp_path):
   """One device goes on after the first of a rollout's four steps on eight: the same batches, in the same order."""
-  ours, theirs = rows_of(one_device[0] / "resumed"), rows_of(straight[1])
+  with programs.devices(8):
+    assert train(of_three_rollouts(prompts, stop=5), tmp_path).mesh.devices.size == 8
+  assert train(of_three_rollouts(prompts, stop=8), tmp_path).mesh.devices.size == 1
+  ours, theirs = rows_of(tmp_path), rows_of(straight[1])
   assert list(ours) == list(range(1, 9))
   for step, row in ours.items():
     for key in ("loss", "grad_norm", "policy/ratio_mean", "tokens_seen", "reward", "epoch"):
