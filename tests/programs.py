@@ -19,12 +19,16 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+from tests import tiny
+
 # {(client, digest of the module, options, devices): the program}
 _compiled: dict[tuple, Any] = {}
 # {(what, model, sizes): the function that JAX has traced}, and whether they are taken from here: not where a test has
 # changed what is traced.
 _jitted: dict[tuple, Any] = {}
 traced = True
+# What programs are made with beside XLA_FLAGS: {flag: value}.
+_options: dict[str, Any] = {}
 # What a process of tests may take of memory before it lets go of programs.
 MEMORY_BYTES = 3 * 2**30
 
@@ -40,6 +44,7 @@ def share() -> None:
 
   @functools.wraps(compile_anew)
   def compile_once(client: Any, module: Any, devices: Any, options: Any, host_callbacks: Any, *more: Any) -> Any:
+    options.env_option_overrides = [*options.env_option_overrides, *_options.items()]
     if host_callbacks:
       return compile_anew(client, module, devices, options, host_callbacks, *more)
     # Without the lines that it comes from: another caller's are others.
@@ -127,3 +132,13 @@ def devices(count: int) -> Iterator[None]:
     yield
   finally:
     show(1)
+
+
+@contextlib.contextmanager
+def as_users() -> Iterator[None]:
+  """In here programs are made as in users' runs, well rather than quickly."""
+  _options.update(tiny.AS_USERS)
+  try:
+    yield
+  finally:
+    _options.clear()

@@ -7,7 +7,7 @@ import jax
 import numpy as np
 import pytest
 
-from tests import tiny
+from tests import programs, tiny
 from tests.trainer.test_hugging_face import StopAt  # noqa: F401 (named in a config below)
 from trainer import train, tree
 from trainer.config import evaluator, strategy
@@ -151,14 +151,18 @@ def test_under_adapters_the_reference_is_the_model_with_the_adapter_off(pairs, t
 
 
 def test_precomputed_and_live_references_give_the_same_losses(pairs, tmp_path):
-  """Bitwise in the rows of the first epoch; the second time nothing is computed, and a resumed run goes on the same."""
+  """Bitwise in the rows of the first epoch; the second time nothing is computed, and a resumed run goes on the same.
+
+  As users' programs are made: made quickly, a step with a reference in it rounds gradients otherwise than one without.
+  """
   evals = {"pairs": evaluator(type="preference", eval_steps=2, batch_size=8)}
   # The first epoch alone: its rows are the ones that the log-probs were computed in.
   def make(**strategy):
     return config(pairs, total_steps=2, evals=evals, strategy=strategy, input=dict(packing="none"))
 
-  train(make(), tmp_path / "live")
-  ahead = train(make(precompute=True), tmp_path / "ahead")
+  with programs.as_users():
+    train(make(), tmp_path / "live")
+    ahead = train(make(precompute=True), tmp_path / "ahead")
   assert "reference" not in ahead.state
   for key in ("loss", "rewards/margins", "rewards/chosen", "grad_norm", "eval/pairs/rewards/margins"):
     assert rows_of(tmp_path / "live", key) == rows_of(tmp_path / "ahead", key) != {}, key
@@ -166,11 +170,13 @@ def test_precomputed_and_live_references_give_the_same_losses(pairs, tmp_path):
   stopping = make(precompute=True)
   stopping.callbacks.stop = dict(type="tests.trainer.test_dpo.StopAt", step=1)
   stopping.input.cache_dir = str(tmp_path / "ahead" / "cache")
-  train(stopping, tmp_path / "halves")
+  with programs.as_users():
+    train(stopping, tmp_path / "halves")
   folders = sorted((tmp_path / "ahead" / "cache").glob("*-reference-*"))
   again = make(precompute=True)
   again.input.cache_dir = str(tmp_path / "ahead" / "cache")
-  continued = train(again, tmp_path / "halves")
+  with programs.as_users():
+    continued = train(again, tmp_path / "halves")
   assert sorted((tmp_path / "ahead" / "cache").glob("*-reference-*")) == folders and len(folders) == 2
   for path, leaf in tree.flatten(continued.state).items():
     np.testing.assert_array_equal(leaf, tree.flatten(ahead.state)[path], err_msg=path)
