@@ -14,10 +14,7 @@ from trainer.errors import ConfigError
 from trainer.mesh import batch_sharding, check_batch, place_batch
 from trainer.metrics import Mean
 from trainer.program import make_loss_fn, shares_prompts
-from trainer.strategies import preference
 
-# What strategies learn from whose losses it can take.
-DATA = ("pairs", "labelled")
 CHOSEN, REJECTED, MARGINS = "rewards/chosen", "rewards/rejected", "rewards/margins"
 
 
@@ -36,10 +33,11 @@ class Preference:
 
   def __init__(self, name: str, cfg: Any, setup: common.Setup):
     config = setup.config
-    if strategies.data(config.strategy.name) not in DATA:
+    strategy = strategies.of(config)
+    if not strategy.takes_preferences:
+      able = [name for name, other in strategies.STRATEGIES.items() if other.takes_preferences]
       raise ConfigError(f"evals.{name} is of type 'preference', which compares with the losses of "
-                        f"{' or '.join(strategies.DATA[data] for data in DATA)}; strategy.name is "
-                        f"{config.strategy.name!r}.")
+                        f"{' or '.join(able)}; strategy.name is {config.strategy.name!r}.")
     self._needs_reference = strategies.needs_reference(config.strategy) and not strategies.precomputes(config.strategy)
     self._name = name
     sources, split = common.sources(name, cfg, config)
@@ -53,8 +51,9 @@ class Preference:
     check_batch(setup.mesh, self._batch_size, f"evals.{name}.batch_size")
     self._sharding = batch_sharding(setup.mesh)
     self._vocab_size = setup.model.vocab_size
-    self._row_sums = jax.jit(
-        _make_row_sums(make_loss_fn(setup.model, config.strategy), config.strategy, _left_out(config.strategy)))
+    no_sums = strategy.no_sums(config.strategy) if strategy.no_sums else frozenset()
+    loss_fn = make_loss_fn(setup.model, config.strategy)
+    self._row_sums = jax.jit(_make_row_sums(loss_fn, config.strategy, no_sums))
 
   def run(self, params: Any, step: int, reference: Any = None) -> Iterator[tuple[str, float]]:
     if self._needs_reference and reference is None:
@@ -76,16 +75,6 @@ class Preference:
 
   def _rows(self, index: int, rows: np.ndarray) -> dict[str, np.ndarray]:
     return check_ids(self._data.batch(index, self._batch_size, rows), self._vocab_size)
-
-
-def _left_out(cfg: Any) -> frozenset[str]:
-  """Names of what is no sum over examples."""
-  if cfg.name == "kto":
-    return frozenset({"loss"} if cfg.loss == "kto" else ())
-  if cfg.name != "dpo":
-    return frozenset()  # the user's own: sums [B] are of rows
-  sorting = preference.names_in(preference.active(cfg), preference.WHOLE_BATCH)
-  return frozenset({"loss", *(f"losses/{name}" for name in sorting)} if sorting else ())
 
 
 def _make_row_sums(loss_fn: Callable, cfg: Any, left_out: frozenset[str]):

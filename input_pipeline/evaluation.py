@@ -32,7 +32,7 @@ def make_eval_data(
   Args:
     config: the whole config; the sources' weights play no part.
     tokenizer: the training run's.
-    learns: what the strategy learns from (`trainer.strategies.learns`), one of `examples.ENCODERS`.
+    learns: what the strategy learns from (`trainer.strategies.learns`), one of `kinds.KINDS`.
     workdir: the run's, for the token caches.
     sources: name -> config, in place of `input.sources`.
     split: in place of the sources' own; None keeps theirs.

@@ -344,15 +344,9 @@ def _rollouts(config: ConfigDict, tokenizer: Tokenizer | None) -> Encoder:
   return RolloutEncoder(config, tokenizer)
 
 
-# What can be learned from, each with what encodes its rows; texts are encoded so only where the model sees images. The
-# trainer says which of them a strategy learns from, as `learns`. mismatched: labelled, each with the completion of
-# another prompt.
+# {kind: what encodes its rows}; texts are encoded so only where the model sees images.
 ENCODERS = {"texts": _texts, "conversations": _chat, "pairs": _pairs, "labelled": _labelled, "mismatched": _mismatched,
             "rollouts": _rollouts}
-# Those whose documents have parts, which are kept whole.
-WITH_PARTS = ("pairs", "labelled", "mismatched", "rollouts")
-# Those whose marks are advantages, which are in a batch's `advantages`.
-WITH_ADVANTAGES = ("rollouts",)
 
 
 def learns_texts(config: ConfigDict, learns: str) -> bool:
@@ -369,7 +363,7 @@ def make_encoder(config: ConfigDict, tokenizer: Tokenizer | None, text_key: str 
     tokenizer: None if only `texts` is used (to train one).
     text_key: of a source; where documents are texts, the field that holds them.
     option: how messages call `text_key`.
-    learns: one of ENCODERS.
+    learns: one of `kinds.KINDS`.
   """
   if not learns_texts(config, learns):
     return ENCODERS[learns](config, tokenizer)

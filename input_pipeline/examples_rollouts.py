@@ -183,7 +183,7 @@ class RolloutEncoder(SidesEncoder):
   def __init__(self, config: ConfigDict, tokenizer: Tokenizer | None):
     super().__init__(config, tokenizer)
     self._config, self._tokenizer = config, tokenizer
-    self._key, self._kinds = config.rollout.prompt_key, (config.strategy.baseline, config.strategy.scale)
+    self._key, self._kinds = config.rollout.prompt_key, advantages.kinds(config.strategy)
     self._rollouts = RolloutReader(fields_of(config.chat), images=self._chat.images)
 
   @cached_property

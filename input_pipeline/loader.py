@@ -74,7 +74,7 @@ def make_train_data(
   """The training data of a full config; tokenises what is not in the cache yet.
 
   Args:
-    learns: what the strategy learns from (`trainer.strategies.learns`), one of `examples.ENCODERS`.
+    learns: what the strategy learns from (`trainer.strategies.learns`), one of `kinds.KINDS`.
     share_prompts: see `Units`.
     past: of the run that is gone on with.
 
@@ -134,10 +134,10 @@ def _tell_of_single_prompts(packed: list[PackedSource]) -> None:
   whole = len(alone) == len(packed)
   for name in alone:
     logging.warning(
-        "source %r: all its examples have the same prompt, but strategy.loss='kto' estimates how far the policy is "
-        "from its reference by completions of other prompts: %s", name,
-        "there is no estimate, and z is 0 throughout. Add examples with other prompts, or say so with "
-        "--config.strategy.loss=apo_zero_unpaired." if whole else "the estimate is of the other sources alone.")
+        "source %r: all its examples have the same prompt, but the strategy estimates how far the policy is from its "
+        "reference by completions of other prompts: %s", name,
+        "there is no estimate, and z is 0 throughout. Add examples with other prompts, or say so (kto: "
+        "--config.strategy.loss=apo_zero_unpaired)." if whole else "the estimate is of the other sources alone.")
 
 
 def _hash(parts) -> str:

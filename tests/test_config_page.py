@@ -9,6 +9,7 @@ import pytest
 from tests import tiny
 from trainer import config_sections, config_source
 from trainer.config import defaults, evaluator, reward, source, strategy
+from trainer.strategies import STRATEGIES
 
 PAGE = tiny.ROOT / "docs" / "config_keys.md"
 
@@ -66,7 +67,7 @@ def test_every_key_is_on_it_with_its_default_and_a_meaning(rows, values, prefix)
       assert shown == repr(value), key
 
 
-@pytest.mark.parametrize("name", config_sections.STRATEGIES)
+@pytest.mark.parametrize("name", STRATEGIES)
 def test_every_option_of_a_strategy_is_in_its_section(name):
   text = PAGE.read_text(encoding="utf-8").partition(f"\n## strategy: {name}\n")[2].partition("\n## ")[0]
   assert set(re.findall(r"`strategy\.(\w+)`", text)) == set(strategy(name).keys()) - {"name"}

@@ -14,10 +14,9 @@ import pytest
 from input_pipeline.sources import open_source
 from models import api
 from tests import tiny
-from trainer import config as config_lib
-from trainer import config_checks, durations, optim, train, tree
+from trainer import config_checks, durations, optim, strategies, train, tree
 from trainer import mesh as mesh_lib
-from trainer.config import defaults, evaluator, source, strategy
+from trainer.config import defaults, evaluator, reward, source, strategy
 from trainer.errors import ConfigError, DataError
 from trainer.writers import read_rows
 
@@ -63,7 +62,7 @@ def configured(corpus, heading, **changed):
   for key, value in changed.items():
     config[key] = value
   exec(examples()[1][heading], {"config": config, "source": source, "evaluator": evaluator,
-                                 "strategy": strategy})
+                                 "strategy": strategy, "reward": reward})
   return config
 
 
@@ -73,8 +72,9 @@ def rows_of(workdir, key):
 
 def test_every_section_has_one_file_and_its_config():
   files, configs = examples()
-  assert list(configs) == ["A source", "A model", "A strategy", "A strategy: pairs", "An evaluator", "A callback"]
-  assert len(files) == 6 and all(name.startswith("my_project/") for name in files)
+  assert list(configs) == ["A source", "A model", "A strategy", "A strategy: pairs", "A strategy: rollouts",
+                           "An evaluator", "A callback"]
+  assert len(files) == 7 and all(name.startswith("my_project/") for name in files)
 
 
 def test_the_source_is_mixed_in_and_names_a_bad_line(project, corpus):
@@ -136,6 +136,31 @@ def test_the_preference_loss_is_that_of_dpo(project, corpus):
   assert losses[0][1] == pytest.approx(np.log(2), rel=1e-6) and losses[0][3] < losses[0][1]
   assert losses[0] == pytest.approx(losses[1], rel=1e-5)
   assert rows_of(project / "own", "margin") == pytest.approx(rows_of(project / "theirs", "rewards/margins"), abs=1e-6)
+
+
+def test_the_loss_on_rollouts_is_what_it_says_and_raises_rewards(project, corpus):
+  (project / "prompts.jsonl").write_text("".join(json.dumps(dict(prompt=f"{i}: ")) + "\n" for i in range(40)))
+  config = configured(corpus, "A strategy: rollouts", total_steps=16)
+  config.input.sources.main = source(type="jsonl", path=str(project / "prompts.jsonl"))
+  config.schedule.update(name="constant", warmup_steps=0)
+  config.rollout.reward_workers = 0
+  run = train(config, project / "w")
+  rewards = [value for _, value in sorted(rows_of(project / "w", "reward").items())]
+  assert np.mean(rewards[-4:]) > np.mean(rewards[:4]) + 0.08
+
+  # By whole logits in float64: two completions in a row, of 2 and 3 tokens behind prompts of 2.
+  segments, weights = np.array([1, 1, 1, 1, 2, 2, 2, 2, 2, 0]), np.array([0, 0, 1, 1, 0, 0, 1, 1, 1, 0])
+  batch = {"tokens": np.arange(40, 50), "positions": np.array([0, 1, 2, 3, 0, 1, 2, 3, 4, 0]), "segment_ids": segments,
+           "loss_weights": weights.astype(np.float32), "sequences": np.ones(2), "advantages": np.array([0.5, -1.0])}
+  batch = {key: jnp.asarray(values)[None] for key, values in batch.items()}
+  params = run.state["params"]
+  hidden, kernel = run.model.apply(params, batch).hidden[0], run.model.unembedding(params)
+  logits = np.asarray(hidden, np.float64) @ np.asarray(kernel, np.float64)[:, :run.model.num_real_vocab]
+  logps = logits - np.log(np.exp(logits).sum(axis=1, keepdims=True))
+  told = [logps[t - 1, 40 + t] for t in np.flatnonzero(weights)]
+  expected = -(np.exp(0.5 / 0.5) * sum(told[:2]) + np.exp(-1.0 / 0.5) * sum(told[2:])) / 5
+  terms, _ = strategies.of(config).loss(run.model, params, batch, None, config.strategy)
+  assert float(terms["loss"].sum[0] / terms["loss"].weight[0]) == pytest.approx(expected, rel=1e-5)
 
 
 def test_the_evaluator_agrees_with_the_built_in_loss(project, corpus):
@@ -230,7 +255,7 @@ def test_config_examples_have_an_effect():
 def test_named_keys_exist():
   """Dotted keys in the documents, `optimizer.b2` say, are keys of the config."""
   known = set(config_keys(defaults())) | {f"input.sources.<name>.{k}" for k in source()}
-  known |= {f"strategy.{option}" for options in config_lib.STRATEGIES.values() for option in options}
+  known |= {f"strategy.{option}" for record in strategies.STRATEGIES.values() for option in record.options}
   sections = {key.split(".")[0] for key in known if "." in key} - {"input"}
   unknown = set()
   for page in DOCS:

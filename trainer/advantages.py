@@ -6,7 +6,7 @@ trained on. Groups of different sizes are padded with NaN. Computed in float64.
 """
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -19,6 +19,11 @@ SCALES = ("group", "batch", "none")
 EPSILON = 1e-4
 # Rewards this close together, relative to the larger of 1 and the largest of them, are equal but for rounding.
 _ROUNDING = 1e-6
+
+
+def kinds(cfg: Any) -> tuple[str, str]:
+  """(baseline, scale) of a strategy: its options of these names, or else the group's mean and no scale."""
+  return cfg.baseline if "baseline" in cfg else "group", cfg.scale if "scale" in cfg else "none"
 
 
 def combine(values_PxGxK: np.ndarray, weights_K: np.ndarray, failed_PxGxK: np.ndarray) -> np.ndarray:

@@ -11,7 +11,6 @@ from ml_collections import ConfigDict
 from trainer.config_model import model
 from trainer.config_sections import (
   DURATION_UNITS,
-  STRATEGIES,
   duration,
   evaluator,
   images,
@@ -24,7 +23,7 @@ from trainer.config_sections import (
   unset,
 )
 
-__all__ = ["DURATION_UNITS", "STRATEGIES", "defaults", "duration", "evaluator", "reward", "source", "strategy"]
+__all__ = ["DURATION_UNITS", "defaults", "duration", "evaluator", "reward", "source", "strategy"]
 
 
 def defaults() -> ConfigDict:
@@ -32,7 +31,7 @@ def defaults() -> ConfigDict:
   c = ConfigDict()
   # Parameters, data order, dropout and samples are pure functions of this number and the step.
   c.seed = 0
-  # What is optimised: `name` and that strategy's own keys (trainer/config_sections.py). The name is seq, sft, dpo, kto,
+  # What is optimised: `name` and that strategy's own keys (trainer/strategies). The name is seq, sft, dpo, kto,
   # grpo, or the dotted path of a strategy of yours (docs/extending.md).
   c.strategy = strategy("seq")
 

@@ -14,7 +14,8 @@ from typing import Any
 
 from ml_collections import ConfigDict
 
-from trainer.config import DURATION_UNITS, STRATEGIES, defaults, evaluator, reward, source, strategy
+from trainer import strategies
+from trainer.config import DURATION_UNITS, defaults, evaluator, reward, source, strategy
 from trainer.config_precision import check_precision
 from trainer.config_values import check_ranges, odd, odd_name
 from trainer.errors import ConfigError
@@ -88,7 +89,8 @@ def _left_over(name: str, key: str, value) -> bool:
   if key == "name" or (key in own and isinstance(value, _DICTS) == isinstance(own[key], _DICTS)):
     return False
   value = value.to_dict() if isinstance(value, ConfigDict) else value
-  return any(key in options and strategy(other).to_dict()[key] == value for other, options in STRATEGIES.items())
+  return any(key in other.all_options() and strategy(name).to_dict()[key] == value
+             for name, other in strategies.STRATEGIES.items())
 
 
 # Sections whose keys are names that the user chooses.

@@ -8,8 +8,6 @@
 
 from ml_collections import ConfigDict, config_dict
 
-from trainer.errors import ConfigError
-
 
 def unset(kind: type) -> config_dict.FieldReference:
   """A key of that type with no value yet. (A new one each time: ml_collections ties together keys that share one.)"""
@@ -149,135 +147,16 @@ def evaluator(**changed) -> ConfigDict:
   return c
 
 
-STRATEGIES: dict[str, dict] = {
-    # Next-token cross-entropy over documents (pretraining).
-    "seq": dict(
-        # Mass moved from the target to the uniform distribution over the vocabulary.
-        label_smoothing=0.0,
-        # Coefficient of log(Z)², which keeps the softmax normaliser near 1 (PaLM, section 5).
-        z_loss=0.0,
-    ),
-    # Next-token cross-entropy over the parts of conversations that `config.chat` says (fine-tuning).
-    "sft": dict(
-        # token: the mean over the trained tokens of a step; sequence: the mean over its conversations of their means.
-        normalize="token",
-        # Weight each token's loss by its own probability, without a gradient (DFT, arXiv 2508.05629).
-        dft=False,
-        # These as for seq.
-        label_smoothing=0.0,
-        z_loss=0.0,
-    ),
-    # Preferences between two completions of a prompt (docs/dpo.md).
-    "dpo": dict(
-        # {name: weight} of the losses that are added up: sigmoid (DPO), hinge, ipo, sigmoid_norm, robust, exo_pair,
-        # nca_pair, bco_pair, sppo_hard, apo_zero, apo_down, aot, aot_unpaired, discopop, sft; without a reference:
-        # simpo, orpo, cpo.
-        loss={"sigmoid": 1.0},
-        # How dear it is to leave the reference: rewards are beta * log-ratio. simpo wants 2 or more.
-        beta=0.1,
-        # Share of pairs whose labels are wrong: sigmoid, robust, exo_pair, aot, aot_unpaired, simpo, cpo.
-        label_smoothing=0.0,
-        # reverse_kl | forward_kl | js | alpha: the divergence from the reference; `alpha` is of the last one.
-        f_divergence="reverse_kl",
-        alpha=0.5,
-        # Weight of tokens beyond the length of the pair's shorter completion (LD-DPO, arXiv 2409.06411); 1: off.
-        ld_alpha=1.0,
-        # Weigh pairs by how likely the policy is to write them (WPO, arXiv 2406.11827).
-        wpo=False,
-        # simpo: by how much the chosen one's reward should be higher.
-        simpo_gamma=0.5,
-        # cpo: weight of sft within it.
-        cpo_alpha=1.0,
-        # discopop: the temperature at which it blends its two losses.
-        discopop_tau=0.05,
-        # What the policy is compared with. start: the parameters the run began with; a path: a workdir, a checkpoint
-        # or a Hugging Face folder; none.
-        reference="start",
-        # Compute the reference's log-probs of all pairs before the first step, and keep them beside the token cache.
-        precompute=False,
-        # Every reference_ema_steps steps the reference moves by that share towards the policy (TR-DPO, arXiv
-        # 2404.09656); 0: never.
-        reference_ema=0.0,
-        reference_ema_steps=512,
-        # Neither dropout nor noise in the policy; there is none in the reference.
-        disable_dropout=True,
-    ),
-    # Completions that were judged one by one as desirable or not.
-    "kto": dict(
-        # kto | apo_zero_unpaired (without the estimate of the divergence that kto subtracts from rewards)
-        loss="kto",
-        # As for dpo.
-        beta=0.1,
-        # Factors on the losses of desirable and undesirable completions.
-        desirable_weight=1.0,
-        undesirable_weight=1.0,
-        # These as for dpo.
-        reference="start",
-        precompute=False,
-        reference_ema=0.0,
-        reference_ema_steps=512,
-        disable_dropout=True,
-    ),
-    # Completions with rewards, compared with others of the same prompt (docs/grpo.md). What is not given has the
-    # preset's value (trainer/strategies/presets.py).
-    "grpo": dict(
-        # grpo | dapo | dr_grpo | gspo | cispo | rloo | reinforce++ | astrai
-        preset="grpo",
-        # token | sequence: of what the ratio between the policy now and when it sampled is (sequence: GSPO).
-        ratio=str,
-        # ppo: the ratio counts between 1 - clip_low and 1 + clip_high. cispo: up to clip_high, as a weight without a
-        # gradient. none. `clip_dual` bounds the ratio where the advantage is negative; 0: it does not.
-        clip=str,
-        clip_low=float,
-        clip_high=float,
-        clip_dual=float,
-        # token: the mean over tokens. sequence: the mean over completions of their means. constant: the sum over
-        # completions × `aggregate_length` (default: rollout.max_new_tokens).
-        aggregate=str,
-        aggregate_length=int,
-        # Advantage: (reward - baseline) / scale. group | leave_one_out | batch | none; group | batch | none: a
-        # standard deviation.
-        baseline=str,
-        scale=str,
-        # Coefficient and estimator (k1 | k2 | k3) of the divergence from the reference, for each token; `kl_corrected`:
-        # times the ratio, so that the gradient is unbiased.
-        kl_coef=float,
-        kl=str,
-        kl_corrected=bool,
-        # Of the bonus on the entropy of each token's distribution.
-        entropy_coef=float,
-        # Weights p_old / q on tokens that were sampled, with log-probs q, by another program than the one that trains
-        # (docs/grpo.md): none | token_truncate | token_mask | sequence_truncate | sequence_mask. Of a token, or
-        # of a completion; bounded by correction_min and correction_max, or 0 beyond these.
-        correction="none",
-        correction_min=0.0,
-        correction_max=3.0,
-        # Of the distribution whose log-probs are trained. Default: rollout.temperature.
-        temperature=float,
-        # These as for dpo.
-        reference="start",
-        precompute=False,
-        reference_ema=float,
-        reference_ema_steps=int,
-        disable_dropout=True,
-    ),
-}
-
-
 def strategy(name: str = "seq", **changed) -> ConfigDict:
-  """What is optimised, `config.strategy`: one of STRATEGIES, or the dotted path of your own, with its options.
+  """What is optimised, `config.strategy`: a built-in one (trainer/strategies), or the dotted path of your own, with its
+  options.
 
   Raises:
     ConfigError: no such strategy.
   """
-  if own := "." in str(name):
-    from trainer import strategies  # whose own files import this one
-  elif str(name) not in STRATEGIES:
-    raise ConfigError(f"strategy.name is {name!r}; known strategies: {', '.join(STRATEGIES)}, or the dotted path of "
-                      "one of yours (docs/extending.md).")
+  from trainer import strategies  # imports JAX, as `import trainer.config` does not
   # A type stands for "no value yet".
-  given = strategies.options(name) if own else STRATEGIES[name]
-  options = {key: unset(value) if isinstance(value, type) else value for key, value in given.items()}
+  options = {key: unset(value) if isinstance(value, type) else value for key, value in strategies.options(name).items()}
   c = ConfigDict(dict(name=name, **options))
   if "loss" in changed:
     c.loss = changed.pop("loss")  # replaced as a whole

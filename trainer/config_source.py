@@ -1,6 +1,6 @@
 """Config keys as their source has them: the comment, the default, the line.
 
-They are found by parsing: nothing here is written down twice, and nothing is imported that would start JAX.
+They are found by parsing: nothing here is written down twice.
 
 A key is named by its dotted path. What a config may have several of is named `<name>`: input.sources.<name>.path. Keys
 of strategies, of which each has its own, are named by it: strategy(dpo).beta.
@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 from ml_collections import ConfigDict
 
-from trainer import config_sections
+from trainer import config_sections, strategies
 from trainer.config import defaults
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -54,7 +54,7 @@ class Group:
   Attributes:
     comment: on one line.
     keys: {path: line in `file`}.
-    file: one of FILES.
+    file: one of FILES, or that of a strategy.
   """
 
   comment: str
@@ -110,7 +110,8 @@ def keys() -> dict[str, Key]:
                              "twice.")
         found[path] = Key(path, value, group.comment, group.file, line)
     if values:
-      raise Undocumented(f"{', '.join(values)}: among the defaults, but not found in {', '.join(FILES)}.")
+      raise Undocumented(f"{', '.join(values)}: among the defaults, but not found in {', '.join(FILES)}, or the "
+                         "strategy's file.")
   return found
 
 
@@ -119,12 +120,14 @@ def sections() -> list[tuple[Section, dict[str, Any]]]:
   found = [(_section_of("defaults", ""), dict(_flat(defaults())))]
   for path, function in NAMED.items():
     found.append((_section_of(function, f"{path}."), dict(_flat(getattr(config_sections, function)(), f"{path}."))))
-  source = _sources()[-1]
-  for name, options in zip(source.strategies.keys, source.strategies.values, strict=True):
-    section = Section(f"strategy({name.value}).", source.above(name.lineno))
+  for name, strategy in strategies.STRATEGIES.items():
+    source = _Source(strategy.loss.__module__.replace(".", "/") + ".py")
+    record = source.records[name.upper()]
+    section = Section(f"strategy({name}).", source.above(record.lineno))
+    options: Any = next(given.value for given in record.value.keywords if given.arg == "options")
     for option in options.keywords:
       _add(source, option, section, [option.arg])
-    values = dict(_flat(config_sections.strategy(name.value), section.path))
+    values = dict(_flat(config_sections.strategy(name), section.path))
     del values[f"{section.path}name"]
     found.append((section, values))
   return found
@@ -154,7 +157,7 @@ def targets(node: ast.AST) -> list[ast.expr]:
 
 
 class _Source:
-  """A file of config functions, with its comments."""
+  """A file of config functions, or of a strategy, with its comments."""
 
   def __init__(self, file: str):
     self.file = file
@@ -162,8 +165,9 @@ class _Source:
     self.lines = text.splitlines()
     tree = ast.parse(text)
     self.functions = {node.name: node for node in tree.body if isinstance(node, ast.FunctionDef)}
-    self.strategies: Any = next((node.value for node in tree.body if isinstance(node, ast.Assign | ast.AnnAssign)
-                                 and "STRATEGIES" in (getattr(target, "id", "") for target in targets(node))), None)
+    # Of strategies: what is assigned to each name.
+    self.records: dict[str, Any] = {
+        target.id: node for node in tree.body for target in targets(node) if isinstance(target, ast.Name)}
 
   def above(self, line: int) -> str:
     """The comment that ends in the line before `line`, counted from 1."""

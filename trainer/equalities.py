@@ -85,7 +85,7 @@ def shared_prompts(s: Subject) -> float:
   and all."""
   if not s.batch.get("prompt_ids", np.zeros(1)).any():
     raise Skip("no completions share a prompt in a row")
-  shards, together = mesh_lib.batch_shards(s.mesh), 2 if strategies.data(s.config.strategy.name) == "pairs" else 1
+  shards, together = mesh_lib.batch_shards(s.mesh), strategies.of(s.config).sequences_each
   one, metrics = s.gradient()
   other, metrics_apart = s.gradient(padded(completions_apart(s.batch, together), shards))
   return max(distance(one, other), abs(metrics["loss"] - metrics_apart["loss"]))  # a loss that may be 0
@@ -169,17 +169,14 @@ def batch_sizes(s: Subject) -> float:
 
 def at_the_reference(s: Subject) -> float:
   """I7: where policy and reference are the same, no margin; and the loss of DPO is ln 2."""
-  cfg = s.config.strategy
-  if cfg.name not in ("dpo", "kto") or s.reference is None:
+  cfg, at_reference = s.config.strategy, strategies.of(s.config).at_reference
+  if at_reference is None or s.reference is None:
     raise Skip("no preferences against a reference in the state")
-  if cfg.reference not in ("start", "base") or cfg.name == "dpo" and cfg.get("cpo", False):
+  if cfg.reference not in ("start", "base"):
     raise Skip(f"the reference is {cfg.reference!r}, not what the policy begins as")
   _, metrics = s.gradient()
-  found = [abs(metrics["rewards/margins"])]
-  if cfg.name == "dpo" and [*cfg.loss.keys()] == ["sigmoid"] and not cfg.get("label_smoothing", 0.0):
-    found.append(abs(metrics["losses/sigmoid"] / np.log(2) - 1) if "losses/sigmoid" in metrics else
-                 abs(metrics["loss"] / np.log(2) - 1))
-  return max(found)
+  return max(abs(metrics[name] / value - 1) if value else abs(metrics[name])
+             for name, value in at_reference(cfg).items())
 
 
 def derivative(s: Subject) -> float:

@@ -87,7 +87,7 @@ def export(workdir: str | Path, out: str | Path, *, step: int | None = None, dty
     if not adapters:
       raise ConfigError(f"{folder} holds no adapters: its run had model.lora.rank=0. Export without --adapter=peft.")
     export_adapters.save_peft(out, config, tokenizer, stored.read, dtype, overwrite)
-    texts = strategies.data(config.strategy.name) == "texts"
+    texts = strategies.of(config).data == "texts"
     if not texts and not (out / files.CONFIG).exists():  # in the base's own folder its files stay
       _write_texts(config, tokenizer, workdir, out)
     return out
@@ -272,7 +272,7 @@ def _chat(config: Any, tokenizer: Tokenizer) -> tuple[ChatTemplate | None, tuple
 
   The template is that of the workdir's tokenizer, where `workdir.save_config` put it.
   """
-  if strategies.data(config.strategy.name) == "texts":
+  if strategies.of(config).data == "texts":
     return None, tokenizer.stop_ids
   with config.unlocked():
     config.chat.template = None

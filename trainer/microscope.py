@@ -20,7 +20,7 @@ from models import cpu
 from trainer import image_tokens, inspect, logprobs, strategies, update
 from trainer.report import pages
 from trainer.rows import Rows
-from trainer.strategies import grpo, kto, sequences
+from trainer.strategies import kto, sequences
 
 # Rows of the page, and tokens on it at most, so that a phone can open it.
 MOST_ROWS, MOST_TOKENS = 20, 20_000
@@ -86,7 +86,7 @@ class Microscope:
   def _row(self, batch: Mapping[str, np.ndarray], numbers: Mapping[str, np.ma.MaskedArray], row: int, loss: float,
            most: int, values: list[dict[str, list[Any]]]) -> Markup:
     """A row and its segments, a pair's side by side; adds their numbers to `values`."""
-    data, layout = strategies.data(self._run.config.strategy.name), image_tokens.layout_of(self._run.model)
+    strategy, layout = strategies.of(self._run.config), image_tokens.layout_of(self._run.model)
     pictures = inspect.row_images(batch, row, layout)
     index_T = batch["image_index"][row] if pictures else np.zeros_like(batch["tokens"][row])
     images_T = -(-index_T // layout.tokens_per_image) if pictures else index_T
@@ -107,12 +107,12 @@ class Microscope:
       tokens = token_box(inspect.token_texts(ids, self._run.tokenizer), images_T[shown].tolist(), of_image, found,
                          f"row {row}, segment {number}", where=f"segment {number} · row {row}", ids=ids,
                          positions=batch["positions"][row][shown].tolist(), instead=list(map(pages.visible, instead)))
-      label, left = _label(data, batch, row, number), len(places) - len(shown)
+      label, left = _label(strategy.data, batch, row, number), len(places) - len(shown)
       segments[number] = pages.tag(
           "article", pages.tag("h3", f"segment {number}{label and ' · '}{label}"),
           pages.pairs(_sums(numbers, row, places, weights_T[places]), "facts"), tokens,
           pages.dim(f"… {left:,} more token(s) of this segment") if left else "")
-    size = 2 if data == "pairs" else 1
+    size = strategy.sequences_each
     shared = set(batch["prompt_ids"][row].tolist()) if "prompt_ids" in batch else set()
     others = [segment for number, segment in segments.items() if number not in shared]
     groups = [[segments[number]] for number in segments if number in shared]
@@ -161,18 +161,8 @@ def of_tokens(model: Any, params: Any, batch: dict[str, jax.Array], rng: jax.Arr
   if strategies.needs_reference(cfg):
     found["ref_logprobs"] = sequences.reference_logprobs(model, everywhere, reference, temperature)
     found["ref_log_ratios"] = stats.logprob - found["ref_logprobs"]
-  return found | (_of_rewards(batch, stats.logprob, cfg) if cfg.name == "grpo" else {})
-
-
-def _of_rewards(batch: dict[str, jax.Array], logprob_BxT: jax.Array, cfg: Any) -> dict[str, jax.Array]:
-  """What `grpo.loss` makes of advantages and of the log-probs when the rollout began."""
-  found, advantage_BxT = grpo.ratios(logprob_BxT, batch, cfg), grpo.advantages_of(batch)
-  policy = grpo.policy_term(found.ratio, advantage_BxT, found.logprob, cfg)
-  bounds = [bound for bound in (policy.low, policy.high, policy.dual) if bound is not None]
-  clipped_BxT = sum(bounds, jnp.zeros(found.mask.shape, jnp.int32)) > 0
-  sampled = {key: batch[key] for key in ("behavior_logprobs",) if key in batch}
-  return sampled | {"old_logprobs": found.old, "ratios": found.ratio, "advantages": advantage_BxT,
-                    "clipped": clipped_BxT.astype(jnp.int32)}
+  more = strategies.find(cfg.name).token_numbers
+  return found if more is None else found | more(batch, stats.logprob, cfg)
 
 
 def ranks(hidden_BxTxD: jax.Array, kernel_DxV: jax.Array, targets_BxT: jax.Array, *, chunk: int,

@@ -15,7 +15,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from trainer import update
+from trainer import strategies, update
 from trainer.strategies import sequences
 
 
@@ -24,14 +24,14 @@ def make_score_fn(model: Any, cfg: Any, *, seed: int, micro_batch_size: int) -> 
 
   Args:
     model: the seam of models/api.py.
-    cfg: the options of a strategy with `temperature` and `disable_dropout`.
+    cfg: the strategy's options, of which `temperature` and `disable_dropout` count.
     seed, micro_batch_size: as for `update.make_update_fn`; `step` updates are done before the one that is meant.
   """
 
   def score(params: Any, batch: dict[str, jax.Array], step: jax.Array) -> jax.Array:
     def of_micro(micro, index):
-      rng = None if cfg.disable_dropout else update.step_key(seed, step, index)
-      return sequences.token_stats(model, params, micro, rng, ("logprob",), cfg.temperature)[0].logprob
+      rng = None if "disable_dropout" in cfg and cfg.disable_dropout else update.step_key(seed, step, index)
+      return sequences.token_stats(model, params, micro, rng, ("logprob",), strategies.temperature(cfg))[0].logprob
 
     return update.of_micro_batches(of_micro, batch, micro_batch_size)
 

@@ -15,7 +15,7 @@ from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 from ml_collections import ConfigDict
 
 from input_pipeline import batches
-from input_pipeline.examples import WITH_ADVANTAGES, WITH_PARTS
+from input_pipeline.kinds import WITH_ADVANTAGES, WITH_PARTS
 from models import api, products, remat, spec
 from trainer import (
   config_checks,
@@ -37,7 +37,6 @@ from trainer import reference as reference_lib
 from trainer import state as state_lib
 from trainer import update as update_lib
 from trainer.errors import ConfigError
-from trainer.strategies import presets
 
 # Of a batch whose data nobody has read: segments of a row, where documents have parts.
 SEGMENTS = 8
@@ -115,7 +114,7 @@ def resolve(config: Mapping) -> tuple[ConfigDict, list[str]]:
     ConfigError: what was found, what is allowed, what to type.
   """
   resolved = config_checks.resolve(config)
-  notes = [*hugging_face.fill_in(resolved), *presets.fill_in(resolved)]
+  notes = [*hugging_face.fill_in(resolved), *strategies.fill_in(resolved)]
   config_checks.validate(resolved)
   api.validate(resolved.model, resolved.seq_len)
   rollout_options.check(resolved)
@@ -172,8 +171,8 @@ def shares_prompts(config: Any, model: Any, mesh: Any) -> bool:
   Raises:
     ConfigError: prompts are to be shared, and the model cannot.
   """
-  sampled, strategy = config.rollout.num_prompts > 0, config.strategy
-  if not sampled and strategies.data(strategy.name) != "pairs" and not strategies.wants_mismatched(strategy):
+  sampled = config.rollout.num_prompts > 0
+  if not sampled and not strategies.of(config).shares_prompts(config.strategy):
     return False
   wanted = config.input.share_prompts
   reason = getattr(model, "prompts_apart", "it has no attribute prompts_apart (models/api.py)")
@@ -229,7 +228,7 @@ def make_program(config: Any, model: Any, optimizer: optim.Optimizer, mesh: Any,
     return old_policy.make_score_fn(model, strategy_cfg, seed=options.seed, micro_batch_size=options.micro_batch_size)(
         params, batch, step)
 
-  if config.rollout.num_prompts and "old_logprobs" in rollout_options.KEYS[strategies.data(config.strategy.name)]:
+  if config.rollout.num_prompts and "old_logprobs" in strategies.of(config).rollout_keys:
     score_fn = jax.jit(score, out_shardings=NamedSharding(mesh, PartitionSpec()))
   update_fn = jax.jit(
       update_lib.make_update_fn(loss_fn, optimizer, options), donate_argnums=0, out_shardings=(state_sharding, None))
@@ -287,13 +286,13 @@ def abstract_batch(config: Any, model: Any, rows: int, *, precompute: bool = Fal
     images_per_row: places for images in a row, which the data decide otherwise; for models that take some.
     sharding: of all arrays.
   """
-  name, learns, layout = config.strategy.name, strategies.learns(config), image_tokens.layout_of(model)
+  learns, layout = strategies.learns(config), image_tokens.layout_of(model)
   parts = learns in WITH_PARTS or config.rollout.num_prompts > 0
   row = batches.empty_batch(
       1, config.seq_len, 0, sequences=SEGMENTS if parts else 0, reference=precompute,
       advantages=learns in WITH_ADVANTAGES, prompts=share_prompts)
   if config.rollout.num_prompts:
-    held = rollout_options.keys(name, config.rollout.updates * config.rollout.epochs)
+    held = strategies.of(config).keys(config.rollout.updates * config.rollout.epochs)
     row |= {key: row["sequences" if key == "advantages" else "loss_weights"] for key in held}
   row |= image_tokens.empty(layout, 1, config.seq_len, images_per_row if layout else 0)
   return {key: jax.ShapeDtypeStruct((rows, *np.shape(values)[1:]), values.dtype, sharding=sharding)

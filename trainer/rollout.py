@@ -25,14 +25,14 @@ from input_pipeline.steps import ROWS, Past, steps_of_rollouts
 from trainer import advantages as advantages_lib
 from trainer import experience as experience_lib
 from trainer import groups as groups_lib
-from trainer import image_tokens, old_policy, processes
+from trainer import image_tokens, old_policy, processes, strategies
 from trainer.environment import Episode, Episodes
 from trainer.errors import ConfigError, DataError
 from trainer.experience import Experience
 from trainer.groups import Scored
 from trainer.metrics import to_floats
 from trainer.reward_pool import Group, Scorer
-from trainer.rollout_options import ENVIRONMENT, keys
+from trainer.rollout_options import ENVIRONMENT
 from trainer.sampler import Completion, Sampler, collect
 
 
@@ -82,17 +82,17 @@ class Rollouts:
     self._group_size, self._resample, self._has_environment = c.group_size, c.resample, c.environment is not None
     self._most_without_lesson, self._masks = c.max_without_lesson, c.mask_truncated
     self._prompts = prompts
-    self._strategy = config.strategy.name
+    self._strategy = strategies.of(config)
     self._rows = experience_lib.RowFormat(
         config.seq_len, policy.tokenizer.pad_id, config.batch_size // config.grad_accum_steps,
         image_tokens.layout_of(policy.model), share_prompts)
-    if config.strategy.name == "grpo":
-      how = (config.strategy.baseline, config.strategy.scale, self._masks)
-      self._compares_all = True
-      self._lesson = lambda groups: groups_lib.sequences(groups, *how)
-    else:
+    if self._strategy.data == "pairs":
       self._compares_all = not self._masks
       self._lesson = lambda groups: groups_lib.pairs(groups, config.seq_len, self._masks)
+    else:
+      how = (*advantages_lib.kinds(config.strategy), self._masks)
+      self._compares_all = True
+      self._lesson = lambda groups: groups_lib.sequences(groups, *how)
     self._drawing = dict(temperature=c.temperature, top_k=c.top_k, top_p=c.top_p, min_p=c.min_p)
     self._sampler = Sampler(policy.model, policy.mesh, rows=c.batch_size)
     self._episodes = Episodes(config, policy.tokenizer, prompts)
@@ -155,7 +155,7 @@ class Rollouts:
 
   def _keys(self) -> tuple[str, ...]:
     """What batches hold, of the rollout that is trained on, or else of one as the config says."""
-    return keys(self._strategy, self._steps_each or self.taken.pieces[-1].every)
+    return self._strategy.keys(self._steps_each or self.taken.pieces[-1].every)
 
   def example(self, step: int, program: Any) -> dict[str, np.ndarray]:
     """A batch of the smallest shape, of padding alone."""

@@ -2,13 +2,10 @@
 
 from typing import Any
 
-from trainer import rewards, strategies
+from trainer import advantages, rewards, strategies
 from trainer.drawing import Options
 from trainer.errors import ConfigError
 
-# By what a strategy learns from: what its loss wants in a batch beside the tokens, in steps after a rollout's first
-# too; others cannot use rollouts.
-KEYS = {"rollouts": ("advantages", "behavior_logprobs", "old_logprobs"), "pairs": ()}
 # What an environment gives counts as one more function, of weight 1, with this name.
 ENVIRONMENT = "environment"
 
@@ -19,16 +16,13 @@ def check(config: Any) -> None:
   Raises:
     ConfigError: naming the key.
   """
-  c, name = config.rollout, config.strategy.name
+  c, strategy = config.rollout, strategies.of(config)
   if not c.num_prompts:
-    if name == "grpo" and config.strategy.correction != "none":
-      raise ConfigError(f"strategy.correction is {config.strategy.correction!r}, which compares with the log-probs of "
-                        "what sampled, but rollout.num_prompts is 0: the data do not say them. Use correction='none'.")
     return
-  if strategies.data(name) not in KEYS:
-    raise ConfigError(f"rollout.num_prompts is {c.num_prompts}, but strategy {name!r} does not learn from completions "
-                      f"that are sampled. Use strategy {' or '.join(strategies.DATA[data] for data in KEYS)}, or "
-                      "rollout.num_prompts=0.")
+  if not strategy.takes_rollouts:
+    able = [name for name, other in strategies.STRATEGIES.items() if other.takes_rollouts]
+    raise ConfigError(f"rollout.num_prompts is {c.num_prompts}, but strategy {config.strategy.name!r} does not learn "
+                      f"from completions that are sampled. Use strategy {' or '.join(able)}, or rollout.num_prompts=0.")
   for key, least in (("num_prompts", 1), ("group_size", 2), ("updates", 1), ("epochs", 1), ("max_new_tokens", 1),
                      ("batch_size", 1), ("resample", 0), ("max_without_lesson", 0), ("reward_workers", 0),
                      ("max_turns", 1)):
@@ -40,11 +34,13 @@ def check(config: Any) -> None:
   options.check("rollout.")
   if options.temperature == 0:
     raise ConfigError("rollout.temperature is 0: all completions of a prompt would be the same. Use 1.0, say.")
-  if name == "grpo" and options.truncated:
+  if strategy.data == "rollouts" and options.truncated:
     raise ConfigError(
         f"rollout has top_k={c.top_k}, top_p={c.top_p}, min_p={c.min_p}: what is sampled would come from a truncated "
         "distribution, but the loss is of log-probs of the whole one, so that its gradient would be that of another "
         "policy. Use top_k=0, top_p=1, min_p=0; a lower rollout.temperature is trained as it is sampled.")
+  if strategy.data == "rollouts" and (problem := advantages.mismatch(*advantages.kinds(config.strategy))):
+    raise ConfigError(f"strategy: {problem}")
   if not len(c.rewards) and c.environment is None:
     raise ConfigError("rollout.rewards is empty and there is no rollout.environment: nothing says what is good. For "
                       'instance config.rollout.rewards.right = reward(type="numeric", answer_key="answer").')
@@ -59,7 +55,3 @@ def check(config: Any) -> None:
   if "precompute" in config.strategy and config.strategy.precompute:
     raise ConfigError("strategy.precompute is True, but the completions of rollouts are not known before. Use False.")
 
-
-def keys(strategy: str, steps: int) -> tuple[str, ...]:
-  """What batches of a rollout that serves so many steps hold beside the tokens."""
-  return tuple(key for key in KEYS[strategies.data(strategy)] if not (steps == 1 and key == "old_logprobs"))

@@ -152,7 +152,7 @@ def _learns_to_generate(run: Any) -> bool:
 
 def _starts_afresh(run: Any) -> bool:
   config = run.config
-  return strategies.data(config.strategy.name) == "texts" and not (
+  return strategies.of(config).data == "texts" and not (
       config.model.hf or config.init_from.path or config.init_from.hf or config.resume)
 
 
@@ -268,7 +268,7 @@ class Signatures(Callback):
 
   def on_train_end(self, run):
     # With less than that many steps: of all there were, if most documents have an end.
-    texts = strategies.data(run.config.strategy.name) == "texts"
+    texts = strategies.of(run.config).data == "texts"
     if self._ends is not None and not texts and run.step >= min(10, run.total_steps):
       self._say_ends(run, run.step)
 
@@ -322,7 +322,7 @@ def _stop_ids(run: Any) -> tuple[int, ...]:
   """
   if run.config.rollout.num_prompts:
     return ()
-  if strategies.data(run.config.strategy.name) == "texts":
+  if strategies.of(run.config).data == "texts":
     return run.tokenizer.stop_ids if run.config.tokenizer.add_eos and run.config.input.packing == "best_fit" else ()
   try:
     return ChatEncoder(run.config, run.tokenizer).stop_ids

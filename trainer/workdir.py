@@ -83,7 +83,7 @@ def save_config(resolved: Any, workdir: Path, tokenizer: Tokenizer) -> None:
     whole_files.write(workdir / "config.json", config_checks.to_json(resolved) + "\n")
     if resolved.model.hf is not None:
       hf.copy_small_files(Path(resolved.model.hf), workdir / hugging_face.FOLDER)
-    texts = strategies.data(resolved.strategy.name) == "texts"
+    texts = strategies.of(resolved).data == "texts"
     if not texts and (template := find_template(resolved.chat, tokenizer)) is not None:
       chat_files.write(workdir, template, own=not resolved.chat.template)
 

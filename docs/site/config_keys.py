@@ -24,9 +24,10 @@ PAGE = ROOT / "docs" / "config_keys.md"
 HEAD = """# Every config key
 
 Each key with its default and the comment that stands above it in the source:
-[trainer/config.py](../trainer/config.py), [config_model.py](../trainer/config_model.py) and
-[config_sections.py](../trainer/config_sections.py), from which this page is made
-(`python docs/site/config_keys.py`). How keys are set, and what is refused, is in [configuration.md](configuration.md).
+[trainer/config.py](../trainer/config.py), [config_model.py](../trainer/config_model.py),
+[config_sections.py](../trainer/config_sections.py) and, for strategies, their files in
+[trainer/strategies](../trainer/strategies), from which this page is made (`python docs/site/config_keys.py`).
+How keys are set, and what is refused, is in [configuration.md](configuration.md).
 
 `None` is "not given". `{steps,…}` stands for `steps`, `examples`, `tokens`, `epochs` and `percent`: a
 [duration](configuration.md#durations) is five keys, of which one is set.

@@ -28,10 +28,9 @@ from input_pipeline.tokenizer import BytesTokenizer, load_tokenizer
 from models.hf import architecture
 from models.hf.files import TensorFolder
 from models.hf.peft import _read_config
-from trainer import config_checks, durations, mesh, tree
+from trainer import config_checks, durations, mesh, strategies, tree
 from trainer.config import defaults, source
 from trainer.errors import ConfigError, DataError
-from trainer.strategies import learns, presets
 
 OURS = (ConfigError, DataError, OSError)
 PATHS = ("embed/embedding", "blocks/attn/q/kernel", "blocks/mlp/up/kernel", "final_norm/scale")
@@ -73,8 +72,8 @@ def encoder(strategy: str):
   config.strategy = config_checks.strategy(strategy)
   config.chat.template = "plain"
   resolved = config_checks.resolve(config)
-  presets.fill_in(resolved)
-  return make_encoder(resolved, BytesTokenizer(), learns=learns(resolved))
+  strategies.fill_in(resolved)
+  return make_encoder(resolved, BytesTokenizer(), learns=strategies.learns(resolved))
 
 
 def shape(data: bytes):

@@ -5,8 +5,9 @@ import json
 import pytest
 
 from trainer import config_checks as checks
-from trainer.config import STRATEGIES, defaults, evaluator, source, strategy
+from trainer.config import defaults, evaluator, source, strategy
 from trainer.errors import ConfigError
+from trainer.strategies import STRATEGIES, Strategy
 
 
 def minimal(**changed):
@@ -155,7 +156,7 @@ def test_a_duration_that_is_unset_is_not_a_changed_key():
 
 
 def test_changing_only_the_strategy_leaves_no_keys_of_the_one_before(monkeypatch):
-  monkeypatch.setitem(checks.STRATEGIES, "other", {"beta": 0.1})
+  monkeypatch.setitem(STRATEGIES, "other", Strategy(None, options=dict(beta=0.1)))
   config = minimal()
   config.strategy.name = "other"
   assert checks.resolve(config).strategy.to_dict() == {"name": "other", "beta": 0.1}
@@ -178,5 +179,5 @@ def test_changing_the_strategys_name_alone_takes_its_own_options(before, after):
   given.strategy = strategy(before)
   given.strategy.name = after
   resolved = checks.resolve(given).strategy.to_dict()
-  assert resolved.keys() == {"name", *STRATEGIES[after]}
-  assert isinstance(resolved.get("loss"), type(STRATEGIES[after].get("loss")))
+  assert resolved.keys() == {"name", *STRATEGIES[after].options}
+  assert isinstance(resolved.get("loss"), type(STRATEGIES[after].options.get("loss")))

@@ -19,8 +19,8 @@ from tests.trainer.every_key import Made
 from tests.trainer.every_key_bases import Files
 from tests.trainer.every_key_table import Row
 from trainer import config_checks, rewards
-from trainer.config import STRATEGIES, defaults, evaluator, reward, source
-from trainer.strategies import preference, presets
+from trainer.config import defaults, evaluator, reward, source
+from trainer.strategies import STRATEGIES, preference, presets
 
 pytestmark = pytest.mark.devices(8)
 
@@ -39,7 +39,8 @@ def of_sections():
   """Every key of what a config may have several or one of several kinds of."""
   for name, made in (("source", source()), ("evaluator", evaluator()), ("reward", reward())):
     yield from (f"{name}.{key}" for key in made)
-  for name, options in STRATEGIES.items():
+  for name, record in STRATEGIES.items():
+    options = record.options
     for key in options:
       # What a dictionary or a preset stands for are keys of their own.
       values = [f"loss.{loss}" for loss in preference.LOSSES] if (name, key) == ("dpo", "loss") else [key]

@@ -9,9 +9,9 @@ import pytest
 
 from tests import tiny
 from trainer import advantages, config_source, explain, explain_docs, explain_reads, optim, schedules, strategies
-from trainer.config import STRATEGIES, defaults, evaluator, reward, source
+from trainer.config import defaults, evaluator, reward, source
 from trainer.errors import ConfigError
-from trainer.strategies import grpo, kto, preference, presets
+from trainer.strategies import kto, preference, presets
 
 KEYS = list(config_source.keys().values())
 
@@ -32,10 +32,10 @@ def chosen_by_configs():
   yield from kto.LOSSES
   yield from presets.PRESETS
   yield from (f"f_divergence.{name}" for name in preference.DIVERGENCES)
-  yield from (f"ratio.{name}" for name in grpo.RATIOS)
-  yield from (f"clip.{name}" for name in grpo.CLIPS)
-  yield from (f"aggregate.{name}" for name in grpo.AGGREGATES)
-  yield from (f"kl.{name}" for name in grpo.ESTIMATORS)
+  yield from (f"ratio.{name}" for name in presets.RATIOS)
+  yield from (f"clip.{name}" for name in presets.CLIPS)
+  yield from (f"aggregate.{name}" for name in presets.AGGREGATES)
+  yield from (f"kl.{name}" for name in presets.ESTIMATORS)
   yield from (f"baseline.{name}" for name in advantages.BASELINES)
   yield from (f"scale.{name}" for name in advantages.SCALES)
   yield from (f"optimizer.{name}" for name in optim.NAMES)
@@ -138,9 +138,9 @@ def test_every_key_is_found_with_its_default_and_a_comment():
   for make, prefix in ((source, "input.sources.<name>."), (evaluator, "evals.<name>."),
                        (reward, "rollout.rewards.<name>.")):
     expected |= dict(flat(make(), prefix))
-  for name, options in STRATEGIES.items():
+  for name, record in strategies.STRATEGIES.items():
     expected |= {f"strategy({name}).{key}": None if isinstance(value, type) else value
-                 for key, value in options.items()}
+                 for key, value in record.options.items()}
   expected["strategy"] = "seq"
   found = {key.path: key for key in KEYS}
   assert found.keys() == expected.keys()

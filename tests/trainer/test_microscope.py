@@ -21,7 +21,7 @@ from tests.trainer.test_pages import pictures
 from trainer import microscope, train
 from trainer.config import source, strategy
 from trainer.replay import replay
-from trainer.strategies import grpo
+from trainer.strategies import presets
 from trainer.writers import read_rows
 
 
@@ -260,7 +260,7 @@ def test_nothing_to_learn_is_nothing_to_show(tmp_path, capsys):
   assert "update 1: 0 rows, 0 with a loss that is not finite; nothing is trained" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("ratio", grpo.RATIOS)
+@pytest.mark.parametrize("ratio", presets.RATIOS)
 @pytest.mark.parametrize("clip", test_grpo.CLIPS)
 def test_ratios_and_bounds_are_those_of_the_loss(clip, ratio):
   """Off the policy, with each kind of clipping: means of the tokens' numbers are the loss's own metrics."""

@@ -14,12 +14,13 @@ from input_pipeline import loader
 from input_pipeline.tokenizer import BytesTokenizer
 from tests import tiny
 from tests.models.common import make
-from trainer import config_checks, experience, logprobs, rollout_options, startup, token_sums
+from trainer import config_checks, experience, logprobs, startup, token_sums
 from trainer import mesh as mesh_lib
 from trainer import program as program_lib
 from trainer.config import reward, source, strategy
 from trainer.errors import ConfigError
 from trainer.strategies import learns
+from trainer.strategies.grpo import GRPO
 
 pytestmark = pytest.mark.devices(8)
 
@@ -67,7 +68,7 @@ def test_the_batch_of_rollouts_has_what_rollouts_give(tmp_path):
                     rollout=dict(num_prompts=2, rewards=dict(right=reward(type="numeric"))))
   model = program_lib.make_model(config, BytesTokenizer.vocab_size)
   real = experience.make_batch(experience.collect([]), np.zeros(0, np.int64),
-                               experience.RowFormat(config.seq_len, 0, 8), keys=rollout_options.KEYS["rollouts"][:2])
+                               experience.RowFormat(config.seq_len, 0, 8), keys=GRPO.rollout_keys[:2])
   assert kinds(program_lib.abstract_batch(config, model, 8)) == kinds(real)
 
 

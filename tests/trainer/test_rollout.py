@@ -209,7 +209,7 @@ def windows(c):
 
 
 @pytest.mark.parametrize("change, said", [
-    (sft, "strategy 'sft' does not learn from completions that are sampled. Use strategy grpo or dpo"),
+    (sft, "strategy 'sft' does not learn from completions that are sampled. Use strategy dpo or grpo"),
     (dict(top_k=5), "top_k=5, top_p=1.0, min_p=0.0: what is sampled would come from a truncated distribution"),
     (dict(rewards={}), "rollout.rewards is empty and there is no rollout.environment"),
     (dict(temperature=0.0), "rollout.temperature is 0: all completions of a prompt would be the same"),

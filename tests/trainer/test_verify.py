@@ -1,6 +1,7 @@
 """`--mode=verify`: what holds passes, on every strategy and on a mesh; what does not hold is told, with a number."""
 
 import json
+from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
@@ -94,14 +95,15 @@ def test_strategies(folder, tmp_path, monkeypatch, name):
 
 def broken(monkeypatch, what):
   """Breaks one thing; returns the equality that is to notice."""
-  loss = strategies.STRATEGIES["seq"]
+  seq = strategies.STRATEGIES["seq"]
+  loss = seq.loss
   if what == "mean of means":
     def means(model, params, batch, rng, cfg):
       terms, metrics = loss(model, params, batch, rng, cfg)
       total, weight = jnp.sum(terms["loss"].sum), jnp.sum(terms["loss"].weight)
       return terms | {"loss": Mean(total / jnp.maximum(weight, 1), jnp.ones(()))}, metrics
 
-    monkeypatch.setitem(strategies.STRATEGIES, "seq", means)
+    monkeypatch.setitem(strategies.STRATEGIES, "seq", replace(seq, loss=means))
     return "gradient: micro-batches, whole batch"
   if what == "leak":
     hidden = Subject.hidden
@@ -133,7 +135,7 @@ def broken(monkeypatch, what):
       value = terms["loss"].sum
       return terms | {"loss": Mean(value + 0.5 * (jax.lax.stop_gradient(value) - value), terms["loss"].weight)}, metrics
 
-    monkeypatch.setitem(strategies.STRATEGIES, "seq", half)
+    monkeypatch.setitem(strategies.STRATEGIES, "seq", replace(seq, loss=half))
     return "derivative along the gradient: its norm"
   assert what == "evaluation"
   sums = loss_evaluator._make_row_sums

@@ -1,5 +1,5 @@
-"""Training objectives. A strategy is one file with a pure `loss`, and one line in STRATEGIES; or the user's own, by its
-dotted path (record.py).
+"""Training objectives. A strategy is one file with a pure `loss` and, at its end, the record of what the rest of a run
+has to know of it (record.py), which STRATEGIES names; a user's own is named by its dotted path.
 
     loss(model, params, batch, rng, cfg) -> (terms, metrics)
 
@@ -11,30 +11,21 @@ reported per data source, those of terms included. `model` is the seam of models
 `metrics` belong into the result; `cfg` is `config.strategy`.
 """
 
-from collections.abc import Callable
 from typing import Any
 
-from trainer import config_sections
-from trainer.strategies import dpo, grpo, kto, seq, sft
-from trainer.strategies.record import DATA, WITH_PARTS, Strategy, all_options, load
+from trainer.errors import ConfigError
+from trainer.strategies import presets
+from trainer.strategies.dpo import DPO
+from trainer.strategies.grpo import GRPO
+from trainer.strategies.kto import KTO
+from trainer.strategies.record import Strategy, load
+from trainer.strategies.seq import SEQ
+from trainer.strategies.sft import SFT
 
-__all__ = ["DATA", "STRATEGIES", "WITH_PARTS", "Loss", "Strategy", "check", "data", "find", "has_parts",
-           "learns", "needs_reference", "options", "precomputes", "reference_mix", "temperature", "wants_mismatched"]
+__all__ = ["STRATEGIES", "Strategy", "check", "fill_in", "find", "learns", "needs_reference", "of", "options",
+           "precomputes", "reference_mix", "temperature"]
 
-Loss = Callable[..., tuple[dict[str, Any], dict[str, Any]]]
-
-# The options and defaults of each are in trainer/config_sections.py STRATEGIES.
-STRATEGIES: dict[str, Loss] = {
-    "seq": seq.loss, "sft": sft.loss, "dpo": dpo.loss, "kto": kto.loss, "grpo": grpo.loss}
-
-# Which options need a reference policy (trainer/reference.py), given to their loss as one more argument.
-_NEEDS_REFERENCE: dict[str, Callable[[Any], bool]] = {
-    "dpo": dpo.needs_reference, "kto": kto.needs_reference, "grpo": grpo.needs_reference}
-
-_CHECKS: dict[str, Callable[[Any, int, Any], None]] = {"dpo": dpo.check, "kto": kto.check, "grpo": grpo.check}
-
-
-_DATA = {name: data for data, name in DATA.items()}
+STRATEGIES: dict[str, Strategy] = {"seq": SEQ, "sft": SFT, "dpo": DPO, "kto": KTO, "grpo": GRPO}
 
 
 def find(name: str) -> Strategy:
@@ -43,41 +34,32 @@ def find(name: str) -> Strategy:
   Raises:
     ConfigError: there is none.
   """
-  if name not in STRATEGIES:
-    return load(name)
-  return Strategy(STRATEGIES[name], config_sections.STRATEGIES[name], _DATA[name], _NEEDS_REFERENCE.get(name, False),
-                  _CHECKS.get(name))
+  if str(name) in STRATEGIES:
+    return STRATEGIES[name]
+  if "." not in str(name):
+    raise ConfigError(f"strategy.name is {name!r}; known strategies: {', '.join(STRATEGIES)}, or the dotted path of "
+                      "one of yours (docs/extending.md).")
+  return load(name, STRATEGIES)
+
+
+def of(config: Any) -> Strategy:
+  """The strategy of a config."""
+  return find(config.strategy.name)
 
 
 def options(name: str) -> dict[str, Any]:
-  """{option: default} of the user's own strategy of that dotted path."""
-  return all_options(load(name))
+  """{option: default} of the strategy of that name; a type stands for "no value yet"."""
+  return find(name).all_options()
 
 
 def learns(config: Any) -> str:
-  """What the config's strategy learns from, as the input pipeline wants it: one of `examples.ENCODERS`."""
-  return "mismatched" if wants_mismatched(config.strategy) else data(config.strategy.name)
-
-
-def data(name: str) -> str:
-  """What the strategy of that name learns from, of `DATA`."""
-  return find(name).data
-
-
-def has_parts(name: str) -> bool:
-  """Whether its documents have parts: sides of a preference, or completions, that are kept whole."""
-  return data(name) in WITH_PARTS
-
-
-def wants_mismatched(cfg: Any) -> bool:
-  """Whether labelled completions come with another example's for the same prompt, see kto.py."""
-  return cfg.name == "kto" and cfg.loss == "kto"
+  """What the config's strategy learns from, as the input pipeline is told it."""
+  return of(config).learns(config.strategy)
 
 
 def needs_reference(cfg: Any) -> bool:
   """Whether the strategy of `config.strategy` compares the policy with a reference."""
-  needs = find(cfg.name).needs_reference
-  return bool(needs(cfg)) if callable(needs) else needs
+  return find(cfg.name).has_reference(cfg)
 
 
 def precomputes(cfg: Any) -> bool:
@@ -95,11 +77,40 @@ def temperature(cfg: Any) -> float:
   return cfg.temperature if "temperature" in cfg else 1.0
 
 
+def fill_in(config: Any) -> list[str]:
+  """Gives options without a value the one that follows from others: by the strategy's own `fill_in`, and `temperature`,
+  which is that of rollouts; rollouts get a group size. Runs on the resolved config, before it is validated.
+
+  Args:
+    config: the resolved config, locked or not; changed in place.
+
+  Returns:
+    Lines for the log.
+
+  Raises:
+    ConfigError: see the strategy's; or log-probs at another temperature than that of the rollouts.
+  """
+  strategy, cfg, rollout = of(config), config.strategy, config.rollout
+  lines = [] if strategy.fill_in is None else strategy.fill_in(config)
+  with config.unlocked():
+    for key, value in presets.ROLLOUT.items():
+      if rollout.num_prompts > 0 and rollout[key] is None:
+        rollout[key] = value
+    if "temperature" in cfg and cfg.temperature is None:
+      cfg.temperature = rollout.temperature
+  if rollout.num_prompts > 0 and strategy.data == "rollouts" and (
+      "temperature" in cfg and cfg.temperature != rollout.temperature):
+    raise ConfigError(
+        f"strategy.temperature is {cfg.temperature}, but rollout.temperature is {rollout.temperature}: the "
+        "log-probs of what was sampled would be those of another distribution. Leave strategy.temperature out.")
+  return lines
+
+
 def check(config: Any) -> None:
   """Refuses options that cannot work, before any device is touched.
 
   Raises:
     ConfigError: naming the key.
   """
-  if (own_check := find(config.strategy.name).check) is not None:
+  if (own_check := of(config).check) is not None:
     own_check(config.strategy, config.grad_accum_steps, config.model)

@@ -6,6 +6,7 @@ sequences.py, in float32 and chunked over the vocabulary; all that follows is ar
 """
 
 import difflib
+import math
 from typing import Any
 
 import jax
@@ -15,6 +16,7 @@ from trainer.errors import ConfigError
 from trainer.metrics import Mean
 from trainer.strategies import preference, sequences
 from trainer.strategies.preference import Pairs, Side
+from trainer.strategies.record import Strategy
 
 
 def loss(model: Any, params: Any, batch: dict[str, jax.Array], rng: jax.Array | None, cfg: Any,
@@ -28,7 +30,7 @@ def loss(model: Any, params: Any, batch: dict[str, jax.Array], rng: jax.Array | 
       tokens; `sequences` [B, S], 1 where that segment exists; maybe `ref_logprobs` [B, T], as `token_logprobs` of the
       reference gives.
     rng: key for dropout and noise; None: none. With `cfg.disable_dropout` there is none in any case.
-    cfg: the strategy's options (trainer/config_sections.py).
+    cfg: the strategy's options (below).
     reference: parameters of the reference; not needed with `ref_logprobs`, or if `needs_reference(cfg)` is False.
 
   Returns:
@@ -68,6 +70,18 @@ def loss(model: Any, params: Any, batch: dict[str, jax.Array], rng: jax.Array | 
 def needs_reference(cfg: Any) -> bool:
   """Whether a loss of `cfg.loss` compares the policy with a reference."""
   return bool(set(preference.active(cfg)) - preference.REFERENCE_FREE)
+
+
+def no_sums(cfg: Any) -> frozenset[str]:
+  """Names of losses that put a batch in order, and of the one that they are added to."""
+  sorting = preference.names_in(preference.active(cfg), preference.WHOLE_BATCH)
+  return frozenset({"loss", *(f"losses/{name}" for name in sorting)} if sorting else ())
+
+
+def at_reference(cfg: Any) -> dict[str, float]:
+  """No margin; and the sigmoid of 0 is a half."""
+  alone = [*cfg.loss.keys()] == ["sigmoid"] and not cfg.label_smoothing
+  return {"rewards/margins": 0.0} | ({"losses/sigmoid": math.log(2)} if alone else {})
 
 
 def _split(values_BxS: jax.Array | None) -> tuple[Any, Any]:
@@ -203,3 +217,42 @@ def _check_options(cfg: Any, weights: dict[str, float]) -> None:
   if "discopop" in weights and not 0 < cfg.discopop_tau < 1:
     raise ConfigError(f"strategy.discopop_tau is {cfg.discopop_tau}; it must be above 0 and below 1, where the loss "
                       "of a pair ranked wrong grows linearly, not exponentially.")
+
+
+# Preferences between two completions of a prompt (docs/dpo.md).
+DPO = Strategy(
+    loss, data="pairs", needs_reference=needs_reference, check=check, no_sums=no_sums, at_reference=at_reference,
+    options=dict(
+        # {name: weight} of the losses that are added up: sigmoid (DPO), hinge, ipo, sigmoid_norm, robust, exo_pair,
+        # nca_pair, bco_pair, sppo_hard, apo_zero, apo_down, aot, aot_unpaired, discopop, sft; without a reference:
+        # simpo, orpo, cpo.
+        loss={"sigmoid": 1.0},
+        # How dear it is to leave the reference: rewards are beta * log-ratio. simpo wants 2 or more.
+        beta=0.1,
+        # Share of pairs whose labels are wrong: sigmoid, robust, exo_pair, aot, aot_unpaired, simpo, cpo.
+        label_smoothing=0.0,
+        # reverse_kl | forward_kl | js | alpha: the divergence from the reference; `alpha` is of the last one.
+        f_divergence="reverse_kl",
+        alpha=0.5,
+        # Weight of tokens beyond the length of the pair's shorter completion (LD-DPO, arXiv 2409.06411); 1: off.
+        ld_alpha=1.0,
+        # Weigh pairs by how likely the policy is to write them (WPO, arXiv 2406.11827).
+        wpo=False,
+        # simpo: by how much the chosen one's reward should be higher.
+        simpo_gamma=0.5,
+        # cpo: weight of sft within it.
+        cpo_alpha=1.0,
+        # discopop: the temperature at which it blends its two losses.
+        discopop_tau=0.05,
+        # What the policy is compared with. start: the parameters the run began with; a path: a workdir, a checkpoint
+        # or a Hugging Face folder; none.
+        reference="start",
+        # Compute the reference's log-probs of all pairs before the first step, and keep them beside the token cache.
+        precompute=False,
+        # Every reference_ema_steps steps the reference moves by that share towards the policy (TR-DPO, arXiv
+        # 2404.09656); 0: never.
+        reference_ema=0.0,
+        reference_ema_steps=512,
+        # Neither dropout nor noise in the policy; there is none in the reference.
+        disable_dropout=True,
+    ))

@@ -14,22 +14,16 @@ What the sampler computed, with another program, rounds otherwise; it decides w 
 Everything is float32 and chunked over the vocabulary; log-ratios are clamped before `exp` (EXACTNESS.md T30).
 """
 
-import math
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
-from trainer import advantages
-from trainer.errors import ConfigError
 from trainer.metrics import Max, Mean
 from trainer.strategies import presets, sequences
+from trainer.strategies.record import Strategy
 
-RATIOS = ("token", "sequence")
-CLIPS = ("ppo", "cispo", "none")
-AGGREGATES = ("token", "sequence", "constant")
-ESTIMATORS = ("k1", "k2", "k3")
-CORRECTIONS = ("none", "token_truncate", "token_mask", "sequence_truncate", "sequence_mask")
 # Bound on log-ratios: e^20 and its square are finite in float32. Beyond it there is no gradient.
 MAX_LOG_RATIO = 20.0
 
@@ -71,7 +65,7 @@ def loss(model: Any, params: Any, batch: dict[str, jax.Array], rng: jax.Array | 
       `behavior_logprobs` [B, T], log q; maybe `ref_logprobs` [B, T], as `sequences.token_logprobs` of the reference
       gives.
     rng: key for dropout and noise; None: none. With `cfg.disable_dropout` there is none in any case.
-    cfg: the strategy's options (trainer/config_sections.py), none of them None that has an effect.
+    cfg: the strategy's options (below), none of them None that has an effect.
     reference: parameters of the reference; not needed with `ref_logprobs`, or if `needs_reference(cfg)` is False.
 
   Returns:
@@ -109,7 +103,7 @@ def loss(model: Any, params: Any, batch: dict[str, jax.Array], rng: jax.Array | 
 # The parts of the loss.
 
 
-def spread(values_BxS: jax.Array, batch: dict[str, jax.Array]) -> jax.Array:
+def spread(values_BxS: jax.Array, batch: Mapping[str, jax.Array]) -> jax.Array:
   """Each token's value of its segment, [B, T] float32; 0 in padding."""
   ids_S = jnp.arange(1, values_BxS.shape[1] + 1)
   # As in `sequences.segment_sums`: no gather, whose gradient would be a scatter, and no [B, T, S] is kept.
@@ -117,7 +111,7 @@ def spread(values_BxS: jax.Array, batch: dict[str, jax.Array]) -> jax.Array:
   return jnp.sum(jnp.where(in_segment, values_BxS.astype(jnp.float32)[:, None, :], 0.0), axis=2)
 
 
-def ratios(logprob_BxT: jax.Array, batch: dict[str, jax.Array], cfg: Any) -> Ratios:
+def ratios(logprob_BxT: jax.Array, batch: Mapping[str, jax.Array], cfg: Any) -> Ratios:
   """p / p_old; `logprob_BxT`: log p, float32, of trained tokens at least."""
   mask_BxT = sequences.completion_mask(batch) * spread(batch["sequences"] > 0, batch)
   # `where`: what stands in prompts and padding of the batch's arrays may not count, whatever it is.
@@ -132,7 +126,7 @@ def ratios(logprob_BxT: jax.Array, batch: dict[str, jax.Array], cfg: Any) -> Rat
   return Ratios(mask_BxT, logp_BxT, old_BxT, token_BxT, ratio_BxT)
 
 
-def advantages_of(batch: dict[str, jax.Array]) -> jax.Array:
+def advantages_of(batch: Mapping[str, jax.Array]) -> jax.Array:
   """Of each token that of its sequence, [B, T]."""
   return spread(jnp.where(batch["sequences"] > 0, batch["advantages"], 0.0), batch)
 
@@ -167,7 +161,7 @@ def correction(mismatch_BxT: jax.Array, mask_BxT: jax.Array, batch: dict[str, ja
   return (spread(weight, batch) if level == "sequence" else weight), metrics
 
 
-def sequence_ratio(difference_BxT: jax.Array, mask_BxT: jax.Array, batch: dict[str, jax.Array]) -> jax.Array:
+def sequence_ratio(difference_BxT: jax.Array, mask_BxT: jax.Array, batch: Mapping[str, jax.Array]) -> jax.Array:
   """GSPO's ratio (arXiv 2507.18071, eq. 7): exp of the mean of log p - log p_old over the sequence's trained tokens.
 
   [B, T], the same at all tokens of a sequence, with its gradient through each of them.
@@ -271,7 +265,7 @@ def _clip_metrics(policy: Policy, mask_BxT: jax.Array, batch: dict[str, jax.Arra
 
 
 # ----------------------------------------------------------------------------------------------
-# What the options need, and those that cannot work.
+# What the rest of a run has to know.
 
 
 def needs_reference(cfg: Any) -> bool:
@@ -279,74 +273,60 @@ def needs_reference(cfg: Any) -> bool:
   return cfg.kl_coef > 0
 
 
-def check(cfg: Any, grad_accum_steps: int, cfg_model: Any = None) -> None:
-  """Refuses options of the strategy that cannot work, before any device work.
-
-  Keys are read only where they have an effect, so that the audit finds those without.
-
-  Args:
-    cfg: the strategy's options, filled in by presets.fill_in.
-    grad_accum_steps: micro-batches of a step; any number will do.
-    cfg_model: the config's `model` section; None: not looked at.
-
-  Raises:
-    ConfigError: naming the key, what was found and what is allowed.
-  """
-  for key, allowed in (("preset", tuple(presets.PRESETS)), ("ratio", RATIOS), ("clip", CLIPS),
-                       ("aggregate", AGGREGATES), ("correction", CORRECTIONS)):
-    _one_of(cfg, key, allowed)
-  if problem := advantages.mismatch(cfg.baseline, cfg.scale):
-    raise ConfigError(f"strategy: {problem}")
-  _check_clip(cfg)
-  if cfg.correction != "none" and not 0 <= cfg.correction_min <= 1 <= cfg.correction_max:
-    raise ConfigError(f"strategy.correction_min is {cfg.correction_min}, correction_max {cfg.correction_max}; they "
-                      "bound p_old / q, which is 1 where trainer and sampler agree: the one must be from 0 to 1, the "
-                      "other from 1 on (inf: no bound).")
-  if cfg.aggregate == "constant" and cfg.aggregate_length < 1:
-    raise ConfigError(f"strategy.aggregate_length is {cfg.aggregate_length}; it must be 1 or more.")
-  if not 0 < cfg.temperature < math.inf:
-    raise ConfigError(f"strategy.temperature is {cfg.temperature}; log-probs are of a distribution at a temperature "
-                      "above 0. Use rollout.temperature=1.0, say.")
-  for key in ("kl_coef", "entropy_coef"):
-    if not 0 <= cfg[key] < math.inf:
-      raise ConfigError(f"strategy.{key} is {cfg[key]}; it must be a number from 0 on.")
-  if needs_reference(cfg):
-    _check_divergence(cfg)
-  sequences.check_noise(cfg, cfg_model)
+def token_numbers(batch: Mapping[str, jax.Array], logprob_BxT: jax.Array, cfg: Any) -> dict[str, jax.Array]:
+  """What the loss makes of advantages and of the log-probs when the rollout began, [B, T] each."""
+  found, advantage_BxT = ratios(logprob_BxT, batch, cfg), advantages_of(batch)
+  policy = policy_term(found.ratio, advantage_BxT, found.logprob, cfg)
+  bounds = [bound for bound in (policy.low, policy.high, policy.dual) if bound is not None]
+  clipped_BxT = sum(bounds, jnp.zeros(found.mask.shape, jnp.int32)) > 0
+  sampled = {key: batch[key] for key in ("behavior_logprobs",) if key in batch}
+  return sampled | {"old_logprobs": found.old, "ratios": found.ratio, "advantages": advantage_BxT,
+                    "clipped": clipped_BxT.astype(jnp.int32)}
 
 
-def _one_of(cfg: Any, key: str, allowed: tuple[str, ...]) -> None:
-  if cfg[key] not in allowed:
-    raise ConfigError(f"strategy.{key} is {cfg[key]!r}; allowed: {', '.join(allowed)}.")
-
-
-def _check_clip(cfg: Any) -> None:
-  if cfg.clip == "cispo" and not 1 <= cfg.clip_high < math.inf:
-    raise ConfigError(f"strategy.clip_high is {cfg.clip_high}; with clip='cispo' it is the cap on the ratio itself, "
-                      "which is 1 for a policy that has not changed. Use 1 or more, 5.0 say.")
-  if cfg.clip != "ppo":
-    return
-  if not 0 <= cfg.clip_low <= 1:
-    raise ConfigError(f"strategy.clip_low is {cfg.clip_low}; the ratio counts from 1 - clip_low on: it must be from 0 "
-                      "to 1.")
-  if not 0 <= cfg.clip_high < math.inf:
-    raise ConfigError(f"strategy.clip_high is {cfg.clip_high}; the ratio counts up to 1 + clip_high: it must be from 0 "
-                      "on.")
-  if cfg.clip_dual and not 1 < cfg.clip_dual < math.inf:
-    raise ConfigError(f"strategy.clip_dual is {cfg.clip_dual}; it bounds the ratio where the advantage is negative and "
-                      "must be above 1, 3.0 say, or 0 for none.")
-
-
-def _check_divergence(cfg: Any) -> None:
-  _one_of(cfg, "kl", ESTIMATORS)
-  if cfg.kl == "k1" and not cfg.kl_corrected:
-    raise ConfigError("strategy.kl is 'k1' without kl_corrected: its gradient as a loss, that of log p, is 0 in "
-                      "expectation. Use --config.strategy.kl_corrected=True, or kl='k2' or 'k3'.")
-  if cfg.reference == "none":
-    raise ConfigError(f"strategy.reference is 'none', but strategy.kl_coef {cfg.kl_coef} compares the policy with one. "
-                      "Use strategy.reference='start', or kl_coef=0.")
-  if not 0 <= cfg.reference_ema <= 1:
-    raise ConfigError(f"strategy.reference_ema is {cfg.reference_ema}; it is the share by which the reference moves "
-                      "towards the policy, from 0 to 1.")
-  if cfg.reference_ema and cfg.reference_ema_steps < 1:
-    raise ConfigError(f"strategy.reference_ema_steps is {cfg.reference_ema_steps}; it must be 1 or more.")
+# Completions with rewards, compared with others of the same prompt (docs/grpo.md). What is not given has the
+# preset's value (trainer/strategies/presets.py).
+GRPO = Strategy(
+    loss, data="rollouts", rollout_keys=("advantages", "behavior_logprobs", "old_logprobs"), fill_in=presets.fill_in,
+    needs_reference=needs_reference, check=presets.check, token_numbers=token_numbers,
+    options=dict(
+        # grpo | dapo | dr_grpo | gspo | cispo | rloo | reinforce++ | astrai
+        preset="grpo",
+        # token | sequence: of what the ratio between the policy now and when it sampled is (sequence: GSPO).
+        ratio=str,
+        # ppo: the ratio counts between 1 - clip_low and 1 + clip_high. cispo: up to clip_high, as a weight without a
+        # gradient. none. `clip_dual` bounds the ratio where the advantage is negative; 0: it does not.
+        clip=str,
+        clip_low=float,
+        clip_high=float,
+        clip_dual=float,
+        # token: the mean over tokens. sequence: the mean over completions of their means. constant: the sum over
+        # completions × `aggregate_length` (default: rollout.max_new_tokens).
+        aggregate=str,
+        aggregate_length=int,
+        # Advantage: (reward - baseline) / scale. group | leave_one_out | batch | none; group | batch | none: a
+        # standard deviation.
+        baseline=str,
+        scale=str,
+        # Coefficient and estimator (k1 | k2 | k3) of the divergence from the reference, for each token; `kl_corrected`:
+        # times the ratio, so that the gradient is unbiased.
+        kl_coef=float,
+        kl=str,
+        kl_corrected=bool,
+        # Of the bonus on the entropy of each token's distribution.
+        entropy_coef=float,
+        # Weights p_old / q on tokens that were sampled, with log-probs q, by another program than the one that trains
+        # (docs/grpo.md): none | token_truncate | token_mask | sequence_truncate | sequence_mask. Of a token, or
+        # of a completion; bounded by correction_min and correction_max, or 0 beyond these.
+        correction="none",
+        correction_min=0.0,
+        correction_max=3.0,
+        # Of the distribution whose log-probs are trained. Default: rollout.temperature.
+        temperature=float,
+        # These as for dpo.
+        reference="start",
+        precompute=False,
+        reference_ema=float,
+        reference_ema_steps=int,
+        disable_dropout=True,
+    ))

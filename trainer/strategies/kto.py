@@ -19,6 +19,7 @@ import jax.numpy as jnp
 from trainer.errors import ConfigError
 from trainer.metrics import Mean
 from trainer.strategies import sequences
+from trainer.strategies.record import Strategy
 
 # What `sequences` says of a segment; 0: it does not exist.
 DESIRABLE, UNDESIRABLE, MISMATCHED = 1.0, -1.0, 0.5
@@ -53,7 +54,7 @@ def loss(model: Any, params: Any, batch: dict[str, jax.Array], rng: jax.Array | 
     params: nested dict of arrays.
     batch: as for dpo.loss, with `sequences` [B, S] of 1 (desirable), -1 (undesirable), 0.5 (mismatched) or 0.
     rng: key for dropout and noise; None: none. With `cfg.disable_dropout` there is none in any case.
-    cfg: the strategy's options (trainer/config_sections.py).
+    cfg: the strategy's options (below).
     reference: parameters of the reference; not needed if the batch has `ref_logprobs`.
 
   Returns:
@@ -105,9 +106,19 @@ def example_losses(ratio_BxS: jax.Array, z: jax.Array | float, cfg: Any) -> tupl
   return cfg.desirable_weight * jax.nn.sigmoid(-x_BxS), cfg.undesirable_weight * jax.nn.sigmoid(x_BxS)
 
 
-def needs_reference(cfg: Any) -> bool:
-  """KTO always compares the policy with a reference."""
-  return True
+def needs_mismatched(cfg: Any) -> bool:
+  """Whether the divergence is estimated."""
+  return cfg.loss == "kto"
+
+
+def no_sums(cfg: Any) -> frozenset[str]:
+  """The loss from whose rewards a mean of the batch is subtracted."""
+  return frozenset({"loss"} if cfg.loss == "kto" else ())
+
+
+def at_reference(cfg: Any) -> dict[str, float]:
+  """No margin."""
+  return {"rewards/margins": 0.0}
 
 
 def check(cfg: Any, grad_accum_steps: int, cfg_model: Any = None) -> None:
@@ -132,3 +143,24 @@ def check(cfg: Any, grad_accum_steps: int, cfg_model: Any = None) -> None:
         "strategy.loss is 'kto', which subtracts one estimate of the divergence from all rewards of a step, but "
         f"grad_accum_steps is {grad_accum_steps}: micro-batches would each have their own. Use "
         "--config.grad_accum_steps=1, with more devices or remat if memory is short, or loss='apo_zero_unpaired'.")
+
+
+# Completions that were judged one by one as desirable or not.
+KTO = Strategy(
+    loss, data="labelled", mismatched=needs_mismatched, needs_reference=True, check=check, no_sums=no_sums,
+    at_reference=at_reference,
+    options=dict(
+        # kto | apo_zero_unpaired (without the estimate of the divergence that kto subtracts from rewards)
+        loss="kto",
+        # As for dpo.
+        beta=0.1,
+        # Factors on the losses of desirable and undesirable completions.
+        desirable_weight=1.0,
+        undesirable_weight=1.0,
+        # These as for dpo.
+        reference="start",
+        precompute=False,
+        reference_ema=0.0,
+        reference_ema_steps=512,
+        disable_dropout=True,
+    ))

@@ -1,14 +1,23 @@
-"""The published recipes of `config.strategy` for grpo, and how options that are not given get their values.
+"""Options of grpo: published recipes, how those that are not given get their values, and which cannot work.
 
 Where a recipe is mapped onto other means than its paper's, docs/grpo.md says how.
 """
 
 import difflib
+import math
 from typing import Any
 
 from ml_collections import ConfigDict
 
+from trainer import advantages
 from trainer.errors import ConfigError
+from trainer.strategies import sequences
+
+RATIOS = ("token", "sequence")
+CLIPS = ("ppo", "cispo", "none")
+AGGREGATES = ("token", "sequence", "constant")
+ESTIMATORS = ("k1", "k2", "k3")
+CORRECTIONS = ("none", "token_truncate", "token_mask", "sequence_truncate", "sequence_mask")
 
 # Bounds that mean something for this clipping of this ratio, where the preset's are of another kind.
 _CLIP_BOUNDS = {
@@ -17,7 +26,8 @@ _CLIP_BOUNDS = {
     ("cispo", "token"): dict(clip_high=5.0),
     ("cispo", "sequence"): dict(clip_high=5.0),
 }
-_GROUP_SIZE = 8
+# What a rollout has where neither the config nor a preset says it.
+ROLLOUT = dict(group_size=8, resample=0)
 
 
 def _strategy(**changed: Any) -> dict[str, Any]:
@@ -56,31 +66,29 @@ PRESETS: dict[str, dict[str, dict[str, Any]]] = {
 
 
 def fill_in(config: ConfigDict) -> list[str]:
-  """Gives every option that is None its value: from the preset, or from `config.rollout`.
+  """Gives every option of grpo that is None its value: from the preset, or from `config.rollout`.
 
   Options that have no effect beside the others (bounds of a clipping that is off, say) stay None, so that one the user
   gives is found to be without effect. Runs on the resolved config, before it is validated.
 
   Args:
-    config: the resolved config, locked or not; changed in place. With a strategy other than grpo, only
-      `rollout.group_size` and `rollout.resample` are filled in, where there are rollouts.
+    config: the resolved config, locked or not; changed in place.
 
   Returns:
     A line for the log that lists what the preset decided, and one for what the kind of clipping decided; empty for
     what was all given.
 
   Raises:
-    ConfigError: no such preset, or log-probs at another temperature than that of the rollouts.
+    ConfigError: no such preset, or a correction of what nobody says.
   """
-  is_grpo = config.strategy.name == "grpo"
-  preset = _preset(config.strategy.preset) if is_grpo else dict(strategy={}, rollout={})
-  decided = []
+  preset, decided = _preset(config.strategy.preset), []
   with config.unlocked():
     if config.rollout.num_prompts > 0:
-      decided += _fill(config, "rollout", dict(group_size=_GROUP_SIZE, resample=0) | preset["rollout"])
-    if not is_grpo:
-      return []
+      decided += _fill(config, "rollout", ROLLOUT | preset["rollout"])
     bounds = _fill_strategy(config, preset["strategy"], decided)
+  if not config.rollout.num_prompts and config.strategy.correction != "none":
+    raise ConfigError(f"strategy.correction is {config.strategy.correction!r}, which compares with the log-probs of "
+                      "what sampled, but rollout.num_prompts is 0: the data do not say them. Use correction='none'.")
   lines = [f"strategy.preset {config.strategy.preset}: {', '.join(decided)}"] if decided else []
   if bounds:
     lines.append(f"for strategy.clip={config.strategy.clip} and ratio={config.strategy.ratio}: {', '.join(bounds)}")
@@ -108,11 +116,6 @@ def _fill_strategy(config: ConfigDict, preset: dict[str, Any], decided: list[str
 
   if options.aggregate == "constant":
     _fill(config, "strategy", dict(aggregate_length=rollout.max_new_tokens))
-  _fill(config, "strategy", dict(temperature=rollout.temperature))
-  if rollout.num_prompts > 0 and options.temperature != rollout.temperature:
-    raise ConfigError(
-        f"strategy.temperature is {options.temperature}, but rollout.temperature is {rollout.temperature}: the "
-        "log-probs of what was sampled would be those of another distribution. Leave strategy.temperature out.")
   return [] if is_of_preset else filled
 
 
@@ -132,3 +135,80 @@ def _fill(config: ConfigDict, section: str, values: dict[str, Any]) -> list[str]
       config[section][key] = value
       done.append(f"{section}.{key}={value}")
   return done
+
+
+# ----------------------------------------------------------------------------------------------
+# Options that cannot work.
+
+
+def check(cfg: Any, grad_accum_steps: int, cfg_model: Any = None) -> None:
+  """Refuses options of the strategy that cannot work, before any device work.
+
+  Keys are read only where they have an effect, so that the audit finds those without.
+
+  Args:
+    cfg: the strategy's options, filled in.
+    grad_accum_steps: micro-batches of a step; any number will do.
+    cfg_model: the config's `model` section; None: not looked at.
+
+  Raises:
+    ConfigError: naming the key, what was found and what is allowed.
+  """
+  for key, allowed in (("preset", tuple(PRESETS)), ("ratio", RATIOS), ("clip", CLIPS),
+                       ("aggregate", AGGREGATES), ("correction", CORRECTIONS)):
+    _one_of(cfg, key, allowed)
+  if problem := advantages.mismatch(cfg.baseline, cfg.scale):
+    raise ConfigError(f"strategy: {problem}")
+  _check_clip(cfg)
+  if cfg.correction != "none" and not 0 <= cfg.correction_min <= 1 <= cfg.correction_max:
+    raise ConfigError(f"strategy.correction_min is {cfg.correction_min}, correction_max {cfg.correction_max}; they "
+                      "bound p_old / q, which is 1 where trainer and sampler agree: the one must be from 0 to 1, the "
+                      "other from 1 on (inf: no bound).")
+  if cfg.aggregate == "constant" and cfg.aggregate_length < 1:
+    raise ConfigError(f"strategy.aggregate_length is {cfg.aggregate_length}; it must be 1 or more.")
+  if not 0 < cfg.temperature < math.inf:
+    raise ConfigError(f"strategy.temperature is {cfg.temperature}; log-probs are of a distribution at a temperature "
+                      "above 0. Use rollout.temperature=1.0, say.")
+  for key in ("kl_coef", "entropy_coef"):
+    if not 0 <= cfg[key] < math.inf:
+      raise ConfigError(f"strategy.{key} is {cfg[key]}; it must be a number from 0 on.")
+  if cfg.kl_coef > 0:
+    _check_divergence(cfg)
+  sequences.check_noise(cfg, cfg_model)
+
+
+def _one_of(cfg: Any, key: str, allowed: tuple[str, ...]) -> None:
+  if cfg[key] not in allowed:
+    raise ConfigError(f"strategy.{key} is {cfg[key]!r}; allowed: {', '.join(allowed)}.")
+
+
+def _check_clip(cfg: Any) -> None:
+  if cfg.clip == "cispo" and not 1 <= cfg.clip_high < math.inf:
+    raise ConfigError(f"strategy.clip_high is {cfg.clip_high}; with clip='cispo' it is the cap on the ratio itself, "
+                      "which is 1 for a policy that has not changed. Use 1 or more, 5.0 say.")
+  if cfg.clip != "ppo":
+    return
+  if not 0 <= cfg.clip_low <= 1:
+    raise ConfigError(f"strategy.clip_low is {cfg.clip_low}; the ratio counts from 1 - clip_low on: it must be from 0 "
+                      "to 1.")
+  if not 0 <= cfg.clip_high < math.inf:
+    raise ConfigError(f"strategy.clip_high is {cfg.clip_high}; the ratio counts up to 1 + clip_high: it must be from 0 "
+                      "on.")
+  if cfg.clip_dual and not 1 < cfg.clip_dual < math.inf:
+    raise ConfigError(f"strategy.clip_dual is {cfg.clip_dual}; it bounds the ratio where the advantage is negative and "
+                      "must be above 1, 3.0 say, or 0 for none.")
+
+
+def _check_divergence(cfg: Any) -> None:
+  _one_of(cfg, "kl", ESTIMATORS)
+  if cfg.kl == "k1" and not cfg.kl_corrected:
+    raise ConfigError("strategy.kl is 'k1' without kl_corrected: its gradient as a loss, that of log p, is 0 in "
+                      "expectation. Use --config.strategy.kl_corrected=True, or kl='k2' or 'k3'.")
+  if cfg.reference == "none":
+    raise ConfigError(f"strategy.reference is 'none', but strategy.kl_coef {cfg.kl_coef} compares the policy with one. "
+                      "Use strategy.reference='start', or kl_coef=0.")
+  if not 0 <= cfg.reference_ema <= 1:
+    raise ConfigError(f"strategy.reference_ema is {cfg.reference_ema}; it is the share by which the reference moves "
+                      "towards the policy, from 0 to 1.")
+  if cfg.reference_ema and cfg.reference_ema_steps < 1:
+    raise ConfigError(f"strategy.reference_ema_steps is {cfg.reference_ema_steps}; it must be 1 or more.")

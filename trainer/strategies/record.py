@@ -1,51 +1,110 @@
-"""What a strategy is made of, as a user gives one by its dotted path: `strategy.name = "my_project.losses.MINE"`."""
+"""What a strategy is: one record, which says what the rest of a run has to know of it. The built-in ones stand at the
+end of their files, a user's own wherever its dotted path leads: `strategy.name = "my_project.losses.MINE"`."""
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from input_pipeline.kinds import WITH_PARTS
 from trainer.dotted import load_object
 from trainer.errors import ConfigError
 
-# What a strategy can learn from, each with the built-in one whose rows, batches and keys of the data are the same.
-DATA = {"texts": "seq", "conversations": "sft", "pairs": "dpo", "labelled": "kto", "rollouts": "grpo"}
-# Kinds whose documents have parts, which are kept whole.
-WITH_PARTS = ("pairs", "labelled", "rollouts")
-# Of these, what the user's own may have: rollouts read options of grpo, its baseline and scale.
-OWN_DATA = ("texts", "conversations", "pairs", "labelled")
+# What a strategy can learn from.
+DATA = ("texts", "conversations", "pairs", "labelled", "rollouts")
+# Of these, what completions that are sampled and rewarded can be made into (trainer/groups.py).
+SAMPLED = ("rollouts", "pairs")
+# What batches of a rollout can hold for each completion ("advantages") or each of its tokens.
+ROLLOUT_KEYS = ("advantages", "behavior_logprobs", "old_logprobs")
 _VALUES = (bool, int, float, str, tuple, dict)
 
 
 @dataclass(frozen=True)
 class Strategy:
-  """An objective, and what the rest of a run has to know of it.
+  """An objective, and what the rest of a run has to know of it; `cfg` is always `config.strategy`.
 
   Attributes:
     loss: `(model, params, batch, rng, cfg) -> (terms, metrics)`, with one more argument `reference=None` where it needs
       one; see trainer/strategies/__init__.py.
     options: its keys of `config.strategy` with their defaults; a type stands for "no value yet".
     data: what it learns from, of `DATA`.
-    needs_reference: whether it compares the policy with a reference, or a function of its options that says so. It then
+    mismatched: of labelled completions: whether each comes with that of another prompt, or a function of `cfg` that
+      says so.
+    rollout_keys: of rollouts: which of ROLLOUT_KEYS its loss wants in a batch.
+    needs_reference: whether it compares the policy with a reference, or a function of `cfg` that says so. It then
       has the options `reference`, `reference_ema`, `reference_ema_steps` and, of documents with parts, `precompute`.
+    fill_in: `(config) -> lines for the log`: gives options without a value the one that follows from others.
     check: `(cfg, grad_accum_steps, cfg_model)`, raises ConfigError for options that cannot work, before any device
       work.
+    no_sums: `(cfg) -> names` of terms and metrics that are no sums over examples, which no evaluation can show.
+    at_reference: `(cfg) -> {metric: its value}` where policy and reference are the same, for `--mode=verify`.
+    token_numbers: `(batch, logprobs, cfg) -> {name: [B, T]}`: more to see of each token (trainer/microscope.py).
   """
 
   loss: Callable[..., tuple[dict[str, Any], dict[str, Any]]]
   options: Mapping[str, Any] = field(default_factory=dict)
   data: str = "texts"
+  mismatched: bool | Callable[[Any], bool] = False
+  rollout_keys: tuple[str, ...] = ("advantages",)
   needs_reference: bool | Callable[[Any], bool] = False
+  fill_in: Callable[[Any], list[str]] | None = None
   check: Callable[[Any, int, Any], None] | None = None
+  no_sums: Callable[[Any], frozenset[str]] | None = None
+  at_reference: Callable[[Any], Mapping[str, float]] | None = None
+  token_numbers: Callable[[Mapping[str, Any], Any, Any], dict[str, Any]] | None = None
+
+  @property
+  def takes_rollouts(self) -> bool:
+    """Whether it can learn from completions that are sampled."""
+    return self.data in SAMPLED
+
+  @property
+  def takes_preferences(self) -> bool:
+    """Whether its data say which completions are better, so that its loss can be evaluated as a preference."""
+    return self.data in ("pairs", "labelled")
+
+  @property
+  def sequences_each(self) -> int:
+    """How many sequences of a row belong together: the two of a pair."""
+    return 2 if self.data == "pairs" else 1
+
+  def learns(self, cfg: Any) -> str:
+    """What it learns from as the input pipeline has it, of `input_pipeline.kinds.KINDS`."""
+    return "mismatched" if _asked(self.mismatched, cfg) else self.data
+
+  def shares_prompts(self, cfg: Any) -> bool:
+    """Whether sequences that come with the data have a prompt in common."""
+    return self.learns(cfg) in ("pairs", "mismatched")
+
+  def has_reference(self, cfg: Any) -> bool:
+    """Whether it compares the policy with a reference."""
+    return _asked(self.needs_reference, cfg)
+
+  def keys(self, steps: int) -> tuple[str, ...]:
+    """What batches of a rollout that serves so many steps hold beside the tokens. In the first step the policy is still
+    the one whose log-probs `old_logprobs` are."""
+    held = self.rollout_keys if self.data == "rollouts" else ()
+    return tuple(key for key in held if not (steps == 1 and key == "old_logprobs"))
+
+  def all_options(self) -> dict[str, Any]:
+    """Its options with those that come with a reference."""
+    if self.needs_reference is False:
+      return dict(self.options)
+    precompute = {"precompute": False} if self.data in WITH_PARTS else {}
+    return {"reference": "start", **precompute, "reference_ema": 0.0, "reference_ema_steps": 512, **self.options}
 
 
-def load(name: str) -> Strategy:
+def _asked(answer: bool | Callable[[Any], bool], cfg: Any) -> bool:
+  return bool(answer(cfg)) if callable(answer) else answer
+
+
+def load(name: str, built_in: Iterable[str]) -> Strategy:
   """The user's own strategy of that dotted path: a `Strategy`, or a loss of texts without options.
 
   Raises:
     ConfigError: there is none, or it cannot be one.
   """
-  found = load_object(name, "strategy.name", f"{', '.join(DATA.values())}, or the dotted path of a strategy of yours")
+  found = load_object(name, "strategy.name", f"{', '.join(built_in)}, or the dotted path of a strategy of yours")
   where = f"strategy.name is {name!r}"
   made = found if isinstance(found, Strategy) else Strategy(found)
   if isinstance(found, type) or not callable(made.loss):
@@ -53,8 +112,13 @@ def load(name: str) -> Strategy:
     what = "a Strategy whose loss is no function" if isinstance(found, Strategy) else what
     raise ConfigError(f"{where}, which is {what}. A strategy is a trainer.strategies.Strategy(loss, options, …), or a "
                       "function loss(model, params, batch, rng, cfg) -> (terms, metrics) (docs/extending.md).")
-  if made.data not in OWN_DATA:
-    raise ConfigError(f"{where}, a Strategy with data={made.data!r}; allowed: {', '.join(map(repr, OWN_DATA))}.")
+  if made.data not in DATA:
+    raise ConfigError(f"{where}, a Strategy with data={made.data!r}; allowed: {', '.join(map(repr, DATA))}.")
+  if made.mismatched is not False and made.data != "labelled":
+    raise ConfigError(f"{where}, a Strategy with mismatched={made.mismatched!r} and data={made.data!r}; completions of "
+                      "other prompts come with data='labelled' alone.")
+  if odd := [key for key in made.rollout_keys if key not in ROLLOUT_KEYS]:
+    raise ConfigError(f"{where}, a Strategy whose rollout_keys have {odd[0]!r}; allowed: {', '.join(ROLLOUT_KEYS)}.")
   _check_call(made, where)
   _check_options(made, where)
   return made
@@ -88,11 +152,3 @@ def _check_options(made: Strategy, where: str) -> None:
       kinds = ", ".join(kind.__name__ for kind in _VALUES)
       raise ConfigError(f"{where}, whose option {key} is {value!r:.80} by default; it may be of type {kinds}, or one "
                         f"of these types itself, which stands for no value yet: options=dict({key}=float).")
-
-
-def all_options(made: Strategy) -> dict[str, Any]:
-  """Its options with those that come with a reference."""
-  if made.needs_reference is False:
-    return dict(made.options)
-  precompute = {"precompute": False} if made.data in WITH_PARTS else {}
-  return {"reference": "start", **precompute, "reference_ema": 0.0, "reference_ema_steps": 512, **made.options}

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 
 from trainer import logprobs, token_sums
 from trainer.metrics import Mean
+from trainer.strategies.record import Strategy
 
 
 def loss(model: Any, params: Any, batch: dict[str, jax.Array], rng: jax.Array | None, cfg: Any):
@@ -86,3 +87,12 @@ def next_tokens(batch: dict[str, Any]) -> tuple[jax.Array, jax.Array]:
   targets_BxT = jnp.roll(batch["tokens"], -1, axis=1)
   weights_BxT = jnp.roll(batch["loss_weights"], -1, axis=1).at[:, -1].set(0.0)
   return targets_BxT, weights_BxT
+
+
+# Next-token cross-entropy over documents (pretraining).
+SEQ = Strategy(loss, options=dict(
+    # Mass moved from the target to the uniform distribution over the vocabulary.
+    label_smoothing=0.0,
+    # Coefficient of log(Z)², which keeps the softmax normaliser near 1 (PaLM, section 5).
+    z_loss=0.0,
+))

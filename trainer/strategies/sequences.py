@@ -55,7 +55,7 @@ def reference_logprobs(model: Any, batch: dict[str, jax.Array], reference: Any, 
   return jax.lax.stop_gradient(token_logprobs(model, jax.lax.stop_gradient(reference), batch, temperature))
 
 
-def segment_sums(values_BxT: jax.Array, batch: dict[str, jax.Array]) -> jax.Array:
+def segment_sums(values_BxT: jax.Array, batch: Mapping[str, jax.Array]) -> jax.Array:
   """Sums over each segment's tokens, [B, S] float32, S as in `batch["sequences"]`."""
   ids_S = jnp.arange(1, batch["sequences"].shape[1] + 1)
   # A reduction rather than a scatter: always in the same order, and fused, so that no [B, T, S] is kept.

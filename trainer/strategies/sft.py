@@ -10,6 +10,7 @@ from typing import Any
 import jax
 
 from trainer.strategies import seq
+from trainer.strategies.record import Strategy
 
 
 def loss(model: Any, params: Any, batch: dict[str, jax.Array], rng: jax.Array | None, cfg: Any):
@@ -20,3 +21,15 @@ def loss(model: Any, params: Any, batch: dict[str, jax.Array], rng: jax.Array | 
   """
   return seq.next_token_loss(model, params, batch, rng, label_smoothing=cfg.label_smoothing, z_loss=cfg.z_loss,
                              dft=cfg.dft, more=("entropy",))
+
+
+# Next-token cross-entropy over the parts of conversations that `config.chat` says (fine-tuning).
+SFT = Strategy(loss, data="conversations", options=dict(
+    # token: the mean over the trained tokens of a step; sequence: the mean over its conversations of their means.
+    normalize="token",
+    # Weight each token's loss by its own probability, without a gradient (DFT, arXiv 2508.05629).
+    dft=False,
+    # These as for seq.
+    label_smoothing=0.0,
+    z_loss=0.0,
+))

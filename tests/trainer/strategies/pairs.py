@@ -5,7 +5,7 @@ import functools
 import jax
 import numpy as np
 
-from trainer.config import STRATEGIES
+from trainer.strategies import STRATEGIES
 
 
 class Options(dict):
@@ -15,7 +15,7 @@ class Options(dict):
 
 
 def options(name="dpo", **changed):
-  return Options(STRATEGIES[name] | changed)
+  return Options(STRATEGIES[name].options | changed)
 
 
 def examples(count, seed=0, vocab=24, longest=6):

@@ -177,9 +177,9 @@ def agrees_with_loops(cfg, **changed):
     assert np.sum(gradient * step) == pytest.approx((ends[0] - ends[1]) / (2 * h), rel=1e-4, abs=1e-5)
 
 
-@pytest.mark.parametrize("aggregate", grpo.AGGREGATES)
+@pytest.mark.parametrize("aggregate", presets.AGGREGATES)
 @pytest.mark.parametrize("clip", CLIPS)
-@pytest.mark.parametrize("ratio", grpo.RATIOS)
+@pytest.mark.parametrize("ratio", presets.RATIOS)
 def test_value_and_gradient_are_those_of_loops_over_tokens(ratio, clip, aggregate):
   """I8. Of one sequence two tokens are an environment's: its mean and its ratio are over the others."""
   agrees_with_loops(cfg_of(aggregate=aggregate, **clipped(clip, ratio)))
@@ -190,7 +190,7 @@ def test_the_penalty_and_the_bonus_are_those_of_loops_over_tokens(kl, corrected)
   agrees_with_loops(cfg_of(kl=kl, kl_corrected=corrected, kl_coef=0.3, entropy_coef=0.1, ratio="sequence"))
 
 
-@pytest.mark.parametrize("ratio", grpo.RATIOS)
+@pytest.mark.parametrize("ratio", presets.RATIOS)
 @pytest.mark.parametrize("clip", ["ppo", "cispo", "none"])
 def test_without_old_log_probs(clip, ratio):
   """The ratio is 1 with the gradient of log p; the penalty's correction too. NaN says the same, and token by token."""
@@ -202,7 +202,7 @@ def test_without_old_log_probs(clip, ratio):
 
 
 @pytest.mark.parametrize("clip", ["ppo", "cispo"])
-@pytest.mark.parametrize("correction", grpo.CORRECTIONS[1:])
+@pytest.mark.parametrize("correction", presets.CORRECTIONS[1:])
 def test_what_another_program_sampled_is_weighted(correction, clip):
   """Tokens within the bounds and beyond both of them; penalty and bonus have no weight."""
   low, high = (0.8, 1.2) if correction.startswith("token") else (0.5, 1.5)
@@ -223,7 +223,7 @@ def test_what_another_program_sampled_is_weighted(correction, clip):
 
 def test_every_bound_is_met_above():
   """Otherwise the tests above would not see them."""
-  for ratio in grpo.RATIOS:
+  for ratio in presets.RATIOS:
     for clip, number in (("dual", 4), ("cispo", 1)):
       shares = [value for name, value in of_table(cfg_of(**clipped(clip, ratio)))[2].items()
                 if name.endswith(("_mean", "cispo_clip_ratio")) and "clip_ratio" in name]

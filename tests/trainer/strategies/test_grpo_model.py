@@ -17,7 +17,7 @@ from tests.trainer.strategies import test_grpo as losses
 from trainer.config import defaults
 from trainer.errors import ConfigError
 from trainer.metrics import to_floats
-from trainer.strategies import grpo, sequences
+from trainer.strategies import grpo, presets, sequences
 
 EXAMPLES = [(x, y) for x, y, _ in pairs.examples(7)]
 ROWS = [[0, 1], [2], [3, 4], [5], [], [6], [], []]
@@ -51,7 +51,7 @@ def every_aggregate(params, batch, rng, reference):
   """The losses of all aggregations as terms of one objective."""
   model, _, _ = model_and_params()
   terms = {}
-  for name in grpo.AGGREGATES:
+  for name in presets.AGGREGATES:
     cfg = losses.cfg_of(aggregate=name, **EVERYTHING)
     own, metrics = grpo.loss(model, params, batch, rng, cfg, reference=reference)
     terms[name] = own["loss"]
@@ -98,7 +98,7 @@ def test_log_probs_are_those_of_the_sequence_alone_at_the_temperature():
   (_, metrics), _ = compiled()(policy, reference, batch)
   values = losses.numbers(metrics)
   with_reference = batch | {"ref_logprobs": losses.logps(logits[1], batch)}
-  for name in grpo.AGGREGATES:
+  for name in presets.AGGREGATES:
     cfg = losses.cfg_of(aggregate=name, **EVERYTHING)
     assert values[name] == pytest.approx(losses.by_loops(logits[0], logits[0], with_reference, cfg), rel=1e-5)
 
@@ -210,21 +210,21 @@ def test_no_logits_for_the_whole_vocabulary_in_the_compiled_program():
 ])
 def test_options_that_cannot_work(changed, message):
   with pytest.raises(ConfigError, match=re.escape(message)):
-    grpo.check(losses.cfg_of(**changed), 1)
+    presets.check(losses.cfg_of(**changed), 1)
 
 
 def test_options_that_can():
   for changed in ({}, dict(kl_coef=0.1, kl="k1", kl_corrected=True), dict(clip="none", clip_low=None, clip_high=None),
                   dict(kl_coef=0.0, kl="k1", reference="none"), dict(clip_dual=3.0), dict(clip="cispo", clip_high=5.0)):
-    grpo.check(losses.cfg_of(**changed), 4)
+    presets.check(losses.cfg_of(**changed), 4)
 
 
 def test_noise_without_effect_is_refused():
   cfg_model = defaults().model
   cfg_model.dropout = 0.25
   with pytest.raises(ConfigError, match="model.dropout is 0.25, but strategy.disable_dropout"):
-    grpo.check(losses.cfg_of(), 1, cfg_model)
-  grpo.check(losses.cfg_of(disable_dropout=False), 1, cfg_model)
+    presets.check(losses.cfg_of(), 1, cfg_model)
+  presets.check(losses.cfg_of(disable_dropout=False), 1, cfg_model)
 
 
 def test_a_reference_is_needed_for_the_penalty_alone():

@@ -6,6 +6,7 @@ import sys
 import pytest
 
 from tests import tiny
+from tests.trainer import rollout_runs
 from trainer import config_checks, inspect, strategies, train
 from trainer.config import defaults, evaluator, source, strategy
 from trainer.errors import ConfigError
@@ -54,6 +55,15 @@ def dpo(model, params, batch, rng, cfg, reference=None):
   return {"loss": Mean(jnp.sum(losses * present, axis=1), jnp.sum(present, axis=1))}, {}
 
 
+def ratio(model, params, batch, rng, cfg):
+  stats, out = sequences.token_stats(model, params, batch, None, ("logprob",), cfg.temperature)
+  mask, old = sequences.completion_mask(batch), jax.lax.stop_gradient(stats.logprob)
+  if "old_logprobs" in batch:
+    old = jnp.where((mask > 0) & ~jnp.isnan(batch["old_logprobs"]), batch["old_logprobs"], old)
+  sums = sequences.segment_sums(jnp.exp(stats.logprob - old) * mask, batch)
+  return {"loss": Mean(-jnp.sum(sums * batch["advantages"], axis=1), jnp.sum(mask, axis=1))}, {}
+
+
 def check(cfg, grad_accum_steps, cfg_model):
   if cfg.scale <= 0:
     raise ConfigError(f"strategy.scale is {cfg.scale}; it must be above 0.")
@@ -64,6 +74,11 @@ CHAT = Strategy(nll, data="conversations")
 DPO = Strategy(dpo, options=dict(beta=0.1), data="pairs", needs_reference=True)
 MAYBE = Strategy(dpo, options=dict(beta=0.1, free=False), data="pairs", needs_reference=lambda cfg: not cfg.free)
 APO = Strategy(apo, options=dict(beta=0.1), data="labelled", needs_reference=True)
+RATIO = Strategy(ratio, data="rollouts", rollout_keys=("advantages", "old_logprobs"),
+                 options=dict(temperature=float, baseline="leave_one_out", scale="none", disable_dropout=True))
+BY_GROUP = Strategy(ratio, data="rollouts", options=dict(temperature=float))
+SOME_KEYS = Strategy(ratio, data="rollouts", rollout_keys=("rewards",))
+STRANGERS = Strategy(dpo, data="pairs", mismatched=True)
 OPEN = Strategy(scaled, options=dict(scale=float))
 PEARS = Strategy(nll, data="pears")
 UNREFERENCED = Strategy(nll, data="pairs", needs_reference=True)
@@ -130,6 +145,31 @@ def test_it_trains_as_the_built_in_one_of_the_same_loss(folder, tmp_path, data, 
   assert mine == pytest.approx(losses(config_of(folder, data, strategy(theirs, **same)), tmp_path / "theirs"), rel=2e-5)
 
 
+@pytest.mark.parametrize("own, options", [
+    ("RATIO", dict(baseline="leave_one_out", scale="none")), ("BY_GROUP", dict(baseline="group", scale="none"))])
+def test_on_rollouts_it_trains_as_grpo_of_the_same_loss(folder, tmp_path, own, options):
+  """Two steps of each rollout at a temperature; by default an advantage is the reward less the mean of its group."""
+  updates = 1 + (own == "RATIO")  # the other has no old log-probs
+  prompts, found = rollout_runs.write_prompts(tmp_path), []
+  for section in (strategy(f"own_losses.{own}"), strategy("grpo", clip="none", aggregate="token", **options)):
+    config = rollout_runs.config(prompts, total_steps=4, rollout=dict(updates=updates))
+    config.strategy = section
+    found.append({key: losses(config, tmp_path / section.name, key) for key in ("loss", "grad_norm", "reward")})
+  assert found[0]["loss"] == pytest.approx(found[1]["loss"], rel=1e-4, abs=1e-6)
+  assert found[0]["grad_norm"] == pytest.approx(found[1]["grad_norm"], rel=1e-4)
+  assert found[0]["reward"] == found[1]["reward"] and len(set(found[0]["reward"])) > 1
+
+
+def test_truncated_sampling_is_refused_on_rollouts(folder, tmp_path):
+  config = rollout_runs.config(rollout_runs.write_prompts(tmp_path), rollout=dict(top_k=4))
+  config.strategy = strategy("own_losses.RATIO")
+  with pytest.raises(ConfigError, match="that its gradient would be that of another policy"):
+    train(config, tmp_path / "w")
+  config.rollout.top_k, config.strategy.baseline = 0, "best"
+  with pytest.raises(ConfigError, match="baseline"):
+    train(config, tmp_path / "w")
+
+
 def test_its_options_reach_the_loss_and_the_saved_config_and_a_run_goes_on(folder, tmp_path):
   once = losses(config_of(folder, "texts", strategy("own_losses.SCALED", scale=1.0)), tmp_path / "once")
   config = config_of(folder, "texts", strategy("own_losses.SCALED", scale=4.0))
@@ -166,7 +206,9 @@ def test_without_its_reference_the_options_of_one_have_no_effect(folder, tmp_pat
     ("own_losses.NUMBER", "which is of type int. A strategy is a trainer.strategies.Strategy"),
     ("own_losses.Loss", "which is a class. A strategy is"),
     ("own_losses.NO_LOSS", "which is a Strategy whose loss is no function"),
-    ("own_losses.PEARS", "data='pears'; allowed: 'texts', 'conversations', 'pairs', 'labelled'"),
+    ("own_losses.PEARS", "data='pears'; allowed: 'texts', 'conversations', 'pairs', 'labelled', 'rollouts'"),
+    ("own_losses.SOME_KEYS", "rollout_keys have 'rewards'; allowed: advantages, behavior_logprobs, old_logprobs"),
+    ("own_losses.STRANGERS", "mismatched=True and data='pairs'"),
     ("own_losses.few", r"called as loss\(model, params, batch, rng, cfg\), which it does not take: too many"),
     ("own_losses.UNREFERENCED", r"Define it as loss\(model, params, batch, rng, cfg, reference=None\)"),
     ("own_losses.NONE", r"option scale is None by default; .* options=dict\(scale=float\)"),
@@ -199,5 +241,5 @@ def test_options_have_values_and_checks_of_their_own(folder, tmp_path):
 def test_built_in_ones_have_records_too():
   assert {name: strategies.find(name).data for name in strategies.STRATEGIES} == dict(
       seq="texts", sft="conversations", dpo="pairs", kto="labelled", grpo="rollouts")
-  for name, loss in strategies.STRATEGIES.items():
-    assert strategies.find(name).loss is loss and {"name", *strategies.find(name).options} == set(strategy(name))
+  for name, record in strategies.STRATEGIES.items():
+    assert strategies.find(name) is record and {"name", *record.options} == set(strategy(name))

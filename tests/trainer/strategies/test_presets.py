@@ -8,8 +8,8 @@ import pytest
 
 from tests import tiny
 from tests.trainer.strategies import pairs, test_grpo
-from trainer import config_checks
-from trainer.config import STRATEGIES, strategy
+from trainer import config_checks, strategies
+from trainer.config import strategy
 from trainer.errors import ConfigError
 from trainer.strategies import grpo, presets
 
@@ -18,13 +18,13 @@ def filled(rollout=None, **options):
   """(the config with its options filled in, the lines for the log); rollouts unless told otherwise."""
   config = config_checks.resolve({
       "strategy": dict(name="grpo", **options), "rollout": {"num_prompts": 2, **(rollout or {})}})
-  return config, presets.fill_in(config)
+  return config, strategies.fill_in(config)
 
 
 def read_all(config):
   """A view of which everything was read that a run with rollouts reads of these sections."""
   view, model = config_checks.View(config), tiny.model()
-  grpo.check(view.strategy, 4, view.model)
+  presets.check(view.strategy, 4, view.model)
   _ = view.rollout.num_prompts, view.rollout.group_size, view.rollout.resample
   batch = pairs.layout([[([1], [2, 3], 1.0)]], 8, 1)
   batch |= dict(advantages=batch["sequences"], behavior_logprobs=batch["loss_weights"],
@@ -82,7 +82,7 @@ def test_what_is_given_stays_and_is_not_listed():
   assert (config.rollout.group_size, config.rollout.resample) == (3, 0)
   assert "strategy.clip_low=0.2" in line and "strategy.aggregate=token" in line
   assert not re.search("clip_high|scale|group_size|resample", line)
-  assert presets.fill_in(config) == []  # nothing is left to decide
+  assert strategies.fill_in(config) == []  # nothing is left to decide
 
 
 def test_what_has_no_effect_stays_open():
@@ -116,7 +116,7 @@ def test_bounds_are_of_the_clipping_that_is_used(options, keys, values):
   assert of(config, *keys.split()) == values
   assert len(lines) == 2 and lines[1].startswith(f"for strategy.clip={config.strategy.clip} and ratio=")
   assert f"strategy.clip_high={values[1]}" in lines[1] and "clip_high" not in lines[0]
-  grpo.check(config.strategy, 1, config.model)
+  presets.check(config.strategy, 1, config.model)
 
 
 def test_temperature_and_length_are_those_of_the_rollouts():
@@ -138,10 +138,10 @@ def test_without_rollouts():
 def test_other_strategies_get_a_group_alone():
   config = config_checks.resolve({"strategy": {"name": "dpo"}, "rollout": {"num_prompts": 2}})
   before = config.strategy.to_dict()
-  assert presets.fill_in(config) == []
+  assert strategies.fill_in(config) == []
   assert (config.rollout.group_size, config.rollout.resample) == (8, 0) and config.strategy.to_dict() == before
   config = config_checks.resolve({})
-  assert presets.fill_in(config) == [] and config.rollout.group_size is None
+  assert strategies.fill_in(config) == [] and config.rollout.group_size is None
 
 
 def test_an_unknown_preset():
@@ -150,7 +150,7 @@ def test_an_unknown_preset():
 
 
 def test_presets_name_options_that_exist():
-  open_options = {key for key, value in STRATEGIES["grpo"].items() if isinstance(value, type)}
+  open_options = {key for key, value in grpo.GRPO.options.items() if isinstance(value, type)}
   for name, preset in presets.PRESETS.items():
     assert set(preset["strategy"]) <= open_options, name
     for key, value in preset["strategy"].items():
@@ -195,7 +195,7 @@ EQUATIONS = {
 def test_presets_are_what_their_equations_say(name):
   config = config_checks.resolve({"strategy": dict(name="grpo", preset=name, temperature=0.7),
                                   "rollout": dict(max_new_tokens=11)})
-  presets.fill_in(config)
+  strategies.fill_in(config)
   _, logits, batch = test_grpo.table()
   batch = batch | dict(advantages=batch["advantages"] + 0.4 * (batch["sequences"] > 0))  # sums that do not cancel
   logp = test_grpo.logps(logits, batch)

@@ -7,7 +7,6 @@ import pytest
 
 from models.layers import document_lengths, embedding_noise
 from tests import tiny
-from trainer.config import STRATEGIES
 from trainer.strategies import seq, sft
 
 
@@ -16,14 +15,14 @@ class Options(dict):
 
 
 def options(**changed):
-  return Options(STRATEGIES["sft"] | changed)
+  return Options(sft.SFT.options | changed)
 
 
 def test_without_options_it_is_seq():
   model, batch = tiny.model(), tiny.batch(4, 16)
   params = jax.jit(model.init)(jax.random.key(0))
   ours, _ = sft.loss(model, params, batch, None, options())
-  theirs, _ = seq.loss(model, params, batch, None, Options(STRATEGIES["seq"]))
+  theirs, _ = seq.loss(model, params, batch, None, Options(seq.SEQ.options))
   np.testing.assert_array_equal(ours["loss"].sum, theirs["loss"].sum)
   np.testing.assert_array_equal(ours["loss"].weight, theirs["loss"].weight)
 
