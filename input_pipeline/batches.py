@@ -8,7 +8,7 @@ from absl import logging
 from ml_collections import ConfigDict
 
 from input_pipeline.cache import TokenizedSource
-from input_pipeline.examples import ZERO_ADVANTAGE, learns_texts
+from input_pipeline.examples import learns_texts
 from input_pipeline.files import SHOWN_NAME
 from input_pipeline.fitting import OVER_LONG, WHOLE_OVER_LONG, Parts, Pieces, Units, fit, keep_images_whole, ragged
 from input_pipeline.image_batches import ImageLayout, Pictures
@@ -47,7 +47,7 @@ def empty_batch(
       "source_ids": np.full(num_rows, -1, np.int32),
   }
   if sequences:
-    batch["sequences"] = np.zeros((num_rows, sequences), np.float32)
+    batch["segment_roles"] = np.zeros((num_rows, sequences), np.int32)
   if advantages:
     batch["advantages"] = np.zeros((num_rows, sequences), np.float32)
   if reference:
@@ -187,7 +187,7 @@ def pack(config: ConfigDict, tokens: TokenizedSource, *, learns: str, shuffle: b
 
 
 class PackedSource:
-  """A tokenised source with its plan; `units` if its documents have parts, whose marks may be `advantages`; `pictures`
+  """A tokenised source with its plan; `units` if its documents have parts, which may have `advantages`; `pictures`
   if the model sees images."""
 
   def __init__(self, tokens: TokenizedSource, plan: Plan, normalize: str = "token", units: Units | None = None,
@@ -223,13 +223,12 @@ class PackedSource:
   def _mark(self, batch: dict[str, np.ndarray], where: np.ndarray, parts: Parts) -> Segments:
     """Says in `batch` what each part is; returns the parts' segments, those of prompts numbered beyond the others."""
     number = parts.document * self.units.each + parts.nth + 1
-    of_prompt = batch["sequences"].shape[1] + 1 + parts.document
+    of_prompt = batch["segment_roles"].shape[1] + 1 + parts.document
     there = parts.nth >= 0
-    row, nth, marks = where[parts.pieces.row[there]], number[there] - 1, parts.marks[there]
-    if self.advantages:
-      batch["advantages"][row, nth] = np.where(np.abs(marks) > ZERO_ADVANTAGE, marks, 0)
-      marks = marks != 0
-    batch["sequences"][row, nth] = marks
+    row, segment = where[parts.pieces.row[there]], number[there] - 1
+    batch["segment_roles"][row, segment] = parts.roles[there]
+    if parts.advantages is not None:
+      batch["advantages"][row, segment] = parts.advantages[there]
     sees = there & (parts.pieces.begin > parts.cut)
     return Segments(np.where(there, number, of_prompt), np.where(sees, of_prompt, 0), parts.cut)
 

@@ -3,8 +3,9 @@
 A cache is a folder `<name>-<key>` with `tokens.bin` (uint16 or uint32, all documents end to end), `offsets.bin`
 (int64 [documents + 1], where each document begins), `num_bytes.bin` (int64 [records], UTF-8 bytes of the texts in
 each record), `meta.json`, and, if some document has weights, `weights.bin` (float32, one for each token). If documents
-consist of parts, as preferences do, `parts.bin` (int64 [documents * parts + 1], where each part begins) and `marks.bin`
-(float32 [documents * parts]) say which. Images are kept as `cache_images.py` says. The key is a hash of everything that
+consist of parts, as preferences do, `parts.bin` (int64 [documents * parts + 1], where each part begins) and `roles.bin`
+(int8 [documents * parts], see roles.py) say which; `advantages.bin` (float32 [documents * parts]) are those of sampled
+completions. Images are kept as `cache_images.py` says. The key is a hash of everything that
 decides the content, so a changed file, split, tokenizer or template gets another folder. A folder appears under its
 final name by one rename, when it is complete.
 """
@@ -24,7 +25,7 @@ from absl import logging
 from input_pipeline import cache_images, folders, partners
 from input_pipeline.bad_rows import BAD_ROW, BadRows, Policy
 from input_pipeline.cache_images import ImageWriter, SourceImages, changed_file
-from input_pipeline.examples import Encoded, Encoder
+from input_pipeline.examples_base import Encoded, Encoder
 from input_pipeline.files import FileHasher
 from input_pipeline.readers import Record
 from input_pipeline.remarks import Tally
@@ -58,9 +59,11 @@ class TokenizedSource(NamedTuple):
   dropped: dict[str, int] = {}
   # Records by what the encoder took them for.
   shapes: dict[str, int] = {}
-  # Where the parts of documents begin, and what each is, see `Encoded`; all documents have as many. None: no parts.
+  # Where the parts of documents begin, what each is, and maybe what it is worth, see `Encoded`; all documents have as
+  # many. None: no parts.
   parts: np.ndarray | None = None
-  marks: np.ndarray | None = None
+  roles: np.ndarray | None = None
+  advantages: np.ndarray | None = None
   # Where it lies; None: only in memory.
   folder: Path | None = None
   images: SourceImages | None = None
@@ -76,7 +79,7 @@ class TokenizedSource(NamedTuple):
   @property
   def parts_each(self) -> int:
     """Parts of a document; 0: it has none."""
-    return 0 if self.marks is None else len(self.marks) // self.num_documents
+    return 0 if self.roles is None else len(self.roles) // self.num_documents
 
   def of_parts(self) -> "TokenizedSource":
     """The same with each part as a document."""
@@ -193,6 +196,7 @@ def _build(folder: Path, source: Source, encoder: Encoder, vocab_size: int, key:
         "tokens": documents.tokens,
         "weights": documents.has_weights,
         "parts": documents.parts_each or 0,
+        "advantages": documents.has_advantages,
         **documents.images.finish(folder),
         "skipped": skipped,
         "nulls": source.tally.nulls,
@@ -277,8 +281,9 @@ class _Documents:
     self.dtype = np.dtype("<u2" if vocab_size <= 1 << 16 else "<u4")
     self.count = self.tokens = 0
     self.has_weights = False
-    # Parts of each document, known from the first one on.
+    # Parts of each document, and whether they have advantages, known from the first one on.
     self.parts_each: int | None = None
+    self.has_advantages = False
     writer.write("tokens", np.zeros(0, self.dtype))
     writer.write("offsets", np.zeros(1, "<i8"))
 
@@ -316,16 +321,20 @@ class _Documents:
 
   def _write_parts(self, documents: list[Encoded]) -> None:
     if self.parts_each is None:
-      self.parts_each = len(documents[0].parts)
+      self.parts_each, self.has_advantages = len(documents[0].parts), bool(documents[0].advantages)
       if self.parts_each:
         self._writer.write("parts", np.zeros(1, "<i8"))
     for d in documents:
-      if not len(d.parts) == len(d.marks) == self.parts_each or d.parts and sum(d.parts) != len(d.ids):
-        raise ValueError(f"a document of {len(d.ids)} tokens has the parts {d.parts} and marks {d.marks}, where others "
-                         f"have {self.parts_each} parts")
+      valued = len(d.parts) if self.has_advantages else 0
+      if not len(d.parts) == len(d.roles) == self.parts_each or d.parts and sum(d.parts) != len(d.ids) or (
+          len(d.advantages) != valued):
+        raise ValueError(f"a document of {len(d.ids)} tokens has the parts {d.parts}, roles {d.roles} and advantages "
+                         f"{d.advantages}, where others have {self.parts_each} parts and {valued} advantages")
     if self.parts_each:
       self._writer.write("parts", self.tokens + np.cumsum([d.parts for d in documents], dtype="<i8"))
-      self._writer.write("marks", np.array([d.marks for d in documents], "<f4"))
+      self._writer.write("roles", np.array([d.roles for d in documents], "<i1"))
+    if self.has_advantages:
+      self._writer.write("advantages", np.array([d.advantages for d in documents], "<f4"))
 
 
 class _Writer:
@@ -364,7 +373,8 @@ def _arrays(meta: dict) -> dict[str, tuple[str, int]]:
   if meta["weights"]:
     arrays["weights"] = ("<f4", meta["tokens"])
   if parts := meta.get("parts", 0) * meta["documents"]:
-    arrays |= {"parts": ("<i8", parts + 1), "marks": ("<f4", parts)}
+    arrays |= {"parts": ("<i8", parts + 1), "roles": ("<i1", parts)}
+    arrays |= {"advantages": ("<f4", parts)} if meta.get("advantages") else {}
   return arrays | cache_images.arrays(meta)
 
 

@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from input_pipeline.examples import Encoded
+from input_pipeline.examples_base import Encoded
 from input_pipeline.images import EncodedImage
 
 

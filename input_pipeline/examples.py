@@ -6,78 +6,23 @@ them understand rows that are tokenised already.
 
 import json
 from collections.abc import Iterable, Mapping
-from typing import Any, NamedTuple, Protocol
+from typing import Any
 
 import numpy as np
 from ml_collections import ConfigDict
 
 from input_pipeline import special_tokens
+from input_pipeline.examples_base import NOT_TRAINED, NOTHING_TO_TRAIN, Encoded, Encoder
+from input_pipeline.examples_chat import ChatEncoder
+from input_pipeline.examples_pairs import LabelledEncoder, PairEncoder
+from input_pipeline.examples_rollouts import RolloutEncoder
 from input_pipeline.files import shown_names
 from input_pipeline.image_texts import sees
-from input_pipeline.images import EncodedImage
 from input_pipeline.readers import Record
-from input_pipeline.remarks import LITERAL, Remark
+from input_pipeline.remarks import LITERAL
 from input_pipeline.sources import Source, open_source
 from input_pipeline.tokenizer import Tokenizer
 from trainer.errors import ConfigError, DataError
-
-# Labels of tokens that are not trained, as in transformers.
-NOT_TRAINED = -100
-NOTHING_TO_TRAIN = "nothing to train"
-# The mark of a prompt with another one's completion, of which KTO estimates a mean.
-MISMATCHED = 0.5
-# The mark of a completion whose advantage is 0; a mark of 0 says that there is none.
-ZERO_ADVANTAGE = 1e-30
-
-
-class Encoded(NamedTuple):
-  """Token ids (int32 [n]) and weights (float32 [n]): weights[t] is that of predicting ids[t]. None: all are 1.
-
-  A document may consist of parts, which do not see one another but belong together, such as the two sides of a
-  preference: `parts` are their lengths, `marks` their entries in a batch's `sequences`; or their advantages, of which
-  exact zeros are given as ZERO_ADVANTAGE. It may have `images`, whose tokens begin at `places`, in ascending order.
-  `remarks` are counted and told at the start (`remarks.py`).
-  """
-
-  ids: np.ndarray
-  weights: np.ndarray | None = None
-  parts: tuple[int, ...] = ()
-  marks: tuple[float, ...] = ()
-  images: tuple[EncodedImage, ...] = ()
-  places: tuple[int, ...] = ()
-  remarks: tuple[Remark, ...] = ()
-
-
-class Encoder(Protocol):
-  """An encoder may have `with_next(document, following) -> document`, too, if a document depends on another one of its
-  source: the next one with another `prompt_of(document)` (partners.py; if all have the same: on None). And
-  `tokens_per_image`, if documents may have images."""
-
-  @property
-  def fingerprint(self) -> str:
-    """All that decides what `encode` gives: tokenizer, template, options. Equal on every machine."""
-    ...
-
-  def encode(self, records: list[Record]) -> list[Encoded | str]:
-    """The documents in `records`, in order; a record may give several. A string is why a record is dropped, for the
-    table at the start, where they are counted by reason.
-
-    Raises:
-      DataError: naming the record (`where`), the key, and what was found.
-    """
-    ...
-
-  def texts(self, record: Record) -> Iterable[str]:
-    """The texts in it, to train a tokenizer on and to count bytes."""
-    ...
-
-  def describe(self, record: Record) -> str:
-    """What it was taken for, in a word or two, to be counted and shown at the start."""
-    ...
-
-  def columns(self, record: Record) -> frozenset[str]:
-    """The names of its fields that are read; the others are counted and shown at the start."""
-    ...
 
 
 class TextEncoder:
@@ -310,7 +255,6 @@ def _kind(value: Any) -> str:
 
 
 def _chat(config: ConfigDict, tokenizer: Tokenizer | None, trains_all: bool = False) -> Encoder:
-  from input_pipeline.examples_chat import ChatEncoder
   try:
     fields = dict(config.chat.fields)
   except (TypeError, ValueError) as e:
@@ -325,22 +269,18 @@ def _texts(config: ConfigDict, tokenizer: Tokenizer | None) -> Encoder:
 
 
 def _pairs(config: ConfigDict, tokenizer: Tokenizer | None) -> Encoder:
-  from input_pipeline.examples_pairs import PairEncoder
   return PairEncoder(config, tokenizer)
 
 
 def _labelled(config: ConfigDict, tokenizer: Tokenizer | None) -> Encoder:
-  from input_pipeline.examples_pairs import LabelledEncoder
   return LabelledEncoder(config, tokenizer)
 
 
 def _mismatched(config: ConfigDict, tokenizer: Tokenizer | None) -> Encoder:
-  from input_pipeline.examples_pairs import LabelledEncoder
   return LabelledEncoder(config, tokenizer, mismatched=True)
 
 
 def _rollouts(config: ConfigDict, tokenizer: Tokenizer | None) -> Encoder:
-  from input_pipeline.examples_rollouts import RolloutEncoder
   return RolloutEncoder(config, tokenizer)
 
 

@@ -14,7 +14,7 @@ import numpy as np
 from ml_collections import ConfigDict
 
 from input_pipeline.chat import ChatTemplate, load_template, template_of
-from input_pipeline.examples import NOTHING_TO_TRAIN, Encoded
+from input_pipeline.examples_base import NOTHING_TO_TRAIN, Encoded
 from input_pipeline.image_texts import ImageTemplate, image_format, refuse_stand_in, text_of
 from input_pipeline.images import EncodedImage, ImageRef
 from input_pipeline.readers import Record

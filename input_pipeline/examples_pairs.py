@@ -12,9 +12,10 @@ from functools import cached_property
 import numpy as np
 from ml_collections import ConfigDict
 
-from input_pipeline.examples import MISMATCHED, Encoded
+from input_pipeline.examples_base import Encoded
 from input_pipeline.examples_chat import ChatEncoder, fields_of, texts_of
 from input_pipeline.readers import Record
+from input_pipeline.roles import ABSENT, CHOSEN, DESIRABLE, MISMATCHED, REJECTED, UNDESIRABLE
 from input_pipeline.shapes import Plain
 from input_pipeline.shapes_pairs import PairReader, Side
 from input_pipeline.tokenizer import Tokenizer
@@ -96,7 +97,7 @@ class PairEncoder(SidesEncoder):
         continue
       if np.array_equal(chosen.ids, rejected.ids) and _contents(chosen) == _contents(rejected):
         raise DataError(f"{record.where}: both sides have the same tokens: there is nothing to prefer. Remove the row.")
-      results.append(_joined(chosen, rejected, (1.0, 1.0)))
+      results.append(_joined(chosen, rejected, (CHOSEN, REJECTED)))
     return results
 
   def texts(self, record: Record) -> Iterable[str]:
@@ -115,11 +116,11 @@ class PairEncoder(SidesEncoder):
 
 
 class LabelledEncoder(SidesEncoder):
-  """Prompts with an answer and a label, for KTO: marked 1 where the answer is wanted, -1 where not.
+  """Prompts with an answer and a label, for KTO: DESIRABLE where the answer is wanted, UNDESIRABLE where not.
 
   With `mismatched` a second part has the prompt with the completion of the next example in the source whose prompt is
-  another one (partners.py), marked MISMATCHED. Its weights say which tokens to sum up; where there is no other prompt
-  it is empty, and marked 0.
+  another one (partners.py), MISMATCHED. Its weights say which tokens to sum up; where there is no other prompt
+  it is empty, and ABSENT.
   """
 
   def __init__(self, config: ConfigDict, tokenizer: Tokenizer | None, mismatched: bool = False):
@@ -142,7 +143,7 @@ class LabelledEncoder(SidesEncoder):
     rows = [self._reader.labelled(record) for record in records]
     tokenized = self._encode_sides([(side, record.where) for (side, _), record in zip(rows, records, strict=True)])
     return [answer if isinstance(answer, str) else answer._replace(
-        parts=(len(answer.ids),), marks=(1.0 if label else -1.0,))
+        parts=(len(answer.ids),), roles=(DESIRABLE if label else UNDESIRABLE,))
             for answer, (_, label) in zip(tokenized, rows, strict=True)]
 
   def texts(self, record: Record) -> Iterable[str]:
@@ -163,7 +164,7 @@ class LabelledEncoder(SidesEncoder):
 def _with_mismatched(document: Encoded, following: Encoded | None) -> Encoded:
   """`document` with its prompt and the completion of `following` as a second part."""
   if following is None:
-    return document._replace(parts=(*document.parts, 0), marks=(*document.marks, 0.0))
+    return document._replace(parts=(*document.parts, 0), roles=(*document.roles, ABSENT))
   prompt, answer = (int(np.argmax(d.weights > 0)) for d in (document, following))
   ids = np.concatenate([document.ids[:prompt], following.ids[answer:]])
   weights = np.concatenate([np.zeros(prompt, np.float32), following.weights[answer:]])
@@ -171,15 +172,15 @@ def _with_mismatched(document: Encoded, following: Encoded | None) -> Encoded:
   later = sum(at < answer for at in following.places)
   mismatched = Encoded(ids, weights, images=(*document.images[:len(places)], *following.images[later:]),
                        places=(*places, *(at - answer + prompt for at in following.places[later:])))
-  return _joined(document, mismatched, (*document.marks, MISMATCHED))
+  return _joined(document, mismatched, (*document.roles, MISMATCHED))
 
 
-def _joined(first: Encoded, second: Encoded, marks: tuple[float, ...]) -> Encoded:
+def _joined(first: Encoded, second: Encoded, roles: tuple[int, ...]) -> Encoded:
   """A document of two parts."""
   ids, weights = (np.concatenate([getattr(first, key), getattr(second, key)]) for key in ("ids", "weights"))
   places = (*first.places, *(at + len(first.ids) for at in second.places))
-  return Encoded(ids, weights, (len(first.ids), len(second.ids)), marks, first.images + second.images, places,
-                 first.remarks + second.remarks)
+  return Encoded(ids, weights, (len(first.ids), len(second.ids)), roles, (), first.images + second.images,
+                 places, first.remarks + second.remarks)
 
 
 def _contents(document: Encoded) -> list[bytes]:

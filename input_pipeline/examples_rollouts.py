@@ -5,7 +5,7 @@
     prompt, responses, rewards, masks responses as lists of token ids; masks then may be a list for each
 
 Each response is a document of one part, the prompt with the response, tokenised and weighted as fine-tuning does it.
-Its mark is its advantage among the responses of its row (trainer/advantages.py).
+Its advantage is that among the responses of its row (trainer/advantages.py).
 """
 
 import json
@@ -18,13 +18,14 @@ from typing import Any, NamedTuple
 import numpy as np
 from ml_collections import ConfigDict
 
-from input_pipeline.examples import NOTHING_TO_TRAIN, ZERO_ADVANTAGE, Encoded
+from input_pipeline.examples_base import NOTHING_TO_TRAIN, Encoded
 from input_pipeline.examples_chat import fields_of, texts_of
 from input_pipeline.examples_pairs import SidesEncoder
 from input_pipeline.files import shown_names
 from input_pipeline.image_texts import vocab_size
 from input_pipeline.prompts import Asked, Prompter, PromptReader
 from input_pipeline.readers import Record
+from input_pipeline.roles import COMPLETION
 from input_pipeline.shapes import Conversation, Plain
 from input_pipeline.shapes_pairs import SHAPE, Side
 from input_pipeline.tokenizer import Tokenizer
@@ -167,7 +168,7 @@ class RolloutReader(PromptReader):
 
 
 class RolloutEncoder(SidesEncoder):
-  """Rewarded responses as documents of one part, marked with their advantages (`ZERO_ADVANTAGE` for 0); see `Encoder`.
+  """Rewarded responses as documents of one part, with their advantages; see `Encoder`.
 
   The token that ends a turn, or EOS, stands behind each response and is trained, unless it is of token ids, which are
   taken as they are. A response without a reward is in no baseline and not trained; one that is masked is not trained.
@@ -207,8 +208,8 @@ class RolloutEncoder(SidesEncoder):
         if isinstance(answer, str):
           results.append(answer)
           continue
-        mark = float(values[i]) or ZERO_ADVANTAGE
-        document = answer._replace(parts=(len(answer.ids),), marks=(mark,))
+        advantage = float(values[i]) + 0.0  # no negative zero
+        document = answer._replace(parts=(len(answer.ids),), roles=(COMPLETION,), advantages=(advantage,))
         results.append(document if answer.weights[1:].any() else NOTHING_TO_TRAIN)
     return results
 

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import numpy as np
 
 from input_pipeline.cache import WEIGHTS_READ, TokenizedSource
-from input_pipeline.examples import MISMATCHED
+from input_pipeline.roles import ABSENT, CHOSEN, MISMATCHED, REJECTED
 from trainer.errors import ConfigError, DataError
 
 OVER_LONG = ("split", "truncate_end", "truncate_start", "drop", "error")
@@ -37,8 +37,10 @@ class Parts(NamedTuple):
   # Which document of its row it belongs to, and which part of it it is, from 0; -1: it is their prompt. int64.
   document: np.ndarray
   nth: np.ndarray
-  # Float32; 0 for prompts.
-  marks: np.ndarray
+  # What each is (roles.py), int8; ABSENT for prompts.
+  roles: np.ndarray
+  # Float32, 0 for prompts; None: there are none.
+  advantages: np.ndarray | None
   # How many tokens at its beginning are left out, int64: where its positions begin to count.
   cut: np.ndarray
 
@@ -178,7 +180,7 @@ class Units:
     self.each, self.shares = tokens.parts_each, share_prompts
     self.dropped: dict[str, int] = {}
     sizes_DxP = np.diff(tokens.parts).reshape(-1, self.each)
-    marks_DxP = np.array(tokens.marks).reshape(-1, self.each)
+    roles_DxP = np.array(tokens.roles).reshape(-1, self.each)
     prompts_D = np.maximum(common_beginnings(tokens) - 1, 0) if share_prompts else np.zeros(len(sizes_DxP), np.int64)
     cut_D = np.zeros(len(sizes_DxP), np.int64)
     total_D = _places(sizes_DxP, prompts_D)
@@ -187,7 +189,7 @@ class Units:
     if over_long == "drop":
       kept_DxP, bad_D = sizes_DxP, self._drop(long_D, "too long", False)
     elif over_long == "truncate_start":
-      kept_DxP, cut_D, fits_D = _from_the_start(tokens, sizes_DxP, marks_DxP, prompts_D, seq_len)
+      kept_DxP, cut_D, fits_D = _from_the_start(tokens, sizes_DxP, roles_DxP, prompts_D, seq_len)
       bad_D = self._drop(~fits_D, "too long", False)
     else:
       own_DxP = np.maximum(sizes_DxP - prompts_D[:, None], 0)
@@ -196,14 +198,14 @@ class Units:
       if tokens.images is not None:
         starts_DxP = np.array(tokens.parts[:-1]).reshape(-1, self.each)
         kept_DxP = tokens.images.outside(starts_DxP + kept_DxP, after=False) - starts_DxP
-      compared_D = (marks_DxP == 1).all(axis=1) & (self.each > 1)
+      compared_D = np.isin(roles_DxP, (CHOSEN, REJECTED)).all(axis=1)
       bad_D = self._drop(long_D & compared_D & (kept_DxP == sizes_DxP).any(axis=1), "one side too long", False)
     trained_DxP = self._count(tokens, cut_D, kept_DxP)
-    # A mismatched completion stands behind another part; alone, the same number is an advantage.
-    spare_DxP = (marks_DxP == MISMATCHED) & (self.each > 1) | (marks_DxP == 0)
+    spare_DxP = np.isin(roles_DxP, (MISMATCHED, ABSENT))
     bad_D = self._drop(((trained_DxP == 0) & ~spare_DxP).any(axis=1), "no room for a completion", bad_D)
     out_DxP = spare_DxP & (trained_DxP == 0)
-    self._kept_DxP, self._marks_DxP = np.where(out_DxP, 0, kept_DxP), np.where(out_DxP, 0, marks_DxP)
+    self._kept_DxP, self._roles_DxP = np.where(out_DxP, 0, kept_DxP), np.where(out_DxP, ABSENT, roles_DxP)
+    self._advantages = tokens.advantages
     self._trained_D = np.where(spare_DxP, 0, trained_DxP).sum(axis=1)
     self.summed = int(np.where(out_DxP, 0, trained_DxP)[~bad_D].sum())
     self._cut_D = cut_D
@@ -240,8 +242,9 @@ class Units:
     of_prompt = nth < 0
     begin = np.where(of_prompt, np.minimum(cut, prompt), np.minimum(np.maximum(prompt, cut), kept))
     some = Pieces(row, doc * self.each + part, begin, np.where(of_prompt, prompt, kept))
-    marks = np.where(of_prompt, 0, self._marks_DxP[doc, part])
-    return Parts(some, np.repeat(document, self.each - first), nth, marks, cut)
+    roles = np.where(of_prompt, ABSENT, self._roles_DxP[doc, part])
+    advantages = None if self._advantages is None else np.where(of_prompt, 0, self._advantages[some.doc])
+    return Parts(some, np.repeat(document, self.each - first), nth, roles, advantages, cut)
 
   def _drop(self, which_D: np.ndarray, reason: str, before_D: np.ndarray | bool) -> np.ndarray:
     """`before_D` and `which_D`; those that are new are counted under `reason`."""
@@ -256,7 +259,7 @@ class Units:
 
 
 def _from_the_start(
-    tokens: TokenizedSource, sizes_DxP: np.ndarray, marks_DxP: np.ndarray, prompts_D: np.ndarray, seq_len: int
+    tokens: TokenizedSource, sizes_DxP: np.ndarray, roles_DxP: np.ndarray, prompts_D: np.ndarray, seq_len: int
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
   """(the tokens up to which each part is kept, int64 [D, P], those left out at the beginning of each, int64 [D],
   whether it all fits), so that parts fit into a row that share the first `prompts_D` tokens; see `Units`."""
@@ -277,7 +280,7 @@ def _from_the_start(
   kept_DxP = sizes_DxP.copy()
   cut_D, left_D = cut(kept_DxP)
   if kept_DxP.shape[1] > 1:
-    spare_DxP = marks_DxP == MISMATCHED
+    spare_DxP = roles_DxP == MISMATCHED
     least_D = most_D + 1  # of its prompt no token is trained
     kept_DxP -= np.where(spare_DxP, left_D[:, None], 0)
     kept_DxP[spare_DxP & (kept_DxP <= least_D[:, None])] = 0

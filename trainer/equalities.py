@@ -56,7 +56,7 @@ def one_device(s: Subject) -> float:
 
 def packing(s: Subject) -> float:
   """I3, the first half."""
-  if "sequences" in s.batch:
+  if "segment_roles" in s.batch:
     raise Skip(f"{s.config.strategy.name} compares documents of one row with one another")
   together, apart = split_documents(s.batch, most=16)
   if len(together["tokens"]) == len(apart["tokens"]):

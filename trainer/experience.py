@@ -22,9 +22,12 @@ import numpy as np
 
 from input_pipeline.batches import empty_batch
 from input_pipeline.packing import best_fit_decreasing
+from input_pipeline.roles import CHOSEN, COMPLETION, REJECTED
 from trainer import image_tokens
 from trainer.buckets import bucket, power
 
+# By the size of a unit: what its sequences are.
+ROLES = {1: (COMPLETION,), 2: (CHOSEN, REJECTED)}
 # The fewest segments that a row of a batch has places for.
 MIN_SEGMENTS = 8
 
@@ -123,15 +126,17 @@ def make_batch(experience: Experience, units: np.ndarray, form: RowFormat, *, ke
     old_logprobs: float32 [n], see `trainer.old_policy`; None: NaN.
 
   Returns:
-    tokens, positions, segment_ids, loss_weights [B, T], source_ids [B] (of a row's first sequence), sequences [B, S];
-    with a layout, what `trainer.image_tokens` adds; with `share_prompts`, prompt_ids [B, T]: of tokens that share a
-    prompt, its segment, which has a number above S.
+    tokens, positions, segment_ids, loss_weights [B, T], source_ids [B] (of a row's first sequence), segment_roles
+    [B, S]; with a layout, what `trainer.image_tokens` adds; with `share_prompts`, prompt_ids [B, T]: of tokens
+    that share a prompt, its segment, which has a number above S.
 
   Raises:
     ValueError: a unit is longer than a row.
   """
   seq_len, layout = form.seq_len, form.layout
   members = [np.flatnonzero(experience.units == unit).tolist() for unit in units]
+  roles = {i: role for of_unit in members
+           for i, role in zip(of_unit, ROLES[len(of_unit)], strict=True)}
   starts = np.cumsum(experience.lengths) - experience.lengths
   # What completions have in common, but for its last token; it stands in the row once.
   prompts = [experience.tokens[start:start + length - 1].tobytes() if form.share_prompts and length > 1 else b""
@@ -145,7 +150,7 @@ def make_batch(experience: Experience, units: np.ndarray, form: RowFormat, *, ke
   if form.share_prompts:
     batch["prompt_ids"] = np.zeros_like(batch["segment_ids"])
   zeros_BxT = np.zeros_like(batch["loss_weights"])
-  extra = {"advantages": np.zeros_like(batch["sequences"]), "behavior_logprobs": zeros_BxT,
+  extra = {"advantages": np.zeros(batch["segment_roles"].shape, np.float32), "behavior_logprobs": zeros_BxT,
            "old_logprobs": zeros_BxT + np.nan, "places": np.full(zeros_BxT.shape, -1)}
   batch |= {key: extra[key] for key in keys}
   shown = _shown(experience, rows, layout, images or {})
@@ -165,7 +170,7 @@ def make_batch(experience: Experience, units: np.ndarray, form: RowFormat, *, ke
       if first:
         batch["prompt_ids"][row, place] = shared[prompts[sequence]]
       batch["loss_weights"][row, place] = experience.weights[taken]
-      batch["sequences"][row, segment] = 1.0
+      batch["segment_roles"][row, segment] = roles[sequence]
       if "advantages" in keys:
         batch["advantages"][row, segment] = experience.advantages[sequence]
       if "behavior_logprobs" in keys:
@@ -187,7 +192,7 @@ def _put_prompts(batch: dict[str, np.ndarray], row: int, prompts: list[bytes]) -
   """
   count, begin = Counter(prompts), 0
   shared = [prompt for prompt in count if prompt and count[prompt] > 1]
-  numbers = {prompt: batch["sequences"].shape[1] + n for n, prompt in enumerate(shared, 1)}
+  numbers = {prompt: batch["segment_roles"].shape[1] + n for n, prompt in enumerate(shared, 1)}
   for prompt, number in numbers.items():
     ids = np.frombuffer(prompt, batch["tokens"].dtype)
     place = slice(begin, begin + len(ids))

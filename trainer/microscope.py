@@ -16,11 +16,12 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 from markupsafe import Markup
 
+from input_pipeline import roles
 from models import cpu
 from trainer import image_tokens, inspect, logprobs, strategies, update
 from trainer.report import pages
 from trainer.rows import Rows
-from trainer.strategies import kto, sequences
+from trainer.strategies import sequences
 
 # Rows of the page, and tokens on it at most, so that a phone can open it.
 MOST_ROWS, MOST_TOKENS = 20, 20_000
@@ -219,8 +220,9 @@ def _of_pair(batch: Mapping[str, np.ndarray], row: int, segment: int) -> str:
 
 
 def _of_verdict(batch: Mapping[str, np.ndarray], row: int, segment: int) -> str:
-  kinds = {kto.DESIRABLE: "desirable", kto.UNDESIRABLE: "not desirable", kto.MISMATCHED: "mismatched, for the estimate"}
-  return kinds.get(float(batch["sequences"][row, segment - 1]), "")
+  kinds = {roles.DESIRABLE: "desirable", roles.UNDESIRABLE: "not desirable",
+           roles.MISMATCHED: "mismatched, for the estimate"}
+  return kinds.get(int(batch["segment_roles"][row, segment - 1]), "")
 
 
 # {what a strategy learns from: what a segment is}.

@@ -293,7 +293,7 @@ def abstract_batch(config: Any, model: Any, rows: int, *, precompute: bool = Fal
       advantages=learns in WITH_ADVANTAGES, prompts=share_prompts)
   if config.rollout.num_prompts:
     held = strategies.of(config).keys(config.rollout.updates * config.rollout.epochs)
-    row |= {key: row["sequences" if key == "advantages" else "loss_weights"] for key in held}
+    row |= {key: row["loss_weights"] for key in held if key != "advantages"}
   row |= image_tokens.empty(layout, 1, config.seq_len, images_per_row if layout else 0)
   return {key: jax.ShapeDtypeStruct((rows, *np.shape(values)[1:]), values.dtype, sharding=sharding)
           for key, values in row.items()}

@@ -147,8 +147,8 @@ def completions_apart(batch: Mapping[str, np.ndarray], together: int = 1) -> dic
   row of their own (two of a preference), of that many times the length."""
   apart: list[dict[str, np.ndarray]] = []
   for row, segments in enumerate(batch["segment_ids"]):
-    for first in range(0, batch["sequences"].shape[1], together):
-      numbers = [n for n in range(first, first + together) if batch["sequences"][row][n]]
+    for first in range(0, batch["segment_roles"].shape[1], together):
+      numbers = [n for n in range(first, first + together) if batch["segment_roles"][row][n]]
       if not numbers:
         continue
       of_tokens = [key for key, part in batch.items() if part[row].shape == segments.shape and key != "prompt_ids"]
@@ -163,7 +163,7 @@ def completions_apart(batch: Mapping[str, np.ndarray], together: int = 1) -> dic
         alone["segment_ids"][begin:begin + len(places)] = n - first + 1
         begin += len(places)
       for key, part in batch.items():
-        if part[row].shape == batch["sequences"][row].shape:
+        if part[row].shape == batch["segment_roles"][row].shape:
           alone[key] = np.zeros_like(part[row])
           alone[key][:together] = part[row][first:first + together]
         elif key not in of_tokens and key != "prompt_ids":

@@ -9,6 +9,7 @@ from ml_collections import ConfigDict
 from input_pipeline.batches import PackedSource, check_ids, empty_batch, pack, resolve_layout, stats_table
 from input_pipeline.cache import TokenizedSource
 from input_pipeline.packing import PACKINGS, make_plan
+from input_pipeline.roles import CHOSEN, REJECTED
 from trainer.config import defaults
 from trainer.errors import ConfigError, DataError
 
@@ -175,7 +176,7 @@ def test_pairs_left_out_are_counted_by_reason():
   weights[-8:-5] = weights[-5:] = 0  # of the last pair, what fits is not trained
   weights[-1] = weights[-6] = 1
   tokens = source_of(np.diff(parts[::2]), weights=weights, dropped={"short": 2})._replace(
-      parts=parts, marks=np.ones(8, np.float32))
+      parts=parts, roles=np.array([CHOSEN, REJECTED] * 4))
   c = config("dpo")
   c.input.max_over_long = 1.0
   source = pack(c, tokens, learns="pairs")

@@ -13,7 +13,9 @@ from input_pipeline import cache as cache_lib
 from input_pipeline import files
 from input_pipeline import folders as folders_lib
 from input_pipeline.cache import FileHasher, tokenize_source
-from input_pipeline.examples import Encoded, open_examples
+from input_pipeline.examples import open_examples
+from input_pipeline.examples_base import Encoded
+from input_pipeline.roles import MISMATCHED, UNDESIRABLE
 from input_pipeline.sources import open_source
 from input_pipeline.tokenizer import BytesTokenizer
 from trainer.config import defaults, source
@@ -350,13 +352,14 @@ class Halving:
 
   def encode(self, records):
     lines = [np.frombuffer(r.fields["text"].encode(), np.uint8).astype(np.int32) for r in records]
-    return ["short" if len(ids) < 2 else Encoded(ids, np.ones(len(ids), np.float32), (len(ids),), (-1.0,))
+    return ["short" if len(ids) < 2 else Encoded(ids, np.ones(len(ids), np.float32), (len(ids),), (UNDESIRABLE,))
             for ids in lines]
 
   def _join(self, document, following):
     more = np.zeros(0, np.int32) if following is None else following.ids[:2]
     ids = np.concatenate([document.ids, more])
-    return Encoded(ids, np.ones(len(ids), np.float32), (len(document.ids), len(more)), (-1.0, 0.5))
+    return Encoded(ids, np.ones(len(ids), np.float32), (len(document.ids), len(more)),
+                   (UNDESIRABLE, MISMATCHED))
 
   def texts(self, record):
     return record.fields["text"],
@@ -382,7 +385,8 @@ def test_parts_and_documents_that_depend_on_the_next_one(data, monkeypatch, batc
   tokens = halved(data)
   assert bytes(tokens.tokens.tolist()) == b"abc" b"de" b"defg" b"hi" b"hi" b"ab"  # after the last comes the first
   assert tokens.offsets.tolist() == [0, 5, 11, 15] and tokens.parts.tolist() == [0, 3, 5, 9, 11, 13, 15]
-  assert tokens.marks.tolist() == [-1, 0.5] * 3 and tokens.parts_each == 2 and tokens.dropped == {"short": 1}
+  assert tokens.roles.tolist() == [UNDESIRABLE, MISMATCHED] * 3
+  assert tokens.parts_each == 2 and tokens.dropped == {"short": 1} and tokens.advantages is None
   assert tokens.of_parts().num_documents == 6 and tokens.folder.is_dir()
   assert halved(data).parts.tolist() == tokens.parts.tolist()  # read again
   alone = halved(data, join=False)
@@ -394,7 +398,7 @@ def test_parts_and_documents_that_depend_on_the_next_one(data, monkeypatch, batc
 def test_documents_without_parts_have_no_files_of_them(data):
   tokens = build(data)
   assert tokens.parts is None and tokens.parts_each == 0
-  assert not list(tokens.folder.glob("parts.bin")) and not list(tokens.folder.glob("marks.bin"))
+  assert not list(tokens.folder.glob("parts.bin")) and not list(tokens.folder.glob("roles.bin"))
   meta = json.loads((tokens.folder / "meta.json").read_text())
   del meta["parts"]  # as caches without the entry
   (tokens.folder / "meta.json").write_text(json.dumps(meta))
@@ -402,7 +406,7 @@ def test_documents_without_parts_have_no_files_of_them(data):
 
 
 def test_damaged_parts_are_built_again(data):
-  for name in ("parts", "marks"):
+  for name in ("parts", "roles"):
     tokens = halved(data, join=False)
     file = tokens.folder / f"{name}.bin"
     raw = bytearray(file.read_bytes())

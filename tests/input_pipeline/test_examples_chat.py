@@ -7,7 +7,8 @@ import re
 import numpy as np
 import pytest
 
-from input_pipeline.examples import NOTHING_TO_TRAIN, make_encoder
+from input_pipeline.examples import make_encoder
+from input_pipeline.examples_base import NOTHING_TO_TRAIN
 from input_pipeline.examples_chat import TEMPLATES, ChatEncoder, template_names
 from input_pipeline.prompts import Prompter
 from input_pipeline.readers import Record

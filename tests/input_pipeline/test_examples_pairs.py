@@ -7,9 +7,10 @@ import numpy as np
 import pytest
 
 from input_pipeline import shapes_pairs
-from input_pipeline.examples import MISMATCHED, make_encoder
+from input_pipeline.examples import make_encoder
 from input_pipeline.examples_pairs import LabelledEncoder, PairEncoder
 from input_pipeline.readers import Record
+from input_pipeline.roles import ABSENT, CHOSEN, DESIRABLE, MISMATCHED, REJECTED, UNDESIRABLE
 from input_pipeline.tokenizer import BytesTokenizer, load_tokenizer
 from tests.tiny import ROOT
 from trainer.config import defaults
@@ -62,7 +63,7 @@ CHAT = "<|begin|><|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n"
 def test_messages(row):
   (found,) = make().encode(records(row))
   assert sides(found) == [(CHAT, "Hello<|im_end|>"), (CHAT, "Go<|im_end|>")]
-  assert found.marks == (1, 1) and sum(found.parts) == len(found.ids)
+  assert found.roles == (CHOSEN, REJECTED) and sum(found.parts) == len(found.ids)
 
 
 def test_a_side_is_what_fine_tuning_makes_of_it():
@@ -207,7 +208,7 @@ LABELLED = [{"prompt": "Q", "completion": " a", "label": True}, {"prompt": [USER
 def test_labelled_answers():
   encoder = make("kto", loss="apo_zero_unpaired")
   found = encoder.encode(records(*LABELLED))
-  assert [e.marks for e in found] == [(1,), (-1,), (-1,)] and encoder.with_next is None
+  assert [e.roles for e in found] == [(DESIRABLE,), (UNDESIRABLE,), (UNDESIRABLE,)] and encoder.with_next is None
   assert [s for e in found for s in sides(e)] == [("<|begin|>Q", " a<|im_end|>"), (CHAT, "Go<|im_end|>"),
                                                 ("<|begin|>P", " cc<|im_end|>")]
 
@@ -217,11 +218,12 @@ def test_a_mismatched_completion_is_that_of_the_next_example():
   found = encoder.encode(records(*LABELLED))
   joined = encoder.with_next(found[0], found[2])
   assert sides(joined) == [("<|begin|>Q", " a<|im_end|>"), ("<|begin|>Q", " cc<|im_end|>")]
-  assert joined.marks == (1, MISMATCHED)
+  assert joined.roles == (DESIRABLE, MISMATCHED)
   joined = encoder.with_next(found[1], found[0])
-  assert sides(joined) == [(CHAT, "Go<|im_end|>"), (CHAT, " a<|im_end|>")] and joined.marks == (-1, MISMATCHED)
+  assert sides(joined) == [(CHAT, "Go<|im_end|>"), (CHAT, " a<|im_end|>")]
+  assert joined.roles == (UNDESIRABLE, MISMATCHED)
   alone = encoder.with_next(found[0], None)
-  assert alone.parts == (len(found[0].ids), 0) and alone.marks == (1, 0)
+  assert alone.parts == (len(found[0].ids), 0) and alone.roles == (DESIRABLE, ABSENT)
 
 
 @pytest.mark.parametrize("row, said", [

@@ -7,8 +7,10 @@ import numpy as np
 import pytest
 
 from input_pipeline import loader
-from input_pipeline.examples import NOTHING_TO_TRAIN, ZERO_ADVANTAGE, make_encoder
+from input_pipeline.examples import make_encoder
+from input_pipeline.examples_base import NOTHING_TO_TRAIN
 from input_pipeline.readers import Record
+from input_pipeline.roles import ABSENT, COMPLETION
 from input_pipeline.tokenizer import BytesTokenizer, load_tokenizer
 from tests.tiny import ROOT
 from trainer.config import defaults, source, strategy
@@ -37,7 +39,8 @@ def parts(document, tokenizer=TINY):
 
 
 def advantages(found):
-  return [mark for document in found for mark in document.marks]
+  assert all(document.roles == (COMPLETION,) for document in found)
+  return [advantage for document in found for advantage in document.advantages]
 
 
 @pytest.mark.parametrize("response", ["Hello", [{"role": "assistant", "content": "Hello"}]], ids=["string", "messages"])
@@ -78,7 +81,7 @@ def test_turns_of_a_tool_are_not_trained():
     # The sample deviation of 0, 3, 0 is sqrt((1 + 4 + 1) / 2).
     ("group", "group", [-1 / (3**0.5 + 1e-4), 2 / (3**0.5 + 1e-4), -1 / (3**0.5 + 1e-4)]),
     ("leave_one_out", "none", [-1.5, 3.0, -1.5]),
-    ("none", "none", [ZERO_ADVANTAGE, 3.0, ZERO_ADVANTAGE]),
+    ("none", "none", [0.0, 3.0, 0.0]),
 ])
 def test_advantages_by_hand(baseline, scale, expected):
   row = {"prompt": [USER], "responses": ["a", "b", "c", "d"], "rewards": [0, 3, 0, None]}
@@ -89,7 +92,7 @@ def test_advantages_by_hand(baseline, scale, expected):
 
 def test_equal_rewards_are_kept_with_an_advantage_of_zero():
   found = encode({"prompt": [USER], "responses": ["a", "b"], "rewards": [0.1, 0.1]}, scale="group")
-  assert advantages(found) == [ZERO_ADVANTAGE] * 2
+  assert advantages(found) == [0.0] * 2
 
 
 def test_a_masked_response_is_not_trained_but_compared_with():
@@ -184,10 +187,11 @@ def test_a_batch_has_sequences_and_advantages(tmp_path):
   expected = {"abc": 0.5, "abde": -0.5, "xy": 0.0, "xz": 0.0}
   found = {}
   batch = data.batch(0)
-  assert batch["advantages"].shape == batch["sequences"].shape and batch["advantages"].dtype == np.float32
+  assert batch["advantages"].shape == batch["segment_roles"].shape and batch["advantages"].dtype == np.float32
   for row in range(3):
-    for s, there in enumerate(batch["sequences"][row]):
-      inside = batch["segment_ids"][row] == s + 1
+    for s, role in enumerate(batch["segment_roles"][row]):
+      inside, there = batch["segment_ids"][row] == s + 1, role == COMPLETION
+      assert there or role == ABSENT
       assert there == inside.any() and (there or batch["advantages"][row, s] == 0)
       if there:
         ids = batch["tokens"][row, inside]
@@ -198,7 +202,7 @@ def test_a_batch_has_sequences_and_advantages(tmp_path):
             len(ids) - (3 if text[0] == "a" else 2))
   assert found.keys() <= expected.keys() and all(set(v) == {expected[k]} for k, v in found.items())
   everything = [data.batch(step) for step in range(4)]
-  assert sum(b["sequences"].sum() for b in everything) >= 4 and found
+  assert sum((b["segment_roles"] == COMPLETION).sum() for b in everything) >= 4 and found
   (stats,) = data.stats()
   assert stats["documents"] == 4 and stats["dropped: a response without a reward"] == 1
   assert stats["records"] == "2 responses of strings"

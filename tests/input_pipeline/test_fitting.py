@@ -8,26 +8,26 @@ import pytest
 from input_pipeline import fitting
 from input_pipeline.batches import PackedSource, empty_batch
 from input_pipeline.cache import TokenizedSource
-from input_pipeline.examples import MISMATCHED
 from input_pipeline.fitting import Pieces, Units
 from input_pipeline.packing import make_plan
+from input_pipeline.roles import ABSENT, CHOSEN, DESIRABLE, MISMATCHED, REJECTED, UNDESIRABLE
 from trainer.errors import DataError
 
 
-def source_of(units, marks=(1.0, 1.0), **more):
+def source_of(units, roles=(CHOSEN, REJECTED), **more):
   """A source of documents whose parts are (untrained, trained) tokens."""
-  marks = [marks] * len(units) if isinstance(marks[0], float) else marks
+  roles = [roles] * len(units) if isinstance(roles[0], int) else roles
   sizes = [sum(part) for unit in units for part in unit]
   parts = np.concatenate([[0], np.cumsum(sizes)])
   each = len(units[0])
   weights = [w for unit in units for before, trained in unit for w in [0] * before + [1] * trained]
   return TokenizedSource(
       "s", np.arange(1, 1 + parts[-1], dtype=np.uint16), parts[::each], np.array(sizes), "print", {},
-      np.array(weights, np.float32), parts=parts, marks=np.array(marks, np.float32).reshape(-1), **more)
+      np.array(weights, np.float32), parts=parts, roles=np.array(roles, np.int8).reshape(-1), **more)
 
 
-def fit(units, seq_len, over_long="truncate_end", marks=(1.0, 1.0), share=1.0):
-  return Units(source_of(units, marks), seq_len, over_long, share)
+def fit(units, seq_len, over_long="truncate_end", roles=(CHOSEN, REJECTED), share=1.0):
+  return Units(source_of(units, roles), seq_len, over_long, share)
 
 
 def kept(units, doc):
@@ -67,9 +67,9 @@ def test_drop_and_error():
   assert fit(long, 20, "error", share=0.0).dropped == {}
 
 
-def alike_source(units, marks=(1.0, 1.0)):
+def alike_source(units, roles=(CHOSEN, REJECTED)):
   """As `source_of`, with the same prompt on both sides, ids from 100 on; those of completions are all different."""
-  source, ids, own = source_of(units, marks), [], 1000
+  source, ids, own = source_of(units, roles), [], 1000
   for unit in units:
     for before, trained in unit:
       ids += [*range(100, 100 + before), *range(own, own + trained)]
@@ -139,8 +139,8 @@ def test_no_more_is_cut_at_the_beginning_than_must_be(share):
 
 
 def test_a_mismatched_completion_is_cut_or_left_out_before_its_example():
-  marks = [(1.0, MISMATCHED), (-1.0, MISMATCHED), (1.0, MISMATCHED), (1.0, 0.0)]
-  source = alike_source([[(6, 3), (6, 4)], [(2, 3), (2, 9)], [(6, 11), (6, 2)], [(9, 6), (0, 0)]], marks)
+  roles = [(DESIRABLE, MISMATCHED), (UNDESIRABLE, MISMATCHED), (DESIRABLE, MISMATCHED), (DESIRABLE, ABSENT)]
+  source = alike_source([[(6, 3), (6, 4)], [(2, 3), (2, 9)], [(6, 11), (6, 2)], [(9, 6), (0, 0)]], roles)
   units = Units(source, 12, "truncate_start", 1.0)
   assert [list(map(len, laid(source, units, doc, 12))) for doc in range(4)] == [
       [5, 6],  # 19 places: the prompt loses 4 on each side, and 11 are used
@@ -151,23 +151,24 @@ def test_a_mismatched_completion_is_cut_or_left_out_before_its_example():
 
 
 def test_single_answers_lose_the_beginning_of_their_prompt():
-  source = alike_source([[(2, 3)], [(9, 5)], [(2, 9)]], (1.0,))
+  source = alike_source([[(2, 3)], [(9, 5)], [(2, 9)]], (DESIRABLE,))
   units = Units(source, 8, "truncate_start", 1.0)
   assert laid(source, units, 1, 8) == [[106, 107, 108, *range(1003, 1008)]] and units.dropped == {"too long": 1}
 
 
 def test_single_answers_are_cut_to_a_row():
-  units = fit([[(2, 3)], [(2, 9)], [(8, 4)]], 8, marks=(1.0,))
+  units = fit([[(2, 3)], [(2, 9)], [(8, 4)]], 8, roles=(DESIRABLE,))
   assert units.spans.lengths.tolist() == [5, 8] and units.dropped == {"no room for a completion": 1}
   assert units.spans.truncated == 1
 
 
 def test_a_mismatched_completion_never_costs_its_example():
-  marks = [(1.0, MISMATCHED), (-1.0, MISMATCHED), (1.0, MISMATCHED), (1.0, 0.0)]
-  units = fit([[(2, 3), (2, 9)], [(2, 9), (2, 9)], [(2, 3), (7, 2)], [(2, 6), (0, 0)]], 12, marks=marks)
+  roles = [(DESIRABLE, MISMATCHED), (UNDESIRABLE, MISMATCHED), (DESIRABLE, MISMATCHED), (DESIRABLE, ABSENT)]
+  units = fit([[(2, 3), (2, 9)], [(2, 9), (2, 9)], [(2, 3), (7, 2)], [(2, 6), (0, 0)]], 12, roles=roles)
   assert [kept(units, doc) for doc in range(4)] == [[5, 7], [6, 6], [5, 0], [8, 0]]
   parts = units.parts(Pieces(*np.zeros((3, 4), np.int64)[:1], np.arange(4), *np.zeros((2, 4), np.int64)))
-  assert parts.marks.tolist() == [1, MISMATCHED, -1, MISMATCHED, 1, 0, 1, 0]
+  assert parts.roles.tolist() == [DESIRABLE, MISMATCHED, UNDESIRABLE, MISMATCHED, DESIRABLE, ABSENT, DESIRABLE, ABSENT]
+  assert parts.advantages is None
   assert units.dropped == {} and units.spans.too_long == 0
   assert units.count(np.arange(4), None, None).tolist() == [3, 4, 3, 6]  # what is summed up is not trained
   assert units.summed == 3 + 5 + 4 + 4 + 3 + 6
@@ -197,7 +198,9 @@ def test_rows_by_a_plain_loop(packing):
     for row in rows:
       segments, tokens = batch["segment_ids"][row], batch["tokens"][row]
       count = segments.max()
-      assert count % 2 == 0 and batch["sequences"][row].tolist() == [1] * count + [0] * (packed.sequences - count)
+      assert count % 2 == 0
+      assert batch["segment_roles"][row].tolist() == [CHOSEN, REJECTED] * (count // 2) + [ABSENT] * (
+          packed.sequences - count)
       pairs = []
       for segment in range(1, count + 1):
         here = np.flatnonzero(segments == segment)
@@ -272,12 +275,13 @@ def test_sides_that_share_their_prompt_are_the_same_sides(packing, seq_len):
   for row in rows:
     segments, prompts = batch["segment_ids"][row], batch["prompt_ids"][row]
     assert {0, *segments.tolist()} >= set(prompts.tolist()) and not prompts[segments > packed.sequences + 2].any()
-    for first in np.flatnonzero(batch["sequences"][row])[::2]:
+    for first in np.flatnonzero(batch["segment_roles"][row])[::2]:
       sides = []
       for number in (first, first + 1):
         mine = np.flatnonzero(segments == number + 1)
         prompt = prompts[mine[0]]
-        assert len(mine) and (prompts[mine] == prompt).all() and batch["sequences"][row][number] == 1
+        assert len(mine) and (prompts[mine] == prompt).all()
+        assert batch["segment_roles"][row][number] == (CHOSEN, REJECTED)[number - first]
         before = np.flatnonzero((segments == prompt) & (prompt > 0))
         places = np.concatenate([before, mine])
         assert (np.diff(places) > 0).all()  # it stands before both
@@ -315,7 +319,7 @@ def test_a_pair_whose_sides_fit_only_with_one_prompt_is_kept_whole():
 
 
 def test_what_is_left_out_alone_leaves_nobody_to_share_with():
-  source = source_of([[(4, 3), (4, 9)], [(4, 3), (0, 0)]], [(1.0, MISMATCHED), (1.0, 0.0)])
+  source = source_of([[(4, 3), (4, 9)], [(4, 3), (0, 0)]], [(DESIRABLE, MISMATCHED), (DESIRABLE, ABSENT)])
   prompt = [7, 8, 9, 7]
   source = source._replace(tokens=np.concatenate([prompt, [1] * 3, prompt, [2] * 9, prompt, [3] * 3]))
   units = Units(source, 19, "truncate_end", 1.0, share_prompts=True)

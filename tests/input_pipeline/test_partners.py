@@ -7,8 +7,9 @@ import numpy as np
 import pytest
 
 from input_pipeline import loader
-from input_pipeline.examples import MISMATCHED, Encoded
+from input_pipeline.examples_base import Encoded
 from input_pipeline.partners import Partners
+from input_pipeline.roles import MISMATCHED
 from input_pipeline.tokenizer import BytesTokenizer
 from trainer.config import source
 from trainer.config_checks import resolve
@@ -63,7 +64,7 @@ def mismatched(config, folder):
   for step in range(-(-data.rows_per_epoch // config.batch_size)):
     batch = data.batch(step)
     for r in range(config.batch_size):
-      for s in np.flatnonzero(batch["sequences"][r] == MISMATCHED):
+      for s in np.flatnonzero(batch["segment_roles"][r] == MISMATCHED):
         here = batch["segment_ids"][r] == s + 1
         text = bytes(i for i in batch["tokens"][r][here].tolist() if i < 256).decode()
         found[tuple(text.split("?"))] += 1

@@ -89,7 +89,7 @@ def test_batches_have_every_document_once_in_the_rows_of_the_first_epoch(tmp_pat
   seen = [[], []]
   rows = []
   for batch in logprobs.batches(7):
-    assert batch.tokens_BxT.shape == (7, 48) and batch.arrays["sequences"].shape == (7, data.sequences)
+    assert batch.tokens_BxT.shape == (7, 48) and batch.arrays["segment_roles"].shape == (7, data.sequences)
     assert ((batch.tokens_BxT >= 0) == (batch.arrays["loss_weights"] > 0)).all()
     some = logprobs.batch(batch.index, 7, slice(2, 5))
     np.testing.assert_array_equal(some.tokens_BxT, batch.tokens_BxT[2:5])
@@ -192,6 +192,6 @@ def test_only_documents_with_parts_have_them(tmp_path):
   for name in c.input.sources:
     c.input.sources[name].text_key = "chosen"
   data = make(c, tmp_path)
-  assert data.sequences == 0 and not {"sequences", "ref_logprobs"} & data.batch(0).keys()
+  assert data.sequences == 0 and not {"segment_roles", "ref_logprobs"} & data.batch(0).keys()
   with pytest.raises(ValueError, match="for preferences and labelled answers only"):
     data.reference("r1", tmp_path / "cache")

@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from input_pipeline.roles import CHOSEN, COMPLETION, REJECTED
 from tests.models.common import FAMILIES, VOCAB, make, random_params
 from trainer.experience import Experience, RowFormat, Sequence, collect, make_batch
 from trainer.image_tokens import Layout
@@ -39,7 +40,7 @@ def found(batch):
       at = np.flatnonzero(segments == segment)
       assert np.all(np.diff(at) == 1)
       part = {key: batch[key][row, at] for key in ("tokens", "positions", "loss_weights", "behavior_logprobs")}
-      marks = (batch[key][row, segment - 1] for key in ("sequences", "advantages"))
+      marks = (batch[key][row, segment - 1] for key in ("segment_roles", "advantages"))
       result[int(part["tokens"][0])] = row, part, *marks
   return result
 
@@ -49,14 +50,15 @@ def test_every_sequence_is_there_once_with_all_that_belongs_to_it():
   batch = batch_of(which)
   there = found(batch)
   members = [member for unit in which for member in units()[unit]]
-  assert len(there) == len(members) == batch["sequences"].sum()
-  for given, advantage, _ in members:
-    row, part, exists, worth = there[int(given.ids[0])]
+  assert len(there) == len(members) == (batch["segment_roles"] > 0).sum()
+  roles = [role for unit in which for role in ((COMPLETION,), (CHOSEN, REJECTED))[len(units()[unit]) - 1]]
+  for (given, advantage, _), role in zip(members, roles, strict=True):
+    row, part, is_one, worth = there[int(given.ids[0])]
     np.testing.assert_array_equal(part["tokens"], given.ids)
     np.testing.assert_array_equal(part["positions"], np.arange(len(given.ids)))
     np.testing.assert_array_equal(part["loss_weights"], given.weights)
     np.testing.assert_array_equal(part["behavior_logprobs"], given.logprobs)
-    assert exists == 1 and worth == np.float32(advantage)
+    assert is_one == role and worth == np.float32(advantage)
   assert batch["loss_weights"].sum() == sum(given.weights.sum() for given, _, _ in members)
 
 
@@ -75,13 +77,13 @@ def test_rows_are_few_and_of_few_numbers():
   assert batch_of(range(len(LENGTHS)))["tokens"].shape == (4, 16)  # 53 tokens; fewer rows cannot hold them
   assert batch_of(range(len(LENGTHS)), row_multiple=3)["tokens"].shape == (6, 16)
   assert batch_of([0])["tokens"].shape == (1, 16)
-  assert batch_of([0], row_multiple=8)["sequences"].shape == (8, 8)
+  assert batch_of([0], row_multiple=8)["segment_roles"].shape == (8, 8)
 
 
 def test_nothing_to_train_is_a_batch_of_padding():
   batch = make_batch(collect([]), np.zeros(0, np.int64), RowFormat(16, 3, 4), keys=("advantages",))
   assert batch["tokens"].shape == (4, 16) and np.all(batch["tokens"] == 3)
-  assert not batch["segment_ids"].any() and not batch["sequences"].any() and "behavior_logprobs" not in batch
+  assert not batch["segment_ids"].any() and not batch["segment_roles"].any() and "behavior_logprobs" not in batch
 
 
 def test_a_unit_longer_than_a_row_is_refused():
@@ -122,7 +124,7 @@ def shared(share=True, seq_len=24, groups=GROUPS):
 def texts(batch):
   """What the batch says of each sequence: {(tokens, advantage): (positions, weights, log-probs)}, prompts included."""
   result = {}
-  for row, number in np.argwhere(batch["sequences"] > 0):
+  for row, number in np.argwhere(batch["segment_roles"] > 0):
     mine = batch["segment_ids"][row] == number + 1
     of_prompt = batch["prompt_ids"][row][mine] if "prompt_ids" in batch else np.zeros(mine.sum(), np.int32)
     assert len(set(of_prompt.tolist())) == 1
@@ -143,7 +145,7 @@ def test_completions_that_share_a_prompt_are_the_same_sequences():
   assert "prompt_ids" not in apart and batch["loss_weights"].sum() == apart["loss_weights"].sum()
   assert len(batch["tokens"]) < len(apart["tokens"])
   for row, ids in enumerate(batch["segment_ids"]):
-    of_prompts = set(ids[ids > batch["sequences"].shape[1]].tolist())
+    of_prompts = set(ids[ids > batch["segment_roles"].shape[1]].tolist())
     assert of_prompts == set(batch["prompt_ids"][row][batch["prompt_ids"][row] > 0].tolist())
     for number in of_prompts:
       assert not batch["loss_weights"][row][ids == number].any()
@@ -175,7 +177,7 @@ def test_shared_prompts_change_neither_log_probs_nor_gradients(name):
 
   (found, gradient), (expected, plain) = (jax.value_and_grad(total, has_aux=True)(params, batch)
                                           for batch in (whole, alone))
-  by_worth = [dict(zip(np.asarray(batch["advantages"])[mask := batch["sequences"] > 0].tolist(),
+  by_worth = [dict(zip(np.asarray(batch["advantages"])[mask := batch["segment_roles"] > 0].tolist(),
                        np.asarray(logps)[mask].tolist(), strict=True))
               for batch, (_, logps) in ((whole, found), (alone, expected))]
   assert by_worth[0] == pytest.approx(by_worth[1], rel=1e-5)

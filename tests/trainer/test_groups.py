@@ -8,6 +8,7 @@ import pytest
 
 from input_pipeline.prompt_data import PromptItem
 from input_pipeline.prompts import Prompt
+from input_pipeline.roles import COMPLETION
 from trainer import advantages, experience, groups
 from trainer.environment import Episode
 from trainer.errors import ConfigError
@@ -58,7 +59,7 @@ def test_what_has_no_reward_leaves_the_others_as_if_it_had_never_been():
   others = groups.sequences([group([0.0, 2.0]), group([4.0, 1.0], number=2)], "group", "group", False)
   assert some.counts == {"completions/masked": 0, "completions/without_reward": 5}
   ours, theirs = batch(some), batch(others)
-  assert ours.keys() == theirs.keys() and ours["sequences"].sum() == 4
+  assert ours.keys() == theirs.keys() and (ours["segment_roles"] == COMPLETION).sum() == 4
   for key in ours:
     np.testing.assert_array_equal(ours[key], theirs[key], err_msg=key)
 

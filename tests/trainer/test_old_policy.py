@@ -85,7 +85,7 @@ def test_later_steps_are_compared_with_the_policy_when_the_rollout_began(prompts
   rows = rows_of(tmp_path / "w")
   for step, batch in enumerate(trained, 1):
     ratios = []
-    for row, segment in np.argwhere(batch["sequences"] > 0):
+    for row, segment in np.argwhere(batch["segment_roles"] > 0):
       at = np.flatnonzero(batch["segment_ids"][row] == segment + 1)
       ids = batch["tokens"][row, at]
       if "prompt_ids" in batch and (number := batch["prompt_ids"][row, at[0]]):

@@ -43,7 +43,7 @@ def abstract_mesh(**sizes):
 
 def kinds(batch):
   """{name: (dtype, rank, places in a row)}; how many segments a row has, the data decide."""
-  return {name: (np.dtype(values.dtype), len(values.shape), None if name in ("sequences", "advantages")
+  return {name: (np.dtype(values.dtype), len(values.shape), None if name in ("segment_roles", "advantages")
                  else tuple(values.shape[1:])) for name, values in batch.items()}
 
 

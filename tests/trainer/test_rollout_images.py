@@ -6,6 +6,7 @@ import jax
 import numpy as np
 import pytest
 
+from input_pipeline.roles import COMPLETION
 from tests.evaluators import digits
 from tests.trainer.test_pages import pictures
 from trainer import checkpoint, rollout, train
@@ -66,7 +67,7 @@ def test_what_is_trained_is_what_was_sampled_about_its_own_picture(whole):
     for row, index in enumerate(batch["image_index"]):
       used = np.unique((index[index > 0] - 1) // 4)
       assert all(batch["images"][row, slot].tobytes() in known for slot in used)
-      assert batch["sequences"][row].sum() == len(used) == batch["segment_ids"][row].max()
+      assert (batch["segment_roles"][row] == COMPLETION).sum() == len(used) == batch["segment_ids"][row].max()
       np.testing.assert_array_equal(batch["tokens"][row][index > 0], 258)
       assert not batch["loss_weights"][row][batch["block_ids"][row] > 0].any()
   # On the first step the policy is the one that sampled: its ratios are 1 only if it sees the same images.

@@ -12,6 +12,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from input_pipeline.roles import ABSENT
 from trainer.errors import ConfigError
 from trainer.metrics import Mean
 from trainer.strategies import preference, sequences
@@ -27,8 +28,8 @@ def loss(model: Any, params: Any, batch: dict[str, jax.Array], rng: jax.Array | 
     model: the seam of models/api.py.
     params: nested dict of arrays.
     batch: `tokens`, `positions`, `segment_ids`, `loss_weights` [B, T], where loss_weights is above 0 on completion
-      tokens; `sequences` [B, S], 1 where that segment exists; maybe `ref_logprobs` [B, T], as `token_logprobs` of the
-      reference gives.
+      tokens; `segment_roles` [B, S], above 0 where that segment exists; maybe `ref_logprobs` [B, T], as
+      `token_logprobs` of the reference gives.
     rng: key for dropout and noise; None: none. With `cfg.disable_dropout` there is none in any case.
     cfg: the strategy's options (below).
     reference: parameters of the reference; not needed with `ref_logprobs`, or if `needs_reference(cfg)` is False.
@@ -46,8 +47,8 @@ def loss(model: Any, params: Any, batch: dict[str, jax.Array], rng: jax.Array | 
   def sums(values_BxT):
     return sequences.segment_sums(values_BxT, batch)
 
-  mask_BxT, present_BxP = sequences.completion_mask(batch), _split(batch["sequences"])
-  present_BxP = present_BxP[0] * present_BxP[1]
+  mask_BxT, roles_BxP = sequences.completion_mask(batch), _split(batch["segment_roles"])
+  present_BxP = ((roles_BxP[0] != ABSENT) & (roles_BxP[1] != ABSENT)).astype(jnp.float32)
   count_BxS, logps_BxS = sums(mask_BxT), sums(stats.logprob)
   ref_BxS = None if ref_BxT is None else sums(ref_BxT)
   policy_BxS, anchor_BxS = logps_BxS, ref_BxS
@@ -89,7 +90,7 @@ def _split(values_BxS: jax.Array | None) -> tuple[Any, Any]:
   if values_BxS is None:
     return None, None
   if values_BxS.shape[1] % 2:
-    raise ValueError(f"batch['sequences'] has shape {values_BxS.shape}: pairs need an even number of segments")
+    raise ValueError(f"batch['segment_roles'] has shape {values_BxS.shape}: pairs need an even number of segments")
   return values_BxS[:, 0::2], values_BxS[:, 1::2]
 
 

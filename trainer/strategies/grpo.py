@@ -60,7 +60,7 @@ def loss(model: Any, params: Any, batch: dict[str, jax.Array], rng: jax.Array | 
     model: the seam of models/api.py.
     params: nested dict of arrays.
     batch: `tokens`, `positions`, `segment_ids`, `loss_weights` [B, T], where loss_weights is above 0 on sampled
-      tokens; `sequences`, `advantages` [B, S]; maybe `old_logprobs` [B, T], log p_old in nats of trained tokens
+      tokens; `segment_roles`, `advantages` [B, S]; maybe `old_logprobs` [B, T], log p_old in nats of trained tokens
       (without, and where it is NaN: log p of now, so that ρ is 1 and has the gradient of log p); maybe
       `behavior_logprobs` [B, T], log q; maybe `ref_logprobs` [B, T], as `sequences.token_logprobs` of the reference
       gives.
@@ -113,7 +113,7 @@ def spread(values_BxS: jax.Array, batch: Mapping[str, jax.Array]) -> jax.Array:
 
 def ratios(logprob_BxT: jax.Array, batch: Mapping[str, jax.Array], cfg: Any) -> Ratios:
   """p / p_old; `logprob_BxT`: log p, float32, of trained tokens at least."""
-  mask_BxT = sequences.completion_mask(batch) * spread(batch["sequences"] > 0, batch)
+  mask_BxT = sequences.completion_mask(batch) * spread(batch["segment_roles"] > 0, batch)
   # `where`: what stands in prompts and padding of the batch's arrays may not count, whatever it is.
   logp_BxT = jnp.where(mask_BxT > 0, logprob_BxT, 0.0)
   old_BxT = jax.lax.stop_gradient(logp_BxT)
@@ -128,7 +128,7 @@ def ratios(logprob_BxT: jax.Array, batch: Mapping[str, jax.Array], cfg: Any) -> 
 
 def advantages_of(batch: Mapping[str, jax.Array]) -> jax.Array:
   """Of each token that of its sequence, [B, T]."""
-  return spread(jnp.where(batch["sequences"] > 0, batch["advantages"], 0.0), batch)
+  return spread(jnp.where(batch["segment_roles"] > 0, batch["advantages"], 0.0), batch)
 
 
 def correction(mismatch_BxT: jax.Array, mask_BxT: jax.Array, batch: dict[str, jax.Array], cfg: Any

@@ -16,13 +16,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from input_pipeline.roles import DESIRABLE, MISMATCHED, UNDESIRABLE
 from trainer.errors import ConfigError
 from trainer.metrics import Mean
 from trainer.strategies import sequences
 from trainer.strategies.record import Strategy
 
-# What `sequences` says of a segment; 0: it does not exist.
-DESIRABLE, UNDESIRABLE, MISMATCHED = 1.0, -1.0, 0.5
 LOSSES = ("kto", "apo_zero_unpaired")
 
 
@@ -52,7 +51,7 @@ def loss(model: Any, params: Any, batch: dict[str, jax.Array], rng: jax.Array | 
   Args:
     model: the seam of models/api.py.
     params: nested dict of arrays.
-    batch: as for dpo.loss, with `sequences` [B, S] of 1 (desirable), -1 (undesirable), 0.5 (mismatched) or 0.
+    batch: as for dpo.loss, with `segment_roles` [B, S] of DESIRABLE, UNDESIRABLE, MISMATCHED or ABSENT.
     rng: key for dropout and noise; None: none. With `cfg.disable_dropout` there is none in any case.
     cfg: the strategy's options (below).
     reference: parameters of the reference; not needed if the batch has `ref_logprobs`.
@@ -68,7 +67,7 @@ def loss(model: Any, params: Any, batch: dict[str, jax.Array], rng: jax.Array | 
   ratio_BxS = logps_BxS - ref_BxS
 
   desirable_BxS, undesirable_BxS, mismatched_BxS = (
-      (batch["sequences"] == kind).astype(jnp.float32) for kind in (DESIRABLE, UNDESIRABLE, MISMATCHED))
+      (batch["segment_roles"] == role).astype(jnp.float32) for role in (DESIRABLE, UNDESIRABLE, MISMATCHED))
   z = divergence(ratio_BxS, mismatched_BxS) if cfg.loss == "kto" else 0.0
   loss_BxS = example_losses(ratio_BxS, z, cfg)
 

@@ -1,7 +1,8 @@
 """From tokens to the sequences that rows hold: what the strategies on completions share, and their evaluators.
 
 B rows, T length, S segments a row. Each segment is a prompt and its completion with positions from 0; `loss_weights`
-is above 0 on the completion's tokens, and `sequences` [B, S] is not 0 where segment s + 1 exists. A prompt that several
+is above 0 on the completion's tokens, and `segment_roles` [B, S] says what segment s + 1 is
+(input_pipeline/roles.py; 0: there is none). A prompt that several
 completions of a row share (`prompt_ids`) is a segment beyond S, of which nothing is trained (trainer/experience.py).
 """
 
@@ -56,8 +57,8 @@ def reference_logprobs(model: Any, batch: dict[str, jax.Array], reference: Any, 
 
 
 def segment_sums(values_BxT: jax.Array, batch: Mapping[str, jax.Array]) -> jax.Array:
-  """Sums over each segment's tokens, [B, S] float32, S as in `batch["sequences"]`."""
-  ids_S = jnp.arange(1, batch["sequences"].shape[1] + 1)
+  """Sums over each segment's tokens, [B, S] float32, S as in `batch["segment_roles"]`."""
+  ids_S = jnp.arange(1, batch["segment_roles"].shape[1] + 1)
   # A reduction rather than a scatter: always in the same order, and fused, so that no [B, T, S] is kept.
   in_segment = batch["segment_ids"][:, :, None] == ids_S
   return jnp.sum(jnp.where(in_segment, values_BxT.astype(jnp.float32)[:, :, None], 0.0), axis=1)

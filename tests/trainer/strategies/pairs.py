@@ -5,6 +5,7 @@ import functools
 import jax
 import numpy as np
 
+from input_pipeline.roles import CHOSEN, REJECTED
 from trainer.strategies import STRATEGIES
 
 
@@ -29,28 +30,28 @@ def examples(count, seed=0, vocab=24, longest=6):
 
 
 def layout(rows, length, segments):
-  """A batch of rows of segments (prompt, completion, what `sequences` says of it)."""
+  """A batch of rows of segments (prompt, completion, its role)."""
   shape = (len(rows), length)
   batch = dict(tokens=np.zeros(shape, np.int32), positions=np.zeros(shape, np.int32),
                segment_ids=np.zeros(shape, np.int32), loss_weights=np.zeros(shape, np.float32),
-               sequences=np.zeros((len(rows), segments), np.float32),
+               segment_roles=np.zeros((len(rows), segments), np.int32),
                source_ids=(np.arange(len(rows)) % 2).astype(np.int32))
   for row, parts in enumerate(rows):
     end = 0
-    for number, (prompt, completion, kind) in enumerate(parts):
+    for number, (prompt, completion, role) in enumerate(parts):
       begin, middle, end = end, end + len(prompt), end + len(prompt) + len(completion)
       assert end <= length
       batch["tokens"][row, begin:end] = prompt + completion
       batch["positions"][row, begin:end] = np.arange(end - begin)
       batch["segment_ids"][row, begin:end] = number + 1
       batch["loss_weights"][row, middle:end] = 1
-      batch["sequences"][row, number] = kind
+      batch["segment_roles"][row, number] = role
   return batch
 
 
 def batch(rows, length=48, pairs=2):
   """A batch of rows of (prompt, chosen, rejected), each at most `pairs`."""
-  sides = [[(x, y, 1.0) for x, chosen, rejected in row for y in (chosen, rejected)] for row in rows]
+  sides = [[(x, y, role) for x, *both in row for y, role in zip(both, (CHOSEN, REJECTED), strict=True)] for row in rows]
   return layout(sides, length, 2 * pairs)
 
 

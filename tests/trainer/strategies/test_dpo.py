@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from input_pipeline.roles import CHOSEN
 from tests import tiny
 from tests.trainer import test_update
 from tests.trainer.strategies import pairs
@@ -289,7 +290,7 @@ def test_an_absent_pair_and_what_stands_in_prompts_and_padding_change_nothing():
   for key in ("tokens", "positions", "segment_ids", "loss_weights"):
     absent[key][4] = extra[key][0]
   absent["tokens"][6:] = 23
-  assert not absent["sequences"][4].any()
+  assert not absent["segment_roles"][4].any()
   other, other_gradient = fn(params, reference, absent)
   assert float(other) == float(value)
   for a, b in zip(jax.tree.leaves(gradient), jax.tree.leaves(other_gradient), strict=True):
@@ -396,4 +397,4 @@ def test_a_reference_that_is_missing():
   assert dpo.needs_reference(options()) and not dpo.needs_reference(options(loss={"simpo": 1.0, "ipo": 0.0}))
   trace(pairs.batch(ROWS), options(loss={"simpo": 1.0, "ipo": 0.0}))
   with pytest.raises(ValueError, match="even number"):
-    trace(pairs.layout([[([1], [2], 1.0)]], 8, 3), options(loss={"simpo": 1.0}))
+    trace(pairs.layout([[([1], [2], CHOSEN)]], 8, 3), options(loss={"simpo": 1.0}))

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from input_pipeline.roles import COMPLETION
 from models.api import Output
 from tests.trainer.strategies import pairs
 from tests.trainer.strategies.pairs import options
@@ -48,9 +49,10 @@ class Table:
 
 def batch_of(rows, length=24, segments=2, seed=0, spread=0.4):
   """A batch of rows of (prompt, completion), with advantages and log-probs that look like those of other policies."""
-  batch = pairs.layout([[(x, y, 1.0) for x, y in row] for row in rows], length, segments)
+  batch = pairs.layout([[(x, y, COMPLETION) for x, y in row] for row in rows], length, segments)
   rng = np.random.default_rng(seed)
-  batch["advantages"] = (rng.normal(size=batch["sequences"].shape) * batch["sequences"]).astype(np.float32)
+  there = batch["segment_roles"] > 0
+  batch["advantages"] = (rng.normal(size=there.shape) * there).astype(np.float32)
   for name in ("old_logprobs", "ref_logprobs", "behavior_logprobs"):
     shift = rng.normal(size=batch["tokens"].shape) * spread
     batch[name] = ((shift - 3.0) * batch["loss_weights"]).astype(np.float32)
@@ -89,7 +91,7 @@ def logps(logits, batch, temperature=0.7):
 
 def sequences_of(batch):
   """(row, segment, places of trained tokens) of each sequence."""
-  for row, segment in np.argwhere(batch["sequences"] > 0):
+  for row, segment in np.argwhere(batch["segment_roles"] > 0):
     at = np.flatnonzero((batch["segment_ids"][row] == segment + 1) & (batch["loss_weights"][row] > 0))
     yield row, segment, at
 
@@ -285,7 +287,7 @@ def test_which_estimators_have_the_gradient_of_the_divergence():
   model, rng = Table(), np.random.default_rng(0)
   logits, ref_logits = (rng.normal(size=VOCAB).astype(np.float32) for _ in range(2))
   log_p, log_ref = (np.asarray(jax.nn.log_softmax(z)) for z in (logits, ref_logits))
-  batch = pairs.layout([[([0], [v], 1.0)] for v in range(VOCAB)], 2, 1)
+  batch = pairs.layout([[([0], [v], COMPLETION)] for v in range(VOCAB)], 2, 1)
   batch |= dict(advantages=np.zeros((VOCAB, 1), np.float32), ref_logprobs=np.stack([0 * log_ref, log_ref], axis=1))
   exact = jax.grad(lambda z: jnp.sum(jax.nn.softmax(z) * (jax.nn.log_softmax(z) - log_ref)))(logits)
 
@@ -373,12 +375,12 @@ def test_what_stands_outside_trained_tokens_changes_no_bit():
   untrained = batch["loss_weights"] == 0
   loud = {name: np.where(untrained, np.nan, batch[name]).astype(np.float32)
           for name in ("old_logprobs", "behavior_logprobs", "ref_logprobs")}
-  loud["advantages"] = np.where(batch["sequences"] > 0, batch["advantages"], np.nan).astype(np.float32)
+  loud["advantages"] = np.where(batch["segment_roles"] > 0, batch["advantages"], np.nan).astype(np.float32)
   value, gradient, _ = of_table(cfg, **loud)
   assert value == plain_value
   np.testing.assert_array_equal(gradient, plain)
-  without, short = batch["sequences"].copy(), batch["loss_weights"].copy()
+  without, short = batch["segment_roles"].copy(), batch["loss_weights"].copy()
   without[0, 0], short[0, batch["segment_ids"][0] == 1] = 0, 0
-  absent, removed = of_table(cfg, sequences=without), of_table(cfg, sequences=without, loss_weights=short)
+  absent, removed = of_table(cfg, segment_roles=without), of_table(cfg, segment_roles=without, loss_weights=short)
   assert absent[0] == removed[0] != plain_value
   np.testing.assert_array_equal(absent[1], removed[1])

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from input_pipeline.roles import DESIRABLE, MISMATCHED, UNDESIRABLE
 from tests import tiny
 from tests.trainer import test_update
 from tests.trainer.strategies import pairs
@@ -16,9 +17,10 @@ from trainer.errors import ConfigError
 from trainer.metrics import to_floats
 from trainer.strategies import kto
 
+LABELS = (DESIRABLE, UNDESIRABLE, UNDESIRABLE, DESIRABLE, DESIRABLE, UNDESIRABLE)
 # (prompt, completion, label); the mismatched completion of each is the next one's.
-EXAMPLES = [(x, y, label) for (x, y, _), label in zip(pairs.examples(6, seed=1), (1, -1, -1, 1, 1, -1), strict=True)]
-UNITS = [[(x, y, label), (x, EXAMPLES[(i + 1) % 6][1], kto.MISMATCHED)] for i, (x, y, label) in enumerate(EXAMPLES)]
+EXAMPLES = [(x, y, label) for (x, y, _), label in zip(pairs.examples(6, seed=1), LABELS, strict=True)]
+UNITS = [[(x, y, label), (x, EXAMPLES[(i + 1) % 6][1], MISMATCHED)] for i, (x, y, label) in enumerate(EXAMPLES)]
 ROWS = [UNITS[0] + UNITS[1], UNITS[2], [], UNITS[3] + UNITS[4], UNITS[5], [], [], []]
 WEIGHTS = dict(beta=0.3, desirable_weight=1.5, undesirable_weight=0.7)
 
@@ -73,7 +75,7 @@ def ratios(swap=False):
 def test_values_and_metrics_are_those_of_the_sequences_alone(loss, swap):
   """Once with a positive estimate of the divergence, once with a negative one, which counts as 0."""
   r, mismatched, logps = ratios(swap)
-  good = np.asarray([label > 0 for _, _, label in EXAMPLES])
+  good = np.asarray([label == DESIRABLE for _, _, label in EXAMPLES])
   z = max(mismatched.mean(), 0.0) if loss == "kto" else 0.0
   x = 0.3 * np.where(good, r - z, z - r)
   expected = np.where(good, 1.5, 0.7) * (1 - 1 / (1 + np.exp(-x)))

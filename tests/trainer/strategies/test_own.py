@@ -39,7 +39,7 @@ def apo(model, params, batch, rng, cfg, reference=None):
   stats, out = sequences.token_stats(model, params, batch, None, ("logprob",))
   x = cfg.beta * sequences.segment_sums(
       stats.logprob - sequences.reference_logprobs(model, batch, reference), batch)
-  wanted, unwanted = batch["sequences"] == 1, batch["sequences"] == -1
+  wanted, unwanted = (batch["segment_roles"] == role for role in (roles.DESIRABLE, roles.UNDESIRABLE))
   losses = jnp.where(wanted, jax.nn.sigmoid(-x), jnp.where(unwanted, jax.nn.sigmoid(x), 0.0))
   return {"loss": Mean(jnp.sum(losses, axis=1), jnp.sum(wanted | unwanted, axis=1).astype(jnp.float32))}, {}
 
@@ -50,7 +50,7 @@ def dpo(model, params, batch, rng, cfg, reference=None):
   if reference is not None or "ref_logprobs" in batch:
     logps = logps - sequences.reference_logprobs(model, batch, reference)
   x = sequences.segment_sums(logps, batch)
-  present = (batch["sequences"][:, 0::2] > 0).astype(jnp.float32)
+  present = (batch["segment_roles"][:, 0::2] > 0).astype(jnp.float32)
   losses = -jax.nn.log_sigmoid(cfg.beta * (x[:, 0::2] - x[:, 1::2]))
   return {"loss": Mean(jnp.sum(losses * present, axis=1), jnp.sum(present, axis=1))}, {}
 

@@ -6,6 +6,7 @@ import jax
 import numpy as np
 import pytest
 
+from input_pipeline.roles import COMPLETION
 from tests import tiny
 from tests.trainer.strategies import pairs, test_grpo
 from trainer import config_checks, strategies
@@ -26,8 +27,8 @@ def read_all(config):
   view, model = config_checks.View(config), tiny.model()
   presets.check(view.strategy, 4, view.model)
   _ = view.rollout.num_prompts, view.rollout.group_size, view.rollout.resample
-  batch = pairs.layout([[([1], [2, 3], 1.0)]], 8, 1)
-  batch |= dict(advantages=batch["sequences"], behavior_logprobs=batch["loss_weights"],
+  batch = pairs.layout([[([1], [2, 3], COMPLETION)]], 8, 1)
+  batch |= dict(advantages=batch["segment_roles"].astype(np.float32), behavior_logprobs=batch["loss_weights"],
                old_logprobs=batch["loss_weights"])
   params = model.abstract_params()
   jax.eval_shape(lambda p, b: grpo.loss(model, p, b, None, view.strategy, reference=p), params, batch)
@@ -197,7 +198,7 @@ def test_presets_are_what_their_equations_say(name):
                                   "rollout": dict(max_new_tokens=11)})
   strategies.fill_in(config)
   _, logits, batch = test_grpo.table()
-  batch = batch | dict(advantages=batch["advantages"] + 0.4 * (batch["sequences"] > 0))  # sums that do not cancel
+  batch = batch | dict(advantages=batch["advantages"] + 0.4 * (batch["segment_roles"] > 0))  # sums that do not cancel
   logp = test_grpo.logps(logits, batch)
   sequences = []
   for row, segment, at in test_grpo.sequences_of(batch):
