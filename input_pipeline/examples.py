@@ -4,8 +4,9 @@ An encoder belongs to what a strategy learns from; `ENCODERS` below is the table
 them understand rows that are tokenised already.
 """
 
+import functools
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import numpy as np
@@ -268,25 +269,10 @@ def _texts(config: ConfigDict, tokenizer: Tokenizer | None) -> Encoder:
   return _chat(config, tokenizer, trains_all=True)
 
 
-def _pairs(config: ConfigDict, tokenizer: Tokenizer | None) -> Encoder:
-  return PairEncoder(config, tokenizer)
-
-
-def _labelled(config: ConfigDict, tokenizer: Tokenizer | None) -> Encoder:
-  return LabelledEncoder(config, tokenizer)
-
-
-def _mismatched(config: ConfigDict, tokenizer: Tokenizer | None) -> Encoder:
-  return LabelledEncoder(config, tokenizer, mismatched=True)
-
-
-def _rollouts(config: ConfigDict, tokenizer: Tokenizer | None) -> Encoder:
-  return RolloutEncoder(config, tokenizer)
-
-
-# {kind: what encodes its rows}; texts are encoded so only where the model sees images.
-ENCODERS = {"texts": _texts, "conversations": _chat, "pairs": _pairs, "labelled": _labelled, "mismatched": _mismatched,
-            "rollouts": _rollouts}
+# {kind (kinds.py): what encodes its rows}; texts are encoded so only where the model sees images.
+ENCODERS: dict[str, Callable[..., Encoder]] = {
+    "texts": _texts, "conversations": _chat, "pairs": PairEncoder, "labelled": LabelledEncoder,
+    "mismatched": functools.partial(LabelledEncoder, mismatched=True), "rollouts": RolloutEncoder}
 
 
 def learns_texts(config: ConfigDict, learns: str) -> bool:

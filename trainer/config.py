@@ -8,7 +8,7 @@ What is given is then checked by trainer/config_checks.py.
 
 from ml_collections import ConfigDict
 
-from trainer.config_model import model
+from models.config import model
 from trainer.config_sections import (
   DURATION_UNITS,
   duration,
@@ -35,7 +35,7 @@ def defaults() -> ConfigDict:
   # grpo, or the dotted path of a strategy of yours (docs/extending.md).
   c.strategy = strategy("seq")
 
-  c.model = model()  # trainer/config_model.py
+  c.model = model()  # models/config.py
 
   c.tokenizer = t = ConfigDict()
   # bytes | bpe (byte-level, trained here on the training sources) | hf (a tokenizer.json, or its folder) |

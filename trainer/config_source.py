@@ -20,7 +20,7 @@ from trainer import config_sections, strategies
 from trainer.config import defaults
 
 ROOT = Path(__file__).resolve().parent.parent
-FILES = ("trainer/config.py", "trainer/config_model.py", "trainer/config_sections.py")
+FILES = ("trainer/config.py", "models/config.py", "trainer/config_sections.py")
 # {section that is not in the defaults: the function that makes it}.
 NAMED = {"input.sources.<name>": "source", "evals.<name>": "evaluator", "rollout.rewards.<name>": "reward"}
 

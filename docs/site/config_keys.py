@@ -24,7 +24,7 @@ PAGE = ROOT / "docs" / "config_keys.md"
 HEAD = """# Every config key
 
 Each key with its default and the comment that stands above it in the source:
-[trainer/config.py](../trainer/config.py), [config_model.py](../trainer/config_model.py),
+[trainer/config.py](../trainer/config.py), [models/config.py](../models/config.py),
 [config_sections.py](../trainer/config_sections.py) and, for strategies, their files in
 [trainer/strategies](../trainer/strategies), from which this page is made (`python docs/site/config_keys.py`).
 How keys are set, and what is refused, is in [configuration.md](configuration.md).

@@ -18,6 +18,7 @@ import numpy as np
 from ml_collections import ConfigDict
 
 from models import api
+from models import config as config_lib
 from models.hf import convert, families, files, pixels
 from models.hf.convert import iter_params, load_params, plan
 from models.hf.errors import HFError
@@ -26,7 +27,6 @@ from models.hf.files import TensorFolder, write_json
 from models.hf.keys import each
 from models.hf.peft import load_adapters, save_adapters
 from models.spec import ARCHITECTURE_KEYS
-from trainer import config as config_lib
 from trainer import tree
 
 __all__ = ["HFError", "SMALL_FILES", "TensorFolder", "abstract_params", "architecture", "config_json",
@@ -86,7 +86,7 @@ def load(path: str | Path, dtype: Any = "float32", shardings: Mapping | Callable
   """
   family, keys, _ = architecture(path, ignored)
   folder = TensorFolder(path)
-  section = config_lib.defaults().model
+  section = config_lib.model()
   set_keys(section, keys)
   section.hf = str(folder.path)
 
@@ -160,7 +160,7 @@ def set_keys(section: ConfigDict, keys: Mapping[str, Any]) -> None:
 
 def abstract_params(keys: Mapping[str, Any]) -> dict[str, Any]:
   """The parameters, as nested ShapeDtypeStructs, of the model that {dotted key of config.model: value} describes."""
-  section = config_lib.defaults().model
+  section = config_lib.model()
   set_keys(section, keys)
   made = api.make_model(section, vocab_size=keys["vocab_size"], params_dtype="float32", compute_dtype="float32")
   return made.abstract_params()

@@ -8,15 +8,16 @@ import numpy as np
 import pytest
 from ml_collections import ConfigDict
 
+from input_pipeline import examples
 from input_pipeline.examples import (
   EitherEncoder,
-  Encoded,
   TextEncoder,
   TokenizedEncoder,
   learns_texts,
   make_encoder,
   open_examples,
 )
+from input_pipeline.examples_base import Encoded
 from input_pipeline.readers import Record
 from input_pipeline.tokenizer import BytesTokenizer
 from trainer.config import defaults, source
@@ -186,7 +187,7 @@ class FakeChat:
 
 
 def test_conversations_have_an_encoder_of_their_own(tmp_path, monkeypatch):
-  monkeypatch.setitem(sys.modules, "input_pipeline.examples_chat", types.SimpleNamespace(ChatEncoder=FakeChat))
+  monkeypatch.setattr(examples, "ChatEncoder", FakeChat)
   config = defaults()
   config.strategy = ConfigDict(dict(name="sft"))
   config.chat.fields = (("input_ids", "ids"),)

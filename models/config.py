@@ -1,8 +1,8 @@
 """The model's keys, with their defaults and meanings: the section `model` of a config (trainer/config.py)."""
 
-from ml_collections import ConfigDict
+from ml_collections import ConfigDict, config_dict
 
-from trainer.config_sections import unset
+unset = config_dict.placeholder
 
 
 def model() -> ConfigDict:
