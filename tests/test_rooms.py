@@ -1,0 +1,84 @@
+"""Which package may import which, and that no files import each other in a circle."""
+
+import ast
+from pathlib import Path
+
+import pytest
+
+from tests import tiny
+
+PACKAGES = ("trainer", "models", "input_pipeline", "evaluators")
+# Leaves of trainer, which every package may import; they import each other alone.
+LEAVES = {"trainer.errors", "trainer.tree", "trainer.metrics", "trainer.dotted", "trainer.whole_files",
+          "trainer.advantages"}
+# {prefix of importing files: prefixes of what they may import}; the longest prefix decides. Others may import anything.
+MAY_IMPORT = {
+    "models": {"models", *LEAVES},
+    "input_pipeline": {"input_pipeline", "models", *LEAVES},
+    **dict.fromkeys(LEAVES, LEAVES),
+}
+# Who imports evaluators: programs, and what measures as they do.
+OF_EVALUATORS = {"trainer.main", "trainer.equalities", "trainer.reference"}
+# Imports within functions that close a circle, by design: {(file, imported): why}.
+LATE = {
+    ("trainer", "trainer.main"): "`from trainer import train`, while `import trainer.config` starts no JAX",
+    ("trainer.config_sections", "trainer.strategies"): "the options of a strategy of the user's own are in its record",
+    ("trainer.bases", "trainer.speedrun"): "a run that begins from another one trains that one first",
+    ("trainer.report", "trainer.report.record"): "the report is of the run that it ends",
+}
+
+
+def modules() -> dict[str, Path]:
+  files = {}
+  for package in PACKAGES:
+    for path in sorted((tiny.ROOT / package).rglob("*.py")):
+      name = ".".join(path.relative_to(tiny.ROOT).with_suffix("").parts)
+      files[name.removesuffix(".__init__")] = path
+  return files
+
+
+FILES = modules()
+
+
+def imported(name: str, path: Path) -> set[str]:
+  """The project's modules that a file imports, wherever in it the statement stands."""
+  found = set()
+  for node in ast.walk(ast.parse(path.read_text("utf-8"))):
+    if isinstance(node, ast.Import):
+      found |= {alias.name for alias in node.names}
+    elif isinstance(node, ast.ImportFrom):
+      assert not node.level, f"{path} imports from '.'"
+      found |= {f"{node.module}.{alias.name}" if f"{node.module}.{alias.name}" in FILES else node.module
+                for alias in node.names}
+  return (found & FILES.keys()) - {name}
+
+
+IMPORTS = {name: imported(name, path) for name, path in FILES.items()}
+
+
+def within(name: str, prefix: str) -> bool:
+  return name == prefix or name.startswith(f"{prefix}.")
+
+
+@pytest.mark.parametrize("prefix", MAY_IMPORT)
+def test_packages_import_what_they_may(prefix):
+  files = [name for name in FILES if prefix == max((p for p in MAY_IMPORT if within(name, p)), key=len, default=None)]
+  assert files
+  for name in files:
+    odd = {other for other in IMPORTS[name] if not any(within(other, allowed) for allowed in MAY_IMPORT[prefix])}
+    assert not odd, f"{name} imports {', '.join(sorted(odd))}"
+
+
+def test_evaluators_are_imported_by_programs():
+  found = {name for name in FILES if not within(name, "evaluators")
+           and any(within(other, "evaluators") for other in IMPORTS[name])}
+  assert found <= OF_EVALUATORS
+
+
+def test_no_circle_of_imports():
+  left = {name: {other for other in others if (name, other) not in LATE} for name, others in IMPORTS.items()}
+  while leaves := [name for name, others in left.items() if not others & left.keys()]:
+    for name in leaves:
+      del left[name]
+  # What remains imports a circle, or is in one.
+  assert not left, f"a circle among, or below, {', '.join(sorted(left))}"
