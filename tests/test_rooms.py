@@ -41,9 +41,12 @@ FILES = modules()
 
 
 def imported(name: str, path: Path) -> set[str]:
-  """The project's modules that a file imports, wherever in it the statement stands."""
-  found = set()
-  for node in ast.walk(ast.parse(path.read_text("utf-8"))):
+  """The project's modules that a file imports, wherever in it the statement stands; but for types alone."""
+  found, tree = set(), ast.parse(path.read_text("utf-8"))
+  for node in ast.walk(tree):
+    if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING":
+      node.body = []
+  for node in ast.walk(tree):
     if isinstance(node, ast.Import):
       found |= {alias.name for alias in node.names}
     elif isinstance(node, ast.ImportFrom):
