@@ -14,7 +14,7 @@ from input_pipeline.fitting import OVER_LONG, WHOLE_OVER_LONG, Parts, Pieces, Un
 from input_pipeline.image_batches import ImageLayout, Pictures
 from input_pipeline.image_texts import sees
 from input_pipeline.packing import Plan, make_plan
-from trainer import strategies
+from trainer import strategy_kinds
 from trainer.config import ConfigError
 
 NORMALIZE = ("token", "sequence")
@@ -142,7 +142,7 @@ def resolve_layout(config: ConfigDict) -> tuple[str, str, str]:
   if packing == "concat" and not texts:
     raise ConfigError(f"input.packing is 'concat', which would cut conversations anywhere; strategy "
                       f"{config.strategy.name!r} needs them whole. Use --config.input.packing=best_fit, or none.")
-  if over_long not in ("auto", *WHOLE_OVER_LONG) and strategies.has_parts(config.strategy.name):
+  if over_long not in ("auto", *WHOLE_OVER_LONG) and strategy_kinds.has_parts(config.strategy.name):
     raise ConfigError(f"input.over_long is {over_long!r}, which strategy {config.strategy.name!r} cannot do: "
                       f"the parts of an example belong together. Use {', '.join(WHOLE_OVER_LONG)}.")
   packing = ("concat" if texts else "best_fit") if packing == "auto" else packing

@@ -19,7 +19,7 @@ from input_pipeline.readers import Record
 from input_pipeline.remarks import LITERAL, Remark
 from input_pipeline.sources import Source, open_source
 from input_pipeline.tokenizer import Tokenizer
-from trainer import strategies
+from trainer import strategy_kinds
 from trainer.config import ConfigError
 
 # Labels of tokens that are not trained, as in transformers.
@@ -342,12 +342,12 @@ ENCODERS = {"conversations": _chat, "pairs": _pairs, "labelled": _labelled, "rol
 
 def has_advantages(name: str) -> bool:
   """Whether the marks of that strategy's documents are advantages, which are in a batch's `advantages`."""
-  return strategies.data(name) == "rollouts"
+  return strategy_kinds.data(name) == "rollouts"
 
 
 def learns_texts(config: ConfigDict) -> bool:
   """Whether the documents of the strategy are texts, to be cut and joined at will."""
-  return strategies.data(config.strategy.name) not in ENCODERS and not sees(config)
+  return strategy_kinds.data(config.strategy.name) not in ENCODERS and not sees(config)
 
 
 def make_encoder(config: ConfigDict, tokenizer: Tokenizer | None, text_key: str = "text",
@@ -361,7 +361,7 @@ def make_encoder(config: ConfigDict, tokenizer: Tokenizer | None, text_key: str 
     option: how messages call `text_key`.
   """
   if not learns_texts(config):
-    return ENCODERS.get(strategies.data(config.strategy.name), _chat)(config, tokenizer)
+    return ENCODERS.get(strategy_kinds.data(config.strategy.name), _chat)(config, tokenizer)
   text = TextEncoder(tokenizer, text_key, config.tokenizer.add_bos, config.tokenizer.add_eos, option)
   return EitherEncoder(TokenizedEncoder(tokenizer), text, prefer=text_key)
 

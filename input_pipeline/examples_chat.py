@@ -23,7 +23,7 @@ from input_pipeline.segments import Segment, SegmentEncoder, Tokens
 from input_pipeline.shapes import COLUMNS, REASONING, Conversation, Plain, ShapeReader
 from input_pipeline.spans import POLICIES, SpanFinder
 from input_pipeline.tokenizer import Tokenizer
-from trainer import strategies
+from trainer import strategy_kinds
 from trainer.config import ConfigError
 
 # Raise when the same rows and options would give other tokens or weights.
@@ -56,7 +56,7 @@ class ChatEncoder:
     self._roles = _roles(self._chat)
     self.images = image_format(config, tokenizer)
     # Pretraining, which comes here for rows with images alone, learns all that it reads.
-    reads_all = strategies.data(config.strategy.name) == "texts" and self.images is not None and not self._roles
+    reads_all = strategy_kinds.data(config.strategy.name) == "texts" and self.images is not None and not self._roles
     self._train_on = "all" if reads_all and self._chat.train_on == "auto" else self._chat.train_on
     self.tokens_per_image = 0 if self.images is None else self.images.each
     self._shapes = ShapeReader(fields_of(self._chat), self._roles, self.images)

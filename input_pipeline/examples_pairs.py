@@ -19,7 +19,7 @@ from input_pipeline.readers import Record
 from input_pipeline.shapes import Plain
 from input_pipeline.shapes_pairs import PairReader, Side
 from input_pipeline.tokenizer import Tokenizer
-from trainer import strategies
+from trainer import strategy_kinds
 from trainer.config import ConfigError
 
 # Raise when the same rows and options would give other tokens or weights.
@@ -126,7 +126,7 @@ class LabelledEncoder(SidesEncoder):
 
   def __init__(self, config: ConfigDict, tokenizer: Tokenizer | None):
     super().__init__(config, tokenizer)
-    self.with_next = _with_mismatched if strategies.wants_mismatched(config.strategy) else None
+    self.with_next = _with_mismatched if strategy_kinds.wants_mismatched(config.strategy) else None
 
   @cached_property
   def fingerprint(self) -> str:

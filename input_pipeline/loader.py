@@ -26,7 +26,7 @@ from input_pipeline.reference import PackedData
 from input_pipeline.sources import open_source
 from input_pipeline.steps import MAX_STEPS, ROWS, Past, Steps, steps_of_batches
 from input_pipeline.tokenizer import Tokenizer
-from trainer import strategies
+from trainer import strategy_kinds
 from trainer.config import ConfigError
 
 __all__ = [
@@ -93,7 +93,7 @@ def make_train_data(
     tokens = tokenize_source(source, encoder, vocab_size(cfg, tokenizer), default_cache_dir(cfg, workdir), progress,
                              Policy.of(cfg))
     packed.append(pack(cfg, tokens, share_prompts=share_prompts))
-  if strategies.wants_mismatched(cfg.strategy):
+  if strategy_kinds.wants_mismatched(cfg.strategy):
     _tell_of_single_prompts(packed)
   shares = np.array([[stage[name] for name in names] for stage in weights], np.float64)
   if i.mixture_by == "tokens" and len(names) > 1:

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from trainer import rewards, strategies
+from trainer import rewards, strategy_kinds
 from trainer.config import ConfigError
 from trainer.drawing import Options
 
@@ -25,9 +25,9 @@ def check(config: Any) -> None:
       raise ConfigError(f"strategy.correction is {config.strategy.correction!r}, which compares with the log-probs of "
                         "what sampled, but rollout.num_prompts is 0: the data do not say them. Use correction='none'.")
     return
-  if strategies.data(name) not in KEYS:
+  if strategy_kinds.data(name) not in KEYS:
     raise ConfigError(f"rollout.num_prompts is {c.num_prompts}, but strategy {name!r} does not learn from completions "
-                      f"that are sampled. Use strategy {' or '.join(strategies.DATA[data] for data in KEYS)}, or "
+                      f"that are sampled. Use strategy {' or '.join(strategy_kinds.DATA[data] for data in KEYS)}, or "
                       "rollout.num_prompts=0.")
   for key, least in (("num_prompts", 1), ("group_size", 2), ("updates", 1), ("epochs", 1), ("max_new_tokens", 1),
                      ("batch_size", 1), ("resample", 0), ("max_without_lesson", 0), ("reward_workers", 0),
@@ -62,4 +62,4 @@ def check(config: Any) -> None:
 
 def keys(strategy: str, steps: int) -> tuple[str, ...]:
   """What batches of a rollout that serves so many steps hold beside the tokens."""
-  return tuple(key for key in KEYS[strategies.data(strategy)] if not (steps == 1 and key == "old_logprobs"))
+  return tuple(key for key in KEYS[strategy_kinds.data(strategy)] if not (steps == 1 and key == "old_logprobs"))

@@ -16,7 +16,8 @@ from typing import Any
 
 from trainer import config_sections
 from trainer.strategies import dpo, grpo, kto, seq, sft
-from trainer.strategies.record import DATA, WITH_PARTS, Strategy, all_options, load
+from trainer.strategies.record import Strategy, all_options, load
+from trainer.strategy_kinds import DATA, WITH_PARTS, data, has_parts, wants_mismatched
 
 __all__ = ["DATA", "STRATEGIES", "WITH_PARTS", "Loss", "Strategy", "check", "data", "find", "has_parts",
            "needs_reference", "options", "precomputes", "reference_mix", "temperature", "wants_mismatched"]
@@ -34,9 +35,6 @@ _NEEDS_REFERENCE: dict[str, Callable[[Any], bool]] = {
 _CHECKS: dict[str, Callable[[Any, int, Any], None]] = {"dpo": dpo.check, "kto": kto.check, "grpo": grpo.check}
 
 
-_DATA = {name: data for data, name in DATA.items()}
-
-
 def find(name: str) -> Strategy:
   """The strategy of that name: a built-in one, or the user's own by its dotted path.
 
@@ -45,28 +43,13 @@ def find(name: str) -> Strategy:
   """
   if name not in STRATEGIES:
     return load(name)
-  return Strategy(STRATEGIES[name], config_sections.STRATEGIES[name], _DATA[name], _NEEDS_REFERENCE.get(name, False),
+  return Strategy(STRATEGIES[name], config_sections.STRATEGIES[name], data(name), _NEEDS_REFERENCE.get(name, False),
                   _CHECKS.get(name))
 
 
 def options(name: str) -> dict[str, Any]:
   """{option: default} of the user's own strategy of that dotted path."""
   return all_options(load(name))
-
-
-def data(name: str) -> str:
-  """What the strategy of that name learns from, of `DATA`."""
-  return find(name).data
-
-
-def has_parts(name: str) -> bool:
-  """Whether its documents have parts: sides of a preference, or completions, that are kept whole."""
-  return data(name) in WITH_PARTS
-
-
-def wants_mismatched(cfg: Any) -> bool:
-  """Whether labelled completions come with another example's for the same prompt, see kto.py."""
-  return cfg.name == "kto" and cfg.loss == "kto"
 
 
 def needs_reference(cfg: Any) -> bool:

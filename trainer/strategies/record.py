@@ -6,12 +6,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from trainer.config import ConfigError, load_object
+from trainer.strategy_kinds import DATA, WITH_PARTS
 
-# What a strategy can learn from, each with the built-in one whose rows, batches and keys of the data are the same.
-DATA = {"texts": "seq", "conversations": "sft", "pairs": "dpo", "labelled": "kto", "rollouts": "grpo"}
-# Kinds whose documents have parts, which are kept whole.
-WITH_PARTS = ("pairs", "labelled", "rollouts")
-# Of these, what the user's own may have: rollouts read options of grpo, its baseline and scale.
+# Of what strategies learn from, what the user's own may have: rollouts read options of grpo, its baseline and scale.
 OWN_DATA = ("texts", "conversations", "pairs", "labelled")
 _VALUES = (bool, int, float, str, tuple, dict)
 
