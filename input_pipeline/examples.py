@@ -1,7 +1,7 @@
 """What is trained on in a record: from fields to token ids and the weight of each.
 
-An encoder belongs to what a strategy learns from; `ENCODERS` below is the table. All of
-them understand rows that are tokenised already.
+An encoder belongs to what a strategy learns from; `ENCODERS` below is the table. All of them understand rows that are
+tokenised already.
 """
 
 import json
@@ -335,8 +335,8 @@ def _rollouts(config: ConfigDict, tokenizer: Tokenizer | None) -> Encoder:
   return RolloutEncoder(config, tokenizer)
 
 
-# By what a strategy learns from (trainer/strategies/record.py): what encodes rows of several fields. Where it
-# is texts, and the model sees images, it is whatever conversations learn from.
+# By what a strategy learns from (trainer/strategy_kinds.py): what encodes rows of several fields. Where it is texts,
+# and the model sees images, rows are encoded as conversations are.
 ENCODERS = {"conversations": _chat, "pairs": _pairs, "labelled": _labelled, "rollouts": _rollouts}
 
 
