@@ -329,7 +329,7 @@ class SpanFinder:
         raise DataError(f"{what} is left out by {self.template.where}. Use a template that knows it (chat.template), "
                         "or take it out of the row.")
       if same is None and not found:
-        self._of_all(conversation)  # raises what the template has against every conversation, as a fault of its own
+        self._of_all(conversation)  # an error of the template itself, as of its sandbox, is raised
         once.warning("%s: whether it shows %s could not be tried: it renders nothing else in its place.",
                      self.template.where, what)
       self._shown.add(kind)

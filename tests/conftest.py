@@ -6,6 +6,7 @@ import os
 import shutil
 import tempfile
 
+import hypothesis
 import pytest
 
 from input_pipeline import once
@@ -29,6 +30,10 @@ _OWNS_CACHE = "WEFT_TEST_CACHE" not in os.environ
 if _OWNS_CACHE:
   os.environ["WEFT_TEST_CACHE"] = tempfile.mkdtemp(prefix="weft-test-cache-")
 os.environ["JAX_COMPILATION_CACHE_DIR"] = os.environ["WEFT_TEST_CACHE"]
+
+# How long an example takes says how busy the machine is.
+hypothesis.settings.register_profile("weft", deadline=None)
+hypothesis.settings.load_profile("weft")
 
 
 def pytest_unconfigure():
