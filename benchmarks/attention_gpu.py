@@ -1,13 +1,15 @@
-"""Attention on the GPU that is here: the kernels of models/flash_gpu.py, cuDNN's, and the blocked implementation.
+"""Attention on the GPU that is here: the kernels of models/attention/gpu_kernels.py, cuDNN's, and the blocked
+implementation.
 
     python benchmarks/attention_gpu.py [--tune]
 
 Milliseconds forward, and forward and backward, and TFLOP/s: 4 K operations a query head for each pair of a query and a
 key that it sees, forward, and 2.5 times as many backward (scores are made again). `off` is how far the kernels are from
-models/flash.py in float32 on a small row, as in the trial before they are trusted. cuDNN's know no documents.
+models/attention/blocked.py in float32 on a small row, as in the trial before they are trusted. cuDNN's know no
+documents.
 
---tune times other sizes of tiles, kernel by kernel, and names the best; TILES in models/flash_gpu.py is where they go.
---small does all of it with a few tokens, interpreted where there is no GPU: its times mean nothing.
+--tune times other sizes of tiles, kernel by kernel, and names the best; TILES in models/attention/gpu_kernels.py is
+where they go. --small does all of it with a few tokens, interpreted where there is no GPU: its times mean nothing.
 """
 
 import argparse
@@ -26,9 +28,11 @@ import jax.numpy as jnp
 import numpy as np
 from tqdm import tqdm
 
-from models import attention_gpu, flash, flash_gpu
-from models.attention import attention
-from models.flash import Rule, Side
+from models.attention import blocked
+from models.attention import gpu as attention_gpu
+from models.attention import gpu_kernels as flash_gpu
+from models.attention.blocked import Rule, Side
+from models.attention.dispatch import attention
 
 
 class Case(NamedTuple):
@@ -67,7 +71,7 @@ def made(case: Case) -> tuple[Rule, list[jax.Array], jax.Array]:
 def ways(case: Case) -> dict[str, Callable]:
   """name -> (q, k, v) -> output."""
   rule, _, segments = made(case)
-  sides = Side(segments, jnp.arange(case.length), None), Side(flash.keys_of(segments), jnp.arange(case.length), None)
+  sides = Side(segments, jnp.arange(case.length), None), Side(blocked.keys_of(segments), jnp.arange(case.length), None)
   found = {
       "kernels": lambda q, k, v: attention_gpu.on(jax.devices()[0])(rule, q, k, v, *sides),
       "blocked": lambda q, k, v: attention(q, k, v, segment_ids=segments, window=case.window, scale=rule.scale,

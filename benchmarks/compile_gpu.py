@@ -21,10 +21,14 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
-from trainer import collectives, hardware, plan_gpu, sampler, startup
-from trainer import mesh as mesh_lib
 from trainer import program as program_lib
+from trainer import startup
 from trainer.config import defaults, source
+from trainer.distributed import mesh as mesh_lib
+from trainer.generate import sampler
+from trainer.planning import collectives
+from trainer.planning import gpu as plan_gpu
+from trainer.telemetry import hardware
 
 VOCABULARY, TOKENS, TEXTS, ROOM = 128_256, 4096, 64, 2048
 GB = 1e9

@@ -19,9 +19,12 @@ import jax
 from ml_collections import ConfigDict
 
 from input_pipeline import loader
-from trainer import config_checks, hardware, plan_compile, startup
-from trainer import mesh as mesh_lib
 from trainer import program as program_lib
+from trainer import startup
+from trainer.config import checks as config_checks
+from trainer.distributed import mesh as mesh_lib
+from trainer.planning import compile as plan_compile
+from trainer.telemetry import hardware
 
 RECIPES = ("llama3_8b", "llama3_70b", "qwen3_30b_a3b", "gemma3_27b")
 GIB, GB = 2**30, 1e9

@@ -1,4 +1,5 @@
-"""Grouped matrix products, forward and backward: models/grouped.py, `jax.lax.ragged_dot`, and one dense product.
+"""Grouped matrix products, forward and backward: models/experts/grouped.py, `jax.lax.ragged_dot`, and one dense
+product.
 
     python benchmarks/experts.py [--repeats 5]
 """
@@ -14,7 +15,7 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from models import grouped
+from models.experts import grouped
 
 # Rows, inputs, outputs, experts.
 CASES = ((4096, 128, 256, 8), (4096, 256, 256, 32), (16384, 512, 256, 64))
@@ -32,7 +33,8 @@ def main() -> None:
     sizes = jnp.asarray(np.diff([0, *cuts, M // block]) * block, jnp.int32)
     x, w, one = (jnp.asarray(rng.normal(size=s), jnp.float32) for s in ((M, K), (E, K, N), (K, N)))
     ways = {
-        "models/grouped.py": (lambda x, w, sizes=sizes, block=block: grouped.grouped_matmul(x, w, sizes, block), w),
+        "models/experts/grouped.py": (
+            lambda x, w, sizes=sizes, block=block: grouped.grouped_matmul(x, w, sizes, block), w),
         "ragged_dot": (lambda x, w, sizes=sizes: jax.lax.ragged_dot(x, w, sizes), w),
         "one dense product": (jnp.matmul, one),
     }

@@ -24,8 +24,8 @@ from ml_collections import ConfigDict
 from tqdm import tqdm
 
 from benchmarks.speed import weft_config
-from trainer import checkpoint
 from trainer.callbacks import Callback
+from trainer.checkpoints import checkpoint
 from trainer.config import evaluator
 
 CASES, STEPS = ("seq", "sft", "dpo", "grpo"), 24

@@ -18,8 +18,8 @@ import traceback
 from pathlib import Path
 from types import ModuleType
 
-PACKAGES = ["input_pipeline", "models.hf", "trainer.config_checks", "trainer.config_values", "trainer.durations",
-            "trainer.tree", "trainer.mesh", "jinja2", "json", "PIL.Image"]
+PACKAGES = ["input_pipeline", "models.hf", "trainer.config.checks", "trainer.config.values", "trainer.config.durations",
+            "trainer.tree", "trainer.distributed.mesh", "jinja2", "json", "PIL.Image"]
 
 
 def fuzz(parsers: ModuleType, name: str, seconds: int, folder: Path) -> None:

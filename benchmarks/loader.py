@@ -13,8 +13,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from configs import quickstart
 from input_pipeline import loader
-from input_pipeline.tokenizer import make_tokenizer
-from trainer import config_checks
+from input_pipeline.tokenizer.tokenizer import make_tokenizer
+from trainer.config import checks as config_checks
 
 
 def main() -> None:

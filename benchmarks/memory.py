@@ -19,10 +19,10 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 import jax
 from jax.experimental import topologies
 
-from trainer import config_checks
-from trainer import mesh as mesh_lib
 from trainer import program as program_lib
+from trainer.config import checks as config_checks
 from trainer.config import defaults, source
+from trainer.distributed import mesh as mesh_lib
 
 VARIANTS = {
     "moments=float32, remat=full": {},

@@ -39,7 +39,7 @@ def main() -> None:
   import tensorstore
   from absl import logging
 
-  from trainer.checkpoint import Checkpoints
+  from trainer.checkpoints.checkpoint import Checkpoints
   logging.set_verbosity(logging.ERROR)
   libc = ctypes.CDLL("libc.so.6")
   libc.mallinfo2.restype = _Mallinfo

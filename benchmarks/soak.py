@@ -20,7 +20,7 @@ from pathlib import Path
 
 from tqdm import tqdm
 
-from trainer.writers import read_rows
+from trainer.telemetry.writers import read_rows
 
 HERE = Path(__file__).resolve().parent
 OVERRIDES = ("--config.total_steps=100000000", "--config.schedule.name=constant", "--config.schedule.decay_percent=-1",

@@ -8,7 +8,7 @@ Then runs/sweep/comparison.html; docs/configuration.md says more.
 from ml_collections import ConfigDict
 
 from configs import quickstart
-from trainer.sweep import chain, fixed, product, sweep
+from trainer.sweep.command import chain, fixed, product, sweep
 
 
 def get_config(arg: str | None = None) -> ConfigDict:

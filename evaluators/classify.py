@@ -16,14 +16,14 @@ from jax.sharding import NamedSharding, PartitionSpec
 from evaluators import common, questions
 from evaluators.questions import Question
 from input_pipeline.batches import check_ids, empty_batch
-from input_pipeline.prompts import Prompter
-from trainer import image_tokens, logprobs
-from trainer.buckets import bucket
+from input_pipeline.examples.prompts import Prompter
+from trainer.distributed.mesh import batch_sharding, check_batch, place_batch
 from trainer.errors import ConfigError, DataError
-from trainer.mesh import batch_sharding, check_batch, place_batch
+from trainer.generate import image_tokens
+from trainer.generate.buckets import bucket
+from trainer.generate.sampler import MIN_LENGTH
 from trainer.report import pages
-from trainer.sampler import MIN_LENGTH
-from trainer.strategies import seq
+from trainer.strategies import logprobs, seq
 
 SCORES = ("sum", "mean")
 SHOWN = 8  # questions in the readable file

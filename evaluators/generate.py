@@ -12,13 +12,13 @@ import numpy as np
 
 from evaluators import common, questions, vqa
 from evaluators.questions import Question
-from input_pipeline.answers import compile_pattern, extract, normalize
-from input_pipeline.prompts import Prompter
-from trainer.drawing import Options
+from input_pipeline.examples.answers import compile_pattern, extract, normalize
+from input_pipeline.examples.prompts import Prompter
 from trainer.errors import ConfigError
+from trainer.generate.sampler import Completion, Sampler
+from trainer.generate.sampling import Options
+from trainer.generate.stop_strings import StopStrings, columns, ending
 from trainer.report import pages
-from trainer.sampler import Completion, Sampler
-from trainer.stop_strings import StopStrings, columns, ending
 
 SHOWN = 8  # samples in the readable file
 MATCHES = ("exact", "vqa")

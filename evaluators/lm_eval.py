@@ -12,9 +12,9 @@ from typing import Any
 import numpy as np
 
 from evaluators import common
-from input_pipeline.prompts import Prompter
-from trainer import lm_eval
+from input_pipeline.examples.prompts import Prompter
 from trainer.errors import ConfigError
+from trainer.lm_eval import command as lm_eval
 
 # Of `cfg`, what is handed to lm_eval's simple_evaluate.
 OPTIONS = ("num_fewshot", "limit", "apply_chat_template", "system_instruction", "fewshot_as_multiturn", "gen_kwargs")
@@ -29,7 +29,7 @@ class LmEval:
 
   def __init__(self, name: str, cfg: Any, setup: common.Setup):
     lm_eval.require()
-    from trainer.harness import Harness  # imports lm_eval
+    from trainer.lm_eval.harness import Harness  # imports lm_eval
     tasks = cfg.get("tasks")
     if not tasks or isinstance(tasks, str):
       raise ConfigError(f'evals.{name}.tasks is {tasks!r}; it must be a list of names, as in tasks=("arc_easy",).')

@@ -14,10 +14,10 @@ from absl import logging
 from evaluators import common
 from input_pipeline import loader
 from input_pipeline.batches import check_ids
-from trainer import logprobs, strategies
+from trainer import strategies
+from trainer.distributed.mesh import batch_sharding, check_batch, place_batch
 from trainer.errors import ConfigError
-from trainer.mesh import batch_sharding, check_batch, place_batch
-from trainer.strategies import seq
+from trainer.strategies import logprobs, seq
 
 COMPRESSORS = {
     "gzip": ("gzip -9", lambda data: gzip.compress(data, 9)),

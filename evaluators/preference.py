@@ -10,8 +10,8 @@ from evaluators import common
 from input_pipeline import loader
 from input_pipeline.batches import check_ids
 from trainer import strategies
+from trainer.distributed.mesh import batch_sharding, check_batch, place_batch
 from trainer.errors import ConfigError
-from trainer.mesh import batch_sharding, check_batch, place_batch
 from trainer.metrics import Mean
 from trainer.program import make_loss_fn, shares_prompts
 

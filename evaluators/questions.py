@@ -7,9 +7,9 @@ import numpy as np
 
 from evaluators import common
 from input_pipeline.bad_rows import BadRows, Policy
-from input_pipeline.prompts import Prompt, Prompter
-from input_pipeline.readers import Record
-from input_pipeline.sources import open_source
+from input_pipeline.examples.prompts import Prompt, Prompter
+from input_pipeline.sources.readers import Record
+from input_pipeline.sources.sources import open_source
 from trainer.errors import ConfigError, DataError
 
 # Questions whose images are decoded at a time.

@@ -8,21 +8,21 @@ import jax
 import numpy as np
 
 from evaluators import common
-from trainer.drawing import Options
 from trainer.errors import ConfigError
-from trainer.inspect import CONTEXT, token_texts
-from trainer.sampler import Completion, Sampler
-from trainer.stop_strings import StopStrings, columns
+from trainer.generate.sampler import Completion, Sampler
+from trainer.generate.sampling import Options
+from trainer.generate.stop_strings import StopStrings, columns
+from trainer.modes.inspect import CONTEXT, token_texts
 
 
 class Samples:
   """Continues each prompt by `max_new_tokens` tokens, or until a token that ends the document or a string of `stop`.
 
   Every token is drawn from the full softmax at `temperature` (0: the most likely one); what is drawn is a function of
-  (seed, step, prompt, position) and of the parameters, see trainer/sampler.py. Where the strategy has a reference
-  policy in memory, what that writes from the same draws stands beside it. `samples/<name>_<step>.txt` is for people;
-  `samples/<name>_<step>.jsonl` has a line for each prompt, with every token and its log-prob, in the distribution that
-  it was drawn from.
+  (seed, step, prompt, position) and of the parameters, see trainer/generate/sampler.py. Where the strategy has a
+  reference policy in memory, what that writes from the same draws stands beside it. `samples/<name>_<step>.txt` is for
+  people; `samples/<name>_<step>.jsonl` has a line for each prompt, with every token and its log-prob, in the
+  distribution that it was drawn from.
   """
 
   wants_reference = True

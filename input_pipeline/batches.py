@@ -8,12 +8,12 @@ from absl import logging
 from ml_collections import ConfigDict
 
 from input_pipeline.cache import TokenizedSource
-from input_pipeline.examples import learns_texts
+from input_pipeline.chat.image_placeholders import sees
+from input_pipeline.examples.kinds import WITH_ADVANTAGES, WITH_PARTS
+from input_pipeline.examples.registry import learns_texts
 from input_pipeline.files import SHOWN_NAME
 from input_pipeline.fitting import OVER_LONG, WHOLE_OVER_LONG, Parts, Pieces, Units, fit, keep_images_whole, ragged
 from input_pipeline.image_batches import ImageLayout, Pictures
-from input_pipeline.image_texts import sees
-from input_pipeline.kinds import WITH_ADVANTAGES, WITH_PARTS
 from input_pipeline.packing import Plan, make_plan
 from trainer.errors import ConfigError, DataError
 

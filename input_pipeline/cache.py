@@ -5,7 +5,7 @@ A cache is a folder `<name>-<key>` with `tokens.bin` (uint16 or uint32, all docu
 each record), `meta.json`, and, if some document has weights, `weights.bin` (float32, one for each token). If documents
 consist of parts, as preferences do, `parts.bin` (int64 [documents * parts + 1], where each part begins) and `roles.bin`
 (int8 [documents * parts], see roles.py) say which; `advantages.bin` (float32 [documents * parts]) are those of sampled
-completions. Images are kept as `cache_images.py` says. The key is a hash of everything that
+completions. Images are kept as `cache.py` says. The key is a hash of everything that
 decides the content, so a changed file, split, tokenizer or template gets another folder. A folder appears under its
 final name by one rename, when it is complete.
 """
@@ -22,14 +22,15 @@ from typing import NamedTuple
 import numpy as np
 from absl import logging
 
-from input_pipeline import cache_images, folders, partners
+from input_pipeline import folders, partners
 from input_pipeline.bad_rows import BAD_ROW, BadRows, Policy
-from input_pipeline.cache_images import ImageWriter, SourceImages, changed_file
-from input_pipeline.examples_base import Encoded, Encoder
+from input_pipeline.examples.base import Encoded, Encoder
 from input_pipeline.files import FileHasher
-from input_pipeline.readers import Record
+from input_pipeline.images import cache as cache_images
+from input_pipeline.images.cache import ImageWriter, SourceImages, changed_file
 from input_pipeline.remarks import Tally
-from input_pipeline.sources import Source, utf8
+from input_pipeline.sources.readers import Record
+from input_pipeline.sources.sources import Source, utf8
 from trainer.errors import DataError
 
 # Raise when the same source and encoder would give other files.

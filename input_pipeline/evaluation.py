@@ -10,12 +10,12 @@ from ml_collections import ConfigDict
 from input_pipeline.bad_rows import BadRows, Policy
 from input_pipeline.batches import PackedSource, pack, stats_table
 from input_pipeline.cache import TokenizedSource, texts_of, tokenize_source
-from input_pipeline.examples import learns_texts, open_examples
-from input_pipeline.examples_base import Encoder
-from input_pipeline.image_texts import vocab_size
+from input_pipeline.chat.image_placeholders import vocab_size
+from input_pipeline.examples.base import Encoder
+from input_pipeline.examples.registry import learns_texts, open_examples
 from input_pipeline.reference import PackedData
-from input_pipeline.sources import Source
-from input_pipeline.tokenizer import Tokenizer
+from input_pipeline.sources.sources import Source
+from input_pipeline.tokenizer.tokenizer import Tokenizer
 from trainer.errors import ConfigError
 
 

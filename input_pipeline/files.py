@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 from absl import logging
 from ml_collections import ConfigDict
 
-from trainer import whole_files
+from trainer.checkpoints import atomic
 from trainer.errors import ConfigError, DataError
 
 CHUNK = 1 << 20
@@ -272,7 +272,7 @@ class FileHasher:
     if self._changed:
       with contextlib.suppress(OSError):  # a cache that is only read may lie on a read-only disk
         self._file.parent.mkdir(parents=True, exist_ok=True)
-        whole_files.write(self._file, json.dumps(self._known))
+        atomic.write(self._file, json.dumps(self._known))
       self._changed = False
 
 

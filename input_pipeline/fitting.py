@@ -9,7 +9,7 @@ from typing import NamedTuple
 import numpy as np
 
 from input_pipeline.cache import WEIGHTS_READ, TokenizedSource
-from input_pipeline.roles import ABSENT, CHOSEN, MISMATCHED, REJECTED
+from input_pipeline.examples.roles import ABSENT, CHOSEN, MISMATCHED, REJECTED
 from trainer.errors import ConfigError, DataError
 
 OVER_LONG = ("split", "truncate_end", "truncate_start", "drop", "error")
@@ -154,7 +154,7 @@ class Units:
   never costs its example: it is cut at its end, or left out.
 
   Parts may share their prompt, which then takes a row's places once: all that they begin with alike and that is not
-  trained, but for its last token, with which each part begins (trainer/experience.py says why).
+  trained, but for its last token, with which each part begins (trainer/rollouts/experience.py says why).
 
   Args:
     tokens: with parts.

@@ -9,9 +9,9 @@ import numpy as np
 from ml_collections import ConfigDict
 
 from input_pipeline.cache import TokenizedSource
+from input_pipeline.chat.image_placeholders import preprocess_of, tokens_per_image
 from input_pipeline.fitting import Pieces, ragged
-from input_pipeline.image_texts import preprocess_of, tokens_per_image
-from input_pipeline.image_workers import Task, decode
+from input_pipeline.images.workers import Task, decode
 from trainer.errors import ConfigError
 
 CAUSAL, IMAGE, PREFIX = "causal", "image", "prefix"

@@ -18,16 +18,16 @@ from ml_collections import ConfigDict
 from input_pipeline.bad_rows import BadRows, Policy
 from input_pipeline.batches import PackedSource, check_ids, pack, resolve_layout, stats_table
 from input_pipeline.cache import texts_of, tokenize_source
+from input_pipeline.chat.image_placeholders import vocab_size
 from input_pipeline.evaluation import EvalData, default_cache_dir, make_eval_data
-from input_pipeline.examples import open_examples
-from input_pipeline.image_texts import vocab_size
+from input_pipeline.examples.registry import open_examples
+from input_pipeline.examples.roles import MISMATCHED
 from input_pipeline.mixture import Mixture, stage_weights
 from input_pipeline.prefetch import Prefetcher
 from input_pipeline.reference import PackedData
-from input_pipeline.roles import MISMATCHED
-from input_pipeline.sources import open_source
+from input_pipeline.sources.sources import open_source
 from input_pipeline.steps import MAX_STEPS, ROWS, Past, Steps, steps_of_batches
-from input_pipeline.tokenizer import Tokenizer
+from input_pipeline.tokenizer.tokenizer import Tokenizer
 from trainer.errors import ConfigError
 
 __all__ = [
@@ -216,7 +216,7 @@ class TrainData(PackedData):
   def batch(self, step: int, rows: slice | np.ndarray = slice(None)) -> dict[str, np.ndarray]:
     """Rows `rows` of the batch of `step`: tokens, positions, segment_ids, loss_weights [R, T], source_ids [R]; where
     documents have parts, segment_roles [R, S], and maybe advantages [R, S]; where these share prompts, prompt_ids
-    [R, T] (trainer/experience.py); after `use`, ref_logprobs [R, T]; if the model sees images, what
+    [R, T] (trainer/rollouts/experience.py); after `use`, ref_logprobs [R, T]; if the model sees images, what
     `ImageLayout.empty` has.
 
     A pure function: neither the calls before nor the thread matter.

@@ -16,7 +16,7 @@ from collections import deque
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 
-from input_pipeline.examples_base import Encoded
+from input_pipeline.examples.base import Encoded
 
 # Documents that are in memory at a time, unless all before have one prompt.
 MOST = 1024

@@ -19,16 +19,16 @@ from absl import logging
 from ml_collections import ConfigDict
 
 from input_pipeline.bad_rows import BAD_ROW, BadRows, Policy
-from input_pipeline.image_texts import BAD_IMAGE
-from input_pipeline.images import ImageError, Images
+from input_pipeline.chat.image_placeholders import BAD_IMAGE
+from input_pipeline.examples.prompts import Prompt, Prompter
+from input_pipeline.images.images import ImageError, Images
 from input_pipeline.loader import used_sources
 from input_pipeline.mixture import Mixture, stage_weights
 from input_pipeline.packing import permutation
-from input_pipeline.prompts import Prompt, Prompter
-from input_pipeline.readers import Record
 from input_pipeline.remarks import Tally
-from input_pipeline.sources import Source, open_source
-from input_pipeline.tokenizer import Tokenizer
+from input_pipeline.sources.readers import Record
+from input_pipeline.sources.sources import Source, open_source
+from input_pipeline.tokenizer.tokenizer import Tokenizer
 from trainer.errors import ConfigError, DataError
 
 OVER_LONG = ("auto", "drop", "error")

@@ -2,7 +2,8 @@
 
 `make_model` turns the config's `model` section into a `Model`. Strategies call `apply`, which stops at
 the hidden states, add the losses that the model itself asks for (`Output`), and hand the hidden states with
-`unembedding(params)` to `trainer/logprobs.py`, so that nothing in training ever holds logits of shape [B, T, V].
+`unembedding(params)` to `trainer/strategies/logprobs.py`, so that nothing in training ever holds logits of shape [B, T,
+V].
 
 How do I add a model? Write a class with the methods of `Model` and put its dotted path into the config:
 `config.model.name = "my_package.my_module.MyModel"`. It is constructed as
@@ -11,7 +12,7 @@ How do I add a model? Write a class with the methods of `Model` and put its dott
 `cfg_model` that it uses; keys of yours that the defaults lack are added with `config.model.my_key = …`.
 A batch is a dict with `tokens`, `positions` and `segment_ids`, int32 [B, T] (segment 0 is padding). With images among
 the tokens it also has `images`, `image_index` and perhaps `block_ids`, see models/vlm.py. Where completions share a
-prompt (trainer/experience.py) it has `prompt_ids`, see models/attention.py.
+prompt (trainer/rollouts/experience.py) it has `prompt_ids`, see models/attention/dispatch.py.
 """
 
 import inspect
@@ -96,7 +97,7 @@ class Model(Protocol):
 
 
 class Generative(Model, Protocol):
-  """What a model has besides if texts are to be generated with it (trainer/sampler.py)."""
+  """What a model has besides if texts are to be generated with it (trainer/generate/sampler.py)."""
 
   # The longest text, in tokens, that can be generated; None: no bound.
   max_length: int | None
@@ -150,8 +151,8 @@ def make_model(
       params_dtype. A model's class is given it, and `freeze`, only if it differs from params_dtype.
     freeze: regexes of parameters that are not trained (`config.optimizer.freeze`), besides those that `trained_only`
       leaves out.
-    products: a `models.products.Products`, which kernels are multiplied in 8 bits; None: none. A model's class is given
-      it only if it is not None.
+    products: a `models.quantization.matmul.Products`, which kernels are multiplied in 8 bits; None: none. A model's
+      class is given it only if it is not None.
 
   Raises:
     ConfigError: a value cannot work; nothing has touched a device by then.
@@ -162,7 +163,8 @@ def make_model(
     taken = inspect.signature(cls).parameters.values()
     if not any(parameter.name == "products" or parameter.kind == parameter.VAR_KEYWORD for parameter in taken):
       raise ConfigError(f"precision.matmul is {products.product.form}, but {cfg_model.name} does not take `products`: "
-                        "it would multiply as ever. Use --config.precision.matmul=none, or see models/products.py.")
+                        "it would multiply as ever. Use --config.precision.matmul=none, or see "
+                        "models/quantization/matmul.py.")
     kept["products"] = products
   return cls(
       cfg_model, vocab_size=vocab_size, params_dtype=params_dtype, compute_dtype=compute_dtype, remat=remat, **kept

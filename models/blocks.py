@@ -12,13 +12,13 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from models.attention import attend_to_past, attention
-from models.cache import Cache, Past
+from models.attention.cache import Cache, Past
+from models.attention.dispatch import attend_to_past, attention
+from models.attention.rope import apply_rope
+from models.experts.moe import Moe
 from models.layers import Linear, Mlp, Norm, Scope, apply_linears, dropout
-from models.moe import Moe
-from models.placement import constrain
 from models.remat import named
-from models.rope import apply_rope
+from models.sharding.logical_axes import constrain
 from models.spec import Spec
 
 

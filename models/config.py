@@ -1,4 +1,4 @@
-"""The model's keys, with their defaults and meanings: the section `model` of a config (trainer/config.py)."""
+"""The model's keys, with their defaults and meanings: the section `model` of a config (trainer/config/keys.py)."""
 
 from ml_collections import ConfigDict, config_dict
 

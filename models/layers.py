@@ -14,13 +14,15 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import PartitionSpec
 
-from models import cpu, placement, quantize
+from models import cpu
 from models import lora as lora_lib
-from models.placement import as_rows, constrain, made_once
-from models.products import Products
-from models.projections import Kernel as Projected
-from models.projections import project
+from models.quantization import quantize
+from models.quantization.matmul import Products
 from models.remat import named
+from models.sharding import logical_axes
+from models.sharding.linear import Kernel as Projected
+from models.sharding.linear import project
+from models.sharding.logical_axes import as_rows, constrain, made_once
 
 GATED = {
     "swiglu": jax.nn.silu,
@@ -143,7 +145,8 @@ class Linear(Kernel):
       names: tuple[str | None, str | None] | None = None,
   ):
     """`std`: of the initial kernel, d_in ** -0.5 if None; multiplied by `gain`. `names`: the logical names of inputs
-    and outputs (models/placement.py), of which one at most is split; None: the partitioner decides how it is computed.
+    and outputs (models/sharding/logical_axes.py), of which one at most is split; None: the partitioner decides how it
+    is computed.
     """
     super().__init__(scope, (d_in, d_out), gain * (d_in**-0.5 if std is None else std), scope.outputs_first)
     self.bias = scope.constant("bias", (d_out,), 0.0) if bias else None
@@ -182,7 +185,7 @@ class Linear(Kernel):
 
 def apply_linears(linears: tuple[Linear, ...], x: jax.Array, key: jax.Array | None = None) -> list[jax.Array]:
   """Several layers on the same input, which on a mesh is sent only once; `key` as in `Linear`."""
-  placed = placement.current()
+  placed = logical_axes.current()
   alike = len({(linear.kernel is None, linear.kernel_across is None) for linear in linears}) == 1
   if placed is None or x.ndim != 3 or not alike or any(linear.names is None for linear in linears):
     return [linear._finish(x, linear._multiply(x), key) for linear in linears]
@@ -227,7 +230,7 @@ class Embedding(nnx.Module):
 
   def __call__(self, ids_BxT: jax.Array) -> jax.Array:
     read = functools.partial(read_table, dtype=self.dtype)
-    placed = placement.current()
+    placed = logical_axes.current()
     return read(self.embedding[...], ids_BxT) if placed is None else _read_split_table(
         placed, read, self.embedding[...], ids_BxT)
 
@@ -248,7 +251,7 @@ def read_table(table_VxD: jax.Array, ids: jax.Array, dtype: Any, first: Any = 0,
   return jnp.where(((ids >= 0) & (ids < size))[..., None], rows, jnp.nan).astype(dtype)
 
 
-def _read_split_table(placed: placement.Placement, read: Callable, table_VxD: jax.Array, ids_BxT: jax.Array
+def _read_split_table(placed: logical_axes.Placement, read: Callable, table_VxD: jax.Array, ids_BxT: jax.Array
                       ) -> jax.Array:
   """`read` where devices hold parts of the table: the ids go to the parts, and what is read there goes back.
 
@@ -256,13 +259,13 @@ def _read_split_table(placed: placement.Placement, read: Callable, table_VxD: ja
   """
   V = table_VxD.shape[0]
   by_token = placed.spec(("batch", "length"), ids_BxT.shape)
-  with_tokens = {axis for axes in by_token for axis in placement.names_of(axes)}
+  with_tokens = {axis for axes in by_token for axis in logical_axes.names_of(axes)}
   entries, features = placed.spec(("vocab", "shard"), table_VxD.shape)
   # Only between devices with different tokens can ids be exchanged for features.
-  features = tuple(axis for axis in placement.names_of(features) if axis in with_tokens)
+  features = tuple(axis for axis in logical_axes.names_of(features) if axis in with_tokens)
 
   def local(table, ids):
-    parts = placement.names_of(entries)
+    parts = logical_axes.names_of(entries)
     first = jax.lax.axis_index(parts) * table.shape[0] if parts else 0
     if features:
       ids = jax.lax.all_gather(ids, features)

@@ -8,7 +8,8 @@ Some activations of a layer have names (`named`), by which policies keep them:
   stream        the residual stream after attention [B, T, D];
   mlp           the hidden layer of the MLP before its activation [B, T, F], twice where it is gated; of experts those
                 of the assignments of tokens to experts, and what they give [B T k, D];
-  product       what is multiplied by hand on a mesh (models/projections.py), where policies of JAX's see no product.
+  product       what is multiplied by hand on a mesh (models/sharding/linear.py), where policies of JAX's see no
+  product.
 """
 
 from collections.abc import Callable
@@ -17,7 +18,8 @@ from typing import Any
 import jax
 from jax.ad_checkpoint import checkpoint_name
 
-from models import cpu, placement
+from models import cpu
+from models.sharding import logical_axes
 from trainer.errors import ConfigError
 
 __all__ = ["HOST_MEMORY", "JAX_POLICIES", "REMAT", "named", "remat_policy"]
@@ -73,7 +75,7 @@ REMAT = {
     "dots": _or(jax.checkpoint_policies.dots_saveable, _only("product")),
     "dots_no_batch": _or(jax.checkpoint_policies.dots_with_no_batch_dims_saveable, _only("product")),
 }
-# Those that need a backend with memory of the host (trainer/offload.py).
+# Those that need a backend with memory of the host (trainer/optim/offload.py).
 HOST_MEMORY = ("offload", "offload_attention")
 # The members of jax.checkpoint_policies that are policies; the others make one from arguments.
 JAX_POLICIES = (
@@ -106,4 +108,4 @@ def remat_policy(name: str) -> Callable:
 
 
 def _on_several_cpus() -> bool:
-  return placement.current() is not None and placement.platform() == "cpu"
+  return logical_axes.current() is not None and logical_axes.platform() == "cpu"

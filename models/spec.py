@@ -5,8 +5,10 @@ import math
 
 from ml_collections import ConfigDict
 
-from models import attention, layers, rope
-from models.rope import Rope, RopeScaling
+from models import layers
+from models.attention import dispatch as attention
+from models.attention import rope
+from models.attention.rope import Rope, RopeScaling
 from models.spec_checks import at_least_one, cap, one_of
 from models.spec_vision import VISION_KEYS, Vision, make_vision
 from trainer.errors import ConfigError

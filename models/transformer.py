@@ -20,17 +20,19 @@ import jax.numpy as jnp
 from flax import nnx
 from ml_collections import ConfigDict
 
-from models import cache as cache_lib
-from models import cpu, lora, placement, quantize, vit, vlm
+from models import cpu, lora, vit, vlm
 from models.api import Output, Params
+from models.attention import cache as cache_lib
+from models.attention.cache import Cache, Past
+from models.attention.rope import rope_table
 from models.blocks import Block, make_norm, run_blocks, stack_blocks, unstack
-from models.cache import Cache, Past
+from models.experts.moe import report
 from models.layers import Embedding, Linear, Scope, document_lengths, dropout, embedding_noise
-from models.moe import report
-from models.placement import constrain
-from models.products import Products
+from models.quantization import quantize
+from models.quantization.matmul import Products
 from models.remat import remat_policy
-from models.rope import rope_table
+from models.sharding import logical_axes
+from models.sharding.logical_axes import constrain
 from models.spec import Spec, make_spec, padded_vocab_size
 from trainer import tree
 from trainer.errors import ConfigError
@@ -226,12 +228,12 @@ class Transformer:
   def _one_by_one(self) -> bool:
     """Whether decoding runs the layers one after another, with parameters and caches of their own. The compilers for
     CPU and GPU copy a layer's part of stacked arrays before they read it; that for TPU does not."""
-    return placement.platform() != "tpu" or not self.spec.scan_layers
+    return logical_axes.platform() != "tpu" or not self.spec.scan_layers
 
   @property
   def _decoding(self) -> tuple[nnx.GraphDef, nnx.State]:
     """The decoder that decodes, without its arrays, and the shapes of these; on CPU it multiplies by `few_rows`."""
-    across = placement.platform() == "cpu" and self._one_by_one
+    across = logical_axes.platform() == "cpu" and self._one_by_one
     return self._with_outputs_first if across else (self._graph, self._state)
 
   @functools.cached_property
@@ -273,7 +275,7 @@ class Transformer:
   def unembed(self, params: Params, hidden_BxTxD: jax.Array) -> jax.Array:
     """See `models.api.Model`."""
     kernel_DxV = self.unembedding(params).astype(hidden_BxTxD.dtype)
-    if hidden_BxTxD.shape[1] == 1 and placement.platform() == "cpu" and placement.current() is None:
+    if hidden_BxTxD.shape[1] == 1 and logical_axes.platform() == "cpu" and logical_axes.current() is None:
       logits_BxTxV = cpu.few_rows(hidden_BxTxD, kernel_DxV.T, jnp.float32)
     else:
       logits_BxTxV = cpu.einsum("btd,dv->btv", hidden_BxTxD, kernel_DxV)

@@ -16,7 +16,7 @@ from flax import nnx
 
 from models.blocks import Block, make_norm, run_blocks, stack_blocks
 from models.layers import Embedding, Linear, Scope
-from models.placement import constrain
+from models.sharding.logical_axes import constrain
 from models.spec import Spec
 from models.spec_vision import Vision
 

@@ -9,8 +9,9 @@ What a batch with images has beside `tokens`, `positions` and `segment_ids`:
   image_index   int32 [B, T]; 0: an ordinary token; k > 0: feature k - 1 of the row takes the place of the token's
                 embedding, image i's being those from i * K on. Without it, the tokens that are
                 `model.vision.image_token` take the features in order
-  block_ids     int32 [B, T]: see `models.attention.attention`. Without it, `model.vision.attention` says who sees whom
-  prefix_length int32 [B] or a number: with the attention `prefix`, how many tokens of each text see one another; in
+  block_ids     int32 [B, T]: see `models.attention.dispatch.attention`. Without it, `model.vision.attention` says who
+  sees whom prefix_length int32 [B] or a number: with the attention `prefix`, how many tokens of each text see one
+  another; in
                 place of `block_ids`
 """
 
@@ -23,7 +24,7 @@ from flax import nnx
 
 from models import vit
 from models.layers import UNGATED, Linear, Norm, Scope
-from models.placement import constrain
+from models.sharding.logical_axes import constrain
 from models.spec import Spec
 from models.spec_vision import Vision
 

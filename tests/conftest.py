@@ -84,11 +84,11 @@ def pytest_runtest_setup(item):
 SLOW = """
 tests/evaluators/test_classify.py::test_scores_are_log_probs_of_the_options[sum-False]
 tests/evaluators/test_classify.py::test_scores_are_log_probs_of_the_options[sum-True]
-tests/models/test_moe.py::test_a_run_writes_the_metrics
-tests/models/test_moe.py::test_bfloat16_is_close_to_float32
-tests/models/test_moe.py::test_eight_devices_compute_what_one_does[fsdp]
-tests/models/test_moe.py::test_eight_devices_compute_what_one_does[tensor and fsdp]
-tests/models/test_moe.py::test_micro_batches_change_neither_gradient_nor_terms_nor_load[1]
+tests/models/experts/test_moe.py::test_a_run_writes_the_metrics
+tests/models/experts/test_moe.py::test_bfloat16_is_close_to_float32
+tests/models/experts/test_moe.py::test_eight_devices_compute_what_one_does[fsdp]
+tests/models/experts/test_moe.py::test_eight_devices_compute_what_one_does[tensor and fsdp]
+tests/models/experts/test_moe.py::test_micro_batches_change_neither_gradient_nor_terms_nor_load[1]
 tests/test_docs_commands.py::test_commands_run_or_are_checked_or_marked[dpo.md]
 tests/test_docs_commands.py::test_commands_run_or_are_checked_or_marked[grpo.md]
 tests/test_faults.py::test_a_signal_saves_and_exits_0_and_the_run_goes_on[1device-2]
@@ -98,34 +98,34 @@ tests/test_faults.py::test_killed_at_any_moment_it_becomes_the_same_run[8devices
 tests/test_processes.py::test_four_processes_train_evaluate_and_sample_as_one
 tests/test_processes.py::test_two_and_four_processes_sample_rollouts_and_train_as_one
 tests/test_processes.py::test_two_processes_go_back_before_a_spike_as_one_does
-tests/trainer/test_dpo.py::test_a_stopped_run_goes_on_with_the_reference_it_had[fixed]
-tests/trainer/test_dpo.py::test_another_run_can_be_the_reference_and_must_stay_the_same
-tests/trainer/test_dpo.py::test_micro_batches_devices_and_packing_do_not_change_the_parameters
-tests/trainer/test_dpo.py::test_precomputed_and_live_references_give_the_same_losses
-tests/trainer/test_hugging_face.py::test_adapters_of_another_run_go_on_over_the_same_base
+tests/trainer/strategies/test_dpo_runs.py::test_a_stopped_run_goes_on_with_the_reference_it_had[fixed]
+tests/trainer/strategies/test_dpo_runs.py::test_another_run_can_be_the_reference_and_must_stay_the_same
+tests/trainer/strategies/test_dpo_runs.py::test_micro_batches_devices_and_packing_do_not_change_the_parameters
+tests/trainer/strategies/test_dpo_runs.py::test_precomputed_and_live_references_give_the_same_losses
+tests/trainer/export/test_hugging_face.py::test_adapters_of_another_run_go_on_over_the_same_base
 tests/trainer/test_image_runs.py::test_micro_batches_and_other_meshes_change_nothing[dpo]
 tests/trainer/test_image_runs.py::test_micro_batches_and_other_meshes_change_nothing[seq]
-tests/trainer/test_layouts.py::test_one_device_and_eight_compute_the_same[dense-data8]
-tests/trainer/test_layouts.py::test_one_device_and_eight_compute_the_same[moe-data2 expert4]
-tests/trainer/test_layouts.py::test_one_device_and_eight_compute_the_same[moe-expert2 context2 tensor2]
-tests/trainer/test_microscope.py::test_images_stand_where_their_tokens_are
-tests/trainer/test_microscope.py::test_weights_times_log_probs_add_up_to_the_logged_loss[seq]
+tests/trainer/distributed/test_layouts.py::test_one_device_and_eight_compute_the_same[dense-data8]
+tests/trainer/distributed/test_layouts.py::test_one_device_and_eight_compute_the_same[moe-data2 expert4]
+tests/trainer/distributed/test_layouts.py::test_one_device_and_eight_compute_the_same[moe-expert2 context2 tensor2]
+tests/trainer/modes/test_microscope.py::test_images_stand_where_their_tokens_are
+tests/trainer/modes/test_microscope.py::test_weights_times_log_probs_add_up_to_the_logged_loss[seq]
 tests/trainer/test_paligemma.py::test_a_frozen_tower_stays_the_rest_learns_and_the_export_is_read_again
 tests/trainer/test_precision.py::test_a_mixture_of_experts_learns_with_quantised_products
 tests/trainer/test_precision.py::test_a_model_learns_as_in_float32[moments=int8]
 tests/trainer/test_precision.py::test_quantised_products_on_eight_devices[options1-f8e4m3fn-0.02]
 tests/trainer/test_precision_runs.py::test_a_stopped_run_continues_bitwise
-tests/trainer/test_sampler.py::test_rows_become_fewer_and_the_cache_longer_and_nothing_else_changes[llama]
-tests/trainer/test_sampler_images.py::test_logprobs_equal_teacher_forced_ones[causal, CLIP]
-tests/trainer/test_sampler_images.py::test_logprobs_equal_teacher_forced_ones[image]
-tests/trainer/test_spikes.py::test_it_goes_back_and_on_with_the_data_after_the_spike[crash28]
-tests/trainer/test_spikes.py::test_it_goes_back_and_on_with_the_data_after_the_spike[crash32]
-tests/trainer/test_spikes.py::test_it_goes_back_and_on_with_the_data_after_the_spike[crash36]
-tests/trainer/test_token_sums.py::test_strategies_do_not_depend_on_the_chunk[trainer.strategies.sft-cfg2]
-tests/trainer/test_verify.py::test_strategies[dpo]
-tests/trainer/test_verify.py::test_strategies[grpo]
-tests/trainer/test_verify.py::test_strategies[images]
-tests/trainer/test_verify.py::test_strategies[sft]
+tests/trainer/generate/test_sampler.py::test_rows_become_fewer_and_the_cache_longer_and_nothing_else_changes[llama]
+tests/trainer/generate/test_sampler_images.py::test_logprobs_equal_teacher_forced_ones[causal, CLIP]
+tests/trainer/generate/test_sampler_images.py::test_logprobs_equal_teacher_forced_ones[image]
+tests/trainer/telemetry/test_spikes.py::test_it_goes_back_and_on_with_the_data_after_the_spike[crash28]
+tests/trainer/telemetry/test_spikes.py::test_it_goes_back_and_on_with_the_data_after_the_spike[crash32]
+tests/trainer/telemetry/test_spikes.py::test_it_goes_back_and_on_with_the_data_after_the_spike[crash36]
+tests/trainer/strategies/test_chunked_loss.py::test_strategies_do_not_depend_on_the_chunk[trainer.strategies.sft-cfg2]
+tests/trainer/modes/test_verify.py::test_strategies[dpo]
+tests/trainer/modes/test_verify.py::test_strategies[grpo]
+tests/trainer/modes/test_verify.py::test_strategies[images]
+tests/trainer/modes/test_verify.py::test_strategies[sft]
 """.strip().splitlines()
 
 

@@ -15,7 +15,8 @@ import pytest
 from absl import app, flags
 
 from tests import tiny
-from trainer import config_typed, program
+from trainer import program
+from trainer.config import typed as config_typed
 
 PAGES = [tiny.ROOT / "README.md", tiny.ROOT / "CONTRIBUTING.md", *sorted((tiny.ROOT / "docs").glob("*.md"))]
 # What begins a line that a reader would type; in a block that is not marked as bash it would go unseen.

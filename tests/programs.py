@@ -38,7 +38,9 @@ def share() -> None:
   its CPU is is measured once."""
   from jax._src import compiler  # JAX has no other place where what is to be compiled is one text
 
-  from trainer import parameters, sampler, throughput
+  from trainer.checkpoints import init_from
+  from trainer.generate import sampler
+  from trainer.telemetry import throughput
 
   compile_anew = compiler.compile_or_get_cached
 
@@ -58,7 +60,7 @@ def share() -> None:
 
   compiler.compile_or_get_cached = compile_once
   throughput.measured_flops = functools.cache(throughput.measured_flops)
-  parameters.initialiser = _traced_once(parameters.initialiser, lambda model, wanted: (
+  init_from.initialiser = _traced_once(init_from.initialiser, lambda model, wanted: (
       "init", _identity(model), *((path, leaf.shape, leaf.dtype, leaf.sharding) for path, leaf in wanted.items())))
   sampler.Sampler._jitted = _traced_once(sampler.Sampler._jitted, lambda self, *sizes: (
       "sample", _identity(self.model), self.chunk, self.mesh, sizes))
@@ -119,7 +121,7 @@ def show(count: int) -> None:
 
   for name, function in _of_jax().items():
     setattr(jax, name, functools.partial(_first, count, function))
-  if not jax.config.values["jax_enable_compilation_cache"]:  # a mesh of several turned it off (trainer/mesh.py)
+  if not jax.config.values["jax_enable_compilation_cache"]:  # a mesh of several turned it off
     jax.config.update("jax_enable_compilation_cache", True)
     compilation_cache.reset_cache()
 

@@ -7,8 +7,9 @@ import re
 import pytest
 
 from tests import tiny
-from trainer import config_sections, config_source
 from trainer.config import defaults, evaluator, reward, source, strategy
+from trainer.config import sections as config_sections
+from trainer.explain import config_source
 from trainer.strategies import STRATEGIES
 
 PAGE = tiny.ROOT / "docs" / "config_keys.md"

@@ -11,14 +11,16 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from input_pipeline.sources import open_source
+from input_pipeline.sources.sources import open_source
 from models import api
 from tests import tiny
-from trainer import config_checks, durations, optim, strategies, train, tree
-from trainer import mesh as mesh_lib
-from trainer.config import defaults, evaluator, reward, source, strategy
+from trainer import strategies, train, tree
+from trainer.config import checks as config_checks
+from trainer.config import defaults, durations, evaluator, reward, source, strategy
+from trainer.distributed import mesh as mesh_lib
 from trainer.errors import ConfigError, DataError
-from trainer.writers import read_rows
+from trainer.optim import optimizer as optim
+from trainer.telemetry.writers import read_rows
 
 DOCS = sorted((tiny.ROOT / "docs").glob("*.md"))
 PAGES = [tiny.ROOT / "README.md", *DOCS]

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from input_pipeline import readers_python
+from input_pipeline.sources import python as readers_python
 from tests import docs_commands, tiny
 from tests.docs_commands import PAGES, commands
 from trainer.config import defaults

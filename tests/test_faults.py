@@ -14,10 +14,11 @@ import numpy as np
 import pytest
 
 from tests import tiny
-from trainer import checkpoint, train
+from trainer import train
 from trainer.callbacks import Callback
+from trainer.checkpoints import checkpoint
 from trainer.errors import ConfigError
-from trainer.writers import read_rows
+from trainer.telemetry.writers import read_rows
 
 STEPS = 60
 

@@ -11,7 +11,7 @@ import pytest
 import yaml  # ml_collections needs it
 
 from tests import tiny
-from trainer import processes
+from trainer.distributed import processes
 
 LAUNCH = tiny.ROOT / "launch"
 

@@ -14,7 +14,7 @@ from tests.several import launch, outcome
 from tests.test_faults import assert_same_run, logged, wait_for
 from tests.trainer import rollout_runs
 from trainer import compiled
-from trainer.writers import read_rows
+from trainer.telemetry.writers import read_rows
 
 STEPS = 14
 

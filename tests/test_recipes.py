@@ -9,10 +9,11 @@ import pytest
 from jax.sharding import AbstractMesh, AxisType
 
 from models import hf
-from trainer import config_checks, hardware
-from trainer import mesh as mesh_lib
 from trainer import program as program_lib
+from trainer.config import checks as config_checks
+from trainer.distributed import mesh as mesh_lib
 from trainer.errors import ConfigError
+from trainer.telemetry import hardware
 
 LLAMA = dict(
     model_type="llama", architectures=["LlamaForCausalLM"], attention_bias=False, hidden_act="silu",

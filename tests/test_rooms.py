@@ -9,8 +9,8 @@ from tests import tiny
 
 PACKAGES = ("trainer", "models", "input_pipeline", "evaluators")
 # Leaves of trainer, which every package may import; they import each other alone.
-LEAVES = {"trainer.errors", "trainer.tree", "trainer.metrics", "trainer.dotted", "trainer.whole_files",
-          "trainer.advantages"}
+LEAVES = {"trainer.errors", "trainer.tree", "trainer.metrics", "trainer.dotted", "trainer.checkpoints.atomic",
+          "trainer.strategies.advantages"}
 # {prefix of importing files: prefixes of what they may import}; the longest prefix decides. Others may import anything.
 MAY_IMPORT = {
     "models": {"models", *LEAVES},
@@ -18,11 +18,11 @@ MAY_IMPORT = {
     **dict.fromkeys(LEAVES, LEAVES),
 }
 # Who imports evaluators: programs, and what measures as they do.
-OF_EVALUATORS = {"trainer.main", "trainer.equalities", "trainer.reference"}
+OF_EVALUATORS = {"trainer.main", "trainer.modes.invariances", "trainer.strategies.reference"}
 # Imports within functions that close a circle, by design: {(file, imported): why}.
 LATE = {
     ("trainer", "trainer.main"): "`from trainer import train`, while `import trainer.config` starts no JAX",
-    ("trainer.config_sections", "trainer.strategies"): "the options of a strategy of the user's own are in its record",
+    ("trainer.config.sections", "trainer.strategies"): "the options of a strategy of the user's own are in its record",
     ("trainer.bases", "trainer.speedrun"): "a run that begins from another one trains that one first",
     ("trainer.report", "trainer.report.record"): "the report is of the run that it ends",
 }

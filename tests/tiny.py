@@ -92,7 +92,7 @@ def hf_folder(folder: Path, seed: int = 1, **changed) -> Path:
   """A Hugging Face folder of a tiny random Llama with a tokenizer of bytes; `changed` are keys of its config."""
   import jax  # after conftest has set its flags
 
-  from input_pipeline.tokenizer import BytesTokenizer
+  from input_pipeline.tokenizer.tokenizer import BytesTokenizer
   from models import api, hf
   cfg = defaults().model
   cfg.update(num_layers=2, hidden_size=16, intermediate_size=32, num_heads=2, vocab_size=264, tie_embeddings=False)

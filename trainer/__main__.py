@@ -8,7 +8,8 @@ from typing import Any, NoReturn
 from absl import app, flags, logging
 from ml_collections import config_flags
 
-from trainer import config_typed, startup
+from trainer import startup
+from trainer.config import typed as config_typed
 from trainer.errors import ConfigError
 
 config_flags.DEFINE_config_file("config", None, "Config file, e.g. configs/quickstart.py.", lock_config=True)
@@ -31,11 +32,11 @@ def main(argv: list[str]) -> None:
 
   from trainer import bases
   from trainer.errors import DataError
-  from trainer.inspect import inspect
   from trainer.main import train
-  from trainer.plan import out_of_memory, plan
-  from trainer.replay import replay
-  from trainer.verify import verify
+  from trainer.modes.inspect import inspect
+  from trainer.modes.replay import replay
+  from trainer.modes.verify import verify
+  from trainer.planning.plan import out_of_memory, plan
   startup.look_for_garbage()
   startup.errors_of_savers_in_short()
   startup.keep_compiled_programs()

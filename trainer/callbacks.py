@@ -19,10 +19,10 @@ import jax
 from absl import logging
 from tqdm import tqdm
 
-from trainer import liveness
-from trainer import rows as rows_lib
+from trainer.distributed import liveness
 from trainer.dotted import load_class
 from trainer.errors import ConfigError
+from trainer.modes import row_losses as rows_lib
 
 if TYPE_CHECKING:
   from trainer.run import Run
@@ -66,7 +66,7 @@ class Callback:
 
 
 class Alive(Callback):
-  """Says how far this process is, for the others to know where it stopped (trainer/liveness.py)."""
+  """Says how far this process is, for the others to know where it stopped (trainer/distributed/liveness.py)."""
 
   def on_train_begin(self, run):
     liveness.enter(liveness.TRAINING)

@@ -9,9 +9,10 @@ import numpy as np
 
 from input_pipeline import loader, prompt_data
 from input_pipeline.steps import Past, Steps
-from input_pipeline.tokenizer import Tokenizer, make_tokenizer
+from input_pipeline.tokenizer.tokenizer import Tokenizer, make_tokenizer
 from trainer import program as program_lib
-from trainer import rollout, strategies
+from trainer import strategies
+from trainer.rollouts import rollout
 
 
 class Batches(Protocol):
@@ -39,7 +40,7 @@ class Batches(Protocol):
 
 
 class Data(Protocol):
-  """Training data of a run: `input_pipeline.loader.TrainData` or `trainer.rollout.Rollouts`.
+  """Training data of a run: `input_pipeline.loader.TrainData` or `trainer.rollouts.rollout.Rollouts`.
 
   A step is counted by the updates done before it. What `batch_range` and `rows_per_epoch` count are rows, or prompts.
 

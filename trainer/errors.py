@@ -14,4 +14,4 @@ class CheckpointError(OSError):
 
 
 class Damaged(CheckpointError):
-  """A checkpoint that is proven not to be what was saved (trainer/damage.py)."""
+  """A checkpoint that is proven not to be what was saved (trainer/checkpoints/damage.py)."""

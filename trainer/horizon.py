@@ -5,10 +5,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from trainer import durations
+from trainer.config import durations
 from trainer.data import Data
 from trainer.errors import ConfigError
-from trainer.schedules import ToSteps
+from trainer.optim.schedules import ToSteps
 
 # What (durations' prefix, steps) means where nothing is saved now and then.
 NEVER = {("ckpt", None): "only at the end",

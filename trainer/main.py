@@ -19,37 +19,27 @@ import jax
 from evaluators import common as evaluators_lib
 from input_pipeline import loader, once
 from input_pipeline.steps import Past
-from trainer import (
-  bases,
-  config_checks,
-  hugging_face,
-  liveness,
-  loggers,
-  notes,
-  parameters,
-  position,
-  processes,
-  report,
-  signatures,
-  spikes,
-  throughput,
-  writers,
-)
+from trainer import bases, position, report
 from trainer import callbacks as cb
-from trainer import mesh as mesh_lib
 from trainer import program as program_lib
-from trainer import reference as reference_lib
 from trainer import state as state_lib
 from trainer import workdir as workdir_lib
-from trainer.checkpoint import Checkpoints
+from trainer.checkpoints import init_from
+from trainer.checkpoints.checkpoint import Checkpoints
 from trainer.compiled import Step
+from trainer.config import checks as config_checks
 from trainer.data import Batches, make_data
-from trainer.export import export_at_end
+from trainer.distributed import liveness, processes
+from trainer.distributed import mesh as mesh_lib
+from trainer.distributed.processes import say
+from trainer.distributed.watchdog import Watchdog
+from trainer.export import hugging_face
+from trainer.export.command import export_at_end
 from trainer.horizon import Horizon, make_horizon
-from trainer.processes import say
 from trainer.run import Run
+from trainer.strategies import reference as reference_lib
+from trainer.telemetry import diagnostics, events, loggers, spikes, throughput, writers
 from trainer.update import gradient_paths
-from trainer.watchdog import Watchdog
 
 
 @liveness.told
@@ -57,9 +47,10 @@ def train(config: Mapping, workdir: str | Path, past: Past | None = None) -> Run
   """Trains what `config` says in `workdir`, or continues what was begun there.
 
   Args:
-    config: a ConfigDict or dict; keys left out have the defaults of trainer/config.py.
+    config: a ConfigDict or dict; keys left out have the defaults of trainer/config/keys.py.
     workdir: folder for checkpoints, metrics, samples, the tokenizer and the token cache; made if missing.
-    past: which rows the run's steps have taken, where another than its newest checkpoint knows (trainer/replay.py).
+    past: which rows the run's steps have taken, where another than its newest checkpoint knows
+      (trainer/modes/replay.py).
 
   Returns:
     The finished run: `run.state`, `run.step`, `run.last_row`, `run.last_eval`.
@@ -108,7 +99,7 @@ def train(config: Mapping, workdir: str | Path, past: Past | None = None) -> Run
       evaluators = evaluators_lib.make_all(setup)
     callbacks = _make_callbacks(config, horizon, workdir, gradient_paths(optimizer, program.abstract_state["params"]))
     checkpoints = _make_checkpoints(config, horizon, program, workdir)
-    more_writers, origin = loggers.find(config.loggers, workdir), parameters.origin_of(config)
+    more_writers, origin = loggers.find(config.loggers, workdir), init_from.origin_of(config)
     config_checks.audit(config)
 
     # ---------------------------------------------------------------- state; meanwhile the step is compiled
@@ -231,13 +222,13 @@ def _make_callbacks(config: Any, horizon: Horizon, workdir: Path, trained: list[
   """
   return cb.Callbacks([
       report.Record(trained),
-      notes.Notes(),
+      events.Notes(),
       cb.Alive() if jax.process_count() > 1 else Watchdog(),
       cb.Preemption(),
       cb.Health(config.optimizer.max_nonfinite_steps, trained),
       *([spikes.Spikes(**config.spikes)] if config.spikes.action != "none" else []),
       cb.MetricsLog(horizon.log_steps),
-      signatures.Signatures(config.health_silent),
+      diagnostics.Signatures(config.health_silent),
       cb.Progress(),
       cb.Profiler(workdir / "profile", config.profile.start_step, config.profile.num_steps),
   ], own=[*cb.make_custom(config.callbacks), *([report.Page()] if config.report else [])])

@@ -5,7 +5,8 @@ from pathlib import Path
 from typing import Any
 
 from input_pipeline.steps import Past, Piece, Steps, steps_of_batches, steps_of_rollouts
-from trainer import checkpoint, processes
+from trainer.checkpoints import checkpoint
+from trainer.distributed import processes
 from trainer.errors import CheckpointError, ConfigError, Damaged
 
 

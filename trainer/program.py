@@ -15,28 +15,25 @@ from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 from ml_collections import ConfigDict
 
 from input_pipeline import batches
-from input_pipeline.kinds import WITH_ADVANTAGES, WITH_PARTS
-from models import api, products, remat, spec
-from trainer import (
-  config_checks,
-  durations,
-  hugging_face,
-  image_tokens,
-  offload,
-  old_policy,
-  optim,
-  processes,
-  rollout_options,
-  signatures,
-  spikes,
-  startup,
-  strategies,
-)
-from trainer import mesh as mesh_lib
-from trainer import reference as reference_lib
+from input_pipeline.examples.kinds import WITH_ADVANTAGES, WITH_PARTS
+from models import api, remat, spec
+from models.quantization import matmul
+from trainer import startup, strategies
 from trainer import state as state_lib
 from trainer import update as update_lib
+from trainer.config import checks as config_checks
+from trainer.config import durations
+from trainer.distributed import mesh as mesh_lib
+from trainer.distributed import processes
 from trainer.errors import ConfigError
+from trainer.export import hugging_face
+from trainer.generate import image_tokens
+from trainer.optim import offload
+from trainer.optim import optimizer as optim
+from trainer.rollouts import old_policy
+from trainer.rollouts import options as rollout_options
+from trainer.strategies import reference as reference_lib
+from trainer.telemetry import diagnostics, spikes
 
 # Of a batch whose data nobody has read: segments of a row, where documents have parts.
 SEGMENTS = 8
@@ -56,8 +53,8 @@ class Program:
     options: of the update: seed, rows of a micro-batch, and so on.
     loss_fn: `(params, batch, rng, *reference) -> (terms, metrics)`, the strategy bound to its model and options.
     update_fn: trace it within `mesh.activation_rules(mesh, config.activation_rules)`; so `score_fn`.
-    score_fn: `(params, batch, step) -> log-probs` on all devices (trainer/old_policy.py), jitted; None: rollouts need
-      no such thing.
+    score_fn: `(params, batch, step) -> log-probs` on all devices (trainer/rollouts/old_policy.py), jitted; None:
+      rollouts need no such thing.
     notes: what the user should know.
   """
 
@@ -99,7 +96,7 @@ class Program:
     return batch
 
   def flops_per_token(self, seq_len: int, images_per_row: int = 0) -> float:
-    """Model FLOPs of a token, forward and backward, as MFU is counted (trainer/throughput.py)."""
+    """Model FLOPs of a token, forward and backward, as MFU is counted (trainer/telemetry/throughput.py)."""
     images = {}
     if images_per_row:
       images = dict(images_per_row=images_per_row, tower_frozen=not any(
@@ -119,7 +116,7 @@ def resolve(config: Mapping) -> tuple[ConfigDict, list[str]]:
   api.validate(resolved.model, resolved.seq_len)
   rollout_options.check(resolved)
   spikes.check(resolved)
-  signatures.check(resolved)
+  diagnostics.check(resolved)
   mesh_lib.check_activation_rules(resolved.activation_rules)
   return resolved, notes
 
@@ -149,11 +146,11 @@ def make_model(config: Any, vocab_size: int) -> Any:
                         freeze=config.optimizer.freeze, products=_products(config.precision))
 
 
-def _products(precision: Any) -> products.Products | None:
+def _products(precision: Any) -> matmul.Products | None:
   """Which kernels are multiplied in 8 bits; keys of what is not used are not read."""
   if precision.matmul == "none":
     return None
-  return products.make_products(precision.matmul, precision.matmul_gradients, precision.matmul_skip)
+  return matmul.make_products(precision.matmul, precision.matmul_gradients, precision.matmul_skip)
 
 
 def make_optimizer(config: Any, model: Any, total_steps: int, to_steps: Any) -> optim.Optimizer:

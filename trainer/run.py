@@ -11,18 +11,19 @@ from typing import Any
 import jax
 from absl import logging
 
-from trainer import config_checks, processes
 from trainer.callbacks import Callbacks
-from trainer.checkpoint import Checkpoints
+from trainer.checkpoints.checkpoint import Checkpoints
+from trainer.config import checks as config_checks
 from trainer.data import Batches, Data
+from trainer.distributed import processes
 from trainer.errors import ConfigError
 from trainer.horizon import Horizon
 from trainer.metrics import to_floats
 from trainer.program import Program
-from trainer.reference import overlay
 from trainer.state import averaged
-from trainer.throughput import Chrono
-from trainer.writers import MetricWriter, last_evaluation
+from trainer.strategies.reference import overlay
+from trainer.telemetry.throughput import Chrono
+from trainer.telemetry.writers import MetricWriter, last_evaluation
 
 
 @dataclass
@@ -49,7 +50,7 @@ class Run:
   evaluators: Mapping[str, Any] = field(default_factory=dict)
   callbacks: Callbacks = field(default_factory=lambda: Callbacks([]))
   say: Callable[[str], None] = processes.say
-  note: Callable[..., None] = lambda kind, name, text, advice="": None  # trainer/notes.py
+  note: Callable[..., None] = lambda kind, name, text, advice="": None  # trainer/telemetry/events.py
   stop_requested: str = ""  # the signal that this process received
   agreed_stop: bool = False  # with several processes: all have learned of a request, at the same step
   last_row: dict[str, float] = field(default_factory=dict)
@@ -57,7 +58,7 @@ class Run:
   failed_evaluations: int = 0
   batch: Any = None  # of the update whose metrics `on_step_end` is given
   remembered: dict[str, Any] = field(default_factory=dict)  # JSON-able, of callbacks; checkpoints hold it
-  go_back: Any = None  # a spike (trainer/spikes.py) after which an earlier checkpoint is to be gone on from
+  go_back: Any = None  # a spike (trainer/telemetry/spikes.py) after which an earlier checkpoint is to be gone on from
   _pending: tuple[int, Any, Any] | None = None
 
   def __post_init__(self) -> None:

@@ -14,10 +14,13 @@ import jax
 import jax.numpy as jnp
 from clu import parameter_overview
 
-from trainer import checkpoint, optim, parameters, processes, tree
-from trainer import reference as reference_lib
+from trainer import tree
+from trainer.checkpoints import checkpoint, init_from
+from trainer.checkpoints.fingerprint import fingerprint
+from trainer.distributed import processes
 from trainer.errors import ConfigError
-from trainer.fingerprint import fingerprint
+from trainer.optim import optimizer as optim
+from trainer.strategies import reference as reference_lib
 
 
 @dataclass(frozen=True)
@@ -46,7 +49,7 @@ def make_init(model: Any, optimizer: optim.Optimizer, *, ema: bool, reference: A
 
   Args:
     ema: keep moving averages.
-    reference: the abstract leaves of a reference policy (trainer/reference.py), None: there is none.
+    reference: the abstract leaves of a reference policy (trainer/strategies/reference.py), None: there is none.
   """
   rest = make_rest(optimizer, ema=ema)
 
@@ -98,7 +101,7 @@ def averaged(state: dict[str, Any]) -> Any:
   return tree.unflatten(dict(sorted((tree.flatten(state["params"]) | tree.flatten(state["ema"])).items())))
 
 
-def initialise(config: Any, origin: parameters.Origin, program: Any, checkpoints: checkpoint.Checkpoints) -> Start:
+def initialise(config: Any, origin: init_from.Origin, program: Any, checkpoints: checkpoint.Checkpoints) -> Start:
   """The first state of this process.
 
   The order matters:
@@ -124,7 +127,7 @@ def initialise(config: Any, origin: parameters.Origin, program: Any, checkpoints
   if restored is None and origin.resume:
     restored, verb = checkpoint.restore_from(origin.resume, stored), "resuming"
   if restored is None:
-    params, where = parameters.first_params(origin, model, abstract["params"])
+    params, where = init_from.first_params(origin, model, abstract["params"])
     rest = jax.tree.map(lambda leaf: leaf.sharding, {
         name: part for name, part in abstract.items() if name not in ("params", "reference")})
     make_others = make_rest(program.optimizer, ema="ema" in abstract)
@@ -148,13 +151,13 @@ def initialise(config: Any, origin: parameters.Origin, program: Any, checkpoints
   return start
 
 
-def _complete(state: Any, left_out: Any, config: Any, model: Any, origin: parameters.Origin,
+def _complete(state: Any, left_out: Any, config: Any, model: Any, origin: init_from.Origin,
               checkpoints: checkpoint.Checkpoints) -> dict[str, Any]:
   """The restored state with what its checkpoint left out, made from where the run began."""
   base, again = left_out.get("params", {}), left_out.get("reference")
   from_start = again is not None and config.strategy.reference in ("start", "base")
   wanted = tree.flatten(base) | (tree.flatten(again) if from_start else {})
-  params, _ = parameters.first_params(origin, model, tree.unflatten(wanted), partial=True)
+  params, _ = init_from.first_params(origin, model, tree.unflatten(wanted), partial=True)
   added = {}
   if base:
     flat = tree.flatten(params)

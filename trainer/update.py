@@ -12,9 +12,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from trainer import offload, optim, tree
+from trainer import tree
 from trainer.metrics import Mean
-from trainer.reference import mix, overlay
+from trainer.optim import offload
+from trainer.optim import optimizer as optim
+from trainer.strategies.reference import mix, overlay
 
 State = dict[str, Any]  # see trainer/state.py
 
@@ -30,7 +32,8 @@ class Options:
     clip_norm: bound on the gradient's global norm; 0: none.
     ema_decay: decay of the trained parameters' moving average; 0: none kept.
     reference_mix: (share, every): see `reference.mix`; share 0: the reference stays as it is.
-    offloaded: the optimizer's state is in the host's memory (trainer/offload.py); the jit's shardings return it there.
+    offloaded: the optimizer's state is in the host's memory (trainer/optim/offload.py); the jit's shardings return it
+      there.
   """
 
   seed: int

@@ -13,12 +13,16 @@ from typing import Any
 
 import jax
 
-from input_pipeline.examples_chat import find_template
-from input_pipeline.tokenizer import Tokenizer
+from input_pipeline.examples.conversations import find_template
+from input_pipeline.tokenizer.tokenizer import Tokenizer
 from models import hf
 from models.hf import files
-from trainer import chat_files, config_checks, hugging_face, strategies, whole_files, writers
+from trainer import strategies
+from trainer.checkpoints import atomic
+from trainer.config import checks as config_checks
 from trainer.errors import ConfigError
+from trainer.export import chat_files, hugging_face
+from trainer.telemetry import writers
 
 # So many lines of the last samples are shown at the end.
 SAMPLE_LINES = 40
@@ -80,7 +84,7 @@ def save_config(resolved: Any, workdir: Path, tokenizer: Tokenizer) -> None:
   """Writes config.json, once everything in it has been accepted, and keeps the files an export will repeat: those of
   the Hugging Face folder, and the chat template, which wherever it came from belongs to the tokenizer from now on."""
   if jax.process_index() == 0:
-    whole_files.write(workdir / "config.json", config_checks.to_json(resolved) + "\n")
+    atomic.write(workdir / "config.json", config_checks.to_json(resolved) + "\n")
     if resolved.model.hf is not None:
       hf.copy_small_files(Path(resolved.model.hf), workdir / hugging_face.FOLDER)
     texts = strategies.of(resolved).data == "texts"

@@ -59,7 +59,7 @@ def linear(seconds: Seconds, inputs: int, outputs: int) -> float:
 
 
 def attention(seconds: Seconds) -> float:
-  """The six products of a layer's attention, as models/flash.py has them: keys first."""
+  """The six products of a layer's attention, as models/attention/blocked.py has them: keys first."""
   total, K, rows = 0.0, size.head_dim, size.batch * size.heads
   for stop in range(BLOCK, size.seq + 1, BLOCK):
     of_queries, of_keys, scores = (rows, BLOCK, K), (rows, stop, K), (rows, stop, BLOCK)

@@ -16,8 +16,8 @@ from ml_collections import ConfigDict
 
 from benchmarks.speed import sizes as s
 from benchmarks.speed.sizes import CHOSEN as size
-from trainer import config as config_lib
 from trainer.callbacks import Callback
+from trainer.config import keys as config_lib
 
 
 def get_config(arg: str) -> ConfigDict:

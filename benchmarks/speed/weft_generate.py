@@ -17,8 +17,9 @@ def main(case: str) -> None:
   from benchmarks.speed import sizes as s
   from benchmarks.speed import weft_config
   from benchmarks.speed.sizes import CHOSEN as size
-  from trainer import hardware, program
-  from trainer.sampler import Sampler
+  from trainer import program
+  from trainer.generate.sampler import Sampler
+  from trainer.telemetry import hardware
 
   config, _ = program.resolve(weft_config.get_config("grpo,unused"))
   startup.set_environment(config.precision)

@@ -13,8 +13,8 @@ def main(length: int, vocab: int) -> None:
   import numpy as np
 
   from benchmarks.speed import weft_config
-  from trainer import mesh as mesh_lib
   from trainer import program as program_lib
+  from trainer.distributed import mesh as mesh_lib
 
   imported = peak.used_mb("VmRSS")
   config = weft_config.get_config("seq,unused")

@@ -15,17 +15,17 @@ ROOT = Path(__file__).resolve().parent.parent.parent
 if str(ROOT) not in sys.path:
   sys.path.insert(0, str(ROOT))
 
-from trainer import config_source  # noqa: E402
-from trainer.config_sections import DURATION_UNITS as UNITS  # noqa: E402
-from trainer.config_source import Group, Section  # noqa: E402
+from trainer.config.sections import DURATION_UNITS as UNITS  # noqa: E402
+from trainer.explain import config_source  # noqa: E402
+from trainer.explain.config_source import Group, Section  # noqa: E402
 
 PAGE = ROOT / "docs" / "config_keys.md"
 
 HEAD = """# Every config key
 
 Each key with its default and the comment that stands above it in the source:
-[trainer/config.py](../trainer/config.py), [models/config.py](../models/config.py),
-[config_sections.py](../trainer/config_sections.py) and, for strategies, their files in
+[trainer/config/keys.py](../trainer/config/keys.py), [models/config.py](../models/config.py),
+[config_sections.py](../trainer/config/sections.py) and, for strategies, their files in
 [trainer/strategies](../trainer/strategies), from which this page is made (`python docs/site/config_keys.py`).
 How keys are set, and what is refused, is in [configuration.md](configuration.md).
 

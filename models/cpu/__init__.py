@@ -6,7 +6,7 @@
   rotary        rotary embeddings computed once, and turned without putting parts together
   random_bits   JAX's random numbers without loops
 
-Imports `models.placement` alone. Settings of the process and of XLA for CPU are in trainer/startup.py.
+Imports `models.sharding.logical_axes` alone. Settings of the process and of XLA for CPU are in trainer/startup.py.
 """
 
 from models.cpu.bfloat16 import as_bits, einsum, from_bits, inputs_gradient, is_bfloat16, kernel_gradient, matmul

@@ -17,12 +17,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from models import placement
+from models.sharding import logical_axes
 
 
 def is_bfloat16(x: jax.Array) -> bool:
   """Whether it is bfloat16 in a program for CPU."""
-  return x.dtype == jnp.bfloat16 and placement.platform() == "cpu"
+  return x.dtype == jnp.bfloat16 and logical_axes.platform() == "cpu"
 
 
 def einsum(product: str, a: jax.Array, b: jax.Array) -> jax.Array:
@@ -48,7 +48,7 @@ def inputs_gradient(g: jax.Array, w_KxN: jax.Array) -> jax.Array:
 
 def kernel_gradient(x: jax.Array, g: jax.Array, sums: Any = jnp.float32) -> jax.Array:
   """The sum over all rows of x [..., K] times g [..., N]: [K, N] in the dtype `sums`; of 8-bit integers, too."""
-  if placement.platform() != "cpu" or x.dtype not in (jnp.bfloat16, jnp.int8):
+  if logical_axes.platform() != "cpu" or x.dtype not in (jnp.bfloat16, jnp.int8):
     return jnp.einsum("...k,...n->kn", x, g, preferred_element_type=sums)
   K, N = x.shape[-1], g.shape[-1]
   if N < K:

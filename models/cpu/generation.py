@@ -5,8 +5,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from models import placement
 from models.cpu.bfloat16 import is_bfloat16
+from models.sharding import logical_axes
 
 
 def few_rows(x: jax.Array, kernel_MxK: jax.Array, dtype: Any = None) -> jax.Array:
@@ -25,4 +25,4 @@ def few_rows(x: jax.Array, kernel_MxK: jax.Array, dtype: Any = None) -> jax.Arra
 def cache_dtype(dtype: Any) -> Any:
   """What keys and values of `dtype` are kept in: on CPU bfloat16 in float32, in which XLA multiplies them by one query.
   Else it would convert all that there are for each token."""
-  return jnp.float32 if dtype == jnp.bfloat16 and placement.platform() == "cpu" else dtype
+  return jnp.float32 if dtype == jnp.bfloat16 and logical_axes.platform() == "cpu" else dtype

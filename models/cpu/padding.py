@@ -11,8 +11,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from models import placement
 from models.cpu import bfloat16
+from models.sharding import logical_axes
 
 # Results this wide, or several times, get so many columns more.
 TOO_EVEN, APART = 2048, 64
@@ -22,7 +22,7 @@ ROWS = 1024
 
 def extra_columns(width: int, dtype: Any) -> int:
   """How many columns a product in `dtype` should have beside its `width` ones; 0 where there are several devices."""
-  on_one_cpu = placement.platform() == "cpu" and placement.current() is None
+  on_one_cpu = logical_axes.platform() == "cpu" and logical_axes.current() is None
   return APART if on_one_cpu and dtype == jnp.float32 and width % TOO_EVEN == 0 else 0
 
 
@@ -37,5 +37,5 @@ def mlp_columns(x: jax.Array, linears: Sequence[Any]) -> int:
 def wider(linear: Any, x: jax.Array, inputs: int = 0, outputs: int = 0) -> jax.Array:
   """What a plain `Linear` gives with so many more inputs and outputs, whose weights are zero."""
   kernel = jnp.pad(linear.kernel[...].astype(linear.dtype), ((0, inputs), (0, outputs)))
-  y = bfloat16.matmul(placement.as_rows(x), kernel).reshape(*x.shape[:-1], -1)
+  y = bfloat16.matmul(logical_axes.as_rows(x), kernel).reshape(*x.shape[:-1], -1)
   return y if linear.bias is None else y + jnp.pad(linear.bias[...].astype(linear.dtype), (0, outputs))

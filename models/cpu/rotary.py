@@ -5,14 +5,14 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 
-from models import placement
+from models.sharding import logical_axes
 
 
 def computed_once(make: Callable[[], tuple[jax.Array, jax.Array]], positions: jax.Array, shape: tuple[int, ...]
                   ) -> tuple[jax.Array, jax.Array]:
   """`make()`, two arrays in float32 of that shape. XLA on CPU would compute them again wherever they are used: into a
   branch it does not look. That the other one is never taken it does not know."""
-  if placement.current() is not None or placement.platform() != "cpu":
+  if logical_axes.current() is not None or logical_axes.platform() != "cpu":
     return make()
   unused = jnp.zeros(shape, jnp.float32)
   return jax.lax.cond(jnp.max(positions) >= jnp.min(positions), make, lambda: (unused, unused))

@@ -77,7 +77,7 @@ def load(path: str | Path, dtype: Any = "float32", shardings: Mapping | Callable
     path: the folder.
     dtype: of parameters and computation; None: that of the tensors (of the embedding, for the computation).
     shardings: nested dict of shardings; or a function from the abstract parameters to it, e.g.
-      `lambda p: trainer.mesh.param_shardings(p, mesh)[0]`; None: everything on the first device.
+      `lambda p: trainer.distributed.mesh.param_shardings(p, mesh)[0]`; None: everything on the first device.
     progress: show a bar.
     ignored: see `architecture`.
 

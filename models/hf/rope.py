@@ -1,6 +1,6 @@
 """Rotary positions in config.json: transformers 4 (rope_theta, rope_scaling) and 5 (rope_parameters), both ways.
 
-What the scalings compute is in models/rope.py.
+What the scalings compute is in models/attention/rope.py.
 """
 
 import math

@@ -7,7 +7,7 @@ import json
 import numpy as np
 from PIL import Image
 
-from input_pipeline.tokenizer import BytesTokenizer
+from input_pipeline.tokenizer.tokenizer import BytesTokenizer
 from models import api
 from tests import tiny
 from trainer.config import source

@@ -8,13 +8,14 @@ import pytest
 
 from evaluators import common
 from evaluators.classify import confusion, metrics
-from input_pipeline.tokenizer import BytesTokenizer
+from input_pipeline.tokenizer.tokenizer import BytesTokenizer
 from tests.evaluators import digits
-from trainer import config_checks, image_tokens
-from trainer import mesh as mesh_lib
+from trainer.config import checks as config_checks
 from trainer.config import evaluator
+from trainer.distributed import mesh as mesh_lib
 from trainer.errors import ConfigError, DataError
-from trainer.writers import MultiWriter
+from trainer.generate import image_tokens
+from trainer.telemetry.writers import MultiWriter
 
 OPTIONS = ("one", "one two", "three")
 ROWS = [*(dict(image=digits.encoded(digits.picture(n // 2)), prefix=f"q{n % 2}", suffix=OPTIONS[n % 3],

@@ -9,16 +9,16 @@ import pytest
 
 from evaluators import common, questions
 from evaluators.generate import metrics, pass_at_k
-from input_pipeline.prompts import Prompter
-from input_pipeline.tokenizer import BytesTokenizer
+from input_pipeline.examples.prompts import Prompter
+from input_pipeline.tokenizer.tokenizer import BytesTokenizer
 from models import api
 from tests import tiny
 from tests.evaluators import digits
 from tests.trainer.test_pages import pictures
-from trainer import config_checks
+from trainer.config import checks as config_checks
 from trainer.config import evaluator, source
 from trainer.errors import ConfigError, DataError
-from trainer.writers import MultiWriter
+from trainer.telemetry.writers import MultiWriter
 
 GSM8K = r"####\s*(-?[\d,.]+)"
 ROWS = [dict(question=f"{a}+{b}?", answer=f"Add.\n#### {a + b}") for a, b in itertools.product(range(3), range(2))]
@@ -46,7 +46,7 @@ class Scripted:
     self.said = said
 
   def generate(self, params, prompts, *, num_samples, **options):
-    from trainer.sampler import Completion
+    from trainer.generate.sampler import Completion
     found = []
     for number, text in enumerate(self.said):
       ids = np.array([*text.encode(), 257], np.int32)

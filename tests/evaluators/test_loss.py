@@ -10,12 +10,12 @@ import pytest
 
 from evaluators import common
 from input_pipeline import loader
-from input_pipeline.tokenizer import BytesTokenizer
+from input_pipeline.tokenizer.tokenizer import BytesTokenizer
 from models import api
 from tests import tiny
-from trainer import config_checks
-from trainer import mesh as mesh_lib
+from trainer.config import checks as config_checks
 from trainer.config import evaluator, source
+from trainer.distributed import mesh as mesh_lib
 from trainer.errors import ConfigError
 from trainer.strategies import learns
 

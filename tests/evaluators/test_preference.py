@@ -7,12 +7,12 @@ import numpy as np
 import pytest
 
 from evaluators import common
-from input_pipeline.tokenizer import BytesTokenizer
+from input_pipeline.tokenizer.tokenizer import BytesTokenizer
 from models import api
 from tests import tiny
-from trainer import config_checks
-from trainer import mesh as mesh_lib
+from trainer.config import checks as config_checks
 from trainer.config import evaluator, source
+from trainer.distributed import mesh as mesh_lib
 from trainer.errors import ConfigError
 
 BETA = 0.3

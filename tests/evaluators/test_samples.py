@@ -8,13 +8,13 @@ import numpy as np
 import pytest
 
 from evaluators import common
-from input_pipeline.tokenizer import BytesTokenizer
+from input_pipeline.tokenizer.tokenizer import BytesTokenizer
 from models import api
 from tests import tiny
-from trainer import config_checks
+from trainer.config import checks as config_checks
 from trainer.config import evaluator
 from trainer.errors import ConfigError
-from trainer.writers import MultiWriter
+from trainer.telemetry.writers import MultiWriter
 
 
 def make(tmp_path, **changed):

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from input_pipeline import loader, prompt_data
-from input_pipeline.tokenizer import make_tokenizer
+from input_pipeline.tokenizer.tokenizer import make_tokenizer
 from tests import tiny
 from trainer import program, strategies
 from trainer.config import defaults, source

@@ -13,23 +13,25 @@ from pathlib import Path
 
 import zstandard
 
-from input_pipeline.answers import compile_pattern
-from input_pipeline.chat import ChatTemplate
-from input_pipeline.examples import make_encoder
-from input_pipeline.examples_rollouts import RolloutReader
+from input_pipeline.chat.schema import ShapeReader
+from input_pipeline.chat.template import ChatTemplate
+from input_pipeline.examples.answers import compile_pattern
+from input_pipeline.examples.prompts import PromptReader
+from input_pipeline.examples.registry import make_encoder
+from input_pipeline.examples.rollouts import RolloutReader
+from input_pipeline.examples.schema_pairs import PairReader
 from input_pipeline.files import NotJSONError, Tally, parse_json
-from input_pipeline.images import ImageError, ImageRef, Preprocess, read, to_pixels
+from input_pipeline.images.images import ImageError, ImageRef, Preprocess, read, to_pixels
 from input_pipeline.mixture import stage_weights
-from input_pipeline.prompts import PromptReader
-from input_pipeline.readers import READERS, Record
-from input_pipeline.shapes import ShapeReader
-from input_pipeline.shapes_pairs import PairReader
-from input_pipeline.tokenizer import BytesTokenizer, load_tokenizer
+from input_pipeline.sources.readers import READERS, Record
+from input_pipeline.tokenizer.tokenizer import BytesTokenizer, load_tokenizer
 from models.hf import architecture
 from models.hf.files import TensorFolder
 from models.hf.peft import _read_config
-from trainer import config_checks, durations, mesh, strategies, tree
-from trainer.config import defaults, source
+from trainer import strategies, tree
+from trainer.config import checks as config_checks
+from trainer.config import defaults, durations, source
+from trainer.distributed import mesh
 from trainer.errors import ConfigError, DataError
 
 OURS = (ConfigError, DataError, OSError)

@@ -11,7 +11,7 @@ from safetensors.numpy import load_file, save_file
 
 from tests.hostile.common import named, refused, write
 from tests.models.hf.test_peft import Case
-from trainer import checkpoint
+from trainer.checkpoints import checkpoint
 
 CONFIG, TENSORS = "adapter_config.json", "adapter_model.safetensors"
 

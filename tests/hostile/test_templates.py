@@ -2,7 +2,7 @@
 
 import pytest
 
-from input_pipeline.chat import load_template
+from input_pipeline.chat.template import load_template
 from tests.hostile.common import named, refused, write
 from trainer.errors import DataError
 

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from input_pipeline.tokenizer import BytesTokenizer, load_tokenizer
+from input_pipeline.tokenizer.tokenizer import BytesTokenizer, load_tokenizer
 from tests.hostile.common import named, refused, write
 
 DEEP = 100_000

@@ -11,8 +11,8 @@ from input_pipeline import cache as cache_lib
 from input_pipeline import loader
 from input_pipeline.evaluation import make_eval_data
 from input_pipeline.prompt_data import make_prompt_data
-from input_pipeline.tokenizer import BytesTokenizer
-from tests.input_pipeline.test_readers import write_records
+from input_pipeline.tokenizer.tokenizer import BytesTokenizer
+from tests.input_pipeline.sources.test_readers import write_records
 from trainer.config import defaults, source
 from trainer.errors import DataError
 from trainer.strategies import learns

@@ -8,8 +8,8 @@ from ml_collections import ConfigDict
 
 from input_pipeline.batches import PackedSource, check_ids, empty_batch, pack, resolve_layout, stats_table
 from input_pipeline.cache import TokenizedSource
+from input_pipeline.examples.roles import CHOSEN, REJECTED
 from input_pipeline.packing import PACKINGS, make_plan
-from input_pipeline.roles import CHOSEN, REJECTED
 from trainer.config import defaults
 from trainer.errors import ConfigError, DataError
 

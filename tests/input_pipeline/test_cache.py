@@ -13,11 +13,11 @@ from input_pipeline import cache as cache_lib
 from input_pipeline import files
 from input_pipeline import folders as folders_lib
 from input_pipeline.cache import FileHasher, tokenize_source
-from input_pipeline.examples import open_examples
-from input_pipeline.examples_base import Encoded
-from input_pipeline.roles import MISMATCHED, UNDESIRABLE
-from input_pipeline.sources import open_source
-from input_pipeline.tokenizer import BytesTokenizer
+from input_pipeline.examples.base import Encoded
+from input_pipeline.examples.registry import open_examples
+from input_pipeline.examples.roles import MISMATCHED, UNDESIRABLE
+from input_pipeline.sources.sources import open_source
+from input_pipeline.tokenizer.tokenizer import BytesTokenizer
 from trainer.config import defaults, source
 from trainer.errors import DataError
 from trainer.strategies import learns

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from input_pipeline.evaluation import make_eval_data
-from input_pipeline.tokenizer import BytesTokenizer
+from input_pipeline.tokenizer.tokenizer import BytesTokenizer
 from trainer.config import defaults, source
 from trainer.errors import ConfigError
 from trainer.strategies import learns

@@ -8,9 +8,9 @@ import pytest
 from input_pipeline import fitting
 from input_pipeline.batches import PackedSource, empty_batch
 from input_pipeline.cache import TokenizedSource
+from input_pipeline.examples.roles import ABSENT, CHOSEN, DESIRABLE, MISMATCHED, REJECTED, UNDESIRABLE
 from input_pipeline.fitting import Pieces, Units
 from input_pipeline.packing import make_plan
-from input_pipeline.roles import ABSENT, CHOSEN, DESIRABLE, MISMATCHED, REJECTED, UNDESIRABLE
 from trainer.errors import DataError
 
 

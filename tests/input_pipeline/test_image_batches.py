@@ -10,16 +10,16 @@ import pytest
 
 from input_pipeline import loader
 from input_pipeline.cache import TokenizedSource
-from input_pipeline.cache_images import SourceImages
 from input_pipeline.fitting import fit, keep_images_whole
-from input_pipeline.images import Preprocess, to_pixels
+from input_pipeline.images.cache import SourceImages
+from input_pipeline.images.images import Preprocess, to_pixels
 from input_pipeline.packing import make_plan
 from input_pipeline.prompt_data import make_prompt_data
-from input_pipeline.readers_made import png
-from input_pipeline.sources import open_source
-from input_pipeline.tokenizer import BytesTokenizer
+from input_pipeline.sources.made import png
+from input_pipeline.sources.sources import open_source
+from input_pipeline.tokenizer.tokenizer import BytesTokenizer
 from trainer.config import source
-from trainer.config_checks import resolve
+from trainer.config.checks import resolve
 from trainer.errors import ConfigError, DataError
 from trainer.strategies import learns
 

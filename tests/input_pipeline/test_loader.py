@@ -13,10 +13,10 @@ from array_record.python.array_record_module import ArrayRecordWriter
 from ml_collections import ConfigDict
 
 from input_pipeline import loader
-from input_pipeline.tokenizer import BytesTokenizer
+from input_pipeline.tokenizer.tokenizer import BytesTokenizer
 from trainer.config import defaults, source
 from trainer.config import strategy as strategy_of
-from trainer.config_checks import View
+from trainer.config.checks import View
 from trainer.errors import ConfigError, DataError
 from trainer.strategies import learns
 
@@ -237,7 +237,7 @@ def test_conversations_are_packed_whole_truncated_and_counted(tmp_path, caplog, 
   c = of_tokens(tmp_path, "jsonl", rows, stop="all")
   c.strategy = ConfigDict(dict(name="sft", normalize="sequence"))
   unused = types.SimpleNamespace(fingerprint="no conversations here")
-  monkeypatch.setitem(sys.modules, "input_pipeline.examples_chat",
+  monkeypatch.setitem(sys.modules, "input_pipeline.examples.conversations",
                       types.SimpleNamespace(ChatEncoder=lambda config, tokenizer, trains_all: unused))
   data = make(c, tmp_path)
   c.input.max_over_long = 0.05

@@ -7,12 +7,12 @@ import numpy as np
 import pytest
 
 from input_pipeline import loader
-from input_pipeline.examples_base import Encoded
+from input_pipeline.examples.base import Encoded
+from input_pipeline.examples.roles import MISMATCHED
 from input_pipeline.partners import Partners
-from input_pipeline.roles import MISMATCHED
-from input_pipeline.tokenizer import BytesTokenizer
+from input_pipeline.tokenizer.tokenizer import BytesTokenizer
 from trainer.config import source
-from trainer.config_checks import resolve
+from trainer.config.checks import resolve
 from trainer.strategies import learns
 
 

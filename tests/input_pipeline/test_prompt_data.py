@@ -7,11 +7,11 @@ from collections import Counter
 import pytest
 
 from input_pipeline import prompt_data
+from input_pipeline.examples.prompts import Prompter
 from input_pipeline.loader import format_stats
 from input_pipeline.prompt_data import make_prompt_data
-from input_pipeline.prompts import Prompter
-from input_pipeline.readers import Record
-from input_pipeline.tokenizer import BytesTokenizer, load_tokenizer
+from input_pipeline.sources.readers import Record
+from input_pipeline.tokenizer.tokenizer import BytesTokenizer, load_tokenizer
 from tests.tiny import ROOT
 from trainer.config import defaults, source, strategy
 from trainer.errors import ConfigError, DataError

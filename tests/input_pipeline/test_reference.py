@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from input_pipeline import loader
-from input_pipeline.tokenizer import BytesTokenizer
+from input_pipeline.tokenizer.tokenizer import BytesTokenizer
 from trainer.config import defaults, source
 from trainer.config import strategy as section
 from trainer.strategies import learns

@@ -2,9 +2,9 @@
 
 from input_pipeline import once
 from input_pipeline.cache import tokenize_source
-from input_pipeline.examples import open_examples
+from input_pipeline.examples.registry import open_examples
 from input_pipeline.remarks import ACROSS, LITERAL, Tally
-from input_pipeline.tokenizer import BytesTokenizer
+from input_pipeline.tokenizer.tokenizer import BytesTokenizer
 from trainer.config import defaults, source
 from trainer.strategies import learns
 

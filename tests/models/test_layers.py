@@ -9,9 +9,11 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from models import cpu, layers, placement, quantize
+from models import cpu, layers
 from models.cpu import padding
-from models.products import make_products
+from models.quantization import quantize
+from models.quantization.matmul import make_products
+from models.sharding import logical_axes
 from models.spec import Lora
 from tests import tiny
 
@@ -156,7 +158,7 @@ def test_on_tpu_what_products_of_an_mlp_read_is_made_before_them_and_the_same(ac
     return str(jax.make_jaxpr(step)(params, x)).count("optimization_barrier"), jax.jit(step)(params, x)
 
   barriers, expected = compute()
-  monkeypatch.setattr(placement, "platform", lambda: "tpu")
+  monkeypatch.setattr(logical_axes, "platform", lambda: "tpu")
   # The input, the hidden layer, the gradients of what that is made of, and the input's.
   on_tpu, found = compute()
   assert (barriers, on_tpu) == (0, 4)

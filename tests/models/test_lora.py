@@ -11,12 +11,13 @@ from jax.sharding import PartitionSpec as P
 
 from models import lora
 from tests import tiny
-from trainer import optim, tree
 from trainer import state as state_lib
+from trainer import tree
 from trainer import update as update_lib
 from trainer.config import defaults
-from trainer.config_checks import View
+from trainer.config.checks import View
 from trainer.errors import ConfigError
+from trainer.optim import optimizer as optim
 from trainer.strategies import seq
 
 SHARED_EXPERT = dict(num_experts=4, expert_size=8, shared_size=8, shared_gate=True)

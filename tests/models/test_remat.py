@@ -8,12 +8,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from models import attention_tpu
+from models.attention import tpu as attention_tpu
 from models.remat import HOST_MEMORY, remat_policy
 from tests.models.common import BATCH, B, T, make, paths, random_params
 from tests.tiny import equations
-from trainer import mesh as mesh_lib
 from trainer.config import defaults
+from trainer.distributed import mesh as mesh_lib
 from trainer.errors import ConfigError
 
 # Of the model of tests/models/common.py.

@@ -6,7 +6,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from models import flash, placement
+from models.attention import blocked
+from models.sharding import logical_axes
 from tests.models.common import (
   BATCH,
   FAMILIES,
@@ -23,7 +24,7 @@ from tests.models.common import (
   paths,
   random_params,
 )
-from trainer import mesh as mesh_lib
+from trainer.distributed import mesh as mesh_lib
 
 
 def np_softmax(x):
@@ -246,7 +247,7 @@ def test_flops_against_a_hand_count():
 
 def test_flops_against_the_compiler(monkeypatch):
   """Within 5% of what XLA counts for products in forward and backward of a plain model."""
-  monkeypatch.setattr(flash, "MAX_UNROLLED", 1000)  # what is in a loop it counts once
+  monkeypatch.setattr(blocked, "MAX_UNROLLED", 1000)  # what is in a loop it counts once
   model = make(num_layers=2, hidden_size=128, intermediate_size=384, scan_layers=False, attention_block=2,
                positions="none")  # fmt: skip
   tokens = jax.ShapeDtypeStruct((4, 32), jnp.int32)
@@ -262,7 +263,7 @@ def test_activations_are_constrained_by_name():
   """The hook sees every activation that a mesh may want to lay out, with one name per dimension."""
   seen = {}
 
-  class Recorder(placement.Placement):
+  class Recorder(logical_axes.Placement):
 
     def constrain(self, x, names):
       seen[names] = x.shape
@@ -271,7 +272,7 @@ def test_activations_are_constrained_by_name():
   model = make(**LLAMA)
   params = model.init(jax.random.key(0))
   record = Recorder(mesh_lib.make_mesh({}, jax.devices()[:1]), {})
-  with placement.placed(record):
+  with logical_axes.placed(record):
     model.logits(params, TOKENS)
   assert seen == {
       ("batch", "stream", "embed"): (B, T, 16),
@@ -280,8 +281,8 @@ def test_activations_are_constrained_by_name():
       ("batch", "length", "mlp"): (B, T, 24),
       ("batch", "length", "vocab"): (B, T, 56),
   }
-  with placement.placed(record), pytest.raises(ValueError, match="depth"):
-    placement.constrain(jnp.zeros((2, 2)), "batch", "depth")
+  with logical_axes.placed(record), pytest.raises(ValueError, match="depth"):
+    logical_axes.constrain(jnp.zeros((2, 2)), "batch", "depth")
 
 
 def test_apply_with_plain_jax_transformations_only():

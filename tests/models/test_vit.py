@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from models import api, flash, vit
+from models import api, vit
+from models.attention import blocked
 from models.layers import Scope
 from models.remat import remat_policy
 from tests.models.common import T, config, make
@@ -131,7 +132,7 @@ def test_parameter_layout():
 
 
 def test_flops_of_an_image_against_the_compiler(monkeypatch):
-  monkeypatch.setattr(flash, "MAX_UNROLLED", 1000)  # what is in a loop it counts once
+  monkeypatch.setattr(blocked, "MAX_UNROLLED", 1000)  # what is in a loop it counts once
   vision = SIGLIP | dict(image_size=32, hidden_size=64, intermediate_size=128)
   spec, params, features = tower(vision, scan_layers=False)
   counted = features.lower(params, jax.ShapeDtypeStruct((1, 32, 32, 3), jnp.float32)).compile().cost_analysis()["flops"]

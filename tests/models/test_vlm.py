@@ -12,9 +12,10 @@ from tests import tiny
 from tests.models import vision
 from tests.models.common import VOCAB, config, make, paths
 from tests.models.vision import IMAGE_TOKEN, KINDS, K, images, make_vlm, np_features, packed, tanh_loss, vlm
-from trainer import mesh as mesh_lib
-from trainer import optim, tree
+from trainer import tree
 from trainer.config import defaults
+from trainer.distributed import mesh as mesh_lib
+from trainer.optim import optimizer as optim
 
 BATCH = packed()
 INDEX, SEGMENTS = BATCH["image_index"], BATCH["segment_ids"]

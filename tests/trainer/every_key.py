@@ -22,16 +22,19 @@ from jax.interpreters import partial_eval
 from ml_collections import ConfigDict
 
 from evaluators import common as evaluators_lib
-from input_pipeline import loader, prompt_data, readers_python
-from input_pipeline.tokenizer import BytesTokenizer, make_tokenizer
+from input_pipeline import loader, prompt_data
+from input_pipeline.sources import python as readers_python
+from input_pipeline.tokenizer.tokenizer import BytesTokenizer, make_tokenizer
 from tests.trainer.every_key_bases import Begun, Files, begin
-from trainer import config_checks, sampler, throughput
-from trainer import mesh as mesh_lib
 from trainer import program as program_lib
 from trainer import tree as tree_lib
+from trainer.config import checks as config_checks
+from trainer.distributed import mesh as mesh_lib
 from trainer.errors import ConfigError
+from trainer.generate import sampler
 from trainer.strategies import learns
-from trainer.writers import MultiWriter
+from trainer.telemetry import throughput
+from trainer.telemetry.writers import MultiWriter
 
 VOCABULARY = BytesTokenizer.vocab_size
 # Steps whose rows are looked at.

@@ -17,7 +17,7 @@ from tests import tiny
 from tests.evaluators import digits
 from trainer import main
 from trainer.config import defaults, source, strategy
-from trainer.export import export
+from trainer.export.command import export
 
 
 class Begun(NamedTuple):

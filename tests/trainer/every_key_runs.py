@@ -13,9 +13,14 @@ from input_pipeline import image_batches
 from tests.trainer import rollout_runs
 from tests.trainer.every_key import Made, digest, rows
 from tests.trainer.every_key_bases import begin
-from trainer import bases, durations, liveness, plan, plan_page, plan_search, processes
+from trainer import bases
+from trainer.config import durations
+from trainer.distributed import liveness, processes
 from trainer.errors import ConfigError
-from trainer.plan_estimate import Planner
+from trainer.planning import page as plan_page
+from trainer.planning import plan
+from trainer.planning import search as plan_search
+from trainer.planning.estimate import Planner
 
 # Steps at which checkpoints are saved to see which stay, with the value of a metric.
 SAVED = ((3, 0.5), (6, 0.1), (9, 0.9), (12, 0.5))

@@ -20,7 +20,7 @@ from tests.trainer.every_key_bases import Files, answers, images, judged, pairs,
 from tests.trainer.every_key_runs import evaluating_steps, first_reference, sampled
 from tests.trainer.every_key_table import Row, data, durations, program, run, schedule, update
 from trainer.config import evaluator, source, strategy
-from trainer.reward_pool import Group, Scorer
+from trainer.rollouts.reward_pool import Group, Scorer
 from trainer.strategies import learns, preference, presets
 
 

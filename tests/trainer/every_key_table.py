@@ -363,7 +363,7 @@ RUN = {
   "evals": schedule(dict(val=evaluator(type="loss", eval_steps=7)), see=evaluating_steps),
   "callbacks": run(callbacks, dict(mine=dict(type="trainer.callbacks.Callback"))),
   "report": run(callbacks, False),
-  "loggers": run(writers, dict(mine=dict(type="tests.trainer.test_loggers.Memory"))),
+  "loggers": run(writers, dict(mine=dict(type="tests.trainer.telemetry.test_loggers.Memory"))),
   "health_silent": run(health_told, ("ratio_one",)),
   **durations("log", logging_steps),
   **durations("ckpt", saving_steps),

@@ -1,4 +1,5 @@
-"""Scores of lm_eval's own `hf` model (PyTorch, transformers) on the tasks beside, for tests/trainer/test_lm_eval.py.
+"""Scores of lm_eval's own `hf` model (PyTorch, transformers) on the tasks beside, for
+tests/trainer/lm_eval/test_command.py.
 
     python tests/trainer/lm_eval_reference.py FOLDER > tests/trainer/lm_eval_tasks/reference.json
 

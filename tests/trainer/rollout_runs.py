@@ -12,10 +12,10 @@ from input_pipeline import prompt_data
 from tests import tiny
 from trainer import tree
 from trainer.config import reward, source, strategy
-from trainer.writers import read_rows
+from trainer.telemetry.writers import read_rows
 
 TOYS = "tests.trainer.rollout_toys"
-STOP = "tests.trainer.test_hugging_face.StopAt"
+STOP = "tests.trainer.export.test_hugging_face.StopAt"
 
 
 def write_prompts(folder):

@@ -5,7 +5,7 @@ import os
 import time
 from pathlib import Path
 
-from trainer.environment import Turn
+from trainer.rollouts.environment import Turn
 
 
 def low(completions, completion_ids, **columns):

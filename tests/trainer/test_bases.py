@@ -5,9 +5,10 @@ import json
 import pytest
 
 from configs import quickstart_dpo, quickstart_grpo, quickstart_sft
-from trainer import bases, speedrun
+from trainer import bases
 from trainer.config import defaults
 from trainer.errors import ConfigError
+from trainer.sweep import speedrun
 
 
 def config(path, made_by="configs.quickstart"):

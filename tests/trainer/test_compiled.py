@@ -9,7 +9,8 @@ import jax.numpy as jnp
 import pytest
 
 from tests import tiny
-from tests.trainer import rollout_runs, test_dpo
+from tests.trainer import rollout_runs
+from tests.trainer.strategies import test_dpo_runs as test_dpo
 from tests.trainer.test_main import assert_same_state
 from trainer import compiled
 from trainer.callbacks import Callback

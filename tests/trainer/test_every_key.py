@@ -10,7 +10,7 @@ import jax
 import pytest
 
 from evaluators import common as evaluators_lib
-from input_pipeline.readers import READERS
+from input_pipeline.sources.readers import READERS
 from tests.trainer import every_key
 from tests.trainer import every_key_runs as runs
 from tests.trainer import every_key_sections as sections
@@ -18,8 +18,9 @@ from tests.trainer import every_key_table as table
 from tests.trainer.every_key import Made
 from tests.trainer.every_key_bases import Files
 from tests.trainer.every_key_table import Row
-from trainer import config_checks, rewards
+from trainer.config import checks as config_checks
 from trainer.config import defaults, evaluator, reward, source
+from trainer.rollouts import rewards
 from trainer.strategies import STRATEGIES, preference, presets
 
 pytestmark = pytest.mark.devices(8)

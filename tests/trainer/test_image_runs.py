@@ -7,7 +7,7 @@ import pytest
 from tests.evaluators import digits
 from trainer import train, tree
 from trainer.config import strategy
-from trainer.writers import read_rows
+from trainer.telemetry.writers import read_rows
 
 pytestmark = pytest.mark.devices(8)
 
@@ -69,7 +69,7 @@ def test_stopped_and_continued_it_is_the_same_run(straight, tmp_path):
   """I5: between two checkpoints."""
   name, folder, workdir, run = straight
   c = config(folder, name)
-  c.callbacks.stop = dict(type="tests.trainer.test_hugging_face.StopAt", step=3)
+  c.callbacks.stop = dict(type="tests.trainer.export.test_hugging_face.StopAt", step=3)
   assert train(c, tmp_path).step == 3
   c.callbacks = {}
   again = train(c, tmp_path)

@@ -13,7 +13,7 @@ from trainer import train, update
 from trainer.callbacks import Callback
 from trainer.config import source
 from trainer.errors import ConfigError, DataError
-from trainer.writers import read_rows
+from trainer.telemetry.writers import read_rows
 
 
 @pytest.fixture(scope="module")

@@ -8,11 +8,12 @@ import pytest
 
 from tests import tiny
 from tests.trainer import rollout_runs
-from trainer import checkpoint, seals, train
+from trainer import train
 from trainer.callbacks import Callback
+from trainer.checkpoints import checkpoint, checksums
 from trainer.config import source
-from trainer.replay import replay
-from trainer.writers import read_rows
+from trainer.modes.replay import replay
+from trainer.telemetry.writers import read_rows
 
 pytestmark = pytest.mark.devices(8)
 
@@ -151,7 +152,7 @@ def test_a_checkpoint_from_before_the_number_goes_on_by_its_config(documents, st
   file = tmp_path / "w" / "checkpoints" / "2" / "meta" / "metadata"
   meta = json.loads(file.read_text())
   del meta["taken"], meta["seal"]
-  file.write_text(json.dumps(meta | {"seal": seals._digest(meta)}))
+  file.write_text(json.dumps(meta | {"seal": checksums._digest(meta)}))
   train(config(documents, tmp_path / "seen", 4, 4), tmp_path / "w")
   assert sum(seen(tmp_path / "seen"), []) == sum(straight, [])[:24]
 

@@ -7,16 +7,17 @@ import numpy as np
 import pytest
 
 from models import api
-from models.products import make_products
+from models.quantization.matmul import make_products
 from tests import tiny
-from trainer import mesh as mesh_lib
-from trainer import offload, optim
 from trainer import state as state_lib
 from trainer import update as update_lib
 from trainer.config import defaults
-from trainer.config_checks import View
-from trainer.config_precision import check_precision
+from trainer.config.checks import View
+from trainer.config.precision import check_precision
+from trainer.distributed import mesh as mesh_lib
 from trainer.metrics import to_floats
+from trainer.optim import offload
+from trainer.optim import optimizer as optim
 from trainer.strategies import seq
 
 pytestmark = pytest.mark.devices(8)

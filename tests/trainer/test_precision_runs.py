@@ -8,9 +8,10 @@ import numpy as np
 import pytest
 
 from tests import tiny
-from trainer import offload, train, tree
+from trainer import train, tree
 from trainer.errors import ConfigError
-from trainer.writers import read_rows
+from trainer.optim import offload
+from trainer.telemetry.writers import read_rows
 
 pytestmark = pytest.mark.devices(8)
 

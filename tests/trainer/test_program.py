@@ -11,15 +11,17 @@ import pytest
 from jax.sharding import AbstractMesh, AxisType
 
 from input_pipeline import loader
-from input_pipeline.tokenizer import BytesTokenizer
+from input_pipeline.tokenizer.tokenizer import BytesTokenizer
 from tests import tiny
 from tests.models.common import make
-from trainer import config_checks, experience, logprobs, startup, token_sums
-from trainer import mesh as mesh_lib
 from trainer import program as program_lib
+from trainer import startup
+from trainer.config import checks as config_checks
 from trainer.config import reward, source, strategy
+from trainer.distributed import mesh as mesh_lib
 from trainer.errors import ConfigError
-from trainer.strategies import learns
+from trainer.rollouts import experience
+from trainer.strategies import chunked_loss, learns, logprobs
 from trainer.strategies.grpo import GRPO
 
 pytestmark = pytest.mark.devices(8)
@@ -100,7 +102,7 @@ def largest_array(config, rows):
 @pytest.mark.parametrize("least", [1, 10**9])
 def test_no_strategy_ever_has_the_logits_of_the_whole_vocabulary(name, least, tmp_path, monkeypatch):
   """Whether logits are made of some tokens at a time or of some entries."""
-  monkeypatch.setattr(token_sums, "MIN_TOKENS", least)
+  monkeypatch.setattr(chunked_loss, "MIN_TOKENS", least)
   monkeypatch.setattr(logprobs, "MIN_TOKENS", least)
   config = resolved(tmp_path, strategy=strategy(name), batch_size=4, seq_len=64)
   config.model.vocab_size = 2048

@@ -12,8 +12,9 @@ import pytest
 from jax.experimental.compilation_cache import compilation_cache
 
 from tests import tiny
-from trainer import hardware, startup
-from trainer import mesh as mesh_lib
+from trainer import startup
+from trainer.distributed import mesh as mesh_lib
+from trainer.telemetry import hardware
 
 KEYS = ("jax_compilation_cache_dir", "jax_compilation_cache_max_size", "jax_persistent_cache_min_compile_time_secs")
 

@@ -8,12 +8,12 @@ import numpy as np
 import pytest
 
 from tests import tiny
-from trainer import optim
 from trainer import state as state_lib
 from trainer import update as update_lib
 from trainer.config import defaults
-from trainer.config_checks import View
+from trainer.config.checks import View
 from trainer.metrics import Mean, to_floats
+from trainer.optim import optimizer as optim
 from trainer.strategies import seq
 
 

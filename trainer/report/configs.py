@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from trainer import config_checks
+from trainer.config import checks as config_checks
 from trainer.errors import ConfigError
 
 # Characters of a value, and keys of a table.

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from markupsafe import Markup, escape
 
-from trainer import whole_files
+from trainer.checkpoints import atomic
 
 _FOLDER = Path(__file__).parent / "templates"
 # Cards of a page of samples, so that a browser can open it.
@@ -59,7 +59,7 @@ def page(title: str, *parts: Any, columns: Sequence[Mapping[str, Any]] = ()) -> 
 
 def save(path: Path, html: str) -> Path:
   """Writes a page, which is whole or not there. What UTF-8 cannot hold becomes a question mark."""
-  whole_files.write(path, html.encode("utf-8", errors="replace"))
+  atomic.write(path, html.encode("utf-8", errors="replace"))
   return path
 
 

@@ -25,8 +25,9 @@ import numpy as np
 from absl import logging
 
 import trainer
-from trainer import tree, whole_files
+from trainer import tree
 from trainer.callbacks import Callback
+from trainer.checkpoints import atomic
 from trainer.report import configs
 from trainer.report.history import PAGE, RUN
 
@@ -181,7 +182,7 @@ def read(path: Path) -> list[dict[str, Any]]:
 
 def write(path: Path, starts: list[dict[str, Any]]) -> None:
   """Writes run.json, which is whole at any moment."""
-  whole_files.write(path, json.dumps({"starts": starts}, indent=1, default=_plain) + "\n")
+  atomic.write(path, json.dumps({"starts": starts}, indent=1, default=_plain) + "\n")
 
 
 def now() -> str:

@@ -12,7 +12,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from input_pipeline.roles import ABSENT
+from input_pipeline.examples.roles import ABSENT
 from trainer.errors import ConfigError
 from trainer.metrics import Mean
 from trainer.strategies import preference, sequences

@@ -1,8 +1,8 @@
 """GRPO and its family: completions with rewards, compared with others of the same prompt (docs/grpo.md).
 
 B rows, T length, S segments a row. Each segment is a sequence, a prompt and its completion with positions from 0, with
-one advantage A (trainer/advantages.py). For a trained token, with log p of the policy, log p_old of the policy as it
-was when the rollout began, log q of the program that sampled it and log p_ref of the reference, all at
+one advantage A (trainer/strategies/advantages.py). For a trained token, with log p of the policy, log p_old of the
+policy as it was when the rollout began, log q of the program that sampled it and log p_ref of the reference, all at
 `cfg.temperature`:
 
     ℓ = w(p_old / q) · policy term(ρ, A, log p) + kl_coef · D(log p - log p_ref) - entropy_coef · H

@@ -16,7 +16,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from input_pipeline.roles import DESIRABLE, MISMATCHED, UNDESIRABLE
+from input_pipeline.examples.roles import DESIRABLE, MISMATCHED, UNDESIRABLE
 from trainer.errors import ConfigError
 from trainer.metrics import Mean
 from trainer.strategies import sequences

@@ -9,9 +9,8 @@ from typing import Any
 
 from ml_collections import ConfigDict
 
-from trainer import advantages
 from trainer.errors import ConfigError
-from trainer.strategies import sequences
+from trainer.strategies import advantages, sequences
 
 RATIOS = ("token", "sequence")
 CLIPS = ("ppo", "cispo", "none")

@@ -6,13 +6,13 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from input_pipeline.kinds import WITH_PARTS
+from input_pipeline.examples.kinds import WITH_PARTS
 from trainer.dotted import load_object
 from trainer.errors import ConfigError
 
 # What a strategy can learn from.
 DATA = ("texts", "conversations", "pairs", "labelled", "rollouts")
-# Of these, what completions that are sampled and rewarded can be made into (trainer/groups.py).
+# Of these, what completions that are sampled and rewarded can be made into (trainer/rollouts/groups.py).
 SAMPLED = ("rollouts", "pairs")
 # What batches of a rollout can hold for each completion ("advantages") or each of its tokens.
 ROLLOUT_KEYS = ("advantages", "behavior_logprobs", "old_logprobs")
@@ -38,7 +38,7 @@ class Strategy:
       work.
     no_sums: `(cfg) -> names` of terms and metrics that are no sums over examples, which no evaluation can show.
     at_reference: `(cfg) -> {metric: its value}` where policy and reference are the same, for `--mode=verify`.
-    token_numbers: `(batch, logprobs, cfg) -> {name: [B, T]}`: more to see of each token (trainer/microscope.py).
+    token_numbers: `(batch, logprobs, cfg) -> {name: [B, T]}`: more to see of each token (trainer/modes/microscope.py).
   """
 
   loss: Callable[..., tuple[dict[str, Any], dict[str, Any]]]
@@ -69,7 +69,7 @@ class Strategy:
     return 2 if self.data == "pairs" else 1
 
   def learns(self, cfg: Any) -> str:
-    """What it learns from as the input pipeline has it, of `input_pipeline.kinds.KINDS`."""
+    """What it learns from as the input pipeline has it, of `input_pipeline.examples.kinds.KINDS`."""
     return "mismatched" if _asked(self.mismatched, cfg) else self.data
 
   def shares_prompts(self, cfg: Any) -> bool:

@@ -5,8 +5,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from trainer import logprobs, token_sums
 from trainer.metrics import Mean
+from trainer.strategies import chunked_loss, logprobs
 from trainer.strategies.record import Strategy
 
 
@@ -58,7 +58,7 @@ def next_token_loss(model: Any, params: Any, batch: dict[str, jax.Array], rng: j
     return Mean(jnp.sum(values_BxT * weights_BxT, axis=1), jnp.sum(weights_BxT, axis=1))
 
   kernel_DxV = model.unembedding(params)
-  parts = token_sums.parts_of(out.hidden, kernel_DxV, logprobs.num_chunks(kernel_DxV.shape[1], model.vocab_chunk))
+  parts = chunked_loss.parts_of(out.hidden, kernel_DxV, logprobs.num_chunks(kernel_DxV.shape[1], model.vocab_chunk))
   if parts == 1:
     loss_BxT, shown = losses_of(out.hidden, kernel_DxV, targets_BxT, model.vocab_chunk, model.num_real_vocab)
     terms, metrics = {"loss": mean(loss_BxT)}, {}
@@ -71,7 +71,7 @@ def next_token_loss(model: Any, params: Any, batch: dict[str, jax.Array], rng: j
       loss_1xn, shown = losses_of(hidden_nxD[None], kernel_DxV, tokens[0][None], V, num_real_vocab)
       return tokens[1] * loss_1xn[0], {name: values[0] for name, values in (shown | {"loss": loss_1xn}).items()}
 
-    total, shown = token_sums.sum_over_rows(some, parts, out.hidden, kernel_DxV, (targets_BxT, weights_BxT),
+    total, shown = chunked_loss.sum_over_rows(some, parts, out.hidden, kernel_DxV, (targets_BxT, weights_BxT),
                                             weights_BxT != 0)
     # The gradient is the sum's; rows, and through them sources, are for show.
     terms, metrics = {"loss": Mean(total, jnp.sum(weights_BxT))}, {"loss": mean(shown.pop("loss"))}

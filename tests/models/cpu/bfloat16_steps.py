@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from tests.models.common import BATCH, GEMMA, LLAMA, OLMO, TOKENS, make, random_params
-from trainer import logprobs
+from trainer.strategies import logprobs
 
 # Name: (remat, chunk of the vocabulary, of the model). Embeddings are tied but for OLMo's.
 CASES = {

@@ -9,7 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from models import cpu, placement
+from models import cpu
+from models.sharding import logical_axes
 from tests import tiny
 from tests.models.cpu.bfloat16_steps import CASES
 from trainer import startup
@@ -36,7 +37,7 @@ def close(found, expected, dtype):
 @pytest.mark.parametrize("dtype, platform", [(jnp.float32, "cpu"), (jnp.bfloat16, "cpu"), (jnp.bfloat16, "gpu")])
 @pytest.mark.parametrize("shape, outputs", SHAPES)
 def test_products_and_their_gradients(shape, outputs, dtype, platform, monkeypatch):
-  monkeypatch.setattr(placement, "platform", lambda: platform)
+  monkeypatch.setattr(logical_axes, "platform", lambda: platform)
   x, w, g = arrays(shape, outputs, dtype)
   rows, of_rows = exact(x).reshape(-1, shape[-1]), exact(g).reshape(-1, outputs)
   y, backward = jax.vjp(cpu.matmul, x, w)
@@ -70,7 +71,7 @@ from trainer import startup
 startup.set_environment(dict(compute="{compute}", matmul="{matmul}"))
 import jax, jax.numpy as jnp
 from models import cpu
-from models.products import Product
+from models.quantization.matmul import Product
 product = Product("int8", "all") if "{matmul}" == "int8" else cpu.matmul
 x, w = jnp.ones((512, 64), "{compute}"), jnp.ones((64, {outputs}), "{compute}")
 step = jax.jit(jax.value_and_grad(lambda x, w: jnp.sum(jnp.square(product(x, w).astype(jnp.float32))), (0, 1)))

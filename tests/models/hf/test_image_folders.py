@@ -14,9 +14,10 @@ from models import hf
 from models.hf import families, files, pixels
 from models.hf.errors import HFError
 from tests.models.hf.test_images import REFERENCES, content_of, read
-from tests.trainer.test_export import write_run
-from trainer import export, tree
+from tests.trainer.export.test_command import write_run
+from trainer import tree
 from trainer.config import defaults
+from trainer.export import command as export
 
 # ------------------------------------------------------------------------------------------------ config.json
 

@@ -14,8 +14,8 @@ from models import hf
 from models.hf import families, files
 from models.hf.family import Family
 from models.spec import ARCHITECTURE_KEYS
-from trainer import mesh as mesh_lib
 from trainer import tree as tree_lib
+from trainer.distributed import mesh as mesh_lib
 
 REFERENCES = Path(__file__).parent / "image_references"
 CASES = sorted(p.name for p in REFERENCES.iterdir())

@@ -14,9 +14,9 @@ from models.hf import convert, files
 from models.hf.errors import HFError
 from models.spec import ARCHITECTURE_KEYS
 from tests import tiny
-from trainer import mesh as mesh_lib
 from trainer import tree as tree_lib
 from trainer.config import defaults
+from trainer.distributed import mesh as mesh_lib
 
 REFERENCES = sorted(p.parent for p in (Path(__file__).parent / "references").glob("*/config.json"))
 # Those whose tensors have other names than the ones that are written.

@@ -5,7 +5,7 @@ import functools
 import jax
 import numpy as np
 
-from input_pipeline.roles import CHOSEN, REJECTED
+from input_pipeline.examples.roles import CHOSEN, REJECTED
 from trainer.strategies import STRATEGIES
 
 

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from input_pipeline.roles import CHOSEN
+from input_pipeline.examples.roles import CHOSEN
 from tests import tiny
 from tests.trainer import test_update
 from tests.trainer.strategies import pairs

@@ -9,11 +9,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from input_pipeline.roles import COMPLETION
+from input_pipeline.examples.roles import COMPLETION
 from models.api import Output
 from tests.trainer.strategies import pairs
 from tests.trainer.strategies.pairs import options
-from trainer import config_checks
+from trainer.config import checks as config_checks
 from trainer.metrics import Mean, to_floats
 from trainer.strategies import grpo, presets, sequences
 

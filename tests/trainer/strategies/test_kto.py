@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from input_pipeline.roles import DESIRABLE, MISMATCHED, UNDESIRABLE
+from input_pipeline.examples.roles import DESIRABLE, MISMATCHED, UNDESIRABLE
 from tests import tiny
 from tests.trainer import test_update
 from tests.trainer.strategies import pairs

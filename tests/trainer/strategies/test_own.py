@@ -7,10 +7,12 @@ import pytest
 
 from tests import tiny
 from tests.trainer import rollout_runs
-from trainer import config_checks, inspect, strategies, train
+from trainer import strategies, train
+from trainer.config import checks as config_checks
 from trainer.config import defaults, evaluator, source, strategy
 from trainer.errors import ConfigError
-from trainer.writers import read_rows
+from trainer.modes import inspect
+from trainer.telemetry.writers import read_rows
 
 CODE = '''
 import jax

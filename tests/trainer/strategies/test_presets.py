@@ -6,10 +6,11 @@ import jax
 import numpy as np
 import pytest
 
-from input_pipeline.roles import COMPLETION
+from input_pipeline.examples.roles import COMPLETION
 from tests import tiny
 from tests.trainer.strategies import pairs, test_grpo
-from trainer import config_checks, strategies
+from trainer import strategies
+from trainer.config import checks as config_checks
 from trainer.config import strategy
 from trainer.errors import ConfigError
 from trainer.strategies import grpo, presets

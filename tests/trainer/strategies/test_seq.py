@@ -6,7 +6,7 @@ import pytest
 
 from tests import tiny
 from trainer.config import defaults
-from trainer.config_checks import View
+from trainer.config.checks import View
 from trainer.strategies import seq
 
 

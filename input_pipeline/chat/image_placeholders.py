@@ -1,0 +1,388 @@
+"""Where images stand in texts: in rows, in what chat templates render, in tokens.
+
+In a text an image is one character that no text has, IMAGE; in token ids it is a run of IMAGE_ID, which `finish` turns
+into the model's placeholder. So texts are cut, compared and tokenised with their images as without.
+"""
+
+import bisect
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+from absl import logging
+from ml_collections import ConfigDict
+
+from input_pipeline.chat.template import ChatTemplate, Rendered
+from input_pipeline.images.images import (
+  FORMATS,
+  KEYS,
+  EncodedImage,
+  ImageError,
+  ImageRef,
+  Preprocess,
+  check_preprocess,
+  read,
+)
+from input_pipeline.tokenizer.tokenizer import Tokenizer
+from trainer.errors import ConfigError, DataError
+
+# A noncharacter of Unicode, not among those of `special_tokens`; and an id that no token has.
+IMAGE, IMAGE_ID = "\U0001fffe", -1
+ON_ERROR, IMAGES_AT = ("error", "drop"), ("auto", "bos", "text")
+BAD_IMAGE = "a bad image"
+# Of parts of a message's content.
+PART_TYPES = ("image", "image_url")
+# What stands around an image's tokens in Gemma 3.
+GEMMA3 = ("<start_of_image>", "<end_of_image>")
+
+
+class ImageFormat:
+  """How the model of a config sees images in texts, and which images are accepted.
+
+  Args:
+    config: the whole config, of which `model.vision`, `chat` and `input.images` count.
+    tokenizer: what texts are tokenised with; None if they are not.
+
+  Attributes:
+    token, each: the placeholder's id (None without a tokenizer), and how many of it an image takes.
+    before, after: texts around these.
+    marker: what stands for an image in the texts of rows.
+    at_bos: the images of rows without a template stand before BOS.
+    prefix_end: what stands between a prefix and its suffix.
+    preprocess: how images become pixels, without augmentation.
+
+  Raises:
+    ConfigError: a key that is not set, or a value that is not allowed.
+  """
+
+  def __init__(self, config: ConfigDict, tokenizer: Tokenizer | None):
+    vision, chat, options = config.model.vision, config.chat, config.input.images
+    self.each, self.preprocess = tokens_per_image(vision), preprocess_of(config)
+    self.marker, self.prefix_end = chat.image_marker, chat.prefix_end
+    for key, value, allowed in (("input.images.on_error", options.on_error, ON_ERROR),
+                                ("chat.images_at", chat.images_at, IMAGES_AT)):
+      if value not in allowed:
+        raise ConfigError(f"{key} is {value!r}; allowed: {', '.join(allowed)}.")
+    if not self.marker or options.max_pixels < 1:
+      raise ConfigError(f"chat.image_marker is {self.marker!r} and input.images.max_pixels {options.max_pixels}; the "
+                        "one must not be empty, the other must be at least 1.")
+    self.drops, self._max_pixels = options.on_error == "drop", options.max_pixels
+    self._checked: set = set()
+    self.at_bos = vision.attention == "prefix" if chat.images_at == "auto" else chat.images_at == "bos"
+    specials = () if tokenizer is None else tokenizer.special_tokens
+    known = vision.projector == "pool" and all(token in specials for token in GEMMA3)
+    self.before = (f"\n\n{GEMMA3[0]}" if known else "") if chat.image_before is None else chat.image_before
+    self.after = (f"{GEMMA3[1]}\n\n" if known else "") if chat.image_after is None else chat.image_after
+    self.token: int | None = vision.image_token
+    if tokenizer is not None and self.token is None:
+      ids = {s: tokenizer.encode_rendered(s).tolist() for s in specials if "image" in s.lower()}
+      found = ", ".join(f"{s} is {i[0]}" for s, i in ids.items() if len(i) == 1) or (
+          f"the tokenizer has none for images: {tokenizer.vocab_size} is free")
+      raise ConfigError("model.vision.image_token is not set: the id of the token that holds an image's places "
+                        f"({found}). Type --config.model.vision.image_token=ID.")
+
+  @property
+  def fingerprint(self) -> list:
+    """What decides tokens and which images are kept."""
+    return [self.token, self.each, self.before, self.after, self.marker, self.at_bos, self.prefix_end, self.drops,
+            self._max_pixels, FORMATS]
+
+  def load(self, refs: Iterable[ImageRef]) -> list[EncodedImage] | str:
+    """The images of a row; or why the row is dropped, if it has one that cannot be used and may be.
+
+    Raises:
+      ImageError: see `images.read`.
+    """
+    try:
+      return self.read(refs)
+    except ImageError as e:
+      if not self.drops:
+        raise
+      logging.info("dropped: %s", e)
+      return BAD_IMAGE
+
+  def read(self, refs: Iterable[ImageRef]) -> list[EncodedImage]:
+    """Some images. Raises ImageError: see `images.read`."""
+    return [read(ref, self._max_pixels, self._checked) for ref in refs]
+
+  def place(self, text: str, count: int) -> tuple[str, str]:
+    """(what stands before BOS, the text) of a text with `count` images, each of them IMAGE.
+
+    Raises:
+      DataError: another number of markers in it.
+    """
+    refuse_stand_in(text)
+    if not count:
+      return "", text
+    found = text.count(self.marker)
+    if found not in (0, count):
+      raise DataError(f"{count} image(s), but {found} × {self.marker!r} in the text. Have one for each image, or none "
+                      "for images before the text.")
+    if not self.at_bos:
+      return "", text.replace(self.marker, IMAGE) if found else IMAGE * count + text
+    for _ in range(found):
+      text = text.lstrip()
+      if not text.startswith(self.marker):
+        raise DataError(f"{self.marker!r} stands within the text, but chat.images_at puts images before BOS. Take it "
+                        "out, or set chat.images_at=text.")
+      text = text[len(self.marker):]
+    return IMAGE * count, text
+
+  def finish(self, ids: np.ndarray) -> tuple[np.ndarray, tuple[int, ...]]:
+    """(ids with placeholders, int32 [n]; where each image's begin)."""
+    places = np.flatnonzero(ids == IMAGE_ID)[::self.each]
+    return np.where(ids == IMAGE_ID, self.token, ids).astype(np.int32), tuple(places.tolist())
+
+
+def image_format(config: ConfigDict, tokenizer: Tokenizer | None) -> ImageFormat | None:
+  """None if the model sees no images. Raises: see `ImageFormat`."""
+  return ImageFormat(config, tokenizer) if sees(config) else None
+
+
+def sees(config: ConfigDict) -> bool:
+  """Whether the config's model has a tower for images."""
+  return config.model.vision.tower != "none"
+
+
+def tokens_per_image(vision: ConfigDict) -> int:
+  """N, of the section `model.vision`."""
+  return vision.tokens_per_image or (vision.image_size // vision.patch_size) ** 2
+
+
+def vocab_size(config: ConfigDict, tokenizer: Tokenizer) -> int:
+  """Ids in documents are below it: the tokenizer's, or one more than the placeholder of images."""
+  return max(tokenizer.vocab_size, (config.model.vision.image_token or 0) + 1 if sees(config) else 0)
+
+
+def preprocess_of(config: ConfigDict, augment: bool = False) -> Preprocess:
+  """How the config's images become pixels; with its augmentation or without.
+
+  Raises:
+    ConfigError: a value that is not allowed.
+  """
+  vision, options = config.model.vision, config.input.images
+  resize, interpolation = options.resize, options.interpolation
+  if resize == "auto":
+    resize = "crop" if vision.tower == "clip" else "squash"
+  if interpolation == "auto":
+    interpolation = "bilinear" if vision.projector == "pool" else "bicubic"
+  mean = tuple(vision.mean) or ((0.48145466, 0.4578275, 0.40821073) if vision.tower == "clip" else (0.5,) * 3)
+  a = options.augment
+  how = check_preprocess(Preprocess(vision.image_size, resize, interpolation, tuple(int(255 * m) for m in mean),
+                                    a.crop, a.flip, a.color))
+  return how if augment else how._replace(crop=1.0, flip=0.0, color=0.0)
+
+
+def refuse_stand_in(text: str, where: str = "") -> None:
+  """Raises DataError if a text has the character that stands for images here."""
+  if IMAGE in text:
+    raise DataError(f"{where}{': ' if where else ''}a text has U+1FFFE, a code point that Unicode keeps out of texts. "
+                    "Remove it.")
+
+
+def text_of(content: str | list[dict]) -> str:
+  """The text in a message's content, without its images."""
+  return content if isinstance(content, str) else "".join(part.get("text") or "" for part in content)
+
+
+def with_more(content: str | list[dict], more: str) -> str | list[dict]:
+  """A message's content with more text behind it."""
+  return f"{content.strip()}{more}" if isinstance(content, str) else [*content, {"type": "text", "text": more}]
+
+
+def column_refs(fields: Mapping[str, Any], one: str, several: str, where: str, folder) -> list[ImageRef]:
+  """The images in a row's columns of these names.
+
+  Raises:
+    DataError: both columns are there.
+  """
+  given = [key for key in (one, several) if fields.get(key) is not None]
+  if len(given) == 2:
+    raise DataError(f"{where}: has both {one!r} and {several!r}. Keep one of them.")
+  if not given:
+    return []
+  value, key = fields[given[0]], given[0]
+  if not isinstance(value, (list, tuple)):
+    return [ImageRef(value, f"{where}: {key}", folder)]
+  return [ImageRef(v, f"{where}: {key}[{i}]", folder) for i, v in enumerate(value)]
+
+
+def content_parts(value: list, where: str) -> str | list[dict]:
+  """A content given in parts: joined, if all are text; else {"type": "text", …} and {"type": "image", …} alone, where
+  the latter has the image's value under "image" unless it is in a column.
+
+  Raises:
+    DataError: another kind of part.
+  """
+  parts: list[dict] = []
+  for i, part in enumerate(value):
+    kind = part.get("type") if isinstance(part, Mapping) else None
+    if kind == "text" and isinstance(part.get("text"), str):
+      parts.append({"type": "text", "text": part["text"]})
+    elif kind in PART_TYPES:
+      found = {key: part[key] for key in KEYS if part.get(key) is not None}
+      parts.append({"type": "image", **({"image": found} if found else {})})
+    else:
+      raise DataError(f"{where}[{i}] is {str(part)[:60]}; expected {{'type': 'text', 'text': …}} or "
+                      "{'type': 'image', …}.")
+  return parts if any(part["type"] == "image" for part in parts) else text_of(parts)
+
+
+def attach(messages: list[dict], refs: Sequence[ImageRef], where: str, folder, marker: str
+           ) -> tuple[list[dict], tuple[ImageRef, ...]]:
+  """Messages in which each image is a part {"type": "image"}, and the images in the order of these.
+
+  Args:
+    messages: with contents as `content_parts` gives them.
+    refs: those in the row's columns, for parts without an image of their own; else for the markers in the texts; else
+      they stand before what the user says first.
+    where: names the row.
+    folder: see `ImageRef`.
+    marker: stands for an image in a text, if the columns have images.
+
+  Raises:
+    DataError: more or fewer images than places for them.
+  """
+  contents = [message.get("content", "") for message in messages]
+  for content in contents:
+    refuse_stand_in(text_of(content), where)
+  parts = [part for content in contents if isinstance(content, list) for part in content]
+  bare = sum(part["type"] == "image" and "image" not in part for part in parts)
+  marks = 0 if bare or not refs else sum(text_of(content).count(marker) for content in contents)
+  if refs and not bare and not marks:
+    first = next((i for i, message in enumerate(messages) if message["role"] == "user"), 0)
+    contents[first] = [{"type": "image"}] * len(refs) + _as_parts(contents[first])
+  elif (bare or marks) != len(refs):
+    places = f"{bare} parts of messages" if bare else f"{marks} × {marker!r} in its messages"
+    raise DataError(f"{where}: its columns have {len(refs)} image(s), for {places}. Have one for each.")
+  waiting, found, result = iter(refs), [], []
+  for i, (message, content) in enumerate(zip(messages, contents, strict=True)):
+    if marks and marker in text_of(content):
+      content = [piece for part in _as_parts(content) for piece in _split(part, marker)]
+    for j, part in enumerate(content if isinstance(content, list) else ()):
+      if part["type"] == "image":
+        own = part.get("image")
+        found.append(next(waiting) if own is None else ImageRef(own, f"{where}: messages[{i}].content[{j}]", folder))
+    if isinstance(content, list):
+      content = [{"type": "image"} if part["type"] == "image" else part for part in content]
+      message = {**message, "content": content}
+    result.append(message)
+  return result, tuple(found)
+
+
+def _as_parts(content: str | list[dict]) -> list[dict]:
+  return content if isinstance(content, list) else [{"type": "text", "text": content}] if content else []
+
+
+def _split(part: dict, marker: str) -> list[dict]:
+  """A part with each marker in its text as a part of its own."""
+  if part["type"] != "text":
+    return [part]
+  pieces: list[dict] = []
+  for i, text in enumerate(part["text"].split(marker)):
+    pieces += ([{"type": "image"}] if i else []) + ([{"type": "text", "text": text}] if text else [])
+  return pieces
+
+
+class ImageTemplate:
+  """A chat template whose output has IMAGE where its images belong, whatever it writes there itself.
+
+  Templates that know parts of messages write a mark of their own for an image, which is found by trying; others are
+  given strings.
+
+  Args:
+    template: renders conversations.
+    tokenizer: whose special tokens are recognised.
+    images: what is known about images.
+  """
+
+  def __init__(self, template: ChatTemplate, tokenizer: Tokenizer, images: ImageFormat):
+    self._template, self._specials, self._images = template, tuple(tokenizer.special_tokens), images
+    ids = tokenizer.encode_rendered_batch(list(self._specials)) if self._specials else []
+    self._own = next((s for s, i in zip(self._specials, ids, strict=True) if i.tolist() == [images.token]), None)
+    self.where = template.where
+
+  def render_spans(self, messages, tools=None, documents=None, add_generation_prompt: bool = False,
+                   continue_final_message: bool = False, inert_tokens: Iterable[str] = (), **variables) -> Rendered:
+    """As `ChatTemplate.render_spans`; images are parts {"type": "image"} of the messages.
+
+    Raises:
+      DataError: the template leaves out an image, or shows one twice; and see there.
+    """
+    messages = [dict(message) for message in messages]
+    count = sum(part.get("type") == "image" for message in messages for part in parts_of(message))
+    if count or self._parts_only:
+      messages = [self._shaped(message) for message in messages]
+    marks = (self._marker,) if count and self._marker else ()
+    rendered = self._template.render_spans(
+        messages, tools, documents, add_generation_prompt, continue_final_message, (*inert_tokens, *marks), **variables)
+    if not count:
+      return rendered
+    if self._marker:
+      rendered = _replaced(rendered, self._marker)
+    if (found := rendered.text.count(IMAGE)) != count:
+      raise DataError(f"{self.where} shows {found} of the conversation's {count} images. Use another template "
+                      "(chat.template).")
+    return rendered
+
+  def _shaped(self, message: dict) -> dict:
+    """A message with its content as the template takes it."""
+    content = message.get("content")
+    if self._marker:
+      as_parts = self._parts_only and isinstance(content, str)
+      return {**message, "content": _as_parts(content)} if as_parts else message
+    if not any(part.get("type") == "image" for part in parts_of(message)):
+      return message
+    return {**message, "content": "".join(
+        IMAGE if part.get("type") == "image" else part.get("text") or "" for part in content)}
+
+  @cached_property
+  def _marker(self) -> str | None:
+    """What the template writes for a part that is an image; None: it is given strings."""
+    text = {"type": "text", "text": "a"}
+    try:
+      seen, unseen = (self._try(parts) for parts in ([{"type": "image"}, text], [text]))
+    except DataError:
+      return None
+    if "'type'" in seen or '"type"' in seen:  # it has written the list itself
+      return None
+    start = next((i for i, (a, b) in enumerate(zip(seen, unseen, strict=False)) if a != b), len(unseen))
+    added = seen[start:start + len(seen) - len(unseen)]
+    for token in (self._own, self._images.marker, *self._specials):
+      if token and token in added:
+        return token
+    return added.strip() or None
+
+  @cached_property
+  def _parts_only(self) -> bool:
+    """Whether the template shows parts, but no strings."""
+    if not self._marker:
+      return False
+    try:
+      return self._try("a") == self._try("b")
+    except DataError:
+      return True
+
+  def _try(self, content: str | list[dict]) -> str:
+    return self._template.render([{"role": "user", "content": content}])
+
+
+def parts_of(message: Mapping) -> list[Mapping]:
+  """The parts of a message; none if its content is a string."""
+  content = message.get("content")
+  return [part for part in content if isinstance(part, Mapping)] if isinstance(content, list) else []
+
+
+def _replaced(rendered: Rendered, marker: str) -> Rendered:
+  """The same with IMAGE for each marker that the template itself wrote."""
+  inert, starts, pieces, end = set(rendered.inert), [], [], 0
+  for match in re.finditer(re.escape(marker), rendered.text):
+    if match.start() not in inert:
+      pieces += [rendered.text[end:match.start()], IMAGE]
+      starts.append(match.start())
+      end = match.end()
+  text = "".join([*pieces, rendered.text[end:]])
+  shorter = len(marker) - len(IMAGE)
+  return Rendered(text, (), tuple(at - shorter * bisect.bisect_left(starts, at) for at in rendered.inert))

@@ -1,0 +1,1 @@
+"""Images: read, checked, made into arrays, cached, and written into batches."""

@@ -1,0 +1,1 @@
+"""Sources of records: readers of file formats, and named sources with their splits."""

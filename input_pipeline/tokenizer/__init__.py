@@ -1,0 +1,1 @@
+"""Tokenizers: bytes, a BPE trained here, and those of Hugging Face folders; texts as token ids with weights."""

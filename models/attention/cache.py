@@ -1,0 +1,159 @@
+"""Keys and values of the tokens that a model has seen, so that a further token costs no more than its own work.
+
+B rows of the cache, M rows that are begun, T tokens, L layers, S slots, G key/value heads, K head size; P places, N
+layers at each.
+
+A token of position p stands in slot p % S. Layers that see all have a slot for each position; those with a window have
+no more slots than it has tokens, so that each new token replaces the one that has just left the window. Which position
+a slot holds follows from the row's length alone: nothing is ever moved or cleared.
+"""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from models import cpu
+from models.sharding.logical_axes import constrain
+from models.spec import Spec
+
+# An entry of [B, G, K] into each row of [N, B, G, S, K], at an index of N and one of S. With rows as a dimension that
+# both have, and not as an index, the partitioner sees that no row needs another device's.
+_ROW_BY_ROW = jax.lax.ScatterDimensionNumbers(
+    update_window_dims=(1, 2), inserted_window_dims=(0, 3), scatter_dims_to_operand_dims=(0, 3),
+    operand_batching_dims=(1,), scatter_indices_batching_dims=(0,))
+
+
+class Cache(NamedTuple):
+  """Layer l is entry l // P of the arrays at place l % P.
+
+  There are as many places as the layer pattern has, or as there are layers: then each has arrays of its own, which are
+  read where they lie, and the model runs its layers one after another. Of stacked arrays a layer's part is copied
+  before it is read, unless the compiler can do without, as those for CPU and GPU cannot.
+  """
+
+  # For each place, [N, B, G, S, K], after the rotation; in the compute dtype, or as wide as its
+  # products read them (`empty`). The slots of a head lie together, as
+  # products with a query read them.
+  keys: tuple[jax.Array, ...]
+  values: tuple[jax.Array, ...]
+  # int32 [B]: how many tokens of each row have been seen; the next one's position.
+  lengths: jax.Array
+
+
+class Seen(NamedTuple):
+  """What the newest token of each row sees in one layer, itself included."""
+
+  keys_BxGxSxK: jax.Array
+  values_BxGxSxK: jax.Array
+  # Whether the slot holds a token that it sees.
+  seen_BxS: jax.Array
+
+
+class Past(NamedTuple):
+  """Where one more token of each row finds one layer's part of a cache."""
+
+  cache: Cache
+  # The layer's place in the pattern, or, of layers that run one after another, its number.
+  place: int
+  # Its number.
+  layer: jax.Array
+
+  def add(self, k_BxGxK: jax.Array, v_BxGxK: jax.Array, active_B: jax.Array, window: int | None
+          ) -> tuple[Cache, Seen]:
+    """The cache with the token's key and value in this layer, of rows that are active, and what the token then sees.
+
+    Lengths stay as they are: other layers are still to come.
+    """
+    period = len(self.cache.keys)
+    place, entry = self.place % period, self.layer // period
+    S = self.cache.keys[place].shape[3]
+    # Of rows that are not active it goes to a slot that does not exist. It is written before anything is read: else
+    # the compiler keeps a copy of the cache for those who read.
+    slots_B = jnp.where(active_B, self.cache.lengths % S, S)
+    indices_Bx2 = jnp.stack([jnp.broadcast_to(entry, slots_B.shape), slots_B], axis=1)
+
+    def put_one(arrays: tuple[jax.Array, ...], new_BxGxK: jax.Array) -> tuple[tuple[jax.Array, ...], jax.Array]:
+      new_BxGxK = new_BxGxK.astype(arrays[place].dtype)
+      changed = _constrain(jax.lax.scatter(arrays[place], indices_Bx2, new_BxGxK, _ROW_BY_ROW, indices_are_sorted=True,
+                                           unique_indices=True, mode=jax.lax.GatherScatterMode.FILL_OR_DROP))
+      of_layer = jax.lax.dynamic_index_in_dim(changed, entry, keepdims=False)
+      return (*arrays[:place], changed, *arrays[place + 1:]), of_layer
+
+    keys, of_keys = put_one(self.cache.keys, k_BxGxK)
+    values, of_values = put_one(self.cache.values, v_BxGxK)
+    positions_BxS = positions_of(self.cache.lengths + 1, S)
+    seen_BxS = positions_BxS >= 0
+    if window is not None:
+      seen_BxS &= self.cache.lengths[:, None] - positions_BxS < window
+    return self.cache._replace(keys=keys, values=values), Seen(of_keys, of_values, seen_BxS)
+
+
+def empty(spec: Spec, rows: int, max_length: int, dtype: Any, apart: bool = False) -> Cache:
+  """A cache of `rows` rows, for up to `max_length` tokens each; `apart`: with arrays of its own for each layer.
+
+  For `dtype`, in which keys and values come.
+  """
+  dtype = cpu.cache_dtype(dtype)
+  period, arrays = spec.num_layers if apart else len(spec.layer_pattern), []
+  for place in range(period):
+    layers = len(range(place, spec.num_layers, period))
+    slots = max_length if spec.layer_type(place) == "global" else min(spec.window, max_length)
+    arrays.append(jnp.zeros((layers, rows, spec.num_kv_heads, slots, spec.head_dim), dtype))
+  return Cache(tuple(map(_constrain, arrays)), tuple(map(_constrain, arrays)), jnp.zeros(rows, jnp.int32))
+
+
+def resized(cache: Cache, spec: Spec, rows_R: jax.Array, max_length: int) -> Cache:
+  """These rows of the cache, in this order, with room for texts of up to `max_length` tokens if there was less.
+
+  A row beyond the last gives an empty one. No text may be longer than there was room for. A layer's slots become more
+  only while they are fewer than its window has tokens, and until then each token is in the slot of its position.
+  """
+
+  def of_place(place: int, part_NxBxGxSxK: jax.Array) -> jax.Array:
+    slots = max_length if spec.layer_type(place) == "global" else min(spec.window, max_length)
+    kept = part_NxBxGxSxK.at[:, rows_R].get(mode="fill", fill_value=0)
+    return _constrain(jnp.pad(kept, [(0, max(0, slots - kept.shape[3]) if d == 3 else 0) for d in range(5)]))
+
+  keys, values = (tuple(of_place(place, part) for place, part in enumerate(parts))
+                  for parts in (cache.keys, cache.values))
+  return Cache(keys, values, cache.lengths.at[rows_R].get(mode="fill", fill_value=0))
+
+
+def positions_of(lengths_B: jax.Array, slots: int) -> jax.Array:
+  """The position of the token in each slot [B, S]; negative where there is none."""
+  newest_Bx1 = lengths_B[:, None] - 1
+  return newest_Bx1 - (newest_Bx1 - jnp.arange(slots)) % slots
+
+
+def begin(cache: Cache, new: tuple[jax.Array, jax.Array], positions_MxT: jax.Array, segment_ids_MxT: jax.Array,
+          rows_M: jax.Array) -> Cache:
+  """The cache with rows that are begun anew.
+
+  Args:
+    cache: what to add to.
+    new: keys and values [L, M, T, G, K].
+    positions_MxT: of these tokens, from 0 on.
+    segment_ids_MxT: 0: padding, not written.
+    rows_M: the row of the cache that each goes to; one beyond the last is left out.
+  """
+  period = len(cache.keys)
+  real_MxT = segment_ids_MxT > 0
+  ends_M = jnp.max(jnp.where(real_MxT, positions_MxT + 1, 0), axis=1)
+
+  def write(old_NxBxGxSxK: jax.Array, new_NxMxTxGxK: jax.Array) -> jax.Array:
+    S, new_NxMxGxTxK = old_NxBxGxSxK.shape[3], new_NxMxTxGxK.swapaxes(2, 3)
+    # Of tokens that would share a slot only the last is written; the others go to a slot that does not exist.
+    kept_MxT = real_MxT & (positions_MxT >= ends_M[:, None] - S)
+    slots_MxT = jnp.where(kept_MxT, positions_MxT % S, S)
+    # Indices with a dimension between them come first in what is set.
+    new_MxTxNxGxK = new_NxMxGxTxK.transpose(1, 3, 0, 2, 4)
+    return _constrain(old_NxBxGxSxK.at[:, rows_M[:, None], :, slots_MxT].set(new_MxTxNxGxK, mode="drop"))
+
+  keys, values = (tuple(write(old, part[place::period]) for place, old in enumerate(olds))
+                  for olds, part in zip((cache.keys, cache.values), new, strict=True))
+  return Cache(keys, values, cache.lengths.at[rows_M].set(ends_M, mode="drop"))
+
+
+def _constrain(part_NxBxGxSxK: jax.Array) -> jax.Array:
+  return constrain(part_NxBxGxSxK, None, "batch", "kv_heads", None, None)

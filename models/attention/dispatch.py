@@ -1,0 +1,202 @@
+"""Attention over packed rows, causal but within blocks: the one place that knows how it is computed.
+
+B batch, T query length, S key length (= T, or slots of a cache), H query heads, G key/value heads, R = H / G query
+heads per key/value head, K head size.
+
+Every implementation here keeps these promises:
+- a query sees keys of its own segment, and of the prompt that it shares with others, at its own index or before and
+  within the window, or of its own block (tokens that see each other both ways: those of an image, a prefix; see
+  `window_blocks`), nothing else;
+- masked scores weigh exactly 0, so other documents in the row cannot change a bit of the output;
+- padding (segment 0) is never attended to, and its own output is 0, with finite gradients;
+- scores and softmax are float32, whatever the inputs' dtype.
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec
+
+from models import gpu
+from models.attention import blocked, ring
+from models.attention import gpu as attention_gpu
+from models.attention import tpu as attention_tpu
+from models.attention.blocked import MASKED, Rule, Side, Span
+from models.sharding import logical_axes
+
+IMPLEMENTATIONS = ("auto", "blocked", "splash", "triton")
+
+
+def attention(
+    q_BxTxHxK: jax.Array,
+    k_BxSxGxK: jax.Array,
+    v_BxSxGxK: jax.Array,
+    *,
+    segment_ids: jax.Array,
+    block_ids: jax.Array | None = None,
+    prompt_ids: jax.Array | None = None,
+    window: int | None = None,
+    window_blocks: bool = False,
+    scale: float,
+    logit_cap: float | None = None,
+    impl: str = "auto",
+    block: int = 128,
+) -> jax.Array:
+  """Attends within segments, causally but for blocks; returns [B, T, H, K] in the dtype of `v`.
+
+  Args:
+    q_BxTxHxK: queries; H is a multiple of G. Head h reads key/value head h // (H / G).
+    k_BxSxGxK: keys, S == T.
+    v_BxSxGxK: values.
+    segment_ids: int32 [B, T]; tokens attend only where these are equal; 0 is padding. The tokens of a
+      segment are contiguous, so that index differences are position differences.
+    block_ids: int32 [B, T]; tokens of one segment with the same number above 0 see each other, whatever their order
+      and distance. None: attention is causal, and scores of keys to the right are never computed; with blocks, which
+      may reach anywhere, all are.
+    prompt_ids: int32 [B, T]; a further segment that each token sees, 0 for none. It stands before the token in the row.
+      None: there are none. Not with a window, which counts places of the row.
+    window: how many tokens a query sees, itself included; None: all before it.
+    window_blocks: whether nothing further back than the window is seen of the own block either.
+    scale: factor on the scores.
+    logit_cap: scores become cap * tanh(score / cap), after scaling; None: no cap.
+    impl: one of IMPLEMENTATIONS. splash, triton: the kernels of models/attention/tpu.py and models/attention/gpu.py
+      where they can, else blocked, saying why. auto: those where the program is for a TPU or a GPU, else blocked.
+    block: queries per block of the blocked implementation.
+
+  Raises:
+    ValueError: unknown `impl`, or shapes that do not fit.
+  """
+  if impl not in IMPLEMENTATIONS:
+    raise ValueError(f"attention: found impl {impl!r}, allowed: {', '.join(IMPLEMENTATIONS)}")
+  B, T, H, K = q_BxTxHxK.shape
+  S, G = k_BxSxGxK.shape[1:3]
+  of_tokens = {name: ids for name, ids in (("segments", segment_ids), ("blocks", block_ids), ("prompts", prompt_ids))
+               if ids is not None}
+  if S != T or H % G or any(ids.shape != (B, T) for ids in of_tokens.values()):
+    raise ValueError(
+        f"attention: queries {q_BxTxHxK.shape}, keys {k_BxSxGxK.shape}, "
+        f"{', '.join(f'{name} {ids.shape}' for name, ids in of_tokens.items())}; needs equal lengths and a number of "
+        "query heads that the key/value heads divide"
+    )
+  if prompt_ids is not None and window is not None:
+    raise ValueError(f"attention: found prompt_ids and window {window}, which counts places of the row; allowed: one "
+                     "of them")
+  rule = Rule(scale, logit_cap, window, window_blocks)
+  placed = logical_axes.current()
+  if placed is None:
+    return _attend(None, rule, impl, block, q_BxTxHxK, k_BxSxGxK, v_BxSxGxK, segment_ids, block_ids, prompt_ids)
+  return _mapped(placed, rule, impl, block, q_BxTxHxK, k_BxSxGxK, v_BxSxGxK, segment_ids, block_ids, prompt_ids)
+
+
+def _mapped(placed: logical_axes.Placement, rule: Rule, impl: str, block: int, q_BxTxHxK, k_BxTxGxK, v_BxTxGxK,
+            segment_ids, block_ids, prompt_ids) -> jax.Array:
+  """Each device attends for its rows, its part of their length and its heads.
+
+  By hand, so that no partitioner gathers what is not needed, and since it could not look into a kernel.
+  """
+  H, G = q_BxTxHxK.shape[2], k_BxTxGxK.shape[2]
+  by_head = placed.spec(("batch", "length", "heads", None), q_BxTxHxK.shape)
+  by_token, length = PartitionSpec(*by_head[:2]), by_head[1]
+  # Every device needs the key/value heads of its query heads: where there are fewer of them than devices, copies.
+  devices = logical_axes.size_of(placed.mesh, by_head[2])
+  copies = next(n for n in range(1, H // G + 1) if H // G % n == 0 and G * n % devices == 0)
+  if copies > 1:
+    k_BxTxGxK, v_BxTxGxK = jnp.repeat(k_BxTxGxK, copies, axis=2), jnp.repeat(v_BxTxGxK, copies, axis=2)
+  # None has no leaves, so that it needs no place.
+  rows = (segment_ids, block_ids, prompt_ids)
+
+  def local(q, k, v, *rows):
+    return _attend(length, rule, impl, block, q, k, v, *rows)
+
+  # check_vma would want every loop inside to say over which axes its values differ.
+  return jax.shard_map(local, mesh=placed.mesh, in_specs=(by_head, by_head, by_head, *(by_token for _ in rows)),
+                       out_specs=by_head, check_vma=False)(q_BxTxHxK, k_BxTxGxK, v_BxTxGxK, *rows)
+
+
+def _attend(axis: logical_axes.Axes, rule: Rule, impl: str, block: int, q_BxTxHxK, k_BxTxGxK, v_BxTxGxK, segment_ids,
+            block_ids, prompt_ids) -> jax.Array:
+  """`attention` on one device, T being its part of the length where that is split over the mesh axis `axis`."""
+  B, T, H, K = q_BxTxHxK.shape
+  parts = 1 if axis is None else jax.lax.axis_size(axis)
+  platform = logical_axes.platform()
+  on_tpu, on_gpu = platform == "tpu", platform == "gpu"
+  if impl == "splash" or (impl == "auto" and on_tpu):
+    reason = attention_tpu.refusal(T, block_ids is not None, parts, prompt_ids is not None)
+    if reason is None:
+      options: dict[str, Any] = dict(scale=rule.scale, logit_cap=rule.logit_cap, window=rule.window,
+                                     interpret=not on_tpu)
+      if axis is None:
+        return attention_tpu.attend(q_BxTxHxK, k_BxTxGxK, v_BxTxGxK, segment_ids=segment_ids, **options)
+      return attention_tpu.attend_in_parts(
+          q_BxTxHxK, k_BxTxGxK, v_BxTxGxK, segment_ids=segment_ids, axis=axis, C=parts, **options)
+    attention_tpu.warn(reason)
+  if impl == "triton" or (impl == "auto" and on_gpu):
+    device = logical_axes.device()
+    reason = attention_gpu.refusal(device, rule, q_BxTxHxK, k_BxTxGxK, block_ids is not None, prompt_ids is not None)
+    if reason is None:
+      attend = attention_gpu.on(device)
+      if axis is None:
+        index = jnp.arange(T)
+        return attend(rule, q_BxTxHxK, k_BxTxGxK, v_BxTxGxK, Side(segment_ids, index, block_ids, prompt_ids),
+                      Side(blocked.keys_of(segment_ids), index, block_ids))
+      return ring.by_kernel(axis, rule, attend, q_BxTxHxK, k_BxTxGxK, v_BxTxGxK, segment_ids, block_ids, prompt_ids)
+    gpu.warn("attention", reason)
+  G = k_BxTxGxK.shape[2]
+  q = q_BxTxHxK.reshape(B, T, G, H // G, K).transpose(0, 2, 3, 1, 4)
+  k, v = k_BxTxGxK.transpose(0, 2, 1, 3), v_BxTxGxK.transpose(0, 2, 1, 3)
+  block = max(1, block)
+  if axis is None:
+    index = jnp.arange(T)
+    queries = Side(segment_ids, index, block_ids, prompt_ids)
+    keys = Side(blocked.keys_of(segment_ids), index, block_ids)
+    out = blocked.attend(_spans(T, block, rule, block_ids is None), rule, q, k, v, queries, keys)
+  elif block_ids is not None or prompt_ids is not None or T % 2:
+    out = ring.gathered(axis, rule, block, q, k, v, segment_ids, block_ids, prompt_ids)
+  elif rule.window is not None and rule.window <= T + 1:
+    out = ring.neighbours(axis, rule, block, q, k, v, segment_ids)
+  else:
+    out = ring.ring(axis, rule, q, k, v, segment_ids)
+  return out.transpose(0, 3, 1, 2, 4).reshape(B, T, H, K)
+
+
+def _spans(T: int, block: int, rule: Rule, causal: bool) -> tuple[Span, ...]:
+  """Which keys each block of queries can see: without blocks of tokens none to the right, with a window few."""
+  bounded = rule.window is not None and (causal or rule.window_blocks)
+  spans = []
+  for start in range(0, T, block):
+    stop = min(start + block, T)
+    spans.append(Span(start, stop, max(0, start - rule.window + 1) if bounded else 0, stop if causal else T))
+  return tuple(spans)
+
+
+def attend_to_past(
+    q_Bx1xHxK: jax.Array,
+    k_BxGxSxK: jax.Array,
+    v_BxGxSxK: jax.Array,
+    *,
+    seen_BxS: jax.Array,
+    active_B: jax.Array,
+    scale: float,
+    logit_cap: float | None = None,
+) -> jax.Array:
+  """`attention` of one more token per row to what a cache holds, itself included; returns [B, 1, H, K].
+
+  Args:
+    q_Bx1xHxK: of the token.
+    k_BxGxSxK, v_BxGxSxK: of it and the tokens before it, in any order; in the dtype of q, or a wider one.
+    seen_BxS: which of these there are, and within the window.
+    active_B: False for rows without a token, whose output is 0.
+    scale, logit_cap: as in `attention`.
+  """
+  B, _, H, K = q_Bx1xHxK.shape
+  G, f32, dtype = k_BxGxSxK.shape[1], jnp.float32, q_Bx1xHxK.dtype
+  q_BxGxRxK = q_Bx1xHxK.reshape(B, G, H // G, K)
+  scores_BxGxRxS = jnp.einsum("bgrk,bgsk->bgrs", q_BxGxRxK, k_BxGxSxK, preferred_element_type=f32) * scale
+  if logit_cap is not None:
+    scores_BxGxRxS = logit_cap * jnp.tanh(scores_BxGxRxS / logit_cap)
+  scores_BxGxRxS = jnp.where(seen_BxS[:, None, None], scores_BxGxRxS, MASKED)
+  weights_BxGxRxS = jnp.exp(scores_BxGxRxS - scores_BxGxRxS.max(-1, keepdims=True))
+  out_BxGxRxK = jnp.einsum("bgrs,bgsk->bgrk", weights_BxGxRxS.astype(dtype), v_BxGxSxK, preferred_element_type=f32)
+  out_BxGxRxK = out_BxGxRxK / weights_BxGxRxS.sum(-1, keepdims=True)
+  return jnp.where(active_B[:, None, None, None], out_BxGxRxK, 0.0).astype(dtype).reshape(B, 1, H, K)

@@ -1,0 +1,93 @@
+"""Attention on GPU: whether the kernels of models/attention/gpu_kernels.py are taken, behind the promises of
+models/attention/dispatch.py.
+
+Without a GPU they are interpreted, which is slow and gives the same numbers: how they are tested. On a GPU that is here
+they are tried before they are trusted.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from models import gpu
+from models.attention import blocked
+from models.attention import gpu_kernels as flash_gpu
+from models.attention.blocked import Rule, Side, Span
+
+# The largest head that a tile's accumulators leave registers for.
+MAX_HEAD = 256
+# Compute capabilities of GPUs (A100, H100, H200, B200, B300) whose warps share much memory, should a device not say it.
+MUCH_SHARED = ("8.0", "9.0", "10.0", "10.3")
+
+
+def refusal(device: Any, rule: Rule, q_BxTxHxK: jax.Array, k_BxSxGxK: jax.Array, blocks: bool, prompts: bool
+            ) -> str | None:
+  """Why the kernels are not taken; None: they are.
+
+  On a GPU that is here they are tried first, by few tokens: what does not compile there, or gives other numbers than
+  models/attention/blocked.py, is not taken.
+
+  Args:
+    device: that the program is for.
+    rule, q_BxTxHxK, k_BxSxGxK: what is to be computed.
+    blocks, prompts: whether some tokens see each other both ways, or a segment beside their own.
+  """
+  (_, _, H, K), G = q_BxTxHxK.shape, k_BxSxGxK.shape[2]
+  if K > MAX_HEAD:
+    return f"heads of size {K}, above {MAX_HEAD}"
+  if device.platform != "gpu":
+    return None
+  if (reason := gpu.unsuitable(device, q_BxTxHxK.dtype)) is not None or not gpu.is_here(device):
+    return reason
+  return _distrust(rule, H // G, K, q_BxTxHxK.dtype.name, blocks, prompts)
+
+
+def on(device: Any) -> Callable:
+  """`flash_gpu.attend` for that device; interpreted where it is no GPU."""
+  much = getattr(device, "compute_capability", "") in MUCH_SHARED
+  shared_bytes = getattr(device, "shared_memory_per_block_optin",
+                         flash_gpu.LARGE if much else flash_gpu.SHARED_BYTES)
+  return functools.partial(flash_gpu.attend, shared_bytes=shared_bytes, interpret=device.platform != "gpu")
+
+
+@functools.cache
+def _distrust(rule: Rule, R: int, K: int, dtype: str, blocks: bool, prompts: bool) -> str | None:
+  return gpu.tried(lambda: error(on(jax.local_devices()[0]), rule, R, K, dtype, blocks, prompts))
+
+
+def error(attend: Callable, rule: Rule, R: int = 2, K: int = 64, dtype: Any = jnp.bfloat16, blocks: bool = False,
+          prompts: bool = False) -> float:
+  """How far `attend` is from models/attention/blocked.py in float32 on a row made up, output and gradients (`gpu.off`).
+
+  Args:
+    attend: `attend(rule, q, k, v, queries, keys)`.
+    rule: how scores are made, and who sees whom.
+    R, K, dtype: query heads for each of two key/value heads; their size; of queries, keys and values.
+    blocks, prompts: whether some tokens see each other both ways, or a segment beside their own.
+  """
+  T, G = 384, 2
+  numbers = np.random.default_rng(0)
+  q, dout, k, v = (jnp.asarray(numbers.normal(size=(1, T, heads, K)), dtype) for heads in (G * R, G * R, G, G))
+  places = jnp.arange(T)
+  segments = jnp.select([places < 40, places < 250, places < 370], [1, 2, 3], 0)[None]
+  block_ids = jnp.where((places > 60) & (places < 200), 1, 0)[None] if blocks else None
+  prompt_ids = jnp.where(segments == 3, 1, 0) if prompts else None
+  queries, keys = Side(segments, places, block_ids, prompt_ids), Side(blocked.keys_of(segments), places, block_ids)
+  spans = (Span(0, T, 0, T),)
+
+  def reference(q, k, v):
+    q = q.reshape(1, T, G, R, K).transpose(0, 2, 3, 1, 4)
+    k, v = k.transpose(0, 2, 1, 3), v.transpose(0, 2, 1, 3)
+    return blocked.attend(spans, rule, q, k, v, queries, keys).transpose(0, 3, 1, 2, 4).reshape(1, T, G * R, K)
+
+  def run(attend, *given):
+    out, pull = jax.vjp(attend, *given[:3])
+    return [out, *pull(given[3].astype(out.dtype))]
+
+  ours = jax.jit(functools.partial(run, lambda q, k, v: attend(rule, q, k, v, queries, keys)))(q, k, v, dout)
+  exact = jax.jit(functools.partial(run, reference))(*(x.astype(jnp.float32) for x in (q, k, v, dout)))
+  return gpu.off(ours, exact)

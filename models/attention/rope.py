@@ -1,0 +1,120 @@
+"""Rotary position embeddings (RoFormer, arXiv 2104.09864) and their scalings for longer contexts.
+
+B batch, T length, H heads, K head size, P rotated pairs per head.
+
+Pair p turns by position * frequency[p], frequency[p] = theta ** (-p / P). The scalings change the
+frequencies, so that positions beyond the training length look like ones within it.
+"""
+
+import dataclasses
+import math
+
+import jax
+import jax.numpy as jnp
+
+from models import cpu
+from models.layers import document_lengths
+from models.sharding import logical_axes
+
+SCALINGS = ("none", "linear", "dynamic", "llama3", "yarn")
+
+
+@dataclasses.dataclass(frozen=True)
+class RopeScaling:
+  """The keys of `model.rope_scaling` that its type uses."""
+
+  type: str
+  factor: float
+  original_positions: int = 0
+  low_frequency_factor: float = 1.0
+  high_frequency_factor: float = 4.0
+  beta_fast: float = 32.0
+  beta_slow: float = 1.0
+  truncate: bool = True
+  attention_factor: float = 1.0
+
+
+@dataclasses.dataclass(frozen=True)
+class Rope:
+  """How the layers of one type rotate."""
+
+  theta: float
+  # How many of a head's leading dimensions are rotated.
+  dims: int
+  scaling: RopeScaling | None = None
+
+
+def rope_table(rope: Rope, positions_BxT: jax.Array, segment_ids_BxT: jax.Array) -> tuple[jax.Array, jax.Array]:
+  """Cosines and sines [B, T, 1, P], float32, of the angle of every pair at every position.
+
+  Segments matter to `dynamic` alone, whose frequencies depend on the length of the document.
+  """
+
+  def table():
+    angles, magnitude = _angles(rope, positions_BxT, segment_ids_BxT)
+    return jnp.cos(angles) * magnitude, jnp.sin(angles) * magnitude
+
+  return cpu.computed_once(table, positions_BxT, (*positions_BxT.shape, 1, rope.dims // 2))
+
+
+def _angles(rope: Rope, positions_BxT: jax.Array, segment_ids_BxT: jax.Array) -> tuple[jax.Array, float]:
+  """(the angles [B, T, 1, P], factor on cosines and sines)."""
+  pairs = rope.dims // 2
+  exponents_P = jnp.arange(pairs, dtype=jnp.float32) / pairs
+  positions = positions_BxT.astype(jnp.float32)[:, :, None, None]
+  s, magnitude = rope.scaling, 1.0
+  if s is not None and s.type == "dynamic":
+    frequencies = _dynamic_theta(rope, positions_BxT, segment_ids_BxT)[:, :, None, None] ** -exponents_P
+  else:
+    frequencies = rope.theta**-exponents_P
+  if s is not None and s.type == "linear":
+    frequencies = frequencies / s.factor
+  elif s is not None and s.type == "llama3":
+    frequencies = _llama3(s, frequencies)
+  elif s is not None and s.type == "yarn":
+    frequencies, magnitude = _yarn(s, rope, frequencies), s.attention_factor
+  return positions * frequencies, magnitude
+
+
+def apply_rope(x_BxTxHxK: jax.Array, table: tuple[jax.Array, jax.Array]) -> jax.Array:
+  """Rotates the pairs (x[p], x[p + P]) of each head's first 2P dimensions; the others pass unchanged."""
+  cos, sin = table
+  pairs = cos.shape[-1]
+  x = x_BxTxHxK.astype(jnp.float32)
+  if logical_axes.platform() == "cpu":
+    return cpu.rotate(x, cos, sin).astype(x_BxTxHxK.dtype)
+  first, second, rest = x[..., :pairs], x[..., pairs : 2 * pairs], x[..., 2 * pairs :]
+  rotated = jnp.concatenate([first * cos - second * sin, second * cos + first * sin, rest], axis=-1)
+  return rotated.astype(x_BxTxHxK.dtype)
+
+
+def _dynamic_theta(rope: Rope, positions_BxT: jax.Array, segment_ids_BxT: jax.Array) -> jax.Array:
+  """The base [B, T] that grows with each document's length beyond the original one (NTK-aware scaling).
+
+  The length is the document's own, not the batch's, so that what it is packed with does not matter.
+  """
+  s, length_BxT = rope.scaling, document_lengths(positions_BxT, segment_ids_BxT)
+  ratio = jnp.maximum(length_BxT, s.original_positions).astype(jnp.float32) / s.original_positions
+  return rope.theta * (s.factor * ratio - (s.factor - 1)) ** (rope.dims / (rope.dims - 2))
+
+
+def _llama3(s: RopeScaling, frequencies_P: jax.Array) -> jax.Array:
+  """Long wavelengths are stretched, short ones kept, those between blended (Llama 3.1)."""
+  turns_P = s.original_positions * frequencies_P / (2 * math.pi)
+  kept_P = (turns_P - s.low_frequency_factor) / (s.high_frequency_factor - s.low_frequency_factor)
+  kept_P = jnp.clip(kept_P, 0.0, 1.0)
+  return (1 - kept_P) * frequencies_P / s.factor + kept_P * frequencies_P
+
+
+def _yarn(s: RopeScaling, rope: Rope, frequencies_P: jax.Array) -> jax.Array:
+  """Pairs that turn often within the original length are kept, those that seldom do stretched (arXiv 2309.00071)."""
+
+  def pair_that_turns(times: float) -> float:
+    return rope.dims * math.log(s.original_positions / (times * 2 * math.pi)) / (2 * math.log(rope.theta))
+
+  low, high = pair_that_turns(s.beta_fast), pair_that_turns(s.beta_slow)
+  if s.truncate:
+    low, high = math.floor(low), math.ceil(high)
+  low, high = max(low, 0), min(high, rope.dims - 1)
+  stretched_P = jnp.clip((jnp.arange(rope.dims // 2) - low) / max(high - low, 1e-3), 0.0, 1.0)
+  return stretched_P * frequencies_P / s.factor + (1 - stretched_P) * frequencies_P

@@ -1,0 +1,2 @@
+"""Mixture of experts: the router (`moe`), products with one matrix per expert (`grouped`), experts on several devices.
+"""

@@ -1,0 +1,261 @@
+"""Mixture of experts: every token passes through the k experts that a router chooses for it, and no token is dropped.
+
+The output of a token is a function of that token alone: there is no capacity that others could use up, and padding
+(segment 0) reaches no expert and no statistic.
+
+B batch, T length, D hidden size, E experts, k experts per token, F width of an expert; N = B T tokens, A = k N
+assignments of a token to an expert, the first choice of all tokens, then the second, …, M rows of the assignments
+sorted by expert (models/experts/grouped.py).
+"""
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jax.sharding import PartitionSpec
+
+from models import spec as spec_lib
+from models.experts.all_to_all import Split, at_home, exchange
+from models.experts.grouped import gather_rows, multiply_grouped, sort_by_expert
+from models.layers import Kernel, Linear, Mlp, Scope, activate, multiply
+from models.quantization.matmul import Product
+from models.remat import named
+from models.sharding import logical_axes
+from trainer.metrics import Mean
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Load:
+  """How many assignments each expert of each layer received: int32 [L, E]; adds up over micro-batches exactly."""
+
+  counts: Any
+
+  def __add__(self, other: "Load") -> "Load":
+    return Load(self.counts + other.counts)
+
+  def to_floats(self, name: str) -> dict[str, float]:
+    """The share of experts without any token, over all layers; the fullest expert's load as a multiple of the mean
+    load, averaged over layers (1: perfectly even). Nothing for a step without tokens."""
+    counts_LxE = np.asarray(self.counts, np.float64)
+    if not counts_LxE.any():
+      return {}
+    relative_L = counts_LxE.max(axis=1) / counts_LxE.mean(axis=1)
+    return {f"{name}/dead_experts": float((counts_LxE == 0).mean()), f"{name}/max_load": float(relative_L.mean())}
+
+
+class Experts(nnx.Module):
+  """The kernels of E gated MLPs."""
+
+  def __init__(self, scope: Scope, experts: int, features: int, hidden: int, *, std: float | None, out_gain: float):
+    std_in, std_out = (size**-0.5 if std is None else std for size in (features, hidden))
+    self.gate = Kernel(scope / "gate", (experts, features, hidden), std_in)
+    self.up = Kernel(scope / "up", (experts, features, hidden), std_in)
+    self.down = Kernel(scope / "down", (experts, hidden, features), std_out * out_gain)
+    self.products = (self.gate.product, self.up.product, self.down.product)
+    self.dtype = scope.compute_dtype
+
+  def multiply(self, product: Callable, *args: Any) -> Any:
+    """`product((gate [E, D, F], up [E, D, F], down [E, F, D]), *args)`; quantised kernels in the compute dtype."""
+    kernels = self.gate, self.up, self.down
+    if self.gate.kernel is not None:
+      return product(tuple(kernel.kernel[...] for kernel in kernels), *args)
+    return multiply(kernels, product, self.dtype, *args)
+
+
+class Moe(nnx.Module):
+  """Router, experts, and the shared expert that every token passes through."""
+
+  def __init__(self, spec: spec_lib.Spec, scope: Scope, out_gain: float):
+    """`out_gain`: factor on the initial standard deviation of the last projections."""
+    moe, D, std = spec.moe, spec.hidden_size, spec.init_std
+    self.router = Kernel(scope / "router", (D, moe.num_experts), D**-0.5 if std is None else std)
+    self.experts = Experts(scope / "experts", moe.num_experts, D, moe.expert_size, std=std, out_gain=out_gain)
+    shared: dict[str, Any] = dict(activation=spec.activation, std=std, bias=False, out_gain=out_gain)
+    self.shared = Mlp(scope / "shared", D, moe.shared_size, **shared) if moe.shared_size else None
+    self.shared_gate = Linear(scope / "shared_gate", D, 1, std=std, bias=False) if moe.shared_gate else None
+    self.spec, self.activation = moe, spec.activation
+
+  def __call__(self, x_BxTxD: jax.Array, segment_ids: jax.Array,
+               key: jax.Array | None = None) -> tuple[jax.Array, dict[str, jax.Array]]:
+    """The layer's output [B, T, D] (of the experts: 0 at padding) and its `statistics`.
+
+    `key`: the layer's key for dropout on the adapters' input; None: no dropout.
+    """
+    moe, kernel_DxE = self.spec, self.router.kernel[...].astype(jnp.float32)
+    # In float32 throughout: two logits that nearly tie must not be swapped by rounding.
+    logits_NxE = jnp.matmul(logical_axes.as_rows(x_BxTxD).astype(jnp.float32), kernel_DxE,
+                            precision=jax.lax.Precision.HIGHEST)
+    logits_BxTxE = logits_NxE.reshape(*x_BxTxD.shape[:-1], -1)
+    experts_BxTxk, weights_BxTxk = _on_rows(functools.partial(route, moe=moe), (logits_BxTxE,))
+    used_BxTxk = jnp.where(segment_ids[..., None] > 0, experts_BxTxk, moe.num_experts)
+    run = functools.partial(apply_experts, num_experts=moe.num_experts, activation=self.activation,
+                            products=self.experts.products)
+    y_BxTxD = self.experts.multiply(lambda kernels, *rows: _on_rows(run, rows, kernels),
+                                    x_BxTxD, used_BxTxk, weights_BxTxk)
+    if self.shared is not None:
+      shared_BxTxD = self.shared(x_BxTxD, key).astype(jnp.float32)
+      if self.shared_gate is not None:
+        shared_BxTxD = shared_BxTxD * jax.nn.sigmoid(self.shared_gate(x_BxTxD, key).astype(jnp.float32))
+      y_BxTxD = y_BxTxD + shared_BxTxD
+    return y_BxTxD.astype(x_BxTxD.dtype), statistics(logits_BxTxE, experts_BxTxk, segment_ids, moe)
+
+
+def route(rows: tuple[jax.Array], kernels: tuple = (), *, moe: spec_lib.Moe) -> tuple[jax.Array, jax.Array]:
+  """The chosen experts int32 [B, T, k], best first (of equal ones the first), and their weights, float32.
+
+  Args:
+    rows: the router's logits [B, T, E], float32.
+    kernels: none.
+    moe: the config.
+  """
+  (logits_BxTxE,) = rows
+  if moe.softmax == "before_topk":
+    weights_BxTxk, experts_BxTxk = jax.lax.top_k(jax.nn.softmax(logits_BxTxE), moe.experts_per_token)
+  else:
+    chosen_BxTxk, experts_BxTxk = jax.lax.top_k(logits_BxTxE, moe.experts_per_token)
+    weights_BxTxk = jax.nn.softmax(chosen_BxTxk)
+  if moe.normalize_weights:
+    weights_BxTxk = weights_BxTxk / jnp.sum(weights_BxTxk, axis=-1, keepdims=True)
+  return experts_BxTxk, weights_BxTxk
+
+
+def apply_experts(rows: tuple[jax.Array, ...], kernels: tuple[jax.Array, ...], *, num_experts: int, activation: str,
+                  products: tuple[Product | None, ...], split: Split | None = None) -> jax.Array:
+  """Σ_j weight_j × expert_j(x) for each token: float32 [B, T, D].
+
+  Args:
+    rows: x [B, T, D], experts int32 [B, T, k] (`num_experts`: none), weights float32 [B, T, k].
+    kernels: gate and up [E, D, F], down [E, F, D], or this device's parts of them.
+    num_experts: E.
+    activation: one of `layers.GATED`.
+    products: how to multiply by gate, up and down.
+    split: how they are split; None: not at all.
+  """
+  x_BxTxD, experts_BxTxk, weights_BxTxk = rows
+  x_NxD, k = x_BxTxD.reshape(-1, x_BxTxD.shape[-1]), experts_BxTxk.shape[-1]
+  experts_A, weights_Nxk = experts_BxTxk.reshape(-1, k).T.reshape(-1), weights_BxTxk.reshape(-1, k)
+  run = functools.partial(expert_outputs, activation=activation, products=products)
+  if split is None:
+    y_AxD = run(x_NxD, experts_A, tuple(kernel.astype(x_NxD.dtype) for kernel in kernels))
+  elif split.axis is None:
+    y_AxD = at_home(run, split, x_NxD, experts_A, kernels)
+  else:
+    y_AxD = exchange(functools.partial(run, zeros=False), split, x_NxD, experts_A, kernels, num_experts)
+  y_AxD = named(y_AxD, "mlp")  # the gradient of the weights needs it
+  # A sum in the order of the router's choice, whichever rows of the batch are computed together.
+  y_NxD = jnp.zeros(x_NxD.shape, jnp.float32)
+  for j, part_NxD in enumerate(jnp.split(y_AxD, k)):
+    y_NxD += weights_Nxk[:, j, None] * part_NxD.astype(jnp.float32)
+  return y_NxD.reshape(x_BxTxD.shape)
+
+
+def expert_outputs(x_NxD: jax.Array, experts_A: jax.Array, kernels: tuple[jax.Array, ...], activation: str,
+                   products: tuple[Product | None, ...], zeros: bool = True) -> jax.Array:
+  """expert_a(x) for each assignment a, of token a % N: [A, D]; where the expert is E, none, it is 0, or anything unless
+  `zeros`."""
+  gate_ExDxF, up_ExDxF, down_ExFxD = kernels
+  N, k = x_NxD.shape[0], experts_A.shape[0] // x_NxD.shape[0]
+  places_A, assignments_M, sizes_E, block = sort_by_expert(experts_A, gate_ExDxF.shape[0])
+  gate, up, down = (functools.partial(multiply_grouped, product, sizes_E=sizes_E, block=block) for product in products)
+  # Rows without an assignment get the first token, unless the size of its numbers would matter; nothing comes of it.
+  quantised = any(product is not None for product in products)
+  tokens_M = jnp.where(assignments_M < k * N, assignments_M % N, N) if quantised else assignments_M % N
+  x_MxD = gather_rows(x_NxD, tokens_M, places_A.reshape(k, N).T, zeros=quantised)
+  gate_MxF, up_MxF = (named(y_MxF, "mlp") for y_MxF in (gate(x_MxD, gate_ExDxF), up(x_MxD, up_ExDxF)))
+  y_MxD = down(activate(activation, up_MxF, gate_MxF), down_ExFxD, last=True)
+  return gather_rows(y_MxD, places_A, assignments_M[:, None], zeros)
+
+
+def _on_rows(run: Callable, rows: tuple[jax.Array, ...], kernels: tuple = ()) -> Any:
+  """`run(rows, kernels)` where each device works on the tokens that it holds, with its part of the experts' kernels.
+
+  By hand, since the partitioner would gather the whole batch to sort its tokens by expert.
+
+  Args:
+    run: treats every token alone. It is told by `split` how the kernels are split; what it computes with a part of the
+      experts' width adds up to the whole.
+    rows: arrays [B, T, …], as are the results.
+    kernels: none, or gate, up and down.
+  """
+  placed = logical_axes.current()
+  if placed is None:
+    return run(rows, kernels)
+  by_token = PartitionSpec(*placed.spec(("batch", "length"), rows[0].shape[:2]))
+  names = (("expert", "shard", "mlp"), ("expert", "shard", "mlp"), ("expert", "mlp", "shard"))[:len(kernels)]
+  specs = tuple(placed.spec(dims, kernel.shape) for dims, kernel in zip(names, kernels, strict=True))
+  width: tuple[str, ...] = ()
+  if specs:
+    width = logical_axes.names_of(specs[0][2])
+    shards = tuple((logical_axes.names_of(spec[dims.index("shard")]), dims.index("shard"))
+                   for spec, dims in zip(specs, names, strict=True))
+    run = functools.partial(run, split=Split(specs[0][0], shards, placed.mesh.axis_names))
+
+  def local(rows, kernels):
+    partial = run(rows, kernels)
+    return jax.lax.psum(partial, width) if width else partial
+
+  # check_vma would want every loop inside to say over which axes its values differ.
+  return jax.shard_map(local, mesh=placed.mesh, in_specs=(by_token, specs), out_specs=by_token, check_vma=False)(
+      rows, kernels)
+
+
+# ---------------------------------------------------------------------------------------------- losses and metrics
+
+
+def statistics(logits_BxTxE: jax.Array, experts_BxTxk: jax.Array, segment_ids: jax.Array,
+               moe: spec_lib.Moe) -> dict[str, jax.Array]:
+  """One layer's sums over each row's tokens: `entropy`, `balance`, `z` float32 [B], `counts` int32 [B, E]."""
+  real_BxT = segment_ids > 0
+  log_p_BxTxE = jax.nn.log_softmax(logits_BxTxE)
+  p_BxTxE = jnp.exp(log_p_BxTxE)
+  # 1 where the token uses the expert; the experts of a token differ, so no entry is 2.
+  uses_BxTxE = jnp.any(experts_BxTxk[..., None] == jnp.arange(moe.num_experts), axis=2)
+  uses_BxTxE = (uses_BxTxE & real_BxT[..., None]).astype(jnp.int32)
+
+  def over_tokens(values_BxT):
+    return jnp.sum(jnp.where(real_BxT, values_BxT, 0.0), axis=1)
+
+  sums = dict(entropy=over_tokens(-jnp.sum(p_BxTxE * log_p_BxTxE, axis=-1)), counts=jnp.sum(uses_BxTxE, axis=1))
+  if moe.balance_loss:
+    load_BxTxE = _load_of_document(uses_BxTxE, segment_ids) * (moe.num_experts / moe.experts_per_token)
+    sums["balance"] = over_tokens(jnp.sum(load_BxTxE * p_BxTxE, axis=-1))
+  if moe.z_loss:
+    sums["z"] = over_tokens(jnp.square(jax.nn.logsumexp(logits_BxTxE, axis=-1)))
+  return sums
+
+
+def report(stats: dict[str, jax.Array] | None, segment_ids: jax.Array, moe: spec_lib.Moe | None):
+  """(losses, metrics) for `models.api.Output` from every layer's `statistics`, stacked: [L, …].
+
+  Both terms are means over tokens and layers, as is `moe/entropy`; weights depend on the batch alone.
+  """
+  if moe is None:
+    return {}, {}
+  weight_B = stats["entropy"].shape[0] * jnp.sum(segment_ids > 0, axis=1).astype(jnp.float32)
+  coefficients = dict(balance=moe.balance_loss, z=moe.z_loss)
+  losses = {f"moe/{name}_loss": Mean(coefficient * jnp.sum(stats[name], axis=0), weight_B)
+            for name, coefficient in coefficients.items() if coefficient}
+  entropy = Mean(jnp.sum(stats["entropy"], axis=0), weight_B)
+  return losses, {"moe/entropy": entropy, "moe": Load(jnp.sum(stats["counts"], axis=1))}
+
+
+def _load_of_document(uses_BxTxE: jax.Array, segment_ids: jax.Array) -> jax.Array:
+  """For each token, the share of its document's tokens that use each expert: float32 [B, T, E].
+
+  A document's tokens are contiguous, so that its sum is a difference of two running sums: of whole numbers, exact.
+  """
+  T = segment_ids.shape[1]
+  index_T = jnp.arange(T)
+  changes = segment_ids[:, 1:] != segment_ids[:, :-1]
+  first_BxT = jax.lax.cummax(jnp.where(jnp.pad(changes, ((0, 0), (1, 0)), constant_values=True), index_T, 0), axis=1)
+  last_BxT = jax.lax.cummin(jnp.where(jnp.pad(changes, ((0, 0), (0, 1)), constant_values=True), index_T, T - 1), axis=1,
+                            reverse=True)
+  running = jnp.pad(jnp.cumsum(uses_BxTxE, axis=1), ((0, 0), (1, 0), (0, 0)))
+  upto, before = (jnp.take_along_axis(running, at[..., None], axis=1) for at in (last_BxT + 1, first_BxT))
+  return (upto - before) / (last_BxT - first_BxT + 1)[..., None]

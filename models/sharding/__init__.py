@@ -1,0 +1,1 @@
+"""Where arrays live on a mesh: logical axes of activations, and products with split kernels."""

@@ -1,0 +1,50 @@
+"""The fingerprint sees every bit, and nothing of where arrays lie."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import NamedSharding, PartitionSpec
+
+from trainer.checkpoints.fingerprint import fingerprint
+
+
+def tree(seed=0, dtype=np.float32):
+  rng = np.random.default_rng(seed)
+  return {"a": {"kernel": jnp.asarray(rng.normal(size=(8, 4, 16)), dtype)}, "b": jnp.asarray(rng.normal(size=8), dtype)}
+
+
+def test_sharding_does_not_matter():
+  mesh = jax.make_mesh((4, 2), ("x", "y"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
+  spec = {"a": {"kernel": PartitionSpec("x", None, "y")}, "b": PartitionSpec(("x", "y"))}
+  sharded = jax.tree.map(lambda leaf, s: jax.device_put(leaf, NamedSharding(mesh, s)), tree(), spec)
+  assert fingerprint(sharded) == fingerprint(tree())
+
+
+def test_the_last_bit_of_any_element_matters():
+  original = fingerprint(tree())
+  for index in ((0, 0, 0), (7, 3, 15), (3, 1, 8)):
+    changed = tree()
+    kernel = changed["a"]["kernel"]
+    changed["a"]["kernel"] = kernel.at[index].set(jnp.nextafter(kernel[index], 1e9))
+    assert fingerprint(changed) != original
+
+
+@pytest.mark.parametrize("change", [
+    lambda t: t | {"b": t["b"][::-1]},  # the same values in another order
+    lambda t: t | {"b": t["b"].at[:2].set(t["b"][1::-1])},
+    lambda t: t | {"b": t["b"].reshape(2, 4)},
+    lambda t: t | {"b": t["b"].astype(jnp.bfloat16)},
+    lambda t: {"a": t["a"], "c": t["b"]},
+    lambda t: {"a": {"kernel": jnp.swapaxes(t["a"]["kernel"], 0, 0).transpose(0, 2, 1)}, "b": t["b"]},
+    lambda t: t | {"b": t["b"].at[0].multiply(-1.0)},
+])
+def test_order_shape_dtype_names_and_signs_matter(change):
+  assert fingerprint(change(tree())) != fingerprint(tree())
+
+
+def test_minus_zero_is_not_zero_and_every_dtype_has_one():
+  assert fingerprint({"x": jnp.zeros(3)}) != fingerprint({"x": -jnp.zeros(3)})
+  dtypes = ("float32", "bfloat16", "int8", "uint8", "int32", "bool")
+  prints = {fingerprint({"x": jnp.ones(4, dtype)}) for dtype in dtypes}
+  assert len(prints) == 6

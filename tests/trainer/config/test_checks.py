@@ -1,0 +1,182 @@
+"""resolve, validate, audit, differences: what is accepted, and what each refusal says."""
+
+import json
+
+import pytest
+
+from trainer.config import checks, defaults, evaluator, source, strategy
+from trainer.errors import ConfigError
+from trainer.strategies import STRATEGIES, Strategy
+
+
+def minimal(**changed):
+  config = defaults()
+  config.input.sources.main = source(type="python_stdlib")
+  config.update(changed)
+  return config
+
+
+def test_resolve_fills_partial_dicts_with_defaults():
+  resolved = checks.resolve({"optimizer": {"b2": 0.9}, "input": {"sources": {"a": {"type": "text", "path": "x"}}}})
+  assert resolved.optimizer.b2 == 0.9
+  assert resolved.optimizer.b1 == defaults().optimizer.b1
+  assert resolved.input.sources.a.path == "x"
+  assert resolved.input.sources.a.weight == 1.0
+
+
+@pytest.mark.parametrize("given, expected", [
+    ({"optimzer": {}}, "unknown key config.optimzer; did you mean config.optimizer?"),
+    ({"optimizer": {"learning_rat": 1.0}}, "did you mean config.optimizer.learning_rate?"),
+    ({"input": {"sources": {"a": {"pth": "x"}}}}, "did you mean config.input.sources.a.path?"),
+    ({"evals": {"v": {"typ": "loss"}}}, "did you mean config.evals.v.type?"),
+    ({"batch_size": "8"}, "config.batch_size is '8' (str); it must be a whole number"),
+    ({"batch_size": 1.5}, "config.batch_size is 1.5"),
+    ({"batch_size": True}, "config.batch_size is True"),
+    ({"model": {"window": "x"}}, "a whole number or None"),
+    ({"model": 3}, "must be a dict"),
+    ({"strategy": {"name": "sqe"}}, "known strategies: seq"),
+    ({"callbacks": {"mine": {"argument": 1}}}, "config.callbacks.mine has no `type`"),
+])
+def test_resolve_refuses(given, expected):
+  with pytest.raises(ConfigError) as error:
+    checks.resolve(given)
+  assert expected in str(error.value)
+
+
+def test_resolve_lists_every_problem_at_once():
+  with pytest.raises(ConfigError) as error:
+    checks.resolve({"optimzer": {}, "batch_size": "x"})
+  assert "2 problems" in str(error.value)
+
+
+def test_whole_floats_are_numbers_of_either_kind():
+  resolved = checks.resolve({"batch_size": 16.0, "optimizer": {"learning_rate": 1}})
+  assert (resolved.batch_size, resolved.optimizer.learning_rate) == (16, 1.0)
+
+
+def test_unset_keys_are_independent():
+  config = minimal()
+  config.model.window = 7
+  assert config.model.num_kv_heads is None
+
+
+def test_a_duration_replaces_the_default_in_another_unit():
+  resolved = checks.resolve({"total_tokens": 1000, "schedule": {"warmup_steps": 5}})
+  assert resolved.total_steps == -1 and resolved.schedule.warmup_percent == -1
+
+
+@pytest.mark.parametrize("changed, expected", [
+    (dict(batch_size=6, grad_accum_steps=4), "Try --config.batch_size=8"),
+    (dict(batch_size=0), "batch_size is 0"),
+    (dict(seq_len=1), "seq_len is 1"),
+    (dict(keep_best_mode="low"), "allowed: min, max"),
+    (dict(optimizer=dict(name="adam")), "allowed: adamw, adafactor, muon, lion, sgd"),
+    (dict(schedule=dict(floor=1.5)), "schedule.floor is 1.5"),
+    (dict(precision=dict(params="bfloat16"), optimizer=dict(learning_rate=1e-5)), "lost to rounding"),
+    (dict(precision=dict(params="bfloat16"), optimizer=dict(learning_rate=1e-5)), "stochastic_rounding=True"),
+    (dict(precision=dict(stochastic_rounding=True)), "precision.params is float32: there is nothing to round"),
+    (dict(precision=dict(moments="int4")), "precision.moments is 'int4'; allowed: float32, bfloat16, int8"),
+    (dict(precision=dict(moments="int8"), optimizer=dict(name="adafactor")), "adafactor keeps means of rows"),
+    (dict(precision=dict(second_moments="int8"), optimizer=dict(name="lion")), "lion has no second moments"),
+    (dict(precision=dict(matmul="int4")), "allowed: none, int8, fp8"),
+    (dict(precision=dict(matmul="int8", matmul_gradients="some")), "allowed: none, inputs, all"),
+    (dict(precision=dict(matmul_gradients="all")), "precision.matmul is none, so that nothing uses it"),
+    (dict(precision=dict(matmul_skip=("attn",))), "precision.matmul is none, so that nothing uses it"),
+    (dict(precision=dict(matmul="fp8", frozen="nf4")), "would be rounded twice"),
+])
+def test_validate_refuses(changed, expected):
+  with pytest.raises(ConfigError) as error:
+    checks.validate(checks.resolve({"input": {"sources": {"a": {"type": "python_stdlib"}}}, **changed}))
+  assert expected in str(error.value)
+
+
+def test_small_learning_rates_are_for_float32_or_rounding_at_random():
+  """T33."""
+  source_of = {"input": {"sources": {"a": {"type": "python_stdlib"}}}, "optimizer": {"learning_rate": 1e-6}}
+  checks.validate(checks.resolve(source_of | {"precision": {"params": "bfloat16", "stochastic_rounding": True}}))
+
+
+def test_no_source_says_what_to_write():
+  with pytest.raises(ConfigError, match="input.sources is empty"):
+    checks.validate(checks.resolve({}))
+
+
+def test_audit_refuses_changed_keys_that_nothing_read():
+  view = checks.View(checks.resolve(minimal(optimizer=dict(b2=0.5, momentum=0.9))))
+  assert view.optimizer.b2 == 0.5
+  _ = view.input.sources.main.type
+  with pytest.raises(ConfigError) as error:
+    checks.audit(view)
+  assert "config.optimizer.momentum = 0.9" in str(error.value)
+  assert "b2" not in str(error.value)
+  _ = view.optimizer.momentum
+  checks.audit(view)
+
+
+def test_audit_accepts_unread_defaults():
+  view = checks.View(checks.resolve(minimal()))
+  _ = view.input.sources.main.type
+  checks.audit(view)
+
+
+def test_view_is_read_only_and_names_missing_keys():
+  view = checks.View(checks.resolve(minimal()))
+  with pytest.raises(AttributeError, match="read-only"):
+    view.optimizer.b2 = 1
+  with pytest.raises(AttributeError, match="config.optimizer.nothing"):
+    _ = view.optimizer.nothing
+
+
+def test_differences_survive_json_and_ignore_what_does_not_train():
+  first = checks.resolve(minimal())
+  saved = json.loads(checks.to_json(first))
+  assert checks.differences(saved, first) == []
+  free = checks.resolve(minimal(log_steps=3, mesh=dict(data=2)))
+  assert checks.differences(saved, free) == []
+  other = checks.resolve(minimal(seq_len=64, evals=dict(v=evaluator())))
+  assert checks.differences(saved, other) == ["seq_len: 256 -> 64"]
+
+
+@pytest.mark.parametrize("key, value", [("attention_logit_cap", 1.0), ("attention_out_bias", True),
+                                        ("attention_scale", 0.5)])
+def test_keys_that_begin_like_a_free_one_are_not_free(key, value):
+  first = checks.resolve(minimal())
+  other = checks.resolve(minimal(model={key: value}))
+  assert len(checks.differences(json.loads(checks.to_json(first)), other)) == 1
+  free = checks.resolve(minimal(model=dict(attention_block=32, scan_layers=False)))
+  assert checks.differences(json.loads(checks.to_json(first)), free) == []
+
+
+def test_a_duration_that_is_unset_is_not_a_changed_key():
+  view = checks.View(checks.resolve(minimal(schedule=dict(name="cosine", decay_percent=-1.0))))
+  _ = view.input.sources.main.type, view.schedule.name
+  checks.audit(view)
+  assert checks.differences(json.loads(checks.to_json(checks.resolve(minimal()))), view._node) == []
+
+
+def test_changing_only_the_strategy_leaves_no_keys_of_the_one_before(monkeypatch):
+  monkeypatch.setitem(STRATEGIES, "other", Strategy(None, options=dict(beta=0.1)))
+  config = minimal()
+  config.strategy.name = "other"
+  assert checks.resolve(config).strategy.to_dict() == {"name": "other", "beta": 0.1}
+  config.strategy.z_loss = 0.5
+  with pytest.raises(ConfigError, match="config.strategy.z_loss"):
+    checks.resolve(config)
+
+
+def test_a_model_of_ones_own_may_have_keys_of_its_own():
+  assert checks.resolve(minimal(model=dict(name="my.Model", my_key=3))).model.my_key == 3
+  with pytest.raises(ConfigError, match="config.model.my_key"):
+    checks.resolve(minimal(model=dict(my_key=3)))
+
+
+
+@pytest.mark.parametrize("before", list(STRATEGIES))
+@pytest.mark.parametrize("after", list(STRATEGIES))
+def test_changing_the_strategys_name_alone_takes_its_own_options(before, after):
+  given = defaults()
+  given.strategy = strategy(before)
+  given.strategy.name = after
+  resolved = checks.resolve(given).strategy.to_dict()
+  assert resolved.keys() == {"name", *STRATEGIES[after].options}
+  assert isinstance(resolved.get("loss"), type(STRATEGIES[after].options.get("loss")))

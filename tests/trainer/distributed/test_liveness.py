@@ -1,0 +1,197 @@
+"""Verdicts on what processes say of themselves; and the threads that talk, on a store in this process."""
+
+import threading
+import time
+from dataclasses import replace
+
+import pytest
+
+from trainer.distributed import liveness, verdicts
+from trainer.distributed.verdicts import News, judge
+
+# The time a thread may stand still beside what else runs here is in proportion to the heartbeat.
+LIMITS = {"heartbeat_seconds": 3.0, "hang_seconds": 600.0, "phase_seconds": 3600.0}
+
+
+def standing(step, seconds, **said):
+  """A process that has taken `step` steps and stands still, in JAX, for so many seconds."""
+  return News("host", 7, 1, step, **({"phase": "training", "still": seconds, "limit": 600.0, "waits": True} | said))
+
+
+def named(*news, silent=()):
+  verdict = judge(dict(enumerate(news)), {i: silent[i] if silent else 0.0 for i in range(len(news))}, 60.0)
+  return verdict and verdict.processes
+
+
+def test_who_is_silent_is_lost():
+  a, b = standing(7, 0.1), standing(7, 0.1, place="data.py:3 in read")
+  assert named(a, b, silent=(0.0, 59.0)) is None
+  verdict = judge({0: a, 1: replace(b, host="node-3")}, {0: 0.0, 1: 61.0}, 60.0)
+  assert verdict.processes == (1,) and verdict.code == verdicts.EXIT_CODE
+  assert "process 1 (host node-3, pid 7) has not been heard of for 61 s" in verdict.text
+  assert "in training, after step 7, at data.py:3 in read" in verdict.text
+  assert judge({0: a}, {0: 0.0, 1: 61.0}, 60.0).processes == (1,)  # never heard of
+  assert named(a, replace(b, done=True), silent=(0.0, 61.0)) is None
+
+
+def test_who_does_not_wait_for_the_others_hangs():
+  assert named(standing(8, 601), standing(7, 601, waits=False)) == (1,)
+  assert named(standing(7, 601, waits=False), standing(8, 601)) == (0,)
+  # In the same step, and two of four.
+  assert named(standing(7, 601), standing(7, 601, waits=False), standing(7, 601),
+               standing(7, 601, waits=False)) == (1, 3)
+  # All wait for one another: the furthest behind, if one is.
+  assert named(standing(8, 601), standing(7, 601)) == (1,)
+  assert named(standing(7, 601), standing(7, 601)) == (0, 1)
+
+
+def test_nobody_hangs_while_something_moves_or_may_take_its_time():
+  assert named(standing(8, 599), standing(7, 599, waits=False)) is None
+  assert named(standing(8, 601), standing(7, 0.5, waits=False)) is None
+  slow = dict(waits=False, phase="eval", limit=3600.0)
+  assert named(standing(8, 601), standing(8, 601, **slow)) is None
+  assert named(standing(8, 3601), standing(8, 3601, **slow)) == (1,)
+  assert named(standing(8, 601), standing(7, 601, waits=False), silent=(0.0, 30.0)) is None  # it may be dead instead
+  setup = dict(waits=False, phase="set-up", limit=0.0)
+  assert named(standing(0, 1e6), standing(0, 1e6, **setup)) is None
+  assert named(standing(8, 601), standing(9, 601, done=True)) == (0,)
+
+
+class Store:
+  """What the watch asks of JAX's client, in this process; `down` for no answer."""
+
+  def __init__(self):
+    self.values, self.down = {}, False
+
+  def key_value_set(self, key, value, allow_overwrite=False):
+    self._answer(not allow_overwrite and key in self.values)
+    self.values[key] = value
+
+  def key_value_try_get(self, key):
+    self._answer(key not in self.values)
+    return self.values[key]
+
+  def key_value_dir_get(self, prefix):
+    self._answer(False)
+    return [(key, value) for key, value in sorted(self.values.items()) if key.startswith(prefix)]
+
+  def _answer(self, refused):
+    if self.down or refused:
+      raise RuntimeError("UNAVAILABLE" if self.down else "ALREADY_EXISTS or NOT_FOUND")
+
+
+@pytest.fixture
+def watches(monkeypatch):
+  """(store, three watches, {process: (text, code)} of those that have ended)."""
+  ended = {}
+
+  def end(self, text, code=verdicts.EXIT_CODE):
+    ended[self._index] = (text, code)
+    self._done.set()
+
+  monkeypatch.setattr(liveness.Watch, "_end", end)
+  store = Store()
+  made = [liveness.Watch(store, i, 3, LIMITS, threading.Event(), "run") for i in range(3)]
+  for watch in made:
+    watch.start()
+  yield store, made, ended
+  for watch in made:
+    watch._done.set()
+
+
+def until(condition):
+  deadline = time.monotonic() + 30
+  while not condition():
+    assert time.monotonic() < deadline
+    time.sleep(0.01)
+
+
+def test_an_error_of_one_reaches_the_others_with_its_reason(watches):
+  _, (_, second, _), ended = watches
+  second.failed(OSError("no such file: /data/7"))
+  until(lambda: ended.keys() == {0, 2})
+  assert all(code == 1 and "process 1 (host" in text and "OSError: no such file: /data/7" in text
+             for text, code in ended.values())
+
+
+def test_an_error_that_another_process_is_the_cause_of_names_that_one(watches):
+  store, (first, second, third), ended = watches
+  until(lambda: len(store.values) == 3)
+  second._done.set()  # dies: says nothing any more
+  threading.Thread(target=first.failed, args=(ValueError("Gloo AllGather failed: Connection reset"),)).start()
+  until(lambda: ended.keys() == {0, 2})
+  assert all("process 1 (host" in text and "has not been heard of" in text and code == 75
+             for text, code in ended.values())
+
+
+def test_without_the_first_process_the_others_say_so(watches):
+  store, (first, second, third), ended = watches
+  until(lambda: len(second._news) == len(third._news) == 1)
+  second._lost.set()
+  until(lambda: 1 in ended)
+  assert "process 0 (host" in ended[1][0] and "its connection was closed" in ended[1][0]
+  store.down = True
+  until(lambda: 2 in ended)
+  assert "process 0 (host" in ended[2][0] and "has not been heard of" in ended[2][0] and 0 not in ended
+
+
+def test_a_run_that_ends_as_it_should_ends_nobody(watches):
+  store, made, ended = watches
+  until(lambda: len(store.values) == 3)
+  made[2].finish()
+  time.sleep(3 * LIMITS["heartbeat_seconds"])
+  assert ended == {}
+
+
+def test_what_training_says_of_itself():
+  watch = liveness.Watch(Store(), 0, 1, LIMITS, threading.Event(), "run")
+
+  def said():
+    watch._say()
+    return watch._me.phase, watch._me.limit, watch._me.step
+
+  assert said() == ("set-up", 0.0, 0)
+  watch.enter(liveness.TRAINING)
+  watch.moved(4)
+  with watch.phase("eval"):
+    with watch.phase("compile"):
+      assert said() == ("compile", 3600.0, 4)
+    assert said() == ("eval", 3600.0, 4)
+  assert said() == ("training", 600.0, 4)
+  watch._moved -= 100
+  saying = threading.Thread(target=watch._say)
+  saying.start()
+  saying.join()
+  assert 100 <= watch._me.still < 110
+
+
+def test_the_longest_wait_for_data_of_the_others(watches):
+  store, (first, second, third), _ = watches
+  for watch, seconds in ((first, 9.0), (second, 1.0), (third, 2.5)):
+    watch.waited(seconds)
+  until(lambda: len(first._news) == 3 and all(said.waited for said in first._news.values()))
+  assert first.longest_wait() == 2.5 and first.longest_wait() == 0.0
+  second.waited(0.5)
+  second.waited(4.0)
+  until(lambda: '"waited": 5.5' in store.values["run/news/1"])
+  assert first.longest_wait() == 4.5  # without waiting for its own turn to listen
+
+
+def test_where_a_thread_stands():
+  """JAX's frames count as waiting for the others; the place is that of our code, above them."""
+  release, in_jax = threading.Event(), {}
+  exec(compile("def device_get(event): event.wait()", "/lib/site-packages/jax/_src/api.py", "exec"), in_jax)
+
+  def fetch():
+    in_jax["device_get"](release)
+
+  threads = [threading.Thread(target=fetch), threading.Thread(target=lambda: release.wait())]
+  for thread in threads:
+    thread.start()
+  try:
+    (waits, place), (busy_waits, busy_place) = (verdicts.stands(thread.ident) for thread in threads)
+    assert waits and place.startswith("trainer/test_liveness.py:") and place.endswith("in fetch")
+    assert not busy_waits and busy_place.endswith("in <lambda>")
+    assert verdicts.stands(-1) == (False, "")
+  finally:
+    release.set()

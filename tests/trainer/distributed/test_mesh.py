@@ -1,0 +1,138 @@
+"""Meshes: clear refusals, and placement by rules. That they change no number: test_layouts.py."""
+
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec as P
+
+from tests import tiny
+from trainer import state as state_lib
+from trainer import tree
+from trainer.config import defaults
+from trainer.distributed import mesh as mesh_lib
+from trainer.errors import ConfigError
+from trainer.optim import optimizer as optim
+
+pytestmark = pytest.mark.devices(8)
+
+MIXED = dict(data=2, fsdp=2, tensor=2)
+
+
+def test_parameters_and_moments_are_really_split():
+  mesh = mesh_lib.make_mesh(MIXED)
+  model, config = tiny.model(), defaults()
+  optimizer = optim.make_optimizer(config.optimizer, config.schedule, model.abstract_params(), total_steps=10,
+                                   to_steps=lambda cfg, prefix, default=None, where="": 0)
+  abstract = jax.eval_shape(state_lib.make_init(model, optimizer, ema=True), jax.random.key(0))
+  params, notes = mesh_lib.param_shardings(abstract["params"], mesh)
+  assert notes == []
+  shardings = mesh_lib.state_shardings(abstract, abstract["params"], params, mesh)
+  assert tree.flatten(params)["blocks/mlp/up/kernel"].spec == P(None, "fsdp", "tensor")
+  followers = [s.spec for path, s in jax.tree_util.tree_flatten_with_path(shardings)[0]
+               if "'up'" in str(path) and "'kernel'" in str(path)]
+  assert followers == [P(None, "fsdp", "tensor")] * 4  # the parameter, its average, and two moments
+
+
+def test_the_mesh_must_fit_the_devices():
+  with pytest.raises(ConfigError, match=r"there are 8 .*try --config.mesh.data=-1"):
+    mesh_lib.make_mesh(dict(data=3, fsdp=1, tensor=1))
+  with pytest.raises(ConfigError, match="there are 8"):
+    mesh_lib.make_mesh(dict(data=-1, fsdp=3, tensor=1))
+  with pytest.raises(ConfigError, match="at most one is -1"):
+    mesh_lib.make_mesh(dict(data=-1, fsdp=-1, tensor=1))
+  whole = mesh_lib.make_mesh(dict(data=-1, fsdp=2, tensor=2))
+  assert whole.shape == dict(slice=1, data=2, fsdp=2, expert=1, context=1, tensor=2)
+  assert mesh_lib.describe(whole) == "data=2, fsdp=2, tensor=2"
+  with pytest.raises(ConfigError, match="'tensors' .do you mean tensor"):
+    mesh_lib.make_mesh(dict(tensors=8))
+
+
+def test_the_batch_must_split_evenly():
+  mesh = mesh_lib.make_mesh(MIXED)
+  mesh_lib.check_batch(mesh, 8)
+  with pytest.raises(ConfigError, match="multiple of 4"):
+    mesh_lib.check_batch(mesh, 6)
+
+
+def test_user_rules_come_first_and_are_checked():
+  mesh = mesh_lib.make_mesh(MIXED)
+  abstract = tiny.model().abstract_params()
+  placed, _ = mesh_lib.param_shardings(abstract, mesh, (("mlp/up/kernel", (None, None, "data")),))
+  assert tree.flatten(placed)["blocks/mlp/up/kernel"].spec == P(None, None, "data")
+  for rule, message in [(("mpl/up", (None,)), "mlp"), (("mlp/up/kernel", (None, "model")), "unknown mesh axis 'model'"),
+                        (("final_norm", (None, "data")), "has 2 dimensions"),
+                        (("blocks/attn_norm/scale", (("data", "fsdp"),)), "not divisible")]:
+    with pytest.raises(ConfigError, match=message):
+      mesh_lib.param_shardings(abstract, mesh, (rule,))
+
+
+def test_a_dimension_that_does_not_divide_is_replicated_and_said():
+  mesh = mesh_lib.make_mesh(dict(data=1, fsdp=1, tensor=8))
+  placed, notes = mesh_lib.param_shardings({"blocks": {"attn": {"q": {"bias": jnp.zeros((2, 12))}}}}, mesh)
+  assert placed["blocks"]["attn"]["q"]["bias"].spec == P(None, None)
+  assert "blocks/attn/q/bias: dimension 1 of (2, 12) is not divisible by mesh axis 'tensor' (8)" in notes[0]
+
+
+def test_place_batch_asks_only_for_rows_and_puts_them_in_order():
+  mesh = mesh_lib.make_mesh(MIXED)
+  whole = np.arange(32).reshape(8, 4)
+  placed = mesh_lib.place_batch(lambda rows: {"x": whole[rows], "y": whole[rows, 0]}, 8, mesh_lib.batch_sharding(mesh))
+  np.testing.assert_array_equal(placed["x"], whole)
+  np.testing.assert_array_equal(placed["y"], whole[:, 0])
+  assert {s.data.shape for s in placed["x"].addressable_shards} == {(2, 4)}
+
+
+def test_large_parameters_that_no_rule_splits_are_named():
+  mesh = mesh_lib.make_mesh(MIXED)
+  abstract = {"own": {"table": jax.ShapeDtypeStruct((1024, 512), jnp.float32),
+                      "small": jax.ShapeDtypeStruct((16, 16), jnp.float32)}}
+  _, notes = mesh_lib.param_shardings(abstract, mesh)
+  assert len(notes) == 1 and "own/table (1024, 512) is whole on every device: 2.0 MiB each" in notes[0]
+  assert mesh_lib.param_shardings(abstract, mesh, (("own/table", ("fsdp",)),))[1] == []
+  # Without axes that split parameters there is nothing to say.
+  assert mesh_lib.param_shardings(abstract, mesh_lib.make_mesh(dict(data=8)))[1] == []
+
+
+def test_parameters_are_split_over_the_axes_that_have_no_use_for_them():
+  """ZeRO-3 over fsdp, expert and context; of experts over fsdp and context, beside the experts themselves."""
+  mesh = mesh_lib.make_mesh(dict(data=1, fsdp=2, expert=2, context=2))
+  model = tiny.model(moe=dict(num_experts=4, experts_per_token=2, expert_size=16))
+  specs = {path: tuple(s.spec) for path, s in tree.flatten(mesh_lib.param_shardings(
+      model.abstract_params(), mesh)[0]).items()}
+  assert specs["blocks/attn/q/kernel"] == (None, ("fsdp", "expert", "context"), None)
+  assert specs["blocks/moe/experts/up/kernel"] == (None, "expert", ("fsdp", "context"), None)
+  assert specs["blocks/moe/experts/down/kernel"] == (None, "expert", None, ("fsdp", "context"))
+
+
+def test_rules_of_activations_are_checked():
+  mesh = mesh_lib.make_mesh(MIXED)
+  placed = mesh_lib.make_placement(mesh, (("stream", "context"), ("batch", ("data",))))
+  assert placed.spec(("batch", "stream"), (8, 8)) == P("data", None)
+  for rule, message in [(("strem", None), "unknown name 'strem'"), (("mlp", "model"), "unknown mesh axis 'model'"),
+                        (("mlp",), "each is")]:
+    with pytest.raises(ConfigError, match=message):
+      mesh_lib.make_placement(mesh, (rule,))
+
+
+class Device:
+  """One of a slice, as far as a mesh looks at it."""
+
+  def __init__(self, number, slice_index):
+    self.id, self.slice_index, self.platform, self.device_kind, self.process_index = number, slice_index, "gpu", "H", 0
+
+  def __repr__(self):
+    return f"{self.slice_index}:{self.id}"
+
+
+def test_slices_are_the_outermost_axis():
+  devices = [Device(i, slice_index) for i, slice_index in enumerate([0, 1, 0, 1, 0, 1, 0, 1])]
+  mesh = mesh_lib.make_mesh(dict(slice=2, fsdp=2, data=-1), devices)
+  assert mesh.devices.shape == (2, 2, 2, 1, 1, 1)
+  assert [{d.slice_index for d in part.flat} for part in mesh.devices] == [{0}, {1}]
+  with pytest.raises(ConfigError, match="mesh.slice is 1, but the devices are in 2 slices.*mesh.slice=2"):
+    mesh_lib.make_mesh(dict(data=-1), devices)
+  # Without slices, the groups follow the processes.
+  whole = mesh_lib.make_mesh(dict(slice=2, data=-1))
+  assert [[d.id for d in part.flat] for part in whole.devices] == [[0, 1, 2, 3], [4, 5, 6, 7]]

@@ -1,0 +1,154 @@
+"""From what an environment says to where a process stands, without a cluster."""
+
+import os
+
+import pytest
+
+from trainer.config import defaults
+from trainer.distributed import processes
+from trainer.distributed.processes import Place, find
+from trainer.errors import ConfigError
+
+GIVEN = {"JAX_COORDINATOR_ADDRESS": "a:1", "JAX_NUM_PROCESSES": "2", "JAX_PROCESS_ID": "1"}
+# What srun sets in the sixth of eight tasks on nodes of 4, 2 and 2.
+SLURM = {"SLURM_JOB_ID": "4099", "SLURM_NTASKS": "8", "SLURM_PROCID": "5", "SLURM_LOCALID": "1", "SLURM_NODEID": "1",
+         "SLURM_STEP_NODELIST": "gpu[007-009]", "SLURM_STEP_TASKS_PER_NODE": "4,2(x2)"}
+# What mpirun sets in the second of four processes, two a host.
+MPI = {"OMPI_COMM_WORLD_SIZE": "4", "OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_LOCAL_SIZE": "2",
+       "OMPI_COMM_WORLD_LOCAL_RANK": "1"}
+MPI_4 = MPI | {"PMIX_NAMESPACE": "455737345",
+               "OMPI_MCA_orte_hnp_uri": "455737344.0;tcp://192.0.2.2:38317;tcp6://[fd00::2]:52191"}
+MPI_5 = MPI | {"PMIX_NAMESPACE": "prterun-node-3-70001@1"}
+JOB_SET = {"JOB_COMPLETION_INDEX": "3", "JOBSET_NAME": "weft", "REPLICATED_JOB_NAME": "hosts", "JAX_NUM_PROCESSES": "4"}
+PORT = 61440  # the first of the last 4096
+
+
+@pytest.mark.parametrize("env", [
+    {},
+    {"SLURM_JOB_ID": "5", "SLURM_NTASKS": "4", "SLURM_PROCID": "0", "SLURM_LOCALID": "0"},  # no srun
+    SLURM | {"SLURM_NTASKS": "1"},
+    MPI | {"OMPI_COMM_WORLD_SIZE": "1"},
+    {"TPU_WORKER_HOSTNAMES": "localhost", "TPU_WORKER_ID": "0"},
+    {"TPU_WORKER_HOSTNAMES": "a,b", "TPU_WORKER_ID": "0", "JAX_PLATFORMS": "cpu"},
+    {"JOB_COMPLETION_INDEX": "0"},
+    JOB_SET | {"JAX_NUM_PROCESSES": "1", "JOB_COMPLETION_INDEX": "0"},
+])
+def test_one_process(env):
+  assert find(env) is None
+
+
+def test_given():
+  place = find(GIVEN)
+  assert (place.address, place.count, place.index, place.local_devices) == ("a:1", 2, 1, ())
+  assert find(GIVEN | {"JAX_LOCAL_DEVICE_IDS": "2,3"}).local_devices == (2, 3)
+
+
+@pytest.mark.parametrize("env, missing", [
+    ({"JAX_COORDINATOR_ADDRESS": "a:1"}, "but not JAX_NUM_PROCESSES and JAX_PROCESS_ID"),
+    ({"JAX_NUM_PROCESSES": "2", "JAX_PROCESS_ID": "1"}, "but not JAX_COORDINATOR_ADDRESS"),
+    (MPI, "does not say what JAX_COORDINATOR_ADDRESS would"),
+    ({"PMI_SIZE": "2", "PMI_RANK": "1"}, "does not say what JAX_COORDINATOR_ADDRESS would"),
+    ({"JOB_COMPLETION_INDEX": "2"}, "JAX_COORDINATOR_ADDRESS and JAX_NUM_PROCESSES would"),
+    ({k: v for k, v in JOB_SET.items() if k != "JAX_NUM_PROCESSES"}, "does not say what JAX_NUM_PROCESSES would"),
+])
+def test_half_of_it_is_refused_with_what_to_set(env, missing):
+  with pytest.raises(ConfigError, match=missing):
+    find(env)
+
+
+def test_what_is_given_wins_over_the_launcher_each_on_its_own():
+  assert find(SLURM | GIVEN) == Place("Slurm", 2, 1, "a:1", (1,), ask="slurm")
+  assert find(MPI | {"JAX_COORDINATOR_ADDRESS": "a:1"}) == Place("Open MPI", 4, 1, "a:1", (1,))
+
+
+@pytest.mark.parametrize("more, devices", [
+    ({}, (1,)),  # as JAX has it: one of several tasks takes one device
+    ({"CUDA_VISIBLE_DEVICES": "0,1,2,3"}, (2, 3)),
+    ({"CUDA_VISIBLE_DEVICES": "3"}, ()),  # bound to it already
+    ({"CUDA_VISIBLE_DEVICES": "0,1", "SLURM_GPUS_PER_TASK": "2"}, ()),
+    ({"SLURM_STEP_TASKS_PER_NODE": "1(x8)"}, ()),  # alone on its node: all devices
+])
+def test_tasks_of_slurm_share_out_the_gpus_of_their_node(more, devices):
+  assert find(SLURM | more).local_devices == devices
+
+
+def asked(monkeypatch, env):
+  for name in list(os.environ):
+    if name.startswith(("SLURM_", "OMPI_", "PMIX_", "TPU_", "MEGASCALE_", "JAX_COORD")):
+      monkeypatch.delenv(name)
+  for name, value in env.items():
+    monkeypatch.setenv(name, value)
+  return processes._ask_jax(find(env), 1)
+
+
+def test_slurm_names_the_first_node_of_the_step(monkeypatch):
+  place = asked(monkeypatch, SLURM)
+  assert (place.address, place.count, place.index) == (f"gpu007:{PORT + 3}", 8, 5)
+  assert asked(monkeypatch, SLURM | {"JAX_COORDINATOR_PORT": "9"}).address == "gpu007:9"
+
+
+def test_open_mpi_up_to_4_says_where_mpirun_is(monkeypatch):
+  place = asked(monkeypatch, MPI_4)
+  assert (place.address, place.count, place.index) == (f"192.0.2.2:{PORT + 455737344 // 4096 % 4096}", 4, 1)
+
+
+@pytest.mark.parametrize("more, host", [
+    ({}, "node-3"),
+    ({"OMPI_COMM_WORLD_LOCAL_SIZE": "4"}, "localhost"),
+    ({"SLURM_JOB_NODELIST": "gpu[12-14],x"}, "gpu12"),
+    ({"SLURM_JOB_NODELIST": "gpu12,gpu14"}, "gpu12"),
+    (SLURM | {"SLURM_JOB_NODELIST": "gpu12"}, "gpu12"),  # its daemons are tasks of srun
+])
+def test_open_mpi_5_is_found_by_the_name_of_its_job(more, host):
+  place = find(MPI_5 | more)
+  assert (place.address, place.count, place.index, place.ask) == (f"{host}:{PORT + 70001 % 4096}", 4, 1, None)
+
+
+def test_a_job_set_is_found_by_the_names_of_its_pods():
+  assert find(JOB_SET) == Place("JobSet", 4, 3, "weft-hosts-0-0.weft:8482")
+
+
+def test_kubernetes_is_asked_where_its_package_is():
+  assert find({"JOB_COMPLETION_INDEX": "2"}, has_kubernetes=True) == Place("Kubernetes", ask="")
+
+
+def test_tpu_hosts_on_gke_and_their_slices(monkeypatch):
+  env = {"TPU_WORKER_HOSTNAMES": "a,b", "TPU_WORKER_ID": "1"}
+  slices = env | {"MEGASCALE_NUM_SLICES": "3", "MEGASCALE_SLICE_ID": "2"}
+  slices["MEGASCALE_COORDINATOR_ADDRESS"] = "localhost:7"
+  assert find(env) == Place("GKE", 2, ask="gketpu") and find(slices).count == 6
+  assert find({"TPU_WORKER_HOSTNAMES": "a", "MEGASCALE_NUM_SLICES": "2"}).count == 2  # slices of one host each
+  monkeypatch.setattr("jax._src.clusters.cloud_tpu_cluster.running_in_cloud_tpu_vm", True)
+  monkeypatch.setattr("jax._src.clusters.cluster.running_in_cloud_tpu_vm", True)
+  monkeypatch.setattr("jax._src.clusters.cloud_tpu_cluster.get_tpu_env_value_from_metadata", lambda key: None)
+  monkeypatch.delenv("JAX_PLATFORMS")
+  place = asked(monkeypatch, slices)
+  assert (place.address, place.count, place.index) == ("localhost:8482", 6, 5)
+
+
+def test_tpu_hosts_elsewhere_ask_the_metadata_server(monkeypatch):
+  assert find({}, on_tpu=True) == Place("the metadata of this TPU", ask="gcetpu")
+  assert find({"TPU_SKIP_MDS_QUERY": "1"}, on_tpu=True) is None
+  replies = {"agent-worker-number": "1", "worker-network-endpoints": "unused:0:127.0.0.1,unused:1:127.0.0.2"}
+  cluster = "jax._src.clusters.cloud_tpu_cluster"
+  monkeypatch.setattr(f"{cluster}.running_in_cloud_tpu_vm", True)
+  monkeypatch.setattr(f"{cluster}.get_metadata", lambda key: (replies.get(key, ""), 200 if key in replies else 404))
+  monkeypatch.setattr("jax._src.clusters.cluster.running_in_cloud_tpu_vm", True)
+  monkeypatch.delenv("TPU_SKIP_MDS_QUERY", raising=False)
+  found = processes._ask_jax(find({}, on_tpu=True), 1)
+  assert (found.address, found.count, found.index) == ("127.0.0.1:8482", 2, 1)
+  replies["worker-network-endpoints"] = "unused:0:127.0.0.1"  # a slice of one host
+  assert processes._ask_jax(find({}, on_tpu=True), 1) is None
+
+  def unreachable(key):
+    raise OSError("no route to the metadata server")
+  monkeypatch.setattr(f"{cluster}.get_metadata", unreachable)
+  assert processes._ask_jax(find({}, on_tpu=True), 1) is None
+
+
+@pytest.mark.parametrize("key, value", [("join_seconds", 0), ("heartbeat_seconds", 0.5), ("hang_seconds", -1)])
+def test_limits_that_cannot_be(key, value):
+  limits = defaults().processes
+  limits[key] = value
+  with pytest.raises(ConfigError, match=f"processes.{key} is"):
+    processes.join(limits)

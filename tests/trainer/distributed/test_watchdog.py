@@ -1,0 +1,64 @@
+"""A run that stands still: told once, with the phase and the stacks, and not otherwise."""
+
+import time
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from tests import tiny
+from trainer import train
+from trainer.callbacks import Callback
+from trainer.distributed.watchdog import Watchdog
+
+
+class Stuck(Callback):
+  """Stands still after an update."""
+
+  def on_optimizer_step(self, run):
+    if run.step == 3:
+      stand_still(3.0)
+
+
+def stand_still(seconds):
+  time.sleep(seconds)
+
+
+def test_a_step_that_hangs_is_told_once_with_its_place(tmp_path, capfd, monkeypatch):
+  monkeypatch.setattr("trainer.main.Watchdog", lambda: Watchdog(least_seconds=1.5, times=2.0))
+  config = tiny.config(tiny.write_corpus(tmp_path / "texts"), total_steps=6)
+  config.evals = {}
+  config.callbacks.stuck = dict(type="tests.trainer.distributed.test_watchdog.Stuck")
+  run = train(config, tmp_path / "w")
+  said = capfd.readouterr().err
+  assert run.step == 6 and said.count("nothing has moved for") == 1
+  assert "After step 3 " in said and "in phase step" in said and "test_watchdog.py" in said and "stand_still" in said
+  stacks = (tmp_path / "w" / "stacks.txt").read_text()
+  assert stacks.count("--- after step 3, in step") == 1 and "in stand_still" in stacks
+
+
+@pytest.fixture
+def run(tmp_path):
+  return SimpleNamespace(step=7, workdir=tmp_path, chrono=SimpleNamespace(phase="step", longest={}))
+
+
+def watched(run, dog, seconds, step=0.05):
+  """Steps of so long, then so long without one; whether something was told."""
+  dog.on_train_begin(run)
+  for _ in range(10):
+    time.sleep(step)
+    dog.on_step_end(run, 1, {})
+  time.sleep(seconds)
+  dog.on_train_end(run)
+  return (Path(run.workdir) / "stacks.txt").exists()
+
+
+@pytest.mark.parametrize("phase, longest, times, told", [
+    ("step", {}, 2.0, True),  # longer than twice 0.05 s, and than 0.2 s
+    ("step", {}, 1000.0, False),  # not far longer than steps are
+    ("eval", {}, 2.0, False),  # a phase that may take long: ten times 0.2 s
+    ("eval", {"eval": 5.0}, 2.0, False),
+])
+def test_what_is_far_longer_than_usual(run, phase, longest, times, told):
+  run.chrono.phase, run.chrono.longest = phase, longest
+  assert watched(run, Watchdog(least_seconds=0.2, times=times), 1.0) == told

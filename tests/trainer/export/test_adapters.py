@@ -1,0 +1,75 @@
+"""Exports of a run that trained adapters: merged they compute what the run did, in PEFT's format they come back."""
+
+import jax
+import numpy as np
+import pytest
+from safetensors.numpy import load_file, save_file
+
+from models import hf, lora
+from models.hf import files, peft
+from models.hf.errors import HFError
+from tests import tiny
+from trainer import tree
+from trainer.config import checks as config_checks
+from trainer.errors import ConfigError
+from trainer.export import command as export
+from trainer.main import train
+
+TOKENS = np.random.default_rng(0).integers(0, 256, (2, 16)).astype(np.int32)
+LORA = dict(rank=2, alpha=4.0, targets=("attn/[qv]/", "mlp/down"))
+
+
+@pytest.fixture(scope="module", params=["float32", "nf4"])
+def run(request, tmp_path_factory):
+  """(workdir, the run, the folder of its base) of two steps on adapters."""
+  folder = tmp_path_factory.mktemp(request.param)
+  base = tiny.hf_folder(folder / "base")
+  config = tiny.config(tiny.write_corpus(folder / "corpus"), total_steps=2, evals={}, tokenizer=dict(type="bytes"),
+                       model=dict(hf=str(base), lora=LORA, vocab_multiple=128), precision=dict(frozen=request.param))
+  config.optimizer.learning_rate = 0.1
+  return folder / "run", train(config, folder / "run"), base
+
+
+def test_merged_it_computes_what_the_run_did(run, tmp_path):
+  workdir, trained, base = run
+  out = export.export(workdir, tmp_path / "out", dtype="float32")
+  model, params = hf.load(out)
+  assert not any(lora.is_adapter(path) for path in tree.flatten(params))
+  logits = jax.jit(model.logits)(params, TOKENS)
+  np.testing.assert_allclose(logits, jax.jit(trained.model.logits)(trained.state["params"], TOKENS), atol=1e-5)
+  other, unchanged = hf.load(base)
+  assert np.abs(logits - jax.jit(other.logits)(unchanged, TOKENS)).max() > 1e-2
+
+
+def test_in_pefts_format_they_come_back(run, tmp_path):
+  workdir, trained, base = run
+  out = export.export(workdir, tmp_path / "out", adapter="peft")
+  assert sorted(p.name for p in out.iterdir()) == [peft.CONFIG, peft.TENSORS]
+  assert files.read_json(out / peft.CONFIG)["base_model_name_or_path"] == str(base)
+  leaves = tree.flatten(trained.state["params"])
+  adapters = {path: leaf for path, leaf in leaves.items() if lora.is_adapter(path)}
+  family, keys, _ = hf.architecture(base)
+  again = hf.load_adapters(out, {path: jax.ShapeDtypeStruct(x.shape, x.dtype) for path, x in adapters.items()},
+                           family=family, keys=keys, lora=config_checks.resolve(trained.config_json).model.lora,
+                           shapes=tree.flatten(hf.load(base)[0].abstract_params()))
+  assert all(np.any(x) for x in again.values())
+  for path, values in again.items():
+    assert np.asarray(values).tobytes() == np.asarray(adapters[path]).tobytes(), path
+  with pytest.raises(HFError, match="already holds adapters"):
+    export.export(workdir, out, adapter="peft")
+
+
+def test_a_base_that_has_changed_is_noticed(run, tmp_path, caplog):
+  workdir, trained, base = run
+  file = base / files.SINGLE
+  tensors, content = load_file(file), file.read_bytes()
+  try:
+    save_file({name: x + 0.01 for name, x in tensors.items()}, file)
+    if trained.config.precision.frozen == "float32":
+      with pytest.raises(ConfigError, match="Its files have changed since"):
+        export.export(workdir, tmp_path / "out")
+    else:
+      export.export(workdir, tmp_path / "out")
+      assert "may differ in the last bit" in caplog.text
+  finally:
+    file.write_bytes(content)

@@ -1,0 +1,352 @@
+"""The sampler: its log-probs are the model's, its draws follow the distribution, and nothing else changes either."""
+
+import functools
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from models.sharding import logical_axes
+from models.transformer import Transformer
+from tests.models.common import FAMILIES, VOCAB, make, random_params
+from trainer.distributed import mesh as mesh_lib
+from trainer.errors import ConfigError
+from trainer.generate import sampler as sampler_lib
+from trainer.generate import slots as sampler_rows
+from trainer.generate.sampler import Sampler
+from trainer.generate.sampling import BLOCK, Options, draw
+from trainer.strategies import logprobs
+
+CASES = {
+    **FAMILIES,
+    "gpt2": dict(FAMILIES["gpt2"], max_positions=32),
+    "moe": dict(moe=dict(num_experts=4, experts_per_token=2, expert_size=8), num_layers=1, window=4,
+                layer_pattern=("local",)),
+}
+LENGTHS = (1, 5, 9, 3, 13)
+STOPS = (3, 4, 5, 6)
+
+
+@functools.cache
+def case(name):
+  model = make(**CASES[name])
+  return model, random_params(model)
+
+
+def prompts(lengths=LENGTHS):
+  rng = np.random.default_rng(0)
+  return [rng.integers(0, VOCAB, n).astype(np.int32) for n in lengths]
+
+
+def teacher_forced(model, params, given, completions, temperature=1.0):
+  """The log-probs of each completion's ids after its prompt, from one `apply` of all of them, padded on the right."""
+  texts = [np.concatenate([given[c.prompt], c.ids]) for c in completions]
+  width = max(map(len, texts))
+  tokens = np.stack([np.pad(text, (0, width - len(text))) for text in texts])
+  segments = np.stack([np.arange(width) < len(text) for text in texts]).astype(np.int32)
+
+  @jax.jit
+  def stats(params, tokens, segments):
+    hidden = model.apply(params, dict(tokens=tokens, segment_ids=segments)).hidden
+    return logprobs.token_stats(
+        hidden[:, :-1], model.unembedding(params), tokens[:, 1:], chunk=16, logit_cap=model.final_logit_cap,
+        num_real_vocab=model.num_real_vocab, temperature=temperature, want=("logprob", "is_top"))
+
+  found = stats(params, tokens, segments)
+  return [(np.asarray(found.logprob)[row, n:n + len(c.ids)], np.asarray(found.is_top)[row, n:n + len(c.ids)])
+          for row, (c, n) in enumerate((c, len(given[c.prompt]) - 1) for c in completions)]
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_logprobs_equal_teacher_forced_ones(name):
+  """I9: KV cache, ragged prompts, rows given to others, a stop set, windows, experts."""
+  model, params = case(name)
+  given = prompts()
+  options = dict(num_samples=2, max_new_tokens=9, temperature=0.8, stop_ids=STOPS, seed=1)
+  completions = Sampler(model, rows=2, chunk=4).generate(params, given, **options)
+  assert [(c.prompt, c.sample) for c in completions] == [(p, s) for p in range(5) for s in range(2)]
+  assert {c.finish_reason for c in completions} == {"stop", "length"}
+  for c, (expected, _) in zip(completions, teacher_forced(model, params, given, completions, 0.8), strict=True):
+    np.testing.assert_allclose(c.logprobs, expected, rtol=1e-5, atol=1e-5)
+    np.testing.assert_array_equal(c.logprobs, c.full_logprobs)
+    assert c.ids.dtype == np.int32 and c.logprobs.dtype == np.float32 and c.ids.max() < VOCAB
+    ends = np.isin(c.ids, STOPS)
+    assert not ends[:-1].any() and ends[-1] == (c.finish_reason == "stop")
+    assert len(c.ids) == 9 or c.finish_reason == "stop"
+    assert len(c.text_ids) == len(c.ids) - (c.finish_reason == "stop")
+
+
+def test_greedy_takes_the_teacher_forced_argmax():
+  model, params = case("llama")
+  given = prompts()
+  completions = Sampler(model, rows=2, chunk=4).generate(params, given, max_new_tokens=8, temperature=0)
+  for c, (expected, is_top) in zip(completions, teacher_forced(model, params, given, completions), strict=True):
+    assert is_top.all() and c.finish_reason == "length"
+    np.testing.assert_allclose(c.logprobs, expected, atol=1e-5)
+
+
+def by_prompt(completions, order=None):
+  order = order if order is not None else range(len(completions))
+  return {(order[c.prompt], c.sample): c for c in completions}
+
+
+@pytest.mark.devices(8)
+def test_draws_depend_on_nothing_but_seed_prompt_sample_and_place():
+  """Not on the other prompts, their order, the rows, the chunk, the bucket or the mesh."""
+  model, params = case("llama")
+  given = prompts()
+  options = dict(max_new_tokens=6, stop_ids=STOPS, seed=7)
+  base = by_prompt(Sampler(model, rows=2, chunk=4).generate(params, given, num_samples=2, **options))
+  order = [4, 2, 0, 1, 3]
+  mesh = mesh_lib.make_mesh(dict(data=1, expert=2, context=2, tensor=2))
+  sharded = jax.device_put(params, mesh_lib.param_shardings(params, mesh)[0])
+  on_mesh = Sampler(model, mesh, rows=4)
+  split = on_mesh._sharding(jax.ShapeDtypeStruct((3, 4, 2, 32, 4), jnp.float32))
+  assert split.spec == jax.P(None, ("expert", "context"), "tensor", None, None)
+  others = {
+      "one row, another order": (Sampler(model, rows=1, chunk=3).generate(params, [given[i] for i in order], **options),
+                                 order),
+      "alone": (Sampler(model).generate(params, given[1:2], num_samples=3, **options), [1]),
+      "mesh": (on_mesh.generate(sharded, given, num_samples=2, **options), None)}
+  for what, (completions, order) in others.items():
+    shared = by_prompt(completions, order)
+    assert len(shared.keys() & base.keys()) >= 2
+    for key in shared.keys() & base.keys():
+      np.testing.assert_array_equal(shared[key].ids, base[key].ids, err_msg=f"{what} {key}")
+      np.testing.assert_allclose(shared[key].logprobs, base[key].logprobs, atol=1e-5)
+  ids = [tuple(base[key].ids) for key in base]
+  assert len(set(ids)) == len(ids)  # samples and prompts differ
+  other = by_prompt(Sampler(model, rows=2, chunk=4).generate(params, given, num_samples=2, **{**options, "seed": 8}))
+  assert all(tuple(other[key].ids) != tuple(base[key].ids) for key in base)
+
+
+def test_parts_of_a_stream_make_the_completions():
+  model, params = case("llama")
+  sampler = Sampler(model, rows=2, chunk=2)
+  options = dict(max_new_tokens=7, stop_ids=STOPS, seed=3)
+  parts = list(sampler.stream(params, prompts(), **options))
+  whole = sampler.generate(params, prompts(), **options)
+  for c in whole:
+    mine = [part for part in parts if part.prompt == c.prompt]
+    assert [bool(part.finish_reason) for part in mine] == [False] * (len(mine) - 1) + [True]
+    assert all(1 <= len(part.ids) <= 2 for part in mine)
+    np.testing.assert_array_equal(np.concatenate([part.ids for part in mine]), c.ids)
+
+
+def test_samples_of_any_number_and_limits_of_their_own():
+  """What is drawn follows from the sample's number; a limit cuts what a larger one goes on with."""
+  model, params = case("llama")
+  sampler, options = Sampler(model, rows=3), dict(stop_ids=STOPS, seed=5)
+  whole = {(c.prompt, c.sample): c for c in
+           sampler.generate(params, prompts(), num_samples=3, max_new_tokens=8, **options)}
+  samples, limits = [[2], [], [1, 0], [0], [2, 1]], [2, 1, 8, 3, 5]
+  found = sampler.generate(params, prompts(), samples=samples, max_new_tokens=limits, **options)
+  assert [(c.prompt, c.sample) for c in found] == [(0, 2), (2, 0), (2, 1), (3, 0), (4, 1), (4, 2)]
+  for c in found:
+    of = whole[c.prompt, c.sample]
+    np.testing.assert_array_equal(c.ids, of.ids[:limits[c.prompt]])
+    np.testing.assert_allclose(c.logprobs, of.logprobs[:limits[c.prompt]], atol=1e-5)
+    assert c.finish_reason == (of.finish_reason if len(of.ids) <= limits[c.prompt] else "length")
+  assert any(c.finish_reason == "length" and len(c.ids) < len(whole[c.prompt, c.sample].ids) for c in found)
+
+
+def test_shapes_come_from_few_sizes():
+  model, params = case("llama")
+  sampler = Sampler(model, rows=2, chunk=4)
+
+  def run(*lengths, **options):
+    sampler.generate(params, prompts(lengths), max_new_tokens=8, stop_ids=STOPS, **options)
+    return sampler.compilations
+
+  # The parameters apart, a cache of 32 tokens, prompts of up to 16, one or two at a time, run and put into it, and the
+  # decoding.
+  assert run(16, 12, 9) == 7
+  for lengths in ((9, 2, 3, 1, 12, 16, 7), (13, 10), (16, 16, 16, 11)):
+    assert run(*lengths, seed=1, temperature=0.5) == 7
+  assert run(20, 10) == 9  # a longer prompt, in the same cache
+  assert sum(program._cache_size() for program in sampler._programs.values()) == 9
+
+
+@pytest.mark.parametrize("name", ["gemma", "llama"])
+def test_rows_become_fewer_and_the_cache_longer_and_nothing_else_changes(name, monkeypatch):
+  model, params = case(name)
+  options = dict(num_samples=4, max_new_tokens=[45, 3, 3, 40, 9], stop_ids=STOPS[:1], seed=2)
+  whole = Sampler(model, rows=32).generate(params, prompts(), **options)
+  monkeypatch.setattr(sampler_rows, "MIN_SLOTS", 4)
+  monkeypatch.setattr(sampler_rows, "MIN_ROWS", 2)
+  for rows in (32, 20, 6):
+    sampler = Sampler(model, rows=rows, chunk=5)
+    found = sampler.generate(params, prompts(), **options)
+    sizes = {key[1:3] for key in sampler._programs if key[0] == "decode"}
+    assert len({count for count, _ in sizes}) >= 3 and len({length for _, length in sizes}) >= 2, sizes
+    for a, b in zip(found, whole, strict=True):
+      assert (a.prompt, a.sample, a.finish_reason) == (b.prompt, b.sample, b.finish_reason)
+      np.testing.assert_array_equal(a.ids, b.ids)
+      np.testing.assert_allclose(a.logprobs, b.logprobs, atol=1e-5)
+
+
+def test_the_host_looks_as_soon_as_enough_rows_have_ended(monkeypatch):
+  """Of eight rows one text goes on: it is not decoded in a row of eight; nor does a text wait for a chunk's end."""
+  monkeypatch.setattr(sampler_rows, "MIN_ROWS", 1)
+  model, params = case("llama")
+  drawn = []
+  sampler, given = Sampler(model, rows=8, chunk=32), prompts([4] * 8)
+  for part in sampler.stream(params, given, max_new_tokens=[32, 2, 2, 2, 2, 2, 2, 2], seed=1):
+    drawn.append((part.prompt, len(part.ids)))
+  assert drawn == [(0, 2), *((i, 2) for i in range(1, 8)), (0, 30)]
+  assert {key[1] for key in sampler._programs if key[0] == "decode"} == {8, 1}
+  two = Sampler(model, rows=2, chunk=32)
+  parts = [(part.prompt, len(part.ids)) for part in two.stream(params, given[:3], max_new_tokens=[20, 5, 7], seed=1)]
+  assert parts == [(0, 5), (1, 5), (0, 7), (2, 7), (0, 8)]
+
+
+def test_parameters_that_decoding_reads_as_they_are_are_not_copied(monkeypatch):
+  monkeypatch.setattr(Transformer, "_one_by_one", False)
+  jax.clear_caches()  # the same model may have been traced as it is without the change
+  model, params = case("llama")
+  params = jax.device_put(params)
+  read = Sampler(model)._program("prepare")(params)
+  same = jax.tree.map(lambda a, b: a.unsafe_buffer_pointer() == b.unsafe_buffer_pointer(), params, read)
+  assert all(jax.tree.leaves(same))
+
+
+@pytest.mark.parametrize("one_by_one", [True, False])
+def test_the_cache_is_changed_where_it_lies(one_by_one, monkeypatch):
+  """Decoding needs room for a layer's keys and values beside the cache, not for another cache."""
+  monkeypatch.setattr(Transformer, "_one_by_one", one_by_one)
+  model = make(num_layers=8, num_kv_heads=2)
+  state = jax.eval_shape(functools.partial(sampler_lib._empty, model, 4, 1024))
+  given = (np.full(8, -1, np.int32), np.ones(3, np.float32), np.int32(0), np.int32(4))
+  decode = jax.jit(functools.partial(sampler_lib._decode, model, 8, False, False), donate_argnums=1)
+  read = jax.eval_shape(model.decoding_params, model.abstract_params())
+  memory = decode.lower(read, state, given).compile().memory_analysis()
+  cache = sum(4 * part.size for part in (*state.cache.keys, *state.cache.values))
+  assert memory.temp_size_in_bytes < 0.5 * cache
+
+
+@pytest.mark.devices(8)
+@pytest.mark.parametrize("one_by_one", [True, False])
+def test_no_row_needs_another_devices(one_by_one, monkeypatch):
+  """All that devices tell one another in decoding is how many rows have ended."""
+  monkeypatch.setattr(Transformer, "_one_by_one", one_by_one)
+  model, mesh = make(num_layers=2, num_kv_heads=2), mesh_lib.make_mesh(dict(data=8))
+  sampler = Sampler(model, mesh, rows=8)
+  state = jax.eval_shape(functools.partial(sampler_lib._empty, model, 8, 32))
+  state = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sampler._sharding(x)), state)
+  given = (np.full(8, -1, np.int32), np.ones(3, np.float32), np.int32(0), np.int32(4))
+  # Without the places of results, of which those that the host reads are gathered at the end of a chunk.
+  decode = jax.jit(functools.partial(sampler_lib._decode, model, 4, False, False))
+  with logical_axes.placed(sampler._placement):
+    read = jax.eval_shape(model.decoding_params, model.abstract_params())
+    text = decode.lower(read, state, given).compile().as_text()
+  collectives = re.findall(r"= (\S+) (all-gather|all-reduce|all-to-all|collective-permute)\(", text)
+  assert collectives == [("s32[]", "all-reduce")]
+
+
+# ---------------------------------------------------------------------------------------------- drawing
+
+LOGITS = np.array([0.0, 1.0, -1.0, 0.5, 2.0, -0.5, 0.2, -np.inf], np.float32)
+
+
+def drawn(rows, logits=LOGITS, **options):
+  """The tokens, and their log-probs, of `rows` draws from softmax(logits)."""
+  o = Options(**options)
+  numbers = np.array([o.temperature or 1, o.top_p, o.min_p], np.float32)
+  keys = jax.vmap(functools.partial(jax.random.fold_in, jax.random.key(0)))(jnp.arange(rows))
+  run = jax.jit(functools.partial(draw, greedy=o.temperature == 0, truncated=o.truncated))
+  tokens, kept, full = run(keys, jnp.tile(logits, (rows, 1)), numbers, np.int32(o.top_k))
+  return np.asarray(tokens), np.asarray(kept), np.asarray(full)
+
+
+def expected(temperature=1.0, top_k=0, top_p=1.0, min_p=0.0):
+  """The distribution, token by token in order of their probability, without any sorting tricks."""
+  p = np.exp(LOGITS.astype(np.float64) / temperature)
+  p /= p.sum()
+  best = np.argsort(-p)
+  kept = set(best[:top_k] if top_k else best)
+  share, some = 0.0, []
+  for token in (t for t in best if t in kept):
+    if share >= top_p * sum(p[t] for t in kept) and top_p < 1:
+      break
+    share += p[token]
+    some.append(token)
+  final = np.array([p[t] if t in some and p[t] >= min_p * p.max() else 0 for t in range(len(p))])
+  return final / final.sum(), p
+
+
+@pytest.mark.parametrize("options", [
+    dict(), dict(temperature=0.7), dict(top_k=3), dict(top_p=0.8), dict(min_p=0.2), dict(top_k=100),
+    dict(temperature=1.5, top_k=5, top_p=0.9, min_p=0.15)])
+def test_the_distribution_is_exact(options):
+  """4,096 draws by a chi-square test (7 degrees at most, p = 1e-4: 29.9); the log-probs are of that distribution."""
+  rows = 4096
+  tokens, kept, full = drawn(rows, **options)
+  p, untruncated = expected(**options)
+  counts = np.bincount(tokens, minlength=8)
+  assert not counts[p == 0].any() and (p > 0).sum() >= 2
+  assert np.sum((counts - rows * p)[p > 0] ** 2 / (rows * p[p > 0])) < 29.9
+  np.testing.assert_allclose(kept, np.log(p[tokens]), atol=1e-6)
+  np.testing.assert_allclose(full, np.log(untruncated[tokens]), atol=1e-6)
+
+
+def test_draws_from_many_blocks_of_the_vocabulary_are_exact():
+  """2^16 draws of 500 entries, which are three blocks and a part of one, by a chi-square test (p about 3e-5); one block
+  is never drawn from, and nothing beyond the last entry is."""
+  rows, V = 2**16, 500
+  rng = np.random.default_rng(0)
+  logits_V = rng.normal(size=V).astype(np.float32)
+  logits_V[BLOCK:2 * BLOCK] = -np.inf
+  logits_V[[3, V - 2]] = -np.inf
+  tokens, kept, full = drawn(rows, logits_V)
+  p = np.exp(np.float64(logits_V))
+  p /= p.sum()
+  counts, there = np.bincount(tokens, minlength=V), p > 0
+  assert len(counts) == V and not counts[~there].any()
+  degrees = there.sum() - 1
+  assert np.sum((counts - rows * p)[there] ** 2 / (rows * p[there])) < degrees + 4 * np.sqrt(2 * degrees)
+  np.testing.assert_allclose(kept, np.log(p[tokens]), atol=1e-5)
+  np.testing.assert_array_equal(kept, full)
+
+
+def test_temperature_zero_is_greedy_with_plain_logprobs():
+  tokens, kept, full = drawn(3, temperature=0.0, top_k=1)
+  assert (tokens == 4).all()
+  np.testing.assert_allclose(kept, np.log(expected()[0][4]), atol=1e-6)
+  np.testing.assert_array_equal(kept, full)
+
+
+def test_truncated_completions_have_both_logprobs():
+  model, params = case("llama")
+  given = prompts()
+  options = dict(max_new_tokens=8, temperature=0.9, top_k=4, seed=2)
+  completions = Sampler(model, rows=2, chunk=4).generate(params, given, **options)
+  for c, (full, _) in zip(completions, teacher_forced(model, params, given, completions, 0.9), strict=True):
+    np.testing.assert_allclose(c.full_logprobs, full, atol=1e-5)
+    assert (c.logprobs >= c.full_logprobs).all() and (c.logprobs > c.full_logprobs + 0.1).any()
+
+
+@pytest.mark.parametrize("given, options, message", [
+    ([[]], {}, "prompt 0 has no tokens"),
+    ([[1], [2, 999]], {}, "prompt 1 has ids from 2 to 999; the model's vocabulary ends at 55"),
+    ([[1] * 30], dict(max_new_tokens=8), "max_new_tokens is 8, and the longest prompt has 30 tokens: together more "
+     "than the 32 .* Use at most 2"),
+    ([[1]], dict(top_p=0.0), "top_p: found 0.0, allowed: above 0"),
+    ([[1]], dict(temperature=-1), "temperature: found -1.0, allowed: 0"),
+    ([[1]], dict(num_samples=0), "num_samples=0"),
+])
+def test_what_cannot_be_generated_is_refused(given, options, message):
+  model, params = case("gpt2")
+  with pytest.raises(ConfigError, match=message):
+    Sampler(model, rows=1).generate(params, given, **{"max_new_tokens": 2, **options})
+
+
+def test_no_prompts_give_no_completions():
+  model, params = case("llama")
+  assert Sampler(model).generate(params, [], max_new_tokens=2) == []
+
+
+def test_a_model_without_a_cache_is_refused():
+  with pytest.raises(ConfigError, match="object cannot generate texts: it has no prefill"):
+    Sampler(object())

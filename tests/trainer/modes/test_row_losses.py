@@ -1,0 +1,109 @@
+"""Steps that are not finite: skipped, counted, and the rows that made them so written out."""
+
+import json
+import logging
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from input_pipeline import loader
+from tests import tiny
+from trainer import strategies, train
+from trainer.metrics import Mean
+from trainer.telemetry.writers import read_rows
+
+pytestmark = pytest.mark.devices(8)
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory):
+  return tiny.write_corpus(tmp_path_factory.mktemp("corpus"))
+
+
+def config(corpus, **changed):
+  c = tiny.config(corpus, total_steps=6, grad_accum_steps=2, **changed)
+  c.evals = {}
+  c.mesh.update(data=4, tensor=2)
+  return c
+
+
+def poison(monkeypatch, step, rows, value):
+  """Gives a loss weight of these rows of one step's batch another value."""
+  batch = loader.TrainData.batch
+
+  def poisoned(self, number, only=None):
+    made = batch(self, number) if only is None else batch(self, number, only)
+    if number == step - 1:
+      for at, row in enumerate(range(8) if only is None else only):
+        if row in rows:
+          made["loss_weights"][at, 5] = value
+    return made
+
+  monkeypatch.setattr(loader.TrainData, "batch", poisoned)
+
+
+def told(workdir):
+  """{step: rows written} of the files of steps that were not finite."""
+  return {file.stem: [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
+          for file in sorted((workdir / "nonfinite").glob("*.jsonl"))}
+
+
+def test_a_nan_batch_is_skipped_counted_and_its_rows_are_written(corpus, tmp_path, monkeypatch, caplog):
+  poison(monkeypatch, 3, {1, 6}, np.nan)
+  with caplog.at_level(logging.WARNING):
+    run = train(config(corpus), tmp_path)
+  assert run.step == 6 and int(run.state["nonfinite"]) == 1
+  found = told(tmp_path)
+  assert list(found) == ["step-3"] and [row["row"] for row in found["step-3"]] == [1, 6]
+  for row in found["step-3"]:
+    assert np.isnan(row["loss"]) and np.isnan(row["loss_weights"][5]) and row["source"] == "main" and row["text"]
+  assert "Step 3: rows 1, 6 of 8: " + str(tmp_path / "nonfinite" / "step-3.jsonl") in caplog.text
+  assert [row["nonfinite_steps"] for row in read_rows(tmp_path / "metrics.jsonl") if "loss" in row] == [
+      0, 0, 1, 1, 1, 1]
+  assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(run.state["params"]))
+
+
+def with_root_of_zero(monkeypatch, marked):
+  """Adds sqrt(0 · embedding) to the loss of rows that `marked(batch)` [B] names: 0, with an infinite derivative."""
+  seq = strategies.STRATEGIES["seq"]
+
+  def loss(model, params, batch, rng, cfg):
+    terms, metrics = seq.loss(model, params, batch, rng, cfg)
+    zero = jnp.sum(params["embed"]["embedding"] * 0.0)
+    plus_B = jnp.sqrt(jnp.where(marked(batch), zero, 1.0))  # two wheres: else the others had 0 times infinity
+    return {"loss": Mean(terms["loss"].sum + jnp.where(marked(batch), plus_B, 0.0), terms["loss"].weight)}, metrics
+
+  monkeypatch.setitem(strategies.STRATEGIES, "seq", replace(seq, loss=loss))
+
+
+def test_rows_with_a_loss_but_no_finite_gradient_are_found_by_halves(corpus, tmp_path, monkeypatch, caplog):
+  with_root_of_zero(monkeypatch, lambda batch: batch["loss_weights"][:, 5] == 3.0)
+  poison(monkeypatch, 2, {0, 4, 7}, 3.0)
+  with caplog.at_level(logging.WARNING):
+    run = train(config(corpus), tmp_path)
+  assert int(run.state["nonfinite"]) == 1
+  assert [row["row"] for row in told(tmp_path)["step-2"]] == [0, 4, 7]
+  assert all(np.isfinite(row["loss"]) for row in told(tmp_path)["step-2"])
+  assert "Step 2: rows 0, 4, 7 of 8" in caplog.text
+
+
+def test_where_no_row_alone_is_to_blame_all_are_written(corpus, tmp_path, monkeypatch, caplog):
+  """Rows 0 and 2 are of one micro-batch, which is bad if both are in it."""
+  with_root_of_zero(monkeypatch, lambda batch: jnp.sum(batch["loss_weights"][:, 5] == 3.0) == 2)
+  poison(monkeypatch, 2, {0, 2}, 3.0)
+  with caplog.at_level(logging.WARNING):
+    run = train(config(corpus), tmp_path)
+  assert int(run.state["nonfinite"]) == 1
+  assert [row["row"] for row in told(tmp_path)["step-2"]] == list(range(8))
+  assert "no row alone" in caplog.text
+
+
+def test_only_the_first_such_steps_are_looked_into(corpus, tmp_path, monkeypatch):
+  c = config(corpus)
+  c.optimizer.update(name="sgd", learning_rate=1e30, max_nonfinite_steps=5, clip_norm=0.0)
+  with pytest.raises(FloatingPointError):
+    train(c, tmp_path)
+  assert len(told(tmp_path)) == 3

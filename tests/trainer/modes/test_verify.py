@@ -1,0 +1,164 @@
+"""`--mode=verify`: what holds passes, on every strategy and on a mesh; what does not hold is told, with a number."""
+
+import json
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from evaluators import loss as loss_evaluator
+from input_pipeline import loader
+from tests import tiny
+from tests.trainer import rollout_runs, test_image_runs
+from tests.trainer.strategies import test_dpo_runs as test_dpo
+from tests.trainer.strategies import test_sft_runs as test_sft
+from trainer import strategies
+from trainer.errors import ConfigError
+from trainer.generate import sampler
+from trainer.metrics import Mean
+from trainer.modes import invariances, verify
+from trainer.modes.fixture import Subject
+from trainer.optim import optimizer as optim
+
+pytestmark = pytest.mark.devices(8)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+  return tmp_path_factory.mktemp("verify")
+
+
+@pytest.fixture(scope="module")
+def corpus(folder):
+  return tiny.write_corpus(folder / "corpus")
+
+
+def seq(corpus, **changed):
+  c = tiny.config(corpus, seq_len=96, **changed)
+  c.model.dropout = 0.1
+  c.schedule.update(name="wsd", decay_percent=50.0)
+  c.precision.compute = "bfloat16"
+  return c
+
+
+def by_what(results):
+  return {result.what: result for result in results}
+
+
+def test_pretraining(corpus, tmp_path, capsys):
+  """With dropout, in bfloat16, along three axes."""
+  c = seq(corpus)
+  c.mesh.update(data=2, fsdp=2, tensor=2)
+  results = verify.verify(c, tmp_path)
+  shown = capsys.readouterr().out
+  assert {r.what for r in results if r.status == "SKIP"} == {
+      "policy = reference: margin 0, loss ln 2", "gradient where all rewards are equal",
+      "evaluated loss: batches of 1, 3, all", "loss and gradient: prompts shared, apart"}
+  assert not [r for r in results if r.status == "FAIL"] and "14 PASS, 0 FAIL, 4 SKIP" in shown
+  for result in results:
+    assert result.line() in shown
+    assert (result.measured is None) == (result.status == "SKIP") and bool(result.why) == (result.status == "SKIP")
+  assert 0 < by_what(results)["gradient: this mesh, one device"].measured < 1e-5
+  assert by_what(results)["gradient where all rewards are equal"].why == "no advantages"
+  saved = json.loads((tmp_path / "verify" / "results.json").read_text(encoding="utf-8"))
+  assert [row["measured"] for row in saved] == [r.measured for r in results]
+  # A run in the same folder begins as if nothing had been here.
+  assert {p.name for p in tmp_path.iterdir()} == {"verify", "cache"}
+  assert {p.name for p in (tmp_path / "verify").iterdir()} == {"results.json", "log.txt"}
+
+
+# What each strategy has of its own; all of them are measured in the test above.
+OWN = {
+    "sft": ("loss and gradient: packed, one document a row", "derivative along the gradient: its norm",
+            "log-probs: generated, in one pass"),
+    "dpo": ("policy = reference: margin 0, loss ln 2", "arrays that a step with NaN changes",
+            "hidden states that another document changes"),
+    "grpo": ("gradient where all rewards are equal", "gradient: this mesh, one device",
+             "derivative along the gradient: its norm", "loss and gradient: prompts shared, apart"),
+    "images": ("loss and gradient: packed, one document a row", "hidden states that a later token changes",
+               "hidden states that another document changes"),
+}
+
+
+@pytest.mark.parametrize("name", OWN)
+def test_strategies(folder, tmp_path, monkeypatch, name):
+  if name == "sft":
+    c = test_sft.config(test_sft.write_conversations(folder / "chats.jsonl"))
+  elif name == "dpo":
+    c = test_dpo.config(test_dpo.write_pairs(folder / "pairs.jsonl"))
+  elif name == "grpo":
+    c = rollout_runs.config(rollout_runs.write_prompts(folder))
+  else:
+    c = test_image_runs.config(folder, "sft")
+  c.mesh.update(data=2, fsdp=1, tensor=2, context=2 if name == "sft" else 1, expert=1 if name == "sft" else 2)
+  monkeypatch.setattr(invariances, "CHECKS", [check for check in invariances.CHECKS if check.what in OWN[name]])
+  results = verify.verify(c, tmp_path)
+  assert len(results) == len(OWN[name]) + 1 and {result.status for result in results} == {"PASS"}, results
+
+
+def broken(monkeypatch, what):
+  """Breaks one thing; returns the equality that is to notice."""
+  seq = strategies.STRATEGIES["seq"]
+  loss = seq.loss
+  if what == "mean of means":
+    def means(model, params, batch, rng, cfg):
+      terms, metrics = loss(model, params, batch, rng, cfg)
+      total, weight = jnp.sum(terms["loss"].sum), jnp.sum(terms["loss"].weight)
+      return terms | {"loss": Mean(total / jnp.maximum(weight, 1), jnp.ones(()))}, metrics
+
+    monkeypatch.setitem(strategies.STRATEGIES, "seq", replace(seq, loss=means))
+    return "gradient: micro-batches, whole batch"
+  if what == "leak":
+    hidden = Subject.hidden
+    monkeypatch.setattr(Subject, "hidden", lambda self, batch: (
+        hidden(self, batch) + 1e-6 * (np.roll(batch["tokens"], 40, axis=1)[..., None] % 5)))
+    return "hidden states that another document changes"
+  if what == "guard":
+    monkeypatch.setattr(optim, "choose", lambda condition, yes, no: yes)
+    return "arrays that a step with NaN changes"
+  if what == "data":
+    batch, calls = loader.TrainData.batch, []
+
+    def other_each_time(self, step, rows=slice(None)):
+      calls.append(step)
+      made = batch(self, step, rows)
+      made["tokens"] = (made["tokens"] + len(calls)) % 250
+      return made
+
+    monkeypatch.setattr(loader.TrainData, "batch", other_each_time)
+    return f"arrays of the state: {verify.STEPS} steps, {verify.STOP} + {verify.STEPS - verify.STOP}"
+  if what == "temperature":
+    generate = sampler.Sampler.generate
+    monkeypatch.setattr(sampler.Sampler, "generate",
+                        lambda self, *a, **options: generate(self, *a, **options | {"temperature": 0.9}))
+    return "log-probs: generated, in one pass"
+  if what == "gradient":
+    def half(model, params, batch, rng, cfg):
+      terms, metrics = loss(model, params, batch, rng, cfg)
+      value = terms["loss"].sum
+      return terms | {"loss": Mean(value + 0.5 * (jax.lax.stop_gradient(value) - value), terms["loss"].weight)}, metrics
+
+    monkeypatch.setitem(strategies.STRATEGIES, "seq", replace(seq, loss=half))
+    return "derivative along the gradient: its norm"
+  assert what == "evaluation"
+  sums = loss_evaluator._make_row_sums
+  monkeypatch.setattr(loss_evaluator, "_make_row_sums", lambda model: lambda params, batch: (
+      sums(model)(params, batch) * jnp.array([1.0 / len(batch["tokens"]), 1.0, 1.0])))
+  return "evaluated loss: batches of 1, 3, all"
+
+
+@pytest.mark.parametrize("what", ["mean of means", "leak", "guard", "data", "temperature", "gradient", "evaluation"])
+def test_what_is_broken_is_told(corpus, tmp_path, monkeypatch, capsys, what):
+  """Of the equalities only that one is measured."""
+  c = tiny.config(corpus, seq_len=96)
+  c.mesh.update(data=1, context=8)  # one shard of rows, so that all apply
+  expected = broken(monkeypatch, what)
+  monkeypatch.setattr(invariances, "CHECKS", [check for check in invariances.CHECKS if check.what == expected])
+  if what != "data":
+    monkeypatch.setattr(verify, "_resumed", lambda *args: 0.0)
+  with pytest.raises(ConfigError, match=r"1 of \d+ equalities do not hold"):
+    verify.verify(c, tmp_path)
+  failed = [line for line in capsys.readouterr().out.splitlines() if line.startswith("FAIL")]
+  assert len(failed) == 1 and expected in failed[0] and " > " in failed[0], failed

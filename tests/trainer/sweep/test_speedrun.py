@@ -1,0 +1,194 @@
+"""The speedrun: stages build on one another, what is done is not done again, and the tables say what was measured."""
+
+import importlib
+import json
+import re
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from tests import tiny
+from trainer.config.checks import resolve
+from trainer.errors import ConfigError
+from trainer.sweep import speedrun
+from trainer.telemetry import terminal
+from trainer.telemetry.writers import read_rows
+
+CONFIG = """
+from pathlib import Path
+from tests import tiny
+
+STAGES = {"first": {"loss": "eval/val/loss"}, "second": {"loss": "eval/val/loss", "accuracy": "eval/val/accuracy"}}
+QUESTIONS = ("the quick",)
+
+def get_config(arg):
+  stage, _, folder = arg.partition(":")
+  c = tiny.config(Path(CORPUS), total_steps=4, log_steps=2, ckpt_steps=2)
+  if stage == "second":
+    c.init_from.path = f"{folder}/first"
+    c.tokenizer.update(type="hf", path=f"{folder}/first/tokenizer.json")
+  return c
+"""
+
+
+@pytest.fixture(scope="module")
+def hf_folder(tmp_path_factory):
+  return tiny.hf_folder(tmp_path_factory.mktemp("hf"))
+
+
+@pytest.fixture(scope="module")
+def file(tmp_path_factory):
+  folder = tmp_path_factory.mktemp("speedrun")
+  corpus = tiny.write_corpus(folder / "corpus")
+  path = folder / "stages.py"
+  path.write_text(CONFIG.replace("CORPUS", repr(str(corpus))))
+  return path
+
+
+def run(file, workdir, *more):
+  return tiny.run([sys.executable, "-m", "trainer.speedrun", f"--config={file}", f"--workdir={workdir}", *more])
+
+
+def test_a_whole_speedrun_and_the_same_command_again(file, tmp_path):
+  board = tmp_path / "board.md"
+  more = ["--seeds=0,1", "--set=second.total_steps=6", f"--leaderboard={board}"]
+  done = run(file, tmp_path / "w", *more, "--nochat")
+  assert done.returncode == 0, done.stdout + done.stderr
+  runs = json.loads((tmp_path / "w" / "speedrun.json").read_text())["runs"]
+  steps = [[(stage, made["steps"]) for stage, made in one.items()] for one in runs]
+  assert steps == [[("first", 4), ("second", 6)]] * 2
+  # The second stage begins with what the first has left: its loss at step 0 is the first's last one.
+  rows = [json.loads(line) for line in (tmp_path / "w/seed-1/second/metrics.jsonl").read_text().splitlines()]
+  assert [row["eval/val/loss"] for row in rows if row["step"] == 0 and "eval/val/loss" in row] == [
+      pytest.approx(runs[1]["first"]["scores"]["loss"], rel=1e-6)]
+  a, b = (one["second"]["scores"]["accuracy"] for one in runs)
+  shown = f"{(a + b) / 2:.4f} ± {abs(a - b) / 2**0.5:.4f}"
+  assert re.search(rf"^second .* {re.escape(shown)}$", done.stdout, re.MULTILINE)
+  row, = [line for line in board.read_text().splitlines() if line.startswith("| 2")]
+  assert shown in row and "--seeds=0,1 --set=second.total_steps=6" in row and row.count("|") == 9
+
+  again = run(file, tmp_path / "w", *more)
+  assert again.returncode == 0, again.stdout + again.stderr
+  assert again.stdout.count("done before") == 4
+  assert board.read_text().count(shown) == 2
+  # Not on a terminal: the last model is asked by itself; after so few steps it may say spaces alone.
+  said = again.stdout.split("prompt 0: the quick\n")[1].split("Talk to it:")[0]
+  assert said.strip("\n") and "Error" not in again.stderr and "python -m trainer.generate --workdir=" in again.stdout
+
+
+def test_stopped_it_goes_on_where_it_was(file, tmp_path):
+  argv = [sys.executable, "-m", "trainer.speedrun", f"--config={file}", f"--workdir={tmp_path}", "--nochat",
+          "--set=first.total_steps=100000"]
+  process = subprocess.Popen(argv, cwd=tiny.ROOT, env=tiny.environment(1), stdout=subprocess.PIPE,
+                             stderr=subprocess.PIPE, text=True)
+  deadline = time.monotonic() + 120
+  while not read_rows(tmp_path / "first" / "metrics.jsonl") and time.monotonic() < deadline:
+    time.sleep(0.2)
+  process.send_signal(signal.SIGTERM)
+  out, err = process.communicate(timeout=120)
+  assert process.returncode == 1 and "'first' is not finished" in err, out + err
+  assert "SIGTERM: stopping after this step" in out
+  assert list((tmp_path / "first" / "checkpoints").iterdir())
+  assert json.loads((tmp_path / "first" / "speedrun.json").read_text()).keys() == {"seconds"}
+
+
+def test_what_is_set_for_a_stage_or_for_all():
+  given = ["seq.total_steps=5", "optimizer.b2=0.9", "sft.evals.sums.max_documents=3"]
+  assert speedrun.overrides_of("seq", ["seq", "sft"], given) == ["--config.total_steps=5", "--config.optimizer.b2=0.9"]
+  assert speedrun.overrides_of("sft", ["seq", "sft"], given) == [
+      "--config.optimizer.b2=0.9", "--config.evals.sums.max_documents=3"]
+  for bad in ("total_steps", "=3"):
+    with pytest.raises(ConfigError, match=f"--set={bad}; it is written KEY=VALUE"):
+      speedrun.overrides_of("seq", ["seq"], [bad])
+
+
+def test_a_file_that_is_no_speedrun_is_told(tmp_path):
+  with pytest.raises(ConfigError, match="is no file; give a Python file"):
+    speedrun.Stages(str(tmp_path / "none.py"))
+  (tmp_path / "a.py").write_text("def get_config(arg):\n  return None\n")
+  with pytest.raises(ConfigError, match="a.py has no STAGES; a speedrun's file has"):
+    speedrun.Stages(str(tmp_path / "a.py"))
+
+
+def test_what_a_later_stage_would_refuse_is_told_before_the_first(file, tmp_path):
+  stages = speedrun.Stages(str(file))
+  speedrun.check(stages, tmp_path, ["second.total_steps=3"])
+  with pytest.raises(ConfigError, match="stage 'second': .*total_stepps.*total_steps"):
+    speedrun.check(stages, tmp_path, ["second.total_stepps=3"])
+  stages.columns["second"]["other"] = "eval/other/loss"
+  with pytest.raises(ConfigError, match="names the metric 'eval/other/loss' for 'second'; .* eval/NAME/METRIC: val"):
+    speedrun.check(stages, tmp_path, [])
+
+
+def test_a_metric_that_was_not_measured_is_told():
+  with pytest.raises(ConfigError, match="names the metric 'eval/a/b' for 'seq', of which"):
+    speedrun._metric({"eval/val/loss": 1.0, "loss": 2.0}, "eval/a/b", "seq")
+
+
+class Stages:
+  path, names = "configs/a.py", ["seq", "sft"]
+  columns = {"seq": {"bpb": "x"}, "sft": {"bpb": "x", "em": "y"}}
+
+
+def records(*scores):
+  made = dict(seconds=90.0, steps=1000, tokens=2_000_000)
+  return [{"seq": made | {"scores": {"bpb": a}}, "sft": made | {"scores": {"bpb": b, "em": c}}} for a, b, c in scores]
+
+
+def test_tables_of_one_and_of_several_seeds():
+  one = speedrun.table(Stages, records((1.5, 1.6, 0.5)))
+  assert one == [["stage", "minutes", "steps", "tokens", "bpb", "em"],
+                 ["seq", "1.5", "1,000", "2,000,000", "1.5000", ""],
+                 ["sft", "1.5", "1,000", "2,000,000", "1.6000", "0.5000"]]
+  head, seq, sft = terminal.table(one).splitlines()
+  assert len(head) == len(sft) == 48 and head.index("bpb") + 3 == len(seq)  # numbers end below their headings
+  three = speedrun.table(Stages, records((1.0, 2.0, 0.5), (2.0, 2.0, 0.5), (3.0, 2.0, 0.5)))
+  assert three[1][4:] == ["2.0000 ± 1.0000", ""] and three[2][5] == "0.5000 ± 0.0000"
+
+
+def test_a_score_that_is_not_of_the_end_names_its_step(file, tmp_path, monkeypatch):
+  stages = speedrun.Stages(str(file))
+  (tmp_path / "first").mkdir()
+  (tmp_path / "first" / "metrics.jsonl").write_text(
+      '{"step": 3, "eval/val/loss": 1.5}\n{"step": 5, "loss": 1.0}\n')
+  monkeypatch.setattr(speedrun, "call", lambda command: 0)
+  monkeypatch.setattr(speedrun, "last_end", lambda workdir: {"how": "finished", "tokens": 7})
+  stages.names, stages.columns = ["first"], {"first": {"loss": "eval/val/loss"}}
+  made = speedrun.run_stage(stages, "first", tmp_path, [])
+  assert speedrun.table(stages, [{"first": made}])[1][2:] == ["5", "7", "1.5000 at step 3"]
+  speedrun.add_to_leaderboard(tmp_path / "board.md", stages, [{"first": made}], [], [])
+  assert "| 1.5000 at step 3 |" in (tmp_path / "board.md").read_text()
+
+
+def test_the_leaderboard_has_a_table_for_each_config(tmp_path):
+  file = tmp_path / "board.md"
+
+  class Others(Stages):
+    path = "configs/b.py"
+
+  for stages in (Stages, Others, Stages):
+    speedrun.add_to_leaderboard(file, stages, records((1.5, 1.6, 0.5)), [], ["a=1|2"])
+  text = file.read_text()
+  assert text.count("# Leaderboard\n") == 1
+  first, second = text.split("\n## configs/")[1:]
+  assert first.startswith("a.py") and second.startswith("b.py")
+  assert [sum(line.startswith("| 2") for line in part.splitlines()) for part in (first, second)] == [2, 1]
+  assert "`python -m trainer.speedrun --config=configs/b.py --workdir=DIR '--set=a=1\\|2'`" in second
+  assert "| 1.6000 | 0.5000 | 3.0 | 1 |" in first  # of the last stage that has it
+
+
+@pytest.mark.parametrize("module", ["speedrun", "speedrun_llama"])
+def test_every_stage_of_the_configs_is_accepted(module, hf_folder):
+  """Each is resolved, and names what its evaluators give."""
+  stages = speedrun.Stages(str(tiny.ROOT / "configs" / f"{module}.py"))
+  get_config = importlib.import_module(f"configs.{module}").get_config
+  for stage, columns in stages.columns.items():
+    config = get_config(f"{stage}:runs/speedrun")
+    if config.model.hf:
+      config.model.hf = str(hf_folder)
+    config = resolve(config)
+    assert {metric.split("/")[1] for metric in columns.values()} <= set(config.evals)
+    assert (config.init_from.path is None) == (stage == stages.names[0])

@@ -1,0 +1,228 @@
+"""Loss spikes: what is one, what is done, and that a killed run does the same."""
+
+import logging
+import types
+
+import jax
+import numpy as np
+import pytest
+
+from input_pipeline import loader
+from input_pipeline.prefetch import Prefetcher
+from tests import tiny
+from trainer import train
+from trainer.callbacks import Callback
+from trainer.errors import ConfigError
+from trainer.program import resolve
+from trainer.telemetry import spikes
+from trainer.telemetry.writers import read_rows
+
+STEPS, SPIKE = 44, 31  # the data of updates SPIKE to SPIKE + 3 are noise
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory):
+  return tiny.write_corpus(tmp_path_factory.mktemp("corpus"))
+
+
+@pytest.fixture
+def noise(monkeypatch):
+  """Random tokens in the batches of some steps."""
+  batch = loader.TrainData.batch
+
+  def noisy(self, number, rows=None):
+    made = batch(self, number) if rows is None else batch(self, number, rows)
+    if SPIKE <= number + 1 < SPIKE + 4:
+      made["tokens"] = np.random.default_rng(number).integers(0, 250, made["tokens"].shape).astype(np.int32)
+    return made
+
+  monkeypatch.setattr(loader.TrainData, "batch", noisy)
+
+
+def config(corpus, **changed):
+  c = tiny.config(corpus, total_steps=STEPS, ckpt_steps=6, keep_last=4)
+  c.evals = {}
+  c.schedule.name = "constant"
+  c.spikes.update(action="rollback", window=12, deviations=6.0, in_a_row=2, margin=5, skip=4, max_rollbacks=2)
+  c.spikes.update(changed)
+  return c
+
+
+class Watch(Callback):
+  """The steps that were taken."""
+
+  taken: list[int] = []
+
+  def on_optimizer_step(self, run):
+    self.taken.append(run.step)
+
+
+def rows(workdir):
+  kept = [{k: v for k, v in row.items() if k in ("step", "loss", "grad_norm") or k.startswith("spikes/")}
+          for row in read_rows(workdir / "metrics.jsonl")]
+  return [row for row in kept if len(row) > 1]
+
+
+@pytest.mark.parametrize("crash", [None, 28, 32, 36, 40], ids=lambda at: f"crash{at}")
+def test_it_goes_back_and_on_with_the_data_after_the_spike(corpus, noise, tmp_path, crash):
+  """Found at SPIKE + 1 = 32, whose margin makes 24 the checkpoint to go back to; on after 32 + 4 = 36."""
+  c = config(corpus)
+  c.callbacks.watch = dict(type="tests.trainer.telemetry.test_spikes.Watch")
+  Watch.taken.clear()
+  straight = train(c, tmp_path / "straight")
+  # 33 was dispatched before the metrics of 32 were known.
+  assert Watch.taken == [*range(1, 34), *range(37, STEPS + 1)] and straight.step == STEPS
+  assert [row for row in rows(tmp_path / "straight") if "spikes/rollbacks" in row] == [
+      {"step": 36, "spikes/rollbacks": 1, "spikes/from_step": 24}]
+  assert straight.remembered["spikes"]["rollbacks"] == 1 and straight.remembered["spikes"]["found"] == 1
+  if crash is None:
+    return
+  c.callbacks.crash = dict(type="tests.test_faults.Crash", step=crash)
+  with pytest.raises(RuntimeError, match="crashed"):
+    train(c, tmp_path / "again")
+  del c.callbacks.crash
+  again = train(c, tmp_path / "again")
+  jax.tree.map(np.testing.assert_array_equal, again.state, straight.state)
+  assert rows(tmp_path / "again") == rows(tmp_path / "straight")
+
+
+def test_what_it_goes_on_from_is_the_checkpoint_and_the_later_data(corpus, noise, tmp_path):
+  """The same parameters as a run that stopped at 24, told by hand that it has done 36 updates."""
+  went_back = train(config(corpus), tmp_path / "a")
+  c = config(corpus)
+  c.callbacks.crash = dict(type="tests.test_faults.Crash", step=25)
+  with pytest.raises(RuntimeError, match="crashed"):
+    train(c, tmp_path / "b")
+  c = config(corpus)
+  c.callbacks.jump = dict(type="tests.trainer.telemetry.test_spikes.Jump")
+  jumped = train(c, tmp_path / "b")
+  jax.tree.map(np.testing.assert_array_equal, jumped.state["params"], went_back.state["params"])
+
+
+class Jump(Callback):
+  def on_train_begin(self, run):
+    assert run.step == 24
+    run.remembered["spikes"] = {"recent": [], "above": 0, "found": 0, "rollbacks": 0}
+    run.go_back = spikes.Spike(32, 24, 36)
+
+
+@pytest.mark.parametrize("end", ["crash", "stop"])
+def test_what_is_to_be_left_is_not_saved(corpus, noise, tmp_path, end):
+  """A checkpoint is due just when the spike is known, and the run is killed, or asked to stop, before it goes back."""
+  c = config(corpus)
+  c.ckpt_steps = 11
+  straight = train(c, tmp_path / "straight")
+  c.callbacks.end = dict(type="tests.trainer.telemetry.test_spikes.End", how=end)
+  if end == "crash":
+    with pytest.raises(RuntimeError, match="crashed"):
+      train(c, tmp_path / "again")
+  else:
+    assert train(c, tmp_path / "again").step == 36
+  assert not (tmp_path / "again" / "checkpoints" / "33").exists()
+  del c.callbacks.end
+  again = train(c, tmp_path / "again")
+  jax.tree.map(np.testing.assert_array_equal, again.state, straight.state)
+
+
+class End(Callback):
+  def __init__(self, how):
+    self._how = how
+
+  def on_optimizer_step(self, run):
+    if run.step == 33 and run.go_back is not None:
+      if self._how == "crash":
+        raise RuntimeError("crashed")
+      run.stop_requested = "a test"
+
+
+def test_warn_says_so_and_goes_on(corpus, noise, tmp_path, caplog):
+  with caplog.at_level(logging.WARNING):
+    run = train(config(corpus, action="warn"), tmp_path)
+  assert run.step == STEPS and "Step 32: loss is" in caplog.text
+  assert [row["spikes/found"] for row in rows(tmp_path) if "spikes/found" in row] == [1]
+  assert len({row["step"] for row in rows(tmp_path)}) == STEPS
+
+
+def test_without_an_old_enough_checkpoint_the_run_goes_on(corpus, noise, tmp_path, caplog):
+  with caplog.at_level(logging.WARNING):
+    run = train(config(corpus, margin=40), tmp_path)
+  assert run.step == STEPS and "no checkpoint of 40 steps before (spikes.margin)" in caplog.text
+
+
+def fake(**changed):
+  said = []
+  run = types.SimpleNamespace(remembered={}, go_back=None, total_steps=1000, said=said, step=0,
+                              note=lambda kind, name, text: said.append(text),
+                              writer=types.SimpleNamespace(write_scalars=lambda *a: None),
+                              checkpoints=types.SimpleNamespace(wait=lambda: None, steps=lambda: [0, 10, 20]))
+  vars(run).update(changed)
+  return run
+
+
+def make(run, **changed):
+  made = spikes.Spikes(**{**dict(action="rollback", metric="loss", window=10, deviations=5.0, in_a_row=2, margin=3,
+                                 skip=7, max_rollbacks=1), **changed})
+  made.on_train_begin(run)
+  return made
+
+
+def feed(made, run, values, first=1):
+  for step, value in enumerate(values, first):
+    made.on_step_end(run, step, {"loss": value})
+
+
+CALM = [1.0, 1.1, 0.9, 1.0, 1.05, 0.95, 1.0, 1.1, 0.9, 1.0]  # median 1, median deviation 0.05
+
+
+@pytest.mark.parametrize("after, expected", [
+    ([1.36], None), ([1.36, 1.36], None),  # the limit is 1 + 5 · 1.4826 · 0.05 = 1.37
+    ([1.38], None), ([1.38, 1.38], (12, 0, 19)), ([1.38, 1.0, 1.38], None),
+    ([float("nan"), float("inf")], (12, 0, 19))])
+def test_so_many_in_a_row_above_the_limit_are_a_spike(after, expected):
+  run = fake(checkpoints=types.SimpleNamespace(wait=lambda: None, steps=lambda: [0, 10]))
+  made = make(run)
+  feed(made, run, CALM + after)
+  assert run.go_back == (expected and spikes.Spike(*expected))
+
+
+def test_before_the_window_is_full_nothing_is_a_spike():
+  run = fake()
+  feed(make(run), run, CALM[:7] + [100.0] * 3)
+  assert run.go_back is None
+
+
+def test_nearly_constant_values_may_vary_a_little():
+  run = fake()
+  feed(make(run), run, [2.0] * 10 + [2.009] * 5)  # 5 · 0.001 · 2 = 0.01
+  assert run.go_back is None
+  feed(make(run := fake()), run, [2.0] * 10 + [2.011] * 2)
+  assert run.go_back is not None
+
+
+def test_after_max_rollbacks_the_run_stops():
+  run = fake(remembered={"spikes": {"recent": CALM, "above": 1, "found": 1, "rollbacks": 1}})
+  with pytest.raises(FloatingPointError, match="gone back 1 times.*max_rollbacks.*--mode=replay --step=30"):
+    make(run).on_step_end(run, 30, {"loss": 9.0})
+
+
+def test_a_metric_that_is_not_there_is_named():
+  run = fake()
+  with pytest.raises(ConfigError, match="spikes.metric is 'los'; a step's metrics are: grad_norm, loss"):
+    make(run, metric="los").on_step_end(run, 1, {"loss": 1.0, "grad_norm": 2.0})
+
+
+@pytest.mark.parametrize("changed, expected", [
+    (dict(action="back"), "allowed: none, warn, rollback"), (dict(action="warn", window=3), "at least 10"),
+    (dict(action="warn", deviations=0.0), "above 0"), (dict(action="rollback", skip=-1), "spikes.skip is -1")])
+def test_bad_values_are_refused(corpus, changed, expected):
+  c = tiny.config(corpus)
+  c.spikes.update(changed)
+  with pytest.raises(ConfigError, match=expected):
+    resolve(c)
+
+
+def test_a_prefetcher_seeks():
+  with Prefetcher(lambda step: step * step, 0, 20, depth=3, workers=2) as batches:
+    assert [next(batches) for _ in range(3)] == [0, 1, 4]
+    batches.seek(10)
+    assert list(batches) == [step * step for step in range(10, 20)]

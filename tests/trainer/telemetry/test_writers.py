@@ -1,0 +1,55 @@
+"""metrics.jsonl and event files survive crashes and full disks."""
+
+import json
+
+import pytest
+
+from trainer.telemetry.writers import JsonlWriter, MultiWriter, TensorBoardWriter, read_rows
+
+
+def test_rows_after_the_resumed_step_are_dropped_and_a_cut_line_is_left_out(tmp_path):
+  path = tmp_path / "metrics.jsonl"
+  path.write_text('{"step": 1, "loss": 3.0}\n{"step": 2, "loss": 2.0}\n{"step": 3, "loss": 1.0}\n{"step": 4, "lo')
+  writer = JsonlWriter(path, resume_step=2)
+  writer.write_scalars(3, {"loss": 1.5})
+  writer.close()
+  assert read_rows(path) == [{"step": 1, "loss": 3.0}, {"step": 2, "loss": 2.0}, {"step": 3, "loss": 1.5}]
+
+
+def test_a_broken_row_in_the_middle_is_an_error_with_its_line(tmp_path):
+  path = tmp_path / "metrics.jsonl"
+  path.write_text('{"step": 1}\nrubbish\n{"step": 2}\n')
+  with pytest.raises(ValueError, match=r"metrics.jsonl:2 is not a metrics row"):
+    read_rows(path)
+
+
+def test_rows_are_valid_json_even_for_non_finite_values(tmp_path):
+  writer = JsonlWriter(tmp_path / "m.jsonl", resume_step=-1)
+  writer.write_scalars(1, {"loss": float("nan"), "grad_norm": float("inf")})
+  writer.close()
+
+  def refuse(constant):
+    raise AssertionError(constant)
+
+  assert json.loads((tmp_path / "m.jsonl").read_text(), parse_constant=refuse)["loss"] == "nan"
+
+
+def test_a_full_disk_is_told_with_the_file(tmp_path, monkeypatch):
+  class FullFile:
+    def write(self, text):
+      raise OSError(28, "No space left on device")
+
+  writer = JsonlWriter(tmp_path / "metrics.jsonl", -1)
+  monkeypatch.setattr(writer, "_file", FullFile())
+  with pytest.raises(OSError, match=r"No space left on device. Free space, .* Not written: '.*metrics.jsonl'"):
+    writer.write_scalars(1, {"loss": 1.0})
+
+
+def test_tensorboard_files_are_written_beside_jsonl(tmp_path):
+  writer = MultiWriter((JsonlWriter(tmp_path / "m.jsonl", -1), TensorBoardWriter(tmp_path / "tb", -1)))
+  writer.write_scalars(1, {"loss": 1.0})
+  writer.write_texts(1, {"sample": "text"})
+  writer.flush()
+  writer.close()
+  events = list((tmp_path / "tb").glob("events*"))
+  assert len(events) == 1 and b"loss" in events[0].read_bytes() and b"text" in events[0].read_bytes()

@@ -1,0 +1,230 @@
+"""Where the parameters of a run that begins come from: fresh, another run, a Hugging Face folder, PEFT's adapters.
+
+Each array is read straight onto the devices that hold it, and once: fresh values are made only for what nothing else
+provides.
+"""
+
+import re
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+from absl import logging
+
+from models import hf, lora
+from models.quantization import quantize
+from trainer import tree
+from trainer.checkpoints import checkpoint
+from trainer.checkpoints.fingerprint import fingerprint
+from trainer.errors import ConfigError
+
+Leaves = dict[str, Any]  # arrays or their shapes, by path
+
+
+@dataclass(frozen=True)
+class Origin:
+  """Where parameters come from: the keys of `init_from`, `model` and `model.lora` that say it."""
+
+  path: str | None
+  remap: tuple
+  ignore: tuple
+  folder: str | None  # a Hugging Face folder
+  peft: str | None  # a folder with adapters
+  fresh: bool
+  seed: int
+  model: Any  # the section
+  resume: str | None = None  # a run that is gone on with as a whole
+
+
+def origin_of(config: Any) -> Origin:
+  """Where the parameters of the run come from."""
+  start, section = config.init_from, config.model
+  return Origin(start.path, start.remap, start.ignore, start.hf or section.hf,
+                section.lora.peft if section.lora.rank else None, start.fresh, config.seed, section, config.resume)
+
+
+def first_params(origin: Origin, model: Any, target: Any, *, partial: bool = False) -> tuple[Any, str]:
+  """The parameters that a run begins with, and a sentence on where they come from.
+
+  The order: `origin.path`, then adapters from `origin.peft`, then what is lacking from the Hugging Face folder; the
+  rest is fresh.
+
+  Args:
+    target: nested dict of ShapeDtypeStructs with shardings.
+    partial: `target` is a part of the parameters, so that other runs may have more than it wants.
+
+  Raises:
+    ConfigError: listing both sides, if names or shapes do not match up.
+  """
+  stored = tree.flatten(target)
+  # What is kept quantised comes from elsewhere in full precision, an array at a time.
+  wanted = quantize.logical(stored)
+  found, sources = {}, []
+
+  def take(leaves: Iterable[tuple[str, jax.Array]], what: str) -> None:
+    names = []
+    for path, leaf in leaves:
+      found.update(quantize.store(path, leaf, stored))
+      names.append(path)
+      wanted.pop(path)
+    if names:
+      sources.append(f"{len(names)} arrays from {what}")
+
+  if origin.path and not origin.fresh:
+    take(_from_run(origin, dict(wanted), partial=partial), origin.path)
+  if origin.peft:
+    adapters = {path: leaf for path, leaf in wanted.items() if lora.is_adapter(path)}
+    if not adapters and not partial:
+      raise ConfigError(f"both init_from.path={origin.path!r} and model.lora.peft={origin.peft!r} hold adapters; give "
+                        "one.")
+    if adapters:
+      take(_from_peft(origin, model, adapters), origin.peft)
+  if origin.folder and not origin.fresh:
+    base = {path: leaf for path, leaf in wanted.items() if not lora.is_adapter(path)}
+    take(_from_hugging_face(origin.folder, origin.model, model, base), origin.folder)
+  fresh = {path: leaf for path, leaf in stored.items() if path not in found}
+  if fresh:
+    found |= _fresh(model, origin.seed, fresh)
+    sources.append(f"{len(fresh)} fresh arrays" if sources else "fresh parameters")
+  return tree.unflatten({path: found[path] for path in stored}), ", ".join(sources)
+
+
+def check_base(config: Any, base: Any, where: str, folder: Path) -> None:
+  """Compares a base made again with the one that a checkpoint's adapters belong to.
+
+  Args:
+    base: the parameters that the checkpoint leaves out; `where` says where they come from.
+
+  Raises:
+    ConfigError: files that it comes from have changed.
+  """
+  wanted = checkpoint.read_meta(folder).get("pinned", {}).get("base")
+  if wanted is None or fingerprint(base) == wanted:
+    return
+  told = (f"{folder} holds adapters of a base with the fingerprint {wanted}; the one made again ({where}) has "
+          f"{fingerprint(base)}.")
+  if config.precision.frozen in quantize.KINDS or not (config.model.hf or config.init_from.path):
+    logging.warning("%s It was rounded or drawn on another kind of device than this, which may differ in the last bit; "
+                    "if its files have changed as well, what follows is wrong.", told)
+    return
+  raise ConfigError(f"{told} Its files have changed since; put back those that the run started from "
+                    f"({config.model.hf or config.init_from.path}), or export with --adapter=peft.")
+
+
+def _fresh(model: Any, seed: int, wanted: Leaves) -> Leaves:
+  """Initial values of some of the parameters; each is a function of (seed, path) alone."""
+  return initialiser(model, wanted)(jax.random.key(seed))
+
+
+def initialiser(model: Any, wanted: Leaves) -> Callable[[jax.Array], Leaves]:
+  """A program that makes these parameters from a key."""
+  shardings = {path: leaf.sharding for path, leaf in wanted.items()}
+
+  def init(rng):
+    leaves = tree.flatten(model.init(rng))
+    return {path: leaves[path] for path in wanted}
+
+  return jax.jit(init, out_shardings=shardings)
+
+
+def _base_shapes(model: Any) -> Leaves:
+  """All parameters but adapters, as a checkpoint from elsewhere has them."""
+  shapes = quantize.logical(tree.flatten(model.abstract_params()))
+  return {path: leaf for path, leaf in shapes.items() if not lora.is_adapter(path)}
+
+
+def _check_typed(section: Any, keys: dict[str, Any], shapes: Leaves, folder: str) -> None:
+  """Refuses a config whose own keys make other shapes than the folder's config.json: its parameters cannot be read.
+
+  An unembedding of its own, or none, is no matter of shapes (models/hf/convert.py).
+  """
+  theirs = tree.flatten(hf.abstract_params(keys))
+  differ = [path for path in sorted({*shapes, *theirs} - {"unembed/kernel"})
+            if path not in shapes or path not in theirs or shapes[path].shape != theirs[path].shape]
+  if not differ:
+    return
+  typed = hf.keys_of(section, section.vocab_size)
+  changed = [key for key, value in keys.items() if typed[key] != value]
+  told = ", ".join(f"model.{key}={typed[key]!r} (config.json: {keys[key]!r})" for key in changed)
+  shape = {name: tuple(of[differ[0]].shape) if differ[0] in of else "none"
+           for name, of in (("here", shapes), ("there", theirs))}
+  if section.hf is not None and Path(section.hf) != Path(folder):
+    told += f", those of model.hf={section.hf}"
+  raise ConfigError(f"this config has {told}, with which the model has other parameters than {folder} holds: "
+                    f"{differ[0]} is {shape['here']} here, {shape['there']} there"
+                    f"{f', and {len(differ) - 1} more' if len(differ) > 1 else ''}. Leave out what is not meant "
+                    "(unset, a key has the value of config.json), or begin with fresh parameters: "
+                    "--config.init_from.fresh=True.")
+
+
+def _from_hugging_face(folder: str, section: Any, model: Any, wanted: Leaves) -> Iterator[tuple[str, jax.Array]]:
+  """Parameters of a Hugging Face folder, in our dtypes and places."""
+  if wanted:
+    family, keys, _ = hf.architecture(folder, section.hf_ignore)
+    _check_typed(section, keys, _base_shapes(model), folder)
+    tensors = hf.TensorFolder(folder)
+    if tensors.note:
+      logging.log_first_n(logging.WARNING, "%s: %s", 1, folder, tensors.note)
+    plan = hf.plan(family, keys, tree.unflatten(_base_shapes(model)), tensors).only(wanted)
+    shardings = {path: leaf.sharding for path, leaf in wanted.items()}
+    dtypes = {path: leaf.dtype for path, leaf in wanted.items()}
+    yield from hf.iter_params(plan, tensors, shardings, dtypes, progress=True)
+
+
+def _from_peft(origin: Origin, model: Any, wanted: Leaves) -> Iterator[tuple[str, jax.Array]]:
+  """Adapters in PEFT's format. Their modules are named as in the family of the base."""
+  shapes = _base_shapes(model)
+  if origin.folder:
+    family, keys, _ = hf.architecture(origin.folder, origin.model.hf_ignore)
+  else:
+    keys = hf.keys_of(origin.model, model.vocab_size)
+    family, _ = hf.config_json(keys)
+  loaded = hf.load_adapters(origin.peft, wanted, family=family, keys=keys, shapes=shapes, lora=origin.model.lora)
+  yield from loaded.items()
+
+
+def _from_run(cfg: Origin, wanted: Leaves, *, partial: bool) -> Iterator[tuple[str, jax.Array]]:
+  """Parameters of another run, matched by name after `remap`.
+
+  `ignore`d ones are left out; so are adapters that the run does not have, and, where the base has a source of its own,
+  what an adapter checkpoint does not hold.
+  """
+  path = checkpoint.find(cfg.path)
+  saved = checkpoint.param_shapes(path)
+  ignored = tree.select(cfg.ignore, wanted, "init_from.ignore")
+  tree.select([pattern for pattern, _ in cfg.remap], saved, "init_from.remap")
+  renamed: dict[str, str] = {}
+  dropped: list[str] = []
+  for name in saved:
+    new = name
+    for pattern, replacement in cfg.remap:
+      new = re.sub(pattern, replacement, new)
+    if not new:
+      dropped.append(name)
+      continue
+    if new in renamed:
+      raise ConfigError(f"init_from.remap maps both {renamed[new]} and {name} of {path} to {new}.")
+    renamed[new] = name
+
+  adapters_only = cfg.folder is not None and all(lora.is_adapter(name) for name in renamed)
+
+  def may_lack(name: str) -> bool:
+    return name in ignored or name not in renamed and (adapters_only or lora.is_adapter(name))
+
+  problems = tree.compare({p: leaf for p, leaf in wanted.items() if not may_lack(p)},
+                              {new: saved[old] for new, old in renamed.items()
+                               if new not in ignored and (new in wanted or not partial)})
+  if problems:
+    listed = "\n  ".join(problems[:40])
+    raise ConfigError(
+        f"init_from {path} does not fit this model ({len(problems)} in all; -: only here, +: only there, "
+        f"!: other shape):\n  {listed}\nMap names with init_from.remap=((regex, replacement),), keep fresh values "
+        "with init_from.ignore=(regex,); a checkpoint's extra parameters are dropped by remapping them onto '': "
+        "((regex, ''),).")
+  ours = [p for p in wanted if p in renamed and p not in ignored]
+  logging.info("init_from: %d parameters loaded from %s, %d kept fresh, %d of the checkpoint dropped", len(ours), path,
+               len(wanted) - len(ours), len(dropped))
+  loaded = checkpoint.restore_params(path, {renamed[p]: wanted[p] for p in ours})
+  yield from ((p, loaded.pop(renamed[p])) for p in ours)

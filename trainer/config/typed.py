@@ -1,0 +1,103 @@
+"""What is typed on the command line wins over what a config file says by another key of the same thing; and why an
+override is refused.
+
+A config file with `total_epochs = 3` and `--config.total_steps=12`: the run has 12 steps, and says that the epochs gave
+way. Two such keys that are both in the file, or both typed, stay: whoever reads them refuses them.
+"""
+
+import functools
+import operator
+import re
+import runpy
+from collections.abc import Mapping
+from typing import Any
+
+from ml_collections import ConfigDict
+
+from trainer.config.keys import DURATION_UNITS, defaults
+
+# (regex of a section, {keys of it of which one is given: the value that says "not given"}), besides durations.
+GROUPS: tuple[tuple[str, dict[str, Any]], ...] = (
+    (r"init_from", {"path": None, "hf": None, "fresh": False}),
+    (r"chat", {"train_on": "auto", "roles": ()}),
+    (r"evals\.[^.]+", {"options": (), "options_key": None}),
+)
+
+
+def of_flag(flag: Any) -> tuple[ConfigDict, list[str]]:
+  """The config of a parsed `config_flags.DEFINE_config_file`; see `prefer`."""
+  return prefer(flag.value, flag.override_values)
+
+
+def prefer(config: ConfigDict, typed: Mapping[str, Any]) -> tuple[ConfigDict, list[str]]:
+  """A copy in which other keys that say the same as a typed one are unset; and a sentence for each that the file set.
+
+  Args:
+    config: as the file gave it, with the overrides.
+    typed: {dotted path: value} of the overrides.
+  """
+  config, notes, default = config.copy_and_resolve_references(), [], defaults()
+  with config.unlocked(), config.ignore_type():
+    for path, value in typed.items():
+      section, _, key = path.rpartition(".")
+      group = _group(section, key)
+      if not group or not _given(value, group[key]):
+        continue
+      parts = section.split(".") if section else []
+      node, default_node = functools.reduce(operator.getitem, parts, config), _get(default, parts)
+      for sibling, unset in group.items():
+        full = f"{section}.{sibling}" if section else sibling
+        found = node.get(sibling)
+        if full in typed or not _given(found, unset):
+          continue
+        node[sibling] = unset
+        if found == default_node.get(sibling):
+          continue
+        kept = full == "init_from.hf" and config.model.get("hf") is None
+        if kept:  # parameters come from elsewhere, but the model is still that one
+          config.model.hf = found
+        notes.append(f"{full} = {found!r} of the config file gives way to --config.{path}={value}"
+                     f"{'; model.hf is that folder now' if kept else ''}")
+  return config, notes
+
+
+def _get(config: ConfigDict, parts: list[str]) -> Mapping[str, Any]:
+  """The section of the defaults; {} for one of a name that the user chose."""
+  for part in parts:
+    config = config.get(part) or {}
+  return config
+
+
+def _group(section: str, key: str) -> dict[str, Any]:
+  """The keys beside and with this one, each with what says that it is not given; {}: it stands alone."""
+  prefix, _, unit = key.rpartition("_")
+  if prefix and unit in DURATION_UNITS:
+    return {f"{prefix}_{other}": -1 for other in DURATION_UNITS}
+  return next((keys for pattern, keys in GROUPS if key in keys and re.fullmatch(pattern, section)), {})
+
+
+def _given(value: Any, unset: Any) -> bool:
+  """Whether a value says something. Of a duration, None and what is negative do not."""
+  if unset == -1:
+    return value is not None and not value < 0
+  return value is not None and value != unset
+
+
+def explain_override(argv: list[str], error: Exception) -> str:
+  """Why the command line's overrides were refused: the first key that the config file does not have."""
+  from trainer.config.checks import did_you_mean  # only where something is to be told
+  file = next((a.split("=", 1)[1] for a in argv if a.lstrip("-").startswith("config=")), "")
+  path, _, argument = file.partition(":")
+  try:
+    get_config = runpy.run_path(path)["get_config"]
+    config = get_config(argument) if argument else get_config()
+  except Exception as e:
+    return f"{file or 'the config file'} cannot be read: {type(e).__name__}: {e}"
+  for override in (a.lstrip("-").split("=", 1)[0] for a in argv):
+    node, prefix = config, ""
+    for key in override.split(".")[1:] if override.startswith("config.") else ():
+      if not isinstance(node, ConfigDict) or key not in node:
+        known = list(node.keys()) if isinstance(node, ConfigDict) else []
+        return f"unknown key config.{prefix}{key}{did_you_mean(key, known, prefix)}"
+      node, prefix = node[key], f"{prefix}{key}."
+  return f"{type(error).__name__}: {error}"

@@ -1,0 +1,1 @@
+"""Devices and processes: the mesh and its sharding rules, joining processes, and noticing those that die or hang."""

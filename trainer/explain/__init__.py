@@ -1,0 +1,3 @@
+"""The command `python -m trainer.explain`: what a config key or metric is, its default, who reads it, where docs tell
+of it.
+"""

@@ -1,0 +1,381 @@
+"""Generation on the mesh that trains, with the parameters that are trained: prompts in, token ids and log-probs out.
+
+    sampler = Sampler(model, mesh, rows=64)
+    completions = sampler.generate(params, prompts, num_samples=4, max_new_tokens=256, stop_ids=tokenizer.stop_ids)
+
+A batch of `rows` texts is decoded in chunks of steps; between chunks rows that have ended are given to prompts that
+wait, so that one long answer does not keep the others' places empty. When none waits any more, rows become fewer as
+texts end; and the cache grows with the texts, so that no step reads room that is not used. Shapes come from few sizes,
+so that programs are compiled once for many prompts.
+
+Prompts may hold images, where the model has a tower for them: `images=[[image, …], …]`, and in the ids the placeholder
+tokens that their features take the place of.
+
+What is drawn is a function of (seed, the prompt's ids and images, number of the sample, place in the completion,
+parameters): the random bits exactly, whatever the other prompts, their order, `rows`, or the mesh; the logits to
+rounding.
+
+B rows, N prompts, T tokens of a prompt, M completions begun at a time, D hidden size, V vocabulary, C steps of a chunk.
+"""
+
+import functools
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from models.sharding import logical_axes
+from trainer.distributed import mesh as mesh_lib
+from trainer.errors import ConfigError
+from trainer.generate import image_tokens
+from trainer.generate.buckets import bucket, power
+from trainer.generate.sampling import Options, draw
+from trainer.generate.slots import MIN_LENGTH, Rows, Waiting
+from trainer.generate.stop_strings import NOTHING, Automaton, StopStrings
+
+
+@dataclass(frozen=True)
+class Completion:
+  """What was generated after a prompt.
+
+  Attributes:
+    prompt: the prompt's place in the list.
+    sample: number of the sample, from 0.
+    ids: int32 [n], the stop token included.
+    logprobs: float32 [n], log-probs of the ids in the distribution they were drawn from: softmax(logits / temperature)
+      over what truncation leaves. With temperature 0, where the most likely id is taken, of softmax(logits).
+    full_logprobs: the same without truncation, over the whole vocabulary; equal to `logprobs` if there is none.
+    finish_reason: "stop" (the last id is one of stop_ids, or completes a stop string) or "length".
+    stop_reason: the stop string that it completes; else None.
+  """
+
+  prompt: int
+  sample: int
+  ids: np.ndarray
+  logprobs: np.ndarray
+  full_logprobs: np.ndarray
+  finish_reason: str
+  stop_reason: str | None = None
+
+  @property
+  def text_ids(self) -> np.ndarray:
+    """The ids without the stop token; of a stop string `StopStrings.text` knows what it leaves of them."""
+    return self.ids[:-1] if self.finish_reason == "stop" and self.stop_reason is None else self.ids
+
+
+class _State(NamedTuple):
+  """The rows being decoded, on the device."""
+
+  cache: Any
+  # Hidden state of each row's last token, from which its next one is drawn.
+  hidden_BxD: jax.Array
+  # Tokens drawn so far, and the data of the random key that the place of the next one is folded into.
+  counts_B: jax.Array
+  keys_Bx2: jax.Array
+  # Tokens that each row may have.
+  limits_B: jax.Array
+  # How much of a stop string each ends with, or which is complete; see `trainer.generate.stop_strings.Automaton`.
+  strings_B: jax.Array
+  # Rows without a text, or whose text has ended.
+  done_B: jax.Array
+
+
+class _Chunk(NamedTuple):
+  """What a chunk of steps gives to the host."""
+
+  tokens_BxC: jax.Array
+  logprobs_BxC: jax.Array
+  full_logprobs_BxC: jax.Array
+  counts_B: jax.Array
+  strings_B: jax.Array
+  done_B: jax.Array
+
+
+class Sampler:
+  """Generates with one model on one mesh.
+
+  With several processes all call `generate` with the same arguments, and all get every completion.
+
+  Args:
+    model: see `models.api.Generative`.
+    mesh: None: the first device.
+    rows: texts decoded at a time; their cache takes rows × (longest prompt + max_new_tokens) × layers × key/value
+      heads × head size × 2 numbers. Rounded up to what the mesh divides evenly.
+    chunk: the most decoding steps between two looks of the host, which comes sooner if enough rows have ended.
+    prefill_tokens: prompts are run together up to so many tokens, padding included.
+
+  Attributes:
+    compilations: programs compiled so far.
+  """
+
+  def __init__(self, model: Any, mesh: Mesh | None = None, *, rows: int = 32, chunk: int = 32,
+               prefill_tokens: int = 16384):
+    if min(rows, chunk, prefill_tokens) < 1:
+      raise ValueError(f"Sampler: found rows={rows}, chunk={chunk}, prefill_tokens={prefill_tokens}; all at least 1")
+    if not hasattr(model, "prefill"):
+      raise ConfigError(f"{type(model).__name__} cannot generate texts: it has no prefill() and decode(). Add what "
+                        "models/api.py lists under Generative, or remove the evaluators that generate.")
+    if mesh is None:
+      mesh = mesh_lib.make_mesh({}, jax.devices()[:1])
+    self.model, self.mesh, self.chunk, self.prefill_tokens = model, mesh, chunk, prefill_tokens
+    self.compilations = 0
+    self._placement = mesh_lib.make_placement(mesh, sampling=True)
+    self._shards = logical_axes.size_of(mesh, self._placement.rules["batch"])
+    self.rows = -(-rows // self._shards) * self._shards
+    self._programs: dict[tuple, Callable] = {}
+
+  def generate(self, params: Any, prompts: Sequence[Sequence[int] | np.ndarray], **options: Any) -> list[Completion]:
+    """All completions, those of a prompt one after another; the arguments are those of `stream`."""
+    return collect(self.stream(params, prompts, **options))
+
+  def stream(self, params: Any, prompts: Sequence[Sequence[int] | np.ndarray], *, num_samples: int = 1,
+             samples: Sequence[Sequence[int]] | None = None, max_new_tokens: int | Sequence[int],
+             images: Sequence[Sequence[np.ndarray]] | None = None, prefixes: Sequence[int] | None = None,
+             temperature: float = 1.0, top_k: int = 0, top_p: float = 1.0, min_p: float = 0.0,
+             stop_ids: Iterable[int] = (), stop: StopStrings | None = None, seed: int | str = 0
+             ) -> Iterator[Completion]:
+    """Parts of completions as they are generated; the last of each has a finish_reason, the others "".
+
+    Args:
+      params: the model's parameters, wherever they lie.
+      prompts: token ids, at least one each. Equal prompts (with equal images) get equal completions.
+      num_samples: completions for each prompt.
+      samples: the numbers of the samples of each prompt, in place of 0 to num_samples - 1; they decide what is drawn.
+      max_new_tokens: of each completion, the stop token included; or those of each prompt's.
+      images: of each prompt, uint8 [S, S, 3] each, as many as its placeholders are for; None: none.
+      prefixes: how many tokens each prompt began with, where more have followed (what the model said and what was
+        answered): only these may be placeholders or see one another in both directions. None: all are the beginning.
+      temperature, top_k, top_p, min_p: see `Options`.
+      stop_ids: a completion ends with the first of these.
+      stop: … or with the token that completes the first of these strings.
+      seed: of the random draws.
+
+    Raises:
+      ConfigError: values out of range, an empty prompt, ids beyond the vocabulary, texts longer than the model can
+        generate; images that do not fit the placeholders or the model.
+    """
+    how = Options(float(temperature), int(top_k), float(top_p), float(min_p))
+    how.check()
+    prompts = [np.asarray(prompt, np.int32).reshape(-1) for prompt in prompts]
+    limits = np.broadcast_to(np.asarray(max_new_tokens, np.int32), len(prompts))
+    if num_samples < 1 or min(limits, default=1) < 1:
+      raise ConfigError(f"found num_samples={num_samples}, max_new_tokens={max_new_tokens}; allowed: 1 or more.")
+    self.check(prompts, limits)
+    shown = image_tokens.shown(image_tokens.layout_of(self.model), prompts, images, prefixes)
+    if not prompts:
+      return
+    samples = [range(num_samples)] * len(prompts) if samples is None else samples
+    waiting = Waiting(prompts, shown, samples, limits, seed)
+    shards = self._shards
+    rows = Rows(min(self.rows, power(len(waiting), shards)), shards, [len(prompt) for prompt in prompts],
+                bucket(int(max(limits + [len(prompt) for prompt in prompts])), MIN_LENGTH), self.chunk)
+    stop_ids = sorted(set(stop_ids))
+    stops = np.full(power(max(len(stop_ids), 1), 8), -1, np.int32)
+    stops[:len(stop_ids)] = stop_ids
+    automaton = NOTHING if stop is None else stop.automaton
+    numbers = np.array([how.temperature or 1.0, how.top_p, how.min_p], np.float32)
+    kind = (how.temperature == 0, how.truncated)
+    state, read = self._program("empty", *rows.sizes)(), self._program("prepare")(params)
+    while len(waiting) or any(rows.owners):
+      while len(waiting) and None in rows.owners:
+        state = self._begin(params, state, waiting, rows)
+      before = rows.sizes
+      kept, enough = rows.fit(bool(len(waiting)))
+      if rows.sizes != before:
+        state = self._program("resize", *before, rows.sizes)(state, kept)
+      state, chunk = self._program("decode", *rows.sizes, (len(stops), automaton.moves_SxC.shape, *kind))(
+          read, state, (stops, numbers, np.int32(how.top_k), np.int32(enough)), automaton)
+      chunk = _Chunk(*map(np.asarray, chunk))
+      for row in rows.busy():
+        drawn = chunk.counts_B[row] - rows.counts[row]
+        ids = chunk.tokens_BxC[row, :drawn]
+        reason, string = "" if not chunk.done_B[row] else "stop" if ids[-1] in stops else "length", None
+        if reason == "length" and stop is not None and chunk.strings_B[row] >= automaton.found:
+          reason, string = "stop", stop.strings[chunk.strings_B[row] - automaton.found]
+        logprobs, full_logprobs = (part[row, :drawn] for part in (chunk.logprobs_BxC, chunk.full_logprobs_BxC))
+        yield Completion(*rows.owners[row], ids, logprobs, full_logprobs, reason, string)
+        rows.counts[row] = chunk.counts_B[row]
+        if reason:
+          rows.owners[row] = None
+
+  def _begin(self, params: Any, state: _State, waiting: Waiting, rows: Rows) -> _State:
+    """Gives free rows to the next completions that wait, as many as one run of their prompts allows."""
+    free = [row for row, owner in enumerate(rows.owners) if owner is None]
+    count, width = len(rows.owners), bucket(waiting.next_length(), MIN_LENGTH)
+    most = max(1, self.prefill_tokens // width)
+    units = waiting.take(len(free), most)
+    chosen = list(dict.fromkeys(prompt for prompt, _ in units))
+    N = power(len(chosen), self._shards)
+    M = min(N * waiting.most_samples, count)
+    tokens_NxT, lengths_N = np.zeros((N, width), np.int32), np.ones(N, np.int32)
+    layout = image_tokens.layout_of(self.model)
+    seen = image_tokens.empty(layout, N, width, waiting.most_images)
+    for n, prompt in enumerate(chosen):
+      ids = waiting.prompts[prompt]
+      tokens_NxT[n, :len(ids)], lengths_N[n] = ids, len(ids)
+      image_tokens.put(layout, seen, waiting.shown[prompt], n)
+    # Rows beyond the last take what there is no completion for.
+    rows_M, sources_M, keys_Mx2 = np.full(M, count, np.int32), np.zeros(M, np.int32), np.zeros((M, 2), np.uint32)
+    limits_M = np.zeros(M, np.int32)
+    for m, (unit, row) in enumerate(zip(units, free, strict=False)):
+      rows_M[m], sources_M[m], keys_Mx2[m] = row, chosen.index(unit[0]), waiting.key(*unit)
+      rows.owners[row], rows.counts[row], limits_M[m] = unit, 0, waiting.limits[unit[0]]
+    last_NxD, begun = self._program("prefill", sizes=(N, width, waiting.most_images))(
+        params, tokens_NxT, lengths_N, seen)
+    begin = self._program("begin", *rows.sizes, (N, width, M))
+    return begin(state, last_NxD, begun, (rows_M, sources_M, keys_Mx2, limits_M))
+
+  def check(self, prompts: Sequence[np.ndarray], max_new_tokens: int | np.ndarray, where: str = "") -> None:
+    """Refuses prompts that cannot be completed; `where` precedes the name of the key `max_new_tokens`.
+
+    Raises:
+      ConfigError: an empty prompt, ids beyond the vocabulary, texts longer than the model can generate.
+    """
+    for number, ids in enumerate(prompts):
+      if not len(ids):
+        raise ConfigError(f"prompt {number} has no tokens; give at least one, e.g. the tokenizer's BOS.")
+      if min(ids) < 0 or max(ids) >= self.model.vocab_size:
+        raise ConfigError(f"prompt {number} has ids from {min(ids)} to {max(ids)}; the model's vocabulary ends at "
+                          f"{self.model.vocab_size - 1}. Use the tokenizer it was trained with.")
+    bound, limits = self.model.max_length, np.broadcast_to(max_new_tokens, len(prompts)).tolist()
+    new, longest = max(((n, len(ids)) for n, ids in zip(limits, prompts, strict=True)), key=sum, default=(0, 0))
+    if bound is not None and longest + new > bound:
+      raise ConfigError(
+          f"{where}max_new_tokens is {new}, and the longest prompt has {longest} tokens: together more than "
+          f"the {bound} that this model can generate. Use at most {max(bound - longest, 0)}, or shorter prompts.")
+
+  # ---------------------------------------------------------------- programs
+
+  def _program(self, name: str, rows: int = 0, length: int = 0, sizes: tuple = ()) -> Callable:
+    """The compiled function of that name for `rows` texts of up to `length` tokens, and further sizes."""
+    key = (name, rows, length, sizes)
+    with logical_axes.placed(self._placement):
+      if key not in self._programs:
+        self.compilations += 1
+        self._programs[key] = self._jitted(name, rows, length, sizes)
+
+    def call(*args: Any) -> Any:
+      with logical_axes.placed(self._placement):
+        return self._programs[key](*args)
+
+    return call
+
+  def _jitted(self, name: str, rows: int, length: int, sizes: tuple) -> Callable:
+    if name == "prepare":
+      # A program gives copies even of what it gives as it was.
+      changes = jax.make_jaxpr(self.model.decoding_params)(self.model.abstract_params()).jaxpr.eqns
+      return jax.jit(self.model.decoding_params) if changes else self.model.decoding_params
+    if name == "prefill":
+      return jax.jit(functools.partial(_prefill, self.model))
+    empty = functools.partial(_empty, self.model, *(sizes if name == "resize" else (rows, length)))
+    # Every program lays a state out alike, so that none is compiled anew for another's.
+    placed = jax.tree.map(self._sharding, jax.eval_shape(empty))
+    if name == "empty":
+      return jax.jit(empty, out_shardings=placed)
+    if name == "begin":
+      return jax.jit(functools.partial(_begin, self.model), donate_argnums=0, out_shardings=placed)
+    if name == "resize":
+      return jax.jit(functools.partial(_resized, self.model, sizes[1]), out_shardings=placed)
+    *_, greedy, truncated = sizes
+    decode = functools.partial(_decode, self.model, self.chunk, greedy, truncated)
+    # What the host reads is on every device, so that each process has it.
+    return jax.jit(decode, donate_argnums=1, out_shardings=(placed, NamedSharding(self.mesh, PartitionSpec())))
+
+  def _sharding(self, leaf: Any) -> NamedSharding:
+    """Keys and values are split by row and head, everything else is on every device."""
+    names = (None, "batch", "kv_heads", None, None) if leaf.ndim == 5 else (None,) * leaf.ndim
+    return NamedSharding(self.mesh, self._placement.spec(names, leaf.shape))
+
+
+def collect(parts: Iterable[Completion]) -> list[Completion]:
+  """The completions that `Sampler.stream` gave these parts of, those of a prompt one after another."""
+  of: dict[tuple[int, int], list[Completion]] = {}
+  for part in parts:
+    of.setdefault((part.prompt, part.sample), []).append(part)
+  return [joined(of[key]) for key in sorted(of)]
+
+
+def joined(parts: list[Completion]) -> Completion:
+  """One completion of its parts, as far as they go."""
+  ids, logprobs, full = (np.concatenate([getattr(part, name) for part in parts])
+                         for name in ("ids", "logprobs", "full_logprobs"))
+  last = parts[-1]
+  return Completion(last.prompt, last.sample, ids, logprobs, full, last.finish_reason, last.stop_reason)
+
+
+# ---------------------------------------------------------------------------------------------- on the device
+
+
+def _empty(model: Any, rows: int, length: int) -> _State:
+  cache, tokens_B = model.empty_cache(rows, length), jnp.zeros(rows, jnp.int32)
+  read = jax.eval_shape(model.decoding_params, model.abstract_params())
+  hidden, _ = jax.eval_shape(model.decode, read, tokens_B, tokens_B > 0, cache)
+  return _State(cache, jnp.zeros(hidden.shape, hidden.dtype), tokens_B, jnp.zeros((rows, 2), jnp.uint32), tokens_B,
+                tokens_B, tokens_B == 0)
+
+
+def _prefill(model: Any, params: Any, tokens_NxT: jax.Array, lengths_N: jax.Array, seen: dict[str, jax.Array]
+             ) -> tuple[jax.Array, Any]:
+  """(hidden states of each prompt's last token, what the prompts leave for those that follow); `seen` is what a batch
+  says of images and of the order of reading."""
+  N, T = tokens_NxT.shape
+  batch = dict(tokens=tokens_NxT, segment_ids=(jnp.arange(T) < lengths_N[:, None]).astype(jnp.int32), **seen)
+  hidden_NxTxD, begun = model.prefill(params, batch)
+  return hidden_NxTxD[jnp.arange(N), lengths_N - 1], begun
+
+
+def _begin(model: Any, state: _State, last_NxD: jax.Array, begun: Any, given: tuple[jax.Array, ...]) -> _State:
+  """Prompts put into rows of the state."""
+  rows_M, sources_M, keys_Mx2, limits_M = given
+
+  def put(old_B: jax.Array, new_M: Any) -> jax.Array:
+    return old_B.at[rows_M].set(new_M, mode="drop")
+
+  cache = model.begin(state.cache, begun, rows_M, sources_M)
+  return _State(cache, put(state.hidden_BxD, last_NxD[sources_M]), put(state.counts_B, 0),
+                put(state.keys_Bx2, keys_Mx2), put(state.limits_B, limits_M), put(state.strings_B, 0),
+                put(state.done_B, False))
+
+
+def _resized(model: Any, length: int, state: _State, rows_R: jax.Array) -> _State:
+  """These rows of the state, in this order; one beyond the last is an empty row."""
+
+  def take(old_B: jax.Array, fill: Any = 0) -> jax.Array:
+    return old_B.at[rows_R].get(mode="fill", fill_value=fill)
+
+  return _State(model.resized_cache(state.cache, rows_R, length), take(state.hidden_BxD), take(state.counts_B),
+                take(state.keys_Bx2), take(state.limits_B), take(state.strings_B), take(state.done_B, True))
+
+
+def _decode(model: Any, chunk: int, greedy: bool, truncated: bool, params: Any, state: _State,
+            given: tuple[jax.Array, ...], automaton: Automaton = NOTHING) -> tuple[_State, _Chunk]:
+  """Up to `chunk` tokens for each row that is not done; fewer if enough rows are done before."""
+  stops, numbers, top_k, enough = given
+  B = state.done_B.shape[0]
+  keys_B = jax.random.wrap_key_data(state.keys_Bx2, impl="threefry2x32")
+
+  def goes_on(carry: tuple) -> jax.Array:
+    column, state, _ = carry
+    return (column < chunk) & (jnp.sum(state.done_B) < enough)
+
+  def step(carry: tuple) -> tuple:
+    column, state, found = carry
+    logits_BxV = model.unembed(params, state.hidden_BxD[:, None])[:, 0]
+    drawn = draw(jax.vmap(jax.random.fold_in)(keys_B, state.counts_B), logits_BxV, numbers, top_k, greedy=greedy,
+                 truncated=truncated)
+    found = tuple(part.at[:, column].set(new) for part, new in zip(found, drawn, strict=True))
+    tokens_B, counts_B = drawn[0], state.counts_B + ~state.done_B
+    kinds_B = jnp.take(automaton.classes_V, tokens_B, mode="clip")
+    strings_B = jnp.where(state.done_B, state.strings_B, jnp.asarray(automaton.moves_SxC)[state.strings_B, kinds_B])
+    done_B = (state.done_B | jnp.isin(tokens_B, stops) | (strings_B >= automaton.found) |
+              (counts_B >= state.limits_B))
+    hidden_BxD, cache = model.decode(params, tokens_B, ~done_B, state.cache)
+    return column + 1, _State(cache, hidden_BxD, counts_B, state.keys_Bx2, state.limits_B, strings_B, done_B), found
+
+  found = (jnp.zeros((B, chunk), jnp.int32), *(jnp.zeros((B, chunk), jnp.float32) for _ in range(2)))
+  _, state, found = jax.lax.while_loop(goes_on, step, (0, state, found))
+  return state, _Chunk(*found, state.counts_B, state.strings_B, state.done_B)

@@ -1,0 +1,1 @@
+"""Scores with lm-evaluation-harness: the command `python -m trainer.lm_eval`, and a model as the harness sees one."""

@@ -1,0 +1,5 @@
+"""Rollouts: completions are sampled from the policy, scored, and become batches to train on.
+
+`rollout` is the data of such a run; `environment` answers what the policy says, `rewards` and `reward_pool` score it,
+`groups` turns scores into training samples, `experience` into batches.
+"""

@@ -1,0 +1,263 @@
+"""What a rollout leaves for training: sequences with who wrote each token, and how they become batches.
+
+A sequence is a prompt and all that followed. A unit is what must share a row: one sequence, or the two of a preference.
+`Experience` keeps all of them as flat arrays, so that a checkpoint can hold it and batches are index arithmetic. Of the
+images of a prompt it keeps the prompt's number alone, by which they can be had again.
+
+Completions of one prompt in one row may share it, so that it is computed once for all of them: the prompt but for its
+last token is a segment of its own, which each of them sees beside its own (`prompt_ids`), and each begins with a copy
+of that last token, from which its first one is predicted. Each token sees what it would see in a text of its own, at
+the same positions; so log-probs and gradients are the same, to rounding.
+
+N sequences, n tokens of all of them, U units; B rows, T places of a row, S segments of a row.
+"""
+
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from collections.abc import Sequence as Several
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+
+from input_pipeline.batches import empty_batch
+from input_pipeline.examples.roles import CHOSEN, COMPLETION, REJECTED
+from input_pipeline.packing import best_fit_decreasing
+from trainer.generate import image_tokens
+from trainer.generate.buckets import bucket, power
+
+# By the size of a unit: what its sequences are.
+ROLES = {1: (COMPLETION,), 2: (CHOSEN, REJECTED)}
+# The fewest segments that a row of a batch has places for.
+MIN_SEGMENTS = 8
+
+
+@dataclass(frozen=True)
+class Sequence:
+  """A prompt and what followed it, token in and token out.
+
+  Attributes:
+    ids: int32 [n], the prompt included.
+    weights: float32 [n], 1 where the token was sampled; 0 in the prompt and in what an environment said.
+    logprobs: float32 [n], log-probs of sampled tokens when they were sampled, else 0.
+    prompt_length: tokens before the first sampled one.
+    finish_reason: "stop", "length" if the last completion did not end by itself, or "timeout" if an environment did
+      not answer in time.
+    number: of the prompt, in the stream that it comes from.
+    stop_reason: the stop string that ended the last completion; None: none did.
+  """
+
+  ids: np.ndarray
+  weights: np.ndarray
+  logprobs: np.ndarray
+  prompt_length: int
+  finish_reason: str
+  number: int = -1
+  stop_reason: str | None = None
+
+
+class Experience(NamedTuple):
+  """Sequences in units, as flat arrays."""
+
+  tokens: np.ndarray  # int32 [n]
+  weights: np.ndarray  # float32 [n]
+  logprobs: np.ndarray  # float32 [n]
+  lengths: np.ndarray  # int64 [N]
+  units: np.ndarray  # int64 [N], not decreasing
+  advantages: np.ndarray  # float32 [N]
+  sources: np.ndarray  # int32 [N]
+  prompt_lengths: np.ndarray  # int64 [N]
+  numbers: np.ndarray  # int64 [N], of the prompts
+
+  @property
+  def num_units(self) -> int:
+    return int(self.units[-1]) + 1 if len(self.units) else 0
+
+
+def collect(units: Iterable[Several[tuple[Sequence, float, int]]]) -> Experience:
+  """Units of (sequence, advantage, number of its source)."""
+  units = list(units)
+  flat = [(unit, *member) for unit, members in enumerate(units) for member in members]
+
+  def joined(name: str, dtype: type) -> np.ndarray:
+    parts = [getattr(sequence, name) for _, sequence, _, _ in flat]
+    return np.concatenate([np.zeros(0, dtype), *parts]).astype(dtype)
+
+  def column(index: int, dtype: type) -> np.ndarray:
+    return np.array([row[index] for row in flat], dtype)
+
+  return Experience(joined("ids", np.int32), joined("weights", np.float32), joined("logprobs", np.float32),
+                    np.array([len(row[1].ids) for row in flat], np.int64), column(0, np.int64), column(2, np.float32),
+                    column(3, np.int32), np.array([row[1].prompt_length for row in flat], np.int64),
+                    np.array([row[1].number for row in flat], np.int64))
+
+
+@dataclass(frozen=True)
+class RowFormat:
+  """What rows are like.
+
+  Attributes:
+    seq_len: T.
+    pad_id: the token of empty places.
+    row_multiple: B is that times 1, 2, 3, 4, 6, 8, 12, …, and S is 8, 16, 32, …, so that few shapes occur.
+    layout: what the model makes of images; None: it takes none.
+    share_prompts: whether the completions of a prompt in a row share it. Not with a layout.
+  """
+
+  seq_len: int
+  pad_id: int
+  row_multiple: int
+  layout: image_tokens.Layout | None = None
+  share_prompts: bool = False
+
+
+def make_batch(experience: Experience, units: np.ndarray, form: RowFormat, *, keys: Several[str] = (),
+               images: Mapping[int, Several[np.ndarray]] | None = None, old_logprobs: np.ndarray | None = None
+               ) -> dict[str, np.ndarray]:
+  """A batch of some of the units, packed into as few rows as best fit finds, each unit within one row.
+
+  Args:
+    experience: what the units are of.
+    units: their numbers; the batch does not depend on their order but for where in it they stand.
+    form: of the rows.
+    keys: which of `advantages` [B, S], `behavior_logprobs`, `old_logprobs` and `places` [B, T] to add; `places`:
+      where each token stands in the experience, -1 for none.
+    images: of the prompts by their numbers, uint8 [P, P, 3] each; those that are absent have none.
+    old_logprobs: float32 [n], see `trainer.rollouts.old_policy`; None: NaN.
+
+  Returns:
+    tokens, positions, segment_ids, loss_weights [B, T], source_ids [B] (of a row's first sequence), segment_roles
+    [B, S]; with a layout, what `trainer.generate.image_tokens` adds; with `share_prompts`, prompt_ids [B, T]: of tokens
+    that share a prompt, its segment, which has a number above S.
+
+  Raises:
+    ValueError: a unit is longer than a row.
+  """
+  seq_len, layout = form.seq_len, form.layout
+  members = [np.flatnonzero(experience.units == unit).tolist() for unit in units]
+  roles = {i: role for of_unit in members
+           for i, role in zip(of_unit, ROLES[len(of_unit)], strict=True)}
+  starts = np.cumsum(experience.lengths) - experience.lengths
+  # What completions have in common, but for its last token; it stands in the row once.
+  prompts = [experience.tokens[start:start + length - 1].tobytes() if form.share_prompts and length > 1 else b""
+             for start, length in zip(starts.tolist(), experience.prompt_lengths.tolist(), strict=True)]
+  rows = _whole_rows(experience, members, seq_len)
+  if form.share_prompts:
+    rows = min(_shared_rows(experience, members, prompts, seq_len), rows, key=len)
+  most = max(map(len, rows), default=1)
+  batch = empty_batch(bucket(max(len(rows), 1), form.row_multiple), seq_len, form.pad_id,
+                      sequences=power(most, MIN_SEGMENTS))
+  if form.share_prompts:
+    batch["prompt_ids"] = np.zeros_like(batch["segment_ids"])
+  zeros_BxT = np.zeros_like(batch["loss_weights"])
+  extra = {"advantages": np.zeros(batch["segment_roles"].shape, np.float32), "behavior_logprobs": zeros_BxT,
+           "old_logprobs": zeros_BxT + np.nan, "places": np.full(zeros_BxT.shape, -1)}
+  batch |= {key: extra[key] for key in keys}
+  shown = _shown(experience, rows, layout, images or {})
+  most = max((sum(len(shown[i].images) for i in sequences) for sequences in rows), default=0)
+  batch |= image_tokens.empty(layout, *batch["tokens"].shape, image_tokens.slots(most))
+  for row, sequences in enumerate(rows):
+    batch["source_ids"][row] = experience.sources[sequences[0]]
+    shared, begin = _put_prompts(batch, row, [prompts[sequence] for sequence in sequences])
+    first_image = 0
+    for segment, sequence in enumerate(sequences):
+      first = len(prompts[sequence]) // experience.tokens.itemsize if prompts[sequence] in shared else 0
+      size, start = int(experience.lengths[sequence]) - first, int(starts[sequence]) + first
+      place, taken = slice(begin, begin + size), slice(start, start + size)
+      batch["tokens"][row, place] = experience.tokens[taken]
+      batch["positions"][row, place] = first + np.arange(size)
+      batch["segment_ids"][row, place] = segment + 1
+      if first:
+        batch["prompt_ids"][row, place] = shared[prompts[sequence]]
+      batch["loss_weights"][row, place] = experience.weights[taken]
+      batch["segment_roles"][row, segment] = roles[sequence]
+      if "advantages" in keys:
+        batch["advantages"][row, segment] = experience.advantages[sequence]
+      if "behavior_logprobs" in keys:
+        batch["behavior_logprobs"][row, place] = experience.logprobs[taken]
+      if "old_logprobs" in keys and old_logprobs is not None:
+        batch["old_logprobs"][row, place] = old_logprobs[taken]
+      if "places" in keys:
+        batch["places"][row, place] = np.arange(taken.start, taken.stop)
+      image_tokens.put(layout, batch, shown[sequence], row, begin, first_image)
+      begin, first_image = begin + size, first_image + len(shown[sequence].images)
+  return batch
+
+
+def _put_prompts(batch: dict[str, np.ndarray], row: int, prompts: list[bytes]) -> tuple[dict[bytes, int], int]:
+  """Begins a row with the prompts that several of its sequences have; `prompts`: of each, without its last token.
+
+  Returns:
+    ({prompt: the number of its segment}, the places taken).
+  """
+  count, begin = Counter(prompts), 0
+  shared = [prompt for prompt in count if prompt and count[prompt] > 1]
+  numbers = {prompt: batch["segment_roles"].shape[1] + n for n, prompt in enumerate(shared, 1)}
+  for prompt, number in numbers.items():
+    ids = np.frombuffer(prompt, batch["tokens"].dtype)
+    place = slice(begin, begin + len(ids))
+    batch["tokens"][row, place], batch["segment_ids"][row, place] = ids, number
+    batch["positions"][row, place] = np.arange(len(ids))
+    begin += len(ids)
+  return numbers, begin
+
+
+def _whole_rows(experience: Experience, members: list[list[int]], seq_len: int) -> list[list[int]]:
+  """The sequences of each row, each with its prompt; `members`: of each unit."""
+  sizes = np.array([int(experience.lengths[of_unit].sum()) for of_unit in members], np.int64)
+  if not len(sizes):
+    return []
+  if sizes.max() > seq_len:
+    raise ValueError(f"a unit of {sizes.max()} tokens does not fit into a row of {seq_len}")
+  order = np.argsort(-sizes, kind="stable")
+  row_of = best_fit_decreasing(np.bincount(sizes, minlength=seq_len + 1), seq_len)
+  rows: list[list[int]] = [[] for _ in range(int(row_of.max()) + 1)]
+  for row, unit in zip(row_of.tolist(), order.tolist(), strict=True):
+    rows[row] += members[unit]
+  return rows
+
+
+def _shared_rows(experience: Experience, members: list[list[int]], prompts: list[bytes], seq_len: int
+                 ) -> list[list[int]]:
+  """The same where a row holds each prompt once: those with most tokens first, each unit goes where it takes the
+  fewest places, and of several such rows into the fullest."""
+  lengths, itemsize = experience.lengths.tolist(), experience.tokens.itemsize
+  own = [length - len(prompt) // itemsize for length, prompt in zip(lengths, prompts, strict=True)]
+  size_of = [sum(own[i] for i in of_unit) for of_unit in members]
+  of_prompt: Counter[bytes] = Counter()
+  for unit, of_unit in enumerate(members):
+    of_prompt[prompts[of_unit[0]]] += size_of[unit]
+  order = sorted(range(len(members)), key=lambda unit: (
+      -of_prompt[prompts[members[unit][0]]], prompts[members[unit][0]], -size_of[unit]))
+  rows: list[list[int]] = []
+  rooms: list[int] = []
+  there: list[set[bytes]] = []
+  for unit in order:
+    needed = {prompts[i] for i in members[unit]}
+    # In each row, and in a new one.
+    places = [size_of[unit] + sum(map(len, needed - present)) // itemsize for present in (*there, set())]
+    fitting = [(places[row], room, row) for row, room in enumerate(rooms) if places[row] <= room]
+    if not fitting:
+      fitting = [(places[-1], seq_len, len(rows))]
+      rows.append([])
+      rooms.append(seq_len)
+      there.append(set())
+    taken, _, row = min(fitting)
+    rooms[row] -= taken
+    rows[row] += members[unit]
+    there[row] |= needed
+  return rows
+
+
+def _shown(experience: Experience, rows: list[list[int]], layout: image_tokens.Layout | None,
+           images: Mapping[int, Several[np.ndarray]]) -> dict[int, image_tokens.Shown]:
+  """What is shown with each sequence that the rows have."""
+  chosen = sorted(sequence for sequences in rows for sequence in sequences)
+  numbers = {int(number) for number in experience.numbers[chosen]} if chosen else set()
+  # Once for all the completions of a prompt.
+  of_prompt = {number: images.get(number, ()) for number in sorted(numbers)}
+  ends = np.cumsum(experience.lengths)
+  return {sequence: image_tokens.of_text(
+      layout, experience.tokens[ends[sequence] - experience.lengths[sequence]:ends[sequence]],
+      of_prompt[int(experience.numbers[sequence])], int(experience.prompt_lengths[sequence]), f"sequence {sequence}")
+          for sequence in chosen}

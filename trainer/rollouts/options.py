@@ -1,0 +1,59 @@
+"""What rollouts may be asked for, and what their batches hold; none of it needs a device."""
+
+from typing import Any
+
+from trainer import strategies
+from trainer.errors import ConfigError
+from trainer.generate.sampling import Options
+from trainer.rollouts import rewards
+from trainer.strategies import advantages
+
+# What an environment gives counts as one more function, of weight 1, with this name.
+ENVIRONMENT = "environment"
+
+
+def check(config: Any) -> None:
+  """Refuses rollouts that cannot be, before any device work.
+
+  Raises:
+    ConfigError: naming the key.
+  """
+  c, strategy = config.rollout, strategies.of(config)
+  if not c.num_prompts:
+    return
+  if not strategy.takes_rollouts:
+    able = [name for name, other in strategies.STRATEGIES.items() if other.takes_rollouts]
+    raise ConfigError(f"rollout.num_prompts is {c.num_prompts}, but strategy {config.strategy.name!r} does not learn "
+                      f"from completions that are sampled. Use strategy {' or '.join(able)}, or rollout.num_prompts=0.")
+  for key, least in (("num_prompts", 1), ("group_size", 2), ("updates", 1), ("epochs", 1), ("max_new_tokens", 1),
+                     ("batch_size", 1), ("resample", 0), ("max_without_lesson", 0), ("reward_workers", 0),
+                     ("max_turns", 1)):
+    if c[key] < least:
+      raise ConfigError(f"rollout.{key} is {c[key]}; it must be at least {least}.")
+  if not c.reward_timeout_seconds > 0:
+    raise ConfigError(f"rollout.reward_timeout_seconds is {c.reward_timeout_seconds}; it must be above 0.")
+  options = Options(c.temperature, c.top_k, c.top_p, c.min_p)
+  options.check("rollout.")
+  if options.temperature == 0:
+    raise ConfigError("rollout.temperature is 0: all completions of a prompt would be the same. Use 1.0, say.")
+  if strategy.data == "rollouts" and options.truncated:
+    raise ConfigError(
+        f"rollout has top_k={c.top_k}, top_p={c.top_p}, min_p={c.min_p}: what is sampled would come from a truncated "
+        "distribution, but the loss is of log-probs of the whole one, so that its gradient would be that of another "
+        "policy. Use top_k=0, top_p=1, min_p=0; a lower rollout.temperature is trained as it is sampled.")
+  if strategy.data == "rollouts" and (problem := advantages.mismatch(*advantages.kinds(config.strategy))):
+    raise ConfigError(f"strategy: {problem}")
+  if not len(c.rewards) and c.environment is None:
+    raise ConfigError("rollout.rewards is empty and there is no rollout.environment: nothing says what is good. For "
+                      'instance config.rollout.rewards.right = reward(type="numeric", answer_key="answer").')
+  for key, section in c.rewards.items():
+    rewards.check(key, section)
+  if ENVIRONMENT in c.rewards and c.environment is not None:
+    raise ConfigError(f"rollout.rewards.{ENVIRONMENT} has the name of what rollout.environment gives, in metrics and "
+                      "tables. Give that function another name.")
+  if config.input.batch_size_stages:
+    raise ConfigError("input.batch_size_stages has no effect on rollouts, whose steps take as many rows as their "
+                      "completions need. Remove it.")
+  if "precompute" in config.strategy and config.strategy.precompute:
+    raise ConfigError("strategy.precompute is True, but the completions of rollouts are not known before. Use False.")
+

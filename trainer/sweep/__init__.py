@@ -1,0 +1,3 @@
+"""Several runs: the commands `python -m trainer.sweep` (variants of a config) and `python -m trainer.speedrun`
+(stages).
+"""
