@@ -1,7 +1,7 @@
 """The stream of prompts that completions are sampled for, as a pure function of (seed, index).
 
     prompts = make_prompt_data(config, tokenizer)
-    item = prompts.item(17)     # its ids, what rewards are told of it, the record's other columns
+    item = prompts.item(17)     # its ids, its text for rewards, the record's other columns
 
 All prompts are tokenised at the start and kept. Which source, and which of its prompts, is number k follows from the
 mixture (mixture.py) and from a permutation of each source for each of its epochs, as rows do in training.
@@ -40,7 +40,7 @@ class PromptItem(NamedTuple):
 
   Attributes:
     prompt: its ids, text and place (`where`).
-    said: what reward functions and environments are told: the text, or the messages.
+    content: the text, or the messages, as reward functions and environments get them.
     columns: the record's fields but those that the prompt was made of, of JSON's types (dates and bytes as strings).
       What the assistant says at the end of a conversation, which is no part of the prompt, is `answer`, unless the
       record has a column of that name.
@@ -50,7 +50,7 @@ class PromptItem(NamedTuple):
   """
 
   prompt: Prompt
-  said: str | list[dict]
+  content: str | list[dict]
   columns: dict[str, Any]
   tools: list[dict] | None = None
   variables: dict = {}
@@ -225,7 +225,7 @@ def _read(source: Source, prompter: Prompter, config: ConfigDict, number: int, r
         else:
           bad.add(record.where, e)
         continue
-      shapes["texts" if isinstance(item.said, str) else "conversations"] += 1
+      shapes["texts" if isinstance(item.content, str) else "conversations"] += 1
       remarks.add(item.prompt.remarks)
       key = _hash(_content(item))
       if key in seen:
@@ -257,7 +257,7 @@ def _read(source: Source, prompter: Prompter, config: ConfigDict, number: int, r
 
 def _content(item: PromptItem) -> list:
   """All that makes a prompt what it is."""
-  content = [item.prompt.ids.tolist(), item.said, item.columns, item.tools, item.variables]
+  content = [item.prompt.ids.tolist(), item.content, item.columns, item.tools, item.variables]
   images = item.prompt.images
   return [*content, [_hash(image) for image in images.encoded]] if isinstance(images, Images) else content
 
@@ -270,7 +270,7 @@ def _item(record: Record, prompter: Prompter, prompt_key: str | None, source: in
     columns.setdefault("answer", asked.answer)
   # Reward functions run in other processes, and the fingerprint is of what they get.
   columns = json.loads(json.dumps(columns, default=_stable))
-  return PromptItem(prompt, asked.said, columns, asked.tools, asked.variables, source)
+  return PromptItem(prompt, asked.content, columns, asked.tools, asked.variables, source)
 
 
 def _check_lengths(lengths: np.ndarray, config: ConfigDict, name: str) -> None:

@@ -27,7 +27,7 @@ from trainer.errors import ConfigError, DataError
 # Raise when the same rows and options would give other tokens or weights.
 VERSION = 3
 TRAIN_ON = ("auto", "completion", "assistant", "last_assistant", "all")
-TEMPLATES = Path(__file__).parent / "templates"
+TEMPLATES = Path(__file__).parents[1] / "chat" / "templates"
 
 
 class ChatEncoder:

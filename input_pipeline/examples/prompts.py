@@ -47,7 +47,7 @@ class Asked(NamedTuple):
   `images` are those of the text, or of the messages' parts, in order.
   """
 
-  said: str | list[dict]
+  content: str | list[dict]
   columns: frozenset[str]
   tools: list[dict] | None = None
   variables: dict = {}
@@ -248,9 +248,9 @@ class Prompter:
 
   def asked(self, asked: Asked, where: str) -> Prompt:
     """The prompt that a record asks for, with the answer if it is known. Raises: see `text`, `messages`."""
-    if isinstance(asked.said, str):
-      return self.text(asked.said, where, asked.images)
-    prompt = self.messages(asked.said, asked.tools, where, asked.images, **asked.variables)
+    if isinstance(asked.content, str):
+      return self.text(asked.content, where, asked.images)
+    prompt = self.messages(asked.content, asked.tools, where, asked.images, **asked.variables)
     return prompt._replace(answer=asked.answer)
 
   def added_text(self, text: str) -> np.ndarray:

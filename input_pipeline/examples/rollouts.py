@@ -126,11 +126,11 @@ class RolloutReader(PromptReader):
     if isinstance(asked, np.ndarray):
       raise DataError(f"{record.where}: {key} is {_kind(value)}, but the prompt is a list of token ids; then "
                       "responses are, too.")
-    if isinstance(asked.said, str):
+    if isinstance(asked.content, str):
       if not isinstance(value, str):
         raise DataError(f"{record.where}: {key} is {_kind(value)}, but the prompt is a string; then "
                         "responses are strings or lists of token ids.")
-      row: Plain | Conversation = Plain(SHAPE, asked.said, value, asked.images)
+      row: Plain | Conversation = Plain(SHAPE, asked.content, value, asked.images)
     else:
       row = self._answered(record, key, value, asked)
     return Side(row, key)
@@ -146,8 +146,8 @@ class RolloutReader(PromptReader):
       raise DataError(f"{record.where}: a message of {key} has the weight {bad[0]:g}; in responses it is 0 or 1.")
     # The system message is in `said` already.
     beside = {k: v for k, v in record.fields.items() if k != self._name("system")}
-    return self._conversation(record._replace(fields=beside), SHAPE, asked.said + messages,
-                              [1.0] * len(asked.said) + factors, len(asked.said), asked.images)
+    return self._conversation(record._replace(fields=beside), SHAPE, asked.content + messages,
+                              [1.0] * len(asked.content) + factors, len(asked.content), asked.images)
 
   def _weights(self, record: Record, i: int, mask: Any, length: int) -> np.ndarray:
     if not isinstance(mask, list):
@@ -218,7 +218,7 @@ class RolloutEncoder(SidesEncoder):
     asked = self._rollouts.ask(record, self._key, self._chat.template is not None) if row is None else row.asked
     said: list[str | dict] = []
     if isinstance(asked, Asked):
-      said += [asked.said] if isinstance(asked.said, str) else asked.said
+      said += [asked.content] if isinstance(asked.content, str) else asked.content
     for response in [] if row is None else row.responses:
       if isinstance(response, Side):
         answer = response.row

@@ -14,7 +14,7 @@ from input_pipeline.tokenizer.tokenizer import BytesTokenizer
 from models import api
 from tests import tiny
 from tests.evaluators import digits
-from tests.trainer.test_pages import pictures
+from tests.trainer.report.test_pages import pictures
 from trainer.config import checks as config_checks
 from trainer.config import evaluator, source
 from trainer.errors import ConfigError, DataError

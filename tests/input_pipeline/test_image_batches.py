@@ -278,7 +278,7 @@ def test_prompts_to_sample_for_differ_by_their_images(tmp_path):
   assert data.num_prompts == 2 and {int(data.item(i).prompt.images[0].max()) for i in range(2)} == {0, 1}
   row = data.stats()[0]
   assert row["dropped: duplicate"] == 1 and row["dropped: a bad image"] == 1
-  assert data.item(0).columns == {"answer": "a"} and data.item(0).said == "what\n"
+  assert data.item(0).columns == {"answer": "a"} and data.item(0).content == "what\n"
   with pytest.raises(DataError, match="a.jsonl:4: image"):
     make_prompt_data(configured(rows, tmp_path, "grpo", rollout=rollout), TOKENIZER)
 

@@ -62,7 +62,7 @@ def asked(row, tokenizer=TINY, template="chatml", prompt_key=None, **chat):
   config = configured(template)
   config.chat.update(chat)
   item = prompt_data._item(Record("a", "a.jsonl:3", row), Prompter(config, tokenizer), prompt_key, 0)
-  return item.prompt, item.said, item.columns
+  return item.prompt, item.content, item.columns
 
 
 @pytest.mark.parametrize("row, options, columns", [
@@ -110,7 +110,7 @@ def test_tools_and_a_system_message_stand_beside():
   tool = {"type": "function", "function": {"name": "add", "description": "", "parameters": {}}}
   row = {"question": "Hi", "system": "Be brief", "tools": [tool], "chat_template_kwargs": {"x": 1}, "answer": "4"}
   item = prompt_data._item(Record("a", "a", row), Prompter(configured("chatml"), TINY), "question", 0)
-  assert item.said == [{"role": "system", "content": "Be brief"}, user("Hi")]
+  assert item.content == [{"role": "system", "content": "Be brief"}, user("Hi")]
   assert item.tools == [tool] and item.variables == {"x": 1} and item.columns == {"answer": "4"}
 
 
@@ -145,7 +145,7 @@ def test_a_conversation_needs_a_template(tmp_path):
 
 
 def texts(data, indices):
-  return [data.item(i).said for i in indices]
+  return [data.item(i).content for i in indices]
 
 
 def test_every_epoch_has_each_prompt_once_in_an_order_of_its_own(tmp_path):
@@ -156,7 +156,7 @@ def test_every_epoch_has_each_prompt_once_in_an_order_of_its_own(tmp_path):
   assert len({tuple(epoch) for epoch in epochs}) == 4
   assert data.epoch(25) == 2.5 and data.counters(25) == {"a": {"prompts": 25, "epoch": 2.5}}
   item = data.item(3)
-  assert item.columns == {"answer": int(item.said)} and item.prompt.ids.tolist() == [256, *item.said.encode()]
+  assert item.columns == {"answer": int(item.content)} and item.prompt.ids.tolist() == [256, *item.content.encode()]
 
 
 def test_the_stream_is_a_function_of_seed_and_index(tmp_path):
@@ -182,9 +182,9 @@ def test_sources_are_mixed_by_their_weights_and_stages_count_prompts(tmp_path):
   data = make(tmp_path, config=config, a=numbered(10), b=numbered(6, "b"))
   sources = [data.item(i).source for i in range(200)]
   assert Counter(sources[:100]) == {0: 50, 1: 50} and Counter(sources[100:]) == {0: 25, 1: 75}
-  assert all((data.item(i).said[0] == "b") == (sources[i] == 1) for i in range(200))
+  assert all((data.item(i).content[0] == "b") == (sources[i] == 1) for i in range(200))
   assert data.counters(200) == {"a": {"prompts": 75, "epoch": 7.5}, "b": {"prompts": 125, "epoch": 125 / 6}}
-  of_b = [data.item(i).said for i in range(200) if sources[i] == 1]
+  of_b = [data.item(i).content for i in range(200) if sources[i] == 1]
   assert all(len(set(of_b[k:k + 6])) == 6 for k in range(0, 120, 6))
 
 
@@ -272,4 +272,4 @@ def test_a_template_that_is_not_used_is_said(tmp_path, caplog):
   assert "2 prompts are texts to be continued, which the chat template does not touch" in caplog.text
   caplog.clear()
   data = make(tmp_path, TINY, configured("chatml", prompt_key="prompt"), a=numbered(2))
-  assert "texts to be continued" not in caplog.text and data.item(0).said[0]["role"] == "user"
+  assert "texts to be continued" not in caplog.text and data.item(0).content[0]["role"] == "user"

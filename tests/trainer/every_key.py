@@ -221,7 +221,7 @@ def rows(m: Made) -> list:
   data = m.data
   if m.config.rollout.num_prompts:
     items = [data.item(i) for i in range(min(12, data.num_items or 12))]
-    return digest([[(item.prompt.ids, item.said, item.columns) for item in items], data.num_items, data.stats()])
+    return digest([[(item.prompt.ids, item.content, item.columns) for item in items], data.num_items, data.stats()])
   return digest([[data.batch_range(step) for step in range(STEPS)], [data.batch(step) for step in range(STEPS)],
                  data.num_steps, data.rows_per_epoch, data.stats(), data.counters(200)])
 

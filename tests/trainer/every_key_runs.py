@@ -207,9 +207,9 @@ def decoded_rows(m: Made) -> int:
   return m.begun.run.data._sampler.rows
 
 
-def lesson_counted(m: Made) -> int:
-  """After so many rollouts without a lesson the run ends."""
-  return m.begun.run.data._most_without_lesson
+def rollouts_without_signal(m: Made) -> int:
+  """After so many rollouts that teach nothing the run ends."""
+  return m.begun.run.data._max_without_signal
 
 
 def scoring_processes(m: Made) -> int:

@@ -11,7 +11,7 @@ from configs import paligemma
 from models import hf
 from tests import tiny
 from tests.evaluators import digits
-from tests.trainer.test_pages import pictures
+from tests.trainer.report.test_pages import pictures
 from trainer import train
 from trainer import tree as tree_lib
 from trainer.errors import ConfigError

@@ -14,7 +14,7 @@ EXIT_CODE = 75
 STILL_SECONDS = 1.0
 _STDLIB = sysconfig.get_paths()["stdlib"] + os.sep
 _SITE = os.sep + "site-packages" + os.sep
-_WAITS_IN = re.compile(r"/(jax|jaxlib|orbax)/|/trainer/(processes|liveness)\.py$")
+_WAITS_IN = re.compile(r"/(jax|jaxlib|orbax)/|/trainer/distributed/(processes|liveness)\.py$")
 
 
 @dataclass(frozen=True)

@@ -23,7 +23,7 @@ _NOT = re.compile(r"(models/hf|trainer/report|trainer/explain\w*|trainer/config_
 SEEDS = {
     ("", "config"): "", ("", "resolved"): "", ("", "cfg_model"): "model.", ("", "cfg_schedule"): "schedule.",
     ("trainer/strategies/", "cfg"): "strategy.", ("evaluators/", "cfg"): "evals.<name>.",
-    ("input_pipeline/readers", "cfg"): "input.sources.<name>.",
+    ("input_pipeline/sources/readers", "cfg"): "input.sources.<name>.",
     ("input_pipeline/sources", "cfg"): "input.sources.<name>.", ("input_pipeline/loader", "cfg"): "",
 }
 

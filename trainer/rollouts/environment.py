@@ -27,7 +27,7 @@ from trainer.dotted import load_class
 from trainer.errors import ConfigError, DataError
 from trainer.generate.stop_strings import StopStrings
 from trainer.rollouts.environment_calls import Calls, TookTooLong, TooManyLeft
-from trainer.rollouts.experience import Sequence
+from trainer.rollouts.experience import Trajectory
 
 # Completions of prompts, see `Episodes.run`; None: the run is to stop.
 Generate = Callable[..., list[Any] | None]
@@ -65,17 +65,17 @@ class Episode:
   """A completion of a prompt, or a conversation of several.
 
   Attributes:
-    sequence: its tokens. `finish_reason` is "length" where a completion or the room for the next one ended without an
+    trajectory: its tokens. `finish_reason` is "length" where a completion or the room for the next one ended without an
       end, "timeout" where the environment took too long, else "stop".
-    said: for reward functions, all that follows the record's prompt: a text, or messages.
+    completion: for reward functions, all that follows the record's prompt: a text, or messages.
     text: the same for people.
     reward: the sum of the environment's; None: it gave none; NaN: it failed.
     failed: the environment raised, or answered what cannot be; there is a message in the log.
     turns: completions.
   """
 
-  sequence: Sequence
-  said: str | list[dict]
+  trajectory: Trajectory
+  completion: str | list[dict]
   text: str
   reward: float | None
   failed: bool
@@ -84,7 +84,7 @@ class Episode:
   @property
   def completion_ids(self) -> np.ndarray:
     """All that follows what the policy was first asked, int32 [n]."""
-    return self.sequence.ids[self.sequence.prompt_length:]
+    return self.trajectory.ids[self.trajectory.prompt_length:]
 
 
 class Episodes:
@@ -142,7 +142,7 @@ class Episodes:
 
   def metrics(self, episodes: list[Episode]) -> dict[str, float]:
     """How they ended, as far as the config has ways to."""
-    found, all_of = {}, [episode.sequence for episode in episodes]
+    found, all_of = {}, [episode.trajectory for episode in episodes]
     if self._stop.strings:
       ended = sum(sequence.stop_reason is not None for sequence in all_of)
       found["completions/stop_string_ratio"] = ended / max(len(all_of), 1)
@@ -170,7 +170,7 @@ class Episodes:
   def _reset(self, episodes: list["_Playing"]) -> None:
     def first(episode: _Playing) -> dict[str, Any]:
       episode.environment = self._make()
-      opening = episode.environment.reset(episode.item.said, **episode.item.columns)
+      opening = episode.environment.reset(episode.item.content, **episode.item.columns)
       return {"added": None if opening is None else episode.as_added(opening)}
 
     for episode, answer in zip(episodes, _from_first(first, episodes), strict=True):
@@ -185,9 +185,10 @@ class Episodes:
     try:
       encoded = getattr(item.prompt.images, "encoded", ())
       if isinstance(opening, str):
-        ids = self._prompter.text(item.said + opening, item.prompt.where, encoded).ids
+        ids = self._prompter.text(item.content + opening, item.prompt.where, encoded).ids
       else:
-        ids = self._prompter.messages(item.said + opening, item.tools, item.prompt.where, encoded, **item.variables).ids
+        ids = self._prompter.messages(
+            item.content + opening, item.tools, item.prompt.where, encoded, **item.variables).ids
     except DataError as e:
       episode.fail(str(e))
       return
@@ -221,7 +222,7 @@ class Episodes:
   def _step(self, episodes: list["_Playing"], last: bool) -> None:
     """Lets environments answer; `last`: nothing is sampled after this."""
     def step(episode: _Playing) -> dict[str, Any]:
-      turn = episode.environment.step(episode.last_said)
+      turn = episode.environment.step(episode.last_completion)
       if not isinstance(turn, Turn):
         raise TypeError(f"step() returned a {type(turn).__name__}; expected a trainer.rollouts.environment.Turn")
       over = turn.done or turn.observation is None
@@ -244,7 +245,7 @@ class Episodes:
     ended = episode.stop_reason is None  # by a token, which stands there already
     try:
       ids = self._prompter.added_text(observation) if isinstance(observation, str) else self._prompter.added_messages(
-          item.said + episode.messages[:-1], episode.messages[-1]["content"], observation, item.tools, ended=ended,
+          item.content + episode.messages[:-1], episode.messages[-1]["content"], observation, item.tools, ended=ended,
           **item.variables)
     except DataError as e:
       episode.fail(str(e))
@@ -268,7 +269,7 @@ class _Playing:
     self.over, self.message, self.reward = False, None, None
     self.turns, self.sampled, self.finish_reason, self.stop_reason = 0, 0, "stop", None
     # What the policy said last, with special tokens but without what ended it.
-    self.last_said = ""
+    self.last_completion = ""
     # What follows the record's prompt.
     self.messages: list[dict] = []
     self.text = ""
@@ -278,20 +279,20 @@ class _Playing:
     """Starts with these ids, which end with `opening`."""
     self.ids, self.prompt_length = ids, len(ids)
     self.weights, self.logprobs = (np.zeros(len(ids), np.float32) for _ in range(2))
-    self._say(opening)
+    self._append(opening)
 
   def add_completion(self, completion: Any, text: str, with_special: str) -> None:
-    self.last_said, self.finish_reason = with_special, completion.finish_reason
+    self.last_completion, self.finish_reason = with_special, completion.finish_reason
     self.stop_reason = completion.stop_reason
     # Those of the distribution that training has, too, in which nothing is truncated.
     self._add(completion.ids, np.ones(len(completion.ids), np.float32), completion.full_logprobs)
     self.turns, self.sampled = self.turns + 1, self.sampled + len(completion.ids)
-    self._say(text if isinstance(self.item.said, str) else [{"role": "assistant", "content": text}])
+    self._append(text if isinstance(self.item.content, str) else [{"role": "assistant", "content": text}])
 
   def add_observation(self, ids: np.ndarray, observation: str | list[dict]) -> None:
     zeros = np.zeros(len(ids), np.float32)
     self._add(ids, zeros, zeros)
-    self._say(observation)
+    self._append(observation)
 
   def as_added(self, said: str | list[dict]) -> str | list[dict]:
     """What an environment says, as a text where the prompt is one, else as messages.
@@ -300,8 +301,8 @@ class _Playing:
       TypeError: it is neither.
     """
     if isinstance(said, str):
-      return said if isinstance(self.item.said, str) else [{"role": "user", "content": said}]
-    if isinstance(self.item.said, str):
+      return said if isinstance(self.item.content, str) else [{"role": "user", "content": said}]
+    if isinstance(self.item.content, str):
       raise TypeError(f"the environment says a {type(said).__name__}, but the prompt is a text; expected a string")
     if not isinstance(said, list) or not said or not all(
         isinstance(m, dict) and isinstance(m.get("role"), str) and isinstance(m.get("content"), str) for m in said):
@@ -315,17 +316,17 @@ class _Playing:
       self.finish_reason, self.stop_reason = "timeout", None
 
   def result(self) -> Episode:
-    sequence = Sequence(self.ids.astype(np.int32), self.weights, self.logprobs, self.prompt_length, self.finish_reason,
-                        self.item.number, self.stop_reason)
-    said = self.text if isinstance(self.item.said, str) else self.messages
-    return Episode(sequence, said, self.text, self.reward, self.message is not None, self.turns)
+    trajectory = Trajectory(self.ids.astype(np.int32), self.weights, self.logprobs, self.prompt_length,
+                            self.finish_reason, self.item.number, self.stop_reason)
+    completion = self.text if isinstance(self.item.content, str) else self.messages
+    return Episode(trajectory, completion, self.text, self.reward, self.message is not None, self.turns)
 
   def _add(self, ids: np.ndarray, weights: np.ndarray, logprobs: np.ndarray) -> None:
     self.ids = np.concatenate([self.ids, ids]).astype(np.int32)
     self.weights = np.concatenate([self.weights, weights])
     self.logprobs = np.concatenate([self.logprobs, logprobs]).astype(np.float32)
 
-  def _say(self, said: str | list[dict] | None) -> None:
+  def _append(self, said: str | list[dict] | None) -> None:
     if isinstance(said, str):
       self.text += said
     elif said is not None:

@@ -13,8 +13,7 @@ N sequences, n tokens of all of them, U units; B rows, T places of a row, S segm
 """
 
 from collections import Counter
-from collections.abc import Iterable, Mapping
-from collections.abc import Sequence as Several
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -33,7 +32,7 @@ MIN_SEGMENTS = 8
 
 
 @dataclass(frozen=True)
-class Sequence:
+class Trajectory:
   """A prompt and what followed it, token in and token out.
 
   Attributes:
@@ -74,7 +73,7 @@ class Experience(NamedTuple):
     return int(self.units[-1]) + 1 if len(self.units) else 0
 
 
-def collect(units: Iterable[Several[tuple[Sequence, float, int]]]) -> Experience:
+def collect(units: Iterable[Sequence[tuple[Trajectory, float, int]]]) -> Experience:
   """Units of (sequence, advantage, number of its source)."""
   units = list(units)
   flat = [(unit, *member) for unit, members in enumerate(units) for member in members]
@@ -111,8 +110,8 @@ class RowFormat:
   share_prompts: bool = False
 
 
-def make_batch(experience: Experience, units: np.ndarray, form: RowFormat, *, keys: Several[str] = (),
-               images: Mapping[int, Several[np.ndarray]] | None = None, old_logprobs: np.ndarray | None = None
+def make_batch(experience: Experience, units: np.ndarray, form: RowFormat, *, keys: Sequence[str] = (),
+               images: Mapping[int, Sequence[np.ndarray]] | None = None, old_logprobs: np.ndarray | None = None
                ) -> dict[str, np.ndarray]:
   """A batch of some of the units, packed into as few rows as best fit finds, each unit within one row.
 
@@ -250,7 +249,7 @@ def _shared_rows(experience: Experience, members: list[list[int]], prompts: list
 
 
 def _shown(experience: Experience, rows: list[list[int]], layout: image_tokens.Layout | None,
-           images: Mapping[int, Several[np.ndarray]]) -> dict[int, image_tokens.Shown]:
+           images: Mapping[int, Sequence[np.ndarray]]) -> dict[int, image_tokens.Shown]:
   """What is shown with each sequence that the rows have."""
   chosen = sorted(sequence for sequences in rows for sequence in sequences)
   numbers = {int(number) for number in experience.numbers[chosen]} if chosen else set()

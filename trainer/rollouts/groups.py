@@ -17,14 +17,14 @@ from trainer.generate.stop_strings import columns, ending
 from trainer.metrics import Mean
 from trainer.report import pages
 from trainer.rollouts.environment import Episode
-from trainer.rollouts.experience import Sequence
+from trainer.rollouts.experience import Trajectory
 from trainer.strategies import advantages as advantages_lib
 
 # Completions of a rollout that its table shows as text.
 SHOWN = 8
 
 
-class Scored(NamedTuple):
+class ScoredGroup(NamedTuple):
   """A group with its rewards; NaN: there is none."""
 
   item: PromptItem
@@ -38,18 +38,18 @@ class Scored(NamedTuple):
   zero_spread: bool
 
 
-class Lesson(NamedTuple):
-  """What groups give to train on."""
+class TrainingSamples(NamedTuple):
+  """The sequences of a rollout that are trained on."""
 
   # Each the sequences that must share a row: (sequence, advantage, number of its source).
-  units: list[list[tuple[Sequence, float, int]]]
+  units: list[list[tuple[Trajectory, float, int]]]
   # Of every completion, [P, G]; NaN: it has none.
   advantages: np.ndarray
   # Completions or groups left out, by metric.
   counts: dict[str, float]
 
 
-def sequences(groups: list[Scored], baseline: str, scale: str, mask_truncated: bool) -> Lesson:
+def sequences(groups: list[ScoredGroup], baseline: str, scale: str, mask_truncated: bool) -> TrainingSamples:
   """Every completion with its advantage, a unit each; left out are those without a reward, and with `mask_truncated`
   those that were cut off (which count in their group's mean)."""
   advantages_PxG = advantages_lib.advantages(np.stack([group.rewards for group in groups]), baseline, scale)
@@ -58,30 +58,30 @@ def sequences(groups: list[Scored], baseline: str, scale: str, mask_truncated: b
     for episode, advantage in zip(group.episodes, advantages_G.tolist(), strict=True):
       if math.isnan(advantage):
         without += 1
-      elif mask_truncated and episode.sequence.finish_reason == "length":
+      elif mask_truncated and episode.trajectory.finish_reason == "length":
         masked += 1
       else:
-        units.append([(episode.sequence, advantage, group.item.source)])
-  return Lesson(units, advantages_PxG, {"completions/masked": masked, "completions/without_reward": without})
+        units.append([(episode.trajectory, advantage, group.item.source)])
+  return TrainingSamples(units, advantages_PxG, {"completions/masked": masked, "completions/without_reward": without})
 
 
 def compared(rewards_G: np.ndarray, episodes: list[Episode], mask_truncated: bool) -> np.ndarray:
   """The rewards among which a pair is looked for: NaN for completions that were cut off, with `mask_truncated`."""
-  cut_G = np.array([episode.sequence.finish_reason == "length" for episode in episodes])
+  cut_G = np.array([episode.trajectory.finish_reason == "length" for episode in episodes])
   return np.where(cut_G & mask_truncated, np.nan, rewards_G)
 
 
-def pairs(groups: list[Scored], seq_len: int, mask_truncated: bool) -> Lesson:
+def pairs(groups: list[ScoredGroup], seq_len: int, mask_truncated: bool) -> TrainingSamples:
   """Of each group the best and the worst completion, chosen and rejected; none of a group whose rewards are all equal,
   or that has fewer than two. With `mask_truncated` those that were cut off are neither.
 
   Raises:
     ConfigError: a pair does not fit into a row.
   """
-  marks_PxG = np.full((len(groups), len(groups[0].episodes)), np.nan, np.float32)
+  signs_PxG = np.full((len(groups), len(groups[0].episodes)), np.nan, np.float32)
   units = []
   counts = dict.fromkeys(("completions/masked", "completions/without_reward", "rollout/ties", "rollout/unpaired"), 0.0)
-  for group, marks_G in zip(groups, marks_PxG, strict=True):
+  for group, signs_G in zip(groups, signs_PxG, strict=True):
     rewards_G = compared(group.rewards, group.episodes, mask_truncated)
     without = int(np.isnan(group.rewards).sum())
     usable = int(np.isfinite(rewards_G).sum())
@@ -91,18 +91,18 @@ def pairs(groups: list[Scored], seq_len: int, mask_truncated: bool) -> Lesson:
       counts["rollout/ties" if usable >= 2 else "rollout/unpaired"] += 1
       continue
     best, worst = int(np.nanargmax(rewards_G)), int(np.nanargmin(rewards_G))
-    marks_G[best], marks_G[worst] = 1.0, -1.0
-    pair = [(group.episodes[i].sequence, float(marks_G[i]), group.item.source) for i in (best, worst)]
+    signs_G[best], signs_G[worst] = 1.0, -1.0
+    pair = [(group.episodes[i].trajectory, float(signs_G[i]), group.item.source) for i in (best, worst)]
     size = sum(len(sequence.ids) for sequence, _, _ in pair)
     if size > seq_len:
       raise ConfigError(f"{group.item.prompt.where}: the best and the worst completion with their prompts have {size} "
                         f"tokens, more than a row of seq_len={seq_len}. Set seq_len to twice the longest prompt and "
                         "rollout.max_new_tokens.")
     units.append(pair)
-  return Lesson(units, marks_PxG, counts)
+  return TrainingSamples(units, signs_PxG, counts)
 
 
-class Nothing(NamedTuple):
+class NoSignal(NamedTuple):
   """Why a rollout teaches nothing, and what helps.
 
   `equal`: its rewards are there, and all those that are compared with one another are the same.
@@ -113,41 +113,42 @@ class Nothing(NamedTuple):
   equal: bool
 
 
-def nothing(names: tuple[str, ...], groups: list[Scored], lesson: Lesson) -> Nothing | None:
+def no_signal(names: tuple[str, ...], groups: list[ScoredGroup], samples: TrainingSamples) -> NoSignal | None:
   """Why these groups teach nothing; None: they teach something, by an advantage that is not 0."""
-  if any(advantage for unit in lesson.units for _, advantage, _ in unit):
+  if any(advantage for unit in samples.units for _, advantage, _ in unit):
     return None
   rewards_PxG = np.stack([group.rewards for group in groups])
   given = int(np.isfinite(rewards_PxG).sum())
-  masked, several = lesson.counts["completions/masked"], (np.isfinite(rewards_PxG).sum(axis=1) >= 2).any()
+  masked, several = samples.counts["completions/masked"], (np.isfinite(rewards_PxG).sum(axis=1) >= 2).any()
   if not several:
     shares = [(name, what, np.mean([getattr(group, what)[:, k] for group in groups]))
               for k, name in enumerate(names) for what in ("failed", "abstained")]
-    told = ", ".join(f"{name} {what} for {share:.0%}" for name, what, share in shares if share)
+    failures = ", ".join(f"{name} {what} for {share:.0%}" for name, what, share in shares if share)
     some = f"only {given}, no two to one prompt," if given else "none"
-    return Nothing(f"{some} of its {rewards_PxG.size} completions have a reward: {told}",
+    return NoSignal(f"{some} of its {rewards_PxG.size} completions have a reward: {failures}",
                    "Mend what gives the rewards, and look at the completions in samples/.", False)
-  if masked and not lesson.units and not lesson.counts.get("rollout/ties"):
-    return Nothing(f"{masked:g} of its {given} completions with a reward were cut off at rollout.max_new_tokens, and "
+  if masked and not samples.units and not samples.counts.get("rollout/ties"):
+    return NoSignal(f"{masked:g} of its {given} completions with a reward were cut off at rollout.max_new_tokens, and "
                    "are left out by rollout.mask_truncated", "Raise rollout.max_new_tokens (and seq_len), or use "
                    "rollout.mask_truncated=False.", False)
   low, high = float(np.nanmin(rewards_PxG)), float(np.nanmax(rewards_PxG))
   what = f"{low:g}" if low == high else f"{low:g} to {high:g}, the same within each group"
-  return Nothing(f"its {given} rewards do not differ ({what}), so that no completion is better than another",
+  return NoSignal(f"its {given} rewards do not differ ({what}), so that no completion is better than another",
                  "Use prompts that the model sometimes gets right, a reward with more than two values, more "
                  "completions a prompt (rollout.group_size), or a model that begins with more.", True)
 
 
-def metrics(names: tuple[str, ...], kept: list[Scored], replaced: list[Scored], lesson: Lesson) -> dict[str, Any]:
-  """Of all that was sampled, by TRL's names; see `advantages.statistics`. `replaced`: groups that are not kept."""
+def metrics(names: tuple[str, ...], kept: list[ScoredGroup], replaced: list[ScoredGroup], samples: TrainingSamples
+            ) -> dict[str, Any]:
+  """Metrics of all samples, by TRL's names; see `advantages.statistics`. `replaced`: groups that are not kept."""
   groups = kept + replaced
-  advantages_PxG = np.full((len(groups), lesson.advantages.shape[1]), np.nan, np.float32)
-  advantages_PxG[:len(kept)] = lesson.advantages
+  advantages_PxG = np.full((len(groups), samples.advantages.shape[1]), np.nan, np.float32)
+  advantages_PxG[:len(kept)] = samples.advantages
   columns = ("values", "failed", "abstained", "rewards")
   parts = (np.stack([getattr(group, column) for group in groups]) for column in columns)
   found = advantages_lib.statistics(names, *parts, advantages_PxG)
-  lengths = np.array([e.sequence.weights.sum() for group in groups for e in group.episodes])
-  reasons = np.array([e.sequence.finish_reason for group in groups for e in group.episodes])
+  lengths = np.array([e.trajectory.weights.sum() for group in groups for e in group.episodes])
+  reasons = np.array([e.trajectory.finish_reason for group in groups for e in group.episodes])
   ended = reasons == "stop"
   found["completions/clipped_ratio"] = Mean(float((reasons == "length").sum()), float(len(reasons)))
   # Terminated: of completions that ended by themselves.
@@ -155,10 +156,10 @@ def metrics(names: tuple[str, ...], kept: list[Scored], replaced: list[Scored], 
     if len(some):
       found |= {f"completions/mean_{name}": some.mean(), f"completions/min_{name}": some.min(),
                 f"completions/max_{name}": some.max()}
-  return found | lesson.counts | {"rollout/groups_replaced": len(replaced)}
+  return found | samples.counts | {"rollout/groups_replaced": len(replaced)}
 
 
-def table(names: tuple[str, ...], groups: list[Scored], lesson: Lesson) -> list[dict[str, Any]]:
+def table(names: tuple[str, ...], groups: list[ScoredGroup], samples: TrainingSamples) -> list[dict[str, Any]]:
   """A line for each completion, JSON-able."""
 
   def number(x: Any) -> float | None:
@@ -168,13 +169,13 @@ def table(names: tuple[str, ...], groups: list[Scored], lesson: Lesson) -> list[
       {"where": group.item.prompt.where, "sample": i, "prompt": group.item.prompt.text, "completion": episode.text,
        "reward": number(group.rewards[i]), "advantage": number(advantage),
        "rewards": {name: number(value) for name, value in zip(names, group.values[i], strict=True)},
-       **columns(episode.sequence.finish_reason, episode.sequence.stop_reason),
-       "tokens": int(episode.sequence.weights.sum())}
-      for group, advantages_G in zip(groups, lesson.advantages, strict=True)
+       **columns(episode.trajectory.finish_reason, episode.trajectory.stop_reason),
+       "tokens": int(episode.trajectory.weights.sum())}
+      for group, advantages_G in zip(groups, samples.advantages, strict=True)
       for i, (episode, advantage) in enumerate(zip(group.episodes, advantages_G, strict=True))]
 
 
-def write(file: Path, rows: list[dict[str, Any]], groups: list[Scored], title: str) -> str:
+def write(file: Path, rows: list[dict[str, Any]], groups: list[ScoredGroup], title: str) -> str:
   """Writes the table of `table` to `file`.jsonl, and as a page with its images to `file`.html; returns the first of it
   as text."""
   file.parent.mkdir(parents=True, exist_ok=True)

@@ -33,7 +33,7 @@ from trainer.rollouts import groups as groups_lib
 from trainer.rollouts import old_policy
 from trainer.rollouts.environment import Episode, Episodes
 from trainer.rollouts.experience import Experience
-from trainer.rollouts.groups import Scored
+from trainer.rollouts.groups import ScoredGroup, TrainingSamples
 from trainer.rollouts.options import ENVIRONMENT
 from trainer.rollouts.reward_pool import Group, Scorer
 from trainer.strategies import advantages as advantages_lib
@@ -83,20 +83,20 @@ class Rollouts:
     c, self._seed, self._workdir = config.rollout, config.seed, workdir
     self.taken = steps_of_rollouts(c.num_prompts, c.updates, c.epochs, past)
     self._group_size, self._resample, self._has_environment = c.group_size, c.resample, c.environment is not None
-    self._most_without_lesson, self._masks = c.max_without_lesson, c.mask_truncated
+    self._max_without_signal, self._mask_truncated = c.max_without_lesson, c.mask_truncated
     self._prompts = prompts
     self._strategy = strategies.of(config)
     self._rows = experience_lib.RowFormat(
         config.seq_len, policy.tokenizer.pad_id, config.batch_size // config.grad_accum_steps,
         image_tokens.layout_of(policy.model), share_prompts)
     if self._strategy.data == "pairs":
-      self._compares_all = not self._masks
-      self._lesson = lambda groups: groups_lib.pairs(groups, config.seq_len, self._masks)
+      self._compares_all = not self._mask_truncated
+      self._select = lambda groups: groups_lib.pairs(groups, config.seq_len, self._mask_truncated)
     else:
-      how = (*advantages_lib.kinds(config.strategy), self._masks)
+      how = (*advantages_lib.kinds(config.strategy), self._mask_truncated)
       self._compares_all = True
-      self._lesson = lambda groups: groups_lib.sequences(groups, *how)
-    self._drawing = dict(temperature=c.temperature, top_k=c.top_k, top_p=c.top_p, min_p=c.min_p)
+      self._select = lambda groups: groups_lib.sequences(groups, *how)
+    self._sampling = dict(temperature=c.temperature, top_k=c.top_k, top_p=c.top_p, min_p=c.min_p)
     self._sampler = Sampler(policy.model, policy.mesh, rows=c.batch_size)
     self._episodes = Episodes(config, policy.tokenizer, prompts)
     self._scorer = make_scorer(config, prompts)
@@ -110,13 +110,13 @@ class Rollouts:
     # The rollout that is being trained on, the step that it began at, its number, its metrics, the prompts that were
     # drawn for it and for those before, the steps that it serves, and those of a pass over it.
     self._experience: Experience | None = None
-    self._pictures: dict[int, Sequence[np.ndarray]] = {}  # those of its prompts, by their numbers
+    self._images: dict[int, Sequence[np.ndarray]] = {}  # those of its prompts, by their numbers
     self._old: np.ndarray | None = None  # see trainer/rollouts/old_policy.py
     self._first_step = self._number = self._drawn = self._steps_each = self._updates = 0
     self.metrics: dict[str, float] = {}
     # Rollouts in a row that taught nothing, and whether there was one that did.
-    self._without_lesson, self._learned = 0, False
-    # {updates done: (row positions trained on, prompts drawn for these)}, of the latest.
+    self._without_signal, self._learned = 0, False
+    # {updates done: (row positions trained on, prompts drawn for these)}, for the latest two updates.
     self._totals = {0: (0, 0)} | ({past.step: (past.tokens, 0)} if past and past.of == ROWS else {})
 
   # ---------------------------------------------------------------- what a run asks of its data
@@ -152,7 +152,8 @@ class Rollouts:
     return self._prompts.stats()
 
   def _at(self, step: int) -> tuple[int, int]:
-    return self._totals[max(s for s in self._totals if s <= step)]
+    """(row positions, prompts drawn) after `step` updates: the latest entry of `_totals` that is not later."""
+    return self._totals[max(done for done in self._totals if done <= step)]
 
   # ---------------------------------------------------------------- batches
 
@@ -162,8 +163,8 @@ class Rollouts:
 
   def example(self, step: int, program: Any) -> dict[str, np.ndarray]:
     """A batch of the smallest shape, of padding alone."""
-    nothing = experience_lib.collect([]), np.zeros(0, np.int64)
-    return experience_lib.make_batch(*nothing, self._rows, keys=self._keys())
+    no_signal = experience_lib.collect([]), np.zeros(0, np.int64)
+    return experience_lib.make_batch(*no_signal, self._rows, keys=self._keys())
 
   def batches(self, run: Any) -> "Batches":
     """The batches of the run from its step on, in their places."""
@@ -188,7 +189,7 @@ class Rollouts:
     order = permutation(self._experience.num_units, self._seed, "rollout", self._number, epoch)
     units = np.array_split(order, self._updates)[update]
     old = None if self._old is None else self._old[epoch]
-    return experience_lib.make_batch(self._experience, units, self._rows, keys=keys, images=self._pictures,
+    return experience_lib.make_batch(self._experience, units, self._rows, keys=keys, images=self._images,
                                      old_logprobs=old)
 
   # ---------------------------------------------------------------- checkpoints
@@ -200,7 +201,7 @@ class Rollouts:
     done = self._experience is None or step - self._first_step >= self._steps_each
     meta = {"tokens": tokens, "drawn": drawn, "number": self._number, "first_step": self._first_step,
             "updates": self._updates, "steps": self._steps_each, "metrics": self.metrics, "done": done,
-            "data": self.fingerprint, "without_lesson": self._without_lesson, "learned": self._learned}
+            "data": self.fingerprint, "without_lesson": self._without_signal, "learned": self._learned}
     # Checkpoints cannot hold empty arrays.
     if done or not self._experience.num_units:
       return meta, None
@@ -218,7 +219,7 @@ class Rollouts:
     self._number, self._first_step, self._drawn = meta["number"], meta["first_step"], meta["drawn"]
     self._updates, self._steps_each, self.metrics = meta["updates"], meta["steps"], meta["metrics"]
     # Checkpoints of earlier versions do not say.
-    self._without_lesson, self._learned = meta.get("without_lesson", 0), meta.get("learned", False)
+    self._without_signal, self._learned = meta.get("without_lesson", 0), meta.get("learned", False)
     if meta["done"]:
       self._experience = None
     else:
@@ -232,7 +233,7 @@ class Rollouts:
                         f"{self._first_step + self._steps_each}: the images of its prompts cannot be had again. Train "
                         "to that step with the data as they were, then change them.")
     if self._experience is not None and self._rows.layout:
-      self._pictures = {n: self._prompts.item(n).prompt.images for n in set(self._experience.numbers.tolist())}
+      self._images = {n: self._prompts.item(n).prompt.images for n in set(self._experience.numbers.tolist())}
 
   def close(self) -> None:
     """Ends the processes that compute rewards."""
@@ -243,14 +244,14 @@ class Rollouts:
   def _roll(self, run: Any) -> bool:
     """Samples and scores the next prompts; groups that teach nothing are replaced where the config says so.
 
-    False: the run was asked to stop meanwhile; then nothing has changed.
+    Returns False, with nothing changed, if the run was asked to stop meanwhile.
     """
     is_first = self._experience is None and run.step == 0
     drawn, number = self._drawn, 0 if is_first else self._number + 1
     size = self.taken.at(run.step)
     self._clock = {"rollout": 0.0, "rewards": 0.0}
-    groups: list[Scored] = []
-    replaced: list[Scored] = []
+    groups: list[ScoredGroup] = []
+    replaced: list[ScoredGroup] = []
     jax.block_until_ready(run.state["params"])  # the update before is training, not sampling
     with run.chrono.pause("rollout"):
       for attempt in range(self._resample + 1):
@@ -272,9 +273,9 @@ class Rollouts:
       groups, replaced = groups + replaced[:spare], replaced[spare:]
     self._number, self._first_step, self._drawn = number, run.step, drawn
     self._updates, self._steps_each = size.parts, size.every
-    self._pictures = {group.item.number: group.item.prompt.images for group in groups}
-    lesson = self._lesson(groups)
-    self._experience, self.metrics = experience_lib.collect(lesson.units), self._metrics(groups, replaced, lesson)
+    self._images = {group.item.number: group.item.prompt.images for group in groups}
+    samples = self._select(groups)
+    self._experience, self.metrics = experience_lib.collect(samples.units), self._metrics(groups, replaced, samples)
     self._old = None
     if "old_logprobs" in self._keys():
       with run.chrono.pause("rollout"):
@@ -283,9 +284,9 @@ class Rollouts:
             functools.partial(self._score_step, run), lambda nth: self._batch(nth, (*self._keys(), "places")),
             len(self._experience.tokens), self._updates, self._steps_each // self._updates)
         self.metrics["time/old_logprobs"] = time.perf_counter() - began
-    problem = self._problem(groups, lesson)
-    if jax.process_index() == 0 and (problem or self._shows(run)):
-      table = groups_lib.table(self._names, groups, lesson)
+    problem = self._problem(groups, samples)
+    if jax.process_index() == 0 and (problem or self._logs_samples(run)):
+      table = groups_lib.table(self._names, groups, samples)
       text = groups_lib.write(self._workdir / "samples" / f"rollout-{run.step + 1:08d}", table, groups,
                               f"rollout before step {run.step + 1}")
       run.writer.write_texts(run.step + 1, {"rollout": text})
@@ -306,7 +307,7 @@ class Rollouts:
 
       def generate(prompts: list[np.ndarray], **options: Any) -> list[Completion] | None:
         parts = []
-        for part in self._sampler.stream(run.state["params"], prompts, **self._drawing, **options):
+        for part in self._sampler.stream(run.state["params"], prompts, **self._sampling, **options):
           if run.stop_requested and jax.process_count() == 1:
             return None
           bar.update(part.finish_reason != "")
@@ -317,13 +318,13 @@ class Rollouts:
     self._clock["rollout"] += time.perf_counter() - began
     return episodes
 
-  def _score(self, items: list[PromptItem], episodes: list[list[Episode]]) -> list[Scored]:
+  def _score(self, items: list[PromptItem], episodes: list[list[Episode]]) -> list[ScoredGroup]:
     """The groups with their rewards, which the first process computes for all."""
     began = time.perf_counter()
     scores: Any = None
     if jax.process_index() == 0:
-      groups = [Group(item.said, [e.said for e in group], [e.completion_ids.tolist() for e in group], item.columns,
-                      item.prompt.where) for item, group in zip(items, episodes, strict=True)]
+      groups = [Group(item.content, [e.completion for e in group], [e.completion_ids.tolist() for e in group],
+                      item.columns, item.prompt.where) for item, group in zip(items, episodes, strict=True)]
       scores = self._scorer.score(groups)
       for message in scores.messages:
         logging.warning("rollout: %s", message)
@@ -339,39 +340,41 @@ class Rollouts:
     equal = advantages_lib.zero_spread(rewards_PxG if self._compares_all else np.stack([
         groups_lib.compared(*group, mask_truncated=True) for group in zip(rewards_PxG, episodes, strict=True)]))
     self._clock["rewards"] += time.perf_counter() - began
-    return [Scored(*row) for row in zip(items, episodes, values, failed, abstained, rewards_PxG, equal, strict=True)]
+    return [ScoredGroup(*row) for row in zip(
+        items, episodes, values, failed, abstained, rewards_PxG, equal, strict=True)]
 
-  def _metrics(self, groups: list[Scored], replaced: list[Scored], lesson: groups_lib.Lesson) -> dict[str, float]:
-    """Those of the rollout."""
-    metrics = groups_lib.metrics(self._names, groups, replaced, lesson)
-    sampled = sum(float(e.sequence.weights.sum()) for group in groups + replaced for e in group.episodes)
+  def _metrics(self, groups: list[ScoredGroup], replaced: list[ScoredGroup], samples: TrainingSamples
+               ) -> dict[str, float]:
+    """The rollout's metrics."""
+    metrics = groups_lib.metrics(self._names, groups, replaced, samples)
+    sampled = sum(float(e.trajectory.weights.sum()) for group in groups + replaced for e in group.episodes)
     metrics |= self._episodes.metrics([episode for group in groups + replaced for episode in group.episodes])
     return to_floats(metrics | {
         "time/rollout": self._clock["rollout"], "time/rewards": self._clock["rewards"],
         "sampling/tokens_per_second": sampled / max(self._clock["rollout"], 1e-9)})
 
-  def _problem(self, groups: list[Scored], lesson: groups_lib.Lesson) -> str:
-    """Warns of a rollout that teaches nothing; after so many in a row, what the run is to end with.
+  def _problem(self, groups: list[ScoredGroup], samples: TrainingSamples) -> str:
+    """Warns of a rollout that teaches nothing. Returns the error that ends the run after too many in a row, else "".
 
     Equal rewards are no fault once the policy has learned: it may have mastered these prompts, and others will differ.
     While it has not, it stays what it is, and will be given the same rewards again.
     """
-    nothing = groups_lib.nothing(self._names, groups, lesson)
-    if nothing is None or (nothing.equal and self._learned):
-      self._without_lesson, self._learned = 0, True
+    no_signal = groups_lib.no_signal(self._names, groups, samples)
+    if no_signal is None or (no_signal.equal and self._learned):
+      self._without_signal, self._learned = 0, True
       return ""
-    self._without_lesson += 1
-    logging.warning("The rollout before step %d teaches nothing: %s. %s", self._first_step + 1, nothing.why,
-                    nothing.advice)
-    if not self._most_without_lesson or self._without_lesson < self._most_without_lesson:
+    self._without_signal += 1
+    logging.warning("The rollout before step %d teaches nothing: %s. %s", self._first_step + 1, no_signal.why,
+                    no_signal.advice)
+    if not self._max_without_signal or self._without_signal < self._max_without_signal:
       return ""
-    first = self._first_step - (self._without_lesson - 1) * self._steps_each
+    first = self._first_step - (self._without_signal - 1) * self._steps_each
     since = "" if self._learned else ", and nothing has been learned since the run began"
-    return (f"{self._without_lesson} rollouts in a row taught nothing, from step {first + 1} to {self._first_step + 1}"
-            f"{since}. Of the last: {nothing.why}. {nothing.advice} The same command then goes on from the last "
+    return (f"{self._without_signal} rollouts in a row taught nothing, from step {first + 1} to {self._first_step + 1}"
+            f"{since}. Of the last: {no_signal.why}. {no_signal.advice} The same command then goes on from the last "
             "checkpoint. rollout.max_without_lesson says after how many such rollouts a run ends (0: never).")
 
-  def _shows(self, run: Any) -> bool:
+  def _logs_samples(self, run: Any) -> bool:
     """Whether the step that follows is one whose metrics are written."""
     every = run.log_steps
     return run.step == 0 or bool(every) and (run.step + self._steps_each) // every > run.step // every

@@ -190,7 +190,7 @@ def test_where_a_thread_stands():
     thread.start()
   try:
     (waits, place), (busy_waits, busy_place) = (verdicts.stands(thread.ident) for thread in threads)
-    assert waits and place.startswith("trainer/test_liveness.py:") and place.endswith("in fetch")
+    assert waits and place.startswith("distributed/test_liveness.py:") and place.endswith("in fetch")
     assert not busy_waits and busy_place.endswith("in <lambda>")
     assert verdicts.stands(-1) == (False, "")
   finally:

@@ -12,7 +12,7 @@ from input_pipeline.prompt_data import make_prompt_data
 from input_pipeline.tokenizer.tokenizer import BytesTokenizer, load_tokenizer
 from tests import tiny
 from tests.evaluators import digits
-from tests.trainer.test_pages import pictures
+from tests.trainer.report.test_pages import pictures
 from trainer.config import checks as config_checks
 from trainer.config import reward, strategy
 from trainer.errors import DataError

@@ -15,10 +15,10 @@ import pytest
 from tests import browser, tiny
 from tests.evaluators import digits
 from tests.trainer import rollout_runs, test_image_runs
+from tests.trainer.report.test_pages import pictures
 from tests.trainer.strategies import pairs as pairs_lib
 from tests.trainer.strategies import test_dpo_runs as test_dpo
 from tests.trainer.strategies import test_grpo
-from tests.trainer.test_pages import pictures
 from trainer import train
 from trainer.config import source, strategy
 from trainer.modes import microscope

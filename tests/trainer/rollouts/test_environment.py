@@ -122,7 +122,7 @@ def setup(tmp_path, rows, *, tokenizer=TINY, template="chatml", env=None, seq_le
 def marked(episode, tokenizer=TINY):
   """The episode's text, in which what was sampled stands between « and »."""
   text, before = "", 0.0
-  for i, weight in zip(episode.sequence.ids.tolist(), episode.sequence.weights.tolist(), strict=True):
+  for i, weight in zip(episode.trajectory.ids.tolist(), episode.trajectory.weights.tolist(), strict=True):
     text += {(0, 1): "«", (1, 0): "»"}.get((before, weight), "") + tokenizer.decode([i], skip_special=False)
     before = weight
   return text + "»" * (before == 1)
@@ -130,7 +130,7 @@ def marked(episode, tokenizer=TINY):
 
 def rendered(episodes, item, messages):
   """Ids of a whole conversation, as one rendering."""
-  text = episodes._prompter.template.render_spans(item.said + messages, tools=item.tools,
+  text = episodes._prompter.template.render_spans(item.content + messages, tools=item.tools,
                                                   inert_tokens=TINY.special_tokens)
   return TINY.encode_rendered(text.text, text.inert).tolist()
 
@@ -164,13 +164,13 @@ def test_without_an_environment_there_is_one_turn(tmp_path):
       [CHAT.replace("Hi", who) + f"«yes {i}<|im_end|>»" for i in range(3)] for who in ("Hi", "Ho")]
   e = groups[1][2]
   n = len(items[1].prompt.ids)
-  assert e.sequence.prompt_length == n and e.sequence.finish_reason == "stop" and e.turns == 1
-  assert e.sequence.ids.dtype == np.int32 and e.sequence.weights.dtype == e.sequence.logprobs.dtype == np.float32
-  assert e.completion_ids.tolist() == e.sequence.ids[n:].tolist() == [*TINY.encode_batch(["yes 2"])[0], TINY.eos_id]
+  assert e.trajectory.prompt_length == n and e.trajectory.finish_reason == "stop" and e.turns == 1
+  assert e.trajectory.ids.dtype == np.int32 and e.trajectory.weights.dtype == e.trajectory.logprobs.dtype == np.float32
+  assert e.completion_ids.tolist() == e.trajectory.ids[n:].tolist() == [*TINY.encode_batch(["yes 2"])[0], TINY.eos_id]
   # The log-probs of the whole distribution, not those of a truncated one.
-  np.testing.assert_allclose(e.sequence.logprobs, [0] * n + [-2.1 - k / 1000 for k in range(len(e.completion_ids))],
+  np.testing.assert_allclose(e.trajectory.logprobs, [0] * n + [-2.1 - k / 1000 for k in range(len(e.completion_ids))],
                              rtol=1e-6)
-  assert e.said == [{"role": "assistant", "content": "yes 2"}] and e.text == "yes 2"
+  assert e.completion == [{"role": "assistant", "content": "yes 2"}] and e.text == "yes 2"
   assert e.reward is None and not e.failed
 
 
@@ -179,10 +179,10 @@ def test_a_text_is_continued(tmp_path):
   items, episodes = setup(tmp_path, [{"q": "ab"}], tokenizer=tokenizer, template=None, max_new_tokens=3)
   sampler = Sampler(tokenizer, lambda sample, turn: "cd" if sample else "cde")
   (cut, ended), = episodes.run(items, 2, sampler, 0)
-  assert cut.sequence.ids.tolist() == [256, *b"abcde"] and cut.sequence.finish_reason == "length"
-  assert ended.sequence.ids.tolist() == [256, *b"abcd", 257] and ended.sequence.finish_reason == "stop"
-  assert (cut.said, ended.said, ended.text) == ("cde", "cd", "cd")
-  assert ended.sequence.weights.tolist() == [0, 0, 0, 1, 1, 1]
+  assert cut.trajectory.ids.tolist() == [256, *b"abcde"] and cut.trajectory.finish_reason == "length"
+  assert ended.trajectory.ids.tolist() == [256, *b"abcd", 257] and ended.trajectory.finish_reason == "stop"
+  assert (cut.completion, ended.completion, ended.text) == ("cde", "cd", "cd")
+  assert ended.trajectory.weights.tolist() == [0, 0, 0, 1, 1, 1]
 
 
 # ---------------------------------------------------------------------------------------------- several turns
@@ -195,14 +195,14 @@ def test_a_guessing_game(tmp_path):
   (at_once, second, never), = episodes.run(items, 3, sampler, 0)[0:1]
   assert marked(at_once) == CHAT + "«7<|im_end|>»" and (at_once.reward, at_once.turns) == (1.0, 1)
   assert marked(second) == CHAT + "«is it 1<|im_end|>»" + NEXT.format("user", "not 1") + "«7<|im_end|>»"
-  assert (second.reward, second.turns, second.sequence.finish_reason) == (1.25, 2, "stop")
+  assert (second.reward, second.turns, second.trajectory.finish_reason) == (1.25, 2, "stop")
   assert never.turns == 3 and never.reward == 1.5
   for e in (at_once, second, never):
-    whole = rendered(episodes, items[0], e.said)
-    assert e.sequence.ids.tolist() == whole[:len(e.sequence.ids)]
-    assert TINY.decode(whole[len(e.sequence.ids):], skip_special=False) == "\n"
-    assert (e.sequence.logprobs != 0).tolist() == (e.sequence.weights == 1).tolist()
-  assert second.said == [{"role": "assistant", "content": "is it 1"}, {"role": "user", "content": "not 1"},
+    whole = rendered(episodes, items[0], e.completion)
+    assert e.trajectory.ids.tolist() == whole[:len(e.trajectory.ids)]
+    assert TINY.decode(whole[len(e.trajectory.ids):], skip_special=False) == "\n"
+    assert (e.trajectory.logprobs != 0).tolist() == (e.trajectory.weights == 1).tolist()
+  assert second.completion == [{"role": "assistant", "content": "is it 1"}, {"role": "user", "content": "not 1"},
                          {"role": "assistant", "content": "7"}]
   assert second.text == "is it 1\n[user] not 1\n[assistant] 7"
 
@@ -218,7 +218,7 @@ def test_each_turn_is_one_call_with_the_numbers_of_its_samples(tmp_path):
   for ids, samples in zip(prompts, second, strict=True):
     item = samples == [0, 2]  # of the second prompt, whose number is 8
     for sample in samples:
-      assert groups[item][sample].sequence.ids[:len(ids)].tolist() == ids.tolist()
+      assert groups[item][sample].trajectory.ids[:len(ids)].tolist() == ids.tolist()
   assert [[e.turns for e in group] for group in groups] == [[1, 2, 1, 2], [2, 1, 2, 1]]
 
 
@@ -229,14 +229,14 @@ def test_a_tool(tmp_path):
   assert marked(right) == CHAT + "«[TOOL_CALLS]2+3<|im_end|>»" + NEXT.format("tool", "5") + "«5<|im_end|>»"
   assert (right.reward, wrong.reward) == (1.0, 0.0)
   # Rewards are told what was said without special tokens, which the environment sees.
-  assert right.said == [{"role": "assistant", "content": "2+3"}, {"role": "tool", "content": "5"},
+  assert right.completion == [{"role": "assistant", "content": "2+3"}, {"role": "tool", "content": "5"},
                         {"role": "assistant", "content": "5"}]
 
 
 def test_special_tokens_of_an_environment_stay_text(tmp_path):
   says = "ok<|im_end|>\n<|im_start|>assistant\nI win<|im_end|>"
   items, episodes = setup(tmp_path, [{"q": "Hi", "says": says}], env="Opening", max_turns=2)
-  ids = episodes.run(items, 1, Sampler(TINY, lambda *_: "a"), 0)[0][0].sequence.ids.tolist()
+  ids = episodes.run(items, 1, Sampler(TINY, lambda *_: "a"), 0)[0][0].trajectory.ids.tolist()
   text = TINY.decode(ids, skip_special=False)
   assert text == CHAT + "a<|im_end|>" + NEXT.format("user", says) + "a<|im_end|>"
   # Ended: the user twice, the assistant twice.
@@ -249,9 +249,9 @@ def test_a_text_goes_on_as_it_is(tmp_path):
   items, episodes = setup(tmp_path, [{"q": "ab", "says": " <|eos|>", "opening": "?"}], tokenizer=tokenizer,
                           template=None, env="Opening", max_turns=2)
   (e,), = episodes.run(items, 1, Sampler(tokenizer, lambda *_: "c"), 0)
-  assert e.sequence.ids.tolist() == [256, *b"ab?c", 257, *b" <|eos|>", *b"c", 257]
-  assert e.sequence.weights.tolist() == [0] * 4 + [1, 1] + [0] * 8 + [1, 1] and e.sequence.prompt_length == 4
-  assert e.said == e.text == "?c <|eos|>c" and e.reward == 1.0
+  assert e.trajectory.ids.tolist() == [256, *b"ab?c", 257, *b" <|eos|>", *b"c", 257]
+  assert e.trajectory.weights.tolist() == [0] * 4 + [1, 1] + [0] * 8 + [1, 1] and e.trajectory.prompt_length == 4
+  assert e.completion == e.text == "?c <|eos|>c" and e.reward == 1.0
 
 
 def test_an_opening_belongs_to_the_prompt(tmp_path):
@@ -260,8 +260,8 @@ def test_an_opening_belongs_to_the_prompt(tmp_path):
   (e,), = episodes.run(items, 1, Sampler(TINY, lambda *_: "a"), 0)
   opened = CHAT + "x<|im_end|>" + NEXT.format("user", "y")
   assert marked(e) == opened + "«a<|im_end|>»" + NEXT.format("user", "more") + "«a<|im_end|>»"
-  assert TINY.decode(e.sequence.ids[:e.sequence.prompt_length], skip_special=False) == opened
-  assert [m["content"] for m in e.said] == ["x", "y", "a", "more", "a"]
+  assert TINY.decode(e.trajectory.ids[:e.trajectory.prompt_length], skip_special=False) == opened
+  assert [m["content"] for m in e.completion] == ["x", "y", "a", "more", "a"]
 
 
 def test_a_question_is_asked_about_its_own_images_in_every_turn(tmp_path):
@@ -277,12 +277,12 @@ def test_a_question_is_asked_about_its_own_images_in_every_turn(tmp_path):
   for turn, (images, prefixes) in enumerate(sampler.seen):
     for found, expected in zip(images, pictures, strict=True):
       np.testing.assert_array_equal(np.stack(found), expected[None])
-    sequence = groups[0][0].sequence
+    sequence = groups[0][0].trajectory
     assert prefixes == [sequence.prompt_length] * 2 and (sampler.asked[turn][0][0][:prefixes[0]] == sequence.ids[
         :prefixes[0]]).all() and (len(sampler.asked[turn][0][0]) == prefixes[0]) == (turn == 0)
-  assert [e.sequence.number for group in groups for e in group] == [item.number for item in items for _ in range(2)]
-  held = groups[0][0].sequence.ids == SEES["image_token"]
-  assert held.sum() == 4 and held[:groups[0][0].sequence.prompt_length].sum() == 4
+  assert [e.trajectory.number for group in groups for e in group] == [item.number for item in items for _ in range(2)]
+  held = groups[0][0].trajectory.ids == SEES["image_token"]
+  assert held.sum() == 4 and held[:groups[0][0].trajectory.prompt_length].sum() == 4
 
 
 @pytest.mark.parametrize("template", ["llama3", "gemma", "plain", "qwen3", "mistral"])
@@ -293,8 +293,8 @@ def test_every_template_goes_on_as_it_writes_conversations(tmp_path, template):
   reply = " aha" if template in ("plain", "mistral") else "aha"  # what the model writes begins with a space there
   (e,), = episodes.run(items, 1, Sampler(TINY, lambda *_: reply, stop), 0)
   assert not e.failed and e.turns == 2
-  whole = TINY.decode(e.sequence.ids, skip_special=False)
-  text = episodes._prompter.template.render([*items[0].said, *e.said])
+  whole = TINY.decode(e.trajectory.ids, skip_special=False)
+  text = episodes._prompter.template.render([*items[0].content, *e.completion])
   if template == "qwen3":  # which shows an empty thought in the last turn alone
     whole, text = (t.replace("<think>\n\n</think>\n\n", "") for t in (whole, text))
   assert text.startswith(whole) and whole.count("aha") == 2 and not text[len(whole):].strip()
@@ -321,15 +321,16 @@ def test_what_a_string_ends_goes_on_as_if_its_turn_had_ended(tmp_path, template,
                           stop=("</t>",), keep_stop=keep)
   (e,), = episodes.run(items, 1, Stopping(tokenizer, lambda *_: "go"), 0)
   said = "go</t>" if keep else "go"
-  assert not e.failed and e.turns == 2 and (e.sequence.finish_reason, e.sequence.stop_reason) == ("stop", "</t>")
+  assert not e.failed and e.turns == 2 and (e.trajectory.finish_reason, e.trajectory.stop_reason) == ("stop", "</t>")
   if template is None:
-    assert e.said == e.text == f"{said}told {said}!{said}"
+    assert e.completion == e.text == f"{said}told {said}!{said}"
     assert marked(e, tokenizer) == f"<|bos|>Hi«go</t>»told {said}!«go</t>»"
     return
-  assert [m["content"] for m in e.said] == [said, f"told {said}!", said]
+  assert [m["content"] for m in e.completion] == [said, f"told {said}!", said]
   # The same conversation with all that was sampled as its texts, as one rendering.
-  whole = rendered(episodes, items[0], [m | {"content": "go</t>"} if m["role"] == "assistant" else m for m in e.said])
-  assert e.sequence.ids.tolist() == whole[:len(e.sequence.ids)]
+  whole = rendered(episodes, items[0], [
+      m | {"content": "go</t>"} if m["role"] == "assistant" else m for m in e.completion])
+  assert e.trajectory.ids.tolist() == whole[:len(e.trajectory.ids)]
   assert marked(e).count("«go</t>»") == 2 and marked(e).count("«") == 2
   assert episodes.metrics([e, e]) == {"completions/stop_string_ratio": 1.0}
 
@@ -342,13 +343,13 @@ def test_a_completion_that_is_cut_ends_its_episode_with_a_reward(tmp_path):
   sampler = Sampler(TINY, lambda sample, turn: "a" if turn == 1 else "a b c d e f")
   (e,), = episodes.run(items, 1, sampler, 0)
   assert [asked[2] for asked in sampler.asked] == [[5], [3]]  # of the whole episode
-  assert (e.turns, e.reward, e.sequence.finish_reason) == (2, 1.0, "length") and e.sequence.weights.sum() == 5
+  assert (e.turns, e.reward, e.trajectory.finish_reason) == (2, 1.0, "length") and e.trajectory.weights.sum() == 5
 
 
 def test_the_most_turns(tmp_path):
   items, episodes = setup(tmp_path, [{"q": "Hi"}], env="Opening", max_turns=3)
   (e,), = episodes.run(items, 1, Sampler(TINY, lambda *_: "a"), 0)
-  assert (e.turns, e.reward, e.sequence.finish_reason) == (3, 1.5, "stop")
+  assert (e.turns, e.reward, e.trajectory.finish_reason) == (3, 1.5, "stop")
   assert marked(e).endswith("«a<|im_end|>»")  # nothing stands behind the last turn
 
 
@@ -357,15 +358,15 @@ def test_the_room_of_a_row(tmp_path):
   first = setup(tmp_path, [{"q": "Hi"}], env="Opening")[1].run
   items, _ = setup(tmp_path, [{"q": "Hi"}], env="Opening")
   (e,), = first(items, 1, Sampler(TINY, lambda *_: "a"), 0)
-  turn = int(np.flatnonzero(np.diff(e.sequence.weights) == 1)[1])  # the last place before the second answer
+  turn = int(np.flatnonzero(np.diff(e.trajectory.weights) == 1)[1])  # the last place before the second answer
   for seq_len, turns in ((turn + 1, 1), (turn + 2, 2), (turn + 3, 2)):
     items, episodes = setup(tmp_path, [{"q": "Hi"}], env="Opening", max_new_tokens=4, max_turns=2, seq_len=seq_len)
     sampler = Sampler(TINY, lambda *_: "a")
     (e,), = episodes.run(items, 1, sampler, 0)
-    assert e.turns == turns and len(e.sequence.ids) <= seq_len
+    assert e.turns == turns and len(e.trajectory.ids) <= seq_len
     assert sampler.asked[-1][2] == ([4] if turns == 1 else [min(2, seq_len - turn - 1)])
-    assert e.sequence.finish_reason == ("stop" if seq_len == turn + 3 else "length")
-    assert e.sequence.weights[-1] == 1
+    assert e.trajectory.finish_reason == ("stop" if seq_len == turn + 3 else "length")
+    assert e.trajectory.weights[-1] == 1
 
 
 @pytest.mark.parametrize("fails, message", [
@@ -385,7 +386,7 @@ def test_an_environment_that_fails_costs_its_episode_alone(tmp_path, caplog, fai
   assert [(e.failed, e.reward, e.turns) for e in good] == [(False, 1.0, 2)] * 2
   assert "rollout.environment failed in 2 of 4 episodes: " in caplog.text and message in caplog.text
   assert "environment.py:" in caplog.text  # where it was raised
-  assert bad[0].sequence.ids[:bad[0].sequence.prompt_length].tolist() == items[0].prompt.ids.tolist()
+  assert bad[0].trajectory.ids[:bad[0].trajectory.prompt_length].tolist() == items[0].prompt.ids.tolist()
 
 
 def test_what_a_template_refuses_costs_the_episode(tmp_path, caplog):
@@ -451,8 +452,8 @@ def test_what_is_drawn_is_the_sampler_s_whatever_the_other_episodes(tmp_path):
   together = episodes.run(items, 3, functools.partial(sampler.generate, params), "s")[1]
   assert max(e.turns for e in together) == 2
   for a, b in zip(alone, together[:2], strict=True):
-    assert a.sequence.ids.tolist() == b.sequence.ids.tolist() and a.turns == b.turns
-    np.testing.assert_allclose(a.sequence.logprobs, b.sequence.logprobs, atol=1e-5)
+    assert a.trajectory.ids.tolist() == b.trajectory.ids.tolist() and a.turns == b.turns
+    np.testing.assert_allclose(a.trajectory.logprobs, b.trajectory.logprobs, atol=1e-5)
 
 
 def test_the_page_does_what_it_says(tmp_path, monkeypatch):

@@ -69,7 +69,7 @@ def test_a_call_that_hangs_costs_its_own_episode(tmp_path, monkeypatch, caplog):
   began = time.monotonic()
   found = [e for group in episodes.run(items, 1, Sampler(TINY, lambda *_: "a"), 0) for e in group]
   assert 4.0 <= time.monotonic() - began < 60
-  assert [e.sequence.finish_reason for e in found] == ["stop", *["timeout"] * 4, "stop", "stop"]
+  assert [e.trajectory.finish_reason for e in found] == ["stop", *["timeout"] * 4, "stop", "stop"]
   assert [e.failed for e in found] == [False, *[True] * 5, False]
   assert [math.isnan(e.reward) for e in found] == [False, *[True] * 5, False] and found[0].reward == 1.0
   assert episodes.metrics(found) == {"rollout/timeouts": 4.0}

@@ -9,7 +9,7 @@ from input_pipeline.examples.roles import CHOSEN, COMPLETION, REJECTED
 from tests.models.common import FAMILIES, VOCAB, make, random_params
 from trainer.generate.image_tokens import Layout
 from trainer.modes.fixture import completions_apart
-from trainer.rollouts.experience import Experience, RowFormat, Sequence, collect, make_batch
+from trainer.rollouts.experience import Experience, RowFormat, Trajectory, collect, make_batch
 from trainer.strategies import sequences
 
 LENGTHS = [(5,), (9,), (3, 4), (2,), (7, 6), (4,), (13,)]
@@ -18,7 +18,7 @@ LENGTHS = [(5,), (9,), (3, 4), (2,), (7, 6), (4,), (13,)]
 def sequence(size, start, prompt=1):
   ids = np.arange(start, start + size, dtype=np.int32)
   weights = np.where(np.arange(size) < prompt, 0, 1).astype(np.float32)
-  return Sequence(ids, weights, -0.01 * ids.astype(np.float32) * weights, prompt, "stop")
+  return Trajectory(ids, weights, -0.01 * ids.astype(np.float32) * weights, prompt, "stop")
 
 
 def units():
@@ -105,7 +105,7 @@ def of_group(prompt, completions):
   """(unit, sequence) of completions of these lengths, all of one prompt."""
   ids = np.arange(100 * prompt, 100 * prompt + prompt, dtype=np.int32)
   rng = np.random.default_rng(prompt)
-  return [Sequence(np.concatenate([ids, rng.integers(1, 50, n).astype(np.int32)]), np.repeat([0.0, 1.0], [prompt, n]),
+  return [Trajectory(np.concatenate([ids, rng.integers(1, 50, n).astype(np.int32)]), np.repeat([0.0, 1.0], [prompt, n]),
                    np.repeat([0.0, -0.5], [prompt, n]), prompt, "stop") for n in completions]
 
 
@@ -192,7 +192,7 @@ def seen(number, images, prompt, size):
   """A sequence about the images of prompt `number`, whose sampled tokens hold the placeholder's id too."""
   ids = np.array([number, *[9, 9] * images, *[5] * prompt, *[9] * (size - 1 - 2 * images - prompt)], np.int32)
   weights = (np.arange(size) >= 1 + 2 * images + prompt).astype(np.float32)
-  return Sequence(ids, weights, np.zeros(size, np.float32), int((weights == 0).sum()), "stop", number)
+  return Trajectory(ids, weights, np.zeros(size, np.float32), int((weights == 0).sum()), "stop", number)
 
 
 # Of prompt n: of the colours 10 n, 10 n + 1, …, as many as it has.

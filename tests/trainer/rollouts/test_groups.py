@@ -13,8 +13,8 @@ from trainer.errors import ConfigError
 from trainer.metrics import to_floats
 from trainer.rollouts import experience, groups
 from trainer.rollouts.environment import Episode
-from trainer.rollouts.experience import Sequence
-from trainer.rollouts.groups import Scored
+from trainer.rollouts.experience import Trajectory
+from trainer.rollouts.groups import ScoredGroup
 from trainer.strategies import advantages
 
 NAN = math.nan
@@ -24,7 +24,7 @@ def episode(prompt, said, reason="stop"):
   ids = np.array([*prompt, *said], np.int32)
   weights = np.array([0.0] * len(prompt) + [1.0] * len(said), np.float32)
   text = " ".join(map(str, said))
-  return Episode(Sequence(ids, weights, -weights / 2, len(prompt), reason), text, text, None, False, 1)
+  return Episode(Trajectory(ids, weights, -weights / 2, len(prompt), reason), text, text, None, False, 1)
 
 
 def group(rewards, *, number=0, reasons=None, failed=None, abstained=None):
@@ -36,7 +36,7 @@ def group(rewards, *, number=0, reasons=None, failed=None, abstained=None):
   item = PromptItem(Prompt(np.array(prompt, np.int32), f"prompt {number}", where=f"file:{number}"), "said", {},
                     source=number % 2)
   episodes = [episode(prompt, range(10, 11 + i), reason) for i, reason in enumerate(reasons or ["stop"] * size)]
-  return Scored(item, episodes, rewards[:, None], failed[:, None], abstained[:, None], rewards,
+  return ScoredGroup(item, episodes, rewards[:, None], failed[:, None], abstained[:, None], rewards,
                 bool(advantages.zero_spread(rewards[None])[0]))
 
 
@@ -124,18 +124,18 @@ def test_why_nothing_is_taught(given, mask, told, equal):
   """Of sequences and of pairs alike."""
   compared = [one._replace(zero_spread=bool(advantages.zero_spread(
       groups.compared(one.rewards, one.episodes, mask)[None])[0])) for one in given]
-  for lesson in (groups.sequences(given, "group", "group", mask), groups.pairs(compared, 32, mask)):
-    nothing = groups.nothing(("f",), given, lesson)
+  for samples in (groups.sequences(given, "group", "group", mask), groups.pairs(compared, 32, mask)):
+    no_signal = groups.no_signal(("f",), given, samples)
     if told is None:
-      assert nothing is None
+      assert no_signal is None
     else:
-      assert told in nothing.why and nothing.equal == equal and nothing.advice
+      assert told in no_signal.why and no_signal.equal == equal and no_signal.advice
 
 def test_metrics_are_of_all_that_was_sampled():
   kept = [group([0.0, 2.0], reasons=["stop", "length"])]
   replaced = [group([1.0, 1.0], number=1), group([NAN, NAN], number=2, failed=[True, True])]
-  lesson = groups.sequences(kept, "group", "none", True)
-  found = to_floats(groups.metrics(("f",), kept, replaced, lesson))
+  samples = groups.sequences(kept, "group", "none", True)
+  found = to_floats(groups.metrics(("f",), kept, replaced, samples))
   assert found["reward"] == 1.0 and found["frac_reward_zero_std"] == 0.5
   assert found["frac_without_reward"] == pytest.approx(1 / 3)
   assert found["rewards/f/failed"] == pytest.approx(1 / 3) and found["rewards/f/mean"] == 1.0

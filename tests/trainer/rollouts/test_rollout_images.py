@@ -8,7 +8,7 @@ import pytest
 
 from input_pipeline.examples.roles import COMPLETION
 from tests.evaluators import digits
-from tests.trainer.test_pages import pictures
+from tests.trainer.report.test_pages import pictures
 from trainer import train
 from trainer.callbacks import Callback
 from trainer.checkpoints import checkpoint
