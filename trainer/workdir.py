@@ -13,7 +13,7 @@ from typing import Any
 
 import jax
 
-from input_pipeline.examples.conversations import find_template
+from input_pipeline.chat.builtin import find_template
 from input_pipeline.tokenizer.tokenizer import Tokenizer
 from models import hf
 from models.hf import files

@@ -4,20 +4,19 @@
 what is trained of it, and everything becomes token ids and weights.
 """
 
-import datetime
 import json
 from collections.abc import Iterable
 from functools import cached_property
-from pathlib import Path
 
 import numpy as np
 from ml_collections import ConfigDict
 
+from input_pipeline.chat.builtin import find_template, template_names
 from input_pipeline.chat.image_placeholders import ImageTemplate, image_format, refuse_stand_in, text_of
 from input_pipeline.chat.schema import COLUMNS, REASONING, Conversation, Plain, ShapeReader
 from input_pipeline.chat.segments import Segment, SegmentEncoder, Tokens
 from input_pipeline.chat.spans import POLICIES, SpanFinder
-from input_pipeline.chat.template import ChatTemplate, load_template, template_of
+from input_pipeline.chat.template import ChatTemplate
 from input_pipeline.examples.base import NOTHING_TO_TRAIN, Encoded
 from input_pipeline.images.images import EncodedImage, ImageRef
 from input_pipeline.sources.readers import Record
@@ -27,7 +26,6 @@ from trainer.errors import ConfigError, DataError
 # Raise when the same rows and options would give other tokens or weights.
 VERSION = 3
 TRAIN_ON = ("auto", "completion", "assistant", "last_assistant", "all")
-TEMPLATES = Path(__file__).parents[1] / "chat" / "templates"
 
 
 class ChatEncoder:
@@ -239,36 +237,6 @@ class ChatEncoder:
     if len(doubled):
       raise DataError(f"{where}: BOS stands twice at the place {doubled[0]} of its {len(ids)} tokens. Correct the "
                       f"template ({'' if self.template is None else self.template.where}).")
-
-
-def find_template(chat: ConfigDict, tokenizer: Tokenizer) -> ChatTemplate | None:
-  """The template that the config's section `chat` names, else the tokenizer's own; None if it has none.
-
-  Raises:
-    ConfigError: no such template, or a date that is none.
-    DataError: it is not valid.
-  """
-  try:
-    date = datetime.date.fromisoformat(chat.date)
-  except (TypeError, ValueError) as e:
-    raise ConfigError(f"chat.date is {chat.date!r}; expected a day as '2025-01-01'.") from e
-  if not chat.template:
-    return template_of(tokenizer, date)
-  path = Path(chat.template)
-  if path.suffix != ".jinja":
-    path = TEMPLATES / f"{chat.template}.jinja"
-    if chat.template not in template_names():
-      raise ConfigError(f"chat.template is {chat.template!r}; allowed: {', '.join(template_names())}, or the path of a "
-                        ".jinja file.")
-  elif not path.is_file():
-    raise ConfigError(f"chat.template: {chat.template!r} does not exist. Give the path of a template's file, or one of "
-                      f"{', '.join(template_names())}.")
-  return load_template(path, special_tokens=tokenizer.named_tokens, date=date)
-
-
-def template_names() -> list[str]:
-  """The templates that come with Weft."""
-  return sorted(file.stem for file in TEMPLATES.glob("*.jinja"))
 
 
 def texts_of(message: dict) -> list[str]:

@@ -7,8 +7,9 @@ import re
 import numpy as np
 import pytest
 
+from input_pipeline.chat.builtin import TEMPLATES, template_names
 from input_pipeline.examples.base import NOTHING_TO_TRAIN
-from input_pipeline.examples.conversations import TEMPLATES, ChatEncoder, template_names
+from input_pipeline.examples.conversations import ChatEncoder
 from input_pipeline.examples.prompts import Prompter
 from input_pipeline.examples.registry import make_encoder
 from input_pipeline.remarks import ACROSS, LITERAL

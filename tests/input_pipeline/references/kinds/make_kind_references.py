@@ -17,7 +17,7 @@ from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers,
 from transformers import AutoTokenizer
 
 HERE = Path(__file__).parent
-TEMPLATES = HERE.parents[3] / "input_pipeline" / "templates"
+TEMPLATES = HERE.parents[3] / "input_pipeline" / "chat" / "templates"
 TEXTS = ["Hello there, how are you? I am fine, thanks.", "What is 1 + 1?\nIt is 2.\n\nSure?", "user: assistant: system",
          "So long, and thanks for all the fish.", "Be brief & kind: [INST] <<SYS>> </user> |assistant| |user|"]
 TURNS = [{"role": "user", "content": "Hello there"}, {"role": "assistant", "content": "Hello, how are you?"},

@@ -15,7 +15,7 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalize
 from transformers import AutoTokenizer
 
 HERE = Path(__file__).parent
-TEMPLATES = HERE.parents[3] / "input_pipeline" / "templates"
+TEMPLATES = HERE.parents[3] / "input_pipeline" / "chat" / "templates"
 
 
 def call(name, arguments, id):
