@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 from absl import logging
 from ml_collections import ConfigDict
 
-from trainer.checkpoints import atomic
+from trainer import atomic
 from trainer.errors import ConfigError, DataError
 
 CHUNK = 1 << 20

@@ -17,8 +17,7 @@ from input_pipeline.chat.builtin import find_template
 from input_pipeline.tokenizer.tokenizer import Tokenizer
 from models import hf
 from models.hf import files
-from trainer import strategies
-from trainer.checkpoints import atomic
+from trainer import atomic, strategies
 from trainer.config import checks as config_checks
 from trainer.errors import ConfigError
 from trainer.export import chat_files, hugging_face

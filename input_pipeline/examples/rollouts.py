@@ -5,7 +5,7 @@
     prompt, responses, rewards, masks responses as lists of token ids; masks then may be a list for each
 
 Each response is a document of one part, the prompt with the response, tokenised and weighted as fine-tuning does it.
-Its advantage is that among the responses of its row (trainer/strategies/advantages.py).
+Its advantage is that among the responses of its row (input_pipeline/examples/advantages.py).
 """
 
 import json
@@ -20,6 +20,7 @@ from ml_collections import ConfigDict
 
 from input_pipeline.chat.image_placeholders import vocab_size
 from input_pipeline.chat.schema import Conversation, Plain
+from input_pipeline.examples import advantages
 from input_pipeline.examples.base import NOTHING_TO_TRAIN, Encoded
 from input_pipeline.examples.conversations import fields_of, texts_of
 from input_pipeline.examples.pairs import SidesEncoder
@@ -30,7 +31,6 @@ from input_pipeline.files import shown_names
 from input_pipeline.sources.readers import Record
 from input_pipeline.tokenizer.tokenizer import Tokenizer
 from trainer.errors import ConfigError, DataError
-from trainer.strategies import advantages
 
 # Raise when the same rows and options would give other tokens, weights or advantages.
 VERSION = 1

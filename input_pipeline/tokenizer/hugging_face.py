@@ -15,7 +15,7 @@ from input_pipeline import once
 from input_pipeline.tokenizer import hf_folder, special_tokens
 from input_pipeline.tokenizer.hf_folder import TokenizerFiles, add_tokens, make_backend
 from input_pipeline.tokenizer.token_bytes import token_bytes
-from trainer.checkpoints import atomic
+from trainer import atomic
 from trainer.errors import DataError
 
 # Longer documents are encoded in parts of about so many characters, to bound memory.

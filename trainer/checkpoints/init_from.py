@@ -34,6 +34,7 @@ class Origin:
   peft: str | None  # a folder with adapters
   fresh: bool
   seed: int
+  hf_ignore: tuple  # entries of the folder's config.json that have no effect
   model: Any  # the section
   resume: str | None = None  # a run that is gone on with as a whole
 
@@ -42,7 +43,8 @@ def origin_of(config: Any) -> Origin:
   """Where the parameters of the run come from."""
   start, section = config.init_from, config.model
   return Origin(start.path, start.remap, start.ignore, start.hf or section.hf,
-                section.lora.peft if section.lora.rank else None, start.fresh, config.seed, section, config.resume)
+                section.lora.peft if section.lora.rank else None, start.fresh, config.seed, section.hf_ignore, section,
+                config.resume)
 
 
 def first_params(origin: Origin, model: Any, target: Any, *, partial: bool = False) -> tuple[Any, str]:
@@ -83,7 +85,7 @@ def first_params(origin: Origin, model: Any, target: Any, *, partial: bool = Fal
       take(_from_peft(origin, model, adapters), origin.peft)
   if origin.folder and not origin.fresh:
     base = {path: leaf for path, leaf in wanted.items() if not lora.is_adapter(path)}
-    take(_from_hugging_face(origin.folder, origin.model, model, base), origin.folder)
+    take(_from_hugging_face(origin, model, base), origin.folder)
   fresh = {path: leaf for path, leaf in stored.items() if path not in found}
   if fresh:
     found |= _fresh(model, origin.seed, fresh)
@@ -159,11 +161,12 @@ def _check_typed(section: Any, keys: dict[str, Any], shapes: Leaves, folder: str
                     "--config.init_from.fresh=True.")
 
 
-def _from_hugging_face(folder: str, section: Any, model: Any, wanted: Leaves) -> Iterator[tuple[str, jax.Array]]:
+def _from_hugging_face(origin: Origin, model: Any, wanted: Leaves) -> Iterator[tuple[str, jax.Array]]:
   """Parameters of a Hugging Face folder, in our dtypes and places."""
   if wanted:
-    family, keys, _ = hf.architecture(folder, section.hf_ignore)
-    _check_typed(section, keys, _base_shapes(model), folder)
+    folder = origin.folder
+    family, keys, _ = hf.architecture(folder, origin.hf_ignore)
+    _check_typed(origin.model, keys, _base_shapes(model), folder)
     tensors = hf.TensorFolder(folder)
     if tensors.note:
       logging.log_first_n(logging.WARNING, "%s: %s", 1, folder, tensors.note)
@@ -177,7 +180,7 @@ def _from_peft(origin: Origin, model: Any, wanted: Leaves) -> Iterator[tuple[str
   """Adapters in PEFT's format. Their modules are named as in the family of the base."""
   shapes = _base_shapes(model)
   if origin.folder:
-    family, keys, _ = hf.architecture(origin.folder, origin.model.hf_ignore)
+    family, keys, _ = hf.architecture(origin.folder, origin.hf_ignore)
   else:
     keys = hf.keys_of(origin.model, model.vocab_size)
     family, _ = hf.config_json(keys)

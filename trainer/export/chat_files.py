@@ -16,7 +16,7 @@ from typing import Any
 
 from input_pipeline.chat.template import MORE, ChatTemplate
 from input_pipeline.tokenizer import hf_folder
-from trainer.checkpoints import atomic
+from trainer import atomic
 from trainer.errors import DataError
 
 DEFAULT, TOOLS = "default", "tool_use"

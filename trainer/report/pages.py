@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from markupsafe import Markup, escape
 
-from trainer.checkpoints import atomic
+from trainer import atomic
 
 _FOLDER = Path(__file__).parent / "templates"
 # Cards of a page of samples, so that a browser can open it.

@@ -25,9 +25,8 @@ import numpy as np
 from absl import logging
 
 import trainer
-from trainer import tree
+from trainer import atomic, tree
 from trainer.callbacks import Callback
-from trainer.checkpoints import atomic
 from trainer.report import configs
 from trainer.report.history import PAGE, RUN
 

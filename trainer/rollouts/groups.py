@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from input_pipeline.examples import advantages as advantages_lib
 from input_pipeline.prompt_data import PromptItem
 from trainer.errors import ConfigError
 from trainer.generate.stop_strings import columns, ending
@@ -18,7 +19,6 @@ from trainer.metrics import Mean
 from trainer.report import pages
 from trainer.rollouts.environment import Episode
 from trainer.rollouts.experience import Trajectory
-from trainer.strategies import advantages as advantages_lib
 
 # Completions of a rollout that its table shows as text.
 SHOWN = 8

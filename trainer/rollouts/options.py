@@ -2,11 +2,11 @@
 
 from typing import Any
 
+from input_pipeline.examples import advantages
 from trainer import strategies
 from trainer.errors import ConfigError
 from trainer.generate.sampling import Options
 from trainer.rollouts import rewards
-from trainer.strategies import advantages
 
 # What an environment gives counts as one more function, of weight 1, with this name.
 ENVIRONMENT = "environment"

@@ -19,6 +19,7 @@ import numpy as np
 from absl import logging
 from tqdm import tqdm
 
+from input_pipeline.examples import advantages as advantages_lib
 from input_pipeline.packing import permutation
 from input_pipeline.prompt_data import PromptData, PromptItem
 from input_pipeline.steps import ROWS, Past, steps_of_rollouts
@@ -36,7 +37,6 @@ from trainer.rollouts.experience import Experience
 from trainer.rollouts.groups import ScoredGroup, TrainingSamples
 from trainer.rollouts.options import ENVIRONMENT
 from trainer.rollouts.reward_pool import Group, Scorer
-from trainer.strategies import advantages as advantages_lib
 
 
 class Policy(NamedTuple):

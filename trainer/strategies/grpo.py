@@ -1,7 +1,7 @@
 """GRPO and its family: completions with rewards, compared with others of the same prompt (docs/grpo.md).
 
 B rows, T length, S segments a row. Each segment is a sequence, a prompt and its completion with positions from 0, with
-one advantage A (trainer/strategies/advantages.py). For a trained token, with log p of the policy, log p_old of the
+one advantage A (input_pipeline/examples/advantages.py). For a trained token, with log p of the policy, log p_old of the
 policy as it was when the rollout began, log q of the program that sampled it and log p_ref of the reference, all at
 `cfg.temperature`:
 

@@ -9,8 +9,9 @@ from typing import Any
 
 from ml_collections import ConfigDict
 
+from input_pipeline.examples import advantages
 from trainer.errors import ConfigError
-from trainer.strategies import advantages, sequences
+from trainer.strategies import sequences
 
 RATIOS = ("token", "sequence")
 CLIPS = ("ppo", "cispo", "none")

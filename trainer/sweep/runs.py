@@ -17,7 +17,7 @@ from typing import Any
 
 from ml_collections import ConfigDict
 
-from trainer.checkpoints import atomic
+from trainer import atomic
 from trainer.config import checks as config_checks
 from trainer.errors import ConfigError
 from trainer.report.history import last_end

@@ -29,7 +29,7 @@ from typing import Any
 
 from absl import app, flags, logging
 
-from trainer.checkpoints import atomic
+from trainer import atomic
 from trainer.errors import ConfigError
 from trainer.report import record
 from trainer.report.history import last_end

@@ -17,8 +17,8 @@ from typing import Any
 
 import jax
 
+from trainer import atomic
 from trainer.callbacks import Callback
-from trainer.checkpoints import atomic
 
 KINDS = ("health", "warning", "info", "rollback", "stop", "error")
 # Of a step that is taken again they are said again.

@@ -17,7 +17,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from trainer.checkpoints import atomic
+from trainer import atomic
 from trainer.config.checks import flatten
 from trainer.errors import ConfigError
 from trainer.telemetry.loggers import CLOSE_SECONDS, check_arguments

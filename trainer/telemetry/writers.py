@@ -13,7 +13,7 @@ from typing import Any, Protocol
 
 import jax
 
-from trainer.checkpoints import atomic
+from trainer import atomic
 
 
 class MetricWriter(Protocol):

@@ -6,6 +6,7 @@ import math
 import numpy as np
 import pytest
 
+from input_pipeline.examples import advantages
 from input_pipeline.examples.prompts import Prompt
 from input_pipeline.examples.roles import COMPLETION
 from input_pipeline.prompt_data import PromptItem
@@ -15,7 +16,6 @@ from trainer.rollouts import experience, groups
 from trainer.rollouts.environment import Episode
 from trainer.rollouts.experience import Trajectory
 from trainer.rollouts.groups import ScoredGroup
-from trainer.strategies import advantages
 
 NAN = math.nan
 

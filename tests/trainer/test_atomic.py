@@ -4,7 +4,7 @@ import os
 
 import pytest
 
-from trainer.checkpoints import atomic
+from trainer import atomic
 
 
 def test_a_write_that_fails_leaves_what_was_there_and_nothing_else(tmp_path, monkeypatch):

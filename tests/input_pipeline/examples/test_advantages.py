@@ -8,9 +8,9 @@ import sys
 import numpy as np
 import pytest
 
+from input_pipeline.examples import advantages
 from tests import tiny
 from trainer.metrics import to_floats
-from trainer.strategies import advantages
 
 NAN = math.nan
 
@@ -152,7 +152,7 @@ def test_statistics_without_rewards_and_with_padding():
 
 def test_advantages_need_no_jax():
   """Data are prepared without it."""
-  code = ("import sys, numpy as np; from trainer.strategies import advantages\n"
+  code = ("import sys, numpy as np; from input_pipeline.examples import advantages\n"
           "advantages.advantages(np.eye(2), 'group', 'group'); sys.exit('jax' in sys.modules)")
   assert subprocess.run([sys.executable, "-c", code], cwd=tiny.ROOT, check=False).returncode == 0
 
