@@ -16,8 +16,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
-import jax
-from jax.experimental import multihost_utils
 from jax.sharding import Mesh
 
 from trainer.dotted import load_class
@@ -87,10 +85,3 @@ def sources(name: str, cfg: Any, config: Any) -> tuple[Any, str | None]:
         f"trains on all of it. Use --config.input.sources.{leaking[0]}.split=train, or "
         f"--config.evals.{name}.split=all to evaluate on training data on purpose.")
   return config.input.sources, cfg.split
-
-
-def on_every_host(arrays: Any) -> Any:
-  """A pytree of arrays as NumPy arrays, whole in each process."""
-  if jax.process_count() == 1:
-    return jax.device_get(arrays)
-  return multihost_utils.process_allgather(arrays, tiled=True)

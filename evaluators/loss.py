@@ -15,6 +15,7 @@ from evaluators import common
 from input_pipeline import loader
 from input_pipeline.batches import check_ids
 from trainer import strategies
+from trainer.distributed import processes
 from trainer.distributed.mesh import batch_sharding, check_batch, place_batch
 from trainer.errors import ConfigError
 from trainer.strategies import logprobs, seq
@@ -66,7 +67,7 @@ class Loss:
     sums = np.zeros((len(self._data.source_names), 3))
     for index in range(self._data.num_batches(self._batch_size)):
       batch = place_batch(lambda rows, index=index: self._rows(index, rows), self._batch_size, self._sharding)
-      rows_Bx3, source_ids_B = common.on_every_host((self._row_sums(params, batch), batch["source_ids"]))
+      rows_Bx3, source_ids_B = processes.on_every_host((self._row_sums(params, batch), batch["source_ids"]))
       real = source_ids_B >= 0
       np.add.at(sums, source_ids_B[real], np.asarray(rows_Bx3, np.float64)[real])
     yield from _values("", sums.sum(axis=0), self._all_bytes)

@@ -10,6 +10,7 @@ from evaluators import common
 from input_pipeline import loader
 from input_pipeline.batches import check_ids
 from trainer import strategies
+from trainer.distributed import processes
 from trainer.distributed.mesh import batch_sharding, check_batch, place_batch
 from trainer.errors import ConfigError
 from trainer.metrics import Mean
@@ -63,7 +64,7 @@ class Preference:
     sums: dict[str, np.ndarray] = {}
     for index in range(self._data.num_batches(self._batch_size)):
       batch = place_batch(lambda rows, index=index: self._rows(index, rows), self._batch_size, self._sharding)
-      found, source_ids_B = common.on_every_host((self._row_sums(params, reference, batch), batch["source_ids"]))
+      found, source_ids_B = processes.on_every_host((self._row_sums(params, reference, batch), batch["source_ids"]))
       real = source_ids_B >= 0
       for name, columns in found.items():
         total = sums.setdefault(name, np.zeros((len(names), 2)))

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from input_pipeline.chat import builtin
 from input_pipeline.sources import python as readers_python
 from tests import docs_commands, tiny
 from tests.docs_commands import PAGES, commands
@@ -55,7 +56,7 @@ def prepared(tmp_path_factory):
     tiny.write_corpus(folder / name)
   for name in ("FOLDER", "path/to/folder"):
     tiny.hf_folder(folder / name)
-    shutil.copy(tiny.ROOT / "input_pipeline" / "chat" / "templates" / "plain.jinja", folder / name / "chat_template.jinja")
+    shutil.copy(builtin.TEMPLATES / "plain.jinja", folder / name / "chat_template.jinja")
   for name in STDLIB:
     (folder / "library" / name).parent.mkdir(parents=True, exist_ok=True)
     shutil.copy(Path(sysconfig.get_paths()["stdlib"]) / name, folder / "library" / name)

@@ -1,6 +1,7 @@
 """Which package may import which, and that no files import each other in a circle."""
 
 import ast
+import re
 from pathlib import Path
 
 import pytest
@@ -8,22 +9,19 @@ import pytest
 from tests import tiny
 
 PACKAGES = ("trainer", "models", "input_pipeline", "evaluators")
-# Leaves of trainer, which every package may import; they import each other alone.
-LEAVES = {"trainer.errors", "trainer.tree", "trainer.metrics", "trainer.dotted", "trainer.checkpoints.atomic",
-          "trainer.strategies.advantages"}
-# {prefix of importing files: prefixes of what they may import}; the longest prefix decides. Others may import anything.
-MAY_IMPORT = {
-    "models": {"models", *LEAVES},
-    "input_pipeline": {"input_pipeline", "models", *LEAVES},
-    **dict.fromkeys(LEAVES, LEAVES),
-}
+# The ground floor of trainer, which every package may import; its files import each other alone.
+GROUND = ("trainer.errors", "trainer.tree", "trainer.metrics", "trainer.dotted", "trainer.atomic")
+# What the files of a package may import beside GROUND; those of packages that are not named, anything.
+MAY_IMPORT = {"models": ("models",), "input_pipeline": ("input_pipeline",), **dict.fromkeys(GROUND, ())}
+# The most files that may stand on top of trainer/.
+MOST_ON_TOP = 20
 # Who imports evaluators: programs, and what measures as they do.
-OF_EVALUATORS = {"trainer.main", "trainer.modes.invariances", "trainer.strategies.reference"}
+OF_EVALUATORS = {"trainer.main", "trainer.modes.invariances"}
 # Imports within functions that close a circle, by design: {(file, imported): why}.
 LATE = {
     ("trainer", "trainer.main"): "`from trainer import train`, while `import trainer.config` starts no JAX",
     ("trainer.config.sections", "trainer.strategies"): "the options of a strategy of the user's own are in its record",
-    ("trainer.bases", "trainer.speedrun"): "a run that begins from another one trains that one first",
+    ("trainer.bases", "trainer.sweep.speedrun"): "a run that begins from another one trains that one first",
     ("trainer.report", "trainer.report.record"): "the report is of the run that it ends",
 }
 
@@ -63,13 +61,39 @@ def within(name: str, prefix: str) -> bool:
   return name == prefix or name.startswith(f"{prefix}.")
 
 
-@pytest.mark.parametrize("prefix", MAY_IMPORT)
-def test_packages_import_what_they_may(prefix):
-  files = [name for name in FILES if prefix == max((p for p in MAY_IMPORT if within(name, p)), key=len, default=None)]
+def rooms() -> dict[str, tuple[str, ...]]:
+  """{room: what its docstring says that it may import}. A room is a package directly within one of PACKAGES."""
+  found = {}
+  for name, path in FILES.items():
+    if path.name == "__init__.py" and name.count(".") == 1:
+      said = re.search(r"^May import: (.+?)\.$", ast.get_docstring(ast.parse(path.read_text("utf-8"))), re.M | re.S)
+      assert said, f"{path} does not end its docstring with 'May import: ….'"
+      found[name] = () if said[1] == "nothing" else tuple(re.split(r",\s+", said[1]))
+  return found
+
+
+ROOMS = rooms()
+
+
+@pytest.mark.parametrize("prefix", [*MAY_IMPORT, *ROOMS])
+def test_files_import_what_they_may(prefix):
+  files = [name for name in FILES if within(name, prefix)]
+  allowed = {*GROUND, prefix, *(ROOMS | MAY_IMPORT)[prefix]}
   assert files
   for name in files:
-    odd = {other for other in IMPORTS[name] if not any(within(other, allowed) for allowed in MAY_IMPORT[prefix])}
-    assert not odd, f"{name} imports {', '.join(sorted(odd))}"
+    odd = {other for other in IMPORTS[name] if not any(within(other, package) for package in allowed)}
+    assert not odd, f"{name} imports {', '.join(sorted(odd))}, which {prefix} may not"
+
+
+@pytest.mark.parametrize("room", ROOMS)
+def test_rooms_say_no_more_than_they_import(room):
+  imports = {other for name in FILES if within(name, room) for other in IMPORTS[name]}
+  assert not {said for said in ROOMS[room] if not any(within(other, said) for other in imports)}
+  assert not set(ROOMS[room]) - {*FILES}
+
+
+def test_only_what_a_run_is_made_of_stands_on_top():
+  assert len([name for name, path in FILES.items() if path.parent == tiny.ROOT / "trainer"]) <= MOST_ON_TOP
 
 
 def test_evaluators_are_imported_by_programs():

@@ -1,1 +1,4 @@
-"""Images: read, checked, made into arrays, cached, and written into batches."""
+"""Images: read, checked, made into arrays, cached, and written into batches.
+
+May import: input_pipeline.examples, input_pipeline.files.
+"""

@@ -1,1 +1,4 @@
-"""Tokenizers: bytes, a BPE trained here, and those of Hugging Face folders; texts as token ids with weights."""
+"""Tokenizers: bytes, a BPE trained here, and those of Hugging Face folders; texts as token ids with weights.
+
+May import: input_pipeline.once.
+"""

@@ -2,4 +2,6 @@
 chips.
 
 `ring` splits rows over devices, `rope` rotates, `cache` keeps keys and values for generation.
+
+May import: models.cpu, models.gpu, models.layers, models.remat, models.sharding, models.spec.
 """

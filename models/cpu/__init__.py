@@ -7,6 +7,8 @@
   random_bits   JAX's random numbers without loops
 
 Imports `models.sharding.logical_axes` alone. Settings of the process and of XLA for CPU are in trainer/startup.py.
+
+May import: models.sharding.
 """
 
 from models.cpu.bfloat16 import as_bits, einsum, from_bits, inputs_gradient, is_bfloat16, kernel_gradient, matmul

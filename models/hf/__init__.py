@@ -6,6 +6,8 @@
     hf.save(model, params, "path/to/new_folder")
 
 Nothing is downloaded, unpickled or run: a folder is data.
+
+May import: models.api, models.config, models.layers, models.lora, models.spec, models.spec_vision.
 """
 
 import os

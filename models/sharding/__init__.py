@@ -1,1 +1,4 @@
-"""Where arrays live on a mesh: logical axes of activations, and products with split kernels."""
+"""Where arrays live on a mesh: logical axes of activations, and products with split kernels.
+
+May import: models.cpu, models.remat.
+"""

@@ -2,6 +2,8 @@
 
 `defaults()` gives the whole config; `sections` and `model` hold the keys that a run may have several or one of several
 kinds of; `checks` resolves, validates, audits and compares; `durations` turns lengths into optimizer steps.
+
+May import: trainer.strategies, models.
 """
 
 from trainer.config.keys import DURATION_UNITS, defaults, duration, evaluator, reward, source, strategy

@@ -340,6 +340,13 @@ def from_first(value: Any) -> Any:
   return json.loads(bytes(multihost_utils.broadcast_one_to_all(sent)))
 
 
+def on_every_host(arrays: Any) -> Any:
+  """A pytree of arrays as NumPy arrays, whole in each process."""
+  if jax.process_count() == 1:
+    return jax.device_get(arrays)
+  return multihost_utils.process_allgather(arrays, tiled=True)
+
+
 def stop_requests(mesh: Mesh, requested: bool) -> jax.Array:
   """One int32 per device, 1 if this process was asked to stop: summed in the update, so that all processes learn of it
   at the same step without waiting for one another."""

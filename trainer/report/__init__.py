@@ -5,6 +5,8 @@
 
 makes the page of a run again, or one page on which several runs stand side by side. `Record` keeps what a run knows
 and nothing else writes down, in `run.json`; `Page` writes the page.
+
+May import: trainer, trainer.callbacks, trainer.config.
 """
 
 

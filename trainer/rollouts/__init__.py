@@ -2,4 +2,7 @@
 
 `rollout` is the data of such a run; `environment` answers what the policy says, `rewards` and `reward_pool` score it,
 `groups` turns scores into training samples, `experience` into batches.
+
+May import: trainer.config, trainer.distributed, trainer.generate, trainer.report, trainer.strategies, trainer.update,
+input_pipeline.
 """

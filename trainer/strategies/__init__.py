@@ -9,6 +9,8 @@ its own total. A weight depends on the batch alone, not on the parameters. `metr
 anything that adds up and has `to_floats` (trainer/metrics.py); sums and weights of shape [B] (one per row) are also
 reported per data source, those of terms included. `model` is the seam of models/api.py, whose own `losses` and
 `metrics` belong into the result; `cfg` is `config.strategy`.
+
+May import: trainer.checkpoints, trainer.distributed, input_pipeline, models.
 """
 
 from typing import Any

@@ -21,7 +21,6 @@ import jax
 import jax.numpy as jnp
 from tqdm import tqdm
 
-from evaluators import common
 from input_pipeline.evaluation import default_cache_dir
 from models import lora
 from trainer import strategies, tree
@@ -136,7 +135,7 @@ def precompute(config: Any, start: Any, program: Any, datasets: Sequence[Any], w
       for index in tqdm(numbers, desc="reference log-probs", unit="batch", disable=None if first else True):
         batch = mesh_lib.place_batch(
             lambda rows, of=logprobs, index=index: of.batch(index, batch_size, rows).arrays, batch_size, sharding)
-        values = common.on_every_host(logprobs_of(whole, batch))
+        values = processes.on_every_host(logprobs_of(whole, batch))
         if first:
           logprobs.store(logprobs.batch(index, batch_size), values)
       if first:

@@ -325,6 +325,6 @@ def test_without_a_name_all_are_listed(capsys):
 
 
 def test_explanations_need_no_device():
-  done = subprocess.run([sys.executable, "-m", "trainer.explain", "loss.ipo", "optimizer.b2"], cwd=tiny.ROOT, check=False,
+  done = subprocess.run([sys.executable, "-m", "trainer.explain", "optimizer.b2"], cwd=tiny.ROOT, check=False,
                         capture_output=True, text=True, env={**os.environ, "JAX_PLATFORMS": "absent"})
   assert done.returncode == 0 and "optimizer.b2" in done.stdout, done.stderr

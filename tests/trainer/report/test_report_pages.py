@@ -244,10 +244,10 @@ def test_folders_without_a_run_are_named(tmp_path, monkeypatch):
 def test_the_command(tmp_path):
   a, b = (write_run(tmp_path / name, rows()) for name in "ab")
 
-  def command(*arguments):
+  def command(*arguments):  # which needs no device
     return subprocess.run([sys.executable, "-m", "trainer.report", *map(str, arguments)], cwd=tmp_path, text=True,
                           capture_output=True, timeout=120, check=False,
-                          env={**os.environ, "PYTHONPATH": str(tiny.ROOT), "JAX_PLATFORMS": "absent"})  # needs no device
+                          env={**os.environ, "PYTHONPATH": str(tiny.ROOT), "JAX_PLATFORMS": "absent"})
 
   done = command(a)
   assert done.returncode == 0 and done.stdout == f"{a / 'report.html'}\n", done.stderr
