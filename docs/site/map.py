@@ -49,8 +49,8 @@ def _folder(folder: Path) -> Iterator[str]:
             if path.is_dir() and any(path.glob("*.py")) and not LEFT_OUT.fullmatch(path.relative_to(ROOT).as_posix())]
   if files or within:
     yield f"## {name}\n"
-    if said:
-      yield f"{_prose(said.partition(chr(10) * 2)[0])}\n"
+    first, *_, last = said.split("\n\n") if "\n\n" in said else (said, "")
+    yield from (f"{_prose(text)}\n" for text in (first, last if last.startswith("May import") else "") if text)
     yield "\n".join(f"- [`{path.name}`](../{name}/{path.name}){_about(path)}" for path in files) + "\n"
   for path in within:
     yield from _folder(path)
