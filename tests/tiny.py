@@ -62,6 +62,7 @@ def command(config_file: Path, corpus: Path, workdir: Path, *overrides: str) -> 
 QUICK, AS_USERS = {"xla_backend_optimization_level": 0}, {"xla_backend_optimization_level": 3}
 if importlib.metadata.version("jaxlib").startswith("0.10."):
   QUICK["xla_cpu_use_fusion_emitters"], AS_USERS["xla_cpu_use_fusion_emitters"] = False, True
+  QUICK["xla_cpu_parallel_codegen_split_count"] = 1  # small programs are not cut up to be compiled in many threads
 # Whether all programs are made as in users' runs, by each run for itself.
 AS_IN_USERS_RUNS = bool(os.environ.get("WEFT_TEST_AS_USERS"))
 

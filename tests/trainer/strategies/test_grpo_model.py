@@ -48,13 +48,22 @@ def laid_out(rows, length=48, segments=3):
 
 
 def every_aggregate(params, batch, rng, reference):
-  """The losses of all aggregations as terms of one objective."""
+  """The losses of all aggregations as terms of one objective, of one pass of the policy and one of the reference."""
   model, _, _ = model_and_params()
-  terms = {}
-  for name in presets.AGGREGATES:
-    cfg = losses.cfg_of(aggregate=name, **EVERYTHING)
-    own, metrics = grpo.loss(model, params, batch, rng, cfg, reference=reference)
-    terms[name] = own["loss"]
+  terms, passes, token_stats = {}, {}, sequences.token_stats
+
+  def one_pass(model, params, batch, rng, want, *more):
+    if want not in passes:  # policy and reference want different things
+      passes[want] = token_stats(model, params, batch, rng, want, *more)
+    return passes[want]
+
+  with pytest.MonkeyPatch.context() as patch:
+    patch.setattr(sequences, "token_stats", one_pass)
+    for name in presets.AGGREGATES:
+      cfg = losses.cfg_of(aggregate=name, **EVERYTHING)
+      own, metrics = grpo.loss(model, params, batch, rng, cfg, reference=reference)
+      terms[name] = own["loss"]
+  assert passes.keys() == {("logprob", "entropy"), ("logprob",)}
   return terms, metrics
 
 
