@@ -153,7 +153,8 @@ def test_the_loss_on_rollouts_is_what_it_says_and_raises_rewards(project, corpus
   # By whole logits in float64: two completions in a row, of 2 and 3 tokens behind prompts of 2.
   segments, weights = np.array([1, 1, 1, 1, 2, 2, 2, 2, 2, 0]), np.array([0, 0, 1, 1, 0, 0, 1, 1, 1, 0])
   batch = {"tokens": np.arange(40, 50), "positions": np.array([0, 1, 2, 3, 0, 1, 2, 3, 4, 0]), "segment_ids": segments,
-           "loss_weights": weights.astype(np.float32), "sequences": np.ones(2), "advantages": np.array([0.5, -1.0])}
+           "loss_weights": weights.astype(np.float32), "segment_roles": np.ones(2, np.int32),
+           "advantages": np.array([0.5, -1.0])}
   batch = {key: jnp.asarray(values)[None] for key, values in batch.items()}
   params = run.state["params"]
   hidden, kernel = run.model.apply(params, batch).hidden[0], run.model.unembedding(params)
