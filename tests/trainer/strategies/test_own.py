@@ -18,6 +18,7 @@ CODE = '''
 import jax
 import jax.numpy as jnp
 
+from input_pipeline.examples import roles
 from trainer.errors import ConfigError
 from trainer.metrics import Mean
 from trainer.strategies import Strategy, sequences

@@ -144,7 +144,7 @@ def test_where_the_runs_come_from(config_file, tmp_path):
 
 def test_planning_takes_no_device(config_file, tmp_path):
   """The process that plans stays beside those that train, which want the device's memory."""
-  program = ("import sys\nfrom pathlib import Path\nfrom trainer import sweep\n"
+  program = ("import sys\nfrom pathlib import Path\nfrom trainer.sweep import command as sweep\n"
              f"runs = sweep.plan({config_file!r}, Path({str(tmp_path / 'root')!r}), [{{'seed': 1}}], [])\n"
              "from jax._src import xla_bridge\nassert runs[0].config.seed == 1 and not xla_bridge._backends\n")
   done = tiny.run([sys.executable, "-c", program])
