@@ -86,6 +86,7 @@ def test_tiles_are_as_large_as_the_chip_allows():
   assert shared(known) == 300_000
 
 
+@pytest.mark.devices(8)
 def test_the_trial_runs_while_a_step_is_traced(gpu_here):
   """Within jit, a loop and shard_map, whose traces it has no part in."""
   mesh = jax.make_mesh((2,), ("data",), axis_types=(AxisType.Auto,), devices=jax.devices()[:2])
@@ -138,6 +139,7 @@ def test_attention_takes_the_kernels_where_it_is_told_to(monkeypatch):
 
 
 # Four devices with 64 tokens each of two rows: all of the row, a window within a part, one beyond; prompts, blocks.
+@pytest.mark.devices(8)
 @pytest.mark.parametrize("window,ids", [(None, {}), (40, {}), (101, {}), (None, dict(prompts=True)),
                                         (30, dict(blocks=True))])
 @pytest.mark.parametrize("length", [256, 252])

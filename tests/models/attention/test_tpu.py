@@ -59,6 +59,7 @@ def test_rows_of_padding_give_zeros():
 
 
 # Parts of 256 on four devices: all of the row, a window that reaches into the part before, one that reaches beyond it.
+@pytest.mark.devices(8)
 @pytest.mark.parametrize("window", [None, 130, 301])
 def test_rows_in_parts_equal_whole_rows(window):
   C, length = 4, 1024
@@ -82,6 +83,7 @@ def test_rows_in_parts_equal_whole_rows(window):
     np.testing.assert_allclose(a, b, **CLOSE)
 
 
+@pytest.mark.devices(8)
 def test_work_of_a_causal_row_is_shared_evenly():
   """Every part of the row visits as many blocks as every other."""
   C, length = 4, 2048
