@@ -1,0 +1,314 @@
+"""Which state, step, epoch and file a run uses: whole runs of a model whose every number is computed here, in float64.
+
+The model has one parameter w [V] and gives every position the logits w. So the loss of counts n of predicted tokens is
+-Σ n log softmax(w) / Σ n, with the gradient softmax(w) - n / Σ n. Periods and lengths are such that no two things that
+differ fall on the same step: 14 steps of 4 rows in 2 micro-batches, 10 documents, evaluations every 3 steps, checkpoints
+every 4, rows of metrics every 5.
+"""
+
+import dataclasses
+import json
+import shutil
+import string
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from models.api import Output
+from trainer import train
+from trainer.callbacks import Callback
+from trainer.checkpoints import checkpoint
+from trainer.config import defaults, evaluator, source
+from trainer.telemetry.writers import read_rows
+
+V, BOS = 258, 256  # bytes, and two special tokens
+TOTAL, ROWS, DOCUMENTS = 14, 4, 10
+PEAK, WARMUP, MOMENTUM, DECAY = 0.5, 3, 0.5, 0.75
+# Document i is the i-th letter, once to three times.
+TEXTS = [letter * (1 + i % 3) for i, letter in enumerate(string.ascii_lowercase[:DOCUMENTS])]
+HELD_OUT = ["ab", "j", "cz"]
+FIRST = (np.arange(V) * 7 % 11) / 10.0  # w before the first step
+
+
+class Unigram:
+  """The seam of models/api.py around w, which is at `head/w`."""
+
+  num_layers, final_logit_cap, trained_only = 1, None, None
+
+  def __init__(self, cfg_model, *, vocab_size, params_dtype, compute_dtype, remat):
+    self.vocab_size = self.num_real_vocab = vocab_size
+    self.vocab_chunk, self.reasons = cfg_model.vocab_chunk, []
+
+  def abstract_params(self):
+    return {"head": {"w": jax.ShapeDtypeStruct((V,), jnp.float32)}}
+
+  def init(self, rng):
+    return {"head": {"w": jnp.asarray(FIRST, jnp.float32)}}
+
+  def apply(self, params, batch, *, rng=None, train=False):
+    return Output(jnp.ones((*batch["tokens"].shape, 1), jnp.float32))
+
+  def unembedding(self, params):
+    return params["head"]["w"][None]
+
+  def flops_per_token(self, seq_len, document_length=None):
+    return 6.0 * V
+
+
+@dataclasses.dataclass
+class Log:
+  """What a run's callback saw: by step the counts of the batch's predicted tokens [V], metrics, w, moving averages;
+  the steps of evaluations and of checkpoints."""
+
+  counts: dict
+  metrics: dict
+  w: dict
+  ema: dict
+  evaluated: dict
+  saved: list
+
+
+class Watch(Callback):
+  """Keeps a `Log`, and asks the run to stop after step `stop`."""
+
+  log = Log({}, {}, {}, {}, {}, [])
+
+  def __init__(self, stop=0):
+    self._stop = stop
+
+  def on_step_end(self, run, step, metrics):
+    tokens = np.asarray(run.batch["tokens"])
+    self.log.counts[step] = np.bincount(tokens[np.asarray(run.batch["loss_weights"]) > 0], minlength=V)
+    self.log.metrics[step] = metrics
+
+  def on_optimizer_step(self, run):
+    self.log.w[run.step] = np.array(run.state["params"]["head"]["w"])
+    if "ema" in run.state:
+      self.log.ema[run.step] = np.array(run.state["ema"]["head"]["w"])
+    if run.step == self._stop:
+      run.stop_requested = "a test"
+
+  def on_eval(self, run, name, metrics):
+    self.log.evaluated[run.step] = metrics
+
+  def on_checkpoint(self, run, step):
+    self.log.saved.append(step)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+  folder = tmp_path_factory.mktemp("wiring")
+  for name, texts in (("texts", TEXTS), ("held_out", HELD_OUT)):
+    (folder / f"{name}.jsonl").write_text("".join(json.dumps(dict(text=text)) + "\n" for text in texts))
+  return folder
+
+
+def trained(folder, workdir, stop=0, **changed):
+  """(the run, its Log, its workdir)."""
+  c = defaults()
+  c.update(batch_size=ROWS, grad_accum_steps=2, seq_len=4, total_steps=TOTAL, log_steps=5, ckpt_steps=4,
+           ckpt_percent=-1.0, keep_last=1, keep_best="eval/val/loss", keep_best_mode="max", report=False)
+  c.model.name = "tests.trainer.test_wiring.Unigram"
+  c.tokenizer.update(type="bytes", add_eos=False)
+  c.input.packing = "none"
+  c.input.sources = dict(main=source(type="jsonl", path=str(folder / "texts.jsonl")))
+  c.optimizer.update(name="sgd", learning_rate=PEAK, momentum=MOMENTUM, nesterov=False, weight_decay=0.0, clip_norm=0.0,
+                     ema_decay=DECAY)
+  c.schedule.update(name="linear", warmup_percent=-1.0, warmup_steps=WARMUP, floor=0.0)
+  c.evals.val = evaluator(type="loss", eval_steps=3, batch_size=2, sources=dict(
+      held_out=source(type="jsonl", path=str(folder / "held_out.jsonl"))))
+  c.callbacks.watch = dict(type="tests.trainer.test_wiring.Watch", stop=stop)
+  c.update(changed)
+  Watch.log = Log({}, {}, {}, {}, {}, [])
+  return train(c, workdir), Watch.log, workdir
+
+
+@pytest.fixture(scope="module")
+def straight(folder, tmp_path_factory):
+  return trained(folder, tmp_path_factory.mktemp("straight") / "w")
+
+
+@pytest.fixture(scope="module")
+def stopped(folder, tmp_path_factory):
+  """Asked to stop after step 6, at which nothing else is due."""
+  return trained(folder, tmp_path_factory.mktemp("stopped") / "w", stop=6)
+
+
+# ----------------------------------------------------------------------------------------------
+# What must be, in float64.
+
+
+def softmax(w):
+  e = np.exp(w - w.max())
+  return e / e.sum()
+
+
+def loss_of(w, counts):
+  return -(counts * np.log(softmax(w))).sum() / counts.sum()
+
+
+def rate(update):
+  """The learning rate of an update, from 0 on: warm-up to the peak at update 2, then down to 0 at update 14."""
+  return PEAK * min((update + 1) / WARMUP, 1.0) * (1.0 if update < WARMUP else (TOTAL - update) / (TOTAL - WARMUP + 1))
+
+
+@dataclasses.dataclass
+class Expected:
+  w: np.ndarray
+  ema: np.ndarray
+  trace: np.ndarray
+  loss: float = 0.0
+  grad_norm: float = 0.0
+
+
+def expected(counts, begin=None, first=0):
+  """{step: Expected}, from `begin` after step `first`, on these counts of tokens by step."""
+  now = begin or Expected(FIRST, FIRST, np.zeros(V))
+  found = {first: now}
+  for step in range(first + 1, max(counts) + 1):
+    n = counts[step]
+    g = softmax(now.w) - n / n.sum()
+    trace = g + MOMENTUM * now.trace
+    w = now.w - rate(step - 1) * trace
+    now = Expected(w, DECAY * now.ema + (1 - DECAY) * w, trace, loss_of(now.w, n), np.linalg.norm(g))
+    found[step] = now
+  return found
+
+
+def counts_of(texts):
+  return np.bincount(np.frombuffer("".join(texts).encode(), np.uint8), minlength=V)
+
+
+def close(found, wanted, tolerance=2e-6):
+  np.testing.assert_allclose(np.asarray(found, np.float64), wanted, rtol=0, atol=tolerance)
+
+
+def check_steps(log, wanted, steps):
+  """The parameters, averages, losses and norms of gradients of these steps, and that there were no others."""
+  assert sorted(log.w) == sorted(log.counts) == list(steps)
+  for step in steps:
+    close(log.w[step], wanted[step].w)
+    close(log.ema[step], wanted[step].ema)
+    close(log.metrics[step]["loss"], wanted[step].loss, 1e-5)
+    close(log.metrics[step]["grad_norm"], wanted[step].grad_norm)
+
+
+def check_rows(counts):
+  """Steps 1 to 14 took 56 rows: every document five times, and in the sixth epoch six of the ten once. The rows of whole
+  epochs: steps 1 to 5 two, 6 to 10 two."""
+  documents = {step: {string.ascii_lowercase[i]: counts[step][ord("a") + i] // (1 + i % 3) for i in range(DOCUMENTS)}
+               for step in counts}
+  for steps, epochs in ((range(1, 6), 2), (range(6, 11), 2)):
+    assert {letter: sum(documents[s][letter] for s in steps) for letter in documents[1]} == dict.fromkeys(
+        documents[1], epochs)
+  # Within an epoch none comes twice: the first two steps are in the first one, and so on.
+  for steps in ((1, 2), (4, 5), (6, 7), (9, 10), (11, 12), (14,)):
+    assert max(sum(documents[s][letter] for s in steps) for letter in documents[1]) == 1, steps
+  assert all(sum(documents[s].values()) == ROWS for s in documents)
+
+
+# ----------------------------------------------------------------------------------------------
+
+
+def test_parameters_averages_losses_and_rows_of_every_step(straight):
+  _, log, _ = straight
+  check_rows(log.counts)
+  check_steps(log, expected(log.counts), range(1, TOTAL + 1))
+  assert np.abs(log.w[TOTAL] - FIRST).max() > 0.1  # there is something to tell apart
+  orders = {tuple(np.flatnonzero(log.counts[step])) for step in (1, 6, 11)}
+  assert len(orders) > 1  # not each pair of epochs in the same order
+
+
+def test_rows_of_metrics_say_the_learning_rate_and_the_rows_of_their_step(straight):
+  _, log, workdir = straight
+  rows = {row["step"]: row for row in read_rows(workdir / "metrics.jsonl") if "learning_rate" in row}
+  wanted = expected(log.counts)
+  assert list(rows) == [1, 5, 10, 14]
+  for step, row in rows.items():
+    close(row["learning_rate"], rate(step - 1), 1e-7)
+    close(row["loss"], wanted[step].loss, 1e-5)
+    close(row["trained_tokens"], log.counts[step].sum())
+    assert (row["tokens_seen"], row["epoch"]) == (step * ROWS * 4, pytest.approx(step * ROWS / DOCUMENTS))
+
+
+def test_averages_are_what_is_evaluated_after_these_steps(straight):
+  _, log, workdir = straight
+  wanted, held_out = expected(log.counts), counts_of(HELD_OUT)
+  values = {step: loss_of(now.ema, held_out) for step, now in wanted.items() if step in (0, 3, 6, 9, 12, 14)}
+  assert {step: m["eval/val/loss"] for step, m in log.evaluated.items()} == pytest.approx(
+      {step: value for step, value in values.items()}, abs=1e-5)
+  written = {row["step"]: row["eval/val/loss"] for row in read_rows(workdir / "metrics.jsonl") if "eval/val/loss" in row}
+  assert written == pytest.approx(values, abs=1e-5)
+  # The parameters' own would be told apart.
+  assert min(abs(loss_of(wanted[s].w, held_out) - values[s]) for s in (3, 6, 9, 12)) > 1e-4
+
+
+def test_the_best_checkpoint_is_that_of_its_own_evaluation(straight):
+  """Saved after 4, 8, 12 and 14; evaluated after 0, 3, 6, 9, 12 and 14: 4 and 8 have no value. The losses sink, so that
+  an older evaluation's would be larger, and the best by `max` is 12."""
+  _, log, workdir = straight
+  assert log.saved == [4, 8, 12, 14]
+  assert checkpoint.listed(workdir / "checkpoints") == [12, 14]
+  values = {step: log.evaluated[step]["eval/val/loss"] for step in (0, 3, 6, 12, 14)}
+  assert values[0] > values[3] > values[6] > values[12] > values[14]
+  metas = {step: checkpoint.read_meta(workdir / "checkpoints" / str(step)) for step in (12, 14)}
+  for step, meta in metas.items():
+    assert meta["metrics"]["eval/val/loss"] == pytest.approx(values[step], abs=1e-7)
+    assert (meta["step"], meta["rows_seen"]) == (step, step * ROWS)
+
+
+def test_a_checkpoint_holds_the_state_after_its_step(straight):
+  run, log, workdir = straight
+  wanted = expected(log.counts)[12]
+  state = checkpoint.restore_from(str(workdir / "checkpoints" / "12"), run.program.abstract_state).state
+  assert int(state["step"]) == 12
+  close(state["params"]["head"]["w"], wanted.w)
+  close(state["ema"]["head"]["w"], wanted.ema)
+  close(state["opt"]["sgd"]["trace"]["head"]["w"], wanted.trace)
+
+
+def test_a_stopped_run_goes_on_where_it_was(stopped, folder, tmp_path):
+  """In the same workdir: 6 steps, then the other 8, which together are the 14 of one run."""
+  _, before, workdir = stopped
+  assert list(before.w) == [1, 2, 3, 4, 5, 6] and before.saved == [4, 6]
+  copied = tmp_path / "w"
+  shutil.copytree(workdir, copied)
+  run, after, _ = trained(folder, copied)
+  counts = before.counts | after.counts
+  check_rows(counts)
+  check_steps(after, expected(counts), range(7, TOTAL + 1))
+  assert sorted(after.evaluated) == [9, 12, 14] and after.saved == [8, 12, 14]
+  assert run.step == TOTAL
+
+
+def test_resume_takes_the_other_run_whole_and_its_own_checkpoint_afterwards(stopped, folder, tmp_path):
+  """Another workdir goes on after step 6 of the first, is stopped after 9, and goes on after 9, not after 6 again."""
+  _, before, other = stopped
+  _, middle, workdir = trained(folder, tmp_path / "w", stop=9, resume=str(other))
+  _, after, _ = trained(folder, workdir, resume=str(other))
+  counts = before.counts | middle.counts | after.counts
+  check_rows(counts)
+  wanted = expected(counts)
+  check_steps(middle, wanted, range(7, 10))
+  check_steps(after, wanted, range(10, TOTAL + 1))
+  assert middle.saved == [8, 9] and after.saved == [12, 14]
+
+
+def test_init_from_takes_the_parameters_alone(stopped, folder, tmp_path):
+  """Not the averages, the momentum, the step or the place in the data."""
+  _, before, other = stopped
+  _, log, _ = trained(folder, tmp_path / "w", stop=2, init_from=dict(path=str(other)))
+  begin = expected(before.counts)[6]
+  check_steps(log, expected(log.counts, Expected(begin.w, begin.w, np.zeros(V))), (1, 2))
+  for step in (1, 2):
+    np.testing.assert_array_equal(log.counts[step], before.counts[step])
+  close(log.evaluated[0]["eval/val/loss"], loss_of(begin.w, counts_of(HELD_OUT)), 1e-5)
+
+
+def test_without_averages_the_parameters_are_evaluated(folder, tmp_path):
+  _, log, _ = trained(folder, tmp_path / "w", stop=3, optimizer=dict(ema_decay=0.0))
+  wanted = expected(log.counts)
+  assert not log.ema
+  close(log.evaluated[3]["eval/val/loss"], loss_of(wanted[3].w, counts_of(HELD_OUT)), 1e-5)
