@@ -188,3 +188,18 @@ def test_initial_values_depend_on_rng_path_and_layer_only():
   others = [value("other"), value(seed=1), value(layer=0), value(layer=1)]
   assert all((value() != other).any() for other in others)
   assert (value(layer=0) != value(layer=1)).any()
+
+
+def test_each_adapter_on_the_same_input_has_a_dropout_of_its_own():
+  """Adapters that are the identity over kernels of 0: the outputs are the inputs as they were kept."""
+  scope = dataclasses.replace(SCOPE, lora=Lora(rank=64, scale=1.0, targets=(".*",), dropout=0.5))
+  made = [layers.Linear(scope / name, 64, 64, std=1.0, bias=False) for name in ("q", "k", "v")]
+  for linear in made:
+    linear.kernel[...], linear.lora_a[...], linear.lora_b[...] = jnp.zeros((64, 64)), jnp.eye(64), jnp.eye(64)
+  key = jax.random.key(0)
+  kept = [np.asarray(y) for y in layers.apply_linears(tuple(made), jnp.ones((4, 16, 64)), key)]
+  for y in kept:
+    assert set(np.unique(y)) == {0.0, 2.0} and 0.45 < (y > 0).mean() < 0.55
+  for i, j in ((0, 1), (0, 2), (1, 2)):
+    assert 0.45 < (kept[i] == kept[j]).mean() < 0.55
+  np.testing.assert_array_equal(made[1](jnp.ones((4, 16, 64)), key), kept[1])

@@ -24,6 +24,7 @@ from tests.models.common import (
   paths,
   random_params,
 )
+from trainer import tree
 from trainer.distributed import mesh as mesh_lib
 
 
@@ -293,3 +294,53 @@ def test_apply_with_plain_jax_transformations_only():
   first = model.apply(jax.tree.map(lambda p: p[0], stacked), BATCH).hidden
   np.testing.assert_allclose(hidden[0], first, atol=1e-5)
   assert jax.eval_shape(model.apply, model.abstract_params(), BATCH).hidden.shape == (B, T, 16)
+
+
+def test_flops_of_adapters_against_a_hand_count():
+  """The frozen base has no gradient of its own: 2 operations a weight forward, 2 backward; adapters 2, 2 and 2."""
+  model = make(**LLAMA, num_layers=2, positions="none", lora=dict(rank=3, targets=("attn/q", "mlp/down")))
+  base = 2 * (16 * 16 * 2 + 16 * 8 * 2 + 3 * 16 * 24) + 16 * 56
+  adapters = 2 * (3 * (16 + 16) + 3 * (24 + 16))
+  assert model.flops_per_token(8) == 4 * base + 6 * adapters + 12 * 4 * 4 * 2 * 4.5
+
+
+def of_embeddings(**changed):
+  """(model, parameters whose layers add nothing): hidden states are what enters the first layer, over its RMS."""
+  model = make(num_layers=2, **changed)
+  params = tree.flatten(jax.jit(model.init)(jax.random.key(0)))
+  return model, tree.unflatten({path: leaf * (not path.endswith(("/o/kernel", "down/kernel")))
+                                for path, leaf in params.items()})
+
+
+def rms(x):
+  return x / np.sqrt(np.square(x).mean(-1, keepdims=True) + 1e-6)
+
+
+def test_noise_is_added_to_the_table_s_rows_before_they_are_scaled():
+  """NEFTune: even noise in ± alpha / sqrt(length × D), by document; sqrt(D) times the sum enters the first layer."""
+  model, params = of_embeddings(neftune_alpha=5.0, scale_embeddings=True)
+  key = jax.random.key(7)
+  found = model.apply(params, BATCH, rng=key, train=True).hidden
+  lengths = np.array([[5] * 5 + [4] * 4 + [3] * 3, [7] * 7 + [3] * 3 + [2] * 2])
+  even = jax.random.uniform(jax.random.fold_in(key, 2 + 1), (B, T, 16), minval=-1.0, maxval=1.0)
+  table = np.asarray(params["embed"]["embedding"], np.float64)
+  expected = 4.0 * (table[TOKENS] + 5.0 / np.sqrt(lengths * 16.0)[..., None] * np.asarray(even, np.float64))
+  real = SEGMENTS > 0
+  np.testing.assert_allclose(np.asarray(found)[real], rms(expected)[real], atol=1e-5)
+
+
+def test_each_place_of_dropout_has_a_key_of_its_own():
+  """Attention adds 1 to a stream of zeros in each entry and the MLP 10, in the second layer 100 and 1000, if they are
+  kept: all combinations occur, each about as often as it must if no mask depends on another."""
+  model = make(num_layers=2, dropout=0.5, attention_out_bias=True, mlp_bias=True, tie_embeddings=False)
+  params = {path: jnp.zeros(leaf.shape) for path, leaf in tree.flatten(model.abstract_params()).items()}
+  params["final_norm/scale"] = jnp.ones(16)
+  params["blocks/attn/o/bias"] = jnp.ones((2, 16)) * jnp.asarray([[1.0], [100.0]])
+  params["blocks/mlp/down/bias"] = jnp.ones((2, 16)) * jnp.asarray([[10.0], [1000.0]])
+  batch = dict(tokens=jnp.zeros((8, 64), jnp.int32), segment_ids=jnp.ones((8, 64), jnp.int32))
+  hidden = np.asarray(model.apply(tree.unflatten(params), batch, rng=jax.random.key(0), train=True).hidden, np.float64)
+  # Of a row with an entry that has all four the norm's scale is known: its entries are whole numbers then.
+  sums = 1111 * hidden.reshape(-1, 16) / hidden.reshape(-1, 16).max(-1, keepdims=True)
+  whole = np.rint(sums[(np.abs(sums - np.rint(sums)) < 0.01).all(-1)]).astype(int)
+  counts = {n: (whole == n).mean() for n in np.unique(whole)}
+  assert len(counts) == 16 and all(0.03 < share < 0.13 for share in counts.values()), counts

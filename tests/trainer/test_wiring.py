@@ -1,9 +1,9 @@
 """Which state, step, epoch and file a run uses: whole runs of a model whose every number is computed here, in float64.
 
 The model has one parameter w [V] and gives every position the logits w. So the loss of counts n of predicted tokens is
--Σ n log softmax(w) / Σ n, with the gradient softmax(w) - n / Σ n. Periods and lengths are such that no two things that
-differ fall on the same step: 14 steps of 4 rows in 2 micro-batches, 10 documents, evaluations every 3 steps, checkpoints
-every 4, rows of metrics every 5.
+-Σ n log softmax(w) / Σ n, with the gradient softmax(w) - n / Σ n. Periods and lengths are such that no two things fall
+on the same step that are to be told apart: 14 steps of 4 rows in 2 micro-batches, 10 documents, evaluations every 3
+steps, checkpoints every 4, rows of metrics every 5.
 """
 
 import dataclasses
@@ -21,6 +21,8 @@ from trainer import train
 from trainer.callbacks import Callback
 from trainer.checkpoints import checkpoint
 from trainer.config import defaults, evaluator, source
+from trainer.distributed import mesh as mesh_lib
+from trainer.telemetry import spikes
 from trainer.telemetry.writers import read_rows
 
 V, BOS = 258, 256  # bytes, and two special tokens
@@ -60,23 +62,27 @@ class Unigram:
 @dataclasses.dataclass
 class Log:
   """What a run's callback saw: by step the counts of the batch's predicted tokens [V], metrics, w, moving averages;
-  the steps of evaluations and of checkpoints."""
+  the arrays of the state before that are still there; metrics by the step of their evaluation, steps of checkpoints."""
 
-  counts: dict
-  metrics: dict
-  w: dict
-  ema: dict
-  evaluated: dict
-  saved: list
+  counts: dict = dataclasses.field(default_factory=dict)
+  metrics: dict = dataclasses.field(default_factory=dict)
+  w: dict = dataclasses.field(default_factory=dict)
+  ema: dict = dataclasses.field(default_factory=dict)
+  left: dict = dataclasses.field(default_factory=dict)
+  evaluated: dict = dataclasses.field(default_factory=dict)
+  saved: list = dataclasses.field(default_factory=list)
 
 
 class Watch(Callback):
-  """Keeps a `Log`, and asks the run to stop after step `stop`."""
+  """Keeps a `Log`, and asks the run to stop after step `stop`, or to go back as after a `Spike(*back)`."""
 
-  log = Log({}, {}, {}, {}, {}, [])
+  log = Log()
 
-  def __init__(self, stop=0):
-    self._stop = stop
+  def __init__(self, stop=0, back=None):
+    self._stop, self._back = stop, back
+
+  def on_step_begin(self, run):
+    self._before = jax.tree.leaves(run.state)
 
   def on_step_end(self, run, step, metrics):
     tokens = np.asarray(run.batch["tokens"])
@@ -84,11 +90,15 @@ class Watch(Callback):
     self.log.metrics[step] = metrics
 
   def on_optimizer_step(self, run):
+    self.log.left[run.step] = sum(not leaf.is_deleted() for leaf in self._before)
     self.log.w[run.step] = np.array(run.state["params"]["head"]["w"])
     if "ema" in run.state:
       self.log.ema[run.step] = np.array(run.state["ema"]["head"]["w"])
     if run.step == self._stop:
       run.stop_requested = "a test"
+    if self._back and run.step == self._back[0] and "spikes" not in run.remembered:
+      run.checkpoints.wait()
+      run.go_back = spikes.Spike(*self._back)
 
   def on_eval(self, run, name, metrics):
     self.log.evaluated[run.step] = metrics
@@ -105,7 +115,7 @@ def folder(tmp_path_factory):
   return folder
 
 
-def trained(folder, workdir, stop=0, **changed):
+def trained(folder, workdir, stop=0, back=None, **changed):
   """(the run, its Log, its workdir)."""
   c = defaults()
   c.update(batch_size=ROWS, grad_accum_steps=2, seq_len=4, total_steps=TOTAL, log_steps=5, ckpt_steps=4,
@@ -119,9 +129,9 @@ def trained(folder, workdir, stop=0, **changed):
   c.schedule.update(name="linear", warmup_percent=-1.0, warmup_steps=WARMUP, floor=0.0)
   c.evals.val = evaluator(type="loss", eval_steps=3, batch_size=2, sources=dict(
       held_out=source(type="jsonl", path=str(folder / "held_out.jsonl"))))
-  c.callbacks.watch = dict(type="tests.trainer.test_wiring.Watch", stop=stop)
+  c.callbacks.watch = dict(type="tests.trainer.test_wiring.Watch", stop=stop, back=back)
   c.update(changed)
-  Watch.log = Log({}, {}, {}, {}, {}, [])
+  Watch.log = Log()
   return train(c, workdir), Watch.log, workdir
 
 
@@ -195,18 +205,19 @@ def check_steps(log, wanted, steps):
     close(log.metrics[step]["grad_norm"], wanted[step].grad_norm)
 
 
+def documents(counts):
+  """How often each document is in a batch of these counts."""
+  return np.array([counts[ord("a") + i] // (1 + i % 3) for i in range(DOCUMENTS)])
+
+
 def check_rows(counts):
-  """Steps 1 to 14 took 56 rows: every document five times, and in the sixth epoch six of the ten once. The rows of whole
-  epochs: steps 1 to 5 two, 6 to 10 two."""
-  documents = {step: {string.ascii_lowercase[i]: counts[step][ord("a") + i] // (1 + i % 3) for i in range(DOCUMENTS)}
-               for step in counts}
-  for steps, epochs in ((range(1, 6), 2), (range(6, 11), 2)):
-    assert {letter: sum(documents[s][letter] for s in steps) for letter in documents[1]} == dict.fromkeys(
-        documents[1], epochs)
-  # Within an epoch none comes twice: the first two steps are in the first one, and so on.
+  """Of 14 steps of 4 rows the first five have each of the 10 documents twice, so have the next five; in each epoch of
+  two and a half steps none comes twice."""
+  for steps in (range(1, 6), range(6, 11)):
+    np.testing.assert_array_equal(sum(documents(counts[step]) for step in steps), 2)
   for steps in ((1, 2), (4, 5), (6, 7), (9, 10), (11, 12), (14,)):
-    assert max(sum(documents[s][letter] for s in steps) for letter in documents[1]) == 1, steps
-  assert all(sum(documents[s].values()) == ROWS for s in documents)
+    assert sum(documents(counts[step]) for step in steps).max() == 1, steps
+  assert all(documents(counts[step]).sum() == ROWS for step in counts)
 
 
 # ----------------------------------------------------------------------------------------------
@@ -237,10 +248,9 @@ def test_averages_are_what_is_evaluated_after_these_steps(straight):
   _, log, workdir = straight
   wanted, held_out = expected(log.counts), counts_of(HELD_OUT)
   values = {step: loss_of(now.ema, held_out) for step, now in wanted.items() if step in (0, 3, 6, 9, 12, 14)}
-  assert {step: m["eval/val/loss"] for step, m in log.evaluated.items()} == pytest.approx(
-      {step: value for step, value in values.items()}, abs=1e-5)
-  written = {row["step"]: row["eval/val/loss"] for row in read_rows(workdir / "metrics.jsonl") if "eval/val/loss" in row}
-  assert written == pytest.approx(values, abs=1e-5)
+  assert {step: m["eval/val/loss"] for step, m in log.evaluated.items()} == pytest.approx(values, abs=1e-5)
+  rows = [row for row in read_rows(workdir / "metrics.jsonl") if "eval/val/loss" in row]
+  assert {row["step"]: row["eval/val/loss"] for row in rows} == pytest.approx(values, abs=1e-5)
   # The parameters' own would be told apart.
   assert min(abs(loss_of(wanted[s].w, held_out) - values[s]) for s in (3, 6, 9, 12)) > 1e-4
 
@@ -312,3 +322,31 @@ def test_without_averages_the_parameters_are_evaluated(folder, tmp_path):
   wanted = expected(log.counts)
   assert not log.ema
   close(log.evaluated[3]["eval/val/loss"], loss_of(wanted[3].w, counts_of(HELD_OUT)), 1e-5)
+
+
+def test_after_a_spike_the_older_state_goes_on_with_the_later_data_and_learning_rates(folder, tmp_path):
+  """Found at 7: back to the checkpoint of 4, and on after 9. The steps are 1 to 7, and 10 to 14."""
+  _, log, workdir = trained(folder, tmp_path / "w", back=(7, 4, 9), keep_last=9)
+  assert list(log.w) == [1, 2, 3, 4, 5, 6, 7, 10, 11, 12, 13, 14]
+  first = {step: log.counts[step] for step in range(1, 8)}
+  wanted = expected(first)
+  wanted |= expected({step: log.counts[step] for step in range(10, 15)}, wanted[4], first=9)
+  check_steps(log, wanted, log.w)
+  # Saved once it has gone back, as what it is after step 9; evaluated as ever.
+  assert log.saved == [4, 9, 12, 14] and sorted(log.evaluated) == [0, 3, 6, 12, 14]
+  # The rows of steps 8 and 9 are in no step: of 4 to 7 and 10 each of two epochs', but for theirs.
+  straight = {step: documents(n) for step, n in log.counts.items()}
+  for steps in ((4, 5), (6, 7), (11, 12)):
+    assert sum(straight[step] for step in steps).max() == 1, steps
+  np.testing.assert_array_equal(sum(straight[step] for step in range(1, 6)), 2)
+
+
+def test_the_state_is_donated_to_every_step(straight):
+  """Its old arrays are gone, so that no room is needed for two; the compiled step puts each where the old one was."""
+  run, log, _ = straight
+  assert log.left == dict.fromkeys(range(1, TOTAL + 1), 0)
+  program = run.program
+  with mesh_lib.activation_rules(program.mesh):
+    compiled = program.update_fn.lower(program.abstract_state, run.data.example(0, program)).compile()
+  aliases = compiled.as_text().partition("input_output_alias={")[2].partition("\n")[0].count("-alias)")
+  assert aliases == len(jax.tree.leaves(program.abstract_state))

@@ -124,7 +124,8 @@ def precompute(config: Any, start: Any, program: Any, datasets: Sequence[Any], w
   whole = overlay(start.state["params"], reference)
   # All that decides the values: parameters, what is computed with them, in which precision and on how many rows.
   temperature = strategies.temperature(config.strategy)
-  identity = json.dumps([fingerprint(whole), repr(model.spec), config.precision.compute, batch_size, temperature])
+  computed = repr(model.spec) if hasattr(model, "spec") else config.model.to_dict()  # of a model of a user's own
+  identity = json.dumps([fingerprint(whole), computed, config.precision.compute, batch_size, temperature])
   logprobs_of = jax.jit(lambda params, batch: sequences.token_logprobs(model, params, batch, temperature))
   sharding, first = mesh_lib.batch_sharding(mesh), jax.process_index() == 0
   for data in datasets:

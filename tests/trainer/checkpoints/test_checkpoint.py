@@ -220,3 +220,15 @@ def test_a_path_that_cannot_be_written_is_an_error_that_says_what_to_do(tmp_path
     checkpoints.save(2, state(2), {})
   assert "No space left on device" in str(error.value) and "newest complete checkpoint there is step 1" in str(
       error.value)
+
+
+def test_what_is_forgotten_is_later_than_the_step(tmp_path):
+  """Its own checkpoint stays, with its value; of the later ones neither is known any more."""
+  checkpoints = Checkpoints(tmp_path, keep_last=9, keep_best="eval/val/loss")
+  for step in (2, 4, 6, 7):
+    checkpoints.save(step, state(step), {}, {"eval/val/loss": float(step)})
+  checkpoints.wait()
+  checkpoints.forget_after(4)
+  assert checkpoints.steps() == [2, 4] and sorted(checkpoints._values) == [2, 4]
+  assert checkpoints.save(6, state(6), {}) and not checkpoints.save(4, state(4), {})
+  checkpoints.close()

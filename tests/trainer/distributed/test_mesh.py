@@ -136,3 +136,38 @@ def test_slices_are_the_outermost_axis():
   # Without slices, the groups follow the processes.
   whole = mesh_lib.make_mesh(dict(slice=2, data=-1))
   assert [[d.id for d in part.flat] for part in whole.devices] == [[0, 1, 2, 3], [4, 5, 6, 7]]
+
+
+def test_where_every_parameter_of_a_model_is_split():
+  """What goes into a layer's product is split over fsdp on one side and over tensor on the other: q, k, v, gate and up
+  by their outputs, o and down by their inputs, so that between the two nothing need be sent."""
+  mesh, fsdp = mesh_lib.make_mesh(MIXED), "fsdp"
+  model = tiny.model(tie_embeddings=False, qkv_bias=True, mlp_bias=True, attention_out_bias=True)
+  placed, notes = mesh_lib.param_shardings(model.abstract_params(), mesh)
+  wide, narrow = P(None, fsdp, "tensor"), P(None, "tensor", fsdp)
+  expected = {
+      "embed/embedding": P("tensor", fsdp), "unembed/kernel": P(fsdp, "tensor"), "final_norm/scale": P(),
+      "blocks/attn_norm/scale": P(), "blocks/mlp_norm/scale": P(),
+      **{f"blocks/{name}/kernel": wide for name in ("attn/q", "attn/k", "attn/v", "mlp/gate", "mlp/up")},
+      **{f"blocks/{name}/bias": P(None, "tensor") for name in ("attn/q", "attn/k", "attn/v", "mlp/gate", "mlp/up")},
+      "blocks/attn/o/kernel": narrow, "blocks/mlp/down/kernel": narrow,
+      "blocks/attn/o/bias": P(), "blocks/mlp/down/bias": P(),
+  }
+  assert {path: s.spec for path, s in tree.flatten(placed).items()} == expected and notes == []
+
+
+def test_where_adapters_and_experts_are_split():
+  mesh = mesh_lib.make_mesh(dict(data=1, fsdp=2, expert=2, tensor=2))
+  fsdp, model = ("fsdp", "expert"), tiny.model(
+      lora=dict(rank=2, targets=("attn/", "shared/")), moe=dict(num_experts=4, expert_size=16, shared_size=16))
+  placed = {path: tuple(s.spec) for path, s in tree.flatten(mesh_lib.param_shardings(
+      model.abstract_params(), mesh)[0]).items()}
+  for name in ("attn/q", "attn/k", "attn/v", "moe/shared/gate", "moe/shared/up"):
+    assert placed[f"blocks/{name}/lora_a"] == (None, fsdp, None), name
+    assert placed[f"blocks/{name}/lora_b"] == (None, None, "tensor"), name
+  for name in ("attn/o", "moe/shared/down"):
+    assert placed[f"blocks/{name}/lora_a"] == (None, "tensor", None), name
+    assert placed[f"blocks/{name}/lora_b"] == (None, None, fsdp), name
+  assert placed["blocks/moe/experts/up/kernel"] == (None, "expert", "fsdp", "tensor")
+  assert placed["blocks/moe/experts/down/kernel"] == (None, "expert", "tensor", "fsdp")
+  assert placed["blocks/moe/router/kernel"] == (None, fsdp, None)

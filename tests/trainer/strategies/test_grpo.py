@@ -384,3 +384,14 @@ def test_what_stands_outside_trained_tokens_changes_no_bit():
   absent, removed = of_table(cfg, segment_roles=without), of_table(cfg, segment_roles=without, loss_weights=short)
   assert absent[0] == removed[0] != plain_value
   np.testing.assert_array_equal(absent[1], removed[1])
+
+
+def test_a_token_without_an_advantage_is_never_clipped():
+  """Ratios far outside on both sides, with A = 0, A > 0 and A < 0: what is clipped counts, of all eight tokens."""
+  ratio = jnp.asarray([[0.1, 0.1, 0.1, 5.0, 5.0, 5.0, 5.0, 1.0]])
+  advantage = jnp.asarray([[0.0, 1.0, -1.0, 0.0, 0.0, 1.0, -1.0, 0.0]])
+  policy = grpo.policy_term(ratio, advantage, jnp.zeros((1, 8)), cfg_of(clip_dual=3.0))
+  np.testing.assert_array_equal(policy.low[0], [0, 0, 1, 0, 0, 0, 0, 0])
+  np.testing.assert_array_equal(policy.high[0], [0, 0, 0, 0, 0, 1, 0, 0])
+  np.testing.assert_array_equal(policy.dual[0], [0, 0, 0, 0, 0, 0, 1, 0])
+  np.testing.assert_allclose(policy.losses[0], [0, -0.1, 0.8, 0, 0, -1.25, 3.0, 0], atol=1e-7)

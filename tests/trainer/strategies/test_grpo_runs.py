@@ -328,3 +328,17 @@ def test_metrics_and_table_agree(stopping_early):
   assert [line["rewards"]["long"] for line in lines] == pytest.approx([-max(n - 1, 0) / 7 for n in lengths], abs=1e-6)
   decoded = run.tokenizer.decode(run.data._experience.tokens[:int(run.data._experience.lengths[0])])
   assert any(decoded.startswith(line["prompt"] + line["completion"]) for line in lines)
+
+
+def test_each_epoch_of_a_rollout_has_every_completion_once_in_an_order_of_its_own(straight):
+  """Of the last rollout, 16 completions in two updates: which of its tokens each of the four batches holds."""
+  data = straight[0].data
+  starts = np.cumsum([0, *data._experience.lengths[:-1]])
+  steps = []
+  for nth in range(4):
+    places = data._batch(nth, ("places",))["places"]
+    steps.append({int(np.searchsorted(starts, place, side="right")) for place in places[places >= 0]})
+  assert [len(step) for step in steps] == [8] * 4
+  for epoch in (steps[:2], steps[2:]):
+    assert epoch[0] | epoch[1] == set(range(1, 17))
+  assert steps[0] not in steps[2:]

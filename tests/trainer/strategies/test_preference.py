@@ -238,3 +238,19 @@ def test_every_loss_says_what_it_is():
   for name, fn in LOSSES.items():
     assert "arXiv" in fn.__doc__ or name == "aot_unpaired", name
   assert preference.SCORED < set(LOSSES) and preference.SMOOTHED < set(LOSSES)
+
+
+@pytest.mark.parametrize("kind, far, slope", [
+    ("forward_kl", 1.0 - math.exp(80.0), 0.0), ("js", math.log(2.0) - 1e4, 1.0),
+    ("alpha", (math.exp(80.0) - 1.0) / -0.5, 0.0), ("reverse_kl", -1e4, 1.0)])
+def test_a_policy_far_below_its_reference_has_a_finite_score_and_slope(kind, far, slope):
+  """Exponents end at 80; beyond it the score is constant. On the other side every divergence is bounded or linear."""
+  value, gradient = jax.value_and_grad(lambda x: preference.divergence(x, cfg(f_divergence=kind)))(-1e4)
+  assert float(value) == pytest.approx(far, rel=1e-5) and float(gradient) == slope
+  above = {"forward_kl": 1.0, "js": math.log(2.0), "alpha": 2.0, "reverse_kl": 1e4}[kind]
+  value, gradient = jax.value_and_grad(lambda x: preference.divergence(x, cfg(f_divergence=kind)))(1e4)
+  assert float(value) == pytest.approx(above, rel=1e-5) and float(gradient) == (kind == "reverse_kl")
+  # An alpha above 1 grows on that side.
+  if kind == "alpha":
+    value, gradient = jax.value_and_grad(lambda x: preference.divergence(x, cfg(f_divergence=kind, alpha=2.0)))(1e4)
+    assert float(value) == pytest.approx(math.exp(80.0), rel=1e-5) and float(gradient) == 0.0

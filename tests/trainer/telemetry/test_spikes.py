@@ -226,3 +226,27 @@ def test_a_prefetcher_seeks():
     assert [next(batches) for _ in range(3)] == [0, 1, 4]
     batches.seek(10)
     assert list(batches) == [step * step for step in range(10, 20)]
+
+
+@pytest.mark.parametrize("saved, margin, expected", [
+    ([0, 9], 3, (12, 9, 19)), ([0, 10], 3, (12, 0, 19)),  # found at 12: 9 is just old enough, 10 is not
+    ([0, 12], 0, (12, 12, 19)), ([10], 3, None)])
+def test_the_margin_counts_steps_back_from_the_spike(saved, margin, expected):
+  run = fake(checkpoints=types.SimpleNamespace(wait=lambda: None, steps=lambda: saved))
+  feed(make(run, margin=margin), run, CALM + [1.38, 1.38])
+  assert run.go_back == (expected and spikes.Spike(*expected))
+
+
+@pytest.mark.parametrize("total, expected", [(12, None), (13, None), (14, 13), (19, 18), (20, 19), (21, 19)])
+def test_near_its_end_a_run_goes_on_with_what_is_left(total, expected):
+  """Found at 12, whose metrics are known when 13 is dispatched; the last update is always taken."""
+  run = fake(total_steps=total, checkpoints=types.SimpleNamespace(wait=lambda: None, steps=lambda: [0]))
+  feed(make(run), run, CALM + [1.38, 1.38])
+  assert (run.go_back and run.go_back.resume) == expected
+
+
+@pytest.mark.parametrize("count", [9, 10])
+def test_the_window_is_full_with_its_last_value(count):
+  run = fake()
+  feed(make(run), run, CALM[:count] + [100.0] * 2)
+  assert (run.go_back is not None) == (count == 10)

@@ -173,3 +173,20 @@ def test_goodput_is_the_share_of_all_time_since_the_first_start(clock):
 def test_the_measured_peak_is_positive_and_says_how(dtype):
   peak, source = throughput.peak_flops(dtype)
   assert peak > 0 and source.startswith(f"measured: a {dtype} ")
+
+
+def test_waiting_for_data_is_counted_once_and_is_no_time_of_its_own(clock):
+  """8 s of steps, 3 of which waited for data, and 2 s of an evaluation: 10 s, by a clock that is then set back too."""
+  chrono = throughput.Chrono(1.0)
+  chrono.start_window(0, 0)
+  clock[0] += 8.0
+  chrono.waited(1.0)
+  chrono.waited(2.0)
+  with chrono.pause("eval"):
+    clock[0] += 2.0
+  row = chrono.window(4, 10)
+  assert (row["time/data"], row["time/split/data"], row["time/split/train"]) == (0.75, 3.0, 5.0)
+  assert {kind: spent for kind, spent in chrono.state().items() if spent} == {"train": 8.0, "data": 3.0, "eval": 2.0}
+  assert row["goodput"] == pytest.approx(0.8)
+  clock[0] -= 500.0
+  assert chrono.goodput() == pytest.approx(0.8)

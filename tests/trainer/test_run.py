@@ -1,0 +1,86 @@
+"""The run's own methods, each of a run of which only what it needs is there; whole runs are in test_wiring.py."""
+
+import contextlib
+import types
+
+import jax.numpy as jnp
+import pytest
+
+from trainer.errors import ConfigError
+from trainer.run import Run
+
+
+class Batches:
+  """Has waited 1, 3 and 7 s for its three batches, all of them together."""
+
+  def __init__(self):
+    self.wait_seconds, self._more = 0.0, iter([1.0, 2.0, 4.0])
+
+  def __next__(self):
+    self.wait_seconds += next(self._more)
+    return {"tokens": self.wait_seconds}
+
+
+def test_the_wait_for_each_batch_is_counted_once():
+  waited = []
+  run = types.SimpleNamespace(chrono=types.SimpleNamespace(waited=waited.append), end_with_data=lambda: None)
+  batches = Batches()
+  batches_seen = [Run.next_batch(run, batches) for _ in range(4)]
+  assert waited == [1.0, 2.0, 4.0] and batches_seen[2:] == [{"tokens": 7.0}, None]
+
+
+def test_metrics_of_a_step_are_fetched_when_the_next_is_dispatched_and_once():
+  found = []
+  run = Run.__new__(Run)
+  run._pending, run.stop_requested, run.agreed_stop = None, "", False
+  run.callbacks = lambda hook, run, step, metrics: found.append((hook, step, metrics, run.batch))
+  run.defer(1, {"loss": jnp.float32(0.5)}, "first")
+  assert not found
+  run.defer(2, {"loss": jnp.float32(0.25), "stop_requests": jnp.int32(1)}, "second")
+  assert found == [("on_step_end", 1, {"loss": 0.5}, "first")] and not run.agreed_stop
+  run.settle()
+  assert found[1:] == [("on_step_end", 2, {"loss": 0.25}, "second")] and run.batch is None
+  assert run.agreed_stop and run.stop_requested
+  run.settle()
+  assert len(found) == 2
+
+
+def saving(metrics, at, best="eval/val/loss", saved=True, go_back=None):
+  """What a run that is at step 8 saves, whose last evaluation, after step `at`, gave `metrics`."""
+  found = []
+  run = Run.__new__(Run)
+  run._pending, run.step, run.state, run.go_back, run.pinned, run.remembered = None, 8, {"x": 1}, go_back, {}, {}
+  run.config, run.config_json = types.SimpleNamespace(keep_best=best), {}
+  run.chrono = types.SimpleNamespace(pause=lambda kind: contextlib.nullcontext(), state=dict)
+  run.data = types.SimpleNamespace(
+      batch_range=lambda step: (10 * step, 10), taken=types.SimpleNamespace(saved=lambda tokens: {"tokens": tokens}),
+      counters=lambda step: {"main": step}, fingerprint="f", saved=lambda step: ({"rest": step}, None),
+      tokens_seen=lambda step: 100 * step)
+  run.last_eval = (at, metrics)
+  run.checkpoints = types.SimpleNamespace(save=lambda *args: (found.append(args), saved)[1])
+  run.writer = types.SimpleNamespace(write_scalars=lambda step, row: found.append((step, list(row))))
+  run.callbacks = lambda hook, run, step: found.append((hook, step))
+  run.save()
+  return found
+
+
+def test_a_checkpoint_has_what_was_evaluated_of_its_own_state_alone():
+  metrics = {"eval/val/loss": 1.5, "eval/other/loss": 2.5}
+  (step, state, meta, scored, arrays), *after = saving(metrics, at=8)
+  assert (step, state, scored, arrays) == (8, {"x": 1}, metrics, None)
+  assert after == [(8, ["time/checkpoint"]), ("on_checkpoint", 8)]
+  assert [meta[key] for key in ("step", "rows_seen", "taken", "data", "rest_of_rollout")] == [
+      8, 80, {"tokens": 800}, {"main": 8}, {"rest": 8}]
+  assert saving(metrics, at=6)[0][3] == {} == saving({}, at=-1)[0][3]
+
+
+def test_what_is_saved_already_or_to_be_left_is_not_told():
+  assert len(saving({}, at=-1, saved=False)) == 1
+  assert saving({}, at=-1, go_back="a spike") == []
+
+
+def test_a_metric_that_its_evaluator_does_not_give_is_an_error_where_it_was_evaluated():
+  for at, best in ((6, "eval/val/los"), (8, "eval/test/loss")):
+    assert saving({"eval/val/loss": 1.0}, at=at, best=best)
+  with pytest.raises(ConfigError, match="keep_best is 'eval/val/los'.* It gives: eval/val/loss"):
+    saving({"eval/val/loss": 1.0}, at=8, best="eval/val/los")
