@@ -1,57 +1,88 @@
-"""Which parameters a reference's log-probs are of; runs with references are in test_dpo_runs.py."""
+"""Which parameters a reference has, by the log-probs and losses of a model where they can be computed by hand
+(test_wiring.py); other runs with references are in test_dpo_runs.py."""
 
 import json
 
 import numpy as np
 import pytest
 
-from tests.trainer import test_wiring
+from tests.trainer.test_wiring import FIRST, softmax
 from trainer import train
 from trainer.callbacks import Callback
 from trainer.config import defaults, source, strategy
 
+BETA = 0.5
+
 
 class Keep(Callback):
-  """The reference's log-probs of the last batch, with its tokens, where they are trained; w of the run's beginning."""
+  """{step: (w before it, its batch on the host, its loss)}; asks the run to stop after step `stop`."""
 
-  found: list = []
+  found: dict = {}
 
-  def on_train_begin(self, run):
-    self.first = np.array(run.state["params"]["head"]["w"], np.float64)
+  def __init__(self, stop=0):
+    self._stop, self._before = stop, {}
+
+  def on_step_begin(self, run):
+    self._before[run.step + 1] = np.array(run.state["params"]["head"]["w"], np.float64)
+
+  def on_optimizer_step(self, run):
+    if run.step == self._stop:
+      run.stop_requested = "a test"
 
   def on_step_end(self, run, step, metrics):
-    trained = np.asarray(run.batch["loss_weights"]) > 0
-    self.found.append((self.first, np.asarray(run.batch["tokens"])[trained],
-                       np.asarray(run.batch["ref_logprobs"])[trained], metrics["loss"]))
+    batch = {name: np.asarray(values) for name, values in run.batch.items()}
+    self.found[step] = self._before[step], batch, metrics["loss"]
+
+
+def trained(folder, workdir, precompute, stop=0, **changed):
+  """{step: what `Keep` keeps} of this process's steps, of four in all: a pair a row, the same four pairs each time."""
+  file = folder / "pairs.jsonl"
+  file.write_text("".join(json.dumps(dict(prompt="p", chosen=chosen * 2, rejected=rejected)) + "\n"
+                          for chosen, rejected in ("ab", "cd", "ef", "gh")))
+  c = defaults()
+  c.update(batch_size=4, seq_len=16, total_steps=4, report=False)
+  c.model.name = "tests.trainer.test_wiring.Unigram"
+  c.tokenizer.type = "bytes"
+  c.strategy = strategy("dpo", precompute=precompute, beta=BETA)
+  c.input.packing = "none"
+  c.input.sources.main = source(type="jsonl", path=str(file))
+  c.input.cache_dir = str(folder / "cache")
+  c.optimizer.update(name="sgd", learning_rate=5.0, momentum=0.0, nesterov=False, weight_decay=0.0, clip_norm=0.0)
+  c.schedule.update(name="constant", warmup_percent=0.0)
+  c.callbacks.keep = dict(type="tests.trainer.strategies.test_reference.Keep", stop=stop)
+  c.update(changed)
+  Keep.found = {}
+  train(c, workdir)
+  return Keep.found
+
+
+def loss_of(w, reference, batch):
+  """-log σ(β (chosen's log-ratio - rejected's)), a mean over the pairs: DPO (arXiv 2305.18290, eq. 7)."""
+  ratio = np.log(softmax(w)) - np.log(softmax(reference))
+  trained, of_token = batch["loss_weights"] > 0, ratio[batch["tokens"]]
+  scores = np.array([(of_token * (trained & (batch["segment_ids"] == segment))).sum(axis=1) for segment in (1, 2)]).T
+  return np.mean([np.log1p(np.exp(-BETA * (chosen - rejected))) for chosen, rejected in scores])
+
+
+@pytest.mark.parametrize("precompute", [False, True])
+def test_a_run_that_goes_on_has_the_reference_that_it_began_with(precompute, tmp_path):
+  before = trained(tmp_path, tmp_path / "w", precompute, stop=2)
+  after = trained(tmp_path, tmp_path / "w", precompute)
+  assert (list(before), list(after)) == ([1, 2], [3, 4])
+  for step, (w, batch, loss) in (before | after).items():
+    assert loss == pytest.approx(loss_of(w, FIRST, batch), rel=1e-5), step
+    assert (step == 1) == (abs(loss - np.log(2)) < 1e-3)
 
 
 def test_two_models_with_one_folder_of_caches_have_log_probs_of_their_own(tmp_path):
-  """The log-probs of the model of test_wiring.py are those of softmax(w), whose w the second run has from the first."""
-  file = tmp_path / "pairs.jsonl"
-  file.write_text("".join(json.dumps(dict(prompt="p", chosen=chosen * 2, rejected=rejected)) + "\n"
-                          for chosen, rejected in ("ab", "cd", "ef", "gh")))
-
-  def of_run(name, **changed):
-    c = defaults()
-    c.update(batch_size=4, seq_len=16, total_steps=2, report=False)
-    c.model.name = "tests.trainer.test_wiring.Unigram"
-    c.tokenizer.type = "bytes"
-    c.strategy = strategy("dpo", precompute=True)
-    c.input.sources.main = source(type="jsonl", path=str(file))
-    c.input.cache_dir = str(tmp_path / "cache")
-    c.optimizer.update(name="sgd", learning_rate=50.0, momentum=0.0, nesterov=False, weight_decay=0.0)
-    c.schedule.update(name="constant", warmup_percent=0.0)
-    c.callbacks.keep = dict(type="tests.trainer.strategies.test_reference.Keep")
-    c.update(changed)
-    Keep.found.clear()
-    train(c, tmp_path / name)
-    return list(Keep.found)
-
-  one, two = of_run("one"), of_run("two", init_from=dict(path=str(tmp_path / "one")))
-  np.testing.assert_allclose(one[0][0], test_wiring.FIRST, atol=1e-7)
-  assert np.abs(two[0][0] - one[0][0]).max() > 0.1
+  """The second run begins with the parameters that the first has come to."""
+  one = trained(tmp_path, tmp_path / "one", True)
+  two = trained(tmp_path, tmp_path / "two", True, init_from=dict(path=str(tmp_path / "one")))
+  np.testing.assert_allclose(one[1][0], FIRST, atol=1e-7)
+  assert np.abs(two[1][0] - FIRST).max() > 0.1
   for run in (one, two):
-    w, tokens, logprobs, loss = run[0]
-    np.testing.assert_allclose(logprobs, np.log(test_wiring.softmax(w))[tokens], atol=1e-5)
-    assert loss == pytest.approx(np.log(2), abs=1e-5)  # the policy is still its reference
-    assert run[1][3] < 0.69
+    first = run[1][0]
+    for _, batch, _ in run.values():
+      there = batch["loss_weights"] > 0
+      expected = np.log(softmax(first))[batch["tokens"][there]]
+      np.testing.assert_allclose(batch["ref_logprobs"][there], expected, atol=1e-5)
