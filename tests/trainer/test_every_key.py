@@ -1,6 +1,7 @@
 """Every key of a config changes what it says it changes: the program, the data, the schedule or the run.
 
-What each key matters for stands in every_key_table.py, and for sections of several kinds in every_key_sections.py.
+What each key matters for stands in every_key_table.py, and for sections of several kinds in every_key_sections.py. What
+is seen of a key that chooses a state, a step or a file stands in every_key_expected.py.
 """
 
 import copy
@@ -12,6 +13,7 @@ import pytest
 from evaluators import common as evaluators_lib
 from input_pipeline.sources.readers import READERS
 from tests.trainer import every_key
+from tests.trainer import every_key_expected as by_hand
 from tests.trainer import every_key_runs as runs
 from tests.trainer import every_key_sections as sections
 from tests.trainer import every_key_table as table
@@ -105,6 +107,10 @@ def test_key(key, files):
     if row.kind in ("program", "data"):  # the other kinds go through `train`, which checks this itself
       assert any(read == path or read.startswith(f"{path}.") for read in after.config._read), (
           f"{path} is used, but not read from the view of the config: the audit would refuse to have it changed")
+    if number == 0 and key in by_hand.EXPECTED:
+      wanted = by_hand.EXPECTED[key]
+      assert after.seen(by_hand.SEEN.get(key, row.see)) == (wanted(after) if callable(wanted) else wanted), (
+          f"{path} = {row.value!r} changes something, but not to what every_key_expected.py says")
 
 
 @pytest.mark.parametrize("see", [
@@ -118,6 +124,7 @@ def test_what_is_seen_of_the_same_config_is_the_same(see, files):
 
 def test_no_row_is_left_of_a_key_that_is_gone():
   assert ROWS.keys() == {*of_defaults(), *of_sections()}
+  assert by_hand.SEEN.keys() <= by_hand.EXPECTED.keys() <= ROWS.keys()
 
 
 @pytest.mark.parametrize("kind", READERS)

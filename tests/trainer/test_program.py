@@ -15,7 +15,7 @@ from input_pipeline.tokenizer.tokenizer import BytesTokenizer
 from tests import tiny
 from tests.models.common import make
 from trainer import program as program_lib
-from trainer import startup
+from trainer import startup, tree, update
 from trainer.config import checks as config_checks
 from trainer.config import reward, source, strategy
 from trainer.distributed import mesh as mesh_lib
@@ -190,3 +190,33 @@ def test_prompts_are_shared_where_that_can_be():
   assert [found("auto", model, one) for model in apart] == [[False]] * 3
   with pytest.raises(ConfigError, match="object cannot do: it has no attribute prompts_apart"):
     found("always", apart[2], one)
+
+
+def test_the_whole_state_lives_where_its_parameters_do(tmp_path):
+  """Moments and averages of a parameter are split as it is; counters are on every device."""
+  program = made(resolved(tmp_path, optimizer=dict(ema_decay=0.9)), mesh_lib.make_mesh(dict(fsdp=4, tensor=2)))
+  specs = {path: tuple(sharding.spec) for path, sharding in tree.flatten(program.state_sharding).items()}
+  found = {path: spec for path, spec in specs.items() if path.endswith("attn/o/kernel")}
+  assert found == {f"{part}/blocks/attn/o/kernel": (None, "tensor", "fsdp")
+                   for part in ("params", "ema", "opt/adam/mu", "opt/adam/nu")}
+  assert {specs[name] for name in ("step", "nonfinite", "opt/adam/count")} == {()}
+  assert {path: leaf.sharding for path, leaf in tree.flatten(program.abstract_state).items()} == tree.flatten(
+      program.state_sharding)
+
+
+def test_what_an_update_is_told(tmp_path):
+  config = resolved(tmp_path, seed=5, batch_size=16, grad_accum_steps=2, optimizer=dict(clip_norm=0.25, ema_decay=0.75),
+                    precision=dict(params="bfloat16", stochastic_rounding=True), strategy=strategy(
+                        "dpo", reference_ema=0.5, reference_ema_steps=7))
+  program = made(config, mesh_lib.make_mesh({}))
+  assert program.options == update.Options(5, 8, ["main"], 0.25, 0.75, (0.5, 7), False)
+  assert program.optimizer.moments.seed == 5 and program.optimizer.stochastic_rounding
+
+
+@pytest.mark.parametrize("platform, rank, frozen", [
+    ("tpu", 4, "bfloat16"), ("gpu", 4, "bfloat16"), ("cpu", 4, "float32"), ("gpu", 0, "float32")])
+def test_the_base_under_adapters_is_kept_in_bfloat16_on_accelerators(tmp_path, platform, rank, frozen):
+  config, _ = program_lib.resolve(tiny.config(tmp_path))
+  config.model.lora.rank = rank
+  program_lib.settle(config, platform)
+  assert config.precision.frozen == frozen
