@@ -208,7 +208,7 @@ def test_what_an_update_is_told(tmp_path):
   config = resolved(tmp_path, seed=5, batch_size=16, grad_accum_steps=2, optimizer=dict(clip_norm=0.25, ema_decay=0.75),
                     precision=dict(params="bfloat16", stochastic_rounding=True), strategy=strategy(
                         "dpo", reference_ema=0.5, reference_ema_steps=7))
-  program = made(config, mesh_lib.make_mesh({}))
+  program = made(config, mesh_lib.make_mesh({}, jax.devices()[:1]))
   assert program.options == update.Options(5, 8, ["main"], 0.25, 0.75, (0.5, 7), False)
   assert program.optimizer.moments.seed == 5 and program.optimizer.stochastic_rounding
 
