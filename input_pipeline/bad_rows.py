@@ -59,9 +59,9 @@ class BadRows:
     """Counts a bad row. Raises DataError once there are SHOWN, where they stop the run."""
     self.count += 1
     if len(self.first) < SHOWN:
-      told = str(error).removeprefix(f"{where}: ")
+      text = str(error).removeprefix(f"{where}: ")
       # What is no text names its own line.
-      self.first.append(("", told) if isinstance(error, BadTextError) and told == str(error) else (where, told))
+      self.first.append(("", text) if isinstance(error, BadTextError) and text == str(error) else (where, text))
     if self.count == 1:
       then = "the rest is looked through before the run stops" if self._stops else "it is dropped"
       logging.warning("source %r: a bad row (%s): %s", self._source, then, error)
@@ -89,7 +89,7 @@ class BadRows:
       raise self._error(share)
     if self.count > self._policy.most * self.seen:
       raise self._error(f"{share}, and input.max_bad_rows allows {self._policy.most:.1%}. The first")
-    logging.warning("source %r: dropped, since %s:%s", self._source, share, self._told())
+    logging.warning("source %r: dropped, since %s:%s", self._source, share, self._listed())
 
   def state(self) -> dict[str, Any]:
     """What `restore` takes, JSON-able."""
@@ -104,9 +104,9 @@ class BadRows:
   def _error(self, what: str) -> DataError:
     remedy = ("Repair them, or leave such rows out, which are counted then: --config.input.on_bad_row=drop."
               if self._stops else "Repair them, or raise --config.input.max_bad_rows.")
-    return DataError(f"source {self._source!r}: {what}:{self._told()}\n{remedy}")
+    return DataError(f"source {self._source!r}: {what}:{self._listed()}\n{remedy}")
 
-  def _told(self) -> str:
+  def _listed(self) -> str:
     """A line for each of the first, those with the same reason on one."""
     reasons: dict[str, list[str]] = {}
     for where, why in self.first:

@@ -147,7 +147,7 @@ def walk(folder: str, skip_folders: frozenset[str] = frozenset()) -> list[str]:
   """Paths of the regular, not hidden files under `folder`; each real folder is entered once."""
   entered: set = set()
   found: list[str] = []
-  odd: list[str] = []
+  others: list[str] = []
   for root, folders, names in os.walk(folder, followlinks=True):
     real = os.path.realpath(root)
     if real in entered:
@@ -158,9 +158,9 @@ def walk(folder: str, skip_folders: frozenset[str] = frozenset()) -> list[str]:
     folders[:] = sorted(d for d in folders if not d.startswith(".") and d not in skip_folders)
     for name in sorted(n for n in names if not n.startswith(".")):
       path = os.path.join(root, name)
-      (found if os.path.isfile(path) else odd).append(path)
-  if odd:
-    logging.warning("%s: %d entries are not regular files and are not read: %s", folder, len(odd), _some(odd))
+      (found if os.path.isfile(path) else others).append(path)
+  if others:
+    logging.warning("%s: %d entries are not regular files and are not read: %s", folder, len(others), _some(others))
   return found
 
 

@@ -103,8 +103,8 @@ class Generative(Model, Protocol):
   max_length: int | None
   # What it makes of images, a `models.spec_vision.Vision`; None, or no such attribute: it takes none.
   vision: Any
-  # Why batches have no `prompt_ids`; None: they may. A model without this attribute gets none.
-  prompts_apart: str | None
+  # Why it cannot share prefixes (`prompt_ids` in batches); None: it can. A model without this attribute does not.
+  no_prefix_sharing: str | None
 
   def empty_cache(self, rows: int, max_length: int) -> Cache:
     """Room for what `rows` texts of up to `max_length` tokens leave for those that follow."""
@@ -137,7 +137,7 @@ def make_model(
     remat: str = "none",
     frozen: str | None = None,
     freeze: Sequence[str] = (),
-    products: Any = None,
+    matmul_rules: Any = None,
 ) -> Model:
   """Builds the model that `cfg_model.name` names; no parameter is made yet.
 
@@ -151,21 +151,21 @@ def make_model(
       params_dtype. A model's class is given it, and `freeze`, only if it differs from params_dtype.
     freeze: regexes of parameters that are not trained (`config.optimizer.freeze`), besides those that `trained_only`
       leaves out.
-    products: a `models.quantization.matmul.Products`, which kernels are multiplied in 8 bits; None: none. A model's
-      class is given it only if it is not None.
+    matmul_rules: a `models.quantization.matmul.MatmulRules`: which matmuls are computed in 8 bits; None: none. A
+      model's class is given it only if it is not None.
 
   Raises:
     ConfigError: a value cannot work; nothing has touched a device by then.
   """
   cls = load_class(cfg_model.name, "model.name", BUILT_IN)
   kept = {} if frozen in (None, jnp.dtype(params_dtype).name) else dict(frozen=frozen, freeze=tuple(freeze))
-  if products is not None:
+  if matmul_rules is not None:
     taken = inspect.signature(cls).parameters.values()
-    if not any(parameter.name == "products" or parameter.kind == parameter.VAR_KEYWORD for parameter in taken):
-      raise ConfigError(f"precision.matmul is {products.product.form}, but {cfg_model.name} does not take `products`: "
-                        "it would multiply as ever. Use --config.precision.matmul=none, or see "
+    if not any(parameter.name == "matmul_rules" or parameter.kind == parameter.VAR_KEYWORD for parameter in taken):
+      raise ConfigError(f"precision.matmul is {matmul_rules.matmul.form}, but {cfg_model.name} does not take "
+                        "`matmul_rules`: it would multiply as ever. Use --config.precision.matmul=none, or see "
                         "models/quantization/matmul.py.")
-    kept["products"] = products
+    kept["matmul_rules"] = matmul_rules
   return cls(
       cfg_model, vocab_size=vocab_size, params_dtype=params_dtype, compute_dtype=compute_dtype, remat=remat, **kept
   )

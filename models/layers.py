@@ -17,11 +17,10 @@ from jax.sharding import PartitionSpec
 from models import cpu
 from models import lora as lora_lib
 from models.quantization import quantize
-from models.quantization.matmul import Products
+from models.quantization.matmul import MatmulRules
 from models.remat import named
 from models.sharding import logical_axes
-from models.sharding.linear import Kernel as Projected
-from models.sharding.linear import project
+from models.sharding.linear import SplitKernel, project
 from models.sharding.logical_axes import as_rows, constrain, made_once
 
 GATED = {
@@ -60,8 +59,8 @@ class Scope:
   frozen: quantize.Frozen | None = None
   # `spec.lora`: which kernels have adapters.
   lora: Any = None
-  # Which kernels are multiplied in 8 bits; None: none.
-  products: Products | None = None
+  # Which matmuls are computed in 8 bits; None: none.
+  matmul_rules: MatmulRules | None = None
   # Whether kernels of linear layers are kept as `few_rows` reads them, [out, in], where they are kept as they are.
   outputs_first: bool = False
 
@@ -106,29 +105,26 @@ class Kernel(nnx.Module):
 
   def __init__(self, scope: Scope, shape: tuple[int, ...], std: float, outputs_first: bool = False):
     kind, path = scope.kind("kernel"), (scope / "kernel").path
-    # How to multiply by it; None: as it is.
-    self.product = scope.products.of(path) if scope.products is not None else None
-    plain, across = kind not in quantize.KINDS, outputs_first and self.product is None
+    # The 8-bit matmul with it; None: a plain one.
+    self.matmul = scope.matmul_rules.of(path) if scope.matmul_rules is not None else None
+    plain, across = kind not in quantize.KINDS, outputs_first and self.matmul is None
     self.kernel = scope.normal("kernel", shape, std) if plain and not across else None
     self.kernel_across = scope.normal("kernel", shape[::-1], std) if plain and across else None
     parts = scope.quantized("kernel", shape, std) if kind in quantize.KINDS else {}
     self.kernel_int8, self.kernel_nf4 = parts.get("_int8"), parts.get("_nf4")
     self.kernel_scale = parts.get("_scale")
 
-  def multiply(self, product: Callable, dtype: Any, *args: Any) -> Any:
-    """`product(kernel in dtype, *args)`. Of a quantised kernel no more is kept for the backward pass than its codes."""
-    return multiply((self,), lambda kernels, *rest: product(kernels[0], *rest), dtype, *args)
 
-
-def multiply(kernels: tuple[Kernel, ...], product: Callable, dtype: Any, *args: Any) -> Any:
-  """As `Kernel.multiply`, with several kernels kept alike: `product((kernel in dtype, …), *args)`."""
+def with_kernels(kernels: tuple[Kernel, ...], function: Callable, dtype: Any, *args: Any) -> Any:
+  """`function((kernel in dtype, …), *args)` of kernels that are stored alike. For the backward pass, a quantised kernel
+  keeps its codes alone."""
   if kernels[0].kernel is not None:
-    return product(tuple(k.kernel[...].astype(dtype) for k in kernels), *args)
+    return function(tuple(k.kernel[...].astype(dtype) for k in kernels), *args)
   named = (dict(_int8=k.kernel_int8, _nf4=k.kernel_nf4, _scale=k.kernel_scale) for k in kernels)
   stored = [{end: part[...] for end, part in parts.items() if part is not None} for parts in named]
 
   def restore_and_multiply(stored, *args):
-    return product(tuple(quantize.dequantize(parts, dtype) for parts in stored), *args)
+    return function(tuple(quantize.dequantize(parts, dtype) for parts in stored), *args)
 
   return jax.checkpoint(restore_and_multiply)(stored, *args)
 
@@ -163,15 +159,16 @@ class Linear(Kernel):
 
   @property
   def plain(self) -> bool:
-    """Whether it is a product with a kernel as it is, and a bias at most."""
-    return self.kernel is not None and self.product is None and self.lora is None
+    """Whether it is a plain matmul, with at most a bias."""
+    return self.kernel is not None and self.matmul is None and self.lora is None
 
-  def _multiply(self, x: jax.Array) -> jax.Array:
+  def _matmul(self, x: jax.Array) -> jax.Array:
     if self.kernel_across is not None:
       return cpu.few_rows(x, self.kernel_across[...].astype(self.dtype))
-    rows = as_rows(x) if self.product is None else x.reshape(-1, x.shape[-1])
-    product = self.product or cpu.matmul
-    return self.multiply(lambda kernel, rows: product(rows, kernel), self.dtype, rows).reshape(*x.shape[:-1], -1)
+    rows = as_rows(x) if self.matmul is None else x.reshape(-1, x.shape[-1])
+    matmul = self.matmul or cpu.matmul
+    y = with_kernels((self,), lambda kernels, rows: matmul(rows, kernels[0]), self.dtype, rows)
+    return y.reshape(*x.shape[:-1], -1)
 
   def _finish(self, x: jax.Array, y: jax.Array, key: jax.Array | None) -> jax.Array:
     """Adds what adapters and bias do."""
@@ -188,15 +185,15 @@ def apply_linears(linears: tuple[Linear, ...], x: jax.Array, key: jax.Array | No
   placed = logical_axes.current()
   alike = len({(linear.kernel is None, linear.kernel_across is None) for linear in linears}) == 1
   if placed is None or x.ndim != 3 or not alike or any(linear.names is None for linear in linears):
-    return [linear._finish(x, linear._multiply(x), key) for linear in linears]
-  kernels, dtype = tuple(Projected(linear.names, linear.product) for linear in linears), linears[0].dtype
+    return [linear._finish(x, linear._matmul(x), key) for linear in linears]
+  kernels, dtype = tuple(SplitKernel(linear.names, linear.matmul) for linear in linears), linears[0].dtype
   if linears[0].kernel is not None:
-    products = project(placed, x, tuple(linear.kernel[...] for linear in linears), kernels, dtype)
+    outputs = project(placed, x, tuple(linear.kernel[...] for linear in linears), kernels, dtype)
   elif linears[0].kernel_across is not None:
-    products = project(placed, x, tuple(linear.kernel_across[...].T for linear in linears), kernels, dtype)
+    outputs = project(placed, x, tuple(linear.kernel_across[...].T for linear in linears), kernels, dtype)
   else:
-    products = multiply(linears, lambda weights, x: project(placed, x, weights, kernels, dtype), dtype, x)
-  return [linear._finish(x, y, key) for linear, y in zip(linears, products, strict=True)]
+    outputs = with_kernels(linears, lambda weights, x: project(placed, x, weights, kernels, dtype), dtype, x)
+  return [linear._finish(x, y, key) for linear, y in zip(linears, outputs, strict=True)]
 
 
 class Norm(nnx.Module):
@@ -329,9 +326,9 @@ class Mlp(nnx.Module):
     linears = (self.up,) if self.gate is None else (self.up, self.gate)
     more = cpu.mlp_columns(x_BxTxD, (*linears, self.down))
     x_BxTxD = made_once(x_BxTxD)
-    products = [cpu.wider(linear, x_BxTxD, outputs=more) for linear in linears] if more else apply_linears(
+    outputs = [cpu.wider(linear, x_BxTxD, outputs=more) for linear in linears] if more else apply_linears(
         linears, x_BxTxD, key)
-    up_BxTxF, *gate = (named(constrain(y_BxTxF, "batch", "length", "mlp"), "mlp") for y_BxTxF in products)
+    up_BxTxF, *gate = (named(constrain(y_BxTxF, "batch", "length", "mlp"), "mlp") for y_BxTxF in outputs)
     hidden_BxTxF = activate(self.activation, up_BxTxF, *gate)
     return cpu.wider(self.down, hidden_BxTxF, inputs=more) if more else self.down(hidden_BxTxF, key)
 

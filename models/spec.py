@@ -117,7 +117,7 @@ class Spec:
     return min(bounds, default=None)
 
   @property
-  def prompts_apart(self) -> str | None:
+  def no_prefix_sharing(self) -> str | None:
     """Why completions of one prompt cannot share one copy of it in a row; None: they can."""
     if "local" in self.layer_pattern:
       return "the window of its local layers counts places of the row"

@@ -29,7 +29,7 @@ from models.blocks import Block, make_norm, run_blocks, stack_blocks, unstack
 from models.experts.moe import report
 from models.layers import Embedding, Linear, Scope, document_lengths, dropout, embedding_noise
 from models.quantization import quantize
-from models.quantization.matmul import Products
+from models.quantization.matmul import MatmulRules
 from models.remat import remat_policy
 from models.sharding import logical_axes
 from models.sharding.logical_axes import constrain
@@ -119,7 +119,7 @@ class Transformer:
       remat: str = "none",
       frozen: str | None = None,
       freeze: Sequence[str] = (),
-      products: Products | None = None,
+      matmul_rules: MatmulRules | None = None,
   ):
     """See `models.api.make_model`."""
     self.spec = make_spec(cfg_model)
@@ -129,12 +129,12 @@ class Transformer:
     self.num_real_vocab = vocab_size if cfg_model.hf is None else self.vocab_size
     self.trained_only = lora.TRAINED if self.spec.lora else None
     self.num_layers, self.vision = self.spec.num_layers, self.spec.vision
-    self.max_length, self.prompts_apart = self.spec.max_length, self.spec.prompts_apart
+    self.max_length, self.no_prefix_sharing = self.spec.max_length, self.spec.no_prefix_sharing
     self.final_logit_cap = self.spec.final_logit_cap
     self.vocab_chunk = self.spec.vocab_chunk
     self._dtypes = (jnp.dtype(params_dtype), jnp.dtype(compute_dtype))
     self._frozen = None if frozen is None else _frozen(frozen, freeze, self.spec.lora is not None)
-    self._products = products
+    self._matmul_rules = matmul_rules
     self._remat = remat_policy(remat)
     if self.spec.lora is not None:
       lora.check_patterns(self.spec.lora.targets)
@@ -142,8 +142,8 @@ class Transformer:
     self._graph, self._state = nnx.split(jax.eval_shape(self._make, jax.eval_shape(jax.random.key, 0)))
     if self.spec.lora is not None:
       lora.check_targets(self.spec.lora.targets, self._logical())
-    if products is not None:
-      products.check(self._logical())
+    if matmul_rules is not None:
+      matmul_rules.check(self._logical())
 
   @staticmethod
   def validate(cfg_model: ConfigDict, seq_len: int) -> None:
@@ -312,9 +312,9 @@ class Transformer:
     adapters = sum(n for path, n in sizes.items() if lora.is_adapter(path))
     length = seq_len if document_length is None else min(document_length, seq_len)
     visible = sum(_mean_visible(length, s.window_of(i)) for i in range(s.num_layers))
-    products = 6.0 * weights if s.lora is None else 4.0 * weights + 6.0 * adapters
+    matmuls = 6.0 * weights if s.lora is None else 4.0 * weights + 6.0 * adapters
     images = images_per_row * self._flops_per_image(tower_frozen) / seq_len if images_per_row else 0.0
-    return products + 12.0 * s.num_heads * s.head_dim * visible + images
+    return matmuls + 12.0 * s.num_heads * s.head_dim * visible + images
 
   def _flops_per_image(self, frozen: bool) -> float:
     """Operations in tower and projector for one image."""
@@ -328,7 +328,7 @@ class Transformer:
     return forward * (2 if adapted and not frozen else 1)
 
   def _make(self, rng: jax.Array, outputs_first: bool = False) -> Decoder:
-    scope = Scope(rng, *self._dtypes, frozen=self._frozen, lora=self.spec.lora, products=self._products,
+    scope = Scope(rng, *self._dtypes, frozen=self._frozen, lora=self.spec.lora, matmul_rules=self._matmul_rules,
                   outputs_first=outputs_first)
     return Decoder(self.spec, scope, self.vocab_size)
 

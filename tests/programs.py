@@ -83,7 +83,7 @@ def _traced_once(make: Callable, key_of: Callable) -> Callable:
 def _identity(model: Any) -> Any:
   """Equal for models that compute the same of the same parameters, remat aside."""
   from models.transformer import Transformer
-  if type(model) is not Transformer or model._frozen is not None or model._products is not None:
+  if type(model) is not Transformer or model._frozen is not None or model._matmul_rules is not None:
     return model
   return repr(model.spec), model.vocab_size, model.num_real_vocab, model._dtypes
 

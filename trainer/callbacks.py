@@ -218,17 +218,17 @@ class Progress(Callback):
 
   def on_step_end(self, run, step, metrics):
     now = time.monotonic()
-    told = [f"{name} {metrics[name]:.3f}" for name in ("reward", "loss") if name in metrics]
-    told = told if "loss" in metrics else [*told, "nothing to train"]
+    values = [f"{name} {metrics[name]:.3f}" for name in ("reward", "loss") if name in metrics]
+    values = values if "loss" in metrics else [*values, "nothing to train"]
     seconds = max(now - self._began, 1e-9)
     rate = (run.tokens_seen(step) - self._tokens) / seconds
     if self._bar is not None:
-      self._bar.set_postfix_str(", ".join([*told, f"{rate:,.0f} tokens/s"]), refresh=False)
+      self._bar.set_postfix_str(", ".join([*values, f"{rate:,.0f} tokens/s"]), refresh=False)
       self._bar.update(step - self._bar.n)
     elif now - self._line_at >= self._interval or step == run.total_steps:
       self._line_at = now
       left = (run.total_steps - step) * seconds / max(step - self._first, 1)
-      run.say(f"step {step}/{run.total_steps} ({step / run.total_steps:.0%})  {'  '.join(told)}  "
+      run.say(f"step {step}/{run.total_steps} ({step / run.total_steps:.0%})  {'  '.join(values)}  "
               f"{rate:,.0f} tokens/s  {int(left // 60)}:{int(left % 60):02d} left")
 
   def on_train_end(self, run):

@@ -42,7 +42,7 @@ from trainer.telemetry import diagnostics, events, loggers, spikes, throughput, 
 from trainer.update import gradient_paths
 
 
-@liveness.told
+@liveness.reports_failure
 def train(config: Mapping, workdir: str | Path, past: Past | None = None) -> Run:
   """Trains what `config` says in `workdir`, or continues what was begun there.
 
@@ -124,7 +124,7 @@ def train(config: Mapping, workdir: str | Path, past: Past | None = None) -> Run
     del start  # run.state is donated step by step: another name for it would be a trap
     run.end_with_data()
 
-    with _told_to_callbacks(run, step):
+    with _reporting_errors(run, step):
       _loop(run, step, data.batches(run))
 
   # ------------------------------------------------------------------ clean exit
@@ -195,8 +195,8 @@ def _compile(run: Run, step: Step, batch: dict[str, Any]) -> None:
 
 
 @contextlib.contextmanager
-def _told_to_callbacks(run: Run, step: Step) -> Iterator[None]:
-  """Tells callbacks of an error in it, and ends what goes on beside the loop."""
+def _reporting_errors(run: Run, step: Step) -> Iterator[None]:
+  """Reports an error in the loop to the callbacks, and ends the threads beside it."""
   try:
     yield
   except BaseException as error:
@@ -228,7 +228,7 @@ def _make_callbacks(config: Any, horizon: Horizon, workdir: Path, trained: list[
       cb.Health(config.optimizer.max_nonfinite_steps, trained),
       *([spikes.Spikes(**config.spikes)] if config.spikes.action != "none" else []),
       cb.MetricsLog(horizon.log_steps),
-      diagnostics.Signatures(config.health_silent),
+      diagnostics.Diagnostics(config.health_silent),
       cb.Progress(),
       cb.Profiler(workdir / "profile", config.profile.start_step, config.profile.num_steps),
   ], own=[*cb.make_custom(config.callbacks), *([report.Page()] if config.report else [])])

@@ -143,14 +143,14 @@ def make_model(config: Any, vocab_size: int) -> Any:
   """The model of the config, for a tokenizer of so many entries; no parameter is made yet."""
   return api.make_model(config.model, vocab_size=vocab_size, params_dtype=config.precision.params,
                         compute_dtype=config.precision.compute, remat=config.remat, frozen=config.precision.frozen,
-                        freeze=config.optimizer.freeze, products=_products(config.precision))
+                        freeze=config.optimizer.freeze, matmul_rules=_matmul_rules(config.precision))
 
 
-def _products(precision: Any) -> matmul.Products | None:
+def _matmul_rules(precision: Any) -> matmul.MatmulRules | None:
   """Which kernels are multiplied in 8 bits; keys of what is not used are not read."""
   if precision.matmul == "none":
     return None
-  return matmul.make_products(precision.matmul, precision.matmul_gradients, precision.matmul_skip)
+  return matmul.make_matmul_rules(precision.matmul, precision.matmul_gradients, precision.matmul_skip)
 
 
 def make_optimizer(config: Any, model: Any, total_steps: int, to_steps: Any) -> optim.Optimizer:
@@ -160,7 +160,7 @@ def make_optimizer(config: Any, model: Any, total_steps: int, to_steps: Any) -> 
 
 
 def shares_prompts(config: Any, model: Any, mesh: Any) -> bool:
-  """What `input.share_prompts` comes to; False where no two sequences of a row have a prompt in common.
+  """Whether sequences of a row share their prompt, by `input.share_prompts`; False if none have one in common.
 
   Args:
     mesh: of devices; or an AbstractMesh, which stands for some of the kind that is here.
@@ -172,15 +172,15 @@ def shares_prompts(config: Any, model: Any, mesh: Any) -> bool:
   if not sampled and not strategies.of(config).shares_prompts(config.strategy):
     return False
   wanted = config.input.share_prompts
-  reason = getattr(model, "prompts_apart", "it has no attribute prompts_apart (models/api.py)")
+  reason = getattr(model, "no_prefix_sharing", "it has no attribute no_prefix_sharing (models/api.py)")
   if wanted == "always" and reason is not None:
     raise ConfigError(f"input.share_prompts is 'always', which {type(model).__name__} cannot do: {reason}. Use "
                       "--config.input.share_prompts=auto.")
+  if wanted != "auto":
+    return wanted == "always"
   platform = jax.default_backend() if isinstance(mesh, AbstractMesh) else mesh.devices.flat[0].platform
-  apart = reason is not None or platform == "tpu"
-  # What is read from files comes in the same order on every mesh.
-  apart |= sampled and mesh.shape.get("context", 1) > 1
-  return not apart if wanted == "auto" else wanted == "always"
+  # Sampled rows on a split length do not share; rows of files do on every mesh, so that they are the same on each.
+  return reason is None and platform != "tpu" and not (sampled and mesh.shape.get("context", 1) > 1)
 
 
 def make_program(config: Any, model: Any, optimizer: optim.Optimizer, mesh: Any,

@@ -250,8 +250,8 @@ def _kind(value: Any) -> str:
   if value is None:
     return "null"
   if isinstance(value, (list, tuple)):
-    odd = [v for v in value if isinstance(v, bool) or not isinstance(v, (int, float))]
-    return f"a list that holds {odd[0]!r:.60}" if odd else "a list of numbers with fractions or beyond 64 bits"
+    invalid = [v for v in value if isinstance(v, bool) or not isinstance(v, (int, float))]
+    return f"a list that holds {invalid[0]!r:.60}" if invalid else "a list of numbers with fractions or beyond 64 bits"
   return "bytes that are not UTF-8" if isinstance(value, bytes) else type(value).__name__
 
 

@@ -115,7 +115,7 @@ def read(ref: ImageRef, max_pixels: int, checked: set[bytes] | None = None) -> E
   data, file = _content(ref, ref.value)
   checked, name = set() if checked is None else checked, hashlib.blake2b(data, digest_size=16).digest()
   if name not in checked:
-    with _opened(data, _named(ref.where, file), max_pixels, told=file is None) as image:
+    with _opened(data, _named(ref.where, file), max_pixels, show_bytes=file is None) as image:
       _decode(image, _named(ref.where, file), fast=True)
     checked.add(name)
   return EncodedImage(data, file)
@@ -243,9 +243,9 @@ def _named(where: str, file: Path | None) -> str:
   return where if file is None else f"{where} ({file})"
 
 
-def _opened(data: bytes, where: str, max_pixels: int | None, told: bool = True) -> Image.Image:
-  """The image, of which only the head is read yet. Not `told`: a message does not show how the data begin, which may be
-  those of any file that a row names."""
+def _opened(data: bytes, where: str, max_pixels: int | None, show_bytes: bool = True) -> Image.Image:
+  """The image, of which only the head is read yet. `show_bytes`: messages may show how the data begin. Not those of a
+  file that a row names, which may be any."""
   try:
     with warnings.catch_warnings():
       warnings.simplefilter("ignore", Image.DecompressionBombWarning)  # max_pixels is the limit here
@@ -257,7 +257,7 @@ def _opened(data: bytes, where: str, max_pixels: int | None, told: bool = True) 
     known = _begins_as_image(data)
     kind = ("a damaged or truncated image, or of a kind that Pillow does not read" if known else
             f"no image of the formats {', '.join(FORMATS)}")
-    begin = f" that begin with {data[:8]!r}" if told or known else ""
+    begin = f" that begin with {data[:8]!r}" if show_bytes or known else ""
     raise ImageError(f"{where}: {len(data)} bytes{begin} are {kind}.") from e
   if max_pixels is not None and image.width * image.height > max_pixels:
     raise ImageError(f"{where}: {image.width} × {image.height} pixels, more than input.images.max_pixels={max_pixels}. "
@@ -286,8 +286,8 @@ def _bits(image: Image.Image, data: bytes) -> int:
   if isinstance(image, TiffImagePlugin.TiffImageFile):
     return max(image.tag_v2.get(TiffImagePlugin.BITSPERSAMPLE, (1,)))
   if isinstance(image, PpmImagePlugin.PpmImageFile):  # the largest value, in what the decoder is told
-    told = image.tile[0][3]
-    return max((x.bit_length() for x in told if isinstance(x, int)), default=8) if isinstance(told, tuple) else 8
+    maximum = image.tile[0][3]
+    return max((x.bit_length() for x in maximum if isinstance(x, int)), default=8) if isinstance(maximum, tuple) else 8
   if image.format == "JPEG2000":  # ISO 15444-1, A.5.1: the marker SIZ, three bytes for each component
     at = data.index(b"\xff\x4f\xff\x51")
     depths = {x & 127 for x in data[at + 42:at + 42 + 3 * int.from_bytes(data[at + 40:at + 42]):3]}

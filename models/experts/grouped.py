@@ -13,7 +13,7 @@ import jax.numpy as jnp
 
 from models import gpu
 from models.experts import grouped_gpu
-from models.quantization.matmul import Product
+from models.quantization.matmul import QuantizedMatmul
 from models.sharding import logical_axes
 
 # Rows per block: large enough for an efficient product, small enough that padding adds less than a half to the rows.
@@ -119,7 +119,8 @@ def _grouped_bwd(block, last, saved, g_MxN):
 grouped_matmul.defvjp(_grouped_fwd, _grouped_bwd)
 
 
-def multiply_grouped(how: Product | None, x_MxK, w_ExKxN, sizes_E, block: int, last: bool = False) -> jax.Array:
+def grouped_matmul_as(how: QuantizedMatmul | None, x_MxK, w_ExKxN, sizes_E, block: int, last: bool = False
+                      ) -> jax.Array:
   """`grouped_matmul`, in 8 bits where `how` says so."""
   if how is None:
     return grouped_matmul(x_MxK, w_ExKxN, sizes_E, block, last)

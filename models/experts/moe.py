@@ -21,9 +21,9 @@ from jax.sharding import PartitionSpec
 
 from models import spec as spec_lib
 from models.experts.all_to_all import Split, at_home, exchange
-from models.experts.grouped import gather_rows, multiply_grouped, sort_by_expert
-from models.layers import Kernel, Linear, Mlp, Scope, activate, multiply
-from models.quantization.matmul import Product
+from models.experts.grouped import gather_rows, grouped_matmul_as, sort_by_expert
+from models.layers import Kernel, Linear, Mlp, Scope, activate, with_kernels
+from models.quantization.matmul import QuantizedMatmul
 from models.remat import named
 from models.sharding import logical_axes
 from trainer.metrics import Mean
@@ -57,15 +57,15 @@ class Experts(nnx.Module):
     self.gate = Kernel(scope / "gate", (experts, features, hidden), std_in)
     self.up = Kernel(scope / "up", (experts, features, hidden), std_in)
     self.down = Kernel(scope / "down", (experts, hidden, features), std_out * out_gain)
-    self.products = (self.gate.product, self.up.product, self.down.product)
+    self.matmuls = (self.gate.matmul, self.up.matmul, self.down.matmul)
     self.dtype = scope.compute_dtype
 
-  def multiply(self, product: Callable, *args: Any) -> Any:
-    """`product((gate [E, D, F], up [E, D, F], down [E, F, D]), *args)`; quantised kernels in the compute dtype."""
+  def with_kernels(self, function: Callable, *args: Any) -> Any:
+    """`function((gate [E, D, F], up [E, D, F], down [E, F, D]), *args)`; quantised kernels in the compute dtype."""
     kernels = self.gate, self.up, self.down
     if self.gate.kernel is not None:
-      return product(tuple(kernel.kernel[...] for kernel in kernels), *args)
-    return multiply(kernels, product, self.dtype, *args)
+      return function(tuple(kernel.kernel[...] for kernel in kernels), *args)
+    return with_kernels(kernels, function, self.dtype, *args)
 
 
 class Moe(nnx.Module):
@@ -95,8 +95,8 @@ class Moe(nnx.Module):
     experts_BxTxk, weights_BxTxk = _on_rows(functools.partial(route, moe=moe), (logits_BxTxE,))
     used_BxTxk = jnp.where(segment_ids[..., None] > 0, experts_BxTxk, moe.num_experts)
     run = functools.partial(apply_experts, num_experts=moe.num_experts, activation=self.activation,
-                            products=self.experts.products)
-    y_BxTxD = self.experts.multiply(lambda kernels, *rows: _on_rows(run, rows, kernels),
+                            matmuls=self.experts.matmuls)
+    y_BxTxD = self.experts.with_kernels(lambda kernels, *rows: _on_rows(run, rows, kernels),
                                     x_BxTxD, used_BxTxk, weights_BxTxk)
     if self.shared is not None:
       shared_BxTxD = self.shared(x_BxTxD, key).astype(jnp.float32)
@@ -126,7 +126,7 @@ def route(rows: tuple[jax.Array], kernels: tuple = (), *, moe: spec_lib.Moe) -> 
 
 
 def apply_experts(rows: tuple[jax.Array, ...], kernels: tuple[jax.Array, ...], *, num_experts: int, activation: str,
-                  products: tuple[Product | None, ...], split: Split | None = None) -> jax.Array:
+                  matmuls: tuple[QuantizedMatmul | None, ...], split: Split | None = None) -> jax.Array:
   """Σ_j weight_j × expert_j(x) for each token: float32 [B, T, D].
 
   Args:
@@ -134,13 +134,13 @@ def apply_experts(rows: tuple[jax.Array, ...], kernels: tuple[jax.Array, ...], *
     kernels: gate and up [E, D, F], down [E, F, D], or this device's parts of them.
     num_experts: E.
     activation: one of `layers.GATED`.
-    products: how to multiply by gate, up and down.
+    matmuls: the 8-bit matmuls with gate, up and down; None: plain ones.
     split: how they are split; None: not at all.
   """
   x_BxTxD, experts_BxTxk, weights_BxTxk = rows
   x_NxD, k = x_BxTxD.reshape(-1, x_BxTxD.shape[-1]), experts_BxTxk.shape[-1]
   experts_A, weights_Nxk = experts_BxTxk.reshape(-1, k).T.reshape(-1), weights_BxTxk.reshape(-1, k)
-  run = functools.partial(expert_outputs, activation=activation, products=products)
+  run = functools.partial(expert_outputs, activation=activation, matmuls=matmuls)
   if split is None:
     y_AxD = run(x_NxD, experts_A, tuple(kernel.astype(x_NxD.dtype) for kernel in kernels))
   elif split.axis is None:
@@ -156,15 +156,15 @@ def apply_experts(rows: tuple[jax.Array, ...], kernels: tuple[jax.Array, ...], *
 
 
 def expert_outputs(x_NxD: jax.Array, experts_A: jax.Array, kernels: tuple[jax.Array, ...], activation: str,
-                   products: tuple[Product | None, ...], zeros: bool = True) -> jax.Array:
+                   matmuls: tuple[QuantizedMatmul | None, ...], zeros: bool = True) -> jax.Array:
   """expert_a(x) for each assignment a, of token a % N: [A, D]; where the expert is E, none, it is 0, or anything unless
   `zeros`."""
   gate_ExDxF, up_ExDxF, down_ExFxD = kernels
   N, k = x_NxD.shape[0], experts_A.shape[0] // x_NxD.shape[0]
   places_A, assignments_M, sizes_E, block = sort_by_expert(experts_A, gate_ExDxF.shape[0])
-  gate, up, down = (functools.partial(multiply_grouped, product, sizes_E=sizes_E, block=block) for product in products)
+  gate, up, down = (functools.partial(grouped_matmul_as, matmul, sizes_E=sizes_E, block=block) for matmul in matmuls)
   # Rows without an assignment get the first token, unless the size of its numbers would matter; nothing comes of it.
-  quantised = any(product is not None for product in products)
+  quantised = any(matmul is not None for matmul in matmuls)
   tokens_M = jnp.where(assignments_M < k * N, assignments_M % N, N) if quantised else assignments_M % N
   x_MxD = gather_rows(x_NxD, tokens_M, places_A.reshape(k, N).T, zeros=quantised)
   gate_MxF, up_MxF = (named(y_MxF, "mlp") for y_MxF in (gate(x_MxD, gate_ExDxF), up(x_MxD, up_ExDxF)))

@@ -217,12 +217,12 @@ class Family:
     """As `notes`."""
     config, where = source.content, source.where
     self.read_source(source)
-    told = [f"{where}: {key} is {config[key]}; it acts in training alone, where model.dropout is used here."
+    notes = [f"{where}: {key} is {config[key]}; it acts in training alone, where model.dropout is used here."
             for key in sorted(DROPOUT) if config.get(key)]
     if config.get("router_aux_loss_coef"):
-      told.append(f"{where}: router_aux_loss_coef is {config['router_aux_loss_coef']}; for a balancing loss in "
+      notes.append(f"{where}: router_aux_loss_coef is {config['router_aux_loss_coef']}; for a balancing loss in "
                   "training set model.moe.balance_loss.")
-    return told + [note for rule in self.keys for note in rule.notes(source)] + source.notes(
+    return notes + [note for rule in self.keys for note in rule.notes(source)] + source.notes(
         INERT | DROPOUT | self.inert)
 
   def _check_architecture(self, source: Source) -> None:

@@ -101,8 +101,8 @@ def read_config(path: str | Path) -> dict[str, Any]:
   """The folder's config.json; raises HFError if it is missing, not JSON, or not an object."""
   folder = existing_folder(path)
   if not (folder / CONFIG).is_file():
-    if told := _adapters_in(folder):
-      raise HFError(told)
+    if message := _adapters_in(folder):
+      raise HFError(message)
     raise HFError(f"{folder} has no {CONFIG}, which says what model it holds. It stands beside the tensors in the "
                   "place that the folder was copied from.")
   return read_json(folder / CONFIG)
@@ -176,10 +176,10 @@ def _read_index(index: Path) -> dict[str, TensorInfo]:
 
 
 def _no_tensors(folder: Path) -> str:
-  if odd := [p for p in (folder / SINGLE, folder / INDEX) if os.path.lexists(p)]:
-    return f"{odd[0]} is not a regular file, nor a link to one. Fetch it again."
-  if told := _adapters_in(folder):
-    return told
+  if others := [p for p in (folder / SINGLE, folder / INDEX) if os.path.lexists(p)]:
+    return f"{others[0]} is not a regular file, nor a link to one. Fetch it again."
+  if message := _adapters_in(folder):
+    return message
   shards = sorted(p.name for p in folder.glob("*.safetensors"))
   if shards:
     return (f"{folder} has neither {SINGLE} nor {INDEX}, only {', '.join(shards[:5])}. Of several files the index says "

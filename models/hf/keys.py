@@ -82,14 +82,14 @@ class Source:
                if not cannot_matter(key, value) and self.path + key not in self.ignored}
     if unknown:
       flag = ",".join(sorted({*self.ignored, *(self.path + key for key in unknown if key.isidentifier())})[:20])
-      raise HFError(f"{self.where}: {_told(unknown)}: {whose} has no such entry here, and it could change what the "
+      raise HFError(f"{self.where}: {_listed(unknown)}: {whose} has no such entry here, and it could change what the "
                     f"model computes. If it does not, accept it with --config.model.hf_ignore={flag}")
 
   def notes(self, inert: Iterable[str]) -> list[str]:
     """One sentence on all entries that say something and are not read, though not refused."""
     passed = {key: value for key, value in self._unread(inert).items()
               if value not in (None, False, "", [], {}) or _is_number(value)}
-    return [f"{self.where}: not read, and taken to have no effect: {_told(passed)}"] if passed else []
+    return [f"{self.where}: not read, and taken to have no effect: {_listed(passed)}"] if passed else []
 
   def _unread(self, inert: Iterable[str]) -> dict[str, Any]:
     known = self._asked.union(inert)
@@ -100,7 +100,7 @@ class Source:
     return f" It has {near[0]!r}." if near else ""
 
 
-def _told(entries: Mapping[str, Any]) -> str:
+def _listed(entries: Mapping[str, Any]) -> str:
   """Some entries in one line, cut where they are long and escaped where a terminal would obey them."""
   shown = [f"{key if key.isprintable() else repr(key):.80} = {value!r:.80}" for key, value in [*entries.items()][:20]]
   return ", ".join(shown) + (f" … and {len(entries) - 20} more" if len(entries) > 20 else "")

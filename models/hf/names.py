@@ -37,8 +37,8 @@ def unwrapped(names: Iterable[str], keep: str | None = None) -> tuple[dict[str, 
     found = new
   if not taken or len(set(found.values())) < len(found):  # two would have one name: they mean something else
     return {name: name for name in names}, ""
-  told = ", ".join(f"{part!r} (of {by})" for part, by in taken.items())
-  return found, f"the names of its tensors are read without {told}"
+  note = ", ".join(f"{part!r} (of {by})" for part, by in taken.items())
+  return found, f"the names of its tensors are read without {note}"
 
 
 def hint(present: Sequence[str], wanted: Iterable[Iterable[str]], where: Any) -> str:
@@ -62,13 +62,13 @@ def hint(present: Sequence[str], wanted: Iterable[Iterable[str]], where: Any) ->
       counts.update(name[:i + 1] for i, letter in enumerate(name) if letter == "." and name[i + 1:] in names)
     before, count = counts.most_common(1)[0] if counts else ("", 0)
     if 2 * count > len(names):
-      told = (f"{where}: {count} of its {len(present)} tensors have the names that are wanted behind {before!r:.200}, "
+      note = (f"{where}: {count} of its {len(present)} tensors have the names that are wanted behind {before!r:.200}, "
               "which some program has put before them.")
       if not re.fullmatch(r"[\w.-]+", before):  # nothing to be pasted into a shell
-        return f"{told} Take it off where the folder was made."
+        return f"{note} Take it off where the folder was made."
       files = f"'{where}/model*.safetensors'"
       taking = f"{{k.removeprefix('{before}'): v for k, v in load_file(f).items()}}"
-      return (f"{told} If they are this model, take it off: python -c \"import glob, ml_dtypes; from safetensors.numpy "
+      return (f"{note} If they are this model, take it off: python -c \"import glob, ml_dtypes; from safetensors.numpy "
               f"import *; [save_file({taking}, f, {{'format': 'pt'}}) for f in glob.glob({files})]\"; where there is "
               f"an index, also sed -i 's/\"{re.escape(before)}/\"/' {where}/model.safetensors.index.json")
   return ""
@@ -76,5 +76,5 @@ def hint(present: Sequence[str], wanted: Iterable[Iterable[str]], where: Any) ->
 
 def renamed(tensors: Mapping[str, Any], keep: str | None = None) -> tuple[dict[str, Any], str]:
   """`tensors` by their names of `unwrapped`, and its sentence."""
-  names, told = unwrapped(tensors, keep)
-  return {names[name]: tensor for name, tensor in tensors.items()}, told
+  names, note = unwrapped(tensors, keep)
+  return {names[name]: tensor for name, tensor in tensors.items()}, note

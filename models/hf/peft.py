@@ -215,8 +215,8 @@ def _read_config(folder: Path) -> dict[str, Any]:
   unknown = {key: value for key, value in config.items()
              if key not in MUST and key not in READ and key not in INERT and not cannot_matter(key, value)}
   if unknown:
-    told = ", ".join(f"{key} = {value!r:.80}" for key, value in [*unknown.items()][:20])
-    raise HFError(f"{file}: {told}: not known here, and it could change what the adapters compute. Merge this adapter "
+    keys = ", ".join(f"{key} = {value!r:.80}" for key, value in [*unknown.items()][:20])
+    raise HFError(f"{file}: {keys}: not known here, and it could change what the adapters compute. Merge this adapter "
                   "into its base with PEFT (merge_and_unload) and load the result as model.hf.")
   for key in ("r", "lora_alpha"):
     if isinstance(config.get(key), bool) or not isinstance(config.get(key), int | float) or not (
@@ -232,8 +232,8 @@ def _read_tensors(folder: Path) -> dict[str, np.ndarray]:
   file = folder / TENSORS
   if not file.is_file():
     foreign = sorted(p.name for p in folder.glob("adapter_model.*"))
-    told = f", only {', '.join(foreign)}; pickled weights can run code and are never opened" if foreign else ""
-    raise HFError(f"{folder} has no {TENSORS}{told}. Save the adapters again with PEFT's save_pretrained.")
+    others = f", only {', '.join(foreign)}; pickled weights can run code and are never opened" if foreign else ""
+    raise HFError(f"{folder} has no {TENSORS}{others}. Save the adapters again with PEFT's save_pretrained.")
   for name, info in files.read_header(file).items():
     if info.dtype not in files.DTYPES:
       raise HFError(f"{file}: tensor {name!r} is {info.dtype}; parameters are {', '.join(files.DTYPES)}.")

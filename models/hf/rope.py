@@ -92,14 +92,14 @@ class Rope(Rule):
 
   def notes(self, source):
     parameters, local = self._parameters(source)
-    told = [note for part in (parameters, local) if part is not None for note in part.notes(_KNOWN)]
+    notes = [note for part in (parameters, local) if part is not None for note in part.notes(_KNOWN)]
     factor, limit = parameters.content.get("factor"), source.content.get("max_position_embeddings")
     original = parameters.content.get(_ORIGINAL, source.content.get(_ORIGINAL))
     if _type(parameters, ("default", *self.scalings)) != "yarn" or None in (factor, limit, original):
-      return told
+      return notes
     if math.isclose(factor, limit / original):
-      return told
-    return [*told, f"{source.where}: yarn's factor is {factor}, although max_position_embeddings / {_ORIGINAL} is "
+      return notes
+    return [*notes, f"{source.where}: yarn's factor is {factor}, although max_position_embeddings / {_ORIGINAL} is "
             f"{limit / original:g}. The factor counts, as in transformers 5; transformers 4 takes the ratio."]
 
   def _parameters(self, source: Source) -> tuple[Source, Source | None]:

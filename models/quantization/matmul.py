@@ -43,7 +43,7 @@ _NEVER = re.compile(r"/(router|shared_gate)/")
 
 
 @dataclasses.dataclass(frozen=True)
-class Product:
+class QuantizedMatmul:
   """One way to multiply: `form` int8 or fp8, `gradients` one of GRADIENTS."""
 
   form: str
@@ -75,16 +75,16 @@ class Product:
 
 
 @dataclasses.dataclass(frozen=True)
-class Products:
+class MatmulRules:
   """Which kernels of the blocks are multiplied in 8 bits: all but routers, shared gates and those that match `skip`."""
 
-  product: Product
+  matmul: QuantizedMatmul
   skip: tuple[str, ...] = ()
 
-  def of(self, path: str) -> Product | None:
+  def of(self, path: str) -> QuantizedMatmul | None:
     """How to multiply by the kernel of that path; None: as it is."""
     quantized = path.startswith("blocks/") and path.endswith("/kernel") and not _NEVER.search(path)
-    return self.product if quantized and not any(re.search(skip, path) for skip in self.skip) else None
+    return self.matmul if quantized and not any(re.search(skip, path) for skip in self.skip) else None
 
   def check(self, paths: Collection[str]) -> None:
     """Refuses a `skip` that matches none of the kernels, or all.
@@ -92,14 +92,14 @@ class Products:
     Raises:
       ConfigError: naming the pattern, and the kernels that there are.
     """
-    kernels = [path for path in paths if Products(self.product).of(path)]
+    kernels = [path for path in paths if MatmulRules(self.matmul).of(path)]
     if kernels and len(tree.select(self.skip, kernels, "precision.matmul_skip")) == len(kernels):
       raise ConfigError(f"precision.matmul_skip = {self.skip!r} leaves no kernel to be multiplied in "
-                        f"{self.product.form}; there are {', '.join(kernels[:8])}. Use --config.precision.matmul=none.")
+                        f"{self.matmul.form}; there are {', '.join(kernels[:8])}. Use --config.precision.matmul=none.")
 
 
-def make_products(form: str, gradients: str = "inputs", skip: Sequence[str] = ()) -> Products | None:
-  """The `Products` of the keys `precision.matmul`, `matmul_gradients` and `matmul_skip`; None for `none`.
+def make_matmul_rules(form: str, gradients: str = "inputs", skip: Sequence[str] = ()) -> MatmulRules | None:
+  """The `MatmulRules` of the keys `precision.matmul`, `matmul_gradients` and `matmul_skip`; None for `none`.
 
   Raises:
     ConfigError: a value is not known, or the library that this needs is not installed.
@@ -110,7 +110,7 @@ def make_products(form: str, gradients: str = "inputs", skip: Sequence[str] = ()
   if form == "none":
     return None
   _qwix()
-  return Products(Product(form, gradients), tuple(skip))
+  return MatmulRules(QuantizedMatmul(form, gradients), tuple(skip))
 
 
 def _qwix() -> Any:
@@ -127,7 +127,7 @@ def _qwix() -> Any:
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
-def _matmul(x_MxK: jax.Array, w_KxN: jax.Array, how: Product) -> jax.Array:
+def _matmul(x_MxK: jax.Array, w_KxN: jax.Array, how: QuantizedMatmul) -> jax.Array:
   return _matmul_fwd(x_MxK, w_KxN, how)[0]
 
 
@@ -163,7 +163,8 @@ def _restored(array: Any, dtype: Any) -> jax.Array:
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4, 5, 6))
-def _grouped(x_MxK, w_ExKxN, sizes_E, how: Product, block: int, multiply: Callable, outer: Callable) -> jax.Array:
+def _grouped(x_MxK, w_ExKxN, sizes_E, how: QuantizedMatmul, block: int, multiply: Callable, outer: Callable
+             ) -> jax.Array:
   return _grouped_fwd(x_MxK, w_ExKxN, sizes_E, how, block, multiply, outer)[0]
 
 

@@ -32,13 +32,13 @@ from models.sharding import logical_axes
 from models.sharding.logical_axes import Placement, as_rows, names_of
 
 
-class Kernel(NamedTuple):
+class SplitKernel(NamedTuple):
   """How to multiply by a kernel; static."""
 
   # The logical names of its inputs and outputs, of which one at most is split.
   names: tuple[str | None, str | None]
   # x [M, K], w [K, N] -> [M, N]; None: as it is.
-  product: Callable | None
+  matmul: Callable | None
 
   @property
   def split_input(self) -> bool:
@@ -49,7 +49,7 @@ class Kernel(NamedTuple):
     return placed.spec((self.names[0], "shard") if self.split_input else ("shard", self.names[1]), shape)
 
 
-def project(placed: Placement, x_BxTxK: jax.Array, weights: tuple[jax.Array, ...], kernels: tuple[Kernel, ...],
+def project(placed: Placement, x_BxTxK: jax.Array, weights: tuple[jax.Array, ...], kernels: tuple[SplitKernel, ...],
             dtype: Any) -> list[jax.Array]:
   """x @ w for each of several kernels [K, N], in `dtype`: [B, T, N] each.
 
@@ -67,11 +67,11 @@ def project(placed: Placement, x_BxTxK: jax.Array, weights: tuple[jax.Array, ...
   # The axes of the stream's length beyond those of `length`: between layers tokens are split over them.
   beyond = tuple(axis for axis in names_of(stream[1]) if axis not in names_of(by_token[1]))
   static = _Static(() if split_input else beyond, jnp.dtype(dtype), tuple(
-      (names_of(spec[1 if split_input else 0]), 1 if split_input else 0, kernel.product)
+      (names_of(spec[1 if split_input else 0]), 1 if split_input else 0, kernel.matmul)
       for spec, kernel in zip(specs, kernels, strict=True)))
 
   def local(x, *weights):
-    parts = _multiply(static, x, weights)
+    parts = _matmuls(static, x, weights)
     if not split_input:
       return parts
     # Each device has a part of the sum over K.
@@ -81,9 +81,9 @@ def project(placed: Placement, x_BxTxK: jax.Array, weights: tuple[jax.Array, ...
     in_spec, out_specs = PartitionSpec(*by_token, specs[0][0]), [PartitionSpec(*stream, None)] * len(specs)
   else:
     in_spec, out_specs = PartitionSpec(*stream, None), [PartitionSpec(*by_token, spec[1]) for spec in specs]
-  products = jax.shard_map(local, mesh=placed.mesh, in_specs=(in_spec, *specs), out_specs=out_specs, check_vma=False)(
+  outputs = jax.shard_map(local, mesh=placed.mesh, in_specs=(in_spec, *specs), out_specs=out_specs, check_vma=False)(
       x_BxTxK, *weights)
-  return [named(product, "product") for product in products]
+  return [named(output, "product") for output in outputs]
 
 
 def gather(w: jax.Array, axes: tuple[str, ...], dim: int) -> jax.Array:
@@ -154,45 +154,45 @@ class _Static(NamedTuple):
   # The axes over which the length of x is gathered.
   length: tuple[str, ...]
   dtype: Any
-  # Of each kernel: the axes over which it is gathered, along which dimension, and the product.
+  # Of each kernel: the axes over which it is gathered, along which dimension, and its matmul.
   kernels: tuple[tuple[tuple[str, ...], int, Callable | None], ...]
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _multiply(static: _Static, x, weights) -> list[jax.Array]:
+def _matmuls(static: _Static, x, weights) -> list[jax.Array]:
   x = gather(x, static.length, 1)
-  return [_product(product)(x, gather(w.astype(static.dtype), axes, dim))
-          for w, (axes, dim, product) in zip(weights, static.kernels, strict=True)]
+  return [_matmul_rows(matmul)(x, gather(w.astype(static.dtype), axes, dim))
+          for w, (axes, dim, matmul) in zip(weights, static.kernels, strict=True)]
 
 
-def _multiply_fwd(static, x, weights):
-  return _multiply(static, x, weights), (x, weights)
+def _matmuls_fwd(static, x, weights):
+  return _matmuls(static, x, weights), (x, weights)
 
 
-def _multiply_bwd(static, saved, gradients):
+def _matmuls_bwd(static, saved, gradients):
   x, weights = saved
   x = gather(x, static.length, 1)
   dx, dweights = [], []
-  for w, g, (axes, dim, product) in zip(weights, gradients, static.kernels, strict=True):
+  for w, g, (axes, dim, matmul) in zip(weights, gradients, static.kernels, strict=True):
     whole = gather(w.astype(static.dtype), axes, dim)
-    if product is None:
+    if matmul is None:
       dx.append(cpu.inputs_gradient(g, whole))
       dw = cpu.kernel_gradient(x, g)
     else:
       # What would be kept of the forward pass is made again: a gathered kernel's codes are as large as the model's.
-      dx_part, dw = jax.vjp(_product(product), x, whole)[1](g)
+      dx_part, dw = jax.vjp(_matmul_rows(matmul), x, whole)[1](g)
       dx.append(dx_part)
     dweights.append(scatter(dw.astype(jnp.float32), axes, dim).astype(w.dtype))
   return scatter(sum(dx), static.length, 1), tuple(dweights)
 
 
-_multiply.defvjp(_multiply_fwd, _multiply_bwd)
+_matmuls.defvjp(_matmuls_fwd, _matmuls_bwd)
 
 
-def _product(product: Callable | None) -> Callable:
-  if product is None:
+def _matmul_rows(matmul: Callable | None) -> Callable:
+  if matmul is None:
     return cpu.matmul
-  return lambda x, w: product(x.reshape(-1, x.shape[-1]), w).reshape(*x.shape[:-1], -1)
+  return lambda x, w: matmul(x.reshape(-1, x.shape[-1]), w).reshape(*x.shape[:-1], -1)
 
 
 def _summed(part: jax.Array, axes: tuple[str, ...], length: tuple[str, ...]) -> jax.Array:

@@ -12,7 +12,7 @@ from flax import nnx
 from models import cpu, layers
 from models.cpu import padding
 from models.quantization import quantize
-from models.quantization.matmul import make_products
+from models.quantization.matmul import make_matmul_rules
 from models.sharding import logical_axes
 from models.spec import Lora
 from tests import tiny
@@ -50,8 +50,8 @@ def test_few_rows_are_multiplied_by_a_kernel_where_it_lies(dtype):
   y = run(x, kernel)
   assert y.shape == (3, 1, 24) and y.dtype == jnp.float32
   np.testing.assert_allclose(y, np.asarray(x, np.float32) @ np.asarray(kernel, np.float32).T, atol=1e-5)
-  products = [line for line in run.lower(x, kernel).compile().as_text().splitlines() if " dot(" in line]
-  assert len(products) == 1 and "= f32[24,3]" in products[0] and "lhs_contracting_dims={1}" in products[0]
+  dots = [line for line in run.lower(x, kernel).compile().as_text().splitlines() if " dot(" in line]
+  assert len(dots) == 1 and "= f32[24,3]" in dots[0] and "lhs_contracting_dims={1}" in dots[0]
 
 
 def test_activations():
@@ -134,7 +134,8 @@ def test_columns_that_put_rows_apart_change_nothing(activation, bias, monkeypatc
 
 
 @pytest.mark.parametrize("changed", [
-    dict(compute_dtype=jnp.bfloat16), dict(lora=Lora(2, 1.0, ("mlp/down",), 0.0)), dict(products=make_products("int8")),
+    dict(compute_dtype=jnp.bfloat16), dict(lora=Lora(2, 1.0, ("mlp/down",), 0.0)),
+    dict(matmul_rules=make_matmul_rules("int8")),
     dict(frozen=quantize.Frozen("int8", lambda path: path.endswith("down/kernel"))), dict(outputs_first=True),
 ], ids=lambda changed: next(iter(changed)))
 def test_products_that_are_not_of_plain_kernels_in_float32_have_no_more_columns(changed, monkeypatch):

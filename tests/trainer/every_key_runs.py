@@ -272,7 +272,7 @@ def writers(m: Made) -> list[str]:
 
 def health_told(m: Made) -> list:
   """What the callback that knows signs of trouble keeps to itself."""
-  return [made._silent for made in m.begun.run.callbacks.all if type(made).__name__ == "Signatures"]
+  return [made._silent for made in m.begun.run.callbacks.all if type(made).__name__ == "Diagnostics"]
 
 
 def plan_text(m: Made) -> str:

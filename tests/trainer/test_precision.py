@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from models import api
-from models.quantization.matmul import make_products
+from models.quantization.matmul import make_matmul_rules
 from tests import tiny
 from trainer import state as state_lib
 from trainer import update as update_lib
@@ -35,7 +35,7 @@ def prepare(mesh=None, *, moe=False, learning_rate=5e-3, **precision):
   check_precision(config)
   p = config.precision
   model = api.make_model(config.model, vocab_size=24, params_dtype=p.params, compute_dtype="float32",
-                         products=make_products(p.matmul, p.matmul_gradients, p.matmul_skip))
+                         matmul_rules=make_matmul_rules(p.matmul, p.matmul_gradients, p.matmul_skip))
   config.optimizer.update(learning_rate=learning_rate, eps=1e-6)
   config.schedule.update(name="constant", warmup_percent=-1.0)
   optimizer = optim.make_optimizer(config.optimizer, config.schedule, model.abstract_params(), total_steps=100,

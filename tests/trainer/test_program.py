@@ -188,7 +188,7 @@ def test_prompts_are_shared_where_that_can_be():
   apart = [make(num_layers=1, moe=dict(num_experts=2, experts_per_token=1, expert_size=8)),
            make(num_layers=1, rope_scaling=dict(type="dynamic", factor=2.0, original_positions=8)), object()]
   assert [found("auto", model, one) for model in apart] == [[False]] * 3
-  with pytest.raises(ConfigError, match="object cannot do: it has no attribute prompts_apart"):
+  with pytest.raises(ConfigError, match="object cannot do: it has no attribute no_prefix_sharing"):
     found("always", apart[2], one)
 
 

@@ -119,7 +119,8 @@ class Checkpoints:
       self._values[step] = float(metrics[self._metric])
     # On CPU the arrays handed to the writing thread would otherwise be views of buffers that the next step overwrites.
     state = _own_buffers(state)
-    items = {"state": _save_args(state), "meta": ocp.args.JsonSave(checksums.seal(meta, _by_path(state), arrays or {}))}
+    meta = checksums.add_checksums(meta, _by_path(state), arrays or {})
+    items = {"state": _save_args(state), "meta": ocp.args.JsonSave(meta)}
     if arrays is not None:
       items["arrays"] = ocp.args.PyTreeSave({name: np.copy(part) for name, part in arrays.items()})
     with _explained(self, f"save step {step}"):

@@ -1,7 +1,7 @@
 """Checksums in checkpoints, by which damage on a disk or on the way to it is seen and named.
 
 `meta` holds a checksum of each array, of its bits as they were on the devices when it was saved, which no sharding
-changes (trainer/checkpoints/fingerprint.py), and one of `meta` itself, the seal.
+changes (trainer/checkpoints/fingerprint.py), and one of `meta` itself, under the key "seal".
 """
 
 import hashlib
@@ -17,17 +17,18 @@ from trainer.checkpoints.fingerprint import checksums
 from trainer.errors import Damaged
 
 
-def seal(meta: dict[str, Any], leaves: Mapping[str, jax.Array], arrays: Mapping[str, np.ndarray]) -> dict[str, Any]:
-  """`meta` with the checksums of the state's leaves, by path, and of further arrays, by name; and the seal."""
+def add_checksums(meta: dict[str, Any], leaves: Mapping[str, jax.Array], arrays: Mapping[str, np.ndarray]
+                  ) -> dict[str, Any]:
+  """`meta` with the checksums of the state's leaves, by path, of further arrays, by name, and of itself ("seal")."""
   meta = meta | {"checksums": checksums(leaves), "arrays": _of_arrays(arrays)}
   return meta | {"seal": _digest(meta)}
 
 
-def unseal(meta: Mapping[str, Any]) -> dict[str, Any]:
-  """`meta` without the seal.
+def checked_meta(meta: Mapping[str, Any]) -> dict[str, Any]:
+  """`meta` without its own checksum.
 
   Raises:
-    Damaged: it is not what was sealed.
+    Damaged: it does not match.
   """
   rest = {key: part for key, part in meta.items() if key != "seal"}
   if meta.get("seal") != _digest(rest):

@@ -16,7 +16,7 @@ from typing import Any
 
 import jax
 
-from trainer.checkpoints.checksums import unseal
+from trainer.checkpoints.checksums import checked_meta
 from trainer.distributed import processes
 from trainer.errors import CheckpointError, ConfigError, Damaged
 
@@ -47,10 +47,10 @@ def reading(folder: Path) -> Iterator[None]:
     if proof := _proof(folder, error):
       raise Damaged(f"{folder} is damaged: {proof}") from error
     # Of a mistake in a program the message is none for people.
-    told = in_short(error) if isinstance(error, (OSError, ValueError)) or type(error) is Exception else (
+    reason = in_short(error) if isinstance(error, (OSError, ValueError)) or type(error) is Exception else (
         "an error in the program, which --verbosity=1 shows")
     raise CheckpointError(
-        f"{folder} could not be read: {type(error).__name__}: {told}\nThat is no proof of damage, so that "
+        f"{folder} could not be read: {type(error).__name__}: {reason}\nThat is no proof of damage, so that "
         "nothing was changed. Run the same command again when the cause is gone. To do without this checkpoint, move "
         "its folder away: the one before it is then the newest.") from error
 
@@ -96,7 +96,7 @@ def look(folder: Path) -> None:
 
 def meta_of(folder: Path) -> dict[str, Any]:
   """What it says of itself; raises as `look` does."""
-  return unseal(_object(folder / "meta" / "metadata"))
+  return checked_meta(_object(folder / "meta" / "metadata"))
 
 
 def _look_at_arrays(folder: Path, named: Any) -> None:

@@ -105,13 +105,13 @@ def check_base(config: Any, base: Any, where: str, folder: Path) -> None:
   wanted = checkpoint.read_meta(folder).get("pinned", {}).get("base")
   if wanted is None or fingerprint(base) == wanted:
     return
-  told = (f"{folder} holds adapters of a base with the fingerprint {wanted}; the one made again ({where}) has "
+  message = (f"{folder} holds adapters of a base with the fingerprint {wanted}; the one made again ({where}) has "
           f"{fingerprint(base)}.")
   if config.precision.frozen in quantize.KINDS or not (config.model.hf or config.init_from.path):
     logging.warning("%s It was rounded or drawn on another kind of device than this, which may differ in the last bit; "
-                    "if its files have changed as well, what follows is wrong.", told)
+                    "if its files have changed as well, what follows is wrong.", message)
     return
-  raise ConfigError(f"{told} Its files have changed since; put back those that the run started from "
+  raise ConfigError(f"{message} Its files have changed since; put back those that the run started from "
                     f"({config.model.hf or config.init_from.path}), or export with --adapter=peft.")
 
 
@@ -149,12 +149,12 @@ def _check_typed(section: Any, keys: dict[str, Any], shapes: Leaves, folder: str
     return
   typed = hf.keys_of(section, section.vocab_size)
   changed = [key for key, value in keys.items() if typed[key] != value]
-  told = ", ".join(f"model.{key}={typed[key]!r} (config.json: {keys[key]!r})" for key in changed)
+  changes = ", ".join(f"model.{key}={typed[key]!r} (config.json: {keys[key]!r})" for key in changed)
   shape = {name: tuple(of[differ[0]].shape) if differ[0] in of else "none"
            for name, of in (("here", shapes), ("there", theirs))}
   if section.hf is not None and Path(section.hf) != Path(folder):
-    told += f", those of model.hf={section.hf}"
-  raise ConfigError(f"this config has {told}, with which the model has other parameters than {folder} holds: "
+    changes += f", those of model.hf={section.hf}"
+  raise ConfigError(f"this config has {changes}, with which the model has other parameters than {folder} holds: "
                     f"{differ[0]} is {shape['here']} here, {shape['there']} there"
                     f"{f', and {len(differ) - 1} more' if len(differ) > 1 else ''}. Leave out what is not meant "
                     "(unset, a key has the value of config.json), or begin with fresh parameters: "

@@ -17,11 +17,11 @@ from ml_collections import ConfigDict
 from trainer import strategies
 from trainer.config.keys import DURATION_UNITS, defaults, evaluator, reward, source, strategy
 from trainer.config.precision import check_precision
-from trainer.config.values import check_ranges, odd, odd_name
+from trainer.config.values import check_ranges, invalid, invalid_name
 from trainer.errors import ConfigError
 
 _DICTS = (Mapping, ConfigDict)
-# So many problems are told at once.
+# The most problems that one error lists.
 SHOWN = 8
 
 # ----------------------------------------------------------------------------------------------
@@ -40,7 +40,7 @@ def resolve(given: Mapping | ConfigDict) -> ConfigDict:
   problems: list[str] = []
   given = given.to_dict() if isinstance(given, ConfigDict) else given
   template = defaults()
-  given = _without_odd_keys(given, problems)
+  given = _without_invalid_keys(given, problems)
   options = given.get("strategy") or {}
   if not isinstance(options, _DICTS):
     raise ConfigError(f"config.strategy is {options!r:.80}; it must be a dict, e.g. strategy('dpo', beta=0.2) in the "
@@ -48,7 +48,7 @@ def resolve(given: Mapping | ConfigDict) -> ConfigDict:
   name = options.get("name", "seq")
   template.strategy = strategy(name)
   if options:
-    given = {**given, "strategy": {k: v for k, v in options.items() if not _left_over(name, k, v)}}
+    given = {**given, "strategy": {k: v for k, v in options.items() if not _is_stale(name, k, v)}}
   model = given.get("model")
   if isinstance(model, _DICTS) and "." in str(model.get("name", "")):
     # A model of the user's own may have keys of its own.
@@ -69,7 +69,7 @@ def resolve(given: Mapping | ConfigDict) -> ConfigDict:
   return resolved.lock()
 
 
-def _without_odd_keys(given: Mapping | ConfigDict, problems: list[str], prefix: str = "") -> dict:
+def _without_invalid_keys(given: Mapping | ConfigDict, problems: list[str], prefix: str = "") -> dict:
   """`given` as dicts, without keys that no config can have, which are added to the problems."""
   kept = {}
   for key, value in given.items():
@@ -77,20 +77,19 @@ def _without_odd_keys(given: Mapping | ConfigDict, problems: list[str], prefix: 
       problems.append(f"config{f'.{prefix[:-1]}' if prefix else ''} has the key {key!r:.80}; keys are names, without "
                       "dots")
     else:
-      kept[key] = _without_odd_keys(value, problems, f"{prefix}{key}.") if isinstance(value, _DICTS) else value
+      kept[key] = _without_invalid_keys(value, problems, f"{prefix}{key}.") if isinstance(value, _DICTS) else value
   return kept
 
 
-def _left_over(name: str, key: str, value) -> bool:
-  """Whether an option is another strategy's, at its default: where only the strategy's name was changed."""
+def _is_stale(name: str, key: str, value) -> bool:
+  """Whether an option stems from the strategy that the config had before its `strategy.name` was changed: it is None
+  where this strategy has a default, or not among its options and at the default of another strategy."""
   own = strategy(name)
-  if value is None and own.get(key) is not None:
-    return True
-  if key == "name" or (key in own and isinstance(value, _DICTS) == isinstance(own[key], _DICTS)):
-    return False
+  if key in own and (value is None or isinstance(value, _DICTS) == isinstance(own[key], _DICTS)):
+    return value is None and own[key] is not None
   value = value.to_dict() if isinstance(value, ConfigDict) else value
-  return any(key in other.all_options() and strategy(name).to_dict()[key] == value
-             for name, other in strategies.STRATEGIES.items())
+  return any(key in other.all_options() and strategy(other_name).to_dict()[key] == value
+             for other_name, other in strategies.STRATEGIES.items())
 
 
 # Sections whose keys are names that the user chooses.
@@ -141,8 +140,8 @@ def _merge_named(make, given: Mapping | ConfigDict, path: str, problems: list[st
     problems.append(f"config.{path} is {given!r:.80}; it must be a dict of names")
     return named
   for name, value in given.items():
-    if told := odd_name(name):
-      problems.append(f"config.{path} has the name {name!r:.80}; allowed: {told}")
+    if allowed := invalid_name(name):
+      problems.append(f"config.{path} has the name {name!r:.80}; allowed: {allowed}")
     elif not isinstance(value, _DICTS):
       problems.append(f"config.{path}.{name} is {value!r}; it must be a dict with a `type`")
     elif make is None or "." in str(value.get("type", "")):
@@ -167,8 +166,8 @@ def _check_type(template: ConfigDict, key: str, value):
   """Returns (the value in its declared type, None) or (None, what it must be)."""
   kind = template.get_type(key)
   optional = template[key] is None
-  if told := odd(value):
-    return None, told
+  if must_be := invalid(value):
+    return None, must_be
   if value is None and optional:
     return None, None
   if kind in (tuple, list) and isinstance(value, (tuple, list)):
@@ -196,7 +195,7 @@ def did_you_mean(key: str, known: list[str], prefix: str = "") -> str:
 
 
 def _get(tree: Any, path: str):
-  """What stands at `path`; None where there is nothing, or no section on the way (which is told elsewhere)."""
+  """What stands at `path`; None where there is nothing, or no section on the way (another check reports that)."""
   for key in path.split("."):
     tree = tree.get(key) if isinstance(tree, _DICTS) else None
   return tree

@@ -30,8 +30,8 @@ RANGES = (
 )
 
 
-def odd(value: Any) -> str | None:
-  """What a value must be instead of one that nothing can be done with; None: it is not such a one."""
+def invalid(value: Any) -> str | None:
+  """What a value must be, if no key can have this one; None: some key can."""
   if isinstance(value, bool) or value is None:
     return None
   if isinstance(value, int) and abs(value) > INT64:
@@ -41,11 +41,11 @@ def odd(value: Any) -> str | None:
   if isinstance(value, str) and "\0" in value:
     return "a string without NUL characters"
   parts = value.values() if isinstance(value, Mapping) else value if isinstance(value, (tuple, list)) else ()
-  return next((f"{told} throughout" for told in map(odd, parts) if told), None)
+  return next((f"{must_be} throughout" for must_be in map(invalid, parts) if must_be), None)
 
 
-def odd_name(name: Any) -> str | None:
-  """What a name that the user chooses must be instead; None: it may be that."""
+def invalid_name(name: Any) -> str | None:
+  """What a name that the user chooses must be, if it is not; None: it is."""
   if isinstance(name, str) and NAME.fullmatch(name) and len(name) <= LONGEST_NAME:
     return None
   return f"letters, digits, _ and -, at most {LONGEST_NAME} of them"

@@ -20,7 +20,7 @@ is gone: its connection closed (trainer/distributed/relay.py), or nothing was he
 main thread that waits in a collective cannot be interrupted, so the process ends there and then, by `os._exit`.
 Checkpoints are atomic; the same command continues from the last one.
 
-Training says where it is by `moved`, `phase` and `told` below, which do nothing in a run of one process.
+Training says where it is by `moved`, `phase` and `reports_failure` below, which do nothing in a run of one process.
 """
 
 import atexit
@@ -38,7 +38,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, replace
 from typing import Any
 
-from trainer.distributed.verdicts import EXIT_CODE, STILL_SECONDS, News, Verdict, judge, last, name, stands
+from trainer.distributed.verdicts import EXIT_CODE, STILL_SECONDS, Heartbeat, Verdict, judge, last, name, stands
 from trainer.errors import ConfigError
 
 SETUP, TRAINING = "set-up", "training"
@@ -66,11 +66,11 @@ class Watch:
     self._other_limit = limits["phase_seconds"]
     self._interval = min(5.0, self._heartbeat / 10)
     self._main = threading.current_thread().ident
-    self._me = News(socket.gethostname(), os.getpid())
+    self._me = Heartbeat(socket.gethostname(), os.getpid())
     self._phases, self._step, self._moved = [SETUP], 0, time.monotonic()
     self._waited = 0.0
     self._waits: dict = {}
-    self._news: dict[int, News] = {}  # process 0: of all; others: of process 0
+    self._heartbeats: dict[int, Heartbeat] = {}  # process 0: of all; others: of process 0
     self._silent = dict.fromkeys(range(count) if index == 0 else [0], 0.0)
     self._verdict: Verdict | None = None
     self._failed_at, self._done, self._wake = 0.0, threading.Event(), threading.Event()
@@ -101,7 +101,8 @@ class Watch:
     if self._index == 0:
       with contextlib.suppress(RuntimeError):
         self._hear()
-    before, self._waits = self._waits, {i: said.waited for i, said in list(self._news.items()) if i != self._index}
+    others = [(i, heartbeat) for i, heartbeat in list(self._heartbeats.items()) if i != self._index]
+    before, self._waits = self._waits, {i: heartbeat.waited for i, heartbeat in others}
     return max((seconds - before.get(i, 0.0) for i, seconds in self._waits.items()), default=0.0)
 
   @contextlib.contextmanager
@@ -163,7 +164,7 @@ class Watch:
       return
     self._hear()
     if self._index == 0:
-      verdict = judge(self._news, self._silent, self._heartbeat)
+      verdict = judge(self._heartbeats, self._silent, self._heartbeat)
       if verdict is not None:
         self._publish(verdict)
         self._wait_for_readers({i for i, seconds in self._silent.items() if seconds > self._heartbeat})
@@ -175,10 +176,10 @@ class Watch:
     else:
       said = {int(key.rpartition("/")[2]): text for key, text in self._store.key_value_dir_get(f"{self._prefix}/news/")}
     for index, text in said.items():
-      news = News(**json.loads(text))
-      if index not in self._news or news.beat != self._news[index].beat:
+      heartbeats = Heartbeat(**json.loads(text))
+      if index not in self._heartbeats or heartbeats.beat != self._heartbeats[index].beat:
         self._silent[index] = 0.0
-      self._news[index] = news
+      self._heartbeats[index] = heartbeats
 
   def _read_verdict(self) -> None:
     for _, text in self._store.key_value_dir_get(f"{self._prefix}/verdict/"):
@@ -228,9 +229,10 @@ class Watch:
           faulthandler.dump_traceback(sys.stderr, all_threads=True)
         self._end(self._verdict.text, self._verdict.code)
       elif self._index and self._lost.is_set():
-        self._end(f"{name(0, self._news.get(0))} is gone: its connection was closed. {last(self._news.get(0))}")
+        heartbeat = self._heartbeats.get(0)
+        self._end(f"{name(0, heartbeat)} is gone: its connection was closed. {last(heartbeat)}")
       elif self._index and self._silent[0] > self._heartbeat + 2 * self._interval:
-        self._end(judge(self._news, self._silent, self._heartbeat).text)
+        self._end(judge(self._heartbeats, self._silent, self._heartbeat).text)
 
   def _end(self, text: str, code: int = EXIT_CODE) -> None:
     again = "\nRun the same command to continue from the last checkpoint." if code == EXIT_CODE else ""
@@ -311,8 +313,8 @@ def failed(error: BaseException) -> None:
     _watch.failed(error)
 
 
-def told(function: Callable) -> Callable:
-  """If the function fails in this process, the others are told; if it returns, the watch ends."""
+def reports_failure(function: Callable) -> Callable:
+  """Reports an error of the function to the other processes; if it returns, the watch ends."""
 
   @functools.wraps(function)
   def watched(*args: Any, **kwargs: Any) -> Any:

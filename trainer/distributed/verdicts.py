@@ -18,7 +18,7 @@ _WAITS_IN = re.compile(r"/(jax|jaxlib|orbax)/|/trainer/distributed/(processes|li
 
 
 @dataclass(frozen=True)
-class News:
+class Heartbeat:
   """What a process says of itself.
 
   Attributes:
@@ -55,22 +55,23 @@ class Verdict:
   code: int
 
 
-def judge(news: Mapping[int, News], silent: Mapping[int, float], heartbeat_seconds: float) -> Verdict | None:
+def judge(heartbeats: Mapping[int, Heartbeat], silent: Mapping[int, float], heartbeat_seconds: float) -> Verdict | None:
   """Which processes are lost or hang, if any.
 
   Args:
-    news: the last of each process; those never heard of are absent.
+    heartbeats: the last one of each process; those never heard of are absent.
     silent: {process: seconds since it was heard of}, for all processes.
   """
   lost = tuple(i for i, seconds in silent.items()
-               if seconds > heartbeat_seconds and not (i in news and news[i].done))
+               if seconds > heartbeat_seconds and not (i in heartbeats and heartbeats[i].done))
   if lost:
-    told = [f"{name(i, news.get(i))} has not been heard of for {silent[i]:.0f} s: it died, its host did, or it is "
-            f"stopped. {last(news.get(i))}" for i in lost]
-    return Verdict(lost, "\n".join(told), EXIT_CODE)
-  if any(seconds > heartbeat_seconds / 3 for i, seconds in silent.items() if not (i in news and news[i].done)):
+    lines = [f"{name(i, heartbeats.get(i))} has not been heard of for {silent[i]:.0f} s: it died, its host did, or it "
+             f"is stopped. {last(heartbeats.get(i))}" for i in lost]
+    return Verdict(lost, "\n".join(lines), EXIT_CODE)
+  if any(seconds > heartbeat_seconds / 3 for i, seconds in silent.items()
+         if not (i in heartbeats and heartbeats[i].done)):
     return None  # it may be dead, and the others wait for it
-  standing = {i: said for i, said in news.items() if not said.done}
+  standing = {i: said for i, said in heartbeats.items() if not said.done}
   late = {i for i, said in standing.items() if 0 < said.limit < said.still}
   if not late or any(said.still < STILL_SECONDS for said in standing.values()):
     return None  # while one of them moves, the others may be waiting for it
@@ -79,22 +80,24 @@ def judge(news: Mapping[int, News], silent: Mapping[int, float], heartbeat_secon
   named = tuple(i for i in busy or standing if standing[i].step == behind)
   if not late.issuperset(named):
     return None  # those that are waited for may still take their time
-  told = [f"{name(i, news[i])} hangs: nothing has moved for {news[i].still:.0f} s. {last(news[i])}" for i in named]
+  lines = [f"{name(i, heartbeats[i])} hangs: nothing has moved for {heartbeats[i].still:.0f} s. "
+           f"{last(heartbeats[i])}" for i in named]
   if not busy:
-    told.insert(0, "all processes wait for one another; the furthest behind:")
-  return Verdict(named, "\n".join(told), EXIT_CODE)
+    lines.insert(0, "all processes wait for one another; the furthest behind:")
+  return Verdict(named, "\n".join(lines), EXIT_CODE)
 
 
-def name(index: int, news: News | None) -> str:
+def name(index: int, heartbeat: Heartbeat | None) -> str:
   """For people."""
-  return f"process {index} ({f'host {news.host}, pid {news.pid}' if news else 'never heard of'})"
+  return f"process {index} ({f'host {heartbeat.host}, pid {heartbeat.pid}' if heartbeat else 'never heard of'})"
 
 
-def last(news: News | None) -> str:
+def last(heartbeat: Heartbeat | None) -> str:
   """Where it was, for people."""
-  if news is None:
+  if heartbeat is None:
     return "It never said anything."
-  return f"It was in {news.phase}, after step {news.step}{f', at {news.place}' if news.place else ''}."
+  at = f", at {heartbeat.place}" if heartbeat.place else ""
+  return f"It was in {heartbeat.phase}, after step {heartbeat.step}{at}."
 
 
 def stands(thread: int | None) -> tuple[bool, str]:

@@ -31,12 +31,12 @@ class Watchdog(Callback):
   def on_train_begin(self, run):
     self._steps = collections.deque(maxlen=100)  # seconds from one step's end to the next one's
     self._ended = self._moved = time.monotonic()
-    self._told = False
+    self._reported = False
     main = threading.current_thread().ident
     threading.Thread(target=self._look_on, args=(run, main), name="watchdog", daemon=True).start()
 
   def _move(self, *_: Any) -> None:
-    self._moved, self._told = time.monotonic(), False
+    self._moved, self._reported = time.monotonic(), False
 
   on_step_begin: Any = _move
   on_optimizer_step: Any = _move
@@ -62,11 +62,11 @@ class Watchdog(Callback):
       else:
         usual, least = run.chrono.longest.get(phase, 0.0), 10 * self._least
       still = time.monotonic() - self._moved
-      if not self._told and still > max(least, self._times * usual):
-        self._told = True
-        self._tell(run, main, phase, still, usual)
+      if not self._reported and still > max(least, self._times * usual):
+        self._reported = True
+        self._report(run, main, phase, still, usual)
 
-  def _tell(self, run: Any, main: int | None, phase: str, still: float, usual: float) -> None:
+  def _report(self, run: Any, main: int | None, phase: str, still: float, usual: float) -> None:
     file = run.workdir / "stacks.txt"
     with open(file, "a", encoding="utf-8") as stacks:
       stacks.write(f"--- after step {run.step}, in {phase}, {still:.0f} s without a move\n")

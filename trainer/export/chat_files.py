@@ -62,8 +62,8 @@ def _others(folder: Path) -> dict[str, str]:
   listed = hf_folder.read_json(folder / "tokenizer_config.json").get("chat_template")
   found = {entry["name"]: entry["template"] for entry in listed} if isinstance(listed, list) else {}
   found |= {file.stem: hf_folder.read_text(file) for file in sorted((folder / MORE).glob("*.jinja"))}
-  if odd := [name for name in found if not re.fullmatch(r"\w[\w.-]*", name)]:
-    raise DataError(f"{folder}: a chat template has the name {odd[0]!r:.80}; allowed: letters, digits, '_', '-' and "
+  if others := [name for name in found if not re.fullmatch(r"\w[\w.-]*", name)]:
+    raise DataError(f"{folder}: a chat template has the name {others[0]!r:.80}; allowed: letters, digits, '_', '-' and "
                     "'.', for it is the name of a file, too. Rename it in tokenizer_config.json.")
   return {name: source for name, source in found.items() if name not in (DEFAULT, TOOLS)}
 

@@ -31,7 +31,7 @@ class Layout(NamedTuple):
   attention: str
 
 
-class Shown(NamedTuple):
+class PromptImages(NamedTuple):
   """The images of one text, uint8 [S, S, 3] each, and its arrays [n]; None where the model has no tower."""
 
   images: tuple[np.ndarray, ...] = ()
@@ -51,7 +51,7 @@ def slots(count: int) -> int:
 
 
 def shown(layout: Layout | None, prompts: Sequence[np.ndarray], images: Sequence[Sequence[np.ndarray]] | None,
-          prefixes: Sequence[int] | None = None) -> list[Shown]:
+          prefixes: Sequence[int] | None = None) -> list[PromptImages]:
   """What is shown with each prompt.
 
   Args:
@@ -72,8 +72,9 @@ def shown(layout: Layout | None, prompts: Sequence[np.ndarray], images: Sequence
           for number, (ids, some, prefix) in enumerate(zip(prompts, images, prefixes, strict=True))]
 
 
-def of_text(layout: Layout | None, ids: np.ndarray, images: Sequence[np.ndarray], prefix: int, where: str) -> Shown:
-  """What is shown with one text.
+def of_text(layout: Layout | None, ids: np.ndarray, images: Sequence[np.ndarray], prefix: int, where: str
+            ) -> PromptImages:
+  """The images of one text.
 
   Args:
     layout: of the model.
@@ -90,7 +91,7 @@ def of_text(layout: Layout | None, ids: np.ndarray, images: Sequence[np.ndarray]
     if len(images):
       raise ConfigError(f"{where} has {len(images)} image(s), but the model has no tower for images "
                         "(config.model.vision.tower is none). Leave them out, or use a model that takes images.")
-    return Shown()
+    return PromptImages()
   if len(images) and layout.image_token is None:
     raise ConfigError("model.vision.image_token is not set: the id of the token that holds an image's places. Set it.")
   images = tuple(np.asarray(image) for image in images)
@@ -106,7 +107,7 @@ def of_text(layout: Layout | None, ids: np.ndarray, images: Sequence[np.ndarray]
                       f"{layout.image_token} ({layout.tokens_per_image} each), and {found} of them. Make the prompt "
                       "and its images together, with input_pipeline.examples.prompts.")
   index = np.where(is_image, np.cumsum(is_image), 0).astype(np.int32)
-  return Shown(images, index, _blocks(layout, index, prefix))
+  return PromptImages(images, index, _blocks(layout, index, prefix))
 
 
 def _blocks(layout: Layout, image_index: np.ndarray, prefix: int) -> np.ndarray:
@@ -126,7 +127,7 @@ def empty(layout: Layout | None, rows: int, length: int, most_images: int) -> di
   return arrays.empty(rows, length)
 
 
-def put(layout: Layout | None, batch: dict[str, np.ndarray], part: Shown, row: int, begin: int = 0,
+def put(layout: Layout | None, batch: dict[str, np.ndarray], part: PromptImages, row: int, begin: int = 0,
         first: int = 0) -> None:
   """Writes what is shown with a text into a row of a batch that has room for it.
 

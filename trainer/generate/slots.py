@@ -63,8 +63,8 @@ class Rows:
 class Waiting:
   """Completions that have not begun, those of the longest prompts first."""
 
-  def __init__(self, prompts: list[np.ndarray], shown: list[image_tokens.Shown], samples: Sequence[Sequence[int]],
-               limits: np.ndarray, seed: int | str):
+  def __init__(self, prompts: list[np.ndarray], shown: list[image_tokens.PromptImages],
+               samples: Sequence[Sequence[int]], limits: np.ndarray, seed: int | str):
     self.prompts, self.shown, self.limits, self._next = prompts, shown, limits, 0
     # Of a prompt, rounded up too.
     self.most_images = image_tokens.slots(max(len(part.images) for part in shown))

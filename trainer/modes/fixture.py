@@ -24,7 +24,7 @@ class Skip(Exception):
   """The equality does not apply; the message says why."""
 
 
-class Subject:
+class Fixture:
   """What equalities are about.
 
   Args:

@@ -49,7 +49,7 @@ class Token(NamedTuple):
   prompt: int = 0
 
 
-class Shown(NamedTuple):
+class InspectedRows(NamedTuple):
   """What is to be seen: rows of tokens, each with a caption (or "") and the images of each of its segments, and what
   they are; all documents' lengths."""
 
@@ -86,7 +86,7 @@ def inspect(config: Mapping, workdir: str | Path, rows: int = ROWS) -> Path:
     data = loader.make_train_data(resolved, tokenizer, learns=learns, workdir=workdir, progress=True,
                                   share_prompts=program_lib.shares_prompts(resolved, model, mesh))
     batch = check_ids(data.batch(0, slice(0, rows)), model.vocab_size)
-    shown = Shown([row_tokens(batch, row, tokenizer) for row in range(len(batch["tokens"]))],
+    shown = InspectedRows([row_tokens(batch, row, tokenizer) for row in range(len(batch["tokens"]))],
                   [""] * len(batch["tokens"]),
                   [row_images(batch, row, image_tokens.layout_of(model)) for row in range(len(batch["tokens"]))],
                   "The first rows.", loader.format_stats(data.stats()),
@@ -105,7 +105,7 @@ def inspect(config: Mapping, workdir: str | Path, rows: int = ROWS) -> Path:
   return page
 
 
-def shown_prompts(config: ConfigDict, tokenizer: Tokenizer, rows: int) -> Shown:
+def shown_prompts(config: ConfigDict, tokenizer: Tokenizer, rows: int) -> InspectedRows:
   """The first prompts as the policy is asked them, captioned with the columns that rewards get.
 
   Raises:
@@ -125,7 +125,7 @@ def shown_prompts(config: ConfigDict, tokenizer: Tokenizer, rows: int) -> Shown:
           f"{', '.join(judged)} and serve {r.updates * r.epochs} step(s). What is sampled is trained, prompts are not.")
   lengths = np.array([len(item.prompt.ids) for item in prompts.every_item()])
   images = [{1: item.prompt.images} for item in items]
-  return Shown(tokens, captions, images, lead, loader.format_stats(prompts.stats()), lengths)
+  return InspectedRows(tokens, captions, images, lead, loader.format_stats(prompts.stats()), lengths)
 
 
 def row_tokens(batch: Mapping[str, np.ndarray], row: int, tokenizer: Tokenizer) -> list[Token]:
@@ -247,7 +247,7 @@ def histogram_text(lengths: np.ndarray, seq_len: int) -> str:
   return "\n".join(lines)
 
 
-def html_page(shown: Shown, seq_len: int, parameters: str) -> str:
+def html_page(shown: InspectedRows, seq_len: int, parameters: str) -> str:
   """The page: every token with its numbers under the pointer and in a table."""
   counts, edges = histogram_bins(shown.lengths, seq_len)
   lengths = pages.bars([(f"{left:,.0f} to {right:,.0f}", count, f"{count:,}") for count, left, right in
@@ -261,7 +261,7 @@ def html_page(shown: Shown, seq_len: int, parameters: str) -> str:
                     columns=[dict(key="weights", label="weight", kind="high", says=says, scale=1.0)])
 
 
-def _row_elements(shown: Shown, number: int) -> list[Markup]:
+def _row_elements(shown: InspectedRows, number: int) -> list[Markup]:
   """A row of the page: its segments, its caption and its table."""
   tokens, parts = shown.rows[number], []
   for segment, some in itertools.groupby(in_short(tokens), key=lambda token: token.segment):

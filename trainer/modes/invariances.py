@@ -25,14 +25,14 @@ from trainer.errors import ConfigError
 from trainer.export.command import export
 from trainer.generate.sampler import Sampler
 from trainer.metrics import Mean
-from trainer.modes.fixture import Skip, Subject, completions_apart, distance, padded, split_documents
+from trainer.modes.fixture import Fixture, Skip, completions_apart, distance, padded, split_documents
 from trainer.strategies import logprobs, seq
 
 # Of texts that are generated: prompts, tokens of each, and new ones.
 PROMPTS, PROMPT_TOKENS, NEW_TOKENS = 4, 8, 8
 
 
-def micro_batches(s: Subject) -> float:
+def micro_batches(s: Fixture) -> float:
   """I1."""
   rows, shards = len(s.batch["tokens"]), mesh_lib.batch_shards(s.mesh)
   counts = [count for count in (2, 4, 8) if rows % count == 0 and rows // count % shards == 0]
@@ -47,14 +47,14 @@ def micro_batches(s: Subject) -> float:
   return max(distance(whole, s.gradient(micro_batch_size=rows // count)[0]) for count in counts)
 
 
-def one_device(s: Subject) -> float:
+def one_device(s: Fixture) -> float:
   """I2."""
   if s.mesh.size == 1:
     raise Skip("one device")
   return distance(s.gradient()[0], s.gradient(mesh=mesh_lib.make_mesh({}, jax.devices()[:1]))[0])
 
 
-def packing(s: Subject) -> float:
+def packing(s: Fixture) -> float:
   """I3, the first half."""
   if "segment_roles" in s.batch:
     raise Skip(f"{s.config.strategy.name} compares documents of one row with one another")
@@ -67,7 +67,7 @@ def packing(s: Subject) -> float:
   return max(distance(one, other), abs(metrics["loss"] / metrics_apart["loss"] - 1))
 
 
-def other_documents(s: Subject) -> float:
+def other_documents(s: Fixture) -> float:
   """I3, the second half: how many hidden states change with another document of their row."""
   # A prompt that completions share is a part of each of them.
   documents = np.where(np.isin(s.batch["segment_ids"], s.batch.get("prompt_ids", 0)), 0, s.batch["segment_ids"])
@@ -80,7 +80,7 @@ def other_documents(s: Subject) -> float:
   return _changed(s, mine & _text(s), others=~mine)
 
 
-def shared_prompts(s: Subject) -> float:
+def shared_prompts(s: Fixture) -> float:
   """I3 of completions that share their prompt: against each, or the two of a preference, in a row of its own, prompts
   and all."""
   if not s.batch.get("prompt_ids", np.zeros(1)).any():
@@ -91,7 +91,7 @@ def shared_prompts(s: Subject) -> float:
   return max(distance(one, other), abs(metrics["loss"] - metrics_apart["loss"]))  # a loss that may be 0
 
 
-def causality(s: Subject) -> float:
+def causality(s: Fixture) -> float:
   """How many hidden states change with a later token."""
   places = np.flatnonzero(_text(s)[0] & (s.batch.get("block_ids", s.batch["segment_ids"] * 0)[0] == 0))
   if not len(places):
@@ -104,12 +104,12 @@ def causality(s: Subject) -> float:
   return _changed(s, later, others=earlier)
 
 
-def _text(s: Subject) -> np.ndarray:
+def _text(s: Fixture) -> np.ndarray:
   """Which tokens [B, T] are real, and no image's."""
   return (s.batch["segment_ids"] > 0) & (s.batch.get("image_index", 0 * s.batch["tokens"]) == 0)
 
 
-def _changed(s: Subject, where: np.ndarray, others: np.ndarray) -> float:
+def _changed(s: Fixture, where: np.ndarray, others: np.ndarray) -> float:
   before = s.hidden(s.batch)
   tokens = np.where(where, s.other_token(s.batch["tokens"]), s.batch["tokens"])
   after = s.hidden({**s.batch, "tokens": tokens})
@@ -118,7 +118,7 @@ def _changed(s: Subject, where: np.ndarray, others: np.ndarray) -> float:
   return float(np.sum(np.any(before != after, axis=-1) & others & (s.batch["segment_ids"] > 0)))
 
 
-def full_logits(s: Subject) -> float:
+def full_logits(s: Fixture) -> float:
   """I4, values: log-probs in chunks against those of logits, relative to their size where that is above 1."""
   first = {key: part[:mesh_lib.batch_shards(s.mesh)] for key, part in s.batch.items()}
   targets_BxT, weights_BxT = seq.next_tokens(first)
@@ -139,19 +139,19 @@ def full_logits(s: Subject) -> float:
   return float((np.abs(chunked - full) / np.maximum(1.0, np.abs(full)))[trained].max())
 
 
-def one_chunk(s: Subject) -> float:
+def one_chunk(s: Fixture) -> float:
   """I4, the gradient."""
   if not s.built_in:
     raise Skip("model.vocab_chunk is a key of the built-in model")
   return distance(s.gradient(model__vocab_chunk=s.model.vocab_size)[0], s.gradient(model__vocab_chunk=_chunk(s))[0])
 
 
-def _chunk(s: Subject) -> int:
+def _chunk(s: Fixture) -> int:
   """The config's, or less where the vocabulary fits into that."""
   return min(s.model.vocab_chunk, -(-s.model.vocab_size // 4))
 
 
-def batch_sizes(s: Subject) -> float:
+def batch_sizes(s: Fixture) -> float:
   """I6: the loss of an evaluation of the rows, 1, 3 and all at a time, the last batch filled up."""
   if mesh_lib.batch_shards(s.mesh) > 1:
     raise Skip("batches of one row would not fill the mesh")
@@ -167,7 +167,7 @@ def batch_sizes(s: Subject) -> float:
   return float(max(losses) - min(losses)) / abs(losses[0])
 
 
-def at_the_reference(s: Subject) -> float:
+def at_the_reference(s: Fixture) -> float:
   """I7: where policy and reference are the same, no margin; and the loss of DPO is ln 2."""
   cfg, at_reference = s.config.strategy, strategies.of(s.config).at_reference
   if at_reference is None or s.reference is None:
@@ -179,7 +179,7 @@ def at_the_reference(s: Subject) -> float:
              for name, value in at_reference(cfg).items())
 
 
-def derivative(s: Subject) -> float:
+def derivative(s: Fixture) -> float:
   """I8: the derivative of the objective along its gradient is the gradient's norm, by differences extrapolated."""
   if s.built_in and s.config.model.moe.num_experts:
     raise Skip("which experts are chosen changes in jumps, which no derivative has")
@@ -203,7 +203,7 @@ def derivative(s: Subject) -> float:
   return abs((4 * slope(step / 2) - slope(step)) / 3 / norm - 1)
 
 
-def generation(s: Subject) -> float:
+def generation(s: Fixture) -> float:
   """I9: log-probs of generated tokens, step by step with a cache, against one pass over the whole text."""
   if not hasattr(s.model, "prefill"):
     raise Skip("the model does not generate")
@@ -241,7 +241,7 @@ def generation(s: Subject) -> float:
                    for row, c in enumerate(done)))
 
 
-def equal_rewards(s: Subject) -> float:
+def equal_rewards(s: Fixture) -> float:
   """I10: the largest entry of the gradient where all advantages are 0, as they are where all rewards are equal."""
   if "advantages" not in s.batch:
     raise Skip("no advantages")
@@ -253,19 +253,19 @@ def equal_rewards(s: Subject) -> float:
   return float(max(np.abs(g).max() for g in grads.values()))
 
 
-def recomputation(s: Subject) -> float:
+def recomputation(s: Fixture) -> float:
   """I11: nothing kept for the backward pass, or everything."""
   return distance(s.gradient(remat="none")[0], s.gradient(remat="full")[0])
 
 
-def unrolled(s: Subject) -> float:
+def unrolled(s: Fixture) -> float:
   """I11: the layers as one loop, or one after another."""
   if not s.built_in:
     raise Skip("model.scan_layers is a key of the built-in model")
   return distance(s.gradient(model__scan_layers=True)[0], s.gradient(model__scan_layers=False)[0])
 
 
-def exported(s: Subject) -> float:
+def exported(s: Fixture) -> float:
   """I12: logits after an export and a load, relative to the largest."""
   out = s.workdir / "verify_export"
   try:
@@ -282,7 +282,7 @@ def exported(s: Subject) -> float:
   return float(np.abs(ours - theirs).max() / np.abs(ours).max())
 
 
-def nan_batch(s: Subject) -> float:
+def nan_batch(s: Fixture) -> float:
   """I14: how many arrays of parameters and optimizer a step with a loss that is NaN leaves with other bits."""
   config, optimizer = s.config, program_lib.planned_optimizer(s.config, s.model)
   program = program_lib.make_program(config, s.model, optimizer, s.mesh, s.run.data.source_names)
@@ -306,7 +306,7 @@ class Check(NamedTuple):
   row: str
   what: str
   allowed: float
-  measure: Callable[[Subject], float]
+  measure: Callable[[Fixture], float]
 
 
 CHECKS = (

@@ -141,13 +141,13 @@ def predicted(batch: Mapping[str, Any]) -> jax.Array:
   both directions.
   """
   segments_BxT = jnp.asarray(batch["segment_ids"])
-  told_BxT = (segments_BxT > 0) & (segments_BxT == jnp.roll(segments_BxT, 1, axis=1))
+  predicted_BxT = (segments_BxT > 0) & (segments_BxT == jnp.roll(segments_BxT, 1, axis=1))
   if "image_index" in batch:
-    told_BxT &= jnp.asarray(batch["image_index"]) == 0
+    predicted_BxT &= jnp.asarray(batch["image_index"]) == 0
   if "block_ids" in batch:
     blocks_BxT = jnp.asarray(batch["block_ids"])
-    told_BxT &= (blocks_BxT == 0) | (blocks_BxT != jnp.roll(blocks_BxT, 1, axis=1))
-  return told_BxT.astype(jnp.float32).at[:, 0].set(0.0)
+    predicted_BxT &= (blocks_BxT == 0) | (blocks_BxT != jnp.roll(blocks_BxT, 1, axis=1))
+  return predicted_BxT.astype(jnp.float32).at[:, 0].set(0.0)
 
 
 def of_tokens(model: Any, params: Any, batch: dict[str, jax.Array], rng: jax.Array, cfg: Any,
@@ -235,17 +235,17 @@ def _sums(numbers: Mapping[str, np.ma.MaskedArray], row: int, places: np.ndarray
           weights: np.ndarray) -> list[tuple[str, str]]:
   """(what, value) of a segment: what strategies make of its trained tokens."""
   trained = places[weights > 0]
-  told = [("tokens", f"{len(places):,}"), ("trained", f"{len(trained):,}")]
+  facts = [("tokens", f"{len(places):,}"), ("trained", f"{len(trained):,}")]
   if not len(trained):
-    return told
+    return facts
   logps = numbers["logprobs"][row][trained].astype(np.float64)
-  told += [("mean −log p", f"{-np.sum(weights[weights > 0] * logps) / np.sum(weights):.4f}"),
+  facts += [("mean −log p", f"{-np.sum(weights[weights > 0] * logps) / np.sum(weights):.4f}"),
            ("Σ log p", f"{np.sum(logps):.4f}")]
   if "ref_log_ratios" in numbers:
-    told.append(("Σ log p/p_ref", f"{np.sum(numbers['ref_log_ratios'][row][trained].astype(np.float64)):+.4f}"))
+    facts.append(("Σ log p/p_ref", f"{np.sum(numbers['ref_log_ratios'][row][trained].astype(np.float64)):+.4f}"))
   if "advantages" in numbers:
-    told.append(("advantage", f"{numbers['advantages'][row][trained[0]]:+.4f}"))
-  return [(what, value.replace("-", "−")) for what, value in told]
+    facts.append(("advantage", f"{numbers['advantages'][row][trained[0]]:+.4f}"))
+  return [(what, value.replace("-", "−")) for what, value in facts]
 
 
 def token_box(texts: Sequence[str], images: Sequence[int], pictures: Mapping[int, np.ndarray],

@@ -164,8 +164,8 @@ class Replay(Callback):
       terminal.say("\n" + inspect.row_text(inspect.row_tokens(batch, row, run.tokenizer), row))
     bad = int(np.sum(~np.isfinite(losses_B)))
     loss = f"loss {np.sum(sums_B) / np.sum(weights_B):.6f}" if np.sum(weights_B) else "nothing is trained"
-    told = f"update {self._step}: {len(order)} rows, {bad} with a loss that is not finite; {loss}"
-    page = microscope.page(f"Update {self._step}: its tokens", batch, of_tokens, losses_B, order, [told])
+    summary = f"update {self._step}: {len(order)} rows, {bad} with a loss that is not finite; {loss}"
+    page = microscope.page(f"Update {self._step}: its tokens", batch, of_tokens, losses_B, order, [summary])
     self._out.with_suffix(".html").write_text(page, encoding="utf-8")
-    print("\n" + told)
+    print("\n" + summary)
     raise _Done

@@ -28,7 +28,7 @@ from trainer.distributed import processes
 from trainer.errors import ConfigError
 from trainer.main import train
 from trainer.modes import invariances
-from trainer.modes.fixture import Skip, Subject
+from trainer.modes.fixture import Fixture, Skip
 from trainer.telemetry import writers
 
 # Steps of the slice, the step that the stopped run ends at, tokens of a batch, rows of a batch at most.
@@ -76,14 +76,14 @@ def verify(config: Mapping, workdir: str | Path) -> list[Result]:
         print(made.line(), flush=True)
 
       with contextlib.redirect_stdout(file):
-        subject, straight = _straight(given, Path(folder), workdir)
+        fixture, straight = _straight(given, Path(folder), workdir)
       for check in invariances.CHECKS:
         with contextlib.redirect_stdout(file):
-          made = _measured(check, subject)
+          made = _measured(check, fixture)
         result(made)
       check = invariances.Check("I5", f"arrays of the state: {STEPS} steps, {STOP} + {STEPS - STOP}", 0, None)
       with contextlib.redirect_stdout(file):
-        made = _measured(check._replace(measure=lambda _: _resumed(given, Path(folder), workdir, straight)), subject)
+        made = _measured(check._replace(measure=lambda _: _resumed(given, Path(folder), workdir, straight)), fixture)
       result(made)
   (workdir / "verify" / "results.json").write_text(
       json.dumps([made._asdict() for made in results], indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
@@ -135,12 +135,12 @@ def made_up(completions: list[str], **_: Any) -> list[float]:
   return [(number % 4) / 3 for number in range(len(completions))]
 
 
-def _straight(given: ConfigDict, folder: Path, workdir: Path) -> tuple[Subject, Any]:
+def _straight(given: ConfigDict, folder: Path, workdir: Path) -> tuple[Fixture, Any]:
   """The slice in one go: what to measure on, and what the state is at the end."""
   Capture.params = Capture.reference = Capture.batch = None
   run = _train(given, folder / "straight", workdir, capture=dict(type="trainer.modes.verify.Capture"))
-  subject = Subject(given, folder / "straight", run, Capture.params, Capture.reference, Capture.batch)
-  return subject, (jax.device_get(run.state), _losses(folder / "straight"))
+  fixture = Fixture(given, folder / "straight", run, Capture.params, Capture.reference, Capture.batch)
+  return fixture, (jax.device_get(run.state), _losses(folder / "straight"))
 
 
 def _resumed(given: ConfigDict, folder: Path, workdir: Path, straight: Any) -> float:
@@ -165,9 +165,9 @@ def _losses(folder: Path) -> list[tuple[int, float]]:
   return [(row["step"], row["loss"]) for row in writers.read_rows(folder / "metrics.jsonl") if "loss" in row]
 
 
-def _measured(check: invariances.Check, subject: Subject) -> Result:
+def _measured(check: invariances.Check, fixture: Fixture) -> Result:
   try:
-    measured = check.measure(subject)
+    measured = check.measure(fixture)
   except Skip as e:
     return Result("SKIP", check.row, check.what, None, check.allowed, str(e))
   except Exception as e:  # also a way not to hold; the others are to be seen all the same

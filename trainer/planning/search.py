@@ -81,14 +81,14 @@ def advice(planner: Planner, now: Estimate, by_remat: list[Estimate], by_mesh: l
       said.append(f"The same batch in smaller micro-batches fits: --config.grad_accum_steps={accum}")
   elif now.most_rows > now.rows:
     micro = now.most_rows * math.prod(now.sizes[axis] for axis in mesh_lib.BATCH_AXES)
-    told = f"Up to {micro:,} rows fit in a micro-batch, {now.most_rows} on a device where there are {now.rows}"
+    fits = f"Up to {micro:,} rows fit in a micro-batch, {now.most_rows} on a device where there are {now.rows}"
     # Fewer micro-batches are the same training; a larger batch is another one.
     accum = next(n for n in range(1, config.grad_accum_steps + 1)
                  if config.grad_accum_steps % n == 0 and config.batch_size // n <= micro)
     if accum < config.grad_accum_steps:
-      said.append(f"{told}. The same batch in fewer micro-batches: --config.grad_accum_steps={accum}")
+      said.append(f"{fits}. The same batch in fewer micro-batches: --config.grad_accum_steps={accum}")
     else:
-      said.append(f"{told}. A larger batch is another training, with another best learning rate, and what is counted "
+      said.append(f"{fits}. A larger batch is another training, with another best learning rate, and what is counted "
                   f"in steps sees more rows; if that is wanted: --config.batch_size={micro * config.grad_accum_steps}")
   others = [e for e in by_remat if e.remat != now.remat and e.fits]
   quickest = [(e, f"--config.remat={e.remat}") for e in sorted(others, key=lambda e: e.seconds["step"])[:1]]

@@ -249,7 +249,7 @@ def _shared_rows(experience: Experience, members: list[list[int]], prompts: list
 
 
 def _shown(experience: Experience, rows: list[list[int]], layout: image_tokens.Layout | None,
-           images: Mapping[int, Sequence[np.ndarray]]) -> dict[int, image_tokens.Shown]:
+           images: Mapping[int, Sequence[np.ndarray]]) -> dict[int, image_tokens.PromptImages]:
   """What is shown with each sequence that the rows have."""
   chosen = sorted(sequence for sequences in rows for sequence in sequences)
   numbers = {int(number) for number in experience.numbers[chosen]} if chosen else set()

@@ -117,8 +117,9 @@ def load(name: str, built_in: Iterable[str]) -> Strategy:
   if made.mismatched is not False and made.data != "labelled":
     raise ConfigError(f"{where}, a Strategy with mismatched={made.mismatched!r} and data={made.data!r}; completions of "
                       "other prompts come with data='labelled' alone.")
-  if odd := [key for key in made.rollout_keys if key not in ROLLOUT_KEYS]:
-    raise ConfigError(f"{where}, a Strategy whose rollout_keys have {odd[0]!r}; allowed: {', '.join(ROLLOUT_KEYS)}.")
+  if invalid := [key for key in made.rollout_keys if key not in ROLLOUT_KEYS]:
+    raise ConfigError(f"{where}, a Strategy whose rollout_keys have {invalid[0]!r}; allowed: "
+                      f"{', '.join(ROLLOUT_KEYS)}.")
   _check_call(made, where)
   _check_options(made, where)
   return made

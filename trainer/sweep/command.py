@@ -164,8 +164,8 @@ def _run(given: Any, rest: Sequence[str]) -> int:
   if given.array is not None:
     run = sweep_slurm.task(Path(given.array), -1 if given.index is None else given.index)
     sweep_slurm.become(run)
-  if odd := [text for text in rest if not text.startswith("--config.") or "=" not in text]:
-    raise ConfigError(f"unexpected argument {odd[0]!r}; overrides for all runs are written --config.key=value.")
+  if invalid := [text for text in rest if not text.startswith("--config.") or "=" not in text]:
+    raise ConfigError(f"unexpected argument {invalid[0]!r}; overrides for all runs are written --config.key=value.")
   if given.config is None or given.workdir is None:
     raise ConfigError("give --config (a config file) and --workdir (a folder for the sweep).")
   if given.slurm + given.gather + given.dry_run > 1 and (given.gather or not given.slurm):

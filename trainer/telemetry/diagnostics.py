@@ -24,7 +24,7 @@ from trainer.errors import ConfigError, DataError
 Values = Mapping[str, Sequence[float]]
 
 
-class Signature(NamedTuple):
+class Diagnostic(NamedTuple):
   """One known way in which runs go wrong.
 
   Attributes:
@@ -156,52 +156,52 @@ def _starts_afresh(run: Any) -> bool:
       config.model.hf or config.init_from.path or config.init_from.hf or config.resume)
 
 
-SIGNATURES: dict[str, Signature] = {
-    "equal_rewards": Signature(
+SIGNATURES: dict[str, Diagnostic] = {
+    "equal_rewards": Diagnostic(
         ("frac_reward_zero_std",), 10, _equal_rewards,
         "Use prompts that the model sometimes gets right, more completions a prompt (rollout.group_size), a reward "
         "with more than two values, or rollout.resample, which replaces such groups."),
-    "rewards_missing": Signature(
+    "rewards_missing": Diagnostic(
         ("frac_without_reward",), 3, _rewards_missing,
         "What a function raised stands in the warnings (notes.jsonl); a judge that is asked over a network may need "
         "more than rollout.reward_timeout_seconds."),
-    "chosen_falls": Signature(
+    "chosen_falls": Diagnostic(
         ("rewards/chosen", "rewards/margins"), 100, _chosen_falls,
         "That is common and may be harmless; if generations get worse, add the sft term to strategy.loss, raise "
         "strategy.beta or lower optimizer.learning_rate."),
-    "ratio_one": Signature(
+    "ratio_one": Diagnostic(
         ("policy/ratio_mean", "clip_ratio/region_mean"), 20, _ratio_one,
         "That is right with rollout.updates=1 and rollout.epochs=1: clip_low and clip_high need not be tuned. More "
         "updates or epochs would use each completion more often."),
-    "updates_lost": Signature(
+    "updates_lost": Diagnostic(
         ("params_changed", "grad_norm"), 10, _updates_lost,
         "Use precision.stochastic_rounding=True, precision.params=float32, or a higher optimizer.learning_rate."),
-    "truncation_rises": Signature(
+    "truncation_rises": Diagnostic(
         ("completions/clipped_ratio",), 20, _truncation_rises,
         "Raise rollout.max_new_tokens (and seq_len), punish length (a reward of type length), or leave such "
         "completions out with rollout.mask_truncated=True."),
-    "input_bound": Signature(
+    "input_bound": Diagnostic(
         ("time/data", "time/step"), 5, _input_bound,
         "Raise input.workers and input.prefetch, or put input.cache_dir on a faster disk."),
-    "overhead": Signature(
+    "overhead": Diagnostic(
         ("tokens_per_second",), 1, _overhead,
         "Evaluate or save less often (eval_steps of the evaluator, ckpt_steps), or on fewer rows."),
-    "always_clipped": Signature(
+    "always_clipped": Diagnostic(
         ("grad_norm",), 200, _always_clipped,
         "Raise optimizer.clip_norm to about the usual norm, so that it catches outliers alone, and see whether the "
         "learning rate is still right."),
-    "flat_loss": Signature(
+    "flat_loss": Diagnostic(
         ("loss",), 500, _flat_loss,
         "Look at the rows (--mode=inspect), and try another optimizer.learning_rate, ten times lower or higher.",
         _starts_afresh),
-    "entropy_collapses": Signature(
+    "entropy_collapses": Diagnostic(
         ("entropy", "policy/ratio_mean"), 50, _entropy_collapses,
         "Raise strategy.clip_high (DAPO uses 0.28) or strategy.entropy_coef, or lower optimizer.learning_rate.",
         _learns_to_generate),
-    "pairs_too_easy": Signature(
+    "pairs_too_easy": Diagnostic(
         ("rewards/accuracies",), 100, _pairs_too_easy,
         "Stop here, or use harder pairs: going on mostly moves the policy away from the reference."),
-    "nothing_trained": Signature(
+    "nothing_trained": Diagnostic(
         ("trained_tokens",), 50, _nothing_trained,
         "See which tokens have a weight with --mode=inspect, and look at chat.train_on and the columns of the data.",
         lambda run: not _learns_to_generate(run)),
@@ -215,7 +215,7 @@ _WORSE = 0.01
 _ENDS_AFTER = 50
 
 
-class Signatures(Callback):
+class Diagnostics(Callback):
   """Looks for SIGNATURES, for losses of evaluations that rise, and for ends of texts that are never trained.
 
   Args:

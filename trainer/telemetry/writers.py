@@ -29,7 +29,7 @@ class MetricWriter(Protocol):
 
 
 @contextlib.contextmanager
-def told_with(path: Path) -> Iterator[None]:
+def errors_naming(path: Path) -> Iterator[None]:
   """Errors in here name the file, and say what to do."""
   try:
     yield
@@ -53,7 +53,7 @@ class JsonlWriter:
   def write_scalars(self, step: int, scalars: Mapping[str, float]) -> None:
     # JSON has no NaN or infinity: they are written as strings, which every reader accepts.
     row = {k: v if math.isfinite(v) else str(v) for k, v in scalars.items()}
-    with told_with(self._path):
+    with errors_naming(self._path):
       self._file.write(json.dumps({"step": step, **row}) + "\n")
       self._file.flush()
 
@@ -147,15 +147,15 @@ class TensorBoardWriter:
     self._write(length + struct.pack("<I", self._checksum(length)) + data + struct.pack("<I", self._checksum(data)))
 
   def _write(self, data: bytes) -> None:
-    with told_with(self._path):
+    with errors_naming(self._path):
       self._file.write(data)
 
   def flush(self) -> None:
-    with told_with(self._path):
+    with errors_naming(self._path):
       self._file.flush()
 
   def close(self) -> None:
-    with told_with(self._path):
+    with errors_naming(self._path):
       self._file.close()
 
 

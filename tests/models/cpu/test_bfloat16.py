@@ -71,8 +71,8 @@ from trainer import startup
 startup.set_environment(dict(compute="{compute}", matmul="{matmul}"))
 import jax, jax.numpy as jnp
 from models import cpu
-from models.quantization.matmul import Product
-product = Product("int8", "all") if "{matmul}" == "int8" else cpu.matmul
+from models.quantization.matmul import QuantizedMatmul
+product = QuantizedMatmul("int8", "all") if "{matmul}" == "int8" else cpu.matmul
 x, w = jnp.ones((512, 64), "{compute}"), jnp.ones((64, {outputs}), "{compute}")
 step = jax.jit(jax.value_and_grad(lambda x, w: jnp.sum(jnp.square(product(x, w).astype(jnp.float32))), (0, 1)))
 value, gradients = step(x, w)

@@ -20,7 +20,7 @@ RNG = np.random.default_rng(0)
 X = jnp.asarray(RNG.normal(size=(N, D)), jnp.float32)
 MIX = jnp.asarray(RNG.normal(size=(N * K, D)), jnp.float32)
 KERNELS = tuple(jnp.asarray(RNG.normal(size=shape), jnp.float32) for shape in ((E, D, F), (E, D, F), (E, F, D)))
-RUN = functools.partial(moe_lib.expert_outputs, activation="swiglu", products=(None,) * 3)
+RUN = functools.partial(moe_lib.expert_outputs, activation="swiglu", matmuls=(None,) * 3)
 ANY = functools.partial(RUN, zeros=False)
 EVEN = np.stack([RNG.permutation(E)[:K] for _ in range(N)]).astype(np.int32)
 ROUTES = {

@@ -9,9 +9,9 @@ import pytest
 
 from models import api
 from models.experts import grouped
-from models.quantization.matmul import Product, make_products
+from models.quantization.matmul import QuantizedMatmul, make_matmul_rules
 from models.sharding import logical_axes
-from models.sharding.linear import Kernel, project
+from models.sharding.linear import SplitKernel, project
 from trainer.config import defaults
 from trainer.distributed import mesh as mesh_lib
 from trainer.errors import ConfigError
@@ -45,7 +45,7 @@ def product_bound(a, b, da, db):
 def test_products_are_as_exact_as_their_format(form):
   x, w, _ = arrays()
   bound, relative = (INT8, False) if form == "int8" else (E4M3, True)
-  error = np.abs(np.asarray(jax.jit(Product(form))(x, w)) - x.astype(np.float64) @ w)
+  error = np.abs(np.asarray(jax.jit(QuantizedMatmul(form))(x, w)) - x.astype(np.float64) @ w)
   assert (error <= product_bound(x, w, rounded(x, 1, bound, relative), rounded(w, 0, bound, relative))).all()
   assert error.max() > 0
 
@@ -55,7 +55,7 @@ def test_products_are_as_exact_as_their_format(form):
 def test_gradients_are_those_of_the_rounded_factors(form, gradients):
   """Straight through the rounding: g ŵᵀ and x̂ᵀ g, up to the rounding of g that `gradients` asks for."""
   x, w, g = arrays()
-  how = Product(form, gradients)
+  how = QuantizedMatmul(form, gradients)
   _, backward = jax.vjp(how, x, w)
   dx, dw = (np.asarray(d) for d in jax.jit(backward)(g))
   x_hat, w_hat = (np.asarray(q.qvalue, np.float32) * np.asarray(q.scale)
@@ -74,7 +74,7 @@ def test_gradients_are_those_of_the_rounded_factors(form, gradients):
 def test_the_compiled_program_multiplies_codes(form, codes):
   """What the backend makes of products of fp8 is its matter; that they are asked for is ours."""
   x, w, _ = arrays()
-  lowered = jax.jit(Product(form)).lower(x, w)
+  lowered = jax.jit(QuantizedMatmul(form)).lower(x, w)
   assert ("xi8>" if form == "int8" else "xf8E4M3FN>") in next(
       line for line in lowered.as_text().splitlines() if "dot_general" in line)
   assert codes in lowered.compile().as_text()
@@ -83,7 +83,7 @@ def test_the_compiled_program_multiplies_codes(form, codes):
 @pytest.mark.parametrize("form", ["int8", "fp8"])
 def test_a_row_does_not_depend_on_the_rows_beside_it(form):
   x, w, g = arrays()
-  run = jax.jit(lambda x, g: (Product(form)(x, w), jax.vjp(lambda x: Product(form)(x, w), x)[1](g)[0]))
+  run = jax.jit(lambda x, g: (QuantizedMatmul(form)(x, w), jax.vjp(lambda x: QuantizedMatmul(form)(x, w), x)[1](g)[0]))
   kept = np.arange(M)[:, None] == 3
   for before, after in zip(run(x, g), run(np.where(kept, x, 1000 * x), np.where(kept, g, 1 - g)), strict=True):
     np.testing.assert_array_equal(before[3], after[3])
@@ -93,7 +93,7 @@ def test_a_row_does_not_depend_on_the_rows_beside_it(form):
 def test_zeros_and_tiny_rows_are_finite():
   x, w, g = arrays()
   for scale in (0.0, 1e-30):
-    y, backward = jax.vjp(Product("int8", "all"), x * np.float32(scale), w)
+    y, backward = jax.vjp(QuantizedMatmul("int8", "all"), x * np.float32(scale), w)
     assert np.isfinite(y).all() and all(np.isfinite(d).all() for d in backward(g * np.float32(scale)))
 
 
@@ -101,7 +101,7 @@ def test_zeros_and_tiny_rows_are_finite():
 def test_grouped_products_equal_one_product_per_group(gradients):
   """The mixture's products, with an empty group and rows of no group, against the plain ones."""
   x, w, g = arrays()
-  how, block, sizes = Product("int8", gradients), 4, jnp.array([8, 0, 12])
+  how, block, sizes = QuantizedMatmul("int8", gradients), 4, jnp.array([8, 0, 12])
   kernels = np.stack([w, 2 * w, w[::-1] ** 3])
   run = functools.partial(how.grouped, sizes_E=sizes, block=block, multiply=grouped._grouped,
                           outer=grouped._grouped_outer)
@@ -124,7 +124,7 @@ def test_a_kernel_split_to_save_memory_gives_the_same_product_to_the_bit(gradien
   """I2, where no device has a part of a sum: kernels are gathered, and scales are those of whole rows and columns."""
   x, w, g = arrays()
   x, g = x.reshape(8, 3, K), g.reshape(8, 3, N)
-  how = Product("int8", gradients)
+  how = QuantizedMatmul("int8", gradients)
 
   def run(x, w, g):
     placed = logical_axes.current()
@@ -132,7 +132,7 @@ def test_a_kernel_split_to_save_memory_gives_the_same_product_to_the_bit(gradien
     def product(x, w):
       if placed is None:
         return how(x.reshape(-1, K), w).reshape(8, 3, N)
-      return project(placed, x, (w,), (Kernel((None, "mlp"), how),), jnp.float32)[0]
+      return project(placed, x, (w,), (SplitKernel((None, "mlp"), how),), jnp.float32)[0]
 
     y, backward = jax.vjp(product, x, w)
     return y, *backward(g)
@@ -147,25 +147,25 @@ def test_a_kernel_split_to_save_memory_gives_the_same_product_to_the_bit(gradien
 
 
 def test_kernels_are_chosen_by_path():
-  products = make_products("int8", "inputs", ("attn/[qk]/",))
+  matmul_rules = make_matmul_rules("int8", "inputs", ("attn/[qk]/",))
   paths = ("blocks/attn/q/kernel", "blocks/attn/o/kernel", "blocks/moe/router/kernel", "blocks/moe/shared_gate/kernel",
            "blocks/moe/experts/up/kernel", "unembed/kernel", "vision/blocks/attn/o/kernel", "blocks/attn/o/bias")
-  chosen = [path for path in paths if products.of(path)]
+  chosen = [path for path in paths if matmul_rules.of(path)]
   assert chosen == ["blocks/attn/o/kernel", "blocks/moe/experts/up/kernel"]
-  products.check(paths)
+  matmul_rules.check(paths)
   with pytest.raises(ConfigError, match="matmul_skip: the pattern 'atn' matches none"):
-    make_products("int8", "inputs", ("atn",)).check(paths)
+    make_matmul_rules("int8", "inputs", ("atn",)).check(paths)
   with pytest.raises(ConfigError, match="leaves no kernel"):
-    make_products("int8", "inputs", ("blocks",)).check(paths)
-  assert make_products("none") is None
+    make_matmul_rules("int8", "inputs", ("blocks",)).check(paths)
+  assert make_matmul_rules("none") is None
   with pytest.raises(ConfigError, match="allowed: none, int8, fp8"):
-    make_products("int4")
+    make_matmul_rules("int4")
 
 
 def test_without_the_library_the_message_says_what_to_install(monkeypatch):
   monkeypatch.setitem(__import__("sys").modules, "qwix", None)
   with pytest.raises(ConfigError, match="pip install qwix"):
-    make_products("int8")
+    make_matmul_rules("int8")
 
 
 class NoProducts:
@@ -180,5 +180,5 @@ def test_a_model_that_would_ignore_them_is_refused():
   cfg.name = f"{__name__}.NoProducts"
   options = dict(vocab_size=8, params_dtype="float32", compute_dtype="float32")
   assert type(api.make_model(cfg, **options)) is NoProducts
-  with pytest.raises(ConfigError, match="matmul is int8, but .*NoProducts does not take `products`"):
-    api.make_model(cfg, products=make_products("int8"), **options)
+  with pytest.raises(ConfigError, match="matmul is int8, but .*NoProducts does not take `matmul_rules`"):
+    api.make_model(cfg, matmul_rules=make_matmul_rules("int8"), **options)

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from trainer.distributed import liveness, verdicts
-from trainer.distributed.verdicts import News, judge
+from trainer.distributed.verdicts import Heartbeat, judge
 
 # The time a thread may stand still beside what else runs here is in proportion to the heartbeat.
 LIMITS = {"heartbeat_seconds": 3.0, "hang_seconds": 600.0, "phase_seconds": 3600.0}
@@ -15,11 +15,12 @@ LIMITS = {"heartbeat_seconds": 3.0, "hang_seconds": 600.0, "phase_seconds": 3600
 
 def standing(step, seconds, **said):
   """A process that has taken `step` steps and stands still, in JAX, for so many seconds."""
-  return News("host", 7, 1, step, **({"phase": "training", "still": seconds, "limit": 600.0, "waits": True} | said))
+  found = {"phase": "training", "still": seconds, "limit": 600.0, "waits": True} | said
+  return Heartbeat("host", 7, 1, step, **found)
 
 
-def named(*news, silent=()):
-  verdict = judge(dict(enumerate(news)), {i: silent[i] if silent else 0.0 for i in range(len(news))}, 60.0)
+def named(*heartbeats, silent=()):
+  verdict = judge(dict(enumerate(heartbeats)), {i: silent[i] if silent else 0.0 for i in range(len(heartbeats))}, 60.0)
   return verdict and verdict.processes
 
 
@@ -126,7 +127,7 @@ def test_an_error_that_another_process_is_the_cause_of_names_that_one(watches):
 
 def test_without_the_first_process_the_others_say_so(watches):
   store, (first, second, third), ended = watches
-  until(lambda: len(second._news) == len(third._news) == 1)
+  until(lambda: len(second._heartbeats) == len(third._heartbeats) == 1)
   second._lost.set()
   until(lambda: 1 in ended)
   assert "process 0 (host" in ended[1][0] and "its connection was closed" in ended[1][0]
@@ -169,7 +170,7 @@ def test_the_longest_wait_for_data_of_the_others(watches):
   store, (first, second, third), _ = watches
   for watch, seconds in ((first, 9.0), (second, 1.0), (third, 2.5)):
     watch.waited(seconds)
-  until(lambda: len(first._news) == 3 and all(said.waited for said in first._news.values()))
+  until(lambda: len(first._heartbeats) == 3 and all(said.waited for said in first._heartbeats.values()))
   assert first.longest_wait() == 2.5 and first.longest_wait() == 0.0
   second.waited(0.5)
   second.waited(4.0)

@@ -19,7 +19,7 @@ from trainer.errors import ConfigError
 from trainer.generate import sampler
 from trainer.metrics import Mean
 from trainer.modes import invariances, verify
-from trainer.modes.fixture import Subject
+from trainer.modes.fixture import Fixture
 from trainer.optim import optimizer as optim
 
 pytestmark = pytest.mark.devices(8)
@@ -111,8 +111,8 @@ def broken(monkeypatch, what):
     monkeypatch.setitem(strategies.STRATEGIES, "seq", replace(seq, loss=means))
     return "gradient: micro-batches, whole batch"
   if what == "leak":
-    hidden = Subject.hidden
-    monkeypatch.setattr(Subject, "hidden", lambda self, batch: (
+    hidden = Fixture.hidden
+    monkeypatch.setattr(Fixture, "hidden", lambda self, batch: (
         hidden(self, batch) + 1e-6 * (np.roll(batch["tokens"], 40, axis=1)[..., None] % 5)))
     return "hidden states that another document changes"
   if what == "guard":

@@ -112,7 +112,7 @@ def _begun(silent=(), remembered=None):
       note=lambda kind, name, text, advice: said.append((kind, name, run.step)),
       config=types.SimpleNamespace(rollout=types.SimpleNamespace(num_prompts=4),
                                    strategy=types.SimpleNamespace(name="grpo")))
-  made = diagnostics.Signatures(silent)
+  made = diagnostics.Diagnostics(silent)
   made.on_train_begin(run)
   return made, run
 
