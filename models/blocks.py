@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from models.attention.blocked import TokenIds
 from models.attention.cache import Cache, Past
 from models.attention.dispatch import attend_to_past, attention
 from models.attention.rope import apply_rope
@@ -39,14 +40,12 @@ class SelfAttention(nnx.Module):
     self.k_norm = Norm(scope / "k_norm", K, **norm) if spec.qk_norm else None
     self.spec = spec
 
-  def __call__(self, x_BxTxD, segment_ids, rope: Any, window: int | None, key: jax.Array | None = None,
-               past: Past | None = None, block_ids: jax.Array | None = None, prompt_ids: jax.Array | None = None
-               ) -> tuple[jax.Array, tuple[jax.Array, jax.Array] | Cache]:
+  def __call__(self, x_BxTxD, tokens: TokenIds, rope: Any, window: int | None, key: jax.Array | None = None,
+               past: Past | None = None) -> tuple[jax.Array, tuple[jax.Array, jax.Array] | Cache]:
     """(output, (keys, values) [B, T, G, K], or, with a `past`, its cache with those of the token).
 
     `rope`: a `rope_table`, or None for no rotation. `key`: for dropout on the adapters' input; None: no dropout.
-    `past`: where the one token of each row finds those before it; None: rows begin here. `block_ids`, `prompt_ids`: see
-    `attention`.
+    `past`: where the one token of each row finds those before it; None: rows begin here.
     """
     s = self.spec
     B, T, _ = x_BxTxD.shape
@@ -65,12 +64,12 @@ class SelfAttention(nnx.Module):
     if past is None:
       # In Gemma 3 the window bounds blocks too, in PaliGemma 2 it does not.
       bounded = s.vision is not None and s.vision.attention == "image"
-      options |= dict(segment_ids=segment_ids, block_ids=block_ids, prompt_ids=prompt_ids, window=window,
+      options |= dict(segment_ids=tokens.segments, block_ids=tokens.blocks, prompt_ids=tokens.prompts, window=window,
                       window_blocks=bounded)
       out_BxTxHxK = attention(q_BxTxHxK, k_BxTxGxK, v_BxTxGxK, impl=s.attention, block=s.attention_block, **options)
       new: Any = k_BxTxGxK, v_BxTxGxK
     else:
-      active_B = segment_ids[:, 0] > 0
+      active_B = tokens.segments[:, 0] > 0
       new, seen = past.add(k_BxTxGxK[:, 0], v_BxTxGxK[:, 0], active_B, window)
       out_BxTxHxK = attend_to_past(q_BxTxHxK, seen.keys_BxGxSxK, seen.values_BxGxSxK, seen_BxS=seen.seen_BxS,
                                    active_B=active_B, **options)
@@ -95,20 +94,20 @@ class Block(nnx.Module):
     self.mlp_post_norm = make_norm(spec, scope / "mlp_post_norm") if post else None
     self.dropout = spec.dropout
 
-  def __call__(self, x_BxTxD, segment_ids, rope, window: int | None, key: jax.Array | None, past: Past | None = None,
-               block_ids: jax.Array | None = None, prompt_ids: jax.Array | None = None):
+  def __call__(self, x_BxTxD, tokens: TokenIds, rope, window: int | None, key: jax.Array | None,
+               past: Past | None = None):
     """(x, statistics of the experts or None, keys and values or the cache).
 
-    `key`: this layer's key for dropout; None: no dropout. `past`, `block_ids`, `prompt_ids`: see `SelfAttention`.
+    `key`: this layer's key for dropout; None: no dropout. `past`: see `SelfAttention`.
     """
     keys = (None, None) if key is None else jax.random.split(key)
     x_BxTxD = named(x_BxTxD, "layer_input")
     y = x_BxTxD if self.attn_norm is None else self.attn_norm(x_BxTxD)
-    y, new = self.attn(y, segment_ids, rope, window, key, past, block_ids, prompt_ids)
+    y, new = self.attn(y, tokens, rope, window, key, past)
     x_BxTxD = x_BxTxD + self._branch_end(y, self.attn_post_norm, keys[0])
     x_BxTxD = named(constrain(x_BxTxD, "batch", "stream", "embed"), "stream")
     y = x_BxTxD if self.mlp_norm is None else self.mlp_norm(x_BxTxD)
-    y, stats = (self.mlp(y, key), None) if self.moe is None else self.moe(y, segment_ids, key)
+    y, stats = (self.mlp(y, key), None) if self.moe is None else self.moe(y, tokens.segments, key)
     x_BxTxD = x_BxTxD + self._branch_end(y, self.mlp_post_norm, keys[1])
     return constrain(x_BxTxD, "batch", "stream", "embed"), stats, new
 

@@ -23,6 +23,7 @@ from ml_collections import ConfigDict
 from models import cpu, lora, vit, vlm
 from models.api import Output, Params
 from models.attention import cache as cache_lib
+from models.attention.blocked import TokenIds
 from models.attention.cache import Cache, Past
 from models.attention.rope import rope_table
 from models.blocks import Block, make_norm, run_blocks, stack_blocks, unstack
@@ -67,6 +68,7 @@ class Decoder(nnx.Module):
     """
     s = self.spec
     positions, segment_ids = batch["positions"], batch["segment_ids"]
+    tokens = TokenIds(segment_ids, batch.get("block_ids"), batch.get("prompt_ids"))
     x_BxTxD = self._embed(batch, remat, key)
     ropes = {kind: rope_table(rope, positions, segment_ids) for kind, rope in s.ropes.items()}
 
@@ -76,8 +78,7 @@ class Decoder(nnx.Module):
       kind = s.layer_type(place)
       window = s.window if kind == "local" else None
       past = None if cache is None else Past(cache, place, index)
-      x_BxTxD, stats, new = block(x_BxTxD, segment_ids, ropes.get(kind), window, layer_key, past,
-                                  batch.get("block_ids"), batch.get("prompt_ids"))
+      x_BxTxD, stats, new = block(x_BxTxD, tokens, ropes.get(kind), window, layer_key, past)
       return (x_BxTxD, None if past is None else new), (stats, new if remember else None)
 
     (x_BxTxD, cache), (stats, new) = run_blocks(s, blocks or self.blocks, layer, remat, (x_BxTxD, cache))

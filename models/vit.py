@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from models.attention.blocked import TokenIds
 from models.blocks import Block, make_norm, run_blocks, stack_blocks
 from models.layers import Embedding, Linear, Scope
 from models.sharding.logical_axes import constrain
@@ -59,7 +60,7 @@ class Tower(nnx.Module):
 
     def layer(place: int, x_NxMxD: jax.Array, block: Block, index: jax.Array):
       layer_key = None if key is None else jax.random.fold_in(key, index)
-      return block(x_NxMxD, ones_NxM, None, None, layer_key, block_ids=ones_NxM)[0], None
+      return block(x_NxMxD, TokenIds(ones_NxM, ones_NxM), None, None, layer_key)[0], None
 
     blocks = jax.tree.map(lambda p: p[: v.layers_run], self.blocks)
     x_NxMxD, _ = run_blocks(self.run, blocks, layer, remat, x_NxMxD)

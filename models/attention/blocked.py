@@ -51,6 +51,18 @@ class Side(NamedTuple):
   prompts: jax.Array | None = None
 
 
+class TokenIds(NamedTuple):
+  """What decides which tokens of a row see each other, int32 [B, T]; see `dispatch.attention`."""
+
+  segments: jax.Array
+  blocks: jax.Array | None = None
+  prompts: jax.Array | None = None
+
+  def queries(self, index: jax.Array) -> Side:
+    """These tokens as queries, at their places in the row, int32 [T]."""
+    return Side(self.segments, index, self.blocks, self.prompts)
+
+
 class Rule(NamedTuple):
   """How scores are made, and who sees whom within a segment; static."""
 

@@ -22,7 +22,7 @@ from models import gpu
 from models.attention import blocked, ring
 from models.attention import gpu as attention_gpu
 from models.attention import tpu as attention_tpu
-from models.attention.blocked import MASKED, Rule, Side, Span
+from models.attention.blocked import MASKED, Rule, Side, Span, TokenIds
 from models.sharding import logical_axes
 
 IMPLEMENTATIONS = ("auto", "blocked", "splash", "triton")
@@ -71,8 +71,8 @@ def attention(
     raise ValueError(f"attention: found impl {impl!r}, allowed: {', '.join(IMPLEMENTATIONS)}")
   B, T, H, K = q_BxTxHxK.shape
   S, G = k_BxSxGxK.shape[1:3]
-  of_tokens = {name: ids for name, ids in (("segments", segment_ids), ("blocks", block_ids), ("prompts", prompt_ids))
-               if ids is not None}
+  tokens = TokenIds(segment_ids, block_ids, prompt_ids)
+  of_tokens = {name: ids for name, ids in tokens._asdict().items() if ids is not None}
   if S != T or H % G or any(ids.shape != (B, T) for ids in of_tokens.values()):
     raise ValueError(
         f"attention: queries {q_BxTxHxK.shape}, keys {k_BxSxGxK.shape}, "
@@ -85,12 +85,12 @@ def attention(
   rule = Rule(scale, logit_cap, window, window_blocks)
   placed = logical_axes.current()
   if placed is None:
-    return _attend(None, rule, impl, block, q_BxTxHxK, k_BxSxGxK, v_BxSxGxK, segment_ids, block_ids, prompt_ids)
-  return _mapped(placed, rule, impl, block, q_BxTxHxK, k_BxSxGxK, v_BxSxGxK, segment_ids, block_ids, prompt_ids)
+    return _attend(None, rule, impl, block, q_BxTxHxK, k_BxSxGxK, v_BxSxGxK, tokens)
+  return _mapped(placed, rule, impl, block, q_BxTxHxK, k_BxSxGxK, v_BxSxGxK, tokens)
 
 
 def _mapped(placed: logical_axes.Placement, rule: Rule, impl: str, block: int, q_BxTxHxK, k_BxTxGxK, v_BxTxGxK,
-            segment_ids, block_ids, prompt_ids) -> jax.Array:
+            tokens: TokenIds) -> jax.Array:
   """Each device attends for its rows, its part of their length and its heads.
 
   By hand, so that no partitioner gathers what is not needed, and since it could not look into a kernel.
@@ -103,44 +103,43 @@ def _mapped(placed: logical_axes.Placement, rule: Rule, impl: str, block: int, q
   copies = next(n for n in range(1, H // G + 1) if H // G % n == 0 and G * n % devices == 0)
   if copies > 1:
     k_BxTxGxK, v_BxTxGxK = jnp.repeat(k_BxTxGxK, copies, axis=2), jnp.repeat(v_BxTxGxK, copies, axis=2)
-  # None has no leaves, so that it needs no place.
-  rows = (segment_ids, block_ids, prompt_ids)
 
-  def local(q, k, v, *rows):
-    return _attend(length, rule, impl, block, q, k, v, *rows)
+  def local(q, k, v, tokens):
+    return _attend(length, rule, impl, block, q, k, v, tokens)
 
   # check_vma would want every loop inside to say over which axes its values differ.
-  return jax.shard_map(local, mesh=placed.mesh, in_specs=(by_head, by_head, by_head, *(by_token for _ in rows)),
-                       out_specs=by_head, check_vma=False)(q_BxTxHxK, k_BxTxGxK, v_BxTxGxK, *rows)
+  return jax.shard_map(local, mesh=placed.mesh, in_specs=(by_head, by_head, by_head, by_token),
+                       out_specs=by_head, check_vma=False)(q_BxTxHxK, k_BxTxGxK, v_BxTxGxK, tokens)
 
 
-def _attend(axis: logical_axes.Axes, rule: Rule, impl: str, block: int, q_BxTxHxK, k_BxTxGxK, v_BxTxGxK, segment_ids,
-            block_ids, prompt_ids) -> jax.Array:
+def _attend(axis: logical_axes.Axes, rule: Rule, impl: str, block: int, q_BxTxHxK, k_BxTxGxK, v_BxTxGxK,
+            tokens: TokenIds) -> jax.Array:
   """`attention` on one device, T being its part of the length where that is split over the mesh axis `axis`."""
   B, T, H, K = q_BxTxHxK.shape
+  has_blocks, has_prompts = tokens.blocks is not None, tokens.prompts is not None
   parts = 1 if axis is None else jax.lax.axis_size(axis)
   platform = logical_axes.platform()
   on_tpu, on_gpu = platform == "tpu", platform == "gpu"
   if impl == "splash" or (impl == "auto" and on_tpu):
-    reason = attention_tpu.refusal(T, block_ids is not None, parts, prompt_ids is not None)
+    reason = attention_tpu.refusal(T, has_blocks, parts, has_prompts)
     if reason is None:
       options: dict[str, Any] = dict(scale=rule.scale, logit_cap=rule.logit_cap, window=rule.window,
                                      interpret=not on_tpu)
       if axis is None:
-        return attention_tpu.attend(q_BxTxHxK, k_BxTxGxK, v_BxTxGxK, segment_ids=segment_ids, **options)
+        return attention_tpu.attend(q_BxTxHxK, k_BxTxGxK, v_BxTxGxK, segment_ids=tokens.segments, **options)
       return attention_tpu.attend_in_parts(
-          q_BxTxHxK, k_BxTxGxK, v_BxTxGxK, segment_ids=segment_ids, axis=axis, C=parts, **options)
+          q_BxTxHxK, k_BxTxGxK, v_BxTxGxK, segment_ids=tokens.segments, axis=axis, C=parts, **options)
     attention_tpu.warn(reason)
   if impl == "triton" or (impl == "auto" and on_gpu):
     device = logical_axes.device()
-    reason = attention_gpu.refusal(device, rule, q_BxTxHxK, k_BxTxGxK, block_ids is not None, prompt_ids is not None)
+    reason = attention_gpu.refusal(device, rule, q_BxTxHxK, k_BxTxGxK, has_blocks, has_prompts)
     if reason is None:
       attend = attention_gpu.on(device)
       if axis is None:
         index = jnp.arange(T)
-        return attend(rule, q_BxTxHxK, k_BxTxGxK, v_BxTxGxK, Side(segment_ids, index, block_ids, prompt_ids),
-                      Side(blocked.keys_of(segment_ids), index, block_ids))
-      return ring.by_kernel(axis, rule, attend, q_BxTxHxK, k_BxTxGxK, v_BxTxGxK, segment_ids, block_ids, prompt_ids)
+        return attend(rule, q_BxTxHxK, k_BxTxGxK, v_BxTxGxK, tokens.queries(index),
+                      Side(blocked.keys_of(tokens.segments), index, tokens.blocks))
+      return ring.by_kernel(axis, rule, attend, q_BxTxHxK, k_BxTxGxK, v_BxTxGxK, tokens)
     gpu.warn("attention", reason)
   G = k_BxTxGxK.shape[2]
   q = q_BxTxHxK.reshape(B, T, G, H // G, K).transpose(0, 2, 3, 1, 4)
@@ -148,15 +147,14 @@ def _attend(axis: logical_axes.Axes, rule: Rule, impl: str, block: int, q_BxTxHx
   block = max(1, block)
   if axis is None:
     index = jnp.arange(T)
-    queries = Side(segment_ids, index, block_ids, prompt_ids)
-    keys = Side(blocked.keys_of(segment_ids), index, block_ids)
-    out = blocked.attend(_spans(T, block, rule, block_ids is None), rule, q, k, v, queries, keys)
-  elif block_ids is not None or prompt_ids is not None or T % 2:
-    out = ring.gathered(axis, rule, block, q, k, v, segment_ids, block_ids, prompt_ids)
+    keys = Side(blocked.keys_of(tokens.segments), index, tokens.blocks)
+    out = blocked.attend(_spans(T, block, rule, not has_blocks), rule, q, k, v, tokens.queries(index), keys)
+  elif has_blocks or has_prompts or T % 2:
+    out = ring.gathered(axis, rule, block, q, k, v, tokens)
   elif rule.window is not None and rule.window <= T + 1:
-    out = ring.neighbours(axis, rule, block, q, k, v, segment_ids)
+    out = ring.neighbours(axis, rule, block, q, k, v, tokens.segments)
   else:
-    out = ring.ring(axis, rule, q, k, v, segment_ids)
+    out = ring.ring(axis, rule, q, k, v, tokens.segments)
   return out.transpose(0, 3, 1, 2, 4).reshape(B, T, H, K)
 
 

@@ -26,23 +26,22 @@ import jax
 import jax.numpy as jnp
 
 from models.attention import blocked
-from models.attention.blocked import Partial, Rule, Side, Span
+from models.attention.blocked import Partial, Rule, Side, Span, TokenIds
 from models.remat import named
 
 # Bytes of the scores that one product of the ring may hold; more are computed a few queries at a time.
 SCORE_BYTES = 64 * 2**20
 
 
-def gathered(axis: Any, rule: Rule, block: int, q, k, v, segments: jax.Array, blocks: jax.Array | None,
-             prompts: jax.Array | None = None) -> jax.Array:
-  """Attention of a part's queries to the keys of all parts; arguments as in `neighbours`, and `blocks` and `prompts`,
-  int32 [B, N]."""
+def gathered(axis: Any, rule: Rule, block: int, q, k, v, tokens: TokenIds) -> jax.Array:
+  """Attention of a part's queries to the keys of all parts; arguments as in `neighbours`."""
   N, part = q.shape[3], jax.lax.axis_index(axis)
   everything = functools.partial(jax.lax.all_gather, axis_name=axis, tiled=True)
   k, v = everything(k, axis=2), everything(v, axis=2)
-  whole, S = everything(segments, axis=1), k.shape[2]
-  queries = Side(segments, part * N + jnp.arange(N), blocks, prompts)
-  keys = Side(blocked.keys_of(whole), jnp.arange(S), None if blocks is None else everything(blocks, axis=1))
+  whole, S = everything(tokens.segments, axis=1), k.shape[2]
+  queries = tokens.queries(part * N + jnp.arange(N))
+  blocks = None if tokens.blocks is None else everything(tokens.blocks, axis=1)
+  keys = Side(blocked.keys_of(whole), jnp.arange(S), blocks)
   spans = tuple(Span(start, min(start + block, N), 0, S) for start in range(0, N, block))
   return blocked.attend(spans, rule, q, k, v, queries, keys)
 
@@ -82,31 +81,28 @@ def _sides_of_neighbours(axis: Any, before: int, segments: jax.Array) -> tuple[S
   return Side(segments, jnp.arange(N), None), Side(seen, own, None)
 
 
-def by_kernel(axis: Any, rule: Rule, attend: Callable, q_BxNxHxK, k_BxNxGxK, v_BxNxGxK, segments: jax.Array,
-              blocks: jax.Array | None, prompts: jax.Array | None) -> jax.Array:
+def by_kernel(axis: Any, rule: Rule, attend: Callable, q_BxNxHxK, k_BxNxGxK, v_BxNxGxK, tokens: TokenIds
+              ) -> jax.Array:
   """Attention by `attend(rule, q, k, v, queries, keys)` of queries and keys of any places; [B, N, H, K].
 
   Gradients of keys and values are rounded to their dtype once for each device that saw them.
 
   Args:
-    q_BxNxHxK, k_BxNxGxK, v_BxNxGxK: this device's parts.
-    segments, blocks, prompts: int32 [B, N], or None.
+    q_BxNxHxK, k_BxNxGxK, v_BxNxGxK, tokens: this device's parts.
   """
-  N = segments.shape[1]
-  if rule.window is not None and rule.window <= N + 1 and blocks is None and prompts is None:
+  N = tokens.segments.shape[1]
+  if rule.window is not None and rule.window <= N + 1 and tokens.blocks is None and tokens.prompts is None:
     before = rule.window - 1
     k, v = (_with_end_of_last(axis, before, x, 1) for x in (k_BxNxGxK, v_BxNxGxK))
-    return attend(rule, q_BxNxHxK, k, v, *_sides_of_neighbours(axis, before, segments))
+    return attend(rule, q_BxNxHxK, k, v, *_sides_of_neighbours(axis, before, tokens.segments))
   everything = functools.partial(jax.lax.all_gather, axis_name=axis, axis=1, tiled=True)
-  k, v, whole, all_blocks = jax.tree.map(everything, (k_BxNxGxK, v_BxNxGxK, segments, blocks))
+  k, v, whole, all_blocks = jax.tree.map(everything, (k_BxNxGxK, v_BxNxGxK, tokens.segments, tokens.blocks))
   keys = Side(blocked.keys_of(whole), jnp.arange(whole.shape[1]), all_blocks)
   if N % 2:
-    queries = Side(segments, jax.lax.axis_index(axis) * N + jnp.arange(N), blocks, prompts)
-    return attend(rule, q_BxNxHxK, k, v, queries, keys)
+    return attend(rule, q_BxNxHxK, k, v, tokens.queries(jax.lax.axis_index(axis) * N + jnp.arange(N)), keys)
   order = _Zigzag(axis, N)
-  q, segments, blocks, prompts = jax.tree.map(lambda x: jnp.concatenate(order.halves(x, 1), axis=1),
-                                              (q_BxNxHxK, segments, blocks, prompts))
-  out = attend(rule, q, k, v, Side(segments, jnp.concatenate([order.first, order.second]), blocks, prompts), keys)
+  q, tokens = jax.tree.map(lambda x: jnp.concatenate(order.halves(x, 1), axis=1), (q_BxNxHxK, tokens))
+  out = attend(rule, q, k, v, tokens.queries(jnp.concatenate([order.first, order.second])), keys)
   first, second = jnp.split(out, 2, axis=1)
   return order.whole(first, second, 1)
 

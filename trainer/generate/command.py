@@ -28,7 +28,7 @@ from trainer.config import defaults
 from trainer.distributed import mesh as mesh_lib
 from trainer.errors import ConfigError, DataError
 from trainer.export import hugging_face
-from trainer.generate.sampler import Completion, Sampler, joined
+from trainer.generate.sampler import Completion, Request, Sampler, joined
 from trainer.generate.stop_strings import StopStrings, columns, ending
 
 # Decoding steps between two looks at what there is to print.
@@ -174,8 +174,8 @@ def converse(loaded: Loaded, sampler: Sampler, options: dict[str, Any], system: 
     said = ""
     try:
       prompt = loaded.prompter.messages(asked)
-      for text in printed(loaded.tokenizer, sampler.stream(loaded.params, [prompt.ids], **images_of([prompt]), **more,
-                                                           **options), stop):
+      request = Request(**images_of([prompt]), **more, **options)
+      for text in printed(loaded.tokenizer, sampler.stream(loaded.params, [prompt.ids], request), stop):
         print(text, end="", flush=True)
         said += text
     except KeyboardInterrupt:
@@ -206,7 +206,7 @@ def complete(loaded: Loaded, sampler: Sampler, prompts: Sequence[Prompt], option
   stop = stop or StopStrings(loaded.tokenizer)
   ids, options = [prompt.ids for prompt in prompts], options | images_of(prompts) | stop.options
   if len(prompts) == options["num_samples"] == 1:
-    for text in printed(loaded.tokenizer, sampler.stream(loaded.params, ids, **options), stop):
+    for text in printed(loaded.tokenizer, sampler.stream(loaded.params, ids, Request(**options)), stop):
       print(text, end="", flush=True)
     print()
     return

@@ -67,6 +67,37 @@ class Completion:
     return self.ids[:-1] if self.finish_reason == "stop" and self.stop_reason is None else self.ids
 
 
+@dataclass(frozen=True, kw_only=True)
+class Request:
+  """How prompts are completed.
+
+  Attributes:
+    max_new_tokens: of each completion, the stop token included; or those of each prompt's.
+    num_samples: completions for each prompt.
+    samples: the numbers of the samples of each prompt, in place of 0 to num_samples - 1; they decide what is drawn.
+    images: of each prompt, uint8 [S, S, 3] each, as many as its placeholders are for; None: none.
+    prefixes: how many tokens each prompt began with, where more have followed (what the model said and what was
+      answered): only these may be placeholders or see one another in both directions. None: all are the beginning.
+    temperature, top_k, top_p, min_p: see `Options`.
+    stop_ids: a completion ends with the first of these.
+    stop: … or with the token that completes the first of these strings.
+    seed: of the random draws.
+  """
+
+  max_new_tokens: int | Sequence[int]
+  num_samples: int = 1
+  samples: Sequence[Sequence[int]] | None = None
+  images: Sequence[Sequence[np.ndarray]] | None = None
+  prefixes: Sequence[int] | None = None
+  temperature: float = 1.0
+  top_k: int = 0
+  top_p: float = 1.0
+  min_p: float = 0.0
+  stop_ids: Iterable[int] = ()
+  stop: StopStrings | None = None
+  seed: int | str = 0
+
+
 class _State(NamedTuple):
   """The rows being decoded, on the device."""
 
@@ -129,51 +160,39 @@ class Sampler:
     self._programs: dict[tuple, Callable] = {}
 
   def generate(self, params: Any, prompts: Sequence[Sequence[int] | np.ndarray], **options: Any) -> list[Completion]:
-    """All completions, those of a prompt one after another; the arguments are those of `stream`."""
-    return collect(self.stream(params, prompts, **options))
+    """All completions, those of a prompt one after another; `options` are the attributes of a `Request`."""
+    return collect(self.stream(params, prompts, Request(**options)))
 
-  def stream(self, params: Any, prompts: Sequence[Sequence[int] | np.ndarray], *, num_samples: int = 1,
-             samples: Sequence[Sequence[int]] | None = None, max_new_tokens: int | Sequence[int],
-             images: Sequence[Sequence[np.ndarray]] | None = None, prefixes: Sequence[int] | None = None,
-             temperature: float = 1.0, top_k: int = 0, top_p: float = 1.0, min_p: float = 0.0,
-             stop_ids: Iterable[int] = (), stop: StopStrings | None = None, seed: int | str = 0
+  def stream(self, params: Any, prompts: Sequence[Sequence[int] | np.ndarray], request: Request
              ) -> Iterator[Completion]:
     """Parts of completions as they are generated; the last of each has a finish_reason, the others "".
 
     Args:
       params: the model's parameters, wherever they lie.
       prompts: token ids, at least one each. Equal prompts (with equal images) get equal completions.
-      num_samples: completions for each prompt.
-      samples: the numbers of the samples of each prompt, in place of 0 to num_samples - 1; they decide what is drawn.
-      max_new_tokens: of each completion, the stop token included; or those of each prompt's.
-      images: of each prompt, uint8 [S, S, 3] each, as many as its placeholders are for; None: none.
-      prefixes: how many tokens each prompt began with, where more have followed (what the model said and what was
-        answered): only these may be placeholders or see one another in both directions. None: all are the beginning.
-      temperature, top_k, top_p, min_p: see `Options`.
-      stop_ids: a completion ends with the first of these.
-      stop: … or with the token that completes the first of these strings.
-      seed: of the random draws.
+      request: how to complete them.
 
     Raises:
       ConfigError: values out of range, an empty prompt, ids beyond the vocabulary, texts longer than the model can
         generate; images that do not fit the placeholders or the model.
     """
-    how = Options(float(temperature), int(top_k), float(top_p), float(min_p))
+    how = Options(float(request.temperature), int(request.top_k), float(request.top_p), float(request.min_p))
     how.check()
     prompts = [np.asarray(prompt, np.int32).reshape(-1) for prompt in prompts]
-    limits = np.broadcast_to(np.asarray(max_new_tokens, np.int32), len(prompts))
-    if num_samples < 1 or min(limits, default=1) < 1:
-      raise ConfigError(f"found num_samples={num_samples}, max_new_tokens={max_new_tokens}; allowed: 1 or more.")
+    limits = np.broadcast_to(np.asarray(request.max_new_tokens, np.int32), len(prompts))
+    if request.num_samples < 1 or min(limits, default=1) < 1:
+      raise ConfigError(f"found num_samples={request.num_samples}, max_new_tokens={request.max_new_tokens}; allowed: 1 "
+                        "or more.")
     self.check(prompts, limits)
-    shown = image_tokens.shown(image_tokens.layout_of(self.model), prompts, images, prefixes)
+    shown = image_tokens.shown(image_tokens.layout_of(self.model), prompts, request.images, request.prefixes)
     if not prompts:
       return
-    samples = [range(num_samples)] * len(prompts) if samples is None else samples
-    waiting = Waiting(prompts, shown, samples, limits, seed)
+    samples = [range(request.num_samples)] * len(prompts) if request.samples is None else request.samples
+    waiting, stop = Waiting(prompts, shown, samples, limits, request.seed), request.stop
     shards = self._shards
     rows = Rows(min(self.rows, power(len(waiting), shards)), shards, [len(prompt) for prompt in prompts],
                 bucket(int(max(limits + [len(prompt) for prompt in prompts])), MIN_LENGTH), self.chunk)
-    stop_ids = sorted(set(stop_ids))
+    stop_ids = sorted(set(request.stop_ids))
     stops = np.full(power(max(len(stop_ids), 1), 8), -1, np.int32)
     stops[:len(stop_ids)] = stop_ids
     automaton = NOTHING if stop is None else stop.automaton

@@ -15,7 +15,7 @@ kept in less (trainer/optim/moments.py); those as large as a parameter lie under
 import dataclasses
 import functools
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -37,15 +37,26 @@ LARGE = 2**24
 
 
 class Advance(NamedTuple):
-  """What `Optimizer.advance` did, 0 where it did nothing: the norm of all updates together, and of parameters in
-  bfloat16, by path, how many entries are not what they were (EXACTNESS.md T33); float32."""
+  """What `Optimizer.advance` did; float32, 0 where it changed nothing (EXACTNESS.md T33)."""
 
+  # The norm of all updates together.
   norm: jax.Array
+  # {path: how many entries changed}, of parameters in bfloat16.
   changed: dict[str, jax.Array]
 
 
+class _Advanced(NamedTuple):
+  """Some parameters after a step: nested dicts by path."""
+
+  params: Tree
+  state: Tree
+  # The sum of the squares of each array's update, and how many entries of each array in bfloat16 changed.
+  squares: Tree
+  changed: Tree
+
+
 class Rules(NamedTuple):
-  """What a trained parameter has of its own."""
+  """The rules of one trained parameter."""
 
   lr_mult: float
   wd_mult: float
@@ -137,36 +148,27 @@ class Optimizer:
               prepare: Callable[[jax.Array], jax.Array] = lambda g: g) -> tuple[Tree, Tree, Advance]:
     """(parameters, state, what was done) after `update` and `apply`.
 
-    Large arrays that are kept in less than float32, or whose moments are, go layer by layer: compilers for GPUs would
-    keep whole arrays of updates and decoded moments, in float32, and copies of what is then not updated in place. Of 8
-    billion parameters compiled for one GPU, with moments in int8, these were more than what int8 saves.
+    Large arrays are advanced layer by layer if they, or their moments, are kept in less than float32. Otherwise
+    compilers for GPUs keep whole arrays of updates and of decoded moments in float32, and copies of arrays that they no
+    longer update in place: for 8 billion parameters on one GPU, more than moments in int8 save.
 
     Args:
       grads, opt_state, trainable, step: see `update`.
-      finite: where it is False, parameters and state stay as they are; None: it is not asked.
-      prepare: of a gradient, or a part of it, to the float32 one that is meant: divided, clipped.
+      finite: where it is False, parameters and state stay as they are; None: they always change.
+      prepare: makes the float32 gradient, divided and clipped, of a gradient or a part of one.
     """
-    by_layer = [path for path, p in tree_lib.flatten(trainable).items() if p.ndim > 2 and p.size >= LARGE
-                and (self.moments.reduced or p.dtype == jnp.bfloat16)]
-    one = functools.partial(self._advance, step, finite, prepare)
-    done = [one(*self._of(by_layer, False, grads, opt_state, trainable))]
-    done += [_layer_by_layer(one, *self._of([path], True, grads, opt_state, trainable)) for path in by_layer]
-    params, states, squares, changed = (_merged(trees) for trees in zip(*done, strict=True))
+    large = {path for path, p in tree_lib.flatten(trainable).items() if p.ndim > 2 and p.size >= LARGE
+             and (self.moments.reduced or p.dtype == jnp.bfloat16)}
+    small = tree_lib.flatten(trainable).keys() - large
+    advance = functools.partial(self._advance, step, finite, prepare)
+    advanced = [advance(*_of_paths(small, grads, opt_state, trainable))]
+    advanced += [_layer_by_layer(advance, *_of_paths({path}, grads, opt_state, trainable)) for path in sorted(large)]
+    params, states, squares, changed = (_merged(trees) for trees in zip(*advanced, strict=True))
     return params, states, Advance(jnp.sqrt(sum(jax.tree.leaves(squares))), tree_lib.flatten(changed))
 
-  def _of(self, paths: Sequence[str], these: bool, grads: Tree, opt_state: Tree, trainable: Tree
-          ) -> tuple[Tree, Tree, Tree]:
-    """(gradients, state, parameters) of these paths, or of all others; of the state also what belongs to no path."""
-    def only(tree: Tree) -> Tree:
-      return tree_lib.unflatten({path: x for path, x in tree_lib.flatten(tree).items() if (path in paths) == these})
-
-    state = {part: {name: only(x) if isinstance(x, dict) else x for name, x in of_part.items()}
-             for part, of_part in opt_state.items()}
-    return only(grads), state, only(trainable)
-
   def _advance(self, step: Step, finite: jax.Array | None, prepare: Callable, grads: Tree, opt_state: Tree,
-               trainable: Tree, layer: Any = None) -> tuple[Tree, Tree, Tree, Tree]:
-    """(parameters, state, squares of updates summed, how many entries changed), the last two by path."""
+               trainable: Tree, layer: Any = None) -> _Advanced:
+    """`advance` of some parameters, or of one layer of them."""
     grads = jax.tree.map(prepare, grads)
     updates, new_state = self.update(grads, opt_state, trainable, step, layer)
     new = self.apply(updates, trainable, step, layer), new_state
@@ -177,7 +179,7 @@ class Optimizer:
     flat = tree_lib.flatten(new[0])
     changed = {path: jnp.sum(flat[path] != p, dtype=jnp.float32) for path, p in tree_lib.flatten(trainable).items()
                if p.dtype == jnp.bfloat16}
-    return *new, squares, tree_lib.unflatten(changed)
+    return _Advanced(*new, squares, tree_lib.unflatten(changed))
 
   def learning_rates(self, step: Step) -> dict[str, Any]:
     """`learning_rate`, and one more for each other combination of multiplier and warm-up in use."""
@@ -237,7 +239,7 @@ def global_norm(tree: Tree) -> jax.Array:
 
 
 def clipping(grads: Tree, max_norm: float) -> tuple[Callable[[jax.Array], jax.Array], jax.Array]:
-  """(what scales gradients, array by array, to a global norm of at most `max_norm`; their norm before).
+  """(a function that scales each gradient, so that the global norm is at most `max_norm`; the norm before).
 
   Norms are computed in float32. Gradients within the bound stay unchanged, bit by bit; `max_norm` 0 means no bound. A
   norm that is not finite makes the gradients so, too.
@@ -331,8 +333,15 @@ def _only(flat: Mapping[str, Any], paths: Any) -> Tree:
   return tree_lib.unflatten({path: leaf for path, leaf in flat.items() if path in paths})
 
 
-def _layer_by_layer(advance: Callable, grads: Tree, opt_state: Tree, trainable: Tree) -> tuple[Tree, Tree, Tree, Tree]:
-  """`advance(grads, opt_state, trainable, layer)` of each layer of arrays that all have as many."""
+def _of_paths(paths: Collection[str], grads: Tree, opt_state: Tree, trainable: Tree) -> tuple[Tree, Tree, Tree]:
+  """The (gradients, state, parameters) of these paths; the state's counters belong to all."""
+  state = {part: {name: _only(tree_lib.flatten(x), paths) if isinstance(x, dict) else x for name, x in states.items()}
+           for part, states in opt_state.items()}
+  return _only(tree_lib.flatten(grads), paths), state, _only(tree_lib.flatten(trainable), paths)
+
+
+def _layer_by_layer(advance: Callable, grads: Tree, opt_state: Tree, trainable: Tree) -> _Advanced:
+  """`advance(grads, opt_state, trainable, layer)` of each layer; all arrays have the same number of layers."""
   layers = len(jax.tree.leaves(trainable)[0])
 
   def part(tree: Any, i: Any) -> Any:
@@ -341,17 +350,18 @@ def _layer_by_layer(advance: Callable, grads: Tree, opt_state: Tree, trainable: 
   def put(tree: Any, new: Any, i: Any) -> Any:
     return jax.tree.map(lambda x, y: jax.lax.dynamic_update_slice_in_dim(x, y, i, 0) if x.ndim else y, tree, new)
 
-  def one(i: jax.Array, carry: tuple) -> tuple:
+  def advance_layer(i: jax.Array, carry: tuple) -> tuple:
     state, params, sums = carry
-    # What belongs to no layer, the count of updates, is as it was before the first.
+    # The counters, which belong to no layer, are those before the first layer.
     before = jax.tree.map(lambda now, old: now if now.ndim else old, state, opt_state)
-    new_params, new_state, *more = advance(part(grads, i), part(before, i), part(params, i), i)
-    return put(state, new_state, i), put(params, new_params, i), jax.tree.map(jnp.add, sums, more)
+    new = advance(part(grads, i), part(before, i), part(params, i), i)
+    sums = jax.tree.map(jnp.add, sums, (new.squares, new.changed))
+    return put(state, new.state, i), put(params, new.params, i), sums
 
-  of_first = jax.eval_shape(lambda: advance(part(grads, 0), part(opt_state, 0), part(trainable, 0), 0))
-  zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), list(of_first[2:]))
-  state, params, sums = jax.lax.fori_loop(0, layers, one, (opt_state, trainable, zeros))
-  return params, state, *sums
+  first = jax.eval_shape(lambda: advance(part(grads, 0), part(opt_state, 0), part(trainable, 0), 0))
+  zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), (first.squares, first.changed))
+  state, params, sums = jax.lax.fori_loop(0, layers, advance_layer, (opt_state, trainable, zeros))
+  return _Advanced(params, state, *sums)
 
 
 def _merged(trees: Iterable[Tree]) -> Tree:

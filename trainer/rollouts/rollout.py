@@ -27,7 +27,7 @@ from trainer import strategies
 from trainer.distributed import processes
 from trainer.errors import ConfigError, DataError
 from trainer.generate import image_tokens
-from trainer.generate.sampler import Completion, Sampler, collect
+from trainer.generate.sampler import Completion, Request, Sampler, collect
 from trainer.metrics import to_floats
 from trainer.rollouts import experience as experience_lib
 from trainer.rollouts import groups as groups_lib
@@ -307,7 +307,7 @@ class Rollouts:
 
       def generate(prompts: list[np.ndarray], **options: Any) -> list[Completion] | None:
         parts = []
-        for part in self._sampler.stream(run.state["params"], prompts, **self._sampling, **options):
+        for part in self._sampler.stream(run.state["params"], prompts, Request(**self._sampling, **options)):
           if run.stop_requested and jax.process_count() == 1:
             return None
           bar.update(part.finish_reason != "")

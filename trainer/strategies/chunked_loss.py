@@ -33,13 +33,13 @@ MIN_TOKENS = 1024
 MOST_BYTES = 2 * 2**30
 
 
-class Parts(NamedTuple):
-  """N tokens in C parts of n, those that count first: only the parts that hold some are looked at."""
+class TokenChunks(NamedTuple):
+  """N tokens in C chunks of n. Tokens that count come first, and only chunks that hold some are computed."""
 
-  # Which token stands where [C n], and where each token stands [N].
+  # The token at each place [C n], and the place of each token [N].
   order: jax.Array
   places: jax.Array
-  # How many parts hold tokens that count.
+  # How many chunks hold tokens that count.
   number: jax.Array
 
   def cut(self, x_N: jax.Array, chunks: int) -> jax.Array:
@@ -50,33 +50,37 @@ class Parts(NamedTuple):
     """[C, n, …] as [N, …]."""
     return x_Cxn.reshape(-1, *x_Cxn.shape[2:])[self.places]
 
-  def each(self, body: Callable, carry: Any, parts: Any) -> tuple[Any, Any]:
-    """As `jax.lax.scan(body, carry, parts)`; 0 where no token counts. Not differentiable."""
-    made = jax.eval_shape(body, carry, jax.tree.map(lambda x: x[0], parts))[1]
-    C = len(jax.tree.leaves(parts)[0])
+  def scan(self, body: Callable, carry: Any, chunked: Any) -> tuple[Any, Any]:
+    """As `jax.lax.scan(body, carry, chunked)`; 0 where no token counts. Not differentiable."""
+    made = jax.eval_shape(body, carry, jax.tree.map(lambda x: x[0], chunked))[1]
+    C = len(jax.tree.leaves(chunked)[0])
     outs = jax.tree.map(lambda x: jnp.zeros((C, *x.shape), x.dtype), made)
 
     def step(c: jax.Array, state: tuple[Any, Any]) -> tuple[Any, Any]:
-      carry, out = body(state[0], jax.tree.map(lambda x: x[c], parts))
+      carry, out = body(state[0], jax.tree.map(lambda x: x[c], chunked))
       return carry, jax.tree.map(lambda all, new: all.at[c].set(new), state[1], out)
 
     with jax.named_scope(f"{blocked.TIMES}{C}"):
       return jax.lax.fori_loop(0, self.number, step, (carry, outs))
 
 
-def counting_first(counts_N: jax.Array, chunks: int) -> Parts:
-  """The tokens in that many parts; `counts_N`: which of them count, bool."""
+def split_tokens(counts_N: jax.Array, chunks: int) -> TokenChunks:
+  """Splits tokens into `chunks` chunks; `counts_N`: which of them count, bool."""
   N = len(counts_N)
   size = -(-N // chunks)
   order_N = jnp.argsort(~counts_N, stable=True)
-  # Beyond the last stands no token.
+  # N: no token.
   order = jnp.pad(order_N, (0, size * chunks - N), constant_values=N)
-  return Parts(order, jnp.argsort(order_N), -(-jnp.sum(counts_N) // size))
+  return TokenChunks(order, jnp.argsort(order_N), -(-jnp.sum(counts_N) // size))
 
 
-def parts_of(hidden_BxTxD: jax.Array, kernel_DxV: jax.Array, chunks: int) -> int:
-  """Into how many parts `sum_over_rows` is to cut the tokens of each device, so that their logits take as much memory
-  as those of all with one of so many chunks of the vocabulary; 1: it would gain nothing, or cannot be."""
+def token_chunks(hidden_BxTxD: jax.Array, kernel_DxV: jax.Array, vocab_chunks: int) -> int:
+  """The number of chunks into which `sum_over_rows` splits each device's tokens.
+
+  It is `vocab_chunks`: logits of a chunk of tokens over the vocabulary then take as much memory as those of all tokens
+  over a chunk of the vocabulary. It is 1, no split, where chunks would be too small to gain anything, where the kernel
+  is split over the vocabulary, and where its gradient is too large to be whole on each device.
+  """
   placed, shape = logical_axes.current(), hidden_BxTxD.shape[:2]
   devices = 1
   if placed is not None:
@@ -84,13 +88,13 @@ def parts_of(hidden_BxTxD: jax.Array, kernel_DxV: jax.Array, chunks: int) -> int
     split = placed.spec(("shard", "vocab"), kernel_DxV.shape)[1] is not None
     if split or devices < placed.mesh.size or 4 * kernel_DxV.size > MOST_BYTES:
       return 1
-  return chunks if shape[0] * shape[1] // devices // chunks >= MIN_TOKENS else 1
+  return vocab_chunks if shape[0] * shape[1] // devices // vocab_chunks >= MIN_TOKENS else 1
 
 
 def sum_over_rows(losses_of: Callable, chunks: int, hidden_BxTxD: jax.Array, kernel_DxV: jax.Array, tokens: Any,
                   counts_BxT: jax.Array) -> tuple[jax.Array, Any]:
-  """`sum_over_tokens` of rows: tokens [B, T, …], in which whatever else is to be known comes back. On a mesh its
-  vocabulary is not split."""
+  """`sum_over_tokens` of rows: tokens and further results are [B, T, …]. On a mesh, the kernel's vocabulary is not
+  split."""
   def local(hidden, kernel, tokens, counts, shard=()):
     flat = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), (hidden, tokens, counts))
     total, more = sum_over_tokens(losses_of, chunks, shard, flat[0], kernel, *flat[1:])
@@ -111,53 +115,53 @@ def sum_over_rows(losses_of: Callable, chunks: int, hidden_BxTxD: jax.Array, ker
 @logical_axes.placed(None)  # what one device has is on no mesh
 def sum_over_tokens(losses_of: Callable, chunks: int, shard: tuple[str, ...], hidden_NxD: jax.Array,
                     kernel_DxV: jax.Array, tokens: Any, counts_N: jax.Array) -> tuple[jax.Array, Any]:
-  """(the sum of the losses of N tokens, whatever else is to be known of each [N, …]).
+  """(the sum of the losses of N tokens, further results of each token [N, …]).
 
   Differentiable once in the hidden states and the kernel, through the sum alone.
 
   Args:
-    losses_of: `(hidden_nxD, kernel_DxV, tokens) -> (losses_n, tree of [n, …])` of some of the tokens.
-    chunks: into how many parts the tokens are cut. Padding for the last one is zeros in `hidden_NxD` and `tokens`, for
-      which `losses_of` must give 0.
+    losses_of: `(hidden_nxD, kernel_DxV, tokens) -> (losses_n, tree of [n, …])` for a chunk of tokens.
+    chunks: the number of chunks. The last is padded with zeros in `hidden_NxD` and `tokens`, whose losses must be 0.
     shard: inside `shard_map`, the axes over which the kernel's first dimension is split.
     hidden_NxD: hidden states after the final norm.
     kernel_DxV: the unembedding, or this device's part of it.
     tokens: tree of arrays [N, …]: targets, weights; no gradient.
-    counts_N: bool, which tokens count. Of the others, whose loss must be 0, no logits are made beyond those that fill
-      the last part, and what else is to be known of them is nothing to rely on.
+    counts_N: bool, which tokens count. The others' losses must be 0; their further results are arbitrary, since no
+      logits are made of them, but for those that fill up a chunk.
   """
-  parts, kernel = counting_first(counts_N, chunks), gather(kernel_DxV.astype(hidden_NxD.dtype), shard, 0)
+  split, kernel = split_tokens(counts_N, chunks), gather(kernel_DxV.astype(hidden_NxD.dtype), shard, 0)
 
-  def body(total, part):
-    losses_n, more = losses_of(part[0], kernel, part[1])
+  def body(total, chunk):
+    losses_n, more = losses_of(chunk[0], kernel, chunk[1])
     return total + jnp.sum(losses_n), more
 
-  cut = jax.tree.map(lambda x: parts.cut(x, chunks), (hidden_NxD, tokens))
-  total, more = parts.each(body, jnp.float32(0), cut)
-  return total, jax.tree.map(parts.join, more)
+  chunked = jax.tree.map(lambda x: split.cut(x, chunks), (hidden_NxD, tokens))
+  total, more = split.scan(body, jnp.float32(0), chunked)
+  return total, jax.tree.map(split.join, more)
 
 
 @logical_axes.placed(None)
 def _forward(losses_of, chunks, shard, hidden_NxD, kernel_DxV, tokens, counts_N):
-  # Rounded once, not for each part, to the dtype that it is multiplied in.
-  kernel, parts = gather(kernel_DxV.astype(hidden_NxD.dtype), shard, 0), counting_first(counts_N, chunks)
+  # Rounded once, not for each chunk, to the dtype that it is multiplied in.
+  kernel, split = gather(kernel_DxV.astype(hidden_NxD.dtype), shard, 0), split_tokens(counts_N, chunks)
 
   def summed(hidden_nxD, kernel_DxV, tokens):
     losses_n, more = losses_of(hidden_nxD, kernel_DxV, tokens)
     return jnp.sum(losses_n), more
 
-  def body(carry, part):
+  def body(carry, chunk):
     total, dkernel_DxV = carry
     # Gradients of the kernel are made and add up in float32, whatever it is kept or multiplied in.
     (value, more), (dhidden_nxD, more_DxV) = jax.value_and_grad(summed, (0, 1), has_aux=True)(
-        part[0], kernel.astype(jnp.float32), part[1])
+        chunk[0], kernel.astype(jnp.float32), chunk[1])
     return (total + value, dkernel_DxV + more_DxV), (dhidden_nxD, more)
 
-  cut = jax.tree.map(lambda x: parts.cut(x, chunks), (hidden_NxD, tokens))
-  (total, dkernel_DxV), (dhidden, more) = parts.each(body, (jnp.float32(0), jnp.zeros(kernel.shape, jnp.float32)), cut)
+  chunked = jax.tree.map(lambda x: split.cut(x, chunks), (hidden_NxD, tokens))
+  zeros = jnp.float32(0), jnp.zeros(kernel.shape, jnp.float32)
+  (total, dkernel_DxV), (dhidden, more) = split.scan(body, zeros, chunked)
   # The total is part of one sum, so that what its gradient will be multiplied by is the same on every device.
   dkernel_DxV = scatter(dkernel_DxV, shard, 0)
-  return (total, jax.tree.map(parts.join, more)), (parts.join(dhidden), dkernel_DxV.astype(kernel_DxV.dtype))
+  return (total, jax.tree.map(split.join, more)), (split.join(dhidden), dkernel_DxV.astype(kernel_DxV.dtype))
 
 
 def _backward(losses_of, chunks, shard, saved, gradients):

@@ -20,7 +20,7 @@ from models import cpu
 from models.sharding import logical_axes
 from models.sharding.linear import all_inputs, kernel_gradient
 from models.sharding.logical_axes import as_rows, constrain
-from trainer.strategies.chunked_loss import counting_first
+from trainer.strategies.chunked_loss import split_tokens
 
 STATS = ("logprob", "logsumexp", "mean_logit", "entropy", "is_top", "log_square")
 # Stands for the logit of an entry that is not real: weighs exactly 0, and has no NaN in products with 0.
@@ -123,7 +123,7 @@ def token_stats(
   # As much memory for logits, but of some tokens and all entries.
   flat = (x.reshape(-1, *x.shape[2:]) for x in (hidden_BxTxD, targets_BxT, counts_BxT))
   hidden_NxD, targets_N, counts_N = flat
-  stats = _some_stats(static, chunks, hidden_NxD, kernel_DxV, targets_N, counts_N)
+  stats = _chunked_stats(static, chunks, hidden_NxD, kernel_DxV, targets_N, counts_N)
   return jax.tree.map(lambda x: x.reshape(targets_BxT.shape), stats)
 
 
@@ -251,42 +251,42 @@ _token_stats.defvjp(_forward, _backward)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _some_stats(static: _Static, chunks: int, hidden_NxD, kernel_DxV, targets_N, counts_N) -> TokenStats:
-  """Of the tokens that count, a part of them at a time."""
-  return _some_forward(static, chunks, hidden_NxD, kernel_DxV, targets_N, counts_N)[0]
+def _chunked_stats(static: _Static, chunks: int, hidden_NxD, kernel_DxV, targets_N, counts_N) -> TokenStats:
+  """Statistics of the tokens that count, a chunk of them at a time."""
+  return _chunked_forward(static, chunks, hidden_NxD, kernel_DxV, targets_N, counts_N)[0]
 
 
-def _some_forward(static, chunks, hidden_NxD, kernel_DxV, targets_N, counts_N):
-  parts = counting_first(counts_N, chunks)
-  cut = tuple(parts.cut(x, chunks) for x in (hidden_NxD, targets_N))
+def _chunked_forward(static, chunks, hidden_NxD, kernel_DxV, targets_N, counts_N):
+  split = split_tokens(counts_N, chunks)
+  chunked = tuple(split.cut(x, chunks) for x in (hidden_NxD, targets_N))
 
-  def body(_, part):
-    stats, (*_, lse_1xn, entropy_1xn, _) = _forward(static, part[0][None], kernel_DxV, part[1][None])
+  def body(_, chunk):
+    stats, (*_, lse_1xn, entropy_1xn, _) = _forward(static, chunk[0][None], kernel_DxV, chunk[1][None])
     return None, jax.tree.map(lambda x: x[0], (stats, lse_1xn, entropy_1xn))
 
-  _, (stats, lse_Cxn, entropy_Cxn) = parts.each(body, None, cut)
-  return jax.tree.map(parts.join, stats), (cut, kernel_DxV, lse_Cxn, entropy_Cxn, counts_N, parts)
+  _, (stats, lse_Cxn, entropy_Cxn) = split.scan(body, None, chunked)
+  return jax.tree.map(split.join, stats), (chunked, kernel_DxV, lse_Cxn, entropy_Cxn, counts_N, split)
 
 
-def _some_backward(static, chunks, residuals, grads: TokenStats):
-  (hidden_CxnxD, targets_Cxn), kernel_DxV, lse_Cxn, entropy_Cxn, counts_N, parts = residuals
+def _chunked_backward(static, chunks, residuals, grads: TokenStats):
+  (hidden_CxnxD, targets_Cxn), kernel_DxV, lse_Cxn, entropy_Cxn, counts_N, split = residuals
   # Gradients of the kernel add up in float32, whatever it is kept in.
   kernel = kernel_DxV.astype(jnp.float32)
-  grads = jax.tree.map(lambda g_N: parts.cut(jnp.where(counts_N, g_N, 0.0), chunks), grads)
+  grads = jax.tree.map(lambda g_N: split.cut(jnp.where(counts_N, g_N, 0.0), chunks), grads)
 
-  def body(dkernel_DxV, part):
-    hidden, targets, lse, entropy, grads = jax.tree.map(lambda x: x[None], part)
+  def body(dkernel_DxV, chunk):
+    hidden, targets, lse, entropy, grads = jax.tree.map(lambda x: x[None], chunk)
     z_1xnxV = _logits(static, hidden, _kernel_chunk(static, kernel, 0, hidden.dtype), 0)
     residuals = hidden, kernel, targets, lse, entropy, z_1xnxV
     dhidden_1xnxD, more_DxV, _ = _backward(static, residuals, grads)
     return dkernel_DxV + more_DxV, dhidden_1xnxD[0]
 
-  of_parts = (hidden_CxnxD, targets_Cxn, lse_Cxn, entropy_Cxn, grads)
-  dkernel_DxV, dhidden_CxnxD = parts.each(body, jnp.zeros_like(kernel), of_parts)
-  return parts.join(dhidden_CxnxD), dkernel_DxV.astype(kernel_DxV.dtype), None, None
+  chunked = (hidden_CxnxD, targets_Cxn, lse_Cxn, entropy_Cxn, grads)
+  dkernel_DxV, dhidden_CxnxD = split.scan(body, jnp.zeros_like(kernel), chunked)
+  return split.join(dhidden_CxnxD), dkernel_DxV.astype(kernel_DxV.dtype), None, None
 
 
-_some_stats.defvjp(_some_forward, _some_backward)
+_chunked_stats.defvjp(_chunked_forward, _chunked_backward)
 
 
 def _kernel_chunk(static: _Static, kernel_DxV, c, dtype) -> jax.Array:

@@ -24,7 +24,7 @@ def next_token_loss(model: Any, params: Any, batch: dict[str, jax.Array], rng: j
   """Weighted cross-entropy of the tokens of a batch.
 
   Args:
-    model: the seam of models/api.py.
+    model: see models/api.py.
     params: nested dict of arrays.
     batch: `tokens`, `positions`, `segment_ids`, `loss_weights`, each [B, T]. `loss_weights[b, t]` weights the
       prediction of `tokens[b, t]` from position t - 1; it is 0 for the first token of a segment and for padding.
@@ -43,7 +43,7 @@ def next_token_loss(model: Any, params: Any, batch: dict[str, jax.Array], rng: j
   want = ("is_top", *logprobs.cross_entropy_stats(label_smoothing, z_loss), *more)
 
   def losses_of(hidden_BxTxD, kernel_DxV, targets_BxT, chunk, num_real_vocab):
-    """The loss of each token, and what is reported of it."""
+    """The loss of each token, and its metrics."""
     stats = logprobs.token_stats(hidden_BxTxD, kernel_DxV, targets_BxT, chunk=chunk, logit_cap=model.final_logit_cap,
                                  num_real_vocab=num_real_vocab, want=want)
     loss_BxT = logprobs.cross_entropy(stats, label_smoothing=label_smoothing, z_loss=z_loss)
@@ -58,12 +58,13 @@ def next_token_loss(model: Any, params: Any, batch: dict[str, jax.Array], rng: j
     return Mean(jnp.sum(values_BxT * weights_BxT, axis=1), jnp.sum(weights_BxT, axis=1))
 
   kernel_DxV = model.unembedding(params)
-  parts = chunked_loss.parts_of(out.hidden, kernel_DxV, logprobs.num_chunks(kernel_DxV.shape[1], model.vocab_chunk))
-  if parts == 1:
+  vocab_chunks = logprobs.num_chunks(kernel_DxV.shape[1], model.vocab_chunk)
+  chunks = chunked_loss.token_chunks(out.hidden, kernel_DxV, vocab_chunks)
+  if chunks == 1:
     loss_BxT, shown = losses_of(out.hidden, kernel_DxV, targets_BxT, model.vocab_chunk, model.num_real_vocab)
     terms, metrics = {"loss": mean(loss_BxT)}, {}
   else:
-    # As much memory for logits, but of some tokens and all entries. The kernel is padded here, not for each part anew.
+    # Logits of a chunk of tokens over all entries take as much memory. The kernel is padded here, once for all chunks.
     kernel_DxV, num_real_vocab = logprobs.padded(kernel_DxV, model.num_real_vocab, out.hidden.dtype)
     V = kernel_DxV.shape[1]
 
@@ -71,9 +72,9 @@ def next_token_loss(model: Any, params: Any, batch: dict[str, jax.Array], rng: j
       loss_1xn, shown = losses_of(hidden_nxD[None], kernel_DxV, tokens[0][None], V, num_real_vocab)
       return tokens[1] * loss_1xn[0], {name: values[0] for name, values in (shown | {"loss": loss_1xn}).items()}
 
-    total, shown = chunked_loss.sum_over_rows(some, parts, out.hidden, kernel_DxV, (targets_BxT, weights_BxT),
+    total, shown = chunked_loss.sum_over_rows(some, chunks, out.hidden, kernel_DxV, (targets_BxT, weights_BxT),
                                             weights_BxT != 0)
-    # The gradient is the sum's; rows, and through them sources, are for show.
+    # The gradient is that of the sum; the rows' losses, and so the sources', are only reported.
     terms, metrics = {"loss": Mean(total, jnp.sum(weights_BxT))}, {"loss": mean(shown.pop("loss"))}
   metrics |= {name: mean(values) for name, values in shown.items()}
   return {**terms, **out.losses}, metrics | out.metrics

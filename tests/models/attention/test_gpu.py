@@ -13,7 +13,7 @@ from models import gpu
 from models.attention import gpu as attention_gpu
 from models.attention import gpu_kernels as flash_gpu
 from models.attention import ring
-from models.attention.blocked import Rule
+from models.attention.blocked import Rule, TokenIds
 from models.attention.dispatch import attention
 from tests.models.common import value_and_gradients
 
@@ -159,15 +159,12 @@ def test_rows_in_parts_equal_whole_rows(window, ids, length):
   mesh = jax.make_mesh((C,), ("context",), axis_types=(AxisType.Auto,), devices=jax.devices()[:C])
   spec = PartitionSpec(None, "context")
 
-  def local(q, k, v, segments, blocks, prompts):
-    attend = functools.partial(flash_gpu.attend, interpret=True)
-    return ring.by_kernel("context", rule, attend, q, k, v, segments, blocks, prompts)
+  def local(q, k, v, tokens):
+    return ring.by_kernel("context", rule, functools.partial(flash_gpu.attend, interpret=True), q, k, v, tokens)
 
   def ours(q, k, v):
-    sides = jnp.asarray(segments), blocks, prompts
-    mapped = jax.shard_map(local, mesh=mesh, in_specs=(spec,) * 3 + jax.tree.map(lambda _: spec, sides),
-                           out_specs=spec, check_vma=False)
-    return mapped(q, k, v, *sides)
+    mapped = jax.shard_map(local, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False)
+    return mapped(q, k, v, TokenIds(jnp.asarray(segments), blocks, prompts))
 
   whole = functools.partial(attention, segment_ids=jnp.asarray(segments), block_ids=blocks, prompt_ids=prompts,
                             window=window, scale=0.3, impl="blocked")

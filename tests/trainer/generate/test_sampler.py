@@ -15,7 +15,7 @@ from trainer.distributed import mesh as mesh_lib
 from trainer.errors import ConfigError
 from trainer.generate import sampler as sampler_lib
 from trainer.generate import slots as sampler_rows
-from trainer.generate.sampler import Sampler
+from trainer.generate.sampler import Request, Sampler
 from trainer.generate.sampling import BLOCK, Options, draw
 from trainer.strategies import logprobs
 
@@ -126,7 +126,7 @@ def test_parts_of_a_stream_make_the_completions():
   model, params = case("llama")
   sampler = Sampler(model, rows=2, chunk=2)
   options = dict(max_new_tokens=7, stop_ids=STOPS, seed=3)
-  parts = list(sampler.stream(params, prompts(), **options))
+  parts = list(sampler.stream(params, prompts(), Request(**options)))
   whole = sampler.generate(params, prompts(), **options)
   for c in whole:
     mine = [part for part in parts if part.prompt == c.prompt]
@@ -193,12 +193,13 @@ def test_the_host_looks_as_soon_as_enough_rows_have_ended(monkeypatch):
   model, params = case("llama")
   drawn = []
   sampler, given = Sampler(model, rows=8, chunk=32), prompts([4] * 8)
-  for part in sampler.stream(params, given, max_new_tokens=[32, 2, 2, 2, 2, 2, 2, 2], seed=1):
+  for part in sampler.stream(params, given, Request(max_new_tokens=[32, 2, 2, 2, 2, 2, 2, 2], seed=1)):
     drawn.append((part.prompt, len(part.ids)))
   assert drawn == [(0, 2), *((i, 2) for i in range(1, 8)), (0, 30)]
   assert {key[1] for key in sampler._programs if key[0] == "decode"} == {8, 1}
   two = Sampler(model, rows=2, chunk=32)
-  parts = [(part.prompt, len(part.ids)) for part in two.stream(params, given[:3], max_new_tokens=[20, 5, 7], seed=1)]
+  request = Request(max_new_tokens=[20, 5, 7], seed=1)
+  parts = [(part.prompt, len(part.ids)) for part in two.stream(params, given[:3], request)]
   assert parts == [(0, 5), (1, 5), (0, 7), (2, 7), (0, 8)]
 
 

@@ -11,7 +11,7 @@ from trainer.config.checks import View
 from trainer.config.sections import strategy
 from trainer.distributed import mesh as mesh_lib
 from trainer.strategies import chunked_loss, seq, sft
-from trainer.strategies.chunked_loss import counting_first, sum_over_tokens
+from trainer.strategies.chunked_loss import split_tokens, sum_over_tokens
 from trainer.strategies.logprobs import cross_entropy, token_stats
 
 pytestmark = pytest.mark.devices(8)
@@ -54,16 +54,16 @@ def test_cut_or_whole_the_same_sum_and_gradient(chunks, dtype, tolerance):
 def test_tokens_that_do_not_count_come_last_and_are_left_out():
   counts = np.zeros(N, bool)
   counts[[3, 5, 20, 21, 36]] = True
-  parts = jax.jit(counting_first, static_argnums=1)(counts, 10)
+  split = jax.jit(split_tokens, static_argnums=1)(counts, 10)
   values = np.arange(1.0, N + 1)
-  np.testing.assert_array_equal(parts.cut(values, 10)[0], [4, 6, 21, 22])
-  np.testing.assert_array_equal(parts.cut(values, 10)[1, 0], 37)
-  np.testing.assert_array_equal(parts.join(parts.cut(values, 10)), values)
-  assert parts.number == 2 and counting_first(np.zeros(N, bool), 10).number == 0
-  # What stands in the other parts is not looked at, whatever it is.
+  np.testing.assert_array_equal(split.cut(values, 10)[0], [4, 6, 21, 22])
+  np.testing.assert_array_equal(split.cut(values, 10)[1, 0], 37)
+  np.testing.assert_array_equal(split.join(split.cut(values, 10)), values)
+  assert split.number == 2 and split_tokens(np.zeros(N, bool), 10).number == 0
+  # What stands in the other chunks is not computed, whatever it is.
   hidden, kernel, tokens = inputs()
   tokens = tokens[0], jnp.where(counts, tokens[1], 0.0)
-  poisoned = jnp.where((parts.places < 8)[:, None], hidden, jnp.nan)
+  poisoned = jnp.where((split.places < 8)[:, None], hidden, jnp.nan)
 
   def total(hidden, kernel):
     return sum_over_tokens(losses_of, 10, (), hidden, kernel, tokens, counts)[0]
@@ -129,13 +129,13 @@ def test_entries_are_added_once_not_for_each_part():
 
 def test_on_a_mesh_every_device_sums_over_its_own_tokens(monkeypatch):
   """Unless the vocabulary is split, rows do not divide, or the kernel's gradient is large."""
-  def parts(sizes, rows=8, length=12, **rules):
+  def chunks(sizes, rows=8, length=12, **rules):
     hidden, kernel = (jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((rows, length, 16), (16, 50)))
     with mesh_lib.activation_rules(mesh_lib.make_mesh(sizes), rules):
-      return chunked_loss.parts_of(hidden, kernel, 3)
+      return chunked_loss.token_chunks(hidden, kernel, 3)
 
   monkeypatch.setattr(chunked_loss, "MIN_TOKENS", 4)
-  assert parts(dict(data=8)) == parts(dict(fsdp=4, context=2)) == parts(dict(fsdp=2, expert=4)) == 3
-  assert parts(dict(fsdp=4, tensor=2)) == parts(dict(data=8), rows=4) == parts(dict(data=8), length=9) == 1
+  assert chunks(dict(data=8)) == chunks(dict(fsdp=4, context=2)) == chunks(dict(fsdp=2, expert=4)) == 3
+  assert chunks(dict(fsdp=4, tensor=2)) == chunks(dict(data=8), rows=4) == chunks(dict(data=8), length=9) == 1
   monkeypatch.setattr(chunked_loss, "MOST_BYTES", 4 * 16 * 50 - 1)
-  assert parts(dict(data=8)) == 1
+  assert chunks(dict(data=8)) == 1
