@@ -13,7 +13,7 @@ from input_pipeline.examples.kinds import WITH_ADVANTAGES, WITH_PARTS
 from input_pipeline.examples.registry import learns_texts
 from input_pipeline.files import SHOWN_NAME
 from input_pipeline.fitting import OVER_LONG, WHOLE_OVER_LONG, Parts, Pieces, Units, fit, keep_images_whole, ragged
-from input_pipeline.image_batches import ImageLayout, Pictures
+from input_pipeline.image_batches import ImageLayout, RowImages
 from input_pipeline.packing import Plan, make_plan
 from trainer.errors import ConfigError, DataError
 
@@ -125,8 +125,8 @@ def check_ids(batch: dict[str, np.ndarray], vocab_size: int) -> dict[str, np.nda
 def image_layout(packed: Iterable["PackedSource"]) -> ImageLayout | None:
   """The arrays for images in batches of these sources; None: the model sees none."""
   packed = list(packed)
-  pictures = packed[0].pictures
-  return None if pictures is None else pictures.layout(max(source.most_images for source in packed))
+  row_images = packed[0].row_images
+  return None if row_images is None else row_images.layout(max(source.most_images for source in packed))
 
 
 def resolve_layout(config: ConfigDict, learns: str) -> tuple[str, str, str]:
@@ -161,7 +161,7 @@ def pack(config: ConfigDict, tokens: TokenizedSource, *, learns: str, shuffle: b
   packing, over_long, normalize = resolve_layout(config, learns)
   units, count = None, None if tokens.weights is None else tokens.count_trained
   spans = None
-  pictures = Pictures(config, augment=shuffle) if sees(config) and not learns_texts(config, learns) else None
+  row_images = RowImages(config, augment=shuffle) if sees(config) and not learns_texts(config, learns) else None
   if tokens.parts_each:
     units = Units(tokens, config.seq_len, over_long, config.input.max_over_long, share_prompts)
     count, spans = units.count, units.spans
@@ -183,16 +183,16 @@ def pack(config: ConfigDict, tokens: TokenizedSource, *, learns: str, shuffle: b
   if s.untrained:
     logging.warning("source %r: %d documents or parts of them are left out: none of their tokens is trained.",
                     tokens.name, s.untrained)
-  return PackedSource(tokens, plan, normalize, units, learns in WITH_ADVANTAGES, pictures)
+  return PackedSource(tokens, plan, normalize, units, learns in WITH_ADVANTAGES, row_images)
 
 
 class PackedSource:
-  """A tokenised source with its plan; `units` if its documents have parts, which may have `advantages`; `pictures`
+  """A tokenised source with its plan; `units` if its documents have parts, which may have `advantages`; `row_images`
   if the model sees images."""
 
   def __init__(self, tokens: TokenizedSource, plan: Plan, normalize: str = "token", units: Units | None = None,
-               advantages: bool = False, pictures: Pictures | None = None):
-    self.pictures = pictures
+               advantages: bool = False, row_images: RowImages | None = None):
+    self.row_images = row_images
     # The most images of a row, in whatever epoch.
     self.most_images = 0 if tokens.images is None else plan.most(
         tokens.count_images if units is None else lambda doc, begin, end: units.count_images(tokens, doc))
@@ -212,8 +212,8 @@ class PackedSource:
       parts = self.units.parts(pieces)
       source, pieces, segments = source.of_parts(), parts.pieces, self._mark(batch, where, parts)
     flat, token = fill(batch, where, source, pieces, self._normalize, segments)
-    if self.pictures is not None:
-      self.pictures.fill(batch, where, source, pieces, flat, epoch)
+    if self.row_images is not None:
+      self.row_images.fill(batch, where, source, pieces, flat, epoch)
     if self.reference is not None:
       trained = batch["loss_weights"].reshape(-1)[flat] != 0
       batch["ref_logprobs"].reshape(-1)[flat[trained]] = self.reference[token[trained]]

@@ -37,7 +37,7 @@ def make_eval_data(
     workdir: the run's, for the token caches.
     sources: name -> config, in place of `input.sources`.
     split: in place of the sources' own; None keeps theirs.
-    max_documents: a limit for each source, beside its own.
+    max_documents: a limit for each source, besides its own.
     share_prompts: see `Units`.
     progress: show a bar while tokenising.
 

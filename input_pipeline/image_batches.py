@@ -36,7 +36,7 @@ class ImageLayout(NamedTuple):
     return arrays
 
 
-class Pictures:
+class RowImages:
   """Writes images into batches, and which tokens are theirs.
 
   Args:

@@ -106,10 +106,10 @@ def make_train_data(
   starts = [taken.rows_before(step) for step in steps]
   mixture = Mixture(starts, shares, [source.plan.num_rows for source in packed], i.stop, names)
   contents = [source.tokens.fingerprint for source in packed]
-  pictures = [] if packed[0].pictures is None else [packed[0].pictures.fingerprint]
+  row_images = [] if packed[0].row_images is None else [packed[0].row_images.fingerprint]
 
   def fingerprint(starts: list[int]) -> str:
-    return _hash([cfg.seed, cfg.seq_len, *resolve_layout(cfg, learns), starts, shares.tolist(), contents, *pictures,
+    return _hash([cfg.seed, cfg.seq_len, *resolve_layout(cfg, learns), starts, shares.tolist(), contents, *row_images,
                   *["prompts shared"] * share_prompts])
 
   data = TrainData(packed, mixture, taken, cfg.seq_len, tokenizer.pad_id, fingerprint(starts),
@@ -193,7 +193,7 @@ class TrainData(PackedData):
     return self.batch(run.step)
 
   def saved(self, step: int) -> tuple[dict[str, Any], None]:
-    """What a checkpoint must hold beside the step and `taken`: nothing. (JSON-able, arrays.)"""
+    """What a checkpoint must hold besides the step and `taken`: nothing. (JSON-able, arrays.)"""
     return {}, None
 
   def restore(self, step: int, meta: dict[str, Any] | None, arrays: dict[str, np.ndarray] | None) -> None:

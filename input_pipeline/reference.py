@@ -232,7 +232,7 @@ class PackedData:
     """
     if not self.sequences:
       raise ValueError("a reference's log-probs are kept for preferences and labelled answers only.")
-    if self._packed[0].pictures is not None and self._packed[0].pictures.augments:
+    if self._packed[0].row_images is not None and self._packed[0].row_images.augments:
       raise ConfigError("strategy.precompute and input.images.augment exclude each other: what the reference says of "
                         "an image is computed once, and the image changes. Switch one of them off.")
     return ReferenceLogprobs(self._packed, self._seq_len, self._pad_id, self.sequences, fingerprint, Path(cache_dir))

@@ -1,1 +1,1 @@
-"""Models behind one seam, `models.api`: a config in; parameters as plain dicts and pure functions out."""
+"""Models behind one interface, `models.api`: a config in; parameters as plain dicts and pure functions out."""

@@ -1,4 +1,4 @@
-"""The seam between training code and models: plain dicts of arrays in and out, pure functions only.
+"""The interface between training code and models: plain dicts of arrays in and out, pure functions only.
 
 `make_model` turns the config's `model` section into a `Model`. Strategies call `apply`, which stops at
 the hidden states, add the losses that the model itself asks for (`Output`), and hand the hidden states with

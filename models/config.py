@@ -125,7 +125,7 @@ def model() -> ConfigDict:
   v.tokens_per_image = unset(int)
   # Factor on the projected features. The embeddings whose place they take are scaled already.
   v.feature_scale = 1.0
-  # What tokens see beside those before them: causal: nothing; image: tokens of one image see each other (Gemma 3), in
+  # What tokens see besides those before them: causal: nothing; image: tokens of one image see each other (Gemma 3), in
   # local layers no further back than the window; prefix: image and prompt see each other (PaliGemma).
   v.attention = "causal"
   # The id of the token that holds an image feature's place.

@@ -63,7 +63,7 @@ def _in_host_memory(*kept: str) -> Callable:
       names_which_can_be_offloaded=["layer_input"], offload_src="device", offload_dst="pinned_host")
 
 
-# Names of config.remat beside those of jax.checkpoint_policies.
+# Names of config.remat besides those of jax.checkpoint_policies.
 REMAT = {
     "full": _only(),
     # Neither attention nor what it needs is computed again.

@@ -3,7 +3,7 @@
 B batch, T length, I images of a row at most, S image size, M patches of an image, K tokens of an image, D hidden size
 (of the tower in the projector's input, else of the decoder).
 
-What a batch with images has beside `tokens`, `positions` and `segment_ids`:
+What a batch with images has besides `tokens`, `positions` and `segment_ids`:
 
   images        [B, I, S, S, 3], uint8, or floats that are normalised already; unused ones are 0
   image_index   int32 [B, T]; 0: an ordinary token; k > 0: feature k - 1 of the row takes the place of the token's

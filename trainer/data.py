@@ -108,7 +108,7 @@ class Data(Protocol):
     """The batch of update `run.step + 1` on the host; None: the run was asked to stop while it was sampled."""
 
   def saved(self, step: int) -> tuple[dict[str, Any], dict[str, np.ndarray] | None]:
-    """(JSON-able, arrays) that a checkpoint after `step` updates must hold beside the step and `taken`."""
+    """(JSON-able, arrays) that a checkpoint after `step` updates must hold besides the step and `taken`."""
 
   def restore(self, step: int, meta: dict[str, Any] | None, arrays: dict[str, np.ndarray] | None) -> None:
     """Goes on after `step` updates from what `saved` gave; None: there is no checkpoint, or one of other data."""

@@ -15,7 +15,7 @@ from typing import Any
 # Compiled programs take no more room than this; those that have not been used for longest go first.
 CACHE_BYTES = 4 * 2**30
 # What took as long to compile, or longer, is kept. JAX by itself keeps what took a second, but a run has a dozen
-# programs beside its step, which together take as long.
+# programs besides its step, which together take as long.
 CACHED_FROM_SECONDS = 0.1
 # Of a GPU's memory, what a program takes when it starts: all but what the driver and CUDA's own buffers need. JAX takes
 # 0.75 by itself.
@@ -30,7 +30,7 @@ THREADS = 4
 YNN, SUMS = "--xla_cpu_experimental_ynn_fusion_type", "LIBRARY_FUSION_TYPE_REDUCE"
 SUMS_AND_PRODUCTS = f"{SUMS},LIBRARY_FUSION_TYPE_INDIVIDUAL_DOT"
 
-# What compilers are told beside what the user says: {variable: (package, {its versions known to take the flags:
+# Flags of compilers besides what the user says: {variable: (package, {its versions known to take the flags:
 # flags})}. They end a program that sets a flag which they do not know.
 FLAGS: dict[str, tuple[str, dict[tuple[str, ...], dict[str, str]]]] = {
     "XLA_FLAGS": ("jaxlib", {("0.10.", "0.11."): {

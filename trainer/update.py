@@ -23,7 +23,7 @@ State = dict[str, Any]  # see trainer/state.py
 
 @dataclasses.dataclass(frozen=True)
 class Options:
-  """What an update is told beside its loss and its optimizer.
+  """What an update needs besides its loss and its optimizer.
 
   Attributes:
     seed: dropout of step s is a function of (seed, s, micro-batch) alone.

@@ -78,7 +78,7 @@ class ShapeReader:
 
   Args:
     fields: other names of COLUMNS, {"messages": "dialogue"}.
-    roles: allowed beside ROLES.
+    roles: allowed besides ROLES.
     images: how the model sees images; None: rows with images are refused.
   """
 

@@ -310,7 +310,7 @@ def open_examples(
     name: the source's name.
     learns: see `make_encoder`.
     split: in place of the source's own.
-    max_documents: a limit beside the source's own.
+    max_documents: a limit besides the source's own.
 
   Raises:
     ConfigError: see `open_source`; or a `text_key` for a strategy that finds columns by `chat.fields`.

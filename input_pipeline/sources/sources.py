@@ -42,7 +42,7 @@ def open_source(
     cfg: the source's config; only the keys that its type uses are read.
     name: its name in `input.sources`, for messages.
     split: replaces `cfg.split`.
-    max_documents: a further limit beside `cfg.max_documents`.
+    max_documents: a further limit besides `cfg.max_documents`.
     texts: where a record has the field `text_key`, it counts for that text alone: it is empty if the text is, and the
       text is its key. False: a record counts for all its fields.
 
@@ -69,7 +69,7 @@ def open_source(
   return Source(name, reader, split, fraction, min(limits, default=None), texts, own)
 
 
-# What a reader of the user's own has beside its constructor (docs/extending.md).
+# What a reader of the user's own has besides its constructor (docs/extending.md).
 _MEMBERS = ("files", "read", "by_name", "text_key", "identity")
 
 

@@ -21,13 +21,13 @@ ROWS = 1024
 
 
 def extra_columns(width: int, dtype: Any) -> int:
-  """How many columns a product in `dtype` should have beside its `width` ones; 0 where there are several devices."""
+  """How many columns a product in `dtype` should have besides its `width` ones; 0 where there are several devices."""
   on_one_cpu = logical_axes.platform() == "cpu" and logical_axes.current() is None
   return APART if on_one_cpu and dtype == jnp.float32 and width % TOO_EVEN == 0 else 0
 
 
 def mlp_columns(x: jax.Array, linears: Sequence[Any]) -> int:
-  """How many columns an MLP's hidden layer should have beside its own, for inputs `x`; `linears` (models/layers.py):
+  """How many columns an MLP's hidden layer should have besides its own, for inputs `x`; `linears` (models/layers.py):
   gate, where there is one, up and down."""
   if x.size < ROWS * x.shape[-1] or not all(linear.plain for linear in linears):
     return 0

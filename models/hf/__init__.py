@@ -35,7 +35,7 @@ __all__ = ["HFError", "SMALL_FILES", "TensorFolder", "abstract_params", "archite
            "copy_small_files", "iter_params", "keys_of", "load", "load_adapters", "load_params", "plan", "prepare",
            "save", "save_adapters", "set_keys", "with_dtype", "write_json"]
 
-# What a folder holds beside config.json and tensors, as glob patterns: it goes unchanged from the source into the
+# What a folder holds besides config.json and tensors, as glob patterns: it goes unchanged from the source into the
 # workdir and the export.
 SMALL_FILES = (
     "generation_config.json",

@@ -102,7 +102,7 @@ class TextConfig(Rule):
   Args:
     family: of the text model.
     tied: what transformers 5 takes the outer tie_word_embeddings for where there is none; None: the inner one.
-    both_ways: what text_config.use_bidirectional_attention may say beside null.
+    both_ways: what text_config.use_bidirectional_attention may say besides null.
   """
 
   family: Family

@@ -1,4 +1,4 @@
-"""The seam: models by name or dotted path."""
+"""The interface: models by name or dotted path."""
 
 import jax.numpy as jnp
 import pytest

@@ -233,7 +233,7 @@ def quietly() -> Iterator[None]:
 
 
 def read_meta(folder: Path) -> dict[str, Any]:
-  """What a checkpoint says of itself beside its arrays.
+  """What a checkpoint says of itself besides its arrays.
 
   Raises:
     CheckpointError: it cannot be read.

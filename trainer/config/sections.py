@@ -39,7 +39,7 @@ def source(**changed) -> ConfigDict:
   # python_docstring_pairs (each with its own docstring, chosen, and another's, rejected) |
   # arithmetic (sums to solve) | arithmetic_mistakes (half of the answers are wrong) |
   # digits (small pictures of handwritten digits, with questions about them) |
-  # the dotted path of a reader of yours (docs/extending.md), which has its own keys beside these.
+  # the dotted path of a reader of yours (docs/extending.md), which has its own keys besides these.
   c.type = "text"
   # A file, a folder (searched recursively) or a glob; several are separated by commas.
   c.path = unset(str)

@@ -1,4 +1,4 @@
-"""What `--mode=` does beside training: `inspect` shows the data, `verify` the exactness, `replay` one update's rows and
+"""What `--mode=` does besides training: `inspect` shows the data, `verify` the exactness, `replay` an update, its rows and
 tokens.
 
 May import: trainer.callbacks, trainer.config, trainer.distributed, trainer.export, trainer.generate, trainer.main,

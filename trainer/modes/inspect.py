@@ -39,7 +39,7 @@ RUN = 8
 
 
 class Token(NamedTuple):
-  """One place of a row. `weight`: of the loss of predicting it; `prompt`: the segment it sees beside its own, or 0."""
+  """One place of a row. `weight`: of the loss of predicting it; `prompt`: the segment it sees besides its own, or 0."""
 
   text: str
   id: int

@@ -97,7 +97,7 @@ def verify(config: Mapping, workdir: str | Path) -> list[Result]:
 
 
 def slice_of(resolved: ConfigDict, workdir: Path) -> ConfigDict:
-  """The config of the slice: fewer rows and steps, float32, nothing beside the steps; made-up rewards for rollouts."""
+  """The config of the slice: fewer rows and steps, float32, nothing besides the steps; made-up rewards for rollouts."""
   c, fresh = resolved.copy_and_resolve_references().unlock(), defaults()
   shards = mesh_lib.batch_shards(mesh_lib.make_mesh(c.mesh))
   rows = max(2, min(ROWS, TOKENS // c.seq_len))

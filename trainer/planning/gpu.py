@@ -29,7 +29,7 @@ def target(chip: Chip) -> str:
   assert chip.gpu is not None
   (major, minor), count, clock, l2 = chip.gpu
   shared, threads, units = _MULTIPROCESSOR[chip.gpu.capability]
-  # From 9.0 on, instructions that later architectures lack (wgmma) are a feature beside the capability's number.
+  # From 9.0 on, instructions that later architectures lack (wgmma) are a feature besides the capability's number.
   feature = " feature_extension: ACCELERATED_FEATURES" if major >= 9 else ""
   versions = "".join(f"{field} {{ major: {version[0]} minor: {version[1]} patch: {version[2]} }}\n"
                      for field, version in _versions().items())

@@ -104,7 +104,7 @@ def transfers(config: Any, model: Any, params: Any, shardings: Any, trainable: f
 
   Args:
     config: the whole config.
-    model: the seam of models/api.py; what tensor, context and expert axes move is known of the built-in transformer.
+    model: a `Model` (models/api.py); what tensor, context and expert axes move is known of the built-in transformer.
     params, shardings: nested dicts of ShapeDtypeStructs and of their NamedShardings.
     trainable: paths of the trained parameters.
     topology, mesh: of the devices; the mesh may be abstract.

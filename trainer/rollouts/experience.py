@@ -5,7 +5,7 @@ A sequence is a prompt and all that followed. A unit is what must share a row: o
 images of a prompt it keeps the prompt's number alone, by which they can be had again.
 
 Completions of one prompt in one row may share it, so that it is computed once for all of them: the prompt but for its
-last token is a segment of its own, which each of them sees beside its own (`prompt_ids`), and each begins with a copy
+last token is a segment of its own, which each of them sees besides its own (`prompt_ids`), and each begins with a copy
 of that last token, from which its first one is predicted. Each token sees what it would see in a text of its own, at
 the same positions; so log-probs and gradients are the same, to rounding.
 

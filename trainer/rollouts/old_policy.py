@@ -23,7 +23,7 @@ def make_score_fn(model: Any, cfg: Any, *, seed: int, micro_batch_size: int) -> 
   """Returns `score(params, batch, step) -> log-probs`, float32 [B, T], 0 where nothing is trained, to be jitted.
 
   Args:
-    model: the seam of models/api.py.
+    model: a `Model` (models/api.py).
     cfg: the strategy's options, of which `temperature` and `disable_dropout` count.
     seed, micro_batch_size: as for `update.make_update_fn`; `step` updates are done before the one that is meant.
   """

@@ -7,7 +7,7 @@ A term is a `Mean(sum, weight)`: a SUM with its WEIGHT, never a mean. The object
 Σ sum / Σ weight, each Σ over every device and micro-batch of the optimizer step: the update divides once, each term by
 its own total. A weight depends on the batch alone, not on the parameters. `metrics` maps a name to a `Mean`, or to
 anything that adds up and has `to_floats` (trainer/metrics.py); sums and weights of shape [B] (one per row) are also
-reported per data source, those of terms included. `model` is the seam of models/api.py, whose own `losses` and
+reported per data source, those of terms included. `model` is a `Model` (models/api.py), whose own `losses` and
 `metrics` belong into the result; `cfg` is `config.strategy`.
 
 May import: trainer.checkpoints, trainer.distributed, input_pipeline, models.

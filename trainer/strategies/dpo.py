@@ -25,7 +25,7 @@ def loss(model: Any, params: Any, batch: dict[str, jax.Array], rng: jax.Array | 
   """The losses of `cfg.loss` on the pairs of a batch; see preference.py.
 
   Args:
-    model: the seam of models/api.py.
+    model: a `Model` (models/api.py).
     params: nested dict of arrays.
     batch: `tokens`, `positions`, `segment_ids`, `loss_weights` [B, T], where loss_weights is above 0 on completion
       tokens; `segment_roles` [B, S], above 0 where that segment exists; maybe `ref_logprobs` [B, T], as

@@ -57,7 +57,7 @@ def loss(model: Any, params: Any, batch: dict[str, jax.Array], rng: jax.Array | 
   """The loss of the completions of a batch.
 
   Args:
-    model: the seam of models/api.py.
+    model: a `Model` (models/api.py).
     params: nested dict of arrays.
     batch: `tokens`, `positions`, `segment_ids`, `loss_weights` [B, T], where loss_weights is above 0 on sampled
       tokens; `segment_roles`, `advantages` [B, S]; maybe `old_logprobs` [B, T], log p_old in nats of trained tokens

@@ -49,7 +49,7 @@ def loss(model: Any, params: Any, batch: dict[str, jax.Array], rng: jax.Array | 
   """KTO's loss on the completions of a batch.
 
   Args:
-    model: the seam of models/api.py.
+    model: a `Model` (models/api.py).
     params: nested dict of arrays.
     batch: as for dpo.loss, with `segment_roles` [B, S] of DESIRABLE, UNDESIRABLE, MISMATCHED or ABSENT.
     rng: key for dropout and noise; None: none. With `cfg.disable_dropout` there is none in any case.

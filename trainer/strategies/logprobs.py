@@ -95,7 +95,7 @@ def token_stats(
     hidden_BxTxD: hidden states after the final norm.
     kernel_DxV: the unembedding.
     targets_BxT: token ids; where there is nothing to predict any id in range will do, to be weighted 0.
-    chunk: at most so many vocabulary entries at a time, beside those that `padded` adds. Chunk c takes the entries c,
+    chunk: at most so many vocabulary entries at a time, besides those that `padded` adds. Chunk c takes the entries c,
       c + C, c + 2C, …, so that a kernel sharded over V stays where it is.
     logit_cap: cap * tanh(logit / cap), before the temperature; None: no cap.
     num_real_vocab: entries from here on have probability 0; None: all are real.

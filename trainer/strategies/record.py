@@ -81,7 +81,7 @@ class Strategy:
     return _asked(self.needs_reference, cfg)
 
   def keys(self, steps: int) -> tuple[str, ...]:
-    """What batches of a rollout that serves so many steps hold beside the tokens. In the first step the policy is still
+    """What batches of a rollout of so many steps hold besides the tokens. In the first step the policy is still
     the one whose log-probs `old_logprobs` are."""
     held = self.rollout_keys if self.data == "rollouts" else ()
     return tuple(key for key in held if not (steps == 1 and key == "old_logprobs"))

@@ -1,4 +1,4 @@
-"""What a run has to say beside its numbers, for people: `notes.jsonl` in the workdir, a JSON object a line.
+"""What a run has to say besides its numbers, for people: `notes.jsonl` in the workdir, a JSON object a line.
 
     {"step": 120, "time": "2026-01-31T12:00:00+00:00", "kind": "health", "name": "input_bound", "text": …, "advice": …}
 

@@ -21,7 +21,7 @@ GIB, MIB = 2**30, 2**20
 
 
 class Gpu(NamedTuple):
-  """What XLA's compiler must know of a GPU beside its memory (trainer/planning/gpu.py).
+  """What XLA's compiler must know of a GPU besides its memory (trainer/planning/gpu.py).
 
   Attributes:
     capability: CUDA's compute capability, (major, minor).

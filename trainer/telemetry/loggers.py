@@ -1,4 +1,4 @@
-"""Loggers beside metrics.jsonl and TensorBoard: Weights & Biases, MLflow, any clu writer or a class of your own.
+"""Loggers besides metrics.jsonl and TensorBoard: Weights & Biases, MLflow, any clu writer or a class of your own.
 
     config.loggers.wandb = dict(type="wandb", project="my-project")
     config.loggers.mlflow = dict(type="mlflow", tracking_uri="http://localhost:5000")
