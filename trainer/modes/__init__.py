@@ -1,5 +1,5 @@
-"""What `--mode=` does besides training: `inspect` shows the data, `verify` the exactness, `replay` an update, its rows and
-tokens.
+"""What `--mode=` does besides training: `inspect` shows the data, `verify` the exactness, `replay` the rows and tokens of
+one update.
 
 May import: trainer.callbacks, trainer.config, trainer.distributed, trainer.export, trainer.generate, trainer.main,
 trainer.position, trainer.program, trainer.report, trainer.rollouts, trainer.strategies, trainer.telemetry,
