@@ -1,5 +1,5 @@
-"""What `--mode=` does besides training: `inspect` shows the data, `verify` the exactness, `replay` the rows and tokens of
-one update.
+"""What `--mode=` does besides training: `inspect` shows the data, `verify` the exactness, `replay` the tokens of an
+update.
 
 May import: trainer.callbacks, trainer.config, trainer.distributed, trainer.export, trainer.generate, trainer.main,
 trainer.position, trainer.program, trainer.report, trainer.rollouts, trainer.strategies, trainer.telemetry,

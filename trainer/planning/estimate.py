@@ -152,10 +152,8 @@ class Planner:
     config, tokens = self.config, self.config.batch_size * self.config.seq_len
     model_flops = model_flops_of(config, program) * tokens
     hardware_flops = cost.flops * config.batch_size
-    number = np.dtype(config.precision.compute).itemsize
-    transfers = plan_network.transfers(
-        _with_remat(config, remat), program.model, program.abstract_state["params"], placed.params,
-        program.optimizer.trainable, self.topology, mesh, number, self.assumptions.links)
+    transfers = plan_network.transfers(_with_remat(config, remat), program, placed.params, self.topology, mesh,
+                                       self.assumptions.links)
     seconds = self._seconds(placed, cost, hardware_flops, transfers)
     rows = config.batch_size // config.grad_accum_steps // mesh_lib.batch_shards(mesh)
     whole = seconds["step"] * self.topology.devices * self.topology.chip.peak

@@ -9,6 +9,8 @@ import math
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from models.sharding.logical_axes import names_of, size_of
 from trainer import tree
 from trainer.telemetry.hardware import Topology
@@ -98,17 +100,15 @@ def duration(topology: Topology, by_axis: Mapping[str, Link], kind: str, axes: t
   return received * (max(link.hops for link in ways) if kind == "all-to-all" else 1.0) / (bandwidth * efficiency)
 
 
-def transfers(config: Any, model: Any, params: Any, shardings: Any, trainable: frozenset[str], topology: Topology,
-              mesh: Any, number_bytes: int, efficiency: float) -> list[Transfer]:
+def transfers(config: Any, program: Any, shardings: Any, topology: Topology, mesh: Any, efficiency: float
+              ) -> list[Transfer]:
   """The collectives of one optimizer step.
 
   Args:
     config: the whole config.
-    model: a `Model` (models/api.py); what tensor, context and expert axes move is known of the built-in transformer.
-    params, shardings: nested dicts of ShapeDtypeStructs and of their NamedShardings.
-    trainable: paths of the trained parameters.
+    program: see `trainer.program`; what tensor, context and expert axes move is known of the built-in transformer.
+    shardings: nested dict of the parameters' NamedShardings.
     topology, mesh: of the devices; the mesh may be abstract.
-    number_bytes: of a number in the dtype of matrix products.
     efficiency: the share of a link's bandwidth that is reached.
   """
   sizes = dict(mesh.shape)
@@ -124,10 +124,10 @@ def transfers(config: Any, model: Any, params: Any, shardings: Any, trainable: f
     total[0] += received * times
     total[1] += times * duration(topology, by_axis, kind, axes, received, efficiency)
 
-  micro = config.grad_accum_steps
-  _parameters(add, tree.flatten(params), tree.flatten(shardings), trainable, mesh, number_bytes, micro,
-              topology.chip.hides_scatters)
-  spec = getattr(model, "spec", None)
+  number_bytes = np.dtype(config.precision.compute).itemsize
+  _parameters(add, tree.flatten(program.abstract_state["params"]), tree.flatten(shardings), program.optimizer.trainable,
+              mesh, number_bytes, config.grad_accum_steps, topology.chip.hides_scatters)
+  spec = getattr(program.model, "spec", None)
   if spec is not None:
     _activations(add, config, spec, sizes, number_bytes)
   return [Transfer(*key[:4], *total, key[4]) for key, total in found.items()]
