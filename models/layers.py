@@ -55,13 +55,13 @@ class Scope:
   compute_dtype: Any
   path: str = ""
   layer: Any = None
-  # How frozen parameters are kept; None: as all others, in `dtype`.
+  # How frozen parameters are stored; None: in `dtype`, as all others.
   frozen: quantize.Frozen | None = None
-  # `spec.lora`: which kernels have adapters.
+  # `spec.lora`, which says what kernels have adapters.
   lora: Any = None
   # Which matmuls are computed in 8 bits; None: none.
   matmul_rules: MatmulRules | None = None
-  # Whether kernels of linear layers are kept as `few_rows` reads them, [out, in], where they are kept as they are.
+  # Whether linear layers store kernels that are not quantised as [out, in], as `few_rows` reads them.
   outputs_first: bool = False
 
   def __truediv__(self, name: str) -> "Scope":
@@ -80,13 +80,13 @@ class Scope:
     return nnx.Param(jnp.full(shape, value, self.kind(name)))
 
   def quantized(self, name: str, shape: tuple[int, ...], std: float) -> dict[str, nnx.Param]:
-    """As `normal`, in the parts that `quantize.quantize` makes of it."""
+    """As `normal`, as the arrays of `quantize.quantize`."""
     values = std * jax.random.normal(self._key(name), shape, jnp.float32)
     parts = quantize.quantize(values, self.kind(name), (self / name).path)
     return {end: nnx.Param(part) for end, part in parts.items()}
 
   def kind(self, name: str) -> str:
-    """How the parameter is kept: the name of a dtype, or one of `quantize.KINDS`."""
+    """How the parameter is stored: the name of a dtype, or one of `quantize.KINDS`."""
     kind = self.frozen.kind((self / name).path) if self.frozen is not None else None
     return kind or jnp.dtype(self.dtype).name
 
@@ -97,10 +97,10 @@ class Scope:
 
 
 class Kernel(nnx.Module):
-  """A parameter [..., in, out] named `kernel`, drawn from a normal distribution, for whoever multiplies by it.
+  """The parameter `kernel` [..., in, out] of a matmul, drawn from a normal distribution.
 
-  Where it is frozen it may be kept quantised, as `kernel_int8` or `kernel_nf4` with `kernel_scale`; for generation on
-  CPU as `kernel_across` [..., out, in].
+  A frozen one may be stored quantised, as `kernel_int8` or `kernel_nf4` with `kernel_scale`; for generation on CPU, it
+  is `kernel_across` [..., out, in].
   """
 
   def __init__(self, scope: Scope, shape: tuple[int, ...], std: float, outputs_first: bool = False):
@@ -171,7 +171,7 @@ class Linear(Kernel):
     return y.reshape(*x.shape[:-1], -1)
 
   def _finish(self, x: jax.Array, y: jax.Array, key: jax.Array | None) -> jax.Array:
-    """Adds what adapters and bias do."""
+    """Adds the outputs of adapters and the bias."""
     if self.lora is not None:
       if key is not None:
         x = dropout(x, self.lora.dropout, jax.random.fold_in(key, self.salt))

@@ -44,7 +44,7 @@ _NEVER = re.compile(r"/(router|shared_gate)/")
 
 @dataclasses.dataclass(frozen=True)
 class QuantizedMatmul:
-  """One way to multiply: `form` int8 or fp8, `gradients` one of GRADIENTS."""
+  """A matmul of 8-bit numbers: `form` int8 or fp8, `gradients` one of GRADIENTS."""
 
   form: str
   gradients: str = "inputs"
@@ -82,7 +82,7 @@ class MatmulRules:
   skip: tuple[str, ...] = ()
 
   def of(self, path: str) -> QuantizedMatmul | None:
-    """How to multiply by the kernel of that path; None: as it is."""
+    """The matmul of the kernel at that path; None: a plain one."""
     quantized = path.startswith("blocks/") and path.endswith("/kernel") and not _NEVER.search(path)
     return self.matmul if quantized and not any(re.search(skip, path) for skip in self.skip) else None
 

@@ -1,15 +1,15 @@
-"""What a rollout leaves for training: sequences with who wrote each token, and how they become batches.
+"""The trajectories of a rollout, and how they become batches.
 
-A sequence is a prompt and all that followed. A unit is what must share a row: one sequence, or the two of a preference.
-`Experience` keeps all of them as flat arrays, so that a checkpoint can hold it and batches are index arithmetic. Of the
-images of a prompt it keeps the prompt's number alone, by which they can be had again.
+A trajectory is a prompt and all that followed, with a mark for each token that the policy sampled. A unit is a group of
+trajectories that must share a row: one, or the two of a preference. `Experience` keeps all of them as flat arrays, so
+that a checkpoint can hold it and batches are index arithmetic. It keeps no images, but the numbers of their prompts.
 
 Completions of one prompt in one row may share it, so that it is computed once for all of them: the prompt but for its
 last token is a segment of its own, which each of them sees besides its own (`prompt_ids`), and each begins with a copy
 of that last token, from which its first one is predicted. Each token sees what it would see in a text of its own, at
 the same positions; so log-probs and gradients are the same, to rounding.
 
-N sequences, n tokens of all of them, U units; B rows, T places of a row, S segments of a row.
+N trajectories, n tokens of all of them, U units; B rows, T places of a row, S segments of a row.
 """
 
 from collections import Counter
@@ -25,7 +25,7 @@ from input_pipeline.packing import best_fit_decreasing
 from trainer.generate import image_tokens
 from trainer.generate.buckets import bucket, power
 
-# By the size of a unit: what its sequences are.
+# {size of a unit: the roles of its trajectories}.
 ROLES = {1: (COMPLETION,), 2: (CHOSEN, REJECTED)}
 # The fewest segments that a row of a batch has places for.
 MIN_SEGMENTS = 8
@@ -42,8 +42,8 @@ class Trajectory:
     prompt_length: tokens before the first sampled one.
     finish_reason: "stop", "length" if the last completion did not end by itself, or "timeout" if an environment did
       not answer in time.
-    number: of the prompt, in the stream that it comes from.
-    stop_reason: the stop string that ended the last completion; None: none did.
+    number: of the prompt in its stream.
+    stop_reason: the stop string that ended the last completion, or None.
   """
 
   ids: np.ndarray
@@ -56,7 +56,7 @@ class Trajectory:
 
 
 class Experience(NamedTuple):
-  """Sequences in units, as flat arrays."""
+  """Trajectories in units, as flat arrays."""
 
   tokens: np.ndarray  # int32 [n]
   weights: np.ndarray  # float32 [n]
@@ -74,7 +74,7 @@ class Experience(NamedTuple):
 
 
 def collect(units: Iterable[Sequence[tuple[Trajectory, float, int]]]) -> Experience:
-  """Units of (sequence, advantage, number of its source)."""
+  """The experience of these units, lists of (trajectory, advantage, number of its source)."""
   units = list(units)
   flat = [(unit, *member) for unit, members in enumerate(units) for member in members]
 
@@ -93,13 +93,13 @@ def collect(units: Iterable[Sequence[tuple[Trajectory, float, int]]]) -> Experie
 
 @dataclass(frozen=True)
 class RowFormat:
-  """What rows are like.
+  """The format of rows.
 
   Attributes:
     seq_len: T.
     pad_id: the token of empty places.
-    row_multiple: B is that times 1, 2, 3, 4, 6, 8, 12, …, and S is 8, 16, 32, …, so that few shapes occur.
-    layout: what the model makes of images; None: it takes none.
+    row_multiple: B is a multiple of it by 1, 2, 3, 4, 6, 8, 12, …, and S is 8, 16, 32, …, so that few shapes occur.
+    layout: how the model takes images; None: it does not.
     share_prompts: whether the completions of a prompt in a row share it. Not with a layout.
   """
 
@@ -116,13 +116,13 @@ def make_batch(experience: Experience, units: np.ndarray, form: RowFormat, *, ke
   """A batch of some of the units, packed into as few rows as best fit finds, each unit within one row.
 
   Args:
-    experience: what the units are of.
-    units: their numbers; the batch does not depend on their order but for where in it they stand.
-    form: of the rows.
+    experience: holds the units.
+    units: their numbers. The order decides only where in the batch each stands.
+    form: the format of the rows.
     keys: which of `advantages` [B, S], `behavior_logprobs`, `old_logprobs` and `places` [B, T] to add; `places`:
       where each token stands in the experience, -1 for none.
-    images: of the prompts by their numbers, uint8 [P, P, 3] each; those that are absent have none.
-    old_logprobs: float32 [n], see `trainer.rollouts.old_policy`; None: NaN.
+    images: {number of a prompt: its images, uint8 [P, P, 3] each}; other prompts have none.
+    old_logprobs: float32 [n], see `trainer.rollouts.old_policy`; None writes NaN.
 
   Returns:
     tokens, positions, segment_ids, loss_weights [B, T], source_ids [B] (of a row's first sequence), segment_roles
@@ -137,7 +137,7 @@ def make_batch(experience: Experience, units: np.ndarray, form: RowFormat, *, ke
   roles = {i: role for of_unit in members
            for i, role in zip(of_unit, ROLES[len(of_unit)], strict=True)}
   starts = np.cumsum(experience.lengths) - experience.lengths
-  # What completions have in common, but for its last token; it stands in the row once.
+  # The prompts, without their last token, that stand in a row once for all of their completions.
   prompts = [experience.tokens[start:start + length - 1].tobytes() if form.share_prompts and length > 1 else b""
              for start, length in zip(starts.tolist(), experience.prompt_lengths.tolist(), strict=True)]
   rows = _whole_rows(experience, members, seq_len)
@@ -218,8 +218,8 @@ def _whole_rows(experience: Experience, members: list[list[int]], seq_len: int) 
 
 def _shared_rows(experience: Experience, members: list[list[int]], prompts: list[bytes], seq_len: int
                  ) -> list[list[int]]:
-  """The same where a row holds each prompt once: those with most tokens first, each unit goes where it takes the
-  fewest places, and of several such rows into the fullest."""
+  """As `_whole_rows`, where a row holds each prompt once. Prompts with most tokens come first; each unit goes into the
+  row where it takes the fewest places, and among several of these into the fullest."""
   lengths, itemsize = experience.lengths.tolist(), experience.tokens.itemsize
   own = [length - len(prompt) // itemsize for length, prompt in zip(lengths, prompts, strict=True)]
   size_of = [sum(own[i] for i in of_unit) for of_unit in members]
@@ -250,7 +250,7 @@ def _shared_rows(experience: Experience, members: list[list[int]], prompts: list
 
 def _shown(experience: Experience, rows: list[list[int]], layout: image_tokens.Layout | None,
            images: Mapping[int, Sequence[np.ndarray]]) -> dict[int, image_tokens.PromptImages]:
-  """What is shown with each sequence that the rows have."""
+  """The images of each trajectory in the rows."""
   chosen = sorted(sequence for sequences in rows for sequence in sequences)
   numbers = {int(number) for number in experience.numbers[chosen]} if chosen else set()
   # Once for all the completions of a prompt.

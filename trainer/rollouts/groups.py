@@ -25,7 +25,7 @@ SHOWN = 8
 
 
 class ScoredGroup(NamedTuple):
-  """A group with its rewards; NaN: there is none."""
+  """A group with its rewards; NaN for a missing one."""
 
   item: PromptItem
   episodes: list[Episode]
@@ -43,7 +43,7 @@ class TrainingSamples(NamedTuple):
 
   # Each the sequences that must share a row: (sequence, advantage, number of its source).
   units: list[list[tuple[Trajectory, float, int]]]
-  # Of every completion, [P, G]; NaN: it has none.
+  # Of every completion, [P, G]; NaN for a completion without one.
   advantages: np.ndarray
   # Completions or groups left out, by metric.
   counts: dict[str, float]
@@ -114,7 +114,7 @@ class NoSignal(NamedTuple):
 
 
 def no_signal(names: tuple[str, ...], groups: list[ScoredGroup], samples: TrainingSamples) -> NoSignal | None:
-  """Why these groups teach nothing; None: they teach something, by an advantage that is not 0."""
+  """Why these groups teach nothing; None if some advantage is not 0."""
   if any(advantage for unit in samples.units for _, advantage, _ in unit):
     return None
   rewards_PxG = np.stack([group.rewards for group in groups])
