@@ -25,7 +25,7 @@ class Skip(Exception):
 
 
 class Fixture:
-  """What equalities are about.
+  """The short run that the equalities of `--mode=verify` are measured on.
 
   Args:
     config: the whole config of the slice, resolved, without dropout.

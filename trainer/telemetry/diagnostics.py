@@ -1,8 +1,8 @@
 """What goes wrong in known ways is recognised in the metrics, and said once, in plain words, with what to do.
 
-Each signature is a function of the last values of some metrics; SIGNATURES lists them, docs/observability.md
+Each diagnostic is a function of the last values of some metrics; DIAGNOSTICS lists them, docs/observability.md
 explains them. None of them changes the run. What was said is in the checkpoints, so that a run that goes on does not
-say it again; the values are not: after a restart a signature needs its whole window again.
+say it again; the values are not: after a restart a diagnostic needs its whole window again.
 """
 
 import functools
@@ -156,7 +156,7 @@ def _starts_afresh(run: Any) -> bool:
       config.model.hf or config.init_from.path or config.init_from.hf or config.resume)
 
 
-SIGNATURES: dict[str, Diagnostic] = {
+DIAGNOSTICS: dict[str, Diagnostic] = {
     "equal_rewards": Diagnostic(
         ("frac_reward_zero_std",), 10, _equal_rewards,
         "Use prompts that the model sometimes gets right, more completions a prompt (rollout.group_size), a reward "
@@ -208,7 +208,7 @@ SIGNATURES: dict[str, Diagnostic] = {
 }
 # Those that are not of a window of metrics.
 OVERFITS, END, RECOMPILED = "overfits", "end_never_trained", "recompiled"
-NAMES = (*SIGNATURES, OVERFITS, END, RECOMPILED)
+NAMES = (*DIAGNOSTICS, OVERFITS, END, RECOMPILED)
 # An evaluation's loss above its best by this share, three times in a row.
 _WORSE = 0.01
 # Updates after which the end of a text should have been seen.
@@ -216,7 +216,7 @@ _ENDS_AFTER = 50
 
 
 class Diagnostics(Callback):
-  """Looks for SIGNATURES, for losses of evaluations that rise, and for ends of texts that are never trained.
+  """Looks for DIAGNOSTICS, for losses of evaluations that rise, and for ends of texts that are never trained.
 
   Args:
     silent: names of NAMES that are not to be said.
@@ -229,10 +229,10 @@ class Diagnostics(Callback):
   def on_train_begin(self, run):
     self._said = run.remembered.setdefault("health", [])
     run.remembered.setdefault("best", {})
-    self._active = {name: signature for name, signature in SIGNATURES.items()
-                    if self._wanted(name) and signature.where(run)}
+    self._active = {name: diagnostic for name, diagnostic in DIAGNOSTICS.items()
+                    if self._wanted(name) and diagnostic.where(run)}
     self._values: dict[str, deque[dict[str, float]]] = {
-        name: deque(maxlen=signature.window) for name, signature in self._active.items()}
+        name: deque(maxlen=diagnostic.window) for name, diagnostic in self._active.items()}
     self._row = None
     self._ends, stop_ids = None, _stop_ids(run)
     if stop_ids and self._wanted(END) and run.step == 0:
@@ -276,14 +276,14 @@ class Diagnostics(Callback):
     return name not in self._silent and name not in self._said
 
   def _look(self, run, metrics):
-    for name, signature in list(self._active.items()):
-      if all(metric in metrics for metric in signature.metrics):
+    for name, diagnostic in list(self._active.items()):
+      if all(metric in metrics for metric in diagnostic.metrics):
         rows = self._values[name]
         rows.append(metrics)
-        if len(rows) == signature.window and run.step % max(1, signature.window // 10) == 0:
-          values = {metric: [row[metric] for row in rows] for metric in signature.metrics}
-          if all(math.isfinite(x) for some in values.values() for x in some) and (text := signature.find(values, run)):
-            self._say(run, name, text, signature.advice)
+        if len(rows) == diagnostic.window and run.step % max(1, diagnostic.window // 10) == 0:
+          values = {metric: [row[metric] for row in rows] for metric in diagnostic.metrics}
+          if all(math.isfinite(x) for some in values.values() for x in some) and (text := diagnostic.find(values, run)):
+            self._say(run, name, text, diagnostic.advice)
             del self._active[name]
 
   def _say_ends(self, run, step):

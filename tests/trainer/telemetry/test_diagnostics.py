@@ -66,21 +66,21 @@ def a_run(step=500, seconds=None):
 
 
 def test_every_signature_has_a_case():
-  assert set(CASES) | {"overhead"} == set(diagnostics.SIGNATURES)
+  assert set(CASES) | {"overhead"} == set(diagnostics.DIAGNOSTICS)
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_a_signature_is_seen_where_it_is(name):
   shows, text, does_not = CASES[name]
-  signature = diagnostics.SIGNATURES[name]
+  diagnostic = diagnostics.DIAGNOSTICS[name]
   for values in (shows, does_not):
-    assert set(values) == set(signature.metrics) and {len(v) for v in values.values()} == {signature.window}
-  assert text in signature.find(shows, a_run())
-  assert signature.find(does_not, a_run()) is None
+    assert set(values) == set(diagnostic.metrics) and {len(v) for v in values.values()} == {diagnostic.window}
+  assert text in diagnostic.find(shows, a_run())
+  assert diagnostic.find(does_not, a_run()) is None
 
 
 def test_evaluations_and_checkpoints_that_take_long_are_seen():
-  find = diagnostics.SIGNATURES["overhead"].find
+  find = diagnostics.DIAGNOSTICS["overhead"].find
   spent = dict(train=600.0, data=5.0, eval=300.0, checkpoint=100.0, compile=0.0, rollout=0.0)
   assert "evaluations took 30% and checkpoints 10% of the 1,000 s" in find({}, a_run(seconds=spent))
   assert find({}, a_run(seconds=spent | {"eval": 100.0})) is None
@@ -88,7 +88,7 @@ def test_evaluations_and_checkpoints_that_take_long_are_seen():
 
 
 def test_a_loss_that_is_flat_later_on_is_none_of_them():
-  assert diagnostics.SIGNATURES["flat_loss"].find({"loss": flat(2, 500)}, a_run(step=5000)) is None
+  assert diagnostics.DIAGNOSTICS["flat_loss"].find({"loss": flat(2, 500)}, a_run(step=5000)) is None
 
 
 def test_values_that_are_not_finite_are_not_judged():
@@ -149,8 +149,8 @@ def test_an_evaluation_that_gets_worse_is_told_with_its_best_step():
 @pytest.fixture
 def narrow(monkeypatch):
   def to(window):
-    monkeypatch.setattr(diagnostics, "SIGNATURES",
-                        {name: s._replace(window=window) for name, s in diagnostics.SIGNATURES.items()})
+    monkeypatch.setattr(diagnostics, "DIAGNOSTICS",
+                        {name: s._replace(window=window) for name, s in diagnostics.DIAGNOSTICS.items()})
   return to
 
 
