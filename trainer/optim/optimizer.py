@@ -157,12 +157,13 @@ class Optimizer:
       finite: where it is False, parameters and state stay as they are; None: they always change.
       prepare: makes the float32 gradient, divided and clipped, of a gradient or a part of one.
     """
-    large = {path for path, p in tree_lib.flatten(trainable).items() if p.ndim > 2 and p.size >= LARGE
-             and (self.moments.reduced or p.dtype == jnp.bfloat16)}
-    small = tree_lib.flatten(trainable).keys() - large
+    flat = tree_lib.flatten(trainable)
+    large = [path for path, p in flat.items() if p.ndim > 2 and p.size >= LARGE
+             and (self.moments.reduced or p.dtype == jnp.bfloat16)]
+    small = flat.keys() - set(large)
     advance = functools.partial(self._advance, step, finite, prepare)
     advanced = [advance(*_of_paths(small, grads, opt_state, trainable))]
-    advanced += [_layer_by_layer(advance, *_of_paths({path}, grads, opt_state, trainable)) for path in sorted(large)]
+    advanced += [_layer_by_layer(advance, *_of_paths({path}, grads, opt_state, trainable)) for path in large]
     params, states, squares, changed = (_merged(trees) for trees in zip(*advanced, strict=True))
     return params, states, Advance(jnp.sqrt(sum(jax.tree.leaves(squares))), tree_lib.flatten(changed))
 
