@@ -39,8 +39,8 @@ class Silent:
   def __init__(self):
     self.asked = []
 
-  def stream(self, params, prompts, *, images=((),), **options):
-    self.asked.append((prompts[0], [image.tolist() for image in images[0]]))
+  def stream(self, params, prompts, request):
+    self.asked.append((prompts[0], [image.tolist() for image in (request.images or [()])[0]]))
     yield Completion(0, 0, np.array([*b"yes", 257], np.int32), np.zeros(4), np.zeros(4), "stop")
 
 
