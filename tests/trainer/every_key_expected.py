@@ -15,7 +15,7 @@ import numpy as np
 from tests.trainer.every_key import Made, digest
 from trainer import tree
 
-BUILT_IN = ["Record", "Notes", "Watchdog", "Preemption", "Health", "MetricsLog", "Signatures", "Progress", "Profiler"]
+BUILT_IN = ["Record", "Notes", "Watchdog", "Preemption", "Health", "MetricsLog", "Diagnostics", "Progress", "Profiler"]
 EVERY_SEVENTH = list(range(140, 1001, 140))  # steps of a run of 1000
 EVERY_FIFTH = list(range(200, 1001, 200))
 

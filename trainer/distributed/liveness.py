@@ -176,10 +176,10 @@ class Watch:
     else:
       said = {int(key.rpartition("/")[2]): text for key, text in self._store.key_value_dir_get(f"{self._prefix}/news/")}
     for index, text in said.items():
-      heartbeats = Heartbeat(**json.loads(text))
-      if index not in self._heartbeats or heartbeats.beat != self._heartbeats[index].beat:
+      heartbeat = Heartbeat(**json.loads(text))
+      if index not in self._heartbeats or heartbeat.beat != self._heartbeats[index].beat:
         self._silent[index] = 0.0
-      self._heartbeats[index] = heartbeats
+      self._heartbeats[index] = heartbeat
 
   def _read_verdict(self) -> None:
     for _, text in self._store.key_value_dir_get(f"{self._prefix}/verdict/"):
