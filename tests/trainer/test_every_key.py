@@ -25,8 +25,6 @@ from trainer.config import defaults, evaluator, reward, source
 from trainer.rollouts import rewards
 from trainer.strategies import STRATEGIES, preference, presets
 
-pytestmark = pytest.mark.devices(8)
-
 ROWS = table.ROWS | sections.SECTIONS
 ADD = ("config key {key} has no row in tests/trainer/{file}: say with which other keys it matters, another value of it "
        'and what it changes, e.g.  "{key}": program(VALUE, {{"other.key": VALUE}}),')
@@ -55,6 +53,17 @@ def of_sections():
 def rows_of(key):
   found = ROWS.get(key, [])
   return found if isinstance(found, list) else [found]
+
+
+# What is seen of where things are on several devices.
+OF_SEVERAL = (every_key.layout, runs.planned, runs.plan_text)
+
+
+def keys():
+  """Every key; marked, if a mesh of one device would not tell."""
+  for key in (*of_defaults(), *of_sections()):
+    several = any(row.see in OF_SEVERAL for row in rows_of(key))
+    yield pytest.param(key, marks=pytest.mark.devices(8) if several else ())
 
 
 @pytest.fixture(scope="module")
@@ -95,7 +104,7 @@ def before(files: Files, row: Row) -> Made:
   return _MADE[name]
 
 
-@pytest.mark.parametrize("key", [*of_defaults(), *of_sections()])
+@pytest.mark.parametrize("key", keys())
 def test_key(key, files):
   is_of_defaults = key in of_defaults()
   assert key in ROWS, ADD.format(key=key, file="every_key_table.py" if is_of_defaults else "every_key_sections.py")
@@ -114,7 +123,7 @@ def test_key(key, files):
 
 
 @pytest.mark.parametrize("see", [
-    every_key.layout, every_key.step, every_key.descent, every_key.fresh, every_key.rows, every_key.scored,
+    pytest.param(every_key.layout, marks=pytest.mark.devices(8)), every_key.step, every_key.descent, every_key.fresh, every_key.rows, every_key.scored,
     sections.texts, sections.scores, runs.sampled, runs.first_parameters, runs.evaluating_steps, runs.planned])
 def test_what_is_seen_of_the_same_config_is_the_same(see, files):
   """Else a key that changes nothing would seem to change something."""

@@ -98,20 +98,30 @@ def largest_array(config, rows):
   return max(math.prod(int(n) for n in dims.split(",")) for dims in re.findall(r"[a-z]\w*\[([0-9,]+)\]", text))
 
 
-@pytest.mark.parametrize("name", ["seq", "sft", "dpo", "kto", "grpo"])
-@pytest.mark.parametrize("least", [1, 10**9])
-def test_no_strategy_ever_has_the_logits_of_the_whole_vocabulary(name, least, tmp_path, monkeypatch):
-  """Whether logits are made of some tokens at a time or of some entries."""
+def of_a_large_vocabulary(name, least, chunk, tmp_path, monkeypatch):
+  """(elements of the largest array in a strategy's step, of all its logits); `least`: MIN_TOKENS, which decides whether
+  logits are made of some tokens at a time or of some entries."""
   monkeypatch.setattr(chunked_loss, "MIN_TOKENS", least)
   monkeypatch.setattr(logprobs, "MIN_TOKENS", least)
   config = resolved(tmp_path, strategy=strategy(name), batch_size=4, seq_len=64)
-  config.model.vocab_size = 2048
-  logits = 4 * 64 * 2048
-  config.model.vocab_chunk = 128
-  assert largest_array(config, 4) <= logits / 8
-  # The same search does find them where they exist.
-  config.model.vocab_chunk = 2048
-  assert largest_array(config, 4) >= logits
+  config.model.update(vocab_size=2048, vocab_chunk=chunk)
+  return largest_array(config, 4), 4 * 64 * 2048
+
+
+# The losses of texts are made in one module, those of answers in the other: each of them in both ways.
+@pytest.mark.parametrize("name, least", [
+    ("seq", 1), ("sft", 10**9), ("dpo", 1), ("grpo", 10**9), *(
+        pytest.param(name, least, marks=pytest.mark.slow) for name, least in (
+            ("seq", 10**9), ("sft", 1), ("dpo", 10**9), ("grpo", 1), ("kto", 1), ("kto", 10**9)))])
+def test_no_strategy_ever_has_the_logits_of_the_whole_vocabulary(name, least, tmp_path, monkeypatch):
+  largest, logits = of_a_large_vocabulary(name, least, 128, tmp_path, monkeypatch)
+  assert largest <= logits / 8
+
+
+@pytest.mark.parametrize("name", ["seq", pytest.param("dpo", marks=pytest.mark.slow)])
+def test_the_same_search_finds_them_where_they_exist(name, tmp_path, monkeypatch):
+  largest, logits = of_a_large_vocabulary(name, 1, 2048, tmp_path, monkeypatch)
+  assert largest >= logits
 
 
 def test_a_mesh_that_is_not_here_places_as_one_that_is(tmp_path):

@@ -10,6 +10,7 @@ import pytest
 from models.attention import blocked
 from models.attention.dispatch import _spans, attention
 from tests.models.common import assert_isolated
+from tests.pairwise import covering
 
 B, T, H, G, K = 2, 24, 4, 2, 8
 SEGMENTS = np.array([[1] * 9 + [2] + [3] * 10 + [0] * 4, [0] * 3 + [1] * 21], np.int32)
@@ -241,12 +242,13 @@ def seen_with_blocks(window, window_blocks):
   return seen
 
 
-@pytest.mark.usefixtures("both_ways")
-@pytest.mark.parametrize("window,window_blocks", [(None, False), (4, False), (4, True)])
-@pytest.mark.parametrize("block,heads_at_once", [(5, 1), (5, 2), (5, 4), (128, 4)])
-def test_blocks_see_each_other_both_ways(window, window_blocks, block, heads_at_once, monkeypatch):
+@pytest.mark.parametrize("both_ways, windows, blocks", covering(
+    ["tiles", "unrolled"], [(None, False), (4, False), (4, True)], [(5, 1), (5, 2), (5, 4), (128, 4)]),
+    indirect=["both_ways"])
+def test_blocks_see_each_other_both_ways(both_ways, windows, blocks, monkeypatch):
   """Packed rows, padding, grouped heads, caps: the outputs, and their gradients, of a plain softmax with that mask.
   However many heads' scores, of the B * G pairs, exist at a time."""
+  (window, window_blocks), (block, heads_at_once) = windows, blocks
   monkeypatch.setattr(blocked, "CACHED_BYTES", 4 * heads_at_once * (H // G) * min(block, T) * T)
   cotangent = jax.random.normal(jax.random.key(3), (B, T, H, K))
   seen = seen_with_blocks(window, window_blocks)
