@@ -123,8 +123,9 @@ def test_key(key, files):
 
 
 @pytest.mark.parametrize("see", [
-    pytest.param(every_key.layout, marks=pytest.mark.devices(8)), every_key.step, every_key.descent, every_key.fresh, every_key.rows, every_key.scored,
-    sections.texts, sections.scores, runs.sampled, runs.first_parameters, runs.evaluating_steps, runs.planned])
+    pytest.param(every_key.layout, marks=pytest.mark.devices(8)), every_key.step, every_key.descent, every_key.fresh,
+    every_key.rows, every_key.scored, sections.texts, sections.scores, runs.sampled, runs.first_parameters,
+    runs.evaluating_steps, runs.planned])
 def test_what_is_seen_of_the_same_config_is_the_same(see, files):
   """Else a key that changes nothing would seem to change something."""
   row = next(row for key in ROWS for row in rows_of(key) if row.see is see)

@@ -46,8 +46,19 @@ def resolved(platform="cpu", **changed):
   return config
 
 
-def planner_of(config, topology="cpu:8"):
-  return plan_estimate.Planner(config, 258, hardware.topology(topology, config.plan.slices), ["main"])
+# Programs that were traced, by all of a config that matters for them.
+TRACED = {}
+
+
+def planner_of(config, topology="cpu:8", usable=None):
+  """A planner that shares what it traces with those of the other tests; `usable`: bytes of each device."""
+  topology = hardware.topology(topology, config.plan.slices)
+  if usable is not None:
+    topology = topology._replace(chip=topology.chip._replace(usable=usable))
+  planner = plan_estimate.Planner(config, 258, topology, ["main"])
+  same = {key: value for key, value in config.items() if key not in ("plan", "mesh")}
+  planner._programs = TRACED.setdefault(f"{topology.devices} {same}", {})
+  return planner
 
 
 @functools.cache
@@ -315,9 +326,7 @@ def test_slices_talk_over_the_slow_network():
 
 
 def small_planner(config, gib):
-  topology = hardware.topology("v5e:2x4")
-  small = topology._replace(chip=topology.chip._replace(usable=gib * 2**30))
-  return plan_estimate.Planner(config, 258, small, ["main"])
+  return planner_of(config, "v5e:2x4", usable=gib * 2**30)
 
 
 def test_the_most_rows_fit_and_one_more_does_not():
