@@ -89,8 +89,9 @@ tests/models/experts/test_moe.py::test_bfloat16_is_close_to_float32
 tests/models/experts/test_moe.py::test_eight_devices_compute_what_one_does[fsdp]
 tests/models/experts/test_moe.py::test_eight_devices_compute_what_one_does[tensor and fsdp]
 tests/models/experts/test_moe.py::test_micro_batches_change_neither_gradient_nor_terms_nor_load[1]
-tests/test_docs_commands.py::test_commands_run_or_are_checked_or_marked[dpo.md]
-tests/test_docs_commands.py::test_commands_run_or_are_checked_or_marked[grpo.md]
+tests/test_docs_commands.py::test_commands_run[dpo.md]
+tests/test_docs_commands.py::test_commands_run[grpo.md]
+tests/test_docs_commands.py::test_commands_run[tutorial.md]
 tests/test_faults.py::test_a_signal_saves_and_exits_0_and_the_run_goes_on[1device-2]
 tests/test_faults.py::test_a_signal_saves_and_exits_0_and_the_run_goes_on[8devices-15]
 tests/test_faults.py::test_exhausted_memory_says_where_it_goes_and_what_to_type

@@ -26,6 +26,7 @@ CASES = {
                 layer_pattern=("local",)),
 }
 LENGTHS = (1, 5, 9, 3, 13)
+# Samplers have two rows and look every four tokens where these do not matter: they then share their programs.
 STOPS = (3, 4, 5, 6)
 # Twenty texts of which most end early.
 MANY = dict(num_samples=4, max_new_tokens=[45, 3, 3, 40, 9], stop_ids=STOPS[:1], seed=2)
@@ -126,21 +127,21 @@ def test_draws_depend_on_nothing_but_seed_prompt_sample_and_place():
 
 def test_parts_of_a_stream_make_the_completions():
   model, params = case("llama")
-  sampler = Sampler(model, rows=2, chunk=2)
+  sampler = Sampler(model, rows=2, chunk=4)
   options = dict(max_new_tokens=7, stop_ids=STOPS, seed=3)
   parts = list(sampler.stream(params, prompts(), Request(**options)))
   whole = sampler.generate(params, prompts(), **options)
   for c in whole:
     mine = [part for part in parts if part.prompt == c.prompt]
     assert [bool(part.finish_reason) for part in mine] == [False] * (len(mine) - 1) + [True]
-    assert all(1 <= len(part.ids) <= 2 for part in mine)
+    assert all(1 <= len(part.ids) <= 4 for part in mine)
     np.testing.assert_array_equal(np.concatenate([part.ids for part in mine]), c.ids)
 
 
 def test_samples_of_any_number_and_limits_of_their_own():
   """What is drawn follows from the sample's number; a limit cuts what a larger one goes on with."""
   model, params = case("llama")
-  sampler, options = Sampler(model, rows=3), dict(stop_ids=STOPS, seed=5)
+  sampler, options = Sampler(model, rows=2, chunk=4), dict(stop_ids=STOPS, seed=5)
   whole = {(c.prompt, c.sample): c for c in
            sampler.generate(params, prompts(), num_samples=3, max_new_tokens=8, **options)}
   samples, limits = [[2], [], [1, 0], [0], [2, 1]], [2, 1, 8, 3, 5]
