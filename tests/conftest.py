@@ -157,6 +157,13 @@ tests/trainer/strategies/test_logprobs.py::test_tokens_that_do_not_count_change_
 tests/trainer/strategies/test_own.py::test_it_trains_as_the_built_in_one_of_the_same_loss[pairs-own2-theirs2]
 tests/trainer/strategies/test_sft_runs.py::test_packing_and_padding_change_neither_loss_nor_gradient[sequence-options0]
 tests/trainer/strategies/test_sft_runs.py::test_packing_and_padding_change_neither_loss_nor_gradient[sequence-options2]
+tests/trainer/planning/test_plan.py::test_bytes_of_the_state_are_those_that_a_device_holds[adamw-mixed]
+tests/trainer/planning/test_plan.py::test_bytes_of_the_state_are_those_that_a_device_holds[muon-fsdp]
+tests/trainer/planning/test_plan.py::test_memory_products_and_traffic_are_close_to_those_of_the_compiled_step[fsdp]
+tests/trainer/rollouts/test_old_policy.py::test_with_one_update_a_rollout_nothing_is_scored_nor_clipped[dapo]
+tests/trainer/rollouts/test_old_policy.py::test_with_one_update_a_rollout_nothing_is_scored_nor_clipped[dr_grpo]
+tests/trainer/rollouts/test_old_policy.py::test_with_one_update_a_rollout_nothing_is_scored_nor_clipped[reinforce++]
+tests/trainer/test_image_runs.py::test_stopped_and_continued_it_is_the_same_run[seq]
 """.strip().splitlines()
 
 

@@ -60,10 +60,12 @@ OF_SEVERAL = (every_key.layout, runs.planned, runs.plan_text)
 
 
 def keys():
-  """Every key; marked, if a mesh of one device would not tell."""
-  for key in (*of_defaults(), *of_sections()):
+  """Every key; marked, if a mesh of one device would not tell, or has not been tried yet."""
+  for key in of_defaults():
     several = any(row.see in OF_SEVERAL for row in rows_of(key))
     yield pytest.param(key, marks=pytest.mark.devices(8) if several else ())
+  for key in of_sections():
+    yield pytest.param(key, marks=pytest.mark.devices(8))
 
 
 @pytest.fixture(scope="module")
@@ -80,7 +82,7 @@ def files(tmp_path_factory):
   _MADE.clear()
 
 
-_MADE: dict[tuple[str, str], Made] = {}
+_MADE: dict[tuple[str, str, int], Made] = {}
 
 
 def fresh(files: Files, row: Row, changed: dict) -> Made:
@@ -98,7 +100,7 @@ def fresh(files: Files, row: Row, changed: dict) -> Made:
 
 def before(files: Files, row: Row) -> Made:
   """`fresh` without a change, the same object for rows with the same other keys."""
-  name = row.base.__name__, repr({path: repr(value) for path, value in row.given.items()})
+  name = row.base.__name__, repr({path: repr(value) for path, value in row.given.items()}), jax.device_count()
   if name not in _MADE:
     _MADE[name] = fresh(files, row, {})
   return _MADE[name]

@@ -80,7 +80,7 @@ def layout_of(sizes):
 # ---------------------------------------------------------------- against reality
 
 
-@pytest.mark.parametrize("sizes", LAYOUTS, ids=str)
+@pytest.mark.parametrize("sizes", LAYOUTS, ids=["fsdp", "mixed"])
 @pytest.mark.parametrize("changed", [{}, dict(optimizer="muon")], ids=["adamw", "muon"])
 def test_bytes_of_the_state_are_those_that_a_device_holds(sizes, changed):
   config = resolved(mesh=sizes)
@@ -102,7 +102,7 @@ def test_bytes_of_the_state_are_those_that_a_device_holds(sizes, changed):
   assert estimate.memory.get("ema", 0) == held(state.get("ema", {}))
 
 
-@pytest.mark.parametrize("sizes", LAYOUTS, ids=str)
+@pytest.mark.parametrize("sizes", LAYOUTS, ids=["fsdp", "mixed"])
 def test_memory_products_and_traffic_are_close_to_those_of_the_compiled_step(sizes):
   config, planner, compiled, mesh = compiled_on(layout_of(sizes))
   estimate, memory = planner.estimate(config.mesh), compiled.memory_analysis()
