@@ -150,13 +150,14 @@ def test_rows_of_any_length_and_heads_of_any_size_are_taken():
     np.testing.assert_allclose(ours, attention(q, k, v, segment_ids=segments, scale=0.3, impl="blocked"), **CLOSE)
 
 
-def test_the_tiles_of_every_head_size_and_chip_give_the_same_numbers(monkeypatch):
+@pytest.mark.parametrize("head, shared", [
+    (16, flash_gpu.SHARED_BYTES), (128, flash_gpu.LARGE), (256, flash_gpu.SHARED_BYTES), *(
+        pytest.param(*values, marks=pytest.mark.slow) for values in (
+            (16, flash_gpu.LARGE), (128, flash_gpu.SHARED_BYTES), (256, flash_gpu.LARGE)))])
+def test_the_tiles_of_every_head_size_and_chip_give_the_same_numbers(head, shared, monkeypatch):
   monkeypatch.undo()
-  device = jax.devices()[0]
-  for head in (16, 128, 256):
-    for shared in (flash_gpu.SHARED_BYTES, flash_gpu.LARGE):
-      attend = functools.partial(attention_gpu.on(device), shared_bytes=shared)
-      assert attention_gpu.error(attend, Rule(0.1, None, None, False), K=head, dtype=jnp.float32) < 1e-5
+  attend = functools.partial(attention_gpu.on(jax.devices()[0]), shared_bytes=shared)
+  assert attention_gpu.error(attend, Rule(0.1, None, None, False), K=head, dtype=jnp.float32) < 1e-5
 
 
 @pytest.mark.skipif(plan_gpu.plugin() is None, reason="needs XLA for GPUs, JAX's CUDA plugin")

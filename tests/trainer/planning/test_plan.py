@@ -46,8 +46,19 @@ def resolved(platform="cpu", **changed):
   return config
 
 
-def planner_of(config, topology="cpu:8"):
-  return plan_estimate.Planner(config, 258, hardware.topology(topology, config.plan.slices), ["main"])
+# Programs that were traced, by all of a config that matters for them.
+TRACED = {}
+
+
+def planner_of(config, topology="cpu:8", usable=None):
+  """A planner that shares what it traces with those of the other tests; `usable`: bytes of each device."""
+  topology = hardware.topology(topology, config.plan.slices)
+  if usable is not None:
+    topology = topology._replace(chip=topology.chip._replace(usable=usable))
+  planner = plan_estimate.Planner(config, 258, topology, ["main"])
+  same = {key: value for key, value in config.items() if key not in ("plan", "mesh")}
+  planner._programs = TRACED.setdefault(f"{topology.devices} {same}", {})
+  return planner
 
 
 @functools.cache
@@ -69,7 +80,7 @@ def layout_of(sizes):
 # ---------------------------------------------------------------- against reality
 
 
-@pytest.mark.parametrize("sizes", LAYOUTS, ids=str)
+@pytest.mark.parametrize("sizes", LAYOUTS, ids=["fsdp", "mixed"])
 @pytest.mark.parametrize("changed", [{}, dict(optimizer="muon")], ids=["adamw", "muon"])
 def test_bytes_of_the_state_are_those_that_a_device_holds(sizes, changed):
   config = resolved(mesh=sizes)
@@ -91,7 +102,7 @@ def test_bytes_of_the_state_are_those_that_a_device_holds(sizes, changed):
   assert estimate.memory.get("ema", 0) == held(state.get("ema", {}))
 
 
-@pytest.mark.parametrize("sizes", LAYOUTS, ids=str)
+@pytest.mark.parametrize("sizes", LAYOUTS, ids=["fsdp", "mixed"])
 def test_memory_products_and_traffic_are_close_to_those_of_the_compiled_step(sizes):
   config, planner, compiled, mesh = compiled_on(layout_of(sizes))
   estimate, memory = planner.estimate(config.mesh), compiled.memory_analysis()
@@ -315,9 +326,7 @@ def test_slices_talk_over_the_slow_network():
 
 
 def small_planner(config, gib):
-  topology = hardware.topology("v5e:2x4")
-  small = topology._replace(chip=topology.chip._replace(usable=gib * 2**30))
-  return plan_estimate.Planner(config, 258, small, ["main"])
+  return planner_of(config, "v5e:2x4", usable=gib * 2**30)
 
 
 def test_the_most_rows_fit_and_one_more_does_not():

@@ -10,7 +10,7 @@ import time
 
 import pytest
 
-from tests import tiny
+from tests import docs_commands, tiny
 from trainer.callbacks import Callback
 from trainer.errors import ConfigError
 from trainer.sweep import command as sweep_lib
@@ -335,7 +335,14 @@ def command(config_file, root, *more):
   return [sys.executable, "-m", "trainer.sweep", f"--config={config_file}", f"--workdir={root}", *more]
 
 
-def test_a_sweep_of_real_runs(config_file, tmp_path):
+def said(argv, monkeypatch, capsys):
+  """What such a command says, in this process."""
+  capsys.readouterr()
+  docs_commands.run(argv[2:], monkeypatch)
+  return capsys.readouterr().out
+
+
+def test_a_sweep_of_real_runs(config_file, tmp_path, monkeypatch, capsys):
   """One of two fails; the other is finished, and left alone the next time."""
   root = tmp_path / "root"
   values = ("--set=seed=1,2", "--set=callbacks.fail.fails=False,True", "--zip", "--metric=loss")
@@ -347,23 +354,23 @@ def test_a_sweep_of_real_runs(config_file, tmp_path):
   assert saved[0]["values"]["step"] == 2 and saved[0]["values"]["loss"] > 0
   assert json.loads((root / saved[0]["name"] / "config.json").read_text())["seed"] == 1
 
-  shown = tiny.run(command(config_file, root, *values, "--dry_run"))
-  assert shown.returncode == 0 and "2 runs in" in shown.stdout and ", 1 of them finished" in shown.stdout
-  gathered = tiny.run(command(config_file, root, *values, "--gather"))
-  assert gathered.returncode == 0 and "finished  fails=False__seed=1-" in gathered.stdout
+  shown = said(command(config_file, root, *values, "--dry_run"), monkeypatch, capsys)
+  assert "2 runs in" in shown and ", 1 of them finished" in shown
+  gathered = said(command(config_file, root, *values, "--gather"), monkeypatch, capsys)
+  assert "finished  fails=False__seed=1-" in gathered
 
 
-def test_a_task_of_slurm_is_a_run_of_the_sweep(config_file, tmp_path, monkeypatch):
+def test_a_task_of_slurm_is_a_run_of_the_sweep(config_file, tmp_path, monkeypatch, capsys):
   slurm(tmp_path, monkeypatch)
   root = tmp_path / "root"
-  done = tiny.run(command(config_file, root, "--slurm", "--sbatch=--partition=gpu"))
-  assert done.returncode == 0 and "Submitted batch job 7" in done.stdout, done.stderr
+  submitted = said(command(config_file, root, "--slurm", "--sbatch=--partition=gpu"), monkeypatch, capsys)
+  assert "Submitted batch job 7" in submitted
   (script,) = root.glob("array-*.sbatch")
   task = tiny.run(["bash", str(script)], SLURM_ARRAY_TASK_ID="1", SLURM_JOB_ID="7")
   assert task.returncode == 0, task.stderr
   (workdir,) = [path for path in root.iterdir() if path.is_dir()]
   assert workdir.name == name_of({"seed": 2, "optimizer.b2": 0.9}) and "finished all 2 steps" in task.stdout
-  again = tiny.run(command(config_file, root, "--slurm", "--dry_run"))
-  assert again.returncode == 0 and ", 1 of them finished" in again.stdout
+  again = said(command(config_file, root, "--slurm", "--dry_run"), monkeypatch, capsys)
+  assert ", 1 of them finished" in again
   script = max(root.glob("array-*.sbatch"), key=lambda path: path.stat().st_mtime)
   assert "#SBATCH --array=0\n" in script.read_text()
