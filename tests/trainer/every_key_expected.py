@@ -13,6 +13,7 @@ import jax
 import numpy as np
 
 from tests.trainer.every_key import Made, digest
+from tests.trainer.every_key_runs import decoding_processes
 from trainer import tree
 
 BUILT_IN = ["Record", "Notes", "Watchdog", "Preemption", "Health", "MetricsLog", "Diagnostics", "Progress", "Profiler"]
@@ -72,6 +73,7 @@ SEEN: dict[str, Callable[[Made], Any]] = {
   "input.batch_size_stages": ranges,
   "batch_size": ranges,
   "grad_accum_steps": lambda m: m.program.options.micro_batch_size,
+  "input.images.workers": lambda m: set(m.seen(decoding_processes)),  # of each epoch that a batch spans
   "seq_len": lambda m: (m.data.row_tokens, m.data.tokens_seen(3)),
   "input.weight_stages": lambda m: {name: found["rows"] for name, found in m.data.counters(9).items()},
   "source.weight": lambda m: {name: found["rows"] for name, found in m.data.counters(3).items()},
@@ -129,7 +131,7 @@ EXPECTED: dict[str, Any] = {
   "processes.phase_seconds": [60.0, 600.0, 17.0],
   "input.prefetch": 5,
   "input.workers": 3,
-  "input.images.workers": [2],
+  "input.images.workers": {2},
   "input.cache_dir": False,
   "input.batch_size_stages": [(0, 8), (8, 8), (16, 16), (32, 16)],
   "batch_size": [(0, 16), (16, 16), (32, 16), (48, 16)],
