@@ -78,6 +78,8 @@ SEEN: dict[str, Callable[[Made], Any]] = {
   "input.weight_stages": lambda m: {name: found["rows"] for name, found in m.data.counters(9).items()},
   "source.weight": lambda m: {name: found["rows"] for name, found in m.data.counters(3).items()},
   "input.stop": lambda m: m.data.num_steps,
+  # Of two that are started one may end before it is needed.
+  "rollout.reward_workers": lambda m: m.begun.run.data._scorer._size,
   "optimizer.ema_decay": lambda m: (m.program.options.ema_decay, sorted(m.program.abstract_state)),
   "optimizer.clip_norm": lambda m: m.program.options.clip_norm,
   "optimizer.learning_rate": lambda m: m.optimizer.learning_rate,
