@@ -21,7 +21,7 @@ OF_EVALUATORS = {"trainer.main", "trainer.modes.invariances"}
 LATE = {
     ("trainer", "trainer.main"): "`from trainer import train`, while `import trainer.config` starts no JAX",
     ("trainer.config.sections", "trainer.strategies"): "the options of a strategy of the user's own are in its record",
-    ("trainer.bases", "trainer.sweep.speedrun"): "a run that begins from another one trains that one first",
+    ("trainer.bases", "trainer.speedrun.command"): "a run that begins from another one trains that one first",
     ("trainer.report", "trainer.report.record"): "the report is of the run that it ends",
 }
 

@@ -73,7 +73,7 @@ def make(config: Mapping[str, Any], workdir: str | Path, typed: Sequence[str]) -
     return 0
   if int(os.environ.get("JAX_NUM_PROCESSES", "1")) > 1:
     check(config, workdir)  # each process would train it
-  from trainer.sweep.speedrun import call
+  from trainer.speedrun.command import call
   arguments = command(config, path, [argument for argument in typed if argument.startswith("--config.model.")])
   path.mkdir(parents=True, exist_ok=True)
   with open(path / LOCK, "a") as file:  # two runs that need it wait for one another

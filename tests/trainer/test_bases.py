@@ -8,7 +8,7 @@ from configs import quickstart_dpo, quickstart_grpo, quickstart_sft
 from trainer import bases
 from trainer.config import defaults
 from trainer.errors import ConfigError
-from trainer.sweep import speedrun
+from trainer.speedrun import command as speedrun
 
 
 def config(path, made_by="configs.quickstart"):

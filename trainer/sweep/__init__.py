@@ -1,5 +1,4 @@
-"""Several runs: the commands `python -m trainer.sweep` (variants of a config) and `python -m trainer.speedrun`
-(stages).
+"""Several runs: the command `python -m trainer.sweep`, variants of a config, here or by Slurm.
 
 May import: trainer.config, trainer.program, trainer.report, trainer.telemetry.
 """

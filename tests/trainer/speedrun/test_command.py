@@ -13,7 +13,7 @@ import pytest
 from tests import tiny
 from trainer.config.checks import resolve
 from trainer.errors import ConfigError
-from trainer.sweep import speedrun
+from trainer.speedrun import command as speedrun
 from trainer.telemetry import terminal
 from trainer.telemetry.writers import read_rows
 

@@ -27,7 +27,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from absl import app, flags, logging
+from absl import app, flags
 
 from trainer import atomic
 from trainer.errors import ConfigError
@@ -290,9 +290,3 @@ def main(argv: list[str]) -> None:
   if given.chat:
     last = root if not given.seeds else root / f"seed-{given.seeds[-1]}"
     chat(stages, last / stages.names[-1])
-
-
-if __name__ == "__main__":
-  _define_flags()
-  logging.set_verbosity(logging.WARNING)
-  app.run(main)
