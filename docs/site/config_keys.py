@@ -25,7 +25,7 @@ HEAD = """# Every config key
 
 Each key with its default and the comment that stands above it in the source:
 [trainer/config/keys.py](../trainer/config/keys.py), [models/config.py](../models/config.py),
-[config_sections.py](../trainer/config/sections.py) and, for strategies, their files in
+[trainer/config/sections.py](../trainer/config/sections.py) and, for strategies, their files in
 [trainer/strategies](../trainer/strategies), from which this page is made (`python docs/site/config_keys.py`).
 How keys are set, and what is refused, is in [configuration.md](configuration.md).
 

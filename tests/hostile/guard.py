@@ -94,7 +94,7 @@ class Guard:
     return f"{event} of {real}, outside {', '.join(self.writable)}"
 
   def _run(self, event: str, args: tuple) -> str | None:
-    """Code that is compiled or run: that of libraries and of Weft is, and templates by jinja2 for chat.py."""
+    """Code that is compiled or run: that of libraries and of Weft is, and templates by jinja2 for template.py."""
     if event == "compile":
       source, file = (args[0] if isinstance(args[0], str) else ""), str(args[1])
     else:
