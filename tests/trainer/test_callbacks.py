@@ -1,5 +1,6 @@
 """The built-in callbacks on their own; whole runs with them are in test_main.py and test_faults.py."""
 
+import signal
 import types
 
 import pytest
@@ -83,3 +84,32 @@ def test_a_stop_asked_for_by_a_callback_does_not_count_as_a_first_signal():
   finally:
     preemption.on_train_end(run)
   assert run.stop_requested == "SIGTERM" and "saving" in run.said[0]
+
+
+def test_a_second_signal_ends_the_process_at_once(monkeypatch, capsys):
+  raised = []
+  monkeypatch.setattr("signal.raise_signal", raised.append)
+  monkeypatch.setattr("signal.signal", lambda number, handler: raised.append((number, handler)))
+  preemption, run = cb.Preemption(), fake_run()
+  preemption._received(run, 15)
+  assert not raised and run.stop_requested == "SIGTERM"
+  preemption._received(run, 2)
+  assert raised == [(2, signal.SIG_DFL), 2] and "exiting at once" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("begin", [0, 3, 4])
+def test_the_profile_is_of_so_many_steps_from_that_one_on(begin, monkeypatch, tmp_path):
+  """Of the steps 4 and 5, if the process takes 4; what is on is never left on."""
+  seen = []
+  monkeypatch.setattr("jax.profiler.start_trace", lambda *a, **k: seen.append("on"))
+  monkeypatch.setattr("jax.profiler.stop_trace", lambda: seen.append("off"))
+  profiler = cb.Profiler(tmp_path, start_step=3, num_steps=2)
+  for step in range(begin, 8):
+    profiler.on_step_begin(fake_run(step=step))
+    seen.append(step + 1)
+    profiler.on_optimizer_step(fake_run(step=step + 1, state={"step": 0}))
+  assert seen == ([*range(begin + 1, 4), "on", 4, 5, "off", 6, 7, 8] if begin < 4 else [5, 6, 7, 8])
+  profiler = cb.Profiler(tmp_path, start_step=7, num_steps=2)
+  profiler.on_step_begin(fake_run(step=7))
+  profiler.on_train_end(fake_run(step=8, state={"step": 0}))
+  assert seen[-2:] == ["on", "off"]

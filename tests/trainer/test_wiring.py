@@ -90,6 +90,7 @@ class Watch(Callback):
     self.log.metrics[step] = metrics
 
   def on_optimizer_step(self, run):
+    run.remembered["watched"] = run.remembered.get("watched", 0) + 1
     self.log.left[run.step] = sum(not leaf.is_deleted() for leaf in self._before)
     self.log.w[run.step] = np.array(run.state["params"]["head"]["w"])
     if "ema" in run.state:
@@ -290,7 +291,7 @@ def test_a_stopped_run_goes_on_where_it_was(stopped, folder, tmp_path):
   check_rows(counts)
   check_steps(after, expected(counts), range(7, TOTAL + 1))
   assert sorted(after.evaluated) == [9, 12, 14] and after.saved == [8, 12, 14]
-  assert run.step == TOTAL
+  assert run.step == run.remembered["watched"] == TOTAL
 
 
 def test_resume_takes_the_other_run_whole_and_its_own_checkpoint_afterwards(stopped, folder, tmp_path):

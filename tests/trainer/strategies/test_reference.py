@@ -74,6 +74,18 @@ def test_a_run_that_goes_on_has_the_reference_that_it_began_with(precompute, tmp
     assert (step == 1) == (abs(loss - np.log(2)) < 1e-3)
 
 
+def test_a_reference_that_moves_does_so_after_every_so_many_steps(tmp_path):
+  """TR-DPO (arXiv 2404.09656, eq. 5): after steps 2 and 4 a quarter of the way to the policy; also where the run is
+  stopped after 3."""
+  options = strategy("dpo", beta=BETA, reference_ema=0.25, reference_ema_steps=2)
+  before = trained(tmp_path, tmp_path / "w", False, stop=3, strategy=options)
+  steps = before | trained(tmp_path, tmp_path / "w", False, strategy=options)
+  moved = 0.75 * FIRST + 0.25 * steps[3][0]
+  for step, (w, batch, loss) in steps.items():
+    assert loss == pytest.approx(loss_of(w, FIRST if step <= 2 else moved, batch), rel=1e-5), step
+  assert abs(loss_of(*steps[4][:1], FIRST, steps[4][1]) - steps[4][2]) > 1e-3
+
+
 def test_two_models_with_one_folder_of_caches_have_log_probs_of_their_own(tmp_path):
   """The second run begins with the parameters that the first has come to."""
   one = trained(tmp_path, tmp_path / "one", True)
