@@ -232,3 +232,28 @@ def test_what_is_forgotten_is_later_than_the_step(tmp_path):
   assert checkpoints.steps() == [2, 4] and sorted(checkpoints._values) == [2, 4]
   assert checkpoints.save(6, state(6), {}) and not checkpoints.save(4, state(4), {})
   checkpoints.close()
+
+
+def test_the_best_is_remembered_when_the_workdir_is_opened_again(tmp_path):
+  for steps in ((1, 1.0), (2, 5.0)), ((3, 4.0), (4, 3.0)):
+    checkpoints = Checkpoints(tmp_path, keep_last=1, keep_best="eval/val/loss", best_mode="min")
+    for step, loss in steps:
+      checkpoints.save(step, state(step), {}, {"eval/val/loss": loss})
+    checkpoints.close()
+  assert Checkpoints(tmp_path).steps() == [1, 4]
+
+
+def test_arrays_beside_the_state_come_back_and_parts_that_are_left_out_are_put_in_again(tmp_path):
+  checkpoints = Checkpoints(tmp_path, leave_out={"params": ["b/kernel"], "reference": ["c"]})
+  whole = {"step": jnp.int32(3), "params": {"a": jnp.ones(2), "b": {"kernel": jnp.full(2, 2.0)}},
+           "reference": {"c": jnp.full(2, 3.0)}}
+  stored, left_out = checkpoints.split(whole)
+  assert sorted(stored) == ["params", "step"] and list(stored["params"]) == ["a"]
+  assert left_out == {"params": {"b": whole["params"]["b"]}, "reference": whole["reference"]}
+  assert checkpoints.merge(stored, left_out) == whole
+  checkpoints.save(3, whole, {}, arrays={"rest": np.arange(3)})
+  checkpoints.close()
+  like = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), stored)
+  restored = Checkpoints(tmp_path).restore_newest(like)
+  assert list(restored.state["params"]) == ["a"]
+  np.testing.assert_array_equal(restored.arrays["rest"], [0, 1, 2])
