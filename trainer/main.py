@@ -100,6 +100,7 @@ def train(config: Mapping, workdir: str | Path, past: Past | None = None) -> Run
     callbacks = _make_callbacks(config, horizon, workdir, gradient_paths(optimizer, program.abstract_state["params"]))
     checkpoints = _make_checkpoints(config, horizon, program, workdir)
     more_writers, origin = loggers.find(config.loggers, workdir), init_from.origin_of(config)
+    config_checks.audit(config)
 
     # ---------------------------------------------------------------- state; meanwhile the step is compiled
     if data.shapes_known and first < horizon.total_steps:
@@ -107,7 +108,6 @@ def train(config: Mapping, workdir: str | Path, past: Past | None = None) -> Run
     del example
     start = state_lib.initialise(config, origin, program, checkpoints)
     position.go_on(config, data, start, found_here=past is None)
-    config_checks.audit(config)  # what a Hugging Face folder has against typed keys comes first, and says more
     if program.precompute:
       start = reference_lib.precompute(config, start, program, setup.datasets, workdir)
     state_lib.describe(start)

@@ -35,6 +35,7 @@ class Origin:
   fresh: bool
   seed: int
   hf_ignore: tuple  # entries of the folder's config.json that have no effect
+  typed: dict | None  # architecture keys as this config has them, to compare with the folder's; None: no folder
   model: Any  # the section
   resume: str | None = None  # a run that is gone on with as a whole
 
@@ -42,9 +43,10 @@ class Origin:
 def origin_of(config: Any) -> Origin:
   """Where the parameters of the run come from."""
   start, section = config.init_from, config.model
-  return Origin(start.path, start.remap, start.ignore, start.hf or section.hf,
-                section.lora.peft if section.lora.rank else None, start.fresh, config.seed, section.hf_ignore, section,
-                config.resume)
+  folder = start.hf or section.hf
+  return Origin(start.path, start.remap, start.ignore, folder, section.lora.peft if section.lora.rank else None,
+                start.fresh, config.seed, section.hf_ignore,
+                None if folder is None else hf.keys_of(section, section.vocab_size), section, config.resume)
 
 
 def first_params(origin: Origin, model: Any, target: Any, *, partial: bool = False) -> tuple[Any, str]:
@@ -137,7 +139,7 @@ def _base_shapes(model: Any) -> Leaves:
   return {path: leaf for path, leaf in shapes.items() if not lora.is_adapter(path)}
 
 
-def _check_typed(section: Any, keys: dict[str, Any], shapes: Leaves, folder: str) -> None:
+def _check_typed(origin: Origin, keys: dict[str, Any], shapes: Leaves, folder: str) -> None:
   """Refuses a config whose own keys make other shapes than the folder's config.json: its parameters cannot be read.
 
   An unembedding of its own, or none, is no matter of shapes (models/hf/convert.py).
@@ -147,13 +149,13 @@ def _check_typed(section: Any, keys: dict[str, Any], shapes: Leaves, folder: str
             if path not in shapes or path not in theirs or shapes[path].shape != theirs[path].shape]
   if not differ:
     return
-  typed = hf.keys_of(section, section.vocab_size)
+  typed = origin.typed or hf.keys_of(origin.model, origin.model.vocab_size)
   changed = [key for key, value in keys.items() if typed[key] != value]
   changes = ", ".join(f"model.{key}={typed[key]!r} (config.json: {keys[key]!r})" for key in changed)
   shape = {name: tuple(of[differ[0]].shape) if differ[0] in of else "none"
            for name, of in (("here", shapes), ("there", theirs))}
-  if section.hf is not None and Path(section.hf) != Path(folder):
-    changes += f", those of model.hf={section.hf}"
+  if origin.model.hf is not None and Path(origin.model.hf) != Path(folder):
+    changes += f", those of model.hf={origin.model.hf}"
   raise ConfigError(f"this config has {changes}, with which the model has other parameters than {folder} holds: "
                     f"{differ[0]} is {shape['here']} here, {shape['there']} there"
                     f"{f', and {len(differ) - 1} more' if len(differ) > 1 else ''}. Leave out what is not meant "
@@ -166,7 +168,7 @@ def _from_hugging_face(origin: Origin, model: Any, wanted: Leaves) -> Iterator[t
   if wanted:
     folder = origin.folder
     family, keys, _ = hf.architecture(folder, origin.hf_ignore)
-    _check_typed(origin.model, keys, _base_shapes(model), folder)
+    _check_typed(origin, keys, _base_shapes(model), folder)
     tensors = hf.TensorFolder(folder)
     if tensors.note:
       logging.log_first_n(logging.WARNING, "%s: %s", 1, folder, tensors.note)
