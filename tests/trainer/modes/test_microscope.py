@@ -299,7 +299,7 @@ def test_no_logits_for_the_whole_vocabulary_in_the_compiled_program(chunk, has_l
   model = tiny.model(vocab_size=2048, vocab_chunk=chunk)
   cfg = named("grpo", kl_coef=0.1)
   batch = {key: jnp.asarray(part) for key, part in tiny.batch(4, 64).items()}
-  batch |= dict(sequences=jnp.ones((4, 2)), advantages=jnp.ones((4, 2)), old_logprobs=jnp.zeros((4, 64)))
+  batch |= dict(segment_roles=jnp.ones((4, 2), jnp.int32), advantages=jnp.ones((4, 2)), old_logprobs=jnp.zeros((4, 64)))
   params = jax.eval_shape(model.init, jax.random.key(0))
   program = jax.jit(lambda params, batch: microscope.of_tokens(model, params, batch, jax.random.key(0), cfg, params))
   text = program.lower(params, batch).compile().as_text()
