@@ -197,7 +197,7 @@ class Source:
       if not isinstance(record, Record):
         kinds = type(self._reader).__name__, type(record).__name__
         raise DataError(f"source {self.name!r}: {kinds[0]}.read gives a {kinds[1]}, where input_pipeline"
-                        ".readers.Record(name, where, fields) is wanted.")
+                        ".sources.readers.Record(name, where, fields) is wanted.")
       if record.problem is None and (self._text(record) == "" or not record.fields):
         tally.empty += 1
       else:
