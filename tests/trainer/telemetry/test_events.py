@@ -51,7 +51,7 @@ def told(workdir):
 def test_notes_and_warnings_are_written_once_and_shown(corpus, tmp_path, capsys):
   train(config(corpus), tmp_path)
   assert [row for row in told(tmp_path) if row[1] != "info"] == [
-      (2, "warning", "test_events", "something odd: 7", ""), (2, "warning", "test_notes", "of a library", ""),
+      (2, "warning", "test_events", "something odd: 7", ""), (2, "warning", "test_events", "of a library", ""),
       (2, "health", "a_sign", "text of 2.", "do this"), (5, "health", "a_sign", "text of 5.", "do this")]
   assert "health, step 5: text of 5. do this" in capsys.readouterr().out
   before = told(tmp_path)
