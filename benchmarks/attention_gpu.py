@@ -28,11 +28,11 @@ import jax.numpy as jnp
 import numpy as np
 from tqdm import tqdm
 
-from models.attention import blocked
 from models.attention import gpu as attention_gpu
 from models.attention import gpu_kernels as flash_gpu
-from models.attention.blocked import Rule, Side
+from models.attention import mask
 from models.attention.dispatch import attention
+from models.attention.mask import Rule, Side
 
 
 class Case(NamedTuple):
@@ -71,7 +71,7 @@ def made(case: Case) -> tuple[Rule, list[jax.Array], jax.Array]:
 def ways(case: Case) -> dict[str, Callable]:
   """name -> (q, k, v) -> output."""
   rule, _, segments = made(case)
-  sides = Side(segments, jnp.arange(case.length), None), Side(blocked.keys_of(segments), jnp.arange(case.length), None)
+  sides = Side(segments, jnp.arange(case.length), None), Side(mask.keys_of(segments), jnp.arange(case.length), None)
   found = {
       "kernels": lambda q, k, v: attention_gpu.on(jax.devices()[0])(rule, q, k, v, *sides),
       "blocked": lambda q, k, v: attention(q, k, v, segment_ids=segments, window=case.window, scale=rule.scale,

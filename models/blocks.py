@@ -12,9 +12,9 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from models.attention.blocked import TokenIds
 from models.attention.cache import Cache, Past
 from models.attention.dispatch import attend_to_past, attention
+from models.attention.mask import TokenIds
 from models.attention.rope import apply_rope
 from models.experts.moe import Moe
 from models.layers import Linear, Mlp, Norm, Scope, apply_linears, dropout

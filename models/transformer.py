@@ -23,8 +23,8 @@ from ml_collections import ConfigDict
 from models import cpu, lora, vit, vlm
 from models.api import Output, Params
 from models.attention import cache as cache_lib
-from models.attention.blocked import TokenIds
 from models.attention.cache import Cache, Past
+from models.attention.mask import TokenIds
 from models.attention.rope import rope_table
 from models.blocks import Block, make_norm, run_blocks, stack_blocks, unstack
 from models.experts.moe import report

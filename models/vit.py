@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from models.attention.blocked import TokenIds
+from models.attention.mask import TokenIds
 from models.blocks import Block, make_norm, run_blocks, stack_blocks
 from models.layers import Embedding, Linear, Scope
 from models.sharding.logical_axes import constrain

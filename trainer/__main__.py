@@ -27,7 +27,7 @@ def main(argv: list[str]) -> None:
     raise app.UsageError(f"unexpected arguments {argv[1:]}; overrides are written --config.key=value")
   config, notes = config_typed.of_flag(flags.FLAGS["config"])
   startup.set_environment(config.get("precision"))
-  # These take seconds to import: only now, so that a mistyped flag is told before.
+  # These take seconds to import: only now, so that a mistyped flag is told before them.
   import jax
 
   from trainer import bases

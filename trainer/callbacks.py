@@ -22,7 +22,7 @@ from tqdm import tqdm
 from trainer.distributed import liveness
 from trainer.dotted import load_class
 from trainer.errors import ConfigError
-from trainer.modes import row_losses as rows_lib
+from trainer.telemetry import row_losses as rows_lib
 
 if TYPE_CHECKING:
   from trainer.run import Run

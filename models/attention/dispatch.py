@@ -19,10 +19,11 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from models import gpu
-from models.attention import blocked, ring
+from models.attention import blocked, mask, ring
 from models.attention import gpu as attention_gpu
 from models.attention import tpu as attention_tpu
-from models.attention.blocked import MASKED, Rule, Side, Span, TokenIds
+from models.attention.blocked import MASKED, Span
+from models.attention.mask import Rule, Side, TokenIds
 from models.sharding import logical_axes
 
 IMPLEMENTATIONS = ("auto", "blocked", "splash", "triton")
@@ -138,7 +139,7 @@ def _attend(axis: logical_axes.Axes, rule: Rule, impl: str, block: int, q_BxTxHx
       if axis is None:
         index = jnp.arange(T)
         return attend(rule, q_BxTxHxK, k_BxTxGxK, v_BxTxGxK, tokens.queries(index),
-                      Side(blocked.keys_of(tokens.segments), index, tokens.blocks))
+                      Side(mask.keys_of(tokens.segments), index, tokens.blocks))
       return ring.by_kernel(axis, rule, attend, q_BxTxHxK, k_BxTxGxK, v_BxTxGxK, tokens)
     gpu.warn("attention", reason)
   G = k_BxTxGxK.shape[2]
@@ -147,7 +148,7 @@ def _attend(axis: logical_axes.Axes, rule: Rule, impl: str, block: int, q_BxTxHx
   block = max(1, block)
   if axis is None:
     index = jnp.arange(T)
-    keys = Side(blocked.keys_of(tokens.segments), index, tokens.blocks)
+    keys = Side(mask.keys_of(tokens.segments), index, tokens.blocks)
     out = blocked.attend(_spans(T, block, rule, not has_blocks), rule, q, k, v, tokens.queries(index), keys)
   elif has_blocks or has_prompts or T % 2:
     out = ring.gathered(axis, rule, block, q, k, v, tokens)

@@ -14,9 +14,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from models import gpu
-from models.attention import blocked
+from models.attention import blocked, mask
 from models.attention import gpu_kernels as flash_gpu
-from models.attention.blocked import Rule, Side, Span
+from models.attention.blocked import Span
+from models.attention.mask import Rule, Side
 
 # The largest head that a tile's accumulators leave registers for.
 MAX_HEAD = 256
@@ -76,7 +77,7 @@ def error(attend: Callable, rule: Rule, R: int = 2, K: int = 64, dtype: Any = jn
   segments = jnp.select([places < 40, places < 250, places < 370], [1, 2, 3], 0)[None]
   block_ids = jnp.where((places > 60) & (places < 200), 1, 0)[None] if blocks else None
   prompt_ids = jnp.where(segments == 3, 1, 0) if prompts else None
-  queries, keys = Side(segments, places, block_ids, prompt_ids), Side(blocked.keys_of(segments), places, block_ids)
+  queries, keys = Side(segments, places, block_ids, prompt_ids), Side(mask.keys_of(segments), places, block_ids)
   spans = (Span(0, T, 0, T),)
 
   def reference(q, k, v):

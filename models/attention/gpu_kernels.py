@@ -21,8 +21,9 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from models.attention import blocked
-from models.attention.blocked import MASKED, Rule, Side
+from models.attention import mask
+from models.attention.blocked import MASKED
+from models.attention.mask import Rule, Side
 from models.remat import named
 
 # exp(x) is exp2(x LOG2E), which the hardware has.
@@ -67,7 +68,7 @@ def attend(rule: Rule, q_BxTxHxK: jax.Array, k_BxSxGxK: jax.Array, v_BxSxGxK: ja
     rule: how scores are made, and who sees whom.
     q_BxTxHxK: queries; H is a multiple of G.
     k_BxSxGxK, v_BxSxGxK: keys and values.
-    queries, keys: which they are; `keys.segments` are those of `blocked.keys_of`.
+    queries, keys: which they are; `keys.segments` are those of `mask.keys_of`.
     shared_bytes: of the memory that the warps of a tile share, for which tiles are chosen.
     interpret: run without a GPU.
   """
@@ -238,7 +239,7 @@ def _scores(rule: Rule, products: jax.Array, queries: Side | None, keys: Side | 
     scores, slope = bent * (rule.logit_cap * LOG2E), 1.0 - bent * bent
   if queries is None or keys is None:
     return scores, slope
-  return jnp.where(blocked.seen(rule, queries, keys, keys_first), scores, MASKED), slope
+  return jnp.where(mask.seen(rule, queries, keys, keys_first), scores, MASKED), slope
 
 
 def _dot(a: jax.Array, b: jax.Array) -> jax.Array:
@@ -273,10 +274,10 @@ def _runs(rule: Rule, queries: Side, keys: Side, sizes: Sizes) -> tuple[jax.Arra
   """Which tiles each has to do with: of queries int32 [B, N, 4], of keys [B, M, 4]. Before the first of the four
   numbers and from the fourth on nothing is seen; from the second to the third everything is."""
   N, M = queries.segments.shape[1] // sizes.queries, keys.segments.shape[1] // sizes.keys
-  of_keys = blocked.ends(keys.segments, sizes.keys)
+  of_keys = mask.ends(keys.segments, sizes.keys)
 
   def met(ids):
-    return blocked.meet(blocked.ends(ids, sizes.queries), of_keys)
+    return mask.meet(mask.ends(ids, sizes.queries), of_keys)
 
   def all_of(ids, number, size):
     """The number that all tokens of a tile have, -2 where they differ: [B, number]."""
@@ -298,7 +299,7 @@ def _runs(rule: Rule, queries: Side, keys: Side, sizes: Sizes) -> tuple[jax.Arra
   if queries.blocks is None:
     some &= some_before
   else:
-    together = blocked.meet(blocked.ends(queries.blocks, sizes.queries), blocked.ends(keys.blocks, sizes.keys))
+    together = mask.meet(mask.ends(queries.blocks, sizes.queries), mask.ends(keys.blocks, sizes.keys))
     some &= some_before | (together & near if rule.window_blocks else together)
   if rule.causal:
     every &= nearest_NxM >= 0

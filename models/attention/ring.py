@@ -25,8 +25,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from models.attention import blocked
-from models.attention.blocked import Partial, Rule, Side, Span, TokenIds
+from models.attention import blocked, mask
+from models.attention.blocked import Partial, Span
+from models.attention.mask import Rule, Side, TokenIds
 from models.remat import named
 
 # Bytes of the scores that one product of the ring may hold; more are computed a few queries at a time.
@@ -41,7 +42,7 @@ def gathered(axis: Any, rule: Rule, block: int, q, k, v, tokens: TokenIds) -> ja
   whole, S = everything(tokens.segments, axis=1), k.shape[2]
   queries = tokens.queries(part * N + jnp.arange(N))
   blocks = None if tokens.blocks is None else everything(tokens.blocks, axis=1)
-  keys = Side(blocked.keys_of(whole), jnp.arange(S), blocks)
+  keys = Side(mask.keys_of(whole), jnp.arange(S), blocks)
   spans = tuple(Span(start, min(start + block, N), 0, S) for start in range(0, N, block))
   return blocked.attend(spans, rule, q, k, v, queries, keys)
 
@@ -75,7 +76,7 @@ def _with_end_of_last(axis: Any, before: int, x: jax.Array, at: int) -> jax.Arra
 def _sides_of_neighbours(axis: Any, before: int, segments: jax.Array) -> tuple[Side, Side]:
   """A part's queries, and its keys with those of `_with_end_of_last`."""
   N = segments.shape[1]
-  own, seen = jnp.arange(-before, N), blocked.keys_of(_with_end_of_last(axis, before, segments, 1))
+  own, seen = jnp.arange(-before, N), mask.keys_of(_with_end_of_last(axis, before, segments, 1))
   # What comes round to the first part is the end of the row, which it must not see.
   seen = jnp.where((jax.lax.axis_index(axis) == 0) & (own < 0), -1, seen)
   return Side(segments, jnp.arange(N), None), Side(seen, own, None)
@@ -97,7 +98,7 @@ def by_kernel(axis: Any, rule: Rule, attend: Callable, q_BxNxHxK, k_BxNxGxK, v_B
     return attend(rule, q_BxNxHxK, k, v, *_sides_of_neighbours(axis, before, tokens.segments))
   everything = functools.partial(jax.lax.all_gather, axis_name=axis, axis=1, tiled=True)
   k, v, whole, all_blocks = jax.tree.map(everything, (k_BxNxGxK, v_BxNxGxK, tokens.segments, tokens.blocks))
-  keys = Side(blocked.keys_of(whole), jnp.arange(whole.shape[1]), all_blocks)
+  keys = Side(mask.keys_of(whole), jnp.arange(whole.shape[1]), all_blocks)
   if N % 2:
     return attend(rule, q_BxNxHxK, k, v, tokens.queries(jax.lax.axis_index(axis) * N + jnp.arange(N)), keys)
   order = _Zigzag(axis, N)
@@ -121,7 +122,7 @@ def _ring_fwd(axis, rule, q, k, v, segments):
   near, far = rule, rule._replace(causal=False)
 
   def keys(part, halves):
-    return [Side(blocked.keys_of(s), index, None) for s, index in zip(halves, order.places(part), strict=True)]
+    return [Side(mask.keys_of(s), index, None) for s, index in zip(halves, order.places(part), strict=True)]
 
   # Its own keys first, so that every query has seen one.
   keys1, keys2 = keys(order.part, (segments1, segments2))
@@ -162,7 +163,7 @@ def _ring_bwd(axis, rule, saved, dout):
   mine1, mine2 = (q1, queries[0], lses[0], delta1, dout1), (q2, queries[1], lses[1], delta2, dout2)
 
   def keys(part, halves):
-    return [Side(blocked.keys_of(s), index, None) for s, index in zip(halves, order.places(part), strict=True)]
+    return [Side(mask.keys_of(s), index, None) for s, index in zip(halves, order.places(part), strict=True)]
 
   keys1, keys2 = keys(order.part, (segments1, segments2))
   dq1, dk1, dv1 = _backward(near, mine1, k1, v1, keys1)

@@ -28,7 +28,7 @@ from trainer.distributed import mesh as mesh_lib
 from trainer.distributed import processes
 from trainer.generate import image_tokens
 from trainer.report import pages
-from trainer.rollouts import rollout
+from trainer.rollouts import reward_pool
 from trainer.telemetry.terminal import BOLD, DIM, OFF, PARTLY, TRAINED, say
 
 ROWS = 3
@@ -113,7 +113,7 @@ def shown_prompts(config: ConfigDict, tokenizer: Tokenizer, rows: int) -> Inspec
   """
   r = config.rollout
   prompts = prompt_data.make_prompt_data(config, tokenizer, True)
-  rollout.make_scorer(config, prompts)
+  reward_pool.make_scorer(config, prompts)
   items = [prompts.item(i) for i in range(min(rows, prompts.num_items or rows))]
   tokens = [[Token(text, int(i), 0.0, 1, place) for place, (text, i) in enumerate(
       zip(token_texts(item.prompt.ids.tolist(), tokenizer), item.prompt.ids, strict=True))] for item in items]

@@ -21,9 +21,9 @@ from models import cpu
 from trainer import strategies, update
 from trainer.generate import image_tokens
 from trainer.modes import inspect
-from trainer.modes.row_losses import Rows
 from trainer.report import pages
 from trainer.strategies import logprobs, sequences
+from trainer.telemetry.row_losses import Rows
 
 # Rows of the page, and tokens on it at most, so that a phone can open it.
 MOST_ROWS, MOST_TOKENS = 20, 20_000

@@ -30,8 +30,8 @@ from trainer.errors import ConfigError
 from trainer.main import train
 from trainer.modes import inspect
 from trainer.modes.microscope import Microscope
-from trainer.modes.row_losses import Rows, mean_losses
 from trainer.telemetry import terminal, writers
+from trainer.telemetry.row_losses import Rows, mean_losses
 
 # Of the rows with the highest losses.
 SHOWN, TEXTS = 20, 3

@@ -348,3 +348,17 @@ def _check_pickles(key: str, value: Any, where: str) -> None:
   except Exception as e:
     raise DataError(f"{where}: column {key!r}, a {type(value).__name__}, cannot be sent to the processes that compute "
                     f"rewards ({e}). Make it strings, numbers, lists and dicts, or leave it out of the data.") from e
+
+
+def make_scorer(config: Any, prompts: Any) -> Scorer:
+  """What scores completions of these prompts; its processes start with the first of them.
+
+  Raises:
+    ConfigError: see `Scorer`.
+    DataError: naming the first prompt that lacks a column which some function is to be called with.
+  """
+  c = config.rollout
+  scorer = Scorer({name: c.rewards[name] for name in c.rewards}, c.reward_workers, c.reward_timeout_seconds)
+  for item in prompts.every_item():
+    scorer.check_columns(item.columns, item.prompt.where)
+  return scorer

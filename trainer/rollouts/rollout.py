@@ -36,7 +36,7 @@ from trainer.rollouts.environment import Episode, Episodes
 from trainer.rollouts.experience import Experience
 from trainer.rollouts.groups import ScoredGroup, TrainingSamples
 from trainer.rollouts.options import ENVIRONMENT
-from trainer.rollouts.reward_pool import Group, Scorer
+from trainer.rollouts.reward_pool import Group, make_scorer
 
 
 class Policy(NamedTuple):
@@ -45,20 +45,6 @@ class Policy(NamedTuple):
   model: Any
   tokenizer: Any
   mesh: Any
-
-
-def make_scorer(config: Any, prompts: PromptData) -> Scorer:
-  """What scores completions of these prompts; its processes start with the first of them.
-
-  Raises:
-    ConfigError: see `Scorer`.
-    DataError: naming the first prompt that lacks a column which some function is to be called with.
-  """
-  c = config.rollout
-  scorer = Scorer({name: c.rewards[name] for name in c.rewards}, c.reward_workers, c.reward_timeout_seconds)
-  for item in prompts.every_item():
-    scorer.check_columns(item.columns, item.prompt.where)
-  return scorer
 
 
 class Rollouts:

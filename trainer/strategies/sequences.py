@@ -2,9 +2,8 @@
 
 B rows, T length, S segments a row. Each segment is a prompt and its completion with positions from 0; `loss_weights`
 is above 0 on the completion's tokens, and `segment_roles` [B, S] says what segment s + 1 is
-(input_pipeline/examples/roles.py; 0: there is none). A prompt that several
-completions of a row share (`prompt_ids`) is a segment beyond S, of which nothing is trained
-(trainer/rollouts/experience.py).
+(input_pipeline/examples/roles.py; 0: there is none). A prompt that several completions of a row share (`prompt_ids`) is
+a segment beyond S, of which nothing is trained (trainer/rollouts/experience.py).
 """
 
 from collections.abc import Mapping

@@ -1,5 +1,5 @@
 """What a run says of itself: metrics' writers and loggers, throughput and MFU, events, diagnostics, loss spikes.
 
-May import: trainer.callbacks, trainer.config, trainer.distributed, trainer.startup, trainer.strategies, input_pipeline,
-models.
+May import: trainer.callbacks, trainer.config, trainer.distributed, trainer.startup, trainer.strategies, trainer.update,
+input_pipeline, models.
 """

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from models.attention import blocked
+from models.attention import blocked, mask
 from models.attention.dispatch import _spans, attention
 from tests.models.common import assert_isolated
 from tests.pairwise import covering
@@ -185,10 +185,10 @@ def test_tiles_without_a_common_segment_are_passed_over():
   ids, index = jnp.asarray(segments), jnp.arange(T)
 
   def seen(window=None, prompts=None, rows=slice(None)):
-    spans = _spans(T, 4, blocked.Rule(1.0, None, window, False), True)
+    spans = _spans(T, 4, mask.Rule(1.0, None, window, False), True)
     q, k = jnp.zeros((B, 1, 1, T, K))[rows], jnp.zeros((B, 1, T, K))[rows]
-    found = blocked._TilesSeen(spans, 4, blocked._Tiles(4, blocked.Side(ids[rows], index, None, prompts), q),
-                             blocked._Tiles(4, blocked.Side(blocked.keys_of(ids)[rows], index, None), k))
+    found = blocked._TilesSeen(spans, 4, blocked._Tiles(4, mask.Side(ids[rows], index, None, prompts), q),
+                             blocked._Tiles(4, mask.Side(mask.keys_of(ids)[rows], index, None), k))
     return list(zip(found.first_N.tolist(), found.last_N.tolist(), strict=True))
 
   # The second segment begins in the second tile, the third with the fifth.

@@ -13,8 +13,8 @@ from models import gpu
 from models.attention import gpu as attention_gpu
 from models.attention import gpu_kernels as flash_gpu
 from models.attention import ring
-from models.attention.blocked import Rule, TokenIds
 from models.attention.dispatch import attention
+from models.attention.mask import Rule, TokenIds
 from tests.models.common import value_and_gradients
 
 RULE = Rule(0.3, None, None, False)

@@ -10,12 +10,12 @@ import numpy as np
 import pytest
 from jax.sharding import SingleDeviceSharding
 
-from models.attention import blocked as flash
 from models.attention import gpu as attention_gpu
 from models.attention import gpu_kernels as flash_gpu
-from models.attention.blocked import Rule, Side
+from models.attention import mask
 from models.attention.dispatch import attention
 from models.attention.gpu_kernels import Sizes
+from models.attention.mask import Rule, Side
 from tests.models.common import assert_isolated, value_and_gradients
 from trainer.planning import gpu as plan_gpu
 
@@ -49,7 +49,7 @@ def kernels(q, k, v, rule=RULE, segments=SEGMENTS, blocks=None, prompts=None):
   segments, index = jnp.asarray(segments), jnp.arange(T)
   blocks, prompts = (None if x is None else jnp.asarray(x) for x in (blocks, prompts))
   return flash_gpu.attend(rule, q, k, v, Side(segments, index, blocks, prompts),
-                          Side(flash.keys_of(segments), index, blocks), interpret=True)
+                          Side(mask.keys_of(segments), index, blocks), interpret=True)
 
 
 @pytest.mark.parametrize("rule,head,ids", [
@@ -109,9 +109,9 @@ def test_runs_leave_out_nothing_that_is_seen_and_need_no_mask_where_they_say_so(
   rule = Rule(1.0, None, window, False)
   queries = Side(*jax.tree.map(jnp.asarray, (segments[:, places], places)),
                  *(None if x is None else jnp.asarray(x[:, places]) for x in (of_blocks, of_prompts)))
-  keys = Side(flash.keys_of(jnp.asarray(segments)), jnp.arange(length),
+  keys = Side(mask.keys_of(jnp.asarray(segments)), jnp.arange(length),
               None if of_blocks is None else jnp.asarray(of_blocks))
-  seen = np.asarray(flash.seen(rule, queries, keys, keys_first=False))
+  seen = np.asarray(mask.seen(rule, queries, keys, keys_first=False))
   by_tile = seen.reshape(B, len(places) // 16, 16, length // 32, 32).swapaxes(2, 3)
   whole = 0
   of_both = flash_gpu._runs(rule, queries, keys, sizes)
@@ -133,7 +133,7 @@ def test_a_causal_row_costs_half_and_documents_less():
 
   def visited(segments):
     side = Side(jnp.asarray(segments), jnp.arange(length), None)
-    runs, _ = flash_gpu._runs(rule, side, side._replace(segments=flash.keys_of(side.segments)), sizes)
+    runs, _ = flash_gpu._runs(rule, side, side._replace(segments=mask.keys_of(side.segments)), sizes)
     return int((runs[:, :, 3] - runs[:, :, 0]).sum()), int((runs[:, :, 2] - runs[:, :, 1]).sum())
 
   assert visited(np.ones((1, length), np.int32)) == (16 * 17 // 2, 16 * 15 // 2)  # the diagonal needs a mask
@@ -172,7 +172,7 @@ def test_kernels_compile_for_gpus_that_are_not_here(kind, head, monkeypatch):
 
   def loss(q, k, v, segments):
     index = jnp.arange(length)
-    out = attend(RULE, q, k, v, Side(segments, index, None), Side(flash.keys_of(segments), index, None))
+    out = attend(RULE, q, k, v, Side(segments, index, None), Side(mask.keys_of(segments), index, None))
     return out.astype(jnp.float32).sum()
 
   def shaped(*shape, dtype=jnp.bfloat16):

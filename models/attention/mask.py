@@ -1,0 +1,78 @@
+"""Which tokens of a row see each other: segments, causality, windows, blocks and shared prompts.
+
+B batch, T queries, W keys; N and M tiles.
+"""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+
+class Side(NamedTuple):
+  """Queries, or keys, as far as it matters who sees whom."""
+
+  # int32 [B, N]; a query sees keys of the same segment. Padding is 0 among queries and -1 among keys.
+  segments: jax.Array
+  # int32 [N]: the place in the row.
+  index: jax.Array
+  # int32 [B, N]: tokens of the same block above 0 see each other both ways; None: there are no blocks.
+  blocks: jax.Array | None
+  # Of queries, int32 [B, N]: a further segment whose keys each sees, 0 for none; None: none does.
+  prompts: jax.Array | None = None
+
+
+class TokenIds(NamedTuple):
+  """What decides which tokens of a row see each other, int32 [B, T]; see `dispatch.attention`."""
+
+  segments: jax.Array
+  blocks: jax.Array | None = None
+  prompts: jax.Array | None = None
+
+  def queries(self, index: jax.Array) -> Side:
+    """These tokens as queries, at their places in the row, int32 [T]."""
+    return Side(self.segments, index, self.blocks, self.prompts)
+
+
+class Rule(NamedTuple):
+  """How scores are made, and who sees whom within a segment; static."""
+
+  scale: float
+  logit_cap: float | None
+  window: int | None
+  window_blocks: bool
+  # False: all queries come after all keys, so that no comparison is needed.
+  causal: bool = True
+
+
+def keys_of(segments: jax.Array) -> jax.Array:
+  """The segments of keys: padding equals no query's segment, not even a padding query's."""
+  return jnp.where(segments == 0, -1, segments)
+
+
+def seen(rule: Rule, queries: Side, keys: Side, keys_first: bool = True) -> jax.Array:
+  """Who sees whom: bool [B, W, T], or [B, T, W]; without B where the sides have none, as in a kernel."""
+  by_query, by_key = (jnp.s_[..., None, :], jnp.s_[..., None])[::1 if keys_first else -1]
+  same = queries.segments[by_query] == keys.segments[by_key]
+  if queries.prompts is not None:
+    same |= queries.prompts[by_query] == keys.segments[by_key]  # no key is of segment 0
+  behind = queries.index[by_query] - keys.index[by_key]
+  near = behind < rule.window if rule.window is not None else True
+  before = (behind >= 0) & near if rule.causal else near
+  if queries.blocks is None:
+    return same & before
+  together = (queries.blocks[by_query] == keys.blocks[by_key]) & (queries.blocks > 0)[by_query]
+  return same & (before | (together & near if rule.window_blocks else together))
+
+
+def ends(ids_BxT: jax.Array, size: int) -> tuple[jax.Array, jax.Array]:
+  """The least and the largest number above 0 of each tile of so many, int32 [B, N] each; T is a multiple of `size`."""
+  by_tile = ids_BxT.reshape(len(ids_BxT), -1, size)
+  return jnp.where(by_tile > 0, by_tile, np.iinfo(np.int32).max).min(2), by_tile.max(2)
+
+
+def meet(of_queries: tuple[jax.Array, jax.Array], of_keys: tuple[jax.Array, jax.Array]) -> jax.Array:
+  """bool [B, N, M]: from the least to the largest of both tiles there is a number in common, by their `ends`."""
+  (least_BxN, largest_BxN), (least_BxM, largest_BxM) = of_queries, of_keys
+  return (least_BxN[:, :, None] <= largest_BxM[:, None]) & (least_BxM[:, None] <= largest_BxN[:, :, None])
