@@ -19,8 +19,11 @@ from trainer.errors import Damaged
 
 def add_checksums(meta: dict[str, Any], leaves: Mapping[str, jax.Array], arrays: Mapping[str, np.ndarray]
                   ) -> dict[str, Any]:
-  """`meta` with the checksums of the state's leaves, by path, of further arrays, by name, and of itself ("seal")."""
-  meta = meta | {"checksums": checksums(leaves), "arrays": _of_arrays(arrays)}
+  """`meta` with the checksums of the state's leaves, by path, of further arrays, by name, and of itself ("seal").
+
+  It is a copy, in depth: it is written while the run goes on, and what callbacks remember changes with every step.
+  """
+  meta = json.loads(json.dumps(meta | {"checksums": checksums(leaves), "arrays": _of_arrays(arrays)}))
   return meta | {"seal": _digest(meta)}
 
 

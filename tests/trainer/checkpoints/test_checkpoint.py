@@ -1,6 +1,7 @@
 """Checkpoints: round trips, other meshes, retention, unreadable ones, full disks."""
 
 import shutil
+import threading
 
 import jax
 import jax.numpy as jnp
@@ -69,6 +70,23 @@ def test_what_is_saved_does_not_change_when_the_state_is_donated(tmp_path):
     saved = checkpoints.restore_newest(like).state
     assert int(saved["step"]) == 4 * (number - 1) + 1 and np.unique(saved["x"]) == float(saved["step"])
   checkpoints.close()
+
+
+def test_what_is_saved_of_the_run_does_not_change_while_it_goes_on(tmp_path, monkeypatch):
+  """Orbax writes `meta` in a thread: what callbacks remember may have changed by then."""
+  go_on, dump = threading.Event(), ocp.JsonCheckpointHandler._save_fn
+
+  async def late(self, *args):
+    go_on.wait(30)
+    await dump(self, *args)
+
+  monkeypatch.setattr(ocp.JsonCheckpointHandler, "_save_fn", late)
+  checkpoints, remembered = Checkpoints(tmp_path), {"spikes": {"recent": [1.0]}}
+  checkpoints.save(1, state(), {"remembered": remembered})
+  remembered["spikes"]["recent"].append(2.0)
+  go_on.set()
+  checkpoints.close()
+  assert checkpoint.read_meta(tmp_path / "1")["remembered"] == {"spikes": {"recent": [1.0]}}
 
 
 def test_layers_are_chunks_of_their_own_and_the_rows_of_a_table_are_not(tmp_path):
