@@ -16,6 +16,7 @@ from jax.sharding import PartitionSpec
 
 from models import cpu
 from models import lora as lora_lib
+from models.lookup import read_table
 from models.quantization import quantize
 from models.quantization.matmul import MatmulRules
 from models.remat import named
@@ -234,18 +235,6 @@ class Embedding(nnx.Module):
   def table(self) -> jax.Array:
     """All its rows in order, [size, D], in the compute dtype."""
     return self.embedding[...].astype(self.dtype)
-
-
-def read_table(table_VxD: jax.Array, ids: jax.Array, dtype: Any, first: Any = 0, size: int | None = None) -> jax.Array:
-  """Rows of a table, or of the part of a table of `size` entries that begins with entry `first`.
-
-  0 for an entry of another part. An id beyond the table gives NaN, which the finite guard reports, rather than another
-  entry's row.
-  """
-  size = table_VxD.shape[0] if size is None else size
-  rows = table_VxD.at[jnp.where((ids >= first) & (ids < first + table_VxD.shape[0]), ids - first, size)].get(
-      mode="fill", fill_value=0)
-  return jnp.where(((ids >= 0) & (ids < size))[..., None], rows, jnp.nan).astype(dtype)
 
 
 def _read_split_table(placed: logical_axes.Placement, read: Callable, table_VxD: jax.Array, ids_BxT: jax.Array

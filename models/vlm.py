@@ -24,6 +24,7 @@ from flax import nnx
 
 from models import vit
 from models.layers import UNGATED, Linear, Norm, Scope
+from models.lookup import read_table
 from models.sharding.logical_axes import constrain
 from models.spec import Spec
 from models.spec_vision import Vision
@@ -69,7 +70,7 @@ def place(x_BxTxD: jax.Array, features_BxFxD: jax.Array, image_index_BxT: jax.Ar
   A number beyond the row's features gives NaN, which the finite guard reports, rather than another image's feature.
   """
   def one(features_FxD, at_T):
-    return features_FxD.at[at_T].get(mode="fill", fill_value=jnp.nan)
+    return read_table(features_FxD, at_T, features_FxD.dtype)
 
   # Row by row, so that the partitioner sees that no row needs another device's.
   rows_BxTxD = jax.vmap(one)(features_BxFxD, jnp.maximum(image_index_BxT - 1, 0))

@@ -26,8 +26,8 @@ import numpy as np
 from input_pipeline import loader
 from tests import tiny
 from tests.trainer import rollout_runs
-from trainer import compiled
 from trainer.checkpoints import checkpoint
+from trainer.compiler import compiled
 from trainer.config import evaluator, source
 
 

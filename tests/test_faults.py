@@ -14,9 +14,10 @@ import numpy as np
 import pytest
 
 from tests import docs_commands, tiny
-from trainer import compiled, train
+from trainer import train
 from trainer.callbacks import Callback
 from trainer.checkpoints import checkpoint
+from trainer.compiler import compiled
 from trainer.errors import ConfigError
 from trainer.telemetry.writers import read_rows
 

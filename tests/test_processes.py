@@ -13,7 +13,7 @@ from tests import several, tiny
 from tests.several import launch, outcome
 from tests.test_faults import assert_same_run, logged, wait_for
 from tests.trainer import rollout_runs
-from trainer import compiled
+from trainer.compiler import compiled
 from trainer.telemetry.writers import read_rows
 
 STEPS = 14

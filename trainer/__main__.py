@@ -26,7 +26,7 @@ def main(argv: list[str]) -> None:
   if len(argv) > 1:
     raise app.UsageError(f"unexpected arguments {argv[1:]}; overrides are written --config.key=value")
   config, notes = config_typed.of_flag(flags.FLAGS["config"])
-  startup.set_environment(config.get("precision"))
+  startup.set_environment(config.get("precision"), untimed=_MODE.value == "verify" or config.get("deterministic", True))
   # These take seconds to import: only now, so that a mistyped flag is told before them.
   import jax
 
@@ -74,7 +74,7 @@ def _leave(message: str, code: int = 1) -> NoReturn:
   would wait. Of several processes each waits, since they take leave of one another."""
   import jax
 
-  from trainer import compiled
+  from trainer.compiler import compiled
   sys.stderr.write(f"\n{message}\n")
   if compiled.in_progress() and jax.process_count() == 1:
     sys.stdout.flush()

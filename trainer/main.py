@@ -26,7 +26,8 @@ from trainer import state as state_lib
 from trainer import workdir as workdir_lib
 from trainer.checkpoints import init_from
 from trainer.checkpoints.checkpoint import Checkpoints
-from trainer.compiled import Step
+from trainer.compiler import repeatable
+from trainer.compiler.compiled import Step
 from trainer.config import checks as config_checks
 from trainer.data import Batches, make_data
 from trainer.distributed import liveness, processes
@@ -69,6 +70,7 @@ def train(config: Mapping, workdir: str | Path, past: Past | None = None) -> Run
   processes.join(config.processes)
   mesh = mesh_lib.start(config)
   say(*program_lib.settle(resolved, jax.default_backend()))
+  say(*repeatable.notes(config, jax.default_backend()))
   workdir_lib.prepare(config, workdir)
   found = past or position.find(workdir, config.resume)
 
@@ -85,7 +87,7 @@ def train(config: Mapping, workdir: str | Path, past: Past | None = None) -> Run
   optimizer = program_lib.make_optimizer(config, model, horizon.total_steps, horizon.to_steps)
   program = program_lib.make_program(config, model, optimizer, mesh, data.source_names)
   say(*optimizer.notes, *program.notes)
-  step = Step(program.update_fn)
+  step = Step(program.update_fn, repeatable.of(config, jax.default_backend()))
 
   with mesh_lib.activation_rules(mesh, config.activation_rules):
     first = found.step if found else 0

@@ -28,6 +28,12 @@ GPU_SHARE = 0.92
 THREADS = 4
 # On CPU: what YNNPACK does, and what it does in a program whose products it makes, too (models/cpu/bfloat16.py).
 YNN, SUMS = "--xla_cpu_experimental_ynn_fusion_type", "LIBRARY_FUSION_TYPE_REDUCE"
+# On GPU, where the compiler is to time no kernels to choose one: products are cuBLAS's, by its own first choice. Of
+# Triton's, which only timing tells apart, none is taken: the first that it names took 22 times as long for a step. Nor
+# are products of one array with several made one product: cuBLAS's needs the several side by side in memory, where they
+# are put for each token that is sampled; Triton's reads them from where they are.
+UNTIMED = {"--xla_gpu_autotune_level": "0", "--xla_gpu_enable_triton_gemm": "false",
+           "--xla_gpu_dot_merger_threshold_mb": "0"}
 SUMS_AND_PRODUCTS = f"{SUMS},LIBRARY_FUSION_TYPE_INDIVIDUAL_DOT"
 
 # Flags of compilers besides what the user says: {variable: (package, {its versions known to take the flags:
@@ -64,7 +70,7 @@ FLAGS: dict[str, tuple[str, dict[tuple[str, ...], dict[str, str]]]] = {
 }
 
 
-def set_environment(precision: Mapping[str, Any] | None = None) -> None:
+def set_environment(precision: Mapping[str, Any] | None = None, untimed: bool = False) -> None:
   """Adds FLAGS, GPU_SHARE and THREADS to the environment; what is set there already stands. It is read when JAX first
   runs.
 
@@ -72,6 +78,8 @@ def set_environment(precision: Mapping[str, Any] | None = None) -> None:
     precision: the config's section, of a program that trains. On CPU products of 8-bit integers become YNNPACK's, and
       those of bfloat16 where the processor has instructions for them: a large one takes a fiftieth and a quarter of
       the time.
+    untimed: XLA for GPU times no kernels: for programs that run a few times, and for those that are to take the same
+      kernels each time.
   """
   by_library = precision is not None and (
       precision.get("matmul") == "int8" or precision.get("compute") == "bfloat16" and has_matrix_unit())
@@ -82,6 +90,8 @@ def set_environment(precision: Mapping[str, Any] | None = None) -> None:
       version = importlib.metadata.version(package)
       flags = {flag: value for versions, some in known.items() if version.startswith(versions)
                for flag, value in some.items() if f"{flag}=" not in said}
+      if untimed and variable == "XLA_FLAGS" and flags:
+        flags |= {flag: value for flag, value in UNTIMED.items() if f"{flag}=" not in said}
       if by_library and YNN in flags:
         flags[YNN] = SUMS_AND_PRODUCTS
       more = [f"{flag}={value}" for flag, value in flags.items()]

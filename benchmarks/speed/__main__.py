@@ -50,7 +50,9 @@ def run(command: list[str]) -> str:
 def run_weft(case: str, data: Path, flags: list[str]) -> dict:
   """Trains that case in a folder of its own, or generates."""
   if case in ("generate", "rollouts"):
-    return json.loads(run([sys.executable, "-m", "benchmarks.speed.weft_generate", case]).splitlines()[-1])
+    *more, result = run([sys.executable, "-m", "benchmarks.speed.weft_generate", case]).splitlines()
+    print(*(f"    {line}" for line in more), sep="\n" if more else "", end="\n" if more else "", flush=True)
+    return json.loads(result)
   with tempfile.TemporaryDirectory() as workdir:
     run([sys.executable, "-m", "trainer", f"--config=benchmarks/speed/weft_config.py:{case},{data}",
          f"--workdir={workdir}/w", *flags])
@@ -73,6 +75,7 @@ def tokens_a_second(size: sizes.Size, case: str, result: dict) -> list[float]:
 def main() -> None:
   parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
   parser.add_argument("--peer", help="the Python with torch, transformers, trl, datasets; else Weft alone")
+  parser.add_argument("--peers", nargs="+", help="of those that --peer has; default: all of each case")
   parser.add_argument("--tunix", help="the Python with google-tunix")
   parser.add_argument("--size", default="small", choices=list(sizes.SIZES))
   parser.add_argument("--cases", nargs="+", default=list(PEERS), choices=list(PEERS))
@@ -85,19 +88,23 @@ def main() -> None:
   about: dict[str, str] = {}
   print("| case | program | steps of s, best | median | tokens/s, median | Weft is so many times as fast | "
         "share of the limit | peak MB | parameters | loss, first and last |")
-  print("|---|---|---|---|---|---|---|---|---|---|")
+  print("|---|---|---|---|---|---|---|---|---|---|", flush=True)
   with tempfile.TemporaryDirectory() as folder:
     run([sys.executable, "-m", "benchmarks.speed.weft_config", folder])
     for case in args.cases:
       programs: dict[str, Callable[[], dict]] = {
           "weft": functools.partial(run_weft, case, Path(folder), args.weft_flags)}
-      programs |= {peer: functools.partial(run_peer, pythons[peer], peer) for peer in PEERS[case] if pythons[peer]}
+      programs |= {peer: functools.partial(run_peer, pythons[peer], peer) for peer in PEERS[case] if pythons[peer]
+                   and (args.peers is None or peer in args.peers)}
       results: dict[str, list[dict]] = {name: [] for name in programs}
       for _ in tqdm(range(args.rounds), desc=case, leave=False):
         for name, start in programs.items():
           results[name].append(start())
+          if args.rounds == 1:  # nothing is still to come
+            print(row(size, case, name, results[name], results["weft"]), flush=True)
       for name, rounds in results.items():
-        print(row(size, case, name, rounds, results["weft"]), flush=True)
+        if args.rounds > 1:
+          print(row(size, case, name, rounds, results["weft"]), flush=True)
         about |= rounds[-1]["versions"] | ({"on": rounds[-1]["device"]} if "device" in rounds[-1] else {})
   print(", ".join(f"{name} {version}" for name, version in about.items()))
 

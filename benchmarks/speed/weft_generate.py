@@ -1,11 +1,17 @@
 """Weft's side of the cases `generate` and `rollouts`: python -m benchmarks.speed.weft_generate CASE; prints JSON.
 
-Fresh parameters, sampled from by the class that rollouts use.
+Fresh parameters, sampled from by the class that rollouts use. With WEFT_SPEED_PROFILE=N in the environment, N kernels
+that take most of a batch's time come before; with WEFT_SPEED_TIMED=1 kernels are chosen by timing, as in runs with
+`deterministic=False`.
 """
 
 import json
+import os
 import sys
+import tempfile
 import time
+from collections.abc import Callable
+from pathlib import Path
 
 from trainer import startup
 
@@ -22,7 +28,7 @@ def main(case: str) -> None:
   from trainer.telemetry import hardware
 
   config, _ = program.resolve(weft_config.get_config("grpo,unused"))
-  startup.set_environment(config.precision)
+  startup.set_environment(config.precision, untimed=not os.environ.get("WEFT_SPEED_TIMED"))
   startup.keep_compiled_programs()
   program.settle(config, jax.default_backend())
   model = program.make_model(config, size.vocab)
@@ -42,6 +48,9 @@ def main(case: str) -> None:
     tokens.append(sum(len(completion.ids) for completion in completions))
     assert len(completions) == count * group
     assert case != "generate" or tokens[-1] == size.tokens("generate")
+  if number := int(os.environ.get("WEFT_SPEED_PROFILE", "0")):
+    for line in kernels(lambda: sampler.generate(params, prompts, num_samples=group, seed=0, **options), number):
+      print(line)
   kind, limit = jax.devices()[0].device_kind, {}
   if case == "generate" and (chip := hardware.find(kind)):
     # Each token of all texts reads the parameters but for the embeddings, which it looks up, and the texts so far.
@@ -54,6 +63,17 @@ def main(case: str) -> None:
       step_seconds=[b - a for a, b in zip(marks, marks[1:], strict=False)], losses=[], tokens=tokens,
       versions={"jax": jax.__version__}, parameters=sum(p.size for p in jax.tree.leaves(params)),
       device=kind, peak_mb=weft_config.peak_mb(), **limit)))
+
+
+def kernels(run: Callable[[], object], number: int) -> list[str]:
+  """Those that take most of its time."""
+  import jax
+
+  from benchmarks.step_gpu import kernels_of
+  with tempfile.TemporaryDirectory() as folder:
+    with jax.profiler.trace(folder):
+      run()
+    return kernels_of(Path(folder), number)
 
 
 if __name__ == "__main__":

@@ -143,16 +143,18 @@ def begin(cache: Cache, new: tuple[jax.Array, jax.Array], positions_MxT: jax.Arr
 
   def write(old_NxBxGxSxK: jax.Array, new_NxMxTxGxK: jax.Array) -> jax.Array:
     S, new_NxMxGxTxK = old_NxBxGxSxK.shape[3], new_NxMxTxGxK.swapaxes(2, 3)
-    # Of tokens that would share a slot only the last is written; the others go to a slot that does not exist.
+    # Of tokens that would share a slot only the last is written; the others go to a slot that does not exist. That no
+    # two go to the same one is said: for XLA on GPU they would be written one after another.
     kept_MxT = real_MxT & (positions_MxT >= ends_M[:, None] - S)
     slots_MxT = jnp.where(kept_MxT, positions_MxT % S, S)
     # Indices with a dimension between them come first in what is set.
     new_MxTxNxGxK = new_NxMxGxTxK.transpose(1, 3, 0, 2, 4)
-    return _constrain(old_NxBxGxSxK.at[:, rows_M[:, None], :, slots_MxT].set(new_MxTxNxGxK, mode="drop"))
+    return _constrain(old_NxBxGxSxK.at[:, rows_M[:, None], :, slots_MxT].set(
+        new_MxTxNxGxK, mode="drop", unique_indices=True))
 
   keys, values = (tuple(write(old, part[place::period]) for place, old in enumerate(olds))
                   for olds, part in zip((cache.keys, cache.values), new, strict=True))
-  return Cache(keys, values, cache.lengths.at[rows_M].set(ends_M, mode="drop"))
+  return Cache(keys, values, cache.lengths.at[rows_M].set(ends_M, mode="drop", unique_indices=True))
 
 
 def _constrain(part_NxBxGxSxK: jax.Array) -> jax.Array:

@@ -116,13 +116,23 @@ def route(rows: tuple[jax.Array], kernels: tuple = (), *, moe: spec_lib.Moe) -> 
   """
   (logits_BxTxE,) = rows
   if moe.softmax == "before_topk":
-    weights_BxTxk, experts_BxTxk = jax.lax.top_k(jax.nn.softmax(logits_BxTxE), moe.experts_per_token)
+    weights_BxTxk, experts_BxTxk = _largest(jax.nn.softmax(logits_BxTxE), moe.experts_per_token)
   else:
-    chosen_BxTxk, experts_BxTxk = jax.lax.top_k(logits_BxTxE, moe.experts_per_token)
+    chosen_BxTxk, experts_BxTxk = _largest(logits_BxTxE, moe.experts_per_token)
     weights_BxTxk = jax.nn.softmax(chosen_BxTxk)
   if moe.normalize_weights:
     weights_BxTxk = weights_BxTxk / jnp.sum(weights_BxTxk, axis=-1, keepdims=True)
   return experts_BxTxk, weights_BxTxk
+
+
+def _largest(values_BxTxE: jax.Array, k: int) -> tuple[jax.Array, jax.Array]:
+  """`jax.lax.top_k`. On GPU its gradient is a sum of products with zeros and ones, and not scattered, of which XLA
+  would not know that no two go to the same place (trainer/compiler/repeatable.py)."""
+  if logical_axes.platform() != "gpu":
+    return jax.lax.top_k(values_BxTxE, k)
+  index_BxTxk = jax.lax.top_k(jax.lax.stop_gradient(values_BxTxE), k)[1]
+  is_it_BxTxkxE = index_BxTxk[..., None] == jnp.arange(values_BxTxE.shape[-1])
+  return jnp.sum(jnp.where(is_it_BxTxkxE, values_BxTxE[:, :, None], 0.0), axis=-1), index_BxTxk
 
 
 def apply_experts(rows: tuple[jax.Array, ...], kernels: tuple[jax.Array, ...], *, num_experts: int, activation: str,

@@ -14,6 +14,7 @@ from tests.trainer import rollout_runs
 from tests.trainer.every_key import Made, digest, rows
 from tests.trainer.every_key_bases import begin
 from trainer import bases
+from trainer.compiler import repeatable
 from trainer.config import durations
 from trainer.distributed import liveness, processes
 from trainer.errors import ConfigError
@@ -259,6 +260,10 @@ def planned(m: Made) -> str:
     planner._programs = _TRACED.setdefault(f"{topology.devices} {same}", {})
   return repr((topology.describe(), planner.estimate(m.resolved.mesh)))
 
+
+def promised(m: Made) -> bool:
+  """Whether a step on a GPU is held to give the same bits each time."""
+  return repeatable.of(m.config, "gpu") is repeatable.compile_in_order
 
 def spikes_watched(m: Made) -> list:
   """The callback that finds spikes, with its arguments; none if nothing is watched."""

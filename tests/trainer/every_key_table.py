@@ -42,6 +42,7 @@ from tests.trainer.every_key_runs import (
   prepared,
   preparing_threads,
   profiled_steps,
+  promised,
   rollouts_without_signal,
   sampled,
   saving_steps,
@@ -354,6 +355,7 @@ ROLLOUT = {
 }
 
 RUN = {
+  "deterministic": program(False, see=promised),
   "seed": [data(1), run(first_parameters, 1), update(1, {"model.dropout": 0.5})],
   "strategy.name": program("sft"),
   "input.sources": data(dict(main=source(type="python_stdlib", max_documents=3))),

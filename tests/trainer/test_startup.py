@@ -84,6 +84,17 @@ def test_flags_for_compilers_are_added_to_what_the_user_says(variable, version, 
   assert startup.os.environ[variable] == "--dump=x"
 
 
+def test_on_a_gpu_no_kernels_are_timed_unless_the_user_says_so(monkeypatch):
+  monkeypatch.setattr(startup.importlib.metadata, "version", lambda name: "0.11.2")
+  off = ["--xla_gpu_dot_merger_threshold_mb=0", "--xla_gpu_enable_triton_gemm=false"]
+  for said, untimed, expected in (("", False, []), ("", True, ["--xla_gpu_autotune_level=0", *off]),
+                                  ("--xla_gpu_autotune_level=2", True, ["--xla_gpu_autotune_level=2", *off])):
+    monkeypatch.setenv("XLA_FLAGS", said)
+    startup.set_environment(untimed=untimed)
+    added = os.environ["XLA_FLAGS"].split()
+    assert sorted(flag for flag in added if any(word in flag for word in ("autotune", "triton", "merger"))) == expected
+
+
 @pytest.mark.parametrize("flags, number, processors, expected", [
     ("", "", 1, None), ("", "1", 1, None), ("--xla_force_host_platform_device_count=1", "", 1, None),
     ("", "2", 7, "8"), ("", "2", 8, None),

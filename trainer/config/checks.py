@@ -366,8 +366,8 @@ def to_json(config: ConfigDict) -> str:
 # Keys that change how a run is watched or where it runs, but not what it computes.
 _FREE = re.compile(
     r"(mesh|processes|evals|callbacks|loggers|profile|init_from|export|plan)(\..*)?|(log|ckpt|keep)_.*|"
-    r"(sharding|activation)_rules|remat|precision\.offload_optimizer|report|resume|allow_config_changes|health_silent|"
-    r"input\.(cache_dir|prefetch|workers|max_over_long|on_bad_row|max_bad_rows)|"
+    r"(sharding|activation)_rules|remat|deterministic|precision\.offload_optimizer|report|resume|allow_config_changes|"
+    r"health_silent|input\.(cache_dir|prefetch|workers|max_over_long|on_bad_row|max_bad_rows)|"
     r"model\.(scan_layers|attention|attention_block|vocab_chunk)|"
     r"rollout\.(batch_size|reward_workers|reward_timeout_seconds|max_without_lesson)")
 

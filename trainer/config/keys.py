@@ -31,6 +31,10 @@ def defaults() -> ConfigDict:
   c = ConfigDict()
   # Parameters, data order, dropout and samples are pure functions of this number and the step.
   c.seed = 0
+  # Two runs are equal to the bit, on a GPU, too, on the same kind of it; a step that does not hold that is refused
+  # (docs/exactness.md). False: XLA for GPU may take what adds in an order that is left to chance, and chooses kernels
+  # by timing them, which is not the same choice each time.
+  c.deterministic = True
   # What is optimised: `name` and that strategy's own keys (trainer/strategies). The name is seq, sft, dpo, kto,
   # grpo, or the dotted path of a strategy of yours (docs/extending.md).
   c.strategy = strategy("seq")

@@ -352,7 +352,8 @@ def _begin(model: Any, state: _State, last_NxD: jax.Array, begun: Any, given: tu
   rows_M, sources_M, keys_Mx2, limits_M = given
 
   def put(old_B: jax.Array, new_M: Any) -> jax.Array:
-    return old_B.at[rows_M].set(new_M, mode="drop")
+    # Rows are each begun once, but for those beyond the last, which nothing is put into.
+    return old_B.at[rows_M].set(new_M, mode="drop", unique_indices=True)
 
   cache = model.begin(state.cache, begun, rows_M, sources_M)
   return _State(cache, put(state.hidden_BxD, last_NxD[sources_M]), put(state.counts_B, 0),

@@ -36,6 +36,7 @@ def micro_batches(s: Fixture) -> float:
   """I1."""
   rows, shards = len(s.batch["tokens"]), mesh_lib.batch_shards(s.mesh)
   counts = [count for count in (2, 4, 8) if rows % count == 0 and rows // count % shards == 0]
+  counts = sorted({*counts[:1], *counts[-1:]})  # each is a program of its own
   for count in counts:
     try:
       strategies.check(s.changed(grad_accum_steps=count, batch_size=rows))

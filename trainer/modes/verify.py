@@ -68,7 +68,8 @@ def verify(config: Mapping, workdir: str | Path) -> list[Result]:
   with tempfile.TemporaryDirectory(dir=workdir / "verify") as folder, jax.default_matmul_precision("highest"):
     given = slice_of(resolved, workdir)
     log = workdir / "verify" / "log.txt"
-    print(f"{given.batch_size} rows of {given.seq_len} tokens, float32, {STEPS} steps; what they print: {log}")
+    print(f"{given.batch_size} rows of {given.seq_len} tokens, float32, {STEPS} steps; what they print: {log}",
+          flush=True)
     with open(log, "w", encoding="utf-8") as file:
 
       def result(made: Result) -> None:

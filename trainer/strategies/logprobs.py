@@ -27,6 +27,8 @@ STATS = ("logprob", "logsumexp", "mean_logit", "entropy", "is_top", "log_square"
 UNREAL = -1e30
 # Of the unembedding, the logical names of its dimensions.
 KERNEL = ("shard", "vocab")
+# Whether a GPU reads logits once for their statistics; benchmarks/step_gpu.py compares.
+ONE_PASS = True
 # With fewer tokens a chunk, adding up the kernel's gradient takes longer than logits of tokens that do not count.
 MIN_TOKENS = 256
 
@@ -318,10 +320,16 @@ def _logits(static: _Static, hidden_BxTxD, kernel_DxW, c) -> jax.Array:
 
 def _accumulate(static: _Static, sums: _Sums, z_BxTxW, targets_BxT, c) -> _Sums:
   """The sums with chunk c added; `total`, `weighted` and `square` are rescaled when the maximum moves."""
-  top = jnp.maximum(sums.top, z_BxTxW.max(-1))
+  total = None
+  if ONE_PASS and logical_axes.platform() == "gpu" and sums.weighted is None and sums.square is None:
+    own_top, total = _top_and_total(z_BxTxW)
+  else:
+    own_top = z_BxTxW.max(-1)
+  top = jnp.maximum(sums.top, own_top)
   shift, rescale = sums.top - top, jnp.exp(sums.top - top)
   centred = z_BxTxW - top[..., None]
   e_BxTxW = jnp.exp(centred)
+  total = e_BxTxW.sum(-1) if total is None else jnp.exp(own_top - top) * total
   weighted, plain, target, square = sums.weighted, sums.plain, sums.target, sums.square
   if weighted is not None:
     # 0 · log 0 is 0. XLA's library of sums for CPU, which leaves `where` alone, is slow with a product in it.
@@ -338,7 +346,19 @@ def _accumulate(static: _Static, sums: _Sums, z_BxTxW, targets_BxT, c) -> _Sums:
     target = target + jnp.where(ids_W == targets_BxT[..., None], z_BxTxW, 0.0).sum(-1)
   if square is not None:
     square = jnp.square(rescale) * square + jnp.square(e_BxTxW).sum(-1)
-  return _Sums(top, rescale * sums.total + e_BxTxW.sum(-1), weighted, plain, target, square)
+  return _Sums(top, rescale * sums.total + total, weighted, plain, target, square)
+
+
+def _top_and_total(z_BxTxW: jax.Array) -> tuple[jax.Array, jax.Array]:
+  """The largest logit and the sum of exp(z - largest), with logits read once: on a GPU they are far from fitting in a
+  cache."""
+  def both(one, other):
+    (a, sum_a), (b, sum_b) = one, other
+    top = jnp.maximum(a, b)
+    return top, sum_a * jnp.exp(a - top) + sum_b * jnp.exp(b - top)
+
+  start = jnp.float32(UNREAL), jnp.float32(0)
+  return jax.lax.reduce((z_BxTxW, jnp.ones_like(z_BxTxW)), start, both, (z_BxTxW.ndim - 1,))
 
 
 def _logit_grads(static: _Static, grads: TokenStats, z_BxTxW, targets_BxT, lse_BxT, entropy_BxT, vocab, c):

@@ -12,8 +12,8 @@ from tests import tiny
 from tests.trainer import rollout_runs
 from tests.trainer.strategies import test_dpo_runs as test_dpo
 from tests.trainer.test_main import assert_same_state
-from trainer import compiled
 from trainer.callbacks import Callback
+from trainer.compiler import compiled
 from trainer.main import train
 
 HERE, BESIDE = "MainThread", compiled.THREAD
@@ -158,7 +158,7 @@ def test_an_error_of_the_loop_waits_for_the_compiler(corpus, tmp_path, monkeypat
 
   monkeypatch.setattr(compiled, "_timed", slow)
   config = tiny.config(corpus, evals={})
-  config.callbacks.fails = dict(type="tests.trainer.test_compiled.Fails")
+  config.callbacks.fails = dict(type="tests.trainer.compiler.test_compiled.Fails")
   with pytest.raises(OSError, match="no room"):
     train(config, tmp_path)
   assert not compiled.in_progress()

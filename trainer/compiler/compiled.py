@@ -4,6 +4,7 @@ The first one is compiled in a thread of its own while the state is made or read
 the compiler, most of it outside of Python, needs nothing of the parameters but their shapes.
 """
 
+import functools
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -24,10 +25,11 @@ class Step:
   Args:
     update_fn: `(state, batch) -> (state, metrics)`, jitted. What is to be set when it is traced is to be set around
       `begin` and `compile`.
+    compiler: of what is lowered; default: its own `compile`.
   """
 
-  def __init__(self, update_fn: Any):
-    self._update_fn = update_fn
+  def __init__(self, update_fn: Any, compiler: Callable[[Any], Any] = lambda lowered: lowered.compile()):
+    self._update_fn, self._compiler = update_fn, compiler
     self._worker = futures.ThreadPoolExecutor(1, thread_name_prefix=THREAD)
     self._begun: dict[Key, futures.Future] = {}
     self._ready: dict[Key, Any] = {}
@@ -41,7 +43,7 @@ class Step:
     """
     if jax.default_backend() == "gpu":
       return
-    self._begun[_key(batch)] = self._worker.submit(_timed, self._update_fn.lower(state, batch).compile)
+    self._begun[_key(batch)] = self._worker.submit(_timed, self._work(state, batch))
     self._worker.shutdown(wait=False)  # the thread ends with the one thing that it has to do
 
   def wait(self) -> None:
@@ -53,11 +55,15 @@ class Step:
 
     Raises:
       JaxRuntimeError: the compiler's, also of what was begun.
+      Whatever the compiler says that it was given.
     """
     key = _key(batch)
     begun = self._begun.pop(key, None)
-    self._ready[key], seconds = begun.result() if begun else _timed(self._update_fn.lower(state, batch).compile)
+    self._ready[key], seconds = begun.result() if begun else _timed(self._work(state, batch))
     return seconds
+
+  def _work(self, state: Any, batch: Mapping[str, Any]) -> Callable[[], Any]:
+    return functools.partial(self._compiler, self._update_fn.lower(state, batch))
 
   def __contains__(self, batch: Mapping[str, Any]) -> bool:
     """Whether the program for such a batch is ready."""
