@@ -153,6 +153,7 @@ EXPECTED: dict[str, Any] = {
   "rollout.epochs": [(step, 1) for step in range(8)],  # four prompts for two updates, twice
   "rollout.batch_size": 16,
   "rollout.max_without_lesson": 3,
+  "rollout.environment_workers": 2,
   "rollout.reward_workers": 2,
   "rollout.reward_timeout_seconds": 5.0,
 }

@@ -198,6 +198,11 @@ def turns_taken(m: Made) -> list:
     return sampled(m)
 
 
+def calls_at_a_time(m: Made) -> int:
+  """Environments that are called at the same time."""
+  return m.begun.run.data._episodes._workers
+
+
 def shared_out(m: Made) -> list:
   """The prompts that each step counts as its own."""
   return [m.begun.run.data.batch_range(step) for step in range(8)]

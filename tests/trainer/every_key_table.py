@@ -22,6 +22,7 @@ from tests.trainer.every_key import (
 from tests.trainer.every_key_bases import answers, images, prompts, text, thoughts, turns
 from tests.trainer.every_key_runs import (
   callbacks,
+  calls_at_a_time,
   continued,
   decoded_rows,
   decoding_processes,
@@ -351,6 +352,9 @@ ROLLOUT = {
   "rollout.reward_timeout_seconds": run(scoring_seconds, 5.0, base=prompts),
   "rollout.environment": run(sampled, f"{TOYS}.Echo", base=prompts),
   "rollout.environment_timeout_seconds": run(turns_taken, 0.01, {"rollout.environment": f"{TOYS}.Slow"}, prompts),
+  "rollout.environment_timeout_reward": run(turns_taken, -2.0, {
+    "rollout.environment": f"{TOYS}.SlowToAnswer", "rollout.environment_timeout_seconds": 1.0}, prompts),
+  "rollout.environment_workers": run(calls_at_a_time, 2, {"rollout.environment": f"{TOYS}.Echo"}, prompts),
   "rollout.max_turns": run(turns_taken, 1, {"rollout.environment": f"{TOYS}.Echo"}, prompts),
 }
 

@@ -75,6 +75,15 @@ class Slow(Echo):
     time.sleep(0.05 if number != 1 else 1e6)
 
 
+class SlowToAnswer(Echo):
+  """Takes for ever to answer what has an odd number of characters."""
+
+  def step(self, completion):
+    while len(completion) % 2:
+      time.sleep(0.01)
+    return super().step(completion)
+
+
 class StopInRollout:
   """Asks for a stop while the rollout that follows `step` is sampled, when so many parts of completions are there."""
 

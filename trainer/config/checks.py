@@ -369,7 +369,7 @@ _FREE = re.compile(
     r"(sharding|activation)_rules|remat|deterministic|precision\.offload_optimizer|report|resume|allow_config_changes|"
     r"health_silent|input\.(cache_dir|prefetch|workers|max_over_long|on_bad_row|max_bad_rows)|"
     r"model\.(scan_layers|attention|attention_block|vocab_chunk)|"
-    r"rollout\.(batch_size|reward_workers|reward_timeout_seconds|max_without_lesson)")
+    r"rollout\.(batch_size|reward_workers|reward_timeout_seconds|environment_workers|max_without_lesson)")
 
 
 def trains(path: str) -> bool:

@@ -247,6 +247,11 @@ def rollout() -> ConfigDict:
   c.max_turns = 8
   # How long a reset or a step of it may take; one that takes longer costs its episode. Default: as long as it wants.
   c.environment_timeout_seconds = unset(float)
+  # What is added to the reward so far of an episode whose step took longer. Default: it has no reward, and is not
+  # trained.
+  c.environment_timeout_reward = unset(float)
+  # Episodes whose environment is called at the same time, each in a thread of its own; 1: one after another.
+  c.environment_workers = 64
   return c
 
 

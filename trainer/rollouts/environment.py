@@ -10,6 +10,8 @@ adds is encoded as the chat template writes it between two turns, and has the we
 Nothing here imports JAX: environments and reward functions may share a file, and the latter run in other processes.
 """
 
+import functools
+import inspect
 import math
 import traceback
 from collections import Counter
@@ -26,8 +28,8 @@ from input_pipeline.tokenizer.tokenizer import Tokenizer
 from trainer.dotted import load_class
 from trainer.errors import ConfigError, DataError
 from trainer.generate.stop_strings import StopStrings
-from trainer.rollouts.environment_calls import Calls, TookTooLong, TooManyLeft
-from trainer.rollouts.experience import Trajectory
+from trainer.rollouts.environment_calls import Answer, Calls, TookTooLong, together
+from trainer.rollouts.episode import Episode, Playing
 
 # Completions of prompts, see `Episodes.run`; None: the run is to stop.
 Generate = Callable[..., list[Any] | None]
@@ -50,7 +52,10 @@ class Turn:
 
 
 class Environment(Protocol):
-  """One object for each completion of a prompt; made without arguments."""
+  """One object for each completion of a prompt; made without arguments. Either method may be a coroutine (`async def`).
+
+  Those of several episodes are called at the same time, in threads (`rollout.environment_workers`).
+  """
 
   def reset(self, prompt: str | list[dict], /, **columns: Any) -> str | list[dict] | None:
     """Begins an episode. `columns` are the record's other fields. What it returns is added to the prompt."""
@@ -58,33 +63,6 @@ class Environment(Protocol):
   def step(self, completion: str) -> Turn:
     """Answers what the policy said: without the token that ended it, but with other special tokens; without the stop
     string that did, unless rollout.keep_stop leaves it there."""
-
-
-@dataclass(frozen=True)
-class Episode:
-  """A completion of a prompt, or a conversation of several.
-
-  Attributes:
-    trajectory: its tokens. `finish_reason` is "length" where a completion or the room for the next one ended without an
-      end, "timeout" where the environment took too long, else "stop".
-    completion: for reward functions, all that follows the record's prompt: a text, or messages.
-    text: the same for people.
-    reward: the sum of the environment's; None: it gave none; NaN: it failed.
-    failed: the environment raised, or answered what cannot be; there is a message in the log.
-    turns: completions.
-  """
-
-  trajectory: Trajectory
-  completion: str | list[dict]
-  text: str
-  reward: float | None
-  failed: bool
-  turns: int
-
-  @property
-  def completion_ids(self) -> np.ndarray:
-    """All that follows what the policy was first asked, int32 [n]."""
-    return self.trajectory.ids[self.trajectory.prompt_length:]
 
 
 class Episodes:
@@ -104,7 +82,7 @@ class Episodes:
     self._tokenizer, self._prompter = tokenizer, prompts.prompter
     self._seq_len, self._max_new_tokens = config.seq_len, rollout.max_new_tokens
     self._stop = StopStrings(tokenizer, rollout.stop, rollout.keep_stop, "rollout.stop")
-    self._make, self._max_turns, self._seconds = None, 1, None
+    self._make, self._max_turns, self._seconds, self._workers, self._late_reward = None, 1, None, 1, None
     self._sees = config.model.vision.tower != "none"
     if rollout.environment is not None:
       self._make, self._max_turns = _load(rollout.environment), rollout.max_turns
@@ -112,6 +90,10 @@ class Episodes:
       if self._seconds is not None and not self._seconds > 0:
         raise ConfigError(f"rollout.environment_timeout_seconds is {self._seconds}; it must be above 0, or None for no "
                           "limit.")
+      self._workers, self._late_reward = rollout.environment_workers, rollout.environment_timeout_reward
+      if self._late_reward is not None and not math.isfinite(self._late_reward):
+        raise ConfigError(f"rollout.environment_timeout_reward is {self._late_reward}; it must be a finite number, or "
+                          "None for no reward.")
 
   def run(self, items: list[PromptItem], group_size: int, generate: Generate, seed: int | str
           ) -> list[list[Episode]] | None:
@@ -126,7 +108,9 @@ class Episodes:
         seed=…)` gives Completions as `trainer.generate.sampler.Sampler.generate` does; None ends all episodes.
       seed: of the draws.
     """
-    groups = [[_Playing(item, sample, self._seconds) for sample in range(group_size)] for item in items]
+    in_thread = self._workers > 1 or _is_async(self._make)
+    groups = [[Playing(item, sample, Calls(self._seconds, in_thread)) for sample in range(group_size)]
+              for item in items]
     everyone = [episode for group in groups for episode in group]
     try:
       finished = self._play(everyone, generate, seed)
@@ -135,9 +119,11 @@ class Episodes:
         episode.calls.close()
     if not finished:
       return None
-    messages = Counter(episode.message for episode in everyone if episode.message is not None)
-    for message, count in messages.most_common():
-      logging.warning("rollout.environment failed in %d of %d episodes: %s", count, len(everyone), message)
+    failed = [episode for episode in everyone if episode.message is not None]
+    first = {episode.message: episode.item for episode in reversed(failed)}
+    for message, count in Counter(episode.message for episode in failed).most_common():
+      logging.warning("rollout.environment failed in %d of %d episodes: %s; first for %s, whose prompt is %s", count,
+                      len(everyone), message, first[message].prompt.where, _shown(first[message].content))
     return [[episode.result() for episode in group] for group in groups]
 
   def metrics(self, episodes: list[Episode]) -> dict[str, float]:
@@ -152,7 +138,7 @@ class Episodes:
 
   # ---------------------------------------------------------------- turns
 
-  def _play(self, everyone: list["_Playing"], generate: Generate, seed: int | str) -> bool:
+  def _play(self, everyone: list["Playing"], generate: Generate, seed: int | str) -> bool:
     """All turns; False: `generate` was told to stop."""
     if self._make is not None:
       self._reset(everyone)
@@ -167,19 +153,19 @@ class Episodes:
       self._step(active, last=turn + 1 == self._max_turns)
     return True
 
-  def _reset(self, episodes: list["_Playing"]) -> None:
-    def first(episode: _Playing) -> dict[str, Any]:
+  def _reset(self, episodes: list["Playing"]) -> None:
+    def first(episode: Playing) -> dict[str, Any]:
       episode.environment = self._make()
-      opening = episode.environment.reset(episode.item.content, **episode.item.columns)
+      opening = episode.calls.result(episode.environment.reset(episode.item.content, **episode.item.columns))
       return {"added": None if opening is None else episode.as_added(opening)}
 
-    for episode, answer in zip(episodes, _from_first(first, episodes), strict=True):
+    for episode, answer in zip(episodes, _from_first(first, episodes, self._workers), strict=True):
       if "error" in answer:
         episode.fail(answer["error"], answer["late"])
       elif answer["added"] is not None:
         self._open(episode, answer["added"])
 
-  def _open(self, episode: "_Playing", opening: str | list[dict]) -> None:
+  def _open(self, episode: "Playing", opening: str | list[dict]) -> None:
     """Adds what an environment begins with to the prompt."""
     item = episode.item
     try:
@@ -197,9 +183,9 @@ class Episodes:
       episode.fail(f"reset() made a prompt of {len(ids)} tokens, after which seq_len={self._seq_len} has no room for a "
                    "completion.")
 
-  def _sample(self, active: list["_Playing"], generate: Generate, seed: int | str) -> bool:
+  def _sample(self, active: list["Playing"], generate: Generate, seed: int | str) -> bool:
     """One completion for each; equal texts about the same images are given once. False: there are none, see `run`."""
-    asked: dict[tuple[bytes, int, Any], list[_Playing]] = {}
+    asked: dict[tuple[bytes, int, Any], list[Playing]] = {}
     for episode in active:
       asked.setdefault((episode.ids.tobytes(), self._room(episode), episode.item.prompt.images), []).append(episode)
     firsts = [same[0] for same in asked.values()]
@@ -219,18 +205,18 @@ class Episodes:
         episode.add_completion(completion, self._stop.text(completion), self._stop.text(completion, skip_special=False))
     return True
 
-  def _step(self, episodes: list["_Playing"], last: bool) -> None:
+  def _step(self, episodes: list["Playing"], last: bool) -> None:
     """Lets environments answer; `last`: nothing is sampled after this."""
-    def step(episode: _Playing) -> dict[str, Any]:
-      turn = episode.environment.step(episode.last_completion)
+    def step(episode: Playing) -> dict[str, Any]:
+      turn = episode.calls.result(episode.environment.step(episode.last_completion))
       if not isinstance(turn, Turn):
         raise TypeError(f"step() returned a {type(turn).__name__}; expected a trainer.rollouts.environment.Turn")
       over = turn.done or turn.observation is None
       return {"reward": _number(turn.reward), "added": None if over else episode.as_added(turn.observation)}
 
-    for episode, answer in zip(episodes, _from_first(step, episodes), strict=True):
+    for episode, answer in zip(episodes, _from_first(step, episodes, self._workers), strict=True):
       if "error" in answer:
-        episode.fail(answer["error"], answer["late"])
+        episode.fail(answer["error"], answer["late"], self._late_reward)
         continue
       if answer["reward"] is not None:
         episode.reward = (episode.reward or 0.0) + answer["reward"]
@@ -239,7 +225,7 @@ class Episodes:
       else:
         self._go_on(episode, answer["added"])
 
-  def _go_on(self, episode: "_Playing", observation: str | list[dict]) -> None:
+  def _go_on(self, episode: "Playing", observation: str | list[dict]) -> None:
     """Adds what an environment says, if there is room for an answer to it."""
     item = episode.item
     ended = episode.stop_reason is None  # by a token, which stands there already
@@ -255,84 +241,9 @@ class Episodes:
     else:
       episode.add_observation(ids, observation)
 
-  def _room(self, episode: "_Playing", added: int = 0) -> int:
+  def _room(self, episode: "Playing", added: int = 0) -> int:
     """Tokens that may still be sampled, behind so many that are added."""
     return min(self._max_new_tokens - episode.sampled, self._seq_len - len(episode.ids) - added)
-
-
-class _Playing:
-  """An episode that is not over yet."""
-
-  def __init__(self, item: PromptItem, sample: int, seconds: float | None):
-    self.item, self.sample, self.calls = item, sample, Calls(seconds)
-    self.environment: Environment | None = None
-    self.over, self.message, self.reward = False, None, None
-    self.turns, self.sampled, self.finish_reason, self.stop_reason = 0, 0, "stop", None
-    # What the policy said last, with special tokens but without what ended it.
-    self.last_completion = ""
-    # What follows the record's prompt.
-    self.messages: list[dict] = []
-    self.text = ""
-    self.begin(item.prompt.ids, None)
-
-  def begin(self, ids: np.ndarray, opening: str | list[dict] | None) -> None:
-    """Starts with these ids, which end with `opening`."""
-    self.ids, self.prompt_length = ids, len(ids)
-    self.weights, self.logprobs = (np.zeros(len(ids), np.float32) for _ in range(2))
-    self._append(opening)
-
-  def add_completion(self, completion: Any, text: str, with_special: str) -> None:
-    self.last_completion, self.finish_reason = with_special, completion.finish_reason
-    self.stop_reason = completion.stop_reason
-    # Those of the distribution that training has, too, in which nothing is truncated.
-    self._add(completion.ids, np.ones(len(completion.ids), np.float32), completion.full_logprobs)
-    self.turns, self.sampled = self.turns + 1, self.sampled + len(completion.ids)
-    self._append(text if isinstance(self.item.content, str) else [{"role": "assistant", "content": text}])
-
-  def add_observation(self, ids: np.ndarray, observation: str | list[dict]) -> None:
-    zeros = np.zeros(len(ids), np.float32)
-    self._add(ids, zeros, zeros)
-    self._append(observation)
-
-  def as_added(self, said: str | list[dict]) -> str | list[dict]:
-    """What an environment says, as a text where the prompt is one, else as messages.
-
-    Raises:
-      TypeError: it is neither.
-    """
-    if isinstance(said, str):
-      return said if isinstance(self.item.content, str) else [{"role": "user", "content": said}]
-    if isinstance(self.item.content, str):
-      raise TypeError(f"the environment says a {type(said).__name__}, but the prompt is a text; expected a string")
-    if not isinstance(said, list) or not said or not all(
-        isinstance(m, dict) and isinstance(m.get("role"), str) and isinstance(m.get("content"), str) for m in said):
-      raise TypeError(f"the environment says {said!r:.60}; expected a string, or a list of messages with role and "
-                      "content")
-    return said
-
-  def fail(self, message: str, late: bool = False) -> None:
-    self.over, self.message, self.reward = True, message, math.nan
-    if late:
-      self.finish_reason, self.stop_reason = "timeout", None
-
-  def result(self) -> Episode:
-    trajectory = Trajectory(self.ids.astype(np.int32), self.weights, self.logprobs, self.prompt_length,
-                            self.finish_reason, self.item.number, self.stop_reason)
-    completion = self.text if isinstance(self.item.content, str) else self.messages
-    return Episode(trajectory, completion, self.text, self.reward, self.message is not None, self.turns)
-
-  def _add(self, ids: np.ndarray, weights: np.ndarray, logprobs: np.ndarray) -> None:
-    self.ids = np.concatenate([self.ids, ids]).astype(np.int32)
-    self.weights = np.concatenate([self.weights, weights])
-    self.logprobs = np.concatenate([self.logprobs, logprobs]).astype(np.float32)
-
-  def _append(self, said: str | list[dict] | None) -> None:
-    if isinstance(said, str):
-      self.text += said
-    elif said is not None:
-      alone = not self.messages and len(said) == 1 and said[0]["role"] == "assistant"
-      self.text += said[0]["content"] if alone else "".join(f"\n[{m['role']}] {m['content']}" for m in said)
-      self.messages = self.messages + said
 
 
 def _load(name: str) -> type:
@@ -344,25 +255,39 @@ def _load(name: str) -> type:
   return cls
 
 
-def _from_first(ask: Callable[[_Playing], dict[str, Any]], episodes: list[_Playing]) -> list[dict[str, Any]]:
-  """What `ask` gives for each episode, or {"error": why not, "late": it took too long}; asked in the first process, for
-  all, one after another."""
+def _is_async(cls: type | None) -> bool:
+  return any(inspect.iscoroutinefunction(getattr(cls, method, None)) for method in ("reset", "step"))
+
+
+def _from_first(ask: Callable[[Playing], dict[str, Any]], episodes: list[Playing], most: int) -> list[dict[str, Any]]:
+  """What `ask` gives for each episode, or {"error": why not, "late": it took too long}; asked in the first process, at
+  most so many at the same time."""
   import jax  # imported here: see above
 
   from trainer.distributed import processes
-  return processes.from_first([_or_error(ask, e) for e in episodes] if jax.process_index() == 0 else None)
+  answers = None
+  if jax.process_index() == 0:
+    asked = [functools.partial(ask, episode) for episode in episodes]
+    answers = [_or_error(answer) for answer in together([episode.calls for episode in episodes], asked, most)]
+  return processes.from_first(answers)
 
 
-def _or_error(ask: Callable[[_Playing], dict[str, Any]], episode: _Playing) -> dict[str, Any]:
-  try:
-    return episode.calls(lambda: ask(episode))
-  except TookTooLong as e:
+def _or_error(answer: Answer) -> dict[str, Any]:
+  e = answer.error
+  if e is None:
+    return answer.value
+  if isinstance(e, TookTooLong):
     return {"error": str(e), "late": True}
-  except TooManyLeft:
-    raise
-  except Exception as e:
-    last = traceback.extract_tb(e.__traceback__)[-1]
-    return {"error": f"{type(e).__name__}: {e} ({last.filename}:{last.lineno}, in {last.name})", "late": False}
+  if not isinstance(e, Exception):
+    raise e
+  last = traceback.extract_tb(e.__traceback__)[-1]
+  return {"error": f"{type(e).__name__}: {e} ({last.filename}:{last.lineno}, in {last.name})", "late": False}
+
+
+def _shown(prompt: str | list[dict], most: int = 200) -> str:
+  """The end of a prompt, for messages."""
+  text = prompt if isinstance(prompt, str) else str(prompt[-1].get("content"))
+  return repr(text if len(text) <= most else "… " + text[-most:])
 
 
 def _number(reward: Any) -> float | None:

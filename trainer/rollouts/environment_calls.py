@@ -1,23 +1,35 @@
-"""Calls of one environment, with a limit of time: one that hangs costs its episode, not the run.
+"""Calls of environments, of many at the same time, each with a limit of time: one that hangs costs its episode, not the
+run.
 
-Python cannot end a thread. So each environment has a thread of its own, in which it is made and every call of it runs.
-When a call takes too long its thread is left behind, with an exception that it gets as soon as it runs Python code
-again: a loop ends by that; what waits in C for ever stays, as a daemon that does not keep the program from ending. No
-more than MOST_LEFT may stay at a time. Free of JAX.
+Python cannot end a thread. So each environment has a thread of its own, in which it is made and every call of it runs;
+what is a coroutine runs in an event loop of that thread. When a call takes too long its thread is left behind, with an
+exception that it gets as soon as it runs Python code again, and its coroutine is cancelled: a loop ends by that; what
+waits in C for ever stays, as a daemon that does not keep the program from ending. No more than MOST_LEFT may stay at a
+time. Free of JAX.
+
+Reward functions are called in processes instead (reward_pool.py): such a call is of a function that remembers nothing,
+so that any process will do. An environment is an object that lives as long as its episode, and mostly waits for others.
 """
 
+import asyncio
+import contextlib
 import ctypes
+import functools
+import inspect
 import queue
 import sys
 import threading
+import time
 import traceback
-from collections.abc import Callable
-from typing import Any
+from collections import deque
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any, NamedTuple
 
 from trainer.errors import ConfigError
 
 # Threads that may hang at a time; more, and the environment itself is broken.
 MOST_LEFT = 16
+GRACE_SECONDS = 1.0  # for those that can end
 _left: list[threading.Thread] = []
 
 
@@ -33,67 +45,151 @@ class _End(BaseException):
   """What ends a call that was left behind, if it still runs Python code."""
 
 
+class Answer(NamedTuple):
+  """What a call returned, or what it raised."""
+
+  value: Any = None
+  error: BaseException | None = None
+
+
 class Calls:
   """Makes the calls of one environment.
 
   Args:
-    seconds: what each may take; None: any time, and they run in the caller's thread.
+    seconds: what each may take; None: any time.
+    in_thread: in a thread of its own, which a limit of time needs; else they run in the caller's.
   """
 
-  def __init__(self, seconds: float | None):
-    self._seconds = seconds
+  def __init__(self, seconds: float | None, in_thread: bool = True):
+    self.seconds, self.in_thread = seconds, in_thread or seconds is not None
     self._thread: threading.Thread | None = None
     self._asked: queue.SimpleQueue = queue.SimpleQueue()
-    self._answers: queue.SimpleQueue = queue.SimpleQueue()
+    self._runner: asyncio.Runner | None = None
+    self._task: asyncio.Task | None = None
 
-  def __call__(self, function: Callable[[], Any]) -> Any:
-    """What it returns; what it raises is raised.
-
-    Raises:
-      TookTooLong: it has not ended in time. There must be no further call.
-      TooManyLeft: nor have too many others.
-    """
-    if self._seconds is None:
-      return function()
+  def start(self, function: Callable[[], Any], report: Callable[[Answer], Any]) -> None:
+    """Begins a call, of which `report` is told the answer in the thread that it runs in. There may be one at a time."""
+    if not self.in_thread:
+      report(_answer(function))
+      return
     if self._thread is None:
-      self._thread = threading.Thread(target=_work, args=(self._asked, self._answers), name="environment", daemon=True)
+      self._thread = threading.Thread(target=self._work, name="environment", daemon=True)
       self._thread.start()
-    self._asked.put(function)
-    try:
-      value, error = self._answers.get(timeout=self._seconds)
-    except queue.Empty:
-      raise self._leave() from None
-    if error is not None:
-      raise error
-    return value
+    self._asked.put((function, report))
+
+  def result(self, value: Any) -> Any:
+    """`value`; of a coroutine what it returns. To be called within a call.
+
+    One environment has one event loop, in which its connections live on between two calls.
+    """
+    if not inspect.isawaitable(value):
+      return value
+    if self._runner is None:
+      self._runner = asyncio.Runner()
+    return self._runner.run(self._awaited(value))
+
+  def leave(self) -> TookTooLong:
+    """Leaves the call that runs behind. There must be no further one."""
+    thread, task = self._thread, self._task
+    at = _place(thread, task)
+    if task is not None:
+      with contextlib.suppress(RuntimeError):  # it has just ended, and its loop with it
+        self._runner.get_loop().call_soon_threadsafe(task.cancel)
+    ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread.ident), ctypes.py_object(_End))
+    self.close()
+    _left.append(thread)
+    return TookTooLong(f"took longer than rollout.environment_timeout_seconds={self.seconds:g}{at}")
 
   def close(self) -> None:
     """Ends the thread, unless it hangs."""
-    self._asked.put(None)
+    if self.in_thread:
+      self._asked.put(None)
+    elif self._runner is not None:
+      self._runner.close()
 
-  def _leave(self) -> Exception:
-    thread = self._thread
-    frame = sys._current_frames().get(thread.ident)
-    stack = traceback.extract_stack(frame) if frame else []
-    at = f" ({stack[-1].filename}:{stack[-1].lineno}, in {stack[-1].name})" if stack else ""
-    ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread.ident), ctypes.py_object(_End))
-    self.close()
-    _left[:] = [*(other for other in _left if other.is_alive()), thread]
-    if len(_left) > MOST_LEFT:
-      return TooManyLeft(f"{len(_left)} calls of rollout.environment hang at the same time, each for longer than "
-                         f"rollout.environment_timeout_seconds={self._seconds:g}, the last{at}. Correct the "
-                         "environment, or give its calls more time.")
-    return TookTooLong(f"took longer than rollout.environment_timeout_seconds={self._seconds:g}{at}")
+  async def _awaited(self, value: Awaitable[Any]) -> Any:
+    self._task = asyncio.current_task()
+    try:
+      return await value
+    finally:
+      self._task = None
+
+  def _work(self) -> None:
+    try:
+      while (asked := self._asked.get()) is not None:
+        function, report = asked
+        report(_answer(function))
+    except _End:  # it came when the call had just ended
+      pass
+    finally:
+      if self._runner is not None:
+        self._runner.close()
 
 
-def _work(asked: queue.SimpleQueue, answers: queue.SimpleQueue) -> None:
+def together(calls: Sequence[Calls], functions: Sequence[Callable[[], Any]], most: int) -> list[Answer]:
+  """Makes a call of each environment, at most so many at the same time; the answers in the order of `calls`.
+
+  Each has its time from when it begins. What the answers are does not depend on the order in which they come.
+
+  Raises:
+    TooManyLeft: too many hang.
+  """
+  answers: queue.SimpleQueue = queue.SimpleQueue()
+  found: list[Answer] = [Answer()] * len(calls)
+  waiting, running = deque(range(len(calls))), {}
+
+  def report(number: int, answer: Answer) -> None:
+    answers.put((number, answer))
+
+  while waiting or running:
+    while waiting and len(running) < most:
+      number = waiting.popleft()
+      seconds = calls[number].seconds
+      running[number] = None if seconds is None else time.monotonic() + seconds
+      calls[number].start(functions[number], functools.partial(report, number))
+    until = min((deadline for deadline in running.values() if deadline is not None), default=None)
+    try:
+      number, answer = answers.get(timeout=None if until is None else max(until - time.monotonic(), 0.0))
+      if number in running:  # else it was left behind
+        del running[number]
+        found[number] = answer
+    except queue.Empty:
+      now = time.monotonic()
+      for number in [number for number, deadline in running.items() if deadline is not None and deadline <= now]:
+        del running[number]
+        found[number] = Answer(error=calls[number].leave())
+      _check_left()
+  return found
+
+
+def _check_left() -> None:
+  """Raises TooManyLeft if too many threads that were left behind stay, after a moment in which they may end."""
+  until = time.monotonic() + GRACE_SECONDS
+  while True:
+    _left[:] = [thread for thread in _left if thread.is_alive()]
+    if len(_left) <= MOST_LEFT:
+      return
+    if time.monotonic() >= until:
+      raise TooManyLeft(f"{len(_left)} calls of rollout.environment hang at the same time, each for longer than "
+                        f"rollout.environment_timeout_seconds, the last{_place(_left[-1], None)}. Correct the "
+                        "environment, or give its calls more time.")
+    time.sleep(0.01)
+
+
+def _answer(function: Callable[[], Any]) -> Answer:
   try:
-    while (function := asked.get()) is not None:
-      answer: tuple[Any, BaseException | None]
-      try:
-        answer = function(), None
-      except BaseException as e:
-        answer = None, e
-      answers.put(answer)
-  except _End:  # it came when the call had just ended
-    pass
+    return Answer(function())
+  except BaseException as e:
+    return Answer(error=e)
+
+
+def _place(thread: threading.Thread, task: asyncio.Task | None) -> str:
+  """Where a call hangs: its innermost line."""
+  coroutine: Any = None if task is None else task.get_coro()
+  frame = sys._current_frames().get(thread.ident or 0)
+  if coroutine is not None and not coroutine.cr_running:
+    while getattr(coroutine.cr_await, "cr_frame", None) is not None:
+      coroutine = coroutine.cr_await
+    frame = coroutine.cr_frame
+  stack = traceback.extract_stack(frame) if frame else []
+  return f" ({stack[-1].filename}:{stack[-1].lineno}, in {stack[-1].name})" if stack else ""

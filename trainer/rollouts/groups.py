@@ -17,7 +17,7 @@ from trainer.errors import ConfigError
 from trainer.generate.stop_strings import columns, ending
 from trainer.metrics import Mean
 from trainer.report import pages
-from trainer.rollouts.environment import Episode
+from trainer.rollouts.episode import Episode
 from trainer.rollouts.experience import Trajectory
 
 # Completions of a rollout that its table shows as text.

@@ -27,7 +27,7 @@ def check(config: Any) -> None:
                       f"from completions that are sampled. Use strategy {' or '.join(able)}, or rollout.num_prompts=0.")
   for key, least in (("num_prompts", 1), ("group_size", 2), ("updates", 1), ("epochs", 1), ("max_new_tokens", 1),
                      ("batch_size", 1), ("resample", 0), ("max_without_lesson", 0), ("reward_workers", 0),
-                     ("max_turns", 1)):
+                     ("max_turns", 1), ("environment_workers", 1)):
     if c[key] < least:
       raise ConfigError(f"rollout.{key} is {c[key]}; it must be at least {least}.")
   if not c.reward_timeout_seconds > 0:

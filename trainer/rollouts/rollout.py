@@ -32,7 +32,8 @@ from trainer.metrics import to_floats
 from trainer.rollouts import experience as experience_lib
 from trainer.rollouts import groups as groups_lib
 from trainer.rollouts import old_policy
-from trainer.rollouts.environment import Episode, Episodes
+from trainer.rollouts.environment import Episodes
+from trainer.rollouts.episode import Episode
 from trainer.rollouts.experience import Experience
 from trainer.rollouts.groups import ScoredGroup, TrainingSamples
 from trainer.rollouts.options import ENVIRONMENT

@@ -1,5 +1,7 @@
 """Calls of environments with a limit of time: one that hangs costs its episode alone."""
 
+import asyncio
+import functools
 import math
 import socket
 import sqlite3
@@ -55,6 +57,13 @@ class Hangs:
     return Turn(reward=1.0, done=True)
 
 
+def call(made, function):
+  answer, = calls.together([made], [function], 1)
+  if answer.error is not None:
+    raise answer.error
+  return answer.value
+
+
 @pytest.fixture(autouse=True)
 def nobody_left(monkeypatch):
   monkeypatch.setattr(calls, "_left", [])
@@ -68,7 +77,7 @@ def test_a_call_that_hangs_costs_its_own_episode(tmp_path, monkeypatch, caplog):
   items, episodes = setup(tmp_path, rows, env="Hangs", environment_timeout_seconds=1.0)
   began = time.monotonic()
   found = [e for group in episodes.run(items, 1, Sampler(TINY, lambda *_: "a"), 0) for e in group]
-  assert 4.0 <= time.monotonic() - began < 60
+  assert 2.0 <= time.monotonic() - began < 60  # one reset, then steps, all at the same time
   assert [e.trajectory.finish_reason for e in found] == ["stop", *["timeout"] * 4, "stop", "stop"]
   assert [e.failed for e in found] == [False, *[True] * 5, False]
   assert [math.isnan(e.reward) for e in found] == [False, *[True] * 5, False] and found[0].reward == 1.0
@@ -85,14 +94,15 @@ def test_a_call_that_hangs_costs_its_own_episode(tmp_path, monkeypatch, caplog):
   assert ENDED == ["loop"] and not others()
 
 
-def test_without_a_limit_calls_are_made_where_they_are_asked_for():
-  assert calls.Calls(None)(threading.current_thread) is threading.current_thread()
-  made = calls.Calls(5.0)
-  first, second = made(threading.current_thread), made(threading.current_thread)
-  assert first is second is not threading.current_thread() and first.daemon
-  with pytest.raises(KeyError, match="gone"):
-    made(lambda: {}["gone"])
-  made.close()
+def test_an_environment_has_a_thread_of_its_own():
+  """Or none, where nothing is limited."""
+  assert call(calls.Calls(None, in_thread=False), threading.current_thread) is threading.current_thread()
+  for made in (calls.Calls(5.0, in_thread=False), calls.Calls(None)):
+    first, second = call(made, threading.current_thread), call(made, threading.current_thread)
+    assert first is second is not threading.current_thread() and first.daemon
+    with pytest.raises(KeyError, match="gone"):
+      call(made, lambda: {}["gone"])
+    made.close()
   first.join(5)
   assert not first.is_alive()
 
@@ -102,14 +112,146 @@ def test_where_too_many_hang_the_run_stops(monkeypatch):
   release = threading.Event()
   for _ in range(2):
     with pytest.raises(calls.TookTooLong):
-      calls.Calls(0.05)(release.wait)
+      call(calls.Calls(0.05), release.wait)
   with pytest.raises(ConfigError, match="3 calls of rollout.environment hang at the same time"):
-    calls.Calls(0.05)(release.wait)
+    call(calls.Calls(0.05), release.wait)
   release.set()
   for thread in calls._left:
     thread.join(5)
   with pytest.raises(calls.TookTooLong):  # the others have come back
-    calls.Calls(0.05)(threading.Event().wait)
+    call(calls.Calls(0.05), threading.Event().wait)
+
+
+def test_those_that_can_end_are_given_the_time(monkeypatch):
+  """Many coroutines that hang at once are cancelled, and no reason to stop."""
+  monkeypatch.setattr(calls, "MOST_LEFT", 2)
+  many = [calls.Calls(0.1) for _ in range(8)]
+  found = calls.together(many, [functools.partial(_await, made, asyncio.Event().wait) for made in many], 8)
+  assert all(isinstance(answer.error, calls.TookTooLong) for answer in found)
+
+
+def _await(made, function):
+  return made.result(function())
+
+
+# ---------------------------------------------------------------------------------------------- at the same time
+
+
+def test_so_many_are_called_at_the_same_time():
+  """A barrier that as many pass as may run, and a count that never is above."""
+  barrier, lock, running, most = threading.Barrier(4), threading.Lock(), [0], [0]
+
+  def step(number):
+    with lock:
+      running[0] += 1
+      most[0] = max(most[0], running[0])
+    barrier.wait(30)
+    with lock:
+      running[0] -= 1
+    return number
+
+  made = [calls.Calls(None) for _ in range(12)]
+  found = calls.together(made, [functools.partial(step, n) for n in range(12)], 4)
+  assert [answer.value for answer in found] == list(range(12)) and most == [4]
+  for one in made:
+    one.close()
+
+
+class InTurn:
+  """Answers in the order that the record's ranks say, whatever the order of the episodes; as a coroutine, or not."""
+
+  done: dict[int, threading.Event] = {}
+  order: list[int] = []
+
+  def reset(self, prompt, /, rank, fails=False):
+    self.rank, self.fails = rank, fails
+
+  def step(self, completion):
+    assert InTurn.done[self.rank].wait(30)
+    return self._end(completion)
+
+  def _end(self, completion):
+    InTurn.order.append(self.rank)
+    InTurn.done[self.rank + 1].set()
+    if self.fails:
+      raise RuntimeError(f"no answer to {completion}")
+    return Turn(f"after {completion}", self.rank / 8, done=completion == "2")
+
+
+class AsyncInTurn(InTurn):
+
+  async def step(self, completion):
+    while not InTurn.done[self.rank].is_set():
+      await asyncio.sleep(0.001)
+    return self._end(completion)
+
+
+@pytest.mark.parametrize("env", ["InTurn", "AsyncInTurn"])
+def test_the_order_in_which_steps_end_changes_nothing(tmp_path, monkeypatch, caplog, env):
+  monkeypatch.setattr("tests.trainer.rollouts.test_environment.HERE", HERE)
+  found = []
+  for ranks in (range(6), [3, 5, 0, 1, 4, 2]):
+    rows = [{"q": f"q{i}", "rank": rank, "fails": i == 4} for i, rank in enumerate(ranks)]
+    items, episodes = setup(tmp_path, rows, env=env, max_turns=1)
+    InTurn.done, InTurn.order = {rank: threading.Event() for rank in range(7)}, []
+    InTurn.done[0].set()
+    groups = episodes.run(items, 1, Sampler(TINY, lambda *_: "a"), 0)
+    assert InTurn.order == list(range(6))
+    found.append([(e.trajectory.ids.tolist(), e.trajectory.logprobs.tolist(), e.completion, e.failed)
+                  for (e,) in groups])
+    assert [e.reward for (e,) in groups if not e.failed] == [rank / 8 for i, rank in enumerate(ranks) if i != 4]
+  assert found[0] == found[1] and [failed for *_, failed in found[0]] == [i == 4 for i in range(6)]
+  told = [r.getMessage() for r in caplog.records if "no answer to a" in r.getMessage()]
+  assert len(told) == 2 and all("in 1 of 6 episodes" in t and "a.jsonl:5, whose prompt is 'q4'" in t for t in told)
+
+
+class Connected:
+  """Has a thing that works in one event loop only, and hangs in it where the record says so."""
+
+  async def reset(self, prompt, /, hangs=None):
+    self.lock, self.hangs = asyncio.Lock(), hangs
+    await self.lock.acquire()
+    return "?"
+
+  async def step(self, completion):
+    waiting = asyncio.ensure_future(self.lock.acquire())
+    await asyncio.sleep(0)
+    self.lock.release()
+    assert await waiting
+    if self.hangs == "await":
+      try:
+        await asyncio.sleep(1e6)
+      finally:
+        ENDED.append("await")
+    if self.hangs == "block":
+      _hang("loop")
+    return Turn(completion, 0.5)
+
+
+@pytest.mark.parametrize("late, reward", [(None, math.nan), (-0.25, -0.25), (0.0, 0.0)])
+def test_coroutines_are_limited_and_what_hangs_has_the_reward_that_is_set(tmp_path, monkeypatch, caplog, late, reward):
+  monkeypatch.setattr("tests.trainer.rollouts.test_environment.HERE", HERE)
+  rows = [{"q": "a"}, {"q": "b", "hangs": "await"}, {"q": "c", "hangs": "block"}, {"q": "d"}]
+  items, episodes = setup(tmp_path, rows, env="Connected", max_turns=2, environment_timeout_seconds=1.0,
+                          environment_timeout_reward=late)
+  found = [e for group in episodes.run(items, 1, Sampler(TINY, lambda *_: "a"), 0) for e in group]
+  assert [e.trajectory.finish_reason for e in found] == ["stop", "timeout", "timeout", "stop"]
+  assert [e.reward for e in found] == pytest.approx([1.0, reward, reward, 1.0], nan_ok=True)
+  assert [e.failed for e in found] == [False, late is None, late is None, False]
+  assert episodes.metrics(found) == {"rollout/timeouts": 2.0}
+  assert "environment_timeout_seconds=1" in caplog.text and "in _hang" in caplog.text
+  until = time.monotonic() + 10
+  while len(ENDED) < 2 and time.monotonic() < until:
+    time.sleep(0.01)
+  assert sorted(ENDED) == ["await", "loop"]
+
+
+def test_a_reset_that_hangs_has_no_reward(tmp_path, monkeypatch):
+  monkeypatch.setattr("tests.trainer.rollouts.test_environment.HERE", HERE)
+  items, episodes = setup(tmp_path, [{"q": "a", "reset": "loop"}], env="Hangs", environment_timeout_seconds=0.5,
+                          environment_timeout_reward=-1.0)
+  (e,), = episodes.run(items, 1, Sampler(TINY, lambda *_: "a"), 0)
+  assert e.failed and math.isnan(e.reward)
 
 
 def test_a_limit_of_nothing_is_refused(tmp_path):

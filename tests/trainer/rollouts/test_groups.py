@@ -13,7 +13,7 @@ from input_pipeline.prompt_data import PromptItem
 from trainer.errors import ConfigError
 from trainer.metrics import to_floats
 from trainer.rollouts import experience, groups
-from trainer.rollouts.environment import Episode
+from trainer.rollouts.episode import Episode
 from trainer.rollouts.experience import Trajectory
 from trainer.rollouts.groups import ScoredGroup
 

@@ -1,0 +1,124 @@
+"""An episode, while it is played and when it is over: its tokens, whose each is, and what was said in them.
+
+Free of JAX.
+"""
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from input_pipeline.prompt_data import PromptItem
+from trainer.rollouts.environment_calls import Calls
+from trainer.rollouts.experience import Trajectory
+
+
+@dataclass(frozen=True)
+class Episode:
+  """A completion of a prompt, or a conversation of several.
+
+  Attributes:
+    trajectory: its tokens. `finish_reason` is "length" where a completion or the room for the next one ended without an
+      end, "timeout" where the environment took too long, else "stop".
+    completion: for reward functions, all that follows the record's prompt: a text, or messages.
+    text: the same for people.
+    reward: the sum of the environment's; None: it gave none; NaN: it failed.
+    failed: the environment raised, or answered what cannot be, or took too long and no reward is set for that; there is
+      a message in the log.
+    turns: completions.
+  """
+
+  trajectory: Trajectory
+  completion: str | list[dict]
+  text: str
+  reward: float | None
+  failed: bool
+  turns: int
+
+  @property
+  def completion_ids(self) -> np.ndarray:
+    """All that follows what the policy was first asked, int32 [n]."""
+    return self.trajectory.ids[self.trajectory.prompt_length:]
+
+
+class Playing:
+  """An episode that is not over yet."""
+
+  def __init__(self, item: PromptItem, sample: int, calls: Calls):
+    self.item, self.sample, self.calls = item, sample, calls
+    self.environment: Any = None  # an `environment.Environment`
+    self.over, self.failed = False, False
+    self.message: str | None = None
+    self.reward: float | None = None
+    self.turns, self.sampled, self.finish_reason, self.stop_reason = 0, 0, "stop", None
+    # What the policy said last, with special tokens but without what ended it.
+    self.last_completion = ""
+    # What follows the record's prompt.
+    self.messages: list[dict] = []
+    self.text = ""
+    self.begin(item.prompt.ids, None)
+
+  def begin(self, ids: np.ndarray, opening: str | list[dict] | None) -> None:
+    """Starts with these ids, which end with `opening`."""
+    self.ids, self.prompt_length = ids, len(ids)
+    self.weights, self.logprobs = (np.zeros(len(ids), np.float32) for _ in range(2))
+    self._append(opening)
+
+  def add_completion(self, completion: Any, text: str, with_special: str) -> None:
+    self.last_completion, self.finish_reason = with_special, completion.finish_reason
+    self.stop_reason = completion.stop_reason
+    # Those of the distribution that training has, too, in which nothing is truncated.
+    self._add(completion.ids, np.ones(len(completion.ids), np.float32), completion.full_logprobs)
+    self.turns, self.sampled = self.turns + 1, self.sampled + len(completion.ids)
+    self._append(text if isinstance(self.item.content, str) else [{"role": "assistant", "content": text}])
+
+  def add_observation(self, ids: np.ndarray, observation: str | list[dict]) -> None:
+    zeros = np.zeros(len(ids), np.float32)
+    self._add(ids, zeros, zeros)
+    self._append(observation)
+
+  def as_added(self, said: str | list[dict]) -> str | list[dict]:
+    """What an environment says, as a text where the prompt is one, else as messages.
+
+    Raises:
+      TypeError: it is neither.
+    """
+    if isinstance(said, str):
+      return said if isinstance(self.item.content, str) else [{"role": "user", "content": said}]
+    if isinstance(self.item.content, str):
+      raise TypeError(f"the environment says a {type(said).__name__}, but the prompt is a text; expected a string")
+    if not isinstance(said, list) or not said or not all(
+        isinstance(m, dict) and isinstance(m.get("role"), str) and isinstance(m.get("content"), str) for m in said):
+      raise TypeError(f"the environment says {said!r:.60}; expected a string, or a list of messages with role and "
+                      "content")
+    return said
+
+  def fail(self, message: str, late: bool = False, late_reward: float | None = None) -> None:
+    """Ends it without a reward; where it took too long, with the one so far and `late_reward`, unless that is None."""
+    self.over, self.message = True, message
+    if late:
+      self.finish_reason, self.stop_reason = "timeout", None
+    if late and late_reward is not None:
+      self.reward = (self.reward or 0.0) + late_reward
+    else:
+      self.failed, self.reward = True, math.nan
+
+  def result(self) -> Episode:
+    trajectory = Trajectory(self.ids.astype(np.int32), self.weights, self.logprobs, self.prompt_length,
+                            self.finish_reason, self.item.number, self.stop_reason)
+    completion = self.text if isinstance(self.item.content, str) else self.messages
+    return Episode(trajectory, completion, self.text, self.reward, self.failed, self.turns)
+
+  def _add(self, ids: np.ndarray, weights: np.ndarray, logprobs: np.ndarray) -> None:
+    self.ids = np.concatenate([self.ids, ids]).astype(np.int32)
+    self.weights = np.concatenate([self.weights, weights])
+    self.logprobs = np.concatenate([self.logprobs, logprobs]).astype(np.float32)
+
+  def _append(self, said: str | list[dict] | None) -> None:
+    if isinstance(said, str):
+      self.text += said
+    elif said is not None:
+      alone = not self.messages and len(said) == 1 and said[0]["role"] == "assistant"
+      self.text += said[0]["content"] if alone else "".join(f"\n[{m['role']}] {m['content']}" for m in said)
+      self.messages = self.messages + said
