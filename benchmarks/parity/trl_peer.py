@@ -1,0 +1,85 @@
+"""TRL's side of benchmarks/parity, in an environment of its own: python trl_peer.py FOLDER OUT [--as-is]
+
+Trains the rows of FOLDER/rows.jsonl in the order of FOLDER/order.json with the settings of FOLDER/settings.json, and
+writes OUT: loss and gradient norm of each step, and versions. Two things are made as Weft has them, unless `--as-is`
+leaves them to TRL: the newline that the template writes behind the last message is not trained (sft, dpo, kto), and
+completions that estimate kto's divergence are those of order.json.
+"""
+
+import argparse
+import json
+import os
+import tempfile
+from pathlib import Path
+
+os.environ |= {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "HF_DATASETS_DISABLE_PROGRESS_BARS": "1"}
+
+import datasets
+import peft
+import torch
+import transformers
+import trl
+
+TRAINERS = {"sft": (trl.SFTTrainer, trl.SFTConfig), "dpo": (trl.DPOTrainer, trl.DPOConfig),
+            "kto": (trl.KTOTrainer, trl.KTOConfig), "lora": (trl.SFTTrainer, trl.SFTConfig)}
+BEHIND, BETWEEN = "'<|im_end|>' + '\n'", "'<|im_end|>' + ('' if loop.last and not add_generation_prompt else '\n')"
+
+
+class Kept(transformers.TrainerCallback):
+  """Loss and gradient norm of each step, as TRL logs them."""
+
+  def __init__(self):
+    self.steps = []
+
+  def on_log(self, args, state, control, logs=None, **kwargs):
+    if "loss" in logs:
+      self.steps.append({key: float(logs[key]) for key in ("loss", "grad_norm")})
+
+
+def options(settings: dict, part: str, folder: str) -> dict:
+  """Of TRL's config: what settings.json says, and else what has no effect on the numbers."""
+  s = settings
+  named = dict(
+      output_dir=folder, per_device_train_batch_size=s["batch_size"], max_steps=s["steps"], max_length=None,
+      learning_rate=s["learning_rate"], lr_scheduler_type="cosine", warmup_steps=0, optim="adamw_torch",
+      adam_beta1=s["b1"], adam_beta2=s["b2"], adam_epsilon=s["eps"], weight_decay=s["weight_decay"],
+      max_grad_norm=s["clip_norm"], bf16=False, use_cpu=True, train_sampling_strategy="sequential", logging_steps=1,
+      save_strategy="no", report_to=[], disable_tqdm=True, gradient_checkpointing=False, seed=s["seed"])
+  return named | ({"beta": s["beta"]} if part in ("dpo", "kto") else {})
+
+
+def main() -> None:
+  parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+  parser.add_argument("folder", type=Path)
+  parser.add_argument("out", type=Path)
+  parser.add_argument("--as-is", action="store_true")
+  args = parser.parse_args()
+  settings = json.loads((args.folder / "settings.json").read_text())
+  part = settings["part"]
+  rows = [json.loads(line) for line in (args.folder / "rows.jsonl").read_text("utf-8").splitlines()]
+  order = [taken for step in json.loads((args.folder / "order.json").read_text()) for taken in step]
+  tokenizer = transformers.AutoTokenizer.from_pretrained(settings["model"])
+  if not args.as_is:
+    if BEHIND not in tokenizer.chat_template:
+      raise SystemExit(f"the template of {settings['model']} has no {BEHIND!r}.")
+    tokenizer.chat_template = tokenizer.chat_template.replace(BEHIND, BETWEEN)
+  model = transformers.AutoModelForCausalLM.from_pretrained(settings["model"], dtype=torch.float32)
+  if part == "lora":
+    model = peft.PeftModel.from_pretrained(model, args.folder / "adapter", is_trainable=True)
+  make, config = TRAINERS[part]
+  kept = Kept()
+  with tempfile.TemporaryDirectory() as folder:
+    trainer = make(model=model, args=config(**options(settings, part, folder)), processing_class=tokenizer,
+                   train_dataset=datasets.Dataset.from_list([rows[taken["row"]] for taken in order]), callbacks=[kept])
+    if part == "kto" and not args.as_is:
+      data = trainer.train_dataset
+      completions = {taken["row"]: ids for taken, ids in zip(order, data["completion_ids"], strict=True)}
+      trainer.train_dataset = data.remove_columns("KL_completion_ids").add_column(
+          "KL_completion_ids", [completions[taken["other"]] for taken in order])
+    trainer.train()
+  versions = {module.__name__: module.__version__ for module in (trl, peft, transformers, torch)}
+  args.out.write_text(json.dumps({"versions": versions, "steps": kept.steps}))
+
+
+if __name__ == "__main__":
+  main()
