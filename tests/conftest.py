@@ -213,7 +213,7 @@ tests/models/attention/test_ring.py
 tests/trainer/report/test_report.py
 tests/trainer/telemetry/test_spikes.py
 tests/models/hf/test_images.py
-tests/trainer/test_compiled.py
+tests/trainer/compiler/test_compiled.py
 tests/test_notebook.py
 tests/trainer/speedrun/test_command.py
 tests/trainer/telemetry/test_diagnostics.py
