@@ -22,21 +22,35 @@ NORMALIZE = ("token", "sequence")
 SHOWN_COLUMNS = 8
 
 
-def empty_batch(
-    num_rows: int, seq_len: int, pad_id: int, sequences: int = 0, reference: bool = False, advantages: bool = False,
-    images: ImageLayout | None = None, prompts: bool = False,
-) -> dict[str, np.ndarray]:
-  """Padding only: segment 0, weight 0, source -1.
+class Arrays(NamedTuple):
+  """Which arrays a batch has besides those that every batch has.
+
+  Attributes:
+    sequences: S, the most segments of a row, where documents have parts; else 0, and there is no such array.
+    reference: one for the reference's log-probs.
+    advantages: one for those of segments.
+    logprobs: one for the log-probs that tokens were sampled with.
+    images: which there are for images; None: none.
+    prompts: one for the segments of prompts that parts share.
+  """
+
+  sequences: int = 0
+  reference: bool = False
+  advantages: bool = False
+  logprobs: bool = False
+  images: ImageLayout | None = None
+  prompts: bool = False
+
+
+def empty_batch(num_rows: int, seq_len: int, pad_id: int, arrays: Arrays = Arrays()  # noqa: B008 (it is frozen)
+                ) -> dict[str, np.ndarray]:
+  """Padding only, [B, T]: segment 0, weight 0, source -1.
 
   Args:
     num_rows: B.
     seq_len: T.
     pad_id: the token.
-    sequences: S, the most segments of a row, where documents have parts; else 0, and there is no such array.
-    reference: with an array for the reference's log-probs.
-    advantages: with an array for those of segments.
-    images: which arrays there are for images; None: none.
-    prompts: with an array for the segments of prompts that parts share.
+    arrays: which there are.
   """
   shape = (num_rows, seq_len)
   batch = {
@@ -46,15 +60,17 @@ def empty_batch(
       "loss_weights": np.zeros(shape, np.float32),
       "source_ids": np.full(num_rows, -1, np.int32),
   }
-  if sequences:
-    batch["segment_roles"] = np.zeros((num_rows, sequences), np.int32)
-  if advantages:
-    batch["advantages"] = np.zeros((num_rows, sequences), np.float32)
-  if reference:
+  if arrays.sequences:
+    batch["segment_roles"] = np.zeros((num_rows, arrays.sequences), np.int32)
+  if arrays.advantages:
+    batch["advantages"] = np.zeros((num_rows, arrays.sequences), np.float32)
+  if arrays.reference:
     batch["ref_logprobs"] = np.zeros(shape, np.float32)
-  if prompts:
+  if arrays.logprobs:
+    batch["behavior_logprobs"] = np.zeros(shape, np.float32)
+  if arrays.prompts:
     batch["prompt_ids"] = np.zeros(shape, np.int32)
-  return batch if images is None else batch | images.empty(*shape)
+  return batch if arrays.images is None else batch | arrays.images.empty(*shape)
 
 
 class Segments(NamedTuple):
@@ -214,9 +230,12 @@ class PackedSource:
     flat, token = fill(batch, where, source, pieces, self._normalize, segments)
     if self.row_images is not None:
       self.row_images.fill(batch, where, source, pieces, flat, epoch)
+    trained = batch["loss_weights"].reshape(-1)[flat] != 0
     if self.reference is not None:
-      trained = batch["loss_weights"].reshape(-1)[flat] != 0
       batch["ref_logprobs"].reshape(-1)[flat[trained]] = self.reference[token[trained]]
+    if "behavior_logprobs" in batch:  # NaN: not known
+      known = np.nan if source.logprobs is None else source.logprobs[token[trained]]
+      batch["behavior_logprobs"].reshape(-1)[flat[trained]] = known
     batch["source_ids"][where] = source_id
     return flat, token
 

@@ -2,10 +2,10 @@
 
 A cache is a folder `<name>-<key>` with `tokens.bin` (uint16 or uint32, all documents end to end), `offsets.bin`
 (int64 [documents + 1], where each document begins), `num_bytes.bin` (int64 [records], UTF-8 bytes of the texts in
-each record), `meta.json`, and, if some document has weights, `weights.bin` (float32, one for each token). If documents
-consist of parts, as preferences do, `parts.bin` (int64 [documents * parts + 1], where each part begins) and `roles.bin`
-(int8 [documents * parts], see roles.py) say which; `advantages.bin` (float32 [documents * parts]) are those of sampled
-completions. Images are kept as `cache.py` says. The key is a hash of everything that
+each record), `meta.json`, and, if some document has them, `weights.bin` and `logprobs.bin` (float32, one for each
+token). If documents consist of parts, as preferences do, `parts.bin` (int64 [documents * parts + 1], where each part
+begins) and `roles.bin` (int8 [documents * parts], see roles.py) say which; `advantages.bin` (float32 [documents *
+parts]) are those of sampled completions. Images are kept as images/cache.py says. The key is a hash of everything that
 decides the content, so a changed file, split, tokenizer or template gets another folder. A folder appears under its
 final name by one rename, when it is complete.
 """
@@ -56,6 +56,8 @@ class TokenizedSource(NamedTuple):
   skipped: dict[str, int]
   # Float32, of predicting each token; None: all are 1.
   weights: np.ndarray | None = None
+  # Float32, that of each token where it was sampled, NaN where that is not known; None: of no token is it.
+  logprobs: np.ndarray | None = None
   # Records that the encoder dropped, by its reasons.
   dropped: dict[str, int] = {}
   # Records by what the encoder took them for.
@@ -196,6 +198,7 @@ def _build(folder: Path, source: Source, encoder: Encoder, vocab_size: int, key:
         "documents": documents.count,
         "tokens": documents.tokens,
         "weights": documents.has_weights,
+        "logprobs": documents.has_logprobs,
         "parts": documents.parts_each or 0,
         "advantages": documents.has_advantages,
         **documents.images.finish(folder),
@@ -266,7 +269,8 @@ def _encode(rows: list[tuple[Record, int]], encoder: Encoder, bad: BadRows
 
 
 class _Documents:
-  """Writes documents; `weights.bin` begins with the first document that has weights, and holds those before it too.
+  """Writes documents; `weights.bin` and `logprobs.bin` begin with the first document that has any, and hold those of
+  the ones before it too.
 
   The encoder's `with_next`, if there is one, makes of each document and the next one with another prompt (partners.py)
   what is written in its place.
@@ -281,7 +285,7 @@ class _Documents:
     self._partners = partners.Partners(getattr(encoder, "prompt_of", id), most)
     self.dtype = np.dtype("<u2" if vocab_size <= 1 << 16 else "<u4")
     self.count = self.tokens = 0
-    self.has_weights = False
+    self.has_weights = self.has_logprobs = False
     # Parts of each document, and whether they have advantages, known from the first one on.
     self.parts_each: int | None = None
     self.has_advantages = False
@@ -305,13 +309,9 @@ class _Documents:
     if len(ids) and not 0 <= ids.min() <= ids.max() < self._vocab_size:
       raise DataError(f"source {self._source!r}: its documents were given ids from {ids.min()} to {ids.max()}, but the "
                       f"tokenizer's vocabulary is {self._vocab_size}. Use the tokenizer that belongs to these data.")
-    if not self.has_weights and any(d.weights is not None for d in documents):
-      self.has_weights = True
-      for start in range(0, self.tokens, BATCH_BYTES):
-        self._writer.write("weights", np.ones(min(BATCH_BYTES, self.tokens - start), "<f4"))
-    if self.has_weights:
-      weights = [np.ones(len(d.ids), np.float32) if d.weights is None else d.weights for d in documents]
-      self._writer.write("weights", np.concatenate(weights).astype("<f4"))
+    self.has_weights = self._write_each("weights", [d.weights for d in documents], documents, 1.0, self.has_weights)
+    self.has_logprobs = self._write_each("logprobs", [d.logprobs for d in documents], documents, np.nan,
+                                         self.has_logprobs)
     self._write_parts(documents)
     lengths = np.array([len(d.ids) for d in documents], "<i8")
     self.images.write(documents, self.tokens + np.cumsum(lengths) - lengths)
@@ -319,6 +319,19 @@ class _Documents:
     self._writer.write("offsets", self.tokens + np.cumsum(lengths))
     self.tokens += int(lengths.sum())
     self.count += len(documents)
+
+  def _write_each(self, name: str, values: list[np.ndarray | None], documents: list[Encoded], without: float,
+                  begun: bool) -> bool:
+    """Writes a number of each token, `without` for those of documents that have none; whether any has had one yet."""
+    if not begun and all(part is None for part in values):
+      return False
+    if not begun:
+      for start in range(0, self.tokens, BATCH_BYTES):
+        self._writer.write(name, np.full(min(BATCH_BYTES, self.tokens - start), without, "<f4"))
+    parts = [np.full(len(d.ids), without, np.float32) if part is None else part
+             for part, d in zip(values, documents, strict=True)]
+    self._writer.write(name, np.concatenate(parts).astype("<f4"))
+    return True
 
   def _write_parts(self, documents: list[Encoded]) -> None:
     if self.parts_each is None:
@@ -371,8 +384,9 @@ def _arrays(meta: dict) -> dict[str, tuple[str, int]]:
   """(dtype, length) of each array of a cache."""
   arrays = {"tokens": (meta["dtype"], meta["tokens"]), "offsets": ("<i8", meta["documents"] + 1),
             "num_bytes": ("<i8", meta["records"])}
-  if meta["weights"]:
-    arrays["weights"] = ("<f4", meta["tokens"])
+  for name in ("weights", "logprobs"):
+    if meta.get(name):
+      arrays[name] = ("<f4", meta["tokens"])
   if parts := meta.get("parts", 0) * meta["documents"]:
     arrays |= {"parts": ("<i8", parts + 1), "roles": ("<i1", parts)}
     arrays |= {"advantages": ("<f4", parts)} if meta.get("advantages") else {}

@@ -100,6 +100,8 @@ def make_train_data(
     packed.append(pack(cfg, tokens, learns=learns, share_prompts=share_prompts))
   if learns == "mismatched":
     _tell_of_single_prompts(packed)
+  if learns == "rollouts":
+    _check_logprobs(cfg, packed)
   shares = np.array([[stage[name] for name in names] for stage in weights], np.float64)
   if i.mixture_by == "tokens" and len(names) > 1:
     shares = shares / [_trained_per_row(source) for source in packed]
@@ -127,6 +129,19 @@ def _trained_per_row(source: PackedSource) -> float:
         "tokens has a weight. Set input.mixture_by='examples' or give it longer documents."
     )
   return stats.trained / stats.rows
+
+
+def _check_logprobs(cfg: ConfigDict, packed: list[PackedSource]) -> None:
+  """Refuses a correction for what nobody knows; says where log-probs are there and nothing is corrected."""
+  correction = cfg.strategy.correction if "correction" in cfg.strategy else "none"
+  there = [source.tokens.name for source in packed if source.tokens.logprobs is not None]
+  if correction != "none" and not there:
+    raise ConfigError(f"strategy.correction is {correction!r}, which compares with the log-probs that responses were "
+                      "sampled with, but no row of the data has them: give responses as token ids with a column "
+                      "'logprobs' (docs/rewards.md), or use correction='none'.")
+  if correction == "none" and there:
+    logging.info("%s: with 'logprobs'; strategy.correction is 'none', so that the distance from what sampled the "
+                 "responses is measured (sampling/…), not corrected for.", ", ".join(map(repr, there)))
 
 
 def _tell_of_single_prompts(packed: list[PackedSource]) -> None:
@@ -216,8 +231,8 @@ class TrainData(PackedData):
   def batch(self, step: int, rows: slice | np.ndarray = slice(None)) -> dict[str, np.ndarray]:
     """Rows `rows` of the batch of `step`: tokens, positions, segment_ids, loss_weights [R, T], source_ids [R]; where
     documents have parts, segment_roles [R, S], and maybe advantages [R, S]; where these share prompts, prompt_ids
-    [R, T] (trainer/rollouts/experience.py); after `use`, ref_logprobs [R, T]; if the model sees images, what
-    `ImageLayout.empty` has.
+    [R, T] (trainer/rollouts/experience.py); if some source has them, behavior_logprobs [R, T]; after `use`,
+    ref_logprobs [R, T]; if the model sees images, what `ImageLayout.empty` has.
 
     A pure function: neither the calls before nor the thread matter.
     """

@@ -27,7 +27,7 @@ import numpy as np
 from absl import logging
 
 from input_pipeline import folders
-from input_pipeline.batches import PackedSource, empty_batch, image_layout
+from input_pipeline.batches import Arrays, PackedSource, empty_batch, image_layout
 from trainer.errors import ConfigError
 
 VERSION = 1
@@ -52,7 +52,7 @@ class ReferenceLogprobs:
     packed: the sources; their documents have parts.
     seq_len: places in a row.
     pad_id: token of padding.
-    sequences: see `empty_batch`.
+    arrays: which its batches have.
     fingerprint: all that decides the values: the reference's parameters and how they are computed with.
     cache_dir: where the token caches are.
 
@@ -60,9 +60,9 @@ class ReferenceLogprobs:
     complete: every value is there; nothing is left to compute.
   """
 
-  def __init__(self, packed: list[PackedSource], seq_len: int, pad_id: int, sequences: int, fingerprint: str,
+  def __init__(self, packed: list[PackedSource], seq_len: int, pad_id: int, arrays: Arrays, fingerprint: str,
                cache_dir: Path):
-    self._packed, self._seq_len, self._pad_id, self._sequences = packed, seq_len, pad_id, sequences
+    self._packed, self._seq_len, self._pad_id, self._arrays = packed, seq_len, pad_id, arrays
     self._starts = np.cumsum([0, *(p.plan.num_rows for p in packed)])
     self._files = [_File(Path(cache_dir), p, fingerprint) for p in packed]
 
@@ -90,8 +90,7 @@ class ReferenceLogprobs:
     Every document that is kept is in exactly one row.
     """
     k = index * batch_size + np.arange(batch_size)[rows]
-    arrays = empty_batch(len(k), self._seq_len, self._pad_id, self._sequences, advantages=self._packed[0].advantages,
-                         images=image_layout(self._packed), prompts=self._packed[0].shares_prompts)
+    arrays = empty_batch(len(k), self._seq_len, self._pad_id, self._arrays)
     tokens_BxT = np.full(arrays["tokens"].shape, -1, np.int64)
     for s, packed in enumerate(self._packed):
       here = np.flatnonzero((self._starts[s] <= k) & (k < self._starts[s + 1]))
@@ -212,12 +211,15 @@ class PackedData:
 
   def __init__(self, packed: list[PackedSource], seq_len: int, pad_id: int):
     self._packed, self._seq_len, self._pad_id = packed, seq_len, pad_id
-    # S of `empty_batch`, the same in every batch.
+    # S of `Arrays`, the same in every batch.
     self.sequences = max(source.sequences for source in packed)
     self.image_layout = image_layout(packed)
     # That a row of a batch has places for.
     self.images_per_row = self.image_layout.most if self.image_layout else 0
-    self._with_reference = False
+    # Without the reference's log-probs until `use`.
+    self._arrays = Arrays(
+        self.sequences, advantages=packed[0].advantages, images=self.image_layout, prompts=packed[0].shares_prompts,
+        logprobs=any(source.tokens.logprobs is not None for source in packed))
 
   def reference(self, fingerprint: str, cache_dir: str | Path) -> ReferenceLogprobs:
     """The log-probs of a reference model for these data, or what is needed to compute them.
@@ -235,7 +237,8 @@ class PackedData:
     if self._packed[0].row_images is not None and self._packed[0].row_images.augments:
       raise ConfigError("strategy.precompute and input.images.augment exclude each other: what the reference says of "
                         "an image is computed once, and the image changes. Switch one of them off.")
-    return ReferenceLogprobs(self._packed, self._seq_len, self._pad_id, self.sequences, fingerprint, Path(cache_dir))
+    arrays = self._arrays._replace(reference=False)
+    return ReferenceLogprobs(self._packed, self._seq_len, self._pad_id, arrays, fingerprint, Path(cache_dir))
 
   def use(self, logprobs: ReferenceLogprobs) -> None:
     """From now on, batches have `ref_logprobs`: that of each token with a weight, 0 elsewhere.
@@ -245,8 +248,7 @@ class PackedData:
     """
     for source, values in zip(self._packed, logprobs.values, strict=True):
       source.reference = values
-    self._with_reference = True
+    self._arrays = self._arrays._replace(reference=True)
 
   def _empty(self, num_rows: int) -> dict[str, np.ndarray]:
-    return empty_batch(num_rows, self._seq_len, self._pad_id, self.sequences, self._with_reference,
-                       self._packed[0].advantages, self.image_layout, self._packed[0].shares_prompts)
+    return empty_batch(num_rows, self._seq_len, self._pad_id, self._arrays)

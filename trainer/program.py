@@ -286,8 +286,8 @@ def abstract_batch(config: Any, model: Any, rows: int, *, precompute: bool = Fal
   learns, layout = strategies.learns(config), image_tokens.layout_of(model)
   parts = learns in WITH_PARTS or config.rollout.num_prompts > 0
   row = batches.empty_batch(
-      1, config.seq_len, 0, sequences=SEGMENTS if parts else 0, reference=precompute,
-      advantages=learns in WITH_ADVANTAGES, prompts=share_prompts)
+      1, config.seq_len, 0, batches.Arrays(SEGMENTS if parts else 0, reference=precompute, prompts=share_prompts,
+                                           advantages=learns in WITH_ADVANTAGES))
   if config.rollout.num_prompts:
     held = strategies.of(config).keys(config.rollout.updates * config.rollout.epochs)
     row |= {key: row["loss_weights"] for key in held if key != "advantages"}

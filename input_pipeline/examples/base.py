@@ -19,8 +19,9 @@ class Encoded(NamedTuple):
 
   A document may consist of parts, which do not see one another but belong together, such as the two sides of a
   preference: `parts` are their lengths, `roles` what each is (roles.py), and `advantages` those of sampled
-  completions. It may have `images`, whose tokens begin at `places`, in ascending order. `remarks` are counted and
-  logged at the start (`remarks.py`).
+  completions. `logprobs` (float32 [n], NaN: not known) are what the program that sampled the tokens gave them. It may
+  have `images`, whose tokens begin at `places`, in ascending order. `remarks` are counted and logged at the start
+  (`remarks.py`).
   """
 
   ids: np.ndarray
@@ -31,6 +32,7 @@ class Encoded(NamedTuple):
   images: tuple[EncodedImage, ...] = ()
   places: tuple[int, ...] = ()
   remarks: tuple[Remark, ...] = ()
+  logprobs: np.ndarray | None = None
 
 
 class Encoder(Protocol):

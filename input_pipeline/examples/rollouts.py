@@ -3,6 +3,7 @@
     prompt, responses, rewards        strings, or lists of messages; a number or null for each response
     masks                             optional, true where a response is to be trained
     prompt, responses, rewards, masks responses as lists of token ids; masks then may be a list for each
+    logprobs                          optional, for responses of token ids: what their sampler gave each token
 
 Each response is a document of one part, the prompt with the response, tokenised and weighted as fine-tuning does it.
 Its advantage is that among the responses of its row (input_pipeline/examples/advantages.py).
@@ -33,15 +34,17 @@ from input_pipeline.tokenizer.tokenizer import Tokenizer
 from trainer.errors import ConfigError, DataError
 
 # Raise when the same rows and options would give other tokens, weights or advantages.
-VERSION = 1
+VERSION = 2
 NO_REWARD, MASKED = "a response without a reward", "a response masked"
 
 
 class Tokens(NamedTuple):
-  """A response of token ids, int64 [n], with the weight of each, float32."""
+  """A response of token ids, int64 [n], with the weight of each, float32, and maybe the log-prob that it was sampled
+  with, float32, NaN where nothing is trained."""
 
   ids: np.ndarray
   weights: np.ndarray
+  logprobs: np.ndarray | None
 
 
 class Rollout(NamedTuple):
@@ -63,18 +66,18 @@ class RolloutReader(PromptReader):
     Raises:
       DataError: names the record, the key, and what was found.
     """
-    if record.fields.get("logprobs") is not None:
-      raise DataError(f"{record.where}: has 'logprobs', which rows of responses are not trained with: what the policy "
-                      "was when it sampled them is not known here, and the ratio to it begins at 1. Remove the column.")
     responses = self._list(record, "responses")
     rewards = [self._reward(record, i, value) for i, value in enumerate(self._list(record, "rewards", len(responses)))]
     masks = self._list(record, "masks", len(responses)) if self._has(record, "masks") else [True] * len(responses)
+    known = self._list(record, "logprobs", len(responses)) if self._has(record, "logprobs") else [None] * len(responses)
     asked = self._asked_ids(record, prompt_key)
     if asked is None:
       asked = self.ask(record, prompt_key, chat)
     found, trained = [], []
-    for i, (response, mask) in enumerate(zip(responses, masks, strict=True)):
+    for i, (response, mask, logprobs) in enumerate(zip(responses, masks, known, strict=True)):
       found.append(self._response(record, i, response, mask, asked))
+      if logprobs is not None:
+        found[-1] = self._with_logprobs(record, i, found[-1], logprobs)
       trained.append(self._trained(record, i, mask, found[-1]))
     return Rollout(asked, found, np.array(rewards, np.float64), trained)
 
@@ -84,7 +87,7 @@ class RolloutReader(PromptReader):
       asked = self.ask(record, prompt_key, chat).columns
     else:
       asked = frozenset({self._name(self._column(record)) if prompt_key is None else prompt_key})
-    return asked | {self._name(key) for key in ("responses", "rewards", "masks")}
+    return asked | {self._name(key) for key in ("responses", "rewards", "masks", "logprobs")}
 
   def has_responses(self, record: Record) -> bool:
     """Whether it is such a row, and no prompt alone."""
@@ -122,7 +125,7 @@ class RolloutReader(PromptReader):
     if isinstance(value, list) and _are_ids(value):
       if not value:
         raise DataError(f"{record.where}: {key} is empty. Remove it, with its reward.")
-      return Tokens(_ids(record, key, value), self._weights(record, i, mask, len(value)))
+      return Tokens(_ids(record, key, value), self._weights(record, i, mask, len(value)), None)
     if isinstance(asked, np.ndarray):
       raise DataError(f"{record.where}: {key} is {_kind(value)}, but the prompt is a list of token ids; then "
                       "responses are, too.")
@@ -156,6 +159,23 @@ class RolloutReader(PromptReader):
       raise DataError(f"{record.where}: {self._name('masks')}[{i}] has {len(mask)} entries for a response of {length} "
                       "tokens; expected one for each, true or false (1 or 0).")
     return np.array(mask, np.float32)
+
+  def _with_logprobs(self, record: Record, i: int, response: Side | Tokens, values: Any) -> Tokens:
+    key = f"{self._name('logprobs')}[{i}]"
+    if isinstance(response, Side):
+      raise DataError(f"{record.where}: {key} goes with responses of token ids, and {response.column} is text, whose "
+                      "tokens may be others than those that were sampled. Give the ids, or remove the column.")
+    if not isinstance(values, list) or len(values) != len(response.ids):
+      found = f"has {len(values)} entries" if isinstance(values, list) else f"is {values!r:.60}"
+      raise DataError(f"{record.where}: {key} {found} for a response of {len(response.ids)} tokens; expected one for "
+                      "each: its log-prob in nats.")
+    bad = [n for n, (value, weight) in enumerate(zip(values, response.weights, strict=True))
+           if weight and (not isinstance(value, (int, float)) or not -math.inf < value <= 0)]
+    if bad:
+      raise DataError(f"{record.where}: {key} has {values[bad[0]]!r:.60} for token {bad[0]}; expected a log-prob in "
+                      "nats, at most 0, of each token that is trained.")
+    known = [value if weight else math.nan for value, weight in zip(values, response.weights, strict=True)]
+    return response._replace(logprobs=np.array(known, np.float32))
 
   def _trained(self, record: Record, i: int, mask: Any, response: Side | Tokens) -> bool:
     if isinstance(mask, list) and isinstance(response, Tokens):
@@ -265,7 +285,10 @@ class RolloutEncoder(SidesEncoder):
       raise DataError(f"{record.where}: the id {bad[0]} is not in the tokenizer's vocabulary of {size}. Use the "
                       "tokenizer that these rows were made with.")
     weights = np.concatenate([np.zeros(len(prompt), np.float32), response.weights])
-    return Encoded(ids.astype(np.int32), weights, images=images, places=places)
+    logprobs = response.logprobs
+    if logprobs is not None:
+      logprobs = np.concatenate([np.full(len(prompt), np.nan, np.float32), logprobs])
+    return Encoded(ids.astype(np.int32), weights, images=images, places=places, logprobs=logprobs)
 
   def _refuse_images_of_tokens(self, record: Record) -> None:
     if self._rollouts.images_of(record):

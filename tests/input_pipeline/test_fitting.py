@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from input_pipeline import fitting
-from input_pipeline.batches import PackedSource, empty_batch
+from input_pipeline.batches import Arrays, PackedSource, empty_batch
 from input_pipeline.cache import TokenizedSource
 from input_pipeline.examples.roles import ABSENT, CHOSEN, DESIRABLE, MISMATCHED, REJECTED, UNDESIRABLE
 from input_pipeline.fitting import Pieces, Units
@@ -79,7 +79,7 @@ def alike_source(units, roles=(CHOSEN, REJECTED)):
 
 def laid(source, units, doc, seq_len):
   """What a row with this document holds of each part: ids, with those of a shared prompt before them."""
-  batch = empty_batch(1, seq_len, 0, units.each + 1, prompts=units.shares)
+  batch = empty_batch(1, seq_len, 0, Arrays(units.each + 1, prompts=units.shares))
   plan = make_plan("none", np.diff(source.offsets), seq_len, seed=0, name="s", shuffle=False, count=units.count,
                    spans=units.spans)
   row = (range(source.num_documents) if units.spans.doc is None else units.spans.doc.tolist()).index(doc)
@@ -192,7 +192,7 @@ def test_rows_by_a_plain_loop(packing):
   rows = np.arange(plan.num_rows)
   assert packed.sequences == 2 * plan.most_pieces == (2 if packing == "none" else packed.sequences)
   for epoch in (0, 3):
-    batch = empty_batch(len(rows), 24, 0, packed.sequences)
+    batch = empty_batch(len(rows), 24, 0, Arrays(packed.sequences))
     packed.fill(batch, rows, epoch, rows, 0)
     seen = []
     for row in rows:
@@ -268,10 +268,10 @@ def test_sides_that_share_their_prompt_are_the_same_sides(packing, seq_len):
   plan = make_plan(packing, np.diff(source.offsets), seq_len, seed=0, name="s", count=units.count, spans=units.spans)
   packed = PackedSource(source, plan, units=units)
   rows, seen = np.arange(plan.num_rows), []
-  batch = empty_batch(len(rows), seq_len, 0, packed.sequences + 2, prompts=packed.shares_prompts)
+  batch = empty_batch(len(rows), seq_len, 0, Arrays(packed.sequences + 2, prompts=packed.shares_prompts))
   packed.fill(batch, rows, 1, rows, 0)
   with pytest.raises(KeyError, match="prompt_ids"):  # sides would lose their prompts
-    packed.fill(empty_batch(len(rows), seq_len, 0, packed.sequences), rows, 1, rows, 0)
+    packed.fill(empty_batch(len(rows), seq_len, 0, Arrays(packed.sequences)), rows, 1, rows, 0)
   for row in rows:
     segments, prompts = batch["segment_ids"][row], batch["prompt_ids"][row]
     assert {0, *segments.tolist()} >= set(prompts.tolist()) and not prompts[segments > packed.sequences + 2].any()

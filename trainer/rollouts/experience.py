@@ -19,7 +19,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from input_pipeline.batches import empty_batch
+from input_pipeline.batches import Arrays, empty_batch
 from input_pipeline.examples.roles import CHOSEN, COMPLETION, REJECTED
 from input_pipeline.packing import best_fit_decreasing
 from trainer.generate import image_tokens
@@ -145,9 +145,7 @@ def make_batch(experience: Experience, units: np.ndarray, form: RowFormat, *, ke
     rows = min(_shared_rows(experience, members, prompts, seq_len), rows, key=len)
   most = max(map(len, rows), default=1)
   batch = empty_batch(bucket(max(len(rows), 1), form.row_multiple), seq_len, form.pad_id,
-                      sequences=power(most, MIN_SEGMENTS))
-  if form.share_prompts:
-    batch["prompt_ids"] = np.zeros_like(batch["segment_ids"])
+                      Arrays(power(most, MIN_SEGMENTS), prompts=form.share_prompts))
   zeros_BxT = np.zeros_like(batch["loss_weights"])
   extra = {"advantages": np.zeros(batch["segment_roles"].shape, np.float32), "behavior_logprobs": zeros_BxT,
            "old_logprobs": zeros_BxT + np.nan, "places": np.full(zeros_BxT.shape, -1)}

@@ -62,8 +62,8 @@ def loss(model: Any, params: Any, batch: dict[str, jax.Array], rng: jax.Array | 
     batch: `tokens`, `positions`, `segment_ids`, `loss_weights` [B, T], where loss_weights is above 0 on sampled
       tokens; `segment_roles`, `advantages` [B, S]; maybe `old_logprobs` [B, T], log p_old in nats of trained tokens
       (without, and where it is NaN: log p of now, so that ρ is 1 and has the gradient of log p); maybe
-      `behavior_logprobs` [B, T], log q; maybe `ref_logprobs` [B, T], as `sequences.token_logprobs` of the reference
-      gives.
+      `behavior_logprobs` [B, T], log q (NaN: not known, w is 1 there); maybe `ref_logprobs` [B, T], as
+      `sequences.token_logprobs` of the reference gives.
     rng: key for dropout and noise; None: none. With `cfg.disable_dropout` there is none in any case.
     cfg: the strategy's options (below), none of them None that has an effect.
     reference: parameters of the reference; not needed with `ref_logprobs`, or if `needs_reference(cfg)` is False.
@@ -79,8 +79,9 @@ def loss(model: Any, params: Any, batch: dict[str, jax.Array], rng: jax.Array | 
   policy = policy_term(found.ratio, advantages_of(batch), found.logprob, cfg)
   metrics = {}
   if "behavior_logprobs" in batch:
-    mismatch_BxT = jnp.where(mask_BxT > 0, found.old - batch["behavior_logprobs"], 0.0)
-    weight_BxT, metrics = correction(mismatch_BxT, mask_BxT, batch, cfg)
+    known_BxT = jnp.where(jnp.isnan(batch["behavior_logprobs"]), 0.0, mask_BxT)
+    mismatch_BxT = jnp.where(known_BxT > 0, found.old - batch["behavior_logprobs"], 0.0)
+    weight_BxT, metrics = correction(mismatch_BxT, known_BxT, batch, cfg)
     policy = policy._replace(losses=weight_BxT * policy.losses)
   losses_BxT = policy.losses - cfg.entropy_coef * stats.entropy
   if needs_reference(cfg):

@@ -79,16 +79,13 @@ def fill_in(config: ConfigDict) -> list[str]:
     what was all given.
 
   Raises:
-    ConfigError: no such preset, or a correction of what nobody says.
+    ConfigError: no such preset.
   """
   preset, decided = _preset(config.strategy.preset), []
   with config.unlocked():
     if config.rollout.num_prompts > 0:
       decided += _fill(config, "rollout", ROLLOUT | preset["rollout"])
     bounds = _fill_strategy(config, preset["strategy"], decided)
-  if not config.rollout.num_prompts and config.strategy.correction != "none":
-    raise ConfigError(f"strategy.correction is {config.strategy.correction!r}, which compares with the log-probs of "
-                      "what sampled, but rollout.num_prompts is 0: the data do not say them. Use correction='none'.")
   lines = [f"strategy.preset {config.strategy.preset}: {', '.join(decided)}"] if decided else []
   if bounds:
     lines.append(f"for strategy.clip={config.strategy.clip} and ratio={config.strategy.ratio}: {', '.join(bounds)}")

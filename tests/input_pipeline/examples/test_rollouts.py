@@ -124,7 +124,12 @@ def test_token_ids_are_taken_as_they_are():
     (dict(masks=[True]), "masks has 1 entries for 2 responses"),
     (dict(masks=[True, "no"]), r"masks\[1\] is 'no'; expected true"),
     (dict(masks=[True, [1]]), r"masks\[1\] is \[1\]; .*goes with responses of token ids"),
-    (dict(logprobs=[[-1.0], [-2.0]]), "has 'logprobs', which rows of responses are not trained with"),
+    (dict(logprobs=[[-1.0], [-2.0]]), r"logprobs\[0\] goes with responses of token ids, and responses\[0\] is text"),
+    (dict(logprobs=[[-1.0]]), r"logprobs has 1 entries for 2 responses"),
+    (dict(prompt=[1], responses=[[2], [3]], logprobs=[None, [-1, -2]]), r"logprobs\[1\] has 2 entries for a response"),
+    (dict(prompt=[1], responses=[[2], [3]], logprobs=[-1.0, [-2]]), r"logprobs\[0\] is -1.0 for a response of 1 "),
+    (dict(prompt=[1], responses=[[2], [3]], logprobs=[[0.5], [-2]]), r"logprobs\[0\] has 0.5 for token 0; .*at most 0"),
+    (dict(prompt=[1], responses=[[2], [3, 4]], logprobs=[[0], [-2, None]]), r"logprobs\[1\] has None for token 1"),
     (dict(responses=["a", {"role": "assistant", "content": "b"}]), r"responses\[1\] is .*expected a list of "),
     (dict(responses=["a", 3]), r"responses\[1\] is 3 \(int\); expected a list of messages"),
     (dict(responses=["a", ""]), r"messages\[1\].content is empty"),
@@ -172,6 +177,51 @@ def test_texts_of_rows_and_of_prompts_alone():
       "Hi", "a", "b"]
   assert texts({"prompt": "Q", "answer": "4"}) == ["Q"]
   assert texts({"prompt": [1], "responses": [[2]], "rewards": [1]}) == []
+
+
+def test_log_probs_of_a_sampler_stand_at_its_tokens(tmp_path):
+  """Each token's is that of its id, so that a token anywhere says which it must have; of another source none is known,
+  and what the environment said has none."""
+  def value(token):
+    return -token / 256
+
+  rng, rows = np.random.default_rng(0), []
+  for _ in range(40):
+    ids = [rng.integers(1, 256, rng.integers(1, 9)).tolist() for _ in range(3)]
+    masks = [True, [1, *rng.integers(0, 2, len(ids[1]) - 1).tolist()], True]
+    known = [[value(token) for token in response] for response in ids]
+    known[1] = [of if mask else None for of, mask in zip(known[1], masks[1], strict=True)]
+    rows.append(dict(prompt=rng.integers(1, 256, 3).tolist(), responses=ids, rewards=[0, 1, 2], masks=masks,
+                     logprobs=[*known[:2], None]))
+  config = configured(template=None)
+  config.update(seq_len=10, batch_size=4)
+  config.input.max_over_long = 0.9
+  for name, of in (("known", rows), ("unknown", [{**row, "logprobs": None} for row in rows])):
+    (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in of))
+    config.input.sources[name] = source(type="jsonl", path=str(tmp_path / f"{name}.jsonl"))
+  data = loader.make_train_data(config, BytesTokenizer(), learns="rollouts", workdir=tmp_path)
+  (tmp_path / "known.jsonl").write_text("")  # the arrays come from the cache now
+  seen, missing = dict.fromkeys(data.source_names, 0), dict.fromkeys(data.source_names, 0)
+  for step in range(40):
+    batch = data.batch(step)
+    found, trained = batch["behavior_logprobs"], batch["loss_weights"] > 0
+    assert found.dtype == np.float32 and not found[~trained].any()
+    for row, number in enumerate(batch["source_ids"]):
+      there = trained[row] & ~np.isnan(found[row])
+      np.testing.assert_array_equal(found[row, there], np.float32(value(batch["tokens"][row, there])))
+      seen[data.source_names[number]] += there.sum()
+      missing[data.source_names[number]] += (trained[row] & ~there).sum()
+  assert seen["known"] > 50 and missing["known"] > 50  # the third responses have none
+  assert seen["unknown"] == 0 and missing["unknown"] > 100
+  only = configured(template=None)
+  only.update(seq_len=10, batch_size=4)
+  only.input.sources.unknown = config.input.sources.unknown
+  only.input.max_over_long = 0.9
+  plain = loader.make_train_data(only, BytesTokenizer(), learns="rollouts", workdir=tmp_path)
+  assert "behavior_logprobs" not in plain.batch(0)
+  only.strategy.correction = "token_mask"
+  with pytest.raises(ConfigError, match="strategy.correction is 'token_mask', .* but no row of the data has them"):
+    loader.make_train_data(only, BytesTokenizer(), learns="rollouts", workdir=tmp_path)
 
 
 def test_a_batch_has_sequences_and_advantages(tmp_path):

@@ -98,7 +98,8 @@ def sequences_of(batch):
 
 def corrections(differences, cfg):
   """The weights of a sequence's tokens from log p_old - log q, as TRL has them (grpo_trainer.py of 1.16.0, mode
-  vllm_importance_sampling_mode, bounds vllm_importance_sampling_clip_min and _max)."""
+  vllm_importance_sampling_mode, bounds vllm_importance_sampling_clip_min and _max); NaN: q is not known."""
+  differences = [0.0 if math.isnan(d) else d for d in differences]
   if cfg.correction == "none":
     return [1.0] * len(differences)
   if cfg.correction.startswith("sequence"):
@@ -221,6 +222,21 @@ def test_what_another_program_sampled_is_weighted(correction, clip):
   assert metrics["sampling/correction_bounded"] == pytest.approx(np.mean((ratios < low) | (ratios > high)))
   for name in ("min", "mean", "max"):
     assert metrics[f"sampling/importance_sampling_ratio/{name}"] == pytest.approx(getattr(ratios, name)(), rel=1e-5)
+
+
+@pytest.mark.parametrize("correction", presets.CORRECTIONS[1:])
+def test_what_is_not_known_of_a_sampler_is_not_corrected(correction):
+  """A sequence without log q, as rows of responses may have it: its tokens weigh 1, and no metric of the sampler has
+  them."""
+  low, high = (0.8, 1.2) if correction.startswith("token") else (0.5, 1.5)
+  cfg, batch = cfg_of(correction=correction, correction_min=low, correction_max=high), table()[2]
+  (row, _, unknown), *others = sequences_of(batch)
+  sampled = batch["behavior_logprobs"].copy()
+  sampled[row, unknown] = np.nan
+  agrees_with_loops(cfg, behavior_logprobs=sampled)
+  metrics = of_table(cfg, behavior_logprobs=sampled)[2]
+  differences = np.concatenate([np.abs(batch["old_logprobs"] - sampled)[row, at] for row, _, at in others])
+  assert metrics["sampling/sampling_logp_difference/mean"] == pytest.approx(differences.mean(), rel=1e-5)
 
 
 def test_every_bound_is_met_above():
