@@ -36,8 +36,9 @@ class SelfAttention(nnx.Module):
                     names=("heads", None))
     # Attributes are assigned once: NNX's graph mode lets no static None become a module.
     norm: dict[str, Any] = dict(kind="rmsnorm", eps=spec.norm_eps, plus_one=spec.norm_scale_plus_one)
-    self.q_norm = Norm(scope / "q_norm", K, **norm) if spec.qk_norm else None
-    self.k_norm = Norm(scope / "k_norm", K, **norm) if spec.qk_norm else None
+    self.over_all = spec.qk_norm_over == "all"
+    self.q_norm = Norm(scope / "q_norm", H * K if self.over_all else K, **norm) if spec.qk_norm else None
+    self.k_norm = Norm(scope / "k_norm", G * K if self.over_all else K, **norm) if spec.qk_norm else None
     self.spec = spec
 
   def __call__(self, x_BxTxD, tokens: TokenIds, rope: Any, window: int | None, key: jax.Array | None = None,
@@ -57,7 +58,7 @@ class SelfAttention(nnx.Module):
     v_BxTxGxK = constrain(v_BxTxGxK, "batch", "length", "kv_heads", None)
     q_BxTxHxK, k_BxTxGxK, v_BxTxGxK = (named(part, "qkv") for part in (q_BxTxHxK, k_BxTxGxK, v_BxTxGxK))
     if self.q_norm is not None:
-      q_BxTxHxK, k_BxTxGxK = self.q_norm(q_BxTxHxK), self.k_norm(k_BxTxGxK)
+      q_BxTxHxK, k_BxTxGxK = self._normalise(self.q_norm, q_BxTxHxK), self._normalise(self.k_norm, k_BxTxGxK)
     if rope is not None:
       q_BxTxHxK, k_BxTxGxK = apply_rope(q_BxTxHxK, rope), apply_rope(k_BxTxGxK, rope)
     options: dict[str, Any] = dict(scale=s.attention_scale, logit_cap=s.attention_logit_cap)
@@ -75,6 +76,11 @@ class SelfAttention(nnx.Module):
                                    active_B=active_B, **options)
     out_BxTxHxK = constrain(out_BxTxHxK, "batch", "length", "heads", None)
     return self.o(out_BxTxHxK.reshape(B, T, -1), key), new
+
+  def _normalise(self, norm: Norm, x_BxTxHxK: jax.Array) -> jax.Array:
+    """Queries or keys, normalised over what `qk_norm_over` says."""
+    over = (*x_BxTxHxK.shape[:2], -1) if self.over_all else x_BxTxHxK.shape
+    return norm(x_BxTxHxK.reshape(over)).reshape(x_BxTxHxK.shape)
 
 
 class Block(nnx.Module):

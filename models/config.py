@@ -70,8 +70,10 @@ def model() -> ConfigDict:
   m.qkv_bias = False
   m.attention_out_bias = False
   m.mlp_bias = False
-  # Normalise queries and keys per head (Qwen 3, Gemma 3).
+  # Normalise queries and keys (Qwen 3, Gemma 3); `qk_norm_over` says over what.
   m.qk_norm = False
+  # head: RMSNorm of each head, with one scale for all of them. all: RMSNorm of all heads together (OLMo 2).
+  m.qk_norm_over = "head"
   # Scores are multiplied by this. Default: head_dim ** -0.5.
   m.attention_scale = unset(float)
   # cap * tanh(x / cap) on attention scores and on logits (Gemma 2); unset: none.

@@ -21,7 +21,7 @@ ARCHITECTURE_KEYS = (
     *(f"rope_scaling.{key}" for key in ("type", "factor", "original_positions", "low_frequency_factor",
                                         "high_frequency_factor", "beta_fast", "beta_slow", "truncate",
                                         "attention_factor")),
-    "tie_embeddings", "scale_embeddings", "qkv_bias", "attention_out_bias", "mlp_bias", "qk_norm",
+    "tie_embeddings", "scale_embeddings", "qkv_bias", "attention_out_bias", "mlp_bias", "qk_norm", "qk_norm_over",
     "attention_scale", "attention_logit_cap", "final_logit_cap", "window", "layer_pattern",
     *(f"moe.{key}" for key in ("num_experts", "experts_per_token", "expert_size", "shared_size", "shared_gate",
                                "softmax", "normalize_weights")),
@@ -32,6 +32,7 @@ VOCAB_CHUNK, VOCAB_CHUNK_ELSEWHERE = 2048, 8192
 LAYER_TYPES = ("global", "local")
 POSITIONS = ("rope", "learned", "none")
 NORM_POSITIONS = ("pre", "post", "sandwich")
+QK_NORMS = ("head", "all")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -85,6 +86,7 @@ class Spec:
   attention_out_bias: bool
   mlp_bias: bool
   qk_norm: bool
+  qk_norm_over: str
   attention_scale: float
   attention_logit_cap: float | None
   final_logit_cap: float | None
@@ -201,6 +203,7 @@ def make_spec(m: ConfigDict) -> Spec:
       attention_out_bias=m.attention_out_bias,
       mlp_bias=m.mlp_bias,
       qk_norm=m.qk_norm,
+      qk_norm_over=one_of("qk_norm_over", m.qk_norm_over, QK_NORMS),
       attention_scale=attention_scale,
       attention_logit_cap=cap("attention_logit_cap", m.attention_logit_cap),
       final_logit_cap=cap("final_logit_cap", m.final_logit_cap),

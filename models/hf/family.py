@@ -24,6 +24,7 @@ NEUTRAL: Mapping[str, Any] = {
     "rope_scaling.beta_fast": 32.0, "rope_scaling.beta_slow": 1.0, "rope_scaling.truncate": True,
     "rope_scaling.attention_factor": None,
     "scale_embeddings": False, "qkv_bias": False, "attention_out_bias": False, "mlp_bias": False, "qk_norm": False,
+    "qk_norm_over": "head",
     "attention_scale": None, "attention_logit_cap": None, "final_logit_cap": None,
     "window": None, "layer_pattern": ("global",),
     "moe.num_experts": 0, "moe.experts_per_token": 2, "moe.expert_size": None, "moe.shared_size": 0,
@@ -246,6 +247,8 @@ def canonical(model: Mapping[str, Any]) -> dict[str, Any]:
   m["head_dim"] = m.get("head_dim") or m["hidden_size"] // m["num_heads"]
   if m["attention_scale"] == m["head_dim"] ** -0.5:
     m["attention_scale"] = None
+  if not m["qk_norm"]:
+    m["qk_norm_over"] = NEUTRAL["qk_norm_over"]
   _canonical_layers(m)
   _canonical_positions(m)
   if m["moe.num_experts"]:

@@ -35,17 +35,19 @@ class Rope(Rule):
     scalings: the types that the family has.
     fraction: the share of a head that is rotated where config.json does not say; None: the family rotates all.
     local_theta: the base of layers with a window where config.json has none; None: theirs is that of all.
+    local_entry: what says it in the layout of transformers 4. Where that is rope_theta, both layouts are written.
   """
 
   theta: float = 10000.0
   scalings: tuple[str, ...] = ("linear", "dynamic", "llama3", "yarn")
   fraction: float | None = None
   local_theta: float | None = None
+  local_entry: str = "rope_local_base_freq"
 
   def read(self, source, model):
     theta, partial = (source.get(key, float, None, None) for key in ("rope_theta", "partial_rotary_factor"))
     limit, original = (source.get(key, int, None, None) for key in ("max_position_embeddings", _ORIGINAL))
-    local_theta = source.get("rope_local_base_freq", float, None, None) if self.local_theta is not None else None
+    local_theta = source.get(self.local_entry, float, None, None) if self.local_theta is not None else None
     parameters, local = self._parameters(source)
     theta = _one(parameters, "rope_theta", float, theta, self.theta)
     partial = _one(parameters, "partial_rotary_factor", float, partial, None)
@@ -56,6 +58,10 @@ class Rope(Rule):
     keys = {"rope_theta": theta, "rope_fraction": 1.0 if fraction is None else fraction}
     if local is not None:
       keys["rope_local_theta"] = _one(local, "rope_theta", float, local_theta, self.local_theta)
+      if self.local_entry == "rope_theta" and theta != self.theta and "rope_theta" not in local.content:
+        raise HFError(f"{source.where}: rope_theta is {theta:g}, and versions of transformers differ on whether that "
+                      "holds for layers with a sliding window. Say it in rope_parameters, for full_attention and "
+                      "sliding_attention.")
       if _type(local, ("default",)) != "default":
         raise local.error("rope_type", "default; layers with a window have no scaling")
       local.check_all_read((), _TYPES)
@@ -68,9 +74,9 @@ class Rope(Rule):
     content: dict[str, Any] = {"rope_theta": model["rope_theta"]}
     if self.fraction is not None:
       content["partial_rotary_factor"] = model["rope_fraction"]
-    if self.local_theta is not None:
-      local_theta = model["rope_local_theta"]
-      content["rope_local_base_freq"] = model["rope_theta"] if local_theta is None else local_theta
+    local_theta = model["rope_theta"] if model["rope_local_theta"] is None else model["rope_local_theta"]
+    if self.local_theta is not None and self.local_entry != "rope_theta":
+      content[self.local_entry] = local_theta
     limit, kind = model["max_positions"], scaling["type"]
     if kind in self.scalings:
       written = {"rope_type": kind, "factor": scaling["factor"]}
@@ -86,6 +92,12 @@ class Rope(Rule):
         # transformers 4 takes this ratio for yarn's factor.
         limit = round(scaling["factor"] * scaling["original_positions"])
       content["rope_scaling"] = written
+    if self.local_entry == "rope_theta":
+      whole = content.get("rope_scaling", {"rope_type": "default"}) | {"rope_theta": model["rope_theta"]}
+      content["rope_parameters"] = {"full_attention": whole,
+                                    "sliding_attention": {"rope_type": "default", "rope_theta": local_theta}}
+      if local_theta != model["rope_theta"]:
+        del content["rope_theta"]
     if limit is not None:
       content["max_position_embeddings"] = limit
     return content

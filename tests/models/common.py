@@ -42,7 +42,8 @@ GPT2 = dict(
     attention_out_bias=True,
     mlp_bias=True,
 )
-OLMO = dict(norm_position="post", tie_embeddings=False, rope_fraction=0.5, activation="relu2")
+OLMO = dict(norm_position="post", tie_embeddings=False, rope_fraction=0.5, activation="relu2", num_kv_heads=2,
+            qk_norm=True, qk_norm_over="all")
 FAMILIES = dict(llama=LLAMA, gemma=GEMMA, gpt2=GPT2, olmo=OLMO)
 
 

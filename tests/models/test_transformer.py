@@ -59,7 +59,9 @@ def np_forward(m, params, tokens, segments):
     local = m.layer_pattern[layer % len(m.layer_pattern)] == "local"
     q, k, v = (dense(x, f"blocks/attn/{c}", layer).reshape(n, -1, K) for c in "qkv")
     if m.qk_norm:
-      q, k = (norm(c, f"blocks/attn/{name}_norm", "rmsnorm", layer) for c, name in ((q, "q"), (k, "k")))
+      over = (n, -1) if m.qk_norm_over == "all" else (n, -1, K)
+      q, k = (norm(c.reshape(over), f"blocks/attn/{name}_norm", "rmsnorm", layer).reshape(c.shape)
+              for c, name in ((q, "q"), (k, "k")))
     behind = np.arange(n)[:, None] - np.arange(n)
     seen = (behind >= 0) & (segments[:, None] == segments) & (behind < (m.window if local else n))
     heads = []
@@ -160,6 +162,7 @@ OPTIONS = [
     (dict(attention_out_bias=True), {}),
     (dict(mlp_bias=True), {}),
     (dict(qk_norm=True), {}),
+    (dict(qk_norm=True, qk_norm_over="all"), dict(qk_norm=True)),
     (dict(attention_scale=0.9), {}),
     (dict(attention_logit_cap=0.5), {}),
     (dict(final_logit_cap=0.5), {}),

@@ -181,6 +181,7 @@ MODEL = {
   "model.attention_out_bias": program(True),
   "model.mlp_bias": program(True),
   "model.qk_norm": program(True),
+  "model.qk_norm_over": program("all", {"model.qk_norm": True}),
   "model.attention_scale": program(0.5),
   "model.attention_logit_cap": program(20.0),
   "model.final_logit_cap": program(20.0),

@@ -16,6 +16,8 @@ from models.hf.families.llava import LLAVA
 from models.hf.families.mistral import MISTRAL
 from models.hf.families.mixtral import MIXTRAL
 from models.hf.families.nemotron import NEMOTRON
+from models.hf.families.olmo2 import OLMO2
+from models.hf.families.olmo3 import OLMO3
 from models.hf.families.paligemma import PALIGEMMA
 from models.hf.families.phi3 import PHI3
 from models.hf.families.qwen2 import QWEN2
@@ -31,7 +33,7 @@ from models.hf.images import Wrapper
 # In the order in which `match` tries them: of two that fit, the one that more programs read comes first.
 FAMILIES: tuple[Family, ...] = (
     LLAMA, MISTRAL, QWEN2, QWEN3, MIXTRAL, QWEN3_MOE, QWEN2_MOE, GEMMA, GEMMA2, GEMMA3, GPT2, STARCODER2, STABLELM,
-    PHI3, ARCEE, NEMOTRON, SEED_OSS,
+    PHI3, ARCEE, NEMOTRON, SEED_OSS, OLMO2, OLMO3,
 )
 
 # Models of images and text: each around several of the families above. `match` tries them in this order, too.

@@ -12,9 +12,9 @@ from pathlib import Path
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 FILE = Path(__file__).with_name("config_attributes.json")
-TYPES = ("arcee", "clip_vision_model", "gemma", "gemma2", "gemma3", "gemma3_text", "gpt2", "llama", "llava", "mistral",
-         "mixtral", "nemotron", "paligemma", "phi3", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "seed_oss",
-         "siglip_vision_model", "stablelm", "starcoder2")
+TYPES = ("arcee", "clip_vision_model", "gemma", "gemma2", "gemma3", "gemma3_text", "glm", "glm4", "gpt2", "granite",
+         "llama", "llava", "mistral", "mixtral", "nemotron", "olmo2", "olmo3", "paligemma", "phi3", "qwen2",
+         "qwen2_moe", "qwen3", "qwen3_moe", "seed_oss", "siglip_vision_model", "smollm3", "stablelm", "starcoder2")
 # Of the classes, and in no file.
 OF_CLASSES = frozenset("""
     args attribute_map base_config_key base_model_ep_plan base_model_fsdp_plan base_model_pp_plan base_model_tp_plan
@@ -35,10 +35,11 @@ def attributes(cls) -> set[str]:
 
 def main():
   old = json.loads(FILE.read_text()) if FILE.is_file() else {}
-  found = {kind: set(old.get(kind, ())) | set(old.get("all", ())) for kind in TYPES if kind in old}
+  # What all have is the base class's, so that a type that is new here has it too.
+  found = {kind: set(old.get(kind, ())) | set(old.get("all", ())) for kind in TYPES}
   for kind in TYPES:
     if kind in CONFIG_MAPPING:  # older versions lack some
-      found[kind] = found.get(kind, set()) | attributes(CONFIG_MAPPING[kind])
+      found[kind] |= attributes(CONFIG_MAPPING[kind])
   common = set.intersection(*found.values())
   told = {"all": sorted(common), **{kind: sorted(names - common) for kind, names in found.items()}}
   FILE.write_text("{\n" + ",\n".join(f" {json.dumps(k)}: {json.dumps(v)}" for k, v in told.items()) + "\n}\n")

@@ -78,6 +78,9 @@ CASES = {
     "arcee": like("arcee", head_dim=6, attention_bias=True, mlp_bias=True),
     "nemotron": like("nemotron", head_dim=8),
     "seed_oss": like("seed_oss", head_dim=8, mlp_bias=True),
+    "olmo2": like("olmo2", attention_bias=True, rms_norm_eps=1e-3),
+    "olmo3": like("olmo3", num_hidden_layers=3, sliding_window=5, rope_scaling=YARN,
+                  layer_types=["sliding_attention", "sliding_attention", "full_attention"]),
     "phi3": like("phi3", partial_rotary_factor=0.5, sliding_window=6),
 }
 
@@ -118,13 +121,14 @@ def save(case: dict, folder: Path) -> None:
 def transformers_4(config: dict) -> dict:
   """The same config.json as transformers 4 writes it."""
   new = ("rope_parameters", "layer_types", "dtype", "_sliding_window_pattern")
-  old = {k: v for k, v in config.items() if k not in new}
+  old = {k: v for k, v in config.items() if k not in new or k == "layer_types" and config["model_type"] == "olmo3"}
   if "num_local_experts" in old and old["model_type"] != "mixtral":
     old["num_experts"] = old.pop("num_local_experts")
   old |= dict(torch_dtype=config["dtype"], transformers_version="4.51.3")
   rope = config.get("rope_parameters")
   if rope and "full_attention" in rope:
-    old["rope_local_base_freq"] = rope["sliding_attention"]["rope_theta"]
+    if config["model_type"] != "olmo3":
+      old["rope_local_base_freq"] = rope["sliding_attention"]["rope_theta"]
     rope = rope["full_attention"]
   if rope:
     old["rope_theta"] = rope["rope_theta"]
