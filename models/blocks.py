@@ -60,7 +60,7 @@ class SelfAttention(nnx.Module):
     if self.q_norm is not None:
       q_BxTxHxK, k_BxTxGxK = self._normalise(self.q_norm, q_BxTxHxK), self._normalise(self.k_norm, k_BxTxGxK)
     if rope is not None:
-      q_BxTxHxK, k_BxTxGxK = apply_rope(q_BxTxHxK, rope), apply_rope(k_BxTxGxK, rope)
+      q_BxTxHxK, k_BxTxGxK = (apply_rope(part, rope, s.rope_interleaved) for part in (q_BxTxHxK, k_BxTxGxK))
     options: dict[str, Any] = dict(scale=s.attention_scale, logit_cap=s.attention_logit_cap)
     if past is None:
       # In Gemma 3 the window bounds blocks too, in PaliGemma 2 it does not.

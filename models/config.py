@@ -48,6 +48,8 @@ def model() -> ConfigDict:
   m.rope_local_theta = unset(float)
   # Share of each head that is rotated.
   m.rope_fraction = 1.0
+  # The pairs that turn together are neighbours (GLM, Cohere), and not as far apart as there are pairs.
+  m.rope_interleaved = False
   # Longer contexts than the model was trained on; not for local layers that have a base of their own.
   # none | linear | dynamic | llama3 | yarn; `factor`: how many times longer.
   m.rope_scaling = r = ConfigDict(dict(type="none", factor=1.0))

@@ -18,6 +18,7 @@ ARCHITECTURE_KEYS = (
     "vocab_size", "num_layers", "hidden_size", "intermediate_size", "num_heads", "num_kv_heads", "head_dim",
     "norm", "norm_eps", "norm_scale_plus_one", "norm_bias", "norm_position", "activation",
     "positions", "max_positions", "rope_theta", "rope_local_theta", "rope_fraction",
+    "rope_interleaved",
     *(f"rope_scaling.{key}" for key in ("type", "factor", "original_positions", "low_frequency_factor",
                                         "high_frequency_factor", "beta_fast", "beta_slow", "truncate",
                                         "attention_factor")),
@@ -80,6 +81,7 @@ class Spec:
   max_positions: int | None
   # The rotation per layer type; empty unless positions == "rope".
   ropes: dict[str, Rope]
+  rope_interleaved: bool
   tie_embeddings: bool
   scale_embeddings: bool
   qkv_bias: bool
@@ -197,6 +199,7 @@ def make_spec(m: ConfigDict) -> Spec:
       positions=m.positions,
       max_positions=max_positions,
       ropes=_ropes(m, pattern, head_dim),
+      rope_interleaved=m.rope_interleaved,
       tie_embeddings=m.tie_embeddings,
       scale_embeddings=m.scale_embeddings,
       qkv_bias=m.qkv_bias,

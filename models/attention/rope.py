@@ -76,10 +76,18 @@ def _angles(rope: Rope, positions_BxT: jax.Array, segment_ids_BxT: jax.Array) ->
   return positions * frequencies, magnitude
 
 
-def apply_rope(x_BxTxHxK: jax.Array, table: tuple[jax.Array, jax.Array]) -> jax.Array:
-  """Rotates the pairs (x[p], x[p + P]) of each head's first 2P dimensions; the others pass unchanged."""
+def apply_rope(x_BxTxHxK: jax.Array, table: tuple[jax.Array, jax.Array], interleaved: bool = False) -> jax.Array:
+  """Rotates the pairs (x[p], x[p + P]) of each head's first 2P dimensions; the others pass unchanged.
+
+  With `interleaved`, the pairs are (x[2p], x[2p + 1]), and stand in the places p and p + P of what is returned: queries
+  and keys in another order, which is the same for both, have the same products.
+  """
   cos, sin = table
   pairs = cos.shape[-1]
+  if interleaved:
+    turned = x_BxTxHxK[..., : 2 * pairs]
+    turned = turned.reshape(*turned.shape[:-1], pairs, 2).swapaxes(-1, -2).reshape(turned.shape)
+    x_BxTxHxK = jnp.concatenate([turned, x_BxTxHxK[..., 2 * pairs :]], axis=-1)
   x = x_BxTxHxK.astype(jnp.float32)
   if logical_axes.platform() == "cpu":
     return cpu.rotate(x, cos, sin).astype(x_BxTxHxK.dtype)

@@ -19,6 +19,7 @@ from models.hf.rope import scaling_keys
 NEUTRAL: Mapping[str, Any] = {
     "norm": "rmsnorm", "norm_scale_plus_one": False, "norm_bias": False, "norm_position": "pre",
     "positions": "rope", "max_positions": None, "rope_theta": 10000.0, "rope_local_theta": None, "rope_fraction": 1.0,
+    "rope_interleaved": False,
     "rope_scaling.type": "none", "rope_scaling.factor": 1.0, "rope_scaling.original_positions": None,
     "rope_scaling.low_frequency_factor": 1.0, "rope_scaling.high_frequency_factor": 4.0,
     "rope_scaling.beta_fast": 32.0, "rope_scaling.beta_slow": 1.0, "rope_scaling.truncate": True,

@@ -43,7 +43,7 @@ GPT2 = dict(
     mlp_bias=True,
 )
 OLMO = dict(norm_position="post", tie_embeddings=False, rope_fraction=0.5, activation="relu2", num_kv_heads=2,
-            qk_norm=True, qk_norm_over="all")
+            qk_norm=True, qk_norm_over="all", rope_interleaved=True)
 FAMILIES = dict(llama=LLAMA, gemma=GEMMA, gpt2=GPT2, olmo=OLMO)
 
 

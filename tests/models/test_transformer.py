@@ -52,6 +52,10 @@ def np_forward(m, params, tokens, segments):
 
   def rope(x, theta):
     P = int(K * m.rope_fraction) // 2
+    if m.rope_interleaved:
+      pairs = (x[:, 0 : 2 * P : 2] + 1j * x[:, 1 : 2 * P : 2]) * np.exp(
+          1j * positions[:, None] * theta ** (-np.arange(P) / P))
+      return np.concatenate([np.stack([pairs.real, pairs.imag], -1).reshape(n, 2 * P), x[:, 2 * P :]], 1)
     turned = (x[:, :P] + 1j * x[:, P : 2 * P]) * np.exp(1j * positions[:, None] * theta ** (-np.arange(P) / P))
     return np.concatenate([turned.real, turned.imag, x[:, 2 * P :]], 1)
 
@@ -156,6 +160,7 @@ OPTIONS = [
     (dict(rope_local_theta=50.0, layer_pattern=("local", "global"), window=3),
      dict(layer_pattern=("local", "global"), window=3)),
     (dict(rope_fraction=0.5), {}),
+    (dict(rope_interleaved=True), {}),
     (dict(tie_embeddings=False), {}),
     (dict(scale_embeddings=True), {}),
     (dict(qkv_bias=True), {}),

@@ -166,6 +166,7 @@ MODEL = {
   "model.rope_theta": program(500.0),
   "model.rope_local_theta": program(100.0, LOCAL),
   "model.rope_fraction": program(0.5),
+  "model.rope_interleaved": program(True),
   "model.rope_scaling.type": program("linear", {"model.rope_scaling.factor": 2.0}),
   "model.rope_scaling.factor": program(2.0, _scaling("linear")),
   "model.rope_scaling.original_positions": program(8, _scaling("dynamic")),

@@ -10,6 +10,8 @@ from models.hf.families.gemma import GEMMA
 from models.hf.families.gemma2 import GEMMA2
 from models.hf.families.gemma3 import GEMMA3
 from models.hf.families.gemma3_images import GEMMA3_IMAGES
+from models.hf.families.glm import GLM
+from models.hf.families.glm4 import GLM4
 from models.hf.families.gpt2 import GPT2
 from models.hf.families.llama import LLAMA
 from models.hf.families.llava import LLAVA
@@ -33,7 +35,7 @@ from models.hf.images import Wrapper
 # In the order in which `match` tries them: of two that fit, the one that more programs read comes first.
 FAMILIES: tuple[Family, ...] = (
     LLAMA, MISTRAL, QWEN2, QWEN3, MIXTRAL, QWEN3_MOE, QWEN2_MOE, GEMMA, GEMMA2, GEMMA3, GPT2, STARCODER2, STABLELM,
-    PHI3, ARCEE, NEMOTRON, SEED_OSS, OLMO2, OLMO3,
+    PHI3, ARCEE, NEMOTRON, SEED_OSS, OLMO2, OLMO3, GLM, GLM4,
 )
 
 # Models of images and text: each around several of the families above. `match` tries them in this order, too.

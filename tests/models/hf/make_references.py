@@ -81,6 +81,8 @@ CASES = {
     "olmo2": like("olmo2", attention_bias=True, rms_norm_eps=1e-3),
     "olmo3": like("olmo3", num_hidden_layers=3, sliding_window=5, rope_scaling=YARN,
                   layer_types=["sliding_attention", "sliding_attention", "full_attention"]),
+    "glm": like("glm", head_dim=8),
+    "glm4": like("glm4", head_dim=6, partial_rotary_factor=1.0, attention_bias=False),
     "phi3": like("phi3", partial_rotary_factor=0.5, sliding_window=6),
 }
 
