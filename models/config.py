@@ -82,7 +82,8 @@ def model() -> ConfigDict:
   m.attention_logit_cap = unset(float)
   m.final_logit_cap = unset(float)
   # Tokens visible to a `local` layer, itself included; `layer_pattern` is repeated over the depth,
-  # e.g. ("local",) for Mistral, ("local", "global") for Gemma 2.
+  # e.g. ("local",) for Mistral, ("local", "global") for Gemma 2. A `nope` layer sees all before it and rotates nothing:
+  # ("global", "global", "global", "nope") for SmolLM 3.
   m.window = unset(int)
   m.layer_pattern = ("global",)
   # Mixture of experts in place of the MLP; 0 experts: none. Nothing is dropped, whatever the router chooses.

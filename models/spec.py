@@ -30,7 +30,7 @@ ARCHITECTURE_KEYS = (
 )
 # Entries of the vocabulary that logits are made of at a time where the config does not say it: on CPU, and elsewhere.
 VOCAB_CHUNK, VOCAB_CHUNK_ELSEWHERE = 2048, 8192
-LAYER_TYPES = ("global", "local")
+LAYER_TYPES = ("global", "local", "nope")
 POSITIONS = ("rope", "learned", "none")
 NORM_POSITIONS = ("pre", "post", "sandwich")
 QK_NORMS = ("head", "all")
@@ -138,7 +138,7 @@ class Spec:
     return self.window if self.layer_type(layer) == "local" else None
 
   def layer_type(self, layer: int) -> str:
-    """`local` or `global`."""
+    """One of LAYER_TYPES."""
     return self.layer_pattern[layer % len(self.layer_pattern)]
 
 
@@ -254,20 +254,23 @@ def _layer_pattern(m: ConfigDict) -> tuple[tuple[str, ...], int | None]:
     raise ConfigError('model.layer_pattern is empty; e.g. ("global",) or ("local", "global").')
   for kind in pattern:
     one_of("layer_pattern", kind, LAYER_TYPES)
+  if m.positions != "rope":  # nothing is rotated anyway
+    pattern = tuple("global" if kind == "nope" else kind for kind in pattern)
+  pattern = pattern[:1] if len(set(pattern)) == 1 else pattern
   if "local" not in pattern:
-    return ("global",), None
+    return pattern, None
   if m.window is None:
     raise ConfigError(
         f"model.layer_pattern is {pattern}, and local layers need model.window: how many tokens they see."
     )
   at_least_one("window", m.window)
-  return (("local",) if "global" not in pattern else pattern), m.window
+  return pattern, m.window
 
 
 def _ropes(m: ConfigDict, pattern: tuple[str, ...], head_dim: int) -> dict[str, Rope]:
   if m.positions != "rope":
     return {}
-  thetas = dict.fromkeys(pattern, m.rope_theta)
+  thetas = dict.fromkeys((kind for kind in pattern if kind != "nope"), m.rope_theta)
   own_local = m.rope_local_theta is not None and "local" in pattern
   if own_local:
     thetas["local"] = m.rope_local_theta

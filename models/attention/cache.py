@@ -98,7 +98,7 @@ def empty(spec: Spec, rows: int, max_length: int, dtype: Any, apart: bool = Fals
   period, arrays = spec.num_layers if apart else len(spec.layer_pattern), []
   for place in range(period):
     layers = len(range(place, spec.num_layers, period))
-    slots = max_length if spec.layer_type(place) == "global" else min(spec.window, max_length)
+    slots = max_length if spec.window_of(place) is None else min(spec.window, max_length)
     arrays.append(jnp.zeros((layers, rows, spec.num_kv_heads, slots, spec.head_dim), dtype))
   return Cache(tuple(map(_constrain, arrays)), tuple(map(_constrain, arrays)), jnp.zeros(rows, jnp.int32))
 
@@ -111,7 +111,7 @@ def resized(cache: Cache, spec: Spec, rows_R: jax.Array, max_length: int) -> Cac
   """
 
   def of_place(place: int, part_NxBxGxSxK: jax.Array) -> jax.Array:
-    slots = max_length if spec.layer_type(place) == "global" else min(spec.window, max_length)
+    slots = max_length if spec.window_of(place) is None else min(spec.window, max_length)
     kept = part_NxBxGxSxK.at[:, rows_R].get(mode="fill", fill_value=0)
     return _constrain(jnp.pad(kept, [(0, max(0, slots - kept.shape[3]) if d == 3 else 0) for d in range(5)]))
 

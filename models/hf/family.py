@@ -319,6 +319,8 @@ def _canonical_vision(m: dict[str, Any]) -> None:
 def _canonical_layers(m: dict[str, Any]) -> None:
   """The shortest pattern that, repeated, gives the layers' types."""
   pattern, layers_ = tuple(m["layer_pattern"]), m["num_layers"]
+  if m["positions"] != "rope":
+    pattern = tuple("global" if kind == "nope" else kind for kind in pattern)
   types = [pattern[i % len(pattern)] for i in range(layers_)] or list(pattern)
   period = next(p for p in range(1, len(types) + 1) if all(kind == types[i % p] for i, kind in enumerate(types)))
   m["layer_pattern"] = tuple(types[:period])

@@ -299,8 +299,8 @@ class Window(Rule):
     return {"sliding_window": model["window"], **({self.switch: model["window"] is not None} if self.switch else {})}
 
 
-_THEIRS = {"local": "sliding_attention", "global": "full_attention"}
-_OURS = {theirs: ours for ours, theirs in _THEIRS.items()} | {"attention": "global"}
+_THEIRS = {"local": "sliding_attention", "global": "full_attention", "nope": "full_attention"}
+_OURS = {"sliding_attention": "local", "full_attention": "global", "attention": "global"}
 
 
 @dataclass(frozen=True)

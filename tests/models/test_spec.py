@@ -21,7 +21,7 @@ BAD = [
     (dict(positions="learned"), "needs model.max_positions"),
     (dict(max_positions=8), "seq_len is 12, but model.max_positions is 8"),
     (dict(layer_pattern=("local",)), "need model.window"),
-    (dict(layer_pattern=("sliding",)), "layer_pattern: found 'sliding', allowed: global, local"),
+    (dict(layer_pattern=("sliding",)), "layer_pattern: found 'sliding', allowed: global, local, nope"),
     (dict(layer_pattern=()), "layer_pattern is empty"),
     (dict(layer_pattern=("local",), window=0), "window: found 0"),
     (dict(num_layers=0), "num_layers: found 0"),

@@ -187,7 +187,7 @@ MODEL = {
   "model.attention_logit_cap": program(20.0),
   "model.final_logit_cap": program(20.0),
   "model.window": program(4, LOCAL),
-  "model.layer_pattern": program(("local", "global"), {"model.window": 8}),
+  "model.layer_pattern": [program(("local", "global"), {"model.window": 8}), program(("global", "nope"))],
   "model.moe.num_experts": program(4),
   "model.moe.experts_per_token": program(1, MOE),
   "model.moe.expert_size": program(8, MOE),

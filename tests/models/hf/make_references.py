@@ -83,6 +83,7 @@ CASES = {
                   layer_types=["sliding_attention", "sliding_attention", "full_attention"]),
     "glm": like("glm", head_dim=8),
     "glm4": like("glm4", head_dim=6, partial_rotary_factor=1.0, attention_bias=False),
+    "smollm3": like("smollm3", num_hidden_layers=3, no_rope_layers=[1, 0, 1], rope_theta=5e3),
     "phi3": like("phi3", partial_rotary_factor=0.5, sliding_window=6),
 }
 
