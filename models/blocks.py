@@ -98,7 +98,7 @@ class Block(nnx.Module):
     self.mlp = Mlp(scope / "mlp", D, spec.intermediate_size, **mlp) if spec.moe is None else None
     self.moe = Moe(spec, scope / "moe", out_gain=out_gain(spec)) if spec.moe is not None else None
     self.mlp_post_norm = make_norm(spec, scope / "mlp_post_norm") if post else None
-    self.dropout = spec.dropout
+    self.residual_scale, self.dropout = spec.residual_scale, spec.dropout
 
   def __call__(self, x_BxTxD, tokens: TokenIds, rope, window: int | None, key: jax.Array | None,
                past: Past | None = None):
@@ -120,6 +120,8 @@ class Block(nnx.Module):
   def _branch_end(self, y_BxTxD: jax.Array, norm: Norm | None, key: jax.Array | None) -> jax.Array:
     if norm is not None:
       y_BxTxD = norm(y_BxTxD)
+    if self.residual_scale != 1.0:
+      y_BxTxD = y_BxTxD * jnp.asarray(self.residual_scale, y_BxTxD.dtype)
     return y_BxTxD if key is None else dropout(y_BxTxD, self.dropout, key)
 
 
@@ -177,10 +179,10 @@ def run_blocks(spec: Spec, blocks: Block | Sequence[Block], layer: Callable, rem
   return x, jax.tree.map(lambda *parts: jnp.concatenate(parts), *stacked)
 
 
-def make_norm(spec: Spec, scope: Scope) -> Norm:
-  """The norm of that stack of layers."""
+def make_norm(spec: Spec, scope: Scope, gain: float = 1.0) -> Norm:
+  """The norm of that stack of layers; `gain`: a factor on what it gives."""
   return Norm(scope, spec.hidden_size, kind=spec.norm, eps=spec.norm_eps, plus_one=spec.norm_scale_plus_one,
-              bias=spec.norm_bias)
+              bias=spec.norm_bias, gain=gain)
 
 
 def out_gain(spec: Spec) -> float:

@@ -68,6 +68,11 @@ def model() -> ConfigDict:
   m.tie_embeddings = True
   # Multiply embeddings by sqrt(hidden_size) (Gemma).
   m.scale_embeddings = False
+  # Factors on embeddings, on what attention and MLP add to the residual stream, and on logits, before their cap
+  # (Granite, Cohere).
+  m.embedding_scale = 1.0
+  m.residual_scale = 1.0
+  m.logit_scale = 1.0
   # Biases of the query/key/value projections, the attention output and the MLP.
   m.qkv_bias = False
   m.attention_out_bias = False

@@ -200,11 +200,12 @@ def apply_linears(linears: tuple[Linear, ...], x: jax.Array, key: jax.Array | No
 class Norm(nnx.Module):
   """RMSNorm (Zhang and Sennrich 2019) or LayerNorm over the last axis; computed in float32."""
 
-  def __init__(self, scope: Scope, size: int, *, kind: str, eps: float, plus_one: bool, bias: bool = False):
-    """`plus_one`: the scale is stored as an offset from one."""
+  def __init__(self, scope: Scope, size: int, *, kind: str, eps: float, plus_one: bool, bias: bool = False,
+               gain: float = 1.0):
+    """`plus_one`: the scale is stored as an offset from one. `gain`: a factor on the output, before it is rounded."""
     self.scale = scope.constant("scale", (size,), 0.0 if plus_one else 1.0)
     self.bias = scope.constant("bias", (size,), 0.0) if bias else None
-    self.kind, self.eps, self.plus_one = kind, eps, plus_one
+    self.kind, self.eps, self.plus_one, self.gain = kind, eps, plus_one, gain
 
   def __call__(self, x: jax.Array) -> jax.Array:
     y = x.astype(jnp.float32)
@@ -215,6 +216,8 @@ class Norm(nnx.Module):
     y = y * (1.0 + scale if self.plus_one else scale)
     if self.bias is not None:
       y = y + self.bias[...].astype(jnp.float32)
+    if self.gain != 1.0:
+      y = y * self.gain
     return y.astype(x.dtype)
 
 

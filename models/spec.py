@@ -22,7 +22,8 @@ ARCHITECTURE_KEYS = (
     *(f"rope_scaling.{key}" for key in ("type", "factor", "original_positions", "low_frequency_factor",
                                         "high_frequency_factor", "beta_fast", "beta_slow", "truncate",
                                         "attention_factor")),
-    "tie_embeddings", "scale_embeddings", "qkv_bias", "attention_out_bias", "mlp_bias", "qk_norm", "qk_norm_over",
+    "tie_embeddings", "scale_embeddings", "embedding_scale", "residual_scale", "logit_scale",
+    "qkv_bias", "attention_out_bias", "mlp_bias", "qk_norm", "qk_norm_over",
     "attention_scale", "attention_logit_cap", "final_logit_cap", "window", "layer_pattern",
     *(f"moe.{key}" for key in ("num_experts", "experts_per_token", "expert_size", "shared_size", "shared_gate",
                                "softmax", "normalize_weights")),
@@ -84,6 +85,9 @@ class Spec:
   rope_interleaved: bool
   tie_embeddings: bool
   scale_embeddings: bool
+  embedding_scale: float
+  residual_scale: float
+  logit_scale: float
   qkv_bias: bool
   attention_out_bias: bool
   mlp_bias: bool
@@ -202,6 +206,9 @@ def make_spec(m: ConfigDict) -> Spec:
       rope_interleaved=m.rope_interleaved,
       tie_embeddings=m.tie_embeddings,
       scale_embeddings=m.scale_embeddings,
+      embedding_scale=m.embedding_scale,
+      residual_scale=m.residual_scale,
+      logit_scale=m.logit_scale,
       qkv_bias=m.qkv_bias,
       attention_out_bias=m.attention_out_bias,
       mlp_bias=m.mlp_bias,

@@ -51,7 +51,8 @@ class Decoder(nnx.Module):
     self.vision = vit.Tower(spec, of_images / "vision") if spec.vision is not None else None
     self.projector = vlm.Projector(spec, of_images / "projector") if spec.vision is not None else None
     self.blocks = stack_blocks(spec, scope / "blocks")
-    self.final_norm = make_norm(spec, scope / "final_norm")
+    # The factor on logits is one on what they are made of, so that whatever makes them needs not know it.
+    self.final_norm = make_norm(spec, scope / "final_norm", gain=spec.logit_scale)
     # Starts like an embedding, so that the first loss is close to log(V).
     std, untied = 0.02 if spec.init_std is None else spec.init_std, not spec.tie_embeddings
     self.unembed = Linear(scope / "unembed", D, vocab_size, std=std, bias=False) if untied else None
@@ -96,6 +97,8 @@ class Decoder(nnx.Module):
       x_BxTxD += embedding_noise(lengths_BxT, s.hidden_size, s.neftune_alpha, noise_key).astype(x_BxTxD.dtype)
     if s.scale_embeddings:
       x_BxTxD = x_BxTxD * jnp.asarray(math.sqrt(s.hidden_size), x_BxTxD.dtype)
+    if s.embedding_scale != 1.0:
+      x_BxTxD = x_BxTxD * jnp.asarray(s.embedding_scale, x_BxTxD.dtype)
     if batch.get("images") is not None:
       tower_key = None if key is None else jax.random.fold_in(key, s.num_layers + 2)
       features_BxFxD = vlm.features(self.vision, self.projector, batch["images"], remat, tower_key)

@@ -78,7 +78,8 @@ def tower_spec(spec: Spec) -> Spec:
       num_heads=v.num_heads, num_kv_heads=v.num_heads, head_dim=head_dim, attention_scale=head_dim**-0.5,
       norm="layernorm", norm_eps=v.norm_eps, norm_scale_plus_one=False, norm_bias=True, norm_position="pre",
       activation=v.activation, positions="none", ropes={}, qkv_bias=True, attention_out_bias=True, mlp_bias=True,
-      qk_norm=False, attention_logit_cap=None, window=None, layer_pattern=("global",), moe=None, dropout=0.0)
+      qk_norm=False, attention_logit_cap=None, window=None, layer_pattern=("global",), moe=None, dropout=0.0,
+      residual_scale=1.0)
 
 
 def pixels(images: jax.Array, vision: Vision) -> jax.Array:

@@ -43,7 +43,8 @@ GPT2 = dict(
     mlp_bias=True,
 )
 OLMO = dict(norm_position="post", tie_embeddings=False, rope_fraction=0.5, activation="relu2", num_kv_heads=2,
-            qk_norm=True, qk_norm_over="all", rope_interleaved=True)
+            qk_norm=True, qk_norm_over="all", rope_interleaved=True, embedding_scale=3.0,
+            residual_scale=0.4, logit_scale=0.7)
 FAMILIES = dict(llama=LLAMA, gemma=GEMMA, gpt2=GPT2, olmo=OLMO)
 
 

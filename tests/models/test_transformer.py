@@ -89,15 +89,16 @@ def np_forward(m, params, tokens, segments):
     gated = m.activation.endswith("glu")
     return dense(act(dense(x, "blocks/mlp/gate", layer)) * up if gated else act(up), "blocks/mlp/down", layer)
 
-  x = p["embed/embedding"][tokens] * (D**0.5 if m.scale_embeddings else 1)
+  x = p["embed/embedding"][tokens] * (D**0.5 if m.scale_embeddings else 1) * m.embedding_scale
   if m.positions == "learned":
     x = x + p["pos_embed/embedding"][positions]
   for layer in range(m.num_layers):
     for branch, name in ((self_attention, "attn"), (mlp, "mlp")):
       y = norm(x, f"blocks/{name}_norm", layer=layer) if m.norm_position != "post" else x
       y = branch(y, layer)
-      x = x + (norm(y, f"blocks/{name}_post_norm", layer=layer) if m.norm_position != "pre" else y)
-  x = norm(x, "final_norm")
+      y = norm(y, f"blocks/{name}_post_norm", layer=layer) if m.norm_position != "pre" else y
+      x = x + m.residual_scale * y
+  x = m.logit_scale * norm(x, "final_norm")
   logits = x @ (p["embed/embedding"].T if m.tie_embeddings else p["unembed/kernel"])
   return m.final_logit_cap * np.tanh(logits / m.final_logit_cap) if m.final_logit_cap else logits
 
@@ -163,6 +164,9 @@ OPTIONS = [
     (dict(rope_interleaved=True), {}),
     (dict(tie_embeddings=False), {}),
     (dict(scale_embeddings=True), {}),
+    (dict(embedding_scale=2.0), {}),
+    (dict(residual_scale=0.5), {}),
+    (dict(logit_scale=0.5), {}),
     (dict(qkv_bias=True), {}),
     (dict(attention_out_bias=True), {}),
     (dict(mlp_bias=True), {}),

@@ -25,7 +25,8 @@ RANGES = (
     (("optimizer.b1", "optimizer.b2", "optimizer.momentum"), 0.0, math.nextafter(1.0, 0.0)),
     (("optimizer.eps", "optimizer.weight_decay", "optimizer.decay_exponent", "model.norm_eps", "model.vision.norm_eps"),
      0.0, math.inf),
-    (("model.init_std", "model.attention_scale", "schedule.timescale", "tokenizer.train_megabytes"),
+    (("model.init_std", "model.attention_scale", "model.embedding_scale", "model.residual_scale", "model.logit_scale",
+      "schedule.timescale", "tokenizer.train_megabytes"),
      math.nextafter(0.0, 1.0), math.inf),
     (("optimizer.muon_steps", "optimizer.min_dim_size_to_factor"), 1, INT32),
 )

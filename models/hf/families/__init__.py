@@ -13,6 +13,7 @@ from models.hf.families.gemma3_images import GEMMA3_IMAGES
 from models.hf.families.glm import GLM
 from models.hf.families.glm4 import GLM4
 from models.hf.families.gpt2 import GPT2
+from models.hf.families.granite import GRANITE
 from models.hf.families.llama import LLAMA
 from models.hf.families.llava import LLAVA
 from models.hf.families.mistral import MISTRAL
@@ -37,6 +38,7 @@ from models.hf.images import Wrapper
 FAMILIES: tuple[Family, ...] = (
     LLAMA, MISTRAL, QWEN2, QWEN3, MIXTRAL, QWEN3_MOE, QWEN2_MOE, GEMMA, GEMMA2, GEMMA3, GPT2, STARCODER2, STABLELM,
     PHI3, ARCEE, NEMOTRON, SEED_OSS, OLMO2, OLMO3, GLM, GLM4, SMOLLM3,
+    GRANITE,
 )
 
 # Models of images and text: each around several of the families above. `match` tries them in this order, too.
@@ -84,15 +86,15 @@ def match(model: Mapping[str, Any]) -> tuple[Family, dict[str, Any]]:
   Raises:
     HFError: there is none; the message says how the nearest one differs.
   """
-  attempts = []
+  attempts: list[tuple[bool, int, int, str, list[str]]] = []
   with_images = [wrapper.of(text) for wrapper in WRAPPERS for text in wrapper.texts]
   candidates = FAMILIES if model.get("vision.tower", "none") == "none" else with_images
   for family in candidates:
     attempt = family.attempt(model)
     if not attempt.problems:
       return family, attempt.content
-    attempts.append((not attempt.readable, len(attempt.problems), family.name, attempt.problems))
-  _, _, nearest, problems = min(attempts)
+    attempts.append((not attempt.readable, len(attempt.problems), len(attempts), family.name, attempt.problems))
+  *_, nearest, problems = min(attempts)
   raise HFError(f"no family of Hugging Face models computes this model. The nearest is {nearest}, which cannot express "
                 + "; ".join(problems) + ". Change these keys of config.model before training to be able to "
                 f"export. Families: {', '.join(family.name for family in candidates)}.")

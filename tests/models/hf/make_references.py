@@ -84,6 +84,8 @@ CASES = {
     "glm": like("glm", head_dim=8),
     "glm4": like("glm4", head_dim=6, partial_rotary_factor=1.0, attention_bias=False),
     "smollm3": like("smollm3", num_hidden_layers=3, no_rope_layers=[1, 0, 1], rope_theta=5e3),
+    "granite": like("granite", head_dim=6, embedding_multiplier=3.0, residual_multiplier=0.22,
+                    attention_multiplier=0.25, logits_scaling=6.0, mlp_bias=True),
     "phi3": like("phi3", partial_rotary_factor=0.5, sliding_window=6),
 }
 
