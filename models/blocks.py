@@ -35,10 +35,13 @@ class SelfAttention(nnx.Module):
     self.o = Linear(scope / "o", H * K, D, std=std, bias=spec.attention_out_bias, gain=out_gain(spec),
                     names=("heads", None))
     # Attributes are assigned once: NNX's graph mode lets no static None become a module.
-    norm: dict[str, Any] = dict(kind="rmsnorm", eps=spec.norm_eps, plus_one=spec.norm_scale_plus_one)
+    kind = spec.norm if spec.qk_norm_over == "each_head" else "rmsnorm"
+    norm: dict[str, Any] = dict(kind=kind, eps=spec.norm_eps, plus_one=spec.norm_scale_plus_one)
+    of_heads: dict[str, Any] = {"head": lambda n: K, "each_head": lambda n: (n, K), "all": lambda n: n * K}
+    q_size, k_size = map(of_heads[spec.qk_norm_over], (H, G))
     self.over_all = spec.qk_norm_over == "all"
-    self.q_norm = Norm(scope / "q_norm", H * K if self.over_all else K, **norm) if spec.qk_norm else None
-    self.k_norm = Norm(scope / "k_norm", G * K if self.over_all else K, **norm) if spec.qk_norm else None
+    self.q_norm = Norm(scope / "q_norm", q_size, **norm) if spec.qk_norm else None
+    self.k_norm = Norm(scope / "k_norm", k_size, **norm) if spec.qk_norm else None
     self.spec = spec
 
   def __call__(self, x_BxTxD, tokens: TokenIds, rope: Any, window: int | None, key: jax.Array | None = None,
@@ -84,7 +87,8 @@ class SelfAttention(nnx.Module):
 
 
 class Block(nnx.Module):
-  """One layer: attention and MLP (or mixture of experts), each a residual branch normalised before, after, or both."""
+  """One layer: attention and MLP (or mixture of experts), each a residual branch normalised before, after, or both;
+  or both of the same normalised input."""
 
   def __init__(self, spec: Spec, scope: Scope):
     D = spec.hidden_size
@@ -92,7 +96,8 @@ class Block(nnx.Module):
     self.attn_norm = make_norm(spec, scope / "attn_norm") if pre else None
     self.attn = SelfAttention(spec, scope / "attn")
     self.attn_post_norm = make_norm(spec, scope / "attn_post_norm") if post else None
-    self.mlp_norm = make_norm(spec, scope / "mlp_norm") if pre else None
+    self.parallel = spec.parallel_blocks
+    self.mlp_norm = make_norm(spec, scope / "mlp_norm") if pre and not self.parallel else None
     mlp: dict[str, Any] = dict(activation=spec.activation, std=spec.init_std, bias=spec.mlp_bias,
                                out_gain=out_gain(spec))
     self.mlp = Mlp(scope / "mlp", D, spec.intermediate_size, **mlp) if spec.moe is None else None
@@ -108,12 +113,14 @@ class Block(nnx.Module):
     """
     keys = (None, None) if key is None else jax.random.split(key)
     x_BxTxD = named(x_BxTxD, "layer_input")
-    y = x_BxTxD if self.attn_norm is None else self.attn_norm(x_BxTxD)
-    y, new = self.attn(y, tokens, rope, window, key, past)
+    normed_BxTxD = x_BxTxD if self.attn_norm is None else self.attn_norm(x_BxTxD)
+    y, new = self.attn(normed_BxTxD, tokens, rope, window, key, past)
     x_BxTxD = x_BxTxD + self._branch_end(y, self.attn_post_norm, keys[0])
     x_BxTxD = named(constrain(x_BxTxD, "batch", "stream", "embed"), "stream")
-    y = x_BxTxD if self.mlp_norm is None else self.mlp_norm(x_BxTxD)
-    y, stats = (self.mlp(y, key), None) if self.moe is None else self.moe(y, tokens.segments, key)
+    if not self.parallel:
+      normed_BxTxD = x_BxTxD if self.mlp_norm is None else self.mlp_norm(x_BxTxD)
+    y, stats = (self.mlp(normed_BxTxD, key), None) if self.moe is None else self.moe(
+        normed_BxTxD, tokens.segments, key)
     x_BxTxD = x_BxTxD + self._branch_end(y, self.mlp_post_norm, keys[1])
     return constrain(x_BxTxD, "batch", "stream", "embed"), stats, new
 

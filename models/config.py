@@ -38,6 +38,8 @@ def model() -> ConfigDict:
   m.norm_bias = False
   # pre: before attention and MLP. post: after them (OLMo 2). sandwich: both (Gemma 2 and 3).
   m.norm_position = "pre"
+  # Attention and MLP read the same input, after one norm, and are added together (Cohere).
+  m.parallel_blocks = False
   # gated: swiglu | geglu (tanh GELU) | geglu_exact; plain: gelu (tanh) | gelu_exact | quick_gelu | relu | relu2 | silu
   m.activation = "swiglu"
   # rope | learned (needs `max_positions`) | none
@@ -80,6 +82,7 @@ def model() -> ConfigDict:
   # Normalise queries and keys (Qwen 3, Gemma 3); `qk_norm_over` says over what.
   m.qk_norm = False
   # head: RMSNorm of each head, with one scale for all of them. all: RMSNorm of all heads together (OLMo 2).
+  # each_head: each head by the kind that `norm` says, with a scale of its own (Cohere).
   m.qk_norm_over = "head"
   # Scores are multiplied by this. Default: head_dim ** -0.5.
   m.attention_scale = unset(float)

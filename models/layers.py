@@ -200,11 +200,13 @@ def apply_linears(linears: tuple[Linear, ...], x: jax.Array, key: jax.Array | No
 class Norm(nnx.Module):
   """RMSNorm (Zhang and Sennrich 2019) or LayerNorm over the last axis; computed in float32."""
 
-  def __init__(self, scope: Scope, size: int, *, kind: str, eps: float, plus_one: bool, bias: bool = False,
-               gain: float = 1.0):
-    """`plus_one`: the scale is stored as an offset from one. `gain`: a factor on the output, before it is rounded."""
-    self.scale = scope.constant("scale", (size,), 0.0 if plus_one else 1.0)
-    self.bias = scope.constant("bias", (size,), 0.0) if bias else None
+  def __init__(self, scope: Scope, size: int | tuple[int, int], *, kind: str, eps: float, plus_one: bool,
+               bias: bool = False, gain: float = 1.0):
+    """`size`: of the last axis, or of the last two, where each entry of the one before has a scale of its own.
+    `plus_one`: the scale is stored as an offset from one. `gain`: a factor on the output, before it is rounded."""
+    shape = size if isinstance(size, tuple) else (size,)
+    self.scale = scope.constant("scale", shape, 0.0 if plus_one else 1.0)
+    self.bias = scope.constant("bias", shape, 0.0) if bias else None
     self.kind, self.eps, self.plus_one, self.gain = kind, eps, plus_one, gain
 
   def __call__(self, x: jax.Array) -> jax.Array:

@@ -16,7 +16,8 @@ from trainer.errors import ConfigError
 # The keys of the config's `model` section that say what function is computed; a checkpoint's config.json has them.
 ARCHITECTURE_KEYS = (
     "vocab_size", "num_layers", "hidden_size", "intermediate_size", "num_heads", "num_kv_heads", "head_dim",
-    "norm", "norm_eps", "norm_scale_plus_one", "norm_bias", "norm_position", "activation",
+    "norm", "norm_eps", "norm_scale_plus_one", "norm_bias", "norm_position",
+    "parallel_blocks", "activation",
     "positions", "max_positions", "rope_theta", "rope_local_theta", "rope_fraction",
     "rope_interleaved",
     *(f"rope_scaling.{key}" for key in ("type", "factor", "original_positions", "low_frequency_factor",
@@ -34,7 +35,7 @@ VOCAB_CHUNK, VOCAB_CHUNK_ELSEWHERE = 2048, 8192
 LAYER_TYPES = ("global", "local", "nope")
 POSITIONS = ("rope", "learned", "none")
 NORM_POSITIONS = ("pre", "post", "sandwich")
-QK_NORMS = ("head", "all")
+QK_NORMS = ("head", "each_head", "all")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -77,6 +78,7 @@ class Spec:
   norm_scale_plus_one: bool
   norm_bias: bool
   norm_position: str
+  parallel_blocks: bool
   activation: str
   positions: str
   max_positions: int | None
@@ -182,6 +184,9 @@ def make_spec(m: ConfigDict) -> Spec:
         "model.positions is 'learned', which needs model.max_positions: the longest row, e.g. the value of "
         "seq_len."
     )
+  if m.parallel_blocks and m.norm_position != "pre":
+    raise ConfigError(f"model.parallel_blocks: attention and MLP share the norm before them; found norm_position="
+                      f"{m.norm_position!r}, allowed: 'pre'.")
   if m.neftune_alpha < 0:
     raise ConfigError(f"model.neftune_alpha: found {m.neftune_alpha}, allowed: 0 or more.")
   if not 0.0 <= m.dropout < 1.0:
@@ -199,6 +204,7 @@ def make_spec(m: ConfigDict) -> Spec:
       norm_scale_plus_one=m.norm_scale_plus_one,
       norm_bias=m.norm_bias,
       norm_position=one_of("norm_position", m.norm_position, NORM_POSITIONS),
+      parallel_blocks=m.parallel_blocks,
       activation=one_of("activation", m.activation, layers.ACTIVATIONS),
       positions=m.positions,
       max_positions=max_positions,

@@ -18,6 +18,7 @@ from models.hf.rope import scaling_keys
 # Values of the architecture's keys for a decoder with nothing special; a family's rules and constants go on top.
 NEUTRAL: Mapping[str, Any] = {
     "norm": "rmsnorm", "norm_scale_plus_one": False, "norm_bias": False, "norm_position": "pre",
+    "parallel_blocks": False,
     "positions": "rope", "max_positions": None, "rope_theta": 10000.0, "rope_local_theta": None, "rope_fraction": 1.0,
     "rope_interleaved": False,
     "rope_scaling.type": "none", "rope_scaling.factor": 1.0, "rope_scaling.original_positions": None,
@@ -279,7 +280,7 @@ def has_parameter(model: Mapping[str, Any], path: str) -> bool:
       "pos_embed": model["positions"] == "learned",
       "unembed": not model["tie_embeddings"],
       "q_norm": model["qk_norm"], "k_norm": model["qk_norm"],
-      "attn_norm": position != "post", "mlp_norm": position != "post",
+      "attn_norm": position != "post", "mlp_norm": position != "post" and not model["parallel_blocks"],
       "attn_post_norm": position != "pre", "mlp_post_norm": position != "pre",
       "gate": gated or moe, "mlp": not moe, "moe": moe,
       "shared": model["moe.shared_size"] > 0, "shared_gate": model["moe.shared_gate"],

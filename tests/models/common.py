@@ -45,7 +45,18 @@ GPT2 = dict(
 OLMO = dict(norm_position="post", tie_embeddings=False, rope_fraction=0.5, activation="relu2", num_kv_heads=2,
             qk_norm=True, qk_norm_over="all", rope_interleaved=True, embedding_scale=3.0,
             residual_scale=0.4, logit_scale=0.7)
+COHERE = dict(
+    num_kv_heads=2,
+    norm="layernorm",
+    parallel_blocks=True,
+    rope_interleaved=True,
+    qk_norm=True,
+    qk_norm_over="each_head",
+    window=3,
+    layer_pattern=("local", "nope"),
+)
 FAMILIES = dict(llama=LLAMA, gemma=GEMMA, gpt2=GPT2, olmo=OLMO)
+OPTIONS_OF = dict(**FAMILIES, cohere=COHERE)
 
 
 def config(**changed):
@@ -70,8 +81,8 @@ def random_params(model, seed=0):
 
 @functools.cache
 def family(name, scan_layers=True):
-  """Model, parameters and compiled `logits` of one of FAMILIES."""
-  model = make(**FAMILIES[name], scan_layers=scan_layers)
+  """Model, parameters and compiled `logits` of one of OPTIONS_OF."""
+  model = make(**OPTIONS_OF[name], scan_layers=scan_layers)
   return model, random_params(model), jax.jit(model.logits)
 
 

@@ -16,6 +16,8 @@ BAD = [
     (dict(rope_fraction=0.0), "rope_fraction: found 0.0"),
     (dict(norm="rms"), "norm: found 'rms', allowed: rmsnorm, layernorm. Did you mean 'rmsnorm'"),
     (dict(norm_position="before"), "norm_position: found 'before', allowed: pre, post, sandwich"),
+    (dict(norm_position="post", parallel_blocks=True), "found norm_position='post', allowed: 'pre'"),
+    (dict(qk_norm_over="heads"), "qk_norm_over: found 'heads', allowed: head, each_head, all"),
     (dict(activation="mish"), "activation: found 'mish', allowed: swiglu"),
     (dict(positions="alibi"), "positions: found 'alibi', allowed: rope, learned, none"),
     (dict(positions="learned"), "needs model.max_positions"),

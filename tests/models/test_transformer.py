@@ -13,6 +13,7 @@ from tests.models.common import (
   FAMILIES,
   GPT2,
   LLAMA,
+  OPTIONS_OF,
   SEGMENTS,
   TOKENS,
   VOCAB,
@@ -60,18 +61,20 @@ def np_forward(m, params, tokens, segments):
     return np.concatenate([turned.real, turned.imag, x[:, 2 * P :]], 1)
 
   def self_attention(x, layer):
-    local = m.layer_pattern[layer % len(m.layer_pattern)] == "local"
+    kind = m.layer_pattern[layer % len(m.layer_pattern)]
+    local, rotates = kind == "local", kind != "nope" and m.positions == "rope"
     q, k, v = (dense(x, f"blocks/attn/{c}", layer).reshape(n, -1, K) for c in "qkv")
     if m.qk_norm:
       over = (n, -1) if m.qk_norm_over == "all" else (n, -1, K)
-      q, k = (norm(c.reshape(over), f"blocks/attn/{name}_norm", "rmsnorm", layer).reshape(c.shape)
+      kind = m.norm if m.qk_norm_over == "each_head" else "rmsnorm"
+      q, k = (norm(c.reshape(over), f"blocks/attn/{name}_norm", kind, layer).reshape(c.shape)
               for c, name in ((q, "q"), (k, "k")))
     behind = np.arange(n)[:, None] - np.arange(n)
     seen = (behind >= 0) & (segments[:, None] == segments) & (behind < (m.window if local else n))
     heads = []
     for h in range(H):
       q_h, k_h = q[:, h], k[:, h // (H // G)]
-      if m.positions == "rope":
+      if rotates:
         theta = m.rope_local_theta if local and m.rope_local_theta else m.rope_theta
         q_h, k_h = rope(q_h, theta), rope(k_h, theta)
       scores = q_h @ k_h.T * (m.attention_scale or K**-0.5)
@@ -93,6 +96,10 @@ def np_forward(m, params, tokens, segments):
   if m.positions == "learned":
     x = x + p["pos_embed/embedding"][positions]
   for layer in range(m.num_layers):
+    if m.parallel_blocks:
+      y = norm(x, "blocks/attn_norm", layer=layer)
+      x = x + m.residual_scale * (self_attention(y, layer) + mlp(y, layer))
+      continue
     for branch, name in ((self_attention, "attn"), (mlp, "mlp")):
       y = norm(x, f"blocks/{name}_norm", layer=layer) if m.norm_position != "post" else x
       y = branch(y, layer)
@@ -104,7 +111,7 @@ def np_forward(m, params, tokens, segments):
 
 
 @pytest.mark.parametrize("scan_layers", [True, False])
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", [*FAMILIES, "cohere"])
 def test_logits_equal_the_numpy_model(name, scan_layers):
   _, params, compiled = family(name, scan_layers)
   logits = np.asarray(compiled(params, BATCH))
@@ -112,7 +119,7 @@ def test_logits_equal_the_numpy_model(name, scan_layers):
   assert (logits[:, :, VOCAB:] == -np.inf).all()
   for row in range(B):
     real = SEGMENTS[row] > 0
-    expected = np_forward(config(**FAMILIES[name]), params, TOKENS[row], SEGMENTS[row])
+    expected = np_forward(config(**OPTIONS_OF[name]), params, TOKENS[row], SEGMENTS[row])
     np.testing.assert_allclose(logits[row, real, :VOCAB], expected[real, :VOCAB], atol=2e-4, rtol=2e-4)
 
 
@@ -151,6 +158,7 @@ OPTIONS = [
     (dict(norm_bias=True), {}),
     (dict(norm_position="post"), {}),
     (dict(norm_position="sandwich"), {}),
+    (dict(parallel_blocks=True), {}),
     (dict(activation="geglu"), {}),
     (dict(activation="gelu"), {}),
     (dict(activation="gelu_exact"), dict(activation="gelu")),
@@ -172,11 +180,13 @@ OPTIONS = [
     (dict(mlp_bias=True), {}),
     (dict(qk_norm=True), {}),
     (dict(qk_norm=True, qk_norm_over="all"), dict(qk_norm=True)),
+    (dict(qk_norm=True, qk_norm_over="each_head"), dict(qk_norm=True)),
     (dict(attention_scale=0.9), {}),
     (dict(attention_logit_cap=0.5), {}),
     (dict(final_logit_cap=0.5), {}),
     (dict(window=3, layer_pattern=("local",)), {}),
     (dict(window=3, layer_pattern=("global", "local")), dict(window=3, layer_pattern=("local", "global"))),
+    (dict(layer_pattern=("global", "nope")), {}),
     (dict(init_std=0.3), {}),
     (dict(vocab_size=64), {}),
 ]  # fmt: skip

@@ -6,6 +6,8 @@ from typing import Any
 
 from models.hf.errors import HFError
 from models.hf.families.arcee import ARCEE
+from models.hf.families.cohere import COHERE
+from models.hf.families.cohere2 import COHERE2
 from models.hf.families.gemma import GEMMA
 from models.hf.families.gemma2 import GEMMA2
 from models.hf.families.gemma3 import GEMMA3
@@ -38,7 +40,7 @@ from models.hf.images import Wrapper
 FAMILIES: tuple[Family, ...] = (
     LLAMA, MISTRAL, QWEN2, QWEN3, MIXTRAL, QWEN3_MOE, QWEN2_MOE, GEMMA, GEMMA2, GEMMA3, GPT2, STARCODER2, STABLELM,
     PHI3, ARCEE, NEMOTRON, SEED_OSS, OLMO2, OLMO3, GLM, GLM4, SMOLLM3,
-    GRANITE,
+    GRANITE, COHERE, COHERE2,
 )
 
 # Models of images and text: each around several of the families above. `match` tries them in this order, too.

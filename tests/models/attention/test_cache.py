@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from models.attention import cache as cache_lib
-from tests.models.common import FAMILIES, VOCAB, make, random_params
+from tests.models.common import COHERE, FAMILIES, VOCAB, make, random_params
 from trainer import tree
 
 YARN = dict(type="yarn", factor=4.0, original_positions=8)
@@ -20,6 +20,7 @@ CASES = {
     "unrolled": dict(window=4, layer_pattern=("local",), num_layers=2, scan_layers=False,
                      rope_scaling=dict(type="linear", factor=4.0)),
     "one layer": dict(window=4, layer_pattern=("local", "global"), num_layers=1, rope_scaling=DYNAMIC),
+    "cohere": COHERE,
     "yarn": dict(num_layers=1, rope_scaling=YARN),
     "lora": dict(lora=dict(rank=2), num_layers=2, rope_scaling=LLAMA3),
 }

@@ -86,6 +86,8 @@ CASES = {
     "smollm3": like("smollm3", num_hidden_layers=3, no_rope_layers=[1, 0, 1], rope_theta=5e3),
     "granite": like("granite", head_dim=6, embedding_multiplier=3.0, residual_multiplier=0.22,
                     attention_multiplier=0.25, logits_scaling=6.0, mlp_bias=True),
+    "cohere": like("cohere", use_qk_norm=True, logit_scale=0.3, attention_bias=True),
+    "cohere2": like("cohere2", num_hidden_layers=3, sliding_window=5, sliding_window_pattern=2, logit_scale=0.3),
     "phi3": like("phi3", partial_rotary_factor=0.5, sliding_window=6),
 }
 
@@ -126,7 +128,8 @@ def save(case: dict, folder: Path) -> None:
 def transformers_4(config: dict) -> dict:
   """The same config.json as transformers 4 writes it."""
   new = ("rope_parameters", "layer_types", "dtype", "_sliding_window_pattern")
-  old = {k: v for k, v in config.items() if k not in new or k == "layer_types" and config["model_type"] == "olmo3"}
+  kept = ("layer_types",) if config["model_type"] in ("cohere2", "olmo3") else ()
+  old = {k: v for k, v in config.items() if k not in new or k in kept}
   if "num_local_experts" in old and old["model_type"] != "mixtral":
     old["num_experts"] = old.pop("num_local_experts")
   old |= dict(torch_dtype=config["dtype"], transformers_version="4.51.3")
