@@ -30,7 +30,7 @@ class Case:
   folder: Path
   family: Family
   params: dict
-  # From tokens and segments [2, T] to logits [2, T, V] and the gradient of the mean next-token cross-entropy.
+  # From tokens and segments [2, T] to logits [2, T, V], the mean next-token cross-entropy and its gradient.
   run: Callable
   reference: dict[str, np.ndarray]
 
@@ -52,15 +52,15 @@ def case(request, runs):
 
 
 def compiled(model: api.Model) -> Callable:
-  """From parameters, tokens and segments to logits and gradients."""
+  """From parameters, tokens and segments to logits, loss and gradients."""
   def run(params, tokens_BxT, segments_BxT):
     def loss(params):
       logits_BxTxV = model.logits(params, tokens_BxT, segment_ids=segments_BxT)
       log_probs = jax.nn.log_softmax(logits_BxTxV[:, :-1])
       return -jnp.take_along_axis(log_probs, tokens_BxT[:, 1:, None], axis=-1).mean(), logits_BxTxV
 
-    gradients, logits_BxTxV = jax.grad(loss, has_aux=True)(params)
-    return logits_BxTxV, gradients
+    (value, logits_BxTxV), gradients = jax.value_and_grad(loss, has_aux=True)(params)
+    return logits_BxTxV, value, gradients
 
   return jax.jit(run)
 
@@ -85,7 +85,7 @@ def test_every_family_has_a_reference():
 
 
 def test_logits(case):
-  logits, _ = case.run(case.reference["tokens"], np.ones_like(case.reference["tokens"]))
+  logits, *_ = case.run(case.reference["tokens"], np.ones_like(case.reference["tokens"]))
   assert_close(logits, case.reference["logits"], 1e-5)
 
 
@@ -93,7 +93,7 @@ def test_logits_with_padding(case):
   real = len(case.reference["padded"])
   segments = np.ones_like(case.reference["tokens"])
   segments[1, real:] = 0
-  logits, _ = case.run(case.reference["tokens"], segments)
+  logits, *_ = case.run(case.reference["tokens"], segments)
   assert_close(logits[1, :real], case.reference["padded"], 1e-5)
   assert_close(logits[0], case.reference["logits"][0], 1e-5)
 
@@ -103,17 +103,21 @@ def test_logits_of_packed_documents(case):
   first = 9  # SPLIT of make_references.py
   tokens = np.stack([case.reference["tokens"][0], case.reference["tokens"][0]])
   segments = np.where(np.arange(tokens.shape[1]) < first, 1, [[2], [0]]).astype(np.int32)
-  logits, _ = case.run(tokens, segments)
+  logits, *_ = case.run(tokens, segments)
   assert_close(logits[0], case.reference["documents"], 1e-5)
   assert_close(logits[1, :first], case.reference["documents"][:first], 1e-5)
 
 
-def test_gradients(case):
-  _, gradients = case.run(case.reference["tokens"], np.ones_like(case.reference["tokens"]))
+def test_loss_and_gradients(case):
+  """Theirs is the mean cross-entropy of the logits that are kept, in float64."""
+  _, loss, gradients = case.run(case.reference["tokens"], np.ones_like(case.reference["tokens"]))
+  logits_NxV = case.reference["logits"][:, :-1].astype(np.float64).reshape(-1, case.reference["logits"].shape[-1])
+  chosen_N = np.take_along_axis(logits_NxV, case.reference["tokens"][:, 1:].reshape(-1, 1), axis=1)[:, 0]
+  assert loss == pytest.approx((np.log(np.exp(logits_NxV).sum(axis=1)) - chosen_N).mean(), rel=1e-6)
   names = [str(name) for name in case.reference["gradient_names"]]
   assert len(set(names)) == 2
   for i, name in enumerate(names):
-    assert_close(theirs(case, name, gradients), case.reference[f"gradient_{i}"], 1e-4)
+    assert_close(theirs(case, name, gradients), case.reference[f"gradient_{i}"], 1e-5)
 
 
 def theirs(case: Case, name: str, tree: dict) -> np.ndarray:
