@@ -11,7 +11,7 @@ import functools
 import hashlib
 import json
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -20,6 +20,7 @@ from ml_collections import ConfigDict
 
 from input_pipeline.bad_rows import BAD_ROW, BadRows, Policy
 from input_pipeline.chat.image_placeholders import BAD_IMAGE
+from input_pipeline.chat.tool_functions import load_tools, schema_of
 from input_pipeline.examples.prompts import Prompt, Prompter
 from input_pipeline.images.images import ImageError, Images
 from input_pipeline.loader import used_sources
@@ -98,15 +99,16 @@ def make_prompt_data(config: ConfigDict, tokenizer: Tokenizer, progress: bool = 
       open_source(i.sources[name], name)  # its keys are checked all the same
       logging.warning("source %r has weight 0 throughout and is not used.", name)
   prompter, room = Prompter(config, tokenizer), config.seq_len - rollout.max_new_tokens
+  tools = load_tools(rollout.tools, "rollout.tools")
   sources = []
   for number, name in enumerate(names):
     source = open_source(i.sources[name], name, texts=False)
-    sources.append(_read(source, prompter, config, number, room, progress))
+    sources.append(_read(source, prompter, config, number, room, progress, tools))
   starts, weights = stage_weights({n: i.sources[n].weight for n in sorted(i.sources)}, i.weight_stages)
   shares = np.array([[stage[name] for name in names] for stage in weights], np.float64)
   mixture = Mixture(starts, shares, [len(source.items) for source in sources], i.stop, names)
   order = [config.seed, starts, shares.tolist(), names, [source.fingerprint for source in sources]]
-  return PromptData(sources, mixture, config.seed, _hash(order), prompter)
+  return PromptData(sources, mixture, config.seed, _hash(order), prompter, tools)
 
 
 def prompt_texts(config: ConfigDict) -> Callable[[], Iterator[str]]:
@@ -144,11 +146,12 @@ class PromptData:
     num_prompts: of one epoch.
     num_items: how many there are until the data end; None: endless (`input.stop="never"`).
     prompter: what the prompts were made with.
+    tools: {name: function} of those that the prompts show, beside those of their records.
   """
 
   def __init__(self, sources: list[PromptSource], mixture: Mixture, seed: int, fingerprint: str,
-               prompter: Prompter):
-    self._sources, self._mixture, self.prompter = sources, mixture, prompter
+               prompter: Prompter, tools: Mapping[str, Callable]):
+    self._sources, self._mixture, self.prompter, self.tools = sources, mixture, prompter, tools
     self.source_names, self.fingerprint = mixture.names, fingerprint
     self.num_prompts = int(mixture.rows.sum())
     self.num_items: int | None = mixture.num_rows
@@ -205,8 +208,9 @@ class PromptData:
 
 
 def _read(source: Source, prompter: Prompter, config: ConfigDict, number: int, room: int,
-          progress: bool) -> PromptSource:
+          progress: bool, tools: Mapping[str, Callable]) -> PromptSource:
   """All prompts of a source, of at most `room` tokens."""
+  schemas = [schema_of(function) for function in tools.values()]
   items: list = []
   lengths: list[int] = []
   seen: set = set()
@@ -217,7 +221,7 @@ def _read(source: Source, prompter: Prompter, config: ConfigDict, number: int, r
     for record in source.records(bad):
       advance()
       try:
-        item = _item(record, prompter, config.rollout.prompt_key, number)
+        item = _item(record, prompter, config.rollout.prompt_key, number, schemas)
       except DataError as e:
         if isinstance(e, ImageError) and config.input.images.on_error == "drop":
           logging.info("dropped: %s", e)
@@ -262,8 +266,14 @@ def _content(item: PromptItem) -> list:
   return [*content, [_hash(image) for image in images.encoded]] if isinstance(images, Images) else content
 
 
-def _item(record: Record, prompter: Prompter, prompt_key: str | None, source: int) -> PromptItem:
+def _item(record: Record, prompter: Prompter, prompt_key: str | None, source: int, tools: Sequence[dict] = ()
+          ) -> PromptItem:
   asked = prompter.ask(record, prompt_key)
+  if tools and isinstance(asked.content, str):
+    raise DataError(f"{record.where}: the prompt is a text to be continued, which shows no rollout.tools. Give "
+                    "messages, or a chat template and the name of the column: rollout.prompt_key.")
+  if tools:
+    asked = asked._replace(tools=[*(asked.tools or ()), *tools])
   prompt = prompter.asked(asked, record.where)
   columns = {key: value for key, value in record.fields.items() if key not in asked.columns}
   if asked.answer is not None:

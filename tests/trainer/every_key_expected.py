@@ -154,6 +154,7 @@ EXPECTED: dict[str, Any] = {
   "rollout.batch_size": 16,
   "rollout.max_without_lesson": 3,
   "rollout.environment_workers": 2,
+  "rollout.tool_format": "bare",
   "rollout.reward_workers": 2,
   "rollout.reward_timeout_seconds": 5.0,
 }

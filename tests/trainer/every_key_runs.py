@@ -203,6 +203,11 @@ def calls_at_a_time(m: Made) -> int:
   return m.begun.run.data._episodes._workers
 
 
+def calls_found(m: Made) -> str:
+  """The format in which calls of tools are looked for."""
+  return m.begun.run.data._episodes._make.args[1].__name__
+
+
 def shared_out(m: Made) -> list:
   """The prompts that each step counts as its own."""
   return [m.begun.run.data.batch_range(step) for step in range(8)]

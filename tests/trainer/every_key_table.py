@@ -23,6 +23,7 @@ from tests.trainer.every_key_bases import answers, images, prompts, text, though
 from tests.trainer.every_key_runs import (
   callbacks,
   calls_at_a_time,
+  calls_found,
   continued,
   decoded_rows,
   decoding_processes,
@@ -334,6 +335,9 @@ DATA = {
 
 # Strings of which some completions of an untrained model have one.
 LETTERS = tuple("abcdefghijklmnopqrstuvwxyz")
+# What the user says, with a template that shows tools.
+ASKED = {"tokenizer.type": "hf", "tokenizer.path": TOKENIZER, "chat.template": "qwen3",
+         "rollout.prompt_key": "other", "seq_len": 1024}
 ROLLOUT = {
   "rollout.num_prompts": run(sampled, 3, base=prompts),
   "rollout.prompt_key": data("other", base=prompts),
@@ -361,6 +365,8 @@ ROLLOUT = {
   "rollout.environment_timeout_reward": run(turns_taken, -2.0, {
     "rollout.environment": f"{TOYS}.SlowToAnswer", "rollout.environment_timeout_seconds": 1.0}, prompts),
   "rollout.environment_workers": run(calls_at_a_time, 2, {"rollout.environment": f"{TOYS}.Echo"}, prompts),
+  "rollout.tools": data((f"{TOYS}.shout",), ASKED, prompts),
+  "rollout.tool_format": run(calls_found, "bare", ASKED | {"rollout.tools": (f"{TOYS}.shout",)}, prompts),
   "rollout.max_turns": run(turns_taken, 1, {"rollout.environment": f"{TOYS}.Echo"}, prompts),
 }
 

@@ -56,6 +56,15 @@ def noting(completions, completion_ids, number, file="", **columns):
   return low(completions, completion_ids)
 
 
+def shout(text: str) -> str:
+  """Says it aloud.
+
+  Args:
+    text: what to say.
+  """
+  return text.upper()
+
+
 class Echo:
   """Says how long the answer was, twice, and rewards short ones."""
 

@@ -245,6 +245,10 @@ def rollout() -> ConfigDict:
   # The dotted path of a class that answers completions (docs/rewards.md), and completions of one conversation.
   c.environment = unset(str)
   c.max_turns = 8
+  # The dotted paths of Python functions that the policy may call, in place of an environment, and the format of its
+  # calls: auto is that in which the chat template writes them; tagged, listed, bare (docs/rewards.md).
+  c.tools = ()
+  c.tool_format = "auto"
   # How long a reset or a step of it may take; one that takes longer costs its episode. Default: as long as it wants.
   c.environment_timeout_seconds = unset(float)
   # What is added to the reward so far of an episode whose step took longer. Default: it has no reward, and is not

@@ -126,6 +126,7 @@ def slice_of(resolved: ConfigDict, workdir: Path) -> ConfigDict:
     r.num_prompts, r.group_size, r.batch_size, r.updates, r.epochs, r.resample = 2, min(4, r.group_size), 8, 2, 1, 0
     r.max_new_tokens = min(16, r.max_new_tokens)
     r.rewards, r.reward_workers, r.environment, r.max_turns = ConfigDict(), 0, None, fresh.rollout.max_turns
+    r.tools = ()
     r.rewards.made_up = reward(type="trainer.modes.verify.made_up")
     r.mask_truncated = False
   return c.lock()

@@ -15,40 +15,25 @@ import inspect
 import math
 import traceback
 from collections import Counter
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Awaitable, Callable
 from typing import Any, Protocol
 
 import numpy as np
 from absl import logging
 from ml_collections import ConfigDict
 
+from input_pipeline.chat import tool_formats, tool_functions
 from input_pipeline.prompt_data import PromptData, PromptItem
 from input_pipeline.tokenizer.tokenizer import Tokenizer
 from trainer.dotted import load_class
 from trainer.errors import ConfigError, DataError
 from trainer.generate.stop_strings import StopStrings
 from trainer.rollouts.environment_calls import Answer, Calls, TookTooLong, together
-from trainer.rollouts.episode import Episode, Playing
+from trainer.rollouts.episode import Episode, Playing, Turn
+from trainer.rollouts.tools import ToolEnvironment, frequencies
 
 # Completions of prompts, see `Episodes.run`; None: the run is to stop.
 Generate = Callable[..., list[Any] | None]
-
-
-@dataclass(frozen=True)
-class Turn:
-  """An environment's answer to a completion.
-
-  Attributes:
-    observation: what the policy is to answer next: a text (in a conversation, what the user says), or messages. None
-      ends the episode.
-    reward: added up over the episode; None: this turn has none.
-    done: ends the episode; the observation is not shown any more.
-  """
-
-  observation: str | list[dict] | None = None
-  reward: float | None = None
-  done: bool = False
 
 
 class Environment(Protocol):
@@ -57,10 +42,11 @@ class Environment(Protocol):
   Those of several episodes are called at the same time, in threads (`rollout.environment_workers`).
   """
 
-  def reset(self, prompt: str | list[dict], /, **columns: Any) -> str | list[dict] | None:
+  def reset(self, prompt: str | list[dict], /, **columns: Any
+            ) -> str | list[dict] | None | Awaitable[str | list[dict] | None]:
     """Begins an episode. `columns` are the record's other fields. What it returns is added to the prompt."""
 
-  def step(self, completion: str) -> Turn:
+  def step(self, completion: str) -> Turn | Awaitable[Turn]:
     """Answers what the policy said: without the token that ended it, but with other special tokens; without the stop
     string that did, unless rollout.keep_stop leaves it there."""
 
@@ -74,7 +60,7 @@ class Episodes:
     prompts: where the items come from.
 
   Raises:
-    ConfigError: `rollout.environment` is no environment.
+    ConfigError: `rollout.environment` is no environment, or the model cannot be shown `rollout.tools`.
   """
 
   def __init__(self, config: ConfigDict, tokenizer: Tokenizer, prompts: PromptData):
@@ -84,8 +70,9 @@ class Episodes:
     self._stop = StopStrings(tokenizer, rollout.stop, rollout.keep_stop, "rollout.stop")
     self._make, self._max_turns, self._seconds, self._workers, self._late_reward = None, 1, None, 1, None
     self._sees = config.model.vision.tower != "none"
-    if rollout.environment is not None:
-      self._make, self._max_turns = _load(rollout.environment), rollout.max_turns
+    self._tools = prompts.tools
+    if rollout.environment is not None or self._tools:
+      self._make, self._max_turns = _maker(rollout, prompts), rollout.max_turns
       self._seconds = rollout.environment_timeout_seconds
       if self._seconds is not None and not self._seconds > 0:
         raise ConfigError(f"rollout.environment_timeout_seconds is {self._seconds}; it must be above 0, or None for no "
@@ -108,7 +95,7 @@ class Episodes:
         seed=…)` gives Completions as `trainer.generate.sampler.Sampler.generate` does; None ends all episodes.
       seed: of the draws.
     """
-    in_thread = self._workers > 1 or _is_async(self._make)
+    in_thread = self._workers > 1 or bool(self._tools) or _is_async(self._make)
     groups = [[Playing(item, sample, Calls(self._seconds, in_thread)) for sample in range(group_size)]
               for item in items]
     everyone = [episode for group in groups for episode in group]
@@ -134,6 +121,8 @@ class Episodes:
       found["completions/stop_string_ratio"] = ended / max(len(all_of), 1)
     if self._seconds is not None:
       found["rollout/timeouts"] = float(sum(sequence.finish_reason == "timeout" for sequence in all_of))
+    if self._tools:
+      found |= frequencies(episode.completion for episode in episodes)
     return found
 
   # ---------------------------------------------------------------- turns
@@ -246,6 +235,15 @@ class Episodes:
     return min(self._max_new_tokens - episode.sampled, self._seq_len - len(episode.ids) - added)
 
 
+def _maker(rollout: ConfigDict, prompts: PromptData) -> Callable[[], Environment]:
+  """What makes the environment of an episode."""
+  if not prompts.tools:
+    return _load(rollout.environment)
+  schema = tool_functions.schema_of(next(iter(prompts.tools.values())))
+  find_calls = tool_formats.find_format(rollout.tool_format, prompts.prompter.template, schema)
+  return functools.partial(ToolEnvironment, prompts.tools, find_calls)
+
+
 def _load(name: str) -> type:
   cls = load_class(name, "rollout.environment")
   missing = [method for method in ("reset", "step") if not callable(getattr(cls, method, None))]
@@ -255,7 +253,7 @@ def _load(name: str) -> type:
   return cls
 
 
-def _is_async(cls: type | None) -> bool:
+def _is_async(cls: Any) -> bool:
   return any(inspect.iscoroutinefunction(getattr(cls, method, None)) for method in ("reset", "step"))
 
 

@@ -15,6 +15,22 @@ from trainer.rollouts.experience import Trajectory
 
 
 @dataclass(frozen=True)
+class Turn:
+  """An environment's answer to a completion.
+
+  Attributes:
+    observation: what the policy is to answer next: a text (in a conversation, what the user says), or messages. None
+      ends the episode.
+    reward: added up over the episode; None: this turn has none.
+    done: ends the episode; the observation is not shown any more.
+  """
+
+  observation: str | list[dict] | None = None
+  reward: float | None = None
+  done: bool = False
+
+
+@dataclass(frozen=True)
 class Episode:
   """A completion of a prompt, or a conversation of several.
 

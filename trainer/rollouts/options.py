@@ -46,6 +46,9 @@ def check(config: Any) -> None:
   if not len(c.rewards) and c.environment is None:
     raise ConfigError("rollout.rewards is empty and there is no rollout.environment: nothing says what is good. For "
                       'instance config.rollout.rewards.right = reward(type="numeric", answer_key="answer").')
+  if c.environment is not None and c.tools:
+    raise ConfigError("rollout.tools are answered by an environment of their own, and there is rollout.environment. "
+                      "Use one of them; an environment may make calls itself.")
   for key, section in c.rewards.items():
     rewards.check(key, section)
   if ENVIRONMENT in c.rewards and c.environment is not None:

@@ -1,0 +1,118 @@
+"""How models write calls of tools, and what they call in a completion.
+
+Which format a model has is read from its chat template, which writes such a call itself: the format by which the call
+that it wrote is found again.
+"""
+
+import json
+import re
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from input_pipeline.chat.template import ChatTemplate
+from trainer.errors import ConfigError, DataError
+
+_THOUGHT = re.compile(r"<think>.*?(</think>|\Z)", re.DOTALL)
+_TAGGED = re.compile(r"<tool_call>(.*?)(?:</tool_call>|\Z)", re.DOTALL)
+
+
+class ToolCall(NamedTuple):
+  """A call that a model wrote.
+
+  Attributes:
+    name: the tool's; None: it cannot be read.
+    arguments: by their names.
+    id: the model's own for it.
+    problem: why it cannot be read.
+  """
+
+  name: str | None
+  arguments: dict[str, Any]
+  id: str | None = None
+  problem: str | None = None
+
+
+def tagged(text: str) -> list[ToolCall]:
+  """<tool_call>{"name": …, "arguments": {…}}</tool_call>: Hermes, Qwen, SmolLM 3. The last end may be missing, where it
+  was a stop string."""
+  return [_call(part) for part in _TAGGED.findall(_THOUGHT.sub("", text))]
+
+
+def listed(text: str) -> list[ToolCall]:
+  """[TOOL_CALLS] [{"name": …, "arguments": {…}, "id": …}, …]: Mistral."""
+  _, mark, rest = text.partition("[TOOL_CALLS]")
+  if not mark:
+    return []
+  try:
+    calls, _ = json.JSONDecoder().raw_decode(rest.lstrip())
+  except json.JSONDecodeError as e:
+    return [ToolCall(None, {}, problem=f"what follows [TOOL_CALLS] is not valid JSON: {e}")]
+  return [_read(call) for call in (calls if isinstance(calls, list) else [calls])]
+
+
+def bare(text: str) -> list[ToolCall]:
+  """{"name": …, "parameters": {…}} at the beginning, with or without <|python_tag|>: Llama 3. Anything else is an
+  answer."""
+  try:
+    call, _ = json.JSONDecoder().raw_decode(text.replace("<|python_tag|>", "").lstrip())
+  except json.JSONDecodeError:
+    return []
+  return [_read(call)] if isinstance(call, dict) and "name" in call else []
+
+
+FORMATS: dict[str, Callable[[str], list[ToolCall]]] = {"tagged": tagged, "listed": listed, "bare": bare}
+
+
+def find_format(name: str, template: ChatTemplate | None, tool: dict) -> Callable[[str], list[ToolCall]]:
+  """What finds calls in completions, text -> calls; none: it is an answer.
+
+  Args:
+    name: of FORMATS, or "auto": that in which the template writes calls.
+    template: the model's.
+    tool: some schema, to see whether the template shows it.
+
+  Raises:
+    ConfigError: the template does not show tools, or writes calls in no format that is known.
+  """
+  key = "rollout.tool_format"
+  if name != "auto" and name not in FORMATS:
+    raise ConfigError(f"{key} is {name!r}; allowed: auto, {', '.join(FORMATS)}.")
+  if template is None:
+    raise ConfigError("rollout.tools are shown by a chat template, but the tokenizer has none. Name one with "
+                      "--config.chat.template, e.g. qwen3.")
+  asked, function = "a question to the tool", tool["function"]["name"]
+  question = {"role": "user", "content": asked}
+  before = template.render([question], tools=[tool], add_generation_prompt=True)
+  if function not in before:
+    raise ConfigError(f"{template.where} does not show tools: {function} is not in what it makes of a prompt. Use a "
+                      "template that does, e.g. --config.chat.template=qwen3.")
+  if name != "auto":
+    return FORMATS[name]
+  call = {"type": "function", "id": "abcdefghi", "function": {"name": function, "arguments": {"x": 1}}}
+  try:
+    whole = template.render([question, {"role": "assistant", "content": "", "tool_calls": [call]}], tools=[tool])
+  except DataError as e:
+    raise ConfigError(f"{template.where} refuses a call of a tool ({e}). Set {key} to one of "
+                      f"{', '.join(FORMATS)}.") from e
+  written = whole[len(before):] if whole.startswith(before) else whole.rpartition(asked)[2]
+  for find in FORMATS.values():
+    if [(c.name, c.arguments) for c in find(written)] == [(function, {"x": 1})]:
+      return find
+  raise ConfigError(f"{template.where} writes a call of a tool as {written!r:.200}, a format that is not known. Known "
+                    f"are {', '.join(FORMATS)}, which {key} may name.")
+
+
+def _call(text: str) -> ToolCall:
+  try:
+    return _read(json.loads(text))
+  except json.JSONDecodeError as e:
+    return ToolCall(None, {}, problem=f"the call is not valid JSON: {e}")
+
+
+def _read(call: Any) -> ToolCall:
+  if not isinstance(call, dict) or not isinstance(call.get("name"), str):
+    return ToolCall(None, {}, problem="a call is an object with name and arguments")
+  arguments = call.get("arguments", call.get("parameters", {}))
+  if not isinstance(arguments, dict):
+    return ToolCall(call["name"], {}, problem="the arguments of a call are an object")
+  return ToolCall(call["name"], arguments, call["id"] if isinstance(call.get("id"), str) else None)
