@@ -4,7 +4,8 @@ Programs: a run that is stopped, goes on, and is compared to one that was not tr
 for CPU would compile the same module three times. JAX's own cache would read it from a file each time, and is off on
 meshes of a CPU (`startup.compile_anew`). What is shared here is the program itself, as it was compiled in this process.
 That a program compiled anew gives the same bits is seen where runs are processes of their own (test_faults.py), and
-with WEFT_TEST_AS_USERS, where nothing is shared. What initialises a model and what samples from it is traced once, too.
+with WEFT_TEST_AS_USERS, where nothing is shared. What initialises a model, samples from it, or evaluates its loss, and
+the step of runs that train in the same way, are traced once, too.
 
 Devices: a program of eight takes several times as long to compile as one of one, so that a test sees one device unless
 it is marked with `devices(8)`. The number of JAX's devices is fixed when its first array is made; what differs is how
@@ -12,6 +13,7 @@ many of them a mesh is made of that names no devices.
 """
 
 import contextlib
+import dataclasses
 import functools
 import hashlib
 import resource
@@ -36,9 +38,13 @@ MEMORY_BYTES = 3 * 2**30
 def share() -> None:
   """From now on this process compiles a module again only after `forget`, or where Python is called from it; how fast
   its CPU is is measured once."""
+  import jax
   from jax._src import compiler  # JAX has no other place where what is to be compiled is one text
 
+  from evaluators import loss
+  from trainer import main
   from trainer.checkpoints import init_from
+  from trainer.config import checks
   from trainer.generate import sampler
   from trainer.telemetry import throughput
 
@@ -64,14 +70,75 @@ def share() -> None:
       "init", _identity(model), *((path, leaf.shape, leaf.dtype, leaf.sharding) for path, leaf in wanted.items())))
   sampler.Sampler._jitted = _traced_once(sampler.Sampler._jitted, lambda self, *sizes: (
       "sample", _identity(self.model), self.chunk, self.mesh, sizes))
+  # On several devices it depends on the mesh too, which it finds when it is traced.
+  loss._make_row_sums = _traced_once(loss._make_row_sums, lambda model: (
+      ("row sums", _identity(model)) if jax.device_count() == 1 else None))
+  main.program_lib = of_train = _OfTrain(main.program_lib)
+  audit = checks.audit
+
+  @functools.wraps(audit)
+  def audit_what_is_traced(config: Any) -> None:
+    of_train.keep(config)
+    audit(config)
+
+  checks.audit = audit_what_is_traced
+
+
+# What the functions of a step are traced from, beside the shapes of its arguments: keys of a config.
+_OF_A_STEP = ("activation_rules", "batch_size", "grad_accum_steps", "model", "optimizer", "precision", "remat",
+              "rollout", "schedule", "seed", "sharding_rules", "strategy")
+
+
+class _OfTrain:
+  """trainer/program.py as `train` sees it: a run's step is that of an earlier run where all of that is the same."""
+
+  def __init__(self, module: Any):
+    self._module = module
+    self._durations: list[int] = []  # of the optimizer made last: of the run, and those that its schedule asked for
+    self._latest: tuple = ()  # (config, key, program) of what will be kept when it is traced
+
+  def __getattr__(self, name: str) -> Any:
+    return getattr(self._module, name)
+
+  def make_optimizer(self, config: Any, model: Any, total_steps: int, to_steps: Callable) -> Any:
+    self._durations = durations = [total_steps]
+
+    def told(*args: Any, **named: Any) -> Any:
+      durations.append(to_steps(*args, **named))
+      return durations[-1]
+
+    return self._module.make_optimizer(config, model, total_steps, told)
+
+  def make_program(self, config: Any, model: Any, optimizer: Any, mesh: Any, source_names: Any) -> Any:
+    program = self._module.make_program(config, model, optimizer, mesh, source_names)
+    self._latest = ()
+    if not traced:
+      return program
+    loss = self._module.strategies.find(config._node.strategy.name).loss
+    key = ("step", _identity(model), mesh, loss, repr({name: config._node[name] for name in _OF_A_STEP}),
+           tuple(self._durations), tuple(source_names), program.precompute, program.share_prompts,
+           tuple(_options.items()))
+    if key not in _jitted:
+      self._latest = config, key, program
+      return program
+    first, read = _jitted[key]
+    config._read.update(read)
+    return dataclasses.replace(program, update_fn=first.update_fn, score_fn=first.score_fn)
+
+  def keep(self, config: Any) -> None:
+    """The step of that run is traced; keys that were read for it count as read by those that take it, too."""
+    if self._latest and self._latest[0] is config:
+      _, key, program = self._latest
+      _jitted[key] = program, frozenset(path for path in config._read if path.partition(".")[0] in _OF_A_STEP)
+    self._latest = ()
 
 
 def _traced_once(make: Callable, key_of: Callable) -> Callable:
-  """`make`, which gives the same jitted function again for the same key."""
+  """`make`, which gives the same function again for the same key, unless that is None."""
   @functools.wraps(make)
   def made_once(*args: Any) -> Any:
     key = key_of(*args)
-    if not traced:
+    if not traced or key is None:
       return make(*args)
     if key not in _jitted:
       _jitted[key] = make(*args)

@@ -6,7 +6,9 @@ import numpy as np
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
+from evaluators import loss
 from tests import programs, tiny
+from trainer import train
 
 pytestmark = pytest.mark.skipif(tiny.AS_IN_USERS_RUNS, reason="with WEFT_TEST_AS_USERS nothing is shared")
 
@@ -67,3 +69,30 @@ def test_each_keeps_the_python_that_it_calls(compiled):
   assert call(lambda x: np.float32(x + 1)) == 3
   assert call(lambda x: np.float32(x * 10)) == 20
   assert compiled() == 0
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory):
+  return tiny.write_corpus(tmp_path_factory.mktemp("corpus"))
+
+
+def test_runs_that_train_in_the_same_way_have_one_step(corpus, tmp_path):
+  """Whatever else differs; what is only read when it is traced counts as read by each."""
+  def step(name, **changed):
+    config = tiny.config(corpus, total_steps=2, ckpt_steps=1000)
+    config.evals, config.strategy.z_loss = {}, 1e-3
+    config.update(changed)
+    return train(config, tmp_path / name).program.update_fn
+
+  first = step("first")
+  assert step("again", log_steps=2) is first
+  assert step("other", optimizer=dict(learning_rate=0.5)) is not first
+  assert step("longer", total_steps=3) is not first  # its learning rates are others
+
+
+def test_what_evaluates_a_loss_is_one_for_equal_models_where_there_is_one_device():
+  model, again, other = tiny.model(), tiny.model(), tiny.model(num_layers=1)
+  made = loss._make_row_sums
+  assert made(model) is made(again) and made(model) is not made(other)
+  with programs.devices(8):
+    assert made(model) is not made(again)
