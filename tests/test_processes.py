@@ -3,6 +3,7 @@ and if one dies, hangs, or cannot have its data, the others name it and end."""
 
 import json
 import os
+import shutil
 import signal
 import socket
 from pathlib import Path
@@ -61,6 +62,15 @@ def alone(corpus, tmp_path_factory):
   return workdir, f"{workdir}.rows"
 
 
+@pytest.fixture(scope="module")
+def two(corpus, tmp_path_factory):
+  """Two processes with a device each, to the end: the workdir."""
+  workdir = tmp_path_factory.mktemp("two")
+  codes, outputs = several.run(argv(corpus, workdir), 2, 1)
+  assert codes == [0, 0], "\n".join(outputs)
+  return workdir
+
+
 def test_a_run_goes_on_on_other_hosts_devices_and_meshes(corpus, alone, tmp_path):
   """1 process × 8 devices, then 2 × 2, then 1 × 1, each with another mesh: the rows of every step are bitwise those of
   the run that stayed, the losses and evaluations equal to 1e-5, the sampled texts the same."""
@@ -105,16 +115,18 @@ def test_four_processes_train_evaluate_and_sample_as_one(corpus, alone, tmp_path
     assert texts_in(workdir, step) == texts_in(alone[0], step)
 
 
-def test_a_checkpoint_that_one_process_cannot_read_is_left_as_it_is_by_all(corpus, tmp_path):
-  workdir = tmp_path / "w"
-  assert several.run(argv(corpus, workdir), 2, 1, STOP="2")[0] == [0, 0]
+def test_a_checkpoint_that_one_process_cannot_read_is_left_as_it_is_by_all(corpus, two, tmp_path):
+  workdir = shutil.copytree(two, tmp_path / "w")
+  shutil.rmtree(workdir / "checkpoints" / str(STEPS))
   names = sorted((workdir / "checkpoints").iterdir())
+  assert names[-1].name == str(STEPS - 2)
   codes, outputs = several.run(argv(corpus, workdir), 2, 1, FAULT="1:0:away")
   assert 0 not in codes, "\n".join(outputs)
   assert f"{names[-1]} was not read by process 1, which says why" in outputs[0]
   assert "could not be read: OSError" in outputs[1]
   assert sorted((workdir / "checkpoints").iterdir()) == names
   assert several.run(argv(corpus, workdir), 2, 1)[0] == [0, 0] and newest(workdir) == STEPS
+  assert_same_run(workdir, two, STEPS)
 
 
 GRPO_CONFIG = """
@@ -169,14 +181,10 @@ FAULTS = [
 ]
 
 
-def test_a_process_that_dies_hangs_or_fails_is_named_and_the_run_goes_on(corpus, tmp_path):
+def test_a_process_that_dies_hangs_or_fails_is_named_and_the_run_goes_on(corpus, two, tmp_path):
   """One fault after another in one workdir, each started by the same command; at last a process whose data are slow.
   The result is bitwise that of the run without faults."""
-  straight, workdir = tmp_path / "straight", tmp_path / "w"
-  codes, outputs = several.run(argv(corpus, straight), 2, 1)
-  assert codes == [0, 0], "\n".join(outputs)
-
-  done = 0
+  workdir, done = tmp_path / "w", 0
   for fault, expected, said in FAULTS:
     process, _, kind = fault.split(":")
     process = int(process)
@@ -195,7 +203,7 @@ def test_a_process_that_dies_hangs_or_fails_is_named_and_the_run_goes_on(corpus,
 
   codes, outputs = several.run(argv(corpus, workdir), 2, 1, FAULT="1:13:slow")
   assert codes == [0, 0], "\n".join(outputs)
-  assert_same_run(workdir, straight, STEPS)
+  assert_same_run(workdir, two, STEPS)
   # Process 0, which writes it, has not waited itself.
   assert max(row.get("time/data", 0.0) for row in read_rows(workdir / "metrics.jsonl")) > 0.5
 
