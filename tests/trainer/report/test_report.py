@@ -12,7 +12,7 @@ import jax
 import numpy as np
 import pytest
 
-from tests import tiny
+from tests import programs, tiny
 from tests.trainer import report_pages
 from trainer import train
 from trainer.callbacks import Callback
@@ -20,8 +20,6 @@ from trainer.config import checks as config_checks
 from trainer.config import evaluator, source
 from trainer.report import configs, page, pages, record
 from trainer.telemetry.writers import read_rows
-
-pytestmark = pytest.mark.devices(8)
 
 EVIL = "<script>alert(1)</script>"
 
@@ -56,7 +54,8 @@ def config(corpora, **changed):
 @pytest.fixture(scope="module")
 def finished(corpora, tmp_path_factory):
   workdir = tmp_path_factory.mktemp("finished")
-  run = train(config(corpora), workdir)
+  with programs.devices(8):
+    run = train(config(corpora), workdir)
   return run, workdir, report_pages.read(workdir / "report.html")
 
 
