@@ -80,6 +80,11 @@ def pairs(folder: Path, part: str, python: str, flags: Sequence[str], as_is: boo
   ours = weft(folder, flags=flags)
   theirs = peer(folder, python)
   found = [Pair(part, ours, theirs["steps"])]
+  if part == "grpo":
+    advantages = json.loads((folder / "advantages.json").read_text())
+    assert advantages.keys() == theirs["advantages"].keys()
+    apart = max(abs(value - theirs["advantages"][text]) for text, value in advantages.items())
+    print(f"advantages of grpo's first step differ by at most {apart:.1e}")
   if as_is and part in ("sft", "kto"):
     if part == "sft":
       ours = weft(folder, "tokens.jsonl", flags)
@@ -103,7 +108,7 @@ def draw(found: Sequence[Pair], out: Path) -> None:
   import matplotlib
   from matplotlib.figure import Figure
 
-  with matplotlib.rc_context({"svg.hashsalt": "weft", "font.size": 8}):
+  with matplotlib.rc_context({"svg.hashsalt": "weft", "svg.fonttype": "none", "font.size": 8}):
     figure = Figure(figsize=(2.6 * len(found), 5), layout="constrained")
     axes = figure.subplots(3, len(found), sharex="col", squeeze=False)
     for (loss, norm, apart), pair in zip(axes.T, found, strict=True):
@@ -115,7 +120,10 @@ def draw(found: Sequence[Pair], out: Path) -> None:
                        for a, b in zip(pair.weft, pair.peer, strict=True)]
         apart.plot(at, [max(d, 1e-9) for d in differences], lw=1, label=key.replace("_", " "))
       loss.set_title(pair.name)
+      if max(abs(step["loss"]) for step in pair.weft) < BOUND:  # GRPO's on policy is rounding alone
+        loss.set_ylim(-1, 1)
       apart.set(yscale="log", ylim=(1e-9, 1), xlabel="step")
+      apart.minorticks_off()
       apart.axhline(BOUND, color="#999", ls="--", lw=0.8)
     for axis, label in zip(axes[:, 0], ("loss", "gradient norm", "difference"), strict=True):
       axis.set_ylabel(label)
@@ -134,6 +142,7 @@ def main() -> None:
   parser.add_argument("--tiny", action="store_true")
   parser.add_argument("--as-is", action="store_true", help="also what TRL does of its own way")
   parser.add_argument("--steps", type=int, help="in place of those of the part")
+  parser.add_argument("--batch", type=int, help="rows of a step, in place of those of the part")
   parser.add_argument("--plot", type=Path)
   parser.add_argument("--flags", nargs="*", default=[], help="for Weft, last: --flags=--config.KEY=VALUE")
   args = parser.parse_args()
@@ -141,10 +150,11 @@ def main() -> None:
     parser.error("give --model with --data, or --tiny alone.")
   if odd := set(args.parts) - set(settings.PARTS):
     parser.error(f"no part {', '.join(sorted(odd))}; there are {', '.join(settings.PARTS)}.")
+  changed = {key: value for key, value in (("steps", args.steps), ("batch_size", args.batch)) if value}
   found, versions = [], {}
   for part in args.parts:
     folder = (args.out / part).resolve()
-    settings.write(folder, part, args.model, args.data, **({"steps": args.steps} if args.steps else {}))
+    settings.write(folder, part, args.model, args.data, **changed)
     curves, versions = pairs(folder, part, args.peer, args.flags, args.as_is)
     found += curves
   print(table(found))

@@ -1,8 +1,9 @@
 """What both sides of benchmarks/parity read: rows, and, for a run that needs no files of others, a tiny random Llama.
 
 Rows are conversations of one question: {"prompt": […], "completion": […]} for sft, with a label for kto, and "chosen"
-and "rejected" for dpo; texts for seq. What is rejected, or labelled false, is the answer to the question after the
-next. No two questions are the same, so that the order in which rows are trained can be told from their texts.
+and "rejected" for dpo; texts for seq; for grpo see `rollouts`. What is rejected, or labelled false, is the answer to
+the question after the next. No two questions are the same, so that the order in which rows are trained can be told from
+their texts.
 """
 
 import json
@@ -16,6 +17,8 @@ LONGEST = 360
 TINY = dict(hidden_size=64, intermediate_size=160, num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=2,
             head_dim=16)
 SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>", "<pad>")
+# Responses to a prompt of grpo.
+GROUP = 4
 # Of adapters.
 RANK, ALPHA = 8, 16
 # As that of SmolLM2: ChatML, a newline behind each message.
@@ -68,6 +71,24 @@ def rows(part: str, asked: list[tuple[str, str]]) -> list[dict]:
       made.append({"text": f"{question} {answer}"})
     else:
       made.append({"prompt": prompt, "completion": right})
+  return made
+
+
+def rollouts(asked: list[tuple[str, str]], model: Path) -> list[dict]:
+  """A row for each question, as token ids: its answer and those of the next three, with made-up rewards."""
+  from tokenizers import Tokenizer
+
+  tokenizer = Tokenizer.from_file(str(model / "tokenizer.json"))
+
+  def ids(text: str) -> list[int]:
+    return tokenizer.encode(text, add_special_tokens=False).ids
+
+  made = []
+  for i, (question, _) in enumerate(asked):
+    answers = [asked[(i + j) % len(asked)][1] for j in range(GROUP)]
+    made.append({"prompt": ids(f"<|im_start|>user\n{question}<|im_end|>\n<|im_start|>assistant\n"),
+                 "responses": [ids(f"{answer}<|im_end|>") for answer in answers],
+                 "rewards": [1.0, *((i + j) % 3 / 4 for j in range(1, GROUP))]})
   return made
 
 

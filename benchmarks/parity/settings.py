@@ -9,12 +9,14 @@ from pathlib import Path
 
 from benchmarks.parity import rows
 
-PARTS = ("sft", "dpo", "kto", "lora", "seq")
+PARTS = ("sft", "dpo", "kto", "lora", "grpo", "seq")
 SHARED = dict(steps=20, b1=0.9, b2=0.95, eps=1e-8, weight_decay=0.1, clip_norm=1.0, seed=0)
 TINY = dict.fromkeys(PARTS, dict(batch_size=4, seq_len=256, learning_rate=1e-3))
+TINY["grpo"] = dict(batch_size=16, seq_len=128, learning_rate=1e-3)
 TINY["seq"] = dict(steps=200, batch_size=4, seq_len=128, learning_rate=1e-3)
 # Rows are shorter than that; a row of Weft's holds both sides of a pair, or an example and the completion of another.
 REAL = {"sft": dict(batch_size=4, seq_len=192, learning_rate=2e-5),
+        "grpo": dict(batch_size=16, seq_len=192, learning_rate=5e-6),
         "lora": dict(batch_size=4, seq_len=192, learning_rate=2e-4),
         "dpo": dict(batch_size=2, seq_len=296, learning_rate=5e-6),
         "kto": dict(batch_size=4, seq_len=336, learning_rate=5e-6),
@@ -37,6 +39,9 @@ def write(folder: Path, part: str, model: Path | None, data: Path | None, **chan
   file = folder / "settings.json"
   if file.exists() and json.loads(file.read_text()) != settings:
     raise ValueError(f"{folder} holds results of other settings than these; remove it, or choose another --out.")
-  made = rows.rows(part, rows.questions(data, settings["steps"] * settings["batch_size"]))
+  if part == "grpo":  # every step trains them all
+    made = rows.rollouts(rows.questions(data, settings["batch_size"] // rows.GROUP), Path(settings["model"]))
+  else:
+    made = rows.rows(part, rows.questions(data, settings["steps"] * settings["batch_size"]))
   (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in made), "utf-8")
   file.write_text(json.dumps(settings, indent=1))

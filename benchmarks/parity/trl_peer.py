@@ -48,6 +48,56 @@ def options(settings: dict, part: str, folder: str) -> dict:
   return named | ({"beta": s["beta"]} if part in ("dpo", "kto") else {})
 
 
+class Offline(trl.GRPOTrainer):
+  """GRPO on responses that are there: TRL computes advantages, log-probs and the loss.
+
+  Keeps the first step's advantages, by the text of prompt and response.
+  """
+
+  def __init__(self, model, args, rows, tokenizer, kept):
+    self.rows, self.advantages = rows, {}
+    super().__init__(
+        model=model, args=args, processing_class=tokenizer, rollout_func=self.respond, callbacks=[kept],
+        reward_funcs=lambda reward, **columns: reward,
+        train_dataset=datasets.Dataset.from_list([{"prompt": str(i)} for i in range(len(rows))]))
+
+  def respond(self, prompts, trainer):
+    group = len(self.rows[0]["responses"])
+    pairs = [(self.rows[int(prompt)], i % group) for i, prompt in enumerate(prompts)]
+    return {"prompt_ids": [row["prompt"] for row, _ in pairs], "logprobs": None,
+            "completion_ids": [row["responses"][i] for row, i in pairs],
+            "reward": [row["rewards"][i] for row, i in pairs]}
+
+  def _compute_loss(self, model, inputs):
+    if not self.advantages:
+      decode, masks = self.processing_class.decode, (inputs["prompt_mask"].bool(), inputs["completion_mask"].bool())
+      for i, advantage in enumerate(inputs["advantages"].flatten().tolist()):
+        ids = [*inputs["prompt_ids"][i][masks[0][i]].tolist(), *inputs["completion_ids"][i][masks[1][i]].tolist()]
+        self.advantages[decode(ids, skip_special_tokens=True)] = advantage
+    return super()._compute_loss(model, inputs)
+
+
+def grpo_options(named: dict, group: int) -> dict:
+  """Of GRPOConfig: GRPO with a mean for each completion, one step a rollout, no reference."""
+  del named["max_length"], named["train_sampling_strategy"]
+  return named | dict(num_generations=group, beta=0.0, epsilon=0.2, loss_type="grpo", scale_rewards="group",
+                      num_iterations=1, shuffle_dataset=False, temperature=1.0)
+
+
+def supervised(model, tokenizer, named, rows, args, part, kept):
+  """The trainer of rows in the order of order.json."""
+  order = [taken for step in json.loads((args.folder / "order.json").read_text()) for taken in step]
+  make, config = TRAINERS[part]
+  trainer = make(model=model, args=config(**named), processing_class=tokenizer, callbacks=[kept],
+                 train_dataset=datasets.Dataset.from_list([rows[taken["row"]] for taken in order]))
+  if part == "kto" and not args.as_is:
+    data = trainer.train_dataset
+    completions = {taken["row"]: ids for taken, ids in zip(order, data["completion_ids"], strict=True)}
+    trainer.train_dataset = data.remove_columns("KL_completion_ids").add_column(
+        "KL_completion_ids", [completions[taken["other"]] for taken in order])
+  return trainer
+
+
 def main() -> None:
   parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
   parser.add_argument("folder", type=Path)
@@ -57,7 +107,6 @@ def main() -> None:
   settings = json.loads((args.folder / "settings.json").read_text())
   part = settings["part"]
   rows = [json.loads(line) for line in (args.folder / "rows.jsonl").read_text("utf-8").splitlines()]
-  order = [taken for step in json.loads((args.folder / "order.json").read_text()) for taken in step]
   tokenizer = transformers.AutoTokenizer.from_pretrained(settings["model"])
   if not args.as_is:
     if BEHIND not in tokenizer.chat_template:
@@ -66,19 +115,19 @@ def main() -> None:
   model = transformers.AutoModelForCausalLM.from_pretrained(settings["model"], dtype=torch.float32)
   if part == "lora":
     model = peft.PeftModel.from_pretrained(model, args.folder / "adapter", is_trainable=True)
-  make, config = TRAINERS[part]
-  kept = Kept()
+  kept, found = Kept(), {}
   with tempfile.TemporaryDirectory() as folder:
-    trainer = make(model=model, args=config(**options(settings, part, folder)), processing_class=tokenizer,
-                   train_dataset=datasets.Dataset.from_list([rows[taken["row"]] for taken in order]), callbacks=[kept])
-    if part == "kto" and not args.as_is:
-      data = trainer.train_dataset
-      completions = {taken["row"]: ids for taken, ids in zip(order, data["completion_ids"], strict=True)}
-      trainer.train_dataset = data.remove_columns("KL_completion_ids").add_column(
-          "KL_completion_ids", [completions[taken["other"]] for taken in order])
-    trainer.train()
+    named = options(settings, part, folder)
+    if part == "grpo":
+      config = trl.GRPOConfig(**grpo_options(named, len(rows[0]["responses"])))
+      trainer = Offline(model, config, rows, tokenizer, kept)
+      trainer.train()
+      found["advantages"] = trainer.advantages
+    else:
+      trainer = supervised(model, tokenizer, named, rows, args, part, kept)
+      trainer.train()
   versions = {module.__name__: module.__version__ for module in (trl, peft, transformers, torch)}
-  args.out.write_text(json.dumps({"versions": versions, "steps": kept.steps}))
+  args.out.write_text(json.dumps({"versions": versions, "steps": kept.steps, **found}))
 
 
 if __name__ == "__main__":

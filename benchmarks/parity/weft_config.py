@@ -26,6 +26,8 @@ def get_config(arg: str) -> ConfigDict:
   if s["part"] == "lora":
     c.model.lora.peft, c.model.lora.rank, c.model.lora.alpha = f"{folder}/adapter", rows.RANK, float(rows.ALPHA)
     c.model.lora.targets = ("blocks/attn/[qkvo]/kernel", "blocks/mlp/.*/kernel")
+  if s["part"] == "grpo":
+    c.strategy.kl_coef = 0.0
   if "beta" in s:
     c.strategy.beta = s["beta"]
   c.input.sources.main = source(type="jsonl", path=f"{folder}/{file or 'rows.jsonl'}")
@@ -46,9 +48,12 @@ def get_config(arg: str) -> ConfigDict:
 
 
 class Order(Callback):
-  """For seq, writes batches.npz: what each step trains, [steps, B, T]. For others order.json: of each step the rows of
-  rows.jsonl, and for kto whose completions stand beside theirs. And for sft tokens.jsonl: each row as token ids, with
-  labels as TRL has them: for what Weft trains, and for what the template writes behind it.
+  """Writes what each step trains.
+
+  For seq batches.npz, [steps, B, T]. For grpo advantages.json: those of the first step by the text of prompt and
+  response. For others order.json: of each step the rows of rows.jsonl, and for kto whose completions stand beside
+  theirs. And for sft tokens.jsonl: each row as token ids, with labels as TRL has them: for what Weft trains, and for
+  what the template writes behind it.
   """
 
   def __init__(self, folder: str):
@@ -59,6 +64,12 @@ class Order(Callback):
       batches = [run.data.batch(step) for step in range(run.total_steps)]
       np.savez(self._folder / "batches.npz", **{name: np.stack([batch[name] for batch in batches]) for name in (
           "tokens", "segment_ids", "positions", "loss_weights")})
+      return
+    if run.config.strategy.name == "grpo":
+      batch = run.data.batch(0)
+      (self._folder / "advantages.json").write_text(json.dumps({
+          run.tokenizer.decode(tokens[segments > 0].tolist()): float(advantages[0]) for tokens, segments, advantages in
+          zip(batch["tokens"], batch["segment_ids"], batch["advantages"], strict=True)}))
       return
     asked = [json.loads(line) for line in (self._folder / "rows.jsonl").read_text("utf-8").splitlines()]
     order, tokens = [], {}

@@ -1,6 +1,6 @@
 """Writes trl_losses.json: what TRL computes in each step of the tiny runs of benchmarks/parity.
 
-    python -m benchmarks.parity sft dpo kto --tiny --steps=8 --peer peers/bin/python --out runs/parity
+    python -m benchmarks.parity sft dpo kto lora grpo --tiny --steps=8 --peer peers/bin/python --out runs/parity
     python -m tests.benchmarks.make_trl_losses runs/parity
 """
 
@@ -8,7 +8,7 @@ import json
 import sys
 from pathlib import Path
 
-PARTS = ("sft", "dpo", "kto")
+PARTS = ("sft", "dpo", "kto", "lora", "grpo")
 FILE, STEPS = Path(__file__).with_name("trl_losses.json"), 8
 
 
@@ -18,7 +18,10 @@ def main() -> None:
     peer = json.loads((out / part / "peer.json").read_text())
     assert len(peer["steps"]) == STEPS
     found["versions"] = peer["versions"]
-    found[part] = dict(steps=peer["steps"], order=json.loads((out / part / "order.json").read_text()))
+    if part == "grpo":
+      found[part] = dict(steps=peer["steps"], advantages=peer["advantages"])
+    else:
+      found[part] = dict(steps=peer["steps"], order=json.loads((out / part / "order.json").read_text()))
   FILE.write_text("{\n" + ",\n".join(f'"{key}": {json.dumps(value)}' for key, value in found.items()) + "\n}\n")
 
 

@@ -22,15 +22,18 @@ def test_losses_and_gradient_norms_are_trls(tmp_path, part):
   folder = tmp_path / part
   settings.write(folder, part, None, None, steps=STEPS)
   train(get_config(str(folder)), folder / "weft")
-  # TRL trained these rows in this order, and was given the same mismatched completions.
-  assert json.loads((folder / "order.json").read_text()) == TRL[part]["order"]
+  if part == "grpo":
+    assert json.loads((folder / "advantages.json").read_text()) == pytest.approx(TRL[part]["advantages"], abs=1e-6)
+  else:  # TRL trained these rows in this order, and was given the same mismatched completions
+    assert json.loads((folder / "order.json").read_text()) == TRL[part]["order"]
   ours = [row for row in read_rows(folder / "weft" / "metrics.jsonl") if "grad_norm" in row]
-  for key in ("loss", "grad_norm"):
-    np.testing.assert_allclose([row[key] for row in ours], [step[key] for step in TRL[part]["steps"]], rtol=2e-5)
+  # GRPO's loss is 0 on policy, and its gradient a small difference of large ones.
+  for key, rtol in (("loss", 2e-5), ("grad_norm", 1e-4 if part == "grpo" else 2e-5)):
+    np.testing.assert_allclose([row[key] for row in ours], [step[key] for step in TRL[part]["steps"]], rtol, atol=1e-6)
 
 
 def test_every_row_is_trained_once():
-  for part in PARTS:
+  for part in set(PARTS) - {"grpo"}:
     taken = [row["row"] for step in TRL[part]["order"] for row in step]
     assert sorted(taken) == list(range(STEPS * settings.TINY[part]["batch_size"]))
 
