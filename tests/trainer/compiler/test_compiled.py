@@ -168,7 +168,8 @@ LEAVES = """
 import threading
 from concurrent import futures
 
-from trainer import __main__ as program, compiled
+from trainer import __main__ as program
+from trainer.compiler import compiled
 never = threading.Event()
 futures.ThreadPoolExecutor(1, thread_name_prefix=compiled.THREAD).submit(never.wait)
 assert compiled.in_progress()
