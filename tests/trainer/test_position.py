@@ -3,6 +3,7 @@
 import json
 from pathlib import Path
 
+import jax
 import numpy as np
 import pytest
 
@@ -14,8 +15,6 @@ from trainer.checkpoints import checkpoint, checksums
 from trainer.config import source
 from trainer.modes.replay import replay
 from trainer.telemetry.writers import read_rows
-
-pytestmark = pytest.mark.devices(8)
 
 SEEN = "tests.trainer.test_position.Seen"
 
@@ -60,7 +59,8 @@ def config(documents, file, batch_size, steps, grad_accum_steps=1, names=("a",),
   c.input.sources = {name: source(type="text", path=str(documents[0] / name)) for name in names}
   c.input.packing = "none"
   c.evals = {}
-  c.mesh.update(data=2, tensor=4)
+  if jax.device_count() == 8:
+    c.mesh.update(data=2, tensor=4)
   c.callbacks.seen = dict(type=SEEN, file=str(file))
   return c
 
@@ -107,6 +107,7 @@ def test_every_row_once_an_epoch_whatever_the_batch_sizes_were(documents, straig
     assert [text.replace("<|bos|>", "").replace("<|eos|>", "").strip() for text in shown] == texts[step - 1]
 
 
+@pytest.mark.devices(8)
 def test_a_restart_with_another_size_is_the_run_with_a_stage_there(documents, tmp_path):
   """Bitwise, where micro-batches are the same; in epochs, too, of which the last one ends where the rows do."""
   stages = config(documents, tmp_path / "stages.seen", 8, -1, 2, total_epochs=2.0)
@@ -124,6 +125,7 @@ def test_a_restart_with_another_size_is_the_run_with_a_stage_there(documents, tm
   assert seen(tmp_path / "seen") == seen(tmp_path / "stages.seen")
 
 
+@pytest.mark.devices(8)
 def test_each_source_of_a_mixture_goes_on_where_it_was_and_resume_does_too(documents, tmp_path):
   """With weights that change, before and after; another run that resumes this one needs no permission for its size."""
   def mixed(size, steps, **changed):
@@ -147,6 +149,7 @@ def test_each_source_of_a_mixture_goes_on_where_it_was_and_resume_does_too(docum
   assert last["data/b/rows"] == len(of_b) and last["data/a/rows"] == len(flat) - len(of_b)
 
 
+@pytest.mark.devices(8)
 def test_a_checkpoint_from_before_the_number_goes_on_by_its_config(documents, straight, tmp_path):
   train(config(documents, tmp_path / "seen", 8, 2), tmp_path / "w")
   file = tmp_path / "w" / "checkpoints" / "2" / "meta" / "metadata"
@@ -157,6 +160,7 @@ def test_a_checkpoint_from_before_the_number_goes_on_by_its_config(documents, st
   assert sum(seen(tmp_path / "seen"), []) == sum(straight, [])[:24]
 
 
+@pytest.mark.devices(8)
 def test_a_rollout_is_trained_on_as_it_was_begun_and_each_prompt_is_drawn_once(tmp_path):
   """4 prompts for two updates each, stopped after three; then 3 prompts for one update each."""
   prompts = rollout_runs.write_prompts(tmp_path)[:1]
