@@ -53,19 +53,23 @@ def model() -> ConfigDict:
   # The pairs that turn together are neighbours (GLM, Cohere), and not as far apart as there are pairs.
   m.rope_interleaved = False
   # Longer contexts than the model was trained on; not for local layers that have a base of their own.
-  # none | linear | dynamic | llama3 | yarn; `factor`: how many times longer.
+  # none | linear | dynamic | llama3 | yarn | longrope; `factor`: how many times longer.
   m.rope_scaling = r = ConfigDict(dict(type="none", factor=1.0))
-  # Length before scaling; needed by dynamic, llama3 and yarn.
+  # Length before scaling; needed by all but linear.
   r.original_positions = unset(int)
   # llama3: wavelengths above original_positions / low are scaled, those below original_positions / high not.
   r.low_frequency_factor = 1.0
   r.high_frequency_factor = 4.0
   # yarn: rotations within the original length between which scaling fades in, and whether the dimensions where
-  # that happens are rounded to whole ones; factor on cosines and sines, default 0.1 ln(factor) + 1.
+  # that happens are rounded to whole ones; factor on cosines and sines (longrope, too), default 0.1 ln(factor) + 1, of
+  # longrope sqrt(1 + ln(factor) / ln(original_positions)).
   r.beta_fast = 32.0
   r.beta_slow = 1.0
   r.truncate = True
   r.attention_factor = unset(float)
+  # longrope: what each pair's frequency is divided by, in texts of up to original_positions tokens and in longer ones.
+  r.short_factors = ()
+  r.long_factors = ()
   # The unembedding is the embedding, transposed.
   m.tie_embeddings = True
   # Multiply embeddings by sqrt(hidden_size) (Gemma).

@@ -7,9 +7,9 @@ from ml_collections import ConfigDict
 
 from models import layers
 from models.attention import dispatch as attention
-from models.attention import rope
-from models.attention.rope import Rope, RopeScaling
+from models.attention.rope import Rope
 from models.spec_checks import at_least_one, cap, one_of
+from models.spec_rope import make_ropes
 from models.spec_vision import VISION_KEYS, Vision, make_vision
 from trainer.errors import ConfigError
 
@@ -22,7 +22,7 @@ ARCHITECTURE_KEYS = (
     "rope_interleaved",
     *(f"rope_scaling.{key}" for key in ("type", "factor", "original_positions", "low_frequency_factor",
                                         "high_frequency_factor", "beta_fast", "beta_slow", "truncate",
-                                        "attention_factor")),
+                                        "attention_factor", "short_factors", "long_factors")),
     "tie_embeddings", "scale_embeddings", "embedding_scale", "residual_scale", "logit_scale",
     "qkv_bias", "attention_out_bias", "mlp_bias", "qk_norm", "qk_norm_over",
     "attention_scale", "attention_logit_cap", "final_logit_cap", "window", "layer_pattern",
@@ -118,12 +118,12 @@ class Spec:
   def max_length(self) -> int | None:
     """The longest text that can be generated token by token; None: no bound.
 
-    `dynamic` scaling turns every token of a text by an angle that depends on the text's length once it is beyond the
-    original one, so that what has been computed for the tokens before would change with each new one.
+    `dynamic` and `longrope` scaling turn every token of a text by an angle that depends on the text's length once it is
+    beyond the original one, so that what has been computed for the tokens before would change with a new one.
     """
     bounds = [] if self.max_positions is None or self.positions != "learned" else [self.max_positions]
     scalings = (rope.scaling for rope in self.ropes.values() if rope.scaling is not None)
-    bounds += [scaling.original_positions for scaling in scalings if scaling.type == "dynamic"]
+    bounds += [scaling.original_positions for scaling in scalings if scaling.by_length]
     return min(bounds, default=None)
 
   @property
@@ -135,7 +135,7 @@ class Spec:
       return "the load of its experts counts tokens"
     if self.vision is not None:
       return "it sees images"
-    if any(rope.scaling is not None and rope.scaling.type == "dynamic" for rope in self.ropes.values()):
+    if any(rope.scaling is not None and rope.scaling.by_length for rope in self.ropes.values()):
       return "its RoPE scaling depends on the length of each text"
     return None
 
@@ -208,7 +208,7 @@ def make_spec(m: ConfigDict) -> Spec:
       activation=one_of("activation", m.activation, layers.ACTIVATIONS),
       positions=m.positions,
       max_positions=max_positions,
-      ropes=_ropes(m, pattern, head_dim),
+      ropes=make_ropes(m, pattern, head_dim),
       rope_interleaved=m.rope_interleaved,
       tie_embeddings=m.tie_embeddings,
       scale_embeddings=m.scale_embeddings,
@@ -278,64 +278,6 @@ def _layer_pattern(m: ConfigDict) -> tuple[tuple[str, ...], int | None]:
     )
   at_least_one("window", m.window)
   return pattern, m.window
-
-
-def _ropes(m: ConfigDict, pattern: tuple[str, ...], head_dim: int) -> dict[str, Rope]:
-  if m.positions != "rope":
-    return {}
-  thetas = dict.fromkeys((kind for kind in pattern if kind != "nope"), m.rope_theta)
-  own_local = m.rope_local_theta is not None and "local" in pattern
-  if own_local:
-    thetas["local"] = m.rope_local_theta
-  for kind, theta in thetas.items():
-    if theta <= 0:
-      raise ConfigError(f"model.rope_theta (of {kind} layers): found {theta}, allowed: any number above 0.")
-  dims, scaling = _rotated_dims(m, head_dim), _rope_scaling(m.rope_scaling)
-  return {
-      kind: Rope(theta, dims, None if kind == "local" and own_local else scaling) for kind, theta in thetas.items()
-  }
-
-
-def _rope_scaling(c: ConfigDict) -> RopeScaling | None:
-  if one_of("rope_scaling.type", c.type, rope.SCALINGS) == "none":
-    return None
-  if c.factor < 1:
-    raise ConfigError(f"model.rope_scaling.factor: found {c.factor}, allowed: 1 or more.")
-  scaling = dict(type=c.type, factor=c.factor)
-  if c.type != "linear":
-    scaling["original_positions"] = at_least_one("rope_scaling.original_positions", c.original_positions)
-  if c.type == "llama3":
-    scaling.update(low_frequency_factor=c.low_frequency_factor, high_frequency_factor=c.high_frequency_factor)
-    if not 0 < c.low_frequency_factor < c.high_frequency_factor:
-      raise ConfigError(
-          f"model.rope_scaling: found low_frequency_factor={c.low_frequency_factor} and high_frequency_factor="
-          f"{c.high_frequency_factor}; allowed: 0 < low_frequency_factor < high_frequency_factor."
-      )
-  if c.type == "yarn":
-    scaling.update(beta_fast=c.beta_fast, beta_slow=c.beta_slow, truncate=c.truncate)
-    factor = 0.1 * math.log(c.factor) + 1.0 if c.attention_factor is None else c.attention_factor
-    if factor <= 0 or c.beta_fast <= c.beta_slow:
-      raise ConfigError(
-          f"model.rope_scaling: found attention_factor={factor}, beta_fast={c.beta_fast}, beta_slow={c.beta_slow}; "
-          "allowed: attention_factor above 0, beta_fast above beta_slow."
-      )
-    scaling["attention_factor"] = factor
-  return RopeScaling(**scaling)
-
-
-def _rotated_dims(m: ConfigDict, head_dim: int) -> int:
-  if not 0.0 < m.rope_fraction <= 1.0:
-    raise ConfigError(
-        f"model.rope_fraction: found {m.rope_fraction}, allowed: above 0, up to 1. For no RoPE set "
-        'model.positions to "none".'
-    )
-  rotated = int(head_dim * m.rope_fraction)
-  if rotated % 2 or rotated == 0:
-    raise ConfigError(
-        f"RoPE rotates pairs, but head_dim={head_dim} * rope_fraction={m.rope_fraction} rotates {rotated} "
-        "dimensions. Set model.head_dim or model.rope_fraction so that this number is even and not 0."
-    )
-  return rotated
 
 
 def _moe(m: ConfigDict, reasons: list[str]) -> Moe | None:

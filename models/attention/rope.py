@@ -16,7 +16,7 @@ from models import cpu
 from models.layers import document_lengths
 from models.sharding import logical_axes
 
-SCALINGS = ("none", "linear", "dynamic", "llama3", "yarn")
+SCALINGS = ("none", "linear", "dynamic", "llama3", "yarn", "longrope")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,6 +32,14 @@ class RopeScaling:
   beta_slow: float = 1.0
   truncate: bool = True
   attention_factor: float = 1.0
+  # Of each pair [P], in texts within the original length, and in longer ones.
+  short_factors: tuple[float, ...] = ()
+  long_factors: tuple[float, ...] = ()
+
+  @property
+  def by_length(self) -> bool:
+    """Whether a token's angle depends on the length of its text."""
+    return self.type in ("dynamic", "longrope")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,7 +55,7 @@ class Rope:
 def rope_table(rope: Rope, positions_BxT: jax.Array, segment_ids_BxT: jax.Array) -> tuple[jax.Array, jax.Array]:
   """Cosines and sines [B, T, 1, P], float32, of the angle of every pair at every position.
 
-  Segments matter to `dynamic` alone, whose frequencies depend on the length of the document.
+  Segments matter to scalings whose frequencies depend on the length of the document (`by_length`).
   """
 
   def table():
@@ -73,6 +81,9 @@ def _angles(rope: Rope, positions_BxT: jax.Array, segment_ids_BxT: jax.Array) ->
     frequencies = _llama3(s, frequencies)
   elif s is not None and s.type == "yarn":
     frequencies, magnitude = _yarn(s, rope, frequencies), s.attention_factor
+  elif s is not None and s.type == "longrope":
+    frequencies = frequencies / _longrope_factors(s, positions_BxT, segment_ids_BxT)[:, :, None, :]
+    magnitude = s.attention_factor
   return positions * frequencies, magnitude
 
 
@@ -104,6 +115,14 @@ def _dynamic_theta(rope: Rope, positions_BxT: jax.Array, segment_ids_BxT: jax.Ar
   s, length_BxT = rope.scaling, document_lengths(positions_BxT, segment_ids_BxT)
   ratio = jnp.maximum(length_BxT, s.original_positions).astype(jnp.float32) / s.original_positions
   return rope.theta * (s.factor * ratio - (s.factor - 1)) ** (rope.dims / (rope.dims - 2))
+
+
+def _longrope_factors(s: RopeScaling, positions_BxT: jax.Array, segment_ids_BxT: jax.Array) -> jax.Array:
+  """What each pair's frequency is divided by [B, T, P]: found by search, for short texts and for long ones
+  (arXiv 2402.13753). As in `_dynamic_theta`, the length is the document's own."""
+  long_BxT = document_lengths(positions_BxT, segment_ids_BxT) > s.original_positions
+  short_P, long_P = (jnp.asarray(factors, jnp.float32) for factors in (s.short_factors, s.long_factors))
+  return jnp.where(long_BxT[:, :, None], long_P, short_P)
 
 
 def _llama3(s: RopeScaling, frequencies_P: jax.Array) -> jax.Array:

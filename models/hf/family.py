@@ -24,7 +24,7 @@ NEUTRAL: Mapping[str, Any] = {
     "rope_scaling.type": "none", "rope_scaling.factor": 1.0, "rope_scaling.original_positions": None,
     "rope_scaling.low_frequency_factor": 1.0, "rope_scaling.high_frequency_factor": 4.0,
     "rope_scaling.beta_fast": 32.0, "rope_scaling.beta_slow": 1.0, "rope_scaling.truncate": True,
-    "rope_scaling.attention_factor": None,
+    "rope_scaling.attention_factor": None, "rope_scaling.short_factors": (), "rope_scaling.long_factors": (),
     "scale_embeddings": False, "embedding_scale": 1.0, "residual_scale": 1.0, "logit_scale": 1.0,
     "qkv_bias": False, "attention_out_bias": False, "mlp_bias": False, "qk_norm": False, "qk_norm_over": "head",
     "attention_scale": None, "attention_logit_cap": None, "final_logit_cap": None,

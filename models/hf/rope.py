@@ -17,11 +17,16 @@ _NUMBERS = {
     "llama3": (("factor", "factor", None), ("low_freq_factor", "low_frequency_factor", None),
                ("high_freq_factor", "high_frequency_factor", None)),
     "yarn": (("beta_fast", "beta_fast", 32.0), ("beta_slow", "beta_slow", 1.0)),
+    "longrope": (),
 }
+_LISTS = (("short_factor", "short_factors"), ("long_factor", "long_factors"))
 _ORIGINAL = "original_max_position_embeddings"
 # All that some type has.
 _KNOWN = {"rope_type", "type", "rope_theta", "partial_rotary_factor", _ORIGINAL, "factor", "attention_factor",
-          "truncate", "mscale", "mscale_all_dim"} | {theirs for of in _NUMBERS.values() for theirs, _, _ in of}
+          "truncate", "mscale", "mscale_all_dim", "short_factor", "long_factor",
+          *(theirs for of in _NUMBERS.values() for theirs, _, _ in of)}
+# Of Phi 3's first files.
+_FORMERLY = {"su": "longrope"}
 # What messages call the types together.
 _TYPES = "this type of rotary positions"
 
@@ -87,6 +92,13 @@ class Rope(Rule):
           written["attention_factor"] = scaling["attention_factor"]
       if kind == "dynamic":
         limit = scaling["original_positions"]
+      elif kind == "longrope":
+        # In just these entries, which transformers 4 wants; it takes the ratio of the lengths for the factor.
+        written = {"type": kind, **{theirs: list(scaling[ours]) for theirs, ours in _LISTS}}
+        if scaling["attention_factor"] is not None:
+          written["attention_factor"] = scaling["attention_factor"]
+        content[_ORIGINAL] = scaling["original_positions"]
+        limit = round(scaling["factor"] * scaling["original_positions"])
       elif kind != "linear":
         written[_ORIGINAL] = scaling["original_positions"]
         # transformers 4 takes this ratio for yarn's factor.
@@ -136,7 +148,7 @@ class Rope(Rule):
     keys: dict[str, Any] = {"type": kind}
     for theirs, ours, default in _NUMBERS[kind]:
       keys[ours] = parameters.get(theirs, float) if default is None else parameters.get(theirs, float, default, default)
-    original = _one(parameters, _ORIGINAL, int, original, limit)
+    original = _one(parameters, _ORIGINAL, int, original, None if kind == "longrope" else limit)
     if kind == "dynamic":
       if original != limit:
         raise HFError(f"{parameters.where}: {_ORIGINAL} is {original}, but dynamic scaling starts at "
@@ -147,6 +159,8 @@ class Rope(Rule):
       keys["original_positions"] = original
     if kind == "yarn":
       keys |= _yarn(parameters, original, limit)
+    if kind == "longrope":
+      keys |= _longrope(parameters, original, limit)
     if keys["factor"] < 1:
       raise HFError(f"{parameters.where}: factor is {keys['factor']:g}; allowed: 1 or more.")
     return {f"rope_scaling.{key}": value for key, value in keys.items()}
@@ -169,8 +183,28 @@ def _yarn(parameters: Source, original: int, limit: int | None) -> dict[str, Any
           "truncate": parameters.get("truncate", bool, True, True)}
 
 
+def _longrope(parameters: Source, original: int, limit: int | None) -> dict[str, Any]:
+  """Its factors; how many times longer texts may be is the ratio of the lengths, which `factor` may repeat."""
+  keys: dict[str, Any] = {"attention_factor": parameters.get("attention_factor", float, None, None)}
+  for theirs, ours in _LISTS:
+    values = parameters.get(theirs, list)
+    if not all(isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < math.inf
+               for value in values):
+      raise parameters.error(theirs, "a list of numbers above 0")
+    keys[ours] = tuple(map(float, values))
+  ratio = None if limit is None else limit / original
+  factor = parameters.get("factor", float, ratio, ratio)
+  if factor is None:
+    raise HFError(f"{parameters.where}: longrope scaling needs max_position_embeddings or factor.")
+  if ratio is not None and not math.isclose(factor, ratio) and keys["attention_factor"] is None:
+    raise HFError(f"{parameters.where}: factor is {factor:g}, but max_position_embeddings / {_ORIGINAL} is {ratio:g}, "
+                  "and versions of transformers differ on which counts. Make them equal, or set attention_factor.")
+  return {"factor": max(factor, 1.0), **keys}
+
+
 def _type(parameters: Source, allowed: tuple[str, ...]) -> str:
-  kinds = {parameters.get(key, str, None, None) for key in ("rope_type", "type")} - {None}
+  told = {parameters.get(key, str, None, None) for key in ("rope_type", "type")} - {None}
+  kinds = {_FORMERLY.get(kind, kind) for kind in told}
   if len(kinds) > 1:
     raise parameters.error("rope_type", f"the same as type, {parameters.content['type']!r}")
   kind = kinds.pop() if kinds else "default"
@@ -190,5 +224,6 @@ def _one(parameters: Source, key: str, kind: type, outside: Any, default: Any) -
 def scaling_keys(kind: str) -> frozenset[str]:
   """Which keys of model.rope_scaling a type uses, `type` aside."""
   more = {"dynamic": ("original_positions",), "llama3": ("original_positions",),
-          "yarn": ("original_positions", "factor", "truncate", "attention_factor")}
+          "yarn": ("original_positions", "factor", "truncate", "attention_factor"),
+          "longrope": ("original_positions", "factor", "attention_factor", "short_factors", "long_factors")}
   return frozenset((*(ours for _, ours, _ in _NUMBERS.get(kind, ())), *more.get(kind, ())))

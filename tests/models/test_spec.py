@@ -35,6 +35,8 @@ BAD = [
     (dict(rope_scaling=dict(type="linear", factor=0.5)), "rope_scaling.factor: found 0.5, allowed: 1 or more"),
     (dict(rope_scaling=dict(type="llama3", factor=8.0, original_positions=8, low_frequency_factor=4.0)),
      "allowed: 0 < low_frequency_factor < high_frequency_factor"),
+    (dict(rope_scaling=dict(type="longrope", original_positions=8, short_factors=(1.0,), long_factors=(2.0,))),
+     r"short_factors: found \(1.0,\), allowed: numbers above 0, one for each of the 2 pairs"),
     (dict(rope_scaling=dict(type="yarn", factor=4.0, original_positions=8, beta_fast=1.0, beta_slow=2.0)),
      "attention_factor above 0, beta_fast above beta_slow"),
     (dict(moe=dict(num_experts=-1)), "moe.num_experts: found -1"),

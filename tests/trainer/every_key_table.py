@@ -141,6 +141,7 @@ def _scaling(kind: str, **more: Any) -> dict[str, Any]:
 
 
 YARN = _scaling("yarn", original_positions=1024, beta_fast=2.0, beta_slow=0.3)
+LONGROPE = _scaling("longrope", short_factors=(1.0,) * 4, long_factors=(2.0,) * 4)
 # A folder says how large the vocabulary is.
 FOLDER = {"model.vocab_multiple": 128}
 
@@ -177,7 +178,9 @@ MODEL = {
   "model.rope_scaling.beta_fast": program(40.0, YARN),
   "model.rope_scaling.beta_slow": program(0.1, YARN),
   "model.rope_scaling.truncate": program(False, YARN),
-  "model.rope_scaling.attention_factor": program(2.0, YARN),
+  "model.rope_scaling.attention_factor": [program(2.0, YARN), program(2.0, LONGROPE)],
+  "model.rope_scaling.short_factors": program((1.5,) * 4, LONGROPE),
+  "model.rope_scaling.long_factors": program((3.0,) * 4, LONGROPE),
   "model.tie_embeddings": program(False),
   "model.scale_embeddings": program(True),
   "model.embedding_scale": program(2.0),

@@ -1,4 +1,4 @@
-"""Phi 3: a Llama with fused projections, which may rotate a part of each head. Its longrope scaling is not read."""
+"""Phi 3 to 3.5 and Phi 4 mini: a Llama with fused projections, which may rotate a part of each head, by longrope."""
 
 from models.hf.families import common
 from models.hf.family import Family, Tensor
@@ -11,7 +11,7 @@ PHI3 = Family(
     architectures=("Phi3ForCausalLM",),
     keys=(
         *common.SIZES, common.WIDTH, common.HEAD_SIZE, common.SILU, common.UNTIED,
-        Rope(scalings=(), fraction=1.0), Window(default=None),
+        Rope(scalings=("longrope",), fraction=1.0), Window(default=None),
         Key("rms_norm_eps", "norm_eps", float, default=1e-5),
         Key("num_key_value_heads", "num_kv_heads", default=common.as_many_as_heads, null=common.as_many_as_heads),
     ),
@@ -24,4 +24,6 @@ PHI3 = Family(
                transpose=True),
         Tensor("layers.{layer}.mlp.down_proj.weight", "blocks/mlp/down/kernel", transpose=True),
     ),
+    # Of Phi 4 mini, and read by no version of transformers.
+    inert=frozenset({"full_attn_mod", "interpolate_factor"}),
 )

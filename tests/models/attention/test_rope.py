@@ -92,6 +92,18 @@ def test_dynamic_scaling_starts_beyond_the_original_length_and_depends_on_the_do
   np.testing.assert_array_equal(angles[0, 4:14], alone[0])
 
 
+def test_longrope_divides_by_the_factors_of_short_documents_or_of_long_ones():
+  """By the document's own length, not the row's; the rotation is larger in both."""
+  short, long = 1 + np.arange(PAIRS) / 10, 2.0 + np.arange(PAIRS)
+  scaling = RopeScaling("longrope", 4.0, 6, attention_factor=1.2, short_factors=tuple(short), long_factors=tuple(long))
+  segments = np.array([[1] * 6 + [2] * 7 + [0] * 2])
+  positions = np.concatenate([np.arange(6), np.arange(7), np.arange(2)])[None]
+  angles, size = frequencies(scaling, positions, segments)
+  np.testing.assert_allclose(size, 1.2, rtol=1e-6)
+  np.testing.assert_allclose(angles[0, 1], PLAIN / short, rtol=1e-5)
+  np.testing.assert_allclose(angles[0, 6 + 1], PLAIN / long, rtol=1e-5)
+
+
 @pytest.mark.parametrize("kind", ["linear", "dynamic", "llama3", "yarn"])
 def test_a_factor_of_one_changes_nothing_within_the_original_length(kind):
   x = np.random.default_rng(0).normal(size=(1, 8, 2, DIMS)).astype(np.float32)

@@ -89,6 +89,10 @@ CASES = {
     "cohere": like("cohere", use_qk_norm=True, logit_scale=0.3, attention_bias=True),
     "cohere2": like("cohere2", num_hidden_layers=3, sliding_window=5, sliding_window_pattern=2, logit_scale=0.3),
     "phi3": like("phi3", partial_rotary_factor=0.5, sliding_window=6),
+    # One of the two documents is as long as the original length, or shorter; all else is longer.
+    "phi3_longrope": like("phi3", num_attention_heads=2, num_key_value_heads=1, partial_rotary_factor=0.75,
+                          original_max_position_embeddings=SPLIT, tie_word_embeddings=True, rope_scaling=dict(
+                              rope_type="longrope", short_factor=[1.0, 1.1, 1.3], long_factor=[1.2, 2.5, 6.0])),
 }
 
 

@@ -25,6 +25,7 @@ GEMMA2 = GEMMA | dict(model_type="gemma2", architectures=["Gemma2ForCausalLM"])
 GEMMA3 = GEMMA | dict(model_type="gemma3_text", architectures=["Gemma3ForCausalLM"], num_hidden_layers=8)
 MISTRAL = LLAMA | dict(model_type="mistral", architectures=["MistralForCausalLM"])
 PHI3 = LLAMA | dict(model_type="phi3", architectures=["Phi3ForCausalLM"])
+LONGROPE = {"type": "longrope", "short_factor": [1.0, 1.5], "long_factor": [2.0, 4.0]}
 STABLELM = LLAMA | dict(model_type="stablelm", architectures=["StableLmForCausalLM"], num_key_value_heads=4)
 STARCODER2 = LLAMA | dict(model_type="starcoder2", architectures=["Starcoder2ForCausalLM"])
 GPT2 = dict(model_type="gpt2", architectures=["GPT2LMHeadModel"], vocab_size=61, n_embd=16, n_layer=2, n_head=4)
@@ -188,7 +189,11 @@ def test_gemma3_rotates_its_layers_differently():
     # Rotary positions.
     (LLAMA, dict(rope_scaling={"type": "longrope", "factor": 2.0}), "type is 'longrope'; allowed: default, linear"),
     (PHI3, dict(rope_scaling={"rope_type": "yarn", "factor": 2.0}), "rope_type is 'yarn'; allowed: default"),
-    (PHI3, dict(rope_scaling={"type": "longrope", "short_factor": [1.0], "long_factor": [2.0]}), "'longrope'"),
+    (PHI3, dict(rope_scaling=LONGROPE), "longrope scaling needs original_max_position_embeddings"),
+    (PHI3, dict(rope_scaling=LONGROPE | {"long_factor": [2.0, 0.0]}, original_max_position_embeddings=16),
+     "long_factor is [2.0, 0.0]; allowed: a list of"),
+    (PHI3, dict(rope_scaling=LONGROPE | {"factor": 3.0}, max_position_embeddings=64,
+                original_max_position_embeddings=16), "factor is 3, but max_position_embeddings / original"),
     (LLAMA, dict(rope_scaling={"type": "linear", "rope_type": "yarn", "factor": 2.0}), "the same as type, 'linear'"),
     (LLAMA, dict(rope_scaling={"type": "linear"}), "has no 'factor'"),
     (LLAMA, dict(rope_scaling={"type": "linear", "factor": 2.0, "beta": 3}), "beta = 3: this type of rotary positions"),
