@@ -1,9 +1,9 @@
 """TRL's side of benchmarks/parity, in an environment of its own: python trl_peer.py FOLDER OUT [--as-is]
 
 Trains the rows of FOLDER/rows.jsonl in the order of FOLDER/order.json with the settings of FOLDER/settings.json, and
-writes OUT: loss and gradient norm of each step, and versions. Two things are made as Weft has them, unless `--as-is`
-leaves them to TRL: the newline that the template writes behind the last message is not trained (sft, dpo, kto), and
-completions that estimate kto's divergence are those of order.json.
+writes OUT: loss and gradient norm of each step, and versions. Three things are made as Weft has them, unless `--as-is`
+leaves them to TRL: the newline that the template writes behind the last message is not trained (sft, dpo, kto),
+completions that estimate kto's divergence are those of order.json, and gradient norms are summed in float64.
 """
 
 import argparse
@@ -46,6 +46,16 @@ def options(settings: dict, part: str, folder: str) -> dict:
       max_grad_norm=s["clip_norm"], bf16=False, use_cpu=True, train_sampling_strategy="sequential", logging_steps=1,
       save_strategy="no", report_to=[], disable_tqdm=True, gradient_checkpointing=False, seed=s["seed"])
   return named | ({"beta": s["beta"]} if part in ("dpo", "kto") else {})
+
+
+def clip_by_exact_norm(parameters, max_norm, *args, **kwargs):
+  """As torch.nn.utils.clip_grad_norm_, whose norm of many float32 numbers on CPU is too small: -0.3% of 28 million
+  normal ones (torch 2.13)."""
+  gradients = [p.grad for p in parameters if p.grad is not None]
+  norm = sum(g.double().square().sum() for g in gradients).sqrt().float()
+  for g in gradients:
+    g.mul_(torch.clamp(max_norm / (norm + 1e-6), max=1.0))
+  return norm
 
 
 class Offline(trl.GRPOTrainer):
@@ -109,6 +119,7 @@ def main() -> None:
   rows = [json.loads(line) for line in (args.folder / "rows.jsonl").read_text("utf-8").splitlines()]
   tokenizer = transformers.AutoTokenizer.from_pretrained(settings["model"])
   if not args.as_is:
+    torch.nn.utils.clip_grad_norm_ = clip_by_exact_norm
     if BEHIND not in tokenizer.chat_template:
       raise SystemExit(f"the template of {settings['model']} has no {BEHIND!r}.")
     tokenizer.chat_template = tokenizer.chat_template.replace(BEHIND, BETWEEN)
