@@ -10,8 +10,6 @@ from trainer import main, train
 from trainer.rollouts import experience, old_policy
 from trainer.strategies import presets
 
-pytestmark = pytest.mark.devices(8)
-
 
 @pytest.fixture(scope="module")
 def prompts(tmp_path_factory):
@@ -31,6 +29,7 @@ def sampler_elsewhere(monkeypatch):
   monkeypatch.setattr(experience, "collect", shifted)
 
 
+@pytest.mark.devices(8)
 @pytest.mark.parametrize("noise", [False, True])
 def test_in_bfloat16_a_policy_that_does_not_move_has_ratios_of_one(noise, sampler_elsewhere, prompts, tmp_path):
   """GSPO, whose bounds are 3e-4: two updates, two epochs, two micro-batches, also with dropout, at a learning rate of
@@ -63,6 +62,7 @@ def test_with_one_update_a_rollout_nothing_is_scored_nor_clipped(preset, sampler
     assert row["sampling/sampling_logp_difference/max"] > 5e-3
 
 
+@pytest.mark.devices(8)
 def test_later_steps_are_compared_with_the_policy_when_the_rollout_began(prompts, tmp_path, monkeypatch):
   """Against float64 log-probs of single sequences from full logits, under the parameters of the run's beginning and
   those before each update; three updates of one rollout, of which a restart continues the last."""
