@@ -1,0 +1,170 @@
+"""The gated delta rule over packed rows, token by token and in chunks, and the short convolution before it.
+
+Each head keeps a state S [K, V], which maps keys to values. A token lets it fade by exp(g), corrects what it says of
+the token's key by the share beta, and reads it with the token's query (Yang et al. 2024, arXiv 2412.06464, eq. 10):
+
+    S <- exp(g) S;  S <- S + k (beta (v - kᵀ S));  out = Sᵀ q
+
+A segment begins with a state of zeros. `recurrent` is these lines in a loop over tokens; `chunked` is equal to it but
+for rounding, and does the same with products of matrices over C tokens at a time (the WY representation, section 3.3
+there). Both are exact across segments: what belongs to others is multiplied by zeros, so that it changes no bit.
+
+B batch, T length, N chunks of C tokens, H heads, K size of keys, V size of values, W width of the convolution.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+
+CHUNK = 64
+# Of the sum of squares that queries and keys are divided by the root of.
+_EPS = 1e-6
+
+_einsum = functools.partial(jnp.einsum, precision=jax.lax.Precision.HIGHEST)
+
+
+def owners(segment_ids_BxT: jax.Array) -> jax.Array:
+  """The segment of each token, and for padding that of the last token before it, int32 [B, T]; 0: there is none.
+
+  The state is that of these segments: padding leaves it as it is.
+  """
+  T = segment_ids_BxT.shape[1]
+  last_BxT = jax.lax.cummax(jnp.where(segment_ids_BxT > 0, jnp.arange(T), -1), axis=1)
+  owner_BxT = jnp.take_along_axis(segment_ids_BxT, jnp.maximum(last_BxT, 0), axis=1)
+  return jnp.where(last_BxT >= 0, owner_BxT, 0)
+
+
+def short_convolution(x_BxTxC: jax.Array, taps_WxC: jax.Array, segment_ids_BxT: jax.Array) -> jax.Array:
+  """SiLU of the sum over w of taps[w] times the channel's input W - 1 - w tokens before, within segments; float32, or
+  as wide as the input."""
+  kind = jnp.promote_types(x_BxTxC.dtype, jnp.float32)
+  x, taps = x_BxTxC.astype(kind), taps_WxC.astype(kind)
+  W, T = taps.shape[0], x.shape[1]
+  y = x * taps[-1]
+  for back in range(1, min(W, T)):
+    same_BxT = segment_ids_BxT[:, back:] == segment_ids_BxT[:, :-back]
+    earlier = jnp.where(same_BxT[..., None], x[:, :-back], 0.0) * taps[W - 1 - back]
+    y = y + jnp.pad(earlier, ((0, 0), (back, 0), (0, 0)))
+  return jax.nn.silu(y)
+
+
+def last_inputs(x_BxTxC: jax.Array, segment_ids_BxT: jax.Array, count: int) -> jax.Array:
+  """The last `count` inputs of each row's last segment [B, count, C], zeros before its begin: what the convolution sees
+  of them once the text goes on."""
+  T = x_BxTxC.shape[1]
+  last_Bx1 = jnp.max(jnp.where(segment_ids_BxT > 0, jnp.arange(T), -1), axis=1)[:, None]
+  at = last_Bx1 - (count - 1) + jnp.arange(count)
+  place, end_Bx1 = jnp.maximum(at, 0), jnp.maximum(last_Bx1, 0)
+  same = jnp.take_along_axis(segment_ids_BxT, place, 1) == jnp.take_along_axis(segment_ids_BxT, end_Bx1, 1)
+  return jnp.where((same & (at >= 0))[..., None], jnp.take_along_axis(x_BxTxC, place[..., None], 1), 0)
+
+
+def unit_keys(x: jax.Array) -> jax.Array:
+  """Queries or keys of length one, float32, or as wide as they are."""
+  x = x.astype(jnp.promote_types(x.dtype, jnp.float32))
+  return x * jax.lax.rsqrt(jnp.sum(jnp.square(x), -1, keepdims=True) + _EPS)
+
+
+def one_token(state_BxHxKxV: jax.Array, q_BxHxK: jax.Array, k_BxHxK: jax.Array, v_BxHxV: jax.Array, g_BxH: jax.Array,
+              beta_BxH: jax.Array) -> tuple[jax.Array, jax.Array]:
+  """(the state after one more token, what it reads [B, H, V])."""
+  state = state_BxHxKxV * jnp.exp(g_BxH)[..., None, None]
+  known_BxHxV = _einsum("bhkv,bhk->bhv", state, k_BxHxK)
+  change_BxHxV = (v_BxHxV - known_BxHxV) * beta_BxH[..., None]
+  state = state + k_BxHxK[..., None] * change_BxHxV[..., None, :]
+  return state, _einsum("bhkv,bhk->bhv", state, q_BxHxK)
+
+
+def recurrent(q_BxTxHxK: jax.Array, k_BxTxHxK: jax.Array, v_BxTxHxV: jax.Array, g_BxTxH: jax.Array,
+              beta_BxTxH: jax.Array, segment_ids_BxT: jax.Array) -> tuple[jax.Array, jax.Array]:
+  """The rule as it stands; see `chunked`."""
+  q, k, v, g, beta, owner_BxT = _prepared(q_BxTxHxK, k_BxTxHxK, v_BxTxHxV, g_BxTxH, beta_BxTxH, segment_ids_BxT)
+  (B, _, H, K), V = q.shape, v.shape[-1]
+
+  def step(carry, token):
+    state, before_B = carry
+    *inputs, owner_B = token
+    state = jnp.where((owner_B == before_B)[:, None, None, None], state, 0.0)
+    state, out = one_token(state, *inputs)
+    return (state, owner_B), out
+
+  begin = jnp.zeros((B, H, K, V), q.dtype), jnp.zeros(B, owner_BxT.dtype)
+  (state, _), out = jax.lax.scan(step, begin, [x.swapaxes(0, 1) for x in (q, k, v, g, beta, owner_BxT)])
+  return jnp.where((segment_ids_BxT > 0)[..., None, None], out.swapaxes(0, 1), 0.0), state
+
+
+def chunked(q_BxTxHxK: jax.Array, k_BxTxHxK: jax.Array, v_BxTxHxV: jax.Array, g_BxTxH: jax.Array,
+            beta_BxTxH: jax.Array, segment_ids_BxT: jax.Array, chunk: int = CHUNK) -> tuple[jax.Array, jax.Array]:
+  """(what the tokens read [B, T, H, V], zeros at padding; the state of each row after its last token [B, H, K, V]).
+
+  In float32, or as wide as the inputs.
+
+  Args:
+    q_BxTxHxK, k_BxTxHxK: queries and keys; keys of length one (`unit_keys`) keep the state bounded.
+    v_BxTxHxV: values.
+    g_BxTxH: logarithm of the share of the state that is kept, 0 or less.
+    beta_BxTxH: the share by which the state is corrected, 0 to 1.
+    segment_ids_BxT: int32; 0 is padding. The tokens of a segment are contiguous.
+    chunk: C, tokens that are taken together.
+  """
+  T = q_BxTxHxK.shape[1]
+  C = min(chunk, T)
+  pad = -T % C
+  given: tuple[jax.Array, ...] = q_BxTxHxK, k_BxTxHxK, v_BxTxHxV, g_BxTxH, beta_BxTxH, segment_ids_BxT
+  if pad:  # with padding, which changes nothing
+    given = tuple(jnp.pad(x, [(0, pad if d == 1 else 0) for d in range(x.ndim)]) for x in given)
+  q, k, v, g, beta, owner_BxT = _prepared(*given)
+  B, H = q.shape[0], q.shape[2]
+
+  def in_chunks(x: jax.Array) -> jax.Array:
+    """[B, T, H, …] to [N, B, H, C, …]."""
+    return jnp.moveaxis(x.reshape(B, -1, C, *x.shape[2:]), (1, 3), (0, 2))
+
+  q, k, v, g, beta = map(in_chunks, (q, k, v, g, beta))
+  owner_NxBxC = owner_BxT.reshape(B, -1, C).swapaxes(0, 1)
+  last_NxB = owner_NxBxC[..., -1]
+  before_NxB = jnp.concatenate([jnp.zeros_like(last_NxB[:1]), last_NxB[:-1]])
+  # What came into the chunk belongs to these tokens, and what leaves it comes from those.
+  enters_NxBx1xC = (owner_NxBxC == before_NxB[..., None])[:, :, None]
+  leaves_NxBx1xC = (owner_NxBxC == last_NxB[..., None])[:, :, None]
+  stays_NxB = last_NxB == before_NxB
+  earlier_NxBx1xCxC = (owner_NxBxC[..., :, None] == owner_NxBxC[..., None, :])[:, :, None] & jnp.tri(C, dtype=bool)
+
+  # Sums of g from the begin of the segment, or of the chunk, to the token: without a term of any other segment.
+  total_NxBxHxC = _einsum("nbhij,nbhj->nbhi", earlier_NxBx1xCxC.astype(g.dtype), g)
+  between = jnp.where(earlier_NxBx1xCxC, total_NxBxHxC[..., :, None] - total_NxBxHxC[..., None, :], 0.0)
+  decay_NxBxHxCxC = jnp.where(earlier_NxBx1xCxC, jnp.exp(between), 0.0)
+  since_NxBxHxC = jnp.where(enters_NxBx1xC, jnp.exp(total_NxBxHxC), 0.0)
+
+  # Each token's correction depends on those before it in the chunk: a triangular system for all of them.
+  system = _einsum("nbhik,nbhjk->nbhij", k * beta[..., None], k) * decay_NxBxHxCxC
+  system = jnp.where(jnp.tri(C, k=-1, dtype=bool), system, 0.0) + jnp.eye(C, dtype=system.dtype)
+  right = jnp.concatenate([v * beta[..., None], k * (beta * since_NxBxHxC)[..., None]], axis=-1)
+  solved = jax.scipy.linalg.solve_triangular(system, right, lower=True, unit_diagonal=True)
+  new_NxBxHxCxV, reads_NxBxHxCxK = solved[..., :v.shape[-1]], solved[..., v.shape[-1]:]
+  weights_NxBxHxCxC = _einsum("nbhik,nbhjk->nbhij", q, k) * decay_NxBxHxCxC
+  left_NxBxHxC = jnp.where(leaves_NxBx1xC, decay_NxBxHxCxC[..., -1, :], 0.0)
+  kept_NxBxH = jnp.where(stays_NxB[..., None], jnp.exp(total_NxBxHxC[..., -1]), 0.0)
+
+  def step(state_BxHxKxV, part):
+    q_in, weights, new, reads, k_out, kept, stays = part
+    change_BxHxCxV = new - _einsum("bhck,bhkv->bhcv", reads, state_BxHxKxV)
+    out = _einsum("bhck,bhkv->bhcv", q_in, state_BxHxKxV) + _einsum("bhij,bhjv->bhiv", weights, change_BxHxCxV)
+    state = jnp.where(stays[:, None, None, None], state_BxHxKxV * kept[..., None, None], 0.0)
+    return state + _einsum("bhck,bhcv->bhkv", k_out, change_BxHxCxV), out
+
+  parts = (q * since_NxBxHxC[..., None], weights_NxBxHxCxC, new_NxBxHxCxV, reads_NxBxHxCxK,
+           k * left_NxBxHxC[..., None], kept_NxBxH, stays_NxB)
+  state, out_NxBxHxCxV = jax.lax.scan(step, jnp.zeros((B, H, k.shape[-1], v.shape[-1]), q.dtype), parts)
+  out_BxTxHxV = jnp.moveaxis(out_NxBxHxCxV, (0, 2), (1, 3)).reshape(B, -1, H, v.shape[-1])[:, :T]
+  return jnp.where((segment_ids_BxT > 0)[..., None, None], out_BxTxHxV, 0.0), state
+
+
+def _prepared(q, k, v, g, beta, segment_ids_BxT) -> tuple[jax.Array, ...]:
+  """(q / sqrt(K), k, v, g, beta, `owners`), float32 or as wide as they are; padding changes no state."""
+  kind = jnp.promote_types(q.dtype, jnp.float32)
+  q, k, v, g, beta = (x.astype(kind) for x in (q, k, v, g, beta))
+  real_BxTx1 = segment_ids_BxT[..., None] > 0
+  g, beta = (jnp.where(real_BxTx1, x, 0.0) for x in (g, beta))
+  return q * q.shape[-1] ** -0.5, k, v, g, beta, owners(segment_ids_BxT)
