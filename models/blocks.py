@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from models.attention.cache import Cache, Past
+from models.attention.deltanet import GatedDeltaNet
 from models.attention.dispatch import attend_to_past, attention
 from models.attention.mask import TokenIds
 from models.attention.rope import apply_rope
@@ -29,7 +30,9 @@ class SelfAttention(nnx.Module):
   def __init__(self, spec: Spec, scope: Scope):
     H, G, K, D = spec.num_heads, spec.num_kv_heads, spec.head_dim, spec.hidden_size
     std, bias = spec.init_std, spec.qkv_bias
-    self.q = Linear(scope / "q", D, H * K, std=std, bias=bias, names=(None, "heads"))
+    # With a gate, each head has its query and then as many numbers for its gate.
+    queries = H * K * (2 if spec.attention_gate else 1)
+    self.q = Linear(scope / "q", D, queries, std=std, bias=bias, names=(None, "heads"))
     self.k = Linear(scope / "k", D, G * K, std=std, bias=bias, names=(None, "kv_heads"))
     self.v = Linear(scope / "v", D, G * K, std=std, bias=bias, names=(None, "kv_heads"))
     self.o = Linear(scope / "o", H * K, D, std=std, bias=spec.attention_out_bias, gain=out_gain(spec),
@@ -54,12 +57,13 @@ class SelfAttention(nnx.Module):
     s = self.spec
     B, T, _ = x_BxTxD.shape
     q, k, v = apply_linears((self.q, self.k, self.v), x_BxTxD, key)
-    q_BxTxHxK = q.reshape(B, T, s.num_heads, s.head_dim)
+    q_BxTxHxK = q.reshape(B, T, s.num_heads, -1)
     k_BxTxGxK, v_BxTxGxK = (part.reshape(B, T, s.num_kv_heads, s.head_dim) for part in (k, v))
     q_BxTxHxK = constrain(q_BxTxHxK, "batch", "length", "heads", None)
     k_BxTxGxK = constrain(k_BxTxGxK, "batch", "length", "kv_heads", None)
     v_BxTxGxK = constrain(v_BxTxGxK, "batch", "length", "kv_heads", None)
     q_BxTxHxK, k_BxTxGxK, v_BxTxGxK = (named(part, "qkv") for part in (q_BxTxHxK, k_BxTxGxK, v_BxTxGxK))
+    q_BxTxHxK, gate_BxTxHxK = q_BxTxHxK[..., :s.head_dim], q_BxTxHxK[..., s.head_dim:]
     if self.q_norm is not None:
       q_BxTxHxK, k_BxTxGxK = self._normalise(self.q_norm, q_BxTxHxK), self._normalise(self.k_norm, k_BxTxGxK)
     if rope is not None:
@@ -77,6 +81,8 @@ class SelfAttention(nnx.Module):
       new, seen = past.add(k_BxTxGxK[:, 0], v_BxTxGxK[:, 0], active_B, window)
       out_BxTxHxK = attend_to_past(q_BxTxHxK, seen.keys_BxGxSxK, seen.values_BxGxSxK, seen_BxS=seen.seen_BxS,
                                    active_B=active_B, **options)
+    if s.attention_gate:
+      out_BxTxHxK = out_BxTxHxK * jax.nn.sigmoid(gate_BxTxHxK.astype(jnp.float32)).astype(out_BxTxHxK.dtype)
     out_BxTxHxK = constrain(out_BxTxHxK, "batch", "length", "heads", None)
     return self.o(out_BxTxHxK.reshape(B, T, -1), key), new
 
@@ -87,14 +93,14 @@ class SelfAttention(nnx.Module):
 
 
 class Block(nnx.Module):
-  """One layer: attention and MLP (or mixture of experts), each a residual branch normalised before, after, or both;
-  or both of the same normalised input."""
+  """One layer: attention or what stands in its place, and MLP (or mixture of experts), each a residual branch
+  normalised before, after, or both; or both of the same normalised input."""
 
   def __init__(self, spec: Spec, scope: Scope):
+    """Without its mixer, `attn` or `delta`, which `stack_blocks` adds."""
     D = spec.hidden_size
     pre, post = spec.norm_position in ("pre", "sandwich"), spec.norm_position in ("post", "sandwich")
     self.attn_norm = make_norm(spec, scope / "attn_norm") if pre else None
-    self.attn = SelfAttention(spec, scope / "attn")
     self.attn_post_norm = make_norm(spec, scope / "attn_post_norm") if post else None
     self.parallel = spec.parallel_blocks
     self.mlp_norm = make_norm(spec, scope / "mlp_norm") if pre and not self.parallel else None
@@ -106,15 +112,19 @@ class Block(nnx.Module):
     self.residual_scale, self.dropout = spec.residual_scale, spec.dropout
 
   def __call__(self, x_BxTxD, tokens: TokenIds, rope, window: int | None, key: jax.Array | None,
-               past: Past | None = None):
-    """(x, statistics of the experts or None, keys and values or the cache).
+               past: Past | None = None, delta: bool = False):
+    """(x, statistics of the experts or None, {name of the mixer: keys and values, or a state}, or the cache).
 
-    `key`: this layer's key for dropout; None: no dropout. `past`: see `SelfAttention`.
+    `key`: this layer's key for dropout; None: no dropout. `past`: see `SelfAttention`. `delta`: it is a delta layer.
     """
     keys = (None, None) if key is None else jax.random.split(key)
     x_BxTxD = named(x_BxTxD, "layer_input")
     normed_BxTxD = x_BxTxD if self.attn_norm is None else self.attn_norm(x_BxTxD)
-    y, new = self.attn(normed_BxTxD, tokens, rope, window, key, past)
+    if delta:
+      y, new = self.delta(normed_BxTxD, tokens, key, past)
+    else:
+      y, new = self.attn(normed_BxTxD, tokens, rope, window, key, past)
+    new = {"delta" if delta else "attn": new} if past is None else new
     x_BxTxD = x_BxTxD + self._branch_end(y, self.attn_post_norm, keys[0])
     x_BxTxD = named(constrain(x_BxTxD, "batch", "stream", "embed"), "stream")
     if not self.parallel:
@@ -133,12 +143,23 @@ class Block(nnx.Module):
 
 
 def stack_blocks(spec: Spec, scope: Scope) -> Block:
-  """All of `spec`'s layers in one `Block`, whose arrays have a leading L; `scope` is the path that they share."""
+  """All of `spec`'s layers in one `Block`, whose arrays have a leading L; `scope` is the path that they share.
 
-  def make_block(layer: jax.Array) -> Block:
-    return Block(spec, dataclasses.replace(scope, layer=layer))
+  Of mixers, which may differ from layer to layer, the arrays have an entry for each layer that has them.
+  """
 
-  return jax.vmap(make_block)(jnp.arange(spec.num_layers))
+  def of_layer(make: Callable, name: str, layer: jax.Array):
+    own = dataclasses.replace(scope, layer=layer)
+    return make(own / name if name else own)
+
+  blocks = jax.vmap(functools.partial(of_layer, functools.partial(Block, spec), ""))(jnp.arange(spec.num_layers))
+  if attention := spec.layers_with("attn"):
+    make: Callable = functools.partial(SelfAttention, spec)
+    blocks.attn = jax.vmap(functools.partial(of_layer, make, "attn"))(jnp.array(attention))
+  if delta := spec.layers_with("delta"):
+    make = functools.partial(GatedDeltaNet, spec, out_gain=out_gain(spec))
+    blocks.delta = jax.vmap(functools.partial(of_layer, make, "delta"))(jnp.array(delta))
+  return blocks
 
 
 def run_blocks(spec: Spec, blocks: Block | Sequence[Block], layer: Callable, remat: Callable, x: Any
@@ -161,29 +182,40 @@ def run_blocks(spec: Spec, blocks: Block | Sequence[Block], layer: Callable, rem
   def in_group(i: int, x: Any, group: Any) -> tuple[Any, Any]:
     """The i-th layer of a period. It is taken out here, within what `remat` wraps: what goes in is then the scan's own
     input, which is there anyway, and not a copy of each layer's parameters, kept for the backward pass."""
-    block, index = jax.tree.map(lambda p: jax.lax.index_in_dim(p, i, keepdims=False), group)
-    return layer(i, x, block, index)
+    blocks, indices = group
+
+    def take(path: tuple[Any, ...], p: jax.Array) -> jax.Array | None:
+      layers = spec.layers_with(_part(path))
+      return jax.lax.index_in_dim(p, layers.index(i), keepdims=False) if i in layers else None
+
+    return layer(i, x, jax.tree_util.tree_map_with_path(take, blocks), indices[i])
 
   stacked_blocks = isinstance(blocks, Block)
   scanned = L // period * period if spec.scan_layers and stacked_blocks else 0
   indices = jnp.arange(L)
   stacked = []  # trees of runs of layers, in order
   if scanned:
-    groups = jax.tree.map(lambda p: p[:scanned].reshape(-1, period, *p.shape[1:]), (blocks, indices))
+    periods = scanned // period
+
+    def in_periods(path: tuple[Any, ...], p: jax.Array) -> jax.Array:
+      each = sum(i < period for i in spec.layers_with(_part(path)))
+      return p[:periods * each].reshape(periods, each, *p.shape[1:])
+
+    groups = jax.tree_util.tree_map_with_path(in_periods, blocks), indices[:scanned].reshape(periods, period)
 
     def scan_body(x, group):
       trees = [None] * period
       for i in range(period):
         x, trees[i] = remat(functools.partial(in_group, i), True)(x, group)
-      return x, jax.tree.map(lambda *parts: jnp.stack(parts), *trees)
+      return x, _joined(jnp.stack, trees)
 
     x, tree = jax.lax.scan(scan_body, x, groups)
     stacked.append(jax.tree.map(lambda part: part.reshape(-1, *part.shape[2:]), tree))
-  rest: Any = unstack(jax.tree.map(lambda p: p[scanned:], blocks), L - scanned) if stacked_blocks else blocks
+  rest: Any = unstack(spec, blocks, scanned) if stacked_blocks else blocks
   for i, block in enumerate(rest, scanned):
     x, tree = remat(functools.partial(layer, i), False)(x, block, indices[i])
     stacked.append(jax.tree.map(lambda part: part[None], tree))
-  return x, jax.tree.map(lambda *parts: jnp.concatenate(parts), *stacked)
+  return x, _joined(jnp.concatenate, stacked)
 
 
 def make_norm(spec: Spec, scope: Scope, gain: float = 1.0) -> Norm:
@@ -197,8 +229,30 @@ def out_gain(spec: Spec) -> float:
   return (2 * spec.num_layers) ** -0.5
 
 
-def unstack(tree: Any, n: int) -> list[Any]:
-  """The `n` trees stacked in `tree`. `jnp.unstack`, unlike indexing, has a cheap gradient: one concatenation."""
-  leaves, treedef = jax.tree.flatten(tree)
-  columns = [jnp.unstack(leaf) for leaf in leaves]
-  return [treedef.unflatten([column[i] for column in columns]) for i in range(n)]
+def unstack(spec: Spec, blocks: Any, first: int = 0) -> list[Any]:
+  """The trees of the layers from `first` on, of stacked ones; without the arrays of mixers that a layer does not have.
+
+  `jnp.unstack`, unlike indexing, has a cheap gradient: one concatenation.
+  """
+  leaves, treedef = jax.tree_util.tree_flatten_with_path(blocks)
+  columns = []
+  for path, leaf in leaves:
+    layers = spec.layers_with(_part(path))
+    columns.append(dict(zip(layers, jnp.unstack(leaf), strict=True)) if not first else dict(
+        zip([i for i in layers if i >= first], jnp.unstack(leaf[sum(i < first for i in layers):]), strict=True)))
+  return [treedef.unflatten([column.get(i) for column in columns]) for i in range(first, spec.num_layers)]
+
+
+def _part(path: tuple[Any, ...]) -> str:
+  """The part of a block that an array belongs to, by its path in a `Block` or in a dict of its arrays."""
+  return path[0].name if isinstance(path[0], jax.tree_util.GetAttrKey) else path[0].key
+
+
+def _joined(join: Callable, trees: Sequence[Any]) -> Any:
+  """What several layers give, array by array; under a name that not all of them have, that of those that have it."""
+  if isinstance(trees[0], dict):
+    names = dict.fromkeys(name for tree in trees for name in tree)
+    return {name: _joined(join, [tree[name] for tree in trees if name in tree]) for name in names}
+  if isinstance(trees[0], tuple):
+    return tuple(_joined(join, parts) for parts in zip(*trees, strict=True))
+  return None if trees[0] is None else join(trees)

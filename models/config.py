@@ -93,11 +93,20 @@ def model() -> ConfigDict:
   # cap * tanh(x / cap) on attention scores and on logits (Gemma 2); unset: none.
   m.attention_logit_cap = unset(float)
   m.final_logit_cap = unset(float)
+  # What attention gives is multiplied by the sigmoid of as many numbers, which the query projection makes, too: of each
+  # head its query, then its gate (Qwen3-Next).
+  m.attention_gate = False
   # Tokens visible to a `local` layer, itself included; `layer_pattern` is repeated over the depth,
   # e.g. ("local",) for Mistral, ("local", "global") for Gemma 2. A `nope` layer sees all before it and rotates nothing:
   # ("global", "global", "global", "nope") for SmolLM 3.
   m.window = unset(int)
   m.layer_pattern = ("global",)
+  # Sizes of `delta` layers, which have a state of a fixed size in the place of keys and values (Gated DeltaNet,
+  # arXiv 2412.06464; ("delta", "delta", "delta", "global") for Qwen3-Next). num_key_heads divides num_value_heads;
+  # conv_width: tokens that the short convolution sees, the current one included.
+  m.delta = ConfigDict(dict(num_key_heads=2, num_value_heads=4, key_head_dim=32, value_head_dim=32, conv_width=4))
+  # Tokens that are computed together, as products of matrices; of no effect but on speed and rounding.
+  m.delta.chunk = 64
   # Mixture of experts in place of the MLP; 0 experts: none. Nothing is dropped, whatever the router chooses.
   m.moe = e = ConfigDict(dict(num_experts=0, experts_per_token=2))
   # Width of each expert. Default: intermediate_size.
@@ -150,7 +159,7 @@ def model() -> ConfigDict:
   # Adapters (LoRA): `rank` above 0 freezes everything but low-rank updates x @ A @ B * scale of the kernels whose
   # path matches one of `targets` (the tower's begin with vision/); scale = alpha / rank, or alpha / sqrt(rank) with
   # `rslora`.
-  m.lora = a = ConfigDict(dict(rank=0, alpha=16.0, targets=(r"^blocks/(attn|mlp)/\w+/kernel",)))
+  m.lora = a = ConfigDict(dict(rank=0, alpha=16.0, targets=(r"^blocks/(attn|delta|mlp)/\w+/kernel",)))
   a.rslora = False
   # On the adapters' input; training only.
   a.dropout = 0.0

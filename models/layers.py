@@ -76,6 +76,11 @@ class Scope:
     """A parameter drawn evenly from [-bound, bound)."""
     return nnx.Param(jax.random.uniform(self._key(name), shape, jnp.float32, -bound, bound).astype(self.kind(name)))
 
+  def log_uniform(self, name: str, shape: tuple[int, ...], low: float, high: float) -> nnx.Param:
+    """The logarithm of what is drawn evenly from [low, high)."""
+    drawn = jax.random.uniform(self._key(name), shape, jnp.float32, low, high)
+    return nnx.Param(jnp.log(drawn).astype(self.kind(name)))
+
   def constant(self, name: str, shape: tuple[int, ...], value: float) -> nnx.Param:
     """A parameter that starts with the same value everywhere."""
     return nnx.Param(jnp.full(shape, value, self.kind(name)))

@@ -9,6 +9,7 @@ from models import layers
 from models.attention import dispatch as attention
 from models.attention.rope import Rope
 from models.spec_checks import at_least_one, cap, one_of
+from models.spec_parts import Delta, Lora, Moe, make_delta, make_lora, make_moe
 from models.spec_rope import make_ropes
 from models.spec_vision import VISION_KEYS, Vision, make_vision
 from trainer.errors import ConfigError
@@ -25,42 +26,20 @@ ARCHITECTURE_KEYS = (
                                         "attention_factor", "short_factors", "long_factors")),
     "tie_embeddings", "scale_embeddings", "embedding_scale", "residual_scale", "logit_scale",
     "qkv_bias", "attention_out_bias", "mlp_bias", "qk_norm", "qk_norm_over",
-    "attention_scale", "attention_logit_cap", "final_logit_cap", "window", "layer_pattern",
+    "attention_scale", "attention_logit_cap", "attention_gate", "final_logit_cap", "window", "layer_pattern",
+    *(f"delta.{key}" for key in ("num_key_heads", "num_value_heads", "key_head_dim", "value_head_dim", "conv_width")),
     *(f"moe.{key}" for key in ("num_experts", "experts_per_token", "expert_size", "shared_size", "shared_gate",
                                "softmax", "normalize_weights")),
     *VISION_KEYS,
 )
 # Entries of the vocabulary that logits are made of at a time where the config does not say it: on CPU, and elsewhere.
 VOCAB_CHUNK, VOCAB_CHUNK_ELSEWHERE = 2048, 8192
-LAYER_TYPES = ("global", "local", "nope")
+# Parts of a block of which a layer has one.
+MIXERS = frozenset({"attn", "delta"})
+LAYER_TYPES = ("global", "local", "nope", "delta")
 POSITIONS = ("rope", "learned", "none")
 NORM_POSITIONS = ("pre", "post", "sandwich")
 QK_NORMS = ("head", "each_head", "all")
-
-
-@dataclasses.dataclass(frozen=True)
-class Moe:
-  """The mixture of experts; the keys of `model.moe`."""
-
-  num_experts: int
-  experts_per_token: int
-  expert_size: int
-  shared_size: int
-  shared_gate: bool
-  softmax: str
-  normalize_weights: bool
-  balance_loss: float
-  z_loss: float
-
-
-@dataclasses.dataclass(frozen=True)
-class Lora:
-  """The adapters; the keys of `model.lora`, with the scale that follows from them."""
-
-  rank: int
-  scale: float
-  targets: tuple[str, ...]
-  dropout: float
 
 
 @dataclasses.dataclass(frozen=True)
@@ -97,9 +76,12 @@ class Spec:
   qk_norm_over: str
   attention_scale: float
   attention_logit_cap: float | None
+  attention_gate: bool
   final_logit_cap: float | None
   window: int | None
   layer_pattern: tuple[str, ...]
+  # None: there are no layers of type delta.
+  delta: Delta | None
   moe: Moe | None
   lora: Lora | None
   # None: a model of text alone.
@@ -129,6 +111,8 @@ class Spec:
   @property
   def no_prefix_sharing(self) -> str | None:
     """Why completions of one prompt cannot share one copy of it in a row; None: they can."""
+    if self.delta is not None:
+      return "the state of its delta layers is that of one text"
     if "local" in self.layer_pattern:
       return "the window of its local layers counts places of the row"
     if self.moe is not None:
@@ -138,6 +122,16 @@ class Spec:
     if any(rope.scaling is not None and rope.scaling.by_length for rope in self.ropes.values()):
       return "its RoPE scaling depends on the length of each text"
     return None
+
+  @property
+  def no_split_length(self) -> str | None:
+    """Why the length of rows cannot be split over devices; None: it can."""
+    return None if self.delta is None else "its delta layers go through each row from its begin to its end"
+
+  def layers_with(self, part: str) -> list[int]:
+    """Numbers of the layers that have that part of a block: attn or delta; any other: all."""
+    kinds = [self.layer_type(layer) for layer in range(self.num_layers)]
+    return [i for i, kind in enumerate(kinds) if part not in MIXERS or (kind == "delta") == (part == "delta")]
 
   def window_of(self, layer: int) -> int | None:
     """The window of that layer; None: it sees all before it."""
@@ -222,11 +216,13 @@ def make_spec(m: ConfigDict) -> Spec:
       qk_norm_over=one_of("qk_norm_over", m.qk_norm_over, QK_NORMS),
       attention_scale=attention_scale,
       attention_logit_cap=cap("attention_logit_cap", m.attention_logit_cap),
+      attention_gate=m.attention_gate,
       final_logit_cap=cap("final_logit_cap", m.final_logit_cap),
       window=window,
       layer_pattern=pattern,
-      moe=_moe(m, reasons),
-      lora=_lora(m.lora),
+      delta=make_delta(m, pattern),
+      moe=make_moe(m, reasons),
+      lora=make_lora(m.lora),
       vision=make_vision(m.vision, reasons),
       neftune_alpha=m.neftune_alpha,
       dropout=m.dropout,
@@ -278,51 +274,3 @@ def _layer_pattern(m: ConfigDict) -> tuple[tuple[str, ...], int | None]:
     )
   at_least_one("window", m.window)
   return pattern, m.window
-
-
-def _moe(m: ConfigDict, reasons: list[str]) -> Moe | None:
-  c = m.moe
-  if c.num_experts == 0:
-    return None
-  at_least_one("moe.num_experts", c.num_experts)
-  if not 1 <= c.experts_per_token <= c.num_experts:
-    raise ConfigError(
-        f"model.moe.experts_per_token: found {c.experts_per_token}, allowed: 1 to num_experts={c.num_experts}."
-    )
-  if m.mlp_bias or m.activation not in layers.GATED:
-    raise ConfigError(
-        f"model.moe: experts are gated MLPs without biases; found activation={m.activation!r}, mlp_bias={m.mlp_bias}. "
-        f"Allowed: {', '.join(layers.GATED)}; mlp_bias=False."
-    )
-  for key in ("balance_loss", "z_loss", "shared_size"):
-    if c[key] < 0:
-      raise ConfigError(f"model.moe.{key}: found {c[key]}, allowed: 0 or more.")
-  if c.shared_gate and not c.shared_size:
-    raise ConfigError("model.moe.shared_gate is set, but there is no shared expert: set model.moe.shared_size.")
-  expert_size = c.expert_size
-  if expert_size is None:
-    expert_size = m.intermediate_size
-    reasons.append(f"model.moe.expert_size = {expert_size}: intermediate_size")
-  return Moe(
-      num_experts=c.num_experts,
-      experts_per_token=c.experts_per_token,
-      expert_size=at_least_one("moe.expert_size", expert_size),
-      shared_size=c.shared_size,
-      shared_gate=c.shared_gate,
-      softmax=one_of("moe.softmax", c.softmax, ("before_topk", "after_topk")),
-      normalize_weights=c.normalize_weights,
-      balance_loss=c.balance_loss,
-      z_loss=c.z_loss,
-  )
-
-
-def _lora(c: ConfigDict) -> Lora | None:
-  if c.rank == 0:
-    return None
-  at_least_one("lora.rank", c.rank)
-  if not 0.0 <= c.dropout < 1.0 or c.alpha <= 0:
-    raise ConfigError(
-        f"model.lora: found dropout={c.dropout}, alpha={c.alpha}; allowed: 0 <= dropout < 1, alpha above 0."
-    )
-  scale = c.alpha / (math.sqrt(c.rank) if c.rslora else c.rank)
-  return Lora(rank=c.rank, scale=scale, targets=tuple(c.targets), dropout=c.dropout)

@@ -14,7 +14,7 @@ def make_ropes(m: ConfigDict, pattern: tuple[str, ...], head_dim: int) -> dict[s
   """How the layers of each type of the pattern rotate; those that do not are left out."""
   if m.positions != "rope":
     return {}
-  thetas = dict.fromkeys((kind for kind in pattern if kind != "nope"), m.rope_theta)
+  thetas = dict.fromkeys((kind for kind in pattern if kind not in ("nope", "delta")), m.rope_theta)
   own_local = m.rope_local_theta is not None and "local" in pattern
   if own_local:
     thetas["local"] = m.rope_local_theta

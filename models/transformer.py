@@ -11,8 +11,9 @@ which takes and returns plain dicts.
 import dataclasses
 import functools
 import math
+import operator
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import jax
@@ -34,7 +35,7 @@ from models.quantization.matmul import MatmulRules
 from models.remat import remat_policy
 from models.sharding import logical_axes
 from models.sharding.logical_axes import constrain
-from models.spec import Spec, make_spec, padded_vocab_size
+from models.spec import MIXERS, Spec, make_spec, padded_vocab_size
 from trainer import tree
 from trainer.errors import ConfigError
 
@@ -60,12 +61,14 @@ class Decoder(nnx.Module):
 
   def __call__(self, batch: dict, remat: Callable, key: jax.Array | None, remember: bool = False,
                cache: Cache | None = None, blocks: Sequence[Block] | None = None
-               ) -> tuple[jax.Array, dict | None, tuple[jax.Array, jax.Array] | Cache | None]:
-    """(hidden states, statistics of every layer's experts, stacked, or None, keys and values [L, B, T, G, K]).
+               ) -> tuple[jax.Array, dict | None, dict | Cache | None]:
+    """(hidden states, statistics of every layer's experts, stacked, or None, what layers leave for later tokens).
 
-    `remat` is a `remat_policy`; `key` feeds dropout, None: no dropout. Keys and values only with `remember`. Where
+    That is by the name of their mixer, stacked: attn: keys and values [L, B, T, G, K]; delta: see `GatedDeltaNet`.
+
+    `remat` is a `remat_policy`; `key` feeds dropout, None: no dropout. They leave something only with `remember`. Where
     there is a `cache`, T is 1, each row's token follows those that its row of the cache holds, and the cache with its
-    keys and values comes in their place. `blocks`: those of each layer, from `unstack`.
+    keys and values comes in that place. `blocks`: those of each layer, from `unstack`.
     """
     s = self.spec
     positions, segment_ids = batch["positions"], batch["segment_ids"]
@@ -77,9 +80,10 @@ class Decoder(nnx.Module):
       x_BxTxD, cache = carry
       layer_key = None if key is None else jax.random.fold_in(key, index)
       kind = s.layer_type(place)
+      delta = kind == "delta"
       window = s.window if kind == "local" else None
       past = None if cache is None else Past(cache, place, index)
-      x_BxTxD, stats, new = block(x_BxTxD, tokens, ropes.get(kind), window, layer_key, past)
+      x_BxTxD, stats, new = block(x_BxTxD, tokens, ropes.get(kind), window, layer_key, past, delta)
       return (x_BxTxD, None if past is None else new), (stats, new if remember else None)
 
     (x_BxTxD, cache), (stats, new) = run_blocks(s, blocks or self.blocks, layer, remat, (x_BxTxD, cache))
@@ -134,6 +138,7 @@ class Transformer:
     self.trained_only = lora.TRAINED if self.spec.lora else None
     self.num_layers, self.vision = self.spec.num_layers, self.spec.vision
     self.max_length, self.no_prefix_sharing = self.spec.max_length, self.spec.no_prefix_sharing
+    self.no_split_length = self.spec.no_split_length
     self.final_logit_cap = self.spec.final_logit_cap
     self.vocab_chunk = self.spec.vocab_chunk
     self._dtypes = (jnp.dtype(params_dtype), jnp.dtype(compute_dtype))
@@ -191,8 +196,8 @@ class Transformer:
   def begin(self, cache: Cache, begun: Any, rows_M: jax.Array, sources_M: jax.Array) -> Cache:
     """See `models.api.Generative`."""
     new, positions, segment_ids = begun
-    new = tuple(part[:, sources_M] for part in new)
-    return cache_lib.begin(cache, new, positions[sources_M], segment_ids[sources_M], rows_M)
+    new = jax.tree.map(lambda part: part[:, sources_M], new)
+    return cache_lib.begin(cache, self.spec, new, positions[sources_M], segment_ids[sources_M], rows_M)
 
   def resized_cache(self, cache: Cache, rows_R: jax.Array, max_length: int) -> Cache:
     """See `models.api.Generative`."""
@@ -211,17 +216,21 @@ class Transformer:
     params = {path: as_used(path, leaf) for path, leaf in tree.flatten(params).items()}
     params = tree.unflatten({
         paths[path]: leaf if paths[path] == path else leaf.swapaxes(-1, -2) for path, leaf in params.items()})
-    return {**params, "blocks": unstack(params["blocks"], self.num_layers)} if self._one_by_one else params
+    if not self._one_by_one:
+      return params
+    blocks = unstack(self.spec, params["blocks"])
+    return {**params, "blocks": [{part: arrays for part, arrays in block.items() if jax.tree.leaves(arrays)}
+                                 for block in blocks]}
 
   def decode(self, params: Params, tokens_B: jax.Array, active_B: jax.Array, cache: Cache) -> tuple[jax.Array, Cache]:
     """See `models.api.Generative`."""
     graph, state = self._decoding
     blocks = None
     if self._one_by_one:
-      block_graph, _ = nnx.split(nnx.merge(graph, state).blocks)
-      blocks = [nnx.merge(block_graph, block) for block in params["blocks"]]
+      blocks = [nnx.merge(_without(nnx.merge(graph, state).blocks, MIXERS - block.keys()), block)
+                for block in params["blocks"]]
       # The decoder runs `blocks`. Something has to be in the place of its stack, which it does not run.
-      params = {**params, "blocks": params["blocks"][0]}
+      params = {**params, "blocks": functools.reduce(operator.or_, params["blocks"])}
     batch = dict(tokens=tokens_B[:, None], positions=cache.lengths[:, None],
                  segment_ids=active_B[:, None].astype(jnp.int32))
     decoder = nnx.merge(graph, params)
@@ -297,7 +306,9 @@ class Transformer:
     of experts only as many as a token passes through),
     and a query of a causal row of T tokens sees (T + 1) / 2 keys on average, fewer with a window. With adapters, the
     weights of the base count 4 times and not 6, since they have no gradient. What tokens of an image or a prefix see
-    beyond that is not counted.
+    beyond that is not counted. A delta layer sees no keys: for each of its H states [K, V], a token reads it with its
+    key, adds a product to it and reads it with its query, 18 H K V (however many tokens are taken together), and 6 W
+    for each channel of its convolutions.
 
     Tower and projector work by the image and not by the token: those of a row's images, unused ones included, are
     shared out among its tokens.
@@ -315,10 +326,19 @@ class Transformer:
     weights += s.hidden_size * self.vocab_size
     adapters = sum(n for path, n in sizes.items() if lora.is_adapter(path))
     length = seq_len if document_length is None else min(document_length, seq_len)
-    visible = sum(_mean_visible(length, s.window_of(i)) for i in range(s.num_layers))
+    visible = sum(_mean_visible(length, s.window_of(i)) for i in s.layers_with("attn"))
     matmuls = 6.0 * weights if s.lora is None else 4.0 * weights + 6.0 * adapters
     images = images_per_row * self._flops_per_image(tower_frozen) / seq_len if images_per_row else 0.0
-    return matmuls + 12.0 * s.num_heads * s.head_dim * visible + images
+    return matmuls + 12.0 * s.num_heads * s.head_dim * visible + self._flops_of_states() + images
+
+  def _flops_of_states(self) -> float:
+    """Operations of a token in the states of delta layers and in the convolutions before them, forward and backward."""
+    s = self.spec.delta
+    if s is None:
+      return 0.0
+    states = s.num_value_heads * s.key_head_dim * s.value_head_dim
+    channels = 2 * s.num_key_heads * s.key_head_dim + s.num_value_heads * s.value_head_dim
+    return len(self.spec.layers_with("delta")) * (18.0 * states + 6.0 * s.conv_width * channels)
 
   def _flops_per_image(self, frozen: bool) -> float:
     """Operations in tower and projector for one image."""
@@ -351,6 +371,14 @@ def _frozen(form: str, freeze: Sequence[str], adapters: bool) -> quantize.Frozen
     return adapters and not lora.is_adapter(path) or any(re.search(pattern, path) for pattern in freeze)
 
   return quantize.Frozen(form, is_frozen)
+
+
+def _without(block: Block, parts: Collection[str]) -> nnx.GraphDef:
+  """The structure of a block that lacks some of its parts."""
+  for part in parts:
+    if hasattr(block, part):
+      delattr(block, part)
+  return nnx.split(block)[0]
 
 
 def _mean_visible(length: float, window: int | None) -> float:

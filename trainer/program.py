@@ -197,6 +197,9 @@ def make_program(config: Any, model: Any, optimizer: optim.Optimizer, mesh: Any,
   """
   strategy_cfg = config.strategy
   strategies.check(config)
+  if mesh.shape.get("context", 1) > 1 and (reason := getattr(model, "no_split_length", None)):
+    raise ConfigError(f"mesh.context is {mesh.shape['context']}, which splits the length of rows, but the model cannot "
+                      f"have that: {reason}. Use --config.mesh.context=1.")
   reference, precompute = None, False
   if strategies.needs_reference(strategy_cfg):
     reference = reference_lib.shapes(config, optimizer, model.abstract_params())

@@ -8,6 +8,7 @@ no more slots than it has tokens, so that each new token replaces the one that h
 a slot holds follows from the row's length alone: nothing is ever moved or cleared.
 """
 
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -32,10 +33,12 @@ class Cache(NamedTuple):
   before it is read, unless the compiler can do without, as those for CPU and GPU cannot.
   """
 
-  # For each place, [N, B, G, S, K], after the rotation; in the compute dtype, or as wide as its
+  # For each place of a layer of attention, [N, B, G, S, K], after the rotation; in the compute dtype, or as wide as its
   # products read them (`empty`). The slots of a head lie together, as
   # products with a query read them.
   keys: tuple[jax.Array, ...]
+  # In a delta layer's place, the last inputs of its convolutions [N, B, W - 1, C], in that dtype, stand in place of
+  # keys, and its states [N, B, H, K, V], float32 or wider, in place of values.
   values: tuple[jax.Array, ...]
   # int32 [B]: how many tokens of each row have been seen; the next one's position.
   lengths: jax.Array
@@ -65,8 +68,7 @@ class Past(NamedTuple):
 
     Lengths stay as they are: other layers are still to come.
     """
-    period = len(self.cache.keys)
-    place, entry = self.place % period, self.layer // period
+    place, entry = self._at()
     S = self.cache.keys[place].shape[3]
     # Of rows that are not active it goes to a slot that does not exist. It is written before anything is read: else
     # the compiler keeps a copy of the cache for those who read.
@@ -89,18 +91,51 @@ class Past(NamedTuple):
     return self.cache._replace(keys=keys, values=values), Seen(of_keys, of_values, seen_BxS)
 
 
+  def state(self) -> tuple[jax.Array, jax.Array]:
+    """A delta layer's part: the last inputs of its convolutions [B, W - 1, C] and its states [B, H, K, V]."""
+    place, entry = self._at()
+    inputs, states = (jax.lax.dynamic_index_in_dim(arrays[place], entry, keepdims=False)
+                      for arrays in (self.cache.keys, self.cache.values))
+    return inputs, states
+
+  def with_state(self, inputs: jax.Array, states: jax.Array, active_B: jax.Array) -> Cache:
+    """The cache with these in their place, of rows that are active."""
+    place, entry = self._at()
+
+    def put(arrays: tuple[jax.Array, ...], new: jax.Array, old: jax.Array) -> tuple[jax.Array, ...]:
+      new = jnp.where(active_B.reshape(-1, *[1] * (new.ndim - 1)), new.astype(old.dtype), old)
+      changed = jax.lax.dynamic_update_index_in_dim(arrays[place], new, entry, 0)
+      return (*arrays[:place], _constrain(changed), *arrays[place + 1:])
+
+    of_inputs, of_states = self.state()
+    return self.cache._replace(keys=put(self.cache.keys, inputs, of_inputs),
+                               values=put(self.cache.values, states, of_states))
+
+  def _at(self) -> tuple[int, jax.Array]:
+    """The layer's place in the cache, and its entry in the arrays there."""
+    period = len(self.cache.keys)
+    return self.place % period, self.layer // period
+
+
 def empty(spec: Spec, rows: int, max_length: int, dtype: Any, apart: bool = False) -> Cache:
   """A cache of `rows` rows, for up to `max_length` tokens each; `apart`: with arrays of its own for each layer.
 
   For `dtype`, in which keys and values come.
   """
-  dtype = cpu.cache_dtype(dtype)
-  period, arrays = spec.num_layers if apart else len(spec.layer_pattern), []
+  dtype, wide = cpu.cache_dtype(dtype), jnp.promote_types(dtype, jnp.float32)
+  period, keys, values = spec.num_layers if apart else len(spec.layer_pattern), [], []
   for place in range(period):
     layers = len(range(place, spec.num_layers, period))
+    if spec.layer_type(place) == "delta":
+      d = spec.delta
+      channels = 2 * d.num_key_heads * d.key_head_dim + d.num_value_heads * d.value_head_dim
+      keys.append(jnp.zeros((layers, rows, d.conv_width - 1, channels), dtype))
+      values.append(jnp.zeros((layers, rows, d.num_value_heads, d.key_head_dim, d.value_head_dim), wide))
+      continue
     slots = max_length if spec.window_of(place) is None else min(spec.window, max_length)
-    arrays.append(jnp.zeros((layers, rows, spec.num_kv_heads, slots, spec.head_dim), dtype))
-  return Cache(tuple(map(_constrain, arrays)), tuple(map(_constrain, arrays)), jnp.zeros(rows, jnp.int32))
+    for arrays in (keys, values):
+      arrays.append(jnp.zeros((layers, rows, spec.num_kv_heads, slots, spec.head_dim), dtype))
+  return Cache(tuple(map(_constrain, keys)), tuple(map(_constrain, values)), jnp.zeros(rows, jnp.int32))
 
 
 def resized(cache: Cache, spec: Spec, rows_R: jax.Array, max_length: int) -> Cache:
@@ -111,6 +146,8 @@ def resized(cache: Cache, spec: Spec, rows_R: jax.Array, max_length: int) -> Cac
   """
 
   def of_place(place: int, part_NxBxGxSxK: jax.Array) -> jax.Array:
+    if spec.layer_type(place) == "delta":
+      return _constrain(part_NxBxGxSxK.at[:, rows_R].get(mode="fill", fill_value=0))
     slots = max_length if spec.window_of(place) is None else min(spec.window, max_length)
     kept = part_NxBxGxSxK.at[:, rows_R].get(mode="fill", fill_value=0)
     return _constrain(jnp.pad(kept, [(0, max(0, slots - kept.shape[3]) if d == 3 else 0) for d in range(5)]))
@@ -126,13 +163,15 @@ def positions_of(lengths_B: jax.Array, slots: int) -> jax.Array:
   return newest_Bx1 - (newest_Bx1 - jnp.arange(slots)) % slots
 
 
-def begin(cache: Cache, new: tuple[jax.Array, jax.Array], positions_MxT: jax.Array, segment_ids_MxT: jax.Array,
-          rows_M: jax.Array) -> Cache:
+def begin(cache: Cache, spec: Spec, new: Mapping[str, tuple[jax.Array, jax.Array]], positions_MxT: jax.Array,
+          segment_ids_MxT: jax.Array, rows_M: jax.Array) -> Cache:
   """The cache with rows that are begun anew.
 
   Args:
     cache: what to add to.
-    new: keys and values [L, M, T, G, K].
+    spec: the model's.
+    new: attn: keys and values [L, M, T, G, K] of the layers that have them; delta: the last inputs of the convolutions
+      and the states of those [L, M, …].
     positions_MxT: of these tokens, from 0 on.
     segment_ids_MxT: 0: padding, not written.
     rows_M: the row of the cache that each goes to; one beyond the last is left out.
@@ -152,10 +191,21 @@ def begin(cache: Cache, new: tuple[jax.Array, jax.Array], positions_MxT: jax.Arr
     return _constrain(old_NxBxGxSxK.at[:, rows_M[:, None], :, slots_MxT].set(
         new_MxTxNxGxK, mode="drop", unique_indices=True))
 
-  keys, values = (tuple(write(old, part[place::period]) for place, old in enumerate(olds))
-                  for olds, part in zip((cache.keys, cache.values), new, strict=True))
+  def at_place(place: int, old: jax.Array, which: int) -> jax.Array:
+    delta = spec.layer_type(place) == "delta"
+    alike = [i for i in range(period) if (spec.layer_type(i) == "delta") == delta]
+    if not len(old):
+      return old
+    of_place = new["delta" if delta else "attn"][which][alike.index(place)::len(alike)]
+    if not delta:
+      return write(old, of_place)
+    return _constrain(old.at[:, rows_M].set(of_place.astype(old.dtype), mode="drop", unique_indices=True))
+
+  keys, values = (tuple(at_place(place, old, which) for place, old in enumerate(olds))
+                  for which, olds in enumerate((cache.keys, cache.values)))
   return Cache(keys, values, cache.lengths.at[rows_M].set(ends_M, mode="drop", unique_indices=True))
 
 
-def _constrain(part_NxBxGxSxK: jax.Array) -> jax.Array:
-  return constrain(part_NxBxGxSxK, None, "batch", "kv_heads", None, None)
+def _constrain(part: jax.Array) -> jax.Array:
+  """[N, B, G, S, K], or the states of delta layers [N, B, H, K, V], or the inputs of their convolutions."""
+  return constrain(part, None, "batch", *(("kv_heads", None, None) if part.ndim == 5 else (None, None)))

@@ -39,7 +39,7 @@ GRADIENTS = ("none", "inputs", "all")
 # (forward, gradients)
 _TYPES = {"int8": (jnp.int8, jnp.int8), "fp8": (jnp.float8_e4m3fn, jnp.float8_e5m2)}
 # Kernels of the blocks that decide rather than compute: small, and not worth an error.
-_NEVER = re.compile(r"/(router|shared_gate)/")
+_NEVER = re.compile(r"/(router|shared_gate|delta/[ab])/")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -76,7 +76,8 @@ class QuantizedMatmul:
 
 @dataclasses.dataclass(frozen=True)
 class MatmulRules:
-  """Which kernels of the blocks are multiplied in 8 bits: all but routers, shared gates and those that match `skip`."""
+  """Which kernels of the blocks are multiplied in 8 bits: all but routers, gates (shared ones, and those of
+  delta layers), and those that match `skip`."""
 
   matmul: QuantizedMatmul
   skip: tuple[str, ...] = ()

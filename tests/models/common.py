@@ -55,8 +55,20 @@ COHERE = dict(
     window=3,
     layer_pattern=("local", "nope"),
 )
+QWEN3_NEXT = dict(
+    norm_eps=1e-3,
+    num_layers=5,
+    num_kv_heads=2,
+    head_dim=6,
+    norm_scale_plus_one=True,
+    rope_fraction=0.34,
+    qk_norm=True,
+    attention_gate=True,
+    layer_pattern=("delta", "delta", "global"),
+    delta=dict(num_key_heads=2, num_value_heads=4, key_head_dim=6, value_head_dim=4, conv_width=3, chunk=5),
+)
 FAMILIES = dict(llama=LLAMA, gemma=GEMMA, gpt2=GPT2, olmo=OLMO)
-OPTIONS_OF = dict(**FAMILIES, cohere=COHERE)
+OPTIONS_OF = dict(**FAMILIES, cohere=COHERE, qwen3_next=QWEN3_NEXT)
 
 
 def config(**changed):

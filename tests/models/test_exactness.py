@@ -66,7 +66,7 @@ def place(documents, rows):
   return dict(tokens=tokens, segment_ids=segments, positions=positions)
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", [*FAMILIES, "qwen3_next"])
 def test_packing_and_padding_change_nothing(name):
   """I3: the same documents packed, alone, padded left, right, on both sides: same loss and gradients."""
   model, params, _ = family(name)
@@ -99,7 +99,7 @@ def test_packing_and_padding_change_nothing(name):
 
 
 @pytest.mark.parametrize("scan_layers", [True, False])
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", [*FAMILIES, "qwen3_next"])
 def test_perturbing_one_document_leaves_the_others_bitwise(name, scan_layers):
   _, params, logits = family(name, scan_layers)
   before = np.asarray(logits(params, BATCH))
@@ -119,7 +119,8 @@ def test_positions_and_segments_default_to_restarting_documents():
   np.testing.assert_array_equal(model.logits(params, TOKENS), model.logits(params, one))
 
 
-@pytest.mark.parametrize("layers,pattern", [(3, ["global"]), (5, ["local", "global"]), (4, ["local"] * 2 + ["global"])])
+@pytest.mark.parametrize("layers,pattern", [(3, ["global"]), (5, ["local", "global"]), (4, ["local"] * 2 + ["global"]),
+                                            (5, ["delta", "global"]), (3, ["delta"])])
 def test_scanned_equals_unrolled(layers, pattern):
   """I11, with layers left over after whole periods of the pattern."""
   options = dict(num_layers=layers, layer_pattern=tuple(pattern), attention_block=T)

@@ -1,6 +1,5 @@
 """The Transformer against a numpy one; what each option does."""
 
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -14,6 +13,7 @@ from tests.models.common import (
   GPT2,
   LLAMA,
   OPTIONS_OF,
+  QWEN3_NEXT,
   SEGMENTS,
   TOKENS,
   VOCAB,
@@ -25,93 +25,13 @@ from tests.models.common import (
   paths,
   random_params,
 )
+from tests.models.numpy_model import np_forward
 from trainer import tree
 from trainer.distributed import mesh as mesh_lib
 
 
-def np_softmax(x):
-  e = np.exp(x - x.max(-1, keepdims=True))
-  return e / e.sum(-1, keepdims=True)
-
-
-def np_forward(m, params, tokens, segments):
-  """Logits of one row, in float64, one head at a time; `m` is the config."""
-  p = {k: np.asarray(v, np.float64) for k, v in paths(params).items()}
-  D, H, G = m.hidden_size, m.num_heads, m.num_kv_heads or m.num_heads
-  K = m.head_dim or D // H
-  n = len(tokens)
-  positions = np.array([t - segments.tolist().index(segments[t]) for t in range(n)])
-
-  def norm(x, name, kind=m.norm, layer=...):
-    x = x - x.mean(-1, keepdims=True) if kind == "layernorm" else x
-    x = x / np.sqrt((x**2).mean(-1, keepdims=True) + m.norm_eps)
-    scale = p[name + "/scale"][layer] + m.norm_scale_plus_one
-    return x * scale + (p[name + "/bias"][layer] if name + "/bias" in p else 0)
-
-  def dense(x, name, layer):
-    return x @ p[name + "/kernel"][layer] + (p[name + "/bias"][layer] if name + "/bias" in p else 0)
-
-  def rope(x, theta):
-    P = int(K * m.rope_fraction) // 2
-    if m.rope_interleaved:
-      pairs = (x[:, 0 : 2 * P : 2] + 1j * x[:, 1 : 2 * P : 2]) * np.exp(
-          1j * positions[:, None] * theta ** (-np.arange(P) / P))
-      return np.concatenate([np.stack([pairs.real, pairs.imag], -1).reshape(n, 2 * P), x[:, 2 * P :]], 1)
-    turned = (x[:, :P] + 1j * x[:, P : 2 * P]) * np.exp(1j * positions[:, None] * theta ** (-np.arange(P) / P))
-    return np.concatenate([turned.real, turned.imag, x[:, 2 * P :]], 1)
-
-  def self_attention(x, layer):
-    kind = m.layer_pattern[layer % len(m.layer_pattern)]
-    local, rotates = kind == "local", kind != "nope" and m.positions == "rope"
-    q, k, v = (dense(x, f"blocks/attn/{c}", layer).reshape(n, -1, K) for c in "qkv")
-    if m.qk_norm:
-      over = (n, -1) if m.qk_norm_over == "all" else (n, -1, K)
-      kind = m.norm if m.qk_norm_over == "each_head" else "rmsnorm"
-      q, k = (norm(c.reshape(over), f"blocks/attn/{name}_norm", kind, layer).reshape(c.shape)
-              for c, name in ((q, "q"), (k, "k")))
-    behind = np.arange(n)[:, None] - np.arange(n)
-    seen = (behind >= 0) & (segments[:, None] == segments) & (behind < (m.window if local else n))
-    heads = []
-    for h in range(H):
-      q_h, k_h = q[:, h], k[:, h // (H // G)]
-      if rotates:
-        theta = m.rope_local_theta if local and m.rope_local_theta else m.rope_theta
-        q_h, k_h = rope(q_h, theta), rope(k_h, theta)
-      scores = q_h @ k_h.T * (m.attention_scale or K**-0.5)
-      if m.attention_logit_cap:
-        scores = m.attention_logit_cap * np.tanh(scores / m.attention_logit_cap)
-      heads.append(np_softmax(np.where(seen, scores, -np.inf)) @ v[:, h // (H // G)])
-    return dense(np.concatenate(heads, 1), "blocks/attn/o", layer)
-
-  def mlp(x, layer):
-    act = {
-        "swiglu": lambda x: x / (1 + np.exp(-x)),
-        "relu2": lambda x: np.maximum(x, 0) ** 2,
-    }.get(m.activation, lambda x: 0.5 * x * (1 + np.tanh(np.sqrt(2 / np.pi) * (x + 0.044715 * x**3))))
-    up = dense(x, "blocks/mlp/up", layer)
-    gated = m.activation.endswith("glu")
-    return dense(act(dense(x, "blocks/mlp/gate", layer)) * up if gated else act(up), "blocks/mlp/down", layer)
-
-  x = p["embed/embedding"][tokens] * (D**0.5 if m.scale_embeddings else 1) * m.embedding_scale
-  if m.positions == "learned":
-    x = x + p["pos_embed/embedding"][positions]
-  for layer in range(m.num_layers):
-    if m.parallel_blocks:
-      y = norm(x, "blocks/attn_norm", layer=layer)
-      x = x + m.residual_scale * (self_attention(y, layer) + mlp(y, layer))
-      continue
-    for branch, name in ((self_attention, "attn"), (mlp, "mlp")):
-      y = norm(x, f"blocks/{name}_norm", layer=layer) if m.norm_position != "post" else x
-      y = branch(y, layer)
-      y = norm(y, f"blocks/{name}_post_norm", layer=layer) if m.norm_position != "pre" else y
-      x = x + m.residual_scale * y
-  x = m.logit_scale * norm(x, "final_norm")
-  logits = x @ (p["embed/embedding"].T if m.tie_embeddings else p["unembed/kernel"])
-  return m.final_logit_cap * np.tanh(logits / m.final_logit_cap) if m.final_logit_cap else logits
-
-
 @pytest.mark.parametrize("scan_layers", [True, False])
-@pytest.mark.parametrize("name", [*FAMILIES, "cohere"])
+@pytest.mark.parametrize("name", OPTIONS_OF)
 def test_logits_equal_the_numpy_model(name, scan_layers):
   _, params, compiled = family(name, scan_layers)
   logits = np.asarray(compiled(params, BATCH))
@@ -187,6 +107,9 @@ OPTIONS = [
     (dict(window=3, layer_pattern=("local",)), {}),
     (dict(window=3, layer_pattern=("global", "local")), dict(window=3, layer_pattern=("local", "global"))),
     (dict(layer_pattern=("global", "nope")), {}),
+    (dict(layer_pattern=("delta", "global")), {}),
+    (dict(attention_gate=True), {}),
+    (dict(layer_pattern=("delta",), delta=dict(conv_width=2)), dict(layer_pattern=("delta",))),
     (dict(init_std=0.3), {}),
     (dict(vocab_size=64), {}),
 ]  # fmt: skip
@@ -266,6 +189,14 @@ def test_flops_against_a_hand_count():
   visible = (1 + 2 + 3 + 4 * 5) / 8 + (1 + 2 + 3 + 4 + 5 + 6 + 7 + 8) / 8
   assert model.flops_per_token(8) == 6 * (2 * per_layer + 16 * 56) + 12 * 4 * 4 * visible
   assert model.flops_per_token(8, document_length=2) < model.flops_per_token(8)
+
+
+def test_flops_of_states_against_a_hand_count():
+  """A state is read, added to, and read again; a backward pass is two forward ones. No token sees another's key."""
+  model = make(**QWEN3_NEXT | dict(num_layers=3))  # two delta layers, one of attention
+  projections = 2 * 16 * (12 + 12 + 16 + 16 + 4 + 4 + 16) + 16 * (2 * 24 + 12 + 12 + 24) + 3 * 3 * 16 * 24
+  states = 2 * 3 * (3 * 2 * 4 * 6 * 4 + 2 * 3 * (12 + 12 + 16))
+  assert model.flops_per_token(8) == 6 * (projections + 16 * 56) + states + 12 * 4 * 6 * 4.5
 
 
 def test_flops_against_the_compiler(monkeypatch):

@@ -156,7 +156,7 @@ def made_once(folder: Path):
 
   with pytest.MonkeyPatch.context() as patch:
     patch.setattr(sampler.Sampler, "_jitted", jitted)
-    patch.setattr(readers_python.sysconfig, "get_paths", lambda: whole | {"stdlib": str(folder)})
+    patch.setattr(readers_python.sysconfig, "get_paths", lambda *_: whole | {"stdlib": str(folder)})
     patch.setattr(throughput, "peak_flops", functools.cache(throughput.peak_flops))
     yield
 

@@ -127,6 +127,7 @@ EPOCHS = 8 * 140 / 10**6
 LOCAL = {"model.layer_pattern": ("local", "global"), "model.window": 8}
 LEARNED = {"model.positions": "learned", "model.max_positions": 64}
 MOE = {"model.moe.num_experts": 4}
+DELTA = {"model.layer_pattern": ("delta", "global")}
 LORA = {"model.lora.rank": 2}
 POOL = {"model.vision.projector": "pool", "model.vision.tokens_per_image": 4}
 TWO = {"input.sources.other": lambda f: source(type="jsonl", path=f.jsonl("other", [
@@ -195,7 +196,15 @@ MODEL = {
   "model.attention_logit_cap": program(20.0),
   "model.final_logit_cap": program(20.0),
   "model.window": program(4, LOCAL),
-  "model.layer_pattern": [program(("local", "global"), {"model.window": 8}), program(("global", "nope"))],
+  "model.layer_pattern": [program(("local", "global"), {"model.window": 8}), program(("global", "nope")),
+                          program(("delta", "global"))],
+  "model.attention_gate": program(True),
+  "model.delta.num_key_heads": program(1, DELTA),
+  "model.delta.num_value_heads": program(6, DELTA),
+  "model.delta.key_head_dim": program(8, DELTA),
+  "model.delta.value_head_dim": program(8, DELTA),
+  "model.delta.conv_width": program(3, DELTA),
+  "model.delta.chunk": program(8, DELTA),
   "model.moe.num_experts": program(4),
   "model.moe.experts_per_token": program(1, MOE),
   "model.moe.expert_size": program(8, MOE),

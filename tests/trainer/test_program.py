@@ -230,3 +230,10 @@ def test_the_base_under_adapters_is_kept_in_bfloat16_on_accelerators(tmp_path, p
   config.model.lora.rank = rank
   program_lib.settle(config, platform)
   assert config.precision.frozen == frozen
+
+
+def test_rows_of_a_model_with_states_are_not_split(tmp_path):
+  config = resolved(tmp_path)
+  config.model.layer_pattern = ("delta", "global")
+  with pytest.raises(ConfigError, match=r"mesh\.context is 2, .*delta layers.*--config\.mesh\.context=1"):
+    made(config, abstract_mesh(context=2))

@@ -48,7 +48,7 @@ def _factorizations(planner: Planner) -> Iterator[dict[str, int]]:
     if spec is None and tensor > 1 or spec is not None and spec.num_heads % tensor:
       continue
     for context in _divisors(group // tensor, WIDEST["context"]):
-      if context > 1 and (spec is None or config.seq_len // context < SHORTEST_PART
+      if context > 1 and (spec is None or spec.no_split_length or config.seq_len // context < SHORTEST_PART
                           or config.seq_len % (2 * context * tensor)):
         continue
       experts = 1 if spec is None or spec.moe is None else spec.moe.num_experts

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from models.attention import cache as cache_lib
-from tests.models.common import COHERE, FAMILIES, VOCAB, make, random_params
+from tests.models.common import COHERE, FAMILIES, QWEN3_NEXT, VOCAB, make, random_params
 from trainer import tree
 
 YARN = dict(type="yarn", factor=4.0, original_positions=8)
@@ -21,6 +21,7 @@ CASES = {
                      rope_scaling=dict(type="linear", factor=4.0)),
     "one layer": dict(window=4, layer_pattern=("local", "global"), num_layers=1, rope_scaling=DYNAMIC),
     "cohere": COHERE,
+    "qwen3_next": QWEN3_NEXT,
     "yarn": dict(num_layers=1, rope_scaling=YARN),
     "lora": dict(lora=dict(rank=2), num_layers=2, rope_scaling=LLAMA3),
 }
@@ -81,7 +82,8 @@ def run(model, params, texts, side="right", rows=(2, 0, 3)):
 
 
 @pytest.mark.parametrize("name,apart", [
-    *((name, True) for name in sorted(CASES.keys() - {"llama", "olmo"})), ("gemma", False), ("lora", False)])
+    *((name, True) for name in sorted(CASES.keys() - {"llama", "olmo"})), ("gemma", False), ("lora", False),
+    ("qwen3_next", False)])
 def test_texts_fed_in_parts_equal_whole_ones(name, apart, monkeypatch):
   """`apart`: each layer with a cache of its own, as on CPU, or in one scan over all of them, as elsewhere."""
   model, params, texts, whole = case(name)
@@ -135,7 +137,7 @@ def test_parameters_in_the_dtype_of_products_change_no_bit(options):
     np.testing.assert_array_equal(a.astype(jnp.float32), b.astype(jnp.float32))
 
 
-@pytest.mark.parametrize("name", ["gemma", "gpt2"])
+@pytest.mark.parametrize("name", ["gemma", "gpt2", "qwen3_next"])
 def test_the_side_of_the_padding_and_the_row_do_not_matter(name):
   model, params, texts, _ = case(name)
   (right, _), (left, _) = run(model, params, texts), run(model, params, texts, "left", (0, 1, 2))
@@ -144,8 +146,9 @@ def test_the_side_of_the_padding_and_the_row_do_not_matter(name):
     np.testing.assert_allclose(a, b, atol=2e-5, rtol=2e-5)
 
 
-def test_a_row_begun_anew_does_not_see_what_was_there():
-  model, params, texts, _ = case("gemma")
+@pytest.mark.parametrize("name", ["gemma", "qwen3_next"])
+def test_a_row_begun_anew_does_not_see_what_was_there(name):
+  model, params, texts, _ = case(name)
   _, used = run(model, params, texts)
   fresh = model.empty_cache(4, LENGTH)
   batch = dict(tokens=texts[:1, :3])
@@ -167,7 +170,7 @@ def test_one_prompt_begins_several_rows():
   np.testing.assert_allclose(hidden[np.array([0, 1, 3])], whole[[0, 1, 1], 5], atol=2e-5)
 
 
-@pytest.mark.parametrize("name", ["gemma", "llama"])
+@pytest.mark.parametrize("name", ["gemma", "llama", "qwen3_next"])
 def test_rows_chosen_anew_with_more_room_go_on_as_before(name):
   """Rows in another order, one of them twice and one empty, with slots of windows that had not been filled."""
   model, params, texts, _ = case(name)

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from tests import tiny
-from tests.models.common import OLMO
+from tests.models.common import OLMO, QWEN3_NEXT
 from trainer import state as state_lib
 from trainer import update as update_lib
 from trainer.config import defaults
@@ -24,12 +24,14 @@ ROWS, LENGTH = 16, 16
 MOE = dict(num_experts=4, experts_per_token=2, expert_size=16, shared_size=8, balance_loss=0.2, z_loss=0.05)
 KINDS = {"dense": dict(num_layers=4, layer_pattern=("local", "global"), window=5, num_kv_heads=1, attention_block=8),
          "olmo": dict(OLMO, num_heads=4, lora=dict(rank=2, alpha=4.0), attention_block=8),
+         "delta": dict(QWEN3_NEXT, num_heads=4, num_layers=3, attention_block=8),
          "moe": dict(moe=MOE, attention_block=8)}
 LAYOUTS = {
     "dense": [dict(data=8), dict(fsdp=8), dict(context=8), dict(slice=2, data=2, fsdp=2),
               dict(data=2, fsdp=2, tensor=2), dict(fsdp=2, context=2, tensor=2)],
     # Norms of queries and of keys are over all heads, which `tensor` splits.
     "olmo": [dict(fsdp=2, context=2, tensor=2)],
+    "delta": [dict(data=2, fsdp=2, tensor=2)],
     "moe": [dict(fsdp=4, tensor=2), dict(data=2, expert=4), dict(expert=2, context=2, tensor=2),
             dict(fsdp=2, expert=2, context=2)],
 }

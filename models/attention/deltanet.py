@@ -1,0 +1,117 @@
+"""Gated DeltaNet: the layer that has a state in the place of keys and values (Yang et al. 2024, arXiv 2412.06464).
+
+As Qwen3-Next and Qwen3.5 have it. B batch, T length, D hidden size, G heads of queries and keys, H heads of values
+(G divides H), K and V their sizes, W width of the convolution, C channels of all three.
+"""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from models.attention import delta_rule
+from models.attention.cache import Cache, Past
+from models.attention.mask import TokenIds
+from models.layers import Linear, Norm, Scope, apply_linears
+from models.remat import named
+from models.sharding import logical_axes
+from models.sharding.logical_axes import constrain
+from models.spec import Spec
+
+
+class ShortConv(nnx.Module):
+  """The taps [W, channels] of a convolution of each channel over the last W tokens."""
+
+  def __init__(self, scope: Scope, width: int, channels: int):
+    # As torch's Conv1d of one channel each.
+    self.taps = scope.uniform("taps", (width, channels), width**-0.5)
+
+
+class GatedDeltaNet(nnx.Module):
+  """The gated delta rule with its projections, convolutions and gates."""
+
+  def __init__(self, spec: Spec, scope: Scope, out_gain: float):
+    """`out_gain`: factor on the initial standard deviation of the last projection."""
+    s, D = spec.delta, spec.hidden_size
+    wide: dict[str, Any] = dict(std=spec.init_std, bias=False, names=(None, "heads"))
+    of_keys, of_values = s.num_key_heads * s.key_head_dim, s.num_value_heads * s.value_head_dim
+    self.q = Linear(scope / "q", D, of_keys, **wide)
+    self.k = Linear(scope / "k", D, of_keys, **wide)
+    self.v = Linear(scope / "v", D, of_values, **wide)
+    # z gates what is read; b says by how much the state is corrected, a how fast it fades.
+    self.z = Linear(scope / "z", D, of_values, **wide)
+    self.b = Linear(scope / "b", D, s.num_value_heads, **wide)
+    self.a = Linear(scope / "a", D, s.num_value_heads, **wide)
+    self.q_conv = ShortConv(scope / "q_conv", s.conv_width, of_keys)
+    self.k_conv = ShortConv(scope / "k_conv", s.conv_width, of_keys)
+    self.v_conv = ShortConv(scope / "v_conv", s.conv_width, of_values)
+    self.A_log = scope.log_uniform("A_log", (s.num_value_heads,), 0.01, 16.0)
+    self.dt_bias = scope.constant("dt_bias", (s.num_value_heads,), 1.0)
+    self.norm = Norm(scope / "norm", s.value_head_dim, kind="rmsnorm", eps=spec.norm_eps, plus_one=False)
+    self.o = Linear(scope / "o", of_values, D, std=spec.init_std, bias=False, gain=out_gain, names=("heads", None))
+    self.spec, self.dtype = s, scope.compute_dtype
+
+  def __call__(self, x_BxTxD: jax.Array, tokens: TokenIds, key: jax.Array | None = None, past: Past | None = None
+               ) -> tuple[jax.Array, tuple[jax.Array, jax.Array] | Cache]:
+    """(output, (last inputs of the convolutions [B, W - 1, C], states [B, H, K, V]), or, with a `past`, its cache).
+
+    `key`, `past`: as in `models.blocks.SelfAttention`.
+    """
+    s, f32 = self.spec, jnp.float32
+    B, T, _ = x_BxTxD.shape
+    parts = apply_linears((self.q, self.k, self.v, self.z, self.b, self.a), x_BxTxD, key)
+    q, k, v, z, b, a = (named(constrain(part, "batch", "length", "heads"), "qkv") for part in parts)
+    beta_BxTxH = jax.nn.sigmoid(b.astype(f32))
+    g_BxTxH = -jnp.exp(self.A_log[...].astype(f32)) * jax.nn.softplus(a.astype(f32) + self.dt_bias[...].astype(f32))
+
+    mixed_BxTxC = jnp.concatenate([q, k, v], axis=-1)
+    before = 0 if past is None else s.conv_width - 1
+    if past is None:
+      segment_ids, tail = tokens.segments, delta_rule.last_inputs(mixed_BxTxC, tokens.segments, s.conv_width - 1)
+    else:
+      earlier, state = past.state()
+      mixed_BxTxC = jnp.concatenate([earlier.astype(mixed_BxTxC.dtype), mixed_BxTxC], axis=1)
+      # Before the begin of a text they are zeros, as before the begin of a row.
+      segment_ids, tail = jnp.ones(mixed_BxTxC.shape[:2], jnp.int32), mixed_BxTxC[:, 1:]
+    sizes = q.shape[-1], q.shape[-1] + k.shape[-1]
+    inputs = jnp.split(mixed_BxTxC, sizes, axis=-1) if before else (q, k, v)
+    q, k, v = (delta_rule.short_convolution(part, conv.taps[...], segment_ids)[:, before:].astype(self.dtype)
+               for part, conv in zip(inputs, (self.q_conv, self.k_conv, self.v_conv), strict=True))
+    q_BxTxHxK, k_BxTxHxK = (self._of_value_heads(part.reshape(B, T, s.num_key_heads, -1)) for part in (q, k))
+    v_BxTxHxV = v.reshape(B, T, s.num_value_heads, -1)
+    if past is None:
+      out_BxTxHxV, state = _mapped(s.chunk, q_BxTxHxK, k_BxTxHxK, v_BxTxHxV, g_BxTxH, beta_BxTxH, segment_ids)
+      new: Any = tail, state
+    else:
+      state, out_BxHxV = delta_rule.one_token(
+          state, q_BxTxHxK[:, 0] * s.key_head_dim**-0.5, k_BxTxHxK[:, 0], v_BxTxHxV[:, 0].astype(f32), g_BxTxH[:, 0],
+          beta_BxTxH[:, 0])
+      active_B = tokens.segments[:, 0] > 0
+      new = past.with_state(tail, state, active_B)
+      out_BxTxHxV = jnp.where(active_B[:, None, None], out_BxHxV, 0.0)[:, None]
+    # Rounded before the gate, and after it.
+    out_BxTxHxV = self.norm(out_BxTxHxV.astype(self.dtype)).astype(f32)
+    out_BxTxHxV = (out_BxTxHxV * jax.nn.silu(z.astype(f32).reshape(out_BxTxHxV.shape))).astype(self.dtype)
+    out_BxTxHxV = constrain(out_BxTxHxV, "batch", "length", "heads", None)
+    return self.o(out_BxTxHxV.reshape(B, T, -1), key), new
+
+  def _of_value_heads(self, x_BxTxGxK: jax.Array) -> jax.Array:
+    """Queries or keys of length one, each as often as there are value heads that read it."""
+    return jnp.repeat(delta_rule.unit_keys(x_BxTxGxK), self.spec.num_value_heads // self.spec.num_key_heads, axis=2)
+
+
+def _mapped(chunk: int, q_BxTxHxK, k_BxTxHxK, v_BxTxHxV, g_BxTxH, beta_BxTxH, segment_ids_BxT):
+  """`delta_rule.chunked`, on a mesh each device for its rows and heads, so that no partitioner gathers anything."""
+  given = q_BxTxHxK, k_BxTxHxK, v_BxTxHxV, g_BxTxH, beta_BxTxH, segment_ids_BxT
+  run = functools.partial(delta_rule.chunked, chunk=chunk)
+  placed = logical_axes.current()
+  if placed is None:
+    return run(*given)
+  batch, _, heads, _ = by_head = placed.spec(("batch", None, "heads", None), q_BxTxHxK.shape)
+  spec = jax.sharding.PartitionSpec
+  of_tokens = spec(batch, None, heads)
+  return jax.shard_map(run, mesh=placed.mesh,
+                       in_specs=(by_head, by_head, by_head, of_tokens, of_tokens, spec(batch, None)),
+                       out_specs=(by_head, spec(batch, heads, None, None)), check_vma=False)(*given)

@@ -1,0 +1,112 @@
+"""The sections of `model` for experts, delta layers and adapters: checked, their gaps filled, as frozen dataclasses."""
+
+import dataclasses
+import math
+
+from ml_collections import ConfigDict
+
+from models import layers
+from models.spec_checks import at_least_one, one_of
+from trainer.errors import ConfigError
+
+
+@dataclasses.dataclass(frozen=True)
+class Moe:
+  """The mixture of experts; the keys of `model.moe`."""
+
+  num_experts: int
+  experts_per_token: int
+  expert_size: int
+  shared_size: int
+  shared_gate: bool
+  softmax: str
+  normalize_weights: bool
+  balance_loss: float
+  z_loss: float
+
+
+@dataclasses.dataclass(frozen=True)
+class Delta:
+  """The layers of type delta; the keys of `model.delta`."""
+
+  num_key_heads: int
+  num_value_heads: int
+  key_head_dim: int
+  value_head_dim: int
+  conv_width: int
+  chunk: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Lora:
+  """The adapters; the keys of `model.lora`, with the scale that follows from them."""
+
+  rank: int
+  scale: float
+  targets: tuple[str, ...]
+  dropout: float
+
+
+def make_moe(m: ConfigDict, reasons: list[str]) -> Moe | None:
+  """Reads `model.moe`; appends to `reasons`; None: there are no experts."""
+  c = m.moe
+  if c.num_experts == 0:
+    return None
+  at_least_one("moe.num_experts", c.num_experts)
+  if not 1 <= c.experts_per_token <= c.num_experts:
+    raise ConfigError(
+        f"model.moe.experts_per_token: found {c.experts_per_token}, allowed: 1 to num_experts={c.num_experts}."
+    )
+  if m.mlp_bias or m.activation not in layers.GATED:
+    raise ConfigError(
+        f"model.moe: experts are gated MLPs without biases; found activation={m.activation!r}, mlp_bias={m.mlp_bias}. "
+        f"Allowed: {', '.join(layers.GATED)}; mlp_bias=False."
+    )
+  for key in ("balance_loss", "z_loss", "shared_size"):
+    if c[key] < 0:
+      raise ConfigError(f"model.moe.{key}: found {c[key]}, allowed: 0 or more.")
+  if c.shared_gate and not c.shared_size:
+    raise ConfigError("model.moe.shared_gate is set, but there is no shared expert: set model.moe.shared_size.")
+  expert_size = c.expert_size
+  if expert_size is None:
+    expert_size = m.intermediate_size
+    reasons.append(f"model.moe.expert_size = {expert_size}: intermediate_size")
+  return Moe(
+      num_experts=c.num_experts,
+      experts_per_token=c.experts_per_token,
+      expert_size=at_least_one("moe.expert_size", expert_size),
+      shared_size=c.shared_size,
+      shared_gate=c.shared_gate,
+      softmax=one_of("moe.softmax", c.softmax, ("before_topk", "after_topk")),
+      normalize_weights=c.normalize_weights,
+      balance_loss=c.balance_loss,
+      z_loss=c.z_loss,
+  )
+
+
+def make_delta(m: ConfigDict, pattern: tuple[str, ...]) -> Delta | None:
+  """Reads `model.delta`; None: the pattern has no such layers."""
+  if "delta" not in pattern:
+    return None
+  keys = (field.name for field in dataclasses.fields(Delta))
+  delta = Delta(**{key: at_least_one(f"delta.{key}", m.delta[key]) for key in keys})
+  if delta.num_value_heads % delta.num_key_heads:
+    raise ConfigError(f"model.delta.num_key_heads: found {delta.num_key_heads}, which does not divide "
+                      f"num_value_heads={delta.num_value_heads}.")
+  if m.vision.tower != "none" and m.vision.attention != "causal":
+    raise ConfigError(f"model.vision.attention: found {m.vision.attention!r}, but delta layers see nothing that comes "
+                      "later. Allowed with them: 'causal'.")
+  return delta
+
+
+def make_lora(c: ConfigDict) -> Lora | None:
+  """Reads `model.lora`; None: there are no adapters."""
+  if c.rank == 0:
+    return None
+  at_least_one("lora.rank", c.rank)
+  if not 0.0 <= c.dropout < 1.0 or c.alpha <= 0:
+    raise ConfigError(
+        f"model.lora: found dropout={c.dropout}, alpha={c.alpha}; allowed: 0 <= dropout < 1, alpha above 0."
+    )
+  scale = c.alpha / (math.sqrt(c.rank) if c.rslora else c.rank)
+  return Lora(rank=c.rank, scale=scale, targets=tuple(c.targets), dropout=c.dropout)
