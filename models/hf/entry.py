@@ -2,7 +2,7 @@
 
 import itertools
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -40,6 +40,8 @@ class Entry:
     shape = self.matrix_shape
     if self.tensor.form == "row":
       return shape[1:]
+    if self.tensor.form == "taps":
+      return (shape[0], 1, shape[1])
     if self.tensor.form == "patches":
       size = math.isqrt(shape[1] // 3)
       return (shape[0], 3, size, size)
@@ -51,6 +53,8 @@ class Entry:
 
   def name(self, place: tuple[int, ...]) -> str:
     numbers = dict(zip(_placeholders(self.tensor), place, strict=True))
+    if self.tensor.layers is not None:
+      numbers["layer"] = self.tensor.layers[numbers["layer"]]
     return self.prefix + self.tensor.theirs.format(**numbers)
 
   def names(self) -> Iterator[str]:
@@ -77,6 +81,10 @@ class Entry:
       return read(index[1:])[None][index[:1]]
     if self.tensor.form == "patches":  # small, and no slice of ours is one of theirs
       return read(()).transpose(0, 2, 3, 1).reshape(self.matrix_shape)[index]
+    if self.tensor.form == "taps":
+      return read((index[0], slice(0, 1), index[1]))[:, 0]
+    if isinstance(self.tensor.groups, int):  # a slice of ours is one of each group's
+      return read(())[self._order(self.tensor.groups)][index]
     return read(index)
 
   def to_form(self, values: np.ndarray) -> np.ndarray:
@@ -84,7 +92,22 @@ class Entry:
     if self.tensor.form == "patches":
       out, channels, size, _ = self.shape
       return np.ascontiguousarray(values.reshape(out, size, size, channels).transpose(0, 3, 1, 2))
+    if isinstance(self.tensor.groups, int):
+      theirs = np.empty_like(values)
+      theirs[self._order(self.tensor.groups)] = values
+      return theirs
     return values.reshape(self.shape)
+
+  def _order(self, groups: int) -> np.ndarray:
+    return group_order([part[0] for part in self.parts], groups)
+
+
+def group_order(sizes: Sequence[int], groups: int) -> np.ndarray:
+  """Of parts of these sizes, laid end to end: where each row lies once every group has its share of each part."""
+  shares = [size // groups for size in sizes]
+  starts = np.cumsum([0, *shares])
+  return np.concatenate([(np.arange(groups)[:, None] * starts[-1] + start + np.arange(share)).reshape(-1)
+                         for start, share in zip(starts, shares, strict=False)])
 
 
 def paths_of(tensor: Tensor) -> tuple[str, ...]:

@@ -7,7 +7,7 @@ rules of models/hf/keys.py and models/hf/rope.py. docs/huggingface.md tells how 
 import json
 import math
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 from models import layers
@@ -28,7 +28,9 @@ NEUTRAL: Mapping[str, Any] = {
     "scale_embeddings": False, "embedding_scale": 1.0, "residual_scale": 1.0, "logit_scale": 1.0,
     "qkv_bias": False, "attention_out_bias": False, "mlp_bias": False, "qk_norm": False, "qk_norm_over": "head",
     "attention_scale": None, "attention_logit_cap": None, "final_logit_cap": None,
-    "window": None, "layer_pattern": ("global",),
+    "attention_gate": False, "window": None, "layer_pattern": ("global",),
+    "delta.num_key_heads": 2, "delta.num_value_heads": 4, "delta.key_head_dim": 32, "delta.value_head_dim": 32,
+    "delta.conv_width": 4,
     "moe.num_experts": 0, "moe.experts_per_token": 2, "moe.expert_size": None, "moe.shared_size": 0,
     "moe.shared_gate": False, "moe.softmax": "before_topk", "moe.normalize_weights": True,
     "vision.tower": "none", "vision.image_size": 224, "vision.patch_size": 14, "vision.num_layers": 4,
@@ -89,7 +91,11 @@ class Tensor:
     axis: of the concatenation, in their layout.
     prefixed: False: the name stands without the prefix even where others have it.
     form: patches: theirs is the weight [D, 3, P, P] of a convolution over patches, ours the matrix [P * P * 3, D], and
-      `transpose` is set. row: theirs is [D], ours [1, D]. None: neither.
+      `transpose` is set. row: theirs is [D], ours [1, D]. taps: theirs is the weight [C, 1, W] of a convolution of each
+      channel, ours [W, C], and `transpose` is set. None: none of these.
+    groups: theirs is in groups along its first axis, of which each has its share of every one of ours. Our key that
+      says how many there are; once laid over a model (`Family.tensors`), the number.
+    layers: numbers of the layers that have it, once laid over a model; None: all.
   """
 
   theirs: str
@@ -98,6 +104,8 @@ class Tensor:
   axis: int = 0
   prefixed: bool = True
   form: str | None = None
+  groups: str | int | None = None
+  layers: tuple[int, ...] | None = None
 
 
 class Attempt(NamedTuple):
@@ -200,7 +208,7 @@ class Family:
   def tensors(self, model: Mapping[str, Any]) -> list[Tensor]:
     """The tensors of this architecture; several may hold the same of our parameters."""
     model = canonical({**NEUTRAL, **model})
-    return [t for t in self.table
+    return [_laid_over(model, t) for t in self.table
             if all(has_parameter(model, path) for path in ((t.ours,) if isinstance(t.ours, str) else t.ours))]
 
   def kept(self, config: Mapping[str, Any]) -> dict[str, Any]:
@@ -279,6 +287,7 @@ def has_parameter(model: Mapping[str, Any], path: str) -> bool:
   conditions = {
       "pos_embed": model["positions"] == "learned",
       "unembed": not model["tie_embeddings"],
+      "attn": any(kind != "delta" for kind in model["layer_pattern"]), "delta": "delta" in model["layer_pattern"],
       "q_norm": model["qk_norm"], "k_norm": model["qk_norm"],
       "attn_norm": position != "post", "mlp_norm": position != "post" and not model["parallel_blocks"],
       "attn_post_norm": position != "pre", "mlp_post_norm": position != "pre",
@@ -286,6 +295,17 @@ def has_parameter(model: Mapping[str, Any], path: str) -> bool:
       "shared": model["moe.shared_size"] > 0, "shared_gate": model["moe.shared_gate"],
   }
   return all(conditions.get(part, True) for part in (*parents, owner))
+
+
+def _laid_over(model: Mapping[str, Any], tensor: Tensor) -> Tensor:
+  """With the number of its groups, and of the layers that have it where not all do."""
+  if isinstance(tensor.groups, str):
+    tensor = replace(tensor, groups=model[tensor.groups])
+  pattern, first = model["layer_pattern"], tensor.ours if isinstance(tensor.ours, str) else tensor.ours[0]
+  if "delta" not in pattern or not first.startswith(("blocks/attn/", "blocks/delta/")):
+    return tensor
+  kinds = (pattern[i % len(pattern)] for i in range(model["num_layers"]))
+  return replace(tensor, layers=tuple(i for i, kind in enumerate(kinds) if (kind == "delta") == ("/delta/" in first)))
 
 
 def _has_vision_parameter(model: Mapping[str, Any], path: str) -> bool:
@@ -327,6 +347,8 @@ def _canonical_layers(m: dict[str, Any]) -> None:
   m["layer_pattern"] = tuple(types[:period])
   if "local" not in types:
     m["window"] = m["rope_local_theta"] = None
+  if "delta" not in types:
+    _reset(m, "delta.")
 
 
 def _canonical_positions(m: dict[str, Any]) -> None:

@@ -26,6 +26,7 @@ import safetensors.numpy
 from models import lora as lora_lib
 from models.hf import files
 from models.hf import names as names_lib
+from models.hf.entry import group_order
 from models.hf.errors import HFError
 from models.hf.family import Family
 from models.hf.keys import cannot_matter
@@ -58,6 +59,7 @@ class Module:
     outs: the number of outputs of each.
     adapted: whether each has adapters.
     plain: its matrix is kept as ours, [in, out] (transformers' Conv1D, PEFT's fan_in_fan_out).
+    layers, groups: as in `models.hf.family.Tensor`.
   """
 
   theirs: str
@@ -65,6 +67,13 @@ class Module:
   outs: tuple[int, ...]
   adapted: tuple[bool, ...]
   plain: bool
+  layers: tuple[int, ...]
+  groups: int = 1
+
+  @property
+  def order(self) -> np.ndarray:
+    """Their outputs, kernel after kernel."""
+    return group_order(self.outs, self.groups)
 
   @property
   def paths(self) -> list[tuple[str, str]]:
@@ -95,8 +104,10 @@ def modules(family: Family, keys: Mapping[str, Any], shapes: Mapping[str, Any]) 
   for tensor in family.tensors(dict(keys)):
     kernels = (tensor.ours,) if isinstance(tensor.ours, str) else tuple(tensor.ours)
     if not adapted.isdisjoint(kernels) and tensor.theirs.endswith(".weight") and "{expert}" not in tensor.theirs:
+      groups = tensor.groups if isinstance(tensor.groups, int) else 1
+      layers = tensor.layers or tuple(range(shapes[kernels[0]].shape[0]))
       module = Module(tensor.theirs.removesuffix(".weight"), kernels, tuple(shapes[k].shape[-1] for k in kernels),
-                      tuple(k in adapted for k in kernels), not tensor.transpose)
+                      tuple(k in adapted for k in kernels), not tensor.transpose, layers, groups)
       ways.setdefault(frozenset(adapted.intersection(kernels)), []).append(module)
   if missing := adapted - frozenset().union(*ways):
     raise HFError(f"the family {family.name} has no module for {', '.join(sorted(missing))}, so that adapters there "
@@ -130,20 +141,21 @@ def load_adapters(folder: str | Path, wanted: Mapping[str, Any], *, family: Fami
   unused, problems = set(tensors), []
   for ways in modules(family, keys, shapes):
     prefix, module = max(((prefix, way) for way in ways for prefix in family.prefixes),
-                         key=lambda choice: sum(_name(*choice, 0, part) in tensors for part in "AB"))
+                         key=lambda choice: sum(_name(*choice, choice[1].layers[0], part) in tensors for part in "AB"))
     _check_layout(config, module, folder / CONFIG)
-    layers, size, _ = shapes[module.paths[0][0]].shape
-    every = [prefix + module.theirs.format(layer=i) for i in range(layers)]
+    size = shapes[module.paths[0][0]].shape[1]
+    every = [prefix + module.theirs.format(layer=i) for i in module.layers]
     rank = _check_scale(config, every, len(module.paths), lora, folder / CONFIG)
     expected = {"A": (rank, size), "B": (sum(module.outs), rank)}
-    for layer in range(layers):
+    for layer in module.layers:
       names = {part: _name(prefix, module, layer, part) for part in "AB"}
       wrong = [_difference(names[part], tensors, shape) for part, shape in expected.items()
                if names[part] not in tensors or tensors[names[part]].shape != shape]
       problems += wrong
       unused -= set(names.values())
       if not wrong:
-        parts = _take_apart(tensors[names["A"]], tensors[names["B"]], module, lora["rank"], layer, folder)
+        b = tensors[names["B"]][module.order]
+        parts = _take_apart(tensors[names["A"]], b, module, lora["rank"], layer, folder)
         for (path_a, path_b), (a, b) in zip(module.paths, parts, strict=True):
           found[path_a].append(a.T)
           found[path_b].append(b.T)
@@ -310,17 +322,16 @@ def save_adapters(out: str | Path, read: lora_lib.ReadLeaf, *, family: Family, k
             for ways in modules(family, keys, shapes)]
   for module in chosen:
     every = slice(None)
-    layers = shapes[module.paths[0][0]].shape[0]
-    leaves = [tuple(np.stack([np.asarray(read(path, (i, every, every))) for i in range(layers)]) for path in pair)
-              for pair in module.paths]
+    leaves = [tuple(np.stack([np.asarray(read(path, (i, every, every))) for i, _ in enumerate(module.layers)])
+                    for path in pair) for pair in module.paths]
     if dtype is not None:
       leaves = [tuple(leaf.astype(dtype) for leaf in pair) for pair in leaves]
     same = all(a.tobytes() == leaves[0][0].tobytes() for a, _ in leaves)
     ranks[module] = lora["rank"] * (1 if same else len(leaves))
-    for i in range(layers):
-      pair = _put_together([(a[i].T, b[i].T) for a, b in leaves], module, ranks[module], same)
-      for part, values in zip("AB", pair, strict=True):
-        tensors[_name(prefix, module, i, part)] = np.ascontiguousarray(values)
+    for i, layer in enumerate(module.layers):
+      a, b = _put_together([(a[i].T, b[i].T) for a, b in leaves], module, ranks[module], same)
+      for part, values in zip("AB", (a, b[np.argsort(module.order)]), strict=True):
+        tensors[_name(prefix, module, layer, part)] = np.ascontiguousarray(values)
   targets = {module: target_of(module.theirs, chosen, family, keys) for module in chosen}
   other = {targets[module]: rank // lora["rank"] for module, rank in ranks.items() if rank != lora["rank"]}
   config = _config(lora, _targets(targets.values()), {k: n * lora["rank"] for k, n in other.items()},

@@ -29,6 +29,8 @@ V, T, REAL, SPLIT = 61, 20, 13, 9
 SMALL = dict(vocab_size=V, hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=4,
              num_key_value_heads=2, max_position_embeddings=64, bos_token_id=1, eos_token_id=2, pad_token_id=0)
 EXPERTS = dict(num_experts_per_tok=2, num_experts=5, moe_intermediate_size=12)
+DELTA = dict(head_dim=8, rms_norm_eps=0.02, linear_num_key_heads=2, linear_num_value_heads=4, linear_key_head_dim=6,
+             linear_value_head_dim=4, linear_conv_kernel_dim=3)
 LLAMA3 = dict(rope_type="llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0,
               original_max_position_embeddings=16)
 YARN = dict(rope_type="yarn", factor=4.0, original_max_position_embeddings=16)
@@ -65,6 +67,12 @@ CASES = {
     "qwen3_moe": like("qwen3_moe", **EXPERTS, head_dim=8, norm_topk_prob=True),
     "qwen3_moe_fused": like("qwen3_moe", **EXPERTS, head_dim=8, FUSED=True),
     "qwen2_moe": like("qwen2_moe", **EXPERTS, shared_expert_intermediate_size=20),
+    "qwen3_next": like("qwen3_next", **EXPERTS, **DELTA, shared_expert_intermediate_size=20, num_hidden_layers=3,
+                       full_attention_interval=2),
+    "qwen3_5": like("qwen3_5_text", **DELTA, num_hidden_layers=3, layer_types=[
+        "linear_attention", "linear_attention", "full_attention"]),
+    "qwen3_5_moe": like("qwen3_5_moe_text", **EXPERTS, **DELTA, shared_expert_intermediate_size=20,
+                        full_attention_interval=2),
     "gemma": like("gemma", head_dim=8),
     "gemma2": like("gemma2", head_dim=8, sliding_window=5, query_pre_attn_scalar=5, attn_logit_softcapping=1.5,
                    final_logit_softcapping=10.0),
@@ -132,7 +140,7 @@ def save(case: dict, folder: Path) -> None:
 def transformers_4(config: dict) -> dict:
   """The same config.json as transformers 4 writes it."""
   new = ("rope_parameters", "layer_types", "dtype", "_sliding_window_pattern")
-  kept = ("layer_types",) if config["model_type"] in ("cohere2", "olmo3") else ()
+  kept = ("layer_types",) if config["model_type"] in ("cohere2", "olmo3") or "linear_key_head_dim" in config else ()
   old = {k: v for k, v in config.items() if k not in new or k in kept}
   if "num_local_experts" in old and old["model_type"] != "mixtral":
     old["num_experts"] = old.pop("num_local_experts")

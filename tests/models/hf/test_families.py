@@ -130,7 +130,11 @@ def theirs(case: Case, name: str, tree: dict) -> np.ndarray:
   tensor = next(t for t in case.family.tensors(read(case.folder)) if layer_of(t) is not None)
   parts = [np.asarray(leaves[p]) for p in paths(tensor)]
   if "{layer}" in tensor.theirs:
-    parts = [part[layer_of(tensor)] for part in parts]
+    layer = layer_of(tensor)
+    parts = [part[layer if tensor.layers is None else tensor.layers.index(layer)] for part in parts]
+  if tensor.groups:  # of each head of keys: its share of queries, keys, values and gates
+    parts = [np.concatenate([share for shares in zip(*(np.split(part, tensor.groups, axis=-1) for part in parts),
+                                                     strict=True) for share in shares], axis=-1)]
   return np.concatenate([part.swapaxes(-1, -2) if tensor.transpose else part for part in parts], tensor.axis)
 
 

@@ -11,7 +11,7 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from models import api, hf, lora
-from models.hf import families, peft
+from models.hf import convert, families, peft
 from models.hf.errors import HFError
 from trainer import tree
 from trainer.config import defaults
@@ -31,10 +31,13 @@ class Case:
 
   def __init__(self, name, **changed):
     self.folder = REFERENCES / name
-    self.family, self.keys, _ = hf.architecture(self.folder / "base")
+    self.prepare(self.folder / "base", **{**LORA[name], **changed})
+
+  def prepare(self, base, **options):
+    self.family, self.keys, _ = hf.architecture(base)
     section = defaults().model
     hf.set_keys(section, self.keys)
-    section.lora.update({**LORA[name], **changed})
+    section.lora.update(options)
     self.lora = section.lora
     self.model = api.make_model(section, vocab_size=40, params_dtype="float32", compute_dtype="float32")
     self.shapes = tree.flatten(self.model.abstract_params())
@@ -251,3 +254,36 @@ def test_kernels_without_a_module_are_refused(tmp_path):
   case.names["family"] = next(family for family in families.FAMILIES if family.name == "mixtral")
   with pytest.raises(HFError, match="mixtral has no module for blocks/mlp/gate/kernel"):
     case.write(tmp_path / "out", case.random())
+
+
+def test_adapters_of_projections_in_groups_are_those_of_their_matrix(tmp_path):
+  """Qwen3-Next: one matrix has, for each head of keys, its part of queries, keys, values and gates; in some layers."""
+  folder = REFERENCES.parent / "references" / "qwen3_next"
+  case = Case.__new__(Case)
+  case.prepare(folder, rank=2, alpha=6.0, targets=("delta/[qkvzo]/", "attn/q/"))
+  leaves, (_, base) = case.random(), hf.load(folder)
+  _, adapters = case.write(tmp_path / "adapters", leaves)
+  merged = tree.flatten(lora.merge(tree.unflatten(tree.flatten(base) | leaves), case.model.spec.lora.scale))
+  read = lambda path, index: np.asarray(merged[path])[index]  # noqa: E731
+  convert.write_tensors(read, case.family, case.keys, merged, tmp_path / "merged")
+  before, after = (load_file(path / "model.safetensors") for path in (folder, tmp_path / "merged"))
+  changed = {name for name, values in before.items() if not np.array_equal(values, after[name])}
+  assert {f"base_model.model.{name.removesuffix('weight')}lora_A.weight" for name in changed} == {
+      name for name in adapters if "lora_A" in name}
+  assert len(changed) == 2 * 2 + 1
+  for name in changed:
+    a, b = (adapters[f"base_model.model.{name.removesuffix('weight')}lora_{part}.weight"] for part in "AB")
+    np.testing.assert_allclose(b @ a * case.model.spec.lora.scale, after[name] - before[name], atol=2e-5)
+  for path, values in case.read(tmp_path / "adapters").items():
+    np.testing.assert_array_equal(values, leaves[path])
+
+
+def test_what_is_written_of_groups_is_what_was_read(tmp_path):
+  folder = REFERENCES.parent / "references" / "qwen3_next"
+  family, keys, _ = hf.architecture(folder)
+  params = tree.flatten(hf.load(folder)[1])
+  convert.write_tensors(lambda path, index: np.asarray(params[path])[index], family, keys, params, tmp_path)
+  before, after = (load_file(path / "model.safetensors") for path in (folder, tmp_path))
+  assert before.keys() == after.keys()
+  for name, values in before.items():
+    np.testing.assert_array_equal(values, after[name], err_msg=name)
