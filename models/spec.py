@@ -1,7 +1,6 @@
 """The Transformer's shape: the config's `model` section checked, its gaps filled, as a frozen dataclass."""
 
 import dataclasses
-import math
 
 from ml_collections import ConfigDict
 

@@ -69,10 +69,6 @@ CASES = {
     "qwen2_moe": like("qwen2_moe", **EXPERTS, shared_expert_intermediate_size=20),
     "qwen3_next": like("qwen3_next", **EXPERTS, **DELTA, shared_expert_intermediate_size=20, num_hidden_layers=3,
                        full_attention_interval=2),
-    "qwen3_5": like("qwen3_5_text", **DELTA, num_hidden_layers=3, layer_types=[
-        "linear_attention", "linear_attention", "full_attention"]),
-    "qwen3_5_moe": like("qwen3_5_moe_text", **EXPERTS, **DELTA, shared_expert_intermediate_size=20,
-                        full_attention_interval=2),
     "gemma": like("gemma", head_dim=8),
     "gemma2": like("gemma2", head_dim=8, sliding_window=5, query_pre_attn_scalar=5, attn_logit_softcapping=1.5,
                    final_logit_softcapping=10.0),

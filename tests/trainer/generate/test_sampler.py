@@ -10,7 +10,7 @@ import pytest
 
 from models.sharding import logical_axes
 from models.transformer import Transformer
-from tests.models.common import FAMILIES, VOCAB, make, random_params
+from tests.models.common import FAMILIES, QWEN3_NEXT, VOCAB, make, random_params
 from trainer.distributed import mesh as mesh_lib
 from trainer.errors import ConfigError
 from trainer.generate import sampler as sampler_lib
@@ -24,6 +24,7 @@ CASES = {
     "gpt2": dict(FAMILIES["gpt2"], max_positions=32),
     "moe": dict(moe=dict(num_experts=4, experts_per_token=2, expert_size=8), num_layers=1, window=4,
                 layer_pattern=("local",)),
+    "qwen3_next": dict(QWEN3_NEXT, num_layers=3, moe=dict(num_experts=4, experts_per_token=2, expert_size=8)),
 }
 LENGTHS = (1, 5, 9, 3, 13)
 # Samplers have two rows and look every four tokens where these do not matter: they then share their programs.
