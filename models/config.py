@@ -104,9 +104,9 @@ def model() -> ConfigDict:
   # Sizes of `delta` layers, which have a state of a fixed size in the place of keys and values (Gated DeltaNet,
   # arXiv 2412.06464; ("delta", "delta", "delta", "global") for Qwen3-Next). num_key_heads divides num_value_heads;
   # conv_width: tokens that the short convolution sees, the current one included.
-  m.delta = ConfigDict(dict(num_key_heads=2, num_value_heads=4, key_head_dim=32, value_head_dim=32, conv_width=4))
+  m.delta = d = ConfigDict(dict(num_key_heads=2, num_value_heads=4, key_head_dim=32, value_head_dim=32, conv_width=4))
   # Tokens that are computed together, as products of matrices; of no effect but on speed and rounding.
-  m.delta.chunk = 64
+  d.chunk = 64
   # Mixture of experts in place of the MLP; 0 experts: none. Nothing is dropped, whatever the router chooses.
   m.moe = e = ConfigDict(dict(num_experts=0, experts_per_token=2))
   # Width of each expert. Default: intermediate_size.
