@@ -17,7 +17,7 @@ class Entry:
 
   tensor: Tensor
   prefix: str
-  # Numbers of layers and experts, as far as the name has these placeholders: the leading dimensions of ours.
+  # Numbers of layers and experts or heads, as far as the name has such placeholders: the leading dimensions of ours.
   counts: tuple[int, ...]
   # The shape of each of ours without these dimensions, in their layout.
   parts: tuple[tuple[int, ...], ...]
@@ -48,7 +48,7 @@ class Entry:
     return shape
 
   def places(self) -> Iterator[tuple[int, ...]]:
-    """Every (layer, expert), as far as the name has them."""
+    """Every (layer, expert or head), as far as the name has them."""
     return itertools.product(*map(range, self.counts))
 
   def name(self, place: tuple[int, ...]) -> str:
@@ -143,4 +143,4 @@ def make_entry(tensor: Tensor, shapes: Mapping[str, tuple[int, ...]], prefix: st
 
 def _placeholders(tensor: Tensor) -> list[str]:
   """Those that the name has, in the order of our leading dimensions."""
-  return [key for key in ("layer", "expert") if f"{{{key}}}" in tensor.theirs]
+  return [key for key in ("layer", "expert", "head") if f"{{{key}}}" in tensor.theirs]

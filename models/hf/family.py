@@ -84,8 +84,8 @@ class Tensor:
   """One of a family's tensors, or one for each layer or expert: theirs = concat([swap(ours_i[layer][expert])…], axis).
 
   Args:
-    theirs: its name without the family's prefix; placeholders {layer} and {expert} stand for numbers, which index the
-      leading dimensions of ours.
+    theirs: its name without the family's prefix; placeholders {layer} and {expert} or {head} stand for numbers, which
+      index the leading dimensions of ours.
     ours: path of our parameter; several: theirs is their concatenation.
     transpose: their last two dimensions are ours swapped. A Linear of torch is [out, in], our kernels are [in, out].
     axis: of the concatenation, in their layout.

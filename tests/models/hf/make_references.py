@@ -79,6 +79,7 @@ CASES = {
     "gpt2_bare": GPT2 | dict(BARE=True),
     "starcoder2": like("starcoder2", sliding_window=7),
     "stablelm": like("stablelm", use_qkv_bias=True, partial_rotary_factor=0.5),
+    "stablelm_parallel": like("stablelm", use_parallel_residual=True, qk_layernorm=True, partial_rotary_factor=0.5),
     "arcee": like("arcee", head_dim=6, attention_bias=True, mlp_bias=True),
     "nemotron": like("nemotron", head_dim=8),
     "seed_oss": like("seed_oss", head_dim=8, mlp_bias=True),

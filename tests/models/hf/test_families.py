@@ -123,7 +123,7 @@ def test_loss_and_gradients(case):
 def theirs(case: Case, name: str, tree: dict) -> np.ndarray:
   """A tensor of theirs, put together from ours; a second way to do what models/hf/convert.py does."""
   def layer_of(tensor: Tensor) -> int | None:
-    names = [case.family.prefixes[0] + tensor.theirs.format(layer=layer, expert=0) for layer in range(8)]
+    names = [case.family.prefixes[0] + tensor.theirs.format(layer=layer, expert=0, head=0) for layer in range(8)]
     return names.index(name) if name in names else None
 
   leaves = tree_lib.flatten(tree)

@@ -71,7 +71,7 @@ def scaling(config: dict, **changes) -> dict:
     (GEMMA3, dict(layer_pattern=("local",) * 5 + ("global",), rope_theta=1e6, rope_local_theta=1e4, qk_norm=True)),
     (GEMMA3 | dict(sliding_window_pattern=2), dict(layer_pattern=("local", "global"))),
     (GPT2, dict(intermediate_size=64, max_positions=1024, activation="gelu", positions="learned", tie_embeddings=True)),
-    (STABLELM, dict(rope_fraction=0.25, norm="layernorm", norm_bias=True, qkv_bias=False)),
+    (STABLELM, dict(rope_fraction=0.25, norm="layernorm", norm_bias=True, qkv_bias=False, parallel_blocks=False)),
     (STARCODER2, dict(num_kv_heads=2, activation="gelu", mlp_bias=True, window=None)),
     (PHI3 | dict(partial_rotary_factor=0.5), dict(rope_fraction=0.5)),
 ])
@@ -173,8 +173,7 @@ def test_gemma3_rotates_its_layers_differently():
     (GPT2, dict(add_cross_attention=True), "add_cross_attention is True; allowed: false: what is read are decoders"),
     (GPT2, dict(scale_attn_weights=False), "scale_attn_weights is False; allowed: True"),
     (GEMMA2, dict(use_bidirectional_attention=True), "use_bidirectional_attention is True; allowed: false"),
-    (STABLELM, dict(use_parallel_residual=True), "use_parallel_residual is True; allowed: False"),
-    (STABLELM, dict(qk_layernorm=True), "qk_layernorm is True"),
+    (STABLELM, dict(use_parallel_residual=1), "use_parallel_residual is 1; allowed: true or false"),
     (STARCODER2, dict(norm_type="rms_norm"), "norm_type is 'rms_norm'; allowed: 'layer_norm'"),
     (QWEN3_MOE, dict(decoder_sparse_step=2), "decoder_sparse_step is 2; allowed: 1"),
     (QWEN3_MOE, dict(mlp_only_layers=[0]), "mlp_only_layers is [0]; allowed: []"),
