@@ -13,6 +13,7 @@ from input_pipeline.tokenizer.tokenizer import Tokenizer, make_tokenizer
 from trainer import program as program_lib
 from trainer import strategies
 from trainer.rollouts import rollout
+from trainer.strategies import teacher
 
 
 class Batches(Protocol):
@@ -130,6 +131,8 @@ def make_data(config: Any, mesh: Any, workdir: Path, past: Past | None) -> tuple
   learns = strategies.learns(config)
   texts = prompt_data.prompt_texts(config) if rolls_out else loader.train_texts(config, learns)
   tokenizer = make_tokenizer(config.tokenizer, texts, workdir / "tokenizer.json", show)
+  if strategies.of(config).teacher:
+    teacher.check(config, tokenizer)
   model = program_lib.make_model(config, tokenizer.vocab_size)
   share_prompts = program_lib.shares_prompts(config, model, mesh)
   if not rolls_out:

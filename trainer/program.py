@@ -215,6 +215,9 @@ def make_program(config: Any, model: Any, optimizer: optim.Optimizer, mesh: Any,
   if config.remat in remat.HOST_MEMORY:
     offload.check(mesh, f"remat = {config.remat}")
   state_sharding = place_state(abstract_state, params_sharding, mesh, offloaded)
+  if strategies.of(config).teacher:
+    placed, _ = mesh_lib.param_shardings(abstract_state["reference"]["teacher"], mesh, config.sharding_rules)
+    state_sharding["reference"] = {"teacher": placed}
   # With shardings they are of the types that the arrays will have, so that what is traced for them is not traced again.
   abstract_state = jax.tree.map(lambda leaf, s: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=s),
                                 abstract_state, state_sharding)

@@ -75,8 +75,9 @@ class Run:
 
   @property
   def reference(self) -> Any:
-    """The parameters of the strategy's reference policy as they are now; None: the state holds none."""
-    return overlay(self.state["params"], self.state["reference"]) if "reference" in self.state else None
+    """The parameters of the strategy's reference policy as they are now; None: the state holds none, or a teacher's."""
+    held = self.state.get("reference")
+    return None if held is None or "teacher" in held else overlay(self.state["params"], held)
 
   @property
   def stops(self) -> bool:

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 from clu import parameter_overview
 
-from trainer import tree
+from trainer import strategies, tree
 from trainer.checkpoints import checkpoint, init_from
 from trainer.checkpoints.fingerprint import fingerprint
 from trainer.distributed import processes
@@ -89,7 +89,7 @@ def left_out(program: Any, strategy: Any) -> dict[str, Any]:
   parts, abstract = {}, program.abstract_state
   if program.model.trained_only:
     parts["params"] = tree.flatten(abstract["params"]).keys() - program.optimizer.trainable
-  if "reference" in abstract and not strategy.reference_ema:
+  if "reference" in abstract and not strategies.reference_mix(strategy)[0]:
     parts["reference"] = set(tree.flatten(abstract["reference"]))
   return parts
 
@@ -146,8 +146,8 @@ def initialise(config: Any, origin: init_from.Origin, program: Any, checkpoints:
     if was.get(what) != name:
       raise ConfigError(
           f"{restored.path} was trained with another {what}: its fingerprint is {was.get(what)}, that of the one here "
-          f"is {name}. Give the model.hf ({config.model.hf} here), init_from, strategy.reference, seed and "
-          "precision.frozen that it was trained with, and the files as they were.")
+          f"is {name}. Give the model.hf ({config.model.hf} here), init_from, strategy.reference or "
+          "strategy.teacher, seed and precision.frozen that it was trained with, and the files as they were.")
   return start
 
 
@@ -155,7 +155,7 @@ def _complete(state: Any, left_out: Any, config: Any, model: Any, origin: init_f
               checkpoints: checkpoint.Checkpoints) -> dict[str, Any]:
   """The restored state with what its checkpoint left out, made from where the run began."""
   base, again = left_out.get("params", {}), left_out.get("reference")
-  from_start = again is not None and config.strategy.reference in ("start", "base")
+  from_start = again is not None and reference_lib.from_start(config)
   wanted = tree.flatten(base) | (tree.flatten(again) if from_start else {})
   params, _ = init_from.first_params(origin, model, tree.unflatten(wanted), partial=True)
   added = {}

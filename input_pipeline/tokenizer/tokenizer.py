@@ -156,7 +156,7 @@ def make_tokenizer(
     raise ConfigError(f"tokenizer.type={cfg.type!r}; allowed: {', '.join(map(repr, TYPES))}.")
   if save_path.exists():
     saved = load_tokenizer(save_path)
-    if saved.fingerprint != _round_trip(tokenizer):
+    if saved.fingerprint != saved_fingerprint(tokenizer):
       raise ConfigError(
           f"tokenizer.type={cfg.type!r}: {save_path} holds another tokenizer ({saved.vocab_size} entries) than the "
           f"config asks for ({tokenizer.vocab_size}). Use a new workdir, or the tokenizer this one was started with."
@@ -186,7 +186,7 @@ def load_tokenizer(path: Path, key: str = "tokenizer") -> Tokenizer:
     raise DataError(f"{where}: not a readable tokenizer ({e}). Replace it, or delete it if Weft made it.") from e
 
 
-def _round_trip(tokenizer: Tokenizer) -> str:
+def saved_fingerprint(tokenizer: Tokenizer) -> str:
   """The fingerprint that `tokenizer` has once saved and loaded."""
   if isinstance(tokenizer, HFTokenizer):
     return tokenizer.fingerprint

@@ -17,6 +17,7 @@ from typing import Any
 
 from trainer.errors import ConfigError
 from trainer.strategies import presets
+from trainer.strategies.distill import DISTILL
 from trainer.strategies.dpo import DPO
 from trainer.strategies.grpo import GRPO
 from trainer.strategies.kto import KTO
@@ -27,7 +28,8 @@ from trainer.strategies.sft import SFT
 __all__ = ["STRATEGIES", "Strategy", "check", "fill_in", "find", "learns", "needs_reference", "of", "options",
            "precomputes", "reference_mix", "temperature"]
 
-STRATEGIES: dict[str, Strategy] = {"seq": SEQ, "sft": SFT, "dpo": DPO, "kto": KTO, "grpo": GRPO}
+STRATEGIES: dict[str, Strategy] = {"seq": SEQ, "sft": SFT, "dpo": DPO, "kto": KTO, "grpo": GRPO,
+                                    "distill": DISTILL}
 
 
 def find(name: str) -> Strategy:
@@ -60,7 +62,7 @@ def learns(config: Any) -> str:
 
 
 def needs_reference(cfg: Any) -> bool:
-  """Whether the strategy of `config.strategy` compares the policy with a reference."""
+  """Whether the strategy of `config.strategy` compares the policy with a reference, or with a teacher."""
   return find(cfg.name).has_reference(cfg)
 
 
@@ -71,7 +73,8 @@ def precomputes(cfg: Any) -> bool:
 
 def reference_mix(cfg: Any) -> tuple[float, int]:
   """(share, every): how the reference moves towards the policy, see `reference.mix`; share 0: it does not."""
-  return (cfg.reference_ema, cfg.reference_ema_steps) if needs_reference(cfg) else (0.0, 1)
+  moves = needs_reference(cfg) and not find(cfg.name).teacher
+  return (cfg.reference_ema, cfg.reference_ema_steps) if moves else (0.0, 1)
 
 
 def temperature(cfg: Any) -> float:

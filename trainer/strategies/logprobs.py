@@ -50,7 +50,7 @@ class TokenStats(NamedTuple):
   log_square: jax.Array | None = None
 
 
-class _Static(NamedTuple):
+class Static(NamedTuple):
   """What the compiled program depends on."""
 
   chunks: int
@@ -119,7 +119,7 @@ def token_stats(
   few = targets_BxT.size // chunks < MIN_TOKENS
   by_vocab = counts_BxT is None or chunks == 1 or few or logical_axes.current() is not None
   kernel_DxV, num_real_vocab = padded(kernel_DxV, num_real_vocab, hidden_BxTxD.dtype, chunks if by_vocab else 1)
-  static = _Static(chunks if by_vocab else 1, logit_cap, num_real_vocab, float(temperature), tuple(want))
+  static = Static(chunks if by_vocab else 1, logit_cap, num_real_vocab, float(temperature), tuple(want))
   if by_vocab:
     return _token_stats(static, hidden_BxTxD, kernel_DxV, targets_BxT)
   # As much memory for logits, but of some tokens and all entries.
@@ -174,11 +174,11 @@ def padded(kernel_DxV: jax.Array, num_real_vocab: int | None, dtype: Any, chunks
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _token_stats(static: _Static, hidden_BxTxD, kernel_DxV, targets_BxT) -> TokenStats:
+def _token_stats(static: Static, hidden_BxTxD, kernel_DxV, targets_BxT) -> TokenStats:
   return _forward(static, hidden_BxTxD, kernel_DxV, targets_BxT)[0]
 
 
-def _forward(static: _Static, hidden_BxTxD, kernel_DxV, targets_BxT):
+def _forward(static: Static, hidden_BxTxD, kernel_DxV, targets_BxT):
   """The statistics, and what the backward pass needs."""
   want = static.want
   hidden_BxTxD = constrain(hidden_BxTxD, "batch", "length", "embed")
@@ -193,12 +193,12 @@ def _forward(static: _Static, hidden_BxTxD, kernel_DxV, targets_BxT):
   )
   kept_logits = None
   if static.chunks == 1:
-    kept_logits = _logits(static, hidden_BxTxD, _kernel_chunk(static, kernel_DxV, 0, hidden_BxTxD.dtype), 0)
+    kept_logits = logits_of(static, hidden_BxTxD, kernel_chunk(static, kernel_DxV, 0, hidden_BxTxD.dtype), 0)
     sums = _accumulate(static, sums, kept_logits, targets_BxT, 0)
   else:
 
     def body(sums, c):
-      z_BxTxW = _logits(static, hidden_BxTxD, _kernel_chunk(static, kernel_DxV, c, hidden_BxTxD.dtype), c)
+      z_BxTxW = logits_of(static, hidden_BxTxD, kernel_chunk(static, kernel_DxV, c, hidden_BxTxD.dtype), c)
       return _accumulate(static, sums, z_BxTxW, targets_BxT, c), None
 
     sums, _ = jax.lax.scan(body, sums, jnp.arange(static.chunks))
@@ -218,7 +218,7 @@ def _forward(static: _Static, hidden_BxTxD, kernel_DxV, targets_BxT):
   return stats, (hidden_BxTxD, kernel_DxV, targets_BxT, lse_BxT, entropy_BxT, kept_logits)
 
 
-def _backward(static: _Static, residuals, grads: TokenStats):
+def _backward(static: Static, residuals, grads: TokenStats):
   """Gradients of the hidden states and the kernel.
 
   With p = softmax(z): d logsumexp / dz = p, d logprob / dz = 1[target] - p, d mean_logit / dz = 1 / n,
@@ -234,12 +234,12 @@ def _backward(static: _Static, residuals, grads: TokenStats):
     return dhidden.reshape(hidden_BxTxD.shape), dkernel.astype(kernel_DxV.dtype)
 
   if static.chunks == 1:
-    dhidden, dkernel = chunk_grads(kept_logits, _kernel_chunk(static, kernel_DxV, 0, hidden_BxTxD.dtype), 0)
+    dhidden, dkernel = chunk_grads(kept_logits, kernel_chunk(static, kernel_DxV, 0, hidden_BxTxD.dtype), 0)
   else:
 
     def body(dhidden, c):
-      kernel_DxW = _kernel_chunk(static, kernel_DxV, c, hidden_BxTxD.dtype)
-      z_BxTxW = _logits(static, hidden_BxTxD, kernel_DxW, c)
+      kernel_DxW = kernel_chunk(static, kernel_DxV, c, hidden_BxTxD.dtype)
+      z_BxTxW = logits_of(static, hidden_BxTxD, kernel_DxW, c)
       dhidden_c, dkernel_DxW = chunk_grads(z_BxTxW, kernel_DxW, c)
       return dhidden + dhidden_c, dkernel_DxW
 
@@ -253,7 +253,7 @@ _token_stats.defvjp(_forward, _backward)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _chunked_stats(static: _Static, chunks: int, hidden_NxD, kernel_DxV, targets_N, counts_N) -> TokenStats:
+def _chunked_stats(static: Static, chunks: int, hidden_NxD, kernel_DxV, targets_N, counts_N) -> TokenStats:
   """Statistics of the tokens that count, a chunk of them at a time."""
   return _chunked_forward(static, chunks, hidden_NxD, kernel_DxV, targets_N, counts_N)[0]
 
@@ -278,7 +278,7 @@ def _chunked_backward(static, chunks, residuals, grads: TokenStats):
 
   def body(dkernel_DxV, chunk):
     hidden, targets, lse, entropy, grads = jax.tree.map(lambda x: x[None], chunk)
-    z_1xnxV = _logits(static, hidden, _kernel_chunk(static, kernel, 0, hidden.dtype), 0)
+    z_1xnxV = logits_of(static, hidden, kernel_chunk(static, kernel, 0, hidden.dtype), 0)
     residuals = hidden, kernel, targets, lse, entropy, z_1xnxV
     dhidden_1xnxD, more_DxV, _ = _backward(static, residuals, grads)
     return dkernel_DxV + more_DxV, dhidden_1xnxD[0]
@@ -291,7 +291,7 @@ def _chunked_backward(static, chunks, residuals, grads: TokenStats):
 _chunked_stats.defvjp(_chunked_forward, _chunked_backward)
 
 
-def _kernel_chunk(static: _Static, kernel_DxV, c, dtype) -> jax.Array:
+def kernel_chunk(static: Static, kernel_DxV, c, dtype) -> jax.Array:
   """Columns c, c + C, c + 2C, … in the dtype of the products; on a mesh with all of D on every device."""
   if static.chunks > 1:
     D, V = kernel_DxV.shape
@@ -300,12 +300,12 @@ def _kernel_chunk(static: _Static, kernel_DxV, c, dtype) -> jax.Array:
   return all_inputs(kernel_DxV.astype(dtype), KERNEL)
 
 
-def _ids(static: _Static, width: int, c) -> jax.Array:
+def _ids(static: Static, width: int, c) -> jax.Array:
   """The vocabulary ids [W] of chunk c."""
   return jnp.arange(width) * static.chunks + c
 
 
-def _logits(static: _Static, hidden_BxTxD, kernel_DxW, c) -> jax.Array:
+def logits_of(static: Static, hidden_BxTxD, kernel_DxW, c) -> jax.Array:
   """Chunk c of the logits, float32: capped, divided by the temperature, UNREAL at padding."""
   z_BxTxW = cpu.einsum("btd,dw->btw", hidden_BxTxD, kernel_DxW)
   z_BxTxW = constrain(z_BxTxW, "batch", "length", "vocab")
@@ -318,7 +318,7 @@ def _logits(static: _Static, hidden_BxTxD, kernel_DxW, c) -> jax.Array:
   return z_BxTxW
 
 
-def _accumulate(static: _Static, sums: _Sums, z_BxTxW, targets_BxT, c) -> _Sums:
+def _accumulate(static: Static, sums: _Sums, z_BxTxW, targets_BxT, c) -> _Sums:
   """The sums with chunk c added; `total`, `weighted` and `square` are rescaled when the maximum moves."""
   total = None
   if ONE_PASS and logical_axes.platform() == "gpu" and sums.weighted is None and sums.square is None:
@@ -361,7 +361,7 @@ def _top_and_total(z_BxTxW: jax.Array) -> tuple[jax.Array, jax.Array]:
   return jax.lax.reduce((z_BxTxW, jnp.ones_like(z_BxTxW)), start, both, (z_BxTxW.ndim - 1,))
 
 
-def _logit_grads(static: _Static, grads: TokenStats, z_BxTxW, targets_BxT, lse_BxT, entropy_BxT, vocab, c):
+def _logit_grads(static: Static, grads: TokenStats, z_BxTxW, targets_BxT, lse_BxT, entropy_BxT, vocab, c):
   """Gradient of the raw logits (before cap and temperature) of chunk c, from those of the statistics."""
   want = static.want
   logp_BxTxW = z_BxTxW - lse_BxT[..., None]

@@ -33,6 +33,8 @@ class Strategy:
     rollout_keys: of rollouts: which of ROLLOUT_KEYS its loss wants in a batch.
     needs_reference: whether it compares the policy with a reference, or a function of `cfg` that says so. It then
       has the options `reference`, `reference_ema`, `reference_ema_steps` and, of documents with parts, `precompute`.
+    teacher: it learns from another model, its option `teacher`, whose parameters are `reference["teacher"]` of the loss
+      (trainer/strategies/teacher.py).
     fill_in: `(config) -> lines for the log`: gives options without a value the one that follows from others.
     check: `(cfg, grad_accum_steps, cfg_model)`, raises ConfigError for options that cannot work, before any device
       work.
@@ -47,6 +49,7 @@ class Strategy:
   mismatched: bool | Callable[[Any], bool] = False
   rollout_keys: tuple[str, ...] = ("advantages",)
   needs_reference: bool | Callable[[Any], bool] = False
+  teacher: bool = False
   fill_in: Callable[[Any], list[str]] | None = None
   check: Callable[[Any, int, Any], None] | None = None
   no_sums: Callable[[Any], frozenset[str]] | None = None
@@ -77,8 +80,8 @@ class Strategy:
     return self.learns(cfg) in ("pairs", "mismatched")
 
   def has_reference(self, cfg: Any) -> bool:
-    """Whether it compares the policy with a reference."""
-    return _asked(self.needs_reference, cfg)
+    """Whether it compares the policy with a reference, or with a teacher."""
+    return self.teacher or _asked(self.needs_reference, cfg)
 
   def keys(self, steps: int) -> tuple[str, ...]:
     """What batches of a rollout of so many steps hold besides the tokens. In the first step the policy is still
@@ -128,7 +131,7 @@ def load(name: str, built_in: Iterable[str]) -> Strategy:
 def _check_call(made: Strategy, where: str) -> None:
   """Refuses a loss that cannot be called as a run does."""
   calls: list[tuple[str, ...]] = [("model", "params", "batch", "rng", "cfg")]
-  if made.needs_reference is not False:
+  if made.teacher or made.needs_reference is not False:
     calls.append((*calls[0], "reference"))  # with precompute, batches have what it says, and it is not there
   for call in calls:
     try:

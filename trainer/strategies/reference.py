@@ -8,6 +8,8 @@ fingerprint stands in every checkpoint, and a run goes on only with that same re
   base    under adapters: the model with the adapter off
   PATH    another run (a workdir or a checkpoint) or a Hugging Face folder
 
+A teacher (teacher.py) takes its place, as the part `teacher`, where a strategy learns from one.
+
 With `strategy.precompute` its log-probs of all data are computed before the first step, and it leaves the memory.
 """
 
@@ -29,7 +31,7 @@ from trainer.checkpoints.fingerprint import fingerprint
 from trainer.distributed import mesh as mesh_lib
 from trainer.distributed import processes
 from trainer.errors import ConfigError
-from trainer.strategies import sequences
+from trainer.strategies import sequences, teacher
 
 
 def shapes(config: Any, optimizer: Any, abstract_params: Any) -> Any:
@@ -38,6 +40,8 @@ def shapes(config: Any, optimizer: Any, abstract_params: Any) -> Any:
   Raises:
     ConfigError: a reference that cannot be.
   """
+  if strategies.of(config).teacher:
+    return {"teacher": teacher.abstract_params(config)}
   kind, adapters = config.strategy.reference, config.model.lora.rank > 0
   if kind == "base" and not adapters:
     raise ConfigError("strategy.reference is 'base', the model with its adapter off, but there are no adapters "
@@ -55,6 +59,8 @@ def first_reference(config: Any, model: Any, params: Any, target: Any) -> Any:
     params: the parameters with which the run began.
     target: `shapes(…)` with shardings.
   """
+  if strategies.of(config).teacher:
+    return {"teacher": teacher.load(config, target["teacher"])}
   kind, wanted = config.strategy.reference, tree.flatten(target)
   if kind in ("start", "base"):
     flat = tree.flatten(params if kind == "start" else lora.off(params))
@@ -73,6 +79,11 @@ def first_reference(config: Any, model: Any, params: Any, target: Any) -> Any:
   if "fresh" in where:
     raise ConfigError(f"strategy.reference: {kind} does not have all of the model's parameters ({where}).")
   return loaded
+
+
+def from_start(config: Any) -> bool:
+  """Whether it is made of the parameters that the run began with."""
+  return not strategies.of(config).teacher and config.strategy.reference in ("start", "base")
 
 
 def overlay(params: Any, reference: Any) -> Any:

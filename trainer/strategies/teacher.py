@@ -1,0 +1,130 @@
+"""The teacher of a student: another model over the same tokens, of any size, as `strategy.teacher` names it.
+
+It is a Hugging Face folder, or a run (a workdir or a checkpoint). Its parameters are `state["reference"]["teacher"]`:
+on the same mesh, by the same rules of sharding, with a fingerprint in every checkpoint but not in it.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from ml_collections import ConfigDict
+
+from input_pipeline import files
+from input_pipeline.tokenizer.tokenizer import Tokenizer, load_tokenizer, saved_fingerprint
+from models import api, hf
+from models import config as config_lib
+from trainer.checkpoints import checkpoint, init_from
+from trainer.errors import ConfigError
+
+KEY = "strategy.teacher"
+
+
+@dataclasses.dataclass(frozen=True)
+class Source:
+  """What a path holds: the model's section, its tokenizer, and the entries that the latter has; `is_hf`: a folder of
+  Hugging Face, else a run."""
+
+  path: str
+  section: ConfigDict
+  tokenizer: Path
+  vocab_size: int
+  is_hf: bool
+
+
+def find(path: str | None) -> Source:
+  """What the path holds; no tensor is read.
+
+  Raises:
+    ConfigError: nothing that can teach.
+  """
+  if path is None:
+    raise ConfigError(f"{KEY} is not set. Give a Hugging Face folder, or a run: its workdir or a checkpoint.")
+  folder = Path(path).expanduser()
+  if not folder.is_dir():
+    raise ConfigError(f"{KEY} is {path!r}, which is no folder. Give a Hugging Face folder, or a run: its workdir or a "
+                      "checkpoint.")
+  section = config_lib.model()
+  if (folder / "config.json").is_file() and not (folder / "checkpoints").is_dir():
+    _, keys, _ = hf.architecture(folder)
+    hf.set_keys(section, keys)
+    section.hf = str(folder)
+    return Source(str(folder), section, folder, keys["vocab_size"], True)
+  workdir = checkpoint.find(str(folder)).parent.parent
+  _update(section, files.read_json(workdir / "config.json")["model"])
+  if section.lora.rank:
+    raise ConfigError(f"{KEY} is {path!r}, a run that trained adapters. Export it first, with its base: python -m "
+                      f"trainer.export --workdir={workdir}.")
+  return Source(str(folder), section, workdir / "tokenizer.json",
+                load_tokenizer(workdir / "tokenizer.json").vocab_size, False)
+
+
+@functools.lru_cache(maxsize=8)
+def make_model(path: str, params_dtype: str, compute_dtype: str) -> Any:
+  """The teacher without its parameters. Raises: see `find`."""
+  source = find(path)
+  return api.make_model(source.section, vocab_size=source.vocab_size, params_dtype=params_dtype,
+                        compute_dtype=compute_dtype)
+
+
+def check(config: Any, tokenizer: Tokenizer) -> None:
+  """Refuses a teacher of other tokens than the student's, or one that cannot see so many.
+
+  Raises:
+    ConfigError: before any device work.
+  """
+  path = config.strategy.teacher
+  source = find(path)
+  api.validate(source.section, config.seq_len)
+  theirs = load_tokenizer(source.tokenizer)
+  if theirs.fingerprint == saved_fingerprint(tokenizer):
+    return
+  ours, others = tokenizer.token_bytes, theirs.token_bytes
+  differ = next((i for i, pair in enumerate(zip(ours, others, strict=False)) if pair[0] != pair[1]), None)
+  if differ is None and len(ours) == len(others):
+    what = "they split texts in other ways, or have other special tokens"
+  elif differ is None:
+    what = f"this one has {len(ours):,} entries, the teacher's {len(others):,}"
+  else:
+    what = f"entry {differ} is {ours[differ]!r} here, and {others[differ]!r} there"
+  raise ConfigError(f"{KEY} is {path!r}, whose tokenizer is another one than the student's: {what}. A teacher says how "
+                    "likely each entry of the student's vocabulary is; train the student with the teacher's tokenizer "
+                    "(tokenizer.type=hf, tokenizer.path).")
+
+
+def abstract_params(config: Any) -> Any:
+  """The teacher's parameters, in the dtype of the student's."""
+  precision = config.precision
+  return make_model(config.strategy.teacher, str(precision.params), str(precision.compute)).abstract_params()
+
+
+def load(config: Any, target: Any) -> Any:
+  """The teacher's parameters.
+
+  Args:
+    target: nested dict of ShapeDtypeStructs with shardings.
+
+  Raises:
+    ConfigError: it does not have all of them.
+  """
+  source = find(config.strategy.teacher)
+  origin = dataclasses.replace(
+      init_from.origin_of(config), path=None if source.is_hf else source.path, remap=(), ignore=(),
+      folder=source.path if source.is_hf else None, peft=None, fresh=False, hf_ignore=(), typed=None,
+      model=source.section)
+  model = make_model(config.strategy.teacher, str(config.precision.params), str(config.precision.compute))
+  loaded, where = init_from.first_params(origin, model, target)
+  if "fresh" in where:
+    raise ConfigError(f"{KEY}: {source.path} does not have all of its model's parameters ({where}).")
+  return loaded
+
+
+def _update(section: ConfigDict, saved: Mapping[str, Any]) -> None:
+  """Gives a section the values that a run's config.json has; what that does not have stays."""
+  for key, value in saved.items():
+    if isinstance(value, Mapping) and key in section and isinstance(section[key], ConfigDict):
+      _update(section[key], value)
+    elif key in section:
+      section[key] = tuple(value) if isinstance(value, list) else value
