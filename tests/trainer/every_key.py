@@ -33,6 +33,7 @@ from trainer.distributed import mesh as mesh_lib
 from trainer.errors import ConfigError
 from trainer.generate import sampler
 from trainer.strategies import learns
+from trainer.strategies.reference import overlay
 from trainer.telemetry import throughput
 from trainer.telemetry.writers import MultiWriter
 
@@ -182,7 +183,8 @@ def loss(m: Made) -> str:
   program = m.program
   key = jax.eval_shape(lambda: jax.random.key(0))
   params = program.abstract_state["params"]
-  reference = (params,) if "reference" in program.abstract_state else ()
+  held = program.abstract_state.get("reference")
+  reference = () if held is None else (overlay(params, held),)
   return m.lowered(program.loss_fn, params, m.batch, key, *reference)
 
 

@@ -282,7 +282,8 @@ STRATEGY = {
     "undesirable_weight": program(0.5), **_reference(judged, {})}),
   **{key: row._replace(given=row.given | {"strategy.teacher": lambda f: f.hf}) for key, row in strategies("distill", {
     "beta": program(0.9), "temperature": program(0.7)}).items()},
-  **strategies("distill", {"teacher": run(first_reference, lambda f: f.other_hf, {"strategy.teacher": lambda f: f.hf}),
+  **strategies("distill", {"teacher": run(first_reference, lambda f: f.other_hf, {"strategy.teacher": lambda f: f.hf},
+                                          questions),
                            "normalize": data("sequence", {"strategy.teacher": lambda f: f.hf}, questions)}),
   **strategies("grpo", {
     **{f"preset={name}": program(name) for name in presets.PRESETS if name != "grpo"},

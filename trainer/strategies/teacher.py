@@ -12,7 +12,6 @@ from typing import Any
 
 from ml_collections import ConfigDict
 
-from input_pipeline import files
 from input_pipeline.tokenizer.tokenizer import Tokenizer, load_tokenizer, saved_fingerprint
 from models import api, hf
 from models import config as config_lib
@@ -53,7 +52,7 @@ def find(path: str | None) -> Source:
     section.hf = str(folder)
     return Source(str(folder), section, folder, keys["vocab_size"], True)
   workdir = checkpoint.find(str(folder)).parent.parent
-  _update(section, files.read_json(workdir / "config.json")["model"])
+  _update(section, hf.files.read_json(workdir / "config.json")["model"])
   if section.lora.rank:
     raise ConfigError(f"{KEY} is {path!r}, a run that trained adapters. Export it first, with its base: python -m "
                       f"trainer.export --workdir={workdir}.")
