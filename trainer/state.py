@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 from clu import parameter_overview
 
-from trainer import strategies, tree
+from trainer import tree
 from trainer.checkpoints import checkpoint, init_from
 from trainer.checkpoints.fingerprint import fingerprint
 from trainer.distributed import processes
@@ -89,7 +89,7 @@ def left_out(program: Any, strategy: Any) -> dict[str, Any]:
   parts, abstract = {}, program.abstract_state
   if program.model.trained_only:
     parts["params"] = tree.flatten(abstract["params"]).keys() - program.optimizer.trainable
-  if "reference" in abstract and not strategies.reference_mix(strategy)[0]:
+  if "reference" in abstract and ("teacher" in abstract["reference"] or not strategy.reference_ema):
     parts["reference"] = set(tree.flatten(abstract["reference"]))
   return parts
 
