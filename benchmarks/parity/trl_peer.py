@@ -1,9 +1,10 @@
 """TRL's side of benchmarks/parity, in an environment of its own: python trl_peer.py FOLDER OUT [--as-is]
 
 Trains the rows of FOLDER/rows.jsonl in the order of FOLDER/order.json with the settings of FOLDER/settings.json, and
-writes OUT: loss and gradient norm of each step, and versions. Three things are made as Weft has them, unless `--as-is`
+writes OUT: loss and gradient norm of each step, and versions. Four things are made as Weft has them, unless `--as-is`
 leaves them to TRL: the newline that the template writes behind the last message is not trained (sft, dpo, kto),
-completions that estimate kto's divergence are those of order.json, and gradient norms are summed in float64.
+completions that estimate kto's divergence are those of order.json, the embedding of the padding token has its gradient,
+and gradient norms are summed in float64.
 """
 
 import argparse
@@ -124,6 +125,9 @@ def main() -> None:
       raise SystemExit(f"the template of {settings['model']} has no {BEHIND!r}.")
     tokenizer.chat_template = tokenizer.chat_template.replace(BEHIND, BETWEEN)
   model = transformers.AutoModelForCausalLM.from_pretrained(settings["model"], dtype=torch.float32)
+  if not args.as_is:
+    # PyTorch leaves the rows that this token reads out of the embedding's gradient, also where it is no padding.
+    model.get_input_embeddings().padding_idx = None
   if part == "lora":
     model = peft.PeftModel.from_pretrained(model, args.folder / "adapter", is_trainable=True)
   kept, found = Kept(), {}

@@ -27,6 +27,7 @@ from trainer.generate.sampler import Sampler
 from trainer.metrics import Mean
 from trainer.modes.fixture import Fixture, Skip, completions_apart, distance, padded, split_documents
 from trainer.strategies import logprobs, seq
+from trainer.telemetry import writers
 
 # Of texts that are generated: prompts, tokens of each, and new ones.
 PROMPTS, PROMPT_TOKENS, NEW_TOKENS = 4, 8, 8
@@ -242,6 +243,15 @@ def generation(s: Fixture) -> float:
                    for row, c in enumerate(done)))
 
 
+def first_ratio(s: Fixture) -> float:
+  """I9: how far the ratios of the first step after a rollout are from 1: their mean, and the k3 estimate of the
+  divergence from the policy that the rollout began with, which is above 0 as soon as one of them is another."""
+  row = next(row for row in writers.read_rows(s.workdir / "metrics.jsonl") if row["step"] == 1)
+  if not row.keys() >= {"policy/ratio_mean", "policy/approx_kl"}:
+    raise Skip("no ratios to an older policy")
+  return max(abs(row["policy/ratio_mean"] - 1), abs(row["policy/approx_kl"]))
+
+
 def equal_rewards(s: Fixture) -> float:
   """I10: the largest entry of the gradient where all advantages are 0, as they are where all rewards are equal."""
   if "advantages" not in s.batch:
@@ -323,6 +333,7 @@ CHECKS = (
     Check("I7", "policy = reference: margin 0, loss ln 2", 1e-4, at_the_reference),
     Check("I8", "derivative along the gradient: its norm", 1e-2, derivative),
     Check("I9", "log-probs: generated, in one pass", 1e-5, generation),
+    Check("I9", "ratio of the first step after a rollout: 1", 0, first_ratio),
     Check("I10", "gradient where all rewards are equal", 0, equal_rewards),
     Check("I11", "gradient: remat none, full", 1e-6, recomputation),
     Check("I11", "gradient: layers scanned, unrolled", 1e-6, unrolled),

@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import replace
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -19,7 +20,7 @@ from trainer.errors import ConfigError
 from trainer.generate import sampler
 from trainer.metrics import Mean
 from trainer.modes import invariances, verify
-from trainer.modes.fixture import Fixture
+from trainer.modes.fixture import Fixture, Skip
 from trainer.optim import optimizer as optim
 
 pytestmark = pytest.mark.devices(8)
@@ -76,7 +77,8 @@ OWN = {
     "dpo": ("policy = reference: margin 0, loss ln 2", "arrays that a step with NaN changes",
             "hidden states that another document changes"),
     "grpo": ("gradient where all rewards are equal", "gradient: this mesh, one device",
-             "derivative along the gradient: its norm", "loss and gradient: prompts shared, apart"),
+             "derivative along the gradient: its norm", "loss and gradient: prompts shared, apart",
+             "ratio of the first step after a rollout: 1"),
     "images": ("loss and gradient: packed, one document a row", "hidden states that a later token changes",
                "hidden states that another document changes"),
 }
@@ -96,6 +98,21 @@ def test_strategies(folder, tmp_path, monkeypatch, name):
   monkeypatch.setattr(invariances, "CHECKS", [check for check in invariances.CHECKS if check.what in OWN[name]])
   results = verify.verify(c, tmp_path)
   assert len(results) == len(OWN[name]) + 1 and {result.status for result in results} == {"PASS"}, results
+
+
+def test_one_ratio_beside_1_is_told(tmp_path):
+  """Mean and divergence of ten ratios of which two differ, so that their mean is 1 all the same."""
+  def of(**metrics):
+    rows = [{"step": 1} | {f"policy/{name}": value for name, value in metrics.items()}, {"step": 2, "loss": 1.0}]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return invariances.first_ratio(SimpleNamespace(workdir=tmp_path))
+
+  assert of(ratio_mean=1.0, approx_kl=0.0) == 0
+  logs = np.log([1 + 1e-6, 1 - 1e-6])
+  assert of(ratio_mean=1.0, approx_kl=float(np.sum(np.expm1(logs) - logs) / 10)) > 0
+  assert of(ratio_mean=1.0 + 2**-23, approx_kl=0.0) > 0
+  with pytest.raises(Skip, match="no ratios"):
+    of()
 
 
 def broken(monkeypatch, what):
