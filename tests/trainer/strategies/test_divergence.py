@@ -104,7 +104,7 @@ def test_gradients_are_those_of_the_dense_formula(chunk, variant):
     np.testing.assert_allclose(ours[0], value, rtol=1e-6)
     for found, wanted in zip(ours[1], grads, strict=True):
       # Of sums of 60 terms in float32, as far as they are from 0.
-      np.testing.assert_allclose(found, wanted, rtol=0, atol=2e-6 * np.abs(wanted).max())
+      np.testing.assert_allclose(found, wanted, rtol=0, atol=5e-6 * np.abs(wanted).max())
 
 
 REFERENCES = np.load(ROOT / "tests" / "trainer" / "strategies" / "distill_references.npz")
