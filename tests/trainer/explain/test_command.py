@@ -299,10 +299,11 @@ def test_keys_are_printed_whatever_names_stand_in_them(capsys):
   _, out, _ = printed(capsys, "input.sources.mine.text_key")
   assert out.startswith("config.input.sources.<name>.text_key = 'text'") and "input_pipeline/sources/readers.py:" in out
   _, out, _ = printed(capsys, "strategy.beta")
-  dpo, of_kto = out.split("config.strategy.beta")[1:]
+  dpo, of_kto, of_distill = out.split("config.strategy.beta")[1:]
   assert "strategy dpo" in dpo and "preference.py" in dpo and "kto.py" not in dpo
   assert "As for dpo. How dear it is to leave the reference" in of_kto
   assert "strategy kto" in of_kto and "kto.py" in of_kto and "preference.py" not in of_kto
+  assert "strategy distill" in of_distill and "distill.py" in of_distill and "kto.py" not in of_distill
   _, out, _ = printed(capsys, "mesh.fsdp")
   assert "Read as part of mesh" in out and "make_mesh(config.mesh)" in out
 
