@@ -202,7 +202,7 @@ def _of_other_strategy(key: Key, file: str) -> bool:
   """Whether a file is that of another strategy than the key's."""
   strategy = key.path.partition("(")[2].partition(")")[0]
   files = {"seq": ("seq",), "sft": ("sft", "seq"), "dpo": ("dpo", "preference"), "kto": ("kto",),
-           "grpo": ("grpo", "presets")}
+           "grpo": ("grpo", "presets"), "distill": ("distill", "divergence", "teacher")}
   stem = Path(file).stem
   return key.path != key.typed and file.startswith("trainer/strategies/") and stem not in (
       *files.get(strategy, (stem,)), "sequences", "__init__")

@@ -303,7 +303,7 @@ def test_keys_are_printed_whatever_names_stand_in_them(capsys):
   assert "strategy dpo" in dpo and "preference.py" in dpo and "kto.py" not in dpo
   assert "As for dpo. How dear it is to leave the reference" in of_kto
   assert "strategy kto" in of_kto and "kto.py" in of_kto and "preference.py" not in of_kto
-  assert "strategy distill" in of_distill and "distill.py" in of_distill
+  assert "strategy distill" in of_distill and "distill.py" in of_distill and "kto.py" not in of_distill
   _, out, _ = printed(capsys, "mesh.fsdp")
   assert "Read as part of mesh" in out and "make_mesh(config.mesh)" in out
 
