@@ -69,8 +69,7 @@ def train(config: Mapping, workdir: str | Path, past: Past | None = None) -> Run
   bases.check(config, workdir)
   processes.join(config.processes)
   mesh = mesh_lib.start(config)
-  say(*program_lib.settle(resolved, jax.default_backend()))
-  say(*repeatable.notes(config, jax.default_backend()))
+  say(*program_lib.settle(resolved, jax.default_backend()), *repeatable.notes(config, jax.default_backend()))
   workdir_lib.prepare(config, workdir)
   found = past or position.find(workdir, config.resume)
 

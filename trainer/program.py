@@ -201,7 +201,7 @@ def make_program(config: Any, model: Any, optimizer: optim.Optimizer, mesh: Any,
     raise ConfigError(f"mesh.context is {mesh.shape['context']}, which splits the length of rows, but the model cannot "
                       f"have that: {reason}. Use --config.mesh.context=1.")
   reference, precompute = None, False
-  if strategies.needs_reference(strategy_cfg):
+  if strategies.needs_reference(strategy_cfg) or strategies.of(config).teacher:
     reference = reference_lib.shapes(config, optimizer, model.abstract_params())
     precompute = strategies.precomputes(strategy_cfg)
 

@@ -32,8 +32,7 @@ YNN, SUMS = "--xla_cpu_experimental_ynn_fusion_type", "LIBRARY_FUSION_TYPE_REDUC
 # Triton's, which only timing tells apart, none is taken: the first that it names took 22 times as long for a step. Nor
 # are products of one array with several made one product: cuBLAS's needs the several side by side in memory, where they
 # are put for each token that is sampled; Triton's reads them from where they are.
-UNTIMED = {"--xla_gpu_autotune_level": "0", "--xla_gpu_enable_triton_gemm": "false",
-           "--xla_gpu_dot_merger_threshold_mb": "0"}
+UNTIMED = {"xla_gpu_autotune_level": 0, "xla_gpu_enable_triton_gemm": False, "xla_gpu_dot_merger_threshold_mb": 0}
 SUMS_AND_PRODUCTS = f"{SUMS},LIBRARY_FUSION_TYPE_INDIVIDUAL_DOT"
 
 # Flags of compilers besides what the user says: {variable: (package, {its versions known to take the flags:
@@ -91,7 +90,7 @@ def set_environment(precision: Mapping[str, Any] | None = None, untimed: bool = 
       flags = {flag: value for versions, some in known.items() if version.startswith(versions)
                for flag, value in some.items() if f"{flag}=" not in said}
       if untimed and variable == "XLA_FLAGS" and flags:
-        flags |= {flag: value for flag, value in UNTIMED.items() if f"{flag}=" not in said}
+        flags |= {flag: value for flag, value in untimed_flags().items() if f"{flag}=" not in said}
       if by_library and YNN in flags:
         flags[YNN] = SUMS_AND_PRODUCTS
       more = [f"{flag}={value}" for flag, value in flags.items()]
@@ -99,6 +98,11 @@ def set_environment(precision: Mapping[str, Any] | None = None, untimed: bool = 
         os.environ[variable] = " ".join([said, *more]).strip()
   if _cpu_devices() > 1:
     add_threads()
+
+
+def untimed_flags() -> dict[str, str]:
+  """UNTIMED as XLA_FLAGS has them."""
+  return {f"--{name}": str(value).lower() for name, value in UNTIMED.items()}
 
 
 def add_threads() -> None:

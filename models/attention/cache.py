@@ -90,7 +90,6 @@ class Past(NamedTuple):
       seen_BxS &= self.cache.lengths[:, None] - positions_BxS < window
     return self.cache._replace(keys=keys, values=values), Seen(of_keys, of_values, seen_BxS)
 
-
   def state(self) -> tuple[jax.Array, jax.Array]:
     """A delta layer's part: the last inputs of its convolutions [B, W - 1, C] and its states [B, H, K, V]."""
     place, entry = self._at()

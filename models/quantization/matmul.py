@@ -31,6 +31,7 @@ import jax
 import jax.numpy as jnp
 
 from models import cpu
+from models.quantization.quantize import DECIDING
 from trainer import tree
 from trainer.errors import ConfigError
 
@@ -38,8 +39,6 @@ FORMS = ("none", "int8", "fp8")
 GRADIENTS = ("none", "inputs", "all")
 # (forward, gradients)
 _TYPES = {"int8": (jnp.int8, jnp.int8), "fp8": (jnp.float8_e4m3fn, jnp.float8_e5m2)}
-# Kernels of the blocks that decide rather than compute: small, and not worth an error.
-_NEVER = re.compile(r"/(router|shared_gate|delta/[ab])/")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -84,7 +83,7 @@ class MatmulRules:
 
   def of(self, path: str) -> QuantizedMatmul | None:
     """The matmul of the kernel at that path; None: a plain one."""
-    quantized = path.startswith("blocks/") and path.endswith("/kernel") and not _NEVER.search(path)
+    quantized = path.startswith("blocks/") and path.endswith("/kernel") and not DECIDING.search(path)
     return self.matmul if quantized and not any(re.search(skip, path) for skip in self.skip) else None
 
   def check(self, paths: Collection[str]) -> None:

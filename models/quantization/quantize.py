@@ -27,7 +27,7 @@ KINDS = ("int8", "nf4")
 # Inputs that share a scale in nf4.
 BLOCK = 64
 # Kernels of the blocks that decide rather than compute: small, and not worth an error.
-_KEPT = re.compile(r"/(router|shared_gate|delta/[ab])/")
+DECIDING = re.compile(r"/(router|shared_gate|delta/[ab])/")
 _PART = re.compile(r"^(.*kernel)_(int8|nf4|scale)$")
 
 
@@ -59,7 +59,7 @@ class Frozen:
     """One of KINDS, the name of a dtype, or None for a parameter that is trained."""
     if not self.includes(path) or self.form not in KINDS:
       return self.form if self.includes(path) else None
-    is_matrix = path.startswith("blocks/") and path.endswith("/kernel") and not _KEPT.search(path)
+    is_matrix = path.startswith("blocks/") and path.endswith("/kernel") and not DECIDING.search(path)
     return self.form if is_matrix else "bfloat16"
 
 

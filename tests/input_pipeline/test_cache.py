@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from input_pipeline import cache as cache_lib
-from input_pipeline import files
+from input_pipeline import cache_writer, files
 from input_pipeline import folders as folders_lib
 from input_pipeline.cache import FileHasher, tokenize_source
 from input_pipeline.examples.base import Encoded
@@ -185,7 +185,7 @@ def test_full_disk_names_the_folder_and_cleans_up(data, monkeypatch):
   def full(self, name, values):
     raise OSError(errno.ENOSPC, "No space left on device")
 
-  monkeypatch.setattr(cache_lib._Writer, "write", full)
+  monkeypatch.setattr(cache_writer.Writer, "write", full)
   with pytest.raises(OSError, match="disk is full.*input.cache_dir") as error:
     build(data)
   assert str(data.parent / "cache") in str(error.value) and error.value.errno == errno.ENOSPC
@@ -274,6 +274,7 @@ def test_without_weights_there_is_no_file_of_them(data):
 def test_weights_reach_back_to_the_first_document(data, monkeypatch, batch):
   monkeypatch.setattr(cache_lib, "BATCH_RECORDS", batch)
   monkeypatch.setattr(cache_lib, "BATCH_BYTES", 2)
+  monkeypatch.setattr(cache_writer, "FILLED", 2)
   (data / "d.txt").write_text("wabc\ndrop 1\nplain")
   (data / "e.txt").write_text("drop 1\ndrop 2")
   tokens = weigh(data)

@@ -18,9 +18,9 @@ from typing import Any
 
 from absl import logging
 
-from trainer import startup
 from trainer.errors import ConfigError
 from trainer.planning import collectives
+from trainer.startup import UNTIMED, untimed_flags
 
 _OPERATION = re.compile(r"^\s+(?:ROOT )?%?([\w.\-]+) = .*? ([\w\-]+)\(")
 _DTYPE, _COMBINES = re.compile(r" = \(?([a-z]+\d*)\["), re.compile(r"to_apply=%?([\w.\-]+)")
@@ -28,9 +28,7 @@ _NAME = re.compile(r'op_name="([^"]*)"')
 _TARGET = re.compile(r'custom_call_target="([^"]*)"')
 # The same whatever comes first, of any numbers; and of whole numbers.
 _IN_ANY_ORDER, _OF_INTEGERS = {"maximum", "minimum", "and", "or"}, {"add", "multiply", "xor"}
-# What XLA for GPU is told: to time no kernels (startup.UNTIMED, which says why, for a whole process); and to take none
-# that adds in an order left to chance.
-UNTIMED = {"xla_gpu_autotune_level": 0, "xla_gpu_enable_triton_gemm": False, "xla_gpu_dot_merger_threshold_mb": 0}
+# What XLA for GPU is told: to time no kernels, and to take none that adds in an order left to chance.
 IN_ORDER = UNTIMED | {"xla_gpu_exclude_nondeterministic_ops": True}
 # So many operations a message names.
 MOST_NAMED = 8
@@ -50,7 +48,7 @@ def notes(config: Any, platform: str) -> list[str]:
   """What is to be said at the start: where XLA was not told for the whole process, as `python -m trainer` tells it, the
   step alone is held to the promise."""
   said = os.environ.get("XLA_FLAGS", "").split()
-  missing = [flag for flag in (f"{name}={value}" for name, value in startup.UNTIMED.items()) if flag not in said]
+  missing = [flag for flag in (f"{name}={value}" for name, value in untimed_flags().items()) if flag not in said]
   if not promised(config, platform) or not missing:
     return []
   return ["deterministic: the step chooses no kernels by timing them, but evaluations and rollouts do, and may differ "

@@ -6,6 +6,7 @@ say of it, the lines of code and the tests that have it. Without a name: all tha
 
 import difflib
 import functools
+import inspect
 import re
 import shutil
 import sys
@@ -13,6 +14,7 @@ import textwrap
 from collections.abc import Sequence
 from pathlib import Path
 
+from trainer import strategies
 from trainer.errors import ConfigError
 from trainer.explain import config_source
 from trainer.explain import docs as explain_docs
@@ -199,13 +201,13 @@ def _of_key(key: Key) -> str:
 
 
 def _of_other_strategy(key: Key, file: str) -> bool:
-  """Whether a file is that of another strategy than the key's."""
+  """Whether a file is that of another strategy than the key's: neither the one of its loss nor imported there."""
   strategy = key.path.partition("(")[2].partition(")")[0]
-  files = {"seq": ("seq",), "sft": ("sft", "seq"), "dpo": ("dpo", "preference"), "kto": ("kto",),
-           "grpo": ("grpo", "presets"), "distill": ("distill", "divergence", "teacher")}
-  stem = Path(file).stem
-  return key.path != key.typed and file.startswith("trainer/strategies/") and stem not in (
-      *files.get(strategy, (stem,)), "sequences", "__init__")
+  if key.path == key.typed or strategy not in strategies.STRATEGIES or not file.startswith("trainer/strategies/"):
+    return False
+  home = sys.modules[strategies.STRATEGIES[strategy].loss.__module__]
+  own = [home, *(module for module in vars(home).values() if inspect.ismodule(module))]
+  return Path(file).stem not in (*(module.__name__.rpartition(".")[2] for module in own), "__init__")
 
 
 def _line(file: str, line: int, leaf: str) -> str:

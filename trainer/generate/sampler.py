@@ -348,11 +348,10 @@ def _prefill(model: Any, params: Any, tokens_NxT: jax.Array, lengths_N: jax.Arra
 
 
 def _begin(model: Any, state: _State, last_NxD: jax.Array, begun: Any, given: tuple[jax.Array, ...]) -> _State:
-  """Prompts put into rows of the state."""
+  """Prompts put into rows of the state, each of which is begun once; of one beyond the last nothing is."""
   rows_M, sources_M, keys_Mx2, limits_M = given
 
   def put(old_B: jax.Array, new_M: Any) -> jax.Array:
-    # Rows are each begun once, but for those beyond the last, which nothing is put into.
     return old_B.at[rows_M].set(new_M, mode="drop", unique_indices=True)
 
   cache = model.begin(state.cache, begun, rows_M, sources_M)

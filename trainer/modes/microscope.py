@@ -161,7 +161,7 @@ def of_tokens(model: Any, params: Any, batch: dict[str, jax.Array], rng: jax.Arr
                   chunk=model.vocab_chunk, num_real_vocab=model.num_real_vocab)
   rank_BxT, top_BxT = (jnp.roll(values, 1, axis=1) for values in of_next)
   found = {"logprobs": stats.logprob, "entropies": stats.entropy, "ranks": rank_BxT, "top_tokens": top_BxT}
-  if strategies.needs_reference(cfg) and not strategies.find(cfg.name).teacher:
+  if strategies.needs_reference(cfg):
     found["ref_logprobs"] = sequences.reference_logprobs(model, everywhere, reference, temperature)
     found["ref_log_ratios"] = stats.logprob - found["ref_logprobs"]
   more = strategies.find(cfg.name).token_numbers

@@ -62,7 +62,7 @@ def learns(config: Any) -> str:
 
 
 def needs_reference(cfg: Any) -> bool:
-  """Whether the strategy of `config.strategy` compares the policy with a reference, or with a teacher."""
+  """Whether the strategy of `config.strategy` compares the policy with a reference."""
   return find(cfg.name).has_reference(cfg)
 
 
@@ -73,8 +73,7 @@ def precomputes(cfg: Any) -> bool:
 
 def reference_mix(cfg: Any) -> tuple[float, int]:
   """(share, every): how the reference moves towards the policy, see `reference.mix`; share 0: it does not."""
-  moves = needs_reference(cfg) and not find(cfg.name).teacher
-  return (cfg.reference_ema, cfg.reference_ema_steps) if moves else (0.0, 1)
+  return (cfg.reference_ema, cfg.reference_ema_steps) if needs_reference(cfg) else (0.0, 1)
 
 
 def temperature(cfg: Any) -> float:

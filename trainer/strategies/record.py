@@ -80,8 +80,8 @@ class Strategy:
     return self.learns(cfg) in ("pairs", "mismatched")
 
   def has_reference(self, cfg: Any) -> bool:
-    """Whether it compares the policy with a reference, or with a teacher."""
-    return self.teacher or _asked(self.needs_reference, cfg)
+    """Whether it compares the policy with a reference."""
+    return _asked(self.needs_reference, cfg)
 
   def keys(self, steps: int) -> tuple[str, ...]:
     """What batches of a rollout of so many steps hold besides the tokens. In the first step the policy is still

@@ -5,7 +5,6 @@ on the same mesh, by the same rules of sharding, with a fingerprint in every che
 """
 
 import dataclasses
-import functools
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -60,7 +59,6 @@ def find(path: str | None) -> Source:
                 load_tokenizer(workdir / "tokenizer.json").vocab_size, False)
 
 
-@functools.lru_cache(maxsize=8)
 def make_model(path: str, params_dtype: str, compute_dtype: str) -> Any:
   """The teacher without its parameters. Raises: see `find`."""
   source = find(path)

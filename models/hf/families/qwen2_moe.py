@@ -14,6 +14,12 @@ def windows_are_ambiguous(source: Source, layers: int) -> tuple[str, ...] | None
   return None if source.content.get("use_sliding_window") else types
 
 
+SHARED_EXPERT = (
+    *(Tensor(f"layers.{{layer}}.mlp.shared_expert.{p}_proj.weight", f"blocks/moe/shared/{p}/kernel", transpose=True)
+      for p in ("gate", "up", "down")),
+    Tensor("layers.{layer}.mlp.shared_expert_gate.weight", "blocks/moe/shared_gate/kernel", transpose=True),
+)
+
 QWEN2_MOE = Family(
     name="qwen2_moe",
     model_types=("qwen2_moe",),
@@ -28,12 +34,7 @@ QWEN2_MOE = Family(
         Key("num_key_value_heads", "num_kv_heads", default=16, null=common.as_many_as_heads),
         Key("qkv_bias", "qkv_bias", bool, default=True),
     ),
-    table=(
-        *common.ENDS, *common.NORMS, *common.ATTENTION, *EXPERTS,
-        *(Tensor(f"layers.{{layer}}.mlp.shared_expert.{p}_proj.weight", f"blocks/moe/shared/{p}/kernel", transpose=True)
-          for p in ("gate", "up", "down")),
-        Tensor("layers.{layer}.mlp.shared_expert_gate.weight", "blocks/moe/shared_gate/kernel", transpose=True),
-    ),
+    table=(*common.ENDS, *common.NORMS, *common.ATTENTION, *EXPERTS, *SHARED_EXPERT),
     fixed={"moe.shared_gate": True},
     # The width of layers that are not sparse, of which there are none.
     inert=frozenset({"intermediate_size"}),

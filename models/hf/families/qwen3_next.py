@@ -1,6 +1,7 @@
 """Qwen3-Next: of four layers three with a gated delta rule and one of gated attention, all with mixtures of experts."""
 
 from models.hf.families import common
+from models.hf.families.qwen2_moe import SHARED_EXPERT
 from models.hf.families.qwen3_moe import EXPERTS, SPARSE
 from models.hf.family import Family, Tensor
 from models.hf.keys import Key, Rule
@@ -43,11 +44,6 @@ DELTA = (
     Tensor("layers.{layer}.linear_attn.dt_bias", "blocks/delta/dt_bias"),
     Tensor("layers.{layer}.linear_attn.norm.weight", "blocks/delta/norm/scale"),
     Tensor("layers.{layer}.linear_attn.out_proj.weight", "blocks/delta/o/kernel", transpose=True),
-)
-SHARED_EXPERT = (
-    *(Tensor(f"layers.{{layer}}.mlp.shared_expert.{p}_proj.weight", f"blocks/moe/shared/{p}/kernel", transpose=True)
-      for p in ("gate", "up", "down")),
-    Tensor("layers.{layer}.mlp.shared_expert_gate.weight", "blocks/moe/shared_gate/kernel", transpose=True),
 )
 FIXED = {"norm_scale_plus_one": True, "qk_norm": True, "attention_gate": True}
 # Layers that predict tokens further ahead, which transformers leaves out, too.

@@ -10,30 +10,19 @@ import pytest
 
 from models import hf
 from tests import tiny
+from tests.trainer.strategies import test_reference
 from trainer import train
-from trainer.callbacks import Callback
 from trainer.config import defaults, source, strategy
 from trainer.errors import ConfigError
 
 
-class Keep(Callback):
-  """{step: (parameters before it, its batch, its loss)}; asks the run to stop after step `stop`."""
+class Keep(test_reference.Keep):
+  """With all parameters before a step."""
 
   found: dict = {}
 
-  def __init__(self, stop=0):
-    self._stop, self._before = stop, {}
-
   def on_step_begin(self, run):
     self._before[run.step + 1] = jax.device_get(run.state["params"])
-
-  def on_optimizer_step(self, run):
-    if run.step == self._stop:
-      run.stop_requested = "a test"
-
-  def on_step_end(self, run, step, metrics):
-    batch = {name: np.asarray(values) for name, values in run.batch.items()}
-    self.found[step] = self._before[step], batch, metrics["loss"]
 
 
 def config_of(folder, **changed):

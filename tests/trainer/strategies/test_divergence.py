@@ -87,6 +87,7 @@ def test_values_are_those_of_loops(beta):
 @pytest.mark.parametrize("chunk", [1000, 30, 7])
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_gradients_are_those_of_the_dense_formula(chunk, variant):
+  """To 1e-6 of the largest entry; where the dense formula is itself that far off in float32, to three times as far."""
   variant = dict(variant)
   made = inputs(variant.pop("wider", 0))
   weights = np.linspace(0.5, 2, B * T).reshape(B, T)
@@ -101,10 +102,11 @@ def test_gradients_are_those_of_the_dense_formula(chunk, variant):
       exact = [jnp.asarray(np.asarray(x), jnp.float64) for x in made]
       value, grads = jax.value_and_grad(functools.partial(total, dense, dict(beta=beta, **variant)), (0, 1))(*exact)
       value, grads = np.asarray(value), list(map(np.asarray, grads))
+    rounded = jax.jit(jax.grad(functools.partial(total, dense, dict(beta=beta, **variant)), (0, 1)))(*made)
     np.testing.assert_allclose(ours[0], value, rtol=1e-6)
-    for found, wanted in zip(ours[1], grads, strict=True):
-      # Of sums of 60 terms in float32, as far as they are from 0.
-      np.testing.assert_allclose(found, wanted, rtol=0, atol=5e-6 * np.abs(wanted).max())
+    for found, in_float32, wanted in zip(ours[1], rounded, grads, strict=True):
+      own = np.abs(np.asarray(in_float32) - wanted).max()
+      np.testing.assert_allclose(found, wanted, rtol=0, atol=max(1e-6 * np.abs(wanted).max(), 3 * own))
 
 
 REFERENCES = np.load(ROOT / "tests" / "trainer" / "strategies" / "distill_references.npz")
