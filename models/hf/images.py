@@ -27,6 +27,10 @@ ASSUMED_SIZES: Mapping[str, Mapping[str, int]] = {
 }
 # Entries of text_config that repeat what the wrapper says.
 TEXT_INERT = frozenset({"architectures", "num_image_tokens"})
+# Entries beside text_config that are about the text model, and those that are not.
+OUTER = ("architectures", "tie_word_embeddings", "quantization_config")
+OUTER_INERT = frozenset({*OUTER, "vision_config", "image_token_id", "video_token_id", "vision_start_token_id",
+                         "vision_end_token_id"})
 # Entries of vision_config of heads, losses and other modules.
 VISION_INERT = frozenset("""
     initializer_factor is_causal logit_scale_init_value num_image_tokens projection_dim projector_hidden_act
@@ -140,6 +144,46 @@ class TextConfig(Rule):
     given = source.get("text_config", dict)
     content = {**ASSUMED_SIZES.get(self.family.model_types[0], {}), "model_type": self.family.model_types[0], **given}
     return {key: value for key, value in content.items() if key not in TEXT_INERT}
+
+
+class TextPart(Family):
+  """A family of text models that are also read out of folders of models of images and text.
+
+  There config.json has theirs inside it, as text_config. What is written is the text model alone.
+  """
+
+  def read_source(self, source):
+    """See `Family.read_source`."""
+    return super().read_source(self._text(source))
+
+  def notes_on(self, source):
+    """See `Family.notes_on`."""
+    text = self._text(source)
+    notes = super().notes_on(text)
+    if text is not source:
+      notes.append(f"{source.where} is that of a model of images and text. Of it the text model alone is read, trained "
+                   "and exported; its tensors for images are passed over.")
+    return notes
+
+  def kept(self, config):
+    """See `Family.kept`."""
+    text = self._text(Source(config, "its config.json")).content
+    return {**text, "architectures": [self.architectures[0]], "model_type": self.model_types[0]}
+
+  def renewed(self, config, written):
+    """See `Family.renewed`."""
+    return super().renewed(self.kept(config), written)
+
+  def _text(self, source: Source) -> Source:
+    if "text_config" not in source.content:
+      return source
+    content = source.get("text_config", dict)
+    tied = source.get("tie_word_embeddings", bool, None, None)
+    if tied is not None and content.get("tie_word_embeddings", tied) != tied:
+      raise source.error("tie_word_embeddings", f"the same as in text_config, {content['tie_word_embeddings']!r}: "
+                         "which of the two counts depends on whether the whole model is loaded")
+    source.check_all_read(INERT | OUTER_INERT, f"the family {self.name}")
+    return source.inside("text_config", content | {key: source.content[key] for key in OUTER if key in source.content})
 
 
 class ImageFamily(Family):

@@ -41,6 +41,7 @@ class Rope(Rule):
     fraction: the share of a head that is rotated where config.json does not say; None: the family rotates all.
     local_theta: the base of layers with a window where config.json has none; None: theirs is that of all.
     local_entry: what says it in the layout of transformers 4. Where that is rope_theta, both layouts are written.
+    inert: further entries, which have no effect.
   """
 
   theta: float = 10000.0
@@ -48,6 +49,7 @@ class Rope(Rule):
   fraction: float | None = None
   local_theta: float | None = None
   local_entry: str = "rope_local_base_freq"
+  inert: tuple[str, ...] = ()
 
   def read(self, source, model):
     theta, partial = (source.get(key, float, None, None) for key in ("rope_theta", "partial_rotary_factor"))
@@ -71,7 +73,7 @@ class Rope(Rule):
         raise local.error("rope_type", "default; layers with a window have no scaling")
       local.check_all_read((), _TYPES)
     keys |= self._scaling(parameters, limit, original)
-    parameters.check_all_read((), _TYPES)
+    parameters.check_all_read(self.inert, _TYPES)
     return keys
 
   def write(self, model):
@@ -116,7 +118,7 @@ class Rope(Rule):
 
   def notes(self, source):
     parameters, local = self._parameters(source)
-    notes = [note for part in (parameters, local) if part is not None for note in part.notes(_KNOWN)]
+    notes = [note for part in (parameters, local) if part is not None for note in part.notes(_KNOWN.union(self.inert))]
     factor, limit = parameters.content.get("factor"), source.content.get("max_position_embeddings")
     original = parameters.content.get(_ORIGINAL, source.content.get(_ORIGINAL))
     if _type(parameters, ("default", *self.scalings)) != "yarn" or None in (factor, limit, original):

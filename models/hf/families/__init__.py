@@ -28,6 +28,7 @@ from models.hf.families.phi3 import PHI3
 from models.hf.families.qwen2 import QWEN2
 from models.hf.families.qwen2_moe import QWEN2_MOE
 from models.hf.families.qwen3 import QWEN3
+from models.hf.families.qwen3_5 import QWEN3_5, QWEN3_5_MOE
 from models.hf.families.qwen3_moe import QWEN3_MOE
 from models.hf.families.qwen3_next import QWEN3_NEXT
 from models.hf.families.seed_oss import SEED_OSS
@@ -40,7 +41,7 @@ from models.hf.images import Wrapper
 # In the order in which `match` tries them: of two that fit, the one that more programs read comes first.
 FAMILIES: tuple[Family, ...] = (
     LLAMA, MISTRAL, QWEN2, QWEN3, MIXTRAL, QWEN3_MOE, QWEN2_MOE, GEMMA, GEMMA2, GEMMA3, GPT2, STARCODER2, STABLELM,
-    QWEN3_NEXT, PHI3, ARCEE, NEMOTRON, SEED_OSS, OLMO2, OLMO3, GLM, GLM4, SMOLLM3,
+    QWEN3_NEXT, QWEN3_5, QWEN3_5_MOE, PHI3, ARCEE, NEMOTRON, SEED_OSS, OLMO2, OLMO3, GLM, GLM4, SMOLLM3,
     GRANITE, COHERE, COHERE2,
 )
 

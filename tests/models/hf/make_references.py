@@ -31,6 +31,8 @@ SMALL = dict(vocab_size=V, hidden_size=16, intermediate_size=24, num_hidden_laye
 EXPERTS = dict(num_experts_per_tok=2, num_experts=5, moe_intermediate_size=12)
 DELTA = dict(head_dim=8, rms_norm_eps=0.02, linear_num_key_heads=2, linear_num_value_heads=4, linear_key_head_dim=6,
              linear_value_head_dim=4, linear_conv_kernel_dim=3)
+MROPE = dict(rope_type="default", rope_theta=5e3, partial_rotary_factor=0.5, mrope_section=[1, 1, 0],
+             mrope_interleaved=True)
 LLAMA3 = dict(rope_type="llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0,
               original_max_position_embeddings=16)
 YARN = dict(rope_type="yarn", factor=4.0, original_max_position_embeddings=16)
@@ -69,6 +71,10 @@ CASES = {
     "qwen2_moe": like("qwen2_moe", **EXPERTS, shared_expert_intermediate_size=20),
     "qwen3_next": like("qwen3_next", **EXPERTS, **DELTA, shared_expert_intermediate_size=20, num_hidden_layers=3,
                        full_attention_interval=2),
+    "qwen3_5": like("qwen3_5_text", **DELTA, num_hidden_layers=3, full_attention_interval=2, rope_parameters=MROPE),
+    "qwen3_5_moe": like("qwen3_5_moe_text", **EXPERTS, **DELTA | dict(linear_key_head_dim=8),
+                        shared_expert_intermediate_size=20, num_hidden_layers=3, full_attention_interval=2,
+                        rope_parameters=MROPE),
     "gemma": like("gemma", head_dim=8),
     "gemma2": like("gemma2", head_dim=8, sliding_window=5, query_pre_attn_scalar=5, attn_logit_softcapping=1.5,
                    final_logit_softcapping=10.0),

@@ -170,10 +170,10 @@ def test_what_is_written_reads_back(name):
 
 @pytest.mark.parametrize("name", CASES)
 def test_match_finds_the_family(name):
-  """Each case has something that no other family has."""
+  """Each case has something that no other family has; but Qwen3.5 with experts computes what Qwen3-Next does."""
   model = read(REFERENCES / name)
   family, config = families.match(model)
-  assert family is family_of(name)
+  assert family is family_of("qwen3_next" if name == "qwen3_5_moe" else name)
   assert family.read(config, "matched") == model
 
 

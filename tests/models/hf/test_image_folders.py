@@ -8,7 +8,7 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
-from safetensors.numpy import save_file
+from safetensors.numpy import load_file, save_file
 
 from models import hf
 from models.hf import families, files, pixels
@@ -276,3 +276,46 @@ def test_a_run_is_exported_with_its_tower(tmp_path):
   assert one.keys() == other.keys() and all(np.array_equal(one[path], other[path]) for path in one)
   assert files.read_json(out / "preprocessor_config.json") == prepared | dict(image_std=[0.25, 0.5, 0.75])
   assert files.read_config(out)["vision_config"] == content_of("paligemma")["vision_config"]
+
+
+# ------------------------------------------------------------------------------------------------ the text part alone
+
+
+QWEN3_5 = REFERENCES.parent / "references" / "qwen3_5"
+
+
+def with_images(out, **outer):
+  """The folder of a text model as the published ones of its kind are: beside layers that are passed over."""
+  out.mkdir()
+  text = files.read_config(QWEN3_5)
+  content = {"architectures": ["Qwen3_5ForConditionalGeneration"], "model_type": "qwen3_5", "image_token_id": 50,
+             "text_config": {**text, "architectures": None, "attn_output_gate": True, "mtp_num_hidden_layers": 1},
+             "vision_config": {"model_type": "qwen3_5", "depth": 2}, "tie_word_embeddings": False, **outer}
+  (out / files.CONFIG).write_text(json.dumps(content))
+  tensors = {name.replace("model.", "model.language_model.", 1): values
+             for name, values in load_file(QWEN3_5 / files.SINGLE).items()}
+  more = {name: np.ones((3, 4), np.float32) for name in ("model.visual.pos_embed.weight", "mtp.fc.weight")}
+  save_file(tensors | more, out / files.SINGLE)
+  return out
+
+
+def test_the_text_model_of_a_folder_with_images_is_that_of_a_folder_of_text(tmp_path):
+  path = with_images(tmp_path / "whole")
+  _, keys, notes = hf.architecture(path)
+  assert keys == hf.architecture(QWEN3_5)[1] and "text model alone is read" in notes[-1]
+  model, params = hf.load(path, dtype=None)
+  hf.save(model, params, tmp_path / "saved")
+  assert (tmp_path / "saved" / files.SINGLE).read_bytes() == (QWEN3_5 / files.SINGLE).read_bytes()
+  saved = files.read_config(tmp_path / "saved")
+  assert (saved["architectures"], saved["model_type"]) == (["Qwen3_5ForCausalLM"], "qwen3_5_text")
+  assert "vision_config" not in saved and hf.architecture(tmp_path / "saved")[1] == keys
+
+
+@pytest.mark.parametrize("outer, message", [
+    (dict(tie_word_embeddings=True), "tie_word_embeddings is True; allowed: the same as in text_config, False"),
+    (dict(architectures=["Qwen3_5ForSequenceClassification"]), "allowed: .'Qwen3_5ForCausalLM'"),
+    (dict(quantization_config=dict(bits=8)), "quantised checkpoints are not read"),
+    (dict(image_gain=2), "image_gain = 2: the family qwen3_5 has no such entry")])
+def test_what_stands_beside_the_text_model_and_concerns_it_is_read(tmp_path, outer, message):
+  with pytest.raises(HFError, match=message):
+    hf.architecture(with_images(tmp_path / "whole", **outer))

@@ -1,0 +1,56 @@
+"""Qwen3.5, dense and with mixtures of experts, text: Qwen3-Next with a matrix for each part of the delta layers.
+
+Published folders hold a vision tower beside it, which is passed over.
+"""
+
+from models.hf.families import common
+from models.hf.families.qwen2_moe import SHARED_EXPERT
+from models.hf.families.qwen3_moe import EXPERTS
+from models.hf.families.qwen3_next import DELTA, DELTA_SIZES, FIXED, MORE_TOKENS
+from models.hf.family import Tensor
+from models.hf.images import TextPart
+from models.hf.keys import Key, Must
+from models.hf.rope import Rope
+
+# How the positions of images are put together, which are those of the text where there is none.
+OF_IMAGES = ("mrope_section", "mrope_interleaved")
+KEYS = (
+    *common.SIZES, common.RMS_EPS, common.SILU, common.UNTIED, Rope(fraction=0.25, inert=OF_IMAGES), *DELTA_SIZES,
+    Key("head_dim", "head_dim", default=256),
+    Must("attn_output_gate", True, "attention has a gate in all models of this family"),
+    common.ATTENTION_BIAS,
+)
+TABLE = (
+    *common.ENDS, *common.NORMS, *common.ATTENTION, *common.QK_NORMS, *DELTA,
+    *(Tensor(f"layers.{{layer}}.linear_attn.in_proj_{parts}.weight",
+             tuple(f"blocks/delta/{p}/kernel" for p in parts), transpose=True) for parts in ("qkv", "z", "b", "a")),
+)
+PREFIXES = ("model.", "model.language_model.", "")
+IGNORED = (r"rotary_emb\.inv_freq$", MORE_TOKENS, r"^model\.visual\.")
+# How many layers predict tokens further ahead.
+INERT = frozenset({"mtp_num_hidden_layers"})
+
+QWEN3_5 = TextPart(
+    name="qwen3_5",
+    model_types=("qwen3_5_text", "qwen3_5"),
+    architectures=("Qwen3_5ForCausalLM", "Qwen3_5ForConditionalGeneration"),
+    keys=(*KEYS, common.WIDTH, Key("num_key_value_heads", "num_kv_heads", default=4, null=common.as_many_as_heads)),
+    table=(*TABLE, *common.MLP), fixed=FIXED, prefixes=PREFIXES, ignored=IGNORED, inert=INERT,
+)
+QWEN3_5_MOE = TextPart(
+    name="qwen3_5_moe",
+    model_types=("qwen3_5_moe_text", "qwen3_5_moe"),
+    architectures=("Qwen3_5MoeForCausalLM", "Qwen3_5MoeForConditionalGeneration"),
+    keys=(
+        *KEYS,
+        Key("num_key_value_heads", "num_kv_heads", default=2, null=common.as_many_as_heads),
+        Key("moe_intermediate_size", ("intermediate_size", "moe.expert_size"), default=512),
+        Key("num_experts", "moe.num_experts", default=256, alias="num_local_experts"),
+        Key("num_experts_per_tok", "moe.experts_per_token", default=8),
+        Key("shared_expert_intermediate_size", "moe.shared_size", default=512),
+        Must("norm_topk_prob", True, "the weights of the chosen experts sum to one in this family"),
+    ),
+    table=(*TABLE, *EXPERTS, *SHARED_EXPERT), fixed=FIXED | {"moe.shared_gate": True}, prefixes=PREFIXES,
+    # The width of layers that are not sparse, of which there are none.
+    ignored=IGNORED, inert=INERT | {"intermediate_size"},
+)
