@@ -113,7 +113,7 @@ def check(argv: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
   with _flags(monkeypatch, argv):
     module = runpy.run_module("trainer.__main__" if argv[0] == "trainer" else argv[0], run_name="not main")
     if argv[0] == "trainer":
-      module["_parse_flags"](argv)
+      config_typed.parse_flags(argv)
       program.resolve(config_typed.of_flag(flags.FLAGS["config"])[0])
     elif "_define_flags" in module:
       module["_define_flags"]()

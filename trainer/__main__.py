@@ -83,16 +83,8 @@ def _leave(message: str, code: int = 1) -> NoReturn:
   sys.exit(code)
 
 
-def _parse_flags(argv: list[str]) -> list[str]:
-  """Parses flags; an override of a key that does not exist is told with the nearest one that does."""
-  try:
-    return app.parse_flags_with_usage(argv)
-  except (AttributeError, KeyError) as error:
-    sys.exit(f"ConfigError: {config_typed.explain_override(argv, error)}")
-
-
 if __name__ == "__main__":
   startup.use_huge_pages()
   startup.put_off_garbage()
   logging.set_verbosity(logging.WARNING)
-  app.run(main, flags_parser=_parse_flags)
+  app.run(main, flags_parser=config_typed.parse_flags)

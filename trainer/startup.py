@@ -164,14 +164,16 @@ def one_message(*errors: type[BaseException]) -> Iterator[None]:
 
 def errors_of_savers_in_short() -> None:
   """From now on what Orbax logs of an error is one line: it does so in each of its threads with a traceback, and raises
-  it as well. What TensorStore prints of writes that end when nobody waits for them any more is left out. --verbosity=1
-  shows it all."""
+  it as well. What TensorStore prints of writes that end when nobody waits for them any more is left out, and what a
+  thread says that had not begun when the program ended. --verbosity=1 shows it all."""
   from absl import logging
   logger, print_unraisable = logging.get_absl_logger(), sys.unraisablehook
 
   def shorten(record: Any) -> bool:
     if record.exc_info and f"{os.sep}orbax{os.sep}" in record.pathname and not logger.isEnabledFor(10):
       line = record.getMessage().partition("\n")[0]
+      if "cannot schedule new futures after" in line:
+        return False
       record.msg, record.args, record.exc_info, record.exc_text = line[:200], None, None, None
     return True
 

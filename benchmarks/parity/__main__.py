@@ -1,5 +1,5 @@
-"""Weft beside TRL, or for seq a plain PyTorch loop, step by step: the same rows in the same order, optimizer, schedule
-and clipping, in float32.
+"""Weft beside TRL, or for seq the plain PyTorch loop of `python -m trainer.parity`, step by step: the same rows in the
+same order, optimizer, schedule and clipping, in float32.
 
     python -m venv peers
     peers/bin/pip install torch==2.13.0 transformers==5.24.0 trl==1.16.0 peft==0.21.2 datasets==5.2.0
@@ -7,9 +7,9 @@ and clipping, in float32.
 
 FOLDER is a Hugging Face folder of a chat model with ChatML, the JSON Lines of --data have the columns question and
 answer (GSM8K's train.jsonl say); `--tiny` does with neither: random weights, sums in words. Weft's side is `python -m
-trainer` with benchmarks/parity/weft_config.py, the peer's is benchmarks/parity/trl_peer.py or torch_loop.py. Prints a
-table of losses and gradient norms, and how far they are apart. What is in --out is not run again. Exits with 1 where a
-loss differs by more than 1e-3.
+trainer` with benchmarks/parity/weft_config.py, the peer's is benchmarks/parity/trl_peer.py. Prints a table of losses
+and gradient norms, and how far they are apart. What is in --out is not run again. Exits with 1 where a loss differs by
+more than 1e-3.
 """
 
 import argparse
@@ -63,11 +63,10 @@ def weft(folder: Path, file: str = "", flags: Sequence[str] = ()) -> list[dict[s
 
 
 def peer(folder: Path, python: str, as_is: bool = False) -> dict:
-  """Trains the folder's rows in Weft's order by TRL, or by the plain loop; {"versions", "steps"}."""
+  """Trains the folder's rows in Weft's order by TRL; {"versions", "steps"}."""
   out = folder / f"peer{'-as-is' * as_is}.json"
   if not out.exists():
-    script = "torch_loop.py" if folder.name == "seq" else "trl_peer.py"
-    run([python, str(HERE / script), str(folder), str(out), *["--as-is"] * as_is], out.with_suffix(".log"),
+    run([python, str(HERE / "trl_peer.py"), str(folder), str(out), *["--as-is"] * as_is], out.with_suffix(".log"),
         PYTHONPATH="")
   return json.loads(out.read_text())
 
@@ -77,6 +76,8 @@ def pairs(folder: Path, part: str, python: str, flags: Sequence[str], as_is: boo
 
   With `as_is`, TRL also as it is: for sft beside Weft on labels as TRL's, for kto beside the same run as before.
   """
+  if part == "seq":
+    return pretraining(folder, python, flags)
   ours = weft(folder, flags=flags)
   theirs = peer(folder, python)
   found = [Pair(part, ours, theirs["steps"])]
@@ -90,6 +91,17 @@ def pairs(folder: Path, part: str, python: str, flags: Sequence[str], as_is: boo
       ours = weft(folder, "tokens.jsonl", flags)
     found.append(Pair(f"{part}, TRL as it is", ours, peer(folder, python, as_is=True)["steps"]))
   return found, theirs["versions"]
+
+
+def pretraining(folder: Path, python: str, flags: Sequence[str]) -> tuple[list[Pair], dict[str, str]]:
+  """As `pairs`, of `python -m trainer.parity`."""
+  both, steps = folder / "both", json.loads((folder / "settings.json").read_text())["steps"]
+  if not (both / "peer.json").exists():
+    config = f"--config={HERE}/weft_config.py:{folder},rows.jsonl"
+    run([sys.executable, "-m", "trainer.parity", config, f"--workdir={both}", f"--steps={steps}", f"--peer={python}",
+         *flags], folder / "both.log", PYTHONPATH=str(ROOT))
+  ours, theirs = (json.loads((both / f"{side}.json").read_text()) for side in ("weft", "peer"))
+  return [Pair("seq", ours, theirs["steps"])], theirs["versions"]
 
 
 def table(found: Sequence[Pair]) -> str:

@@ -50,21 +50,15 @@ def get_config(arg: str) -> ConfigDict:
 class Order(Callback):
   """Writes what each step trains.
 
-  For seq batches.npz, [steps, B, T]. For grpo advantages.json: those of the first step by the text of prompt and
-  response. For others order.json: of each step the rows of rows.jsonl, and for kto whose completions stand beside
-  theirs. And for sft tokens.jsonl: each row as token ids, with labels as TRL has them: for what Weft trains, and for
-  what the template writes behind it.
+  For grpo advantages.json: those of the first step by the text of prompt and response. For others order.json: of each
+  step the rows of rows.jsonl, and for kto whose completions stand beside theirs. And for sft tokens.jsonl: each row as
+  token ids, with labels as TRL has them: for what Weft trains, and for what the template writes behind it.
   """
 
   def __init__(self, folder: str):
     self._folder = Path(folder)
 
   def on_train_begin(self, run):
-    if run.config.strategy.name == "seq":
-      batches = [run.data.batch(step) for step in range(run.total_steps)]
-      np.savez(self._folder / "batches.npz", **{name: np.stack([batch[name] for batch in batches]) for name in (
-          "tokens", "segment_ids", "positions", "loss_weights")})
-      return
     if run.config.strategy.name == "grpo":
       batch = run.data.batch(0)
       (self._folder / "advantages.json").write_text(json.dumps({

@@ -167,7 +167,35 @@ def write_tensors(read_leaf: Callable[[str, tuple[int | slice, ...]], np.ndarray
   Raises:
     HFError: a leaf that the family has no name for; a value too large for float16; files that cannot be written.
   """
-  sizes = {path: tuple(leaf.shape) for path, leaf in shapes.items()}
+  written = layout(family, model, {path: tuple(leaf.shape) for path, leaf in shapes.items()})
+  kinds = {}
+  for name, (entry, _) in written.items():
+    of_leaves = [shapes[path].dtype for path in entry.paths]
+    kinds[name] = (entry.shape, np.dtype(dtype if dtype is not None else np.result_type(*of_leaves)))
+  total = sum(math.prod(shape) * kind.itemsize for shape, kind in kinds.values())
+  with tqdm(total=total, desc=f"writing {out.name}", unit="B", unit_scale=True,
+            disable=not progress or jax.process_index() != 0) as bar:
+
+    def make(name: str) -> np.ndarray:
+      entry, place = written[name]
+      values = np.empty(entry.matrix_shape, kinds[name][1])
+      for part, (path, shape) in enumerate(zip(entry.paths, entry.parts, strict=True)):
+        bounds = tuple(slice(0, n) for n in shape)
+        ours = bounds if not entry.tensor.transpose else (*bounds[:-2], bounds[-1], bounds[-2])
+        copy_into(values[entry.to_theirs(part, ours)], entry.swap(np.asarray(read_leaf(path, (*place, *ours)))), name)
+      bar.update(values.nbytes)
+      return entry.to_form(values)
+
+    return files.write_tensors(out, kinds, make, max_shard_bytes)
+
+
+def layout(family: Family, model: Mapping[str, Any], sizes: Mapping[str, tuple[int, ...]]
+           ) -> dict[str, tuple[Entry, tuple[int, ...]]]:
+  """{name of a tensor: (what it holds, its layer, expert or head)}; where a family has several for a leaf, the first.
+
+  Raises:
+    HFError: a leaf that the family has no name for.
+  """
   written: dict[str, tuple[Entry, tuple[int, ...]]] = {}
   covered: set[str] = set()
   for tensor in family.tensors(dict(model)):
@@ -177,25 +205,7 @@ def write_tensors(read_leaf: Callable[[str, tuple[int | slice, ...]], np.ndarray
       covered.update(entry.paths)
   if missing := [path for path in sizes if path not in covered]:
     raise HFError(f"the family {family.name} has no tensor for {', '.join(missing)}.")
-  layout = {}
-  for name, (entry, _) in written.items():
-    of_leaves = [shapes[path].dtype for path in entry.paths]
-    layout[name] = (entry.shape, np.dtype(dtype if dtype is not None else np.result_type(*of_leaves)))
-  total = sum(math.prod(shape) * kind.itemsize for shape, kind in layout.values())
-  with tqdm(total=total, desc=f"writing {out.name}", unit="B", unit_scale=True,
-            disable=not progress or jax.process_index() != 0) as bar:
-
-    def make(name: str) -> np.ndarray:
-      entry, place = written[name]
-      values = np.empty(entry.matrix_shape, layout[name][1])
-      for part, (path, shape) in enumerate(zip(entry.paths, entry.parts, strict=True)):
-        bounds = tuple(slice(0, n) for n in shape)
-        ours = bounds if not entry.tensor.transpose else (*bounds[:-2], bounds[-1], bounds[-2])
-        copy_into(values[entry.to_theirs(part, ours)], entry.swap(np.asarray(read_leaf(path, (*place, *ours)))), name)
-      bar.update(values.nbytes)
-      return entry.to_form(values)
-
-    return files.write_tensors(out, layout, make, max_shard_bytes)
+  return written
 
 
 def copy_into(target: np.ndarray, values: np.ndarray, name: str) -> None:

@@ -9,9 +9,11 @@ import functools
 import operator
 import re
 import runpy
+import sys
 from collections.abc import Mapping
 from typing import Any
 
+from absl import app
 from ml_collections import ConfigDict
 
 from trainer.config.keys import DURATION_UNITS, defaults
@@ -81,6 +83,14 @@ def _given(value: Any, unset: Any) -> bool:
   if unset == -1:
     return value is not None and not value < 0
   return value is not None and value != unset
+
+
+def parse_flags(argv: list[str]) -> list[str]:
+  """For `app.run`: an override of a key that does not exist is told with the nearest one that does."""
+  try:
+    return app.parse_flags_with_usage(argv)
+  except (AttributeError, KeyError) as error:
+    sys.exit(f"ConfigError: {explain_override(argv, error)}")
 
 
 def explain_override(argv: list[str], error: Exception) -> str:
