@@ -33,6 +33,7 @@ from trainer.optim import optimizer as optim
 from trainer.rollouts import old_policy
 from trainer.rollouts import options as rollout_options
 from trainer.strategies import reference as reference_lib
+from trainer.strategies import teacher
 from trainer.telemetry import diagnostics, spikes
 
 # Of a batch whose data nobody has read: segments of a row, where documents have parts.
@@ -173,6 +174,8 @@ def shares_prompts(config: Any, model: Any, mesh: Any) -> bool:
     return False
   wanted = config.input.share_prompts
   reason = getattr(model, "no_prefix_sharing", "it has no attribute no_prefix_sharing (models/api.py)")
+  if reason is None and strategies.of(config).teacher:  # which goes through the same rows
+    reason = teacher.make_model(config.strategy.teacher, "float32", "float32").no_prefix_sharing
   if wanted == "always" and reason is not None:
     raise ConfigError(f"input.share_prompts is 'always', which {type(model).__name__} cannot do: {reason}. Use "
                       "--config.input.share_prompts=auto.")

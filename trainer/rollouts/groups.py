@@ -65,6 +65,16 @@ def sequences(groups: list[ScoredGroup], baseline: str, scale: str, mask_truncat
   return TrainingSamples(units, advantages_PxG, {"completions/masked": masked, "completions/without_reward": without})
 
 
+def every(groups: list[ScoredGroup], mask_truncated: bool) -> TrainingSamples:
+  """Every completion, a unit each, without advantages; left out are those that were cut off, with `mask_truncated`."""
+  ended = [(episode, group.item.source) for group in groups for episode in group.episodes
+           if not (mask_truncated and episode.trajectory.finish_reason == "length")]
+  total = sum(len(group.episodes) for group in groups)
+  return TrainingSamples([[(episode.trajectory, 0.0, source)] for episode, source in ended],
+                         np.full((len(groups), len(groups[0].episodes)), np.nan, np.float32),
+                         {"completions/masked": total - len(ended)})
+
+
 def compared(rewards_G: np.ndarray, episodes: list[Episode], mask_truncated: bool) -> np.ndarray:
   """The rewards among which a pair is looked for: NaN for completions that were cut off, with `mask_truncated`."""
   cut_G = np.array([episode.trajectory.finish_reason == "length" for episode in episodes])
@@ -113,8 +123,12 @@ class NoSignal(NamedTuple):
   equal: bool
 
 
-def no_signal(names: tuple[str, ...], groups: list[ScoredGroup], samples: TrainingSamples) -> NoSignal | None:
-  """Why these groups teach nothing; None if some advantage is not 0."""
+def no_signal(names: tuple[str, ...], groups: list[ScoredGroup], samples: TrainingSamples, rewarded: bool
+              ) -> NoSignal | None:
+  """Why these groups teach nothing; None if some advantage is not 0, or where none is needed if some are trained on."""
+  if not rewarded:
+    total = sum(len(group.episodes) for group in groups)
+    return None if samples.units else _all_cut_off(f"all of its {total} completions")
   if any(advantage for unit in samples.units for _, advantage, _ in unit):
     return None
   rewards_PxG = np.stack([group.rewards for group in groups])
@@ -128,14 +142,17 @@ def no_signal(names: tuple[str, ...], groups: list[ScoredGroup], samples: Traini
     return NoSignal(f"{some} of its {rewards_PxG.size} completions have a reward: {failures}",
                    "Mend what gives the rewards, and look at the completions in samples/.", False)
   if masked and not samples.units and not samples.counts.get("rollout/ties"):
-    return NoSignal(f"{masked:g} of its {given} completions with a reward were cut off at rollout.max_new_tokens, and "
-                   "are left out by rollout.mask_truncated", "Raise rollout.max_new_tokens (and seq_len), or use "
-                   "rollout.mask_truncated=False.", False)
+    return _all_cut_off(f"{masked:g} of its {given} completions with a reward")
   low, high = float(np.nanmin(rewards_PxG)), float(np.nanmax(rewards_PxG))
   what = f"{low:g}" if low == high else f"{low:g} to {high:g}, the same within each group"
   return NoSignal(f"its {given} rewards do not differ ({what}), so that no completion is better than another",
                  "Use prompts that the model sometimes gets right, a reward with more than two values, more "
                  "completions a prompt (rollout.group_size), or a model that begins with more.", True)
+
+
+def _all_cut_off(which: str) -> NoSignal:
+  return NoSignal(f"{which} were cut off at rollout.max_new_tokens, and are left out by rollout.mask_truncated",
+                  "Raise rollout.max_new_tokens (and seq_len), or use rollout.mask_truncated=False.", False)
 
 
 def metrics(names: tuple[str, ...], kept: list[ScoredGroup], replaced: list[ScoredGroup], samples: TrainingSamples

@@ -76,7 +76,10 @@ class Rollouts:
     self._rows = experience_lib.RowFormat(
         config.seq_len, policy.tokenizer.pad_id, config.batch_size // config.grad_accum_steps,
         image_tokens.layout_of(policy.model), share_prompts)
-    if self._strategy.data == "pairs":
+    if not self._strategy.rewarded:
+      self._compares_all = True
+      self._select = lambda groups: groups_lib.every(groups, self._mask_truncated)
+    elif self._strategy.data == "pairs":
       self._compares_all = not self._mask_truncated
       self._select = lambda groups: groups_lib.pairs(groups, config.seq_len, self._mask_truncated)
     else:
@@ -346,7 +349,7 @@ class Rollouts:
     Equal rewards are no fault once the policy has learned: it may have mastered these prompts, and others will differ.
     While it has not, it stays what it is, and will be given the same rewards again.
     """
-    no_signal = groups_lib.no_signal(self._names, groups, samples)
+    no_signal = groups_lib.no_signal(self._names, groups, samples, self._strategy.rewarded)
     if no_signal is None or (no_signal.equal and self._learned):
       self._without_signal, self._learned = 0, True
       return ""

@@ -1,9 +1,10 @@
-"""DISTILL: learning from a teacher's distributions over what the data say (knowledge distillation, off-policy).
+"""DISTILL: learning from a teacher's distributions over what the data, or the student itself, say.
 
-At each trained token of a conversation the student's distribution is pulled towards the teacher's, by a generalised
-Jensen-Shannon divergence (trainer/strategies/divergence.py): the supervised half of GKD (arXiv 2306.13649), and with
-beta = 0 the loss of Hinton et al. (arXiv 1503.02531) without its factor T². Which tokens are trained is decided as for
-SFT; the teacher is another model over the same tokens (trainer/strategies/teacher.py).
+At each trained token the student's distribution is pulled towards the teacher's, by a generalised Jensen-Shannon
+divergence (trainer/strategies/divergence.py): GKD (arXiv 2306.13649), and with beta = 0 on given texts the loss of
+Hinton et al. (arXiv 1503.02531) without its factor T². Off-policy the texts are conversations, whose trained tokens are
+those of SFT. On-policy (`rollout.num_prompts` above 0) they are completions that the student samples; its choice of
+tokens has no gradient, as in GKD. The teacher is another model over the same tokens (trainer/strategies/teacher.py).
 """
 
 from typing import Any
@@ -52,14 +53,15 @@ def check(cfg: Any, grad_accum_steps: int, cfg_model: Any) -> None:
     raise ConfigError("strategy distill learns from texts alone, but the student or its teacher sees images.")
 
 
-# The teacher's distribution at the trained tokens of conversations (knowledge distillation).
-DISTILL = Strategy(loss, data="conversations", teacher=True, check=check, options=dict(
+# The teacher's distribution at the trained tokens of conversations, or at those of sampled completions (knowledge
+# distillation).
+DISTILL = Strategy(loss, data="conversations", rewarded=False, teacher=True, check=check, options=dict(
     # The model to learn from: a Hugging Face folder, or a run (its workdir or a checkpoint), with the same tokenizer.
     teacher=str,
     # The divergence: 0 forward KL(teacher ‖ student), 1 reverse, between them generalised Jensen-Shannon.
     beta=0.5,
     # Divides the logits of both.
     temperature=1.0,
-    # As for sft.
+    # As for sft; of conversations alone.
     normalize="token",
 ))

@@ -31,6 +31,8 @@ class Strategy:
     mismatched: of labelled completions: whether each comes with that of another prompt, or a function of `cfg` that
       says so.
     rollout_keys: of rollouts: which of ROLLOUT_KEYS its loss wants in a batch.
+    rewarded: of rollouts: whether it learns from rewards. One that does not trains on every completion, whatever its
+      `data`, with `loss_weights` of 1 where a token was sampled; rewards are then only reported.
     needs_reference: whether it compares the policy with a reference, or a function of `cfg` that says so. It then
       has the options `reference`, `reference_ema`, `reference_ema_steps` and, of documents with parts, `precompute`.
     teacher: it learns from another model, its option `teacher`, whose parameters are `reference["teacher"]` of the loss
@@ -48,6 +50,7 @@ class Strategy:
   data: str = "texts"
   mismatched: bool | Callable[[Any], bool] = False
   rollout_keys: tuple[str, ...] = ("advantages",)
+  rewarded: bool = True
   needs_reference: bool | Callable[[Any], bool] = False
   teacher: bool = False
   fill_in: Callable[[Any], list[str]] | None = None
@@ -59,7 +62,7 @@ class Strategy:
   @property
   def takes_rollouts(self) -> bool:
     """Whether it can learn from completions that are sampled."""
-    return self.data in SAMPLED
+    return self.data in SAMPLED or not self.rewarded
 
   @property
   def takes_preferences(self) -> bool:

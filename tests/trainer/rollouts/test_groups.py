@@ -125,7 +125,7 @@ def test_why_nothing_is_taught(given, mask, told, equal):
   compared = [one._replace(zero_spread=bool(advantages.zero_spread(
       groups.compared(one.rewards, one.episodes, mask)[None])[0])) for one in given]
   for samples in (groups.sequences(given, "group", "group", mask), groups.pairs(compared, 32, mask)):
-    no_signal = groups.no_signal(("f",), given, samples)
+    no_signal = groups.no_signal(("f",), given, samples, rewarded=True)
     if told is None:
       assert no_signal is None
     else:
