@@ -45,6 +45,7 @@ class SelfAttention(nnx.Module):
     self.over_all = spec.qk_norm_over == "all"
     self.q_norm = Norm(scope / "q_norm", q_size, **norm) if spec.qk_norm else None
     self.k_norm = Norm(scope / "k_norm", k_size, **norm) if spec.qk_norm else None
+    self.sinks = scope.constant("sinks", (H,), 0.0) if spec.attention_sinks else None
     self.spec = spec
 
   def __call__(self, x_BxTxD, tokens: TokenIds, rope: Any, window: int | None, key: jax.Array | None = None,
@@ -68,7 +69,8 @@ class SelfAttention(nnx.Module):
       q_BxTxHxK, k_BxTxGxK = self._normalise(self.q_norm, q_BxTxHxK), self._normalise(self.k_norm, k_BxTxGxK)
     if rope is not None:
       q_BxTxHxK, k_BxTxGxK = (apply_rope(part, rope, s.rope_interleaved) for part in (q_BxTxHxK, k_BxTxGxK))
-    options: dict[str, Any] = dict(scale=s.attention_scale, logit_cap=s.attention_logit_cap)
+    options: dict[str, Any] = dict(scale=s.attention_scale, logit_cap=s.attention_logit_cap,
+                                   sinks_H=None if self.sinks is None else self.sinks[...])
     if past is None:
       # In Gemma 3 the window bounds blocks too, in PaliGemma 2 it does not.
       bounded = s.vision is not None and s.vision.attention == "image"

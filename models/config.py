@@ -40,7 +40,8 @@ def model() -> ConfigDict:
   m.norm_position = "pre"
   # Attention and MLP read the same input, after one norm, and are added together (Cohere).
   m.parallel_blocks = False
-  # gated: swiglu | geglu (tanh GELU) | geglu_exact; plain: gelu (tanh) | gelu_exact | quick_gelu | relu | relu2 | silu
+  # gated: swiglu | geglu (tanh GELU) | geglu_exact | clamped_swiglu (gpt-oss: gate and up at most 7 in size, sigmoid of
+  # 1.702 times the gate, up plus 1); plain: gelu (tanh) | gelu_exact | quick_gelu | relu | relu2 | silu
   m.activation = "swiglu"
   # rope | learned (needs `max_positions`) | none
   m.positions = "rope"
@@ -96,6 +97,8 @@ def model() -> ConfigDict:
   # What attention gives is multiplied by the sigmoid of as many numbers, which the query projection makes, too: of each
   # head its query, then its gate (Qwen3-Next).
   m.attention_gate = False
+  # Of each head one number joins the scores in the softmax's denominator, and no key or value goes with it (gpt-oss).
+  m.attention_sinks = False
   # Tokens visible to a `local` layer, itself included; `layer_pattern` is repeated over the depth,
   # e.g. ("local",) for Mistral, ("local", "global") for Gemma 2. A `nope` layer sees all before it and rotates nothing:
   # ("global", "global", "global", "nope") for SmolLM 3.

@@ -28,7 +28,10 @@ GATED = {
     "swiglu": jax.nn.silu,
     "geglu": lambda x: jax.nn.gelu(x, approximate=True),
     "geglu_exact": lambda x: jax.nn.gelu(x, approximate=False),
+    "clamped_swiglu": lambda x: x * jax.nn.sigmoid(1.702 * x),
 }
+# Of clamped_swiglu: what gates and the size of ups are cut at; ups are offsets from one (gpt-oss).
+CLAMP = 7.0
 UNGATED = {
     "gelu": lambda x: jax.nn.gelu(x, approximate=True),
     "gelu_exact": lambda x: jax.nn.gelu(x, approximate=False),
@@ -284,7 +287,12 @@ def activate(activation: str, up: jax.Array, gate: jax.Array | None = None) -> j
 def _activate(activation: str, up: jax.Array, gate: jax.Array | None) -> jax.Array:
   """In float32."""
   up = up.astype(jnp.float32)
-  return UNGATED[activation](up) if gate is None else GATED[activation](gate.astype(jnp.float32)) * up
+  if gate is None:
+    return UNGATED[activation](up)
+  gate = gate.astype(jnp.float32)
+  if activation == "clamped_swiglu":
+    up, gate = jnp.clip(up, -CLAMP, CLAMP) + 1.0, jnp.minimum(gate, CLAMP)
+  return GATED[activation](gate) * up
 
 
 def _activate_fwd(activation, up, gate):

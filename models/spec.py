@@ -25,7 +25,8 @@ ARCHITECTURE_KEYS = (
                                         "attention_factor", "short_factors", "long_factors")),
     "tie_embeddings", "scale_embeddings", "embedding_scale", "residual_scale", "logit_scale",
     "qkv_bias", "attention_out_bias", "mlp_bias", "qk_norm", "qk_norm_over",
-    "attention_scale", "attention_logit_cap", "attention_gate", "final_logit_cap", "window", "layer_pattern",
+    "attention_scale", "attention_logit_cap", "attention_gate", "attention_sinks",
+    "final_logit_cap", "window", "layer_pattern",
     *(f"delta.{key}" for key in ("num_key_heads", "num_value_heads", "key_head_dim", "value_head_dim", "conv_width")),
     *(f"moe.{key}" for key in ("num_experts", "experts_per_token", "expert_size", "shared_size", "shared_gate",
                                "softmax", "normalize_weights")),
@@ -76,6 +77,7 @@ class Spec:
   attention_scale: float
   attention_logit_cap: float | None
   attention_gate: bool
+  attention_sinks: bool
   final_logit_cap: float | None
   window: int | None
   layer_pattern: tuple[str, ...]
@@ -216,6 +218,7 @@ def make_spec(m: ConfigDict) -> Spec:
       attention_scale=attention_scale,
       attention_logit_cap=cap("attention_logit_cap", m.attention_logit_cap),
       attention_gate=m.attention_gate,
+      attention_sinks=m.attention_sinks,
       final_logit_cap=cap("final_logit_cap", m.final_logit_cap),
       window=window,
       layer_pattern=pattern,

@@ -79,7 +79,8 @@ def tower_spec(spec: Spec) -> Spec:
       norm="layernorm", norm_eps=v.norm_eps, norm_scale_plus_one=False, norm_bias=True, norm_position="pre",
       activation=v.activation, positions="none", ropes={}, qkv_bias=True, attention_out_bias=True, mlp_bias=True,
       qk_norm=False, attention_logit_cap=None, window=None, layer_pattern=("global",), moe=None, dropout=0.0,
-      residual_scale=1.0, parallel_blocks=False, attention_gate=False, delta=None)
+      residual_scale=1.0, parallel_blocks=False, attention_gate=False, attention_sinks=False,
+      delta=None)
 
 
 def pixels(images: jax.Array, vision: Vision) -> jax.Array:

@@ -60,33 +60,38 @@ class Partial(NamedTuple):
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def attend(spans: tuple[Span, ...], rule: Rule, q: jax.Array, k: jax.Array, v: jax.Array, queries: Side,
-           keys: Side) -> jax.Array:
+           keys: Side, sinks: jax.Array | None = None) -> jax.Array:
   """Attention of q [B, G, R, T, K] to k, v [B, G, W, K]: [B, G, R, T, K] in the dtype of v, 0 at padding.
 
-  `spans` cover the queries in order; what they leave out is not seen, and never computed.
+  `spans` cover the queries in order; what they leave out is not seen, and never computed. `sinks`: see `with_sinks`.
   """
-  return _attend_fwd(spans, rule, q, k, v, queries, keys)[0]
+  return _attend_fwd(spans, rule, q, k, v, queries, keys, sinks)[0]
 
 
-def _attend_fwd(spans, rule, q, k, v, queries, keys):
+def _attend_fwd(spans, rule, q, k, v, queries, keys, sinks):
+  # Rounded once, at the end.
+  kind = v.dtype if sinks is None else jnp.float32
 
   def some(q, k, v, queries, keys):
     if (size := _tile_size(spans)) is not None:
-      return _forward_by_tiles(spans, size, rule, q, k, v, queries, keys)
+      return _forward_by_tiles(spans, size, rule, q, k, v, queries, keys, kind)
     parts = []
     for span in spans:
       sides = _cut_queries(queries, span.start, span.stop), _cut_keys(keys, span)
       part = forward(rule, q[:, :, :, span.start:span.stop], *(x[:, :, span.first:span.last] for x in (k, v)), *sides)
-      parts.append(finish(part, sides[0], v.dtype))
+      parts.append(finish(part, sides[0], kind))
     return tuple(jnp.concatenate(pieces, axis=3) if len(spans) > 1 else pieces[0]
                  for pieces in zip(*parts, strict=True))
 
-  out, lse = named(_few_heads_at_a_time(some, spans, queries, keys, q, k, v), "attention", in_rule=True)
-  return out, (q, k, v, queries, keys, out, lse)
+  out, lse = _few_heads_at_a_time(some, spans, queries, keys, q, k, v)
+  if sinks is not None:
+    out, lse = with_sinks(sinks, out, lse, queries, v.dtype)
+  out, lse = named((out, lse), "attention", in_rule=True)
+  return out, (q, k, v, queries, keys, sinks, out, lse)
 
 
 def _attend_bwd(spans, rule, saved, dout):
-  q, k, v, queries, keys, out, lse = saved
+  q, k, v, queries, keys, sinks, out, lse = saved
 
   def some(q, k, v, out, lse, dout, queries, keys):
     dout, delta = prepare_backward(out, dout, queries)
@@ -103,7 +108,8 @@ def _attend_bwd(spans, rule, saved, dout):
     dq = jnp.concatenate(dq, axis=3) if len(spans) > 1 else dq[0]
     return dq.astype(q.dtype), dk.astype(k.dtype), dv.astype(v.dtype)
 
-  return *_few_heads_at_a_time(some, spans, queries, keys, q, k, v, out, lse, dout), None, None
+  dsinks = None if sinks is None else gradient_of_sinks(sinks, lse, prepare_backward(out, dout, queries)[1])
+  return *_few_heads_at_a_time(some, spans, queries, keys, q, k, v, out, lse, dout), None, None, dsinks
 
 
 def _few_heads_at_a_time(some: Callable, spans: tuple[Span, ...], queries: Side, keys: Side, *arrays: jax.Array
@@ -176,9 +182,9 @@ class _Tiles:
     return jax.lax.dynamic_slice_in_dim(x, number * self._size, self._size, axis=at)
 
 
-def _forward_by_tiles(spans: tuple[Span, ...], size: int, rule: Rule, q, k, v, queries: Side, keys: Side
+def _forward_by_tiles(spans: tuple[Span, ...], size: int, rule: Rule, q, k, v, queries: Side, keys: Side, kind: Any
                       ) -> tuple[jax.Array, jax.Array]:
-  """`finish` of all queries."""
+  """`finish` of all queries, the output as `kind`."""
   of_queries, of_keys = _Tiles(size, queries, q), _Tiles(size, keys, k, v)
   seen = _TilesSeen(spans, size, of_queries, of_keys)
 
@@ -189,7 +195,7 @@ def _forward_by_tiles(spans: tuple[Span, ...], size: int, rule: Rule, q, k, v, q
       theirs, (k, v) = of_keys.at(m)
       return forward(rule, q, k, v, mine, theirs)
 
-    return finish(seen.loop(n, see, lambda m, so_far: merge(so_far, see(m))), mine, v.dtype)
+    return finish(seen.loop(n, see, lambda m, so_far: merge(so_far, see(m))), mine, kind)
 
   out, lse = jax.lax.map(one, jnp.arange(len(of_queries)))
   return _joined(out, q.shape[3]), _joined(lse, q.shape[3])
@@ -283,6 +289,28 @@ def finish(part: Partial, queries: Side, dtype) -> tuple[jax.Array, jax.Array]:
   real = _real(queries)
   out = jnp.where(real, part.out / part.total[..., None], 0.0).astype(dtype)
   return out, jnp.where(real[..., 0], part.top + jnp.log(part.total), 0.0)
+
+
+def with_sinks(sinks: jax.Array, out: jax.Array, lse: jax.Array, queries: Side, dtype: Any
+               ) -> tuple[jax.Array, jax.Array]:
+  """`finish` where each head has one more score, its sink, that no key or value goes with (gpt-oss): it is a term of
+  the normaliser alone. What is computed backward of these two is then right for q, k and v as it stands.
+
+  Args:
+    sinks: [G, R, 1], float32.
+    out, lse: of `finish` over the keys alone.
+    queries: whose they are.
+    dtype: of the output.
+  """
+  real = _real(queries)[..., 0]
+  both = jnp.where(real, jnp.logaddexp(lse, sinks), 0.0)
+  return (out.astype(jnp.float32) * jnp.exp(lse - both)[..., None]).astype(dtype), both
+
+
+def gradient_of_sinks(sinks: jax.Array, lse: jax.Array, delta: jax.Array) -> jax.Array:
+  """Of the sinks, for lse and delta of `with_sinks` and `prepare_backward`; the last axis is the queries'."""
+  weights = jnp.exp(jnp.minimum(sinks - lse, 0.0))  # at padding, whose delta is 0, it could be anything
+  return -jnp.sum(weights * delta, axis=(0, -1))[..., None]
 
 
 def prepare_backward(out: jax.Array, dout: jax.Array, queries: Side) -> tuple[jax.Array, jax.Array]:

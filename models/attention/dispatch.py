@@ -12,6 +12,7 @@ Every implementation here keeps these promises:
 - scores and softmax are float32, whatever the inputs' dtype.
 """
 
+import functools
 from typing import Any
 
 import jax
@@ -41,6 +42,7 @@ def attention(
     window_blocks: bool = False,
     scale: float,
     logit_cap: float | None = None,
+    sinks_H: jax.Array | None = None,
     impl: str = "auto",
     block: int = 128,
 ) -> jax.Array:
@@ -61,6 +63,8 @@ def attention(
     window_blocks: whether nothing further back than the window is seen of the own block either.
     scale: factor on the scores.
     logit_cap: scores become cap * tanh(score / cap), after scaling; None: no cap.
+    sinks_H: of each head one more score, as it stands, that no key or value goes with: a term of the softmax's
+      denominator alone (gpt-oss). None: there are none.
     impl: one of IMPLEMENTATIONS. splash, triton: the kernels of models/attention/tpu.py and models/attention/gpu.py
       where they can, else blocked, saying why. auto: those where the program is for a TPU or a GPU, else blocked.
     block: queries per block of the blocked implementation.
@@ -84,14 +88,15 @@ def attention(
     raise ValueError(f"attention: found prompt_ids and window {window}, which counts places of the row; allowed: one "
                      "of them")
   rule = Rule(scale, logit_cap, window, window_blocks)
+  sinks_H = None if sinks_H is None else sinks_H.astype(jnp.float32)
   placed = logical_axes.current()
   if placed is None:
-    return _attend(None, rule, impl, block, q_BxTxHxK, k_BxSxGxK, v_BxSxGxK, tokens)
-  return _mapped(placed, rule, impl, block, q_BxTxHxK, k_BxSxGxK, v_BxSxGxK, tokens)
+    return _attend(None, rule, impl, block, q_BxTxHxK, k_BxSxGxK, v_BxSxGxK, tokens, sinks_H)
+  return _mapped(placed, rule, impl, block, q_BxTxHxK, k_BxSxGxK, v_BxSxGxK, tokens, sinks_H)
 
 
 def _mapped(placed: logical_axes.Placement, rule: Rule, impl: str, block: int, q_BxTxHxK, k_BxTxGxK, v_BxTxGxK,
-            tokens: TokenIds) -> jax.Array:
+            tokens: TokenIds, sinks_H: jax.Array | None) -> jax.Array:
   """Each device attends for its rows, its part of their length and its heads.
 
   By hand, so that no partitioner gathers what is not needed, and since it could not look into a kernel.
@@ -105,16 +110,17 @@ def _mapped(placed: logical_axes.Placement, rule: Rule, impl: str, block: int, q
   if copies > 1:
     k_BxTxGxK, v_BxTxGxK = jnp.repeat(k_BxTxGxK, copies, axis=2), jnp.repeat(v_BxTxGxK, copies, axis=2)
 
-  def local(q, k, v, tokens):
-    return _attend(length, rule, impl, block, q, k, v, tokens)
+  def local(q, k, v, tokens, sinks):
+    return _attend(length, rule, impl, block, q, k, v, tokens, sinks)
 
   # check_vma would want every loop inside to say over which axes its values differ.
-  return jax.shard_map(local, mesh=placed.mesh, in_specs=(by_head, by_head, by_head, by_token),
-                       out_specs=by_head, check_vma=False)(q_BxTxHxK, k_BxTxGxK, v_BxTxGxK, tokens)
+  return jax.shard_map(local, mesh=placed.mesh, out_specs=by_head, check_vma=False,
+                       in_specs=(by_head, by_head, by_head, by_token, PartitionSpec(by_head[2])))(
+                           q_BxTxHxK, k_BxTxGxK, v_BxTxGxK, tokens, sinks_H)
 
 
 def _attend(axis: logical_axes.Axes, rule: Rule, impl: str, block: int, q_BxTxHxK, k_BxTxGxK, v_BxTxGxK,
-            tokens: TokenIds) -> jax.Array:
+            tokens: TokenIds, sinks_H: jax.Array | None) -> jax.Array:
   """`attention` on one device, T being its part of the length where that is split over the mesh axis `axis`."""
   B, T, H, K = q_BxTxHxK.shape
   has_blocks, has_prompts = tokens.blocks is not None, tokens.prompts is not None
@@ -122,7 +128,7 @@ def _attend(axis: logical_axes.Axes, rule: Rule, impl: str, block: int, q_BxTxHx
   platform = logical_axes.platform()
   on_tpu, on_gpu = platform == "tpu", platform == "gpu"
   if impl == "splash" or (impl == "auto" and on_tpu):
-    reason = attention_tpu.refusal(T, has_blocks, parts, has_prompts)
+    reason = attention_tpu.refusal(T, has_blocks, parts, has_prompts, sinks_H is not None)
     if reason is None:
       options: dict[str, Any] = dict(scale=rule.scale, logit_cap=rule.logit_cap, window=rule.window,
                                      interpret=not on_tpu)
@@ -135,7 +141,7 @@ def _attend(axis: logical_axes.Axes, rule: Rule, impl: str, block: int, q_BxTxHx
     device = logical_axes.device()
     reason = attention_gpu.refusal(device, rule, q_BxTxHxK, k_BxTxGxK, has_blocks, has_prompts)
     if reason is None:
-      attend = attention_gpu.on(device)
+      attend = functools.partial(attention_gpu.on(device), sinks_H=sinks_H)
       if axis is None:
         index = jnp.arange(T)
         return attend(rule, q_BxTxHxK, k_BxTxGxK, v_BxTxGxK, tokens.queries(index),
@@ -145,17 +151,18 @@ def _attend(axis: logical_axes.Axes, rule: Rule, impl: str, block: int, q_BxTxHx
   G = k_BxTxGxK.shape[2]
   q = q_BxTxHxK.reshape(B, T, G, H // G, K).transpose(0, 2, 3, 1, 4)
   k, v = k_BxTxGxK.transpose(0, 2, 1, 3), v_BxTxGxK.transpose(0, 2, 1, 3)
+  sinks = None if sinks_H is None else sinks_H.reshape(G, H // G, 1)
   block = max(1, block)
   if axis is None:
     index = jnp.arange(T)
     keys = Side(mask.keys_of(tokens.segments), index, tokens.blocks)
-    out = blocked.attend(_spans(T, block, rule, not has_blocks), rule, q, k, v, tokens.queries(index), keys)
+    out = blocked.attend(_spans(T, block, rule, not has_blocks), rule, q, k, v, tokens.queries(index), keys, sinks)
   elif has_blocks or has_prompts or T % 2:
-    out = ring.gathered(axis, rule, block, q, k, v, tokens)
+    out = ring.gathered(axis, rule, block, q, k, v, tokens, sinks)
   elif rule.window is not None and rule.window <= T + 1:
-    out = ring.neighbours(axis, rule, block, q, k, v, tokens.segments)
+    out = ring.neighbours(axis, rule, block, q, k, v, tokens.segments, sinks)
   else:
-    out = ring.ring(axis, rule, q, k, v, tokens.segments)
+    out = ring.ring(axis, rule, q, k, v, tokens.segments, sinks)
   return out.transpose(0, 3, 1, 2, 4).reshape(B, T, H, K)
 
 
@@ -178,6 +185,7 @@ def attend_to_past(
     active_B: jax.Array,
     scale: float,
     logit_cap: float | None = None,
+    sinks_H: jax.Array | None = None,
 ) -> jax.Array:
   """`attention` of one more token per row to what a cache holds, itself included; returns [B, 1, H, K].
 
@@ -186,7 +194,7 @@ def attend_to_past(
     k_BxGxSxK, v_BxGxSxK: of it and the tokens before it, in any order; in the dtype of q, or a wider one.
     seen_BxS: which of these there are, and within the window.
     active_B: False for rows without a token, whose output is 0.
-    scale, logit_cap: as in `attention`.
+    scale, logit_cap, sinks_H: as in `attention`.
   """
   B, _, H, K = q_Bx1xHxK.shape
   G, f32, dtype = k_BxGxSxK.shape[1], jnp.float32, q_Bx1xHxK.dtype
@@ -195,7 +203,14 @@ def attend_to_past(
   if logit_cap is not None:
     scores_BxGxRxS = logit_cap * jnp.tanh(scores_BxGxRxS / logit_cap)
   scores_BxGxRxS = jnp.where(seen_BxS[:, None, None], scores_BxGxRxS, MASKED)
-  weights_BxGxRxS = jnp.exp(scores_BxGxRxS - scores_BxGxRxS.max(-1, keepdims=True))
+  top_BxGxRx1, sinks_GxRx1 = scores_BxGxRxS.max(-1, keepdims=True), None
+  if sinks_H is not None:
+    sinks_GxRx1 = sinks_H.astype(f32).reshape(G, H // G, 1)
+    top_BxGxRx1 = jnp.maximum(top_BxGxRx1, sinks_GxRx1)
+  weights_BxGxRxS = jnp.exp(scores_BxGxRxS - top_BxGxRx1)
   out_BxGxRxK = jnp.einsum("bgrs,bgsk->bgrk", weights_BxGxRxS.astype(dtype), v_BxGxSxK, preferred_element_type=f32)
-  out_BxGxRxK = out_BxGxRxK / weights_BxGxRxS.sum(-1, keepdims=True)
+  total_BxGxRx1 = weights_BxGxRxS.sum(-1, keepdims=True)
+  if sinks_GxRx1 is not None:
+    total_BxGxRx1 = total_BxGxRx1 + jnp.exp(sinks_GxRx1 - top_BxGxRx1)
+  out_BxGxRxK = out_BxGxRxK / total_BxGxRx1
   return jnp.where(active_B[:, None, None, None], out_BxGxRxK, 0.0).astype(dtype).reshape(B, 1, H, K)

@@ -22,7 +22,7 @@ import jax
 import jax.numpy as jnp
 
 from models.attention import mask
-from models.attention.blocked import MASKED
+from models.attention.blocked import MASKED, gradient_of_sinks
 from models.attention.mask import Rule, Side
 from models.remat import named
 
@@ -61,7 +61,7 @@ TILES = {
 
 
 def attend(rule: Rule, q_BxTxHxK: jax.Array, k_BxSxGxK: jax.Array, v_BxSxGxK: jax.Array, queries: Side, keys: Side, *,
-           shared_bytes: int = SHARED_BYTES, interpret: bool = False) -> jax.Array:
+           sinks_H: jax.Array | None = None, shared_bytes: int = SHARED_BYTES, interpret: bool = False) -> jax.Array:
   """`blocked.attend` in the layout of models: [B, T, H, K] in the dtype of `v`, 0 at padding.
 
   Args:
@@ -69,6 +69,7 @@ def attend(rule: Rule, q_BxTxHxK: jax.Array, k_BxSxGxK: jax.Array, v_BxSxGxK: ja
     q_BxTxHxK: queries; H is a multiple of G.
     k_BxSxGxK, v_BxSxGxK: keys and values.
     queries, keys: which they are; `keys.segments` are those of `mask.keys_of`.
+    sinks_H: see `blocked.with_sinks`, float32; None: there are none.
     shared_bytes: of the memory that the warps of a tile share, for which tiles are chosen.
     interpret: run without a GPU.
   """
@@ -80,7 +81,7 @@ def attend(rule: Rule, q_BxTxHxK: jax.Array, k_BxSxGxK: jax.Array, v_BxSxGxK: ja
   queries, keys = _whole(queries, step_q, 0), _whole(keys, step_k, -1)
   q, k, v = (jnp.pad(x, ((0, 0), (0, -x.shape[1] % step), (0, 0), (0, head - K)))
              for x, step in ((q_BxTxHxK, step_q), (k_BxSxGxK, step_k), (v_BxSxGxK, step_k)))
-  return _attend(rule, tiles, interpret, q, k, v, queries, keys)[:, :T, :, :K]
+  return _attend(rule, tiles, interpret, q, k, v, queries, keys, sinks_H)[:, :T, :, :K]
 
 
 def _power_of_two(n: int) -> int:
@@ -109,22 +110,29 @@ def _whole(side: Side, step: int, padding: int) -> Side:
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
-def _attend(rule: Rule, tiles: Tiles, interpret: bool, q, k, v, queries: Side, keys: Side) -> jax.Array:
-  return _attend_fwd(rule, tiles, interpret, q, k, v, queries, keys)[0]
+def _attend(rule: Rule, tiles: Tiles, interpret: bool, q, k, v, queries: Side, keys: Side, sinks_H) -> jax.Array:
+  return _attend_fwd(rule, tiles, interpret, q, k, v, queries, keys, sinks_H)[0]
 
 
-def _attend_fwd(rule, tiles, interpret, q, k, v, queries, keys):
-  out, lse = named(_forward(rule, tiles.forward, interpret, q, k, v, queries, keys), "attention", in_rule=True)
-  return out, (q, k, v, queries, keys, out, lse)
+def _attend_fwd(rule, tiles, interpret, q, k, v, queries, keys, sinks_H):
+  out, lse_BxHxT = _forward(rule, tiles.forward, interpret, q, k, v, queries, keys)
+  if sinks_H is not None:  # one more term of the normaliser (`blocked.with_sinks`)
+    both_BxHxT = jnp.logaddexp2(lse_BxHxT, LOG2E * sinks_H[:, None])
+    both_BxHxT = jnp.where((queries.segments != 0)[:, None], both_BxHxT, 0.0)
+    share_BxTxHx1 = jnp.exp2(lse_BxHxT - both_BxHxT).swapaxes(1, 2)[..., None]
+    out, lse_BxHxT = (out.astype(jnp.float32) * share_BxTxHx1).astype(out.dtype), both_BxHxT
+  out, lse_BxHxT = named((out, lse_BxHxT), "attention", in_rule=True)
+  return out, (q, k, v, queries, keys, sinks_H, out, lse_BxHxT)
 
 
 def _attend_bwd(rule, tiles, interpret, saved, dout):
-  q, k, v, queries, keys, out, lse = saved
+  q, k, v, queries, keys, sinks_H, out, lse = saved
   delta_BxHxT = jnp.einsum("bthk,bthk->bht", out, dout, preferred_element_type=jnp.float32)
   delta_BxHxT = jnp.where((queries.segments != 0)[:, None], delta_BxHxT, 0.0)
   given = interpret, q, k, v, queries, keys, lse, delta_BxHxT, dout
   dk, dv = _to_keys(rule, tiles.to_keys, *given)
-  return _to_queries(rule, tiles.to_queries, *given), dk, dv, None, None
+  dsinks = None if sinks_H is None else gradient_of_sinks(sinks_H[:, None], lse / LOG2E, delta_BxHxT)[:, 0]
+  return _to_queries(rule, tiles.to_queries, *given), dk, dv, None, None, dsinks
 
 
 _attend.defvjp(_attend_fwd, _attend_bwd)

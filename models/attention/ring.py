@@ -34,7 +34,8 @@ from models.remat import named
 SCORE_BYTES = 64 * 2**20
 
 
-def gathered(axis: Any, rule: Rule, block: int, q, k, v, tokens: TokenIds) -> jax.Array:
+def gathered(axis: Any, rule: Rule, block: int, q, k, v, tokens: TokenIds, sinks: jax.Array | None = None
+             ) -> jax.Array:
   """Attention of a part's queries to the keys of all parts; arguments as in `neighbours`."""
   N, part = q.shape[3], jax.lax.axis_index(axis)
   everything = functools.partial(jax.lax.all_gather, axis_name=axis, tiled=True)
@@ -44,10 +45,11 @@ def gathered(axis: Any, rule: Rule, block: int, q, k, v, tokens: TokenIds) -> ja
   blocks = None if tokens.blocks is None else everything(tokens.blocks, axis=1)
   keys = Side(mask.keys_of(whole), jnp.arange(S), blocks)
   spans = tuple(Span(start, min(start + block, N), 0, S) for start in range(0, N, block))
-  return blocked.attend(spans, rule, q, k, v, queries, keys)
+  return blocked.attend(spans, rule, q, k, v, queries, keys, sinks)
 
 
-def neighbours(axis: Any, rule: Rule, block: int, q, k, v, segments: jax.Array) -> jax.Array:
+def neighbours(axis: Any, rule: Rule, block: int, q, k, v, segments: jax.Array, sinks: jax.Array | None = None
+               ) -> jax.Array:
   """Attention within a window of at most N + 1 tokens.
 
   Args:
@@ -56,6 +58,7 @@ def neighbours(axis: Any, rule: Rule, block: int, q, k, v, segments: jax.Array) 
     block: queries computed at a time.
     q: queries [B, G, R, N, K]; k, v: keys and values [B, G, N, K].
     segments: int32 [B, N]; 0 is padding.
+    sinks: [G, R, 1], see `blocked.with_sinks`; None: there are none.
   """
   N, before = q.shape[3], rule.window - 1
   queries, keys = _sides_of_neighbours(axis, before, segments)
@@ -63,7 +66,7 @@ def neighbours(axis: Any, rule: Rule, block: int, q, k, v, segments: jax.Array) 
   spans = tuple(Span(start, min(start + block, N), start, before + min(start + block, N))
                 for start in range(0, N, block))
   k, v = (_with_end_of_last(axis, before, x, 2) for x in (k, v))
-  return blocked.attend(spans, rule, q, k, v, queries, keys)
+  return blocked.attend(spans, rule, q, k, v, queries, keys, sinks)
 
 
 def _with_end_of_last(axis: Any, before: int, x: jax.Array, at: int) -> jax.Array:
@@ -109,12 +112,12 @@ def by_kernel(axis: Any, rule: Rule, attend: Callable, q_BxNxHxK, k_BxNxGxK, v_B
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def ring(axis: Any, rule: Rule, q, k, v, segments: jax.Array) -> jax.Array:
+def ring(axis: Any, rule: Rule, q, k, v, segments: jax.Array, sinks: jax.Array | None = None) -> jax.Array:
   """Causal attention; arguments as in `neighbours`, with an even N."""
-  return _ring_fwd(axis, rule, q, k, v, segments)[0]
+  return _ring_fwd(axis, rule, q, k, v, segments, sinks)[0]
 
 
-def _ring_fwd(axis, rule, q, k, v, segments):
+def _ring_fwd(axis, rule, q, k, v, segments, sinks):
   order = _Zigzag(axis, segments.shape[1])
   (q1, q2), (k1, k2), (v1, v2) = order.halves(q, 3), order.halves(k, 2), order.halves(v, 2)
   segments1, segments2 = order.halves(segments, 1)
@@ -146,13 +149,19 @@ def _ring_fwd(axis, rule, q, k, v, segments):
 
   carry = (first, second, ((k1, k2), (v1, v2), (segments1, segments2)))
   (first, second, _), _ = jax.lax.scan(step, carry, jnp.arange(1, order.parts))
-  halves = blocked.finish(first, queries1, v.dtype), blocked.finish(second, queries2, v.dtype)
+
+  def finish(part, queries):
+    if sinks is None:
+      return blocked.finish(part, queries, v.dtype)
+    return blocked.with_sinks(sinks, *blocked.finish(part, queries, jnp.float32), queries, v.dtype)
+
+  halves = finish(first, queries1), finish(second, queries2)
   (out1, lse1), (out2, lse2) = named(halves, "attention", in_rule=True)
-  return order.whole(out1, out2, 3), (q, k, v, segments, (out1, out2), (lse1, lse2))
+  return order.whole(out1, out2, 3), (q, k, v, segments, sinks, (out1, out2), (lse1, lse2))
 
 
 def _ring_bwd(axis, rule, saved, dout):
-  q, k, v, segments, outs, lses = saved
+  q, k, v, segments, sinks, outs, lses = saved
   order = _Zigzag(axis, segments.shape[1])
   (q1, q2), (k1, k2), (v1, v2) = order.halves(q, 3), order.halves(k, 2), order.halves(v, 2)
   segments1, segments2 = order.halves(segments, 1)
@@ -160,6 +169,8 @@ def _ring_bwd(axis, rule, saved, dout):
   near, far = rule, rule._replace(causal=False)
   (dout1, delta1), (dout2, delta2) = (blocked.prepare_backward(out, half, side) for out, half, side in zip(
       outs, order.halves(dout, 3), queries, strict=True))
+  dsinks = None if sinks is None else sum(
+      blocked.gradient_of_sinks(sinks, lse, delta) for lse, delta in zip(lses, (delta1, delta2), strict=True))
   mine1, mine2 = (q1, queries[0], lses[0], delta1, dout1), (q2, queries[1], lses[1], delta2, dout2)
 
   def keys(part, halves):
@@ -191,7 +202,7 @@ def _ring_bwd(axis, rule, saved, dout):
   (dq1, dq2, _, gradients), _ = jax.lax.scan(step, carry, jnp.arange(1, order.parts))
   (dk1, dk2), (dv1, dv2) = order.pass_on(gradients)  # home
   return (order.whole(dq1, dq2, 3).astype(q.dtype), order.whole(dk1, dk2, 2).astype(k.dtype),
-          order.whole(dv1, dv2, 2).astype(v.dtype), None)
+          order.whole(dv1, dv2, 2).astype(v.dtype), None, dsinks)
 
 
 ring.defvjp(_ring_fwd, _ring_bwd)

@@ -24,7 +24,7 @@ LANES = 128
 CHECKPOINT_NAME = "attention"
 
 
-def refusal(T: int, blocks: bool, C: int = 1, prompts: bool = False) -> str | None:
+def refusal(T: int, blocks: bool, C: int = 1, prompts: bool = False, sinks: bool = False) -> str | None:
   """Why the kernel cannot take queries and keys of length `T`; None: it can.
 
   Args:
@@ -32,7 +32,10 @@ def refusal(T: int, blocks: bool, C: int = 1, prompts: bool = False) -> str | No
     blocks: whether some tokens see each other both ways.
     C: parts of a row, each on a device of its own.
     prompts: whether some tokens see a segment beside their own.
+    sinks: whether heads have a score that no key goes with.
   """
+  if sinks:
+    return "attention sinks"
   if prompts:
     return "prompts that several completions share"
   if blocks:

@@ -28,7 +28,7 @@ NEUTRAL: Mapping[str, Any] = {
     "scale_embeddings": False, "embedding_scale": 1.0, "residual_scale": 1.0, "logit_scale": 1.0,
     "qkv_bias": False, "attention_out_bias": False, "mlp_bias": False, "qk_norm": False, "qk_norm_over": "head",
     "attention_scale": None, "attention_logit_cap": None, "final_logit_cap": None,
-    "attention_gate": False, "window": None, "layer_pattern": ("global",),
+    "attention_gate": False, "attention_sinks": False, "window": None, "layer_pattern": ("global",),
     "delta.num_key_heads": 2, "delta.num_value_heads": 4, "delta.key_head_dim": 32, "delta.value_head_dim": 32,
     "delta.conv_width": 4,
     "moe.num_experts": 0, "moe.experts_per_token": 2, "moe.expert_size": None, "moe.shared_size": 0,
@@ -283,6 +283,8 @@ def has_parameter(model: Mapping[str, Any], path: str) -> bool:
               "gate": "mlp_bias", "up": "mlp_bias", "down": "mlp_bias"}
     if not model[biases.get(owner, "norm_bias")]:
       return False
+  if leaf == "sinks":
+    return model["attention_sinks"]
   gated, moe, position = model["activation"] in layers.GATED, model["moe.num_experts"] > 0, model["norm_position"]
   conditions = {
       "pos_embed": model["positions"] == "learned",

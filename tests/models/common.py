@@ -67,8 +67,18 @@ QWEN3_NEXT = dict(
     layer_pattern=("delta", "delta", "global"),
     delta=dict(num_key_heads=2, num_value_heads=4, key_head_dim=6, value_head_dim=4, conv_width=3, chunk=5),
 )
+GPT_OSS = dict(
+    num_kv_heads=2,
+    head_dim=6,
+    activation="clamped_swiglu",
+    qkv_bias=True,
+    attention_out_bias=True,
+    attention_sinks=True,
+    window=3,
+    layer_pattern=("local", "global"),
+)
 FAMILIES = dict(llama=LLAMA, gemma=GEMMA, gpt2=GPT2, olmo=OLMO)
-OPTIONS_OF = dict(**FAMILIES, cohere=COHERE, qwen3_next=QWEN3_NEXT)
+OPTIONS_OF = dict(**FAMILIES, cohere=COHERE, qwen3_next=QWEN3_NEXT, gpt_oss=GPT_OSS)
 
 
 def config(**changed):

@@ -93,7 +93,10 @@ def np_forward(m, params, tokens, segments):
       scores = q_h @ k_h.T * (m.attention_scale or K**-0.5)
       if m.attention_logit_cap:
         scores = m.attention_logit_cap * np.tanh(scores / m.attention_logit_cap)
-      heads.append(np_softmax(np.where(seen, scores, -np.inf)) @ v[:, h // (H // G)])
+      scores = np.where(seen, scores, -np.inf)
+      if m.attention_sinks:  # a key that all see, without a value
+        scores = np.concatenate([scores, np.full((n, 1), p["blocks/attn/sinks"][layer, h])], axis=1)
+      heads.append(np_softmax(scores)[:, :n] @ v[:, h // (H // G)])
     out = np.stack(heads, 1) * sigmoid(gate)
     return dense(out.reshape(n, -1), "blocks/attn/o", layer)
 
@@ -103,6 +106,9 @@ def np_forward(m, params, tokens, segments):
         "relu2": lambda x: np.maximum(x, 0) ** 2,
     }.get(m.activation, lambda x: 0.5 * x * (1 + np.tanh(np.sqrt(2 / np.pi) * (x + 0.044715 * x**3))))
     up = dense(x, "blocks/mlp/up", layer)
+    if m.activation == "clamped_swiglu":
+      gate = np.minimum(dense(x, "blocks/mlp/gate", layer), 7)
+      return dense((np.clip(up, -7, 7) + 1) * gate * sigmoid(1.702 * gate), "blocks/mlp/down", layer)
     gated = m.activation.endswith("glu")
     return dense(act(dense(x, "blocks/mlp/gate", layer)) * up if gated else act(up), "blocks/mlp/down", layer)
 

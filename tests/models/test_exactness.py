@@ -66,7 +66,7 @@ def place(documents, rows):
   return dict(tokens=tokens, segment_ids=segments, positions=positions)
 
 
-@pytest.mark.parametrize("name", [*FAMILIES, "qwen3_next"])
+@pytest.mark.parametrize("name", [*FAMILIES, "qwen3_next", "gpt_oss"])
 def test_packing_and_padding_change_nothing(name):
   """I3: the same documents packed, alone, padded left, right, on both sides: same loss and gradients."""
   model, params, _ = family(name)
@@ -99,7 +99,7 @@ def test_packing_and_padding_change_nothing(name):
 
 
 @pytest.mark.parametrize("scan_layers", [True, False])
-@pytest.mark.parametrize("name", [*FAMILIES, "qwen3_next"])
+@pytest.mark.parametrize("name", [*FAMILIES, "qwen3_next", "gpt_oss"])
 def test_perturbing_one_document_leaves_the_others_bitwise(name, scan_layers):
   _, params, logits = family(name, scan_layers)
   before = np.asarray(logits(params, BATCH))

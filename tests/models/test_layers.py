@@ -76,7 +76,9 @@ def test_an_activation_is_rounded_once_and_needs_its_inputs_alone_backward(activ
   g = jax.random.normal(jax.random.key(2), (3, 8)).astype(jnp.bfloat16)
 
   def plain(up, gate=None):
-    return layers.UNGATED[activation](up) if gate is None else layers.GATED[activation](gate) * up
+    return layers.UNGATED[activation](up) if gate is None else layers.GATED[activation](gate) * (up + offset)
+
+  offset = float(activation == "clamped_swiglu")
 
   single = [x.astype(jnp.float32) for x in inputs]
   expected, backward = jax.vjp(plain, *single)
@@ -97,7 +99,8 @@ def test_mlp(activation):
     layer.bias[...] = 0.1 * (i + 1) * jnp.ones_like(layer.bias[...])
   dense = lambda layer, x: x @ np.asarray(layer.kernel[...]) + np.asarray(layer.bias[...])  # noqa: E731
   if activation in layers.GATED:
-    hidden = layers.GATED[activation](dense(mlp.gate, x)) * dense(mlp.up, x)
+    offset = float(activation == "clamped_swiglu")
+    hidden = layers.GATED[activation](dense(mlp.gate, x)) * (dense(mlp.up, x) + offset)
   else:
     hidden = layers.UNGATED[activation](dense(mlp.up, x))
   np.testing.assert_allclose(mlp(x), dense(mlp.down, hidden), atol=1e-5)
@@ -204,3 +207,14 @@ def test_each_adapter_on_the_same_input_has_a_dropout_of_its_own():
   for i, j in ((0, 1), (0, 2), (1, 2)):
     assert 0.45 < (kept[i] == kept[j]).mean() < 0.55
   np.testing.assert_array_equal(made[1](jnp.ones((4, 16, 64)), key), kept[1])
+
+
+def test_clamped_swiglu_is_cut_at_seven():
+  """Gates above 7 and ups beyond ±7 are as 7, and have no slope; gates far below are not cut."""
+  up, gate = jnp.array([-8.0, -2.0, 0.5, 9.0, 3.0]), jnp.array([3.0, 8.0, -9.0, 1.0, 0.7])
+  cut_up, cut_gate = np.array([-7, -2, 0.5, 7, 3]), np.array([3, 7, -9, 1, 0.7])
+  found, pull = jax.vjp(functools.partial(layers.activate, "clamped_swiglu"), up, gate)
+  np.testing.assert_allclose(found, (cut_up + 1) * cut_gate / (1 + np.exp(-1.702 * cut_gate)), rtol=1e-6)
+  of_up, of_gate = pull(jnp.ones(5))
+  assert (np.asarray(of_up) == 0).tolist() == [True, False, False, True, False]
+  assert (np.asarray(of_gate) == 0).tolist() == [False, True, False, False, False]

@@ -199,6 +199,7 @@ MODEL = {
   "model.layer_pattern": [program(("local", "global"), {"model.window": 8}), program(("global", "nope")),
                           program(("delta", "global"))],
   "model.attention_gate": program(True),
+  "model.attention_sinks": program(True),
   "model.delta.num_key_heads": program(1, DELTA),
   "model.delta.num_value_heads": program(6, DELTA),
   "model.delta.key_head_dim": program(8, DELTA),

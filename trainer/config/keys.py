@@ -141,8 +141,8 @@ def defaults() -> ConfigDict:
   # Decoupled: each step subtracts learning_rate * weight_decay * parameter.
   o.weight_decay = 0.1
   # ((regex, factor), …) on weight decay; first match wins, others get 1. By default
-  # only matrices and not embeddings, norms, biases or rates (A_log) decay.
-  o.wd_mults = ((".*(scale|bias|embedding|A_log)$", 0.0),)
+  # only matrices and not embeddings, norms, biases, rates (A_log) or sinks decay.
+  o.wd_mults = ((".*(scale|bias|embedding|A_log|sinks)$", 0.0),)
   # ((regex, factor), …) on the learning rate.
   o.lr_mults = ()
   # Regexes of parameters that are not trained: no gradient, no optimizer memory.

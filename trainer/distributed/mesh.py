@@ -48,7 +48,7 @@ PARAM_RULES = (
     (r"((attn|delta)/o|(mlp|shared)/down)/kernel(_\w+)?$", (None, "tensor", _FSDP)),
     (r"(attn/[qkv]|mlp/(gate|up))/bias$", (None, "tensor")),
     (r"delta/[qkv]_conv/taps$", (None, None, "tensor")),
-    (r"delta/(A_log|dt_bias)$", (None, "tensor")),
+    (r"(delta/(A_log|dt_bias)|attn/sinks)$", (None, "tensor")),
     (r"moe/experts/(gate|up)/kernel(_\w+)?$", (None, "expert", _FSDP_OF_EXPERTS, "tensor")),
     (r"moe/experts/down/kernel(_\w+)?$", (None, "expert", "tensor", _FSDP_OF_EXPERTS)),
     (r"moe/(router|shared_gate)/kernel$", (None, _FSDP, None)),

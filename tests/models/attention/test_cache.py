@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from models.attention import cache as cache_lib
-from tests.models.common import COHERE, FAMILIES, QWEN3_NEXT, VOCAB, make, random_params
+from tests.models.common import COHERE, FAMILIES, GPT_OSS, QWEN3_NEXT, VOCAB, make, random_params
 from trainer import tree
 
 YARN = dict(type="yarn", factor=4.0, original_positions=8)
@@ -22,6 +22,7 @@ CASES = {
     "one layer": dict(window=4, layer_pattern=("local", "global"), num_layers=1, rope_scaling=DYNAMIC),
     "cohere": COHERE,
     "qwen3_next": QWEN3_NEXT,
+    "gpt_oss": GPT_OSS,
     "yarn": dict(num_layers=1, rope_scaling=YARN),
     "lora": dict(lora=dict(rank=2), num_layers=2, rope_scaling=LLAMA3),
 }

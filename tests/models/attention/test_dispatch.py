@@ -28,8 +28,8 @@ def inputs(heads=H, kv_heads=G, dtype=jnp.float32):
   return [jax.random.normal(key, shape).astype(dtype) for key, shape in zip(keys, shapes, strict=True)]
 
 
-def reference(q, k, v, segments, window, scale, cap):
-  """One query at a time, float64."""
+def reference(q, k, v, segments, window, scale, cap, sinks=None):
+  """One query at a time, float64; a head's sink is a key to everything, whose value is 0."""
   q, k, v = (np.asarray(x, np.float64) for x in (q, k, v))
   out = np.zeros(q.shape)
   for b, t, h in np.ndindex(q.shape[:3]):
@@ -40,7 +40,8 @@ def reference(q, k, v, segments, window, scale, cap):
       scores = scale * k[b, seen, g] @ q[b, t, h]
       scores = scores if cap is None else cap * np.tanh(scores / cap)
       weights = np.exp(scores - scores.max())
-      out[b, t, h] = weights @ v[b, seen, g] / weights.sum()
+      sink = 0.0 if sinks is None else np.exp(sinks[h] - scores.max())
+      out[b, t, h] = weights @ v[b, seen, g] / (weights.sum() + sink)
   return out
 
 
@@ -286,3 +287,39 @@ def test_documents_with_blocks_are_isolated_bit_for_bit():
   assert_isolated(attend, q, k, v, SEGMENTS)
   with pytest.raises(ValueError, match=r"blocks \(2, 3\)"):
     attention(q, k, v, segment_ids=SEGMENTS, block_ids=BLOCKS[:, :3], scale=1.0)
+
+
+# ------------------------------------------------------------------------------------------------ sinks
+
+# Far below the scores, among them, and above.
+SINKS = jnp.array([-9.0, 0.3, 1.0, 4.0])
+
+
+@pytest.mark.usefixtures("both_ways")
+@pytest.mark.parametrize("window, impl, block", [(None, "blocked", 5), (5, "blocked", 5), (5, "triton", 5),
+                                                 (None, "splash", 128)])
+def test_sinks_are_a_term_of_the_denominator(window, impl, block):
+  """Values, and slopes along a random direction of all four inputs, against the loop in float64."""
+  given, options = [*inputs(), SINKS], dict(segment_ids=SEGMENTS, window=window, scale=0.3, block=block, impl=impl)
+  weights = np.random.default_rng(1).normal(size=(B, T, H, K)).astype(np.float32)
+
+  def run(*given):
+    out, pull = jax.vjp(lambda q, k, v, sinks: attention(q, k, v, sinks_H=sinks, **options), *given)
+    return out, pull(jnp.asarray(weights))
+
+  out, gradients = jax.jit(run)(*given)
+  q, k, v, sinks = (np.asarray(x, np.float64) for x in given)
+  np.testing.assert_allclose(out, reference(q, k, v, SEGMENTS, window, 0.3, None, sinks), atol=2e-6)
+  for at, gradient in enumerate(gradients):
+    numbers = np.random.default_rng(at)
+    for _ in range(2):
+      step = 1e-5 * numbers.normal(size=gradient.shape)
+      up, down = ([x + sign * step if i == at else x for i, x in enumerate((q, k, v, sinks))] for sign in (1, -1))
+      rise = sum(sign * np.sum(weights * reference(*x[:3], SEGMENTS, window, 0.3, None, x[3]))
+                 for sign, x in ((1, up), (-1, down)))
+      np.testing.assert_allclose(np.sum(np.asarray(gradient, np.float64) * step), rise / 2, rtol=2e-4, atol=2e-10)
+
+
+def test_rows_with_sinks_are_isolated_bit_for_bit():
+  assert_isolated(functools.partial(attention, segment_ids=SEGMENTS, scale=0.3, block=5, sinks_H=SINKS), *inputs(),
+                  SEGMENTS)

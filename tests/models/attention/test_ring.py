@@ -56,6 +56,24 @@ def test_a_split_length_computes_the_same(name, kind):
     np.testing.assert_allclose(a, b, atol=5e-6)
 
 
+@pytest.mark.parametrize("kind", ["causal", "window", "prompts"])
+def test_sinks_of_a_split_length_are_those_of_one_device(kind):
+  """Round the ring, of neighbours, and of all keys gathered; heads are split, too."""
+  sinks = jnp.array([-3.0, 0.5, 1.0, 2.0])
+
+  def loss(q, k, v, sinks):
+    out = attention(q, k, v, segment_ids=SEGMENTS, scale=K**-0.5, block=4, sinks_H=sinks, **KINDS[kind])
+    return jnp.sum(out * WEIGHTS)
+
+  run = jax.value_and_grad(loss, argnums=(0, 1, 2, 3))
+  value, gradients = jax.jit(run)(Q, KEYS, VALUES, sinks)
+  with mesh_lib.activation_rules(mesh_lib.make_mesh(MESHES["three"])):
+    actual, actual_gradients = jax.jit(lambda *given: run(*given))(Q, KEYS, VALUES, sinks)
+  np.testing.assert_allclose(actual, value, rtol=1e-5)
+  for a, b in zip(actual_gradients, gradients, strict=True):
+    np.testing.assert_allclose(a, b, atol=1e-5)
+
+
 @pytest.mark.parametrize("kind", ["causal", "window"])
 def test_other_documents_do_not_change_a_bit(kind):
   mine = (SEGMENTS == 2)[..., None, None]
