@@ -5,7 +5,7 @@ B batch, T length, D hidden size, H query heads, G key/value heads, K head size,
 
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import jax
@@ -15,6 +15,7 @@ from flax import nnx
 from models.attention.cache import Cache, Past
 from models.attention.deltanet import GatedDeltaNet
 from models.attention.dispatch import attend_to_past, attention
+from models.attention.latent import LatentAttention
 from models.attention.mask import TokenIds
 from models.attention.rope import apply_rope
 from models.experts.moe import Moe
@@ -99,40 +100,34 @@ class Block(nnx.Module):
   normalised before, after, or both; or both of the same normalised input."""
 
   def __init__(self, spec: Spec, scope: Scope):
-    """Without its mixer, `attn` or `delta`, which `stack_blocks` adds."""
-    D = spec.hidden_size
+    """Without the parts that layers may lack (`models.spec.PARTS`), which `stack_blocks` adds."""
     pre, post = spec.norm_position in ("pre", "sandwich"), spec.norm_position in ("post", "sandwich")
     self.attn_norm = make_norm(spec, scope / "attn_norm") if pre else None
     self.attn_post_norm = make_norm(spec, scope / "attn_post_norm") if post else None
     self.parallel = spec.parallel_blocks
     self.mlp_norm = make_norm(spec, scope / "mlp_norm") if pre and not self.parallel else None
-    mlp: dict[str, Any] = dict(activation=spec.activation, std=spec.init_std, bias=spec.mlp_bias,
-                               out_gain=out_gain(spec))
-    self.mlp = Mlp(scope / "mlp", D, spec.intermediate_size, **mlp) if spec.moe is None else None
-    self.moe = Moe(spec, scope / "moe", out_gain=out_gain(spec)) if spec.moe is not None else None
     self.mlp_post_norm = make_norm(spec, scope / "mlp_post_norm") if post else None
     self.residual_scale, self.dropout = spec.residual_scale, spec.dropout
 
   def __call__(self, x_BxTxD, tokens: TokenIds, rope, window: int | None, key: jax.Array | None,
-               past: Past | None = None, delta: bool = False):
-    """(x, statistics of the experts or None, {name of the mixer: keys and values, or a state}, or the cache).
+               past: Past | None = None, parts: Collection[str] = ("attn", "mlp")):
+    """(x, statistics of the experts, none without them, {name of the mixer: keys and values, or a state}, or the cache).
 
-    `key`: this layer's key for dropout; None: no dropout. `past`: see `SelfAttention`. `delta`: it is a delta layer.
+    `key`: this layer's key for dropout; None: no dropout. `past`: see `SelfAttention`. `parts`: of `models.spec.PARTS`.
     """
     keys = (None, None) if key is None else jax.random.split(key)
     x_BxTxD = named(x_BxTxD, "layer_input")
     normed_BxTxD = x_BxTxD if self.attn_norm is None else self.attn_norm(x_BxTxD)
-    if delta:
+    if "delta" in parts:
       y, new = self.delta(normed_BxTxD, tokens, key, past)
     else:
       y, new = self.attn(normed_BxTxD, tokens, rope, window, key, past)
-    new = {"delta" if delta else "attn": new} if past is None else new
+    new = {"delta" if "delta" in parts else "attn": new} if past is None else new
     x_BxTxD = x_BxTxD + self._branch_end(y, self.attn_post_norm, keys[0])
     x_BxTxD = named(constrain(x_BxTxD, "batch", "stream", "embed"), "stream")
     if not self.parallel:
       normed_BxTxD = x_BxTxD if self.mlp_norm is None else self.mlp_norm(x_BxTxD)
-    y, stats = (self.mlp(normed_BxTxD, key), None) if self.moe is None else self.moe(
-        normed_BxTxD, tokens.segments, key)
+    y, stats = self.moe(normed_BxTxD, tokens.segments, key) if "moe" in parts else (self.mlp(normed_BxTxD, key), {})
     x_BxTxD = x_BxTxD + self._branch_end(y, self.mlp_post_norm, keys[1])
     return constrain(x_BxTxD, "batch", "stream", "embed"), stats, new
 
@@ -147,39 +142,46 @@ class Block(nnx.Module):
 def stack_blocks(spec: Spec, scope: Scope) -> Block:
   """All of `spec`'s layers in one `Block`, whose arrays have a leading L; `scope` is the path that they share.
 
-  Of mixers, which may differ from layer to layer, the arrays have an entry for each layer that has them.
+  Of PARTS, which may differ from layer to layer, the arrays have an entry for each layer that has them.
   """
+  gain, std = out_gain(spec), spec.init_std
+  parts: dict[str, Callable] = {
+      "attn": (functools.partial(SelfAttention, spec) if spec.latent is None else
+               functools.partial(LatentAttention, spec, out_gain=gain)),
+      "delta": functools.partial(GatedDeltaNet, spec, out_gain=gain),
+      "mlp": functools.partial(Mlp, features=spec.hidden_size, hidden=spec.intermediate_size, std=std,
+                               activation=spec.activation, bias=spec.mlp_bias, out_gain=gain),
+      "moe": functools.partial(Moe, spec, out_gain=gain),
+  }
 
   def of_layer(make: Callable, name: str, layer: jax.Array):
     own = dataclasses.replace(scope, layer=layer)
     return make(own / name if name else own)
 
   blocks = jax.vmap(functools.partial(of_layer, functools.partial(Block, spec), ""))(jnp.arange(spec.num_layers))
-  if attention := spec.layers_with("attn"):
-    make: Callable = functools.partial(SelfAttention, spec)
-    blocks.attn = jax.vmap(functools.partial(of_layer, make, "attn"))(jnp.array(attention))
-  if delta := spec.layers_with("delta"):
-    make = functools.partial(GatedDeltaNet, spec, out_gain=out_gain(spec))
-    blocks.delta = jax.vmap(functools.partial(of_layer, make, "delta"))(jnp.array(delta))
+  for name, make in parts.items():
+    if layers := spec.layers_with(name):
+      setattr(blocks, name, jax.vmap(functools.partial(of_layer, make, name))(jnp.array(layers)))
   return blocks
 
 
 def run_blocks(spec: Spec, blocks: Block | Sequence[Block], layer: Callable, remat: Callable, x: Any
                ) -> tuple[Any, Any]:
-  """Applies every layer: a scan over whole periods of the pattern, then the remaining layers one by one.
+  """Applies every layer: the first ones that are not as later ones one by one, a scan over whole periods of the pattern,
+  then the remaining layers.
 
   Args:
     spec: says how many layers there are, their pattern, and whether they are scanned.
     blocks: from `stack_blocks`; or of each layer (`unstack`), which are then not scanned.
-    layer: `layer(place, x, block, index)` gives (x, a tree of arrays); `place` is that in the pattern, or, of layers
-      that are not scanned, `index` as a number.
+    layer: `layer(place, x, block, index)` gives (x, a tree of arrays); `place` is `index` as a number, or of layers in
+      the scan the number of the first layer like this one.
     remat: a `remat_policy`.
     x: what enters the first layer, a tree of arrays.
 
   Returns:
     (what leaves the last layer, the trees of all layers, stacked).
   """
-  L, period = spec.num_layers, len(spec.layer_pattern)
+  L, period, first = spec.num_layers, len(spec.layer_pattern), spec.first_layers
 
   def in_group(i: int, x: Any, group: Any) -> tuple[Any, Any]:
     """The i-th layer of a period. It is taken out here, within what `remat` wraps: what goes in is then the scan's own
@@ -187,23 +189,32 @@ def run_blocks(spec: Spec, blocks: Block | Sequence[Block], layer: Callable, rem
     blocks, indices = group
 
     def take(path: tuple[Any, ...], p: jax.Array) -> jax.Array | None:
-      layers = spec.layers_with(_part(path))
-      return jax.lax.index_in_dim(p, layers.index(i), keepdims=False) if i in layers else None
+      layers = [i for i in spec.layers_with(_part(path)) if i >= first]
+      return jax.lax.index_in_dim(p, layers.index(first + i), keepdims=False) if first + i in layers else None
 
-    return layer(i, x, jax.tree_util.tree_map_with_path(take, blocks), indices[i])
+    return layer(first + i, x, jax.tree_util.tree_map_with_path(take, blocks), indices[i])
 
   stacked_blocks = isinstance(blocks, Block)
-  scanned = L // period * period if spec.scan_layers and stacked_blocks else 0
+  periods = (L - first) // period if spec.scan_layers and stacked_blocks else 0
+  ahead = first if periods else L
   indices = jnp.arange(L)
   stacked = []  # trees of runs of layers, in order
-  if scanned:
-    periods = scanned // period
 
+  def one_by_one(x: Any, blocks: Any, start: int) -> Any:
+    for i, block in enumerate(blocks, start):
+      x, tree = remat(functools.partial(layer, i), False)(x, block, indices[i])
+      stacked.append(jax.tree.map(lambda part: part[None], tree))
+    return x
+
+  x = one_by_one(x, unstack(spec, blocks, 0, ahead) if stacked_blocks else blocks, 0)
+  if periods:
     def in_periods(path: tuple[Any, ...], p: jax.Array) -> jax.Array:
-      each = sum(i < period for i in spec.layers_with(_part(path)))
-      return p[:periods * each].reshape(periods, each, *p.shape[1:])
+      layers = spec.layers_with(_part(path))
+      skipped, each = sum(i < first for i in layers), sum(first <= i < first + period for i in layers)
+      return p[skipped:skipped + periods * each].reshape(periods, each, *p.shape[1:])
 
-    groups = jax.tree_util.tree_map_with_path(in_periods, blocks), indices[:scanned].reshape(periods, period)
+    groups = (jax.tree_util.tree_map_with_path(in_periods, blocks),
+              indices[first:first + periods * period].reshape(periods, period))
 
     def scan_body(x, group):
       trees = [None] * period
@@ -213,10 +224,8 @@ def run_blocks(spec: Spec, blocks: Block | Sequence[Block], layer: Callable, rem
 
     x, tree = jax.lax.scan(scan_body, x, groups)
     stacked.append(jax.tree.map(lambda part: part.reshape(-1, *part.shape[2:]), tree))
-  rest: Any = unstack(spec, blocks, scanned) if stacked_blocks else blocks
-  for i, block in enumerate(rest, scanned):
-    x, tree = remat(functools.partial(layer, i), False)(x, block, indices[i])
-    stacked.append(jax.tree.map(lambda part: part[None], tree))
+    scanned = first + periods * period
+    x = one_by_one(x, unstack(spec, blocks, scanned), scanned)
   return x, _joined(jnp.concatenate, stacked)
 
 
@@ -231,18 +240,24 @@ def out_gain(spec: Spec) -> float:
   return (2 * spec.num_layers) ** -0.5
 
 
-def unstack(spec: Spec, blocks: Any, first: int = 0) -> list[Any]:
-  """The trees of the layers from `first` on, of stacked ones; without the arrays of mixers that a layer does not have.
+def unstack(spec: Spec, blocks: Any, first: int = 0, stop: int | None = None) -> list[Any]:
+  """The trees of the layers from `first` on, up to `stop` (None: all), of stacked ones; without the arrays of parts that
+  a layer does not have.
 
   `jnp.unstack`, unlike indexing, has a cheap gradient: one concatenation.
   """
   leaves, treedef = jax.tree_util.tree_flatten_with_path(blocks)
+  stop = spec.num_layers if stop is None else stop
+  if first >= stop:
+    return []
   columns = []
   for path, leaf in leaves:
     layers = spec.layers_with(_part(path))
-    columns.append(dict(zip(layers, jnp.unstack(leaf), strict=True)) if not first else dict(
-        zip([i for i in layers if i >= first], jnp.unstack(leaf[sum(i < first for i in layers):]), strict=True)))
-  return [treedef.unflatten([column.get(i) for column in columns]) for i in range(first, spec.num_layers)]
+    wanted = [i for i in layers if first <= i < stop]
+    skipped = sum(i < first for i in layers)
+    part = leaf if len(wanted) == len(layers) else leaf[skipped:skipped + len(wanted)]
+    columns.append(dict(zip(wanted, jnp.unstack(part), strict=True)))
+  return [treedef.unflatten([column.get(i) for column in columns]) for i in range(first, stop)]
 
 
 def _part(path: tuple[Any, ...]) -> str:

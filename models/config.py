@@ -110,6 +110,11 @@ def model() -> ConfigDict:
   m.delta = d = ConfigDict(dict(num_key_heads=2, num_value_heads=4, key_head_dim=32, value_head_dim=32, conv_width=4))
   # Tokens that are computed together, as products of matrices; of no effect but on speed and rounding.
   d.chunk = 64
+  # Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434): keys and values are made of a latent of kv_rank numbers,
+  # which is all that generation keeps of a token, beside its rotated key; 0: attention as usual. Queries are made of
+  # one of q_rank, or, with 0, of the hidden state. Of each head's queries and keys nope_dim dimensions are not rotated
+  # and rope_dim are, the key's being the same for all heads; values have value_dim.
+  m.latent = ConfigDict(dict(kv_rank=0, q_rank=0, nope_dim=32, rope_dim=16, value_dim=32))
   # Mixture of experts in place of the MLP; 0 experts: none. Nothing is dropped, whatever the router chooses.
   m.moe = e = ConfigDict(dict(num_experts=0, experts_per_token=2))
   # Width of each expert. Default: intermediate_size.
@@ -119,8 +124,22 @@ def model() -> ConfigDict:
   e.shared_gate = False
   # before_topk: weights are the chosen entries of the softmax over all experts; after_topk: softmax of the chosen.
   e.softmax = "before_topk"
-  # Divide the chosen weights by their sum.
+  # softmax: as above. sigmoid: each expert's score by itself (DeepSeek-V3); of the chosen they are the weights.
+  e.scores = "softmax"
+  # Divide the chosen weights by their sum; then all are multiplied by this.
   e.normalize_weights = True
+  e.weight_scale = 1.0
+  # A number for each expert that is added to its score for the choice alone (DeepSeek-V3, arXiv 2412.19437, eq. 16).
+  # It has no gradient; a step adds choice_bias_rate to that of an expert with fewer tokens than the mean, and takes as
+  # much from that of one with more. 0: it stays as it is.
+  e.choice_bias = False
+  e.choice_bias_rate = 0.0
+  # Experts are in so many groups, of which a token uses those of groups_used: the ones with the highest score, or, of
+  # sigmoid scores, with the highest sum of two.
+  e.groups = 1
+  e.groups_used = 1
+  # So many of the first layers have an MLP of intermediate_size in place of experts.
+  e.dense_layers = 0
   # Coefficients, in training: load balancing within each document (DeepSeek-V3, eq. 17), and the mean squared
   # log-normaliser of the router (ST-MoE, eq. 5).
   e.balance_loss = 0.0

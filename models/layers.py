@@ -166,6 +166,16 @@ class Linear(Kernel):
     """`key`: the layer's key for dropout on the adapter's input; None: no dropout."""
     return apply_linears((self,), x, key)[0]
 
+  def matrix(self) -> jax.Array:
+    """What it multiplies by, [in, out], adapters included, in the compute dtype."""
+    if self.kernel_across is not None:
+      kernel = self.kernel_across[...].astype(self.dtype).T
+    else:
+      kernel = with_kernels((self,), lambda kernels: kernels[0], self.dtype)
+    if self.lora is None:
+      return kernel
+    return kernel + self.lora_a[...].astype(self.dtype) @ self.lora_b[...].astype(self.dtype) * self.lora.scale
+
   @property
   def plain(self) -> bool:
     """Whether it is a plain matmul, with at most a bias."""

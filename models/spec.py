@@ -8,7 +8,7 @@ from models import layers
 from models.attention import dispatch as attention
 from models.attention.rope import Rope
 from models.spec_checks import at_least_one, cap, one_of
-from models.spec_parts import Delta, Lora, Moe, make_delta, make_lora, make_moe
+from models.spec_parts import Delta, Latent, Lora, Moe, make_delta, make_latent, make_lora, make_moe
 from models.spec_rope import make_ropes
 from models.spec_vision import VISION_KEYS, Vision, make_vision
 from trainer.errors import ConfigError
@@ -28,14 +28,16 @@ ARCHITECTURE_KEYS = (
     "attention_scale", "attention_logit_cap", "attention_gate", "attention_sinks",
     "final_logit_cap", "window", "layer_pattern",
     *(f"delta.{key}" for key in ("num_key_heads", "num_value_heads", "key_head_dim", "value_head_dim", "conv_width")),
+    *(f"latent.{key}" for key in ("kv_rank", "q_rank", "nope_dim", "rope_dim", "value_dim")),
     *(f"moe.{key}" for key in ("num_experts", "experts_per_token", "expert_size", "shared_size", "shared_gate",
-                               "softmax", "normalize_weights")),
+                               "softmax", "scores", "normalize_weights", "weight_scale", "choice_bias", "groups",
+                               "groups_used", "dense_layers")),
     *VISION_KEYS,
 )
 # Entries of the vocabulary that logits are made of at a time where the config does not say it: on CPU, and elsewhere.
 VOCAB_CHUNK, VOCAB_CHUNK_ELSEWHERE = 2048, 8192
-# Parts of a block of which a layer has one.
-MIXERS = frozenset({"attn", "delta"})
+# Parts of a block that a layer may lack: it has one of the first two, and one of the others.
+PARTS = frozenset({"attn", "delta", "mlp", "moe"})
 LAYER_TYPES = ("global", "local", "nope", "delta")
 POSITIONS = ("rope", "learned", "none")
 NORM_POSITIONS = ("pre", "post", "sandwich")
@@ -83,6 +85,8 @@ class Spec:
   layer_pattern: tuple[str, ...]
   # None: there are no layers of type delta.
   delta: Delta | None
+  # None: attention has keys and values for each token.
+  latent: Latent | None
   moe: Moe | None
   lora: Lora | None
   # None: a model of text alone.
@@ -130,9 +134,19 @@ class Spec:
     return None if self.delta is None else "its delta layers go through each row from its begin to its end"
 
   def layers_with(self, part: str) -> list[int]:
-    """Numbers of the layers that have that part of a block: attn or delta; any other: all."""
-    kinds = [self.layer_type(layer) for layer in range(self.num_layers)]
-    return [i for i, kind in enumerate(kinds) if part not in MIXERS or (kind == "delta") == (part == "delta")]
+    """Numbers of the layers that have that part of a block: one of PARTS; any other: all."""
+    return [i for i in range(self.num_layers) if part not in PARTS or part in self.parts_of(i)]
+
+  def parts_of(self, layer: int) -> frozenset[str]:
+    """Which of PARTS that layer has."""
+    return frozenset({"delta" if self.layer_type(layer) == "delta" else "attn",
+                      "mlp" if self.moe is None or layer < self.moe.dense_layers else "moe"})
+
+  @property
+  def first_layers(self) -> int:
+    """How many layers, whole periods of the pattern, those are in which some differ from the same in later periods."""
+    dense, period = 0 if self.moe is None else self.moe.dense_layers, len(self.layer_pattern)
+    return min(self.num_layers, -(-dense // period) * period)
 
   def window_of(self, layer: int) -> int | None:
     """The window of that layer; None: it sees all before it."""
@@ -145,7 +159,7 @@ class Spec:
 
 def make_spec(m: ConfigDict) -> Spec:
   """Reads and checks the config's `model` section; raises ConfigError."""
-  reasons = []
+  reasons: list[str] = []
   for key in ("num_layers", "hidden_size", "intermediate_size", "num_heads"):
     at_least_one(key, m[key])
   num_kv_heads = m.num_kv_heads
@@ -158,7 +172,9 @@ def make_spec(m: ConfigDict) -> Spec:
         f"model.num_kv_heads: found {num_kv_heads}, which does not divide num_heads={m.num_heads}. "
         f"Allowed: {fitting}."
     )
-  head_dim = m.head_dim
+  pattern, window = _layer_pattern(m)
+  latent = make_latent(m, pattern)
+  head_dim = m.head_dim if latent is None else latent.head_dim
   if head_dim is None:
     if m.hidden_size % m.num_heads:
       raise ConfigError(
@@ -172,7 +188,6 @@ def make_spec(m: ConfigDict) -> Spec:
   if attention_scale is None:
     attention_scale = head_dim**-0.5
     reasons.append(f"model.attention_scale = {attention_scale:.4g}: head_dim ** -0.5")
-  pattern, window = _layer_pattern(m)
   max_positions = m.max_positions
   if one_of("positions", m.positions, POSITIONS) == "learned" and max_positions is None:
     raise ConfigError(
@@ -203,7 +218,7 @@ def make_spec(m: ConfigDict) -> Spec:
       activation=one_of("activation", m.activation, layers.ACTIVATIONS),
       positions=m.positions,
       max_positions=max_positions,
-      ropes=make_ropes(m, pattern, head_dim),
+      ropes=make_ropes(m, pattern, head_dim if latent is None else latent.rope_dim),
       rope_interleaved=m.rope_interleaved,
       tie_embeddings=m.tie_embeddings,
       scale_embeddings=m.scale_embeddings,
@@ -223,6 +238,7 @@ def make_spec(m: ConfigDict) -> Spec:
       window=window,
       layer_pattern=pattern,
       delta=make_delta(m, pattern),
+      latent=latent,
       moe=make_moe(m, reasons),
       lora=make_lora(m.lora),
       vision=make_vision(m.vision, reasons),

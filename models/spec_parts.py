@@ -1,4 +1,4 @@
-"""The sections of `model` for experts, delta layers and adapters: checked, their gaps filled, as frozen dataclasses."""
+"""The sections of `model` for experts, delta layers, latents and adapters: checked, their gaps filled, as frozen dataclasses."""
 
 import dataclasses
 import math
@@ -20,7 +20,14 @@ class Moe:
   shared_size: int
   shared_gate: bool
   softmax: str
+  scores: str
   normalize_weights: bool
+  weight_scale: float
+  choice_bias: bool
+  choice_bias_rate: float
+  groups: int
+  groups_used: int
+  dense_layers: int
   balance_loss: float
   z_loss: float
 
@@ -35,6 +42,22 @@ class Delta:
   value_head_dim: int
   conv_width: int
   chunk: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Latent:
+  """Multi-head latent attention; the keys of `model.latent`."""
+
+  kv_rank: int
+  q_rank: int
+  nope_dim: int
+  rope_dim: int
+  value_dim: int
+
+  @property
+  def head_dim(self) -> int:
+    """Of queries and keys."""
+    return self.nope_dim + self.rope_dim
 
 
 @dataclasses.dataclass(frozen=True)
@@ -71,6 +94,7 @@ def make_moe(m: ConfigDict, reasons: list[str]) -> Moe | None:
   if expert_size is None:
     expert_size = m.intermediate_size
     reasons.append(f"model.moe.expert_size = {expert_size}: intermediate_size")
+  _check_choice(c, m.num_layers)
   return Moe(
       num_experts=c.num_experts,
       experts_per_token=c.experts_per_token,
@@ -78,10 +102,58 @@ def make_moe(m: ConfigDict, reasons: list[str]) -> Moe | None:
       shared_size=c.shared_size,
       shared_gate=c.shared_gate,
       softmax=one_of("moe.softmax", c.softmax, ("before_topk", "after_topk")),
+      scores=one_of("moe.scores", c.scores, ("softmax", "sigmoid")),
       normalize_weights=c.normalize_weights,
+      weight_scale=c.weight_scale,
+      choice_bias=c.choice_bias,
+      choice_bias_rate=c.choice_bias_rate,
+      groups=c.groups,
+      groups_used=c.groups_used,
+      dense_layers=c.dense_layers,
       balance_loss=c.balance_loss,
       z_loss=c.z_loss,
   )
+
+
+def _check_choice(c: ConfigDict, num_layers: int) -> None:
+  """Refuses ways to choose experts that cannot be."""
+  if not 0 <= c.dense_layers < num_layers:
+    raise ConfigError(f"model.moe.dense_layers: found {c.dense_layers}, allowed: 0 to {num_layers - 1}, so that a layer "
+                      f"of the {num_layers} has experts.")
+  if at_least_one("moe.groups", c.groups) > 1 and (c.num_experts % c.groups or c.num_experts == c.groups):
+    raise ConfigError(f"model.moe.groups: found {c.groups}, of {c.num_experts} experts; allowed: groups of the same "
+                      "size, of 2 or more.")
+  if not 1 <= c.groups_used <= c.groups or c.groups_used * (c.num_experts // c.groups) < c.experts_per_token:
+    raise ConfigError(f"model.moe.groups_used: found {c.groups_used} of {c.groups} groups; allowed: at most as many as "
+                      f"there are, with at least experts_per_token={c.experts_per_token} experts.")
+  if c.scores == "sigmoid" and c.softmax != "before_topk":
+    raise ConfigError(f"model.moe.softmax: found {c.softmax!r} with scores='sigmoid', which have no softmax; allowed: "
+                      "'before_topk', which is of no effect then.")
+  if c.choice_bias_rate < 0 or c.choice_bias_rate and not c.choice_bias:
+    raise ConfigError(f"model.moe.choice_bias_rate: found {c.choice_bias_rate}, allowed: 0, or above it with "
+                      "choice_bias=True.")
+
+
+def make_latent(m: ConfigDict, pattern: tuple[str, ...]) -> Latent | None:
+  """Reads `model.latent`; None: attention is the usual one."""
+  c = m.latent
+  if c.kv_rank == 0:
+    return None
+  if c.q_rank < 0:
+    raise ConfigError(f"model.latent.q_rank: found {c.q_rank}, allowed: 0 (queries are made of the hidden state), or "
+                      "more.")
+  made = Latent(q_rank=c.q_rank, **{key: at_least_one(f"latent.{key}", c[key])
+                                    for key in ("kv_rank", "nope_dim", "rope_dim", "value_dim")})
+  without = dict(num_kv_heads=(None, m.num_heads), head_dim=(None, made.head_dim), positions=("rope",),
+                 rope_fraction=(1.0,), qk_norm=(False,), attention_gate=(False,))
+  for key, allowed in without.items():
+    if m[key] not in allowed:
+      raise ConfigError(f"model.{key}: found {m[key]!r} with latent attention (model.latent.kv_rank={c.kv_rank}); "
+                        f"allowed: {allowed[-1]!r}.")
+  if set(pattern) != {"global"}:
+    raise ConfigError(f"model.layer_pattern: found {pattern} with latent attention (model.latent.kv_rank="
+                      f"{c.kv_rank}); allowed: ('global',).")
+  return made
 
 
 def make_delta(m: ConfigDict, pattern: tuple[str, ...]) -> Delta | None:

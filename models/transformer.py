@@ -35,7 +35,7 @@ from models.quantization.matmul import MatmulRules
 from models.remat import remat_policy
 from models.sharding import logical_axes
 from models.sharding.logical_axes import constrain
-from models.spec import MIXERS, Spec, make_spec, padded_vocab_size
+from models.spec import PARTS, Spec, make_spec, padded_vocab_size
 from trainer import tree
 from trainer.errors import ConfigError
 
@@ -61,8 +61,8 @@ class Decoder(nnx.Module):
 
   def __call__(self, batch: dict, remat: Callable, key: jax.Array | None, remember: bool = False,
                cache: Cache | None = None, blocks: Sequence[Block] | None = None
-               ) -> tuple[jax.Array, dict | None, dict | Cache | None]:
-    """(hidden states, statistics of every layer's experts, stacked, or None, what layers leave for later tokens).
+               ) -> tuple[jax.Array, dict, dict | Cache | None]:
+    """(hidden states, statistics of all layers' experts, stacked, none without them, what layers leave for later tokens).
 
     That is by the name of their mixer, stacked: attn: keys and values [L, B, T, G, K]; delta: see `GatedDeltaNet`.
 
@@ -80,10 +80,9 @@ class Decoder(nnx.Module):
       x_BxTxD, cache = carry
       layer_key = None if key is None else jax.random.fold_in(key, index)
       kind = s.layer_type(place)
-      delta = kind == "delta"
       window = s.window if kind == "local" else None
       past = None if cache is None else Past(cache, place, index)
-      x_BxTxD, stats, new = block(x_BxTxD, tokens, ropes.get(kind), window, layer_key, past, delta)
+      x_BxTxD, stats, new = block(x_BxTxD, tokens, ropes.get(kind), window, layer_key, past, s.parts_of(place))
       return (x_BxTxD, None if past is None else new), (stats, new if remember else None)
 
     (x_BxTxD, cache), (stats, new) = run_blocks(s, blocks or self.blocks, layer, remat, (x_BxTxD, cache))
@@ -227,7 +226,7 @@ class Transformer:
     graph, state = self._decoding
     blocks = None
     if self._one_by_one:
-      blocks = [nnx.merge(_without(nnx.merge(graph, state).blocks, MIXERS - block.keys()), block)
+      blocks = [nnx.merge(_without(nnx.merge(graph, state).blocks, PARTS - block.keys()), block)
                 for block in params["blocks"]]
       # The decoder runs `blocks`. Something has to be in the place of its stack, which it does not run.
       params = {**params, "blocks": functools.reduce(operator.or_, params["blocks"])}
@@ -301,7 +300,7 @@ class Transformer:
                       tower_frozen: bool = False) -> float:
     """Floating-point operations per token, forward and backward, without recomputation.
 
-    6 N + 12 H K * (sum over layers of the mean number of visible keys), where N counts the weights that
+    6 N + 6 H (K + V) * (sum over layers of the mean number of visible keys), where N counts the weights that
     take part in a token's matrix products (the unembedding included, also when tied; the embedding lookup not;
     of experts only as many as a token passes through),
     and a query of a causal row of T tokens sees (T + 1) / 2 keys on average, fewer with a window. With adapters, the
@@ -329,7 +328,8 @@ class Transformer:
     visible = sum(_mean_visible(length, s.window_of(i)) for i in s.layers_with("attn"))
     matmuls = 6.0 * weights if s.lora is None else 4.0 * weights + 6.0 * adapters
     images = images_per_row * self._flops_per_image(tower_frozen) / seq_len if images_per_row else 0.0
-    return matmuls + 12.0 * s.num_heads * s.head_dim * visible + self._flops_of_states() + images
+    of_head = s.head_dim + (s.head_dim if s.latent is None else s.latent.value_dim)
+    return matmuls + 6.0 * s.num_heads * of_head * visible + self._flops_of_states() + images
 
   def _flops_of_states(self) -> float:
     """Operations of a token in the states of delta layers and in the convolutions before them, forward and backward."""

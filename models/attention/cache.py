@@ -37,6 +37,7 @@ class Cache(NamedTuple):
   # products read them (`empty`). The slots of a head lie together, as
   # products with a query read them.
   keys: tuple[jax.Array, ...]
+  # With latent attention, the one rotated key of all heads, and in place of values the latent.
   # In a delta layer's place, the last inputs of its convolutions [N, B, W - 1, C], in that dtype, stand in place of
   # keys, and its states [N, B, H, K, V], float32 or wider, in place of values.
   values: tuple[jax.Array, ...]
@@ -132,8 +133,10 @@ def empty(spec: Spec, rows: int, max_length: int, dtype: Any, apart: bool = Fals
       values.append(jnp.zeros((layers, rows, d.num_value_heads, d.key_head_dim, d.value_head_dim), wide))
       continue
     slots = max_length if spec.window_of(place) is None else min(spec.window, max_length)
-    for arrays in (keys, values):
-      arrays.append(jnp.zeros((layers, rows, spec.num_kv_heads, slots, spec.head_dim), dtype))
+    heads, *sizes = ((spec.num_kv_heads, spec.head_dim, spec.head_dim) if spec.latent is None else
+                     (1, spec.latent.rope_dim, spec.latent.kv_rank))
+    for arrays, size in zip((keys, values), sizes, strict=True):
+      arrays.append(jnp.zeros((layers, rows, heads, slots, size), dtype))
   return Cache(tuple(map(_constrain, keys)), tuple(map(_constrain, values)), jnp.zeros(rows, jnp.int32))
 
 

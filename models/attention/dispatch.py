@@ -186,6 +186,7 @@ def attend_to_past(
     scale: float,
     logit_cap: float | None = None,
     sinks_H: jax.Array | None = None,
+    more: tuple[jax.Array, jax.Array] | None = None,
 ) -> jax.Array:
   """`attention` of one more token per row to what a cache holds, itself included; returns [B, 1, H, K].
 
@@ -195,11 +196,13 @@ def attend_to_past(
     seen_BxS: which of these there are, and within the window.
     active_B: False for rows without a token, whose output is 0.
     scale, logit_cap, sinks_H: as in `attention`.
+    more: further dimensions of queries and keys, whose products are added.
   """
   B, _, H, K = q_Bx1xHxK.shape
   G, f32, dtype = k_BxGxSxK.shape[1], jnp.float32, q_Bx1xHxK.dtype
-  q_BxGxRxK = q_Bx1xHxK.reshape(B, G, H // G, K)
-  scores_BxGxRxS = jnp.einsum("bgrk,bgsk->bgrs", q_BxGxRxK, k_BxGxSxK, preferred_element_type=f32) * scale
+  pairs = [(q_Bx1xHxK, k_BxGxSxK), *([] if more is None else [more])]
+  scores_BxGxRxS = scale * sum(jnp.einsum("bgrk,bgsk->bgrs", q.reshape(B, G, H // G, -1), k, preferred_element_type=f32)
+                               for q, k in pairs)
   if logit_cap is not None:
     scores_BxGxRxS = logit_cap * jnp.tanh(scores_BxGxRxS / logit_cap)
   scores_BxGxRxS = jnp.where(seen_BxS[:, None, None], scores_BxGxRxS, MASKED)

@@ -68,13 +68,22 @@ class Experts(nnx.Module):
     return with_kernels(kernels, function, self.dtype, *args)
 
 
+class Router(Kernel):
+  """The kernel that gives each expert's score, and what is added to scores for the choice alone."""
+
+  def __init__(self, scope: Scope, features: int, moe: spec_lib.Moe, std: float):
+    super().__init__(scope, (features, moe.num_experts), std)
+    # In float32 whatever the others are: between scores that nearly tie, it decides.
+    self.choice_bias = nnx.Param(jnp.zeros(moe.num_experts, jnp.float32)) if moe.choice_bias else None
+
+
 class Moe(nnx.Module):
   """Router, experts, and the shared expert that every token passes through."""
 
   def __init__(self, spec: spec_lib.Spec, scope: Scope, out_gain: float):
     """`out_gain`: factor on the initial standard deviation of the last projections."""
     moe, D, std = spec.moe, spec.hidden_size, spec.init_std
-    self.router = Kernel(scope / "router", (D, moe.num_experts), D**-0.5 if std is None else std)
+    self.router = Router(scope / "router", D, moe, D**-0.5 if std is None else std)
     self.experts = Experts(scope / "experts", moe.num_experts, D, moe.expert_size, std=std, out_gain=out_gain)
     shared: dict[str, Any] = dict(activation=spec.activation, std=std, bias=False, out_gain=out_gain)
     self.shared = Mlp(scope / "shared", D, moe.shared_size, **shared) if moe.shared_size else None
@@ -92,7 +101,9 @@ class Moe(nnx.Module):
     logits_NxE = jnp.matmul(logical_axes.as_rows(x_BxTxD).astype(jnp.float32), kernel_DxE,
                             precision=jax.lax.Precision.HIGHEST)
     logits_BxTxE = logits_NxE.reshape(*x_BxTxD.shape[:-1], -1)
-    experts_BxTxk, weights_BxTxk = _on_rows(functools.partial(route, moe=moe), (logits_BxTxE,))
+    bias = self.router.choice_bias
+    biased = () if bias is None else (jnp.broadcast_to(jax.lax.stop_gradient(bias[...]), logits_BxTxE.shape),)
+    experts_BxTxk, weights_BxTxk = _on_rows(functools.partial(route, moe=moe), (logits_BxTxE, *biased))
     used_BxTxk = jnp.where(segment_ids[..., None] > 0, experts_BxTxk, moe.num_experts)
     run = functools.partial(apply_experts, num_experts=moe.num_experts, activation=self.activation,
                             matmuls=self.experts.matmuls)
@@ -106,31 +117,45 @@ class Moe(nnx.Module):
     return y_BxTxD.astype(x_BxTxD.dtype), statistics(logits_BxTxE, experts_BxTxk, segment_ids, moe)
 
 
-def route(rows: tuple[jax.Array], kernels: tuple = (), *, moe: spec_lib.Moe) -> tuple[jax.Array, jax.Array]:
+def route(rows: tuple[jax.Array, ...], kernels: tuple = (), *, moe: spec_lib.Moe) -> tuple[jax.Array, jax.Array]:
   """The chosen experts int32 [B, T, k], best first (of equal ones the first), and their weights, float32.
 
   Args:
-    rows: the router's logits [B, T, E], float32.
+    rows: the router's logits [B, T, E], float32; with `choice_bias`, also what is added to the scores.
     kernels: none.
     moe: the config.
   """
-  (logits_BxTxE,) = rows
-  if moe.softmax == "before_topk":
-    weights_BxTxk, experts_BxTxk = _largest(jax.nn.softmax(logits_BxTxE), moe.experts_per_token)
-  else:
-    chosen_BxTxk, experts_BxTxk = _largest(logits_BxTxE, moe.experts_per_token)
-    weights_BxTxk = jax.nn.softmax(chosen_BxTxk)
+  logits_BxTxE, *biased = rows
+  sigmoid, after = moe.scores == "sigmoid", moe.softmax == "after_topk"
+  scores_BxTxE = jax.nn.sigmoid(logits_BxTxE) if sigmoid else logits_BxTxE if after else jax.nn.softmax(logits_BxTxE)
+  by_BxTxE = jax.lax.stop_gradient(scores_BxTxE + sum(biased))
+  if moe.groups_used < moe.groups:
+    by_BxTxE = _of_best_groups(by_BxTxE, moe)
+  weights_BxTxk, experts_BxTxk = _largest(scores_BxTxE, by_BxTxE, moe.experts_per_token)
+  if after:
+    weights_BxTxk = jax.nn.softmax(weights_BxTxk)
   if moe.normalize_weights:
-    weights_BxTxk = weights_BxTxk / jnp.sum(weights_BxTxk, axis=-1, keepdims=True)
-  return experts_BxTxk, weights_BxTxk
+    total_BxTx1 = jnp.sum(weights_BxTxk, axis=-1, keepdims=True)
+    weights_BxTxk = weights_BxTxk / (total_BxTx1 + 1e-20 if sigmoid else total_BxTx1)  # sigmoids may all be 0
+  return experts_BxTxk, weights_BxTxk if moe.weight_scale == 1.0 else weights_BxTxk * moe.weight_scale
 
 
-def _largest(values_BxTxE: jax.Array, k: int) -> tuple[jax.Array, jax.Array]:
-  """`jax.lax.top_k`. On GPU its gradient is a sum of products with zeros and ones, and not scattered, of which XLA
-  would not know that no two go to the same place (trainer/compiler/repeatable.py)."""
+def _of_best_groups(scores_BxTxE: jax.Array, moe: spec_lib.Moe) -> jax.Array:
+  """The scores, -inf outside the groups that a token may use."""
+  by_group_BxTxGxM = scores_BxTxE.reshape(*scores_BxTxE.shape[:-1], moe.groups, -1)
+  best = jax.lax.top_k(by_group_BxTxGxM, 2 if moe.scores == "sigmoid" else 1)[0].sum(-1)
+  used_BxTxg = jax.lax.top_k(best, moe.groups_used)[1]
+  is_used_BxTxG = jnp.any(used_BxTxg[..., None] == jnp.arange(moe.groups), axis=-2)
+  return jnp.where(is_used_BxTxG[..., None], by_group_BxTxGxM, -jnp.inf).reshape(scores_BxTxE.shape)
+
+
+def _largest(values_BxTxE: jax.Array, by_BxTxE: jax.Array, k: int) -> tuple[jax.Array, jax.Array]:
+  """The values of the k entries that are largest in `by`, which has no gradient, and where they are. On GPU the
+  gradient is a sum of products with zeros and ones, and not scattered, of which XLA would not know that no two go to
+  the same place (trainer/compiler/repeatable.py)."""
+  index_BxTxk = jax.lax.top_k(by_BxTxE, k)[1]
   if logical_axes.platform() != "gpu":
-    return jax.lax.top_k(values_BxTxE, k)
-  index_BxTxk = jax.lax.top_k(jax.lax.stop_gradient(values_BxTxE), k)[1]
+    return jnp.take_along_axis(values_BxTxE, index_BxTxk, axis=-1), index_BxTxk
   is_it_BxTxkxE = index_BxTxk[..., None] == jnp.arange(values_BxTxE.shape[-1])
   return jnp.sum(jnp.where(is_it_BxTxkxE, values_BxTxE[:, :, None], 0.0), axis=-1), index_BxTxk
 
@@ -222,7 +247,8 @@ def statistics(logits_BxTxE: jax.Array, experts_BxTxk: jax.Array, segment_ids: j
                moe: spec_lib.Moe) -> dict[str, jax.Array]:
   """One layer's sums over each row's tokens: `entropy`, `balance`, `z` float32 [B], `counts` int32 [B, E]."""
   real_BxT = segment_ids > 0
-  log_p_BxTxE = jax.nn.log_softmax(logits_BxTxE)
+  # Of sigmoid scores, their share of the sum (DeepSeek-V3, eq. 19).
+  log_p_BxTxE = jax.nn.log_softmax(jax.nn.log_sigmoid(logits_BxTxE) if moe.scores == "sigmoid" else logits_BxTxE)
   p_BxTxE = jnp.exp(log_p_BxTxE)
   # 1 where the token uses the expert; the experts of a token differ, so no entry is 2.
   uses_BxTxE = jnp.any(experts_BxTxk[..., None] == jnp.arange(moe.num_experts), axis=2)

@@ -76,7 +76,10 @@ def plan(family: Family, model: Mapping[str, Any], abstract_params: Mapping, fol
   chosen = {path: _choose(path, entries, folder.tensors, family) for path in shapes}
   wanted = {name: entry.shape for entry in chosen.values() for name in entry.names()}
   twins = set() if "unembed/kernel" in shapes else _names_of_unembedding(family, model, prefix) - set(wanted)
-  lines = _differences(wanted, folder.tensors, lambda name: name in twins or _ignored(family, name))
+  ahead = tuple(name.removesuffix(family.ahead) for name in folder.tensors if family.ahead and
+                name.endswith("." + family.ahead))
+  lines = _differences(wanted, folder.tensors,
+                       lambda name: name in twins or _ignored(family, name) or name.startswith(ahead))
   if lines:
     spellings = [[name for t in tensors for name in make_entry(t, shapes, p).names()] for p in family.prefixes]
     why = names_lib.hint([*folder.tensors], spellings, folder.path) or _no_unembedding(family, model, lines)

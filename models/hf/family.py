@@ -31,8 +31,10 @@ NEUTRAL: Mapping[str, Any] = {
     "attention_gate": False, "attention_sinks": False, "window": None, "layer_pattern": ("global",),
     "delta.num_key_heads": 2, "delta.num_value_heads": 4, "delta.key_head_dim": 32, "delta.value_head_dim": 32,
     "delta.conv_width": 4,
+    "latent.kv_rank": 0, "latent.q_rank": 0, "latent.nope_dim": 32, "latent.rope_dim": 16, "latent.value_dim": 32,
     "moe.num_experts": 0, "moe.experts_per_token": 2, "moe.expert_size": None, "moe.shared_size": 0,
-    "moe.shared_gate": False, "moe.softmax": "before_topk", "moe.normalize_weights": True,
+    "moe.shared_gate": False, "moe.softmax": "before_topk", "moe.scores": "softmax", "moe.normalize_weights": True,
+    "moe.weight_scale": 1.0, "moe.choice_bias": False, "moe.groups": 1, "moe.groups_used": 1, "moe.dense_layers": 0,
     "vision.tower": "none", "vision.image_size": 224, "vision.patch_size": 14, "vision.num_layers": 4,
     "vision.hidden_size": 128, "vision.intermediate_size": 512, "vision.num_heads": 4, "vision.activation": "gelu",
     "vision.norm_eps": 1e-6, "vision.mean": (), "vision.std": (), "vision.feature_layer": -1, "vision.final_norm": True,
@@ -131,6 +133,9 @@ class Family:
     prefixes: spellings of what tensor names begin with; the first is written.
     ignored: regexes of tensors that are no parameters.
     inert: entries of config.json without effect on logits, beyond INERT.
+    ahead: the end of the name of a tensor that only layers have which predict tokens further ahead; all tensors of such
+      layers are passed over. "": there are none.
+    dropped: entries of config.json that say something of what is passed over, and their values without it.
     in_memory: what the names of modules begin with where a program has loaded the model, if not as in files; `table`
       then has the tensors under these names, too.
   """
@@ -144,6 +149,8 @@ class Family:
   prefixes: tuple[str, ...] = ("model.", "")
   ignored: tuple[str, ...] = (r"rotary_emb\.inv_freq$",)
   inert: frozenset[str] = frozenset()
+  ahead: str = ""
+  dropped: Mapping[str, Any] = field(default_factory=dict)
   in_memory: str = ""
 
   def __repr__(self) -> str:
@@ -213,7 +220,7 @@ class Family:
 
   def kept(self, config: Mapping[str, Any]) -> dict[str, Any]:
     """The config.json to write for a model that `config` describes."""
-    return dict(config)
+    return {**config, **{key: value for key, value in self.dropped.items() if key in config}}
 
   def renewed(self, config: Mapping[str, Any], written: Mapping[str, Any]) -> dict[str, Any]:
     """`written`, with what `config` says beyond the function from tokens to logits."""
@@ -254,6 +261,10 @@ def canonical(model: Mapping[str, Any]) -> dict[str, Any]:
   """The same function said in one way: what is derived is filled in, what has no effect gets its NEUTRAL value."""
   m = dict(model)
   m["num_kv_heads"] = m.get("num_kv_heads") or m["num_heads"]
+  if m["latent.kv_rank"]:
+    m["head_dim"] = m["latent.nope_dim"] + m["latent.rope_dim"]
+  else:
+    _reset(m, "latent.")
   m["head_dim"] = m.get("head_dim") or m["hidden_size"] // m["num_heads"]
   if m["attention_scale"] == m["head_dim"] ** -0.5:
     m["attention_scale"] = None
@@ -262,7 +273,11 @@ def canonical(model: Mapping[str, Any]) -> dict[str, Any]:
   _canonical_layers(m)
   _canonical_positions(m)
   if m["moe.num_experts"]:
-    m["moe.expert_size"] = m["intermediate_size"] = m["moe.expert_size"] or m["intermediate_size"]
+    m["moe.expert_size"] = m["moe.expert_size"] or m["intermediate_size"]
+    if not m["moe.dense_layers"]:
+      m["intermediate_size"] = m["moe.expert_size"]
+    if m["moe.groups_used"] == m["moe.groups"]:
+      m["moe.groups_used"] = m["moe.groups"] = 1
     if m["moe.softmax"] == "after_topk":
       # A softmax over the chosen is the softmax over all, divided by the sum of the chosen.
       m.update({"moe.softmax": "before_topk", "moe.normalize_weights": True})
@@ -278,8 +293,12 @@ def has_parameter(model: Mapping[str, Any], path: str) -> bool:
   *parents, owner, leaf = path.split("/")
   if path.startswith(("vision/", "projector/")):
     return _has_vision_parameter(model, path)
+  latent = model["latent.kv_rank"] > 0
+  if leaf == "choice_bias" and not model["moe.choice_bias"] or latent and path == "blocks/attn/q/bias":
+    return False
   if leaf == "bias":
     biases = {"q": "qkv_bias", "k": "qkv_bias", "v": "qkv_bias", "o": "attention_out_bias",
+              "q_down": "qkv_bias", "kv_down": "qkv_bias",
               "gate": "mlp_bias", "up": "mlp_bias", "down": "mlp_bias"}
     if not model[biases.get(owner, "norm_bias")]:
       return False
@@ -293,7 +312,10 @@ def has_parameter(model: Mapping[str, Any], path: str) -> bool:
       "q_norm": model["qk_norm"], "k_norm": model["qk_norm"],
       "attn_norm": position != "post", "mlp_norm": position != "post" and not model["parallel_blocks"],
       "attn_post_norm": position != "pre", "mlp_post_norm": position != "pre",
-      "gate": gated or moe, "mlp": not moe, "moe": moe,
+      "gate": gated or moe, "mlp": not moe or model["moe.dense_layers"] > 0, "moe": moe,
+      "q": not latent or not model["latent.q_rank"], "k": not latent, "v": not latent,
+      **dict.fromkeys(("q_down", "q_down_norm", "q_up"), latent and model["latent.q_rank"] > 0),
+      **dict.fromkeys(("kv_down", "kv_down_norm", "kv_up"), latent),
       "shared": model["moe.shared_size"] > 0, "shared_gate": model["moe.shared_gate"],
   }
   return all(conditions.get(part, True) for part in (*parents, owner))
@@ -304,10 +326,14 @@ def _laid_over(model: Mapping[str, Any], tensor: Tensor) -> Tensor:
   if isinstance(tensor.groups, str):
     tensor = replace(tensor, groups=model[tensor.groups])
   pattern, first = model["layer_pattern"], tensor.ours if isinstance(tensor.ours, str) else tensor.ours[0]
-  if "delta" not in pattern or not first.startswith(("blocks/attn/", "blocks/delta/")):
+  part, layers_ = first.split("/")[1 if first.startswith("blocks/") else 0], range(model["num_layers"])
+  if part in ("attn", "delta") and "delta" in pattern:
+    has = (i for i in layers_ if (pattern[i % len(pattern)] == "delta") == (part == "delta"))
+  elif part in ("mlp", "moe") and model["moe.dense_layers"]:
+    has = (i for i in layers_ if (i < model["moe.dense_layers"]) == (part == "mlp"))
+  else:
     return tensor
-  kinds = (pattern[i % len(pattern)] for i in range(model["num_layers"]))
-  return replace(tensor, layers=tuple(i for i, kind in enumerate(kinds) if (kind == "delta") == ("/delta/" in first)))
+  return replace(tensor, layers=tuple(has))
 
 
 def _has_vision_parameter(model: Mapping[str, Any], path: str) -> bool:

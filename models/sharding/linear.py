@@ -10,7 +10,7 @@ Shoeybi et al. 2019, arXiv 1909.08053; Korthikanti et al. 2022, arXiv 2205.05198
   in split    kernel gathered over `shard`,                  gradient of y gathered over the stream,
               y summed and split over the stream             that of the kernel as above
 
-and gradients of kernels are summed once more over the devices with other rows that hold the same part. These sums are
+A kernel that is split for no work multiplies the stream's tokens where they are. Gradients of kernels are summed once more over the devices with other rows that hold the same part. These sums are
 taken in float32, whatever the products are computed in: over many devices, partial sums in bfloat16 would lose most of
 their digits. Kernels are gathered in the compute dtype and once more in the backward pass; no layer's whole kernel is
 kept. By hand, since the partitioner decides such things by the sizes at hand, and sometimes gathers activations.
@@ -66,6 +66,8 @@ def project(placed: Placement, x_BxTxK: jax.Array, weights: tuple[jax.Array, ...
   specs = tuple(kernel.spec(placed, w.shape) for kernel, w in zip(kernels, weights, strict=True))
   # The axes of the stream's length beyond those of `length`: between layers tokens are split over them.
   beyond = tuple(axis for axis in names_of(stream[1]) if axis not in names_of(by_token[1]))
+  if all(kernel.names == (None, None) for kernel in kernels):
+    by_token, beyond = stream, ()
   static = _Static(() if split_input else beyond, jnp.dtype(dtype), tuple(
       (names_of(spec[1 if split_input else 0]), 1 if split_input else 0, kernel.matmul)
       for spec, kernel in zip(specs, kernels, strict=True)))

@@ -44,7 +44,9 @@ PARAM_RULES = (
     # The tower's too; its single class token is small.
     (r"(^|/)pos_embed/embedding$", (None, _FSDP)),
     # A kernel may be kept in parts (models/quantization/quantize.py), of which each is split as the kernel would be.
-    (r"(attn/[qkv]|delta/[qkvzba]|(mlp|shared)/(gate|up))/kernel(_\w+)?$", (None, _FSDP, "tensor")),
+    (r"(attn/([qkv]|q_up|kv_up)|delta/[qkvzba]|(mlp|shared)/(gate|up))/kernel(_\w+)?$", (None, _FSDP, "tensor")),
+    # What makes latents, which every device has whole.
+    (r"attn/(q|kv)_down/(kernel(_\w+)?|lora_a)$", (None, _FSDP, None)),
     (r"((attn|delta)/o|(mlp|shared)/down)/kernel(_\w+)?$", (None, "tensor", _FSDP)),
     (r"(attn/[qkv]|mlp/(gate|up))/bias$", (None, "tensor")),
     (r"delta/[qkv]_conv/taps$", (None, None, "tensor")),
@@ -53,8 +55,8 @@ PARAM_RULES = (
     (r"moe/experts/down/kernel(_\w+)?$", (None, "expert", "tensor", _FSDP_OF_EXPERTS)),
     (r"moe/(router|shared_gate)/kernel$", (None, _FSDP, None)),
     # Adapters: the side that they share with the kernel is split as its is.
-    (r"(attn/[qkv]|delta/[qkvzba]|(mlp|shared)/(gate|up)|shared_gate)/lora_a$", (None, _FSDP, None)),
-    (r"(attn/[qkv]|delta/[qkvzba]|(mlp|shared)/(gate|up))/lora_b$", (None, None, "tensor")),
+    (r"(attn/([qkv]|q_up|kv_up)|delta/[qkvzba]|(mlp|shared)/(gate|up)|shared_gate)/lora_a$", (None, _FSDP, None)),
+    (r"(attn/([qkv]|q_up|kv_up)|delta/[qkvzba]|(mlp|shared)/(gate|up))/lora_b$", (None, None, "tensor")),
     (r"((attn|delta)/o|(mlp|shared)/down)/lora_a$", (None, "tensor", None)),
     (r"((attn|delta)/o|(mlp|shared)/down)/lora_b$", (None, None, _FSDP)),
     (r"^unembed/kernel$", (_FSDP, "tensor")),

@@ -8,6 +8,8 @@ from models.hf.errors import HFError
 from models.hf.families.arcee import ARCEE
 from models.hf.families.cohere import COHERE
 from models.hf.families.cohere2 import COHERE2
+from models.hf.families.deepseek_v2 import DEEPSEEK_V2
+from models.hf.families.deepseek_v3 import DEEPSEEK_V3
 from models.hf.families.gemma import GEMMA
 from models.hf.families.gemma2 import GEMMA2
 from models.hf.families.gemma3 import GEMMA3
@@ -42,7 +44,7 @@ from models.hf.images import Wrapper
 FAMILIES: tuple[Family, ...] = (
     LLAMA, MISTRAL, QWEN2, QWEN3, MIXTRAL, QWEN3_MOE, QWEN2_MOE, GEMMA, GEMMA2, GEMMA3, GPT2, STARCODER2, STABLELM,
     QWEN3_NEXT, QWEN3_5, QWEN3_5_MOE, PHI3, ARCEE, NEMOTRON, SEED_OSS, OLMO2, OLMO3, GLM, GLM4, SMOLLM3,
-    GRANITE, COHERE, COHERE2,
+    GRANITE, COHERE, COHERE2, DEEPSEEK_V3, DEEPSEEK_V2,
 )
 
 # Models of images and text: each around several of the families above. `match` tries them in this order, too.

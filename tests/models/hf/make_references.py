@@ -33,6 +33,9 @@ DELTA = dict(head_dim=8, rms_norm_eps=0.02, linear_num_key_heads=2, linear_num_v
              linear_value_head_dim=4, linear_conv_kernel_dim=3)
 MROPE = dict(rope_type="default", rope_theta=5e3, partial_rotary_factor=0.5, mrope_section=[1, 1, 0],
              mrope_interleaved=True)
+LATENT = dict(num_key_value_heads=4, kv_lora_rank=10, qk_nope_head_dim=6, qk_rope_head_dim=4, v_head_dim=5,
+              n_routed_experts=8, num_experts_per_tok=2, moe_intermediate_size=12, first_k_dense_replace=1, n_group=4,
+              topk_group=2, rms_norm_eps=1e-3)
 LLAMA3 = dict(rope_type="llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0,
               original_max_position_embeddings=16)
 YARN = dict(rope_type="yarn", factor=4.0, original_max_position_embeddings=16)
@@ -75,6 +78,15 @@ CASES = {
     "qwen3_5_moe": like("qwen3_5_moe_text", **EXPERTS, **DELTA | dict(linear_key_head_dim=8),
                         shared_expert_intermediate_size=20, num_hidden_layers=3, full_attention_interval=2,
                         rope_parameters=MROPE),
+    "deepseek_v2": like("deepseek_v2", **LATENT, q_lora_rank=14, topk_method="group_limited_greedy",
+                        routed_scaling_factor=1.5, n_shared_experts=2, num_hidden_layers=3),
+    "deepseek_v2_lite": like("deepseek_v2", **LATENT | dict(first_k_dense_replace=0), q_lora_rank=None,
+                             topk_method="greedy", n_shared_experts=1, rope_scaling=YARN | dict(
+                                 mscale=0.707, mscale_all_dim=0.707)),
+    "deepseek_v3": like("deepseek_v3", **LATENT, q_lora_rank=14, num_hidden_layers=3, num_mtp_layers=0,
+                        attention_bias=True, rope_scaling=YARN | dict(mscale=1.0, mscale_all_dim=1.0)),
+    "deepseek_v3_halves": like("deepseek_v3", **LATENT | dict(v_head_dim=12), q_lora_rank=None, rope_interleave=False,
+                               norm_topk_prob=False, num_mtp_layers=0, rope_scaling=YARN | dict(mscale_all_dim=0.5)),
     "gemma": like("gemma", head_dim=8),
     "gemma2": like("gemma2", head_dim=8, sliding_window=5, query_pre_attn_scalar=5, attn_logit_softcapping=1.5,
                    final_logit_softcapping=10.0),
@@ -119,6 +131,9 @@ def randomise(model: torch.nn.Module, generator: torch.Generator) -> None:
       else:
         fan_in = p.shape[-2] if "c_" in name and name.startswith("transformer") else p.shape[-1]
         p.copy_(1.2 * noise / fan_in**0.5)
+    for name, b in model.named_buffers():
+      if name.endswith("e_score_correction_bias"):
+        b.copy_(0.1 * torch.randn(b.shape, generator=generator))
 
 
 def save(case: dict, folder: Path) -> None:
@@ -182,7 +197,8 @@ def logits(folder: Path, tokens: torch.Tensor, mask: torch.Tensor | None = None)
 def gradients(folder: Path, tokens: torch.Tensor) -> dict[str, np.ndarray]:
   model = load(folder)
   parameters = dict(model.named_parameters())
-  first = next(n for n in parameters if ".0." in n and ("q_proj.weight" in n or "qkv" in n or "c_attn.weight" in n))
+  first = next(n for n in parameters if ".0." in n and (
+      "q_proj.weight" in n or "qkv" in n or "c_attn.weight" in n or "kv_b_proj.weight" in n))
   second = next((n for n in parameters if ".1.mlp.gate.weight" in n), None)
   names = [first, second or next(n for n in parameters if n in ("model.norm.weight", "transformer.ln_f.weight"))]
   out = model(tokens, use_cache=False).logits[:, :-1]

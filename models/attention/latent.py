@@ -1,0 +1,103 @@
+"""Multi-head latent attention: keys and values of all heads are made of one short latent (DeepSeek-V2, arXiv 2405.04434).
+
+B batch, T length, D hidden size, H heads, R size of the latent, N and P dimensions of a head's queries and keys that are
+not rotated and that are, V size of its values; S slots of a cache.
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from models import cpu
+from models.attention.cache import Cache, Past
+from models.attention.dispatch import attend_to_past, attention
+from models.attention.mask import TokenIds
+from models.attention.rope import apply_rope
+from models.layers import Linear, Norm, Scope, apply_linears
+from models.remat import named
+from models.sharding.logical_axes import constrain
+from models.spec import Spec
+
+# Added to the variance of latents, whatever model.norm_eps: transformers' DeepSeek has no key for it.
+EPS = 1e-6
+
+
+class LatentAttention(nnx.Module):
+  """Latents, and the queries, keys and values that are made of them.
+
+  A step of training makes the keys and values, as many as there are heads. A token that is generated does not: a
+  query times a key that is k_up @ latent is the query times k_up, then times the latent, and so with values, so that
+  all heads read the latents as they are kept.
+  """
+
+  def __init__(self, spec: Spec, scope: Scope, out_gain: float):
+    """`out_gain`: factor on the initial standard deviation of the last projection."""
+    s, D, H, std = spec.latent, spec.hidden_size, spec.num_heads, spec.init_std
+    # Latents are those of the tokens that a device has in the residual stream; what is made of them is split by head.
+    down: dict[str, Any] = dict(std=std, bias=spec.qkv_bias, names=(None, None))
+    up: dict[str, Any] = dict(std=std, bias=False, names=(None, "heads"))
+    norm: dict[str, Any] = dict(kind="rmsnorm", eps=EPS, plus_one=False)
+    self.q = None if s.q_rank else Linear(scope / "q", D, H * s.head_dim, **up)
+    self.q_down = Linear(scope / "q_down", D, s.q_rank, **down) if s.q_rank else None
+    self.q_down_norm = Norm(scope / "q_down_norm", s.q_rank, **norm) if s.q_rank else None
+    self.q_up = Linear(scope / "q_up", s.q_rank, H * s.head_dim, **up) if s.q_rank else None
+    # The latent, then the key that is rotated.
+    self.kv_down = Linear(scope / "kv_down", D, s.kv_rank + s.rope_dim, **down)
+    self.kv_down_norm = Norm(scope / "kv_down_norm", s.kv_rank, **norm)
+    # Of each head its key, then its value.
+    self.kv_up = Linear(scope / "kv_up", s.kv_rank, H * (s.nope_dim + s.value_dim), **up)
+    self.o = Linear(scope / "o", H * s.value_dim, D, std=std, bias=spec.attention_out_bias, gain=out_gain,
+                    names=("heads", None))
+    self.spec = spec
+
+  def __call__(self, x_BxTxD: jax.Array, tokens: TokenIds, rope: Any, window: int | None, key: jax.Array | None = None,
+               past: Past | None = None) -> tuple[jax.Array, tuple[jax.Array, jax.Array] | Cache]:
+    """(output, (rotated keys [B, T, 1, P], latents [B, T, 1, R]), or, with a `past`, its cache with the token's).
+
+    As `models.blocks.SelfAttention`; there is no window.
+    """
+    s, sizes, (B, T, _) = self.spec, self.spec.latent, x_BxTxD.shape
+    q, latent_BxTxR, k_rope_BxTx1xP = self._projected(x_BxTxD, key)
+    q_BxTxHxK = constrain(q.reshape(B, T, s.num_heads, -1), "batch", "length", "heads", None)
+    q_nope_BxTxHxN, q_rope_BxTxHxP = jnp.split(q_BxTxHxK, [sizes.nope_dim], axis=-1)
+    q_rope_BxTxHxP, k_rope_BxTx1xP = (apply_rope(part, rope, s.rope_interleaved)
+                                      for part in (q_rope_BxTxHxP, k_rope_BxTx1xP))
+    options: dict[str, Any] = dict(scale=s.attention_scale, logit_cap=s.attention_logit_cap)
+    if past is None:
+      kv = self.kv_up(latent_BxTxR, key).reshape(B, T, s.num_heads, -1)
+      k_nope_BxTxHxN, v_BxTxHxV = jnp.split(constrain(kv, "batch", "length", "heads", None), [sizes.nope_dim], axis=-1)
+      k_rope_BxTxHxP = jnp.broadcast_to(k_rope_BxTx1xP, q_rope_BxTxHxP.shape)
+      q_k_v = (jnp.concatenate([q_nope_BxTxHxN, q_rope_BxTxHxP], axis=-1),
+               jnp.concatenate([k_nope_BxTxHxN, k_rope_BxTxHxP], axis=-1), v_BxTxHxV)
+      # All implementations of attention have heads of one size. Zeros add nothing to a product, and make values of
+      # zeros, which are cut off: what is computed is the same.
+      size = max(sizes.head_dim, sizes.value_dim)
+      padded = (jnp.pad(part, [(0, 0)] * 3 + [(0, size - part.shape[-1])]) for part in q_k_v)
+      out_BxTxHxV = attention(*padded, segment_ids=tokens.segments, block_ids=tokens.blocks, prompt_ids=tokens.prompts,
+                              impl=s.attention, block=s.attention_block, **options)[..., :sizes.value_dim]
+      new: Any = k_rope_BxTx1xP, latent_BxTxR[:, :, None]
+    else:
+      active_B = tokens.segments[:, 0] > 0
+      new, seen = past.add(k_rope_BxTx1xP[:, 0], latent_BxTxR, active_B, None)
+      up_RxHxC = self.kv_up.matrix().reshape(sizes.kv_rank, s.num_heads, -1)
+      k_up_RxHxN, v_up_RxHxV = jnp.split(up_RxHxC, [sizes.nope_dim], axis=-1)
+      dtype, latents_Bx1xSxR = latent_BxTxR.dtype, seen.values_BxGxSxK
+      q_BxTxHxR = cpu.einsum("bthn,rhn->bthr", q_nope_BxTxHxN, k_up_RxHxN).astype(dtype)
+      out_BxTxHxR = attend_to_past(q_BxTxHxR, latents_Bx1xSxR, latents_Bx1xSxR, seen_BxS=seen.seen_BxS,
+                                   active_B=active_B, more=(q_rope_BxTxHxP, seen.keys_BxGxSxK), **options)
+      out_BxTxHxV = cpu.einsum("bthr,rhv->bthv", out_BxTxHxR, v_up_RxHxV).astype(dtype)
+    out_BxTxHxV = constrain(out_BxTxHxV, "batch", "length", "heads", None)
+    return self.o(out_BxTxHxV.reshape(B, T, -1), key), new
+
+  def _projected(self, x_BxTxD: jax.Array, key: jax.Array | None) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """(queries [B, T, H * (N + P)], the latents [B, T, R], normalised, the keys [B, T, 1, P], not yet rotated)."""
+    if self.q is not None:
+      (q,), (kv,) = (apply_linears((linear,), x_BxTxD, key) for linear in (self.q, self.kv_down))
+      q, kv = named(q, "qkv"), named(kv, "qkv")
+    else:
+      q, kv = (named(part, "qkv") for part in apply_linears((self.q_down, self.kv_down), x_BxTxD, key))
+      q = self.q_up(self.q_down_norm(q), key)
+    latent_BxTxR, k_BxTxP = jnp.split(kv, [self.spec.latent.kv_rank], axis=-1)
+    return q, self.kv_down_norm(latent_BxTxR), constrain(k_BxTxP[:, :, None], "batch", "length", None, None)

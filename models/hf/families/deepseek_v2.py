@@ -1,0 +1,140 @@
+"""DeepSeek-V2 and V2-Lite: latent attention, and experts in groups beside shared ones, after dense layers."""
+
+import math
+from dataclasses import dataclass
+
+from models.hf.families import common
+from models.hf.families.qwen3_moe import EXPERTS
+from models.hf.family import Family, Tensor
+from models.hf.keys import Key, Must, Rule, Same
+from models.hf.rope import Rope
+
+
+@dataclass(frozen=True)
+class OrNull(Key):
+  """A number of ours that is 0 where theirs is null."""
+
+  def write(self, model):
+    return {key: value or None for key, value in super().write(model).items()}
+
+
+class LatentRope(Rope):
+  """With yarn, mscale_all_dim is also in the factor on scores; see transformers' `yarn_apply_mscale`."""
+
+  def read(self, source, model):
+    keys = super().read(source, model)
+    all_dim = self._parameters(source)[0].get("mscale_all_dim", float, None, None)
+    if all_dim and keys["rope_scaling.type"] == "yarn":
+      magnitude = _magnitude(keys["rope_scaling.factor"], all_dim)
+      keys["attention_scale"] = (model["latent.nope_dim"] + model["latent.rope_dim"]) ** -0.5 * magnitude * magnitude
+    return keys
+
+  def write(self, model):
+    content, scale, factor = super().write(model), model["attention_scale"], model["rope_scaling.factor"]
+    if scale is None or model["rope_scaling.type"] != "yarn" or factor <= 1 or scale <= 0:
+      return content
+    magnitude, step = math.sqrt(scale * math.sqrt(model["head_dim"])), 0.1 * math.log(factor)
+    scaling, on_rotation = content["rope_scaling"], model["rope_scaling.attention_factor"]
+    scaling["mscale_all_dim"] = round((magnitude - 1) / step, 9)
+    if on_rotation is not None:
+      scaling["mscale"] = round((on_rotation * magnitude - 1) / step, 9)
+      if _magnitude(factor, scaling["mscale"]) / _magnitude(factor, scaling["mscale_all_dim"]) == on_rotation:
+        del scaling["attention_factor"]  # programs that know DeepSeek alone read mscale
+    return content
+
+
+def _magnitude(factor: float, mscale: float) -> float:
+  return 0.1 * mscale * math.log(factor) + 1.0 if factor > 1 else 1.0
+
+
+class DenseLayers(Rule):
+  """first_k_dense_replace, which may be 0."""
+
+  def __init__(self, default: int):
+    self.default = default
+
+  def read(self, source, model):
+    found, most = source.get("first_k_dense_replace", object, self.default, self.default), model["num_layers"] - 1
+    if isinstance(found, bool) or not isinstance(found, int) or not 0 <= found <= most:
+      raise source.error("first_k_dense_replace", f"0 to {most}, so that a layer has experts")
+    return {"moe.dense_layers": found}
+
+  def write(self, model):
+    return {"first_k_dense_replace": model["moe.dense_layers"]}
+
+
+class SharedExperts(Key):
+  """n_shared_experts of the size of the others, which are one of as many times that size."""
+
+  def read(self, source, model):
+    return {"moe.shared_size": super().read(source, model)[self.ours] * model["moe.expert_size"]}
+
+  def write(self, model):
+    return {self.theirs: max(1, model["moe.shared_size"] // (model["moe.expert_size"] or 1))}
+
+
+class Groups(Rule):
+  """topk_method: `greedy`, or with groups `group_limited_greedy`."""
+
+  def read(self, source, model):
+    method = source.get("topk_method", str, "greedy", "greedy")
+    if method not in ("greedy", "group_limited_greedy"):
+      raise source.error("topk_method", "greedy, group_limited_greedy")
+    groups = {ours: source.get(theirs, int, 1, 1) for theirs, ours in (
+        ("n_group", "moe.groups"), ("topk_group", "moe.groups_used"))}
+    return groups if method == "group_limited_greedy" else {}
+
+  def write(self, model):
+    method = "group_limited_greedy" if model["moe.groups"] > 1 else "greedy"
+    return {"topk_method": method, "n_group": model["moe.groups"], "topk_group": model["moe.groups_used"]}
+
+
+HEADS = "latent attention has keys and values for each head"
+LATENT_SIZES = (
+    *common.SIZES, common.RMS_EPS, common.SILU, common.UNTIED, common.WIDTH, common.ATTENTION_BIAS,
+    Same("num_key_value_heads", "num_heads", HEADS),
+    Key("kv_lora_rank", "latent.kv_rank", default=512),
+    OrNull("q_lora_rank", "latent.q_rank", default=1536, null=0),
+    Key("qk_nope_head_dim", "latent.nope_dim", default=128),
+    Key("qk_rope_head_dim", "latent.rope_dim", default=64),
+    Key("v_head_dim", "latent.value_dim", default=128),
+    LatentRope(),
+    Must("moe_layer_freq", 1, "all layers after the first ones have experts"),
+)
+LATENT = (
+    Tensor("layers.{layer}.self_attn.q_proj.weight", "blocks/attn/q/kernel", transpose=True),
+    *(tensor for theirs, ours in (("q_a_proj", "q_down"), ("kv_a_proj_with_mqa", "kv_down"), ("o_proj", "o"))
+      for tensor in (Tensor(f"layers.{{layer}}.self_attn.{theirs}.weight", f"blocks/attn/{ours}/kernel", transpose=True),
+                     Tensor(f"layers.{{layer}}.self_attn.{theirs}.bias", f"blocks/attn/{ours}/bias"))),
+    *(tensor for p in ("q", "kv") for tensor in (
+        Tensor(f"layers.{{layer}}.self_attn.{p}_a_layernorm.weight", f"blocks/attn/{p}_down_norm/scale"),
+        Tensor(f"layers.{{layer}}.self_attn.{p}_b_proj.weight", f"blocks/attn/{p}_up/kernel", transpose=True))),
+)
+MIXTURE = (
+    *common.MLP, *EXPERTS,
+    *(Tensor(f"layers.{{layer}}.mlp.shared_experts.{p}_proj.weight", f"blocks/moe/shared/{p}/kernel", transpose=True)
+      for p in ("gate", "up", "down")),
+)
+# Losses and layouts of training; the size of rotated keys, said twice; that of queries and keys.
+INERT = frozenset({"aux_loss_alpha", "seq_aux", "ep_size", "head_dim", "qk_head_dim"})
+
+DEEPSEEK_V2 = Family(
+    name="deepseek_v2",
+    model_types=("deepseek_v2",),
+    architectures=("DeepseekV2ForCausalLM",),
+    keys=(
+        *LATENT_SIZES,
+        Key("moe_intermediate_size", "moe.expert_size", default=1407),
+        Key("n_routed_experts", "moe.num_experts", default=64, alias="num_experts"),
+        Key("num_experts_per_tok", "moe.experts_per_token"),
+        SharedExperts("n_shared_experts", "moe.shared_size", default=2),
+        Key("routed_scaling_factor", "moe.weight_scale", float, default=1.0),
+        DenseLayers(0), Groups(),
+        Must("scoring_func", "softmax", "sigmoid scores are DeepSeek-V3's"),
+        Must("norm_topk_prob", False, "transformers does not divide weights by their sum in this family"),
+        Must("mlp_bias", False, "experts have no biases"),
+    ),
+    table=(*common.ENDS, *common.NORMS, *LATENT, *MIXTURE),
+    fixed={"rope_interleaved": True, "moe.normalize_weights": False},
+    inert=INERT,
+)
