@@ -94,7 +94,7 @@ def make_moe(m: ConfigDict, reasons: list[str]) -> Moe | None:
   if expert_size is None:
     expert_size = m.intermediate_size
     reasons.append(f"model.moe.expert_size = {expert_size}: intermediate_size")
-  _check_choice(c, m.num_layers)
+  _check_choice(c, m.num_layers, m.lora.rank > 0)
   return Moe(
       num_experts=c.num_experts,
       experts_per_token=c.experts_per_token,
@@ -115,7 +115,7 @@ def make_moe(m: ConfigDict, reasons: list[str]) -> Moe | None:
   )
 
 
-def _check_choice(c: ConfigDict, num_layers: int) -> None:
+def _check_choice(c: ConfigDict, num_layers: int, adapters: bool) -> None:
   """Refuses ways to choose experts that cannot be."""
   if not 0 <= c.dense_layers < num_layers:
     raise ConfigError(f"model.moe.dense_layers: found {c.dense_layers}, allowed: 0 to {num_layers - 1}, so that a layer "
@@ -129,9 +129,9 @@ def _check_choice(c: ConfigDict, num_layers: int) -> None:
   if c.scores == "sigmoid" and c.softmax != "before_topk":
     raise ConfigError(f"model.moe.softmax: found {c.softmax!r} with scores='sigmoid', which have no softmax; allowed: "
                       "'before_topk', which is of no effect then.")
-  if c.choice_bias_rate < 0 or c.choice_bias_rate and not c.choice_bias:
+  if c.choice_bias_rate < 0 or c.choice_bias_rate and (adapters or not c.choice_bias):
     raise ConfigError(f"model.moe.choice_bias_rate: found {c.choice_bias_rate}, allowed: 0, or above it with "
-                      "choice_bias=True.")
+                      "choice_bias=True and without adapters, under which nothing else changes.")
 
 
 def make_latent(m: ConfigDict, pattern: tuple[str, ...]) -> Latent | None:

@@ -258,7 +258,8 @@ def make_update_options(config: Any, source_names: Sequence[str]) -> update_lib.
   return update_lib.Options(
       seed=config.seed, micro_batch_size=config.batch_size // config.grad_accum_steps, source_names=source_names,
       clip_norm=config.optimizer.clip_norm, ema_decay=config.optimizer.ema_decay,
-      reference_mix=strategies.reference_mix(config.strategy), offloaded=config.precision.offload_optimizer)
+      reference_mix=strategies.reference_mix(config.strategy), offloaded=config.precision.offload_optimizer,
+      choice_bias_rate=config.model.moe.choice_bias_rate)
 
 
 def place_state(abstract_state: Any, params_sharding: Any, mesh: Any, offloaded: bool = False) -> Any:

@@ -12,6 +12,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from models.experts.moe import evened
 from trainer import tree
 from trainer.metrics import Mean
 from trainer.optim import offload
@@ -34,6 +35,7 @@ class Options:
     reference_mix: (share, every): see `reference.mix`; share 0: the reference stays as it is.
     offloaded: the optimizer's state is in the host's memory (trainer/optim/offload.py); the jit's shardings return it
       there.
+    choice_bias_rate: step of the biases by which experts are chosen, see `models.experts.moe.evened`; 0: they stay.
   """
 
   seed: int
@@ -43,6 +45,7 @@ class Options:
   ema_decay: float = 0.0
   reference_mix: tuple[float, int] = (0.0, 1)
   offloaded: bool = False
+  choice_bias_rate: float = 0.0
 
 
 def make_update_fn(loss_fn: Callable, optimizer: optim.Optimizer, options: Options) -> Callable:
@@ -83,6 +86,8 @@ def make_update_fn(loss_fn: Callable, optimizer: optim.Optimizer, options: Optio
       trainable, opt, did = offload.with_state_on_device(taken, advance, trainable, state["opt"])
     else:
       trainable, opt, did = advance(trainable, state["opt"], taken)
+    if options.choice_bias_rate:
+      trainable = evened(trainable, metrics["moe"].counts, options.choice_bias_rate, taken)
     new_state = {
         "step": step + 1,
         "params": optimizer.merge(trainable, frozen),

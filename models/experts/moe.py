@@ -240,6 +240,16 @@ def _on_rows(run: Callable, rows: tuple[jax.Array, ...], kernels: tuple = ()) ->
       rows, kernels)
 
 
+def evened(params: Any, counts_LxE: jax.Array, rate: float, taken: jax.Array) -> Any:
+  """The parameters after a step that has seen so many assignments: `choice_bias` + rate × sign(mean - count) for each
+  layer and expert (Wang et al. 2024, arXiv 2408.15664, algorithm 1); as they are unless the step was `taken`."""
+  counts_LxE = counts_LxE.astype(jnp.float32)
+  step_LxE = jnp.where(taken, rate * jnp.sign(counts_LxE.mean(axis=1, keepdims=True) - counts_LxE), 0.0)
+  router = params["blocks"]["moe"]["router"]
+  moe = {**params["blocks"]["moe"], "router": {**router, "choice_bias": router["choice_bias"] + step_LxE}}
+  return {**params, "blocks": {**params["blocks"], "moe": moe}}
+
+
 # ---------------------------------------------------------------------------------------------- losses and metrics
 
 

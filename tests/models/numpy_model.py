@@ -14,7 +14,8 @@ def np_forward(m, params, tokens, segments):
   """Logits of one row, in float64, one head at a time; `m` is the config."""
   p = {k: np.asarray(v, np.float64) for k, v in paths(params).items()}
   D, H, G = m.hidden_size, m.num_heads, m.num_kv_heads or m.num_heads
-  K = m.head_dim or D // H
+  latent = m.latent if m.latent.kv_rank else None
+  K = latent.rope_dim if latent else m.head_dim or D // H
   n = len(tokens)
   positions = np.array([t - segments.tolist().index(segments[t]) for t in range(n)])
 
@@ -69,7 +70,26 @@ def np_forward(m, params, tokens, segments):
       heads.append(out * z[:, h] * sigmoid(z[:, h]))
     return dense(np.concatenate(heads, 1), "blocks/delta/o", layer)
 
+  def latent_attention(x, layer):
+    """Keys and values are expanded, head by head; eps of the latents' norms is 1e-6."""
+    def down(name):
+      y = dense(x, f"blocks/attn/{name}_down", layer)
+      y, rest = np.split(y, [p[f"blocks/attn/{name}_down_norm/scale"].shape[-1]], axis=-1)
+      y = y / np.sqrt((y**2).mean(-1, keepdims=True) + 1e-6) * p[f"blocks/attn/{name}_down_norm/scale"][layer]
+      return dense(y, f"blocks/attn/{name}_up", layer).reshape(n, H, -1), rest
+
+    (q, _), (kv, k_rope) = down("q"), down("kv")
+    seen = np.tril(segments[:, None] == segments)
+    heads = []
+    for h in range(H):
+      nope = q[:, h, :latent.nope_dim] @ kv[:, h, :latent.nope_dim].T
+      rotated = rope(q[:, h, latent.nope_dim:], m.rope_theta) @ rope(k_rope, m.rope_theta).T
+      heads.append(np_softmax(np.where(seen, (nope + rotated) * m.attention_scale, -np.inf)) @ kv[:, h, latent.nope_dim:])
+    return dense(np.concatenate(heads, 1), "blocks/attn/o", layer)
+
   def self_attention(x, layer):
+    if latent:
+      return latent_attention(x, layer)
     if types[layer] == "delta":
       return gated_delta_net(x, layer)
     kind, layer = types[layer], layer - types[:layer].count("delta")

@@ -120,10 +120,12 @@ def test_positions_and_segments_default_to_restarting_documents():
 
 
 @pytest.mark.parametrize("layers,pattern", [(3, ["global"]), (5, ["local", "global"]), (4, ["local"] * 2 + ["global"]),
-                                            (5, ["delta", "global"]), (3, ["delta"])])
+                                            (5, ["delta", "global"]), (3, ["delta"]), (6, ["dense", "global"])])
 def test_scanned_equals_unrolled(layers, pattern):
-  """I11, with layers left over after whole periods of the pattern."""
-  options = dict(num_layers=layers, layer_pattern=tuple(pattern), attention_block=T)
+  """I11, with layers left over after whole periods of the pattern; `dense`: the first three without experts."""
+  options = dict(num_layers=layers, layer_pattern=tuple("local" if kind == "dense" else kind for kind in pattern),
+                 attention_block=T)
+  options |= dict(window=3, moe=dict(num_experts=4, expert_size=8, dense_layers=3)) if "dense" in pattern else {}
   options |= dict(window=3) if "local" in pattern else {}
   models = [make(**options, scan_layers=scan) for scan in (True, False)]
   params = random_params(models[0])

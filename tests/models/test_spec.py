@@ -48,6 +48,16 @@ BAD = [
     (dict(moe=dict(num_experts=2), mlp_bias=True), "gated MLPs without biases; .*mlp_bias=True"),
     (dict(moe=dict(num_experts=2, shared_gate=True)), "set model.moe.shared_size"),
     (dict(moe=dict(num_experts=2, balance_loss=-0.1)), "moe.balance_loss: found -0.1"),
+    (dict(moe=dict(num_experts=4, dense_layers=3)), "dense_layers: found 3, allowed: 0 to 2"),
+    (dict(moe=dict(num_experts=6, groups=4)), "groups: found 4, of 6 experts"),
+    (dict(moe=dict(num_experts=8, groups=4, groups_used=5)), "groups_used: found 5 of 4 groups"),
+    (dict(moe=dict(num_experts=8, experts_per_token=3, groups=4)), "at least experts_per_token=3 experts"),
+    (dict(moe=dict(num_experts=4, scores="sigmoid", softmax="after_topk")), "'after_topk' with scores='sigmoid'"),
+    (dict(moe=dict(num_experts=4, choice_bias_rate=0.1)), "choice_bias_rate: found 0.1, allowed: 0, or above it with"),
+    (dict(latent=dict(kv_rank=8, q_rank=-1)), "latent.q_rank: found -1"),
+    (dict(latent=dict(kv_rank=8, value_dim=0)), "latent.value_dim: found 0"),
+    (dict(latent=dict(kv_rank=8), num_kv_heads=2), r"num_kv_heads: found 2 with latent attention .*allowed: 4"),
+    (dict(latent=dict(kv_rank=8), layer_pattern=("local",), window=3), r"found \('local',\) with latent attention"),
     (dict(moe=dict(num_experts=2, softmax="none")), "moe.softmax: found 'none', allowed: before_topk, after_topk"),
 ]
 

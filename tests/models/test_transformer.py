@@ -9,6 +9,7 @@ from models.attention import blocked
 from models.sharding import logical_axes
 from tests.models.common import (
   BATCH,
+  DEEPSEEK_MOE,
   FAMILIES,
   GPT2,
   LLAMA,
@@ -199,6 +200,21 @@ def test_flops_of_states_against_a_hand_count():
   projections = 2 * 16 * (12 + 12 + 16 + 16 + 4 + 4 + 16) + 16 * (2 * 24 + 12 + 12 + 24) + 3 * 3 * 16 * 24
   states = 2 * 3 * (3 * 2 * 4 * 6 * 4 + 2 * 3 * (12 + 12 + 16))
   assert model.flops_per_token(8) == 6 * (projections + 16 * 56) + states + 12 * 4 * 6 * 4.5
+
+
+def test_flops_of_latents_against_a_hand_count():
+  """Scores are over 3 + 4 dimensions, values have 5; layer 0 is dense, the others use 2 of 8 experts and a shared one."""
+  model = make(**DEEPSEEK_MOE)
+  attention = 16 * 7 + 7 * 4 * 7 + 16 * (10 + 4) + 10 * 4 * (3 + 5) + 4 * 5 * 16
+  experts = 16 * 8 + 2 * 3 * 16 * 6 + 3 * 16 * 5
+  weights = 3 * attention + 3 * 16 * 24 + 2 * experts + 16 * 56
+  assert model.flops_per_token(8) == 6 * weights + 3 * 6 * 4 * (7 + 5) * 4.5
+
+
+def test_a_cache_of_latents_holds_no_more_than_they_are():
+  """Of each token and layer the latent and one rotated key."""
+  cache = make(**DEEPSEEK_MOE).empty_cache(2, 32)
+  assert sum(part.size for part in (*cache.keys, *cache.values)) == 2 * 32 * 3 * (10 + 4)
 
 
 def test_flops_against_the_compiler(monkeypatch):

@@ -128,6 +128,9 @@ LOCAL = {"model.layer_pattern": ("local", "global"), "model.window": 8}
 LEARNED = {"model.positions": "learned", "model.max_positions": 64}
 MOE = {"model.moe.num_experts": 4}
 DELTA = {"model.layer_pattern": ("delta", "global")}
+LATENT = {"model.latent.kv_rank": 8}
+GROUPS = MOE | {"model.moe.groups": 2, "model.moe.groups_used": 2}
+BIAS = MOE | {"model.moe.choice_bias": True}
 LORA = {"model.lora.rank": 2}
 POOL = {"model.vision.projector": "pool", "model.vision.tokens_per_image": 4}
 TWO = {"input.sources.other": lambda f: source(type="jsonl", path=f.jsonl("other", [
@@ -206,6 +209,11 @@ MODEL = {
   "model.delta.value_head_dim": program(8, DELTA),
   "model.delta.conv_width": program(3, DELTA),
   "model.delta.chunk": program(8, DELTA),
+  "model.latent.kv_rank": program(8),
+  "model.latent.q_rank": program(4, LATENT),
+  "model.latent.nope_dim": program(8, LATENT),
+  "model.latent.rope_dim": program(8, LATENT),
+  "model.latent.value_dim": program(8, LATENT),
   "model.moe.num_experts": program(4),
   "model.moe.experts_per_token": program(1, MOE),
   "model.moe.expert_size": program(8, MOE),
@@ -213,6 +221,13 @@ MODEL = {
   "model.moe.shared_gate": program(True, MOE | {"model.moe.shared_size": 8}),
   "model.moe.softmax": program("after_topk", MOE | {"model.moe.normalize_weights": False}),
   "model.moe.normalize_weights": program(False, MOE),
+  "model.moe.scores": program("sigmoid", MOE | {"model.moe.normalize_weights": False}),
+  "model.moe.weight_scale": program(2.0, MOE),
+  "model.moe.choice_bias": program(True, MOE),
+  "model.moe.choice_bias_rate": update(0.1, BIAS),
+  "model.moe.groups": program(2, MOE | {"model.moe.experts_per_token": 1}),
+  "model.moe.groups_used": program(1, GROUPS),
+  "model.moe.dense_layers": program(1, MOE),
   "model.moe.balance_loss": program(0.1, MOE),
   "model.moe.z_loss": program(0.1, MOE),
   "model.vision.tower": program("clip", base=images),

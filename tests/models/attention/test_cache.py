@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from models.attention import cache as cache_lib
-from tests.models.common import COHERE, FAMILIES, GPT_OSS, QWEN3_NEXT, VOCAB, make, random_params
+from tests.models.common import COHERE, DEEPSEEK_MOE, FAMILIES, GPT_OSS, QWEN3_NEXT, VOCAB, make, random_params
 from trainer import tree
 
 YARN = dict(type="yarn", factor=4.0, original_positions=8)
@@ -23,6 +23,7 @@ CASES = {
     "cohere": COHERE,
     "qwen3_next": QWEN3_NEXT,
     "gpt_oss": GPT_OSS,
+    "deepseek": dict(DEEPSEEK_MOE, lora=dict(rank=2), rope_scaling=YARN),
     "yarn": dict(num_layers=1, rope_scaling=YARN),
     "lora": dict(lora=dict(rank=2), num_layers=2, rope_scaling=LLAMA3),
 }
@@ -84,7 +85,7 @@ def run(model, params, texts, side="right", rows=(2, 0, 3)):
 
 @pytest.mark.parametrize("name,apart", [
     *((name, True) for name in sorted(CASES.keys() - {"llama", "olmo"})), ("gemma", False), ("lora", False),
-    ("qwen3_next", False)])
+    ("qwen3_next", False), ("deepseek", False)])
 def test_texts_fed_in_parts_equal_whole_ones(name, apart, monkeypatch):
   """`apart`: each layer with a cache of its own, as on CPU, or in one scan over all of them, as elsewhere."""
   model, params, texts, whole = case(name)

@@ -26,6 +26,8 @@ pytestmark = pytest.mark.devices(8)
 
 E, K = 4, 2
 PLAIN = dict(num_experts=E, experts_per_token=K, expert_size=12)
+GROUPS = dict(num_experts=8, experts_per_token=3, expert_size=12, scores="sigmoid", groups=4, groups_used=2,
+              weight_scale=1.5)
 SHARED = dict(PLAIN, shared_size=8, shared_gate=True, normalize_weights=False)
 LOSSES = dict(SHARED, balance_loss=0.3, z_loss=0.1)
 
@@ -60,6 +62,9 @@ LAYERS = {
     "shared": dict(PLAIN, shared_size=8),
     "shared with a gate": SHARED,
     "geglu": dict(PLAIN, activation="geglu_exact"),
+    "groups": dict(GROUPS, scores="softmax"),
+    "sigmoid": dict(GROUPS, choice_bias=True),
+    "sigmoid, not normalized": dict(GROUPS, groups=1, groups_used=1, normalize_weights=False),
 }
 
 
@@ -72,12 +77,19 @@ def np_layer(p, x, moe, act):
   out = np.zeros_like(x)
   for t, x_D in enumerate(x):
     logits = x_D @ p["router/kernel"]
-    chosen = np.argsort(-logits, kind="stable")[: moe["experts_per_token"]]
-    weights = np.exp(logits) / np.exp(logits).sum()
+    sigmoid = moe.get("scores") == "sigmoid"
+    weights = 1 / (1 + np.exp(-logits)) if sigmoid else np.exp(logits) / np.exp(logits).sum()
+    by = weights + p.get("router/choice_bias", 0.0)
+    size = len(by) // moe.get("groups", 1)
+    best = [np.sort(by[at:at + size])[-2 if sigmoid else -1:].sum() for at in range(0, len(by), size)]
+    used = np.argsort(best)[-moe.get("groups_used", 1):]
+    allowed = [e for e in np.argsort(-by, kind="stable") if e // size in used]
+    chosen = allowed[: moe["experts_per_token"]]
     if moe.get("softmax") == "after_topk":
       weights = np.exp(logits) / np.exp(logits[chosen]).sum()
     if moe.get("normalize_weights", True):
       weights = weights / weights[chosen].sum()
+    weights = weights * moe.get("weight_scale", 1.0)
     for e in chosen:
       gate, up, down = (p[f"experts/{name}/kernel"][e] for name in ("gate", "up", "down"))
       out[t] += weights[e] * (act(x_D @ gate) * (x_D @ up)) @ down
@@ -514,3 +526,23 @@ def test_a_run_writes_the_metrics(tmp_path):
     assert 0 < row["moe/entropy"] <= np.log(E) + 1e-6 and 0 <= row["moe/dead_experts"] < 1 <= row["moe/max_load"] <= E
     assert row["moe/balance_loss"] >= 0.2 * 0.9 and row["moe/z_loss"] > 0
     assert row["objective"] == pytest.approx(row["loss"] + row["moe/balance_loss"] + row["moe/z_loss"], rel=1e-5)
+
+
+def test_a_choice_bias_has_no_gradient_and_steps_towards_even_loads():
+  """By hand: it rises by the rate where an expert got fewer tokens than the mean, and falls where it got more."""
+  router = dict(choice_bias=jnp.array([[0.5, 0.0, 0.0, 0.0]]), kernel=jnp.ones((1, 16, 4)))
+  params = {"blocks": {"moe": {"router": router}}, "embed": {}}
+  counts = jnp.array([[9, 1, 4, 2]])
+  new = moe_lib.evened(params, counts, 0.25, jnp.array(True))
+  np.testing.assert_array_equal(new["blocks"]["moe"]["router"]["choice_bias"], [[0.25, 0.25, 0.0, 0.25]])
+  np.testing.assert_array_equal(
+      moe_lib.evened(params, counts, 0.25, jnp.array(False))["blocks"]["moe"]["router"]["choice_bias"],
+      router["choice_bias"])
+  params, apply = layer_of(dict(GROUPS, choice_bias=True))
+  x = np.random.default_rng(1).normal(size=(*SEGMENTS.shape, 16)).astype(np.float32)
+  apply = jax.jit(apply)
+  gradient = jax.grad(lambda p: jnp.square(apply(p, x, SEGMENTS)[0]).sum())(params)
+  assert not gradient["router"]["choice_bias"].any() and gradient["router"]["kernel"].any()
+  without = jax.tree.map(lambda p: p, params)
+  without["router"]["choice_bias"] = np.zeros_like(params["router"]["choice_bias"])
+  assert np.abs(apply(params, x, SEGMENTS)[0] - apply(without, x, SEGMENTS)[0]).max() > 0.01

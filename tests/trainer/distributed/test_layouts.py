@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from tests import tiny
-from tests.models.common import OLMO, QWEN3_NEXT
+from tests.models.common import DEEPSEEK_MOE, OLMO, QWEN3_NEXT
 from trainer import state as state_lib
 from trainer import update as update_lib
 from trainer.config import defaults
@@ -26,6 +26,7 @@ KINDS = {"dense": dict(num_layers=4, layer_pattern=("local", "global"), window=5
          "olmo": dict(OLMO, num_heads=4, lora=dict(rank=2, alpha=4.0), attention_block=8),
          # What states give is small at first; a norm that blows it up blows up its rounding, too.
          "delta": dict(QWEN3_NEXT, num_heads=4, num_layers=3, norm_eps=0.1, attention_block=8),
+         "latent": dict(DEEPSEEK_MOE, num_heads=4, num_layers=3, attention_block=8),
          "moe": dict(moe=MOE, attention_block=8)}
 LAYOUTS = {
     "dense": [dict(data=8), dict(fsdp=8), dict(context=8), dict(slice=2, data=2, fsdp=2),
@@ -33,6 +34,7 @@ LAYOUTS = {
     # Norms of queries and of keys are over all heads, which `tensor` splits.
     "olmo": [dict(fsdp=2, context=2, tensor=2)],
     "delta": [dict(data=2, fsdp=2, tensor=2)],
+    "latent": [dict(fsdp=2, context=2, tensor=2)],
     "moe": [dict(fsdp=4, tensor=2), dict(data=2, expert=4), dict(expert=2, context=2, tensor=2),
             dict(fsdp=2, expert=2, context=2)],
 }
