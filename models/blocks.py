@@ -111,7 +111,7 @@ class Block(nnx.Module):
 
   def __call__(self, x_BxTxD, tokens: TokenIds, rope, window: int | None, key: jax.Array | None,
                past: Past | None = None, parts: Collection[str] = ("attn", "mlp")):
-    """(x, statistics of the experts, none without them, {name of the mixer: keys and values, or a state}, or the cache).
+    """(x, statistics of the experts if it has any, {name of the mixer: keys and values, or a state}, or the cache).
 
     `key`: this layer's key for dropout; None: no dropout. `past`: see `SelfAttention`. `parts`: of `models.spec.PARTS`.
     """
@@ -167,8 +167,8 @@ def stack_blocks(spec: Spec, scope: Scope) -> Block:
 
 def run_blocks(spec: Spec, blocks: Block | Sequence[Block], layer: Callable, remat: Callable, x: Any
                ) -> tuple[Any, Any]:
-  """Applies every layer: the first ones that are not as later ones one by one, a scan over whole periods of the pattern,
-  then the remaining layers.
+  """Applies every layer: the first ones that differ from later ones one by one, the others in a scan over whole periods
+  of the pattern, then the remaining ones.
 
   Args:
     spec: says how many layers there are, their pattern, and whether they are scanned.
@@ -241,8 +241,8 @@ def out_gain(spec: Spec) -> float:
 
 
 def unstack(spec: Spec, blocks: Any, first: int = 0, stop: int | None = None) -> list[Any]:
-  """The trees of the layers from `first` on, up to `stop` (None: all), of stacked ones; without the arrays of parts that
-  a layer does not have.
+  """The trees of the layers from `first` on, up to `stop` (None: all), of stacked ones; without the arrays of parts
+  that a layer does not have.
 
   `jnp.unstack`, unlike indexing, has a cheap gradient: one concatenation.
   """

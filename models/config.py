@@ -110,10 +110,10 @@ def model() -> ConfigDict:
   m.delta = d = ConfigDict(dict(num_key_heads=2, num_value_heads=4, key_head_dim=32, value_head_dim=32, conv_width=4))
   # Tokens that are computed together, as products of matrices; of no effect but on speed and rounding.
   d.chunk = 64
-  # Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434): keys and values are made of a latent of kv_rank numbers,
-  # which is all that generation keeps of a token, beside its rotated key; 0: attention as usual. Queries are made of
-  # one of q_rank, or, with 0, of the hidden state. Of each head's queries and keys nope_dim dimensions are not rotated
-  # and rope_dim are, the key's being the same for all heads; values have value_dim.
+  # Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434): keys and values are made of a latent of kv_rank
+  # numbers, which is all that generation keeps of a token, beside its rotated key; 0: attention as usual. Queries are
+  # made of one of q_rank, or, with 0, of the hidden state. Of each head's queries and keys nope_dim dimensions are not
+  # rotated and rope_dim are, the key's being the same for all heads; values have value_dim.
   m.latent = ConfigDict(dict(kv_rank=0, q_rank=0, nope_dim=32, rope_dim=16, value_dim=32))
   # Mixture of experts in place of the MLP; 0 experts: none. Nothing is dropped, whatever the router chooses.
   m.moe = e = ConfigDict(dict(num_experts=0, experts_per_token=2))

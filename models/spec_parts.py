@@ -1,4 +1,4 @@
-"""The sections of `model` for experts, delta layers, latents and adapters: checked, their gaps filled, as frozen dataclasses."""
+"""The sections of `model` for experts, delta layers, latents, adapters: checked and filled, as frozen dataclasses."""
 
 import dataclasses
 import math
@@ -118,8 +118,8 @@ def make_moe(m: ConfigDict, reasons: list[str]) -> Moe | None:
 def _check_choice(c: ConfigDict, num_layers: int, adapters: bool) -> None:
   """Refuses ways to choose experts that cannot be."""
   if not 0 <= c.dense_layers < num_layers:
-    raise ConfigError(f"model.moe.dense_layers: found {c.dense_layers}, allowed: 0 to {num_layers - 1}, so that a layer "
-                      f"of the {num_layers} has experts.")
+    raise ConfigError(f"model.moe.dense_layers: found {c.dense_layers}, allowed: 0 to {num_layers - 1}, so that a "
+                      f"layer of the {num_layers} has experts.")
   if at_least_one("moe.groups", c.groups) > 1 and (c.num_experts % c.groups or c.num_experts == c.groups):
     raise ConfigError(f"model.moe.groups: found {c.groups}, of {c.num_experts} experts; allowed: groups of the same "
                       "size, of 2 or more.")

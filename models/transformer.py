@@ -62,7 +62,7 @@ class Decoder(nnx.Module):
   def __call__(self, batch: dict, remat: Callable, key: jax.Array | None, remember: bool = False,
                cache: Cache | None = None, blocks: Sequence[Block] | None = None
                ) -> tuple[jax.Array, dict, dict | Cache | None]:
-    """(hidden states, statistics of all layers' experts, stacked, none without them, what layers leave for later tokens).
+    """(hidden states, statistics of all layers' experts, stacked, if there are any, what they leave for later tokens).
 
     That is by the name of their mixer, stacked: attn: keys and values [L, B, T, G, K]; delta: see `GatedDeltaNet`.
 

@@ -1,7 +1,7 @@
-"""Multi-head latent attention: keys and values of all heads are made of one short latent (DeepSeek-V2, arXiv 2405.04434).
+"""Multi-head latent attention: all heads' keys and values are made of one short latent (DeepSeek-V2, arXiv 2405.04434).
 
-B batch, T length, D hidden size, H heads, R size of the latent, N and P dimensions of a head's queries and keys that are
-not rotated and that are, V size of its values; S slots of a cache.
+B batch, T length, D hidden size, H heads, R size of the latent, N and P dimensions of a head's queries and keys that
+are not rotated and that are, V size of its values; S slots of a cache.
 """
 
 from typing import Any

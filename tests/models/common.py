@@ -86,8 +86,9 @@ DEEPSEEK = dict(
     latent=dict(kv_rank=10, q_rank=7, nope_dim=3, rope_dim=4, value_dim=5),
 )
 # With experts, which the model in NumPy has not.
-DEEPSEEK_MOE = dict(DEEPSEEK, moe=dict(num_experts=8, experts_per_token=2, expert_size=6, shared_size=5, scores="sigmoid",
-                                       choice_bias=True, groups=4, groups_used=2, weight_scale=1.5, dense_layers=1))
+DEEPSEEK_MOE = dict(DEEPSEEK, moe=dict(
+    num_experts=8, experts_per_token=2, expert_size=6, shared_size=5, scores="sigmoid", choice_bias=True, groups=4,
+    groups_used=2, weight_scale=1.5, dense_layers=1))
 FAMILIES = dict(llama=LLAMA, gemma=GEMMA, gpt2=GPT2, olmo=OLMO)
 OPTIONS_OF = dict(**FAMILIES, cohere=COHERE, qwen3_next=QWEN3_NEXT, gpt_oss=GPT_OSS, deepseek=DEEPSEEK)
 

@@ -84,7 +84,8 @@ def np_forward(m, params, tokens, segments):
     for h in range(H):
       nope = q[:, h, :latent.nope_dim] @ kv[:, h, :latent.nope_dim].T
       rotated = rope(q[:, h, latent.nope_dim:], m.rope_theta) @ rope(k_rope, m.rope_theta).T
-      heads.append(np_softmax(np.where(seen, (nope + rotated) * m.attention_scale, -np.inf)) @ kv[:, h, latent.nope_dim:])
+      weights = np_softmax(np.where(seen, (nope + rotated) * m.attention_scale, -np.inf))
+      heads.append(weights @ kv[:, h, latent.nope_dim:])
     return dense(np.concatenate(heads, 1), "blocks/attn/o", layer)
 
   def self_attention(x, layer):

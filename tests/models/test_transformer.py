@@ -203,7 +203,7 @@ def test_flops_of_states_against_a_hand_count():
 
 
 def test_flops_of_latents_against_a_hand_count():
-  """Scores are over 3 + 4 dimensions, values have 5; layer 0 is dense, the others use 2 of 8 experts and a shared one."""
+  """Scores are over 3 + 4 dimensions, values have 5; layer 0 is dense, others use 2 of 8 experts and a shared one."""
   model = make(**DEEPSEEK_MOE)
   attention = 16 * 7 + 7 * 4 * 7 + 16 * (10 + 4) + 10 * 4 * (3 + 5) + 4 * 5 * 16
   experts = 16 * 8 + 2 * 3 * 16 * 6 + 3 * 16 * 5

@@ -104,8 +104,9 @@ LATENT_SIZES = (
 LATENT = (
     Tensor("layers.{layer}.self_attn.q_proj.weight", "blocks/attn/q/kernel", transpose=True),
     *(tensor for theirs, ours in (("q_a_proj", "q_down"), ("kv_a_proj_with_mqa", "kv_down"), ("o_proj", "o"))
-      for tensor in (Tensor(f"layers.{{layer}}.self_attn.{theirs}.weight", f"blocks/attn/{ours}/kernel", transpose=True),
-                     Tensor(f"layers.{{layer}}.self_attn.{theirs}.bias", f"blocks/attn/{ours}/bias"))),
+      for tensor in (
+          Tensor(f"layers.{{layer}}.self_attn.{theirs}.weight", f"blocks/attn/{ours}/kernel", transpose=True),
+          Tensor(f"layers.{{layer}}.self_attn.{theirs}.bias", f"blocks/attn/{ours}/bias"))),
     *(tensor for p in ("q", "kv") for tensor in (
         Tensor(f"layers.{{layer}}.self_attn.{p}_a_layernorm.weight", f"blocks/attn/{p}_down_norm/scale"),
         Tensor(f"layers.{{layer}}.self_attn.{p}_b_proj.weight", f"blocks/attn/{p}_up/kernel", transpose=True))),

@@ -250,3 +250,27 @@ def test_small_files_are_copied_as_they_are(tmp_path):
   copied = {str(p.relative_to(out)): p.read_bytes() for p in out.rglob("*") if p.is_file()}
   expected = (files.CONFIG, "tokenizer.json", "chat_template.jinja", "additional_chat_templates/tool.jinja")
   assert copied == {name: name.encode() + b"\r\n\xff" for name in expected}
+
+
+def test_layers_that_predict_tokens_further_ahead_are_passed_over_with_a_word(tmp_path):
+  """DeepSeek-V3's published folder has one after its last layer; what is saved says that there is none."""
+  source = next(path for path in REFERENCES if path.name == "deepseek_v3")
+  folder = shutil.copytree(source, tmp_path / "folder")
+  tensors = {name: np.array(values) for name, values in tensors_of(source).items()}
+  ahead = {f"model.layers.3.{name}": np.ones((16, 4), np.float32) for name in (
+      "eh_proj.weight", "embed_tokens.weight", "self_attn.o_proj.weight", "mlp.experts.0.up_proj.weight")}
+  files.save_tensors(tensors | ahead, folder / "model.safetensors")
+  config = json.loads((folder / "config.json").read_text()) | {"num_nextn_predict_layers": 1}
+  (folder / "config.json").write_text(json.dumps(config))
+  *_, notes = hf.architecture(folder)
+  assert any("num_nextn_predict_layers is 1; layers that predict tokens further ahead are passed over" in note
+             for note in notes)
+  model, params = hf.load(folder)
+  assert_bitwise(params, hf.load(source)[1])
+  hf.save(model, params, tmp_path / "saved")
+  assert json.loads((tmp_path / "saved" / "config.json").read_text())["num_nextn_predict_layers"] == 0
+  assert tensors_of(tmp_path / "saved").keys() == tensors.keys()
+  files.save_tensors({name: values for name, values in (tensors | ahead).items() if "eh_proj" not in name},
+                     folder / "model.safetensors")
+  with pytest.raises(HFError, match=r"\+ model.layers.3.embed_tokens.weight"):
+    hf.load(folder)

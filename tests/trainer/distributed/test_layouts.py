@@ -26,7 +26,9 @@ KINDS = {"dense": dict(num_layers=4, layer_pattern=("local", "global"), window=5
          "olmo": dict(OLMO, num_heads=4, lora=dict(rank=2, alpha=4.0), attention_block=8),
          # What states give is small at first; a norm that blows it up blows up its rounding, too.
          "delta": dict(QWEN3_NEXT, num_heads=4, num_layers=3, norm_eps=0.1, attention_block=8),
-         "latent": dict(DEEPSEEK_MOE, num_heads=4, num_layers=3, attention_block=8),
+         "latent": dict(DEEPSEEK_MOE, num_heads=4, num_layers=3, attention_block=8,
+                        latent=dict(kv_rank=8, q_rank=12, nope_dim=3, rope_dim=4, value_dim=5),
+                        moe=dict(DEEPSEEK_MOE["moe"], shared_size=8, expert_size=8)),
          "moe": dict(moe=MOE, attention_block=8)}
 LAYOUTS = {
     "dense": [dict(data=8), dict(fsdp=8), dict(context=8), dict(slice=2, data=2, fsdp=2),
