@@ -145,7 +145,7 @@ def make_latent(m: ConfigDict, pattern: tuple[str, ...]) -> Latent | None:
   made = Latent(q_rank=c.q_rank, **{key: at_least_one(f"latent.{key}", c[key])
                                     for key in ("kv_rank", "nope_dim", "rope_dim", "value_dim")})
   without = dict(num_kv_heads=(None, m.num_heads), head_dim=(None, made.head_dim), positions=("rope",),
-                 rope_fraction=(1.0,), qk_norm=(False,), attention_gate=(False,))
+                 rope_fraction=(1.0,), qk_norm=(False,), attention_gate=(False,), attention_sinks=(False,))
   for key, allowed in without.items():
     if m[key] not in allowed:
       raise ConfigError(f"model.{key}: found {m[key]!r} with latent attention (model.latent.kv_rank={c.kv_rank}); "

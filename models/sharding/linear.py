@@ -12,8 +12,9 @@ Shoeybi et al. 2019, arXiv 1909.08053; Korthikanti et al. 2022, arXiv 2205.05198
 
 A kernel that is split for no work multiplies the stream's tokens where they are. Gradients of kernels are summed once
 more over the devices with other rows that hold the same part. These sums are taken in float32, whatever the products
-are computed in: over many devices, partial sums in bfloat16 would lose most of their digits. Kernels are gathered in the compute dtype and once more in the backward pass; no layer's whole kernel is
-kept. By hand, since the partitioner decides such things by the sizes at hand, and sometimes gathers activations.
+are computed in: over many devices, partial sums in bfloat16 would lose most of their digits. Kernels are gathered in
+the compute dtype and once more in the backward pass; no layer's whole kernel is kept. By hand, since the partitioner
+decides such things by the sizes at hand, and sometimes gathers activations.
 
 B batch, T length, K inputs, N outputs.
 """
