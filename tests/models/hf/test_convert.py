@@ -31,7 +31,7 @@ class MadeUp:
 
   name = "made-up"
   prefixes = ("model.", "")
-  ignored = (r"rotary\.inv_freq$",)
+  ignored, ahead = (r"rotary\.inv_freq$",), ""
 
   def tensors(self, model):
     head = [Tensor("head.weight", "unembed/kernel", transpose=True, prefixed=False)]
