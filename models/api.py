@@ -52,6 +52,8 @@ class Model(Protocol):
   vocab_size: int
   num_real_vocab: int
   num_layers: int
+  # Scores of a sequence, by `score`; 0, or no such attribute: none, it predicts tokens.
+  num_labels: int
   # cap * tanh(logit / cap) on the final logits; None: no cap.
   final_logit_cap: float | None
   # How many vocabulary entries the log-prob code works on at a time.
@@ -72,6 +74,9 @@ class Model(Protocol):
 
   def unembedding(self, params: Params) -> jax.Array:
     """The matrix [D, V] from hidden states to logits (a view of the embedding when tied)."""
+
+  def score(self, params: Params, hidden_xD: jax.Array) -> jax.Array:
+    """Scores [..., num_labels] float32 of sequences, from the hidden state [..., D] of the last token of each."""
 
   def logits(
       self,

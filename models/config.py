@@ -73,6 +73,11 @@ def model() -> ConfigDict:
   r.long_factors = ()
   # The unembedding is the embedding, transposed.
   m.tie_embeddings = True
+  # What hidden states become: lm: logits of the next token; score: `num_labels` scores of each sequence, of its last
+  # token (a reward model, a classifier; *ForSequenceClassification). It is fresh where the checkpoint of a language
+  # model has none.
+  m.head = "lm"
+  m.num_labels = 1
   # Multiply embeddings by sqrt(hidden_size) (Gemma).
   m.scale_embeddings = False
   # Factors on embeddings, on what attention and MLP add to the residual stream, and on logits, before their cap

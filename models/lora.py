@@ -16,20 +16,26 @@ import numpy as np
 from trainer import tree
 from trainer.errors import ConfigError
 
-# The parameters that are trained where there are adapters.
-TRAINED = r"/lora_[ab]$"
+_ADAPTER = r"/lora_[ab]$"
+# The parameters that are trained where there are adapters; a head that scores is new, and so trained as a whole.
+TRAINED = rf"{_ADAPTER}|^score/"
 
 ReadLeaf = Callable[[str, tuple[int | slice, ...]], np.ndarray]
 
 
 def is_adapter(path: str) -> bool:
   """Whether the parameter of that path is part of an adapter."""
+  return re.search(_ADAPTER, path) is not None
+
+
+def is_trained(path: str) -> bool:
+  """Whether the parameter of that path is trained where there are adapters."""
   return re.search(TRAINED, path) is not None
 
 
 def kernel_of(path: str) -> str:
   """The path of the kernel that an adapter's parameter stands beside."""
-  return re.sub(TRAINED, "/kernel", path)
+  return re.sub(_ADAPTER, "/kernel", path)
 
 
 def pair(kernel: str) -> tuple[str, str]:

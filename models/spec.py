@@ -23,7 +23,7 @@ ARCHITECTURE_KEYS = (
     *(f"rope_scaling.{key}" for key in ("type", "factor", "original_positions", "low_frequency_factor",
                                         "high_frequency_factor", "beta_fast", "beta_slow", "truncate",
                                         "attention_factor", "short_factors", "long_factors")),
-    "tie_embeddings", "scale_embeddings", "embedding_scale", "residual_scale", "logit_scale",
+    "tie_embeddings", "head", "num_labels", "scale_embeddings", "embedding_scale", "residual_scale", "logit_scale",
     "qkv_bias", "attention_out_bias", "mlp_bias", "qk_norm", "qk_norm_over",
     "attention_scale", "attention_logit_cap", "attention_gate", "attention_sinks",
     "final_logit_cap", "window", "layer_pattern",
@@ -42,6 +42,7 @@ LAYER_TYPES = ("global", "local", "nope", "delta")
 POSITIONS = ("rope", "learned", "none")
 NORM_POSITIONS = ("pre", "post", "sandwich")
 QK_NORMS = ("head", "each_head", "all")
+HEADS = ("lm", "score")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,6 +68,8 @@ class Spec:
   ropes: dict[str, Rope]
   rope_interleaved: bool
   tie_embeddings: bool
+  # Scores of a sequence; 0: the model predicts tokens.
+  num_labels: int
   scale_embeddings: bool
   embedding_scale: float
   residual_scale: float
@@ -221,6 +224,7 @@ def make_spec(m: ConfigDict) -> Spec:
       ropes=make_ropes(m, pattern, head_dim if latent is None else latent.rope_dim),
       rope_interleaved=m.rope_interleaved,
       tie_embeddings=m.tie_embeddings,
+      num_labels=at_least_one("num_labels", m.num_labels) if one_of("head", m.head, HEADS) == "score" else 0,
       scale_embeddings=m.scale_embeddings,
       embedding_scale=m.embedding_scale,
       residual_scale=m.residual_scale,

@@ -53,10 +53,13 @@ class Decoder(nnx.Module):
     self.projector = vlm.Projector(spec, of_images / "projector") if spec.vision is not None else None
     self.blocks = stack_blocks(spec, scope / "blocks")
     # The factor on logits is one on what they are made of, so that whatever makes them needs not know it.
-    self.final_norm = make_norm(spec, scope / "final_norm", gain=spec.logit_scale)
-    # Starts like an embedding, so that the first loss is close to log(V).
-    std, untied = 0.02 if spec.init_std is None else spec.init_std, not spec.tie_embeddings
+    gain = 1.0 if spec.num_labels else spec.logit_scale
+    self.final_norm = make_norm(spec, scope / "final_norm", gain=gain)
+    # Starts like an embedding, so that the first loss is close to log(V), or the first score to 0.
+    std, untied = 0.02 if spec.init_std is None else spec.init_std, not spec.tie_embeddings and not spec.num_labels
     self.unembed = Linear(scope / "unembed", D, vocab_size, std=std, bias=False) if untied else None
+    scored = scope / "score"
+    self.score = nnx.Dict(kernel=scored.normal("kernel", (D, spec.num_labels), std)) if spec.num_labels else None
     self.spec = spec
 
   def __call__(self, batch: dict, remat: Callable, key: jax.Array | None, remember: bool = False,
@@ -135,7 +138,7 @@ class Transformer:
     # A checkpoint from elsewhere was trained with a softmax over all its entries, those without a token included.
     self.num_real_vocab = vocab_size if cfg_model.hf is None else self.vocab_size
     self.trained_only = lora.TRAINED if self.spec.lora else None
-    self.num_layers, self.vision = self.spec.num_layers, self.spec.vision
+    self.num_labels, self.num_layers, self.vision = self.spec.num_labels, self.spec.num_layers, self.spec.vision
     self.max_length, self.no_prefix_sharing = self.spec.max_length, self.spec.no_prefix_sharing
     self.no_split_length = self.spec.no_split_length
     self.final_logit_cap = self.spec.final_logit_cap
@@ -255,6 +258,8 @@ class Transformer:
 
   def unembedding(self, params: Params) -> jax.Array:
     """See `models.api.Model`."""
+    if self.num_labels:
+      raise ConfigError("model.head is 'score', which predicts no tokens: this needs --config.model.head=lm.")
     if self.spec.tie_embeddings:
       return params["embed"]["embedding"].T
     kernel = params["unembed"]
@@ -283,6 +288,13 @@ class Transformer:
       batch.setdefault("prefix_length", tokens_BxT.shape[1])
     batch |= dict(tokens=tokens_BxT, positions=positions, segment_ids=segment_ids)
     return self.unembed(params, self.apply(params, batch).hidden)
+
+  def score(self, params: Params, hidden_xD: jax.Array) -> jax.Array:
+    """See `models.api.Model`."""
+    if not self.num_labels:
+      raise ConfigError("model.head is 'lm', which scores nothing: this needs --config.model.head=score.")
+    return jnp.matmul(hidden_xD.astype(jnp.float32), params["score"]["kernel"].astype(jnp.float32),
+                      precision=jax.lax.Precision.HIGHEST)
 
   def unembed(self, params: Params, hidden_BxTxD: jax.Array) -> jax.Array:
     """See `models.api.Model`."""
@@ -322,7 +334,7 @@ class Transformer:
     sizes = {path: p.size for path, p in self._logical().items() if path.startswith("blocks/")}
     active = 1.0 if s.moe is None else s.moe.experts_per_token / s.moe.num_experts
     weights = sum(n * (active if "/experts/" in path else 1.0) for path, n in sizes.items() if path.endswith("/kernel"))
-    weights += s.hidden_size * self.vocab_size
+    weights += 0 if s.num_labels else s.hidden_size * self.vocab_size
     adapters = sum(n for path, n in sizes.items() if lora.is_adapter(path))
     length = seq_len if document_length is None else min(document_length, seq_len)
     visible = sum(_mean_visible(length, s.window_of(i)) for i in s.layers_with("attn"))
@@ -368,7 +380,7 @@ def _frozen(form: str, freeze: Sequence[str], adapters: bool) -> quantize.Frozen
                       "adapters, model.lora.rank of at least 1. Without them use float32 or bfloat16.")
 
   def is_frozen(path: str) -> bool:
-    return adapters and not lora.is_adapter(path) or any(re.search(pattern, path) for pattern in freeze)
+    return adapters and not lora.is_trained(path) or any(re.search(pattern, path) for pattern in freeze)
 
   return quantize.Frozen(form, is_frozen)
 

@@ -1,7 +1,7 @@
 """What both sides of benchmarks/parity read: rows, and, for a run that needs no files of others, a tiny random Llama.
 
 Rows are conversations of one question: {"prompt": […], "completion": […]} for sft, with a label for kto, and "chosen"
-and "rejected" for dpo; texts for seq; for grpo see `rollouts`. What is rejected, or labelled false, is the answer to
+and "rejected" for dpo, and a margin for reward; texts for seq; for grpo see `rollouts`. What is rejected, or labelled false, is the answer to
 the question after the next. No two questions are the same, so that the order in which rows are trained can be told from
 their texts.
 """
@@ -62,8 +62,9 @@ def rows(part: str, asked: list[tuple[str, str]]) -> list[dict]:
   for i, (question, answer) in enumerate(asked):
     other = asked[(i + 2) % len(asked)][1]
     prompt, right, wrong = said("user", question), said("assistant", answer), said("assistant", other)
-    if part == "dpo":
-      made.append({"prompt": prompt, "chosen": right, "rejected": wrong})
+    if part in ("dpo", "reward"):
+      margin = {"margin": i % 3 / 4} if part == "reward" else {}
+      made.append({"prompt": prompt, "chosen": right, "rejected": wrong, **margin})
     elif part == "kto":
       label = i % 2 == 0
       made.append({"prompt": prompt, "completion": right if label else wrong, "label": label})
@@ -120,6 +121,29 @@ def write_tiny_model(folder: Path) -> None:
   save_file({name: np.ones(shape, np.float32) if len(shape) == 1 else
              draw.standard_normal(shape).astype(np.float32) * 0.08
              for name, shape in _shapes(config).items()}, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+def write_scorer(model: Path, folder: Path) -> Path:
+  """A copy of a model with a new head that scores sequences, in the place of that for tokens; its folder."""
+  from safetensors.numpy import load_file, save_file
+
+  if (folder / "config.json").exists():
+    return folder.resolve()
+  folder.mkdir(parents=True, exist_ok=True)
+  for file in model.glob("*.json"):
+    (folder / file.name).write_bytes(file.read_bytes())
+  for file in model.glob("*.jinja"):
+    (folder / file.name).write_bytes(file.read_bytes())
+  tensors = {name: tensor for file in model.glob("*.safetensors") for name, tensor in load_file(file).items()}
+  tensors.pop("lm_head.weight", None)
+  config = json.loads((model / "config.json").read_text())
+  draw = np.random.RandomState(2)
+  tensors["score.weight"] = draw.standard_normal((1, config["hidden_size"])).astype(np.float32) * 0.02
+  save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+  (folder / "model.safetensors.index.json").unlink(missing_ok=True)
+  config |= dict(architectures=["LlamaForSequenceClassification"], id2label={"0": "LABEL_0"}, label2id={"LABEL_0": 0})
+  (folder / "config.json").write_text(json.dumps(config, indent=1))
+  return folder.resolve()
 
 
 def write_adapter(model: Path, folder: Path) -> None:

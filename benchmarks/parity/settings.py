@@ -9,7 +9,7 @@ from pathlib import Path
 
 from benchmarks.parity import rows
 
-PARTS = ("sft", "dpo", "kto", "lora", "grpo", "seq")
+PARTS = ("sft", "dpo", "kto", "lora", "grpo", "reward", "seq")
 SHARED = dict(steps=20, b1=0.9, b2=0.95, eps=1e-8, weight_decay=0.1, clip_norm=1.0, seed=0)
 TINY = dict.fromkeys(PARTS, dict(batch_size=4, seq_len=256, learning_rate=1e-3))
 TINY["grpo"] = dict(batch_size=16, seq_len=128, learning_rate=1e-3)
@@ -19,6 +19,7 @@ REAL = {"sft": dict(batch_size=4, seq_len=192, learning_rate=2e-5),
         "grpo": dict(batch_size=16, seq_len=192, learning_rate=5e-6),
         "lora": dict(batch_size=4, seq_len=192, learning_rate=2e-4),
         "dpo": dict(batch_size=2, seq_len=296, learning_rate=5e-6),
+        "reward": dict(batch_size=2, seq_len=296, learning_rate=5e-6),
         "kto": dict(batch_size=4, seq_len=336, learning_rate=5e-6),
         "seq": dict(batch_size=4, seq_len=192, learning_rate=2e-5)}
 
@@ -34,6 +35,8 @@ def write(folder: Path, part: str, model: Path | None, data: Path | None, **chan
     rows.write_tiny_model(folder.parent / "model")
   settings = dict(part=part, model=str((model or folder.parent / "model").resolve()), data=str(data or ""), **SHARED)
   settings |= (REAL if model else TINY)[part] | ({"beta": 0.1} if part in ("dpo", "kto") else {}) | changed
+  if part == "reward":
+    settings |= dict(center=0.01, model=str(rows.write_scorer(Path(settings["model"]), folder.parent / "scorer")))
   if part == "lora":
     rows.write_adapter(Path(settings["model"]), folder / "adapter")
   file = folder / "settings.json"

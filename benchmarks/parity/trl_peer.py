@@ -22,7 +22,8 @@ import transformers
 import trl
 
 TRAINERS = {"sft": (trl.SFTTrainer, trl.SFTConfig), "dpo": (trl.DPOTrainer, trl.DPOConfig),
-            "kto": (trl.KTOTrainer, trl.KTOConfig), "lora": (trl.SFTTrainer, trl.SFTConfig)}
+            "reward": (trl.RewardTrainer, trl.RewardConfig), "kto": (trl.KTOTrainer, trl.KTOConfig),
+            "lora": (trl.SFTTrainer, trl.SFTConfig)}
 BEHIND, BETWEEN = "'<|im_end|>' + '\n'", "'<|im_end|>' + ('' if loop.last and not add_generation_prompt else '\n')"
 
 
@@ -46,7 +47,8 @@ def options(settings: dict, part: str, folder: str) -> dict:
       adam_beta1=s["b1"], adam_beta2=s["b2"], adam_epsilon=s["eps"], weight_decay=s["weight_decay"],
       max_grad_norm=s["clip_norm"], bf16=False, use_cpu=True, train_sampling_strategy="sequential", logging_steps=1,
       save_strategy="no", report_to=[], disable_tqdm=True, gradient_checkpointing=False, seed=s["seed"])
-  return named | ({"beta": s["beta"]} if part in ("dpo", "kto") else {})
+  more = {"beta": s["beta"]} if part in ("dpo", "kto") else {}
+  return named | more | ({"center_rewards_coefficient": s["center"]} if part == "reward" else {})
 
 
 def clip_by_exact_norm(parameters, max_norm, *args, **kwargs):
@@ -123,8 +125,10 @@ def main() -> None:
     torch.nn.utils.clip_grad_norm_ = clip_by_exact_norm
     if BEHIND not in tokenizer.chat_template:
       raise SystemExit(f"the template of {settings['model']} has no {BEHIND!r}.")
-    tokenizer.chat_template = tokenizer.chat_template.replace(BEHIND, BETWEEN)
-  model = transformers.AutoModelForCausalLM.from_pretrained(settings["model"], dtype=torch.float32)
+    if part != "reward":  # it is a text's last token, whose score is the text's
+      tokenizer.chat_template = tokenizer.chat_template.replace(BEHIND, BETWEEN)
+  auto = transformers.AutoModelForSequenceClassification if part == "reward" else transformers.AutoModelForCausalLM
+  model = auto.from_pretrained(settings["model"], dtype=torch.float32)
   if not args.as_is:
     # PyTorch leaves the rows that this token reads out of the embedding's gradient, also where it is no padding.
     model.get_input_embeddings().padding_idx = None

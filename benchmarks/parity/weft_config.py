@@ -30,6 +30,8 @@ def get_config(arg: str) -> ConfigDict:
     c.strategy.kl_coef = 0.0
   if "beta" in s:
     c.strategy.beta = s["beta"]
+  if "center" in s:
+    c.strategy.center_rewards_coefficient = s["center"]
   c.input.sources.main = source(type="jsonl", path=f"{folder}/{file or 'rows.jsonl'}")
   if s["part"] != "seq":  # one example a row, as TRL has them without packing; nothing is cut
     c.input.packing, c.input.over_long = "none", "error"

@@ -81,11 +81,16 @@ class SidesEncoder:
 
 
 class PairEncoder(SidesEncoder):
-  """Preferences as documents of two parts, chosen and rejected, each the prompt with a completion."""
+  """Preferences as documents of two parts, chosen and rejected, each the prompt with a completion; `graded`: with the
+  row's margin for the chosen one."""
+
+  def __init__(self, config: ConfigDict, tokenizer: Tokenizer | None, graded: bool = False):
+    super().__init__(config, tokenizer)
+    self._graded = graded
 
   @cached_property
   def fingerprint(self) -> str:
-    return json.dumps(["pairs", VERSION, self._chat.fingerprint])
+    return json.dumps(["graded" if self._graded else "pairs", VERSION, self._chat.fingerprint])
 
   def encode(self, records: list[Record]) -> list[Encoded | str]:
     sides = [(side, record.where) for record in records for side in self._reader.pair(record)]
@@ -97,7 +102,8 @@ class PairEncoder(SidesEncoder):
         continue
       if np.array_equal(chosen.ids, rejected.ids) and _contents(chosen) == _contents(rejected):
         raise DataError(f"{record.where}: both sides have the same tokens: there is nothing to prefer. Remove the row.")
-      results.append(_joined(chosen, rejected, (CHOSEN, REJECTED)))
+      pair = _joined(chosen, rejected, (CHOSEN, REJECTED))
+      results.append(pair._replace(advantages=(self._reader.margin(record), 0.0)) if self._graded else pair)
     return results
 
   def texts(self, record: Record) -> Iterable[str]:
@@ -108,7 +114,7 @@ class PairEncoder(SidesEncoder):
     return [text for message in messages for text in texts_of(message)]
 
   def columns(self, record: Record) -> frozenset[str]:
-    return self._reader.side_columns(record, ("chosen", "rejected"))
+    return self._reader.side_columns(record, ("chosen", "rejected"), ("margin",) * self._graded)
 
   def describe(self, record: Record) -> str:
     kind = "strings" if isinstance(self._reader.pair(record)[0].row, Plain) else "messages"

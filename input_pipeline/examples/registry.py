@@ -271,7 +271,8 @@ def _texts(config: ConfigDict, tokenizer: Tokenizer | None) -> Encoder:
 
 # {kind (kinds.py): what encodes its rows}; texts are encoded so only where the model sees images.
 ENCODERS: dict[str, Callable[..., Encoder]] = {
-    "texts": _texts, "conversations": _chat, "pairs": PairEncoder, "labelled": LabelledEncoder,
+    "texts": _texts, "conversations": _chat, "pairs": PairEncoder,
+    "graded": functools.partial(PairEncoder, graded=True), "labelled": LabelledEncoder,
     "mismatched": functools.partial(LabelledEncoder, mismatched=True), "rollouts": RolloutEncoder}
 
 

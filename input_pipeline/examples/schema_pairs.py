@@ -2,12 +2,14 @@
 
     prompt, chosen, rejected          strings, or lists of messages
     chosen, rejected                  that begin alike: what they have in common is the prompt
+    margin                            beside them: by how much the chosen one is better, a number; 0 where it is not said
     prompt, completion, label         an answer that is wanted (true) or not (false)
 
 The prompt may also be what LLaMA-Factory has in its place: instruction (input, history), or conversations or messages.
 The answers are then strings or messages; of labelled rows, the output or the last message; the label may be `kto_tag`.
 """
 
+import math
 import re
 from typing import NamedTuple
 
@@ -56,6 +58,17 @@ class PairReader(ShapeReader):
       rows = self._lists(record, keys, sides, weights)
     return tuple(Side(row, key) for row, key in zip(rows, keys, strict=True))
 
+  def margin(self, record: Record) -> float:
+    """By how much the chosen side of a preference is better; 0 where the row does not say it. Raises: see `pair`."""
+    key = self._name("margin")
+    value = record.fields.get(key)
+    if value is None:
+      return 0.0
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
+      raise DataError(f"{record.where}: {key} is {value!r:.60} ({type(value).__name__}); expected a finite number, by "
+                      "how much the score of the chosen side is to be above that of the rejected one.")
+    return float(value)
+
   def labelled(self, record: Record) -> tuple[Side, bool]:
     """(the answer, whether it is wanted).
 
@@ -77,8 +90,8 @@ class PairReader(ShapeReader):
     """Whether the prompt is what both sides begin with."""
     return not self._has(self._ours(record, ("chosen", "rejected")), "prompt")
 
-  def side_columns(self, record: Record, answers: tuple[str, ...]) -> frozenset[str]:
-    """The names of the row's columns that are read; see `_ours` for `answers`."""
+  def side_columns(self, record: Record, answers: tuple[str, ...], more: tuple[str, ...] = ()) -> frozenset[str]:
+    """The names of the row's columns that are read, `more` among them; see `_ours` for `answers`."""
     ours, column = self._ours(record, answers), self._instead_of_prompt(record)
     main = ["prompt", *(answers or ("completion", "label"))]
     if ours is not record and column:
@@ -87,7 +100,7 @@ class PairReader(ShapeReader):
     if not self._has(record, "label") and not answers:
       main.append("kto_tag")
     strings = isinstance(ours.fields.get(self._name((answers or ("completion",))[0])), str)
-    return self._with_beside(main, strings)
+    return self._with_beside([*main, *more], strings)
 
   def _instead_of_prompt(self, record: Record) -> str | None:
     """The column that has the prompt in other formats; None: the row has none of them, or a prompt."""

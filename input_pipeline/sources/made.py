@@ -53,14 +53,18 @@ class ArithmeticReader:
       for b in range(100):
         for sign, result in (("+", a + b), ("-", a - b)):
           name = f"{a}{sign}{b}"
-          answer = str(self.answer(name, result))
+          answers = self.answers(name, result)
           yield Record(name, f"source {self._source}: {name}",
-                       as_chat(f"What is {a} {sign} {b}?", completion=answer) | {"answer": answer} if self._chat else
-                       {"prompt": f"{a} {sign} {b} = ", "completion": answer})
+                       as_chat(f"What is {a} {sign} {b}?", **answers) | self.beside(answers) if self._chat else
+                       {"prompt": f"{a} {sign} {b} = "} | answers)
 
-  def answer(self, name: str, result: int) -> int:
-    """What is said to be the result of the exercise."""
-    return result
+  def answers(self, name: str, result: int) -> dict[str, str]:
+    """What is said to be the result of the exercise, by column."""
+    return {"completion": str(result)}
+
+  def beside(self, answers: dict[str, str]) -> dict[str, str]:
+    """Further columns of conversations."""
+    return {"answer": answers["completion"]}
 
 
 class ArithmeticMistakesReader(ArithmeticReader):
@@ -68,10 +72,27 @@ class ArithmeticMistakesReader(ArithmeticReader):
 
   identity = ["arithmetic_mistakes", 1]
 
-  def answer(self, name: str, result: int) -> int:
-    draw = int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest(), "big")
-    wrong, which = draw % 2, draw // 2 % 6
-    return result + wrong * (-10, -2, -1, 1, 2, 10)[which]
+  def answers(self, name, result):
+    wrong, error = _mistake(name)
+    return {"completion": str(result + wrong * error)}
+
+
+class ArithmeticPairsReader(ArithmeticReader):
+  """The same as preferences: the right answer is chosen, one of those mistakes is rejected."""
+
+  identity = ["arithmetic_pairs", 1]
+
+  def answers(self, name, result):
+    return {"chosen": str(result), "rejected": str(result + _mistake(name)[1])}
+
+  def beside(self, answers):
+    return {}
+
+
+def _mistake(name: str) -> tuple[int, int]:
+  """(whether the teacher errs in an exercise, by what then)."""
+  draw = int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest(), "big")
+  return draw % 2, (-10, -2, -1, 1, 2, 10)[draw // 2 % 6]
 
 
 class DigitsReader:

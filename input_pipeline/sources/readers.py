@@ -29,7 +29,13 @@ from input_pipeline.files import (
 )
 from input_pipeline.sources.arrow import ArrowReader, ParquetReader
 from input_pipeline.sources.json_files import JsonlReader, parse_object
-from input_pipeline.sources.made import ArithmeticMistakesReader, ArithmeticReader, DigitsReader, png
+from input_pipeline.sources.made import (
+  ArithmeticMistakesReader,
+  ArithmeticPairsReader,
+  ArithmeticReader,
+  DigitsReader,
+  png,
+)
 from input_pipeline.sources.python import PythonDocstringPairsReader, PythonDocstringsReader, PythonStdlibReader
 from trainer.errors import ConfigError, DataError
 
@@ -301,6 +307,6 @@ READERS = {
     "python_docstrings": PythonDocstringsReader,
     "python_docstring_pairs": PythonDocstringPairsReader,
     "arithmetic": ArithmeticReader,
-    "arithmetic_mistakes": ArithmeticMistakesReader,
+    "arithmetic_mistakes": ArithmeticMistakesReader, "arithmetic_pairs": ArithmeticPairsReader,
     "digits": DigitsReader,
 }

@@ -6,13 +6,14 @@ rules of models/hf/keys.py and models/hf/rope.py. docs/huggingface.md tells how 
 
 import json
 import math
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 from models import layers
 from models.hf.errors import HFError
-from models.hf.keys import DEEPEST, Rule, Source
+from models.hf.keys import DEEPEST, Head, Rule, Source
 from models.hf.rope import scaling_keys
 
 # Values of the architecture's keys for a decoder with nothing special; a family's rules and constants go on top.
@@ -25,7 +26,7 @@ NEUTRAL: Mapping[str, Any] = {
     "rope_scaling.low_frequency_factor": 1.0, "rope_scaling.high_frequency_factor": 4.0,
     "rope_scaling.beta_fast": 32.0, "rope_scaling.beta_slow": 1.0, "rope_scaling.truncate": True,
     "rope_scaling.attention_factor": None, "rope_scaling.short_factors": (), "rope_scaling.long_factors": (),
-    "scale_embeddings": False, "embedding_scale": 1.0, "residual_scale": 1.0, "logit_scale": 1.0,
+    "head": "lm", "num_labels": 1, "scale_embeddings": False, "embedding_scale": 1.0, "residual_scale": 1.0, "logit_scale": 1.0,
     "qkv_bias": False, "attention_out_bias": False, "mlp_bias": False, "qk_norm": False, "qk_norm_over": "head",
     "attention_scale": None, "attention_logit_cap": None, "final_logit_cap": None,
     "attention_gate": False, "attention_sinks": False, "window": None, "layer_pattern": ("global",),
@@ -110,6 +111,10 @@ class Tensor:
   layers: tuple[int, ...] | None = None
 
 
+# What all families call the head that scores a sequence.
+SCORE = Tensor("score.weight", "score/kernel", transpose=True, prefixed=False)
+
+
 class Attempt(NamedTuple):
   """A config.json as near as a family comes to a model, and how the two differ; `readable`: it is a model at all."""
 
@@ -138,6 +143,8 @@ class Family:
     dropped: entries of config.json that say something of what is passed over, and their values without it.
     in_memory: what the names of modules begin with where a program has loaded the model, if not as in files; `table`
       then has the tensors under these names, too.
+    classifier: the architecture with a head that scores; "": named after the first of `architectures`; None: there is
+      none in transformers.
   """
 
   name: str
@@ -152,6 +159,7 @@ class Family:
   ahead: str = ""
   dropped: Mapping[str, Any] = field(default_factory=dict)
   in_memory: str = ""
+  classifier: str | None = ""
 
   def __repr__(self) -> str:
     return f"<family {self.name}>"
@@ -178,7 +186,7 @@ class Family:
       raise HFError(f"{where}: quantization_config is {quantised!r}; quantised checkpoints are not read. Fetch the "
                     "model in float32, bfloat16 or float16.")
     check_kind(source)
-    model = {**NEUTRAL, **self.fixed}
+    model = {**NEUTRAL, **self.fixed, **self._head.read(source, {})}
     for rule in self.keys:
       model.update(rule.read(source, model))
     if (layers_ := max(model["num_layers"], model["vision.num_layers"])) > DEEPEST:
@@ -204,6 +212,7 @@ class Family:
     given = {**wanted, "max_positions": model.get("max_positions")}
     content: dict[str, Any] = {"architectures": [self.architectures[0]], "model_type": self.model_types[0]}
     try:
+      content |= self._head.write(given)
       for rule in self.keys:
         content.update(rule.write(given))
       read = self.read(content, "its config.json")
@@ -215,7 +224,7 @@ class Family:
   def tensors(self, model: Mapping[str, Any]) -> list[Tensor]:
     """The tensors of this architecture; several may hold the same of our parameters."""
     model = canonical({**NEUTRAL, **model})
-    return [_laid_over(model, t) for t in self.table
+    return [_laid_over(model, t) for t in (*self.table, SCORE)
             if all(has_parameter(model, path) for path in ((t.ours,) if isinstance(t.ours, str) else t.ours))]
 
   def kept(self, config: Mapping[str, Any]) -> dict[str, Any]:
@@ -243,11 +252,16 @@ class Family:
     return notes + [note for rule in self.keys for note in rule.notes(source)] + source.notes(
         INERT | DROPOUT | self.inert)
 
+  @property
+  def _head(self) -> Head:
+    named = re.sub("(ForCausalLM|LMHeadModel)$", "ForSequenceClassification", self.architectures[0])
+    return Head(self.classifier or (None if self.classifier is None or named == self.architectures[0] else named))
+
   def _check_architecture(self, source: Source) -> None:
-    found = source.get("architectures", list, None, None)
-    if found and found[0] not in self.architectures:
-      raise source.error("architectures", f"[{', '.join(map(repr, self.architectures))}] for model_type "
-                         f"{self.model_types[0]!r}; only language models are read, not other heads or bare bodies")
+    found, allowed = source.get("architectures", list, None, None), [*self.architectures, *filter(None, [self._head.scorer])]
+    if found and found[0] not in allowed:
+      raise source.error("architectures", f"[{', '.join(map(repr, allowed))}] for model_type {self.model_types[0]!r}; "
+                         "other heads and bare bodies are not read")
 
 
 def check_kind(source: Source, but: Iterable[str] = ()) -> None:
@@ -266,6 +280,10 @@ def canonical(model: Mapping[str, Any]) -> dict[str, Any]:
   else:
     _reset(m, "latent.")
   m["head_dim"] = m.get("head_dim") or m["hidden_size"] // m["num_heads"]
+  if m["head"] == "lm":
+    m["num_labels"] = NEUTRAL["num_labels"]
+  else:  # of logits of tokens
+    m["final_logit_cap"], m["logit_scale"] = NEUTRAL["final_logit_cap"], NEUTRAL["logit_scale"]
   if m["attention_scale"] == m["head_dim"] ** -0.5:
     m["attention_scale"] = None
   if not m["qk_norm"]:
@@ -307,7 +325,7 @@ def has_parameter(model: Mapping[str, Any], path: str) -> bool:
   gated, moe, position = model["activation"] in layers.GATED, model["moe.num_experts"] > 0, model["norm_position"]
   conditions = {
       "pos_embed": model["positions"] == "learned",
-      "unembed": not model["tie_embeddings"],
+      "unembed": not model["tie_embeddings"] and model["head"] == "lm", "score": model["head"] == "score",
       "attn": any(kind != "delta" for kind in model["layer_pattern"]), "delta": "delta" in model["layer_pattern"],
       "q_norm": model["qk_norm"], "k_norm": model["qk_norm"],
       "attn_norm": position != "post", "mlp_norm": position != "post" and not model["parallel_blocks"],

@@ -202,6 +202,31 @@ class Same(Rule):
     return {self.theirs: model[self.ours]}
 
 
+@dataclass(frozen=True)
+class Head(Rule):
+  """What hidden states become: logits, or the scores of a *ForSequenceClassification.
+
+  `scorer`: the architecture of the latter; None: there is none in transformers.
+  """
+
+  scorer: str | None
+
+  def read(self, source, model):
+    if self.scorer is None or (source.get("architectures", list, None, None) or [None])[0] != self.scorer:
+      return {}
+    names = source.get("id2label", dict, None, None)  # transformers leaves out those of 2 labels, its default
+    return {"head": "score", "num_labels": len(names) if names else source.get("num_labels", int, 2, 2)}
+
+  def write(self, model):
+    if model["head"] != "score":
+      return {}
+    if self.scorer is None:
+      raise HFError("transformers has no such architecture with a head that scores (model.head)")
+    names = [f"LABEL_{i}" for i in range(model["num_labels"])]
+    return {"architectures": [self.scorer], "id2label": {str(i): name for i, name in enumerate(names)},
+            "label2id": {name: i for i, name in enumerate(names)}}
+
+
 class WholeHeads(Rule):
   """Some families want a hidden size that is a multiple of the heads, although head_dim says the heads' size."""
 

@@ -1,6 +1,6 @@
 """Writes trl_losses.json: what TRL computes in each step of the tiny runs of benchmarks/parity.
 
-    python -m benchmarks.parity sft dpo kto lora grpo --tiny --steps=8 --peer peers/bin/python --out runs/parity
+    python -m benchmarks.parity sft dpo kto lora grpo reward --tiny --steps=8 --peer peers/bin/python --out runs/parity
     python -m tests.benchmarks.make_trl_losses runs/parity
 """
 
@@ -8,7 +8,7 @@ import json
 import sys
 from pathlib import Path
 
-PARTS = ("sft", "dpo", "kto", "lora", "grpo")
+PARTS = ("sft", "dpo", "kto", "lora", "grpo", "reward")
 FILE, STEPS = Path(__file__).with_name("trl_losses.json"), 8
 
 

@@ -118,7 +118,8 @@ SOURCE = {
   "source.dataset": [data("b", TFDS, see=texts), data("name", of("digits", max_documents=4), images, texts),
                      *(data("chat", of(kind, max_documents=4), answers, texts)
                        for kind in ("python_docstrings", "arithmetic", "arithmetic_mistakes")),
-                     data("chat", of("python_docstring_pairs", max_documents=4), pairs, texts)],
+                     *(data("chat", of(kind, max_documents=4), pairs, texts)
+                       for kind in ("python_docstring_pairs", "arithmetic_pairs"))],
   "source.dataset_split": [data("test", TFDS, see=texts),
                            data("test", of("arrow", path=lambda f: _arrow(f, "a")), see=texts)],
   "source.split": data("validation", see=texts),
@@ -285,6 +286,9 @@ STRATEGY = {
   **strategies("distill", {"teacher": run(first_reference, lambda f: f.other_hf, {"strategy.teacher": lambda f: f.hf},
                                           questions),
                            "normalize": data("sequence", {"strategy.teacher": lambda f: f.hf}, questions)}),
+  **{key: row._replace(given={"model.head": "score"} | row.given) for key, row in strategies("reward", {
+    "center_rewards_coefficient": program(0.1),
+    "disable_dropout": program(False, {"model.dropout": 0.5}, see=noise)}).items()},
   **strategies("grpo", {
     **{f"preset={name}": program(name) for name in presets.PRESETS if name != "grpo"},
     "ratio": program("sequence"), "clip": program("cispo"), "clip_low": program(0.1), "clip_high": program(0.3),

@@ -186,6 +186,8 @@ MODEL = {
   "model.rope_scaling.short_factors": program((1.5,) * 4, LONGROPE),
   "model.rope_scaling.long_factors": program((3.0,) * 4, LONGROPE),
   "model.tie_embeddings": program(False),
+  "model.head": program("score", see=fresh),
+  "model.num_labels": program(3, {"model.head": "score"}, see=fresh),
   "model.scale_embeddings": program(True),
   "model.embedding_scale": program(2.0),
   "model.residual_scale": program(0.5),

@@ -21,6 +21,8 @@ from trainer.checkpoints.fingerprint import fingerprint
 from trainer.errors import ConfigError
 
 Leaves = dict[str, Any]  # arrays or their shapes, by path
+# The head that scores sequences, which the folder of a language model does not have.
+SCORE = "score/kernel"
 
 
 @dataclass(frozen=True)
@@ -142,10 +144,11 @@ def _base_shapes(model: Any) -> Leaves:
 def _check_typed(origin: Origin, keys: dict[str, Any], shapes: Leaves, folder: str) -> None:
   """Refuses a config whose own keys make other shapes than the folder's config.json: its parameters cannot be read.
 
-  An unembedding of its own, or none, is no matter of shapes (models/hf/convert.py).
+  An unembedding of its own, or none, is no matter of shapes (models/hf/convert.py); a head that scores may be new.
   """
   theirs = tree.flatten(hf.abstract_params(keys))
-  differ = [path for path in sorted({*shapes, *theirs} - {"unembed/kernel"})
+  new = {SCORE} if keys["head"] == "lm" else set()
+  differ = [path for path in sorted({*shapes, *theirs} - {"unembed/kernel"} - new)
             if path not in shapes or path not in theirs or shapes[path].shape != theirs[path].shape]
   if not differ:
     return
@@ -168,11 +171,15 @@ def _from_hugging_face(origin: Origin, model: Any, wanted: Leaves) -> Iterator[t
   if wanted:
     folder = origin.folder
     family, keys, _ = hf.architecture(folder, origin.hf_ignore)
-    _check_typed(origin, keys, _base_shapes(model), folder)
+    shapes = _base_shapes(model)
+    _check_typed(origin, keys, shapes, folder)
+    if SCORE in shapes and keys["head"] == "lm":
+      shapes = tree.flatten(hf.abstract_params(keys))
+      wanted = {path: leaf for path, leaf in wanted.items() if path != SCORE}
     tensors = hf.TensorFolder(folder)
     if tensors.note:
       logging.log_first_n(logging.WARNING, "%s: %s", 1, folder, tensors.note)
-    plan = hf.plan(family, keys, tree.unflatten(_base_shapes(model)), tensors).only(wanted)
+    plan = hf.plan(family, keys, tree.unflatten(shapes), tensors).only(wanted)
     shardings = {path: leaf.sharding for path, leaf in wanted.items()}
     dtypes = {path: leaf.dtype for path, leaf in wanted.items()}
     yield from hf.iter_params(plan, tensors, shardings, dtypes, progress=True)
@@ -193,7 +200,7 @@ def _from_peft(origin: Origin, model: Any, wanted: Leaves) -> Iterator[tuple[str
 def _from_run(cfg: Origin, wanted: Leaves, *, partial: bool) -> Iterator[tuple[str, jax.Array]]:
   """Parameters of another run, matched by name after `remap`.
 
-  `ignore`d ones are left out; so are adapters that the run does not have, and, where the base has a source of its own,
+  `ignore`d ones are left out; so are adapters and a head that scores, which the run does not have, and, where the base has a source of its own,
   what an adapter checkpoint does not hold.
   """
   path = checkpoint.find(cfg.path)
@@ -206,17 +213,17 @@ def _from_run(cfg: Origin, wanted: Leaves, *, partial: bool) -> Iterator[tuple[s
     new = name
     for pattern, replacement in cfg.remap:
       new = re.sub(pattern, replacement, new)
-    if not new:
+    if not new or new == "unembed/kernel" and SCORE in wanted:  # tokens are no longer predicted
       dropped.append(name)
       continue
     if new in renamed:
       raise ConfigError(f"init_from.remap maps both {renamed[new]} and {name} of {path} to {new}.")
     renamed[new] = name
 
-  adapters_only = cfg.folder is not None and all(lora.is_adapter(name) for name in renamed)
+  adapters_only = cfg.folder is not None and all(lora.is_trained(name) for name in renamed)
 
   def may_lack(name: str) -> bool:
-    return name in ignored or name not in renamed and (adapters_only or lora.is_adapter(name))
+    return name in ignored or name not in renamed and (adapters_only or lora.is_trained(name))
 
   problems = tree.compare({p: leaf for p, leaf in wanted.items() if not may_lack(p)},
                               {new: saved[old] for new, old in renamed.items()

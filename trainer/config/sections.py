@@ -38,6 +38,7 @@ def source(**changed) -> ConfigDict:
   # save_to_disk) | arrayrecord | tfds | python_stdlib | python_docstrings (signatures and their docstrings) |
   # python_docstring_pairs (each with its own docstring, chosen, and another's, rejected) |
   # arithmetic (sums to solve) | arithmetic_mistakes (half of the answers are wrong) |
+  # arithmetic_pairs (the right answer chosen, a wrong one rejected) |
   # digits (small pictures of handwritten digits, with questions about them) |
   # the dotted path of a reader of yours (docs/extending.md), which has its own keys besides these.
   c.type = "text"
@@ -51,7 +52,7 @@ def source(**changed) -> ConfigDict:
   c.documents = "file"
   # tfds: the dataset's name (`name[/config][:version]`); `path` is its data_dir.
   # digits: name | description, the question that is asked of each picture; unset: both.
-  # python_docstrings, python_docstring_pairs, arithmetic, arithmetic_mistakes: chat, for conversations; unset: texts.
+  # python_docstrings, python_docstring_pairs, arithmetic and the like: chat, for conversations; unset: texts.
   c.dataset = unset(str)
   # tfds: its own split; arrow: that of a saved DatasetDict.
   c.dataset_split = "train"

@@ -28,8 +28,8 @@ class MergedLeaves:
     config: of the run.
     tokenizer: of the run.
     checkpoint: the folder of the checkpoint.
-    adapters: {path: ShapeDtypeStruct}.
-    read_adapter: gives `leaf[index]` of an adapter's leaf.
+    trained: {path: ShapeDtypeStruct} of what it holds: adapters, and maybe a head that scores.
+    read_trained: gives `leaf[index]` of one of these.
 
   Attributes:
     shapes: {path: ShapeDtypeStruct}; what was quantised counts as bfloat16.
@@ -38,20 +38,25 @@ class MergedLeaves:
     ConfigError: the base is not the one that the adapters were trained on.
   """
 
-  def __init__(self, config: Any, tokenizer: Tokenizer, checkpoint: Path, adapters: Mapping[str, Any],
-               read_adapter: ReadLeaf):
+  def __init__(self, config: Any, tokenizer: Tokenizer, checkpoint: Path, trained: Mapping[str, Any],
+               read_trained: ReadLeaf):
     model = _model(config, tokenizer)
     device = jax.sharding.SingleDeviceSharding(_host())
     stored = {path: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=device)
-              for path, leaf in tree.flatten(model.abstract_params()).items() if not lora.is_adapter(path)}
+              for path, leaf in tree.flatten(model.abstract_params()).items() if path not in trained}
     base, where = init_from.first_params(init_from.origin_of(config), model, tree.unflatten(stored), partial=True)
     init_from.check_base(config, base, where, checkpoint)
     self._base = {path: np.asarray(leaf) for path, leaf in tree.flatten(base).items()}
     self.shapes = {path: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype if path in self._base else jax.numpy.bfloat16)
                    for path, leaf in quantize.logical(stored).items()}
-    self.read = lora.merged_reader(self._read_base, read_adapter, adapters, model.spec.lora.scale)
+    self.shapes |= {path: leaf for path, leaf in trained.items() if not lora.is_adapter(path)}
+    self._trained, self._read_trained = trained, read_trained
+    self.read = lora.merged_reader(self._read_base, read_trained, filter(lora.is_adapter, trained),
+                                   model.spec.lora.scale)
 
   def _read_base(self, path: str, index: tuple[int | slice, ...]) -> np.ndarray:
+    if path in self._trained:
+      return self._read_trained(path, index)
     if path in self._base:
       values = self._base[path][index]
       return values.astype(np.float32) if path.endswith("/kernel") else values
@@ -68,6 +73,8 @@ def save_peft(out: Path, config: Any, tokenizer: Tokenizer, read_adapter: ReadLe
   """Writes the adapters in PEFT's format; see `hf.save_adapters`. `overwrite`: replace adapters that `out` holds."""
   if (out / peft.CONFIG).exists() and not overwrite:
     raise hf.HFError(f"{out} already holds adapters. Give another folder, or say that they may be overwritten.")
+  if config.model.head == "score":
+    raise hf.HFError("model.head is 'score': PEFT's format has the adapters here, and no head. Export --adapter=merged.")
   shapes = quantize.logical(tree.flatten(_model(config, tokenizer).abstract_params()))
   if config.model.hf:
     family, keys, _ = hf.architecture(config.model.hf, config.model.hf_ignore)

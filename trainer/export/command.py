@@ -85,7 +85,7 @@ def export(workdir: str | Path, out: str | Path, *, step: int | None = None, dty
       _write_texts(config, tokenizer, workdir, out)
     return out
   if adapters:
-    stored = export_adapters.MergedLeaves(config, tokenizer, folder, adapters, stored.read)
+    stored = export_adapters.MergedLeaves(config, tokenizer, folder, stored.shapes, stored.read)
   shapes = _without_padding(stored.shapes, None if config.model.hf else tokenizer.vocab_size)
   keys = hf.keys_of(config.model, shapes["embed/embedding"].shape[0])
   original = workdir / hugging_face.FOLDER

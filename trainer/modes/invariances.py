@@ -122,6 +122,7 @@ def _changed(s: Fixture, where: np.ndarray, others: np.ndarray) -> float:
 
 def full_logits(s: Fixture) -> float:
   """I4, values: log-probs in chunks against those of logits, relative to their size where that is above 1."""
+  _need_tokens(s)
   first = {key: part[:mesh_lib.batch_shards(s.mesh)] for key, part in s.batch.items()}
   targets_BxT, weights_BxT = seq.next_tokens(first)
 
@@ -145,7 +146,13 @@ def one_chunk(s: Fixture) -> float:
   """I4, the gradient."""
   if not s.built_in:
     raise Skip("model.vocab_chunk is a key of the built-in model")
+  _need_tokens(s)
   return distance(s.gradient(model__vocab_chunk=s.model.vocab_size)[0], s.gradient(model__vocab_chunk=_chunk(s))[0])
+
+
+def _need_tokens(s: Fixture) -> None:
+  if s.config.model.head == "score":
+    raise Skip("the model scores sequences and predicts no tokens")
 
 
 def _chunk(s: Fixture) -> int:
@@ -209,6 +216,7 @@ def generation(s: Fixture) -> float:
   """I9: log-probs of generated tokens, step by step with a cache, against one pass over the whole text."""
   if not hasattr(s.model, "prefill"):
     raise Skip("the model does not generate")
+  _need_tokens(s)
   if "images" in s.batch or s.config.model.vision.tower != "none":
     raise Skip("rows have images; tests/trainer/generate/test_sampler_images.py has the same for them")
   prompts: list = []

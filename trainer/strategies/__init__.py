@@ -22,6 +22,7 @@ from trainer.strategies.dpo import DPO
 from trainer.strategies.grpo import GRPO
 from trainer.strategies.kto import KTO
 from trainer.strategies.record import Strategy, load
+from trainer.strategies.reward import REWARD
 from trainer.strategies.seq import SEQ
 from trainer.strategies.sft import SFT
 
@@ -29,7 +30,7 @@ __all__ = ["STRATEGIES", "Strategy", "check", "fill_in", "find", "learns", "need
            "precomputes", "reference_mix", "temperature"]
 
 STRATEGIES: dict[str, Strategy] = {"seq": SEQ, "sft": SFT, "dpo": DPO, "kto": KTO, "grpo": GRPO,
-                                    "distill": DISTILL}
+                                    "distill": DISTILL, "reward": REWARD}
 
 
 def find(name: str) -> Strategy:
@@ -116,5 +117,10 @@ def check(config: Any) -> None:
   Raises:
     ConfigError: naming the key.
   """
+  if config.model.head != of(config).head:
+    head = of(config).head
+    raise ConfigError(f"model.head is {config.model.head!r}, but strategy {config.strategy.name!r} reads "
+                      f"{'scores of sequences' if head == 'score' else 'logits of tokens'}. Use "
+                      f"--config.model.head={head}.")
   if (own_check := of(config).check) is not None:
     own_check(config.strategy, config.grad_accum_steps, config.model)

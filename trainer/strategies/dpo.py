@@ -47,7 +47,7 @@ def loss(model: Any, params: Any, batch: dict[str, jax.Array], rng: jax.Array | 
   def sums(values_BxT):
     return sequences.segment_sums(values_BxT, batch)
 
-  mask_BxT, roles_BxP = sequences.completion_mask(batch), _split(batch["segment_roles"])
+  mask_BxT, roles_BxP = sequences.completion_mask(batch), split(batch["segment_roles"])
   present_BxP = ((roles_BxP[0] != ABSENT) & (roles_BxP[1] != ABSENT)).astype(jnp.float32)
   count_BxS, logps_BxS = sums(mask_BxT), sums(stats.logprob)
   ref_BxS = None if ref_BxT is None else sums(ref_BxT)
@@ -55,15 +55,15 @@ def loss(model: Any, params: Any, batch: dict[str, jax.Array], rng: jax.Array | 
   if ref_BxT is not None and cfg.ld_alpha != 1.0:
     share_BxT = _length_desensitized(batch, mask_BxT, count_BxS, cfg.ld_alpha)
     policy_BxS, anchor_BxS = sums(stats.logprob * share_BxT), sums(ref_BxT * share_BxT)
-  columns = [_split(x) for x in (logps_BxS, count_BxS, policy_BxS, anchor_BxS)]
+  columns = [split(x) for x in (logps_BxS, count_BxS, policy_BxS, anchor_BxS)]
   pairs = Pairs(*(Side(*(column[i] for column in columns)) for i in (0, 1)), present_BxP)
   if use_wpo:
     # Mean over tokens of log p(token) - log Σ_v p(v)² (WPO, arXiv 2406.11827, eq. 2), chosen and rejected multiplied.
     aligned_BxS = sums(stats.logprob - stats.log_square) / jnp.maximum(count_BxS, 1.0)
-    pairs = pairs._replace(weight=jax.lax.stop_gradient(jnp.exp(sum(_split(aligned_BxS)))))
+    pairs = pairs._replace(weight=jax.lax.stop_gradient(jnp.exp(sum(split(aligned_BxS)))))
 
   terms, metrics = preference.terms(pairs, cfg)
-  metrics |= _pair_metrics(pairs, _split(ref_BxS), weights, cfg.beta)
+  metrics |= _pair_metrics(pairs, split(ref_BxS), weights, cfg.beta)
   metrics |= _token_metrics(sums(stats.entropy), sums(stats.is_top), count_BxS, present_BxP)
   return terms | out.losses, metrics | out.metrics
 
@@ -85,8 +85,8 @@ def at_reference(cfg: Any) -> dict[str, float]:
   return {"rewards/margins": 0.0} | ({"losses/sigmoid": math.log(2)} if alone else {})
 
 
-def _split(values_BxS: jax.Array | None) -> tuple[Any, Any]:
-  """(chosen, rejected), each [B, P]; (None, None) for None."""
+def split(values_BxS: jax.Array | None) -> tuple[Any, Any]:
+  """Of segments: (chosen, rejected), each [B, P]; (None, None) for None."""
   if values_BxS is None:
     return None, None
   if values_BxS.shape[1] % 2:
@@ -97,7 +97,7 @@ def _split(values_BxS: jax.Array | None) -> tuple[Any, Any]:
 def _length_desensitized(batch: dict[str, jax.Array], mask_BxT, count_BxS, alpha: float) -> jax.Array:
   """LD-DPO's weights of tokens (arXiv 2409.06411): `alpha` beyond the length of the pair's shorter completion,
   1 up to there; [B, T]."""
-  shorter_BxP = jnp.minimum(*_split(count_BxS))
+  shorter_BxP = jnp.minimum(*split(count_BxS))
   segment_BxT = jnp.maximum(batch["segment_ids"] - 1, 0)
   before_BxS = jnp.cumsum(count_BxS, axis=1) - count_BxS
   number_BxT = jnp.cumsum(mask_BxT, axis=1) - jnp.take_along_axis(before_BxS, segment_BxT, axis=1)
@@ -145,7 +145,7 @@ def _token_metrics(entropy_BxS, is_top_BxS, count_BxS, present_BxP) -> dict[str,
 
   return {
       "entropy": mean(entropy_BxS, count_BxS, present_BxS),
-      "mean_token_accuracy": mean(_split(is_top_BxS)[0], _split(count_BxS)[0], present_BxP),
+      "mean_token_accuracy": mean(split(is_top_BxS)[0], split(count_BxS)[0], present_BxP),
   }
 
 

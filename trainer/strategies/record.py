@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from input_pipeline.examples.kinds import WITH_PARTS
+from models.spec import HEADS
 from trainer.dotted import load_object
 from trainer.errors import ConfigError
 
@@ -28,6 +29,8 @@ class Strategy:
       one; see trainer/strategies/__init__.py.
     options: its keys of `config.strategy` with their defaults; a type stands for "no value yet".
     data: what it learns from, of `DATA`.
+    graded: of pairs: whether each comes with its margin, `advantages` [B, S] of the chosen side.
+    head: the value of `model.head` that its loss is for: it reads logits of tokens (lm), or scores of sequences.
     mismatched: of labelled completions: whether each comes with that of another prompt, or a function of `cfg` that
       says so.
     rollout_keys: of rollouts: which of ROLLOUT_KEYS its loss wants in a batch.
@@ -48,6 +51,8 @@ class Strategy:
   loss: Callable[..., tuple[dict[str, Any], dict[str, Any]]]
   options: Mapping[str, Any] = field(default_factory=dict)
   data: str = "texts"
+  graded: bool = False
+  head: str = "lm"
   mismatched: bool | Callable[[Any], bool] = False
   rollout_keys: tuple[str, ...] = ("advantages",)
   rewarded: bool = True
@@ -62,7 +67,7 @@ class Strategy:
   @property
   def takes_rollouts(self) -> bool:
     """Whether it can learn from completions that are sampled."""
-    return self.data in SAMPLED or not self.rewarded
+    return (self.data in SAMPLED or not self.rewarded) and self.head == "lm"
 
   @property
   def takes_preferences(self) -> bool:
@@ -76,11 +81,11 @@ class Strategy:
 
   def learns(self, cfg: Any) -> str:
     """What it learns from as the input pipeline has it, of `input_pipeline.examples.kinds.KINDS`."""
-    return "mismatched" if _asked(self.mismatched, cfg) else self.data
+    return "mismatched" if _asked(self.mismatched, cfg) else "graded" if self.graded else self.data
 
   def shares_prompts(self, cfg: Any) -> bool:
     """Whether sequences that come with the data have a prompt in common."""
-    return self.learns(cfg) in ("pairs", "mismatched")
+    return self.learns(cfg) in ("pairs", "graded", "mismatched")
 
   def has_reference(self, cfg: Any) -> bool:
     """Whether it compares the policy with a reference."""
@@ -123,6 +128,9 @@ def load(name: str, built_in: Iterable[str]) -> Strategy:
   if made.mismatched is not False and made.data != "labelled":
     raise ConfigError(f"{where}, a Strategy with mismatched={made.mismatched!r} and data={made.data!r}; completions of "
                       "other prompts come with data='labelled' alone.")
+  if made.graded and made.data != "pairs" or made.head not in HEADS:
+    raise ConfigError(f"{where}, a Strategy with graded={made.graded!r}, data={made.data!r} and head={made.head!r}; "
+                      f"margins come with data='pairs' alone, and heads are {', '.join(HEADS)}.")
   if invalid := [key for key in made.rollout_keys if key not in ROLLOUT_KEYS]:
     raise ConfigError(f"{where}, a Strategy whose rollout_keys have {invalid[0]!r}; allowed: "
                       f"{', '.join(ROLLOUT_KEYS)}.")

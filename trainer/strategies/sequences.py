@@ -64,6 +64,15 @@ def segment_sums(values_BxT: jax.Array, batch: Mapping[str, jax.Array]) -> jax.A
   return jnp.sum(jnp.where(in_segment, values_BxT.astype(jnp.float32)[:, :, None], 0.0), axis=1)
 
 
+def scores(model: Any, params: Any, hidden_BxTxD: jax.Array, batch: Mapping[str, jax.Array]) -> jax.Array:
+  """What a model with `model.head=score` says of each segment, by the hidden state of its last token, as
+  *ForSequenceClassification does; [B, S, num_labels] float32, S as in `batch["segment_roles"]`."""
+  ids_S = jnp.arange(1, batch["segment_roles"].shape[1] + 1)
+  in_segment = batch["segment_ids"][:, :, None] == ids_S
+  last_BxS = jnp.max(jnp.where(in_segment, jnp.arange(in_segment.shape[1])[:, None], 0), axis=1)
+  return model.score(params, jnp.take_along_axis(hidden_BxTxD, last_BxS[:, :, None], axis=1))
+
+
 def sequence_logps(model: Any, params: Any, batch: dict[str, jax.Array]) -> jax.Array:
   """Log-probabilities of the completions, sums over their tokens, [B, S] float32; without dropout."""
   return segment_sums(token_logprobs(model, params, batch), batch)

@@ -23,6 +23,7 @@ COHERE = Family(
     name="cohere",
     model_types=("cohere",),
     architectures=("CohereForCausalLM",),
+    classifier=None,
     keys=(*COHERE_KEYS, common.HEAD_SIZE, Rope(theta=5e5), Key("use_qk_norm", "qk_norm", bool, False, False)),
     table=COHERE_TABLE,
     fixed=COHERE_FIXED | {"qk_norm_over": "each_head"},

@@ -39,6 +39,7 @@ COHERE2 = Family(
     name="cohere2",
     model_types=("cohere2",),
     architectures=("Cohere2ForCausalLM",),
+    classifier=None,
     keys=(*COHERE_KEYS, DividedHeads(), Rope(), Must("use_qk_norm", False, "queries and keys have no norms"),
           WindowOrNoPositions(sliding_window, all_but_every_nth, write_window)),
     table=COHERE_TABLE,

@@ -26,6 +26,7 @@ GEMMA3 = Family(
     name="gemma3",
     model_types=("gemma3_text",),
     architectures=("Gemma3ForCausalLM",),
+    classifier="Gemma3TextForSequenceClassification",
     keys=(
         *common.SIZES, common.WIDTH, common.RMS_EPS, common.TIED,
         WholeHeads(), Rope(theta=1e6, local_theta=1e4), TANH_GELU, QueryScale(), common.ATTENTION_BIAS,

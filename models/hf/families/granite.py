@@ -26,6 +26,7 @@ GRANITE = Family(
     name="granite",
     model_types=("granite",),
     architectures=("GraniteForCausalLM",),
+    classifier=None,
     keys=(
         *common.SIZES, common.WIDTH, common.HEAD_SIZE, common.RMS_EPS, common.SILU, common.UNTIED, Rope(),
         Key("num_key_value_heads", "num_kv_heads", default=common.as_many_as_heads, null=common.as_many_as_heads),

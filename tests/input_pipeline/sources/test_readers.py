@@ -373,6 +373,16 @@ def test_a_teacher_errs_in_half_of_the_exercises_always_alike():
   assert said == {r.fields["prompt"]: int(r.fields["completion"]) for r in records(type="arithmetic_mistakes")}
 
 
+def test_pairs_of_exercises_have_the_right_answer_and_a_mistake():
+  right = {r.fields["prompt"]: r.fields["completion"] for r in records(type="arithmetic")}
+  pairs = {r.fields["prompt"]: r.fields for r in records(type="arithmetic_pairs")}
+  assert {prompt: row["chosen"] for prompt, row in pairs.items()} == right
+  off = collections.Counter(int(row["rejected"]) - int(row["chosen"]) for row in pairs.values())
+  assert set(off) == {-10, -2, -1, 1, 2, 10} and min(off.values()) > 3000
+  chat = next(iter(records(type="arithmetic_pairs", dataset="chat"))).fields
+  assert chat.keys() == {"prompt", "chosen", "rejected"} and chat["chosen"] == [{"role": "assistant", "content": "0"}]
+
+
 def test_exercises_of_the_two_kinds_are_split_alike():
   """Those that one kind is evaluated on are not among those that the other is trained on."""
   train = {r.fields["prompt"] for r in records(type="arithmetic_mistakes", split="train")}

@@ -82,6 +82,7 @@ RATIO = Strategy(ratio, data="rollouts", rollout_keys=("advantages", "old_logpro
 BY_GROUP = Strategy(ratio, data="rollouts", options=dict(temperature=float))
 SOME_KEYS = Strategy(ratio, data="rollouts", rollout_keys=("rewards",))
 STRANGERS = Strategy(dpo, data="pairs", mismatched=True)
+MARGINS = Strategy(nll, graded=True)
 OPEN = Strategy(scaled, options=dict(scale=float))
 PEARS = Strategy(nll, data="pears")
 UNREFERENCED = Strategy(nll, data="pairs", needs_reference=True)
@@ -203,7 +204,7 @@ def test_without_its_reference_the_options_of_one_have_no_effect(folder, tmp_pat
 
 
 @pytest.mark.parametrize("name, told", [
-    ("mine", "strategy.name is 'mine'; known strategies: seq, sft, dpo, kto, grpo, distill, or the dotted path of one"),
+    ("mine", "strategy.name is 'mine'; known strategies: seq, sft, dpo, kto, grpo, distill, reward, or the dotted path of one"),
     ("no_such_package.loss", r"strategy.name: found 'no_such_package.loss', which could not be imported \(No module"),
     ("own_losses.missing", "could not be imported .module 'own_losses' has no attribute 'missing'.. Allowed: seq, sft"),
     ("own_losses.NUMBER", "which is of type int. A strategy is a trainer.strategies.Strategy"),
@@ -211,6 +212,7 @@ def test_without_its_reference_the_options_of_one_have_no_effect(folder, tmp_pat
     ("own_losses.NO_LOSS", "which is a Strategy whose loss is no function"),
     ("own_losses.PEARS", "data='pears'; allowed: 'texts', 'conversations', 'pairs', 'labelled', 'rollouts'"),
     ("own_losses.SOME_KEYS", "rollout_keys have 'rewards'; allowed: advantages, behavior_logprobs, old_logprobs"),
+    ("own_losses.MARGINS", "graded=True, data='texts' and head='lm'; margins come with data='pairs' alone"),
     ("own_losses.STRANGERS", "mismatched=True and data='pairs'"),
     ("own_losses.few", r"called as loss\(model, params, batch, rng, cfg\), which it does not take: too many"),
     ("own_losses.UNREFERENCED", r"Define it as loss\(model, params, batch, rng, cfg, reference=None\)"),
@@ -243,6 +245,7 @@ def test_options_have_values_and_checks_of_their_own(folder, tmp_path):
 
 def test_built_in_ones_have_records_too():
   assert {name: strategies.find(name).data for name in strategies.STRATEGIES} == dict(
-      seq="texts", sft="conversations", dpo="pairs", kto="labelled", grpo="rollouts", distill="conversations")
+      seq="texts", sft="conversations", dpo="pairs", kto="labelled", grpo="rollouts", distill="conversations",
+      reward="pairs")
   for name, record in strategies.STRATEGIES.items():
     assert strategies.find(name) is record and {"name", *record.options} == set(strategy(name))
