@@ -6,13 +6,14 @@ tokenised and weighted as fine-tuning does it. What is trained of it is the comp
 
 import hashlib
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 from ml_collections import ConfigDict
 
-from input_pipeline.chat.schema import Plain
+from input_pipeline.chat.schema import BESIDE, Plain
 from input_pipeline.examples.base import Encoded
 from input_pipeline.examples.conversations import ChatEncoder, fields_of, texts_of
 from input_pipeline.examples.roles import ABSENT, CHOSEN, DESIRABLE, MISMATCHED, REJECTED, UNDESIRABLE
@@ -119,6 +120,27 @@ class PairEncoder(SidesEncoder):
   def describe(self, record: Record) -> str:
     kind = "strings" if isinstance(self._reader.pair(record)[0].row, Plain) else "messages"
     return f"pairs of {kind}{', implicit prompt' if self._reader.is_implicit(record) else ''}"
+
+
+class AnswerEncoder(SidesEncoder):
+  """What a model says to a prompt, tokenized as the sides of preferences are."""
+
+  def ids(self, prompt: str | list[dict], completion: str | list[dict], columns: Mapping[str, Any], where: str
+          ) -> np.ndarray:
+    """The token ids of both together, int32 [n].
+
+    Args:
+      prompt, completion: two texts, or two lists of messages.
+      columns: what else the record says; of it, what templates are given beside messages counts.
+      where: the record's place, for messages.
+
+    Raises:
+      DataError: they are no such thing, or none of it is the model's.
+    """
+    beside = {key: columns[key] for key in BESIDE if key in columns and key != "system"}
+    record = Record("", where, {**beside, "prompt": prompt, "completion": completion})
+    (encoded,) = self._encode_sides([(self._reader.answered(record), where)])
+    return encoded.ids
 
 
 class LabelledEncoder(SidesEncoder):

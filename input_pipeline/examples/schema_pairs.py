@@ -82,9 +82,13 @@ class PairReader(ShapeReader):
     if not isinstance(label, bool):
       raise DataError(f"{record.where}: {self._name('label')} is {label!r:.60} ({type(label).__name__}); expected true "
                       "for an answer that is wanted, false for one that is not.")
-    row = self._pair(record)
-    self._check_side(record, key, row)
-    return Side(row, key), label
+    side = self.answered(record)
+    self._check_side(record, key, side.row)
+    return side, label
+
+  def answered(self, record: Record) -> Side:
+    """The prompt with its completion, whatever that says. Raises: see `pair`."""
+    return Side(self._pair(record), self._name("completion"))
 
   def is_implicit(self, record: Record) -> bool:
     """Whether the prompt is what both sides begin with."""

@@ -263,11 +263,12 @@ def rollout() -> ConfigDict:
 def reward(**changed) -> ConfigDict:
   """One reward function, `rollout.rewards.<name>` (docs/rewards.md).
 
-  `type` is exact_match, regex, numeric, length, format, repetition, or the dotted path of a function of yours, which
+  `type` is exact_match, regex, numeric, length, format, repetition, model, or the dotted path of a function of yours, which
   gets all further keys of the section as keyword arguments.
   """
   c = ConfigDict()
-  # exact_match, regex, numeric, length, format, repetition, or the dotted path of a function of yours.
+  # exact_match, regex, numeric, length, format, repetition, model (the score of a reward model), or the dotted path of a
+  # function of yours.
   c.type = "exact_match"
   # Rewards are added up with these weights.
   c.weight = 1.0
@@ -283,5 +284,7 @@ def reward(**changed) -> ConfigDict:
   # repetition: length of what may repeat, and the penalty if all does.
   c.ngram = 3
   c.max_penalty = 1.0
+  # model: a run of strategy reward (its workdir or a checkpoint), or a Hugging Face folder of a model that scores.
+  c.path = unset(str)
   c.update(changed)
   return c

@@ -28,7 +28,7 @@ import numpy as np
 
 from trainer.errors import ConfigError, DataError
 from trainer.rollouts.reward_worker import Call, Failure, Outcome, call, call_together, timed_out
-from trainer.rollouts.rewards import Text, make, plain
+from trainer.rollouts.rewards import MODEL, Text, make, plain
 
 # What a process runs: a program of its own, so that it has neither the parent's threads nor its main module.
 _PROGRAM = ("import sys; from multiprocessing.connection import Connection; c = Connection(int(sys.argv[1])); "
@@ -351,14 +351,15 @@ def _check_pickles(key: str, value: Any, where: str) -> None:
 
 
 def make_scorer(config: Any, prompts: Any) -> Scorer:
-  """What scores completions of these prompts; its processes start with the first of them.
+  """What scores completions of these prompts by functions; its processes start with the first of them.
 
   Raises:
     ConfigError: see `Scorer`.
     DataError: naming the first prompt that lacks a column which some function is to be called with.
   """
   c = config.rollout
-  scorer = Scorer({name: c.rewards[name] for name in c.rewards}, c.reward_workers, c.reward_timeout_seconds)
+  functions = {name: c.rewards[name] for name in c.rewards if c.rewards[name].type != MODEL}
+  scorer = Scorer(functions, c.reward_workers, c.reward_timeout_seconds)
   for item in prompts.every_item():
     scorer.check_columns(item.columns, item.prompt.where)
   return scorer

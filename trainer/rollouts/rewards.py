@@ -103,9 +103,15 @@ def repetition(prompts, completions, completion_ids, *, ngram=3, max_penalty=1.0
   return scores
 
 
+def model(prompts, completions, completion_ids, *, path, **columns) -> list[float | None]:
+  """The score of a reward model, a folder or a run; on the mesh, where trainer/rollouts/reward_models.py computes it."""
+  raise RuntimeError("a reward of type 'model' is not computed in a process for rewards")
+
+
+MODEL = "model"
 BUILT_IN: dict[str, Callable] = {
     "exact_match": exact_match, "regex": regex, "numeric": numeric, "length": length, "format": format_match,
-    "repetition": repetition}
+    "repetition": repetition, MODEL: model}
 
 
 def text_of(completion: Text) -> str:
@@ -279,6 +285,9 @@ def _check_options(key: str, kind: str, options: dict[str, Any]) -> None:
     if options["pattern"] is None and kind in ("regex", "format"):
       raise ConfigError(f"{key}: type {kind!r} needs a pattern. Set {key}.pattern to a regex.")
     compile_pattern(options["pattern"], f"{key}.pattern")
+  if "path" in options and not options["path"]:
+    raise ConfigError(f"{key}: type {kind!r} needs a path. Set {key}.path to a run of strategy reward, or to a Hugging "
+                      "Face folder of a model that scores.")
   if options.get("answer_key") in (*_GIVEN, *options, ""):
     raise ConfigError(f"{key}.answer_key: found {options['answer_key']!r}, which no column can be called that a reward "
                       "reads. Rename the column.")

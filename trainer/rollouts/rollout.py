@@ -37,6 +37,7 @@ from trainer.rollouts.episode import Episode
 from trainer.rollouts.experience import Experience
 from trainer.rollouts.groups import ScoredGroup, TrainingSamples
 from trainer.rollouts.options import ENVIRONMENT
+from trainer.rollouts.reward_models import RewardModels
 from trainer.rollouts.reward_pool import Group, make_scorer
 
 
@@ -91,8 +92,9 @@ class Rollouts:
     self._episodes = Episodes(config, policy.tokenizer, prompts)
     self._scorer = make_scorer(config, prompts)
     self._sampler.check([max((i.prompt.ids for i in prompts.every_item()), key=len)], c.max_new_tokens, "rollout.")
-    self._names = (*self._scorer.names, *(ENVIRONMENT,) * self._has_environment)
-    self._weights = np.array([*self._scorer.weights, *(1.0,) * self._has_environment])
+    self._models = RewardModels(config, policy.mesh)
+    self._names = (*self._scorer.names, *self._models.names, *(ENVIRONMENT,) * self._has_environment)
+    self._weights = np.array([*self._scorer.weights, *self._models.weights, *(1.0,) * self._has_environment])
     self.source_names, self.rows_per_epoch = prompts.source_names, prompts.num_prompts
     self.fingerprint = self.past_fingerprint = prompts.fingerprint
     # They follow from how completions are packed.
@@ -191,7 +193,8 @@ class Rollouts:
     done = self._experience is None or step - self._first_step >= self._steps_each
     meta = {"tokens": tokens, "drawn": drawn, "number": self._number, "first_step": self._first_step,
             "updates": self._updates, "steps": self._steps_each, "metrics": self.metrics, "done": done,
-            "data": self.fingerprint, "without_lesson": self._without_signal, "learned": self._learned}
+            "data": self.fingerprint, "without_lesson": self._without_signal, "learned": self._learned,
+            "reward_models": self._models.saved()}
     # Checkpoints cannot hold empty arrays.
     if done or not self._experience.num_units:
       return meta, None
@@ -206,6 +209,7 @@ class Rollouts:
     if meta is None:
       return
     self._totals = {step: (meta["tokens"], meta["drawn"])}
+    self._models.restore(meta.get("reward_models", {}))
     self._number, self._first_step, self._drawn = meta["number"], meta["first_step"], meta["drawn"]
     self._updates, self._steps_each, self.metrics = meta["updates"], meta["steps"], meta["metrics"]
     # Checkpoints of earlier versions do not say.
@@ -312,15 +316,18 @@ class Rollouts:
     """The groups with their rewards, which the first process computes for all."""
     began = time.perf_counter()
     scores: Any = None
+    groups = [Group(item.content, [e.completion for e in group], [e.completion_ids.tolist() for e in group],
+                    item.columns, item.prompt.where) for item, group in zip(items, episodes, strict=True)]
     if jax.process_index() == 0:
-      groups = [Group(item.content, [e.completion for e in group], [e.completion_ids.tolist() for e in group],
-                      item.columns, item.prompt.where) for item, group in zip(items, episodes, strict=True)]
       scores = self._scorer.score(groups)
       for message in scores.messages:
         logging.warning("rollout: %s", message)
       scores = [np.asarray(part).tolist() for part in (scores.values, scores.failed, scores.abstained)]
     values, failed, abstained = (np.array(part, dtype) for part, dtype in zip(
         processes.from_first(scores), (np.float64, bool, bool), strict=True))
+    if self._models.names:  # all processes compute these
+      values, failed, abstained = (np.concatenate(parts, axis=2) for parts in zip(
+          (values, failed, abstained), self._models.score(groups), strict=True))
     if self._has_environment:
       own = np.array([[np.nan if e.reward is None else e.reward for e in group] for group in episodes])
       broken = np.array([[e.failed for e in group] for group in episodes])

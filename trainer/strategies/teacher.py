@@ -1,4 +1,5 @@
-"""The teacher of a student: another model over the same tokens, of any size, as `strategy.teacher` names it.
+"""The teacher of a student: another model over the same tokens, of any size, as `strategy.teacher` names it. A reward
+model in rollouts is found and read in the same way.
 
 It is a Hugging Face folder, or a run (a workdir or a checkpoint). Its parameters are `state["reference"]["teacher"]`:
 on the same mesh, by the same rules of sharding, with a fingerprint in every checkpoint but not in it.
@@ -32,17 +33,17 @@ class Source:
   is_hf: bool
 
 
-def find(path: str | None) -> Source:
-  """What the path holds; no tensor is read.
+def find(path: str | None, key: str = KEY) -> Source:
+  """What the path holds, which messages call `key`; no tensor is read.
 
   Raises:
     ConfigError: nothing that can teach.
   """
   if path is None:
-    raise ConfigError(f"{KEY} is not set. Give a Hugging Face folder, or a run: its workdir or a checkpoint.")
+    raise ConfigError(f"{key} is not set. Give a Hugging Face folder, or a run: its workdir or a checkpoint.")
   folder = Path(path).expanduser()
   if not folder.is_dir():
-    raise ConfigError(f"{KEY} is {path!r}, which is no folder. Give a Hugging Face folder, or a run: its workdir or a "
+    raise ConfigError(f"{key} is {path!r}, which is no folder. Give a Hugging Face folder, or a run: its workdir or a "
                       "checkpoint.")
   section = config_lib.model()
   if (folder / "config.json").is_file() and not (folder / "checkpoints").is_dir():
@@ -53,15 +54,15 @@ def find(path: str | None) -> Source:
   workdir = checkpoint.find(str(folder)).parent.parent
   _update(section, hf.files.read_json(workdir / "config.json")["model"])
   if section.lora.rank:
-    raise ConfigError(f"{KEY} is {path!r}, a run that trained adapters. Export it first, with its base: python -m "
+    raise ConfigError(f"{key} is {path!r}, a run that trained adapters. Export it first, with its base: python -m "
                       f"trainer.export --workdir={workdir}.")
   return Source(str(folder), section, workdir / "tokenizer.json",
                 load_tokenizer(workdir / "tokenizer.json").vocab_size, False)
 
 
-def make_model(path: str, params_dtype: str, compute_dtype: str) -> Any:
+def make_model(path: str, params_dtype: str, compute_dtype: str, key: str = KEY) -> Any:
   """The teacher without its parameters. Raises: see `find`."""
-  source = find(path)
+  source = find(path, key)
   return api.make_model(source.section, vocab_size=source.vocab_size, params_dtype=params_dtype,
                         compute_dtype=compute_dtype)
 
@@ -97,8 +98,8 @@ def abstract_params(config: Any) -> Any:
   return make_model(config.strategy.teacher, str(precision.params), str(precision.compute)).abstract_params()
 
 
-def load(config: Any, target: Any) -> Any:
-  """The teacher's parameters.
+def load(config: Any, target: Any, path: str | None = None, key: str = KEY) -> Any:
+  """The teacher's parameters, or those of the model at `path`, which messages call `key`.
 
   Args:
     target: nested dict of ShapeDtypeStructs with shardings.
@@ -106,15 +107,16 @@ def load(config: Any, target: Any) -> Any:
   Raises:
     ConfigError: it does not have all of them.
   """
-  source = find(config.strategy.teacher)
+  path = config.strategy.teacher if path is None else path
+  source = find(path, key)
   origin = dataclasses.replace(
       init_from.origin_of(config), path=None if source.is_hf else source.path, remap=(), ignore=(),
       folder=source.path if source.is_hf else None, peft=None, fresh=False, hf_ignore=(), typed=None,
       model=source.section)
-  model = make_model(config.strategy.teacher, str(config.precision.params), str(config.precision.compute))
+  model = make_model(path, str(config.precision.params), str(config.precision.compute), key)
   loaded, where = init_from.first_params(origin, model, target)
   if "fresh" in where:
-    raise ConfigError(f"{KEY}: {source.path} does not have all of its model's parameters ({where}).")
+    raise ConfigError(f"{key}: {source.path} does not have all of its model's parameters ({where}).")
   return loaded
 
 
