@@ -1,9 +1,9 @@
 """What both sides of benchmarks/parity read: rows, and, for a run that needs no files of others, a tiny random Llama.
 
 Rows are conversations of one question: {"prompt": […], "completion": […]} for sft, with a label for kto, and "chosen"
-and "rejected" for dpo, and a margin for reward; texts for seq; for grpo see `rollouts`. What is rejected, or labelled false, is the answer to
-the question after the next. No two questions are the same, so that the order in which rows are trained can be told from
-their texts.
+and "rejected" for dpo, and a margin for reward; texts for seq; for grpo see `rollouts`. What is rejected, or labelled
+false, is the answer to the question after the next. No two questions are the same, so that the order in which rows are
+trained can be told from their texts.
 """
 
 import json

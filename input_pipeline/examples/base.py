@@ -18,10 +18,10 @@ class Encoded(NamedTuple):
   """Token ids (int32 [n]) and weights (float32 [n]): weights[t] is that of predicting ids[t]. None: all are 1.
 
   A document may consist of parts, which do not see one another but belong together, such as the two sides of a
-  preference: `parts` are their lengths, `roles` what each is (roles.py), and `advantages` a number for each
-  (kinds.py: of sampled completions, or the margin of a chosen one). `logprobs` (float32 [n], NaN: not known) are what the program that sampled the tokens gave them. It may
-  have `images`, whose tokens begin at `places`, in ascending order. `remarks` are counted and logged at the start
-  (`remarks.py`).
+  preference: `parts` are their lengths, `roles` what each is (roles.py), and `advantages` a number for each (kinds.py):
+  those of sampled completions, or the margin of a chosen one. `logprobs` (float32 [n], NaN: not known) are what the
+  program that sampled the tokens gave them. It may have `images`, whose tokens begin at `places`, in ascending order.
+  `remarks` are counted and logged at the start (`remarks.py`).
   """
 
   ids: np.ndarray

@@ -126,14 +126,14 @@ class ChatEncoder:
     """(ids with the placeholders of images, int32 [n]; where each image's begin)."""
     return (ids, ()) if self.images is None else self.images.finish(ids)
 
-  def segments(self, row: Conversation | Plain, where: str) -> list[list[Segment]]:
-    """The examples that a row gives; none if nothing in it is trained.
+  def segments(self, row: Conversation | Plain, where: str, empty: bool = False) -> list[list[Segment]]:
+    """The examples that a row gives; none if nothing in it is trained. `empty`: what is trained may say nothing.
 
     Raises:
       DataError: the row and the template do not fit; begins with `where`.
     """
     try:
-      return self._plain(row) if isinstance(row, Plain) else self._conversation(row)
+      return self._plain(row, empty) if isinstance(row, Plain) else self._conversation(row, empty)
     except DataError as e:
       raise DataError(f"{where}: {e}") from e
 
@@ -172,14 +172,14 @@ class ChatEncoder:
     """What turns texts into tokens."""
     return SegmentEncoder(self._tokenizer, self.images)
 
-  def _conversation(self, row: Conversation) -> list[list[Segment]]:
+  def _conversation(self, row: Conversation, empty: bool = False) -> list[list[Segment]]:
     """The examples that a conversation gives; none if nothing in it is trained."""
     finder = self.finder
     if self._train_on == "all" and not self._roles:
       return [finder.whole(row, row.weights)]
     weights = [w if trained else 0.0 for w, trained in zip(row.weights, self._trained(row), strict=True)]
     for i, (message, weight) in enumerate(zip(row.messages, weights, strict=True)):
-      if weight and not any(text.strip() for text in texts_of(message)):
+      if weight and not empty and not any(text.strip() for text in texts_of(message)):
         raise DataError(f"messages[{i}].content is empty, and this message is trained. Remove the row, or give the "
                         'message "weight": 0.')
     return finder.turns(row, weights, self._chat.on_rewritten_history)
@@ -197,10 +197,10 @@ class ChatEncoder:
       said = said[-1:]
     return [i in said for i in range(len(roles))]
 
-  def _plain(self, row: Plain) -> list[list[Segment]]:
+  def _plain(self, row: Plain, empty: bool = False) -> list[list[Segment]]:
     """Strings as they stand, with BOS before and EOS behind."""
     train_on, key = self._train_on, "text" if row.prompt is None else "completion"
-    if not row.completion.strip():
+    if not empty and not row.completion.strip():
       raise DataError(f"{key} is empty. Remove the row.")
     if row.prompt is None:
       if self._roles or train_on not in ("auto", "all"):

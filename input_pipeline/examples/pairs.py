@@ -51,8 +51,9 @@ class SidesEncoder:
   def tokens_per_image(self) -> int:
     return self._chat.tokens_per_image
 
-  def _encode_sides(self, sides: list[tuple[Side, str]]) -> list[Encoded | str]:
-    """The ids and weights of sides, of which `where` says whose they are; or why one is dropped."""
+  def _encode_sides(self, sides: list[tuple[Side, str]], empty: bool = False) -> list[Encoded | str]:
+    """The ids and weights of sides, of which `where` says whose they are; or why one is dropped. `empty`: completions
+    may say nothing."""
     examples, wheres, images = [], [], []
     results: list[Encoded | str] = []
     for side, where in sides:
@@ -61,7 +62,7 @@ class SidesEncoder:
       if results[-1]:
         continue
       where = f"{where}: {side.column}"
-      found = self._chat.segments(side.row, where)
+      found = self._chat.segments(side.row, where, empty)
       if len(found) > 1:
         raise DataError(f"{where}: the template renders earlier turns of it differently once later ones follow, so "
                         "that it is no single text. Set chat.on_rewritten_history='last' to train the last turn alone.")
@@ -139,7 +140,7 @@ class AnswerEncoder(SidesEncoder):
     """
     beside = {key: columns[key] for key in BESIDE if key in columns and key != "system"}
     record = Record("", where, {**beside, "prompt": prompt, "completion": completion})
-    (encoded,) = self._encode_sides([(self._reader.answered(record), where)])
+    (encoded,) = self._encode_sides([(self._reader.answered(record), where)], empty=True)
     return encoded.ids
 
 

@@ -2,7 +2,7 @@
 
     prompt, chosen, rejected          strings, or lists of messages
     chosen, rejected                  that begin alike: what they have in common is the prompt
-    margin                            beside them: by how much the chosen one is better, a number; 0 where it is not said
+    margin                            beside them: a number, by how much the chosen one is better; default 0
     prompt, completion, label         an answer that is wanted (true) or not (false)
 
 The prompt may also be what LLaMA-Factory has in its place: instruction (input, history), or conversations or messages.

@@ -26,7 +26,8 @@ NEUTRAL: Mapping[str, Any] = {
     "rope_scaling.low_frequency_factor": 1.0, "rope_scaling.high_frequency_factor": 4.0,
     "rope_scaling.beta_fast": 32.0, "rope_scaling.beta_slow": 1.0, "rope_scaling.truncate": True,
     "rope_scaling.attention_factor": None, "rope_scaling.short_factors": (), "rope_scaling.long_factors": (),
-    "head": "lm", "num_labels": 1, "scale_embeddings": False, "embedding_scale": 1.0, "residual_scale": 1.0, "logit_scale": 1.0,
+    "head": "lm", "num_labels": 1,
+    "scale_embeddings": False, "embedding_scale": 1.0, "residual_scale": 1.0, "logit_scale": 1.0,
     "qkv_bias": False, "attention_out_bias": False, "mlp_bias": False, "qk_norm": False, "qk_norm_over": "head",
     "attention_scale": None, "attention_logit_cap": None, "final_logit_cap": None,
     "attention_gate": False, "attention_sinks": False, "window": None, "layer_pattern": ("global",),
@@ -258,7 +259,8 @@ class Family:
     return Head(self.classifier or (None if self.classifier is None or named == self.architectures[0] else named))
 
   def _check_architecture(self, source: Source) -> None:
-    found, allowed = source.get("architectures", list, None, None), [*self.architectures, *filter(None, [self._head.scorer])]
+    found, allowed = source.get("architectures", list, None, None), list(self.architectures)
+    allowed += [self._head.scorer] if self._head.scorer else []
     if found and found[0] not in allowed:
       raise source.error("architectures", f"[{', '.join(map(repr, allowed))}] for model_type {self.model_types[0]!r}; "
                          "other heads and bare bodies are not read")

@@ -68,6 +68,11 @@ class Files:
     return str(folder)
 
   @functools.cached_property
+  def scorers(self) -> tuple[str, str]:
+    """Folders of two reward models."""
+    return tuple(str(tiny.hf_folder(self.folder / f"scorer_{seed}", seed=seed, head="score")) for seed in (1, 2))
+
+  @functools.cached_property
   def other_hf(self) -> str:
     """One of the same architecture with other parameters."""
     return str(tiny.hf_folder(self.folder / "other_hf", seed=2, rope_theta=500.0))

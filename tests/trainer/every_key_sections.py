@@ -236,6 +236,8 @@ REWARD = {
   "reward.cache_length": rewarded(15, "length", max_length=20),
   "reward.ngram": rewarded(1, "repetition"),
   "reward.max_penalty": rewarded(0.5, "repetition"),
+  "reward.path": run(sampled, lambda f: f.scorers[1], {
+    "rollout.rewards.score": lambda f: ConfigDict(dict(type="model", path=f.scorers[0]))}, prompts),
 }
 
 # ----------------------------------------------------------------------------------------------

@@ -200,8 +200,8 @@ def _from_peft(origin: Origin, model: Any, wanted: Leaves) -> Iterator[tuple[str
 def _from_run(cfg: Origin, wanted: Leaves, *, partial: bool) -> Iterator[tuple[str, jax.Array]]:
   """Parameters of another run, matched by name after `remap`.
 
-  `ignore`d ones are left out; so are adapters and a head that scores, which the run does not have, and, where the base has a source of its own,
-  what an adapter checkpoint does not hold.
+  `ignore`d ones are left out; so are adapters and a head that scores, which the run does not have, and, where the base
+  has a source of its own, what an adapter checkpoint does not hold.
   """
   path = checkpoint.find(cfg.path)
   saved = checkpoint.param_shapes(path)

@@ -263,11 +263,11 @@ def rollout() -> ConfigDict:
 def reward(**changed) -> ConfigDict:
   """One reward function, `rollout.rewards.<name>` (docs/rewards.md).
 
-  `type` is exact_match, regex, numeric, length, format, repetition, model, or the dotted path of a function of yours, which
-  gets all further keys of the section as keyword arguments.
+  `type` is exact_match, regex, numeric, length, format, repetition, model, or the dotted path of a function of yours,
+  which gets all further keys of the section as keyword arguments.
   """
   c = ConfigDict()
-  # exact_match, regex, numeric, length, format, repetition, model (the score of a reward model), or the dotted path of a
+  # exact_match, regex, numeric, length, format, repetition, model (what a reward model says), or the dotted path of a
   # function of yours.
   c.type = "exact_match"
   # Rewards are added up with these weights.

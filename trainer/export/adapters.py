@@ -74,7 +74,7 @@ def save_peft(out: Path, config: Any, tokenizer: Tokenizer, read_adapter: ReadLe
   if (out / peft.CONFIG).exists() and not overwrite:
     raise hf.HFError(f"{out} already holds adapters. Give another folder, or say that they may be overwritten.")
   if config.model.head == "score":
-    raise hf.HFError("model.head is 'score': PEFT's format has the adapters here, and no head. Export --adapter=merged.")
+    raise hf.HFError("model.head is 'score': PEFT's format has the adapters here, and no head. Use --adapter=merged.")
   shapes = quantize.logical(tree.flatten(_model(config, tokenizer).abstract_params()))
   if config.model.hf:
     family, keys, _ = hf.architecture(config.model.hf, config.model.hf_ignore)

@@ -17,7 +17,6 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from input_pipeline.examples.pairs import AnswerEncoder
 from input_pipeline.tokenizer.tokenizer import load_tokenizer
-from models.hf import files
 from trainer import tree
 from trainer.checkpoints.fingerprint import fingerprint
 from trainer.config import checks as config_checks
@@ -107,8 +106,7 @@ class RewardModel:
       raise ConfigError(f"{key} is {path!r}, a model with {found}. Give one with a single score of a text: a run of "
                         "strategy reward, its export, or another *ForSequenceClassification.")
     self._most = section.max_positions if section.positions == "learned" else None
-    theirs = defaults() if source.is_hf else config_checks.resolve(
-        files.read_json(source.tokenizer.parent / "config.json"))
+    theirs = defaults() if source.config is None else config_checks.resolve(source.config)
     with theirs.unlocked():
       theirs.chat.template, theirs.chat.fields = None, ()  # the template that its tokenizer has
     self._encoder = AnswerEncoder(theirs, load_tokenizer(source.tokenizer))
@@ -153,8 +151,8 @@ class RewardModel:
     self._params = teacher.load(self._config, target, self._path, self._key)
     was, self.fingerprint = self.fingerprint, fingerprint(self._params)
     if was not in ("", self.fingerprint):
-      raise ConfigError(f"{self._key}: {self._path} has the fingerprint {self.fingerprint}; the model that this run was "
-                        f"trained with had {was}. Give that one, as it was.")
+      raise ConfigError(f"{self._key}: {self._path} has the fingerprint {self.fingerprint}; the model that this run "
+                        f"was trained with had {was}. Give that one, as it was.")
 
 
 def _laid_out(texts: Sequence[np.ndarray], R: int, T: int) -> dict[str, np.ndarray]:

@@ -104,7 +104,7 @@ def repetition(prompts, completions, completion_ids, *, ngram=3, max_penalty=1.0
 
 
 def model(prompts, completions, completion_ids, *, path, **columns) -> list[float | None]:
-  """The score of a reward model, a folder or a run; on the mesh, where trainer/rollouts/reward_models.py computes it."""
+  """The score of a reward model, a folder or a run, which trainer/rollouts/reward_models.py computes on the mesh."""
   raise RuntimeError("a reward of type 'model' is not computed in a process for rewards")
 
 

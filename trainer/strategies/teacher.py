@@ -23,14 +23,18 @@ KEY = "strategy.teacher"
 
 @dataclasses.dataclass(frozen=True)
 class Source:
-  """What a path holds: the model's section, its tokenizer, and the entries that the latter has; `is_hf`: a folder of
-  Hugging Face, else a run."""
+  """What a path holds: the model's section, its tokenizer, and the entries that the latter has; `config`: of a run, the
+  whole; None: it is a folder of Hugging Face."""
 
   path: str
   section: ConfigDict
   tokenizer: Path
   vocab_size: int
-  is_hf: bool
+  config: Mapping[str, Any] | None = None
+
+  @property
+  def is_hf(self) -> bool:
+    return self.config is None
 
 
 def find(path: str | None, key: str = KEY) -> Source:
@@ -50,14 +54,15 @@ def find(path: str | None, key: str = KEY) -> Source:
     _, keys, _ = hf.architecture(folder)
     hf.set_keys(section, keys)
     section.hf = str(folder)
-    return Source(str(folder), section, folder, keys["vocab_size"], True)
+    return Source(str(folder), section, folder, keys["vocab_size"])
   workdir = checkpoint.find(str(folder)).parent.parent
-  _update(section, hf.files.read_json(workdir / "config.json")["model"])
+  config = hf.files.read_json(workdir / "config.json")
+  _update(section, config["model"])
   if section.lora.rank:
     raise ConfigError(f"{key} is {path!r}, a run that trained adapters. Export it first, with its base: python -m "
                       f"trainer.export --workdir={workdir}.")
   return Source(str(folder), section, workdir / "tokenizer.json",
-                load_tokenizer(workdir / "tokenizer.json").vocab_size, False)
+                load_tokenizer(workdir / "tokenizer.json").vocab_size, config)
 
 
 def make_model(path: str, params_dtype: str, compute_dtype: str, key: str = KEY) -> Any:

@@ -1,6 +1,7 @@
-"""Rewards by models that score: equal to scores computed apart, on several devices, after a stop, and what is refused."""
+"""Rewards by models that score: equal to scores computed apart, on several devices too; and what is refused."""
 
 import dataclasses
+import shutil
 
 import jax
 import numpy as np
@@ -34,10 +35,10 @@ def prompts(tmp_path_factory):
 
 
 def apart(folder, texts):
-  """The score of each text with EOS behind it, in a row of its own."""
+  """The score of each text between BOS and EOS, in a row of its own."""
   model, params = hf.load(folder)
   tokenizer = BytesTokenizer()
-  tokens = [[*text.encode(), tokenizer.eos_id] for text in texts]
+  tokens = [[tokenizer.bos_id, *text.encode(), tokenizer.eos_id] for text in texts]
   batch = np.array([row + [0] * (160 - len(row)) for row in tokens], np.int32)
   there = np.array([[1] * len(row) + [0] * (160 - len(row)) for row in tokens], np.int32)
   hidden = jax.jit(model.apply)(params, dict(tokens=batch, positions=None, segment_ids=there)).hidden
@@ -73,7 +74,9 @@ def test_so_they_are_on_several_devices(folder):
 
 
 def test_rollouts_are_rewarded_by_it_and_go_on_with_the_same(folder, prompts, tmp_path):
-  def config(path=folder, **changed):
+  path = shutil.copytree(folder, tmp_path / "scorer")
+
+  def config(**changed):
     c = rollout_runs.config(prompts, None, **changed)
     c.rollout.rewards.taste = reward(type="model", path=str(path))
     return c
@@ -84,9 +87,10 @@ def test_rollouts_are_rewarded_by_it_and_go_on_with_the_same(folder, prompts, tm
   np.testing.assert_allclose([row["rewards"]["taste"] for row in rows], apart(folder, texts), rtol=1e-4, atol=1e-4)
   metrics = rollout_runs.rows_of(tmp_path / "w")[1]
   assert metrics["reward"] == pytest.approx(np.mean([row["rewards"]["taste"] for row in rows]), abs=1e-5)
-  other = tiny.hf_folder(tmp_path / "other", seed=5, head="score", vocab_size=258)
-  with pytest.raises(ConfigError, match="rollout.rewards.taste.path: .*other has the fingerprint .* Give that one"):
-    train(config(other, total_steps=4), tmp_path / "w")
+  shutil.rmtree(path)
+  tiny.hf_folder(path, seed=5, head="score", vocab_size=258)
+  with pytest.raises(ConfigError, match="rollout.rewards.taste.path: .*scorer has the fingerprint .* Give that one"):
+    train(config(total_steps=4, allow_config_changes=True), tmp_path / "w")
 
 
 def test_a_text_that_it_cannot_see_has_no_reward(tmp_path):

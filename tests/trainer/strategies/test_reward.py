@@ -1,4 +1,4 @@
-"""Reward models: the loss by a loop in float64, and runs: a new head on a language model, margins, adapters, exports."""
+"""Reward models: the loss by a loop in float64; runs: a new head on a language model, margins, adapters, exports."""
 
 import json
 
