@@ -227,7 +227,7 @@ def test_gemma3_rotates_its_layers_differently():
     (LLAMA, dict(tie_word_embeddings=None), "tie_word_embeddings is None; allowed: true or false"),
     (LLAMA, dict(rope_scaling=[]), "rope_scaling is []; allowed: an object"),
     # What is not a language model of a known family.
-    (LLAMA, dict(architectures=["LlamaForSequenceClassification"]), "['LlamaForSequenceClassification']; allowed: ["),
+    (LLAMA, dict(architectures=["LlamaForTokenClassification"]), "['LlamaForTokenClassification']; allowed: ["),
     (LLAMA, dict(model_type="llamma"), "is 'llamma', of no family that can be read here. Did you mean 'llama'?"),
     (LLAMA, dict(model_type=...), "model_type is None"),
     (LLAMA, dict(model_type=["llama"]), "model_type is ['llama']"),
