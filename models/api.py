@@ -52,8 +52,6 @@ class Model(Protocol):
   vocab_size: int
   num_real_vocab: int
   num_layers: int
-  # Scores of a sequence, by `score`; 0, or no such attribute: none, it predicts tokens.
-  num_labels: int
   # cap * tanh(logit / cap) on the final logits; None: no cap.
   final_logit_cap: float | None
   # How many vocabulary entries the log-prob code works on at a time.
@@ -74,9 +72,6 @@ class Model(Protocol):
 
   def unembedding(self, params: Params) -> jax.Array:
     """The matrix [D, V] from hidden states to logits (a view of the embedding when tied)."""
-
-  def score(self, params: Params, hidden_xD: jax.Array) -> jax.Array:
-    """Scores [..., num_labels] float32 of sequences, from the hidden state [..., D] of the last token of each."""
 
   def logits(
       self,
@@ -99,6 +94,16 @@ class Model(Protocol):
 
   def flops_per_token(self, seq_len: int, document_length: float | None = None) -> float:
     """Floating-point operations of forward and backward per token of a row of `seq_len` tokens, without images."""
+
+
+class Scoring(Model, Protocol):
+  """What a model has besides if it scores sequences (`model.head=score`)."""
+
+  # Scores of a sequence; 0: none, it predicts tokens.
+  num_labels: int
+
+  def score(self, params: Params, hidden_xD: jax.Array) -> jax.Array:
+    """Scores [..., num_labels] float32 of sequences, from the hidden state [..., D] of the last token of each."""
 
 
 class Generative(Model, Protocol):

@@ -290,7 +290,7 @@ class Transformer:
     return self.unembed(params, self.apply(params, batch).hidden)
 
   def score(self, params: Params, hidden_xD: jax.Array) -> jax.Array:
-    """See `models.api.Model`."""
+    """See `models.api.Scoring`."""
     if not self.num_labels:
       raise ConfigError("model.head is 'lm', which scores nothing: this needs --config.model.head=score.")
     return jnp.matmul(hidden_xD.astype(jnp.float32), params["score"]["kernel"].astype(jnp.float32),

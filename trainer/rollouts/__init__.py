@@ -3,6 +3,6 @@
 `rollout` is the data of such a run; `environment` answers what the policy says, `rewards`, `reward_pool` and
 `reward_models` score it, `groups` turns scores into training samples, `experience` into batches.
 
-May import: trainer.checkpoints, trainer.config, trainer.distributed, trainer.generate, trainer.report, trainer.strategies, trainer.update,
-input_pipeline.
+May import: trainer.checkpoints, trainer.config, trainer.distributed, trainer.generate, trainer.report,
+trainer.strategies, trainer.update, input_pipeline.
 """
