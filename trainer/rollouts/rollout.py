@@ -323,22 +323,19 @@ class Rollouts:
       for message in scores.messages:
         logging.warning("rollout: %s", message)
       scores = [np.asarray(part).tolist() for part in (scores.values, scores.failed, scores.abstained)]
-    values, failed, abstained = (np.array(part, dtype) for part, dtype in zip(
-        processes.from_first(scores), (np.float64, bool, bool), strict=True))
-    if self._models.names:  # all processes compute these
-      values, failed, abstained = (np.concatenate(parts, axis=2) for parts in zip(
-          (values, failed, abstained), self._models.score(groups), strict=True))
+    found = [np.array(part, dtype) for part, dtype in zip(
+        processes.from_first(scores), (np.float64, bool, bool), strict=True)]
+    more = [self._models.score(groups)]  # which all processes compute
     if self._has_environment:
       own = np.array([[np.nan if e.reward is None else e.reward for e in group] for group in episodes])
       broken = np.array([[e.failed for e in group] for group in episodes])
-      values, failed, abstained = (np.concatenate([part, new[..., None]], axis=2) for part, new in (
-          (values, own), (failed, broken), (abstained, np.isnan(own) & ~broken)))
+      more.append((own[..., None], broken[..., None], (np.isnan(own) & ~broken)[..., None]))
+    values, failed, abstained = (np.concatenate(parts, axis=2) for parts in zip(found, *more, strict=True))
     rewards_PxG = advantages_lib.combine(values, self._weights, failed)
     equal = advantages_lib.zero_spread(rewards_PxG if self._compares_all else np.stack([
         groups_lib.compared(*group, mask_truncated=True) for group in zip(rewards_PxG, episodes, strict=True)]))
     self._clock["rewards"] += time.perf_counter() - began
-    return [ScoredGroup(*row) for row in zip(
-        items, episodes, values, failed, abstained, rewards_PxG, equal, strict=True)]
+    return [ScoredGroup(*row) for row in zip(items, episodes, values, failed, abstained, rewards_PxG, equal, strict=True)]
 
   def _metrics(self, groups: list[ScoredGroup], replaced: list[ScoredGroup], samples: TrainingSamples
                ) -> dict[str, float]:
