@@ -323,8 +323,7 @@ class Rollouts:
       for message in scores.messages:
         logging.warning("rollout: %s", message)
       scores = [np.asarray(part).tolist() for part in (scores.values, scores.failed, scores.abstained)]
-    found = [np.array(part, dtype) for part, dtype in zip(
-        processes.from_first(scores), (np.float64, bool, bool), strict=True)]
+    found = [np.array(part, kind) for part, kind in zip(processes.from_first(scores), (float, bool, bool), strict=True)]
     more = [self._models.score(groups)]  # which all processes compute
     if self._has_environment:
       own = np.array([[np.nan if e.reward is None else e.reward for e in group] for group in episodes])
@@ -335,7 +334,8 @@ class Rollouts:
     equal = advantages_lib.zero_spread(rewards_PxG if self._compares_all else np.stack([
         groups_lib.compared(*group, mask_truncated=True) for group in zip(rewards_PxG, episodes, strict=True)]))
     self._clock["rewards"] += time.perf_counter() - began
-    return [ScoredGroup(*row) for row in zip(items, episodes, values, failed, abstained, rewards_PxG, equal, strict=True)]
+    rows = zip(items, episodes, values, failed, abstained, rewards_PxG, equal, strict=True)
+    return [ScoredGroup(*row) for row in rows]
 
   def _metrics(self, groups: list[ScoredGroup], replaced: list[ScoredGroup], samples: TrainingSamples
                ) -> dict[str, float]:
