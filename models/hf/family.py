@@ -4,7 +4,6 @@ A family is data, used in both directions; those that exist are in models/hf/fam
 rules of models/hf/keys.py and models/hf/rope.py. docs/huggingface.md tells how to add one.
 """
 
-import json
 import math
 import re
 from collections.abc import Iterable, Mapping
@@ -13,7 +12,7 @@ from typing import Any, NamedTuple
 
 from models import layers
 from models.hf.errors import HFError
-from models.hf.keys import DEEPEST, Head, Rule, Source
+from models.hf.keys import DEEPEST, Head, Rule, Source, check_kind
 from models.hf.rope import scaling_keys
 
 # Values of the architecture's keys for a decoder with nothing special; a family's rules and constants go on top.
@@ -64,17 +63,6 @@ INERT = frozenset("""
     tf_legacy_loss tokenizer_class top_k top_p torch_dtype torchscript transformers.js_config transformers_version
     typical_p unk_token_id unsloth_fixed unsloth_version use_bfloat16 use_cache
 """.split())
-
-# What would make another kind of model of it, none of which is read here: {entry: (what it must say, why)}.
-NEITHER: Mapping[str, tuple[Any, str]] = {
-    "is_causal": (True, "what is read are causal language models"),
-    "is_encoder_decoder": (False, "what is read are decoders alone"),
-    "add_cross_attention": (False, "what is read are decoders alone"),
-    "cross_attention_hidden_size": (None, "what is read are decoders alone"),
-    "tie_encoder_decoder": (False, "what is read are decoders alone"),
-    "use_bidirectional_attention": (False, "what is read are causal language models"),
-    "pruned_heads": ({}, "all layers have the same heads here"),
-}
 
 # What acts in training alone: allowed, and told, since Weft's model.dropout has one rate for the whole model.
 DROPOUT = frozenset("""
@@ -264,13 +252,6 @@ class Family:
     if found and found[0] not in allowed:
       raise source.error("architectures", f"[{', '.join(map(repr, allowed))}] for model_type {self.model_types[0]!r}; "
                          "other heads and bare bodies are not read")
-
-
-def check_kind(source: Source, but: Iterable[str] = ()) -> None:
-  """Refuses what only other kinds of models have; see NEITHER. `but`: entries that do not matter here."""
-  for key, (allowed, why) in NEITHER.items():
-    if key not in but and source.get(key, object, allowed, allowed) not in (allowed, None):
-      raise source.error(key, f"{json.dumps(allowed)}: {why}")
 
 
 def canonical(model: Mapping[str, Any]) -> dict[str, Any]:

@@ -11,8 +11,8 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from models.hf.errors import HFError
-from models.hf.family import DROPOUT, INERT, Family, Tensor, check_kind
-from models.hf.keys import Rule, Source
+from models.hf.family import DROPOUT, INERT, Family, Tensor
+from models.hf.keys import Rule, Source, check_kind
 
 # Sizes that transformers' classes of text models assume where text_config, as published folders have it, says nothing.
 ASSUMED_SIZES: Mapping[str, Mapping[str, int]] = {

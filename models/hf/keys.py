@@ -6,6 +6,7 @@ named by dotted keys such as `moe.num_experts`; `write` turns these back. A rule
 """
 
 import difflib
+import json
 import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
@@ -118,6 +119,25 @@ def cannot_matter(key: str, value: Any) -> bool:
 
 def _is_number(value: Any) -> bool:
   return isinstance(value, int | float) and not isinstance(value, bool)  # 0 == False
+
+
+# What would make another kind of model of it, none of which is read here: {entry: (what it must say, why)}.
+NEITHER: Mapping[str, tuple[Any, str]] = {
+    "is_causal": (True, "what is read are causal language models"),
+    "is_encoder_decoder": (False, "what is read are decoders alone"),
+    "add_cross_attention": (False, "what is read are decoders alone"),
+    "cross_attention_hidden_size": (None, "what is read are decoders alone"),
+    "tie_encoder_decoder": (False, "what is read are decoders alone"),
+    "use_bidirectional_attention": (False, "what is read are causal language models"),
+    "pruned_heads": ({}, "all layers have the same heads here"),
+}
+
+
+def check_kind(source: Source, but: Iterable[str] = ()) -> None:
+  """Refuses what only other kinds of models have; see NEITHER. `but`: entries that do not matter here."""
+  for key, (allowed, why) in NEITHER.items():
+    if key not in but and source.get(key, object, allowed, allowed) not in (allowed, None):
+      raise source.error(key, f"{json.dumps(allowed)}: {why}")
 
 
 class Rule:
