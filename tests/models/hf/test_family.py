@@ -231,7 +231,7 @@ def test_gemma3_rotates_its_layers_differently():
     (LLAMA, dict(model_type="llamma"), "is 'llamma', of no family that can be read here. Did you mean 'llama'?"),
     (LLAMA, dict(model_type=...), "model_type is None"),
     (LLAMA, dict(model_type=["llama"]), "model_type is ['llama']"),
-    (LLAMA, dict(model_type="deepseek_v3", auto_map={"AutoModel": "x.Y"}), "(auto_map) is never run"),
+    (LLAMA, dict(model_type="kimi_linear", auto_map={"AutoModel": "x.Y"}), "(auto_map) is never run"),
     (LLAMA, dict(model_type="llava_next", text_config={}), "is 'llava_next', a model of images or sound and text that "
      "cannot be computed here; its text part alone would be another model. Those that can be read: paligemma, gemma3, "
      "llava."),
