@@ -185,6 +185,21 @@ class Transformer:
     hidden_BxTxD, stats, _ = decoder(batch, self._remat, rng if noisy else None)
     return Output(hidden_BxTxD, *report(stats, batch["segment_ids"], self.spec.moe))
 
+  def layer_inputs(self, params: Params, batch: dict) -> list[jax.Array]:
+    """What enters each layer, [B, T, D] each; the arguments are those of `apply`."""
+    decoder, kept = nnx.merge(self._graph, params), []
+
+    def keeping(block: Callable) -> Callable:
+      def run(x_BxTxD, *more):
+        kept.append(x_BxTxD)
+        return block(x_BxTxD, *more)
+
+      return run
+
+    blocks = [keeping(block) for block in unstack(self.spec, decoder.blocks)]
+    decoder(vlm.complete(batch, self.spec.vision), remat_policy("none"), None, blocks=blocks)
+    return kept
+
   def empty_cache(self, rows: int, max_length: int) -> Cache:
     """See `models.api.Generative`."""
     return cache_lib.empty(self.spec, rows, max_length, self._dtypes[1], self._one_by_one)

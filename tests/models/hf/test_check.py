@@ -1,0 +1,84 @@
+"""`python -m models.hf.check`: what it computes is what transformers computed, and it says where two models part."""
+
+import json
+import shutil
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+from models import hf
+from models.hf import check
+from tests import tiny
+
+REFERENCES = tiny.ROOT / "tests" / "models" / "hf" / "references"
+
+
+@pytest.fixture(scope="module")
+def qwen(tmp_path_factory):
+  """(what transformers gave, what is compared)."""
+  reference = np.load(REFERENCES / "qwen3_next" / "reference.npz")
+  return reference, check.ours(REFERENCES / "qwen3_next", reference["tokens"].astype(np.int32),
+                               tmp_path_factory.mktemp("check") / "gradients")
+
+
+def test_logits_and_gradients_are_those_of_transformers(qwen):
+  reference, found = qwen
+  assert check.apart(found["logits"], reference["logits"]) < 1e-5
+  for i, name in enumerate(reference["gradient_names"].tolist()):
+    assert check.apart(found[f"gradient {name}"], reference[f"gradient_{i}"]) < 1e-4, name
+  content = json.loads((REFERENCES / "qwen3_next" / "config.json").read_text())
+  layers = content["num_hidden_layers"]
+  assert [name for name in found if name.startswith("layer")] == [f"layer {i}" for i in range(layers)]
+  tensors = hf.TensorFolder(REFERENCES / "qwen3_next").tensors
+  assert {name.removeprefix("gradient ") for name in found if name.startswith("gradient")} == {*tensors}
+
+
+def test_says_where_they_part(qwen):
+  _, found = qwen
+  assert check.report(found, found, 1e-4)[1]
+  assert check.report(found, found, 1e-4)[0].endswith("They agree: nothing is apart by more than 0.0001 of its norm.")
+  after = [f"layer {i}" for i in range(len([name for name in found if name.startswith("layer")]))] + ["logits", "loss"]
+  for changed, says in ((after, "They part in what enters the first layer"), (after[2:], "They part in layer 1: what"),
+                        (after[-2:], "They part in the last layer or behind it"),
+                        (["gradient lm_head.weight"], "Values agree, gradients do not")):
+    other = {name: value * (1 + 1e-3 * (name in changed)) for name, value in found.items()}
+    text, agree = check.report(found, other, 1e-4)
+    assert not agree and text.splitlines()[-1].startswith(says), changed
+    assert text.count("  <") == len(changed)
+  text, _ = check.report(found, {name: value for name, value in found.items() if name != "logits"}, 1e-4)
+  assert "not compared, since transformers did not write it: logits\n" in text
+
+
+def test_apart_is_relative_to_the_norm():
+  assert check.apart(np.array([3.0, 4.0]), np.array([3.0, 5.0])) == pytest.approx(1 / np.sqrt(34))
+
+
+def test_what_cannot_be_compared_is_told(tmp_path):
+  command = [sys.executable, "-m", "models.hf.check"]
+  done = tiny.run([*command, str(tmp_path)])
+  assert done.returncode == 1 and "HFError" in done.stderr and "Traceback" not in done.stderr
+  broken = tmp_path / "python"
+  broken.write_text("#!/bin/sh\necho 'no torch here' >&2\nexit 1\n")
+  broken.chmod(0o755)
+  done = tiny.run([*command, str(REFERENCES / "llama"), f"--peer={broken}", "--length=8"])
+  assert done.returncode == 1 and "no torch here" in done.stderr and "Traceback" not in done.stderr
+
+
+def test_with_transformers(tmp_path):
+  """A folder whose second layer is another one here than there."""
+  pytest.importorskip("torch")
+  pytest.importorskip("transformers")
+  command = [sys.executable, "-m", "models.hf.check", str(REFERENCES / "mixtral"), "--length=20"]
+  done = subprocess.run(command, cwd=tiny.ROOT, capture_output=True, text=True)
+  assert done.returncode == 0, done.stdout + done.stderr
+  folder = shutil.copytree(REFERENCES / "llama", tmp_path / "llama")
+  tokens = np.arange(16, dtype=np.int32).reshape(2, 8)
+  mine = check.ours(folder, tokens, tmp_path / "gradients")
+  model, params = hf.load(folder)
+  params["blocks"]["mlp_norm"]["scale"] = params["blocks"]["mlp_norm"]["scale"].at[0].add(0.01)
+  hf.save(model, params, folder, overwrite=True)
+  other = check.theirs(folder, tokens, sys.executable, tmp_path)
+  text, agree = check.report(mine, other, 1e-4)
+  assert not agree and text.splitlines()[-1].startswith("They part in layer 0")
