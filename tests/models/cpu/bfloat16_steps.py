@@ -1,6 +1,7 @@
 """What tests/models/cpu/test_bfloat16.py runs in a process of its own: gradients, and a further token, in bfloat16."""
 
 import sys
+import traceback
 
 import jax
 import jax.numpy as jnp
@@ -39,7 +40,8 @@ def results(name: str, dtype) -> dict[str, jax.Array]:
   return {jax.tree_util.keystr(path): leaf for path, leaf in leaves} | {"hidden": hidden}
 
 
-def main(name: str) -> None:
+def compare(name: str) -> str:
+  """What differs most, and by how much."""
   expected, found = results(name, jnp.float32), results(name, jnp.bfloat16)
   norms = {key: float(jnp.linalg.norm(x)) for key, x in expected.items()}
   # Some gradients are next to nothing.
@@ -47,9 +49,13 @@ def main(name: str) -> None:
   worst = {key: float(jnp.linalg.norm(found[key].astype(jnp.float32) - x)) / max(norms[key], least)
            for key, x in expected.items()}
   key = max(worst, key=worst.__getitem__)
-  print(name, key, f"{worst[key]:.3f}", flush=True)
   assert worst[key] < ERROR, (name, key, worst[key])
+  return f"{name}: {key} {worst[key]:.3f}"
 
 
 if __name__ == "__main__":
-  main(sys.argv[1])
+  for case in sys.argv[1:]:
+    try:
+      print(compare(case), flush=True)
+    except Exception:  # what is wrong with one says nothing of the others
+      traceback.print_exc()
