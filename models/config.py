@@ -85,7 +85,7 @@ def model() -> ConfigDict:
   m.embedding_scale = 1.0
   m.residual_scale = 1.0
   m.logit_scale = 1.0
-  # Biases of the query/key/value projections, the attention output and the MLP.
+  # Biases of the query/key/value projections, the attention output and the MLP, each expert's included.
   m.qkv_bias = False
   m.attention_out_bias = False
   m.mlp_bias = False
@@ -129,6 +129,8 @@ def model() -> ConfigDict:
   e.shared_gate = False
   # before_topk: weights are the chosen entries of the softmax over all experts; after_topk: softmax of the chosen.
   e.softmax = "before_topk"
+  # Whether the router has a bias (gpt-oss).
+  e.router_bias = False
   # softmax: as above. sigmoid: each expert's score by itself (DeepSeek-V3); of the chosen they are the weights.
   e.scores = "softmax"
   # Divide the chosen weights by their sum; then all are multiplied by this.

@@ -30,8 +30,8 @@ ARCHITECTURE_KEYS = (
     *(f"delta.{key}" for key in ("num_key_heads", "num_value_heads", "key_head_dim", "value_head_dim", "conv_width")),
     *(f"latent.{key}" for key in ("kv_rank", "q_rank", "nope_dim", "rope_dim", "value_dim")),
     *(f"moe.{key}" for key in ("num_experts", "experts_per_token", "expert_size", "shared_size", "shared_gate",
-                               "softmax", "scores", "normalize_weights", "weight_scale", "choice_bias", "groups",
-                               "groups_used", "dense_layers")),
+                               "router_bias", "softmax", "scores", "normalize_weights", "weight_scale", "choice_bias",
+                               "groups", "groups_used", "dense_layers")),
     *VISION_KEYS,
 )
 # Entries of the vocabulary that logits are made of at a time where the config does not say it: on CPU, and elsewhere.

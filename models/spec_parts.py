@@ -19,6 +19,7 @@ class Moe:
   expert_size: int
   shared_size: int
   shared_gate: bool
+  router_bias: bool
   softmax: str
   scores: str
   normalize_weights: bool
@@ -80,10 +81,9 @@ def make_moe(m: ConfigDict, reasons: list[str]) -> Moe | None:
     raise ConfigError(
         f"model.moe.experts_per_token: found {c.experts_per_token}, allowed: 1 to num_experts={c.num_experts}."
     )
-  if m.mlp_bias or m.activation not in layers.GATED:
+  if m.activation not in layers.GATED:
     raise ConfigError(
-        f"model.moe: experts are gated MLPs without biases; found activation={m.activation!r}, mlp_bias={m.mlp_bias}. "
-        f"Allowed: {', '.join(layers.GATED)}; mlp_bias=False."
+        f"model.moe: experts are gated MLPs; found activation={m.activation!r}. Allowed: {', '.join(layers.GATED)}."
     )
   for key in ("balance_loss", "z_loss", "shared_size"):
     if c[key] < 0:
@@ -101,6 +101,7 @@ def make_moe(m: ConfigDict, reasons: list[str]) -> Moe | None:
       expert_size=at_least_one("moe.expert_size", expert_size),
       shared_size=c.shared_size,
       shared_gate=c.shared_gate,
+      router_bias=c.router_bias,
       softmax=one_of("moe.softmax", c.softmax, ("before_topk", "after_topk")),
       scores=one_of("moe.scores", c.scores, ("softmax", "sigmoid")),
       normalize_weights=c.normalize_weights,

@@ -127,6 +127,16 @@ def grouped_matmul_as(how: QuantizedMatmul | None, x_MxK, w_ExKxN, sizes_E, bloc
   return how.grouped(x_MxK, w_ExKxN, sizes_E, block, _grouped, _grouped_outer)
 
 
+def add_biases(y_MxN: jax.Array, bias_ExN: jax.Array, sizes_E: jax.Array, block: int) -> jax.Array:
+  """Rows of group e plus bias[e], in the dtype of y, rounded once more; nothing beyond the groups.
+
+  By a product with zeros and ones for each block, whose gradient is one, too, and scatters nothing.
+  """
+  experts, E = _expert_of_block(sizes_E, len(y_MxN) // block, block), len(bias_ExN)
+  added = jnp.matmul(jax.nn.one_hot(experts, E), bias_ExN.astype(jnp.float32), precision=jax.lax.Precision.HIGHEST)
+  return (y_MxN.astype(jnp.float32) + jnp.repeat(added, block, axis=0)).astype(y_MxN.dtype)
+
+
 def _grouped(x_MxK, w, sizes_E, block: int, transpose: bool, dtype: Any, zeros: bool = True) -> jax.Array:
   """x times w[e], or times its transpose, in `dtype`, by whatever is fast where it runs; `zeros`: beyond the groups."""
   if _by_kernel(x_MxK, w.shape[1:], block):

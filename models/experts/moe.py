@@ -21,7 +21,7 @@ from jax.sharding import PartitionSpec
 
 from models import spec as spec_lib
 from models.experts.all_to_all import Split, at_home, exchange
-from models.experts.grouped import gather_rows, grouped_matmul_as, sort_by_expert
+from models.experts.grouped import add_biases, gather_rows, grouped_matmul_as, sort_by_expert
 from models.layers import Kernel, Linear, Mlp, Scope, activate, with_kernels
 from models.quantization.matmul import QuantizedMatmul
 from models.remat import named
@@ -49,30 +49,47 @@ class Load:
     return {f"{name}/dead_experts": float((counts_LxE == 0).mean()), f"{name}/max_load": float(relative_L.mean())}
 
 
-class Experts(nnx.Module):
-  """The kernels of E gated MLPs."""
+class Biased(Kernel):
+  """A kernel [..., in, out], and, if it has one, its bias [..., out]."""
 
-  def __init__(self, scope: Scope, experts: int, features: int, hidden: int, *, std: float | None, out_gain: float):
+  def __init__(self, scope: Scope, shape: tuple[int, ...], std: float, bias: bool):
+    super().__init__(scope, shape, std)
+    self.bias = scope.constant("bias", (*shape[:-2], shape[-1]), 0.0) if bias else None
+
+
+class Experts(nnx.Module):
+  """The kernels of E gated MLPs, and their biases."""
+
+  def __init__(self, scope: Scope, experts: int, features: int, hidden: int, *, std: float | None, bias: bool,
+               out_gain: float):
     std_in, std_out = (size**-0.5 if std is None else std for size in (features, hidden))
-    self.gate = Kernel(scope / "gate", (experts, features, hidden), std_in)
-    self.up = Kernel(scope / "up", (experts, features, hidden), std_in)
-    self.down = Kernel(scope / "down", (experts, hidden, features), std_out * out_gain)
+    self.gate = Biased(scope / "gate", (experts, features, hidden), std_in, bias)
+    self.up = Biased(scope / "up", (experts, features, hidden), std_in, bias)
+    self.down = Biased(scope / "down", (experts, hidden, features), std_out * out_gain, bias)
     self.matmuls = (self.gate.matmul, self.up.matmul, self.down.matmul)
     self.dtype = scope.compute_dtype
 
   def with_kernels(self, function: Callable, *args: Any) -> Any:
-    """`function((gate [E, D, F], up [E, D, F], down [E, F, D]), *args)`; quantised kernels in the compute dtype."""
+    """`function((gate [E, D, F], up [E, D, F], down [E, F, D]), *args)`; quantised kernels in the compute dtype. With
+    biases, those of gate and up [E, F] come after the kernels."""
     kernels = self.gate, self.up, self.down
+    biases = () if self.gate.bias is None else (self.gate.bias[...], self.up.bias[...])
     if self.gate.kernel is not None:
-      return function(tuple(kernel.kernel[...] for kernel in kernels), *args)
-    return with_kernels(kernels, function, self.dtype, *args)
+      return function((*(kernel.kernel[...] for kernel in kernels), *biases), *args)
+    return with_kernels(kernels, lambda kernels, *args: function((*kernels, *biases), *args), self.dtype, *args)
+
+  def mean_bias(self, experts_BxTxk: jax.Array, weights_BxTxk: jax.Array) -> jax.Array:
+    """Σ_j weight_j × down's bias of expert_j: float32 [B, T, D]; of expert E, none, nothing."""
+    bias_ExD = self.down.bias[...].astype(jnp.float32)
+    share_BxTxE = jnp.sum(jax.nn.one_hot(experts_BxTxk, len(bias_ExD)) * weights_BxTxk[..., None], axis=2)
+    return jnp.matmul(share_BxTxE, bias_ExD, precision=jax.lax.Precision.HIGHEST)
 
 
-class Router(Kernel):
-  """The kernel that gives each expert's score, and what is added to scores for the choice alone."""
+class Router(Biased):
+  """The kernel that gives each expert's score, its bias, and what is added to scores for the choice alone."""
 
   def __init__(self, scope: Scope, features: int, moe: spec_lib.Moe, std: float):
-    super().__init__(scope, (features, moe.num_experts), std)
+    super().__init__(scope, (features, moe.num_experts), std, moe.router_bias)
     # In float32 whatever the others are: between scores that nearly tie, it decides.
     self.choice_bias = nnx.Param(jnp.zeros(moe.num_experts, jnp.float32)) if moe.choice_bias else None
 
@@ -84,8 +101,9 @@ class Moe(nnx.Module):
     """`out_gain`: factor on the initial standard deviation of the last projections."""
     moe, D, std = spec.moe, spec.hidden_size, spec.init_std
     self.router = Router(scope / "router", D, moe, D**-0.5 if std is None else std)
-    self.experts = Experts(scope / "experts", moe.num_experts, D, moe.expert_size, std=std, out_gain=out_gain)
-    shared: dict[str, Any] = dict(activation=spec.activation, std=std, bias=False, out_gain=out_gain)
+    self.experts = Experts(scope / "experts", moe.num_experts, D, moe.expert_size, std=std, bias=spec.mlp_bias,
+                           out_gain=out_gain)
+    shared: dict[str, Any] = dict(activation=spec.activation, std=std, bias=spec.mlp_bias, out_gain=out_gain)
     self.shared = Mlp(scope / "shared", D, moe.shared_size, **shared) if moe.shared_size else None
     self.shared_gate = Linear(scope / "shared_gate", D, 1, std=std, bias=False) if moe.shared_gate else None
     self.spec, self.activation = moe, spec.activation
@@ -100,6 +118,8 @@ class Moe(nnx.Module):
     # In float32 throughout: two logits that nearly tie must not be swapped by rounding.
     logits_NxE = jnp.matmul(logical_axes.as_rows(x_BxTxD).astype(jnp.float32), kernel_DxE,
                             precision=jax.lax.Precision.HIGHEST)
+    if self.router.bias is not None:
+      logits_NxE = logits_NxE + self.router.bias[...].astype(jnp.float32)
     logits_BxTxE = logits_NxE.reshape(*x_BxTxD.shape[:-1], -1)
     bias = self.router.choice_bias
     biased = () if bias is None else (jnp.broadcast_to(jax.lax.stop_gradient(bias[...]), logits_BxTxE.shape),)
@@ -109,6 +129,8 @@ class Moe(nnx.Module):
                             matmuls=self.experts.matmuls)
     y_BxTxD = self.experts.with_kernels(lambda kernels, *rows: _on_rows(run, rows, kernels),
                                     x_BxTxD, used_BxTxk, weights_BxTxk)
+    if self.experts.down.bias is not None:
+      y_BxTxD = y_BxTxD + self.experts.mean_bias(used_BxTxk, weights_BxTxk)
     if self.shared is not None:
       shared_BxTxD = self.shared(x_BxTxD, key).astype(jnp.float32)
       if self.shared_gate is not None:
@@ -166,7 +188,8 @@ def apply_experts(rows: tuple[jax.Array, ...], kernels: tuple[jax.Array, ...], *
 
   Args:
     rows: x [B, T, D], experts int32 [B, T, k] (`num_experts`: none), weights float32 [B, T, k].
-    kernels: gate and up [E, D, F], down [E, F, D], or this device's parts of them.
+    kernels: gate and up [E, D, F], down [E, F, D], with biases those of gate and up [E, F], or this device's parts of
+      them.
     num_experts: E.
     activation: one of `layers.GATED`.
     matmuls: the 8-bit matmuls with gate, up and down; None: plain ones.
@@ -194,7 +217,7 @@ def expert_outputs(x_NxD: jax.Array, experts_A: jax.Array, kernels: tuple[jax.Ar
                    matmuls: tuple[QuantizedMatmul | None, ...], zeros: bool = True) -> jax.Array:
   """expert_a(x) for each assignment a, of token a % N: [A, D]; where the expert is E, none, it is 0, or anything unless
   `zeros`."""
-  gate_ExDxF, up_ExDxF, down_ExFxD = kernels
+  gate_ExDxF, up_ExDxF, down_ExFxD, *biases = kernels
   N, k = x_NxD.shape[0], experts_A.shape[0] // x_NxD.shape[0]
   places_A, assignments_M, sizes_E, block = sort_by_expert(experts_A, gate_ExDxF.shape[0])
   gate, up, down = (functools.partial(grouped_matmul_as, matmul, sizes_E=sizes_E, block=block) for matmul in matmuls)
@@ -202,7 +225,10 @@ def expert_outputs(x_NxD: jax.Array, experts_A: jax.Array, kernels: tuple[jax.Ar
   quantised = any(matmul is not None for matmul in matmuls)
   tokens_M = jnp.where(assignments_M < k * N, assignments_M % N, N) if quantised else assignments_M % N
   x_MxD = gather_rows(x_NxD, tokens_M, places_A.reshape(k, N).T, zeros=quantised)
-  gate_MxF, up_MxF = (named(y_MxF, "mlp") for y_MxF in (gate(x_MxD, gate_ExDxF), up(x_MxD, up_ExDxF)))
+  wide = gate(x_MxD, gate_ExDxF), up(x_MxD, up_ExDxF)
+  if biases:
+    wide = tuple(add_biases(y_MxF, bias_ExF, sizes_E, block) for y_MxF, bias_ExF in zip(wide, biases, strict=True))
+  gate_MxF, up_MxF = (named(y_MxF, "mlp") for y_MxF in wide)
   y_MxD = down(activate(activation, up_MxF, gate_MxF), down_ExFxD, last=True)
   return gather_rows(y_MxD, places_A, assignments_M[:, None], zeros)
 
@@ -216,19 +242,20 @@ def _on_rows(run: Callable, rows: tuple[jax.Array, ...], kernels: tuple = ()) ->
     run: treats every token alone. It is told by `split` how the kernels are split; what it computes with a part of the
       experts' width adds up to the whole.
     rows: arrays [B, T, …], as are the results.
-    kernels: none, or gate, up and down.
+    kernels: none, or gate, up and down, and the biases of the first two if they have any.
   """
   placed = logical_axes.current()
   if placed is None:
     return run(rows, kernels)
   by_token = PartitionSpec(*placed.spec(("batch", "length"), rows[0].shape[:2]))
-  names = (("expert", "shard", "mlp"), ("expert", "shard", "mlp"), ("expert", "mlp", "shard"))[:len(kernels)]
+  names = (("expert", "shard", "mlp"), ("expert", "shard", "mlp"), ("expert", "mlp", "shard"), ("expert", "mlp"),
+           ("expert", "mlp"))[:len(kernels)]
   specs = tuple(placed.spec(dims, kernel.shape) for dims, kernel in zip(names, kernels, strict=True))
   width: tuple[str, ...] = ()
   if specs:
     width = logical_axes.names_of(specs[0][2])
     shards = tuple((logical_axes.names_of(spec[dims.index("shard")]), dims.index("shard"))
-                   for spec, dims in zip(specs, names, strict=True))
+                   if "shard" in dims else ((), 0) for spec, dims in zip(specs, names, strict=True))
     run = functools.partial(run, split=Split(specs[0][0], shards, placed.mesh.axis_names))
 
   def local(rows, kernels):

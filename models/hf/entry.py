@@ -83,6 +83,11 @@ class Entry:
       return read(()).transpose(0, 2, 3, 1).reshape(self.matrix_shape)[index]
     if self.tensor.form == "taps":
       return read((index[0], slice(0, 1), index[1]))[:, 0]
+    if self.tensor.form == "alternating":
+      half, last = self.matrix_shape[-1] // len(self.parts), index[-1]
+      part = last.start // half
+      near = slice(len(self.parts) * (last.start - part * half), len(self.parts) * (last.stop - part * half))
+      return read((*index[:-1], near))[..., part::len(self.parts)]
     if isinstance(self.tensor.groups, int):  # a slice of ours is one of each group's
       return read(())[self._order(self.tensor.groups)][index]
     return read(index)
@@ -92,6 +97,8 @@ class Entry:
     if self.tensor.form == "patches":
       out, channels, size, _ = self.shape
       return np.ascontiguousarray(values.reshape(out, size, size, channels).transpose(0, 3, 1, 2))
+    if self.tensor.form == "alternating":
+      return np.stack(np.split(values, len(self.parts), axis=-1), axis=-1).reshape(self.shape)
     if isinstance(self.tensor.groups, int):
       theirs = np.empty_like(values)
       theirs[self._order(self.tensor.groups)] = values

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from models import layers
 from models.hf.errors import HFError
-from models.hf.keys import DEEPEST, Head, Rule, Source, check_kind
+from models.hf.keys import DEEPEST, DROPOUT, Head, Rule, Source, check_kind
 from models.hf.rope import scaling_keys
 
 # Values of the architecture's keys for a decoder with nothing special; a family's rules and constants go on top.
@@ -34,8 +34,9 @@ NEUTRAL: Mapping[str, Any] = {
     "delta.conv_width": 4,
     "latent.kv_rank": 0, "latent.q_rank": 0, "latent.nope_dim": 32, "latent.rope_dim": 16, "latent.value_dim": 32,
     "moe.num_experts": 0, "moe.experts_per_token": 2, "moe.expert_size": None, "moe.shared_size": 0,
-    "moe.shared_gate": False, "moe.softmax": "before_topk", "moe.scores": "softmax", "moe.normalize_weights": True,
-    "moe.weight_scale": 1.0, "moe.choice_bias": False, "moe.groups": 1, "moe.groups_used": 1, "moe.dense_layers": 0,
+    "moe.shared_gate": False, "moe.router_bias": False, "moe.softmax": "before_topk", "moe.scores": "softmax",
+    "moe.normalize_weights": True, "moe.weight_scale": 1.0, "moe.choice_bias": False, "moe.groups": 1,
+    "moe.groups_used": 1, "moe.dense_layers": 0,
     "vision.tower": "none", "vision.image_size": 224, "vision.patch_size": 14, "vision.num_layers": 4,
     "vision.hidden_size": 128, "vision.intermediate_size": 512, "vision.num_heads": 4, "vision.activation": "gelu",
     "vision.norm_eps": 1e-6, "vision.mean": (), "vision.std": (), "vision.feature_layer": -1, "vision.final_norm": True,
@@ -64,12 +65,6 @@ INERT = frozenset("""
     typical_p unk_token_id unsloth_fixed unsloth_version use_bfloat16 use_cache
 """.split())
 
-# What acts in training alone: allowed, and told, since Weft's model.dropout has one rate for the whole model.
-DROPOUT = frozenset("""
-    attention_dropout attn_pdrop classifier_dropout embd_pdrop embedding_dropout hidden_dropout resid_pdrop
-    residual_dropout router_jitter_noise
-""".split())
-
 
 @dataclass(frozen=True)
 class Tensor:
@@ -84,7 +79,8 @@ class Tensor:
     prefixed: False: the name stands without the prefix even where others have it.
     form: patches: theirs is the weight [D, 3, P, P] of a convolution over patches, ours the matrix [P * P * 3, D], and
       `transpose` is set. row: theirs is [D], ours [1, D]. taps: theirs is the weight [C, 1, W] of a convolution of each
-      channel, ours [W, C], and `transpose` is set. None: none of these.
+      channel, ours [W, C], and `transpose` is set. alternating: along their last axis, entries of ours take turns.
+      None: none of these.
     groups: theirs is in groups along its first axis, of which each has its share of every one of ours. Our key that
       says how many there are; once laid over a model (`Family.tensors`), the number.
     layers: numbers of the layers that have it, once laid over a model; None: all.
@@ -130,6 +126,7 @@ class Family:
     ahead: the end of the name of a tensor that only layers have which predict tokens further ahead; all tensors of such
       layers are passed over. "": there are none.
     dropped: entries of config.json that say something of what is passed over, and their values without it.
+    quantised: values of quant_method in quantization_config whose tensors are read as what they stand for.
     in_memory: what the names of modules begin with where a program has loaded the model, if not as in files; `table`
       then has the tensors under these names, too.
     classifier: the architecture with a head that scores; "": named after the first of `architectures`; None: there is
@@ -147,6 +144,7 @@ class Family:
   inert: frozenset[str] = frozenset()
   ahead: str = ""
   dropped: Mapping[str, Any] = field(default_factory=dict)
+  quantised: tuple[str, ...] = ()
   in_memory: str = ""
   classifier: str | None = ""
 
@@ -171,7 +169,7 @@ class Family:
     where = source.where
     self._check_architecture(source)
     quantised = source.get("quantization_config", dict, None, None)
-    if quantised:
+    if quantised and quantised.get("quant_method") not in self.quantised:
       raise HFError(f"{where}: quantization_config is {quantised!r}; quantised checkpoints are not read. Fetch the "
                     "model in float32, bfloat16 or float16.")
     check_kind(source)
@@ -218,7 +216,8 @@ class Family:
 
   def kept(self, config: Mapping[str, Any]) -> dict[str, Any]:
     """The config.json to write for a model that `config` describes."""
-    return {**config, **{key: value for key, value in self.dropped.items() if key in config}}
+    kept = {key: value for key, value in config.items() if key != "quantization_config"}
+    return kept | {key: value for key, value in self.dropped.items() if key in config}
 
   def renewed(self, config: Mapping[str, Any], written: Mapping[str, Any]) -> dict[str, Any]:
     """`written`, with what `config` says beyond the function from tokens to logits."""
@@ -235,6 +234,9 @@ class Family:
     self.read_source(source)
     notes = [f"{where}: {key} is {config[key]}; it acts in training alone, where model.dropout is used here."
             for key in sorted(DROPOUT) if config.get(key)]
+    if config.get("quantization_config"):
+      notes.append(f"{where}: what is stored as {config['quantization_config'].get('quant_method')} is read as the "
+                   "numbers it stands for, and exported as such, not quantised.")
     if config.get("router_aux_loss_coef"):
       notes.append(f"{where}: router_aux_loss_coef is {config['router_aux_loss_coef']}; for a balancing loss in "
                   "training set model.moe.balance_loss.")
@@ -300,17 +302,15 @@ def has_parameter(model: Mapping[str, Any], path: str) -> bool:
   if leaf == "bias":
     biases = {"q": "qkv_bias", "k": "qkv_bias", "v": "qkv_bias", "o": "attention_out_bias",
               "q_down": "qkv_bias", "kv_down": "qkv_bias",
-              "gate": "mlp_bias", "up": "mlp_bias", "down": "mlp_bias"}
+              "gate": "mlp_bias", "up": "mlp_bias", "down": "mlp_bias", "router": "moe.router_bias"}
     if not model[biases.get(owner, "norm_bias")]:
       return False
-  if leaf == "sinks":
-    return model["attention_sinks"]
   gated, moe, position = model["activation"] in layers.GATED, model["moe.num_experts"] > 0, model["norm_position"]
   conditions = {
       "pos_embed": model["positions"] == "learned",
       "unembed": not model["tie_embeddings"] and model["head"] == "lm", "score": model["head"] == "score",
       "attn": any(kind != "delta" for kind in model["layer_pattern"]), "delta": "delta" in model["layer_pattern"],
-      "q_norm": model["qk_norm"], "k_norm": model["qk_norm"],
+      "sinks": model["attention_sinks"], "q_norm": model["qk_norm"], "k_norm": model["qk_norm"],
       "attn_norm": position != "post", "mlp_norm": position != "post" and not model["parallel_blocks"],
       "attn_post_norm": position != "pre", "mlp_post_norm": position != "pre",
       "gate": gated or moe, "mlp": not moe or model["moe.dense_layers"] > 0, "moe": moe,
@@ -319,7 +319,7 @@ def has_parameter(model: Mapping[str, Any], path: str) -> bool:
       **dict.fromkeys(("kv_down", "kv_down_norm", "kv_up"), latent),
       "shared": model["moe.shared_size"] > 0, "shared_gate": model["moe.shared_gate"],
   }
-  return all(conditions.get(part, True) for part in (*parents, owner))
+  return all(conditions.get(part, True) for part in (*parents, owner, leaf))
 
 
 def _laid_over(model: Mapping[str, Any], tensor: Tensor) -> Tensor:

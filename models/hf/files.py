@@ -18,6 +18,7 @@ import numpy as np
 import safetensors
 from safetensors.numpy import save_file
 
+from models.hf import mxfp4
 from models.hf import names as names_lib
 from models.hf.errors import HFError
 
@@ -31,12 +32,14 @@ FOREIGN = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.h5", "*.msgpack", "*.gguf")
 
 @dataclass(frozen=True)
 class TensorInfo:
-  """Where a tensor lies: `dtype` as safetensors names it, `offset` in bytes from the file's beginning."""
+  """Where a tensor lies: `dtype` as safetensors names it, `offset` in bytes from the file's beginning; `pair`: of one
+  that is made of two others (models/hf/mxfp4.py), these."""
 
   shape: tuple[int, ...]
   dtype: str
   file: Path
   offset: int
+  pair: "tuple[TensorInfo, TensorInfo] | None" = None
 
 
 class TensorFolder:
@@ -49,7 +52,8 @@ class TensorFolder:
 
   Attributes:
     path: the folder.
-    tensors: {name: TensorInfo}, without what programs put before names (models/hf/names.py).
+    tensors: {name: TensorInfo}, without what programs put before names (models/hf/names.py), and with one in the place
+      of each pair that models/hf/mxfp4.py reads.
     note: a sentence on what that was; "" for nothing.
 
   Raises:
@@ -67,10 +71,12 @@ class TensorFolder:
       found = _read_index(index)
     else:
       raise HFError(_no_tensors(self.path))
-    self.tensors, self.note = names_lib.renamed(found)
+    found, self.note = names_lib.renamed(found)
+    self.tensors = mxfp4.joined(found)
 
   def read(self, name: str, index: tuple[slice, ...] = ()) -> np.ndarray:
-    """A slice of a tensor in its own dtype: a read-only view of the file, read from disk where it is used.
+    """A slice of a tensor in its own dtype: a read-only view of the file, read from disk where it is used; of a pair,
+    an array.
 
     Raises:
       HFError: no such tensor, or its dtype holds no parameters (integers, float8, …).
@@ -83,8 +89,14 @@ class TensorFolder:
                     "checkpoint must be turned back into one of these first.")
     if 0 in info.shape:
       return np.empty(info.shape, DTYPES[info.dtype])[index]
-    view = np.memmap(info.file, DTYPES[info.dtype], mode="r", offset=info.offset, shape=info.shape)
-    return view.view(np.ndarray)[index]
+    if info.pair is not None:
+      blocks, scales = (_view(part, np.dtype(np.uint8)) for part in info.pair)
+      return mxfp4.dequantised(blocks, scales, index)
+    return _view(info, DTYPES[info.dtype])[index]
+
+
+def _view(info: TensorInfo, dtype: np.dtype) -> np.ndarray:
+  return np.memmap(info.file, dtype, mode="r", offset=info.offset, shape=info.shape).view(np.ndarray)
 
 
 def existing_folder(path: str | Path) -> Path:

@@ -167,6 +167,8 @@ class TextPart(Family):
 
   def kept(self, config):
     """See `Family.kept`."""
+    if "text_config" not in config:
+      return super().kept(config)
     text = self._text(Source(config, "its config.json")).content
     return {**text, "architectures": [self.architectures[0]], "model_type": self.model_types[0]}
 

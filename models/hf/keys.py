@@ -121,6 +121,12 @@ def _is_number(value: Any) -> bool:
   return isinstance(value, int | float) and not isinstance(value, bool)  # 0 == False
 
 
+# What acts in training alone: allowed, and told, since Weft's model.dropout has one rate for the whole model.
+DROPOUT = frozenset("""
+    attention_dropout attn_pdrop classifier_dropout embd_pdrop embedding_dropout hidden_dropout resid_pdrop
+    residual_dropout router_jitter_noise
+""".split())
+
 # What would make another kind of model of it, none of which is read here: {entry: (what it must say, why)}.
 NEITHER: Mapping[str, tuple[Any, str]] = {
     "is_causal": (True, "what is read are causal language models"),

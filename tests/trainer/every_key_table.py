@@ -230,6 +230,7 @@ MODEL = {
   "model.moe.expert_size": program(8, MOE),
   "model.moe.shared_size": program(8, MOE),
   "model.moe.shared_gate": program(True, MOE | {"model.moe.shared_size": 8}),
+  "model.moe.router_bias": program(True, MOE),
   "model.moe.softmax": program("after_topk", MOE | {"model.moe.normalize_weights": False}),
   "model.moe.normalize_weights": program(False, MOE),
   "model.moe.scores": program("sigmoid", MOE | {"model.moe.normalize_weights": False}),

@@ -53,6 +53,8 @@ PARAM_RULES = (
     (r"(delta/(A_log|dt_bias)|attn/sinks)$", (None, "tensor")),
     (r"moe/experts/(gate|up)/kernel(_\w+)?$", (None, "expert", _FSDP_OF_EXPERTS, "tensor")),
     (r"moe/experts/down/kernel(_\w+)?$", (None, "expert", "tensor", _FSDP_OF_EXPERTS)),
+    (r"moe/experts/(gate|up)/bias$", (None, "expert", "tensor")),
+    (r"moe/experts/down/bias$", (None, "expert", None)),
     (r"moe/(router|shared_gate)/kernel$", (None, _FSDP, None)),
     # Adapters: the side that they share with the kernel is split as its is.
     (r"(attn/([qkv]|q_up|kv_up)|delta/[qkvzba]|(mlp|shared)/(gate|up)|shared_gate)/lora_a$", (None, _FSDP, None)),

@@ -65,6 +65,7 @@ LAYERS = {
     "groups": dict(GROUPS, scores="softmax"),
     "sigmoid": dict(GROUPS, choice_bias=True),
     "sigmoid, not normalized": dict(GROUPS, groups=1, groups_used=1, normalize_weights=False),
+    "biases": dict(PLAIN, shared_size=8, router_bias=True, mlp_bias=True),
 }
 
 
@@ -75,8 +76,12 @@ def silu(x):
 def np_layer(p, x, moe, act):
   """One token after another, one expert after another; `p` are one layer's parameters, in float64."""
   out = np.zeros_like(x)
+
+  def dense(x, name, e=...):
+    return x @ p[name + "/kernel"][e] + (p[name + "/bias"][e] if name + "/bias" in p else 0)
+
   for t, x_D in enumerate(x):
-    logits = x_D @ p["router/kernel"]
+    logits = dense(x_D, "router")
     sigmoid = moe.get("scores") == "sigmoid"
     weights = 1 / (1 + np.exp(-logits)) if sigmoid else np.exp(logits) / np.exp(logits).sum()
     by = weights + p.get("router/choice_bias", 0.0)
@@ -91,10 +96,10 @@ def np_layer(p, x, moe, act):
       weights = weights / weights[chosen].sum()
     weights = weights * moe.get("weight_scale", 1.0)
     for e in chosen:
-      gate, up, down = (p[f"experts/{name}/kernel"][e] for name in ("gate", "up", "down"))
-      out[t] += weights[e] * (act(x_D @ gate) * (x_D @ up)) @ down
+      hidden = act(dense(x_D, "experts/gate", e)) * dense(x_D, "experts/up", e)
+      out[t] += weights[e] * dense(hidden, "experts/down", e)
     if "shared/up/kernel" in p:
-      shared = (act(x_D @ p["shared/gate/kernel"]) * (x_D @ p["shared/up/kernel"])) @ p["shared/down/kernel"]
+      shared = dense(act(dense(x_D, "shared/gate")) * dense(x_D, "shared/up"), "shared/down")
       out[t] += shared / (1 + np.exp(-x_D @ p["shared_gate/kernel"])) if moe.get("shared_gate") else shared
   return out
 
@@ -102,7 +107,8 @@ def np_layer(p, x, moe, act):
 def layer_of(moe):
   """(module of one layer, its random parameters, the function of both) for the options of LAYERS."""
   options = dict(moe)
-  model = make(num_layers=1, activation=options.pop("activation", "swiglu"), moe=options)
+  outside = dict(activation=options.pop("activation", "swiglu"), mlp_bias=options.pop("mlp_bias", False))
+  model = make(num_layers=1, moe=options, **outside)
   whole, rng = jax.jit(model.init)(jax.random.key(0)), np.random.default_rng(0)
   params = jax.tree.map(lambda p: rng.normal(scale=0.4, size=p.shape[1:]).astype(np.float32), whole["blocks"]["moe"])
 
@@ -136,21 +142,29 @@ def test_gradients_equal_those_of_every_expert_on_every_token(name):
   mix = np.random.default_rng(2).normal(size=x.shape).astype(np.float32) * (SEGMENTS > 0)[..., None]
 
   def dense(p, x):
-    logits = x @ p["router"]["kernel"]
-    kth = jnp.sort(logits, axis=-1)[..., -moe["experts_per_token"], None]
-    chosen = logits >= jax.lax.stop_gradient(kth)
+    logits = x @ p["router"]["kernel"] + p["router"].get("bias", 0.0)
+    sigmoid, groups = moe.get("scores") == "sigmoid", moe.get("groups", 1)
+    scores = jax.nn.sigmoid(logits) if sigmoid else jax.nn.softmax(logits)
+    by = jax.lax.stop_gradient(scores + p["router"].get("choice_bias", 0.0))
+    best = jnp.sort(by.reshape(*by.shape[:-1], groups, -1), axis=-1)[..., -2 if sigmoid else -1:].sum(-1)
+    used = best >= jnp.sort(best, axis=-1)[..., -moe.get("groups_used", 1), None]
+    by = jnp.where(jnp.repeat(used, by.shape[-1] // groups, axis=-1), by, -jnp.inf)
+    chosen = by >= jnp.sort(by, axis=-1)[..., -moe["experts_per_token"], None]
     if moe.get("softmax") == "after_topk":
       weights = jax.nn.softmax(jnp.where(chosen, logits, -jnp.inf))
     else:
-      weights = jax.nn.softmax(logits) * chosen
+      weights = scores * chosen
     if moe.get("normalize_weights", True):
       weights = weights / weights.sum(-1, keepdims=True)
+    weights = weights * moe.get("weight_scale", 1.0)
     w = {name: part["kernel"] for name, part in p["experts"].items()}
-    hidden = act(jnp.einsum("btd,edf->btef", x, w["gate"])) * jnp.einsum("btd,edf->btef", x, w["up"])
-    y = jnp.einsum("bte,btef,efd->btd", weights, hidden, w["down"])
+    b = {name: part.get("bias", np.zeros((1, 1))) for name, part in p["experts"].items()}
+    gate, up = (jnp.einsum("btd,edf->btef", x, w[name]) + b[name] for name in ("gate", "up"))
+    y = jnp.einsum("bte,bted->btd", weights, jnp.einsum("btef,efd->bted", act(gate) * up, w["down"]) + b["down"])
     if "shared" in p:
-      s = {name: part["kernel"] for name, part in p["shared"].items()}
-      shared = (act(x @ s["gate"]) * (x @ s["up"])) @ s["down"]
+      gate, up, down = (p["shared"][name] for name in ("gate", "up", "down"))
+      shared = act(x @ gate["kernel"] + gate.get("bias", 0)) * (x @ up["kernel"] + up.get("bias", 0))
+      shared = shared @ down["kernel"] + down.get("bias", 0)
       y += shared * (jax.nn.sigmoid(x @ p["shared_gate"]["kernel"]) if "shared_gate" in p else 1.0)
     return y
 

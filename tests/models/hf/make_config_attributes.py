@@ -13,9 +13,9 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 FILE = Path(__file__).with_name("config_attributes.json")
 TYPES = ("arcee", "clip_vision_model", "cohere", "cohere2", "gemma", "gemma2", "gemma3", "gemma3_text", "glm", "glm4",
-         "gpt2", "granite", "llama", "llava", "mistral", "mixtral", "nemotron", "olmo2", "olmo3", "paligemma", "phi3",
-         "qwen2", "qwen2_moe", "qwen3", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_moe", "qwen3_next", "seed_oss",
-         "siglip_vision_model", "smollm3", "stablelm", "starcoder2")
+         "gpt2", "gpt_oss", "granite", "llama", "llava", "mistral", "mixtral", "nemotron", "olmo2", "olmo3",
+         "paligemma", "phi3", "qwen2", "qwen2_moe", "qwen3", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_moe",
+         "qwen3_next", "seed_oss", "siglip_vision_model", "smollm3", "stablelm", "starcoder2")
 # Of the classes, and in no file.
 OF_CLASSES = frozenset("""
     args attribute_map base_config_key base_model_ep_plan base_model_fsdp_plan base_model_pp_plan base_model_tp_plan

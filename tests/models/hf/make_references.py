@@ -39,6 +39,9 @@ LATENT = dict(num_key_value_heads=4, kv_lora_rank=10, qk_nope_head_dim=6, qk_rop
 LLAMA3 = dict(rope_type="llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0,
               original_max_position_embeddings=16)
 YARN = dict(rope_type="yarn", factor=4.0, original_max_position_embeddings=16)
+OSS = dict(model_type="gpt_oss", **SMALL) | dict(head_dim=8, num_hidden_layers=3, sliding_window=5, num_local_experts=5,
+                                                num_experts_per_tok=2, rope_theta=500.0, rope_scaling=YARN | dict(
+                                                    truncate=False))
 GPT2 = dict(model_type="gpt2", vocab_size=V, n_embd=16, n_head=4, n_layer=2, n_positions=T, n_inner=40, bos_token_id=1,
             eos_token_id=2)
 
@@ -87,6 +90,8 @@ CASES = {
                         attention_bias=True, rope_scaling=YARN | dict(mscale=1.0, mscale_all_dim=1.0)),
     "deepseek_v3_halves": like("deepseek_v3", **LATENT | dict(v_head_dim=12), q_lora_rank=None, rope_interleave=False,
                                norm_topk_prob=False, num_mtp_layers=0, rope_scaling=YARN | dict(mscale_all_dim=0.5)),
+    "gpt_oss": OSS,
+    "gpt_oss_mxfp4": OSS | dict(hidden_size=32, intermediate_size=32, MXFP4=True),
     "gemma": like("gemma", head_dim=8),
     "gemma2": like("gemma2", head_dim=8, sliding_window=5, query_pre_attn_scalar=5, attn_logit_softcapping=1.5,
                    final_logit_softcapping=10.0),
@@ -136,10 +141,24 @@ def randomise(model: torch.nn.Module, generator: torch.Generator) -> None:
         b.copy_(0.1 * torch.randn(b.shape, generator=generator))
 
 
+def in_mxfp4(tensors: dict) -> dict:
+  """With random codes and scales in the place of experts' kernels."""
+  numbers, found = np.random.default_rng(3), {}
+  for name, values in tensors.items():
+    if not name.endswith(("gate_up_proj", "down_proj")):
+      found[name] = values.contiguous()
+      continue
+    experts, inputs, outputs = values.shape
+    groups = experts, outputs, inputs // 32
+    found[f"{name}_blocks"] = torch.tensor(numbers.integers(0, 256, (*groups, 16)).astype(np.uint8))
+    found[f"{name}_scales"] = torch.tensor(numbers.integers(121, 125, groups).astype(np.uint8))
+  return found
+
+
 def save(case: dict, folder: Path) -> None:
   config = dict(case)
   dtype, shard = config.pop("DTYPE", torch.float32), config.pop("SHARD", "5GB")
-  fused, bare = config.pop("FUSED", False), config.pop("BARE", False)
+  fused, bare, mxfp4 = config.pop("FUSED", False), config.pop("BARE", False), config.pop("MXFP4", False)
   model = AutoModelForCausalLM.from_config(AutoConfig.for_model(config.pop("model_type"), **config))
   randomise(model, torch.Generator().manual_seed(0))
   model.to(dtype).save_pretrained(folder, max_shard_size=shard)
@@ -151,14 +170,20 @@ def save(case: dict, folder: Path) -> None:
     mask = torch.tril(torch.ones(T, T, dtype=torch.bool))[None, None]
     tensors |= {f"h.{i}.attn.bias": mask.clone() for i in range(2)}
     tensors |= {f"h.{i}.attn.masked_bias": torch.tensor(-1e4) for i in range(2)}
-  if fused or bare:
+  if mxfp4:
+    tensors = in_mxfp4(tensors)
+    file = folder / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | dict(quantization_config=dict(
+        quant_method="mxfp4", modules_to_not_convert=["model.layers.*.self_attn", "lm_head"])), indent=2))
+  if fused or bare or mxfp4:
     safetensors.torch.save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
 
 
 def transformers_4(config: dict) -> dict:
   """The same config.json as transformers 4 writes it."""
   new = ("rope_parameters", "layer_types", "dtype", "_sliding_window_pattern")
-  kept = ("layer_types",) if config["model_type"] in ("cohere2", "olmo3") or "linear_key_head_dim" in config else ()
+  told = config["model_type"] in ("cohere2", "gpt_oss", "olmo3") or "linear_key_head_dim" in config
+  kept = ("layer_types",) if told else ()
   old = {k: v for k, v in config.items() if k not in new or k in kept}
   if "num_local_experts" in old and old["model_type"] != "mixtral":
     old["num_experts"] = old.pop("num_local_experts")
@@ -199,7 +224,7 @@ def gradients(folder: Path, tokens: torch.Tensor) -> dict[str, np.ndarray]:
   parameters = dict(model.named_parameters())
   first = next(n for n in parameters if ".0." in n and (
       "q_proj.weight" in n or "qkv" in n or "c_attn.weight" in n or "kv_b_proj.weight" in n))
-  second = next((n for n in parameters if ".1.mlp.gate.weight" in n), None)
+  second = next((n for n in parameters if ".1.mlp.gate.weight" in n or ".1.self_attn.sinks" in n), None)
   names = [first, second or next(n for n in parameters if n in ("model.norm.weight", "transformer.ln_f.weight"))]
   out = model(tokens, use_cache=False).logits[:, :-1]
   torch.nn.functional.cross_entropy(out.reshape(-1, V), tokens[:, 1:].reshape(-1)).backward()

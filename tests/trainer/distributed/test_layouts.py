@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from tests import tiny
-from tests.models.common import DEEPSEEK_MOE, OLMO, QWEN3_NEXT
+from tests.models.common import DEEPSEEK_MOE, GPT_OSS, OLMO, QWEN3_NEXT
 from trainer import state as state_lib
 from trainer import update as update_lib
 from trainer.config import defaults
@@ -29,7 +29,8 @@ KINDS = {"dense": dict(num_layers=4, layer_pattern=("local", "global"), window=5
          "latent": dict(DEEPSEEK_MOE, num_heads=4, num_layers=3, attention_block=8,
                         latent=dict(kv_rank=8, q_rank=12, nope_dim=3, rope_dim=4, value_dim=5),
                         moe=dict(DEEPSEEK_MOE["moe"], shared_size=8, expert_size=8)),
-         "moe": dict(moe=MOE, attention_block=8)}
+         "moe": dict(moe=MOE, attention_block=8),
+         "gpt_oss": dict(GPT_OSS, num_heads=4, mlp_bias=True, attention_block=8, moe=MOE | dict(router_bias=True))}
 LAYOUTS = {
     "dense": [dict(data=8), dict(fsdp=8), dict(context=8), dict(slice=2, data=2, fsdp=2),
               dict(data=2, fsdp=2, tensor=2), dict(fsdp=2, context=2, tensor=2)],
@@ -39,6 +40,7 @@ LAYOUTS = {
     "latent": [dict(fsdp=2, context=2, tensor=2)],
     "moe": [dict(fsdp=4, tensor=2), dict(data=2, expert=4), dict(expert=2, context=2, tensor=2),
             dict(fsdp=2, expert=2, context=2)],
+    "gpt_oss": [dict(fsdp=2, context=2, tensor=2), dict(expert=2, context=2, tensor=2)],
 }
 
 

@@ -1,0 +1,61 @@
+"""gpt-oss: attention sinks, a window in every other layer, and experts with biases, published in MXFP4."""
+
+from models.hf.families import common
+from models.hf.families.gemma2 import every_other, write_window
+from models.hf.family import Family, Tensor
+from models.hf.keys import Key, LayerTypes, Must, Source
+from models.hf.rope import Rope
+
+
+class YarnRope(Rope):
+  """Where config.json says nothing, versions of transformers take YaRN of their own numbers."""
+
+  def read(self, source, model):
+    keys = super().read(source, model)
+    if keys["rope_scaling.type"] == "none":
+      raise source.error("rope_scaling", "that of YaRN, which all models of this family have")
+    return keys
+
+
+def window(source: Source) -> int | None:
+  """sliding_window, which is 128 where it is not said."""
+  return source.get("sliding_window", int, 128, None)
+
+
+EXPERTS = "blocks/moe/experts"
+GPT_OSS = Family(
+    name="gpt_oss",
+    model_types=("gpt_oss",),
+    architectures=("GptOssForCausalLM",),
+    keys=(
+        *common.SIZES, common.UNTIED, YarnRope(theta=150000.0, scalings=("yarn",)),
+        Key("head_dim", "head_dim", default=64, null=common.head_size),
+        Key("num_key_value_heads", "num_kv_heads", default=8, null=common.as_many_as_heads),
+        Key("rms_norm_eps", "norm_eps", float, default=1e-5),
+        LayerTypes(window, every_other, write_window),
+        Key("attention_bias", ("qkv_bias", "attention_out_bias"), bool, default=True),
+        Key("intermediate_size", ("intermediate_size", "moe.expert_size"), default=2880),
+        Key("num_local_experts", "moe.num_experts", default=128, alias="num_experts"),
+        Key("num_experts_per_tok", "moe.experts_per_token", default=4, alias="experts_per_token"),
+        Must("hidden_act", "silu", "experts have one activation in this family"),
+        Must("swiglu_alpha", 1.702, "experts have one activation in this family"),
+        Must("swiglu_limit", 7.0, "experts have one activation in this family"),
+    ),
+    table=(
+        *common.ENDS, *common.NORMS, *common.ATTENTION,
+        Tensor("layers.{layer}.self_attn.sinks", "blocks/attn/sinks"),
+        Tensor("layers.{layer}.mlp.router.weight", "blocks/moe/router/kernel", transpose=True),
+        Tensor("layers.{layer}.mlp.router.bias", "blocks/moe/router/bias"),
+        # Of an expert's outputs, that of the gate and that of the other take turns.
+        Tensor("layers.{layer}.mlp.experts.gate_up_proj", (f"{EXPERTS}/gate/kernel", f"{EXPERTS}/up/kernel"), axis=2,
+               form="alternating"),
+        Tensor("layers.{layer}.mlp.experts.gate_up_proj_bias", (f"{EXPERTS}/gate/bias", f"{EXPERTS}/up/bias"), axis=1,
+               form="alternating"),
+        Tensor("layers.{layer}.mlp.experts.down_proj", f"{EXPERTS}/down/kernel"),
+        Tensor("layers.{layer}.mlp.experts.down_proj_bias", f"{EXPERTS}/down/bias"),
+    ),
+    fixed={"attention_sinks": True, "activation": "clamped_swiglu", "mlp_bias": True, "moe.router_bias": True},
+    quantised=("mxfp4",),
+    # The length before YaRN, as other programs want it.
+    inert=frozenset({"initial_context_length"}),
+)

@@ -1,0 +1,50 @@
+"""Experts stored in MXFP4 (OCP Microscaling Formats 1.0), as gpt-oss is published: read as the bfloat16 they stand for.
+
+A pair of tensors uint8, NAME_blocks [E, N, K / 32, 16] and NAME_scales [E, N, K / 32], is the tensor NAME [E, K, N] of
+transformers: each byte of a block is two numbers of four bits, the low ones first, and 32 of them have one scale, a
+power of two.
+
+E experts, K inputs, N outputs, G groups of 32 inputs.
+"""
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+
+# By their codes: a sign, two bits of exponent, one of mantissa.
+_POSITIVE = np.array([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0], np.float32)
+VALUES = np.concatenate([_POSITIVE, -_POSITIVE])
+GROUP, BIAS = 32, 127
+
+
+def joined(tensors: Mapping[str, Any]) -> dict[str, Any]:
+  """{name: TensorInfo}, with one tensor in the place of each pair."""
+  found = dict(tensors)
+  for name, blocks in tensors.items():
+    whole = name.removesuffix("_blocks")
+    scales = tensors.get(f"{whole}_scales")
+    if whole != name and scales is not None and (blocks.dtype, scales.dtype) == ("U8", "U8") and (
+        blocks.shape == (*scales.shape, GROUP // 2) and len(scales.shape) == 3):
+      del found[name], found[f"{whole}_scales"]
+      E, N, G = scales.shape
+      found[whole] = dataclasses.replace(blocks, shape=(E, G * GROUP, N), dtype="BF16", pair=(blocks, scales))
+  return found
+
+
+def dequantised(blocks_ExNxGx16: np.ndarray, scales_ExNxG: np.ndarray, index: tuple[slice, ...]) -> np.ndarray:
+  """`whole[index]`, bfloat16; one expert at a time is in float32."""
+  E, N, G = scales_ExNxG.shape
+  of_experts, of_inputs, of_outputs = (
+      range(*part.indices(n)) for part, n in zip((*index, *[slice(None)] * 3), (E, G * GROUP, N), strict=False))
+  values = np.empty((len(of_experts), len(of_inputs), len(of_outputs)), ml_dtypes.bfloat16)
+  groups = slice(of_inputs.start // GROUP, -(-of_inputs.stop // GROUP))
+  outputs, skipped = slice(of_outputs.start, of_outputs.stop), groups.start * GROUP
+  for i, e in enumerate(of_experts):
+    codes = blocks_ExNxGx16[e, outputs, groups]
+    both = VALUES[np.stack([codes & 15, codes >> 4], axis=-1)].reshape(*codes.shape[:2], GROUP)
+    whole_NxK = np.ldexp(both, scales_ExNxG[e, outputs, groups, None].astype(np.int32) - BIAS).reshape(len(codes), -1)
+    values[i] = whole_NxK[:, of_inputs.start - skipped:of_inputs.stop - skipped].T
+  return values
