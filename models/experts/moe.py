@@ -225,7 +225,7 @@ def expert_outputs(x_NxD: jax.Array, experts_A: jax.Array, kernels: tuple[jax.Ar
   quantised = any(matmul is not None for matmul in matmuls)
   tokens_M = jnp.where(assignments_M < k * N, assignments_M % N, N) if quantised else assignments_M % N
   x_MxD = gather_rows(x_NxD, tokens_M, places_A.reshape(k, N).T, zeros=quantised)
-  wide = gate(x_MxD, gate_ExDxF), up(x_MxD, up_ExDxF)
+  wide: tuple[jax.Array, ...] = gate(x_MxD, gate_ExDxF), up(x_MxD, up_ExDxF)
   if biases:
     wide = tuple(add_biases(y_MxF, bias_ExF, sizes_E, block) for y_MxF, bias_ExF in zip(wide, biases, strict=True))
   gate_MxF, up_MxF = (named(y_MxF, "mlp") for y_MxF in wide)
