@@ -27,7 +27,7 @@ def main() -> None:
   found = {f"layer {i}": x for i, x in enumerate(done.hidden_states[:-1])}
   found |= {"logits": done.logits, "loss": loss}
   np.savez(f"{out}.npz", **{name: value.detach().float().numpy() for name, value in found.items()})
-  for p in model.parameters():
+  for p in (*model.parameters(), *model.buffers()):  # buffers, too, are tensors of the folder
     p.data = torch.zeros_like(p) if p.grad is None else p.grad
   model.save_pretrained(out)
 
