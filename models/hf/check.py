@@ -37,6 +37,7 @@ def ours(folder: str | Path, tokens_BxT: np.ndarray, out: Path) -> dict[str, np.
   Raises:
     HFError: the folder cannot be read, or is a model of images.
   """
+  model: Any
   model, params = hf.load(folder, progress=True)
   if model.spec.vision is not None:
     raise hf.HFError(f"{folder} is a model of images; what is compared is text alone.")
@@ -77,7 +78,7 @@ def _gradients(folder: Path) -> dict[str, np.ndarray]:
 def apart(a: np.ndarray, b: np.ndarray) -> float:
   """The norm of the difference, of the other's norm."""
   a, b = np.asarray(a, np.float64), np.asarray(b, np.float64)
-  return float(np.linalg.norm(a - b) / max(np.linalg.norm(b), 1e-30))
+  return float(np.linalg.norm(a - b) / max(float(np.linalg.norm(b)), 1e-30))
 
 
 def report(mine: Mapping[str, np.ndarray], other: Mapping[str, np.ndarray], tolerance: float) -> tuple[str, bool]:
