@@ -167,8 +167,8 @@ def stack_blocks(spec: Spec, scope: Scope) -> Block:
 
 def run_blocks(spec: Spec, blocks: Block | Sequence[Block], layer: Callable, remat: Callable, x: Any
                ) -> tuple[Any, Any]:
-  """Applies every layer: the first ones that differ from later ones one by one, the others in a scan over whole periods
-  of the pattern, then the remaining ones.
+  """Applies every layer: a scan over whole periods of the pattern, then the remaining layers one by one. Where the
+  first layers differ from later ones, they are such a run of their own.
 
   Args:
     spec: says how many layers there are, their pattern, and whether they are scanned.
@@ -182,23 +182,38 @@ def run_blocks(spec: Spec, blocks: Block | Sequence[Block], layer: Callable, rem
     (what leaves the last layer, the trees of all layers, stacked).
   """
   L, period, first = spec.num_layers, len(spec.layer_pattern), spec.first_layers
+  indices = jnp.arange(L)
+  stacked = []  # trees of runs of layers, in order
 
-  def in_group(i: int, x: Any, group: Any) -> tuple[Any, Any]:
+  def in_group(start: int, i: int, x: Any, group: Any) -> tuple[Any, Any]:
     """The i-th layer of a period. It is taken out here, within what `remat` wraps: what goes in is then the scan's own
     input, which is there anyway, and not a copy of each layer's parameters, kept for the backward pass."""
     blocks, indices = group
 
     def take(path: tuple[Any, ...], p: jax.Array) -> jax.Array | None:
-      layers = [i for i in spec.layers_with(_part(path)) if i >= first]
-      return jax.lax.index_in_dim(p, layers.index(first + i), keepdims=False) if first + i in layers else None
+      layers = [i for i in spec.layers_with(_part(path)) if i >= start]
+      return jax.lax.index_in_dim(p, layers.index(start + i), keepdims=False) if start + i in layers else None
 
-    return layer(first + i, x, jax.tree_util.tree_map_with_path(take, blocks), indices[i])
+    return layer(start + i, x, jax.tree_util.tree_map_with_path(take, blocks), indices[i])
 
-  stacked_blocks = isinstance(blocks, Block)
-  periods = (L - first) // period if spec.scan_layers and stacked_blocks else 0
-  ahead = first if periods else L
-  indices = jnp.arange(L)
-  stacked = []  # trees of runs of layers, in order
+  def scanned(x: Any, start: int, periods: int) -> Any:
+    def in_periods(path: tuple[Any, ...], p: jax.Array) -> jax.Array:
+      layers = spec.layers_with(_part(path))
+      skipped, each = sum(i < start for i in layers), sum(start <= i < start + period for i in layers)
+      return p[skipped:skipped + periods * each].reshape(periods, each, *p.shape[1:])
+
+    groups = (jax.tree_util.tree_map_with_path(in_periods, blocks),
+              indices[start:start + periods * period].reshape(periods, period))
+
+    def scan_body(x, group):
+      trees = [None] * period
+      for i in range(period):
+        x, trees[i] = remat(functools.partial(in_group, start, i), True)(x, group)
+      return x, _joined(jnp.stack, trees)
+
+    x, tree = jax.lax.scan(scan_body, x, groups)
+    stacked.append(jax.tree.map(lambda part: part.reshape(-1, *part.shape[2:]), tree))
+    return x
 
   def one_by_one(x: Any, blocks: Any, start: int) -> Any:
     for i, block in enumerate(blocks, start):
@@ -206,26 +221,15 @@ def run_blocks(spec: Spec, blocks: Block | Sequence[Block], layer: Callable, rem
       stacked.append(jax.tree.map(lambda part: part[None], tree))
     return x
 
-  x = one_by_one(x, unstack(spec, blocks, 0, ahead) if stacked_blocks else blocks, 0)
-  if periods:
-    def in_periods(path: tuple[Any, ...], p: jax.Array) -> jax.Array:
-      layers = spec.layers_with(_part(path))
-      skipped, each = sum(i < first for i in layers), sum(first <= i < first + period for i in layers)
-      return p[skipped:skipped + periods * each].reshape(periods, each, *p.shape[1:])
-
-    groups = (jax.tree_util.tree_map_with_path(in_periods, blocks),
-              indices[first:first + periods * period].reshape(periods, period))
-
-    def scan_body(x, group):
-      trees = [None] * period
-      for i in range(period):
-        x, trees[i] = remat(functools.partial(in_group, i), True)(x, group)
-      return x, _joined(jnp.stack, trees)
-
-    x, tree = jax.lax.scan(scan_body, x, groups)
-    stacked.append(jax.tree.map(lambda part: part.reshape(-1, *part.shape[2:]), tree))
-    scanned = first + periods * period
-    x = one_by_one(x, unstack(spec, blocks, scanned), scanned)
+  if not isinstance(blocks, Block):
+    x = one_by_one(x, blocks, 0)
+    return x, _joined(jnp.concatenate, stacked)
+  for start, stop in ((0, first), (first, L)):
+    alike = all(spec.parts_of(i) == spec.parts_of(start + (i - start) % period) for i in range(start, stop))
+    periods = (stop - start) // period if spec.scan_layers and alike else 0
+    if periods:
+      x = scanned(x, start, periods)
+    x = one_by_one(x, unstack(spec, blocks, start + periods * period, stop), start + periods * period)
   return x, _joined(jnp.concatenate, stacked)
 
 

@@ -39,6 +39,7 @@ def plan(config: Mapping, workdir: str | Path) -> Path:
   Raises:
     ConfigError: as training would; a topology or mesh that cannot be.
   """
+  print("tracing the step, with each policy of what is recomputed; large models take minutes …", flush=True)
   made = make_plan(config, workdir)
   print(plan_page.text(made))
   workdir = Path(workdir).expanduser().absolute()

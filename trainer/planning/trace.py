@@ -57,13 +57,16 @@ def trace(config: Any, program: program_lib.Program, rows: int = 2) -> Trace:
       break
     # So few tokens make a program of another form: of one part, say, where more have a loop over parts.
     rows, few, many = 2 * rows, many, _residuals_and_flops(config, program, 4 * rows)
+  # Numbers of layers that are one loop, whose residuals are one array.
+  layers, spec = program.model.num_layers, getattr(program.model, "spec", None)
+  runs = {layers} if spec is None else {layers, spec.first_layers, layers - spec.first_layers} - {0, 1}
   kept = host = largest = copies = 0.0
   for leaf, more in zip(few[0], many[0], strict=True):
     key, size, grown = _key(leaf), _bytes(leaf), _bytes(more) - _bytes(leaf)
     if grown and leaf.memory_space == jax.memory.Space.Host:
       host += grown / rows
     elif grown:
-      stacked = leaf.ndim > 2 and leaf.shape[0] == program.model.num_layers
+      stacked = leaf.ndim > 2 and leaf.shape[0] in runs
       kept += grown / rows
       if leaf.shape[-1] != program.model.vocab_size:  # logits are no part of a layer
         largest = max(largest, grown / rows / (leaf.shape[0] if stacked else 1))
@@ -87,11 +90,15 @@ def _residuals_and_flops(config: Any, program: program_lib.Program, rows: int) -
     terms, _ = program.loss_fn(params, batch, jax.random.key(0), *others)
     return sum(jnp.sum(term.sum) for term in terms.values())
 
-  def backward(trainable, *rest):
-    return jax.vjp(lambda trainable: loss(trainable, *rest), trainable)[1]
+  def kept_and_gradients(trainable, *rest):
+    _, backward = jax.vjp(lambda trainable: loss(trainable, *rest), trainable)
+    return backward, backward(jnp.float32(1.0))
 
+  # Traced once for both: a trace of a large model takes seconds.
   given = (trainable, frozen, state.get("reference"), batch)
-  return jax.make_jaxpr(backward)(*given).out_avals, _flops(jax.make_jaxpr(jax.grad(loss))(*given))
+  closed, (kept, _) = jax.make_jaxpr(kept_and_gradients, return_shape=True)(*given)
+  count = len(jax.tree.leaves(kept))
+  return closed.out_avals[:count], _flops(closed, count)
 
 
 def _key(leaf: Any) -> tuple[tuple[int, ...], Any]:
@@ -103,9 +110,9 @@ def _bytes(leaf: Any) -> float:
   return float(np.prod(leaf.shape, dtype=float)) * leaf.dtype.itemsize
 
 
-def _flops(closed: Any) -> float:
-  """Operations in the products of a traced program, without those whose results nobody needs."""
-  jaxpr, _ = partial_eval.dce_jaxpr(closed.jaxpr, [True] * len(closed.jaxpr.outvars))
+def _flops(closed: Any, but: int = 0) -> float:
+  """Operations in the products of a traced program that its results need, the first ones left out (`but` so many)."""
+  jaxpr, _ = partial_eval.dce_jaxpr(closed.jaxpr, [i >= but for i in range(len(closed.jaxpr.outvars))])
   return _count(jaxpr)
 
 
