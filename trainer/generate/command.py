@@ -135,17 +135,29 @@ def text_prompt(loaded: Loaded, text: str, where: str, images: Sequence[str] = (
 # ---------------------------------------------------------------------------------------------- output
 
 
+class Printed:
+  """The text of one completion as its parts come: a character only once all its tokens have, and the beginning of a
+  stop string that is cut once it is known to be none."""
+
+  def __init__(self, tokenizer: Tokenizer, stop: StopStrings | None = None):
+    self._stop, self._parts, self._shown = stop or StopStrings(tokenizer), list[Completion](), ""
+
+  def add(self, part: Completion) -> str:
+    """What of the text can be told now and could not before."""
+    self._parts.append(part)
+    completion = joined(self._parts)
+    text = self._stop.text(completion) if part.finish_reason else self._stop.certain(completion.ids).rstrip("\ufffd")
+    if not text.startswith(self._shown):  # a later token has changed what an earlier one looks like
+      return ""
+    new, self._shown = text[len(self._shown):], text
+    return new
+
+
 def printed(tokenizer: Tokenizer, parts: Iterator[Completion], stop: StopStrings | None = None) -> Iterator[str]:
-  """The text of one completion, piece by piece, as its parts come; a character only once all its tokens have, and the
-  beginning of a stop string that is cut once it is known to be none."""
-  stop, whole, shown = stop or StopStrings(tokenizer), list[Completion](), ""
+  """The text of one completion, piece by piece; see `Printed`."""
+  text = Printed(tokenizer, stop)
   for part in parts:
-    whole.append(part)
-    completion = joined(whole)
-    text = stop.text(completion) if part.finish_reason else stop.certain(completion.ids).rstrip("\ufffd")
-    if text.startswith(shown):  # else a later token has changed what an earlier one looks like
-      yield text[len(shown):]
-      shown = text
+    yield text.add(part)
 
 
 def converse(loaded: Loaded, sampler: Sampler, options: dict[str, Any], system: str | None,

@@ -132,9 +132,7 @@ def main(argv: list[str]) -> None:
   startup.set_environment(config.get("precision"))
   startup.errors_of_savers_in_short()
   startup.keep_compiled_programs()
-  try:
+  with startup.one_message(ConfigError, DataError, OSError):
     for note in notes:
       print(note, flush=True)
     sys.exit(compare(config, flags.FLAGS.workdir, flags.FLAGS.steps, flags.FLAGS.peer))
-  except (ConfigError, DataError, OSError) as error:
-    sys.exit(f"{type(error).__name__}: {error}")

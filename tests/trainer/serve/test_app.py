@@ -1,0 +1,254 @@
+"""`python -m trainer.serve` over HTTP: what it answers is what the sampler draws, alone and together, whole and in
+parts; what it cannot do is refused by name."""
+
+import contextlib
+import json
+import threading
+import time
+import urllib.error
+import urllib.request
+from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import uvicorn
+
+from tests import tiny
+from trainer.distributed import mesh as mesh_lib
+from trainer.errors import ConfigError
+from trainer.generate import command as generate
+from trainer.generate.sampler import Sampler
+from trainer.serve import command
+from trainer.serve.engine import Engine, How, Job
+
+
+@contextlib.contextmanager
+def serving(app):
+  """The address of a server of the application."""
+  server = uvicorn.Server(uvicorn.Config(app, port=0, log_level="error"))
+  thread = threading.Thread(target=server.run, daemon=True)
+  thread.start()
+  while not server.started:
+    time.sleep(0.01)
+  try:
+    yield f"http://127.0.0.1:{server.servers[0].sockets[0].getsockname()[1]}"
+  finally:
+    server.should_exit = True
+    thread.join()
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+  return tiny.hf_folder(tmp_path_factory.mktemp("model") / "model")
+
+
+@pytest.fixture(scope="module")
+def url(folder):
+  given = SimpleNamespace(workdir=None, hf=str(folder), step=None, template="plain", tensor=1, rows=4, name="tiny")
+  with serving(command.make_app(given)) as address:
+    yield address
+
+
+@pytest.fixture(scope="module")
+def direct(folder):
+  """(what is loaded, a sampler): the same without HTTP."""
+  mesh = mesh_lib.make_mesh({})
+  return generate.load_folder(folder, mesh, template="plain"), Sampler(generate.load_folder(folder, mesh).model, mesh)
+
+
+def post(url, path, /, **body):
+  data = json.dumps(body).encode() if body else b"{"
+  request = urllib.request.Request(f"{url}{path}", data, {"Content-Type": "application/json"})
+  with urllib.request.urlopen(request, timeout=120) as response:
+    return json.loads(response.read())
+
+
+def refused(url, path, /, **body):
+  with pytest.raises(urllib.error.HTTPError) as found:
+    post(url, path, **body)
+  error = json.loads(found.value.read())["error"]
+  return found.value.code, error["param"], error["message"]
+
+
+def test_a_completion_is_what_the_sampler_draws(url, direct):
+  loaded, sampler = direct
+  ids = loaded.prompter.text("the quick").ids
+  (expected,) = sampler.generate(loaded.params, [ids], max_new_tokens=12, temperature=0.0,
+                                 stop_ids=loaded.prompter.stop_ids)
+  found = post(url, "/v1/completions", prompt="the quick", max_tokens=12, temperature=0, logprobs=1,
+               return_token_ids=True)
+  (choice,) = found["choices"]
+  assert choice["token_ids"] == expected.ids.tolist() and choice["prompt_token_ids"] == ids.tolist()
+  assert choice["text"] == loaded.tokenizer.decode(expected.text_ids)
+  assert choice["finish_reason"] == expected.finish_reason
+  np.testing.assert_allclose(choice["logprobs"]["token_logprobs"], expected.full_logprobs, atol=1e-5)
+  assert found["usage"] == dict(prompt_tokens=len(ids), completion_tokens=len(expected.ids),
+                                total_tokens=len(ids) + len(expected.ids))
+  # Token in, token out.
+  again = post(url, "/v1/completions", prompt=ids.tolist(), max_tokens=12, temperature=0, return_token_ids=True)
+  assert again["choices"][0]["token_ids"] == expected.ids.tolist() and found["model"] == "tiny"
+
+
+def test_samples_of_a_seed_are_the_samplers_and_without_one_others_each_time(url, direct):
+  loaded, sampler = direct
+  prompts = [loaded.prompter.text(text).ids for text in ("a lazy", "dog")]
+  expected = sampler.generate(loaded.params, prompts, max_new_tokens=8, num_samples=2, seed=7,
+                              stop_ids=loaded.prompter.stop_ids)
+  body = dict(prompt=["a lazy", "dog"], n=2, max_tokens=8, return_token_ids=True)
+  found = post(url, "/v1/completions", seed=7, **body)["choices"]
+  assert [choice["index"] for choice in found] == [0, 1, 2, 3]
+  assert [choice["token_ids"] for choice in found] == [c.ids.tolist() for c in expected]
+  others = [post(url, "/v1/completions", **body)["choices"] for _ in range(2)]
+  assert len({str([choice["token_ids"] for choice in one]) for one in (found, *others)}) == 3
+
+
+def test_a_chat_is_its_template_and_a_stream_adds_up_to_it(url, direct):
+  loaded, sampler = direct
+  messages = [{"role": "user", "content": "Brown fox?"}]
+  ids = loaded.prompter.messages(messages).ids
+  body = dict(messages=messages, max_completion_tokens=20, seed=3, logprobs=True, return_token_ids=True)
+  whole = post(url, "/v1/chat/completions", **body)
+  (choice,) = whole["choices"]
+  (expected,) = sampler.generate(loaded.params, [ids], max_new_tokens=20, seed=3, stop_ids=loaded.prompter.stop_ids)
+  assert whole["prompt_token_ids"] == ids.tolist() and choice["token_ids"] == expected.ids.tolist()
+  assert choice["message"] == {"role": "assistant", "content": loaded.tokenizer.decode(expected.text_ids)}
+  told = choice["logprobs"]["content"]
+  np.testing.assert_allclose([one["logprob"] for one in told], expected.full_logprobs, atol=1e-5)
+  assert b"".join(bytes(one["bytes"]) for one in told).decode(errors="replace").startswith(choice["message"]["content"])
+
+  request = urllib.request.Request(f"{url}/v1/chat/completions", json.dumps(
+      body | dict(stream=True, stream_options=dict(include_usage=True))).encode())
+  with urllib.request.urlopen(request, timeout=120) as response:
+    assert response.headers["Content-Type"].startswith("text/event-stream")
+    events = [line.removeprefix("data: ") for line in response.read().decode().split("\n\n") if line]
+  assert events.pop() == "[DONE]"
+  *chunks, last = map(json.loads, events)
+  assert last["choices"] == [] and last["usage"] == whole["usage"] and len(chunks) > 1
+  deltas = [chunk["choices"][0] for chunk in chunks]
+  assert "".join(one["delta"]["content"] for one in deltas) == choice["message"]["content"]
+  assert sum((one["token_ids"] for one in deltas), []) == choice["token_ids"]
+  assert [one["finish_reason"] for one in deltas] == [None] * (len(deltas) - 1) + [choice["finish_reason"]]
+
+
+def test_a_stop_string_ends_it_and_is_cut(url, direct):
+  loaded, _ = direct
+  whole = post(url, "/v1/completions", prompt="läuft", max_tokens=24, seed=1)["choices"][0]["text"]
+  stop = whole[5:7]
+  found = post(url, "/v1/completions", prompt="läuft", max_tokens=24, seed=1, stop=stop)["choices"][0]
+  assert found["text"] == whole[:whole.index(stop)] and found["finish_reason"] == "stop"
+  kept = post(url, "/v1/completions", prompt="läuft", max_tokens=24, seed=1, stop=[stop],
+              include_stop_str_in_output=True)["choices"][0]
+  assert kept["text"] == whole[:whole.index(stop) + len(stop)]
+
+
+def test_requests_at_the_same_time_get_what_each_gets_alone(url):
+  bodies = [dict(prompt=f"number {i}", max_tokens=6 + i, seed=5, return_token_ids=True) for i in range(8)]
+  alone = [post(url, "/v1/completions", **body)["choices"][0]["token_ids"] for body in bodies]
+  with ThreadPoolExecutor(8) as pool:
+    together = list(pool.map(lambda body: post(url, "/v1/completions", **body)["choices"][0]["token_ids"], bodies))
+  assert together == alone
+
+
+class Recorder:
+  """A sampler that notes what it was asked, and waits where it is told to."""
+
+  def __init__(self):
+    self.asked, self.go, self.begun = [], threading.Event(), threading.Event()
+
+  def stream(self, params, prompts, request):
+    self.asked.append((params, [p.tolist() for p in prompts], request))
+    self.begun.set()
+    self.go.wait()
+    if params == "broken":
+      raise RuntimeError("no memory")
+    return iter(())
+
+
+def test_what_waits_is_sampled_together_if_it_is_drawn_alike(direct):
+  recorder = Recorder()
+  engine, errors = Engine(recorder, "old", direct[0].tokenizer), []
+
+  def job(number, **how):
+    made = Job(np.array([number], np.int32), number, 1, How(**how), errors.append)
+    engine.submit(made)
+    return made
+
+  job(1)
+  recorder.begun.wait()  # what follows waits
+  job(2, temperature=0.5)
+  job(3, seed=4)
+  job(4, temperature=0.5)
+  job(5, temperature=0.5).cancelled = True
+  swapped = threading.Thread(target=engine.swap, args=("broken",))
+  swapped.start()
+  while engine._waiting.qsize() < 5:
+    time.sleep(0.01)
+  job(6, temperature=0.5)
+  recorder.go.set()
+  swapped.join()
+  engine.close()
+  # The sixth came behind the swap; by itself it is told what went wrong.
+  assert [(params, ids) for params, ids, _ in recorder.asked] == [
+      ("old", [[1]]), ("old", [[2], [4]]), ("old", [[3]]), ("broken", [[6]])]
+  assert [request.max_new_tokens for *_, request in recorder.asked] == [[1], [2, 4], [3], [6]]
+  assert recorder.asked[2][2].seed == 4 and list(recorder.asked[2][2].samples[0]) == [0]
+  assert engine.batches == [1, 2, 1, 1] and [str(error) for error in errors] == ["no memory"]
+
+
+@pytest.mark.parametrize("path, body, key, says", [
+    ("/v1/completions", dict(prompt="a", max_tokens=0), "max_tokens", "a whole number from 1"),
+    ("/v1/completions", dict(prompt="a", temperature="hot"), "temperature", "allowed: a number from 0 to 100"),
+    ("/v1/completions", dict(prompt="a", top_p=0), "top_p", "found 0"),
+    ("/v1/completions", dict(prompt="a", stop=[""]), "stop", "none of them empty"),
+    ("/v1/completions", dict(prompt="a", stream="yes"), "stream", "allowed: true, false"),
+    ("/v1/completions", dict(prompt=[]), "prompt", "none of them empty"),
+    ("/v1/completions", dict(prompt=[1, -1]), "prompt", "token ids"),
+    ("/v1/completions", dict(prompt=[9999]), "prompt", "vocabulary ends at"),
+    ("/v1/completions", dict(prompt="a", frequency_penalty=0.5), "frequency_penalty", "found 0.5; allowed here: 0"),
+    ("/v1/completions", dict(prompt="a", beams=4), "beams", "not known here"),
+    ("/v1/chat/completions", dict(max_tokens=4), "messages", "a list of objects"),
+    ("/v1/chat/completions", dict(messages=[dict(role="user", content="a")], top_logprobs=5), "top_logprobs",
+     "found 5"),
+    ("/v1/load_weights", dict(path="/no/such/folder"), "path", "/no/such/folder"),
+    ("/v1/completions", {}, None, "is no JSON"),
+])
+def test_what_cannot_be_done_is_refused_by_name(url, path, body, key, says):
+  status, param, message = refused(url, path, **body)
+  assert (status, param) == (400, key) and says in message
+
+
+def test_a_client_that_goes_leaves_the_server_to_the_others(url):
+  request = urllib.request.Request(f"{url}/v1/completions", json.dumps(
+      dict(prompt="a", max_tokens=400, stream=True, temperature=1.5)).encode())
+  with urllib.request.urlopen(request, timeout=120) as response:
+    response.readline()
+  assert post(url, "/v1/completions", prompt="a", max_tokens=2)["choices"][0]["finish_reason"] in ("length", "stop")
+  with urllib.request.urlopen(f"{url}/v1/models") as response:
+    assert json.loads(response.read())["data"][0]["id"] == "tiny"
+
+
+def test_other_parameters_are_taken_from_a_folder(url, folder, tmp_path):
+  def says():
+    return post(url, "/v1/completions", prompt="fort", max_tokens=8, temperature=0, return_token_ids=True)
+
+  before = says()
+  other = tiny.hf_folder(tmp_path / "other", seed=2)
+  told = post(url, "/v1/load_weights", path=str(other))["system_fingerprint"]
+  after = says()
+  assert after["system_fingerprint"] == told != before["system_fingerprint"]
+  mesh = mesh_lib.make_mesh({})
+  loaded = generate.load_folder(other, mesh)
+  ids = loaded.prompter.text("fort").ids
+  (expected,) = Sampler(loaded.model, mesh).generate(loaded.params, [ids], max_new_tokens=8, temperature=0.0,
+                                                     stop_ids=loaded.prompter.stop_ids)
+  assert after["choices"][0]["token_ids"] == expected.ids.tolist()
+  wider = tiny.hf_folder(tmp_path / "wider", hidden_size=32)
+  assert "another model than the one that is served" in refused(url, "/v1/load_weights", path=str(wider))[2]
+  assert post(url, "/v1/load_weights", path=str(folder))["system_fingerprint"] == before["system_fingerprint"]
+  assert says()["choices"] == before["choices"]
+
+
+def test_one_of_a_run_and_a_folder():
+  with pytest.raises(ConfigError, match="one of --workdir"):
+    command.make_app(SimpleNamespace(workdir=None, hf=None))
