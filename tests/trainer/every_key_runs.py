@@ -228,6 +228,12 @@ def scoring_processes(m: Made) -> int:
   return _then(m, lambda run: len(run.data._scorer._workers))
 
 
+def engine(m: Made) -> tuple:
+  """What samples: this program, or which server, how it is told of new parameters and how long it may take."""
+  sampler = m.begun.run.data._sampler
+  return tuple(getattr(sampler, name, None) for name in ("_url", "_handover", "_timeout"))
+
+
 def scoring_seconds(m: Made) -> float:
   """What a call of a reward function may take."""
   return m.begun.run.data._scorer._seconds

@@ -230,6 +230,11 @@ def rollout() -> ConfigDict:
   c.min_p = 0.0
   # Texts decoded at a time.
   c.batch_size = 64
+  # The address of a server that samples in place of this program (docs/grpo.md), how it is given new parameters (weft:
+  # python -m trainer.serve; vllm; sglang), and how long it may leave a request without an answer.
+  c.engine = unset(str)
+  c.engine_handover = "weft"
+  c.engine_timeout_seconds = 600.0
   # Replace groups whose rewards are all equal by new prompts, so many times over (DAPO). Default: that of the preset,
   # or 0.
   c.resample = unset(int)

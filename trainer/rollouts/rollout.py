@@ -27,11 +27,12 @@ from trainer import strategies
 from trainer.distributed import processes
 from trainer.errors import ConfigError, DataError
 from trainer.generate import image_tokens
-from trainer.generate.sampler import Completion, Request, Sampler, collect
+from trainer.generate.sampler import Completion, Request, collect
 from trainer.metrics import to_floats
 from trainer.rollouts import experience as experience_lib
 from trainer.rollouts import groups as groups_lib
 from trainer.rollouts import old_policy
+from trainer.rollouts.engine import make_sampler
 from trainer.rollouts.environment import Episodes
 from trainer.rollouts.episode import Episode
 from trainer.rollouts.experience import Experience
@@ -88,7 +89,7 @@ class Rollouts:
       self._compares_all = True
       self._select = lambda groups: groups_lib.sequences(groups, *how)
     self._sampling = dict(temperature=c.temperature, top_k=c.top_k, top_p=c.top_p, min_p=c.min_p)
-    self._sampler = Sampler(policy.model, policy.mesh, rows=c.batch_size)
+    self._sampler = make_sampler(config, policy.model, policy.mesh, workdir)
     self._episodes = Episodes(config, policy.tokenizer, prompts)
     self._scorer = make_scorer(config, prompts)
     self._sampler.check([max((i.prompt.ids for i in prompts.every_item()), key=len)], c.max_new_tokens, "rollout.")
@@ -97,8 +98,7 @@ class Rollouts:
     self._weights = np.array([*self._scorer.weights, *self._models.weights, *(1.0,) * self._has_environment])
     self.source_names, self.rows_per_epoch = prompts.source_names, prompts.num_prompts
     self.fingerprint = self.past_fingerprint = prompts.fingerprint
-    # They follow from how completions are packed.
-    self.images_per_row, self.row_tokens, self.shapes_known = 0, None, False
+    self.images_per_row, self.row_tokens, self.shapes_known = 0, None, False  # they follow from packing
     # The rollout that is being trained on, the step that it began at, its number, its metrics, the prompts that were
     # drawn for it and for those before, the steps that it serves, and those of a pass over it.
     self._experience: Experience | None = None

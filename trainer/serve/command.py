@@ -20,6 +20,9 @@ def make_app(given: Any) -> Any:
   Raises:
     ConfigError, DataError: no such model.
   """
+  import jax
+
+  from models import hf
   from trainer import tree
   from trainer.checkpoints.fingerprint import fingerprint
   from trainer.distributed import mesh as mesh_lib
@@ -38,7 +41,8 @@ def make_app(given: Any) -> Any:
   sys.stderr.write(f"{loaded.origin}\n")
 
   def reload(folder: str) -> tuple[Any, str]:
-    other = generate.load_folder(folder, mesh).params
+    dtype = jax.tree.leaves(loaded.params)[0].dtype
+    _, other = hf.load(folder, dtype=dtype, shardings=lambda p: mesh_lib.param_shardings(p, mesh)[0])
     if problems := tree.compare(tree.flatten(other), tree.flatten(loaded.model.abstract_params())):
       raise ConfigError(f"{folder} holds another model than the one that is served: {problems[0]}.")
     return other, fingerprint(other)

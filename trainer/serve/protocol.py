@@ -85,9 +85,13 @@ def read(body: Any, chat: bool, stop_ids: Sequence[int]) -> Asked:
   stop = (stop,) if isinstance(stop, str) else tuple(stop) if isinstance(stop, list) else stop
   if not isinstance(stop, tuple) or not all(isinstance(text, str) and text for text in stop):
     raise BadRequest(f"stop: found {body['stop']!r}; allowed: a string or several, none of them empty.", "stop")
+  more = given.pop("stop_token_ids", None) or []
+  if not isinstance(more, list) or not all(isinstance(i, int) and not isinstance(i, bool) for i in more):
+    raise BadRequest(f"stop_token_ids: found {more!r}; allowed: a list of token ids.", "stop_token_ids")
+  ends = {*more, *(() if switch("ignore_eos") else stop_ids)}
   how = How(temperature=number("temperature", 1.0, float, 0, 100), top_k=max(number("top_k", 0, int, -1), 0),
             top_p=number("top_p", 1.0, float, 1e-9, 1), min_p=number("min_p", 0.0, float, 0, 1),
-            stop_ids=() if switch("ignore_eos") else tuple(stop_ids), stop=stop,
+            stop_ids=tuple(sorted(ends)), stop=stop,
             seed=number("seed", None, int, -(2**63), 2**63))
   logprobs = switch("logprobs") if chat else number("logprobs", None, int, 0, 1) is not None
   options = given.pop("stream_options", None) or {}
@@ -123,11 +127,12 @@ class Choice:
     self.index, self._tokenizer, self._printed = index, tokenizer, printed
     self.ids: list[int] = []
     self.finish_reason: str | None = None
+    self.stop_reason: str | None = None  # the stop string that ended it
 
   def add(self, part: Completion) -> tuple[str, list[int], list[float]]:
     """(what of the text is new, the tokens, their log-probs)."""
     self.ids += part.ids.tolist()
-    self.finish_reason = part.finish_reason or None
+    self.finish_reason, self.stop_reason = part.finish_reason or None, part.stop_reason
     return self._printed.add(part), part.ids.tolist(), [float(x) for x in part.full_logprobs]
 
   def logprobs(self, chat: bool, ids: Sequence[int], values: Sequence[float]) -> dict[str, Any]:
@@ -164,6 +169,7 @@ class Responses:
   def _choice(self, choice: Choice, text: str, ids: Sequence[int], values: Sequence[float], stream: bool
               ) -> dict[str, Any]:
     found: dict[str, Any] = {"index": choice.index, "finish_reason": choice.finish_reason,
+                             "stop_reason": choice.stop_reason,
                              "logprobs": choice.logprobs(self._chat, ids, values) if self._asked.logprobs else None}
     if self._chat:
       found["delta" if stream else "message"] = {"role": "assistant", "content": text}

@@ -1,7 +1,6 @@
 """`python -m trainer.serve` over HTTP: what it answers is what the sampler draws, alone and together, whole and in
 parts; what it cannot do is refused by name."""
 
-import contextlib
 import json
 import threading
 import time
@@ -12,30 +11,15 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-import uvicorn
 
 from tests import tiny
+from tests.trainer.serve import servers
 from trainer.distributed import mesh as mesh_lib
 from trainer.errors import ConfigError
 from trainer.generate import command as generate
 from trainer.generate.sampler import Sampler
 from trainer.serve import command
 from trainer.serve.engine import Engine, How, Job
-
-
-@contextlib.contextmanager
-def serving(app):
-  """The address of a server of the application."""
-  server = uvicorn.Server(uvicorn.Config(app, port=0, log_level="error"))
-  thread = threading.Thread(target=server.run, daemon=True)
-  thread.start()
-  while not server.started:
-    time.sleep(0.01)
-  try:
-    yield f"http://127.0.0.1:{server.servers[0].sockets[0].getsockname()[1]}"
-  finally:
-    server.should_exit = True
-    thread.join()
 
 
 @pytest.fixture(scope="module")
@@ -45,8 +29,7 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def url(folder):
-  given = SimpleNamespace(workdir=None, hf=str(folder), step=None, template="plain", tensor=1, rows=4, name="tiny")
-  with serving(command.make_app(given)) as address:
+  with servers.serving(servers.app(folder)) as address:
     yield address
 
 

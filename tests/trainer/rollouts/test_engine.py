@@ -1,0 +1,193 @@
+"""Rollouts whose completions a server samples: with the policy's own parameters, checked, and resumable."""
+
+import socket
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from models import hf
+from tests import tiny
+from tests.trainer import rollout_runs
+from tests.trainer.serve import servers
+from trainer import train
+from trainer.config import defaults
+from trainer.errors import ConfigError, DataError
+from trainer.generate.sampler import Request
+from trainer.generate.stop_strings import StopStrings
+from trainer.rollouts.engine import Engine, check
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+  return tiny.hf_folder(tmp_path_factory.mktemp("model") / "model", vocab_size=264)
+
+
+@pytest.fixture(scope="module")
+def prompts(tmp_path_factory):
+  return rollout_runs.write_prompts(tmp_path_factory.mktemp("prompts"))
+
+
+@pytest.fixture(scope="module")
+def url(folder):
+  with servers.serving(servers.app(folder)) as address:
+    yield address
+
+
+def config(prompts, folder, url, **changed):
+  c = rollout_runs.config(prompts, **changed)
+  c.model = defaults().model
+  c.model.hf, c.rollout.engine = str(folder), url
+  return c
+
+
+def test_it_samples_with_the_policys_own_parameters_each_time(prompts, folder, url, tmp_path):
+  """Of three rollouts with two updates each, log-probs of the server are those of the policy when the rollout began."""
+  run = train(config(prompts, folder, url, total_steps=6, strategy=dict(correction="token_truncate")), tmp_path / "w")
+  rows = rollout_runs.rows_of(tmp_path / "w")
+  for step in (1, 3, 5):
+    assert abs(rows[step]["sampling/kl"]) < 1e-6, (step, rows[step]["sampling/kl"])
+    assert rows[step]["completions/mean_length"] > 0 and rows[step]["update_norm"] > 0
+  texts = {line["completion"] for step in (1, 3, 5) for line in rollout_runs.table(tmp_path / "w", step)}
+  assert len(texts) > 10
+  # The server has what the last rollout was sampled with, and no folder but the last is left.
+  assert [p.name for p in (tmp_path / "w" / "engine").iterdir()] == ["3"]
+  again = train(config(prompts, folder, url, total_steps=6, strategy=dict(correction="token_truncate")),
+                tmp_path / "again")
+  rollout_runs.assert_same_state(run.state["params"], again.state["params"])
+
+
+def test_a_stopped_run_goes_on(prompts, folder, url, tmp_path):
+  whole = train(config(prompts, folder, url, total_steps=4, ckpt_steps=1), tmp_path / "whole")
+  train(config(prompts, folder, url, total_steps=3, ckpt_steps=1), tmp_path / "parts")
+  c = config(prompts, folder, url, total_steps=4, ckpt_steps=1, allow_config_changes=True)
+  parts = train(c, tmp_path / "parts")
+  rollout_runs.assert_same_state(whole.state["params"], parts.state["params"])
+
+
+def test_adapters_are_handed_over_merged(prompts, folder, url, tmp_path):
+  c = config(prompts, folder, url, total_steps=4)
+  c.model.lora.rank = 2
+  train(c, tmp_path / "w")
+  rows = rollout_runs.rows_of(tmp_path / "w")
+  assert abs(rows[3]["sampling/kl"]) < 1e-6 and rows[2]["update_norm"] > 0
+
+
+@pytest.fixture(scope="module")
+def policy(folder):
+  return hf.load(folder)
+
+
+def engine(policy, url, tmp_path, seconds=20.0):
+  c = defaults()
+  c.rollout.update(engine=url, engine_timeout_seconds=seconds)
+  c.model.update(num_layers=2, hidden_size=16, intermediate_size=32, num_heads=2, vocab_size=264, tie_embeddings=False)
+  return Engine(c, policy[0], None, tmp_path / "engine")
+
+
+def choice(**changed):
+  return dict(index=0, token_ids=[5, 6, 7], logprobs=dict(token_logprobs=[-1.0, -2.0, -3.0]), finish_reason="stop",
+              stop_reason=None) | changed
+
+
+def complete(policy, tmp_path, *choices, seconds=20.0, status=200, **more):
+  def answer(route, body):
+    if route != "/v1/completions":
+      return 200, {"system_fingerprint": "new"}
+    asked.append(body)
+    return status, dict(choices=choices or [choice()], system_fingerprint="new") | more
+
+  asked: list = []
+  with servers.answering(answer) as url:
+    stop = StopStrings(SimpleNamespace(token_bytes=[b"a"] * 264), ("b",))
+    found = engine(policy, url, tmp_path, seconds).generate(
+        policy[1], [[1, 2]], max_new_tokens=4, stop_ids=(7,), temperature=0.5, stop=stop, seed="3/1/0")
+  return asked, found
+
+
+def test_what_is_asked_and_what_is_read(policy, tmp_path):
+  asked, (found,) = complete(policy, tmp_path)
+  assert asked == [dict(
+      model="scripted", prompt=[1, 2], n=1, max_tokens=4, logprobs=0, temperature=0.5, top_p=1.0, top_k=-1, min_p=0.0,
+      seed=asked[0]["seed"], return_token_ids=True, stop_token_ids=[7], stop=["b"], include_stop_str_in_output=True)]
+  assert 0 <= asked[0]["seed"] < 2**31
+  np.testing.assert_array_equal(found.ids, [5, 6, 7])
+  np.testing.assert_array_equal(found.logprobs, np.float32([-1, -2, -3]))
+  assert (found.finish_reason, found.stop_reason) == ("stop", None)
+  _, (found,) = complete(policy, tmp_path, choice(token_ids=[5, 6], logprobs=dict(token_logprobs=[-1, -2]),
+                                                  stop_reason="b"))
+  assert (found.finish_reason, found.stop_reason) == ("stop", "b")
+
+
+@pytest.mark.parametrize("choices, more, says", [
+    ([choice(token_ids=[5, 6, 264])], {}, "token 264, where the vocabulary has 264"),
+    ([choice(logprobs=dict(token_logprobs=[-1.0, -2.0]))], {}, "3 tokens with 2 log-probs"),
+    ([choice(logprobs=dict(token_logprobs=[-1.0, -2.0, 0.5]))], {}, "some of them no log-probs"),
+    ([choice(token_ids=None)], {}, "no token_ids or no logprobs"),
+    ([choice(logprobs=None)], {}, "no token_ids or no logprobs"),
+    ([choice(finish_reason="length")], {}, "3 tokens that end by 'length', where 4 were allowed"),
+    ([choice(finish_reason="abort")], {}, "end by 'abort'"),
+    ([choice(token_ids=[5, 7, 6])], {}, "an end by token 6, which ends nothing"),
+    ([choice(), choice(index=1)], {}, "2 completions where 1 were asked for"),
+    ([], dict(system_fingerprint="old"), "the fingerprint old, and was given those of new"),
+])
+def test_answers_that_cannot_be_are_told(policy, tmp_path, choices, more, says):
+  with pytest.raises(DataError, match=says):
+    complete(policy, tmp_path, *choices, **more)
+
+
+def test_a_server_that_refuses_fails_or_is_not_there(policy, tmp_path):
+  with pytest.raises(ConfigError, match="/v1/completions refuses with status 400"):
+    complete(policy, tmp_path, status=400)
+  with pytest.raises(ConfigError, match="has not answered for 1 s .*status 503"):
+    complete(policy, tmp_path, status=503, seconds=1.0)
+  with socket.socket() as free:
+    free.bind(("127.0.0.1", 0))
+    address = f"http://127.0.0.1:{free.getsockname()[1]}"
+  with pytest.raises(ConfigError, match="has not answered for 0.7 s .*refused.* Start it"):
+    engine(policy, address, tmp_path, 0.7).generate(policy[1], [[1]], max_new_tokens=1)
+
+
+def test_one_that_fails_for_a_moment_is_asked_again(policy, tmp_path):
+  times = []
+
+  def answer(route, body):
+    times.append(route)
+    return (500, {}) if len(times) == 2 else (200, dict(choices=[choice()]))
+
+  with servers.answering(answer) as url:
+    (found,) = engine(policy, url, tmp_path).generate(policy[1], [[1, 2]], max_new_tokens=4, stop_ids=(7,))
+  assert found.ids.tolist() == [5, 6, 7]
+  assert times == ["/v1/load_weights", "/v1/completions", "/v1/completions"]
+
+
+def test_parameters_are_handed_over_once_and_as_the_server_wants_it(policy, tmp_path):
+  told = []
+
+  def answer(route, body):
+    told.append((route, body))
+    return 200, dict(choices=[choice()])
+
+  with servers.answering(answer) as url:
+    sampler = engine(policy, url, tmp_path)
+    sampler._handover = "sglang"
+    for _ in range(2):
+      list(sampler.stream(policy[1], [[1]], Request(max_new_tokens=4, stop_ids=(7,))))
+  (route, body), *completions = told
+  assert (route, body) == ("/update_weights_from_disk", {"model_path": str(tmp_path / "engine" / "1")})
+  assert [route for route, _ in completions] == ["/v1/completions"] * 2
+  _, params = hf.load(tmp_path / "engine" / "1")
+  rollout_runs.assert_same_state(params, policy[1])
+
+
+@pytest.mark.parametrize("change, says", [
+    ({"engine": "localhost:8000"}, "allowed: the address of a server"),
+    ({"engine_handover": "carrier pigeon"}, "allowed: weft, vllm, sglang"),
+    ({"engine_timeout_seconds": 0.0}, "it must be above 0"),
+])
+def test_what_cannot_be_is_refused(change, says):
+  c = defaults()
+  c.rollout.engine = "http://127.0.0.1:1"
+  c.rollout.update(change)
+  with pytest.raises(ConfigError, match=says):
+    check(c)

@@ -1,0 +1,185 @@
+"""Completions by a server elsewhere (`rollout.engine`): it is given the policy's parameters before each rollout and
+prompts as token ids, and returns token ids with their log-probs.
+
+The protocol is that of vLLM's /v1/completions with `return_token_ids`; `python -m trainer.serve` answers it, too. How a
+server is given parameters differs (`HANDOVERS`): all read them from a folder of safetensors. What it draws rounds
+otherwise than what is trained, and it may truncate or forget: by how much is measured each rollout (`sampling/kl`), and
+corrected by `strategy.correction`. What can be checked is checked: ids, lengths, ends, and whose parameters it has.
+"""
+
+import hashlib
+import json
+import shutil
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from models import hf, lora
+from trainer.errors import ConfigError, DataError
+from trainer.generate.sampler import Completion, Request, Sampler
+
+# How servers are told to read a folder: (route, body of it).
+HANDOVERS: dict[str, Any] = {
+    "weft": ("/v1/load_weights", lambda folder: {"path": folder}),
+    # With VLLM_SERVER_DEV_MODE=1.
+    "vllm": ("/collective_rpc", lambda folder: {"method": "reload_weights", "kwargs": {"weights_path": folder}}),
+    "sglang": ("/update_weights_from_disk", lambda folder: {"model_path": folder}),
+}
+# Requests at a time.
+AT_A_TIME = 256
+RETRY_SECONDS = 0.5
+
+
+def check(config: Any) -> None:
+  """Refuses what an engine cannot do. Raises ConfigError."""
+  c = config.rollout
+  if c.engine is None:
+    return
+  if not c.engine.startswith(("http://", "https://")):
+    raise ConfigError(f"rollout.engine is {c.engine!r}; allowed: the address of a server, e.g. http://127.0.0.1:8000.")
+  if c.engine_handover not in HANDOVERS:
+    raise ConfigError(f"rollout.engine_handover is {c.engine_handover!r}; allowed: {', '.join(HANDOVERS)}.")
+  if not c.engine_timeout_seconds > 0:
+    raise ConfigError(f"rollout.engine_timeout_seconds is {c.engine_timeout_seconds}; it must be above 0.")
+  if jax.process_count() > 1:
+    raise ConfigError("rollout.engine is for runs of one process; the parameters of several are in no one's reach.")
+  if config.model.vision.tower != "none":
+    raise ConfigError("rollout.engine is for models of text; leave it out, and the run samples by itself.")
+  if config.precision.frozen in ("int8", "nf4"):
+    raise ConfigError(f"precision.frozen is {config.precision.frozen}: a base in few bits cannot be handed to "
+                      "rollout.engine. Use --config.precision.frozen=bfloat16.")
+
+
+class Engine(Sampler):
+  """Samples at a server; what it gives is what `Sampler` gives.
+
+  Args:
+    config: the whole config.
+    model, mesh: of the policy.
+    folder: for parameters that are handed over; the server must see it under the same name.
+  """
+
+  def __init__(self, config: Any, model: Any, mesh: Any, folder: Path):
+    super().__init__(model, mesh, rows=config.rollout.batch_size)
+    c = config.rollout
+    self._url, self._timeout, self._handover = c.engine.rstrip("/"), c.engine_timeout_seconds, c.engine_handover
+    self._folder, self._scale = Path(folder), model.spec.lora.scale if model.spec.lora else None
+    model.architecture = hf.keys_of(config.model, model.num_real_vocab)
+    if config.model.hf:  # whose names the server knows
+      model.hf_config = hf.files.read_config(config.model.hf)
+    hf.config_json(model.architecture, getattr(model, "hf_config", None))  # better said now
+    self._has: Any = None  # a leaf of the parameters that the server has
+    self._fingerprint: str | None = None
+    self._times, self._name = 0, ""
+
+  def stream(self, params: Any, prompts: Sequence[Sequence[int] | np.ndarray], request: Request
+             ) -> Iterator[Completion]:
+    """See `Sampler.stream`; each completion comes as a whole.
+
+    Raises:
+      ConfigError: the server refuses, or does not answer in time.
+      DataError: what it answers cannot be.
+    """
+    asked = [np.asarray(prompt, np.int32).reshape(-1) for prompt in prompts]
+    limits = np.broadcast_to(np.asarray(request.max_new_tokens, np.int32), len(asked)).tolist()
+    self.check(asked, np.array(limits))
+    self._hand_over(params)
+    samples = [range(request.num_samples)] * len(asked) if request.samples is None else request.samples
+    with ThreadPoolExecutor(min(AT_A_TIME, max(len(asked), 1))) as pool:
+      answers = pool.map(lambda i: self._complete(asked[i], limits[i], samples[i], request), range(len(asked)))
+      for number, completions in enumerate(answers):
+        for sample, (ids, logprobs, reason, string) in zip(samples[number], completions, strict=True):
+          yield Completion(number, sample, ids, logprobs, logprobs, reason, string)
+
+  def _hand_over(self, params: Any) -> None:
+    """Gives the server these parameters, unless it has them."""
+    leaf = jax.tree.leaves(params)[0]
+    if leaf is self._has:
+      return
+    if not self._name:
+      self._name = self._ask("/v1/models", None)["data"][0]["id"]
+    self._times += 1
+    folder = self._folder / str(self._times)
+    shutil.rmtree(folder, ignore_errors=True)
+    hf.save(self.model, params if self._scale is None else lora.merge(params, self._scale), folder, overwrite=True)
+    route, body = HANDOVERS[self._handover]
+    told = self._ask(route, body(str(folder.absolute())))
+    self._fingerprint, self._has = told.get("system_fingerprint") if isinstance(told, Mapping) else None, leaf
+    shutil.rmtree(self._folder / str(self._times - 1), ignore_errors=True)
+
+  def _complete(self, ids: np.ndarray, limit: int, samples: Sequence[int], request: Request) -> list[tuple]:
+    """(ids, log-probs, finish_reason, stop_reason) of each sample of a prompt."""
+    drawn = hashlib.blake2b(f"{request.seed}:{list(samples)}:".encode() + ids.tobytes(), digest_size=4)
+    body = {"model": self._name, "prompt": ids.tolist(), "n": len(samples), "max_tokens": limit, "logprobs": 0,
+            "temperature": request.temperature, "top_p": request.top_p, "top_k": request.top_k or -1,
+            "min_p": request.min_p, "seed": int.from_bytes(drawn.digest(), "big") >> 1, "return_token_ids": True,
+            "stop_token_ids": sorted(set(request.stop_ids))}
+    if request.stop is not None:
+      body |= {"stop": list(request.stop.strings), "include_stop_str_in_output": True}
+    answer = self._ask("/v1/completions", body)
+    has = answer.get("system_fingerprint")
+    if self._fingerprint and has != self._fingerprint:
+      raise DataError(f"{self._url} answers with parameters of the fingerprint {has}, and was given those of "
+                      f"{self._fingerprint}. Does another run use it, too?")
+    choices = sorted(answer.get("choices", ()), key=lambda choice: choice["index"])
+    if len(choices) != len(samples):
+      raise DataError(f"{self._url} returned {len(choices)} completions where {len(samples)} were asked for.")
+    return [self._read(choice, limit, body) for choice in choices]
+
+  def _read(self, choice: Mapping[str, Any], limit: int, body: Mapping[str, Any]) -> tuple:
+    """A completion, checked."""
+    ids, told = choice.get("token_ids"), (choice.get("logprobs") or {}).get("token_logprobs")
+    if not ids or told is None:
+      raise DataError(f"{self._url} returned no token_ids or no logprobs. It must be a server that has "
+                      "return_token_ids, as vLLM's and python -m trainer.serve.")
+    ids, logprobs, reason = np.array(ids, np.int32), np.array(told, np.float32), choice.get("finish_reason")
+    problem = ""
+    if len(logprobs) != len(ids) or not np.isfinite(logprobs).all() or logprobs.max() > 1e-3:
+      problem = f"{len(ids)} tokens with {len(logprobs)} log-probs, some of them no log-probs"
+    elif ids.min() < 0 or ids.max() >= self.model.vocab_size:
+      problem = f"token {ids.max()}, where the vocabulary has {self.model.vocab_size}"
+    elif reason not in ("stop", "length") or len(ids) > limit or reason == "length" and len(ids) < limit:
+      problem = f"{len(ids)} tokens that end by {reason!r}, where {limit} were allowed"
+    string = choice.get("stop_reason")
+    string = string if isinstance(string, str) else None
+    if not problem and reason == "stop" and string is None and ids[-1] not in body["stop_token_ids"]:
+      problem = f"an end by token {ids[-1]}, which ends nothing (rollout's are {body['stop_token_ids']})"
+    if problem:
+      raise DataError(f"{self._url} returned {problem}. Is it the same model, with the same tokenizer?")
+    return ids, logprobs, reason, string
+
+  def _ask(self, route: str, body: Any) -> Any:
+    """What the server answers; it is asked again while it cannot be reached or has an error of its own."""
+    until, problem = time.monotonic() + self._timeout, ""
+    data = None if body is None else json.dumps(body).encode()
+    while (left := until - time.monotonic()) > 0:
+      try:
+        asked = urllib.request.Request(self._url + route, data, {"Content-Type": "application/json"})
+        with urllib.request.urlopen(asked, timeout=left) as response:
+          text = response.read()
+          return json.loads(text) if text.strip() else {}
+      except urllib.error.HTTPError as error:
+        said = error.read().decode(errors="replace")[:300]
+        if error.code < 500:
+          raise ConfigError(f"rollout.engine {self._url}{route} refuses with status {error.code}: {said}") from error
+        problem = f"status {error.code}: {said}"
+      except (OSError, ValueError) as error:  # gone, or what came is no JSON
+        problem = f"{type(error).__name__}: {error}"
+      time.sleep(min(RETRY_SECONDS, max(until - time.monotonic(), 0)))
+    raise ConfigError(f"rollout.engine {self._url}{route} has not answered for {self._timeout:g} s "
+                      f"(rollout.engine_timeout_seconds): {problem or 'it takes too long'}. Start it, then run the "
+                      "same command again.")
+
+
+def make_sampler(config: Any, model: Any, mesh: Any, workdir: Path) -> Sampler:
+  """What samples a run's completions: this program, or the server of `rollout.engine`."""
+  if config.rollout.engine is None:
+    return Sampler(model, mesh, rows=config.rollout.batch_size)
+  return Engine(config, model, mesh, workdir / "engine")
