@@ -165,5 +165,5 @@ def test_what_it_needs(tmp_path):
   config = tiny.config(tmp_path)
   config.evals = {"val": evaluator(type="preference")}
   config = config_checks.View(config_checks.resolve(config))
-  with pytest.raises(ConfigError, match="evals.val is of type 'preference', .* dpo or kto; strategy.name is 'seq'"):
+  with pytest.raises(ConfigError, match="evals.val is of type 'preference', .* dpo or kto or reward; .* is 'seq'"):
     common.make("val", config.evals.val, common.Setup(config, None, BytesTokenizer(), None, tmp_path, None))

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
+import jax
 import pytest
 from safetensors.numpy import load_file
 
@@ -17,11 +18,13 @@ from trainer import bases
 from trainer.compiler import repeatable
 from trainer.config import durations
 from trainer.distributed import liveness, processes
+from trainer.distributed import mesh as mesh_lib
 from trainer.errors import ConfigError
 from trainer.planning import page as plan_page
 from trainer.planning import plan
 from trainer.planning import search as plan_search
 from trainer.planning.estimate import Planner
+from trainer.rollouts.engine import make_sampler
 
 # Steps at which checkpoints are saved to see which stay, with the value of a metric.
 SAVED = ((3, 0.5), (6, 0.1), (9, 0.9), (12, 0.5))
@@ -230,7 +233,7 @@ def scoring_processes(m: Made) -> int:
 
 def engine(m: Made) -> tuple:
   """What samples: this program, or which server, how it is told of new parameters and how long it may take."""
-  sampler = m.begun.run.data._sampler
+  sampler = make_sampler(m.config, m.model, mesh_lib.make_mesh({}, jax.devices()[:1]), m.workdir)
   return tuple(getattr(sampler, name, None) for name in ("_url", "_handover", "_timeout"))
 
 

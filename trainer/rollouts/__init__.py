@@ -4,5 +4,5 @@
 `reward_models` score it, `groups` turns scores into training samples, `experience` into batches.
 
 May import: trainer.checkpoints, trainer.config, trainer.distributed, trainer.generate, trainer.report,
-trainer.strategies, trainer.update, input_pipeline.
+trainer.strategies, trainer.update, input_pipeline, models.
 """
