@@ -155,6 +155,7 @@ tests/models/test_vlm.py::test_eight_devices_compute_the_same[{'data': 2, 'fsdp'
 tests/trainer/distributed/test_layouts.py::test_one_device_and_eight_compute_the_same[dense-context8]
 tests/trainer/distributed/test_layouts.py::test_one_device_and_eight_compute_the_same[dense-data2 fsdp2 tensor2]
 tests/trainer/distributed/test_layouts.py::test_one_device_and_eight_compute_the_same[dense-fsdp8]
+tests/trainer/distributed/test_layouts.py::test_one_device_and_eight_compute_the_same[gpt_oss-fsdp2 context2 tensor2]
 tests/trainer/distributed/test_layouts.py::test_one_device_and_eight_compute_the_same[olmo-fsdp2 context2 tensor2]
 tests/trainer/generate/test_sampler.py::test_rows_become_fewer_and_the_cache_longer_and_nothing_else_changes[gemma-6]
 tests/trainer/rollouts/test_old_policy.py::test_in_bfloat16_a_policy_that_does_not_move_has_ratios_of_one[False]
