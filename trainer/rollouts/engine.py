@@ -105,6 +105,7 @@ class Engine(Sampler):
       return
     if not self._name:
       self._name = self._ask("/v1/models", None)["data"][0]["id"]
+      shutil.rmtree(self._folder, ignore_errors=True)  # of a run that was stopped
     self._times += 1
     folder = self._folder / str(self._times)
     shutil.rmtree(folder, ignore_errors=True)

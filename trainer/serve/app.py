@@ -73,12 +73,12 @@ class Server:
         prompts = self._prompts(body, chat)
         for ids in prompts:
           self._engine.check(ids, asked.max_new_tokens)
+        stop = StopStrings(self._loaded.tokenizer, asked.how.stop, asked.keep_stop)
       except (ConfigError, DataError) as error:
         return _refused(BadRequest(str(error), "messages" if chat else "prompt"))
       except BadRequest as error:
         return _refused(error)
       responses = Responses(chat, self._name, self.fingerprint, asked, prompts)
-      stop = StopStrings(self._loaded.tokenizer, asked.how.stop, asked.keep_stop)
       choices = [Choice(i, self._loaded.tokenizer, Printed(self._loaded.tokenizer, stop))
                  for i in range(len(prompts) * asked.num_samples)]
       parts = self._generate(prompts, asked)
@@ -96,7 +96,7 @@ class Server:
     messages = body.get("messages")
     if not isinstance(messages, list) or not all(isinstance(m, dict) for m in messages):
       raise BadRequest("messages: allowed: a list of objects with role and content.", "messages")
-    variables = body.get("chat_template_kwargs") or {}
+    variables = protocol.mapping(body, "chat_template_kwargs")
     return [prompter.messages(messages, body.get("tools") or None, **variables).ids]
 
   async def _generate(self, prompts: list[np.ndarray], asked: protocol.Asked) -> AsyncGenerator[tuple[int, Any]]:

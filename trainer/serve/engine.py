@@ -132,8 +132,8 @@ class Engine:
     if how.seed is None:
       begins = [secrets.randbits(60) for _ in jobs]
       samples = [range(begin, begin + job.num_samples) for begin, job in zip(begins, jobs, strict=True)]
-    stop = StopStrings(self._tokenizer, how.stop).options
     try:
+      stop = StopStrings(self._tokenizer, how.stop).options
       request = Request(
           max_new_tokens=[job.max_new_tokens for job in jobs], samples=samples, temperature=how.temperature,
           top_k=how.top_k, top_p=how.top_p, min_p=how.min_p, stop_ids=how.stop_ids, **stop,

@@ -79,8 +79,7 @@ def read(body: Any, chat: bool, stop_ids: Sequence[int]) -> Asked:
       raise BadRequest(f"{key}: found {value!r}; allowed: true, false.", key)
     return bool(value)
 
-  limit = number("max_completion_tokens", None, int, 1)
-  limit = number("max_tokens", None, int, 1) if limit is None else (given.pop("max_tokens", None), limit)[1]
+  limits = [number(key, None, int, 1) for key in ("max_completion_tokens", "max_tokens")]
   stop = given.pop("stop", None) or ()
   stop = (stop,) if isinstance(stop, str) else tuple(stop) if isinstance(stop, list) else stop
   if not isinstance(stop, tuple) or not all(isinstance(text, str) and text for text in stop):
@@ -94,14 +93,23 @@ def read(body: Any, chat: bool, stop_ids: Sequence[int]) -> Asked:
             stop_ids=tuple(sorted(ends)), stop=stop,
             seed=number("seed", None, int, -(2**63), 2**63))
   logprobs = switch("logprobs") if chat else number("logprobs", None, int, 0, 1) is not None
-  options = given.pop("stream_options", None) or {}
-  asked = Asked(how, limit or DEFAULT_TOKENS, number("n", 1, int, 1, 128), switch("stream"),
+  options = mapping(body, "stream_options")
+  given.pop("stream_options", None)
+  asked = Asked(how, limits[0] or limits[1] or DEFAULT_TOKENS, number("n", 1, int, 1, 128), switch("stream"),
                 bool(options.get("include_usage")), logprobs, switch("return_token_ids"),
                 switch("include_stop_str_in_output"))
   if given:
     key = sorted(given)[0]
     raise BadRequest(f"{key}: not known here. Leave it out.", key)
   return asked
+
+
+def mapping(body: Mapping[str, Any], key: str) -> Mapping[str, Any]:
+  """An object within the request; {}: there is none."""
+  value = body.get(key) or {}
+  if not isinstance(value, Mapping):
+    raise BadRequest(f"{key}: found {value!r}; allowed: an object.", key)
+  return value
 
 
 def prompts(body: Mapping[str, Any]) -> list[str | np.ndarray]:
