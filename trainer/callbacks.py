@@ -200,10 +200,15 @@ class MetricsLog(Callback):
 
 
 class Progress(Callback):
-  """A progress bar with loss, tokens/s and time left; in a log file, a line now and then instead. Of rollouts, whose
-  loss says little, the mean reward of the latest comes first."""
+  """A progress bar with what the strategy's record names as its headline (the loss, the reward of rollouts), tokens/s
+  and time left; in a log file, a line now and then instead.
 
-  def __init__(self, seconds_between_lines: float = 10.0):
+  Args:
+    shown: what is said of a step's metrics.
+  """
+
+  def __init__(self, shown: Callable[[dict[str, float]], list[str]], seconds_between_lines: float = 10.0):
+    self._shown = shown
     self._bar, self._interval, self._line_at = None, seconds_between_lines, 0.0
 
   def on_rollback(self, run):
@@ -218,7 +223,7 @@ class Progress(Callback):
 
   def on_step_end(self, run, step, metrics):
     now = time.monotonic()
-    values = [f"{name} {metrics[name]:.3f}" for name in ("reward", "loss") if name in metrics]
+    values = self._shown(metrics)
     values = values if "loss" in metrics else [*values, "nothing to train"]
     seconds = max(now - self._began, 1e-9)
     rate = (run.tokens_seen(step) - self._tokens) / seconds

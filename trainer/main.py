@@ -19,7 +19,7 @@ import jax
 from evaluators import common as evaluators_lib
 from input_pipeline import loader, once
 from input_pipeline.steps import Past
-from trainer import bases, position, report
+from trainer import bases, position, report, strategies
 from trainer import callbacks as cb
 from trainer import program as program_lib
 from trainer import state as state_lib
@@ -230,6 +230,6 @@ def _make_callbacks(config: Any, horizon: Horizon, workdir: Path, trained: list[
       *([spikes.Spikes(**config.spikes)] if config.spikes.action != "none" else []),
       cb.MetricsLog(horizon.log_steps),
       diagnostics.Diagnostics(config.health_silent),
-      cb.Progress(),
+      cb.Progress(strategies.of(config).shown),
       cb.Profiler(workdir / "profile", config.profile.start_step, config.profile.num_steps),
   ], own=[*cb.make_custom(config.callbacks), *([report.Page()] if config.report else [])])

@@ -1,11 +1,13 @@
 """The built-in callbacks on their own; whole runs with them are in test_main.py and test_faults.py."""
 
+import re
 import signal
 import types
 
 import pytest
 
 from trainer import callbacks as cb
+from trainer import strategies
 
 
 def fake_run(**changed):
@@ -32,7 +34,7 @@ def test_callbacks_are_called_in_their_order_with_all_arguments():
 
 def test_progress_shows_steps_with_and_without_a_loss(monkeypatch):
   monkeypatch.setattr("sys.stderr.isatty", lambda: False, raising=False)
-  progress, run = cb.Progress(seconds_between_lines=0.0), fake_run()
+  progress, run = cb.Progress(strategies.find("sft").shown, seconds_between_lines=0.0), fake_run()
   progress.on_train_begin(run)
   progress.on_step_end(run, 5, {"loss": 2.5})
   progress.on_step_end(run, 10, {"nonfinite": 0.0})  # nothing to train in that step
@@ -40,20 +42,32 @@ def test_progress_shows_steps_with_and_without_a_loss(monkeypatch):
   assert run.said[1].startswith("step 10/10 (100%)  nothing to train")
 
 
+ROLLOUT = {"loss": -0.0001, "reward": 0.125, "completions/mean_length": 17.5, "frac_reward_zero_std": 0.25,
+           "reward_std": 0.3}
+OF_ROLLOUT = "reward 0.125  length 18  taught nothing 25%"
+
+
 @pytest.mark.parametrize("terminal", [False, True])
-def test_progress_of_rollouts_shows_the_reward(monkeypatch, terminal):
-  """The loss of a policy that has not moved is 0 whatever it is worth."""
+@pytest.mark.parametrize("name, metrics, shown", [
+    ("grpo", ROLLOUT, OF_ROLLOUT),  # the loss of a policy that has not moved is 0 whatever it is worth
+    ("grpo", {"loss": 0.5, "entropy": 1.0}, "loss 0.500"),  # completions from files
+    ("dpo", ROLLOUT | {"rewards/accuracies": 0.75}, f"{OF_ROLLOUT}  loss -0.000  accuracy 0.750"),
+    ("dpo", {"loss": 0.5, "rewards/accuracies": 0.75}, "loss 0.500  accuracy 0.750"),
+    ("distill", {"loss": 0.2, "completions/mean_length": 9.0}, "divergence 0.200  length 9"),
+    ("reward", {"loss": 0.5, "accuracy": 0.625, "margin": 1.0}, "accuracy 0.625  loss 0.500"),
+])
+def test_progress_shows_what_the_strategy_is_judged_by(monkeypatch, terminal, name, metrics, shown):
   monkeypatch.setattr("sys.stderr.isatty", lambda: terminal, raising=False)
   monkeypatch.setattr("os.get_terminal_size", lambda *_: types.SimpleNamespace(columns=80))
   monkeypatch.setattr("sys.stderr.fileno", lambda: 2, raising=False)
-  shown = []
-  monkeypatch.setattr(cb.tqdm, "set_postfix_str", lambda bar, text, **_: shown.append(text))
-  progress, run = cb.Progress(seconds_between_lines=0.0), fake_run()
+  of_bar = []
+  monkeypatch.setattr(cb.tqdm, "set_postfix_str", lambda bar, text, **_: of_bar.append(text))
+  progress, run = cb.Progress(strategies.find(name).shown, seconds_between_lines=0.0), fake_run()
   progress.on_train_begin(run)
-  progress.on_step_end(run, 5, {"loss": -0.0001, "reward": 0.125})
+  progress.on_step_end(run, 5, metrics)
   progress.on_train_end(run)
-  line = shown[0] if terminal else run.said[0]
-  assert "reward 0.125 loss -0.000" in line.replace(",", " ").replace("  ", " ")
+  line = of_bar[0].replace(", ", "  ") if terminal else run.said[0].partition("%)  ")[2]
+  assert re.match(re.escape(shown) + r"  [\d,]+ tokens/s", line)
 
 
 def test_health_counts_only_steps_in_a_row_and_names_where_it_began():

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from trainer.errors import ConfigError
 from trainer.metrics import Mean
 from trainer.strategies import divergence, seq, teacher
-from trainer.strategies.record import Strategy
+from trainer.strategies.record import OF_ROLLOUTS, Strategy
 
 
 def loss(model: Any, params: Any, batch: dict[str, jax.Array], rng: jax.Array | None, cfg: Any, reference: Any = None):
@@ -55,7 +55,8 @@ def check(cfg: Any, grad_accum_steps: int, cfg_model: Any) -> None:
 
 # The teacher's distribution at the trained tokens of conversations, or at those of sampled completions (knowledge
 # distillation).
-DISTILL = Strategy(loss, data="conversations", rewarded=False, teacher=True, check=check, options=dict(
+DISTILL = Strategy(loss, data="conversations", rewarded=False, teacher=True, check=check, headline={
+    "loss": "divergence {:.3f}", **OF_ROLLOUTS}, options=dict(
     # The model to learn from: a Hugging Face folder, or a run (its workdir or a checkpoint), with the same tokenizer.
     teacher=str,
     # The divergence: 0 forward KL(teacher ‖ student), 1 reverse, between them generalised Jensen-Shannon.

@@ -17,7 +17,7 @@ from trainer.errors import ConfigError
 from trainer.metrics import Mean
 from trainer.strategies import preference, sequences
 from trainer.strategies.preference import Pairs, Side
-from trainer.strategies.record import Strategy
+from trainer.strategies.record import HEADLINE, Strategy
 
 
 def loss(model: Any, params: Any, batch: dict[str, jax.Array], rng: jax.Array | None, cfg: Any,
@@ -223,6 +223,7 @@ def _check_options(cfg: Any, weights: dict[str, float]) -> None:
 # Preferences between two completions of a prompt (docs/dpo.md).
 DPO = Strategy(
     loss, data="pairs", needs_reference=needs_reference, check=check, no_sums=no_sums, at_reference=at_reference,
+    headline={**HEADLINE, "rewards/accuracies": "accuracy {:.3f}"},
     options=dict(
         # {name: weight} of the losses that are added up: sigmoid (DPO), hinge, ipo, sigmoid_norm, robust, exo_pair,
         # nca_pair, bco_pair, sppo_hard, apo_zero, apo_down, aot, aot_unpaired, discopop, sft; without a reference:

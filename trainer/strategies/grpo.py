@@ -22,7 +22,7 @@ import jax.numpy as jnp
 
 from trainer.metrics import Max, Mean
 from trainer.strategies import presets, sequences
-from trainer.strategies.record import Strategy
+from trainer.strategies.record import OF_ROLLOUTS, Strategy
 
 # Bound on log-ratios: e^20 and its square are finite in float32. Beyond it there is no gradient.
 MAX_LOG_RATIO = 20.0
@@ -289,7 +289,7 @@ def token_numbers(batch: Mapping[str, jax.Array], logprob_BxT: jax.Array, cfg: A
 # preset's value (trainer/strategies/presets.py).
 GRPO = Strategy(
     loss, data="rollouts", rollout_keys=("advantages", "behavior_logprobs", "old_logprobs"), fill_in=presets.fill_in,
-    needs_reference=needs_reference, check=presets.check, token_numbers=token_numbers,
+    needs_reference=needs_reference, check=presets.check, token_numbers=token_numbers, headline=OF_ROLLOUTS,
     options=dict(
         # grpo | dapo | dr_grpo | gspo | cispo | rloo | reinforce++ | astrai
         preset="grpo",

@@ -17,6 +17,10 @@ DATA = ("texts", "conversations", "pairs", "labelled", "rollouts")
 SAMPLED = ("rollouts", "pairs")
 # What batches of a rollout can hold for each completion ("advantages") or each of its tokens.
 ROLLOUT_KEYS = ("advantages", "behavior_logprobs", "old_logprobs")
+# What the progress line shows of a rollout: its loss says little, and is 0 of a policy that has not moved.
+OF_ROLLOUTS = {"reward": "reward {:.3f}", "completions/mean_length": "length {:.0f}",
+               "frac_reward_zero_std": "taught nothing {:.0%}"}
+HEADLINE = {**OF_ROLLOUTS, "loss": "loss {:.3f}"}
 _VALUES = (bool, int, float, str, tuple, dict)
 
 
@@ -46,6 +50,9 @@ class Strategy:
     no_sums: `(cfg) -> names` of terms and metrics that are no sums over examples, which no evaluation can show.
     at_reference: `(cfg) -> {metric: its value}` where policy and reference are the same, for `--mode=verify`.
     token_numbers: `(batch, logprobs, cfg) -> {name: [B, T]}`: more to see of each token (trainer/modes/microscope.py).
+    headline: {metric: how its value is shown} on the progress line, in this order; those that a step does not have are
+      left out. Default: a rollout's mean reward, length of completions and share of groups whose rewards are all
+      equal, and the loss.
   """
 
   loss: Callable[..., tuple[dict[str, Any], dict[str, Any]]]
@@ -63,6 +70,12 @@ class Strategy:
   no_sums: Callable[[Any], frozenset[str]] | None = None
   at_reference: Callable[[Any], Mapping[str, float]] | None = None
   token_numbers: Callable[[Mapping[str, Any], Any, Any], dict[str, Any]] | None = None
+  headline: Mapping[str, str] = field(default_factory=lambda: HEADLINE)
+
+  def shown(self, metrics: Mapping[str, float]) -> list[str]:
+    """What the progress line says of a step's metrics; of those without any of its headline, the loss."""
+    headline = self.headline if any(name in metrics for name in self.headline) else HEADLINE
+    return [text.format(metrics[name]) for name, text in headline.items() if name in metrics]
 
   @property
   def takes_rollouts(self) -> bool:
@@ -134,6 +147,12 @@ def load(name: str, built_in: Iterable[str]) -> Strategy:
   if invalid := [key for key in made.rollout_keys if key not in ROLLOUT_KEYS]:
     raise ConfigError(f"{where}, a Strategy whose rollout_keys have {invalid[0]!r}; allowed: "
                       f"{', '.join(ROLLOUT_KEYS)}.")
+  for metric, text in made.headline.items():
+    try:
+      str(text).format(0.0)
+    except (ValueError, LookupError, TypeError) as e:
+      raise ConfigError(f"{where}, a Strategy whose headline shows {metric!r} as {text!r}, which is no format of a "
+                        f"number ({e}). Write for instance '{metric} {{:.3f}}'.") from e
   _check_call(made, where)
   _check_options(made, where)
   return made

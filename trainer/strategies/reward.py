@@ -73,7 +73,8 @@ def check(cfg: Any, grad_accum_steps: int, cfg_model: Any) -> None:
 
 
 # A reward model from preferences (docs/reward.md).
-REWARD = Strategy(loss, data="pairs", graded=True, head="score", check=check, options=dict(
+REWARD = Strategy(loss, data="pairs", graded=True, head="score", check=check, headline={
+    "accuracy": "accuracy {:.3f}", "loss": "loss {:.3f}"}, options=dict(
     # Weight of (score of the chosen + score of the rejected)², which keeps scores around 0; 0.01 is common.
     center_rewards_coefficient=0.0,
     # As for dpo.

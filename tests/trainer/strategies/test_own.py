@@ -81,6 +81,7 @@ RATIO = Strategy(ratio, data="rollouts", rollout_keys=("advantages", "old_logpro
                  options=dict(temperature=float, baseline="leave_one_out", scale="none", disable_dropout=True))
 BY_GROUP = Strategy(ratio, data="rollouts", options=dict(temperature=float))
 SOME_KEYS = Strategy(ratio, data="rollouts", rollout_keys=("rewards",))
+SHOWN_BADLY = Strategy(nll, headline={"loss": "loss {value:.3f}"})
 STRANGERS = Strategy(dpo, data="pairs", mismatched=True)
 MARGINS = Strategy(nll, graded=True)
 OPEN = Strategy(scaled, options=dict(scale=float))
@@ -211,6 +212,7 @@ def test_without_its_reference_the_options_of_one_have_no_effect(folder, tmp_pat
     ("own_losses.Loss", "which is a class. A strategy is"),
     ("own_losses.NO_LOSS", "which is a Strategy whose loss is no function"),
     ("own_losses.PEARS", "data='pears'; allowed: 'texts', 'conversations', 'pairs', 'labelled', 'rollouts'"),
+    ("own_losses.SHOWN_BADLY", "headline shows 'loss' as 'loss {value:.3f}', which is no format of a number"),
     ("own_losses.SOME_KEYS", "rollout_keys have 'rewards'; allowed: advantages, behavior_logprobs, old_logprobs"),
     ("own_losses.MARGINS", "graded=True, data='texts' and head='lm'; margins come with data='pairs' alone"),
     ("own_losses.STRANGERS", "mismatched=True and data='pairs'"),
