@@ -105,11 +105,11 @@ def loss(model: Any, params: Any, batch: dict[str, jax.Array], rng: jax.Array | 
 
 
 def spread(values_BxS: jax.Array, batch: Mapping[str, jax.Array]) -> jax.Array:
-  """Each token's value of its segment, [B, T] float32; 0 in padding."""
+  """Each token's value of its segment, [B, T] float32 (float64 of such); 0 in padding."""
   ids_S = jnp.arange(1, values_BxS.shape[1] + 1)
   # As in `sequences.segment_sums`: no gather, whose gradient would be a scatter, and no [B, T, S] is kept.
   in_segment = batch["segment_ids"][:, :, None] == ids_S
-  return jnp.sum(jnp.where(in_segment, values_BxS.astype(jnp.float32)[:, None, :], 0.0), axis=2)
+  return jnp.sum(jnp.where(in_segment, sequences.at_least_float32(values_BxS)[:, None, :], 0.0), axis=2)
 
 
 def ratios(logprob_BxT: jax.Array, batch: Mapping[str, jax.Array], cfg: Any) -> Ratios:

@@ -57,11 +57,16 @@ def reference_logprobs(model: Any, batch: dict[str, jax.Array], reference: Any, 
 
 
 def segment_sums(values_BxT: jax.Array, batch: Mapping[str, jax.Array]) -> jax.Array:
-  """Sums over each segment's tokens, [B, S] float32, S as in `batch["segment_roles"]`."""
+  """Sums over each segment's tokens, [B, S] float32 (float64 of such), S as in `batch["segment_roles"]`."""
   ids_S = jnp.arange(1, batch["segment_roles"].shape[1] + 1)
   # A reduction rather than a scatter: always in the same order, and fused, so that no [B, T, S] is kept.
   in_segment = batch["segment_ids"][:, :, None] == ids_S
-  return jnp.sum(jnp.where(in_segment, values_BxT.astype(jnp.float32)[:, :, None], 0.0), axis=1)
+  return jnp.sum(jnp.where(in_segment, at_least_float32(values_BxT)[:, :, None], 0.0), axis=1)
+
+
+def at_least_float32(values: jax.Array) -> jax.Array:
+  """The same numbers in float32, or in float64 where they are of that."""
+  return values.astype(jnp.promote_types(values.dtype, jnp.float32))
 
 
 def scores(model: Any, params: Any, hidden_BxTxD: jax.Array, batch: Mapping[str, jax.Array]) -> jax.Array:
