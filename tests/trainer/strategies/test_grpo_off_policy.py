@@ -80,7 +80,7 @@ def exact_gradient(theta, rewards):
 
 @pytest.mark.parametrize("how", ["sequence_truncate", "sequence_mask"])
 def test_without_a_cap_the_expected_gradient_is_that_of_the_policy(how):
-  """Of the whole sequence: p / q is the weight that makes it so. Where the policy has moved since the rollout began, the
+  """p / q of the whole sequence is the weight that makes it so. Where the policy has moved since the rollout began, the
   tokens' own ratios p / p_old come on top of p_old / q."""
   (theta, behavior, old), rewards = policies(3)
   exact = exact_gradient(theta, rewards)
