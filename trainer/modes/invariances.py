@@ -9,13 +9,14 @@ B rows, T tokens, V vocabulary.
 
 import dataclasses
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from evaluators import loss as loss_evaluator
+from input_pipeline.examples.roles import ABSENT
 from models import hf
 from models.hf.errors import HFError
 from trainer import program as program_lib
@@ -26,7 +27,7 @@ from trainer.export.command import export
 from trainer.generate.sampler import Sampler
 from trainer.metrics import Mean
 from trainer.modes.fixture import Fixture, Skip, completions_apart, distance, padded, split_documents
-from trainer.strategies import logprobs, seq
+from trainer.strategies import logprobs, seq, sequences
 from trainer.telemetry import writers
 
 # Of texts that are generated: prompts, tokens of each, and new ones.
@@ -164,6 +165,7 @@ def batch_sizes(s: Fixture) -> float:
   """I6: the loss of an evaluation of the rows, 1, 3 and all at a time, the last batch filled up."""
   if mesh_lib.batch_shards(s.mesh) > 1:
     raise Skip("batches of one row would not fill the mesh")
+  _need_tokens(s)
   row_sums = jax.jit(loss_evaluator._make_row_sums(s.model))
   params, rows = s.place(s.params, s.mesh), len(s.batch["tokens"])
   losses = []
@@ -264,6 +266,8 @@ def equal_rewards(s: Fixture) -> float:
   """I10: the largest entry of the gradient where all advantages are 0, as they are where all rewards are equal."""
   if "advantages" not in s.batch:
     raise Skip("no advantages")
+  if strategies.of(s.config).graded:
+    raise Skip("the batch's advantages are margins of pairs, not made of rewards")
   if s.config.strategy.get("beta", 0.0):
     raise Skip("strategy.beta is not 0: the penalty has a gradient of its own")
   if not np.any(s.batch["advantages"]):
@@ -285,7 +289,7 @@ def unrolled(s: Fixture) -> float:
 
 
 def exported(s: Fixture) -> float:
-  """I12: logits after an export and a load, relative to the largest."""
+  """I12: logits, or scores, after an export and a load, relative to the largest."""
   out = s.workdir / "verify_export"
   try:
     export(s.workdir, out, dtype="float32")
@@ -293,12 +297,18 @@ def exported(s: Fixture) -> float:
     raise Skip(f"no Hugging Face family has this model: {str(e).splitlines()[0]}") from e
   first = {key: part[:1] for key, part in s.batch.items()}
   loaded, params = hf.load(out)
-  theirs = np.asarray(jax.jit(loaded.logits)(params, first))
   state = jax.device_put(jax.device_get(s.run.state["params"]), jax.devices()[0])
-  ours = np.asarray(jax.jit(s.model.logits)(state, first))
-  real = first["segment_ids"] > 0
-  ours, theirs = (logits[real][:, :s.model.num_real_vocab] for logits in (ours, theirs))
+  ours, theirs = _outputs(s.model, state, first), _outputs(loaded, params, first)
   return float(np.abs(ours - theirs).max() / np.abs(ours).max())
+
+
+def _outputs(model: Any, params: Any, batch: dict[str, np.ndarray]) -> np.ndarray:
+  """What the model says of a batch: logits of the real tokens [N, V] or, with `model.head=score`, of the segments that
+  are there [N, num_labels]."""
+  if getattr(model, "num_labels", 0):
+    scores = jax.jit(lambda p, b: sequences.scores(model, p, model.apply(p, b).hidden, b))(params, batch)
+    return np.asarray(scores)[batch["segment_roles"] != ABSENT]
+  return np.asarray(jax.jit(model.logits)(params, batch))[batch["segment_ids"] > 0][:, :model.num_real_vocab]
 
 
 def nan_batch(s: Fixture) -> float:
@@ -345,6 +355,6 @@ CHECKS = (
     Check("I10", "gradient where all rewards are equal", 0, equal_rewards),
     Check("I11", "gradient: remat none, full", 1e-6, recomputation),
     Check("I11", "gradient: layers scanned, unrolled", 1e-6, unrolled),
-    Check("I12", "logits: exported and loaded, as trained", 1e-5, exported),
+    Check("I12", "logits or scores: exported and loaded", 1e-5, exported),
     Check("I14", "arrays that a step with NaN changes", 0, nan_batch),
 )

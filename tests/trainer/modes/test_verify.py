@@ -14,6 +14,7 @@ from input_pipeline import loader
 from tests import tiny
 from tests.trainer import rollout_runs, test_image_runs
 from tests.trainer.strategies import test_dpo_runs as test_dpo
+from tests.trainer.strategies import test_reward
 from tests.trainer.strategies import test_sft_runs as test_sft
 from trainer import strategies
 from trainer.errors import ConfigError
@@ -99,6 +100,24 @@ def test_strategies(folder, tmp_path, monkeypatch, name):
   monkeypatch.setattr(invariances, "CHECKS", [check for check in invariances.CHECKS if check.what in OWN[name]])
   results = verify.verify(c, tmp_path)
   assert len(results) == len(OWN[name]) + 1 and {result.status for result in results} == {"PASS"}, results
+
+
+def test_a_reward_model_is_measured_by_its_scores(tmp_path, monkeypatch):
+  """With margins, which stand where advantages do, and no tokens to evaluate. Its export is read with scores twice as
+  large: a distance of exactly 1 from what was trained, so that without that there is none."""
+  def doubled(out):
+    model, params = load(out)
+    return model, params | {"score": {"kernel": 2 * params["score"]["kernel"]}}
+
+  load = invariances.hf.load
+  monkeypatch.setattr(invariances.hf, "load", doubled)
+  told = {"logits or scores: exported and loaded": ("FAIL", 1.0), "evaluated loss: batches of 1, 3, all": ("SKIP", None),
+          "gradient where all rewards are equal": ("SKIP", None)}
+  monkeypatch.setattr(invariances, "CHECKS", [check for check in invariances.CHECKS if check.what in told])
+  with pytest.raises(ConfigError, match="1 of 4 equalities do not hold"):
+    verify.verify(test_reward.config_of(tmp_path), tmp_path / "w")
+  rows = json.loads((tmp_path / "w" / "verify" / "results.json").read_text(encoding="utf-8"))
+  assert {row["what"]: (row["status"], row["measured"]) for row in rows if row["what"] in told} == told
 
 
 def test_one_ratio_beside_1_is_told(tmp_path):
