@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 from absl import logging
 from ml_collections import ConfigDict
 
+from input_pipeline import urls
 from trainer import atomic
 from trainer.errors import ConfigError, DataError
 
@@ -77,14 +78,23 @@ class Tally:
 
 
 def the_path(cfg: ConfigDict, source: str, example: str) -> str:
-  """The `path` of a source. Raises ConfigError if it is not set."""
+  """The `path` of a source. Raises ConfigError if it is not set, or has credentials."""
+  key = f"input.sources.{source}"
   if not cfg.path:
-    raise ConfigError(f"input.sources.{source}.path is not set: type {cfg.type!r} needs it, e.g. {example!r}.")
+    raise ConfigError(f"{key}.path is not set: type {cfg.type!r} needs it, e.g. {example!r}.")
+  addresses = [part.strip() for part in cfg.path.split(",") if urls.is_url(part.strip())]
+  for address in addresses:
+    urls.check(address, f"{key}.path")
+  if cfg.copies and not addresses:
+    raise ConfigError(f"{key}.copies is {cfg.copies!r}, but {key}.path names no URL of which copies would be made. "
+                      "Leave it out.")
   return cfg.path
 
 
-def find_files(spec: str, source: str, matches: Callable[[str], bool], expected: str) -> list[File]:
-  """Files named by `spec`: a file, a folder (recursive) or a glob, several separated by commas.
+def find_files(spec: str, source: str, matches: Callable[[str], bool], expected: str, copies: str | None = None
+               ) -> list[File]:
+  """Files named by `spec`: a file, a folder (recursive) or a glob, several separated by commas; those of URLs as copies
+  in the folder `copies` (urls.py).
 
   Entries keep the order of `spec`; within a folder or glob, files are sorted by relative name. Hidden
   files and folders are left out unless named directly; a folder reached twice (a symlink loop) and a
@@ -102,7 +112,9 @@ def find_files(spec: str, source: str, matches: Callable[[str], bool], expected:
     if "\0" in entry or len(entry) > MAX_PATH:
       raise DataError(f"{key} has {entry[:80]!r}…, which is no path: paths have at most {MAX_PATH:,} characters, and "
                       "no NUL. Several are separated by commas.")
-    for file in _expand(os.path.expanduser(entry), key, matches, expected):
+    found = ([File(*file) for file in urls.fetch(entry, key, matches, expected, copies)] if urls.is_url(entry) else
+             _expand(os.path.expanduser(entry), key, matches, expected))
+    for file in found:
       real = os.path.realpath(file.path)
       repeated += real in seen
       if real not in seen:

@@ -48,6 +48,7 @@ class _TableReader:
 
   def __init__(self, cfg: ConfigDict, source: str, example: str):
     self.path, self.text_key, self._source = the_path(cfg, source, example), cfg.text_key, source
+    self._copies = cfg.copies
 
   def files(self) -> list[File]:
     raise NotImplementedError
@@ -93,7 +94,7 @@ class ParquetReader(_TableReader):
     self.identity = ["parquet", CHANGED]
 
   def files(self) -> list[File]:
-    return find_files(self.path, self._source, lambda n: n.endswith(".parquet"), "a .parquet file")
+    return find_files(self.path, self._source, lambda n: n.endswith(".parquet"), "a .parquet file", self._copies)
 
   @contextmanager
   def _open(self, path: Path):
@@ -122,7 +123,7 @@ class ArrowReader(_TableReader):
       if (folder / SAVED_DATASET).is_file():
         files += self._saved(folder)
       else:  # `datasets` keeps what its own functions made in files of such names, beside the data
-        files += find_files(entry, self._source, _is_arrow, "an .arrow file, or a folder of save_to_disk")
+        files += find_files(entry, self._source, _is_arrow, "an .arrow file, or a folder of save_to_disk", self._copies)
     return files
 
   def _of_split(self, folder: Path) -> Path:

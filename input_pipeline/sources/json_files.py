@@ -40,12 +40,12 @@ class JsonlReader:
 
   def __init__(self, cfg: ConfigDict, source: str):
     self.path, self.text_key, self._source = the_path(cfg, source, "data/*.jsonl"), cfg.text_key, source
-    self._rows_key = cfg.rows_key
+    self._rows_key, self._copies = cfg.rows_key, cfg.copies
     self.identity = ["jsonl", *([] if self._rows_key is None else [self._rows_key])]
 
   def files(self) -> list[File]:
     expected = "a .jsonl or .json file, or one of these with .gz or .zst behind it"
-    return find_files(self.path, self._source, lambda name: name.endswith(self.suffixes), expected)
+    return find_files(self.path, self._source, lambda name: name.endswith(self.suffixes), expected, self._copies)
 
   def read(self, tally: Tally) -> Iterator[Record]:
     for name, path in self.files():

@@ -49,11 +49,11 @@ class TextReader:
       raise ConfigError(
           f"input.sources.{source}.documents={self.documents!r}; allowed: 'file', 'line', 'paragraph'."
       )
-    self.by_name = self.documents == "file"
+    self.by_name, self._copies = self.documents == "file", cfg.copies
     self.text_key, self.identity = "text", ["text", self.documents]
 
   def files(self) -> list[File]:
-    return find_files(self.path, self._source, lambda name: True, "a UTF-8 text file")
+    return find_files(self.path, self._source, lambda name: True, "a UTF-8 text file", self._copies)
 
   def read(self, tally: Tally) -> Iterator[Record]:
     for name, path in self.files():
@@ -102,12 +102,12 @@ class ArrayRecordReader:
 
   def __init__(self, cfg: ConfigDict, source: str):
     self.path, self._source = the_path(cfg, source, "data/*.arrayrecord"), source
-    self._never_json, self.text_key = not cfg.text_key, cfg.text_key or "text"
+    self._never_json, self.text_key, self._copies = not cfg.text_key, cfg.text_key or "text", cfg.copies
     self.identity = ["arrayrecord", self.text_key, self._never_json]
 
   def files(self) -> list[File]:
-    wanted = (".arrayrecord", ".array_record")
-    return find_files(self.path, self._source, lambda n: any(w in n for w in wanted), "an .arrayrecord file")
+    wanted, expected = (".arrayrecord", ".array_record"), "an .arrayrecord file"
+    return find_files(self.path, self._source, lambda n: any(w in n for w in wanted), expected, self._copies)
 
   def read(self, tally: Tally) -> Iterator[Record]:
     as_json = None

@@ -15,6 +15,7 @@ from array_record.python.array_record_module import ArrayRecordWriter
 from ml_collections import ConfigDict
 
 from input_pipeline import loader
+from input_pipeline.sources.sources import open_source
 from tests.trainer.every_key import Made, digest, loss, scored
 from tests.trainer.every_key_bases import Files, answers, images, judged, pairs, prompts, responses, text
 from tests.trainer.every_key_runs import evaluating_steps, first_reference, sampled
@@ -41,6 +42,11 @@ def texts(m: Made) -> list[str]:
   with pytest.MonkeyPatch.context() as patch:
     patch.setitem(sys.modules, "tensorflow_datasets", _datasets())
     return list(loader.train_texts(m.config, learns(m.config))())
+
+
+def copies(m: Made) -> list[str]:
+  """Where the texts of the training source are read from."""
+  return [record.where for record in open_source(m.config.input.sources.main, "main").records()]
 
 
 def _datasets() -> ModuleType:
@@ -111,6 +117,8 @@ SOURCE = {
                   *(data(lambda f, write=write: write(f, "b"), of(kind, path=lambda f, write=write: write(f, "a")),
                          see=texts) for kind, write in WRITTEN.items()),
                   data("elsewhere", TFDS, see=texts)],
+  "source.copies": data(lambda f: str(f.folder / "there"), of(
+    "text", path=lambda f: f"file://{f.corpus}", copies=lambda f: str(f.folder / "here")), see=copies),
   "source.text_key": [*(data("body", of(kind, path=lambda f, write=write: write(f, "a")), see=texts)
                         for kind, write in WRITTEN.items()), data("body", TFDS, see=texts)],
   "source.rows_key": data("b", of("jsonl", path=_object, rows_key="a"), see=texts),

@@ -42,8 +42,11 @@ def source(**changed) -> ConfigDict:
   # digits (small pictures of handwritten digits, with questions about them) |
   # the dotted path of a reader of yours (docs/extending.md), which has its own keys besides these.
   c.type = "text"
-  # A file, a folder (searched recursively) or a glob; several are separated by commas.
+  # A file, a folder (searched recursively) or a glob; several are separated by commas. Each may be a URL: gs://, s3://,
+  # hf:// or https:// (docs/data.md#data-that-lie-elsewhere).
   c.path = unset(str)
+  # Of URLs: the folder that their files are copied to before they are read. Default: ~/.cache/weft/data.
+  c.copies = unset(str)
   # jsonl, parquet, arrow, tfds, arrayrecord (if its records are JSON): the field that holds the text.
   c.text_key = "text"
   # jsonl: of files that are one object, the key behind which the list of rows stands ("data").

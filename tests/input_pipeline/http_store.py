@@ -1,0 +1,78 @@
+"""A store of files that tests read over HTTP: ETags, ranges, lists of folders, and the faults that it is told."""
+
+import contextlib
+import hashlib
+import http.server
+import threading
+
+
+class Store:
+  """Attributes:
+    files: {path: content}.
+    asked: (path, first byte) of each request for content, in their order.
+    fault: `(path, first byte) -> None | int | "drop"`: a status to answer with, or to break off in the middle.
+    ranges: whether it knows them.
+  """
+
+  def __init__(self, files: dict[str, bytes]):
+    self.files, self.asked, self.fault, self.ranges = files, [], lambda path, at: None, True
+    self.url = ""
+
+
+def _handler(store: Store):
+  class Handler(http.server.BaseHTTPRequestHandler):
+    def do_HEAD(self):
+      self._answer(False)
+
+    def do_GET(self):
+      self._answer(True)
+
+    def _answer(self, with_content):
+      path, asked = self.path.partition("?")[0], self.headers.get("Range")
+      at, stop = 0, None
+      if asked and store.ranges:
+        at, _, last = asked.removeprefix("bytes=").partition("-")
+        at, stop = int(at), int(last) + 1
+      if path not in store.files and any(name.startswith(f"{path}/") for name in store.files):
+        path += "/"
+      fault = store.fault(path, at if with_content else None)
+      if with_content and not path.endswith("/"):
+        store.asked.append((path, at))
+      content = store.files.get(path)
+      if path.endswith("/"):
+        names = sorted({name[len(path):].partition("/") for name in store.files if name.startswith(path)})
+        content = "".join(f'<a href="{a}{slash}">x</a>' for a, slash, _ in names).encode()
+      if isinstance(fault, int) or content is None:
+        self.send_error(fault or 404)
+        return
+      part = content[at:stop]
+      self.send_response(206 if asked and store.ranges else 200)
+      self.send_header("Content-Length", str(len(part)))
+      self.send_header("Accept-Ranges", "bytes" if store.ranges else "none")
+      self.send_header("ETag", hashlib.md5(content).hexdigest())
+      if path.endswith("/"):
+        self.send_header("Content-Type", "text/html")
+      self.end_headers()
+      if with_content:
+        self.wfile.write(part[:len(part) // 2] if fault == "drop" else part)
+        self.close_connection = True
+
+    def log_message(self, *args):
+      pass
+
+  return Handler
+
+
+@contextlib.contextmanager
+def serving(files: dict[str, bytes]):
+  """A store with these files at `store.url`."""
+  store = Store(files)
+  server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), _handler(store))
+  server.daemon_threads = True
+  threading.Thread(target=server.serve_forever, daemon=True).start()
+  store.url = f"http://127.0.0.1:{server.server_port}"
+  try:
+    yield store
+  finally:
+    server.shutdown()
+    server.server_close()
