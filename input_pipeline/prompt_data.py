@@ -172,10 +172,20 @@ class PromptData:
     Raises:
       IndexError: the data end before it.
     """
+    source, row = self._locate(index)
+    return self._sources[source].items[row]._replace(number=index)
+
+  def place(self, index: int) -> int:
+    """Which of `every_item` prompt `index` of the stream is."""
+    source, row = self._locate(index)
+    return sum(len(before.items) for before in self._sources[:source]) + row
+
+  def _locate(self, index: int) -> tuple[int, int]:
+    """(source, which of its prompts) of prompt `index` of the stream."""
     if index < 0 or self.num_items is not None and index >= self.num_items:
       raise IndexError(f"prompt {index} of {self.num_items}")
     (source,), (epoch,), (row,) = (part.tolist() for part in self._mixture.locate(np.array([index])))
-    return self._sources[source].items[self._order(source, epoch)[row]]._replace(number=index)
+    return source, int(self._order(source, epoch)[row])
 
   def every_item(self) -> Iterator[PromptItem]:
     """All prompts, once each, source by source."""

@@ -100,8 +100,8 @@ class Run:
     """Shortens a run whose data end earlier than was expected: prompts, of which some took the place of others."""
     last = self.data.num_steps
     if last is not None and last < self.total_steps:
-      self.say(f"total: {last:,} steps instead of {self.total_steps:,}: the prompts end there, since groups without "
-               "anything to learn were replaced by others (rollout.resample)")
+      self.say(f"total: {last:,} steps instead of {self.total_steps:,}: the prompts end there, since others took the "
+               "place of some (rollout.resample, rollout.curriculum_target)")
       self.horizon = dataclasses.replace(self.horizon, total_steps=last)
 
   def tokens_seen(self, step: int) -> int:

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import jax
+import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
@@ -24,6 +25,7 @@ from trainer.planning import page as plan_page
 from trainer.planning import plan
 from trainer.planning import search as plan_search
 from trainer.planning.estimate import Planner
+from trainer.rollouts.curriculum import Curriculum
 from trainer.rollouts.engine import make_sampler
 
 # Steps at which checkpoints are saved to see which stay, with the value of a metric.
@@ -235,6 +237,14 @@ def engine(m: Made) -> tuple:
   """What samples: this program, or which server, how it is told of new parameters and how long it may take."""
   sampler = make_sampler(m.config, m.model, mesh_lib.make_mesh({}, jax.devices()[:1]), m.workdir)
   return tuple(getattr(sampler, name, None) for name in ("_url", "_handover", "_timeout"))
+
+
+def chosen(m: Made) -> list:
+  """The prompts that are taken where one half of them was passed and the other was not, and what passes."""
+  curriculum = Curriculum(m.config, m.data)
+  rates_N, _ = curriculum.after(curriculum.unmeasured(), [
+      SimpleNamespace(item=m.data.item(k), rewards=np.array([0.7, k % 2])) for k in range(m.data.num_prompts)], 12)
+  return [[item.number for item in curriculum.choose(0, 12, rates_N)[0]], None if rates_N is None else rates_N.tolist()]
 
 
 def scoring_seconds(m: Made) -> float:

@@ -241,6 +241,12 @@ def rollout() -> ConfigDict:
   # Replace groups whose rewards are all equal by new prompts, so many times over (DAPO). Default: that of the preset,
   # or 0.
   c.resample = unset(int)
+  # The share of its completions that should pass: prompts near it are sampled for most often, those that always or
+  # never passed most seldom, a new one always (docs/grpo.md#prompts-by-pass-rate). Default: all come in turn.
+  c.curriculum_target = unset(float)
+  # The least probability that a prompt is taken with, and the reward from which on a completion has passed.
+  c.curriculum_floor = 0.1
+  c.curriculum_passing = 1.0
   # Do not train on completions that did not end within max_new_tokens.
   c.mask_truncated = False
   # After so many rollouts in a row that teach nothing (rewards fail, all is cut off, or from the start all rewards are

@@ -6,7 +6,7 @@ from input_pipeline.examples import advantages
 from trainer import strategies
 from trainer.errors import ConfigError
 from trainer.generate.sampling import Options
-from trainer.rollouts import engine, rewards
+from trainer.rollouts import curriculum, engine, rewards
 
 # What an environment gives counts as one more function, of weight 1, with this name.
 ENVIRONMENT = "environment"
@@ -32,6 +32,7 @@ def check(config: Any) -> None:
     if c[key] < least:
       raise ConfigError(f"rollout.{key} is {c[key]}; it must be at least {least}.")
   engine.check(config)
+  curriculum.check(config, strategy.rewarded)
   if not c.reward_timeout_seconds > 0:
     raise ConfigError(f"rollout.reward_timeout_seconds is {c.reward_timeout_seconds}; it must be above 0.")
   options = Options(c.temperature, c.top_k, c.top_p, c.min_p)

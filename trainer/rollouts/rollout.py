@@ -32,6 +32,7 @@ from trainer.metrics import to_floats
 from trainer.rollouts import experience as experience_lib
 from trainer.rollouts import groups as groups_lib
 from trainer.rollouts import old_policy
+from trainer.rollouts.curriculum import SAVED, Curriculum
 from trainer.rollouts.engine import make_sampler
 from trainer.rollouts.environment import Episodes
 from trainer.rollouts.episode import Episode
@@ -94,6 +95,8 @@ class Rollouts:
     self._scorer = make_scorer(config, prompts)
     self._sampler.check([max((i.prompt.ids for i in prompts.every_item()), key=len)], c.max_new_tokens, "rollout.")
     self._models = RewardModels(config, policy.mesh)
+    self._curriculum = Curriculum(config, prompts)
+    self._rates = self._curriculum.unmeasured()
     self._names = (*self._scorer.names, *self._models.names, *(ENVIRONMENT,) * self._has_environment)
     self._weights = np.array([*self._scorer.weights, *self._models.weights, *(1.0,) * self._has_environment])
     self.source_names, self.rows_per_epoch = prompts.source_names, prompts.num_prompts
@@ -187,18 +190,17 @@ class Rollouts:
   # ---------------------------------------------------------------- checkpoints
 
   def saved(self, step: int) -> tuple[dict[str, Any], dict[str, np.ndarray] | None]:
-    """(JSON-able, arrays) from which `restore` goes on after `step` updates; arrays if there is something left of
-    a rollout."""
+    """(JSON-able, arrays or None) from which `restore` goes on after `step` updates."""
     tokens, drawn = self._at(step)
     done = self._experience is None or step - self._first_step >= self._steps_each
     meta = {"tokens": tokens, "drawn": drawn, "number": self._number, "first_step": self._first_step,
             "updates": self._updates, "steps": self._steps_each, "metrics": self.metrics, "done": done,
             "data": self.fingerprint, "without_lesson": self._without_signal, "learned": self._learned,
             "reward_models": self._models.saved()}
-    # Checkpoints cannot hold empty arrays.
-    if done or not self._experience.num_units:
-      return meta, None
-    return meta, self._experience._asdict() | ({} if self._old is None else {"old": self._old})
+    arrays = {} if self._rates is None else {SAVED: self._rates}
+    if not done and self._experience.num_units:  # checkpoints cannot hold empty arrays
+      arrays |= self._experience._asdict() | ({} if self._old is None else {"old": self._old})
+    return meta, arrays or None
 
   def restore(self, step: int, meta: dict[str, Any] | None, arrays: dict[str, np.ndarray] | None) -> None:
     """Goes on from what `saved(step)` gave; None: nothing.
@@ -210,6 +212,7 @@ class Rollouts:
       return
     self._totals = {step: (meta["tokens"], meta["drawn"])}
     self._models.restore(meta.get("reward_models", {}))
+    self._rates, arrays = self._curriculum.restored(dict(arrays or {}), meta["data"])
     self._number, self._first_step, self._drawn = meta["number"], meta["first_step"], meta["drawn"]
     self._updates, self._steps_each, self.metrics = meta["updates"], meta["steps"], meta["metrics"]
     # Checkpoints of earlier versions do not say.
@@ -217,7 +220,6 @@ class Rollouts:
     if meta["done"]:
       self._experience = None
     else:
-      arrays = dict(arrays or {})
       # A checkpoint without them is of an earlier version, whose p_old was what the sampler computed.
       before = np.tile(arrays.get("logprobs", np.zeros(0)), (self._steps_each // self._updates, 1))
       self._old = arrays.pop("old", before) if "old_logprobs" in self._keys() else None
@@ -249,12 +251,9 @@ class Rollouts:
     jax.block_until_ready(run.state["params"])  # the update before is training, not sampling
     with run.chrono.pause("rollout"):
       for attempt in range(self._resample + 1):
-        left = size.size if self._prompts.num_items is None else self._prompts.num_items - drawn
-        missing = min(size.size - len(groups), left)
-        if not missing:
+        items, drawn = self._curriculum.choose(drawn, size.size - len(groups), self._rates)
+        if not items:
           break
-        items = [self._prompts.item(drawn + i) for i in range(missing)]
-        drawn += missing
         episodes = self._sample(run, items, f"{self._seed}/{number}/{attempt}")
         if episodes is None:
           return False
@@ -265,12 +264,13 @@ class Rollouts:
       # Where even the last attempt left too few groups with something to teach, the ones without fill up.
       spare = max(size.size - len(groups), 0)
       groups, replaced = groups + replaced[:spare], replaced[spare:]
+    self._rates, about = self._curriculum.after(self._rates, groups + replaced, drawn - self._drawn)
     self._number, self._first_step, self._drawn = number, run.step, drawn
     self._updates, self._steps_each = size.parts, size.every
     self._images = {group.item.number: group.item.prompt.images for group in groups}
     samples = self._select(groups)
-    self._experience, self.metrics = experience_lib.collect(samples.units), self._metrics(groups, replaced, samples)
-    self._old = None
+    self._experience, self._old = experience_lib.collect(samples.units), None
+    self.metrics = self._metrics(groups, replaced, samples) | about
     if "old_logprobs" in self._keys():
       with run.chrono.pause("rollout"):
         began = time.perf_counter()
