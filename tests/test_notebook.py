@@ -16,8 +16,8 @@ def test_it_trains_samples_and_plots(monkeypatch):
   nbformat.validate(notebook)
   for cell in notebook.cells:
     if cell.cell_type == "code":
-      cell.source = re.sub(r"total_steps = \d+", "total_steps = 40", cell.source)
-      cell.source = re.sub(r"max_documents = \d+", "max_documents = 60", cell.source)
+      cell.source = re.sub(r"total_steps = \d+", "total_steps = 16", cell.source)
+      cell.source = re.sub(r"max_documents = \d+", "max_documents = 40", cell.source)
       cell.outputs = []
   for name, value in tiny.environment(1).items():
     monkeypatch.setenv(name, value)

@@ -181,11 +181,13 @@ FAULTS = [
 ]
 
 
-def test_a_process_that_dies_hangs_or_fails_is_named_and_the_run_goes_on(corpus, two, tmp_path):
+@pytest.mark.parametrize("faults", [
+    pytest.param((FAULTS[0], FAULTS[3]), id="two"), pytest.param(FAULTS, marks=pytest.mark.slow, id="all")])
+def test_a_process_that_dies_hangs_or_fails_is_named_and_the_run_goes_on(faults, corpus, two, tmp_path):
   """One fault after another in one workdir, each started by the same command; at last a process whose data are slow.
   The result is bitwise that of the run without faults."""
   workdir, done = tmp_path / "w", 0
-  for fault, expected, said in FAULTS:
+  for fault, expected, said in faults:
     process, _, kind = fault.split(":")
     process = int(process)
     codes, outputs = several.run(argv(corpus, workdir), 2, 1, FAULT=fault,

@@ -53,16 +53,15 @@ def test_every_picture_counts_and_no_token_of_it_is_trained(straight):
 
 
 def test_micro_batches_and_other_meshes_change_nothing(straight, tmp_path):
-  """I1 and I2."""
+  """I1 and I2: one mesh along four axes, in four micro-batches."""
   name, folder, workdir, run = straight
   flat = tree.flatten(run.state["params"])
-  for number, changed in enumerate((dict(mesh=dict(data=2, fsdp=2, tensor=2)),
-                                    dict(mesh=dict(data=1, context=4, tensor=2), grad_accum_steps=4))):
-    other = train(config(folder, name, **changed), tmp_path / str(number))
-    np.testing.assert_allclose(rows_of(tmp_path / str(number), "loss", "grad_norm"),
-                               rows_of(workdir, "loss", "grad_norm"), rtol=2e-5)
-    for path, leaf in tree.flatten(other.state["params"]).items():
-      np.testing.assert_allclose(leaf, flat[path], rtol=2e-5, atol=2e-6, err_msg=path)
+  other = train(config(folder, name, mesh=dict(data=1, fsdp=2, context=2, tensor=2), grad_accum_steps=4),
+                tmp_path / "w")
+  np.testing.assert_allclose(rows_of(tmp_path / "w", "loss", "grad_norm"), rows_of(workdir, "loss", "grad_norm"),
+                             rtol=2e-5)
+  for path, leaf in tree.flatten(other.state["params"]).items():
+    np.testing.assert_allclose(leaf, flat[path], rtol=2e-5, atol=2e-6, err_msg=path)
 
 
 def test_stopped_and_continued_it_is_the_same_run(straight, tmp_path):

@@ -107,7 +107,6 @@ def test_every_row_once_an_epoch_whatever_the_batch_sizes_were(documents, straig
     assert [text.replace("<|bos|>", "").replace("<|eos|>", "").strip() for text in shown] == texts[step - 1]
 
 
-@pytest.mark.devices(8)
 def test_a_restart_with_another_size_is_the_run_with_a_stage_there(documents, tmp_path):
   """Bitwise, where micro-batches are the same; in epochs, too, of which the last one ends where the rows do."""
   stages = config(documents, tmp_path / "stages.seen", 8, -1, 2, total_epochs=2.0)
@@ -160,7 +159,6 @@ def test_a_checkpoint_from_before_the_number_goes_on_by_its_config(documents, st
   assert sum(seen(tmp_path / "seen"), []) == sum(straight, [])[:24]
 
 
-@pytest.mark.devices(8)
 def test_a_rollout_is_trained_on_as_it_was_begun_and_each_prompt_is_drawn_once(tmp_path):
   """4 prompts for two updates each, stopped after three; then 3 prompts for one update each."""
   prompts = rollout_runs.write_prompts(tmp_path)[:1]

@@ -11,6 +11,7 @@ from jax.sharding import PartitionSpec as P
 from models.experts import all_to_all as exchange_lib
 from models.experts import moe as moe_lib
 from models.experts.all_to_all import Split, at_home, exchange
+from tests.pairwise import covering
 from trainer.distributed import mesh as mesh_lib
 
 pytestmark = pytest.mark.devices(8)
@@ -62,9 +63,8 @@ def equal(actual, expected):
     np.testing.assert_allclose(a, b, atol=2e-5)
 
 
-@pytest.mark.parametrize("rounds", [1, 2, 7])
-@pytest.mark.parametrize("name", ROUTES)
-def test_nothing_is_dropped(name, rounds, monkeypatch):
+@pytest.mark.parametrize("rounds, name", covering((1, 2, 7), ROUTES, strength=1))
+def test_nothing_is_dropped(rounds, name, monkeypatch):
   """With little room in a round there are more of them."""
   monkeypatch.setattr(exchange_lib, "rounds_when_even", lambda assignments: rounds)
   split = Split("expert", ((("fsdp",), 1), (("fsdp",), 1), (("fsdp",), 2)), mesh_lib.AXES)

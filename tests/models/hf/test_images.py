@@ -19,6 +19,7 @@ from trainer.distributed import mesh as mesh_lib
 
 REFERENCES = Path(__file__).parent / "image_references"
 CASES = sorted(p.name for p in REFERENCES.iterdir())
+SLOW = ("llava_clip_memory", "paligemma2")  # each is of the family of another
 
 
 @dataclasses.dataclass
@@ -45,7 +46,8 @@ def read(content: dict) -> dict:
   return families.find(content, "DIR/config.json").read(content, "DIR/config.json")
 
 
-@pytest.fixture(scope="module", params=CASES)
+@pytest.fixture(scope="module", params=[
+    pytest.param(name, marks=pytest.mark.slow if name in SLOW else ()) for name in CASES])
 def case(request):
   folder = REFERENCES / request.param
   model, params = hf.load(folder, dtype="float32")

@@ -126,7 +126,7 @@ def test_the_sampler_draws_the_same_tokens_and_ends_with_the_string_on_any_mesh(
   whole = Sampler(model, rows=4, chunk=4).generate(params, given, **options)
   mesh = mesh_lib.make_mesh(dict(data=2, fsdp=2, tensor=2))
   reasons = set()
-  for sampler in (Sampler(model, rows=2, chunk=1), Sampler(model, rows=32), Sampler(model, mesh, rows=4, chunk=5)):
+  for sampler in (Sampler(model, rows=2, chunk=1), Sampler(model, mesh, rows=32, chunk=5)):
     found = sampler.generate(params, given, stop=stop, **options)
     for c, base in zip(found, whole, strict=True):
       texts = [b"".join(tokenizer.token_bytes[i] if i < 19 else b"" for i in base.ids[:n])

@@ -62,7 +62,6 @@ def test_with_one_update_a_rollout_nothing_is_scored_nor_clipped(preset, sampler
     assert row["sampling/sampling_logp_difference/max"] > 5e-3
 
 
-@pytest.mark.devices(8)
 def test_later_steps_are_compared_with_the_policy_when_the_rollout_began(prompts, tmp_path, monkeypatch):
   """Against float64 log-probs of single sequences from full logits, under the parameters of the run's beginning and
   those before each update; three updates of one rollout, of which a restart continues the last."""

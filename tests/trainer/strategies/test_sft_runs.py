@@ -93,11 +93,11 @@ def trained(file, workdir, **changed):
 
 @pytest.mark.devices(8)
 def test_micro_batches_and_devices_do_not_change_the_parameters(conversations, tmp_path):
-  """I1, I2: four steps of plain SGD in one or four micro-batches, on three meshes."""
+  """I1, I2: four steps of plain SGD in one or four micro-batches, on three meshes. (A model whose parameters
+  are split over `fsdp` alone: test_layouts.py.)"""
   reference = tree.flatten(trained(conversations, tmp_path / "a").state["params"])
   others = {
       "micro": dict(grad_accum_steps=4, mesh=dict(data=2, fsdp=1, tensor=4)),
-      "fsdp": dict(mesh=dict(data=1, fsdp=8, tensor=1)),
       "mixed": dict(mesh=dict(data=1, fsdp=2, context=2, tensor=2)),
   }
   for name, changed in others.items():
