@@ -1,5 +1,6 @@
 """Classification by scoring: scores are the model's log-probs of the options, whatever the batches, and are counted."""
 
+import functools
 import json
 
 import jax
@@ -38,14 +39,24 @@ def table(tmp_path, step):
   return [json.loads(line) for line in (tmp_path / "samples" / f"which-{step}.jsonl").read_text().splitlines()]
 
 
+ROOM = 64  # of one text, so that all share a program
+
+
+@functools.cache
+def jitted_logits(model):
+  return jax.jit(model.logits)
+
+
 def expected(ev, model, params, question, option, with_end=True):
   """(the sum, the number of terms) of the log-probs of an option, from logits of its text alone in a row."""
   prompt, end = ev._questions[question].prompt, BytesTokenizer.eos_id
   layout = image_tokens.layout_of(model)
   ids = np.concatenate([prompt.ids, np.frombuffer(option.encode(), np.uint8), [end] * with_end]).astype(np.int32)
-  batch = image_tokens.empty(layout, 1, len(ids), image_tokens.slots(len(prompt.images)))
+  batch = image_tokens.empty(layout, 1, ROOM, image_tokens.slots(len(prompt.images)))
   image_tokens.put(layout, batch, image_tokens.of_text(layout, ids, prompt.images, len(prompt.ids), ""), 0)
-  logprobs = jax.nn.log_softmax(model.logits(params, batch | dict(tokens=ids[None])))[0]
+  text = np.arange(ROOM) < len(ids)
+  batch |= dict(tokens=np.pad(ids, (0, ROOM - len(ids)))[None], segment_ids=text[None].astype(np.int32))
+  logprobs = jax.nn.log_softmax(jitted_logits(model)(params, batch))[0]
   at = np.arange(len(prompt.ids), len(ids))
   return float(np.asarray(logprobs)[at - 1, ids[at]].sum()), len(at)
 

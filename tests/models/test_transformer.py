@@ -1,5 +1,7 @@
 """The Transformer against a numpy one; what each option does."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -143,7 +145,7 @@ def test_initial_scale_and_first_loss():
   np.testing.assert_allclose(std["blocks/mlp/up/kernel"], 256**-0.5, rtol=0.01)
   np.testing.assert_allclose(std["blocks/mlp/down/kernel"], 512**-0.5 / 4, rtol=0.01)
   assert (params["final_norm"]["scale"] == 1).all() and (params["final_norm"]["bias"] == 0).all()
-  logits = model.logits(params, TOKENS)
+  logits = jax.jit(model.logits)(params, TOKENS)
   loss = -jnp.take_along_axis(jax.nn.log_softmax(logits), np.roll(TOKENS, -1, 1)[..., None], -1).mean()
   assert abs(loss - np.log(VOCAB)) < 0.3
   given = paths(jax.jit(make(init_std=0.1, num_layers=2).init)(jax.random.key(0)))
@@ -242,7 +244,7 @@ def test_activations_are_constrained_by_name():
       return super().constrain(x, names)
 
   model = make(**LLAMA)
-  params = model.init(jax.random.key(0))
+  params = jax.jit(model.init)(jax.random.key(0))
   record = Recorder(mesh_lib.make_mesh({}, jax.devices()[:1]), {})
   with logical_axes.placed(record):
     model.logits(params, TOKENS)
@@ -291,7 +293,7 @@ def test_noise_is_added_to_the_table_s_rows_before_they_are_scaled():
   """NEFTune: even noise in ± alpha / sqrt(length × D), by document; sqrt(D) times the sum enters the first layer."""
   model, params = of_embeddings(neftune_alpha=5.0, scale_embeddings=True)
   key = jax.random.key(7)
-  found = model.apply(params, BATCH, rng=key, train=True).hidden
+  found = jax.jit(functools.partial(model.apply, train=True))(params, BATCH, rng=key).hidden
   lengths = np.array([[5] * 5 + [4] * 4 + [3] * 3, [7] * 7 + [3] * 3 + [2] * 2])
   even = jax.random.uniform(jax.random.fold_in(key, 2 + 1), (B, T, 16), minval=-1.0, maxval=1.0)
   table = np.asarray(params["embed"]["embedding"], np.float64)
@@ -309,7 +311,8 @@ def test_each_place_of_dropout_has_a_key_of_its_own():
   params["blocks/attn/o/bias"] = jnp.ones((2, 16)) * jnp.asarray([[1.0], [100.0]])
   params["blocks/mlp/down/bias"] = jnp.ones((2, 16)) * jnp.asarray([[10.0], [1000.0]])
   batch = dict(tokens=jnp.zeros((8, 64), jnp.int32), segment_ids=jnp.ones((8, 64), jnp.int32))
-  hidden = np.asarray(model.apply(tree.unflatten(params), batch, rng=jax.random.key(0), train=True).hidden, np.float64)
+  apply = jax.jit(functools.partial(model.apply, train=True))
+  hidden = np.asarray(apply(tree.unflatten(params), batch, rng=jax.random.key(0)).hidden, np.float64)
   # Of a row with an entry that has all four the norm's scale is known: its entries are whole numbers then.
   sums = 1111 * hidden.reshape(-1, 16) / hidden.reshape(-1, 16).max(-1, keepdims=True)
   whole = np.rint(sums[(np.abs(sums - np.rint(sums)) < 0.01).all(-1)]).astype(int)

@@ -91,7 +91,7 @@ def test_later_steps_are_compared_with_the_policy_when_the_rollout_began(prompts
       if "prompt_ids" in batch and (number := batch["prompt_ids"][row, at[0]]):
         ids = np.concatenate([batch["tokens"][row, batch["segment_ids"][row] == number], ids])
       sampled = np.flatnonzero(batch["loss_weights"][row, at] > 0) + len(ids) - len(at)
-      lp_old, lp = (np.log(probabilities(pairs._jitted_logits(run.model)(params, padded(ids))[..., :real]))[0]
+      lp_old, lp = (np.log(probabilities(pairs.jitted_logits(run.model)(params, padded(ids))[..., :real]))[0]
                     for params in (before[0], before[step]))
       here = sampled - 1, ids[sampled]
       ratios += np.exp(lp[here] - lp_old[here]).tolist()

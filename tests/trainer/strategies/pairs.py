@@ -56,7 +56,7 @@ def batch(rows, length=48, pairs=2):
 
 
 @functools.cache
-def _jitted_logits(model):
+def jitted_logits(model):
   return jax.jit(model.logits)
 
 
@@ -66,7 +66,7 @@ def token_logps(model, params, prompt, completion, vocab=24, room=16):
   ids = np.zeros((1, room), np.int32)
   end = len(prompt) + len(completion)
   ids[0, :end] = prompt + completion
-  logits = np.asarray(_jitted_logits(model)(params, ids), np.float64)[0, :end, :vocab]
+  logits = np.asarray(jitted_logits(model)(params, ids), np.float64)[0, :end, :vocab]
   logp = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
   at = np.arange(len(prompt), end)
   return logp[at - 1, ids[0, at]], np.log(np.exp(2 * logp[at - 1]).sum(-1))

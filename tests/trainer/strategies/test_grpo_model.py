@@ -102,7 +102,7 @@ def test_log_probs_are_those_of_the_sequence_alone_at_the_temperature():
       ids = np.zeros((1, 16), np.int32)
       ids[0, :len(at)] = batch["tokens"][row, at]
       for k, params in enumerate((policy, reference)):
-        alone = np.asarray(pairs._jitted_logits(model)(params, ids), np.float64)
+        alone = np.asarray(pairs.jitted_logits(model)(params, ids), np.float64)
         logits[k, row, at] = alone[0, :len(at), :losses.VOCAB]
   (_, metrics), _ = compiled()(policy, reference, batch)
   values = losses.numbers(metrics)
