@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 from models import layers
+from models.hf import quantised
 from models.hf.errors import HFError
 from models.hf.keys import DEEPEST, DROPOUT, Head, Rule, Source, check_kind
 from models.hf.rope import scaling_keys
@@ -126,7 +127,6 @@ class Family:
     ahead: the end of the name of a tensor that only layers have which predict tokens further ahead; all tensors of such
       layers are passed over. "": there are none.
     dropped: entries of config.json that say something of what is passed over, and their values without it.
-    quantised: values of quant_method in quantization_config whose tensors are read as what they stand for.
     in_memory: what the names of modules begin with where a program has loaded the model, if not as in files; `table`
       then has the tensors under these names, too.
     classifier: the architecture with a head that scores; "": named after the first of `architectures`; None: there is
@@ -144,7 +144,6 @@ class Family:
   inert: frozenset[str] = frozenset()
   ahead: str = ""
   dropped: Mapping[str, Any] = field(default_factory=dict)
-  quantised: tuple[str, ...] = ()
   in_memory: str = ""
   classifier: str | None = ""
 
@@ -168,10 +167,8 @@ class Family:
     """As `read`."""
     where = source.where
     self._check_architecture(source)
-    quantised = source.get("quantization_config", dict, None, None)
-    if quantised and quantised.get("quant_method") not in self.quantised:
-      raise HFError(f"{where}: quantization_config is {quantised!r}; quantised checkpoints are not read. Fetch the "
-                    "model in float32, bfloat16 or float16.")
+    if options := source.get("quantization_config", dict, None, None):
+      quantised.check(options, where)
     check_kind(source)
     model = {**NEUTRAL, **self.fixed, **self._head.read(source, {})}
     for rule in self.keys:

@@ -18,13 +18,17 @@ import numpy as np
 import safetensors
 from safetensors.numpy import save_file
 
-from models.hf import mxfp4
 from models.hf import names as names_lib
+from models.hf import quantised
 from models.hf.errors import HFError
+from models.hf.quantised.slices import Packed
 
 CONFIG, SINGLE, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
 # The dtypes that can hold parameters, by their names in safetensors.
 DTYPES = {"F32": np.dtype(np.float32), "BF16": np.dtype(ml_dtypes.bfloat16), "F16": np.dtype(np.float16)}
+# Those that may stand for such with others (models/hf/quantised).
+_PACKED = DTYPES | {"U8": np.dtype(np.uint8), "I8": np.dtype(np.int8), "I32": np.dtype(np.int32),
+                    "F8_E4M3": np.dtype(ml_dtypes.float8_e4m3fn), "F8_E8M0": np.dtype(ml_dtypes.float8_e8m0fnu)}
 MAX_SHARD_BYTES = 5_000_000_000
 # What pickled or foreign checkpoints look like; they are named in messages, never opened.
 FOREIGN = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.h5", "*.msgpack", "*.gguf")
@@ -32,14 +36,14 @@ FOREIGN = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.h5", "*.msgpack", "*.gguf")
 
 @dataclass(frozen=True)
 class TensorInfo:
-  """Where a tensor lies: `dtype` as safetensors names it, `offset` in bytes from the file's beginning; `pair`: of one
-  that is made of two others (models/hf/mxfp4.py), these."""
+  """Where a tensor lies: `dtype` as safetensors names it, `offset` in bytes from the file's beginning; `packed`: of one
+  that stands for others (models/hf/quantised), these."""
 
   shape: tuple[int, ...]
   dtype: str
   file: Path
   offset: int
-  pair: "tuple[TensorInfo, TensorInfo] | None" = None
+  packed: Packed | None = None
 
 
 class TensorFolder:
@@ -53,7 +57,7 @@ class TensorFolder:
   Attributes:
     path: the folder.
     tensors: {name: TensorInfo}, without what programs put before names (models/hf/names.py), and with one in the place
-      of each pair that models/hf/mxfp4.py reads.
+      of those that it is made of (models/hf/quantised).
     note: a sentence on what that was; "" for nothing.
 
   Raises:
@@ -72,11 +76,13 @@ class TensorFolder:
     else:
       raise HFError(_no_tensors(self.path))
     found, self.note = names_lib.renamed(found)
-    self.tensors = mxfp4.joined(found)
+    config = self.path / CONFIG
+    options = read_json(config).get("quantization_config") if config.is_file() else None
+    self.tensors = quantised.joined(found, options)
 
   def read(self, name: str, index: tuple[slice, ...] = ()) -> np.ndarray:
-    """A slice of a tensor in its own dtype: a read-only view of the file, read from disk where it is used; of a pair,
-    an array.
+    """A slice of a tensor in its own dtype: a read-only view of the file, read from disk where it is used; of
+    one that is made of others, an array.
 
     Raises:
       HFError: no such tensor, or its dtype holds no parameters (integers, float8, …).
@@ -89,10 +95,15 @@ class TensorFolder:
                     "checkpoint must be turned back into one of these first.")
     if 0 in info.shape:
       return np.empty(info.shape, DTYPES[info.dtype])[index]
-    if info.pair is not None:
-      blocks, scales = (_view(part, np.dtype(np.uint8)) for part in info.pair)
-      return mxfp4.dequantised(blocks, scales, index)
+    if info.packed is not None:
+      return info.packed.unpack(*map(self._part, info.packed.parts), index)
     return _view(info, DTYPES[info.dtype])[index]
+
+  def _part(self, info: TensorInfo) -> np.ndarray:
+    """What a tensor is made of, in its own dtype."""
+    if info.dtype not in _PACKED:
+      raise HFError(f"{info.file}: a tensor of a quantised matrix is {info.dtype}; read are {', '.join(_PACKED)}.")
+    return _view(info, _PACKED[info.dtype])
 
 
 def _view(info: TensorInfo, dtype: np.dtype) -> np.ndarray:

@@ -55,7 +55,6 @@ GPT_OSS = Family(
         Tensor("layers.{layer}.mlp.experts.down_proj_bias", f"{EXPERTS}/down/bias"),
     ),
     fixed={"attention_sinks": True, "activation": "clamped_swiglu", "mlp_bias": True, "moe.router_bias": True},
-    quantised=("mxfp4",),
     # The length before YaRN, as other programs want it.
     inert=frozenset({"initial_context_length"}),
 )

@@ -178,7 +178,7 @@ def test_gemma3_rotates_its_layers_differently():
     (QWEN3_MOE, dict(decoder_sparse_step=2), "decoder_sparse_step is 2; allowed: 1"),
     (QWEN3_MOE, dict(mlp_only_layers=[0]), "mlp_only_layers is [0]; allowed: []"),
     (QWEN3_MOE, dict(num_experts=4, num_local_experts=5), "num_local_experts is 5; allowed: the same as"),
-    (LLAMA, dict(quantization_config={"quant_method": "gptq", "bits": 4}), "quantization_config is {'quant_method'"),
+    (LLAMA, dict(quantization_config={"quant_method": "gptq", "bits": 3}), "bits 3; read are 2, 4, 8"),
     (LLAMA, dict(is_causal=False), "is_causal is False; allowed: true"),
     # Activations.
     (LLAMA, dict(hidden_act="mish"), "hidden_act is 'mish'; allowed: silu, swish, gelu_pytorch_tanh"),

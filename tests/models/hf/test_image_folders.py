@@ -94,7 +94,7 @@ def changed(config: dict, changes: dict) -> dict:
     ("llava_clip", {"vision_feature_select_strategy": "full"}, "'default' for a clip tower"),
     ("llava_siglip", {"vision_feature_select_strategy": "default"}, "'full' for a siglip tower"),
     ("llava_clip", {"projector_hidden_act": "glu"}, "projector_hidden_act is 'glu'"),
-    ("llava_clip", {"quantization_config": {"bits": 4}}, "quantised checkpoints are not read"),
+    ("llava_clip", {"quantization_config": {"bits": 4}}, "has quant_method None; read are awq"),
     ("llava_clip", {"tie_word_embeddings": True}, "tie_word_embeddings is True; allowed: the same as in text_config"),
     ("gemma3", {"tie_word_embeddings": False}, "tie_word_embeddings is False; allowed: the same as in text_config"),
     ("gemma3", {"mm_tokens_per_image": 16}, "mm_tokens_per_image is 16; allowed: up to sliding_window"),
@@ -314,7 +314,7 @@ def test_the_text_model_of_a_folder_with_images_is_that_of_a_folder_of_text(tmp_
 @pytest.mark.parametrize("outer, message", [
     (dict(tie_word_embeddings=True), "tie_word_embeddings is True; allowed: the same as in text_config, False"),
     (dict(architectures=["Qwen3_5ForSequenceClassification"]), "allowed: .'Qwen3_5ForCausalLM'"),
-    (dict(quantization_config=dict(bits=8)), "quantised checkpoints are not read"),
+    (dict(quantization_config=dict(bits=8)), "has quant_method None; read are awq"),
     (dict(image_gain=2), "image_gain = 2: the family qwen3_5 has no such entry")])
 def test_what_stands_beside_the_text_model_and_concerns_it_is_read(tmp_path, outer, message):
   with pytest.raises(HFError, match=message):

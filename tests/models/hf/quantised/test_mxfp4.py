@@ -3,7 +3,8 @@
 import numpy as np
 import pytest
 
-from models.hf import files, mxfp4
+from models.hf import files
+from models.hf.quantised import mxfp4
 
 NUMBERS = np.random.default_rng(0)
 E, N, G = 3, 5, 2
@@ -38,7 +39,8 @@ def test_only_pairs_that_fit_are_joined(tmp_path):
     return files.TensorInfo(shape, dtype, tmp_path, 0)
 
   pair = {"a_blocks": info("U8", E, N, G, 16), "a_scales": info("U8", E, N, G)}
-  found = mxfp4.joined(pair | {"b_blocks": info("F32", E, N, G, 16), "b_scales": info("U8", E, N, G)})
-  assert found.keys() == {"a", "b_blocks", "b_scales"} and found["a"].pair == tuple(pair.values())
-  assert (found["a"].shape, found["a"].dtype) == ((E, G * 32, N), "BF16")
-  assert mxfp4.joined({"a_blocks": info("U8", E, N, G, 8), "a_scales": info("U8", E, N, G)}).keys() == pair.keys()
+  found = mxfp4.find(pair | {"b_blocks": info("F32", E, N, G, 16), "b_scales": info("U8", E, N, G)}, {})
+  (names, whole), = found.values()
+  assert found.keys() == {"a"} and names == tuple(pair) and whole.packed.parts == tuple(pair.values())
+  assert (whole.shape, whole.dtype) == ((E, G * 32, N), "BF16")
+  assert not mxfp4.find({"a_blocks": info("U8", E, N, G, 8), "a_scales": info("U8", E, N, G)}, {})

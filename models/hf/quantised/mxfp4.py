@@ -14,23 +14,25 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
+from models.hf.quantised.slices import Packed
+
 # By their codes: a sign, two bits of exponent, one of mantissa.
 _POSITIVE = np.array([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0], np.float32)
 VALUES = np.concatenate([_POSITIVE, -_POSITIVE])
 GROUP, BIAS = 32, 127
 
 
-def joined(tensors: Mapping[str, Any]) -> dict[str, Any]:
-  """{name: TensorInfo}, with one tensor in the place of each pair."""
-  found = dict(tensors)
+def find(tensors: Mapping[str, Any], options: Mapping[str, Any]) -> dict[str, tuple[tuple[str, ...], Any]]:
+  """See models/hf/quantised."""
+  found: dict[str, tuple[tuple[str, ...], Any]] = {}
   for name, blocks in tensors.items():
     whole = name.removesuffix("_blocks")
     scales = tensors.get(f"{whole}_scales")
     if whole != name and scales is not None and (blocks.dtype, scales.dtype) == ("U8", "U8") and (
         blocks.shape == (*scales.shape, GROUP // 2) and len(scales.shape) == 3):
-      del found[name], found[f"{whole}_scales"]
       E, N, G = scales.shape
-      found[whole] = dataclasses.replace(blocks, shape=(E, G * GROUP, N), dtype="BF16", pair=(blocks, scales))
+      found[whole] = ((name, f"{whole}_scales"), dataclasses.replace(
+          blocks, shape=(E, G * GROUP, N), dtype="BF16", packed=Packed((blocks, scales), dequantised)))
   return found
 
 
