@@ -15,6 +15,7 @@ import hashlib
 import json
 import os
 import re
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -187,8 +188,8 @@ def _fetch_all(url: str, files: list[tuple[Remote, Path]], total: int) -> None:
   """Makes copies of files, some at a time."""
   sizes = [file.size or 0 for file, _ in files]
   already = [_size(_part(copy)) for _, copy in files]
-  logging.info("%s: fetching %d of %d files, %.1f MB, of which %.1f MB are there.", shown(url), len(files), total,
-               sum(sizes) / 1e6, sum(already) / 1e6)
+  tqdm.write(f"{shown(url)}: fetching {len(files):,} of {total:,} files, {sum(sizes) / 1e6:,.1f} MB, of which "
+             f"{sum(already) / 1e6:,.1f} MB are there.", file=sys.stderr)
   fs, _ = _open(url)
   stop = threading.Event()
   with tqdm(total=sum(sizes) or None, initial=sum(already), desc="fetching", unit="B", unit_scale=True,

@@ -71,11 +71,12 @@ def test_records_and_content_are_those_of_the_local_files(tmp_path, kind, spec):
   assert theirs.fingerprint(hash_file) == mine.fingerprint(hash_file)
 
 
-def test_over_http_a_folder_a_file_and_several_are_found_and_fetched_once(tmp_path):
+def test_over_http_a_folder_a_file_and_several_are_found_and_fetched_once(tmp_path, capsys):
   with serving({"/d/a.jsonl": b'{"text": "a"}\n', "/d/s/b.jsonl": b'{"text": "b"}\n', "/d/.c.jsonl": b"", "/e": b"x"}
                ) as store:
     both = [("a.jsonl", b'{"text": "a"}\n'), ("s/b.jsonl", b'{"text": "b"}\n')]
     assert fetched(f"{store.url}/d/", tmp_path) == both
+    assert f"{store.url}/d/: fetching 2 of 2 files, 0.0 MB, of which 0.0 MB are there." in capsys.readouterr().err
     assert fetched(f"{store.url}/e?download=1, {store.url}/d/*.jsonl", tmp_path) == [("e", b"x"), both[0]]
     assert sorted(store.asked) == [("/d/a.jsonl", 0), ("/d/s/b.jsonl", 0), ("/e", 0)]
     store.files["/e"] = b"y"  # what changed since is fetched anew
@@ -173,13 +174,13 @@ def test_credentials_in_an_address_are_refused_and_not_repeated(path):
   assert "pass1234" not in str(error.value)
 
 
-def test_nothing_secret_of_an_address_or_an_error_is_shown(tmp_path, caplog):
+def test_nothing_secret_of_an_address_or_an_error_is_shown(tmp_path, caplog, capsys):
   assert urls.shown("of https://a:b@h/x?sig=1: 'https://h/y?k=2' no") == "of https://h/x?… 'https://h/y?…' no"
   with serving({"/f": CONTENT}) as store:
     store.fault = lambda path, at: 500 if at == 1000 else None
     with pytest.raises(DataError) as error, caplog.at_level("INFO"):
       fetched(f"{store.url}/f?download=pass1234", tmp_path)
-  assert "pass1234" not in str(error.value) + caplog.text and "trying again" in caplog.text
+  assert "pass1234" not in str(error.value) + caplog.text + capsys.readouterr().err and "trying again" in caplog.text
 
 
 def test_copies_belong_to_urls():
