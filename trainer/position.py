@@ -103,7 +103,8 @@ def rest_of_rollout(meta: Mapping[str, Any]) -> dict[str, Any] | None:
 def _needed(meta: Mapping[str, Any]) -> dict[str, Any]:
   """The arguments of `Past`, JSON-able; of a checkpoint without them from the config that it was trained with."""
   step, rest = meta["step"], rest_of_rollout(meta)
-  begin = step if rest is None or rest["done"] else rest["first_step"] + rest["steps"]
+  last = (rest.get("ahead") or [rest])[-1] if rest else None  # rollouts that wait are trained on as they were made
+  begin = step if last is None or last.get("done") else last["first_step"] + last["steps"]
   found = {"step": step, "begin": begin}
   if "taken" in meta:
     return found | meta["taken"]

@@ -79,7 +79,7 @@ SEEN: dict[str, Callable[[Made], Any]] = {
   "source.weight": lambda m: {name: found["rows"] for name, found in m.data.counters(3).items()},
   "input.stop": lambda m: m.data.num_steps,
   # Of two that are started one may end before it is needed.
-  "rollout.reward_workers": lambda m: m.begun.run.data._scorer._size,
+  "rollout.reward_workers": lambda m: m.begun.run.data.producer.scorer._size,
   "optimizer.ema_decay": lambda m: (m.program.options.ema_decay, sorted(m.program.abstract_state)),
   "optimizer.clip_norm": lambda m: m.program.options.clip_norm,
   "optimizer.learning_rate": lambda m: m.optimizer.learning_rate,
@@ -153,6 +153,9 @@ EXPECTED: dict[str, Any] = {
   "rollout.epochs": [(step, 1) for step in range(8)],  # four prompts for two updates, twice
   "rollout.batch_size": 16,
   "rollout.max_without_lesson": 3,
+  "rollout.max_staleness": ["Ahead", 2, None],
+  "rollout.concurrent": ["Concurrent", 1, None],
+  "rollout.schedule": ["Ahead", 1, {0: 0, 1: 1}],
   "rollout.environment_workers": 2,
   "rollout.tool_format": "bare",
   "rollout.reward_workers": 2,

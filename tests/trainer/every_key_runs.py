@@ -205,12 +205,12 @@ def turns_taken(m: Made) -> list:
 
 def calls_at_a_time(m: Made) -> int:
   """Environments that are called at the same time."""
-  return m.begun.run.data._episodes._workers
+  return m.begun.run.data.producer.episodes._workers
 
 
 def calls_found(m: Made) -> str:
   """The format in which calls of tools are looked for."""
-  return m.begun.run.data._episodes._make.args[1].__name__
+  return m.begun.run.data.producer.episodes._make.args[1].__name__
 
 
 def shared_out(m: Made) -> list:
@@ -220,7 +220,7 @@ def shared_out(m: Made) -> list:
 
 def decoded_rows(m: Made) -> int:
   """Texts that are decoded at a time."""
-  return m.begun.run.data._sampler.rows
+  return m.begun.run.data.producer.sampler.rows
 
 
 def rollouts_without_signal(m: Made) -> int:
@@ -228,9 +228,15 @@ def rollouts_without_signal(m: Made) -> int:
   return m.begun.run.data._max_without_signal
 
 
+def sampled_ahead(m: Made) -> list:
+  """How rollouts come before their training: in turns or at once, how old they may be, and by which policy each is."""
+  ahead = m.begun.run.data._ahead
+  return [type(ahead).__name__, ahead._max_staleness, ahead._versions]
+
+
 def scoring_processes(m: Made) -> int:
   """Processes that compute rewards, once the first rollout is scored."""
-  return _then(m, lambda run: len(run.data._scorer._workers))
+  return _then(m, lambda run: len(run.data.producer.scorer._workers))
 
 
 def engine(m: Made) -> tuple:
@@ -249,7 +255,7 @@ def chosen(m: Made) -> list:
 
 def scoring_seconds(m: Made) -> float:
   """What a call of a reward function may take."""
-  return m.begun.run.data._scorer._seconds
+  return m.begun.run.data.producer.scorer._seconds
 
 
 # ----------------------------------------------------------------------------------------------

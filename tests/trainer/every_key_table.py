@@ -51,6 +51,7 @@ from tests.trainer.every_key_runs import (
   promised,
   rollouts_without_signal,
   sampled,
+  sampled_ahead,
   saving_steps,
   scoring_processes,
   scoring_seconds,
@@ -380,6 +381,7 @@ LETTERS = tuple("abcdefghijklmnopqrstuvwxyz")
 # What the user says, with a template that shows tools.
 ASKED = {"tokenizer.type": "hf", "tokenizer.path": TOKENIZER, "chat.template": "qwen3",
          "rollout.prompt_key": "other", "seq_len": 1024}
+AHEAD = {"strategy.correction": "token_truncate", "rollout.max_staleness": 1}
 ROLLOUT = {
   "rollout.num_prompts": run(sampled, 3, base=prompts),
   "rollout.prompt_key": data("other", base=prompts),
@@ -398,6 +400,10 @@ ROLLOUT = {
   "rollout.engine": data("http://127.0.0.1:9", base=prompts, see=engine),
   "rollout.engine_handover": data("sglang", {"rollout.engine": "http://127.0.0.1:9"}, prompts, engine),
   "rollout.engine_timeout_seconds": data(5.0, {"rollout.engine": "http://127.0.0.1:9"}, prompts, engine),
+  "rollout.max_staleness": run(sampled_ahead, 2, {"strategy.correction": "token_truncate"}, prompts),
+  "rollout.concurrent": run(sampled_ahead, True, AHEAD, prompts),
+  "rollout.schedule": run(sampled_ahead, lambda f: str(f.jsonl("schedule", [
+    dict(rollout=0, policy=0, update=1), dict(rollout=1, policy=1, update=3)])), AHEAD, prompts),
   "rollout.resample": run(sampled, 2, {"rollout.rewards.score.type": f"{TOYS}.same"}, prompts),
   "rollout.curriculum_target": data(0.5, base=prompts, see=chosen),
   "rollout.curriculum_floor": data(0.9, {"rollout.curriculum_target": 0.5}, prompts, chosen),

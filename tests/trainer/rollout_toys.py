@@ -106,7 +106,7 @@ class StopInRollout:
 
   def on_step_begin(self, run):
     if run.step == self._step:
-      sampler = run.data._sampler
+      sampler = run.data.producer.sampler
       stream, left = sampler.stream, [self._after]
 
       def counting(*args, **options):

@@ -238,6 +238,12 @@ def rollout() -> ConfigDict:
   c.engine = unset(str)
   c.engine_handover = "weft"
   c.engine_timeout_seconds = 600.0
+  # How many updates older than the policy that is trained the one may be that sampled (docs/grpo.md). concurrent:
+  # completions are sampled while updates go on, by the newest policy that is at hand; which one that was stands in
+  # schedule.jsonl, and a run that is given this file as its schedule is the same again, to the bit.
+  c.max_staleness = 0
+  c.concurrent = False
+  c.schedule = unset(str)
   # Replace groups whose rewards are all equal by new prompts, so many times over (DAPO). Default: that of the preset,
   # or 0.
   c.resample = unset(int)

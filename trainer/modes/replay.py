@@ -3,7 +3,8 @@
 The parameters before update N come from the newest checkpoint before it, or from the run's beginning, and from the
 updates between, which are taken again: a step is a function of the state and of the data's position, so that they are
 those that the run had. So are rollouts: what is left of one is in the checkpoint, and those after it are sampled again,
-from the same parameters with the same draws. Nothing in the workdir changes but `replay/step-N.jsonl` and `.html`.
+from the same parameters with the same draws: where they were sampled at once with updates, those of the recorded
+schedule. Nothing in the workdir changes but `replay/step-N.jsonl` and `.html`.
 """
 
 import json
@@ -30,6 +31,7 @@ from trainer.errors import ConfigError
 from trainer.main import train
 from trainer.modes import inspect
 from trainer.modes.microscope import Microscope
+from trainer.rollouts import schedule
 from trainer.telemetry import terminal, writers
 from trainer.telemetry.row_losses import Rows, mean_losses
 
@@ -68,6 +70,8 @@ def replay(config: Mapping, workdir: str | Path, step: int | None) -> Path:
     resolved.grad_accum_steps = _micro_batches(resolved, past, begun or 0, step)
     for key in (f"{what}_{unit}" for what in ("ckpt", "keep") for unit in DURATION_UNITS):
       resolved[key] = 0 if key.endswith("_steps") else -1
+    if resolved.rollout.concurrent:  # the clock has decided which policy sampled what
+      resolved.rollout.concurrent, resolved.rollout.schedule = False, str(workdir / schedule.NAME)
     resolved.keep_best = None
     resolved.evals, resolved.report = ConfigDict(), False
     resolved.callbacks = ConfigDict(dict(replay=dict(type="trainer.modes.replay.Replay", step=step, out=str(out))))

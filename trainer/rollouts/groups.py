@@ -6,6 +6,7 @@ rollout, so that neither micro-batches nor devices decide what a completion is c
 
 import json
 import math
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -192,17 +193,17 @@ def table(names: tuple[str, ...], groups: list[ScoredGroup], samples: TrainingSa
       for i, (episode, advantage) in enumerate(zip(group.episodes, advantages_G, strict=True))]
 
 
-def write(file: Path, rows: list[dict[str, Any]], groups: list[ScoredGroup], title: str) -> str:
-  """Writes the table of `table` to `file`.jsonl, and as a page with its images to `file`.html; returns the first of it
-  as text."""
+def write(file: Path, rows: list[dict[str, Any]], images: list[Sequence[np.ndarray]], title: str) -> str:
+  """Writes the table of `table` to `file`.jsonl, and as a page with each group's images to `file`.html; returns the
+  first of it as text."""
   file.parent.mkdir(parents=True, exist_ok=True)
   lines = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
   file.with_suffix(".jsonl").write_text(lines, encoding="utf-8")
-  images = [group.item.prompt.images for group in groups for _ in group.episodes]
+  of_rows = [images[row * len(images) // len(rows)] for row in range(len(rows))]
   cards = [pages.Card(f"{row['where']}, sample {row['sample']}", shown, [
       *((key, str(row[key])) for key in ("prompt", "completion", "reward", "advantage")),
       ("finish_reason", ending(row))])
-           for row, shown in zip(rows[:pages.MOST_CARDS], images, strict=False)]
+           for row, shown in zip(rows[:pages.MOST_CARDS], of_rows, strict=False)]
   file.with_suffix(".html").write_text(pages.cards_page(title, cards, len(rows)), encoding="utf-8")
   return "\n\n".join(
       f"--- {row['where']}, reward {row['reward']}, advantage {row['advantage']}, {ending(row)}\n"

@@ -2,11 +2,13 @@
 
 from typing import Any
 
+import jax
+
 from input_pipeline.examples import advantages
 from trainer import strategies
 from trainer.errors import ConfigError
 from trainer.generate.sampling import Options
-from trainer.rollouts import curriculum, engine, rewards
+from trainer.rollouts import curriculum, engine, rewards, schedule
 
 # What an environment gives counts as one more function, of weight 1, with this name.
 ENVIRONMENT = "environment"
@@ -28,11 +30,12 @@ def check(config: Any) -> None:
   # Rewards are compared within a group.
   for key, least in (("num_prompts", 1), ("group_size", 2 if strategy.rewarded else 1), ("updates", 1), ("epochs", 1),
                      ("max_new_tokens", 1), ("batch_size", 1), ("resample", 0), ("max_without_lesson", 0),
-                     ("reward_workers", 0), ("max_turns", 1), ("environment_workers", 1)):
+                     ("reward_workers", 0), ("max_turns", 1), ("environment_workers", 1), ("max_staleness", 0)):
     if c[key] < least:
       raise ConfigError(f"rollout.{key} is {c[key]}; it must be at least {least}.")
   engine.check(config)
   curriculum.check(config, strategy.rewarded)
+  _check_staleness(config)
   if not c.reward_timeout_seconds > 0:
     raise ConfigError(f"rollout.reward_timeout_seconds is {c.reward_timeout_seconds}; it must be above 0.")
   options = Options(c.temperature, c.top_k, c.top_p, c.min_p)
@@ -67,3 +70,24 @@ def check(config: Any) -> None:
   if "precompute" in config.strategy and config.strategy.precompute:
     raise ConfigError("strategy.precompute is True, but the completions of rollouts are not known before. Use False.")
 
+
+def _check_staleness(config: Any) -> None:
+  """Refuses completions of older policies where they cannot be, or would be taken for those of the policy itself."""
+  c = config.rollout
+  for key, given in (("concurrent", c.concurrent), ("schedule", c.schedule is not None)):
+    if given and not c.max_staleness:
+      raise ConfigError(f"rollout.{key} is {c[key]!r}, but with rollout.max_staleness=0 completions are of the policy "
+                        "as it is before an update, and nothing can be sampled ahead. Use "
+                        f"--config.rollout.max_staleness=1 or more, or leave rollout.{key} out.")
+  if c.concurrent and c.schedule is not None:
+    raise ConfigError("rollout.schedule says which policy samples what, and with rollout.concurrent the clock would. "
+                      "Use --config.rollout.concurrent=False: the schedule is then followed in turns, to the bit.")
+  if c.concurrent and jax.process_count() > 1:
+    raise ConfigError("rollout.concurrent is for runs of one process: several would have to sample and train in the "
+                      "same order. Leave it out; rollout.max_staleness alone works in turns.")
+  if c.schedule is not None:
+    schedule.read(c.schedule, c.max_staleness)
+  if c.max_staleness and "correction" in config.strategy and config.strategy.correction == "none":
+    raise ConfigError(f"rollout.max_staleness is {c.max_staleness}, but strategy.correction is 'none': completions of "
+                      "an older policy would be trained on as if they were of this one. Use "
+                      "--config.strategy.correction=token_truncate (docs/grpo.md), or rollout.max_staleness=0.")

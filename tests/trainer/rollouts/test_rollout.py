@@ -118,7 +118,7 @@ def test_an_environment_answers_and_is_not_trained_on(prompts, tmp_path):
   assert row["sampling/sampling_logp_difference/max"] < 1e-5 and row["rewards/environment/failed"] == 0
   assert row["reward"] == row["rewards/environment/mean"] == pytest.approx(
       np.mean([line["reward"] for line in lines]), abs=1e-5)
-  experience, begin, turns = run.data._experience, 0, 0
+  experience, begin, turns = run.data._now.experience, 0, 0
   assert int(experience.weights.sum()) == sum(line["tokens"] for line in lines)
   for size, line in zip(experience.lengths.tolist(), lines, strict=True):
     here = slice(begin, begin + size)

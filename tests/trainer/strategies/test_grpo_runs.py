@@ -178,7 +178,7 @@ def test_completions_without_a_reward_are_in_no_denominator(prompts, tmp_path):
   assert row["rewards/some/failed"] == sum(failed) / 16
   assert row["rewards/some/abstained"] == (16 - sum(failed)) / 2 / 16
   assert row["completions/without_reward"] == 16 - len(kept)
-  assert run.data._experience.num_units == len(kept)
+  assert run.data._now.experience.num_units == len(kept)
 
 
 def test_a_run_goes_on_where_every_reward_fails(prompts, tmp_path, caplog):
@@ -304,7 +304,7 @@ def test_completions_that_were_cut_off_are_compared_but_not_trained_on(stopping_
   trained = [line for line in lines if line["finish_reason"] == "stop"]
   assert 3 < len(trained) < 16 and row["completions/masked"] == 16 - len(trained)
   assert row["loss"] == pytest.approx(-np.mean([line["advantage"] for line in trained]), rel=1e-4) != 0
-  assert int(run.data._experience.weights.sum()) == sum(line["tokens"] for line in trained)
+  assert int(run.data._now.experience.weights.sum()) == sum(line["tokens"] for line in trained)
   for group in np.array_split(np.array([line["advantage"] for line in lines]), 4):
     assert sum(group) == pytest.approx(0, abs=1e-5) and np.std(group, ddof=1) == pytest.approx(1, rel=1e-2)
 
@@ -326,14 +326,14 @@ def test_metrics_and_table_agree(stopping_early):
   assert row["reward"] == pytest.approx(np.mean(totals), abs=1e-5)
   assert row["reward_std"] == pytest.approx(np.mean([np.std(g, ddof=1) for g in np.array_split(totals, 4)]), abs=1e-5)
   assert [line["rewards"]["long"] for line in lines] == pytest.approx([-max(n - 1, 0) / 7 for n in lengths], abs=1e-6)
-  decoded = run.tokenizer.decode(run.data._experience.tokens[:int(run.data._experience.lengths[0])])
+  decoded = run.tokenizer.decode(run.data._now.experience.tokens[:int(run.data._now.experience.lengths[0])])
   assert any(decoded.startswith(line["prompt"] + line["completion"]) for line in lines)
 
 
 def test_each_epoch_of_a_rollout_has_every_completion_once_in_an_order_of_its_own(straight):
   """Of the last rollout, 16 completions in two updates: which of its tokens each of the four batches holds."""
   data = straight[0].data
-  starts = np.cumsum([0, *data._experience.lengths[:-1]])
+  starts = np.cumsum([0, *data._now.experience.lengths[:-1]])
   steps = []
   for nth in range(4):
     places = data._batch(nth, ("places",))["places"]

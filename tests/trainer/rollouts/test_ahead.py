@@ -1,0 +1,275 @@
+"""Rollouts by older policies: which one, in turns and at once; stopped, dropped, replayed; what is refused."""
+
+import contextlib
+import json
+import re
+import threading
+import time
+from types import SimpleNamespace
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from input_pipeline.steps import steps_of_rollouts
+from tests.trainer import rollout_runs
+from tests.trainer.rollout_runs import STOP, assert_same_state, start_of, table, write_prompts
+from trainer import train
+from trainer.config import strategy
+from trainer.errors import ConfigError
+from trainer.rollouts import experience
+from trainer.rollouts.ahead import Ahead, Concurrent
+from trainer.rollouts.producer import Rollout
+from trainer.rollouts.schedule import NAME, read
+
+
+@pytest.fixture(scope="module")
+def prompts(tmp_path_factory):
+  return write_prompts(tmp_path_factory.mktemp("prompts"))
+
+
+def config(prompts, stop=None, total_steps=8, **rollout):
+  """Rollouts of two updates each, two updates old at most."""
+  c = rollout_runs.config(prompts, total_steps=total_steps, strategy=dict(correction="token_truncate"),
+                          rollout=dict(max_staleness=2) | rollout)
+  if stop is not None:
+    c.callbacks.stop = dict(type=STOP, step=stop)
+  return c
+
+
+def rows_of(workdir):
+  """{step: metrics} without what depends on the clock."""
+  return {step: {key: value for key, value in row.items() if not key.startswith("rollout/idle_")}
+          for step, row in rollout_runs.rows_of(workdir).items()}
+
+
+def schedule_of(workdir):
+  return [tuple(json.loads(line).values()) for line in (workdir / NAME).read_text().splitlines()]
+
+
+# ----------------------------------------------------------------------------------------------
+# Whole runs.
+
+
+@pytest.fixture(scope="module")
+def straight(prompts, tmp_path_factory):
+  """(run, workdir) of 8 steps, in turns."""
+  workdir = tmp_path_factory.mktemp("straight")
+  return train(config(prompts), workdir), workdir
+
+
+def test_in_turns_each_rollout_is_of_the_policy_two_updates_before(straight):
+  """Except the first two, which the untrained policy samples; ratios are those of the policy that is trained, 1 at
+  first, and the correction's those to the one that sampled."""
+  run, workdir = straight
+  assert schedule_of(workdir) == [(0, 0, 1), (1, 0, 3), (2, 2, 5), (3, 4, 7)]
+  rows = rows_of(workdir)
+  assert [rows[step]["rollout/staleness"] for step in range(1, 9)] == [0, 0, 2, 2, 2, 2, 2, 2]
+  for step in (1, 3, 5, 7):
+    assert rows[step]["policy/ratio_mean"] == 1 and rows[step]["clip_ratio/region_mean"] == 0
+    assert (rows[step]["sampling/sampling_logp_difference/max"] < 1e-5) == (step == 1)
+  before = SimpleNamespace(drawn=4, rates=None)
+  again = run.data.producer.roll(start_of(run), 0, 1, before, 2, run.data.taken.at(2), lambda: False)
+  assert again.table == table(workdir, 3)
+  np.testing.assert_array_equal(again.groups, [4, 5, 6, 7])
+
+
+def test_stopped_anywhere_it_becomes_the_same_run(prompts, straight, tmp_path):
+  """Also with rollouts that wait, and with one that is left off: state, every number of each row, samples, schedule."""
+  for step in (1, 2):
+    assert train(config(prompts, stop=step), tmp_path / "w").step == step
+  left = config(prompts)
+  left.callbacks.stop = dict(type=f"{rollout_runs.TOYS}.StopInRollout", step=4)
+  assert train(left, tmp_path / "w").step == 4
+  assert train(config(prompts, stop=5), tmp_path / "w").step == 5
+  run = train(config(prompts), tmp_path / "w")
+  assert_same_state(run.state, straight[0].state)
+  assert rows_of(tmp_path / "w") == rows_of(straight[1]) and schedule_of(tmp_path / "w") == schedule_of(straight[1])
+  for step in (1, 3, 5, 7):
+    assert table(tmp_path / "w", step) == table(straight[1], step)
+
+
+def test_what_is_older_than_allowed_is_dropped_counted_and_sampled_again(prompts, straight, tmp_path, caplog):
+  """Stopped while rollout 2 waits, and continued with staleness 1: its prompts are sampled by the policy of then."""
+  assert train(config(prompts, stop=3), tmp_path / "w").step == 3
+  c = config(prompts, total_steps=6, max_staleness=1)
+  c.allow_config_changes = True
+  train(c, tmp_path / "w")
+  rows = rows_of(tmp_path / "w")
+  assert rows[5]["rollout/groups_dropped"] == 4 and rows[5]["rollout/staleness"] == 1
+  assert "4 groups that were sampled ahead (rollouts 2 to 2) are dropped" in caplog.text
+  ours, theirs = table(tmp_path / "w", 5), table(straight[1], 5)
+  assert [line["where"] for line in ours] == [line["where"] for line in theirs] and ours != theirs
+
+
+def test_another_size_holds_after_the_rollouts_that_wait(prompts, tmp_path):
+  """Stopped while rollout 2 waits, and continued with one update for each: 2 serves two, as it was made to."""
+  assert train(config(prompts, stop=3), tmp_path / "w").step == 3
+  c = config(prompts, total_steps=8, updates=1)
+  c.allow_config_changes = True
+  run = train(c, tmp_path / "w")
+  assert schedule_of(tmp_path / "w") == [(0, 0, 1), (1, 0, 3), (2, 2, 5), (3, 4, 7), (4, 5, 8)]
+  assert [run.data.taken.rows_before(step) for step in range(9)] == [0, 2, 4, 6, 8, 10, 12, 16, 20]
+  assert sum(run.data.counters(8)[name]["prompts"] for name in ("main", "other")) == 20
+
+
+def test_a_run_at_once_is_had_again_from_its_schedule(prompts, tmp_path):
+  """Also one that was stopped on its way: parameters, optimizer, every number and every sample, to the bit."""
+  assert train(config(prompts, stop=3, concurrent=True), tmp_path / "w").step == 3
+  run = train(config(prompts, concurrent=True), tmp_path / "w")
+  lines = {number: (version, update) for number, version, update in schedule_of(tmp_path / "w")}
+  assert [update for _, update in lines.values()] == [1, 3, 5, 7]
+  assert all(0 <= update - 1 - version <= 2 for version, update in lines.values()) and lines[1][0] < 2
+  again = train(config(prompts, schedule=str(tmp_path / "w" / NAME)), tmp_path / "again")
+  assert_same_state(run.state, again.state)
+  assert rows_of(tmp_path / "w").keys() == rows_of(tmp_path / "again").keys()
+  for step, row in rows_of(tmp_path / "again").items():
+    assert row == rows_of(tmp_path / "w")[step]
+  for step in (1, 3, 5, 7):
+    assert table(tmp_path / "w", step) == table(tmp_path / "again", step)
+  assert not any(thread.name == "rollouts" for thread in threading.enumerate())
+
+
+# ----------------------------------------------------------------------------------------------
+# Which policy samples what, with a sampler that takes no time.
+
+
+class Fake:
+  """A producer of rollouts without a completion, which notes what it is asked for."""
+
+  def __init__(self, wait=None):
+    self.asked, self.wait = [], wait
+
+  def roll(self, params, version, number, last, first_step, size, stopped):
+    drawn = 0 if last is None else last.drawn
+    if self.wait is not None:
+      self.wait(number)
+    self.asked.append((number, version, first_step, drawn, int(params["w"])))
+    return Rollout(number, version, first_step, size.every, size.parts, drawn + size.size, [0] * size.size,
+                   experience.collect([]), {}, None, [])
+
+
+def run_of(total_steps):
+  chrono = SimpleNamespace(pause=lambda kind: contextlib.nullcontext())
+  return SimpleNamespace(step=0, total_steps=total_steps, stop_requested="", chrono=chrono, state={})
+
+
+def played(ahead, run, until):
+  """The rollouts that are trained on up to so many updates; parameters are the number of updates."""
+  found, now = [], None
+  while run.step < until:
+    run.state["params"] = {"w": jnp.asarray(run.step)}
+    due = now is None or run.step >= now.end
+    assert ahead.fill(run, due)
+    if due:
+      now, metrics = ahead.pop()
+      found.append((now, metrics))
+    run.step += 1
+  return found
+
+
+@pytest.mark.parametrize("staleness, every, versions", [
+    (0, 1, [0, 1, 2, 3, 4, 5]), (1, 1, [0, 0, 1, 2, 3, 4]), (4, 1, [0, 0, 0, 0, 0, 1]), (1, 3, [0, 2, 5, 8]),
+    (4, 3, [0, 0, 2, 5])])
+def test_in_turns_a_rollout_is_sampled_as_early_as_it_may_be(staleness, every, versions):
+  """Within a rollout that is trained on, too; each once, with its version's parameters, and none beyond the end."""
+  fake, total = Fake(), every * len(versions)
+  found = played(Ahead(fake, steps_of_rollouts(4, every, 1), None, staleness), run_of(total), total)
+  assert fake.asked == [(n, version, n * every, 4 * n, version) for n, version in enumerate(versions)]
+  if staleness:
+    assert [metrics["rollout/staleness"] for _, metrics in found] == [
+        n * every - version for n, version in enumerate(versions)]
+  else:
+    assert [metrics for _, metrics in found] == [{}] * len(found)
+
+
+def test_prompts_that_end_are_not_drawn_again():
+  fake = Fake()
+  ahead = Ahead(fake, steps_of_rollouts(4, 1, 1), 8, 3)
+  played(ahead, run_of(100), 2)
+  assert [number for number, *_ in fake.asked] == [0, 1] and ahead.made.end == 2
+
+
+def test_at_once_no_rollout_is_older_than_allowed_and_updates_go_on_meanwhile():
+  """The sampler waits for the policy where it is ahead, and updates for the sampler where that is late."""
+  gates = {2: threading.Event()}
+  fake = Fake(lambda number: gates[number].wait(30) if number in gates else None)
+  ahead, run = Concurrent(fake, steps_of_rollouts(4, 1, 1), None, 2), run_of(20)
+  try:
+    played(ahead, run, 1)
+    deadline = time.monotonic() + 30
+    while len(ahead.ready) < 1 and time.monotonic() < deadline:
+      time.sleep(0.01)
+    assert len(fake.asked) == 2 and fake.asked[1][1] == 0  # the third is being made, by the untrained policy
+    run.state["params"] = {"w": jnp.asarray(1)}
+    assert ahead.fill(run, True) and ahead.pop()[0].number == 1  # an update, while the third is made
+    gates[2].set()
+    run.step = 2
+    run.state["params"] = {"w": jnp.asarray(2)}
+    assert ahead.fill(run, True)
+    rollout, metrics = ahead.pop()
+    assert rollout.number == 2 and rollout.version <= 1 and 0 <= metrics["rollout/idle_trainer"] <= 1
+    run.step = 3
+    for rollout, metrics in played(ahead, run, 20):
+      assert 0 <= rollout.first_step - rollout.version <= 2 and metrics["rollout/groups_dropped"] == 0
+    assert all(version == w for _, version, _, _, w in fake.asked) and len(fake.asked) == 20
+  finally:
+    ahead.close()
+
+
+def test_an_error_of_the_sampler_ends_the_run_and_a_stop_does_not_wait_for_it():
+  def fail(number):
+    raise ValueError(f"no rollout {number}")
+
+  ahead, run = Concurrent(Fake(fail), steps_of_rollouts(4, 1, 1), None, 1), run_of(5)
+  run.state["params"] = {"w": jnp.asarray(0)}
+  with pytest.raises(ValueError, match="no rollout 0"):
+    ahead.fill(run, True)
+  ahead.close()
+  gate = threading.Event()
+  ahead, run.stop_requested = Concurrent(Fake(lambda number: gate.wait(30)), steps_of_rollouts(4, 1, 1), None, 1), "now"
+  assert not ahead.fill(run, True)
+  gate.set()
+  ahead.close()
+
+
+# ----------------------------------------------------------------------------------------------
+# What is refused.
+
+
+@pytest.mark.parametrize("change, said", [
+    (dict(max_staleness=-1), "rollout.max_staleness is -1; it must be at least 0"),
+    (dict(max_staleness=0, concurrent=True), "Use --config.rollout.max_staleness=1 or more, or leave rollout.co"),
+    (dict(max_staleness=0, schedule="x.jsonl"), "rollout.schedule is 'x.jsonl', but with rollout.max_staleness=0"),
+    (dict(concurrent=True, schedule="x.jsonl"), "Use --config.rollout.concurrent=False"),
+    (dict(schedule="/nowhere/x.jsonl"), "Give the schedule.jsonl in the workdir of"),
+])
+def test_what_cannot_be_is_refused_with_what_to_type(prompts, tmp_path, change, said):
+  with pytest.raises(ConfigError, match=re.escape(said)):
+    train(config(prompts, **change), tmp_path / "w")
+
+
+def test_older_completions_are_corrected_or_refused(prompts, tmp_path):
+  c = config(prompts)
+  c.strategy = strategy("grpo")
+  with pytest.raises(ConfigError, match="Use --config.strategy.correction=token_truncate"):
+    train(c, tmp_path / "w")
+
+
+@pytest.mark.parametrize("line, said", [
+    ('{"rollout": 0}', "is no line of a schedule.jsonl"), ("[]", "is no line of a schedule.jsonl"),
+    ('{"rollout": 1, "policy": 1, "update": 5}', "update 5 trains on what the policy after 1 updates sampled"),
+    ('{"rollout": 1, "policy": 5, "update": 5}', "update 5 trains on what the policy after 5 updates sampled")])
+def test_a_schedule_that_cannot_be_is_refused(tmp_path, line, said):
+  good = '{"rollout": 0, "policy": 0, "update": 1}\n'
+  (tmp_path / NAME).write_text(good + good.replace('"policy": 0, "update": 1', '"policy": 1, "update": 3'))
+  assert read(tmp_path / NAME, 2) == {0: 1}  # the last one of a number counts
+  (tmp_path / NAME).write_text(good + line)
+  with pytest.raises(ConfigError, match=re.escape(said)):
+    read(tmp_path / NAME, 2)
+
+
+def test_a_schedule_of_another_run_is_refused_when_it_does_not_fit():
+  for versions, said in (({0: 0}, "has no such rollout: rollout 1"), ({0: 0, 1: 5}, "that the policy after 5 sampled")):
+    with pytest.raises(ConfigError, match=said):
+      played(Ahead(Fake(), steps_of_rollouts(4, 1, 1), None, 2, versions), run_of(5), 5)

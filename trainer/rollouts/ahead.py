@@ -1,0 +1,227 @@
+"""Which policy samples a rollout, and when: right before its training, or up to `rollout.max_staleness` updates before.
+
+A rollout whose training begins after f updates is sampled by the policy after v of them, its version; f - v is its
+staleness. In turns with updates (`Ahead`) v is as small as it may be, or what a schedule says. At once with them
+(`Concurrent`), in a thread of its own, v is that of the newest parameters when the sampler has nothing else to do: that
+depends on the clock, and so it is written down, and can be replayed in turns, to the bit (`rollout.schedule`).
+"""
+
+import contextvars
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from absl import logging
+
+from input_pipeline.steps import Steps
+from trainer.errors import ConfigError
+from trainer.rollouts import schedule
+from trainer.rollouts.producer import Producer, Rollout
+
+# Seconds between two looks at whether a stop was asked for.
+LOOK_SECONDS = 0.1
+
+
+class Ahead:
+  """Rollouts that wait for their training, made in turns with updates.
+
+  Args:
+    producer: makes them.
+    taken: the prompts of each step.
+    num_items: prompts that there are; None: no end.
+    max_staleness: updates.
+    versions: {number of a rollout: its version}; None: as early as it may be.
+
+  Attributes:
+    ready: those that wait, the next first.
+  """
+
+  def __init__(self, producer: Producer, taken: Steps, num_items: int | None, max_staleness: int,
+               versions: Mapping[int, int] | None = None):
+    self._producer, self._taken, self._num_items = producer, taken, num_items
+    self._max_staleness, self._versions = max_staleness, versions
+    self.ready: deque[Rollout] = deque()
+    self._last: Rollout | None = None  # that was made
+    self._start = 0  # the updates done when there was none
+    self._dropped = 0  # groups, since the rollout before
+    # Seconds that updates waited and that were sampled, since when, and since when a rollout is being made.
+    self._waited = self._busy = self._since = 0.0
+    self._began: float | None = None
+
+  def fill(self, run: Any, due: bool) -> bool:
+    """Makes what is to be made before the next update; `due`: it needs a rollout. False: the run is to stop first."""
+    began, params = self._clock(), run.state["params"]
+    while self._may(run.step, run.total_steps):
+      jax.block_until_ready(params)  # the update before is training, not sampling
+      with run.chrono.pause("rollout"):
+        made = self._make(params, run.step, lambda: bool(run.stop_requested) and jax.process_count() == 1)
+      if made is None:
+        return False
+      self.ready.append(made)
+    self._waited += time.perf_counter() - began
+    return True
+
+  def pop(self) -> tuple[Rollout, dict[str, float]]:
+    """The next rollout, and metrics of the time since the one before."""
+    now, rollout = time.perf_counter(), self.ready.popleft()
+    if not self._max_staleness:
+      return rollout, {}
+    wall = max(now - self._since, 1e-9)
+    busy = self._busy + (0.0 if self._began is None else now - max(self._began, self._since))
+    metrics = {"rollout/staleness": float(rollout.first_step - rollout.version),
+               "rollout/groups_dropped": float(self._dropped),
+               "rollout/idle_trainer": min(self._waited / wall, 1.0),
+               "rollout/idle_sampler": max(1.0 - busy / wall, 0.0)}
+    self._since, self._waited, self._busy, self._dropped = now, 0.0, 0.0, 0
+    return rollout, metrics
+
+  def restore(self, step: int, last: Rollout | None, ready: Sequence[Rollout]) -> None:
+    """Goes on after `last`, whose training has begun, with those that were waiting. From the first one on that is too
+    old for the config as it is now, they are dropped, and will be made again."""
+    self._start, fresh = step, []
+    for rollout in ready:
+      if rollout.first_step - rollout.version > self._max_staleness:
+        break
+      fresh.append(rollout)
+    stale = ready[len(fresh):]
+    self._dropped = sum(len(rollout.groups) for rollout in stale)
+    if stale:
+      logging.warning("%d groups that were sampled ahead (rollouts %d to %d) are dropped, from the first on whose "
+                      "policy is more than rollout.max_staleness=%d updates old. Their prompts are sampled again.",
+                      self._dropped, stale[0].number, stale[-1].number, self._max_staleness)
+    self.ready = deque(fresh)
+    self._last = fresh[-1] if fresh else last
+
+  @property
+  def made(self) -> Rollout | None:
+    """The rollout that was made last."""
+    return self._last
+
+  def close(self) -> None:
+    """Ends what makes rollouts."""
+
+  def _clock(self) -> float:
+    """Now; what is measured begins with the first time that it is asked for."""
+    now = time.perf_counter()
+    self._since = self._since or now
+    return now
+
+  def _may(self, step: int, total_steps: int) -> bool:
+    """Whether the policy after `step` updates is to make the next rollout."""
+    if self._num_items is not None and self._drawn >= self._num_items:
+      return False
+    return self._first_step < total_steps and self._version(step) <= step
+
+  def _version(self, step: int) -> int:
+    """The updates after which the next rollout is made, where `step` are done."""
+    if self._versions is None:
+      return self._first_step - self._max_staleness
+    number = self._next_number(step)
+    version = self._versions.get(number)
+    if version is None or not step <= version <= self._first_step:
+      found = "has no such rollout" if version is None else f"says that the policy after {version} sampled it"
+      raise ConfigError(f"rollout.schedule {found}: rollout {number}, which is due after {step} updates. Give the "
+                        f"schedule of a run of the same sizes and length, and a --workdir that goes on with no other.")
+    return version
+
+  @property
+  def _first_step(self) -> int:
+    return self._start if self._last is None else self._last.end
+
+  @property
+  def _drawn(self) -> int:
+    return 0 if self._last is None else self._last.drawn
+
+  def _next_number(self, step: int) -> int:
+    if self._last is not None:
+      return self._last.number + 1
+    return 0 if self._start == 0 else 1
+
+  def _make(self, params: Any, version: int, stopped: Callable[[], bool]) -> Rollout | None:
+    """The next rollout; None: it was left off."""
+    first, self._began = self._first_step, time.perf_counter()
+    made = self._producer.roll(params, version, self._next_number(version), self._last, first, self._taken.at(first),
+                               stopped)
+    self._busy += time.perf_counter() - max(self._began, self._since)
+    self._began = None
+    if made is not None:
+      self._last = made
+    return made
+
+
+class Concurrent(Ahead):
+  """Rollouts that are made in a thread of their own while the policy is trained. One process.
+
+  Before each update the thread is given a copy of the parameters, since the update takes the run's own; it begins a
+  rollout whenever the newest of these may sample it.
+  """
+
+  def __init__(self, *args: Any):
+    super().__init__(*args)
+    self._changed = threading.Condition()
+    self._thread: threading.Thread | None = None
+    self._given: tuple[Any, int, int] | None = None  # parameters, the updates that they had, those of the run
+    self._error: BaseException | None = None
+    self._closing = False
+
+  def fill(self, run: Any, due: bool) -> bool:
+    """See `Ahead.fill`."""
+    began = self._clock()
+    params = jax.tree.map(jnp.copy, run.state["params"])
+    with self._changed:
+      self._given = params, run.step, run.total_steps
+      self._changed.notify_all()
+    if self._thread is None:
+      context = contextvars.copy_context()  # the mesh that models place activations on
+      self._thread = threading.Thread(target=context.run, args=(self._work,), name="rollouts", daemon=True)
+      self._thread.start()
+    if not due or self.ready:
+      return True
+    with run.chrono.pause("rollout"), self._changed:
+      while not self.ready and self._error is None and not run.stop_requested:
+        self._changed.wait(LOOK_SECONDS)
+    self._waited += time.perf_counter() - began
+    if not self.ready and self._error is not None:
+      raise self._error
+    return bool(self.ready)
+
+  def close(self) -> None:
+    with self._changed:
+      self._closing = True
+      self._changed.notify_all()
+    if self._thread is not None:
+      self._thread.join()
+      self._thread = None
+
+  def _work(self) -> None:
+    try:
+      while True:
+        with self._changed:
+          while not self._closing and not self._may(*self._given[1:]):
+            self._changed.wait()
+          if self._closing:
+            return
+          params, version, _ = self._given
+        jax.block_until_ready(params)  # the update before is training, not sampling
+        made = self._make(params, version, lambda: self._closing)
+        del params  # only the newest are kept while it waits
+        with self._changed:
+          if made is not None:
+            self.ready.append(made)
+          self._changed.notify_all()
+    except BaseException as e:
+      with self._changed:
+        self._error = e
+        self._changed.notify_all()
+
+
+def make_ahead(config: Any, producer: Producer, taken: Steps, num_items: int | None) -> Ahead:
+  """As `config.rollout` says."""
+  c = config.rollout
+  given = None if c.schedule is None else schedule.read(c.schedule, c.max_staleness)
+  kind = Concurrent if c.concurrent else Ahead
+  return kind(producer, taken, num_items, c.max_staleness, given)

@@ -1,0 +1,235 @@
+"""One rollout after another: prompts are drawn, completed by given parameters, and scored.
+
+A rollout is a function of (seed, its number, the rollouts before it, the parameters that sample); which parameters
+these are, and when it is trained on, others say (trainer/rollouts/ahead.py).
+
+P prompts (groups), G completions of each, K reward functions.
+"""
+
+import time
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+from absl import logging
+from tqdm import tqdm
+
+from input_pipeline.examples import advantages as advantages_lib
+from input_pipeline.prompt_data import PromptData, PromptItem
+from input_pipeline.steps import Piece
+from trainer import strategies
+from trainer.distributed import processes
+from trainer.generate.sampler import Completion, Request, collect
+from trainer.metrics import to_floats
+from trainer.rollouts import experience as experience_lib
+from trainer.rollouts import groups as groups_lib
+from trainer.rollouts.curriculum import SAVED, Curriculum
+from trainer.rollouts.engine import make_sampler
+from trainer.rollouts.environment import Episodes
+from trainer.rollouts.episode import Episode
+from trainer.rollouts.experience import Experience
+from trainer.rollouts.groups import NoSignal, ScoredGroup, TrainingSamples
+from trainer.rollouts.options import ENVIRONMENT
+from trainer.rollouts.reward_models import RewardModels
+from trainer.rollouts.reward_pool import Group, make_scorer
+
+
+class Policy(NamedTuple):
+  """What samples: the model without its parameters, its tokenizer and the mesh that it is on."""
+
+  model: Any
+  tokenizer: Any
+  mesh: Any
+
+
+class Rollout(NamedTuple):
+  """A rollout that is sampled and scored.
+
+  Attributes:
+    number: from 0 on; with the seed it decides what is drawn.
+    version: updates that the policy that sampled it had had.
+    first_step, steps, updates: the updates done when its training begins, those that it serves, and those of a pass.
+    drawn: prompts that were drawn for it and for those before.
+    groups: its prompts' numbers in their stream.
+    experience: what is trained on.
+    metrics: of its sampling and its rewards.
+    no_signal: why it teaches nothing, if so.
+    table: a line for each completion, JSON-able.
+    rates: of prompts after it (trainer/rollouts/curriculum.py); None: not measured.
+  """
+
+  number: int
+  version: int
+  first_step: int
+  steps: int
+  updates: int
+  drawn: int
+  groups: list[int]
+  experience: Experience
+  metrics: dict[str, float]
+  no_signal: NoSignal | None
+  table: list[dict[str, Any]]
+  rates: np.ndarray | None = None
+
+  @property
+  def end(self) -> int:
+    """The updates done when its training is over."""
+    return self.first_step + self.steps
+
+  def saved(self, name: str) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
+    """(JSON-able, {name of an array, which begins with `name`: it}), from which `restored` makes it again."""
+    meta = {key: value for key, value in self._asdict().items() if key not in ("experience", "rates")}
+    # Checkpoints cannot hold empty arrays.
+    arrays = self.experience._asdict() if self.experience.num_units else {}
+    arrays |= {} if self.rates is None else {SAVED: self.rates}
+    return meta, {f"{name}{key}": part for key, part in arrays.items()}
+
+  @staticmethod
+  def restored(name: str, meta: Mapping[str, Any], arrays: Mapping[str, np.ndarray]) -> "Rollout":
+    own = {key.removeprefix(name): part for key, part in arrays.items() if key.startswith(name)}
+    signal, rates = meta["no_signal"], own.pop(SAVED, None)
+    return Rollout(**dict(meta) | {"rates": rates, "no_signal": None if signal is None else NoSignal(*signal),
+                                   "experience": Experience(**own) if own else experience_lib.collect([])})
+
+
+class Producer:
+  """Makes rollouts.
+
+  Args:
+    config: the whole config.
+    prompts: what to complete.
+    policy: what completes them.
+    workdir: of the run; an engine is given parameters there.
+
+  Attributes:
+    names: of what gives rewards.
+
+  Raises:
+    ConfigError, DataError: see `make_scorer`, `Episodes`, `Sampler.check`.
+  """
+
+  def __init__(self, config: Any, prompts: PromptData, policy: Policy, workdir: Any):
+    c, self._seed = config.rollout, config.seed
+    self._group_size, self._resample, self._has_environment = c.group_size, c.resample, c.environment is not None
+    self._strategy, mask_truncated = strategies.of(config), c.mask_truncated
+    self._compares_all = True
+    if not self._strategy.rewarded:
+      self._select = lambda groups: groups_lib.every(groups, mask_truncated)
+    elif self._strategy.data == "pairs":
+      self._compares_all = not mask_truncated
+      self._select = lambda groups: groups_lib.pairs(groups, config.seq_len, mask_truncated)
+    else:
+      how = (*advantages_lib.kinds(config.strategy), mask_truncated)
+      self._select = lambda groups: groups_lib.sequences(groups, *how)
+    self._sampling = dict(temperature=c.temperature, top_k=c.top_k, top_p=c.top_p, min_p=c.min_p)
+    self.sampler = make_sampler(config, policy.model, policy.mesh, workdir)
+    self.episodes = Episodes(config, policy.tokenizer, prompts)
+    self.scorer = make_scorer(config, prompts)
+    self.sampler.check([max((i.prompt.ids for i in prompts.every_item()), key=len)], c.max_new_tokens, "rollout.")
+    self.models = RewardModels(config, policy.mesh)
+    self.curriculum = Curriculum(config, prompts)
+    self.names = (*self.scorer.names, *self.models.names, *(ENVIRONMENT,) * self._has_environment)
+    self._weights = np.array([*self.scorer.weights, *self.models.weights, *(1.0,) * self._has_environment])
+    # A bar over a terminal's last line would fight with that of training, where both go on at once.
+    self._shows = not c.concurrent
+
+  def roll(self, params: Any, version: int, number: int, last: Rollout | None, first_step: int, size: Piece,
+           stopped: Callable[[], bool]) -> Rollout | None:
+    """Samples and scores the next prompts; groups that teach nothing are replaced where the config says so.
+
+    Args:
+      params, version: of the policy, and the updates that it has had.
+      number, first_step: of the rollout (`Rollout`).
+      last: the rollout before it; None: there was none.
+      size: the prompts of a rollout and the steps that it serves.
+      stopped: whether to leave off.
+
+    Returns:
+      None if it was left off.
+    """
+    self._clock = {"rollout": 0.0, "rewards": 0.0}
+    groups: list[ScoredGroup] = []
+    replaced: list[ScoredGroup] = []
+    before = drawn = 0 if last is None else last.drawn
+    rates = self.curriculum.unmeasured() if last is None or last.rates is None else last.rates
+    for attempt in range(self._resample + 1):
+      items, drawn = self.curriculum.choose(drawn, size.size - len(groups), rates)
+      if not items:
+        break
+      episodes = self._sample(params, items, f"{self._seed}/{number}/{attempt}", stopped)
+      if episodes is None:
+        return None
+      scored = self._score(items, episodes)
+      is_last = attempt == self._resample
+      for group in scored:
+        (groups if is_last or not group.zero_spread else replaced).append(group)
+    # Where even the last attempt left too few groups with something to teach, the ones without fill up.
+    spare = max(size.size - len(groups), 0)
+    groups, replaced = groups + replaced[:spare], replaced[spare:]
+    rates, about = self.curriculum.after(rates, groups + replaced, drawn - before)
+    samples = self._select(groups)
+    return Rollout(number, version, first_step, size.every, size.parts, drawn, [group.item.number for group in groups],
+                   experience_lib.collect(samples.units), self._metrics(groups, replaced, samples) | about,
+                   groups_lib.no_signal(self.names, groups, samples, self._strategy.rewarded),
+                   groups_lib.table(self.names, groups, samples), rates)
+
+  def close(self) -> None:
+    """Ends the processes that compute rewards."""
+    self.scorer.close()
+
+  def _sample(self, params: Any, items: list[PromptItem], seed: str, stopped: Callable[[], bool]
+              ) -> list[list[Episode]] | None:
+    """Episodes [P][G] of prompts; None: it was left off."""
+    total, began = len(items) * self._group_size, time.perf_counter()
+    # None: no bar without a terminal.
+    with tqdm(total=total, desc="rollout", unit="completion", leave=False, dynamic_ncols=True,
+              disable=None if jax.process_index() == 0 and self._shows else True) as bar:
+
+      def generate(prompts: list[np.ndarray], **options: Any) -> list[Completion] | None:
+        parts = []
+        for part in self.sampler.stream(params, prompts, Request(**self._sampling, **options)):
+          if stopped():
+            return None
+          bar.update(part.finish_reason != "")
+          parts.append(part)
+        return collect(parts)
+
+      episodes = self.episodes.run(items, self._group_size, generate, seed)
+    self._clock["rollout"] += time.perf_counter() - began
+    return episodes
+
+  def _score(self, items: list[PromptItem], episodes: list[list[Episode]]) -> list[ScoredGroup]:
+    """The groups with their rewards, which the first process computes for all."""
+    began = time.perf_counter()
+    scores: Any = None
+    groups = [Group(item.content, [e.completion for e in group], [e.completion_ids.tolist() for e in group],
+                    item.columns, item.prompt.where) for item, group in zip(items, episodes, strict=True)]
+    if jax.process_index() == 0:
+      scores = self.scorer.score(groups)
+      for message in scores.messages:
+        logging.warning("rollout: %s", message)
+      scores = [np.asarray(part).tolist() for part in (scores.values, scores.failed, scores.abstained)]
+    found = [np.array(part, kind) for part, kind in zip(processes.from_first(scores), (float, bool, bool), strict=True)]
+    more = [self.models.score(groups)]  # which all processes compute
+    if self._has_environment:
+      own = np.array([[np.nan if e.reward is None else e.reward for e in group] for group in episodes])
+      broken = np.array([[e.failed for e in group] for group in episodes])
+      more.append((own[..., None], broken[..., None], (np.isnan(own) & ~broken)[..., None]))
+    values, failed, abstained = (np.concatenate(parts, axis=2) for parts in zip(found, *more, strict=True))
+    rewards_PxG = advantages_lib.combine(values, self._weights, failed)
+    equal = advantages_lib.zero_spread(rewards_PxG if self._compares_all else np.stack([
+        groups_lib.compared(*group, mask_truncated=True) for group in zip(rewards_PxG, episodes, strict=True)]))
+    self._clock["rewards"] += time.perf_counter() - began
+    rows = zip(items, episodes, values, failed, abstained, rewards_PxG, equal, strict=True)
+    return [ScoredGroup(*row) for row in rows]
+
+  def _metrics(self, groups: list[ScoredGroup], replaced: list[ScoredGroup], samples: TrainingSamples
+               ) -> dict[str, float]:
+    """The rollout's metrics."""
+    metrics = groups_lib.metrics(self.names, groups, replaced, samples)
+    sampled = sum(float(e.trajectory.weights.sum()) for group in groups + replaced for e in group.episodes)
+    metrics |= self.episodes.metrics([episode for group in groups + replaced for episode in group.episodes])
+    return to_floats(metrics | {
+        "time/rollout": self._clock["rollout"], "time/rewards": self._clock["rewards"],
+        "sampling/tokens_per_second": sampled / max(self._clock["rollout"], 1e-9)})
