@@ -18,7 +18,7 @@ def fake_run(**changed):
   return run
 
 
-def test_callbacks_are_called_in_their_order_with_all_arguments():
+def test_callbacks_are_called_in_their_order_with_all_arguments_the_configs_own_last():
   calls = []
 
   class Noting(cb.Callback):
@@ -28,8 +28,8 @@ def test_callbacks_are_called_in_their_order_with_all_arguments():
     def on_eval(self, run, name, metrics):
       calls.append((self.name, name, metrics))
 
-  cb.Callbacks([Noting("first"), Noting("second")])("on_eval", None, "val", {"loss": 1.0})
-  assert calls == [("first", "val", {"loss": 1.0}), ("second", "val", {"loss": 1.0})]
+  cb.Callbacks([Noting("first"), Noting("second")], [Noting("own")])("on_eval", None, "val", {"loss": 1.0})
+  assert calls == [(name, "val", {"loss": 1.0}) for name in ("first", "second", "own")]
 
 
 def test_progress_shows_steps_with_and_without_a_loss(monkeypatch):

@@ -131,6 +131,21 @@ def test_what_is_asked_and_what_is_read(policy, tmp_path):
   assert (found.finish_reason, found.stop_reason) == ("stop", "b")
 
 
+def test_samples_are_in_their_order_and_others_have_another_seed(policy, tmp_path):
+  asked = []
+
+  def answer(route, body):
+    asked.append(body)
+    return 200, dict(choices=[choice(index=1, token_ids=[6, 7], logprobs=dict(token_logprobs=[-1.0, -2.0])), choice()])
+
+  with servers.answering(answer) as url:
+    request = Request(max_new_tokens=4, stop_ids=(7,), samples=[range(2), range(2, 4)])
+    found = list(engine(policy, url, tmp_path).stream(policy[1], [[1, 2]] * 2, request))
+  assert [(c.prompt, c.sample, c.ids.tolist()) for c in found] == [
+      (0, 0, [5, 6, 7]), (0, 1, [6, 7]), (1, 2, [5, 6, 7]), (1, 3, [6, 7])]
+  assert len({body["seed"] for body in asked if "seed" in body}) == 2
+
+
 @pytest.mark.parametrize("choices, more, says", [
     ([choice(token_ids=[5, 6, 264])], {}, "token 264, where the vocabulary has 264"),
     ([choice(logprobs=dict(token_logprobs=[-1.0, -2.0]))], {}, "3 tokens with 2 log-probs"),

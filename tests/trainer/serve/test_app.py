@@ -1,6 +1,8 @@
 """`python -m trainer.serve` over HTTP: what it answers is what the sampler draws, alone and together, whole and in
 parts; what it cannot do is refused by name."""
 
+import asyncio
+import contextlib
 import json
 import threading
 import time
@@ -18,7 +20,8 @@ from trainer.distributed import mesh as mesh_lib
 from trainer.errors import ConfigError
 from trainer.generate import command as generate
 from trainer.generate.sampler import Sampler
-from trainer.serve import command
+from trainer.serve import command, protocol
+from trainer.serve.app import Server
 from trainer.serve.engine import Engine, How, Job
 
 
@@ -82,6 +85,7 @@ def test_samples_of_a_seed_are_the_samplers_and_without_one_others_each_time(url
   found = post(url, "/v1/completions", seed=7, **body)["choices"]
   assert [choice["index"] for choice in found] == [0, 1, 2, 3]
   assert [choice["token_ids"] for choice in found] == [c.ids.tolist() for c in expected]
+  assert [choice["prompt_token_ids"] for choice in found] == [prompts[i].tolist() for i in (0, 0, 1, 1)]
   others = [post(url, "/v1/completions", **body)["choices"] for _ in range(2)]
   assert len({str([choice["token_ids"] for choice in one]) for one in (found, *others)}) == 3
 
@@ -213,6 +217,28 @@ def test_a_client_that_goes_leaves_the_server_to_the_others(url):
   assert post(url, "/v1/completions", prompt="a", max_tokens=2)["choices"][0]["finish_reason"] in ("length", "stop")
   with urllib.request.urlopen(f"{url}/v1/models") as response:
     assert json.loads(response.read())["data"][0]["id"] == "tiny"
+
+
+def test_what_nobody_waits_for_is_not_generated_to_its_end(direct):
+  jobs = []
+  server = Server(SimpleNamespace(submit=jobs.append), direct[0], "tiny", "")
+
+  async def leave():
+    parts = server._generate([np.array([1], np.int32)] * 2, protocol.read({"prompt": "a"}, False, ()))
+    waiting = asyncio.ensure_future(anext(parts))
+    await asyncio.sleep(0)
+    waiting.cancel()
+    with contextlib.suppress(asyncio.CancelledError):
+      await waiting
+
+  asyncio.run(leave())
+  assert [job.cancelled for job in jobs] == [True, True]
+
+
+@pytest.mark.parametrize("given, ends", [({}, (2,)), ({"stop_token_ids": [5]}, (2, 5)), (
+    {"stop_token_ids": [5], "ignore_eos": True}, (5,))])
+def test_ends_are_the_models_and_those_of_the_request(given, ends):
+  assert protocol.read({"prompt": "a"} | given, False, (2,)).how.stop_ids == ends
 
 
 def test_other_parameters_are_taken_from_a_folder(url, folder, tmp_path):
