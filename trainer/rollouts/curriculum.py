@@ -83,7 +83,7 @@ class Curriculum:
       groups: all that were sampled for it, also those that were replaced.
       drawn: places of the stream that it took, with those of prompts that were passed over.
     """
-    if rates_N is None:
+    if rates_N is None or self._target is None:
       return None, {}
     rates_N = rates_N.copy()
     for group in groups:
@@ -97,7 +97,7 @@ class Curriculum:
     return rates_N, metrics
 
   def _takes(self, place: int, rates_N: np.ndarray | None) -> bool:
-    if rates_N is None:
+    if rates_N is None or self._target is None:
       return True
     digest = hashlib.blake2b(repr((self._seed, "curriculum", place)).encode(), digest_size=8).digest()
     drawn = int.from_bytes(digest, "big") / 2**64

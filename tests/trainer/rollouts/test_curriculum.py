@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from tests.trainer import rollout_runs
-from tests.trainer.rollout_runs import STOP, assert_same_state, rows_of, table
+from tests.trainer.rollout_runs import STOP, assert_same_state, table
 from trainer import train
 from trainer.errors import ConfigError
 from trainer.rollouts.curriculum import Curriculum, chance
@@ -63,15 +63,24 @@ def prompts(tmp_path_factory):
   return rollout_runs.write_prompts(tmp_path_factory.mktemp("prompts"))
 
 
+def rows(workdir):
+  """{step: metrics} that do not depend on the clock."""
+  return {step: {key: value for key, value in row.items() if not key.startswith("rollout/idle_")}
+          for step, row in rollout_runs.rows_of(workdir).items()}
+
+
 def numbers(workdir, step):
   return [line["prompt"] for line in table(workdir, step) if line["sample"] == 0]
 
 
-def test_the_prompts_are_those_of_a_loop_and_stopped_anywhere_the_run_is_the_same(prompts, tmp_path):
-  run = train(config(prompts), tmp_path / "w")
+@pytest.mark.parametrize("max_staleness", [0, 3])
+def test_the_prompts_are_those_of_a_loop_and_stopped_anywhere_the_run_is_the_same(prompts, tmp_path, max_staleness):
+  """Also of rollouts that were sampled ahead, which know what those before them measured."""
+  given = dict(strategy=dict(correction="token_truncate"), rollout=dict(max_staleness=3)) if max_staleness else {}
+  run = train(config(prompts, **given), tmp_path / "w")
   stream, rates, place = run.data._prompts, {}, 0
   chances = {0: 0.2, 1: math.sqrt(0.75), 2: 1.0, 3: math.sqrt(0.75), 4: 0.2, None: 1.0}
-  rows, passed_over = rows_of(tmp_path / "w"), []
+  found, passed_over = rows(tmp_path / "w"), []
   for step in range(1, 17, 2):
     taken, before = [], place
     while len(taken) < 4:
@@ -83,18 +92,18 @@ def test_the_prompts_are_those_of_a_loop_and_stopped_anywhere_the_run_is_the_sam
     rates |= {item.prompt.text: item.columns["number"] % 5 for item in taken}
     assert numbers(tmp_path / "w", step) == [item.prompt.text for item in taken]
     passed_over.append(place - before - 4)
-    assert rows[step]["curriculum/passed_over"] == rows[step + 1]["curriculum/passed_over"] == passed_over[-1]
-    assert rows[step]["curriculum/pass_rate"] == pytest.approx(sum(rates.values()) / 4 / len(rates))
-    assert rows[step]["epoch"] == place / 12
+    assert found[step]["curriculum/passed_over"] == found[step + 1]["curriculum/passed_over"] == passed_over[-1]
+    assert found[step]["curriculum/pass_rate"] == pytest.approx(sum(rates.values()) / 4 / len(rates))
+    assert found[step]["epoch"] == place / 12
   assert passed_over[:2] == [0, 0] and sum(passed_over) > 3
 
   for stop in (5, 8, None):  # within a rollout, and between two
-    stopping = config(prompts)
+    stopping = config(prompts, **given)
     if stop is not None:
       stopping.callbacks.stop = dict(type=STOP, step=stop)
     again = train(stopping, tmp_path / "parts")
   assert_same_state(again.state, run.state)
-  assert rows_of(tmp_path / "parts") == rows
+  assert rows(tmp_path / "parts") == found
   assert [numbers(tmp_path / "parts", s) for s in range(1, 17, 2)] == [
       numbers(tmp_path / "w", s) for s in range(1, 17, 2)]
 
@@ -105,7 +114,9 @@ def test_of_other_prompts_nothing_is_known(caplog):
   assert rates_N.tolist() == [0, 1] and list(others) == ["tokens"] and not caplog.records
   rates_N, _ = curriculum.restored(saved, "b")
   assert np.isnan(rates_N).all() and "measured anew" in caplog.text
-  assert stream_of([0, 0], curriculum_target=None).restored(saved, "a")[0] is None
+  off = stream_of([0, 0], curriculum_target=None)
+  assert off.restored(saved, "a")[0] is None
+  assert off.choose(3, 2, saved["pass_rates"]) == ([3, 4], 5) and off.after(saved["pass_rates"], [], 2) == (None, {})
 
 
 @pytest.mark.parametrize("rollout, said", [

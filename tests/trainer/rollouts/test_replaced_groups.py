@@ -1,9 +1,9 @@
 """Groups without spread are replaced without bias: every outcome of a toy is enumerated, with its probability.
 
 The policy answers prompt j rightly with the probability p_j = σ(θ_j). The gradient of a group by its advantages A is
-Σ_i A_i (r_i - p_j), in expectation (G - 1) p_j (1 - p_j), which is the policy gradient times G - 1. A group whose rewards
-are equal has a gradient of 0. So the sum over the kept groups of a rollout is the sum over all that were sampled: their
-expected number times the expectation of one.
+Σ_i A_i (r_i - p_j), in expectation (G - 1) p_j (1 - p_j), which is the policy gradient times G - 1. A group whose
+rewards are equal has a gradient of 0. So the sum over the kept groups of a rollout is the sum over all that were
+sampled: their expected number times the expectation of one.
 """
 
 import itertools
