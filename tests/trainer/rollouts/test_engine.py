@@ -57,18 +57,6 @@ def test_it_samples_with_the_policys_own_parameters_each_time(prompts, folder, u
   rollout_runs.assert_same_state(run.state["params"], again.state["params"])
 
 
-def test_it_samples_while_updates_go_on_and_the_schedule_gives_the_same_again(prompts, folder, url, tmp_path):
-  """Each rollout of a policy one update old at most, whose parameters the server is given meanwhile."""
-  changed = dict(total_steps=4, strategy=dict(correction="token_truncate"))
-  ahead = dict(updates=1, max_staleness=1)
-  run = train(config(prompts, folder, url, rollout=ahead | dict(concurrent=True), **changed), tmp_path / "w")
-  again = train(config(prompts, folder, url, rollout=ahead | dict(schedule=str(tmp_path / "w" / "schedule.jsonl")),
-                       **changed), tmp_path / "again")
-  rollout_runs.assert_same_state(run.state, again.state)
-  rows = rollout_runs.rows_of(tmp_path / "w")
-  assert all(row["rollout/staleness"] in (0, 1) for row in rows.values())
-
-
 def test_a_stopped_run_goes_on(prompts, folder, url, tmp_path):
   whole = train(config(prompts, folder, url, total_steps=4, ckpt_steps=1), tmp_path / "whole")
   train(config(prompts, folder, url, total_steps=3, ckpt_steps=1), tmp_path / "parts")
