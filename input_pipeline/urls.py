@@ -235,7 +235,7 @@ def _fetch(fs: Any, file: Remote, copy: Path, advance: Callable[[int], Any], sto
     if copy.exists():  # another process was first
       return
     with open(_part(copy), "ab") as part:
-      while part.tell() != file.size:
+      while file.size is None or part.tell() < file.size:
         if stop.is_set():
           return
         data = _asked(fs, file, part.tell())
@@ -245,7 +245,7 @@ def _fetch(fs: Any, file: Remote, copy: Path, advance: Callable[[int], Any], sto
         if file.size is None:
           break
       os.fsync(part.fileno())
-    if _changed(fs, file):
+    if _changed(fs, file) or file.size not in (None, _size(_part(copy))):
       _part(copy).unlink()
       raise _change(file)
     os.replace(_part(copy), copy)
