@@ -253,7 +253,8 @@ def test_a_disk_that_fills_up_while_saving_is_an_error_that_says_so(setup, tmp_p
 
 def test_exhausted_memory_says_where_it_goes_and_what_to_type(setup, tmp_path):
   """The process may have 8 GB; a step of so many tokens needs more."""
-  big = argv(setup, tmp_path, "--config.batch_size=2048", "--config.seq_len=1024", "--config.model.hidden_size=64")
+  big = argv(setup, tmp_path, "--config.batch_size=2048", "--config.seq_len=1024", "--config.model.hidden_size=64",
+             "--config.evals.val.at_start=False")
   done = subprocess.run(big, cwd=tiny.ROOT, env=tiny.environment(1), capture_output=True, text=True, timeout=300,
                         check=False, preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_AS, (8 << 30, 8 << 30)))
   assert done.returncode not in (0, None)
