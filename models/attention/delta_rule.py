@@ -18,6 +18,8 @@ import jax
 import jax.numpy as jnp
 
 CHUNK = 64
+# Triangular systems of so many equations are solved one equation after another.
+_SMALLEST = 8
 # Of the sum of squares that queries and keys are divided by the root of.
 _EPS = 1e-6
 
@@ -141,7 +143,7 @@ def chunked(q_BxTxHxK: jax.Array, k_BxTxHxK: jax.Array, v_BxTxHxV: jax.Array, g_
   system = _einsum("nbhik,nbhjk->nbhij", k * beta[..., None], k) * decay_NxBxHxCxC
   system = jnp.where(jnp.tri(C, k=-1, dtype=bool), system, 0.0) + jnp.eye(C, dtype=system.dtype)
   right = jnp.concatenate([v * beta[..., None], k * (beta * since_NxBxHxC)[..., None]], axis=-1)
-  solved = jax.scipy.linalg.solve_triangular(system, right, lower=True, unit_diagonal=True)
+  solved = _solved(system, right)
   new_NxBxHxCxV, reads_NxBxHxCxK = solved[..., :v.shape[-1]], solved[..., v.shape[-1]:]
   weights_NxBxHxCxC = _einsum("nbhik,nbhjk->nbhij", q, k) * decay_NxBxHxCxC
   left_NxBxHxC = jnp.where(leaves_NxBx1xC, decay_NxBxHxCxC[..., -1, :], 0.0)
@@ -159,6 +161,50 @@ def chunked(q_BxTxHxK: jax.Array, k_BxTxHxK: jax.Array, v_BxTxHxV: jax.Array, g_
   state, out_NxBxHxCxV = jax.lax.scan(step, jnp.zeros((B, H, k.shape[-1], v.shape[-1]), q.dtype), parts)
   out_BxTxHxV = jnp.moveaxis(out_NxBxHxCxV, (0, 2), (1, 3)).reshape(B, -1, H, v.shape[-1])[:, :T]
   return jnp.where((segment_ids_BxT > 0)[..., None, None], out_BxTxHxV, 0.0), state
+
+
+def _solved(system: jax.Array, right: jax.Array) -> jax.Array:
+  """x [..., C, V] of system x = right, for a lower triangular system [..., C, C] with ones on its diagonal.
+
+  By products, not by the libraries' solver: that of LAPACK waits in a thread of XLA's for others of these, and two at a
+  time on two processors wait for ever.
+  """
+  inverse = _inverse(jax.lax.stop_gradient(system))
+
+  def multiply(x: jax.Array) -> jax.Array:
+    return _einsum("...ij,...jv->...iv", system, x)
+
+  return jax.lax.custom_linear_solve(
+      multiply, right, lambda _, b: _einsum("...ij,...jv->...iv", inverse, b),
+      transpose_solve=lambda _, b: _einsum("...ji,...jv->...iv", inverse, b))
+
+
+def _inverse(system: jax.Array) -> jax.Array:
+  """The inverse of a lower triangular [..., C, C] with ones on its diagonal: row by row in small blocks, then of blocks
+  of twice the size, whose lower left is -D⁻¹ B A⁻¹."""
+  C = system.shape[-1]
+  size, width = min(C, _SMALLEST), min(C, _SMALLEST)
+  while width < C:
+    width *= 2
+  eye = jnp.eye(width, dtype=system.dtype)
+  whole = jnp.broadcast_to(eye, (*system.shape[:-2], width, width)).at[..., :C, :C].set(system)
+
+  def blocks(size: int) -> jax.Array:
+    """Those on the diagonal, [..., width / size, size, size]."""
+    cut = whole.reshape(*whole.shape[:-2], width // size, size, width // size, size)
+    return jnp.moveaxis(jnp.diagonal(cut, axis1=-4, axis2=-2), -1, -3)
+
+  small, rows = blocks(size), [jnp.broadcast_to(eye[0, :size], (*whole.shape[:-2], width // size, size))]
+  for i in range(1, size):
+    rows.append(eye[i, :size] - _einsum("...j,...jk->...k", small[..., i, :i], jnp.stack(rows, axis=-2)))
+  inverse = jnp.stack(rows, axis=-2)
+  while size < width:
+    first, second, below = inverse[..., 0::2, :, :], inverse[..., 1::2, :, :], blocks(2 * size)[..., size:, :size]
+    below = -_einsum("...ij,...jk,...kl->...il", second, below, first)
+    inverse = jnp.concatenate([jnp.concatenate([first, jnp.zeros_like(first)], axis=-1),
+                               jnp.concatenate([below, second], axis=-1)], axis=-2)
+    size *= 2
+  return inverse[..., 0, :C, :C]
 
 
 def _prepared(q, k, v, g, beta, segment_ids_BxT) -> tuple[jax.Array, ...]:
