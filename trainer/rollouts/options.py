@@ -85,6 +85,12 @@ def _check_staleness(config: Any) -> None:
   if c.concurrent and jax.process_count() > 1:
     raise ConfigError("rollout.concurrent is for runs of one process: several would have to sample and train in the "
                       "same order. Leave it out; rollout.max_staleness alone works in turns.")
+  if c.concurrent and c.engine is None and len(jax.devices()) > 1:
+    # Each device takes programs in the order in which they come to it. From two threads that may be one order here and
+    # another there, and where a program's parts wait for one another, all wait for ever.
+    raise ConfigError(f"rollout.concurrent is True on {len(jax.devices())} devices: two threads would begin programs "
+                      "on them, in no one order. Sample elsewhere (rollout.engine, docs/grpo.md), use one device, or "
+                      "leave it out; rollout.max_staleness alone works in turns.")
   if c.schedule is not None:
     schedule.read(c.schedule, c.max_staleness)
   if c.max_staleness and "correction" in config.strategy and config.strategy.correction == "none":

@@ -249,6 +249,12 @@ def test_what_cannot_be_is_refused_with_what_to_type(prompts, tmp_path, change, 
     train(config(prompts, **change), tmp_path / "w")
 
 
+@pytest.mark.devices(8)
+def test_two_threads_share_no_mesh(prompts, tmp_path):
+  with pytest.raises(ConfigError, match="on 8 devices: two threads .* use one device"):
+    train(config(prompts, max_staleness=1, concurrent=True), tmp_path / "w")
+
+
 def test_older_completions_are_corrected_or_refused(prompts, tmp_path):
   c = config(prompts)
   c.strategy = strategy("grpo")
