@@ -117,8 +117,11 @@ SOURCE = {
                   *(data(lambda f, write=write: write(f, "b"), of(kind, path=lambda f, write=write: write(f, "a")),
                          see=texts) for kind, write in WRITTEN.items()),
                   data("elsewhere", TFDS, see=texts)],
-  "source.copies": data(lambda f: str(f.folder / "there"), of(
-    "text", path=lambda f: f"file://{f.corpus}", copies=lambda f: str(f.folder / "here")), see=copies),
+  "source.copies": [data(lambda f: str(f.folder / "there"), of(
+      kind, path=lambda f, write=write, more=more: f"file://{write(f, 'a')}{more}",
+      copies=lambda f: str(f.folder / "here")), see=copies)
+      for kind, write, more in (("text", lambda f, name: f.corpus, ""),
+                                *((kind, write, "/*.arrow" * (kind == "arrow")) for kind, write in WRITTEN.items()))],
   "source.text_key": [*(data("body", of(kind, path=lambda f, write=write: write(f, "a")), see=texts)
                         for kind, write in WRITTEN.items()), data("body", TFDS, see=texts)],
   "source.rows_key": data("b", of("jsonl", path=_object, rows_key="a"), see=texts),
