@@ -120,8 +120,8 @@ SOURCE = {
   "source.copies": [data(lambda f: str(f.folder / "there"), of(
       kind, path=lambda f, write=write, more=more: f"file://{write(f, 'a')}{more}",
       copies=lambda f: str(f.folder / "here")), see=copies)
-      for kind, write, more in (("text", lambda f, name: f.corpus, ""),
-                                *((kind, write, "/*.arrow" * (kind == "arrow")) for kind, write in WRITTEN.items()))],
+      for kind, write, more in (("text", lambda f, name: f.corpus, ""), *(
+          (kind, write, "/train/*.arrow" * (kind == "arrow")) for kind, write in WRITTEN.items()))],
   "source.text_key": [*(data("body", of(kind, path=lambda f, write=write: write(f, "a")), see=texts)
                         for kind, write in WRITTEN.items()), data("body", TFDS, see=texts)],
   "source.rows_key": data("b", of("jsonl", path=_object, rows_key="a"), see=texts),
