@@ -176,7 +176,7 @@ def test_lines_that_read_a_key_name_it():
 
 @pytest.mark.parametrize("key, file, text", [
     ("optimizer.b2", "trainer/optim/optimizer.py", "adam(cfg.b1, cfg.b2, cfg.eps)"),
-    ("rollout.group_size", "trainer/rollouts/rollout.py", "c.group_size"),
+    ("rollout.group_size", "trainer/rollouts/producer.py", "c.group_size"),
     ("schedule.floor", "trainer/optim/schedules.py", "floor = cfg.floor"),
     ("model.moe.balance_loss", "models/spec_parts.py", "balance_loss"),
     ("chat.on_rewritten_history", "input_pipeline/examples/conversations.py", "self._chat.on_rewritten_history"),
