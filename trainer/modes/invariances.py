@@ -194,7 +194,8 @@ def derivative(s: Fixture) -> float:
   """I8: the derivative of the objective along its gradient is the gradient's norm, by differences extrapolated."""
   if s.built_in and s.config.model.moe.num_experts:
     raise Skip("which experts are chosen changes in jumps, which no derivative has")
-  grads, metrics = s.gradient()
+  batch = _with_old_policy(s)
+  grads, metrics = s.gradient(batch)
   norm = float(np.sqrt(sum(np.sum(np.square(g, dtype=np.float64)) for g in grads.values())))
   if norm == 0:
     raise Skip("the gradient is 0")
@@ -203,7 +204,7 @@ def derivative(s: Fixture) -> float:
 
   def objective(step: float) -> float:
     moved = flat | {p: np.asarray(flat[p] + np.float32(step / norm) * grads[p], flat[p].dtype) for p in grads}
-    found = s.gradient(params=tree.unflatten(moved))[1]
+    found = s.gradient(batch, params=tree.unflatten(moved))[1]
     return found.get("objective", found["loss"])
 
   def slope(step: float) -> float:
@@ -212,6 +213,19 @@ def derivative(s: Fixture) -> float:
   # Large enough that float32 can tell the objective's values apart, small enough that they are nearly straight.
   step = min(1e-3 * max(abs(metrics.get("objective", metrics["loss"])), 0.1) / norm, 1e-2 * size)
   return abs((4 * slope(step / 2) - slope(step)) / 3 / norm - 1)
+
+
+def _with_old_policy(s: Fixture) -> dict[str, np.ndarray]:
+  """The batch, with log p_old of the policy as it is where it has none, or NaN, and the loss takes that of whatever
+  policy it is given: its ratios are then 1 everywhere, so that it has a gradient but no slope."""
+  if "advantages" not in s.batch or "old_logprobs" not in strategies.of(s.config).rollout_keys:
+    return s.batch
+  temperature = strategies.temperature(s.config.strategy)
+  score = jax.jit(lambda params, batch: sequences.token_logprobs(s.model, params, batch, temperature))
+  with mesh_lib.activation_rules(s.mesh, s.config.activation_rules):
+    now_BxT = np.asarray(score(s.place(s.params, s.mesh), s.placed(s.batch, s.mesh)))
+  old_BxT = s.batch.get("old_logprobs", np.full_like(now_BxT, np.nan))
+  return {**s.batch, "old_logprobs": np.where(np.isnan(old_BxT), now_BxT, old_BxT)}
 
 
 def generation(s: Fixture) -> float:
