@@ -40,6 +40,10 @@ def find(tensors: Mapping[str, Any], options: Mapping[str, Any]) -> dict[str, tu
       module = name.removesuffix("SCB")
       codes = tensors.get(f"{module}weight")
       if codes is not None and codes.dtype == "I8" and info.shape == codes.shape[:1]:
+        form = tensors.get(f"{module}weight_format")
+        if form is not None and (said := _bytes(form)) != b"\0":
+          raise HFError(f"{form.file}: {module}weight_format is {said[0]}; rows one after another (0) are read alone. "
+                        "Fetch the model in float32, bfloat16 or float16.")
         found[f"{module}weight"] = ((name, f"{module}weight_format"), dataclasses.replace(
             codes, dtype="BF16", packed=Packed((codes, info), of_eight_bits)))
   return found
@@ -49,9 +53,7 @@ def _four_bits(tensors: Mapping[str, Any], whole: str, state: str) -> tuple[tupl
   """Of `find`, the entry of one matrix."""
   info = tensors[state]
   try:
-    with open(info.file, "rb") as f:
-      f.seek(info.offset)
-      said = json.loads(f.read(int(np.prod(info.shape))))
+    said = json.loads(_bytes(info))
     shape, (dtype, kind) = tuple(map(int, said["shape"])), _DTYPES[said["dtype"]]
     names = [whole, f"{whole}.absmax", f"{whole}.quant_map"]
     nested: dict[str, Any] = {}
@@ -66,6 +68,13 @@ def _four_bits(tensors: Mapping[str, Any], whole: str, state: str) -> tuple[tupl
     raise HFError(f"{info.file}: {state} does not say how {whole} is stored ({type(e).__name__}: {e}). Fetch the "
                   "folder again.") from e
   return (*names, state), dataclasses.replace(parts[0], shape=shape, dtype=dtype, packed=Packed(parts, unpack))
+
+
+def _bytes(info: Any) -> bytes:
+  """What a small tensor of uint8 holds."""
+  with open(info.file, "rb") as f:
+    f.seek(info.offset)
+    return f.read(int(np.prod(info.shape, dtype=int)))
 
 
 def of_four_bits(codes: np.ndarray, absmax: np.ndarray, values_16: np.ndarray, *more: Any, shape: tuple[int, ...],

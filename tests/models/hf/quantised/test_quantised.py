@@ -140,6 +140,12 @@ def test_a_state_that_is_not_understood_is_refused(tmp_path):
     folder_of(tmp_path, OPTIONS["fp4_odd"], tensors)
 
 
+def test_another_order_of_eight_bits_is_refused(tmp_path):
+  tensors = load_file(HERE / "int8.safetensors") | {"weight_format": np.array(1, np.uint8)}
+  with pytest.raises(HFError, match="weight_format is 1; rows one after another"):
+    folder_of(tmp_path, OPTIONS["int8"], tensors)
+
+
 def test_a_folder_in_few_bits_is_the_model_of_the_numbers_that_it_stands_for(tmp_path):
   """Every matrix of the layers in float8: loaded, it is what the same folder in bfloat16 is; exported, it is plain."""
   folder = tiny.hf_folder(tmp_path / "m", num_layers=2)
