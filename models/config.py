@@ -190,6 +190,10 @@ def model() -> ConfigDict:
   # `rslora`.
   m.lora = a = ConfigDict(dict(rank=0, alpha=16.0, targets=(r"^blocks/(attn|delta|mlp)/\w+/kernel",)))
   a.rslora = False
+  # Each column of an adapted kernel has a length of its own that is trained (DoRA, arXiv 2402.09353).
+  a.dora = False
+  # Beside the adapters, regexes of parameters that are trained as they are: ("^embed/", "^unembed/") for new tokens.
+  a.modules_to_save = ()
   # On the adapters' input; training only.
   a.dropout = 0.0
   # A folder in PEFT's format to start the adapters from.

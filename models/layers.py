@@ -142,7 +142,8 @@ class Linear(Kernel):
   """x @ kernel (+ bias), in the compute dtype; with adapters, + x @ lora_a @ lora_b * scale.
 
   Adapters start as those of LoRA (Hu et al. 2021, arXiv 2106.09685, section 4.1): `lora_a` [in, r] random, here evenly
-  in ± in ** -0.5 as in PEFT, and `lora_b` [r, out] zero, so that they change nothing at first.
+  in ± in ** -0.5 as in PEFT, and `lora_b` [r, out] zero, so that they change nothing at first; nor does `lora_m` [out],
+  with which each output is multiplied by 1 + `_gain`.
   """
 
   def __init__(
@@ -159,6 +160,7 @@ class Linear(Kernel):
     lora = scope.lora if scope.lora is not None and lora_lib.adapts(scope.lora.targets, path) else None
     self.lora_a = scope.uniform("lora_a", (d_in, lora.rank), d_in**-0.5) if lora else None
     self.lora_b = scope.constant("lora_b", (lora.rank, d_out), 0.0) if lora else None
+    self.lora_m = scope.constant("lora_m", (d_out,), 0.0) if lora and lora.dora else None
     self.lora, self.dtype, self.names = lora, scope.compute_dtype, names
     self.salt = zlib.crc32(scope.path.encode())
 
@@ -168,13 +170,23 @@ class Linear(Kernel):
 
   def matrix(self) -> jax.Array:
     """What it multiplies by, [in, out], adapters included, in the compute dtype."""
-    if self.kernel_across is not None:
-      kernel = self.kernel_across[...].astype(self.dtype).T
-    else:
-      kernel = with_kernels((self,), lambda kernels: kernels[0], self.dtype)
+    kernel = self._kernel(self.dtype)
     if self.lora is None:
       return kernel
-    return kernel + self.lora_a[...].astype(self.dtype) @ self.lora_b[...].astype(self.dtype) * self.lora.scale
+    moved = kernel + self.lora_a[...].astype(self.dtype) @ self.lora_b[...].astype(self.dtype) * self.lora.scale
+    return moved if self.lora_m is None else moved + moved * self._gain().astype(self.dtype)
+
+  def _kernel(self, dtype: Any) -> jax.Array:
+    """Without adapters, [in, out]."""
+    if self.kernel_across is not None:
+      return self.kernel_across[...].astype(dtype).T
+    return with_kernels((self,), lambda kernels: kernels[0], dtype)
+
+  def _gain(self) -> jax.Array:
+    """`lora.gain`, float32 [out]. Lengths are constants to the gradient, as in the paper (DoRA, section 4.3)."""
+    kernel = jax.lax.stop_gradient(self._kernel(jnp.float32))
+    a, b = (jax.lax.stop_gradient(part[...]).astype(jnp.float32) for part in (self.lora_a, self.lora_b))
+    return lora_lib.gain(kernel, a @ b * self.lora.scale, self.lora_m[...].astype(jnp.float32))
 
   @property
   def plain(self) -> bool:
@@ -195,7 +207,11 @@ class Linear(Kernel):
       if key is not None:
         x = dropout(x, self.lora.dropout, jax.random.fold_in(key, self.salt))
       low = as_rows(x) @ self.lora_a[...].astype(self.dtype)
-      y = y + (low @ self.lora_b[...].astype(self.dtype) * self.lora.scale).reshape(y.shape)
+      low = (low @ self.lora_b[...].astype(self.dtype) * self.lora.scale).reshape(y.shape)
+      if self.lora_m is None:
+        y = y + low
+      else:
+        y = y + (low + (y + low) * self._gain().astype(self.dtype))
     return y if self.bias is None else y + self.bias[...].astype(self.dtype)
 
 

@@ -68,6 +68,8 @@ class Lora:
   rank: int
   scale: float
   targets: tuple[str, ...]
+  modules_to_save: tuple[str, ...]
+  dora: bool
   dropout: float
 
 
@@ -182,4 +184,5 @@ def make_lora(c: ConfigDict) -> Lora | None:
         f"model.lora: found dropout={c.dropout}, alpha={c.alpha}; allowed: 0 <= dropout < 1, alpha above 0."
     )
   scale = c.alpha / (math.sqrt(c.rank) if c.rslora else c.rank)
-  return Lora(rank=c.rank, scale=scale, targets=tuple(c.targets), dropout=c.dropout)
+  return Lora(rank=c.rank, scale=scale, targets=tuple(c.targets),
+              modules_to_save=tuple(c.modules_to_save), dora=c.dora, dropout=c.dropout)

@@ -137,22 +137,22 @@ class Transformer:
     self.vocab_size = padded_vocab_size(cfg_model, vocab_size, self.reasons)
     # A checkpoint from elsewhere was trained with a softmax over all its entries, those without a token included.
     self.num_real_vocab = vocab_size if cfg_model.hf is None else self.vocab_size
-    self.trained_only = lora.TRAINED if self.spec.lora else None
+    self.trained_only = lora.trained(self.spec.lora.modules_to_save) if self.spec.lora else None
     self.num_labels, self.num_layers, self.vision = self.spec.num_labels, self.spec.num_layers, self.spec.vision
     self.max_length, self.no_prefix_sharing = self.spec.max_length, self.spec.no_prefix_sharing
     self.no_split_length = self.spec.no_split_length
     self.final_logit_cap = self.spec.final_logit_cap
     self.vocab_chunk = self.spec.vocab_chunk
     self._dtypes = (jnp.dtype(params_dtype), jnp.dtype(compute_dtype))
-    self._frozen = None if frozen is None else _frozen(frozen, freeze, self.spec.lora is not None)
+    self._frozen = None if frozen is None else _frozen(frozen, freeze, self.trained_only)
     self._matmul_rules = matmul_rules
     self._remat = remat_policy(remat)
     if self.spec.lora is not None:
-      lora.check_patterns(self.spec.lora.targets)
+      lora.check_patterns(self.spec.lora.targets, self.spec.lora.modules_to_save)
     # The decoder without its arrays; merged with a dict of parameters it becomes callable.
     self._graph, self._state = nnx.split(jax.eval_shape(self._make, jax.eval_shape(jax.random.key, 0)))
     if self.spec.lora is not None:
-      lora.check_targets(self.spec.lora.targets, self._logical())
+      lora.check_targets(self.spec.lora.targets, self.spec.lora.modules_to_save, self._logical())
     if matmul_rules is not None:
       matmul_rules.check(self._logical())
 
@@ -331,10 +331,10 @@ class Transformer:
     take part in a token's matrix products (the unembedding included, also when tied; the embedding lookup not;
     of experts only as many as a token passes through),
     and a query of a causal row of T tokens sees (T + 1) / 2 keys on average, fewer with a window. With adapters, the
-    weights of the base count 4 times and not 6, since they have no gradient. What tokens of an image or a prefix see
-    beyond that is not counted. A delta layer sees no keys: for each of its H states [K, V], a token reads it with its
-    key, adds a product to it and reads it with its query, 18 H K V (however many tokens are taken together), and 6 W
-    for each channel of its convolutions.
+    weights of the base that are not trained count 4 times and not 6, since they have no gradient. What tokens of an
+    image or a prefix see beyond that is not counted. A delta layer sees no keys: for each of its H states [K, V], a
+    token reads it with its key, adds a product to it and reads it with its query, 18 H K V (however many tokens are
+    taken together), and 6 W for each channel of its convolutions.
 
     Tower and projector work by the image and not by the token: those of a row's images, unused ones included, are
     shared out among its tokens.
@@ -348,12 +348,14 @@ class Transformer:
     s = self.spec
     sizes = {path: p.size for path, p in self._logical().items() if path.startswith("blocks/")}
     active = 1.0 if s.moe is None else s.moe.experts_per_token / s.moe.num_experts
-    weights = sum(n * (active if "/experts/" in path else 1.0) for path, n in sizes.items() if path.endswith("/kernel"))
-    weights += 0 if s.num_labels else s.hidden_size * self.vocab_size
-    adapters = sum(n for path, n in sizes.items() if lora.is_adapter(path))
+    weights = {path: n * (active if "/experts/" in path else 1.0) for path, n in sizes.items()
+               if path.endswith("/kernel") or lora.is_adapter(path)}
+    if not s.num_labels:
+      weights["embed/embedding" if s.tie_embeddings else "unembed/kernel"] = s.hidden_size * self.vocab_size
     length = seq_len if document_length is None else min(document_length, seq_len)
     visible = sum(_mean_visible(length, s.window_of(i)) for i in s.layers_with("attn"))
-    matmuls = 6.0 * weights if s.lora is None else 4.0 * weights + 6.0 * adapters
+    whole = self.trained_only or ""
+    matmuls = sum(n * (6.0 if re.search(whole, path) else 4.0) for path, n in weights.items())
     images = images_per_row * self._flops_per_image(tower_frozen) / seq_len if images_per_row else 0.0
     of_head = s.head_dim + (s.head_dim if s.latent is None else s.latent.value_dim)
     return matmuls + 6.0 * s.num_heads * of_head * visible + self._flops_of_states() + images
@@ -388,14 +390,15 @@ class Transformer:
     return quantize.logical(tree.flatten(self.abstract_params()))
 
 
-def _frozen(form: str, freeze: Sequence[str], adapters: bool) -> quantize.Frozen:
+def _frozen(form: str, freeze: Sequence[str], trained_only: str | None) -> quantize.Frozen:
   """How frozen parameters are kept; see `models.api.make_model`."""
-  if form in quantize.KINDS and not adapters:
+  if form in quantize.KINDS and trained_only is None:
     raise ConfigError(f"precision.frozen is {form}, but nothing is trained on top of quantised matrices: that needs "
                       "adapters, model.lora.rank of at least 1. Without them use float32 or bfloat16.")
 
   def is_frozen(path: str) -> bool:
-    return adapters and not lora.is_trained(path) or any(re.search(pattern, path) for pattern in freeze)
+    others = trained_only is not None and not re.search(trained_only, path)
+    return others or any(re.search(pattern, path) for pattern in freeze)
 
   return quantize.Frozen(form, is_frozen)
 

@@ -13,7 +13,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -31,6 +31,13 @@ from trainer import tree
 BLOCK = 256
 # Two tensors that must be equal are compared so many rows at a time.
 COMPARED_ROWS = 4096
+
+
+class Reader(Protocol):
+  """What holds tensors: `files.TensorFolder`, say."""
+
+  def read(self, name: str, index: tuple[slice, ...] = ()) -> np.ndarray:
+    """A slice of a tensor in its own dtype."""
 
 
 @dataclass(frozen=True)
@@ -75,7 +82,7 @@ def plan(family: Family, model: Mapping[str, Any], abstract_params: Mapping, fol
   entries = [make_entry(tensor, shapes, prefix) for tensor in tensors]
   chosen = {path: _choose(path, entries, folder.tensors, family) for path in shapes}
   wanted = {name: entry.shape for entry in chosen.values() for name in entry.names()}
-  twins = set() if "unembed/kernel" in shapes else _names_of_unembedding(family, model, prefix) - set(wanted)
+  twins = set() if "unembed/kernel" in shapes else names_of_unembedding(family, model, prefix) - set(wanted)
   ahead = tuple(name.removesuffix(family.ahead) for name in folder.tensors if family.ahead and
                 name.endswith("." + family.ahead))
   lines = _differences(wanted, folder.tensors,
@@ -180,30 +187,43 @@ def write_tensors(read_leaf: Callable[[str, tuple[int | slice, ...]], np.ndarray
             disable=not progress or jax.process_index() != 0) as bar:
 
     def make(name: str) -> np.ndarray:
-      entry, place = written[name]
-      values = np.empty(entry.matrix_shape, kinds[name][1])
-      for part, (path, shape) in enumerate(zip(entry.paths, entry.parts, strict=True)):
-        bounds = tuple(slice(0, n) for n in shape)
-        ours = bounds if not entry.tensor.transpose else (*bounds[:-2], bounds[-1], bounds[-2])
-        copy_into(values[entry.to_theirs(part, ours)], entry.swap(np.asarray(read_leaf(path, (*place, *ours)))), name)
+      values = assemble(*written[name], read_leaf, kinds[name][1], name)
       bar.update(values.nbytes)
-      return entry.to_form(values)
+      return values
 
     return files.write_tensors(out, kinds, make, max_shard_bytes)
 
 
-def layout(family: Family, model: Mapping[str, Any], sizes: Mapping[str, tuple[int, ...]]
-           ) -> dict[str, tuple[Entry, tuple[int, ...]]]:
+def assemble(entry: Entry, place: tuple[int, ...], read_leaf: Callable[[str, tuple[int | slice, ...]], np.ndarray],
+             dtype: np.dtype, name: str) -> np.ndarray:
+  """One tensor of a family, made of our leaves; see `write_tensors`."""
+  values = np.empty(entry.matrix_shape, dtype)
+  for part, (path, shape) in enumerate(zip(entry.paths, entry.parts, strict=True)):
+    bounds = tuple(slice(0, n) for n in shape)
+    ours = bounds if not entry.tensor.transpose else (*bounds[:-2], bounds[-1], bounds[-2])
+    copy_into(values[entry.to_theirs(part, ours)], entry.swap(np.asarray(read_leaf(path, (*place, *ours)))), name)
+  return entry.to_form(values)
+
+
+def layout(family: Family, model: Mapping[str, Any], sizes: Mapping[str, tuple[int, ...]], prefix: str | None = None,
+           in_memory: bool = False) -> dict[str, tuple[Entry, tuple[int, ...]]]:
   """{name of a tensor: (what it holds, its layer, expert or head)}; where a family has several for a leaf, the first.
+
+  Args:
+    prefix: one of the family's; None: the first.
+    in_memory: of several, the names of a loaded model's parameters.
 
   Raises:
     HFError: a leaf that the family has no name for.
   """
   written: dict[str, tuple[Entry, tuple[int, ...]]] = {}
   covered: set[str] = set()
-  for tensor in family.tensors(dict(model)):
+  tensors = family.tensors(dict(model))
+  if in_memory:
+    tensors = sorted(tensors, key=lambda tensor: not tensor.theirs.startswith(family.in_memory))
+  for tensor in tensors:
     if not covered.intersection(paths_of(tensor)):
-      entry = make_entry(tensor, sizes, family.prefixes[0])
+      entry = make_entry(tensor, sizes, family.prefixes[0] if prefix is None else prefix)
       written.update({entry.name(place): (entry, place) for place in entry.places()})
       covered.update(entry.paths)
   if missing := [path for path in sizes if path not in covered]:
@@ -288,7 +308,7 @@ def _tensors(family: Family, model: Mapping, shapes: Mapping) -> list[Tensor]:
                   for path in paths_of(t)[:1] if other.get(path) in shapes]
 
 
-def _names_of_unembedding(family: Family, model: Mapping, prefix: str) -> set[str]:
+def names_of_unembedding(family: Family, model: Mapping, prefix: str) -> set[str]:
   """What the unembedding is called where it is not the embedding."""
   untied = family.tensors({**model, "tie_embeddings": False})
   return {(prefix if t.prefixed else "") + t.theirs for t in untied if paths_of(t) == ("unembed/kernel",)}
@@ -296,7 +316,7 @@ def _names_of_unembedding(family: Family, model: Mapping, prefix: str) -> set[st
 
 def _no_unembedding(family: Family, model: Mapping, lines: list[str]) -> str:
   """What to do where nothing but the unembedding is missing; "" where it is something else."""
-  heads = {name for prefix in family.prefixes for name in _names_of_unembedding(family, model, prefix)}
+  heads = {name for prefix in family.prefixes for name in names_of_unembedding(family, model, prefix)}
   if len(lines) > 1 or not any(lines[0].startswith(f"- {name} ") for name in heads):
     return ""
   return (f"Only the unembedding is missing, and by {files.CONFIG} it is not the embedding (tie_word_embeddings is "
@@ -335,7 +355,7 @@ def _size(bounds: Bounds) -> int:
   return math.prod(stop - start for start, stop in bounds)
 
 
-def read_shard(leaf: Leaf, folder: files.TensorFolder, bounds: Bounds, dtype: np.dtype) -> np.ndarray:
+def read_shard(leaf: Leaf, folder: Reader, bounds: Bounds, dtype: np.dtype) -> np.ndarray:
   """The part of a leaf between `bounds` ((start, stop) per dimension), read tensor by tensor and cast."""
   entry, lead = leaf.entry, len(leaf.entry.counts)
   values = np.empty([stop - start for start, stop in bounds], dtype)

@@ -12,8 +12,7 @@ r rank, L layers.
 import json
 import math
 import os
-import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,29 +23,17 @@ import numpy as np
 import safetensors.numpy
 
 from models import lora as lora_lib
-from models.hf import files
+from models.hf import files, peft_config, peft_whole
 from models.hf import names as names_lib
 from models.hf.entry import group_order
 from models.hf.errors import HFError
 from models.hf.family import Family
-from models.hf.keys import cannot_matter
 
-CONFIG, TENSORS = "adapter_config.json", "adapter_model.safetensors"
+CONFIG, TENSORS = peft_config.CONFIG, "adapter_model.safetensors"
 ROOT = "base_model.model."
-# What changes the function, or the base, in ways that are not ours: these keys must have one of these values.
-MUST: dict[str, Any] = {
-    "peft_type": ("LORA",), "task_type": ("CAUSAL_LM", None), "bias": ("none",), "use_dora": (False, None),
-    "modules_to_save": (None, []), "layers_to_transform": (None, []), "layer_replication": (None, []),
-    "lora_bias": (False, None), "target_parameters": (None, []), "trainable_token_indices": (None, [], {}),
-    "alora_invocation_tokens": (None, []), "use_qalora": (False, None),
-    # The others (pissa, olora, loftq, …) change the base as well.
-    "init_lora_weights": (True, False, None, "gaussian", "orthogonal"),
-}
-READ = ("r", "lora_alpha", "use_rslora", "fan_in_fan_out", "rank_pattern", "alpha_pattern")
-# Without effect on what a trained adapter computes; which modules have one, their tensors say.
-INERT = ("target_modules", "exclude_modules", "lora_dropout", "base_model_name_or_path", "revision", "inference_mode",
-         "auto_mapping", "peft_version", "layers_pattern", "megatron_core", "qalora_group_size", "ensure_weight_tying",
-         "runtime_config")
+PARTS = {"A": "lora_A.weight", "B": "lora_B.weight", "M": "lora_magnitude_vector"}
+# |W| [L, out] of the kernel of that path: their file has lengths, ours are differences from these (models/lora.py).
+Lengths = Callable[[str], np.ndarray]
 
 
 @dataclass(frozen=True)
@@ -79,6 +66,15 @@ class Module:
   def paths(self) -> list[tuple[str, str]]:
     """(lora_a, lora_b) of each kernel that has adapters."""
     return [lora_lib.pair(kernel) for kernel, adapted in zip(self.kernels, self.adapted, strict=True) if adapted]
+
+  @property
+  def magnitudes(self) -> list[tuple[str, str]]:
+    """(kernel, lora_m beside it) of each kernel that has adapters, if all have."""
+    if not all(self.adapted):
+      free = [kernel for kernel, adapted in zip(self.kernels, self.adapted, strict=True) if not adapted]
+      raise HFError(f"{self.theirs} holds {', '.join(free)}, too, which model.lora.targets does not match: DoRA trains "
+                    "the lengths of a whole module. Add them, or have model.lora.dora=False.")
+    return [(kernel, lora_lib.magnitude(kernel)) for kernel in self.kernels]
 
   @property
   def rows(self) -> list[slice]:
@@ -119,36 +115,44 @@ def modules(family: Family, keys: Mapping[str, Any], shapes: Mapping[str, Any]) 
 
 
 def load_adapters(folder: str | Path, wanted: Mapping[str, Any], *, family: Family, keys: Mapping[str, Any],
-                  shapes: Mapping[str, Any], lora: Mapping[str, Any]) -> dict[str, jax.Array]:
+                  shapes: Mapping[str, Any], lora: Mapping[str, Any],
+                  lengths: Lengths | None = None) -> dict[str, jax.Array]:
   """Adapters in PEFT's format as ours.
 
   Args:
     folder: with adapter_config.json and adapter_model.safetensors.
-    wanted: {path: ShapeDtypeStruct, with a sharding or without} of all the adapters' leaves.
+    wanted: {path: ShapeDtypeStruct, with a sharding or without} of all the adapters' leaves, and of what
+      `model.lora.modules_to_save` names.
     family, keys, shapes: see `modules`; `shapes` may lack the adapters.
     lora: the config's section `model.lora`.
+    lengths: see `Lengths`; needed with `lora.dora`.
 
   Returns:
-    {path: array} for `wanted`, each in its dtype and in its place.
+    {path: array} for `wanted`, each in its dtype and in its place. Of whole parameters only those that the file has.
 
   Raises:
     HFError: files that are missing or damaged, an option that is not ours, another rank or scale, adapters that do not
       stand where `model.lora.targets` has them.
   """
   folder, shapes = files.existing_folder(folder), {**shapes, **wanted}
-  config, tensors = _read_config(folder), _read_tensors(folder)
-  found: dict[str, list[np.ndarray]] = {path: [] for path in wanted}
+  config, tensors = peft_config.read(folder), _read_tensors(folder)
+  peft_config.check_dora(config, lora, folder / CONFIG)
+  found: dict[str, list[np.ndarray]] = {path: [] for path in wanted if lora_lib.is_adapter(path)}
   unused, problems = set(tensors), []
+  whole = _read_whole(tensors, {path: leaf for path, leaf in wanted.items() if path not in found}, unused,
+                      family=family, keys=keys, shapes=shapes, where=str(folder / TENSORS))
   for ways in modules(family, keys, shapes):
     prefix, module = max(((prefix, way) for way in ways for prefix in family.prefixes),
                          key=lambda choice: sum(_name(*choice, choice[1].layers[0], part) in tensors for part in "AB"))
     _check_layout(config, module, folder / CONFIG)
     size = shapes[module.paths[0][0]].shape[1]
     every = [prefix + module.theirs.format(layer=i) for i in module.layers]
-    rank = _check_scale(config, every, len(module.paths), lora, folder / CONFIG)
-    expected = {"A": (rank, size), "B": (sum(module.outs), rank)}
+    rank = peft_config.check_scale(config, every, len(module.paths), lora, folder / CONFIG)
+    expected: dict[str, tuple[int, ...]] = {"A": (rank, size), "B": (sum(module.outs), rank)}
+    if lengths is not None:
+      expected["M"] = (sum(module.outs),)
     for layer in module.layers:
-      names = {part: _name(prefix, module, layer, part) for part in "AB"}
+      names = {part: _name(prefix, module, layer, part) for part in expected}
       wrong = [_difference(names[part], tensors, shape) for part, shape in expected.items()
                if names[part] not in tensors or tensors[names[part]].shape != shape]
       problems += wrong
@@ -159,14 +163,31 @@ def load_adapters(folder: str | Path, wanted: Mapping[str, Any], *, family: Fami
         for (path_a, path_b), (a, b) in zip(module.paths, parts, strict=True):
           found[path_a].append(a.T)
           found[path_b].append(b.T)
+        if lengths is not None:
+          m = tensors[names["M"]][module.order].astype(np.float32)
+          for (kernel, path), rows in zip(module.magnitudes, module.rows, strict=True):
+            found[path].append(m[rows] - lengths(kernel)[len(found[path])])
   problems += [f"+ {name} {tensors[name].shape}: matches no target here" for name in sorted(unused)]
   if problems:
     more = [f"… and {len(problems) - 20} more"] if len(problems) > 20 else []
     raise HFError(f"the adapters of {folder} are not those of model.lora.targets={tuple(lora['targets'])} "
                   f"({len(problems)} differences; -: missing there, +: only there, !: other shape):\n  "
                   + "\n  ".join(problems[:20] + more)
-                  + f"\nIts target_modules are {config.get('target_modules')}; choose model.lora.targets to match.")
-  return {path: _place(np.stack(found[path]), leaf) for path, leaf in wanted.items()}
+                  + f"\nIts target_modules are {config.get('target_modules')}, its modules_to_save "
+                  f"{config.get('modules_to_save')}; choose model.lora.targets, modules_to_save to match.")
+  values = whole | {path: np.stack(layers) for path, layers in found.items()}
+  return {path: _place(values[path], leaf) for path, leaf in wanted.items() if path in values}
+
+
+def _read_whole(tensors: Mapping[str, np.ndarray], wanted: Mapping[str, Any], unused: set[str], *, family: Family,
+                keys: Mapping[str, Any], shapes: Mapping[str, Any], where: str) -> dict[str, np.ndarray]:
+  """The whole parameters in a file, whose names leave `unused`; see `peft_whole.Tensors`."""
+  if not wanted:
+    return {}
+  named = {name.removeprefix(ROOT): values for name, values in tensors.items() if ".lora_" not in name}
+  whole = peft_whole.Tensors(family, keys, shapes, wanted, where, named)
+  unused -= {ROOT + name for name in (*whole.of, *whole.twins)}
+  return whole.read(named, wanted, where)
 
 
 def _difference(name: str, tensors: Mapping[str, np.ndarray], shape: tuple[int, ...]) -> str:
@@ -211,35 +232,6 @@ def _place(values: np.ndarray, leaf: Any) -> jax.Array:
   return jnp.copy(jax.make_array_from_callback(values.shape, sharding, lambda index: values[index]))
 
 
-def _read_config(folder: Path) -> dict[str, Any]:
-  """adapter_config.json, with no option that is not ours."""
-  file = folder / CONFIG
-  if not file.is_file():
-    raise HFError(f"{folder} has no {CONFIG}, so it holds no adapters in PEFT's format.")
-  config = files.read_json(file)
-  for key, allowed in MUST.items():
-    if key in config and not any(config[key] == value and type(config[key]) is type(value) for value in allowed):
-      shown = ", ".join(map(str, allowed))
-      raise HFError(f"{file}: {key} is {config[key]!r}; adapters are read with {key} = {shown}. Merge this adapter "
-                    "into its base with PEFT (merge_and_unload) and load the result as model.hf.")
-  if config.get("peft_type") is None:
-    raise HFError(f"{file}: peft_type is missing; it must be LORA.")
-  unknown = {key: value for key, value in config.items()
-             if key not in MUST and key not in READ and key not in INERT and not cannot_matter(key, value)}
-  if unknown:
-    keys = ", ".join(f"{key} = {value!r:.80}" for key, value in [*unknown.items()][:20])
-    raise HFError(f"{file}: {keys}: not known here, and it could change what the adapters compute. Merge this adapter "
-                  "into its base with PEFT (merge_and_unload) and load the result as model.hf.")
-  for key in ("r", "lora_alpha"):
-    if isinstance(config.get(key), bool) or not isinstance(config.get(key), int | float) or not (
-        0 < config[key] < 2**31):
-      raise HFError(f"{file}: {key} is {config.get(key)!r:.80}; it must be a number above 0 and below 2 ** 31.")
-  for key in ("rank_pattern", "alpha_pattern"):
-    if not isinstance(config.get(key) or {}, dict):
-      raise HFError(f"{file}: {key} is {config[key]!r}; it must be an object, {{module: number}}.")
-  return config
-
-
 def _read_tensors(folder: Path) -> dict[str, np.ndarray]:
   file = folder / TENSORS
   if not file.is_file():
@@ -260,57 +252,22 @@ def _check_layout(config: Mapping[str, Any], module: Module, where: Path) -> Non
                   f"{kind}. Set fan_in_fan_out to {'true' if module.plain else 'false'} there.")
 
 
-def _check_scale(config: Mapping[str, Any], names: list[str], parts: int, lora: Mapping[str, Any], where: Path) -> int:
-  """The rank in the file of the module with these names, one a layer; rank and scale fit ours."""
-  found = {(_of_module(config.get("rank_pattern"), name, config["r"], where),
-            _of_module(config.get("alpha_pattern"), name, config["lora_alpha"], where)) for name in names}
-  if len(found) > 1:
-    raise HFError(f"{where}: by rank_pattern and alpha_pattern the layers of {names[0]} differ, (rank, alpha) = "
-                  f"{sorted(found)}; here all layers have the same.")
-  rank, alpha = found.pop()
-  scale = alpha / (math.sqrt(rank) if config.get("use_rslora") else rank)
-  ours = lora["alpha"] / (math.sqrt(lora["rank"]) if lora["rslora"] else lora["rank"])
-  if rank not in (lora["rank"], parts * lora["rank"]) or not math.isclose(scale, ours, rel_tol=1e-12):
-    rslora = bool(config.get("use_rslora"))
-    raise HFError(f"{where}: {names[0]} has rank {rank} and scale {scale:g} (lora_alpha {alpha:g}"
-                  f"{', rsLoRA' * rslora}), but the config has rank {lora['rank']} and scale {ours:g}. Set "
-                  f"model.lora.rank={rank}, model.lora.alpha={alpha:g}, model.lora.rslora={rslora}; all modules must "
-                  "have the same.")
-  return rank
-
-
-def _of_module(pattern: Mapping[str, Any] | None, name: str, default: Any, where: Path) -> Any:
-  """The value for a module: that of the first key, a regex, that matches its name or the end of it, as in PEFT."""
-  for key, value in (pattern or {}).items():
-    if len(key) > 200 or re.search(r"\)[*+{]", key) or len(re.findall(r"[*+{]", key)) > 3:
-      raise HFError(f"{where}: the pattern {key!r:.80} could take for ever to be tried. Name the modules in full, or "
-                    "with at most three of * + { and none of them behind a bracket.")
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
-      raise HFError(f"{where}: rank_pattern or alpha_pattern gives {value!r:.80} for {key!r:.80}; it must be a number "
-                    "above 0.")
-    try:
-      fits = re.match(rf"(.*\.)?({key})$", name)
-    except re.error as e:
-      raise HFError(f"{where}: {key!r} is not a regular expression: {e}.") from e
-    if fits:
-      return value
-  return default
-
-
 # ---------------------------------------------------------------------------------------------------- writing
 
 
 def save_adapters(out: str | Path, read: lora_lib.ReadLeaf, *, family: Family, keys: Mapping[str, Any],
-                  shapes: Mapping[str, Any], lora: Mapping[str, Any], base: str | None, dtype: Any = None) -> None:
+                  shapes: Mapping[str, Any], lora: Mapping[str, Any], base: str | None, dtype: Any = None,
+                  lengths: Lengths | None = None) -> None:
   """Writes adapters in PEFT's format; `PeftModel.from_pretrained` loads them onto the base.
 
   Args:
     out: a folder, made if missing; adapters in it are replaced.
-    read: gives `leaf[index]` of an adapter's leaf.
+    read: gives `leaf[index]` of an adapter's leaf, or of one that `model.lora.modules_to_save` names.
     family, keys, shapes: see `modules`.
     lora: the config's section `model.lora`.
     base: what base_model_name_or_path is to say.
     dtype: of the tensors; None: that of ours.
+    lengths: see `Lengths`; needed with `lora.dora`.
 
   Raises:
     HFError: an adapted kernel is no module of the family; the files cannot be written.
@@ -332,11 +289,21 @@ def save_adapters(out: str | Path, read: lora_lib.ReadLeaf, *, family: Family, k
       a, b = _put_together([(a[i].T, b[i].T) for a, b in leaves], module, ranks[module], same)
       for part, values in zip("AB", (a, b[np.argsort(module.order)]), strict=True):
         tensors[_name(prefix, module, layer, part)] = np.ascontiguousarray(values)
+      if lengths is not None:
+        m = np.concatenate([lengths(kernel)[i] + np.asarray(read(path, (i, every)), np.float32)
+                            for kernel, path in module.magnitudes])
+        tensors[_name(prefix, module, layer, "M")] = m[np.argsort(module.order)].astype(dtype or np.float32)
   targets = {module: target_of(module.theirs, chosen, family, keys) for module in chosen}
   other = {targets[module]: rank // lora["rank"] for module, rank in ranks.items() if rank != lora["rank"]}
-  config = _config(lora, _targets(targets.values()), {k: n * lora["rank"] for k, n in other.items()},
-                   {k: _number(lora["alpha"] * (math.sqrt(n) if lora["rslora"] else n)) for k, n in other.items()},
-                   all(module.plain for module in chosen), base)
+  modules_to_save = None
+  if paths := peft_whole.paths(shapes, lora):
+    whole = peft_whole.Tensors(family, keys, shapes, paths, str(out))
+    tensors |= {ROOT + name: values for name, values in whole.write(read, shapes, dtype).items()}
+    modules_to_save = whole.modules()
+  config = peft_config.content(
+      lora, peft_config.targets(targets.values()), {k: n * lora["rank"] for k, n in other.items()},
+      {k: peft_config.number(lora["alpha"] * (math.sqrt(n) if lora["rslora"] else n)) for k, n in other.items()},
+      all(module.plain for module in chosen), base, modules_to_save, peft_whole.SCORE in shapes)
   try:
     out.mkdir(parents=True, exist_ok=True)
     (out / CONFIG).unlink(missing_ok=True)  # without it, a half-written folder cannot be taken for a whole one
@@ -373,28 +340,6 @@ def _put_together(pairs: list[tuple[np.ndarray, np.ndarray]], module: Module, ra
   return a, b
 
 
-def _targets(ends: Iterable[str]) -> list[str] | str:
-  """target_modules: ends of names; or a regex of whole names, where an end has the number of a layer in it."""
-  ends, numbered = sorted(ends), [end for end in ends if "\\d" in end]
-  others = [re.escape(end) for end in ends if end not in numbered]
-  return rf"(.*\.)?({'|'.join((*numbered, *others))})" if numbered else ends
-
-
-def _config(lora: Mapping[str, Any], targets: list[str] | str, ranks: dict[str, int], alphas: dict[str, Any],
-            plain: bool, base: str | None) -> dict[str, Any]:
-  """The content of adapter_config.json, in keys that every PEFT since rsLoRA (0.8) knows."""
-  return {
-      "peft_type": "LORA", "task_type": "CAUSAL_LM", "auto_mapping": None, "base_model_name_or_path": base,
-      "revision": None, "inference_mode": True, "r": lora["rank"], "lora_alpha": _number(lora["alpha"]),
-      "use_rslora": lora["rslora"], "lora_dropout": lora["dropout"], "target_modules": targets, "bias": "none",
-      "fan_in_fan_out": plain, "rank_pattern": ranks, "alpha_pattern": alphas, "modules_to_save": None,
-      "layers_to_transform": None, "layers_pattern": None, "init_lora_weights": True,
-  }
-
-
-def _number(value: float) -> int | float:
-  return int(value) if float(value).is_integer() else value
-
-
 def _name(prefix: str, module: Module, layer: int, part: str) -> str:
-  return f"{ROOT}{prefix}{module.theirs.format(layer=layer)}.lora_{part}.weight"
+  """`part`: A, B, or M for the lengths of DoRA."""
+  return f"{ROOT}{prefix}{module.theirs.format(layer=layer)}.{PARTS[part]}"

@@ -25,10 +25,10 @@ TARGETS = ("blocks/attn/[qkvo]/kernel", "blocks/mlp/.*/kernel")
 
 
 @functools.cache
-def made(rank=4, targets=TARGETS, alpha=8.0, rslora=False, dropout=0.0, moe=False, scan=True, std=0.3):
+def made(rank=4, targets=TARGETS, alpha=8.0, rslora=False, dropout=0.0, moe=False, scan=True, std=0.3, dora=False):
   """(model, parameters, all of them random)."""
   changed = dict(moe=SHARED_EXPERT) if moe else {}
-  model = tiny.model(lora=dict(rank=rank, targets=targets, alpha=alpha, rslora=rslora, dropout=dropout),
+  model = tiny.model(lora=dict(rank=rank, targets=targets, alpha=alpha, rslora=rslora, dropout=dropout, dora=dora),
                      scan_layers=scan, **changed)
   rng = np.random.default_rng(0)
   params = {path: jnp.asarray(path.endswith("scale") + std * rng.normal(size=leaf.shape), jnp.float32)
@@ -40,11 +40,11 @@ def hidden(model, params, batch, **kwargs):
   return np.asarray(jax.jit(lambda p: model.apply(p, batch, **kwargs).hidden, compiler_options=tiny.AS_USERS)(params))
 
 
-@pytest.mark.parametrize("moe", [False, True])
-def test_a_fresh_adapter_changes_nothing(moe):
+@pytest.mark.parametrize("moe, dora", [(False, False), (True, False), (False, True)])
+def test_a_fresh_adapter_changes_nothing(moe, dora):
   """The base has the initial values it would have alone, and logits are equal to the bit."""
   base = tiny.model(**(dict(moe=SHARED_EXPERT) if moe else {}))
-  adapted, _ = made(moe=moe, targets=("attn/q", "moe/shared/", "shared_gate") if moe else TARGETS)
+  adapted, _ = made(moe=moe, dora=dora, targets=("attn/q", "moe/shared/", "shared_gate") if moe else TARGETS)
   plain, params = (jax.jit(m.init)(jax.random.key(3)) for m in (base, adapted))
   flat, alone = tree.flatten(params), tree.flatten(plain)
   assert {path for path in flat if not lora.is_adapter(path)} == set(alone)
@@ -55,8 +55,9 @@ def test_a_fresh_adapter_changes_nothing(moe):
   np.testing.assert_array_equal(hidden(adapted, params, batch), hidden(base, plain, batch))
 
 
-def test_adapters_off_is_the_base():
-  model, params = made()
+@pytest.mark.parametrize("dora", [False, True])
+def test_adapters_off_is_the_base(dora):
+  model, params = made(dora=dora)
   batch, base = tiny.batch(4, 16), tiny.model()
   without = tree.unflatten({p: x for p, x in tree.flatten(params).items() if not lora.is_adapter(p)})
   expected = hidden(base, without, batch)
@@ -72,32 +73,40 @@ def test_initial_values_are_even_within_the_bound_and_differ_by_path_and_layer()
   assert not np.any(q[0] == q[1]) and not np.any(q == k)
 
 
-@pytest.mark.parametrize("alpha, rslora, scale", [(8.0, False, 2.0), (8.0, True, 4.0), (2.0, False, 0.5)])
-def test_the_kernel_is_moved_by_a_times_b_times_the_scale(alpha, rslora, scale):
-  """scale = alpha / r, or alpha / sqrt(r) with rsLoRA: put by hand into the kernels of a model without adapters."""
-  model, params = made(alpha=alpha, rslora=rslora)
+@pytest.mark.parametrize("alpha, rslora, scale, dora", [
+    (8.0, False, 2.0, False), (8.0, True, 4.0, False), (2.0, False, 0.5, False), (2.0, False, 0.5, True)])
+def test_the_kernel_is_moved_by_a_times_b_times_the_scale(alpha, rslora, scale, dora):
+  """scale = alpha / r, or alpha / sqrt(r) with rsLoRA: put by hand into the kernels of a model without adapters.
+
+  With DoRA each column then has the base's length and `lora_m`.
+  """
+  model, params = made(alpha=alpha, rslora=rslora, dora=dora)
   flat = tree.flatten(params)
   by_hand = {}
   for path, leaf in flat.items():
     if not lora.is_adapter(path):
       a, b = (flat.get(beside) for beside in lora.pair(path)) if path.endswith("/kernel") else (None, None)
       by_hand[path] = leaf if a is None else leaf + scale * np.einsum("lir,lro->lio", a, b, dtype=np.float64)
+      if dora and a is not None:
+        wanted = np.linalg.norm(np.float64(leaf), axis=1) + flat[path.replace("kernel", "lora_m")]
+        by_hand[path] = by_hand[path] / np.linalg.norm(by_hand[path], axis=1, keepdims=True) * wanted[:, None]
   batch, moved = tiny.batch(4, 16), {p: jnp.asarray(x, jnp.float32) for p, x in by_hand.items()}
   expected = hidden(tiny.model(), tree.unflatten(moved), batch)
   np.testing.assert_allclose(hidden(model, params, batch), expected, atol=1e-5)
 
 
-@pytest.mark.parametrize("moe", [False, True])
-def test_merged_equals_unmerged(moe):
-  model, params = made(moe=moe, targets=("attn/[qo]/", "moe/shared/", "shared_gate") if moe else TARGETS)
+@pytest.mark.parametrize("moe, dora", [(False, False), (True, False), (False, True)])
+def test_merged_equals_unmerged(moe, dora):
+  model, params = made(moe=moe, dora=dora, targets=("attn/[qo]/", "moe/shared/", "shared_gate") if moe else TARGETS)
   base, merged = tiny.model(**(dict(moe=SHARED_EXPERT) if moe else {})), lora.merge(params, model.spec.lora.scale)
   assert tree.flatten(merged).keys() == tree.flatten(base.abstract_params()).keys()
   batch = tiny.batch(4, 16)
   np.testing.assert_allclose(hidden(base, merged, batch), hidden(model, params, batch), atol=1e-5)
 
 
-def test_merging_slice_by_slice_is_merging():
-  model, params = made(targets=("attn/q", "mlp/down"))
+@pytest.mark.parametrize("dora", [False, True])
+def test_merging_slice_by_slice_is_merging(dora):
+  model, params = made(targets=("attn/q", "mlp/down"), dora=dora)
   flat, scale = tree.flatten(params), model.spec.lora.scale
   merged = tree.flatten(lora.merge(params, scale))
   read = lora.merged_reader(*[lambda path, index: np.asarray(flat[path][index])] * 2, flat, scale)
@@ -189,15 +198,18 @@ def _sharding(mesh, path, leaf):
   """Adapters as their kernels: the large dimension split."""
   if path.endswith("/lora_a"):
     return NamedSharding(mesh, P(None, "fsdp"))
+  if path.endswith("/lora_m"):
+    return NamedSharding(mesh, P(None, "tensor"))
   return NamedSharding(mesh, P(None, None, "tensor") if path.endswith("/lora_b") or "/kernel" in path else P())
 
 
-def test_eight_devices_compute_what_one_does():
+@pytest.mark.parametrize("dora", [False, True])
+def test_eight_devices_compute_what_one_does(dora):
   """I2: initial values and dropout masks to the bit, the step (of gradients themselves) to 1e-5 of its largest number.
 
   With larger parameters, attention looks at single keys: rounding a parameter otherwise then changes gradients by more.
   """
-  model, params = made(dropout=0.3, std=0.1)
+  model, params = made(dropout=0.3, std=0.1, dora=dora)
   optimizer, update = _update(model, micro_batch_size=8)
   batch = tiny.batch(8, 16)
   expected, _ = jax.jit(update)(_start(model, optimizer, params), batch)

@@ -274,7 +274,11 @@ def test_flops_of_adapters_against_a_hand_count():
   model = make(**LLAMA, num_layers=2, positions="none", lora=dict(rank=3, targets=("attn/q", "mlp/down")))
   base = 2 * (16 * 16 * 2 + 16 * 8 * 2 + 3 * 16 * 24) + 16 * 56
   adapters = 2 * (3 * (16 + 16) + 3 * (24 + 16))
-  assert model.flops_per_token(8) == 4 * base + 6 * adapters + 12 * 4 * 4 * 2 * 4.5
+  attended = 12 * 4 * 4 * 2 * 4.5
+  assert model.flops_per_token(8) == 4 * base + 6 * adapters + attended
+  whole = make(**LLAMA, num_layers=2, positions="none", lora=dict(rank=3, targets=("attn/q", "mlp/down"),
+                                                                  modules_to_save=("embed/", "attn/o/")))
+  assert whole.flops_per_token(8) == 4 * base + 2 * (16 * 56 + 2 * 16 * 16) + 6 * adapters + attended
 
 
 def of_embeddings(**changed):

@@ -269,6 +269,8 @@ MODEL = {
   "model.lora.alpha": program(4.0, LORA),
   "model.lora.targets": program(("attn/q/kernel",), LORA),
   "model.lora.rslora": program(True, LORA),
+  "model.lora.dora": program(True, LORA),
+  "model.lora.modules_to_save": optimizing(("^embed/",), LORA),
   "model.lora.dropout": program(0.5, LORA),
   "model.lora.peft": run(first_parameters, lambda f: f.peft, LORA),
   "model.neftune_alpha": program(5.0),

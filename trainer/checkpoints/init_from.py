@@ -4,6 +4,8 @@ Each array is read straight onto the devices that hold it, and once: fresh value
 provides.
 """
 
+import dataclasses
+import functools
 import re
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
@@ -11,6 +13,8 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 from absl import logging
 
 from models import hf, lora
@@ -81,12 +85,13 @@ def first_params(origin: Origin, model: Any, target: Any, *, partial: bool = Fal
   if origin.path and not origin.fresh:
     take(_from_run(origin, dict(wanted), partial=partial), origin.path)
   if origin.peft:
-    adapters = {path: leaf for path, leaf in wanted.items() if lora.is_adapter(path)}
-    if not adapters and not partial:
+    trained = lora.trained(origin.model.lora.modules_to_save)
+    adapters = {path: leaf for path, leaf in wanted.items() if re.search(trained, path)}
+    if not any(map(lora.is_adapter, adapters)) and not partial:
       raise ConfigError(f"both init_from.path={origin.path!r} and model.lora.peft={origin.peft!r} hold adapters; give "
                         "one.")
     if adapters:
-      take(_from_peft(origin, model, adapters), origin.peft)
+      take(_from_peft(origin, model, adapters, stored), origin.peft)
   if origin.folder and not origin.fresh:
     base = {path: leaf for path, leaf in wanted.items() if not lora.is_adapter(path)}
     take(_from_hugging_face(origin, model, base), origin.folder)
@@ -185,16 +190,38 @@ def _from_hugging_face(origin: Origin, model: Any, wanted: Leaves) -> Iterator[t
     yield from hf.iter_params(plan, tensors, shardings, dtypes, progress=True)
 
 
-def _from_peft(origin: Origin, model: Any, wanted: Leaves) -> Iterator[tuple[str, jax.Array]]:
-  """Adapters in PEFT's format. Their modules are named as in the family of the base."""
+def _from_peft(origin: Origin, model: Any, wanted: Leaves, stored: Leaves) -> Iterator[tuple[str, jax.Array]]:
+  """Adapters in PEFT's format and the whole parameters among them. Modules are named as in the family of the base."""
   shapes = _base_shapes(model)
   if origin.folder:
     family, keys, _ = hf.architecture(origin.folder, origin.hf_ignore)
   else:
     keys = hf.keys_of(origin.model, model.vocab_size)
     family, _ = hf.config_json(keys)
-  loaded = hf.load_adapters(origin.peft, wanted, family=family, keys=keys, shapes=shapes, lora=origin.model.lora)
+
+  @functools.cache
+  def lengths(kernel: str) -> np.ndarray:
+    sharding = next(iter(wanted.values())).sharding
+    if isinstance(sharding, jax.sharding.NamedSharding):
+      sharding = jax.sharding.NamedSharding(sharding.mesh, jax.sharding.PartitionSpec())
+    placed = {path: getattr(leaf, "sharding", sharding) for path, leaf in stored.items()}
+    parts = {path: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=placed.get(path, sharding))
+             for path, leaf in tree.flatten(model.abstract_params()).items()
+             if path == kernel or re.fullmatch(rf"{kernel}_(int8|nf4|scale)", path)}
+    base, _ = first_params(dataclasses.replace(origin, peft=None), model, tree.unflatten(parts), partial=True)
+    return np.asarray(base_lengths(kernel, tree.flatten(base)))
+
+  loaded = hf.load_adapters(origin.peft, wanted, family=family, keys=keys, shapes=shapes, lora=origin.model.lora,
+                            lengths=lengths if origin.model.lora.dora else None)
   yield from loaded.items()
+
+
+def base_lengths(kernel: str, base: Leaves) -> jax.Array:
+  """|W| float32 [L, out] of the columns of a kernel [L, in, out], as layers have it, quantised or not."""
+  if kernel in base:
+    return jax.jit(lambda w: lora.lengths(w.astype(jnp.float32)))(base[kernel])
+  parts = {end: base[kernel + end] for end in ("_int8", "_nf4", "_scale") if kernel + end in base}
+  return jax.jit(lambda parts: lora.lengths(quantize.dequantize(parts, jnp.float32)))(parts)
 
 
 def _from_run(cfg: Origin, wanted: Leaves, *, partial: bool) -> Iterator[tuple[str, jax.Array]]:
@@ -220,10 +247,11 @@ def _from_run(cfg: Origin, wanted: Leaves, *, partial: bool) -> Iterator[tuple[s
       raise ConfigError(f"init_from.remap maps both {renamed[new]} and {name} of {path} to {new}.")
     renamed[new] = name
 
-  adapters_only = cfg.folder is not None and all(lora.is_trained(name) for name in renamed)
+  trained = lora.trained(cfg.model.lora.modules_to_save)
+  adapters_only = cfg.folder is not None and all(re.search(trained, name) for name in renamed)
 
   def may_lack(name: str) -> bool:
-    return name in ignored or name not in renamed and (adapters_only or lora.is_trained(name))
+    return name in ignored or name not in renamed and (adapters_only or lora.is_new(name))
 
   problems = tree.compare({p: leaf for p, leaf in wanted.items() if not may_lack(p)},
                               {new: saved[old] for new, old in renamed.items()

@@ -61,6 +61,8 @@ PARAM_RULES = (
     (r"(attn/([qkv]|q_up|kv_up)|delta/[qkvzba]|(mlp|shared)/(gate|up))/lora_b$", (None, None, "tensor")),
     (r"((attn|delta)/o|(mlp|shared)/down)/lora_a$", (None, "tensor", None)),
     (r"((attn|delta)/o|(mlp|shared)/down)/lora_b$", (None, None, _FSDP)),
+    (r"(attn/([qkv]|q_up|kv_up)|delta/[qkvzba]|(mlp|shared)/(gate|up))/lora_m$", (None, "tensor")),
+    (r"((attn|delta)/o|(mlp|shared)/down)/lora_m$", (None, _FSDP)),
     (r"^unembed/kernel$", (_FSDP, "tensor")),
     # Beside the blocks, whose names the tower's have too: matrices without layers. The first has 3 inputs a pixel.
     (r"^vision/patch_embed/kernel$", (None, _FSDP)),

@@ -5,7 +5,7 @@ the form in which it was trained on (bfloat16, int8, nf4): what is exported then
 merged as they are written.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +28,7 @@ class MergedLeaves:
     config: of the run.
     tokenizer: of the run.
     checkpoint: the folder of the checkpoint.
-    trained: {path: ShapeDtypeStruct} of what it holds: adapters, and maybe a head that scores.
+    trained: {path: ShapeDtypeStruct} of what it holds: adapters, and what is trained as a whole.
     read_trained: gives `leaf[index]` of one of these.
 
   Attributes:
@@ -54,6 +54,10 @@ class MergedLeaves:
     self.read = lora.merged_reader(self._read_base, read_trained, filter(lora.is_adapter, trained),
                                    model.spec.lora.scale)
 
+  def lengths(self, kernel: str) -> np.ndarray:
+    """|W| [L, out] of the base's kernel of that path."""
+    return np.asarray(init_from.base_lengths(kernel, self._base))
+
   def _read_base(self, path: str, index: tuple[int | slice, ...]) -> np.ndarray:
     if path in self._trained:
       return self._read_trained(path, index)
@@ -69,12 +73,11 @@ _dequantize = jax.jit(lambda parts: quantize.dequantize(parts, np.float32), back
 
 
 def save_peft(out: Path, config: Any, tokenizer: Tokenizer, read_adapter: ReadLeaf, dtype: str | None,
-              overwrite: bool) -> None:
-  """Writes the adapters in PEFT's format; see `hf.save_adapters`. `overwrite`: replace adapters that `out` holds."""
+              overwrite: bool, base: Callable[[], MergedLeaves]) -> None:
+  """Writes what is trained in PEFT's format; see `hf.save_adapters`. `overwrite`: replace adapters that `out` holds.
+  `base`: makes the base, which DoRA's lengths are written with."""
   if (out / peft.CONFIG).exists() and not overwrite:
     raise hf.HFError(f"{out} already holds adapters. Give another folder, or say that they may be overwritten.")
-  if config.model.head == "score":
-    raise hf.HFError("model.head is 'score': PEFT's format has the adapters here, and no head. Use --adapter=merged.")
   shapes = quantize.logical(tree.flatten(_model(config, tokenizer).abstract_params()))
   if config.model.hf:
     family, keys, _ = hf.architecture(config.model.hf, config.model.hf_ignore)
@@ -82,7 +85,8 @@ def save_peft(out: Path, config: Any, tokenizer: Tokenizer, read_adapter: ReadLe
     keys = hf.keys_of(config.model, shapes["embed/embedding"].shape[0])
     family, _ = hf.config_json(keys)
   hf.save_adapters(out, read_adapter, family=family, keys=keys, shapes=shapes, lora=config.model.lora,
-                   base=config.model.hf, dtype=None if dtype is None else jax.numpy.dtype(dtype))
+                   base=config.model.hf, dtype=None if dtype is None else jax.numpy.dtype(dtype),
+                   lengths=base().lengths if config.model.lora.dora else None)
 
 
 def _model(config: Any, tokenizer: Tokenizer) -> api.Model:

@@ -76,16 +76,20 @@ def export(workdir: str | Path, out: str | Path, *, step: int | None = None, dty
   stored: Any = StoredLeaves(folder, "ema" if ema else "params")
   tokenizer = load_tokenizer(workdir / "tokenizer.json")
   adapters = {path: leaf for path, leaf in stored.shapes.items() if lora.is_adapter(path)}
+
+  def merged() -> export_adapters.MergedLeaves:
+    return export_adapters.MergedLeaves(config, tokenizer, folder, stored.shapes, stored.read)
+
   if adapter == "peft":
     if not adapters:
       raise ConfigError(f"{folder} holds no adapters: its run had model.lora.rank=0. Export without --adapter=peft.")
-    export_adapters.save_peft(out, config, tokenizer, stored.read, dtype, overwrite)
+    export_adapters.save_peft(out, config, tokenizer, stored.read, dtype, overwrite, merged)
     texts = strategies.of(config).data == "texts"
     if not texts and not (out / files.CONFIG).exists():  # in the base's own folder its files stay
       _write_texts(config, tokenizer, workdir, out)
     return out
   if adapters:
-    stored = export_adapters.MergedLeaves(config, tokenizer, folder, stored.shapes, stored.read)
+    stored = merged()
   shapes = _without_padding(stored.shapes, None if config.model.hf else tokenizer.vocab_size)
   keys = hf.keys_of(config.model, shapes["embed/embedding"].shape[0])
   original = workdir / hugging_face.FOLDER

@@ -46,6 +46,10 @@ def shapes(config: Any, optimizer: Any, abstract_params: Any) -> Any:
   if kind == "base" and not adapters:
     raise ConfigError("strategy.reference is 'base', the model with its adapter off, but there are no adapters "
                       "(model.lora.rank is 0). Use 'start', or the path of a model.")
+  if kind == "base" and config.model.lora.modules_to_save and (config.init_from.path or config.model.lora.peft):
+    raise ConfigError("strategy.reference is 'base', the model with its adapter off, but the run begins with an "
+                      "adapter that may have its own values of model.lora.modules_to_save. Use 'start', or the path of "
+                      "a model.")
   trained, frozen = optimizer.split(abstract_params)
   if kind in ("start", "base") or adapters:
     return trained

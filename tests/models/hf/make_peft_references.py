@@ -3,19 +3,22 @@
 Needs torch, transformers and peft, which nothing else here does: python tests/models/hf/make_peft_references.py
 """
 
+import re
 import shutil
 from pathlib import Path
 
 import numpy as np
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
-from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
+from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassification
 
 OUT = Path(__file__).resolve().parent / "peft_references"
 TOKENS = torch.from_numpy(np.random.default_rng(0).integers(0, 40, (2, 9)))
 
 LLAMA = LlamaConfig(vocab_size=40, hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=4,
                     num_key_value_heads=2, tie_word_embeddings=False, max_position_embeddings=32)
+TIED = LlamaConfig(**{**LLAMA.to_dict(), "tie_word_embeddings": True})
+LLAMA_SCORE = LlamaConfig(**{**LLAMA.to_dict(), "num_labels": 1, "pad_token_id": 0})
 GPT2 = GPT2Config(vocab_size=40, n_embd=16, n_layer=2, n_head=2, n_positions=32)
 
 CASES = {
@@ -23,6 +26,18 @@ CASES = {
     "llama_rslora": (LLAMA, LlamaForCausalLM, dict(r=4, lora_alpha=6, use_rslora=True, target_modules=["o_proj"])),
     "gpt2": (GPT2, GPT2LMHeadModel, dict(r=3, lora_alpha=6, fan_in_fan_out=True,
                                          target_modules=["c_attn", "mlp.c_proj"])),
+    # The embedding is the unembedding, and both are saved, with equal values; of the norms one kind and the last.
+    "llama_modules": (TIED, LlamaForCausalLM, dict(r=2, lora_alpha=4, target_modules=["q_proj"], modules_to_save=[
+        "embed_tokens", "lm_head", "input_layernorm", "model.norm"])),
+    # With values of their own: the two are no longer tied.
+    "llama_apart": (TIED, LlamaForCausalLM, dict(r=2, lora_alpha=4, target_modules=["q_proj"], modules_to_save=[
+        "embed_tokens", "lm_head"])),
+    "llama_dora": (LLAMA, LlamaForCausalLM, dict(r=3, lora_alpha=8, use_dora=True,
+                                                 target_modules=["q_proj", "down_proj"])),
+    "gpt2_dora": (GPT2, GPT2LMHeadModel, dict(r=2, lora_alpha=6, use_dora=True, fan_in_fan_out=True,
+                                              target_modules=["c_attn"])),
+    "llama_score": (LLAMA_SCORE, LlamaForSequenceClassification, dict(
+        r=2, lora_alpha=4, task_type="SEQ_CLS", target_modules=["v_proj"], modules_to_save=["score"])),
 }
 
 
@@ -42,13 +57,23 @@ def main() -> None:
     randomise(model.parameters(), generator)
     model.save_pretrained(OUT / name / "base")
     base = model(TOKENS).logits.detach().numpy()
-    model = get_peft_model(model, LoraConfig(task_type="CAUSAL_LM", lora_dropout=0.1, **adapters)).eval()
-    randomise((p for key, p in model.named_parameters() if "lora_" in key), generator)
+    model = get_peft_model(model, LoraConfig(**{"task_type": "CAUSAL_LM", "lora_dropout": 0.1, **adapters})).eval()
+    randomise((p for key, p in model.named_parameters() if "lora_" in key or "modules_to_save" in key), generator)
+    if name == "llama_modules":
+      copies = [p for key, p in model.named_parameters() if "modules_to_save" in key and p.shape == (40, 16)]
+      copies[0].data.copy_(copies[1].data)
     model.save_pretrained(OUT / name / "adapters")
     (OUT / name / "adapters" / "README.md").unlink(missing_ok=True)
     (OUT / name / "base" / "generation_config.json").unlink(missing_ok=True)
     reloaded = architecture.from_pretrained(OUT / name / "base")
-    logits = PeftModel.from_pretrained(reloaded, OUT / name / "adapters").eval()(TOKENS).logits.detach().numpy()
+    loaded = PeftModel.from_pretrained(reloaded, OUT / name / "adapters", is_trainable=True).eval()
+    logits = loaded(TOKENS).logits
+    if name == "llama_dora":
+      logits.square().sum().backward()
+      np.savez(OUT / name / "gradients.npz", tokens=TOKENS.numpy(), **{
+          re.sub(r".*(layers.*)\.default(\.weight)?$", r"\1", key): p.grad.numpy()
+          for key, p in loaded.named_parameters() if p.grad is not None})
+    logits = logits.detach().numpy()
     assert np.abs(logits - base).max() > 0.05, "the adapters must matter"
     np.savez(OUT / name / "logits.npz", tokens=TOKENS.numpy(), base=base, adapted=logits)
     print(name, float(np.abs(logits - base).max()))

@@ -1,10 +1,12 @@
 """Adapters in PEFT's format: what PEFT computed (make_peft_references.py), round trips to the bit, what is refused."""
 
 import json
+import re
 import shutil
 from pathlib import Path
 
 import jax
+import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
@@ -15,6 +17,7 @@ from models.hf import convert, families, peft
 from models.hf.errors import HFError
 from trainer import tree
 from trainer.config import defaults
+from trainer.errors import ConfigError
 
 REFERENCES = Path(__file__).resolve().parent / "peft_references"
 # The config's model.lora for each reference.
@@ -22,12 +25,24 @@ LORA = {
     "llama": dict(rank=3, alpha=8.0, targets=("attn/[qv]/kernel", "mlp/down")),
     "llama_rslora": dict(rank=4, alpha=6.0, rslora=True, targets=("attn/o/",)),
     "gpt2": dict(rank=3, alpha=6.0, targets=("attn/[qkv]/", "mlp/down")),
+    "llama_modules": dict(rank=2, alpha=4.0, targets=("attn/q/",),
+                          modules_to_save=("^embed/", "attn_norm", "^final_norm")),
+    "llama_apart": dict(rank=2, alpha=4.0, targets=("attn/q/",), modules_to_save=("embed/",)),
+    "llama_dora": dict(rank=3, alpha=8.0, dora=True, targets=("attn/q/", "mlp/down")),
+    "gpt2_dora": dict(rank=2, alpha=6.0, dora=True, targets=("attn/[qkv]/",)),
+    "llama_score": dict(rank=2, alpha=4.0, targets=("attn/v/",)),
 }
-MODULES = {"llama": ["down_proj", "q_proj", "v_proj"], "llama_rslora": ["o_proj"], "gpt2": ["c_attn", "mlp.c_proj"]}
+MODULES = {"llama": ["down_proj", "q_proj", "v_proj"], "llama_rslora": ["o_proj"], "gpt2": ["c_attn", "mlp.c_proj"],
+           "llama_modules": ["q_proj"], "llama_apart": ["q_proj"], "llama_score": ["v_proj"],
+           "llama_dora": ["down_proj", "q_proj"], "gpt2_dora": ["c_attn"]}
+WHOLE = {"llama_modules": ["embed_tokens", "input_layernorm", "lm_head", "model.norm"],
+         "llama_apart": ["embed_tokens", "lm_head"], "llama_score": ["score"]}
 
 
 class Case:
   """A model with adapters for the base of a reference."""
+
+  lengths = None
 
   def __init__(self, name, **changed):
     self.folder = REFERENCES / name
@@ -37,12 +52,17 @@ class Case:
     self.family, self.keys, _ = hf.architecture(base)
     section = defaults().model
     hf.set_keys(section, self.keys)
+    section.tie_embeddings = self.keys["tie_embeddings"] and self.folder.name != "llama_apart"
     section.lora.update(options)
     self.lora = section.lora
     self.model = api.make_model(section, vocab_size=40, params_dtype="float32", compute_dtype="float32")
     self.shapes = tree.flatten(self.model.abstract_params())
-    self.wanted = {path: leaf for path, leaf in self.shapes.items() if lora.is_adapter(path)}
-    self.names = dict(family=self.family, keys=self.keys, shapes=self.shapes, lora=self.lora)
+    self.wanted = {path: leaf for path, leaf in self.shapes.items() if re.search(self.model.trained_only, path)}
+    if self.lora.dora:
+      base = tree.flatten(hf.load(base)[1])
+      self.lengths = lambda kernel: np.linalg.norm(np.float64(base[kernel]), axis=1).astype(np.float32)
+    self.names = dict(family=self.family, keys=self.keys, shapes=self.shapes, lora=self.lora,
+                      lengths=self.lengths)
 
   def read(self, folder=None, wanted=None):
     return peft.load_adapters(folder or self.folder / "adapters", wanted or self.wanted, **self.names)
@@ -57,16 +77,39 @@ class Case:
     return {path: rng.normal(size=leaf.shape).astype(np.float32) for path, leaf in self.wanted.items()}
 
 
+def outputs(model, params, tokens):
+  """Logits, or the scores of whole rows."""
+  if not model.num_labels:
+    return jax.jit(model.logits)(params, tokens)
+  return model.score(params, model.apply(params, dict(tokens=tokens)).hidden[:, -1])
+
+
 @pytest.mark.parametrize("name", LORA)
 def test_logits_are_those_of_peft(name):
   case, saved = Case(name), np.load(REFERENCES / name / "logits.npz")
   base_model, base = hf.load(case.folder / "base")
-  np.testing.assert_allclose(jax.jit(base_model.logits)(base, saved["tokens"]), saved["base"], atol=1e-5)
-  params = tree.unflatten(tree.flatten(base) | case.read())
-  logits = jax.jit(case.model.logits)(params, saved["tokens"])
-  np.testing.assert_allclose(logits, saved["adapted"], atol=1e-5)
-  merged = lora.merge(params, case.model.spec.lora.scale)
-  np.testing.assert_allclose(jax.jit(base_model.logits)(merged, saved["tokens"]), saved["adapted"], atol=1e-5)
+  np.testing.assert_allclose(outputs(base_model, base, saved["tokens"]), saved["base"], atol=1e-5)
+  read = case.read()
+  assert read.keys() == case.wanted.keys()
+  params = tree.unflatten(tree.flatten(base) | read)
+  np.testing.assert_allclose(outputs(case.model, params, saved["tokens"]), saved["adapted"], atol=1e-5)
+  if name != "llama_apart":  # whose base has one matrix for the two
+    merged = lora.merge(params, case.model.spec.lora.scale)
+    np.testing.assert_allclose(outputs(base_model, merged, saved["tokens"]), saved["adapted"], atol=1e-5)
+
+
+def test_gradients_with_dora_are_those_of_peft():
+  """To the gradient, what a column is divided by is a constant."""
+  case, saved = Case("llama_dora"), np.load(REFERENCES / "llama_dora" / "gradients.npz")
+  params = tree.unflatten(tree.flatten(hf.load(case.folder / "base")[1]) | case.read())
+  loss = lambda p: jnp.sum(jnp.square(case.model.logits(p, saved["tokens"])))  # noqa: E731
+  gradients = tree.flatten(jax.jit(jax.grad(loss))(params))
+  for path in case.wanted:
+    module = path.replace("blocks/attn/q", "self_attn.q_proj").replace("blocks/mlp/down", "mlp.down_proj")
+    part = {"lora_a": "lora_A", "lora_b": "lora_B", "lora_m": "lora_magnitude_vector"}[module.rpartition("/")[2]]
+    for layer in range(2):
+      expected = saved[f"layers.{layer}.{module.rpartition('/')[0]}.{part}"].T
+      np.testing.assert_allclose(gradients[path][layer], expected, rtol=0, atol=1e-5 * np.abs(expected).max())
 
 
 @pytest.mark.parametrize("name", LORA)
@@ -76,11 +119,17 @@ def test_reading_and_writing_gives_the_same_file(name, tmp_path):
   original = load_file(case.folder / "adapters" / peft.TENSORS)
   assert tensors.keys() == original.keys()
   for key, values in original.items():
-    assert tensors[key].dtype == values.dtype and tensors[key].tobytes() == values.tobytes(), key
+    assert tensors[key].dtype == values.dtype, key
+    if key.endswith("magnitude_vector"):  # less the base's length, and that again
+      np.testing.assert_allclose(tensors[key], values, rtol=3e-7, err_msg=key)
+    else:
+      assert tensors[key].tobytes() == values.tobytes(), key
   theirs = json.loads((case.folder / "adapters" / peft.CONFIG).read_text())
+  assert config["modules_to_save"] == WHOLE.get(name)
   for key in ("peft_type", "task_type", "r", "lora_alpha", "use_rslora", "bias", "fan_in_fan_out", "rank_pattern",
               "alpha_pattern"):
     assert config[key] == theirs[key], key
+  assert config.get("use_dora", False) == theirs["use_dora"]
   assert config["target_modules"] == MODULES[name] == sorted(theirs["target_modules"])
   assert config["base_model_name_or_path"] == "some/base"
 
@@ -170,13 +219,13 @@ def copied(tmp_path):
 
 
 @pytest.mark.parametrize("change, message", [
-    (dict(use_dora=True), "use_dora is True"),
+    (dict(use_dora=True), "use_dora is True, but model.lora.dora=False. Set model.lora.dora=True"),
+    (dict(use_dora=1), "use_dora is 1"),
     (dict(bias="lora_only"), "bias is 'lora_only'"),
-    (dict(modules_to_save=["lm_head"]), "modules_to_save"),
     (dict(layers_to_transform=[0]), "layers_to_transform"),
     (dict(init_lora_weights="pissa"), "init_lora_weights is 'pissa'"),
     (dict(peft_type="LOHA"), "peft_type is 'LOHA'"),
-    (dict(task_type="SEQ_CLS"), "task_type is 'SEQ_CLS'"),
+    (dict(task_type="FEATURE_EXTRACTION"), "task_type is 'FEATURE_EXTRACTION'"),
     (dict(fan_in_fan_out=True), "fan_in_fan_out is True.*Set fan_in_fan_out to false"),
     (dict(use_newest_trick=True), "use_newest_trick = True: not known"),
     (dict(lora_alpha=16), "model.lora.alpha=16"),
@@ -191,6 +240,55 @@ def test_options_that_are_not_ours_are_refused(copied, change, message):
   spoil(**change)
   with pytest.raises(HFError, match=message):
     Case("llama").read(folder)
+
+
+def test_whole_parameters_that_the_file_lacks_come_from_the_base():
+  """Adapters of another run go on with the embedding trained, too."""
+  case = Case("llama", modules_to_save=("^embed/",))
+  assert "embed/embedding" in case.wanted and case.read().keys() == case.wanted.keys() - {"embed/embedding"}
+
+
+@pytest.mark.parametrize("options, message", [
+    (dict(modules_to_save=("^embed/", "attn_norm")), r"\+ .*model.norm.weight \(16,\): matches no target"),
+    (dict(modules_to_save=("nothing",)), "modules_to_save: the pattern 'nothing' matches none"),
+    (dict(modules_to_save=("attn/q/",)), "matches blocks/attn/q/kernel, which have adapters, too"),
+    (dict(modules_to_save=("(",)), "modules_to_save"),
+])
+def test_whole_parameters_that_do_not_match(options, message):
+  with pytest.raises((HFError, ConfigError), match=message):
+    Case("llama_modules", **options).read()
+
+
+def test_an_embedding_apart_from_the_unembedding_is_refused_where_they_are_one(tmp_path):
+  case = Case("llama_modules", modules_to_save=("^embed/",))
+  with pytest.raises(HFError, match="lm_head.weight is not model.embed_tokens.weight; .* model.tie_embeddings=False"):
+    case.read(REFERENCES / "llama_apart" / "adapters")
+  case.write(tmp_path / "out", case.random())
+  tensors = load_file(tmp_path / "out" / peft.TENSORS)
+  save_file({name: x for name, x in tensors.items() if "lm_head" not in name}, tmp_path / "out" / peft.TENSORS)
+  with pytest.raises(HFError, match="no lm_head.weight, so that PEFT leaves the unembedding as the base has it"):
+    case.read(tmp_path / "out")
+
+
+def test_a_module_is_saved_as_a_whole_or_not_at_all(tmp_path):
+  case = Case("gpt2", modules_to_save=("final_norm/scale",))
+  with pytest.raises(HFError, match="ln_f.bias is not among model.lora.modules_to_save: add final_norm/bias"):
+    case.write(tmp_path / "out", case.random())
+  case = Case("gpt2_dora", targets=("attn/[qv]/",))
+  with pytest.raises(HFError, match="c_attn holds blocks/attn/k/kernel, too, .* DoRA trains the lengths of a whole m"):
+    case.write(tmp_path / "out", case.random())
+  case = Case("gpt2", targets=("mlp/down",), modules_to_save=("attn/[qk]/",))
+  with pytest.raises(HFError, match="c_attn.* holds blocks/attn/v/.* which model.lora.modules_to_save does not match"):
+    case.write(tmp_path / "out", case.random())
+
+
+def test_a_missing_layer_is_listed(copied):
+  folder, _ = copied
+  shutil.copytree(REFERENCES / "llama_modules" / "adapters", folder, dirs_exist_ok=True)
+  tensors = load_file(folder / peft.TENSORS)
+  save_file({n: x for n, x in tensors.items() if "layers.1.input_layernorm" not in n}, folder / peft.TENSORS)
+  with pytest.raises(HFError, match=r"- model.layers.1.input_layernorm.weight: not in the file"):
+    Case("llama_modules").read(folder)
 
 
 def test_patterns_without_effect_are_read(copied):
@@ -260,6 +358,7 @@ def test_adapters_of_projections_in_groups_are_those_of_their_matrix(tmp_path):
   """Qwen3-Next: one matrix has, for each head of keys, its part of queries, keys, values and gates; in some layers."""
   folder = REFERENCES.parent / "references" / "qwen3_next"
   case = Case.__new__(Case)
+  case.folder = folder
   case.prepare(folder, rank=2, alpha=6.0, targets=("delta/[qkvzo]/", "attn/q/"))
   leaves, (_, base) = case.random(), hf.load(folder)
   _, adapters = case.write(tmp_path / "adapters", leaves)

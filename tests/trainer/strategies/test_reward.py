@@ -162,13 +162,19 @@ def test_adapters_train_the_head_and_go_on_where_they_were(tmp_path):
   assert all(np.array_equal(first[name], second[name]) for name in first)
   begun = load_file(export.export(tmp_path / "whole", tmp_path / "begin", step=4) / "model.safetensors")
   assert np.array_equal(begun["score.weight"], first["score.weight"])
-  with pytest.raises(hf.HFError, match="PEFT's format has the adapters here, and no head"):
-    export.export(tmp_path / "whole", tmp_path / "peft", adapter="peft")
+  # PEFT's file has the head, too, and a run begins from it.
+  peft = export.export(tmp_path / "whole", tmp_path / "peft", adapter="peft")
+  assert np.array_equal(load_file(peft / "adapter_model.safetensors")["base_model.model.score.weight"],
+                        first["score.weight"])
   # A run begins from it, head and all.
   follow = config(total_steps=1)
   follow.init_from.path = str(tmp_path / "whole")
   train(follow, tmp_path / "follow")
   assert losses(tmp_path / "follow")[0] < losses(tmp_path / "whole")[0]
+  other = config(total_steps=1)
+  other.model.lora.peft = str(peft)
+  train(other, tmp_path / "other")
+  assert losses(tmp_path / "other")[0] == losses(tmp_path / "follow")[0]
 
 
 @pytest.mark.parametrize("changed, told", [
