@@ -19,7 +19,7 @@ from tokenizers import decoders, models, pre_tokenizers, trainers
 from tqdm import tqdm
 
 from input_pipeline import once
-from input_pipeline.tokenizer import special_tokens
+from input_pipeline.tokenizer import new_tokens, special_tokens
 from input_pipeline.tokenizer.hf_folder import TokenizerFiles, find_tokenizer
 from input_pipeline.tokenizer.hugging_face import HFTokenizer, Placed, split_text, write_files
 from input_pipeline.tokenizer.token_bytes import byte_chars as _byte_chars
@@ -144,12 +144,13 @@ def make_tokenizer(
     DataError: an unreadable tokenizer file.
   """
   save_path = Path(save_path)
+  new_tokens.wanted(cfg)
   if cfg.type == "bytes":
     tokenizer: Tokenizer = BytesTokenizer()
   elif cfg.type == "hf":
     if not cfg.path:
       raise ConfigError("tokenizer.path is not set: type 'hf' needs a tokenizer.json or the folder that holds one.")
-    tokenizer = load_tokenizer(Path(cfg.path), key="tokenizer.path")
+    tokenizer = load_extended(cfg)
   elif cfg.type == "bpe":
     return _make_bpe(cfg.vocab_size, cfg.train_megabytes, cfg.split_digits, train_texts, save_path, progress)
   else:
@@ -166,7 +167,12 @@ def make_tokenizer(
   return tokenizer
 
 
-def load_tokenizer(path: Path, key: str = "tokenizer") -> Tokenizer:
+def load_extended(cfg: ConfigDict) -> Tokenizer:
+  """The tokenizer of the folder `cfg.path`, with the new tokens of the section; see `load_tokenizer`."""
+  return load_tokenizer(Path(cfg.path).expanduser(), key="tokenizer.path", section=cfg)
+
+
+def load_tokenizer(path: Path, key: str = "tokenizer", section: ConfigDict | None = None) -> Tokenizer:
   """The tokenizer in a tokenizer.json, or in the Hugging Face folder that holds it; see `hf_folder`.
 
   Raises:
@@ -176,6 +182,8 @@ def load_tokenizer(path: Path, key: str = "tokenizer") -> Tokenizer:
   path = Path(path)
   where = path / "tokenizer.json" if path.is_dir() else path
   files = find_tokenizer(path, key)
+  if section is not None:
+    files, _ = new_tokens.extended(files, section, str(where))
   if not (files.special_tokens or files.files):
     once.warning("%s: no tokenizer_config.json beside it, so there is no BOS and no EOS.", where)
   try:

@@ -17,6 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 from absl import logging
 
+from input_pipeline.tokenizer import new_tokens
 from models import hf, lora
 from models.quantization import quantize
 from trainer import tree
@@ -27,6 +28,8 @@ from trainer.errors import ConfigError
 Leaves = dict[str, Any]  # arrays or their shapes, by path
 # The head that scores sequences, which the folder of a language model does not have.
 SCORE = "score/kernel"
+# What has an entry for each token, and along which dimension.
+EMBEDDINGS = {"embed/embedding": 0, "unembed/kernel": 1}
 
 
 @dataclass(frozen=True)
@@ -40,6 +43,7 @@ class Origin:
   peft: str | None  # a folder with adapters
   fresh: bool
   seed: int
+  tokenizer: Any  # the section
   hf_ignore: tuple  # entries of the folder's config.json that have no effect
   typed: dict | None  # architecture keys as this config has them, to compare with the folder's; None: no folder
   model: Any  # the section
@@ -51,7 +55,7 @@ def origin_of(config: Any) -> Origin:
   start, section = config.init_from, config.model
   folder = start.hf or section.hf
   return Origin(start.path, start.remap, start.ignore, folder, section.lora.peft if section.lora.rank else None,
-                start.fresh, config.seed, section.hf_ignore,
+                start.fresh, config.seed, config.tokenizer, section.hf_ignore,
                 None if folder is None else hf.keys_of(section, section.vocab_size), section, config.resume)
 
 
@@ -177,6 +181,9 @@ def _from_hugging_face(origin: Origin, model: Any, wanted: Leaves) -> Iterator[t
     folder = origin.folder
     family, keys, _ = hf.architecture(folder, origin.hf_ignore)
     shapes = _base_shapes(model)
+    rows = new_tokens.rows(origin.tokenizer)
+    grown = {} if rows is None else _grown(keys["vocab_size"], shapes)
+    shapes |= {path: jax.ShapeDtypeStruct(shape, shapes[path].dtype) for path, shape in grown.items()}
     _check_typed(origin, keys, shapes, folder)
     if SCORE in shapes and keys["head"] == "lm":
       shapes = tree.flatten(hf.abstract_params(keys))
@@ -185,9 +192,51 @@ def _from_hugging_face(origin: Origin, model: Any, wanted: Leaves) -> Iterator[t
     if tensors.note:
       logging.log_first_n(logging.WARNING, "%s: %s", 1, folder, tensors.note)
     plan = hf.plan(family, keys, tree.unflatten(shapes), tensors).only(wanted)
-    shardings = {path: leaf.sharding for path, leaf in wanted.items()}
+    # What gets new rows is read as a whole, since the folder's number of rows may not be one that devices share.
+    changed = {path for path in EMBEDDINGS if path in wanted and rows is not None and (path in grown or rows.means)}
+    shardings = {path: _whole(leaf.sharding) if path in changed else leaf.sharding for path, leaf in wanted.items()}
     dtypes = {path: leaf.dtype for path, leaf in wanted.items()}
-    yield from hf.iter_params(plan, tensors, shardings, dtypes, progress=True)
+    for path, leaf in hf.iter_params(plan, tensors, shardings, dtypes, progress=True):
+      yield path, _with_new_rows(leaf, wanted[path], rows, EMBEDDINGS[path]) if path in changed else leaf
+
+
+def _grown(vocab_size: int, shapes: Leaves) -> dict[str, tuple[int, ...]]:
+  """{path: its shape in a folder of so many entries} of what has more entries here."""
+  found = {}
+  for path, axis in EMBEDDINGS.items():
+    if path in shapes and shapes[path].shape[axis] > vocab_size:
+      shape = list(shapes[path].shape)
+      shape[axis] = vocab_size
+      found[path] = tuple(shape)
+  return found
+
+
+def _whole(sharding: Any) -> Any:
+  """The same devices, each with everything."""
+  if isinstance(sharding, jax.sharding.NamedSharding):
+    return jax.sharding.NamedSharding(sharding.mesh, jax.sharding.PartitionSpec())
+  return sharding
+
+
+def _with_new_rows(old: jax.Array, wanted: Any, rows: new_tokens.NewRows, axis: int) -> jax.Array:
+  """An embedding or unembedding with entries for new tokens, as `wanted` has it.
+
+  An entry that nothing is said of begins as the mean of all old tokens' (Hewitt 2021, "Initializing new word embeddings
+  for pretrained language models"), so that the softmax hardly changes.
+  """
+  num_old = min(rows.old, old.shape[axis])
+
+  def extend(old):
+    table = jnp.moveaxis(old, axis, 0)
+    mean = table[:num_old].astype(jnp.float32).mean(0)
+    more = wanted.shape[axis] - len(table)
+    table = jnp.concatenate([table, jnp.broadcast_to(mean.astype(table.dtype), (more, *table.shape[1:]))])
+    for token, words in rows.means.items():
+      begun = table[jnp.array(words)].astype(jnp.float32).mean(0) if words else mean
+      table = table.at[token].set(begun.astype(table.dtype))
+    return jnp.moveaxis(table, 0, axis)
+
+  return jax.jit(extend, out_shardings=wanted.sharding)(old)
 
 
 def _from_peft(origin: Origin, model: Any, wanted: Leaves, stored: Leaves) -> Iterator[tuple[str, jax.Array]]:
@@ -201,9 +250,7 @@ def _from_peft(origin: Origin, model: Any, wanted: Leaves, stored: Leaves) -> It
 
   @functools.cache
   def lengths(kernel: str) -> np.ndarray:
-    sharding = next(iter(wanted.values())).sharding
-    if isinstance(sharding, jax.sharding.NamedSharding):
-      sharding = jax.sharding.NamedSharding(sharding.mesh, jax.sharding.PartitionSpec())
+    sharding = _whole(next(iter(wanted.values())).sharding)
     placed = {path: getattr(leaf, "sharding", sharding) for path, leaf in stored.items()}
     parts = {path: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=placed.get(path, sharding))
              for path, leaf in tree.flatten(model.abstract_params()).items()

@@ -46,6 +46,10 @@ def defaults() -> ConfigDict:
   # auto: hf with the tokenizer of model.hf where that is set, else bytes
   t.type = "auto"
   t.path = unset(str)
+  # hf: texts that become tokens of their own, behind the others: found in every text, or, as special ones, only where a
+  # chat template writes them. (text, words) begins as the mean of these words' embeddings, a text alone as that of all.
+  t.new_tokens = ()
+  t.new_special_tokens = ()
   # bpe: size of the vocabulary with special tokens, and how much text to train it on.
   t.vocab_size = 1024
   t.train_megabytes = 32.0

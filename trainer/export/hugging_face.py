@@ -3,12 +3,15 @@
 The parameters themselves are read by trainer/checkpoints/init_from.py, the format is known to models/hf.
 """
 
+import re
 from pathlib import Path
 from typing import Any
 
 from ml_collections import ConfigDict
 
-from models import hf
+from input_pipeline.tokenizer import new_tokens
+from input_pipeline.tokenizer.tokenizer import load_extended
+from models import hf, lora
 from models.hf import files
 from models.spec import ARCHITECTURE_KEYS
 from trainer.config import defaults
@@ -16,6 +19,8 @@ from trainer.errors import ConfigError
 
 # The folder inside a workdir that keeps the small files of the checkpoint a run started from.
 FOLDER = "hf"
+# A vocabulary that is enlarged for new tokens has a multiple of so many entries, which devices can share.
+ROWS = 64
 
 
 def fill_in(config: ConfigDict) -> list[str]:
@@ -57,6 +62,16 @@ def fill_in(config: ConfigDict) -> list[str]:
         section[name] = keys[key]
       elif section[name] != keys[key]:
         notes.append(f"model.{key} = {section[name]!r}, as this config says; config.json says {keys[key]!r}")
+    if new_tokens.wanted(config.tokenizer):
+      needed, had = load_extended(config.tokenizer).vocab_size, model.vocab_size
+      if needed > had:
+        model.vocab_size = -(-needed // ROWS) * ROWS
+        notes.append(f"model.vocab_size = {model.vocab_size}, a multiple of {ROWS}: with the new tokens there are "
+                     f"{needed}, and {model.hf} has {had} entries")
+      if model.lora.rank and not re.search(lora.trained(model.lora.modules_to_save), "embed/embedding"):
+        raise ConfigError("tokenizer.new_tokens: their embeddings are not trained, since model.lora.rank freezes what "
+                          "has no adapter. Add --config.model.lora.modules_to_save=\"('^embed/','^unembed/')\" "
+                          "(without the second where the embedding is the unembedding).")
   return notes + list(family_notes)
 
 

@@ -14,7 +14,7 @@ import jax
 from ml_collections import ConfigDict
 
 from input_pipeline import loader
-from input_pipeline.tokenizer.tokenizer import BytesTokenizer, load_tokenizer
+from input_pipeline.tokenizer.tokenizer import BytesTokenizer, load_extended, load_tokenizer
 from trainer import program as program_lib
 from trainer import startup
 from trainer.config import checks as config_checks
@@ -144,7 +144,7 @@ def find_vocabulary(config: Any, workdir: Path) -> tuple[int, str]:
   try:
     if not t.path:
       raise ConfigError("tokenizer.path is not set: type 'hf' needs a tokenizer.json or the folder that holds one.")
-    return load_tokenizer(Path(t.path).expanduser(), key="tokenizer.path").vocab_size, f"vocabulary: that of {t.path}"
+    return load_extended(t).vocab_size, f"vocabulary: that of {t.path}"
   except (ConfigError, DataError):
     if config.model.vocab_size is None:
       raise

@@ -1,16 +1,23 @@
 """Where first parameters come from: another run's by name after `remap`, with both sides listed where they differ."""
 
+import json
 import logging
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from safetensors.numpy import load_file
 
+from input_pipeline.tokenizer.tokenizer import load_tokenizer
+from tests import tiny
+from trainer import tree
 from trainer.checkpoints import init_from
 from trainer.checkpoints.checkpoint import Checkpoints
 from trainer.config import defaults
 from trainer.errors import ConfigError
+from trainer.export import command as export
+from trainer.main import train
 
 
 class Fresh:
@@ -61,3 +68,43 @@ def test_another_shape_and_two_names_for_one(run):
     first(run, remap=(("^extra$", "head"), ("^old/", "a/")))
   with pytest.raises(ConfigError, match="maps both old/kernel and extra|maps both extra and old/kernel"):
     first(run, remap=(("^extra$", "head"), ("^old/kernel$", "head")))
+
+
+def test_new_tokens_begin_as_means_and_are_trained_beside_adapters(tmp_path):
+  """The folder has 258 tokens in 264 rows; with ten more 268 are needed, 320 by the multiple."""
+  base = tiny.hf_folder(tmp_path / "base")
+  config = tiny.config(tiny.write_corpus(tmp_path / "corpus"), total_steps=1, evals={})
+  config.tokenizer = dict(type="auto", new_tokens=(("<a>", "ab"), *(f"<{i}>" for i in range(9))))
+  config.model = dict(hf=str(base), lora=dict(rank=2, modules_to_save=("^embed/", "^unembed/")))
+  config.optimizer.learning_rate = 0.1
+  run = train(config, tmp_path / "run")
+  old, table = load_file(base / "model.safetensors"), {}
+  for path, name in (("embed/embedding", "model.embed_tokens.weight"), ("unembed/kernel", "lm_head.weight")):
+    begun = np.asarray(tree.flatten(init_from.first_params(
+        init_from.origin_of(run.config), run.model, placed(run))[0])[path])
+    begun, theirs = begun if path.startswith("embed") else begun.T, np.float64(old[name])
+    assert begun.shape == (320, 16)
+    np.testing.assert_array_equal(begun[:258], old[name][:258])
+    np.testing.assert_array_equal(begun[268:], np.broadcast_to(begun[259], (52, 16)))
+    np.testing.assert_allclose(begun[258], (theirs[ord("a")] + theirs[ord("b")]) / 2, atol=1e-7)
+    np.testing.assert_allclose(begun[259:], np.broadcast_to(theirs[:258].mean(0), (61, 16)), atol=1e-7)
+    table[name] = begun
+  out = export.export(tmp_path / "run", tmp_path / "out")
+  new = load_file(out / "model.safetensors")
+  assert all(new[name].shape == (320, 16) and np.any(new[name][:258] != table[name][:258]) for name in table)
+  assert json.loads((out / "config.json").read_text())["vocab_size"] == 320
+  assert load_tokenizer(out).fingerprint == run.tokenizer.fingerprint
+  peft = load_file(export.export(tmp_path / "run", tmp_path / "peft", adapter="peft") / "adapter_model.safetensors")
+  assert peft["base_model.model.lm_head.weight"].shape == (320, 16)
+
+
+def placed(run):
+  return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), run.state["params"])
+
+
+def test_new_tokens_that_nothing_trains_are_refused(tmp_path):
+  config = tiny.config(tiny.write_corpus(tmp_path / "corpus"), total_steps=1, evals={})
+  config.tokenizer = dict(type="auto", new_tokens=("<a>",))
+  config.model = dict(hf=str(tiny.hf_folder(tmp_path / "base")), lora=dict(rank=2))
+  with pytest.raises(ConfigError, match="their embeddings are not trained.*modules_to_save"):
+    train(config, tmp_path / "run")
