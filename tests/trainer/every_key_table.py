@@ -335,7 +335,8 @@ DATA = {
   "tokenizer.type": data("bpe"),
   "tokenizer.path": data(TOKENIZER, {"tokenizer.type": "hf", "tokenizer.path": lambda f: f.hf}),
   "tokenizer.new_tokens": data(("th",), {"tokenizer.type": "hf", "tokenizer.path": lambda f: f.hf}),
-  "tokenizer.new_special_tokens": data(("th",), {"tokenizer.type": "hf", "tokenizer.path": lambda f: f.hf}),
+  "tokenizer.new_special_tokens": data(("[user]",), {
+    "tokenizer.type": "hf", "tokenizer.path": lambda f: f.hf, "chat.template": lambda f: f.template}, turns),
   "tokenizer.vocab_size": data(270, {"tokenizer.type": "bpe", "tokenizer.vocab_size": 280}),
   "tokenizer.train_megabytes": data(0.001, {
     "tokenizer.type": "bpe", "tokenizer.vocab_size": 261, "input.sources.main": lambda f: f.two_halves}),
