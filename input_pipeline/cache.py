@@ -86,12 +86,12 @@ class TokenizedSource(NamedTuple):
     """The same with each part as a document."""
     return self._replace(offsets=self.parts)
 
-  def count_images(self, doc: np.ndarray, begin: np.ndarray, end: np.ndarray) -> np.ndarray:
-    """How many images tokens begin to end of each document have."""
+  def count_images(self, doc: np.ndarray, begin: np.ndarray, end: np.ndarray, tiles: bool = False) -> np.ndarray:
+    """How many images tokens begin to end of each document have; or tokens of these."""
     if self.images is None:
       return np.zeros(len(doc), np.int64)
     first, last = self.images.between(self.offsets[doc] + begin, self.offsets[doc] + end)
-    return last - first
+    return np.diff(self.images.tokens_before[np.stack([first, last])], axis=0)[0] if tiles else last - first
 
   def count_trained(self, doc: np.ndarray, begin: np.ndarray, end: np.ndarray) -> np.ndarray:
     """How many of tokens begin + 1 to end of each document have a weight, int64 like the arguments.
@@ -163,9 +163,8 @@ def _build(folder: Path, source: Source, encoder: Encoder, vocab_size: int, key:
   unread: Counter[str] = Counter()
   remarks, records, bad = Tally(), 0, BadRows(source.name, policy)
   with source.bar("tokenizing", progress) as advance, Writer(folder) as writer:
-    each = getattr(encoder, "tokens_per_image", 0)
-    documents = Documents(writer, source.name, vocab_size, encoder, ImageWriter(writer.write, each))
-    most = BATCH_WITH_IMAGES if each else BATCH_RECORDS
+    documents = Documents(writer, source.name, vocab_size, encoder, ImageWriter(writer.write))
+    most = BATCH_WITH_IMAGES if getattr(encoder, "sees_images", False) else BATCH_RECORDS
     for rows in _batches(source.records(bad), encoder, most, bad):
       results, rows = _encode(rows, encoder, bad)
       shapes.update(encoder.describe(record) for record, _ in rows)
@@ -290,6 +289,5 @@ def _open(folder: Path, name: str, policy: Policy | None = None) -> TokenizedSou
   fingerprint, images = meta["key"], None
   if "image_bytes" in maps:
     fingerprint += f"-{meta['image_contents']}"  # they may lie beside the data, which the key is of
-    images = SourceImages(*(maps.pop(f"image_{key}") for key in ("bytes", "offsets", "places", "ids")),
-                          meta["tokens_per_image"])
+    images = SourceImages(*(maps.pop(f"image_{key}") for key in ("bytes", "offsets", "places", "ids", "tokens")))
   return TokenizedSource(name, **maps, fingerprint=fingerprint, folder=folder, images=images, **counts)

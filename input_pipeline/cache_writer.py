@@ -58,7 +58,7 @@ class Documents:
     self.images = images
     self._writer, self._source, self._vocab_size = writer, source, vocab_size
     self._with_next: Callable[[Encoded, Encoded | None], Encoded] | None = getattr(encoder, "with_next", None)
-    most = BATCH_WITH_IMAGES if getattr(encoder, "tokens_per_image", 0) else partners.MOST
+    most = BATCH_WITH_IMAGES if getattr(encoder, "sees_images", False) else partners.MOST
     # Each document is as a prompt of its own where the encoder knows none; those that are compared are all alive.
     self._partners = partners.Partners(getattr(encoder, "prompt_of", id), most)
     self.dtype = np.dtype("<u2" if vocab_size <= 1 << 16 else "<u4")

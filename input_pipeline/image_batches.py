@@ -11,6 +11,7 @@ from ml_collections import ConfigDict
 from input_pipeline.cache import TokenizedSource
 from input_pipeline.chat.image_placeholders import preprocess_of, tokens_per_image
 from input_pipeline.fitting import Pieces, ragged
+from input_pipeline.images import tiles
 from input_pipeline.images.workers import Task, decode
 from trainer.errors import ConfigError
 
@@ -18,12 +19,16 @@ CAUSAL, IMAGE, PREFIX = "causal", "image", "prefix"
 
 
 class ImageLayout(NamedTuple):
-  """Arrays of batches: I (0: no row has an image), S, N, and what sees what (`model.vision.attention`)."""
+  """Arrays of batches: I (0: no row has an image), S, N, and what sees what (`model.vision.attention`).
+
+  With `tiles`, each of the I is a tile of an image, of one token; see models/tiles.py.
+  """
 
   most: int
   size: int
   each: int
   attention: str
+  tiles: bool = False
 
   def empty(self, num_rows: int, seq_len: int) -> dict[str, np.ndarray]:
     """The arrays of a batch that are there besides those of texts, all 0."""
@@ -31,6 +36,8 @@ class ImageLayout(NamedTuple):
     if self.most:
       arrays["images"] = np.zeros((num_rows, self.most, self.size, self.size, 3), np.uint8)
       arrays["image_index"] = np.zeros((num_rows, seq_len), np.int32)
+    if self.most and self.tiles:
+      arrays["image_grid"] = np.zeros((num_rows, self.most, 5), np.int32)
     if self.attention == PREFIX or self.attention == IMAGE and self.most:
       arrays["block_ids"] = np.zeros((num_rows, seq_len), np.int32)
     return arrays
@@ -53,6 +60,7 @@ class RowImages:
     self._workers, self._how = options.workers, preprocess_of(config, augment)
     if self._workers < 0:
       raise ConfigError(f"input.images.workers is {self._workers}; allowed: 0 (no processes) or more.")
+    self.tiles = not self.each
     if self.each >= config.seq_len:
       raise ConfigError(f"seq_len={config.seq_len} has no room for an image, which takes {self.each} tokens. Set a "
                         "larger seq_len.")
@@ -68,7 +76,7 @@ class RowImages:
 
   def layout(self, most: int) -> ImageLayout:
     """That of batches with up to so many images in a row."""
-    return ImageLayout(most, self._how.size, self.each, self._attention)
+    return ImageLayout(most, self._how.size, self.each or 1, self._attention, self.tiles)
 
   def fill(self, batch: dict[str, np.ndarray], where: np.ndarray, source: TokenizedSource, pieces: Pieces,
            flat: np.ndarray, epoch: int) -> None:
@@ -98,17 +106,24 @@ class RowImages:
     use = first[piece] + nth
     if not len(use):
       return
-    row = pieces.row[piece]
+    row, size = pieces.row[piece], source.images.tokens[use]
     _, slot = ragged(np.bincount(row, minlength=len(where)))
     before_P = np.cumsum(sizes_P) - sizes_P
     start = flat[before_P[piece] + source.images.places[use] - begin_P[piece]]
-    feature = np.arange(self.each)
-    places = start[:, None] + feature
-    batch["image_index"].reshape(-1)[places] = slot[:, None] * self.each + feature + 1
+    before = np.cumsum(size) - size
+    first = before - before[np.arange(len(use)) - slot]  # its first feature among those of the row
+    image, feature = ragged(size)
+    places = start[image] + feature
+    batch["image_index"].reshape(-1)[places] = first[image] + feature + 1
     if self._attention == IMAGE:
-      batch["block_ids"].reshape(-1)[places] = slot[:, None] + 1
+      batch["block_ids"].reshape(-1)[places] = slot[image] + 1
     key = (self._seed, source.name, epoch)
     tasks = [Task(source.images.content(u), self._how, (*key, u), f"source {source.name!r}: image {u} of its cache")
              for u in use.tolist()]
-    for r, s, pixels in zip(where[row].tolist(), slot.tolist(), decode(tasks, self._workers), strict=True):
-      batch["images"][r, s] = pixels
+    for r, s, n, pixels in zip(where[row].tolist(), slot.tolist(), first.tolist(), decode(tasks, self._workers),
+                               strict=True):
+      if self.tiles:
+        cut, grid = tiles.cut(pixels, self._how.size, s + 1)
+        batch["images"][r, n:n + len(cut)], batch["image_grid"][r, n:n + len(cut)] = cut, grid
+      else:
+        batch["images"][r, s] = pixels

@@ -51,6 +51,9 @@ def model() -> ConfigDict:
   m.rope_local_theta = unset(float)
   # Share of each head that is rotated.
   m.rope_fraction = 1.0
+  # How many pairs turn by a token's time, how many by its row and by its column in an image, in this order (M-RoPE,
+  # Qwen2-VL); texts have one position for all three. For the towers qwen2_vl and qwen2_5_vl; (): one position for all.
+  m.rope_sections = ()
   # The pairs that turn together are neighbours (GLM, Cohere), and not as far apart as there are pairs.
   m.rope_interleaved = False
   # Longer contexts than the model was trained on; not for local layers that have a base of their own.
@@ -151,15 +154,16 @@ def model() -> ConfigDict:
   # log-normaliser of the router (ST-MoE, eq. 5).
   e.balance_loss = 0.0
   e.z_loss = 0.0
-  # Images: a tower (siglip | clip; none: a model of text alone) whose features, projected, take the places of some
-  # tokens' embeddings, after `scale_embeddings`. Square images of image_size pixels in patches of patch_size.
+  # Images: a tower (siglip | clip | qwen2_vl | qwen2_5_vl; none: a model of text alone) whose features, projected, take
+  # the places of some tokens' embeddings, after `scale_embeddings`. Square images of image_size pixels in patches of
+  # patch_size. The towers of Qwen see images of any size in tiles of image_size pixels, of which each is one token.
   m.vision = v = ConfigDict(dict(tower="none", image_size=224, patch_size=14))
   # The tower's sizes, as those of the model.
   v.num_layers = 4
   v.hidden_size = 128
   v.intermediate_size = 512
   v.num_heads = 4
-  # A plain activation, and what is added to the variance in the tower's norms and in the projector's.
+  # An activation (plain, but for qwen2_5_vl), and what is added to the variance in the tower's and projector's norms.
   v.activation = "gelu"
   v.norm_eps = 1e-6
   # Pixels are (x / 255 - mean) / std for each of red, green and blue. Default: those of the tower's family.
@@ -172,12 +176,21 @@ def model() -> ConfigDict:
   # False: with feature_layer = -1, the last layer's features as they are (LLaVA with SigLIP).
   v.final_norm = True
   # linear (PaliGemma) | mlp: linear, `projector_activation`, linear (LLaVA) | pool: mean of neighbours down to
-  # tokens_per_image, RMSNorm, linear without bias (Gemma 3). `projector_bias` is that of linear and mlp.
+  # tokens_per_image, RMSNorm, linear without bias (Gemma 3) | merge: norm, the patches of a tile end to end, linear,
+  # exact GELU, linear (the towers of Qwen). `projector_bias` is that of linear and mlp.
   v.projector = "linear"
   v.projector_activation = "gelu_exact"
   v.projector_bias = True
   # Features of an image. Default: one for each patch; fewer only with pool, a square number.
   v.tokens_per_image = unset(int)
+  # Of the towers of Qwen: in layers other than those of full_layers, which count from 0, a patch sees those of its
+  # square of window × window tiles alone, and not its whole image. Default: no such layers.
+  v.window = unset(int)
+  v.full_layers = ()
+  # How many pixels an image of these towers has, at least and at most: others are enlarged or made smaller, their shape
+  # kept. A tile of 28 × 28 pixels is a token.
+  v.min_pixels = 56 * 56
+  v.max_pixels = 28 * 28 * 1280
   # Factor on the projected features. The embeddings whose place they take are scaled already.
   v.feature_scale = 1.0
   # What tokens see besides those before them: causal: nothing; image: tokens of one image see each other (Gemma 3), in

@@ -19,7 +19,7 @@ ARCHITECTURE_KEYS = (
     "norm", "norm_eps", "norm_scale_plus_one", "norm_bias", "norm_position",
     "parallel_blocks", "activation",
     "positions", "max_positions", "rope_theta", "rope_local_theta", "rope_fraction",
-    "rope_interleaved",
+    "rope_interleaved", "rope_sections",
     *(f"rope_scaling.{key}" for key in ("type", "factor", "original_positions", "low_frequency_factor",
                                         "high_frequency_factor", "beta_fast", "beta_slow", "truncate",
                                         "attention_factor", "short_factors", "long_factors")),

@@ -7,6 +7,7 @@ from ml_collections import ConfigDict
 from models.attention import rope
 from models.attention.rope import Rope, RopeScaling
 from models.spec_checks import at_least_one, one_of
+from models.spec_vision import NATIVE
 from trainer.errors import ConfigError
 
 
@@ -22,10 +23,25 @@ def make_ropes(m: ConfigDict, pattern: tuple[str, ...], head_dim: int) -> dict[s
     if theta <= 0:
       raise ConfigError(f"model.rope_theta (of {kind} layers): found {theta}, allowed: any number above 0.")
   dims = _rotated_dims(m, head_dim)
-  scaling = _rope_scaling(m.rope_scaling, dims)
-  return {
-      kind: Rope(theta, dims, None if kind == "local" and own_local else scaling) for kind, theta in thetas.items()
-  }
+  scaling, sections = _rope_scaling(m.rope_scaling, dims), _sections(m, dims)
+  return {kind: Rope(theta, dims, None if kind == "local" and own_local else scaling, sections)
+          for kind, theta in thetas.items()}
+
+
+def _sections(m: ConfigDict, dims: int) -> tuple[int, ...]:
+  sections = tuple(m.rope_sections)
+  if not sections:
+    return ()
+  if len(sections) != 3 or min(sections) < 0 or sum(sections) != dims // 2:
+    raise ConfigError(f"model.rope_sections: found {sections}, allowed: three numbers, of which the sum is the "
+                      f"{dims // 2} pairs that are rotated.")
+  if m.vision.tower not in NATIVE:
+    raise ConfigError(f"model.rope_sections: found {sections}, but only a tower of {', '.join(NATIVE)} gives tokens a "
+                      f"row and a column; model.vision.tower is {m.vision.tower!r}. Leave it ().")
+  if m.rope_scaling.type in ("dynamic", "longrope"):
+    raise ConfigError(f"model.rope_scaling.type: found {m.rope_scaling.type!r}, which depends on a text's length; that "
+                      "is not defined with model.rope_sections. Use none, linear, llama3 or yarn.")
+  return sections
 
 
 def _rope_scaling(c: ConfigDict, dims: int) -> RopeScaling | None:

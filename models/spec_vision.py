@@ -14,16 +14,24 @@ from trainer.errors import ConfigError
 VISION_KEYS = tuple(f"vision.{key}" for key in (
     "tower", "image_size", "patch_size", "num_layers", "hidden_size", "intermediate_size", "num_heads", "activation",
     "norm_eps", "mean", "std", "feature_layer", "final_norm", "projector", "projector_activation", "projector_bias",
-    "tokens_per_image", "feature_scale", "attention", "image_token",
+    "tokens_per_image", "feature_scale", "attention", "image_token", "window", "full_layers", "min_pixels",
+    "max_pixels",
 ))
-TOWERS = ("none", "siglip", "clip")
-PROJECTORS = ("linear", "mlp", "pool")
+# Towers that see an image in tiles, as many as its size asks for, and the activations and norms of their layers.
+NATIVE = {"qwen2_vl": (layers.UNGATED, "layernorm"), "qwen2_5_vl": (layers.GATED, "rmsnorm")}
+# Frames that a patch of theirs has: of a film it would be two of them, of an image it is the same twice.
+FRAMES = 2
+# The base of their rotary positions.
+THETA = 10_000.0
+TOWERS = ("none", "siglip", "clip", *NATIVE)
+PROJECTORS = ("linear", "mlp", "pool", "merge")
 ATTENTIONS = ("causal", "image", "prefix")
 # Mean and standard deviation of red, green and blue that the towers were trained with.
 PIXELS = {
     "siglip": ((0.5, 0.5, 0.5), (0.5, 0.5, 0.5)),
     "clip": ((0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)),
 }
+PIXELS |= dict.fromkeys(NATIVE, PIXELS["clip"])
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,11 +58,25 @@ class Vision:
   feature_scale: float
   attention: str
   image_token: int | None
+  window: int | None
+  full_layers: tuple[int, ...]
+  min_pixels: int
+  max_pixels: int
+
+  @property
+  def native(self) -> bool:
+    """Whether images keep their sizes, and an "image" of a batch is a tile of one (models/vit_native.py)."""
+    return self.tower in NATIVE
+
+  @property
+  def merged(self) -> int:
+    """How many patches a side of an image, or of a tile, has."""
+    return self.image_size // self.patch_size
 
   @property
   def patches(self) -> int:
     """Patches of an image."""
-    return (self.image_size // self.patch_size) ** 2
+    return self.merged**2
 
   @property
   def positions(self) -> int:
@@ -96,18 +118,49 @@ def make_vision(c: ConfigDict, reasons: list[str]) -> Vision | None:
   if len(mean) != 3 or len(std) != 3 or min(std) <= 0:
     raise ConfigError(f"model.vision: found mean={mean}, std={std}; allowed: three numbers each (red, green, blue), "
                       "those of std above 0, or () for the tower's own.")
-  activations: dict[str, Any] = {key: one_of(f"vision.{key}", c[key], tuple(layers.UNGATED))
-                 for key in ("activation", "projector_activation")}
+  _check_native(c)
+  plain = layers.UNGATED if c.tower not in NATIVE else NATIVE[c.tower][0]
+  activations: dict[str, Any] = {key: one_of(f"vision.{key}", c[key], tuple(allowed)) for key, allowed in (
+      ("activation", plain), ("projector_activation", layers.UNGATED))}
   copied = ("tower", "image_size", "patch_size", "num_layers", "hidden_size", "intermediate_size", "num_heads",
-            "norm_eps", "feature_layer", "final_norm", "projector_bias", "feature_scale", "image_token")
+            "norm_eps", "feature_layer", "final_norm", "projector_bias", "feature_scale", "image_token",
+            "window", "min_pixels", "max_pixels")
   return Vision(
       **{key: c[key] for key in copied}, **activations, mean=mean, std=std,
       projector=one_of("vision.projector", c.projector, PROJECTORS), tokens_per_image=_tokens_per_image(c, reasons),
-      attention=one_of("vision.attention", c.attention, ATTENTIONS))
+      attention=one_of("vision.attention", c.attention, ATTENTIONS), full_layers=tuple(c.full_layers))
+
+
+def _check_native(c: ConfigDict) -> None:
+  """What goes with a tower that sees tiles, and with no other."""
+  native = c.tower in NATIVE
+  if native != (c.projector == "merge"):
+    raise ConfigError(f"model.vision.projector: found {c.projector!r} with the tower {c.tower!r}; 'merge' belongs to "
+                      f"the towers {', '.join(NATIVE)}, and these have no other.")
+  if not native:
+    if c.window is not None or c.full_layers:
+      raise ConfigError(f"model.vision: found window={c.window}, full_layers={tuple(c.full_layers)} with the tower "
+                        f"{c.tower!r}; only {', '.join(NATIVE)} have windows. Leave both unset.")
+    return
+  if c.window is not None:
+    at_least_one("vision.window", c.window)
+  if wrong := [i for i in c.full_layers if not 0 <= i < c.num_layers]:
+    raise ConfigError(f"model.vision.full_layers: found {wrong[0]}, allowed: layers from 0 to {c.num_layers - 1}.")
+  if c.feature_layer != -1 or c.attention != "causal" or c.hidden_size // c.num_heads % 4:
+    raise ConfigError(f"model.vision: found feature_layer={c.feature_layer}, attention={c.attention!r}, heads of "
+                      f"{c.hidden_size // c.num_heads}; the tower {c.tower!r} has -1, 'causal', and a multiple of 4.")
+  if not 1 <= c.min_pixels <= c.max_pixels or c.max_pixels < c.image_size**2:
+    raise ConfigError(f"model.vision: found min_pixels={c.min_pixels}, max_pixels={c.max_pixels}; allowed: min_pixels "
+                      f"from 1 to max_pixels, and that at least a tile, {c.image_size**2}.")
 
 
 def _tokens_per_image(c: ConfigDict, reasons: list[str]) -> int:
   side = c.image_size // c.patch_size
+  if c.tower in NATIVE:
+    if c.tokens_per_image not in (None, 1):
+      raise ConfigError(f"model.vision.tokens_per_image: found {c.tokens_per_image}; the tower {c.tower!r} gives one "
+                        "token for each tile. Leave it unset.")
+    return 1
   if c.projector != "pool":
     if c.tokens_per_image not in (None, side * side):
       raise ConfigError(f"model.vision.tokens_per_image: found {c.tokens_per_image}, but the projector "

@@ -21,7 +21,7 @@ import jax.numpy as jnp
 from flax import nnx
 from ml_collections import ConfigDict
 
-from models import cpu, lora, vit, vlm
+from models import cpu, lora, vit, vit_native, vlm
 from models.api import Output, Params
 from models.attention import cache as cache_lib
 from models.attention.cache import Cache, Past
@@ -49,7 +49,7 @@ class Decoder(nnx.Module):
     learned = spec.positions == "learned"
     self.pos_embed = Embedding(scope / "pos_embed", spec.max_positions, D, std=spec.init_std) if learned else None
     of_images = dataclasses.replace(scope, outputs_first=False)
-    self.vision = vit.Tower(spec, of_images / "vision") if spec.vision is not None else None
+    self.vision = vlm.make_tower(spec, of_images / "vision") if spec.vision is not None else None
     self.projector = vlm.Projector(spec, of_images / "projector") if spec.vision is not None else None
     self.blocks = stack_blocks(spec, scope / "blocks")
     # The factor on logits is one on what they are made of, so that whatever makes them needs not know it.
@@ -77,7 +77,8 @@ class Decoder(nnx.Module):
     positions, segment_ids = batch["positions"], batch["segment_ids"]
     tokens = TokenIds(segment_ids, batch.get("block_ids"), batch.get("prompt_ids"))
     x_BxTxD = self._embed(batch, remat, key)
-    ropes = {kind: rope_table(rope, positions, segment_ids) for kind, rope in s.ropes.items()}
+    axes = batch.get("axes")
+    ropes = {kind: rope_table(rope, positions, segment_ids, axes) for kind, rope in s.ropes.items()}
 
     def layer(place: int, carry: tuple[jax.Array, Cache | None], block: Block, index: jax.Array):
       x_BxTxD, cache = carry
@@ -107,7 +108,8 @@ class Decoder(nnx.Module):
       x_BxTxD = x_BxTxD * jnp.asarray(s.embedding_scale, x_BxTxD.dtype)
     if batch.get("images") is not None:
       tower_key = None if key is None else jax.random.fold_in(key, s.num_layers + 2)
-      features_BxFxD = vlm.features(self.vision, self.projector, batch["images"], remat, tower_key)
+      features_BxFxD = vlm.features(self.vision, self.projector, batch["images"], remat, tower_key,
+                                    batch["image_grid"])
       x_BxTxD = vlm.place(x_BxTxD, features_BxFxD, batch["image_index"])
     if self.pos_embed is not None:
       x_BxTxD = x_BxTxD + self.pos_embed(positions)
@@ -208,13 +210,14 @@ class Transformer:
     """See `models.api.Generative`."""
     batch = vlm.complete(batch, self.spec.vision)
     hidden_NxTxD, _, new = nnx.merge(self._graph, params)(batch, self._remat, None, remember=True)
-    return hidden_NxTxD, (new, batch["positions"], batch["segment_ids"])
+    return hidden_NxTxD, (new, batch["positions"], batch["segment_ids"], batch["axes"])
 
   def begin(self, cache: Cache, begun: Any, rows_M: jax.Array, sources_M: jax.Array) -> Cache:
     """See `models.api.Generative`."""
-    new, positions, segment_ids = begun
+    new, *of_tokens = begun
     new = jax.tree.map(lambda part: part[:, sources_M], new)
-    return cache_lib.begin(cache, self.spec, new, positions[sources_M], segment_ids[sources_M], rows_M)
+    positions, segment_ids, axes = (None if part is None else part[sources_M] for part in of_tokens)
+    return cache_lib.begin(cache, self.spec, new, positions, segment_ids, rows_M, axes)
 
   def resized_cache(self, cache: Cache, rows_R: jax.Array, max_length: int) -> Cache:
     """See `models.api.Generative`."""
@@ -248,7 +251,8 @@ class Transformer:
                 for block in params["blocks"]]
       # The decoder runs `blocks`. Something has to be in the place of its stack, which it does not run.
       params = {**params, "blocks": functools.reduce(operator.or_, params["blocks"])}
-    batch = dict(tokens=tokens_B[:, None], positions=cache.lengths[:, None],
+    positions_B = cache.lengths if cache.shift is None else cache.lengths + cache.shift
+    batch = dict(tokens=tokens_B[:, None], positions=positions_B[:, None],
                  segment_ids=active_B[:, None].astype(jnp.int32))
     decoder = nnx.merge(graph, params)
     hidden_Bx1xD, _, cache = decoder(batch, self._remat, None, cache=cache, blocks=blocks)
@@ -342,7 +346,8 @@ class Transformer:
     Args:
       seq_len: tokens per row.
       document_length: mean tokens per document where several are packed in a row; default: seq_len.
-      images_per_row: images that the tower sees for each row; how many that is, the data decide.
+      images_per_row: images that the tower sees for each row, or tiles (counted as those of one image); how many that
+        is, the data decide.
       tower_frozen: nothing in tower and projector is trained, so that they run forward only.
     """
     s = self.spec
@@ -356,7 +361,7 @@ class Transformer:
     visible = sum(_mean_visible(length, s.window_of(i)) for i in s.layers_with("attn"))
     whole = self.trained_only or ""
     matmuls = sum(n * (6.0 if re.search(whole, path) else 4.0) for path, n in weights.items())
-    images = images_per_row * self._flops_per_image(tower_frozen) / seq_len if images_per_row else 0.0
+    images = images_per_row * self._flops_per_image(tower_frozen, images_per_row) / seq_len if images_per_row else 0.0
     of_head = s.head_dim + (s.head_dim if s.latent is None else s.latent.value_dim)
     return matmuls + 6.0 * s.num_heads * of_head * visible + self._flops_of_states() + images
 
@@ -369,11 +374,12 @@ class Transformer:
     channels = 2 * s.num_key_heads * s.key_head_dim + s.num_value_heads * s.value_head_dim
     return len(self.spec.layers_with("delta")) * (18.0 * states + 6.0 * s.conv_width * channels)
 
-  def _flops_per_image(self, frozen: bool) -> float:
-    """Operations in tower and projector for one image."""
+  def _flops_per_image(self, frozen: bool, per_row: float) -> float:
+    """Operations in tower and projector for one image, or one of a row's tiles."""
     v, sizes = self.spec.vision, {path: p.size for path, p in self._logical().items()}
     kernels = sum(n for path, n in sizes.items() if path.startswith("projector/") and path.endswith("/kernel"))
-    forward = vit.flops_per_image(v) + 2.0 * v.tokens_per_image * kernels
+    tower = vit_native.flops_per_tile(v, per_row) if v.native else vit.flops_per_image(v)
+    forward = tower + 2.0 * v.tokens_per_image * kernels
     if self.spec.lora is None:
       return forward * (1 if frozen else 3)
     adapted = [path for path in sizes if path.startswith(("vision/", "projector/")) and lora.is_adapter(path)]

@@ -10,9 +10,11 @@ What a batch with images has besides `tokens`, `positions` and `segment_ids`:
                 embedding, image i's being those from i * K on. Without it, the tokens that are
                 `model.vision.image_token` take the features in order
   block_ids     int32 [B, T]: see `models.attention.dispatch.attention`. Without it, `model.vision.attention` says who
-  sees whom prefix_length int32 [B] or a number: with the attention `prefix`, how many tokens of each text see one
-  another; in
+                sees whom
+  prefix_length int32 [B] or a number: with the attention `prefix`, how many tokens of each text see one another; in
                 place of `block_ids`
+  image_grid    int32 [B, I, 5]: where a tower sees tiles, of which each is an "image" of one token here, see
+                models/tiles.py; `images` are then [B, I, S, S, 3] with S the side of a tile
 """
 
 from collections.abc import Callable
@@ -22,12 +24,12 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from models import vit
+from models import tiles, vit, vit_native
 from models.layers import UNGATED, Linear, Norm, Scope
 from models.lookup import read_table
 from models.sharding.logical_axes import constrain
 from models.spec import Spec
-from models.spec_vision import Vision
+from models.spec_vision import NATIVE, Vision
 
 
 class Projector(nnx.Module):
@@ -36,18 +38,24 @@ class Projector(nnx.Module):
   def __init__(self, spec: Spec, scope: Scope):
     v, D, std = spec.vision, spec.hidden_size, spec.init_std
     bias = v.projector_bias and v.projector != "pool"
-    mlp, pool = v.projector == "mlp", v.projector == "pool"
-    self.up = Linear(scope / "up", v.hidden_size, D, std=std, bias=bias) if mlp else None
-    self.down = Linear(scope / "down", D, D, std=std, bias=bias) if mlp else None
-    self.linear = None if mlp else Linear(scope / "linear", v.hidden_size, D, std=std, bias=bias)
+    mlp, pool, merge = (v.projector == kind for kind in ("mlp", "pool", "merge"))
+    wide = v.hidden_size * v.patches if merge else v.hidden_size
+    hidden, two = wide if merge else D, mlp or merge
+    self.up = Linear(scope / "up", wide, hidden, std=std, bias=bias) if two else None
+    self.down = Linear(scope / "down", hidden, D, std=std, bias=bias) if two else None
+    self.linear = None if two else Linear(scope / "linear", v.hidden_size, D, std=std, bias=bias)
     norm: dict[str, Any] = dict(kind="rmsnorm", eps=v.norm_eps, plus_one=spec.norm_scale_plus_one)
-    self.norm = Norm(scope / "norm", v.hidden_size, **norm) if pool else None
+    if merge:
+      norm |= dict(kind=NATIVE[v.tower][1], plus_one=False, bias=NATIVE[v.tower][1] == "layernorm")
+    self.norm = Norm(scope / "norm", v.hidden_size, **norm) if pool or merge else None
     self.vision, self.features = v, D
 
   def __call__(self, x_NxMxD: jax.Array, key: jax.Array | None = None) -> jax.Array:
     """[N, K, D] in the dtype of `x`. `key`: for dropout on the adapters' input; None: no dropout."""
     v = self.vision
-    if self.norm is not None:
+    if v.projector == "merge":
+      x_NxMxD = self.norm(x_NxMxD).reshape(len(x_NxMxD), -1, v.patches * v.hidden_size)
+    elif self.norm is not None:
       x_NxMxD = self.norm(_pool(x_NxMxD, v.tokens_per_image))
     if self.linear is not None:
       y_NxKxD = self.linear(x_NxMxD, key)
@@ -56,10 +64,17 @@ class Projector(nnx.Module):
     return y_NxKxD if v.feature_scale == 1.0 else y_NxKxD * jnp.asarray(v.feature_scale, y_NxKxD.dtype)
 
 
-def features(tower: vit.Tower, projector: Projector, images_BxIxSxSx3: jax.Array, remat: Callable,
-             key: jax.Array | None = None) -> jax.Array:
-  """The features of each row's images [B, I * K, D], one image after another."""
+def make_tower(spec: Spec, scope: Scope) -> "vit.Tower | vit_native.Tower":
+  """The tower of that spec, which has one."""
+  return (vit_native if spec.vision.native else vit).Tower(spec, scope)
+
+
+def features(tower: "vit.Tower | vit_native.Tower", projector: Projector, images_BxIxSxSx3: jax.Array, remat: Callable,
+             key: jax.Array | None = None, grid_BxIx5: jax.Array | None = None) -> jax.Array:
+  """The features of each row's images [B, I * K, D], one image after another. `grid_BxIx5`: of a tower of tiles."""
   B, D = len(images_BxIxSxSx3), projector.features
+  if isinstance(tower, vit_native.Tower):
+    return constrain(projector(tower(images_BxIxSxSx3, grid_BxIx5, remat, key), key), "batch", None, "embed")
   x_NxMxD = tower(images_BxIxSxSx3.reshape(-1, *images_BxIxSxSx3.shape[2:]), remat, key)
   return constrain(projector(x_NxMxD, key).reshape(B, -1, D), "batch", None, "embed")
 
@@ -78,7 +93,9 @@ def place(x_BxTxD: jax.Array, features_BxFxD: jax.Array, image_index_BxT: jax.Ar
 
 
 def complete(batch: dict, vision: Vision | None) -> dict:
-  """The batch with every key that the decoder reads; `images`, `image_index` and `block_ids` are None where not needed.
+  """The batch with every key that the decoder reads, of which those of images are None where not needed.
+
+  `axes` [B, T, 3] are positions for M-RoPE, of a batch with tiles.
 
   Raises:
     ValueError: images for a model of text alone, indices without images, a number of images or of their tokens that
@@ -102,6 +119,8 @@ def complete(batch: dict, vision: Vision | None) -> dict:
                        f"{len(batch['tokens'])} rows of the tokens")
     if index is None:
       batch["image_index"] = index = _index_of(batch, images.shape[1], vision)
+    if vision.native:
+      batch["axes"] = tiles.positions(_grid(batch), index, batch["segment_ids"])
   if blocks is None:
     batch["block_ids"] = _block_ids(batch, index, vision)
   return batch
@@ -118,8 +137,18 @@ def _complete_text(batch: dict) -> dict:
     index = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
     starts = jnp.concatenate([jnp.ones_like(tokens[:, :1]), jnp.diff(segment_ids, axis=1)], axis=1) != 0
     positions = index - jax.lax.cummax(jnp.where(starts, index, 0), axis=1)
-  rest = {key: batch.get(key) for key in ("images", "image_index", "block_ids", "prompt_ids", "prefix_length")}
-  return dict(tokens=tokens, segment_ids=segment_ids, positions=positions, **rest)
+  rest = {key: batch.get(key) for key in ("images", "image_index", "image_grid", "block_ids", "prompt_ids",
+                                          "prefix_length")}
+  return dict(tokens=tokens, segment_ids=segment_ids, positions=positions, axes=None, **rest)
+
+
+def _grid(batch: dict) -> jax.Array:
+  grid, images = batch["image_grid"], batch["images"]
+  if grid is None or grid.shape != (*images.shape[:2], 5):
+    found = "none" if grid is None else f"shape {grid.shape}"
+    raise ValueError(f"image_grid: found {found}, allowed for these images: shape {(*images.shape[:2], 5)}, what each "
+                     "of the tiles is (models/tiles.py)")
+  return grid
 
 
 def _index_of(batch: dict, images: int, vision: Vision) -> jax.Array:

@@ -5,6 +5,7 @@ into the model's placeholder. So texts are cut, compared and tokenised with thei
 """
 
 import bisect
+import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
@@ -17,6 +18,7 @@ from ml_collections import ConfigDict
 from input_pipeline.chat.template import ChatTemplate, Rendered
 from input_pipeline.images.images import (
   FORMATS,
+  KEEP,
   KEYS,
   EncodedImage,
   ImageError,
@@ -25,6 +27,7 @@ from input_pipeline.images.images import (
   check_preprocess,
   read,
 )
+from input_pipeline.images.tiles import kept_size
 from input_pipeline.tokenizer.tokenizer import Tokenizer
 from trainer.errors import ConfigError, DataError
 
@@ -36,6 +39,8 @@ BAD_IMAGE = "a bad image"
 PART_TYPES = ("image", "image_url")
 # What stands around an image's tokens in Gemma 3.
 GEMMA3 = ("<start_of_image>", "<end_of_image>")
+# And in the models of Qwen.
+QWEN = ("<|vision_start|>", "<|vision_end|>")
 
 
 class ImageFormat:
@@ -46,7 +51,8 @@ class ImageFormat:
     tokenizer: what texts are tokenised with; None if they are not.
 
   Attributes:
-    token, each: the placeholder's id (None without a tokenizer), and how many of it an image takes.
+    token, each: the placeholder's id (None without a tokenizer), and how many of it an image takes; 0: as many as its
+      size asks for.
     before, after: texts around these.
     marker: what stands for an image in the texts of rows.
     at_bos: the images of rows without a template stand before BOS.
@@ -69,12 +75,13 @@ class ImageFormat:
       raise ConfigError(f"chat.image_marker is {self.marker!r} and input.images.max_pixels {options.max_pixels}; the "
                         "one must not be empty, the other must be at least 1.")
     self.drops, self._max_pixels = options.on_error == "drop", options.max_pixels
-    self._checked: set = set()
+    self._checked: dict[bytes, tuple[int, int]] = {}
     self.at_bos = vision.attention == "prefix" if chat.images_at == "auto" else chat.images_at == "bos"
     specials = () if tokenizer is None else tokenizer.special_tokens
-    known = vision.projector == "pool" and all(token in specials for token in GEMMA3)
-    self.before = (f"\n\n{GEMMA3[0]}" if known else "") if chat.image_before is None else chat.image_before
-    self.after = (f"{GEMMA3[1]}\n\n" if known else "") if chat.image_after is None else chat.image_after
+    around = {"pool": (f"\n\n{GEMMA3[0]}", f"{GEMMA3[1]}\n\n"), "merge": QWEN}.get(vision.projector, ("", ""))
+    around = around if all(token.strip() in specials for token in around) else ("", "")
+    self.before, self.after = (own if given is None else given for own, given in zip(
+        around, (chat.image_before, chat.image_after), strict=True))
     self.token: int | None = vision.image_token
     if tokenizer is not None and self.token is None:
       ids = {s: tokenizer.encode_rendered(s).tolist() for s in specials if "image" in s.lower()}
@@ -86,8 +93,14 @@ class ImageFormat:
   @property
   def fingerprint(self) -> list:
     """What decides tokens and which images are kept."""
+    sizes = [] if self.each else [self.preprocess.size, self.preprocess.min_pixels, self.preprocess.max_pixels]
     return [self.token, self.each, self.before, self.after, self.marker, self.at_bos, self.prefix_end, self.drops,
-            self._max_pixels, FORMATS]
+            self._max_pixels, FORMATS, "sizes", *sizes]
+
+  def tokens(self, width: int, height: int) -> int:
+    """How many tokens an image of that size has. Raises ValueError: see `kept_size`."""
+    how = self.preprocess
+    return self.each or math.prod(kept_size(width, height, how.size, how.min_pixels, how.max_pixels)) // how.size**2
 
   def load(self, refs: Iterable[ImageRef]) -> list[EncodedImage] | str:
     """The images of a row; or why the row is dropped, if it has one that cannot be used and may be.
@@ -105,7 +118,7 @@ class ImageFormat:
 
   def read(self, refs: Iterable[ImageRef]) -> list[EncodedImage]:
     """Some images. Raises ImageError: see `images.read`."""
-    return [read(ref, self._max_pixels, self._checked) for ref in refs]
+    return [read(ref, self._max_pixels, self._checked, self.tokens) for ref in refs]
 
   def place(self, text: str, count: int) -> tuple[str, str]:
     """(what stands before BOS, the text) of a text with `count` images, each of them IMAGE.
@@ -130,10 +143,19 @@ class ImageFormat:
       text = text[len(self.marker):]
     return IMAGE * count, text
 
-  def finish(self, ids: np.ndarray) -> tuple[np.ndarray, tuple[int, ...]]:
-    """(ids with placeholders, int32 [n]; where each image's begin)."""
-    places = np.flatnonzero(ids == IMAGE_ID)[::self.each]
-    return np.where(ids == IMAGE_ID, self.token, ids).astype(np.int32), tuple(places.tolist())
+  def finish(self, ids: np.ndarray, weights: np.ndarray, counts: Sequence[int]
+             ) -> tuple[np.ndarray, np.ndarray, tuple[int, ...]]:
+    """(ids with placeholders, int32 [n]; weights with those of these; where each image's placeholders begin).
+
+    Args:
+      ids, weights: of a text in which an image is IMAGE_ID.
+      counts: how many tokens each of its images has; those of others may follow.
+    """
+    held, repeats = np.flatnonzero(ids == IMAGE_ID), np.ones(len(ids), np.int64)
+    repeats[held] = counts[:len(held)]
+    places = (np.cumsum(repeats) - repeats)[held]
+    whole = np.where(ids == IMAGE_ID, self.token, ids).astype(np.int32)
+    return np.repeat(whole, repeats), np.repeat(weights, repeats), tuple(places.tolist())
 
 
 def image_format(config: ConfigDict, tokenizer: Tokenizer | None) -> ImageFormat | None:
@@ -146,9 +168,14 @@ def sees(config: ConfigDict) -> bool:
   return config.model.vision.tower != "none"
 
 
+def in_tiles(vision: ConfigDict) -> bool:
+  """Whether the tower of the section `model.vision` sees images in their own sizes, in tiles of one token."""
+  return vision.projector == "merge"
+
+
 def tokens_per_image(vision: ConfigDict) -> int:
-  """N, of the section `model.vision`."""
-  return vision.tokens_per_image or (vision.image_size // vision.patch_size) ** 2
+  """N, of the section `model.vision`; 0: as many as an image's size asks for."""
+  return 0 if in_tiles(vision) else vision.tokens_per_image or (vision.image_size // vision.patch_size) ** 2
 
 
 def vocab_size(config: ConfigDict, tokenizer: Tokenizer) -> int:
@@ -163,15 +190,17 @@ def preprocess_of(config: ConfigDict, augment: bool = False) -> Preprocess:
     ConfigError: a value that is not allowed.
   """
   vision, options = config.model.vision, config.input.images
-  resize, interpolation = options.resize, options.interpolation
+  resize, interpolation, native = options.resize, options.interpolation, in_tiles(vision)
   if resize == "auto":
-    resize = "crop" if vision.tower == "clip" else "squash"
+    resize = KEEP if native else "crop" if vision.tower == "clip" else "squash"
   if interpolation == "auto":
     interpolation = "bilinear" if vision.projector == "pool" else "bicubic"
   mean = tuple(vision.mean) or ((0.48145466, 0.4578275, 0.40821073) if vision.tower == "clip" else (0.5,) * 3)
   a = options.augment
-  how = check_preprocess(Preprocess(vision.image_size, resize, interpolation, tuple(int(255 * m) for m in mean),
-                                    a.crop, a.flip, a.color))
+  how = Preprocess(vision.image_size, resize, interpolation, tuple(int(255 * m) for m in mean), a.crop, a.flip, a.color)
+  if native:
+    how = how._replace(min_pixels=vision.min_pixels, max_pixels=vision.max_pixels)
+  how = check_preprocess(how)
   return how if augment else how._replace(crop=1.0, flip=0.0, color=0.0)
 
 
@@ -350,7 +379,9 @@ class ImageTemplate:
       return None
     start = next((i for i, (a, b) in enumerate(zip(seen, unseen, strict=False)) if a != b), len(unseen))
     added = seen[start:start + len(seen) - len(unseen)]
-    for token in (self._own, self._images.marker, *self._specials):
+    # What this pipeline itself puts around an image is not to stand there twice.
+    framed = self._own and f"{self._images.before}{self._own}{self._images.after}"
+    for token in (framed, self._own, self._images.marker, *self._specials):
       if token and token in added:
         return token
     return added.strip() or None

@@ -67,7 +67,7 @@ class SegmentEncoder:
     self._front = next(filter(self._stands_alone, tokenizer.special_tokens), "")
 
   def encode(self, examples: list[list[Segment]]) -> list[Tokens]:
-    """The tokens of each example, whose segments follow one another. Those of images are IMAGE_ID, of weight 0."""
+    """The tokens of each example, whose segments follow one another. An image is one IMAGE_ID, of weight 0."""
     pieces = [[self._pieces(segment) for segment in segments] for segments in examples]
     placed = iter(self._tokenizer.encode_placed([(p.text, p.inert) for some in pieces for of in some for p in of]))
     results = []
@@ -117,8 +117,8 @@ class SegmentEncoder:
     weighed = [_weigh(placed, segment) for placed in found]
     ids, weights = [weighed[0].ids], [weighed[0].weights]
     for tokens in weighed[1:]:
-      ids += [np.full(self._images.each, IMAGE_ID, np.int32), tokens.ids]
-      weights += [np.zeros(self._images.each, np.float32), tokens.weights]
+      ids += [np.full(1, IMAGE_ID, np.int32), tokens.ids]
+      weights += [np.zeros(1, np.float32), tokens.weights]
     literals = [self._literal.match(segment.text, at) for at in segment.inert] if self._literal else []
     remarks = (*segment.remarks, *(remark for tokens in weighed for remark in tokens.remarks),
                *((LITERAL, match.group()) for match in literals if match))

@@ -38,7 +38,7 @@ class Encoded(NamedTuple):
 class Encoder(Protocol):
   """An encoder may have `with_next(document, following) -> document`, too, if a document depends on another one of its
   source: the next one with another `prompt_of(document)` (partners.py; if all have the same: on None). And
-  `tokens_per_image`, if documents may have images."""
+  `sees_images`: documents may have images."""
 
   @property
   def fingerprint(self) -> str:

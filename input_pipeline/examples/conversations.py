@@ -5,7 +5,7 @@ what is trained of it, and everything becomes token ids and weights.
 """
 
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from functools import cached_property
 
 import numpy as np
@@ -39,7 +39,7 @@ class ChatEncoder:
 
   Attributes:
     images: how the model sees images; None: it does not.
-    tokens_per_image: 0 if it does not.
+    sees_images: whether it does.
 
   Raises:
     ConfigError: a value of `chat` that is not allowed, an unknown template; see `ImageFormat`.
@@ -55,7 +55,7 @@ class ChatEncoder:
     self.images = image_format(config, tokenizer)
     trains_all = trains_all and self.images is not None and not self._roles
     self._train_on = "all" if trains_all and self._chat.train_on == "auto" else self._chat.train_on
-    self.tokens_per_image = 0 if self.images is None else self.images.each
+    self.sees_images = self.images is not None
     self._shapes = ShapeReader(fields_of(self._chat), self._roles, self.images)
     # What turns conversations into text, for export and for generation; None: the tokenizer came with none.
     self.template: ChatTemplate | None = None if tokenizer is None else find_template(self._chat, tokenizer)
@@ -112,7 +112,7 @@ class ChatEncoder:
     tokenized = self.tokenize(examples, [where for _, where, _ in places])
     for (place, _, images), (ids, weights, remarks) in zip(places, tokenized, strict=True):
       if len(weights) < 2 or weights[1:].any():
-        ids, seen = self.finish(ids)
+        ids, weights, seen = self.finish(ids, weights, images)
         every = (weights[1:] == 1).all()
         results[place] = Encoded(ids, None if every else weights, images=tuple(images[:len(seen)]), places=seen,
                                  remarks=remarks)
@@ -122,9 +122,10 @@ class ChatEncoder:
     """The images of a row, or why it is dropped. Raises ImageError: one of them cannot be used."""
     return self.images.load(refs) if refs else []
 
-  def finish(self, ids: np.ndarray) -> tuple[np.ndarray, tuple[int, ...]]:
-    """(ids with the placeholders of images, int32 [n]; where each image's begin)."""
-    return (ids, ()) if self.images is None else self.images.finish(ids)
+  def finish(self, ids: np.ndarray, weights: np.ndarray, images: Sequence[EncodedImage]
+             ) -> tuple[np.ndarray, np.ndarray, tuple[int, ...]]:
+    """See `ImageFormat.finish`."""
+    return (ids, weights, ()) if self.images is None else self.images.finish(ids, weights, [i.tokens for i in images])
 
   def segments(self, row: Conversation | Plain, where: str, empty: bool = False) -> list[list[Segment]]:
     """The examples that a row gives; none if nothing in it is trained. `empty`: what is trained may say nothing.

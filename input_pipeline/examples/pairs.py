@@ -48,8 +48,8 @@ class SidesEncoder:
     self._reader = PairReader(fields_of(chat), images=self._chat.images)
 
   @property
-  def tokens_per_image(self) -> int:
-    return self._chat.tokens_per_image
+  def sees_images(self) -> bool:
+    return self._chat.sees_images
 
   def _encode_sides(self, sides: list[tuple[Side, str]], empty: bool = False) -> list[Encoded | str]:
     """The ids and weights of sides, of which `where` says whose they are; or why one is dropped. `empty`: completions
@@ -77,7 +77,7 @@ class SidesEncoder:
       (ids, weights, remarks), where = next(tokenized)
       if not weights[1:].any():
         raise DataError(f"{where}: no token of it is trained. Remove the row.")
-      ids, places = self._chat.finish(ids)
+      ids, weights, places = self._chat.finish(ids, weights, loaded)
       results[i] = Encoded(ids, weights, images=tuple(loaded[:len(places)]), places=places, remarks=remarks)
     return results
 

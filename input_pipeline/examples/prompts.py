@@ -217,15 +217,16 @@ class Prompter:
     return refs
 
   def _prompt(self, segments: list[Segment], text: str, refs: tuple[ImageRef, ...], where: str) -> Prompt:
-    ((ids, _, remarks),) = self._encoder.tokenize([segments], [where])
+    ((ids, weights, remarks),) = self._encoder.tokenize([segments], [where])
     if not len(ids):
       raise DataError(f"{where}: the prompt is empty, and there is no BOS token to start from.")
     prompt = Prompt(ids, text, where=where, segments=tuple(segments), remarks=remarks)
     if not refs:
       return prompt
     loaded = self._images.read(refs)
-    ids, places = self._images.finish(ids)
-    shown = Images([image.data for image in loaded], self._images.preprocess)
+    counts = [image.tokens for image in loaded]
+    ids, _, places = self._images.finish(ids, weights, counts)
+    shown = Images([image.data for image in loaded], self._images.preprocess, counts)
     return prompt._replace(ids=ids, text=text.replace(IMAGE, self._images.marker), images=shown, image_places=places)
 
   def answered(self, prompt: Prompt, answer: str) -> tuple[np.ndarray, int]:
@@ -238,7 +239,8 @@ class Prompter:
     inert = (*last.inert, *(start + at for at in self._segments.literals(answer)))
     whole = Segment(last.text + answer, inert, ((start, start + len(answer), 1.0),))
     ((ids, weights, _),) = self._segments.encode([[*prompt.segments[:-1], whole]])
-    ids = ids if self._images is None else self._images.finish(ids)[0]
+    if self._images is not None:
+      ids, weights, _ = self._images.finish(ids, weights, getattr(prompt.images, "tokens", ()))
     return ids, int(np.argmax(weights > 0)) if weights.any() else len(ids)
 
   def ask(self, record: Record, prompt_key: str | None = None) -> Asked:

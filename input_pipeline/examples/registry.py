@@ -204,8 +204,8 @@ class EitherEncoder:
     return json.dumps([self._tokenized.fingerprint, self._other.fingerprint, self._prefer])
 
   @property
-  def tokens_per_image(self) -> int:
-    return getattr(self._other, "tokens_per_image", 0)
+  def sees_images(self) -> bool:
+    return getattr(self._other, "sees_images", False)
 
   def encode(self, records: list[Record]) -> list[Encoded | str]:
     results, start = [], 0

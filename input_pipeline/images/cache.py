@@ -1,9 +1,9 @@
 """The images of a token cache: each kept once, as its file is, beside the tokens.
 
 `image_bytes.bin` holds the contents of the image files end to end, `image_offsets.bin` (int64 [images + 1]) where each
-begins, `image_places.bin` (int64 [uses]) with which tokens the places of images begin, ascending, and `image_ids.bin`
-(int64 [uses]) which image stands there. `files.json` says which files beside the data they came from, with size and
-time: when one of these has changed, the cache is outdated.
+begins, `image_places.bin` (int64 [uses]) with which tokens the places of images begin, ascending, `image_tokens.bin`
+(int64 [uses]) how many tokens these are, and `image_ids.bin` (int64 [uses]) which image stands there. `files.json` says
+which files beside the data they came from, with size and time: when one of these has changed, the cache is outdated.
 """
 
 import contextlib
@@ -21,7 +21,7 @@ from input_pipeline.images.images import EncodedImage
 
 
 class SourceImages(NamedTuple):
-  """The images of a tokenised source: use u is image ids[u], in place of the `each` tokens from places[u] on.
+  """The images of a tokenised source: use u is image ids[u], in place of the tokens[u] tokens from places[u] on.
 
   `data` is uint8; image i is the file with the content data[offsets[i]:offsets[i + 1]].
   """
@@ -30,7 +30,12 @@ class SourceImages(NamedTuple):
   offsets: np.ndarray
   places: np.ndarray
   ids: np.ndarray
-  each: int
+  tokens: np.ndarray
+
+  @property
+  def tokens_before(self) -> np.ndarray:
+    """How many tokens of images there are before each use, and at last in all, int64 [uses + 1]."""
+    return np.concatenate([[0], np.cumsum(self.tokens)])
 
   def content(self, use: int) -> bytes:
     image = int(self.ids[use])
@@ -43,9 +48,11 @@ class SourceImages(NamedTuple):
   def outside(self, cut: np.ndarray, after: bool) -> np.ndarray:
     """Places to cut between tokens, moved to the begin or, with `after`, to the end of an image they are within."""
     use = np.searchsorted(self.places, cut) - 1
-    begin = self.places[np.maximum(use, 0)] if len(self.places) else cut
-    within = (use >= 0) & (cut < begin + self.each)
-    return np.where(within, begin + (self.each if after else 0), cut)
+    if not len(self.places):
+      return cut
+    begin, size = self.places[np.maximum(use, 0)], self.tokens[np.maximum(use, 0)]
+    within = (use >= 0) & (cut < begin + size)
+    return np.where(within, begin + (size if after else 0), cut)
 
 
 class ImageWriter:
@@ -53,11 +60,10 @@ class ImageWriter:
 
   Args:
     write: appends to an array of the cache.
-    each: tokens of an image.
   """
 
-  def __init__(self, write: Callable[[str, np.ndarray], None], each: int):
-    self._write, self._each = write, each
+  def __init__(self, write: Callable[[str, np.ndarray], None]):
+    self._write = write
     self._contents = hashlib.blake2b(digest_size=8)
     self._known: dict[bytes, int] = {}
     self._files: dict[str, list[int]] = {}
@@ -70,6 +76,7 @@ class ImageWriter:
       for image, place in zip(document.images, document.places, strict=True):
         self._write("image_ids", np.array([self._number(image)], "<i8"))
         self._write("image_places", np.array([start + place], "<i8"))
+        self._write("image_tokens", np.array([image.tokens], "<i8"))
         self._uses += 1
 
   def finish(self, folder: Path) -> dict[str, int | str]:
@@ -78,7 +85,7 @@ class ImageWriter:
       return {}
     (folder / "files.json").write_text(json.dumps(self._files), "utf-8")
     return {"images": len(self._known), "image_uses": self._uses, "image_bytes": self._size,
-            "tokens_per_image": self._each, "image_contents": self._contents.hexdigest()}
+            "image_contents": self._contents.hexdigest()}
 
   def _number(self, image: EncodedImage) -> int:
     if image.file is not None:
@@ -117,4 +124,4 @@ def arrays(meta: dict) -> dict[str, tuple[str, int]]:
   uses = meta.get("image_uses", 0)
   return {} if not uses else {
       "image_bytes": ("|u1", meta["image_bytes"]), "image_offsets": ("<i8", meta["images"] + 1),
-      "image_places": ("<i8", uses), "image_ids": ("<i8", uses)}
+      "image_places": ("<i8", uses), "image_tokens": ("<i8", uses), "image_ids": ("<i8", uses)}

@@ -16,14 +16,15 @@ import os
 import re
 import stat
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-from PIL import Image, ImageOps, PpmImagePlugin, TiffImagePlugin, features
+from PIL import ExifTags, Image, ImageOps, PpmImagePlugin, TiffImagePlugin, features
 
 from input_pipeline.files import shown_names
+from input_pipeline.images.tiles import kept_size
 from trainer.errors import ConfigError, DataError
 
 
@@ -44,6 +45,8 @@ AVIF = (b"ftypavif", b"ftypavis")
 # Modes with at most 8 bits a channel. A file of one of them may have more, which Pillow makes 8 of: see `_bits`.
 MODES = ("1", "L", "LA", "La", "P", "PA", "RGB", "RGBA", "RGBa", "RGBX", "CMYK", "YCbCr", "LAB", "HSV")
 RESIZES = ("squash", "pad", "crop")
+# What is done where the tower sees images in tiles (models/tiles.py), and with no other.
+KEEP = "keep"
 FILTERS = {"bilinear": Image.Resampling.BILINEAR, "bicubic": Image.Resampling.BICUBIC,
            "lanczos": Image.Resampling.LANCZOS, "nearest": Image.Resampling.NEAREST}
 # Larger files are no images that anyone trains on.
@@ -68,10 +71,11 @@ class ImageRef(NamedTuple):
 
 
 class EncodedImage(NamedTuple):
-  """The content of an image file, and the file if it lies beside the data and not in them."""
+  """The content of an image file, the file if it lies beside the data and not in them, and how many tokens it has."""
 
   data: bytes
   file: Path | None = None
+  tokens: int = 0
 
 
 class Preprocess(NamedTuple):
@@ -80,12 +84,14 @@ class Preprocess(NamedTuple):
   Attributes:
     size: S.
     resize: squash: to S × S whatever the shape; pad: the longer side to S, `fill` around it; crop: the shorter side to
-      S, of which the middle is taken.
+      S, of which the middle is taken; keep: see
+      `tiles.kept_size`.
     interpolation: a key of FILTERS; all of them average over what is made smaller.
     fill: red, green and blue of what pads.
     crop: the least share of an image's area that augmentation takes; 1: all.
     flip: how often it is mirrored.
     color: brightness, contrast and saturation change by a factor of 1 ± that.
+    min_pixels, max_pixels: with `keep`, how many there are at least and at most.
   """
 
   size: int
@@ -95,34 +101,48 @@ class Preprocess(NamedTuple):
   crop: float = 1.0
   flip: float = 0.0
   color: float = 0.0
+  min_pixels: int = 0
+  max_pixels: int = 0
 
   @property
   def augments(self) -> bool:
     return self.crop < 1 or self.flip > 0 or self.color > 0
 
 
-def read(ref: ImageRef, max_pixels: int, checked: set[bytes] | None = None) -> EncodedImage:
+def read(ref: ImageRef, max_pixels: int, checked: dict[bytes, tuple[int, int]] | None = None,
+         tokens: Callable[[int, int], int] | None = None) -> EncodedImage:
   """The content of an image, after it was decoded once to see that it can be.
 
   Args:
     ref: where it is.
     max_pixels: of the image as it is stored; more are refused before anything is decoded.
-    checked: names of contents that were decoded before, which are not again; this one's is added.
+    checked: names of contents that were decoded before, which are not again, and their sizes; this one's is added.
+    tokens: how many an image of that width and height has.
 
   Raises:
-    ImageError: it is missing, no image, damaged, of a kind that is not read, or too large; names the row and column.
+    ImageError: it is missing, no image, damaged, of a kind that is not read, or too large, or `tokens` has raised
+      ValueError; names the row and column.
   """
   data, file = _content(ref, ref.value)
-  checked, name = set() if checked is None else checked, hashlib.blake2b(data, digest_size=16).digest()
+  checked, name = {} if checked is None else checked, hashlib.blake2b(data, digest_size=16).digest()
+  where = _named(ref.where, file)
   if name not in checked:
-    with _opened(data, _named(ref.where, file), max_pixels, show_bytes=file is None) as image:
-      _decode(image, _named(ref.where, file), fast=True)
-    checked.add(name)
-  return EncodedImage(data, file)
+    with _opened(data, where, max_pixels, show_bytes=file is None) as image:
+      stored = image.size
+      upright = _decode(image, where, fast=True).size
+      # Of a JPEG that came out smaller, which way up it is has to be asked for.
+      turned = image.getexif().get(ExifTags.Base.Orientation) in (5, 6, 7, 8)
+      drafted = upright not in (stored, stored[::-1])
+      checked[name] = (stored[::-1] if turned else stored) if drafted else upright
+  try:
+    return EncodedImage(data, file, 0 if tokens is None else tokens(*checked[name]))
+  except ValueError as e:
+    raise ImageError(f"{where}: {e}") from e
 
 
 def to_pixels(data: bytes, how: Preprocess, key: Sequence[int | str] | None = None, where: str = "image") -> np.ndarray:
-  """An image's pixels, uint8 [S, S, 3]: red, green, blue, upright, with white behind what is transparent.
+  """An image's pixels, uint8 [S, S, 3], or with `keep` in multiples of S: red, green, blue, upright, with white behind
+  what is transparent.
 
   Args:
     data: content of an image file.
@@ -154,10 +174,11 @@ class Images(Sequence):
 
   Attributes:
     encoded: the contents of their files.
+    tokens: how many each has.
   """
 
-  def __init__(self, encoded: Sequence[bytes], how: Preprocess):
-    self.encoded, self._how = tuple(encoded), how
+  def __init__(self, encoded: Sequence[bytes], how: Preprocess, tokens: Sequence[int] = ()):
+    self.encoded, self._how, self.tokens = tuple(encoded), how, tuple(tokens)
 
   def __len__(self) -> int:
     return len(self.encoded)
@@ -318,9 +339,11 @@ def _decode(image: Image.Image, where: str, fast: bool = False) -> Image.Image:
 
 
 def _resized(image: Image.Image, how: Preprocess, box: tuple[float, float, float, float]) -> Image.Image:
-  """The part `box` (left, upper, right, lower) of the image as S × S pixels."""
+  """The part `box` (left, upper, right, lower) of the image as S × S pixels, or with `keep` as the whole would be."""
   size, resample = how.size, FILTERS[how.interpolation]
   width, height = box[2] - box[0], box[3] - box[1]
+  if how.resize == KEEP:
+    return image.resize(kept_size(image.width, image.height, size, how.min_pixels, how.max_pixels), resample, box)
   if how.resize == "squash" or width == height:
     return image.resize((size, size), resample, box)
   longer, shorter = max(width, height), min(width, height)
@@ -372,7 +395,11 @@ def check_preprocess(how: Preprocess) -> Preprocess:
   Raises:
     ConfigError: a value of `input.images` that is not.
   """
-  for key, value, allowed in (("resize", how.resize, RESIZES), ("interpolation", how.interpolation, tuple(FILTERS))):
+  if how.resize != KEEP and how.max_pixels:
+    raise ConfigError(f"input.images.resize is {how.resize!r}, but the tower sees images in their own shapes. Leave it "
+                      "auto.")
+  for key, value, allowed in (("resize", how.resize, (*RESIZES, *([KEEP] if how.max_pixels else []))),
+                              ("interpolation", how.interpolation, tuple(FILTERS))):
     if value not in allowed:
       raise ConfigError(f"input.images.{key} is {value!r}; allowed: auto, {', '.join(allowed)}.")
   for key, share, low in (("crop", how.crop, 0.01), ("flip", how.flip, 0.0), ("color", how.color, 0.0)):

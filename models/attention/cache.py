@@ -43,6 +43,8 @@ class Cache(NamedTuple):
   values: tuple[jax.Array, ...]
   # int32 [B]: how many tokens of each row have been seen; the next one's position.
   lengths: jax.Array
+  # int32 [B]: with M-RoPE, what is added to that position, since an image takes fewer of them than it has tokens.
+  shift: jax.Array | None = None
 
 
 class Seen(NamedTuple):
@@ -137,7 +139,8 @@ def empty(spec: Spec, rows: int, max_length: int, dtype: Any, apart: bool = Fals
                      (1, spec.latent.rope_dim, spec.latent.kv_rank))
     for arrays, size in zip((keys, values), sizes, strict=True):
       arrays.append(jnp.zeros((layers, rows, heads, slots, size), dtype))
-  return Cache(tuple(map(_constrain, keys)), tuple(map(_constrain, values)), jnp.zeros(rows, jnp.int32))
+  shift = jnp.zeros(rows, jnp.int32) if any(rope.sections for rope in spec.ropes.values()) else None
+  return Cache(tuple(map(_constrain, keys)), tuple(map(_constrain, values)), jnp.zeros(rows, jnp.int32), shift)
 
 
 def resized(cache: Cache, spec: Spec, rows_R: jax.Array, max_length: int) -> Cache:
@@ -156,7 +159,9 @@ def resized(cache: Cache, spec: Spec, rows_R: jax.Array, max_length: int) -> Cac
 
   keys, values = (tuple(of_place(place, part) for place, part in enumerate(parts))
                   for parts in (cache.keys, cache.values))
-  return Cache(keys, values, cache.lengths.at[rows_R].get(mode="fill", fill_value=0))
+  lengths, shift = (None if part is None else part.at[rows_R].get(mode="fill", fill_value=0)
+                    for part in (cache.lengths, cache.shift))
+  return Cache(keys, values, lengths, shift)
 
 
 def positions_of(lengths_B: jax.Array, slots: int) -> jax.Array:
@@ -166,7 +171,7 @@ def positions_of(lengths_B: jax.Array, slots: int) -> jax.Array:
 
 
 def begin(cache: Cache, spec: Spec, new: Mapping[str, tuple[jax.Array, jax.Array]], positions_MxT: jax.Array,
-          segment_ids_MxT: jax.Array, rows_M: jax.Array) -> Cache:
+          segment_ids_MxT: jax.Array, rows_M: jax.Array, axes_MxTx3: jax.Array | None = None) -> Cache:
   """The cache with rows that are begun anew.
 
   Args:
@@ -177,6 +182,7 @@ def begin(cache: Cache, spec: Spec, new: Mapping[str, tuple[jax.Array, jax.Array
     positions_MxT: of these tokens, from 0 on.
     segment_ids_MxT: 0: padding, not written.
     rows_M: the row of the cache that each goes to; one beyond the last is left out.
+    axes_MxTx3: their positions for M-RoPE, where these are others.
   """
   period = len(cache.keys)
   real_MxT = segment_ids_MxT > 0
@@ -205,7 +211,11 @@ def begin(cache: Cache, spec: Spec, new: Mapping[str, tuple[jax.Array, jax.Array
 
   keys, values = (tuple(at_place(place, old, which) for place, old in enumerate(olds))
                   for which, olds in enumerate((cache.keys, cache.values)))
-  return Cache(keys, values, cache.lengths.at[rows_M].set(ends_M, mode="drop", unique_indices=True))
+  shift = cache.shift
+  if shift is not None:
+    last_M = ends_M if axes_MxTx3 is None else jnp.where(real_MxT, axes_MxTx3.max(-1) + 1, 0).max(1)
+    shift = shift.at[rows_M].set(last_M - ends_M, mode="drop", unique_indices=True)
+  return Cache(keys, values, cache.lengths.at[rows_M].set(ends_M, mode="drop", unique_indices=True), shift)
 
 
 def _constrain(part: jax.Array) -> jax.Array:

@@ -11,6 +11,7 @@ import math
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from models import cpu
 from models.layers import document_lengths
@@ -50,26 +51,44 @@ class Rope:
   # How many of a head's leading dimensions are rotated.
   dims: int
   scaling: RopeScaling | None = None
+  # How many pairs turn by each of a token's three positions; (): it has one.
+  sections: tuple[int, ...] = ()
 
 
-def rope_table(rope: Rope, positions_BxT: jax.Array, segment_ids_BxT: jax.Array) -> tuple[jax.Array, jax.Array]:
+def rope_table(rope: Rope, positions_BxT: jax.Array, segment_ids_BxT: jax.Array,
+               axes_BxTx3: jax.Array | None = None) -> tuple[jax.Array, jax.Array]:
   """Cosines and sines [B, T, 1, P], float32, of the angle of every pair at every position.
 
-  Segments matter to scalings whose frequencies depend on the length of the document (`by_length`).
+  Segments matter to scalings whose frequencies depend on the length of the document (`by_length`). `axes_BxTx3`: where
+  there are sections, the position of each; None: that of the text for all.
   """
 
   def table():
-    angles, magnitude = _angles(rope, positions_BxT, segment_ids_BxT)
+    angles, magnitude = _angles(rope, positions_BxT, segment_ids_BxT, axes_BxTx3 if rope.sections else None)
     return jnp.cos(angles) * magnitude, jnp.sin(angles) * magnitude
 
   return cpu.computed_once(table, positions_BxT, (*positions_BxT.shape, 1, rope.dims // 2))
 
 
-def _angles(rope: Rope, positions_BxT: jax.Array, segment_ids_BxT: jax.Array) -> tuple[jax.Array, float]:
+def axial_table(theta: float, dims: int, row_BxT: jax.Array, column_BxT: jax.Array) -> tuple[jax.Array, jax.Array]:
+  """Cosines and sines [B, T, 1, P] where the first half of the pairs turns by a patch's row, the other by its column.
+
+  As in Qwen2-VL's tower (arXiv 2409.12191): both halves have the same P / 2 frequencies; `dims` is 2P.
+  """
+  frequencies = theta ** (-jnp.arange(dims // 4, dtype=jnp.float32) / (dims // 4))
+  halves = [place.astype(jnp.float32)[:, :, None, None] * frequencies for place in (row_BxT, column_BxT)]
+  angles = jnp.concatenate(halves, axis=-1)
+  return jnp.cos(angles), jnp.sin(angles)
+
+
+def _angles(rope: Rope, positions_BxT: jax.Array, segment_ids_BxT: jax.Array, axes_BxTx3: jax.Array | None
+            ) -> tuple[jax.Array, float]:
   """(the angles [B, T, 1, P], factor on cosines and sines)."""
   pairs = rope.dims // 2
   exponents_P = jnp.arange(pairs, dtype=jnp.float32) / pairs
   positions = positions_BxT.astype(jnp.float32)[:, :, None, None]
+  if axes_BxTx3 is not None:
+    positions = axes_BxTx3.astype(jnp.float32)[..., np.repeat(np.arange(3), rope.sections)][:, :, None, :]
   s, magnitude = rope.scaling, 1.0
   if s is not None and s.type == "dynamic":
     frequencies = _dynamic_theta(rope, positions_BxT, segment_ids_BxT)[:, :, None, None] ** -exponents_P

@@ -10,6 +10,9 @@ import numpy as np
 from models.hf.errors import HFError
 from models.hf.family import Tensor
 
+# Of convolutions over patches, the dimensions between channels and pixels.
+_FRAMES: Mapping[str | None, tuple[int, ...]] = {"patches": (), "films": (2,)}
+
 
 @dataclass(frozen=True)
 class Entry:
@@ -42,9 +45,10 @@ class Entry:
       return shape[1:]
     if self.tensor.form == "taps":
       return (shape[0], 1, shape[1])
-    if self.tensor.form == "patches":
-      size = math.isqrt(shape[1] // 3)
-      return (shape[0], 3, size, size)
+    if self.tensor.form in _FRAMES:
+      frames = _FRAMES[self.tensor.form]
+      size = math.isqrt(shape[1] // (3 * math.prod(frames)))
+      return (shape[0], 3, *frames, size, size)
     return shape
 
   def places(self) -> Iterator[tuple[int, ...]]:
@@ -79,8 +83,8 @@ class Entry:
     """A slice of their tensor, which `read` gives slices of, in `matrix_shape`."""
     if self.tensor.form == "row":
       return read(index[1:])[None][index[:1]]
-    if self.tensor.form == "patches":  # small, and no slice of ours is one of theirs
-      return read(()).transpose(0, 2, 3, 1).reshape(self.matrix_shape)[index]
+    if self.tensor.form in _FRAMES:  # small, and no slice of ours is one of theirs
+      return np.moveaxis(read(()), 1, -1).reshape(self.matrix_shape)[index]
     if self.tensor.form == "taps":
       return read((index[0], slice(0, 1), index[1]))[:, 0]
     if self.tensor.form == "alternating":
@@ -94,9 +98,9 @@ class Entry:
 
   def to_form(self, values: np.ndarray) -> np.ndarray:
     """Their tensor, of its values in `matrix_shape`."""
-    if self.tensor.form == "patches":
-      out, channels, size, _ = self.shape
-      return np.ascontiguousarray(values.reshape(out, size, size, channels).transpose(0, 3, 1, 2))
+    if self.tensor.form in _FRAMES:
+      out, channels, *sizes = self.shape
+      return np.ascontiguousarray(np.moveaxis(values.reshape(out, *sizes, channels), -1, 1))
     if self.tensor.form == "alternating":
       return np.stack(np.split(values, len(self.parts), axis=-1), axis=-1).reshape(self.shape)
     if isinstance(self.tensor.groups, int):

@@ -15,13 +15,14 @@ from models.hf import quantised
 from models.hf.errors import HFError
 from models.hf.keys import DEEPEST, DROPOUT, Head, Rule, Source, check_kind
 from models.hf.rope import scaling_keys
+from models.spec_vision import NATIVE
 
 # Values of the architecture's keys for a decoder with nothing special; a family's rules and constants go on top.
 NEUTRAL: Mapping[str, Any] = {
     "norm": "rmsnorm", "norm_scale_plus_one": False, "norm_bias": False, "norm_position": "pre",
     "parallel_blocks": False,
     "positions": "rope", "max_positions": None, "rope_theta": 10000.0, "rope_local_theta": None, "rope_fraction": 1.0,
-    "rope_interleaved": False,
+    "rope_interleaved": False, "rope_sections": (),
     "rope_scaling.type": "none", "rope_scaling.factor": 1.0, "rope_scaling.original_positions": None,
     "rope_scaling.low_frequency_factor": 1.0, "rope_scaling.high_frequency_factor": 4.0,
     "rope_scaling.beta_fast": 32.0, "rope_scaling.beta_slow": 1.0, "rope_scaling.truncate": True,
@@ -43,10 +44,11 @@ NEUTRAL: Mapping[str, Any] = {
     "vision.norm_eps": 1e-6, "vision.mean": (), "vision.std": (), "vision.feature_layer": -1, "vision.final_norm": True,
     "vision.projector": "linear", "vision.projector_activation": "gelu_exact", "vision.projector_bias": True,
     "vision.tokens_per_image": None, "vision.feature_scale": 1.0, "vision.attention": "causal",
-    "vision.image_token": None,
+    "vision.image_token": None, "vision.window": None, "vision.full_layers": (),
+    "vision.min_pixels": 56 * 56, "vision.max_pixels": 28 * 28 * 1280,
 }
 # Keys that preprocessor_config.json has, not config.json (models/hf/pixels.py).
-PIXELS = ("vision.mean", "vision.std")
+PIXELS = ("vision.mean", "vision.std", "vision.min_pixels", "vision.max_pixels")
 
 # Entries of config.json that say nothing about the function from tokens to logits: about files, generation, the Python
 # interface, fresh initial values, heads of other tasks, losses. `max_position_embeddings` bounds nothing where
@@ -79,9 +81,9 @@ class Tensor:
     axis: of the concatenation, in their layout.
     prefixed: False: the name stands without the prefix even where others have it.
     form: patches: theirs is the weight [D, 3, P, P] of a convolution over patches, ours the matrix [P * P * 3, D], and
-      `transpose` is set. row: theirs is [D], ours [1, D]. taps: theirs is the weight [C, 1, W] of a convolution of each
-      channel, ours [W, C], and `transpose` is set. alternating: along their last axis, entries of ours take turns.
-      None: none of these.
+      `transpose` is set. films: the same over patches of two frames, [D, 3, 2, P, P] and [2 * P * P * 3, D]. row:
+      theirs is [D], ours [1, D]. taps: theirs is the weight [C, 1, W] of a convolution of each channel, ours [W, C],
+      and `transpose` is set. alternating: along their last axis, entries of ours take turns. None: none of these.
     groups: theirs is in groups along its first axis, of which each has its share of every one of ours. Our key that
       says how many there are; once laid over a model (`Family.tensors`), the number.
     layers: numbers of the layers that have it, once laid over a model; None: all.
@@ -339,8 +341,17 @@ def _has_vision_parameter(model: Mapping[str, Any], path: str) -> bool:
   if tower == "none":
     return False
   part, owner, *rest = path.split("/")
+  layernorm = tower not in NATIVE or NATIVE[tower][1] == "layernorm"
+  if owner == "norm" and projector == "merge":
+    return layernorm or rest != ["bias"]
+  if tower in NATIVE and part == "vision":
+    parts = path.split("/")
+    return path != "vision/patch_embed/bias" and owner in ("patch_embed", "blocks") and (
+        "gate" not in parts or model["vision.activation"] in layers.GATED) and (
+        layernorm or parts[-1] != "bias" or not parts[-2].endswith("norm"))
   if part == "projector":
-    owners = {"linear": ("linear",), "mlp": ("up", "down"), "pool": ("norm", "linear")}[projector]
+    owners = {"linear": ("linear",), "mlp": ("up", "down"), "pool": ("norm", "linear"),
+              "merge": ("norm", "up", "down")}[projector]
     bias = model["vision.projector_bias"] and projector != "pool"
     return owner in owners and (bias or rest != ["bias"])
   if path == "vision/patch_embed/bias":
@@ -352,9 +363,13 @@ def _canonical_vision(m: dict[str, Any]) -> None:
   if m["vision.tower"] == "none":
     _reset(m, "vision.")
     return
+  m["vision.full_layers"] = tuple(sorted(m["vision.full_layers"]))
   if m["vision.tokens_per_image"] is None:
-    m["vision.tokens_per_image"] = (m["vision.image_size"] // m["vision.patch_size"]) ** 2
-  if m["vision.projector"] == "pool":
+    m["vision.tokens_per_image"] = (
+        1 if m["vision.tower"] in NATIVE else (m["vision.image_size"] // m["vision.patch_size"]) ** 2)
+  if m["vision.window"] is None or len(m["vision.full_layers"]) == m["vision.num_layers"]:  # no layer has windows
+    m["vision.window"], m["vision.full_layers"] = None, ()
+  if m["vision.projector"] in ("pool", "merge"):
     m["vision.projector_bias"] = NEUTRAL["vision.projector_bias"]
   if m["vision.projector"] != "mlp":
     m["vision.projector_activation"] = NEUTRAL["vision.projector_activation"]

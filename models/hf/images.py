@@ -22,7 +22,8 @@ ASSUMED_SIZES: Mapping[str, Mapping[str, int]] = {
         "gemma": (256000, 3072, 24576, 28, 16, 16), "gemma2": (256000, 2304, 9216, 26, 8, 4),
         "gemma3_text": (262208, 2304, 9216, 26, 8, 4), "llama": (32000, 4096, 11008, 32, 32, 32),
         "mistral": (32000, 4096, 14336, 32, 32, 8), "qwen2": (151936, 4096, 22016, 32, 32, 32),
-        "qwen3": (151936, 4096, 22016, 32, 32, 32),
+        "qwen3": (151936, 4096, 22016, 32, 32, 32), "qwen2_vl_text": (152064, 8192, 29568, 80, 64, 8),
+        "qwen2_5_vl_text": (152064, 8192, 29568, 80, 64, 8),
     }.items()
 }
 # Entries of text_config that repeat what the wrapper says.
@@ -39,6 +40,8 @@ VISION_INERT = frozenset("""
 # What tensor names begin with: as published folders have them, as transformers 5 has them in memory, and others.
 _TOWER = ("vision_tower.vision_model.", "model.vision_tower.", "vision_tower.", "model.vision_tower.vision_model.")
 _PROJECTOR = ("multi_modal_projector.", "model.multi_modal_projector.")
+# And the text model: (prefixed, unprefixed) names as published, and in memory, where the head is outside of it.
+_TEXT = (("language_model.{prefix}", "language_model."), ("model.language_model.", ""))
 # A pooling head, which no wrapper uses, and a buffer.
 _IGNORED = (r"^(model\.)?vision_tower\.(vision_model\.)?head\.", r"vision_tower\..*embeddings\.position_ids$")
 
@@ -85,8 +88,9 @@ class VisionConfig(Rule):
   def notes(self, source):
     inner, tower = self._open(source)
     check_kind(inner, VISION_INERT)
+    keys: dict[str, Any] = {"vision.tower": tower.name, "hidden_size": None}
     for rule in tower.keys:
-      rule.read(inner, {"vision.tower": tower.name})
+      keys.update(rule.read(inner, keys))
     return [f"{inner.where}: {key} is {inner.content[key]}; it acts in training alone, and the tower has none here."
             for key in sorted(DROPOUT) if inner.content.get(key)] + inner.notes(INERT | DROPOUT | VISION_INERT)
 
@@ -107,11 +111,14 @@ class TextConfig(Rule):
     family: of the text model.
     tied: what transformers 5 takes the outer tie_word_embeddings for where there is none; None: the inner one.
     both_ways: what text_config.use_bidirectional_attention may say besides null.
+    beside: where there is no text_config, its entries stand in the outer object, in which those of these names are not
+      its own; None: there must be one.
   """
 
   family: Family
   tied: bool | None
   both_ways: bool
+  beside: frozenset[str] | None = None
 
   def read(self, source, model):
     content = self._content(source)
@@ -141,7 +148,10 @@ class TextConfig(Rule):
     return self.family.notes_on(source.inside("text_config", content))
 
   def _content(self, source: Source) -> dict[str, Any]:
-    given = source.get("text_config", dict)
+    if self.beside is None or source.content.get("text_config") is not None:
+      given = source.get("text_config", dict)
+    else:
+      given = {key: source.get(key, object) for key in source.content if key not in self.beside}
     content = {**ASSUMED_SIZES.get(self.family.model_types[0], {}), "model_type": self.family.model_types[0], **given}
     return {key: value for key, value in content.items() if key not in TEXT_INERT}
 
@@ -220,7 +230,9 @@ class Wrapper:
     keys: the rules for the outer config.json, read after the two objects.
     table: the projector's tensors, with names as inside it.
     fixed: our keys that have one value in all models of this kind.
-    tied, both_ways: see `TextConfig`.
+    tied, both_ways, beside: see `TextConfig`.
+    names: what the names of tensors of the text model, the tower and the projector begin with, as published and
+      otherwise.
   """
 
   name: str
@@ -234,10 +246,13 @@ class Wrapper:
   inert: frozenset[str] = frozenset()
   tied: bool | None = True
   both_ways: bool = False
+  beside: frozenset[str] | None = None
+  names: tuple[tuple[Any, ...], tuple[str, ...], tuple[str, ...]] = (_TEXT, _TOWER, _PROJECTOR)
 
   def find(self, config: Mapping[str, Any], where: str) -> Family:
     """The family for a config.json of this kind, by its text_config; raises HFError."""
-    inner = Source(Source(config, where).get("text_config", dict), f"{where}: text_config")
+    given = Source(config, where).get("text_config", dict, *([] if self.beside is None else [{}, {}]))
+    inner = Source(given, f"{where}: text_config")
     by_type = {model_type: text for text in self.texts for model_type in text.model_types}
     found = inner.get("model_type", str, self.texts[0].model_types[0])
     if found not in by_type:
@@ -250,18 +265,17 @@ class Wrapper:
     towers = {tensor.theirs: tensor for tower in self.towers for tensor in tower.table}.values()
     return ImageFamily(
         name=f"{self.name} ({text.name})", model_types=self.model_types, architectures=self.architectures,
-        keys=(TextConfig(text, self.tied, self.both_ways), VisionConfig(self.towers), *self.keys),
-        table=(*_text_table(text), *_renamed(towers, _TOWER), *_renamed(self.table, _PROJECTOR)),
+        keys=(TextConfig(text, self.tied, self.both_ways, self.beside), VisionConfig(self.towers), *self.keys),
+        table=(*_text_table(text, self.names[0]), *_renamed(towers, self.names[1]),
+               *_renamed(self.table, self.names[2])),
         fixed={**text.fixed, **self.fixed}, prefixes=("",), ignored=(*text.ignored, *_IGNORED), inert=self.inert,
         in_memory="model.")
 
 
-def _text_table(text: Family) -> tuple[Tensor, ...]:
-  """As published, and as in memory, where the head is outside of the text model."""
-  published = (f"language_model.{text.prefixes[0] if t.prefixed else ''}{t.theirs}" for t in text.table)
-  in_memory = (f"model.language_model.{t.theirs}" if t.prefixed else t.theirs for t in text.table)
-  return tuple(replace(t, theirs=name) for names in (published, in_memory)
-               for t, name in zip(text.table, names, strict=True))
+def _text_table(text: Family, beginnings: tuple[tuple[str, str], ...]) -> tuple[Tensor, ...]:
+  """Under each of the names of `Wrapper.names`."""
+  return tuple(replace(t, theirs=(inside if t.prefixed else outside).format(prefix=text.prefixes[0]) + t.theirs)
+               for inside, outside in beginnings for t in text.table)
 
 
 def _renamed(table: Iterable[Tensor], beginnings: tuple[str, ...]) -> tuple[Tensor, ...]:

@@ -1,7 +1,7 @@
 """How pixels are normalised: preprocessor_config.json, or the image processor inside processor_config.json.
 
-What is done with the values of pixels is part of the function that a model computes, but is not in its config.json.
-Sizes and resizing are the data's business.
+What is done with the values of pixels is part of the function that a model computes, but is not in its config.json; so
+is how many pixels an image has where it keeps its shape. Other sizes and resizing are the data's business.
 """
 
 import math
@@ -11,13 +11,16 @@ from typing import Any
 
 from models.hf import files
 from models.hf.keys import Source
-from models.spec_vision import PIXELS
+from models.spec_vision import NATIVE, PIXELS
 
+# {our key: (its name in `size`, what the image processor assumes)}
+_PIXELS = {"min_pixels": ("shortest_edge", 56 * 56), "max_pixels": ("longest_edge", 28 * 28 * 1280)}
 FILES = ("preprocessor_config.json", "processor_config.json")
 
 
 def read(folder: Path, keys: Mapping[str, Any]) -> dict[str, Any]:
-  """{our key: value} of vision.mean and vision.std; empty for text models, and where the tower's own are meant.
+  """{our key: value} of vision.mean, std, min_pixels and max_pixels; empty for text models, and where the tower's own
+  are meant.
 
   Args:
     folder: of a checkpoint.
@@ -41,7 +44,26 @@ def read(folder: Path, keys: Mapping[str, Any]) -> dict[str, Any]:
   for key, value in found.items():
     if len(value) != 3 or not all(isinstance(x, int | float) and (key == "mean" or x > 0) for x in value):
       raise source.error(f"image_{key}", "three numbers, for red, green and blue, those of image_std above 0")
-  return {f"vision.{key}": tuple(map(float, value)) for key, value in found.items() if not _close(value, own[key])}
+  kept = {f"vision.{key}": tuple(map(float, value)) for key, value in found.items() if not _close(value, own[key])}
+  return kept | _counts(source, keys)
+
+
+def _counts(source: Source, keys: Mapping[str, Any]) -> dict[str, int]:
+  """How many pixels an image has where its size is its own: entries of the file, or of its `size`."""
+  if keys["vision.tower"] not in NATIVE:
+    return {}
+  size = source.inside("size", source.get("size", dict, {}, {}))
+  found = {}
+  for ours, (side, default) in _PIXELS.items():
+    given = source.get(ours, int, None, None) or size.get(side, int, None, None) or size.get(ours, int, None, None)
+    found[f"vision.{ours}"] = given or default
+  if found["vision.min_pixels"] > found["vision.max_pixels"]:
+    raise source.error("min_pixels", f"up to max_pixels, {found['vision.max_pixels']}")
+  patch = keys["vision.patch_size"]
+  for key, value in (("patch_size", patch), ("merge_size", keys["vision.image_size"] // patch)):
+    if source.get(key, int, value, value) != value:
+      raise source.error(key, f"{value}, as config.json says")
+  return found
 
 
 def write(folder: Path, keys: Mapping[str, Any]) -> None:
@@ -51,10 +73,14 @@ def write(folder: Path, keys: Mapping[str, Any]) -> None:
   own = dict(zip(("mean", "std"), PIXELS[keys["vision.tower"]], strict=True))
   wanted = {key: tuple(keys[f"vision.{key}"]) or value for key, value in own.items()}
   found = {**own, **{key.removeprefix("vision."): value for key, value in read(folder, keys).items()}}
-  if all(_close(wanted[key], found[key]) for key in own):
+  counts = {key: keys[f"vision.{key}"] for key in _PIXELS} if keys["vision.tower"] in NATIVE else {}
+  same = all(found[key] == value for key, value in counts.items())
+  if same and all(_close(wanted[key], found[key]) for key in own):
     return
   single, whole = (folder / name for name in FILES)
   changed = {**source.content, **{f"image_{key}": list(value) for key, value in wanted.items()}}
+  if not same:
+    changed |= {**counts, "size": {side: counts[key] for key, (side, _) in _PIXELS.items()}}
   if single.is_file():
     files.write_json(single, changed)
   else:

@@ -192,6 +192,16 @@ def images(files: Files) -> ConfigDict:
   return config
 
 
+def native(files: Files) -> ConfigDict:
+  """The same, in tiles of 4 pixels: each picture is 2 of them."""
+  config = images(files)
+  config.model.rope_sections = (2, 1, 1)
+  config.model.vision = dict(
+      tower="qwen2_5_vl", image_size=4, patch_size=2, num_layers=2, hidden_size=8, intermediate_size=8, num_heads=2,
+      activation="swiglu", projector="merge", window=1, full_layers=(1,), image_token=258, min_pixels=32, max_pixels=64)
+  return config
+
+
 def prompts(files: Files) -> ConfigDict:
   """Two rollouts' worth of prompts; rewards differ between nearly all completions."""
   from tests.trainer import rollout_runs

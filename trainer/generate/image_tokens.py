@@ -5,6 +5,8 @@ A model with a tower for images puts features in place of its placeholder tokens
 
     images       uint8 [B, I, S, S, 3], I a row at most; unused ones are 0
     image_index  int32 [B, T], k > 0: feature k - 1 of the row's images, laid end to end; 0: an ordinary token
+    image_grid   int32 [B, I, 5], only where the model sees tiles (`tiles`): what each of the I is then a tile of, one
+                 token each (input_pipeline/images/tiles.py)
     block_ids    int32 [B, T], tokens of a segment with the same number above 0 see one another; 0: only what is before
 
 For models without a tower there is nothing of this.
@@ -12,12 +14,13 @@ For models without a tower there is nothing of this.
 B rows, T places of a row, I images of a row, S pixels of a side, n tokens.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from input_pipeline.image_batches import IMAGE, PREFIX, ImageLayout
+from input_pipeline.images import tiles
 from trainer.errors import ConfigError
 from trainer.generate.buckets import power
 
@@ -29,20 +32,26 @@ class Layout(NamedTuple):
   tokens_per_image: int
   image_size: int
   attention: str
+  tiles: bool = False
 
 
 class PromptImages(NamedTuple):
-  """The images of one text, uint8 [S, S, 3] each, and its arrays [n]; None where the model has no tower."""
+  """The images of one text, or their tiles, uint8 [S, S, 3] each, and its arrays [n]; None where the model has none.
+
+  `image_grid` [I, 5]: of tiles.
+  """
 
   images: tuple[np.ndarray, ...] = ()
   image_index: np.ndarray | None = None
   block_ids: np.ndarray | None = None
+  image_grid: np.ndarray | None = None
 
 
 def layout_of(model: Any) -> Layout | None:
   """What a model makes of images; None: it takes none."""
   vision = getattr(model, "vision", None)
-  return vision and Layout(vision.image_token, vision.tokens_per_image, vision.image_size, vision.attention)
+  return vision and Layout(vision.image_token, vision.tokens_per_image, vision.image_size, vision.attention,
+                            vision.native)
 
 
 def slots(count: int) -> int:
@@ -95,19 +104,27 @@ def of_text(layout: Layout | None, ids: np.ndarray, images: Sequence[np.ndarray]
   if len(images) and layout.image_token is None:
     raise ConfigError("model.vision.image_token is not set: the id of the token that holds an image's places. Set it.")
   images = tuple(np.asarray(image) for image in images)
-  shape = (layout.image_size, layout.image_size, 3)
+  S, shape, given = layout.image_size, (layout.image_size, layout.image_size, 3), len(images)
   for number, image in enumerate(images):
-    if image.shape != shape or image.dtype != np.uint8:
+    fits = image.shape == shape or layout.tiles and image.ndim == 3 and not (image.shape[0] % S or image.shape[1] % S)
+    if not fits or image.shape[-1] != 3 or image.dtype != np.uint8:
+      multiples = ", or multiples of the first two" if layout.tiles else ""
       raise ConfigError(f"{where}, image {number}: found {image.dtype} {list(image.shape)}, the model wants uint8 "
-                        f"{list(shape)}. Make it with input_pipeline.images.images.")
+                        f"{list(shape)}{multiples}. Make it with input_pipeline.images.images.")
+  grid = None
+  if layout.tiles:
+    cut = [tiles.cut(image, S, number) for number, image in enumerate(images, 1)]
+    images = tuple(tile for some, _ in cut for tile in some)
+    grid = np.concatenate([np.zeros((0, 5), np.int32), *(grid for _, grid in cut)])
   is_image = (np.asarray(ids) == layout.image_token) & (np.arange(len(ids)) < prefix)
   found, wanted = int(is_image.sum()), len(images) * layout.tokens_per_image
   if found != wanted:
-    raise ConfigError(f"{where} has {len(images)} image(s), for which it needs {wanted} tokens of the id "
-                      f"{layout.image_token} ({layout.tokens_per_image} each), and {found} of them. Make the prompt "
+    each = f"one for each {S} × {S} pixels" if layout.tiles else f"{layout.tokens_per_image} each"
+    raise ConfigError(f"{where} has {given} image(s), for which it needs {wanted} tokens of the id "
+                      f"{layout.image_token} ({each}), and {found} of them. Make the prompt "
                       "and its images together, with input_pipeline.examples.prompts.")
   index = np.where(is_image, np.cumsum(is_image), 0).astype(np.int32)
-  return PromptImages(images, index, _blocks(layout, index, prefix))
+  return PromptImages(images, index, _blocks(layout, index, prefix), grid)
 
 
 def _blocks(layout: Layout, image_index: np.ndarray, prefix: int) -> np.ndarray:
@@ -123,7 +140,7 @@ def empty(layout: Layout | None, rows: int, length: int, most_images: int) -> di
   """The arrays of a batch without images, for up to I = `most_images` a row; of these none if it is 0."""
   if layout is None:
     return {}
-  arrays = ImageLayout(most_images, layout.image_size, layout.tokens_per_image, layout.attention)
+  arrays = ImageLayout(most_images, layout.image_size, layout.tokens_per_image, layout.attention, layout.tiles)
   return arrays.empty(rows, length)
 
 
@@ -142,7 +159,25 @@ def put(layout: Layout | None, batch: dict[str, np.ndarray], part: PromptImages,
     return
   for number, image in enumerate(part.images, first):
     batch["images"][row, number] = image
+  if part.image_grid is not None and len(part.image_grid):
+    # Numbers of images in a row need only differ, and no row has more images than tiles.
+    batch["image_grid"][row, first:first + len(part.images)] = part.image_grid + [first, 0, 0, 0, 0]
   for key, added in (("image_index", first * layout.tokens_per_image), ("block_ids", first)):
     values = getattr(part, key)
     if key in batch:
       batch[key][row, begin:begin + len(values)] = np.where(values > 0, values + added, 0)
+
+
+def images_of(layout: Layout | None, batch: Mapping[str, np.ndarray], row: int) -> tuple[list[np.ndarray], np.ndarray]:
+  """(the images of a row of a batch, uint8 [H, W, 3], those that are used; of which of them, from 1 on, each token is,
+  int [T], 0: of none)."""
+  if layout is None or "images" not in batch:
+    return [], np.zeros_like(batch["tokens"][row])
+  index_T = batch["image_index"][row]
+  if not layout.tiles:
+    numbers_T = -(-index_T // layout.tokens_per_image)
+    return list(batch["images"][row, :numbers_T.max(initial=0)]), numbers_T
+  grid = batch["image_grid"][row]
+  numbers = np.unique(grid[grid[:, 0] > 0, 0])
+  own_T = np.searchsorted(numbers, grid[np.maximum(index_T - 1, 0), 0]) + 1
+  return tiles.joined(batch["images"][row], grid), np.where(index_T > 0, own_T, 0)

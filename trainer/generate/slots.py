@@ -76,6 +76,8 @@ class Waiting:
     for digest, part in zip(self._hashes, shown, strict=True):
       for image in part.images:
         digest.update(b":image:" + image.tobytes())
+      if part.image_grid is not None:
+        digest.update(part.image_grid.tobytes())
 
   def __len__(self) -> int:
     return len(self._units) - self._next

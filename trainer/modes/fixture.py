@@ -140,7 +140,7 @@ def split_documents(batch: Mapping[str, np.ndarray], most: int) -> tuple[dict, d
       mine = segments == segment
       alone = {key: part[row].copy() for key, part in batch.items()}
       for key, part in alone.items():
-        if part.shape[:1] == mine.shape and key != "images":
+        if part.shape[:1] == mine.shape and key not in ("images", "image_grid"):
           part[~mine] = 0
       alone["segment_ids"] = mine.astype(segments.dtype)
       apart.append(alone)

@@ -139,13 +139,11 @@ def row_tokens(batch: Mapping[str, np.ndarray], row: int, tokenizer: Tokenizer) 
 
 def row_images(batch: Mapping[str, np.ndarray], row: int,
                layout: image_tokens.Layout | None) -> dict[int, list[np.ndarray]]:
-  """{segment: its images, uint8 [S, S, 3]} of a row, in their order."""
-  if layout is None or "images" not in batch:
-    return {}
-  index, segments = batch["image_index"][row], batch["segment_ids"][row]
-  places = sorted({((k - 1) // layout.tokens_per_image, segment) for k, segment in
-                   zip(index.tolist(), segments.tolist(), strict=True) if k > 0})
-  return {segment: [batch["images"][row, number] for number, of in places if of == segment]
+  """{segment: its images, uint8 [H, W, 3]} of a row, in their order."""
+  images, numbers = image_tokens.images_of(layout, batch, row)
+  places = sorted({(number, segment) for number, segment in
+                   zip(numbers.tolist(), batch["segment_ids"][row].tolist(), strict=True) if number > 0})
+  return {segment: [images[number - 1] for number, of in places if of == segment]
           for segment in sorted({of for _, of in places})}
 
 

@@ -91,8 +91,7 @@ class Microscope:
     """A row and its segments, a pair's side by side; adds their numbers to `values`."""
     strategy, layout = strategies.of(self._run.config), image_tokens.layout_of(self._run.model)
     pictures = inspect.row_images(batch, row, layout)
-    index_T = batch["image_index"][row] if pictures else np.zeros_like(batch["tokens"][row])
-    images_T = -(-index_T // layout.tokens_per_image) if pictures else index_T
+    images_T = image_tokens.images_of(layout, batch, row)[1]
     weights_T = np.where(np.asarray(sequences.completion_mask(batch))[row] > 0, batch["loss_weights"][row], 0.0)
     segments: dict[int, Markup] = {}
     for number in dict.fromkeys(batch["segment_ids"][row][batch["segment_ids"][row] > 0].tolist()):

@@ -29,7 +29,9 @@ from models.hf.families.olmo3 import OLMO3
 from models.hf.families.paligemma import PALIGEMMA
 from models.hf.families.phi3 import PHI3
 from models.hf.families.qwen2 import QWEN2
+from models.hf.families.qwen2_5_vl import QWEN2_5_VL
 from models.hf.families.qwen2_moe import QWEN2_MOE
+from models.hf.families.qwen2_vl import QWEN2_VL
 from models.hf.families.qwen3 import QWEN3
 from models.hf.families.qwen3_5 import QWEN3_5, QWEN3_5_MOE
 from models.hf.families.qwen3_moe import QWEN3_MOE
@@ -49,11 +51,11 @@ FAMILIES: tuple[Family, ...] = (
 )
 
 # Models of images and text: each around several of the families above. `match` tries them in this order, too.
-WRAPPERS: tuple[Wrapper, ...] = (PALIGEMMA, GEMMA3_IMAGES, LLAVA)
+WRAPPERS: tuple[Wrapper, ...] = (PALIGEMMA, GEMMA3_IMAGES, LLAVA, QWEN2_VL, QWEN2_5_VL)
 
 # Other models of images or sound and text, which cannot be read.
 MULTIMODAL = ("gemma3n", "idefics3", "internvl", "llama4", "llava_next", "llava_onevision", "mistral3", "mllama",
-              "qwen2_5_vl", "qwen2_vl", "qwen3_vl", "qwen3_vl_moe", "smolvlm", "vipllava")
+              "qwen3_vl", "qwen3_vl_moe", "smolvlm", "vipllava")
 
 
 def find(config: Mapping[str, Any], where: str) -> Family:

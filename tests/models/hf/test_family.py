@@ -234,7 +234,7 @@ def test_gemma3_rotates_its_layers_differently():
     (LLAMA, dict(model_type="kimi_linear", auto_map={"AutoModel": "x.Y"}), "(auto_map) is never run"),
     (LLAMA, dict(model_type="llava_next", text_config={}), "is 'llava_next', a model of images or sound and text that "
      "cannot be computed here; its text part alone would be another model. Those that can be read: paligemma, gemma3, "
-     "llava."),
+     "llava, qwen2_vl, qwen2_5_vl."),
     (LLAMA, dict(model_type="something_new", vision_config={}), "a model of images or sound and text"),
 ])
 def test_refusals_name_key_and_value(config, changes, message):
@@ -257,8 +257,8 @@ ATTRIBUTES = json.loads(Path(__file__).with_name("config_attributes.json").read_
 WRITTEN = {}
 for file in sorted(Path(__file__).parent.glob("*references/*/config.json")):
   content = json.loads(file.read_text())
-  for part in (content, content.get("vision_config", {})):
-    if "model_type" in part:
+  for part in (content, content.get("vision_config", {}), content.get("text_config", {})):
+    if "model_type" in part and (part is not content.get("text_config") or part["model_type"].endswith("_vl_text")):
       WRITTEN.setdefault(part["model_type"], content)
 
 
@@ -269,12 +269,18 @@ def test_every_attribute_of_transformers_classes_is_known(model_type):
   family, source = families.find(config, "c.json"), Source(config, "c.json")
   family.read_source(source)
   known = source._asked | INERT | DROPOUT | family.inert
-  if model_type.endswith("vision_model"):
+  if model_type.endswith("_vl_text"):
+    rule = next(rule for rule in family.keys if isinstance(rule, images.TextConfig))
+    family, source = rule.family, Source(config["text_config"], "c.json: text_config")
+    family.read_source(source)
+    known = source._asked | INERT | DROPOUT | family.inert
+  if model_type.endswith(("vision_model", "vision")):
     rule = next(rule for rule in family.keys if isinstance(rule, images.VisionConfig))
     inner, tower = rule._open(source)
     family_module.check_kind(inner, images.VISION_INERT)
+    keys = {"vision.tower": tower.name, "hidden_size": None}
     for rule in tower.keys:
-      rule.read(inner, {"vision.tower": tower.name})
+      keys.update(rule.read(inner, keys))
     known = inner._asked | INERT | DROPOUT | images.VISION_INERT
   names = {name for name in (*ATTRIBUTES["all"], *ATTRIBUTES[model_type]) if not name.startswith("_")}
   assert names - known == set() and len(names) > 60

@@ -1,0 +1,76 @@
+"""Vision towers that see images in their own sizes: those of Qwen2-VL (Wang et al. 2024, arXiv 2409.12191) and
+Qwen2.5-VL (Bai et al. 2025, arXiv 2502.13923), in NNX.
+
+B rows, N tiles of a row, S pixels of a tile's side, P patch size, M patches of a tile, D hidden size of the tower.
+
+Both are a Transformer over the patches of all of a row's images, which lie end to end; a patch sees those of its own
+image, or of its window there. Rows and columns are told by rotary positions. Qwen2-VL has LayerNorm and a plain MLP,
+Qwen2.5-VL RMSNorm, a gated MLP, and windows in most layers.
+"""
+
+import dataclasses
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from models import tiles, vit
+from models.attention.mask import TokenIds
+from models.attention.rope import axial_table
+from models.blocks import Block, run_blocks, stack_blocks
+from models.layers import Linear, Scope
+from models.sharding.logical_axes import constrain
+from models.spec import Spec
+from models.spec_vision import FRAMES, NATIVE, THETA, Vision
+
+
+class Tower(nnx.Module):
+  """From tiles of images to the features of their patches."""
+
+  def __init__(self, spec: Spec, scope: Scope):
+    """`spec`: of the whole model, with a `vision`."""
+    v = spec.vision
+    self.own = dataclasses.replace(vit.tower_spec(spec), norm=NATIVE[v.tower][1],
+                                   norm_bias=NATIVE[v.tower][1] == "layernorm", rope_interleaved=False)
+    self.patch_embed = Linear(scope / "patch_embed", FRAMES * 3 * v.patch_size**2, v.hidden_size, std=spec.init_std,
+                              bias=False)
+    self.blocks = stack_blocks(self.own, scope / "blocks")
+    self.vision, self.dtype = v, scope.compute_dtype
+
+  def __call__(self, images: jax.Array, grid_BxNx5: jax.Array, remat: Callable, key: jax.Array | None = None
+               ) -> jax.Array:
+    """Features [B, N * M, D] of the patches, tile by tile, in the compute dtype.
+
+    Args:
+      images: tiles [B, N, S, S, 3]; see `vit.pixels`.
+      grid_BxNx5: what tiles they are; see models/tiles.py.
+      remat: a `remat_policy`.
+      key: for dropout on the adapters' input; None: no dropout.
+    """
+    v, B = self.vision, len(images)
+    pixels = vit.patches(vit.pixels(images.reshape(-1, *images.shape[2:]), v), v.patch_size).astype(self.dtype)
+    x_BxPxD = self.patch_embed(jnp.tile(pixels, FRAMES).reshape(B, -1, FRAMES * pixels.shape[-1]))
+    x_BxPxD = constrain(x_BxPxD, "batch", "stream", "embed")
+    at = tiles.patches_of(grid_BxNx5, v.merged, v.window)
+    table = axial_table(THETA, self.own.head_dim, at.rows, at.columns)
+    full_L = np.isin(np.arange(v.num_layers), v.full_layers) | (v.window is None)
+
+    def layer(place: int, x_BxPxD: jax.Array, block: Block, index: jax.Array):
+      layer_key = None if key is None else jax.random.fold_in(key, index)
+      seen = jnp.where(jnp.asarray(full_L)[index], at.images, at.windows)
+      return block(x_BxPxD, TokenIds(seen, seen), table, None, layer_key)[0], None
+
+    return run_blocks(self.own, self.blocks, layer, remat, x_BxPxD)[0]
+
+
+def flops_per_tile(vision: Vision, tiles_per_image: float) -> float:
+  """Floating-point operations of matrix products in the tower for one tile, forward, in an image of so many."""
+  v, M, D = vision, vision.patches, vision.hidden_size
+  mlp = 3 if NATIVE[v.tower][1] == "rmsnorm" else 2
+  in_window = min(tiles_per_image, v.window**2) if v.window else tiles_per_image
+  full = v.num_layers if not v.window else len(set(v.full_layers))
+  seen = M * (full * tiles_per_image + (v.num_layers - full) * in_window)
+  return float(2 * M * FRAMES * 3 * v.patch_size**2 * D + v.num_layers * 2 * M * (4 * D * D + mlp * D *
+               v.intermediate_size) + 4 * M * seen * D)

@@ -1,0 +1,63 @@
+"""Images in their own sizes: references/tiles.npz is what transformers' image processor makes of them."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from input_pipeline.images import tiles
+from input_pipeline.images.images import ImageError, ImageRef, Preprocess, read, to_pixels
+from input_pipeline.sources.made import png
+from models import vit
+from models.spec_vision import PIXELS
+
+REFERENCES = dict(np.load(Path(__file__).parents[1] / "references" / "tiles.npz"))
+HOW = Preprocess(8, "keep", min_pixels=192, max_pixels=768)
+MEAN, STD = (np.array(values, np.float32) for values in PIXELS["clip"])
+
+
+@pytest.mark.parametrize("number", range(6))
+def test_pixels_and_their_order_are_those_of_the_image_processor(number):
+  pixels = to_pixels(png(REFERENCES[f"image{number}"]), HOW)
+  cut, grid = tiles.cut(pixels, 8)
+  _, rows, columns = REFERENCES[f"grid{number}"] // [1, 2, 2]
+  assert pixels.shape == (8 * rows, 8 * columns, 3) and len(cut) == rows * columns
+  assert grid[-1].tolist() == [1, rows - 1, columns - 1, rows, columns]
+  values = np.asarray(vit.patches((cut / np.float32(255) - MEAN) / STD, 4)).reshape(-1, 4, 4, 3)
+  expected = REFERENCES[f"values{number}"].reshape(-1, 3, 2, 4, 4)  # two frames, which are the same
+  np.testing.assert_allclose(values, np.einsum("ncthw->nthwc", expected)[:, 0], rtol=0, atol=1e-6)
+  np.testing.assert_array_equal(expected[:, :, 0], expected[:, :, 1])
+
+
+def test_tiles_of_several_images_are_put_together_again():
+  images = [np.random.default_rng(i).integers(0, 256, (8 * r, 8 * c, 3)).astype(np.uint8)
+            for i, (r, c) in enumerate(((2, 3), (3, 2), (1, 1)))]
+  cut = [tiles.cut(image, 8, number) for number, image in zip((2, 5, 9), images, strict=True)]
+  unused = np.zeros((2, 8, 8, 3), np.uint8), np.zeros((2, 5), np.int32)
+  again = tiles.joined(*map(np.concatenate, zip(*cut, unused, strict=True)))
+  assert all(np.array_equal(a, b) for a, b in zip(images, again, strict=True))
+
+
+def test_how_many_tokens_follows_from_the_upright_size_also_of_a_jpeg_that_is_decoded_smaller(tmp_path):
+  exif = Image.Exif()
+  exif[0x0112] = 6
+  Image.new("RGB", (640, 320)).save(tmp_path / "turned.jpg", exif=exif)
+  found = []
+  read(ImageRef("turned.jpg", "x", tmp_path), 10**6, tokens=lambda w, h: found.append((w, h)) or 1)
+  assert found == [(320, 640)]
+
+
+def test_too_long_an_image_is_refused():
+  with pytest.raises(ValueError, match="201 × 1 pixels, of which one side is more than 200"):
+    tiles.kept_size(201, 1, 8, 192, 768)
+  with pytest.raises(ImageError, match="row 3: 201 × 1 pixels"):
+    read(ImageRef(png(np.zeros((1, 201, 3), np.uint8)), "row 3"), 10**6,
+         tokens=lambda w, h: len(tiles.kept_size(w, h, 8, 192, 768)))
+
+
+def test_augmentation_changes_no_size():
+  file = png(REFERENCES["image1"])
+  whole = to_pixels(file, HOW)
+  some = [to_pixels(file, HOW._replace(crop=0.3), ("k", i)) for i in range(4)]
+  assert {x.shape for x in some} == {whole.shape} and not np.array_equal(some[0], some[1])

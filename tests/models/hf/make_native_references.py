@@ -1,0 +1,191 @@
+"""Makes the folders of tests/models/hf/native_references: tiny models that see images in their own sizes.
+
+    python tests/models/hf/make_native_references.py [CASE …]
+
+needs what make_references.py beside it needs, and Pillow. A case has config.json and safetensors; config_4.json, the
+same as published folders have it; and reference.npz:
+
+    images [2, N, S, S, 3]  uint8 tiles; row 0 has two images, row 1 one, and zeros behind them
+    grid [2, N, 5]          what tiles they are: number of the image, row, column, rows, columns
+    tokens [2, T]           with placeholders; lengths [2]: row 1 ends in padding; prefix [2]: loss is on those after it
+    positions [2, T, 3]     of M-RoPE, of real tokens
+    logits [2, T, V]        of the padded batch, 0 where there is padding
+    text [1, R], text_logits [1, R, V]    of a text without images
+    loss, gradient_names, gradient_…      of the mean cross-entropy with labels -100 on prefix and padding
+"""
+
+import json
+import shutil
+import sys
+import tempfile
+from pathlib import Path
+
+import numpy as np
+import torch
+import transformers
+from make_references import SMALL, V, like, randomise, transformers_4
+from PIL import Image
+from transformers import AutoConfig, AutoModelForImageTextToText
+from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
+
+FOLDER = Path(__file__).parent / "native_references"
+START, END, IMAGE, VIDEO = V - 4, V - 3, V - 2, V - 1
+TOKENS = dict(image_token_id=IMAGE, video_token_id=VIDEO, vision_start_token_id=START, vision_end_token_id=END)
+PATCH, TILE = 4, 8
+WIDTH = SMALL["hidden_size"]
+# Heads of 8, whose 4 pairs are 1 of time, 2 of rows, 1 of columns.
+TEXT = dict(rope_theta=500.0, num_attention_heads=2, num_key_value_heads=1)
+
+
+def text(model_type: str, **changes) -> dict:
+  return like(model_type, **TEXT | changes)
+
+
+CASES = {
+    "qwen2_vl": dict(model_type="qwen2_vl", **TOKENS, text_config=text(
+        "qwen2_vl_text", rope_scaling=dict(type="mrope", mrope_section=[1, 2, 1])), vision_config=dict(
+            depth=2, embed_dim=16, hidden_size=WIDTH, mlp_ratio=2, num_heads=2, patch_size=PATCH)),
+    "qwen2_5_vl": dict(model_type="qwen2_5_vl", **TOKENS, tie_word_embeddings=True, text_config=text(
+        "qwen2_5_vl_text", tie_word_embeddings=True, rope_scaling=dict(
+            rope_type="yarn", mrope_section=[1, 2, 1], factor=4.0, original_max_position_embeddings=16),
+        max_position_embeddings=64), vision_config=dict(
+            depth=3, hidden_size=16, intermediate_size=20, out_hidden_size=WIDTH, num_heads=2, patch_size=PATCH,
+            window_size=2 * TILE, fullatt_block_indexes=[1])),
+}
+# Rows and columns of tiles of each row's images.
+SIZES = (((3, 2), (1, 3)), ((4, 5),))
+
+
+def save(case: dict, folder: Path) -> None:
+  config = dict(case)
+  kind = type(AutoConfig.for_model(config.pop("model_type")))
+  texts = {k: v for k, v in config.pop("text_config").items() if k != "model_type"}
+  model = AutoModelForImageTextToText.from_config(kind(text_config=texts, **config))
+  generator = torch.Generator().manual_seed(0)
+  randomise(model, generator)
+  with torch.no_grad():
+    kernel = model.model.visual.patch_embed.proj.weight
+    kernel.copy_(1.2 * torch.randn(kernel.shape, generator=generator) / kernel[0].numel() ** 0.5)
+  model.save_pretrained(folder)
+  (folder / "generation_config.json").unlink(missing_ok=True)
+
+
+def config_4(config: dict) -> dict:
+  """The same config.json as published folders have it: the text model's entries beside the others."""
+  outer = {k: v for k, v in config.items() if k not in ("dtype", "text_config", "vision_config")}
+  given = config["text_config"]
+  parameters = given["rope_parameters"]
+  text = transformers_4({k: v for k, v in given.items() if k != "rope_parameters"} | dict(dtype="float32"))
+  text.pop("layer_types", None)
+  text.pop("model_type")
+  scaling = {k: v for k, v in parameters.items() if k not in ("rope_theta", "rope_type")}
+  scaling["type"] = "mrope" if parameters["rope_type"] == "default" else parameters["rope_type"]
+  vision = {k: v for k, v in config["vision_config"].items()
+            if k not in ("dtype", "in_channels", "model_type", "rope_parameters", "initializer_range")}
+  vision |= dict(in_chans=3, spatial_patch_size=PATCH)
+  return {**text, **outer, "rope_theta": parameters["rope_theta"], "rope_scaling": scaling, "vision_config": vision,
+          "torch_dtype": "float32", "transformers_version": "4.41.2"}
+
+
+def load(folder: Path) -> torch.nn.Module:
+  model, told = AutoModelForImageTextToText.from_pretrained(
+      folder, dtype=torch.float32, attn_implementation="eager", output_loading_info=True)
+  assert not any(told[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys")), told
+  return model.eval()
+
+
+def batch() -> tuple[dict[str, np.ndarray], list[list[np.ndarray]]]:
+  """The arrays, and the images of each row."""
+  rng = np.random.default_rng(1)
+  pictures = [[rng.integers(0, 256, (r * TILE, c * TILE, 3)).astype(np.uint8) for r, c in row] for row in SIZES]
+  rows, prefix = [], []
+  for sizes, parts, suffix in zip(SIZES, ((2, 3), (1,)), (6, 5), strict=True):
+    ids: list[int] = []
+    for (r, c), before in zip(sizes, parts, strict=True):
+      ids += [*rng.integers(3, START, before), START, *[IMAGE] * (r * c), END]
+    ids += [*rng.integers(3, START, 2)]
+    prefix.append(len(ids))
+    rows.append(np.array([*ids, *rng.integers(3, START, suffix)]))
+  lengths = [len(row) for row in rows]
+  tokens = np.stack([np.pad(row, (0, max(lengths) - len(row))) for row in rows]).astype(np.int32)
+  most = max(sum(r * c for r, c in row) for row in SIZES)
+  images, grid = np.zeros((2, most, TILE, TILE, 3), np.uint8), np.zeros((2, most, 5), np.int32)
+  for i, row in enumerate(pictures):
+    n = 0
+    for number, picture in enumerate(row, 1):
+      r, c = SIZES[i][number - 1]
+      for y in range(r):
+        for x in range(c):
+          images[i, n] = picture[y * TILE:(y + 1) * TILE, x * TILE:(x + 1) * TILE]
+          grid[i, n], n = (number, y, x, r, c), n + 1
+  return dict(images=images, grid=grid, tokens=tokens, lengths=np.array(lengths), prefix=np.array(prefix),
+              text=rng.integers(3, START, (1, 9)).astype(np.int32)), pictures
+
+
+def inputs(data: dict[str, np.ndarray], pictures: list[list[np.ndarray]], rows: slice = slice(None)) -> dict:
+  """What transformers' forward takes for some of the rows."""
+  tokens, lengths, prefix = (torch.tensor(data[key][rows]).long() for key in ("tokens", "lengths", "prefix"))
+  processor = Qwen2VLImageProcessorPil(do_resize=False, patch_size=PATCH)
+  seen = processor([Image.fromarray(picture) for row in pictures[rows] for picture in row], return_tensors="pt")
+  place = torch.arange(tokens.shape[1])[None]
+  mask = place < lengths[:, None]
+  labels = torch.where(mask & (place >= prefix[:, None]), tokens, -100)
+  return dict(input_ids=tokens, pixel_values=seen["pixel_values"], image_grid_thw=seen["image_grid_thw"],
+              attention_mask=mask.long(), labels=labels, use_cache=False, mm_token_type_ids=(tokens == IMAGE).int())
+
+
+GRADIENTS = ("language_model.layers.0.self_attn.q_proj.weight", "visual.patch_embed.proj.weight",
+             "visual.blocks.0.attn.qkv.weight", "visual.blocks.0.attn.qkv.bias", "visual.blocks.1.norm1.weight",
+             "visual.blocks.0.mlp.fc1.weight", "visual.blocks.0.mlp.gate_proj.weight", "visual.merger.ln_q.weight",
+             "visual.merger.mlp.0.weight", "visual.merger.mlp.2.bias")
+
+
+def make(name: str) -> None:
+  folder, case = FOLDER / name, CASES[name]
+  shutil.rmtree(folder, ignore_errors=True)
+  folder.mkdir(parents=True)
+  save(case, folder)
+  data, pictures = batch()
+  model = load(folder)
+  given = inputs(data, pictures)
+  out = model(**given)
+  out.loss.backward()
+  real = np.arange(data["tokens"].shape[1]) < data["lengths"][:, None]
+  logits = out.logits.detach().numpy() * real[..., None]
+  positions, _ = model.model.get_rope_index(given["input_ids"], mm_token_type_ids=given["mm_token_type_ids"],
+                                            image_grid_thw=given["image_grid_thw"],
+                                            attention_mask=given["attention_mask"])
+  parameters = {k.removeprefix("model."): p for k, p in model.named_parameters()}
+  names = [k for k in GRADIENTS if k in parameters]
+  gradients = {f"gradient_{i}": parameters[k].grad.numpy() for i, k in enumerate(names)}
+  assert all(np.abs(g).max() > 0 for g in gradients.values())
+  with torch.no_grad():
+    of_text = model(input_ids=torch.tensor(data["text"]).long(), use_cache=False).logits
+    for row in range(2):  # padding and the other row do not matter
+      alone = model(**inputs(data, pictures, slice(row, row + 1))).logits[0, :data["lengths"][row]].numpy()
+      np.testing.assert_allclose(alone, logits[row, :data["lengths"][row]], rtol=0, atol=1e-5)
+    other = [[255 - picture for picture in row] for row in pictures]
+    moved = np.abs(model(**inputs(data, other)).logits.numpy()[0] - logits[0])
+    assert moved[data["prefix"][0]:].max() > 1e-2, "images must matter"
+
+  old = json.dumps(config_4(json.loads((folder / "config.json").read_text())), indent=2, sort_keys=True) + "\n"
+  (folder / "config_4.json").write_text(old)
+  with tempfile.TemporaryDirectory() as copy, torch.no_grad():
+    shutil.copytree(folder, copy, dirs_exist_ok=True)
+    (Path(copy) / "config.json").write_text(old)
+    np.testing.assert_array_equal(load(Path(copy))(**given).logits, out.logits.detach())
+
+  versions = f"transformers {transformers.__version__}, torch {torch.__version__}"
+  np.savez_compressed(folder / "reference.npz", **data, logits=logits, text_logits=of_text.numpy(),
+                      positions=positions.permute(1, 2, 0).numpy().astype(np.int32) * real[..., None],
+                      loss=out.loss.item(), gradient_names=["model." + k for k in names], versions=versions,
+                      **gradients)
+  print(f"{name}: {sum(f.stat().st_size for f in folder.iterdir())} bytes, |logits| up to {np.abs(logits).max():.2f}, "
+        f"loss {out.loss.item():.3f}, gradients {[float(np.abs(g).max().round(4)) for g in gradients.values()]}")
+
+
+if __name__ == "__main__":
+  transformers.utils.logging.disable_progress_bar()
+  transformers.utils.logging.set_verbosity_error()
+  for case_name in sys.argv[1:] or CASES:
+    make(case_name)

@@ -1,0 +1,204 @@
+"""Qwen2-VL and Qwen2.5-VL against transformers: native_references/ was made by make_native_references.py beside it."""
+
+import dataclasses
+import json
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from models import hf, tiles
+from models.hf import families, files
+from models.hf.errors import HFError
+from models.hf.family import Family
+from models.spec import ARCHITECTURE_KEYS
+from tests.models.hf.test_images import assert_close
+from trainer import tree as tree_lib
+
+REFERENCES = Path(__file__).parent / "native_references"
+CASES = sorted(p.name for p in REFERENCES.iterdir())
+
+
+@dataclasses.dataclass
+class Case:
+  """A reference, and what Weft makes of it."""
+
+  folder: Path
+  family: Family
+  model: object
+  params: dict
+  reference: dict[str, np.ndarray]
+  # [2, T, V], [], and {path: array}, of the batch.
+  logits: np.ndarray
+  loss: np.ndarray
+  gradients: dict
+
+
+def content_of(name: str, file: str = "config.json") -> dict:
+  return json.loads((REFERENCES / name / file).read_text())
+
+
+def read(content: dict) -> dict:
+  return families.find(content, "DIR/config.json").read(content, "DIR/config.json")
+
+
+def arrays(reference: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+  """The batch of the reference, in which the model itself finds the tiles' places."""
+  place_T = np.arange(reference["tokens"].shape[1])
+  return dict(tokens=reference["tokens"], segment_ids=np.int32(place_T < reference["lengths"][:, None]),
+              images=reference["images"], image_grid=reference["grid"])
+
+
+@pytest.fixture(scope="module", params=CASES)
+def case(request):
+  folder = REFERENCES / request.param
+  model, params = hf.load(folder, dtype="float32")
+  with np.load(folder / "reference.npz") as opened:
+    reference = dict(opened)
+
+  def loss(params, batch, prefix):
+    logits, tokens, place_T = model.logits(params, batch), batch["tokens"], jnp.arange(batch["tokens"].shape[1])
+    weights = ((place_T >= prefix[:, None]) & (batch["segment_ids"] > 0))[:, 1:]
+    log_probs = jnp.take_along_axis(jax.nn.log_softmax(logits[:, :-1]), tokens[:, 1:, None], axis=-1)[..., 0]
+    return -(log_probs * weights).sum() / weights.sum(), logits
+
+  batch = {key: jnp.asarray(value) for key, value in arrays(reference).items()}
+  run = jax.jit(jax.value_and_grad(loss, has_aux=True))
+  (loss, logits), gradients = run(params, batch, jnp.asarray(reference["prefix"]))
+  return Case(folder, families.find(content_of(request.param), request.param), model, params, reference,
+              np.asarray(logits), np.asarray(loss), tree_lib.flatten(gradients))
+
+
+def test_logits_of_images_and_text(case):
+  """Row 0 has two images of different sizes, row 1 one of 4 × 5 tiles, and padding."""
+  real = arrays(case.reference)["segment_ids"] > 0
+  assert not real.all() and case.reference["grid"][0, -1, 0] == 0
+  assert_close(case.logits * real[..., None], case.reference["logits"], 1e-5)
+
+
+def test_positions(case):
+  """Of the real tokens; a text goes on behind the larger of an image's sides."""
+  batch = arrays(case.reference)
+  held = batch["tokens"] == case.model.vision.image_token
+  index = np.where(held, np.cumsum(held, axis=1), 0)
+  found = np.asarray(tiles.positions(jnp.asarray(case.reference["grid"]), index, batch["segment_ids"]))
+  np.testing.assert_array_equal(found * (batch["segment_ids"] > 0)[..., None], case.reference["positions"])
+
+
+def test_logits_of_text_alone(case):
+  assert_close(jax.jit(case.model.logits)(case.params, case.reference["text"]), case.reference["text_logits"], 1e-5)
+
+
+def test_loss_and_gradients(case):
+  np.testing.assert_allclose(case.loss, case.reference["loss"], rtol=1e-5)
+  names = [str(name) for name in case.reference["gradient_names"]]
+  assert len(names) >= 9
+  for i, name in enumerate(names):
+    assert_close(theirs(name, case.gradients), case.reference[f"gradient_{i}"], 1e-5)
+
+
+def theirs(name: str, ours: dict) -> np.ndarray:
+  """A tensor by its name in memory, made of ours in another way than by the families' tables."""
+  *_, owner, leaf = name.split(".")
+  kind = "kernel" if leaf == "weight" else "bias"
+  if owner == "q_proj":
+    return np.asarray(ours["blocks/attn/q/kernel"][0]).T
+  if "merger" in name:
+    found = {"ln_q": "norm", "0": "up", "2": "down"}[owner]
+    return np.asarray(ours["projector/norm/scale" if found == "norm" else f"projector/{found}/{kind}"]).T
+  if owner == "proj":
+    kernel = np.asarray(ours["vision/patch_embed/kernel"])
+    return np.einsum("thwcd->dcthw", kernel.reshape(2, 4, 4, 3, -1))
+  if owner == "qkv":
+    return np.concatenate([np.asarray(ours[f"vision/blocks/attn/{p}/{kind}"][0]).T for p in "qkv"])
+  if owner == "norm1":
+    return np.asarray(ours["vision/blocks/attn_norm/scale"][1])
+  return np.asarray(ours[f"vision/blocks/mlp/{'up' if owner == 'fc1' else 'gate'}/kernel"][0]).T
+
+
+def test_packed_is_as_alone(case):
+  """Both rows in one, in another order, their tiles behind one another and unused ones at the end."""
+  r = case.reference
+  sizes, counts = r["lengths"][::-1], (r["grid"][::-1, :, 0] > 0).sum(1)
+  both = np.concatenate([r["tokens"][row, :r["lengths"][row]] for row in (1, 0)])
+  grid = np.concatenate([r["grid"][1, :counts[0]], r["grid"][0, :counts[1]] + [1, 0, 0, 0, 0],
+                         np.zeros((3, 5), np.int32)])
+  images = np.concatenate([r["images"][1, :counts[0]], r["images"][0, :counts[1]],
+                           np.full((3, *r["images"].shape[2:]), 9, np.uint8)])
+  batch = dict(tokens=both[None], segment_ids=np.repeat([1, 2], sizes)[None].astype(np.int32), images=images[None],
+               image_grid=grid[None].astype(np.int32))
+  logits = np.asarray(jax.jit(case.model.logits)(case.params, batch))[0]
+  for row, found in ((1, logits[:sizes[0]]), (0, logits[sizes[0]:])):
+    assert_close(found, r["logits"][row, :r["lengths"][row]], 1e-5)
+
+
+def test_decoding_is_as_teacher_forcing(case):
+  """The prompt is what stands before the last tokens, images included; each of these is then given one by one."""
+  r, model = case.reference, case.model
+  batch, cut = arrays(r), r["prefix"]
+  prompt = dict(batch, segment_ids=np.int32(np.arange(batch["tokens"].shape[1]) < cut[:, None]))
+  params = model.decoding_params(case.params)
+  _, begun = jax.jit(model.prefill)(case.params, prompt)
+  cache = model.empty_cache(2, 40)
+  cache = jax.jit(model.begin)(cache, begun, jnp.array([1, 0]), jnp.array([0, 1]))
+  cache = model.resized_cache(cache, jnp.array([1, 0]), 48)
+  step = jax.jit(model.decode)
+  for n in range(4):
+    tokens = jnp.asarray(batch["tokens"][np.arange(2), cut + n])
+    hidden, cache = step(params, tokens, jnp.ones(2, bool), cache)
+    logits = np.asarray(model.unembed(case.params, hidden[:, None]))[:, 0]
+    assert_close(logits, r["logits"][np.arange(2), cut + n], 1e-5)
+
+
+def test_tensors_are_the_parameters_of_the_model(case):
+  listed = {path for tensor in case.family.tensors(read(content_of(case.folder.name)))
+            for path in ((tensor.ours,) if isinstance(tensor.ours, str) else tensor.ours)}
+  assert listed == set(tree_lib.flatten(case.params))
+
+
+def test_saved_and_read_again_it_is_the_same_to_the_bit(case, tmp_path):
+  hf.save(case.model, case.params, tmp_path / "out")
+  assert json.loads((tmp_path / "out/config.json").read_text()) == content_of(case.folder.name)
+  _, again = hf.load(tmp_path / "out")
+  before, after = (tree_lib.flatten(tree) for tree in (case.params, again))
+  assert before.keys() == after.keys()
+  assert all(np.array_equal(before[path], after[path]) for path in before)
+  old, new = (files.TensorFolder(folder) for folder in (case.folder, tmp_path / "out"))
+  assert old.tensors.keys() == new.tensors.keys()
+  assert all(old.read(name).tobytes() == new.read(name).tobytes() for name in old.tensors)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_both_layouts_say_the_same(name):
+  """That of transformers 5, and that of published folders, whose text model has no object of its own."""
+  new, old = read(content_of(name)), read(content_of(name, "config_4.json"))
+  assert new == old and "text_config" not in content_of(name, "config_4.json")
+  assert set(new) == set(ARCHITECTURE_KEYS)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_what_is_written_reads_back_and_finds_its_family(name):
+  model = read(content_of(name))
+  family, written = families.match(model)
+  assert family is families.find(content_of(name), name)
+  assert read(json.loads(json.dumps(written))) == model
+  assert family.notes(written) == []
+
+
+@pytest.mark.parametrize("part, key, value, message", [
+    ("vision_config", "temporal_patch_size", 3, "temporal_patch_size is 3"),
+    ("vision_config", "window_size", 4, "window_size is 4; allowed: 8 or more"),
+    ("vision_config", "out_hidden_size", 99, "the hidden_size of the text model, 16"),
+    ("vision_config", "fullatt_block_indexes", ["a"], "numbers of layers"),
+    ("vision_config", "rope_parameters", {"rope_theta": 500.0}, "rope_theta is 500.0"),
+    ("vision_config", "registers", 4, "registers = 4"),
+    ("text_config", "rope_parameters", {"mrope_section": [1, 2], "type": "mrope"}, "three numbers of pairs"),
+    ("text_config", "rope_parameters", {"rope_type": "dynamic", "factor": 2.0}, "rope_type is 'dynamic'"),
+])
+def test_what_is_not_computed_is_refused_by_name(part, key, value, message):
+  content = content_of("qwen2_5_vl")
+  content[part] = {**content[part], key: value}
+  with pytest.raises(HFError, match=message):
+    read(content)
