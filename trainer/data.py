@@ -13,7 +13,7 @@ from input_pipeline.tokenizer.tokenizer import Tokenizer, make_tokenizer
 from trainer import program as program_lib
 from trainer import strategies
 from trainer.rollouts import rollout
-from trainer.strategies import teacher
+from trainer.strategies import critic, teacher
 
 
 class Batches(Protocol):
@@ -133,12 +133,14 @@ def make_data(config: Any, mesh: Any, workdir: Path, past: Past | None) -> tuple
   tokenizer = make_tokenizer(config.tokenizer, texts, workdir / "tokenizer.json", show)
   if strategies.of(config).teacher:
     teacher.check(config, tokenizer)
+  if strategies.of(config).critic:
+    critic.check(config, tokenizer)
   model = program_lib.make_model(config, tokenizer.vocab_size)
   share_prompts = program_lib.shares_prompts(config, model, mesh)
   if not rolls_out:
     return tokenizer, model, loader.make_train_data(config, tokenizer, learns=learns, workdir=workdir,
                                                     share_prompts=share_prompts, progress=show, past=past)
   prompts = prompt_data.make_prompt_data(config, tokenizer, show)
-  policy = rollout.Policy(model, tokenizer, mesh)
+  policy = rollout.Policy(critic.policy_of(model), tokenizer, mesh)
   return tokenizer, model, rollout.Rollouts(config, prompts, policy, share_prompts=share_prompts, workdir=workdir,
                                             past=past)

@@ -32,8 +32,8 @@ from trainer.optim import offload
 from trainer.optim import optimizer as optim
 from trainer.rollouts import old_policy
 from trainer.rollouts import options as rollout_options
+from trainer.strategies import critic, teacher
 from trainer.strategies import reference as reference_lib
-from trainer.strategies import teacher
 from trainer.telemetry import diagnostics, spikes
 
 # Of a batch whose data nobody has read: segments of a row, where documents have parts.
@@ -54,8 +54,8 @@ class Program:
     options: of the update: seed, rows of a micro-batch, and so on.
     loss_fn: `(params, batch, rng, *reference) -> (terms, metrics)`, the strategy bound to its model and options.
     update_fn: trace it within `mesh.activation_rules(mesh, config.activation_rules)`; so `score_fn`.
-    score_fn: `(params, batch, step) -> log-probs` on all devices (trainer/rollouts/old_policy.py), jitted; None:
-      rollouts need no such thing.
+    score_fn: `(params, batch, step, reference, whole) -> {name: of each token}` on all devices
+      (trainer/rollouts/old_policy.py), jitted; None: rollouts need no such thing.
     notes: what the user should know.
   """
 
@@ -141,10 +141,13 @@ def settle(resolved: ConfigDict, platform: str) -> list[str]:
 
 
 def make_model(config: Any, vocab_size: int) -> Any:
-  """The model of the config, for a tokenizer of so many entries; no parameter is made yet."""
-  return api.make_model(config.model, vocab_size=vocab_size, params_dtype=config.precision.params,
-                        compute_dtype=config.precision.compute, remat=config.remat, frozen=config.precision.frozen,
-                        freeze=config.optimizer.freeze, matmul_rules=_matmul_rules(config.precision))
+  """The model of the config, with its critic if it has one, for a tokenizer of so many entries; no parameter is made
+  yet."""
+  options = dict(vocab_size=vocab_size, params_dtype=config.precision.params, compute_dtype=config.precision.compute,
+                 remat=config.remat, frozen=config.precision.frozen, freeze=config.optimizer.freeze,
+                 matmul_rules=_matmul_rules(config.precision))
+  model = api.make_model(config.model, **options)
+  return critic.beside(model, config, **options) if strategies.of(config).critic else model
 
 
 def _matmul_rules(precision: Any) -> matmul.MatmulRules | None:
@@ -229,13 +232,13 @@ def make_program(config: Any, model: Any, optimizer: optim.Optimizer, mesh: Any,
   options = make_update_options(config, source_names)
   score_fn = None
 
-  def score(params, batch, step):
+  def score(*args):
     # Made when it is called: the config's rollouts may serve one step, and those that are gone on with several.
     return old_policy.make_score_fn(model, strategy_cfg, seed=options.seed, micro_batch_size=options.micro_batch_size)(
-        params, batch, step)
+        *args)
 
   if config.rollout.num_prompts and "old_logprobs" in strategies.of(config).rollout_keys:
-    score_fn = jax.jit(score, out_shardings=NamedSharding(mesh, PartitionSpec()))
+    score_fn = jax.jit(score, static_argnums=4, out_shardings=NamedSharding(mesh, PartitionSpec()))
   update_fn = jax.jit(
       update_lib.make_update_fn(loss_fn, optimizer, options), donate_argnums=0, out_shardings=(state_sharding, None))
   return Program(model, optimizer, mesh, abstract_state, params_sharding, mesh_lib.batch_sharding(mesh), reference,

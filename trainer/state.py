@@ -20,6 +20,7 @@ from trainer.checkpoints.fingerprint import fingerprint
 from trainer.distributed import processes
 from trainer.errors import ConfigError
 from trainer.optim import optimizer as optim
+from trainer.strategies import critic
 from trainer.strategies import reference as reference_lib
 
 
@@ -33,7 +34,7 @@ class Start:
   # A sentence on where it comes from.
   origin: str
   # Fingerprints of what checkpoints leave out and what must not change: `base` (the frozen parameters under adapters),
-  # `reference`; those that the run has.
+  # `base of the critic`, `reference`; those that the run has.
   pinned: dict[str, str]
   # Further arrays of the checkpoint (what is left of a rollout); None if there are none.
   arrays: dict[str, Any] | None = None
@@ -127,7 +128,7 @@ def initialise(config: Any, origin: init_from.Origin, program: Any, checkpoints:
   if restored is None and origin.resume:
     restored, verb = checkpoint.restore_from(origin.resume, stored), "resuming"
   if restored is None:
-    params, where = init_from.first_params(origin, model, abstract["params"])
+    params, where = critic.first_params(config, origin, model, abstract["params"])
     rest = jax.tree.map(lambda leaf: leaf.sharding, {
         name: part for name, part in abstract.items() if name not in ("params", "reference")})
     make_others = make_rest(program.optimizer, ema="ema" in abstract)
@@ -157,7 +158,7 @@ def _complete(state: Any, left_out: Any, config: Any, model: Any, origin: init_f
   base, again = left_out.get("params", {}), left_out.get("reference")
   from_start = again is not None and reference_lib.from_start(config)
   wanted = tree.flatten(base) | (tree.flatten(again) if from_start else {})
-  params, _ = init_from.first_params(origin, model, tree.unflatten(wanted), partial=True)
+  params, _ = critic.first_params(config, origin, model, tree.unflatten(wanted), partial=True)
   added = {}
   if base:
     flat = tree.flatten(params)
@@ -169,5 +170,7 @@ def _complete(state: Any, left_out: Any, config: Any, model: Any, origin: init_f
 
 def _pinned(state: dict[str, Any], checkpoints: checkpoint.Checkpoints) -> dict[str, str]:
   _, left_out = checkpoints.split(state)
-  return {what: fingerprint(left_out[part]) for what, part in (("base", "params"), ("reference", "reference"))
-          if part in left_out}
+  base = left_out.get("params", {})
+  parts = {"base": critic.policy_params(base), "base of the critic": base.get(critic.NAME),
+           "reference": left_out.get("reference")}
+  return {what: fingerprint(part) for what, part in parts.items() if part}

@@ -85,9 +85,10 @@ SEEN: dict[str, Callable[[Made], Any]] = {
   "optimizer.learning_rate": lambda m: m.optimizer.learning_rate,
   **{f"schedule.warmup_{unit}": lambda m: m.optimizer.schedule.warmup_steps
      for unit in ("steps", "examples", "tokens", "epochs", "percent")},
-  **{f"strategy({name}).reference_ema": lambda m: m.program.options.reference_mix for name in ("dpo", "kto", "grpo")},
+  **{f"strategy({name}).reference_ema": lambda m: m.program.options.reference_mix
+     for name in ("dpo", "kto", "grpo", "ppo")},
   **{f"strategy({name}).reference_ema_steps": lambda m: m.program.options.reference_mix
-     for name in ("dpo", "kto", "grpo")},
+     for name in ("dpo", "kto", "grpo", "ppo")},
   **{f"strategy({name}).precompute": lambda m: (m.program.precompute, "reference" in m.program.abstract_state)
      for name in ("dpo", "kto", "grpo")},
 }
@@ -146,8 +147,8 @@ EXPECTED: dict[str, Any] = {
   "optimizer.ema_decay": (0.9, ["ema", "nonfinite", "nonfinite_in_a_row", "opt", "params", "step"]),
   "optimizer.clip_norm": 0.5,
   "optimizer.learning_rate": 1e-3,
-  **{f"strategy({name}).reference_ema": (0.5, 512) for name in ("dpo", "kto", "grpo")},
-  **{f"strategy({name}).reference_ema_steps": (0.5, 7) for name in ("dpo", "kto", "grpo")},
+  **{f"strategy({name}).reference_ema": (0.5, 512) for name in ("dpo", "kto", "grpo", "ppo")},
+  **{f"strategy({name}).reference_ema_steps": (0.5, 7) for name in ("dpo", "kto", "grpo", "ppo")},
   **{f"strategy({name}).precompute": (True, False) for name in ("dpo", "kto", "grpo")},
   "rollout.updates": [(4 * step, 4) for step in range(8)],  # four prompts a step
   "rollout.epochs": [(step, 1) for step in range(8)],  # four prompts for two updates, twice

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -21,6 +22,9 @@ from tests.trainer.every_key_bases import Files, answers, images, judged, pairs,
 from tests.trainer.every_key_runs import evaluating_steps, first_reference, sampled
 from tests.trainer.every_key_table import Row, data, durations, program, run, schedule, update
 from trainer.config import evaluator, source, strategy
+from trainer.errors import ConfigError
+from trainer.rollouts.experience import Trajectory, collect
+from trainer.rollouts.returns import Returns
 from trainer.rollouts.reward_pool import Group, Scorer
 from trainer.strategies import learns, preference, presets
 
@@ -268,6 +272,28 @@ def strategies(name: str, rows: dict[str, Row]) -> dict[str, Row]:
           for key, row in rows.items()}
 
 
+def returned(m: Made) -> list:
+  """What is made of rewards and values: advantages and returns of tokens."""
+  rng, sampled = np.random.default_rng(0), np.array([0, 1, 1, 1])
+  units = [[(Trajectory(np.arange(4), sampled, sampled, 1, "stop"), reward, 0)] for reward in (1.0, -2.0)]
+  made = Returns(m.config.strategy).make(collect(units), rng.normal(size=8), rng.normal(size=8))
+  return digest(list(made))
+
+
+def first_critic(m: Made) -> dict:
+  """The critic that the run begins with."""
+  return digest(m.begun.run.state["params"]["critic"])
+
+
+def said_against(m: Made) -> str:
+  """Why the config is refused; "": it is not."""
+  try:
+    _ = m.resolved
+  except ConfigError as error:
+    return str(error)
+  return ""
+
+
 def _reference(base: Callable, given: dict[str, Any]) -> dict[str, Row]:
   """Rows of the keys on a reference policy; `given`: what makes the strategy compare with one."""
   return {
@@ -312,6 +338,18 @@ STRATEGY = {
     "correction_min": program(0.5, {"strategy.correction": "token_mask"}, prompts),
     "correction_max": program(2.0, {"strategy.correction": "sequence_truncate"}, prompts),
     "entropy_coef": program(0.1), "temperature": program(0.5), **_reference(responses, KL)}),
+  **{key: row._replace(base=prompts) for key, row in strategies("ppo", {
+    "critic": run(first_critic, lambda f: f.hf),
+    "gamma": program(0.9, see=returned), "gae_lambda": program(0.5, see=returned),
+    "whiten": program(False, see=returned), "whiten_rewards": program(True, see=returned),
+    "kl_coef": program(0.2, see=returned), "kl": program("k2", see=returned), "kl_in": program("loss"),
+    "kl_corrected": program(False, {"strategy.kl_in": "loss"}),
+    "value_coef": program(0.5), "value_clip": program(0.1), "clip_low": program(0.1), "clip_high": program(0.3),
+    "clip_dual": program(3.0), "aggregate": program("sequence"), "entropy_coef": program(0.1),
+    "correction": program("token_mask"), "correction_min": program(0.5, {"strategy.correction": "token_mask"}),
+    "correction_max": program(2.0, {"strategy.correction": "sequence_truncate"}),
+    "temperature": run(said_against, 0.5),  # it is that of the rollouts
+    **{key: row for key, row in _reference(prompts, {}).items() if key != "precompute"}}).items()},
   "strategy(grpo).baseline": [data("leave_one_out", {"strategy.scale": "none"}, responses),
                               run(sampled, "leave_one_out", {"strategy.scale": "none"}, prompts)],
   "strategy(grpo).scale": [data("none", base=responses), run(sampled, "none", base=prompts)],

@@ -8,6 +8,7 @@ a folder with that name is complete. One that is damaged all the same, which mus
 """
 
 import contextlib
+import json
 import logging as std_logging
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
@@ -243,13 +244,22 @@ def read_meta(folder: Path) -> dict[str, Any]:
 
 
 def param_shapes(folder: Path) -> dict[str, Any]:
-  """{path: array metadata with .shape and .dtype} of a checkpoint's parameters.
+  """{path: array metadata with .shape and .dtype} of a checkpoint's parameters, without a critic's.
 
   Raises:
     CheckpointError: it cannot be read.
   """
   with damage.reading(folder):
-    return tree_lib.flatten(saved_tree(folder)["params"])
+    return policy_leaves(folder, tree_lib.flatten(saved_tree(folder)["params"]))
+
+
+def policy_leaves(folder: Path, leaves: dict[str, Any]) -> dict[str, Any]:
+  """Of the parameters in a run's checkpoint, by path, those that others begin from or export: all but those of the
+  critic that its strategy trains beside its policy (trainer/strategies/critic.py), if so."""
+  config = folder.parent.parent / "config.json"
+  if not config.is_file() or "critic" not in json.loads(config.read_text(encoding="utf-8")).get("strategy", {}):
+    return leaves
+  return {path: leaf for path, leaf in leaves.items() if not path.startswith("critic/")}
 
 
 def saved_tree(folder: Path) -> dict[str, Any]:

@@ -40,7 +40,7 @@ LARGE_BYTES = 2**20
 
 # First match wins. Kernels are stacked over layers: their first dimension is the layer.
 PARAM_RULES = (
-    (r"^embed/embedding$", ("tensor", _FSDP)),
+    (r"^(critic/)?embed/embedding$", ("tensor", _FSDP)),
     # The tower's too; its single class token is small.
     (r"(^|/)pos_embed/embedding$", (None, _FSDP)),
     # A kernel may be kept in parts (models/quantization/quantize.py), of which each is split as the kernel would be.
@@ -65,10 +65,10 @@ PARAM_RULES = (
     (r"((attn|delta)/o|(mlp|shared)/down)/lora_m$", (None, _FSDP)),
     (r"^unembed/kernel$", (_FSDP, "tensor")),
     # Beside the blocks, whose names the tower's have too: matrices without layers. The first has 3 inputs a pixel.
-    (r"^vision/patch_embed/kernel$", (None, _FSDP)),
-    (r"^projector/(up|linear)/kernel$", (_FSDP, "tensor")),
-    (r"^projector/up/bias$", ("tensor",)),
-    (r"^projector/down/kernel$", ("tensor", _FSDP)),
+    (r"^(critic/)?vision/patch_embed/kernel$", (None, _FSDP)),
+    (r"^(critic/)?projector/(up|linear)/kernel$", (_FSDP, "tensor")),
+    (r"^(critic/)?projector/up/bias$", ("tensor",)),
+    (r"^(critic/)?projector/down/kernel$", ("tensor", _FSDP)),
 )
 
 # The mesh axes of the logical names of activations' dimensions, see models/sharding/logical_axes.py.

@@ -154,8 +154,8 @@ class StoredLeaves:
     self._folder = folder
     with self._explained(), damage.reading(folder):
       tree = checkpoint.saved_tree(folder)
-    saved = tree_lib.flatten(tree["params"])
-    averages = tree_lib.flatten(tree.get("ema", {}))
+    saved = checkpoint.policy_leaves(folder, tree_lib.flatten(tree["params"]))
+    averages = checkpoint.policy_leaves(folder, tree_lib.flatten(tree.get("ema", {})))
     if part == "ema" and not averages:
       raise ConfigError(f"{folder} holds no moving average of the parameters: its run had optimizer.ema_decay=0. "
                         "Export without --ema.")

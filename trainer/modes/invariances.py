@@ -218,7 +218,8 @@ def derivative(s: Fixture) -> float:
 def _with_old_policy(s: Fixture) -> dict[str, np.ndarray]:
   """The batch, with log p_old of the policy as it is where it has none, or NaN, and the loss takes that of whatever
   policy it is given: its ratios are then 1 everywhere, so that it has a gradient but no slope."""
-  if "advantages" not in s.batch or "old_logprobs" not in strategies.of(s.config).rollout_keys:
+  rewarded = {"advantages", "token_advantages"} & s.batch.keys()
+  if not rewarded or "old_logprobs" not in strategies.of(s.config).rollout_keys:
     return s.batch
   temperature = strategies.temperature(s.config.strategy)
   score = jax.jit(lambda params, batch: sequences.token_logprobs(s.model, params, batch, temperature))

@@ -56,7 +56,7 @@ class Microscope:
     logprobs, entropies, ranks (1: the most likely), top_tokens: of every token that is `predicted`. ref_logprobs,
     ref_log_ratios: with a reference; where its log-probs were computed ahead, of trained tokens alone.
     Of grpo's trained tokens: old_logprobs, ratios (before they are bounded), advantages, clipped (1: a bound took the
-    ratio's place), and of sampled ones behavior_logprobs.
+    ratio's place), and of sampled ones behavior_logprobs. Of ppo's also old_values and returns.
     """
     found = {name: np.asarray(values) for name, values in self._rows.call(self._look, batch, step).items()}
     read_BxT = np.asarray(predicted(batch)) > 0
@@ -130,7 +130,7 @@ class Microscope:
 # ----------------------------------------------------------------------------------------------
 # The numbers.
 
-_OF_TRAINED = ("old_logprobs", "behavior_logprobs", "ratios", "advantages", "clipped")
+_OF_TRAINED = ("old_logprobs", "behavior_logprobs", "ratios", "advantages", "clipped", "old_values", "returns")
 
 
 def predicted(batch: Mapping[str, Any]) -> jax.Array:
@@ -270,13 +270,15 @@ COLUMNS = (
     ("old_logprobs", "log p, old", "low", ("certain", "unlikely")),
     ("ratios", "ratio p/p_old", "ratio", ("less likely", "more likely")),
     ("advantages", "advantage", "signed", ("worse", "better")),
+    ("old_values", "value, old", "signed", ("worse", "better")),
+    ("returns", "return", "signed", ("worse", "better")),
     ("clipped", "bounded", "high", ("no", "yes")),
     ("entropies", "entropy", "high", ("certain", "open")),
     ("ranks", "rank", "rank", ("most likely", "far down")),
 )
 # Log-probs of one page share a scale, to be compared; the largest value of these, however rare, has the full colour.
 _SHARED = ("logprobs", "ref_logprobs", "behavior_logprobs", "old_logprobs")
-_WHOLE = ("weights", "advantages", "clipped")
+_WHOLE = ("weights", "advantages", "old_values", "returns", "clipped")
 # Scales end no earlier: rounding is not to look like a difference.
 _LEAST = {"logprobs": 1.0, "entropies": 0.1, "ranks": math.log(2), "ratios": 0.02, "ref_log_ratios": 0.02}
 # Colours are full from this quantile of the page's values on, so that one odd token does not pale the others.

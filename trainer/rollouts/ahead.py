@@ -21,6 +21,7 @@ from input_pipeline.steps import Steps
 from trainer.errors import ConfigError
 from trainer.rollouts import schedule
 from trainer.rollouts.producer import Producer, Rollout
+from trainer.strategies import critic
 
 # Seconds between two looks at whether a stop was asked for.
 LOOK_SECONDS = 0.1
@@ -54,7 +55,7 @@ class Ahead:
 
   def fill(self, run: Any, due: bool) -> bool:
     """Makes what is to be made before the next update; `due`: it needs a rollout. False: the run is to stop first."""
-    began, params = self._clock(), run.state["params"]
+    began, params = self._clock(), critic.policy_params(run.state["params"])
     while self._may(run.step, run.total_steps):
       jax.block_until_ready(params)  # the update before is training, not sampling
       with run.chrono.pause("rollout"):
@@ -171,7 +172,7 @@ class Concurrent(Ahead):
   def fill(self, run: Any, due: bool) -> bool:
     """See `Ahead.fill`."""
     began = self._clock()
-    params = jax.tree.map(jnp.copy, run.state["params"])
+    params = jax.tree.map(jnp.copy, critic.policy_params(run.state["params"]))
     with self._changed:
       self._given = params, run.step, run.total_steps
       self._changed.notify_all()

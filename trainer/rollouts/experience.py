@@ -111,18 +111,19 @@ class RowFormat:
 
 
 def make_batch(experience: Experience, units: np.ndarray, form: RowFormat, *, keys: Sequence[str] = (),
-               images: Mapping[int, Sequence[np.ndarray]] | None = None, old_logprobs: np.ndarray | None = None
-               ) -> dict[str, np.ndarray]:
+               images: Mapping[int, Sequence[np.ndarray]] | None = None,
+               of_tokens: Mapping[str, np.ndarray] | None = None) -> dict[str, np.ndarray]:
   """A batch of some of the units, packed into as few rows as best fit finds, each unit within one row.
 
   Args:
     experience: holds the units.
     units: their numbers. The order decides only where in the batch each stands.
     form: the format of the rows.
-    keys: which of `advantages` [B, S], `behavior_logprobs`, `old_logprobs` and `places` [B, T] to add; `places`:
+    keys: which of `advantages` [B, S], `behavior_logprobs`, `places` and names in `of_tokens` [B, T] to add; `places`:
       where each token stands in the experience, -1 for none.
     images: {number of a prompt: its images, uint8 [P, P, 3] each}; other prompts have none.
-    old_logprobs: float32 [n], see `trainer.rollouts.old_policy`; None writes NaN.
+    of_tokens: {name: float32 [n]}, see `trainer.rollouts.old_policy` and `trainer.rollouts.returns`; of a key without
+      one NaN is written.
 
   Returns:
     tokens, positions, segment_ids, loss_weights [B, T], source_ids [B] (of a row's first sequence), segment_roles
@@ -148,8 +149,9 @@ def make_batch(experience: Experience, units: np.ndarray, form: RowFormat, *, ke
                       Arrays(power(most, MIN_SEGMENTS), prompts=form.share_prompts))
   zeros_BxT = np.zeros_like(batch["loss_weights"])
   extra = {"advantages": np.zeros(batch["segment_roles"].shape, np.float32), "behavior_logprobs": zeros_BxT,
-           "old_logprobs": zeros_BxT + np.nan, "places": np.full(zeros_BxT.shape, -1)}
-  batch |= {key: extra[key] for key in keys}
+           "places": np.full(zeros_BxT.shape, -1)}
+  batch |= {key: extra.get(key, zeros_BxT + np.nan) for key in keys}
+  of_tokens = {name: values_n for name, values_n in (of_tokens or {}).items() if name in keys}
   shown = _shown(experience, rows, layout, images or {})
   most = max((sum(len(shown[i].images) for i in sequences) for sequences in rows), default=0)
   batch |= image_tokens.empty(layout, *batch["tokens"].shape, image_tokens.slots(most))
@@ -172,8 +174,8 @@ def make_batch(experience: Experience, units: np.ndarray, form: RowFormat, *, ke
         batch["advantages"][row, segment] = experience.advantages[sequence]
       if "behavior_logprobs" in keys:
         batch["behavior_logprobs"][row, place] = experience.logprobs[taken]
-      if "old_logprobs" in keys and old_logprobs is not None:
-        batch["old_logprobs"][row, place] = old_logprobs[taken]
+      for name, values_n in of_tokens.items():
+        batch[name][row, place] = values_n[taken]
       if "places" in keys:
         batch["places"][row, place] = np.arange(taken.start, taken.stop)
       image_tokens.put(layout, batch, shown[sequence], row, begin, first_image)

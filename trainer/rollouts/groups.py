@@ -66,6 +66,12 @@ def sequences(groups: list[ScoredGroup], baseline: str, scale: str, mask_truncat
   return TrainingSamples(units, advantages_PxG, {"completions/masked": masked, "completions/without_reward": without})
 
 
+def valued(groups: list[ScoredGroup], mask_truncated: bool) -> TrainingSamples:
+  """As `sequences`, each with its reward in the place of the advantage, which a critic makes of it for each token."""
+  samples = sequences(groups, "none", "none", mask_truncated)
+  return samples._replace(advantages=np.full_like(samples.advantages, np.nan))
+
+
 def every(groups: list[ScoredGroup], mask_truncated: bool) -> TrainingSamples:
   """Every completion, a unit each, without advantages; left out are those that were cut off, with `mask_truncated`."""
   ended = [(episode, group.item.source) for group in groups for episode in group.episodes
@@ -124,17 +130,19 @@ class NoSignal(NamedTuple):
   equal: bool
 
 
-def no_signal(names: tuple[str, ...], groups: list[ScoredGroup], samples: TrainingSamples, rewarded: bool
-              ) -> NoSignal | None:
-  """Why these groups teach nothing; None if some advantage is not 0, or where none is needed if some are trained on."""
+def no_signal(names: tuple[str, ...], groups: list[ScoredGroup], samples: TrainingSamples, rewarded: bool,
+              valued: bool = False) -> NoSignal | None:
+  """Why these groups teach nothing; None if some advantage is not 0, or where none is needed (no rewards, or a critic,
+  which learns from equal ones) if some are trained on."""
   if not rewarded:
     total = sum(len(group.episodes) for group in groups)
     return None if samples.units else _all_cut_off(f"all of its {total} completions")
-  if any(advantage for unit in samples.units for _, advantage, _ in unit):
+  if valued and samples.units or any(advantage for unit in samples.units for _, advantage, _ in unit):
     return None
   rewards_PxG = np.stack([group.rewards for group in groups])
   given = int(np.isfinite(rewards_PxG).sum())
-  masked, several = samples.counts["completions/masked"], (np.isfinite(rewards_PxG).sum(axis=1) >= 2).any()
+  least = 1 if valued else 2
+  masked, several = samples.counts["completions/masked"], (np.isfinite(rewards_PxG).sum(axis=1) >= least).any()
   if not several:
     shares = [(name, what, np.mean([getattr(group, what)[:, k] for group in groups]))
               for k, name in enumerate(names) for what in ("failed", "abstained")]

@@ -28,7 +28,8 @@ def check(config: Any) -> None:
     raise ConfigError(f"rollout.num_prompts is {c.num_prompts}, but strategy {config.strategy.name!r} does not learn "
                       f"from completions that are sampled. Use strategy {' or '.join(able)}, or rollout.num_prompts=0.")
   # Rewards are compared within a group.
-  for key, least in (("num_prompts", 1), ("group_size", 2 if strategy.rewarded else 1), ("updates", 1), ("epochs", 1),
+  alone = strategy.critic or not strategy.rewarded
+  for key, least in (("num_prompts", 1), ("group_size", 1 if alone else 2), ("updates", 1), ("epochs", 1),
                      ("max_new_tokens", 1), ("batch_size", 1), ("resample", 0), ("max_without_lesson", 0),
                      ("reward_workers", 0), ("max_turns", 1), ("environment_workers", 1), ("max_staleness", 0)):
     if c[key] < least:
@@ -49,11 +50,10 @@ def check(config: Any) -> None:
         "policy. Use top_k=0, top_p=1, min_p=0; a lower rollout.temperature is trained as it is sampled.")
   if strategy.data == "rollouts" and (problem := advantages.mismatch(*advantages.kinds(config.strategy))):
     raise ConfigError(f"strategy: {problem}")
-  if not strategy.rewarded:
-    if c.resample:
-      raise ConfigError(f"rollout.resample is {c.resample}, but strategy {config.strategy.name!r} learns from every "
-                        "completion, whatever its reward: there is nothing to replace. Use 0.")
-  elif not len(c.rewards) and c.environment is None:
+  if alone and c.resample:
+    raise ConfigError(f"rollout.resample is {c.resample}, but strategy {config.strategy.name!r} learns from every "
+                      "completion, whatever its reward: there is nothing to replace. Use 0.")
+  if strategy.rewarded and not len(c.rewards) and c.environment is None:
     raise ConfigError("rollout.rewards is empty and there is no rollout.environment: nothing says what is good. For "
                       'instance config.rollout.rewards.right = reward(type="numeric", answer_key="answer").')
   if c.environment is not None and c.tools:

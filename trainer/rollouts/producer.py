@@ -116,6 +116,8 @@ class Producer:
     self._compares_all = True
     if not self._strategy.rewarded:
       self._select = lambda groups: groups_lib.every(groups, mask_truncated)
+    elif self._strategy.critic:
+      self._select = lambda groups: groups_lib.valued(groups, mask_truncated)
     elif self._strategy.data == "pairs":
       self._compares_all = not mask_truncated
       self._select = lambda groups: groups_lib.pairs(groups, config.seq_len, mask_truncated)
@@ -171,7 +173,7 @@ class Producer:
     samples = self._select(groups)
     return Rollout(number, version, first_step, size.every, size.parts, drawn, [group.item.number for group in groups],
                    experience_lib.collect(samples.units), self._metrics(groups, replaced, samples) | about,
-                   groups_lib.no_signal(self.names, groups, samples, self._strategy.rewarded),
+                   groups_lib.no_signal(self.names, groups, samples, self._strategy.rewarded, self._strategy.critic),
                    groups_lib.table(self.names, groups, samples), rates)
 
   def close(self) -> None:

@@ -29,6 +29,8 @@ from trainer.rollouts.ahead import make_ahead
 from trainer.rollouts.curriculum import SAVED
 from trainer.rollouts.experience import Experience
 from trainer.rollouts.producer import Policy, Producer, Rollout
+from trainer.rollouts.returns import Returns
+from trainer.strategies.record import OF_CRITIC
 
 
 class Rollouts:
@@ -66,6 +68,8 @@ class Rollouts:
     self._now: Rollout | None = None  # that is trained on
     self._images: dict[int, Sequence[np.ndarray]] = {}  # those of its prompts, by their numbers
     self._old: np.ndarray | None = None  # see trainer/rollouts/old_policy.py
+    self._returns = Returns(config.strategy) if self._strategy.critic else None
+    self._valued: dict[str, np.ndarray] = {}  # what it made of the rollout that is trained on
     self.metrics: dict[str, float] = {}
     # Rollouts in a row that taught nothing, and whether there was one that did.
     self._without_signal, self._learned = 0, False
@@ -142,9 +146,9 @@ class Rollouts:
     epoch, update = divmod(nth, self._now.updates)
     order = permutation(self._now.experience.num_units, self._seed, "rollout", self._now.number, epoch)
     units = np.array_split(order, self._now.updates)[update]
-    old = None if self._old is None else self._old[epoch]
+    of_tokens = self._valued if self._old is None else self._valued | {"old_logprobs": self._old[epoch]}
     return experience_lib.make_batch(self._now.experience, units, self._rows, keys=keys, images=self._images,
-                                     old_logprobs=old)
+                                     of_tokens=of_tokens)
 
   def _images_of(self, numbers: Iterable[int]) -> dict[int, Sequence[np.ndarray]]:
     """{number of a prompt: its images}; none where the model sees none."""
@@ -165,7 +169,7 @@ class Rollouts:
             "reward_models": self.producer.models.saved(), "ahead": ahead}
     arrays = {} if now is None or now.rates is None else {SAVED: now.rates}
     if not done and now.experience.num_units:  # checkpoints cannot hold empty arrays
-      arrays |= now.experience._asdict() | ({} if self._old is None else {"old": self._old})
+      arrays |= now.experience._asdict() | self._valued | ({} if self._old is None else {"old": self._old})
     for place, rollout in enumerate(waiting):
       said, parts = rollout.saved(f"ahead{place}_")
       ahead.append(said)
@@ -195,6 +199,7 @@ class Rollouts:
       # A checkpoint without them is of an earlier version, whose p_old was what the sampler computed.
       before = np.tile(own.get("logprobs", np.zeros(0)), (meta["steps"] // meta["updates"], 1))
       old = own.pop("old", before)
+      self._valued = {key: own.pop(key) for key in OF_CRITIC if key in own}
       self._now = Rollout(meta["number"], meta.get("version", meta["first_step"]), meta["first_step"], meta["steps"],
                           meta["updates"], meta["drawn"], [],
                           Experience(**own) if own else experience_lib.collect([]), self.metrics, None, [], rates)
@@ -221,13 +226,11 @@ class Rollouts:
     now = self._now
     self.metrics = now.metrics | ahead
     self._images = self._images_of(now.groups)
-    self._old = None
-    if "old_logprobs" in self._keys():
+    self._old, self._valued = None, {}
+    if self._returns is not None or "old_logprobs" in self._keys():
       with run.chrono.pause("rollout"):
         began = time.perf_counter()
-        self._old = old_policy.of_rollout(
-            functools.partial(self._score_step, run), lambda nth: self._batch(nth, (*self._keys(), "places")),
-            len(now.experience.tokens), now.updates, now.steps // now.updates)
+        self._look_back(run)
         self.metrics["time/old_logprobs"] = time.perf_counter() - began
     if jax.process_index() == 0 and self._is_ahead:
       schedule.write(self._workdir, now.number, now.version, now.first_step)
@@ -240,9 +243,25 @@ class Rollouts:
     if problem:
       raise DataError(problem)
 
-  def _score_step(self, run: Any, batch: dict[str, np.ndarray], nth: int) -> np.ndarray:
-    """Log-probs of a step of the rollout under the policy as it is now, [B, T]."""
-    return np.asarray(run.program.score_fn(run.state["params"], run.program.place(batch), np.int32(run.step + nth)))
+  def _look_back(self, run: Any) -> None:
+    """Keeps what policy and critic say of the rollout's tokens before its first update, and what that makes of them."""
+    now, returns = self._now, self._returns
+    old, first = old_policy.of_rollout(
+        functools.partial(self._score_step, run), lambda nth: self._batch(nth, (*self._keys(), "places")),
+        len(now.experience.tokens), now.updates, now.steps // now.updates, with_critic=returns is not None)
+    if "old_logprobs" in self._keys():
+      self._old = old
+    if returns is not None:
+      log_ratios = first["old_logprobs"] - first["ref_logprobs"] if returns.penalised else None
+      self._valued, about = returns.make(now.experience, first["old_values"], log_ratios)
+      self.metrics |= about
+
+  def _score_step(self, run: Any, batch: dict[str, np.ndarray], nth: int, whole: bool) -> dict[str, np.ndarray]:
+    """What policy, critic and reference as they are now say of a step of the rollout, [B, T] each."""
+    reference = run.reference if whole and self._returns.penalised else None
+    found = run.program.score_fn(run.state["params"], run.program.place(batch), np.int32(run.step + nth), reference,
+                                 whole)
+    return {name: np.asarray(values) for name, values in found.items()}
 
   def _problem(self, now: Rollout) -> str:
     """Warns of a rollout that teaches nothing. Returns the error that ends the run after too many in a row, else "".

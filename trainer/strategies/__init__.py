@@ -21,6 +21,7 @@ from trainer.strategies.distill import DISTILL
 from trainer.strategies.dpo import DPO
 from trainer.strategies.grpo import GRPO
 from trainer.strategies.kto import KTO
+from trainer.strategies.ppo import PPO
 from trainer.strategies.record import Strategy, load
 from trainer.strategies.reward import REWARD
 from trainer.strategies.seq import SEQ
@@ -29,7 +30,7 @@ from trainer.strategies.sft import SFT
 __all__ = ["STRATEGIES", "Strategy", "check", "fill_in", "find", "learns", "needs_reference", "of", "options",
            "precomputes", "reference_mix", "temperature"]
 
-STRATEGIES: dict[str, Strategy] = {"seq": SEQ, "sft": SFT, "dpo": DPO, "kto": KTO, "grpo": GRPO,
+STRATEGIES: dict[str, Strategy] = {"seq": SEQ, "sft": SFT, "dpo": DPO, "kto": KTO, "grpo": GRPO, "ppo": PPO,
                                     "distill": DISTILL, "reward": REWARD}
 
 

@@ -74,34 +74,41 @@ def loss(model: Any, params: Any, batch: dict[str, jax.Array], rng: jax.Array | 
   """
   rng = None if cfg.disable_dropout else rng
   stats, out = sequences.token_stats(model, params, batch, rng, ("logprob", "entropy"), cfg.temperature)
-  found = ratios(stats.logprob, batch, cfg)
-  mask_BxT = found.mask
+  found = ratios(stats.logprob, batch, cfg.ratio)
   policy = policy_term(found.ratio, advantages_of(batch), found.logprob, cfg)
-  metrics = {}
+  ref_BxT = sequences.reference_logprobs(model, batch, reference, cfg.temperature) if needs_reference(cfg) else None
+  total, metrics = objective(policy, found, stats.entropy, ref_BxT, batch, cfg)
+  return ({"loss": total, **out.losses},
+          metrics | clip_metrics(policy, found.mask, batch, cfg.clip) | out.metrics)
+
+
+# ----------------------------------------------------------------------------------------------
+# The parts of the loss.
+
+
+def objective(policy: Policy, found: Ratios, entropy_BxT: jax.Array, ref_BxT: jax.Array | None,
+              batch: dict[str, jax.Array], cfg: Any) -> tuple[Mean, dict[str, Any]]:
+  """(the loss, metrics): policy terms, corrected for what sampled, with penalty and bonus. `ref_BxT`: log p_ref of
+  trained tokens; None: there is no penalty."""
+  mask_BxT, metrics = found.mask, {}
   if "behavior_logprobs" in batch:
     known_BxT = jnp.where(jnp.isnan(batch["behavior_logprobs"]), 0.0, mask_BxT)
     mismatch_BxT = jnp.where(known_BxT > 0, found.old - batch["behavior_logprobs"], 0.0)
     weight_BxT, metrics = correction(mismatch_BxT, known_BxT, batch, cfg)
     policy = policy._replace(losses=weight_BxT * policy.losses)
-  losses_BxT = policy.losses - cfg.entropy_coef * stats.entropy
-  if needs_reference(cfg):
-    ref_BxT = sequences.reference_logprobs(model, batch, reference, cfg.temperature)
+  losses_BxT = policy.losses - cfg.entropy_coef * entropy_BxT
+  if ref_BxT is not None:
     log_ratio_BxT = jnp.where(mask_BxT > 0, found.logprob - ref_BxT, 0.0)
     penalty_BxT = divergence(log_ratio_BxT, cfg.kl) * (found.token if cfg.kl_corrected else 1.0)
     losses_BxT = losses_BxT + cfg.kl_coef * penalty_BxT
-    metrics["kl"] = _token_mean(divergence(log_ratio_BxT, "k3"), mask_BxT)
+    metrics["kl"] = token_mean(divergence(log_ratio_BxT, "k3"), mask_BxT)
 
   metrics["policy_loss"] = aggregate(policy.losses, mask_BxT, batch, cfg)
-  metrics["entropy"] = _token_mean(stats.entropy, mask_BxT)
-  metrics["policy/ratio_mean"] = _token_mean(found.ratio, mask_BxT)
+  metrics["entropy"] = token_mean(entropy_BxT, mask_BxT)
+  metrics["policy/ratio_mean"] = token_mean(found.ratio, mask_BxT)
   # Tokens are those of p_old, so that this is k3 of KL(p_old ‖ p).
-  metrics["policy/approx_kl"] = _token_mean(divergence(found.old - found.logprob, "k3"), mask_BxT)
-  metrics |= _clip_metrics(policy, mask_BxT, batch, cfg.clip)
-  return {"loss": aggregate(losses_BxT, mask_BxT, batch, cfg), **out.losses}, metrics | out.metrics
-
-
-# ----------------------------------------------------------------------------------------------
-# The parts of the loss.
+  metrics["policy/approx_kl"] = token_mean(divergence(found.old - found.logprob, "k3"), mask_BxT)
+  return aggregate(losses_BxT, mask_BxT, batch, cfg), metrics
 
 
 def spread(values_BxS: jax.Array, batch: Mapping[str, jax.Array]) -> jax.Array:
@@ -112,8 +119,8 @@ def spread(values_BxS: jax.Array, batch: Mapping[str, jax.Array]) -> jax.Array:
   return jnp.sum(jnp.where(in_segment, sequences.at_least_float32(values_BxS)[:, None, :], 0.0), axis=2)
 
 
-def ratios(logprob_BxT: jax.Array, batch: Mapping[str, jax.Array], cfg: Any) -> Ratios:
-  """p / p_old; `logprob_BxT`: log p, float32, of trained tokens at least."""
+def ratios(logprob_BxT: jax.Array, batch: Mapping[str, jax.Array], kind: str) -> Ratios:
+  """p / p_old; `logprob_BxT`: log p, float32, of trained tokens at least; `kind`: see `strategy.ratio`."""
   mask_BxT = sequences.completion_mask(batch) * spread(batch["segment_roles"] > 0, batch)
   # `where`: what stands in prompts and padding of the batch's arrays may not count, whatever it is.
   logp_BxT = jnp.where(mask_BxT > 0, logprob_BxT, 0.0)
@@ -123,7 +130,7 @@ def ratios(logprob_BxT: jax.Array, batch: Mapping[str, jax.Array], cfg: Any) -> 
     old_BxT = jnp.where((mask_BxT > 0) & ~jnp.isnan(given_BxT), given_BxT, old_BxT)
   difference_BxT = logp_BxT - old_BxT
   token_BxT = _exp(difference_BxT)
-  ratio_BxT = sequence_ratio(difference_BxT, mask_BxT, batch) if cfg.ratio == "sequence" else token_BxT
+  ratio_BxT = sequence_ratio(difference_BxT, mask_BxT, batch) if kind == "sequence" else token_BxT
   return Ratios(mask_BxT, logp_BxT, old_BxT, token_BxT, ratio_BxT)
 
 
@@ -146,18 +153,18 @@ def correction(mismatch_BxT: jax.Array, mask_BxT: jax.Array, batch: dict[str, ja
     there = (sequences.segment_sums(mask_BxT, batch) > 0).astype(jnp.float32)
     ratio = _exp(sequences.segment_sums(mismatch_BxT, batch))
   metrics = {
-      "sampling/sampling_logp_difference/mean": _token_mean(jnp.abs(mismatch_BxT), mask_BxT),
+      "sampling/sampling_logp_difference/mean": token_mean(jnp.abs(mismatch_BxT), mask_BxT),
       "sampling/sampling_logp_difference/max": _extreme(jnp.abs(mismatch_BxT), mask_BxT),
       # Tokens are those of q, so that this is k3 of KL(q ‖ p_old).
-      "sampling/kl": _token_mean(divergence(-mismatch_BxT, "k3"), mask_BxT),
+      "sampling/kl": token_mean(divergence(-mismatch_BxT, "k3"), mask_BxT),
       "sampling/importance_sampling_ratio/min": _extreme(ratio, there, -1),
-      "sampling/importance_sampling_ratio/mean": _token_mean(ratio, there),
+      "sampling/importance_sampling_ratio/mean": token_mean(ratio, there),
       "sampling/importance_sampling_ratio/max": _extreme(ratio, there),
   }
   if not how:
     return jnp.ones_like(mismatch_BxT), metrics
   bounded = (ratio < cfg.correction_min) | (ratio > cfg.correction_max)
-  metrics["sampling/correction_bounded"] = _token_mean(bounded, there)
+  metrics["sampling/correction_bounded"] = token_mean(bounded, there)
   weight = jnp.where(bounded, 0.0, ratio) if how == "mask" else jnp.clip(ratio, cfg.correction_min, cfg.correction_max)
   return (spread(weight, batch) if level == "sequence" else weight), metrics
 
@@ -183,6 +190,11 @@ def policy_term(ratio_BxT: jax.Array, advantage_BxT: jax.Array, logp_BxT: jax.Ar
   if cfg.clip == "cispo":
     weight_BxT = jax.lax.stop_gradient(jnp.minimum(ratio_BxT, cfg.clip_high))
     return Policy(-weight_BxT * advantage_BxT * logp_BxT, high=ratio_BxT > cfg.clip_high)
+  return clipped_term(ratio_BxT, advantage_BxT, cfg)
+
+
+def clipped_term(ratio_BxT: jax.Array, advantage_BxT: jax.Array, cfg: Any) -> Policy:
+  """The policy term ppo of `policy_term`."""
   # Bounds in place of min and clip, whose gradient is divided where both sides are equal: there ρ keeps its own.
   low_BxT = (ratio_BxT < 1.0 - cfg.clip_low) & (advantage_BxT < 0)
   high_BxT = (ratio_BxT > 1.0 + cfg.clip_high) & (advantage_BxT > 0)
@@ -214,7 +226,7 @@ def aggregate(values_BxT: jax.Array, mask_BxT: jax.Array, batch: dict[str, jax.A
   divided by sequences × aggregate_length. A sequence without a trained token is none.
   """
   if cfg.aggregate == "token":
-    return _token_mean(values_BxT, mask_BxT)
+    return token_mean(values_BxT, mask_BxT)
   sums_BxS = sequences.segment_sums(values_BxT * mask_BxT, batch)
   count_BxS = sequences.segment_sums(mask_BxT, batch)
   number_B = jnp.sum((count_BxS > 0).astype(jnp.float32), axis=1)
@@ -231,7 +243,7 @@ def _exp(log_ratio: jax.Array) -> jax.Array:
 # Metrics, by TRL's names: means over trained tokens.
 
 
-def _token_mean(values_BxT: jax.Array, mask_BxT: jax.Array) -> Mean:
+def token_mean(values_BxT: jax.Array, mask_BxT: jax.Array) -> Mean:
   return Mean(jnp.sum(values_BxT * mask_BxT, axis=1), jnp.sum(mask_BxT, axis=1))
 
 
@@ -241,12 +253,12 @@ def _extreme(values: jax.Array, where: jax.Array, sign: int = 1) -> Max:
   return Max(jnp.max(jnp.where(where > 0, sign * values, -jnp.inf)), jnp.sum(where.astype(jnp.float32)), sign)
 
 
-def _clip_metrics(policy: Policy, mask_BxT: jax.Array, batch: dict[str, jax.Array], clip: str) -> dict[str, Any]:
+def clip_metrics(policy: Policy, mask_BxT: jax.Array, batch: dict[str, jax.Array], clip: str) -> dict[str, Any]:
   """Shares of trained tokens whose ratio is bounded; `low_min` and `high_max`: of those of a sequence."""
   if clip == "none":
     return {}
   if clip == "cispo":
-    return {"cispo_clip_ratio": _token_mean(policy.high, mask_BxT)}
+    return {"cispo_clip_ratio": token_mean(policy.high, mask_BxT)}
   count_BxS = sequences.segment_sums(mask_BxT, batch)
 
   def extreme(bounded_BxT: jax.Array, sign: int) -> Max:
@@ -254,14 +266,14 @@ def _clip_metrics(policy: Policy, mask_BxT: jax.Array, batch: dict[str, jax.Arra
                     count_BxS > 0, sign)
 
   metrics = {
-      "clip_ratio/low_mean": _token_mean(policy.low, mask_BxT),
+      "clip_ratio/low_mean": token_mean(policy.low, mask_BxT),
       "clip_ratio/low_min": extreme(policy.low, -1),
-      "clip_ratio/high_mean": _token_mean(policy.high, mask_BxT),
+      "clip_ratio/high_mean": token_mean(policy.high, mask_BxT),
       "clip_ratio/high_max": extreme(policy.high, 1),
-      "clip_ratio/region_mean": _token_mean(policy.low | policy.high, mask_BxT),
+      "clip_ratio/region_mean": token_mean(policy.low | policy.high, mask_BxT),
   }
   if policy.dual is not None:
-    metrics["clip_ratio/dual_mean"] = _token_mean(policy.dual, mask_BxT)
+    metrics["clip_ratio/dual_mean"] = token_mean(policy.dual, mask_BxT)
   return metrics
 
 
@@ -276,8 +288,13 @@ def needs_reference(cfg: Any) -> bool:
 
 def token_numbers(batch: Mapping[str, jax.Array], logprob_BxT: jax.Array, cfg: Any) -> dict[str, jax.Array]:
   """What the loss makes of advantages and of the log-probs when the rollout began, [B, T] each."""
-  found, advantage_BxT = ratios(logprob_BxT, batch, cfg), advantages_of(batch)
-  policy = policy_term(found.ratio, advantage_BxT, found.logprob, cfg)
+  found, advantage_BxT = ratios(logprob_BxT, batch, cfg.ratio), advantages_of(batch)
+  return numbers_of(found, advantage_BxT, policy_term(found.ratio, advantage_BxT, found.logprob, cfg), batch)
+
+
+def numbers_of(found: Ratios, advantage_BxT: jax.Array, policy: Policy, batch: Mapping[str, jax.Array]
+               ) -> dict[str, jax.Array]:
+  """See `token_numbers`."""
   bounds = [bound for bound in (policy.low, policy.high, policy.dual) if bound is not None]
   clipped_BxT = sum(bounds, jnp.zeros(found.mask.shape, jnp.int32)) > 0
   sampled = {key: batch[key] for key in ("behavior_logprobs",) if key in batch}

@@ -152,29 +152,36 @@ def check(cfg: Any, grad_accum_steps: int, cfg_model: Any = None) -> None:
     ConfigError: naming the key, what was found and what is allowed.
   """
   for key, allowed in (("preset", tuple(PRESETS)), ("ratio", RATIOS), ("clip", CLIPS),
-                       ("aggregate", AGGREGATES), ("correction", CORRECTIONS)):
-    _one_of(cfg, key, allowed)
+                       ("aggregate", AGGREGATES)):
+    one_of(cfg, key, allowed)
   if problem := advantages.mismatch(cfg.baseline, cfg.scale):
     raise ConfigError(f"strategy: {problem}")
   _check_clip(cfg)
+  if cfg.aggregate == "constant" and cfg.aggregate_length < 1:
+    raise ConfigError(f"strategy.aggregate_length is {cfg.aggregate_length}; it must be 1 or more.")
+  check_common(cfg)
+  if cfg.kl_coef > 0:
+    check_divergence(cfg)
+  sequences.check_noise(cfg, cfg_model)
+
+
+def check_common(cfg: Any) -> None:
+  """Refuses values of options that all strategies on rewards have. Raises ConfigError."""
+  one_of(cfg, "correction", CORRECTIONS)
   if cfg.correction != "none" and not 0 <= cfg.correction_min <= 1 <= cfg.correction_max:
     raise ConfigError(f"strategy.correction_min is {cfg.correction_min}, correction_max {cfg.correction_max}; they "
                       "bound p_old / q, which is 1 where trainer and sampler agree: the one must be from 0 to 1, the "
                       "other from 1 on (inf: no bound).")
-  if cfg.aggregate == "constant" and cfg.aggregate_length < 1:
-    raise ConfigError(f"strategy.aggregate_length is {cfg.aggregate_length}; it must be 1 or more.")
   if not 0 < cfg.temperature < math.inf:
     raise ConfigError(f"strategy.temperature is {cfg.temperature}; log-probs are of a distribution at a temperature "
                       "above 0. Use rollout.temperature=1.0, say.")
   for key in ("kl_coef", "entropy_coef"):
     if not 0 <= cfg[key] < math.inf:
       raise ConfigError(f"strategy.{key} is {cfg[key]}; it must be a number from 0 on.")
-  if cfg.kl_coef > 0:
-    _check_divergence(cfg)
-  sequences.check_noise(cfg, cfg_model)
 
 
-def _one_of(cfg: Any, key: str, allowed: tuple[str, ...]) -> None:
+def one_of(cfg: Any, key: str, allowed: tuple[str, ...]) -> None:
+  """Refuses a value that is not allowed. Raises ConfigError."""
   if cfg[key] not in allowed:
     raise ConfigError(f"strategy.{key} is {cfg[key]!r}; allowed: {', '.join(allowed)}.")
 
@@ -183,8 +190,12 @@ def _check_clip(cfg: Any) -> None:
   if cfg.clip == "cispo" and not 1 <= cfg.clip_high < math.inf:
     raise ConfigError(f"strategy.clip_high is {cfg.clip_high}; with clip='cispo' it is the cap on the ratio itself, "
                       "which is 1 for a policy that has not changed. Use 1 or more, 5.0 say.")
-  if cfg.clip != "ppo":
-    return
+  if cfg.clip == "ppo":
+    check_bounds(cfg)
+
+
+def check_bounds(cfg: Any) -> None:
+  """Refuses bounds of PPO's clipping that cannot be. Raises ConfigError."""
   if not 0 <= cfg.clip_low <= 1:
     raise ConfigError(f"strategy.clip_low is {cfg.clip_low}; the ratio counts from 1 - clip_low on: it must be from 0 "
                       "to 1.")
@@ -196,9 +207,10 @@ def _check_clip(cfg: Any) -> None:
                       "must be above 1, 3.0 say, or 0 for none.")
 
 
-def _check_divergence(cfg: Any) -> None:
-  _one_of(cfg, "kl", ESTIMATORS)
-  if cfg.kl == "k1" and not cfg.kl_corrected:
+def check_divergence(cfg: Any, in_loss: bool = True) -> None:
+  """Refuses a penalty that cannot be, a term of the loss or part of the reward. Raises ConfigError."""
+  one_of(cfg, "kl", ESTIMATORS)
+  if in_loss and cfg.kl == "k1" and not cfg.kl_corrected:
     raise ConfigError("strategy.kl is 'k1' without kl_corrected: its gradient as a loss, that of log p, is 0 in "
                       "expectation. Use --config.strategy.kl_corrected=True, or kl='k2' or 'k3'.")
   if cfg.reference == "none":

@@ -16,7 +16,9 @@ DATA = ("texts", "conversations", "pairs", "labelled", "rollouts")
 # Of these, what completions that are sampled and rewarded can be made into (trainer/rollouts/groups.py).
 SAMPLED = ("rollouts", "pairs")
 # What batches of a rollout can hold for each completion ("advantages") or each of its tokens.
-ROLLOUT_KEYS = ("advantages", "behavior_logprobs", "old_logprobs")
+ROLLOUT_KEYS = ("advantages", "behavior_logprobs", "old_logprobs", "old_values", "returns", "token_advantages")
+# Of these, what a critic's values make of rewards (trainer/rollouts/returns.py).
+OF_CRITIC = ("old_values", "returns", "token_advantages")
 # What the progress line shows of a rollout: its loss says little, and is 0 of a policy that has not moved.
 OF_ROLLOUTS = {"reward": "reward {:.3f}", "completions/mean_length": "length {:.0f}",
                "frac_reward_zero_std": "taught nothing {:.0%}"}
@@ -41,9 +43,14 @@ class Strategy:
     rewarded: of rollouts: whether it learns from rewards. One that does not trains on every completion, whatever its
       `data`, with `loss_weights` of 1 where a token was sampled; rewards are then only reported.
     needs_reference: whether it compares the policy with a reference, or a function of `cfg` that says so. It then
-      has the options `reference`, `reference_ema`, `reference_ema_steps` and, of documents with parts, `precompute`.
+      has the options `reference`, `reference_ema`, `reference_ema_steps` and, of documents with parts, `precompute`
+      (not with a critic, which learns from what is sampled alone).
     teacher: it learns from another model, its option `teacher`, whose parameters are `reference["teacher"]` of the loss
       (trainer/strategies/teacher.py).
+    critic: of rollouts: it trains a critic beside the policy, its option `critic`; the model of its loss is an
+      `ActorCritic` (trainer/strategies/critic.py), and its batches can hold what is made of values. Each completion
+      then counts by itself, with no group to be compared with. It has the options that trainer/rollouts/returns.py
+      reads.
     fill_in: `(config) -> lines for the log`: gives options without a value the one that follows from others.
     check: `(cfg, grad_accum_steps, cfg_model)`, raises ConfigError for options that cannot work, before any device
       work.
@@ -65,6 +72,7 @@ class Strategy:
   rewarded: bool = True
   needs_reference: bool | Callable[[Any], bool] = False
   teacher: bool = False
+  critic: bool = False
   fill_in: Callable[[Any], list[str]] | None = None
   check: Callable[[Any, int, Any], None] | None = None
   no_sums: Callable[[Any], frozenset[str]] | None = None
@@ -114,7 +122,7 @@ class Strategy:
     """Its options with those that come with a reference."""
     if self.needs_reference is False:
       return dict(self.options)
-    precompute = {"precompute": False} if self.data in WITH_PARTS else {}
+    precompute = {"precompute": False} if self.data in WITH_PARTS and not self.critic else {}
     return {"reference": "start", **precompute, "reference_ema": 0.0, "reference_ema_steps": 512, **self.options}
 
 
@@ -147,6 +155,9 @@ def load(name: str, built_in: Iterable[str]) -> Strategy:
   if invalid := [key for key in made.rollout_keys if key not in ROLLOUT_KEYS]:
     raise ConfigError(f"{where}, a Strategy whose rollout_keys have {invalid[0]!r}; allowed: "
                       f"{', '.join(ROLLOUT_KEYS)}.")
+  if not made.critic and (alone := [key for key in made.rollout_keys if key in OF_CRITIC]):
+    raise ConfigError(f"{where}, a Strategy whose rollout_keys have {alone[0]!r}, which a critic's values make: that "
+                      "needs critic=True.")
   for metric, text in made.headline.items():
     try:
       str(text).format(0.0)

@@ -31,7 +31,7 @@ from trainer.checkpoints.fingerprint import fingerprint
 from trainer.distributed import mesh as mesh_lib
 from trainer.distributed import processes
 from trainer.errors import ConfigError
-from trainer.strategies import sequences, teacher
+from trainer.strategies import critic, sequences, teacher
 
 
 def shapes(config: Any, optimizer: Any, abstract_params: Any) -> Any:
@@ -42,7 +42,8 @@ def shapes(config: Any, optimizer: Any, abstract_params: Any) -> Any:
   """
   if strategies.of(config).teacher:
     return {"teacher": teacher.abstract_params(config)}
-  kind, adapters = config.strategy.reference, config.model.lora.rank > 0
+  kind, adapters, abstract_params = (config.strategy.reference, config.model.lora.rank > 0,
+                                     critic.policy_params(abstract_params))
   if kind == "base" and not adapters:
     raise ConfigError("strategy.reference is 'base', the model with its adapter off, but there are no adapters "
                       "(model.lora.rank is 0). Use 'start', or the path of a model.")
@@ -79,7 +80,7 @@ def first_reference(config: Any, model: Any, params: Any, target: Any) -> Any:
                       "that trained adapters over the same base.")
   origin = dataclasses.replace(init_from.origin_of(config), path=None if is_hf else str(folder),
                                folder=str(folder) if is_hf else None, remap=(), ignore=(), peft=None, fresh=False)
-  loaded, where = init_from.first_params(origin, model, target, partial=True)
+  loaded, where = init_from.first_params(origin, critic.policy_of(model), target, partial=True)
   if "fresh" in where:
     raise ConfigError(f"strategy.reference: {kind} does not have all of the model's parameters ({where}).")
   return loaded

@@ -72,14 +72,15 @@ def make_model(path: str, params_dtype: str, compute_dtype: str, key: str = KEY)
                         compute_dtype=compute_dtype)
 
 
-def check(config: Any, tokenizer: Tokenizer) -> None:
-  """Refuses a teacher of other tokens than the student's, or one that cannot see so many.
+def check(config: Any, tokenizer: Tokenizer, path: str | None = None, key: str = KEY) -> None:
+  """Refuses a teacher, or the model at `path`, which messages call `key`, of other tokens than the run's, or one that
+  cannot see so many.
 
   Raises:
     ConfigError: before any device work.
   """
-  path = config.strategy.teacher
-  source = find(path)
+  path = config.strategy.teacher if path is None else path
+  source = find(path, key)
   api.validate(source.section, config.seq_len)
   theirs = load_tokenizer(source.tokenizer)
   if theirs.fingerprint == saved_fingerprint(tokenizer):
@@ -89,12 +90,11 @@ def check(config: Any, tokenizer: Tokenizer) -> None:
   if differ is None and len(ours) == len(others):
     what = "they split texts in other ways, or have other special tokens"
   elif differ is None:
-    what = f"this one has {len(ours):,} entries, the teacher's {len(others):,}"
+    what = f"this one has {len(ours):,} entries, that one {len(others):,}"
   else:
     what = f"entry {differ} is {ours[differ]!r} here, and {others[differ]!r} there"
-  raise ConfigError(f"{KEY} is {path!r}, whose tokenizer is another one than the student's: {what}. A teacher says how "
-                    "likely each entry of the student's vocabulary is; train the student with the teacher's tokenizer "
-                    "(tokenizer.type=hf, tokenizer.path).")
+  raise ConfigError(f"{key} is {path!r}, whose tokenizer is another one than this run's: {what}. It reads the very "
+                    "tokens that are trained; train with its tokenizer (tokenizer.type=hf, tokenizer.path).")
 
 
 def abstract_params(config: Any) -> Any:
@@ -114,15 +114,19 @@ def load(config: Any, target: Any, path: str | None = None, key: str = KEY) -> A
   """
   path = config.strategy.teacher if path is None else path
   source = find(path, key)
-  origin = dataclasses.replace(
-      init_from.origin_of(config), path=None if source.is_hf else source.path, remap=(), ignore=(),
-      folder=source.path if source.is_hf else None, peft=None, fresh=False, hf_ignore=(), typed=None,
-      model=source.section)
+  origin = origin_at(init_from.origin_of(config), source, source.section)
   model = make_model(path, str(config.precision.params), str(config.precision.compute), key)
   loaded, where = init_from.first_params(origin, model, target)
   if "fresh" in where:
     raise ConfigError(f"{key}: {source.path} does not have all of its model's parameters ({where}).")
   return loaded
+
+
+def origin_at(origin: init_from.Origin, source: Source, section: ConfigDict) -> init_from.Origin:
+  """Where the parameters of a model with that section are, which begins from `source`; `origin`: that of the run."""
+  return dataclasses.replace(
+      origin, path=None if source.is_hf else source.path, remap=(), ignore=(),
+      folder=source.path if source.is_hf else None, peft=None, fresh=False, hf_ignore=(), typed=None, model=section)
 
 
 def _update(section: ConfigDict, saved: Mapping[str, Any]) -> None:

@@ -131,6 +131,22 @@ def test_why_nothing_is_taught(given, mask, told, equal):
     else:
       assert told in no_signal.why and no_signal.equal == equal and no_signal.advice
 
+
+
+def test_where_a_critic_makes_advantages_each_completion_has_its_reward():
+  """None without one and none that was cut off; equal rewards and single ones teach, too."""
+  given = [group([0.5, NAN, 0.5], reasons=["stop", "stop", "length"]), group([0.0], number=1)]
+  made = [groups.valued([one], True) for one in given]
+  assert [[(len(s.ids) - 2, a) for s, a, _ in unit] for one in made for unit in one.units] == [[(1, 0.5)], [(1, 0.0)]]
+  assert made[0].counts == {"completions/masked": 1, "completions/without_reward": 1}
+  assert all(np.isnan(one.advantages).all() for one in made)
+  for one, samples in zip(given, made, strict=True):
+    assert groups.no_signal(("f",), [one], samples, rewarded=True, valued=True) is None
+  for one, told in ((group([NAN], failed=[True]), "none of its 1 completions have a reward: f failed for 100%"),
+                    (group([1.0], reasons=["length"]), "1 of its 1 completions with a reward were cut off")):
+    assert told in groups.no_signal(("f",), [one], groups.valued([one], True), rewarded=True, valued=True).why
+
+
 def test_metrics_are_of_all_that_was_sampled():
   kept = [group([0.0, 2.0], reasons=["stop", "length"])]
   replaced = [group([1.0, 1.0], number=1), group([NAN, NAN], number=2, failed=[True, True])]

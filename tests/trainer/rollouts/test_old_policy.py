@@ -111,11 +111,24 @@ def test_values_are_put_where_their_tokens_are():
   """Two updates, two epochs over five tokens; in each batch they stand in another place, beside padding."""
   layouts = [[[0, 1, -1]], [[-1, 2, 3, 4]], [[2, -1], [4, 3]], [[1, 0]]]
 
-  def score(batch, nth):
-    assert set(batch) == {"tokens"}
-    return 10.0 * nth + batch["tokens"]
+  asked = []
 
-  found = old_policy.of_rollout(
-      score, lambda nth: {"places": np.array(layouts[nth]), "tokens": np.array(layouts[nth]) + 0.5}, 5, 2, 2)
+  def score(batch, nth, whole):
+    assert set(batch) == {"tokens"}
+    asked.append((nth, whole))
+    found = {"old_logprobs": 10.0 * nth + batch["tokens"]}
+    return found | {"old_values": -found["old_logprobs"]} if whole else found
+
+  def batch_of(nth):
+    return {"places": np.array(layouts[nth]), "tokens": np.array(layouts[nth]) + 0.5}
+
+  found, first = old_policy.of_rollout(score, batch_of, 5, 2, 2)
+  assert not first and asked == [(1, False), (2, False), (3, False)]
   np.testing.assert_array_equal(found[0], [np.nan, np.nan, 12.5, 13.5, 14.5])
   np.testing.assert_array_equal(found[1], [30.5, 31.5, 22.5, 23.5, 24.5])
+  asked.clear()
+  again, first = old_policy.of_rollout(score, batch_of, 5, 2, 2, with_critic=True)
+  np.testing.assert_array_equal(again, found)
+  assert asked == [(0, True), (1, True), (2, False), (3, False)]
+  np.testing.assert_array_equal(first["old_values"], [-0.5, -1.5, -12.5, -13.5, -14.5])
+  np.testing.assert_array_equal(first["old_logprobs"], -first["old_values"])

@@ -103,7 +103,7 @@ def test_what_cannot_teach_is_refused(tmp_path):
   folder = str(tiny.hf_folder(tmp_path / "teacher", vocab_size=258))
   c = config_of(tmp_path, strategy=strategy("distill", teacher=folder))
   c.tokenizer.update(type="hf", path=str(tiny.ROOT / "tests" / "input_pipeline" / "references" / "tiny"))
-  with pytest.raises(ConfigError, match="whose tokenizer is another one than the student's: entry 0 is"):
+  with pytest.raises(ConfigError, match="whose tokenizer is another one than this run's: entry 0 is"):
     train(c, tmp_path / "other")
   for option, message in ((dict(beta=1.5), "strategy.beta is 1.5; allowed: 0"),
                           (dict(temperature=0.0), "strategy.temperature is 0.0; it must be above 0")):

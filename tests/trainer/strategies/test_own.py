@@ -205,7 +205,7 @@ def test_without_its_reference_the_options_of_one_have_no_effect(folder, tmp_pat
 
 
 @pytest.mark.parametrize("name, told", [
-    ("mine", "strategy.name is 'mine'; known strategies: seq, sft, dpo, kto, grpo, distill, reward, or the dotted"),
+    ("mine", "strategy.name is 'mine'; known strategies: seq, sft, dpo, kto, grpo, ppo, distill, reward, or the"),
     ("no_such_package.loss", r"strategy.name: found 'no_such_package.loss', which could not be imported \(No module"),
     ("own_losses.missing", "could not be imported .module 'own_losses' has no attribute 'missing'.. Allowed: seq, sft"),
     ("own_losses.NUMBER", "which is of type int. A strategy is a trainer.strategies.Strategy"),
@@ -247,7 +247,7 @@ def test_options_have_values_and_checks_of_their_own(folder, tmp_path):
 
 def test_built_in_ones_have_records_too():
   assert {name: strategies.find(name).data for name in strategies.STRATEGIES} == dict(
-      seq="texts", sft="conversations", dpo="pairs", kto="labelled", grpo="rollouts", distill="conversations",
-      reward="pairs")
+      seq="texts", sft="conversations", dpo="pairs", kto="labelled", grpo="rollouts", ppo="rollouts",
+      distill="conversations", reward="pairs")
   for name, record in strategies.STRATEGIES.items():
     assert strategies.find(name) is record and {"name", *record.options} == set(strategy(name))
