@@ -119,8 +119,8 @@ def test_positions_and_segments_default_to_restarting_documents():
   np.testing.assert_array_equal(model.logits(params, TOKENS), model.logits(params, one))
 
 
-@pytest.mark.parametrize("layers,pattern", [(3, ["global"]), (5, ["local", "global"]), (4, ["local"] * 2 + ["global"]),
-                                            (5, ["delta", "global"]), (3, ["delta"]), (6, ["dense", "global"])])
+@pytest.mark.parametrize("layers,pattern", [(3, ["global"]), (3, ["local", "global"]), (4, ["local"] * 2 + ["global"]),
+                                            (3, ["delta", "global"]), (3, ["delta"]), (6, ["dense", "global"])])
 def test_scanned_equals_unrolled(layers, pattern):
   """I11, with layers left over after whole periods of the pattern; `dense`: the first three without experts."""
   options = dict(num_layers=layers, layer_pattern=tuple("local" if kind == "dense" else kind for kind in pattern),

@@ -204,5 +204,5 @@ def test_the_position_in_each_slot():
 
 
 def test_models_say_how_long_a_text_they_can_generate():
-  lengths = {name: case(name)[0].max_length for name in ("llama", "gpt2", "yarn", "one layer")}
+  lengths = {name: make(**CASES[name]).max_length for name in ("llama", "gpt2", "yarn", "one layer")}
   assert lengths == {"llama": None, "gpt2": 16, "yarn": None, "one layer": 16}

@@ -25,7 +25,7 @@ MOE = dict(num_experts=4, experts_per_token=2, expert_size=16, shared_size=8, ba
 KINDS = {"dense": dict(num_layers=4, layer_pattern=("local", "global"), window=5, num_kv_heads=1, attention_block=8),
          "olmo": dict(OLMO, num_heads=4, lora=dict(rank=2, alpha=4.0), attention_block=8),
          # What states give is small at first; a norm that blows it up blows up its rounding, too.
-         "delta": dict(QWEN3_NEXT, num_heads=4, num_layers=2, layer_pattern=("delta", "global"), norm_eps=0.1,
+         "delta": dict(QWEN3_NEXT, num_heads=4, num_layers=1, layer_pattern=("delta",), norm_eps=0.1,
                        attention_block=8),
          "latent": dict(DEEPSEEK_MOE, num_heads=4, num_layers=3, attention_block=8,
                         latent=dict(kv_rank=8, q_rank=12, nope_dim=3, rope_dim=4, value_dim=5),

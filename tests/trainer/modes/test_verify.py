@@ -81,22 +81,25 @@ OWN = {
     "grpo": ("gradient where all rewards are equal", "gradient: this mesh, one device",
              "derivative along the gradient: its norm", "loss and gradient: prompts shared, apart",
              "ratio of the first step after a rollout: 1"),
+    "rollouts": ("gradient where all rewards are equal", "ratio of the first step after a rollout: 1"),
     "images": ("loss and gradient: packed, one document a row", "hidden states that a later token changes",
                "hidden states that another document changes"),
 }
 
 
-@pytest.mark.parametrize("name", OWN)
+@pytest.mark.parametrize("name", [
+    pytest.param(name, marks=pytest.mark.devices(1)) if name == "rollouts" else name for name in OWN])
 def test_strategies(folder, tmp_path, monkeypatch, name):
   if name == "sft":
     c = test_sft.config(test_sft.write_conversations(folder / "chats.jsonl"))
   elif name == "dpo":
     c = test_dpo.config(test_dpo.write_pairs(folder / "pairs.jsonl"))
-  elif name == "grpo":
+  elif name in ("grpo", "rollouts"):
     c = rollout_runs.config(rollout_runs.write_prompts(folder))
   else:
     c = test_image_runs.config(folder, "sft")
-  c.mesh.update(data=2, fsdp=1, tensor=2, context=2 if name == "sft" else 1, expert=1 if name == "sft" else 2)
+  if name != "rollouts":
+    c.mesh.update(data=2, fsdp=1, tensor=2, context=2 if name == "sft" else 1, expert=1 if name == "sft" else 2)
   monkeypatch.setattr(invariances, "CHECKS", [check for check in invariances.CHECKS if check.what in OWN[name]])
   results = verify.verify(c, tmp_path)
   assert len(results) == len(OWN[name]) + 1 and {result.status for result in results} == {"PASS"}, results
