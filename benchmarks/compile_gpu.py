@@ -25,7 +25,7 @@ from trainer import program as program_lib
 from trainer import startup
 from trainer.config import defaults, source
 from trainer.distributed import mesh as mesh_lib
-from trainer.generate import sampler
+from trainer.generate import decoding
 from trainer.planning import collectives
 from trainer.planning import gpu as plan_gpu
 from trainer.telemetry import hardware
@@ -147,10 +147,10 @@ def main() -> None:
   with mesh_lib.activation_rules(mesh, c.activation_rules), plan_gpu.meant(mesh):
     show("a step", program.update_fn.lower(here(program.abstract_state), here(batch)).compile())
     read = here(jax.eval_shape(model.decoding_params, model.abstract_params()))
-    state = here(jax.eval_shape(functools.partial(sampler._empty, model, TEXTS, ROOM)))
+    state = here(jax.eval_shape(functools.partial(decoding.empty, model, TEXTS, ROOM)))
     one, stops = jax.ShapeDtypeStruct((), jnp.int32), jax.ShapeDtypeStruct((8,), jnp.int32)
     given = here((stops, jax.ShapeDtypeStruct((3,), jnp.float32), one, one))
-    decode = functools.partial(sampler._decode, model, 32, False, False)
+    decode = functools.partial(decoding.decode, model, 32, False, False)
     show("a token of each text", jax.jit(decode, donate_argnums=1).lower(read, state, given).compile())
 
 

@@ -116,8 +116,11 @@ class Generative(Model, Protocol):
   # Why it cannot share prefixes (`prompt_ids` in batches); None: it can. A model without this attribute does not.
   no_prefix_sharing: str | None
 
-  def empty_cache(self, rows: int, max_length: int) -> Cache:
-    """Room for what `rows` texts of up to `max_length` tokens leave for those that follow."""
+  def empty_cache(self, rows: int, max_length: int, pages: int | None = None) -> Cache:
+    """Room for what `rows` texts of up to `max_length` tokens leave for those that follow.
+
+    `pages`: in so many pages, where a layer sees all; the cache has a `table` (`models.attention.cache.Table`) while it
+    is read or written."""
 
   def prefill(self, params: Params, batch: dict) -> tuple[jax.Array, Any]:
     """`apply` to beginnings of texts, one a row, padded on either side: (hidden states [N, T, D], what they leave)."""
@@ -126,9 +129,9 @@ class Generative(Model, Protocol):
     """Row `rows_M[m]` of the cache begun anew with row `sources_M[m]` of what `prefill` left, `begun`; a row beyond the
     cache's last is left out."""
 
-  def resized_cache(self, cache: Cache, rows_R: jax.Array, max_length: int) -> Cache:
+  def resized_cache(self, cache: Cache, rows_R: jax.Array, max_length: int, pages_Q: jax.Array | None = None) -> Cache:
     """Those rows of the cache, in this order, with room for texts of up to `max_length` tokens, or as long as before if
-    that is more. A row beyond the cache's last gives an empty one."""
+    that is more; and those pages. A row or page beyond the cache's last gives an empty one."""
 
   def decoding_params(self, params: Params) -> Params:
     """The parameters as `decode` and `unembed` read them: what is done with them alone is done once, here."""

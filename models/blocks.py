@@ -83,7 +83,7 @@ class SelfAttention(nnx.Module):
       active_B = tokens.segments[:, 0] > 0
       new, seen = past.add(k_BxTxGxK[:, 0], v_BxTxGxK[:, 0], active_B, window)
       out_BxTxHxK = attend_to_past(q_BxTxHxK, seen.keys_BxGxSxK, seen.values_BxGxSxK, seen_BxS=seen.seen_BxS,
-                                   active_B=active_B, **options)
+                                   active_B=active_B, table=seen.table, **options)
     if s.attention_gate:
       out_BxTxHxK = out_BxTxHxK * jax.nn.sigmoid(gate_BxTxHxK.astype(jnp.float32)).astype(out_BxTxHxK.dtype)
     out_BxTxHxK = constrain(out_BxTxHxK, "batch", "length", "heads", None)

@@ -68,9 +68,9 @@ class Lora:
   rank: int
   scale: float
   targets: tuple[str, ...]
-  modules_to_save: tuple[str, ...]
-  dora: bool
   dropout: float
+  modules_to_save: tuple[str, ...] = ()
+  dora: bool = False
 
 
 def make_moe(m: ConfigDict, reasons: list[str]) -> Moe | None:

@@ -202,9 +202,9 @@ class Transformer:
     decoder(vlm.complete(batch, self.spec.vision), remat_policy("none"), None, blocks=blocks)
     return kept
 
-  def empty_cache(self, rows: int, max_length: int) -> Cache:
+  def empty_cache(self, rows: int, max_length: int, pages: int | None = None) -> Cache:
     """See `models.api.Generative`."""
-    return cache_lib.empty(self.spec, rows, max_length, self._dtypes[1], self._one_by_one)
+    return cache_lib.empty(self.spec, rows, max_length, self._dtypes[1], self._one_by_one, pages)
 
   def prefill(self, params: Params, batch: dict) -> tuple[jax.Array, Any]:
     """See `models.api.Generative`."""
@@ -219,9 +219,9 @@ class Transformer:
     positions, segment_ids, axes = (None if part is None else part[sources_M] for part in of_tokens)
     return cache_lib.begin(cache, self.spec, new, positions, segment_ids, rows_M, axes)
 
-  def resized_cache(self, cache: Cache, rows_R: jax.Array, max_length: int) -> Cache:
+  def resized_cache(self, cache: Cache, rows_R: jax.Array, max_length: int, pages_Q: jax.Array | None = None) -> Cache:
     """See `models.api.Generative`."""
-    return cache_lib.resized(cache, self.spec, rows_R, max_length)
+    return cache_lib.resized(cache, self.spec, rows_R, max_length, pages_Q)
 
   def decoding_params(self, params: Params) -> Params:
     """See `models.api.Generative`: kernels and tables in the dtype that they are used in, so that no token reads more;

@@ -1,11 +1,13 @@
 """Keys and values of the tokens that a model has seen, so that a further token costs no more than its own work.
 
 B rows of the cache, M rows that are begun, T tokens, L layers, S slots, G key/value heads, K head size; P places, N
-layers at each.
+layers at each; Q pages of Z slots, J of a row.
 
 A token of position p stands in slot p % S. Layers that see all have a slot for each position; those with a window have
 no more slots than it has tokens, so that each new token replaces the one that has just left the window. Which position
 a slot holds follows from the row's length alone: nothing is ever moved or cleared.
+
+Layers that see all may have pages of slots in place of rows (models/attention/pages.py).
 """
 
 from collections.abc import Mapping
@@ -15,6 +17,7 @@ import jax
 import jax.numpy as jnp
 
 from models import cpu
+from models.attention.pages import PAGE, Table
 from models.sharding.logical_axes import constrain
 from models.spec import Spec
 
@@ -23,6 +26,9 @@ from models.spec import Spec
 _ROW_BY_ROW = jax.lax.ScatterDimensionNumbers(
     update_window_dims=(1, 2), inserted_window_dims=(0, 3), scatter_dims_to_operand_dims=(0, 3),
     operand_batching_dims=(1,), scatter_indices_batching_dims=(0,))
+# The same into [N, Q, G, Z, K], at an index of N, one of Q and one of Z.
+_PAGE_BY_PAGE = jax.lax.ScatterDimensionNumbers(
+    update_window_dims=(1, 2), inserted_window_dims=(0, 1, 3), scatter_dims_to_operand_dims=(0, 1, 3))
 
 
 class Cache(NamedTuple):
@@ -45,15 +51,18 @@ class Cache(NamedTuple):
   lengths: jax.Array
   # int32 [B]: with M-RoPE, what is added to that position, since an image takes fewer of them than it has tokens.
   shift: jax.Array | None = None
+  # Given while a cache with pages is read or written: keys and values of layers that see all are then [N, Q, G, Z, K].
+  table: Table | None = None
 
 
 class Seen(NamedTuple):
-  """What the newest token of each row sees in one layer, itself included."""
+  """What the newest token of each row sees in one layer, itself included; with a table by page in place of row."""
 
   keys_BxGxSxK: jax.Array
   values_BxGxSxK: jax.Array
   # Whether the slot holds a token that it sees.
   seen_BxS: jax.Array
+  table: Table | None = None
 
 
 class Past(NamedTuple):
@@ -72,21 +81,29 @@ class Past(NamedTuple):
     Lengths stay as they are: other layers are still to come.
     """
     place, entry = self._at()
-    S = self.cache.keys[place].shape[3]
+    S, table = self.cache.keys[place].shape[3], self.cache.table if window is None else None
     # Of rows that are not active it goes to a slot that does not exist. It is written before anything is read: else
     # the compiler keeps a copy of the cache for those who read.
     slots_B = jnp.where(active_B, self.cache.lengths % S, S)
-    indices_Bx2 = jnp.stack([jnp.broadcast_to(entry, slots_B.shape), slots_B], axis=1)
+    indices = [jnp.broadcast_to(entry, slots_B.shape), slots_B]
+    if table is not None:
+      indices.insert(1, jnp.take_along_axis(table.pages_BxJ, self.cache.lengths[:, None] // S, 1, mode="clip")[:, 0])
+    indices_Bxn, where = jnp.stack(indices, axis=1), _ROW_BY_ROW if table is None else _PAGE_BY_PAGE
 
     def put_one(arrays: tuple[jax.Array, ...], new_BxGxK: jax.Array) -> tuple[tuple[jax.Array, ...], jax.Array]:
       new_BxGxK = new_BxGxK.astype(arrays[place].dtype)
-      changed = _constrain(jax.lax.scatter(arrays[place], indices_Bx2, new_BxGxK, _ROW_BY_ROW, indices_are_sorted=True,
-                                           unique_indices=True, mode=jax.lax.GatherScatterMode.FILL_OR_DROP))
+      changed = _constrain(jax.lax.scatter(
+          arrays[place], indices_Bxn, new_BxGxK, where, indices_are_sorted=table is None, unique_indices=True,
+          mode=jax.lax.GatherScatterMode.FILL_OR_DROP))
       of_layer = jax.lax.dynamic_index_in_dim(changed, entry, keepdims=False)
       return (*arrays[:place], changed, *arrays[place + 1:]), of_layer
 
     keys, of_keys = put_one(self.cache.keys, k_BxGxK)
     values, of_values = put_one(self.cache.values, v_BxGxK)
+    if table is not None:
+      ends_Q = (self.cache.lengths + 1).at[table.owners_Q].get(mode="fill", fill_value=0)
+      seen_QxZ = table.firsts_Q[:, None] + jnp.arange(S) < ends_Q[:, None]
+      return self.cache._replace(keys=keys, values=values), Seen(of_keys, of_values, seen_QxZ, table)
     positions_BxS = positions_of(self.cache.lengths + 1, S)
     seen_BxS = positions_BxS >= 0
     if window is not None:
@@ -119,10 +136,10 @@ class Past(NamedTuple):
     return self.place % period, self.layer // period
 
 
-def empty(spec: Spec, rows: int, max_length: int, dtype: Any, apart: bool = False) -> Cache:
+def empty(spec: Spec, rows: int, max_length: int, dtype: Any, apart: bool = False, pages: int | None = None) -> Cache:
   """A cache of `rows` rows, for up to `max_length` tokens each; `apart`: with arrays of its own for each layer.
 
-  For `dtype`, in which keys and values come.
+  For `dtype`, in which keys and values come. `pages`: layers that see all have so many in place of rows.
   """
   dtype, wide = cpu.cache_dtype(dtype), jnp.promote_types(dtype, jnp.float32)
   period, keys, values = spec.num_layers if apart else len(spec.layer_pattern), [], []
@@ -137,22 +154,26 @@ def empty(spec: Spec, rows: int, max_length: int, dtype: Any, apart: bool = Fals
     slots = max_length if spec.window_of(place) is None else min(spec.window, max_length)
     heads, *sizes = ((spec.num_kv_heads, spec.head_dim, spec.head_dim) if spec.latent is None else
                      (1, spec.latent.rope_dim, spec.latent.kv_rank))
+    paged = pages is not None and spec.window_of(place) is None
     for arrays, size in zip((keys, values), sizes, strict=True):
-      arrays.append(jnp.zeros((layers, rows, heads, slots, size), dtype))
+      arrays.append(jnp.zeros((layers, *((pages, heads, PAGE) if paged else (rows, heads, slots)), size), dtype))
   shift = jnp.zeros(rows, jnp.int32) if any(rope.sections for rope in spec.ropes.values()) else None
   return Cache(tuple(map(_constrain, keys)), tuple(map(_constrain, values)), jnp.zeros(rows, jnp.int32), shift)
 
 
-def resized(cache: Cache, spec: Spec, rows_R: jax.Array, max_length: int) -> Cache:
+def resized(cache: Cache, spec: Spec, rows_R: jax.Array, max_length: int, pages_Q: jax.Array | None = None) -> Cache:
   """These rows of the cache, in this order, with room for texts of up to `max_length` tokens if there was less.
 
   A row beyond the last gives an empty one. No text may be longer than there was room for. A layer's slots become more
   only while they are fewer than its window has tokens, and until then each token is in the slot of its position.
+  Where layers have pages, those of `pages_Q` are kept, in this order; one beyond the last is an empty one.
   """
 
   def of_place(place: int, part_NxBxGxSxK: jax.Array) -> jax.Array:
     if spec.layer_type(place) == "delta":
       return _constrain(part_NxBxGxSxK.at[:, rows_R].get(mode="fill", fill_value=0))
+    if pages_Q is not None and spec.window_of(place) is None:
+      return _constrain(part_NxBxGxSxK.at[:, pages_Q].get(mode="fill", fill_value=0))
     slots = max_length if spec.window_of(place) is None else min(spec.window, max_length)
     kept = part_NxBxGxSxK.at[:, rows_R].get(mode="fill", fill_value=0)
     return _constrain(jnp.pad(kept, [(0, max(0, slots - kept.shape[3]) if d == 3 else 0) for d in range(5)]))
@@ -188,15 +209,20 @@ def begin(cache: Cache, spec: Spec, new: Mapping[str, tuple[jax.Array, jax.Array
   real_MxT = segment_ids_MxT > 0
   ends_M = jnp.max(jnp.where(real_MxT, positions_MxT + 1, 0), axis=1)
 
-  def write(old_NxBxGxSxK: jax.Array, new_NxMxTxGxK: jax.Array) -> jax.Array:
+  def write(old_NxBxGxSxK: jax.Array, new_NxMxTxGxK: jax.Array, paged: bool) -> jax.Array:
     S, new_NxMxGxTxK = old_NxBxGxSxK.shape[3], new_NxMxTxGxK.swapaxes(2, 3)
     # Of tokens that would share a slot only the last is written; the others go to a slot that does not exist. That no
     # two go to the same one is said: for XLA on GPU they would be written one after another.
     kept_MxT = real_MxT & (positions_MxT >= ends_M[:, None] - S)
     slots_MxT = jnp.where(kept_MxT, positions_MxT % S, S)
+    rows_MxT = rows_M[:, None]
+    if paged:
+      slots_MxT = jnp.where(real_MxT, positions_MxT % S, S)
+      pages_MxJ = cache.table.pages_BxJ.at[rows_M].get(mode="fill", fill_value=old_NxBxGxSxK.shape[1])
+      rows_MxT = jnp.take_along_axis(pages_MxJ, positions_MxT // S, axis=1, mode="clip")
     # Indices with a dimension between them come first in what is set.
     new_MxTxNxGxK = new_NxMxGxTxK.transpose(1, 3, 0, 2, 4)
-    return _constrain(old_NxBxGxSxK.at[:, rows_M[:, None], :, slots_MxT].set(
+    return _constrain(old_NxBxGxSxK.at[:, rows_MxT, :, slots_MxT].set(
         new_MxTxNxGxK, mode="drop", unique_indices=True))
 
   def at_place(place: int, old: jax.Array, which: int) -> jax.Array:
@@ -206,7 +232,7 @@ def begin(cache: Cache, spec: Spec, new: Mapping[str, tuple[jax.Array, jax.Array
       return old
     of_place = new["delta" if delta else "attn"][which][alike.index(place)::len(alike)]
     if not delta:
-      return write(old, of_place)
+      return write(old, of_place, cache.table is not None and spec.window_of(place) is None)
     return _constrain(old.at[:, rows_M].set(of_place.astype(old.dtype), mode="drop", unique_indices=True))
 
   keys, values = (tuple(at_place(place, old, which) for place, old in enumerate(olds))
@@ -215,7 +241,8 @@ def begin(cache: Cache, spec: Spec, new: Mapping[str, tuple[jax.Array, jax.Array
   if shift is not None:
     last_M = ends_M if axes_MxTx3 is None else jnp.where(real_MxT, axes_MxTx3.max(-1) + 1, 0).max(1)
     shift = shift.at[rows_M].set(last_M - ends_M, mode="drop", unique_indices=True)
-  return Cache(keys, values, cache.lengths.at[rows_M].set(ends_M, mode="drop", unique_indices=True), shift)
+  lengths = cache.lengths.at[rows_M].set(ends_M, mode="drop", unique_indices=True)
+  return Cache(keys, values, lengths, shift, cache.table)
 
 
 def _constrain(part: jax.Array) -> jax.Array:

@@ -25,6 +25,7 @@ from models.attention import gpu as attention_gpu
 from models.attention import tpu as attention_tpu
 from models.attention.blocked import MASKED, Span
 from models.attention.mask import Rule, Side, TokenIds
+from models.attention.pages import Table
 from models.sharding import logical_axes
 
 IMPLEMENTATIONS = ("auto", "blocked", "splash", "triton")
@@ -187,6 +188,7 @@ def attend_to_past(
     logit_cap: float | None = None,
     sinks_H: jax.Array | None = None,
     more: tuple[jax.Array, jax.Array] | None = None,
+    table: Table | None = None,
 ) -> jax.Array:
   """`attention` of one more token per row to what a cache holds, itself included; returns [B, 1, H, K].
 
@@ -197,22 +199,30 @@ def attend_to_past(
     active_B: False for rows without a token, whose output is 0.
     scale, logit_cap, sinks_H: as in `attention`.
     more: further dimensions of queries and keys, whose products are added.
+    table: keys, values and what is seen of them are by page in place of row, and this says whose the pages are.
   """
   B, _, H, K = q_Bx1xHxK.shape
   G, f32, dtype = k_BxGxSxK.shape[1], jnp.float32, q_Bx1xHxK.dtype
   pairs = [(q_Bx1xHxK, k_BxGxSxK), *([] if more is None else [more])]
-  scores_BxGxRxS = scale * sum(jnp.einsum("bgrk,bgsk->bgrs", q.reshape(B, G, H // G, -1), k, preferred_element_type=f32)
-                               for q, k in pairs)
+  queries = [q.reshape(B, G, H // G, -1) for q, _ in pairs]
+  if table is not None:
+    queries = [table.per_page(q_BxGxRxK) for q_BxGxRxK in queries]
+  scores_BxGxRxS = scale * sum(jnp.einsum("bgrk,bgsk->bgrs", q, k, preferred_element_type=f32)
+                               for q, (_, k) in zip(queries, pairs, strict=True))
   if logit_cap is not None:
     scores_BxGxRxS = logit_cap * jnp.tanh(scores_BxGxRxS / logit_cap)
   scores_BxGxRxS = jnp.where(seen_BxS[:, None, None], scores_BxGxRxS, MASKED)
   top_BxGxRx1, sinks_GxRx1 = scores_BxGxRxS.max(-1, keepdims=True), None
+  if table is not None:
+    top_BxGxRx1 = table.per_row(top_BxGxRx1, MASKED).max(1)
   if sinks_H is not None:
     sinks_GxRx1 = sinks_H.astype(f32).reshape(G, H // G, 1)
     top_BxGxRx1 = jnp.maximum(top_BxGxRx1, sinks_GxRx1)
-  weights_BxGxRxS = jnp.exp(scores_BxGxRxS - top_BxGxRx1)
+  weights_BxGxRxS = jnp.exp(scores_BxGxRxS - (top_BxGxRx1 if table is None else table.per_page(top_BxGxRx1)))
   out_BxGxRxK = jnp.einsum("bgrs,bgsk->bgrk", weights_BxGxRxS.astype(dtype), v_BxGxSxK, preferred_element_type=f32)
   total_BxGxRx1 = weights_BxGxRxS.sum(-1, keepdims=True)
+  if table is not None:
+    out_BxGxRxK, total_BxGxRx1 = (table.per_row(part, 0.0).sum(1) for part in (out_BxGxRxK, total_BxGxRx1))
   if sinks_GxRx1 is not None:
     total_BxGxRx1 = total_BxGxRx1 + jnp.exp(sinks_GxRx1 - top_BxGxRx1)
   out_BxGxRxK = out_BxGxRxK / total_BxGxRx1

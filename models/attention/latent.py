@@ -86,7 +86,8 @@ class LatentAttention(nnx.Module):
       dtype, latents_Bx1xSxR = latent_BxTxR.dtype, seen.values_BxGxSxK
       q_BxTxHxR = cpu.einsum("bthn,rhn->bthr", q_nope_BxTxHxN, k_up_RxHxN).astype(dtype)
       out_BxTxHxR = attend_to_past(q_BxTxHxR, latents_Bx1xSxR, latents_Bx1xSxR, seen_BxS=seen.seen_BxS,
-                                   active_B=active_B, more=(q_rope_BxTxHxP, seen.keys_BxGxSxK), **options)
+                                   active_B=active_B, more=(q_rope_BxTxHxP, seen.keys_BxGxSxK), table=seen.table,
+                                   **options)
       out_BxTxHxV = cpu.einsum("bthr,rhv->bthv", out_BxTxHxR, v_up_RxHxV).astype(dtype)
     out_BxTxHxV = constrain(out_BxTxHxV, "batch", "length", "heads", None)
     return self.o(out_BxTxHxV.reshape(B, T, -1), key), new

@@ -25,9 +25,8 @@ from input_pipeline.images.images import ImageError, ImageRef, Preprocess, read,
 from input_pipeline.mixture import stage_weights
 from input_pipeline.sources.readers import READERS, Record
 from input_pipeline.tokenizer.tokenizer import BytesTokenizer, load_tokenizer
-from models.hf import architecture
+from models.hf import architecture, peft_config
 from models.hf.files import TensorFolder
-from models.hf.peft import _read_config
 from trainer import strategies, tree
 from trainer.config import checks as config_checks
 from trainer.config import defaults, durations, source
@@ -139,7 +138,7 @@ def adapter_config(data: bytes):
   where = folder() / "adapter"
   where.mkdir(exist_ok=True)
   (where / "adapter_config.json").write_bytes(data)
-  return _read_config(where)
+  return peft_config.read(where)
 
 
 def tokenizer(data: bytes, name: str = "tokenizer.json"):

@@ -4,9 +4,10 @@
     completions = sampler.generate(params, prompts, num_samples=4, max_new_tokens=256, stop_ids=tokenizer.stop_ids)
 
 A batch of `rows` texts is decoded in chunks of steps; between chunks rows that have ended are given to prompts that
-wait, so that one long answer does not keep the others' places empty. When none waits any more, rows become fewer as
-texts end; and the cache grows with the texts, so that no step reads room that is not used. Shapes come from few sizes,
-so that programs are compiled once for many prompts.
+wait, so that one long answer does not keep the others' places empty. A prompt is run once for all of its samples. When
+none waits any more, rows become fewer as texts end; and the cache grows with the texts, in pages where these may become
+long (models/attention/pages.py), so that a step reads little that is not used. Shapes come from few sizes, so that
+programs are compiled once for many prompts.
 
 Prompts may hold images, where the model has a tower for them: `images=[[image, …], …]`, and in the ids the placeholder
 tokens that their features take the place of.
@@ -15,27 +16,30 @@ What is drawn is a function of (seed, the prompt's ids and images, number of the
 parameters): the random bits exactly, whatever the other prompts, their order, `rows`, or the mesh; the logits to
 rounding.
 
-B rows, N prompts, T tokens of a prompt, M completions begun at a time, D hidden size, V vocabulary, C steps of a chunk.
+B rows, N prompts, T tokens of a prompt, M completions begun at a time, C steps of a chunk.
 """
 
 import functools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from models.sharding import logical_axes
 from trainer.distributed import mesh as mesh_lib
 from trainer.errors import ConfigError
-from trainer.generate import image_tokens
+from trainer.generate import decoding, image_tokens
 from trainer.generate.buckets import bucket, power
-from trainer.generate.sampling import Options, draw
-from trainer.generate.slots import MIN_LENGTH, Rows, Waiting
-from trainer.generate.stop_strings import NOTHING, Automaton, StopStrings
+from trainer.generate.decoding import Chunk, State
+from trainer.generate.sampling import Options
+from trainer.generate.slots import MIN_LENGTH, NO_ROWS, Prefilled, Rows, Sizes, Waiting
+from trainer.generate.stop_strings import NOTHING, StopStrings
+
+# Rows that would take less are not in pages: a model of 0.1 million parameters took 1.25 times as long with them.
+MIN_PAGED_BYTES = 2 ** 26
 
 
 @dataclass(frozen=True)
@@ -98,34 +102,6 @@ class Request:
   seed: int | str = 0
 
 
-class _State(NamedTuple):
-  """The rows being decoded, on the device."""
-
-  cache: Any
-  # Hidden state of each row's last token, from which its next one is drawn.
-  hidden_BxD: jax.Array
-  # Tokens drawn so far, and the data of the random key that the place of the next one is folded into.
-  counts_B: jax.Array
-  keys_Bx2: jax.Array
-  # Tokens that each row may have.
-  limits_B: jax.Array
-  # How much of a stop string each ends with, or which is complete; see `trainer.generate.stop_strings.Automaton`.
-  strings_B: jax.Array
-  # Rows without a text, or whose text has ended.
-  done_B: jax.Array
-
-
-class _Chunk(NamedTuple):
-  """What a chunk of steps gives to the host."""
-
-  tokens_BxC: jax.Array
-  logprobs_BxC: jax.Array
-  full_logprobs_BxC: jax.Array
-  counts_B: jax.Array
-  strings_B: jax.Array
-  done_B: jax.Array
-
-
 class Sampler:
   """Generates with one model on one mesh.
 
@@ -141,6 +117,7 @@ class Sampler:
 
   Attributes:
     compilations: programs compiled so far.
+    paged: whether the cache of texts that may become long has pages, so that a step reads as much as they have.
   """
 
   def __init__(self, model: Any, mesh: Mesh | None = None, *, rows: int = 32, chunk: int = 32,
@@ -157,6 +134,8 @@ class Sampler:
     self._placement = mesh_lib.make_placement(mesh, sampling=True)
     self._shards = logical_axes.size_of(mesh, self._placement.rules["batch"])
     self.rows = -(-rows // self._shards) * self._shards
+    # Measured on CPU alone; on a mesh a row's pages would have to lie where the row does.
+    self.paged = mesh.size == 1 and mesh.devices.flat[0].platform == "cpu"
     self._programs: dict[tuple, Callable] = {}
 
   def generate(self, params: Any, prompts: Sequence[Sequence[int] | np.ndarray], **options: Any) -> list[Completion]:
@@ -191,24 +170,24 @@ class Sampler:
     waiting, stop = Waiting(prompts, shown, samples, limits, request.seed), request.stop
     shards = self._shards
     rows = Rows(min(self.rows, power(len(waiting), shards)), shards, [len(prompt) for prompt in prompts],
-                bucket(int(max(limits + [len(prompt) for prompt in prompts])), MIN_LENGTH), self.chunk)
+                limits.tolist(), self.chunk, self._in_pages(len(waiting), prompts, limits))
     stop_ids = sorted(set(request.stop_ids))
     stops = np.full(power(max(len(stop_ids), 1), 8), -1, np.int32)
     stops[:len(stop_ids)] = stop_ids
     automaton = NOTHING if stop is None else stop.automaton
     numbers = np.array([how.temperature or 1.0, how.top_p, how.min_p], np.float32)
     kind = (how.temperature == 0, how.truncated)
-    state, read = self._program("empty", *rows.sizes)(), self._program("prepare")(params)
+    state, read = self._program("empty", rows.sizes)(), self._program("prepare")(params)
     while len(waiting) or any(rows.owners):
       while len(waiting) and None in rows.owners:
         state = self._begin(params, state, waiting, rows)
       before = rows.sizes
-      kept, enough = rows.fit(bool(len(waiting)))
+      *kept, enough = rows.fit(bool(len(waiting)))
       if rows.sizes != before:
-        state = self._program("resize", *before, rows.sizes)(state, kept)
-      state, chunk = self._program("decode", *rows.sizes, (len(stops), automaton.moves_SxC.shape, *kind))(
-          read, state, (stops, numbers, np.int32(how.top_k), np.int32(enough)), automaton)
-      chunk = _Chunk(*map(np.asarray, chunk))
+        state = self._program("resize", before, rows.sizes)(state, *kept)
+      state, chunk = self._program("decode", rows.sizes, (len(stops), automaton.moves_SxC.shape, *kind))(
+          read, state, (stops, numbers, np.int32(how.top_k), np.int32(enough)), automaton, rows.table)
+      chunk = Chunk(*map(np.asarray, chunk))
       for row in rows.busy():
         drawn = chunk.counts_B[row] - rows.counts[row]
         ids = chunk.tokens_BxC[row, :drawn]
@@ -219,17 +198,43 @@ class Sampler:
         yield Completion(*rows.owners[row], ids, logprobs, full_logprobs, reason, string)
         rows.counts[row] = chunk.counts_B[row]
         if reason:
-          rows.owners[row] = None
+          rows.end(row)
 
-  def _begin(self, params: Any, state: _State, waiting: Waiting, rows: Rows) -> _State:
-    """Gives free rows to the next completions that wait, as many as one run of their prompts allows."""
+  def _in_pages(self, count: int, prompts: list[np.ndarray], limits: np.ndarray) -> bool:
+    """Whether pages are worth it: rows as long as the longest text would take more than processors keep at hand."""
+    longest = max(len(prompt) + int(limit) for prompt, limit in zip(prompts, limits, strict=True))
+    make = functools.partial(self.model.empty_cache, min(self.rows, count), longest)
+    return self.paged and sum(part.size * part.dtype.itemsize for part in jax.tree.leaves(
+        jax.eval_shape(make))) >= MIN_PAGED_BYTES
+
+  def _begin(self, params: Any, state: State, waiting: Waiting, rows: Rows) -> State:
+    """Gives free rows to the next completions that wait, as many as were prefilled."""
     free = [row for row, owner in enumerate(rows.owners) if owner is None]
-    count, width = len(rows.owners), bucket(waiting.next_length(), MIN_LENGTH)
-    most = max(1, self.prefill_tokens // width)
-    units = waiting.take(len(free), most)
-    chosen = list(dict.fromkeys(prompt for prompt, _ in units))
+    count = len(rows.owners)
+    self._prefill(params, waiting, count)
+    chosen, sizes, last_NxD, begun = waiting.prefilled
+    units = waiting.take(len(free))
+    # As many as there are rows, or as are given away at a time.
+    M = power(len(units), min(count, power(max(1, count // 8), self._shards)))
+    # Rows beyond the last take what there is no completion for.
+    rows_M, sources_M, keys_Mx2 = np.full(M, count, np.int32), np.zeros(M, np.int32), np.zeros((M, 2), np.uint32)
+    limits_M, before = np.zeros(M, np.int32), rows.sizes
+    for m, (unit, row) in enumerate(zip(units, free, strict=False)):
+      rows_M[m], sources_M[m], keys_Mx2[m] = row, chosen.index(unit[0]), waiting.key(*unit)
+      limits_M[m] = waiting.limits[unit[0]]
+      rows.begin(row, unit)
+    if rows.sizes != before:
+      state = self._program("resize", before, rows.sizes)(state, *rows.grown(before))
+    begin = self._program("begin", rows.sizes, (*sizes, M))
+    return begin(state, last_NxD, begun, (rows_M, sources_M, keys_Mx2, limits_M), rows.table)
+
+  def _prefill(self, params: Any, waiting: Waiting, count: int) -> None:
+    """Runs the prompts of the next completions, unless those that were run are not used up."""
+    width = bucket(waiting.next_length(), MIN_LENGTH)
+    chosen = waiting.to_prefill(count, max(1, self.prefill_tokens // width))
+    if not chosen:
+      return
     N = power(len(chosen), self._shards)
-    M = min(N * waiting.most_samples, count)
     tokens_NxT, lengths_N = np.zeros((N, width), np.int32), np.ones(N, np.int32)
     layout = image_tokens.layout_of(self.model)
     seen = image_tokens.empty(layout, N, width, waiting.most_images)
@@ -237,16 +242,8 @@ class Sampler:
       ids = waiting.prompts[prompt]
       tokens_NxT[n, :len(ids)], lengths_N[n] = ids, len(ids)
       image_tokens.put(layout, seen, waiting.shown[prompt], n)
-    # Rows beyond the last take what there is no completion for.
-    rows_M, sources_M, keys_Mx2 = np.full(M, count, np.int32), np.zeros(M, np.int32), np.zeros((M, 2), np.uint32)
-    limits_M = np.zeros(M, np.int32)
-    for m, (unit, row) in enumerate(zip(units, free, strict=False)):
-      rows_M[m], sources_M[m], keys_Mx2[m] = row, chosen.index(unit[0]), waiting.key(*unit)
-      rows.owners[row], rows.counts[row], limits_M[m] = unit, 0, waiting.limits[unit[0]]
-    last_NxD, begun = self._program("prefill", sizes=(N, width, waiting.most_images))(
-        params, tokens_NxT, lengths_N, seen)
-    begin = self._program("begin", *rows.sizes, (N, width, M))
-    return begin(state, last_NxD, begun, (rows_M, sources_M, keys_Mx2, limits_M))
+    run = self._program("prefill", sizes=(N, width, waiting.most_images))
+    waiting.prefilled = Prefilled(chosen, (N, width), *run(params, tokens_NxT, lengths_N, seen))
 
   def check(self, prompts: Sequence[np.ndarray], max_new_tokens: int | np.ndarray, where: str = "") -> None:
     """Refuses prompts that cannot be completed; `where` precedes the name of the key `max_new_tokens`.
@@ -269,13 +266,13 @@ class Sampler:
 
   # ---------------------------------------------------------------- programs
 
-  def _program(self, name: str, rows: int = 0, length: int = 0, sizes: tuple = ()) -> Callable:
-    """The compiled function of that name for `rows` texts of up to `length` tokens, and further sizes."""
-    key = (name, rows, length, sizes)
+  def _program(self, name: str, of: Sizes = NO_ROWS, sizes: tuple = ()) -> Callable:
+    """The compiled function of that name for a state of these sizes, and further ones."""
+    key = (name, *of, sizes)
     with logical_axes.placed(self._placement):
       if key not in self._programs:
         self.compilations += 1
-        self._programs[key] = self._jitted(name, rows, length, sizes)
+        self._programs[key] = self._jitted(name, of, sizes)
 
     def call(*args: Any) -> Any:
       with logical_axes.placed(self._placement):
@@ -283,24 +280,24 @@ class Sampler:
 
     return call
 
-  def _jitted(self, name: str, rows: int, length: int, sizes: tuple) -> Callable:
+  def _jitted(self, name: str, of: Sizes, sizes: tuple) -> Callable:
     if name == "prepare":
       # A program gives copies even of what it gives as it was.
       changes = jax.make_jaxpr(self.model.decoding_params)(self.model.abstract_params()).jaxpr.eqns
       return jax.jit(self.model.decoding_params) if changes else self.model.decoding_params
     if name == "prefill":
-      return jax.jit(functools.partial(_prefill, self.model))
-    empty = functools.partial(_empty, self.model, *(sizes if name == "resize" else (rows, length)))
+      return jax.jit(functools.partial(decoding.prefill, self.model))
+    empty = functools.partial(decoding.empty, self.model, *(sizes if name == "resize" else of))
     # Every program lays a state out alike, so that none is compiled anew for another's.
     placed = jax.tree.map(self._sharding, jax.eval_shape(empty))
     if name == "empty":
       return jax.jit(empty, out_shardings=placed)
     if name == "begin":
-      return jax.jit(functools.partial(_begin, self.model), donate_argnums=0, out_shardings=placed)
+      return jax.jit(functools.partial(decoding.begin, self.model), donate_argnums=0, out_shardings=placed)
     if name == "resize":
-      return jax.jit(functools.partial(_resized, self.model, sizes[1]), out_shardings=placed)
+      return jax.jit(functools.partial(decoding.resized, self.model, sizes[1]), out_shardings=placed)
     *_, greedy, truncated = sizes
-    decode = functools.partial(_decode, self.model, self.chunk, greedy, truncated)
+    decode = functools.partial(decoding.decode, self.model, self.chunk, greedy, truncated)
     # What the host reads is on every device, so that each process has it.
     return jax.jit(decode, donate_argnums=1, out_shardings=(placed, NamedSharding(self.mesh, PartitionSpec())))
 
@@ -324,77 +321,3 @@ def joined(parts: list[Completion]) -> Completion:
                          for name in ("ids", "logprobs", "full_logprobs"))
   last = parts[-1]
   return Completion(last.prompt, last.sample, ids, logprobs, full, last.finish_reason, last.stop_reason)
-
-
-# ---------------------------------------------------------------------------------------------- on the device
-
-
-def _empty(model: Any, rows: int, length: int) -> _State:
-  cache, tokens_B = model.empty_cache(rows, length), jnp.zeros(rows, jnp.int32)
-  read = jax.eval_shape(model.decoding_params, model.abstract_params())
-  hidden, _ = jax.eval_shape(model.decode, read, tokens_B, tokens_B > 0, cache)
-  return _State(cache, jnp.zeros(hidden.shape, hidden.dtype), tokens_B, jnp.zeros((rows, 2), jnp.uint32), tokens_B,
-                tokens_B, tokens_B == 0)
-
-
-def _prefill(model: Any, params: Any, tokens_NxT: jax.Array, lengths_N: jax.Array, seen: dict[str, jax.Array]
-             ) -> tuple[jax.Array, Any]:
-  """(hidden states of each prompt's last token, what the prompts leave for those that follow); `seen` is what a batch
-  says of images and of the order of reading."""
-  N, T = tokens_NxT.shape
-  batch = dict(tokens=tokens_NxT, segment_ids=(jnp.arange(T) < lengths_N[:, None]).astype(jnp.int32), **seen)
-  hidden_NxTxD, begun = model.prefill(params, batch)
-  return hidden_NxTxD[jnp.arange(N), lengths_N - 1], begun
-
-
-def _begin(model: Any, state: _State, last_NxD: jax.Array, begun: Any, given: tuple[jax.Array, ...]) -> _State:
-  """Prompts put into rows of the state, each of which is begun once; of one beyond the last nothing is."""
-  rows_M, sources_M, keys_Mx2, limits_M = given
-
-  def put(old_B: jax.Array, new_M: Any) -> jax.Array:
-    return old_B.at[rows_M].set(new_M, mode="drop", unique_indices=True)
-
-  cache = model.begin(state.cache, begun, rows_M, sources_M)
-  return _State(cache, put(state.hidden_BxD, last_NxD[sources_M]), put(state.counts_B, 0),
-                put(state.keys_Bx2, keys_Mx2), put(state.limits_B, limits_M), put(state.strings_B, 0),
-                put(state.done_B, False))
-
-
-def _resized(model: Any, length: int, state: _State, rows_R: jax.Array) -> _State:
-  """These rows of the state, in this order; one beyond the last is an empty row."""
-
-  def take(old_B: jax.Array, fill: Any = 0) -> jax.Array:
-    return old_B.at[rows_R].get(mode="fill", fill_value=fill)
-
-  return _State(model.resized_cache(state.cache, rows_R, length), take(state.hidden_BxD), take(state.counts_B),
-                take(state.keys_Bx2), take(state.limits_B), take(state.strings_B), take(state.done_B, True))
-
-
-def _decode(model: Any, chunk: int, greedy: bool, truncated: bool, params: Any, state: _State,
-            given: tuple[jax.Array, ...], automaton: Automaton = NOTHING) -> tuple[_State, _Chunk]:
-  """Up to `chunk` tokens for each row that is not done; fewer if enough rows are done before."""
-  stops, numbers, top_k, enough = given
-  B = state.done_B.shape[0]
-  keys_B = jax.random.wrap_key_data(state.keys_Bx2, impl="threefry2x32")
-
-  def goes_on(carry: tuple) -> jax.Array:
-    column, state, _ = carry
-    return (column < chunk) & (jnp.sum(state.done_B) < enough)
-
-  def step(carry: tuple) -> tuple:
-    column, state, found = carry
-    logits_BxV = model.unembed(params, state.hidden_BxD[:, None])[:, 0]
-    drawn = draw(jax.vmap(jax.random.fold_in)(keys_B, state.counts_B), logits_BxV, numbers, top_k, greedy=greedy,
-                 truncated=truncated)
-    found = tuple(part.at[:, column].set(new) for part, new in zip(found, drawn, strict=True))
-    tokens_B, counts_B = drawn[0], state.counts_B + ~state.done_B
-    kinds_B = jnp.take(automaton.classes_V, tokens_B, mode="clip")
-    strings_B = jnp.where(state.done_B, state.strings_B, jnp.asarray(automaton.moves_SxC)[state.strings_B, kinds_B])
-    done_B = (state.done_B | jnp.isin(tokens_B, stops) | (strings_B >= automaton.found) |
-              (counts_B >= state.limits_B))
-    hidden_BxD, cache = model.decode(params, tokens_B, ~done_B, state.cache)
-    return column + 1, _State(cache, hidden_BxD, counts_B, state.keys_Bx2, state.limits_B, strings_B, done_B), found
-
-  found = (jnp.zeros((B, chunk), jnp.int32), *(jnp.zeros((B, chunk), jnp.float32) for _ in range(2)))
-  _, state, found = jax.lax.while_loop(goes_on, step, (0, state, found))
-  return state, _Chunk(*found, state.counts_B, state.strings_B, state.done_B)

@@ -1,75 +1,206 @@
 """What the host knows while texts are generated (trainer/generate/sampler.py): which wait, and which row has which."""
 
 import hashlib
+import heapq
+import math
 from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 
+from models.attention.pages import PAGE, Table
 from trainer.generate import image_tokens
 from trainer.generate.buckets import bucket, power
 
 # The smallest size of prompts and of caches. A cache begins with room for so many tokens, and rows become no fewer than
 # these.
 MIN_LENGTH, MIN_SLOTS, MIN_ROWS = 16, 128, 4
+# Texts that stay shorter are not in pages: rows as long as the longest are then about as short.
+MIN_PAGED = 256
+
+
+class Sizes(NamedTuple):
+  """Of a state: its rows, the tokens that each may have, the pages that they share (None: each has its own slots)."""
+
+  rows: int
+  length: int
+  pages: int | None = None
+
+
+NO_ROWS = Sizes(0, 0)
+
+
+class Pages:
+  """Which pages of a cache each row has (`models.attention.cache.Table`)."""
+
+  def __init__(self, rows: int):
+    self._unit = max(8, rows // 2)  # sizes are multiples of it
+    self.size = bucket(rows, self._unit)  # of all, in use or not
+    self._of: list[list[int]] = [[] for _ in range(rows)]
+    self._free: list[int] = []  # a heap
+    self._end = 0  # those from here on were never given away
+
+  def give(self, row: int, tokens: int) -> None:
+    """Sees to it that the row has pages for so many tokens."""
+    while len(self._of[row]) * PAGE < tokens:
+      if not self._free:
+        heapq.heappush(self._free, self._end)
+        self._end += 1
+      self._of[row].append(heapq.heappop(self._free))
+    self.size = max(self.size, bucket(self._end, self._unit))
+
+  def take_back(self, row: int) -> None:
+    """The row needs none any more."""
+    for page in self._of[row]:
+      heapq.heappush(self._free, page)
+    self._of[row] = []
+
+  def wasteful(self) -> bool:
+    """Whether half of them would do."""
+    return 2 * bucket(max(sum(map(len, self._of)), 1), self._unit) <= self.size
+
+  def gathered(self, kept: Sequence[int]) -> np.ndarray:
+    """Keeps these rows in this order, one beyond the last being one without pages, and no more pages than they need.
+    Returns the old numbers of the pages in the new order, int32."""
+    of = [self._of[row] if row < len(self._of) else [] for row in kept]
+    old = [page for pages in of for page in pages]
+    fresh = iter(range(len(old)))
+    self._of, self._free, self._end = [[next(fresh) for _ in pages] for pages in of], [], len(old)
+    beyond, self._unit = self.size, min(self._unit, max(8, len(of) // 2))
+    self.size = bucket(max(len(old), 1), self._unit)
+    return np.array(old + [beyond] * (self.size - len(old)), np.int32)
+
+  def table(self, length: int) -> Table:
+    """For rows of up to `length` tokens."""
+    pages_BxJ = np.full((len(self._of), -(-length // PAGE)), self.size, np.int32)
+    owners_Q, firsts_Q = np.full(self.size, len(self._of), np.int32), np.zeros(self.size, np.int32)
+    for row, pages in enumerate(self._of):
+      pages_BxJ[row, :len(pages)], owners_Q[pages], firsts_Q[pages] = pages, row, PAGE * np.arange(len(pages))
+    return Table(pages_BxJ, owners_Q, firsts_Q)
 
 
 class Rows:
   """The rows as the host knows them: whose texts they hold, how far these are, and the sizes of the state."""
 
-  def __init__(self, count: int, unit: int, prompt_lengths: Sequence[int], longest: int, chunk: int):
-    """`unit`: they are a multiple of it; `longest`: the most tokens of a text with its completion, as a size."""
+  def __init__(self, count: int, unit: int, prompt_lengths: Sequence[int], limits: Sequence[int], chunk: int,
+               paged: bool):
+    """`unit`: they are a multiple of it; `limits`: of each prompt, the most tokens that may follow it; `paged`: rows
+    share pages, if texts may be long enough for that to be worth anything."""
     # (prompt, sample) of each row; None: it is free.
     self.owners: list[tuple[int, int] | None] = [None] * count
     # Tokens drawn for each.
     self.counts = np.zeros(count, np.int32)
-    self._prompt_lengths, self._longest, self._chunk, self._unit = prompt_lengths, longest, chunk, unit
+    self._prompt_lengths, self._limits, self._chunk, self._unit = prompt_lengths, limits, chunk, unit
+    self._longest = bucket(int(max(map(sum, zip(prompt_lengths, limits, strict=True)))), MIN_LENGTH)
     self._least = min(count, power(MIN_ROWS, unit))
+    self._pages = Pages(count) if paged and self._longest >= MIN_PAGED else None
     self._length = self._room(max(prompt_lengths))
 
   @property
-  def sizes(self) -> tuple[int, int]:
-    """How many they are, and for how many tokens each has room."""
-    return len(self.owners), self._length
+  def sizes(self) -> Sizes:
+    """How many they are, for how many tokens each has room, and how many pages they share."""
+    return Sizes(len(self.owners), self._length, None if self._pages is None else self._pages.size)
+
+  @property
+  def table(self) -> Table | None:
+    """Whose the pages are; None: there are none."""
+    return None if self._pages is None else self._pages.table(self._length)
 
   def busy(self) -> list[int]:
     """The rows with a text."""
     return [row for row, owner in enumerate(self.owners) if owner is not None]
 
-  def fit(self, waiting: bool) -> tuple[np.ndarray, int]:
+  def begin(self, row: int, unit: tuple[int, int]) -> None:
+    """Gives a row to a text."""
+    self.owners[row], self.counts[row] = unit, 0
+    self._give_pages([row])
+
+  def end(self, row: int) -> None:
+    """Its text has ended."""
+    self.owners[row] = None
+    if self._pages is not None:
+      self._pages.take_back(row)
+
+  def grown(self, old: Sizes) -> tuple[np.ndarray, np.ndarray | None]:
+    """(rows, pages) that are kept where nothing but pages were added since these sizes; see `fit`."""
+    pages = None if old.pages is None else np.arange(self.sizes.pages, dtype=np.int32)
+    return np.arange(old.rows, dtype=np.int32), pages
+
+  def fit(self, waiting: bool) -> tuple[np.ndarray, np.ndarray | None, int]:
     """Settles the sizes for the next chunk.
 
     Returns:
-      (the rows that are kept, int32 in their new order, beyond the last for empty ones; how many must be without a text
-      for the host to look before the chunk is over).
+      (the rows that are kept, int32 in their new order, beyond the last for empty ones; pages in the same way; how many
+      rows must be without a text for the host to look before the chunk is over).
     """
-    busy, old = self.busy(), len(self.owners)
+    busy, old = self.busy(), self.sizes
     texts = [self._prompt_lengths[self.owners[row][0]] + int(self.counts[row]) for row in busy]
     self._length = max(self._length, self._room(max(texts)))
-    new = old if waiting else min(old, max(power(len(busy), self._unit), self._least))
-    kept = list(range(old)) if new == old else busy + [old] * (new - len(busy))
-    self.owners = [self.owners[row] if row < old else None for row in kept]
-    self.counts = np.array([self.counts[row] if row < old else 0 for row in kept], np.int32)
+    new = old.rows if waiting else min(old.rows, max(power(len(busy), self._unit), self._least))
+    kept = list(range(old.rows)) if new == old.rows else busy + [old.rows] * (new - len(busy))
+    self.owners = [self.owners[row] if row < old.rows else None for row in kept]
+    self.counts = np.array([self.counts[row] if row < old.rows else 0 for row in kept], np.int32)
+    pages = None
+    if self._pages is not None:
+      if new < old.rows or not waiting and self._pages.wasteful():
+        pages = self._pages.gathered(kept)
+      self._give_pages(self.busy())
+      extra = np.full(max(self._pages.size - len(pages), 0), old.pages, np.int32) if pages is not None else None
+      pages = self.grown(old)[1] if pages is None else np.concatenate([pages, extra])
     if waiting:  # until an eighth can be given to texts that wait
       enough = new - len(busy) + max(1, new // 8)
     else:  # until half of them do, or, where they cannot become fewer, none has a text
       enough = new - new // 2 if new > self._least else new
-    return np.array(kept, np.int32), enough
+    return np.array(kept, np.int32), pages, enough
+
+  def _give_pages(self, rows: list[int]) -> None:
+    """Pages for what these rows hold and may have after the next chunk."""
+    for row in rows if self._pages is not None else ():
+      prompt = self.owners[row][0]
+      new = min(int(self.counts[row]) + self._chunk, int(self._limits[prompt]))
+      self._pages.give(row, self._prompt_lengths[prompt] + new)
 
   def _room(self, tokens: int) -> int:
     """The size for texts of so many tokens and those of a chunk."""
-    return min(self._longest, bucket(max(tokens + self._chunk, MIN_SLOTS), MIN_LENGTH))
+    least = max(tokens + self._chunk, MIN_SLOTS)
+    room = bucket(least, MIN_LENGTH)
+    if self._pages is not None:  # of whose programs it is a size beside the number of pages: powers of four
+      room = MIN_SLOTS * 4 ** math.ceil(math.log(least / MIN_SLOTS, 4) - 1e-9)
+    return min(self._longest, room)
+
+
+class Prefilled(NamedTuple):
+  """Prompts that were run, some of whose completions may still wait for a row.
+
+  Attributes:
+    prompts: their numbers, in the order of what follows.
+    sizes: (N, T).
+    last_NxD, begun: hidden states of their last tokens, and what they leave for those that follow.
+  """
+
+  prompts: list[int]
+  sizes: tuple[int, int]
+  last_NxD: Any
+  begun: Any
+
+
+NOTHING_RUN = Prefilled([], (0, 0), None, None)
 
 
 class Waiting:
-  """Completions that have not begun, those of the longest prompts first."""
+  """Completions that have not begun, those of the longest prompts first.
+
+  Attributes:
+    prefilled: the prompts of those that are next. A prompt is run once for all of its completions, however late their
+      rows become free, and with as many others as completions fit into all rows.
+  """
 
   def __init__(self, prompts: list[np.ndarray], shown: list[image_tokens.PromptImages],
                samples: Sequence[Sequence[int]], limits: np.ndarray, seed: int | str):
     self.prompts, self.shown, self.limits, self._next = prompts, shown, limits, 0
+    self.prefilled, self._ready = NOTHING_RUN, 0
     # Of a prompt, rounded up too.
     self.most_images = image_tokens.slots(max(len(part.images) for part in shown))
-    # Of a prompt, rounded up, so that few shapes occur.
-    self.most_samples = power(max(map(len, samples)), 1)
     order = sorted(range(len(prompts)), key=lambda i: -len(prompts[i]))
     self._units = [(prompt, sample) for prompt in order for sample in samples[prompt]]
     self._hashes = [hashlib.blake2b(f"{seed}:".encode() + ids.tobytes(), digest_size=8) for ids in prompts]
@@ -86,15 +217,25 @@ class Waiting:
     """Tokens of the next prompt; those after it have no more."""
     return len(self.prompts[self._units[self._next][0]])
 
-  def take(self, count: int, num_prompts: int) -> list[tuple[int, int]]:
-    """(prompt, sample) of at most `count` completions of at most `num_prompts` prompts."""
-    taken, prompts = [], set()
+  def to_prefill(self, count: int, num_prompts: int) -> list[int]:
+    """The prompts to run next, at most `num_prompts` and those of `count` completions; [] if what was run is not used
+    up."""
+    if self._ready:
+      return []
+    prompts: dict[int, None] = {}
     for unit in self._units[self._next : self._next + count]:
-      prompts.add(unit[0])
-      if len(prompts) > num_prompts:
+      if unit[0] not in prompts and len(prompts) == num_prompts:
         break
-      taken.append(unit)
-    self._next += len(taken)
+      prompts[unit[0]] = None
+    # All completions of these, so that none is run again.
+    self._ready = next((n for n, unit in enumerate(self._units[self._next:]) if unit[0] not in prompts), len(self))
+    return list(prompts)
+
+  def take(self, count: int) -> list[tuple[int, int]]:
+    """(prompt, sample) of at most `count` completions whose prompts were run; the last let these go."""
+    taken = self._units[self._next : self._next + min(count, self._ready)]
+    self._next, self._ready = self._next + len(taken), self._ready - len(taken)
+    self.prefilled = self.prefilled if self._ready else NOTHING_RUN
     return taken
 
   def key(self, prompt: int, sample: int) -> np.ndarray:

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from models.attention import cache as cache_lib
+from models.attention.pages import Table
 from tests.models.common import COHERE, DEEPSEEK_MOE, FAMILIES, GPT_OSS, QWEN3_NEXT, VOCAB, make, random_params
 from trainer import tree
 
@@ -62,9 +63,9 @@ def begin(model, params, batch, cache, rows, sources=None):
   return hidden, jax.jit(model.begin)(cache, begun, np.asarray(rows), sources)
 
 
-def run(model, params, texts, side="right", rows=(2, 0, 3)):
+def run(model, params, texts, side="right", rows=(2, 0, 3), cache=None):
   """Hidden states of every token after the prompts, [(row of texts, position, hidden)], and the last cache."""
-  cache = model.empty_cache(4, LENGTH)
+  cache = model.empty_cache(4, LENGTH) if cache is None else cache
   rows = np.asarray(rows)
   hidden, cache = begin(model, params, padded(texts, side), cache, rows)
   found = []
@@ -95,6 +96,33 @@ def test_texts_fed_in_parts_equal_whole_ones(name, apart, monkeypatch):
   for row, position, hidden in found:
     np.testing.assert_allclose(hidden, whole[row, position], atol=2e-5, rtol=2e-5, err_msg=f"{row} {position}")
   assert cache.lengths[1] == 0  # no text went there
+
+
+@pytest.mark.parametrize("name,apart", [("gemma", True), ("gemma", False), ("deepseek", True), ("gpt_oss", True),
+                                        ("qwen3_next", True)])
+def test_texts_in_pages_equal_whole_ones(name, apart, monkeypatch):
+  """Pages in no order, among them some that no row has and that hold what was there before."""
+  monkeypatch.setattr(cache_lib, "PAGE", 4)
+  model, params, texts, whole = case(name)
+  monkeypatch.setattr(type(model), "_one_by_one", apart)
+  rng, J, spare = np.random.default_rng(0), LENGTH // 4, 3
+  Q = 4 * J + spare
+  pages = rng.permutation(Q)[:4 * J].reshape(4, J)
+  owners, firsts = np.full(Q, 4), np.zeros(Q, int)
+  for row in range(4):
+    owners[pages[row]], firsts[pages[row]] = row, 4 * np.arange(J)
+  cache = jax.tree.map(lambda part: part + 7, model.empty_cache(4, LENGTH, Q))
+  cache = cache._replace(lengths=cache.lengths - 7, table=Table(*map(jnp.asarray, (pages, owners, firsts))))
+  found, cache = run(model, params, texts, cache=cache)
+  assert len(found) >= 20
+  for row, position, hidden in found:
+    np.testing.assert_allclose(hidden, whole[row, position], atol=2e-5, rtol=2e-5, err_msg=f"{row} {position}")
+  for part, kind in zip(cache.keys, model.spec.layer_pattern, strict=False):  # nothing was written where no row is
+    assert kind in ("local", "delta") or (np.asarray(part[:, owners == 4]) == 7).all()
+  smaller = jax.jit(model.resized_cache, static_argnums=2)(cache, np.array([3, 0]), LENGTH, np.array([pages[3, 0], Q]))
+  for part, kept, kind in zip(cache.keys, smaller.keys, model.spec.layer_pattern, strict=False):
+    if kind not in ("local", "delta"):
+      np.testing.assert_array_equal(kept, jnp.stack([part[:, pages[3, 0]], jnp.zeros_like(part[:, 0])], 1))
 
 
 def test_a_cache_for_bfloat16_holds_its_numbers_in_float32_on_cpu():

@@ -15,7 +15,7 @@ from trainer.compiler import compiled, repeatable
 from trainer.config import reward, strategy
 from trainer.distributed import mesh as mesh_lib
 from trainer.errors import ConfigError
-from trainer.generate import sampler
+from trainer.generate import decoding
 
 # Of what XLA made of a step for an H100, jax 0.11.2.
 ADDS = """HloModule jit_update, is_scheduled=true
@@ -193,14 +193,14 @@ def test_nor_does_a_gradient_of_images(monkeypatch):
 def test_nor_does_sampling(monkeypatch):
   monkeypatch.setattr(logical_axes, "platform", lambda: "gpu")
   model = tiny.model()
-  state = jax.eval_shape(lambda: sampler._empty(model, 4, 32))
+  state = jax.eval_shape(lambda: decoding.empty(model, 4, 32))
   params = model.abstract_params()
   tokens, lengths = jnp.zeros((2, 8), jnp.int32), jnp.ones(2, jnp.int32)
-  last, begun = jax.eval_shape(lambda p: sampler._prefill(model, p, tokens, lengths, {}), params)
+  last, begun = jax.eval_shape(lambda p: decoding.prefill(model, p, tokens, lengths, {}), params)
   given = jnp.array([0, 4]), jnp.array([0, 0]), jnp.zeros((2, 2), jnp.uint32), jnp.zeros(2, jnp.int32)
-  begin = jax.make_jaxpr(lambda *args: sampler._begin(model, *args, given))(state, last, begun)
+  begin = jax.make_jaxpr(lambda *args: decoding.begin(model, *args, given))(state, last, begun)
   read = jax.eval_shape(model.decoding_params, params)
   numbers = jnp.full(8, -1, jnp.int32), jnp.ones(3), jnp.int32(0), jnp.int32(1)
-  decode = jax.make_jaxpr(lambda *args: sampler._decode(model, 4, False, True, *args, numbers))(read, state)
+  decode = jax.make_jaxpr(lambda *args: decoding.decode(model, 4, False, True, *args, numbers))(read, state)
   for program in (begin, decode):
     assert not (found := shared(program.jaxpr)), found[0]
