@@ -5,9 +5,10 @@ import pytest
 
 from models import hf
 from tests import native
-from trainer import export, train
+from trainer import train
 from trainer import tree as tree_lib
 from trainer.config import defaults, source
+from trainer.export import command as export
 
 
 def configured(tmp_path):
