@@ -42,11 +42,11 @@ def prefer(config: ConfigDict, typed: Mapping[str, Any]) -> tuple[ConfigDict, li
   with config.unlocked(), config.ignore_type():
     for path, value in typed.items():
       section, _, key = path.rpartition(".")
-      group = _group(section, key)
-      if not group or not _given(value, group[key]):
-        continue
       parts = section.split(".") if section else []
       node, default_node = functools.reduce(operator.getitem, parts, config), _get(default, parts)
+      group = _group(section, key, node)
+      if not group or not _given(value, group[key]):
+        continue
       for sibling, unset in group.items():
         full = f"{section}.{sibling}" if section else sibling
         found = node.get(sibling)
@@ -70,11 +70,12 @@ def _get(config: ConfigDict, parts: list[str]) -> Mapping[str, Any]:
   return config
 
 
-def _group(section: str, key: str) -> dict[str, Any]:
-  """The keys beside and with this one, each with what says that it is not given; {}: it stands alone."""
+def _group(section: str, key: str, node: Mapping[str, Any]) -> dict[str, Any]:
+  """The keys beside and with this one in `node`, each with what says that it is not given; {}: it stands alone."""
   prefix, _, unit = key.rpartition("_")
-  if prefix and unit in DURATION_UNITS:
-    return {f"{prefix}_{other}": -1 for other in DURATION_UNITS}
+  units = [f"{prefix}_{other}" for other in DURATION_UNITS if f"{prefix}_{other}" in node]
+  if unit in DURATION_UNITS and len(units) > 1:  # tokenizer.new_tokens is no duration
+    return dict.fromkeys(units, -1)
   return next((keys for pattern, keys in GROUPS if key in keys and re.fullmatch(pattern, section)), {})
 
 

@@ -119,3 +119,10 @@ def test_explain_override_names_the_nearest_key(tmp_path):
   file.write_text("from trainer.config import defaults\ndef get_config(arg=None):\n  return defaults()\n")
   message = config_typed.explain_override(["x", f"--config={file}", "--config.optimizer.learning_rat=1"], KeyError("x"))
   assert message == "unknown key config.optimizer.learning_rat; did you mean config.optimizer.learning_rate?"
+
+
+def test_a_key_that_ends_like_a_unit_is_no_length():
+  """tokenizer.new_tokens takes texts."""
+  config = defaults()
+  config.tokenizer.new_tokens = ("<a>",)
+  assert config_typed.prefer(config, {"tokenizer.new_tokens": ("<a>",)})[1] == []
