@@ -43,7 +43,7 @@ class Origin:
   peft: str | None  # a folder with adapters
   fresh: bool
   seed: int
-  tokenizer: Any  # the section
+  tokenizer: Any  # the section, for its new tokens; None: the folder has rows for all
   hf_ignore: tuple  # entries of the folder's config.json that have no effect
   typed: dict | None  # architecture keys as this config has them, to compare with the folder's; None: no folder
   model: Any  # the section
@@ -181,7 +181,7 @@ def _from_hugging_face(origin: Origin, model: Any, wanted: Leaves) -> Iterator[t
     folder = origin.folder
     family, keys, _ = hf.architecture(folder, origin.hf_ignore)
     shapes = _base_shapes(model)
-    rows = new_tokens.rows(origin.tokenizer)
+    rows = None if origin.tokenizer is None else new_tokens.rows(origin.tokenizer)
     grown = {} if rows is None else _grown(keys["vocab_size"], shapes)
     shapes |= {path: jax.ShapeDtypeStruct(shape, shapes[path].dtype) for path, shape in grown.items()}
     _check_typed(origin, keys, shapes, folder)

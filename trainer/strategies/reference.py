@@ -78,7 +78,8 @@ def first_reference(config: Any, model: Any, params: Any, target: Any) -> Any:
     raise ConfigError(f"strategy.reference is {kind!r}, a whole model, but this run trains adapters over "
                       f"{config.model.hf or 'a fresh base'}, which the reference shares. Use 'start', 'base', or a run "
                       "that trained adapters over the same base.")
-  origin = dataclasses.replace(init_from.origin_of(config), path=None if is_hf else str(folder),
+  # A folder that is not the run's base has rows of its own for the run's new tokens.
+  origin = dataclasses.replace(init_from.origin_of(config), tokenizer=None, path=None if is_hf else str(folder),
                                folder=str(folder) if is_hf else None, remap=(), ignore=(), peft=None, fresh=False)
   loaded, where = init_from.first_params(origin, critic.policy_of(model), target, partial=True)
   if "fresh" in where:

@@ -126,7 +126,8 @@ def origin_at(origin: init_from.Origin, source: Source, section: ConfigDict) -> 
   """Where the parameters of a model with that section are, which begins from `source`; `origin`: that of the run."""
   return dataclasses.replace(
       origin, path=None if source.is_hf else source.path, remap=(), ignore=(),
-      folder=source.path if source.is_hf else None, peft=None, fresh=False, hf_ignore=(), typed=None, model=section)
+      folder=source.path if source.is_hf else None, peft=None, fresh=False, tokenizer=None, hf_ignore=(), typed=None,
+      model=section)
 
 
 def _update(section: ConfigDict, saved: Mapping[str, Any]) -> None:

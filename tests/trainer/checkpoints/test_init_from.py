@@ -1,5 +1,6 @@
 """Where first parameters come from: another run's by name after `remap`, with both sides listed where they differ."""
 
+import dataclasses
 import json
 import logging
 
@@ -108,3 +109,19 @@ def test_new_tokens_that_nothing_trains_are_refused(tmp_path):
   config.model = dict(hf=str(tiny.hf_folder(tmp_path / "base")), lora=dict(rank=2))
   with pytest.raises(ConfigError, match="their embeddings are not trained.*modules_to_save"):
     train(config, tmp_path / "run")
+
+
+def test_a_reference_with_new_tokens_of_its_own_keeps_their_rows(tmp_path):
+  """A folder that was trained with the new tokens is a reference as it is."""
+  config = tiny.config(tiny.write_corpus(tmp_path / "corpus"), total_steps=1, evals={})
+  config.tokenizer = dict(type="auto", new_tokens=("<a>",))
+  config.model = dict(hf=str(tiny.hf_folder(tmp_path / "base")))
+  config.optimizer.learning_rate = 0.1
+  run = train(config, tmp_path / "run")
+  folder = export.export(tmp_path / "run", tmp_path / "out")
+  trained = load_file(folder / "model.safetensors")["model.embed_tokens.weight"]
+  from_folder = dataclasses.replace(init_from.origin_of(run.config), folder=str(folder), tokenizer=None)
+  found = init_from.first_params(from_folder, run.model, placed(run))[0]["embed"]["embedding"]
+  np.testing.assert_array_equal(found, trained)
+  as_base = dataclasses.replace(from_folder, tokenizer=run.config.tokenizer)
+  assert np.any(init_from.first_params(as_base, run.model, placed(run))[0]["embed"]["embedding"][258] != trained[258])
