@@ -231,9 +231,9 @@ def _with_new_rows(old: jax.Array, wanted: Any, rows: new_tokens.NewRows, axis: 
     mean = table[:num_old].astype(jnp.float32).mean(0)
     more = wanted.shape[axis] - len(table)
     table = jnp.concatenate([table, jnp.broadcast_to(mean.astype(table.dtype), (more, *table.shape[1:]))])
-    for token, words in rows.means.items():
-      begun = table[jnp.array(words)].astype(jnp.float32).mean(0) if words else mean
-      table = table.at[token].set(begun.astype(table.dtype))
+    begun = [table[jnp.array(words)].astype(jnp.float32).mean(0) if words else mean for words in rows.means.values()]
+    if begun:  # at once: a copy of the table for each would take long to compile
+      table = table.at[jnp.array([*rows.means])].set(jnp.stack(begun).astype(table.dtype))
     return jnp.moveaxis(table, 0, axis)
 
   return jax.jit(extend, out_shardings=wanted.sharding)(old)
