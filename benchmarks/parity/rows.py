@@ -147,9 +147,14 @@ def write_scorer(model: Path, folder: Path) -> Path:
 
 
 def write_adapter(model: Path, folder: Path) -> None:
-  """An adapter in PEFT's format for all matrices of a model's layers, as PEFT begins one: A random, B zero."""
+  """An adapter in PEFT's format for all matrices of a model's layers, as PEFT begins one: A random, B zero.
+
+  One that is there stays: trl_peer.py puts PEFT's own in its place.
+  """
   from safetensors.numpy import save_file
 
+  if (folder / "adapter_config.json").exists():
+    return
   folder.mkdir(parents=True, exist_ok=True)
   shapes = {name.removesuffix(".weight"): shape for name, shape in
             _shapes(json.loads((model / "config.json").read_text())).items() if "_proj" in name}

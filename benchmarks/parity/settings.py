@@ -9,9 +9,12 @@ from pathlib import Path
 
 from benchmarks.parity import rows
 
-PARTS = ("sft", "dpo", "kto", "lora", "grpo", "reward", "seq")
-SHARED = dict(steps=20, b1=0.9, b2=0.95, eps=1e-8, weight_decay=0.1, clip_norm=1.0, seed=0)
+PARTS = ("sft", "dpo", "kto", "lora", "bf16", "grpo", "reward", "seq")
+# Of parts that are run with several, which draw the order of rows; the others with 0 alone.
+SEEDS = {"bf16": 5}
+SHARED = dict(steps=50, compute="float32", b1=0.9, b2=0.95, eps=1e-8, weight_decay=0.1, clip_norm=1.0, seed=0)
 TINY = dict.fromkeys(PARTS, dict(batch_size=4, seq_len=256, learning_rate=1e-3))
+TINY["bf16"] = TINY["sft"] | dict(compute="bfloat16")
 TINY["grpo"] = dict(batch_size=16, seq_len=128, learning_rate=1e-3)
 TINY["seq"] = dict(steps=200, batch_size=4, seq_len=128, learning_rate=1e-3)
 # Rows are shorter than that; a row of Weft's holds both sides of a pair, or an example and the completion of another.
@@ -22,6 +25,7 @@ REAL = {"sft": dict(batch_size=4, seq_len=192, learning_rate=2e-5),
         "reward": dict(batch_size=2, seq_len=296, learning_rate=5e-6),
         "kto": dict(batch_size=4, seq_len=336, learning_rate=5e-6),
         "seq": dict(batch_size=4, seq_len=192, learning_rate=2e-5)}
+REAL["bf16"] = REAL["sft"] | dict(compute="bfloat16")
 
 
 def write(folder: Path, part: str, model: Path | None, data: Path | None, **changed) -> None:
@@ -32,8 +36,9 @@ def write(folder: Path, part: str, model: Path | None, data: Path | None, **chan
   """
   folder.mkdir(parents=True, exist_ok=True)
   if model is None:
-    rows.write_tiny_model(folder.parent / "model")
-  settings = dict(part=part, model=str((model or folder.parent / "model").resolve()), data=str(data or ""), **SHARED)
+    model_folder = folder.parents[part in SEEDS] / "model"
+    rows.write_tiny_model(model_folder)
+  settings = dict(part=part, model=str((model or model_folder).resolve()), data=str(data or ""), **SHARED)
   settings |= (REAL if model else TINY)[part] | ({"beta": 0.1} if part in ("dpo", "kto") else {}) | changed
   if part == "reward":
     settings |= dict(center=0.01, model=str(rows.write_scorer(Path(settings["model"]), folder.parent / "scorer")))

@@ -23,7 +23,7 @@ import trl
 
 TRAINERS = {"sft": (trl.SFTTrainer, trl.SFTConfig), "dpo": (trl.DPOTrainer, trl.DPOConfig),
             "reward": (trl.RewardTrainer, trl.RewardConfig), "kto": (trl.KTOTrainer, trl.KTOConfig),
-            "lora": (trl.SFTTrainer, trl.SFTConfig)}
+            "lora": (trl.SFTTrainer, trl.SFTConfig), "bf16": (trl.SFTTrainer, trl.SFTConfig)}
 BEHIND, BETWEEN = "'<|im_end|>' + '\n'", "'<|im_end|>' + ('' if loop.last and not add_generation_prompt else '\n')"
 
 
@@ -45,7 +45,8 @@ def options(settings: dict, part: str, folder: str) -> dict:
       output_dir=folder, per_device_train_batch_size=s["batch_size"], max_steps=s["steps"], max_length=None,
       learning_rate=s["learning_rate"], lr_scheduler_type="cosine", warmup_steps=0, optim="adamw_torch",
       adam_beta1=s["b1"], adam_beta2=s["b2"], adam_epsilon=s["eps"], weight_decay=s["weight_decay"],
-      max_grad_norm=s["clip_norm"], bf16=False, use_cpu=True, train_sampling_strategy="sequential", logging_steps=1,
+      max_grad_norm=s["clip_norm"], bf16=s["compute"] == "bfloat16", use_cpu=True,
+      train_sampling_strategy="sequential", logging_steps=1,
       save_strategy="no", report_to=[], disable_tqdm=True, gradient_checkpointing=False, seed=s["seed"])
   more = {"beta": s["beta"]} if part in ("dpo", "kto") else {}
   return named | more | ({"center_rewards_coefficient": s["center"]} if part == "reward" else {})
@@ -116,6 +117,7 @@ def main() -> None:
   parser.add_argument("folder", type=Path)
   parser.add_argument("out", type=Path)
   parser.add_argument("--as-is", action="store_true")
+  parser.add_argument("--adapter", action="store_true", help="write OUT, a folder: a new adapter as PEFT begins one")
   args = parser.parse_args()
   settings = json.loads((args.folder / "settings.json").read_text())
   part = settings["part"]
@@ -132,6 +134,11 @@ def main() -> None:
   if not args.as_is:
     # PyTorch leaves the rows that this token reads out of the embedding's gradient, also where it is no padding.
     model.get_input_embeddings().padding_idx = None
+  if args.adapter:
+    torch.manual_seed(settings["seed"])
+    config = peft.PeftConfig.from_pretrained(args.folder / "adapter")
+    peft.get_peft_model(model, config).save_pretrained(args.out)
+    return
   if part == "lora":
     model = peft.PeftModel.from_pretrained(model, args.folder / "adapter", is_trainable=True)
   kept, found = Kept(), {}

@@ -22,7 +22,7 @@ def get_config(arg: str) -> ConfigDict:
   c = defaults()
   c.seed = s["seed"]
   c.model.hf = s["model"]
-  c.strategy = strategy("sft" if s["part"] == "lora" else s["part"])
+  c.strategy = strategy("sft" if s["part"] in ("lora", "bf16") else s["part"])
   if s["part"] == "lora":
     c.model.lora.peft, c.model.lora.rank, c.model.lora.alpha = f"{folder}/adapter", rows.RANK, float(rows.ALPHA)
     c.model.lora.targets = ("blocks/attn/[qkvo]/kernel", "blocks/mlp/.*/kernel")
@@ -41,7 +41,7 @@ def get_config(arg: str) -> ConfigDict:
   # transformers decays embeddings, too.
   o.weight_decay, o.wd_mults = s["weight_decay"], ((r".*(scale|bias)$", 0.0),)
   c.schedule = dict(name="cosine", warmup_percent=0.0, floor=0.0)
-  c.precision.params = c.precision.compute = "float32"
+  c.precision.params, c.precision.compute = "float32", s["compute"]
   c.ckpt_percent = 0.0
   c.report = False
   if not file:

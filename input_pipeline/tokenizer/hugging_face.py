@@ -84,7 +84,10 @@ class HFTokenizer:
     numbered = {k: v for k, v in zip(("bos_token", "eos_token"), ends, strict=True) if v is not None}
     self.named_tokens, self.files = {**files.special_tokens, **numbered}, files.files
     more = [[str(token.content), i] for token, i in files.added] + ["looked up"] * looked_up
-    parts = json.dumps([json.loads(files.serialized), *ends, *([more] if more else [])], sort_keys=True)
+    named = json.loads(files.serialized)
+    if special_tokens.BOS in ((named.get("post_processor") or {}).get("special_tokens") or ()):
+      named["post_processor"] = None  # an exported run's (`tokenizer.begin_with_bos`), which gives the same tokens here
+    parts = json.dumps([named, *ends, *([more] if more else [])], sort_keys=True)
     self.fingerprint = "hf-" + hashlib.blake2b(parts.encode(), digest_size=16).hexdigest()
 
   def encode_batch(self, texts: list[str]) -> list[np.ndarray]:

@@ -11,6 +11,8 @@ from collections.abc import Iterable, Iterator
 
 from trainer.errors import DataError
 
+# Of the tokenizers that are made here: bytes and bpe.
+BOS, EOS = "<|bos|>", "<|eos|>"
 NONCHARACTERS = range(0xFDD0, 0xFDF0)
 # Stands in for the first character of a special token's literal that is ordinary text.
 INERT = chr(NONCHARACTERS[1])

@@ -15,17 +15,18 @@ import numpy as np
 from absl import logging
 from ml_collections import ConfigDict
 from tokenizers import Tokenizer as Backend
-from tokenizers import decoders, models, pre_tokenizers, trainers
+from tokenizers import decoders, models, pre_tokenizers, processors, trainers
 from tqdm import tqdm
 
 from input_pipeline import once
 from input_pipeline.tokenizer import new_tokens, special_tokens
 from input_pipeline.tokenizer.hf_folder import TokenizerFiles, find_tokenizer
 from input_pipeline.tokenizer.hugging_face import HFTokenizer, Placed, split_text, write_files
+from input_pipeline.tokenizer.special_tokens import BOS, EOS
 from input_pipeline.tokenizer.token_bytes import byte_chars as _byte_chars
+from trainer import atomic
 from trainer.errors import ConfigError, DataError
 
-BOS, EOS = "<|bos|>", "<|eos|>"
 TYPES = ("bytes", "bpe", "hf")
 # Training text is chosen in stripes of about so many bytes.
 SAMPLE_STRIPE = 1 << 14
@@ -192,6 +193,17 @@ def load_tokenizer(path: Path, key: str = "tokenizer", section: ConfigDict | Non
     raise
   except Exception as e:  # the tokenizers library raises plain Exception
     raise DataError(f"{where}: not a readable tokenizer ({e}). Replace it, or delete it if Weft made it.") from e
+
+
+def begin_with_bos(path: Path) -> None:
+  """Makes a saved tokenizer.json of those made here write BOS before a text for other readers, as it is trained.
+
+  What is read here is told where BOS stands (`tokenizer.add_bos`); transformers and vLLM ask the file.
+  """
+  backend = Backend.from_file(str(path))
+  backend.post_processor = processors.TemplateProcessing(
+      single=f"{BOS} $A", pair=f"{BOS} $A {BOS}:1 $B:1", special_tokens=[(BOS, backend.token_to_id(BOS))])
+  atomic.write(path, backend.to_str(pretty=True))
 
 
 def saved_fingerprint(tokenizer: Tokenizer) -> str:

@@ -66,6 +66,27 @@ def test_table_and_picture(tmp_path):
   assert (tmp_path / "curves.svg").read_text().count("<svg") == 1
 
 
+def test_means_of_seeds_agree_where_they_lie_in_the_peers_range():
+  def steps(*losses):
+    return [dict(loss=loss, grad_norm=1.0) for loss in losses]
+
+  one = parity.Pair("bf16", steps(4.0, 2.0), steps(5.0, 2.5))
+  other = parity.Pair("bf16", steps(6.0, 4.0), steps(4.0, 3.0))
+  both = parity.of_seeds("bf16", [one, other])
+  assert (both.name, both.weft, both.peer) == ("bf16, 2 seeds", steps(5.0, 3.0), steps(4.5, 2.75)) and both.agrees()
+  apart = parity.of_seeds("bf16", [one, other._replace(weft=steps(6.1, 4.0))])  # 5.05, above all of the peer's
+  assert not apart.agrees()
+  assert not one.agrees() and one._replace(name="kto, TRL as it is").agrees()
+
+
+def test_each_seed_has_its_rows_and_all_share_a_model(tmp_path):
+  for seed in range(settings.SEEDS["bf16"]):
+    settings.write(tmp_path / "bf16" / str(seed), "bf16", None, None, steps=2, seed=seed)
+    config = get_config(str(tmp_path / "bf16" / str(seed)))
+    assert (config.seed, config.precision.compute, config.precision.params) == (seed, "bfloat16", "float32")
+    assert config.model.hf == str((tmp_path / "model").resolve())
+
+
 def test_command_with_trl(tmp_path):
   pytest.importorskip("trl")
   command = [sys.executable, "-m", "benchmarks.parity", "sft", "--tiny", "--steps=3", f"--peer={sys.executable}",

@@ -19,7 +19,8 @@ from absl import app, flags, logging
 
 from input_pipeline.chat.template import ChatTemplate
 from input_pipeline.examples.conversations import ChatEncoder
-from input_pipeline.tokenizer.tokenizer import Tokenizer, load_tokenizer
+from input_pipeline.tokenizer.special_tokens import BOS
+from input_pipeline.tokenizer.tokenizer import Tokenizer, begin_with_bos, load_tokenizer
 from models import hf, lora
 from models.hf import convert, files, pixels
 from trainer import startup, strategies
@@ -241,7 +242,7 @@ def _write_texts(config: Any, tokenizer: Tokenizer, workdir: Path, out: Path) ->
   """
   original = workdir / hugging_face.FOLDER
   came_along = (original / files.CONFIG).is_file() and _is_of(original, tokenizer)
-  _write_tokenizer(tokenizer, original if came_along else None, out)
+  _write_tokenizer(config, tokenizer, original if came_along else None, out)
   hf.copy_small_files(original, out, pixels.FILES)
   own = not config.chat.template
   template, stop_ids = _chat(config, tokenizer)
@@ -250,7 +251,7 @@ def _write_texts(config: Any, tokenizer: Tokenizer, workdir: Path, out: Path) ->
   return came_along, stop_ids
 
 
-def _write_tokenizer(tokenizer: Tokenizer, original: Path | None, out: Path) -> None:
+def _write_tokenizer(config: Any, tokenizer: Tokenizer, original: Path | None, out: Path) -> None:
   """The tokenizer that the run used, with the files it came with: those of `original`, if it is from there."""
   for old in [old for name in hf.SMALL_FILES for old in out.glob(name)]:  # of a model that is being replaced
     old.unlink()
@@ -258,10 +259,12 @@ def _write_tokenizer(tokenizer: Tokenizer, original: Path | None, out: Path) -> 
     hf.copy_small_files(original, out, hf.SMALL_FILES)
     return
   tokenizer.save(out / "tokenizer.json")
-  config = files.read_json(out / "tokenizer_config.json")
+  if config.tokenizer.add_bos and tokenizer.named_tokens.get("bos_token") == BOS:
+    begin_with_bos(out / "tokenizer.json")
+  named = files.read_json(out / "tokenizer_config.json")
   # Without this, transformers would choose a class by the model, which may split text in another way.
-  config.setdefault("tokenizer_class", "PreTrainedTokenizerFast")
-  hf.write_json(out / "tokenizer_config.json", config)
+  named.setdefault("tokenizer_class", "PreTrainedTokenizerFast")
+  hf.write_json(out / "tokenizer_config.json", named)
 
 
 def _chat(config: Any, tokenizer: Tokenizer) -> tuple[ChatTemplate | None, tuple[int, ...]]:

@@ -60,7 +60,8 @@ def one_device(s: Fixture) -> float:
 def packing(s: Fixture) -> float:
   """I3, the first half."""
   if "segment_roles" in s.batch:
-    raise Skip(f"{s.config.strategy.name} compares documents of one row with one another")
+    raise Skip("completions of a prompt are taken apart below" if strategies.of(s.config).data == "rollouts" else
+               f"{s.config.strategy.name} compares documents of one row with one another")
   together, apart = split_documents(s.batch, most=16)
   if len(together["tokens"]) == len(apart["tokens"]):
     raise Skip("no row has two documents")

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import tensorstore
+import tokenizers
 from jax.sharding import AxisType
 
 from input_pipeline.tokenizer.tokenizer import BytesTokenizer, load_tokenizer
@@ -147,6 +148,8 @@ def test_the_tokenizer_and_the_ids_that_end_a_text_come_along(tmp_path, workdir)
   out = export.export(workdir, tmp_path / "out")
   assert load_tokenizer(out).fingerprint == load_tokenizer(workdir / "tokenizer.json").fingerprint
   assert json.loads((out / "tokenizer_config.json").read_text())["tokenizer_class"] == "PreTrainedTokenizerFast"
+  # Texts were trained behind BOS: whoever encodes one by the file alone has it there, too.
+  assert tokenizers.Tokenizer.from_file(str(out / "tokenizer.json")).encode("ab").ids == [256, 97, 98]
   generation = json.loads((out / "generation_config.json").read_text())
   assert generation["eos_token_id"] == 257 and generation["bos_token_id"] == 256
   config = files.read_config(out)
