@@ -15,6 +15,7 @@ import numpy as np
 from absl import logging
 from ml_collections import ConfigDict
 
+from input_pipeline import streams
 from input_pipeline.bad_rows import BadRows, Policy
 from input_pipeline.batches import PackedSource, check_ids, pack, resolve_layout, stats_table
 from input_pipeline.cache import texts_of, tokenize_source
@@ -27,6 +28,7 @@ from input_pipeline.prefetch import Prefetcher
 from input_pipeline.reference import PackedData
 from input_pipeline.sources.sources import open_source
 from input_pipeline.steps import MAX_STEPS, ROWS, Past, Steps, steps_of_batches
+from input_pipeline.streams import StreamedSource
 from input_pipeline.tokenizer.tokenizer import Tokenizer
 from trainer.errors import ConfigError
 
@@ -50,13 +52,16 @@ def used_sources(input_cfg: ConfigDict) -> list[str]:
 
 
 def train_texts(cfg: ConfigDict, learns: str) -> Callable[[], Iterator[str]]:
-  """A function that gives, from the start at each call, the texts of all training documents; see `make_train_data`."""
+  """A function that gives, from the start at each call, the texts of all training documents, those of a stream's first
+  part; see `make_train_data`."""
   for name in used_sources(cfg.input):
-    open_source(cfg.input.sources[name], name)  # its keys are checked now
+    open_source(cfg.input.sources[name], name, streams=True)  # its keys are checked now
 
   def texts() -> Iterator[str]:
     for name in used_sources(cfg.input):
-      source, encoder = open_examples(cfg, None, cfg.input.sources[name], name, learns=learns)
+      source, encoder = open_examples(cfg, None, cfg.input.sources[name], name, learns=learns, streams=True)
+      if cfg.input.sources[name].stream_files:
+        source = source.part(streams.parts_of(source, cfg.input.sources[name], cfg.seed)[0])
       bad = BadRows(name, Policy.of(cfg))
       for record in source.records(bad):
         texts: list[str] = []
@@ -80,7 +85,7 @@ def make_train_data(
     past: of the run that is gone on with.
 
   Raises:
-    ConfigError, DataError, OSError: see `open_source`, `Mixture`, `tokenize_source`.
+    ConfigError, DataError, OSError: see `open_source`, `Mixture`, `tokenize_source`, `StreamedSource`.
   """
   i = cfg.input
   names = used_sources(i)
@@ -88,13 +93,17 @@ def make_train_data(
     raise ConfigError(f"input.mixture_by={i.mixture_by!r}; allowed: {', '.join(map(repr, MIXTURE_BY))}.")
   taken = steps_of_batches(cfg.batch_size, cfg.grad_accum_steps, i.batch_size_stages, cfg.seq_len, past)
   steps, weights = stage_weights({n: i.sources[n].weight for n in sorted(i.sources)}, i.weight_stages)
-  packed = []
+  packed: list[Any] = []
   for name in i.sources:
     if name not in names:
-      open_source(i.sources[name], name)  # its keys are checked all the same
+      open_source(i.sources[name], name, streams=True)  # its keys are checked all the same
       logging.warning("source %r has weight 0 throughout and is not used.", name)
   for name in names:
-    source, encoder = open_examples(cfg, tokenizer, i.sources[name], name, learns=learns)
+    source, encoder = open_examples(cfg, tokenizer, i.sources[name], name, learns=learns, streams=True)
+    if i.sources[name].stream_files:
+      packed.append(StreamedSource(cfg, name, source, encoder, tokenizer, learns=learns, workdir=workdir,
+                                   progress=progress))
+      continue
     tokens = tokenize_source(source, encoder, vocab_size(cfg, tokenizer), default_cache_dir(cfg, workdir), progress,
                              Policy.of(cfg))
     packed.append(pack(cfg, tokens, learns=learns, share_prompts=share_prompts))
@@ -116,6 +125,7 @@ def make_train_data(
 
   data = TrainData(packed, mixture, taken, cfg.seq_len, tokenizer.pad_id, fingerprint(starts),
                    functools.partial(Prefetcher, depth=i.prefetch, workers=i.workers))
+  data.go_to(past.step if past else 0)
   if past and past.of == ROWS:  # other sizes move what a stage of weights begins with
     data.past_fingerprint = fingerprint([Steps(ROWS, (), past._replace(begin=MAX_STEPS)).rows_before(s) for s in steps])
   return data
@@ -163,14 +173,15 @@ def _hash(parts) -> str:
 class TrainData(PackedData):
   """Training data (trainer/data.py): batches by step.
 
-  One epoch is as many rows as all used sources have together, whatever their weights.
+  One epoch is as many rows as all used sources have together, whatever their weights. Sources may be streams
+  (streams.py), whose rows are not known before they are read.
   """
 
   # That the first batch has those of `example`.
   shapes_known = True
 
   def __init__(
-      self, packed: list[PackedSource], mixture: Mixture, taken: Steps, seq_len: int, pad_id: int, fingerprint: str,
+      self, packed: list[Any], mixture: Mixture, taken: Steps, seq_len: int, pad_id: int, fingerprint: str,
       prefetch: Callable[..., Prefetcher] = Prefetcher
   ):
     super().__init__(packed, seq_len, pad_id)
@@ -181,10 +192,19 @@ class TrainData(PackedData):
     self.fingerprint = fingerprint
     # What it was to the run that is gone on with, if its data are these.
     self.past_fingerprint = fingerprint
-    self.rows_per_epoch = int(mixture.rows.sum())
+    self._streams = {s: source for s, source in enumerate(packed) if isinstance(source, StreamedSource)}
+    # None: how many rows streams have is not known before they are read.
+    self.rows_per_epoch = None if self._streams else int(mixture.rows.sum())
     # None: endless. The last step's batch is filled up with padding rows.
     self.num_rows: int | None = mixture.num_rows
     self.num_steps: int | None = None if self.num_rows is None else self.steps_for_rows(self.num_rows)
+
+  def go_to(self, step: int) -> None:
+    """Begins to read what `step` takes of streams."""
+    if self._streams:
+      draws = self._mixture.draws(self._rows_taken(step))
+      for s, stream in self._streams.items():
+        stream.begin(int(draws[s]))
 
   def batch_range(self, step: int) -> tuple[int, int]:
     """(first row of the run that `step` takes, how many it takes)."""
@@ -201,7 +221,11 @@ class TrainData(PackedData):
 
   def batches(self, run: Any) -> Prefetcher:
     """The batches of the run (trainer/run.py) from its step on, in their places."""
-    return self._prefetch(lambda step: self.example(step, run.program), run.step, run.total_steps)
+    return self._prefetch(lambda step: self.example(step, run.program), run.step, run.total_steps, closed=self._close)
+
+  def _close(self) -> None:
+    for stream in self._streams.values():
+      stream.close()
 
   def take(self, run: Any) -> dict[str, np.ndarray]:
     """The batch of the run's next update, on the host."""
@@ -219,14 +243,19 @@ class TrainData(PackedData):
     return self.taken.steps_for(rows)
 
   def epoch(self, step: int) -> float:
-    """Epochs taken before `step`."""
-    return self._rows_taken(step) / self.rows_per_epoch
+    """Epochs taken before `step`; with streams, of that one which has seen the smallest part of its files."""
+    rows = self._rows_taken(step)
+    if self._streams:
+      draws = self._mixture.draws(rows)
+      return min(stream.epoch(int(draws[s])) for s, stream in self._streams.items())
+    return rows / self.rows_per_epoch
 
   def counters(self, step: int) -> dict[str, dict[str, float]]:
     """For each source, the rows and the epochs of it taken before `step`."""
     draws = self._mixture.draws(self._rows_taken(step)).tolist()
-    rows = self._mixture.rows.tolist()
-    return {n: {"rows": d, "epoch": d / r} for n, d, r in zip(self.source_names, draws, rows, strict=True)}
+    epochs = [self._streams[s].epoch(d) if s in self._streams else d / r
+              for s, (d, r) in enumerate(zip(draws, self._mixture.rows.tolist(), strict=True))]
+    return {n: {"rows": d, "epoch": e} for n, d, e in zip(self.source_names, draws, epochs, strict=True)}
 
   def batch(self, step: int, rows: slice | np.ndarray = slice(None)) -> dict[str, np.ndarray]:
     """Rows `rows` of the batch of `step`: tokens, positions, segment_ids, loss_weights [R, T], source_ids [R]; where
@@ -247,8 +276,10 @@ class TrainData(PackedData):
     return batch
 
   def document_lengths(self) -> np.ndarray:
-    """Tokens of each document of all sources, int64, as they were before anything was cut."""
-    return np.concatenate([np.diff(source.tokens.offsets) for source in self._packed])
+    """Tokens of each document of all sources, of streams of the part at hand, int64, as they were before anything was
+    cut."""
+    packed = [self._streams[s].at_hand() if s in self._streams else source for s, source in enumerate(self._packed)]
+    return np.concatenate([np.diff(source.tokens.offsets) for source in packed])
 
   def stats(self) -> list[dict[str, Any]]:
     """One row a source for the start-up table; `format_stats` prints it."""

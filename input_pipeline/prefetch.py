@@ -19,12 +19,14 @@ class Prefetcher(Iterator[Any]):
     stop: step after the last; None: endless.
     depth: results kept ready.
     workers: threads.
+    closed: called when it was closed.
   """
 
-  def __init__(self, fn: Callable[[int], Any], start: int, stop: int | None, depth: int = 2, workers: int = 1):
+  def __init__(self, fn: Callable[[int], Any], start: int, stop: int | None, depth: int = 2, workers: int = 1,
+               closed: Callable[[], None] | None = None):
     if depth < 0 or workers < 1:
       raise ValueError(f"prefetch={depth} must be at least 0 and workers={workers} at least 1.")
-    self._fn, self._next, self._stop, self._depth = fn, start, stop, depth
+    self._fn, self._next, self._stop, self._depth, self._closed = fn, start, stop, depth, closed
     self._pool = ThreadPoolExecutor(workers, thread_name_prefix="prefetch")
     self._ahead: deque[Future] = deque()
     # Seconds that the consumer has waited for results.
@@ -70,6 +72,8 @@ class Prefetcher(Iterator[Any]):
       pool, self._pool = self._pool, None
       pool.shutdown(wait=True, cancel_futures=True)
       self._ahead.clear()
+      if self._closed is not None:
+        self._closed()
 
   def __enter__(self) -> "Prefetcher":
     return self

@@ -11,6 +11,7 @@ Credentials are never part of an address: each protocol's library finds them in 
 """
 
 import contextlib
+import contextvars
 import hashlib
 import json
 import os
@@ -18,7 +19,7 @@ import re
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path, PurePosixPath
 from typing import Any, NamedTuple
@@ -100,10 +101,49 @@ def fetch(url: str, key: str, matches: Callable[[str], bool], expected: str, cop
   files = _listed(url, key, matches, expected)
   folder = Path(os.path.expanduser(copies or DEFAULT_COPIES))
   there = {file: _copy(folder, file) for file in files}
+  sizes = _sizes.get()
+  if sizes is not None:
+    sizes.update({copy: file.size for file, copy in there.items()})
+    _later.update({copy: (url, file) for file, copy in there.items()})
+    return [(file.name, copy) for file, copy in there.items()]
   missing = [file for file, copy in there.items() if not copy.exists()]
   if missing:
     _fetch_all(url, [(file, there[file]) for file in missing], len(files))
   return [(file.name, copy) for file, copy in there.items()]
+
+
+# Within `later`, the sizes of what was listed.
+_sizes: contextvars.ContextVar[dict[Path, int | None] | None] = contextvars.ContextVar("sizes", default=None)
+# The address and the file of each copy that was listed only.
+_later: dict[Path, tuple[str, Remote]] = {}
+
+
+@contextlib.contextmanager
+def later() -> Iterator[dict[Path, int | None]]:
+  """In it `fetch` only lists, for `fetch_listed`; gives the size of the file of each copy (None: it is not told)."""
+  sizes: dict[Path, int | None] = {}
+  token = _sizes.set(sizes)
+  try:
+    yield sizes
+  finally:
+    _sizes.reset(token)
+
+
+def fetch_listed(copies: Iterable[Path], stop: threading.Event | None = None) -> None:
+  """Fetches those copies that were listed in `later` and are not there, unless `stop` is set meanwhile.
+
+  Raises:
+    DataError: see `fetch`; it was stopped.
+  """
+  missing: dict[str, list[tuple[Remote, Path]]] = {}
+  for copy in copies:
+    if copy in _later and not copy.exists():
+      url, file = _later[copy]
+      missing.setdefault(url, []).append((file, copy))
+  for url, files in missing.items():
+    _fetch_all(url, files, len(files), stop)
+  if stop is not None and stop.is_set():
+    raise DataError("Stopped while files were fetched.")
 
 
 # ----------------------------------------------------------------------------------------------
@@ -184,22 +224,26 @@ def _copy(folder: Path, file: Remote) -> Path:
 # Their copies.
 
 
-def _fetch_all(url: str, files: list[tuple[Remote, Path]], total: int) -> None:
-  """Makes copies of files, some at a time."""
+def _fetch_all(url: str, files: list[tuple[Remote, Path]], total: int, given_up: threading.Event | None = None) -> None:
+  """Makes copies of files, some at a time, until it is given up."""
   sizes = [file.size or 0 for file, _ in files]
   already = [_size(_part(copy)) for _, copy in files]
   tqdm.write(f"{shown(url)}: fetching {len(files):,} of {total:,} files, {sum(sizes) / 1e6:,.1f} MB, of which "
              f"{sum(already) / 1e6:,.1f} MB are there.", file=sys.stderr)
   fs, _ = _open(url)
-  stop = threading.Event()
+  failed = threading.Event()
+
+  def stopped() -> bool:
+    return failed.is_set() or given_up is not None and given_up.is_set()
+
   with tqdm(total=sum(sizes) or None, initial=sum(already), desc="fetching", unit="B", unit_scale=True,
             disable=None) as bar, ThreadPoolExecutor(AT_ONCE) as threads:
-    waiting = [threads.submit(_fetch, fs, file, copy, bar.update, stop) for file, copy in files]
+    waiting = [threads.submit(_fetch, fs, file, copy, bar.update, stopped) for file, copy in files]
     try:
       for each in waiting:
         each.result()
     finally:  # after an error the others end with the range that they are at
-      stop.set()
+      failed.set()
 
 
 def _part(copy: Path) -> Path:
@@ -227,16 +271,17 @@ def _alone(copy: Path) -> Iterator[None]:
                     "input.sources.NAME.copies.") from e
 
 
-def _fetch(fs: Any, file: Remote, copy: Path, advance: Callable[[int], Any], stop: threading.Event) -> None:
+def _fetch(fs: Any, file: Remote, copy: Path, advance: Callable[[int], Any], stopped: Callable[[], bool]
+           ) -> None:
   """Makes the copy of a file, going on from what is there of it."""
-  if stop.is_set():
+  if stopped():
     return
   with _alone(copy):
     if copy.exists():  # another process was first
       return
     with open(_part(copy), "ab") as part:
       while file.size is None or part.tell() < file.size:
-        if stop.is_set():
+        if stopped():
           return
         data = _asked(fs, file, part.tell())
         part.write(data)

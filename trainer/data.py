@@ -50,7 +50,7 @@ class Data(Protocol):
     fingerprint: equal if and only if the data are.
     past_fingerprint: what it was to the run that is gone on with, if its data are these.
     taken: what each step takes; checkpoints hold it (trainer/position.py).
-    rows_per_epoch: of all sources together.
+    rows_per_epoch: of all sources together; None: not known before they are read.
     row_tokens: places of each row; None: they are not known before.
     num_steps: steps after which the data end, as far as is known now; None: never.
     images_per_row: that a row has places for; 0: none, or not known before.
@@ -70,7 +70,7 @@ class Data(Protocol):
   def taken(self) -> Steps: ...
 
   @property
-  def rows_per_epoch(self) -> int: ...
+  def rows_per_epoch(self) -> int | None: ...
 
   @property
   def row_tokens(self) -> int | None: ...

@@ -15,7 +15,8 @@ SEEDS = {"bf16": 5}
 SHARED = dict(steps=50, compute="float32", b1=0.9, b2=0.95, eps=1e-8, weight_decay=0.1, clip_norm=1.0, seed=0)
 TINY = dict.fromkeys(PARTS, dict(batch_size=4, seq_len=256, learning_rate=1e-3))
 TINY["bf16"] = TINY["sft"] | dict(compute="bfloat16")
-TINY["grpo"] = dict(batch_size=16, seq_len=128, learning_rate=1e-3)
+# On the same responses again and again, whose gradient is soon a small difference of large numbers.
+TINY["grpo"] = dict(steps=8, batch_size=16, seq_len=128, learning_rate=1e-3)
 TINY["seq"] = dict(steps=200, batch_size=4, seq_len=128, learning_rate=1e-3)
 # Rows are shorter than that; a row of Weft's holds both sides of a pair, or an example and the completion of another.
 REAL = {"sft": dict(batch_size=4, seq_len=192, learning_rate=2e-5),

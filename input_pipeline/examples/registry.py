@@ -300,7 +300,7 @@ def make_encoder(config: ConfigDict, tokenizer: Tokenizer | None, text_key: str 
 
 def open_examples(
     config: ConfigDict, tokenizer: Tokenizer | None, cfg: ConfigDict, name: str, *, learns: str,
-    split: str | None = None, max_documents: int | None = None,
+    split: str | None = None, max_documents: int | None = None, streams: bool = False,
 ) -> tuple[Source, Encoder]:
   """The source that `cfg` describes, and the encoder for its records; reads no file yet.
 
@@ -312,11 +312,13 @@ def open_examples(
     learns: see `make_encoder`.
     split: in place of the source's own.
     max_documents: a limit besides the source's own.
+    streams: see `open_source`.
 
   Raises:
     ConfigError: see `open_source`; or a `text_key` for a strategy that finds columns by `chat.fields`.
   """
-  source = open_source(cfg, name, split=split, max_documents=max_documents, texts=learns_texts(config, learns))
+  source = open_source(cfg, name, split=split, max_documents=max_documents, texts=learns_texts(config, learns),
+                       streams=streams)
   if source.text_key != "text" and not learns_texts(config, learns):
     raise ConfigError(f"input.sources.{name}.text_key is {source.text_key!r}, which strategy {config.strategy.name!r} "
                       f'has no use for. Leave it out, and set chat.fields=(("text", "{source.text_key}"),) instead.')

@@ -6,22 +6,25 @@ document, else the content, so that duplicates stay on one side: the text, or al
 """
 
 import contextlib
+import copy
 import difflib
 import hashlib
 import inspect
 import json
 import os
-from collections.abc import Callable, Iterator
+import threading
+from collections.abc import Callable, Iterator, Sequence
 from itertools import chain, islice
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from absl import logging
 from ml_collections import ConfigDict
 from tqdm import tqdm
 
+from input_pipeline import urls
 from input_pipeline.bad_rows import BadRows
-from input_pipeline.files import Tally, hash_file
+from input_pipeline.files import File, Tally, hash_file
 from input_pipeline.sources.readers import READERS, Record, TextReader
 from trainer.dotted import load_object
 from trainer.errors import ConfigError, DataError
@@ -34,7 +37,8 @@ VERSION = 3
 
 
 def open_source(
-    cfg: ConfigDict, name: str, *, split: str | None = None, max_documents: int | None = None, texts: bool = True
+    cfg: ConfigDict, name: str, *, split: str | None = None, max_documents: int | None = None, texts: bool = True,
+    streams: bool = False
 ) -> "Source":
   """The source that `cfg` (made by `trainer.config.source`) describes; reads no file yet.
 
@@ -45,11 +49,15 @@ def open_source(
     max_documents: a further limit besides `cfg.max_documents`.
     texts: where a record has the field `text_key`, it counts for that text alone: it is empty if the text is, and the
       text is its key. False: a record counts for all its fields.
+    streams: it may be one that is read in parts (streams.py).
 
   Raises:
     ConfigError: an unknown type or split, a reader of the user's own that is none, or a number out of range.
   """
   key = f"input.sources.{name}"
+  if cfg.stream_files and not streams:
+    raise ConfigError(f"{key}.stream_files is {cfg.stream_files}, but prompts and what evaluations read are read "
+                      "whole. Use stream_files=0; for evaluations name other files in evals.<name>.sources.")
   make_reader = _reader_class(cfg.type, f"{key}.type")
   split = cfg.split if split is None else split
   if split not in SPLITS:
@@ -109,6 +117,18 @@ def _check_reader(reader: Any, kind: str, key: str) -> None:
                       "of names, numbers and strings: the options that change which records come out.") from e
 
 
+class Listed(NamedTuple):
+  """A file of a source, maybe not fetched yet; `size` is None where a server does not say."""
+
+  name: str
+  path: Path
+  size: int | None
+
+
+class NothingError(DataError):
+  """No document of a source falls into its split."""
+
+
 class Source:
   """Records of one split of one source, in an order that depends on nothing but the files."""
 
@@ -122,6 +142,8 @@ class Source:
     self._identity = reader.identity if own is None else [own, reader.identity]
     if hasattr(reader, "only_text"):
       reader.only_text = texts
+    # Whether it has some files of a source, see `part`.
+    self._is_part = False
     # Counts of the pass in progress, or of the last one.
     self.tally = Tally()
 
@@ -157,10 +179,32 @@ class Source:
 
     `hasher` maps a file to a hash of its content (`cache.FileHasher` remembers those of unchanged files).
     """
-    files = [(name, hasher(path)) for name, path in self._reader.files()]
+    return self.identity([(name, hasher(path)) for name, path in self._reader.files()])
+
+  def identity(self, files: Sequence[Any]) -> str:
+    """Identity of what is read of `files`, which say what they are (JSON-able)."""
     counts_for = [self.text_key, self._texts]
     parts = [VERSION, self._identity, counts_for, self.split, self._fraction, self._max_documents, files]
     return hashlib.blake2b(json.dumps(parts).encode(), digest_size=16).hexdigest()
+
+  def listed(self) -> list[Listed]:
+    """The files; those of URLs are not fetched."""
+    with urls.later() as sizes:
+      files = self._reader.files()
+    return [Listed(name, path, sizes[path] if path in sizes else os.path.getsize(path)) for name, path in files]
+
+  def part(self, files: Sequence[Listed], stop: threading.Event | None = None) -> "Source":
+    """The same source of some of its files, which are fetched when they are to be read, unless `stop` is set."""
+    reader = copy.copy(self._reader)
+
+    def there() -> list[File]:
+      urls.fetch_listed([file.path for file in files], stop)
+      return [File(file.name, file.path) for file in files]
+
+    reader.files = there
+    other = copy.copy(self)
+    other._reader, other._is_part, other.tally = reader, True, Tally()
+    return other
 
   @contextlib.contextmanager
   def bar(self, what: str, show: bool) -> Iterator[Callable[[], None]]:
@@ -180,7 +224,7 @@ class Source:
     if self.split == "all":
       picked = found
     else:
-      head = list(islice(found, 2)) if isinstance(self._reader, TextReader) else []
+      head = list(islice(found, 2)) if isinstance(self._reader, TextReader) and not self._is_part else []
       if len(head) == 1 and head[0].problem is None:
         yield self._cut(head[0])
         return
@@ -190,7 +234,7 @@ class Source:
       count += 1
       yield record
     if count == 0:
-      raise DataError(self._nothing(tally))
+      raise NothingError(self._nothing(tally))
 
   def _not_empty(self, tally: Tally) -> Iterator[Record]:
     for record in self._reader.read(tally):

@@ -141,6 +141,7 @@ SOURCE = {
   "source.validation_fraction": data(0.6, see=texts),
   "source.max_documents": data(3, see=texts),
   "source.weight": data(5.0, OTHER),
+  "source.stream_files": data(1, see=texts),  # a BPE is trained on the first part
 }
 
 # ----------------------------------------------------------------------------------------------

@@ -68,6 +68,9 @@ def source(**changed) -> ConfigDict:
   c.max_documents = unset(int)
   # Share in the mixture, relative to the other sources' weights.
   c.weight = 1.0
+  # 0: the source is read whole before the first step. n: in parts of n files, the next while one is trained on
+  # (docs/data.md#streams).
+  c.stream_files = 0
   c.update(changed)
   return c
 
