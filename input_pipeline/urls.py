@@ -182,6 +182,8 @@ def _listed(url: str, key: str, matches: Callable[[str], bool], expected: str) -
       about = {} if is_http and path.endswith("/") else _tried(lambda: fs.info(path), url)
       if about.get("type", "directory") == "file":
         return [_remote(fs, url, PurePosixPath(path.partition("?")[0]).name, path, about)]
+      if is_http:  # `find` passes over what does not answer
+        _tried(lambda: fs.ls(path, detail=False), url)
       base, found = path.rstrip("/") + "/", _tried(lambda: fs.find(path, detail=True), url)
   except FileNotFoundError as e:
     raise DataError(f"{address} does not exist. Name {expected}, a folder or a glob.") from e

@@ -124,6 +124,13 @@ def test_what_cannot_be_had_is_told(tmp_path, status, said, tries):
   assert len(asked) == 2 * tries  # HEAD and GET
 
 
+def test_a_server_that_does_not_answer_is_no_empty_folder(tmp_path):
+  with serving({"/d/f": CONTENT}) as store:
+    url = store.url
+  with pytest.raises(DataError, match="failed 3 times in a row .*Cannot connect"):
+    fetched(f"{url}/d/", tmp_path)
+
+
 @pytest.mark.parametrize("new", [CONTENT[::-1], CONTENT[:2500], None])
 def test_a_file_that_changes_meanwhile_is_refused_by_name(tmp_path, new):
   with serving({"/f": CONTENT}) as store:
