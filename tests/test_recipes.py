@@ -13,6 +13,7 @@ from trainer import program as program_lib
 from trainer.config import checks as config_checks
 from trainer.distributed import mesh as mesh_lib
 from trainer.errors import ConfigError
+from trainer.planning.estimate import active_parameters
 from trainer.telemetry import hardware
 
 LLAMA = dict(
@@ -20,6 +21,23 @@ LLAMA = dict(
     max_position_embeddings=8192, num_key_value_heads=8, rms_norm_eps=1e-5, rope_scaling=None, rope_theta=500000.0,
     tie_word_embeddings=False, vocab_size=128256)
 LLAMA_70B = LLAMA | dict(hidden_size=8192, intermediate_size=28672, num_attention_heads=64, num_hidden_layers=80)
+DEEPSEEK_V3 = dict(
+    model_type="deepseek_v3", architectures=["DeepseekV3ForCausalLM"], attention_bias=False, attention_dropout=0.0,
+    aux_loss_alpha=0.001, ep_size=1, first_k_dense_replace=3, hidden_act="silu", hidden_size=7168,
+    intermediate_size=18432, kv_lora_rank=512, max_position_embeddings=163840, moe_intermediate_size=2048,
+    moe_layer_freq=1, n_group=8, n_routed_experts=256, n_shared_experts=1, norm_topk_prob=True,
+    num_attention_heads=128, num_experts_per_tok=8, num_hidden_layers=61, num_key_value_heads=128,
+    num_nextn_predict_layers=1, q_lora_rank=1536, qk_nope_head_dim=128, qk_rope_head_dim=64, rms_norm_eps=1e-6,
+    rope_scaling={"beta_fast": 32, "beta_slow": 1, "factor": 40, "mscale": 1.0, "mscale_all_dim": 1.0,
+                  "original_max_position_embeddings": 4096, "type": "yarn"},
+    rope_theta=10000, routed_scaling_factor=2.5, scoring_func="sigmoid", seq_aux=True, tie_word_embeddings=False,
+    topk_group=4, topk_method="noaux_tc", v_head_dim=128, vocab_size=129280)
+# Of 61 layers: attention's kernels, the norms of latents, two norms of the stream. 3 have an MLP, 58 have 256 experts,
+# one that all tokens use, and a router with a bias. Around them are embedding, unembedding and a norm.
+DEEPSEEK_V3_PARAMETERS = (
+    61 * (7168 * 1536 + 1536 + 1536 * 128 * 192 + 7168 * 576 + 512 + 512 * 128 * 256 + 128 * 128 * 7168 + 2 * 7168)
+    + 3 * 3 * 7168 * 18432 + 58 * (257 * 3 * 7168 * 2048 + 256 * 7168 + 256)
+    + 2 * 129280 * 7168 + 7168)
 # (recipe, argument): (parameters, what is published as config.json).
 RECIPES = {
     ("llama3_8b", None): (8_030_261_248, LLAMA | dict(
@@ -33,6 +51,8 @@ RECIPES = {
         num_attention_heads=32, num_experts=128, num_experts_per_tok=8, num_hidden_layers=48, num_key_value_heads=4,
         rms_norm_eps=1e-6, rope_scaling=None, rope_theta=1000000.0, sliding_window=None, tie_word_embeddings=False,
         use_sliding_window=False, vocab_size=151936)),
+    ("deepseek_v3", "v5p"): (DEEPSEEK_V3_PARAMETERS, DEEPSEEK_V3),
+    ("deepseek_v3", "h100"): (DEEPSEEK_V3_PARAMETERS, DEEPSEEK_V3),
     # 62 layers of 412,898,560, an embedding of 262,208 × 5,376 and a norm of 5,376.
     ("gemma3_27b", None): (62 * 412_898_560 + 262_208 * 5376 + 5376, dict(
         model_type="gemma3_text", architectures=["Gemma3ForCausalLM"], attention_bias=False, head_dim=128,
@@ -99,6 +119,15 @@ def test_parameters_and_moments_are_split_over_the_devices_and_fit(name, arg, sl
   assert 16 / 12 * held < 0.6 * topology.chip.usable
 
 
-def test_unknown_hardware_is_refused():
+def test_of_deepseek_v3_a_token_passes_through_37_billion():
+  """Published: 671 billion in all, 37 billion activated (arXiv 2412.19437, abstract)."""
+  config = resolved("deepseek_v3", "v5p")
+  active = active_parameters(program_lib.make_model(config, config.model.vocab_size))
+  assert active == DEEPSEEK_V3_PARAMETERS - 58 * (256 - 8) * 3 * 7168 * 2048
+  assert (DEEPSEEK_V3_PARAMETERS // 10**8, active // 10**9) == (6710, 37)
+
+
+@pytest.mark.parametrize("name", ["llama3_70b", "deepseek_v3"])
+def test_unknown_hardware_is_refused(name):
   with pytest.raises(ConfigError, match="allowed: v5p, h100"):
-    importlib.import_module("configs.llama3_70b").get_config("a100")
+    importlib.import_module(f"configs.{name}").get_config("a100")

@@ -12,6 +12,7 @@ import jax
 import numpy as np
 from jax.sharding import AbstractMesh, AxisType
 
+from models.experts import grouped
 from models.sharding.logical_axes import names_of
 from trainer import program as program_lib
 from trainer import tree
@@ -132,9 +133,8 @@ class Planner:
       one = AbstractMesh((1,) * len(mesh_lib.AXES), mesh_lib.AXES, axis_types=(AxisType.Auto,) * len(mesh_lib.AXES))
       program = program_lib.make_program(config, model, program_lib.planned_optimizer(config, model), one,
                                          self._sources)
-      shards = max(1, self.topology.devices)
-      rows = max(1, config.batch_size // config.grad_accum_steps // shards)
-      self._programs[remat] = program, trace(config, program, rows)
+      rows = max(1, config.batch_size // config.grad_accum_steps // max(1, self.topology.devices))
+      self._programs[remat] = program, trace(config, program, max(rows, _rows_of_whole_blocks(config)))
     return self._programs[remat]
 
   def estimate(self, sizes: Mapping[str, int], remat: str | None = None) -> Estimate:
@@ -283,6 +283,15 @@ def active_parameters(model: Any) -> int:
   share = 1.0 if moe is None else moe.experts_per_token / moe.num_experts
   return round(sum(leaf.size * (share if "/experts/" in path else 1.0)
                    for path, leaf in tree.flatten(model.abstract_params()).items()))
+
+
+def _rows_of_whole_blocks(config: Any) -> int:
+  """Rows from which on experts' blocks (models/experts/grouped.py) are of the largest size, so that twice as many rows
+  make twice as many blocks: what a row costs has no padding, which depends on how many rows' tokens a device's experts
+  get."""
+  moe = config.model.moe
+  blocks = 2 * grouped.MAX_BLOCK * moe.num_experts
+  return math.ceil(blocks / (moe.experts_per_token * config.seq_len)) if moe.num_experts else 1
 
 
 def _width(model: Any) -> int:

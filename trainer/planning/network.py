@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from models.experts.all_to_all import rounds_when_even
 from models.sharding.logical_axes import names_of, size_of
 from trainer import tree
 from trainer.telemetry.hardware import Topology
@@ -20,12 +21,13 @@ GATHERED = ("fsdp", "expert", "context")
 
 
 class Link(NamedTuple):
-  """What the devices along a mesh axis are connected by: its name, bytes/s in and out of each, and over how many links
-  on average what is sent to any of them goes."""
+  """What the devices along a mesh axis are connected by: its name, bytes/s in and out of each; over how many links on
+  average what is sent to any of them goes; and of that what share leaves a node, through the sender's own port."""
 
   name: str
   bandwidth: float
   hops: float = 1.0
+  leaves: float = 0.0
 
 
 class Transfer(NamedTuple):
@@ -56,7 +58,7 @@ def links(topology: Topology, sizes: Mapping[str, int]) -> dict[str, Link]:
   In a torus an axis that covers whole dimensions goes round in both directions of each where these close (v5e, v6e: 16
   chips; v4, v5p: multiples of 4), else back and forth along one. Round a ring of n, what any device sends to any other
   passes n / 4 links on average, along a line n / 2. In a node all devices reach one another through a switch; an axis
-  that leaves the node uses the network ports of all its devices in the node.
+  that leaves the node uses the network ports of all its devices in the node, but for what each device sends each.
   """
   chip = topology.chip
   found = {}
@@ -85,7 +87,8 @@ def links(topology: Topology, sizes: Mapping[str, int]) -> dict[str, Link]:
       inside //= here
       local = here == size
       found[axis] = Link(chip.link if local else chip.network,
-                         chip.link_bandwidth if local else min(chip.link_bandwidth, here * chip.network_bandwidth))
+                         chip.link_bandwidth if local else min(chip.link_bandwidth, here * chip.network_bandwidth),
+                         leaves=(size - here) / max(1, size - 1))
   return found
 
 
@@ -93,8 +96,12 @@ def duration(topology: Topology, by_axis: Mapping[str, Link], kind: str, axes: t
              efficiency: float) -> float:
   """Seconds in which each device receives so many bytes along these axes, if nothing else is sent; `efficiency`: the
   share of the bandwidth that is reached."""
-  # An array in parts over several axes goes along all their links at once.
   ways = [by_axis[axis] for axis in axes]
+  leaves = max(link.leaves for link in ways)
+  if kind == "all-to-all" and leaves:
+    # All numbers are for one device alone. Those of the others in a node, which bring parts of a whole, cannot help.
+    return received * leaves / (topology.chip.network_bandwidth * efficiency)
+  # An array in parts over several axes goes along all their links at once.
   bandwidths = [link.bandwidth for link in ways]
   bandwidth = sum(bandwidths) if topology.chip.torus and "slice" not in axes else min(bandwidths)
   return received * (max(link.hops for link in ways) if kind == "all-to-all" else 1.0) / (bandwidth * efficiency)
@@ -182,8 +189,10 @@ def _activations(add: Any, config: Any, spec: Any, sizes: Mapping[str, int], num
       # Gradients travel in float32.
       add("ring", "gradients of keys and values", ("context",), keys * 4 / number_bytes * (c - 1) / c, 1, False)
   if e > 1 and spec.moe is not None:
-    sent = hidden * spec.moe.experts_per_token / t * (e - 1) / e
+    # Devices along `tensor` have parts of all experts' widths, so that each of them sends whole tokens.
+    sent, layers = hidden * spec.moe.experts_per_token * (e - 1) / e, len(spec.layers_with("moe"))
     # Forward there and back; backward the tokens there once more, and their gradients there and back. What goes there
-    # does so while other tokens are computed.
-    add("all-to-all", "tokens to their experts", ("expert",), sent, layers * (3 + again), True)
+    # does so in rounds while other tokens are computed, and once more after the last round.
+    rounds = rounds_when_even(round(tokens * spec.moe.experts_per_token / config.grad_accum_steps))
+    add("all-to-all", "tokens to their experts", ("expert",), sent * (1 + 1 / rounds), layers * (3 + again), True)
     add("all-to-all", "experts' outputs back", ("expert",), sent, layers * (2 + again), False)

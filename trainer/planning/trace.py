@@ -46,8 +46,8 @@ def trace(config: Any, program: program_lib.Program, rows: int = 2) -> Trace:
   Args:
     config: its config.
     program: its mesh plays no part.
-    rows: of the smaller of the two traces; about as many as a device has, since a mixture of experts sorts its tokens
-      into blocks whose size depends on how many there are.
+    rows: of the smaller of the two traces; about as many as a device has, and of a mixture of experts so many that its
+      blocks of tokens are no longer larger where there are more.
   """
   # Parameters that are kept as they are cost nothing more; a loop over layers may keep them one layer at a time.
   given = Counter(_key(leaf) for leaf in jax.tree.leaves(program.abstract_state))
@@ -127,9 +127,9 @@ def _of_equation(equation: Any) -> float:
     inner = np.prod([equation.invars[0].aval.shape[axis] for axis in contract], dtype=float)
     return float(2.0 * np.prod(equation.outvars[0].aval.shape, dtype=float) * inner)
   if name in ("ragged_dot", "ragged_dot_general"):
-    # Each row is multiplied by one group's matrix.
-    x, w = (invar.aval.shape for invar in equation.invars[:2])
-    return 2.0 * float(np.prod(x, dtype=float)) * w[-1]
+    # Each row is multiplied by one group's matrix, or by its transpose; or by a row of as many numbers as have results.
+    rows = equation.invars[0].aval.shape
+    return 2.0 * float(np.prod(rows, dtype=float)) * equation.outvars[0].aval.shape[-1]
   inner = [_count(part) for part in _inside(params.values())]
   if name == "cond":  # branches for other platforms among them
     return max(inner, default=0.0)

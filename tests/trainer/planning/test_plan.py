@@ -62,9 +62,10 @@ def planner_of(config, topology="cpu:8", usable=None):
 
 
 @functools.cache
-def compiled_on(layout):
+def compiled_on(layout, experts=False):
   """(config, planner, compiled program, mesh) of the unrolled model on 8 host devices."""
-  config = resolved(model=dict(scan_layers=False), mesh=dict(zip(mesh_lib.AXES, layout, strict=True)))
+  moe = dict(moe=dict(num_experts=8, experts_per_token=2, expert_size=32, dense_layers=1)) if experts else {}
+  config = resolved(model=dict(scan_layers=False, **moe), mesh=dict(zip(mesh_lib.AXES, layout, strict=True)))
   planner, mesh = planner_of(config), mesh_lib.make_mesh(config.mesh)
   model = program_lib.make_model(config, 258)
   program = program_lib.make_program(config, model, program_lib.planned_optimizer(config, model), mesh, ["main"])
@@ -121,6 +122,16 @@ def test_memory_products_and_traffic_are_close_to_those_of_the_compiled_step(siz
   gathered = sum(size for (kind, axes), (_, size, _) in sent.items() if kind == "all-gather" and axes == ("fsdp",))
   planned = sum(x.bytes for x in estimate.transfers if x.kind == "all-gather" and x.axes == ("fsdp",))
   assert 1 / 2 < planned / gathered < 2
+
+
+@pytest.mark.parametrize("sizes", [dict(expert=8), dict(expert=4, tensor=2)], ids=["alone", "with tensor"])
+def test_tokens_travel_to_experts_as_often_as_in_the_compiled_step(sizes):
+  """In layers that have experts, of which the first is none; whole tokens, however experts' widths are split."""
+  config, planner, compiled, mesh = compiled_on(layout_of(sizes), experts=True)
+  sent = collectives.summary(collectives.collectives(compiled.as_text(), mesh))
+  moved = sum(size for (kind, axes), (_, size, _) in sent.items() if kind == "all-to-all" and axes == ("expert",))
+  planned = sum(x.bytes for x in planner.estimate(config.mesh).transfers if x.kind == "all-to-all")
+  assert moved == pytest.approx(planned, rel=0.01)  # beside tokens there go the numbers of their experts
 
 
 def test_the_command_compiles_in_a_process_of_its_own():
@@ -291,10 +302,10 @@ def test_each_axis_moves_what_belongs_to_it():
                  model=dict(moe=dict(num_experts=8, experts_per_token=2, expert_size=32)))
   estimate = planner_of(moe, "v5e:2x4").estimate(moe.mesh)
   tokens = {transfer.hidden: transfer.bytes for transfer in estimate.transfers if transfer.kind == "all-to-all"}
-  # There, and there again with gradients, while others are computed; back, and the gradients back. In 3 layers: 2 rows
-  # of 64 tokens, 2 experts each, 64 bfloat16 numbers.
+  # There, and there again with gradients, while others are computed, in 2 rounds and an empty one; back, and the
+  # gradients back. In 3 layers: 2 rows of 64 tokens, 2 experts each, 64 bfloat16 numbers.
   once = 3 * (2 * 64) * 2 * 64 * 2 * 7 / 8
-  assert tokens == {True: 3 * once, False: 2 * once}
+  assert tokens == {True: 3 * once * 3 / 2, False: 2 * once}
   experts = [x for x in estimate.transfers if x.kind == "all-gather" and "expert" in x.axes]
   assert experts and not any("context" in x.axes for x in experts)  # all but the experts themselves
 
@@ -311,6 +322,28 @@ def test_each_axis_moves_what_belongs_to_it():
 def test_links_of_axes_follow_from_the_topology(topology, sizes, expected):
   found = plan_network.links(hardware.topology(topology), {axis: sizes.get(axis, 1) for axis in mesh_lib.AXES})
   assert {axis: (found[axis].name, found[axis].bandwidth) for axis in expected} == expected
+
+
+@pytest.mark.parametrize(("expert", "seconds"), [(8, 1 / 450), (16, 8 / 15 / 50), (32, 24 / 31 / 50)])
+def test_what_each_gpu_sends_each_leaves_a_node_through_its_own_port(expert, seconds):
+  """Of 15 others, 8 are in the other node. The parts of one array come in through the ports of a whole node."""
+  topology = hardware.topology("h100:8x4")
+  by_axis = plan_network.links(topology, {axis: expert if axis == "expert" else 1 for axis in mesh_lib.AXES})
+  assert plan_network.duration(topology, by_axis, "all-to-all", ("expert",), 1e9, 0.5) == pytest.approx(seconds / 0.5)
+  whole = plan_network.duration(topology, by_axis, "all-gather", ("expert",), 1e9, 1.0)
+  assert whole == pytest.approx(1 / 450 if expert == 8 else 1 / 400)
+
+
+@pytest.mark.parametrize("rows", [1, 2, 8])
+def test_experts_multiply_the_tokens_that_chose_them_however_many_rows_a_device_has(rows):
+  """As an MLP as wide as two experts: blocks of tokens are padded by how many an expert gets of all devices, which a
+  trace of one device's does not show."""
+  shape = dict(hidden_size=32, num_layers=2)
+  dense, moe = (planner_of(resolved("gpu", batch_size=8 * rows, model=shape | more), "h100:8").traced()[1].flops
+                for more in (dict(intermediate_size=2 * 256), dict(moe=dict(num_experts=16, experts_per_token=2,
+                                                                           expert_size=256))))
+  router = 2 * 4 * 2 * 64 * 32 * 16  # layers; forward, again, backward twice; a product of 64 tokens
+  assert moe == pytest.approx(dense + router, rel=1e-6)
 
 
 def test_slices_talk_over_the_slow_network():
