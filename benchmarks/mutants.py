@@ -1,22 +1,26 @@
 """Small faults planted in the program, one at a time: which of them do the tests notice?
 
-    python -m benchmarks.mutants [--room trainer/checkpoints …] [--only REGEX] [--jobs 2] [--limit 600] [--out FILE]
+    python -m benchmarks.mutants [--room trainer/checkpoints …] [--only REGEX] [--jobs 2] [--limit 600] [--again]
     python -m benchmarks.mutants --list
 
 benchmarks/mutants.json has a fault a line: the file, what stands there exactly once (`old`), what is put in its place
 (`new`), what is then wrong (`what`), and the tests that are to notice it where these are not, or not only, those of the
 file of the same name under tests/ (`tests`: `FILE` or `FILE -k EXPRESSION`). Each is planted in a copy of the checkout;
 the tests that are named run first, then those of the file, until one fails. A fault that makes them hang is noticed by
---limit, in seconds for a fault's tests. `--list` only looks whether every fault can be planted. Before anything is
-planted the tests must pass without (--trust: they are believed to).
+--limit, in seconds for a fault's tests. `--list` plants nothing: it looks whether every fault can be planted. Before
+anything is planted the tests must pass without (--trust: they are believed to).
 
-The table at the end has the share noticed by room; below it the faults that nothing noticed. With --out each result is
-also a line of that file, and what has one there already is not planted again.
+What noticed a fault, when, and at which commit is kept in benchmarks/mutants_results.json. A fault that was noticed
+there is not planted again (--again: it is), unless its `old`, `new` or `file` has changed since; those of the rooms of
+which the least is known come first. The table at the end has, by room, how many there are, how many were planted, and
+the share noticed; below it what nothing noticed, and what was never planted as it stands now.
 """
 
 import argparse
 import collections
 import contextlib
+import datetime
+import hashlib
 import json
 import os
 import re
@@ -33,6 +37,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
+RESULTS = Path(__file__).with_name("mutants_results.json")
 # What pytest ends with: tests failed; it was interrupted, since a file of tests could not be imported.
 NOTICED = (1, 2)
 
@@ -49,6 +54,11 @@ class Fault:
   def room(self) -> str:
     """The package that the file is in, of two names at most: trainer/checkpoints, evaluators."""
     return "/".join(Path(self.file).parts[:-1][:2])
+
+  @property
+  def place(self) -> str:
+    """A digest of the file and of what is put where."""
+    return hashlib.blake2b(json.dumps([self.file, self.old, self.new]).encode(), digest_size=6).hexdigest()
 
   def runs(self, tree: Path) -> list[str]:
     """What pytest is run with, run after run: the tests that are named, then those of the file."""
@@ -138,16 +148,45 @@ def plant_all(faults: list[Fault], jobs: int, cache: str, limit: float,
       planted.result()
 
 
-def table(results: list[dict[str, str]]) -> str:
-  """Markdown: the share noticed by room, and what was not."""
+Results = dict[str, dict[str, str]]
+
+
+def read_results() -> Results:
+  """{place: what was seen of the fault there}: `file`, `what`, `noticed` ("": by nothing), `date`, `commit`."""
+  return json.loads(RESULTS.read_text(encoding="utf-8")) if RESULTS.exists() else {}
+
+
+def write_results(results: Results) -> None:
+  """A line for each, by file, so that a change of one is a line's change."""
+  lines = [f"{json.dumps(place)}: {json.dumps(result, ensure_ascii=False)}"
+           for place, result in sorted(results.items(), key=lambda item: (item[1]["file"], item[1]["what"]))]
+  RESULTS.write_text("{\n" + ",\n".join(lines) + "\n}\n", encoding="utf-8")
+
+
+def table(faults: list[Fault], results: Results) -> str:
+  """Markdown: the share noticed by room; what was not, and what was never planted."""
   rooms = collections.defaultdict(list)
-  for result in results:
-    for room in (result["room"], "together"):
-      rooms[room].append(bool(result["noticed"]))
-  lines = [f"| {room} | {len(found)} | {sum(found) / len(found):.0%} |"
-           for room, found in sorted(rooms.items(), key=lambda item: (item[0] == "together", item[0]))]
-  missed = [f"- {result['file']}: {result['what']}" for result in results if not result["noticed"]]
-  return "\n".join(["| room | faults | noticed |", "|---|---|---|", *lines, "", "Unnoticed:", *(missed or ["- none"])])
+  for fault in faults:
+    for room in (fault.room, "together"):
+      rooms[room].append(fault)
+  lines = ["| room | faults | planted | noticed |", "|---|---|---|---|"]
+  for room in sorted(rooms, key=lambda name: (name == "together", name)):
+    planted = [bool(results[fault.place]["noticed"]) for fault in rooms[room] if fault.place in results]
+    share = f"{sum(planted) / len(planted):.0%}" if planted else ""
+    lines.append(f"| {room} | {len(rooms[room])} | {len(planted)} | {share} |")
+  missed = [fault for fault in faults if fault.place in results and not results[fault.place]["noticed"]]
+  never = [fault for fault in faults if fault.place not in results]
+  for title, those in (("Unnoticed:", missed), ("Never planted as they stand now:", never)):
+    lines += ["", title, *([f"- {fault.file}: {fault.what}" for fault in those] or ["- none"])]
+  return "\n".join(lines)
+
+
+def to_plant(faults: list[Fault], results: Results) -> list[Fault]:
+  """Those that were never noticed, from rooms of which the least is known on."""
+  known = collections.Counter(fault.room for fault in faults if fault.place in results)
+  of_room = collections.Counter(fault.room for fault in faults)
+  left = [fault for fault in faults if not results.get(fault.place, {}).get("noticed")]
+  return sorted(left, key=lambda fault: (known[fault.room] / of_room[fault.room], fault.room))
 
 
 def main() -> None:
@@ -156,7 +195,7 @@ def main() -> None:
   parser.add_argument("--only", default="", help="a regex over the file and what is then wrong")
   parser.add_argument("--jobs", type=int, default=1)
   parser.add_argument("--limit", type=float, default=600.0)
-  parser.add_argument("--out", type=Path)
+  parser.add_argument("--again", action="store_true")
   parser.add_argument("--list", action="store_true")
   parser.add_argument("--trust", action="store_true")
   args = parser.parse_args()
@@ -169,27 +208,26 @@ def main() -> None:
       sys.exit("\n".join(problems))
     tests = sorted({run for fault in faults for run in fault.runs(tree)})
   print(f"{len(faults)} faults can be planted, for {len(tests)} runs of tests to notice", flush=True)
-  lines = args.out.read_text(encoding="utf-8").splitlines() if args.out and args.out.exists() else []
-  results = [json.loads(line) for line in lines]
-  there, lock = {(result["file"], result["what"]) for result in results}, threading.Lock()
+  results, lock = read_results(), threading.Lock()
+  commit = subprocess.run(["git", "rev-parse", "--short=10", "HEAD"], cwd=ROOT, capture_output=True, text=True,
+                          check=True).stdout.strip()
 
   def tell(fault: Fault, noticed: str, seconds: float) -> None:
-    result = dict(room=fault.room, file=fault.file, what=fault.what, noticed=noticed)
     with lock:
-      results.append(result)
+      results[fault.place] = dict(file=fault.file, what=fault.what, noticed=noticed,
+                                  date=datetime.date.today().isoformat(), commit=commit)
+      write_results(results)
       print(f"{seconds:5.0f} s  {fault.file}: {fault.what}: {noticed or 'UNNOTICED'}", flush=True)
-      if args.out:
-        with args.out.open("a", encoding="utf-8") as file:
-          file.write(json.dumps(result) + "\n")
 
   if not args.list:
+    faults_now = faults if args.again else to_plant(faults, results)
     with tempfile.TemporaryDirectory(prefix="weft-mutants-cache-") as cache, copied(ROOT) as tree:
+      tests = sorted({run for fault in faults_now for run in fault.runs(tree)})
       failed = [] if args.trust else [failed for run in tests if (failed := run_tests(tree, [run], cache, args.limit))]
       if failed:
         sys.exit(f"Without any fault these fail: {', '.join(failed)}")
-      faults = [fault for fault in faults if (fault.file, fault.what) not in there]
-      plant_all(faults, args.jobs, cache, args.limit, tell)
-    print("\n" + table(results))
+      plant_all(faults_now, args.jobs, cache, args.limit, tell)
+  print("\n" + table(faults, results))
 
 
 if __name__ == "__main__":

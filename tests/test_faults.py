@@ -87,8 +87,18 @@ def rows(workdir):
     return 0
 
 
+def assert_saved_when_told(process, number, workdir):
+  """Asked to end, the process saves the step that it has reached and exits with 0."""
+  process.send_signal(number)
+  output, _ = process.communicate(timeout=120)
+  assert process.returncode == 0, output
+  assert "the same command continues" in output
+  step = max(int(p.name) for p in (workdir / "checkpoints").iterdir() if p.name.isdigit())
+  assert max(row["step"] for row in read_rows(workdir / "metrics.jsonl")) == step < STEPS
+
+
 def test_killed_at_any_moment_it_becomes_the_same_run(setup, straight, tmp_path):
-  """I5 with SIGKILL: after random rows of metrics, and while a checkpoint is being written."""
+  """I5: killed after random rows of metrics, and while a checkpoint is being written; then asked to end."""
   devices, reference = straight
   some_row = random.Random(devices).randint(1, STEPS // 2)
 
@@ -104,6 +114,9 @@ def test_killed_at_any_moment_it_becomes_the_same_run(setup, straight, tmp_path)
       killed += 1
     process.communicate()
   assert killed >= 1
+  process, already = start(setup, tmp_path, devices), rows(tmp_path)
+  assert wait_for(process, lambda: rows(tmp_path) > already)
+  assert_saved_when_told(process, signal.SIGTERM, tmp_path)
   done = tiny.run(argv(setup, tmp_path), devices=devices)
   assert done.returncode == 0, done.stderr
   assert_same_run(tmp_path, reference)
@@ -116,12 +129,7 @@ def test_a_signal_saves_and_exits_0_and_the_run_goes_on(setup, straight, tmp_pat
     pytest.skip("once is enough")
   process = start(setup, tmp_path, devices)
   assert wait_for(process, lambda: rows(tmp_path) > 12)
-  process.send_signal(number)
-  output, _ = process.communicate(timeout=120)
-  assert process.returncode == 0, output
-  assert "the same command continues" in output
-  step = max(int(p.name) for p in (tmp_path / "checkpoints").iterdir() if p.name.isdigit())
-  assert max(row["step"] for row in read_rows(tmp_path / "metrics.jsonl")) == step < STEPS
+  assert_saved_when_told(process, number, tmp_path)
   assert tiny.run(argv(setup, tmp_path), devices=devices).returncode == 0
   assert_same_run(tmp_path, reference)
 

@@ -1,6 +1,7 @@
 """Which package may import which, and that no files import each other in a circle."""
 
 import ast
+import functools
 import re
 from pathlib import Path
 
@@ -54,7 +55,10 @@ def imported(name: str, path: Path) -> set[str]:
   return (found & FILES.keys()) - {name}
 
 
-IMPORTS = {name: imported(name, path) for name, path in FILES.items()}
+@functools.cache
+def imports() -> dict[str, set[str]]:
+  """{module: what it imports}; not when this file is imported, which each process of tests does."""
+  return {name: imported(name, path) for name, path in FILES.items()}
 
 
 def within(name: str, prefix: str) -> bool:
@@ -81,14 +85,14 @@ def test_files_import_what_they_may(prefix):
   allowed = {*GROUND, prefix, *(ROOMS | MAY_IMPORT)[prefix]}
   assert files
   for name in files:
-    odd = {other for other in IMPORTS[name] if not any(within(other, package) for package in allowed)}
+    odd = {other for other in imports()[name] if not any(within(other, package) for package in allowed)}
     assert not odd, f"{name} imports {', '.join(sorted(odd))}, which {prefix} may not"
 
 
 @pytest.mark.parametrize("room", ROOMS)
 def test_rooms_say_no_more_than_they_import(room):
-  imports = {other for name in FILES if within(name, room) for other in IMPORTS[name]}
-  assert not {said for said in ROOMS[room] if not any(within(other, said) for other in imports)}
+  found = {other for name in FILES if within(name, room) for other in imports()[name]}
+  assert not {said for said in ROOMS[room] if not any(within(other, said) for other in found)}
   assert not set(ROOMS[room]) - {*FILES}
 
 
@@ -98,12 +102,12 @@ def test_only_what_a_run_is_made_of_stands_on_top():
 
 def test_evaluators_are_imported_by_programs():
   found = {name for name in FILES if not within(name, "evaluators")
-           and any(within(other, "evaluators") for other in IMPORTS[name])}
+           and any(within(other, "evaluators") for other in imports()[name])}
   assert found <= OF_EVALUATORS
 
 
 def test_no_circle_of_imports():
-  left = {name: {other for other in others if (name, other) not in LATE} for name, others in IMPORTS.items()}
+  left = {name: {other for other in others if (name, other) not in LATE} for name, others in imports().items()}
   while leaves := [name for name, others in left.items() if not others & left.keys()]:
     for name in leaves:
       del left[name]

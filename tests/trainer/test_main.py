@@ -104,8 +104,8 @@ def test_a_run_leaves_what_it_promises(straight):
   assert losses(workdir)[8] < losses(workdir)[1]
 
 
-@pytest.mark.devices(8)
-@pytest.mark.parametrize("changed", [dict(), dict(grad_accum_steps=2, mesh=dict(fsdp=4, tensor=2))],
+@pytest.mark.devices(2)
+@pytest.mark.parametrize("changed", [dict(), dict(grad_accum_steps=2, mesh=dict(tensor=2))],
                          ids=["one device", "mesh and micro-batches"])
 def test_the_step_is_traced_once(changed, corpus, tmp_path, monkeypatch):
   """What is looked at before anything is allocated is what then runs."""

@@ -124,7 +124,6 @@ def test_a_restart_with_another_size_is_the_run_with_a_stage_there(documents, tm
   assert seen(tmp_path / "seen") == seen(tmp_path / "stages.seen")
 
 
-@pytest.mark.devices(8)
 def test_each_source_of_a_mixture_goes_on_where_it_was_and_resume_does_too(documents, tmp_path):
   """With weights that change, before and after; another run that resumes this one needs no permission for its size."""
   def mixed(size, steps, **changed):

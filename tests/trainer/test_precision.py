@@ -138,7 +138,8 @@ def place(mesh, step):
     (dict(moments="int8", params="bfloat16", stochastic_rounding=True), 2, 0.9),
 ])
 def test_eight_devices_compute_what_one_does(options, steps, least):
-  """I2. A number that differs in its last bit may be rounded the other way: few are."""
+  """I2. A number that differs in its last bit may be rounded the other way: few are. (That random bits depend on no
+  mesh: optim/test_moments.py, every time.)"""
   mesh = mesh_lib.make_mesh(dict(data=2, fsdp=2, tensor=2))
   state, metrics, _ = run_on(mesh, steps, **options)
   kinds = {leaf.sharding.memory_kind for leaf in jax.tree.leaves(state["opt"])}

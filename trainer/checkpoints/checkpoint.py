@@ -351,9 +351,14 @@ def _save_args(state: Any) -> ocp.args.PyTreeSave:
   return ocp.args.PyTreeSave(item, save_args=jax.tree.map(lambda leaf: kinds.get(jnp.ndim(leaf), by_layer), item))
 
 
+@jax.jit  # once for all checkpoints of a run
+def _copied(tree: Any) -> Any:
+  return jax.tree.map(jnp.copy, tree)
+
+
 def _own_buffers(tree: Any) -> Any:
   """On CPU, where arrays may share memory with host code, a copy that nothing else reads or writes."""
-  return jax.jit(lambda t: jax.tree.map(jnp.copy, t))(tree) if jax.default_backend() == "cpu" else tree
+  return _copied(tree) if jax.default_backend() == "cpu" else tree
 
 
 def _names(key_path) -> list[str]:

@@ -72,6 +72,17 @@ def test_what_is_saved_does_not_change_when_the_state_is_donated(tmp_path):
   checkpoints.close()
 
 
+def test_what_is_saved_is_copied_by_one_program(tmp_path, monkeypatch):
+  traced, copy = [], jnp.copy
+  monkeypatch.setattr(jnp, "copy", lambda x: traced.append(x.shape) or copy(x))
+  checkpoints = Checkpoints(tmp_path)
+  for step in (1, 2, 3):
+    checkpoints.save(step, state(step, rows=5), {})
+    checkpoints.wait()
+  checkpoints.close()
+  assert traced.count((5, 2)) == 2  # one of parameters and one of the optimizer
+
+
 def test_what_is_saved_of_the_run_does_not_change_while_it_goes_on(tmp_path, monkeypatch):
   """Orbax writes `meta` in a thread: what callbacks remember may have changed by then."""
   go_on, dump = threading.Event(), ocp.JsonCheckpointHandler._save_fn

@@ -97,17 +97,21 @@ def test_what_the_compiler_says_in_its_thread_is_raised_where_it_is_waited_for(m
   assert batch(2) in steps
 
 
-@pytest.mark.devices(8)
+@pytest.mark.devices(2)
 def test_a_run_compiles_its_step_beside_what_else_it_does(corpus, tmp_path, who):
   """What is begun, for a state and batches that are not there yet, is what then runs: of a mesh with micro-batches and
-  averages, with a reference computed ahead, and of a run that goes on where batches are larger than at first. There the
-  second size alone is compiled; in the run that was not interrupted both."""
-  train(tiny.config(corpus, total_steps=2, grad_accum_steps=2, mesh=dict(fsdp=4, tensor=2),
+  averages."""
+  train(tiny.config(corpus, total_steps=2, grad_accum_steps=2, mesh=dict(tensor=2),
                     optimizer=dict(ema_decay=0.9)), tmp_path / "mesh")
   assert who == [BESIDE]
+
+
+def test_it_does_so_with_a_reference_and_where_it_goes_on_with_larger_batches(corpus, tmp_path, who):
+  """A reference is computed ahead; and of a run that goes on where batches are larger than at first, the second size
+  alone is compiled; in the run that was not interrupted both."""
   train(test_dpo.config(test_dpo.write_pairs(tmp_path / "pairs.jsonl"), total_steps=2, strategy=dict(precompute=True)),
         tmp_path / "pairs")
-  assert who == [BESIDE] * 2
+  assert who == [BESIDE]
 
   def grows():
     config = tiny.config(corpus, total_steps=6, ckpt_steps=2, evals={})

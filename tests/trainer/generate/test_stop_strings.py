@@ -116,30 +116,31 @@ def test_what_is_printed_as_it_comes_is_the_text_and_nothing_is_taken_back(kind,
     assert len(shown) == len(parts) and "".join(shown) == stop.text(c), (stops, ids)
 
 
-@pytest.mark.devices(8)
-def test_the_sampler_draws_the_same_tokens_and_ends_with_the_string_on_any_mesh():
+# (Rows of stop strings on a mesh: the same loop as without them, test_sampler.py.)
+@pytest.mark.parametrize("sizes", [None, pytest.param(
+    dict(data=2, fsdp=2, tensor=2), marks=(pytest.mark.devices(8), pytest.mark.slow))], ids=["rows", "mesh"])
+def test_the_sampler_draws_the_same_tokens_and_ends_with_the_string_on_any_mesh(sizes):
   """Whatever the rows, the chunk and the mesh: what it draws without strings, up to the token that completes one."""
   model, params = case("llama")
   tokenizer = SimpleNamespace(token_bytes=tuple(bytes([97 + i % 5, 97 + i % 3][:1 + i % 2]) for i in range(19)))
   stop = StopStrings(tokenizer, ("ab", "ba", "dd", "ec", "ca"))
   given, options = prompts(), dict(num_samples=2, max_new_tokens=12, seed=3, stop_ids=(3,))
   whole = Sampler(model, rows=4, chunk=4).generate(params, given, **options)
-  mesh = mesh_lib.make_mesh(dict(data=2, fsdp=2, tensor=2))
+  sampler = Sampler(model, mesh_lib.make_mesh(sizes), rows=32, chunk=5) if sizes else Sampler(model, rows=2, chunk=1)
   reasons = set()
-  for sampler in (Sampler(model, rows=2, chunk=1), Sampler(model, mesh, rows=32, chunk=5)):
-    found = sampler.generate(params, given, stop=stop, **options)
-    for c, base in zip(found, whole, strict=True):
-      texts = [b"".join(tokenizer.token_bytes[i] if i < 19 else b"" for i in base.ids[:n])
-               for n in range(1, len(base.ids) + 1)]
-      hits = [n for n, text in enumerate(texts, 1) if any(s.encode() in text for s in stop.strings)]
-      n = hits[0] if hits else len(base.ids)
-      assert c.ids.tolist() == base.ids[:n].tolist() and len(c.logprobs) == len(c.full_logprobs) == n
-      if hits and base.ids[n - 1] != 3:
-        assert c.finish_reason == "stop" and texts[n - 1].endswith((c.stop_reason.encode(), *(
-            c.stop_reason.encode() + bytes([b]) for b in range(97, 103))))
-      else:
-        assert (c.finish_reason, c.stop_reason) == (base.finish_reason, None)
-      reasons.add((c.finish_reason, c.stop_reason))
+  found = sampler.generate(params, given, stop=stop, **options)
+  for c, base in zip(found, whole, strict=True):
+    texts = [b"".join(tokenizer.token_bytes[i] if i < 19 else b"" for i in base.ids[:n])
+             for n in range(1, len(base.ids) + 1)]
+    hits = [n for n, text in enumerate(texts, 1) if any(s.encode() in text for s in stop.strings)]
+    n = hits[0] if hits else len(base.ids)
+    assert c.ids.tolist() == base.ids[:n].tolist() and len(c.logprobs) == len(c.full_logprobs) == n
+    if hits and base.ids[n - 1] != 3:
+      assert c.finish_reason == "stop" and texts[n - 1].endswith((c.stop_reason.encode(), *(
+          c.stop_reason.encode() + bytes([b]) for b in range(97, 103))))
+    else:
+      assert (c.finish_reason, c.stop_reason) == (base.finish_reason, None)
+    reasons.add((c.finish_reason, c.stop_reason))
   assert ("length", None) in reasons and len(reasons) >= 4, reasons
 
 

@@ -49,10 +49,11 @@ def by_what(results):
   return {result.what: result for result in results}
 
 
+@pytest.mark.devices(4)
 def test_pretraining(corpus, tmp_path, capsys):
-  """With dropout, in bfloat16, along three axes."""
+  """With dropout, in bfloat16, along two axes."""
   c = seq(corpus)
-  c.mesh.update(data=2, fsdp=2, tensor=2)
+  c.mesh.update(fsdp=2, tensor=2)
   results = verify.verify(c, tmp_path)
   shown = capsys.readouterr().out
   assert {r.what for r in results if r.status == "SKIP"} == {
@@ -105,6 +106,7 @@ def test_strategies(folder, tmp_path, monkeypatch, name):
   assert len(results) == len(OWN[name]) + 1 and {result.status for result in results} == {"PASS"}, results
 
 
+@pytest.mark.devices(1)
 def test_a_reward_model_is_measured_by_its_scores(tmp_path, monkeypatch):
   """With margins, which stand where advantages do, and no tokens to evaluate. Its export is read with scores twice as
   large: a distance of exactly 1 from what was trained, so that without that there is none."""
@@ -190,11 +192,11 @@ def broken(monkeypatch, what):
   return "evaluated loss: batches of 1, 3, all"
 
 
+@pytest.mark.devices(1)  # one shard of rows, so that all apply
 @pytest.mark.parametrize("what", ["mean of means", "leak", "guard", "data", "temperature", "gradient", "evaluation"])
 def test_what_is_broken_is_told(corpus, tmp_path, monkeypatch, capsys, what):
   """Of the equalities only that one is measured."""
   c = tiny.config(corpus, seq_len=96)
-  c.mesh.update(data=1, context=8)  # one shard of rows, so that all apply
   expected = broken(monkeypatch, what)
   monkeypatch.setattr(invariances, "CHECKS", [check for check in invariances.CHECKS if check.what == expected])
   if what != "data":

@@ -12,7 +12,7 @@ import sys
 import numpy as np
 import pytest
 
-from tests import tiny
+from tests import docs_commands, tiny
 from tests.trainer import report_pages
 from tests.trainer.report_pages import write_run
 from trainer.config import defaults
@@ -241,22 +241,24 @@ def test_folders_without_a_run_are_named(tmp_path, monkeypatch):
       (compare.write if len(given) > 1 else page.write)(*([given, tmp_path / "o"] if len(given) > 1 else given))
 
 
-def test_the_command(tmp_path):
+def test_the_command(tmp_path, monkeypatch, capsys):
+  """Of several runs in a process of its own, which needs no device; the rest in this one."""
   a, b = (write_run(tmp_path / name, rows()) for name in "ab")
+  done = subprocess.run([sys.executable, "-m", "trainer.report", str(a), str(b)], cwd=tmp_path, text=True,
+                        capture_output=True, timeout=120, check=False,
+                        env={**os.environ, "PYTHONPATH": str(tiny.ROOT), "JAX_PLATFORMS": "absent"})
+  assert done.returncode == 0 and done.stdout == "comparison.html\n", done.stderr
+  assert (tmp_path / "comparison.html").exists()
 
-  def command(*arguments):  # which needs no device
-    return subprocess.run([sys.executable, "-m", "trainer.report", *map(str, arguments)], cwd=tmp_path, text=True,
-                          capture_output=True, timeout=120, check=False,
-                          env={**os.environ, "PYTHONPATH": str(tiny.ROOT), "JAX_PLATFORMS": "absent"})
+  def code(*arguments):
+    return docs_commands.exit_code(["trainer.report", *map(str, arguments)], monkeypatch)
 
-  done = command(a)
-  assert done.returncode == 0 and done.stdout == f"{a / 'report.html'}\n", done.stderr
-  assert command(a, b).stdout == "comparison.html\n" and (tmp_path / "comparison.html").exists()
-  assert command(a, "--out=one.html").returncode == 0 and report_pages.read(tmp_path / "one.html").series()
-  failed = command(a, tmp_path / "nothing")
-  assert failed.returncode == 1 and "nothing does not exist. Give the --workdir of a run." in failed.stderr
-  assert "Traceback" not in failed.stderr
-  assert "is a folder" in command(a, f"--out={b}").stderr and command().returncode == 1
+  monkeypatch.chdir(tmp_path)
+  assert not code(a) and capsys.readouterr().out.splitlines()[-1] == str(a / "report.html")
+  assert not code(a, "--out=one.html") and report_pages.read(tmp_path / "one.html").series()
+  failed = code(a, tmp_path / "nothing")
+  assert "nothing does not exist. Give the --workdir of a run." in failed and "Traceback" not in failed
+  assert "is a folder" in code(a, f"--out={b}") and code() == 1
 
 
 # ----------------------------------------------------------------------------------------------

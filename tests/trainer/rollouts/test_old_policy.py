@@ -29,8 +29,7 @@ def sampler_elsewhere(monkeypatch):
   monkeypatch.setattr(experience, "collect", shifted)
 
 
-@pytest.mark.devices(8)
-@pytest.mark.parametrize("noise", [False, True])
+@pytest.mark.parametrize("noise", [pytest.param(False, marks=pytest.mark.devices(8)), True])
 def test_in_bfloat16_a_policy_that_does_not_move_has_ratios_of_one(noise, sampler_elsewhere, prompts, tmp_path):
   """GSPO, whose bounds are 3e-4: two updates, two epochs, two micro-batches, also with dropout, at a learning rate of
   0."""
