@@ -23,12 +23,21 @@ NORMALIZE = ("token", "sequence")
 SHOWN_COLUMNS = 8
 
 
+class Kept(NamedTuple):
+  """An array of batches, [B, T, *tail], of what another model says of each trained token, computed before the first
+  step (input_pipeline/reference.py)."""
+
+  name: str
+  tail: tuple[int, ...] = ()
+  dtype: str = "float32"
+
+
 class Arrays(NamedTuple):
   """Which arrays a batch has besides those that every batch has.
 
   Attributes:
     sequences: S, the most segments of a row, where documents have parts; else 0, and there is no such array.
-    reference: one for the reference's log-probs.
+    kept: those of what other models say of tokens.
     advantages: one for those of segments.
     logprobs: one for the log-probs that tokens were sampled with.
     images: which there are for images; None: none.
@@ -36,7 +45,7 @@ class Arrays(NamedTuple):
   """
 
   sequences: int = 0
-  reference: bool = False
+  kept: tuple[Kept, ...] = ()
   advantages: bool = False
   logprobs: bool = False
   images: ImageLayout | None = None
@@ -65,8 +74,8 @@ def empty_batch(num_rows: int, seq_len: int, pad_id: int, arrays: Arrays = Array
     batch["segment_roles"] = np.zeros((num_rows, arrays.sequences), np.int32)
   if arrays.advantages:
     batch["advantages"] = np.zeros((num_rows, arrays.sequences), np.float32)
-  if arrays.reference:
-    batch["ref_logprobs"] = np.zeros(shape, np.float32)
+  for kept in arrays.kept:
+    batch[kept.name] = np.zeros((*shape, *kept.tail), kept.dtype)
   if arrays.logprobs:
     batch["behavior_logprobs"] = np.zeros(shape, np.float32)
   if arrays.prompts:
@@ -219,8 +228,9 @@ class PackedSource:
     # The most segments of a row, in whatever epoch, where documents have parts; else 0.
     self.sequences = 0 if units is None else plan.most_pieces * units.each
     self.shares_prompts = units is not None and units.shares
-    # Of a reference model, for each of `tokens`, float32; None: batches do without.
-    self.reference: np.ndarray | None = None
+    # Of other models, for each of `tokens`: (name of the array of batches, values [N, …], or one after another those of
+    # its third dimension).
+    self.kept: list[tuple[str, np.ndarray | list[np.ndarray]]] = []
 
   def fill(
       self, batch: dict[str, np.ndarray], where: np.ndarray, epoch: int, rows: np.ndarray, source_id: int
@@ -234,8 +244,13 @@ class PackedSource:
     if self.row_images is not None:
       self.row_images.fill(batch, where, source, pieces, flat, epoch)
     trained = batch["loss_weights"].reshape(-1)[flat] != 0
-    if self.reference is not None:
-      batch["ref_logprobs"].reshape(-1)[flat[trained]] = self.reference[token[trained]]
+    for key, values in self.kept:
+      given = batch[key].reshape(-1, *batch[key].shape[2:])
+      if isinstance(values, list):
+        for nth, of_nth in enumerate(values):
+          given[flat[trained], nth] = of_nth[token[trained]]
+      else:
+        given[flat[trained]] = values[token[trained]]
     if "behavior_logprobs" in batch:  # NaN: not known
       known = np.nan if source.logprobs is None else source.logprobs[token[trained]]
       batch["behavior_logprobs"].reshape(-1)[flat[trained]] = known

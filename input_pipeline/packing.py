@@ -135,6 +135,14 @@ class Plan(abc.ABC):
   def _permutation(self, n: int, what: str, epoch: int) -> np.ndarray:
     return np.arange(n) if self._key is None else permutation(n, *self._key, what, epoch)
 
+  @property
+  def fingerprint(self) -> str:
+    """Equal where what is kept of documents, and into which lengths that is cut, are."""
+    digest = hashlib.blake2b(repr(self.seq_len).encode(), digest_size=12)
+    for part in (self.lengths, self._spans.doc, self._spans.begin):
+      digest.update(b"-" if part is None else np.ascontiguousarray(part, np.int64).tobytes())
+    return digest.hexdigest()
+
   @abc.abstractmethod
   def _make_order(self, epoch: int) -> tuple:
     """The permutations of an epoch; first that of its rows."""

@@ -1,4 +1,5 @@
-"""Log-probs of a frozen reference model for every token of the data, computed once and kept beside the token cache.
+"""What a frozen other model says of every token of the data, computed once and kept beside the token cache: the
+log-probs of a reference, or a teacher's most probable tokens with theirs.
 
     logprobs = data.reference(fingerprint, cache_dir)
     if not logprobs.complete:
@@ -11,7 +12,7 @@ They belong to the tokens of a source under one reference, and to what is kept o
 tokenizer, template, seq_len or reference gets another folder. Each token that is trained (or summed up for a mean) is
 given a value exactly once, whatever the order; a folder appears under its final name when all have one.
 
-Dims: B rows, T places of a row, N tokens of a source.
+Dims: B rows, T places of a row, N tokens of a source, K entries of a teacher's.
 """
 
 import contextlib
@@ -19,20 +20,30 @@ import hashlib
 import json
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from absl import logging
 
 from input_pipeline import folders
-from input_pipeline.batches import Arrays, PackedSource, empty_batch, image_layout
+from input_pipeline.batches import Arrays, Kept, PackedSource, empty_batch, image_layout
 from trainer.errors import ConfigError
 
 VERSION = 1
 # Values written at a time.
 WRITTEN = 1 << 22
+# The array of batches that a reference's log-probs are.
+REFERENCE = (Kept("ref_logprobs"),)
+# {name of an array of a folder: (dtype, values of each token; 0: a number, no array)}; one is called `logprobs`.
+OF_REFERENCE: dict[str, tuple[str, int]] = {"logprobs": ("<f4", 0)}
+
+
+def of_teachers(teachers: int, k: int) -> tuple[Kept, Kept]:
+  """The arrays of batches that hold what so many teachers say of each token, [B, T, teachers, …]: their K most probable
+  entries, and the log-probs of these and of the rest (trainer/strategies/top_k.py)."""
+  return Kept("teacher_ids", (teachers, k), "int32"), Kept("teacher_logprobs", (teachers, k + 1))
 
 
 class UnitBatch(NamedTuple):
@@ -55,31 +66,40 @@ class ReferenceLogprobs:
     arrays: which its batches have.
     fingerprint: all that decides the values: the reference's parameters and how they are computed with.
     cache_dir: where the token caches are.
+    what: "reference" or "teacher".
+    held: the arrays, as OF_REFERENCE.
 
   Attributes:
     complete: every value is there; nothing is left to compute.
   """
 
   def __init__(self, packed: list[PackedSource], seq_len: int, pad_id: int, arrays: Arrays, fingerprint: str,
-               cache_dir: Path):
+               cache_dir: Path, what: str = "reference", held: dict[str, tuple[str, int]] = OF_REFERENCE):
     self._packed, self._seq_len, self._pad_id, self._arrays = packed, seq_len, pad_id, arrays
     self._starts = np.cumsum([0, *(p.plan.num_rows for p in packed)])
-    self._files = [_File(Path(cache_dir), p, fingerprint) for p in packed]
+    self._what, self._held = what, held
+    self._files = [_File(Path(cache_dir), p, fingerprint, what, held) for p in packed]
+
+  @property
+  def sources(self) -> list[str]:
+    """Their names."""
+    return [packed.tokens.name for packed in self._packed]
 
   @property
   def complete(self) -> bool:
     return all(file.complete for file in self._files)
 
   @property
-  def values(self) -> list[np.ndarray]:
-    """Of each source, float32 [N].
+  def values(self) -> list[dict[str, np.ndarray]]:
+    """Of each source, its arrays [N, …].
 
     Raises:
       ValueError: they are not complete.
     """
     if not self.complete:
-      raise ValueError("the reference's log-probs are not complete: store those of every batch, then call finish().")
-    return [file.values for file in self._files]
+      raise ValueError(f"the {self._what}'s log-probs are not complete: store those of every batch, then call "
+                       "finish().")
+    return [file.values for file in self._files if file.values is not None]
 
   def num_batches(self, batch_size: int) -> int:
     return -(-int(self._starts[-1]) // batch_size)
@@ -105,24 +125,30 @@ class ReferenceLogprobs:
     for index in range(self.num_batches(batch_size)):
       yield self.batch(index, batch_size)
 
-  def store(self, batch: UnitBatch, values_BxT: np.ndarray) -> None:
-    """Keeps the log-probs of a batch (or of some of its rows), aligned as `loss_weights` are. One process does this.
+  def store(self, batch: UnitBatch, values: np.ndarray | dict[str, np.ndarray]) -> None:
+    """Keeps the log-probs, or all arrays, of a batch (or of some of its rows), aligned as `loss_weights` are. One
+    process does this.
 
     Raises:
       ValueError: a wrong shape, or a value that is no log-prob of a model.
     """
-    values_BxT = np.asarray(values_BxT, np.float32)
-    if values_BxT.shape != batch.tokens_BxT.shape:
-      raise ValueError(f"log-probs of shape {values_BxT.shape} for a batch of shape {batch.tokens_BxT.shape}.")
-    bad = np.argwhere((batch.tokens_BxT >= 0) & ~np.isfinite(values_BxT))
+    values = {key: np.asarray(part, self._held[key][0]) for key, part in (
+        values.items() if isinstance(values, dict) else {"logprobs": values}.items())}
+    for key, (_, width) in self._held.items():
+      wanted = (*batch.tokens_BxT.shape, *([width] if width else []))
+      if values[key].shape != wanted:
+        raise ValueError(f"{key.replace('logprobs', 'log-probs')} of shape {values[key].shape} for a batch of shape "
+                         f"{wanted}.")
+    finite_BxT = np.isfinite(values["logprobs"]).reshape(*batch.tokens_BxT.shape, -1).all(-1)
+    bad = np.argwhere((batch.tokens_BxT >= 0) & ~finite_BxT)
     if len(bad):
       row, column = bad[0]
-      raise ValueError(f"the reference gives the token {batch.arrays['tokens'][row, column]} (row {row}, place "
-                       f"{column} of batch {batch.index}) the log-prob {values_BxT[row, column]}. Check it.")
+      raise ValueError(f"the {self._what} gives the token {batch.arrays['tokens'][row, column]} (row {row}, place "
+                       f"{column} of batch {batch.index}) the log-prob {values['logprobs'][row, column]}. Check it.")
     for s in np.unique(batch.arrays["source_ids"]):
       mine = (batch.arrays["source_ids"][:, None] == s) & (batch.tokens_BxT >= 0)
       if s >= 0:
-        self._files[s].write(batch.tokens_BxT[mine], values_BxT[mine])
+        self._files[s].write(batch.tokens_BxT[mine], {key: part[mine] for key, part in values.items()})
 
   def finish(self) -> None:
     """Makes what was stored permanent. The process that stored does this; the others call `reopen` after it.
@@ -141,20 +167,22 @@ class ReferenceLogprobs:
 
 
 class _File:
-  """Those of one source: `logprobs.bin` (float32 [N]) and `meta.json` in a folder of their own."""
+  """Those of one source: a file for each array (`logprobs.bin`, float32 [N, …]) and `meta.json` in a folder of their
+  own."""
 
-  def __init__(self, cache_dir: Path, packed: PackedSource, fingerprint: str):
-    tokens = packed.tokens
-    parts = json.dumps([VERSION, tokens.fingerprint, packed.units.fingerprint, fingerprint,
-                        *["prompts shared"] * packed.shares_prompts])  # which rounds differently
+  def __init__(self, cache_dir: Path, packed: PackedSource, fingerprint: str, what: str,
+               held: dict[str, tuple[str, int]]):
+    tokens, units, self._what, self._held = packed.tokens, packed.units, what, held
+    parts = json.dumps([VERSION, tokens.fingerprint, packed.plan.fingerprint if units is None else units.fingerprint,
+                        fingerprint, *["prompts shared"] * packed.shares_prompts])  # which rounds differently
     key = hashlib.blake2b(parts.encode(), digest_size=12).hexdigest()
-    self._folder = cache_dir / f"{re.sub(r'[^A-Za-z0-9_.-]', '_', tokens.name)}-reference-{key}"
-    self._size, self._needed = len(tokens.tokens), packed.units.summed
+    self._folder = cache_dir / f"{re.sub(r'[^A-Za-z0-9_.-]', '_', tokens.name)}-{what}-{key}"
+    self._size, self._needed = len(tokens.tokens), packed.plan.stats().trained if units is None else units.summed
     self._stack = contextlib.ExitStack()
     # Where values are written until they are complete.
     self._temporary: Path | None = None
-    self._writing: np.ndarray | None = None
-    self.values: np.ndarray | None = None
+    self._writing: dict[str, np.memmap] = {}
+    self.values: dict[str, np.ndarray] | None = None
     self.open()
 
   @property
@@ -166,48 +194,64 @@ class _File:
       return
     damage = folders.find_damage(self._folder, _arrays)
     if damage is None:
-      self.values = np.memmap(self._folder / "logprobs.bin", "<f4", mode="r", shape=(self._size,))
+      self.values = {key: self._map(self._folder, key, "r") for key in self._held}
     else:
-      logging.warning("reference log-probs in %s are damaged (%s); computing them again.", self._folder, damage)
+      logging.warning("%s log-probs in %s are damaged (%s); computing them again.", self._what, self._folder, damage)
       folders.remove(self._folder)
 
-  def write(self, tokens: np.ndarray, values: np.ndarray) -> None:
+  def _map(self, folder: Path, key: str, mode: Any) -> np.memmap:
+    dtype, width = self._held[key]
+    return np.memmap(folder / f"{key}.bin", dtype, mode=mode, shape=(self._size, *([width] if width else [])))
+
+  def write(self, tokens: np.ndarray, values: dict[str, np.ndarray]) -> None:
     if self.complete:
       return
     if self._temporary is None:
       with contextlib.ExitStack() as stack:
-        self._temporary = stack.enter_context(folders.new(self._folder, "the reference's log-probs"))
+        self._temporary = stack.enter_context(folders.new(self._folder, f"the {self._what}'s log-probs"))
         # Written, not only mapped: so that a full disk is an error here and not a crash later.
-        with open(self._temporary / "logprobs.bin", "wb") as file:
-          for start in range(0, self._size, WRITTEN):
-            np.full(min(WRITTEN, self._size - start), np.nan, "<f4").tofile(file)
-        self._writing = np.memmap(self._temporary / "logprobs.bin", "<f4", mode="r+", shape=(self._size,))
+        for key, (dtype, width) in self._held.items():
+          size, empty = self._size * max(width, 1), np.nan if np.dtype(dtype).kind == "f" else 0
+          with open(self._temporary / f"{key}.bin", "wb") as file:
+            for start in range(0, size, WRITTEN):
+              np.full(min(WRITTEN, size - start), empty, dtype).tofile(file)
+          self._writing[key] = self._map(self._temporary, key, "r+")
         self._stack = stack.pop_all()  # the folder stays until `finish`
-    self._writing[tokens] = values
+    for key, part in values.items():
+      self._writing[key][tokens] = part
 
   def finish(self) -> None:
     if self.complete:
       return
-    found = 0 if self._temporary is None else int(np.count_nonzero(~np.isnan(self._writing)))
-    if found != self._needed:
-      raise ValueError(f"{found} of {self._needed} reference log-probs of {self._folder.name} were stored. Store those "
-                       "of every batch before finish().")
-    self._writing.flush()
-    temporary, self._temporary, self._writing = self._temporary, None, None
-    with self._stack, open(temporary / "logprobs.bin", "rb") as file:
-      os.fsync(file.fileno())
-      meta = {"tokens": self._size, "checksums": {"logprobs": folders.block_sums(file)}}
+    found = 0
+    if self._temporary is not None:
+      logprobs = self._writing["logprobs"]
+      found = int(np.count_nonzero(~np.isnan(logprobs if logprobs.ndim == 1 else logprobs[:, 0])))
+    if self._temporary is None or found != self._needed:
+      raise ValueError(f"{found} of {self._needed} {self._what} log-probs of {self._folder.name} were stored. Store "
+                       "those of every batch before finish().")
+    for part in self._writing.values():
+      part.flush()
+    temporary, self._temporary, self._writing = self._temporary, None, {}
+    with self._stack:
+      sums = {}
+      for key in self._held:
+        with open(temporary / f"{key}.bin", "rb") as file:
+          os.fsync(file.fileno())
+          sums[key] = folders.block_sums(file)
+      meta = {"tokens": self._size, "arrays": self._held, "checksums": sums}
       (temporary / "meta.json").write_text(json.dumps(meta), "utf-8")
       folders.publish(temporary, self._folder, _arrays)
     self.open()
 
 
 def _arrays(meta: dict) -> dict[str, tuple[str, int]]:
-  return {"logprobs": ("<f4", meta["tokens"])}
+  held = meta.get("arrays", OF_REFERENCE)  # which folders of earlier versions do not name
+  return {key: (dtype, meta["tokens"] * max(width, 1)) for key, (dtype, width) in held.items()}
 
 
 class PackedData:
-  """What training and evaluation data have in common: packed sources, maybe with a reference's log-probs."""
+  """What training and evaluation data have in common: packed sources, maybe with what other models say of them."""
 
   def __init__(self, packed: list[PackedSource], seq_len: int, pad_id: int):
     self._packed, self._seq_len, self._pad_id = packed, seq_len, pad_id
@@ -216,7 +260,7 @@ class PackedData:
     self.image_layout = image_layout(packed)
     # That a row of a batch has places for.
     self.images_per_row = self.image_layout.most if self.image_layout else 0
-    # Without the reference's log-probs until `use`.
+    # Without what other models say until `use`.
     self._arrays = Arrays(
         self.sequences, advantages=packed[0].advantages, images=self.image_layout, prompts=packed[0].shares_prompts,
         logprobs=any(source.tokens.logprobs is not None for source in packed))
@@ -237,8 +281,15 @@ class PackedData:
     if self._packed[0].row_images is not None and self._packed[0].row_images.augments:
       raise ConfigError("strategy.precompute and input.images.augment exclude each other: what the reference says of "
                         "an image is computed once, and the image changes. Switch one of them off.")
-    arrays = self._arrays._replace(reference=False)
+    arrays = self._arrays._replace(kept=())
     return ReferenceLogprobs(self._packed, self._seq_len, self._pad_id, arrays, fingerprint, Path(cache_dir))
+
+  def teacher(self, fingerprint: str, cache_dir: str | Path, k: int, sources: Collection[str]) -> ReferenceLogprobs:
+    """A teacher's k most probable entries at each trained token of these sources, or what is needed to compute them;
+    see `reference`."""
+    packed = [source for source in self._packed if source.tokens.name in sources]
+    return ReferenceLogprobs(packed, self._seq_len, self._pad_id, self._arrays._replace(kept=()), fingerprint,
+                             Path(cache_dir), "teacher", {"ids": ("<i4", k), "logprobs": ("<f4", k + 1)})
 
   def use(self, logprobs: ReferenceLogprobs) -> None:
     """From now on, batches have `ref_logprobs`: that of each token with a weight, 0 elsewhere.
@@ -247,8 +298,22 @@ class PackedData:
       ValueError: they are not complete.
     """
     for source, values in zip(self._packed, logprobs.values, strict=True):
-      source.reference = values
-    self._arrays = self._arrays._replace(reference=True)
+      source.kept = [("ref_logprobs", values["logprobs"])]
+    self._arrays = self._arrays._replace(kept=REFERENCE)
+
+  def use_teachers(self, said: Sequence[ReferenceLogprobs], kept: tuple[Kept, Kept]) -> None:
+    """From now on, batches have the arrays `kept`, see `of_teachers`. Of a token, the first of its teachers in this
+    order comes first; where there is none there are zeros.
+
+    Raises:
+      ValueError: some are not complete.
+    """
+    for source in self._packed:
+      of_source = [values for one in said for mine, values in zip(one.sources, one.values, strict=True)
+                   if mine == source.tokens.name]
+      source.kept = [(array.name, [values[key] for values in of_source])
+                     for array, key in zip(kept, ("ids", "logprobs"), strict=True)]
+    self._arrays = self._arrays._replace(kept=kept)
 
   def _empty(self, num_rows: int) -> dict[str, np.ndarray]:
     return empty_batch(num_rows, self._seq_len, self._pad_id, self._arrays)

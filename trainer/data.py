@@ -13,7 +13,7 @@ from input_pipeline.tokenizer.tokenizer import Tokenizer, make_tokenizer
 from trainer import program as program_lib
 from trainer import strategies
 from trainer.rollouts import rollout
-from trainer.strategies import critic, teacher
+from trainer.strategies import critic, teachers
 
 
 class Batches(Protocol):
@@ -132,7 +132,7 @@ def make_data(config: Any, mesh: Any, workdir: Path, past: Past | None) -> tuple
   texts = prompt_data.prompt_texts(config) if rolls_out else loader.train_texts(config, learns)
   tokenizer = make_tokenizer(config.tokenizer, texts, workdir / "tokenizer.json", show)
   if strategies.of(config).teacher:
-    teacher.check(config, tokenizer)
+    teachers.check(config, tokenizer)
   if strategies.of(config).critic:
     critic.check(config, tokenizer)
   model = program_lib.make_model(config, tokenizer.vocab_size)

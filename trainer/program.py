@@ -32,7 +32,7 @@ from trainer.optim import offload
 from trainer.optim import optimizer as optim
 from trainer.rollouts import old_policy
 from trainer.rollouts import options as rollout_options
-from trainer.strategies import critic, teacher
+from trainer.strategies import critic, teachers
 from trainer.strategies import reference as reference_lib
 from trainer.telemetry import diagnostics, spikes
 
@@ -49,7 +49,8 @@ class Program:
     abstract_state: the training state as ShapeDtypeStructs, whose shardings say where each leaf lives.
     params_sharding: that of the parameters.
     batch_sharding: rows over the mesh.
-    reference: the leaves of a reference policy, None: there is none. With `precompute` it is not in the state.
+    reference: the leaves of a reference policy, None: there is none. With `precompute` it is not in the state, and
+      batches have the arrays `kept`.
     share_prompts: batches have `prompt_ids`.
     options: of the update: seed, rows of a micro-batch, and so on.
     loss_fn: `(params, batch, rng, *reference) -> (terms, metrics)`, the strategy bound to its model and options.
@@ -67,6 +68,7 @@ class Program:
   batch_sharding: Any
   reference: Any
   precompute: bool
+  kept: tuple[batches.Kept, ...]
   share_prompts: bool
   options: update_lib.Options
   loss_fn: Callable
@@ -88,10 +90,11 @@ class Program:
     return self.place_rows(lambda rows: {key: part[rows] for key, part in batch.items()}, len(batch["tokens"]))
 
   def seen(self, batch: Mapping[str, Any]) -> dict[str, Any]:
-    """The example of a batch with what an update is given beside: the reference's log-probs, requests to stop."""
+    """The example of a batch with what an update is given beside: what other models say, requests to stop."""
     batch = dict(batch)
-    if self.precompute:
-      batch["ref_logprobs"] = batch["loss_weights"]  # of the same shape as those that will be there
+    for kept in self.kept:
+      batch[kept.name] = jax.ShapeDtypeStruct((*batch["loss_weights"].shape, *kept.tail), kept.dtype,
+                                              sharding=self.batch_sharding)
     if jax.process_count() > 1:
       batch["stop_requests"] = processes.stop_requests(self.mesh, False)
     return batch
@@ -178,7 +181,7 @@ def shares_prompts(config: Any, model: Any, mesh: Any) -> bool:
   wanted = config.input.share_prompts
   reason = getattr(model, "no_prefix_sharing", "it has no attribute no_prefix_sharing (models/api.py)")
   if reason is None and strategies.of(config).teacher:  # which goes through the same rows
-    reason = teacher.make_model(config.strategy.teacher, "float32", "float32").no_prefix_sharing
+    reason = teachers.no_prefix_sharing(config.strategy)
   if wanted == "always" and reason is not None:
     raise ConfigError(f"input.share_prompts is 'always', which {type(model).__name__} cannot do: {reason}. Use "
                       "--config.input.share_prompts=auto.")
@@ -221,14 +224,13 @@ def make_program(config: Any, model: Any, optimizer: optim.Optimizer, mesh: Any,
   if config.remat in remat.HOST_MEMORY:
     offload.check(mesh, f"remat = {config.remat}")
   state_sharding = place_state(abstract_state, params_sharding, mesh, offloaded)
-  if strategies.of(config).teacher:
-    placed, _ = mesh_lib.param_shardings(abstract_state["reference"]["teacher"], mesh, config.sharding_rules)
-    state_sharding["reference"] = {"teacher": placed}
+  if strategies.of(config).teacher and not precompute:
+    state_sharding["reference"] = {"teacher": teachers.shardings(config, abstract_state["reference"]["teacher"], mesh)}
   # With shardings they are of the types that the arrays will have, so that what is traced for them is not traced again.
   abstract_state = jax.tree.map(lambda leaf, s: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=s),
                                 abstract_state, state_sharding)
 
-  loss_fn = make_loss_fn(model, strategy_cfg)
+  loss_fn = make_loss_fn(model, strategy_cfg, source_names)
   options = make_update_options(config, source_names)
   score_fn = None
 
@@ -242,18 +244,20 @@ def make_program(config: Any, model: Any, optimizer: optim.Optimizer, mesh: Any,
   update_fn = jax.jit(
       update_lib.make_update_fn(loss_fn, optimizer, options), donate_argnums=0, out_shardings=(state_sharding, None))
   return Program(model, optimizer, mesh, abstract_state, params_sharding, mesh_lib.batch_sharding(mesh), reference,
-                 precompute, shares_prompts(config, model, mesh), options, loss_fn, update_fn, score_fn, tuple(notes))
+                 precompute, reference_lib.kept(config) if precompute else (), shares_prompts(config, model, mesh),
+                 options, loss_fn, update_fn, score_fn, tuple(notes))
 
 
-def make_loss_fn(model: Any, strategy_cfg: Any) -> Callable:
+def make_loss_fn(model: Any, strategy_cfg: Any, source_names: Sequence[str] = ()) -> Callable:
   """The strategy of section `strategy`, bound to its model and options: `(params, batch, rng, *reference) -> (terms,
-  metrics)`."""
-  loss = strategies.find(strategy_cfg.name).loss
+  metrics)`. `source_names`: those that a batch's `source_ids` count, which one with teachers wants."""
+  strategy = strategies.find(strategy_cfg.name)
+  loss = strategy.loss
 
   def loss_fn(params, batch, rng, *reference):
     return loss(model, params, batch, rng, strategy_cfg, *reference)
 
-  return loss_fn
+  return teachers.heard(loss_fn, strategy_cfg, source_names) if strategy.teacher else loss_fn
 
 
 def make_update_options(config: Any, source_names: Sequence[str]) -> update_lib.Options:
@@ -291,16 +295,16 @@ def abstract_batch(config: Any, model: Any, rows: int, *, precompute: bool = Fal
 
   Args:
     rows: of the batch.
-    precompute: with the reference's log-probs (`Program.precompute`).
+    precompute: with what other models say (`Program.precompute`).
     share_prompts: with the segments of prompts that are shared (`Program.share_prompts`).
     images_per_row: places for images in a row, which the data decide otherwise; for models that take some.
     sharding: of all arrays.
   """
   learns, layout = strategies.learns(config), image_tokens.layout_of(model)
   parts = learns in WITH_PARTS or config.rollout.num_prompts > 0
-  row = batches.empty_batch(
-      1, config.seq_len, 0, batches.Arrays(SEGMENTS if parts else 0, reference=precompute, prompts=share_prompts,
-                                           advantages=learns in WITH_ADVANTAGES))
+  row = batches.empty_batch(1, config.seq_len, 0, batches.Arrays(
+      SEGMENTS if parts else 0, kept=reference_lib.kept(config) if precompute else (), prompts=share_prompts,
+      advantages=learns in WITH_ADVANTAGES))
   if config.rollout.num_prompts:
     held = strategies.of(config).keys(config.rollout.updates * config.rollout.epochs)
     row |= {key: row["loss_weights"] for key in held if key != "advantages"}

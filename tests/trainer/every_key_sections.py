@@ -322,8 +322,10 @@ STRATEGY = {
     "loss": program("apo_zero_unpaired"), "beta": program(0.5), "desirable_weight": program(0.5),
     "undesirable_weight": program(0.5), **_reference(judged, {})}),
   **{key: row._replace(given=row.given | {"strategy.teacher": lambda f: f.hf}) for key, row in strategies("distill", {
-    "beta": program(0.9), "temperature": program(0.7)}).items()},
-  **strategies("distill", {"teacher": run(first_reference, lambda f: f.other_hf, {"strategy.teacher": lambda f: f.hf},
+    "beta": program(0.9), "temperature": program(0.7), "cached_top_k": program(3)}).items()},
+  **strategies("distill", {"teachers": program(lambda f: {"a": {"path": f.hf}, "b": {"path": f.other_hf}},
+                                               {"strategy.teachers": lambda f: {"a": {"path": f.hf}}}, questions),
+                           "teacher": run(first_reference, lambda f: f.other_hf, {"strategy.teacher": lambda f: f.hf},
                                           questions),
                            "normalize": data("sequence", {"strategy.teacher": lambda f: f.hf}, questions)}),
   **{key: row._replace(given={"model.head": "score"} | row.given) for key, row in strategies("reward", {

@@ -95,7 +95,7 @@ def _is_stale(name: str, key: str, value) -> bool:
 # Sections whose keys are names that the user chooses.
 _NAMED = ("input.sources", "evals", "callbacks", "loggers", "rollout.rewards")
 # Sections that replace their default as a whole; whoever reads them checks their keys.
-_WHOLE = ("strategy.loss",)
+_WHOLE = ("strategy.loss", "strategy.teachers")
 
 
 def _merge(template: ConfigDict, given: Mapping | ConfigDict, prefix: str, problems: list[str]) -> ConfigDict:

@@ -165,8 +165,9 @@ def strategy(name: str = "seq", **changed) -> ConfigDict:
   # A type stands for "no value yet".
   options = {key: unset(value) if isinstance(value, type) else value for key, value in strategies.options(name).items()}
   c = ConfigDict(dict(name=name, **options))
-  if "loss" in changed:
-    c.loss = changed.pop("loss")  # replaced as a whole
+  for key in ("loss", "teachers"):
+    if key in changed:
+      c[key] = changed.pop(key)  # replaced as a whole
   c.update(changed)
   return c
 

@@ -93,7 +93,8 @@ class Fixture:
     model = program_lib.make_model(config, self.run.tokenizer.vocab_size)
     options = dataclasses.replace(self.run.program.options, micro_batch_size=micro_batch_size)
     return jax.jit(update.make_gradient_fn(
-        program_lib.make_loss_fn(model, config.strategy), program_lib.planned_optimizer(config, model), options))
+        program_lib.make_loss_fn(model, config.strategy, self.run.data.source_names),
+        program_lib.planned_optimizer(config, model), options))
 
   def placed(self, batch: Mapping[str, np.ndarray], mesh: Any) -> dict[str, jax.Array]:
     """A batch on its devices."""

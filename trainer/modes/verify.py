@@ -121,6 +121,8 @@ def slice_of(resolved: ConfigDict, workdir: Path) -> ConfigDict:
   c.model.dropout = c.model.neftune_alpha = c.model.lora.dropout = 0.0
   if "precompute" in c.strategy:
     c.strategy.precompute = False
+  if "cached_top_k" in c.strategy:
+    c.strategy.cached_top_k = 0
   if c.rollout.num_prompts:
     r = c.rollout
     r.num_prompts, r.group_size, r.batch_size, r.updates, r.epochs, r.resample = 2, min(4, r.group_size), 8, 2, 1, 0

@@ -101,6 +101,7 @@ class RowFormat:
     row_multiple: B is a multiple of it by 1, 2, 3, 4, 6, 8, 12, …, and S is 8, 16, 32, …, so that few shapes occur.
     layout: how the model takes images; None: it does not.
     share_prompts: whether the completions of a prompt in a row share it. Not with a layout.
+    by_source: whether all sequences of a row are of one source.
   """
 
   seq_len: int
@@ -108,6 +109,7 @@ class RowFormat:
   row_multiple: int
   layout: image_tokens.Layout | None = None
   share_prompts: bool = False
+  by_source: bool = False
 
 
 def make_batch(experience: Experience, units: np.ndarray, form: RowFormat, *, keys: Sequence[str] = (),
@@ -141,9 +143,14 @@ def make_batch(experience: Experience, units: np.ndarray, form: RowFormat, *, ke
   # The prompts, without their last token, that stand in a row once for all of their completions.
   prompts = [experience.tokens[start:start + length - 1].tobytes() if form.share_prompts and length > 1 else b""
              for start, length in zip(starts.tolist(), experience.prompt_lengths.tolist(), strict=True)]
-  rows = _whole_rows(experience, members, seq_len)
-  if form.share_prompts:
-    rows = min(_shared_rows(experience, members, prompts, seq_len), rows, key=len)
+  sources = [int(experience.sources[of_unit[0]]) if form.by_source else 0 for of_unit in members]
+  rows = []
+  for source in sorted(set(sources)):
+    mine = [of_unit for of_unit, its in zip(members, sources, strict=True) if its == source]
+    of_source = _whole_rows(experience, mine, seq_len)
+    if form.share_prompts:
+      of_source = min(_shared_rows(experience, mine, prompts, seq_len), of_source, key=len)
+    rows += of_source
   most = max(map(len, rows), default=1)
   batch = empty_batch(bucket(max(len(rows), 1), form.row_multiple), seq_len, form.pad_id,
                       Arrays(power(most, MIN_SEGMENTS), prompts=form.share_prompts))

@@ -69,6 +69,9 @@ def check(config: Any) -> None:
                       "completions need. Remove it.")
   if "precompute" in config.strategy and config.strategy.precompute:
     raise ConfigError("strategy.precompute is True, but the completions of rollouts are not known before. Use False.")
+  if config.strategy.get("cached_top_k"):
+    raise ConfigError(f"strategy.cached_top_k is {config.strategy.cached_top_k}, but what the student will say in "
+                      "rollouts is not known before: the teacher has to be there. Use 0.")
 
 
 def _check_staleness(config: Any) -> None:

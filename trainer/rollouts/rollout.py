@@ -30,6 +30,7 @@ from trainer.rollouts.curriculum import SAVED
 from trainer.rollouts.experience import Experience
 from trainer.rollouts.producer import Policy, Producer, Rollout
 from trainer.rollouts.returns import Returns
+from trainer.strategies import teachers
 from trainer.strategies.record import OF_CRITIC
 
 
@@ -59,7 +60,8 @@ class Rollouts:
     self._strategy = strategies.of(config)
     self._rows = experience_lib.RowFormat(
         config.seq_len, policy.tokenizer.pad_id, config.batch_size // config.grad_accum_steps,
-        image_tokens.layout_of(policy.model), share_prompts)
+        image_tokens.layout_of(policy.model), share_prompts,
+        by_source=self._strategy.teacher and teachers.routes(config.strategy))
     self.producer = Producer(config, prompts, policy, workdir)
     self._ahead = make_ahead(config, self.producer, self.taken, prompts.num_items)
     self.source_names, self.rows_per_epoch = prompts.source_names, prompts.num_prompts

@@ -69,7 +69,9 @@ def needs_reference(cfg: Any) -> bool:
 
 
 def precomputes(cfg: Any) -> bool:
-  """Whether the reference's log-probs of all data are computed before the first step."""
+  """Whether the log-probs of the reference, or of a teacher, of all data are computed before the first step."""
+  if find(cfg.name).teacher:
+    return "cached_top_k" in cfg and cfg.cached_top_k > 0
   return needs_reference(cfg) and "precompute" in cfg and cfg.precompute
 
 

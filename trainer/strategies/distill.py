@@ -4,7 +4,11 @@ At each trained token the student's distribution is pulled towards the teacher's
 divergence (trainer/strategies/divergence.py): GKD (arXiv 2306.13649), and with beta = 0 on given texts the loss of
 Hinton et al. (arXiv 1503.02531) without its factor T². Off-policy the texts are conversations, whose trained tokens are
 those of SFT. On-policy (`rollout.num_prompts` above 0) they are completions that the student samples; its choice of
-tokens has no gradient, as in GKD. The teacher is another model over the same tokens (trainer/strategies/teacher.py).
+tokens has no gradient, as in GKD. The teacher is another model over the same tokens (trainer/strategies/teacher.py), or
+several are, each with its weight (trainer/strategies/teachers.py).
+
+With `cached_top_k` what the teacher says of the data is computed before the first step, cut to its k most probable
+tokens (trainer/strategies/top_k.py), and it leaves the memory.
 """
 
 from typing import Any
@@ -14,7 +18,7 @@ import jax.numpy as jnp
 
 from trainer.errors import ConfigError
 from trainer.metrics import Mean
-from trainer.strategies import divergence, seq, teacher
+from trainer.strategies import divergence, seq, teacher, teachers, top_k
 from trainer.strategies.record import OF_ROLLOUTS, Strategy
 
 
@@ -23,20 +27,32 @@ def loss(model: Any, params: Any, batch: dict[str, jax.Array], rng: jax.Array | 
 
   Args:
     model, params, batch, rng: see `seq.next_token_loss`; dropout is the student's alone.
-    cfg: `teacher`, `beta`, `temperature`. (`normalize` is the data's.)
-    reference: what has the teacher's parameters as `teacher`.
+    cfg: `teacher` or `teachers`, `beta`, `temperature`. (`normalize` is the data's.)
+    reference: what has the teacher's parameters, or those of several by name, as `teacher`. Not looked at where the
+      batch has `teacher_ids` and `teacher_logprobs` (`input_pipeline.reference.of_teachers`).
 
   Returns:
     (terms, metrics): `loss` is weighted by `loss_weights`; with them the model's own.
   """
   out = model.apply(params, batch, rng=rng, train=rng is not None)
-  other, given = teacher.make_model(cfg.teacher, "float32", out.hidden.dtype.name), reference["teacher"]
+  student = divergence.Side(out.hidden, model.unembedding(params), model.final_logit_cap, model.num_real_vocab)
+  options = dict(beta=cfg.beta, chunk=model.vocab_chunk, temperature=cfg.temperature)
+  others = {name: teacher.make_model(one.path, "float32", out.hidden.dtype.name, one.key)
+            for name, one in teachers.of(cfg).items()}
   _, weights_BxT = seq.next_tokens(batch)
-  loss_BxT = divergence.jensen_shannon(
-      divergence.Side(out.hidden, model.unembedding(params), model.final_logit_cap, model.num_real_vocab),
-      divergence.Side(other.apply(given, batch).hidden, other.unembedding(given), other.final_logit_cap,
-                      other.num_real_vocab),
-      beta=cfg.beta, chunk=model.vocab_chunk, temperature=cfg.temperature)
+  if "teacher_ids" in batch:
+    real = min(model.num_real_vocab, *(other.num_real_vocab for other in others.values()))
+    said = [jnp.roll(batch[key], -1, axis=1) for key in ("teacher_ids", "teacher_logprobs")]
+    losses = [top_k.jensen_shannon(student._replace(num_real_vocab=real), said[0][:, :, n], said[1][:, :, n], **options)
+              for n in range(said[0].shape[2])]
+  else:
+    given = teachers.apart(cfg, reference["teacher"])
+    losses = [divergence.jensen_shannon(student, divergence.Side(
+        other.apply(given[name], batch).hidden, other.unembedding(given[name]), other.final_logit_cap,
+        other.num_real_vocab), **options) for name, other in others.items()]
+  loss_BxT = losses[0]
+  if "teacher_weights" in batch:
+    loss_BxT = jnp.sum(batch["teacher_weights"].T[:, :, None] * jnp.stack(losses), axis=0)
   mean = Mean(jnp.sum(loss_BxT * weights_BxT, axis=1), jnp.sum(weights_BxT, axis=1))
   return {"loss": mean, **out.losses}, dict(out.metrics)
 
@@ -48,8 +64,10 @@ def check(cfg: Any, grad_accum_steps: int, cfg_model: Any) -> None:
     raise ConfigError(f"strategy.beta is {cfg.beta}; allowed: 0 (forward KL) to 1 (reverse KL).")
   if not cfg.temperature > 0:
     raise ConfigError(f"strategy.temperature is {cfg.temperature}; it must be above 0.")
-  source = teacher.find(cfg.teacher)
-  if "none" != cfg_model.vision.tower or source.section.vision.tower != "none":
+  if cfg.cached_top_k < 0:
+    raise ConfigError(f"strategy.cached_top_k is {cfg.cached_top_k}; it must be at least 0 (the whole distribution).")
+  sources = [teacher.find(one.path, one.key) for one in teachers.of(cfg).values()]
+  if "none" != cfg_model.vision.tower or any(source.section.vision.tower != "none" for source in sources):
     raise ConfigError("strategy distill learns from texts alone, but the student or its teacher sees images.")
 
 
@@ -59,10 +77,16 @@ DISTILL = Strategy(loss, data="conversations", rewarded=False, teacher=True, che
     "loss": "divergence {:.3f}", **OF_ROLLOUTS}, options=dict(
     # The model to learn from: a Hugging Face folder, or a run (its workdir or a checkpoint), with the same tokenizer.
     teacher=str,
+    # Several in place of one: {name: dict(path=…, weight=1.0, sources=())}. The loss of a token is the weighted mean of
+    # the divergences from those that teach its row: those of its source, and those without sources.
+    teachers={},
     # The divergence: 0 forward KL(teacher ‖ student), 1 reverse, between them generalised Jensen-Shannon.
     beta=0.5,
     # Divides the logits of both.
     temperature=1.0,
+    # Compute before the first step, and keep beside the token cache, the teacher's so many most probable tokens at each
+    # trained one, with the mass of the rest; it then leaves the memory. 0: its whole distribution, in each step.
+    cached_top_k=0,
     # As for sft; of conversations alone.
     normalize="token",
 ))

@@ -10,12 +10,14 @@ fingerprint stands in every checkpoint, and a run goes on only with that same re
 
 A teacher (teacher.py) takes its place, as the part `teacher`, where a strategy learns from one.
 
-With `strategy.precompute` its log-probs of all data are computed before the first step, and it leaves the memory.
+With `strategy.precompute` its log-probs of all data are computed before the first step, and it leaves the memory; with
+`strategy.cached_top_k` a teacher's most probable tokens are.
 """
 
 import dataclasses
+import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +25,10 @@ import jax
 import jax.numpy as jnp
 from tqdm import tqdm
 
+from input_pipeline import reference as kept_lib
+from input_pipeline.batches import Kept
 from input_pipeline.evaluation import default_cache_dir
+from input_pipeline.loader import used_sources
 from models import lora
 from trainer import strategies, tree
 from trainer.checkpoints import init_from
@@ -31,7 +36,8 @@ from trainer.checkpoints.fingerprint import fingerprint
 from trainer.distributed import mesh as mesh_lib
 from trainer.distributed import processes
 from trainer.errors import ConfigError
-from trainer.strategies import critic, sequences, teacher
+from trainer.strategies import critic, sequences, teacher, teachers, top_k
+from trainer.strategies.divergence import Side
 
 
 def shapes(config: Any, optimizer: Any, abstract_params: Any) -> Any:
@@ -41,7 +47,7 @@ def shapes(config: Any, optimizer: Any, abstract_params: Any) -> Any:
     ConfigError: a reference that cannot be.
   """
   if strategies.of(config).teacher:
-    return {"teacher": teacher.abstract_params(config)}
+    return {"teacher": teachers.abstract_params(config)}
   kind, adapters, abstract_params = (config.strategy.reference, config.model.lora.rank > 0,
                                      critic.policy_params(abstract_params))
   if kind == "base" and not adapters:
@@ -65,7 +71,7 @@ def first_reference(config: Any, model: Any, params: Any, target: Any) -> Any:
     target: `shapes(…)` with shardings.
   """
   if strategies.of(config).teacher:
-    return {"teacher": teacher.load(config, target["teacher"])}
+    return {"teacher": teachers.load(config, target["teacher"])}
   kind, wanted = config.strategy.reference, tree.flatten(target)
   if kind in ("start", "base"):
     flat = tree.flatten(params if kind == "start" else lora.off(params))
@@ -109,8 +115,14 @@ def mix(reference: Any, params: Any, share: float, now: jax.Array) -> Any:
   return tree.unflatten({path: moved(path, leaf) for path, leaf in tree.flatten(reference).items()})
 
 
+def kept(config: Any) -> tuple[Kept, ...]:
+  """The arrays of batches that hold what is computed before the first step."""
+  return teachers.kept(config) if strategies.of(config).teacher else kept_lib.REFERENCE
+
+
 def precompute(config: Any, start: Any, program: Any, datasets: Sequence[Any], workdir: Path) -> Any:
-  """Gives every dataset the reference's log-probs, computed now unless they are in the cache.
+  """Gives every dataset the reference's log-probs, or its teachers' most probable tokens, computed now unless they are
+  in the cache.
 
   They are computed row by row as the data stand in the first epoch, a micro-batch at a time, by the function that a
   reference in the state goes through; so in the same rows they are the same to the bit.
@@ -126,7 +138,9 @@ def precompute(config: Any, start: Any, program: Any, datasets: Sequence[Any], w
   Raises:
     ConfigError: the run was begun with another reference.
   """
-  model, mesh, batch_size = program.model, program.mesh, program.options.micro_batch_size
+  if strategies.of(config).teacher:
+    return _precompute_teachers(config, start, program, datasets, workdir)
+  model, batch_size = program.model, program.options.micro_batch_size
   placed = tree.flatten(program.params_sharding)
   target = tree.unflatten({path: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=placed[path])
                                for path, leaf in tree.flatten(program.reference).items()})
@@ -134,31 +148,84 @@ def precompute(config: Any, start: Any, program: Any, datasets: Sequence[Any], w
   if start.meta and config.strategy.reference in ("start", "base"):
     params, _ = init_from.first_params(init_from.origin_of(config), model, target, partial=True)
   reference = first_reference(config, model, params, target)
-  name, was = fingerprint(reference), start.meta.get("pinned", {}).get("reference")
-  if start.meta and was != name:
-    raise ConfigError(f"this run was trained with another reference: its fingerprint is {was}, that of the one here is "
-                      f"{name}. Give the strategy.reference that it was trained with, as it was.")
+  start = _pin(start, fingerprint(reference), "strategy.reference")
   whole = overlay(start.state["params"], reference)
   # All that decides the values: parameters, what is computed with them, in which precision and on how many rows.
   temperature = strategies.temperature(config.strategy)
   computed = repr(model.spec) if hasattr(model, "spec") else config.model.to_dict()  # of a model of a user's own
   identity = json.dumps([fingerprint(whole), computed, config.precision.compute, batch_size, temperature])
   logprobs_of = jax.jit(lambda params, batch: sequences.token_logprobs(model, params, batch, temperature))
-  sharding, first = mesh_lib.batch_sharding(mesh), jax.process_index() == 0
   for data in datasets:
     logprobs = data.reference(identity, default_cache_dir(config, workdir))
-    if not logprobs.complete:
-      processes.say(f"reference: computing the log-probs of {logprobs.num_batches(batch_size) * batch_size} rows")
-      numbers = range(logprobs.num_batches(batch_size))
-      for index in tqdm(numbers, desc="reference log-probs", unit="batch", disable=None if first else True):
-        batch = mesh_lib.place_batch(
-            lambda rows, of=logprobs, index=index: of.batch(index, batch_size, rows).arrays, batch_size, sharding)
-        values = processes.on_every_host(logprobs_of(whole, batch))
-        if first:
-          logprobs.store(logprobs.batch(index, batch_size), values)
-      if first:
-        logprobs.finish()
-      processes.sync("reference log-probs")
-      logprobs.reopen()
+    _complete(logprobs, program, "reference", lambda batch: logprobs_of(whole, batch))
     data.use(logprobs)
+  return start
+
+
+def _precompute_teachers(config: Any, start: Any, program: Any, datasets: Sequence[Any], workdir: Path) -> Any:
+  """`precompute` of teachers, one in memory after another."""
+  cfg, names = config.strategy, used_sources(config.input)
+  all_of, weights_SxK = teachers.of(cfg), teachers.weights(cfg, names)
+  models = {name: teachers.make_model(config, one) for name, one in all_of.items()}
+  real = min(program.model.num_real_vocab, *(model.num_real_vocab for model in models.values()))
+  said: list[list[Any]] = [[] for _ in datasets]
+  prints = {}
+  for number, (name, model) in enumerate(models.items()):
+    abstract = model.abstract_params()
+    target = jax.tree.map(lambda leaf, place: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=place), abstract,
+                          mesh_lib.param_shardings(abstract, program.mesh, config.sharding_rules)[0])
+    params = teacher.load(config, target, all_of[name].path, all_of[name].key)
+    prints[name] = fingerprint({"teacher": params})
+    identity = json.dumps([prints[name], repr(getattr(model, "spec", all_of[name].path)), config.precision.compute,
+                           program.options.micro_batch_size, cfg.temperature, cfg.cached_top_k, real])
+
+    def most_probable(params, batch, model=model):
+      side = Side(model.apply(params, batch).hidden, model.unembedding(params), model.final_logit_cap, real)
+      ids, logprobs = top_k.most_probable(side, cfg.cached_top_k, chunk=program.model.vocab_chunk,
+                                          temperature=cfg.temperature)
+      # What predicts a token stands where the token does, as weights do.
+      return {"ids": jnp.roll(ids, 1, axis=1), "logprobs": jnp.roll(logprobs, 1, axis=1)}
+
+    compute = jax.jit(most_probable)
+    sources = [source for source, weight in zip(names, weights_SxK[:, number], strict=True) if weight > 0]
+    for data, of_data in zip(datasets, said, strict=True):
+      of_data.append(data.teacher(identity, default_cache_dir(config, workdir), cfg.cached_top_k, sources))
+      _complete(of_data[-1], program, f"teacher {name}".strip(), lambda batch, of=compute, params=params: of(
+          params, batch))
+    del params
+  for data, of_data in zip(datasets, said, strict=True):
+    data.use_teachers(of_data, teachers.kept(config))
+  of_all = hashlib.blake2b(json.dumps(prints).encode(), digest_size=16).hexdigest()
+  return _pin(start, prints.get("", of_all), "strategy.teacher" if "" in prints else teachers.KEY)
+
+
+def _pin(start: Any, name: str, key: str) -> Any:
+  """`start`, with the fingerprint of the reference, which `key` gives, among those that are pinned.
+
+  Raises:
+    ConfigError: the run was begun with another.
+  """
+  was = start.meta.get("pinned", {}).get("reference")
+  if start.meta and was != name:
+    raise ConfigError(f"this run was trained with another reference: its fingerprint is {was}, that of the one here is "
+                      f"{name}. Give the {key} that it was trained with, as it was.")
   return dataclasses.replace(start, pinned=start.pinned | {"reference": name})
+
+
+def _complete(kept_values: kept_lib.ReferenceLogprobs, program: Any, what: str, compute: Callable) -> None:
+  """Computes what is not there yet; `compute(batch)` gives the values of a batch."""
+  if kept_values.complete:
+    return
+  batch_size, first = program.options.micro_batch_size, jax.process_index() == 0
+  numbers = range(kept_values.num_batches(batch_size))
+  processes.say(f"{what}: computing the log-probs of {len(numbers) * batch_size} rows")
+  for index in tqdm(numbers, desc=f"{what} log-probs", unit="batch", disable=None if first else True):
+    batch = mesh_lib.place_batch(lambda rows, index=index: kept_values.batch(index, batch_size, rows).arrays,
+                                 batch_size, program.batch_sharding)
+    values = processes.on_every_host(compute(batch))
+    if first:
+      kept_values.store(kept_values.batch(index, batch_size), values)
+  if first:
+    kept_values.finish()
+  processes.sync(f"{what} log-probs")
+  kept_values.reopen()

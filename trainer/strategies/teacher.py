@@ -2,7 +2,8 @@
 model in rollouts is found and read in the same way.
 
 It is a Hugging Face folder, or a run (a workdir or a checkpoint). Its parameters are `state["reference"]["teacher"]`:
-on the same mesh, by the same rules of sharding, with a fingerprint in every checkpoint but not in it.
+on the same mesh, by the same rules of sharding, with a fingerprint in every checkpoint but not in it. Of several
+(`strategy.teachers`, which trainer/strategies/teachers.py reads) that is a dict of theirs by name.
 """
 
 import dataclasses
@@ -72,14 +73,13 @@ def make_model(path: str, params_dtype: str, compute_dtype: str, key: str = KEY)
                         compute_dtype=compute_dtype)
 
 
-def check(config: Any, tokenizer: Tokenizer, path: str | None = None, key: str = KEY) -> None:
-  """Refuses a teacher, or the model at `path`, which messages call `key`, of other tokens than the run's, or one that
-  cannot see so many.
+def check(config: Any, tokenizer: Tokenizer, path: str | None, key: str = KEY) -> None:
+  """Refuses the model at `path`, which messages call `key`, of other tokens than the run's, or one that cannot see so
+  many.
 
   Raises:
     ConfigError: before any device work.
   """
-  path = config.strategy.teacher if path is None else path
   source = find(path, key)
   api.validate(source.section, config.seq_len)
   theirs = load_tokenizer(source.tokenizer)
@@ -97,14 +97,8 @@ def check(config: Any, tokenizer: Tokenizer, path: str | None = None, key: str =
                     "tokens that are trained; train with its tokenizer (tokenizer.type=hf, tokenizer.path).")
 
 
-def abstract_params(config: Any) -> Any:
-  """The teacher's parameters, in the dtype of the student's."""
-  precision = config.precision
-  return make_model(config.strategy.teacher, str(precision.params), str(precision.compute)).abstract_params()
-
-
-def load(config: Any, target: Any, path: str | None = None, key: str = KEY) -> Any:
-  """The teacher's parameters, or those of the model at `path`, which messages call `key`.
+def load(config: Any, target: Any, path: str, key: str = KEY) -> Any:
+  """The parameters of the model at `path`, which messages call `key`.
 
   Args:
     target: nested dict of ShapeDtypeStructs with shardings.
@@ -112,7 +106,6 @@ def load(config: Any, target: Any, path: str | None = None, key: str = KEY) -> A
   Raises:
     ConfigError: it does not have all of them.
   """
-  path = config.strategy.teacher if path is None else path
   source = find(path, key)
   origin = origin_at(init_from.origin_of(config), source, source.section)
   model = make_model(path, str(config.precision.params), str(config.precision.compute), key)

@@ -1,0 +1,166 @@
+"""Runs with several teachers, and with what teachers say kept before the first step: the loss by all models' logits."""
+
+import json
+import shutil
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from models import hf
+from tests import tiny
+from tests.trainer.strategies import test_distill as distill
+from tests.trainer.strategies.pairs import jitted_logits
+from tests.trainer.strategies.test_distill import Keep
+from trainer import train
+from trainer.config import source, strategy
+from trainer.errors import ConfigError
+
+BETA, TEMPERATURE = 0.3, 0.7
+
+
+def folders(tmp_path):
+  return {"a": tiny.hf_folder(tmp_path / "a", num_layers=3, hidden_size=32, vocab_size=258),
+          "b": tiny.hf_folder(tmp_path / "b", seed=3, vocab_size=258)}
+
+
+def config_of(folder, *, of=distill.config_of, **options):
+  """Two sources, `left` and `right`, in rows of their own."""
+  changed = {key: options.pop(key) for key in ("total_steps",) if key in options}
+  c = of(folder, **changed)
+  c.strategy = strategy("distill", beta=BETA, temperature=TEMPERATURE, **options)
+  file = folder / "right.jsonl"
+  file.write_text("".join(json.dumps(dict(prompt=f"{i} or", completion=f" {i - 1}.")) + "\n" for i in range(16)))
+  c.input.sources = dict(left=c.input.sources.main, right=source(type="jsonl", path=str(file)))
+  return c
+
+
+def mixed(paths, weights, sources=None):
+  return {name: dict(path=str(paths[name]), weight=weight, sources=(sources or {}).get(name, ()))
+          for name, weight in weights.items()}
+
+
+def losses_by_hand(c, paths, weights_of):
+  """{step: the loss}, by logits of all models; `weights_of(source)`: {teacher: weight}."""
+  student, teachers, found = distill.tiny_student(c), {name: hf.load(path) for name, path in paths.items()}, {}
+  names = sorted(c.input.sources)
+  for step, (before, batch, _) in Keep.found.items():
+    logits = np.asarray(jitted_logits(student)(jax.tree.map(jnp.asarray, before), batch))[..., :258]
+    theirs = {name: np.asarray(jitted_logits(model)(params, batch))[..., :258]
+              for name, (model, params) in teachers.items()}
+    total = 0.0
+    for row, at in enumerate(batch["source_ids"]):
+      weights = batch["loss_weights"][row][None]
+      if not weights.any():  # padding
+        continue
+      for name, weight in weights_of(names[at]).items():
+        total += weight * distill.divergence(logits[row][None], theirs[name][row][None], weights, BETA, TEMPERATURE
+                                             ) * weights[:, 1:].sum()
+    found[step] = total / batch["loss_weights"][:, 1:].sum()
+  return found
+
+
+def losses():
+  return {step: kept[2] for step, kept in Keep.found.items()}
+
+
+def test_the_loss_is_the_weighted_mean_over_teachers(tmp_path):
+  paths = folders(tmp_path)
+  c = config_of(tmp_path, total_steps=2, teachers=mixed(paths, {"a": 3.0, "b": 1.0}))
+  train(c, tmp_path / "w")
+  wanted = losses_by_hand(c, paths, lambda source: {"a": 0.75, "b": 0.25})
+  assert losses() == pytest.approx(wanted, abs=1e-6) and len(wanted) == 2
+
+
+@pytest.mark.parametrize("top_k", [0, 258])
+def test_a_teacher_of_some_sources_is_heard_in_their_rows_alone(tmp_path, top_k):
+  paths = folders(tmp_path)
+  c = config_of(tmp_path, total_steps=2, teachers=mixed(paths, {"a": 2.0, "b": 3.0}, {"a": ("left",)}),
+                cached_top_k=top_k)
+  run = train(c, tmp_path / "w")
+  batches = [kept[1]["source_ids"] for kept in Keep.found.values()]
+  assert {0, 1} <= {int(at) for ids in batches for at in ids}
+  wanted = losses_by_hand(c, paths, lambda source: {"a": 0.4, "b": 0.6} if source == "left" else {"b": 1.0})
+  assert losses() == pytest.approx(wanted, abs=1e-6)
+  assert ("reference" in run.state) == (top_k == 0)
+
+
+def test_kept_tokens_of_a_teacher_stand_for_it(tmp_path):
+  """With all of them the losses are those with the teacher in memory; with few they are smaller, and what is kept is
+  read again without being computed."""
+  path = str(folders(tmp_path)["a"])
+  train(config_of(tmp_path, teacher=path), tmp_path / "live")
+  live = losses()
+  train(config_of(tmp_path, teacher=path, cached_top_k=258), tmp_path / "all")
+  assert losses() == pytest.approx(live, abs=1e-6) and len(live) == 4
+  c = config_of(tmp_path, teacher=path, cached_top_k=4)
+  c.callbacks.keep.stop = 2
+  train(c, tmp_path / "few")
+  few, kept = losses(), sorted((tmp_path / "cache").glob("*-teacher-*"))
+  assert len(kept) == 4 and few[1] < live[1]
+  shapes = {key: Keep.found[1][1][key].shape for key in ("teacher_ids", "teacher_logprobs")}
+  assert shapes == {"teacher_ids": (4, 16, 1, 4), "teacher_logprobs": (4, 16, 1, 5)}
+  times = [file.stat().st_mtime_ns for folder in kept for file in folder.iterdir()]
+  train(config_of(tmp_path, teacher=path, cached_top_k=4), tmp_path / "few")
+  parts = few | losses()
+  assert times == [file.stat().st_mtime_ns for folder in kept for file in folder.iterdir()]
+  train(config_of(tmp_path, teacher=path, cached_top_k=4), tmp_path / "whole")
+  assert losses() == parts
+  # It is known by its fingerprint when the run goes on.
+  shutil.rmtree(path)
+  tiny.hf_folder(tmp_path / "a", seed=2, vocab_size=258)
+  c = config_of(tmp_path, teacher=path, cached_top_k=4, total_steps=6)
+  c.allow_config_changes = True
+  with pytest.raises(ConfigError, match="was trained with another reference"):
+    train(c, tmp_path / "few")
+
+
+def test_on_policy_each_completion_has_the_teachers_of_its_source(tmp_path):
+  paths = folders(tmp_path)
+  c = config_of(tmp_path, of=lambda folder, **changed: distill.on_policy(folder, None, **changed), total_steps=2,
+                teachers=mixed(paths, {"a": 1.0, "b": 1.0}, {"a": ("left",), "b": ("right",)}))
+  c.rollout.num_prompts, c.input.share_prompts = 4, "never"
+  train(c, tmp_path / "w")
+  wanted = losses_by_hand(c, paths, lambda source: {"a" if source == "left" else "b": 1.0})
+  assert losses() == pytest.approx(wanted, abs=1e-6)
+  assert {0, 1} <= {int(at) for kept in Keep.found.values() for at in kept[1]["source_ids"]}
+  c.strategy.cached_top_k = 4
+  with pytest.raises(ConfigError, match="what the student will say in rollouts is not known before"):
+    train(c, tmp_path / "x")
+
+
+def test_teachers_that_cannot_be_are_refused(tmp_path):
+  paths = folders(tmp_path)
+  a, b = (str(paths[name]) for name in "ab")
+  for options, message in (
+      (dict(teacher=a, teachers={"b": dict(path=b)}), "Give one teacher or several"),
+      (dict(teachers={"b": dict(weight=1.0)}), "strategy.teachers.b.path is None; it must be of type str"),
+      (dict(teachers={"b": dict(path=b, weight=0.0)}), "strategy.teachers.b.weight is 0.0; it must be above 0"),
+      (dict(teachers={"b": dict(path=b, source=("left",))}), "strategy.teachers.b has the key 'source'; allowed: path"),
+      (dict(teachers={"b": dict(path=b, sources=("lft",))}), "strategy.teachers.b.sources has 'lft'; the sources are"),
+      (dict(teachers={"b": dict(path=b, sources=("left",))}), "input.sources.right has no teacher"),
+      (dict(teachers={"b": dict(path=str(tmp_path / "no"))}), "strategy.teachers.b.path is .* which is no folder"),
+      (dict(teacher=a, cached_top_k=259), "strategy.cached_top_k is 259, but there are 258 tokens"),
+      (dict(teacher=a, cached_top_k=-1), "strategy.cached_top_k is -1; it must be at least 0")):
+    with pytest.raises(ConfigError, match=message):
+      train(config_of(tmp_path, **options), tmp_path / "w")
+  c = config_of(tmp_path, teacher=a, cached_top_k=4)
+  c.input.sources.left.stream_files = 1
+  with pytest.raises(ConfigError, match="a teacher reads all data before the first step"):
+    train(c, tmp_path / "w")
+
+
+@pytest.mark.devices(8)
+def test_kept_tokens_on_a_mesh(tmp_path):
+  """On devices that share rows, parameters and the vocabulary the losses are those where each has some rows."""
+  paths, found = folders(tmp_path), []
+  for axes in (dict(data=8), dict(data=2, fsdp=2, tensor=2)):
+    c = config_of(tmp_path, total_steps=2, teachers=mixed(paths, {"a": 3.0, "b": 1.0}), cached_top_k=6)
+    c.mesh.update(axes)
+    c.update(batch_size=8)
+    c.input.cache_dir = str(tmp_path / f"cache{len(found)}")
+    run = train(c, tmp_path / f"w{len(found)}")
+    found.append(losses())
+    assert "reference" not in run.state
+  assert found[0] == pytest.approx(found[1], abs=1e-5)
