@@ -2,6 +2,11 @@
 
     python -m benchmarks.heavy_tails
     WEFT_SPEED_SIZE=tiny python -m benchmarks.heavy_tails --median 32 --most 512
+    WEFT_SPEED_SIZE=tiny python -m benchmarks.heavy_tails --carry 2 --group 4
+
+With `--carry K`: rollouts of so many texts, in groups, each of which waits for its longest text, beside rollouts whose
+texts go on in the next one for up to K updates (`rollout.carry_over`), in turns; the first K + 1 of both, in which rows
+fill, are not counted, and all were gone through once before. Tokens are those that a rollout gives to training.
 
 Lengths are lognormal (sigma 1) and set as limits: fresh parameters end nowhere near so. A first round, in which both
 ways are compiled, is not counted; tokens and log-probs are compared. Seconds are wall time, and those of processors,
@@ -9,14 +14,17 @@ which other programs on the machine disturb less. The model is one of benchmarks
 """
 
 import argparse
+import dataclasses
 import time
+from typing import Any
 
 from trainer import startup
 
 
 def main() -> None:
   parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-  for name, default in dict(texts=64, rows=16, median=128, most=2048, rounds=2).items():
+  for name, default in dict(
+      texts=64, rows=16, median=128, most=2048, rounds=2, carry=0, group=4).items():
     parser.add_argument(f"--{name}", type=int, default=default)
   args = parser.parse_args()
 
@@ -37,6 +45,9 @@ def main() -> None:
   rng = np.random.default_rng(1)
   prompts = rng.integers(4, size.vocab, (args.texts, size.prompt_len))
   limits = np.clip(args.median * np.exp(rng.normal(size=args.texts)), 1, args.most).astype(int)
+  if args.carry:
+    carry(args, Sampler(model, rows=args.rows), params, size)
+    return
   parameters = sum(leaf.size for leaf in jax.tree.leaves(params))
   print(f"{parameters:,} parameters; {args.texts} texts, {args.rows} at a time, of {limits.mean():.0f} tokens on "
         f"average and {limits.max()} at most")
@@ -59,6 +70,68 @@ def main() -> None:
     rows, pages = (min(pair[which] for pair in seconds[name][1:]) for name in ("rows", "pages"))
     print(f"pages take {rows / pages:.2f} times less {what}, best of {args.rounds}")
   print(f"of the last round {len(same)} of {args.texts} texts are the same, log-probs of these to {apart:.1e}")
+
+
+def carry(args: argparse.Namespace, sampler: Any, params: Any, size: Any) -> None:
+  """Rollouts one after another, whole and carried over, in turns."""
+  import numpy as np
+
+  from trainer.generate.sampler import Request
+  from trainer.rollouts.carried import Ages, fresh, go_on
+
+  def prompt(number: int) -> np.ndarray:
+    return np.random.default_rng(number).integers(4, size.vocab, size.prompt_len)
+
+  def length(number: int, sample: int) -> int:
+    return int(np.clip(args.median * np.exp(np.random.default_rng((number, sample)).normal()), 1, args.most))
+
+  def stream(prompts: list, places: list[int], samples: list, begun: list, seed: list, until: Any, **_: Any) -> Any:
+    # A prompt for each completion, since each has a limit of its own.
+    of = [(n, sample) for n in range(len(prompts)) for sample in samples[n]]
+    numbers = [groups[places[n]].number for n, _ in of]
+    for part in sampler.stream(params, [prompts[n] for n, _ in of], Request(
+        max_new_tokens=[length(number, sample) for number, (_, sample) in zip(numbers, of, strict=True)],
+        samples=[[sample] for _, sample in of], begun=[begun[n] for n, _ in of], seed=[seed[n] for n, _ in of],
+        in_order=True, until=until)):
+      yield dataclasses.replace(part, prompt=of[part.prompt][0])
+
+  steps, real = 0, sampler._program
+
+  def counted_program(name: str, *args: Any, **named: Any) -> Any:
+    def decode(read: Any, state: Any, *rest: Any) -> Any:
+      nonlocal steps
+      before = np.array(state.counts_B)  # a copy: the state is given away
+      state, chunk = real(name, *args, **named)(read, state, *rest)
+      steps += int((np.asarray(chunk.counts_B) - before).max())
+      return state, chunk
+
+    return decode if name == "decode" else real(name, *args, **named)
+
+  sampler._program = counted_program
+  of_rollout, first = args.texts // args.group, args.carry + 1
+  found: dict[str, list[tuple[int, float, float, int]]] = {}
+  for counted in (False, True):  # programs are compiled in the same rollouts before
+    going, drawn, found = {"whole": [], "carried": []}, {"whole": 0, "carried": 0}, {"whole": [], "carried": []}
+    for step in range(first + args.rounds):
+      for name in found:
+        ages = Ages(step, step, 1, of_rollout, args.carry if name == "carried" else 0)
+        new = ages.most(of_rollout, sampler.rows) - len(going[name])
+        groups = going[name] + [fresh(n, "heavy", args.group) for n in range(drawn[name], drawn[name] + new)]
+        prompts, steps = [prompt(group.number) for group in groups], 0
+        wall, busy = time.perf_counter(), time.process_time()
+        whole, rest = go_on(groups, of_rollout, ages, prompts, [0] * len(groups), stream, lambda: False)
+        wall, busy = time.perf_counter() - wall, time.process_time() - busy
+        going[name] = [group for group in rest if group.oldest is not None]
+        drawn[name] += new - (len(rest) - len(going[name]))
+        tokens = sum(len(text.ids) for group in whole for text in group.texts)
+        found[name].append((tokens, wall, busy, steps))
+        if counted and step >= first:
+          print(f"{name:<8}{tokens:7} tokens {wall:8.2f} s {tokens / wall:8.1f} tokens/s {busy:8.2f} s of processors "
+                f"{steps:6} steps; {len(going[name])} groups go on", flush=True)
+  totals = {name: np.sum(rows[first:], axis=0) for name, rows in found.items()}
+  for which, what in enumerate(("wall time", "time of processors", "decoding steps"), 1):
+    before, after = (total[0] / total[which] for total in totals.values())
+    print(f"carried over {after / before:.2f} times the tokens in the same {what}, over {args.rounds} rollouts")
 
 
 if __name__ == "__main__":

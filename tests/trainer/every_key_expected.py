@@ -157,6 +157,7 @@ EXPECTED: dict[str, Any] = {
   "rollout.max_staleness": ["Ahead", 2, None],
   "rollout.concurrent": ["Concurrent", 1, None],
   "rollout.schedule": ["Ahead", 1, {0: 0, 1: 1}],
+  "rollout.carry_over": [0, True],
   "rollout.environment_workers": 2,
   "rollout.tool_format": "bare",
   "rollout.reward_workers": 2,

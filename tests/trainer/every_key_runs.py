@@ -234,6 +234,12 @@ def sampled_ahead(m: Made) -> list:
   return [type(ahead).__name__, ahead._max_staleness, ahead._versions]
 
 
+def goes_on(m: Made) -> list:
+  """How far rollouts are ahead, and whether what has begun goes on in the next one."""
+  data = m.begun.run.data
+  return [data._ahead._lead, data.producer._carries]
+
+
 def scoring_processes(m: Made) -> int:
   """Processes that compute rewards, once the first rollout is scored."""
   return _then(m, lambda run: len(run.data.producer.scorer._workers))
@@ -249,7 +255,7 @@ def chosen(m: Made) -> list:
   """The prompts that are taken where one half of them was passed and the other was not, and what passes."""
   curriculum = Curriculum(m.config, m.data)
   rates_N, _ = curriculum.after(curriculum.unmeasured(), [
-      SimpleNamespace(item=m.data.item(k), rewards=np.array([0.7, k % 2])) for k in range(m.data.num_prompts)], 12)
+      SimpleNamespace(item=m.data.item(k), rewards=np.array([0.7, k % 2])) for k in range(m.data.num_prompts)], 0)
   return [[item.number for item in curriculum.choose(0, 12, rates_N)[0]], None if rates_N is None else rates_N.tolist()]
 
 

@@ -34,6 +34,7 @@ from tests.trainer.every_key_runs import (
   evaluating_steps,
   exported,
   first_parameters,
+  goes_on,
   health_told,
   in_steps,
   joining_seconds,
@@ -414,6 +415,7 @@ ROLLOUT = {
   "rollout.concurrent": run(sampled_ahead, True, AHEAD, prompts),
   "rollout.schedule": run(sampled_ahead, lambda f: str(f.jsonl("schedule", [
     dict(rollout=0, policy=0, update=1), dict(rollout=1, policy=1, update=3)])), AHEAD, prompts),
+  "rollout.carry_over": run(goes_on, True, AHEAD | {"rollout.max_staleness": 2}, prompts),
   "rollout.resample": run(sampled, 2, {"rollout.rewards.score.type": f"{TOYS}.same"}, prompts),
   "rollout.curriculum_target": data(0.5, base=prompts, see=chosen),
   "rollout.curriculum_floor": data(0.9, {"rollout.curriculum_target": 0.5}, prompts, chosen),

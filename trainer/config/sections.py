@@ -248,6 +248,9 @@ def rollout() -> ConfigDict:
   c.max_staleness = 0
   c.concurrent = False
   c.schedule = unset(str)
+  # Begin more prompts in the rows that get free, end a rollout when enough groups are whole, and let the others go on
+  # in the next one, by the policy of then, as far as max_staleness allows; no row waits for the longest completion.
+  c.carry_over = False
   # Replace groups whose rewards are all equal by new prompts, so many times over (DAPO). Default: that of the preset,
   # or 0.
   c.resample = unset(int)

@@ -73,15 +73,19 @@ def _without_table(cache: Any, table: Table | None) -> Any:
 
 def begin(model: Any, state: State, last_NxD: jax.Array, begun: Any, given: tuple[jax.Array, ...],
            table: Table | None = None) -> State:
-  """Prompts put into rows of the state, each of which is begun once; of one beyond the last nothing is."""
-  rows_M, sources_M, keys_Mx2, limits_M = given
+  """Prompts put into rows of the state, each of which is begun once; of one beyond the last nothing is.
+
+  `given`: of each completion its row, the number of its prompt among those that were run, the data of its key, its
+  limit, and how many tokens of it, and what state of stop strings, its prompt ends with.
+  """
+  rows_M, sources_M, keys_Mx2, limits_M, counts_M, strings_M = given
 
   def put(old_B: jax.Array, new_M: Any) -> jax.Array:
     return old_B.at[rows_M].set(new_M, mode="drop", unique_indices=True)
 
   cache = _without_table(model.begin(_with_table(state.cache, table), begun, rows_M, sources_M), table)
-  return State(cache, put(state.hidden_BxD, last_NxD[sources_M]), put(state.counts_B, 0),
-                put(state.keys_Bx2, keys_Mx2), put(state.limits_B, limits_M), put(state.strings_B, 0),
+  return State(cache, put(state.hidden_BxD, last_NxD[sources_M]), put(state.counts_B, counts_M),
+                put(state.keys_Bx2, keys_Mx2), put(state.limits_B, limits_M), put(state.strings_B, strings_M),
                 put(state.done_B, False))
 
 

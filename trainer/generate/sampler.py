@@ -14,7 +14,8 @@ tokens that their features take the place of.
 
 What is drawn is a function of (seed, the prompt's ids and images, number of the sample, place in the completion,
 parameters): the random bits exactly, whatever the other prompts, their order, `rows`, or the mesh; the logits to
-rounding.
+rounding. So a completion that is left off, whoever reads the stream having enough, may go on later as it would have
+(`Request.begun`), by other parameters as well.
 
 B rows, N prompts, T tokens of a prompt, M completions begun at a time, C steps of a chunk.
 """
@@ -36,7 +37,7 @@ from trainer.generate.buckets import bucket, power
 from trainer.generate.decoding import Chunk, State
 from trainer.generate.sampling import Options
 from trainer.generate.slots import MIN_LENGTH, NO_ROWS, Prefilled, Rows, Sizes, Waiting
-from trainer.generate.stop_strings import NOTHING, StopStrings
+from trainer.generate.stop_strings import NOTHING, Automaton, StopStrings
 
 # Rows that would take less are not in pages: a model of 0.1 million parameters took 1.25 times as long with them.
 MIN_PAGED_BYTES = 2 ** 26
@@ -85,7 +86,11 @@ class Request:
     temperature, top_k, top_p, min_p: see `Options`.
     stop_ids: a completion ends with the first of these.
     stop: … or with the token that completes the first of these strings.
-    seed: of the random draws.
+    seed: of the random draws; or that of each prompt.
+    begun: how many of each prompt's last tokens are the beginning of its completions, whose draws go on behind it as if
+      they had not been left off; they count in max_new_tokens. None: nothing is.
+    in_order: completions begin in the order of the prompts, not with those of the longest.
+    until: asked when all rows' parts of a chunk are given; where it says so, the others are left off.
   """
 
   max_new_tokens: int | Sequence[int]
@@ -99,7 +104,10 @@ class Request:
   min_p: float = 0.0
   stop_ids: Iterable[int] = ()
   stop: StopStrings | None = None
-  seed: int | str = 0
+  seed: int | str | Sequence[int | str] = 0
+  begun: Sequence[int] | None = None
+  in_order: bool = False
+  until: Callable[[], bool] = lambda: False
 
 
 class Sampler:
@@ -162,15 +170,17 @@ class Sampler:
     if request.num_samples < 1 or min(limits, default=1) < 1:
       raise ConfigError(f"found num_samples={request.num_samples}, max_new_tokens={request.max_new_tokens}; allowed: 1 "
                         "or more.")
-    self.check(prompts, limits)
+    begun = [0] * len(prompts) if request.begun is None else list(request.begun)
+    self.check(prompts, limits - np.array(begun, np.int32))
     shown = image_tokens.shown(image_tokens.layout_of(self.model), prompts, request.images, request.prefixes)
     if not prompts:
       return
     samples = [range(request.num_samples)] * len(prompts) if request.samples is None else request.samples
-    waiting, stop = Waiting(prompts, shown, samples, limits, request.seed), request.stop
-    shards = self._shards
-    rows = Rows(min(self.rows, power(len(waiting), shards)), shards, [len(prompt) for prompt in prompts],
-                limits.tolist(), self.chunk, self._in_pages(len(waiting), prompts, limits))
+    seeds = [request.seed] * len(prompts) if isinstance(request.seed, int | str) else request.seed
+    waiting, stop = Waiting(prompts, shown, samples, limits, seeds, begun, request.in_order), request.stop
+    shards, lengths = self._shards, [len(prompt) - n for prompt, n in zip(prompts, begun, strict=True)]
+    rows = Rows(min(self.rows, power(len(waiting), shards)), shards, lengths, limits.tolist(), begun, self.chunk,
+                self._in_pages(len(waiting), max(map(sum, zip(lengths, limits.tolist(), strict=True)))))
     stop_ids = sorted(set(request.stop_ids))
     stops = np.full(power(max(len(stop_ids), 1), 8), -1, np.int32)
     stops[:len(stop_ids)] = stop_ids
@@ -178,9 +188,9 @@ class Sampler:
     numbers = np.array([how.temperature or 1.0, how.top_p, how.min_p], np.float32)
     kind = (how.temperature == 0, how.truncated)
     state, read = self._program("empty", rows.sizes)(), self._program("prepare")(params)
-    while len(waiting) or any(rows.owners):
+    while (len(waiting) or any(rows.owners)) and not request.until():
       while len(waiting) and None in rows.owners:
-        state = self._begin(params, state, waiting, rows)
+        state = self._begin(params, state, waiting, rows, automaton)
       before = rows.sizes
       *kept, enough = rows.fit(bool(len(waiting)))
       if rows.sizes != before:
@@ -200,14 +210,13 @@ class Sampler:
         if reason:
           rows.end(row)
 
-  def _in_pages(self, count: int, prompts: list[np.ndarray], limits: np.ndarray) -> bool:
+  def _in_pages(self, count: int, longest: int) -> bool:
     """Whether pages are worth it: rows as long as the longest text would take more than processors keep at hand."""
-    longest = max(len(prompt) + int(limit) for prompt, limit in zip(prompts, limits, strict=True))
     make = functools.partial(self.model.empty_cache, min(self.rows, count), longest)
     return self.paged and sum(part.size * part.dtype.itemsize for part in jax.tree.leaves(
         jax.eval_shape(make))) >= MIN_PAGED_BYTES
 
-  def _begin(self, params: Any, state: State, waiting: Waiting, rows: Rows) -> State:
+  def _begin(self, params: Any, state: State, waiting: Waiting, rows: Rows, automaton: Automaton) -> State:
     """Gives free rows to the next completions that wait, as many as were prefilled."""
     free = [row for row, owner in enumerate(rows.owners) if owner is None]
     count = len(rows.owners)
@@ -218,15 +227,17 @@ class Sampler:
     M = power(len(units), min(count, power(max(1, count // 8), self._shards)))
     # Rows beyond the last take what there is no completion for.
     rows_M, sources_M, keys_Mx2 = np.full(M, count, np.int32), np.zeros(M, np.int32), np.zeros((M, 2), np.uint32)
-    limits_M, before = np.zeros(M, np.int32), rows.sizes
+    (limits_M, counts_M, strings_M), before = np.zeros((3, M), np.int32), rows.sizes
     for m, (unit, row) in enumerate(zip(units, free, strict=False)):
       rows_M[m], sources_M[m], keys_Mx2[m] = row, chosen.index(unit[0]), waiting.key(*unit)
-      limits_M[m] = waiting.limits[unit[0]]
+      limits_M[m], counts_M[m] = waiting.limits[unit[0]], waiting.begun[unit[0]]
+      ids = waiting.prompts[unit[0]]
+      strings_M[m] = automaton.after(ids[len(ids) - counts_M[m]:])
       rows.begin(row, unit)
     if rows.sizes != before:
       state = self._program("resize", before, rows.sizes)(state, *rows.grown(before))
     begin = self._program("begin", rows.sizes, (*sizes, M))
-    return begin(state, last_NxD, begun, (rows_M, sources_M, keys_Mx2, limits_M), rows.table)
+    return begin(state, last_NxD, begun, (rows_M, sources_M, keys_Mx2, limits_M, counts_M, strings_M), rows.table)
 
   def _prefill(self, params: Any, waiting: Waiting, count: int) -> None:
     """Runs the prompts of the next completions, unless those that were run are not used up."""

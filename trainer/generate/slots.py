@@ -2,6 +2,7 @@
 
 import hashlib
 import heapq
+import itertools
 import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -82,19 +83,20 @@ class Pages:
 class Rows:
   """The rows as the host knows them: whose texts they hold, how far these are, and the sizes of the state."""
 
-  def __init__(self, count: int, unit: int, prompt_lengths: Sequence[int], limits: Sequence[int], chunk: int,
-               paged: bool):
-    """`unit`: they are a multiple of it; `limits`: of each prompt, the most tokens that may follow it; `paged`: rows
-    share pages, if texts may be long enough for that to be worth anything."""
+  def __init__(self, count: int, unit: int, prompt_lengths: Sequence[int], limits: Sequence[int], begun: Sequence[int],
+               chunk: int, paged: bool):
+    """`unit`: they are a multiple of it; `limits`: of each prompt, the most tokens that may follow it; `begun`: those
+    that do already; `paged`: rows share pages, if texts may be long enough for that to be worth anything."""
     # (prompt, sample) of each row; None: it is free.
     self.owners: list[tuple[int, int] | None] = [None] * count
     # Tokens drawn for each.
     self.counts = np.zeros(count, np.int32)
-    self._prompt_lengths, self._limits, self._chunk, self._unit = prompt_lengths, limits, chunk, unit
+    self._prompt_lengths, self._limits, self._begun = prompt_lengths, limits, begun
+    self._chunk, self._unit = chunk, unit
     self._longest = bucket(int(max(map(sum, zip(prompt_lengths, limits, strict=True)))), MIN_LENGTH)
     self._least = min(count, power(MIN_ROWS, unit))
     self._pages = Pages(count) if paged and self._longest >= MIN_PAGED else None
-    self._length = self._room(max(prompt_lengths))
+    self._length = self._room(max(map(sum, zip(prompt_lengths, begun, strict=True))))
 
   @property
   def sizes(self) -> Sizes:
@@ -112,7 +114,7 @@ class Rows:
 
   def begin(self, row: int, unit: tuple[int, int]) -> None:
     """Gives a row to a text."""
-    self.owners[row], self.counts[row] = unit, 0
+    self.owners[row], self.counts[row] = unit, self._begun[unit[0]]
     self._give_pages([row])
 
   def end(self, row: int) -> None:
@@ -188,7 +190,13 @@ NOTHING_RUN = Prefilled([], (0, 0), None, None)
 
 
 class Waiting:
-  """Completions that have not begun, those of the longest prompts first.
+  """Completions that have no row yet, those of the longest prompts first.
+
+  Args:
+    samples, limits: of each prompt, the numbers of its completions, and the most tokens of each.
+    seeds: of each prompt.
+    begun: how many of each prompt's last tokens are of its completions.
+    in_order: in the order of the prompts instead.
 
   Attributes:
     prefilled: the prompts of those that are next. A prompt is run once for all of its completions, however late their
@@ -196,14 +204,19 @@ class Waiting:
   """
 
   def __init__(self, prompts: list[np.ndarray], shown: list[image_tokens.PromptImages],
-               samples: Sequence[Sequence[int]], limits: np.ndarray, seed: int | str):
-    self.prompts, self.shown, self.limits, self._next = prompts, shown, limits, 0
+               samples: Sequence[Sequence[int]], limits: np.ndarray, seeds: Sequence[int | str], begun: Sequence[int],
+               in_order: bool = False):
+    self.prompts, self.shown, self.limits, self.begun, self._next = prompts, shown, limits, begun, 0
     self.prefilled, self._ready = NOTHING_RUN, 0
     # Of a prompt, rounded up too.
     self.most_images = image_tokens.slots(max(len(part.images) for part in shown))
-    order = sorted(range(len(prompts)), key=lambda i: -len(prompts[i]))
+    order = range(len(prompts)) if in_order else sorted(range(len(prompts)), key=lambda i: -len(prompts[i]))
     self._units = [(prompt, sample) for prompt in order for sample in samples[prompt]]
-    self._hashes = [hashlib.blake2b(f"{seed}:".encode() + ids.tobytes(), digest_size=8) for ids in prompts]
+    lengths = [len(prompts[prompt]) for prompt, _ in self._units]
+    self._longest = list(itertools.accumulate(reversed(lengths), max))[::-1]  # from each unit on
+    # Of what a prompt was before its completions began: what is drawn does not depend on where they were left off.
+    self._hashes = [hashlib.blake2b(f"{seed}:".encode() + ids[:len(ids) - n].tobytes(), digest_size=8)
+                    for seed, ids, n in zip(seeds, prompts, begun, strict=True)]
     for digest, part in zip(self._hashes, shown, strict=True):
       for image in part.images:
         digest.update(b":image:" + image.tobytes())
@@ -214,8 +227,8 @@ class Waiting:
     return len(self._units) - self._next
 
   def next_length(self) -> int:
-    """Tokens of the next prompt; those after it have no more."""
-    return len(self.prompts[self._units[self._next][0]])
+    """The most tokens of a prompt from the next one on."""
+    return self._longest[self._next]
 
   def to_prefill(self, count: int, num_prompts: int) -> list[int]:
     """The prompts to run next, at most `num_prompts` and those of `count` completions; [] if what was run is not used

@@ -38,6 +38,14 @@ class Automaton(NamedTuple):
   found: int
 
 
+  def after(self, ids: np.ndarray) -> int:
+    """The state of a text of these ids, in which nothing is complete."""
+    state = 0
+    for kind in self.classes_V[np.minimum(ids, len(self.classes_V) - 1)].tolist():
+      state = int(self.moves_SxC[state, kind])
+    return state
+
+
 # Nothing is ever found.
 NOTHING = Automaton(np.zeros(1, np.int32), np.zeros((8, 8), np.int32), 8)
 

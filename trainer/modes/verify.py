@@ -131,7 +131,8 @@ def slice_of(resolved: ConfigDict, workdir: Path) -> ConfigDict:
     r.tools = ()
     r.rewards.made_up = reward(type="trainer.modes.verify.made_up")
     r.mask_truncated = False
-    r.max_staleness, r.concurrent, r.schedule = 0, False, None  # ratios are looked at where nothing is ahead
+    # Ratios are looked at where nothing is ahead.
+    r.max_staleness, r.concurrent, r.schedule, r.carry_over = 0, False, None, False
   return c.lock()
 
 

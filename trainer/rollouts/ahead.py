@@ -36,15 +36,17 @@ class Ahead:
     num_items: prompts that there are; None: no end.
     max_staleness: updates.
     versions: {number of a rollout: its version}; None: as early as it may be.
+    lead: updates by which a rollout may be made ahead, `max_staleness` at most.
 
   Attributes:
     ready: those that wait, the next first.
   """
 
   def __init__(self, producer: Producer, taken: Steps, num_items: int | None, max_staleness: int,
-               versions: Mapping[int, int] | None = None):
+               versions: Mapping[int, int] | None = None, lead: int | None = None):
     self._producer, self._taken, self._num_items = producer, taken, num_items
     self._max_staleness, self._versions = max_staleness, versions
+    self._lead = max_staleness if lead is None else lead
     self.ready: deque[Rollout] = deque()
     self._last: Rollout | None = None  # that was made
     self._start = 0  # the updates done when there was none
@@ -85,7 +87,8 @@ class Ahead:
     old for the config as it is now, they are dropped, and will be made again."""
     self._start, fresh = step, []
     for rollout in ready:
-      if rollout.first_step - rollout.version > self._max_staleness:
+      oldest = rollout.version if rollout.oldest is None else rollout.oldest
+      if rollout.first_step - oldest > self._max_staleness:
         break
       fresh.append(rollout)
     stale = ready[len(fresh):]
@@ -113,14 +116,14 @@ class Ahead:
 
   def _may(self, step: int, total_steps: int) -> bool:
     """Whether the policy after `step` updates is to make the next rollout."""
-    if self._num_items is not None and self._drawn >= self._num_items:
+    if self._num_items is not None and self._drawn >= self._num_items and not (self._last and self._last.carried):
       return False
     return self._first_step < total_steps and self._version(step) <= step
 
   def _version(self, step: int) -> int:
     """The updates after which the next rollout is made, where `step` are done."""
     if self._versions is None:
-      return self._first_step - self._max_staleness
+      return self._first_step - self._lead
     number = self._next_number(step)
     version = self._versions.get(number)
     if version is None or not step <= version <= self._first_step:
@@ -224,5 +227,7 @@ def make_ahead(config: Any, producer: Producer, taken: Steps, num_items: int | N
   """As `config.rollout` says."""
   c = config.rollout
   given = None if c.schedule is None else schedule.read(c.schedule, c.max_staleness)
-  kind = Concurrent if c.concurrent else Ahead
-  return kind(producer, taken, num_items, c.max_staleness, given)
+  kind, lead = Concurrent if c.concurrent else Ahead, c.max_staleness
+  if c.carry_over:  # what goes on takes the next rollout's updates more to be trained on
+    lead = max(lead - c.updates * c.epochs, 0) if c.concurrent else 0
+  return kind(producer, taken, num_items, c.max_staleness, given, lead)

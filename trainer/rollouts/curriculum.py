@@ -73,7 +73,7 @@ class Curriculum:
       drawn += 1
     return items, drawn
 
-  def after(self, rates_N: np.ndarray | None, groups: Sequence[ScoredGroup], drawn: int
+  def after(self, rates_N: np.ndarray | None, groups: Sequence[ScoredGroup], passed_over: int
             ) -> tuple[np.ndarray | None, dict[str, float]]:
     """(the rates after a rollout, metrics). Of each prompt with a reward the rate is the share of its rewarded
     completions that passed.
@@ -81,7 +81,7 @@ class Curriculum:
     Args:
       rates_N: before it.
       groups: all that were sampled for it, also those that were replaced.
-      drawn: places of the stream that it took, with those of prompts that were passed over.
+      passed_over: prompts that were.
     """
     if rates_N is None or self._target is None:
       return None, {}
@@ -91,7 +91,7 @@ class Curriculum:
       if len(given_G):
         rates_N[self._prompts.place(group.item.number)] = np.mean(given_G >= self._passing - ROUNDING)
     known = rates_N[~np.isnan(rates_N)]
-    metrics = {"curriculum/passed_over": float(drawn - len(groups)), "curriculum/measured": len(known) / len(rates_N)}
+    metrics = {"curriculum/passed_over": float(passed_over), "curriculum/measured": len(known) / len(rates_N)}
     if len(known):
       metrics["curriculum/pass_rate"] = float(np.mean(known, dtype=np.float64))
     return rates_N, metrics

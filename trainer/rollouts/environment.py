@@ -113,6 +113,22 @@ class Episodes:
                       len(everyone), message, first[message].prompt.where, _shown(first[message].content))
     return [[episode.result() for episode in group] for group in groups]
 
+  def asked(self, items: list[PromptItem]) -> tuple[list[int], dict[str, Any]]:
+    """(the most tokens of a completion of each item, how they are completed) without an environment: `stop_ids`, and
+    other attributes of a `Request`."""
+    limits = [min(self._max_new_tokens, self._seq_len - len(item.prompt.ids)) for item in items]
+    seen = {}
+    if self._sees:
+      seen = dict(images=[list(item.prompt.images) for item in items],
+                  prefixes=[len(item.prompt.ids) for item in items])
+    return limits, dict(stop_ids=self._prompter.stop_ids, **self._stop.options, **seen)
+
+  def alone(self, item: PromptItem, completion: Any) -> Episode:
+    """The episode of one completion, without an environment."""
+    episode = Playing(item, completion.sample, Calls(None, False))
+    self._add(episode, completion)
+    return episode.result()
+
   def metrics(self, episodes: list[Episode]) -> dict[str, float]:
     """How they ended, as far as the config has ways to."""
     found, all_of = {}, [episode.trajectory for episode in episodes]
@@ -190,9 +206,11 @@ class Episodes:
     found = {(c.prompt, c.sample): c for c in completions}
     for number, same in enumerate(asked.values()):
       for episode in same:
-        completion = found[number, episode.sample]
-        episode.add_completion(completion, self._stop.text(completion), self._stop.text(completion, skip_special=False))
+        self._add(episode, found[number, episode.sample])
     return True
+
+  def _add(self, episode: "Playing", completion: Any) -> None:
+    episode.add_completion(completion, self._stop.text(completion), self._stop.text(completion, skip_special=False))
 
   def _step(self, episodes: list["Playing"], last: bool) -> None:
     """Lets environments answer; `last`: nothing is sampled after this."""

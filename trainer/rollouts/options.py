@@ -96,6 +96,17 @@ def _check_staleness(config: Any) -> None:
                       "leave it out; rollout.max_staleness alone works in turns.")
   if c.schedule is not None:
     schedule.read(c.schedule, c.max_staleness)
+  if c.carry_over:
+    steps = c.updates * c.epochs
+    if c.max_staleness < steps:
+      raise ConfigError(f"rollout.carry_over is True, by which completions go on in the next rollout, {steps} updates "
+                        f"later (rollout.updates × rollout.epochs), and rollout.max_staleness is {c.max_staleness}. "
+                        f"Use --config.rollout.max_staleness={steps} or more, or leave rollout.carry_over out.")
+    for key, given in (("environment", c.environment is not None), ("tools", bool(c.tools)),
+                       ("engine", c.engine is not None)):
+      if given:
+        raise ConfigError(f"rollout.carry_over is True, and there is rollout.{key}: completions can go on in the next "
+                          "rollout where this program samples them, and nothing answers them. Leave one of them out.")
   if c.max_staleness and "correction" in config.strategy and config.strategy.correction == "none":
     raise ConfigError(f"rollout.max_staleness is {c.max_staleness}, but strategy.correction is 'none': completions of "
                       "an older policy would be trained on as if they were of this one. Use "

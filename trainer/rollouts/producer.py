@@ -7,7 +7,7 @@ P prompts (groups), G completions of each, K reward functions.
 """
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -22,8 +22,10 @@ from trainer import strategies
 from trainer.distributed import processes
 from trainer.generate.sampler import Completion, Request, collect
 from trainer.metrics import to_floats
+from trainer.rollouts import carried as carried_lib
 from trainer.rollouts import experience as experience_lib
 from trainer.rollouts import groups as groups_lib
+from trainer.rollouts.carried import Ages, Group
 from trainer.rollouts.curriculum import SAVED, Curriculum
 from trainer.rollouts.engine import make_sampler
 from trainer.rollouts.environment import Episodes
@@ -32,7 +34,11 @@ from trainer.rollouts.experience import Experience
 from trainer.rollouts.groups import NoSignal, ScoredGroup, TrainingSamples
 from trainer.rollouts.options import ENVIRONMENT
 from trainer.rollouts.reward_models import RewardModels
-from trainer.rollouts.reward_pool import Group, make_scorer
+from trainer.rollouts.reward_pool import Group as Answers
+from trainer.rollouts.reward_pool import make_scorer
+
+# What the names of its arrays in checkpoints begin with.
+CARRIED = "carried_"
 
 
 class Policy(NamedTuple):
@@ -57,6 +63,8 @@ class Rollout(NamedTuple):
     no_signal: why it teaches nothing, if so.
     table: a line for each completion, JSON-able.
     rates: of prompts after it (trainer/rollouts/curriculum.py); None: not measured.
+    carried: groups that had begun when it was over, and go on in the next one.
+    oldest: updates of the policy that sampled its oldest tokens; None: as `version`.
   """
 
   number: int
@@ -71,6 +79,8 @@ class Rollout(NamedTuple):
   no_signal: NoSignal | None
   table: list[dict[str, Any]]
   rates: np.ndarray | None = None
+  carried: Sequence[Group] = ()
+  oldest: int | None = None
 
   @property
   def end(self) -> int:
@@ -79,18 +89,22 @@ class Rollout(NamedTuple):
 
   def saved(self, name: str) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
     """(JSON-able, {name of an array, which begins with `name`: it}), from which `restored` makes it again."""
-    meta = {key: value for key, value in self._asdict().items() if key not in ("experience", "rates")}
+    meta = {key: value for key, value in self._asdict().items() if key not in ("experience", "rates", "carried")}
+    meta["carried"], carried = carried_lib.saved(self.carried, CARRIED)
     # Checkpoints cannot hold empty arrays.
     arrays = self.experience._asdict() if self.experience.num_units else {}
-    arrays |= {} if self.rates is None else {SAVED: self.rates}
+    arrays |= carried | ({} if self.rates is None else {SAVED: self.rates})
     return meta, {f"{name}{key}": part for key, part in arrays.items()}
 
   @staticmethod
   def restored(name: str, meta: Mapping[str, Any], arrays: Mapping[str, np.ndarray]) -> "Rollout":
     own = {key.removeprefix(name): part for key, part in arrays.items() if key.startswith(name)}
     signal, rates = meta["no_signal"], own.pop(SAVED, None)
+    carried = carried_lib.restored(meta.get("carried", ()), own, CARRIED)
+    own = {key: part for key, part in own.items() if not key.startswith(CARRIED)}
     return Rollout(**dict(meta) | {"rates": rates, "no_signal": None if signal is None else NoSignal(*signal),
-                                   "experience": Experience(**own) if own else experience_lib.collect([])})
+                                   "experience": Experience(**own) if own else experience_lib.collect([]),
+                                   "carried": carried})
 
 
 class Producer:
@@ -110,7 +124,8 @@ class Producer:
   """
 
   def __init__(self, config: Any, prompts: PromptData, policy: Policy, workdir: Any):
-    c, self._seed = config.rollout, config.seed
+    c, self._seed, self._prompts = config.rollout, config.seed, prompts
+    self._carries, self._max_staleness = c.carry_over, c.max_staleness
     self._group_size, self._resample, self._has_environment = c.group_size, c.resample, c.environment is not None
     self._strategy, mask_truncated = strategies.of(config), c.mask_truncated
     self._compares_all = True
@@ -150,18 +165,31 @@ class Producer:
     Returns:
       None if it was left off.
     """
-    self._clock = {"rollout": 0.0, "rewards": 0.0}
+    self._clock, self._sampled = {"rollout": 0.0, "rewards": 0.0}, 0
     groups: list[ScoredGroup] = []
     replaced: list[ScoredGroup] = []
+    ages = Ages(version, first_step, size.every, size.size, self._max_staleness)
+    carried = self._in_time([] if last is None else last.carried, ages, f"{self._seed}/{number}/anew")
+    whole: list[Group] = []  # of those that were carried, and of others in their way
     before = drawn = 0 if last is None else last.drawn
+    going, carries = len(carried), self._carries or bool(carried)
     rates = self.curriculum.unmeasured() if last is None or last.rates is None else last.rates
     for attempt in range(self._resample + 1):
-      items, drawn = self.curriculum.choose(drawn, size.size - len(groups), rates)
+      need, seed = size.size - len(groups), f"{self._seed}/{number}/{attempt}"
+      items, drawn = self.curriculum.choose(drawn, self._to_begin(need, len(carried), ages) if carries else need, rates)
+      if carries:
+        begun = [*carried, *(carried_lib.fresh(item.number, seed, self._group_size) for item in items)]
+        found = self._go_on(params, begun, need, ages, stopped)
+        if found is None:
+          return None
+        items, episodes, ended, rest = found
+        # Those that have not begun, the last ones, have not been drawn.
+        drawn = min((group.number for group in rest if group.oldest is None and group.number >= before), default=drawn)
+        carried, whole = [group for group in rest if group.number < drawn], whole + ended
+      elif (episodes := self._sample(params, items, seed, stopped) if items else []) is None:
+        return None
       if not items:
         break
-      episodes = self._sample(params, items, f"{self._seed}/{number}/{attempt}", stopped)
-      if episodes is None:
-        return None
       scored = self._score(items, episodes)
       is_last = attempt == self._resample
       for group in scored:
@@ -169,24 +197,67 @@ class Producer:
     # Where even the last attempt left too few groups with something to teach, the ones without fill up.
     spare = max(size.size - len(groups), 0)
     groups, replaced = groups + replaced[:spare], replaced[spare:]
-    rates, about = self.curriculum.after(rates, groups + replaced, drawn - before)
+    begun_here = len(groups) + len(replaced) + len(carried) - going
+    rates, about = self.curriculum.after(rates, groups + replaced, drawn - before - begun_here)
     samples = self._select(groups)
+    if carries:
+      about |= carried_lib.metrics(whole, carried, ages)
     return Rollout(number, version, first_step, size.every, size.parts, drawn, [group.item.number for group in groups],
                    experience_lib.collect(samples.units), self._metrics(groups, replaced, samples) | about,
                    groups_lib.no_signal(self.names, groups, samples, self._strategy.rewarded, self._strategy.critic),
-                   groups_lib.table(self.names, groups, samples), rates)
+                   groups_lib.table(self.names, groups, samples), rates, carried,
+                   min((group.oldest for group in whole), default=None))
 
   def close(self) -> None:
     """Ends the processes that compute rewards."""
     self.scorer.close()
 
+  def _in_time(self, carried: Sequence[Group], ages: Ages, seed: str) -> list[Group]:
+    """Those that go on; what can no longer be trained on in time, the config having changed, begins anew."""
+    found = ages.begun_anew(carried, seed)
+    anew = sum(before.oldest is not None and now.oldest is None for before, now in zip(carried, found, strict=True))
+    if anew:
+      logging.warning("%d of %d groups that had begun begin again: with the config as it is now they would be more "
+                      "than rollout.max_staleness=%d updates old when they are trained on.", anew, len(found),
+                      ages.max_staleness)
+    return found
+
+  def _to_begin(self, need: int, going: int, ages: Ages) -> int:
+    """Prompts to begin beside so many that go on, where `need` groups are to become whole."""
+    return max((ages.most(need, self.sampler.rows) if self._carries else need) - going, 0)
+
+  def _go_on(self, params: Any, groups: list[Group], need: int, ages: Ages, stopped: Callable[[], bool]
+             ) -> tuple[list[PromptItem], list[list[Episode]], list[Group], list[Group]] | None:
+    """(items, episodes of the groups that became whole, these, the others); None: it was left off."""
+    began, items = time.perf_counter(), [self._prompts.item(group.number) for group in groups]
+    limits, how = self.episodes.asked(items)
+
+    def stream(prompts: list[np.ndarray], places: list[int], **options: Any) -> Iterator[Completion]:
+      options |= how | {key: [how[key][place] for place in places] for key in ("images", "prefixes") if key in how}
+      for part in self.sampler.stream(params, prompts, Request(**self._sampling, **options)):
+        bar.update(part.finish_reason != "")
+        self._sampled += len(part.ids)
+        yield part
+
+    with self._bar(need * self._group_size) as bar:
+      found = carried_lib.go_on(groups, need, ages, [item.prompt.ids for item in items], limits, stream, stopped)
+    self._clock["rollout"] += time.perf_counter() - began
+    if found is None:
+      return None
+    chosen = [self._prompts.item(group.number) for group in found[0]]
+    return chosen, [[self.episodes.alone(item, text.completion(sample)) for sample, text in enumerate(group.texts)]
+                    for item, group in zip(chosen, found[0], strict=True)], *found
+
+  def _bar(self, total: int) -> tqdm:
+    """Of completions; None: no bar without a terminal."""
+    return tqdm(total=total, desc="rollout", unit="completion", leave=False, dynamic_ncols=True,
+                disable=None if jax.process_index() == 0 and self._shows else True)
+
   def _sample(self, params: Any, items: list[PromptItem], seed: str, stopped: Callable[[], bool]
               ) -> list[list[Episode]] | None:
     """Episodes [P][G] of prompts; None: it was left off."""
     total, began = len(items) * self._group_size, time.perf_counter()
-    # None: no bar without a terminal.
-    with tqdm(total=total, desc="rollout", unit="completion", leave=False, dynamic_ncols=True,
-              disable=None if jax.process_index() == 0 and self._shows else True) as bar:
+    with self._bar(total) as bar:
 
       def generate(prompts: list[np.ndarray], **options: Any) -> list[Completion] | None:
         parts = []
@@ -194,6 +265,7 @@ class Producer:
           if stopped():
             return None
           bar.update(part.finish_reason != "")
+          self._sampled += len(part.ids)
           parts.append(part)
         return collect(parts)
 
@@ -205,7 +277,7 @@ class Producer:
     """The groups with their rewards, which the first process computes for all."""
     began = time.perf_counter()
     scores: Any = None
-    groups = [Group(item.content, [e.completion for e in group], [e.completion_ids.tolist() for e in group],
+    groups = [Answers(item.content, [e.completion for e in group], [e.completion_ids.tolist() for e in group],
                     item.columns, item.prompt.where) for item, group in zip(items, episodes, strict=True)]
     if jax.process_index() == 0:
       scores = self.scorer.score(groups)
@@ -230,8 +302,7 @@ class Producer:
                ) -> dict[str, float]:
     """The rollout's metrics."""
     metrics = groups_lib.metrics(self.names, groups, replaced, samples)
-    sampled = sum(float(e.trajectory.weights.sum()) for group in groups + replaced for e in group.episodes)
     metrics |= self.episodes.metrics([episode for group in groups + replaced for episode in group.episodes])
     return to_floats(metrics | {
         "time/rollout": self._clock["rollout"], "time/rewards": self._clock["rewards"],
-        "sampling/tokens_per_second": sampled / max(self._clock["rollout"], 1e-9)})
+        "sampling/tokens_per_second": self._sampled / max(self._clock["rollout"], 1e-9)})

@@ -22,13 +22,14 @@ from input_pipeline.steps import ROWS, Past, steps_of_rollouts
 from trainer import strategies
 from trainer.errors import ConfigError, DataError
 from trainer.generate import image_tokens
+from trainer.rollouts import carried as carried_lib
 from trainer.rollouts import experience as experience_lib
 from trainer.rollouts import groups as groups_lib
 from trainer.rollouts import old_policy, schedule
 from trainer.rollouts.ahead import make_ahead
 from trainer.rollouts.curriculum import SAVED
 from trainer.rollouts.experience import Experience
-from trainer.rollouts.producer import Policy, Producer, Rollout
+from trainer.rollouts.producer import CARRIED, Policy, Producer, Rollout
 from trainer.rollouts.returns import Returns
 from trainer.strategies import teachers
 from trainer.strategies.record import OF_CRITIC
@@ -55,6 +56,7 @@ class Rollouts:
                past: Past | None = None):
     c, self._seed, self._workdir = config.rollout, config.seed, workdir
     self.taken = steps_of_rollouts(c.num_prompts, c.updates, c.epochs, past)
+    self._num_prompts = c.num_prompts
     self._max_without_signal, self._is_ahead = c.max_without_lesson, c.max_staleness > 0
     self._prompts = prompts
     self._strategy = strategies.of(config)
@@ -92,7 +94,7 @@ class Rollouts:
       return None
     made = self._ahead.made
     if made is not None and made.drawn >= self._prompts.num_items:
-      return made.end
+      return made.end + -(-len(made.carried) // self._num_prompts) * made.steps
     return self.taken.steps_for(self._prompts.num_items)
 
   def tokens_seen(self, step: int) -> int:
@@ -170,6 +172,8 @@ class Rollouts:
             "without_lesson": self._without_signal, "learned": self._learned,
             "reward_models": self.producer.models.saved(), "ahead": ahead}
     arrays = {} if now is None or now.rates is None else {SAVED: now.rates}
+    meta["carried"], carried = carried_lib.saved(now.carried if now else (), CARRIED)
+    arrays |= carried
     if not done and now.experience.num_units:  # checkpoints cannot hold empty arrays
       arrays |= now.experience._asdict() | self._valued | ({} if self._old is None else {"old": self._old})
     for place, rollout in enumerate(waiting):
@@ -194,9 +198,14 @@ class Rollouts:
     self.metrics = meta["metrics"]
     rates, arrays = self.producer.curriculum.restored(dict(arrays or {}), meta["data"])
     waiting = [Rollout.restored(f"ahead{place}_", said, arrays) for place, said in enumerate(meta.get("ahead", ()))]
-    if meta["data"] != self.fingerprint:
-      waiting = [rollout._replace(rates=None) for rollout in waiting]
     own = {key: part for key, part in arrays.items() if not key.startswith("ahead")}
+    carried = carried_lib.restored(meta.get("carried", ()), own, CARRIED)
+    own = {key: part for key, part in own.items() if not key.startswith(CARRIED)}
+    if meta["data"] != self.fingerprint:
+      if left_off := len(waiting[-1].carried if waiting else carried):
+        logging.warning("The prompts are no longer those of the checkpoint: %d groups that had begun are left off.",
+                        left_off)
+      waiting, carried = [rollout._replace(rates=None, carried=()) for rollout in waiting], []
     if meta["steps"]:
       # A checkpoint without them is of an earlier version, whose p_old was what the sampler computed.
       before = np.tile(own.get("logprobs", np.zeros(0)), (meta["steps"] // meta["updates"], 1))
@@ -204,7 +213,8 @@ class Rollouts:
       self._valued = {key: own.pop(key) for key in OF_CRITIC if key in own}
       self._now = Rollout(meta["number"], meta.get("version", meta["first_step"]), meta["first_step"], meta["steps"],
                           meta["updates"], meta["drawn"], [],
-                          Experience(**own) if own else experience_lib.collect([]), self.metrics, None, [], rates)
+                          Experience(**own) if own else experience_lib.collect([]), self.metrics, None, [], rates,
+                          carried)
       self._old = old if "old_logprobs" in self._keys() and not meta["done"] else None
     self._ahead.restore(step, self._now, waiting)
     left = [rollout for rollout in (None if meta["done"] else self._now, *waiting) if rollout is not None]

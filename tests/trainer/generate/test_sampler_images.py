@@ -88,7 +88,7 @@ def test_the_images_decide_what_is_said_and_drawn():
   # The random bits are others too, not the logits alone.
   from trainer.generate.slots import Waiting
   layout, limits = image_tokens.layout_of(model), np.full(4, 6)
-  keys = [Waiting(prompts, image_tokens.shown(layout, prompts, some), [range(1)] * 4, limits, 7)
+  keys = [Waiting(prompts, image_tokens.shown(layout, prompts, some), [range(1)] * 4, limits, [7] * 4, [0] * 4)
           for some in (images, darker)]
   assert [np.array_equal(*(key.key(p, 0) for key in keys)) for p in range(4)] == [not some for some in images]
 

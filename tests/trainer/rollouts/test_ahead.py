@@ -68,7 +68,7 @@ def test_in_turns_each_rollout_is_of_the_policy_two_updates_before(straight):
   for step in (1, 3, 5, 7):
     assert rows[step]["policy/ratio_mean"] == 1 and rows[step]["clip_ratio/region_mean"] == 0
     assert (rows[step]["sampling/sampling_logp_difference/max"] < 1e-5) == (step == 1)
-  before = SimpleNamespace(drawn=4, rates=None)
+  before = SimpleNamespace(drawn=4, rates=None, carried=())
   again = run.data.producer.roll(start_of(run), 0, 1, before, 2, run.data.taken.at(2), lambda: False)
   assert again.table == table(workdir, 3)
   np.testing.assert_array_equal(again.groups, [4, 5, 6, 7])
@@ -242,6 +242,9 @@ def test_an_error_of_the_sampler_ends_the_run_and_a_stop_does_not_wait_for_it():
     (dict(max_staleness=0, concurrent=True), "Use --config.rollout.max_staleness=1 or more, or leave rollout.co"),
     (dict(max_staleness=0, schedule="x.jsonl"), "rollout.schedule is 'x.jsonl', but with rollout.max_staleness=0"),
     (dict(concurrent=True, schedule="x.jsonl"), "Use --config.rollout.concurrent=False"),
+    (dict(max_staleness=1, carry_over=True), "Use --config.rollout.max_staleness=2 or more, or leave rollout.ca"),
+    (dict(carry_over=True, environment="tests.trainer.rollout_toys.Echo"), "there is rollout.environment"),
+    (dict(carry_over=True, engine="http://127.0.0.1:9"), "there is rollout.engine"),
     (dict(schedule="/nowhere/x.jsonl"), "Give the schedule.jsonl in the workdir of"),
 ])
 def test_what_cannot_be_is_refused_with_what_to_type(prompts, tmp_path, change, said):

@@ -47,11 +47,12 @@ def kept(script, num_prompts, resample):
 
   producer = object.__new__(Producer)
   producer.__dict__.update(
-      _resample=resample, _seed=0, _sample=lambda *args: [], _score=score, _select=select,
+      _resample=resample, _seed=0, _carries=False, _max_staleness=0, _sample=lambda *args: [], _score=score,
+      _select=select,
       curriculum=SimpleNamespace(unmeasured=lambda: None, after=lambda *args: (None, {}),
                                  choose=lambda drawn, count, rates: ([None] * count, drawn + count)))
   try:
-    producer.roll(None, 0, 0, None, 0, SimpleNamespace(size=num_prompts), lambda: False)
+    producer.roll(None, 0, 0, None, 0, SimpleNamespace(size=num_prompts, every=1), lambda: False)
   except Selected as found:
     return found.args[0], len(script) - len(left)
 

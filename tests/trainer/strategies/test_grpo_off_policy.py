@@ -95,6 +95,20 @@ def test_without_a_cap_the_expected_gradient_is_that_of_the_policy(how):
       moved, -np.einsum("nt,n,ntd->d", weights, rewards, token_gradients(theta)), atol=1e-10)
 
 
+@pytest.mark.parametrize("how", ["sequence_truncate", "sequence_mask"])
+def test_nor_need_both_tokens_be_of_one_policy(how):
+  """The first token by one policy, the second by another that followed it (`rollout.carry_over`): with the log-prob
+  that each token was sampled with the expected gradient is that of the policy that is trained; with those of the newer
+  policy for both it is not."""
+  (theta, first, second), rewards = policies(3)
+  mixed, exact = np.r_[first[:3], second[3:]], exact_gradient(theta, rewards)
+  uncapped = dict(correction=how, correction_max=float("inf"))
+  np.testing.assert_allclose(expected_gradient(theta, mixed, rewards, **uncapped)[0], exact, atol=1e-10)
+  likely = np.exp(np.asarray(token_logps(mixed)).sum(1) - np.asarray(token_logps(second)).sum(1))
+  wrong, _ = expected_gradient(theta, second, rewards * likely, **uncapped)
+  assert np.abs(wrong - exact).max() > 1e-2
+
+
 @pytest.mark.parametrize("how", presets.CORRECTIONS[1:])
 def test_with_caps_it_is_the_sum_over_texts_of_bounded_weights(how):
   (theta, behavior), rewards = policies(2)
