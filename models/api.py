@@ -113,6 +113,8 @@ class Generative(Model, Protocol):
   max_length: int | None
   # What it makes of images, a `models.spec_vision.Vision`; None, or no such attribute: it takes none.
   vision: Any
+  # Layers with experts, and experts of a token; None, or no such attribute: it has none.
+  routing: tuple[int, int] | None
   # Why it cannot share prefixes (`prompt_ids` in batches); None: it can. A model without this attribute does not.
   no_prefix_sharing: str | None
 
@@ -122,8 +124,9 @@ class Generative(Model, Protocol):
     `pages`: in so many pages, where a layer sees all; the cache has a `table` (`models.attention.cache.Table`) while it
     is read or written."""
 
-  def prefill(self, params: Params, batch: dict) -> tuple[jax.Array, Any]:
-    """`apply` to beginnings of texts, one a row, padded on either side: (hidden states [N, T, D], what they leave)."""
+  def prefill(self, params: Params, batch: dict, record: bool = False) -> tuple:
+    """`apply` to beginnings of texts, one a row, padded on either side: (hidden states [N, T, D], what they leave).
+    With `record`, which only a model with `routing` is given, also the experts of each token, int16 [N, T, L, k]."""
 
   def begin(self, cache: Cache, begun: Any, rows_M: jax.Array, sources_M: jax.Array) -> Cache:
     """Row `rows_M[m]` of the cache begun anew with row `sources_M[m]` of what `prefill` left, `begun`; a row beyond the
@@ -136,9 +139,10 @@ class Generative(Model, Protocol):
   def decoding_params(self, params: Params) -> Params:
     """The parameters as `decode` and `unembed` read them: what is done with them alone is done once, here."""
 
-  def decode(self, params: Params, tokens_B: jax.Array, active_B: jax.Array, cache: Cache) -> tuple[jax.Array, Cache]:
+  def decode(self, params: Params, tokens_B: jax.Array, active_B: jax.Array, cache: Cache, record: bool = False
+             ) -> tuple:
     """One more token for each row of the cache: (its hidden state [B, D], cache). Rows that are not active stay.
-    `params`: from `decoding_params`."""
+    `params`: from `decoding_params`. `record`: as above, the experts being int16 [B, L, k]."""
 
 
 def make_model(

@@ -18,7 +18,7 @@ from models.attention.dispatch import attend_to_past, attention
 from models.attention.latent import LatentAttention
 from models.attention.mask import TokenIds
 from models.attention.rope import apply_rope
-from models.experts.moe import Moe
+from models.experts.moe import Moe, Routing
 from models.layers import Linear, Mlp, Norm, Scope, apply_linears, dropout
 from models.remat import named
 from models.sharding.logical_axes import constrain
@@ -110,10 +110,11 @@ class Block(nnx.Module):
     self.residual_scale, self.dropout = spec.residual_scale, spec.dropout
 
   def __call__(self, x_BxTxD, tokens: TokenIds, rope, window: int | None, key: jax.Array | None,
-               past: Past | None = None, parts: Collection[str] = ("attn", "mlp")):
+               past: Past | None = None, parts: Collection[str] = ("attn", "mlp"), routing: Routing | None = None):
     """(x, statistics of the experts if it has any, {name of the mixer: keys and values, or a state}, or the cache).
 
     `key`: this layer's key for dropout; None: no dropout. `past`: see `SelfAttention`. `parts`: of `models.spec.PARTS`.
+    `routing`: of this layer's experts.
     """
     keys = (None, None) if key is None else jax.random.split(key)
     x_BxTxD = named(x_BxTxD, "layer_input")
@@ -127,7 +128,8 @@ class Block(nnx.Module):
     x_BxTxD = named(constrain(x_BxTxD, "batch", "stream", "embed"), "stream")
     if not self.parallel:
       normed_BxTxD = x_BxTxD if self.mlp_norm is None else self.mlp_norm(x_BxTxD)
-    y, stats = self.moe(normed_BxTxD, tokens.segments, key) if "moe" in parts else (self.mlp(normed_BxTxD, key), {})
+    y, stats = (self.moe(normed_BxTxD, tokens.segments, key, routing) if "moe" in parts else
+                (self.mlp(normed_BxTxD, key), {}))
     x_BxTxD = x_BxTxD + self._branch_end(y, self.mlp_post_norm, keys[1])
     return constrain(x_BxTxD, "batch", "stream", "embed"), stats, new
 

@@ -28,7 +28,7 @@ from models.attention.cache import Cache, Past
 from models.attention.mask import TokenIds
 from models.attention.rope import rope_table
 from models.blocks import Block, make_norm, run_blocks, stack_blocks, unstack
-from models.experts.moe import report
+from models.experts.moe import Routing, disagreement, report
 from models.layers import Embedding, Linear, Scope, document_lengths, dropout, embedding_noise
 from models.quantization import quantize
 from models.quantization.matmul import MatmulRules
@@ -79,6 +79,7 @@ class Decoder(nnx.Module):
     x_BxTxD = self._embed(batch, remat, key)
     axes = batch.get("axes")
     ropes = {kind: rope_table(rope, positions, segment_ids, axes) for kind, rope in s.ropes.items()}
+    routing = Routing.of(batch, keep=remember or cache is not None)
 
     def layer(place: int, carry: tuple[jax.Array, Cache | None], block: Block, index: jax.Array):
       x_BxTxD, cache = carry
@@ -86,7 +87,8 @@ class Decoder(nnx.Module):
       kind = s.layer_type(place)
       window = s.window if kind == "local" else None
       past = None if cache is None else Past(cache, place, index)
-      x_BxTxD, stats, new = block(x_BxTxD, tokens, ropes.get(kind), window, layer_key, past, s.parts_of(place))
+      its = None if s.moe is None else routing.of_layer(index - s.moe.dense_layers)
+      x_BxTxD, stats, new = block(x_BxTxD, tokens, ropes.get(kind), window, layer_key, past, s.parts_of(place), its)
       return (x_BxTxD, None if past is None else new), (stats, new if remember else None)
 
     (x_BxTxD, cache), (stats, new) = run_blocks(s, blocks or self.blocks, layer, remat, (x_BxTxD, cache))
@@ -185,7 +187,11 @@ class Transformer:
     batch = vlm.complete(batch, self.spec.vision)
     decoder = nnx.merge(self._graph, params)
     hidden_BxTxD, stats, _ = decoder(batch, self._remat, rng if noisy else None)
-    return Output(hidden_BxTxD, *report(stats, batch["segment_ids"], self.spec.moe))
+    losses, metrics = report(stats, batch["segment_ids"], self.spec.moe)
+    if stats and "differs" in stats:
+      metrics["rollout/expert_disagreement"] = disagreement(stats["differs"], Routing.of(batch, False).recorded,
+                                                            batch["segment_ids"])
+    return Output(hidden_BxTxD, losses, metrics)
 
   def layer_inputs(self, params: Params, batch: dict) -> list[jax.Array]:
     """What enters each layer, [B, T, D] each; the arguments are those of `apply`."""
@@ -206,11 +212,17 @@ class Transformer:
     """See `models.api.Generative`."""
     return cache_lib.empty(self.spec, rows, max_length, self._dtypes[1], self._one_by_one, pages)
 
-  def prefill(self, params: Params, batch: dict) -> tuple[jax.Array, Any]:
+  @property
+  def routing(self) -> tuple[int, int] | None:
+    """See `models.api.Generative`."""
+    return None if self.spec.moe is None else (len(self.spec.layers_with("moe")), self.spec.moe.experts_per_token)
+
+  def prefill(self, params: Params, batch: dict, record: bool = False) -> tuple:
     """See `models.api.Generative`."""
     batch = vlm.complete(batch, self.spec.vision)
-    hidden_NxTxD, _, new = nnx.merge(self._graph, params)(batch, self._remat, None, remember=True)
-    return hidden_NxTxD, (new, batch["positions"], batch["segment_ids"], batch["axes"])
+    hidden_NxTxD, stats, new = nnx.merge(self._graph, params)(batch, self._remat, None, remember=True)
+    left = new, batch["positions"], batch["segment_ids"], batch["axes"]
+    return (hidden_NxTxD, left, jnp.moveaxis(stats["experts"], 0, 2)) if record else (hidden_NxTxD, left)
 
   def begin(self, cache: Cache, begun: Any, rows_M: jax.Array, sources_M: jax.Array) -> Cache:
     """See `models.api.Generative`."""
@@ -242,7 +254,8 @@ class Transformer:
     return {**params, "blocks": [{part: arrays for part, arrays in block.items() if jax.tree.leaves(arrays)}
                                  for block in blocks]}
 
-  def decode(self, params: Params, tokens_B: jax.Array, active_B: jax.Array, cache: Cache) -> tuple[jax.Array, Cache]:
+  def decode(self, params: Params, tokens_B: jax.Array, active_B: jax.Array, cache: Cache, record: bool = False
+             ) -> tuple:
     """See `models.api.Generative`."""
     graph, state = self._decoding
     blocks = None
@@ -255,8 +268,10 @@ class Transformer:
     batch = dict(tokens=tokens_B[:, None], positions=positions_B[:, None],
                  segment_ids=active_B[:, None].astype(jnp.int32))
     decoder = nnx.merge(graph, params)
-    hidden_Bx1xD, _, cache = decoder(batch, self._remat, None, cache=cache, blocks=blocks)
-    return hidden_Bx1xD[:, 0], cache._replace(lengths=cache.lengths + active_B)
+    hidden_Bx1xD, stats, cache = decoder(batch, self._remat, None, cache=cache, blocks=blocks)
+    cache = cache._replace(lengths=cache.lengths + active_B)
+    return (hidden_Bx1xD[:, 0], cache, jnp.moveaxis(stats["experts"][:, :, 0], 0, 1)) if record else (
+        hidden_Bx1xD[:, 0], cache)
 
   @property
   def _one_by_one(self) -> bool:

@@ -138,7 +138,7 @@ def _complete_text(batch: dict) -> dict:
     starts = jnp.concatenate([jnp.ones_like(tokens[:, :1]), jnp.diff(segment_ids, axis=1)], axis=1) != 0
     positions = index - jax.lax.cummax(jnp.where(starts, index, 0), axis=1)
   rest = {key: batch.get(key) for key in ("images", "image_index", "image_grid", "block_ids", "prompt_ids",
-                                          "prefix_length")}
+                                          "prefix_length", "sampled_experts", "replayed_experts")}
   return dict(tokens=tokens, segment_ids=segment_ids, positions=positions, axes=None, **rest)
 
 

@@ -308,6 +308,9 @@ def abstract_batch(config: Any, model: Any, rows: int, *, precompute: bool = Fal
   if config.rollout.num_prompts:
     held = strategies.of(config).keys(config.rollout.updates * config.rollout.epochs)
     row |= {key: row["loss_weights"] for key in held if key != "advantages"}
+    if (routing := rollout_options.routing(config, model)) is not None:
+      row["replayed_experts" if config.rollout.replay_experts else "sampled_experts"] = np.zeros(
+          (1, config.seq_len, *routing), np.int16)
   row |= image_tokens.empty(layout, 1, config.seq_len, images_per_row if layout else 0)
   return {key: jax.ShapeDtypeStruct((rows, *np.shape(values)[1:]), values.dtype, sharding=sharding)
           for key, values in row.items()}

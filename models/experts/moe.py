@@ -11,7 +11,7 @@ sorted by expert (models/experts/grouped.py).
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -47,6 +47,33 @@ class Load:
       return {}
     relative_L = counts_LxE.max(axis=1) / counts_LxE.mean(axis=1)
     return {f"{name}/dead_experts": float((counts_LxE == 0).mean()), f"{name}/max_load": float(relative_L.mean())}
+
+
+class Routing(NamedTuple):
+  """What is known of the choice of experts elsewhere, and whether this one is to be known.
+
+  Attributes:
+    recorded: int [B, T, L, k], of layers with experts, or of one of them [B, T, k]: the experts that each token went
+      through when it was sampled; -1: not recorded. None: nothing is.
+    replay: tokens go through these, with weights by this program's scores (routing replay, R3: arXiv 2510.11370).
+      False: they are only compared.
+    keep: the `statistics` have the experts that tokens went through.
+  """
+
+  recorded: jax.Array | None = None
+  replay: bool = False
+  keep: bool = False
+
+  @staticmethod
+  def of(batch: dict, keep: bool) -> "Routing":
+    """That of a batch, which may hold `sampled_experts` to compare with or `replayed_experts`."""
+    replayed = batch.get("replayed_experts")
+    return Routing(batch.get("sampled_experts") if replayed is None else replayed, replayed is not None, keep)
+
+  def of_layer(self, nth: jax.Array) -> "Routing":
+    """That of the nth layer with experts."""
+    return self if self.recorded is None else self._replace(
+        recorded=jax.lax.dynamic_index_in_dim(self.recorded, nth, axis=2, keepdims=False).astype(jnp.int32))
 
 
 class Biased(Kernel):
@@ -108,12 +135,13 @@ class Moe(nnx.Module):
     self.shared_gate = Linear(scope / "shared_gate", D, 1, std=std, bias=False) if moe.shared_gate else None
     self.spec, self.activation = moe, spec.activation
 
-  def __call__(self, x_BxTxD: jax.Array, segment_ids: jax.Array,
-               key: jax.Array | None = None) -> tuple[jax.Array, dict[str, jax.Array]]:
+  def __call__(self, x_BxTxD: jax.Array, segment_ids: jax.Array, key: jax.Array | None = None,
+               routing: Routing | None = None) -> tuple[jax.Array, dict[str, jax.Array]]:
     """The layer's output [B, T, D] (of the experts: 0 at padding) and its `statistics`.
 
-    `key`: the layer's key for dropout on the adapters' input; None: no dropout.
+    `key`: the layer's key for dropout on the adapters' input; None: no dropout. `routing`: of this layer.
     """
+    routing = Routing() if routing is None else routing
     moe, kernel_DxE = self.spec, self.router.kernel[...].astype(jnp.float32)
     # In float32 throughout: two logits that nearly tie must not be swapped by rounding.
     logits_NxE = jnp.matmul(logical_axes.as_rows(x_BxTxD).astype(jnp.float32), kernel_DxE,
@@ -123,7 +151,9 @@ class Moe(nnx.Module):
     logits_BxTxE = logits_NxE.reshape(*x_BxTxD.shape[:-1], -1)
     bias = self.router.choice_bias
     biased = () if bias is None else (jnp.broadcast_to(jax.lax.stop_gradient(bias[...]), logits_BxTxE.shape),)
-    experts_BxTxk, weights_BxTxk = _on_rows(functools.partial(route, moe=moe), (logits_BxTxE, *biased))
+    replayed = (routing.recorded,) if routing.replay else ()
+    experts_BxTxk, weights_BxTxk = _on_rows(functools.partial(route, moe=moe, replay=routing.replay),
+                                            (logits_BxTxE, *biased, *replayed))
     used_BxTxk = jnp.where(segment_ids[..., None] > 0, experts_BxTxk, moe.num_experts)
     run = functools.partial(apply_experts, num_experts=moe.num_experts, activation=self.activation,
                             matmuls=self.experts.matmuls)
@@ -136,24 +166,35 @@ class Moe(nnx.Module):
       if self.shared_gate is not None:
         shared_BxTxD = shared_BxTxD * jax.nn.sigmoid(self.shared_gate(x_BxTxD, key).astype(jnp.float32))
       y_BxTxD = y_BxTxD + shared_BxTxD
-    return y_BxTxD.astype(x_BxTxD.dtype), statistics(logits_BxTxE, experts_BxTxk, segment_ids, moe)
+    found = statistics(logits_BxTxE, experts_BxTxk, segment_ids, moe)
+    if routing.keep:
+      found["experts"] = experts_BxTxk.astype(jnp.int16)
+    if routing.recorded is not None:  # in whatever order
+      found["differs"] = jnp.any(jnp.sort(experts_BxTxk) != jnp.sort(routing.recorded), axis=-1)
+    return y_BxTxD.astype(x_BxTxD.dtype), found
 
 
-def route(rows: tuple[jax.Array, ...], kernels: tuple = (), *, moe: spec_lib.Moe) -> tuple[jax.Array, jax.Array]:
+def route(rows: tuple[jax.Array, ...], kernels: tuple = (), *, moe: spec_lib.Moe, replay: bool = False
+          ) -> tuple[jax.Array, jax.Array]:
   """The chosen experts int32 [B, T, k], best first (of equal ones the first), and their weights, float32.
 
   Args:
     rows: the router's logits [B, T, E], float32; with `choice_bias`, also what is added to the scores.
     kernels: none.
     moe: the config.
+    replay: the last of `rows` says which experts are taken, int32 [B, T, k]; where it is below 0, the router does.
   """
   logits_BxTxE, *biased = rows
+  recorded_BxTxk = biased.pop() if replay else None
   sigmoid, after = moe.scores == "sigmoid", moe.softmax == "after_topk"
   scores_BxTxE = jax.nn.sigmoid(logits_BxTxE) if sigmoid else logits_BxTxE if after else jax.nn.softmax(logits_BxTxE)
   by_BxTxE = jax.lax.stop_gradient(scores_BxTxE + sum(biased))
   if moe.groups_used < moe.groups:
     by_BxTxE = _of_best_groups(by_BxTxE, moe)
-  weights_BxTxk, experts_BxTxk = _largest(scores_BxTxE, by_BxTxE, moe.experts_per_token)
+  experts_BxTxk = jax.lax.top_k(by_BxTxE, moe.experts_per_token)[1]
+  if recorded_BxTxk is not None:
+    experts_BxTxk = jnp.where(recorded_BxTxk < 0, experts_BxTxk, recorded_BxTxk)
+  weights_BxTxk = _taken(scores_BxTxE, experts_BxTxk)
   if after:
     weights_BxTxk = jax.nn.softmax(weights_BxTxk)
   if moe.normalize_weights:
@@ -171,15 +212,13 @@ def _of_best_groups(scores_BxTxE: jax.Array, moe: spec_lib.Moe) -> jax.Array:
   return jnp.where(is_used_BxTxG[..., None], by_group_BxTxGxM, -jnp.inf).reshape(scores_BxTxE.shape)
 
 
-def _largest(values_BxTxE: jax.Array, by_BxTxE: jax.Array, k: int) -> tuple[jax.Array, jax.Array]:
-  """The values of the k entries that are largest in `by`, which has no gradient, and where they are. On GPU the
-  gradient is a sum of products with zeros and ones, and not scattered, of which XLA would not know that no two go to
-  the same place (trainer/compiler/repeatable.py)."""
-  index_BxTxk = jax.lax.top_k(by_BxTxE, k)[1]
+def _taken(values_BxTxE: jax.Array, index_BxTxk: jax.Array) -> jax.Array:
+  """Those entries of the values. On GPU the gradient is a sum of products with zeros and ones, and not scattered, of
+  which XLA would not know that no two go to the same place (trainer/compiler/repeatable.py)."""
   if logical_axes.platform() != "gpu":
-    return jnp.take_along_axis(values_BxTxE, index_BxTxk, axis=-1), index_BxTxk
+    return jnp.take_along_axis(values_BxTxE, index_BxTxk, axis=-1)
   is_it_BxTxkxE = index_BxTxk[..., None] == jnp.arange(values_BxTxE.shape[-1])
-  return jnp.sum(jnp.where(is_it_BxTxkxE, values_BxTxE[:, :, None], 0.0), axis=-1), index_BxTxk
+  return jnp.sum(jnp.where(is_it_BxTxkxE, values_BxTxE[:, :, None], 0.0), axis=-1)
 
 
 def apply_experts(rows: tuple[jax.Array, ...], kernels: tuple[jax.Array, ...], *, num_experts: int, activation: str,
@@ -301,6 +340,13 @@ def statistics(logits_BxTxE: jax.Array, experts_BxTxk: jax.Array, segment_ids: j
   if moe.z_loss:
     sums["z"] = over_tokens(jnp.square(jax.nn.logsumexp(logits_BxTxE, axis=-1)))
   return sums
+
+
+def disagreement(differs_LxBxT: jax.Array, recorded_BxTxLxk: jax.Array, segment_ids: jax.Array) -> Mean:
+  """The share of recorded tokens that in any layer did not go through the experts that they were sampled with."""
+  known_BxT = (segment_ids > 0) & (recorded_BxTxLxk[..., 0, 0] >= 0)
+  differ_BxT = known_BxT & jnp.any(differs_LxBxT, axis=0)
+  return Mean(*(jnp.sum(part, axis=1).astype(jnp.float32) for part in (differ_BxT, known_BxT)))
 
 
 def report(stats: dict[str, jax.Array] | None, segment_ids: jax.Array, moe: spec_lib.Moe | None):

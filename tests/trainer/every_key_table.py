@@ -408,6 +408,7 @@ ROLLOUT = {
      for key, value in dict(top_k=3, top_p=0.5, min_p=0.99).items()},
   "rollout.batch_size": run(decoded_rows, 16, base=prompts),
   "input.share_prompts": run(sampled, "never", base=prompts),
+  "rollout.replay_experts": run(sampled, True, MOE, prompts),
   "rollout.engine": data("http://127.0.0.1:9", base=prompts, see=engine),
   "rollout.engine_handover": data("sglang", {"rollout.engine": "http://127.0.0.1:9"}, prompts, engine),
   "rollout.engine_timeout_seconds": data(5.0, {"rollout.engine": "http://127.0.0.1:9"}, prompts, engine),

@@ -242,6 +242,10 @@ def rollout() -> ConfigDict:
   c.engine = unset(str)
   c.engine_handover = "weft"
   c.engine_timeout_seconds = 600.0
+  # Of a mixture of experts: an update takes each token through the experts that it went through when it was sampled,
+  # with weights by its own router (routing replay, R3: arXiv 2510.11370). False: through those that its own router
+  # chooses; how often these differ is rollout/expert_disagreement.
+  c.replay_experts = False
   # How many updates older than the policy that is trained the one may be that sampled (docs/grpo.md). concurrent:
   # completions are sampled while updates go on, by the newest policy that is at hand; which one that was stands in
   # schedule.jsonl, and a run that is given this file as its schedule is the same again, to the bit.

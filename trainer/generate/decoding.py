@@ -2,7 +2,7 @@
 prompts, decoded for a chunk of steps, and given other sizes. Pure functions, which the sampler compiles.
 
 B rows, N prompts, T tokens of a prompt, M completions begun at a time, D hidden size, V vocabulary, C steps of a chunk;
-R and Q rows and pages that are kept.
+R and Q rows and pages that are kept; L layers with experts, of which each token goes through k.
 """
 
 from typing import Any, NamedTuple
@@ -41,6 +41,8 @@ class Chunk(NamedTuple):
   counts_B: jax.Array
   strings_B: jax.Array
   done_B: jax.Array
+  # Those that each token went through, int16, -1: it went through none; None: not recorded.
+  experts_BxCxLxk: jax.Array | None = None
 
 
 def empty(model: Any, rows: int, length: int, pages: int | None = None) -> State:
@@ -52,14 +54,14 @@ def empty(model: Any, rows: int, length: int, pages: int | None = None) -> State
                 tokens_B, tokens_B == 0)
 
 
-def prefill(model: Any, params: Any, tokens_NxT: jax.Array, lengths_N: jax.Array, seen: dict[str, jax.Array]
-             ) -> tuple[jax.Array, Any]:
-  """(hidden states of each prompt's last token, what the prompts leave for those that follow); `seen` is what a batch
-  says of images and of the order of reading."""
+def prefill(model: Any, params: Any, tokens_NxT: jax.Array, lengths_N: jax.Array, seen: dict[str, jax.Array],
+            record: bool = False) -> tuple:
+  """(hidden states of each prompt's last token, what the prompts leave for those that follow, with `record` also the
+  experts of their tokens); `seen` is what a batch says of images and of the order of reading."""
   N, T = tokens_NxT.shape
   batch = dict(tokens=tokens_NxT, segment_ids=(jnp.arange(T) < lengths_N[:, None]).astype(jnp.int32), **seen)
-  hidden_NxTxD, begun = model.prefill(params, batch)
-  return hidden_NxTxD[jnp.arange(N), lengths_N - 1], begun
+  hidden_NxTxD, *left = model.prefill(params, batch, record=True) if record else model.prefill(params, batch)
+  return hidden_NxTxD[jnp.arange(N), lengths_N - 1], *left
 
 
 def _with_table(cache: Any, table: Table | None) -> Any:
@@ -100,19 +102,20 @@ def resized(model: Any, length: int, state: State, rows_R: jax.Array, pages_Q: j
 
 
 def decode(model: Any, chunk: int, greedy: bool, truncated: bool, params: Any, state: State,
-            given: tuple[jax.Array, ...], automaton: Automaton = NOTHING, table: Table | None = None
-            ) -> tuple[State, Chunk]:
-  """Up to `chunk` tokens for each row that is not done; fewer if enough rows are done before."""
+           given: tuple[jax.Array, ...], automaton: Automaton = NOTHING, table: Table | None = None,
+           record: bool = False) -> tuple[State, Chunk]:
+  """Up to `chunk` tokens for each row that is not done; fewer if enough rows are done before. `record`: with their
+  experts."""
   stops, numbers, top_k, enough = given
   B = state.done_B.shape[0]
   keys_B = jax.random.wrap_key_data(state.keys_Bx2, impl="threefry2x32")
 
   def goes_on(carry: tuple) -> jax.Array:
-    column, state, _ = carry
+    column, state, *_ = carry
     return (column < chunk) & (jnp.sum(state.done_B) < enough)
 
   def step(carry: tuple) -> tuple:
-    column, state, found = carry
+    column, state, found, experts_BxCxLxk = carry
     logits_BxV = model.unembed(params, state.hidden_BxD[:, None])[:, 0]
     drawn = draw(jax.vmap(jax.random.fold_in)(keys_B, state.counts_B), logits_BxV, numbers, top_k, greedy=greedy,
                  truncated=truncated)
@@ -122,12 +125,17 @@ def decode(model: Any, chunk: int, greedy: bool, truncated: bool, params: Any, s
     strings_B = jnp.where(state.done_B, state.strings_B, jnp.asarray(automaton.moves_SxC)[state.strings_B, kinds_B])
     done_B = (state.done_B | jnp.isin(tokens_B, stops) | (strings_B >= automaton.found) |
               (counts_B >= state.limits_B))
-    hidden_BxD, cache = model.decode(params, tokens_B, ~done_B, state.cache)
-    return column + 1, State(cache, hidden_BxD, counts_B, state.keys_Bx2, state.limits_B, strings_B, done_B), found
+    hidden_BxD, cache, *chosen = model.decode(params, tokens_B, ~done_B, state.cache, **recording)
+    if record:
+      experts_BxCxLxk = experts_BxCxLxk.at[:, column].set(jnp.where(done_B[:, None, None], -1, chosen[0]))
+    state = State(cache, hidden_BxD, counts_B, state.keys_Bx2, state.limits_B, strings_B, done_B)
+    return column + 1, state, found, experts_BxCxLxk
 
   zeros_BxC = jnp.zeros((B, chunk), jnp.float32)
   found = zeros_BxC.astype(jnp.int32), zeros_BxC, zeros_BxC
+  recording: dict[str, Any] = dict(record=True) if record else {}
+  experts_BxCxLxk = jnp.full((B, chunk, *model.routing), -1, jnp.int16) if record else None
   state = state._replace(cache=_with_table(state.cache, table))
-  _, state, found = jax.lax.while_loop(goes_on, step, (0, state, found))
+  _, state, found, experts_BxCxLxk = jax.lax.while_loop(goes_on, step, (0, state, found, experts_BxCxLxk))
   state = state._replace(cache=_without_table(state.cache, table))
-  return state, Chunk(*found, state.counts_B, state.strings_B, state.done_B)
+  return state, Chunk(*found, state.counts_B, state.strings_B, state.done_B, experts_BxCxLxk)

@@ -17,7 +17,8 @@ parameters): the random bits exactly, whatever the other prompts, their order, `
 rounding. So a completion that is left off, whoever reads the stream having enough, may go on later as it would have
 (`Request.begun`), by other parameters as well.
 
-B rows, N prompts, T tokens of a prompt, M completions begun at a time, C steps of a chunk.
+B rows, N prompts, T tokens of a prompt, M completions begun at a time, C steps of a chunk; L layers with experts, of
+which each token goes through k.
 """
 
 import functools
@@ -56,6 +57,8 @@ class Completion:
     full_logprobs: the same without truncation, over the whole vocabulary; equal to `logprobs` if there is none.
     finish_reason: "stop" (the last id is one of stop_ids, or completes a stop string) or "length".
     stop_reason: the stop string that it completes; else None.
+    experts: int16 [prompt + n, L, k], those that each token of the prompt and of the ids went through; -1: none, as the
+      last one, which nothing follows. In parts the prompt's come with the first one. None: not recorded.
   """
 
   prompt: int
@@ -65,6 +68,7 @@ class Completion:
   full_logprobs: np.ndarray
   finish_reason: str
   stop_reason: str | None = None
+  experts: np.ndarray | None = None
 
   @property
   def text_ids(self) -> np.ndarray:
@@ -122,6 +126,7 @@ class Sampler:
       heads × head size × 2 numbers. Rounded up to what the mesh divides evenly.
     chunk: the most decoding steps between two looks of the host, which comes sooner if enough rows have ended.
     prefill_tokens: prompts are run together up to so many tokens, padding included.
+    record: completions come with the experts of their tokens, if the model has any.
 
   Attributes:
     compilations: programs compiled so far.
@@ -129,7 +134,7 @@ class Sampler:
   """
 
   def __init__(self, model: Any, mesh: Mesh | None = None, *, rows: int = 32, chunk: int = 32,
-               prefill_tokens: int = 16384):
+               prefill_tokens: int = 16384, record: bool = False):
     if min(rows, chunk, prefill_tokens) < 1:
       raise ValueError(f"Sampler: found rows={rows}, chunk={chunk}, prefill_tokens={prefill_tokens}; all at least 1")
     if not hasattr(model, "prefill"):
@@ -138,7 +143,7 @@ class Sampler:
     if mesh is None:
       mesh = mesh_lib.make_mesh({}, jax.devices()[:1])
     self.model, self.mesh, self.chunk, self.prefill_tokens = model, mesh, chunk, prefill_tokens
-    self.compilations = 0
+    self.compilations, self._record = 0, record and getattr(model, "routing", None) is not None
     self._placement = mesh_lib.make_placement(mesh, sampling=True)
     self._shards = logical_axes.size_of(mesh, self._placement.rules["batch"])
     self.rows = -(-rows // self._shards) * self._shards
@@ -188,16 +193,17 @@ class Sampler:
     numbers = np.array([how.temperature or 1.0, how.top_p, how.min_p], np.float32)
     kind = (how.temperature == 0, how.truncated)
     state, read = self._program("empty", rows.sizes)(), self._program("prepare")(params)
+    of_prompts: dict[int, np.ndarray] = {}  # their experts, where these are recorded
     while (len(waiting) or any(rows.owners)) and not request.until():
       while len(waiting) and None in rows.owners:
-        state = self._begin(params, state, waiting, rows, automaton)
+        state = self._begin(params, state, waiting, rows, automaton, of_prompts)
       before = rows.sizes
       *kept, enough = rows.fit(bool(len(waiting)))
       if rows.sizes != before:
         state = self._program("resize", before, rows.sizes)(state, *kept)
       state, chunk = self._program("decode", rows.sizes, (len(stops), automaton.moves_SxC.shape, *kind))(
           read, state, (stops, numbers, np.int32(how.top_k), np.int32(enough)), automaton, rows.table)
-      chunk = Chunk(*map(np.asarray, chunk))
+      chunk = Chunk(*(None if part is None else np.asarray(part) for part in chunk))
       for row in rows.busy():
         drawn = chunk.counts_B[row] - rows.counts[row]
         ids = chunk.tokens_BxC[row, :drawn]
@@ -205,7 +211,11 @@ class Sampler:
         if reason == "length" and stop is not None and chunk.strings_B[row] >= automaton.found:
           reason, string = "stop", stop.strings[chunk.strings_B[row] - automaton.found]
         logprobs, full_logprobs = (part[row, :drawn] for part in (chunk.logprobs_BxC, chunk.full_logprobs_BxC))
-        yield Completion(*rows.owners[row], ids, logprobs, full_logprobs, reason, string)
+        experts = None
+        if self._record:
+          before_it = () if rows.counts[row] else (of_prompts[rows.owners[row][0]],)
+          experts = np.concatenate([*before_it, chunk.experts_BxCxLxk[row, :drawn]])
+        yield Completion(*rows.owners[row], ids, logprobs, full_logprobs, reason, string, experts)
         rows.counts[row] = chunk.counts_B[row]
         if reason:
           rows.end(row)
@@ -216,13 +226,16 @@ class Sampler:
     return self.paged and sum(part.size * part.dtype.itemsize for part in jax.tree.leaves(
         jax.eval_shape(make))) >= MIN_PAGED_BYTES
 
-  def _begin(self, params: Any, state: State, waiting: Waiting, rows: Rows, automaton: Automaton) -> State:
-    """Gives free rows to the next completions that wait, as many as were prefilled."""
+  def _begin(self, params: Any, state: State, waiting: Waiting, rows: Rows, automaton: Automaton,
+             of_prompts: dict[int, np.ndarray]) -> State:
+    """Gives free rows to the next completions that wait, as many as were prefilled; keeps their prompts' experts."""
     free = [row for row, owner in enumerate(rows.owners) if owner is None]
     count = len(rows.owners)
     self._prefill(params, waiting, count)
-    chosen, sizes, last_NxD, begun = waiting.prefilled
+    chosen, sizes, last_NxD, begun, experts_NxTxLxk = waiting.prefilled
     units = waiting.take(len(free))
+    if experts_NxTxLxk is not None:
+      of_prompts |= {prompt: experts_NxTxLxk[n, :len(waiting.prompts[prompt])] for n, prompt in enumerate(chosen)}
     # As many as there are rows, or as are given away at a time.
     M = power(len(units), min(count, power(max(1, count // 8), self._shards)))
     # Rows beyond the last take what there is no completion for.
@@ -254,7 +267,8 @@ class Sampler:
       tokens_NxT[n, :len(ids)], lengths_N[n] = ids, len(ids)
       image_tokens.put(layout, seen, waiting.shown[prompt], n)
     run = self._program("prefill", sizes=(N, width, waiting.most_images))
-    waiting.prefilled = Prefilled(chosen, (N, width), *run(params, tokens_NxT, lengths_N, seen))
+    last_NxD, begun, *experts = run(params, tokens_NxT, lengths_N, seen)
+    waiting.prefilled = Prefilled(chosen, (N, width), last_NxD, begun, *map(np.asarray, experts))
 
   def check(self, prompts: Sequence[np.ndarray], max_new_tokens: int | np.ndarray, where: str = "") -> None:
     """Refuses prompts that cannot be completed; `where` precedes the name of the key `max_new_tokens`.
@@ -297,7 +311,8 @@ class Sampler:
       changes = jax.make_jaxpr(self.model.decoding_params)(self.model.abstract_params()).jaxpr.eqns
       return jax.jit(self.model.decoding_params) if changes else self.model.decoding_params
     if name == "prefill":
-      return jax.jit(functools.partial(decoding.prefill, self.model))
+      placed = (None, None, NamedSharding(self.mesh, PartitionSpec())) if self._record else None
+      return jax.jit(functools.partial(decoding.prefill, self.model, record=self._record), out_shardings=placed)
     empty = functools.partial(decoding.empty, self.model, *(sizes if name == "resize" else of))
     # Every program lays a state out alike, so that none is compiled anew for another's.
     placed = jax.tree.map(self._sharding, jax.eval_shape(empty))
@@ -308,7 +323,7 @@ class Sampler:
     if name == "resize":
       return jax.jit(functools.partial(decoding.resized, self.model, sizes[1]), out_shardings=placed)
     *_, greedy, truncated = sizes
-    decode = functools.partial(decoding.decode, self.model, self.chunk, greedy, truncated)
+    decode = functools.partial(decoding.decode, self.model, self.chunk, greedy, truncated, record=self._record)
     # What the host reads is on every device, so that each process has it.
     return jax.jit(decode, donate_argnums=1, out_shardings=(placed, NamedSharding(self.mesh, PartitionSpec())))
 
@@ -331,4 +346,5 @@ def joined(parts: list[Completion]) -> Completion:
   ids, logprobs, full = (np.concatenate([getattr(part, name) for part in parts])
                          for name in ("ids", "logprobs", "full_logprobs"))
   last = parts[-1]
-  return Completion(last.prompt, last.sample, ids, logprobs, full, last.finish_reason, last.stop_reason)
+  experts = None if last.experts is None else np.concatenate([part.experts for part in parts])
+  return Completion(last.prompt, last.sample, ids, logprobs, full, last.finish_reason, last.stop_reason, experts)

@@ -178,12 +178,14 @@ class Prefilled(NamedTuple):
     prompts: their numbers, in the order of what follows.
     sizes: (N, T).
     last_NxD, begun: hidden states of their last tokens, and what they leave for those that follow.
+    experts_NxTxLxk: of their tokens, on the host; None: not recorded.
   """
 
   prompts: list[int]
   sizes: tuple[int, int]
   last_NxD: Any
   begun: Any
+  experts_NxTxLxk: np.ndarray | None = None
 
 
 NOTHING_RUN = Prefilled([], (0, 0), None, None)

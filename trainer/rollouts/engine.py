@@ -50,6 +50,9 @@ def check(config: Any) -> None:
     raise ConfigError(f"rollout.engine_timeout_seconds is {c.engine_timeout_seconds}; it must be above 0.")
   if jax.process_count() > 1:
     raise ConfigError("rollout.engine is for runs of one process; the parameters of several are in no one's reach.")
+  if c.replay_experts:
+    raise ConfigError("rollout.replay_experts is True, but servers do not tell which experts tokens went through: use "
+                      "--config.rollout.replay_experts=False, or leave rollout.engine out.")
   if config.model.vision.tower != "none":
     raise ConfigError("rollout.engine is for models of text; leave it out, and the run samples by itself.")
   if config.precision.frozen in ("int8", "nf4"):
@@ -182,5 +185,5 @@ class Engine(Sampler):
 def make_sampler(config: Any, model: Any, mesh: Any, workdir: Path) -> Sampler:
   """What samples a run's completions: this program, or the server of `rollout.engine`."""
   if config.rollout.engine is None:
-    return Sampler(model, mesh, rows=config.rollout.batch_size)
+    return Sampler(model, mesh, rows=config.rollout.batch_size, record=True)
   return Engine(config, model, mesh, workdir / "engine")

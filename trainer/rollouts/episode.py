@@ -79,6 +79,7 @@ class Playing:
     """Starts with these ids, which end with `opening`."""
     self.ids, self.prompt_length = ids, len(ids)
     self.weights, self.logprobs = (np.zeros(len(ids), np.float32) for _ in range(2))
+    self.experts: np.ndarray | None = None  # of `ids`, as `Trajectory` has them
     self._append(opening)
 
   def add_completion(self, completion: Any, text: str, with_special: str) -> None:
@@ -86,6 +87,12 @@ class Playing:
     self.stop_reason = completion.stop_reason
     # Those of the distribution that training has, too, in which nothing is truncated.
     self._add(completion.ids, np.ones(len(completion.ids), np.float32), completion.full_logprobs)
+    if completion.experts is not None:
+      # What the policy said stays as it was sampled; the rest was run as a part of this prompt.
+      self.experts, before = completion.experts.copy(), self.experts
+      if before is not None:
+        known = before[:, 0, 0] >= 0
+        self.experts[:len(before)][known] = before[known]
     self.turns, self.sampled = self.turns + 1, self.sampled + len(completion.ids)
     self._append(text if isinstance(self.item.content, str) else [{"role": "assistant", "content": text}])
 
@@ -122,9 +129,16 @@ class Playing:
 
   def result(self) -> Episode:
     trajectory = Trajectory(self.ids.astype(np.int32), self.weights, self.logprobs, self.prompt_length,
-                            self.finish_reason, self.item.number, self.stop_reason)
+                            self.finish_reason, self.item.number, self.stop_reason, self._experts())
     completion = self.text if isinstance(self.item.content, str) else self.messages
     return Episode(trajectory, completion, self.text, self.reward, self.failed, self.turns)
+
+  def _experts(self) -> np.ndarray | None:
+    """Those of all ids: what an environment said last was never run."""
+    if self.experts is None:
+      return None
+    more = len(self.ids) - len(self.experts)
+    return np.pad(self.experts, ((0, more), (0, 0), (0, 0)), constant_values=-1)
 
   def _add(self, ids: np.ndarray, weights: np.ndarray, logprobs: np.ndarray) -> None:
     self.ids = np.concatenate([self.ids, ids]).astype(np.int32)

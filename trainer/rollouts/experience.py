@@ -9,7 +9,8 @@ last token is a segment of its own, which each of them sees besides its own (`pr
 of that last token, from which its first one is predicted. Each token sees what it would see in a text of its own, at
 the same positions; so log-probs and gradients are the same, to rounding.
 
-N trajectories, n tokens of all of them, U units; B rows, T places of a row, S segments of a row.
+N trajectories, n tokens of all of them, U units; B rows, T places of a row, S segments of a row; L layers with experts,
+of which each token goes through k.
 """
 
 from collections import Counter
@@ -44,6 +45,7 @@ class Trajectory:
       not answer in time.
     number: of the prompt in its stream.
     stop_reason: the stop string that ended the last completion, or None.
+    experts: int16 [n, L, k], those that tokens went through when they were sampled or read, -1: none; None: unknown.
   """
 
   ids: np.ndarray
@@ -53,6 +55,7 @@ class Trajectory:
   finish_reason: str
   number: int = -1
   stop_reason: str | None = None
+  experts: np.ndarray | None = None
 
 
 class Experience(NamedTuple):
@@ -67,10 +70,15 @@ class Experience(NamedTuple):
   sources: np.ndarray  # int32 [N]
   prompt_lengths: np.ndarray  # int64 [N]
   numbers: np.ndarray  # int64 [N], of the prompts
+  experts: np.ndarray | None = None  # int16 [n, L, k], -1: none
 
   @property
   def num_units(self) -> int:
     return int(self.units[-1]) + 1 if len(self.units) else 0
+
+  def arrays(self) -> dict[str, np.ndarray]:
+    """Those that there are, by name; none if there is no unit, since checkpoints cannot hold empty arrays."""
+    return {name: part for name, part in self._asdict().items() if part is not None} if self.num_units else {}
 
 
 def collect(units: Iterable[Sequence[tuple[Trajectory, float, int]]]) -> Experience:
@@ -85,10 +93,12 @@ def collect(units: Iterable[Sequence[tuple[Trajectory, float, int]]]) -> Experie
   def column(index: int, dtype: type) -> np.ndarray:
     return np.array([row[index] for row in flat], dtype)
 
+  known = bool(flat) and all(sequence.experts is not None for _, sequence, _, _ in flat)
+  experts = np.concatenate([sequence.experts for _, sequence, _, _ in flat]) if known else None
   return Experience(joined("ids", np.int32), joined("weights", np.float32), joined("logprobs", np.float32),
                     np.array([len(row[1].ids) for row in flat], np.int64), column(0, np.int64), column(2, np.float32),
                     column(3, np.int32), np.array([row[1].prompt_length for row in flat], np.int64),
-                    np.array([row[1].number for row in flat], np.int64))
+                    np.array([row[1].number for row in flat], np.int64), experts)
 
 
 @dataclass(frozen=True)
@@ -102,6 +112,8 @@ class RowFormat:
     layout: how the model takes images; None: it does not.
     share_prompts: whether the completions of a prompt in a row share it. Not with a layout.
     by_source: whether all sequences of a row are of one source.
+    routing: L and k of the model; None: it has no experts, or they are not recorded.
+    replay: whether a batch's experts are to be gone through again, and not only compared with.
   """
 
   seq_len: int
@@ -110,6 +122,13 @@ class RowFormat:
   layout: image_tokens.Layout | None = None
   share_prompts: bool = False
   by_source: bool = False
+  routing: tuple[int, int] | None = None
+  replay: bool = False
+
+  @property
+  def experts(self) -> str:
+    """What a batch calls them (models/experts/moe.py)."""
+    return "replayed_experts" if self.replay else "sampled_experts"
 
 
 def make_batch(experience: Experience, units: np.ndarray, form: RowFormat, *, keys: Sequence[str] = (),
@@ -130,7 +149,8 @@ def make_batch(experience: Experience, units: np.ndarray, form: RowFormat, *, ke
   Returns:
     tokens, positions, segment_ids, loss_weights [B, T], source_ids [B] (of a row's first sequence), segment_roles
     [B, S]; with a layout, what `trainer.generate.image_tokens` adds; with `share_prompts`, prompt_ids [B, T]: of tokens
-    that share a prompt, its segment, which has a number above S.
+    that share a prompt, its segment, which has a number above S; with `routing`, the tokens' experts int16
+    [B, T, L, k].
 
   Raises:
     ValueError: a unit is longer than a row.
@@ -162,9 +182,16 @@ def make_batch(experience: Experience, units: np.ndarray, form: RowFormat, *, ke
   shown = _shown(experience, rows, layout, images or {})
   most = max((sum(len(shown[i].images) for i in sequences) for sequences in rows), default=0)
   batch |= image_tokens.empty(layout, *batch["tokens"].shape, image_tokens.slots(most))
+  routed = experience.experts
+  if form.routing is not None:
+    batch[form.experts] = np.full((*zeros_BxT.shape, *form.routing), -1, np.int16)
   for row, sequences in enumerate(rows):
     batch["source_ids"][row] = experience.sources[sequences[0]]
     shared, begin = _put_prompts(batch, row, [prompts[sequence] for sequence in sequences])
+    if form.routing is not None and routed is not None and shared:
+      first_of = {prompts[sequence]: int(starts[sequence]) for sequence in reversed(sequences)}
+      of_prompts = [routed[first_of[prompt]:][:len(prompt) // experience.tokens.itemsize] for prompt in shared]
+      batch[form.experts][row, :begin] = np.concatenate(of_prompts)
     first_image = 0
     for segment, sequence in enumerate(sequences):
       first = len(prompts[sequence]) // experience.tokens.itemsize if prompts[sequence] in shared else 0
@@ -176,6 +203,8 @@ def make_batch(experience: Experience, units: np.ndarray, form: RowFormat, *, ke
       if first:
         batch["prompt_ids"][row, place] = shared[prompts[sequence]]
       batch["loss_weights"][row, place] = experience.weights[taken]
+      if form.routing is not None and routed is not None:
+        batch[form.experts][row, place] = routed[taken]
       batch["segment_roles"][row, segment] = roles[sequence]
       if "advantages" in keys:
         batch["advantages"][row, segment] = experience.advantages[sequence]

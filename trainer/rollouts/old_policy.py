@@ -42,7 +42,7 @@ def make_score_fn(model: Any, cfg: Any, *, seed: int, micro_batch_size: int) -> 
       if whole:
         found["old_values"] = model.values(params, micro)[0]
       if whole and reference is not None:
-        found["ref_logprobs"] = sequences.token_logprobs(model, reference, micro, temperature)
+        found["ref_logprobs"] = sequences.token_logprobs(model, reference, sequences.unrouted(micro), temperature)
       return found
 
     return update.of_micro_batches(of_micro, batch, micro_batch_size)

@@ -35,6 +35,9 @@ def check(config: Any) -> None:
     if c[key] < least:
       raise ConfigError(f"rollout.{key} is {c[key]}; it must be at least {least}.")
   engine.check(config)
+  if c.replay_experts and not config.model.moe.num_experts:
+    raise ConfigError("rollout.replay_experts is True, but the model has no experts (model.moe.num_experts=0), so that "
+                      "there is nothing to replay. Use --config.rollout.replay_experts=False.")
   curriculum.check(config, strategy.rewarded)
   _check_staleness(config)
   if not c.reward_timeout_seconds > 0:
@@ -74,6 +77,12 @@ def check(config: Any) -> None:
                       "rollouts is not known before: the teacher has to be there. Use 0.")
 
 
+def routing(config: Any, model: Any) -> tuple[int, int] | None:
+  """Layers with experts, and experts of a token, where those of sampled tokens are recorded; else None."""
+  c = config.rollout
+  return getattr(model, "routing", None) if c.num_prompts and c.engine is None and not c.carry_over else None
+
+
 def _check_staleness(config: Any) -> None:
   """Refuses completions of older policies where they cannot be, or would be taken for those of the policy itself."""
   c = config.rollout
@@ -102,6 +111,9 @@ def _check_staleness(config: Any) -> None:
       raise ConfigError(f"rollout.carry_over is True, by which completions go on in the next rollout, {steps} updates "
                         f"later (rollout.updates × rollout.epochs), and rollout.max_staleness is {c.max_staleness}. "
                         f"Use --config.rollout.max_staleness={steps} or more, or leave rollout.carry_over out.")
+    if c.replay_experts:
+      raise ConfigError("rollout.carry_over and rollout.replay_experts exclude each other: what goes on in the next "
+                        "rollout has experts of two policies. Leave one of them out.")
     for key, given in (("environment", c.environment is not None), ("tools", bool(c.tools)),
                        ("engine", c.engine is not None)):
       if given:

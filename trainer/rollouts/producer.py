@@ -91,9 +91,7 @@ class Rollout(NamedTuple):
     """(JSON-able, {name of an array, which begins with `name`: it}), from which `restored` makes it again."""
     meta = {key: value for key, value in self._asdict().items() if key not in ("experience", "rates", "carried")}
     meta["carried"], carried = carried_lib.saved(self.carried, CARRIED)
-    # Checkpoints cannot hold empty arrays.
-    arrays = self.experience._asdict() if self.experience.num_units else {}
-    arrays |= carried | ({} if self.rates is None else {SAVED: self.rates})
+    arrays = self.experience.arrays() | carried | ({} if self.rates is None else {SAVED: self.rates})
     return meta, {f"{name}{key}": part for key, part in arrays.items()}
 
   @staticmethod

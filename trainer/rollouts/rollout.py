@@ -25,7 +25,7 @@ from trainer.generate import image_tokens
 from trainer.rollouts import carried as carried_lib
 from trainer.rollouts import experience as experience_lib
 from trainer.rollouts import groups as groups_lib
-from trainer.rollouts import old_policy, schedule
+from trainer.rollouts import old_policy, options, schedule
 from trainer.rollouts.ahead import make_ahead
 from trainer.rollouts.curriculum import SAVED
 from trainer.rollouts.experience import Experience
@@ -63,7 +63,8 @@ class Rollouts:
     self._rows = experience_lib.RowFormat(
         config.seq_len, policy.tokenizer.pad_id, config.batch_size // config.grad_accum_steps,
         image_tokens.layout_of(policy.model), share_prompts,
-        by_source=self._strategy.teacher and teachers.routes(config.strategy))
+        by_source=self._strategy.teacher and teachers.routes(config.strategy),
+        routing=options.routing(config, policy.model), replay=c.replay_experts)
     self.producer = Producer(config, prompts, policy, workdir)
     self._ahead = make_ahead(config, self.producer, self.taken, prompts.num_items)
     self.source_names, self.rows_per_epoch = prompts.source_names, prompts.num_prompts
@@ -174,8 +175,8 @@ class Rollouts:
     arrays = {} if now is None or now.rates is None else {SAVED: now.rates}
     meta["carried"], carried = carried_lib.saved(now.carried if now else (), CARRIED)
     arrays |= carried
-    if not done and now.experience.num_units:  # checkpoints cannot hold empty arrays
-      arrays |= now.experience._asdict() | self._valued | ({} if self._old is None else {"old": self._old})
+    if not done and now.experience.num_units:
+      arrays |= now.experience.arrays() | self._valued | ({} if self._old is None else {"old": self._old})
     for place, rollout in enumerate(waiting):
       said, parts = rollout.saved(f"ahead{place}_")
       ahead.append(said)

@@ -75,9 +75,9 @@ class ActorCritic:
     """See `models.transformer.Transformer`."""
     return self.policy.layer_inputs(policy_params(params), batch)
 
-  def prefill(self, params: api.Params, batch: dict) -> tuple[jax.Array, Any]:
+  def prefill(self, params: api.Params, batch: dict, **options: Any) -> tuple:
     """See `models.api.Generative`."""
-    return self.policy.prefill(policy_params(params), batch)
+    return self.policy.prefill(policy_params(params), batch, **options)
 
   def decoding_params(self, params: api.Params) -> api.Params:
     """See `models.api.Generative`."""
@@ -92,7 +92,7 @@ class ActorCritic:
 
     The value of token t is the score of the hidden state of the token before it: of the state in which t was chosen.
     """
-    out = self.critic.apply(params[NAME], batch, rng=rng, train=rng is not None)
+    out = self.critic.apply(params[NAME], sequences.unrouted(batch), rng=rng, train=rng is not None)
     scores_BxT = self.critic.score(params[NAME], out.hidden)[..., 0]
     # As in `sequences.token_stats`: nothing outside completions may count, whatever its value.
     return jnp.where(sequences.completion_mask(batch) > 0, jnp.roll(scores_BxT, 1, axis=1), 0.0), out

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 
 from trainer.errors import ConfigError
 from trainer.metrics import Mean
-from trainer.strategies import divergence, seq, teacher, teachers, top_k
+from trainer.strategies import divergence, seq, sequences, teacher, teachers, top_k
 from trainer.strategies.record import OF_ROLLOUTS, Strategy
 
 
@@ -46,9 +46,9 @@ def loss(model: Any, params: Any, batch: dict[str, jax.Array], rng: jax.Array | 
     losses = [top_k.jensen_shannon(student._replace(num_real_vocab=real), said[0][:, :, n], said[1][:, :, n], **options)
               for n in range(said[0].shape[2])]
   else:
-    given = teachers.apart(cfg, reference["teacher"])
+    given, read = teachers.apart(cfg, reference["teacher"]), sequences.unrouted(batch)
     losses = [divergence.jensen_shannon(student, divergence.Side(
-        other.apply(given[name], batch).hidden, other.unembedding(given[name]), other.final_logit_cap,
+        other.apply(given[name], read).hidden, other.unembedding(given[name]), other.final_logit_cap,
         other.num_real_vocab), **options) for name, other in others.items()]
   loss_BxT = losses[0]
   if "teacher_weights" in batch:

@@ -21,6 +21,11 @@ def completion_mask(batch: Mapping[str, Any]) -> jax.Array:
   return (jnp.asarray(batch["loss_weights"]) > 0).astype(jnp.float32).at[:, 0].set(0.0)
 
 
+def unrouted(batch: Mapping[str, Any]) -> dict[str, Any]:
+  """The batch for another model than the one that sampled it, which chooses experts of its own."""
+  return {key: part for key, part in batch.items() if key not in ("sampled_experts", "replayed_experts")}
+
+
 def token_stats(model: Any, params: Any, batch: dict[str, jax.Array], rng: jax.Array | None, want: tuple[str, ...],
                 temperature: float = 1.0):
   """(`logprobs.TokenStats` of each token given those before it, aligned with the tokens and 0 outside completions; the
@@ -53,7 +58,8 @@ def reference_logprobs(model: Any, batch: dict[str, jax.Array], reference: Any, 
   if reference is None:
     raise ValueError("these losses compare the policy with a reference, but the batch has no ref_logprobs and no "
                      "parameters were given as `reference`")
-  return jax.lax.stop_gradient(token_logprobs(model, jax.lax.stop_gradient(reference), batch, temperature))
+  own = unrouted(batch)
+  return jax.lax.stop_gradient(token_logprobs(model, jax.lax.stop_gradient(reference), own, temperature))
 
 
 def segment_sums(values_BxT: jax.Array, batch: Mapping[str, jax.Array]) -> jax.Array:

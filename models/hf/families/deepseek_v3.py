@@ -7,6 +7,7 @@ from models.hf.keys import Key, Must, Rule
 
 # How many layers predict tokens further ahead, under its two names.
 AHEAD = {"num_nextn_predict_layers": 0, "num_mtp_layers": 0}
+CHOICE_BIAS = Tensor("layers.{layer}.mlp.gate.e_score_correction_bias", "blocks/moe/router/choice_bias")
 
 
 class LayersAhead(Rule):
@@ -44,8 +45,7 @@ DEEPSEEK_V3 = Family(
         Must("scoring_func", "sigmoid", "softmax scores are DeepSeek-V2's"),
         Must("topk_method", "noaux_tc", "groups are chosen by the sum of their two best scores, with the bias"),
     ),
-    table=(*common.ENDS, *common.NORMS, *LATENT, *MIXTURE,
-           Tensor("layers.{layer}.mlp.gate.e_score_correction_bias", "blocks/moe/router/choice_bias")),
+    table=(*common.ENDS, *common.NORMS, *LATENT, *MIXTURE, CHOICE_BIAS),
     fixed={"moe.scores": "sigmoid", "moe.choice_bias": True},
     inert=INERT,
     ahead="eh_proj.weight",

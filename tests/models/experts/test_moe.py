@@ -73,8 +73,9 @@ def silu(x):
   return x / (1 + np.exp(-x))
 
 
-def np_layer(p, x, moe, act):
-  """One token after another, one expert after another; `p` are one layer's parameters, in float64."""
+def np_layer(p, x, moe, act, given=None):
+  """One token after another, one expert after another; `p` are one layer's parameters, in float64. `given`: the experts
+  of each token, in place of those that are chosen."""
   out = np.zeros_like(x)
 
   def dense(x, name, e=...):
@@ -89,7 +90,7 @@ def np_layer(p, x, moe, act):
     best = [np.sort(by[at:at + size])[-2 if sigmoid else -1:].sum() for at in range(0, len(by), size)]
     used = np.argsort(best)[-moe.get("groups_used", 1):]
     allowed = [e for e in np.argsort(-by, kind="stable") if e // size in used]
-    chosen = allowed[: moe["experts_per_token"]]
+    chosen = allowed[: moe["experts_per_token"]] if given is None or given[t][0] < 0 else list(given[t])
     if moe.get("softmax") == "after_topk":
       weights = np.exp(logits) / np.exp(logits[chosen]).sum()
     if moe.get("normalize_weights", True):
@@ -112,10 +113,10 @@ def layer_of(moe):
   whole, rng = jax.jit(model.init)(jax.random.key(0)), np.random.default_rng(0)
   params = jax.tree.map(lambda p: rng.normal(scale=0.4, size=p.shape[1:]).astype(np.float32), whole["blocks"]["moe"])
 
-  def apply(params, x, segments):
+  def apply(params, x, segments, *more):
     stacked = {**whole["blocks"], "moe": jax.tree.map(lambda p: p[None], params)}
     blocks = nnx.merge(model._graph, {**whole, "blocks": stacked}).blocks
-    return jax.tree.map(lambda p: p[0], blocks).moe(x, segments)
+    return jax.tree.map(lambda p: p[0], blocks).moe(x, segments, *more)
 
   return params, apply
 
@@ -175,6 +176,41 @@ def test_gradients_equal_those_of_every_expert_on_every_token(name):
   equal(dict(p=expected[0], x=expected[1]), dict(p=actual[0], x=actual[1]), rel=5e-6)
   if moe["experts_per_token"] < E and moe.get("normalize_weights", True) is False:
     assert np.abs(actual[0]["router"]["kernel"]).max() > 1e-3
+
+
+@pytest.mark.parametrize("name", ["softmax first", "not normalized", "sigmoid", "biases"])
+def test_replayed_experts_have_the_outputs_and_gradients_of_a_loop_with_these(name):
+  """Routing replay: random experts for most tokens, the router's own for others; slopes of the loop in float64 along
+  random directions of all parameters and inputs."""
+  moe = LAYERS[name]
+  params, apply = layer_of(moe)
+  rng = np.random.default_rng(3)
+  x, mix = (rng.normal(size=(*SEGMENTS.shape, 16)).astype(np.float32) for _ in range(2))
+  mix *= (SEGMENTS > 0)[..., None]
+  k = moe["experts_per_token"]
+  recorded = np.array([[rng.permutation(moe["num_experts"])[:k] for _ in row] for row in SEGMENTS])
+  recorded[:, ::5] = -1
+
+  def product(params, x):
+    routing = moe_lib.Routing(jnp.asarray(recorded, jnp.int16), replay=True)
+    y, stats = apply(params, x, SEGMENTS, None, routing)
+    return jnp.sum(y * mix), (y, stats)
+
+  (_, (y, stats)), gradients = jax.jit(jax.value_and_grad(product, (0, 1), has_aux=True))(params, x)
+  real = SEGMENTS > 0
+  assert not np.asarray(stats["differs"])[recorded[..., 0] >= 0].any()
+
+  def loop(p, x):
+    return np_layer(paths(p), x[real], moe, silu, recorded[real])
+
+  exact = jax.tree.map(lambda a: np.asarray(a, np.float64), (params, x))
+  np.testing.assert_allclose(np.asarray(y)[real], loop(*exact), atol=2e-5)
+  for _ in range(4):
+    towards = jax.tree.map(lambda a: rng.normal(size=a.shape), exact)
+    ends = [(loop(*jax.tree.map(lambda a, d, h=h: a + h * d, exact, towards)) * mix[real]).sum() for h in (1e-6, -1e-6)]
+    slope = sum((np.asarray(g, np.float64) * d).sum() for g, d in zip(*map(jax.tree.leaves, (gradients, towards)),
+                                                                     strict=True))
+    assert (ends[0] - ends[1]) / 2e-6 == pytest.approx(slope, rel=1e-4, abs=1e-3)
 
 
 def test_parameter_layout_and_initial_scale():

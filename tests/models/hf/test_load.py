@@ -252,9 +252,11 @@ def test_small_files_are_copied_as_they_are(tmp_path):
   assert copied == {name: name.encode() + b"\r\n\xff" for name in expected}
 
 
-def test_layers_that_predict_tokens_further_ahead_are_passed_over_with_a_word(tmp_path):
-  """DeepSeek-V3's published folder has one after its last layer; what is saved says that there is none."""
-  source = next(path for path in REFERENCES if path.name == "deepseek_v3")
+@pytest.mark.parametrize("family", ["deepseek_v3", "glm4_moe"])
+def test_layers_that_predict_tokens_further_ahead_are_passed_over_with_a_word(family, tmp_path):
+  """Published folders of DeepSeek-V3 and GLM 4.5 have one after the last layer; what is saved says that there is
+  none."""
+  source = next(path for path in REFERENCES if path.name == family)
   folder = shutil.copytree(source, tmp_path / "folder")
   tensors = {name: np.array(values) for name, values in tensors_of(source).items()}
   ahead = {f"model.layers.3.{name}": np.ones((16, 4), np.float32) for name in (

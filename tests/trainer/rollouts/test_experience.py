@@ -93,7 +93,7 @@ def test_a_unit_longer_than_a_row_is_refused():
 
 def test_the_arrays_are_all_there_is():
   experience = collect(units())
-  again = Experience(**{name: np.array(part) for name, part in experience._asdict().items()})
+  again = Experience(**{name: np.array(part) for name, part in experience.arrays().items()})
   assert again.num_units == len(LENGTHS)
   for key, part in batch_of([1, 4, 5]).items():
     np.testing.assert_array_equal(
@@ -225,7 +225,7 @@ def test_every_sequence_sees_its_own_images_in_both_directions():
 def test_experience_of_images_is_no_larger_than_of_texts():
   experience = collect([[(seen(3, 2, 1, 8), 1.0, 0)]])
   assert experience.numbers.tolist() == [3] and experience.prompt_lengths.tolist() == [6]
-  assert sum(part.nbytes for part in experience) < 200
+  assert sum(part.nbytes for part in experience.arrays().values()) < 200
   again = Experience(**experience._asdict())
   form = RowFormat(16, 0, 1, LAYOUT)
   for key, part in make_batch(again, np.arange(1), form, images=PICTURES).items():

@@ -98,7 +98,7 @@ def test_other_data_cannot_finish_a_rollout_about_images(whole):
   meta, arrays = run.data.saved(3)
   assert meta["data"] == run.data.fingerprint
   if arrays is None:
-    arrays = run.data._now.experience._asdict()
+    arrays = run.data._now.experience.arrays()
   run.data.restore(3, meta, arrays)
   with pytest.raises(ConfigError, match="the data are no longer those of rollout 1, which is trained on until step 4"):
     run.data.restore(3, meta | {"data": "other"}, arrays)
