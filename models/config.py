@@ -52,8 +52,11 @@ def model() -> ConfigDict:
   # Share of each head that is rotated.
   m.rope_fraction = 1.0
   # How many pairs turn by a token's time, how many by its row and by its column in an image, in this order (M-RoPE,
-  # Qwen2-VL); texts have one position for all three. For the towers qwen2_vl and qwen2_5_vl; (): one position for all.
+  # Qwen2-VL); texts have one position for all three. For the towers of Qwen; (): one position for all.
   m.rope_sections = ()
+  # The three take turns from the first pair on, as long as those of rows and columns last (Qwen3-VL), and do not stand
+  # one after the other.
+  m.rope_sections_interleaved = False
   # The pairs that turn together are neighbours (GLM, Cohere), and not as far apart as there are pairs.
   m.rope_interleaved = False
   # Longer contexts than the model was trained on; not for local layers that have a base of their own.
@@ -154,9 +157,10 @@ def model() -> ConfigDict:
   # log-normaliser of the router (ST-MoE, eq. 5).
   e.balance_loss = 0.0
   e.z_loss = 0.0
-  # Images: a tower (siglip | clip | qwen2_vl | qwen2_5_vl; none: a model of text alone) whose features, projected, take
-  # the places of some tokens' embeddings, after `scale_embeddings`. Square images of image_size pixels in patches of
-  # patch_size. The towers of Qwen see images of any size in tiles of image_size pixels, of which each is one token.
+  # Images: a tower (siglip | clip | qwen2_vl | qwen2_5_vl | qwen3_vl; none: a model of text alone) whose features,
+  # projected, take the places of some tokens' embeddings, after `scale_embeddings`. Square images of image_size pixels
+  # in patches of patch_size. The towers of Qwen see images of any size in tiles of image_size pixels, of which each is
+  # one token.
   m.vision = v = ConfigDict(dict(tower="none", image_size=224, patch_size=14))
   # The tower's sizes, as those of the model.
   v.num_layers = 4
@@ -177,11 +181,12 @@ def model() -> ConfigDict:
   v.final_norm = True
   # linear (PaliGemma) | mlp: linear, `projector_activation`, linear (LLaVA) | pool: mean of neighbours down to
   # tokens_per_image, RMSNorm, linear without bias (Gemma 3) | merge: norm, the patches of a tile end to end, linear,
-  # exact GELU, linear (the towers of Qwen). `projector_bias` is that of linear and mlp.
+  # exact GELU, linear (the towers of Qwen) | shuffle: the features of neighbours end to end, as many as make
+  # tokens_per_image of them, linear without bias (SmolVLM). `projector_bias` is that of linear and mlp.
   v.projector = "linear"
   v.projector_activation = "gelu_exact"
   v.projector_bias = True
-  # Features of an image. Default: one for each patch; fewer only with pool, a square number.
+  # Features of an image. Default: one for each patch; fewer only with pool and shuffle, a square number.
   v.tokens_per_image = unset(int)
   # Of the towers of Qwen: in layers other than those of full_layers, which count from 0, a patch sees those of its
   # square of window × window tiles alone, and not its whole image. Default: no such layers.
@@ -191,6 +196,14 @@ def model() -> ConfigDict:
   # kept. A tile of 28 × 28 pixels is a token.
   v.min_pixels = 56 * 56
   v.max_pixels = 28 * 28 * 1280
+  # Of qwen3_vl: the side of the square table of learned positions, which is stretched over each image (48 in published
+  # models); and the layers of the tower whose features, by a projector of each, are added to what the model's first
+  # layers give, one layer after the other (DeepStack, arXiv 2406.04334). They count from 0.
+  v.position_grid = 0
+  v.deepstack_layers = ()
+  # With shuffle: to how many pixels the longer side of an image is brought, its shape kept, before it is squashed to a
+  # square; 0: it is squashed as it is.
+  v.longest_side = 0
   # Factor on the projected features. The embeddings whose place they take are scaled already.
   v.feature_scale = 1.0
   # What tokens see besides those before them: causal: nothing; image: tokens of one image see each other (Gemma 3), in

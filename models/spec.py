@@ -19,7 +19,7 @@ ARCHITECTURE_KEYS = (
     "norm", "norm_eps", "norm_scale_plus_one", "norm_bias", "norm_position",
     "parallel_blocks", "activation",
     "positions", "max_positions", "rope_theta", "rope_local_theta", "rope_fraction",
-    "rope_interleaved", "rope_sections",
+    "rope_interleaved", "rope_sections", "rope_sections_interleaved",
     *(f"rope_scaling.{key}" for key in ("type", "factor", "original_positions", "low_frequency_factor",
                                         "high_frequency_factor", "beta_fast", "beta_slow", "truncate",
                                         "attention_factor", "short_factors", "long_factors")),
@@ -147,9 +147,15 @@ class Spec:
 
   @property
   def first_layers(self) -> int:
-    """How many layers, whole periods of the pattern, those are in which some differ from the same in later periods."""
+    """How many layers, whole periods of the pattern, those are in which some differ from the same in later periods, in
+    their parts or in what is added to what they give."""
     dense, period = 0 if self.moe is None else self.moe.dense_layers, len(self.layer_pattern)
-    return min(self.num_layers, -(-dense // period) * period)
+    return min(self.num_layers, -(-max(dense, self.deepstack) // period) * period)
+
+  @property
+  def deepstack(self) -> int:
+    """To how many layers' outputs, from the first on, features of images are added."""
+    return 0 if self.vision is None else len(self.vision.deepstack_layers)
 
   def window_of(self, layer: int) -> int | None:
     """The window of that layer; None: it sees all before it."""
@@ -245,7 +251,7 @@ def make_spec(m: ConfigDict) -> Spec:
       latent=latent,
       moe=make_moe(m, reasons),
       lora=make_lora(m.lora),
-      vision=make_vision(m.vision, reasons),
+      vision=make_vision(m.vision, m.num_layers, reasons),
       neftune_alpha=m.neftune_alpha,
       dropout=m.dropout,
       init_std=m.init_std,

@@ -23,14 +23,17 @@ def make_ropes(m: ConfigDict, pattern: tuple[str, ...], head_dim: int) -> dict[s
     if theta <= 0:
       raise ConfigError(f"model.rope_theta (of {kind} layers): found {theta}, allowed: any number above 0.")
   dims = _rotated_dims(m, head_dim)
-  scaling, sections = _rope_scaling(m.rope_scaling, dims), _sections(m, dims)
-  return {kind: Rope(theta, dims, None if kind == "local" and own_local else scaling, sections)
+  scaling, axes = _rope_scaling(m.rope_scaling, dims), _axes(m, dims)
+  return {kind: Rope(theta, dims, None if kind == "local" and own_local else scaling, axes)
           for kind, theta in thetas.items()}
 
 
-def _sections(m: ConfigDict, dims: int) -> tuple[int, ...]:
+def _axes(m: ConfigDict, dims: int) -> tuple[int, ...]:
+  """`Rope.axes`."""
   sections = tuple(m.rope_sections)
   if not sections:
+    if m.rope_sections_interleaved:
+      raise ConfigError("model.rope_sections_interleaved is True, but model.rope_sections is (). Set both or neither.")
     return ()
   if len(sections) != 3 or min(sections) < 0 or sum(sections) != dims // 2:
     raise ConfigError(f"model.rope_sections: found {sections}, allowed: three numbers, of which the sum is the "
@@ -41,7 +44,13 @@ def _sections(m: ConfigDict, dims: int) -> tuple[int, ...]:
   if m.rope_scaling.type in ("dynamic", "longrope"):
     raise ConfigError(f"model.rope_scaling.type: found {m.rope_scaling.type!r}, which depends on a text's length; that "
                       "is not defined with model.rope_sections. Use none, linear, llama3 or yarn.")
-  return sections
+  if not m.rope_sections_interleaved:
+    return tuple(axis for axis in range(3) for _ in range(sections[axis]))
+  axes = tuple(i % 3 if i < 3 * sections[i % 3] else 0 for i in range(dims // 2))
+  if any(axes.count(axis) != sections[axis] for axis in range(3)):
+    raise ConfigError(f"model.rope_sections: found {sections}, which cannot take turns in {dims // 2} pairs. Allowed "
+                      f"with rope_sections_interleaved: the second and the third number up to {dims // 6}.")
+  return axes
 
 
 def _rope_scaling(c: ConfigDict, dims: int) -> RopeScaling | None:

@@ -15,23 +15,24 @@ VISION_KEYS = tuple(f"vision.{key}" for key in (
     "tower", "image_size", "patch_size", "num_layers", "hidden_size", "intermediate_size", "num_heads", "activation",
     "norm_eps", "mean", "std", "feature_layer", "final_norm", "projector", "projector_activation", "projector_bias",
     "tokens_per_image", "feature_scale", "attention", "image_token", "window", "full_layers", "min_pixels",
-    "max_pixels",
+    "max_pixels", "position_grid", "deepstack_layers", "longest_side",
 ))
 # Towers that see an image in tiles, as many as its size asks for, and the activations and norms of their layers.
-NATIVE = {"qwen2_vl": (layers.UNGATED, "layernorm"), "qwen2_5_vl": (layers.GATED, "rmsnorm")}
+NATIVE = {"qwen2_vl": (layers.UNGATED, "layernorm"), "qwen2_5_vl": (layers.GATED, "rmsnorm"),
+          "qwen3_vl": (layers.UNGATED, "layernorm")}
 # Frames that a patch of theirs has: of a film it would be two of them, of an image it is the same twice.
 FRAMES = 2
 # The base of their rotary positions.
 THETA = 10_000.0
 TOWERS = ("none", "siglip", "clip", *NATIVE)
-PROJECTORS = ("linear", "mlp", "pool", "merge")
+PROJECTORS = ("linear", "mlp", "pool", "merge", "shuffle")
 ATTENTIONS = ("causal", "image", "prefix")
 # Mean and standard deviation of red, green and blue that the towers were trained with.
 PIXELS = {
     "siglip": ((0.5, 0.5, 0.5), (0.5, 0.5, 0.5)),
     "clip": ((0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)),
 }
-PIXELS |= dict.fromkeys(NATIVE, PIXELS["clip"])
+PIXELS |= {**dict.fromkeys(NATIVE, PIXELS["clip"]), "qwen3_vl": PIXELS["siglip"]}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,6 +63,9 @@ class Vision:
   full_layers: tuple[int, ...]
   min_pixels: int
   max_pixels: int
+  position_grid: int
+  deepstack_layers: tuple[int, ...]
+  longest_side: int
 
   @property
   def native(self) -> bool:
@@ -89,11 +93,12 @@ class Vision:
     return self.num_layers + 1 + self.feature_layer
 
 
-def make_vision(c: ConfigDict, reasons: list[str]) -> Vision | None:
+def make_vision(c: ConfigDict, num_layers: int, reasons: list[str]) -> Vision | None:
   """Reads and checks `model.vision`; None: a model of text alone.
 
   Args:
     c: the section.
+    num_layers: of the model, without the tower.
     reasons: sentences on what was derived are added to it.
 
   Raises:
@@ -118,22 +123,33 @@ def make_vision(c: ConfigDict, reasons: list[str]) -> Vision | None:
   if len(mean) != 3 or len(std) != 3 or min(std) <= 0:
     raise ConfigError(f"model.vision: found mean={mean}, std={std}; allowed: three numbers each (red, green, blue), "
                       "those of std above 0, or () for the tower's own.")
-  _check_native(c)
+  _check_native(c, num_layers)
+  if c.longest_side and (c.longest_side < 0 or c.projector != "shuffle"):
+    raise ConfigError(f"model.vision.longest_side: found {c.longest_side} with the projector {c.projector!r}; allowed: "
+                      "0, or, with 'shuffle', pixels.")
   plain = layers.UNGATED if c.tower not in NATIVE else NATIVE[c.tower][0]
   activations: dict[str, Any] = {key: one_of(f"vision.{key}", c[key], tuple(allowed)) for key, allowed in (
       ("activation", plain), ("projector_activation", layers.UNGATED))}
   copied = ("tower", "image_size", "patch_size", "num_layers", "hidden_size", "intermediate_size", "num_heads",
             "norm_eps", "feature_layer", "final_norm", "projector_bias", "feature_scale", "image_token",
-            "window", "min_pixels", "max_pixels")
+            "window", "min_pixels", "max_pixels", "position_grid", "longest_side")
   return Vision(
       **{key: c[key] for key in copied}, **activations, mean=mean, std=std,
       projector=one_of("vision.projector", c.projector, PROJECTORS), tokens_per_image=_tokens_per_image(c, reasons),
-      attention=one_of("vision.attention", c.attention, ATTENTIONS), full_layers=tuple(c.full_layers))
+      attention=one_of("vision.attention", c.attention, ATTENTIONS), full_layers=tuple(c.full_layers),
+      deepstack_layers=tuple(c.deepstack_layers))
 
 
-def _check_native(c: ConfigDict) -> None:
+def _check_native(c: ConfigDict, num_layers: int) -> None:
   """What goes with a tower that sees tiles, and with no other."""
-  native = c.tower in NATIVE
+  native, deep = c.tower in NATIVE, tuple(c.deepstack_layers)
+  if (c.tower == "qwen3_vl") != (c.position_grid > 0):
+    raise ConfigError(f"model.vision.position_grid: found {c.position_grid} with the tower {c.tower!r}; qwen3_vl has a "
+                      "table of learned positions, whose side is 1 or more, and others have 0.")
+  if deep and c.tower != "qwen3_vl" or sorted({*deep}) != [*deep] or any(not 0 <= i < c.num_layers for i in deep) or (
+      len(deep) > num_layers):
+    raise ConfigError(f"model.vision.deepstack_layers: found {deep} with the tower {c.tower!r}; allowed: () or, with "
+                      f"qwen3_vl, up to {num_layers} of its layers from 0 to {c.num_layers - 1}, in this order.")
   if native != (c.projector == "merge"):
     raise ConfigError(f"model.vision.projector: found {c.projector!r} with the tower {c.tower!r}; 'merge' belongs to "
                       f"the towers {', '.join(NATIVE)}, and these have no other.")
@@ -161,7 +177,7 @@ def _tokens_per_image(c: ConfigDict, reasons: list[str]) -> int:
       raise ConfigError(f"model.vision.tokens_per_image: found {c.tokens_per_image}; the tower {c.tower!r} gives one "
                         "token for each tile. Leave it unset.")
     return 1
-  if c.projector != "pool":
+  if c.projector not in ("pool", "shuffle"):
     if c.tokens_per_image not in (None, side * side):
       raise ConfigError(f"model.vision.tokens_per_image: found {c.tokens_per_image}, but the projector "
                         f"{c.projector!r} gives one token for each of the {side * side} patches. Leave it unset, or "

@@ -17,12 +17,17 @@ IMAGE, ROW, COLUMN, ROWS, COLUMNS = range(5)
 
 
 class Patches(NamedTuple):
-  """Where patches [B, N * M] stand, tile by tile, and row by row in each: int32."""
+  """Where patches [B, N * M] stand, tile by tile, and row by row in each: int32.
+
+  height, width: of the patch's image, in patches.
+  """
 
   images: jax.Array
   windows: jax.Array
   rows: jax.Array
   columns: jax.Array
+  height: jax.Array
+  width: jax.Array
 
 
 def patches_of(grid_BxNx5: jax.Array, merged: int, window: int | None) -> Patches:
@@ -47,7 +52,7 @@ def patches_of(grid_BxNx5: jax.Array, merged: int, window: int | None) -> Patche
     return (of_tile_BxN[..., None] * scale + (0 * inside + added)).reshape(len(grid_BxNx5), -1)
 
   return Patches(each(image), each(windows), each(row, merged, inside // merged),
-                 each(column, merged, inside % merged))
+                 each(column, merged, inside % merged), each(rows, merged), each(columns, merged))
 
 
 def positions(grid_BxNx5: jax.Array, image_index_BxT: jax.Array, segment_ids_BxT: jax.Array) -> jax.Array:

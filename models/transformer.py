@@ -21,7 +21,7 @@ import jax.numpy as jnp
 from flax import nnx
 from ml_collections import ConfigDict
 
-from models import cpu, lora, vit, vit_native, vlm
+from models import cpu, flops, lora, vlm
 from models.api import Output, Params
 from models.attention import cache as cache_lib
 from models.attention.cache import Cache, Past
@@ -76,7 +76,7 @@ class Decoder(nnx.Module):
     s = self.spec
     positions, segment_ids = batch["positions"], batch["segment_ids"]
     tokens = TokenIds(segment_ids, batch.get("block_ids"), batch.get("prompt_ids"))
-    x_BxTxD = self._embed(batch, remat, key)
+    x_BxTxD, deep_LxBxFxD = self._embed(batch, remat, key)
     axes = batch.get("axes")
     ropes = {kind: rope_table(rope, positions, segment_ids, axes) for kind, rope in s.ropes.items()}
     routing = Routing.of(batch, keep=remember or cache is not None)
@@ -89,15 +89,17 @@ class Decoder(nnx.Module):
       past = None if cache is None else Past(cache, place, index)
       its = None if s.moe is None else routing.of_layer(index - s.moe.dense_layers)
       x_BxTxD, stats, new = block(x_BxTxD, tokens, ropes.get(kind), window, layer_key, past, s.parts_of(place), its)
+      if deep_LxBxFxD is not None and place < s.first_layers:
+        x_BxTxD = vlm.add(x_BxTxD, deep_LxBxFxD, index, batch["image_index"])
       return (x_BxTxD, None if past is None else new), (stats, new if remember else None)
 
     (x_BxTxD, cache), (stats, new) = run_blocks(s, blocks or self.blocks, layer, remat, (x_BxTxD, cache))
     return self.final_norm(x_BxTxD), stats, new if cache is None else cache
 
-  def _embed(self, batch: dict, remat: Callable, key: jax.Array | None) -> jax.Array:
-    """What enters the first layer."""
+  def _embed(self, batch: dict, remat: Callable, key: jax.Array | None) -> tuple[jax.Array, jax.Array | None]:
+    """(What enters the first layer, features that are added to what the first layers give, if there are any)."""
     s = self.spec
-    positions = batch["positions"]
+    positions, deep_LxBxFxD = batch["positions"], None
     x_BxTxD = self.embed(batch["tokens"])
     if key is not None and s.neftune_alpha:
       # Layers fold 0, 1, … into the key; the embeddings' dropout comes after the last, then this, then the tower.
@@ -110,14 +112,14 @@ class Decoder(nnx.Module):
       x_BxTxD = x_BxTxD * jnp.asarray(s.embedding_scale, x_BxTxD.dtype)
     if batch.get("images") is not None:
       tower_key = None if key is None else jax.random.fold_in(key, s.num_layers + 2)
-      features_BxFxD = vlm.features(self.vision, self.projector, batch["images"], remat, tower_key,
-                                    batch["image_grid"])
+      features_BxFxD, deep_LxBxFxD = vlm.features(self.vision, self.projector, batch["images"], remat, tower_key,
+                                                  batch["image_grid"])
       x_BxTxD = vlm.place(x_BxTxD, features_BxFxD, batch["image_index"])
     if self.pos_embed is not None:
       x_BxTxD = x_BxTxD + self.pos_embed(positions)
     if key is not None:
       x_BxTxD = dropout(x_BxTxD, s.dropout, jax.random.fold_in(key, s.num_layers))
-    return constrain(x_BxTxD, "batch", "stream", "embed")
+    return constrain(x_BxTxD, "batch", "stream", "embed"), deep_LxBxFxD
 
 
 class Transformer:
@@ -344,62 +346,9 @@ class Transformer:
 
   def flops_per_token(self, seq_len: int, document_length: float | None = None, images_per_row: float = 0.0,
                       tower_frozen: bool = False) -> float:
-    """Floating-point operations per token, forward and backward, without recomputation.
-
-    6 N + 6 H (K + V) * (sum over layers of the mean number of visible keys), where N counts the weights that
-    take part in a token's matrix products (the unembedding included, also when tied; the embedding lookup not;
-    of experts only as many as a token passes through),
-    and a query of a causal row of T tokens sees (T + 1) / 2 keys on average, fewer with a window. With adapters, the
-    weights of the base that are not trained count 4 times and not 6, since they have no gradient. What tokens of an
-    image or a prefix see beyond that is not counted. A delta layer sees no keys: for each of its H states [K, V], a
-    token reads it with its key, adds a product to it and reads it with its query, 18 H K V (however many tokens are
-    taken together), and 6 W for each channel of its convolutions.
-
-    Tower and projector work by the image and not by the token: those of a row's images, unused ones included, are
-    shared out among its tokens.
-
-    Args:
-      seq_len: tokens per row.
-      document_length: mean tokens per document where several are packed in a row; default: seq_len.
-      images_per_row: images that the tower sees for each row, or tiles (counted as those of one image); how many that
-        is, the data decide.
-      tower_frozen: nothing in tower and projector is trained, so that they run forward only.
-    """
-    s = self.spec
-    sizes = {path: p.size for path, p in self._logical().items() if path.startswith("blocks/")}
-    active = 1.0 if s.moe is None else s.moe.experts_per_token / s.moe.num_experts
-    weights = {path: n * (active if "/experts/" in path else 1.0) for path, n in sizes.items()
-               if path.endswith("/kernel") or lora.is_adapter(path)}
-    if not s.num_labels:
-      weights["embed/embedding" if s.tie_embeddings else "unembed/kernel"] = s.hidden_size * self.vocab_size
-    length = seq_len if document_length is None else min(document_length, seq_len)
-    visible = sum(_mean_visible(length, s.window_of(i)) for i in s.layers_with("attn"))
-    whole = self.trained_only or ""
-    matmuls = sum(n * (6.0 if re.search(whole, path) else 4.0) for path, n in weights.items())
-    images = images_per_row * self._flops_per_image(tower_frozen, images_per_row) / seq_len if images_per_row else 0.0
-    of_head = s.head_dim + (s.head_dim if s.latent is None else s.latent.value_dim)
-    return matmuls + 6.0 * s.num_heads * of_head * visible + self._flops_of_states() + images
-
-  def _flops_of_states(self) -> float:
-    """Operations of a token in the states of delta layers and in the convolutions before them, forward and backward."""
-    s = self.spec.delta
-    if s is None:
-      return 0.0
-    states = s.num_value_heads * s.key_head_dim * s.value_head_dim
-    channels = 2 * s.num_key_heads * s.key_head_dim + s.num_value_heads * s.value_head_dim
-    return len(self.spec.layers_with("delta")) * (18.0 * states + 6.0 * s.conv_width * channels)
-
-  def _flops_per_image(self, frozen: bool, per_row: float) -> float:
-    """Operations in tower and projector for one image, or one of a row's tiles."""
-    v, sizes = self.spec.vision, {path: p.size for path, p in self._logical().items()}
-    kernels = sum(n for path, n in sizes.items() if path.startswith("projector/") and path.endswith("/kernel"))
-    tower = vit_native.flops_per_tile(v, per_row) if v.native else vit.flops_per_image(v)
-    forward = tower + 2.0 * v.tokens_per_image * kernels
-    if self.spec.lora is None:
-      return forward * (1 if frozen else 3)
-    adapted = [path for path in sizes if path.startswith(("vision/", "projector/")) and lora.is_adapter(path)]
-    # The base has no gradient of its own, but the adapters in it need what flows back through it.
-    return forward * (2 if adapted and not frozen else 1)
+    """See `models.api.Model`, and `models.flops.per_token`."""
+    return flops.per_token(self.spec, self.vocab_size, self._logical(), self.trained_only, seq_len, document_length,
+                           images_per_row, tower_frozen)
 
   def _make(self, rng: jax.Array, outputs_first: bool = False) -> Decoder:
     scope = Scope(rng, *self._dtypes, frozen=self._frozen, lora=self.spec.lora, matmul_rules=self._matmul_rules,
@@ -430,10 +379,3 @@ def _without(block: Block, parts: Collection[str]) -> nnx.GraphDef:
     if hasattr(block, part):
       delattr(block, part)
   return nnx.split(block)[0]
-
-
-def _mean_visible(length: float, window: int | None) -> float:
-  """Mean over the queries of a causal row of how many keys each sees, itself included."""
-  if window is None or window >= length:
-    return (length + 1) / 2
-  return window - window * (window - 1) / (2 * length)

@@ -1,14 +1,16 @@
-"""Vision towers that see images in their own sizes: those of Qwen2-VL (Wang et al. 2024, arXiv 2409.12191) and
-Qwen2.5-VL (Bai et al. 2025, arXiv 2502.13923), in NNX.
+"""Vision towers that see images in their own sizes: those of Qwen2-VL (Wang et al. 2024, arXiv 2409.12191), Qwen2.5-VL
+(Bai et al. 2025, arXiv 2502.13923) and Qwen3-VL (Bai et al. 2025, arXiv 2511.21631), in NNX.
 
 B rows, N tiles of a row, S pixels of a tile's side, P patch size, M patches of a tile, D hidden size of the tower.
 
-Both are a Transformer over the patches of all of a row's images, which lie end to end; a patch sees those of its own
+They are a Transformer over the patches of all of a row's images, which lie end to end; a patch sees those of its own
 image, or of its window there. Rows and columns are told by rotary positions. Qwen2-VL has LayerNorm and a plain MLP,
-Qwen2.5-VL RMSNorm, a gated MLP, and windows in most layers.
+Qwen2.5-VL RMSNorm, a gated MLP, and windows in most layers. Qwen3-VL is as Qwen2-VL, and adds learned positions, a
+square table that is stretched over each image; features of some of its layers are given beside those of the last.
 """
 
 import dataclasses
+import itertools
 from collections.abc import Callable
 
 import jax
@@ -20,7 +22,8 @@ from models import tiles, vit
 from models.attention.mask import TokenIds
 from models.attention.rope import axial_table
 from models.blocks import Block, run_blocks, stack_blocks
-from models.layers import Linear, Scope
+from models.layers import Embedding, Linear, Scope
+from models.lookup import read_table
 from models.sharding.logical_axes import constrain
 from models.spec import Spec
 from models.spec_vision import FRAMES, NATIVE, THETA, Vision
@@ -35,13 +38,16 @@ class Tower(nnx.Module):
     self.own = dataclasses.replace(vit.tower_spec(spec), norm=NATIVE[v.tower][1],
                                    norm_bias=NATIVE[v.tower][1] == "layernorm", rope_interleaved=False)
     self.patch_embed = Linear(scope / "patch_embed", FRAMES * 3 * v.patch_size**2, v.hidden_size, std=spec.init_std,
-                              bias=False)
+                              bias=v.position_grid > 0)
+    self.pos_embed = (Embedding(scope / "pos_embed", v.position_grid**2, v.hidden_size, std=spec.init_std)
+                      if v.position_grid else None)
     self.blocks = stack_blocks(self.own, scope / "blocks")
     self.vision, self.dtype = v, scope.compute_dtype
 
   def __call__(self, images: jax.Array, grid_BxNx5: jax.Array, remat: Callable, key: jax.Array | None = None
-               ) -> jax.Array:
-    """Features [B, N * M, D] of the patches, tile by tile, in the compute dtype.
+               ) -> tuple[jax.Array, list[jax.Array]]:
+    """Features [B, N * M, D] of the patches, tile by tile, in the compute dtype: (of the last layer, and of those of
+    `vision.deepstack_layers`).
 
     Args:
       images: tiles [B, N, S, S, 3]; see `vit.pixels`.
@@ -52,17 +58,43 @@ class Tower(nnx.Module):
     v, B = self.vision, len(images)
     pixels = vit.patches(vit.pixels(images.reshape(-1, *images.shape[2:]), v), v.patch_size).astype(self.dtype)
     x_BxPxD = self.patch_embed(jnp.tile(pixels, FRAMES).reshape(B, -1, FRAMES * pixels.shape[-1]))
-    x_BxPxD = constrain(x_BxPxD, "batch", "stream", "embed")
     at = tiles.patches_of(grid_BxNx5, v.merged, v.window)
+    if self.pos_embed is not None:
+      x_BxPxD = x_BxPxD + _stretched(self.pos_embed.table(), v.position_grid, at).astype(x_BxPxD.dtype)
+    x_BxPxD = constrain(x_BxPxD, "batch", "stream", "embed")
     table = axial_table(THETA, self.own.head_dim, at.rows, at.columns)
     full_L = np.isin(np.arange(v.num_layers), v.full_layers) | (v.window is None)
 
-    def layer(place: int, x_BxPxD: jax.Array, block: Block, index: jax.Array):
-      layer_key = None if key is None else jax.random.fold_in(key, index)
-      seen = jnp.where(jnp.asarray(full_L)[index], at.images, at.windows)
-      return block(x_BxPxD, TokenIds(seen, seen), table, None, layer_key)[0], None
+    def run(x_BxPxD: jax.Array, start: int, stop: int) -> jax.Array:
+      def layer(place: int, x_BxPxD: jax.Array, block: Block, index: jax.Array):
+        layer_key = None if key is None else jax.random.fold_in(key, start + index)
+        seen = jnp.where(jnp.asarray(full_L)[start + index], at.images, at.windows)
+        return block(x_BxPxD, TokenIds(seen, seen), table, None, layer_key)[0], None
 
-    return run_blocks(self.own, self.blocks, layer, remat, x_BxPxD)[0]
+      blocks = jax.tree.map(lambda p: p[start:stop], self.blocks)
+      return run_blocks(dataclasses.replace(self.own, num_layers=stop - start), blocks, layer, remat, x_BxPxD)[0]
+
+    deep = []
+    for start, stop in itertools.pairwise((0, *(i + 1 for i in v.deepstack_layers))):
+      x_BxPxD = run(x_BxPxD, start, stop)
+      deep.append(x_BxPxD)
+    last = v.deepstack_layers[-1] + 1 if deep else 0
+    return run(x_BxPxD, last, v.num_layers) if last < v.num_layers else x_BxPxD, deep
+
+
+def _stretched(table: jax.Array, side: int, at: tiles.Patches) -> jax.Array:
+  """The positions of patches [B, P, D], float32: the table [side * side, D], its corners at the image's corner patches,
+  read between its entries (bilinear)."""
+  def taps(place_BxP: jax.Array, size_BxP: jax.Array) -> list[tuple[jax.Array, jax.Array]]:
+    exact_BxP = place_BxP.astype(jnp.float32) * (side - 1) / jnp.maximum(size_BxP - 1, 1)
+    low_BxP = jnp.floor(exact_BxP)
+    share_BxP, first_BxP = exact_BxP - low_BxP, low_BxP.astype(jnp.int32)
+    return [(first_BxP, 1 - share_BxP), (jnp.minimum(first_BxP + 1, side - 1), share_BxP)]
+
+  down, across = taps(at.rows, at.height), taps(at.columns, at.width)
+  taken = [read_table(table, row * side + column, jnp.float32) * (share * part)[..., None]
+           for row, share in down for column, part in across]
+  return taken[0] + taken[1] + taken[2] + taken[3]
 
 
 def flops_per_tile(vision: Vision, tiles_per_image: float) -> float:

@@ -17,7 +17,8 @@ What a batch with images has besides `tokens`, `positions` and `segment_ids`:
                 models/tiles.py; `images` are then [B, I, S, S, 3] with S the side of a tile
 """
 
-from collections.abc import Callable
+import dataclasses
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -32,22 +33,43 @@ from models.spec import Spec
 from models.spec_vision import NATIVE, Vision
 
 
+class Merger(nnx.Module):
+  """From a tower's features of patches to one feature of each tile, for DeepStack: as the projector `merge`, but
+  normalised after the patches of a tile are end to end."""
+
+  def __init__(self, spec: Spec, scope: Scope):
+    v = spec.vision
+    self.wide = v.hidden_size * v.patches
+    self.norm = Norm(scope / "norm", self.wide, kind="layernorm", eps=v.norm_eps, plus_one=False, bias=True)
+    self.up = Linear(scope / "up", self.wide, self.wide, std=spec.init_std, bias=True)
+    self.down = Linear(scope / "down", self.wide, spec.hidden_size, std=spec.init_std, bias=True)
+
+  def __call__(self, x_BxPxD: jax.Array, key: jax.Array | None) -> jax.Array:
+    """[B, N, D]. `key`: see `Projector`."""
+    x_BxNxD = self.norm(x_BxPxD.reshape(len(x_BxPxD), -1, self.wide))
+    return self.down(UNGATED["gelu_exact"](self.up(x_BxNxD, key)), key)
+
+
 class Projector(nnx.Module):
-  """From the tower's features to what stands in place of embeddings."""
+  """From the tower's features to what stands in place of embeddings, and to what is added in the first layers."""
 
   def __init__(self, spec: Spec, scope: Scope):
     v, D, std = spec.vision, spec.hidden_size, spec.init_std
-    bias = v.projector_bias and v.projector != "pool"
+    bias = v.projector_bias and v.projector not in ("pool", "shuffle")
     mlp, pool, merge = (v.projector == kind for kind in ("mlp", "pool", "merge"))
-    wide = v.hidden_size * v.patches if merge else v.hidden_size
+    wide = v.hidden_size * (v.patches if merge else v.patches // v.tokens_per_image if v.projector == "shuffle" else 1)
     hidden, two = wide if merge else D, mlp or merge
     self.up = Linear(scope / "up", wide, hidden, std=std, bias=bias) if two else None
     self.down = Linear(scope / "down", hidden, D, std=std, bias=bias) if two else None
-    self.linear = None if two else Linear(scope / "linear", v.hidden_size, D, std=std, bias=bias)
+    self.linear = None if two else Linear(scope / "linear", wide, D, std=std, bias=bias)
     norm: dict[str, Any] = dict(kind="rmsnorm", eps=v.norm_eps, plus_one=spec.norm_scale_plus_one)
     if merge:
       norm |= dict(kind=NATIVE[v.tower][1], plus_one=False, bias=NATIVE[v.tower][1] == "layernorm")
     self.norm = Norm(scope / "norm", v.hidden_size, **norm) if pool or merge else None
+    deep = scope / "deepstack"
+    # Stacked, as layers are.
+    self.deepstack = jax.vmap(lambda i: Merger(spec, dataclasses.replace(deep, layer=i)))(
+        jnp.arange(spec.deepstack)) if spec.deepstack else None
     self.vision, self.features = v, D
 
   def __call__(self, x_NxMxD: jax.Array, key: jax.Array | None = None) -> jax.Array:
@@ -56,7 +78,9 @@ class Projector(nnx.Module):
     if v.projector == "merge":
       x_NxMxD = self.norm(x_NxMxD).reshape(len(x_NxMxD), -1, v.patches * v.hidden_size)
     elif self.norm is not None:
-      x_NxMxD = self.norm(_pool(x_NxMxD, v.tokens_per_image))
+      x_NxMxD = self.norm(_squares(x_NxMxD, v.tokens_per_image).astype(jnp.float32).mean(2).astype(x_NxMxD.dtype))
+    elif v.projector == "shuffle":
+      x_NxMxD = _squares(x_NxMxD, v.tokens_per_image).reshape(len(x_NxMxD), v.tokens_per_image, -1)
     if self.linear is not None:
       y_NxKxD = self.linear(x_NxMxD, key)
     else:
@@ -70,13 +94,26 @@ def make_tower(spec: Spec, scope: Scope) -> "vit.Tower | vit_native.Tower":
 
 
 def features(tower: "vit.Tower | vit_native.Tower", projector: Projector, images_BxIxSxSx3: jax.Array, remat: Callable,
-             key: jax.Array | None = None, grid_BxIx5: jax.Array | None = None) -> jax.Array:
-  """The features of each row's images [B, I * K, D], one image after another. `grid_BxIx5`: of a tower of tiles."""
+             key: jax.Array | None = None, grid_BxIx5: jax.Array | None = None) -> tuple[jax.Array, jax.Array | None]:
+  """The features of each row's images [B, I * K, D], one image after another; and those that are added to what the
+  first layers give [layers, B, I * K, D], None: there are none. `grid_BxIx5`: of a tower of tiles."""
   B, D = len(images_BxIxSxSx3), projector.features
   if isinstance(tower, vit_native.Tower):
-    return constrain(projector(tower(images_BxIxSxSx3, grid_BxIx5, remat, key), key), "batch", None, "embed")
+    x_BxPxD, deep = tower(images_BxIxSxSx3, grid_BxIx5, remat, key)
+    return constrain(projector(x_BxPxD, key), "batch", None, "embed"), _deepstack(projector, deep, key)
   x_NxMxD = tower(images_BxIxSxSx3.reshape(-1, *images_BxIxSxSx3.shape[2:]), remat, key)
-  return constrain(projector(x_NxMxD, key).reshape(B, -1, D), "batch", None, "embed")
+  return constrain(projector(x_NxMxD, key).reshape(B, -1, D), "batch", None, "embed"), None
+
+
+def _deepstack(projector: Projector, deep: Sequence[jax.Array], key: jax.Array | None) -> jax.Array | None:
+  if not deep:
+    return None
+
+  def merged(n: int, x_BxPxD: jax.Array) -> jax.Array:
+    own = None if key is None else jax.random.fold_in(key, n)
+    return jax.tree.map(lambda p: p[n], projector.deepstack)(x_BxPxD, own)
+
+  return jnp.stack([constrain(merged(n, x_BxPxD), "batch", None, "embed") for n, x_BxPxD in enumerate(deep)])
 
 
 def place(x_BxTxD: jax.Array, features_BxFxD: jax.Array, image_index_BxT: jax.Array) -> jax.Array:
@@ -84,12 +121,26 @@ def place(x_BxTxD: jax.Array, features_BxFxD: jax.Array, image_index_BxT: jax.Ar
 
   A number beyond the row's features gives NaN, which the finite guard reports, rather than another image's feature.
   """
+  rows_BxTxD = _rows(features_BxFxD, image_index_BxT).astype(x_BxTxD.dtype)
+  return jnp.where((image_index_BxT > 0)[..., None], rows_BxTxD, x_BxTxD)
+
+
+def add(x_BxTxD: jax.Array, features_LxBxFxD: jax.Array, layer: jax.Array, image_index_BxT: jax.Array) -> jax.Array:
+  """What a layer gives, with its features added at the tokens of images; those of a layer beyond L as they are."""
+  last = len(features_LxBxFxD) - 1
+  features_BxFxD = jax.lax.dynamic_index_in_dim(features_LxBxFxD, jnp.minimum(layer, last), keepdims=False)
+  rows_BxTxD = _rows(features_BxFxD, image_index_BxT).astype(x_BxTxD.dtype)
+  y_BxTxD = x_BxTxD + jnp.where((image_index_BxT > 0)[..., None] & (layer <= last), rows_BxTxD, 0)
+  return constrain(y_BxTxD, "batch", "stream", "embed")
+
+
+def _rows(features_BxFxD: jax.Array, image_index_BxT: jax.Array) -> jax.Array:
+  """Of each token its feature [B, T, D], of those that are no image's any."""
   def one(features_FxD, at_T):
     return read_table(features_FxD, at_T, features_FxD.dtype)
 
   # Row by row, so that the partitioner sees that no row needs another device's.
-  rows_BxTxD = jax.vmap(one)(features_BxFxD, jnp.maximum(image_index_BxT - 1, 0))
-  return jnp.where((image_index_BxT > 0)[..., None], rows_BxTxD.astype(x_BxTxD.dtype), x_BxTxD)
+  return jax.vmap(one)(features_BxFxD, jnp.maximum(image_index_BxT - 1, 0))
 
 
 def complete(batch: dict, vision: Vision | None) -> dict:
@@ -180,9 +231,9 @@ def _block_ids(batch: dict, image_index_BxT: jax.Array | None, vision: Vision) -
   return None
 
 
-def _pool(x_NxMxD: jax.Array, tokens: int) -> jax.Array:
-  """Means over squares of neighbouring patches, [N, tokens, D]."""
+def _squares(x_NxMxD: jax.Array, tokens: int) -> jax.Array:
+  """Squares of neighbouring patches, [N, tokens, patches of a square, D], row by row."""
   N, M, D = x_NxMxD.shape
   across, width = round(tokens**0.5), round((M / tokens) ** 0.5)
-  squares = x_NxMxD.reshape(N, across, width, across, width, D).astype(jnp.float32)
-  return squares.mean((2, 4)).reshape(N, tokens, D).astype(x_NxMxD.dtype)
+  squares = x_NxMxD.reshape(N, across, width, across, width, D).swapaxes(2, 3)
+  return squares.reshape(N, tokens, width * width, D)

@@ -31,31 +31,64 @@ CONFIGS = {
     "qwen2_5_vl": dict(model_type="qwen2_5_vl", architectures=["Qwen2_5_VLForConditionalGeneration"], **TEXT, **OUTER,
                        vision_config=dict(depth=2, hidden_size=16, intermediate_size=24, out_hidden_size=32,
                                           window_size=16, fullatt_block_indexes=[1], **COMMON)),
+    "qwen3_vl": dict(model_type="qwen3_vl", architectures=["Qwen3VLForConditionalGeneration"], **OUTER,
+                     text_config=dict(model_type="qwen3_vl_text", **TEXT | dict(head_dim=16, num_hidden_layers=3,
+                         rope_scaling=dict(mrope_interleaved=True, mrope_section=[4, 2, 2], rope_type="default")),
+                                      tie_word_embeddings=True),
+                     vision_config=dict(depth=3, hidden_size=16, intermediate_size=24, out_hidden_size=32,
+                                        num_position_embeddings=16, deepstack_visual_indexes=[0, 1], in_channels=3,
+                                        **{k: v for k, v in COMMON.items() if k != "in_chans"})),
 }
+
+
+def squares(path: Path) -> Path:
+  """The folder of a tiny SmolVLM, whose images are one square of 16 pixels and 4 tokens."""
+  tokens = dict(zip(range(258, 264), ("<|im_start|>", "<end_of_utterance>", "<fake_token_around_image>", "<global-img>",
+                                      "<image>", "<video>"), strict=True))
+  config = dict(
+      model_type="smolvlm", architectures=["SmolVLMForConditionalGeneration"], image_token_id=262, scale_factor=2,
+      tie_word_embeddings=False, torch_dtype="float32",
+      text_config=dict(model_type="llama", **{k: v for k, v in TEXT.items() if k != "rope_scaling"}),
+      vision_config=dict(model_type="smolvlm_vision", hidden_size=16, intermediate_size=24, num_hidden_layers=2,
+                         num_attention_heads=2, image_size=16, patch_size=4))
+  template = """<|im_start|>{% for message in messages %}{{message['role'] | capitalize}}{% if message['content'] is \
+string %}{{': ' + message['content']}}{% else %}{% if message['content'][0]['type'] == 'image' %}{{':'}}{% else %}\
+{{': '}}{% endif %}{% for line in message['content'] %}{% if line['type'] == 'text' %}{{line['text']}}{% elif \
+line['type'] == 'image' %}{{ '<image>' }}{% endif %}{% endfor %}{% endif %}<end_of_utterance>
+{% endfor %}{% if add_generation_prompt %}{{ 'Assistant:' }}{% endif %}"""
+  processor = dict(image_processor_type="SmolVLMImageProcessor", do_image_splitting=False, size=dict(longest_edge=40),
+                   max_image_size=dict(longest_edge=16), image_mean=[0.5] * 3, image_std=[0.5] * 3)
+  return _written(path, config, tokens, template, processor, "<end_of_utterance>", 1)
 
 
 def folder(path: Path, name: str = "qwen2_5_vl", seed: int = 1) -> Path:
   """A folder of a tiny random model, with a tokenizer of bytes, a chat template and an image processor."""
+  own = dict(image_mean=[0.5] * 3, image_std=[0.5] * 3) if name == "qwen3_vl" else {}
+  return _written(path, CONFIGS[name], dict(enumerate(TOKENS, START)), TEMPLATE, PROCESSOR | own, "<|im_end|>", seed)
+
+
+def _written(path: Path, content: dict, tokens: dict[int, str], template: str, processor: dict, end: str,
+             seed: int) -> Path:
   import jax  # after conftest has set its flags
 
   from input_pipeline.tokenizer.tokenizer import BytesTokenizer
   from models import api, config, hf
   from models.hf import families
 
-  keys = families.find(CONFIGS[name], name).read(CONFIGS[name], name)
+  keys = families.find(content, "config.json").read(content, "config.json")
   section = config.model()
   hf.set_keys(section, keys)
   model = api.make_model(section, vocab_size=264, params_dtype="float32", compute_dtype="float32")
-  model.architecture, model.hf_config = keys, CONFIGS[name]
+  model.architecture, model.hf_config = keys, content
   hf.save(model, jax.jit(model.init)(jax.random.key(seed)), path)
-  (path / "config.json").write_text(json.dumps(CONFIGS[name]))
+  (path / "config.json").write_text(json.dumps(content))
   BytesTokenizer().save(path / "tokenizer.json")
   spec = json.loads((path / "tokenizer.json").read_text())
   last = spec["added_tokens"][-1]
-  spec["added_tokens"] += [{**last, "id": START + i, "content": token} for i, token in enumerate(TOKENS)]
+  spec["added_tokens"] += [{**last, "id": i, "content": token} for i, token in tokens.items()]
   (path / "tokenizer.json").write_text(json.dumps(spec))
-  (path / "tokenizer_config.json").write_text(json.dumps(dict(eos_token="<|im_end|>", chat_template=TEMPLATE)))
-  (path / "preprocessor_config.json").write_text(json.dumps(PROCESSOR))
+  (path / "tokenizer_config.json").write_text(json.dumps(dict(eos_token=end, chat_template=template)))
+  (path / "preprocessor_config.json").write_text(json.dumps(processor))
   return path
 
 

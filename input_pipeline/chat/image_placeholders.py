@@ -1,21 +1,18 @@
-"""Where images stand in texts: in rows, in what chat templates render, in tokens.
+"""Where images stand in texts: in rows, in messages, in tokens.
 
 In a text an image is one character that no text has, IMAGE; in token ids it is a run of IMAGE_ID, which `finish` turns
 into the model's placeholder. So texts are cut, compared and tokenised with their images as without.
 """
 
-import bisect
 import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from functools import cached_property
 from typing import Any
 
 import numpy as np
 from absl import logging
 from ml_collections import ConfigDict
 
-from input_pipeline.chat.template import ChatTemplate, Rendered
 from input_pipeline.images.images import (
   FORMATS,
   KEEP,
@@ -35,12 +32,16 @@ from trainer.errors import ConfigError, DataError
 IMAGE, IMAGE_ID = "\U0001fffe", -1
 ON_ERROR, IMAGES_AT = ("error", "drop"), ("auto", "bos", "text")
 BAD_IMAGE = "a bad image"
-# Of parts of a message's content.
+# Of parts of a message's content; and of those that are films, which are columns of rows, too.
 PART_TYPES = ("image", "image_url")
+FILMS = ("video", "videos", "video_url", "input_video")
+NO_FILMS = "a film, which is not read. Allowed: images and text. Give some of its frames as images, in their order."
 # What stands around an image's tokens in Gemma 3.
 GEMMA3 = ("<start_of_image>", "<end_of_image>")
 # And in the models of Qwen.
 QWEN = ("<|vision_start|>", "<|vision_end|>")
+# And in SmolVLM, where an image is one square.
+SMOLVLM = ("<fake_token_around_image><global-img>", "<fake_token_around_image>")
 
 
 class ImageFormat:
@@ -78,8 +79,9 @@ class ImageFormat:
     self._checked: dict[bytes, tuple[int, int]] = {}
     self.at_bos = vision.attention == "prefix" if chat.images_at == "auto" else chat.images_at == "bos"
     specials = () if tokenizer is None else tokenizer.special_tokens
-    around = {"pool": (f"\n\n{GEMMA3[0]}", f"{GEMMA3[1]}\n\n"), "merge": QWEN}.get(vision.projector, ("", ""))
-    around = around if all(token.strip() in specials for token in around) else ("", "")
+    around = {"pool": (f"\n\n{GEMMA3[0]}", f"{GEMMA3[1]}\n\n"), "merge": QWEN, "shuffle": SMOLVLM}.get(
+        vision.projector, ("", ""))
+    around = around if all(token in specials for token in re.findall("<[^>]+>", "".join(around))) else ("", "")
     self.before, self.after = (own if given is None else given for own, given in zip(
         around, (chat.image_before, chat.image_after), strict=True))
     self.token: int | None = vision.image_token
@@ -194,10 +196,11 @@ def preprocess_of(config: ConfigDict, augment: bool = False) -> Preprocess:
   if resize == "auto":
     resize = KEEP if native else "crop" if vision.tower == "clip" else "squash"
   if interpolation == "auto":
-    interpolation = "bilinear" if vision.projector == "pool" else "bicubic"
+    interpolation = {"pool": "bilinear", "shuffle": "lanczos"}.get(vision.projector, "bicubic")
   mean = tuple(vision.mean) or ((0.48145466, 0.4578275, 0.40821073) if vision.tower == "clip" else (0.5,) * 3)
   a = options.augment
-  how = Preprocess(vision.image_size, resize, interpolation, tuple(int(255 * m) for m in mean), a.crop, a.flip, a.color)
+  how = Preprocess(vision.image_size, resize, interpolation, tuple(int(255 * m) for m in mean), a.crop, a.flip, a.color,
+                   longest_side=vision.longest_side)
   if native:
     how = how._replace(min_pixels=vision.min_pixels, max_pixels=vision.max_pixels)
   how = check_preprocess(how)
@@ -225,8 +228,10 @@ def column_refs(fields: Mapping[str, Any], one: str, several: str, where: str, f
   """The images in a row's columns of these names.
 
   Raises:
-    DataError: both columns are there.
+    DataError: both columns are there, or one with a film.
   """
+  if film := next((key for key in FILMS if fields.get(key) is not None), None):
+    raise DataError(f"{where}: {film} is {NO_FILMS}")
   given = [key for key in (one, several) if fields.get(key) is not None]
   if len(given) == 2:
     raise DataError(f"{where}: has both {one!r} and {several!r}. Keep one of them.")
@@ -253,6 +258,8 @@ def content_parts(value: list, where: str) -> str | list[dict]:
     elif kind in PART_TYPES:
       found = {key: part[key] for key in KEYS if part.get(key) is not None}
       parts.append({"type": "image", **({"image": found} if found else {})})
+    elif kind in FILMS:
+      raise DataError(f"{where}[{i}] is {NO_FILMS}")
     else:
       raise DataError(f"{where}[{i}] is {str(part)[:60]}; expected {{'type': 'text', 'text': …}} or "
                       "{'type': 'image', …}.")
@@ -282,14 +289,14 @@ def attach(messages: list[dict], refs: Sequence[ImageRef], where: str, folder, m
   marks = 0 if bare or not refs else sum(text_of(content).count(marker) for content in contents)
   if refs and not bare and not marks:
     first = next((i for i, message in enumerate(messages) if message["role"] == "user"), 0)
-    contents[first] = [{"type": "image"}] * len(refs) + _as_parts(contents[first])
+    contents[first] = [{"type": "image"}] * len(refs) + as_parts(contents[first])
   elif (bare or marks) != len(refs):
     places = f"{bare} parts of messages" if bare else f"{marks} × {marker!r} in its messages"
     raise DataError(f"{where}: its columns have {len(refs)} image(s), for {places}. Have one for each.")
   waiting, found, result = iter(refs), [], []
   for i, (message, content) in enumerate(zip(messages, contents, strict=True)):
     if marks and marker in text_of(content):
-      content = [piece for part in _as_parts(content) for piece in _split(part, marker)]
+      content = [piece for part in as_parts(content) for piece in _split(part, marker)]
     for j, part in enumerate(content if isinstance(content, list) else ()):
       if part["type"] == "image":
         own = part.get("image")
@@ -301,7 +308,8 @@ def attach(messages: list[dict], refs: Sequence[ImageRef], where: str, folder, m
   return result, tuple(found)
 
 
-def _as_parts(content: str | list[dict]) -> list[dict]:
+def as_parts(content: str | list[dict]) -> list[dict]:
+  """A message's content as parts."""
   return content if isinstance(content, list) else [{"type": "text", "text": content}] if content else []
 
 
@@ -315,105 +323,7 @@ def _split(part: dict, marker: str) -> list[dict]:
   return pieces
 
 
-class ImageTemplate:
-  """A chat template whose output has IMAGE where its images belong, whatever it writes there itself.
-
-  Templates that know parts of messages write a mark of their own for an image, which is found by trying; others are
-  given strings.
-
-  Args:
-    template: renders conversations.
-    tokenizer: whose special tokens are recognised.
-    images: what is known about images.
-  """
-
-  def __init__(self, template: ChatTemplate, tokenizer: Tokenizer, images: ImageFormat):
-    self._template, self._specials, self._images = template, tuple(tokenizer.special_tokens), images
-    ids = tokenizer.encode_rendered_batch(list(self._specials)) if self._specials else []
-    self._own = next((s for s, i in zip(self._specials, ids, strict=True) if i.tolist() == [images.token]), None)
-    self.where = template.where
-
-  def render_spans(self, messages, tools=None, documents=None, add_generation_prompt: bool = False,
-                   continue_final_message: bool = False, inert_tokens: Iterable[str] = (), **variables) -> Rendered:
-    """As `ChatTemplate.render_spans`; images are parts {"type": "image"} of the messages.
-
-    Raises:
-      DataError: the template leaves out an image, or shows one twice; and see there.
-    """
-    messages = [dict(message) for message in messages]
-    count = sum(part.get("type") == "image" for message in messages for part in parts_of(message))
-    if count or self._parts_only:
-      messages = [self._shaped(message) for message in messages]
-    marks = (self._marker,) if count and self._marker else ()
-    rendered = self._template.render_spans(
-        messages, tools, documents, add_generation_prompt, continue_final_message, (*inert_tokens, *marks), **variables)
-    if not count:
-      return rendered
-    if self._marker:
-      rendered = _replaced(rendered, self._marker)
-    if (found := rendered.text.count(IMAGE)) != count:
-      raise DataError(f"{self.where} shows {found} of the conversation's {count} images. Use another template "
-                      "(chat.template).")
-    return rendered
-
-  def _shaped(self, message: dict) -> dict:
-    """A message with its content as the template takes it."""
-    content = message.get("content")
-    if self._marker:
-      as_parts = self._parts_only and isinstance(content, str)
-      return {**message, "content": _as_parts(content)} if as_parts else message
-    if not any(part.get("type") == "image" for part in parts_of(message)):
-      return message
-    return {**message, "content": "".join(
-        IMAGE if part.get("type") == "image" else part.get("text") or "" for part in content)}
-
-  @cached_property
-  def _marker(self) -> str | None:
-    """What the template writes for a part that is an image; None: it is given strings."""
-    text = {"type": "text", "text": "a"}
-    try:
-      seen, unseen = (self._try(parts) for parts in ([{"type": "image"}, text], [text]))
-    except DataError:
-      return None
-    if "'type'" in seen or '"type"' in seen:  # it has written the list itself
-      return None
-    start = next((i for i, (a, b) in enumerate(zip(seen, unseen, strict=False)) if a != b), len(unseen))
-    added = seen[start:start + len(seen) - len(unseen)]
-    # What this pipeline itself puts around an image is not to stand there twice.
-    framed = self._own and f"{self._images.before}{self._own}{self._images.after}"
-    for token in (framed, self._own, self._images.marker, *self._specials):
-      if token and token in added:
-        return token
-    return added.strip() or None
-
-  @cached_property
-  def _parts_only(self) -> bool:
-    """Whether the template shows parts, but no strings."""
-    if not self._marker:
-      return False
-    try:
-      return self._try("a") == self._try("b")
-    except DataError:
-      return True
-
-  def _try(self, content: str | list[dict]) -> str:
-    return self._template.render([{"role": "user", "content": content}])
-
-
 def parts_of(message: Mapping) -> list[Mapping]:
   """The parts of a message; none if its content is a string."""
   content = message.get("content")
   return [part for part in content if isinstance(part, Mapping)] if isinstance(content, list) else []
-
-
-def _replaced(rendered: Rendered, marker: str) -> Rendered:
-  """The same with IMAGE for each marker that the template itself wrote."""
-  inert, starts, pieces, end = set(rendered.inert), [], [], 0
-  for match in re.finditer(re.escape(marker), rendered.text):
-    if match.start() not in inert:
-      pieces += [rendered.text[end:match.start()], IMAGE]
-      starts.append(match.start())
-      end = match.end()
-  text = "".join([*pieces, rendered.text[end:]])
-  shorter = len(marker) - len(IMAGE)
-  return Rendered(text, (), tuple(at - shorter * bisect.bisect_left(starts, at) for at in rendered.inert))

@@ -12,7 +12,8 @@ import numpy as np
 from ml_collections import ConfigDict
 
 from input_pipeline.chat.builtin import find_template, template_names
-from input_pipeline.chat.image_placeholders import ImageTemplate, image_format, refuse_stand_in, text_of
+from input_pipeline.chat.image_placeholders import image_format, refuse_stand_in, text_of
+from input_pipeline.chat.image_template import ImageTemplate
 from input_pipeline.chat.schema import COLUMNS, REASONING, Conversation, Plain, ShapeReader
 from input_pipeline.chat.segments import Segment, SegmentEncoder, Tokens
 from input_pipeline.chat.spans import POLICIES, SpanFinder

@@ -24,7 +24,8 @@ import numpy as np
 from PIL import ExifTags, Image, ImageOps, PpmImagePlugin, TiffImagePlugin, features
 
 from input_pipeline.files import shown_names
-from input_pipeline.images.tiles import kept_size
+from input_pipeline.images import augment
+from input_pipeline.images.tiles import kept_size, longest_size
 from trainer.errors import ConfigError, DataError
 
 
@@ -53,8 +54,6 @@ FILTERS = {"bilinear": Image.Resampling.BILINEAR, "bicubic": Image.Resampling.BI
 MAX_BYTES = 1 << 30
 # Behind which key an image's content stands in an object, as in Hugging Face datasets and in chat APIs.
 KEYS = ("bytes", "path", "image", "url", "base64", "image_url", "data")
-# Crops of augmentation are at most so much wider than high, relative to the image, and the other way round.
-MAX_ASPECT = 4 / 3
 
 
 class ImageError(DataError):
@@ -84,14 +83,14 @@ class Preprocess(NamedTuple):
   Attributes:
     size: S.
     resize: squash: to S × S whatever the shape; pad: the longer side to S, `fill` around it; crop: the shorter side to
-      S, of which the middle is taken; keep: see
-      `tiles.kept_size`.
+      S, of which the middle is taken; keep: see `tiles.kept_size`.
     interpolation: a key of FILTERS; all of them average over what is made smaller.
     fill: red, green and blue of what pads.
     crop: the least share of an image's area that augmentation takes; 1: all.
     flip: how often it is mirrored.
     color: brightness, contrast and saturation change by a factor of 1 ± that.
     min_pixels, max_pixels: with `keep`, how many there are at least and at most.
+    longest_side: with `squash`, the image is brought to this longer side before; 0: it is not.
   """
 
   size: int
@@ -103,6 +102,7 @@ class Preprocess(NamedTuple):
   color: float = 0.0
   min_pixels: int = 0
   max_pixels: int = 0
+  longest_side: int = 0
 
   @property
   def augments(self) -> bool:
@@ -159,14 +159,15 @@ def to_pixels(data: bytes, how: Preprocess, key: Sequence[int | str] | None = No
 
 def shape_pixels(image: Image.Image, how: Preprocess, key: Sequence[int | str] | None = None) -> np.ndarray:
   """As `to_pixels`, of a decoded image of mode RGB."""
-  draws = None if key is None or not how.augments else _uniform(key)
-  box = (0.0, 0.0, float(image.width), float(image.height)) if draws is None else _random_box(image, how.crop, draws)
+  draws = None if key is None or not how.augments else augment.uniform(key)
+  whole = (0.0, 0.0, float(image.width), float(image.height))
+  box = whole if draws is None else augment.random_box(image, how.crop, draws)
   pixels = np.array(_resized(image, how, box), np.uint8)
   if draws is None:
     return pixels
   if draws[4] < how.flip:
     pixels = pixels[:, ::-1]
-  return _jittered(pixels, how.color, draws[5:8]) if how.color else np.ascontiguousarray(pixels)
+  return augment.jittered(pixels, how.color, draws[5:8]) if how.color else np.ascontiguousarray(pixels)
 
 
 class Images(Sequence):
@@ -344,6 +345,8 @@ def _resized(image: Image.Image, how: Preprocess, box: tuple[float, float, float
   width, height = box[2] - box[0], box[3] - box[1]
   if how.resize == KEEP:
     return image.resize(kept_size(image.width, image.height, size, how.min_pixels, how.max_pixels), resample, box)
+  if how.longest_side and how.resize == "squash":
+    return image.resize(longest_size(width, height, how.longest_side), resample, box).resize((size, size), resample)
   if how.resize == "squash" or width == height:
     return image.resize((size, size), resample, box)
   longer, shorter = max(width, height), min(width, height)
@@ -359,34 +362,6 @@ def _resized(image: Image.Image, how: Preprocess, box: tuple[float, float, float
     return image.resize((size, size), resample, (left, upper, left + shorter, upper + shorter))
   left, upper = ((side - size) // 2 for side in scaled)
   return image.resize(scaled, resample, box).crop((left, upper, left + size, upper + size))
-
-
-def _uniform(key: Sequence[int | str]) -> np.ndarray:
-  """Eight numbers from 0 to 1 that depend on `key` alone, on every machine."""
-  digest = hashlib.blake2b(repr(tuple(key)).encode(), digest_size=16).digest()
-  words = np.random.Philox(key=np.frombuffer(digest, "<u8").astype(np.uint64)).random_raw(8)
-  return (words >> np.uint64(11)).astype(np.float64) * 2.0**-53
-
-
-def _random_box(image: Image.Image, least: float, draws: np.ndarray) -> tuple[float, float, float, float]:
-  """A part of the image of at least the share `least` of its area, at most MAX_ASPECT out of its shape."""
-  area = least + (1 - least) * draws[0]
-  aspect = MAX_ASPECT ** (2 * draws[1] - 1) if least < 1 else 1.0
-  wide, high = min(1.0, (area * aspect) ** 0.5), min(1.0, (area / aspect) ** 0.5)
-  wide, high = min(1.0, max(wide, area / high)), min(1.0, max(high, area / wide))
-  width, height = max(1.0, wide * image.width), max(1.0, high * image.height)
-  left, upper = draws[2] * (image.width - width), draws[3] * (image.height - height)
-  return left, upper, min(left + width, image.width), min(upper + height, image.height)
-
-
-def _jittered(pixels: np.ndarray, color: float, draws: np.ndarray) -> np.ndarray:
-  """Brightness, contrast and saturation times factors from 1 - color to 1 + color."""
-  brightness, contrast, saturation = (np.float32(1 + color * (2 * d - 1)) for d in draws)
-  x = pixels.astype(np.float32) * brightness
-  gray = (x @ np.array([0.299, 0.587, 0.114], np.float32))[..., None]
-  x = gray + (x - gray) * saturation
-  mean = np.float32(gray.mean(dtype=np.float64))
-  return np.clip(np.rint(mean + (x - mean) * contrast), 0, 255).astype(np.uint8)
 
 
 def check_preprocess(how: Preprocess) -> Preprocess:

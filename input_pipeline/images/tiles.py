@@ -35,6 +35,15 @@ def kept_size(width: int, height: int, size: int, min_pixels: int, max_pixels: i
   return sides[0], sides[1]
 
 
+def longest_size(width: float, height: float, side: int) -> tuple[int, int]:
+  """The width and height of an image with its longer side brought to `side`, as the processor of SmolVLM does it: the
+  other one is rounded down, and then up to an even number."""
+  ratio = width / height
+  other = int(side / ratio if width >= height else side * ratio)
+  other = max(1, other + other % 2)
+  return (side, other) if width >= height else (other, side)
+
+
 def cut(pixels: np.ndarray, size: int, number: int = 1) -> tuple[np.ndarray, np.ndarray]:
   """(tiles [N, S, S, 3], entries of `image_grid` [N, 5]) of an image, uint8 [rows * S, columns * S, 3].
 

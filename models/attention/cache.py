@@ -157,7 +157,7 @@ def empty(spec: Spec, rows: int, max_length: int, dtype: Any, apart: bool = Fals
     paged = pages is not None and spec.window_of(place) is None
     for arrays, size in zip((keys, values), sizes, strict=True):
       arrays.append(jnp.zeros((layers, *((pages, heads, PAGE) if paged else (rows, heads, slots)), size), dtype))
-  shift = jnp.zeros(rows, jnp.int32) if any(rope.sections for rope in spec.ropes.values()) else None
+  shift = jnp.zeros(rows, jnp.int32) if any(rope.axes for rope in spec.ropes.values()) else None
   return Cache(tuple(map(_constrain, keys)), tuple(map(_constrain, values)), jnp.zeros(rows, jnp.int32), shift)
 
 

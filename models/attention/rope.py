@@ -51,8 +51,8 @@ class Rope:
   # How many of a head's leading dimensions are rotated.
   dims: int
   scaling: RopeScaling | None = None
-  # How many pairs turn by each of a token's three positions; (): it has one.
-  sections: tuple[int, ...] = ()
+  # By which of a token's three positions each pair turns [P]; (): it has one.
+  axes: tuple[int, ...] = ()
 
 
 def rope_table(rope: Rope, positions_BxT: jax.Array, segment_ids_BxT: jax.Array,
@@ -60,11 +60,11 @@ def rope_table(rope: Rope, positions_BxT: jax.Array, segment_ids_BxT: jax.Array,
   """Cosines and sines [B, T, 1, P], float32, of the angle of every pair at every position.
 
   Segments matter to scalings whose frequencies depend on the length of the document (`by_length`). `axes_BxTx3`: where
-  there are sections, the position of each; None: that of the text for all.
+  there are `axes`, a token's three positions; None: that of the text for all.
   """
 
   def table():
-    angles, magnitude = _angles(rope, positions_BxT, segment_ids_BxT, axes_BxTx3 if rope.sections else None)
+    angles, magnitude = _angles(rope, positions_BxT, segment_ids_BxT, axes_BxTx3 if rope.axes else None)
     return jnp.cos(angles) * magnitude, jnp.sin(angles) * magnitude
 
   return cpu.computed_once(table, positions_BxT, (*positions_BxT.shape, 1, rope.dims // 2))
@@ -88,7 +88,7 @@ def _angles(rope: Rope, positions_BxT: jax.Array, segment_ids_BxT: jax.Array, ax
   exponents_P = jnp.arange(pairs, dtype=jnp.float32) / pairs
   positions = positions_BxT.astype(jnp.float32)[:, :, None, None]
   if axes_BxTx3 is not None:
-    positions = axes_BxTx3.astype(jnp.float32)[..., np.repeat(np.arange(3), rope.sections)][:, :, None, :]
+    positions = axes_BxTx3.astype(jnp.float32)[..., np.array(rope.axes)][:, :, None, :]
   s, magnitude = rope.scaling, 1.0
   if s is not None and s.type == "dynamic":
     frequencies = _dynamic_theta(rope, positions_BxT, segment_ids_BxT)[:, :, None, None] ** -exponents_P

@@ -22,9 +22,10 @@ from ml_collections import ConfigDict
 from models import api
 from models import config as config_lib
 from models.hf import convert, families, files, pixels
+from models.hf.canonical import NEUTRAL, canonical
 from models.hf.convert import iter_params, load_params, plan
 from models.hf.errors import HFError
-from models.hf.family import NEUTRAL, Family, canonical
+from models.hf.family import Family
 from models.hf.files import TensorFolder, write_json
 from models.hf.keys import each
 from models.hf.peft import load_adapters, save_adapters

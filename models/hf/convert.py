@@ -271,11 +271,16 @@ def _check_count(tensors: list[Tensor], shapes: Mapping, folder: files.TensorFol
 
 
 def _choose(path: str, entries: list[Entry], present: Mapping, family: Family) -> Entry:
-  """The first entry with that leaf whose tensors are all present; else the one of which most are."""
+  """The first entry with that leaf whose tensors are all present and of its shape; else the one of which most are."""
   candidates = [entry for entry in entries if path in entry.paths]
   if not candidates:
     raise HFError(f"the family {family.name} has no tensor for our parameter {path}.")
-  return max(candidates, key=lambda entry: sum(name in present for name in entry.names()) / math.prod(entry.counts))
+
+  def fits(entry: Entry) -> tuple[float, float]:
+    found = [present[name].shape for name in entry.names() if name in present]
+    return len(found) / math.prod(entry.counts), found.count(entry.shape) / math.prod(entry.counts)
+
+  return max(candidates, key=fits)
 
 
 def _ignored(family: Family, name: str) -> bool:

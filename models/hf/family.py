@@ -4,51 +4,15 @@ A family is data, used in both directions; those that exist are in models/hf/fam
 rules of models/hf/keys.py and models/hf/rope.py. docs/huggingface.md tells how to add one.
 """
 
-import math
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
-from models import layers
 from models.hf import quantised
+from models.hf.canonical import NEUTRAL, canonical, has_parameter
 from models.hf.errors import HFError
 from models.hf.keys import DEEPEST, DROPOUT, Head, Rule, Source, check_kind
-from models.hf.rope import scaling_keys
-from models.spec_vision import NATIVE
-
-# Values of the architecture's keys for a decoder with nothing special; a family's rules and constants go on top.
-NEUTRAL: Mapping[str, Any] = {
-    "norm": "rmsnorm", "norm_scale_plus_one": False, "norm_bias": False, "norm_position": "pre",
-    "parallel_blocks": False,
-    "positions": "rope", "max_positions": None, "rope_theta": 10000.0, "rope_local_theta": None, "rope_fraction": 1.0,
-    "rope_interleaved": False, "rope_sections": (),
-    "rope_scaling.type": "none", "rope_scaling.factor": 1.0, "rope_scaling.original_positions": None,
-    "rope_scaling.low_frequency_factor": 1.0, "rope_scaling.high_frequency_factor": 4.0,
-    "rope_scaling.beta_fast": 32.0, "rope_scaling.beta_slow": 1.0, "rope_scaling.truncate": True,
-    "rope_scaling.attention_factor": None, "rope_scaling.short_factors": (), "rope_scaling.long_factors": (),
-    "head": "lm", "num_labels": 1,
-    "scale_embeddings": False, "embedding_scale": 1.0, "residual_scale": 1.0, "logit_scale": 1.0,
-    "qkv_bias": False, "attention_out_bias": False, "mlp_bias": False, "qk_norm": False, "qk_norm_over": "head",
-    "attention_scale": None, "attention_logit_cap": None, "final_logit_cap": None,
-    "attention_gate": False, "attention_sinks": False, "window": None, "layer_pattern": ("global",),
-    "delta.num_key_heads": 2, "delta.num_value_heads": 4, "delta.key_head_dim": 32, "delta.value_head_dim": 32,
-    "delta.conv_width": 4,
-    "latent.kv_rank": 0, "latent.q_rank": 0, "latent.nope_dim": 32, "latent.rope_dim": 16, "latent.value_dim": 32,
-    "moe.num_experts": 0, "moe.experts_per_token": 2, "moe.expert_size": None, "moe.shared_size": 0,
-    "moe.shared_gate": False, "moe.router_bias": False, "moe.softmax": "before_topk", "moe.scores": "softmax",
-    "moe.normalize_weights": True, "moe.weight_scale": 1.0, "moe.choice_bias": False, "moe.groups": 1,
-    "moe.groups_used": 1, "moe.dense_layers": 0,
-    "vision.tower": "none", "vision.image_size": 224, "vision.patch_size": 14, "vision.num_layers": 4,
-    "vision.hidden_size": 128, "vision.intermediate_size": 512, "vision.num_heads": 4, "vision.activation": "gelu",
-    "vision.norm_eps": 1e-6, "vision.mean": (), "vision.std": (), "vision.feature_layer": -1, "vision.final_norm": True,
-    "vision.projector": "linear", "vision.projector_activation": "gelu_exact", "vision.projector_bias": True,
-    "vision.tokens_per_image": None, "vision.feature_scale": 1.0, "vision.attention": "causal",
-    "vision.image_token": None, "vision.window": None, "vision.full_layers": (),
-    "vision.min_pixels": 56 * 56, "vision.max_pixels": 28 * 28 * 1280,
-}
-# Keys that preprocessor_config.json has, not config.json (models/hf/pixels.py).
-PIXELS = ("vision.mean", "vision.std", "vision.min_pixels", "vision.max_pixels")
 
 # Entries of config.json that say nothing about the function from tokens to logits: about files, generation, the Python
 # interface, fresh initial values, heads of other tasks, losses. `max_position_embeddings` bounds nothing where
@@ -255,72 +219,6 @@ class Family:
                          "other heads and bare bodies are not read")
 
 
-def canonical(model: Mapping[str, Any]) -> dict[str, Any]:
-  """The same function said in one way: what is derived is filled in, what has no effect gets its NEUTRAL value."""
-  m = dict(model)
-  m["num_kv_heads"] = m.get("num_kv_heads") or m["num_heads"]
-  if m["latent.kv_rank"]:
-    m["head_dim"] = m["latent.nope_dim"] + m["latent.rope_dim"]
-  else:
-    _reset(m, "latent.")
-  m["head_dim"] = m.get("head_dim") or m["hidden_size"] // m["num_heads"]
-  if m["head"] == "lm":
-    m["num_labels"] = NEUTRAL["num_labels"]
-  else:  # of logits of tokens
-    m["final_logit_cap"], m["logit_scale"] = NEUTRAL["final_logit_cap"], NEUTRAL["logit_scale"]
-  if m["attention_scale"] == m["head_dim"] ** -0.5:
-    m["attention_scale"] = None
-  if not m["qk_norm"]:
-    m["qk_norm_over"] = NEUTRAL["qk_norm_over"]
-  _canonical_layers(m)
-  _canonical_positions(m)
-  if m["moe.num_experts"]:
-    m["moe.expert_size"] = m["moe.expert_size"] or m["intermediate_size"]
-    if not m["moe.dense_layers"]:
-      m["intermediate_size"] = m["moe.expert_size"]
-    if m["moe.groups_used"] == m["moe.groups"]:
-      m["moe.groups_used"] = m["moe.groups"] = 1
-    if m["moe.softmax"] == "after_topk":
-      # A softmax over the chosen is the softmax over all, divided by the sum of the chosen.
-      m.update({"moe.softmax": "before_topk", "moe.normalize_weights": True})
-    m["moe.shared_gate"] = m["moe.shared_gate"] and m["moe.shared_size"] > 0
-  else:
-    _reset(m, "moe.")
-  _canonical_vision(m)
-  return m
-
-
-def has_parameter(model: Mapping[str, Any], path: str) -> bool:
-  """Whether a model has the parameter of that path; `model` is canonical."""
-  *parents, owner, leaf = path.split("/")
-  if path.startswith(("vision/", "projector/")):
-    return _has_vision_parameter(model, path)
-  latent = model["latent.kv_rank"] > 0
-  if leaf == "choice_bias" and not model["moe.choice_bias"] or latent and path == "blocks/attn/q/bias":
-    return False
-  if leaf == "bias":
-    biases = {"q": "qkv_bias", "k": "qkv_bias", "v": "qkv_bias", "o": "attention_out_bias",
-              "q_down": "qkv_bias", "kv_down": "qkv_bias",
-              "gate": "mlp_bias", "up": "mlp_bias", "down": "mlp_bias", "router": "moe.router_bias"}
-    if not model[biases.get(owner, "norm_bias")]:
-      return False
-  gated, moe, position = model["activation"] in layers.GATED, model["moe.num_experts"] > 0, model["norm_position"]
-  conditions = {
-      "pos_embed": model["positions"] == "learned",
-      "unembed": not model["tie_embeddings"] and model["head"] == "lm", "score": model["head"] == "score",
-      "attn": any(kind != "delta" for kind in model["layer_pattern"]), "delta": "delta" in model["layer_pattern"],
-      "sinks": model["attention_sinks"], "q_norm": model["qk_norm"], "k_norm": model["qk_norm"],
-      "attn_norm": position != "post", "mlp_norm": position != "post" and not model["parallel_blocks"],
-      "attn_post_norm": position != "pre", "mlp_post_norm": position != "pre",
-      "gate": gated or moe, "mlp": not moe or model["moe.dense_layers"] > 0, "moe": moe,
-      "q": not latent or not model["latent.q_rank"], "k": not latent, "v": not latent,
-      **dict.fromkeys(("q_down", "q_down_norm", "q_up"), latent and model["latent.q_rank"] > 0),
-      **dict.fromkeys(("kv_down", "kv_down_norm", "kv_up"), latent),
-      "shared": model["moe.shared_size"] > 0, "shared_gate": model["moe.shared_gate"],
-  }
-  return all(conditions.get(part, True) for part in (*parents, owner, leaf))
-
-
 def _laid_over(model: Mapping[str, Any], tensor: Tensor) -> Tensor:
   """With the number of its groups, and of the layers that have it where not all do."""
   if isinstance(tensor.groups, str):
@@ -334,79 +232,3 @@ def _laid_over(model: Mapping[str, Any], tensor: Tensor) -> Tensor:
   else:
     return tensor
   return replace(tensor, layers=tuple(has))
-
-
-def _has_vision_parameter(model: Mapping[str, Any], path: str) -> bool:
-  tower, projector = model["vision.tower"], model["vision.projector"]
-  if tower == "none":
-    return False
-  part, owner, *rest = path.split("/")
-  layernorm = tower not in NATIVE or NATIVE[tower][1] == "layernorm"
-  if owner == "norm" and projector == "merge":
-    return layernorm or rest != ["bias"]
-  if tower in NATIVE and part == "vision":
-    parts = path.split("/")
-    return path != "vision/patch_embed/bias" and owner in ("patch_embed", "blocks") and (
-        "gate" not in parts or model["vision.activation"] in layers.GATED) and (
-        layernorm or parts[-1] != "bias" or not parts[-2].endswith("norm"))
-  if part == "projector":
-    owners = {"linear": ("linear",), "mlp": ("up", "down"), "pool": ("norm", "linear"),
-              "merge": ("norm", "up", "down")}[projector]
-    bias = model["vision.projector_bias"] and projector != "pool"
-    return owner in owners and (bias or rest != ["bias"])
-  if path == "vision/patch_embed/bias":
-    return tower != "clip"
-  return tower == "clip" or owner not in ("cls_embed", "pre_norm")
-
-
-def _canonical_vision(m: dict[str, Any]) -> None:
-  if m["vision.tower"] == "none":
-    _reset(m, "vision.")
-    return
-  m["vision.full_layers"] = tuple(sorted(m["vision.full_layers"]))
-  if m["vision.tokens_per_image"] is None:
-    m["vision.tokens_per_image"] = (
-        1 if m["vision.tower"] in NATIVE else (m["vision.image_size"] // m["vision.patch_size"]) ** 2)
-  if m["vision.window"] is None or len(m["vision.full_layers"]) == m["vision.num_layers"]:  # no layer has windows
-    m["vision.window"], m["vision.full_layers"] = None, ()
-  if m["vision.projector"] in ("pool", "merge"):
-    m["vision.projector_bias"] = NEUTRAL["vision.projector_bias"]
-  if m["vision.projector"] != "mlp":
-    m["vision.projector_activation"] = NEUTRAL["vision.projector_activation"]
-  if m["vision.feature_layer"] != -1:
-    m["vision.final_norm"] = True
-  m.update({key: NEUTRAL[key] for key in PIXELS})
-
-
-def _canonical_layers(m: dict[str, Any]) -> None:
-  """The shortest pattern that, repeated, gives the layers' types."""
-  pattern, layers_ = tuple(m["layer_pattern"]), m["num_layers"]
-  if m["positions"] != "rope":
-    pattern = tuple("global" if kind == "nope" else kind for kind in pattern)
-  types = [pattern[i % len(pattern)] for i in range(layers_)] or list(pattern)
-  period = next(p for p in range(1, len(types) + 1) if all(kind == types[i % p] for i, kind in enumerate(types)))
-  m["layer_pattern"] = tuple(types[:period])
-  if "local" not in types:
-    m["window"] = m["rope_local_theta"] = None
-  if "delta" not in types:
-    _reset(m, "delta.")
-
-
-def _canonical_positions(m: dict[str, Any]) -> None:
-  if m["positions"] != "rope":
-    _reset(m, "rope_")
-    if m["positions"] == "none":
-      m["max_positions"] = None
-    return
-  m["max_positions"] = None
-  kind = m["rope_scaling.type"]
-  used = {f"rope_scaling.{key}" for key in scaling_keys(kind)} | {"rope_scaling.type"}
-  m.update({key: value for key, value in NEUTRAL.items() if key.startswith("rope_scaling.") and key not in used})
-  if kind == "yarn" and m["rope_scaling.attention_factor"] == 0.1 * math.log(m["rope_scaling.factor"]) + 1.0:
-    m["rope_scaling.attention_factor"] = None
-  if m["rope_local_theta"] == m["rope_theta"] and kind == "none":
-    m["rope_local_theta"] = None
-
-
-def _reset(m: dict[str, Any], prefix: str) -> None:
-  m.update({key: value for key, value in NEUTRAL.items() if key.startswith(prefix)})

@@ -202,6 +202,14 @@ def native(files: Files) -> ConfigDict:
   return config
 
 
+def learned(files: Files) -> ConfigDict:
+  """The same, with a tower that has learned positions and gives features to the first layer, too."""
+  config = native(files)
+  config.model.vision.update(tower="qwen3_vl", activation="gelu", window=None, full_layers=(), position_grid=3,
+                             deepstack_layers=(0,))
+  return config
+
+
 def prompts(files: Files) -> ConfigDict:
   """Two rollouts' worth of prompts; rewards differ between nearly all completions."""
   from tests.trainer import rollout_runs

@@ -21,7 +21,7 @@ from tests.trainer.every_key import (
   rows,
   step,
 )
-from tests.trainer.every_key_bases import answers, images, native, prompts, text, thoughts, turns
+from tests.trainer.every_key_bases import answers, images, learned, native, prompts, text, thoughts, turns
 from tests.trainer.every_key_runs import (
   callbacks,
   calls_at_a_time,
@@ -188,6 +188,7 @@ MODEL = {
   "model.rope_fraction": program(0.5),
   "model.rope_interleaved": program(True),
   "model.rope_sections": program((4, 0, 0), base=native),
+  "model.rope_sections_interleaved": program(True, base=native),
   "model.rope_scaling.type": program("linear", {"model.rope_scaling.factor": 2.0}),
   "model.rope_scaling.factor": program(2.0, _scaling("linear")),
   "model.rope_scaling.original_positions": program(8, _scaling("dynamic")),
@@ -271,6 +272,9 @@ MODEL = {
   "model.vision.full_layers": program((), base=native),
   "model.vision.min_pixels": data(64, base=native),
   "model.vision.max_pixels": data(16, {"model.vision.min_pixels": 16}, native),
+  "model.vision.longest_side": data(12, POOL | {"model.vision.projector": "shuffle"}, images),
+  "model.vision.position_grid": program(2, base=learned),
+  "model.vision.deepstack_layers": program((), base=learned),
   "model.lora.rank": program(4, LORA),
   "model.lora.alpha": program(4.0, LORA),
   "model.lora.targets": program(("attn/q/kernel",), LORA),

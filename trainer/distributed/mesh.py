@@ -69,6 +69,9 @@ PARAM_RULES = (
     (r"^(critic/)?projector/(up|linear)/kernel$", (_FSDP, "tensor")),
     (r"^(critic/)?projector/up/bias$", ("tensor",)),
     (r"^(critic/)?projector/down/kernel$", ("tensor", _FSDP)),
+    (r"^(critic/)?projector/deepstack/up/kernel$", (None, _FSDP, "tensor")),
+    (r"^(critic/)?projector/deepstack/up/bias$", (None, "tensor")),
+    (r"^(critic/)?projector/deepstack/down/kernel$", (None, "tensor", _FSDP)),
 )
 
 # The mesh axes of the logical names of activations' dimensions, see models/sharding/logical_axes.py.

@@ -37,8 +37,10 @@ from models.hf.families.qwen3 import QWEN3
 from models.hf.families.qwen3_5 import QWEN3_5, QWEN3_5_MOE
 from models.hf.families.qwen3_moe import QWEN3_MOE
 from models.hf.families.qwen3_next import QWEN3_NEXT
+from models.hf.families.qwen3_vl import QWEN3_VL, QWEN3_VL_MOE
 from models.hf.families.seed_oss import SEED_OSS
 from models.hf.families.smollm3 import SMOLLM3
+from models.hf.families.smolvlm import IDEFICS3, SMOLVLM
 from models.hf.families.stablelm import STABLELM
 from models.hf.families.starcoder2 import STARCODER2
 from models.hf.family import Family
@@ -52,11 +54,12 @@ FAMILIES: tuple[Family, ...] = (
 )
 
 # Models of images and text: each around several of the families above. `match` tries them in this order, too.
-WRAPPERS: tuple[Wrapper, ...] = (PALIGEMMA, GEMMA3_IMAGES, LLAVA, QWEN2_VL, QWEN2_5_VL)
+WRAPPERS: tuple[Wrapper, ...] = (PALIGEMMA, GEMMA3_IMAGES, LLAVA, QWEN2_VL, QWEN2_5_VL, QWEN3_VL,
+                                 QWEN3_VL_MOE, SMOLVLM, IDEFICS3)
 
 # Other models of images or sound and text, which cannot be read.
-MULTIMODAL = ("gemma3n", "idefics3", "internvl", "llama4", "llava_next", "llava_onevision", "mistral3", "mllama",
-              "qwen3_vl", "qwen3_vl_moe", "smolvlm", "vipllava")
+MULTIMODAL = ("gemma3n", "internvl", "llama4", "llava_next", "llava_onevision", "mistral3", "mllama",
+              "vipllava")
 
 
 def find(config: Mapping[str, Any], where: str) -> Family:

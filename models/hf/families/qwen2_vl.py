@@ -12,7 +12,6 @@ from models.hf.keys import UNGATED, Activation, Key, Must, Rule, Source
 from models.hf.rope import Rope
 from models.spec_vision import FRAMES, THETA
 
-SECTIONS = (16, 24, 24)
 # Entries of the outer object where those of the text model stand beside them, as in published folders.
 BESIDE = frozenset({"architectures", "image_token_id", "model_type", "text_config", "transformers_version",
                     "video_token_id", "vision_config", "vision_end_token_id", "vision_start_token_id",
@@ -31,10 +30,11 @@ class SectionedRope(Rope):
   theta: float = 1_000_000.0
   scalings: tuple[str, ...] = ("yarn",)
   inert: tuple[str, ...] = ("mrope_section",)
+  sections: tuple[int, ...] = (16, 24, 24)
 
   def read(self, source, model):
     parameters, _ = self._parameters(source)
-    sections = parameters.get("mrope_section", list, list(SECTIONS))
+    sections = parameters.get("mrope_section", list, list(self.sections))
     if len(sections) != 3 or not all(isinstance(n, int) and not isinstance(n, bool) and n >= 0 for n in sections):
       raise parameters.error("mrope_section", "three numbers of pairs: time, row, column")
     return super().read(source, model) | {"rope_sections": tuple(sections)}
@@ -77,11 +77,15 @@ class Width(Rule):
     return {self.theirs: model["hidden_size"]}
 
 
+@dataclass(frozen=True)
 class Squares(Rule):
   """Patches, and how many of them, squared, become a token: a tile's side in pixels is ours."""
 
+  patch: int
+
   def read(self, source, model):
-    patch, merged = (source.get(key, int, default) for key, default in (("patch_size", 14), ("spatial_merge_size", 2)))
+    patch, merged = (source.get(key, int, default)
+                     for key, default in (("patch_size", self.patch), ("spatial_merge_size", 2)))
     source.get("spatial_patch_size", object, None)  # of no effect, in published folders
     return {"vision.patch_size": patch, "vision.image_size": patch * merged}
 
@@ -118,11 +122,11 @@ class Positions(Rule):
     return {}
 
 
-def tower_keys(*own: Rule) -> tuple[Rule, ...]:
-  """The rules of vision_config that both towers have, behind `own`."""
+def tower_keys(*own: Rule, depth: int = 32, patch: int = 14) -> tuple[Rule, ...]:
+  """The rules of vision_config that all these towers have, behind `own`; their classes' depth and size of patches."""
   return (
-      *own, Key("depth", "vision.num_layers", default=32), Key("num_heads", "vision.num_heads", default=16), Squares(),
-      Positions(), Must("in_channels", 3, "images are red, green and blue"),
+      *own, Key("depth", "vision.num_layers", default=depth), Key("num_heads", "vision.num_heads", default=16),
+      Squares(patch), Positions(), Must("in_channels", 3, "images are red, green and blue"),
       Must("in_chans", 3, "images are red, green and blue"),
       Must("temporal_patch_size", FRAMES, "a patch has two frames"),
   )

@@ -5,7 +5,8 @@ import json
 import numpy as np
 import pytest
 
-from input_pipeline.chat.image_placeholders import IMAGE, ImageFormat, ImageTemplate
+from input_pipeline.chat.image_placeholders import IMAGE, ImageFormat
+from input_pipeline.chat.image_template import ImageTemplate
 from input_pipeline.chat.template import ChatTemplate
 from input_pipeline.examples.prompts import Prompter
 from input_pipeline.examples.registry import make_encoder

@@ -14,7 +14,7 @@ import pytest
 from PIL import Image
 
 from input_pipeline.chat.image_placeholders import preprocess_of
-from input_pipeline.images import images
+from input_pipeline.images import augment, images
 from input_pipeline.images.images import ImageError, ImageRef, Images, Preprocess, read, to_pixels
 from input_pipeline.images.workers import Task, decode
 from input_pipeline.sources.made import png
@@ -205,7 +205,7 @@ def test_augmentation_is_a_pure_function_of_its_key():
   assert all((made[i] != made[j]).any() for i in range(6) for j in range(i))
   assert (to_pixels(noise, how) == to_pixels(noise, Preprocess(8))).all()  # no key: as in evaluation
   # Pinned, since a change here changes runs that go on.
-  assert images._uniform((0, "s", 1))[:2].round(6).tolist() == [0.876478, 0.116199]
+  assert augment.uniform((0, "s", 1))[:2].round(6).tolist() == [0.876478, 0.116199]
 
 
 def test_flip_crop_and_color_each_do_what_they_say():
@@ -217,7 +217,7 @@ def test_flip_crop_and_color_each_do_what_they_say():
   rng = np.random.default_rng(0)
   image = Image.fromarray(np.zeros((50, 100, 3), np.uint8))
   for _ in range(200):
-    left, upper, right, lower = images._random_box(image, 0.3, rng.random(8))
+    left, upper, right, lower = augment.random_box(image, 0.3, rng.random(8))
     assert 0 <= left < right <= 100 and 0 <= upper < lower <= 50
     width, height = (right - left) / 100, (lower - upper) / 50
     assert 0.3 - 1e-9 <= width * height <= 1 + 1e-9

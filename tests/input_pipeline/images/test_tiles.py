@@ -1,16 +1,19 @@
-"""Images in their own sizes: references/tiles.npz is what transformers' image processor makes of them."""
+"""Images in their own sizes, or as one square: references/tiles.npz is what transformers' processors make of them."""
 
+import types
 from pathlib import Path
 
 import numpy as np
 import pytest
 from PIL import Image
 
+from input_pipeline.chat.image_placeholders import ImageFormat
 from input_pipeline.images import tiles
 from input_pipeline.images.images import ImageError, ImageRef, Preprocess, read, to_pixels
 from input_pipeline.sources.made import png
 from models import vit
 from models.spec_vision import PIXELS
+from trainer.config import defaults
 
 REFERENCES = dict(np.load(Path(__file__).parents[1] / "references" / "tiles.npz"))
 HOW = Preprocess(8, "keep", min_pixels=192, max_pixels=768)
@@ -28,6 +31,29 @@ def test_pixels_and_their_order_are_those_of_the_image_processor(number):
   expected = REFERENCES[f"values{number}"].reshape(-1, 3, 2, 4, 4)  # two frames, which are the same
   np.testing.assert_allclose(values, np.einsum("ncthw->nthwc", expected)[:, 0], rtol=0, atol=1e-6)
   np.testing.assert_array_equal(expected[:, :, 0], expected[:, :, 1])
+
+
+@pytest.mark.parametrize("number", range(6))
+def test_one_square_is_that_of_smolvlms_image_processor(number):
+  """To the longer side first, its shape kept, and from there to the square: what is rounded twice differs."""
+  how = Preprocess(16, "squash", "lanczos", longest_side=40)
+  pixels = to_pixels(png(REFERENCES[f"image{number}"]), how)
+  expected = REFERENCES[f"square{number}"].transpose(1, 2, 0)
+  np.testing.assert_allclose((pixels / np.float32(255) - 0.5) / 0.5, expected, rtol=0, atol=1e-6)
+  assert not np.array_equal(pixels, to_pixels(png(REFERENCES[f"image{number}"]), how._replace(longest_side=0)))
+
+
+def test_text_around_one_square_is_that_of_smolvlms_processor():
+  config = defaults()
+  config.model.vision.update(tower="siglip", image_size=16, patch_size=4, projector="shuffle", tokens_per_image=4,
+                             image_token=260, longest_side=40)
+  specials = ("<fake_token_around_image>", "<global-img>", "<image>")
+  tokenizer = types.SimpleNamespace(special_tokens=specials)
+  images = ImageFormat(config, tokenizer)
+  assert images.before + "<image>" * images.each + images.after == REFERENCES["square_text"]
+  assert images.preprocess[:3] == (16, "squash", "lanczos") and images.preprocess.longest_side == 40
+  tokenizer.special_tokens = specials[1:]
+  assert ImageFormat(config, tokenizer).before == ""
 
 
 def test_tiles_of_several_images_are_put_together_again():

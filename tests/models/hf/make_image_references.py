@@ -48,6 +48,7 @@ GEMMA3 = like("gemma3_text", head_dim=8, num_hidden_layers=4, sliding_window=5, 
 PALIGEMMA = dict(model_type="paligemma", image_token_index=IMAGE, projection_dim=SMALL["hidden_size"],
                  hidden_size=SMALL["hidden_size"], vocab_size=V, vision_config=SIGLIP)
 LLAVA = dict(model_type="llava", image_token_index=IMAGE)
+SMOL = dict(image_token_id=IMAGE, scale_factor=2, text_config=like("llama", rope_theta=500.0))
 
 # What each case is: entries of config.json, and under capital keys whose names its tensors have: LAYOUT is a key of
 # LAYOUTS, None: what transformers 5 writes.
@@ -63,6 +64,8 @@ CASES = {
     "gemma3": dict(model_type="gemma3", image_token_index=IMAGE, mm_tokens_per_image=4, text_config=GEMMA3,
                    boi_token_index=3, eoi_token_index=4, vision_config=SIGLIP | dict(image_size=16),
                    LAYOUT="memory"),
+    "smolvlm": dict(model_type="smolvlm", **SMOL, vision_config=tower("smolvlm_vision", image_size=16)),
+    "idefics3": dict(model_type="idefics3", **SMOL, vision_config=tower("idefics3_vision", image_size=16)),
 }
 
 # From names in memory to names in files.
@@ -116,6 +119,12 @@ def config_4(config: dict) -> dict:
     old |= dict(ignore_index=-100)
     old.pop("image_seq_length")
     old.pop("multimodal_projector_bias")
+  if config["model_type"] in ("smolvlm", "idefics3"):
+    text |= dict(is_llama_config=True, neftune_noise_alpha=0.0, pixel_shuffle_factor=2, qk_layer_norms=False,
+                 rope_interleaved=False, use_resampler=False, perceiver_config=dict(model_type="vllama3"))
+    vision |= dict(max_image_size=dict(longest_edge=16), size=dict(longest_edge=64), use_base_siglip=False,
+                   model_type=config["model_type"])
+    old |= dict(use_reentrant_checkpointing=False)
   return old | dict(torch_dtype="float32", transformers_version="4.51.3", text_config=text, vision_config=vision)
 
 
@@ -135,7 +144,8 @@ def normalised(images: np.ndarray, case: dict) -> torch.Tensor:
 
 def batch(case: dict) -> dict[str, np.ndarray]:
   vision = case["vision_config"]
-  count = case.get("mm_tokens_per_image", (vision["image_size"] // vision["patch_size"]) ** 2)
+  side = vision["image_size"] // vision["patch_size"] // case.get("scale_factor", 1)
+  count = case.get("mm_tokens_per_image", side**2)
   rng = np.random.default_rng(1)
   rows, prefix = [], []
   for prompt, suffix in (("t.tt.tt", 6), (".ttt", 7)):
@@ -156,6 +166,9 @@ def inputs(case: dict, data: dict[str, np.ndarray], rows: slice = slice(None)) -
   tokens, lengths, prefix = (torch.tensor(data[key][rows]).long() for key in ("tokens", "lengths", "prefix"))
   used = data["images"][:, :].reshape(-1, *data["images"].shape[2:])[:3]
   pixels = normalised({0: used[:2], 1: used[2:], None: used}[rows.start], case)
+  if "scale_factor" in case:  # of each row, what is 0 there is no image
+    pixels = torch.cat([pixels, torch.zeros(-len(pixels) % 2, *pixels.shape[1:])])
+    pixels = pixels.reshape(len(tokens), -1, *pixels.shape[1:])
   place = torch.arange(tokens.shape[1])[None]
   mask = place < lengths[:, None]
   labels = torch.where(mask & (place >= prefix[:, None]), tokens, -100)
@@ -174,7 +187,9 @@ GRADIENTS = ("language_model.layers.0.self_attn.q_proj.weight", "vision_tower.en
              "multi_modal_projector.linear.bias", "multi_modal_projector.linear_1.weight",
              "multi_modal_projector.linear_2.bias", "multi_modal_projector.mm_soft_emb_norm.weight",
              "multi_modal_projector.mm_input_projection_weight", "vision_tower.pre_layrnorm.weight",
-             "vision_tower.embeddings.class_embedding")
+             "vision_tower.embeddings.class_embedding", "text_model.layers.0.self_attn.q_proj.weight",
+             "vision_model.encoder.layers.0.self_attn.k_proj.weight", "vision_model.embeddings.patch_embedding.weight",
+             "vision_model.embeddings.position_embedding.weight", "connector.modality_projection.proj.weight")
 
 
 def make(name: str) -> None:

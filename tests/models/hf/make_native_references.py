@@ -15,15 +15,17 @@ same as published folders have it; and reference.npz:
 """
 
 import json
+import re
 import shutil
 import sys
 import tempfile
 from pathlib import Path
 
 import numpy as np
+import safetensors.torch
 import torch
 import transformers
-from make_references import SMALL, V, like, randomise, transformers_4
+from make_references import EXPERTS, SMALL, V, like, randomise, transformers_4
 from PIL import Image
 from transformers import AutoConfig, AutoModelForImageTextToText
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
@@ -35,6 +37,12 @@ PATCH, TILE = 4, 8
 WIDTH = SMALL["hidden_size"]
 # Heads of 8, whose 4 pairs are 1 of time, 2 of rows, 1 of columns.
 TEXT = dict(rope_theta=500.0, num_attention_heads=2, num_key_value_heads=1)
+
+
+# Of 8 pairs, the first 6 take turns.
+TURNS = dict(mrope_interleaved=True, mrope_section=[4, 2, 2])
+DEEP = dict(depth=4, hidden_size=16, intermediate_size=20, out_hidden_size=WIDTH, num_heads=2, patch_size=PATCH,
+            deepstack_visual_indexes=[0, 2])
 
 
 def text(model_type: str, **changes) -> dict:
@@ -51,6 +59,12 @@ CASES = {
         max_position_embeddings=64), vision_config=dict(
             depth=3, hidden_size=16, intermediate_size=20, out_hidden_size=WIDTH, num_heads=2, patch_size=PATCH,
             window_size=2 * TILE, fullatt_block_indexes=[1])),
+    "qwen3_vl": dict(model_type="qwen3_vl", **TOKENS, tie_word_embeddings=False, text_config=text(
+        "qwen3_vl_text", num_hidden_layers=3, head_dim=16, rope_scaling=dict(**TURNS, rope_type="default")),
+        vision_config=dict(**DEEP, num_position_embeddings=25)),
+    "qwen3_vl_moe": dict(model_type="qwen3_vl_moe", **TOKENS, tie_word_embeddings=False, text_config=text(
+        "qwen3_vl_moe_text", num_hidden_layers=3, head_dim=16, **EXPERTS, tie_word_embeddings=False, rope_scaling=dict(
+            **TURNS, rope_type="default")), vision_config=dict(**DEEP, num_position_embeddings=9)),
 }
 # Rows and columns of tiles of each row's images.
 SIZES = (((3, 2), (1, 3)), ((4, 5),))
@@ -68,11 +82,18 @@ def save(case: dict, folder: Path) -> None:
     kernel.copy_(1.2 * torch.randn(kernel.shape, generator=generator) / kernel[0].numel() ** 0.5)
   model.save_pretrained(folder)
   (folder / "generation_config.json").unlink(missing_ok=True)
+  tensors = safetensors.torch.load_file(folder / "model.safetensors")
+  for name in tensors:
+    if re.search(r"experts\.(gate_up|down)_proj$", name):  # inputs first, as published; transformers 5 saves the other
+      tensors[name] = tensors[name].transpose(1, 2).contiguous()
+  safetensors.torch.save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
 
 
 def config_4(config: dict) -> dict:
   """The same config.json as published folders have it: the text model's entries beside the others."""
   outer = {k: v for k, v in config.items() if k not in ("dtype", "text_config", "vision_config")}
+  if config["model_type"].startswith("qwen3"):
+    return qwen3_4(config, outer)
   given = config["text_config"]
   parameters = given["rope_parameters"]
   text = transformers_4({k: v for k, v in given.items() if k != "rope_parameters"} | dict(dtype="float32"))
@@ -85,6 +106,16 @@ def config_4(config: dict) -> dict:
   vision |= dict(in_chans=3, spatial_patch_size=PATCH)
   return {**text, **outer, "rope_theta": parameters["rope_theta"], "rope_scaling": scaling, "vision_config": vision,
           "torch_dtype": "float32", "transformers_version": "4.41.2"}
+
+
+def qwen3_4(config: dict, outer: dict) -> dict:
+  """Of Qwen3-VL, whose text model has an object of its own there, too."""
+  text = {k: v for k, v in config["text_config"].items() if k not in ("layer_types", "rope_parameters")}
+  parameters = dict(config["text_config"]["rope_parameters"])
+  text |= dict(rope_theta=parameters.pop("rope_theta"), rope_scaling=parameters, dtype="float32")
+  vision = {k: v for k, v in config["vision_config"].items() if k not in ("dtype", "rope_parameters")}
+  return {**outer, "text_config": text, "vision_config": vision | dict(model_type=config["model_type"]),
+          "transformers_version": "4.57.0"}
 
 
 def load(folder: Path) -> torch.nn.Module:
@@ -122,10 +153,11 @@ def batch() -> tuple[dict[str, np.ndarray], list[list[np.ndarray]]]:
               text=rng.integers(3, START, (1, 9)).astype(np.int32)), pictures
 
 
-def inputs(data: dict[str, np.ndarray], pictures: list[list[np.ndarray]], rows: slice = slice(None)) -> dict:
+def inputs(name: str, data: dict[str, np.ndarray], pictures: list[list[np.ndarray]], rows: slice = slice(None)) -> dict:
   """What transformers' forward takes for some of the rows."""
   tokens, lengths, prefix = (torch.tensor(data[key][rows]).long() for key in ("tokens", "lengths", "prefix"))
-  processor = Qwen2VLImageProcessorPil(do_resize=False, patch_size=PATCH)
+  own = dict(image_mean=[0.5] * 3, image_std=[0.5] * 3) if name.startswith("qwen3") else {}
+  processor = Qwen2VLImageProcessorPil(do_resize=False, patch_size=PATCH, **own)
   seen = processor([Image.fromarray(picture) for row in pictures[rows] for picture in row], return_tensors="pt")
   place = torch.arange(tokens.shape[1])[None]
   mask = place < lengths[:, None]
@@ -137,7 +169,10 @@ def inputs(data: dict[str, np.ndarray], pictures: list[list[np.ndarray]], rows: 
 GRADIENTS = ("language_model.layers.0.self_attn.q_proj.weight", "visual.patch_embed.proj.weight",
              "visual.blocks.0.attn.qkv.weight", "visual.blocks.0.attn.qkv.bias", "visual.blocks.1.norm1.weight",
              "visual.blocks.0.mlp.fc1.weight", "visual.blocks.0.mlp.gate_proj.weight", "visual.merger.ln_q.weight",
-             "visual.merger.mlp.0.weight", "visual.merger.mlp.2.bias")
+             "visual.merger.mlp.0.weight", "visual.merger.mlp.2.bias", "visual.pos_embed.weight",
+             "visual.blocks.0.mlp.linear_fc1.weight", "visual.merger.linear_fc1.weight",
+             "visual.deepstack_merger_list.1.norm.weight", "visual.deepstack_merger_list.1.linear_fc1.weight",
+             "visual.deepstack_merger_list.0.linear_fc2.bias")
 
 
 def make(name: str) -> None:
@@ -147,7 +182,7 @@ def make(name: str) -> None:
   save(case, folder)
   data, pictures = batch()
   model = load(folder)
-  given = inputs(data, pictures)
+  given = inputs(name, data, pictures)
   out = model(**given)
   out.loss.backward()
   real = np.arange(data["tokens"].shape[1]) < data["lengths"][:, None]
@@ -162,10 +197,10 @@ def make(name: str) -> None:
   with torch.no_grad():
     of_text = model(input_ids=torch.tensor(data["text"]).long(), use_cache=False).logits
     for row in range(2):  # padding and the other row do not matter
-      alone = model(**inputs(data, pictures, slice(row, row + 1))).logits[0, :data["lengths"][row]].numpy()
+      alone = model(**inputs(name, data, pictures, slice(row, row + 1))).logits[0, :data["lengths"][row]].numpy()
       np.testing.assert_allclose(alone, logits[row, :data["lengths"][row]], rtol=0, atol=1e-5)
     other = [[255 - picture for picture in row] for row in pictures]
-    moved = np.abs(model(**inputs(data, other)).logits.numpy()[0] - logits[0])
+    moved = np.abs(model(**inputs(name, data, other)).logits.numpy()[0] - logits[0])
     assert moved[data["prefix"][0]:].max() > 1e-2, "images must matter"
 
   old = json.dumps(config_4(json.loads((folder / "config.json").read_text())), indent=2, sort_keys=True) + "\n"

@@ -14,8 +14,9 @@ import pytest
 
 from models import api, hf
 from models.hf import families
+from models.hf.canonical import NEUTRAL, canonical
 from models.hf.errors import HFError
-from models.hf.family import NEUTRAL, Family, Tensor, canonical
+from models.hf.family import Family, Tensor
 from models.spec import ARCHITECTURE_KEYS
 from trainer import tree as tree_lib
 

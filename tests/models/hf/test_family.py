@@ -234,7 +234,7 @@ def test_gemma3_rotates_its_layers_differently():
     (LLAMA, dict(model_type="kimi_linear", auto_map={"AutoModel": "x.Y"}), "(auto_map) is never run"),
     (LLAMA, dict(model_type="llava_next", text_config={}), "is 'llava_next', a model of images or sound and text that "
      "cannot be computed here; its text part alone would be another model. Those that can be read: paligemma, gemma3, "
-     "llava, qwen2_vl, qwen2_5_vl."),
+     "llava, qwen2_vl, qwen2_5_vl, qwen3_vl, qwen3_vl_moe, smolvlm, idefics3."),
     (LLAMA, dict(model_type="something_new", vision_config={}), "a model of images or sound and text"),
 ])
 def test_refusals_name_key_and_value(config, changes, message):
@@ -258,7 +258,8 @@ WRITTEN = {}
 for file in sorted(Path(__file__).parent.glob("*references/*/config.json")):
   content = json.loads(file.read_text())
   for part in (content, content.get("vision_config", {}), content.get("text_config", {})):
-    if "model_type" in part and (part is not content.get("text_config") or part["model_type"].endswith("_vl_text")):
+    inner = part is content.get("text_config")
+    if "model_type" in part and (not inner or part["model_type"].endswith(("_vl_text", "_vl_moe_text"))):
       WRITTEN.setdefault(part["model_type"], content)
 
 
@@ -269,7 +270,7 @@ def test_every_attribute_of_transformers_classes_is_known(model_type):
   family, source = families.find(config, "c.json"), Source(config, "c.json")
   family.read_source(source)
   known = source._asked | INERT | DROPOUT | family.inert
-  if model_type.endswith("_vl_text"):
+  if model_type.endswith(("_vl_text", "_vl_moe_text")):
     rule = next(rule for rule in family.keys if isinstance(rule, images.TextConfig))
     family, source = rule.family, Source(config["text_config"], "c.json: text_config")
     family.read_source(source)

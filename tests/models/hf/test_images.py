@@ -82,7 +82,7 @@ def test_every_wrapper_and_tower_has_a_reference():
   read_keys = [read(content_of(name)) for name in CASES]
   assert {keys["vision.tower"] for keys in read_keys} == {"siglip", "clip"}
   names = {families.find(content_of(name), name).model_types for name in CASES}
-  native = {wrapper.model_types for wrapper in (families.QWEN2_VL, families.QWEN2_5_VL)}  # see test_native.py
+  native = {(name,) for name in ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe")}  # see test_native.py
   assert names == {wrapper.model_types for wrapper in families.WRAPPERS} - native
 
 
@@ -103,7 +103,7 @@ def test_loss_with_a_masked_prefix(case):
 
 def test_gradients(case):
   names = [str(name) for name in case.reference["gradient_names"]]
-  assert len(names) >= 5 and sum("vision_tower" in name for name in names) >= 3
+  assert len(names) >= 5 and sum("vision_" in name for name in names) >= 3
   for i, name in enumerate(names):
     assert_close(theirs(name, case.gradients), case.reference[f"gradient_{i}"], 1e-4)
 
@@ -120,6 +120,8 @@ def theirs(name: str, ours: dict) -> np.ndarray:
       return leaves["projector/norm/scale"]
     values = leaves[f"projector/{linears[owner]}/{'kernel' if leaf == 'weight' else 'bias'}"]
     return values.T
+  if part == "connector":
+    return leaves["projector/linear/kernel"].T
   if leaf == "class_embedding":
     return leaves["vision/cls_embed/embedding"][0]
   if owner == "patch_embedding":
@@ -129,7 +131,7 @@ def theirs(name: str, ours: dict) -> np.ndarray:
   known = {"position_embedding": "vision/pos_embed/embedding", "pre_layrnorm": "vision/pre_norm/scale"}
   if owner in known:
     return leaves[known[owner]]
-  prefix = {"vision_tower": "vision/", "language_model": ""}[part]
+  prefix = {"vision_tower": "vision/", "vision_model": "vision/", "language_model": "", "text_model": ""}[part]
   return leaves[f"{prefix}blocks/attn/{owner[0]}/kernel"][0].T
 
 
@@ -151,7 +153,7 @@ def test_saved_and_read_again_it_is_the_same_to_the_bit(case, tmp_path):
               for folder in (old, new)]
   assert contents[0] == contents[1]
   beginnings = ("language_model.model.", "language_model.lm_head.", "vision_tower.vision_model.",
-                "multi_modal_projector.")
+                "multi_modal_projector.", "model.text_model.", "model.vision_model.", "model.connector.", "lm_head.")
   assert all(name.startswith(beginnings) for name in new.tensors)
 
 
@@ -166,7 +168,8 @@ def test_both_layouts_say_the_same(name):
 def test_what_is_written_reads_back_and_finds_its_family(name):
   model = read(content_of(name))
   family, written = families.match(model)
-  assert family is families.find(content_of(name), name)
+  if name != "idefics3":  # which is the same function as smolvlm
+    assert family is families.find(content_of(name), name)
   assert read(json.loads(json.dumps(written))) == model
   assert family.notes(written) == []
 

@@ -1,21 +1,26 @@
-"""Qwen2-VL and Qwen2.5-VL against transformers: native_references/ was made by make_native_references.py beside it."""
+"""Qwen2-VL, 2.5 and Qwen3-VL against transformers: native_references/ was made by make_native_references.py here."""
 
 import dataclasses
 import json
+import re
+import shutil
 from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import safetensors.numpy
 
-from models import hf, tiles
+from models import api, config, hf, tiles
+from models import lora as lora_lib
 from models.hf import families, files
 from models.hf.errors import HFError
 from models.hf.family import Family
 from models.spec import ARCHITECTURE_KEYS
 from tests.models.hf.test_images import assert_close
 from trainer import tree as tree_lib
+from trainer.distributed import mesh as mesh_lib
 
 REFERENCES = Path(__file__).parent / "native_references"
 CASES = sorted(p.name for p in REFERENCES.iterdir())
@@ -106,8 +111,13 @@ def theirs(name: str, ours: dict) -> np.ndarray:
   if owner == "q_proj":
     return np.asarray(ours["blocks/attn/q/kernel"][0]).T
   if "merger" in name:
-    found = {"ln_q": "norm", "0": "up", "2": "down"}[owner]
-    return np.asarray(ours["projector/norm/scale" if found == "norm" else f"projector/{found}/{kind}"]).T
+    found = {"ln_q": "norm", "norm": "norm", "0": "up", "2": "down", "linear_fc1": "up", "linear_fc2": "down"}[owner]
+    path = f"{found}/{'scale' if found == 'norm' else kind}"
+    if "deepstack" in name:
+      return np.asarray(ours[f"projector/deepstack/{path}"][int(name.split(".")[-3])]).T
+    return np.asarray(ours[f"projector/{path}"]).T
+  if owner == "pos_embed":
+    return np.asarray(ours["vision/pos_embed/embedding"])
   if owner == "proj":
     kernel = np.asarray(ours["vision/patch_embed/kernel"])
     return np.einsum("thwcd->dcthw", kernel.reshape(2, 4, 4, 3, -1))
@@ -115,7 +125,7 @@ def theirs(name: str, ours: dict) -> np.ndarray:
     return np.concatenate([np.asarray(ours[f"vision/blocks/attn/{p}/{kind}"][0]).T for p in "qkv"])
   if owner == "norm1":
     return np.asarray(ours["vision/blocks/attn_norm/scale"][1])
-  return np.asarray(ours[f"vision/blocks/mlp/{'up' if owner == 'fc1' else 'gate'}/kernel"][0]).T
+  return np.asarray(ours[f"vision/blocks/mlp/{'gate' if owner == 'gate_proj' else 'up'}/kernel"][0]).T
 
 
 def test_packed_is_as_alone(case):
@@ -172,9 +182,9 @@ def test_saved_and_read_again_it_is_the_same_to_the_bit(case, tmp_path):
 
 @pytest.mark.parametrize("name", CASES)
 def test_both_layouts_say_the_same(name):
-  """That of transformers 5, and that of published folders, whose text model has no object of its own."""
+  """That of transformers 5, and that of published folders, whose text model has no object of its own in Qwen 2."""
   new, old = read(content_of(name)), read(content_of(name, "config_4.json"))
-  assert new == old and "text_config" not in content_of(name, "config_4.json")
+  assert new == old and ("text_config" in content_of(name, "config_4.json")) == name.startswith("qwen3")
   assert set(new) == set(ARCHITECTURE_KEYS)
 
 
@@ -185,6 +195,23 @@ def test_what_is_written_reads_back_and_finds_its_family(name):
   assert family is families.find(content_of(name), name)
   assert read(json.loads(json.dumps(written))) == model
   assert family.notes(written) == []
+
+
+def test_experts_are_read_either_way_round(tmp_path):
+  """As published, inputs first, and as transformers 5 saves them; where a shape does not tell, they are refused."""
+  name = "qwen3_vl_moe"
+  shutil.copytree(REFERENCES / name, tmp_path / "other")
+  given = files.TensorFolder(REFERENCES / name)
+  turned = {key: given.read(key).swapaxes(1, 2) if re.search("experts.(gate_up|down)_proj$", key) else given.read(key)
+            for key in given.tensors}
+  safetensors.numpy.save_file({key: np.ascontiguousarray(value) for key, value in turned.items()},
+                              tmp_path / "other/model.safetensors")
+  before, after = (tree_lib.flatten(hf.load(folder)[1]) for folder in (REFERENCES / name, tmp_path / "other"))
+  assert all(np.array_equal(before[path], after[path]) for path in before)
+  content = content_of(name)
+  content["text_config"]["moe_intermediate_size"] = 8
+  with pytest.raises(HFError, match="moe_intermediate_size is 8; allowed: neither hidden_size, 16, nor half of it"):
+    read(content)
 
 
 @pytest.mark.parametrize("part, key, value, message", [
@@ -202,3 +229,103 @@ def test_what_is_not_computed_is_refused_by_name(part, key, value, message):
   content[part] = {**content[part], key: value}
   with pytest.raises(HFError, match=message):
     read(content)
+
+
+@pytest.mark.parametrize("part, key, value, message", [
+    ("vision_config", "num_position_embeddings", 24, "num_position_embeddings is 24; allowed: a square number"),
+    ("vision_config", "deepstack_visual_indexes", [2, 0], "each above the one before it"),
+    ("vision_config", "deepstack_visual_indexes", [0, 4], "numbers of layers from 0 to 3"),
+    ("vision_config", "deepstack_visual_indexes", [0, 1, 2, 3], "as many as the text model has layers, 3"),
+    ("text_config", "rope_parameters", {"mrope_interleaved": False}, "mrope_interleaved is False; allowed: True"),
+])
+def test_what_qwen3_vl_does_not_compute_is_refused_by_name(part, key, value, message):
+  content = content_of("qwen3_vl")
+  content[part] = {**content[part], key: value}
+  with pytest.raises(HFError, match=message):
+    read(content)
+
+
+def loaded(**changed):
+  """The model of Qwen3-VL's reference with other keys of the config, its parameters, and the batch."""
+  folder = REFERENCES / "qwen3_vl"
+  section = config.model()
+  hf.set_keys(section, read(content_of("qwen3_vl")))
+  remat = changed.pop("remat", "none")
+  section.update(changed)
+  model = api.make_model(section, vocab_size=61, params_dtype="float32", compute_dtype="float32", remat=remat)
+  _, params = hf.load(folder)
+  with np.load(folder / "reference.npz") as opened:
+    return model, params, dict(opened)
+
+
+def gradients_of(model, params, batch):
+  def loss(params, batch):
+    return jnp.sum(jnp.tanh(model.apply(params, batch).hidden) * (batch["segment_ids"] > 0)[..., None])
+
+  return jax.jit(jax.value_and_grad(loss))(params, batch)
+
+
+def assert_alike(gradients, expected):
+  largest = max(np.abs(g).max() for g in jax.tree.leaves(expected))
+  for path, g in tree_lib.flatten(gradients).items():
+    wanted = np.asarray(tree_lib.flatten(expected)[path])
+    # Some are 0 but for rounding: a bias of keys shifts all scores alike.
+    np.testing.assert_allclose(g, wanted, rtol=1e-5, atol=1e-5 * np.abs(wanted).max() + 1e-6 * largest, err_msg=path)
+
+
+@pytest.mark.parametrize("changed", [dict(scan_layers=False), dict(remat="nothing_saveable")], ids=str)
+def test_features_for_the_first_layers_are_the_same_however_layers_run(changed):
+  model, params, reference = loaded()
+  batch = arrays(reference)
+  value, expected = gradients_of(model, params, batch)
+  other, gradients = gradients_of(loaded(**changed)[0], params, batch)
+  np.testing.assert_allclose(other, value, rtol=1e-5)
+  assert_alike(gradients, expected)
+
+
+def test_adapters_of_the_deepstack_are_merged_as_they_compute():
+  """A pair for each of its mergers, beside stacked kernels."""
+  model, params, reference = loaded(lora=dict(rank=2, targets=("deepstack/(up|down)/kernel",)))
+  start = tree_lib.flatten(jax.jit(model.init)(jax.random.key(0)))
+  flat = {**start, **tree_lib.flatten(params)}
+  flat |= {path: jax.random.normal(jax.random.key(i), leaf.shape) for i, (path, leaf) in enumerate(start.items())
+           if path.endswith("lora_b")}
+  assert flat["projector/deepstack/up/lora_a"].shape == (2, 64, 2)
+  adapted = tree_lib.unflatten(flat)
+  logits = jax.jit(model.logits)(adapted, arrays(reference))
+  merged = lora_lib.merge(adapted, model.spec.lora.scale)
+  assert_close(jax.jit(loaded()[0].logits)(merged, arrays(reference)), np.asarray(logits), 1e-5)
+  assert np.abs(np.asarray(logits)[0] - reference["logits"][0]).max() > 1e-2
+
+
+@pytest.mark.devices(8)
+@pytest.mark.parametrize("name, sizes", [
+    ("qwen3_vl", dict(data=2, fsdp=2, tensor=2)), ("qwen2_5_vl", dict(data=1, fsdp=2, context=2, tensor=2))], ids=str)
+def test_eight_devices_compute_what_one_does(name, sizes):
+  model, params = hf.load(REFERENCES / name)
+  with np.load(REFERENCES / name / "reference.npz") as opened:
+    batch = arrays(dict(opened))
+  room = -batch["tokens"].shape[1] % 8
+  batch = {key: np.pad(value, ((0, 0), (0, room))) if value.ndim == 2 else value for key, value in batch.items()}
+  batch = {key: np.concatenate([value] * 4) for key, value in batch.items()}
+  value, expected = gradients_of(model, params, batch)
+  mesh = mesh_lib.make_mesh(sizes)
+  placed, _ = mesh_lib.param_shardings(model.abstract_params(), mesh)
+  if name == "qwen3_vl":
+    specs = {path: tuple(sharding.spec) for path, sharding in tree_lib.flatten(placed).items()}
+    assert specs["projector/deepstack/up/kernel"] == (None, "fsdp", "tensor")
+    assert specs["projector/deepstack/down/kernel"] == (None, "tensor", "fsdp")
+  with mesh_lib.activation_rules(mesh):
+    rows = mesh_lib.batch_sharding(mesh)
+    found, gradients = gradients_of(model, jax.device_put(params, placed), jax.device_put(batch, rows))
+  np.testing.assert_allclose(found, value, rtol=1e-5)
+  assert_alike(gradients, expected)
+
+
+def test_flops_of_a_tile_count_the_mergers():
+  """Of Qwen3-VL by hand: 4 layers of 16, 4 patches of 96 numbers a tile, 3 mergers of 64 × 64 + 64 × 16."""
+  model, _, _ = loaded()
+  tower = 4 * (2 * 96 * 16 + 4 * (2 * (4 * 16 * 16 + 2 * 16 * 20) + 4 * (4 * 3) * 16))
+  mergers = 3 * 2 * (64 * 64 + 64 * 16)
+  found = model.flops_per_token(20, images_per_row=3) - model.flops_per_token(20)
+  np.testing.assert_allclose(found, 3 * 3 * (tower + mergers) / 20)

@@ -1,0 +1,82 @@
+"""How many floating-point operations a model's matrix products take, by formula: what MFU is made of.
+
+Forward and backward, without recomputation.
+"""
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from models import lora, vit, vit_native
+from models.spec import Spec
+
+
+def per_token(spec: Spec, vocab_size: int, params: Mapping[str, Any], trained_only: str | None, seq_len: int,
+              document_length: float | None = None, images_per_row: float = 0.0, tower_frozen: bool = False) -> float:
+  """Operations per token of a row.
+
+  6 N + 6 H (K + V) * (sum over layers of the mean number of visible keys), where N counts the weights that
+  take part in a token's matrix products (the unembedding included, also when tied; the embedding lookup not;
+  of experts only as many as a token passes through),
+  and a query of a causal row of T tokens sees (T + 1) / 2 keys on average, fewer with a window. With adapters, the
+  weights of the base that are not trained count 4 times and not 6, since they have no gradient. What tokens of an
+  image or a prefix see beyond that is not counted. A delta layer sees no keys: for each of its H states [K, V], a
+  token reads it with its key, adds a product to it and reads it with its query, 18 H K V (however many tokens are
+  taken together), and 6 W for each channel of its convolutions.
+
+  Tower and projector work by the image and not by the token: those of a row's images, unused ones included, are
+  shared out among its tokens.
+
+  Args:
+    spec: of the model.
+    vocab_size: entries of its unembedding.
+    params: {path: shape} of its parameters, of quantised kernels as they were.
+    trained_only: a regex of the parameters that alone are trained (adapters); None: all are.
+    seq_len: tokens per row.
+    document_length: mean tokens per document where several are packed in a row; default: seq_len.
+    images_per_row: images that the tower sees for each row, or tiles (counted as those of one image); how many that
+      is, the data decide.
+    tower_frozen: nothing in tower and projector is trained, so that they run forward only.
+  """
+  sizes = {path: p.size for path, p in params.items()}
+  active = 1.0 if spec.moe is None else spec.moe.experts_per_token / spec.moe.num_experts
+  weights = {path: n * (active if "/experts/" in path else 1.0) for path, n in sizes.items()
+             if path.startswith("blocks/") and (path.endswith("/kernel") or lora.is_adapter(path))}
+  if not spec.num_labels:
+    weights["embed/embedding" if spec.tie_embeddings else "unembed/kernel"] = spec.hidden_size * vocab_size
+  length = seq_len if document_length is None else min(document_length, seq_len)
+  visible = sum(_mean_visible(length, spec.window_of(i)) for i in spec.layers_with("attn"))
+  matmuls = sum(n * (6.0 if re.search(trained_only or "", path) else 4.0) for path, n in weights.items())
+  images = images_per_row * _per_image(spec, sizes, tower_frozen, images_per_row) / seq_len if images_per_row else 0.0
+  of_head = spec.head_dim + (spec.head_dim if spec.latent is None else spec.latent.value_dim)
+  return matmuls + 6.0 * spec.num_heads * of_head * visible + _of_states(spec) + images
+
+
+def _of_states(spec: Spec) -> float:
+  """Operations of a token in the states of delta layers and in the convolutions before them."""
+  s = spec.delta
+  if s is None:
+    return 0.0
+  states = s.num_value_heads * s.key_head_dim * s.value_head_dim
+  channels = 2 * s.num_key_heads * s.key_head_dim + s.num_value_heads * s.value_head_dim
+  return len(spec.layers_with("delta")) * (18.0 * states + 6.0 * s.conv_width * channels)
+
+
+def _per_image(spec: Spec, sizes: Mapping[str, int], frozen: bool, per_row: float) -> float:
+  """Operations in tower and projector for one image, or one of a row's tiles."""
+  v = spec.vision
+  kernels = sum(n for path, n in sizes.items() if path.startswith("projector/") and path.endswith("/kernel"))
+  tower = vit_native.flops_per_tile(v, per_row) if v.native else vit.flops_per_image(v)
+  forward = tower + 2.0 * v.tokens_per_image * kernels
+  if spec.lora is None:
+    return forward * (1 if frozen else 3)
+  adapted = [path for path in sizes if path.startswith(("vision/", "projector/")) and lora.is_adapter(path)]
+  # The base has no gradient of its own, but the adapters in it need what flows back through it.
+  return forward * (2 if adapted and not frozen else 1)
+
+
+def _mean_visible(length: float, window: int | None) -> float:
+  """Mean over the queries of a causal row of how many keys each sees, itself included."""
+  if window is None or window >= length:
+    return (length + 1) / 2
+  return window - window * (window - 1) / (2 * length)
