@@ -127,6 +127,8 @@ class StreamedSource:
     self._known = self._read()
     # Row of the stream that slot s begins with: part s % parts of an epoch's order; the last is that after the last.
     self._starts = [0]
+    # Of the epoch that was asked for last: which part stands where.
+    self._order: tuple[int, list[int]] = (0, [])
     # Of where slots begin and which parts are at hand; and, as who has that may wait for a part, of what is known.
     self._lock, self._writing = threading.RLock(), threading.Lock()
     self._made: dict[int, Future] = {}
@@ -191,8 +193,13 @@ class StreamedSource:
   def _at(self, slot: int) -> tuple[int, int]:
     """(epoch, part) of a slot."""
     epoch, place = divmod(slot, len(self._parts))
-    order = range(len(self._parts))
-    return epoch, order[place] if not epoch else sorted(order, key=lambda part: _draw(self._seed, epoch, part))[place]
+    if not epoch:
+      return 0, place
+    known, order = self._order
+    if known != epoch:
+      order = sorted(range(len(self._parts)), key=lambda part: _draw(self._seed, epoch, part))
+      self._order = epoch, order
+    return epoch, order[place]
 
   def _locate(self, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """(slot, row in its part) of rows of the stream, int64; reads what is not known yet of the parts before them."""
