@@ -75,7 +75,7 @@ def get_config(arg: str) -> ConfigDict:
     c.schedule = dict(name="wsd", decay_percent=50.0, floor=0.02)
   c.precision.params = c.precision.compute = "float32"
   held_out = source(type="text", path=f"{folder}/validation.txt", split="all")
-  c.evals.val = evaluator(type="loss", sources=dict(main=held_out), split="all", eval_percent=10.0, batch_size=64)
+  c.evals.val = evaluator(type="loss", sources=dict(main=held_out), eval_percent=10.0, batch_size=64)
   c.ckpt_percent = 0.0
   c.report = False
   return c
