@@ -49,11 +49,10 @@ def by_what(results):
   return {result.what: result for result in results}
 
 
-@pytest.mark.devices(4)
 def test_pretraining(corpus, tmp_path, capsys):
-  """With dropout, in bfloat16, along two axes."""
+  """With dropout, in bfloat16, along three axes."""
   c = seq(corpus)
-  c.mesh.update(fsdp=2, tensor=2)
+  c.mesh.update(data=2, fsdp=2, tensor=2)
   results = verify.verify(c, tmp_path)
   shown = capsys.readouterr().out
   assert {r.what for r in results if r.status == "SKIP"} == {
