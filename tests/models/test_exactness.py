@@ -90,13 +90,13 @@ def test_packing_and_padding_change_nothing(name):
   results = {layout: loss(params, batch) for layout, batch in layouts.items()}
   value, grads = results.pop("packed")
   scale = {path: float(jnp.abs(g).max()) for path, g in paths(grads).items()}
-  # Chunks of the delta rule begin elsewhere where a text does, and round otherwise: these in units of the whole norm.
-  norm = sum(float(jnp.sum(jnp.square(g))) for g in paths(grads).values()) ** 0.5
   for layout, (other_value, other_grads) in results.items():
     np.testing.assert_allclose(other_value, value, rtol=3e-6, err_msg=layout)
     for path, g in paths(other_grads).items():
       # Some are 0 but for rounding: a bias of keys shifts all scores alike.
-      atol = 1e-6 * norm if name == "qwen3_next" else 1e-5 * scale[path] + 1e-7 * max(scale.values())
+      # Chunks of the delta rule begin where a text does, and this model's gradients of them are ill-conditioned: with
+      # parameters and products in float64 the layouts agree to 2e-7 of each.
+      atol = (5e-5 if name == "qwen3_next" else 1e-5) * scale[path] + 1e-7 * max(scale.values())
       np.testing.assert_allclose(g, paths(grads)[path], atol=atol, err_msg=f"{layout} {path}")
 
 
