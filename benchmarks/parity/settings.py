@@ -19,9 +19,9 @@ TINY["bf16"] = TINY["sft"] | dict(compute="bfloat16")
 TINY["grpo"] = dict(steps=8, batch_size=16, seq_len=128, learning_rate=1e-3)
 TINY["seq"] = dict(steps=200, batch_size=4, seq_len=128, learning_rate=1e-3)
 # Rows are shorter than that; a row of Weft's holds both sides of a pair, or an example and the completion of another.
-REAL = {"sft": dict(batch_size=4, seq_len=192, learning_rate=2e-5),
+REAL = {"sft": dict(batch_size=4, seq_len=208, learning_rate=2e-5),
         "grpo": dict(batch_size=16, seq_len=192, learning_rate=5e-6),
-        "lora": dict(batch_size=4, seq_len=192, learning_rate=2e-4),
+        "lora": dict(batch_size=4, seq_len=208, learning_rate=2e-4),
         "dpo": dict(batch_size=2, seq_len=296, learning_rate=5e-6),
         "reward": dict(batch_size=2, seq_len=296, learning_rate=5e-6),
         "kto": dict(batch_size=4, seq_len=336, learning_rate=5e-6),

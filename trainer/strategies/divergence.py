@@ -25,7 +25,7 @@ from models import cpu
 from models.sharding.linear import kernel_gradient
 from models.sharding.logical_axes import as_rows
 from trainer.strategies import logprobs
-from trainer.strategies.logprobs import KERNEL, Static, kernel_chunk, logits_of
+from trainer.strategies.logprobs import KERNEL, Static, kernel_chunk, logits_of, of_uncapped
 
 
 class Side(NamedTuple):
@@ -97,11 +97,7 @@ def _backward(statics, beta, residuals, gradient_BxT):
       dz = jnp.exp(logp) - jnp.exp(logq)
     else:
       dz = (1 - beta if beta < 1 else 1.0) * jnp.exp(logp) * (logp - logm - p_from_m[..., None])
-    dz = dz * gradient_BxT[..., None] / static.temperature
-    if static.logit_cap is not None:
-      # As in logprobs.py. Entries that are not real have probability 0, but no finite square.
-      slope = 1.0 - jnp.square(z_BxTxW * static.temperature / static.logit_cap)
-      dz = dz * jnp.where(z_BxTxW > logprobs.UNREAL / 2, slope, 0.0)
+    dz = of_uncapped(static, dz * gradient_BxT[..., None] / static.temperature, z_BxTxW)
     dz = dz.astype(hidden_BxTxD.dtype)
     dhidden_c = cpu.einsum("...w,dw->...d", as_rows(dz), kernel_DxW).reshape(hidden_BxTxD.shape)
     return dhidden + dhidden_c, kernel_gradient(hidden_BxTxD, dz, KERNEL).astype(kernel_DxV.dtype)

@@ -380,10 +380,16 @@ def _logit_grads(static: Static, grads: TokenStats, z_BxTxW, targets_BxT, lse_Bx
   if "mean_logit" in want:
     dz = dz + grads.mean_logit[..., None] / (static.num_real_vocab or vocab)
   dz = dz / static.temperature if static.temperature != 1.0 else dz
-  if static.logit_cap is not None:
-    # d tanh(x) = 1 - tanh(x)², and z * temperature / cap is that tanh.
-    dz = dz * (1.0 - jnp.square(z_BxTxW * static.temperature / static.logit_cap))
-  if static.num_real_vocab is not None and (static.logit_cap is not None or {"entropy", "mean_logit"} & set(want)):
+  if static.num_real_vocab is not None and {"entropy", "mean_logit"} & set(want):
     # Else exp(UNREAL - lse), which is 0, is all that dz has of them.
     dz = jnp.where(ids_W < static.num_real_vocab, dz, 0.0)
-  return dz
+  return of_uncapped(static, dz, z_BxTxW)
+
+
+def of_uncapped(static: Static, dz_BxTxW: jax.Array, z_BxTxW: jax.Array) -> jax.Array:
+  """The gradient with respect to logits before their cap, of that after it; `z_BxTxW` as `logits_of` gives them."""
+  if static.logit_cap is None:
+    return dz_BxTxW
+  # d tanh(x) = 1 - tanh(x)², and z * temperature / cap is that tanh. Padding has no finite square.
+  slope = 1.0 - jnp.square(z_BxTxW * static.temperature / static.logit_cap)
+  return dz_BxTxW * (slope if static.num_real_vocab is None else jnp.where(z_BxTxW > UNREAL / 2, slope, 0.0))

@@ -23,7 +23,7 @@ from models.sharding.linear import kernel_gradient
 from models.sharding.logical_axes import as_rows
 from trainer.strategies import logprobs
 from trainer.strategies.divergence import Side
-from trainer.strategies.logprobs import KERNEL, UNREAL, Static, kernel_chunk, logits_of
+from trainer.strategies.logprobs import KERNEL, UNREAL, Static, kernel_chunk, logits_of, of_uncapped
 
 
 def most_probable(side: Side, k: int, *, chunk: int, temperature: float = 1.0) -> tuple[jax.Array, jax.Array]:
@@ -108,10 +108,7 @@ def _backward(static, residuals, gradient_BxTxK1):
     z_BxTxW = logits_of(static, hidden_BxTxD, kernel_DxW, c)
     dz = gradient_BxTxK1[..., -1:] * jnp.exp(jnp.minimum(z_BxTxW - rest_BxT[..., None], 0.0))
     dz = _put(dz, _places(static, ids_BxTxK, z_BxTxW.shape[-1], c), gradient_BxTxK1[..., :-1]) / static.temperature
-    if static.logit_cap is not None:  # as in divergence.py
-      slope = 1.0 - jnp.square(z_BxTxW * static.temperature / static.logit_cap)
-      dz = dz * jnp.where(z_BxTxW > UNREAL / 2, slope, 0.0)
-    dz = dz.astype(hidden_BxTxD.dtype)
+    dz = of_uncapped(static, dz, z_BxTxW).astype(hidden_BxTxD.dtype)
     dhidden_c = cpu.einsum("...w,dw->...d", as_rows(dz), kernel_DxW).reshape(hidden_BxTxD.shape)
     return dhidden + dhidden_c, kernel_gradient(hidden_BxTxD, dz, KERNEL).astype(kernel_DxV.dtype)
 
