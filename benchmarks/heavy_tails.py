@@ -3,10 +3,14 @@
     python -m benchmarks.heavy_tails
     WEFT_SPEED_SIZE=tiny python -m benchmarks.heavy_tails --median 32 --most 512
     WEFT_SPEED_SIZE=tiny python -m benchmarks.heavy_tails --carry 2 --group 4
+    WEFT_SPEED_SIZE=tiny python -m benchmarks.heavy_tails --turns 4 --median 32 --most 512 --seconds 0.1
 
 With `--carry K`: rollouts of so many texts, in groups, each of which waits for its longest text, beside rollouts whose
 texts go on in the next one for up to K updates (`rollout.carry_over`), in turns; the first K + 1 of both, in which rows
 fill, are not counted, and all were gone through once before. Tokens are those that a rollout gives to training.
+
+With `--turns N`: conversations of so many completions, each answered by 8 tokens after `--seconds`, turn by turn beside
+turns that are interleaved (`rollout.turn_share`).
 
 Lengths are lognormal (sigma 1) and set as limits: fresh parameters end nowhere near so. A first round, in which both
 ways are compiled, is not counted; tokens and log-probs are compared. Seconds are wall time, and those of processors,
@@ -16,6 +20,7 @@ which other programs on the machine disturb less. The model is one of benchmarks
 import argparse
 import dataclasses
 import time
+from types import SimpleNamespace
 from typing import Any
 
 from trainer import startup
@@ -24,8 +29,8 @@ from trainer import startup
 def main() -> None:
   parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
   for name, default in dict(
-      texts=64, rows=16, median=128, most=2048, rounds=2, carry=0, group=4).items():
-    parser.add_argument(f"--{name}", type=int, default=default)
+      texts=64, rows=16, median=128, most=2048, rounds=2, carry=0, group=4, turns=0, seconds=0.1, share=0.125).items():
+    parser.add_argument(f"--{name}", type=type(default), default=default)
   args = parser.parse_args()
 
   import jax
@@ -47,6 +52,9 @@ def main() -> None:
   limits = np.clip(args.median * np.exp(rng.normal(size=args.texts)), 1, args.most).astype(int)
   if args.carry:
     carry(args, Sampler(model, rows=args.rows), params, size)
+    return
+  if args.turns:
+    turns(args, Sampler(model, rows=args.rows), params, prompts)
     return
   parameters = sum(leaf.size for leaf in jax.tree.leaves(params))
   print(f"{parameters:,} parameters; {args.texts} texts, {args.rows} at a time, of {limits.mean():.0f} tokens on "
@@ -132,6 +140,74 @@ def carry(args: argparse.Namespace, sampler: Any, params: Any, size: Any) -> Non
   for which, what in enumerate(("wall time", "time of processors", "decoding steps"), 1):
     before, after = (total[0] / total[which] for total in totals.values())
     print(f"carried over {after / before:.2f} times the tokens in the same {what}, over {args.rounds} rollouts")
+
+
+def turns(args: argparse.Namespace, sampler: Any, params: Any, prompts: Any) -> None:
+  """Conversations, turn by turn and interleaved."""
+  import numpy as np
+
+  from trainer.generate.sampler import More, Request, joined
+  from trainer.rollouts.environment_calls import Calls
+  from trainer.rollouts.turns import Answers, Asked, Interleaved
+
+  def room(episode: Any) -> int:
+    length = np.random.default_rng((episode.sample, episode.turns)).normal()
+    return int(np.clip(args.median * np.exp(length), 1, args.most))
+
+  def said(episode: Any, completion: Any) -> None:
+    episode.ids = np.concatenate([episode.ids, completion.ids])
+    episode.turns += 1
+
+  def step(_: Any) -> dict[str, Any]:
+    time.sleep(args.seconds)
+    return {"added": np.arange(4, 12, dtype=np.int32)}
+
+  def answered(episodes: Any, answers: list[dict[str, Any]]) -> None:
+    for episode, answer in zip(episodes, answers, strict=True):
+      episode.ids, episode.over = np.concatenate([episode.ids, answer["added"]]), episode.turns == args.turns
+
+  def play(interleaved: bool, seed: int) -> int:
+    item = SimpleNamespace(prompt=SimpleNamespace(images=()))
+    everyone: Any = [SimpleNamespace(ids=ids, sample=n, turns=0, over=False, calls=Calls(None), item=item)
+                     for n, ids in enumerate(prompts.astype(np.int32))]
+    going: dict[int, list[Any]] = {}
+    ended: list[Any] = []
+    tokens, playing, answers = 0, everyone, Answers(len(everyone))
+    asked = Asked(room, False)
+    way = Interleaved(asked, answers, step, said, answered, everyone, args.share)
+
+    def more(idle: bool) -> More:
+      new, ended[:] = list(ended), []
+      return More(*way.more(new, idle))
+
+    while playing:
+      first, options = asked.ask(playing)
+      for part in sampler.stream(params, first, Request(**options, seed=seed, more=more if interleaved else None)):
+        going.setdefault(part.prompt, []).append(part)
+        tokens += len(part.ids)
+        ended += [joined(going.pop(part.prompt))] if part.finish_reason else []
+      if not interleaved:
+        for episode, completion in asked.of(ended):
+          said(episode, completion)
+        answers.start(step, playing)
+        answered(playing, answers.of(playing))
+        asked, ended = Asked(room, False), []
+      playing = [episode for episode in everyone if not episode.over]
+    for episode in everyone:
+      episode.calls.close()
+    return tokens
+
+  best: dict[bool, list[float]] = {False: [], True: []}
+  for n in range(args.rounds + 1):
+    for interleaved in best:
+      wall, busy = time.perf_counter(), time.process_time()
+      tokens = play(interleaved, n)
+      wall, busy = time.perf_counter() - wall, time.process_time() - busy
+      if n:
+        best[interleaved].append(wall)
+        print(f"{'interleaved' if interleaved else 'turn by turn':<13}{tokens:7} tokens {wall:8.2f} s "
+              f"{tokens / wall:8.1f} tokens/s {busy:8.2f} s of processors", flush=True)
+  print(f"interleaved turns take {min(best[False]) / min(best[True]):.2f} times less wall time, best of {args.rounds}")
 
 
 if __name__ == "__main__":

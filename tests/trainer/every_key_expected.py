@@ -159,6 +159,7 @@ EXPECTED: dict[str, Any] = {
   "rollout.schedule": ["Ahead", 1, {0: 0, 1: 1}],
   "rollout.carry_over": [0, True],
   "rollout.environment_workers": 2,
+  "rollout.turn_share": 1,  # else one a turn
   "rollout.tool_format": "bare",
   "rollout.reward_workers": 2,
   "rollout.reward_timeout_seconds": 5.0,

@@ -21,6 +21,7 @@ from trainer.config import durations
 from trainer.distributed import liveness, processes
 from trainer.distributed import mesh as mesh_lib
 from trainer.errors import ConfigError
+from trainer.generate.sampler import Sampler
 from trainer.planning import page as plan_page
 from trainer.planning import plan
 from trainer.planning import search as plan_search
@@ -206,6 +207,15 @@ def turns_taken(m: Made) -> list:
 def calls_at_a_time(m: Made) -> int:
   """Environments that are called at the same time."""
   return m.begun.run.data.producer.episodes._workers
+
+
+def runs_of_the_sampler(m: Made) -> int:
+  """In the first rollout, whose completions end early enough for an environment to answer them."""
+  with rollout_runs.stops_often(), pytest.MonkeyPatch.context() as patch:
+    runs, stream = [], Sampler.stream
+    patch.setattr(Sampler, "stream", lambda *args: runs.append(args) or stream(*args))
+    assert m.begun.first is not None
+  return len(runs)
 
 
 def calls_found(m: Made) -> str:

@@ -51,6 +51,7 @@ from tests.trainer.every_key_runs import (
   profiled_steps,
   promised,
   rollouts_without_signal,
+  runs_of_the_sampler,
   sampled,
   sampled_ahead,
   saving_steps,
@@ -436,6 +437,7 @@ ROLLOUT = {
   "rollout.environment_timeout_reward": run(turns_taken, -2.0, {
     "rollout.environment": f"{TOYS}.SlowToAnswer", "rollout.environment_timeout_seconds": 1.0}, prompts),
   "rollout.environment_workers": run(calls_at_a_time, 2, {"rollout.environment": f"{TOYS}.Echo"}, prompts),
+  "rollout.turn_share": run(runs_of_the_sampler, 0.5, {"rollout.environment": f"{TOYS}.Echo"}, prompts),
   "rollout.tools": data((f"{TOYS}.shout",), ASKED, prompts),
   "rollout.tool_format": run(calls_found, "bare", ASKED | {"rollout.tools": (f"{TOYS}.shout",)}, prompts),
   "rollout.max_turns": run(turns_taken, 1, {"rollout.environment": f"{TOYS}.Echo"}, prompts),

@@ -288,6 +288,9 @@ def rollout() -> ConfigDict:
   c.environment_timeout_reward = unset(float)
   # Episodes whose environment is called at the same time, each in a thread of its own; 1: one after another.
   c.environment_workers = 64
+  # The share of the episodes whose next turns begin together: 1, all of them, turn by turn; less, when the environments
+  # of so many have answered, in rows that are free, while the others are still sampled (docs/rewards.md).
+  c.turn_share = 1.0
   return c
 
 

@@ -4,10 +4,11 @@
     completions = sampler.generate(params, prompts, num_samples=4, max_new_tokens=256, stop_ids=tokenizer.stop_ids)
 
 A batch of `rows` texts is decoded in chunks of steps; between chunks rows that have ended are given to prompts that
-wait, so that one long answer does not keep the others' places empty. A prompt is run once for all of its samples. When
-none waits any more, rows become fewer as texts end; and the cache grows with the texts, in pages where these may become
-long (models/attention/pages.py), so that a step reads little that is not used. Shapes come from few sizes, so that
-programs are compiled once for many prompts.
+wait, so that one long answer does not keep the others' places empty; prompts may also come later (`Request.more`), as
+the next turns of conversations do. A prompt is run once for all of its samples. When none waits any more, rows become
+fewer as texts end; and the cache grows with the texts, in pages where these may become long
+(models/attention/pages.py), so that a step reads little that is not used. Shapes come from few sizes, so that programs
+are compiled once for many prompts.
 
 Prompts may hold images, where the model has a tower for them: `images=[[image, …], …]`, and in the ids the placeholder
 tokens that their features take the place of.
@@ -21,10 +22,11 @@ B rows, N prompts, T tokens of a prompt, M completions begun at a time, C steps 
 which each token goes through k.
 """
 
+import dataclasses
 import functools
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -37,7 +39,7 @@ from trainer.generate import decoding, image_tokens
 from trainer.generate.buckets import bucket, power
 from trainer.generate.decoding import Chunk, State
 from trainer.generate.sampling import Options
-from trainer.generate.slots import MIN_LENGTH, NO_ROWS, Prefilled, Rows, Sizes, Waiting
+from trainer.generate.slots import MIN_LENGTH, NO_ROWS, Prefilled, Rows, Sizes, Texts, Waiting
 from trainer.generate.stop_strings import NOTHING, Automaton, StopStrings
 
 # Rows that would take less are not in pages: a model of 0.1 million parameters took 1.25 times as long with them.
@@ -95,6 +97,8 @@ class Request:
       they had not been left off; they count in max_new_tokens. None: nothing is.
     in_order: completions begin in the order of the prompts, not with those of the longest.
     until: asked when all rows' parts of a chunk are given; where it says so, the others are left off.
+    more: asked before each chunk, whether or not any text is left (`idle`), for prompts that come only now. None: there
+      are none.
   """
 
   max_new_tokens: int | Sequence[int]
@@ -112,6 +116,23 @@ class Request:
   begun: Sequence[int] | None = None
   in_order: bool = False
   until: Callable[[], bool] = lambda: False
+  more: "Callable[[bool], More] | None" = None
+
+
+class More(NamedTuple):
+  """Prompts that come while others are completed; their places go on behind those.
+
+  Attributes:
+    prompts: their ids.
+    options: `max_new_tokens`, `samples`, `images` and `prefixes` of a `Request`, as far as they are needed, for each
+      of them.
+    coming: completions for which rows should be kept: those of prompts that come later. While it is above 0 the stream
+      does not end.
+  """
+
+  prompts: Sequence[np.ndarray] = ()
+  options: Mapping[str, Any] = {}
+  coming: int = 0
 
 
 class Sampler:
@@ -170,22 +191,12 @@ class Sampler:
     """
     how = Options(float(request.temperature), int(request.top_k), float(request.top_p), float(request.min_p))
     how.check()
-    prompts = [np.asarray(prompt, np.int32).reshape(-1) for prompt in prompts]
-    limits = np.broadcast_to(np.asarray(request.max_new_tokens, np.int32), len(prompts))
-    if request.num_samples < 1 or min(limits, default=1) < 1:
-      raise ConfigError(f"found num_samples={request.num_samples}, max_new_tokens={request.max_new_tokens}; allowed: 1 "
-                        "or more.")
-    begun = [0] * len(prompts) if request.begun is None else list(request.begun)
-    self.check(prompts, limits - np.array(begun, np.int32))
-    shown = image_tokens.shown(image_tokens.layout_of(self.model), prompts, request.images, request.prefixes)
-    if not prompts:
+    texts, stop = self._texts(prompts, request), request.stop
+    if not texts.prompts:
       return
-    samples = [range(request.num_samples)] * len(prompts) if request.samples is None else request.samples
-    seeds = [request.seed] * len(prompts) if isinstance(request.seed, int | str) else request.seed
-    waiting, stop = Waiting(prompts, shown, samples, limits, seeds, begun, request.in_order), request.stop
-    shards, lengths = self._shards, [len(prompt) - n for prompt, n in zip(prompts, begun, strict=True)]
-    rows = Rows(min(self.rows, power(len(waiting), shards)), shards, lengths, limits.tolist(), begun, self.chunk,
-                self._in_pages(len(waiting), max(map(sum, zip(lengths, limits.tolist(), strict=True)))))
+    waiting, shards = Waiting(texts, request.in_order), self._shards
+    rows = Rows(min(self.rows, power(len(waiting), shards)), shards, texts, self.chunk,
+                self._in_pages(len(waiting), texts.longest))
     stop_ids = sorted(set(request.stop_ids))
     stops = np.full(power(max(len(stop_ids), 1), 8), -1, np.int32)
     stops[:len(stop_ids)] = stop_ids
@@ -194,11 +205,25 @@ class Sampler:
     kind = (how.temperature == 0, how.truncated)
     state, read = self._program("empty", rows.sizes)(), self._program("prepare")(params)
     of_prompts: dict[int, np.ndarray] = {}  # their experts, where these are recorded
-    while (len(waiting) or any(rows.owners)) and not request.until():
+    while not request.until():
+      more, before = More(), rows.sizes
+      if request.more is not None:
+        more = request.more(not len(waiting) and not any(rows.owners))
+      if len(more.prompts):
+        texts = self._texts(more.prompts, dataclasses.replace(request, **more.options))
+        waiting.add(texts)
+        rows.add(texts)
+        rows.grow(len(waiting), self.rows)
+        if rows.sizes != before:
+          state = self._program("resize", before, rows.sizes)(state, *rows.grown(before))
       while len(waiting) and None in rows.owners:
         state = self._begin(params, state, waiting, rows, automaton, of_prompts)
+      if not any(rows.owners):
+        if more.coming:
+          continue
+        return
       before = rows.sizes
-      *kept, enough = rows.fit(bool(len(waiting)))
+      *kept, enough = rows.fit(bool(len(waiting)), more.coming)
       if rows.sizes != before:
         state = self._program("resize", before, rows.sizes)(state, *kept)
       state, chunk = self._program("decode", rows.sizes, (len(stops), automaton.moves_SxC.shape, *kind))(
@@ -219,6 +244,20 @@ class Sampler:
         rows.counts[row] = chunk.counts_B[row]
         if reason:
           rows.end(row)
+
+  def _texts(self, prompts: Sequence[Sequence[int] | np.ndarray], request: Request) -> Texts:
+    """What is asked for, checked; see `stream`."""
+    prompts = [np.asarray(prompt, np.int32).reshape(-1) for prompt in prompts]
+    limits = np.broadcast_to(np.asarray(request.max_new_tokens, np.int32), len(prompts))
+    if request.num_samples < 1 or min(limits, default=1) < 1:
+      raise ConfigError(f"found num_samples={request.num_samples}, max_new_tokens={request.max_new_tokens}; allowed: 1 "
+                        "or more.")
+    begun = [0] * len(prompts) if request.begun is None else list(request.begun)
+    self.check(prompts, limits - np.array(begun, np.int32))
+    shown = image_tokens.shown(image_tokens.layout_of(self.model), prompts, request.images, request.prefixes)
+    samples = [range(request.num_samples)] * len(prompts) if request.samples is None else list(request.samples)
+    seeds = [request.seed] * len(prompts) if isinstance(request.seed, int | str) else list(request.seed)
+    return Texts(prompts, shown, samples, limits.tolist(), seeds, begun)
 
   def _in_pages(self, count: int, longest: int) -> bool:
     """Whether pages are worth it: rows as long as the longest text would take more than processors keep at hand."""

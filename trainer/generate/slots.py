@@ -20,6 +20,36 @@ MIN_LENGTH, MIN_SLOTS, MIN_ROWS = 16, 128, 4
 MIN_PAGED = 256
 
 
+class Texts(NamedTuple):
+  """Prompts that are to be completed.
+
+  Attributes:
+    prompts: the ids of each.
+    shown: its images.
+    samples: the numbers of its completions.
+    limits: the most tokens of each completion.
+    seeds: of the draws.
+    begun: how many of its last ids are of its completions.
+  """
+
+  prompts: list[np.ndarray]
+  shown: list[image_tokens.PromptImages]
+  samples: list[Sequence[int]]
+  limits: list[int]
+  seeds: list[int | str]
+  begun: list[int]
+
+  @property
+  def lengths(self) -> list[int]:
+    """Ids of each that are not of completions."""
+    return [len(ids) - n for ids, n in zip(self.prompts, self.begun, strict=True)]
+
+  @property
+  def longest(self) -> int:
+    """The most ids that one may have in the end."""
+    return max(map(sum, zip(self.lengths, self.limits, strict=True)))
+
+
 class Sizes(NamedTuple):
   """Of a state: its rows, the tokens that each may have, the pages that they share (None: each has its own slots)."""
 
@@ -49,6 +79,10 @@ class Pages:
         self._end += 1
       self._of[row].append(heapq.heappop(self._free))
     self.size = max(self.size, bucket(self._end, self._unit))
+
+  def add(self, rows: int) -> None:
+    """More rows, without pages."""
+    self._of += [[] for _ in range(rows)]
 
   def take_back(self, row: int) -> None:
     """The row needs none any more."""
@@ -83,20 +117,27 @@ class Pages:
 class Rows:
   """The rows as the host knows them: whose texts they hold, how far these are, and the sizes of the state."""
 
-  def __init__(self, count: int, unit: int, prompt_lengths: Sequence[int], limits: Sequence[int], begun: Sequence[int],
-               chunk: int, paged: bool):
-    """`unit`: they are a multiple of it; `limits`: of each prompt, the most tokens that may follow it; `begun`: those
-    that do already; `paged`: rows share pages, if texts may be long enough for that to be worth anything."""
+  def __init__(self, count: int, unit: int, texts: Texts, chunk: int, paged: bool):
+    """`unit`: they are a multiple of it; `paged`: they share pages, if texts may be long enough for that to be worth
+    anything."""
     # (prompt, sample) of each row; None: it is free.
     self.owners: list[tuple[int, int] | None] = [None] * count
     # Tokens drawn for each.
     self.counts = np.zeros(count, np.int32)
-    self._prompt_lengths, self._limits, self._begun = prompt_lengths, limits, begun
-    self._chunk, self._unit = chunk, unit
-    self._longest = bucket(int(max(map(sum, zip(prompt_lengths, limits, strict=True)))), MIN_LENGTH)
+    self._prompt_lengths, self._limits, self._begun = list[int](), list[int](), list[int]()
+    self._chunk, self._unit, self._longest, self._length, self._pages = chunk, unit, 0, 0, None
     self._least = min(count, power(MIN_ROWS, unit))
-    self._pages = Pages(count) if paged and self._longest >= MIN_PAGED else None
-    self._length = self._room(max(map(sum, zip(prompt_lengths, begun, strict=True))))
+    if paged and bucket(texts.longest, MIN_LENGTH) >= MIN_PAGED:
+      self._pages = Pages(count)
+    self.add(texts)
+
+  def add(self, texts: Texts) -> None:
+    """Texts that may have rows from now on."""
+    self._prompt_lengths += texts.lengths
+    self._limits += texts.limits
+    self._begun += texts.begun
+    self._longest = max(self._longest, bucket(texts.longest, MIN_LENGTH))
+    self._length = max(self._length, self._room(max(map(len, texts.prompts))))
 
   @property
   def sizes(self) -> Sizes:
@@ -123,13 +164,22 @@ class Rows:
     if self._pages is not None:
       self._pages.take_back(row)
 
-  def grown(self, old: Sizes) -> tuple[np.ndarray, np.ndarray | None]:
-    """(rows, pages) that are kept where nothing but pages were added since these sizes; see `fit`."""
-    pages = None if old.pages is None else np.arange(self.sizes.pages, dtype=np.int32)
-    return np.arange(old.rows, dtype=np.int32), pages
+  def grow(self, waiting: int, most: int) -> None:
+    """Adds rows, up to so many in all, where more texts wait than are free."""
+    missing = min(most, power(len(self.busy()) + waiting, self._unit)) - len(self.owners)
+    if missing > 0:
+      self.owners += [None] * missing
+      self.counts = np.pad(self.counts, (0, missing))
+      if self._pages is not None:
+        self._pages.add(missing)
 
-  def fit(self, waiting: bool) -> tuple[np.ndarray, np.ndarray | None, int]:
-    """Settles the sizes for the next chunk.
+  def grown(self, old: Sizes) -> tuple[np.ndarray, np.ndarray | None]:
+    """(rows, pages) that are kept where nothing was taken away since these sizes; see `fit`."""
+    pages = None if old.pages is None else np.arange(self.sizes.pages, dtype=np.int32)
+    return np.minimum(np.arange(self.sizes.rows, dtype=np.int32), old.rows), pages
+
+  def fit(self, waiting: bool, coming: int = 0) -> tuple[np.ndarray, np.ndarray | None, int]:
+    """Settles the sizes for the next chunk, where texts wait for rows, and so many more may come.
 
     Returns:
       (the rows that are kept, int32 in their new order, beyond the last for empty ones; pages in the same way; how many
@@ -138,7 +188,7 @@ class Rows:
     busy, old = self.busy(), self.sizes
     texts = [self._prompt_lengths[self.owners[row][0]] + int(self.counts[row]) for row in busy]
     self._length = max(self._length, self._room(max(texts)))
-    new = old.rows if waiting else min(old.rows, max(power(len(busy), self._unit), self._least))
+    new = old.rows if waiting else min(old.rows, max(power(len(busy) + coming, self._unit), self._least))
     kept = list(range(old.rows)) if new == old.rows else busy + [old.rows] * (new - len(busy))
     self.owners = [self.owners[row] if row < old.rows else None for row in kept]
     self.counts = np.array([self.counts[row] if row < old.rows else 0 for row in kept], np.int32)
@@ -149,7 +199,7 @@ class Rows:
       self._give_pages(self.busy())
       extra = np.full(max(self._pages.size - len(pages), 0), old.pages, np.int32) if pages is not None else None
       pages = self.grown(old)[1] if pages is None else np.concatenate([pages, extra])
-    if waiting:  # until an eighth can be given to texts that wait
+    if waiting or coming:  # until an eighth can be given to texts that wait
       enough = new - len(busy) + max(1, new // 8)
     else:  # until half of them do, or, where they cannot become fewer, none has a text
       enough = new - new // 2 if new > self._least else new
@@ -159,7 +209,7 @@ class Rows:
     """Pages for what these rows hold and may have after the next chunk."""
     for row in rows if self._pages is not None else ():
       prompt = self.owners[row][0]
-      new = min(int(self.counts[row]) + self._chunk, int(self._limits[prompt]))
+      new = min(int(self.counts[row]) + self._chunk, self._limits[prompt])
       self._pages.give(row, self._prompt_lengths[prompt] + new)
 
   def _room(self, tokens: int) -> int:
@@ -195,35 +245,45 @@ class Waiting:
   """Completions that have no row yet, those of the longest prompts first.
 
   Args:
-    samples, limits: of each prompt, the numbers of its completions, and the most tokens of each.
-    seeds: of each prompt.
-    begun: how many of each prompt's last tokens are of its completions.
     in_order: in the order of the prompts instead.
 
   Attributes:
+    prompts, shown, limits, begun: as of `Texts`, of all that were added.
     prefilled: the prompts of those that are next. A prompt is run once for all of its completions, however late their
       rows become free, and with as many others as completions fit into all rows.
   """
 
-  def __init__(self, prompts: list[np.ndarray], shown: list[image_tokens.PromptImages],
-               samples: Sequence[Sequence[int]], limits: np.ndarray, seeds: Sequence[int | str], begun: Sequence[int],
-               in_order: bool = False):
-    self.prompts, self.shown, self.limits, self.begun, self._next = prompts, shown, limits, begun, 0
-    self.prefilled, self._ready = NOTHING_RUN, 0
+  def __init__(self, texts: Texts, in_order: bool = False):
+    self.prompts, self.shown = list[np.ndarray](), list[image_tokens.PromptImages]()
+    self.limits, self.begun, self._hashes = list[int](), list[int](), list[Any]()
+    self._units, self._next, self.prefilled, self._ready = list[tuple[int, int]](), 0, NOTHING_RUN, 0
+    self._in_order, self.most_images = in_order, 0
+    self.add(texts)
+
+  def add(self, texts: Texts) -> None:
+    """Texts that wait behind those that do."""
+    first = len(self.prompts)
+    self.prompts += texts.prompts
+    self.shown += texts.shown
+    self.limits += texts.limits
+    self.begun += texts.begun
     # Of a prompt, rounded up too.
-    self.most_images = image_tokens.slots(max(len(part.images) for part in shown))
-    order = range(len(prompts)) if in_order else sorted(range(len(prompts)), key=lambda i: -len(prompts[i]))
-    self._units = [(prompt, sample) for prompt in order for sample in samples[prompt]]
-    lengths = [len(prompts[prompt]) for prompt, _ in self._units]
+    self.most_images = max(self.most_images, image_tokens.slots(max(len(part.images) for part in texts.shown)))
+    order = list(range(first, len(self.prompts)))
+    if not self._in_order:
+      order.sort(key=lambda i: -len(self.prompts[i]))
+    self._units += [(prompt, sample) for prompt in order for sample in texts.samples[prompt - first]]
+    lengths = [len(self.prompts[prompt]) for prompt, _ in self._units]
     self._longest = list(itertools.accumulate(reversed(lengths), max))[::-1]  # from each unit on
     # Of what a prompt was before its completions began: what is drawn does not depend on where they were left off.
-    self._hashes = [hashlib.blake2b(f"{seed}:".encode() + ids[:len(ids) - n].tobytes(), digest_size=8)
-                    for seed, ids, n in zip(seeds, prompts, begun, strict=True)]
-    for digest, part in zip(self._hashes, shown, strict=True):
+    hashes = [hashlib.blake2b(f"{seed}:".encode() + ids[:len(ids) - n].tobytes(), digest_size=8)
+              for seed, ids, n in zip(texts.seeds, texts.prompts, texts.begun, strict=True)]
+    for digest, part in zip(hashes, texts.shown, strict=True):
       for image in part.images:
         digest.update(b":image:" + image.tobytes())
       if part.image_grid is not None:
         digest.update(part.image_grid.tobytes())
+    self._hashes += hashes
 
   def __len__(self) -> int:
     return len(self._units) - self._next

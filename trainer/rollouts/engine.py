@@ -7,14 +7,16 @@ otherwise than what is trained, and it may truncate or forget: by how much is me
 corrected by `strategy.correction`. What can be checked is checked: ids, lengths, ends, and whose parameters it has.
 """
 
+import dataclasses
 import hashlib
+import itertools
 import json
 import shutil
 import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +25,7 @@ import numpy as np
 
 from models import hf, lora
 from trainer.errors import ConfigError, DataError
-from trainer.generate.sampler import Completion, Request, Sampler
+from trainer.generate.sampler import Completion, More, Request, Sampler
 
 # How servers are told to read a folder: (route, body of it).
 HANDOVERS: dict[str, Any] = {
@@ -90,16 +92,32 @@ class Engine(Sampler):
       ConfigError: the server refuses, or does not answer in time.
       DataError: what it answers cannot be.
     """
-    asked = [np.asarray(prompt, np.int32).reshape(-1) for prompt in prompts]
-    limits = np.broadcast_to(np.asarray(request.max_new_tokens, np.int32), len(asked)).tolist()
-    self.check(asked, np.array(limits))
     self._hand_over(params)
-    samples = [range(request.num_samples)] * len(asked) if request.samples is None else request.samples
-    with ThreadPoolExecutor(min(AT_A_TIME, max(len(asked), 1))) as pool:
-      answers = pool.map(lambda i: self._complete(asked[i], limits[i], samples[i], request), range(len(asked)))
-      for number, completions in enumerate(answers):
-        for sample, (ids, logprobs, reason, string) in zip(samples[number], completions, strict=True):
-          yield Completion(number, sample, ids, logprobs, logprobs, reason, string)
+    waiting: dict[Future, tuple[int, Sequence[int]]] = {}
+    asked = itertools.count()
+    with ThreadPoolExecutor(AT_A_TIME) as pool:
+
+      def ask(prompts: Sequence[Sequence[int] | np.ndarray], request: Request) -> None:
+        ids = [np.asarray(prompt, np.int32).reshape(-1) for prompt in prompts]
+        limits = np.broadcast_to(np.asarray(request.max_new_tokens, np.int32), len(ids))
+        self.check(ids, limits)
+        samples = [range(request.num_samples)] * len(ids) if request.samples is None else request.samples
+        for one, limit, of in zip(ids, limits.tolist(), samples, strict=True):
+          waiting[pool.submit(self._complete, one, limit, of, request)] = next(asked), of
+
+      ask(prompts, request)
+      while True:
+        more = More() if request.more is None else request.more(not waiting)
+        if len(more.prompts):
+          ask(more.prompts, dataclasses.replace(request, **more.options))
+        if not waiting and not more.coming:
+          return
+        if not waiting:
+          continue
+        for future in sorted(wait(waiting, return_when=FIRST_COMPLETED).done, key=waiting.__getitem__):
+          number, of = waiting.pop(future)
+          for sample, (tokens, logprobs, reason, string) in zip(of, future.result(), strict=True):
+            yield Completion(number, sample, tokens, logprobs, logprobs, reason, string)
 
   def _hand_over(self, params: Any) -> None:
     """Gives the server these parameters, unless it has them."""

@@ -13,7 +13,6 @@ Nothing here imports JAX: environments and reward functions may share a file, an
 import functools
 import inspect
 import math
-import traceback
 from collections import Counter
 from collections.abc import Awaitable, Callable
 from typing import Any, Protocol
@@ -28,9 +27,10 @@ from input_pipeline.tokenizer.tokenizer import Tokenizer
 from trainer.dotted import load_class
 from trainer.errors import ConfigError, DataError
 from trainer.generate.stop_strings import StopStrings
-from trainer.rollouts.environment_calls import Answer, Calls, TookTooLong, together
+from trainer.rollouts.environment_calls import Calls
 from trainer.rollouts.episode import Episode, Playing, Turn
 from trainer.rollouts.tools import ToolEnvironment, frequencies
+from trainer.rollouts.turns import Answers, Asked, Interleaved
 
 # Completions of prompts, see `Episodes.run`; None: the run is to stop.
 Generate = Callable[..., list[Any] | None]
@@ -69,6 +69,7 @@ class Episodes:
     self._seq_len, self._max_new_tokens = config.seq_len, rollout.max_new_tokens
     self._stop = StopStrings(tokenizer, rollout.stop, rollout.keep_stop, "rollout.stop")
     self._make, self._max_turns, self._seconds, self._workers, self._late_reward = None, 1, None, 1, None
+    self._turn_share = rollout.turn_share
     self._sees = config.model.vision.tower != "none"
     self._tools = prompts.tools
     if rollout.environment is not None or self._tools:
@@ -92,15 +93,18 @@ class Episodes:
       items: the prompts.
       group_size: G.
       generate: called once a turn with what goes on: `generate(prompts, samples=…, max_new_tokens=[…], stop_ids=…,
-        seed=…)` gives Completions as `trainer.generate.sampler.Sampler.generate` does; None ends all episodes.
+        seed=…)` gives Completions as `trainer.generate.sampler.Sampler.generate` does; None ends all episodes. With
+        rollout.turn_share < 1 it is called once, with `more(ended, idle)` (`trainer.generate.sampler.More`), which it
+        tells what has ended since the last time.
       seed: of the draws.
     """
-    in_thread = self._workers > 1 or bool(self._tools) or _is_async(self._make)
+    in_thread = self._workers > 1 or bool(self._tools) or self._turn_share < 1 or _is_async(self._make)
     groups = [[Playing(item, sample, Calls(self._seconds, in_thread)) for sample in range(group_size)]
               for item in items]
     everyone = [episode for group in groups for episode in group]
+    play = self._play_interleaved if self._turn_share < 1 and self._make is not None else self._play
     try:
-      finished = self._play(everyone, generate, seed)
+      finished = play(everyone, generate, seed)
     finally:
       for episode in everyone:
         episode.calls.close()
@@ -143,11 +147,11 @@ class Episodes:
 
   # ---------------------------------------------------------------- turns
 
-  def _play(self, everyone: list["Playing"], generate: Generate, seed: int | str) -> bool:
+  def _play(self, everyone: list[Playing], generate: Generate, seed: int | str) -> bool:
     """All turns; False: `generate` was told to stop."""
     if self._make is not None:
       self._reset(everyone)
-    for turn in range(self._max_turns):
+    for _ in range(self._max_turns):
       active = [episode for episode in everyone if not episode.over]
       if not active:
         break
@@ -155,22 +159,37 @@ class Episodes:
         return False
       if self._make is None:
         break
-      self._step(active, last=turn + 1 == self._max_turns)
+      self._answer(active, self._ask(self._step, active))
     return True
 
-  def _reset(self, episodes: list["Playing"]) -> None:
+  def _play_interleaved(self, everyone: list[Playing], generate: Generate, seed: int | str) -> bool:
+    """As `_play`; but an episode's next turn begins while others are still sampled."""
+    self._reset(everyone)
+    if not (playing := [episode for episode in everyone if not episode.over]):
+      return True
+    asked = Asked(self._room, self._sees)
+    turns = Interleaved(asked, Answers(self._workers), self._step, self._add, self._answer, playing, self._turn_share)
+    return self._generate(generate, *asked.ask(playing), seed=seed, more=turns.more) is not None
+
+  def _ask(self, ask: Callable[[Playing], dict[str, Any]], episodes: list[Playing]) -> list[dict[str, Any]]:
+    """What `ask` gives for each episode, or why not; see `Answers`."""
+    answers = Answers(self._workers)
+    answers.start(ask, episodes)
+    return answers.of(episodes)
+
+  def _reset(self, episodes: list[Playing]) -> None:
     def first(episode: Playing) -> dict[str, Any]:
       episode.environment = self._make()
       opening = episode.calls.result(episode.environment.reset(episode.item.content, **episode.item.columns))
       return {"added": None if opening is None else episode.as_added(opening)}
 
-    for episode, answer in zip(episodes, _from_first(first, episodes, self._workers), strict=True):
+    for episode, answer in zip(episodes, self._ask(first, episodes), strict=True):
       if "error" in answer:
         episode.fail(answer["error"], answer["late"])
       elif answer["added"] is not None:
         self._open(episode, answer["added"])
 
-  def _open(self, episode: "Playing", opening: str | list[dict]) -> None:
+  def _open(self, episode: Playing, opening: str | list[dict]) -> None:
     """Adds what an environment begins with to the prompt."""
     item = episode.item
     try:
@@ -188,51 +207,43 @@ class Episodes:
       episode.fail(f"reset() made a prompt of {len(ids)} tokens, after which seq_len={self._seq_len} has no room for a "
                    "completion.")
 
-  def _sample(self, active: list["Playing"], generate: Generate, seed: int | str) -> bool:
-    """One completion for each; equal texts about the same images are given once. False: there are none, see `run`."""
-    asked: dict[tuple[bytes, int, Any], list[Playing]] = {}
-    for episode in active:
-      asked.setdefault((episode.ids.tobytes(), self._room(episode), episode.item.prompt.images), []).append(episode)
-    firsts = [same[0] for same in asked.values()]
-    seen = {}
-    if self._sees:
-      seen = dict(images=[list(e.item.prompt.images) for e in firsts], prefixes=[e.prompt_length for e in firsts])
-    samples = [list(dict.fromkeys(episode.sample for episode in same)) for same in asked.values()]
-    completions = generate([episode.ids for episode in firsts], samples=samples,
-                           max_new_tokens=[room for _, room, _ in asked], stop_ids=self._prompter.stop_ids, seed=seed,
-                           **self._stop.options, **seen)
-    if completions is None:
-      return False
-    found = {(c.prompt, c.sample): c for c in completions}
-    for number, same in enumerate(asked.values()):
-      for episode in same:
-        self._add(episode, found[number, episode.sample])
-    return True
+  def _sample(self, active: list[Playing], generate: Generate, seed: int | str) -> bool:
+    """One completion for each. False: there are none, see `run`."""
+    asked = Asked(self._room, self._sees)
+    completions = self._generate(generate, *asked.ask(active), seed=seed)
+    for episode, completion in asked.of(completions or ()):
+      self._add(episode, completion)
+    return completions is not None
 
-  def _add(self, episode: "Playing", completion: Any) -> None:
+  def _generate(self, generate: Generate, prompts: list[np.ndarray], options: dict[str, list], **more: Any
+                ) -> list[Any] | None:
+    return generate(prompts, **options, stop_ids=self._prompter.stop_ids, **self._stop.options, **more)
+
+  def _add(self, episode: Playing, completion: Any) -> None:
     episode.add_completion(completion, self._stop.text(completion), self._stop.text(completion, skip_special=False))
 
-  def _step(self, episodes: list["Playing"], last: bool) -> None:
-    """Lets environments answer; `last`: nothing is sampled after this."""
-    def step(episode: Playing) -> dict[str, Any]:
-      turn = episode.calls.result(episode.environment.step(episode.last_completion))
-      if not isinstance(turn, Turn):
-        raise TypeError(f"step() returned a {type(turn).__name__}; expected a trainer.rollouts.environment.Turn")
-      over = turn.done or turn.observation is None
-      return {"reward": _number(turn.reward), "added": None if over else episode.as_added(turn.observation)}
+  def _step(self, episode: Playing) -> dict[str, Any]:
+    """What its environment answers."""
+    turn = episode.calls.result(episode.environment.step(episode.last_completion))
+    if not isinstance(turn, Turn):
+      raise TypeError(f"step() returned a {type(turn).__name__}; expected a trainer.rollouts.environment.Turn")
+    over = turn.done or turn.observation is None
+    return {"reward": _number(turn.reward), "added": None if over else episode.as_added(turn.observation)}
 
-    for episode, answer in zip(episodes, _from_first(step, episodes, self._workers), strict=True):
+  def _answer(self, episodes: list[Playing], answers: list[dict[str, Any]]) -> None:
+    """Goes on with these answers of environments."""
+    for episode, answer in zip(episodes, answers, strict=True):
       if "error" in answer:
         episode.fail(answer["error"], answer["late"], self._late_reward)
         continue
       if answer["reward"] is not None:
         episode.reward = (episode.reward or 0.0) + answer["reward"]
-      if last or answer["added"] is None or episode.finish_reason == "length":
+      if episode.turns == self._max_turns or answer["added"] is None or episode.finish_reason == "length":
         episode.over = True
       else:
         self._go_on(episode, answer["added"])
 
-  def _go_on(self, episode: "Playing", observation: str | list[dict]) -> None:
+  def _go_on(self, episode: Playing, observation: str | list[dict]) -> None:
     """Adds what an environment says, if there is room for an answer to it."""
     item = episode.item
     ended = episode.stop_reason is None  # by a token, which stands there already
@@ -248,7 +259,7 @@ class Episodes:
     else:
       episode.add_observation(ids, observation)
 
-  def _room(self, episode: "Playing", added: int = 0) -> int:
+  def _room(self, episode: Playing, added: int = 0) -> int:
     """Tokens that may still be sampled, behind so many that are added."""
     return min(self._max_new_tokens - episode.sampled, self._seq_len - len(episode.ids) - added)
 
@@ -273,31 +284,6 @@ def _load(name: str) -> type:
 
 def _is_async(cls: Any) -> bool:
   return any(inspect.iscoroutinefunction(getattr(cls, method, None)) for method in ("reset", "step"))
-
-
-def _from_first(ask: Callable[[Playing], dict[str, Any]], episodes: list[Playing], most: int) -> list[dict[str, Any]]:
-  """What `ask` gives for each episode, or {"error": why not, "late": it took too long}; asked in the first process, at
-  most so many at the same time."""
-  import jax  # imported here: see above
-
-  from trainer.distributed import processes
-  answers = None
-  if jax.process_index() == 0:
-    asked = [functools.partial(ask, episode) for episode in episodes]
-    answers = [_or_error(answer) for answer in together([episode.calls for episode in episodes], asked, most)]
-  return processes.from_first(answers)
-
-
-def _or_error(answer: Answer) -> dict[str, Any]:
-  e = answer.error
-  if e is None:
-    return answer.value
-  if isinstance(e, TookTooLong):
-    return {"error": str(e), "late": True}
-  if not isinstance(e, Exception):
-    raise e
-  last = traceback.extract_tb(e.__traceback__)[-1]
-  return {"error": f"{type(e).__name__}: {e} ({last.filename}:{last.lineno}, in {last.name})", "late": False}
 
 
 def _shown(prompt: str | list[dict], most: int = 200) -> str:

@@ -126,40 +126,60 @@ class Calls:
         self._runner.close()
 
 
+class Together:
+  """Makes calls of environments, at most so many at the same time, each with its time from when it begins."""
+
+  def __init__(self, most: int):
+    self._most = most
+    self._answers: queue.SimpleQueue = queue.SimpleQueue()
+    self._waiting: deque[tuple[Calls, Callable[[], Any]]] = deque()
+    self._running: dict[Calls, float | None] = {}
+    self._found: dict[Calls, Answer] = {}
+
+  def start(self, calls: Calls, function: Callable[[], Any]) -> None:
+    """Begins a call; where as many run as may, it begins when answers are waited for."""
+    self._waiting.append((calls, function))
+    self._begin()
+
+  def answers(self, of: Sequence[Calls]) -> list[Answer]:
+    """Those of calls that were started, when they are all there, in this order, in whatever order they come. A call
+    whose time ran out while nobody waited, and that has ended since, has its answer.
+
+    Raises:
+      TooManyLeft: too many hang.
+    """
+    while not all(calls in self._found for calls in of):
+      until = min((deadline for deadline in self._running.values() if deadline is not None), default=None)
+      try:
+        calls, answer = self._answers.get(timeout=None if until is None else max(until - time.monotonic(), 0.0))
+        if calls in self._running:  # else it was left behind
+          del self._running[calls]
+          self._found[calls] = answer
+      except queue.Empty:
+        now = time.monotonic()
+        for calls in [calls for calls, deadline in self._running.items() if deadline is not None and deadline <= now]:
+          del self._running[calls]
+          self._found[calls] = Answer(error=calls.leave())
+        _check_left()
+      self._begin()
+    return [self._found.pop(calls) for calls in of]
+
+  def _begin(self) -> None:
+    while self._waiting and len(self._running) < self._most:
+      calls, function = self._waiting.popleft()
+      self._running[calls] = None if calls.seconds is None else time.monotonic() + calls.seconds
+      calls.start(function, functools.partial(self._report, calls))
+
+  def _report(self, calls: Calls, answer: Answer) -> None:
+    self._answers.put((calls, answer))
+
+
 def together(calls: Sequence[Calls], functions: Sequence[Callable[[], Any]], most: int) -> list[Answer]:
-  """Makes a call of each environment, at most so many at the same time; the answers in the order of `calls`.
-
-  Each has its time from when it begins. What the answers are does not depend on the order in which they come.
-
-  Raises:
-    TooManyLeft: too many hang.
-  """
-  answers: queue.SimpleQueue = queue.SimpleQueue()
-  found: list[Answer] = [Answer()] * len(calls)
-  waiting, running = deque(range(len(calls))), {}
-
-  def report(number: int, answer: Answer) -> None:
-    answers.put((number, answer))
-
-  while waiting or running:
-    while waiting and len(running) < most:
-      number = waiting.popleft()
-      seconds = calls[number].seconds
-      running[number] = None if seconds is None else time.monotonic() + seconds
-      calls[number].start(functions[number], functools.partial(report, number))
-    until = min((deadline for deadline in running.values() if deadline is not None), default=None)
-    try:
-      number, answer = answers.get(timeout=None if until is None else max(until - time.monotonic(), 0.0))
-      if number in running:  # else it was left behind
-        del running[number]
-        found[number] = answer
-    except queue.Empty:
-      now = time.monotonic()
-      for number in [number for number, deadline in running.items() if deadline is not None and deadline <= now]:
-        del running[number]
-        found[number] = Answer(error=calls[number].leave())
-      _check_left()
-  return found
+  """Makes a call of each environment, at most so many at the same time; see `Together.answers`."""
+  all_of = Together(most)
+  for one, function in zip(calls, functions, strict=True):
+    all_of.start(one, function)
+  return all_of.answers(calls)
 
 
 def _check_left() -> None:

@@ -62,6 +62,11 @@ def check(config: Any) -> None:
   if c.environment is not None and c.tools:
     raise ConfigError("rollout.tools are answered by an environment of their own, and there is rollout.environment. "
                       "Use one of them; an environment may make calls itself.")
+  if not 0 < c.turn_share <= 1:
+    raise ConfigError(f"rollout.turn_share is {c.turn_share}; it must be above 0, and 1 at most.")
+  if c.turn_share < 1 and c.environment is None and not c.tools:
+    raise ConfigError(f"rollout.turn_share is {c.turn_share}, but nothing answers completions, so that each has one "
+                      "turn: give rollout.environment or rollout.tools, or use --config.rollout.turn_share=1.")
   for key, section in c.rewards.items():
     rewards.check(key, section)
   if ENVIRONMENT in c.rewards and c.environment is not None:

@@ -20,7 +20,7 @@ from input_pipeline.prompt_data import PromptData, PromptItem
 from input_pipeline.steps import Piece
 from trainer import strategies
 from trainer.distributed import processes
-from trainer.generate.sampler import Completion, Request, collect
+from trainer.generate.sampler import Completion, More, Request, joined
 from trainer.metrics import to_floats
 from trainer.rollouts import carried as carried_lib
 from trainer.rollouts import experience as experience_lib
@@ -257,15 +257,25 @@ class Producer:
     total, began = len(items) * self._group_size, time.perf_counter()
     with self._bar(total) as bar:
 
-      def generate(prompts: list[np.ndarray], **options: Any) -> list[Completion] | None:
-        parts = []
-        for part in self.sampler.stream(params, prompts, Request(**self._sampling, **options)):
+      def generate(prompts: list[np.ndarray], more: Callable[..., tuple] | None = None, **options: Any
+                   ) -> list[Completion] | None:
+        going: dict[tuple[int, int], list[Completion]] = {}
+        ended: list[Completion] = []
+
+        def told(idle: bool) -> More:
+          new, ended[:] = list(ended), []
+          return More(*more(new, idle))
+
+        request = Request(**self._sampling, **options, more=None if more is None else told)
+        for part in self.sampler.stream(params, prompts, request):
           if stopped():
             return None
           bar.update(part.finish_reason != "")
           self._sampled += len(part.ids)
-          parts.append(part)
-        return collect(parts)
+          going.setdefault((part.prompt, part.sample), []).append(part)
+          if part.finish_reason:
+            ended.append(joined(going.pop((part.prompt, part.sample))))
+        return ended
 
       episodes = self.episodes.run(items, self._group_size, generate, seed)
     self._clock["rollout"] += time.perf_counter() - began

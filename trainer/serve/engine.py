@@ -1,8 +1,8 @@
 """Completions for many callers at once: what waits is sampled together, in one thread that owns the parameters.
 
 A job is a prompt with its samples. Jobs that are drawn alike (temperature, truncation, seed, ends) share a run of the
-sampler; those that come meanwhile wait for the next. What is drawn depends on a job alone, not on its company
-(trainer/generate/sampler.py).
+sampler, which those that come meanwhile join, unless others wait. What is drawn depends on a job alone, not on its
+company (trainer/generate/sampler.py).
 """
 
 import dataclasses
@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from trainer.generate.sampler import Completion, Request, Sampler
+from trainer.generate.sampler import Completion, More, Request, Sampler
 from trainer.generate.stop_strings import StopStrings
 
 # Jobs of a run.
@@ -124,24 +124,45 @@ class Engine:
       (jobs if alike else others).append(job)
     return [job for job in jobs if not job.cancelled]
 
-  def _run(self, jobs: Sequence[Job]) -> None:
+  def _joining(self, how: How, most: int) -> list[Job]:
+    """Jobs that have come since, up to the first that cannot join those of this kind; nobody is passed by."""
+    found: list[Job] = []
+    while not self._left and len(found) < most and not self._waiting.empty():
+      asked = self._waiting.get()
+      if isinstance(asked, Job) and asked.how == how:
+        found += [] if asked.cancelled else [asked]
+      else:
+        self._left.append(asked)
+    return found
+
+  def _run(self, jobs: list[Job]) -> None:
     if not jobs:
       return
-    self.batches.append(len(jobs))
-    how, samples = jobs[0].how, [range(job.num_samples) for job in jobs]
-    if how.seed is None:
-      begins = [secrets.randbits(60) for _ in jobs]
-      samples = [range(begin, begin + job.num_samples) for begin, job in zip(begins, jobs, strict=True)]
+    self.batches.append(0)
+    how, all_of, samples = jobs[0].how, list[Job](), list[range]()
+
+    def options(jobs: Sequence[Job]) -> dict[str, Any]:
+      """What a `Request` has of each of these, which are now a part of the run."""
+      firsts = [0 if how.seed is not None else secrets.randbits(60) for _ in jobs]
+      new = [range(first, first + job.num_samples) for first, job in zip(firsts, jobs, strict=True)]
+      all_of.extend(jobs)
+      samples.extend(new)
+      self.batches[-1] += len(jobs)
+      return {"max_new_tokens": [job.max_new_tokens for job in jobs], "samples": new}
+
+    def more(_idle: bool) -> More:
+      new = self._joining(how, MOST - len(all_of))
+      return More([job.ids for job in new], options(new))
+
     try:
       stop = StopStrings(self._tokenizer, how.stop).options
-      request = Request(
-          max_new_tokens=[job.max_new_tokens for job in jobs], samples=samples, temperature=how.temperature,
-          top_k=how.top_k, top_p=how.top_p, min_p=how.min_p, stop_ids=how.stop_ids, **stop,
-          seed=self._chance if how.seed is None else how.seed)
+      request = Request(**options(jobs), temperature=how.temperature, top_k=how.top_k, top_p=how.top_p,
+                        min_p=how.min_p, stop_ids=how.stop_ids, **stop, more=more,
+                        seed=self._chance if how.seed is None else how.seed)
       for part in self._sampler.stream(self._params, [job.ids for job in jobs], request):
-        if all(job.cancelled for job in jobs):
+        if all(job.cancelled for job in all_of):
           return
-        jobs[part.prompt].report(dataclasses.replace(part, sample=part.sample - samples[part.prompt][0]))
+        all_of[part.prompt].report(dataclasses.replace(part, sample=part.sample - samples[part.prompt][0]))
     except Exception as error:  # told to those who wait; the next run may do
-      for job in jobs:
+      for job in all_of:
         job.report(error)

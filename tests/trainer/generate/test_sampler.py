@@ -17,7 +17,7 @@ from trainer.errors import ConfigError
 from trainer.generate import decoding
 from trainer.generate import sampler as sampler_lib
 from trainer.generate import slots as sampler_rows
-from trainer.generate.sampler import Request, Sampler
+from trainer.generate.sampler import More, Request, Sampler
 from trainer.generate.sampling import BLOCK, Options, draw
 from trainer.strategies import logprobs
 
@@ -139,6 +139,40 @@ def test_parts_of_a_stream_make_the_completions():
     assert [bool(part.finish_reason) for part in mine] == [False] * (len(mine) - 1) + [True]
     assert all(1 <= len(part.ids) <= 4 for part in mine)
     np.testing.assert_array_equal(np.concatenate([part.ids for part in mine]), c.ids)
+
+
+@pytest.mark.parametrize("pages", [False, True])
+def test_prompts_that_come_later_are_completed_as_if_they_had_been_there(pages, monkeypatch):
+  """While others go on, and when all have ended; longer ones, in rows that were kept for them, or come with them."""
+  if pages:
+    monkeypatch.setattr(sampler_lib, "MIN_PAGED_BYTES", 0)
+    monkeypatch.setattr(sampler_rows, "MIN_PAGED", 0)
+  monkeypatch.setattr(sampler_rows, "MIN_ROWS", 1)
+  monkeypatch.setattr(sampler_rows, "MIN_SLOTS", 16)
+  model, params = case("llama")
+  given, limits, options = prompts([3, 4, 9, 40, 2]), [30, 4, 6, 8, 5], dict(stop_ids=STOPS, seed=3)
+  expected = Sampler(model, rows=8).generate(params, given, max_new_tokens=limits, num_samples=2, **options)
+  calls = []
+
+  def more(idle):
+    calls.append(idle)
+    if len(calls) == 3:
+      return More(given[2:4], dict(max_new_tokens=limits[2:4], samples=[range(2)] * 2), 1)
+    if idle and calls.count(True) == 3:  # asked twice before, in vain
+      return More(given[4:], dict(max_new_tokens=limits[4:], samples=[range(2)]))
+    return More(coming=2 if calls.count(True) < 3 else 0)
+
+  sampler = Sampler(model, rows=8 if pages else 4, chunk=4)
+  sampler.paged = pages
+  request = Request(max_new_tokens=limits[:2], samples=[range(2)] * 2, more=more, **options)
+  found = sampler_lib.collect(sampler.stream(params, given[:2], request))
+  assert {4, sampler.rows} <= {key[1] for key in sampler._programs if key[0] == "begin"}
+  assert calls[:4] == [False] * 4 and calls[-2:] == [False, True] and calls.count(True) == 4
+  assert [(c.prompt, c.sample) for c in found] == [(n, i) for n in range(5) for i in range(2)]
+  for a, b in zip(found, expected, strict=True):
+    np.testing.assert_array_equal(a.ids, b.ids)
+    np.testing.assert_allclose(a.logprobs, b.logprobs, atol=1e-5)
+    assert a.finish_reason == b.finish_reason
 
 
 def test_samples_of_any_number_and_limits_of_their_own():

@@ -86,9 +86,9 @@ def test_the_images_decide_what_is_said_and_drawn():
   for one, two, some in zip(base, other, images, strict=True):
     assert (one.ids.tolist() == two.ids.tolist()) == (not some)
   # The random bits are others too, not the logits alone.
-  from trainer.generate.slots import Waiting
-  layout, limits = image_tokens.layout_of(model), np.full(4, 6)
-  keys = [Waiting(prompts, image_tokens.shown(layout, prompts, some), [range(1)] * 4, limits, [7] * 4, [0] * 4)
+  from trainer.generate.slots import Texts, Waiting
+  layout = image_tokens.layout_of(model)
+  keys = [Waiting(Texts(prompts, image_tokens.shown(layout, prompts, some), [range(1)] * 4, [6] * 4, [7] * 4, [0] * 4))
           for some in (images, darker)]
   assert [np.array_equal(*(key.key(p, 0) for key in keys)) for p in range(4)] == [not some for some in images]
 

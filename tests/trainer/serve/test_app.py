@@ -3,6 +3,7 @@ parts; what it cannot do is refused by name."""
 
 import asyncio
 import contextlib
+import functools
 import json
 import threading
 import time
@@ -181,6 +182,44 @@ def test_what_waits_is_sampled_together_if_it_is_drawn_alike(direct):
   assert [request.max_new_tokens for *_, request in recorder.asked] == [[1], [2, 4], [3], [6]]
   assert recorder.asked[2][2].seed == 4 and list(recorder.asked[2][2].samples[0]) == [0]
   assert engine.batches == [1, 2, 1, 1] and [str(error) for error in errors] == ["no memory"]
+
+
+class Gated(Sampler):
+  """Gives a part of a text, then waits to be told to go on."""
+
+  gate = threading.Event()
+
+  def stream(self, params, prompts, request):
+    for part in super().stream(params, prompts, request):
+      yield part
+      self.gate.wait(60)
+
+
+def test_what_comes_meanwhile_joins_what_is_drawn_alike(direct):
+  """It is over before the long text that it came in the middle of; both are what they are alone. What is drawn
+  otherwise waits, and what comes behind that, too."""
+  loaded, sampler = direct
+  engine, ended, parts = Engine(Gated(loaded.model, rows=4, chunk=2), loaded.params, loaded.tokenizer), [], {}
+
+  def report(name, part):
+    parts.setdefault(name, []).append(part)
+    ended.extend([name] if part.finish_reason else [])
+
+  def job(name, count, **how):
+    engine.submit(Job(np.arange(1, 5, dtype=np.int32), count, 1, How(seed=3, **how), functools.partial(report, name)))
+
+  job("long", 40)
+  while "long" not in parts:
+    time.sleep(0.01)
+  job("short", 3)
+  job("other", 3, temperature=0.5)
+  job("behind", 3)
+  engine._sampler.gate.set()
+  engine.close()
+  assert ended == ["short", "long", "other", "behind"] and engine.batches == [2, 1, 1]
+  for name, count in (("long", 40), ("short", 3)):
+    alone, = sampler.generate(loaded.params, [np.arange(1, 5)], max_new_tokens=count, seed=3)
+    assert np.concatenate([part.ids for part in parts[name]]).tolist() == alone.ids.tolist()
 
 
 @pytest.mark.parametrize("path, body, key, says", [

@@ -1,0 +1,160 @@
+"""Episodes whose turns are interleaved: what is asked when, and the same episodes as turn by turn."""
+
+import random
+import threading
+import time
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from tests.trainer import rollout_runs
+from tests.trainer.rollout_runs import assert_same_state, rows_of, table, write_prompts
+from tests.trainer.rollout_toys import Echo
+from trainer import train
+from trainer.errors import ConfigError
+from trainer.generate.sampler import Completion, Sampler
+from trainer.rollouts.environment_calls import Calls
+from trainer.rollouts.episode import Playing
+from trainer.rollouts.turns import Answers, Asked, Interleaved
+
+HERE = "tests.trainer.rollouts.test_turns"
+
+
+class Noting(Echo):
+  """Tells which turn was answered, in the order in which they were; how long each takes is chance."""
+
+  turns_answered: list[int] = []
+  most_seconds = 0.0
+
+  def step(self, completion):
+    time.sleep(random.random() * self.most_seconds)
+    turn = super().step(completion)
+    Noting.turns_answered.append(self.turns)
+    return turn
+
+
+class Fails(Echo):
+  """Raises, or hangs, in the second turn of some prompts."""
+
+  def reset(self, prompt, /, number=0, **columns):
+    super().reset(prompt)
+    self.number = number
+
+  def step(self, completion):
+    turn = super().step(completion)
+    if self.turns == 2 and self.number % 3 == 1:
+      raise RuntimeError("no second turn")
+    if self.turns == 2 and self.number % 3 == 2:
+      threading.Event().wait()
+    return turn
+
+
+@pytest.fixture(scope="module")
+def prompts(tmp_path_factory):
+  return write_prompts(tmp_path_factory.mktemp("prompts"))
+
+
+@pytest.fixture(autouse=True)
+def short_chunks(monkeypatch):
+  """The host looks after every other token; every fifth token ends a completion."""
+  monkeypatch.setitem(Sampler.__init__.__kwdefaults__, "chunk", 2)
+  monkeypatch.setattr(Noting, "turns_answered", [])
+  with rollout_runs.stops_often():
+    yield
+
+
+def played(prompts, workdir, share=0.125, env="Noting", **rollout):
+  """(the run, its rollout's table, the turns in the order in which they were answered)."""
+  Noting.turns_answered.clear()
+  c = rollout_runs.config(prompts, None, total_steps=1, rollout=dict(
+      environment=f"{HERE}.{env}", updates=1, max_new_tokens=32, turn_share=share) | rollout)
+  run = train(c, workdir)
+  return run, table(workdir, 1), list(Noting.turns_answered)
+
+
+def test_the_episodes_are_those_of_turn_by_turn(prompts, tmp_path):
+  """16 episodes in 8 rows: the same tokens by the same log-probs; but some are answered while others' turns before
+  go on."""
+  one, expected, in_turn = played(prompts, tmp_path / "turns", share=1.0)
+  two, found, turns = played(prompts, tmp_path / "interleaved")
+  assert in_turn == sorted(in_turn) and sorted(turns) == in_turn and turns != in_turn
+  assert {2, 3} <= set(turns[:turns.index(1) + 1] + turns[:len(turns) - turns[::-1].index(1)])
+  assert [line["completion"] for line in found] == [line["completion"] for line in expected]
+  a, b = one.data._now.experience, two.data._now.experience
+  for key in ("tokens", "weights", "lengths"):
+    np.testing.assert_array_equal(getattr(a, key), getattr(b, key), err_msg=key)
+  np.testing.assert_allclose(a.logprobs, b.logprobs, atol=2e-5)
+  row = rows_of(tmp_path / "interleaved")[1]
+  assert row["sampling/sampling_logp_difference/max"] < 1e-5
+  assert row["reward"] == pytest.approx(rows_of(tmp_path / "turns")[1]["reward"], abs=1e-6)
+
+
+def test_how_long_environments_take_changes_nothing(prompts, tmp_path, monkeypatch):
+  """Not a bit of the parameters, in two runs whose answers come in other orders."""
+  monkeypatch.setattr(Noting, "most_seconds", 0.02)
+  (one, a, first), (two, b, second) = (played(prompts, tmp_path / name) for name in "ab")
+  assert a == b and first != second
+  assert_same_state(one.state, two.state)
+  assert rows_of(tmp_path / "a") == rows_of(tmp_path / "b")
+
+
+def test_what_fails_or_hangs_costs_its_own_episode(prompts, tmp_path):
+  run, found, _ = played(prompts, tmp_path / "w", env="Fails", environment_timeout_seconds=1.0, num_prompts=8)
+  kinds = {int(line["prompt"].split()[-1][:-1]) % 3: [] for line in found}
+  for line in found:
+    kinds[int(line["prompt"].split()[-1][:-1]) % 3].append(line)
+  assert all(line["reward"] is not None for line in kinds.pop(0)) and set(kinds) == {1, 2}
+  for kind, lines in kinds.items():
+    reached = [line for line in lines if line["reward"] is None]
+    assert reached and {line["finish_reason"] == "timeout" for line in reached} == {kind == 2}
+  assert rows_of(tmp_path / "w")[1]["rollout/timeouts"] == sum(line["reward"] is None for line in kinds[2])
+
+
+def test_answers_are_waited_for_a_look_later_when_they_are_enough():
+  """16 episodes of one prompt, of which an eighth are 2; an answer of which nobody is in need is let alone."""
+  prompt = SimpleNamespace(ids=np.arange(3), images=())
+  item = SimpleNamespace(prompt=prompt, content="abc", number=0)
+  episodes = [Playing(item, sample, Calls(None, True)) for sample in range(16)]
+  told, gate = [], threading.Event()
+
+  def step(episode):
+    gate.wait(30)
+    return {"reward": None, "added": episode.sample}
+
+  def answered(those, answers):
+    told.append([answer["added"] for answer in answers])
+    for episode in those:
+      episode.over = episode.sample % 2 == 1
+      episode.ids = np.arange(4)
+
+  def said(episode, completion):
+    assert episode.sample == completion.sample
+
+  asked = Asked(lambda episode: 9, False)
+  prompts, options = asked.ask(episodes)
+  assert [p.tolist() for p in prompts] == [[0, 1, 2]] and options == {"samples": [[*range(16)]], "max_new_tokens": [9]}
+  turns = Interleaved(asked, Answers(4), step, said, answered, episodes, 1 / 8)
+
+  def ended(*samples, prompt=0):
+    return [Completion(prompt, n, np.array([1]), np.zeros(1), np.zeros(1), "stop") for n in samples]
+
+  nothing = ([], {"samples": [], "max_new_tokens": []})
+  assert turns.more([], False) == ([], {}, 0)
+  assert turns.more(ended(5), False) == ([], {}, 1) == turns.more([], False)  # one is not enough
+  assert turns.more(ended(0, 2, 3), False) == ([], {}, 4) and not told  # nor do these count before the next look
+  gate.set()
+  found, options, coming = turns.more(ended(7), False)
+  assert told == [[5, 0, 2, 3]] and coming == 1  # in the order in which they were asked for
+  assert [ids.tolist() for ids in found] == [[0, 1, 2, 3]] and options["samples"] == [[0, 2]]
+  assert turns.more(ended(2, prompt=1), False)[2] == 2  # prompts are counted on
+  assert turns.more([], True)[2] == 0 and told[1] == [7, 2]  # nothing else is left to do
+  assert turns.more([], True) == (*nothing, 0)
+  for episode in episodes:
+    episode.calls.close()
+
+
+def test_without_an_environment_there_is_nothing_to_interleave(prompts, tmp_path):
+  for share, says in ((0.5, "rollout.turn_share is 0.5, but nothing answers completions"), (0.0, "it must be above 0")):
+    with pytest.raises(ConfigError, match=says):
+      train(rollout_runs.config(prompts, rollout=dict(turn_share=share)), tmp_path / "w")
