@@ -232,6 +232,9 @@ def model() -> ConfigDict:
   # Standard deviation of the initial weights (output projections: divided by sqrt(2 * num_layers)).
   # Default: fan_in ** -0.5 for matrices, 0.02 for embeddings.
   m.init_std = unset(float)
+  # Maximal update parametrisation (muP): the hidden size at which the learning rate was found; that of a wider model is
+  # then the same (docs/configuration.md#learning-rates-that-transfer). Default: none.
+  m.mup_base_size = unset(int)
   # Run the layers as one scanned loop (compiles fast, whatever the depth) or unrolled.
   m.scan_layers = True
   # auto | blocked | splash (the kernel for TPUs) | triton (those for GPUs): how attention is computed. auto takes a

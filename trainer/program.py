@@ -28,7 +28,7 @@ from trainer.distributed import processes
 from trainer.errors import ConfigError
 from trainer.export import hugging_face
 from trainer.generate import image_tokens
-from trainer.optim import offload
+from trainer.optim import mup, offload
 from trainer.optim import optimizer as optim
 from trainer.rollouts import old_policy
 from trainer.rollouts import options as rollout_options
@@ -115,7 +115,7 @@ def resolve(config: Mapping) -> tuple[ConfigDict, list[str]]:
     ConfigError: what was found, what is allowed, what to type.
   """
   resolved = config_checks.resolve(config)
-  notes = [*hugging_face.fill_in(resolved), *strategies.fill_in(resolved)]
+  notes = [*hugging_face.fill_in(resolved), *strategies.fill_in(resolved), *mup.fill_in(resolved)]
   config_checks.validate(resolved)
   api.validate(resolved.model, resolved.seq_len)
   rollout_options.check(resolved)
@@ -163,7 +163,8 @@ def _matmul_rules(precision: Any) -> matmul.MatmulRules | None:
 def make_optimizer(config: Any, model: Any, total_steps: int, to_steps: Any) -> optim.Optimizer:
   """The optimizer of the config; `to_steps` resolves durations, see `optim.make_optimizer`."""
   return optim.make_optimizer(config.optimizer, config.schedule, model.abstract_params(), total_steps=total_steps,
-                              to_steps=to_steps, only=model.trained_only, precision=config.precision, seed=config.seed)
+                              to_steps=to_steps, only=model.trained_only, precision=config.precision, seed=config.seed,
+                              width=mup.width(config.model))
 
 
 def shares_prompts(config: Any, model: Any, mesh: Any) -> bool:

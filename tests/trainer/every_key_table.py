@@ -287,6 +287,7 @@ MODEL = {
   "model.neftune_alpha": program(5.0),
   "model.dropout": program(0.5),
   "model.init_std": program(0.1, see=fresh),
+  "model.mup_base_size": schedule(8),
   "model.scan_layers": program(False),
   "model.attention": program("splash", {"seq_len": 128}),
   "model.attention_block": program(16),

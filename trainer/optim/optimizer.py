@@ -24,6 +24,7 @@ import jax.numpy as jnp
 from trainer import tree as tree_lib
 from trainer.config import defaults
 from trainer.errors import ConfigError
+from trainer.optim import mup
 from trainer.optim.moments import Moments, make_moments, rounding_bits, to_bfloat16
 from trainer.optim.schedules import Schedule, Step, ToSteps, make_schedule
 from trainer.optim.transforms import Direction, adafactor, adam, lion, muon, sgd
@@ -197,7 +198,7 @@ class Optimizer:
 
 def make_optimizer(
     cfg: Any, cfg_schedule: Any, abstract_params: Tree, *, total_steps: int, to_steps: ToSteps, only: str | None = None,
-    precision: Any = None, seed: int = 0
+    precision: Any = None, seed: int = 0, width: float = 1.0
 ) -> Optimizer:
   """The optimizer of the config sections `optimizer` and `schedule`.
 
@@ -210,6 +211,7 @@ def make_optimizer(
     only: a regex; parameters whose path it does not match are frozen, besides those of `cfg.freeze`.
     precision: section `precision`, which says how moments are kept and parameters rounded; None: in float32.
     seed: of the bits that decide which way numbers are rounded.
+    width: m of trainer/optim/mup.py.
 
   Raises:
     ConfigError: unknown name, values out of range, rules without effect, or nothing left to train.
@@ -224,6 +226,8 @@ def make_optimizer(
   trained = {path: shapes[path] for path in rules}
   schedule = make_schedule(cfg_schedule, total_steps=total_steps, to_steps=to_steps)
   parts = _parts(cfg, trained, shapes)
+  if width != 1:
+    rules |= _of_width(rules, parts, width)
   notes = [f"{name}: {_count(paths, shapes)}" for name, (paths, _) in parts.items()]
   if len(trained) < len(shapes):
     notes.append(f"frozen: {_count(shapes.keys() - trained.keys(), shapes)}")
@@ -296,6 +300,18 @@ def _rules(cfg: Any, paths: Mapping[str, Any], total_steps: int, only: str | Non
       path: Rules(float(lr_mults[path]), float(wd_mults[path]), warmups[path])
       for path in paths if path not in frozen
   }
+
+
+def _of_width(rules: Mapping[str, Rules], parts: Mapping[str, tuple[frozenset[str], Direction]], width: float
+              ) -> dict[str, Rules]:
+  """The rules of hidden matrices at so many times the width at which rates were found."""
+  by_muon = parts["muon"][0] if "muon" in parts else frozenset()
+  changed = {}
+  for path in rules:
+    if re.search(mup.HIDDEN, path):
+      factor = mup.lr_mult(width, path in by_muon)
+      changed[path] = rules[path]._replace(lr_mult=rules[path].lr_mult * factor, wd_mult=rules[path].wd_mult / factor)
+  return changed
 
 
 def _hidden_matrices(exclude: Sequence[str], trained: Mapping[str, Any], every: Iterable[str]) -> frozenset[str]:
