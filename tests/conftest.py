@@ -126,7 +126,6 @@ tests/trainer/strategies/test_reward.py
 tests/models/quantization/test_quantize.py
 tests/trainer/strategies/test_chunked_loss.py
 tests/trainer/strategies/test_distill.py
-tests/test_notebook.py
 tests/models/attention/test_dispatch.py
 tests/trainer/strategies/test_grpo_model.py
 tests/trainer/export/test_hugging_face.py

@@ -1,16 +1,32 @@
-"""The notebook runs from top to bottom; with fewer steps and documents and shorter texts, and no other change."""
+"""The notebook runs from top to bottom, every night: with fewer steps and documents, shorter texts, and no other
+change."""
 
 import json
 import re
+import sys
 
 import nbformat
+import pytest
 from nbclient import NotebookClient
 
 from tests import tiny
+from trainer.config import checks as config_checks
 
 NOTEBOOK = tiny.ROOT / "notebooks" / "first_run.ipynb"
 
 
+def test_its_config_is_one():
+  """The cells before the run; all of them are run every night."""
+  cells = [cell.source for cell in nbformat.read(NOTEBOOK, as_version=4).cells if cell.cell_type == "code"]
+  assert "train(config, workdir)" in cells[2]
+  names, path = {}, list(sys.path)
+  for cell in cells[:2]:
+    exec(cell, names)
+  sys.path[:] = path
+  assert config_checks.resolve(names["config"]).total_steps == 400
+
+
+@pytest.mark.slow
 def test_it_trains_samples_and_plots(monkeypatch):
   notebook = nbformat.read(NOTEBOOK, as_version=4)
   nbformat.validate(notebook)

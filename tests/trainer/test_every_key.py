@@ -60,12 +60,10 @@ OF_SEVERAL = (every_key.layout, runs.planned, runs.plan_text)
 
 
 def keys():
-  """Every key; marked, if a mesh of one device would not tell, or has not been tried yet."""
-  for key in of_defaults():
+  """Every key; marked, if a mesh of one device would not tell."""
+  for key in (*of_defaults(), *of_sections()):
     several = any(row.see in OF_SEVERAL for row in rows_of(key))
     yield pytest.param(key, marks=pytest.mark.devices(8) if several else ())
-  for key in of_sections():
-    yield pytest.param(key, marks=pytest.mark.devices(8))
 
 
 @pytest.fixture(scope="module")

@@ -9,8 +9,6 @@ from trainer import train, tree
 from trainer.config import strategy
 from trainer.telemetry.writers import read_rows
 
-pytestmark = pytest.mark.devices(8)
-
 PICTURES = [digits.encoded(digits.picture(n)) for n in range(9)]
 ROWS = {
     "seq": [dict(image=image, text=f"picture {n}, and more of it") for n, image in enumerate(PICTURES)],
@@ -37,7 +35,7 @@ def rows_of(workdir, *keys):
 
 @pytest.fixture(scope="module", params=list(ROWS))
 def straight(request, tmp_path_factory):
-  """(strategy, folder, workdir, run) of four steps in one go, on eight devices."""
+  """(strategy, folder, workdir, run) of four steps in one go, on one device."""
   folder = tmp_path_factory.mktemp(request.param)
   return request.param, folder, folder / "w", train(config(folder, request.param), folder / "w")
 
@@ -52,12 +50,15 @@ def test_every_picture_counts_and_no_token_of_it_is_trained(straight):
   assert trained > 0.9 if name == "seq" else trained < 0.8
 
 
-def test_micro_batches_and_other_meshes_change_nothing(straight, tmp_path):
-  """I1 and I2: one mesh along four axes, in four micro-batches."""
+@pytest.mark.parametrize("mesh", [
+    pytest.param(dict(), id="the same"),
+    pytest.param(dict(data=1, fsdp=2, context=2, tensor=2), id="three axes",
+                 marks=[pytest.mark.slow, pytest.mark.devices(8)])])
+def test_micro_batches_and_other_meshes_change_nothing(straight, tmp_path, mesh):
+  """I1 and I2: in four micro-batches, and on another mesh."""
   name, folder, workdir, run = straight
   flat = tree.flatten(run.state["params"])
-  other = train(config(folder, name, mesh=dict(data=1, fsdp=2, context=2, tensor=2), grad_accum_steps=4),
-                tmp_path / "w")
+  other = train(config(folder, name, mesh=mesh, grad_accum_steps=4), tmp_path / "w")
   np.testing.assert_allclose(rows_of(tmp_path / "w", "loss", "grad_norm"), rows_of(workdir, "loss", "grad_norm"),
                              rtol=2e-5)
   for path, leaf in tree.flatten(other.state["params"]).items():

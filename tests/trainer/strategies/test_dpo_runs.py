@@ -42,7 +42,7 @@ def rows_of(workdir, key):
   return {row["step"]: row[key] for row in read_rows(workdir / "metrics.jsonl") if key in row}
 
 
-@pytest.mark.devices(8)
+@pytest.mark.devices(2)
 def test_at_the_first_step_policy_and_reference_are_one(pairs, tmp_path):
   """I7: the loss is ln 2, margins are 0 and no pair is won or lost."""
   train(config(pairs, total_steps=1), tmp_path / "w")

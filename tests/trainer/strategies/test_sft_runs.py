@@ -1,6 +1,7 @@
 """SFT end to end: what a step computes does not depend on packing, padding, micro-batches, devices or restarts."""
 
 import json
+import math
 import random
 
 import jax
@@ -91,15 +92,16 @@ def trained(file, workdir, **changed):
   return train(c, workdir)
 
 
-@pytest.mark.devices(8)
-def test_micro_batches_and_devices_do_not_change_the_parameters(conversations, tmp_path):
-  """I1, I2: four steps of plain SGD at once on one device, and on eight in four micro-batches. (A model whose
-  parameters are split over `fsdp` alone: test_layouts.py.)"""
+@pytest.mark.parametrize("mesh", [
+    pytest.param(dict(data=1, fsdp=2), id="two", marks=pytest.mark.devices(2)),
+    pytest.param(dict(data=1, fsdp=2, context=2, tensor=2), id="eight",
+                 marks=[pytest.mark.slow, pytest.mark.devices(8)])])
+def test_micro_batches_and_devices_do_not_change_the_parameters(conversations, tmp_path, mesh):
+  """I1, I2: four steps of plain SGD at once on one device, and on several in four micro-batches."""
   with programs.devices(1):
     reference = tree.flatten(trained(conversations, tmp_path / "a").state["params"])
-  programs.show(8)
-  mixed = dict(grad_accum_steps=4, mesh=dict(data=1, fsdp=2, context=2, tensor=2))
-  params = tree.flatten(trained(conversations, tmp_path / "b", **mixed).state["params"])
+  programs.show(math.prod(mesh.values()))
+  params = tree.flatten(trained(conversations, tmp_path / "b", grad_accum_steps=4, mesh=mesh).state["params"])
   for path, leaf in reference.items():
     np.testing.assert_allclose(leaf, params[path], atol=2e-6, err_msg=path)
 
