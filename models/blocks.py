@@ -19,23 +19,26 @@ from models.attention.latent import LatentAttention
 from models.attention.mask import TokenIds
 from models.attention.rope import apply_rope
 from models.experts.moe import Moe, Routing
-from models.layers import Linear, Mlp, Norm, Scope, apply_linears, dropout
+from models.layers import Linear, Mlp, Norm, Scope, activate, apply_linears, dropout, rms_normalised
 from models.remat import named
 from models.sharding.logical_axes import constrain
-from models.spec import Spec
+from models.spec import MIXERS, Spec
 
 
 class SelfAttention(nnx.Module):
   """Grouped-query self-attention with its projections."""
 
-  def __init__(self, spec: Spec, scope: Scope):
-    H, G, K, D = spec.num_heads, spec.num_kv_heads, spec.head_dim, spec.hidden_size
+  def __init__(self, spec: Spec, scope: Scope, mixer: str = "attn"):
+    """`mixer`: which of `models.spec.MIXERS` it is."""
+    H, D, (G, K) = spec.num_heads, spec.hidden_size, spec.heads_of(mixer)
     std, bias = spec.init_std, spec.qkv_bias
     # With a gate, each head has its query and then as many numbers for its gate.
     queries = H * K * (2 if spec.attention_gate else 1)
     self.q = Linear(scope / "q", D, queries, std=std, bias=bias, names=(None, "heads"))
-    self.k = Linear(scope / "k", D, G * K, std=std, bias=bias, names=(None, "kv_heads"))
-    self.v = Linear(scope / "v", D, G * K, std=std, bias=bias, names=(None, "kv_heads"))
+    own, of_keys = "query" not in mixer, mixer == "global_attn" and spec.global_attention.values_are_keys
+    of_kv: dict[str, Any] = dict(std=std, bias=bias, names=(None, "kv_heads"))
+    self.k = Linear(scope / "k", D, G * K, **of_kv) if own else None
+    self.v = Linear(scope / "v", D, G * K, **of_kv) if own and not of_keys else None
     self.o = Linear(scope / "o", H * K, D, std=std, bias=spec.attention_out_bias, gain=out_gain(spec),
                     names=("heads", None))
     # Attributes are assigned once: NNX's graph mode lets no static None become a module.
@@ -45,31 +48,30 @@ class SelfAttention(nnx.Module):
     q_size, k_size = map(of_heads[spec.qk_norm_over], (H, G))
     self.over_all = spec.qk_norm_over == "all"
     self.q_norm = Norm(scope / "q_norm", q_size, **norm) if spec.qk_norm else None
-    self.k_norm = Norm(scope / "k_norm", k_size, **norm) if spec.qk_norm else None
+    self.k_norm = Norm(scope / "k_norm", k_size, **norm) if spec.qk_norm and own else None
     self.sinks = scope.constant("sinks", (H,), 0.0) if spec.attention_sinks else None
-    self.spec = spec
+    self.spec, self.kv_heads, self.head_dim = spec, G, K
 
   def __call__(self, x_BxTxD, tokens: TokenIds, rope: Any, window: int | None, key: jax.Array | None = None,
-               past: Past | None = None) -> tuple[jax.Array, tuple[jax.Array, jax.Array] | Cache]:
+               past: Past | None = None, lent: tuple[jax.Array, jax.Array] | None = None
+               ) -> tuple[jax.Array, tuple[jax.Array, jax.Array] | Cache]:
     """(output, (keys, values) [B, T, G, K], or, with a `past`, its cache with those of the token).
 
     `rope`: a `rope_table`, or None for no rotation. `key`: for dropout on the adapters' input; None: no dropout.
-    `past`: where the one token of each row finds those before it; None: rows begin here.
+    `past`: where the one token of each row finds those before it; None: rows begin here. `lent`: the keys and values of
+    the layer whose this one uses, if it has none of its own; a `past` is then that layer's.
     """
     s = self.spec
     B, T, _ = x_BxTxD.shape
-    q, k, v = apply_linears((self.q, self.k, self.v), x_BxTxD, key)
-    q_BxTxHxK = q.reshape(B, T, s.num_heads, -1)
-    k_BxTxGxK, v_BxTxGxK = (part.reshape(B, T, s.num_kv_heads, s.head_dim) for part in (k, v))
-    q_BxTxHxK = constrain(q_BxTxHxK, "batch", "length", "heads", None)
-    k_BxTxGxK = constrain(k_BxTxGxK, "batch", "length", "kv_heads", None)
-    v_BxTxGxK = constrain(v_BxTxGxK, "batch", "length", "kv_heads", None)
-    q_BxTxHxK, k_BxTxGxK, v_BxTxGxK = (named(part, "qkv") for part in (q_BxTxHxK, k_BxTxGxK, v_BxTxGxK))
-    q_BxTxHxK, gate_BxTxHxK = q_BxTxHxK[..., :s.head_dim], q_BxTxHxK[..., s.head_dim:]
+    linears = tuple(linear for linear in (self.q, self.k, self.v) if linear is not None)
+    q, *made = apply_linears(linears, x_BxTxD, key)
+    q_BxTxHxK = named(constrain(q.reshape(B, T, s.num_heads, -1), "batch", "length", "heads", None), "qkv")
+    q_BxTxHxK, gate_BxTxHxK = q_BxTxHxK[..., :self.head_dim], q_BxTxHxK[..., self.head_dim:]
     if self.q_norm is not None:
-      q_BxTxHxK, k_BxTxGxK = self._normalise(self.q_norm, q_BxTxHxK), self._normalise(self.k_norm, k_BxTxGxK)
+      q_BxTxHxK = self._normalise(self.q_norm, q_BxTxHxK)
     if rope is not None:
-      q_BxTxHxK, k_BxTxGxK = (apply_rope(part, rope, s.rope_interleaved) for part in (q_BxTxHxK, k_BxTxGxK))
+      q_BxTxHxK = apply_rope(q_BxTxHxK, rope, s.rope_interleaved)
+    k_BxTxGxK, v_BxTxGxK = self._keys_and_values(made, rope, B, T) if made else lent or (None, None)
     options: dict[str, Any] = dict(scale=s.attention_scale, logit_cap=s.attention_logit_cap,
                                    sinks_H=None if self.sinks is None else self.sinks[...])
     if past is None:
@@ -81,7 +83,8 @@ class SelfAttention(nnx.Module):
       new: Any = k_BxTxGxK, v_BxTxGxK
     else:
       active_B = tokens.segments[:, 0] > 0
-      new, seen = past.add(k_BxTxGxK[:, 0], v_BxTxGxK[:, 0], active_B, window)
+      new, seen = (past.add(k_BxTxGxK[:, 0], v_BxTxGxK[:, 0], active_B, window) if made else
+                   (past.cache, past.seen(window)))
       out_BxTxHxK = attend_to_past(q_BxTxHxK, seen.keys_BxGxSxK, seen.values_BxGxSxK, seen_BxS=seen.seen_BxS,
                                    active_B=active_B, table=seen.table, **options)
     if s.attention_gate:
@@ -89,10 +92,38 @@ class SelfAttention(nnx.Module):
     out_BxTxHxK = constrain(out_BxTxHxK, "batch", "length", "heads", None)
     return self.o(out_BxTxHxK.reshape(B, T, -1), key), new
 
+  def _keys_and_values(self, made: Sequence[jax.Array], rope: Any, B: int, T: int) -> tuple[jax.Array, jax.Array]:
+    """[B, T, G, K] each, of what the projections have `made`: keys, and values unless these are the keys."""
+    made = [constrain(part.reshape(B, T, self.kv_heads, self.head_dim), "batch", "length", "kv_heads", None)
+            for part in made]
+    k_BxTxGxK, *values = (named(part, "qkv") for part in made)
+    v_BxTxGxK = values[0] if values else k_BxTxGxK
+    if self.k_norm is not None:
+      k_BxTxGxK = self._normalise(self.k_norm, k_BxTxGxK)
+    if self.spec.value_norm:
+      v_BxTxGxK = rms_normalised(v_BxTxGxK, self.spec.norm_eps)
+    return k_BxTxGxK if rope is None else apply_rope(k_BxTxGxK, rope, self.spec.rope_interleaved), v_BxTxGxK
+
   def _normalise(self, norm: Norm, x_BxTxHxK: jax.Array) -> jax.Array:
     """Queries or keys, normalised over what `qk_norm_over` says."""
     over = (*x_BxTxHxK.shape[:2], -1) if self.over_all else x_BxTxHxK.shape
     return norm(x_BxTxHxK.reshape(over)).reshape(x_BxTxHxK.shape)
+
+
+class PerLayer(nnx.Module):
+  """What a layer adds of its own embedding of each token (Gemma 3n and 4)."""
+
+  def __init__(self, spec: Spec, scope: Scope):
+    D, P, std = spec.hidden_size, spec.per_layer_size, spec.init_std
+    # As latents, they are those of the tokens that a device has in the residual stream.
+    plain: dict[str, Any] = dict(std=std, bias=False, names=(None, None))
+    self.gate = Linear(scope / "gate", D, P, **plain)
+    self.out = Linear(scope / "out", P, D, gain=out_gain(spec), **plain)
+    self.norm, self.activation = make_norm(spec, scope / "norm"), spec.activation
+
+  def __call__(self, x_BxTxD: jax.Array, own_BxTxP: jax.Array, key: jax.Array | None) -> jax.Array:
+    """`own_BxTxP`: the embeddings; `key`: for dropout on the adapters' input."""
+    return self.norm(self.out(activate(self.activation, own_BxTxP, self.gate(x_BxTxD, key)), key))
 
 
 class Block(nnx.Module):
@@ -107,30 +138,51 @@ class Block(nnx.Module):
     self.parallel = spec.parallel_blocks
     self.mlp_norm = make_norm(spec, scope / "mlp_norm") if pre and not self.parallel else None
     self.mlp_post_norm = make_norm(spec, scope / "mlp_post_norm") if post else None
+    beside = spec.moe is not None and spec.moe.beside_mlp
+    self.mlp_out_norm = make_norm(spec, scope / "mlp_out_norm") if beside else None
+    self.moe_norm = make_norm(spec, scope / "moe_norm") if beside else None
+    self.moe_out_norm = make_norm(spec, scope / "moe_out_norm") if beside else None
+    self.per_layer = PerLayer(spec, scope / "per_layer") if spec.per_layer_size else None
+    self.layer_scale = scope.constant("layer_scale", (1,), 1.0) if spec.layer_scale else None
     self.residual_scale, self.dropout = spec.residual_scale, spec.dropout
 
   def __call__(self, x_BxTxD, tokens: TokenIds, rope, window: int | None, key: jax.Array | None,
-               past: Past | None = None, parts: Collection[str] = ("attn", "mlp"), routing: Routing | None = None):
+               past: Past | None = None, parts: Collection[str] = ("attn", "mlp"), routing: Routing | None = None,
+               lent: tuple[jax.Array, jax.Array] | None = None, own_BxTxP: jax.Array | None = None):
     """(x, statistics of the experts if it has any, {name of the mixer: keys and values, or a state}, or the cache).
 
-    `key`: this layer's key for dropout; None: no dropout. `past`: see `SelfAttention`. `parts`: of `models.spec.PARTS`.
-    `routing`: of this layer's experts.
+    `key`: this layer's key for dropout; None: no dropout. `past`, `lent`: see `SelfAttention`. `parts`: of
+    `models.spec.PARTS`. `routing`: of this layer's experts. `own_BxTxP`: see `PerLayer`.
     """
     keys = (None, None) if key is None else jax.random.split(key)
     x_BxTxD = named(x_BxTxD, "layer_input")
     normed_BxTxD = x_BxTxD if self.attn_norm is None else self.attn_norm(x_BxTxD)
-    if "delta" in parts:
+    mixer = next(mixer for mixer in MIXERS if mixer in parts)
+    if mixer == "delta":
       y, new = self.delta(normed_BxTxD, tokens, key, past)
     else:
-      y, new = self.attn(normed_BxTxD, tokens, rope, window, key, past)
-    new = {"delta" if "delta" in parts else "attn": new} if past is None else new
+      borrowed = (lent,) if "query" in mixer else ()
+      y, new = getattr(self, mixer)(normed_BxTxD, tokens, rope, window, key, past, *borrowed)
+      new = {} if borrowed and past is None else new
+    new = {mixer: new} if past is None and new else new
     x_BxTxD = x_BxTxD + self._branch_end(y, self.attn_post_norm, keys[0])
     x_BxTxD = named(constrain(x_BxTxD, "batch", "stream", "embed"), "stream")
     if not self.parallel:
       normed_BxTxD = x_BxTxD if self.mlp_norm is None else self.mlp_norm(x_BxTxD)
-    y, stats = (self.moe(normed_BxTxD, tokens.segments, key, routing) if "moe" in parts else
-                (self.mlp(normed_BxTxD, key), {}))
+    mlp = self.wide_mlp if "wide_mlp" in parts else self.mlp if "mlp" in parts else None
+    if "moe" not in parts:
+      y, stats = mlp(normed_BxTxD, key), {}
+    elif mlp is None:
+      y, stats = self.moe(normed_BxTxD, tokens.segments, key, routing)
+    else:  # each between norms of its own; the router judges what none has normalised
+      of_experts, stats = self.moe(self.moe_norm(x_BxTxD), tokens.segments, key, routing, x_BxTxD)
+      y = self.mlp_out_norm(mlp(normed_BxTxD, key)) + self.moe_out_norm(of_experts)
     x_BxTxD = x_BxTxD + self._branch_end(y, self.mlp_post_norm, keys[1])
+    if self.per_layer is not None:
+      more = None if key is None else jax.random.fold_in(key, 2)
+      x_BxTxD = x_BxTxD + self._branch_end(self.per_layer(x_BxTxD, own_BxTxP, key), None, more)
+    if self.layer_scale is not None:  # a buffer of theirs, which is not trained
+      x_BxTxD = x_BxTxD * jax.lax.stop_gradient(self.layer_scale[...]).astype(x_BxTxD.dtype)
     return constrain(x_BxTxD, "batch", "stream", "embed"), stats, new
 
   def _branch_end(self, y_BxTxD: jax.Array, norm: Norm | None, key: jax.Array | None) -> jax.Array:
@@ -150,9 +202,12 @@ def stack_blocks(spec: Spec, scope: Scope) -> Block:
   parts: dict[str, Callable] = {
       "attn": (functools.partial(SelfAttention, spec) if spec.latent is None else
                functools.partial(LatentAttention, spec, out_gain=gain)),
+      **{mixer: functools.partial(SelfAttention, spec, mixer=mixer)
+         for mixer in ("global_attn", "query_attn", "global_query_attn")},
       "delta": functools.partial(GatedDeltaNet, spec, out_gain=gain),
-      "mlp": functools.partial(Mlp, features=spec.hidden_size, hidden=spec.intermediate_size, std=std,
-                               activation=spec.activation, bias=spec.mlp_bias, out_gain=gain),
+      **{name: functools.partial(Mlp, features=spec.hidden_size, hidden=times * spec.intermediate_size, std=std,
+                                 activation=spec.activation, bias=spec.mlp_bias, out_gain=gain)
+         for name, times in (("mlp", 1), ("wide_mlp", 2))},
       "moe": functools.partial(Moe, spec, out_gain=gain),
   }
 
@@ -167,24 +222,25 @@ def stack_blocks(spec: Spec, scope: Scope) -> Block:
   return blocks
 
 
-def run_blocks(spec: Spec, blocks: Block | Sequence[Block], layer: Callable, remat: Callable, x: Any
-               ) -> tuple[Any, Any]:
+def run_blocks(spec: Spec, blocks: Block | Sequence[Block], layer: Callable, remat: Callable, x: Any,
+               each: Any = None) -> tuple[Any, Any]:
   """Applies every layer: a scan over whole periods of the pattern, then the remaining layers one by one. Where the
-  first layers differ from later ones, they are such a run of their own.
+  first layers, or the last, differ from others, they are such a run of their own (`Spec.runs`).
 
   Args:
     spec: says how many layers there are, their pattern, and whether they are scanned.
     blocks: from `stack_blocks`; or of each layer (`unstack`), which are then not scanned.
     layer: `layer(place, x, block, index)` gives (x, a tree of arrays); `place` is `index` as a number, or of layers in
-      the scan the number of the first layer like this one.
+      the scan the number of the first layer like this one. With `each`, `layer(place, x, block, (index, its))`.
     remat: a `remat_policy`.
     x: what enters the first layer, a tree of arrays.
+    each: a tree of arrays with a leading L, of which each layer gets its entry.
 
   Returns:
     (what leaves the last layer, the trees of all layers, stacked).
   """
-  L, period, first = spec.num_layers, len(spec.layer_pattern), spec.first_layers
-  indices = jnp.arange(L)
+  L, period = spec.num_layers, len(spec.layer_pattern)
+  indices = jnp.arange(L) if each is None else (jnp.arange(L), each)
   stacked = []  # trees of runs of layers, in order
 
   def in_group(start: int, i: int, x: Any, group: Any) -> tuple[Any, Any]:
@@ -196,7 +252,8 @@ def run_blocks(spec: Spec, blocks: Block | Sequence[Block], layer: Callable, rem
       layers = [i for i in spec.layers_with(_part(path)) if i >= start]
       return jax.lax.index_in_dim(p, layers.index(start + i), keepdims=False) if start + i in layers else None
 
-    return layer(start + i, x, jax.tree_util.tree_map_with_path(take, blocks), indices[i])
+    return layer(start + i, x, jax.tree_util.tree_map_with_path(take, blocks),
+                 jax.tree.map(lambda part: part[i], indices))
 
   def scanned(x: Any, start: int, periods: int) -> Any:
     def in_periods(path: tuple[Any, ...], p: jax.Array) -> jax.Array:
@@ -205,7 +262,8 @@ def run_blocks(spec: Spec, blocks: Block | Sequence[Block], layer: Callable, rem
       return p[skipped:skipped + periods * each].reshape(periods, each, *p.shape[1:])
 
     groups = (jax.tree_util.tree_map_with_path(in_periods, blocks),
-              indices[start:start + periods * period].reshape(periods, period))
+              jax.tree.map(lambda part: part[start:start + periods * period].reshape(periods, period, *part.shape[1:]),
+                           indices))
 
     def scan_body(x, group):
       trees = [None] * period
@@ -218,21 +276,42 @@ def run_blocks(spec: Spec, blocks: Block | Sequence[Block], layer: Callable, rem
     return x
 
   def one_by_one(x: Any, blocks: Any, start: int) -> Any:
+    leaves, treedef = jax.tree.flatten(indices)
+    columns = [jnp.unstack(leaf) for leaf in leaves]
     for i, block in enumerate(blocks, start):
-      x, tree = remat(functools.partial(layer, i), False)(x, block, indices[i])
+      x, tree = remat(functools.partial(layer, i), False)(x, block, treedef.unflatten([c[i] for c in columns]))
       stacked.append(jax.tree.map(lambda part: part[None], tree))
     return x
 
   if not isinstance(blocks, Block):
     x = one_by_one(x, blocks, 0)
     return x, _joined(jnp.concatenate, stacked)
-  for start, stop in ((0, first), (first, L)):
+  for start, stop in spec.runs:
     alike = all(spec.parts_of(i) == spec.parts_of(start + (i - start) % period) for i in range(start, stop))
     periods = (stop - start) // period if spec.scan_layers and alike else 0
     if periods:
       x = scanned(x, start, periods)
     x = one_by_one(x, unstack(spec, blocks, start + periods * period, stop), start + periods * period)
   return x, _joined(jnp.concatenate, stacked)
+
+
+def room_to_lend(spec: Spec, x_BxTxD: jax.Array) -> dict[str, tuple[jax.Array, jax.Array]]:
+  """Room for the keys and values [B, T, G, K] that layers without their own use, by the type of layer."""
+  found = {}
+  for layer in range(spec.num_layers - spec.kv_shared_layers, spec.num_layers):
+    zeros = jnp.zeros((*x_BxTxD.shape[:2], *spec.heads_of(spec.mixer_of(layer))), x_BxTxD.dtype)
+    found[spec.layer_type(layer)] = (constrain(zeros, "batch", "length", "kv_heads", None),) * 2
+  return found
+
+
+def of_each_layer(spec: Spec, read: jax.Array, made: jax.Array, norm: Norm) -> jax.Array:
+  """Of each layer its embeddings of the tokens [L, B, T, P]: those read from a table, and what was made of the
+  usual ones, normalised; both [B, T, L * P]."""
+  shape, dtype = (*read.shape[:2], spec.num_layers, spec.per_layer_size), read.dtype
+  read_BxTxLxP = read.reshape(shape) * jnp.asarray(spec.per_layer_size**0.5, dtype)
+  made_BxTxLxP = norm((made * jnp.asarray(spec.hidden_size**-0.5, dtype)).reshape(shape))
+  both_BxTxLxP = (made_BxTxLxP + read_BxTxLxP) * jnp.asarray(2**-0.5, dtype)
+  return constrain(jnp.moveaxis(both_BxTxLxP, 2, 0), None, "batch", "stream", None)
 
 
 def make_norm(spec: Spec, scope: Scope, gain: float = 1.0) -> Norm:

@@ -95,11 +95,15 @@ def model() -> ConfigDict:
   m.qkv_bias = False
   m.attention_out_bias = False
   m.mlp_bias = False
+  # What a layer gives is multiplied by a number of its own, which a checkpoint says and which is not trained (Gemma 4).
+  m.layer_scale = False
   # Normalise queries and keys (Qwen 3, Gemma 3); `qk_norm_over` says over what.
   m.qk_norm = False
   # head: RMSNorm of each head, with one scale for all of them. all: RMSNorm of all heads together (OLMo 2).
   # each_head: each head by the kind that `norm` says, with a scale of its own (Cohere).
   m.qk_norm_over = "head"
+  # RMSNorm of each head's values, without a scale (Gemma 4).
+  m.value_norm = False
   # Scores are multiplied by this. Default: head_dim ** -0.5.
   m.attention_scale = unset(float)
   # cap * tanh(x / cap) on attention scores and on logits (Gemma 2); unset: none.
@@ -115,6 +119,20 @@ def model() -> ConfigDict:
   # ("global", "global", "global", "nope") for SmolLM 3.
   m.window = unset(int)
   m.layer_pattern = ("global",)
+  # Layers of type global that are of another form than the others (Gemma 4), if head_dim is set: the size of a head,
+  # and how many of them keys and values have (default: num_kv_heads). Values are the keys before their norm and
+  # rotation, with no projection of their own. Of a head's pairs, which are those of a whole head, the share
+  # rope_fraction with the highest frequencies turns (p-RoPE, arXiv 2410.06205).
+  m.global_attention = g = ConfigDict(dict(values_are_keys=False, rope_fraction=1.0))
+  g.head_dim = unset(int)
+  g.num_kv_heads = unset(int)
+  # So many of the last layers have no keys and values of their own: they use those of the last layer of their type that
+  # has (Gemma 4 E2B, E4B). double_wide_mlp: their MLP is twice as wide as those of the others.
+  m.kv_shared_layers = 0
+  m.double_wide_mlp = False
+  # Embeddings of each token for each layer, of so many numbers, which join what a projection of the usual embedding
+  # gives and are added to what the layer gives, through a gate and a projection (Gemma 4 E2B, E4B); 0: none.
+  m.per_layer_size = 0
   # Sizes of `delta` layers, which have a state of a fixed size in the place of keys and values (Gated DeltaNet,
   # arXiv 2412.06464; ("delta", "delta", "delta", "global") for Qwen3-Next). num_key_heads divides num_value_heads;
   # conv_width: tokens that the short convolution sees, the current one included.
@@ -133,6 +151,12 @@ def model() -> ConfigDict:
   # Width of the expert that every token passes through, 0: none; `shared_gate`: times sigmoid(x @ w) (Qwen2-MoE).
   e.shared_size = 0
   e.shared_gate = False
+  # Every layer has its MLP and, beside it, experts, each between norms of its own (Gemma 4).
+  e.beside_mlp = False
+  # The router sees the hidden state divided by its RMS, times a vector that is learned and hidden_size ** -0.5; and the
+  # weight of each expert is multiplied by a number that is learned, after the division by their sum (Gemma 4).
+  e.router_norm = False
+  e.expert_scale = False
   # before_topk: weights are the chosen entries of the softmax over all experts; after_topk: softmax of the chosen.
   e.softmax = "before_topk"
   # Whether the router has a bias (gpt-oss).
@@ -214,7 +238,7 @@ def model() -> ConfigDict:
   # Adapters (LoRA): `rank` above 0 freezes everything but low-rank updates x @ A @ B * scale of the kernels whose
   # path matches one of `targets` (the tower's begin with vision/); scale = alpha / rank, or alpha / sqrt(rank) with
   # `rslora`.
-  m.lora = a = ConfigDict(dict(rank=0, alpha=16.0, targets=(r"^blocks/(attn|delta|mlp)/\w+/kernel",)))
+  m.lora = a = ConfigDict(dict(rank=0, alpha=16.0, targets=(r"^blocks/(\w*attn|delta|\w*mlp)/\w+/kernel",)))
   a.rslora = False
   # Each column of an adapted kernel has a length of its own that is trained (DoRA, arXiv 2402.09353).
   a.dora = False

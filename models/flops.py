@@ -15,7 +15,7 @@ def per_token(spec: Spec, vocab_size: int, params: Mapping[str, Any], trained_on
               document_length: float | None = None, images_per_row: float = 0.0, tower_frozen: bool = False) -> float:
   """Operations per token of a row.
 
-  6 N + 6 H (K + V) * (sum over layers of the mean number of visible keys), where N counts the weights that
+  6 N + 6 H (sum over layers of K + V times the mean number of visible keys), where N counts the weights that
   take part in a token's matrix products (the unembedding included, also when tied; the embedding lookup not;
   of experts only as many as a token passes through),
   and a query of a causal row of T tokens sees (T + 1) / 2 keys on average, fewer with a window. With adapters, the
@@ -42,14 +42,22 @@ def per_token(spec: Spec, vocab_size: int, params: Mapping[str, Any], trained_on
   active = 1.0 if spec.moe is None else spec.moe.experts_per_token / spec.moe.num_experts
   weights = {path: n * (active if "/experts/" in path else 1.0) for path, n in sizes.items()
              if path.startswith("blocks/") and (path.endswith("/kernel") or lora.is_adapter(path))}
+  if spec.per_layer_size:
+    weights["per_layer_proj/kernel"] = sizes["per_layer_proj/kernel"]
   if not spec.num_labels:
     weights["embed/embedding" if spec.tie_embeddings else "unembed/kernel"] = spec.hidden_size * vocab_size
   length = seq_len if document_length is None else min(document_length, seq_len)
-  visible = sum(_mean_visible(length, spec.window_of(i)) for i in spec.layers_with("attn"))
+  visible = sum(_sizes(spec, spec.mixer_of(i)) * _mean_visible(length, spec.window_of(i))
+                for i in range(spec.num_layers) if spec.mixer_of(i) != "delta")
   matmuls = sum(n * (6.0 if re.search(trained_only or "", path) else 4.0) for path, n in weights.items())
   images = images_per_row * _per_image(spec, sizes, tower_frozen, images_per_row) / seq_len if images_per_row else 0.0
-  of_head = spec.head_dim + (spec.head_dim if spec.latent is None else spec.latent.value_dim)
-  return matmuls + 6.0 * spec.num_heads * of_head * visible + _of_states(spec) + images
+  return matmuls + 6.0 * spec.num_heads * visible + _of_states(spec) + images
+
+
+def _sizes(spec: Spec, mixer: str) -> int:
+  """Of a head's key and of its value, together."""
+  _, size = spec.heads_of(mixer)
+  return size + (size if spec.latent is None else spec.latent.value_dim)
 
 
 def _of_states(spec: Spec) -> float:

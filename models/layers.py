@@ -257,6 +257,12 @@ class Norm(nnx.Module):
     return y.astype(x.dtype)
 
 
+def rms_normalised(x: jax.Array, eps: float) -> jax.Array:
+  """RMSNorm over the last axis without a scale; computed in float32."""
+  y = x.astype(jnp.float32)
+  return (y * jax.lax.rsqrt(jnp.mean(jnp.square(y), -1, keepdims=True) + eps)).astype(x.dtype)
+
+
 class Embedding(nnx.Module):
   """A table [size, D], read by index."""
 

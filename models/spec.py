@@ -8,7 +8,18 @@ from models import layers
 from models.attention import dispatch as attention
 from models.attention.rope import Rope
 from models.spec_checks import at_least_one, cap, one_of
-from models.spec_parts import Delta, Latent, Lora, Moe, make_delta, make_latent, make_lora, make_moe
+from models.spec_parts import (
+  Delta,
+  GlobalAttention,
+  Latent,
+  Lora,
+  Moe,
+  make_delta,
+  make_global_attention,
+  make_latent,
+  make_lora,
+  make_moe,
+)
 from models.spec_rope import make_ropes
 from models.spec_vision import VISION_KEYS, Vision, make_vision
 from trainer.errors import ConfigError
@@ -24,20 +35,24 @@ ARCHITECTURE_KEYS = (
                                         "high_frequency_factor", "beta_fast", "beta_slow", "truncate",
                                         "attention_factor", "short_factors", "long_factors")),
     "tie_embeddings", "head", "num_labels", "scale_embeddings", "embedding_scale", "residual_scale", "logit_scale",
-    "qkv_bias", "attention_out_bias", "mlp_bias", "qk_norm", "qk_norm_over",
+    "layer_scale", "qkv_bias", "attention_out_bias", "mlp_bias", "qk_norm", "qk_norm_over", "value_norm",
     "attention_scale", "attention_logit_cap", "attention_gate", "attention_sinks",
-    "final_logit_cap", "window", "layer_pattern",
+    "final_logit_cap", "window", "layer_pattern", "kv_shared_layers", "double_wide_mlp", "per_layer_size",
+    *(f"global_attention.{key}" for key in ("head_dim", "num_kv_heads", "values_are_keys", "rope_fraction")),
     *(f"delta.{key}" for key in ("num_key_heads", "num_value_heads", "key_head_dim", "value_head_dim", "conv_width")),
     *(f"latent.{key}" for key in ("kv_rank", "q_rank", "nope_dim", "rope_dim", "value_dim")),
     *(f"moe.{key}" for key in ("num_experts", "experts_per_token", "expert_size", "shared_size", "shared_gate",
-                               "router_bias", "softmax", "scores", "normalize_weights", "weight_scale", "choice_bias",
-                               "groups", "groups_used", "dense_layers")),
+                               "beside_mlp", "router_norm", "expert_scale", "router_bias", "softmax", "scores",
+                               "normalize_weights", "weight_scale", "choice_bias", "groups", "groups_used",
+                               "dense_layers")),
     *VISION_KEYS,
 )
 # Entries of the vocabulary that logits are made of at a time where the config does not say it: on CPU, and elsewhere.
 VOCAB_CHUNK, VOCAB_CHUNK_ELSEWHERE = 2048, 8192
-# Parts of a block that a layer may lack: it has one of the first two, and one of the others.
-PARTS = frozenset({"attn", "delta", "mlp", "moe"})
+# Parts of a block that a layer may lack: it has one of MIXERS, and an MLP, or experts, or both. Those with queries
+# alone are attention to keys and values of an earlier layer.
+MIXERS = ("attn", "global_attn", "query_attn", "global_query_attn", "delta")
+PARTS = frozenset({*MIXERS, "mlp", "wide_mlp", "moe"})
 LAYER_TYPES = ("global", "local", "nope", "delta")
 POSITIONS = ("rope", "learned", "none")
 NORM_POSITIONS = ("pre", "post", "sandwich")
@@ -74,11 +89,13 @@ class Spec:
   embedding_scale: float
   residual_scale: float
   logit_scale: float
+  layer_scale: bool
   qkv_bias: bool
   attention_out_bias: bool
   mlp_bias: bool
   qk_norm: bool
   qk_norm_over: str
+  value_norm: bool
   attention_scale: float
   attention_logit_cap: float | None
   attention_gate: bool
@@ -86,6 +103,13 @@ class Spec:
   final_logit_cap: float | None
   window: int | None
   layer_pattern: tuple[str, ...]
+  # How many of the last layers have no keys and values of their own.
+  kv_shared_layers: int
+  double_wide_mlp: bool
+  # Size of each layer's embedding of a token; 0: layers have none.
+  per_layer_size: int
+  # None: layers of type global are like the others.
+  global_attention: GlobalAttention | None
   # None: there are no layers of type delta.
   delta: Delta | None
   # None: attention has keys and values for each token.
@@ -142,8 +166,27 @@ class Spec:
 
   def parts_of(self, layer: int) -> frozenset[str]:
     """Which of PARTS that layer has."""
-    return frozenset({"delta" if self.layer_type(layer) == "delta" else "attn",
-                      "mlp" if self.moe is None or layer < self.moe.dense_layers else "moe"})
+    of_experts = {"moe"} if self.moe is not None and layer >= self.moe.dense_layers else set()
+    mlp = "wide_mlp" if self.double_wide_mlp and self.kv_source(layer) is not None else "mlp"
+    return frozenset({self.mixer_of(layer), *of_experts} | ({mlp} if not of_experts or self.moe.beside_mlp else set()))
+
+  def mixer_of(self, layer: int) -> str:
+    """Which of MIXERS that layer has."""
+    kind = self.layer_type(layer)
+    if kind == "delta":
+      return kind
+    own = "global_" if kind == "global" and self.global_attention else ""
+    return own + ("attn" if self.kv_source(layer) is None else "query_attn")
+
+  def kv_source(self, layer: int) -> int | None:
+    """Whose keys and values that layer uses; None: it has its own."""
+    first = self.num_layers - self.kv_shared_layers
+    return None if layer < first else max(i for i in range(first) if self.layer_type(i) == self.layer_type(layer))
+
+  def heads_of(self, mixer: str) -> tuple[int, int]:
+    """(key/value heads, size of a head) of that kind of attention."""
+    own = self.global_attention if mixer.startswith("global_") else None
+    return (self.num_kv_heads, self.head_dim) if own is None else (own.num_kv_heads, own.head_dim)
 
   @property
   def first_layers(self) -> int:
@@ -151,6 +194,14 @@ class Spec:
     their parts or in what is added to what they give."""
     dense, period = 0 if self.moe is None else self.moe.dense_layers, len(self.layer_pattern)
     return min(self.num_layers, -(-max(dense, self.deepstack) // period) * period)
+
+  @property
+  def runs(self) -> list[tuple[int, int]]:
+    """(first layer, the one after the last) of stretches of the depth in which each period has what the first one has,
+    unless the last is cut short."""
+    ends = sorted({0, self.first_layers, max(self.first_layers, self.num_layers - self.kv_shared_layers),
+                   self.num_layers})
+    return list(zip(ends, ends[1:], strict=False))
 
   @property
   def deepstack(self) -> int:
@@ -182,7 +233,7 @@ def make_spec(m: ConfigDict) -> Spec:
         f"Allowed: {fitting}."
     )
   pattern, window = _layer_pattern(m)
-  latent = make_latent(m, pattern)
+  latent, of_global = make_latent(m, pattern), make_global_attention(m, pattern, num_kv_heads)
   head_dim = m.head_dim if latent is None else latent.head_dim
   if head_dim is None:
     if m.hidden_size % m.num_heads:
@@ -195,6 +246,9 @@ def make_spec(m: ConfigDict) -> Spec:
   at_least_one("head_dim", head_dim)
   attention_scale = m.attention_scale
   if attention_scale is None:
+    if of_global is not None and of_global.head_dim != head_dim:
+      raise ConfigError(f"model.attention_scale is not set, and heads of global layers (global_attention.head_dim="
+                        f"{of_global.head_dim}) are of another size than the others ({head_dim}). Set it, for all.")
     attention_scale = head_dim**-0.5
     reasons.append(f"model.attention_scale = {attention_scale:.4g}: head_dim ** -0.5")
   max_positions = m.max_positions
@@ -227,7 +281,7 @@ def make_spec(m: ConfigDict) -> Spec:
       activation=one_of("activation", m.activation, layers.ACTIVATIONS),
       positions=m.positions,
       max_positions=max_positions,
-      ropes=make_ropes(m, pattern, head_dim if latent is None else latent.rope_dim),
+      ropes=make_ropes(m, pattern, head_dim if latent is None else latent.rope_dim, of_global),
       rope_interleaved=m.rope_interleaved,
       tie_embeddings=m.tie_embeddings,
       num_labels=at_least_one("num_labels", m.num_labels) if one_of("head", m.head, HEADS) == "score" else 0,
@@ -235,11 +289,13 @@ def make_spec(m: ConfigDict) -> Spec:
       embedding_scale=m.embedding_scale,
       residual_scale=m.residual_scale,
       logit_scale=m.logit_scale,
+      layer_scale=m.layer_scale,
       qkv_bias=m.qkv_bias,
       attention_out_bias=m.attention_out_bias,
       mlp_bias=m.mlp_bias,
       qk_norm=m.qk_norm,
       qk_norm_over=one_of("qk_norm_over", m.qk_norm_over, QK_NORMS),
+      value_norm=m.value_norm,
       attention_scale=attention_scale,
       attention_logit_cap=cap("attention_logit_cap", m.attention_logit_cap),
       attention_gate=m.attention_gate,
@@ -247,6 +303,10 @@ def make_spec(m: ConfigDict) -> Spec:
       final_logit_cap=cap("final_logit_cap", m.final_logit_cap),
       window=window,
       layer_pattern=pattern,
+      kv_shared_layers=_kv_shared_layers(m, pattern),
+      double_wide_mlp=m.double_wide_mlp,
+      per_layer_size=_per_layer_size(m),
+      global_attention=of_global,
       delta=make_delta(m, pattern),
       latent=latent,
       moe=make_moe(m, reasons),
@@ -282,6 +342,29 @@ def padded_vocab_size(m: ConfigDict, num_real_vocab: int, reasons: list[str]) ->
         f"{num_real_vocab} or more, or leave it unset to have it derived."
     )
   return m.vocab_size
+
+
+def _kv_shared_layers(m: ConfigDict, pattern: tuple[str, ...]) -> int:
+  count, layers_ = m.kv_shared_layers, m.num_layers
+  if not 0 <= count < layers_ or count and m.latent.kv_rank:
+    raise ConfigError(f"model.kv_shared_layers: found {count}, allowed: 0, or, without latent.kv_rank, up to "
+                      f"{layers_ - 1}, so that a layer has keys and values.")
+  kinds = [pattern[i % len(pattern)] for i in range(layers_)]
+  alone = {"delta"} & set(kinds[layers_ - count:]) | set(kinds[layers_ - count:]) - set(kinds[:layers_ - count])
+  if alone:
+    raise ConfigError(f"model.kv_shared_layers: found {count}; among the last so many layers is one of type "
+                      f"{min(alone)!r}, for which no earlier layer has keys and values.")
+  if m.double_wide_mlp and not count:
+    raise ConfigError("model.double_wide_mlp is set, but kv_shared_layers, whose MLPs it widens, is 0.")
+  return count
+
+
+def _per_layer_size(m: ConfigDict) -> int:
+  if m.per_layer_size < 0 or m.per_layer_size and (m.activation not in layers.GATED or m.vision.tower != "none"):
+    raise ConfigError(f"model.per_layer_size: found {m.per_layer_size}, allowed: 0, or above it with a gated "
+                      f"activation ({', '.join(layers.GATED)}) and vision.tower='none'; found {m.activation!r} and "
+                      f"{m.vision.tower!r}.")
+  return m.per_layer_size
 
 
 def _layer_pattern(m: ConfigDict) -> tuple[tuple[str, ...], int | None]:

@@ -19,6 +19,9 @@ class Moe:
   expert_size: int
   shared_size: int
   shared_gate: bool
+  beside_mlp: bool
+  router_norm: bool
+  expert_scale: bool
   router_bias: bool
   softmax: str
   scores: str
@@ -43,6 +46,16 @@ class Delta:
   value_head_dim: int
   conv_width: int
   chunk: int
+
+
+@dataclasses.dataclass(frozen=True)
+class GlobalAttention:
+  """Layers of type global, where they are of another form; the keys of `model.global_attention`."""
+
+  head_dim: int
+  num_kv_heads: int
+  values_are_keys: bool
+  rope_fraction: float
 
 
 @dataclasses.dataclass(frozen=True)
@@ -96,6 +109,9 @@ def make_moe(m: ConfigDict, reasons: list[str]) -> Moe | None:
   if expert_size is None:
     expert_size = m.intermediate_size
     reasons.append(f"model.moe.expert_size = {expert_size}: intermediate_size")
+  if c.beside_mlp and (m.norm_position != "sandwich" or c.dense_layers):
+    raise ConfigError("model.moe.beside_mlp: MLP and experts have norms before and after them, in all layers; found "
+                      f"norm_position={m.norm_position!r}, moe.dense_layers={c.dense_layers}. Allowed: 'sandwich', 0.")
   _check_choice(c, m.num_layers, m.lora.rank > 0)
   return Moe(
       num_experts=c.num_experts,
@@ -103,6 +119,9 @@ def make_moe(m: ConfigDict, reasons: list[str]) -> Moe | None:
       expert_size=at_least_one("moe.expert_size", expert_size),
       shared_size=c.shared_size,
       shared_gate=c.shared_gate,
+      beside_mlp=c.beside_mlp,
+      router_norm=c.router_norm,
+      expert_scale=c.expert_scale,
       router_bias=c.router_bias,
       softmax=one_of("moe.softmax", c.softmax, ("before_topk", "after_topk")),
       scores=one_of("moe.scores", c.scores, ("softmax", "sigmoid")),
@@ -157,6 +176,24 @@ def make_latent(m: ConfigDict, pattern: tuple[str, ...]) -> Latent | None:
     raise ConfigError(f"model.layer_pattern: found {pattern} with latent attention (model.latent.kv_rank="
                       f"{c.kv_rank}); allowed: ('global',).")
   return made
+
+
+def make_global_attention(m: ConfigDict, pattern: tuple[str, ...], num_kv_heads: int) -> GlobalAttention | None:
+  """Reads `model.global_attention`; None: layers of type global are like the others."""
+  c = m.global_attention
+  if c.head_dim is None or "global" not in pattern:
+    return None
+  at_least_one("global_attention.head_dim", c.head_dim)
+  heads = num_kv_heads if c.num_kv_heads is None else c.num_kv_heads
+  if heads < 1 or m.num_heads % heads:
+    raise ConfigError(f"model.global_attention.num_kv_heads: found {heads}, which does not divide num_heads="
+                      f"{m.num_heads}.")
+  if m.latent.kv_rank or m.positions == "rope" and (m.rope_interleaved or m.rope_scaling.type != "none" or
+                                                    m.rope_sections):
+    raise ConfigError("model.global_attention.head_dim is set; allowed with it: latent.kv_rank=0, rope_interleaved="
+                      f"False, rope_scaling.type='none', rope_sections=(). Found {m.latent.kv_rank}, "
+                      f"{m.rope_interleaved}, {m.rope_scaling.type!r}, {tuple(m.rope_sections)}.")
+  return GlobalAttention(c.head_dim, heads, c.values_are_keys, c.rope_fraction)
 
 
 def make_delta(m: ConfigDict, pattern: tuple[str, ...]) -> Delta | None:

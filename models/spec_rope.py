@@ -7,12 +7,15 @@ from ml_collections import ConfigDict
 from models.attention import rope
 from models.attention.rope import Rope, RopeScaling
 from models.spec_checks import at_least_one, one_of
+from models.spec_parts import GlobalAttention
 from models.spec_vision import NATIVE
 from trainer.errors import ConfigError
 
 
-def make_ropes(m: ConfigDict, pattern: tuple[str, ...], head_dim: int) -> dict[str, Rope]:
-  """How the layers of each type of the pattern rotate; those that do not are left out."""
+def make_ropes(m: ConfigDict, pattern: tuple[str, ...], head_dim: int, of_global: GlobalAttention | None = None
+               ) -> dict[str, Rope]:
+  """How the layers of each type of the pattern rotate; those that do not are left out. `head_dim`: of what is rotated;
+  `of_global`: of global layers, where they are of another form."""
   if m.positions != "rope":
     return {}
   thetas = dict.fromkeys((kind for kind in pattern if kind not in ("nope", "delta")), m.rope_theta)
@@ -24,8 +27,20 @@ def make_ropes(m: ConfigDict, pattern: tuple[str, ...], head_dim: int) -> dict[s
       raise ConfigError(f"model.rope_theta (of {kind} layers): found {theta}, allowed: any number above 0.")
   dims = _rotated_dims(m, head_dim)
   scaling, axes = _rope_scaling(m.rope_scaling, dims), _axes(m, dims)
-  return {kind: Rope(theta, dims, None if kind == "local" and own_local else scaling, axes)
-          for kind, theta in thetas.items()}
+  ropes = {kind: Rope(theta, dims, None if kind == "local" and own_local else scaling, axes)
+           for kind, theta in thetas.items()}
+  if of_global is not None:
+    ropes["global"] = Rope(m.rope_theta, of_global.head_dim, turning=_turning_pairs(of_global))
+  return ropes
+
+
+def _turning_pairs(c: GlobalAttention) -> int:
+  turning = int(c.rope_fraction * c.head_dim // 2)
+  if c.head_dim % 2 or not 1 <= turning <= c.head_dim // 2:
+    raise ConfigError(f"model.global_attention: found head_dim={c.head_dim}, of whose pairs the share rope_fraction="
+                      f"{c.rope_fraction} turns: {turning}. Allowed: an even head_dim, and 1 to {c.head_dim // 2} "
+                      "pairs.")
+  return turning
 
 
 def _axes(m: ConfigDict, dims: int) -> tuple[int, ...]:

@@ -27,9 +27,9 @@ from models.attention import cache as cache_lib
 from models.attention.cache import Cache, Past
 from models.attention.mask import TokenIds
 from models.attention.rope import rope_table
-from models.blocks import Block, make_norm, run_blocks, stack_blocks, unstack
+from models.blocks import Block, make_norm, of_each_layer, room_to_lend, run_blocks, stack_blocks, unstack
 from models.experts.moe import Routing, disagreement, report
-from models.layers import Embedding, Linear, Scope, document_lengths, dropout, embedding_noise
+from models.layers import Embedding, Linear, Norm, Scope, document_lengths, dropout, embedding_noise
 from models.quantization import quantize
 from models.quantization.matmul import MatmulRules
 from models.remat import remat_policy
@@ -48,6 +48,12 @@ class Decoder(nnx.Module):
     self.embed = Embedding(scope / "embed", vocab_size, D, std=spec.init_std)
     learned = spec.positions == "learned"
     self.pos_embed = Embedding(scope / "pos_embed", spec.max_positions, D, std=spec.init_std) if learned else None
+    P, L = spec.per_layer_size, spec.num_layers
+    self.per_layer_embed = Embedding(scope / "per_layer_embed", vocab_size, L * P, std=spec.init_std) if P else None
+    self.per_layer_proj = Linear(scope / "per_layer_proj", D, L * P, std=spec.init_std, bias=False,
+                                 names=(None, None)) if P else None
+    self.per_layer_norm = Norm(scope / "per_layer_norm", P, kind=spec.norm, eps=spec.norm_eps,
+                               plus_one=spec.norm_scale_plus_one) if P else None
     of_images = dataclasses.replace(scope, outputs_first=False)
     self.vision = vlm.make_tower(spec, of_images / "vision") if spec.vision is not None else None
     self.projector = vlm.Projector(spec, of_images / "projector") if spec.vision is not None else None
@@ -67,7 +73,8 @@ class Decoder(nnx.Module):
                ) -> tuple[jax.Array, dict, dict | Cache | None]:
     """(hidden states, statistics of all layers' experts, stacked, if there are any, what they leave for later tokens).
 
-    That is by the name of their mixer, stacked: attn: keys and values [L, B, T, G, K]; delta: see `GatedDeltaNet`.
+    That is by the name of their mixer, stacked: attn, global_attn: keys and values [L, B, T, G, K]; delta: see
+    `GatedDeltaNet`.
 
     `remat` is a `remat_policy`; `key` feeds dropout, None: no dropout. They leave something only with `remember`. Where
     there is a `cache`, T is 1, each row's token follows those that its row of the cache holds, and the cache with its
@@ -76,28 +83,38 @@ class Decoder(nnx.Module):
     s = self.spec
     positions, segment_ids = batch["positions"], batch["segment_ids"]
     tokens = TokenIds(segment_ids, batch.get("block_ids"), batch.get("prompt_ids"))
-    x_BxTxD, deep_LxBxFxD = self._embed(batch, remat, key)
+    x_BxTxD, deep_LxBxFxD, own_LxBxTxP = self._embed(batch, remat, key)
+    lent = {} if cache is not None else room_to_lend(s, x_BxTxD)
     axes = batch.get("axes")
     ropes = {kind: rope_table(rope, positions, segment_ids, axes) for kind, rope in s.ropes.items()}
     routing = Routing.of(batch, keep=remember or cache is not None)
 
-    def layer(place: int, carry: tuple[jax.Array, Cache | None], block: Block, index: jax.Array):
-      x_BxTxD, cache = carry
+    def layer(place: int, carry: tuple[jax.Array, Cache | None, dict], block: Block, its: Any):
+      x_BxTxD, cache, lent = carry
+      index, own_BxTxP = (its, None) if own_LxBxTxP is None else its
       layer_key = None if key is None else jax.random.fold_in(key, index)
       kind = s.layer_type(place)
       window = s.window if kind == "local" else None
-      past = None if cache is None else Past(cache, place, index)
-      its = None if s.moe is None else routing.of_layer(index - s.moe.dense_layers)
-      x_BxTxD, stats, new = block(x_BxTxD, tokens, ropes.get(kind), window, layer_key, past, s.parts_of(place), its)
+      source = s.kv_source(place)
+      past = None if cache is None else Past(cache, place, index) if source is None else Past(
+          cache, source, jnp.asarray(source))
+      routed = None if s.moe is None else routing.of_layer(index - s.moe.dense_layers)
+      x_BxTxD, stats, new = block(x_BxTxD, tokens, ropes.get(kind), window, layer_key, past, s.parts_of(place), routed,
+                                  lent.get(kind), own_BxTxP)
+      if kind in lent and source is None:  # that of the last such layer stays
+        lent = {**lent, kind: new[s.mixer_of(place)]}
       if deep_LxBxFxD is not None and place < s.first_layers:
         x_BxTxD = vlm.add(x_BxTxD, deep_LxBxFxD, index, batch["image_index"])
-      return (x_BxTxD, None if past is None else new), (stats, new if remember else None)
+      return (x_BxTxD, None if past is None else new, lent), (stats, new if remember else None)
 
-    (x_BxTxD, cache), (stats, new) = run_blocks(s, blocks or self.blocks, layer, remat, (x_BxTxD, cache))
+    (x_BxTxD, cache, _), (stats, new) = run_blocks(s, blocks or self.blocks, layer, remat, (x_BxTxD, cache, lent),
+                                                   own_LxBxTxP)
     return self.final_norm(x_BxTxD), stats, new if cache is None else cache
 
-  def _embed(self, batch: dict, remat: Callable, key: jax.Array | None) -> tuple[jax.Array, jax.Array | None]:
-    """(What enters the first layer, features that are added to what the first layers give, if there are any)."""
+  def _embed(self, batch: dict, remat: Callable, key: jax.Array | None
+             ) -> tuple[jax.Array, jax.Array | None, jax.Array | None]:
+    """(What enters the first layer, features that are added to what the first layers give, if there are any,
+    `of_each_layer`)."""
     s = self.spec
     positions, deep_LxBxFxD = batch["positions"], None
     x_BxTxD = self.embed(batch["tokens"])
@@ -110,6 +127,8 @@ class Decoder(nnx.Module):
       x_BxTxD = x_BxTxD * jnp.asarray(math.sqrt(s.hidden_size), x_BxTxD.dtype)
     if s.embedding_scale != 1.0:
       x_BxTxD = x_BxTxD * jnp.asarray(s.embedding_scale, x_BxTxD.dtype)
+    own_LxBxTxP = None if self.per_layer_embed is None else of_each_layer(
+        s, self.per_layer_embed(batch["tokens"]), self.per_layer_proj(x_BxTxD), self.per_layer_norm)
     if batch.get("images") is not None:
       tower_key = None if key is None else jax.random.fold_in(key, s.num_layers + 2)
       features_BxFxD, deep_LxBxFxD = vlm.features(self.vision, self.projector, batch["images"], remat, tower_key,
@@ -119,7 +138,7 @@ class Decoder(nnx.Module):
       x_BxTxD = x_BxTxD + self.pos_embed(positions)
     if key is not None:
       x_BxTxD = dropout(x_BxTxD, s.dropout, jax.random.fold_in(key, s.num_layers))
-    return constrain(x_BxTxD, "batch", "stream", "embed"), deep_LxBxFxD
+    return constrain(x_BxTxD, "batch", "stream", "embed"), deep_LxBxFxD, own_LxBxTxP
 
 
 class Transformer:

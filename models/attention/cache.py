@@ -40,8 +40,8 @@ class Cache(NamedTuple):
   """
 
   # For each place of a layer of attention, [N, B, G, S, K], after the rotation; in the compute dtype, or as wide as its
-  # products read them (`empty`). The slots of a head lie together, as
-  # products with a query read them.
+  # products read them (`empty`). The slots of a head lie together, as products with a query read them. Layers without
+  # keys and values of their own, the last ones, have no entry.
   keys: tuple[jax.Array, ...]
   # With latent attention, the one rotated key of all heads, and in place of values the latent.
   # In a delta layer's place, the last inputs of its convolutions [N, B, W - 1, C], in that dtype, stand in place of
@@ -100,18 +100,27 @@ class Past(NamedTuple):
 
     keys, of_keys = put_one(self.cache.keys, k_BxGxK)
     values, of_values = put_one(self.cache.values, v_BxGxK)
+    return self.cache._replace(keys=keys, values=values), self._seen(of_keys, of_values, window)
+
+  def seen(self, window: int | None) -> Seen:
+    """What the token sees in this layer, to which its own key and value have been added."""
+    return self._seen(*self.state(), window)
+
+  def _seen(self, of_keys: jax.Array, of_values: jax.Array, window: int | None) -> Seen:
+    S, table = of_keys.shape[2], self.cache.table if window is None else None
     if table is not None:
       ends_Q = (self.cache.lengths + 1).at[table.owners_Q].get(mode="fill", fill_value=0)
       seen_QxZ = table.firsts_Q[:, None] + jnp.arange(S) < ends_Q[:, None]
-      return self.cache._replace(keys=keys, values=values), Seen(of_keys, of_values, seen_QxZ, table)
+      return Seen(of_keys, of_values, seen_QxZ, table)
     positions_BxS = positions_of(self.cache.lengths + 1, S)
     seen_BxS = positions_BxS >= 0
     if window is not None:
       seen_BxS &= self.cache.lengths[:, None] - positions_BxS < window
-    return self.cache._replace(keys=keys, values=values), Seen(of_keys, of_values, seen_BxS)
+    return Seen(of_keys, of_values, seen_BxS)
 
   def state(self) -> tuple[jax.Array, jax.Array]:
-    """A delta layer's part: the last inputs of its convolutions [B, W - 1, C] and its states [B, H, K, V]."""
+    """The layer's part as it is: of a delta layer the last inputs of its convolutions [B, W - 1, C] and its states
+    [B, H, K, V]."""
     place, entry = self._at()
     inputs, states = (jax.lax.dynamic_index_in_dim(arrays[place], entry, keepdims=False)
                       for arrays in (self.cache.keys, self.cache.values))
@@ -144,7 +153,7 @@ def empty(spec: Spec, rows: int, max_length: int, dtype: Any, apart: bool = Fals
   dtype, wide = cpu.cache_dtype(dtype), jnp.promote_types(dtype, jnp.float32)
   period, keys, values = spec.num_layers if apart else len(spec.layer_pattern), [], []
   for place in range(period):
-    layers = len(range(place, spec.num_layers, period))
+    layers = sum(spec.kv_source(i) is None for i in range(place, spec.num_layers, period))
     if spec.layer_type(place) == "delta":
       d = spec.delta
       channels = 2 * d.num_key_heads * d.key_head_dim + d.num_value_heads * d.value_head_dim
@@ -152,8 +161,8 @@ def empty(spec: Spec, rows: int, max_length: int, dtype: Any, apart: bool = Fals
       values.append(jnp.zeros((layers, rows, d.num_value_heads, d.key_head_dim, d.value_head_dim), wide))
       continue
     slots = max_length if spec.window_of(place) is None else min(spec.window, max_length)
-    heads, *sizes = ((spec.num_kv_heads, spec.head_dim, spec.head_dim) if spec.latent is None else
-                     (1, spec.latent.rope_dim, spec.latent.kv_rank))
+    G, K = spec.heads_of(spec.mixer_of(place))
+    heads, *sizes = (G, K, K) if spec.latent is None else (1, spec.latent.rope_dim, spec.latent.kv_rank)
     paged = pages is not None and spec.window_of(place) is None
     for arrays, size in zip((keys, values), sizes, strict=True):
       arrays.append(jnp.zeros((layers, *((pages, heads, PAGE) if paged else (rows, heads, slots)), size), dtype))
@@ -198,8 +207,8 @@ def begin(cache: Cache, spec: Spec, new: Mapping[str, tuple[jax.Array, jax.Array
   Args:
     cache: what to add to.
     spec: the model's.
-    new: attn: keys and values [L, M, T, G, K] of the layers that have them; delta: the last inputs of the convolutions
-      and the states of those [L, M, …].
+    new: by their mixer: attn, global_attn: keys and values [L, M, T, G, K] of the layers that have them; delta: the
+      last inputs of the convolutions and the states of those [L, M, …].
     positions_MxT: of these tokens, from 0 on.
     segment_ids_MxT: 0: padding, not written.
     rows_M: the row of the cache that each goes to; one beyond the last is left out.
@@ -226,12 +235,12 @@ def begin(cache: Cache, spec: Spec, new: Mapping[str, tuple[jax.Array, jax.Array
         new_MxTxNxGxK, mode="drop", unique_indices=True))
 
   def at_place(place: int, old: jax.Array, which: int) -> jax.Array:
-    delta = spec.layer_type(place) == "delta"
-    alike = [i for i in range(period) if (spec.layer_type(i) == "delta") == delta]
+    mixer = spec.mixer_of(place)
+    alike = [i for i in range(period) if spec.mixer_of(i) == mixer]
     if not len(old):
       return old
-    of_place = new["delta" if delta else "attn"][which][alike.index(place)::len(alike)]
-    if not delta:
+    of_place = new[mixer][which][alike.index(place)::len(alike)]
+    if mixer != "delta":
       return write(old, of_place, cache.table is not None and spec.window_of(place) is None)
     return _constrain(old.at[:, rows_M].set(of_place.astype(old.dtype), mode="drop", unique_indices=True))
 

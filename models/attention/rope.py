@@ -53,6 +53,8 @@ class Rope:
   scaling: RopeScaling | None = None
   # By which of a token's three positions each pair turns [P]; (): it has one.
   axes: tuple[int, ...] = ()
+  # So many pairs turn, those with the highest frequencies (p-RoPE, arXiv 2410.06205); None: all.
+  turning: int | None = None
 
 
 def rope_table(rope: Rope, positions_BxT: jax.Array, segment_ids_BxT: jax.Array,
@@ -103,6 +105,8 @@ def _angles(rope: Rope, positions_BxT: jax.Array, segment_ids_BxT: jax.Array, ax
   elif s is not None and s.type == "longrope":
     frequencies = frequencies / _longrope_factors(s, positions_BxT, segment_ids_BxT)[:, :, None, :]
     magnitude = s.attention_factor
+  if rope.turning is not None:
+    frequencies = jnp.where(jnp.arange(pairs) < rope.turning, frequencies, 0.0)
   return positions * frequencies, magnitude
 
 

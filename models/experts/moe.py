@@ -22,7 +22,7 @@ from jax.sharding import PartitionSpec
 from models import spec as spec_lib
 from models.experts.all_to_all import Split, at_home, exchange
 from models.experts.grouped import add_biases, gather_rows, grouped_matmul_as, sort_by_expert
-from models.layers import Kernel, Linear, Mlp, Scope, activate, with_kernels
+from models.layers import Kernel, Linear, Mlp, Scope, activate, rms_normalised, with_kernels
 from models.quantization.matmul import QuantizedMatmul
 from models.remat import named
 from models.sharding import logical_axes
@@ -113,12 +113,15 @@ class Experts(nnx.Module):
 
 
 class Router(Biased):
-  """The kernel that gives each expert's score, its bias, and what is added to scores for the choice alone."""
+  """The kernel that gives each expert's score, its bias, what is added to scores for the choice alone, and factors on
+  what it sees and on experts' weights."""
 
   def __init__(self, scope: Scope, features: int, moe: spec_lib.Moe, std: float):
     super().__init__(scope, (features, moe.num_experts), std, moe.router_bias)
     # In float32 whatever the others are: between scores that nearly tie, it decides.
     self.choice_bias = nnx.Param(jnp.zeros(moe.num_experts, jnp.float32)) if moe.choice_bias else None
+    self.scale = scope.constant("scale", (features,), 1.0) if moe.router_norm else None
+    self.expert_scale = scope.constant("expert_scale", (moe.num_experts,), 1.0) if moe.expert_scale else None
 
 
 class Moe(nnx.Module):
@@ -133,27 +136,33 @@ class Moe(nnx.Module):
     shared: dict[str, Any] = dict(activation=spec.activation, std=std, bias=spec.mlp_bias, out_gain=out_gain)
     self.shared = Mlp(scope / "shared", D, moe.shared_size, **shared) if moe.shared_size else None
     self.shared_gate = Linear(scope / "shared_gate", D, 1, std=std, bias=False) if moe.shared_gate else None
-    self.spec, self.activation = moe, spec.activation
+    self.spec, self.activation, self.norm_eps = moe, spec.activation, spec.norm_eps
 
   def __call__(self, x_BxTxD: jax.Array, segment_ids: jax.Array, key: jax.Array | None = None,
-               routing: Routing | None = None) -> tuple[jax.Array, dict[str, jax.Array]]:
+               routing: Routing | None = None, judged_BxTxD: jax.Array | None = None
+               ) -> tuple[jax.Array, dict[str, jax.Array]]:
     """The layer's output [B, T, D] (of the experts: 0 at padding) and its `statistics`.
 
     `key`: the layer's key for dropout on the adapters' input; None: no dropout. `routing`: of this layer.
+    `judged_BxTxD`: what the router sees in place of x.
     """
     routing = Routing() if routing is None else routing
     moe, kernel_DxE = self.spec, self.router.kernel[...].astype(jnp.float32)
     # In float32 throughout: two logits that nearly tie must not be swapped by rounding.
-    logits_NxE = jnp.matmul(logical_axes.as_rows(x_BxTxD).astype(jnp.float32), kernel_DxE,
-                            precision=jax.lax.Precision.HIGHEST)
+    judged_NxD = logical_axes.as_rows(x_BxTxD if judged_BxTxD is None else judged_BxTxD).astype(jnp.float32)
+    if self.router.scale is not None:
+      scale_D = self.router.scale[...].astype(jnp.float32) * judged_NxD.shape[-1] ** -0.5
+      judged_NxD = rms_normalised(judged_NxD, self.norm_eps) * scale_D
+    logits_NxE = jnp.matmul(judged_NxD, kernel_DxE, precision=jax.lax.Precision.HIGHEST)
     if self.router.bias is not None:
       logits_NxE = logits_NxE + self.router.bias[...].astype(jnp.float32)
     logits_BxTxE = logits_NxE.reshape(*x_BxTxD.shape[:-1], -1)
-    bias = self.router.choice_bias
+    bias, factors = self.router.choice_bias, self.router.expert_scale
     biased = () if bias is None else (jnp.broadcast_to(jax.lax.stop_gradient(bias[...]), logits_BxTxE.shape),)
+    scaled = () if factors is None else (jnp.broadcast_to(factors[...].astype(jnp.float32), logits_BxTxE.shape),)
     replayed = (routing.recorded,) if routing.replay else ()
     experts_BxTxk, weights_BxTxk = _on_rows(functools.partial(route, moe=moe, replay=routing.replay),
-                                            (logits_BxTxE, *biased, *replayed))
+                                            (logits_BxTxE, *biased, *scaled, *replayed))
     used_BxTxk = jnp.where(segment_ids[..., None] > 0, experts_BxTxk, moe.num_experts)
     run = functools.partial(apply_experts, num_experts=moe.num_experts, activation=self.activation,
                             matmuls=self.experts.matmuls)
@@ -179,13 +188,15 @@ def route(rows: tuple[jax.Array, ...], kernels: tuple = (), *, moe: spec_lib.Moe
   """The chosen experts int32 [B, T, k], best first (of equal ones the first), and their weights, float32.
 
   Args:
-    rows: the router's logits [B, T, E], float32; with `choice_bias`, also what is added to the scores.
+    rows: the router's logits [B, T, E], float32; with `choice_bias`, also what is added to the scores; with
+      `expert_scale`, what the weights of experts are multiplied by in the end.
     kernels: none.
     moe: the config.
     replay: the last of `rows` says which experts are taken, int32 [B, T, k]; where it is below 0, the router does.
   """
   logits_BxTxE, *biased = rows
   recorded_BxTxk = biased.pop() if replay else None
+  factors_BxTxE = biased.pop() if moe.expert_scale else None
   sigmoid, after = moe.scores == "sigmoid", moe.softmax == "after_topk"
   scores_BxTxE = jax.nn.sigmoid(logits_BxTxE) if sigmoid else logits_BxTxE if after else jax.nn.softmax(logits_BxTxE)
   by_BxTxE = jax.lax.stop_gradient(scores_BxTxE + sum(biased))
@@ -200,6 +211,8 @@ def route(rows: tuple[jax.Array, ...], kernels: tuple = (), *, moe: spec_lib.Moe
   if moe.normalize_weights:
     total_BxTx1 = jnp.sum(weights_BxTxk, axis=-1, keepdims=True)
     weights_BxTxk = weights_BxTxk / (total_BxTx1 + 1e-20 if sigmoid else total_BxTx1)  # sigmoids may all be 0
+  if factors_BxTxE is not None:
+    weights_BxTxk = weights_BxTxk * _taken(factors_BxTxE, experts_BxTxk)
   return experts_BxTxk, weights_BxTxk if moe.weight_scale == 1.0 else weights_BxTxk * moe.weight_scale
 
 

@@ -6,6 +6,7 @@ from typing import Any
 
 from models import layers
 from models.hf.rope import scaling_keys
+from models.spec import MIXERS
 from models.spec_vision import NATIVE
 
 # Values of the architecture's keys for a decoder with nothing special; a family's rules and constants go on top.
@@ -20,14 +21,18 @@ NEUTRAL: Mapping[str, Any] = {
     "rope_scaling.attention_factor": None, "rope_scaling.short_factors": (), "rope_scaling.long_factors": (),
     "head": "lm", "num_labels": 1,
     "scale_embeddings": False, "embedding_scale": 1.0, "residual_scale": 1.0, "logit_scale": 1.0,
-    "qkv_bias": False, "attention_out_bias": False, "mlp_bias": False, "qk_norm": False, "qk_norm_over": "head",
-    "attention_scale": None, "attention_logit_cap": None, "final_logit_cap": None,
-    "attention_gate": False, "attention_sinks": False, "window": None, "layer_pattern": ("global",),
+    "layer_scale": False, "qkv_bias": False, "attention_out_bias": False, "mlp_bias": False, "qk_norm": False,
+    "qk_norm_over": "head", "value_norm": False, "attention_scale": None, "attention_logit_cap": None,
+    "final_logit_cap": None, "attention_gate": False, "attention_sinks": False, "window": None,
+    "layer_pattern": ("global",), "global_attention.head_dim": None, "global_attention.num_kv_heads": None,
+    "kv_shared_layers": 0, "double_wide_mlp": False, "per_layer_size": 0,
+    "global_attention.values_are_keys": False, "global_attention.rope_fraction": 1.0,
     "delta.num_key_heads": 2, "delta.num_value_heads": 4, "delta.key_head_dim": 32, "delta.value_head_dim": 32,
     "delta.conv_width": 4,
     "latent.kv_rank": 0, "latent.q_rank": 0, "latent.nope_dim": 32, "latent.rope_dim": 16, "latent.value_dim": 32,
     "moe.num_experts": 0, "moe.experts_per_token": 2, "moe.expert_size": None, "moe.shared_size": 0,
-    "moe.shared_gate": False, "moe.router_bias": False, "moe.softmax": "before_topk", "moe.scores": "softmax",
+    "moe.shared_gate": False, "moe.beside_mlp": False, "moe.router_norm": False, "moe.expert_scale": False,
+    "moe.router_bias": False, "moe.softmax": "before_topk", "moe.scores": "softmax",
     "moe.normalize_weights": True, "moe.weight_scale": 1.0, "moe.choice_bias": False, "moe.groups": 1,
     "moe.groups_used": 1, "moe.dense_layers": 0,
     "vision.tower": "none", "vision.image_size": 224, "vision.patch_size": 14, "vision.num_layers": 4,
@@ -56,7 +61,7 @@ def canonical(model: Mapping[str, Any]) -> dict[str, Any]:
     m["num_labels"] = NEUTRAL["num_labels"]
   else:  # of logits of tokens
     m["final_logit_cap"], m["logit_scale"] = NEUTRAL["final_logit_cap"], NEUTRAL["logit_scale"]
-  if m["attention_scale"] == m["head_dim"] ** -0.5:
+  if m["attention_scale"] == m["head_dim"] ** -0.5 and m["global_attention.head_dim"] in (None, m["head_dim"]):
     m["attention_scale"] = None
   if not m["qk_norm"]:
     m["qk_norm_over"] = NEUTRAL["qk_norm_over"]
@@ -64,7 +69,7 @@ def canonical(model: Mapping[str, Any]) -> dict[str, Any]:
   _canonical_positions(m)
   if m["moe.num_experts"]:
     m["moe.expert_size"] = m["moe.expert_size"] or m["intermediate_size"]
-    if not m["moe.dense_layers"]:
+    if not m["moe.dense_layers"] and not m["moe.beside_mlp"]:
       m["intermediate_size"] = m["moe.expert_size"]
     if m["moe.groups_used"] == m["moe.groups"]:
       m["moe.groups_used"] = m["moe.groups"] = 1
@@ -78,6 +83,14 @@ def canonical(model: Mapping[str, Any]) -> dict[str, Any]:
   return m
 
 
+def mixers(model: Mapping[str, Any]) -> list[str]:
+  """Of each layer, which of `models.spec.MIXERS` it has."""
+  of_type = {"delta": "delta", "global": "attn" if model["global_attention.head_dim"] is None else "global_attn"}
+  pattern, own = model["layer_pattern"], model["num_layers"] - model["kv_shared_layers"]
+  found = [of_type.get(pattern[i % len(pattern)], "attn") for i in range(model["num_layers"])]
+  return [*found[:own], *(mixer.replace("attn", "query_attn") for mixer in found[own:])]
+
+
 def has_parameter(model: Mapping[str, Any], path: str) -> bool:
   """Whether a model has the parameter of that path; `model` is canonical."""
   *parents, owner, leaf = path.split("/")
@@ -86,22 +99,34 @@ def has_parameter(model: Mapping[str, Any], path: str) -> bool:
   latent = model["latent.kv_rank"] > 0
   if leaf == "choice_bias" and not model["moe.choice_bias"] or latent and path == "blocks/attn/q/bias":
     return False
+  if "query_" in path and owner in ("k", "v", "k_norm"):
+    return False
+  if path == "blocks/moe/router/scale":
+    return model["moe.router_norm"]
   if leaf == "bias":
     biases = {"q": "qkv_bias", "k": "qkv_bias", "v": "qkv_bias", "o": "attention_out_bias",
               "q_down": "qkv_bias", "kv_down": "qkv_bias",
               "gate": "mlp_bias", "up": "mlp_bias", "down": "mlp_bias", "router": "moe.router_bias"}
     if not model[biases.get(owner, "norm_bias")]:
       return False
+  has_mixer, of_keys = mixers(model), model["global_attention.values_are_keys"] and "global_attn" in parents
   gated, moe, position = model["activation"] in layers.GATED, model["moe.num_experts"] > 0, model["norm_position"]
   conditions = {
       "pos_embed": model["positions"] == "learned",
       "unembed": not model["tie_embeddings"] and model["head"] == "lm", "score": model["head"] == "score",
-      "attn": any(kind != "delta" for kind in model["layer_pattern"]), "delta": "delta" in model["layer_pattern"],
+      **{mixer: mixer in has_mixer for mixer in MIXERS},
+      "wide_mlp": model["double_wide_mlp"],
+      **dict.fromkeys(("per_layer", "per_layer_embed", "per_layer_proj", "per_layer_norm"),
+                      model["per_layer_size"] > 0),
+      "layer_scale": model["layer_scale"],
       "sinks": model["attention_sinks"], "q_norm": model["qk_norm"], "k_norm": model["qk_norm"],
       "attn_norm": position != "post", "mlp_norm": position != "post" and not model["parallel_blocks"],
       "attn_post_norm": position != "pre", "mlp_post_norm": position != "pre",
-      "gate": gated or moe, "mlp": not moe or model["moe.dense_layers"] > 0, "moe": moe,
-      "q": not latent or not model["latent.q_rank"], "k": not latent, "v": not latent,
+      "gate": gated or moe, "moe": moe,
+      "mlp": not moe or model["moe.dense_layers"] > 0 or model["moe.beside_mlp"],
+      **dict.fromkeys(("mlp_out_norm", "moe_norm", "moe_out_norm"), model["moe.beside_mlp"]),
+      "expert_scale": model["moe.expert_scale"],
+      "q": not latent or not model["latent.q_rank"], "k": not latent, "v": not latent and not of_keys,
       **dict.fromkeys(("q_down", "q_down_norm", "q_up"), latent and model["latent.q_rank"] > 0),
       **dict.fromkeys(("kv_down", "kv_down_norm", "kv_up"), latent),
       "shared": model["moe.shared_size"] > 0, "shared_gate": model["moe.shared_gate"],
@@ -167,6 +192,11 @@ def _canonical_layers(m: dict[str, Any]) -> None:
     m["window"] = m["rope_local_theta"] = None
   if "delta" not in types:
     _reset(m, "delta.")
+  m["double_wide_mlp"] = m["double_wide_mlp"] and m["kv_shared_layers"] > 0
+  if "global" not in types or m["global_attention.head_dim"] is None:
+    _reset(m, "global_attention.")
+  else:
+    m["global_attention.num_kv_heads"] = m["global_attention.num_kv_heads"] or m["num_kv_heads"]
 
 
 def _canonical_positions(m: dict[str, Any]) -> None:

@@ -17,8 +17,10 @@ import transformers
 def main() -> None:
   folder, tokens, out = sys.argv[1:]
   model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
-  # PyTorch leaves the rows that the padding token reads out of the embedding's gradient.
-  model.get_input_embeddings().padding_idx = None
+  # PyTorch leaves the rows that the padding token reads out of an embedding's gradient.
+  for module in model.modules():
+    if isinstance(module, torch.nn.Embedding):
+      module.padding_idx = None
   ids_BxT = torch.from_numpy(np.load(tokens)).long()
   done = model(input_ids=ids_BxT, output_hidden_states=True, use_cache=False)
   loss = torch.nn.functional.cross_entropy(done.logits[:, :-1].flatten(0, 1), ids_BxT[:, 1:].flatten())

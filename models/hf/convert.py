@@ -85,8 +85,10 @@ def plan(family: Family, model: Mapping[str, Any], abstract_params: Mapping, fol
   twins = set() if "unembed/kernel" in shapes else names_of_unembedding(family, model, prefix) - set(wanted)
   ahead = tuple(name.removesuffix(family.ahead) for name in folder.tensors if family.ahead and
                 name.endswith("." + family.ahead))
+  passed = family.passed_over(model)
   lines = _differences(wanted, folder.tensors,
-                       lambda name: name in twins or _ignored(family, name) or name.startswith(ahead))
+                       lambda name: name in twins or name.startswith(ahead) or any(
+                           re.search(regex, name) for regex in passed))
   if lines:
     spellings = [[name for t in tensors for name in make_entry(t, shapes, p).names()] for p in family.prefixes]
     why = names_lib.hint([*folder.tensors], spellings, folder.path) or _no_unembedding(family, model, lines)
@@ -281,10 +283,6 @@ def _choose(path: str, entries: list[Entry], present: Mapping, family: Family) -
     return len(found) / math.prod(entry.counts), found.count(entry.shape) / math.prod(entry.counts)
 
   return max(candidates, key=fits)
-
-
-def _ignored(family: Family, name: str) -> bool:
-  return any(re.search(regex, name) for regex in family.ignored)
 
 
 def _differences(wanted: Mapping[str, tuple[int, ...]], present: Mapping[str, files.TensorInfo],

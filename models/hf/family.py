@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 from models.hf import quantised
-from models.hf.canonical import NEUTRAL, canonical, has_parameter
+from models.hf.canonical import NEUTRAL, canonical, has_parameter, mixers
 from models.hf.errors import HFError
 from models.hf.keys import DEEPEST, DROPOUT, Head, Rule, Source, check_kind
 
@@ -177,6 +177,10 @@ class Family:
     return [_laid_over(model, t) for t in (*self.table, SCORE)
             if all(has_parameter(model, path) for path in ((t.ours,) if isinstance(t.ours, str) else t.ours))]
 
+  def passed_over(self, model: Mapping[str, Any]) -> tuple[str, ...]:
+    """Regexes of tensors that a folder of this architecture may have, and that are not read."""
+    return self.ignored
+
   def kept(self, config: Mapping[str, Any]) -> dict[str, Any]:
     """The config.json to write for a model that `config` describes."""
     kept = {key: value for key, value in config.items() if key != "quantization_config"}
@@ -223,10 +227,12 @@ def _laid_over(model: Mapping[str, Any], tensor: Tensor) -> Tensor:
   """With the number of its groups, and of the layers that have it where not all do."""
   if isinstance(tensor.groups, str):
     tensor = replace(tensor, groups=model[tensor.groups])
-  pattern, first = model["layer_pattern"], tensor.ours if isinstance(tensor.ours, str) else tensor.ours[0]
+  has_mixer, first = mixers(model), tensor.ours if isinstance(tensor.ours, str) else tensor.ours[0]
   part, layers_ = first.split("/")[1 if first.startswith("blocks/") else 0], range(model["num_layers"])
-  if part in ("attn", "delta") and "delta" in pattern:
-    has = (i for i in layers_ if (pattern[i % len(pattern)] == "delta") == (part == "delta"))
+  if part in has_mixer and len(set(has_mixer)) > 1:
+    has = (i for i in layers_ if has_mixer[i] == part)
+  elif part in ("mlp", "wide_mlp") and model["double_wide_mlp"]:
+    has = (i for i in layers_ if (i >= model["num_layers"] - model["kv_shared_layers"]) == (part == "wide_mlp"))
   elif part in ("mlp", "moe") and model["moe.dense_layers"]:
     has = (i for i in layers_ if (i < model["moe.dense_layers"]) == (part == "mlp"))
   else:

@@ -171,8 +171,9 @@ class TextPart(Family):
     text = self._text(source)
     notes = super().notes_on(text)
     if text is not source:
+      others = [kind for kind in ("vision", "audio") if source.content.get(f"{kind}_config")]
       notes.append(f"{source.where} is that of a model of images and text. Of it the text model alone is read, trained "
-                   "and exported; its tensors for images are passed over.")
+                   f"and exported; its tensors for {' and '.join(others) or 'images'} are passed over.")
     return notes
 
   def kept(self, config):
@@ -194,7 +195,7 @@ class TextPart(Family):
     if tied is not None and content.get("tie_word_embeddings", tied) != tied:
       raise source.error("tie_word_embeddings", f"the same as in text_config, {content['tie_word_embeddings']!r}: "
                          "which of the two counts depends on whether the whole model is loaded")
-    source.check_all_read(INERT | OUTER_INERT, f"the family {self.name}")
+    source.check_all_read(INERT | OUTER_INERT | self.inert, f"the family {self.name}")
     return source.inside("text_config", content | {key: source.content[key] for key in OUTER if key in source.content})
 
 

@@ -139,10 +139,14 @@ NEITHER: Mapping[str, tuple[Any, str]] = {
 }
 
 
+# Values that are about tokens of images alone, of which texts have none (Gemma 4).
+OF_IMAGES = {"use_bidirectional_attention": ("vision",)}
+
+
 def check_kind(source: Source, but: Iterable[str] = ()) -> None:
   """Refuses what only other kinds of models have; see NEITHER. `but`: entries that do not matter here."""
   for key, (allowed, why) in NEITHER.items():
-    if key not in but and source.get(key, object, allowed, allowed) not in (allowed, None):
+    if key not in but and source.get(key, object, allowed, allowed) not in (allowed, None, *OF_IMAGES.get(key, ())):
       raise source.error(key, f"{json.dumps(allowed)}: {why}")
 
 

@@ -77,6 +77,25 @@ GPT_OSS = dict(
     window=3,
     layer_pattern=("local", "global"),
 )
+# Heads of different sizes, and one of keys and values in global layers.
+GEMMA4 = dict(
+    num_layers=5,
+    num_kv_heads=2,
+    head_dim=6,
+    norm_eps=1e-3,
+    norm_position="sandwich",
+    activation="geglu",
+    scale_embeddings=True,
+    layer_scale=True,
+    qk_norm=True,
+    value_norm=True,
+    attention_scale=1.0,
+    final_logit_cap=2.0,
+    rope_local_theta=100.0,
+    window=3,
+    layer_pattern=("local", "local", "global"),
+    global_attention=dict(head_dim=8, num_kv_heads=1, values_are_keys=True, rope_fraction=0.5),
+)
 DEEPSEEK = dict(
     norm_eps=1e-3,
     tie_embeddings=False,
@@ -89,8 +108,14 @@ DEEPSEEK = dict(
 DEEPSEEK_MOE = dict(DEEPSEEK, moe=dict(
     num_experts=8, experts_per_token=2, expert_size=6, shared_size=5, scores="sigmoid", choice_bias=True, groups=4,
     groups_used=2, weight_scale=1.5, dense_layers=1))
+GEMMA4_MOE = dict(GEMMA4, num_layers=3, moe=dict(
+    num_experts=4, experts_per_token=2, expert_size=8, beside_mlp=True, router_norm=True, expert_scale=True))
+# The last three layers use keys and values of others; the depth is no whole number of periods, nor is that before them.
+GEMMA4_SHARED = dict(GEMMA4, num_layers=8, layer_pattern=("local", "global"), kv_shared_layers=3, double_wide_mlp=True,
+                     per_layer_size=6, norm_eps=0.05)
 FAMILIES = dict(llama=LLAMA, gemma=GEMMA, gpt2=GPT2, olmo=OLMO)
-OPTIONS_OF = dict(**FAMILIES, cohere=COHERE, qwen3_next=QWEN3_NEXT, gpt_oss=GPT_OSS, deepseek=DEEPSEEK)
+OPTIONS_OF = dict(**FAMILIES, cohere=COHERE, qwen3_next=QWEN3_NEXT, gpt_oss=GPT_OSS, deepseek=DEEPSEEK,
+                  gemma4=GEMMA4, gemma4_shared=GEMMA4_SHARED)
 
 
 def config(**changed):

@@ -13,9 +13,9 @@ def np_softmax(x):
 def np_forward(m, params, tokens, segments):
   """Logits of one row, in float64, one head at a time; `m` is the config."""
   p = {k: np.asarray(v, np.float64) for k, v in paths(params).items()}
-  D, H, G = m.hidden_size, m.num_heads, m.num_kv_heads or m.num_heads
+  D, H = m.hidden_size, m.num_heads
   latent = m.latent if m.latent.kv_rank else None
-  K = latent.rope_dim if latent else m.head_dim or D // H
+  K = H_K = latent.rope_dim if latent else m.head_dim or D // H
   n = len(tokens)
   positions = np.array([t - segments.tolist().index(segments[t]) for t in range(n)])
 
@@ -28,16 +28,21 @@ def np_forward(m, params, tokens, segments):
   def dense(x, name, layer):
     return x @ p[name + "/kernel"][layer] + (p[name + "/bias"][layer] if name + "/bias" in p else 0)
 
-  def rope(x, theta):
-    P = int(K * m.rope_fraction) // 2
+  def rope(x, theta, turning=None):
+    P = int(K * m.rope_fraction) // 2 if turning is None else x.shape[1] // 2
     if m.rope_interleaved:
       pairs = (x[:, 0 : 2 * P : 2] + 1j * x[:, 1 : 2 * P : 2]) * np.exp(
           1j * positions[:, None] * theta ** (-np.arange(P) / P))
       return np.concatenate([np.stack([pairs.real, pairs.imag], -1).reshape(n, 2 * P), x[:, 2 * P :]], 1)
-    turned = (x[:, :P] + 1j * x[:, P : 2 * P]) * np.exp(1j * positions[:, None] * theta ** (-np.arange(P) / P))
+    frequencies = theta ** (-np.arange(P) / P) * (np.arange(P) < (P if turning is None else turning))
+    turned = (x[:, :P] + 1j * x[:, P : 2 * P]) * np.exp(1j * positions[:, None] * frequencies)
     return np.concatenate([turned.real, turned.imag, x[:, 2 * P :]], 1)
 
   types = [m.layer_pattern[layer % len(m.layer_pattern)] for layer in range(m.num_layers)]
+  own_kv, lent = m.num_layers - m.kv_shared_layers, {}
+  own_form = "" if m.global_attention.head_dim is None else "global_"
+  mixers = ["delta" if kind == "delta" else own_form * (kind == "global") + "query_" * (i >= own_kv) + "attn"
+            for i, kind in enumerate(types)]
 
   def sigmoid(x):
     return 1 / (1 + np.exp(-x))
@@ -93,16 +98,30 @@ def np_forward(m, params, tokens, segments):
       return latent_attention(x, layer)
     if types[layer] == "delta":
       return gated_delta_net(x, layer)
-    kind, layer = types[layer], layer - types[:layer].count("delta")
+    kind, own = types[layer], m.global_attention if types[layer] == "global" else None
+    K, turning, attn = H_K, None, f"blocks/{mixers[layer]}"
+    if own is not None and own.head_dim:
+      K, turning = own.head_dim, int(own.rope_fraction * own.head_dim) // 2
+    shared, layer = layer >= own_kv, mixers[:layer].count(mixers[layer])
     local, rotates = kind == "local", kind != "nope" and m.positions == "rope"
-    q, k, v = (dense(x, f"blocks/attn/{c}", layer) for c in "qkv")
-    q, gate = np.split(q.reshape(n, H, 2 * K), 2, axis=-1) if m.attention_gate else (q, np.inf)
-    q, k, v = (c.reshape(n, -1, K) for c in (q, k, v))
-    if m.qk_norm:
+
+    def of_heads(y, name):
       over = (n, -1) if m.qk_norm_over == "all" else (n, -1, K)
-      kind = m.norm if m.qk_norm_over == "each_head" else "rmsnorm"
-      q, k = (norm(c.reshape(over), f"blocks/attn/{name}_norm", kind, layer).reshape(c.shape)
-              for c, name in ((q, "q"), (k, "k")))
+      of = m.norm if m.qk_norm_over == "each_head" else "rmsnorm"
+      y = y.reshape(n, -1, K)
+      return norm(y.reshape(over), f"{attn}/{name}_norm", of, layer).reshape(y.shape) if m.qk_norm else y
+
+    q = dense(x, f"{attn}/q", layer)
+    q, gate = np.split(q.reshape(n, H, 2 * K), 2, axis=-1) if m.attention_gate else (q, np.inf)
+    q = of_heads(q, "q")
+    if not shared:
+      k = dense(x, f"{attn}/k", layer)
+      v = (dense(x, f"{attn}/v", layer) if f"{attn}/v/kernel" in p else k).reshape(n, -1, K)
+      if m.value_norm:
+        v = v / np.sqrt((v**2).mean(-1, keepdims=True) + m.norm_eps)
+      lent[kind] = of_heads(k, "k"), v
+    k, v = lent[kind]
+    G = k.shape[1]
     behind = np.arange(n)[:, None] - np.arange(n)
     seen = (behind >= 0) & (segments[:, None] == segments) & (behind < (m.window if local else n))
     heads = []
@@ -110,30 +129,42 @@ def np_forward(m, params, tokens, segments):
       q_h, k_h = q[:, h], k[:, h // (H // G)]
       if rotates:
         theta = m.rope_local_theta if local and m.rope_local_theta else m.rope_theta
-        q_h, k_h = rope(q_h, theta), rope(k_h, theta)
+        q_h, k_h = rope(q_h, theta, turning), rope(k_h, theta, turning)
       scores = q_h @ k_h.T * (m.attention_scale or K**-0.5)
       if m.attention_logit_cap:
         scores = m.attention_logit_cap * np.tanh(scores / m.attention_logit_cap)
       scores = np.where(seen, scores, -np.inf)
       if m.attention_sinks:  # a key that all see, without a value
-        scores = np.concatenate([scores, np.full((n, 1), p["blocks/attn/sinks"][layer, h])], axis=1)
+        scores = np.concatenate([scores, np.full((n, 1), p[f"{attn}/sinks"][layer, h])], axis=1)
       heads.append(np_softmax(scores)[:, :n] @ v[:, h // (H // G)])
     out = np.stack(heads, 1) * sigmoid(gate)
-    return dense(out.reshape(n, -1), "blocks/attn/o", layer)
+    return dense(out.reshape(n, -1), f"{attn}/o", layer)
 
   def mlp(x, layer):
+    name = "blocks/mlp"
+    if m.double_wide_mlp and layer >= own_kv:
+      name, layer = "blocks/wide_mlp", layer - own_kv
     act = {
         "swiglu": lambda x: x / (1 + np.exp(-x)),
         "relu2": lambda x: np.maximum(x, 0) ** 2,
     }.get(m.activation, lambda x: 0.5 * x * (1 + np.tanh(np.sqrt(2 / np.pi) * (x + 0.044715 * x**3))))
-    up = dense(x, "blocks/mlp/up", layer)
+    up = dense(x, f"{name}/up", layer)
     if m.activation == "clamped_swiglu":
-      gate = np.minimum(dense(x, "blocks/mlp/gate", layer), 7)
-      return dense((np.clip(up, -7, 7) + 1) * gate * sigmoid(1.702 * gate), "blocks/mlp/down", layer)
+      gate = np.minimum(dense(x, f"{name}/gate", layer), 7)
+      return dense((np.clip(up, -7, 7) + 1) * gate * sigmoid(1.702 * gate), f"{name}/down", layer)
     gated = m.activation.endswith("glu")
-    return dense(act(dense(x, "blocks/mlp/gate", layer)) * up if gated else act(up), "blocks/mlp/down", layer)
+    return dense(act(dense(x, f"{name}/gate", layer)) * up if gated else act(up), f"{name}/down", layer)
+
+  def per_layer(x, layer):
+    gate = dense(x, "blocks/per_layer/gate", layer)
+    gated = 0.5 * gate * (1 + np.tanh(np.sqrt(2 / np.pi) * (gate + 0.044715 * gate**3))) * own[:, layer]
+    return norm(dense(gated, "blocks/per_layer/out", layer), "blocks/per_layer/norm", layer=layer)
 
   x = p["embed/embedding"][tokens] * (D**0.5 if m.scale_embeddings else 1) * m.embedding_scale
+  if m.per_layer_size:
+    shape = (n, m.num_layers, m.per_layer_size)
+    made = norm((x @ p["per_layer_proj/kernel"] / np.sqrt(D)).reshape(shape), "per_layer_norm")
+    own = (made + p["per_layer_embed/embedding"][tokens].reshape(shape) * np.sqrt(m.per_layer_size)) / np.sqrt(2)
   if m.positions == "learned":
     x = x + p["pos_embed/embedding"][positions]
   for layer in range(m.num_layers):
@@ -146,6 +177,9 @@ def np_forward(m, params, tokens, segments):
       y = branch(y, layer)
       y = norm(y, f"blocks/{name}_post_norm", layer=layer) if m.norm_position != "pre" else y
       x = x + m.residual_scale * y
+    if m.per_layer_size:
+      x = x + m.residual_scale * per_layer(x, layer)
+    x = x * (p["blocks/layer_scale"][layer] if m.layer_scale else 1)
   x = m.logit_scale * norm(x, "final_norm")
   logits = x @ (p["embed/embedding"].T if m.tie_embeddings else p["unembed/kernel"])
   return m.final_logit_cap * np.tanh(logits / m.final_logit_cap) if m.final_logit_cap else logits

@@ -13,6 +13,8 @@ from tests.models.common import (
   BATCH,
   DEEPSEEK_MOE,
   FAMILIES,
+  GEMMA4,
+  GEMMA4_SHARED,
   GPT2,
   LLAMA,
   OPTIONS_OF,
@@ -114,6 +116,10 @@ OPTIONS = [
     (dict(layer_pattern=("delta", "global")), {}),
     (dict(attention_gate=True), {}),
     (dict(attention_sinks=True), {}),
+    (dict(value_norm=True), {}),
+    (dict(global_attention=dict(head_dim=4, num_kv_heads=2)), {}),
+    (dict(global_attention=dict(head_dim=4, values_are_keys=True)), dict(global_attention=dict(head_dim=4))),
+    (dict(global_attention=dict(head_dim=4, rope_fraction=0.5)), dict(global_attention=dict(head_dim=4))),
     (dict(layer_pattern=("delta",), delta=dict(conv_width=2)), dict(layer_pattern=("delta",))),
     (dict(init_std=0.3), {}),
     (dict(vocab_size=64), {}),
@@ -194,6 +200,32 @@ def test_flops_against_a_hand_count():
   visible = (1 + 2 + 3 + 4 * 5) / 8 + (1 + 2 + 3 + 4 + 5 + 6 + 7 + 8) / 8
   assert model.flops_per_token(8) == 6 * (2 * per_layer + 16 * 56) + 12 * 4 * 4 * visible
   assert model.flops_per_token(8, document_length=2) < model.flops_per_token(8)
+
+
+def test_flops_of_heads_of_two_sizes_against_a_hand_count():
+  model = make(**GEMMA4)  # layers 0, 1, 3, 4 local, 2 global
+  local = 2 * 16 * 24 + 2 * 16 * 12  # q and o, k and v
+  of_global = 2 * 16 * 32 + 16 * 8  # the key is the value
+  weights = 4 * local + of_global + 5 * 3 * 16 * 24 + 16 * 56
+  visible = 4 * 6 * (1 + 2 + 3 * 6) / 8 + 8 * (8 + 1) / 2
+  assert model.flops_per_token(8) == pytest.approx(6 * weights + 12 * 4 * visible)
+
+
+def test_flops_of_shared_keys_and_values_against_a_hand_count():
+  """Their scores count all the same; the table of each layer's embeddings is looked up."""
+  model = make(**GEMMA4_SHARED)  # local and global in turns, of which the last three are global, local, global
+  local, of_global = (2 * 16 * 24, 2 * 16 * 12), (2 * 16 * 32, 16 * 8)  # q and o, then k and v
+  weights = 4 * local[0] + 3 * local[1] + 4 * of_global[0] + 2 * of_global[1] + (5 + 3 * 2) * 3 * 16 * 24
+  weights += 16 * 8 * 6 + 8 * (2 * 16 * 6) + 16 * 56  # of each layer's embeddings; logits
+  visible = 4 * 6 * (1 + 2 + 3 * 6) / 8 + 4 * 8 * (8 + 1) / 2
+  assert model.flops_per_token(8) == pytest.approx(6 * weights + 12 * 4 * visible)
+
+
+def test_the_factor_of_a_layer_has_no_gradient():
+  """A buffer in transformers; what is trained is the same there and here."""
+  model, params, _ = family("gemma4")
+  gradients = jax.jit(jax.grad(lambda p: model.apply(p, BATCH).hidden[SEGMENTS > 0].sum()))(params)
+  assert not gradients["blocks"]["layer_scale"].any() and gradients["blocks"]["attn_norm"]["scale"].any()
 
 
 def test_flops_of_states_against_a_hand_count():

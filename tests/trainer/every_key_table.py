@@ -143,6 +143,7 @@ LEARNED = {"model.positions": "learned", "model.max_positions": 64}
 MOE = {"model.moe.num_experts": 4}
 DELTA = {"model.layer_pattern": ("delta", "global")}
 LATENT = {"model.latent.kv_rank": 8}
+GLOBAL = {"model.global_attention.head_dim": 8, "model.attention_scale": 0.5}
 GROUPS = MOE | {"model.moe.groups": 2, "model.moe.groups_used": 2}
 BIAS = MOE | {"model.moe.choice_bias": True}
 LORA = {"model.lora.rank": 2}
@@ -213,6 +214,15 @@ MODEL = {
   "model.mlp_bias": program(True),
   "model.qk_norm": program(True),
   "model.qk_norm_over": [program(over, {"model.qk_norm": True}) for over in ("all", "each_head")],
+  "model.layer_scale": program(True),
+  "model.kv_shared_layers": program(1),
+  "model.double_wide_mlp": program(True, {"model.kv_shared_layers": 1}),
+  "model.per_layer_size": program(4),
+  "model.value_norm": program(True),
+  "model.global_attention.head_dim": program(16, {"model.attention_scale": 0.5}),
+  "model.global_attention.num_kv_heads": program(1, GLOBAL),
+  "model.global_attention.values_are_keys": program(True, GLOBAL),
+  "model.global_attention.rope_fraction": program(0.5, GLOBAL),
   "model.attention_scale": program(0.5),
   "model.attention_logit_cap": program(20.0),
   "model.final_logit_cap": program(20.0),
@@ -237,6 +247,9 @@ MODEL = {
   "model.moe.expert_size": program(8, MOE),
   "model.moe.shared_size": program(8, MOE),
   "model.moe.shared_gate": program(True, MOE | {"model.moe.shared_size": 8}),
+  "model.moe.beside_mlp": program(True, MOE | {"model.norm_position": "sandwich"}),
+  "model.moe.router_norm": program(True, MOE),
+  "model.moe.expert_scale": program(True, MOE),
   "model.moe.router_bias": program(True, MOE),
   "model.moe.softmax": program("after_topk", MOE | {"model.moe.normalize_weights": False}),
   "model.moe.normalize_weights": program(False, MOE),

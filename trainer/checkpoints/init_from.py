@@ -29,7 +29,7 @@ Leaves = dict[str, Any]  # arrays or their shapes, by path
 # The head that scores sequences, which the folder of a language model does not have.
 SCORE = "score/kernel"
 # What has an entry for each token, and along which dimension.
-EMBEDDINGS = {"embed/embedding": 0, "unembed/kernel": 1}
+EMBEDDINGS = {"embed/embedding": 0, "per_layer_embed/embedding": 0, "unembed/kernel": 1}
 
 
 @dataclass(frozen=True)

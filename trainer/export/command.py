@@ -26,6 +26,7 @@ from models.hf import convert, files, pixels
 from trainer import startup, strategies
 from trainer import tree as tree_lib
 from trainer.checkpoints import checkpoint, damage
+from trainer.checkpoints.init_from import EMBEDDINGS
 from trainer.config import checks as config_checks
 from trainer.errors import CheckpointError, ConfigError, DataError
 from trainer.export import adapters as export_adapters
@@ -220,9 +221,8 @@ def _without_padding(shapes: Mapping[str, jax.ShapeDtypeStruct], vocab_size: int
   """The shapes with only the real entries of the vocabulary; None: all are."""
   cut = {path: list(leaf.shape) for path, leaf in shapes.items()}
   if vocab_size is not None:
-    cut["embed/embedding"][0] = min(vocab_size, cut["embed/embedding"][0])
-    if "unembed/kernel" in cut:
-      cut["unembed/kernel"][1] = min(vocab_size, cut["unembed/kernel"][1])
+    for path in cut.keys() & EMBEDDINGS.keys():
+      cut[path][EMBEDDINGS[path]] = min(vocab_size, cut[path][EMBEDDINGS[path]])
   return {path: jax.ShapeDtypeStruct(tuple(shape), shapes[path].dtype) for path, shape in cut.items()}
 
 

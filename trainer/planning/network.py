@@ -184,7 +184,7 @@ def _activations(add: Any, config: Any, spec: Any, sizes: Mapping[str, int], num
     for layer in range(layers):
       window = spec.window_of(layer)
       part = 1.0 if window is None else min(1.0, window / whole)
-      keys = 2 * tokens * c * part * spec.num_kv_heads * spec.head_dim * number_bytes / t
+      keys = 2 * tokens * c * part * math.prod(spec.heads_of(spec.mixer_of(layer))) * number_bytes / t
       add("ring", "keys and values", ("context",), keys * (c - 1) / c, 2 + attention_again, False)
       # Gradients travel in float32.
       add("ring", "gradients of keys and values", ("context",), keys * 4 / number_bytes * (c - 1) / c, 1, False)

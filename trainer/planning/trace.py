@@ -59,7 +59,7 @@ def trace(config: Any, program: program_lib.Program, rows: int = 2) -> Trace:
     rows, few, many = 2 * rows, many, _residuals_and_flops(config, program, 4 * rows)
   # Numbers of layers that are one loop, whose residuals are one array.
   layers, spec = program.model.num_layers, getattr(program.model, "spec", None)
-  runs = {layers} if spec is None else {layers, spec.first_layers, layers - spec.first_layers} - {0, 1}
+  runs = {layers} if spec is None else {layers, *(stop - start for start, stop in spec.runs)} - {1}
   kept = host = largest = copies = 0.0
   for leaf, more in zip(few[0], many[0], strict=True):
     key, size, grown = _key(leaf), _bytes(leaf), _bytes(more) - _bytes(leaf)

@@ -14,6 +14,7 @@ from models.hf.families.gemma import GEMMA
 from models.hf.families.gemma2 import GEMMA2
 from models.hf.families.gemma3 import GEMMA3
 from models.hf.families.gemma3_images import GEMMA3_IMAGES
+from models.hf.families.gemma4 import GEMMA4
 from models.hf.families.glm import GLM
 from models.hf.families.glm4 import GLM4
 from models.hf.families.glm4_moe import GLM4_MOE
@@ -48,9 +49,9 @@ from models.hf.images import Wrapper
 
 # In the order in which `match` tries them: of two that fit, the one that more programs read comes first.
 FAMILIES: tuple[Family, ...] = (
-    LLAMA, MISTRAL, QWEN2, QWEN3, MIXTRAL, QWEN3_MOE, QWEN2_MOE, GEMMA, GEMMA2, GEMMA3, GPT2, STARCODER2, STABLELM,
-    QWEN3_NEXT, QWEN3_5, QWEN3_5_MOE, GPT_OSS, PHI3, ARCEE, NEMOTRON, SEED_OSS, OLMO2, OLMO3, GLM, GLM4, GLM4_MOE,
-    SMOLLM3, GRANITE, COHERE, COHERE2, DEEPSEEK_V3, DEEPSEEK_V2,
+    LLAMA, MISTRAL, QWEN2, QWEN3, MIXTRAL, QWEN3_MOE, QWEN2_MOE, GEMMA, GEMMA2, GEMMA3, GEMMA4, GPT2, STARCODER2,
+    STABLELM, QWEN3_NEXT, QWEN3_5, QWEN3_5_MOE, GPT_OSS, PHI3, ARCEE, NEMOTRON, SEED_OSS, OLMO2, OLMO3, GLM, GLM4,
+    GLM4_MOE, SMOLLM3, GRANITE, COHERE, COHERE2, DEEPSEEK_V3, DEEPSEEK_V2,
 )
 
 # Models of images and text: each around several of the families above. `match` tries them in this order, too.

@@ -9,7 +9,19 @@ import pytest
 
 from models.attention import cache as cache_lib
 from models.attention.pages import Table
-from tests.models.common import COHERE, DEEPSEEK_MOE, FAMILIES, GPT_OSS, QWEN3_NEXT, VOCAB, make, random_params
+from tests.models.common import (
+  COHERE,
+  DEEPSEEK_MOE,
+  FAMILIES,
+  GEMMA4,
+  GEMMA4_MOE,
+  GEMMA4_SHARED,
+  GPT_OSS,
+  QWEN3_NEXT,
+  VOCAB,
+  make,
+  random_params,
+)
 from trainer import tree
 
 YARN = dict(type="yarn", factor=4.0, original_positions=8)
@@ -24,6 +36,9 @@ CASES = {
     "cohere": COHERE,
     "qwen3_next": QWEN3_NEXT,
     "gpt_oss": GPT_OSS,
+    "gemma4": GEMMA4,
+    "gemma4_moe": GEMMA4_MOE,
+    "gemma4_shared": GEMMA4_SHARED,
     "deepseek": dict(DEEPSEEK_MOE, lora=dict(rank=2), rope_scaling=YARN),
     "yarn": dict(num_layers=1, rope_scaling=YARN),
     "lora": dict(lora=dict(rank=2), num_layers=2, rope_scaling=LLAMA3),
@@ -86,7 +101,8 @@ def run(model, params, texts, side="right", rows=(2, 0, 3), cache=None):
 
 @pytest.mark.parametrize("name,apart", [
     *((name, True) for name in sorted(CASES.keys() - {"llama", "olmo"})), ("gemma", False), ("lora", False),
-    ("qwen3_next", False), ("deepseek", False)])
+    ("qwen3_next", False), ("deepseek", False), ("gemma4", False),
+    ("gemma4_shared", False)])
 def test_texts_fed_in_parts_equal_whole_ones(name, apart, monkeypatch):
   """`apart`: each layer with a cache of its own, as on CPU, or in one scan over all of them, as elsewhere."""
   model, params, texts, whole = case(name)
@@ -99,7 +115,7 @@ def test_texts_fed_in_parts_equal_whole_ones(name, apart, monkeypatch):
 
 
 @pytest.mark.parametrize("name,apart", [("gemma", True), ("gemma", False), ("deepseek", True), ("gpt_oss", True),
-                                        ("qwen3_next", True)])
+                                        ("qwen3_next", True), ("gemma4", True), ("gemma4_shared", True)])
 def test_texts_in_pages_equal_whole_ones(name, apart, monkeypatch):
   """Pages in no order, among them some that no row has and that hold what was there before."""
   monkeypatch.setattr(cache_lib, "PAGE", 4)

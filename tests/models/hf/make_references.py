@@ -42,6 +42,11 @@ YARN = dict(rope_type="yarn", factor=4.0, original_max_position_embeddings=16)
 OSS = dict(model_type="gpt_oss", **SMALL) | dict(head_dim=8, num_hidden_layers=3, sliding_window=5, num_local_experts=5,
                                                 num_experts_per_tok=2, rope_theta=500.0, rope_scaling=YARN | dict(
                                                     truncate=False))
+GEMMA4 = dict(head_dim=8, global_head_dim=12, num_hidden_layers=5, sliding_window=5, hidden_size_per_layer_input=0,
+              layer_types=[f"{kind}_attention" for kind in ("sliding", "sliding", "full", "sliding", "full")],
+              rms_norm_eps=1e-3, rope_parameters=dict(
+                  full_attention=dict(rope_type="proportional", partial_rotary_factor=0.5, rope_theta=5e3),
+                  sliding_attention=dict(rope_type="default", rope_theta=100.0)))
 GPT2 = dict(model_type="gpt2", vocab_size=V, n_embd=16, n_head=4, n_layer=2, n_positions=T, n_inner=40, bos_token_id=1,
             eos_token_id=2)
 
@@ -98,6 +103,20 @@ CASES = {
     "gemma3": like("gemma3_text", head_dim=8, num_hidden_layers=5, sliding_window=5, sliding_window_pattern=3,
                    query_pre_attn_scalar=5, rope_theta=5000.0, rope_local_base_freq=100.0,
                    rope_scaling=dict(rope_type="linear", factor=8.0), intermediate_size=16),
+    "gemma4": like("gemma4_text", **GEMMA4, attention_k_eq_v=True, num_global_key_value_heads=1,
+                   final_logit_softcapping=10.0, GRADIENT=".2.self_attn.k_proj.weight"),
+    "gemma4_biases": like("gemma4_text", **GEMMA4 | dict(num_hidden_layers=2, layer_types=["full_attention"] * 2),
+                          attention_bias=True, tie_word_embeddings=False),
+    "gemma4_moe": like("gemma4_text", **GEMMA4 | dict(num_hidden_layers=3, layer_types=GEMMA4["layer_types"][:3]),
+                       num_experts=5, top_k_experts=2, moe_intermediate_size=12, enable_moe_block=True,
+                       GRADIENT=".1.router.per_expert_scale"),
+    "gemma4_shared": like("gemma4_text", **GEMMA4 | dict(
+        # So many norms blow rounding up where what they divide by is small: with 7 layers and an epsilon of 1e-3,
+        # transformers is 2e-5 from itself in float64.
+        rms_norm_eps=0.05, tie_word_embeddings=False, hidden_size_per_layer_input=6, layer_types=[
+            f"{kind}_attention" for kind in ("sliding", "full", "sliding", "sliding", "full")]),
+        vocab_size_per_layer_input=V, num_kv_shared_layers=2, use_double_wide_mlp=True,
+        GRADIENT=".per_layer_model_projection.weight"),
     "gpt2": GPT2,
     "gpt2_bare": GPT2 | dict(BARE=True),
     "starcoder2": like("starcoder2", sliding_window=7),
@@ -135,7 +154,8 @@ def randomise(model: torch.nn.Module, generator: torch.Generator) -> None:
   with torch.no_grad():
     for name, p in model.named_parameters():
       noise = torch.randn(p.shape, generator=generator)
-      if name.endswith("bias") or ("norm" in name or ".ln_" in name) and p.ndim == 1:
+      near_one = name.endswith(("router.scale", "per_expert_scale")) or "norm" in name or ".ln_" in name
+      if name.endswith("bias") or near_one and p.ndim == 1:
         p.copy_(p + 0.3 * noise)
       elif "embed" in name or ".wte" in name or ".wpe" in name:
         p.copy_(noise)
@@ -145,6 +165,8 @@ def randomise(model: torch.nn.Module, generator: torch.Generator) -> None:
     for name, b in model.named_buffers():
       if name.endswith("e_score_correction_bias"):
         b.copy_(0.1 * torch.randn(b.shape, generator=generator))
+      if name.endswith("layer_scalar"):
+        b.copy_(0.8 + 0.2 * torch.randn(b.shape, generator=generator))
 
 
 def in_mxfp4(tensors: dict) -> dict:
@@ -164,6 +186,7 @@ def in_mxfp4(tensors: dict) -> dict:
 def save(case: dict, folder: Path) -> None:
   config = dict(case)
   dtype, shard = config.pop("DTYPE", torch.float32), config.pop("SHARD", "5GB")
+  config.pop("GRADIENT", None)
   fused, bare, mxfp4 = config.pop("FUSED", False), config.pop("BARE", False), config.pop("MXFP4", False)
   model = AutoModelForCausalLM.from_config(AutoConfig.for_model(config.pop("model_type"), **config))
   randomise(model, torch.Generator().manual_seed(0))
@@ -186,7 +209,12 @@ def save(case: dict, folder: Path) -> None:
 
 
 def transformers_4(config: dict) -> dict:
-  """The same config.json as transformers 4 writes it."""
+  """The same config.json as transformers 4 writes it; of Gemma 4, which it does not have, as it is published."""
+  if config["model_type"] == "gemma4_text":
+    own = config["per_layer_config"].get(str(config["num_hidden_layers"] - 1), {})
+    more = {"global_head_dim": own.get("head_dim", config["head_dim"]),
+            "num_global_key_value_heads": own.get("num_key_value_heads")}
+    return {k: v for k, v in config.items() if k != "per_layer_config"} | more
   new = ("rope_parameters", "layer_types", "dtype", "_sliding_window_pattern")
   told = config["model_type"] in ("cohere2", "gpt_oss", "olmo3") or "linear_key_head_dim" in config
   kept = ("layer_types",) if told else ()
@@ -225,12 +253,14 @@ def logits(folder: Path, tokens: torch.Tensor, mask: torch.Tensor | None = None)
     return load(folder)(tokens, attention_mask=mask, use_cache=False).logits.numpy()
 
 
-def gradients(folder: Path, tokens: torch.Tensor) -> dict[str, np.ndarray]:
+def gradients(folder: Path, tokens: torch.Tensor, wanted: str | None) -> dict[str, np.ndarray]:
+  """`wanted`: the end of the name of the second; None: one that all models have."""
   model = load(folder)
   parameters = dict(model.named_parameters())
   first = next(n for n in parameters if ".0." in n and (
       "q_proj.weight" in n or "qkv" in n or "c_attn.weight" in n or "kv_b_proj.weight" in n))
-  second = next((n for n in parameters if ".1.mlp.gate.weight" in n or ".1.self_attn.sinks" in n), None)
+  second = next((n for n in parameters if (
+      n.endswith(wanted) if wanted else ".1.mlp.gate.weight" in n or ".1.self_attn.sinks" in n)), None)
   names = [first, second or next(n for n in parameters if n in ("model.norm.weight", "transformer.ln_f.weight"))]
   out = model(tokens, use_cache=False).logits[:, :-1]
   torch.nn.functional.cross_entropy(out.reshape(-1, V), tokens[:, 1:].reshape(-1)).backward()
@@ -264,7 +294,8 @@ def make(name: str) -> None:
 
   versions = f"transformers {transformers.__version__}, torch {torch.__version__}"
   np.savez_compressed(folder / "reference.npz", tokens=tokens.numpy().astype(np.int32), logits=plain, padded=padded,
-                      documents=documents, versions=versions, **gradients(folder, tokens))
+                      documents=documents, versions=versions,
+                      **gradients(folder, tokens, CASES[name].get("GRADIENT")))
   print(f"{name}: {sum(f.stat().st_size for f in folder.iterdir())} bytes, |logits| up to {np.abs(plain).max():.2f}")
 
 

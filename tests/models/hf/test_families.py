@@ -129,8 +129,9 @@ def test_loss_and_gradients(case):
 def theirs(case: Case, name: str, tree: dict) -> np.ndarray:
   """A tensor of theirs, put together from ours; a second way to do what models/hf/convert.py does."""
   def layer_of(tensor: Tensor) -> int | None:
-    names = [case.family.prefixes[0] + tensor.theirs.format(layer=layer, expert=0, head=0) for layer in range(8)]
-    return names.index(name) if name in names else None
+    layers = range(8) if tensor.layers is None else tensor.layers
+    names = {case.family.prefixes[0] + tensor.theirs.format(layer=i, expert=0, head=0): i for i in layers}
+    return names.get(name)
 
   leaves = tree_lib.flatten(tree)
   tensor = next(t for t in case.family.tensors(read(case.folder)) if layer_of(t) is not None)
@@ -232,3 +233,35 @@ def test_the_limit_of_positions_is_written():
   model = read(REFERENCES / "llama")
   assert "max_position_embeddings" not in families.LLAMA.write(model)
   assert families.LLAMA.write(model | {"max_positions": 512})["max_position_embeddings"] == 512
+
+
+@pytest.mark.parametrize("changed, message", [
+    (dict(num_kv_shared_layers=4), "num_kv_shared_layers is 4; allowed: a number below 5, so that before"),
+    (dict(num_kv_shared_layers=5), "num_kv_shared_layers is 5; allowed: a number below 5"),
+    (dict(num_kv_shared_layers=-1), "num_kv_shared_layers is -1; allowed: a whole number from 0"),
+    (dict(hidden_size_per_layer_input=4), "vocab_size_per_layer_input is 262144; allowed: 61, the vocab_size"),
+    (dict(layer_types=["full_attention"] * 4 + ["sliding_attention"]), "allowed: full_attention for the last layer"),
+    (dict(per_layer_config={"4": {"head_dim": 12}}), r"of full_attention \[\(8, 2\), \(12, 2\)\]; allowed: one"),
+    (dict(per_layer_config={"0": {"head_dim": 12}}), "allowed: one for each"),
+    (dict(per_layer_config={"4": {"sliding_window": 3}}), "sliding_window = 3: this family has no such entry"),
+    (dict(per_layer_config={"9": {"head_dim": 12}}), "9 = .*: this family has no such entry"),
+    (dict(rope_parameters={"full_attention": {"rope_type": "yarn", "rope_theta": 1e4},
+                           "sliding_attention": {"rope_theta": 1e4}}), "is 'yarn'; allowed: default, proportional"),
+    (dict(rope_parameters={"full_attention": {"rope_theta": 1e4}}), "has no 'sliding_attention'"),
+    (dict(rope_parameters={"full_attention": {"rope_type": "proportional", "rope_theta": 1e4, "factor": 8.0},
+                           "sliding_attention": {"rope_theta": 1e4}}), "factor is 8.0; allowed: 1.0"),
+    (dict(rope_parameters={"full_attention": {"rope_theta": 1e4, "partial_rotary_factor": 0.5},
+                           "sliding_attention": {"rope_theta": 1e4}}), "factor is 0.5; allowed: 1.0 with rope_type"),
+])
+def test_a_gemma_4_of_another_form_is_refused(changed, message):
+  content = json.loads((REFERENCES / "gemma4" / "config.json").read_text()) | changed
+  with pytest.raises(HFError, match=message):
+    families.GEMMA4.read(content, "config.json")
+
+
+def test_key_value_heads_of_global_layers_count_where_their_values_are_keys():
+  """transformers leaves num_global_key_value_heads aside without attention_k_eq_v."""
+  content = json.loads((REFERENCES / "gemma4" / "config_4.json").read_text())
+  heads = [families.GEMMA4.read(content | {"attention_k_eq_v": of_keys}, "config.json")["global_attention.num_kv_heads"]
+           for of_keys in (True, False)]
+  assert heads == [1, 2]

@@ -312,6 +312,36 @@ def test_the_text_model_of_a_folder_with_images_is_that_of_a_folder_of_text(tmp_
   assert "vision_config" not in saved and hf.architecture(tmp_path / "saved")[1] == keys
 
 
+def test_the_text_model_of_gemma_4_is_read_beside_towers_for_images_and_sound(tmp_path):
+  """As published: numbers of special tokens beside text_config, in which images, and only these, see both ways."""
+  text_folder, path = REFERENCES.parent / "references" / "gemma4", tmp_path / "whole"
+  path.mkdir()
+  text = files.read_json(text_folder / "config_4.json") | {"use_bidirectional_attention": "vision"}
+  tokens = dict(boi_token_id=50, eoi_token_id=51, image_token_id=52, video_token_id=53, boa_token_id=54,
+                eoa_token_index=55, audio_token_id=56)
+  content = {"architectures": ["Gemma4ForConditionalGeneration"], "model_type": "gemma4", "tie_word_embeddings": True,
+             "text_config": text, "vision_config": {"model_type": "gemma4_vision", "hidden_size": 8},
+             "audio_config": {"model_type": "gemma4_audio", "hidden_size": 8}, **tokens}
+  (path / files.CONFIG).write_text(json.dumps(content))
+  tensors = {name.replace("model.", "model.language_model.", 1): values
+             for name, values in load_file(text_folder / files.SINGLE).items()}
+  others = ("vision_tower.std_bias", "embed_vision.embedding_projection.weight", "audio_tower.output_proj.bias",
+            "embed_audio.embedding_projection.weight")
+  save_file(tensors | {f"model.{name}": np.ones((3, 4), np.float32) for name in others}, path / files.SINGLE)
+  _, keys, notes = hf.architecture(path)
+  assert keys == hf.architecture(text_folder)[1]
+  assert "text model alone is read, trained and exported; its tensors for vision and audio are passed" in notes[-1]
+  model, params = hf.load(path, dtype=None)
+  hf.save(model, params, tmp_path / "saved")
+  assert (tmp_path / "saved" / files.SINGLE).read_bytes() == (text_folder / files.SINGLE).read_bytes()
+  saved = files.read_config(tmp_path / "saved")
+  assert (saved["architectures"], saved["model_type"]) == (["Gemma4ForCausalLM"], "gemma4_text")
+  assert hf.architecture(tmp_path / "saved")[1] == keys
+  (path / files.CONFIG).write_text(json.dumps(content | {"text_config": text | {"use_bidirectional_attention": "all"}}))
+  with pytest.raises(HFError, match="use_bidirectional_attention is 'all'; allowed: false"):
+    hf.architecture(path)
+
+
 @pytest.mark.parametrize("outer, message", [
     (dict(tie_word_embeddings=True), "tie_word_embeddings is True; allowed: the same as in text_config, False"),
     (dict(architectures=["Qwen3_5ForSequenceClassification"]), "allowed: .'Qwen3_5ForCausalLM'"),

@@ -252,6 +252,24 @@ def test_small_files_are_copied_as_they_are(tmp_path):
   assert copied == {name: name.encode() + b"\r\n\xff" for name in expected}
 
 
+def test_keys_and_values_that_no_layer_uses_are_passed_over(tmp_path):
+  """Published folders of Gemma 4 E2B and E4B have them in layers that use those of others; elsewhere they are extra."""
+  source = next(path for path in REFERENCES if path.name == "gemma4_shared")
+  folder = shutil.copytree(source, tmp_path / "folder")
+  tensors = {name: np.array(values) for name, values in tensors_of(source).items()}
+  more = {f"model.layers.{layer}.self_attn.{name}.weight": np.ones((16, 16), np.float32)
+          for layer in (3, 4) for name in ("k_proj", "v_proj", "k_norm", "v_norm")}
+  files.save_tensors(tensors | more, folder / "model.safetensors")
+  model, params = hf.load(folder)
+  assert_bitwise(params, hf.load(source)[1])
+  hf.save(model, params, tmp_path / "saved")
+  assert tensors_of(tmp_path / "saved").keys() == tensors.keys()
+  files.save_tensors(tensors | {"model.layers.2.self_attn.v_norm.weight": np.ones(8, np.float32)},
+                     folder / "model.safetensors")
+  with pytest.raises(HFError, match=r"\+ model.layers.2.self_attn.v_norm.weight"):
+    hf.load(folder)
+
+
 @pytest.mark.parametrize("family", ["deepseek_v3", "glm4_moe"])
 def test_layers_that_predict_tokens_further_ahead_are_passed_over_with_a_word(family, tmp_path):
   """Published folders of DeepSeek-V3 and GLM 4.5 have one after the last layer; what is saved says that there is

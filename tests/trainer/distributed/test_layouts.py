@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from tests import tiny
-from tests.models.common import DEEPSEEK_MOE, GPT_OSS, OLMO, QWEN3_NEXT
+from tests.models.common import DEEPSEEK_MOE, GEMMA4_MOE, GEMMA4_SHARED, GPT_OSS, OLMO, QWEN3_NEXT
 from trainer import state as state_lib
 from trainer import update as update_lib
 from trainer.config import defaults
@@ -31,6 +31,8 @@ KINDS = {"dense": dict(num_layers=4, layer_pattern=("local", "global"), window=5
                         latent=dict(kv_rank=8, q_rank=12, nope_dim=3, rope_dim=4, value_dim=5),
                         moe=dict(DEEPSEEK_MOE["moe"], shared_size=8, expert_size=8)),
          "moe": dict(moe=MOE, attention_block=8),
+         "gemma4_shared": dict(GEMMA4_SHARED, num_heads=4, attention_block=8, per_layer_size=8),
+         "gemma4": dict(GEMMA4_MOE, num_heads=4, attention_block=8, moe=GEMMA4_MOE["moe"] | dict(balance_loss=0.2)),
          "gpt_oss": dict(GPT_OSS, num_heads=4, mlp_bias=True, attention_block=8, moe=MOE | dict(router_bias=True))}
 LAYOUTS = {
     "dense": [dict(data=8), dict(fsdp=8), dict(context=8), dict(slice=2, data=2, fsdp=2),
@@ -41,6 +43,8 @@ LAYOUTS = {
     "latent": [dict(fsdp=2, context=2, tensor=2)],
     "moe": [dict(fsdp=4, tensor=2), dict(data=2, expert=4), dict(expert=2, context=2, tensor=2),
             dict(fsdp=2, expert=2, context=2)],
+    "gemma4_shared": [dict(fsdp=2, context=2, tensor=2)],
+    "gemma4": [dict(fsdp=2, expert=2, tensor=2)],
     "gpt_oss": [dict(fsdp=2, context=2, tensor=2), dict(expert=2, context=2, tensor=2)],
 }
 
