@@ -39,6 +39,7 @@ def fill_in(config: Any) -> list[str]:
       "model.vision.tower": "a tower with a width of its own" if m.vision.tower != "none" else "",
       "model.head": "scores, whose matrix would need a rule of its own: use lm" if m.head != "lm" else "",
       "model.lora.rank": "adapters, for which it is not defined" if m.lora.rank else "",
+      "model.per_layer_size": "embeddings for each layer, for which it is not defined" if m.per_layer_size else "",
       "model.layer_pattern": "delta layers, for which it is not defined" if "delta" in m.layer_pattern else "",
   }
   for key, problem in why.items():

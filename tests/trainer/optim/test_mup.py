@@ -107,6 +107,7 @@ def test_a_resolved_config_stays_as_it_is():
     (dict(mup_base_size=0), "at least 1"), (dict(init_std=0.02), "leave it unset"),
     (dict(scale_embeddings=True), "use False"), (dict(head="score"), "use lm"), (dict(lora=dict(rank=2)), "adapters"),
     (dict(logit_scale=0.5), "makes it 0.25"), (dict(hf="somewhere"), "a model that is there"),
+    (dict(per_layer_size=4), "embeddings for each layer"),
     (dict(layer_pattern=("delta", "global")), "delta layers"), (dict(vision=dict(tower="siglip")), "a tower"),
 ])
 def test_what_it_is_not_for_is_refused(changed, says):
