@@ -16,13 +16,14 @@ from models.attention.cache import Cache, Past
 from models.attention.deltanet import GatedDeltaNet
 from models.attention.dispatch import attend_to_past, attention
 from models.attention.latent import LatentAttention
+from models.attention.mamba import Mamba2
 from models.attention.mask import TokenIds
 from models.attention.rope import apply_rope
 from models.experts.moe import Moe, Routing
 from models.layers import Linear, Mlp, Norm, Scope, activate, apply_linears, dropout, rms_normalised
 from models.remat import named
 from models.sharding.logical_axes import constrain
-from models.spec import MIXERS, Spec
+from models.spec import MIXERS, RECURRENT, Spec
 
 
 class SelfAttention(nnx.Module):
@@ -128,7 +129,7 @@ class PerLayer(nnx.Module):
 
 class Block(nnx.Module):
   """One layer: attention or what stands in its place, and MLP (or mixture of experts), each a residual branch
-  normalised before, after, or both; or both of the same normalised input."""
+  normalised before, after, or both; or both of the same normalised input; or one of the two."""
 
   def __init__(self, spec: Spec, scope: Scope):
     """Without the parts that layers may lack (`models.spec.PARTS`), which `stack_blocks` adds."""
@@ -136,7 +137,8 @@ class Block(nnx.Module):
     self.attn_norm = make_norm(spec, scope / "attn_norm") if pre else None
     self.attn_post_norm = make_norm(spec, scope / "attn_post_norm") if post else None
     self.parallel = spec.parallel_blocks
-    self.mlp_norm = make_norm(spec, scope / "mlp_norm") if pre and not self.parallel else None
+    self.one_branch = spec.one_branch
+    self.mlp_norm = make_norm(spec, scope / "mlp_norm") if pre and not self.parallel and not self.one_branch else None
     self.mlp_post_norm = make_norm(spec, scope / "mlp_post_norm") if post else None
     beside = spec.moe is not None and spec.moe.beside_mlp
     self.mlp_out_norm = make_norm(spec, scope / "mlp_out_norm") if beside else None
@@ -157,17 +159,20 @@ class Block(nnx.Module):
     keys = (None, None) if key is None else jax.random.split(key)
     x_BxTxD = named(x_BxTxD, "layer_input")
     normed_BxTxD = x_BxTxD if self.attn_norm is None else self.attn_norm(x_BxTxD)
-    mixer = next(mixer for mixer in MIXERS if mixer in parts)
-    if mixer == "delta":
-      y, new = self.delta(normed_BxTxD, tokens, key, past)
-    else:
+    new: Any = {} if past is None else past.cache
+    if mixer := next((mixer for mixer in MIXERS if mixer in parts), None):
       borrowed = (lent,) if "query" in mixer else ()
-      y, new = getattr(self, mixer)(normed_BxTxD, tokens, rope, window, key, past, *borrowed)
-      new = {} if borrowed and past is None else new
-    new = {mixer: new} if past is None and new else new
-    x_BxTxD = x_BxTxD + self._branch_end(y, self.attn_post_norm, keys[0])
-    x_BxTxD = named(constrain(x_BxTxD, "batch", "stream", "embed"), "stream")
-    if not self.parallel:
+      where = () if mixer in RECURRENT else (rope, window)
+      y, left = getattr(self, mixer)(normed_BxTxD, tokens, *where, key, past, *borrowed)
+      if past is not None:
+        new = left
+      elif not borrowed:
+        new = {mixer: left}
+      x_BxTxD = x_BxTxD + self._branch_end(y, self.attn_post_norm, keys[0])
+      x_BxTxD = named(constrain(x_BxTxD, "batch", "stream", "embed"), "stream")
+      if self.one_branch:
+        return x_BxTxD, {}, new
+    if mixer and not self.parallel:
       normed_BxTxD = x_BxTxD if self.mlp_norm is None else self.mlp_norm(x_BxTxD)
     mlp = self.wide_mlp if "wide_mlp" in parts else self.mlp if "mlp" in parts else None
     if "moe" not in parts:
@@ -205,6 +210,7 @@ def stack_blocks(spec: Spec, scope: Scope) -> Block:
       **{mixer: functools.partial(SelfAttention, spec, mixer=mixer)
          for mixer in ("global_attn", "query_attn", "global_query_attn")},
       "delta": functools.partial(GatedDeltaNet, spec, out_gain=gain),
+      "mamba": functools.partial(Mamba2, spec, out_gain=gain),
       **{name: functools.partial(Mlp, features=spec.hidden_size, hidden=times * spec.intermediate_size, std=std,
                                  activation=spec.activation, bias=spec.mlp_bias, out_gain=gain)
          for name, times in (("mlp", 1), ("wide_mlp", 2))},
@@ -322,7 +328,7 @@ def make_norm(spec: Spec, scope: Scope, gain: float = 1.0) -> Norm:
 
 def out_gain(spec: Spec) -> float:
   """Keeps the residual stream's variance independent of depth at the start (Radford et al. 2019, 2.3)."""
-  return (2 * spec.num_layers) ** -0.5
+  return ((1 if spec.one_branch else 2) * spec.num_layers) ** -0.5
 
 
 def unstack(spec: Spec, blocks: Any, first: int = 0, stop: int | None = None) -> list[Any]:

@@ -116,7 +116,8 @@ def model() -> ConfigDict:
   m.attention_sinks = False
   # Tokens visible to a `local` layer, itself included; `layer_pattern` is repeated over the depth,
   # e.g. ("local",) for Mistral, ("local", "global") for Gemma 2. A `nope` layer sees all before it and rotates nothing:
-  # ("global", "global", "global", "nope") for SmolLM 3.
+  # ("global", "global", "global", "nope") for SmolLM 3. Where some are `mlp`, which mix no tokens, each layer is one
+  # residual branch, and the others have no MLP (Nemotron-H).
   m.window = unset(int)
   m.layer_pattern = ("global",)
   # Layers of type global that are of another form than the others (Gemma 4), if head_dim is set: the size of a head,
@@ -139,6 +140,14 @@ def model() -> ConfigDict:
   m.delta = d = ConfigDict(dict(num_key_heads=2, num_value_heads=4, key_head_dim=32, value_head_dim=32, conv_width=4))
   # Tokens that are computed together, as products of matrices; of no effect but on speed and rounding.
   d.chunk = 64
+  # Sizes of `mamba` layers, which have such a state, too (Mamba 2, arXiv 2405.21060; Granite 4, Nemotron-H): heads of
+  # head_dim inputs each; num_groups, which divides num_heads: heads of a group share what their states of state_dim
+  # times head_dim numbers are written and read with; conv_width: as above, and whether the convolution has a bias; no
+  # step is smaller than min_step.
+  m.mamba = s = ConfigDict(dict(num_heads=4, head_dim=32, num_groups=1, state_dim=32, conv_width=4, conv_bias=True,
+                                min_step=0.0))
+  # Tokens that are computed together; of no effect but on speed, memory and rounding.
+  s.chunk = 64
   # Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434): keys and values are made of a latent of kv_rank
   # numbers, which is all that generation keeps of a token, beside its rotated key; 0: attention as usual. Queries are
   # made of one of q_rank, or, with 0, of the hidden state. Of each head's queries and keys nope_dim dimensions are not
@@ -238,7 +247,7 @@ def model() -> ConfigDict:
   # Adapters (LoRA): `rank` above 0 freezes everything but low-rank updates x @ A @ B * scale of the kernels whose
   # path matches one of `targets` (the tower's begin with vision/); scale = alpha / rank, or alpha / sqrt(rank) with
   # `rslora`.
-  m.lora = a = ConfigDict(dict(rank=0, alpha=16.0, targets=(r"^blocks/(\w*attn|delta|\w*mlp)/\w+/kernel",)))
+  m.lora = a = ConfigDict(dict(rank=0, alpha=16.0, targets=(r"^blocks/(\w*attn|delta|mamba|\w*mlp)/\w+/kernel",)))
   a.rslora = False
   # Each column of an adapted kernel has a length of its own that is trained (DoRA, arXiv 2402.09353).
   a.dora = False

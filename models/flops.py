@@ -3,6 +3,7 @@
 Forward and backward, without recomputation.
 """
 
+import math
 import re
 from collections.abc import Mapping
 from typing import Any
@@ -22,7 +23,7 @@ def per_token(spec: Spec, vocab_size: int, params: Mapping[str, Any], trained_on
   weights of the base that are not trained count 4 times and not 6, since they have no gradient. What tokens of an
   image or a prefix see beyond that is not counted. A delta layer sees no keys: for each of its H states [K, V], a
   token reads it with its key, adds a product to it and reads it with its query, 18 H K V (however many tokens are
-  taken together), and 6 W for each channel of its convolutions.
+  taken together), and 6 W for each channel of its convolutions. A mamba layer does not read before it writes: 12.
 
   Tower and projector work by the image and not by the token: those of a row's images, unused ones included, are
   shared out among its tokens.
@@ -48,7 +49,7 @@ def per_token(spec: Spec, vocab_size: int, params: Mapping[str, Any], trained_on
     weights["embed/embedding" if spec.tie_embeddings else "unembed/kernel"] = spec.hidden_size * vocab_size
   length = seq_len if document_length is None else min(document_length, seq_len)
   visible = sum(_sizes(spec, spec.mixer_of(i)) * _mean_visible(length, spec.window_of(i))
-                for i in range(spec.num_layers) if spec.mixer_of(i) != "delta")
+                for i in range(spec.num_layers) if spec.mixer_of(i).endswith("attn"))
   matmuls = sum(n * (6.0 if re.search(trained_only or "", path) else 4.0) for path, n in weights.items())
   images = images_per_row * _per_image(spec, sizes, tower_frozen, images_per_row) / seq_len if images_per_row else 0.0
   return matmuls + 6.0 * spec.num_heads * visible + _of_states(spec) + images
@@ -61,13 +62,13 @@ def _sizes(spec: Spec, mixer: str) -> int:
 
 
 def _of_states(spec: Spec) -> float:
-  """Operations of a token in the states of delta layers and in the convolutions before them."""
-  s = spec.delta
-  if s is None:
-    return 0.0
-  states = s.num_value_heads * s.key_head_dim * s.value_head_dim
-  channels = 2 * s.num_key_heads * s.key_head_dim + s.num_value_heads * s.value_head_dim
-  return len(spec.layers_with("delta")) * (18.0 * states + 6.0 * s.conv_width * channels)
+  """Operations of a token in the states of delta and mamba layers and in the convolutions before them."""
+  total = 0.0
+  for sizes, of_state, layers in ((spec.delta, 18.0, spec.layers_with("delta")),
+                                  (spec.mamba, 12.0, spec.layers_with("mamba"))):
+    if sizes is not None:
+      total += len(layers) * (of_state * math.prod(sizes.state_shape) + 6.0 * sizes.conv_width * sizes.channels)
+  return total
 
 
 def _per_image(spec: Spec, sizes: Mapping[str, int], frozen: bool, per_row: float) -> float:

@@ -5,6 +5,7 @@ B batch, T length, D hidden size, F width of the MLP.
 
 import dataclasses
 import functools
+import math
 import zlib
 from collections.abc import Callable
 from typing import Any
@@ -83,6 +84,11 @@ class Scope:
     """The logarithm of what is drawn evenly from [low, high)."""
     drawn = jax.random.uniform(self._key(name), shape, jnp.float32, low, high)
     return nnx.Param(jnp.log(drawn).astype(self.kind(name)))
+
+  def softplus_log_uniform(self, name: str, shape: tuple[int, ...], low: float, high: float) -> nnx.Param:
+    """What softplus takes to numbers of [low, high) whose logarithms are drawn evenly."""
+    drawn = jnp.exp(jax.random.uniform(self._key(name), shape, jnp.float32, math.log(low), math.log(high)))
+    return nnx.Param(jnp.log(jnp.expm1(drawn)).astype(self.kind(name)))
 
   def constant(self, name: str, shape: tuple[int, ...], value: float) -> nnx.Param:
     """A parameter that starts with the same value everywhere."""
@@ -235,19 +241,22 @@ class Norm(nnx.Module):
   """RMSNorm (Zhang and Sennrich 2019) or LayerNorm over the last axis; computed in float32."""
 
   def __init__(self, scope: Scope, size: int | tuple[int, int], *, kind: str, eps: float, plus_one: bool,
-               bias: bool = False, gain: float = 1.0):
+               bias: bool = False, gain: float = 1.0, groups: int = 1):
     """`size`: of the last axis, or of the last two, where each entry of the one before has a scale of its own.
-    `plus_one`: the scale is stored as an offset from one. `gain`: a factor on the output, before it is rounded."""
+    `plus_one`: the scale is stored as an offset from one. `gain`: a factor on the output, before it is rounded.
+    `groups`: the last axis is so many groups, of which each is normalised by itself."""
     shape = size if isinstance(size, tuple) else (size,)
     self.scale = scope.constant("scale", shape, 0.0 if plus_one else 1.0)
     self.bias = scope.constant("bias", shape, 0.0) if bias else None
-    self.kind, self.eps, self.plus_one, self.gain = kind, eps, plus_one, gain
+    self.kind, self.eps, self.plus_one, self.gain, self.groups = kind, eps, plus_one, gain, groups
 
   def __call__(self, x: jax.Array) -> jax.Array:
     y = x.astype(jnp.float32)
+    if self.groups > 1:
+      y = y.reshape(*x.shape[:-1], self.groups, -1)
     if self.kind == "layernorm":
       y = y - y.mean(-1, keepdims=True)
-    y = y * jax.lax.rsqrt(jnp.mean(jnp.square(y), -1, keepdims=True) + self.eps)
+    y = (y * jax.lax.rsqrt(jnp.mean(jnp.square(y), -1, keepdims=True) + self.eps)).reshape(x.shape)
     scale = self.scale[...].astype(jnp.float32)
     y = y * (1.0 + scale if self.plus_one else scale)
     if self.bias is not None:

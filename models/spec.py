@@ -13,11 +13,13 @@ from models.spec_parts import (
   GlobalAttention,
   Latent,
   Lora,
+  Mamba,
   Moe,
   make_delta,
   make_global_attention,
   make_latent,
   make_lora,
+  make_mamba,
   make_moe,
 )
 from models.spec_rope import make_ropes
@@ -40,6 +42,8 @@ ARCHITECTURE_KEYS = (
     "final_logit_cap", "window", "layer_pattern", "kv_shared_layers", "double_wide_mlp", "per_layer_size",
     *(f"global_attention.{key}" for key in ("head_dim", "num_kv_heads", "values_are_keys", "rope_fraction")),
     *(f"delta.{key}" for key in ("num_key_heads", "num_value_heads", "key_head_dim", "value_head_dim", "conv_width")),
+    *(f"mamba.{key}" for key in ("num_heads", "head_dim", "num_groups", "state_dim", "conv_width", "conv_bias",
+                                "min_step")),
     *(f"latent.{key}" for key in ("kv_rank", "q_rank", "nope_dim", "rope_dim", "value_dim")),
     *(f"moe.{key}" for key in ("num_experts", "experts_per_token", "expert_size", "shared_size", "shared_gate",
                                "beside_mlp", "router_norm", "expert_scale", "router_bias", "softmax", "scores",
@@ -49,11 +53,13 @@ ARCHITECTURE_KEYS = (
 )
 # Entries of the vocabulary that logits are made of at a time where the config does not say it: on CPU, and elsewhere.
 VOCAB_CHUNK, VOCAB_CHUNK_ELSEWHERE = 2048, 8192
-# Parts of a block that a layer may lack: it has one of MIXERS, and an MLP, or experts, or both. Those with queries
-# alone are attention to keys and values of an earlier layer.
-MIXERS = ("attn", "global_attn", "query_attn", "global_query_attn", "delta")
+# Types of layers that have a state in the place of keys and values: their mixers have the same names.
+RECURRENT = ("delta", "mamba")
+# Parts of a block that a layer may lack: it has one of MIXERS, and an MLP, or experts, or both; or a mixer or an MLP
+# alone. Mixers with queries alone are attention to keys and values of an earlier layer.
+MIXERS = ("attn", "global_attn", "query_attn", "global_query_attn", *RECURRENT)
 PARTS = frozenset({*MIXERS, "mlp", "wide_mlp", "moe"})
-LAYER_TYPES = ("global", "local", "nope", "delta")
+LAYER_TYPES = ("global", "local", "nope", "delta", "mamba", "mlp")
 POSITIONS = ("rope", "learned", "none")
 NORM_POSITIONS = ("pre", "post", "sandwich")
 QK_NORMS = ("head", "each_head", "all")
@@ -112,6 +118,8 @@ class Spec:
   global_attention: GlobalAttention | None
   # None: there are no layers of type delta.
   delta: Delta | None
+  # None: there are no layers of type mamba.
+  mamba: Mamba | None
   # None: attention has keys and values for each token.
   latent: Latent | None
   moe: Moe | None
@@ -143,8 +151,8 @@ class Spec:
   @property
   def no_prefix_sharing(self) -> str | None:
     """Why completions of one prompt cannot share one copy of it in a row; None: they can."""
-    if self.delta is not None:
-      return "the state of its delta layers is that of one text"
+    if kinds := self._recurrent_kinds:
+      return f"the state of its {kinds} layers is that of one text"
     if "local" in self.layer_pattern:
       return "the window of its local layers counts places of the row"
     if self.moe is not None:
@@ -158,7 +166,12 @@ class Spec:
   @property
   def no_split_length(self) -> str | None:
     """Why the length of rows cannot be split over devices; None: it can."""
-    return None if self.delta is None else "its delta layers go through each row from its begin to its end"
+    kinds = self._recurrent_kinds
+    return f"its {kinds} layers go through each row from its begin to its end" if kinds else None
+
+  @property
+  def _recurrent_kinds(self) -> str:
+    return " and ".join(kind for kind in RECURRENT if kind in self.layer_pattern)
 
   def layers_with(self, part: str) -> list[int]:
     """Numbers of the layers that have that part of a block: one of PARTS; any other: all."""
@@ -166,14 +179,17 @@ class Spec:
 
   def parts_of(self, layer: int) -> frozenset[str]:
     """Which of PARTS that layer has."""
+    mixer = self.mixer_of(layer)
+    if self.one_branch:
+      return frozenset({mixer})
     of_experts = {"moe"} if self.moe is not None and layer >= self.moe.dense_layers else set()
     mlp = "wide_mlp" if self.double_wide_mlp and self.kv_source(layer) is not None else "mlp"
-    return frozenset({self.mixer_of(layer), *of_experts} | ({mlp} if not of_experts or self.moe.beside_mlp else set()))
+    return frozenset({mixer, *of_experts} | ({mlp} if not of_experts or self.moe.beside_mlp else set()))
 
   def mixer_of(self, layer: int) -> str:
-    """Which of MIXERS that layer has."""
+    """Which of MIXERS that layer has; mlp: none, it is one."""
     kind = self.layer_type(layer)
-    if kind == "delta":
+    if kind in (*RECURRENT, "mlp"):
       return kind
     own = "global_" if kind == "global" and self.global_attention else ""
     return own + ("attn" if self.kv_source(layer) is None else "query_attn")
@@ -187,6 +203,11 @@ class Spec:
     """(key/value heads, size of a head) of that kind of attention."""
     own = self.global_attention if mixer.startswith("global_") else None
     return (self.num_kv_heads, self.head_dim) if own is None else (own.num_kv_heads, own.head_dim)
+
+  @property
+  def one_branch(self) -> bool:
+    """Whether each layer is a mixer or an MLP, and not one and then the other."""
+    return "mlp" in self.layer_pattern
 
   @property
   def first_layers(self) -> int:
@@ -215,6 +236,11 @@ class Spec:
   def layer_type(self, layer: int) -> str:
     """One of LAYER_TYPES."""
     return self.layer_pattern[layer % len(self.layer_pattern)]
+
+  def recurrent(self, layer: int) -> Delta | Mamba | None:
+    """The sizes of that layer's state; None: it has keys and values."""
+    kind = self.layer_type(layer)
+    return self.delta if kind == "delta" else self.mamba if kind == "mamba" else None
 
 
 def make_spec(m: ConfigDict) -> Spec:
@@ -260,6 +286,10 @@ def make_spec(m: ConfigDict) -> Spec:
   if m.parallel_blocks and m.norm_position != "pre":
     raise ConfigError(f"model.parallel_blocks: attention and MLP share the norm before them; found norm_position="
                       f"{m.norm_position!r}, allowed: 'pre'.")
+  if "mlp" in pattern and (m.parallel_blocks or m.norm_position != "pre" or m.moe.num_experts):
+    raise ConfigError("model.layer_pattern has 'mlp', so that each layer is one branch behind one norm; found "
+                      f"parallel_blocks={m.parallel_blocks}, norm_position={m.norm_position!r}, moe.num_experts="
+                      f"{m.moe.num_experts}; allowed: False, 'pre' and 0.")
   if m.neftune_alpha < 0:
     raise ConfigError(f"model.neftune_alpha: found {m.neftune_alpha}, allowed: 0 or more.")
   if not 0.0 <= m.dropout < 1.0:
@@ -308,6 +338,7 @@ def make_spec(m: ConfigDict) -> Spec:
       per_layer_size=_per_layer_size(m),
       global_attention=of_global,
       delta=make_delta(m, pattern),
+      mamba=make_mamba(m, pattern),
       latent=latent,
       moe=make_moe(m, reasons),
       lora=make_lora(m.lora),

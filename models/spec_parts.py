@@ -1,4 +1,4 @@
-"""The sections of `model` for experts, delta layers, latents, adapters: checked and filled, as frozen dataclasses."""
+"""The sections of `model` for experts, layers with states, latents, adapters: checked and filled, as dataclasses."""
 
 import dataclasses
 import math
@@ -46,6 +46,40 @@ class Delta:
   value_head_dim: int
   conv_width: int
   chunk: int
+
+  @property
+  def channels(self) -> int:
+    """Of its convolutions."""
+    return 2 * self.num_key_heads * self.key_head_dim + self.num_value_heads * self.value_head_dim
+
+  @property
+  def state_shape(self) -> tuple[int, int, int]:
+    """Of a text's states."""
+    return self.num_value_heads, self.key_head_dim, self.value_head_dim
+
+
+@dataclasses.dataclass(frozen=True)
+class Mamba:
+  """The layers of type mamba; the keys of `model.mamba`."""
+
+  num_heads: int
+  head_dim: int
+  num_groups: int
+  state_dim: int
+  conv_width: int
+  conv_bias: bool
+  min_step: float
+  chunk: int
+
+  @property
+  def channels(self) -> int:
+    """Of its convolutions."""
+    return self.num_heads * self.head_dim + 2 * self.num_groups * self.state_dim
+
+  @property
+  def state_shape(self) -> tuple[int, int, int]:
+    """Of a text's states."""
+    return self.num_heads, self.state_dim, self.head_dim
 
 
 @dataclasses.dataclass(frozen=True)
@@ -205,10 +239,30 @@ def make_delta(m: ConfigDict, pattern: tuple[str, ...]) -> Delta | None:
   if delta.num_value_heads % delta.num_key_heads:
     raise ConfigError(f"model.delta.num_key_heads: found {delta.num_key_heads}, which does not divide "
                       f"num_value_heads={delta.num_value_heads}.")
-  if m.vision.tower != "none" and m.vision.attention != "causal":
-    raise ConfigError(f"model.vision.attention: found {m.vision.attention!r}, but delta layers see nothing that comes "
-                      "later. Allowed with them: 'causal'.")
+  _check_causal(m, "delta")
   return delta
+
+
+def make_mamba(m: ConfigDict, pattern: tuple[str, ...]) -> Mamba | None:
+  """Reads `model.mamba`; None: the pattern has no such layers."""
+  if "mamba" not in pattern:
+    return None
+  mamba = Mamba(**{field.name: m.mamba[field.name] for field in dataclasses.fields(Mamba)})
+  for key in ("num_heads", "head_dim", "num_groups", "state_dim", "conv_width", "chunk"):
+    at_least_one(f"mamba.{key}", m.mamba[key])
+  if mamba.min_step < 0:
+    raise ConfigError(f"model.mamba.min_step: found {mamba.min_step}, allowed: 0 (there is no least step), or more.")
+  if mamba.num_heads % mamba.num_groups:
+    raise ConfigError(f"model.mamba.num_groups: found {mamba.num_groups}, which does not divide "
+                      f"num_heads={mamba.num_heads}.")
+  _check_causal(m, "mamba")
+  return mamba
+
+
+def _check_causal(m: ConfigDict, kind: str) -> None:
+  if m.vision.tower != "none" and m.vision.attention != "causal":
+    raise ConfigError(f"model.vision.attention: found {m.vision.attention!r}, but {kind} layers see nothing that comes "
+                      "later. Allowed with them: 'causal'.")
 
 
 def make_lora(c: ConfigDict) -> Lora | None:

@@ -18,7 +18,7 @@ def make_ropes(m: ConfigDict, pattern: tuple[str, ...], head_dim: int, of_global
   `of_global`: of global layers, where they are of another form."""
   if m.positions != "rope":
     return {}
-  thetas = dict.fromkeys((kind for kind in pattern if kind not in ("nope", "delta")), m.rope_theta)
+  thetas = dict.fromkeys((kind for kind in pattern if kind not in ("nope", "delta", "mamba", "mlp")), m.rope_theta)
   own_local = m.rope_local_theta is not None and "local" in pattern
   if own_local:
     thetas["local"] = m.rope_local_theta

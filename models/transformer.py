@@ -73,8 +73,8 @@ class Decoder(nnx.Module):
                ) -> tuple[jax.Array, dict, dict | Cache | None]:
     """(hidden states, statistics of all layers' experts, stacked, if there are any, what they leave for later tokens).
 
-    That is by the name of their mixer, stacked: attn, global_attn: keys and values [L, B, T, G, K]; delta: see
-    `GatedDeltaNet`.
+    That is by the name of their mixer, stacked: attn, global_attn: keys and values [L, B, T, G, K]; delta and mamba:
+    see `GatedDeltaNet` and `Mamba2`.
 
     `remat` is a `remat_policy`; `key` feeds dropout, None: no dropout. They leave something only with `remember`. Where
     there is a `cache`, T is 1, each row's token follows those that its row of the cache holds, and the cache with its

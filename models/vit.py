@@ -80,7 +80,7 @@ def tower_spec(spec: Spec) -> Spec:
       activation=v.activation, positions="none", ropes={}, qkv_bias=True, attention_out_bias=True, mlp_bias=True,
       qk_norm=False, attention_logit_cap=None, window=None, layer_pattern=("global",), moe=None, dropout=0.0,
       residual_scale=1.0, parallel_blocks=False, attention_gate=False, attention_sinks=False,
-      delta=None, latent=None, layer_scale=False, value_norm=False, global_attention=None,
+      delta=None, mamba=None, latent=None, layer_scale=False, value_norm=False, global_attention=None,
       kv_shared_layers=0, double_wide_mlp=False, per_layer_size=0)
 
 

@@ -19,7 +19,7 @@ import jax.numpy as jnp
 from models import cpu
 from models.attention.pages import PAGE, Table
 from models.sharding.logical_axes import constrain
-from models.spec import Spec
+from models.spec import RECURRENT, Spec
 
 # An entry of [B, G, K] into each row of [N, B, G, S, K], at an index of N and one of S. With rows as a dimension that
 # both have, and not as an index, the partitioner sees that no row needs another device's.
@@ -44,8 +44,8 @@ class Cache(NamedTuple):
   # keys and values of their own, the last ones, have no entry.
   keys: tuple[jax.Array, ...]
   # With latent attention, the one rotated key of all heads, and in place of values the latent.
-  # In a delta layer's place, the last inputs of its convolutions [N, B, W - 1, C], in that dtype, stand in place of
-  # keys, and its states [N, B, H, K, V], float32 or wider, in place of values.
+  # In the place of a layer with a state, the last inputs of its convolutions [N, B, W - 1, C], in that dtype, stand in
+  # place of keys, and its states [N, B, H, K, V], float32 or wider, in place of values.
   values: tuple[jax.Array, ...]
   # int32 [B]: how many tokens of each row have been seen; the next one's position.
   lengths: jax.Array
@@ -119,8 +119,7 @@ class Past(NamedTuple):
     return Seen(of_keys, of_values, seen_BxS)
 
   def state(self) -> tuple[jax.Array, jax.Array]:
-    """The layer's part as it is: of a delta layer the last inputs of its convolutions [B, W - 1, C] and its states
-    [B, H, K, V]."""
+    """A layer's part that has a state: the last inputs of its convolutions [B, W - 1, C], its states [B, H, K, V]."""
     place, entry = self._at()
     inputs, states = (jax.lax.dynamic_index_in_dim(arrays[place], entry, keepdims=False)
                       for arrays in (self.cache.keys, self.cache.values))
@@ -154,11 +153,13 @@ def empty(spec: Spec, rows: int, max_length: int, dtype: Any, apart: bool = Fals
   period, keys, values = spec.num_layers if apart else len(spec.layer_pattern), [], []
   for place in range(period):
     layers = sum(spec.kv_source(i) is None for i in range(place, spec.num_layers, period))
-    if spec.layer_type(place) == "delta":
-      d = spec.delta
-      channels = 2 * d.num_key_heads * d.key_head_dim + d.num_value_heads * d.value_head_dim
-      keys.append(jnp.zeros((layers, rows, d.conv_width - 1, channels), dtype))
-      values.append(jnp.zeros((layers, rows, d.num_value_heads, d.key_head_dim, d.value_head_dim), wide))
+    if spec.layer_type(place) == "mlp":  # which leaves nothing
+      for arrays in (keys, values):
+        arrays.append(jnp.zeros((0, rows, 1, 1, 1), dtype))
+      continue
+    if (sizes_of := spec.recurrent(place)) is not None:
+      keys.append(jnp.zeros((layers, rows, sizes_of.conv_width - 1, sizes_of.channels), dtype))
+      values.append(jnp.zeros((layers, rows, *sizes_of.state_shape), wide))
       continue
     slots = max_length if spec.window_of(place) is None else min(spec.window, max_length)
     G, K = spec.heads_of(spec.mixer_of(place))
@@ -179,7 +180,7 @@ def resized(cache: Cache, spec: Spec, rows_R: jax.Array, max_length: int, pages_
   """
 
   def of_place(place: int, part_NxBxGxSxK: jax.Array) -> jax.Array:
-    if spec.layer_type(place) == "delta":
+    if spec.mixer_of(place) in (*RECURRENT, "mlp"):
       return _constrain(part_NxBxGxSxK.at[:, rows_R].get(mode="fill", fill_value=0))
     if pages_Q is not None and spec.window_of(place) is None:
       return _constrain(part_NxBxGxSxK.at[:, pages_Q].get(mode="fill", fill_value=0))
@@ -207,8 +208,8 @@ def begin(cache: Cache, spec: Spec, new: Mapping[str, tuple[jax.Array, jax.Array
   Args:
     cache: what to add to.
     spec: the model's.
-    new: by their mixer: attn, global_attn: keys and values [L, M, T, G, K] of the layers that have them; delta: the
-      last inputs of the convolutions and the states of those [L, M, …].
+    new: by their mixer: attn, global_attn: keys and values [L, M, T, G, K] of the layers that have them; delta, mamba:
+      the last inputs of the convolutions and the states of those [L, M, …].
     positions_MxT: of these tokens, from 0 on.
     segment_ids_MxT: 0: padding, not written.
     rows_M: the row of the cache that each goes to; one beyond the last is left out.
@@ -240,7 +241,7 @@ def begin(cache: Cache, spec: Spec, new: Mapping[str, tuple[jax.Array, jax.Array
     if not len(old):
       return old
     of_place = new[mixer][which][alike.index(place)::len(alike)]
-    if mixer != "delta":
+    if mixer not in RECURRENT:
       return write(old, of_place, cache.table is not None and spec.window_of(place) is None)
     return _constrain(old.at[:, rows_M].set(of_place.astype(old.dtype), mode="drop", unique_indices=True))
 
@@ -255,5 +256,5 @@ def begin(cache: Cache, spec: Spec, new: Mapping[str, tuple[jax.Array, jax.Array
 
 
 def _constrain(part: jax.Array) -> jax.Array:
-  """[N, B, G, S, K], or the states of delta layers [N, B, H, K, V], or the inputs of their convolutions."""
+  """[N, B, G, S, K], or the states of layers that have them [N, B, H, K, V], or the inputs of their convolutions."""
   return constrain(part, None, "batch", *(("kv_heads", None, None) if part.ndim == 5 else (None, None)))

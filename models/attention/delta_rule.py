@@ -37,9 +37,10 @@ def owners(segment_ids_BxT: jax.Array) -> jax.Array:
   return jnp.where(last_BxT >= 0, owner_BxT, 0)
 
 
-def short_convolution(x_BxTxC: jax.Array, taps_WxC: jax.Array, segment_ids_BxT: jax.Array) -> jax.Array:
-  """SiLU of the sum over w of taps[w] times the channel's input W - 1 - w tokens before, within segments; float32, or
-  as wide as the input."""
+def short_convolution(x_BxTxC: jax.Array, taps_WxC: jax.Array, segment_ids_BxT: jax.Array,
+                      bias_C: jax.Array | None = None) -> jax.Array:
+  """SiLU of the sum over w of taps[w] times the channel's input W - 1 - w tokens before, within segments, and of the
+  bias if there is one; float32, or as wide as the input."""
   kind = jnp.promote_types(x_BxTxC.dtype, jnp.float32)
   x, taps = x_BxTxC.astype(kind), taps_WxC.astype(kind)
   W, T = taps.shape[0], x.shape[1]
@@ -48,7 +49,7 @@ def short_convolution(x_BxTxC: jax.Array, taps_WxC: jax.Array, segment_ids_BxT: 
     same_BxT = segment_ids_BxT[:, back:] == segment_ids_BxT[:, :-back]
     earlier = jnp.where(same_BxT[..., None], x[:, :-back], 0.0) * taps[W - 1 - back]
     y = y + jnp.pad(earlier, ((0, 0), (back, 0), (0, 0)))
-  return jax.nn.silu(y)
+  return jax.nn.silu(y if bias_C is None else y + bias_C.astype(kind))
 
 
 def last_inputs(x_BxTxC: jax.Array, segment_ids_BxT: jax.Array, count: int) -> jax.Array:

@@ -6,7 +6,7 @@ from typing import Any
 
 from models import layers
 from models.hf.rope import scaling_keys
-from models.spec import MIXERS
+from models.spec import MIXERS, RECURRENT
 from models.spec_vision import NATIVE
 
 # Values of the architecture's keys for a decoder with nothing special; a family's rules and constants go on top.
@@ -29,6 +29,8 @@ NEUTRAL: Mapping[str, Any] = {
     "global_attention.values_are_keys": False, "global_attention.rope_fraction": 1.0,
     "delta.num_key_heads": 2, "delta.num_value_heads": 4, "delta.key_head_dim": 32, "delta.value_head_dim": 32,
     "delta.conv_width": 4,
+    "mamba.num_heads": 4, "mamba.head_dim": 32, "mamba.num_groups": 1, "mamba.state_dim": 32, "mamba.conv_width": 4,
+    "mamba.conv_bias": True, "mamba.min_step": 0.0,
     "latent.kv_rank": 0, "latent.q_rank": 0, "latent.nope_dim": 32, "latent.rope_dim": 16, "latent.value_dim": 32,
     "moe.num_experts": 0, "moe.experts_per_token": 2, "moe.expert_size": None, "moe.shared_size": 0,
     "moe.shared_gate": False, "moe.beside_mlp": False, "moe.router_norm": False, "moe.expert_scale": False,
@@ -84,8 +86,9 @@ def canonical(model: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def mixers(model: Mapping[str, Any]) -> list[str]:
-  """Of each layer, which of `models.spec.MIXERS` it has."""
-  of_type = {"delta": "delta", "global": "attn" if model["global_attention.head_dim"] is None else "global_attn"}
+  """Of each layer, which of `models.spec.MIXERS` it has; mlp: none."""
+  of_type = {"global": "attn" if model["global_attention.head_dim"] is None else "global_attn", "mlp": "mlp",
+             **{kind: kind for kind in RECURRENT}}
   pattern, own = model["layer_pattern"], model["num_layers"] - model["kv_shared_layers"]
   found = [of_type.get(pattern[i % len(pattern)], "attn") for i in range(model["num_layers"])]
   return [*found[:own], *(mixer.replace("attn", "query_attn") for mixer in found[own:])]
@@ -106,7 +109,8 @@ def has_parameter(model: Mapping[str, Any], path: str) -> bool:
   if leaf == "bias":
     biases = {"q": "qkv_bias", "k": "qkv_bias", "v": "qkv_bias", "o": "attention_out_bias",
               "q_down": "qkv_bias", "kv_down": "qkv_bias",
-              "gate": "mlp_bias", "up": "mlp_bias", "down": "mlp_bias", "router": "moe.router_bias"}
+              "gate": "mlp_bias", "up": "mlp_bias", "down": "mlp_bias", "router": "moe.router_bias",
+              **dict.fromkeys(("x_conv", "b_conv", "c_conv"), "mamba.conv_bias")}
     if not model[biases.get(owner, "norm_bias")]:
       return False
   has_mixer, of_keys = mixers(model), model["global_attention.values_are_keys"] and "global_attn" in parents
@@ -120,7 +124,8 @@ def has_parameter(model: Mapping[str, Any], path: str) -> bool:
                       model["per_layer_size"] > 0),
       "layer_scale": model["layer_scale"],
       "sinks": model["attention_sinks"], "q_norm": model["qk_norm"], "k_norm": model["qk_norm"],
-      "attn_norm": position != "post", "mlp_norm": position != "post" and not model["parallel_blocks"],
+      "attn_norm": position != "post",
+      "mlp_norm": position != "post" and not model["parallel_blocks"] and "mlp" not in has_mixer,
       "attn_post_norm": position != "pre", "mlp_post_norm": position != "pre",
       "gate": gated or moe, "moe": moe,
       "mlp": not moe or model["moe.dense_layers"] > 0 or model["moe.beside_mlp"],
@@ -190,8 +195,9 @@ def _canonical_layers(m: dict[str, Any]) -> None:
   m["layer_pattern"] = tuple(types[:period])
   if "local" not in types:
     m["window"] = m["rope_local_theta"] = None
-  if "delta" not in types:
-    _reset(m, "delta.")
+  for kind in RECURRENT:
+    if kind not in types:
+      _reset(m, f"{kind}.")
   m["double_wide_mlp"] = m["double_wide_mlp"] and m["kv_shared_layers"] > 0
   if "global" not in types or m["global_attention.head_dim"] is None:
     _reset(m, "global_attention.")

@@ -76,7 +76,7 @@ class QuantizedMatmul:
 @dataclasses.dataclass(frozen=True)
 class MatmulRules:
   """Which kernels of the blocks are multiplied in 8 bits: all but routers, gates (shared ones, and those of
-  delta layers), and those that match `skip`."""
+  delta layers), the steps of mamba layers, and those that match `skip`."""
 
   matmul: QuantizedMatmul
   skip: tuple[str, ...] = ()

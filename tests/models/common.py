@@ -67,6 +67,22 @@ QWEN3_NEXT = dict(
     layer_pattern=("delta", "delta", "global"),
     delta=dict(num_key_heads=2, num_value_heads=4, key_head_dim=6, value_head_dim=4, conv_width=3, chunk=5),
 )
+GRANITE4 = dict(
+    norm_eps=1e-3,
+    num_layers=4,
+    num_kv_heads=2,
+    positions="none",
+    residual_scale=0.4,
+    layer_pattern=("mamba", "global", "mamba"),
+    mamba=dict(num_heads=4, head_dim=6, num_groups=2, state_dim=5, conv_width=3, min_step=0.02, chunk=5),
+)
+NEMOTRON_H = dict(
+    GRANITE4,
+    tie_embeddings=False,
+    activation="relu2",
+    num_layers=5,
+    layer_pattern=("mamba", "mlp", "global"),
+)
 GPT_OSS = dict(
     num_kv_heads=2,
     head_dim=6,
@@ -114,8 +130,8 @@ GEMMA4_MOE = dict(GEMMA4, num_layers=3, moe=dict(
 GEMMA4_SHARED = dict(GEMMA4, num_layers=8, layer_pattern=("local", "global"), kv_shared_layers=3, double_wide_mlp=True,
                      per_layer_size=6, norm_eps=0.05)
 FAMILIES = dict(llama=LLAMA, gemma=GEMMA, gpt2=GPT2, olmo=OLMO)
-OPTIONS_OF = dict(**FAMILIES, cohere=COHERE, qwen3_next=QWEN3_NEXT, gpt_oss=GPT_OSS, deepseek=DEEPSEEK,
-                  gemma4=GEMMA4, gemma4_shared=GEMMA4_SHARED)
+OPTIONS_OF = dict(**FAMILIES, cohere=COHERE, qwen3_next=QWEN3_NEXT, granite4=GRANITE4, nemotron_h=NEMOTRON_H,
+                  gpt_oss=GPT_OSS, deepseek=DEEPSEEK, gemma4=GEMMA4, gemma4_shared=GEMMA4_SHARED)
 
 
 def config(**changed):

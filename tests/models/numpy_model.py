@@ -1,4 +1,4 @@
-"""The Transformer again, in float64 with NumPy: one row, one head, and in delta layers one token at a time."""
+"""The Transformer again, in float64 with NumPy: one row, one head, where layers have a state one token."""
 
 import numpy as np
 
@@ -41,7 +41,8 @@ def np_forward(m, params, tokens, segments):
   types = [m.layer_pattern[layer % len(m.layer_pattern)] for layer in range(m.num_layers)]
   own_kv, lent = m.num_layers - m.kv_shared_layers, {}
   own_form = "" if m.global_attention.head_dim is None else "global_"
-  mixers = ["delta" if kind == "delta" else own_form * (kind == "global") + "query_" * (i >= own_kv) + "attn"
+  mixers = [kind if kind in ("delta", "mamba", "mlp") else
+            own_form * (kind == "global") + "query_" * (i >= own_kv) + "attn"
             for i, kind in enumerate(types)]
 
   def sigmoid(x):
@@ -52,9 +53,7 @@ def np_forward(m, params, tokens, segments):
     d, layer = m.delta, types[:layer].count("delta")
 
     def convolved(name):
-      y, taps = dense(x, f"blocks/delta/{name}", layer), p[f"blocks/delta/{name}_conv/taps"][layer]
-      y = np.array([sum(taps[d.conv_width - 1 - t + s] * y[s] for s in range(max(0, t - d.conv_width + 1), t + 1)
-                        if segments[s] == segments[t]) for t in range(n)])
+      y = convolution(dense(x, f"blocks/delta/{name}", layer), f"blocks/delta/{name}_conv", layer, d.conv_width)
       return y * sigmoid(y)
 
     q, k, v = (convolved(name).reshape(n, heads, -1) for name, heads in (
@@ -74,6 +73,35 @@ def np_forward(m, params, tokens, segments):
       out = out / np.sqrt((out**2).mean(-1, keepdims=True) + m.norm_eps) * p["blocks/delta/norm/scale"][layer]
       heads.append(out * z[:, h] * sigmoid(z[:, h]))
     return dense(np.concatenate(heads, 1), "blocks/delta/o", layer)
+
+  def convolution(x, name, layer, width):
+    taps = p[name + "/taps"][layer]
+    y = np.array([sum(taps[width - 1 - t + s] * x[s] for s in range(max(0, t - width + 1), t + 1)
+                      if segments[s] == segments[t]) for t in range(n)])
+    return y + (p[name + "/bias"][layer] if name + "/bias" in p else 0)
+
+  def mamba(u, layer):
+    """Token by token: the state fades by the step, takes the input up, and is read."""
+    s, layer = m.mamba, types[:layer].count("mamba")
+    x, b, c = (convolution(dense(u, f"blocks/mamba/{name}", layer), f"blocks/mamba/{name}_conv", layer, s.conv_width)
+               for name in "xbc")
+    x, b, c = (y * sigmoid(y) for y in (x, b, c))
+    dt = np.log1p(np.exp(dense(u, "blocks/mamba/dt", layer) + p["blocks/mamba/dt_bias"][layer]))
+    dt = np.maximum(dt, s.min_step)
+    keep, heads = np.exp(-np.exp(p["blocks/mamba/A_log"][layer]) * dt), []
+    for h in range(s.num_heads):
+      group = h * s.num_groups // s.num_heads
+      of_group = slice(group * s.state_dim, (group + 1) * s.state_dim)
+      x_h, out, state = x[:, h * s.head_dim:(h + 1) * s.head_dim], [], 0
+      for t in range(n):
+        state = keep[t, h] * state * (t > 0 and segments[t] == segments[t - 1])
+        state = state + np.outer(b[t, of_group], dt[t, h] * x_h[t])
+        out.append(c[t, of_group] @ state + p["blocks/mamba/D"][layer, h] * x_h[t])
+      heads.append(np.array(out))
+    z = dense(u, "blocks/mamba/z", layer)
+    y = (np.concatenate(heads, 1) * z * sigmoid(z)).reshape(n, s.num_groups, -1)
+    y = (y / np.sqrt((y**2).mean(-1, keepdims=True) + m.norm_eps)).reshape(n, -1)
+    return dense(y * p["blocks/mamba/norm/scale"][layer], "blocks/mamba/o", layer)
 
   def latent_attention(x, layer):
     """Keys and values are expanded, head by head; eps of the latents' norms is 1e-6."""
@@ -98,6 +126,8 @@ def np_forward(m, params, tokens, segments):
       return latent_attention(x, layer)
     if types[layer] == "delta":
       return gated_delta_net(x, layer)
+    if types[layer] == "mamba":
+      return mamba(x, layer)
     kind, own = types[layer], m.global_attention if types[layer] == "global" else None
     K, turning, attn = H_K, None, f"blocks/{mixers[layer]}"
     if own is not None and own.head_dim:
@@ -171,6 +201,11 @@ def np_forward(m, params, tokens, segments):
     if m.parallel_blocks:
       y = norm(x, "blocks/attn_norm", layer=layer)
       x = x + m.residual_scale * (self_attention(y, layer) + mlp(y, layer))
+      continue
+    if "mlp" in types:  # one branch a layer
+      y = norm(x, "blocks/attn_norm", layer=layer)
+      y = mlp(y, types[:layer].count("mlp")) if types[layer] == "mlp" else self_attention(y, layer)
+      x = x + m.residual_scale * y
       continue
     for branch, name in ((self_attention, "attn"), (mlp, "mlp")):
       y = norm(x, f"blocks/{name}_norm", layer=layer) if m.norm_position != "post" else x

@@ -39,9 +39,10 @@ def perturbed_positions(model, params):
   return np.stack([np.any(gradients(s) != 0, axis=-1) for s in range(T)], axis=1)
 
 
-def test_causality_and_segments_by_gradient():
+@pytest.mark.parametrize("pattern", ["global", "mamba"])
+def test_causality_and_segments_by_gradient(pattern):
   """d hidden[s] / d embedding[t] is exactly 0 for s < t and across documents, and nonzero otherwise."""
-  model = make(tie_embeddings=False)
+  model = make(tie_embeddings=False, layer_pattern=(pattern,))
   t, s = np.arange(T)[:, None], np.arange(T)
   expected = (s >= t) & (SEGMENTS[0] == SEGMENTS[0][:, None])
   np.testing.assert_array_equal(perturbed_positions(model, random_params(model)), expected)
@@ -66,7 +67,7 @@ def place(documents, rows):
   return dict(tokens=tokens, segment_ids=segments, positions=positions)
 
 
-@pytest.mark.parametrize("name", [*FAMILIES, "qwen3_next", "gpt_oss"])
+@pytest.mark.parametrize("name", [*FAMILIES, "qwen3_next", "nemotron_h", "gpt_oss"])
 def test_packing_and_padding_change_nothing(name):
   """I3: the same documents packed, alone, padded left, right, on both sides: same loss and gradients."""
   model, params, _ = family(name)
@@ -101,7 +102,7 @@ def test_packing_and_padding_change_nothing(name):
 
 
 @pytest.mark.parametrize("scan_layers", [True, False])
-@pytest.mark.parametrize("name", [*FAMILIES, "qwen3_next", "gpt_oss"])
+@pytest.mark.parametrize("name", [*FAMILIES, "qwen3_next", "nemotron_h", "gpt_oss"])
 def test_perturbing_one_document_leaves_the_others_bitwise(name, scan_layers):
   _, params, logits = family(name, scan_layers)
   before = np.asarray(logits(params, BATCH))
@@ -122,7 +123,8 @@ def test_positions_and_segments_default_to_restarting_documents():
 
 
 @pytest.mark.parametrize("layers,pattern", [(3, ["global"]), (3, ["local", "global"]), (4, ["local"] * 2 + ["global"]),
-                                            (3, ["delta", "global"]), (3, ["delta"]), (6, ["dense", "global"])])
+                                            (3, ["delta", "global"]), (3, ["delta"]), (6, ["dense", "global"]),
+                                            (5, ["mamba", "global"]), (5, ["mamba", "mlp"])])
 def test_scanned_equals_unrolled(layers, pattern):
   """I11, with layers left over after whole periods of the pattern; `dense`: the first three without experts."""
   options = dict(num_layers=layers, layer_pattern=tuple("local" if kind == "dense" else kind for kind in pattern),

@@ -16,6 +16,7 @@ from tests.models.common import (
   GEMMA4,
   GEMMA4_SHARED,
   GPT2,
+  GRANITE4,
   LLAMA,
   OPTIONS_OF,
   QWEN3_NEXT,
@@ -114,6 +115,9 @@ OPTIONS = [
     (dict(window=3, layer_pattern=("global", "local")), dict(window=3, layer_pattern=("local", "global"))),
     (dict(layer_pattern=("global", "nope")), {}),
     (dict(layer_pattern=("delta", "global")), {}),
+    (dict(layer_pattern=("mamba", "global")), {}),
+    (dict(layer_pattern=("global", "mlp")), {}),
+    (dict(layer_pattern=("mamba",), mamba=dict(num_groups=2)), dict(layer_pattern=("mamba",))),
     (dict(attention_gate=True), {}),
     (dict(attention_sinks=True), {}),
     (dict(value_norm=True), {}),
@@ -234,6 +238,14 @@ def test_flops_of_states_against_a_hand_count():
   projections = 2 * 16 * (12 + 12 + 16 + 16 + 4 + 4 + 16) + 16 * (2 * 24 + 12 + 12 + 24) + 3 * 3 * 16 * 24
   states = 2 * 3 * (3 * 2 * 4 * 6 * 4 + 2 * 3 * (12 + 12 + 16))
   assert model.flops_per_token(8) == 6 * (projections + 16 * 56) + states + 12 * 4 * 6 * 4.5
+
+
+def test_flops_of_mamba_layers_against_a_hand_count():
+  """A state is added to and read."""
+  model = make(**GRANITE4 | dict(num_layers=3))  # two mamba layers, one of attention
+  projections = 2 * 16 * (24 + 24 + 10 + 10 + 4 + 24) + 16 * (16 + 8 + 8 + 16) + 3 * 3 * 16 * 24
+  states = 2 * 3 * (2 * 2 * 4 * 5 * 6 + 2 * 3 * (24 + 10 + 10))
+  assert model.flops_per_token(8) == 6 * (projections + 16 * 56) + states + 12 * 4 * 4 * 4.5
 
 
 def test_flops_of_latents_against_a_hand_count():

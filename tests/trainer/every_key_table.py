@@ -142,6 +142,7 @@ LOCAL = {"model.layer_pattern": ("local", "global"), "model.window": 8}
 LEARNED = {"model.positions": "learned", "model.max_positions": 64}
 MOE = {"model.moe.num_experts": 4}
 DELTA = {"model.layer_pattern": ("delta", "global")}
+MAMBA = {"model.layer_pattern": ("mamba", "global")}
 LATENT = {"model.latent.kv_rank": 8}
 GLOBAL = {"model.global_attention.head_dim": 8, "model.attention_scale": 0.5}
 GROUPS = MOE | {"model.moe.groups": 2, "model.moe.groups_used": 2}
@@ -237,6 +238,14 @@ MODEL = {
   "model.delta.value_head_dim": program(8, DELTA),
   "model.delta.conv_width": program(3, DELTA),
   "model.delta.chunk": program(8, DELTA),
+  "model.mamba.num_heads": program(8, MAMBA),
+  "model.mamba.head_dim": program(8, MAMBA),
+  "model.mamba.num_groups": program(2, MAMBA),
+  "model.mamba.state_dim": program(8, MAMBA),
+  "model.mamba.conv_width": program(3, MAMBA),
+  "model.mamba.conv_bias": program(False, MAMBA),
+  "model.mamba.min_step": program(0.5, MAMBA),
+  "model.mamba.chunk": program(8, MAMBA),
   "model.latent.kv_rank": program(8),
   "model.latent.q_rank": program(4, LATENT),
   "model.latent.nope_dim": program(8, LATENT),

@@ -30,6 +30,7 @@ def fill_in(config: Any) -> list[str]:
     return []
   if m.mup_base_size < 1:
     raise ConfigError(f"model.mup_base_size is {m.mup_base_size}; it is a hidden size, at least 1.")
+  others = [kind for kind in ("delta", "mamba", "mlp") if kind in m.layer_pattern]
   why = {
       "optimizer.name": ("sgd, whose steps follow the size of gradients: use adamw, lion, adafactor or muon"
                          if config.optimizer.name == "sgd" else ""),
@@ -40,7 +41,7 @@ def fill_in(config: Any) -> list[str]:
       "model.head": "scores, whose matrix would need a rule of its own: use lm" if m.head != "lm" else "",
       "model.lora.rank": "adapters, for which it is not defined" if m.lora.rank else "",
       "model.per_layer_size": "embeddings for each layer, for which it is not defined" if m.per_layer_size else "",
-      "model.layer_pattern": "delta layers, for which it is not defined" if "delta" in m.layer_pattern else "",
+      "model.layer_pattern": f"{others[0]} layers, for which it is not defined" if others else "",
   }
   for key, problem in why.items():
     if problem:

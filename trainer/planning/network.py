@@ -181,7 +181,7 @@ def _activations(add: Any, config: Any, spec: Any, sizes: Mapping[str, int], num
     add("all-gather", "hidden states for the logits", ("tensor",), hidden * (t - 1) / t, 2, False)
   if c > 1:
     whole = config.seq_len
-    for layer in range(layers):
+    for layer in (i for i in range(layers) if spec.mixer_of(i).endswith("attn")):
       window = spec.window_of(layer)
       part = 1.0 if window is None else min(1.0, window / whole)
       keys = 2 * tokens * c * part * math.prod(spec.heads_of(spec.mixer_of(layer))) * number_bytes / t

@@ -21,11 +21,13 @@ from models.hf.families.glm4_moe import GLM4_MOE
 from models.hf.families.gpt2 import GPT2
 from models.hf.families.gpt_oss import GPT_OSS
 from models.hf.families.granite import GRANITE
+from models.hf.families.granite4 import GRANITE4
 from models.hf.families.llama import LLAMA
 from models.hf.families.llava import LLAVA
 from models.hf.families.mistral import MISTRAL
 from models.hf.families.mixtral import MIXTRAL
 from models.hf.families.nemotron import NEMOTRON
+from models.hf.families.nemotron_h import NEMOTRON_H
 from models.hf.families.olmo2 import OLMO2
 from models.hf.families.olmo3 import OLMO3
 from models.hf.families.paligemma import PALIGEMMA
@@ -51,7 +53,7 @@ from models.hf.images import Wrapper
 FAMILIES: tuple[Family, ...] = (
     LLAMA, MISTRAL, QWEN2, QWEN3, MIXTRAL, QWEN3_MOE, QWEN2_MOE, GEMMA, GEMMA2, GEMMA3, GEMMA4, GPT2, STARCODER2,
     STABLELM, QWEN3_NEXT, QWEN3_5, QWEN3_5_MOE, GPT_OSS, PHI3, ARCEE, NEMOTRON, SEED_OSS, OLMO2, OLMO3, GLM, GLM4,
-    GLM4_MOE, SMOLLM3, GRANITE, COHERE, COHERE2, DEEPSEEK_V3, DEEPSEEK_V2,
+    GLM4_MOE, SMOLLM3, GRANITE, GRANITE4, NEMOTRON_H, COHERE, COHERE2, DEEPSEEK_V3, DEEPSEEK_V2,
 )
 
 # Models of images and text: each around several of the families above. `match` tries them in this order, too.

@@ -17,6 +17,8 @@ from tests.models.common import (
   GEMMA4_MOE,
   GEMMA4_SHARED,
   GPT_OSS,
+  GRANITE4,
+  NEMOTRON_H,
   QWEN3_NEXT,
   VOCAB,
   make,
@@ -35,6 +37,8 @@ CASES = {
     "one layer": dict(window=4, layer_pattern=("local", "global"), num_layers=1, rope_scaling=DYNAMIC),
     "cohere": COHERE,
     "qwen3_next": QWEN3_NEXT,
+    "granite4": GRANITE4,
+    "nemotron_h": NEMOTRON_H,
     "gpt_oss": GPT_OSS,
     "gemma4": GEMMA4,
     "gemma4_moe": GEMMA4_MOE,
@@ -101,8 +105,8 @@ def run(model, params, texts, side="right", rows=(2, 0, 3), cache=None):
 
 @pytest.mark.parametrize("name,apart", [
     *((name, True) for name in sorted(CASES.keys() - {"llama", "olmo"})), ("gemma", False), ("lora", False),
-    ("qwen3_next", False), ("deepseek", False), ("gemma4", False),
-    ("gemma4_shared", False)])
+    ("qwen3_next", False), ("granite4", False), ("nemotron_h", False),
+    ("deepseek", False), ("gemma4", False), ("gemma4_shared", False)])
 def test_texts_fed_in_parts_equal_whole_ones(name, apart, monkeypatch):
   """`apart`: each layer with a cache of its own, as on CPU, or in one scan over all of them, as elsewhere."""
   model, params, texts, whole = case(name)
@@ -115,7 +119,8 @@ def test_texts_fed_in_parts_equal_whole_ones(name, apart, monkeypatch):
 
 
 @pytest.mark.parametrize("name,apart", [("gemma", True), ("gemma", False), ("deepseek", True), ("gpt_oss", True),
-                                        ("qwen3_next", True), ("gemma4", True), ("gemma4_shared", True)])
+                                        ("qwen3_next", True), ("nemotron_h", True), ("gemma4", True),
+                                        ("gemma4_shared", True)])
 def test_texts_in_pages_equal_whole_ones(name, apart, monkeypatch):
   """Pages in no order, among them some that no row has and that hold what was there before."""
   monkeypatch.setattr(cache_lib, "PAGE", 4)
@@ -134,10 +139,10 @@ def test_texts_in_pages_equal_whole_ones(name, apart, monkeypatch):
   for row, position, hidden in found:
     np.testing.assert_allclose(hidden, whole[row, position], atol=2e-5, rtol=2e-5, err_msg=f"{row} {position}")
   for part, kind in zip(cache.keys, model.spec.layer_pattern, strict=False):  # nothing was written where no row is
-    assert kind in ("local", "delta") or (np.asarray(part[:, owners == 4]) == 7).all()
+    assert kind in ("local", "delta", "mamba", "mlp") or (np.asarray(part[:, owners == 4]) == 7).all()
   smaller = jax.jit(model.resized_cache, static_argnums=2)(cache, np.array([3, 0]), LENGTH, np.array([pages[3, 0], Q]))
   for part, kept, kind in zip(cache.keys, smaller.keys, model.spec.layer_pattern, strict=False):
-    if kind not in ("local", "delta"):
+    if kind not in ("local", "delta", "mamba", "mlp"):
       np.testing.assert_array_equal(kept, jnp.stack([part[:, pages[3, 0]], jnp.zeros_like(part[:, 0])], 1))
 
 
@@ -183,7 +188,7 @@ def test_parameters_in_the_dtype_of_products_change_no_bit(options):
     np.testing.assert_array_equal(a.astype(jnp.float32), b.astype(jnp.float32))
 
 
-@pytest.mark.parametrize("name", ["gemma", "gpt2", "qwen3_next"])
+@pytest.mark.parametrize("name", ["gemma", "gpt2", "qwen3_next", "granite4"])
 def test_the_side_of_the_padding_and_the_row_do_not_matter(name):
   model, params, texts, _ = case(name)
   (right, _), (left, _) = run(model, params, texts), run(model, params, texts, "left", (0, 1, 2))
@@ -192,7 +197,7 @@ def test_the_side_of_the_padding_and_the_row_do_not_matter(name):
     np.testing.assert_allclose(a, b, atol=2e-5, rtol=2e-5)
 
 
-@pytest.mark.parametrize("name", ["gemma", "qwen3_next"])
+@pytest.mark.parametrize("name", ["gemma", "qwen3_next", "granite4"])
 def test_a_row_begun_anew_does_not_see_what_was_there(name):
   model, params, texts, _ = case(name)
   _, used = run(model, params, texts)
@@ -216,7 +221,7 @@ def test_one_prompt_begins_several_rows():
   np.testing.assert_allclose(hidden[np.array([0, 1, 3])], whole[[0, 1, 1], 5], atol=2e-5)
 
 
-@pytest.mark.parametrize("name", ["gemma", "llama", "qwen3_next"])
+@pytest.mark.parametrize("name", ["gemma", "llama", "qwen3_next", "nemotron_h"])
 def test_rows_chosen_anew_with_more_room_go_on_as_before(name):
   """Rows in another order, one of them twice and one empty, with slots of windows that had not been filled."""
   model, params, texts, _ = case(name)

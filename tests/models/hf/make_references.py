@@ -36,6 +36,9 @@ MROPE = dict(rope_type="default", rope_theta=5e3, partial_rotary_factor=0.5, mro
 LATENT = dict(num_key_value_heads=4, kv_lora_rank=10, qk_nope_head_dim=6, qk_rope_head_dim=4, v_head_dim=5,
               n_routed_experts=8, num_experts_per_tok=2, moe_intermediate_size=12, first_k_dense_replace=1, n_group=4,
               topk_group=2, rms_norm_eps=1e-3)
+GRANITE4 = dict(shared_intermediate_size=20, mamba_n_heads=4, mamba_d_head=8, mamba_d_state=6, mamba_d_conv=3,
+                mamba_chunk_size=8, embedding_multiplier=3.0, residual_multiplier=0.4, attention_multiplier=0.25,
+                logits_scaling=2.0, position_embedding_type="nope", rms_norm_eps=1e-3)
 LLAMA3 = dict(rope_type="llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0,
               original_max_position_embeddings=16)
 YARN = dict(rope_type="yarn", factor=4.0, original_max_position_embeddings=16)
@@ -139,6 +142,15 @@ CASES = {
     "smollm3": like("smollm3", num_hidden_layers=3, no_rope_layers=[1, 0, 1], rope_theta=5e3),
     "granite": like("granite", head_dim=6, embedding_multiplier=3.0, residual_multiplier=0.22,
                     attention_multiplier=0.25, logits_scaling=6.0, mlp_bias=True),
+    "granite4": like("granitemoehybrid", **GRANITE4, num_hidden_layers=3, layer_types=["mamba", "attention", "mamba"],
+                     num_local_experts=0, mamba_n_groups=2),
+    "granite4_moe": like("granitemoehybrid", **GRANITE4, num_hidden_layers=4, num_local_experts=5,
+                         layer_types=["mamba", "mamba", "attention", "mamba"], num_experts_per_tok=2, head_dim=6),
+    "granite4_rope": like("granitemoehybrid", **GRANITE4 | dict(position_embedding_type="rope"), rope_theta=500.0,
+                          layer_types=["attention", "attention"], num_local_experts=0),
+    "nemotron_h": like("nemotron_h", num_hidden_layers=None, hybrid_override_pattern="M-M*-M", head_dim=6,
+                       mamba_num_heads=4, mamba_head_dim=6, n_groups=2, ssm_state_size=5, conv_kernel=3, chunk_size=8,
+                       layer_norm_epsilon=0.1, time_step_min=0.1, mlp_bias=True),
     "cohere": like("cohere", use_qk_norm=True, logit_scale=0.3, attention_bias=True),
     "cohere2": like("cohere2", num_hidden_layers=3, sliding_window=5, sliding_window_pattern=2, logit_scale=0.3),
     "phi3": like("phi3", partial_rotary_factor=0.5, sliding_window=6),
@@ -162,6 +174,8 @@ def randomise(model: torch.nn.Module, generator: torch.Generator) -> None:
       else:
         fan_in = p.shape[-2] if "c_" in name and name.startswith("transformer") else p.shape[-1]
         p.copy_(1.2 * noise / fan_in**0.5)
+      if name.endswith((".A_log", ".D", "dt_bias")):  # states that fade within some tokens
+        p.copy_(0.5 * noise - (1.0 if name.endswith("dt_bias") else 0.0))
     for name, b in model.named_buffers():
       if name.endswith("e_score_correction_bias"):
         b.copy_(0.1 * torch.randn(b.shape, generator=generator))
@@ -216,10 +230,17 @@ def transformers_4(config: dict) -> dict:
             "num_global_key_value_heads": own.get("num_key_value_heads")}
     return {k: v for k, v in config.items() if k != "per_layer_config"} | more
   new = ("rope_parameters", "layer_types", "dtype", "_sliding_window_pattern")
-  told = config["model_type"] in ("cohere2", "gpt_oss", "olmo3") or "linear_key_head_dim" in config
+  told = config["model_type"] in ("cohere2", "gpt_oss", "granitemoehybrid", "olmo3") or "linear_key_head_dim" in config
   kept = ("layer_types",) if told else ()
   old = {k: v for k, v in config.items() if k not in new or k in kept}
-  if "num_local_experts" in old and old["model_type"] != "mixtral":
+  if config["model_type"] == "granitemoehybrid":
+    names = {"linear_attention": "mamba", "full_attention": "attention"}
+    old["layer_types"] = [names[kind] for kind in old["layer_types"]]
+  elif config["model_type"] == "nemotron_h":
+    letters = {"linear_attention": "M", "full_attention": "*", "mlp": "-"}
+    old["hybrid_override_pattern"] = "".join(letters[kind] for kind in old.pop("layers_block_type"))
+    old["num_hidden_layers"] = len(old["hybrid_override_pattern"])
+  elif "num_local_experts" in old and old["model_type"] != "mixtral":
     old["num_experts"] = old.pop("num_local_experts")
   old |= dict(torch_dtype=config["dtype"], transformers_version="4.51.3")
   rope = config.get("rope_parameters")
@@ -258,9 +279,10 @@ def gradients(folder: Path, tokens: torch.Tensor, wanted: str | None) -> dict[st
   model = load(folder)
   parameters = dict(model.named_parameters())
   first = next(n for n in parameters if ".0." in n and (
-      "q_proj.weight" in n or "qkv" in n or "c_attn.weight" in n or "kv_b_proj.weight" in n))
+      "q_proj.weight" in n or "qkv" in n or "c_attn.weight" in n or "kv_b_proj.weight" in n or "in_proj.weight" in n))
   second = next((n for n in parameters if (
-      n.endswith(wanted) if wanted else ".1.mlp.gate.weight" in n or ".1.self_attn.sinks" in n)), None)
+      n.endswith(wanted) if wanted else ".1.mlp.gate.weight" in n or ".1.self_attn.sinks" in n or
+      ".mamba.A_log" in n or ".mixer.A_log" in n)), None)
   names = [first, second or next(n for n in parameters if n in ("model.norm.weight", "transformer.ln_f.weight"))]
   out = model(tokens, use_cache=False).logits[:, :-1]
   torch.nn.functional.cross_entropy(out.reshape(-1, V), tokens[:, 1:].reshape(-1)).backward()

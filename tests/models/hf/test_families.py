@@ -24,8 +24,8 @@ REFERENCES = Path(__file__).parent / "references"
 CASES = sorted(p.name for p in REFERENCES.iterdir())
 # Of the same family as another, or whose logits and gradients are compared elsewhere (qwen3_next: test_check.py): what
 # has to be compiled for them is every night's.
-SLOW = ("deepseek_v2_lite", "deepseek_v3_halves", "glm4_moe_bare", "gpt_oss", "mixtral_fused", "qwen3_5_moe",
-        "qwen3_moe_fused", "qwen3_next", "stablelm_parallel")
+SLOW = ("deepseek_v2_lite", "deepseek_v3_halves", "glm4_moe_bare", "gpt_oss", "granite4_moe", "granite4_rope",
+        "mixtral_fused", "qwen3_5_moe", "qwen3_moe_fused", "qwen3_next", "stablelm_parallel")
 
 
 @dataclasses.dataclass
@@ -177,10 +177,11 @@ def test_what_is_written_reads_back(name):
 
 @pytest.mark.parametrize("name", CASES)
 def test_match_finds_the_family(name):
-  """Each case has something that no other family has; but Qwen3.5 with experts computes what Qwen3-Next does."""
+  """Each case has something that no other family has; but Qwen3.5 with experts computes what Qwen3-Next does, and
+  Granite 4 without layers of Mamba and without experts what Granite 3 does."""
   model = read(REFERENCES / name)
   family, config = families.match(model)
-  assert family is family_of("qwen3_next" if name == "qwen3_5_moe" else name)
+  assert family is family_of({"qwen3_5_moe": "qwen3_next", "granite4_rope": "granite"}.get(name, name))
   assert family.read(config, "matched") == model
 
 

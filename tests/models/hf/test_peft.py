@@ -354,12 +354,14 @@ def test_kernels_without_a_module_are_refused(tmp_path):
     case.write(tmp_path / "out", case.random())
 
 
-def test_adapters_of_projections_in_groups_are_those_of_their_matrix(tmp_path):
-  """Qwen3-Next: one matrix has, for each head of keys, its part of queries, keys, values and gates; in some layers."""
-  folder = REFERENCES.parent / "references" / "qwen3_next"
+@pytest.mark.parametrize("name, mixer", [("qwen3_next", "delta/[qkvzo]/"), ("granite4", "mamba/([zxbco]|dt)/")])
+def test_adapters_of_projections_in_groups_are_those_of_their_matrix(name, mixer, tmp_path):
+  """Qwen3-Next: one matrix has, for each head of keys, its part of queries, keys, values and gates; in some layers.
+  Granite 4: one has all five projections of a mamba layer."""
+  folder = REFERENCES.parent / "references" / name
   case = Case.__new__(Case)
   case.folder = folder
-  case.prepare(folder, rank=2, alpha=6.0, targets=("delta/[qkvzo]/", "attn/q/"))
+  case.prepare(folder, rank=2, alpha=6.0, targets=(mixer, "attn/q/"))
   leaves, (_, base) = case.random(), hf.load(folder)
   _, adapters = case.write(tmp_path / "adapters", leaves)
   merged = tree.flatten(lora.merge(tree.unflatten(tree.flatten(base) | leaves), case.model.spec.lora.scale))

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from tests import tiny
-from tests.models.common import DEEPSEEK_MOE, GEMMA4_MOE, GEMMA4_SHARED, GPT_OSS, OLMO, QWEN3_NEXT
+from tests.models.common import DEEPSEEK_MOE, GEMMA4_MOE, GEMMA4_SHARED, GPT_OSS, GRANITE4, OLMO, QWEN3_NEXT
 from trainer import state as state_lib
 from trainer import update as update_lib
 from trainer.config import defaults
@@ -27,6 +27,9 @@ KINDS = {"dense": dict(num_layers=4, layer_pattern=("local", "global"), window=5
          # What states give is small at first; a norm that blows it up blows up its rounding, too.
          "delta": dict(QWEN3_NEXT, num_heads=4, num_layers=1, layer_pattern=("delta",), norm_eps=0.1,
                        attention_block=8),
+         # Two devices each have a half of the heads, but there is one group.
+         "mamba": dict(GRANITE4, num_layers=2, layer_pattern=("mamba", "global"), norm_eps=0.1, attention_block=8,
+                       lora=dict(rank=2, alpha=4.0), mamba=dict(GRANITE4["mamba"], num_groups=1, state_dim=6)),
          "latent": dict(DEEPSEEK_MOE, num_heads=4, num_layers=3, attention_block=8,
                         latent=dict(kv_rank=8, q_rank=12, nope_dim=3, rope_dim=4, value_dim=5),
                         moe=dict(DEEPSEEK_MOE["moe"], shared_size=8, expert_size=8)),
@@ -40,6 +43,7 @@ LAYOUTS = {
     # Norms of queries and of keys are over all heads, which `tensor` splits.
     "olmo": [dict(fsdp=2, context=2, tensor=2)],
     "delta": [dict(data=2, fsdp=2, tensor=2)],
+    "mamba": [dict(data=2, fsdp=2, tensor=2)],
     "latent": [dict(fsdp=2, context=2, tensor=2)],
     "moe": [dict(fsdp=4, tensor=2), dict(data=2, expert=4), dict(expert=2, context=2, tensor=2),
             dict(fsdp=2, expert=2, context=2)],

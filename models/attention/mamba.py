@@ -1,0 +1,123 @@
+"""Mamba 2: a layer that has a state in the place of keys and values (Dao and Gu 2024, arXiv 2405.21060).
+
+As Granite 4 and Nemotron-H have it. B batch, T length, D hidden size, H heads of P inputs each, G groups of heads that
+share what their states are written and read with, N its size, W width of the convolution, C channels of all three.
+"""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from models.attention import delta_rule, state_space
+from models.attention.cache import Cache, Past
+from models.attention.mask import TokenIds
+from models.layers import Linear, Norm, Scope, apply_linears
+from models.remat import named
+from models.sharding import logical_axes
+from models.sharding.logical_axes import constrain
+from models.spec import Spec
+
+
+class BiasedConv(nnx.Module):
+  """The taps [W, channels] of a convolution of each channel over the last W tokens, and its bias [channels]."""
+
+  def __init__(self, scope: Scope, width: int, channels: int, bias: bool):
+    # As torch's Conv1d of one channel each.
+    self.taps = scope.uniform("taps", (width, channels), width**-0.5)
+    self.bias = scope.constant("bias", (channels,), 0.0) if bias else None
+
+  def __call__(self, x_BxTxC: jax.Array, segment_ids_BxT: jax.Array) -> jax.Array:
+    """See `delta_rule.short_convolution`."""
+    bias_C = None if self.bias is None else self.bias[...]
+    return delta_rule.short_convolution(x_BxTxC, self.taps[...], segment_ids_BxT, bias_C)
+
+
+class Mamba2(nnx.Module):
+  """The state space with its projections, convolutions, gate and norm."""
+
+  def __init__(self, spec: Spec, scope: Scope, out_gain: float):
+    """`out_gain`: factor on the initial standard deviation of the last projection."""
+    s, D = spec.mamba, spec.hidden_size
+    inner, shared = s.num_heads * s.head_dim, s.num_groups * s.state_dim
+    wide: dict[str, Any] = dict(std=spec.init_std, bias=False, names=(None, "heads"))
+    # What groups share is small, and every device has it whole.
+    whole: dict[str, Any] = dict(std=spec.init_std, bias=False, names=(None, None))
+    # z gates what is read, x is written; b and c are what the state is written and read with; dt is each head's step.
+    self.z = Linear(scope / "z", D, inner, **wide)
+    self.x = Linear(scope / "x", D, inner, **wide)
+    self.b = Linear(scope / "b", D, shared, **whole)
+    self.c = Linear(scope / "c", D, shared, **whole)
+    self.dt = Linear(scope / "dt", D, s.num_heads, **wide)
+    self.x_conv = BiasedConv(scope / "x_conv", s.conv_width, inner, s.conv_bias)
+    self.b_conv = BiasedConv(scope / "b_conv", s.conv_width, shared, s.conv_bias)
+    self.c_conv = BiasedConv(scope / "c_conv", s.conv_width, shared, s.conv_bias)
+    # Of the paper's code: how fast states fade, steps, and what of the input is added to what is read.
+    self.A_log = scope.log_uniform("A_log", (s.num_heads,), 1.0, 16.0)
+    self.dt_bias = scope.softplus_log_uniform("dt_bias", (s.num_heads,), 1e-3, 0.1)
+    self.D = scope.constant("D", (s.num_heads,), 1.0)
+    self.norm = Norm(scope / "norm", inner, kind="rmsnorm", eps=spec.norm_eps, plus_one=False, groups=s.num_groups)
+    self.o = Linear(scope / "o", inner, D, std=spec.init_std, bias=False, gain=out_gain, names=("heads", None))
+    self.spec, self.dtype = s, scope.compute_dtype
+
+  def __call__(self, u_BxTxD: jax.Array, tokens: TokenIds, key: jax.Array | None = None, past: Past | None = None
+               ) -> tuple[jax.Array, tuple[jax.Array, jax.Array] | Cache]:
+    """(output, (last inputs of the convolutions [B, W - 1, C], states [B, H, N, P]), or, with a `past`, its cache).
+
+    `key`, `past`: as in `models.blocks.SelfAttention`.
+    """
+    s, f32 = self.spec, jnp.float32
+    B, T, _ = u_BxTxD.shape
+    parts = apply_linears((self.z, self.x, self.b, self.c, self.dt), u_BxTxD, key)
+    z, x, b, c, dt = (named(constrain(part, "batch", "length", name), "qkv")
+                      for part, name in zip(parts, ("heads", "heads", None, None, "heads"), strict=True))
+    dt_BxTxH = jnp.maximum(jax.nn.softplus(dt.astype(f32) + self.dt_bias[...].astype(f32)), s.min_step)
+    g_BxTxH = -jnp.exp(self.A_log[...].astype(f32)) * dt_BxTxH
+
+    mixed_BxTxC, before = jnp.concatenate([x, b, c], axis=-1), 0 if past is None else s.conv_width - 1
+    if past is None:
+      segment_ids, tail = tokens.segments, delta_rule.last_inputs(mixed_BxTxC, tokens.segments, s.conv_width - 1)
+      inputs = [x, b, c]
+    else:
+      earlier, state = past.state()
+      mixed_BxTxC = jnp.concatenate([earlier.astype(mixed_BxTxC.dtype), mixed_BxTxC], axis=1)
+      # Before the begin of a text they are zeros, as before the begin of a row.
+      segment_ids, tail = jnp.ones(mixed_BxTxC.shape[:2], jnp.int32), mixed_BxTxC[:, 1:]
+      inputs = jnp.split(mixed_BxTxC, np.cumsum([x.shape[-1], b.shape[-1]]), axis=-1)
+    x, b, c = (conv(part, segment_ids)[:, before:].astype(self.dtype)
+               for part, conv in zip(inputs, (self.x_conv, self.b_conv, self.c_conv), strict=True))
+    x_BxTxHxP = x.reshape(B, T, s.num_heads, -1)
+    b_BxTxGxN, c_BxTxGxN = (part.reshape(B, T, s.num_groups, -1) for part in (b, c))
+    if past is None:
+      out_BxTxHxP, state = _mapped(s.chunk, c_BxTxGxN, b_BxTxGxN, x_BxTxHxP, g_BxTxH, dt_BxTxH, segment_ids)
+      new: Any = tail, state
+    else:
+      state, out_BxHxP = state_space.one_token(
+          state, c_BxTxGxN[:, 0].astype(f32), b_BxTxGxN[:, 0].astype(f32), x_BxTxHxP[:, 0].astype(f32), g_BxTxH[:, 0],
+          dt_BxTxH[:, 0])
+      new, out_BxTxHxP = past.with_state(tail, state, tokens.segments[:, 0] > 0), out_BxHxP[:, None]
+    out_BxTxHxP = out_BxTxHxP + self.D[...].astype(f32)[:, None] * x_BxTxHxP.astype(f32)
+    # The gate comes before the norm.
+    gated_BxTxI = out_BxTxHxP.reshape(B, T, -1) * jax.nn.silu(z.astype(f32))
+    return self.o(constrain(self.norm(gated_BxTxI).astype(self.dtype), "batch", "length", "heads"), key), new
+
+
+def _mapped(chunk: int, c_BxTxGxN, b_BxTxGxN, x_BxTxHxP, g_BxTxH, dt_BxTxH, segment_ids_BxT):
+  """`state_space.chunked`, on a mesh each device for its rows and heads, so that no partitioner gathers anything."""
+  run, placed = functools.partial(state_space.chunked, chunk=chunk), logical_axes.current()
+  if placed is None:
+    return run(c_BxTxGxN, b_BxTxGxN, x_BxTxHxP, g_BxTxH, dt_BxTxH, segment_ids_BxT)
+  spec = jax.sharding.PartitionSpec
+  batch, _, heads, _ = by_head = placed.spec(("batch", None, "heads", None), x_BxTxHxP.shape)
+  # As many groups as can be split in the same way, of which some are alike.
+  groups, devices = b_BxTxGxN.shape[2], logical_axes.size_of(placed.mesh, heads)
+  again = np.lcm(groups, devices) // groups
+  c_BxTxGxN, b_BxTxGxN = (jnp.repeat(part, again, axis=2) for part in (c_BxTxGxN, b_BxTxGxN))
+  of_tokens = spec(batch, None, heads)
+  return jax.shard_map(run, mesh=placed.mesh,
+                       in_specs=(by_head, by_head, by_head, of_tokens, of_tokens, spec(batch, None)),
+                       out_specs=(by_head, spec(batch, heads, None, None)), check_vma=False)(
+                           c_BxTxGxN, b_BxTxGxN, x_BxTxHxP, g_BxTxH, dt_BxTxH, segment_ids_BxT)

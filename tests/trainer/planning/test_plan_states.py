@@ -1,0 +1,34 @@
+"""What --mode=plan is made of, for published models with states: tests/models/hf/published has their config.json."""
+
+import shutil
+
+import jax
+import pytest
+
+from models import config as model_config
+from tests import tiny
+from tests.trainer.planning.test_plan_images import PUBLISHED
+from trainer import program as program_lib
+
+# As transformers 5.24 makes them of the same files; of h-tiny, what its page says, too. And how many of the weights of
+# products a token passes through: all but the experts' that it does not use.
+PUBLISHED_SIZES = {"granite_4_h_tiny": (6_939_037_248, 40 * 58 * 3 * 1536 * 512), "nemotron_h_8b": (8_100_852_736, 0)}
+
+
+@pytest.mark.parametrize("name", PUBLISHED_SIZES)
+def test_parameters_and_operations_of_a_published_size(name, tmp_path):
+  shutil.copy(PUBLISHED / f"{name}.json", tmp_path / "config.json")
+  config = tiny.config(tmp_path / "no_corpus", seq_len=1024, batch_size=8)
+  config.model = model_config.model()
+  config.model.hf = str(tmp_path)
+  config.precision.update(params="bfloat16", compute="bfloat16")
+  config, _ = program_lib.resolve(config)
+  model = program_lib.make_model(config, config.model.vocab_size)
+  parameters, unused = PUBLISHED_SIZES[name]
+  sizes = {path: leaf.size for path, leaf in model._logical().items()}
+  assert sum(leaf.size for leaf in jax.tree.leaves(model.abstract_params())) == parameters == sum(sizes.values())
+  tied = config.model.tie_embeddings
+  products = sum(n for path, n in sizes.items() if path.endswith(("/kernel", "/embedding") if tied else "/kernel"))
+  products -= unused
+  # States and attention to a short row are little beside them.
+  assert 6 * products < model.flops_per_token(1024) < 1.1 * 6 * products
