@@ -140,7 +140,7 @@ def main() -> None:
 
   model = program_lib.make_model(c, VOCABULARY)
   program = program_lib.make_program(c, model, program_lib.planned_optimizer(c, model), mesh, ["main"])
-  batch = program_lib.abstract_batch(c, model, c.batch_size, precompute=False, share_prompts=False, images_per_row=None)
+  batch = program_lib.abstract_batch(c, model, c.batch_size, precompute=False, share_prompts=False)
   print(f"{args.gpu}, {args.rows} rows of {TOKENS:,} tokens; {' '.join(args.config) or 'as configured'}\n\n"
         "| program | arguments, GB | temporaries | read and written by products | by others | ms at the memory's "
         "bandwidth |\n|---|---|---|---|---|---|")

@@ -98,15 +98,16 @@ class Classify:
     """One text a row, whose option has the weight 1."""
     length = min(bucket(len(part[0][2]), MIN_LENGTH), self._setup.config.seq_len)
     prompts = [self._questions[number].prompt for number, _, _ in part]
-    most = image_tokens.slots(max(len(prompt.images) for prompt in prompts))
+    shown = [image_tokens.of_text(self._layout, ids, prompt.images, self._prefixes[number, option], prompt.where)
+             for (number, option, ids), prompt in zip(part, prompts, strict=True)]
+    most = image_tokens.slots(max(len(some.images) for some in shown))
     batch = empty_batch(self._batch_size, length, self._pad_id)
     batch |= image_tokens.empty(self._layout, self._batch_size, length, most)
-    for row, ((number, option, ids), prompt) in enumerate(zip(part, prompts, strict=True)):
+    for row, ((number, option, ids), images) in enumerate(zip(part, shown, strict=True)):
       size, prefix = len(ids), self._prefixes[number, option]
       batch["tokens"][row, :size], batch["positions"][row, :size] = ids, np.arange(size)
       batch["segment_ids"][row, :size], batch["loss_weights"][row, prefix:size] = 1, 1
-      shown = image_tokens.of_text(self._layout, ids, prompt.images, prefix, prompt.where)
-      image_tokens.put(self._layout, batch, shown, row)
+      image_tokens.put(self._layout, batch, images, row)
     return check_ids(batch, self._setup.model.vocab_size)
 
   def _row(self, number: int, scores: np.ndarray) -> dict[str, Any]:

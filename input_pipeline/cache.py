@@ -87,11 +87,12 @@ class TokenizedSource(NamedTuple):
     return self._replace(offsets=self.parts)
 
   def count_images(self, doc: np.ndarray, begin: np.ndarray, end: np.ndarray, tiles: bool = False) -> np.ndarray:
-    """How many images tokens begin to end of each document have; or tokens of these."""
+    """How many squares of images tokens begin to end of each document have; or tokens of these."""
     if self.images is None:
       return np.zeros(len(doc), np.int64)
     first, last = self.images.between(self.offsets[doc] + begin, self.offsets[doc] + end)
-    return np.diff(self.images.tokens_before[np.stack([first, last])], axis=0)[0] if tiles else last - first
+    before = np.concatenate([[0], np.cumsum(self.images.tokens if tiles else self.images.squares)])
+    return before[last] - before[first]
 
   def count_trained(self, doc: np.ndarray, begin: np.ndarray, end: np.ndarray) -> np.ndarray:
     """How many of tokens begin + 1 to end of each document have a weight, int64 like the arguments.
@@ -289,5 +290,6 @@ def _open(folder: Path, name: str, policy: Policy | None = None) -> TokenizedSou
   fingerprint, images = meta["key"], None
   if "image_bytes" in maps:
     fingerprint += f"-{meta['image_contents']}"  # they may lie beside the data, which the key is of
-    images = SourceImages(*(maps.pop(f"image_{key}") for key in ("bytes", "offsets", "places", "ids", "tokens")))
+    parts = [maps.pop(f"image_{key}") for key in ("bytes", "offsets", "places", "ids", "tokens")]
+    images = SourceImages(*parts, maps.pop("image_squares", np.ones(len(parts[-1]), np.int64)))
   return TokenizedSource(name, **maps, fingerprint=fingerprint, folder=folder, images=images, **counts)

@@ -225,7 +225,7 @@ class Units:
     return self._trained_D[doc]
 
   def count_images(self, tokens: TokenizedSource, doc: np.ndarray, tiles: bool = False) -> np.ndarray:
-    """How many images each of these documents keeps, in all of its parts; or tokens of these."""
+    """How many squares of images each of these documents keeps, in all of its parts; or tokens of these."""
     kept_NxP = self._kept_DxP[doc]
     part_NxP = doc[:, None] * self.each + np.arange(self.each)
     cut_NxP = np.minimum(self._cut_D[doc][:, None], kept_NxP)

@@ -1,6 +1,7 @@
 """Images in batches: the arrays, and what is written into them.
 
-B rows, I images of a row at most, T places, N tokens of an image, S pixels of a side, P pieces of documents.
+B rows, I images of a row at most (squares of them, where they are cut: `model.vision.split`), T places, N tokens of an
+image, S pixels of a side, P pieces of documents.
 """
 
 from typing import NamedTuple
@@ -57,6 +58,7 @@ class RowImages:
   def __init__(self, config: ConfigDict, augment: bool):
     vision, options = config.model.vision, config.input.images
     self.each, self._attention, self._seed = tokens_per_image(vision), vision.attention, config.seed
+    self._token = vision.image_token
     self._workers, self._how = options.workers, preprocess_of(config, augment)
     if self._workers < 0:
       raise ConfigError(f"input.images.workers is {self._workers}; allowed: 0 (no processes) or more.")
@@ -110,13 +112,17 @@ class RowImages:
     _, slot = ragged(np.bincount(row, minlength=len(where)))
     before_P = np.cumsum(sizes_P) - sizes_P
     start = flat[before_P[piece] + source.images.places[use] - begin_P[piece]]
-    before = np.cumsum(size) - size
-    first = before - before[np.arange(len(use)) - slot]  # its first feature among those of the row
-    image, feature = ragged(size)
-    places = start[image] + feature
-    batch["image_index"].reshape(-1)[places] = first[image] + feature + 1
+    image, nth = ragged(size)
+    places = start[image] + nth
+    places = places[batch["tokens"].reshape(-1)[places] == self._token]  # between its squares an image has texts
+    count, each = size if self.tiles else source.images.squares[use], self.each or 1
+    before = np.cumsum(count) - count
+    first = before - before[np.arange(len(use)) - slot]  # its first square among those of the row
+    image, feature = ragged(count * each)
+    index = first[image] * each + feature
+    batch["image_index"].reshape(-1)[places] = index + 1
     if self._attention == IMAGE:
-      batch["block_ids"].reshape(-1)[places] = slot[image] + 1
+      batch["block_ids"].reshape(-1)[places] = index // each + 1
     key = (self._seed, source.name, epoch)
     tasks = [Task(source.images.content(u), self._how, (*key, u), f"source {source.name!r}: image {u} of its cache")
              for u in use.tolist()]
@@ -126,4 +132,5 @@ class RowImages:
         cut, grid = tiles.cut(pixels, self._how.size, s + 1)
         batch["images"][r, n:n + len(cut)], batch["image_grid"][r, n:n + len(cut)] = cut, grid
       else:
-        batch["images"][r, s] = pixels
+        squares = pixels.reshape(-1, *batch["images"].shape[2:])
+        batch["images"][r, n:n + len(squares)] = squares

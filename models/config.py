@@ -237,6 +237,9 @@ def model() -> ConfigDict:
   # With shuffle: to how many pixels the longer side of an image is brought, its shape kept, before it is squashed to a
   # square; 0: it is squashed as it is.
   v.longest_side = 0
+  # After that, an image larger than a square is also cut into squares of image_size, row by row, each of
+  # tokens_per_image tokens, before all of it in one (SmolVLM, Idefics3). Default: False, or what the folder says.
+  v.split = unset(bool)
   # Factor on the projected features. The embeddings whose place they take are scaled already.
   v.feature_scale = 1.0
   # What tokens see besides those before them: causal: nothing; image: tokens of one image see each other (Gemma 3), in

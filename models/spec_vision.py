@@ -15,7 +15,7 @@ VISION_KEYS = tuple(f"vision.{key}" for key in (
     "tower", "image_size", "patch_size", "num_layers", "hidden_size", "intermediate_size", "num_heads", "activation",
     "norm_eps", "mean", "std", "feature_layer", "final_norm", "projector", "projector_activation", "projector_bias",
     "tokens_per_image", "feature_scale", "attention", "image_token", "window", "full_layers", "min_pixels",
-    "max_pixels", "position_grid", "deepstack_layers", "longest_side",
+    "max_pixels", "position_grid", "deepstack_layers", "longest_side", "split",
 ))
 # Towers that see an image in tiles, as many as its size asks for, and the activations and norms of their layers.
 NATIVE = {"qwen2_vl": (layers.UNGATED, "layernorm"), "qwen2_5_vl": (layers.GATED, "rmsnorm"),
@@ -66,6 +66,16 @@ class Vision:
   position_grid: int
   deepstack_layers: tuple[int, ...]
   longest_side: int
+  split: bool
+
+  def most_squares(self, seq_len: int) -> int:
+    """Places of a batch's `images` that the largest image takes which a row has room for: 1, its tiles or squares."""
+    most = 1
+    if self.native:
+      most = self.max_pixels // self.image_size**2
+    elif self.split:
+      most = math.ceil(self.longest_side / self.image_size) ** 2 + 1
+    return max(1, min(most, seq_len // self.tokens_per_image))
 
   @property
   def native(self) -> bool:
@@ -127,6 +137,9 @@ def make_vision(c: ConfigDict, num_layers: int, reasons: list[str]) -> Vision | 
   if c.longest_side and (c.longest_side < 0 or c.projector != "shuffle"):
     raise ConfigError(f"model.vision.longest_side: found {c.longest_side} with the projector {c.projector!r}; allowed: "
                       "0, or, with 'shuffle', pixels.")
+  if c.split and not c.longest_side:
+    raise ConfigError("model.vision.split: an image is cut into squares after its longer side was brought to "
+                      "model.vision.longest_side, which is 0. Set both (with the projector 'shuffle'), or none.")
   plain = layers.UNGATED if c.tower not in NATIVE else NATIVE[c.tower][0]
   activations: dict[str, Any] = {key: one_of(f"vision.{key}", c[key], tuple(allowed)) for key, allowed in (
       ("activation", plain), ("projector_activation", layers.UNGATED))}
@@ -137,7 +150,7 @@ def make_vision(c: ConfigDict, num_layers: int, reasons: list[str]) -> Vision | 
       **{key: c[key] for key in copied}, **activations, mean=mean, std=std,
       projector=one_of("vision.projector", c.projector, PROJECTORS), tokens_per_image=_tokens_per_image(c, reasons),
       attention=one_of("vision.attention", c.attention, ATTENTIONS), full_layers=tuple(c.full_layers),
-      deepstack_layers=tuple(c.deepstack_layers))
+      deepstack_layers=tuple(c.deepstack_layers), split=bool(c.split))
 
 
 def _check_native(c: ConfigDict, num_layers: int) -> None:

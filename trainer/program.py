@@ -290,15 +290,20 @@ def planned_optimizer(config: Any, model: Any) -> optim.Optimizer:
                         functools.partial(durations.steps, total_steps=total_steps, **stand_in))
 
 
+def planned_images(config: Any, model: Any) -> int:
+  """Places for images in a row where the data are not known: `plan.images_per_row`, or those of the largest image."""
+  vision = getattr(model, "vision", None)
+  return 0 if vision is None else config.plan.images_per_row or vision.most_squares(config.seq_len)
+
+
 def abstract_batch(config: Any, model: Any, rows: int, *, precompute: bool = False, share_prompts: bool = False,
-                   images_per_row: int = 1, sharding: Any = None) -> dict[str, jax.ShapeDtypeStruct]:
+                   sharding: Any = None) -> dict[str, jax.ShapeDtypeStruct]:
   """The arrays of a training batch, made without data: names, dtypes and shapes.
 
   Args:
     rows: of the batch.
     precompute: with what other models say (`Program.precompute`).
     share_prompts: with the segments of prompts that are shared (`Program.share_prompts`).
-    images_per_row: places for images in a row, which the data decide otherwise; for models that take some.
     sharding: of all arrays.
   """
   learns, layout = strategies.learns(config), image_tokens.layout_of(model)
@@ -312,6 +317,6 @@ def abstract_batch(config: Any, model: Any, rows: int, *, precompute: bool = Fal
     if (routing := rollout_options.routing(config, model)) is not None:
       row["replayed_experts" if config.rollout.replay_experts else "sampled_experts"] = np.zeros(
           (1, config.seq_len, *routing), np.int16)
-  row |= image_tokens.empty(layout, 1, config.seq_len, images_per_row if layout else 0)
+  row |= image_tokens.empty(layout, 1, config.seq_len, planned_images(config, model))
   return {key: jax.ShapeDtypeStruct((rows, *np.shape(values)[1:]), values.dtype, sharding=sharding)
           for key, values in row.items()}

@@ -17,6 +17,7 @@ from input_pipeline.images.images import (
   FORMATS,
   KEEP,
   KEYS,
+  SPLIT,
   EncodedImage,
   ImageError,
   ImageRef,
@@ -24,7 +25,7 @@ from input_pipeline.images.images import (
   check_preprocess,
   read,
 )
-from input_pipeline.images.tiles import kept_size
+from input_pipeline.images.tiles import kept_size, split_grid
 from input_pipeline.tokenizer.tokenizer import Tokenizer
 from trainer.errors import ConfigError, DataError
 
@@ -40,8 +41,8 @@ NO_FILMS = "a film, which is not read. Allowed: images and text. Give some of it
 GEMMA3 = ("<start_of_image>", "<end_of_image>")
 # And in the models of Qwen.
 QWEN = ("<|vision_start|>", "<|vision_end|>")
-# And in SmolVLM, where an image is one square.
-SMOLVLM = ("<fake_token_around_image><global-img>", "<fake_token_around_image>")
+# And in SmolVLM: before each square of an image there are the first and the square's place, or the second.
+FAKE, WHOLE = SMOLVLM = ("<fake_token_around_image>", "<global-img>")
 
 
 class ImageFormat:
@@ -52,8 +53,9 @@ class ImageFormat:
     tokenizer: what texts are tokenised with; None if they are not.
 
   Attributes:
-    token, each: the placeholder's id (None without a tokenizer), and how many of it an image takes; 0: as many as its
-      size asks for.
+    token, each: the placeholder's id (None without a tokenizer), and how many of it an image takes, or each square of
+      it; 0: as many as its size asks for.
+    split: an image is cut into squares, with texts between the tokens of these.
     before, after: texts around these.
     marker: what stands for an image in the texts of rows.
     at_bos: the images of rows without a template stand before BOS.
@@ -66,7 +68,8 @@ class ImageFormat:
 
   def __init__(self, config: ConfigDict, tokenizer: Tokenizer | None):
     vision, chat, options = config.model.vision, config.chat, config.input.images
-    self.each, self.preprocess = tokens_per_image(vision), preprocess_of(config)
+    self.each, self.split, self.preprocess = tokens_per_image(vision), bool(vision.split), preprocess_of(config)
+    self._tokenizer, self._between = tokenizer, {}
     self.marker, self.prefix_end = chat.image_marker, chat.prefix_end
     for key, value, allowed in (("input.images.on_error", options.on_error, ON_ERROR),
                                 ("chat.images_at", chat.images_at, IMAGES_AT)):
@@ -79,9 +82,12 @@ class ImageFormat:
     self._checked: dict[bytes, tuple[int, int]] = {}
     self.at_bos = vision.attention == "prefix" if chat.images_at == "auto" else chat.images_at == "bos"
     specials = () if tokenizer is None else tokenizer.special_tokens
-    around = {"pool": (f"\n\n{GEMMA3[0]}", f"{GEMMA3[1]}\n\n"), "merge": QWEN, "shuffle": SMOLVLM}.get(
-        vision.projector, ("", ""))
+    known = {"pool": (f"\n\n{GEMMA3[0]}", f"{GEMMA3[1]}\n\n"), "merge": QWEN, "shuffle": (FAKE + WHOLE, FAKE)}
+    around = known.get(vision.projector, ("", ""))
     around = around if all(token in specials for token in re.findall("<[^>]+>", "".join(around))) else ("", "")
+    if self.split:
+      self._check_split(chat, specials if tokenizer else SMOLVLM)
+      around = (FAKE, FAKE)
     self.before, self.after = (own if given is None else given for own, given in zip(
         around, (chat.image_before, chat.image_after), strict=True))
     self.token: int | None = vision.image_token
@@ -92,17 +98,45 @@ class ImageFormat:
       raise ConfigError("model.vision.image_token is not set: the id of the token that holds an image's places "
                         f"({found}). Type --config.model.vision.image_token=ID.")
 
+  @staticmethod
+  def _check_split(chat: ConfigDict, specials: Iterable[str]) -> None:
+    if chat.image_before is not None or chat.image_after is not None:
+      raise ConfigError("chat.image_before and chat.image_after stand around an image that is whole; what is around "
+                        "the squares of one that is cut is given. Leave them unset, or set model.vision.split=False.")
+    if missing := [token for token in SMOLVLM if token not in specials]:
+      raise ConfigError(f"model.vision.split: the tokenizer has no special token {missing[0]}, which stands before the "
+                        "squares of an image. Use the tokenizer of a SmolVLM or Idefics3, or set "
+                        "model.vision.split=False.")
+
   @property
   def fingerprint(self) -> list:
     """What decides tokens and which images are kept."""
     sizes = [] if self.each else [self.preprocess.size, self.preprocess.min_pixels, self.preprocess.max_pixels]
+    squares = ["split", self.preprocess.size, self.preprocess.longest_side] if self.split else []
     return [self.token, self.each, self.before, self.after, self.marker, self.at_bos, self.prefix_end, self.drops,
-            self._max_pixels, FORMATS, "sizes", *sizes]
+            self._max_pixels, FORMATS, "sizes", *sizes, *squares]
 
-  def tokens(self, width: int, height: int) -> int:
-    """How many tokens an image of that size has. Raises ValueError: see `kept_size`."""
+  def measure(self, width: int, height: int) -> tuple[int, tuple[int, int]]:
+    """`EncodedImage.tokens` and `grid` of an image of that size. Raises ValueError: see `kept_size`."""
     how = self.preprocess
-    return self.each or math.prod(kept_size(width, height, how.size, how.min_pixels, how.max_pixels)) // how.size**2
+    if self.split:
+      grid = split_grid(width, height, how.longest_side, how.size)
+      return len(self._run(grid)), grid
+    return self.each or math.prod(
+        kept_size(width, height, how.size, how.min_pixels, how.max_pixels)) // how.size**2, (0, 0)
+
+  def _run(self, grid: tuple[int, int]) -> np.ndarray:
+    """The ids of an image that is cut so, int32 [n]: those of its squares, and of the texts before each, but for the
+    FAKE before the first. As `_prompt_split_image` of transformers has it."""
+    if grid not in self._between:
+      cells = [("\n" if row and not column else "", f"<row_{row + 1}_col_{column + 1}>")
+               for row in range(grid[0]) for column in range(grid[1])]
+      texts = [f"{line}{FAKE}{place}" for line, place in [*cells, ("\n\n" if cells else "", WHOLE)]]
+      texts[0] = texts[0].removeprefix(FAKE)
+      found = self._tokenizer.encode_rendered_batch([FAKE + text for text in texts])  # each behind a special token
+      held = np.full(self.each, self.token, np.int32)
+      self._between[grid] = np.concatenate([part for ids in found for part in (ids[1:], held)]).astype(np.int32)
+    return self._between[grid]
 
   def load(self, refs: Iterable[ImageRef]) -> list[EncodedImage] | str:
     """The images of a row; or why the row is dropped, if it has one that cannot be used and may be.
@@ -120,7 +154,7 @@ class ImageFormat:
 
   def read(self, refs: Iterable[ImageRef]) -> list[EncodedImage]:
     """Some images. Raises ImageError: see `images.read`."""
-    return [read(ref, self._max_pixels, self._checked, self.tokens) for ref in refs]
+    return [read(ref, self._max_pixels, self._checked, self.measure) for ref in refs]
 
   def place(self, text: str, count: int) -> tuple[str, str]:
     """(what stands before BOS, the text) of a text with `count` images, each of them IMAGE.
@@ -145,19 +179,24 @@ class ImageFormat:
       text = text[len(self.marker):]
     return IMAGE * count, text
 
-  def finish(self, ids: np.ndarray, weights: np.ndarray, counts: Sequence[int]
+  def finish(self, ids: np.ndarray, weights: np.ndarray, images: Sequence[EncodedImage]
              ) -> tuple[np.ndarray, np.ndarray, tuple[int, ...]]:
-    """(ids with placeholders, int32 [n]; weights with those of these; where each image's placeholders begin).
+    """(ids with placeholders, int32 [n]; weights, 0 of these; where each image's tokens begin).
 
     Args:
-      ids, weights: of a text in which an image is IMAGE_ID.
-      counts: how many tokens each of its images has; those of others may follow.
+      ids, weights: of a text in which an image is IMAGE_ID, with the weight of the texts between its squares.
+      images: of it; those of others may follow.
     """
     held, repeats = np.flatnonzero(ids == IMAGE_ID), np.ones(len(ids), np.int64)
-    repeats[held] = counts[:len(held)]
+    repeats[held] = [image.tokens for image in images[:len(held)]]
     places = (np.cumsum(repeats) - repeats)[held]
-    whole = np.where(ids == IMAGE_ID, self.token, ids).astype(np.int32)
-    return np.repeat(whole, repeats), np.repeat(weights, repeats), tuple(places.tolist())
+    whole = np.repeat(np.where(ids == IMAGE_ID, self.token, ids).astype(np.int32), repeats)
+    weights = np.repeat(weights, repeats)
+    for place, image in zip(places, images, strict=False) if self.split else ():
+      run = slice(place, place + image.tokens)
+      whole[run] = self._run(image.grid)
+      weights[run] *= whole[run] != self.token
+    return whole, weights, tuple(places.tolist())
 
 
 def image_format(config: ConfigDict, tokenizer: Tokenizer | None) -> ImageFormat | None:
@@ -194,7 +233,7 @@ def preprocess_of(config: ConfigDict, augment: bool = False) -> Preprocess:
   vision, options = config.model.vision, config.input.images
   resize, interpolation, native = options.resize, options.interpolation, in_tiles(vision)
   if resize == "auto":
-    resize = KEEP if native else "crop" if vision.tower == "clip" else "squash"
+    resize = KEEP if native else SPLIT if vision.split else "crop" if vision.tower == "clip" else "squash"
   if interpolation == "auto":
     interpolation = {"pool": "bilinear", "shuffle": "lanczos"}.get(vision.projector, "bicubic")
   mean = tuple(vision.mean) or ((0.48145466, 0.4578275, 0.40821073) if vision.tower == "clip" else (0.5,) * 3)
@@ -203,7 +242,7 @@ def preprocess_of(config: ConfigDict, augment: bool = False) -> Preprocess:
                    longest_side=vision.longest_side)
   if native:
     how = how._replace(min_pixels=vision.min_pixels, max_pixels=vision.max_pixels)
-  how = check_preprocess(how)
+  how = check_preprocess(how, bool(vision.split))
   return how if augment else how._replace(crop=1.0, flip=0.0, color=0.0)
 
 

@@ -73,14 +73,14 @@ class ImageTemplate:
       return None
     if "'type'" in seen or '"type"' in seen:  # it has written the list itself
       return None
-    start = next((i for i, (a, b) in enumerate(zip(seen, unseen, strict=False)) if a != b), len(unseen))
-    added = seen[start:start + len(seen) - len(unseen)]
     # What this pipeline itself puts around an image is not to stand there twice.
     framed = self._own and f"{self._images.before}{self._own}{self._images.after}"
     for token in (framed, self._own, self._images.marker, *self._specials):
-      if token and token in added:
+      # Counted, since a template may write the text around an image otherwise (SmolVLM: no space before one).
+      if token and seen.count(token) > unseen.count(token):
         return token
-    return added.strip() or None
+    start = next((i for i, (a, b) in enumerate(zip(seen, unseen, strict=False)) if a != b), len(unseen))
+    return seen[start:start + len(seen) - len(unseen)].strip() or None
 
   @cached_property
   def _parts_only(self) -> bool:

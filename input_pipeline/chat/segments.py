@@ -67,12 +67,13 @@ class SegmentEncoder:
     self._front = next(filter(self._stands_alone, tokenizer.special_tokens), "")
 
   def encode(self, examples: list[list[Segment]]) -> list[Tokens]:
-    """The tokens of each example, whose segments follow one another. An image is one IMAGE_ID, of weight 0."""
+    """The tokens of each example, whose segments follow one another. An image is one IMAGE_ID, of weight 0, or of the
+    weight of its place where it is cut into squares: that of the texts between them."""
     pieces = [[self._pieces(segment) for segment in segments] for segments in examples]
     placed = iter(self._tokenizer.encode_placed([(p.text, p.inert) for some in pieces for of in some for p in of]))
     results = []
     for segments, some in zip(examples, pieces, strict=True):
-      found = [self._tokens(segment, [_back(next(placed), piece) for piece in of])
+      found = [self._tokens(segment, of, [_back(next(placed), piece) for piece in of])
                for segment, of in zip(segments, some, strict=True)]
       results.append(Tokens(np.concatenate([f.ids for f in found]), np.concatenate([f.weights for f in found]),
                             tuple(remark for f in found for remark in f.remarks)))
@@ -112,13 +113,15 @@ class SegmentEncoder:
       start = stop + len(IMAGE)
     return pieces
 
-  def _tokens(self, segment: Segment, found: list[Placed]) -> Tokens:
+  def _tokens(self, segment: Segment, pieces: list[_Piece], found: list[Placed]) -> Tokens:
     """Of the pieces of one segment, with an image between each two."""
     weighed = [_weigh(placed, segment) for placed in found]
     ids, weights = [weighed[0].ids], [weighed[0].weights]
-    for tokens in weighed[1:]:
-      ids += [np.full(1, IMAGE_ID, np.int32), tokens.ids]
-      weights += [np.zeros(1, np.float32), tokens.weights]
+    for before, tokens in zip(pieces[:-1], weighed[1:], strict=True):
+      at = np.array([before.stop])
+      image = _weigh(Placed(np.full(1, IMAGE_ID, np.int32), at, at + 1), segment)
+      ids += [image.ids, tokens.ids]
+      weights += [image.weights * self._images.split, tokens.weights]
     literals = [self._literal.match(segment.text, at) for at in segment.inert] if self._literal else []
     remarks = (*segment.remarks, *(remark for tokens in weighed for remark in tokens.remarks),
                *((LITERAL, match.group()) for match in literals if match))

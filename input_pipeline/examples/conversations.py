@@ -126,7 +126,7 @@ class ChatEncoder:
   def finish(self, ids: np.ndarray, weights: np.ndarray, images: Sequence[EncodedImage]
              ) -> tuple[np.ndarray, np.ndarray, tuple[int, ...]]:
     """See `ImageFormat.finish`."""
-    return (ids, weights, ()) if self.images is None else self.images.finish(ids, weights, [i.tokens for i in images])
+    return (ids, weights, ()) if self.images is None else self.images.finish(ids, weights, images)
 
   def segments(self, row: Conversation | Plain, where: str, empty: bool = False) -> list[list[Segment]]:
     """The examples that a row gives; none if nothing in it is trained. `empty`: what is trained may say nothing.

@@ -26,8 +26,8 @@ WITH_ANSWER = ("messages", "conversations")
 class Prompt(NamedTuple):
   """What is to be completed: its ids (int32 [n]), its text for people, the right answer if one is known, its place.
 
-  `images`: uint8 [S, S, 3] each, decoded when asked for. Their tokens begin at `image_places`. `segments` are what it
-  was tokenised from, `remarks` what is to be counted (`remarks.py`).
+  `images`: as `to_pixels` gives each, decoded when asked for. Their tokens begin at `image_places`. `segments` are what
+  it was tokenised from, `remarks` what is to be counted (`remarks.py`).
   """
 
   ids: np.ndarray
@@ -224,9 +224,8 @@ class Prompter:
     if not refs:
       return prompt
     loaded = self._images.read(refs)
-    counts = [image.tokens for image in loaded]
-    ids, _, places = self._images.finish(ids, weights, counts)
-    shown = Images([image.data for image in loaded], self._images.preprocess, counts)
+    ids, _, places = self._images.finish(ids, weights, loaded)
+    shown = Images(loaded, self._images.preprocess)
     return prompt._replace(ids=ids, text=text.replace(IMAGE, self._images.marker), images=shown, image_places=places)
 
   def answered(self, prompt: Prompt, answer: str) -> tuple[np.ndarray, int]:
@@ -240,7 +239,7 @@ class Prompter:
     whole = Segment(last.text + answer, inert, ((start, start + len(answer), 1.0),))
     ((ids, weights, _),) = self._segments.encode([[*prompt.segments[:-1], whole]])
     if self._images is not None:
-      ids, weights, _ = self._images.finish(ids, weights, getattr(prompt.images, "tokens", ()))
+      ids, weights, _ = self._images.finish(ids, weights, getattr(prompt.images, "files", ()))
     return ids, int(np.argmax(weights > 0)) if weights.any() else len(ids)
 
   def ask(self, record: Record, prompt_key: str | None = None) -> Asked:

@@ -2,7 +2,8 @@
 
 `image_bytes.bin` holds the contents of the image files end to end, `image_offsets.bin` (int64 [images + 1]) where each
 begins, `image_places.bin` (int64 [uses]) with which tokens the places of images begin, ascending, `image_tokens.bin`
-(int64 [uses]) how many tokens these are, and `image_ids.bin` (int64 [uses]) which image stands there. `files.json` says
+(int64 [uses]) how many tokens these are, `image_ids.bin` (int64 [uses]) which image stands there, and
+`image_squares.bin` (int64 [uses]) how many squares it is, see `EncodedImage.squares`. `files.json` says
 which files beside the data they came from, with size and time: when one of these has changed, the cache is outdated.
 """
 
@@ -21,7 +22,8 @@ from input_pipeline.images.images import EncodedImage
 
 
 class SourceImages(NamedTuple):
-  """The images of a tokenised source: use u is image ids[u], in place of the tokens[u] tokens from places[u] on.
+  """The images of a tokenised source: use u is image ids[u], in place of the tokens[u] tokens from places[u] on, and
+  squares[u] squares.
 
   `data` is uint8; image i is the file with the content data[offsets[i]:offsets[i + 1]].
   """
@@ -31,11 +33,7 @@ class SourceImages(NamedTuple):
   places: np.ndarray
   ids: np.ndarray
   tokens: np.ndarray
-
-  @property
-  def tokens_before(self) -> np.ndarray:
-    """How many tokens of images there are before each use, and at last in all, int64 [uses + 1]."""
-    return np.concatenate([[0], np.cumsum(self.tokens)])
+  squares: np.ndarray
 
   def content(self, use: int) -> bytes:
     image = int(self.ids[use])
@@ -77,6 +75,7 @@ class ImageWriter:
         self._write("image_ids", np.array([self._number(image)], "<i8"))
         self._write("image_places", np.array([start + place], "<i8"))
         self._write("image_tokens", np.array([image.tokens], "<i8"))
+        self._write("image_squares", np.array([image.squares], "<i8"))
         self._uses += 1
 
   def finish(self, folder: Path) -> dict[str, int | str]:
@@ -84,7 +83,7 @@ class ImageWriter:
     if not self._uses:
       return {}
     (folder / "files.json").write_text(json.dumps(self._files), "utf-8")
-    return {"images": len(self._known), "image_uses": self._uses, "image_bytes": self._size,
+    return {"images": len(self._known), "image_uses": self._uses, "image_squares": True, "image_bytes": self._size,
             "image_contents": self._contents.hexdigest()}
 
   def _number(self, image: EncodedImage) -> int:
@@ -124,4 +123,5 @@ def arrays(meta: dict) -> dict[str, tuple[str, int]]:
   uses = meta.get("image_uses", 0)
   return {} if not uses else {
       "image_bytes": ("|u1", meta["image_bytes"]), "image_offsets": ("<i8", meta["images"] + 1),
-      "image_places": ("<i8", uses), "image_tokens": ("<i8", uses), "image_ids": ("<i8", uses)}
+      "image_places": ("<i8", uses), "image_tokens": ("<i8", uses), "image_ids": ("<i8", uses),
+      **({"image_squares": ("<i8", uses)} if "image_squares" in meta else {})}

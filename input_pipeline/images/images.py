@@ -12,6 +12,7 @@ import base64
 import binascii
 import hashlib
 import io
+import math
 import os
 import re
 import stat
@@ -25,7 +26,7 @@ from PIL import ExifTags, Image, ImageOps, PpmImagePlugin, TiffImagePlugin, feat
 
 from input_pipeline.files import shown_names
 from input_pipeline.images import augment
-from input_pipeline.images.tiles import kept_size, longest_size
+from input_pipeline.images.tiles import kept_size, longest_size, squares
 from trainer.errors import ConfigError, DataError
 
 
@@ -48,6 +49,8 @@ MODES = ("1", "L", "LA", "La", "P", "PA", "RGB", "RGBA", "RGBa", "RGBX", "CMYK",
 RESIZES = ("squash", "pad", "crop")
 # What is done where the tower sees images in tiles (models/tiles.py), and with no other.
 KEEP = "keep"
+# And where it sees the squares that an image is cut into, and then all of it in one (`model.vision.split`).
+SPLIT = "split"
 FILTERS = {"bilinear": Image.Resampling.BILINEAR, "bicubic": Image.Resampling.BICUBIC,
            "lanczos": Image.Resampling.LANCZOS, "nearest": Image.Resampling.NEAREST}
 # Larger files are no images that anyone trains on.
@@ -70,11 +73,18 @@ class ImageRef(NamedTuple):
 
 
 class EncodedImage(NamedTuple):
-  """The content of an image file, the file if it lies beside the data and not in them, and how many tokens it has."""
+  """The content of an image file, the file if it lies beside the data and not in them, how many tokens it has, and its
+  rows and columns of squares; (0, 0): it is not cut."""
 
   data: bytes
   file: Path | None = None
   tokens: int = 0
+  grid: tuple[int, int] = (0, 0)
+
+  @property
+  def squares(self) -> int:
+    """How many squares it is: those that it is cut into, and all of it in one."""
+    return math.prod(self.grid) + 1
 
 
 class Preprocess(NamedTuple):
@@ -83,14 +93,14 @@ class Preprocess(NamedTuple):
   Attributes:
     size: S.
     resize: squash: to S × S whatever the shape; pad: the longer side to S, `fill` around it; crop: the shorter side to
-      S, of which the middle is taken; keep: see `tiles.kept_size`.
+      S, of which the middle is taken; keep: see `tiles.kept_size`; split: see `tiles.split_grid`.
     interpolation: a key of FILTERS; all of them average over what is made smaller.
     fill: red, green and blue of what pads.
     crop: the least share of an image's area that augmentation takes; 1: all.
     flip: how often it is mirrored.
     color: brightness, contrast and saturation change by a factor of 1 ± that.
     min_pixels, max_pixels: with `keep`, how many there are at least and at most.
-    longest_side: with `squash`, the image is brought to this longer side before; 0: it is not.
+    longest_side: with `squash` and `split`, the image is brought to this longer side before; 0: it is not.
   """
 
   size: int
@@ -110,17 +120,17 @@ class Preprocess(NamedTuple):
 
 
 def read(ref: ImageRef, max_pixels: int, checked: dict[bytes, tuple[int, int]] | None = None,
-         tokens: Callable[[int, int], int] | None = None) -> EncodedImage:
+         measure: Callable[[int, int], tuple[int, tuple[int, int]]] | None = None) -> EncodedImage:
   """The content of an image, after it was decoded once to see that it can be.
 
   Args:
     ref: where it is.
     max_pixels: of the image as it is stored; more are refused before anything is decoded.
     checked: names of contents that were decoded before, which are not again, and their sizes; this one's is added.
-    tokens: how many an image of that width and height has.
+    measure: `tokens` and `grid` of an image of that width and height.
 
   Raises:
-    ImageError: it is missing, no image, damaged, of a kind that is not read, or too large, or `tokens` has raised
+    ImageError: it is missing, no image, damaged, of a kind that is not read, or too large, or `measure` has raised
       ValueError; names the row and column.
   """
   data, file = _content(ref, ref.value)
@@ -135,14 +145,14 @@ def read(ref: ImageRef, max_pixels: int, checked: dict[bytes, tuple[int, int]] |
       drafted = upright not in (stored, stored[::-1])
       checked[name] = (stored[::-1] if turned else stored) if drafted else upright
   try:
-    return EncodedImage(data, file, 0 if tokens is None else tokens(*checked[name]))
+    return EncodedImage(data, file, *(() if measure is None else measure(*checked[name])))
   except ValueError as e:
     raise ImageError(f"{where}: {e}") from e
 
 
 def to_pixels(data: bytes, how: Preprocess, key: Sequence[int | str] | None = None, where: str = "image") -> np.ndarray:
-  """An image's pixels, uint8 [S, S, 3], or with `keep` in multiples of S: red, green, blue, upright, with white behind
-  what is transparent.
+  """An image's pixels, uint8 [S, S, 3], with `keep` in multiples of S, with `split` [K, S, S, 3]: red, green, blue,
+  upright, with white behind what is transparent.
 
   Args:
     data: content of an image file.
@@ -162,6 +172,8 @@ def shape_pixels(image: Image.Image, how: Preprocess, key: Sequence[int | str] |
   draws = None if key is None or not how.augments else augment.uniform(key)
   whole = (0.0, 0.0, float(image.width), float(image.height))
   box = whole if draws is None else augment.random_box(image, how.crop, draws)
+  if how.resize == SPLIT:  # which is not augmented, see `check_preprocess`
+    return squares(image, how.longest_side, how.size, FILTERS[how.interpolation])
   pixels = np.array(_resized(image, how, box), np.uint8)
   if draws is None:
     return pixels
@@ -171,15 +183,15 @@ def shape_pixels(image: Image.Image, how: Preprocess, key: Sequence[int | str] |
 
 
 class Images(Sequence):
-  """The images of a prompt, uint8 [S, S, 3] each, decoded when they are asked for. Equal if their content is.
+  """The images of a prompt, as `to_pixels` gives each, decoded when they are asked for. Equal if their content is.
 
   Attributes:
+    files: what was read.
     encoded: the contents of their files.
-    tokens: how many each has.
   """
 
-  def __init__(self, encoded: Sequence[bytes], how: Preprocess, tokens: Sequence[int] = ()):
-    self.encoded, self._how, self.tokens = tuple(encoded), how, tuple(tokens)
+  def __init__(self, files: Sequence[EncodedImage], how: Preprocess):
+    self.files, self.encoded, self._how = tuple(files), tuple(image.data for image in files), how
 
   def __len__(self) -> int:
     return len(self.encoded)
@@ -364,16 +376,19 @@ def _resized(image: Image.Image, how: Preprocess, box: tuple[float, float, float
   return image.resize(scaled, resample, box).crop((left, upper, left + size, upper + size))
 
 
-def check_preprocess(how: Preprocess) -> Preprocess:
-  """`how`, whose values are allowed.
-
-  Raises:
-    ConfigError: a value of `input.images` that is not.
-  """
+def check_preprocess(how: Preprocess, splits: bool = False) -> Preprocess:
+  """`how`, whose values are allowed; else raises ConfigError. `splits`: images are cut (`model.vision.split`)."""
   if how.resize != KEEP and how.max_pixels:
     raise ConfigError(f"input.images.resize is {how.resize!r}, but the tower sees images in their own shapes. Leave it "
                       "auto.")
-  for key, value, allowed in (("resize", how.resize, (*RESIZES, *([KEEP] if how.max_pixels else []))),
+  if splits and how.resize != SPLIT:
+    raise ConfigError(f"input.images.resize is {how.resize!r}, but images are cut. Leave it auto, or set "
+                      "model.vision.split=False.")
+  if splits and how.augments:
+    raise ConfigError("input.images.augment and model.vision.split exclude each other: the text says which place a "
+                      "square has. Leave augment at crop=1, flip=0, color=0, or set model.vision.split=False.")
+  more = [KEEP] * bool(how.max_pixels) + [SPLIT] * splits
+  for key, value, allowed in (("resize", how.resize, (*RESIZES, *more)),
                               ("interpolation", how.interpolation, tuple(FILTERS))):
     if value not in allowed:
       raise ConfigError(f"input.images.{key} is {value!r}; allowed: auto, {', '.join(allowed)}.")

@@ -1,6 +1,6 @@
-"""Images in tiles of one token each: to which size they are brought, and how they are cut and put into a batch.
+"""Images that are cut: in tiles of one token each, or in squares of which each is seen as an image of its own.
 
-S pixels of a tile's side, N tiles. A batch has `images` uint8 [B, N, S, S, 3], the tiles of all of a row's images, each
+S pixels of a side, N tiles. Of tiles a batch has `images` uint8 [B, N, S, S, 3], those of all of a row's images, each
 row by row, and `image_grid` int32 [B, N, 5]: the number of the tile's image, above 0 (0: unused), the tile's row and
 column in it, and how many rows and columns of tiles it has (models/tiles.py reads them).
 """
@@ -8,6 +8,7 @@ column in it, and how many rows and columns of tiles it has (models/tiles.py rea
 import math
 
 import numpy as np
+from PIL import Image
 
 # Of the longer side to the shorter one.
 MAX_RATIO = 200
@@ -42,6 +43,29 @@ def longest_size(width: float, height: float, side: int) -> tuple[int, int]:
   other = int(side / ratio if width >= height else side * ratio)
   other = max(1, other + other % 2)
   return (side, other) if width >= height else (other, side)
+
+
+def split_grid(width: int, height: int, side: int, size: int) -> tuple[int, int]:
+  """How many rows and columns of squares of `size` pixels the processor of SmolVLM cuts an image into.
+
+  With its longer side brought to `side` (`longest_size`), that side is brought up to a multiple of `size`, the other
+  one along with it and then up to a multiple, too. (0, 0): one square holds it all, and it is not cut.
+  """
+  width, height = longest_size(width, height, side)
+  ratio, long = width / height, math.ceil(max(width, height) / size)
+  other = math.ceil(int(long * size / ratio if width >= height else long * size * ratio) / size)
+  rows, columns = (max(other, 1), long) if width >= height else (long, max(other, 1))
+  return (rows, columns) if long > 1 else (0, 0)
+
+
+def squares(image: Image.Image, side: int, size: int, resample: Image.Resampling) -> np.ndarray:
+  """The squares of `split_grid`, row by row, and last all of the image in one, uint8 [K, S, S, 3]; as the processor of
+  SmolVLM does it, each step from the pixels of the one before."""
+  rows, columns = split_grid(image.width, image.height, side, size)
+  whole = image.resize(longest_size(image.width, image.height, side), resample)
+  whole = whole.resize((max(columns, 1) * size, max(rows, 1) * size), resample)
+  parts, _ = cut(np.array(whole, np.uint8), size)
+  return np.concatenate([parts, np.array(whole.resize((size, size), resample), np.uint8)[None]]) if rows else parts
 
 
 def cut(pixels: np.ndarray, size: int, number: int = 1) -> tuple[np.ndarray, np.ndarray]:

@@ -23,7 +23,7 @@ class Task(NamedTuple):
 
 
 def decode(tasks: list[Task], workers: int) -> list[np.ndarray]:
-  """The pixels of each, uint8 [S, S, 3], by so many processes; 0: by the calling thread.
+  """The pixels of each, as `to_pixels` gives them, by so many processes; 0: by the calling thread.
 
   Raises:
     ImageError: the first that cannot be decoded.

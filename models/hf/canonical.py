@@ -45,9 +45,10 @@ NEUTRAL: Mapping[str, Any] = {
     "vision.image_token": None, "vision.window": None, "vision.full_layers": (),
     "vision.min_pixels": 56 * 56, "vision.max_pixels": 28 * 28 * 1280,
     "vision.position_grid": 0, "vision.deepstack_layers": (), "vision.longest_side": 0,
+    "vision.split": None,
 }
 # Keys that preprocessor_config.json has, not config.json (models/hf/pixels.py).
-PIXELS = ("vision.mean", "vision.std", "vision.min_pixels", "vision.max_pixels", "vision.longest_side")
+PIXELS = ("vision.mean", "vision.std", "vision.min_pixels", "vision.max_pixels", "vision.longest_side", "vision.split")
 
 
 def canonical(model: Mapping[str, Any]) -> dict[str, Any]:

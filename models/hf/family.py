@@ -110,7 +110,7 @@ class Family:
   inert: frozenset[str] = frozenset()
   ahead: str = ""
   dropped: Mapping[str, Any] = field(default_factory=dict)
-  in_memory: str = ""
+  in_memory: str | tuple[str, ...] = ""
   classifier: str | None = ""
 
   def __repr__(self) -> str:

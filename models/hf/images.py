@@ -233,7 +233,7 @@ class Wrapper:
     fixed: our keys that have one value in all models of this kind.
     tied, both_ways, beside: see `TextConfig`.
     names: what the names of tensors of the text model, the tower and the projector begin with, as published and
-      otherwise.
+      otherwise. In a model that transformers 5 has loaded: the text model's last, and of others the first in `model.`.
   """
 
   name: str
@@ -270,7 +270,8 @@ class Wrapper:
         table=(*_text_table(text, self.names[0]), *_renamed(towers, self.names[1]),
                *_renamed(self.table, self.names[2])),
         fixed={**text.fixed, **self.fixed}, prefixes=("",), ignored=(*text.ignored, *_IGNORED), inert=self.inert,
-        in_memory="model.")
+        in_memory=(self.names[0][-1][0], "lm_head.", *(next(name for name in names if name.startswith("model."))
+                                                      for names in self.names[1:])))
 
 
 def _text_table(text: Family, beginnings: tuple[tuple[str, str], ...]) -> tuple[Tensor, ...]:

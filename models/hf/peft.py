@@ -32,7 +32,8 @@ from models.hf.family import Family
 CONFIG, TENSORS = peft_config.CONFIG, "adapter_model.safetensors"
 ROOT = "base_model.model."
 PARTS = {"A": "lora_A.weight", "B": "lora_B.weight", "M": "lora_magnitude_vector"}
-# |W| [L, out] of the kernel of that path: their file has lengths, ours are differences from these (models/lora.py).
+# |W| [L, out], or [out], of the kernel of that path: their file has lengths, ours are differences from these
+# (models/lora.py).
 Lengths = Callable[[str], np.ndarray]
 
 
@@ -46,7 +47,8 @@ class Module:
     outs: the number of outputs of each.
     adapted: whether each has adapters.
     plain: its matrix is kept as ours, [in, out] (transformers' Conv1D, PEFT's fan_in_fan_out).
-    layers, groups: as in `models.hf.family.Tensor`.
+    layers, groups: as in `models.hf.family.Tensor`. A name without the placeholder is of one module, whose kernels have
+      no dimension of layers (a projector's): its layers are (0,).
   """
 
   theirs: str
@@ -58,9 +60,22 @@ class Module:
   groups: int = 1
 
   @property
+  def stacked(self) -> bool:
+    """Whether its kernels have a dimension of layers."""
+    return "{layer}" in self.theirs
+
+  @property
   def order(self) -> np.ndarray:
     """Their outputs, kernel after kernel."""
     return group_order(self.outs, self.groups)
+
+  def index(self, layer: int, *rest: slice) -> tuple[int | slice, ...]:
+    """Of a layer of one of our leaves."""
+    return (layer, *rest) if self.stacked else rest
+
+  def of_layers(self, lengths: np.ndarray) -> np.ndarray:
+    """[L, out] of what `Lengths` gives."""
+    return lengths if self.stacked else lengths[None]
 
   @property
   def paths(self) -> list[tuple[str, str]]:
@@ -101,7 +116,7 @@ def modules(family: Family, keys: Mapping[str, Any], shapes: Mapping[str, Any]) 
     kernels = (tensor.ours,) if isinstance(tensor.ours, str) else tuple(tensor.ours)
     if not adapted.isdisjoint(kernels) and tensor.theirs.endswith(".weight") and "{expert}" not in tensor.theirs:
       groups = tensor.groups if isinstance(tensor.groups, int) else 1
-      layers = tensor.layers or tuple(range(shapes[kernels[0]].shape[0]))
+      layers = tensor.layers or tuple(range(shapes[kernels[0]].shape[0] if "{layer}" in tensor.theirs else 1))
       module = Module(tensor.theirs.removesuffix(".weight"), kernels, tuple(shapes[k].shape[-1] for k in kernels),
                       tuple(k in adapted for k in kernels), not tensor.transpose, layers, groups)
       ways.setdefault(frozenset(adapted.intersection(kernels)), []).append(module)
@@ -145,7 +160,7 @@ def load_adapters(folder: str | Path, wanted: Mapping[str, Any], *, family: Fami
     prefix, module = max(((prefix, way) for way in ways for prefix in family.prefixes),
                          key=lambda choice: sum(_name(*choice, choice[1].layers[0], part) in tensors for part in "AB"))
     _check_layout(config, module, folder / CONFIG)
-    size = shapes[module.paths[0][0]].shape[1]
+    size = shapes[module.paths[0][0]].shape[-2]
     every = [prefix + module.theirs.format(layer=i) for i in module.layers]
     rank = peft_config.check_scale(config, every, len(module.paths), lora, folder / CONFIG)
     expected: dict[str, tuple[int, ...]] = {"A": (rank, size), "B": (sum(module.outs), rank)}
@@ -166,7 +181,7 @@ def load_adapters(folder: str | Path, wanted: Mapping[str, Any], *, family: Fami
         if lengths is not None:
           m = tensors[names["M"]][module.order].astype(np.float32)
           for (kernel, path), rows in zip(module.magnitudes, module.rows, strict=True):
-            found[path].append(m[rows] - lengths(kernel)[len(found[path])])
+            found[path].append(m[rows] - module.of_layers(lengths(kernel))[len(found[path])])
   problems += [f"+ {name} {tensors[name].shape}: matches no target here" for name in sorted(unused)]
   if problems:
     more = [f"… and {len(problems) - 20} more"] if len(problems) > 20 else []
@@ -175,7 +190,7 @@ def load_adapters(folder: str | Path, wanted: Mapping[str, Any], *, family: Fami
                   + "\n  ".join(problems[:20] + more)
                   + f"\nIts target_modules are {config.get('target_modules')}, its modules_to_save "
                   f"{config.get('modules_to_save')}; choose model.lora.targets, modules_to_save to match.")
-  values = whole | {path: np.stack(layers) for path, layers in found.items()}
+  values = whole | {path: np.stack(layers).reshape(wanted[path].shape) for path, layers in found.items()}
   return {path: _place(values[path], leaf) for path, leaf in wanted.items() if path in values}
 
 
@@ -279,8 +294,9 @@ def save_adapters(out: str | Path, read: lora_lib.ReadLeaf, *, family: Family, k
             for ways in modules(family, keys, shapes)]
   for module in chosen:
     every = slice(None)
-    leaves = [tuple(np.stack([np.asarray(read(path, (i, every, every))) for i, _ in enumerate(module.layers)])
-                    for path in pair) for pair in module.paths]
+    layers = range(len(module.layers))
+    leaves = [tuple(np.stack([np.asarray(read(path, module.index(i, every, every))) for i in layers]) for path in pair)
+              for pair in module.paths]
     if dtype is not None:
       leaves = [tuple(leaf.astype(dtype) for leaf in pair) for pair in leaves]
     same = all(a.tobytes() == leaves[0][0].tobytes() for a, _ in leaves)
@@ -290,7 +306,8 @@ def save_adapters(out: str | Path, read: lora_lib.ReadLeaf, *, family: Family, k
       for part, values in zip("AB", (a, b[np.argsort(module.order)]), strict=True):
         tensors[_name(prefix, module, layer, part)] = np.ascontiguousarray(values)
       if lengths is not None:
-        m = np.concatenate([lengths(kernel)[i] + np.asarray(read(path, (i, every)), np.float32)
+        m = np.concatenate([module.of_layers(lengths(kernel))[i]
+                            + np.asarray(read(path, module.index(i, every)), np.float32)
                             for kernel, path in module.magnitudes])
         tensors[_name(prefix, module, layer, "M")] = m[np.argsort(module.order)].astype(dtype or np.float32)
   targets = {module: target_of(module.theirs, chosen, family, keys) for module in chosen}
@@ -324,7 +341,8 @@ def target_of(theirs: str, chosen: Iterable[Module], family: Family, keys: Mappi
   parts = theirs.split(".")
   for start in reversed(range(len(parts))):
     end = ".".join(parts[start:])
-    if all(name in adapted for name in names if name == end or name.endswith(f".{end}")):
+    # A number alone also ends the names of layers, which are modules without a matrix.
+    if not parts[start].isdigit() and all(name in adapted for name in names if name == end or name.endswith(f".{end}")):
       return end.replace(".", r"\.").replace("{layer}", r"\d+") if "{layer}" in end else end
   raise AssertionError(f"{theirs} is among its own names")
 

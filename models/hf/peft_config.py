@@ -95,7 +95,8 @@ def _of_module(pattern: Mapping[str, Any] | None, name: str, default: Any, where
 
 def targets(ends: Iterable[str]) -> list[str] | str:
   """target_modules: ends of names; or a regex of whole names, where an end has the number of a layer in it."""
-  ends, numbered = sorted(ends), [end for end in ends if "\\d" in end]
+  ends = sorted(set(ends))
+  numbered = [end for end in ends if "\\d" in end]
   others = [re.escape(end) for end in ends if end not in numbered]
   return rf"(.*\.)?({'|'.join((*numbered, *others))})" if numbered else ends
 

@@ -19,8 +19,8 @@ FILES = ("preprocessor_config.json", "processor_config.json")
 
 
 def read(folder: Path, keys: Mapping[str, Any]) -> dict[str, Any]:
-  """{our key: value} of vision.mean, std, min_pixels, max_pixels and longest_side; empty for text models, and where
-  the tower's own are meant.
+  """{our key: value} of vision.mean, std, min_pixels, max_pixels, longest_side and split; empty for text models, and
+  where the tower's own are meant.
 
   Args:
     folder: of a checkpoint.
@@ -48,20 +48,17 @@ def read(folder: Path, keys: Mapping[str, Any]) -> dict[str, Any]:
   return kept | _counts(source, keys) | _longest(source, keys)
 
 
-def _longest(source: Source, keys: Mapping[str, Any]) -> dict[str, int]:
-  """To which longer side an image is brought first, where it is one square in the end (SmolVLM)."""
+def _longest(source: Source, keys: Mapping[str, Any]) -> dict[str, Any]:
+  """To which longer side an image is brought first, and whether it is cut into squares then (SmolVLM)."""
   if keys["vision.projector"] != "shuffle":
     return {}
-  if source.get("do_image_splitting", bool, True, True):
-    raise source.error("do_image_splitting", "false: an image is one square here, and is not cut into several. Write "
-                       "false into the file, also where the model is to be served after that")
   side, most = (source.inside(key, source.get(key, dict, {}, {})).get("longest_edge", int, default, default)
                 for key, default in (("size", 4 * 364), ("max_image_size", 364)))
   if most != keys["vision.image_size"]:
     raise source.error("max_image_size", f"{{'longest_edge': {keys['vision.image_size']}}}, as config.json says")
   if not 1 <= side <= 4096:
     raise source.error("size", "a longest_edge of 1 to 4096, beyond which the image processor has another")
-  return {"vision.longest_side": side}
+  return {"vision.longest_side": side, "vision.split": source.get("do_image_splitting", bool, True, True)}
 
 
 def _counts(source: Source, keys: Mapping[str, Any]) -> dict[str, int]:
@@ -91,8 +88,8 @@ def write(folder: Path, keys: Mapping[str, Any]) -> None:
   found = {**own, **{key.removeprefix("vision."): value for key, value in read(folder, keys).items()}}
   counts = {key: keys[f"vision.{key}"] for key in _PIXELS} if keys["vision.tower"] in NATIVE else {}
   same = all(found[key] == value for key, value in counts.items())
-  longest = keys["vision.longest_side"]
-  moved = longest and longest != found.get("longest_side", longest)
+  longest, split = keys["vision.longest_side"], bool(keys["vision.split"])
+  moved = longest and (longest, split) != (found.get("longest_side", longest), found.get("split", split))
   if same and not moved and all(_close(wanted[key], found[key]) for key in own):
     return
   single, whole = (folder / name for name in FILES)
@@ -100,7 +97,7 @@ def write(folder: Path, keys: Mapping[str, Any]) -> None:
   if not same:
     changed |= {**counts, "size": {side: counts[key] for key, (side, _) in _PIXELS.items()}}
   if moved:
-    changed["size"] = {"longest_edge": longest}
+    changed |= {"size": {"longest_edge": longest}, "do_image_splitting": split}
   if single.is_file():
     files.write_json(single, changed)
   else:

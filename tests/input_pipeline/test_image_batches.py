@@ -212,7 +212,8 @@ def test_splitting_would_cut_images_and_a_row_needs_room_for_one(tmp_path):
 
 def test_cuts_are_moved_out_of_images_by_hand():
   tokens = np.zeros(20, np.uint16)
-  images = SourceImages(np.zeros(0, np.uint8), np.zeros(2, int), np.array([2, 12]), np.array([0, 0]), np.array([4, 4]))
+  images = SourceImages(np.zeros(0, np.uint8), np.zeros(2, int), np.array([2, 12]), np.array([0, 0]), np.array([4, 4]),
+                        np.ones(2, int))
   where = TokenizedSource("s", tokens, np.array([0, 10, 20]), np.array([1, 1]), "", {}, images=images)
   assert images.outside(np.arange(8), after=False).tolist() == [0, 1, 2, 2, 2, 2, 6, 7]
   assert images.outside(np.arange(8), after=True).tolist() == [0, 1, 2, 6, 6, 6, 6, 7]

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from ml_collections import ConfigDict
 
-from tests import tiny
+from tests import split, tiny
 from tests.evaluators import digits
 from trainer import main
 from trainer.config import defaults, source, strategy
@@ -189,6 +189,13 @@ def images(files: Files) -> ConfigDict:
   config.strategy = strategy("sft")
   config.tokenizer.type, config.seq_len = "bytes", 64
   config.model.vision = digits.VISION
+  return config
+
+
+def squares(files: Files) -> ConfigDict:
+  """Images that are cut into squares, for a folder that says so."""
+  config = split.config(files.folder / "squares")
+  config.input.cache_dir = str(files.folder / "cache")
   return config
 
 

@@ -21,7 +21,7 @@ from tests.trainer.every_key import (
   rows,
   step,
 )
-from tests.trainer.every_key_bases import answers, images, learned, native, prompts, text, thoughts, turns
+from tests.trainer.every_key_bases import answers, images, learned, native, prompts, squares, text, thoughts, turns
 from tests.trainer.every_key_runs import (
   callbacks,
   calls_at_a_time,
@@ -296,6 +296,7 @@ MODEL = {
   "model.vision.min_pixels": data(64, base=native),
   "model.vision.max_pixels": data(16, {"model.vision.min_pixels": 16}, native),
   "model.vision.longest_side": data(12, POOL | {"model.vision.projector": "shuffle"}, images),
+  "model.vision.split": data(False, base=squares),
   "model.vision.position_grid": program(2, base=learned),
   "model.vision.deepstack_layers": program((), base=learned),
   "model.lora.rank": program(4, LORA),

@@ -207,8 +207,9 @@ def plan() -> ConfigDict:
   c.memory_bandwidth = unset(float)
   c.link_bandwidth = unset(float)
   c.network_bandwidth = unset(float)
-  # Places for images in a row, which otherwise the data decide.
-  c.images_per_row = 1
+  # Places for images in a row (tiles, or squares, of images that are cut), which otherwise the data decide. Default: as
+  # many as the largest image takes that a row has room for.
+  c.images_per_row = unset(int)
   return c
 
 

@@ -36,7 +36,8 @@ class Layout(NamedTuple):
 
 
 class PromptImages(NamedTuple):
-  """The images of one text, or their tiles, uint8 [S, S, 3] each, and its arrays [n]; None where the model has none.
+  """The images of one text, their squares or tiles, uint8 [S, S, 3] each, and its arrays [n]; None where the model has
+  none.
 
   `image_grid` [I, 5]: of tiles.
   """
@@ -88,7 +89,8 @@ def of_text(layout: Layout | None, ids: np.ndarray, images: Sequence[np.ndarray]
   Args:
     layout: of the model.
     ids: the text, [n].
-    images: in the order of their placeholders.
+    images: in the order of their placeholders, each uint8 [S, S, 3], [K, S, S, 3] of K squares or, of tiles, multiples
+      of S.
     prefix: only the first so many tokens may be placeholders, and are read in both directions where the model does so:
       a placeholder that the model itself has written is a token like others.
     where: for messages.
@@ -103,8 +105,10 @@ def of_text(layout: Layout | None, ids: np.ndarray, images: Sequence[np.ndarray]
     return PromptImages()
   if len(images) and layout.image_token is None:
     raise ConfigError("model.vision.image_token is not set: the id of the token that holds an image's places. Set it.")
-  images = tuple(np.asarray(image) for image in images)
-  S, shape, given = layout.image_size, (layout.image_size, layout.image_size, 3), len(images)
+  given = len(images)
+  images = [np.asarray(image) for image in images]
+  images = [square for image in images for square in (image if image.ndim == 4 and not layout.tiles else (image,))]
+  S, shape = layout.image_size, (layout.image_size, layout.image_size, 3)
   for number, image in enumerate(images):
     fits = image.shape == shape or layout.tiles and image.ndim == 3 and not (image.shape[0] % S or image.shape[1] % S)
     if not fits or image.shape[-1] != 3 or image.dtype != np.uint8:
@@ -114,17 +118,18 @@ def of_text(layout: Layout | None, ids: np.ndarray, images: Sequence[np.ndarray]
   grid = None
   if layout.tiles:
     cut = [tiles.cut(image, S, number) for number, image in enumerate(images, 1)]
-    images = tuple(tile for some, _ in cut for tile in some)
+    images = [tile for some, _ in cut for tile in some]
     grid = np.concatenate([np.zeros((0, 5), np.int32), *(grid for _, grid in cut)])
   is_image = (np.asarray(ids) == layout.image_token) & (np.arange(len(ids)) < prefix)
   found, wanted = int(is_image.sum()), len(images) * layout.tokens_per_image
   if found != wanted:
+    squares = f", of {len(images)} squares" if len(images) > given and not layout.tiles else ""
     each = f"one for each {S} × {S} pixels" if layout.tiles else f"{layout.tokens_per_image} each"
     raise ConfigError(f"{where} has {given} image(s), for which it needs {wanted} tokens of the id "
-                      f"{layout.image_token} ({each}), and {found} of them. Make the prompt "
+                      f"{layout.image_token} ({each}{squares}), and {found} of them. Make the prompt "
                       "and its images together, with input_pipeline.examples.prompts.")
   index = np.where(is_image, np.cumsum(is_image), 0).astype(np.int32)
-  return PromptImages(images, index, _blocks(layout, index, prefix), grid)
+  return PromptImages(tuple(images), index, _blocks(layout, index, prefix), grid)
 
 
 def _blocks(layout: Layout, image_index: np.ndarray, prefix: int) -> np.ndarray:

@@ -128,8 +128,7 @@ def main(request: Path, result: Path) -> None:
   program = program_lib.make_program(config, model, program_lib.planned_optimizer(config, model), mesh,
                                      asked["source_names"])
   batch = program_lib.abstract_batch(config, model, config.batch_size, precompute=program.precompute,
-                                     share_prompts=program.share_prompts, images_per_row=config.plan.images_per_row,
-                                     sharding=program.batch_sharding)
+                                     share_prompts=program.share_prompts, sharding=program.batch_sharding)
   began = time.monotonic()
   try:
     meant = plan_gpu.meant(mesh) if devices[0].platform == "gpu" else contextlib.nullcontext()

@@ -245,7 +245,7 @@ class Placed:
     self.gradients = float(sum(part * leaf.dtype.itemsize for leaf, part in trained))
     self.gradient_sums = 4.0 * sum(part for _, part in trained)
     row = program_lib.abstract_batch(config, program.model, 1, precompute=program.precompute,
-                                     share_prompts=program.share_prompts, images_per_row=config.plan.images_per_row)
+                                     share_prompts=program.share_prompts)
     self.batch_row = float(sum(leaf.size * leaf.dtype.itemsize for leaf in row.values()))
 
   def gathered(self, number_bytes: int, layers: int | None) -> float:
@@ -273,8 +273,7 @@ class Placed:
 
 def model_flops_of(config: Any, program: program_lib.Program) -> float:
   """Model FLOPs of a token, forward and backward, as MFU is counted (trainer/telemetry/throughput.py)."""
-  sees = getattr(program.model, "vision", None) is not None
-  return program.flops_per_token(config.seq_len, config.plan.images_per_row if sees else 0)
+  return program.flops_per_token(config.seq_len, program_lib.planned_images(config, program.model))
 
 
 def active_parameters(model: Any) -> int:

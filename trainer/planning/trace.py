@@ -82,7 +82,7 @@ def _residuals_and_flops(config: Any, program: program_lib.Program, rows: int) -
   optimizer, state = program.optimizer, program.abstract_state
   trainable, frozen = optimizer.split(state["params"])
   batch = program_lib.abstract_batch(config, program.model, rows, precompute=program.precompute,
-                                     share_prompts=program.share_prompts, images_per_row=config.plan.images_per_row)
+                                     share_prompts=program.share_prompts)
 
   def loss(trainable, frozen, reference, batch):
     params = optimizer.merge(trainable, frozen)

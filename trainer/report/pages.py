@@ -134,10 +134,12 @@ def swatch(number: int) -> Markup:
 
 
 def picture(image: np.ndarray) -> Markup:
-  """An image, uint8 [S, S, 3], within the page; small ones are enlarged without smoothing."""
+  """An image, uint8 [S, S, 3], within the page; small ones are enlarged without smoothing. Of squares [K, S, S, 3] the
+  last, which is all of the image."""
   from PIL import Image  # only where there are images
-  held = io.BytesIO()
-  Image.fromarray(np.asarray(image)).save(held, format="PNG", optimize=True)
+  held, image = io.BytesIO(), np.asarray(image)
+  image = image[-1] if image.ndim == 4 else image
+  Image.fromarray(image).save(held, format="PNG", optimize=True)
   url = "data:image/png;base64," + base64.b64encode(held.getvalue()).decode()
   kind = ' class="small"' if image.shape[0] < 64 else ""
   return Markup(f'<img{kind} alt="{image.shape[1]} × {image.shape[0]} pixels" src="{url}">')

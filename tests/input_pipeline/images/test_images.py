@@ -234,9 +234,10 @@ def test_processes_give_the_same_pixels_and_errors():
 
 
 def test_a_prompts_images_are_decoded_when_asked_for():
-  shown = Images([FILE, FILE[:5]], Preprocess(4))
+  file, damaged = images.EncodedImage(FILE), images.EncodedImage(FILE[:5])
+  shown = Images([file, damaged], Preprocess(4))
   assert len(shown) == 2 and shown[0].shape == (4, 4, 3)
-  assert shown == Images([FILE, FILE[:5]], Preprocess(4)) != Images([FILE], Preprocess(4))
+  assert shown == Images([file, damaged], Preprocess(4)) != Images([file], Preprocess(4))
   with pytest.raises(ImageError):
     shown[1]
 

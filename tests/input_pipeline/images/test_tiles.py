@@ -70,7 +70,7 @@ def test_how_many_tokens_follows_from_the_upright_size_also_of_a_jpeg_that_is_de
   exif[0x0112] = 6
   Image.new("RGB", (640, 320)).save(tmp_path / "turned.jpg", exif=exif)
   found = []
-  read(ImageRef("turned.jpg", "x", tmp_path), 10**6, tokens=lambda w, h: found.append((w, h)) or 1)
+  read(ImageRef("turned.jpg", "x", tmp_path), 10**6, measure=lambda w, h: found.append((w, h)) or (1, (0, 0)))
   assert found == [(320, 640)]
 
 
@@ -79,7 +79,7 @@ def test_too_long_an_image_is_refused():
     tiles.kept_size(201, 1, 8, 192, 768)
   with pytest.raises(ImageError, match="row 3: 201 × 1 pixels"):
     read(ImageRef(png(np.zeros((1, 201, 3), np.uint8)), "row 3"), 10**6,
-         tokens=lambda w, h: len(tiles.kept_size(w, h, 8, 192, 768)))
+         measure=lambda w, h: (len(tiles.kept_size(w, h, 8, 192, 768)), (0, 0)))
 
 
 def test_augmentation_changes_no_size():

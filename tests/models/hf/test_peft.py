@@ -55,7 +55,8 @@ class Case:
     section.tie_embeddings = self.keys["tie_embeddings"] and self.folder.name != "llama_apart"
     section.lora.update(options)
     self.lora = section.lora
-    self.model = api.make_model(section, vocab_size=40, params_dtype="float32", compute_dtype="float32")
+    self.model = api.make_model(section, vocab_size=self.keys["vocab_size"], params_dtype="float32",
+                                compute_dtype="float32")
     self.shapes = tree.flatten(self.model.abstract_params())
     self.wanted = {path: leaf for path, leaf in self.shapes.items() if re.search(self.model.trained_only, path)}
     if self.lora.dora:
