@@ -8,6 +8,7 @@ again.
 """
 
 import argparse
+import contextlib
 import statistics
 from pathlib import Path
 
@@ -25,13 +26,16 @@ def loss(out: Path, width: int, exponent: int, base: int | None, steps: int) -> 
   def losses() -> list[float]:
     return [row["loss"] for row in read_rows(workdir / "metrics.jsonl") if "grad_norm" in row]
 
-  if not workdir.exists() or len(losses()) < steps:
+  if len(losses()) < steps:
     c = quickstart.get_config()
-    c.update(total_steps=steps, log_steps=1, batch_size=16, seq_len=64, ckpt_steps=steps, evals={})
+    c.update(total_steps=steps, log_steps=1, batch_size=16, seq_len=64, ckpt_steps=steps)
+    c.evals = {}
     c.model.update(num_layers=2, hidden_size=width, intermediate_size=3 * width, num_heads=width // HEAD,
                    head_dim=HEAD, qk_norm=False, mup_base_size=base)
     c.optimizer.update(name="adamw", learning_rate=2.0**exponent, weight_decay=0.0)
-    train(c, workdir)
+    workdir.mkdir(parents=True, exist_ok=True)
+    with (workdir / "log.txt").open("w") as file, contextlib.redirect_stdout(file):
+      train(c, workdir)
   return statistics.mean(losses()[-max(steps // 10, 1):])
 
 
