@@ -86,7 +86,7 @@ class Fault:
       compile(text.replace(self.old, self.new), self.file, "exec")
     except (ValueError, SyntaxError) as error:
       return str(error)
-    missing = [run for run in self.runs(tree) if not (tree / run.partition(" ")[0]).exists()]
+    missing = [run for run in self.runs(tree) if not (tree / run.partition(" -k ")[0]).exists()]
     return "" if self.runs(tree) and not missing else f"{self.file}: no tests {' '.join(missing)} ({self.what})"
 
 
