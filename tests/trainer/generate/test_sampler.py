@@ -151,7 +151,7 @@ def test_prompts_that_come_later_are_completed_as_if_they_had_been_there(pages, 
   monkeypatch.setattr(sampler_rows, "MIN_ROWS", 1)
   monkeypatch.setattr(sampler_rows, "MIN_SLOTS", 16)
   model, params = case("llama")
-  given, limits, options = prompts([3, 4, 9, 40, 2]), [30, 4, 6, 8, 5], dict(stop_ids=STOPS, seed=3)
+  given, limits, options = prompts([3, 4, 9, 90, 2]), [30, 4, 6, 8, 5], dict(stop_ids=STOPS, seed=3)
   expected = Sampler(model, rows=8).generate(params, given, max_new_tokens=limits, num_samples=2, **options)
   calls = []
 

@@ -80,6 +80,22 @@ def test_rows_are_few_and_of_few_numbers():
   assert batch_of([0], row_multiple=8)["segment_roles"].shape == (8, 8)
 
 
+@pytest.mark.parametrize("share", [False, True])
+def test_where_teachers_are_of_sources_a_row_is_of_one(share):
+  """Eight short sequences, of two sources by turns, would fit into two rows in any order."""
+  given = [(sequence(4, 100 * number, prompt=2), 1.0, number % 2) for number in range(8)]
+  together = {}
+  for by_source in (False, True):
+    form = RowFormat(16, 0, 1, share_prompts=share, by_source=by_source)
+    batch = make_batch(collect([[one] for one in given]), np.arange(8), form, keys=("advantages",))
+    rows = [{int(token) // 100 % 2 for token in row[segments > 0]}
+            for row, segments in zip(batch["tokens"], batch["segment_ids"], strict=True)]
+    together[by_source] = max(map(len, rows))
+    if by_source:
+      assert [{int(at)} for at in batch["source_ids"]] == rows
+  assert together == {False: 2, True: 1}
+
+
 def test_nothing_to_train_is_a_batch_of_padding():
   batch = make_batch(collect([]), np.zeros(0, np.int64), RowFormat(16, 3, 4), keys=("advantages",))
   assert batch["tokens"].shape == (4, 16) and np.all(batch["tokens"] == 3)
