@@ -334,16 +334,22 @@ def save_adapters(out: str | Path, read: lora_lib.ReadLeaf, *, family: Family, k
 
 
 def target_of(theirs: str, chosen: Iterable[Module], family: Family, keys: Mapping[str, Any]) -> str:
-  """The shortest end of a module's name that no module without adapters has, as a regex: PEFT finds modules by it."""
-  adapted = {module.theirs for module in chosen}
-  names = {tensor.theirs.rpartition(".")[0] for tensor in family.tensors(dict(keys))
-           if tensor.theirs.startswith(family.in_memory)} | adapted
+  """The shortest end of a module's name that no module without adapters has, as a regex: PEFT finds modules by it.
+  Where in some layers the module of that name has none, it has the numbers of the others."""
+  adapted: dict[str, set[int]] = {}
+  for module in chosen:
+    adapted.setdefault(module.theirs, set()).update(module.layers)
+  tensors = [tensor for tensor in family.tensors(dict(keys)) if tensor.theirs.startswith(family.in_memory)]
+  free = {name for tensor in tensors if (name := tensor.theirs.rpartition(".")[0]) not in adapted
+          or not adapted[name].issuperset(tensor.layers or ())}
+  layers = rf"({'|'.join(map(str, sorted(adapted[theirs])))})" if theirs in free else r"\d+"
   parts = theirs.split(".")
   for start in reversed(range(len(parts))):
     end = ".".join(parts[start:])
+    others = free - {theirs} if "{layer}" in end else free
     # A number alone also ends the names of layers, which are modules without a matrix.
-    if not parts[start].isdigit() and all(name in adapted for name in names if name == end or name.endswith(f".{end}")):
-      return end.replace(".", r"\.").replace("{layer}", r"\d+") if "{layer}" in end else end
+    if not parts[start].isdigit() and not any(name == end or name.endswith(f".{end}") for name in others):
+      return end.replace(".", r"\.").replace("{layer}", layers) if "{layer}" in end else end
   raise AssertionError(f"{theirs} is among its own names")
 
 

@@ -96,7 +96,7 @@ def _of_module(pattern: Mapping[str, Any] | None, name: str, default: Any, where
 def targets(ends: Iterable[str]) -> list[str] | str:
   """target_modules: ends of names; or a regex of whole names, where an end has the number of a layer in it."""
   ends = sorted(set(ends))
-  numbered = [end for end in ends if "\\d" in end]
+  numbered = [end for end in ends if "\\" in end]
   others = [re.escape(end) for end in ends if end not in numbered]
   return rf"(.*\.)?({'|'.join((*numbered, *others))})" if numbered else ends
 

@@ -67,7 +67,7 @@ def place(documents, rows):
   return dict(tokens=tokens, segment_ids=segments, positions=positions)
 
 
-@pytest.mark.parametrize("name", [*FAMILIES, "qwen3_next", "nemotron_h", "gpt_oss"])
+@pytest.mark.parametrize("name", [*FAMILIES, "qwen3_next", "nemotron_h", "gpt_oss", "gemma4", "gemma4_shared"])
 def test_packing_and_padding_change_nothing(name):
   """I3: the same documents packed, alone, padded left, right, on both sides: same loss and gradients."""
   model, params, _ = family(name)

@@ -1,16 +1,27 @@
 """Writes tests/models/hf/peft_references: tiny random models with adapters, and their logits as PEFT computes them.
 
-Needs torch, transformers and peft, which nothing else here does: python tests/models/hf/make_peft_references.py
+Needs torch, transformers and peft, which nothing else here does:
+
+    python tests/models/hf/make_peft_references.py [CASE …]
 """
 
 import re
 import shutil
+import sys
 from pathlib import Path
 
 import numpy as np
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
-from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassification
+from transformers import (
+    Gemma4ForCausalLM,
+    Gemma4TextConfig,
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+    LlamaForSequenceClassification,
+)
 
 OUT = Path(__file__).resolve().parent / "peft_references"
 TOKENS = torch.from_numpy(np.random.default_rng(0).integers(0, 40, (2, 9)))
@@ -20,6 +31,21 @@ LLAMA = LlamaConfig(vocab_size=40, hidden_size=16, intermediate_size=24, num_hid
 TIED = LlamaConfig(**{**LLAMA.to_dict(), "tie_word_embeddings": True})
 LLAMA_SCORE = LlamaConfig(**{**LLAMA.to_dict(), "num_labels": 1, "pad_token_id": 0})
 GPT2 = GPT2Config(vocab_size=40, n_embd=16, n_layer=2, n_head=2, n_positions=32)
+GEMMA4 = dict(vocab_size=40, hidden_size=16, intermediate_size=24, num_attention_heads=4, num_key_value_heads=2,
+              head_dim=4, global_head_dim=8, sliding_window=5, rms_norm_eps=0.05, hidden_size_per_layer_input=0,
+              max_position_embeddings=32, final_logit_softcapping=10.0)
+
+
+def gemma4(kinds: str, **changes) -> Gemma4TextConfig:
+  """`kinds`: a letter a layer, s for one with a window."""
+  types = [{"s": "sliding_attention", "f": "full_attention"}[kind] for kind in kinds]
+  return Gemma4TextConfig(**GEMMA4 | dict(num_hidden_layers=len(kinds), layer_types=types) | changes)
+
+
+GEMMA4_MOE = gemma4("sfsf", attention_k_eq_v=True, num_global_key_value_heads=1, enable_moe_block=True, num_experts=4,
+                    top_k_experts=2, moe_intermediate_size=8)
+GEMMA4_SHARED = gemma4("sfsf", num_kv_shared_layers=2, use_double_wide_mlp=True, hidden_size_per_layer_input=6,
+                       vocab_size_per_layer_input=40)
 
 CASES = {
     "llama": (LLAMA, LlamaForCausalLM, dict(r=3, lora_alpha=8, target_modules=["q_proj", "v_proj", "down_proj"])),
@@ -38,6 +64,15 @@ CASES = {
                                               target_modules=["c_attn"])),
     "llama_score": (LLAMA_SCORE, LlamaForSequenceClassification, dict(
         r=2, lora_alpha=4, task_type="SEQ_CLS", target_modules=["v_proj"], modules_to_save=["score"])),
+    # Of global layers, values are keys; routers and experts have no adapters.
+    "gemma4_moe": (GEMMA4_MOE, Gemma4ForCausalLM, dict(r=2, lora_alpha=4, target_modules=[
+        "q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"])),
+    "gemma4_shared": (GEMMA4_SHARED, Gemma4ForCausalLM, dict(r=2, lora_alpha=4, target_modules=[
+        "q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj", "per_layer_input_gate",
+        "per_layer_projection", "per_layer_model_projection"])),
+    # Layers of one kind alone: those with a window and keys of their own, and those with the wider MLP.
+    "gemma4_some_layers": (GEMMA4_SHARED, Gemma4ForCausalLM, dict(r=2, lora_alpha=4, target_modules=(
+        r"(.*\.)?((0)\.self_attn\.q_proj|(2|3)\.mlp\.down_proj)"))),
 }
 
 
@@ -49,8 +84,9 @@ def randomise(parameters, generator: torch.Generator) -> None:
 
 
 def main() -> None:
-  shutil.rmtree(OUT, ignore_errors=True)
-  for name, (config, architecture, adapters) in CASES.items():
+  for name in sys.argv[1:] or CASES:
+    config, architecture, adapters = CASES[name]
+    shutil.rmtree(OUT / name, ignore_errors=True)
     generator = torch.Generator().manual_seed(0)
     torch.manual_seed(0)
     model = architecture(config).eval()

@@ -31,10 +31,17 @@ LORA = {
     "llama_dora": dict(rank=3, alpha=8.0, dora=True, targets=("attn/q/", "mlp/down")),
     "gpt2_dora": dict(rank=2, alpha=6.0, dora=True, targets=("attn/[qkv]/",)),
     "llama_score": dict(rank=2, alpha=4.0, targets=("attn/v/",)),
+    "gemma4_moe": dict(rank=2, alpha=4.0),
+    "gemma4_shared": dict(rank=2, alpha=4.0, targets=("attn/[qkvo]/", "mlp/", "per_layer/", "per_layer_proj")),
+    "gemma4_some_layers": dict(rank=2, alpha=4.0, targets=("blocks/attn/q/", "wide_mlp/down")),
 }
+LINEARS = ["down_proj", "gate_proj", "k_proj", "o_proj", "q_proj", "up_proj", "v_proj"]
 MODULES = {"llama": ["down_proj", "q_proj", "v_proj"], "llama_rslora": ["o_proj"], "gpt2": ["c_attn", "mlp.c_proj"],
            "llama_modules": ["q_proj"], "llama_apart": ["q_proj"], "llama_score": ["v_proj"],
-           "llama_dora": ["down_proj", "q_proj"], "gpt2_dora": ["c_attn"]}
+           "llama_dora": ["down_proj", "q_proj"], "gpt2_dora": ["c_attn"], "gemma4_moe": LINEARS,
+           "gemma4_shared": sorted([*LINEARS, "per_layer_input_gate", "per_layer_projection",
+                                    "per_layer_model_projection"]),
+           "gemma4_some_layers": r"(.*\.)?((0)\.self_attn\.q_proj|(2|3)\.mlp\.down_proj)"}
 WHOLE = {"llama_modules": ["embed_tokens", "input_layernorm", "lm_head", "model.norm"],
          "llama_apart": ["embed_tokens", "lm_head"], "llama_score": ["score"]}
 
@@ -131,7 +138,8 @@ def test_reading_and_writing_gives_the_same_file(name, tmp_path):
               "alpha_pattern"):
     assert config[key] == theirs[key], key
   assert config.get("use_dora", False) == theirs["use_dora"]
-  assert config["target_modules"] == MODULES[name] == sorted(theirs["target_modules"])
+  targets = theirs["target_modules"]
+  assert config["target_modules"] == MODULES[name] == (targets if isinstance(targets, str) else sorted(targets))
   assert config["base_model_name_or_path"] == "some/base"
 
 

@@ -11,6 +11,7 @@ from models import hf, lora
 from models.hf import files, peft
 from models.hf.errors import HFError
 from tests import tiny
+from tests.models.common import GEMMA4_SHARED
 from trainer import tree
 from trainer.checkpoints import init_from
 from trainer.config import checks as config_checks
@@ -20,15 +21,22 @@ from trainer.main import train
 
 TOKENS = np.random.default_rng(0).integers(0, 256, (2, 16)).astype(np.int32)
 LORA = dict(rank=2, alpha=4.0, targets=("attn/[qv]/", "mlp/down"))
+# Parts of some layers alone, and a kernel outside of layers.
+GEMMA = dict(GEMMA4_SHARED, num_layers=4, num_heads=2, num_kv_heads=1, kv_shared_layers=2, tie_embeddings=True)
+OF_GEMMA = dict(LORA, targets=("blocks/attn/[qv]/", "/wide_mlp/down", "per_layer/", "per_layer_proj"))
 
 
-@pytest.fixture(scope="module", params=["float32", "nf4"])
+@pytest.fixture(scope="module", params=["float32", "nf4", "gemma4"])
 def run(request, tmp_path_factory):
   """(workdir, the run, the folder of its base) of two steps on adapters."""
   folder = tmp_path_factory.mktemp(request.param)
-  base = tiny.hf_folder(folder / "base")
+  gemma = request.param == "gemma4"
+  base = tiny.hf_folder(folder / "base", **(GEMMA if gemma else {}))
   config = tiny.config(tiny.write_corpus(folder / "corpus"), total_steps=2, evals={}, tokenizer=dict(type="bytes"),
-                       model=dict(hf=str(base), lora=LORA, vocab_multiple=128), precision=dict(frozen=request.param))
+                       model=dict(hf=str(base), lora=OF_GEMMA if gemma else LORA, vocab_multiple=128),
+                       precision=dict(frozen="float32" if gemma else request.param))
+  if gemma:
+    config.model.num_layers = GEMMA["num_layers"]
   if request.param == "nf4":  # the embedding, which is the unembedding, is trained as a whole
     config.model.lora.modules_to_save = ("^embed/",)
     config.model.lora.dora = True
