@@ -33,6 +33,9 @@ class MadeUp:
   prefixes = ("model.", "")
   ignored, ahead = (r"rotary\.inv_freq$",), ""
 
+  def passed_over(self, model):
+    return self.ignored
+
   def tensors(self, model):
     head = [Tensor("head.weight", "unembed/kernel", transpose=True, prefixed=False)]
     return [
