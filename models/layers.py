@@ -256,7 +256,7 @@ class Norm(nnx.Module):
       y = y.reshape(*x.shape[:-1], self.groups, -1)
     if self.kind == "layernorm":
       y = y - y.mean(-1, keepdims=True)
-    y = (y * jax.lax.rsqrt(jnp.mean(jnp.square(y), -1, keepdims=True) + self.eps)).reshape(x.shape)
+    y = rms_normalised(y, self.eps).reshape(x.shape)
     scale = self.scale[...].astype(jnp.float32)
     y = y * (1.0 + scale if self.plus_one else scale)
     if self.bias is not None:

@@ -17,10 +17,12 @@ from models.spec_parts import (
   Moe,
   make_delta,
   make_global_attention,
+  make_kv_shared_layers,
   make_latent,
   make_lora,
   make_mamba,
   make_moe,
+  make_per_layer_size,
 )
 from models.spec_rope import make_ropes
 from models.spec_vision import VISION_KEYS, Vision, make_vision
@@ -333,9 +335,9 @@ def make_spec(m: ConfigDict) -> Spec:
       final_logit_cap=cap("final_logit_cap", m.final_logit_cap),
       window=window,
       layer_pattern=pattern,
-      kv_shared_layers=_kv_shared_layers(m, pattern),
+      kv_shared_layers=make_kv_shared_layers(m, pattern),
       double_wide_mlp=m.double_wide_mlp,
-      per_layer_size=_per_layer_size(m),
+      per_layer_size=make_per_layer_size(m),
       global_attention=of_global,
       delta=make_delta(m, pattern),
       mamba=make_mamba(m, pattern),
@@ -373,29 +375,6 @@ def padded_vocab_size(m: ConfigDict, num_real_vocab: int, reasons: list[str]) ->
         f"{num_real_vocab} or more, or leave it unset to have it derived."
     )
   return m.vocab_size
-
-
-def _kv_shared_layers(m: ConfigDict, pattern: tuple[str, ...]) -> int:
-  count, layers_ = m.kv_shared_layers, m.num_layers
-  if not 0 <= count < layers_ or count and m.latent.kv_rank:
-    raise ConfigError(f"model.kv_shared_layers: found {count}, allowed: 0, or, without latent.kv_rank, up to "
-                      f"{layers_ - 1}, so that a layer has keys and values.")
-  kinds = [pattern[i % len(pattern)] for i in range(layers_)]
-  alone = {"delta"} & set(kinds[layers_ - count:]) | set(kinds[layers_ - count:]) - set(kinds[:layers_ - count])
-  if alone:
-    raise ConfigError(f"model.kv_shared_layers: found {count}; among the last so many layers is one of type "
-                      f"{min(alone)!r}, for which no earlier layer has keys and values.")
-  if m.double_wide_mlp and not count:
-    raise ConfigError("model.double_wide_mlp is set, but kv_shared_layers, whose MLPs it widens, is 0.")
-  return count
-
-
-def _per_layer_size(m: ConfigDict) -> int:
-  if m.per_layer_size < 0 or m.per_layer_size and (m.activation not in layers.GATED or m.vision.tower != "none"):
-    raise ConfigError(f"model.per_layer_size: found {m.per_layer_size}, allowed: 0, or above it with a gated "
-                      f"activation ({', '.join(layers.GATED)}) and vision.tower='none'; found {m.activation!r} and "
-                      f"{m.vision.tower!r}.")
-  return m.per_layer_size
 
 
 def _layer_pattern(m: ConfigDict) -> tuple[tuple[str, ...], int | None]:
