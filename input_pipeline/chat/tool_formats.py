@@ -63,6 +63,13 @@ def bare(text: str) -> list[ToolCall]:
 FORMATS: dict[str, Callable[[str], list[ToolCall]]] = {"tagged": tagged, "listed": listed, "bare": bare}
 
 
+def without_calls(text: str) -> str:
+  """What a completion says besides its calls, in any of these formats."""
+  if bare(text):
+    return ""
+  return _TAGGED.sub("", text).partition("[TOOL_CALLS]")[0].strip()
+
+
 def find_format(name: str, template: ChatTemplate | None, tool: dict) -> Callable[[str], list[ToolCall]]:
   """What finds calls in completions, text -> calls; none: it is an answer.
 

@@ -146,6 +146,9 @@ def make_tokenizer(
   """
   save_path = Path(save_path)
   new_tokens.wanted(cfg)
+  if cfg.path and cfg.type in ("bytes", "bpe"):
+    raise ConfigError(f"tokenizer.path is {cfg.path!r}, and tokenizer.type={cfg.type!r} reads none. Use "
+                      "--config.tokenizer.type=hf, or leave the path out.")
   if cfg.type == "bytes":
     tokenizer: Tokenizer = BytesTokenizer()
   elif cfg.type == "hf":

@@ -43,7 +43,7 @@ def defaults() -> ConfigDict:
 
   c.tokenizer = t = ConfigDict()
   # bytes | bpe (byte-level, trained here on the training sources) | hf (a tokenizer.json, or its folder) |
-  # auto: hf with the tokenizer of model.hf where that is set, else bytes
+  # auto: hf with `path`, or with the tokenizer of model.hf, where one of them is set, else bytes
   t.type = "auto"
   t.path = unset(str)
   # hf: texts that become tokens of their own, behind the others: found in every text, or, as special ones, only where a

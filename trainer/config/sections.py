@@ -275,7 +275,8 @@ def rollout() -> ConfigDict:
   # Processes that compute rewards (0: this one), and how long a call may take.
   c.reward_workers = 1
   c.reward_timeout_seconds = 60.0
-  # The dotted path of a class that answers completions (docs/rewards.md), and completions of one conversation.
+  # The dotted path of a class that answers completions, or of a function that asks for them (docs/rewards.md), and
+  # completions of one conversation.
   c.environment = unset(str)
   c.max_turns = 8
   # The dotted paths of Python functions that the policy may call, in place of an environment, and the format of its

@@ -43,7 +43,7 @@ def fill_in(config: ConfigDict) -> list[str]:
     if model.hf is None:
       model.hf = start.hf
     if config.tokenizer.type == "auto":
-      config.tokenizer.type = "bytes" if model.hf is None else "hf"
+      config.tokenizer.type = "bytes" if model.hf is None and config.tokenizer.path is None else "hf"
       if model.hf is not None and config.tokenizer.path is None:
         config.tokenizer.path = model.hf
     if model.hf is None:

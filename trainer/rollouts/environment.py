@@ -24,11 +24,12 @@ from ml_collections import ConfigDict
 from input_pipeline.chat import tool_formats, tool_functions
 from input_pipeline.prompt_data import PromptData, PromptItem
 from input_pipeline.tokenizer.tokenizer import Tokenizer
-from trainer.dotted import load_class
+from trainer.dotted import load_object
 from trainer.errors import ConfigError, DataError
 from trainer.generate.stop_strings import StopStrings
+from trainer.rollouts.agents import Agents
 from trainer.rollouts.environment_calls import Calls
-from trainer.rollouts.episode import Episode, Playing, Turn
+from trainer.rollouts.episode import Conversation, Episode, Playing, Turn
 from trainer.rollouts.tools import ToolEnvironment, frequencies
 from trainer.rollouts.turns import Answers, Asked, Interleaved
 
@@ -39,12 +40,15 @@ Generate = Callable[..., list[Any] | None]
 class Environment(Protocol):
   """One object for each completion of a prompt; made without arguments. Either method may be a coroutine (`async def`).
 
-  Those of several episodes are called at the same time, in threads (`rollout.environment_workers`).
+  Those of several episodes are called at the same time, in threads (`rollout.environment_workers`). It may have a
+  method `truncate(completion, finish_reason)`, which is called in place of `step` for the last completion that there
+  can be, and with None where there is no room for the answer to what `step` said; it returns a reward, or None.
   """
 
   def reset(self, prompt: str | list[dict], /, **columns: Any
-            ) -> str | list[dict] | None | Awaitable[str | list[dict] | None]:
-    """Begins an episode. `columns` are the record's other fields. What it returns is added to the prompt."""
+            ) -> str | list[dict] | Conversation | None | Awaitable[str | list[dict] | Conversation | None]:
+    """Begins an episode. `columns` are the record's other fields. What it returns is added to the prompt; a
+    Conversation takes its place."""
 
   def step(self, completion: str) -> Turn | Awaitable[Turn]:
     """Answers what the policy said: without the token that ended it, but with other special tokens; without the stop
@@ -71,9 +75,10 @@ class Episodes:
     self._make, self._max_turns, self._seconds, self._workers, self._late_reward = None, 1, None, 1, None
     self._turn_share = rollout.turn_share
     self._sees = config.model.vision.tower != "none"
-    self._tools = prompts.tools
+    self._tools, self._truncates = prompts.tools, False
     if rollout.environment is not None or self._tools:
       self._make, self._max_turns = _maker(rollout, prompts), rollout.max_turns
+      self._truncates = isinstance(self._make, Agents) or hasattr(self._make, "truncate")
       self._seconds = rollout.environment_timeout_seconds
       if self._seconds is not None and not self._seconds > 0:
         raise ConfigError(f"rollout.environment_timeout_seconds is {self._seconds}; it must be above 0, or None for no "
@@ -108,6 +113,8 @@ class Episodes:
     finally:
       for episode in everyone:
         episode.calls.close()
+      if isinstance(self._make, Agents):
+        self._make.end()
     if not finished:
       return None
     failed = [episode for episode in everyone if episode.message is not None]
@@ -181,12 +188,17 @@ class Episodes:
     def first(episode: Playing) -> dict[str, Any]:
       episode.environment = self._make()
       opening = episode.calls.result(episode.environment.reset(episode.item.content, **episode.item.columns))
+      if isinstance(opening, Conversation):
+        return {"added": [], "asked": episode.as_added(opening.messages), "tools": opening.tools}
       return {"added": None if opening is None else episode.as_added(opening)}
 
     for episode, answer in zip(episodes, self._ask(first, episodes), strict=True):
       if "error" in answer:
         episode.fail(answer["error"], answer["late"])
-      elif answer["added"] is not None:
+        continue
+      if "asked" in answer:
+        episode.item = episode.item._replace(content=answer["asked"], tools=answer["tools"])
+      if answer["added"] is not None:
         self._open(episode, answer["added"])
 
   def _open(self, episode: Playing, opening: str | list[dict]) -> None:
@@ -224,14 +236,22 @@ class Episodes:
 
   def _step(self, episode: Playing) -> dict[str, Any]:
     """What its environment answers."""
+    if self._truncates and (episode.finish_reason == "length" or episode.turns == self._max_turns):
+      return self._truncate(episode, episode.last_completion)
     turn = episode.calls.result(episode.environment.step(episode.last_completion))
     if not isinstance(turn, Turn):
       raise TypeError(f"step() returned a {type(turn).__name__}; expected a trainer.rollouts.environment.Turn")
     over = turn.done or turn.observation is None
     return {"reward": _number(turn.reward), "added": None if over else episode.as_added(turn.observation)}
 
+  def _truncate(self, episode: Playing, completion: str | None = None) -> dict[str, Any]:
+    """What an environment says to an episode's end for want of room."""
+    reward = episode.calls.result(episode.environment.truncate(completion, episode.finish_reason))
+    return {"reward": _number(reward), "added": None}
+
   def _answer(self, episodes: list[Playing], answers: list[dict[str, Any]]) -> None:
     """Goes on with these answers of environments."""
+    full = []
     for episode, answer in zip(episodes, answers, strict=True):
       if "error" in answer:
         episode.fail(answer["error"], answer["late"], self._late_reward)
@@ -240,11 +260,13 @@ class Episodes:
         episode.reward = (episode.reward or 0.0) + answer["reward"]
       if episode.turns == self._max_turns or answer["added"] is None or episode.finish_reason == "length":
         episode.over = True
-      else:
-        self._go_on(episode, answer["added"])
+      elif not self._go_on(episode, answer["added"]) and self._truncates:
+        full.append(episode)
+    if full:
+      self._answer(full, self._ask(self._truncate, full))
 
-  def _go_on(self, episode: Playing, observation: str | list[dict]) -> None:
-    """Adds what an environment says, if there is room for an answer to it."""
+  def _go_on(self, episode: Playing, observation: str | list[dict]) -> bool:
+    """Adds what an environment says; False: there is no room for an answer to it."""
     item = episode.item
     ended = episode.stop_reason is None  # by a token, which stands there already
     try:
@@ -253,11 +275,12 @@ class Episodes:
           **item.variables)
     except DataError as e:
       episode.fail(str(e))
-      return
+      return True
     if self._room(episode, len(ids)) < 1:
       episode.over, episode.finish_reason, episode.stop_reason = True, "length", None
-    else:
-      episode.add_observation(ids, observation)
+      return False
+    episode.add_observation(ids, observation)
+    return True
 
   def _room(self, episode: Playing, added: int = 0) -> int:
     """Tokens that may still be sampled, behind so many that are added."""
@@ -266,19 +289,20 @@ class Episodes:
 
 def _maker(rollout: ConfigDict, prompts: PromptData) -> Callable[[], Environment]:
   """What makes the environment of an episode."""
+  find_format = functools.partial(tool_formats.find_format, rollout.tool_format, prompts.prompter.template)
   if not prompts.tools:
-    return _load(rollout.environment)
+    found = load_object(rollout.environment, "rollout.environment", "the dotted path of a class or function of yours")
+    return _checked(found, rollout.environment) if isinstance(found, type) else Agents(found, find_format)
   schema = tool_functions.schema_of(next(iter(prompts.tools.values())))
-  find_calls = tool_formats.find_format(rollout.tool_format, prompts.prompter.template, schema)
-  return functools.partial(ToolEnvironment, prompts.tools, find_calls)
+  return functools.partial(ToolEnvironment, prompts.tools, find_format(schema))
 
 
-def _load(name: str) -> type:
-  cls = load_class(name, "rollout.environment")
+def _checked(cls: type, name: str) -> type:
   missing = [method for method in ("reset", "step") if not callable(getattr(cls, method, None))]
   if missing:
     raise ConfigError(f"rollout.environment: {name} has no {missing[0]}(). An environment is a class with "
-                      "reset(prompt, **columns) and step(completion); see docs/rewards.md.")
+                      "reset(prompt, **columns) and step(completion), or a function that asks the policy itself; see "
+                      "docs/rewards.md.")
   return cls
 
 

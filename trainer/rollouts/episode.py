@@ -31,6 +31,19 @@ class Turn:
 
 
 @dataclass(frozen=True)
+class Conversation:
+  """What `reset` may return: a conversation that the policy is asked in place of the record's prompt.
+
+  Attributes:
+    messages: of it, which end with what the policy is to answer.
+    tools: the schemas that its prompt shows.
+  """
+
+  messages: list[dict]
+  tools: list[dict] | None = None
+
+
+@dataclass(frozen=True)
 class Episode:
   """A completion of a prompt, or a conversation of several.
 

@@ -27,15 +27,15 @@ MUST: dict[str, tuple[Any, ...]] = {
 
 
 class BadRequest(ValueError):
-  """What cannot be done; `key` names what of the request."""
+  """What cannot be done; `key` names what of the request, `code` is one of OpenAI's."""
 
-  def __init__(self, message: str, key: str | None = None, status: int = 400):
+  def __init__(self, message: str, key: str | None = None, status: int = 400, code: str | None = None):
     super().__init__(message)
-    self.key, self.status = key, status
+    self.key, self.status, self.code = key, status, code
 
   def body(self) -> dict[str, Any]:
     """As OpenAI's errors."""
-    return {"error": {"message": str(self), "type": "invalid_request_error", "param": self.key, "code": None}}
+    return {"error": {"message": str(self), "type": "invalid_request_error", "param": self.key, "code": self.code}}
 
 
 class Asked(NamedTuple):

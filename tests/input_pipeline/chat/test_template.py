@@ -64,6 +64,14 @@ def test_there_is_exactly_one_bos(name, templates, tokenizer):
     assert ids[0] == tokenizer.bos_id and (ids == tokenizer.bos_id).sum() == 1
 
 
+def test_chatml_begins_with_one_bos_where_that_is_its_own_mark():
+  source = (Path(chat.__file__).parent / "templates" / "chatml.jinja").read_text("utf-8")
+  asked = [{"role": "user", "content": "Hi"}]
+  rest = "<|im_start|>user\nHi<|im_end|>\n"
+  for bos, expected in ((None, rest), ("<s>", "<s>" + rest), ("<|im_start|>", rest)):  # the last: SmolLM2
+    assert chat.ChatTemplate(source, {} if bos is None else {"bos_token": bos}).render(asked) == expected
+
+
 def literals(tokenizer):
   return [m for t in tokenizer.special_tokens for m in (
       [{"role": "user", "content": f"a{t}b"}], [{"role": "user", "content": t}],

@@ -135,6 +135,7 @@ def test_training_text_is_spread_over_the_documents():
     (dict(type="bpe", vocab_size=100), "vocab_size=100 is too small: 256 bytes, BOS and EOS make at least 258"),
     (dict(type="bpe", train_megabytes=0.0), "train_megabytes=0.0 must be positive"),
     (dict(type="hf"), "tokenizer.path is not set"),
+    (dict(type="bytes", path="/a"), "tokenizer.path is '/a', and tokenizer.type='bytes' reads none"),
     (dict(type="hf", path="/no/such"), "'/no/such' does not exist"),
 ])
 def test_bad_config(tmp_path, cfg, said):

@@ -49,6 +49,11 @@ def test_the_architecture_and_the_tokenizer_come_from_the_folder(folder):
   assert "llama" in notes[0]
 
 
+def test_a_path_alone_is_a_tokenizer_of_hugging_face():
+  resolved, _ = filled(tokenizer=dict(path="/somewhere"))
+  assert resolved.tokenizer.type == "hf" and filled()[0].tokenizer.type == "bytes"
+
+
 def test_init_from_names_the_folder_as_well(folder):
   resolved, _ = filled(init_from=dict(hf=str(folder)))
   assert resolved.model.hf == str(folder) and resolved.model.hidden_size == 16

@@ -73,6 +73,16 @@ class Opening:
     return Turn(self.says, 0.5)
 
 
+class Truncated(Opening):
+  """Says how it was told of the end."""
+
+  told: list = []
+
+  def truncate(self, completion, finish_reason):
+    self.told.append((completion, finish_reason))
+    return None if completion == "silent" else 3.0
+
+
 class Told:
   """Says what it was told."""
 
@@ -111,7 +121,7 @@ def setup(tmp_path, rows, *, tokenizer=TINY, template="chatml", env=None, seq_le
   config.update(seq_len=seq_len)
   config.chat.template = template
   config.rollout.update(dict(num_prompts=1, max_new_tokens=32, prompt_key="q") | rollout)
-  config.rollout.environment = env and f"{HERE}.{env}"
+  config.rollout.environment = env and (env if "." in env else f"{HERE}.{env}")
   (tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
   config.input.sources.a = source(type="jsonl", path=str(tmp_path / "a.jsonl"))
   prompts = make_prompt_data(config, tokenizer)
@@ -454,6 +464,18 @@ def test_what_is_drawn_is_the_sampler_s_whatever_the_other_episodes(tmp_path):
   for a, b in zip(alone, together[:2], strict=True):
     assert a.trajectory.ids.tolist() == b.trajectory.ids.tolist() and a.turns == b.turns
     np.testing.assert_allclose(a.trajectory.logprobs, b.trajectory.logprobs, atol=1e-5)
+
+
+@pytest.mark.parametrize("options, row, replies, told, reward", [
+    (dict(max_turns=2), {}, ["one", "two"], ("two", "stop"), 3.5),  # the turns are used up
+    (dict(max_turns=2), {}, ["one", "silent"], ("silent", "stop"), 0.5),
+    (dict(max_new_tokens=3), {}, ["a very long one"], ("a v", "length"), 3.0),  # it is cut
+    (dict(seq_len=60), {"says": "much " * 40}, ["one"], (None, "length"), 3.5)])  # no room for what step said
+def test_an_environment_is_told_of_an_end_for_want_of_room(tmp_path, options, row, replies, told, reward):
+  items, episodes = setup(tmp_path, [{"q": "Hi"} | row], env="Truncated", tokenizer=TINY, **options)
+  Truncated.told.clear()
+  ((e,),) = episodes.run(items, 1, Sampler(TINY, lambda sample, turn: replies[turn - 1]), 0)
+  assert Truncated.told == [told] and e.reward == reward and e.turns == len(replies) and not e.failed
 
 
 def test_the_page_does_what_it_says(tmp_path, monkeypatch):

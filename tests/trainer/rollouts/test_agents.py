@@ -1,0 +1,266 @@
+"""Agents: their requests become the turns of an episode, token for token as an environment's would."""
+
+import asyncio
+import json
+import math
+import re
+import threading
+import time
+import urllib.error
+import urllib.request
+
+import numpy as np
+import pytest
+
+from tests.tiny import ROOT
+from tests.trainer.rollouts.test_environment import TINY, Sampler, marked, rendered, setup
+from trainer.errors import ConfigError
+
+HERE = "tests.trainer.rollouts.test_agents"
+TOOL = {"type": "function", "function": {"name": "add", "description": "Adds.", "parameters": {
+    "type": "object", "properties": {"a": {"type": "integer"}, "b": {"type": "integer"}}}}}
+SEEN: list = []
+
+
+def post(endpoint, messages, **more):
+  """What the endpoint answers, as a client of OpenAI's protocol would ask."""
+  body = {"model": endpoint.model, "messages": messages, **more}
+  request = urllib.request.Request(endpoint.base_url + "/chat/completions", json.dumps(body).encode(),
+                                   {"Content-Type": "application/json"})
+  try:
+    with urllib.request.urlopen(request, timeout=60) as answer:
+      raw = answer.read().decode()
+  except urllib.error.HTTPError as e:
+    return json.loads(e.read())
+  return raw if more.get("stream") else json.loads(raw)
+
+
+def said(answer):
+  return answer["choices"][0]["message"]["content"]
+
+
+def guess(prompt, endpoint, /, number, **columns):
+  """The same game as test_environment.Guess."""
+  messages, reward = list(prompt), None
+  for left in (2, 1, 0):
+    text = said(post(endpoint, messages))
+    digits = "".join(c for c in text if c.isdigit())
+    if digits == str(number):
+      return (reward or 0.0) + 1.0
+    reward = (reward or 0.0) + 0.25 if left else reward
+    messages += [{"role": "assistant", "content": text}, {"role": "user", "content": f"not {digits}"}]
+  return reward
+
+
+async def later(prompt, endpoint, /, **columns):
+  """A coroutine, whose first request has a message more in front."""
+  messages = [{"role": "system", "content": "Be brief."}, *prompt]
+  answer = await asyncio.to_thread(post, endpoint, messages)
+  await asyncio.sleep(0.01 * columns["number"])
+  return float(len(said(answer)))
+
+
+def calculator(prompt, endpoint, /, **columns):
+  messages = list(prompt)
+  for _ in range(4):
+    answer = post(endpoint, messages, tools=[TOOL], tool_choice="auto")
+    choice = answer["choices"][0]
+    SEEN.append(choice)
+    if choice["finish_reason"] != "tool_calls":
+      return float(choice["message"]["content"] == "5")
+    messages.append(choice["message"])
+    for call in choice["message"]["tool_calls"]:
+      asked = json.loads(call["function"]["arguments"])
+      messages.append({"role": "tool", "tool_call_id": call["id"], "content": str(asked["a"] + asked["b"])})
+
+
+def endless(prompt, endpoint, /, says="go on", **columns):
+  """Asks until it is told that there is no room."""
+  messages = list(prompt)
+  for turn in range(100):
+    answer = post(endpoint, messages)
+    SEEN.append(answer)
+    if "error" in answer:
+      return 10.0 + turn
+    messages += [answer["choices"][0]["message"], {"role": "user", "content": says}]
+
+
+def streaming(prompt, endpoint, /, **columns):
+  SEEN.append(post(endpoint, prompt, stream=True))
+  return 1.0
+
+
+def hangs(prompt, endpoint, /, **columns):
+  if columns.get("hang"):
+    time.sleep(30)
+  return float(len(said(post(endpoint, prompt))))
+
+
+def bad(prompt, endpoint, /, how, **columns):
+  """One that goes wrong, in each of these ways."""
+  if how == "silent":
+    return 1.0
+  first = post(endpoint, prompt)
+  answered = [*prompt, first["choices"][0]["message"]]
+  if how == "raises":
+    raise RuntimeError("no luck")
+  if how == "rewrites":
+    return post(endpoint, [{"role": "user", "content": "another"}, *answered[1:], {"role": "user", "content": "so?"}])
+  if how == "forgets":
+    return post(endpoint, prompt)
+  if how == "adds nothing":
+    return post(endpoint, answered)
+  if how == "other tools":
+    return post(endpoint, [*answered, {"role": "user", "content": "so?"}], tools=[TOOL])
+  if how == "several":
+    asked = [*answered, {"role": "user", "content": "so?"}]
+    threads = [threading.Thread(target=lambda: SEEN.append(post(endpoint, asked))) for _ in range(2)]
+    for thread in threads:
+      thread.start()
+    for thread in threads:
+      thread.join()
+    return 2.0
+  assert how == "nan"
+  return math.nan
+
+
+def play(tmp_path, rows, agent, replies, group=1, **options):
+  items, episodes = setup(tmp_path, rows, **dict(seq_len=512, max_new_tokens=128) | options, env=f"{HERE}.{agent}")
+  SEEN.clear()
+  return episodes.run(items, group, Sampler(TINY, replies), 0), items, episodes
+
+
+def test_an_agent_plays_as_an_environment_does(tmp_path):
+  rows = [{"q": "Which?", "number": 7}, {"q": "And now?", "number": 4}]
+
+  def replies(sample, turn):
+    return str(sample + 5 + turn)
+
+  groups, _, _ = play(tmp_path, rows, "guess", replies, group=3, max_turns=3)
+  items, episodes = setup(tmp_path, rows, env="Guess", seq_len=512, max_new_tokens=128, max_turns=3)
+  by_class = episodes.run(items, 3, Sampler(TINY, replies), 0)
+  for one, other in zip(sum(groups, []), sum(by_class, []), strict=True):
+    for name in ("ids", "weights", "logprobs"):
+      np.testing.assert_array_equal(getattr(one.trajectory, name), getattr(other.trajectory, name), err_msg=name)
+    assert (one.reward, one.turns, one.failed) == (other.reward, other.turns, other.failed)
+    assert one.trajectory.finish_reason == other.trajectory.finish_reason == "stop"
+  assert {episode.reward for episode in groups[0]} == {1.25, 1.0, 0.5}
+
+
+def test_what_it_asks_first_takes_the_place_of_the_prompt(tmp_path):
+  rows = [{"q": "Which?", "number": 3}, {"q": "And?", "number": 0}]
+  (group, other), _, episodes = play(tmp_path, rows, "later", lambda sample, turn: "five " * sample + "six", group=2)
+  whole = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Which?"}]
+  for sample, episode in enumerate(group):
+    text = "five " * sample + "six"
+    asked = episodes._prompter.messages(whole, None, "here").ids
+    np.testing.assert_array_equal(episode.trajectory.ids[:episode.trajectory.prompt_length], asked)
+    assert marked(episode).endswith(f"«{text}<|im_end|>»") and episode.reward == len(text)
+  assert [episode.reward for episode in other] == [3.0, 8.0] and other[0].completion[-1]["content"] == "six"
+
+
+def test_calls_of_tools(tmp_path):
+  call = 'I add. <tool_call>\n{"name": "add", "arguments": {"a": 2, "b": 3}}\n</tool_call>'
+  ((e,),), items, episodes = play(tmp_path, [{"q": "2+3?"}], "calculator", lambda sample, turn: [call, "5"][turn - 1],
+                                  template="qwen3", seq_len=2048, max_new_tokens=512)
+  assert (e.reward, e.turns) == (1.0, 2)
+  first, second = SEEN
+  assert first["message"]["content"] == "I add." and first["finish_reason"] == "tool_calls"
+  assert first["message"]["tool_calls"][0]["function"] == {"name": "add", "arguments": '{"a": 2, "b": 3}'}
+  assert second["finish_reason"] == "stop"
+  # The prompt shows the tool, and all is as the template writes such a conversation.
+  item = items[0]._replace(tools=[TOOL])
+  whole = TINY.decode(rendered(episodes, item, e.completion), skip_special=False)
+  assert '"name": "add"' in whole
+  assert TINY.decode(e.trajectory.ids, skip_special=False) == whole.replace("<think>\n\n</think>\n\n", "").rstrip("\n")
+  assert "\n<tool_response>\n5\n</tool_response>" in marked(e).replace("«", "").replace("»", "")
+
+
+@pytest.mark.parametrize("options, turns, finish, reward", [
+    (dict(max_turns=2), 2, "stop", 12.0),  # the third request is refused
+    (dict(max_new_tokens=10), 2, "length", 12.0),  # the second completion is cut, and the next request refused
+    (dict(seq_len=60, max_new_tokens=30, says="a long answer " * 9), 1, "length", 11.0)])  # no room for what it says
+def test_an_end_for_want_of_room_is_told_and_scored(tmp_path, options, turns, finish, reward):
+  row = {"q": "Which?", "says": options.pop("says", "go on")}
+  ((e,),), _, _ = play(tmp_path, [row], "endless", lambda sample, turn: "one two", **options)
+  assert (e.turns, e.trajectory.finish_reason, e.reward, e.failed) == (turns, finish, reward, False)
+  assert SEEN[-1]["error"]["code"] == "context_length_exceeded"
+  reasons = [answer["choices"][0]["finish_reason"] for answer in SEEN[:-1]]
+  assert reasons == ["stop"] * (turns - 1) + ["length" if options.get("max_new_tokens") == 10 else "stop"]
+
+
+def test_a_stream_has_the_same(tmp_path):
+  ((e,),), _, _ = play(tmp_path, [{"q": "Which?"}], "streaming", lambda sample, turn: "seven")
+  events = [line.removeprefix("data: ") for line in SEEN[0].splitlines() if line]
+  parts = [json.loads(event)["choices"][0] for event in events[:-1]]
+  assert [part["delta"].get("content") for part in parts] == ["seven", None] and events[-1] == "[DONE]"
+  assert parts[-1]["finish_reason"] == "stop" and e.reward == 1.0
+
+
+@pytest.mark.parametrize("how, message", [
+    ("silent", "returned before it asked anything"), ("raises", "RuntimeError: no luck"),
+    ("rewrites", "message 0 was user: 'Which[?]', and is user: 'another'"), ("forgets", "message 1 .* is missing"),
+    ("adds nothing", "adds no message"), ("other tools", "has other tools"), ("nan", "the reward is nan")])
+def test_one_that_goes_wrong_costs_its_own_episode(tmp_path, how, message, caplog):
+  rows = [{"q": "Which?", "how": how, "number": 1}]
+  ((e,),), _, _ = play(tmp_path, rows, "bad", lambda sample, turn: "seven")
+  assert e.failed and math.isnan(e.reward)
+  assert re.search(message, caplog.text), caplog.text
+
+
+def test_requests_side_by_side_are_refused(tmp_path):
+  ((e,),), _, _ = play(tmp_path, [{"q": "Which?", "how": "several"}], "bad", lambda sample, turn: "seven")
+  refused = [answer["error"]["message"] for answer in SEEN if "error" in answer]
+  assert len(refused) == 1 and "one conversation" in refused[0] and e.reward == 2.0 and e.turns == 2
+
+
+def test_one_that_hangs_costs_its_own_episode(tmp_path):
+  rows = [{"q": "Which?", "hang": True}, {"q": "And?", "hang": False}]
+  (first, second), _, _ = play(tmp_path, rows, "hangs", lambda sample, turn: "one", environment_timeout_seconds=2.0)
+  assert first[0].failed and first[0].trajectory.finish_reason == "timeout" and second[0].reward == 3.0
+
+
+@pytest.mark.parametrize("more, message", [
+    (dict(n=2), "n: found 2"), (dict(logprobs=True), "logprobs: found True"), (dict(magic=1), "magic: not known here"),
+    (dict(messages=[{"role": "user", "content": [{"type": "input_audio"}]}]), "parts of type input_audio"),
+    (dict(model="gpt"), "names no episode"), (dict(tools=["add"]), "tools: allowed")])
+def test_requests_that_cannot_be_are_refused(more, message):
+  from trainer.rollouts import agents
+  made = agents.Agents(lambda prompt, endpoint, /: post(endpoint, **dict(messages=prompt) | {
+      key: value for key, value in more.items() if key != "model"}) if "model" not in more else post(
+          endpoint._replace(model="gpt"), prompt), None)
+  talk = made.begin([{"role": "user", "content": "Hi"}], {})
+  event = talk.next()
+  assert event.error is None and message in event.value["error"]["message"]
+
+
+def test_what_rollout_decides_is_warned_of_once(tmp_path, caplog):
+  from trainer.rollouts import agent_endpoint
+  warned: set = set()
+  for _ in range(2):
+    agent_endpoint.read({"model": "m", "messages": [{"role": "user", "content": "Hi"}], "temperature": 0.2}, warned)
+  assert caplog.text.count("temperature=0.2") == 1
+
+
+def test_a_text_prompt_is_no_conversation(tmp_path):
+  ((e,),), _, _ = play(tmp_path, [{"q": "Which?", "number": 1}], "guess", lambda sample, turn: "one", template=None)
+  assert e.failed
+
+
+def test_what_is_neither_class_nor_function_is_refused(tmp_path):
+  with pytest.raises(ConfigError, match="a list; expected"):
+    play(tmp_path, [{"q": "Which?"}], "SEEN", None)
+
+
+def test_the_page_does_what_it_says(tmp_path, monkeypatch):
+  """docs/rewards.md: its agent plays."""
+  page = (ROOT / "docs" / "rewards.md").read_text("utf-8")
+  (code,) = re.findall(r"^```python\n# my_project/agent.py\n(.*?)^```", page, re.DOTALL | re.MULTILINE)
+  (tmp_path / "agent_of_the_page.py").write_text(code)
+  monkeypatch.syspath_prepend(tmp_path)
+  items, episodes = setup(tmp_path, [{"q": "2+3?", "answer": "5"}], env="agent_of_the_page.solve", seq_len=512,
+                          max_new_tokens=128)
+  replies = [["4", "5"], ["4", "6"]]
+  ((right, wrong),) = episodes.run(items, 2, Sampler(TINY, lambda sample, turn: replies[sample][turn - 1]), 0)
+  assert (right.reward, wrong.reward, right.turns) == (1.0, 0.0, 2)
+  assert right.completion[1] == {"role": "user", "content": "Check that, and say the result alone."}

@@ -1,0 +1,107 @@
+"""The bridge to verifiers: tasks as records, episodes scored by their environment. The package is a stand-in here, with
+what of it is used (0.1.14, 0.4.0); both were run by hand, and are where they are installed."""
+
+import json
+import signal
+import sys
+import types
+
+import pytest
+
+from input_pipeline.files import Tally
+from input_pipeline.prompt_data import make_prompt_data
+from tests.trainer.rollouts.test_agents import post, said
+from tests.trainer.rollouts.test_environment import TINY, Sampler
+from trainer.config import defaults, source, strategy
+from trainer.errors import ConfigError
+from trainer.rollouts import verifiers as bridge
+from trainer.rollouts.environment import Episodes
+
+ROWS = [{"prompt": [{"role": "system", "content": "Be brief.", "tool_calls": None},
+                    {"role": "user", "content": f"{i} + {i}?"}], "answer": str(2 * i), "example_id": i} for i in (2, 3)]
+
+
+class Classic:
+  """An environment of 0.1: asks through its client, once more if the answer is wrong."""
+
+  requires_group_rollouts = False
+
+  def __init__(self, fails=False, grouped=False):
+    self.fails, self.requires_group_rollouts = fails, grouped
+    signal.signal(signal.SIGTERM, lambda *_: None)  # as theirs do
+
+  def get_dataset(self):
+    return ROWS
+
+  async def run_rollout(self, task, client, model, sampling_args):
+    import asyncio
+    endpoint = types.SimpleNamespace(base_url=client.api_base_url, model=model)
+    messages = [{k: v for k, v in m.items() if v is not None} for m in task["prompt"]]
+    answer = await asyncio.to_thread(post, endpoint, messages)
+    if said(answer) != task["answer"]:
+      messages += [answer["choices"][0]["message"], {"role": "user", "content": "No."}]
+      answer = await asyncio.to_thread(post, endpoint, messages)
+    return {"reward": float(said(answer) == task["answer"]), "error": "no luck" if self.fails else None}
+
+
+@pytest.fixture
+def _package(monkeypatch):
+  """0.1 as far as it is used."""
+  package, clients, kinds = (types.ModuleType(name) for name in (
+      "verifiers", "verifiers.clients", "verifiers.types"))
+  package.load_environment = lambda name, **args: {"sums": Classic}[name](**args)
+  clients.resolve_client = lambda config: config
+  kinds.ClientConfig = lambda **options: types.SimpleNamespace(**options)
+  for module in (package, clients, kinds):
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+  monkeypatch.setattr(bridge, "_loaded", {})
+
+
+def episodes_of(group=1, replies=None, **args):
+  config = defaults()
+  config.strategy = strategy("grpo")
+  config.update(seq_len=256)
+  config.chat.template = "chatml"
+  config.rollout.update(num_prompts=1, max_new_tokens=64, environment="trainer.rollouts.verifiers.play")
+  config.input.sources.a = source(type="trainer.rollouts.verifiers.Tasks", env="sums", args=args)
+  prompts = make_prompt_data(config, TINY)
+  items = sorted((prompts.item(i) for i in range(len(prompts))), key=lambda item: item.prompt.where)
+  return Episodes(config, TINY, prompts).run(items, group, Sampler(TINY, replies), 0)
+
+
+def test_an_environment_plays_its_tasks(_package):
+  before = signal.getsignal(signal.SIGTERM)
+  groups = episodes_of(replies=lambda sample, turn: "4" if turn == 1 else "6")
+  assert [(e.reward, e.turns) for (e,) in groups] == [(1.0, 1), (1.0, 2)]
+  assert TINY.decode(groups[0][0].trajectory.ids, skip_special=False).startswith(
+      "<|begin|><|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\n2 + 2?<|im_end|>")
+  assert signal.getsignal(signal.SIGTERM) is before  # a run saves when it is told to end
+
+
+def test_an_episode_that_the_environment_gives_up_is_none(_package, caplog):
+  ((first,), _) = episodes_of(replies=lambda sample, turn: "4", fails=True)
+  assert first.failed and "the environment says: no luck" in caplog.text
+
+
+def test_records_say_which_task_of_which_environment(_package):
+  reader = bridge.Tasks(source(type="x", env="sums", args=dict(fails=False)), "a")
+  first, second = reader.read(Tally())
+  assert first.fields["prompt"][0] == {"role": "system", "content": "Be brief."}
+  assert second.fields["verifiers"] == {"env": "sums", "args": {"fails": False}, "task": ROWS[1]}
+  assert json.loads(json.dumps(reader.identity)) != bridge.Tasks(source(type="x", env="sums"), "a").identity
+
+
+@pytest.mark.parametrize("options, message", [
+    (dict(env="sums", args=dict(grouped=True)), "scores the episodes of a group together"),
+    (dict(env="nothing"), "'nothing' could not be loaded"), (dict(), "input.sources.a.env is None"),
+    (dict(env="sums", args=dict(magic=1)), "could not be loaded with {'magic': 1}: TypeError")])
+def test_what_cannot_be_is_refused(_package, options, message):
+  with pytest.raises(ConfigError, match=message.replace("(", r"\(").replace("{", r"\{")):
+    bridge.Tasks(source(type="x", **options), "a")
+
+
+def test_without_the_package(monkeypatch):
+  monkeypatch.setitem(sys.modules, "verifiers", None)
+  monkeypatch.setattr(bridge, "_loaded", {})
+  with pytest.raises(ConfigError, match="an environment of the package verifiers, installed beside it"):
+    bridge.Tasks(source(type="x", env="sums"), "a")
