@@ -4,13 +4,15 @@
     WEFT_SPEED_SIZE=tiny python -m benchmarks.heavy_tails --median 32 --most 512
     WEFT_SPEED_SIZE=tiny python -m benchmarks.heavy_tails --carry 2 --group 4
     WEFT_SPEED_SIZE=tiny python -m benchmarks.heavy_tails --turns 4 --median 32 --most 512 --seconds 0.1
+    WEFT_SPEED_SIZE=tiny python -m benchmarks.heavy_tails --turns 6 --median 16 --seconds 0 --kept 64 --prompt 512
 
 With `--carry K`: rollouts of so many texts, in groups, each of which waits for its longest text, beside rollouts whose
 texts go on in the next one for up to K updates (`rollout.carry_over`), in turns; the first K + 1 of both, in which rows
 fill, are not counted, and all were gone through once before. Tokens are those that a rollout gives to training.
 
 With `--turns N`: conversations of so many completions, each answered by 8 tokens after `--seconds`, turn by turn beside
-turns that are interleaved (`rollout.turn_share`).
+turns that are interleaved (`rollout.turn_share`). With `--kept K` as well, beside both with up to K texts kept between
+turns (`rollout.kept_texts`); `--prompt T` makes prompts of T tokens.
 
 Lengths are lognormal (sigma 1) and set as limits: fresh parameters end nowhere near so. A first round, in which both
 ways are compiled, is not counted; tokens and log-probs are compared. Seconds are wall time, and those of processors,
@@ -29,7 +31,8 @@ from trainer import startup
 def main() -> None:
   parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
   for name, default in dict(
-      texts=64, rows=16, median=128, most=2048, rounds=2, carry=0, group=4, turns=0, seconds=0.1, share=0.125).items():
+      texts=64, rows=16, median=128, most=2048, rounds=2, carry=0, group=4, turns=0, seconds=0.1, share=0.125,
+      kept=0, prompt=0).items():
     parser.add_argument(f"--{name}", type=type(default), default=default)
   args = parser.parse_args()
 
@@ -48,7 +51,7 @@ def main() -> None:
   model = program.make_model(config, size.vocab)
   params = jax.jit(model.init)(jax.random.key(0))
   rng = np.random.default_rng(1)
-  prompts = rng.integers(4, size.vocab, (args.texts, size.prompt_len))
+  prompts = rng.integers(4, size.vocab, (args.texts, args.prompt or size.prompt_len))
   limits = np.clip(args.median * np.exp(rng.normal(size=args.texts)), 1, args.most).astype(int)
   if args.carry:
     carry(args, Sampler(model, rows=args.rows), params, size)
@@ -84,7 +87,7 @@ def carry(args: argparse.Namespace, sampler: Any, params: Any, size: Any) -> Non
   """Rollouts one after another, whole and carried over, in turns."""
   import numpy as np
 
-  from trainer.generate.sampler import Request
+  from trainer.generate.completion import Request
   from trainer.rollouts.carried import Ages, fresh, go_on
 
   def prompt(number: int) -> np.ndarray:
@@ -146,7 +149,8 @@ def turns(args: argparse.Namespace, sampler: Any, params: Any, prompts: Any) -> 
   """Conversations, turn by turn and interleaved."""
   import numpy as np
 
-  from trainer.generate.sampler import More, Request, joined
+  from trainer.generate.completion import More, Request, joined
+  from trainer.generate.kept import Kept
   from trainer.rollouts.environment_calls import Calls
   from trainer.rollouts.turns import Answers, Asked, Interleaved
 
@@ -166,14 +170,14 @@ def turns(args: argparse.Namespace, sampler: Any, params: Any, prompts: Any) -> 
     for episode, answer in zip(episodes, answers, strict=True):
       episode.ids, episode.over = np.concatenate([episode.ids, answer["added"]]), episode.turns == args.turns
 
-  def play(interleaved: bool, seed: int) -> int:
+  def play(interleaved: bool, kept: Kept | None, seed: int) -> int:
     item = SimpleNamespace(prompt=SimpleNamespace(images=()))
     everyone: Any = [SimpleNamespace(ids=ids, sample=n, turns=0, over=False, calls=Calls(None), item=item)
                      for n, ids in enumerate(prompts.astype(np.int32))]
     going: dict[int, list[Any]] = {}
     ended: list[Any] = []
     tokens, playing, answers = 0, everyone, Answers(len(everyone))
-    asked = Asked(room, False)
+    asked = Asked(room, False, args.turns)
     way = Interleaved(asked, answers, step, said, answered, everyone, args.share)
 
     def more(idle: bool) -> More:
@@ -182,7 +186,8 @@ def turns(args: argparse.Namespace, sampler: Any, params: Any, prompts: Any) -> 
 
     while playing:
       first, options = asked.ask(playing)
-      for part in sampler.stream(params, first, Request(**options, seed=seed, more=more if interleaved else None)):
+      request = Request(**options, seed=seed, more=more if interleaved else None, kept=kept)
+      for part in sampler.stream(params, first, request):
         going.setdefault(part.prompt, []).append(part)
         tokens += len(part.ids)
         ended += [joined(going.pop(part.prompt))] if part.finish_reason else []
@@ -191,23 +196,33 @@ def turns(args: argparse.Namespace, sampler: Any, params: Any, prompts: Any) -> 
           said(episode, completion)
         answers.start(step, playing)
         answered(playing, answers.of(playing))
-        asked, ended = Asked(room, False), []
+        asked, ended = Asked(room, False, args.turns), []
       playing = [episode for episode in everyone if not episode.over]
     for episode in everyone:
       episode.calls.close()
     return tokens
 
-  best: dict[bool, list[float]] = {False: [], True: []}
+  spent: dict[tuple[str, int], list[tuple[float, float]]] = {
+      (way, most): [] for way in ("turn by turn", "interleaved") for most in sorted({0, args.kept})}
   for n in range(args.rounds + 1):
-    for interleaved in best:
+    for (way, most), found in spent.items():
+      kept = Kept(most, once=True, cut=True) if most else None
       wall, busy = time.perf_counter(), time.process_time()
-      tokens = play(interleaved, n)
+      tokens = play(way == "interleaved", kept, n)
       wall, busy = time.perf_counter() - wall, time.process_time() - busy
+      reused = "" if kept is None else f"; of prompts {kept.run} tokens run, {kept.reused} reused"
       if n:
-        best[interleaved].append(wall)
-        print(f"{'interleaved' if interleaved else 'turn by turn':<13}{tokens:7} tokens {wall:8.2f} s "
-              f"{tokens / wall:8.1f} tokens/s {busy:8.2f} s of processors", flush=True)
-  print(f"interleaved turns take {min(best[False]) / min(best[True]):.2f} times less wall time, best of {args.rounds}")
+        found.append((wall, busy))
+        print(f"{way:<13}{f'{most} kept' if most else '':<9}{tokens:7} tokens {wall:8.2f} s {tokens / wall:8.1f} "
+              f"tokens/s {busy:8.2f} s of processors{reused}", flush=True)
+  walls, busies = ({key: min(times[which] for times in found) for key, found in spent.items()} for which in (0, 1))
+  for most in sorted({0, args.kept}):
+    print(f"interleaved turns take {walls['turn by turn', most] / walls['interleaved', most]:.2f} times less wall time"
+          f"{f' with {most} kept' if most else ''}, best of {args.rounds}")
+  for way in ("turn by turn", "interleaved") if args.kept else ():
+    print(f"{way} with {args.kept} kept takes {walls[way, 0] / walls[way, args.kept]:.2f} times less wall time, "
+          f"{busies[way, 0] / busies[way, args.kept]:.2f} times less time of processors, best of {args.rounds}")
+
 
 
 if __name__ == "__main__":

@@ -21,7 +21,7 @@ from trainer.distributed.mesh import batch_sharding, check_batch, place_batch
 from trainer.errors import ConfigError, DataError
 from trainer.generate import image_tokens
 from trainer.generate.buckets import bucket
-from trainer.generate.sampler import MIN_LENGTH
+from trainer.generate.slots import MIN_LENGTH
 from trainer.report import pages
 from trainer.strategies import logprobs, seq
 

@@ -15,7 +15,8 @@ from evaluators.questions import Question
 from input_pipeline.examples.answers import compile_pattern, extract, normalize
 from input_pipeline.examples.prompts import Prompter
 from trainer.errors import ConfigError
-from trainer.generate.sampler import Completion, Sampler
+from trainer.generate.completion import Completion
+from trainer.generate.sampler import Sampler
 from trainer.generate.sampling import Options
 from trainer.generate.stop_strings import StopStrings, columns, ending
 from trainer.report import pages

@@ -9,7 +9,8 @@ import numpy as np
 
 from evaluators import common
 from trainer.errors import ConfigError
-from trainer.generate.sampler import Completion, Sampler
+from trainer.generate.completion import Completion
+from trainer.generate.sampler import Sampler
 from trainer.generate.sampling import Options
 from trainer.generate.stop_strings import StopStrings, columns
 from trainer.modes.inspect import CONTEXT, token_texts

@@ -124,13 +124,18 @@ class Generative(Model, Protocol):
     `pages`: in so many pages, where a layer sees all; the cache has a `table` (`models.attention.cache.Table`) while it
     is read or written."""
 
-  def prefill(self, params: Params, batch: dict, record: bool = False) -> tuple:
-    """`apply` to beginnings of texts, one a row, padded on either side: (hidden states [N, T, D], what they leave).
-    With `record`, which only a model with `routing` is given, also the experts of each token, int16 [N, T, L, k]."""
+  def extend(self, params: Params, batch: dict, cache: Cache | None = None, record: bool = False) -> tuple:
+    """`apply` to further tokens [B, T] of the text in each row of a cache without pages: (hidden states [B, T, D], the
+    cache with them). Padding is on their right; a row of padding alone stays as it is. Positions follow from the
+    cache, and the batch has neither images nor blocks.
 
-  def begin(self, cache: Cache, begun: Any, rows_M: jax.Array, sources_M: jax.Array) -> Cache:
-    """Row `rows_M[m]` of the cache begun anew with row `sources_M[m]` of what `prefill` left, `begun`; a row beyond the
-    cache's last is left out."""
+    `cache`: None: the texts begin here, one a row, padded on either side, with images perhaps; the cache that comes has
+    room for T tokens. `record`: which only a model with `routing` is given, for the experts of each token as well,
+    int16 [B, T, L, k]."""
+
+  def copied_cache(self, cache: Cache, other: Cache, rows_M: jax.Array, sources_M: jax.Array) -> Cache:
+    """The cache with row `sources_M[m]` of another one in place of its row `rows_M[m]`; a row beyond its last is left
+    out. They may have room for texts of other lengths, and either may have pages and a `table`."""
 
   def resized_cache(self, cache: Cache, rows_R: jax.Array, max_length: int, pages_Q: jax.Array | None = None) -> Cache:
     """Those rows of the cache, in this order, with room for texts of up to `max_length` tokens, or as long as before if

@@ -56,10 +56,10 @@ class SelfAttention(nnx.Module):
   def __call__(self, x_BxTxD, tokens: TokenIds, rope: Any, window: int | None, key: jax.Array | None = None,
                past: Past | None = None, lent: tuple[jax.Array, jax.Array] | None = None
                ) -> tuple[jax.Array, tuple[jax.Array, jax.Array] | Cache]:
-    """(output, (keys, values) [B, T, G, K], or, with a `past`, its cache with those of the token).
+    """(output, (keys, values) [B, T, G, K], or, with a `past` of one token, its cache with those of it).
 
     `rope`: a `rope_table`, or None for no rotation. `key`: for dropout on the adapters' input; None: no dropout.
-    `past`: where the one token of each row finds those before it; None: rows begin here. `lent`: the keys and values of
+    `past`: where the tokens of each row find those before them; None: rows begin here. `lent`: the keys and values of
     the layer whose this one uses, if it has none of its own; a `past` is then that layer's.
     """
     s = self.spec
@@ -75,13 +75,14 @@ class SelfAttention(nnx.Module):
     k_BxTxGxK, v_BxTxGxK = self._keys_and_values(made, rope, B, T) if made else lent or (None, None)
     options: dict[str, Any] = dict(scale=s.attention_scale, logit_cap=s.attention_logit_cap,
                                    sinks_H=None if self.sinks is None else self.sinks[...])
-    if past is None:
+    if past is None or past.extends:
+      new: Any = k_BxTxGxK, v_BxTxGxK
+      k_BxSxGxK, v_BxSxGxK, behind_BxP = (*new, None) if past is None else past.before(*new)
       # In Gemma 3 the window bounds blocks too, in PaliGemma 2 it does not.
       bounded = s.vision is not None and s.vision.attention == "image"
       options |= dict(segment_ids=tokens.segments, block_ids=tokens.blocks, prompt_ids=tokens.prompts, window=window,
-                      window_blocks=bounded)
-      out_BxTxHxK = attention(q_BxTxHxK, k_BxTxGxK, v_BxTxGxK, impl=s.attention, block=s.attention_block, **options)
-      new: Any = k_BxTxGxK, v_BxTxGxK
+                      window_blocks=bounded, behind_BxP=behind_BxP)
+      out_BxTxHxK = attention(q_BxTxHxK, k_BxSxGxK, v_BxSxGxK, impl=s.attention, block=s.attention_block, **options)
     else:
       active_B = tokens.segments[:, 0] > 0
       new, seen = (past.add(k_BxTxGxK[:, 0], v_BxTxGxK[:, 0], active_B, window) if made else
@@ -151,7 +152,8 @@ class Block(nnx.Module):
   def __call__(self, x_BxTxD, tokens: TokenIds, rope, window: int | None, key: jax.Array | None,
                past: Past | None = None, parts: Collection[str] = ("attn", "mlp"), routing: Routing | None = None,
                lent: tuple[jax.Array, jax.Array] | None = None, own_BxTxP: jax.Array | None = None):
-    """(x, statistics of the experts if it has any, {name of the mixer: keys and values, or a state}, or the cache).
+    """(x, statistics of the experts if it has any, {name of the mixer: keys and values, or a state}, or, with a `past`
+    of one token, its cache).
 
     `key`: this layer's key for dropout; None: no dropout. `past`, `lent`: see `SelfAttention`. `parts`: of
     `models.spec.PARTS`. `routing`: of this layer's experts. `own_BxTxP`: see `PerLayer`.
@@ -159,12 +161,13 @@ class Block(nnx.Module):
     keys = (None, None) if key is None else jax.random.split(key)
     x_BxTxD = named(x_BxTxD, "layer_input")
     normed_BxTxD = x_BxTxD if self.attn_norm is None else self.attn_norm(x_BxTxD)
-    new: Any = {} if past is None else past.cache
+    apart = past is None or past.extends
+    new: Any = {} if apart else past.cache
     if mixer := next((mixer for mixer in MIXERS if mixer in parts), None):
       borrowed = (lent,) if "query" in mixer else ()
       where = () if mixer in RECURRENT else (rope, window)
       y, left = getattr(self, mixer)(normed_BxTxD, tokens, *where, key, past, *borrowed)
-      if past is not None:
+      if not apart:
         new = left
       elif not borrowed:
         new = {mixer: left}
@@ -349,6 +352,14 @@ def unstack(spec: Spec, blocks: Any, first: int = 0, stop: int | None = None) ->
     part = leaf if len(wanted) == len(layers) else leaf[skipped:skipped + len(wanted)]
     columns.append(dict(zip(wanted, jnp.unstack(part), strict=True)))
   return [treedef.unflatten([column.get(i) for column in columns]) for i in range(first, stop)]
+
+
+def without(block: Block, parts: Collection[str]) -> nnx.GraphDef:
+  """The structure of a block that lacks some of its parts."""
+  for part in parts:
+    if hasattr(block, part):
+      delattr(block, part)
+  return nnx.split(block)[0]
 
 
 def _part(path: tuple[Any, ...]) -> str:

@@ -13,7 +13,7 @@ import functools
 import math
 import operator
 import re
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -27,7 +27,7 @@ from models.attention import cache as cache_lib
 from models.attention.cache import Cache, Past
 from models.attention.mask import TokenIds
 from models.attention.rope import rope_table
-from models.blocks import Block, make_norm, of_each_layer, room_to_lend, run_blocks, stack_blocks, unstack
+from models.blocks import Block, make_norm, of_each_layer, room_to_lend, run_blocks, stack_blocks, unstack, without
 from models.experts.moe import Routing, disagreement, report
 from models.layers import Embedding, Linear, Norm, Scope, document_lengths, dropout, embedding_noise
 from models.quantization import quantize
@@ -77,13 +77,15 @@ class Decoder(nnx.Module):
     see `GatedDeltaNet` and `Mamba2`.
 
     `remat` is a `remat_policy`; `key` feeds dropout, None: no dropout. They leave something only with `remember`. Where
-    there is a `cache`, T is 1, each row's token follows those that its row of the cache holds, and the cache with its
-    keys and values comes in that place. `blocks`: those of each layer, from `unstack`.
+    there is a `cache`, each row's tokens follow those that its row of the cache holds. Without `remember` T is then 1,
+    and the cache with its keys and values comes in that place. `blocks`: those of each layer, from `unstack`.
     """
     s = self.spec
     positions, segment_ids = batch["positions"], batch["segment_ids"]
     tokens = TokenIds(segment_ids, batch.get("block_ids"), batch.get("prompt_ids"))
     x_BxTxD, deep_LxBxFxD, own_LxBxTxP = self._embed(batch, remat, key)
+    # What several tokens follow stays as it is, and is not carried from layer to layer.
+    before, cache = (cache, None) if remember else (None, cache)
     lent = {} if cache is not None else room_to_lend(s, x_BxTxD)
     axes = batch.get("axes")
     ropes = {kind: rope_table(rope, positions, segment_ids, axes) for kind, rope in s.ropes.items()}
@@ -96,8 +98,9 @@ class Decoder(nnx.Module):
       kind = s.layer_type(place)
       window = s.window if kind == "local" else None
       source = s.kv_source(place)
-      past = None if cache is None else Past(cache, place, index) if source is None else Past(
-          cache, source, jnp.asarray(source))
+      found = before if cache is None else cache
+      at, number = (place, index) if source is None else (source, jnp.asarray(source))
+      past = None if found is None else Past(found, at, number, extends=cache is None)
       routed = None if s.moe is None else routing.of_layer(index - s.moe.dense_layers)
       x_BxTxD, stats, new = block(x_BxTxD, tokens, ropes.get(kind), window, layer_key, past, s.parts_of(place), routed,
                                   lent.get(kind), own_BxTxP)
@@ -105,7 +108,7 @@ class Decoder(nnx.Module):
         lent = {**lent, kind: new[s.mixer_of(place)]}
       if deep_LxBxFxD is not None and place < s.first_layers:
         x_BxTxD = vlm.add(x_BxTxD, deep_LxBxFxD, index, batch["image_index"])
-      return (x_BxTxD, None if past is None else new, lent), (stats, new if remember else None)
+      return (x_BxTxD, None if cache is None else new, lent), (stats, new if remember else None)
 
     (x_BxTxD, cache, _), (stats, new) = run_blocks(s, blocks or self.blocks, layer, remat, (x_BxTxD, cache, lent),
                                                    own_LxBxTxP)
@@ -238,19 +241,24 @@ class Transformer:
     """See `models.api.Generative`."""
     return None if self.spec.moe is None else (len(self.spec.layers_with("moe")), self.spec.moe.experts_per_token)
 
-  def prefill(self, params: Params, batch: dict, record: bool = False) -> tuple:
+  def extend(self, params: Params, batch: dict, cache: Cache | None = None, record: bool = False) -> tuple:
     """See `models.api.Generative`."""
+    before = None if cache is None else cache_lib.stacked(cache, self.spec)
+    if cache is not None:
+      segment_ids = batch.get("segment_ids", jnp.ones_like(batch["tokens"]))
+      firsts_B = cache.lengths if cache.shift is None else cache.lengths + cache.shift
+      # Those of padding are within any table of positions.
+      positions_BxT = jnp.where(segment_ids > 0, firsts_B[:, None] + jnp.arange(segment_ids.shape[1]), 0)
+      batch = {**batch, "segment_ids": segment_ids, "positions": positions_BxT}
     batch = vlm.complete(batch, self.spec.vision)
-    hidden_NxTxD, stats, new = nnx.merge(self._graph, params)(batch, self._remat, None, remember=True)
-    left = new, batch["positions"], batch["segment_ids"], batch["axes"]
-    return (hidden_NxTxD, left, jnp.moveaxis(stats["experts"], 0, 2)) if record else (hidden_NxTxD, left)
+    hidden_BxTxD, stats, new = nnx.merge(self._graph, params)(batch, self._remat, None, remember=True, cache=before)
+    cache = self.empty_cache(*batch["tokens"].shape) if cache is None else cache
+    cache = cache_lib.extended(cache, self.spec, new, batch["segment_ids"], batch["axes"])
+    return (hidden_BxTxD, cache, jnp.moveaxis(stats["experts"], 0, 2)) if record else (hidden_BxTxD, cache)
 
-  def begin(self, cache: Cache, begun: Any, rows_M: jax.Array, sources_M: jax.Array) -> Cache:
+  def copied_cache(self, cache: Cache, *which: Any) -> Cache:
     """See `models.api.Generative`."""
-    new, *of_tokens = begun
-    new = jax.tree.map(lambda part: part[:, sources_M], new)
-    positions, segment_ids, axes = (None if part is None else part[sources_M] for part in of_tokens)
-    return cache_lib.begin(cache, self.spec, new, positions, segment_ids, rows_M, axes)
+    return cache_lib.copied(cache, self.spec, *which)
 
   def resized_cache(self, cache: Cache, rows_R: jax.Array, max_length: int, pages_Q: jax.Array | None = None) -> Cache:
     """See `models.api.Generative`."""
@@ -281,7 +289,7 @@ class Transformer:
     graph, state = self._decoding
     blocks = None
     if self._one_by_one:
-      blocks = [nnx.merge(_without(nnx.merge(graph, state).blocks, PARTS - block.keys()), block)
+      blocks = [nnx.merge(without(nnx.merge(graph, state).blocks, PARTS - block.keys()), block)
                 for block in params["blocks"]]
       # The decoder runs `blocks`. Something has to be in the place of its stack, which it does not run.
       params = {**params, "blocks": functools.reduce(operator.or_, params["blocks"])}
@@ -390,11 +398,3 @@ def _frozen(form: str, freeze: Sequence[str], trained_only: str | None) -> quant
     return others or any(re.search(pattern, path) for pattern in freeze)
 
   return quantize.Frozen(form, is_frozen)
-
-
-def _without(block: Block, parts: Collection[str]) -> nnx.GraphDef:
-  """The structure of a block that lacks some of its parts."""
-  for part in parts:
-    if hasattr(block, part):
-      delattr(block, part)
-  return nnx.split(block)[0]

@@ -80,10 +80,10 @@ class SegmentEncoder:
     return results
 
   def behind(self, token: str | None, segment: Segment) -> np.ndarray:
-    """Ids, int32 [n], of a text behind a special token; None: behind any."""
+    """Ids, int32 [n], of a text behind a special token; None: behind any. An image is one IMAGE_ID."""
     front = token if token is not None and self._stands_alone(token) else self._front
     at = len(front)
-    (found,) = self._tokenizer.encode_placed([(front + segment.text, tuple(i + at for i in segment.inert))])
+    (found,) = self.encode([[Segment(front + segment.text, tuple(i + at for i in segment.inert))]])
     return found.ids[1:] if front else found.ids
 
   def ordinary(self, text: str, weight: float = 0.0) -> Segment:

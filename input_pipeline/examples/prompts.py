@@ -196,11 +196,7 @@ class Prompter:
     if self.template is None:
       raise ConfigError(f"{where} is a conversation, but the tokenizer has no chat template. Name one with "
                         "--config.chat.template, e.g. chatml.")
-    refs = self._refs(images, where)
-    if self._images is not None:
-      parts = [{**m, "content": content_parts(m["content"], f"{where}: messages[{i}].content")}
-               if isinstance(m.get("content"), list) else dict(m) for i, m in enumerate(messages)]
-      messages, refs = attach(parts, refs, where, None, self._images.marker)
+    messages, refs = self._attached(messages, where, self._refs(images, where))
     try:
       rendered = self._encoder.renderer.render_spans(messages, tools=tools, add_generation_prompt=True,
                                                      inert_tokens=self._tokenizer.special_tokens, **variables)
@@ -208,6 +204,15 @@ class Prompter:
       raise DataError(f"{where}: {e}") from e
     utf8(rendered.text, where)
     return self._prompt([Segment(rendered.text, rendered.inert)], rendered.text, refs, where)
+
+  def _attached(self, messages: Iterable[Mapping], where: str, refs: tuple[ImageRef, ...] = ()
+                ) -> tuple[list[dict], tuple[ImageRef, ...]]:
+    """See `attach`; unchanged where the model sees no images."""
+    if self._images is None:
+      return [dict(m) for m in messages], refs
+    parts = [{**m, "content": content_parts(m["content"], f"{where}: messages[{i}].content")}
+             if isinstance(m.get("content"), list) else dict(m) for i, m in enumerate(messages)]
+    return attach(parts, refs, where, None, self._images.marker)
 
   def _refs(self, images: Iterable[Any], where: str) -> tuple[ImageRef, ...]:
     refs = tuple(image if isinstance(image, ImageRef) else ImageRef(image, f"{where}: image {i}")
@@ -259,8 +264,9 @@ class Prompter:
     return self._segments.behind(self._tokenizer.named_tokens.get("eos_token"), self._segments.ordinary(text))
 
   def added_messages(self, messages: list[dict], answer: str, added: list[dict], tools: list[dict] | None = None, *,
-                     ended: bool = True, **variables: Any) -> np.ndarray:
-    """Ids, int32 [n], of all that a template writes from the end of what the assistant says to its next turn.
+                     ended: bool = True, **variables: Any) -> tuple[np.ndarray, Sequence[np.ndarray]]:
+    """(ids, int32 [n], of all that a template writes from the end of what the assistant says to its next turn; the
+    images in it).
 
     Args:
       messages: the conversation up to what the assistant answers.
@@ -270,9 +276,17 @@ class Prompter:
       tools, **variables: see `messages`.
 
     Raises:
-      DataError: the template refuses the conversation, or hides the assistant's answer in it.
+      DataError: the template refuses the conversation, or hides the assistant's answer in it; an image cannot be used,
+        or the model sees none.
     """
-    return self._segments.behind(*self._encoder.finder.behind(messages, answer, added, tools, variables, ended))
+    if self._images is None and any(not isinstance(message["content"], str) for message in added):
+      raise DataError("what is added has parts, but the model sees no images (model.vision.tower is 'none').")
+    shown, refs = self._attached(added, "what is added")
+    ids = self._segments.behind(*self._encoder.finder.behind(messages, answer, shown, tools, variables, ended))
+    if not refs:
+      return ids, ()
+    loaded = self._images.read(refs)
+    return self._images.finish(ids, np.zeros(len(ids), np.float32), loaded)[0], Images(loaded, self._images.preprocess)
 
   @property
   def _segments(self) -> SegmentEncoder:

@@ -196,6 +196,9 @@ class Images(Sequence):
   def __len__(self) -> int:
     return len(self.encoded)
 
+  def __add__(self, other: "Images") -> "Images":
+    return Images((*self.files, *other.files), self._how)
+
   def __getitem__(self, index):
     if isinstance(index, slice):
       return [to_pixels(data, self._how) for data in self.encoded[index]]

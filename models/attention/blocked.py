@@ -132,9 +132,8 @@ def _few_heads_at_a_time(some: Callable, spans: tuple[Span, ...], queries: Side,
 
   def of_heads(side: Side, number: int) -> Side:
     """A side for each group of heads."""
-    segments, blocks, prompts = (None if x is None else jnp.repeat(x, G, axis=0).reshape(number, at_once, -1)
-                                 for x in (side.segments, side.blocks, side.prompts))
-    return Side(segments, jnp.broadcast_to(side.index, (number, *side.index.shape)), blocks, prompts)
+    return Side(*(x if x is None else jnp.broadcast_to(x, (number, *x.shape)) if x.ndim == 1 else
+                  jnp.repeat(x, G, axis=0).reshape(number, at_once, -1) for x in side))
 
   sides = (of_heads(side, B * G // at_once) for side in (queries, keys))
   outs = jax.lax.map(part, (tuple(map(by_head, arrays)), *sides))
@@ -164,7 +163,7 @@ class _Tiles:
     self.side = side._replace(segments=keys_of(side.segments)) if self._at == 2 else side
 
   def __len__(self) -> int:
-    return len(self.side.index) // self._size
+    return self.side.index.shape[-1] // self._size
 
   def at(self, number: jax.Array) -> tuple[Side, list[jax.Array]]:
     """That tile."""
@@ -365,9 +364,7 @@ def _real(queries: Side) -> jax.Array:
 
 
 def _cut_queries(side: Side, start: int, stop: int) -> Side:
-  segments, blocks, prompts = (None if x is None else x[:, start:stop]
-                               for x in (side.segments, side.blocks, side.prompts))
-  return Side(segments, side.index[start:stop], blocks, prompts)
+  return Side(*(None if x is None else x[..., start:stop] for x in side))
 
 
 def _cut_keys(side: Side, span: Span) -> Side:

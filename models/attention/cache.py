@@ -1,6 +1,6 @@
 """Keys and values of the tokens that a model has seen, so that a further token costs no more than its own work.
 
-B rows of the cache, M rows that are begun, T tokens, L layers, S slots, G key/value heads, K head size; P places, N
+B rows of the cache, M rows that are copied, T tokens, L layers, S slots, G key/value heads, K head size; P places, N
 layers at each; Q pages of Z slots, J of a row.
 
 A token of position p stands in slot p % S. Layers that see all have a slot for each position; those with a window have
@@ -66,13 +66,17 @@ class Seen(NamedTuple):
 
 
 class Past(NamedTuple):
-  """Where one more token of each row finds one layer's part of a cache."""
+  """Where further tokens of each row find one layer's part of a cache."""
 
   cache: Cache
   # The layer's place in the pattern, or, of layers that run one after another, its number.
   place: int
   # Its number.
   layer: jax.Array
+  # The tokens are several of each row, which read the cache as it is and add theirs when all layers have run
+  # (`extended`): what they add to a window is in the place of what the first of them see. Else each row's is one, which
+  # every layer adds before it reads.
+  extends: bool = False
 
   def add(self, k_BxGxK: jax.Array, v_BxGxK: jax.Array, active_B: jax.Array, window: int | None
           ) -> tuple[Cache, Seen]:
@@ -102,6 +106,13 @@ class Past(NamedTuple):
     values, of_values = put_one(self.cache.values, v_BxGxK)
     return self.cache._replace(keys=keys, values=values), self._seen(of_keys, of_values, window)
 
+  def before(self, k_BxTxGxK: jax.Array, v_BxTxGxK: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """(keys [B, S + T, G, K], values, of the cache and then these; `behind_BxS` of `dispatch.attention`)."""
+    keys, values = (jnp.concatenate([old.swapaxes(1, 2).astype(new.dtype), new], axis=1)
+                    for old, new in zip(self.state(), (k_BxTxGxK, v_BxTxGxK), strict=True))
+    positions_BxS = positions_of(self.cache.lengths, keys.shape[1] - k_BxTxGxK.shape[1])
+    return keys, values, jnp.where(positions_BxS >= 0, self.cache.lengths[:, None] - positions_BxS, 0)
+
   def seen(self, window: int | None) -> Seen:
     """What the token sees in this layer, to which its own key and value have been added."""
     return self._seen(*self.state(), window)
@@ -119,7 +130,8 @@ class Past(NamedTuple):
     return Seen(of_keys, of_values, seen_BxS)
 
   def state(self) -> tuple[jax.Array, jax.Array]:
-    """A layer's part that has a state: the last inputs of its convolutions [B, W - 1, C], its states [B, H, K, V]."""
+    """A layer's part: of one that has a state the last inputs of its convolutions [B, W - 1, C] and its states [B, H,
+    K, V], of others keys and values [B, G, S, K]."""
     place, entry = self._at()
     inputs, states = (jax.lax.dynamic_index_in_dim(arrays[place], entry, keepdims=False)
                       for arrays in (self.cache.keys, self.cache.values))
@@ -201,39 +213,31 @@ def positions_of(lengths_B: jax.Array, slots: int) -> jax.Array:
   return newest_Bx1 - (newest_Bx1 - jnp.arange(slots)) % slots
 
 
-def begin(cache: Cache, spec: Spec, new: Mapping[str, tuple[jax.Array, jax.Array]], positions_MxT: jax.Array,
-          segment_ids_MxT: jax.Array, rows_M: jax.Array, axes_MxTx3: jax.Array | None = None) -> Cache:
-  """The cache with rows that are begun anew.
+def extended(cache: Cache, spec: Spec, new: Mapping[str, tuple[jax.Array, jax.Array]], segment_ids_BxT: jax.Array,
+             axes_BxTx3: jax.Array | None = None) -> Cache:
+  """The cache with further tokens of its rows.
 
   Args:
-    cache: what to add to.
+    cache: what to add to; without pages.
     spec: the model's.
-    new: by their mixer: attn, global_attn: keys and values [L, M, T, G, K] of the layers that have them; delta, mamba:
-      the last inputs of the convolutions and the states of those [L, M, …].
-    positions_MxT: of these tokens, from 0 on.
-    segment_ids_MxT: 0: padding, not written.
-    rows_M: the row of the cache that each goes to; one beyond the last is left out.
-    axes_MxTx3: their positions for M-RoPE, where these are others.
+    new: by their mixer: attn, global_attn: keys and values [L, B, T, G, K] of the layers that have them; delta, mamba:
+      the last inputs of the convolutions and the states of those [L, B, …], behind these tokens.
+    segment_ids_BxT: 0: padding, not written.
+    axes_BxTx3: positions for M-RoPE of a text's beginning, where these are others than those in the row.
   """
   period = len(cache.keys)
-  real_MxT = segment_ids_MxT > 0
-  ends_M = jnp.max(jnp.where(real_MxT, positions_MxT + 1, 0), axis=1)
+  real_BxT = segment_ids_BxT > 0
+  positions_BxT = cache.lengths[:, None] + jnp.cumsum(real_BxT, axis=1) - 1
+  ends_B = cache.lengths + real_BxT.sum(1)
 
-  def write(old_NxBxGxSxK: jax.Array, new_NxMxTxGxK: jax.Array, paged: bool) -> jax.Array:
-    S, new_NxMxGxTxK = old_NxBxGxSxK.shape[3], new_NxMxTxGxK.swapaxes(2, 3)
+  def write(old_NxBxGxSxK: jax.Array, new_NxBxTxGxK: jax.Array) -> jax.Array:
+    S = old_NxBxGxSxK.shape[3]
     # Of tokens that would share a slot only the last is written; the others go to a slot that does not exist. That no
     # two go to the same one is said: for XLA on GPU they would be written one after another.
-    kept_MxT = real_MxT & (positions_MxT >= ends_M[:, None] - S)
-    slots_MxT = jnp.where(kept_MxT, positions_MxT % S, S)
-    rows_MxT = rows_M[:, None]
-    if paged:
-      slots_MxT = jnp.where(real_MxT, positions_MxT % S, S)
-      pages_MxJ = cache.table.pages_BxJ.at[rows_M].get(mode="fill", fill_value=old_NxBxGxSxK.shape[1])
-      rows_MxT = jnp.take_along_axis(pages_MxJ, positions_MxT // S, axis=1, mode="clip")
+    slots_BxT = jnp.where(real_BxT & (positions_BxT >= ends_B[:, None] - S), positions_BxT % S, S)
     # Indices with a dimension between them come first in what is set.
-    new_MxTxNxGxK = new_NxMxGxTxK.transpose(1, 3, 0, 2, 4)
-    return _constrain(old_NxBxGxSxK.at[:, rows_MxT, :, slots_MxT].set(
-        new_MxTxNxGxK, mode="drop", unique_indices=True))
+    return _constrain(old_NxBxGxSxK.at[:, jnp.arange(len(slots_BxT))[:, None], :, slots_BxT].set(
+        new_NxBxTxGxK.transpose(1, 2, 0, 3, 4).astype(old_NxBxGxSxK.dtype), mode="drop", unique_indices=True))
 
   def at_place(place: int, old: jax.Array, which: int) -> jax.Array:
     mixer = spec.mixer_of(place)
@@ -241,18 +245,67 @@ def begin(cache: Cache, spec: Spec, new: Mapping[str, tuple[jax.Array, jax.Array
     if not len(old):
       return old
     of_place = new[mixer][which][alike.index(place)::len(alike)]
-    if mixer not in RECURRENT:
-      return write(old, of_place, cache.table is not None and spec.window_of(place) is None)
-    return _constrain(old.at[:, rows_M].set(of_place.astype(old.dtype), mode="drop", unique_indices=True))
+    return _constrain(of_place.astype(old.dtype)) if mixer in RECURRENT else write(old, of_place)
 
   keys, values = (tuple(at_place(place, old, which) for place, old in enumerate(olds))
                   for which, olds in enumerate((cache.keys, cache.values)))
   shift = cache.shift
-  if shift is not None:
-    last_M = ends_M if axes_MxTx3 is None else jnp.where(real_MxT, axes_MxTx3.max(-1) + 1, 0).max(1)
-    shift = shift.at[rows_M].set(last_M - ends_M, mode="drop", unique_indices=True)
-  lengths = cache.lengths.at[rows_M].set(ends_M, mode="drop", unique_indices=True)
+  if shift is not None and axes_BxTx3 is not None:
+    shift = jnp.where(real_BxT, axes_BxTx3.max(-1) + 1, 0).max(1) - ends_B
+  return Cache(keys, values, ends_B, shift)
+
+
+def copied(cache: Cache, spec: Spec, other: Cache, rows_M: jax.Array, sources_M: jax.Array) -> Cache:
+  """The cache with rows `sources_M` of another in place of its rows `rows_M`, of which one beyond the last is left out.
+
+  Either may have pages. No text may be longer than both have room for; until a window is full, each of its tokens is in
+  the slot of its position.
+  """
+
+  def read(part_NxBxGxSxK: jax.Array, paged: bool) -> jax.Array:
+    if not paged:
+      return part_NxBxGxSxK[:, sources_M]
+    pages_MxJ = other.table.pages_BxJ.at[sources_M].get(mode="clip")
+    of_pages = jnp.moveaxis(part_NxBxGxSxK.at[:, pages_MxJ].get(mode="fill", fill_value=0), 3, 2)
+    return of_pages.reshape(*of_pages.shape[:3], -1, of_pages.shape[-1])
+
+  def write(old: jax.Array, new_NxMxGxSxK: jax.Array, paged: bool) -> jax.Array:
+    if not paged:
+      S = min(old.shape[3], new_NxMxGxSxK.shape[3])
+      return old.at[:, rows_M, :, :S].set(new_NxMxGxSxK[:, :, :, :S], mode="drop", unique_indices=True)
+    Z, pages_MxJ = old.shape[3], cache.table.pages_BxJ.at[rows_M].get(mode="fill", fill_value=old.shape[1])
+    J = min(pages_MxJ.shape[1], -(-new_NxMxGxSxK.shape[3] // Z))
+    new = jnp.pad(new_NxMxGxSxK, [(0, -size % Z if d == 3 else 0) for d, size in enumerate(new_NxMxGxSxK.shape)])
+    new_NxMxGxJxZxK = new[:, :, :, :J * Z].reshape(*new.shape[:3], J, Z, new.shape[-1])
+    return old.at[:, pages_MxJ[:, :J]].set(jnp.moveaxis(new_NxMxGxJxZxK, 3, 2), mode="drop", unique_indices=True)
+
+  def at_place(place: int, old: jax.Array, new: jax.Array) -> jax.Array:
+    if not len(old):
+      return old
+    if spec.mixer_of(place) in RECURRENT:
+      return _constrain(old.at[:, rows_M].set(new[:, sources_M], mode="drop", unique_indices=True))
+    from_pages, to_pages = (part.table is not None and spec.window_of(place) is None for part in (other, cache))
+    return _constrain(write(old, read(new, from_pages), to_pages))
+
+  keys, values = (tuple(map(at_place, range(len(olds)), olds, news))
+                  for olds, news in ((cache.keys, other.keys), (cache.values, other.values)))
+  lengths, shift = (None if old is None else old.at[rows_M].set(new[sources_M], mode="drop", unique_indices=True)
+                    for old, new in ((cache.lengths, other.lengths), (cache.shift, other.shift)))
   return Cache(keys, values, lengths, shift, cache.table)
+
+
+def stacked(cache: Cache, spec: Spec) -> Cache:
+  """The cache with the arrays of the layers of each place of the pattern in one, as a scan over layers reads them."""
+  period = len(spec.layer_pattern)
+
+  def at_place(parts: tuple[jax.Array, ...], place: int) -> jax.Array:
+    same = [part for part in parts[place::period] if len(part)]
+    return jnp.concatenate(same) if same else parts[place]
+
+  if len(cache.keys) <= period:  # of each place one layer at most
+    return cache
+  keys, values = (tuple(at_place(parts, place) for place in range(period)) for parts in (cache.keys, cache.values))
+  return cache._replace(keys=keys, values=values)
 
 
 def _constrain(part: jax.Array) -> jax.Array:

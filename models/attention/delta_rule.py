@@ -98,7 +98,8 @@ def recurrent(q_BxTxHxK: jax.Array, k_BxTxHxK: jax.Array, v_BxTxHxV: jax.Array, 
 
 
 def chunked(q_BxTxHxK: jax.Array, k_BxTxHxK: jax.Array, v_BxTxHxV: jax.Array, g_BxTxH: jax.Array,
-            beta_BxTxH: jax.Array, segment_ids_BxT: jax.Array, chunk: int = CHUNK) -> tuple[jax.Array, jax.Array]:
+            beta_BxTxH: jax.Array, segment_ids_BxT: jax.Array, chunk: int = CHUNK,
+            state_BxHxKxV: jax.Array | None = None) -> tuple[jax.Array, jax.Array]:
   """(what the tokens read [B, T, H, V], zeros at padding; the state of each row after its last token [B, H, K, V]).
 
   In float32, or as wide as the inputs.
@@ -110,6 +111,7 @@ def chunked(q_BxTxHxK: jax.Array, k_BxTxHxK: jax.Array, v_BxTxHxV: jax.Array, g_
     beta_BxTxH: the share by which the state is corrected, 0 to 1.
     segment_ids_BxT: int32; 0 is padding. The tokens of a segment are contiguous.
     chunk: C, tokens that are taken together.
+    state_BxHxKxV: what rows of one segment, 1, go on with; None: rows begin here.
   """
   T = q_BxTxHxK.shape[1]
   C = min(chunk, T)
@@ -117,7 +119,9 @@ def chunked(q_BxTxHxK: jax.Array, k_BxTxHxK: jax.Array, v_BxTxHxV: jax.Array, g_
   given: tuple[jax.Array, ...] = q_BxTxHxK, k_BxTxHxK, v_BxTxHxV, g_BxTxH, beta_BxTxH, segment_ids_BxT
   if pad:  # with padding, which changes nothing
     given = tuple(jnp.pad(x, [(0, pad if d == 1 else 0) for d in range(x.ndim)]) for x in given)
+  before = 0 if state_BxHxKxV is None else 1  # the segment of what came before the row
   q, k, v, g, beta, owner_BxT = _prepared(*given)
+  owner_BxT = jnp.maximum(owner_BxT, before)
   B, H = q.shape[0], q.shape[2]
 
   def in_chunks(x: jax.Array) -> jax.Array:
@@ -127,7 +131,7 @@ def chunked(q_BxTxHxK: jax.Array, k_BxTxHxK: jax.Array, v_BxTxHxV: jax.Array, g_
   q, k, v, g, beta = map(in_chunks, (q, k, v, g, beta))
   owner_NxBxC = owner_BxT.reshape(B, -1, C).swapaxes(0, 1)
   last_NxB = owner_NxBxC[..., -1]
-  before_NxB = jnp.concatenate([jnp.zeros_like(last_NxB[:1]), last_NxB[:-1]])
+  before_NxB = jnp.concatenate([jnp.full_like(last_NxB[:1], before), last_NxB[:-1]])
   # What came into the chunk belongs to these tokens, and what leaves it comes from those.
   enters_NxBx1xC = (owner_NxBxC == before_NxB[..., None])[:, :, None]
   leaves_NxBx1xC = (owner_NxBxC == last_NxB[..., None])[:, :, None]
@@ -159,7 +163,8 @@ def chunked(q_BxTxHxK: jax.Array, k_BxTxHxK: jax.Array, v_BxTxHxV: jax.Array, g_
 
   parts = (q * since_NxBxHxC[..., None], weights_NxBxHxCxC, new_NxBxHxCxV, reads_NxBxHxCxK,
            k * left_NxBxHxC[..., None], kept_NxBxH, stays_NxB)
-  state, out_NxBxHxCxV = jax.lax.scan(step, jnp.zeros((B, H, k.shape[-1], v.shape[-1]), q.dtype), parts)
+  begin = jnp.zeros((B, H, k.shape[-1], v.shape[-1]), q.dtype) if state_BxHxKxV is None else state_BxHxKxV
+  state, out_NxBxHxCxV = jax.lax.scan(step, begin.astype(q.dtype), parts)
   out_BxTxHxV = jnp.moveaxis(out_NxBxHxCxV, (0, 2), (1, 3)).reshape(B, -1, H, v.shape[-1])[:, :T]
   return jnp.where((segment_ids_BxT > 0)[..., None, None], out_BxTxHxV, 0.0), state
 

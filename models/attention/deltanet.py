@@ -4,7 +4,6 @@ As Qwen3-Next and Qwen3.5 have it. B batch, T length, D hidden size, G heads of 
 (G divides H), K and V their sizes, W width of the convolution, C channels of all three.
 """
 
-import functools
 from typing import Any
 
 import jax
@@ -55,7 +54,8 @@ class GatedDeltaNet(nnx.Module):
 
   def __call__(self, x_BxTxD: jax.Array, tokens: TokenIds, key: jax.Array | None = None, past: Past | None = None
                ) -> tuple[jax.Array, tuple[jax.Array, jax.Array] | Cache]:
-    """(output, (last inputs of the convolutions [B, W - 1, C], states [B, H, K, V]), or, with a `past`, its cache).
+    """(output, (last inputs of the convolutions [B, W - 1, C], states [B, H, K, V]), or, with a `past` of one
+    token, its cache).
 
     `key`, `past`: as in `models.blocks.SelfAttention`.
     """
@@ -67,29 +67,28 @@ class GatedDeltaNet(nnx.Module):
     g_BxTxH = -jnp.exp(self.A_log[...].astype(f32)) * jax.nn.softplus(a.astype(f32) + self.dt_bias[...].astype(f32))
 
     mixed_BxTxC = jnp.concatenate([q, k, v], axis=-1)
-    before = 0 if past is None else s.conv_width - 1
-    if past is None:
-      segment_ids, tail = tokens.segments, delta_rule.last_inputs(mixed_BxTxC, tokens.segments, s.conv_width - 1)
-    else:
+    before, segment_ids, state = 0 if past is None else s.conv_width - 1, tokens.segments, None
+    if past is not None:
       earlier, state = past.state()
       mixed_BxTxC = jnp.concatenate([earlier.astype(mixed_BxTxC.dtype), mixed_BxTxC], axis=1)
       # Before the begin of a text they are zeros, as before the begin of a row.
-      segment_ids, tail = jnp.ones(mixed_BxTxC.shape[:2], jnp.int32), mixed_BxTxC[:, 1:]
+      segment_ids = jnp.concatenate([jnp.ones((B, before), jnp.int32), segment_ids], axis=1)
     sizes = q.shape[-1], q.shape[-1] + k.shape[-1]
     inputs = jnp.split(mixed_BxTxC, sizes, axis=-1) if before else (q, k, v)
     q, k, v = (delta_rule.short_convolution(part, conv.taps[...], segment_ids)[:, before:].astype(self.dtype)
                for part, conv in zip(inputs, (self.q_conv, self.k_conv, self.v_conv), strict=True))
     q_BxTxHxK, k_BxTxHxK = (self._of_value_heads(part.reshape(B, T, s.num_key_heads, -1)) for part in (q, k))
     v_BxTxHxV = v.reshape(B, T, s.num_value_heads, -1)
-    if past is None:
-      out_BxTxHxV, state = _mapped(s.chunk, q_BxTxHxK, k_BxTxHxK, v_BxTxHxV, g_BxTxH, beta_BxTxH, segment_ids)
-      new: Any = tail, state
+    if past is None or past.extends:
+      out_BxTxHxV, state = _mapped(s.chunk, q_BxTxHxK, k_BxTxHxK, v_BxTxHxV, g_BxTxH, beta_BxTxH, tokens.segments,
+                                   state)
+      new: Any = delta_rule.last_inputs(mixed_BxTxC, segment_ids, s.conv_width - 1), state
     else:
       state, out_BxHxV = delta_rule.one_token(
           state, q_BxTxHxK[:, 0] * s.key_head_dim**-0.5, k_BxTxHxK[:, 0], v_BxTxHxV[:, 0].astype(f32), g_BxTxH[:, 0],
           beta_BxTxH[:, 0])
       active_B = tokens.segments[:, 0] > 0
-      new = past.with_state(tail, state, active_B)
+      new = past.with_state(mixed_BxTxC[:, 1:], state, active_B)
       out_BxTxHxV = jnp.where(active_B[:, None, None], out_BxHxV, 0.0)[:, None]
     # Rounded before the gate, and after it.
     out_BxTxHxV = self.norm(out_BxTxHxV.astype(self.dtype)).astype(f32)
@@ -102,10 +101,13 @@ class GatedDeltaNet(nnx.Module):
     return jnp.repeat(delta_rule.unit_keys(x_BxTxGxK), self.spec.num_value_heads // self.spec.num_key_heads, axis=2)
 
 
-def _mapped(chunk: int, q_BxTxHxK, k_BxTxHxK, v_BxTxHxV, g_BxTxH, beta_BxTxH, segment_ids_BxT):
+def _mapped(chunk: int, q_BxTxHxK, k_BxTxHxK, v_BxTxHxV, g_BxTxH, beta_BxTxH, segment_ids_BxT, state_BxHxKxV):
   """`delta_rule.chunked`, on a mesh each device for its rows and heads, so that no partitioner gathers anything."""
-  given = q_BxTxHxK, k_BxTxHxK, v_BxTxHxV, g_BxTxH, beta_BxTxH, segment_ids_BxT
-  run = functools.partial(delta_rule.chunked, chunk=chunk)
+  given = q_BxTxHxK, k_BxTxHxK, v_BxTxHxV, g_BxTxH, beta_BxTxH, segment_ids_BxT, state_BxHxKxV
+
+  def run(q, k, v, g, beta, segment_ids, state):
+    return delta_rule.chunked(q, k, v, g, beta, segment_ids, chunk, state)
+
   placed = logical_axes.current()
   if placed is None:
     return run(*given)
@@ -113,5 +115,6 @@ def _mapped(chunk: int, q_BxTxHxK, k_BxTxHxK, v_BxTxHxV, g_BxTxH, beta_BxTxH, se
   spec = jax.sharding.PartitionSpec
   of_tokens = spec(batch, None, heads)
   return jax.shard_map(run, mesh=placed.mesh,
-                       in_specs=(by_head, by_head, by_head, of_tokens, of_tokens, spec(batch, None)),
+                       in_specs=(by_head, by_head, by_head, of_tokens, of_tokens, spec(batch, None),
+                                 spec(batch, heads, None, None)),
                        out_specs=(by_head, spec(batch, heads, None, None)), check_vma=False)(*given)

@@ -1,7 +1,7 @@
 """Attention over packed rows, causal but within blocks: the one place that knows how it is computed.
 
-B batch, T query length, S key length (= T, or slots of a cache), H query heads, G key/value heads, R = H / G query
-heads per key/value head, K head size.
+B batch, T query length, S key length (= T, P + T, or P), P slots of a cache, H query heads, G key/value heads,
+R = H / G query heads per key/value head, K head size.
 
 Every implementation here keeps these promises:
 - a query sees keys of its own segment, and of the prompt that it shares with others, at its own index or before and
@@ -39,6 +39,7 @@ def attention(
     segment_ids: jax.Array,
     block_ids: jax.Array | None = None,
     prompt_ids: jax.Array | None = None,
+    behind_BxP: jax.Array | None = None,
     window: int | None = None,
     window_blocks: bool = False,
     scale: float,
@@ -51,7 +52,7 @@ def attention(
 
   Args:
     q_BxTxHxK: queries; H is a multiple of G. Head h reads key/value head h // (H / G).
-    k_BxSxGxK: keys, S == T.
+    k_BxSxGxK: keys, S == T, or P + T: those of a cache, in any order, then the row's own.
     v_BxSxGxK: values.
     segment_ids: int32 [B, T]; tokens attend only where these are equal; 0 is padding. The tokens of a
       segment are contiguous, so that index differences are position differences.
@@ -60,6 +61,8 @@ def attention(
       may reach anywhere, all are.
     prompt_ids: int32 [B, T]; a further segment that each token sees, 0 for none. It stands before the token in the row.
       None: there are none. Not with a window, which counts places of the row.
+    behind_BxP: int32 [B, P]; of each key of a cache, how many tokens it stands before the row's first; 0: there is
+      none. The row's tokens are then of segment 1, padded on the right. None: rows have nothing before them (P = 0).
     window: how many tokens a query sees, itself included; None: all before it.
     window_blocks: whether nothing further back than the window is seen of the own block either.
     scale: factor on the scores.
@@ -77,9 +80,10 @@ def attention(
     raise ValueError(f"attention: found impl {impl!r}, allowed: {', '.join(IMPLEMENTATIONS)}")
   B, T, H, K = q_BxTxHxK.shape
   S, G = k_BxSxGxK.shape[1:3]
+  P = 0 if behind_BxP is None else behind_BxP.shape[1]
   tokens = TokenIds(segment_ids, block_ids, prompt_ids)
   of_tokens = {name: ids for name, ids in tokens._asdict().items() if ids is not None}
-  if S != T or H % G or any(ids.shape != (B, T) for ids in of_tokens.values()):
+  if S != P + T or H % G or any(ids.shape != (B, T) for ids in of_tokens.values()):
     raise ValueError(
         f"attention: queries {q_BxTxHxK.shape}, keys {k_BxSxGxK.shape}, "
         f"{', '.join(f'{name} {ids.shape}' for name, ids in of_tokens.items())}; needs equal lengths and a number of "
@@ -92,12 +96,12 @@ def attention(
   sinks_H = None if sinks_H is None else sinks_H.astype(jnp.float32)
   placed = logical_axes.current()
   if placed is None:
-    return _attend(None, rule, impl, block, q_BxTxHxK, k_BxSxGxK, v_BxSxGxK, tokens, sinks_H)
-  return _mapped(placed, rule, impl, block, q_BxTxHxK, k_BxSxGxK, v_BxSxGxK, tokens, sinks_H)
+    return _attend(None, rule, impl, block, q_BxTxHxK, k_BxSxGxK, v_BxSxGxK, tokens, sinks_H, behind_BxP)
+  return _mapped(placed, rule, impl, block, q_BxTxHxK, k_BxSxGxK, v_BxSxGxK, tokens, sinks_H, behind_BxP)
 
 
 def _mapped(placed: logical_axes.Placement, rule: Rule, impl: str, block: int, q_BxTxHxK, k_BxTxGxK, v_BxTxGxK,
-            tokens: TokenIds, sinks_H: jax.Array | None) -> jax.Array:
+            tokens: TokenIds, sinks_H: jax.Array | None, behind_BxP: jax.Array | None) -> jax.Array:
   """Each device attends for its rows, its part of their length and its heads.
 
   By hand, so that no partitioner gathers what is not needed, and since it could not look into a kernel.
@@ -111,23 +115,26 @@ def _mapped(placed: logical_axes.Placement, rule: Rule, impl: str, block: int, q
   if copies > 1:
     k_BxTxGxK, v_BxTxGxK = jnp.repeat(k_BxTxGxK, copies, axis=2), jnp.repeat(v_BxTxGxK, copies, axis=2)
 
-  def local(q, k, v, tokens, sinks):
-    return _attend(length, rule, impl, block, q, k, v, tokens, sinks)
+  def local(q, k, v, tokens, sinks, behind):
+    return _attend(length, rule, impl, block, q, k, v, tokens, sinks, behind)
 
   # check_vma would want every loop inside to say over which axes its values differ.
   return jax.shard_map(local, mesh=placed.mesh, out_specs=by_head, check_vma=False,
-                       in_specs=(by_head, by_head, by_head, by_token, PartitionSpec(by_head[2])))(
-                           q_BxTxHxK, k_BxTxGxK, v_BxTxGxK, tokens, sinks_H)
+                       in_specs=(by_head, by_head, by_head, by_token, PartitionSpec(by_head[2]),
+                                 PartitionSpec(by_head[0])))(
+                           q_BxTxHxK, k_BxTxGxK, v_BxTxGxK, tokens, sinks_H, behind_BxP)
 
 
 def _attend(axis: logical_axes.Axes, rule: Rule, impl: str, block: int, q_BxTxHxK, k_BxTxGxK, v_BxTxGxK,
-            tokens: TokenIds, sinks_H: jax.Array | None) -> jax.Array:
+            tokens: TokenIds, sinks_H: jax.Array | None, behind_BxP: jax.Array | None) -> jax.Array:
   """`attention` on one device, T being its part of the length where that is split over the mesh axis `axis`."""
   B, T, H, K = q_BxTxHxK.shape
   has_blocks, has_prompts = tokens.blocks is not None, tokens.prompts is not None
   parts = 1 if axis is None else jax.lax.axis_size(axis)
   platform = logical_axes.platform()
   on_tpu, on_gpu = platform == "tpu", platform == "gpu"
+  if behind_BxP is not None:  # which no kernel knows of
+    impl = "blocked"
   if impl == "splash" or (impl == "auto" and on_tpu):
     reason = attention_tpu.refusal(T, has_blocks, parts, has_prompts, sinks_H is not None)
     if reason is None:
@@ -156,8 +163,14 @@ def _attend(axis: logical_axes.Axes, rule: Rule, impl: str, block: int, q_BxTxHx
   block = max(1, block)
   if axis is None:
     index = jnp.arange(T)
-    keys = Side(mask.keys_of(tokens.segments), index, tokens.blocks)
-    out = blocked.attend(_spans(T, block, rule, not has_blocks), rule, q, k, v, tokens.queries(index), keys, sinks)
+    keys, spans = Side(mask.keys_of(tokens.segments), index, tokens.blocks), _spans(T, block, rule, not has_blocks)
+    if behind_BxP is not None:
+      P = behind_BxP.shape[1]
+      before = Side(jnp.where(behind_BxP > 0, 1, -1), -behind_BxP, None)
+      keys = Side(jnp.concatenate([before.segments, keys.segments], axis=1),
+                  jnp.concatenate([before.index, jnp.broadcast_to(index, (B, T))], axis=1), None)
+      spans = tuple(Span(start, stop, 0, P + last) for start, stop, _, last in spans)
+    out = blocked.attend(spans, rule, q, k, v, tokens.queries(index), keys, sinks)
   elif has_blocks or has_prompts or T % 2:
     out = ring.gathered(axis, rule, block, q, k, v, tokens, sinks)
   elif rule.window is not None and rule.window <= T + 1:

@@ -54,7 +54,7 @@ class LatentAttention(nnx.Module):
 
   def __call__(self, x_BxTxD: jax.Array, tokens: TokenIds, rope: Any, window: int | None, key: jax.Array | None = None,
                past: Past | None = None) -> tuple[jax.Array, tuple[jax.Array, jax.Array] | Cache]:
-    """(output, (rotated keys [B, T, 1, P], latents [B, T, 1, R]), or, with a `past`, its cache with the token's).
+    """(output, (rotated keys [B, T, 1, P], latents [B, T, 1, R]), or, with a `past` of one token, its cache with this).
 
     As `models.blocks.SelfAttention`; there is no window.
     """
@@ -65,19 +65,21 @@ class LatentAttention(nnx.Module):
     q_rope_BxTxHxP, k_rope_BxTx1xP = (apply_rope(part, rope, s.rope_interleaved)
                                       for part in (q_rope_BxTxHxP, k_rope_BxTx1xP))
     options: dict[str, Any] = dict(scale=s.attention_scale, logit_cap=s.attention_logit_cap)
-    if past is None:
-      kv = self.kv_up(latent_BxTxR, key).reshape(B, T, s.num_heads, -1)
-      k_nope_BxTxHxN, v_BxTxHxV = jnp.split(constrain(kv, "batch", "length", "heads", None), [sizes.nope_dim], axis=-1)
-      k_rope_BxTxHxP = jnp.broadcast_to(k_rope_BxTx1xP, q_rope_BxTxHxP.shape)
+    if past is None or past.extends:
+      new: Any = k_rope_BxTx1xP, latent_BxTxR[:, :, None]
+      k_rope_BxSx1xP, latent_BxSx1xR, behind_BxP = (*new, None) if past is None else past.before(*new)
+      kv = self.kv_up(latent_BxSx1xR[:, :, 0], key).reshape(B, -1, s.num_heads, sizes.nope_dim + sizes.value_dim)
+      k_nope_BxSxHxN, v_BxSxHxV = jnp.split(constrain(kv, "batch", "length", "heads", None), [sizes.nope_dim], axis=-1)
+      k_rope_BxSxHxP = jnp.broadcast_to(k_rope_BxSx1xP, (*k_nope_BxSxHxN.shape[:3], sizes.rope_dim))
       q_k_v = (jnp.concatenate([q_nope_BxTxHxN, q_rope_BxTxHxP], axis=-1),
-               jnp.concatenate([k_nope_BxTxHxN, k_rope_BxTxHxP], axis=-1), v_BxTxHxV)
+               jnp.concatenate([k_nope_BxSxHxN, k_rope_BxSxHxP], axis=-1), v_BxSxHxV)
       # All implementations of attention have heads of one size. Zeros add nothing to a product, and make values of
       # zeros, which are cut off: what is computed is the same.
       size = max(sizes.head_dim, sizes.value_dim)
       padded = (jnp.pad(part, [(0, 0)] * 3 + [(0, size - part.shape[-1])]) for part in q_k_v)
       out_BxTxHxV = attention(*padded, segment_ids=tokens.segments, block_ids=tokens.blocks, prompt_ids=tokens.prompts,
-                              impl=s.attention, block=s.attention_block, **options)[..., :sizes.value_dim]
-      new: Any = k_rope_BxTx1xP, latent_BxTxR[:, :, None]
+                              behind_BxP=behind_BxP, impl=s.attention, block=s.attention_block,
+                              **options)[..., :sizes.value_dim]
     else:
       active_B = tokens.segments[:, 0] > 0
       new, seen = past.add(k_rope_BxTx1xP[:, 0], latent_BxTxR, active_B, None)

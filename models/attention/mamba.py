@@ -4,7 +4,6 @@ As Granite 4 and Nemotron-H have it. B batch, T length, D hidden size, H heads o
 share what their states are written and read with, N its size, W width of the convolution, C channels of all three.
 """
 
-import functools
 from typing import Any
 
 import jax
@@ -65,7 +64,8 @@ class Mamba2(nnx.Module):
 
   def __call__(self, u_BxTxD: jax.Array, tokens: TokenIds, key: jax.Array | None = None, past: Past | None = None
                ) -> tuple[jax.Array, tuple[jax.Array, jax.Array] | Cache]:
-    """(output, (last inputs of the convolutions [B, W - 1, C], states [B, H, N, P]), or, with a `past`, its cache).
+    """(output, (last inputs of the convolutions [B, W - 1, C], states [B, H, N, P]), or, with a `past` of one
+    token, its cache).
 
     `key`, `past`: as in `models.blocks.SelfAttention`.
     """
@@ -78,46 +78,49 @@ class Mamba2(nnx.Module):
     g_BxTxH = -jnp.exp(self.A_log[...].astype(f32)) * dt_BxTxH
 
     mixed_BxTxC, before = jnp.concatenate([x, b, c], axis=-1), 0 if past is None else s.conv_width - 1
-    if past is None:
-      segment_ids, tail = tokens.segments, delta_rule.last_inputs(mixed_BxTxC, tokens.segments, s.conv_width - 1)
-      inputs = [x, b, c]
-    else:
+    inputs, segment_ids, state = [x, b, c], tokens.segments, None
+    if past is not None:
       earlier, state = past.state()
       mixed_BxTxC = jnp.concatenate([earlier.astype(mixed_BxTxC.dtype), mixed_BxTxC], axis=1)
       # Before the begin of a text they are zeros, as before the begin of a row.
-      segment_ids, tail = jnp.ones(mixed_BxTxC.shape[:2], jnp.int32), mixed_BxTxC[:, 1:]
+      segment_ids = jnp.concatenate([jnp.ones((B, before), jnp.int32), segment_ids], axis=1)
       inputs = jnp.split(mixed_BxTxC, np.cumsum([x.shape[-1], b.shape[-1]]), axis=-1)
     x, b, c = (conv(part, segment_ids)[:, before:].astype(self.dtype)
                for part, conv in zip(inputs, (self.x_conv, self.b_conv, self.c_conv), strict=True))
     x_BxTxHxP = x.reshape(B, T, s.num_heads, -1)
     b_BxTxGxN, c_BxTxGxN = (part.reshape(B, T, s.num_groups, -1) for part in (b, c))
-    if past is None:
-      out_BxTxHxP, state = _mapped(s.chunk, c_BxTxGxN, b_BxTxGxN, x_BxTxHxP, g_BxTxH, dt_BxTxH, segment_ids)
-      new: Any = tail, state
+    if past is None or past.extends:
+      out_BxTxHxP, state = _mapped(s.chunk, c_BxTxGxN, b_BxTxGxN, x_BxTxHxP, g_BxTxH, dt_BxTxH, tokens.segments, state)
+      new: Any = delta_rule.last_inputs(mixed_BxTxC, segment_ids, s.conv_width - 1), state
     else:
       state, out_BxHxP = state_space.one_token(
           state, c_BxTxGxN[:, 0].astype(f32), b_BxTxGxN[:, 0].astype(f32), x_BxTxHxP[:, 0].astype(f32), g_BxTxH[:, 0],
           dt_BxTxH[:, 0])
-      new, out_BxTxHxP = past.with_state(tail, state, tokens.segments[:, 0] > 0), out_BxHxP[:, None]
+      new, out_BxTxHxP = past.with_state(mixed_BxTxC[:, 1:], state, tokens.segments[:, 0] > 0), out_BxHxP[:, None]
     out_BxTxHxP = out_BxTxHxP + self.D[...].astype(f32)[:, None] * x_BxTxHxP.astype(f32)
     # The gate comes before the norm.
     gated_BxTxI = out_BxTxHxP.reshape(B, T, -1) * jax.nn.silu(z.astype(f32))
     return self.o(constrain(self.norm(gated_BxTxI).astype(self.dtype), "batch", "length", "heads"), key), new
 
 
-def _mapped(chunk: int, c_BxTxGxN, b_BxTxGxN, x_BxTxHxP, g_BxTxH, dt_BxTxH, segment_ids_BxT):
+def _mapped(chunk: int, c_BxTxGxN, b_BxTxGxN, x_BxTxHxP, g_BxTxH, dt_BxTxH, segment_ids_BxT, state_BxHxNxP):
   """`state_space.chunked`, on a mesh each device for its rows and heads, so that no partitioner gathers anything."""
-  run, placed = functools.partial(state_space.chunked, chunk=chunk), logical_axes.current()
+
+  def run(c, b, x, g, dt, segment_ids, state):
+    return state_space.chunked(c, b, x, g, dt, segment_ids, chunk, state)
+
+  given: tuple = c_BxTxGxN, b_BxTxGxN, x_BxTxHxP, g_BxTxH, dt_BxTxH, segment_ids_BxT, state_BxHxNxP
+  placed = logical_axes.current()
   if placed is None:
-    return run(c_BxTxGxN, b_BxTxGxN, x_BxTxHxP, g_BxTxH, dt_BxTxH, segment_ids_BxT)
+    return run(*given)
   spec = jax.sharding.PartitionSpec
   batch, _, heads, _ = by_head = placed.spec(("batch", None, "heads", None), x_BxTxHxP.shape)
   # As many groups as can be split in the same way, of which some are alike.
   groups, devices = b_BxTxGxN.shape[2], logical_axes.size_of(placed.mesh, heads)
   again = np.lcm(groups, devices) // groups
-  c_BxTxGxN, b_BxTxGxN = (jnp.repeat(part, again, axis=2) for part in (c_BxTxGxN, b_BxTxGxN))
+  given = (*(jnp.repeat(part, again, axis=2) for part in given[:2]), *given[2:])
   of_tokens = spec(batch, None, heads)
   return jax.shard_map(run, mesh=placed.mesh,
-                       in_specs=(by_head, by_head, by_head, of_tokens, of_tokens, spec(batch, None)),
-                       out_specs=(by_head, spec(batch, heads, None, None)), check_vma=False)(
-                           c_BxTxGxN, b_BxTxGxN, x_BxTxHxP, g_BxTxH, dt_BxTxH, segment_ids_BxT)
+                       in_specs=(by_head, by_head, by_head, of_tokens, of_tokens, spec(batch, None),
+                                 spec(batch, heads, None, None)),
+                       out_specs=(by_head, spec(batch, heads, None, None)), check_vma=False)(*given)

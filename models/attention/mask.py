@@ -15,7 +15,7 @@ class Side(NamedTuple):
 
   # int32 [B, N]; a query sees keys of the same segment. Padding is 0 among queries and -1 among keys.
   segments: jax.Array
-  # int32 [N]: the place in the row.
+  # int32 [N]: the place in the row; of keys that a cache holds before it, in each row others [B, N], below 0.
   index: jax.Array
   # int32 [B, N]: tokens of the same block above 0 see each other both ways; None: there are no blocks.
   blocks: jax.Array | None

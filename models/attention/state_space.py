@@ -58,7 +58,8 @@ def recurrent(c_BxTxGxN: jax.Array, b_BxTxGxN: jax.Array, x_BxTxHxP: jax.Array, 
 
 
 def chunked(c_BxTxGxN: jax.Array, b_BxTxGxN: jax.Array, x_BxTxHxP: jax.Array, g_BxTxH: jax.Array, dt_BxTxH: jax.Array,
-            segment_ids_BxT: jax.Array, chunk: int = CHUNK) -> tuple[jax.Array, jax.Array]:
+            segment_ids_BxT: jax.Array, chunk: int = CHUNK, state_BxHxNxP: jax.Array | None = None
+            ) -> tuple[jax.Array, jax.Array]:
   """(what the tokens read [B, T, H, P], zeros at padding; the state of each row after its last token [B, H, N, P]).
 
   In float32, or as wide as the inputs.
@@ -70,6 +71,7 @@ def chunked(c_BxTxGxN: jax.Array, b_BxTxGxN: jax.Array, x_BxTxHxP: jax.Array, g_
     dt_BxTxH: the step, which the input is multiplied by.
     segment_ids_BxT: int32; 0 is padding. The tokens of a segment are contiguous.
     chunk: tokens that are taken together.
+    state_BxHxNxP: what rows of one segment, 1, go on with; None: rows begin here.
   """
   (B, T, H, P), (G, N) = x_BxTxHxP.shape, b_BxTxGxN.shape[2:]
   L = min(chunk, T)
@@ -77,7 +79,9 @@ def chunked(c_BxTxGxN: jax.Array, b_BxTxGxN: jax.Array, x_BxTxHxP: jax.Array, g_
   given: tuple[jax.Array, ...] = c_BxTxGxN, b_BxTxGxN, x_BxTxHxP, g_BxTxH, dt_BxTxH, segment_ids_BxT
   if pad:  # with padding, which changes nothing
     given = tuple(jnp.pad(part, [(0, pad if d == 1 else 0) for d in range(part.ndim)]) for part in given)
+  before = 0 if state_BxHxNxP is None else 1  # the segment of what came before the row
   c, b, x, g, dt, owner_BxT = _prepared(*given)
+  owner_BxT = jnp.maximum(owner_BxT, before)
 
   def in_chunks(part: jax.Array) -> jax.Array:
     """[B, T, heads, …] to [chunks, B, G, heads / G, L, …]."""
@@ -86,11 +90,11 @@ def chunked(c_BxTxGxN: jax.Array, b_BxTxGxN: jax.Array, x_BxTxHxP: jax.Array, g_
 
   owner_NxBxL = owner_BxT.reshape(B, -1, L).swapaxes(0, 1)
   last_NxB = owner_NxBxL[..., -1]
-  before_NxB = jnp.concatenate([jnp.zeros_like(last_NxB[:1]), last_NxB[:-1]])
+  before_NxB = jnp.concatenate([jnp.full_like(last_NxB[:1], before), last_NxB[:-1]])
   chunks = (in_chunks(c)[:, :, :, 0], in_chunks(b)[:, :, :, 0], in_chunks(x * dt[..., None]), in_chunks(g), owner_NxBxL,
             before_NxB)
-  state, out = jax.lax.scan(jax.checkpoint(_one_chunk, prevent_cse=False),
-                            jnp.zeros((B, G, H // G, N, P), x.dtype), chunks)
+  begin = jnp.zeros((B, H, N, P), x.dtype) if state_BxHxNxP is None else state_BxHxNxP.astype(x.dtype)
+  state, out = jax.lax.scan(jax.checkpoint(_one_chunk, prevent_cse=False), begin.reshape(B, G, H // G, N, P), chunks)
   out_BxTxHxP = jnp.moveaxis(out, (0, 4), (1, 2)).reshape(B, -1, H, P)[:, :T]
   return jnp.where((segment_ids_BxT > 0)[..., None, None], out_BxTxHxP, 0.0), state.reshape(B, H, N, P)
 

@@ -46,7 +46,7 @@ class Scripted:
     self.said = said
 
   def generate(self, params, prompts, *, num_samples, **options):
-    from trainer.generate.sampler import Completion
+    from trainer.generate.completion import Completion
     found = []
     for number, text in enumerate(self.said):
       ids = np.array([*text.encode(), 257], np.int32)

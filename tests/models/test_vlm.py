@@ -318,8 +318,8 @@ def test_texts_fed_in_parts_equal_whole_ones(kind):
   whole = dict(tokens=tokens, images=BATCH["images"][1:], image_index=index, block_ids=blocks)
   expected = np.asarray(jax.jit(model.apply)(params, whole).hidden)
   prompt = {key: None if value is None else value if key == "images" else value[:, :11] for key, value in whole.items()}
-  hidden, begun = jax.jit(model.prefill)(params, prompt)
-  cache = jax.jit(model.begin)(model.empty_cache(1, 14), begun, np.array([0]), np.array([0]))
+  hidden, begun = jax.jit(model.extend)(params, prompt)
+  cache = jax.jit(model.copied_cache)(model.empty_cache(1, 14), begun, np.array([0]), np.array([0]))
   np.testing.assert_allclose(hidden, expected[:, :11], atol=2e-5, rtol=2e-5)
   decode = jax.jit(lambda params, *given: model.decode(model.decoding_params(params), *given))
   for at in range(11, 14):

@@ -160,6 +160,8 @@ EXPECTED: dict[str, Any] = {
   "rollout.carry_over": [0, True],
   "rollout.environment_workers": 2,
   "rollout.turn_share": 1,  # else one a turn
+  "rollout.kept_texts": 5,
+  "rollout.prefill_chunk": 8,
   "rollout.tool_format": "bare",
   "rollout.reward_workers": 2,
   "rollout.reward_timeout_seconds": 5.0,

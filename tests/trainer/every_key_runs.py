@@ -218,6 +218,19 @@ def runs_of_the_sampler(m: Made) -> int:
   return len(runs)
 
 
+def texts_kept(m: Made) -> int | None:
+  """How many may be kept between turns, as the sampler is told in the first rollout."""
+  with pytest.MonkeyPatch.context() as patch:
+    told, stream = [], Sampler.stream
+    patch.setattr(Sampler, "stream", lambda *args: told.append(args[-1].kept) or stream(*args))
+    assert m.begun.first is not None
+  return told[0] and told[0]._most
+
+
+def prompts_in_chunks(m: Made) -> int:
+  return m.begun.run.data.producer.sampler.prefill_chunk
+
+
 def calls_found(m: Made) -> str:
   """The format in which calls of tools are looked for."""
   return m.begun.run.data.producer.episodes._make.args[1].__name__

@@ -238,6 +238,8 @@ def rollout() -> ConfigDict:
   c.min_p = 0.0
   # Texts decoded at a time.
   c.batch_size = 64
+  # Prompts longer than this are run so many tokens at a time, between decoding steps of other texts; 0: each at once.
+  c.prefill_chunk = 0
   # The address of a server that samples in place of this program (docs/grpo.md), how it is given new parameters (weft:
   # python -m trainer.serve; vllm; sglang), and how long it may leave a request without an answer.
   c.engine = unset(str)
@@ -293,6 +295,9 @@ def rollout() -> ConfigDict:
   # The share of the episodes whose next turns begin together: 1, all of them, turn by turn; less, when the environments
   # of so many have answered, in rows that are free, while the others are still sampled (docs/rewards.md).
   c.turn_share = 1.0
+  # Conversations whose keys and values are kept while they wait for an answer, so that of the next turn only what is
+  # new is run; others are run again from their beginning. 0: all are (docs/rewards.md).
+  c.kept_texts = 0
   return c
 
 

@@ -28,7 +28,8 @@ from trainer.config import defaults
 from trainer.distributed import mesh as mesh_lib
 from trainer.errors import ConfigError, DataError
 from trainer.export import hugging_face
-from trainer.generate.sampler import Completion, Request, Sampler, joined
+from trainer.generate.completion import Completion, Request, joined
+from trainer.generate.sampler import Sampler
 from trainer.generate.stop_strings import StopStrings, columns, ending
 
 # Decoding steps between two looks at what there is to print.

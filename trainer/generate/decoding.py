@@ -48,20 +48,48 @@ class Chunk(NamedTuple):
 def empty(model: Any, rows: int, length: int, pages: int | None = None) -> State:
   """Rows without a text; see `trainer.generate.slots.Sizes`."""
   cache, tokens_B = model.empty_cache(rows, length, pages), jnp.zeros(rows, jnp.int32)
+  return State(cache, _no_hidden(model, rows), tokens_B, jnp.zeros((rows, 2), jnp.uint32), tokens_B, tokens_B,
+               tokens_B == 0)
+
+
+def room(model: Any, rows: int, length: int) -> tuple:
+  """(hidden states of last tokens, a cache), without any text, for prompts that are run in chunks."""
+  return _no_hidden(model, rows), model.empty_cache(rows, length)
+
+
+def _no_hidden(model: Any, rows: int) -> jax.Array:
+  tokens_B = jnp.zeros(rows, jnp.int32)
   read = jax.eval_shape(model.decoding_params, model.abstract_params())
   hidden, _ = jax.eval_shape(model.decode, read, tokens_B, tokens_B > 0, model.empty_cache(rows, 1))
-  return State(cache, jnp.zeros(hidden.shape, hidden.dtype), tokens_B, jnp.zeros((rows, 2), jnp.uint32), tokens_B,
-                tokens_B, tokens_B == 0)
+  return jnp.zeros(hidden.shape, hidden.dtype)
 
 
 def prefill(model: Any, params: Any, tokens_NxT: jax.Array, lengths_N: jax.Array, seen: dict[str, jax.Array],
             record: bool = False) -> tuple:
-  """(hidden states of each prompt's last token, what the prompts leave for those that follow, with `record` also the
-  experts of their tokens); `seen` is what a batch says of images and of the order of reading."""
-  N, T = tokens_NxT.shape
-  batch = dict(tokens=tokens_NxT, segment_ids=(jnp.arange(T) < lengths_N[:, None]).astype(jnp.int32), **seen)
-  hidden_NxTxD, *left = model.prefill(params, batch, record=True) if record else model.prefill(params, batch)
-  return hidden_NxTxD[jnp.arange(N), lengths_N - 1], *left
+  """(hidden states of each prompt's last token, a cache with the prompts, with `record` also the experts of their
+  tokens); `seen` is what a batch says of images and of the order of reading."""
+  hidden_NxTxD, *left = _extend(model, params, tokens_NxT, lengths_N, seen, None, record)
+  return hidden_NxTxD[jnp.arange(len(lengths_N)), lengths_N - 1], *left
+
+
+def extend(model: Any, params: Any, cache: Any, last_NxD: jax.Array, tokens_NxT: jax.Array, lengths_N: jax.Array,
+           record: bool = False) -> tuple:
+  """As `prefill`, of further tokens of prompts that the cache holds the beginnings of; of some there may be none."""
+  hidden_NxTxD, *left = _extend(model, params, tokens_NxT, lengths_N, {}, cache, record)
+  newest_NxD = hidden_NxTxD[jnp.arange(len(lengths_N)), jnp.maximum(lengths_N - 1, 0)]
+  return jnp.where(lengths_N[:, None] > 0, newest_NxD, last_NxD), *left
+
+
+def _extend(model: Any, params: Any, tokens_NxT: jax.Array, lengths_N: jax.Array, seen: dict[str, jax.Array],
+            cache: Any, record: bool) -> tuple:
+  real_NxT = jnp.arange(tokens_NxT.shape[1]) < lengths_N[:, None]
+  batch = dict(tokens=tokens_NxT, segment_ids=real_NxT.astype(jnp.int32), **seen)
+  return model.extend(params, batch, cache, **(dict(record=True) if record else {}))
+
+
+def keep(model: Any, length: int, state: State, row_1: jax.Array, table: Table | None = None) -> Any:
+  """A cache of its own for the text in a row."""
+  return model.copied_cache(model.empty_cache(1, length), _with_table(state.cache, table), jnp.zeros_like(row_1), row_1)
 
 
 def _with_table(cache: Any, table: Table | None) -> Any:
@@ -85,7 +113,7 @@ def begin(model: Any, state: State, last_NxD: jax.Array, begun: Any, given: tupl
   def put(old_B: jax.Array, new_M: Any) -> jax.Array:
     return old_B.at[rows_M].set(new_M, mode="drop", unique_indices=True)
 
-  cache = _without_table(model.begin(_with_table(state.cache, table), begun, rows_M, sources_M), table)
+  cache = _without_table(model.copied_cache(_with_table(state.cache, table), begun, rows_M, sources_M), table)
   return State(cache, put(state.hidden_BxD, last_NxD[sources_M]), put(state.counts_B, counts_M),
                 put(state.keys_Bx2, keys_Mx2), put(state.limits_B, limits_M), put(state.strings_B, strings_M),
                 put(state.done_B, False))

@@ -14,6 +14,7 @@ For models without a tower there is nothing of this.
 B rows, T places of a row, I images of a row, S pixels of a side, n tokens.
 """
 
+import hashlib
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -47,6 +48,19 @@ class PromptImages(NamedTuple):
   block_ids: np.ndarray | None = None
   image_grid: np.ndarray | None = None
 
+  @property
+  def digest(self) -> bytes:
+    """Of the images and of the tokens that see one another: equal texts that have it in common are read alike."""
+    digest = hashlib.blake2b(b"".join(image.tobytes() for image in self.images), digest_size=16)
+    for part in (self.image_grid, None if self.block_ids is None else np.trim_zeros(self.block_ids, "b")):
+      digest.update(b"-" if part is None else part.tobytes())
+    return digest.digest()
+
+  @property
+  def causal(self) -> bool:
+    """Whether there are no images, and each token sees only those before it."""
+    return not self.images and (self.block_ids is None or not self.block_ids.any())
+
 
 def layout_of(model: Any) -> Layout | None:
   """What a model makes of images; None: it takes none."""
@@ -61,7 +75,7 @@ def slots(count: int) -> int:
 
 
 def shown(layout: Layout | None, prompts: Sequence[np.ndarray], images: Sequence[Sequence[np.ndarray]] | None,
-          prefixes: Sequence[int] | None = None) -> list[PromptImages]:
+          prefixes: Sequence[int] | None = None, sampled: Sequence[np.ndarray] | None = None) -> list[PromptImages]:
   """What is shown with each prompt.
 
   Args:
@@ -69,6 +83,7 @@ def shown(layout: Layout | None, prompts: Sequence[np.ndarray], images: Sequence
     prompts: ids [n].
     images: of each prompt; None: none.
     prefixes: how many tokens of each are its beginning; None: all. See `of_text`.
+    sampled: bool [n] of each, which the model has written; None: those behind its prefix.
 
   Raises:
     ConfigError: see `of_text`; images for a model that takes none.
@@ -78,12 +93,13 @@ def shown(layout: Layout | None, prompts: Sequence[np.ndarray], images: Sequence
                       "prompt, an empty one where it has none.")
   images = [()] * len(prompts) if images is None else images
   prefixes = [len(prompt) for prompt in prompts] if prefixes is None else prefixes
-  return [of_text(layout, ids, some, prefix, f"prompt {number}")
-          for number, (ids, some, prefix) in enumerate(zip(prompts, images, prefixes, strict=True))]
+  written = [None] * len(prompts) if sampled is None else sampled
+  return [of_text(layout, ids, some, prefix, f"prompt {number}", own)
+          for number, (ids, some, prefix, own) in enumerate(zip(prompts, images, prefixes, written, strict=True))]
 
 
-def of_text(layout: Layout | None, ids: np.ndarray, images: Sequence[np.ndarray], prefix: int, where: str
-            ) -> PromptImages:
+def of_text(layout: Layout | None, ids: np.ndarray, images: Sequence[np.ndarray], prefix: int, where: str,
+            sampled: np.ndarray | None = None) -> PromptImages:
   """The images of one text.
 
   Args:
@@ -91,9 +107,10 @@ def of_text(layout: Layout | None, ids: np.ndarray, images: Sequence[np.ndarray]
     ids: the text, [n].
     images: in the order of their placeholders, each uint8 [S, S, 3], [K, S, S, 3] of K squares or, of tiles, multiples
       of S.
-    prefix: only the first so many tokens may be placeholders, and are read in both directions where the model does so:
-      a placeholder that the model itself has written is a token like others.
+    prefix: the first so many tokens are read in both directions where the model does so.
     where: for messages.
+    sampled: bool [n], the tokens that the model itself has written, of which a placeholder is a token like others.
+      None: all behind the prefix.
 
   Raises:
     ConfigError: images of another kind or number than the text and the model want.
@@ -120,7 +137,8 @@ def of_text(layout: Layout | None, ids: np.ndarray, images: Sequence[np.ndarray]
     cut = [tiles.cut(image, S, number) for number, image in enumerate(images, 1)]
     images = [tile for some, _ in cut for tile in some]
     grid = np.concatenate([np.zeros((0, 5), np.int32), *(grid for _, grid in cut)])
-  is_image = (np.asarray(ids) == layout.image_token) & (np.arange(len(ids)) < prefix)
+  own = np.arange(len(ids)) >= prefix if sampled is None else sampled
+  is_image = (np.asarray(ids) == layout.image_token) & ~own
   found, wanted = int(is_image.sum()), len(images) * layout.tokens_per_image
   if found != wanted:
     squares = f", of {len(images)} squares" if len(images) > given and not layout.tiles else ""

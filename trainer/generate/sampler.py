@@ -10,6 +10,9 @@ fewer as texts end; and the cache grows with the texts, in pages where these may
 (models/attention/pages.py), so that a step reads little that is not used. Shapes come from few sizes, so that programs
 are compiled once for many prompts.
 
+Long prompts may be run in chunks, between which rows go on (trainer/generate/prefill.py), and texts may be kept, so
+that of a prompt that begins with one only the rest is run (trainer/generate/kept.py).
+
 Prompts may hold images, where the model has a tower for them: `images=[[image, …], …]`, and in the ids the placeholder
 tokens that their features take the place of.
 
@@ -24,9 +27,8 @@ which each token goes through k.
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import jax
 import numpy as np
@@ -36,103 +38,17 @@ from models.sharding import logical_axes
 from trainer.distributed import mesh as mesh_lib
 from trainer.errors import ConfigError
 from trainer.generate import decoding, image_tokens
-from trainer.generate.buckets import bucket, power
+from trainer.generate.buckets import power
+from trainer.generate.completion import Completion, More, Request, collect, joined
 from trainer.generate.decoding import Chunk, State
+from trainer.generate.kept import Kept, KeptText
+from trainer.generate.prefill import Prefill
 from trainer.generate.sampling import Options
-from trainer.generate.slots import MIN_LENGTH, NO_ROWS, Prefilled, Rows, Sizes, Texts, Waiting
-from trainer.generate.stop_strings import NOTHING, Automaton, StopStrings
+from trainer.generate.slots import MIN_SLOTS, NO_ROWS, Rows, Sizes, Texts, Waiting
+from trainer.generate.stop_strings import NOTHING, Automaton
 
 # Rows that would take less are not in pages: a model of 0.1 million parameters took 1.25 times as long with them.
 MIN_PAGED_BYTES = 2 ** 26
-
-
-@dataclass(frozen=True)
-class Completion:
-  """What was generated after a prompt.
-
-  Attributes:
-    prompt: the prompt's place in the list.
-    sample: number of the sample, from 0.
-    ids: int32 [n], the stop token included.
-    logprobs: float32 [n], log-probs of the ids in the distribution they were drawn from: softmax(logits / temperature)
-      over what truncation leaves. With temperature 0, where the most likely id is taken, of softmax(logits).
-    full_logprobs: the same without truncation, over the whole vocabulary; equal to `logprobs` if there is none.
-    finish_reason: "stop" (the last id is one of stop_ids, or completes a stop string) or "length".
-    stop_reason: the stop string that it completes; else None.
-    experts: int16 [prompt + n, L, k], those that each token of the prompt and of the ids went through; -1: none, as the
-      last one, which nothing follows. In parts the prompt's come with the first one. None: not recorded.
-  """
-
-  prompt: int
-  sample: int
-  ids: np.ndarray
-  logprobs: np.ndarray
-  full_logprobs: np.ndarray
-  finish_reason: str
-  stop_reason: str | None = None
-  experts: np.ndarray | None = None
-
-  @property
-  def text_ids(self) -> np.ndarray:
-    """The ids without the stop token; of a stop string `StopStrings.text` knows what it leaves of them."""
-    return self.ids[:-1] if self.finish_reason == "stop" and self.stop_reason is None else self.ids
-
-
-@dataclass(frozen=True, kw_only=True)
-class Request:
-  """How prompts are completed.
-
-  Attributes:
-    max_new_tokens: of each completion, the stop token included; or those of each prompt's.
-    num_samples: completions for each prompt.
-    samples: the numbers of the samples of each prompt, in place of 0 to num_samples - 1; they decide what is drawn.
-    images: of each prompt, uint8 [S, S, 3] each, as many as its placeholders are for; None: none.
-    prefixes: how many tokens each prompt began with, where more have followed (what the model said and what was
-      answered): only these may be placeholders or see one another in both directions. None: all are the beginning.
-    temperature, top_k, top_p, min_p: see `Options`.
-    stop_ids: a completion ends with the first of these.
-    stop: … or with the token that completes the first of these strings.
-    seed: of the random draws; or that of each prompt.
-    begun: how many of each prompt's last tokens are the beginning of its completions, whose draws go on behind it as if
-      they had not been left off; they count in max_new_tokens. None: nothing is.
-    in_order: completions begin in the order of the prompts, not with those of the longest.
-    until: asked when all rows' parts of a chunk are given; where it says so, the others are left off.
-    more: asked before each chunk, whether or not any text is left (`idle`), for prompts that come only now. None: there
-      are none.
-  """
-
-  max_new_tokens: int | Sequence[int]
-  num_samples: int = 1
-  samples: Sequence[Sequence[int]] | None = None
-  images: Sequence[Sequence[np.ndarray]] | None = None
-  prefixes: Sequence[int] | None = None
-  temperature: float = 1.0
-  top_k: int = 0
-  top_p: float = 1.0
-  min_p: float = 0.0
-  stop_ids: Iterable[int] = ()
-  stop: StopStrings | None = None
-  seed: int | str | Sequence[int | str] = 0
-  begun: Sequence[int] | None = None
-  in_order: bool = False
-  until: Callable[[], bool] = lambda: False
-  more: "Callable[[bool], More] | None" = None
-
-
-class More(NamedTuple):
-  """Prompts that come while others are completed; their places go on behind those.
-
-  Attributes:
-    prompts: their ids.
-    options: `max_new_tokens`, `samples`, `images` and `prefixes` of a `Request`, as far as they are needed, for each
-      of them.
-    coming: completions for which rows should be kept: those of prompts that come later. While it is above 0 the stream
-      does not end.
-  """
-
-  prompts: Sequence[np.ndarray] = ()
-  options: Mapping[str, Any] = {}
-  coming: int = 0
 
 
 class Sampler:
@@ -147,6 +63,8 @@ class Sampler:
       heads × head size × 2 numbers. Rounded up to what the mesh divides evenly.
     chunk: the most decoding steps between two looks of the host, which comes sooner if enough rows have ended.
     prefill_tokens: prompts are run together up to so many tokens, padding included.
+    prefill_chunk: longer prompts are run so many tokens at a time, between chunks of decoding steps where rows have
+      texts; 0: all are run at once.
     record: completions come with the experts of their tokens, if the model has any.
 
   Attributes:
@@ -155,15 +73,17 @@ class Sampler:
   """
 
   def __init__(self, model: Any, mesh: Mesh | None = None, *, rows: int = 32, chunk: int = 32,
-               prefill_tokens: int = 16384, record: bool = False):
-    if min(rows, chunk, prefill_tokens) < 1:
-      raise ValueError(f"Sampler: found rows={rows}, chunk={chunk}, prefill_tokens={prefill_tokens}; all at least 1")
-    if not hasattr(model, "prefill"):
-      raise ConfigError(f"{type(model).__name__} cannot generate texts: it has no prefill() and decode(). Add what "
+               prefill_tokens: int = 16384, prefill_chunk: int = 0, record: bool = False):
+    if min(rows, chunk, prefill_tokens, prefill_chunk + 1) < 1:
+      raise ValueError(f"Sampler: found rows={rows}, chunk={chunk}, prefill_tokens={prefill_tokens}, all at least 1, "
+                       f"prefill_chunk={prefill_chunk}, at least 0")
+    if not hasattr(model, "extend"):
+      raise ConfigError(f"{type(model).__name__} cannot generate texts: it has no extend() and decode(). Add what "
                         "models/api.py lists under Generative, or remove the evaluators that generate.")
     if mesh is None:
       mesh = mesh_lib.make_mesh({}, jax.devices()[:1])
-    self.model, self.mesh, self.chunk, self.prefill_tokens = model, mesh, chunk, prefill_tokens
+    self.model, self.mesh, self.chunk = model, mesh, chunk
+    self.prefill_tokens, self.prefill_chunk = prefill_tokens, prefill_chunk
     self.compilations, self._record = 0, record and getattr(model, "routing", None) is not None
     self._placement = mesh_lib.make_placement(mesh, sampling=True)
     self._shards = logical_axes.size_of(mesh, self._placement.rules["batch"])
@@ -194,7 +114,9 @@ class Sampler:
     texts, stop = self._texts(prompts, request), request.stop
     if not texts.prompts:
       return
-    waiting, shards = Waiting(texts, request.in_order), self._shards
+    waiting, shards = Waiting(texts, request.in_order, self.prefill_chunk), self._shards
+    prefill = Prefill(self._program, image_tokens.layout_of(self.model), params, waiting, self.prefill_tokens, shards,
+                      request.kept)
     rows = Rows(min(self.rows, power(len(waiting), shards)), shards, texts, self.chunk,
                 self._in_pages(len(waiting), texts.longest))
     stop_ids = sorted(set(request.stop_ids))
@@ -205,6 +127,7 @@ class Sampler:
     kind = (how.temperature == 0, how.truncated)
     state, read = self._program("empty", rows.sizes)(), self._program("prepare")(params)
     of_prompts: dict[int, np.ndarray] = {}  # their experts, where these are recorded
+    sampled: dict[tuple[int, int], list[Completion]] = {}  # parts of texts that are to be kept
     while not request.until():
       more, before = More(), rows.sizes
       if request.more is not None:
@@ -217,7 +140,10 @@ class Sampler:
         if rows.sizes != before:
           state = self._program("resize", before, rows.sizes)(state, *rows.grown(before))
       while len(waiting) and None in rows.owners:
-        state = self._begin(params, state, waiting, rows, automaton, of_prompts)
+        if prefill.ready(len(rows.owners)):
+          state = self._begin(state, waiting, rows, automaton, of_prompts)
+        elif any(rows.owners):  # which do not wait for the next chunk of a long prompt
+          break
       if not any(rows.owners):
         if more.coming:
           continue
@@ -240,7 +166,14 @@ class Sampler:
         if self._record:
           before_it = () if rows.counts[row] else (of_prompts[rows.owners[row][0]],)
           experts = np.concatenate([*before_it, chunk.experts_BxCxLxk[row, :drawn]])
-        yield Completion(*rows.owners[row], ids, logprobs, full_logprobs, reason, string, experts)
+        part = Completion(*rows.owners[row], ids, logprobs, full_logprobs, reason, string, experts)
+        if request.kept is not None and waiting.keep[part.prompt]:
+          sampled.setdefault(rows.owners[row], []).append(part)
+          if reason:
+            parts = sampled.pop(rows.owners[row])
+            if request.kept.takes(reason):
+              self._keep(request.kept, state, rows, row, waiting, joined(parts))
+        yield part
         rows.counts[row] = chunk.counts_B[row]
         if reason:
           rows.end(row)
@@ -254,10 +187,13 @@ class Sampler:
                         "or more.")
     begun = [0] * len(prompts) if request.begun is None else list(request.begun)
     self.check(prompts, limits - np.array(begun, np.int32))
-    shown = image_tokens.shown(image_tokens.layout_of(self.model), prompts, request.images, request.prefixes)
+    shown = image_tokens.shown(image_tokens.layout_of(self.model), prompts, request.images, request.prefixes,
+                               request.sampled)
     samples = [range(request.num_samples)] * len(prompts) if request.samples is None else list(request.samples)
     seeds = [request.seed] * len(prompts) if isinstance(request.seed, int | str) else list(request.seed)
-    return Texts(prompts, shown, samples, limits.tolist(), seeds, begun)
+    kept = [request.kept and request.kept.find(ids, part.digest) for ids, part in zip(prompts, shown, strict=True)]
+    keep = [True] * len(prompts) if request.keep is None else list(request.keep)
+    return Texts(prompts, shown, samples, limits.tolist(), seeds, begun, kept, keep)
 
   def _in_pages(self, count: int, longest: int) -> bool:
     """Whether pages are worth it: rows as long as the longest text would take more than processors keep at hand."""
@@ -265,16 +201,14 @@ class Sampler:
     return self.paged and sum(part.size * part.dtype.itemsize for part in jax.tree.leaves(
         jax.eval_shape(make))) >= MIN_PAGED_BYTES
 
-  def _begin(self, params: Any, state: State, waiting: Waiting, rows: Rows, automaton: Automaton,
+  def _begin(self, state: State, waiting: Waiting, rows: Rows, automaton: Automaton,
              of_prompts: dict[int, np.ndarray]) -> State:
     """Gives free rows to the next completions that wait, as many as were prefilled; keeps their prompts' experts."""
     free = [row for row, owner in enumerate(rows.owners) if owner is None]
     count = len(rows.owners)
-    self._prefill(params, waiting, count)
-    chosen, sizes, last_NxD, begun, experts_NxTxLxk = waiting.prefilled
+    chosen, sizes, last_NxD, begun, experts = waiting.prefilled
     units = waiting.take(len(free))
-    if experts_NxTxLxk is not None:
-      of_prompts |= {prompt: experts_NxTxLxk[n, :len(waiting.prompts[prompt])] for n, prompt in enumerate(chosen)}
+    of_prompts |= dict(zip(chosen, experts, strict=False))
     # As many as there are rows, or as are given away at a time.
     M = power(len(units), min(count, power(max(1, count // 8), self._shards)))
     # Rows beyond the last take what there is no completion for.
@@ -291,23 +225,15 @@ class Sampler:
     begin = self._program("begin", rows.sizes, (*sizes, M))
     return begin(state, last_NxD, begun, (rows_M, sources_M, keys_Mx2, limits_M, counts_M, strings_M), rows.table)
 
-  def _prefill(self, params: Any, waiting: Waiting, count: int) -> None:
-    """Runs the prompts of the next completions, unless those that were run are not used up."""
-    width = bucket(waiting.next_length(), MIN_LENGTH)
-    chosen = waiting.to_prefill(count, max(1, self.prefill_tokens // width))
-    if not chosen:
-      return
-    N = power(len(chosen), self._shards)
-    tokens_NxT, lengths_N = np.zeros((N, width), np.int32), np.ones(N, np.int32)
-    layout = image_tokens.layout_of(self.model)
-    seen = image_tokens.empty(layout, N, width, waiting.most_images)
-    for n, prompt in enumerate(chosen):
-      ids = waiting.prompts[prompt]
-      tokens_NxT[n, :len(ids)], lengths_N[n] = ids, len(ids)
-      image_tokens.put(layout, seen, waiting.shown[prompt], n)
-    run = self._program("prefill", sizes=(N, width, waiting.most_images))
-    last_NxD, begun, *experts = run(params, tokens_NxT, lengths_N, seen)
-    waiting.prefilled = Prefilled(chosen, (N, width), last_NxD, begun, *map(np.asarray, experts))
+  def _keep(self, kept: Kept, state: State, rows: Rows, row: int, waiting: Waiting, completion: Completion) -> None:
+    """Keeps the text of a row whose completion has ended."""
+    prompt = completion.prompt
+    # What ended it was drawn, but not run.
+    ids = np.concatenate([waiting.prompts[prompt], completion.ids[:-1]])
+    slots = power(len(ids), MIN_SLOTS)
+    cache = self._program("keep", rows.sizes, (slots,))(state, np.array([row], np.int32), rows.table)
+    experts = None if completion.experts is None else completion.experts[:len(ids)]
+    kept.add(KeptText(ids, waiting.shown[prompt].digest, cache, slots, experts))
 
   def check(self, prompts: Sequence[np.ndarray], max_new_tokens: int | np.ndarray, where: str = "") -> None:
     """Refuses prompts that cannot be completed; `where` precedes the name of the key `max_new_tokens`.
@@ -349,9 +275,16 @@ class Sampler:
       # A program gives copies even of what it gives as it was.
       changes = jax.make_jaxpr(self.model.decoding_params)(self.model.abstract_params()).jaxpr.eqns
       return jax.jit(self.model.decoding_params) if changes else self.model.decoding_params
-    if name == "prefill":
+    if name in ("prefill", "extend"):
       placed = (None, None, NamedSharding(self.mesh, PartitionSpec())) if self._record else None
-      return jax.jit(functools.partial(decoding.prefill, self.model, record=self._record), out_shardings=placed)
+      run = functools.partial(getattr(decoding, name), self.model, record=self._record)
+      return jax.jit(run, donate_argnums=(1, 2) if name == "extend" else (), out_shardings=placed)
+    if name == "join":
+      return jax.jit(self.model.copied_cache, donate_argnums=0)
+    if name == "keep":
+      return jax.jit(functools.partial(decoding.keep, self.model, *sizes))
+    if name == "room":
+      return jax.jit(functools.partial(decoding.room, self.model, *sizes))
     empty = functools.partial(decoding.empty, self.model, *(sizes if name == "resize" else of))
     # Every program lays a state out alike, so that none is compiled anew for another's.
     placed = jax.tree.map(self._sharding, jax.eval_shape(empty))
@@ -370,20 +303,3 @@ class Sampler:
     """Keys and values are split by row and head, everything else is on every device."""
     names = (None, "batch", "kv_heads", None, None) if leaf.ndim == 5 else (None,) * leaf.ndim
     return NamedSharding(self.mesh, self._placement.spec(names, leaf.shape))
-
-
-def collect(parts: Iterable[Completion]) -> list[Completion]:
-  """The completions that `Sampler.stream` gave these parts of, those of a prompt one after another."""
-  of: dict[tuple[int, int], list[Completion]] = {}
-  for part in parts:
-    of.setdefault((part.prompt, part.sample), []).append(part)
-  return [joined(of[key]) for key in sorted(of)]
-
-
-def joined(parts: list[Completion]) -> Completion:
-  """One completion of its parts, as far as they go."""
-  ids, logprobs, full = (np.concatenate([getattr(part, name) for part in parts])
-                         for name in ("ids", "logprobs", "full_logprobs"))
-  last = parts[-1]
-  experts = None if last.experts is None else np.concatenate([part.experts for part in parts])
-  return Completion(last.prompt, last.sample, ids, logprobs, full, last.finish_reason, last.stop_reason, experts)

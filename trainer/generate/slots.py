@@ -12,6 +12,7 @@ import numpy as np
 from models.attention.pages import PAGE, Table
 from trainer.generate import image_tokens
 from trainer.generate.buckets import bucket, power
+from trainer.generate.kept import KeptText
 
 # The smallest size of prompts and of caches. A cache begins with room for so many tokens, and rows become no fewer than
 # these.
@@ -30,6 +31,8 @@ class Texts(NamedTuple):
     limits: the most tokens of each completion.
     seeds: of the draws.
     begun: how many of its last ids are of its completions.
+    kept: the text whose cache it goes on from; None: it is run from its beginning.
+    keep: whether what its completions leave is kept.
   """
 
   prompts: list[np.ndarray]
@@ -38,6 +41,8 @@ class Texts(NamedTuple):
   limits: list[int]
   seeds: list[int | str]
   begun: list[int]
+  kept: list[KeptText | None]
+  keep: list[bool]
 
   @property
   def lengths(self) -> list[int]:
@@ -225,20 +230,17 @@ class Prefilled(NamedTuple):
   """Prompts that were run, some of whose completions may still wait for a row.
 
   Attributes:
-    prompts: their numbers, in the order of what follows.
-    sizes: (N, T).
-    last_NxD, begun: hidden states of their last tokens, and what they leave for those that follow.
-    experts_NxTxLxk: of their tokens, on the host; None: not recorded.
+    prompts: their numbers, in the order of what follows; none: nothing was run.
+    sizes: (N, tokens that `begun` has room for).
+    last_NxD, begun: hidden states of their last tokens, and the cache with them.
+    experts: int16 [tokens, L, k] of each, on the host; []: not recorded.
   """
 
-  prompts: list[int]
-  sizes: tuple[int, int]
-  last_NxD: Any
-  begun: Any
-  experts_NxTxLxk: np.ndarray | None = None
-
-
-NOTHING_RUN = Prefilled([], (0, 0), None, None)
+  prompts: Sequence[int] = ()
+  sizes: tuple[int, int] = (0, 0)
+  last_NxD: Any = None
+  begun: Any = None
+  experts: Sequence[np.ndarray] = ()
 
 
 class Waiting:
@@ -246,18 +248,20 @@ class Waiting:
 
   Args:
     in_order: in the order of the prompts instead.
+    chunk: the most tokens of a prompt to run at once; 0: all.
 
   Attributes:
-    prompts, shown, limits, begun: as of `Texts`, of all that were added.
+    prompts, shown, limits, begun, kept, keep: as of `Texts`, of all that were added.
     prefilled: the prompts of those that are next. A prompt is run once for all of its completions, however late their
       rows become free, and with as many others as completions fit into all rows.
   """
 
-  def __init__(self, texts: Texts, in_order: bool = False):
+  def __init__(self, texts: Texts, in_order: bool = False, chunk: int = 0):
     self.prompts, self.shown = list[np.ndarray](), list[image_tokens.PromptImages]()
     self.limits, self.begun, self._hashes = list[int](), list[int](), list[Any]()
-    self._units, self._next, self.prefilled, self._ready = list[tuple[int, int]](), 0, NOTHING_RUN, 0
-    self._in_order, self.most_images = in_order, 0
+    self.kept, self.keep = list[KeptText | None](), list[bool]()
+    self._units, self._next, self.prefilled, self._ready = list[tuple[int, int]](), 0, Prefilled(), 0
+    self._in_order, self.chunk, self.most_images = in_order, chunk, 0
     self.add(texts)
 
   def add(self, texts: Texts) -> None:
@@ -267,13 +271,16 @@ class Waiting:
     self.shown += texts.shown
     self.limits += texts.limits
     self.begun += texts.begun
+    self.kept += texts.kept
+    texts.kept.clear()  # nobody else holds what may go
+    self.keep += texts.keep
     # Of a prompt, rounded up too.
     self.most_images = max(self.most_images, image_tokens.slots(max(len(part.images) for part in texts.shown)))
     order = list(range(first, len(self.prompts)))
     if not self._in_order:
-      order.sort(key=lambda i: -len(self.prompts[i]))
+      order.sort(key=lambda i: (self.kept[i] is None, -len(self.prompts[i])))
     self._units += [(prompt, sample) for prompt in order for sample in texts.samples[prompt - first]]
-    lengths = [len(self.prompts[prompt]) for prompt, _ in self._units]
+    lengths = [self.piece(prompt) for prompt, _ in self._units]
     self._longest = list(itertools.accumulate(reversed(lengths), max))[::-1]  # from each unit on
     # Of what a prompt was before its completions began: what is drawn does not depend on where they were left off.
     hashes = [hashlib.blake2b(f"{seed}:".encode() + ids[:len(ids) - n].tobytes(), digest_size=8)
@@ -288,18 +295,35 @@ class Waiting:
   def __len__(self) -> int:
     return len(self._units) - self._next
 
+  def kept_length(self, prompt: int) -> int:
+    """Tokens of a prompt that need not be run."""
+    text = self.kept[prompt]
+    return 0 if text is None else len(text.ids)
+
+  def piece(self, prompt: int) -> int:
+    """Tokens of a prompt that are run together: all that were not run before, or a chunk of them."""
+    length = len(self.prompts[prompt]) - self.kept_length(prompt)
+    # Images, and tokens that see one another, are run together; but not again.
+    return min(length, self.chunk) if self.chunk and (self.kept[prompt] or self.shown[prompt].causal) else length
+
+  def in_pieces(self, prompt: int) -> bool:
+    """Whether a prompt goes on from a text that is kept, or is longer than a chunk."""
+    return self.piece(prompt) < len(self.prompts[prompt])
+
   def next_length(self) -> int:
-    """The most tokens of a prompt from the next one on."""
+    """The most tokens of a prompt that are run at once, from the next prompt on."""
     return self._longest[self._next]
 
+  def next_slots(self) -> int:
+    """Tokens of the next prompt."""
+    return len(self.prompts[self._units[self._next][0]])
+
   def to_prefill(self, count: int, num_prompts: int) -> list[int]:
-    """The prompts to run next, at most `num_prompts` and those of `count` completions; [] if what was run is not used
-    up."""
-    if self._ready:
-      return []
+    """The prompts to run next, at most `num_prompts` and those of `count` completions, all of them at once or none."""
     prompts: dict[int, None] = {}
+    first = self._units[self._next][0]
     for unit in self._units[self._next : self._next + count]:
-      if unit[0] not in prompts and len(prompts) == num_prompts:
+      if unit[0] not in prompts and (len(prompts) == num_prompts or self.in_pieces(unit[0]) != self.in_pieces(first)):
         break
       prompts[unit[0]] = None
     # All completions of these, so that none is run again.
@@ -310,7 +334,7 @@ class Waiting:
     """(prompt, sample) of at most `count` completions whose prompts were run; the last let these go."""
     taken = self._units[self._next : self._next + min(count, self._ready)]
     self._next, self._ready = self._next + len(taken), self._ready - len(taken)
-    self.prefilled = self.prefilled if self._ready else NOTHING_RUN
+    self.prefilled = self.prefilled if self._ready else Prefilled()
     return taken
 
   def key(self, prompt: int, sample: int) -> np.ndarray:

@@ -98,9 +98,7 @@ class StopStrings:
   # ---------------------------------------------------------------- texts
 
   def text(self, completion: Any, skip_special: bool = True) -> str:
-    """The text of a `trainer.generate.sampler.Completion`, without its end, or with it where that is a string that is
-    kept.
-    """
+    """The text of a `Completion`, without its end, or with it where that is a string that is kept."""
     if completion.stop_reason is None:
       return self._tokenizer.decode(completion.text_ids, skip_special=skip_special)
     ids, string = completion.ids.tolist(), completion.stop_reason.encode()

@@ -27,7 +27,8 @@ from trainer.distributed.mesh import batch_sharding, check_batch, place_batch
 from trainer.errors import ConfigError
 from trainer.generate import image_tokens
 from trainer.generate.buckets import bucket, power
-from trainer.generate.sampler import MIN_LENGTH, Sampler
+from trainer.generate.sampler import Sampler
+from trainer.generate.slots import MIN_LENGTH
 from trainer.generate.stop_strings import StopStrings
 from trainer.strategies import logprobs
 

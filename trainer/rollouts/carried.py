@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from trainer.generate.sampler import Completion
+from trainer.generate.completion import Completion
 
 # Names of its arrays in checkpoints.
 ARRAYS = ("ids", "logprobs", "versions")

@@ -25,7 +25,8 @@ import numpy as np
 
 from models import hf, lora
 from trainer.errors import ConfigError, DataError
-from trainer.generate.sampler import Completion, More, Request, Sampler
+from trainer.generate.completion import Completion, More, Request
+from trainer.generate.sampler import Sampler
 
 # How servers are told to read a folder: (route, body of it).
 HANDOVERS: dict[str, Any] = {
@@ -52,6 +53,11 @@ def check(config: Any) -> None:
     raise ConfigError(f"rollout.engine_timeout_seconds is {c.engine_timeout_seconds}; it must be above 0.")
   if jax.process_count() > 1:
     raise ConfigError("rollout.engine is for runs of one process; the parameters of several are in no one's reach.")
+  for key in ("prefill_chunk", "kept_texts"):
+    if c[key]:
+      raise ConfigError(f"rollout.{key} is {c[key]}, but rollout.engine runs prompts in its own way: use "
+                        f"--config.rollout.{key}=0 (python -m trainer.serve has flags of these names), or leave "
+                        "rollout.engine out.")
   if c.replay_experts:
     raise ConfigError("rollout.replay_experts is True, but servers do not tell which experts tokens went through: use "
                       "--config.rollout.replay_experts=False, or leave rollout.engine out.")
@@ -203,5 +209,6 @@ class Engine(Sampler):
 def make_sampler(config: Any, model: Any, mesh: Any, workdir: Path) -> Sampler:
   """What samples a run's completions: this program, or the server of `rollout.engine`."""
   if config.rollout.engine is None:
-    return Sampler(model, mesh, rows=config.rollout.batch_size, record=True)
+    c = config.rollout
+    return Sampler(model, mesh, rows=c.batch_size, prefill_chunk=c.prefill_chunk, record=True)
   return Engine(config, model, mesh, workdir / "engine")

@@ -73,7 +73,7 @@ class Episodes:
     self._seq_len, self._max_new_tokens = config.seq_len, rollout.max_new_tokens
     self._stop = StopStrings(tokenizer, rollout.stop, rollout.keep_stop, "rollout.stop")
     self._make, self._max_turns, self._seconds, self._workers, self._late_reward = None, 1, None, 1, None
-    self._turn_share = rollout.turn_share
+    self._turn_share, self._keeps = rollout.turn_share, rollout.kept_texts > 0
     self._sees = config.model.vision.tower != "none"
     self._tools, self._truncates = prompts.tools, False
     if rollout.environment is not None or self._tools:
@@ -98,9 +98,10 @@ class Episodes:
       items: the prompts.
       group_size: G.
       generate: called once a turn with what goes on: `generate(prompts, samples=…, max_new_tokens=[…], stop_ids=…,
-        seed=…)` gives Completions as `trainer.generate.sampler.Sampler.generate` does; None ends all episodes. With
-        rollout.turn_share < 1 it is called once, with `more(ended, idle)` (`trainer.generate.sampler.More`), which it
-        tells what has ended since the last time.
+        seed=…)`, and `keep=[…]` with rollout.kept_texts, gives Completions as
+        `trainer.generate.sampler.Sampler.generate` does; None ends all episodes. With rollout.turn_share < 1 it is
+        called once, with `more(ended, idle)` (`trainer.generate.completion.More`), which it tells what has ended since
+        the last time.
       seed: of the draws.
     """
     in_thread = self._workers > 1 or bool(self._tools) or self._turn_share < 1 or _is_async(self._make)
@@ -174,7 +175,7 @@ class Episodes:
     self._reset(everyone)
     if not (playing := [episode for episode in everyone if not episode.over]):
       return True
-    asked = Asked(self._room, self._sees)
+    asked = Asked(self._room, self._sees, self._max_turns if self._keeps else None)
     turns = Interleaved(asked, Answers(self._workers), self._step, self._add, self._answer, playing, self._turn_share)
     return self._generate(generate, *asked.ask(playing), seed=seed, more=turns.more) is not None
 
@@ -207,21 +208,22 @@ class Episodes:
     try:
       encoded = getattr(item.prompt.images, "encoded", ())
       if isinstance(opening, str):
-        ids = self._prompter.text(item.content + opening, item.prompt.where, encoded).ids
+        prompt = self._prompter.text(item.content + opening, item.prompt.where, encoded)
       else:
-        ids = self._prompter.messages(
-            item.content + opening, item.tools, item.prompt.where, encoded, **item.variables).ids
+        prompt = self._prompter.messages(
+            item.content + opening, item.tools, item.prompt.where, encoded, **item.variables)
     except DataError as e:
       episode.fail(str(e))
       return
-    episode.begin(ids, opening)
+    episode.begin(prompt.ids, opening)
+    episode.images = prompt.images
     if self._room(episode) < 1:
-      episode.fail(f"reset() made a prompt of {len(ids)} tokens, after which seq_len={self._seq_len} has no room for a "
-                   "completion.")
+      episode.fail(f"reset() made a prompt of {len(prompt.ids)} tokens, after which seq_len={self._seq_len} has no "
+                   "room for a completion.")
 
   def _sample(self, active: list[Playing], generate: Generate, seed: int | str) -> bool:
     """One completion for each. False: there are none, see `run`."""
-    asked = Asked(self._room, self._sees)
+    asked = Asked(self._room, self._sees, self._max_turns if self._keeps else None)
     completions = self._generate(generate, *asked.ask(active), seed=seed)
     for episode, completion in asked.of(completions or ()):
       self._add(episode, completion)
@@ -270,16 +272,16 @@ class Episodes:
     item = episode.item
     ended = episode.stop_reason is None  # by a token, which stands there already
     try:
-      ids = self._prompter.added_text(observation) if isinstance(observation, str) else self._prompter.added_messages(
-          item.content + episode.messages[:-1], episode.messages[-1]["content"], observation, item.tools, ended=ended,
-          **item.variables)
+      ids, images = (self._prompter.added_text(observation), ()) if isinstance(observation, str) else (
+          self._prompter.added_messages(item.content + episode.messages[:-1], episode.messages[-1]["content"],
+                                        observation, item.tools, ended=ended, **item.variables))
     except DataError as e:
       episode.fail(str(e))
       return True
     if self._room(episode, len(ids)) < 1:
       episode.over, episode.finish_reason, episode.stop_reason = True, "length", None
       return False
-    episode.add_observation(ids, observation)
+    episode.add_observation(ids, observation, images)
     return True
 
   def _room(self, episode: Playing, added: int = 0) -> int:

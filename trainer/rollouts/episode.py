@@ -3,11 +3,15 @@
 Free of JAX.
 """
 
+import base64
+import io
 import math
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
+from PIL import Image
 
 from input_pipeline.prompt_data import PromptItem
 from trainer.rollouts.environment_calls import Calls
@@ -19,8 +23,8 @@ class Turn:
   """An environment's answer to a completion.
 
   Attributes:
-    observation: what the policy is to answer next: a text (in a conversation, what the user says), or messages. None
-      ends the episode.
+    observation: what the policy is to answer next: a text (in a conversation, what the user says), or messages, whose
+      contents may have parts that are images (docs/rewards.md). None ends the episode.
     reward: added up over the episode; None: this turn has none.
     done: ends the episode; the observation is not shown any more.
   """
@@ -91,6 +95,7 @@ class Playing:
   def begin(self, ids: np.ndarray, opening: str | list[dict] | None) -> None:
     """Starts with these ids, which end with `opening`."""
     self.ids, self.prompt_length = ids, len(ids)
+    self.images: Any = self.item.prompt.images
     self.weights, self.logprobs = (np.zeros(len(ids), np.float32) for _ in range(2))
     self.experts: np.ndarray | None = None  # of `ids`, as `Trajectory` has them
     self._append(opening)
@@ -109,26 +114,31 @@ class Playing:
     self.turns, self.sampled = self.turns + 1, self.sampled + len(completion.ids)
     self._append(text if isinstance(self.item.content, str) else [{"role": "assistant", "content": text}])
 
-  def add_observation(self, ids: np.ndarray, observation: str | list[dict]) -> None:
+  def add_observation(self, ids: np.ndarray, observation: str | list[dict], images: Any = ()) -> None:
+    """`images`: `input_pipeline.images.images.Images` in it; (): none."""
     zeros = np.zeros(len(ids), np.float32)
     self._add(ids, zeros, zeros)
     self._append(observation)
+    if len(images):
+      self.images = self.images + images if len(self.images) else images
 
   def as_added(self, said: str | list[dict]) -> str | list[dict]:
     """What an environment says, as a text where the prompt is one, else as messages.
 
     Raises:
-      TypeError: it is neither.
+      TypeError: it is neither; ValueError: an image in it is none.
     """
     if isinstance(said, str):
       return said if isinstance(self.item.content, str) else [{"role": "user", "content": said}]
     if isinstance(self.item.content, str):
       raise TypeError(f"the environment says a {type(said).__name__}, but the prompt is a text; expected a string")
     if not isinstance(said, list) or not said or not all(
-        isinstance(m, dict) and isinstance(m.get("role"), str) and isinstance(m.get("content"), str) for m in said):
+        isinstance(m, dict) and isinstance(m.get("role"), str) and isinstance(m.get("content"), str | list)
+        for m in said):
       raise TypeError(f"the environment says {said!r:.60}; expected a string, or a list of messages with role and "
                       "content")
-    return said
+    return [m if isinstance(m["content"], str) else {**m, "content": [_told(part) for part in m["content"]]}
+            for m in said]
 
   def fail(self, message: str, late: bool = False, late_reward: float | None = None) -> None:
     """Ends it without a reward; where it took too long, with the one so far and `late_reward`, unless that is None."""
@@ -141,8 +151,9 @@ class Playing:
       self.failed, self.reward = True, math.nan
 
   def result(self) -> Episode:
+    shown = getattr(self.images, "encoded", ())[len(self.item.prompt.images):]
     trajectory = Trajectory(self.ids.astype(np.int32), self.weights, self.logprobs, self.prompt_length,
-                            self.finish_reason, self.item.number, self.stop_reason, self._experts())
+                            self.finish_reason, self.item.number, self.stop_reason, self._experts(), shown)
     completion = self.text if isinstance(self.item.content, str) else self.messages
     return Episode(trajectory, completion, self.text, self.reward, self.failed, self.turns)
 
@@ -162,6 +173,32 @@ class Playing:
     if isinstance(said, str):
       self.text += said
     elif said is not None:
+      # What is shown stands in `images`; its place is kept.
+      said = [m if isinstance(m["content"], str) else {**m, "content": [
+          {"type": "image"} if part["type"] == "image" else part for part in m["content"]]} for m in said]
       alone = not self.messages and len(said) == 1 and said[0]["role"] == "assistant"
-      self.text += said[0]["content"] if alone else "".join(f"\n[{m['role']}] {m['content']}" for m in said)
+      self.text += said[0]["content"] if alone else "".join(f"\n[{m['role']}] {_text(m['content'])}" for m in said)
       self.messages = self.messages + said
+
+
+def _told(part: Any) -> dict:
+  """A part of a message as JSON has it: an image of Pillow or NumPy, or the bytes of a file, as a data URL."""
+  kind = part.get("type") if isinstance(part, dict) else None
+  if kind not in ("image", "image_url", "input_image"):
+    return part
+  value = next((part[key] for key in ("image", "image_url", "path", "bytes", "url", "base64", "data")
+                if part.get(key) is not None), None)
+  if isinstance(value, np.ndarray):
+    value = Image.fromarray(value)
+  if isinstance(value, Image.Image):
+    file = io.BytesIO()
+    value.save(file, "PNG")
+    value = file.getvalue()
+  if isinstance(value, bytes):
+    value = f"data:image/png;base64,{base64.b64encode(value).decode()}"
+  return {"type": "image", "image": str(value) if isinstance(value, Path) else value}
+
+
+def _text(content: str | list[dict]) -> str:
+  """A content for people."""
+  return content if isinstance(content, str) else "".join(part.get("text", "<image>") for part in content)

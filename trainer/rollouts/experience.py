@@ -2,7 +2,8 @@
 
 A trajectory is a prompt and all that followed, with a mark for each token that the policy sampled. A unit is a group of
 trajectories that must share a row: one, or the two of a preference. `Experience` keeps all of them as flat arrays, so
-that a checkpoint can hold it and batches are index arithmetic. It keeps no images, but the numbers of their prompts.
+that a checkpoint can hold it and batches are index arithmetic. Of a prompt's images it keeps its number alone; what an
+environment showed it keeps as files.
 
 Completions of one prompt in one row may share it, so that it is computed once for all of them: the prompt but for its
 last token is a segment of its own, which each of them sees besides its own (`prompt_ids`), and each begins with a copy
@@ -46,6 +47,7 @@ class Trajectory:
     number: of the prompt in its stream.
     stop_reason: the stop string that ended the last completion, or None.
     experts: int16 [n, L, k], those that tokens went through when they were sampled or read, -1: none; None: unknown.
+    images: the contents of the files of those that an environment showed, behind the prompt's.
   """
 
   ids: np.ndarray
@@ -56,6 +58,7 @@ class Trajectory:
   number: int = -1
   stop_reason: str | None = None
   experts: np.ndarray | None = None
+  images: tuple[bytes, ...] = ()
 
 
 class Experience(NamedTuple):
@@ -71,6 +74,19 @@ class Experience(NamedTuple):
   prompt_lengths: np.ndarray  # int64 [N]
   numbers: np.ndarray  # int64 [N], of the prompts
   experts: np.ndarray | None = None  # int16 [n, L, k], -1: none
+  # Images that environments showed: their files end to end, uint8; the size of each, and its trajectory, int64.
+  image_bytes: np.ndarray | None = None
+  image_sizes: np.ndarray | None = None
+  image_owners: np.ndarray | None = None
+
+  @property
+  def images(self) -> list[tuple[int, bytes]]:
+    """(trajectory, content of a file) of each image that an environment showed."""
+    if self.image_bytes is None:
+      return []
+    ends = np.cumsum(self.image_sizes)
+    return [(int(owner), self.image_bytes[end - size:end].tobytes())
+            for owner, size, end in zip(self.image_owners, self.image_sizes, ends, strict=True)]
 
   @property
   def num_units(self) -> int:
@@ -98,7 +114,16 @@ def collect(units: Iterable[Sequence[tuple[Trajectory, float, int]]]) -> Experie
   return Experience(joined("ids", np.int32), joined("weights", np.float32), joined("logprobs", np.float32),
                     np.array([len(row[1].ids) for row in flat], np.int64), column(0, np.int64), column(2, np.float32),
                     column(3, np.int32), np.array([row[1].prompt_length for row in flat], np.int64),
-                    np.array([row[1].number for row in flat], np.int64), experts)
+                    np.array([row[1].number for row in flat], np.int64), experts, *_files(flat))
+
+
+def _files(flat: list[tuple]) -> tuple[np.ndarray, ...]:
+  """The arrays of the images that environments showed, if there are any."""
+  found = [(owner, image) for owner, row in enumerate(flat) for image in row[1].images]
+  if not found:
+    return ()
+  return (np.frombuffer(b"".join(image for _, image in found), np.uint8),
+          np.array([len(image) for _, image in found], np.int64), np.array([owner for owner, _ in found], np.int64))
 
 
 @dataclass(frozen=True)
@@ -133,6 +158,7 @@ class RowFormat:
 
 def make_batch(experience: Experience, units: np.ndarray, form: RowFormat, *, keys: Sequence[str] = (),
                images: Mapping[int, Sequence[np.ndarray]] | None = None,
+               added: Mapping[int, Sequence[np.ndarray]] | None = None,
                of_tokens: Mapping[str, np.ndarray] | None = None) -> dict[str, np.ndarray]:
   """A batch of some of the units, packed into as few rows as best fit finds, each unit within one row.
 
@@ -143,6 +169,7 @@ def make_batch(experience: Experience, units: np.ndarray, form: RowFormat, *, ke
     keys: which of `advantages` [B, S], `behavior_logprobs`, `places` and names in `of_tokens` [B, T] to add; `places`:
       where each token stands in the experience, -1 for none.
     images: {number of a prompt: its images, uint8 [P, P, 3] each}; other prompts have none.
+    added: {trajectory: those that its environment showed}, likewise.
     of_tokens: {name: float32 [n]}, see `trainer.rollouts.old_policy` and `trainer.rollouts.returns`; of a key without
       one NaN is written.
 
@@ -179,7 +206,7 @@ def make_batch(experience: Experience, units: np.ndarray, form: RowFormat, *, ke
            "places": np.full(zeros_BxT.shape, -1)}
   batch |= {key: extra.get(key, zeros_BxT + np.nan) for key in keys}
   of_tokens = {name: values_n for name, values_n in (of_tokens or {}).items() if name in keys}
-  shown = _shown(experience, rows, layout, images or {})
+  shown = _shown(experience, rows, layout, images or {}, added or {})
   most = max((sum(len(shown[i].images) for i in sequences) for sequences in rows), default=0)
   batch |= image_tokens.empty(layout, *batch["tokens"].shape, image_tokens.slots(most))
   routed = experience.experts
@@ -285,14 +312,17 @@ def _shared_rows(experience: Experience, members: list[list[int]], prompts: list
 
 
 def _shown(experience: Experience, rows: list[list[int]], layout: image_tokens.Layout | None,
-           images: Mapping[int, Sequence[np.ndarray]]) -> dict[int, image_tokens.PromptImages]:
+           images: Mapping[int, Sequence[np.ndarray]], added: Mapping[int, Sequence[np.ndarray]]
+           ) -> dict[int, image_tokens.PromptImages]:
   """The images of each trajectory in the rows."""
   chosen = sorted(sequence for sequences in rows for sequence in sequences)
   numbers = {int(number) for number in experience.numbers[chosen]} if chosen else set()
   # Once for all the completions of a prompt.
   of_prompt = {number: images.get(number, ()) for number in sorted(numbers)}
   ends = np.cumsum(experience.lengths)
+  place = {sequence: slice(ends[sequence] - experience.lengths[sequence], ends[sequence]) for sequence in chosen}
   return {sequence: image_tokens.of_text(
-      layout, experience.tokens[ends[sequence] - experience.lengths[sequence]:ends[sequence]],
-      of_prompt[int(experience.numbers[sequence])], int(experience.prompt_lengths[sequence]), f"sequence {sequence}")
+      layout, experience.tokens[place[sequence]],
+      [*of_prompt[int(experience.numbers[sequence])], *added.get(sequence, ())],
+      int(experience.prompt_lengths[sequence]), f"sequence {sequence}", experience.weights[place[sequence]] > 0)
           for sequence in chosen}

@@ -31,7 +31,8 @@ def check(config: Any) -> None:
   alone = strategy.critic or not strategy.rewarded
   for key, least in (("num_prompts", 1), ("group_size", 1 if alone else 2), ("updates", 1), ("epochs", 1),
                      ("max_new_tokens", 1), ("batch_size", 1), ("resample", 0), ("max_without_lesson", 0),
-                     ("reward_workers", 0), ("max_turns", 1), ("environment_workers", 1), ("max_staleness", 0)):
+                     ("reward_workers", 0), ("max_turns", 1), ("environment_workers", 1), ("max_staleness", 0),
+                     ("prefill_chunk", 0), ("kept_texts", 0)):
     if c[key] < least:
       raise ConfigError(f"rollout.{key} is {c[key]}; it must be at least {least}.")
   engine.check(config)
@@ -67,6 +68,9 @@ def check(config: Any) -> None:
   if c.turn_share < 1 and c.environment is None and not c.tools:
     raise ConfigError(f"rollout.turn_share is {c.turn_share}, but nothing answers completions, so that each has one "
                       "turn: give rollout.environment or rollout.tools, or use --config.rollout.turn_share=1.")
+  if c.kept_texts and c.environment is None and not c.tools:
+    raise ConfigError(f"rollout.kept_texts is {c.kept_texts}, but nothing answers completions, and no text goes on: "
+                      "give rollout.environment or rollout.tools, or use --config.rollout.kept_texts=0.")
   for key, section in c.rewards.items():
     rewards.check(key, section)
   if ENVIRONMENT in c.rewards and c.environment is not None:

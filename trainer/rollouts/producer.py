@@ -20,7 +20,8 @@ from input_pipeline.prompt_data import PromptData, PromptItem
 from input_pipeline.steps import Piece
 from trainer import strategies
 from trainer.distributed import processes
-from trainer.generate.sampler import Completion, More, Request, joined
+from trainer.generate.completion import Completion, More, Request, joined
+from trainer.generate.kept import Kept
 from trainer.metrics import to_floats
 from trainer.rollouts import carried as carried_lib
 from trainer.rollouts import experience as experience_lib
@@ -123,7 +124,7 @@ class Producer:
 
   def __init__(self, config: Any, prompts: PromptData, policy: Policy, workdir: Any):
     c, self._seed, self._prompts = config.rollout, config.seed, prompts
-    self._carries, self._max_staleness = c.carry_over, c.max_staleness
+    self._carries, self._max_staleness, self._kept_texts = c.carry_over, c.max_staleness, c.kept_texts
     self._group_size, self._resample, self._has_environment = c.group_size, c.resample, c.environment is not None
     self._strategy, mask_truncated = strategies.of(config), c.mask_truncated
     self._compares_all = True
@@ -164,6 +165,7 @@ class Producer:
       None if it was left off.
     """
     self._clock, self._sampled = {"rollout": 0.0, "rewards": 0.0}, 0
+    self._of_prompts: dict[str, int] = {}
     groups: list[ScoredGroup] = []
     replaced: list[ScoredGroup] = []
     ages = Ages(version, first_step, size.every, size.size, self._max_staleness)
@@ -255,6 +257,8 @@ class Producer:
               ) -> list[list[Episode]] | None:
     """Episodes [P][G] of prompts; None: it was left off."""
     total, began = len(items) * self._group_size, time.perf_counter()
+    # Of these parameters, and of episodes that go on: of a seed of their own, no two have a text in common.
+    kept = Kept(self._kept_texts, once=True) if self._kept_texts else None
     with self._bar(total) as bar:
 
       def generate(prompts: list[np.ndarray], more: Callable[..., tuple] | None = None, **options: Any
@@ -266,7 +270,7 @@ class Producer:
           new, ended[:] = list(ended), []
           return More(*more(new, idle))
 
-        request = Request(**self._sampling, **options, more=None if more is None else told)
+        request = Request(**self._sampling, **options, kept=kept, more=None if more is None else told)
         for part in self.sampler.stream(params, prompts, request):
           if stopped():
             return None
@@ -279,6 +283,10 @@ class Producer:
 
       episodes = self.episodes.run(items, self._group_size, generate, seed)
     self._clock["rollout"] += time.perf_counter() - began
+    if kept is not None:
+      for name, count in dict(prompt_tokens_run=kept.run, prompt_tokens_reused=kept.reused,
+                              texts_given_up=kept.given_up).items():
+        self._of_prompts[name] = self._of_prompts.get(name, 0) + count
     return episodes
 
   def _score(self, items: list[PromptItem], episodes: list[list[Episode]]) -> list[ScoredGroup]:
@@ -311,6 +319,7 @@ class Producer:
     """The rollout's metrics."""
     metrics = groups_lib.metrics(self.names, groups, replaced, samples)
     metrics |= self.episodes.metrics([episode for group in groups + replaced for episode in group.episodes])
+    metrics |= {f"rollout/{name}": count for name, count in self._of_prompts.items()}
     return to_floats(metrics | {
         "time/rollout": self._clock["rollout"], "time/rewards": self._clock["rewards"],
         "sampling/tokens_per_second": self._sampled / max(self._clock["rollout"], 1e-9)})

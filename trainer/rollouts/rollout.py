@@ -16,6 +16,8 @@ import jax
 import numpy as np
 from absl import logging
 
+from input_pipeline.chat.image_placeholders import preprocess_of
+from input_pipeline.images.images import to_pixels
 from input_pipeline.packing import permutation
 from input_pipeline.prompt_data import PromptData
 from input_pipeline.steps import ROWS, Past, steps_of_rollouts
@@ -72,6 +74,8 @@ class Rollouts:
     self.images_per_row, self.row_tokens, self.shapes_known = 0, None, False  # they follow from packing
     self._now: Rollout | None = None  # that is trained on
     self._images: dict[int, Sequence[np.ndarray]] = {}  # those of its prompts, by their numbers
+    self._added: dict[int, list[np.ndarray]] = {}  # those that environments showed, by trajectories
+    self._preprocess = preprocess_of(config) if self._rows.layout else None
     self._old: np.ndarray | None = None  # see trainer/rollouts/old_policy.py
     self._returns = Returns(config.strategy) if self._strategy.critic else None
     self._valued: dict[str, np.ndarray] = {}  # what it made of the rollout that is trained on
@@ -153,11 +157,18 @@ class Rollouts:
     units = np.array_split(order, self._now.updates)[update]
     of_tokens = self._valued if self._old is None else self._valued | {"old_logprobs": self._old[epoch]}
     return experience_lib.make_batch(self._now.experience, units, self._rows, keys=keys, images=self._images,
-                                     of_tokens=of_tokens)
+                                     added=self._added, of_tokens=of_tokens)
 
   def _images_of(self, numbers: Iterable[int]) -> dict[int, Sequence[np.ndarray]]:
     """{number of a prompt: its images}; none where the model sees none."""
     return {number: self._prompts.item(number).prompt.images for number in numbers} if self._rows.layout else {}
+
+  def _added_of(self, experience: Experience) -> dict[int, list[np.ndarray]]:
+    """{trajectory: the images that its environment showed}."""
+    found: dict[int, list[np.ndarray]] = {}
+    for owner, data in experience.images:
+      found.setdefault(owner, []).append(to_pixels(data, self._preprocess))
+    return found
 
   # ---------------------------------------------------------------- checkpoints
 
@@ -225,6 +236,7 @@ class Rollouts:
                         "data as they were, then change them.")
     if self._now is not None:
       self._images = self._images_of(set(self._now.experience.numbers.tolist()))
+      self._added = self._added_of(self._now.experience)
 
   def close(self) -> None:
     """Ends what samples, and the processes that compute rewards."""
@@ -238,7 +250,7 @@ class Rollouts:
     self._now, ahead = self._ahead.pop()
     now = self._now
     self.metrics = now.metrics | ahead
-    self._images = self._images_of(now.groups)
+    self._images, self._added = self._images_of(now.groups), self._added_of(now.experience)
     self._old, self._valued = None, {}
     if self._returns is not None or "old_logprobs" in self._keys():
       with run.chrono.pause("rollout"):

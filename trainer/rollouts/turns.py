@@ -25,23 +25,27 @@ class Asked:
   Args:
     room: of an episode, the tokens that may still be sampled.
     sees: whether the model is shown images.
+    max_turns: where texts are kept between turns: none goes on from that of an episode's last one. None: none is kept.
   """
 
-  def __init__(self, room: Callable[[Playing], int], sees: bool):
-    self._room, self._sees = room, sees
+  def __init__(self, room: Callable[[Playing], int], sees: bool, max_turns: int | None = None):
+    self._room, self._sees, self._max_turns = room, sees, max_turns
     self._of: list[list[Playing]] = []  # the episodes of each prompt that was asked for
 
   def ask(self, episodes: Sequence[Playing]) -> tuple[list[np.ndarray], dict[str, list]]:
     """(prompts, their attributes of a `Request`) for one more completion of each episode."""
     alike: dict[tuple[bytes, int, Any], list[Playing]] = {}
     for episode in episodes:
-      alike.setdefault((episode.ids.tobytes(), self._room(episode), episode.item.prompt.images), []).append(episode)
+      alike.setdefault((episode.ids.tobytes(), self._room(episode), episode.images), []).append(episode)
     self._of += alike.values()
     firsts = [same[0] for same in alike.values()]
     samples = [list(dict.fromkeys(episode.sample for episode in same)) for same in alike.values()]
     options: dict[str, list] = {"samples": samples, "max_new_tokens": [room for _, room, _ in alike]}
+    if self._max_turns is not None:
+      options["keep"] = [episode.turns + 1 < self._max_turns for episode in firsts]
     if self._sees:
-      options |= {"images": [list(e.item.prompt.images) for e in firsts], "prefixes": [e.prompt_length for e in firsts]}
+      options |= {"images": [list(e.images) for e in firsts], "prefixes": [e.prompt_length for e in firsts],
+                  "sampled": [e.weights > 0 for e in firsts]}
     return [episode.ids for episode in firsts], options
 
   def of(self, completions: Sequence[Any]) -> list[tuple[Playing, Any]]:

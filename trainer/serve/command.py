@@ -47,7 +47,8 @@ def make_app(given: Any) -> Any:
       raise ConfigError(f"{folder} holds another model than the one that is served: {problems[0]}.")
     return other, fingerprint(other)
 
-  engine = Engine(Sampler(loaded.model, mesh, rows=given.rows, chunk=generate.CHUNK), loaded.params, loaded.tokenizer)
+  sampler = Sampler(loaded.model, mesh, rows=given.rows, chunk=generate.CHUNK, prefill_chunk=given.prefill_chunk)
+  engine = Engine(sampler, loaded.params, loaded.tokenizer, given.kept_texts)
   name = given.name or (given.hf or given.workdir).rstrip("/")
   return Server(engine, loaded, name, fingerprint(loaded.params), reload if given.hf else None).app()
 
@@ -62,6 +63,10 @@ def _define_flags() -> None:
   flags.DEFINE_string("host", "127.0.0.1", "Address to listen on; 0.0.0.0: all.")
   flags.DEFINE_integer("port", 8000, "Port to listen on.")
   flags.DEFINE_integer("rows", 32, "Texts that are generated at a time.", lower_bound=1)
+  flags.DEFINE_integer("prefill_chunk", 0, "Prompts longer than this are run so many tokens at a time, between the "
+                       "steps of others; 0: each at once.", lower_bound=0)
+  flags.DEFINE_integer("kept_texts", 0, "Conversations whose keys and values are kept when they have been answered, so "
+                       "that of one that goes on only what is new is run.", lower_bound=0)
   flags.DEFINE_integer("tensor", 1, "Devices that each matrix is split over; the others each hold a share of it.")
 
 

@@ -14,7 +14,9 @@ from typing import Any
 
 import numpy as np
 
-from trainer.generate.sampler import Completion, More, Request, Sampler
+from trainer.generate.completion import Completion, More, Request
+from trainer.generate.kept import Kept
+from trainer.generate.sampler import Sampler
 from trainer.generate.stop_strings import StopStrings
 
 # Jobs of a run.
@@ -62,13 +64,16 @@ class Engine:
     sampler: of the model.
     params: its parameters.
     tokenizer: for stop strings.
+    kept_texts: how many answered conversations are kept, so that of one that goes on only what is new is run.
 
   Attributes:
     batches: jobs of each run so far, for people and tests.
+    kept: those conversations; None: none is.
   """
 
-  def __init__(self, sampler: Sampler, params: Any, tokenizer: Any):
+  def __init__(self, sampler: Sampler, params: Any, tokenizer: Any, kept_texts: int = 0):
     self._sampler, self._params, self._tokenizer = sampler, params, tokenizer
+    self.kept = Kept(kept_texts, cut=True) if kept_texts else None
     self._waiting: queue.SimpleQueue = queue.SimpleQueue()
     self._left: list[Job] = []
     self.batches: list[int] = []
@@ -106,6 +111,8 @@ class Engine:
         return
       if isinstance(asked, tuple):
         self._params, done = asked
+        if self.kept is not None:
+          self.kept.clear()
         done.set()
         continue
       self._run(self._alike(asked))
@@ -157,7 +164,7 @@ class Engine:
     try:
       stop = StopStrings(self._tokenizer, how.stop).options
       request = Request(**options(jobs), temperature=how.temperature, top_k=how.top_k, top_p=how.top_p,
-                        min_p=how.min_p, stop_ids=how.stop_ids, **stop, more=more,
+                        min_p=how.min_p, stop_ids=how.stop_ids, **stop, more=more, kept=self.kept,
                         seed=self._chance if how.seed is None else how.seed)
       for part in self._sampler.stream(self._params, [job.ids for job in jobs], request):
         if all(job.cancelled for job in all_of):

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from trainer.generate.command import Printed
-from trainer.generate.sampler import Completion
+from trainer.generate.completion import Completion
 from trainer.serve.engine import How
 
 DEFAULT_TOKENS = 256

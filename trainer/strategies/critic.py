@@ -75,9 +75,9 @@ class ActorCritic:
     """See `models.transformer.Transformer`."""
     return self.policy.layer_inputs(policy_params(params), batch)
 
-  def prefill(self, params: api.Params, batch: dict, **options: Any) -> tuple:
+  def extend(self, params: api.Params, *args: Any, **options: Any) -> tuple:
     """See `models.api.Generative`."""
-    return self.policy.prefill(policy_params(params), batch, **options)
+    return self.policy.extend(policy_params(params), *args, **options)
 
   def decoding_params(self, params: api.Params) -> api.Params:
     """See `models.api.Generative`."""

@@ -83,7 +83,7 @@ def test_a_conversation_that_is_continued_token_by_token_is_the_whole_one(tmp_pa
   expected, weights = (np.array(REFERENCES["conversations"][kind][form]["turns"][key]) for key in ("ids", "weights"))
   first = int(weights.argmax())
   sampled = expected[first:first + int(np.argmin(weights[first:]))]  # up to the token that ends the turn
-  added = prompter.added_messages(messages[:1], messages[1]["content"], messages[2:3])
+  added, _ = prompter.added_messages(messages[:1], messages[1]["content"], messages[2:3])
   prompt = prompter.messages(messages[:3]).ids
   assert [*prompter.messages(messages[:1]).ids, *sampled, *added] == prompt.tolist()
 

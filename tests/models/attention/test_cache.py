@@ -77,9 +77,9 @@ def decode_of(model):
 
 def begin(model, params, batch, cache, rows, sources=None):
   """(hidden states, the cache with these rows begun)"""
-  hidden, begun = jax.jit(model.prefill)(params, batch)
+  hidden, begun = jax.jit(model.extend)(params, batch)
   sources = np.arange(len(rows)) if sources is None else sources
-  return hidden, jax.jit(model.begin)(cache, begun, np.asarray(rows), sources)
+  return hidden, jax.jit(model.copied_cache)(cache, begun, np.asarray(rows), sources)
 
 
 def run(model, params, texts, side="right", rows=(2, 0, 3), cache=None):
@@ -144,6 +144,57 @@ def test_texts_in_pages_equal_whole_ones(name, apart, monkeypatch):
   for part, kept, kind in zip(cache.keys, smaller.keys, model.spec.layer_pattern, strict=False):
     if kind not in ("local", "delta", "mamba", "mlp"):
       np.testing.assert_array_equal(kept, jnp.stack([part[:, pages[3, 0]], jnp.zeros_like(part[:, 0])], 1))
+
+
+# Tokens of each of three texts in each of five chunks of up to six: more than a window, one, and none.
+CHUNKS = ((6, 2, 1), (1, 6, 5), (5, 0, 6), (0, 6, 3), (4, 2, 0))
+
+
+def in_chunks(model, params, texts, cache):
+  """(hidden states of every token, [(text, position, hidden)], the last cache): texts run chunk by chunk."""
+  extend, found, ends = jax.jit(model.extend), [], np.zeros(3, int)
+  for sizes in CHUNKS:
+    real = np.arange(6) < np.array(sizes)[:, None]
+    tokens = np.where(real, texts[np.arange(3)[:, None], np.minimum(ends[:, None] + np.arange(6), LENGTH - 1)], 7)
+    hidden, cache = extend(params, dict(tokens=tokens, segment_ids=real.astype(np.int32)), cache)
+    found += [(row, ends[row] + n, np.asarray(hidden[row, n])) for row, size in enumerate(sizes) for n in range(size)]
+    ends += sizes
+    np.testing.assert_array_equal(cache.lengths, ends)
+  return found, cache
+
+
+@pytest.mark.parametrize("name", sorted(CASES.keys() - {"llama", "olmo"}))
+def test_texts_run_in_chunks_equal_whole_ones(name):
+  """Several tokens of each text onto what was run of it, at first nothing, and then one."""
+  model, params, texts, whole = case(name)
+  found, cache = in_chunks(model, params, texts, model.empty_cache(3, LENGTH))
+  assert len(found) == 47
+  last, _ = decode_of(model)(params, texts[:, -1], np.array([0, 0, 1], bool), cache)
+  for row, position, hidden in [*found, (2, LENGTH - 1, last[2])]:
+    np.testing.assert_allclose(hidden, whole[row, position], atol=2e-5, rtol=2e-5, err_msg=f"{row} {position}")
+
+
+@pytest.mark.parametrize("name", ["gemma", "qwen3_next", "gpt_oss", "deepseek"])
+def test_chunks_onto_rows_from_pages_and_back(name, monkeypatch):
+  """A text goes on in a row of pages, from there in a cache of its own, and in another row's pages again."""
+  monkeypatch.setattr(cache_lib, "PAGE", 4)
+  model, params, texts, whole = case(name)
+  pages = np.random.default_rng(0).permutation(2 * LENGTH // 4).reshape(2, -1)
+  owners, firsts = np.zeros(pages.size, int), np.zeros(pages.size, int)
+  for row in range(2):
+    owners[pages[row]], firsts[pages[row]] = row, 4 * np.arange(LENGTH // 4)
+  paged = model.empty_cache(2, LENGTH, pages.size)._replace(table=Table(*map(jnp.asarray, (pages, owners, firsts))))
+  _, begun = model.extend(params, dict(tokens=texts[:1, :6]))
+  paged = model.copied_cache(paged, begun, np.array([1]), np.array([0]))
+  _, paged = decode_of(model)(params, texts[[0, 0], 6], np.array([False, True]), paged)
+  own = model.copied_cache(model.empty_cache(1, 14), paged, np.array([0]), np.array([1]))
+  hidden, own = model.extend(params, dict(tokens=texts[:1, 7:12]), own)
+  np.testing.assert_allclose(hidden[0], whole[0, 7:12], atol=2e-5, rtol=2e-5)
+  paged = model.copied_cache(paged, own, np.array([0]), np.array([0]))
+  np.testing.assert_array_equal(paged.lengths, [12, 7])
+  for row, position in ((0, 12), (1, 7)):
+    hidden, _ = decode_of(model)(params, texts[[0, 0], position], np.arange(2) == row, paged)
+    np.testing.assert_allclose(hidden[row], whole[0, position], atol=2e-5, rtol=2e-5)
 
 
 def test_a_cache_for_bfloat16_holds_its_numbers_in_float32_on_cpu():

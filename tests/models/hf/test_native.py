@@ -145,15 +145,19 @@ def test_packed_is_as_alone(case):
 
 
 def test_decoding_is_as_teacher_forcing(case):
-  """The prompt is what stands before the last tokens, images included; each of these is then given one by one."""
+  """The prompt is what stands before the last tokens, images included; each of these is then given one by one, or they
+  are run together."""
   r, model = case.reference, case.model
   batch, cut = arrays(r), r["prefix"]
   prompt = dict(batch, segment_ids=np.int32(np.arange(batch["tokens"].shape[1]) < cut[:, None]))
   params = model.decoding_params(case.params)
-  _, begun = jax.jit(model.prefill)(case.params, prompt)
+  _, begun = jax.jit(model.extend)(case.params, prompt)
   cache = model.empty_cache(2, 40)
-  cache = jax.jit(model.begin)(cache, begun, jnp.array([1, 0]), jnp.array([0, 1]))
+  cache = jax.jit(model.copied_cache)(cache, begun, jnp.array([1, 0]), jnp.array([0, 1]))
   cache = model.resized_cache(cache, jnp.array([1, 0]), 48)
+  at = np.arange(2)[:, None], cut[:, None] + np.arange(4)
+  hidden, _ = jax.jit(model.extend)(case.params, dict(tokens=jnp.asarray(batch["tokens"][at])), cache)
+  assert_close(np.asarray(model.unembed(case.params, hidden)), r["logits"][at], 1e-5)
   step = jax.jit(model.decode)
   for n in range(4):
     tokens = jnp.asarray(batch["tokens"][np.arange(2), cut + n])

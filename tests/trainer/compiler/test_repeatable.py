@@ -197,10 +197,11 @@ def test_nor_does_sampling(monkeypatch):
   params = model.abstract_params()
   tokens, lengths = jnp.zeros((2, 8), jnp.int32), jnp.ones(2, jnp.int32)
   last, begun = jax.eval_shape(lambda p: decoding.prefill(model, p, tokens, lengths, {}), params)
+  extend = jax.make_jaxpr(lambda *args: decoding.extend(model, *args, tokens, lengths))(params, begun, last)
   given = jnp.array([0, 4]), jnp.array([0, 0]), jnp.zeros((2, 2), jnp.uint32), *jnp.zeros((3, 2), jnp.int32)
   begin = jax.make_jaxpr(lambda *args: decoding.begin(model, *args, given))(state, last, begun)
   read = jax.eval_shape(model.decoding_params, params)
   numbers = jnp.full(8, -1, jnp.int32), jnp.ones(3), jnp.int32(0), jnp.int32(1)
   decode = jax.make_jaxpr(lambda *args: decoding.decode(model, 4, False, True, *args, numbers))(read, state)
-  for program in (begin, decode):
+  for program in (begin, extend, decode):
     assert not (found := shared(program.jaxpr)), found[0]

@@ -11,7 +11,8 @@ from tests.evaluators import digits
 from trainer.config import checks as config_checks
 from trainer.errors import DataError
 from trainer.generate import command as generate
-from trainer.generate.sampler import Completion, Sampler
+from trainer.generate.completion import Completion
+from trainer.generate.sampler import Sampler
 
 
 @pytest.fixture(scope="module")

@@ -17,7 +17,8 @@ from trainer.errors import ConfigError
 from trainer.generate import decoding
 from trainer.generate import sampler as sampler_lib
 from trainer.generate import slots as sampler_rows
-from trainer.generate.sampler import More, Request, Sampler
+from trainer.generate.completion import More, Request
+from trainer.generate.sampler import Sampler
 from trainer.generate.sampling import BLOCK, Options, draw
 from trainer.strategies import logprobs
 
@@ -438,5 +439,5 @@ def test_no_prompts_give_no_completions():
 
 
 def test_a_model_without_a_cache_is_refused():
-  with pytest.raises(ConfigError, match="object cannot generate texts: it has no prefill"):
+  with pytest.raises(ConfigError, match="object cannot generate texts: it has no extend"):
     Sampler(object())

@@ -10,6 +10,7 @@ from tests.models.common import VOCAB, make, random_params
 from trainer.distributed import mesh as mesh_lib
 from trainer.errors import ConfigError
 from trainer.generate import image_tokens
+from trainer.generate.kept import Kept
 from trainer.generate.sampler import Sampler
 from trainer.strategies import logprobs
 
@@ -88,7 +89,8 @@ def test_the_images_decide_what_is_said_and_drawn():
   # The random bits are others too, not the logits alone.
   from trainer.generate.slots import Texts, Waiting
   layout = image_tokens.layout_of(model)
-  keys = [Waiting(Texts(prompts, image_tokens.shown(layout, prompts, some), [range(1)] * 4, [6] * 4, [7] * 4, [0] * 4))
+  keys = [Waiting(Texts(prompts, image_tokens.shown(layout, prompts, some), [range(1)] * 4, [6] * 4, [7] * 4, [0] * 4,
+                        [None] * 4, [True] * 4))
           for some in (images, darker)]
   assert [np.array_equal(*(key.key(p, 0) for key in keys)) for p in range(4)] == [not some for some in images]
 
@@ -123,6 +125,29 @@ def test_what_follows_the_beginning_of_a_text_is_read_in_one_direction():
     assert np.abs(c.logprobs - other).max() > 1e-4
   with pytest.raises(ConfigError, match="prompt 0 has 1 image.s., for which it needs 4 tokens of the id 51 .4 each."):
     Sampler(model).generate(params, longer, images=images, **options)
+
+
+@pytest.mark.parametrize("name", ["prefix", *(pytest.param(name, marks=pytest.mark.slow) for name in (
+    "image", "causal, CLIP"))])
+def test_texts_about_images_that_are_kept_go_on(name):
+  """A further turn, in chunks; not from the same text about other images, nor from one that was read otherwise."""
+  model, params = case(name)
+  prompts, images = questions()
+  sampler, kept, prefixes = Sampler(model, rows=3, chunk=4, prefill_chunk=2), Kept(9, cut=True), [*map(len, prompts)]
+  options = dict(max_new_tokens=9, seed=1, stop_ids=STOPS)
+  said = sampler.generate(params, prompts, images=images, prefixes=prefixes, kept=kept, **options)
+  longer = [np.concatenate([prompts[c.prompt], c.ids, np.array([7, 8], np.int32)]) for c in said]
+  found, again = (sampler.generate(params, longer, images=images, prefixes=prefixes, kept=some, **options)
+                  for some in (kept, None))
+  assert kept.reused == sum(len(prompt) + len(c.ids) - 1 for prompt, c in zip(prompts, said, strict=True))
+  for one, two in zip(found, again, strict=True):
+    np.testing.assert_array_equal(one.ids, two.ids)
+    np.testing.assert_allclose(one.logprobs, two.logprobs, atol=1e-5)
+  layout = image_tokens.layout_of(model)
+  darker, fewer = [[image // 2 for image in some] for some in images], [n - 1 for n in prefixes]
+  for others, begin, same in ((images, prefixes, 4), (darker, prefixes, 1), (images, fewer, 4 * (name != "prefix"))):
+    shown = image_tokens.shown(layout, longer, others, begin)
+    assert sum(kept.find(ids, part.digest) is not None for ids, part in zip(longer, shown, strict=True)) == same
 
 
 def test_numbers_of_images_are_rounded_up_so_that_few_programs_are_compiled():

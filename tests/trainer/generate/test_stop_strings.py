@@ -15,7 +15,8 @@ from trainer import train
 from trainer.distributed import mesh as mesh_lib
 from trainer.errors import ConfigError
 from trainer.generate import command as generate
-from trainer.generate.sampler import Completion, Sampler
+from trainer.generate.completion import Completion
+from trainer.generate.sampler import Sampler
 from trainer.generate.stop_strings import StopStrings, ending
 from trainer.rollouts import rollout as rollout_lib
 

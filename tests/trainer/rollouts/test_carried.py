@@ -16,7 +16,8 @@ from tests.trainer.rollouts.test_ahead import schedule_of
 from trainer import train
 from trainer.generate import sampler as sampler_lib
 from trainer.generate import slots
-from trainer.generate.sampler import Completion, Request, Sampler, collect
+from trainer.generate.completion import Completion, Request, collect
+from trainer.generate.sampler import Sampler
 from trainer.generate.stop_strings import StopStrings
 from trainer.rollouts import carried
 from trainer.rollouts.carried import Ages, Group, fresh

@@ -13,7 +13,7 @@ from tests.trainer.serve import servers
 from trainer import train
 from trainer.config import defaults
 from trainer.errors import ConfigError, DataError
-from trainer.generate.sampler import Request
+from trainer.generate.completion import Request
 from trainer.generate.stop_strings import StopStrings
 from trainer.rollouts.engine import Engine, check
 

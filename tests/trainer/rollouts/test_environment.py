@@ -1,7 +1,9 @@
 """Episodes: whose each token is, what an environment adds, and where an episode ends."""
 
+import base64
 import functools
 import importlib
+import io
 import json
 import math
 import re
@@ -11,6 +13,7 @@ import sys
 import jax
 import numpy as np
 import pytest
+from PIL import Image
 
 from input_pipeline.prompt_data import make_prompt_data
 from input_pipeline.tokenizer.tokenizer import BytesTokenizer, load_tokenizer
@@ -20,7 +23,7 @@ from tests.tiny import ROOT
 from trainer.config import defaults, source, strategy
 from trainer.errors import ConfigError
 from trainer.generate import sampler as sampler_lib
-from trainer.generate.sampler import Completion
+from trainer.generate.completion import Completion
 from trainer.rollouts.environment import Episodes, Turn
 
 TINY = load_tokenizer(ROOT / "tests" / "input_pipeline" / "references" / "tiny")
@@ -81,6 +84,22 @@ class Truncated(Opening):
   def truncate(self, completion, finish_reason):
     self.told.append((completion, finish_reason))
     return None if completion == "silent" else 3.0
+
+
+class Shows:
+  """Answers with a picture, in each of the forms that it may have."""
+
+  def reset(self, prompt, /, opens=False, broken=False, **columns):
+    self.turn, self.broken = 0, broken
+    return [{"role": "user", "content": [{"type": "image", "image": picture(9)}]}] if opens else None
+
+  def step(self, completion):
+    self.turn += 1
+    if self.broken:
+      return Turn([{"role": "user", "content": [{"type": "image", "image": "no_such_file.png"}]}])
+    pixels = picture(self.turn)
+    image = [pixels, Image.fromarray(pixels), base64.b64decode(encoded(pixels))][self.turn - 1]
+    return Turn([{"role": "user", "content": [{"type": "text", "text": "Look:"}, {"type": "image", "image": image}]}])
 
 
 class Told:
@@ -155,8 +174,9 @@ SEES = dict(VISION, image_token=TINY.vocab_size)
 class Seeing(Sampler):
   """Keeps the images and the beginnings that it was given, too."""
 
-  def __call__(self, prompts, *, images, prefixes, **options):
+  def __call__(self, prompts, *, images, prefixes, sampled, **options):
     self.seen = [*getattr(self, "seen", ()), (images, prefixes)]
+    self.sampled = sampled
     return super().__call__(prompts, **options)
 
 
@@ -293,6 +313,44 @@ def test_a_question_is_asked_about_its_own_images_in_every_turn(tmp_path):
   assert [e.trajectory.number for group in groups for e in group] == [item.number for item in items for _ in range(2)]
   held = groups[0][0].trajectory.ids == SEES["image_token"]
   assert held.sum() == 4 and held[:groups[0][0].trajectory.prompt_length].sum() == 4
+
+
+@pytest.mark.parametrize("row, first", [(dict(image=encoded(picture(7))), [7]), (dict(), []), (dict(opens=True), [9]),
+                                        (dict(image=encoded(picture(7)), opens=True), [7, 9])])
+def test_an_environment_shows_images(tmp_path, row, first):
+  items, episodes = setup(tmp_path, [dict(q="Hi") | row], env="Shows", max_turns=4, vision=SEES, seq_len=256)
+  sampler = Seeing(TINY, lambda *_: "a")
+  ((e, other),) = episodes.run(items, 2, sampler, 0)
+  for turn, (images, _) in enumerate(sampler.seen):
+    for found in images:
+      np.testing.assert_array_equal(np.stack([np.zeros((4, 4, 3), np.uint8), *found]), np.stack(
+          [np.zeros((4, 4, 3), np.uint8), *map(picture, [*first, *range(1, turn + 1)])]))
+  sequence = e.trajectory
+  np.testing.assert_array_equal(sampler.sampled[0], sequence.weights[:len(sampler.sampled[0])] > 0)
+  assert sum(sampler.sampled[0]) == 6 and e.turns == 4  # three times "a" with its end
+  # What the data do not have is kept with the trajectory: not the picture of the record.
+  assert len(sequence.images) == len(first) - ("image" in row) + 3
+  for data, n in zip(sequence.images[-3:], (1, 2, 3), strict=True):
+    np.testing.assert_array_equal(np.array(Image.open(io.BytesIO(data))), picture(n))
+  # All tokens are those of the same conversation as a prompt.
+  said = [{"role": "assistant", "content": "a"}]
+  shown = [{"role": "user", "content": [{"type": "text", "text": "Look:"},
+                                        {"type": "image", "image": encoded(picture(1))}]}]
+  opening = [{"role": "user", "content": [{"type": "image", "image": encoded(picture(9))}]}] if "opens" in row else []
+  whole = episodes._prompter.messages([*items[0].content, *opening, *said, *shown, *said, *shown, *said, *shown], None,
+                                      "here", [row["image"]] if "image" in row else ())
+  n = len(whole.ids)
+  np.testing.assert_array_equal(sequence.ids[:n], whole.ids)
+  assert (whole.ids == SEES["image_token"]).sum() == 4 * (len(first) + 3) and len(sequence.ids) == n + 2
+  assert other.trajectory.images == sequence.images and "<image>" in e.text
+
+
+def test_an_image_that_cannot_be_used_costs_its_episode(tmp_path, caplog):
+  for vision, message in ((SEES, "no_such_file.png"), (None, "the model sees no images")):
+    items, episodes = setup(tmp_path, [dict(q="Hi", broken=True)], env="Shows", vision=vision)
+    sampler = Sampler if vision is None else Seeing
+    ((e,),) = episodes.run(items, 1, sampler(TINY, lambda *_: "a"), 0)
+    assert e.failed and message in caplog.text
 
 
 @pytest.mark.parametrize("template", ["llama3", "gemma", "plain", "qwen3", "mistral"])

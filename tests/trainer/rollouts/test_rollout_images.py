@@ -15,6 +15,7 @@ from trainer.checkpoints import checkpoint
 from trainer.config import reward, strategy
 from trainer.errors import ConfigError
 from trainer.rollouts import rollout
+from trainer.rollouts.environment import Turn
 
 ROWS = [dict(image=digits.encoded(digits.picture(n)), prefix="what?", answer="ab"[n % 2]) for n in range(6)]
 
@@ -89,6 +90,50 @@ def test_a_run_that_stops_within_a_rollout_goes_on_bitwise(whole, tmp_path):
   again = train(config(tmp_path), tmp_path / "w")
   assert again.step == 4
   expected, found = parameters(whole[0] / "w"), parameters(tmp_path / "w")
+  for path, leaf in expected.items():
+    np.testing.assert_array_equal(found[path], leaf, err_msg=path)
+
+
+class Shows:
+  """Answers with another picture, which follows from what was said."""
+
+  def reset(self, prompt, /, **columns):
+    pass
+
+  def step(self, completion):
+    data = digits.encoded(digits.picture(100 + sum(map(ord, completion)) % 1000))
+    return Turn([{"role": "user", "content": [{"type": "image", "image": data}]}], reward=float("e" in completion))
+
+
+def test_what_an_environment_showed_is_trained_on_and_kept_in_checkpoints(tmp_path):
+  def talks(folder, **changed):
+    c = config(folder, **changed)
+    digits.write(folder / "data.jsonl", [dict(image=row["image"], q="what?") for row in ROWS])
+    c.chat.template = "plain"
+    c.rollout.update(prompt_key="q", environment=f"{__name__}.Shows", max_turns=2, max_new_tokens=16, kept_texts=2,
+                     stop=tuple(map(chr, range(33, 120))))
+    c.rollout.rewards = {}
+    return c
+
+  seen: list = []
+  with pytest.MonkeyPatch.context() as patch:
+    patch.setattr(rollout.Rollouts, "take", spied(rollout.Rollouts.take, seen))
+    train(talks(tmp_path / "a"), tmp_path / "a" / "w")
+  batch = seen[0]
+  per_row = [len(np.unique((index[index > 0] - 1) // 4)) for index in batch["image_index"]]
+  assert sum(per_row) > (batch["segment_roles"] == COMPLETION).sum()  # more than the records have
+  known = {digits.picture(n).tobytes() for n in range(6)}
+  assert any(image.tobytes() not in known and image.any() for row in batch["images"] for image in row)
+  rows = [json.loads(line) for line in (tmp_path / "a" / "w" / "metrics.jsonl").read_text().splitlines()]
+  first = next(row for row in rows if row.get("step") == 1 and "policy/ratio_mean" in row)
+  assert first["policy/ratio_mean"] == pytest.approx(1, abs=1e-5)
+
+  stopping = talks(tmp_path / "b")
+  stopping.callbacks.stop = dict(type=f"{__name__}.StopAfterThree")
+  assert train(stopping, tmp_path / "b" / "w").step == 3
+  again = train(talks(tmp_path / "b"), tmp_path / "b" / "w")
+  assert again.step == 4
+  expected, found = parameters(tmp_path / "a" / "w"), parameters(tmp_path / "b" / "w")
   for path, leaf in expected.items():
     np.testing.assert_array_equal(found[path], leaf, err_msg=path)
 

@@ -13,7 +13,8 @@ from tests.trainer.rollout_runs import assert_same_state, rows_of, table, write_
 from tests.trainer.rollout_toys import Echo
 from trainer import train
 from trainer.errors import ConfigError
-from trainer.generate.sampler import Completion, Sampler
+from trainer.generate.completion import Completion
+from trainer.generate.sampler import Sampler
 from trainer.rollouts.environment_calls import Calls
 from trainer.rollouts.episode import Playing
 from trainer.rollouts.turns import Answers, Asked, Interleaved
@@ -99,6 +100,26 @@ def test_how_long_environments_take_changes_nothing(prompts, tmp_path, monkeypat
   assert rows_of(tmp_path / "a") == rows_of(tmp_path / "b")
 
 
+@pytest.mark.parametrize("share", [1.0, pytest.param(0.125, marks=pytest.mark.slow)])
+def test_texts_that_are_kept_between_turns_change_no_token(prompts, tmp_path, share):
+  """Turn by turn and interleaved: all episodes of 16 go on from what is kept; with room for three, most do not."""
+  one, expected, _ = played(prompts, tmp_path / "again", share=share)
+  rows = {}
+  for kept in (16, 3):
+    run, found, _ = played(prompts, tmp_path / str(kept), share=share, kept_texts=kept, prefill_chunk=8)
+    assert [line["completion"] for line in found] == [line["completion"] for line in expected]
+    a, b = one.data._now.experience, run.data._now.experience
+    np.testing.assert_array_equal(a.tokens, b.tokens)
+    np.testing.assert_allclose(a.logprobs, b.logprobs, atol=2e-5)
+    rows[kept] = rows_of(tmp_path / str(kept))[1]
+    assert rows[kept]["sampling/sampling_logp_difference/max"] < 1e-5
+  run, reused, given_up = ({kept: row[f"rollout/{name}"] for kept, row in rows.items()}
+                           for name in ("prompt_tokens_run", "prompt_tokens_reused", "texts_given_up"))
+  assert run[16] + reused[16] == run[3] + reused[3]  # all tokens of all turns' prompts
+  assert reused[16] > run[16] / 2 and reused[3] < reused[16] / 2 and given_up[16] == 0 < given_up[3]
+  assert "rollout/prompt_tokens_run" not in rows_of(tmp_path / "again")[1]
+
+
 def test_what_fails_or_hangs_costs_its_own_episode(prompts, tmp_path):
   run, found, _ = played(prompts, tmp_path / "w", env="Fails", environment_timeout_seconds=1.0, num_prompts=8)
   kinds = {int(line["prompt"].split()[-1][:-1]) % 3: [] for line in found}
@@ -131,15 +152,16 @@ def test_answers_are_waited_for_a_look_later_when_they_are_enough():
   def said(episode, completion):
     assert episode.sample == completion.sample
 
-  asked = Asked(lambda episode: 9, False)
+  asked = Asked(lambda episode: 9, False, 2)
   prompts, options = asked.ask(episodes)
-  assert [p.tolist() for p in prompts] == [[0, 1, 2]] and options == {"samples": [[*range(16)]], "max_new_tokens": [9]}
+  assert [p.tolist() for p in prompts] == [[0, 1, 2]] and options == {
+      "samples": [[*range(16)]], "max_new_tokens": [9], "keep": [True]}
   turns = Interleaved(asked, Answers(4), step, said, answered, episodes, 1 / 8)
 
   def ended(*samples, prompt=0):
     return [Completion(prompt, n, np.array([1]), np.zeros(1), np.zeros(1), "stop") for n in samples]
 
-  nothing = ([], {"samples": [], "max_new_tokens": []})
+  nothing = ([], {"samples": [], "max_new_tokens": [], "keep": []})
   assert turns.more([], False) == ([], {}, 0)
   assert turns.more(ended(5), False) == ([], {}, 1) == turns.more([], False)  # one is not enough
   assert turns.more(ended(0, 2, 3), False) == ([], {}, 4) and not told  # nor do these count before the next look
@@ -154,7 +176,9 @@ def test_answers_are_waited_for_a_look_later_when_they_are_enough():
     episode.calls.close()
 
 
-def test_without_an_environment_there_is_nothing_to_interleave(prompts, tmp_path):
-  for share, says in ((0.5, "rollout.turn_share is 0.5, but nothing answers completions"), (0.0, "it must be above 0")):
+def test_without_an_environment_there_is_nothing_to_interleave_or_to_keep(prompts, tmp_path):
+  for key, value, says in (("turn_share", 0.5, "rollout.turn_share is 0.5, but nothing answers completions"),
+                           ("turn_share", 0.0, "it must be above 0"), ("kept_texts", -1, "it must be at least 0"),
+                           ("kept_texts", 4, "rollout.kept_texts is 4, but nothing answers completions")):
     with pytest.raises(ConfigError, match=says):
-      train(rollout_runs.config(prompts, rollout=dict(turn_share=share)), tmp_path / "w")
+      train(rollout_runs.config(prompts, rollout={key: value}), tmp_path / "w")

@@ -12,6 +12,8 @@ import urllib.request
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -220,6 +222,31 @@ def test_what_comes_meanwhile_joins_what_is_drawn_alike(direct):
   for name, count in (("long", 40), ("short", 3)):
     alone, = sampler.generate(loaded.params, [np.arange(1, 5)], max_new_tokens=count, seed=3)
     assert np.concatenate([part.ids for part in parts[name]]).tolist() == alone.ids.tolist()
+
+
+def test_of_a_conversation_that_is_kept_only_what_is_new_is_run(direct):
+  """Twice from the same text; and not where the parameters are others since."""
+  loaded, sampler = direct
+  engine = Engine(Sampler(loaded.model, rows=4), loaded.params, loaded.tokenizer, kept_texts=4)
+  first = np.arange(1, 40, dtype=np.int32)
+
+  def ask(ids):
+    parts, over = [], threading.Event()
+    engine.submit(Job(ids, 6, 1, How(seed=3), lambda part: parts.append(part) or part.finish_reason and over.set()))
+    assert over.wait(300)
+    alone, = sampler.generate(loaded.params, [ids], max_new_tokens=6, seed=3)
+    assert np.concatenate([part.ids for part in parts]).tolist() == alone.ids.tolist()
+    return alone.ids
+
+  said = ask(first)
+  whole = len(first) + len(said) - 1  # what was drawn last was not run
+  for times, more in enumerate(([7], [8, 9]), 1):
+    ask(np.concatenate([first, said, more]).astype(np.int32))
+    assert engine.kept.reused == times * whole
+  engine.swap(jax.tree.map(jnp.copy, loaded.params))
+  ask(np.concatenate([first, said, [7]]).astype(np.int32))
+  assert engine.kept.reused == 2 * whole
+  engine.close()
 
 
 @pytest.mark.parametrize("path, body, key, says", [
