@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from models.activations import activate
 from models.attention.cache import Cache, Past
 from models.attention.deltanet import GatedDeltaNet
 from models.attention.dispatch import attend_to_past, attention
@@ -20,7 +21,7 @@ from models.attention.mamba import Mamba2
 from models.attention.mask import TokenIds
 from models.attention.rope import apply_rope
 from models.experts.moe import Moe, Routing
-from models.layers import Linear, Mlp, Norm, Scope, activate, apply_linears, dropout, rms_normalised
+from models.layers import Linear, Mlp, Norm, Scope, apply_linears, dropout, rms_normalised
 from models.remat import named
 from models.sharding.logical_axes import constrain
 from models.spec import MIXERS, RECURRENT, Spec
@@ -43,13 +44,14 @@ class SelfAttention(nnx.Module):
     self.o = Linear(scope / "o", H * K, D, std=std, bias=spec.attention_out_bias, gain=out_gain(spec),
                     names=("heads", None))
     # Attributes are assigned once: NNX's graph mode lets no static None become a module.
+    scaled = spec.qk_norm and spec.qk_norm_over != "unscaled"
     kind = spec.norm if spec.qk_norm_over == "each_head" else "rmsnorm"
     norm: dict[str, Any] = dict(kind=kind, eps=spec.norm_eps, plus_one=spec.norm_scale_plus_one)
-    of_heads: dict[str, Any] = {"head": lambda n: K, "each_head": lambda n: (n, K), "all": lambda n: n * K}
-    q_size, k_size = map(of_heads[spec.qk_norm_over], (H, G))
+    of_heads: dict[str, Any] = {"each_head": lambda n: (n, K), "all": lambda n: n * K}
+    q_size, k_size = map(of_heads.get(spec.qk_norm_over, lambda n: K), (H, G))
     self.over_all = spec.qk_norm_over == "all"
-    self.q_norm = Norm(scope / "q_norm", q_size, **norm) if spec.qk_norm else None
-    self.k_norm = Norm(scope / "k_norm", k_size, **norm) if spec.qk_norm and own else None
+    self.q_norm = Norm(scope / "q_norm", q_size, **norm) if scaled else None
+    self.k_norm = Norm(scope / "k_norm", k_size, **norm) if scaled and own else None
     self.sinks = scope.constant("sinks", (H,), 0.0) if spec.attention_sinks else None
     self.spec, self.kv_heads, self.head_dim = spec, G, K
 
@@ -58,9 +60,10 @@ class SelfAttention(nnx.Module):
                ) -> tuple[jax.Array, tuple[jax.Array, jax.Array] | Cache]:
     """(output, (keys, values) [B, T, G, K], or, with a `past` of one token, its cache with those of it).
 
-    `rope`: a `rope_table`, or None for no rotation. `key`: for dropout on the adapters' input; None: no dropout.
-    `past`: where the tokens of each row find those before them; None: rows begin here. `lent`: the keys and values of
-    the layer whose this one uses, if it has none of its own; a `past` is then that layer's.
+    `rope`: a `rope_table`; or, for no rotation, a factor on queries [B, T, 1, 1] or None. `key`: for dropout on the
+    adapters' input; None: no dropout. `past`: where the tokens of each row find those before them; None: rows begin
+    here. `lent`: the keys and values of the layer whose this one uses, if it has none of its own; a `past` is then that
+    layer's.
     """
     s = self.spec
     B, T, _ = x_BxTxD.shape
@@ -70,8 +73,10 @@ class SelfAttention(nnx.Module):
     q_BxTxHxK, gate_BxTxHxK = q_BxTxHxK[..., :self.head_dim], q_BxTxHxK[..., self.head_dim:]
     if self.q_norm is not None:
       q_BxTxHxK = self._normalise(self.q_norm, q_BxTxHxK)
-    if rope is not None:
-      q_BxTxHxK = apply_rope(q_BxTxHxK, rope, s.rope_interleaved)
+    if isinstance(rope, tuple):
+      q_BxTxHxK = self._rotate(q_BxTxHxK, rope)
+    elif rope is not None:
+      q_BxTxHxK = (q_BxTxHxK.astype(jnp.float32) * rope).astype(q_BxTxHxK.dtype)
     k_BxTxGxK, v_BxTxGxK = self._keys_and_values(made, rope, B, T) if made else lent or (None, None)
     options: dict[str, Any] = dict(scale=s.attention_scale, logit_cap=s.attention_logit_cap,
                                    sinks_H=None if self.sinks is None else self.sinks[...])
@@ -80,7 +85,10 @@ class SelfAttention(nnx.Module):
       k_BxSxGxK, v_BxSxGxK, behind_BxP = (*new, None) if past is None else past.before(*new)
       # In Gemma 3 the window bounds blocks too, in PaliGemma 2 it does not.
       bounded = s.vision is not None and s.vision.attention == "image"
-      options |= dict(segment_ids=tokens.segments, block_ids=tokens.blocks, prompt_ids=tokens.prompts, window=window,
+      segments = tokens.segments if tokens.chunks is None else tokens.chunks
+      if past is not None and tokens.chunks is not None:
+        options["behind_ids_BxP"] = tokens.chunks_of(past.cache.lengths[:, None] - behind_BxP, window)
+      options |= dict(segment_ids=segments, block_ids=tokens.blocks, prompt_ids=tokens.prompts, window=window,
                       window_blocks=bounded, behind_BxP=behind_BxP)
       out_BxTxHxK = attention(q_BxTxHxK, k_BxSxGxK, v_BxSxGxK, impl=s.attention, block=s.attention_block, **options)
     else:
@@ -104,7 +112,13 @@ class SelfAttention(nnx.Module):
       k_BxTxGxK = self._normalise(self.k_norm, k_BxTxGxK)
     if self.spec.value_norm:
       v_BxTxGxK = rms_normalised(v_BxTxGxK, self.spec.norm_eps)
-    return k_BxTxGxK if rope is None else apply_rope(k_BxTxGxK, rope, self.spec.rope_interleaved), v_BxTxGxK
+    return self._rotate(k_BxTxGxK, rope) if isinstance(rope, tuple) else k_BxTxGxK, v_BxTxGxK
+
+  def _rotate(self, x_BxTxHxK: jax.Array, table: tuple[jax.Array, jax.Array]) -> jax.Array:
+    """Queries or keys, rotated; and then normalised, if all that is rotated is."""
+    x_BxTxHxK = apply_rope(x_BxTxHxK, table, self.spec.rope_interleaved)
+    last = self.spec.qk_norm and self.spec.qk_norm_over == "unscaled"
+    return rms_normalised(x_BxTxHxK, self.spec.norm_eps) if last else x_BxTxHxK
 
   def _normalise(self, norm: Norm, x_BxTxHxK: jax.Array) -> jax.Array:
     """Queries or keys, normalised over what `qk_norm_over` says."""

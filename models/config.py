@@ -100,7 +100,8 @@ def model() -> ConfigDict:
   # Normalise queries and keys (Qwen 3, Gemma 3); `qk_norm_over` says over what.
   m.qk_norm = False
   # head: RMSNorm of each head, with one scale for all of them. all: RMSNorm of all heads together (OLMo 2).
-  # each_head: each head by the kind that `norm` says, with a scale of its own (Cohere).
+  # each_head: each head by the kind that `norm` says, with a scale of its own (Cohere). unscaled: RMSNorm of each head
+  # after its rotation, without a scale, in layers that rotate (Llama 4).
   m.qk_norm_over = "head"
   # RMSNorm of each head's values, without a scale (Gemma 4).
   m.value_norm = False
@@ -117,9 +118,14 @@ def model() -> ConfigDict:
   # Tokens visible to a `local` layer, itself included; `layer_pattern` is repeated over the depth,
   # e.g. ("local",) for Mistral, ("local", "global") for Gemma 2. A `nope` layer sees all before it and rotates nothing:
   # ("global", "global", "global", "nope") for SmolLM 3. Where some are `mlp`, which mix no tokens, each layer is one
-  # residual branch, and the others have no MLP (Nemotron-H).
+  # residual branch, and the others have no MLP (Nemotron-H). A `chunked` layer sees what is before it in its own chunk
+  # of attention_chunk tokens; chunks count from the start of each text (Llama 4).
   m.window = unset(int)
+  m.attention_chunk = unset(int)
   m.layer_pattern = ("global",)
+  # Queries of `nope` layers are multiplied by 1 + scale * ln(1 + floor((position + 1) / floor)) (Llama 4; Scalable
+  # Softmax, arXiv 2501.19399); scale 0: by nothing.
+  m.nope_temperature = ConfigDict(dict(scale=0.0, floor=8192))
   # Layers of type global that are of another form than the others (Gemma 4), if head_dim is set: the size of a head,
   # and how many of them keys and values have (default: num_kv_heads). Values are the keys before their norm and
   # rotation, with no projection of their own. Of a head's pairs, which are those of a whole head, the share
@@ -175,6 +181,8 @@ def model() -> ConfigDict:
   # Divide the chosen weights by their sum; then all are multiplied by this.
   e.normalize_weights = True
   e.weight_scale = 1.0
+  # Weights are factors on what experts see, and not on what they give (Llama 4).
+  e.weights_on_input = False
   # A number for each expert that is added to its score for the choice alone (DeepSeek-V3, arXiv 2412.19437, eq. 16).
   # It has no gradient; a step adds choice_bias_rate to that of an expert with fewer tokens than the mean, and takes as
   # much from that of one with more. 0: it stays as it is.
@@ -186,6 +194,8 @@ def model() -> ConfigDict:
   e.groups_used = 1
   # So many of the first layers have an MLP of intermediate_size in place of experts.
   e.dense_layers = 0
+  # Every so manieth layer has experts, and the others such an MLP (2: Llama 4 Maverick).
+  e.layer_step = 1
   # Coefficients, in training: load balancing within each document (DeepSeek-V3, eq. 17), and the mean squared
   # log-normaliser of the router (ST-MoE, eq. 5).
   e.balance_loss = 0.0

@@ -19,11 +19,11 @@ def per_token(spec: Spec, vocab_size: int, params: Mapping[str, Any], trained_on
   6 N + 6 H (sum over layers of K + V times the mean number of visible keys), where N counts the weights that
   take part in a token's matrix products (the unembedding included, also when tied; the embedding lookup not;
   of experts only as many as a token passes through),
-  and a query of a causal row of T tokens sees (T + 1) / 2 keys on average, fewer with a window. With adapters, the
-  weights of the base that are not trained count 4 times and not 6, since they have no gradient. What tokens of an
-  image or a prefix see beyond that is not counted. A delta layer sees no keys: for each of its H states [K, V], a
-  token reads it with its key, adds a product to it and reads it with its query, 18 H K V (however many tokens are
-  taken together), and 6 W for each channel of its convolutions. A mamba layer does not read before it writes: 12.
+  and a query of a causal row of T tokens sees (T + 1) / 2 keys on average, fewer with a window or chunks. With
+  adapters, the weights of the base that are not trained count 4 times and not 6, since they have no gradient. What
+  tokens of an image or a prefix see beyond that is not counted. A delta layer sees no keys: for each of its H states
+  [K, V], a token reads it with its key, adds a product to it and reads it with its query, 18 H K V (however many tokens
+  are taken together), and 6 W for each channel of its convolutions. A mamba layer does not read before it writes: 12.
 
   Tower and projector work by the image and not by the token: those of a row's images, unused ones included, are
   shared out among its tokens.
@@ -48,7 +48,7 @@ def per_token(spec: Spec, vocab_size: int, params: Mapping[str, Any], trained_on
   if not spec.num_labels:
     weights["embed/embedding" if spec.tie_embeddings else "unembed/kernel"] = spec.hidden_size * vocab_size
   length = seq_len if document_length is None else min(document_length, seq_len)
-  visible = sum(_sizes(spec, spec.mixer_of(i)) * _mean_visible(length, spec.window_of(i))
+  visible = sum(_sizes(spec, spec.mixer_of(i)) * _mean_visible(length, spec.window_of(i), spec.layer_type(i))
                 for i in range(spec.num_layers) if spec.mixer_of(i).endswith("attn"))
   matmuls = sum(n * (6.0 if re.search(trained_only or "", path) else 4.0) for path, n in weights.items())
   images = images_per_row * _per_image(spec, sizes, tower_frozen, images_per_row) / seq_len if images_per_row else 0.0
@@ -84,8 +84,11 @@ def _per_image(spec: Spec, sizes: Mapping[str, int], frozen: bool, per_row: floa
   return forward * (2 if adapted and not frozen else 1)
 
 
-def _mean_visible(length: float, window: int | None) -> float:
+def _mean_visible(length: float, window: int | None, layer_type: str) -> float:
   """Mean over the queries of a causal row of how many keys each sees, itself included."""
   if window is None or window >= length:
     return (length + 1) / 2
+  if layer_type == "chunked":
+    chunks, rest = divmod(length, window)
+    return (chunks * window * (window + 1) + rest * (rest + 1)) / (2 * length)
   return window - window * (window - 1) / (2 * length)

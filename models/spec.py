@@ -4,7 +4,7 @@ import dataclasses
 
 from ml_collections import ConfigDict
 
-from models import layers
+from models import activations, layers
 from models.attention import dispatch as attention
 from models.attention.rope import Rope
 from models.spec_checks import at_least_one, cap, one_of
@@ -15,14 +15,17 @@ from models.spec_parts import (
   Lora,
   Mamba,
   Moe,
+  Temperature,
   make_delta,
   make_global_attention,
   make_kv_shared_layers,
   make_latent,
+  make_layer_pattern,
   make_lora,
   make_mamba,
   make_moe,
   make_per_layer_size,
+  make_temperature,
 )
 from models.spec_rope import make_ropes
 from models.spec_vision import VISION_KEYS, Vision, make_vision
@@ -41,7 +44,8 @@ ARCHITECTURE_KEYS = (
     "tie_embeddings", "head", "num_labels", "scale_embeddings", "embedding_scale", "residual_scale", "logit_scale",
     "layer_scale", "qkv_bias", "attention_out_bias", "mlp_bias", "qk_norm", "qk_norm_over", "value_norm",
     "attention_scale", "attention_logit_cap", "attention_gate", "attention_sinks",
-    "final_logit_cap", "window", "layer_pattern", "kv_shared_layers", "double_wide_mlp", "per_layer_size",
+    "final_logit_cap", "window", "attention_chunk", "layer_pattern",
+    "nope_temperature.scale", "nope_temperature.floor", "kv_shared_layers", "double_wide_mlp", "per_layer_size",
     *(f"global_attention.{key}" for key in ("head_dim", "num_kv_heads", "values_are_keys", "rope_fraction")),
     *(f"delta.{key}" for key in ("num_key_heads", "num_value_heads", "key_head_dim", "value_head_dim", "conv_width")),
     *(f"mamba.{key}" for key in ("num_heads", "head_dim", "num_groups", "state_dim", "conv_width", "conv_bias",
@@ -49,8 +53,8 @@ ARCHITECTURE_KEYS = (
     *(f"latent.{key}" for key in ("kv_rank", "q_rank", "nope_dim", "rope_dim", "value_dim")),
     *(f"moe.{key}" for key in ("num_experts", "experts_per_token", "expert_size", "shared_size", "shared_gate",
                                "beside_mlp", "router_norm", "expert_scale", "router_bias", "softmax", "scores",
-                               "normalize_weights", "weight_scale", "choice_bias", "groups", "groups_used",
-                               "dense_layers")),
+                               "normalize_weights", "weight_scale", "weights_on_input", "choice_bias", "groups",
+                               "groups_used", "dense_layers", "layer_step")),
     *VISION_KEYS,
 )
 # Entries of the vocabulary that logits are made of at a time where the config does not say it: on CPU, and elsewhere.
@@ -61,10 +65,9 @@ RECURRENT = ("delta", "mamba")
 # alone. Mixers with queries alone are attention to keys and values of an earlier layer.
 MIXERS = ("attn", "global_attn", "query_attn", "global_query_attn", *RECURRENT)
 PARTS = frozenset({*MIXERS, "mlp", "wide_mlp", "moe"})
-LAYER_TYPES = ("global", "local", "nope", "delta", "mamba", "mlp")
 POSITIONS = ("rope", "learned", "none")
 NORM_POSITIONS = ("pre", "post", "sandwich")
-QK_NORMS = ("head", "each_head", "all")
+QK_NORMS = ("head", "each_head", "all", "unscaled")
 HEADS = ("lm", "score")
 
 
@@ -110,7 +113,10 @@ class Spec:
   attention_sinks: bool
   final_logit_cap: float | None
   window: int | None
+  attention_chunk: int | None
   layer_pattern: tuple[str, ...]
+  # None: queries of layers that do not rotate are as others.
+  nope_temperature: Temperature | None
   # How many of the last layers have no keys and values of their own.
   kv_shared_layers: int
   double_wide_mlp: bool
@@ -157,6 +163,8 @@ class Spec:
       return f"the state of its {kinds} layers is that of one text"
     if "local" in self.layer_pattern:
       return "the window of its local layers counts places of the row"
+    if "chunked" in self.layer_pattern:
+      return "the chunks of its layers are parts of one text"
     if self.moe is not None:
       return "the load of its experts counts tokens"
     if self.vision is not None:
@@ -184,7 +192,7 @@ class Spec:
     mixer = self.mixer_of(layer)
     if self.one_branch:
       return frozenset({mixer})
-    of_experts = {"moe"} if self.moe is not None and layer >= self.moe.dense_layers else set()
+    of_experts = {"moe"} if self.moe is not None and self.moe.in_layer(layer) else set()
     mlp = "wide_mlp" if self.double_wide_mlp and self.kv_source(layer) is not None else "mlp"
     return frozenset({mixer, *of_experts} | ({mlp} if not of_experts or self.moe.beside_mlp else set()))
 
@@ -232,11 +240,11 @@ class Spec:
     return 0 if self.vision is None else len(self.vision.deepstack_layers)
 
   def window_of(self, layer: int) -> int | None:
-    """The window of that layer; None: it sees all before it."""
-    return self.window if self.layer_type(layer) == "local" else None
+    """How many tokens one of that layer sees at most; None: all before it."""
+    return {"local": self.window, "chunked": self.attention_chunk}.get(self.layer_type(layer))
 
   def layer_type(self, layer: int) -> str:
-    """One of LAYER_TYPES."""
+    """One of `spec_parts.LAYER_TYPES`."""
     return self.layer_pattern[layer % len(self.layer_pattern)]
 
   def recurrent(self, layer: int) -> Delta | Mamba | None:
@@ -260,7 +268,7 @@ def make_spec(m: ConfigDict) -> Spec:
         f"model.num_kv_heads: found {num_kv_heads}, which does not divide num_heads={m.num_heads}. "
         f"Allowed: {fitting}."
     )
-  pattern, window = _layer_pattern(m)
+  pattern = make_layer_pattern(m)
   latent, of_global = make_latent(m, pattern), make_global_attention(m, pattern, num_kv_heads)
   head_dim = m.head_dim if latent is None else latent.head_dim
   if head_dim is None:
@@ -310,7 +318,7 @@ def make_spec(m: ConfigDict) -> Spec:
       norm_bias=m.norm_bias,
       norm_position=one_of("norm_position", m.norm_position, NORM_POSITIONS),
       parallel_blocks=m.parallel_blocks,
-      activation=one_of("activation", m.activation, layers.ACTIVATIONS),
+      activation=one_of("activation", m.activation, activations.ACTIVATIONS),
       positions=m.positions,
       max_positions=max_positions,
       ropes=make_ropes(m, pattern, head_dim if latent is None else latent.rope_dim, of_global),
@@ -333,8 +341,10 @@ def make_spec(m: ConfigDict) -> Spec:
       attention_gate=m.attention_gate,
       attention_sinks=m.attention_sinks,
       final_logit_cap=cap("final_logit_cap", m.final_logit_cap),
-      window=window,
+      window=m.window if "local" in pattern else None,
+      attention_chunk=m.attention_chunk if "chunked" in pattern else None,
       layer_pattern=pattern,
+      nope_temperature=make_temperature(m, pattern),
       kv_shared_layers=make_kv_shared_layers(m, pattern),
       double_wide_mlp=m.double_wide_mlp,
       per_layer_size=make_per_layer_size(m),
@@ -375,23 +385,3 @@ def padded_vocab_size(m: ConfigDict, num_real_vocab: int, reasons: list[str]) ->
         f"{num_real_vocab} or more, or leave it unset to have it derived."
     )
   return m.vocab_size
-
-
-def _layer_pattern(m: ConfigDict) -> tuple[tuple[str, ...], int | None]:
-  """The pattern, shortened to one entry where all layers are alike, and the window if there is one."""
-  pattern = tuple(m.layer_pattern)
-  if not pattern:
-    raise ConfigError('model.layer_pattern is empty; e.g. ("global",) or ("local", "global").')
-  for kind in pattern:
-    one_of("layer_pattern", kind, LAYER_TYPES)
-  if m.positions != "rope":  # nothing is rotated anyway
-    pattern = tuple("global" if kind == "nope" else kind for kind in pattern)
-  pattern = pattern[:1] if len(set(pattern)) == 1 else pattern
-  if "local" not in pattern:
-    return pattern, None
-  if m.window is None:
-    raise ConfigError(
-        f"model.layer_pattern is {pattern}, and local layers need model.window: how many tokens they see."
-    )
-  at_least_one("window", m.window)
-  return pattern, m.window

@@ -2,12 +2,15 @@
 
 import dataclasses
 import math
+from typing import Any
 
 from ml_collections import ConfigDict
 
-from models import layers
+from models.activations import GATED
 from models.spec_checks import at_least_one, one_of
 from trainer.errors import ConfigError
+
+LAYER_TYPES = ("global", "local", "nope", "chunked", "delta", "mamba", "mlp")  # what `layer_pattern` may have
 
 
 @dataclasses.dataclass(frozen=True)
@@ -27,13 +30,23 @@ class Moe:
   scores: str
   normalize_weights: bool
   weight_scale: float
+  weights_on_input: bool
   choice_bias: bool
   choice_bias_rate: float
   groups: int
   groups_used: int
   dense_layers: int
+  layer_step: int
   balance_loss: float
   z_loss: float
+
+  def in_layer(self, layer: int) -> bool:
+    """Whether that layer has experts."""
+    return layer >= self.dense_layers and (layer + 1) % self.layer_step == 0
+
+  def layers_before(self, layer: Any) -> Any:
+    """How many of the layers before that one have experts, if it has; a number or an array."""
+    return layer // self.layer_step - self.dense_layers // self.layer_step
 
 
 @dataclasses.dataclass(frozen=True)
@@ -93,6 +106,14 @@ class GlobalAttention:
 
 
 @dataclasses.dataclass(frozen=True)
+class Temperature:
+  """A factor on queries that grows with a token's position; the keys of `model.nope_temperature`."""
+
+  scale: float
+  floor: int
+
+
+@dataclasses.dataclass(frozen=True)
 class Latent:
   """Multi-head latent attention; the keys of `model.latent`."""
 
@@ -130,9 +151,9 @@ def make_moe(m: ConfigDict, reasons: list[str]) -> Moe | None:
     raise ConfigError(
         f"model.moe.experts_per_token: found {c.experts_per_token}, allowed: 1 to num_experts={c.num_experts}."
     )
-  if m.activation not in layers.GATED:
+  if m.activation not in GATED:
     raise ConfigError(
-        f"model.moe: experts are gated MLPs; found activation={m.activation!r}. Allowed: {', '.join(layers.GATED)}."
+        f"model.moe: experts are gated MLPs; found activation={m.activation!r}. Allowed: {', '.join(GATED)}."
     )
   for key in ("balance_loss", "z_loss", "shared_size"):
     if c[key] < 0:
@@ -143,9 +164,10 @@ def make_moe(m: ConfigDict, reasons: list[str]) -> Moe | None:
   if expert_size is None:
     expert_size = m.intermediate_size
     reasons.append(f"model.moe.expert_size = {expert_size}: intermediate_size")
-  if c.beside_mlp and (m.norm_position != "sandwich" or c.dense_layers):
+  if c.beside_mlp and (m.norm_position != "sandwich" or c.dense_layers or c.layer_step > 1):
     raise ConfigError("model.moe.beside_mlp: MLP and experts have norms before and after them, in all layers; found "
-                      f"norm_position={m.norm_position!r}, moe.dense_layers={c.dense_layers}. Allowed: 'sandwich', 0.")
+                      f"norm_position={m.norm_position!r}, moe.dense_layers={c.dense_layers}, moe.layer_step="
+                      f"{c.layer_step}. Allowed: 'sandwich', 0, 1.")
   _check_choice(c, m.num_layers, m.lora.rank > 0)
   return Moe(
       num_experts=c.num_experts,
@@ -161,11 +183,13 @@ def make_moe(m: ConfigDict, reasons: list[str]) -> Moe | None:
       scores=one_of("moe.scores", c.scores, ("softmax", "sigmoid")),
       normalize_weights=c.normalize_weights,
       weight_scale=c.weight_scale,
+      weights_on_input=c.weights_on_input,
       choice_bias=c.choice_bias,
       choice_bias_rate=c.choice_bias_rate,
       groups=c.groups,
       groups_used=c.groups_used,
       dense_layers=c.dense_layers,
+      layer_step=c.layer_step,
       balance_loss=c.balance_loss,
       z_loss=c.z_loss,
   )
@@ -176,6 +200,9 @@ def _check_choice(c: ConfigDict, num_layers: int, adapters: bool) -> None:
   if not 0 <= c.dense_layers < num_layers:
     raise ConfigError(f"model.moe.dense_layers: found {c.dense_layers}, allowed: 0 to {num_layers - 1}, so that a "
                       f"layer of the {num_layers} has experts.")
+  if num_layers // at_least_one("moe.layer_step", c.layer_step) == c.dense_layers // c.layer_step:
+    raise ConfigError(f"model.moe.layer_step: found {c.layer_step}, by which no layer of the {num_layers} after the "
+                      f"first {c.dense_layers} (dense_layers) has experts.")
   if at_least_one("moe.groups", c.groups) > 1 and (c.num_experts % c.groups or c.num_experts == c.groups):
     raise ConfigError(f"model.moe.groups: found {c.groups}, of {c.num_experts} experts; allowed: groups of the same "
                       "size, of 2 or more.")
@@ -230,6 +257,38 @@ def make_global_attention(m: ConfigDict, pattern: tuple[str, ...], num_kv_heads:
   return GlobalAttention(c.head_dim, heads, c.values_are_keys, c.rope_fraction)
 
 
+def make_layer_pattern(m: ConfigDict) -> tuple[str, ...]:
+  """Reads `model.layer_pattern`: shortened to one entry where all layers are alike, and as often as it takes for layers
+  with experts to come at the same places each time."""
+  pattern = tuple(m.layer_pattern)
+  if not pattern:
+    raise ConfigError('model.layer_pattern is empty; e.g. ("global",) or ("local", "global").')
+  for kind in pattern:
+    one_of("layer_pattern", kind, LAYER_TYPES)
+  if m.positions != "rope":  # nothing is rotated anyway
+    pattern = tuple("global" if kind == "nope" else kind for kind in pattern)
+  pattern = pattern[:1] if len(set(pattern)) == 1 else pattern
+  for kind, key in (("local", "window"), ("chunked", "attention_chunk")):
+    if kind in pattern:
+      if m[key] is None:
+        raise ConfigError(f"model.layer_pattern is {pattern}, and {kind} layers need model.{key}: how many tokens "
+                          f"{'they see' if kind == 'local' else 'a chunk has'}.")
+      at_least_one(key, m[key])
+  step = at_least_one("moe.layer_step", m.moe.layer_step) if m.moe.num_experts else 1
+  return pattern * (math.lcm(len(pattern), step) // len(pattern))
+
+
+def make_temperature(m: ConfigDict, pattern: tuple[str, ...]) -> Temperature | None:
+  """Reads `model.nope_temperature`; None: there is none."""
+  c = m.nope_temperature
+  if c.scale == 0:
+    return None
+  if c.scale < 0 or "nope" not in pattern:
+    raise ConfigError(f"model.nope_temperature.scale: found {c.scale} with layer_pattern={pattern}; "
+                      "allowed: 0, or above it where layers are of type nope, whose queries it scales.")
+  return Temperature(c.scale, at_least_one("nope_temperature.floor", c.floor))
+
+
 def make_kv_shared_layers(m: ConfigDict, pattern: tuple[str, ...]) -> int:
   """Reads `model.kv_shared_layers`: how many of the last layers have no keys and values of their own."""
   count, layers_ = m.kv_shared_layers, m.num_layers
@@ -248,9 +307,9 @@ def make_kv_shared_layers(m: ConfigDict, pattern: tuple[str, ...]) -> int:
 
 def make_per_layer_size(m: ConfigDict) -> int:
   """Reads `model.per_layer_size`."""
-  if m.per_layer_size < 0 or m.per_layer_size and (m.activation not in layers.GATED or m.vision.tower != "none"):
+  if m.per_layer_size < 0 or m.per_layer_size and (m.activation not in GATED or m.vision.tower != "none"):
     raise ConfigError(f"model.per_layer_size: found {m.per_layer_size}, allowed: 0, or above it with a gated "
-                      f"activation ({', '.join(layers.GATED)}) and vision.tower='none'; found {m.activation!r} and "
+                      f"activation ({', '.join(GATED)}) and vision.tower='none'; found {m.activation!r} and "
                       f"{m.vision.tower!r}.")
   return m.per_layer_size
 

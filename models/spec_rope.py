@@ -78,10 +78,10 @@ def _rope_scaling(c: ConfigDict, dims: int) -> RopeScaling | None:
     scaling["original_positions"] = at_least_one("rope_scaling.original_positions", c.original_positions)
   if c.type == "llama3":
     scaling.update(low_frequency_factor=c.low_frequency_factor, high_frequency_factor=c.high_frequency_factor)
-    if not 0 < c.low_frequency_factor < c.high_frequency_factor:
+    if not 0 < c.low_frequency_factor <= c.high_frequency_factor:
       raise ConfigError(
           f"model.rope_scaling: found low_frequency_factor={c.low_frequency_factor} and high_frequency_factor="
-          f"{c.high_frequency_factor}; allowed: 0 < low_frequency_factor < high_frequency_factor."
+          f"{c.high_frequency_factor}; allowed: 0 < low_frequency_factor <= high_frequency_factor."
       )
   if c.type == "yarn":
     scaling.update(beta_fast=c.beta_fast, beta_slow=c.beta_slow, truncate=c.truncate)

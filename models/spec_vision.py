@@ -6,7 +6,7 @@ from typing import Any
 
 from ml_collections import ConfigDict
 
-from models import layers
+from models.activations import GATED, UNGATED
 from models.spec_checks import at_least_one, one_of
 from trainer.errors import ConfigError
 
@@ -18,8 +18,8 @@ VISION_KEYS = tuple(f"vision.{key}" for key in (
     "max_pixels", "position_grid", "deepstack_layers", "longest_side", "split",
 ))
 # Towers that see an image in tiles, as many as its size asks for, and the activations and norms of their layers.
-NATIVE = {"qwen2_vl": (layers.UNGATED, "layernorm"), "qwen2_5_vl": (layers.GATED, "rmsnorm"),
-          "qwen3_vl": (layers.UNGATED, "layernorm")}
+NATIVE = {"qwen2_vl": (UNGATED, "layernorm"), "qwen2_5_vl": (GATED, "rmsnorm"),
+          "qwen3_vl": (UNGATED, "layernorm")}
 # Frames that a patch of theirs has: of a film it would be two of them, of an image it is the same twice.
 FRAMES = 2
 # The base of their rotary positions.
@@ -140,9 +140,9 @@ def make_vision(c: ConfigDict, num_layers: int, reasons: list[str]) -> Vision | 
   if c.split and not c.longest_side:
     raise ConfigError("model.vision.split: an image is cut into squares after its longer side was brought to "
                       "model.vision.longest_side, which is 0. Set both (with the projector 'shuffle'), or none.")
-  plain = layers.UNGATED if c.tower not in NATIVE else NATIVE[c.tower][0]
+  plain = UNGATED if c.tower not in NATIVE else NATIVE[c.tower][0]
   activations: dict[str, Any] = {key: one_of(f"vision.{key}", c[key], tuple(allowed)) for key, allowed in (
-      ("activation", plain), ("projector_activation", layers.UNGATED))}
+      ("activation", plain), ("projector_activation", UNGATED))}
   copied = ("tower", "image_size", "patch_size", "num_layers", "hidden_size", "intermediate_size", "num_heads",
             "norm_eps", "feature_layer", "final_norm", "projector_bias", "feature_scale", "image_token",
             "window", "min_pixels", "max_pixels", "position_grid", "longest_side")

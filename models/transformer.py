@@ -26,7 +26,7 @@ from models.api import Output, Params
 from models.attention import cache as cache_lib
 from models.attention.cache import Cache, Past
 from models.attention.mask import TokenIds
-from models.attention.rope import rope_table
+from models.attention.rope import rope_table, temperature
 from models.blocks import Block, make_norm, of_each_layer, room_to_lend, run_blocks, stack_blocks, unstack, without
 from models.experts.moe import Routing, disagreement, report
 from models.layers import Embedding, Linear, Norm, Scope, document_lengths, dropout, embedding_noise
@@ -87,23 +87,23 @@ class Decoder(nnx.Module):
     # What several tokens follow stays as it is, and is not carried from layer to layer.
     before, cache = (cache, None) if remember else (None, cache)
     lent = {} if cache is not None else room_to_lend(s, x_BxTxD)
-    axes = batch.get("axes")
-    ropes = {kind: rope_table(rope, positions, segment_ids, axes) for kind, rope in s.ropes.items()}
+    ropes: dict = {kind: rope_table(rope, positions, segment_ids, batch.get("axes")) for kind, rope in s.ropes.items()}
+    if s.nope_temperature is not None:
+      ropes["nope"] = temperature(s.nope_temperature.scale, s.nope_temperature.floor, positions)
+    tokens_of = {} if s.attention_chunk is None else {"chunked": tokens.in_chunks(positions, s.attention_chunk)}
     routing = Routing.of(batch, keep=remember or cache is not None)
 
     def layer(place: int, carry: tuple[jax.Array, Cache | None, dict], block: Block, its: Any):
       x_BxTxD, cache, lent = carry
       index, own_BxTxP = (its, None) if own_LxBxTxP is None else its
       layer_key = None if key is None else jax.random.fold_in(key, index)
-      kind = s.layer_type(place)
-      window = s.window if kind == "local" else None
-      source = s.kv_source(place)
+      kind, source = s.layer_type(place), s.kv_source(place)
       found = before if cache is None else cache
       at, number = (place, index) if source is None else (source, jnp.asarray(source))
-      past = None if found is None else Past(found, at, number, extends=cache is None)
-      routed = None if s.moe is None else routing.of_layer(index - s.moe.dense_layers)
-      x_BxTxD, stats, new = block(x_BxTxD, tokens, ropes.get(kind), window, layer_key, past, s.parts_of(place), routed,
-                                  lent.get(kind), own_BxTxP)
+      past = None if found is None else Past(found, at, number, extends=cache is None, chunked=kind == "chunked")
+      routed = None if s.moe is None else routing.of_layer(s.moe.layers_before(index))
+      x_BxTxD, stats, new = block(x_BxTxD, tokens_of.get(kind, tokens), ropes.get(kind), s.window_of(place), layer_key,
+                                  past, s.parts_of(place), routed, lent.get(kind), own_BxTxP)
       if kind in lent and source is None:  # that of the last such layer stays
         lent = {**lent, kind: new[s.mixer_of(place)]}
       if deep_LxBxFxD is not None and place < s.first_layers:

@@ -26,7 +26,8 @@ import jax.numpy as jnp
 from flax import nnx
 
 from models import tiles, vit, vit_native
-from models.layers import UNGATED, Linear, Norm, Scope
+from models.activations import UNGATED
+from models.layers import Linear, Norm, Scope
 from models.lookup import read_table
 from models.sharding.logical_axes import constrain
 from models.spec import Spec

@@ -3,9 +3,9 @@
 B rows of the cache, M rows that are copied, T tokens, L layers, S slots, G key/value heads, K head size; P places, N
 layers at each; Q pages of Z slots, J of a row.
 
-A token of position p stands in slot p % S. Layers that see all have a slot for each position; those with a window have
-no more slots than it has tokens, so that each new token replaces the one that has just left the window. Which position
-a slot holds follows from the row's length alone: nothing is ever moved or cleared.
+A token of position p stands in slot p % S. Layers that see all have a slot for each position; those with a window, or
+chunks, have no more slots than it has tokens, so that each new token replaces the one that has just left the window.
+Which position a slot holds follows from the row's length alone: nothing is ever moved or cleared.
 
 Layers that see all may have pages of slots in place of rows (models/attention/pages.py).
 """
@@ -77,6 +77,8 @@ class Past(NamedTuple):
   # (`extended`): what they add to a window is in the place of what the first of them see. Else each row's is one, which
   # every layer adds before it reads.
   extends: bool = False
+  # Whether its window is a chunk: it begins where positions are multiples of its size.
+  chunked: bool = False
 
   def add(self, k_BxGxK: jax.Array, v_BxGxK: jax.Array, active_B: jax.Array, window: int | None
           ) -> tuple[Cache, Seen]:
@@ -125,8 +127,8 @@ class Past(NamedTuple):
       return Seen(of_keys, of_values, seen_QxZ, table)
     positions_BxS = positions_of(self.cache.lengths + 1, S)
     seen_BxS = positions_BxS >= 0
-    if window is not None:
-      seen_BxS &= self.cache.lengths[:, None] - positions_BxS < window
+    if self.chunked:  # of a window, no slot holds what has left it
+      seen_BxS &= positions_BxS >= (self.cache.lengths // window * window)[:, None]
     return Seen(of_keys, of_values, seen_BxS)
 
   def state(self) -> tuple[jax.Array, jax.Array]:
@@ -173,7 +175,7 @@ def empty(spec: Spec, rows: int, max_length: int, dtype: Any, apart: bool = Fals
       keys.append(jnp.zeros((layers, rows, sizes_of.conv_width - 1, sizes_of.channels), dtype))
       values.append(jnp.zeros((layers, rows, *sizes_of.state_shape), wide))
       continue
-    slots = max_length if spec.window_of(place) is None else min(spec.window, max_length)
+    slots = min(spec.window_of(place) or max_length, max_length)
     G, K = spec.heads_of(spec.mixer_of(place))
     heads, *sizes = (G, K, K) if spec.latent is None else (1, spec.latent.rope_dim, spec.latent.kv_rank)
     paged = pages is not None and spec.window_of(place) is None
@@ -196,7 +198,7 @@ def resized(cache: Cache, spec: Spec, rows_R: jax.Array, max_length: int, pages_
       return _constrain(part_NxBxGxSxK.at[:, rows_R].get(mode="fill", fill_value=0))
     if pages_Q is not None and spec.window_of(place) is None:
       return _constrain(part_NxBxGxSxK.at[:, pages_Q].get(mode="fill", fill_value=0))
-    slots = max_length if spec.window_of(place) is None else min(spec.window, max_length)
+    slots = min(spec.window_of(place) or max_length, max_length)
     kept = part_NxBxGxSxK.at[:, rows_R].get(mode="fill", fill_value=0)
     return _constrain(jnp.pad(kept, [(0, max(0, slots - kept.shape[3]) if d == 3 else 0) for d in range(5)]))
 

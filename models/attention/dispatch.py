@@ -40,6 +40,7 @@ def attention(
     block_ids: jax.Array | None = None,
     prompt_ids: jax.Array | None = None,
     behind_BxP: jax.Array | None = None,
+    behind_ids_BxP: jax.Array | None = None,
     window: int | None = None,
     window_blocks: bool = False,
     scale: float,
@@ -63,6 +64,7 @@ def attention(
       None: there are none. Not with a window, which counts places of the row.
     behind_BxP: int32 [B, P]; of each key of a cache, how many tokens it stands before the row's first; 0: there is
       none. The row's tokens are then of segment 1, padded on the right. None: rows have nothing before them (P = 0).
+    behind_ids_BxP: int32 [B, P], their segments; None: all are of segment 1.
     window: how many tokens a query sees, itself included; None: all before it.
     window_blocks: whether nothing further back than the window is seen of the own block either.
     scale: factor on the scores.
@@ -94,14 +96,18 @@ def attention(
                      "of them")
   rule = Rule(scale, logit_cap, window, window_blocks)
   sinks_H = None if sinks_H is None else sinks_H.astype(jnp.float32)
+  before = None
+  if behind_BxP is not None:
+    ids_BxP = jnp.ones_like(behind_BxP) if behind_ids_BxP is None else behind_ids_BxP
+    before = Side(jnp.where(behind_BxP > 0, ids_BxP, -1), -behind_BxP, None)
   placed = logical_axes.current()
   if placed is None:
-    return _attend(None, rule, impl, block, q_BxTxHxK, k_BxSxGxK, v_BxSxGxK, tokens, sinks_H, behind_BxP)
-  return _mapped(placed, rule, impl, block, q_BxTxHxK, k_BxSxGxK, v_BxSxGxK, tokens, sinks_H, behind_BxP)
+    return _attend(None, rule, impl, block, q_BxTxHxK, k_BxSxGxK, v_BxSxGxK, tokens, sinks_H, before)
+  return _mapped(placed, rule, impl, block, q_BxTxHxK, k_BxSxGxK, v_BxSxGxK, tokens, sinks_H, before)
 
 
 def _mapped(placed: logical_axes.Placement, rule: Rule, impl: str, block: int, q_BxTxHxK, k_BxTxGxK, v_BxTxGxK,
-            tokens: TokenIds, sinks_H: jax.Array | None, behind_BxP: jax.Array | None) -> jax.Array:
+            tokens: TokenIds, sinks_H: jax.Array | None, before: Side | None) -> jax.Array:
   """Each device attends for its rows, its part of their length and its heads.
 
   By hand, so that no partitioner gathers what is not needed, and since it could not look into a kernel.
@@ -115,25 +121,25 @@ def _mapped(placed: logical_axes.Placement, rule: Rule, impl: str, block: int, q
   if copies > 1:
     k_BxTxGxK, v_BxTxGxK = jnp.repeat(k_BxTxGxK, copies, axis=2), jnp.repeat(v_BxTxGxK, copies, axis=2)
 
-  def local(q, k, v, tokens, sinks, behind):
-    return _attend(length, rule, impl, block, q, k, v, tokens, sinks, behind)
+  def local(q, k, v, tokens, sinks, before):
+    return _attend(length, rule, impl, block, q, k, v, tokens, sinks, before)
 
   # check_vma would want every loop inside to say over which axes its values differ.
   return jax.shard_map(local, mesh=placed.mesh, out_specs=by_head, check_vma=False,
                        in_specs=(by_head, by_head, by_head, by_token, PartitionSpec(by_head[2]),
                                  PartitionSpec(by_head[0])))(
-                           q_BxTxHxK, k_BxTxGxK, v_BxTxGxK, tokens, sinks_H, behind_BxP)
+                           q_BxTxHxK, k_BxTxGxK, v_BxTxGxK, tokens, sinks_H, before)
 
 
 def _attend(axis: logical_axes.Axes, rule: Rule, impl: str, block: int, q_BxTxHxK, k_BxTxGxK, v_BxTxGxK,
-            tokens: TokenIds, sinks_H: jax.Array | None, behind_BxP: jax.Array | None) -> jax.Array:
+            tokens: TokenIds, sinks_H: jax.Array | None, before: Side | None) -> jax.Array:
   """`attention` on one device, T being its part of the length where that is split over the mesh axis `axis`."""
   B, T, H, K = q_BxTxHxK.shape
   has_blocks, has_prompts = tokens.blocks is not None, tokens.prompts is not None
   parts = 1 if axis is None else jax.lax.axis_size(axis)
   platform = logical_axes.platform()
   on_tpu, on_gpu = platform == "tpu", platform == "gpu"
-  if behind_BxP is not None:  # which no kernel knows of
+  if before is not None:  # which no kernel knows of
     impl = "blocked"
   if impl == "splash" or (impl == "auto" and on_tpu):
     reason = attention_tpu.refusal(T, has_blocks, parts, has_prompts, sinks_H is not None)
@@ -164,9 +170,8 @@ def _attend(axis: logical_axes.Axes, rule: Rule, impl: str, block: int, q_BxTxHx
   if axis is None:
     index = jnp.arange(T)
     keys, spans = Side(mask.keys_of(tokens.segments), index, tokens.blocks), _spans(T, block, rule, not has_blocks)
-    if behind_BxP is not None:
-      P = behind_BxP.shape[1]
-      before = Side(jnp.where(behind_BxP > 0, 1, -1), -behind_BxP, None)
+    if before is not None:
+      P = before.segments.shape[1]
       keys = Side(jnp.concatenate([before.segments, keys.segments], axis=1),
                   jnp.concatenate([before.index, jnp.broadcast_to(index, (B, T))], axis=1), None)
       spans = tuple(Span(start, stop, 0, P + last) for start, stop, _, last in spans)

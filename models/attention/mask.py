@@ -29,6 +29,20 @@ class TokenIds(NamedTuple):
   segments: jax.Array
   blocks: jax.Array | None = None
   prompts: jax.Array | None = None
+  # Parts of segments, which stand in their place in attention alone; None: there are none.
+  chunks: jax.Array | None = None
+
+  def in_chunks(self, positions_BxT: jax.Array, size: int) -> "TokenIds":
+    """With chunks of so many positions: of a segment's tokens, one sees those of its own chunk."""
+    # A row has fewer chunks of one segment than this, so that no two have the same number.
+    chunks = self.segments.shape[1] // size + 2
+    numbers_BxT = self.segments * chunks + positions_BxT // size % chunks
+    return self._replace(chunks=jnp.where(self.segments > 0, numbers_BxT, 0))
+
+  def chunks_of(self, positions_BxP: jax.Array, size: int) -> jax.Array:
+    """The chunks of keys that a cache holds of segment 1. Two with the same number are further apart than a chunk."""
+    chunks = self.segments.shape[1] // size + 2
+    return chunks + positions_BxP // size % chunks
 
   def queries(self, index: jax.Array) -> Side:
     """These tokens as queries, at their places in the row, int32 [T]."""

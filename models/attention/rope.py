@@ -130,6 +130,13 @@ def apply_rope(x_BxTxHxK: jax.Array, table: tuple[jax.Array, jax.Array], interle
   return rotated.astype(x_BxTxHxK.dtype)
 
 
+def temperature(scale: float, floor: int, positions_BxT: jax.Array) -> jax.Array:
+  """A factor on queries [B, T, 1, 1], float32, that keeps attention to long texts from spreading out (Llama 4; after
+  Scalable Softmax, arXiv 2501.19399): 1 + scale ln(1 + floor((position + 1) / floor))."""
+  times_BxT = ((positions_BxT + 1) // floor).astype(jnp.float32)
+  return (1.0 + scale * jnp.log1p(times_BxT))[:, :, None, None]
+
+
 def _dynamic_theta(rope: Rope, positions_BxT: jax.Array, segment_ids_BxT: jax.Array) -> jax.Array:
   """The base [B, T] that grows with each document's length beyond the original one (NTK-aware scaling).
 
@@ -151,8 +158,11 @@ def _longrope_factors(s: RopeScaling, positions_BxT: jax.Array, segment_ids_BxT:
 def _llama3(s: RopeScaling, frequencies_P: jax.Array) -> jax.Array:
   """Long wavelengths are stretched, short ones kept, those between blended (Llama 3.1)."""
   turns_P = s.original_positions * frequencies_P / (2 * math.pi)
-  kept_P = (turns_P - s.low_frequency_factor) / (s.high_frequency_factor - s.low_frequency_factor)
-  kept_P = jnp.clip(kept_P, 0.0, 1.0)
+  if s.low_frequency_factor == s.high_frequency_factor:  # none between (Llama 4 Scout)
+    kept_P = (turns_P > s.low_frequency_factor).astype(jnp.float32)
+  else:
+    kept_P = (turns_P - s.low_frequency_factor) / (s.high_frequency_factor - s.low_frequency_factor)
+    kept_P = jnp.clip(kept_P, 0.0, 1.0)
   return (1 - kept_P) * frequencies_P / s.factor + kept_P * frequencies_P
 
 

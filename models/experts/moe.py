@@ -20,9 +20,10 @@ from flax import nnx
 from jax.sharding import PartitionSpec
 
 from models import spec as spec_lib
+from models.activations import activate
 from models.experts.all_to_all import Split, at_home, exchange
 from models.experts.grouped import add_biases, gather_rows, grouped_matmul_as, sort_by_expert
-from models.layers import Kernel, Linear, Mlp, Scope, activate, rms_normalised, with_kernels
+from models.layers import Kernel, Linear, Mlp, Scope, rms_normalised, with_kernels
 from models.quantization.matmul import QuantizedMatmul
 from models.remat import named
 from models.sharding import logical_axes
@@ -165,7 +166,7 @@ class Moe(nnx.Module):
                                             (logits_BxTxE, *biased, *scaled, *replayed))
     used_BxTxk = jnp.where(segment_ids[..., None] > 0, experts_BxTxk, moe.num_experts)
     run = functools.partial(apply_experts, num_experts=moe.num_experts, activation=self.activation,
-                            matmuls=self.experts.matmuls)
+                            matmuls=self.experts.matmuls, on_input=moe.weights_on_input)
     y_BxTxD = self.experts.with_kernels(lambda kernels, *rows: _on_rows(run, rows, kernels),
                                     x_BxTxD, used_BxTxk, weights_BxTxk)
     if self.experts.down.bias is not None:
@@ -235,21 +236,25 @@ def _taken(values_BxTxE: jax.Array, index_BxTxk: jax.Array) -> jax.Array:
 
 
 def apply_experts(rows: tuple[jax.Array, ...], kernels: tuple[jax.Array, ...], *, num_experts: int, activation: str,
-                  matmuls: tuple[QuantizedMatmul | None, ...], split: Split | None = None) -> jax.Array:
-  """Σ_j weight_j × expert_j(x) for each token: float32 [B, T, D].
+                  matmuls: tuple[QuantizedMatmul | None, ...], on_input: bool = False, split: Split | None = None
+                  ) -> jax.Array:
+  """Σ_j weight_j × expert_j(x) for each token, or Σ_j expert_j(weight_j × x): float32 [B, T, D].
 
   Args:
     rows: x [B, T, D], experts int32 [B, T, k] (`num_experts`: none), weights float32 [B, T, k].
     kernels: gate and up [E, D, F], down [E, F, D], with biases those of gate and up [E, F], or this device's parts of
       them.
     num_experts: E.
-    activation: one of `layers.GATED`.
+    activation: one of `activations.GATED`.
     matmuls: the 8-bit matmuls with gate, up and down; None: plain ones.
+    on_input: weights are factors on what experts see.
     split: how they are split; None: not at all.
   """
   x_BxTxD, experts_BxTxk, weights_BxTxk = rows
   x_NxD, k = x_BxTxD.reshape(-1, x_BxTxD.shape[-1]), experts_BxTxk.shape[-1]
   experts_A, weights_Nxk = experts_BxTxk.reshape(-1, k).T.reshape(-1), weights_BxTxk.reshape(-1, k)
+  if on_input:  # what each assignment sees is another, so that it has a row of its own
+    x_NxD = (weights_Nxk.T[..., None] * x_NxD).astype(x_NxD.dtype).reshape(-1, x_NxD.shape[-1])
   run = functools.partial(expert_outputs, activation=activation, matmuls=matmuls)
   if split is None:
     y_AxD = run(x_NxD, experts_A, tuple(kernel.astype(x_NxD.dtype) for kernel in kernels))
@@ -259,9 +264,10 @@ def apply_experts(rows: tuple[jax.Array, ...], kernels: tuple[jax.Array, ...], *
     y_AxD = exchange(functools.partial(run, zeros=False), split, x_NxD, experts_A, kernels, num_experts)
   y_AxD = named(y_AxD, "mlp")  # the gradient of the weights needs it
   # A sum in the order of the router's choice, whichever rows of the batch are computed together.
-  y_NxD = jnp.zeros(x_NxD.shape, jnp.float32)
+  y_NxD = jnp.zeros((len(weights_Nxk), x_NxD.shape[-1]), jnp.float32)
   for j, part_NxD in enumerate(jnp.split(y_AxD, k)):
-    y_NxD += weights_Nxk[:, j, None] * part_NxD.astype(jnp.float32)
+    weight_Nx1 = 1.0 if on_input else weights_Nxk[:, j, None]
+    y_NxD += weight_Nx1 * part_NxD.astype(jnp.float32)
   return y_NxD.reshape(x_BxTxD.shape)
 
 

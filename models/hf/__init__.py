@@ -7,7 +7,7 @@
 
 Nothing is downloaded, unpickled or run: a folder is data.
 
-May import: models.api, models.config, models.layers, models.lora, models.spec, models.spec_vision.
+May import: models.activations, models.api, models.config, models.lora, models.spec, models.spec_vision.
 """
 
 import os

@@ -4,7 +4,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from models import layers
+from models.activations import GATED
 from models.hf.rope import scaling_keys
 from models.spec import MIXERS, RECURRENT
 from models.spec_vision import NATIVE
@@ -24,6 +24,7 @@ NEUTRAL: Mapping[str, Any] = {
     "layer_scale": False, "qkv_bias": False, "attention_out_bias": False, "mlp_bias": False, "qk_norm": False,
     "qk_norm_over": "head", "value_norm": False, "attention_scale": None, "attention_logit_cap": None,
     "final_logit_cap": None, "attention_gate": False, "attention_sinks": False, "window": None,
+    "attention_chunk": None, "nope_temperature.scale": 0.0, "nope_temperature.floor": 8192,
     "layer_pattern": ("global",), "global_attention.head_dim": None, "global_attention.num_kv_heads": None,
     "kv_shared_layers": 0, "double_wide_mlp": False, "per_layer_size": 0,
     "global_attention.values_are_keys": False, "global_attention.rope_fraction": 1.0,
@@ -35,8 +36,8 @@ NEUTRAL: Mapping[str, Any] = {
     "moe.num_experts": 0, "moe.experts_per_token": 2, "moe.expert_size": None, "moe.shared_size": 0,
     "moe.shared_gate": False, "moe.beside_mlp": False, "moe.router_norm": False, "moe.expert_scale": False,
     "moe.router_bias": False, "moe.softmax": "before_topk", "moe.scores": "softmax",
-    "moe.normalize_weights": True, "moe.weight_scale": 1.0, "moe.choice_bias": False, "moe.groups": 1,
-    "moe.groups_used": 1, "moe.dense_layers": 0,
+    "moe.normalize_weights": True, "moe.weight_scale": 1.0, "moe.weights_on_input": False, "moe.choice_bias": False,
+    "moe.groups": 1, "moe.groups_used": 1, "moe.dense_layers": 0, "moe.layer_step": 1,
     "vision.tower": "none", "vision.image_size": 224, "vision.patch_size": 14, "vision.num_layers": 4,
     "vision.hidden_size": 128, "vision.intermediate_size": 512, "vision.num_heads": 4, "vision.activation": "gelu",
     "vision.norm_eps": 1e-6, "vision.mean": (), "vision.std": (), "vision.feature_layer": -1, "vision.final_norm": True,
@@ -72,7 +73,7 @@ def canonical(model: Mapping[str, Any]) -> dict[str, Any]:
   _canonical_positions(m)
   if m["moe.num_experts"]:
     m["moe.expert_size"] = m["moe.expert_size"] or m["intermediate_size"]
-    if not m["moe.dense_layers"] and not m["moe.beside_mlp"]:
+    if all(layers_with_experts(m)) and not m["moe.beside_mlp"]:
       m["intermediate_size"] = m["moe.expert_size"]
     if m["moe.groups_used"] == m["moe.groups"]:
       m["moe.groups_used"] = m["moe.groups"] = 1
@@ -95,6 +96,11 @@ def mixers(model: Mapping[str, Any]) -> list[str]:
   return [*found[:own], *(mixer.replace("attn", "query_attn") for mixer in found[own:])]
 
 
+def layers_with_experts(model: Mapping[str, Any]) -> list[bool]:
+  """Of each layer, whether it has experts, in a model that has some."""
+  return [i >= model["moe.dense_layers"] and (i + 1) % model["moe.layer_step"] == 0 for i in range(model["num_layers"])]
+
+
 def has_parameter(model: Mapping[str, Any], path: str) -> bool:
   """Whether a model has the parameter of that path; `model` is canonical."""
   *parents, owner, leaf = path.split("/")
@@ -115,7 +121,7 @@ def has_parameter(model: Mapping[str, Any], path: str) -> bool:
     if not model[biases.get(owner, "norm_bias")]:
       return False
   has_mixer, of_keys = mixers(model), model["global_attention.values_are_keys"] and "global_attn" in parents
-  gated, moe, position = model["activation"] in layers.GATED, model["moe.num_experts"] > 0, model["norm_position"]
+  gated, moe, position = model["activation"] in GATED, model["moe.num_experts"] > 0, model["norm_position"]
   conditions = {
       "pos_embed": model["positions"] == "learned",
       "unembed": not model["tie_embeddings"] and model["head"] == "lm", "score": model["head"] == "score",
@@ -124,12 +130,13 @@ def has_parameter(model: Mapping[str, Any], path: str) -> bool:
       **dict.fromkeys(("per_layer", "per_layer_embed", "per_layer_proj", "per_layer_norm"),
                       model["per_layer_size"] > 0),
       "layer_scale": model["layer_scale"],
-      "sinks": model["attention_sinks"], "q_norm": model["qk_norm"], "k_norm": model["qk_norm"],
+      "sinks": model["attention_sinks"],
+      **dict.fromkeys(("q_norm", "k_norm"), model["qk_norm"] and model["qk_norm_over"] != "unscaled"),
       "attn_norm": position != "post",
       "mlp_norm": position != "post" and not model["parallel_blocks"] and "mlp" not in has_mixer,
       "attn_post_norm": position != "pre", "mlp_post_norm": position != "pre",
       "gate": gated or moe, "moe": moe,
-      "mlp": not moe or model["moe.dense_layers"] > 0 or model["moe.beside_mlp"],
+      "mlp": not moe or not all(layers_with_experts(model)) or model["moe.beside_mlp"],
       **dict.fromkeys(("mlp_out_norm", "moe_norm", "moe_out_norm"), model["moe.beside_mlp"]),
       "expert_scale": model["moe.expert_scale"],
       "q": not latent or not model["latent.q_rank"], "k": not latent, "v": not latent and not of_keys,
@@ -155,7 +162,7 @@ def _has_vision_parameter(model: Mapping[str, Any], path: str) -> bool:
     learned = tower == "qwen3_vl"
     owners = ("patch_embed", "blocks", *(("pos_embed",) if learned else ()))
     return (learned or path != "vision/patch_embed/bias") and owner in owners and (
-        "gate" not in parts or model["vision.activation"] in layers.GATED) and (
+        "gate" not in parts or model["vision.activation"] in GATED) and (
         layernorm or parts[-1] != "bias" or not parts[-2].endswith("norm"))
   if part == "projector":
     owners = {"linear": ("linear",), "mlp": ("up", "down"), "pool": ("norm", "linear"),
@@ -194,6 +201,10 @@ def _canonical_layers(m: dict[str, Any]) -> None:
   types = [pattern[i % len(pattern)] for i in range(layers_)] or list(pattern)
   period = next(p for p in range(1, len(types) + 1) if all(kind == types[i % p] for i, kind in enumerate(types)))
   m["layer_pattern"] = tuple(types[:period])
+  if "chunked" not in types:
+    m["attention_chunk"] = None
+  if "nope" not in types or not m["nope_temperature.scale"]:
+    _reset(m, "nope_temperature.")
   if "local" not in types:
     m["window"] = m["rope_local_theta"] = None
   for kind in RECURRENT:

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 from models.hf import quantised
-from models.hf.canonical import NEUTRAL, canonical, has_parameter, mixers
+from models.hf.canonical import NEUTRAL, canonical, has_parameter, layers_with_experts, mixers
 from models.hf.errors import HFError
 from models.hf.keys import DEEPEST, DROPOUT, Head, Rule, Source, check_kind
 
@@ -233,8 +233,8 @@ def _laid_over(model: Mapping[str, Any], tensor: Tensor) -> Tensor:
     has = (i for i in layers_ if has_mixer[i] == part)
   elif part in ("mlp", "wide_mlp") and model["double_wide_mlp"]:
     has = (i for i in layers_ if (i >= model["num_layers"] - model["kv_shared_layers"]) == (part == "wide_mlp"))
-  elif part in ("mlp", "moe") and model["moe.dense_layers"]:
-    has = (i for i in layers_ if (i < model["moe.dense_layers"]) == (part == "mlp"))
+  elif part in ("mlp", "moe") and model["moe.num_experts"] and not all(experts := layers_with_experts(model)):
+    has = (i for i in layers_ if experts[i] == (part == "moe"))
   else:
     return tensor
   return replace(tensor, layers=tuple(has))

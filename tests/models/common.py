@@ -129,9 +129,25 @@ GEMMA4_MOE = dict(GEMMA4, num_layers=3, moe=dict(
 # The last three layers use keys and values of others; the depth is no whole number of periods, nor is that before them.
 GEMMA4_SHARED = dict(GEMMA4, num_layers=8, layer_pattern=("local", "global"), kv_shared_layers=3, double_wide_mlp=True,
                      per_layer_size=6, norm_eps=0.05)
+LLAMA4 = dict(
+    norm_eps=1e-3,
+    num_layers=4,  # a period of the pattern, and one more
+    num_kv_heads=2,
+    tie_embeddings=False,
+    rope_interleaved=True,
+    qk_norm=True,
+    qk_norm_over="unscaled",
+    attention_chunk=3,
+    layer_pattern=("chunked", "chunked", "nope"),
+    nope_temperature=dict(scale=0.5, floor=2),
+)
+# Experts in every other layer, the second of a pattern of two.
+LLAMA4_MOE = dict(LLAMA4, num_layers=5, layer_pattern=("chunked", "nope"), moe=dict(
+    num_experts=4, experts_per_token=1, expert_size=6, shared_size=6, scores="sigmoid", normalize_weights=False,
+    weights_on_input=True, layer_step=2))
 FAMILIES = dict(llama=LLAMA, gemma=GEMMA, gpt2=GPT2, olmo=OLMO)
 OPTIONS_OF = dict(**FAMILIES, cohere=COHERE, qwen3_next=QWEN3_NEXT, granite4=GRANITE4, nemotron_h=NEMOTRON_H,
-                  gpt_oss=GPT_OSS, deepseek=DEEPSEEK, gemma4=GEMMA4, gemma4_shared=GEMMA4_SHARED)
+                  gpt_oss=GPT_OSS, deepseek=DEEPSEEK, gemma4=GEMMA4, gemma4_shared=GEMMA4_SHARED, llama4=LLAMA4)
 
 
 def config(**changed):

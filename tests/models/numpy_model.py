@@ -134,12 +134,13 @@ def np_forward(m, params, tokens, segments):
       K, turning = own.head_dim, int(own.rope_fraction * own.head_dim) // 2
     shared, layer = layer >= own_kv, mixers[:layer].count(mixers[layer])
     local, rotates = kind == "local", kind != "nope" and m.positions == "rope"
+    scaled = m.qk_norm and m.qk_norm_over != "unscaled"
 
     def of_heads(y, name):
       over = (n, -1) if m.qk_norm_over == "all" else (n, -1, K)
       of = m.norm if m.qk_norm_over == "each_head" else "rmsnorm"
       y = y.reshape(n, -1, K)
-      return norm(y.reshape(over), f"{attn}/{name}_norm", of, layer).reshape(y.shape) if m.qk_norm else y
+      return norm(y.reshape(over), f"{attn}/{name}_norm", of, layer).reshape(y.shape) if scaled else y
 
     q = dense(x, f"{attn}/q", layer)
     q, gate = np.split(q.reshape(n, H, 2 * K), 2, axis=-1) if m.attention_gate else (q, np.inf)
@@ -154,12 +155,19 @@ def np_forward(m, params, tokens, segments):
     G = k.shape[1]
     behind = np.arange(n)[:, None] - np.arange(n)
     seen = (behind >= 0) & (segments[:, None] == segments) & (behind < (m.window if local else n))
+    if kind == "chunked":
+      seen &= positions[:, None] // m.attention_chunk == positions // m.attention_chunk
     heads = []
     for h in range(H):
       q_h, k_h = q[:, h], k[:, h // (H // G)]
       if rotates:
         theta = m.rope_local_theta if local and m.rope_local_theta else m.rope_theta
         q_h, k_h = rope(q_h, theta, turning), rope(k_h, theta, turning)
+        if m.qk_norm_over == "unscaled":
+          q_h, k_h = (y / np.sqrt((y**2).mean(-1, keepdims=True) + m.norm_eps) for y in (q_h, k_h))
+      elif kind == "nope":
+        tuning = m.nope_temperature
+        q_h = q_h * (1 + tuning.scale * np.log(1 + np.floor((positions[:, None] + 1) / tuning.floor)))
       scores = q_h @ k_h.T * (m.attention_scale or K**-0.5)
       if m.attention_logit_cap:
         scores = m.attention_logit_cap * np.tanh(scores / m.attention_logit_cap)

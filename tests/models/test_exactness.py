@@ -67,7 +67,8 @@ def place(documents, rows):
   return dict(tokens=tokens, segment_ids=segments, positions=positions)
 
 
-@pytest.mark.parametrize("name", [*FAMILIES, "qwen3_next", "nemotron_h", "gpt_oss", "gemma4", "gemma4_shared"])
+@pytest.mark.parametrize("name", [*FAMILIES, "qwen3_next", "nemotron_h", "gpt_oss", "gemma4", "gemma4_shared",
+                                  "llama4"])
 def test_packing_and_padding_change_nothing(name):
   """I3: the same documents packed, alone, padded left, right, on both sides: same loss and gradients."""
   model, params, _ = family(name)
@@ -102,7 +103,7 @@ def test_packing_and_padding_change_nothing(name):
 
 
 @pytest.mark.parametrize("scan_layers", [True, False])
-@pytest.mark.parametrize("name", [*FAMILIES, "qwen3_next", "nemotron_h", "gpt_oss"])
+@pytest.mark.parametrize("name", [*FAMILIES, "qwen3_next", "nemotron_h", "gpt_oss", "llama4"])
 def test_perturbing_one_document_leaves_the_others_bitwise(name, scan_layers):
   _, params, logits = family(name, scan_layers)
   before = np.asarray(logits(params, BATCH))
@@ -124,12 +125,15 @@ def test_positions_and_segments_default_to_restarting_documents():
 
 @pytest.mark.parametrize("layers,pattern", [(3, ["global"]), (3, ["local", "global"]), (4, ["local"] * 2 + ["global"]),
                                             (3, ["delta", "global"]), (3, ["delta"]), (6, ["dense", "global"]),
-                                            (5, ["mamba", "global"]), (5, ["mamba", "mlp"])])
+                                            (5, ["mamba", "global"]), (5, ["mamba", "mlp"]),
+                                            (8, ["chunked", "step"])])
 def test_scanned_equals_unrolled(layers, pattern):
-  """I11, with layers left over after whole periods of the pattern; `dense`: the first three without experts."""
-  options = dict(num_layers=layers, layer_pattern=tuple("local" if kind == "dense" else kind for kind in pattern),
-                 attention_block=T)
+  """I11, with layers left over after whole periods of the pattern; `dense`: the first three without experts; `step`:
+  every third has experts, so that a period has six layers."""
+  kinds = tuple({"dense": "local", "step": "nope"}.get(kind, kind) for kind in pattern)
+  options = dict(num_layers=layers, layer_pattern=kinds, attention_block=T, attention_chunk=3)
   options |= dict(window=3, moe=dict(num_experts=4, expert_size=8, dense_layers=3)) if "dense" in pattern else {}
+  options |= dict(moe=dict(num_experts=4, expert_size=8, layer_step=3)) if "step" in pattern else {}
   options |= dict(window=3) if "local" in pattern else {}
   models = [make(**options, scan_layers=scan) for scan in (True, False)]
   params = random_params(models[0])

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from models import cpu, layers
+from models import activations, cpu, layers
 from models.cpu import padding
 from models.quantization import quantize
 from models.quantization.matmul import make_matmul_rules
@@ -54,43 +54,7 @@ def test_few_rows_are_multiplied_by_a_kernel_where_it_lies(dtype):
   assert len(dots) == 1 and "= f32[24,3]" in dots[0] and "lhs_contracting_dims={1}" in dots[0]
 
 
-def test_activations():
-  x = np.linspace(-3, 3, 13, dtype=np.float32)
-  tanh_gelu = 0.5 * x * (1 + np.tanh(np.sqrt(2 / np.pi) * (x + 0.044715 * x**3)))
-  np.testing.assert_allclose(layers.GATED["swiglu"](x), x / (1 + np.exp(-x)), atol=1e-6)
-  np.testing.assert_allclose(layers.GATED["geglu"](x), tanh_gelu, atol=1e-6)
-  np.testing.assert_allclose(layers.UNGATED["gelu"](x), tanh_gelu, atol=1e-6)
-  np.testing.assert_allclose(
-      layers.UNGATED["gelu_exact"](x), x * jax.scipy.stats.norm.cdf(x), atol=1e-6
-  )
-  np.testing.assert_allclose(layers.GATED["geglu_exact"](x), x * jax.scipy.stats.norm.cdf(x), atol=1e-6)
-  np.testing.assert_allclose(layers.UNGATED["relu"](x), np.maximum(x, 0), atol=1e-6)
-  np.testing.assert_allclose(layers.UNGATED["silu"](x), x / (1 + np.exp(-x)), atol=1e-6)
-  np.testing.assert_allclose(layers.UNGATED["relu2"](x), np.maximum(x, 0) ** 2, atol=1e-6)
-
-
-@pytest.mark.parametrize("activation", layers.ACTIVATIONS)
-def test_an_activation_is_rounded_once_and_needs_its_inputs_alone_backward(activation):
-  gated = activation in layers.GATED
-  inputs = [jax.random.normal(jax.random.key(i), (3, 8)).astype(jnp.bfloat16) for i in range(1 + gated)]
-  g = jax.random.normal(jax.random.key(2), (3, 8)).astype(jnp.bfloat16)
-
-  def plain(up, gate=None):
-    return layers.UNGATED[activation](up) if gate is None else layers.GATED[activation](gate) * (up + offset)
-
-  offset = float(activation == "clamped_swiglu")
-
-  single = [x.astype(jnp.float32) for x in inputs]
-  expected, backward = jax.vjp(plain, *single)
-  found, vjp = jax.vjp(functools.partial(layers.activate, activation), *inputs)
-  assert found.dtype == jnp.bfloat16
-  for a, b in zip((found, *vjp(g)), (expected, *backward(g.astype(jnp.float32))), strict=True):
-    np.testing.assert_allclose(a.astype(jnp.float32), b, rtol=2.0**-8, atol=1e-6)
-  kept = [x for x in jax.tree.leaves(vjp) if x.size > 1]
-  assert len(kept) == len(inputs) and all(x.dtype == jnp.bfloat16 for x in kept)
-
-
-@pytest.mark.parametrize("activation", layers.ACTIVATIONS)
+@pytest.mark.parametrize("activation", activations.ACTIVATIONS)
 def test_mlp(activation):
   options = dict(activation=activation, std=None, bias=True, out_gain=1.0)
   mlp = layers.Mlp(SCOPE, 8, 12, **options)
@@ -98,16 +62,16 @@ def test_mlp(activation):
   for i, layer in enumerate(m for m in (mlp.gate, mlp.up, mlp.down) if m is not None):
     layer.bias[...] = 0.1 * (i + 1) * jnp.ones_like(layer.bias[...])
   dense = lambda layer, x: x @ np.asarray(layer.kernel[...]) + np.asarray(layer.bias[...])  # noqa: E731
-  if activation in layers.GATED:
+  if activation in activations.GATED:
     offset = float(activation == "clamped_swiglu")
-    hidden = layers.GATED[activation](dense(mlp.gate, x)) * (dense(mlp.up, x) + offset)
+    hidden = activations.GATED[activation](dense(mlp.gate, x)) * (dense(mlp.up, x) + offset)
   else:
-    hidden = layers.UNGATED[activation](dense(mlp.up, x))
+    hidden = activations.UNGATED[activation](dense(mlp.up, x))
   np.testing.assert_allclose(mlp(x), dense(mlp.down, hidden), atol=1e-5)
 
 
 @pytest.mark.parametrize("bias", [False, True])
-@pytest.mark.parametrize("activation", layers.ACTIVATIONS)
+@pytest.mark.parametrize("activation", activations.ACTIVATIONS)
 def test_columns_that_put_rows_apart_change_nothing(activation, bias, monkeypatch):
   """Values and gradients, which have the shapes of the parameters."""
   graph, params = nnx.split(layers.Mlp(SCOPE, 8, 12, activation=activation, std=None, bias=bias, out_gain=1.0))
@@ -207,14 +171,3 @@ def test_each_adapter_on_the_same_input_has_a_dropout_of_its_own():
   for i, j in ((0, 1), (0, 2), (1, 2)):
     assert 0.45 < (kept[i] == kept[j]).mean() < 0.55
   np.testing.assert_array_equal(made[1](jnp.ones((4, 16, 64)), key), kept[1])
-
-
-def test_clamped_swiglu_is_cut_at_seven():
-  """Gates above 7 and ups beyond ±7 are as 7, and have no slope; gates far below are not cut."""
-  up, gate = jnp.array([-8.0, -2.0, 0.5, 9.0, 3.0]), jnp.array([3.0, 8.0, -9.0, 1.0, 0.7])
-  cut_up, cut_gate = np.array([-7, -2, 0.5, 7, 3]), np.array([3, 7, -9, 1, 0.7])
-  found, pull = jax.vjp(functools.partial(layers.activate, "clamped_swiglu"), up, gate)
-  np.testing.assert_allclose(found, (cut_up + 1) * cut_gate / (1 + np.exp(-1.702 * cut_gate)), rtol=1e-6)
-  of_up, of_gate = pull(jnp.ones(5))
-  assert (np.asarray(of_up) == 0).tolist() == [True, False, False, True, False]
-  assert (np.asarray(of_gate) == 0).tolist() == [False, True, False, False, False]

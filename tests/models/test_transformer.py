@@ -18,6 +18,7 @@ from tests.models.common import (
   GPT2,
   GRANITE4,
   LLAMA,
+  LLAMA4_MOE,
   OPTIONS_OF,
   QWEN3_NEXT,
   SEGMENTS,
@@ -108,12 +109,16 @@ OPTIONS = [
     (dict(qk_norm=True), {}),
     (dict(qk_norm=True, qk_norm_over="all"), dict(qk_norm=True)),
     (dict(qk_norm=True, qk_norm_over="each_head"), dict(qk_norm=True)),
+    (dict(qk_norm=True, qk_norm_over="unscaled"), dict(qk_norm=True)),
     (dict(attention_scale=0.9), {}),
     (dict(attention_logit_cap=0.5), {}),
     (dict(final_logit_cap=0.5), {}),
     (dict(window=3, layer_pattern=("local",)), {}),
     (dict(window=3, layer_pattern=("global", "local")), dict(window=3, layer_pattern=("local", "global"))),
     (dict(layer_pattern=("global", "nope")), {}),
+    (dict(attention_chunk=3, layer_pattern=("chunked",)), dict(window=3, layer_pattern=("local",))),
+    (dict(layer_pattern=("global", "nope"), nope_temperature=dict(scale=0.5, floor=2)),
+     dict(layer_pattern=("global", "nope"))),
     (dict(layer_pattern=("delta", "global")), {}),
     (dict(layer_pattern=("mamba", "global")), {}),
     (dict(layer_pattern=("global", "mlp")), {}),
@@ -204,6 +209,15 @@ def test_flops_against_a_hand_count():
   visible = (1 + 2 + 3 + 4 * 5) / 8 + (1 + 2 + 3 + 4 + 5 + 6 + 7 + 8) / 8
   assert model.flops_per_token(8) == 6 * (2 * per_layer + 16 * 56) + 12 * 4 * 4 * visible
   assert model.flops_per_token(8, document_length=2) < model.flops_per_token(8)
+
+
+def test_flops_of_chunks_and_of_experts_in_some_layers_against_a_hand_count():
+  model = make(**LLAMA4_MOE)  # layers 0, 2, 4 see chunks and have an MLP; 1 and 3 see all and have experts
+  attention = 2 * 16 * 16 + 2 * 16 * 8
+  experts = 16 * 4 + 2 * 3 * 16 * 6  # the router, one of four experts and the shared one
+  weights = 5 * attention + 3 * 3 * 16 * 24 + 2 * experts + 16 * 56
+  visible = 3 * (2 * (1 + 2 + 3) + 1 + 2) / 8 + 2 * (8 + 1) / 2
+  assert model.flops_per_token(8) == pytest.approx(6 * weights + 12 * 4 * 4 * visible)
 
 
 def test_flops_of_heads_of_two_sizes_against_a_hand_count():

@@ -141,6 +141,7 @@ def durations(prefix: str, see: Callable, given: dict | None = None) -> dict[str
 # Where an epoch is taken to have a million rows.
 EPOCHS = 8 * 140 / 10**6
 LOCAL = {"model.layer_pattern": ("local", "global"), "model.window": 8}
+CHUNKS = {"model.layer_pattern": ("chunked", "nope"), "model.attention_chunk": 8}
 LEARNED = {"model.positions": "learned", "model.max_positions": 64}
 MOE = {"model.moe.num_experts": 4}
 DELTA = {"model.layer_pattern": ("delta", "global")}
@@ -230,6 +231,9 @@ MODEL = {
   "model.attention_logit_cap": program(20.0),
   "model.final_logit_cap": program(20.0),
   "model.window": program(4, LOCAL),
+  "model.attention_chunk": program(4, CHUNKS),
+  "model.nope_temperature.scale": program(0.5, CHUNKS),
+  "model.nope_temperature.floor": program(4, CHUNKS | {"model.nope_temperature.scale": 0.5}),
   "model.layer_pattern": [program(("local", "global"), {"model.window": 8}), program(("global", "nope")),
                           program(("delta", "global"))],
   "model.attention_gate": program(True),
@@ -266,11 +270,13 @@ MODEL = {
   "model.moe.normalize_weights": program(False, MOE),
   "model.moe.scores": program("sigmoid", MOE | {"model.moe.normalize_weights": False}),
   "model.moe.weight_scale": program(2.0, MOE),
+  "model.moe.weights_on_input": program(True, MOE),
   "model.moe.choice_bias": program(True, MOE),
   "model.moe.choice_bias_rate": update(0.1, BIAS),
   "model.moe.groups": program(2, MOE | {"model.moe.experts_per_token": 1}),
   "model.moe.groups_used": program(1, GROUPS),
   "model.moe.dense_layers": program(1, MOE),
+  "model.moe.layer_step": program(2, MOE),
   "model.moe.balance_loss": program(0.1, MOE),
   "model.moe.z_loss": program(0.1, MOE),
   "model.vision.tower": program("clip", base=images),

@@ -18,6 +18,8 @@ from tests.models.common import (
   GEMMA4_SHARED,
   GPT_OSS,
   GRANITE4,
+  LLAMA4,
+  LLAMA4_MOE,
   NEMOTRON_H,
   QWEN3_NEXT,
   VOCAB,
@@ -40,6 +42,8 @@ CASES = {
     "granite4": GRANITE4,
     "nemotron_h": NEMOTRON_H,
     "gpt_oss": GPT_OSS,
+    "llama4": LLAMA4,
+    "llama4_moe": LLAMA4_MOE,
     "gemma4": GEMMA4,
     "gemma4_moe": GEMMA4_MOE,
     "gemma4_shared": GEMMA4_SHARED,
@@ -106,7 +110,7 @@ def run(model, params, texts, side="right", rows=(2, 0, 3), cache=None):
 @pytest.mark.parametrize("name,apart", [
     *((name, True) for name in sorted(CASES.keys() - {"llama", "olmo"})), ("gemma", False), ("lora", False),
     ("qwen3_next", False), ("granite4", False), ("nemotron_h", False),
-    ("deepseek", False), ("gemma4", False), ("gemma4_shared", False)])
+    ("deepseek", False), ("gemma4", False), ("gemma4_shared", False), ("llama4", False)])
 def test_texts_fed_in_parts_equal_whole_ones(name, apart, monkeypatch):
   """`apart`: each layer with a cache of its own, as on CPU, or in one scan over all of them, as elsewhere."""
   model, params, texts, whole = case(name)
@@ -120,7 +124,7 @@ def test_texts_fed_in_parts_equal_whole_ones(name, apart, monkeypatch):
 
 @pytest.mark.parametrize("name,apart", [("gemma", True), ("gemma", False), ("deepseek", True), ("gpt_oss", True),
                                         ("qwen3_next", True), ("nemotron_h", True), ("gemma4", True),
-                                        ("gemma4_shared", True)])
+                                        ("gemma4_shared", True), ("llama4", True)])
 def test_texts_in_pages_equal_whole_ones(name, apart, monkeypatch):
   """Pages in no order, among them some that no row has and that hold what was there before."""
   monkeypatch.setattr(cache_lib, "PAGE", 4)
@@ -139,10 +143,10 @@ def test_texts_in_pages_equal_whole_ones(name, apart, monkeypatch):
   for row, position, hidden in found:
     np.testing.assert_allclose(hidden, whole[row, position], atol=2e-5, rtol=2e-5, err_msg=f"{row} {position}")
   for part, kind in zip(cache.keys, model.spec.layer_pattern, strict=False):  # nothing was written where no row is
-    assert kind in ("local", "delta", "mamba", "mlp") or (np.asarray(part[:, owners == 4]) == 7).all()
+    assert kind in ("local", "chunked", "delta", "mamba", "mlp") or (np.asarray(part[:, owners == 4]) == 7).all()
   smaller = jax.jit(model.resized_cache, static_argnums=2)(cache, np.array([3, 0]), LENGTH, np.array([pages[3, 0], Q]))
   for part, kept, kind in zip(cache.keys, smaller.keys, model.spec.layer_pattern, strict=False):
-    if kind not in ("local", "delta", "mamba", "mlp"):
+    if kind not in ("local", "chunked", "delta", "mamba", "mlp"):
       np.testing.assert_array_equal(kept, jnp.stack([part[:, pages[3, 0]], jnp.zeros_like(part[:, 0])], 1))
 
 
@@ -272,7 +276,7 @@ def test_one_prompt_begins_several_rows():
   np.testing.assert_allclose(hidden[np.array([0, 1, 3])], whole[[0, 1, 1], 5], atol=2e-5)
 
 
-@pytest.mark.parametrize("name", ["gemma", "llama", "qwen3_next", "nemotron_h"])
+@pytest.mark.parametrize("name", ["gemma", "llama", "qwen3_next", "nemotron_h", "llama4"])
 def test_rows_chosen_anew_with_more_room_go_on_as_before(name):
   """Rows in another order, one of them twice and one empty, with slots of windows that had not been filled."""
   model, params, texts, _ = case(name)

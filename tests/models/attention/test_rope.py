@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from models.attention.rope import Rope, RopeScaling, apply_rope, rope_table
+from models.attention.rope import Rope, RopeScaling, apply_rope, rope_table, temperature
 from models.sharding import logical_axes
 
 DIMS, THETA = 16, 10_000.0
@@ -102,6 +102,21 @@ def test_longrope_divides_by_the_factors_of_short_documents_or_of_long_ones():
   np.testing.assert_allclose(size, 1.2, rtol=1e-6)
   np.testing.assert_allclose(angles[0, 1], PLAIN / short, rtol=1e-5)
   np.testing.assert_allclose(angles[0, 6 + 1], PLAIN / long, rtol=1e-5)
+
+
+def test_llama3_without_pairs_between_keeps_them_or_stretches_them():
+  """Scout's low and high are both 1: pairs that turn once within the original length, or more often, are kept."""
+  scaling = RopeScaling("llama3", 16.0, 100, low_frequency_factor=1.0, high_frequency_factor=1.0)
+  angles, _ = frequencies(scaling)
+  kept = PLAIN * 100 / (2 * np.pi) > 1
+  assert 0 < kept.sum() < PAIRS
+  np.testing.assert_allclose(angles[0, 0], np.where(kept, PLAIN, PLAIN / 16), rtol=1e-6)
+
+
+def test_temperature_grows_with_the_logarithm_of_whole_stretches():
+  positions = np.array([[0, 2, 3, 6, 7, 0, 8_388_607]])
+  expected = 1 + 0.1 * np.log(1 + np.array([0, 0, 1, 1, 2, 0, 2_097_152]))
+  np.testing.assert_allclose(temperature(0.1, 4, jnp.asarray(positions))[0, :, 0, 0], expected, rtol=1e-6)
 
 
 @pytest.mark.parametrize("kind", ["linear", "dynamic", "llama3", "yarn"])

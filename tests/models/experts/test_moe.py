@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from models import layers
+from models import activations
 from models.experts import moe as moe_lib
 from tests import tiny
 from tests.models.common import BATCH, SEGMENTS, TOKENS, VOCAB, make, paths, random_params
@@ -65,6 +65,7 @@ LAYERS = {
     "groups": dict(GROUPS, scores="softmax"),
     "sigmoid": dict(GROUPS, choice_bias=True),
     "sigmoid, not normalized": dict(GROUPS, groups=1, groups_used=1, normalize_weights=False),
+    "on input": dict(PLAIN, shared_size=8, scores="sigmoid", normalize_weights=False, weights_on_input=True),
     "biases": dict(PLAIN, shared_size=8, router_bias=True, mlp_bias=True),
 }
 
@@ -97,8 +98,9 @@ def np_layer(p, x, moe, act, given=None):
       weights = weights / weights[chosen].sum()
     weights = weights * moe.get("weight_scale", 1.0)
     for e in chosen:
-      hidden = act(dense(x_D, "experts/gate", e)) * dense(x_D, "experts/up", e)
-      out[t] += weights[e] * dense(hidden, "experts/down", e)
+      before, after = (weights[e], 1.0) if moe.get("weights_on_input") else (1.0, weights[e])
+      hidden = act(dense(before * x_D, "experts/gate", e)) * dense(before * x_D, "experts/up", e)
+      out[t] += after * dense(hidden, "experts/down", e)
     if "shared/up/kernel" in p:
       shared = dense(act(dense(x_D, "shared/gate")) * dense(x_D, "shared/up"), "shared/down")
       out[t] += shared / (1 + np.exp(-x_D @ p["shared_gate/kernel"])) if moe.get("shared_gate") else shared
@@ -138,7 +140,7 @@ def test_gradients_equal_those_of_every_expert_on_every_token(name):
   """The same function without any dispatch: all experts computed, weights of those not chosen 0."""
   moe = LAYERS[name]
   params, apply = layer_of(moe)
-  act = layers.GATED[moe.get("activation", "swiglu")]
+  act = activations.GATED[moe.get("activation", "swiglu")]
   x = np.random.default_rng(1).normal(size=(*SEGMENTS.shape, 16)).astype(np.float32)
   mix = np.random.default_rng(2).normal(size=x.shape).astype(np.float32) * (SEGMENTS > 0)[..., None]
 
@@ -160,7 +162,11 @@ def test_gradients_equal_those_of_every_expert_on_every_token(name):
     weights = weights * moe.get("weight_scale", 1.0)
     w = {name: part["kernel"] for name, part in p["experts"].items()}
     b = {name: part.get("bias", np.zeros((1, 1))) for name, part in p["experts"].items()}
-    gate, up = (jnp.einsum("btd,edf->btef", x, w[name]) + b[name] for name in ("gate", "up"))
+    seen = x[:, :, None]
+    if moe.get("weights_on_input"):
+      seen, weights = weights[..., None] * seen, chosen.astype(x.dtype)
+    gate, up = (jnp.einsum("bted,edf->btef", jnp.broadcast_to(seen, (*weights.shape, 16)), w[name]) + b[name]
+                for name in ("gate", "up"))
     y = jnp.einsum("bte,bted->btd", weights, jnp.einsum("btef,efd->bted", act(gate) * up, w["down"]) + b["down"])
     if "shared" in p:
       gate, up, down = (p["shared"][name] for name in ("gate", "up", "down"))
@@ -178,7 +184,7 @@ def test_gradients_equal_those_of_every_expert_on_every_token(name):
     assert np.abs(actual[0]["router"]["kernel"]).max() > 1e-3
 
 
-@pytest.mark.parametrize("name", ["softmax first", "not normalized", "sigmoid", "biases"])
+@pytest.mark.parametrize("name", ["softmax first", "not normalized", "sigmoid", "on input", "biases"])
 def test_replayed_experts_have_the_outputs_and_gradients_of_a_loop_with_these(name):
   """Routing replay: random experts for most tokens, the router's own for others; slopes of the loop in float64 along
   random directions of all parameters and inputs."""

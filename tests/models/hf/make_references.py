@@ -50,6 +50,8 @@ GEMMA4 = dict(head_dim=8, global_head_dim=12, num_hidden_layers=5, sliding_windo
               rms_norm_eps=1e-3, rope_parameters=dict(
                   full_attention=dict(rope_type="proportional", partial_rotary_factor=0.5, rope_theta=5e3),
                   sliding_attention=dict(rope_type="default", rope_theta=100.0)))
+LLAMA4 = dict(head_dim=8, num_hidden_layers=5, num_local_experts=3, intermediate_size=12, intermediate_size_mlp=24,
+              attention_chunk_size=5, floor_scale=4, attn_scale=0.3, rms_norm_eps=1e-2, rope_theta=500.0)
 GPT2 = dict(model_type="gpt2", vocab_size=V, n_embd=16, n_head=4, n_layer=2, n_positions=T, n_inner=40, bos_token_id=1,
             eos_token_id=2)
 
@@ -120,6 +122,14 @@ CASES = {
             f"{kind}_attention" for kind in ("sliding", "full", "sliding", "sliding", "full")]),
         vocab_size_per_layer_input=V, num_kv_shared_layers=2, use_double_wide_mlp=True,
         GRADIENT=".per_layer_model_projection.weight"),
+    # As Scout, with bounds of its llama3 scaling that coincide.
+    "llama4": like("llama4_text", **LLAMA4, interleave_moe_layer_step=1, rope_scaling=LLAMA3 | dict(
+        high_freq_factor=1.0), GRADIENT=".1.feed_forward.experts.gate_up_proj"),
+    # As Maverick; and layers that rotate and see all.
+    "llama4_interleaved": like("llama4_text", **LLAMA4, interleave_moe_layer_step=2, use_qk_norm=False,
+                               num_experts_per_tok=2, attention_bias=True, no_rope_layers=[1, 0, 1, 1, 0], layer_types=[
+                                   f"{kind}_attention" for kind in ("chunked", "full", "full", "chunked", "full")],
+                               GRADIENT=".1.feed_forward.router.weight"),
     "gpt2": GPT2,
     "gpt2_bare": GPT2 | dict(BARE=True),
     "starcoder2": like("starcoder2", sliding_window=7),
@@ -230,7 +240,8 @@ def transformers_4(config: dict) -> dict:
             "num_global_key_value_heads": own.get("num_key_value_heads")}
     return {k: v for k, v in config.items() if k != "per_layer_config"} | more
   new = ("rope_parameters", "layer_types", "dtype", "_sliding_window_pattern")
-  told = config["model_type"] in ("cohere2", "gpt_oss", "granitemoehybrid", "olmo3") or "linear_key_head_dim" in config
+  told = "linear_key_head_dim" in config or config["model_type"] in (
+      "cohere2", "gpt_oss", "granitemoehybrid", "llama4_text", "olmo3")
   kept = ("layer_types",) if told else ()
   old = {k: v for k, v in config.items() if k not in new or k in kept}
   if config["model_type"] == "granitemoehybrid":
@@ -240,7 +251,7 @@ def transformers_4(config: dict) -> dict:
     letters = {"linear_attention": "M", "full_attention": "*", "mlp": "-"}
     old["hybrid_override_pattern"] = "".join(letters[kind] for kind in old.pop("layers_block_type"))
     old["num_hidden_layers"] = len(old["hybrid_override_pattern"])
-  elif "num_local_experts" in old and old["model_type"] != "mixtral":
+  elif "num_local_experts" in old and old["model_type"] not in ("mixtral", "llama4_text"):
     old["num_experts"] = old.pop("num_local_experts")
   old |= dict(torch_dtype=config["dtype"], transformers_version="4.51.3")
   rope = config.get("rope_parameters")

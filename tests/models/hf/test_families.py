@@ -261,6 +261,36 @@ def test_a_gemma_4_of_another_form_is_refused(changed, message):
     families.GEMMA4.read(content, "config.json")
 
 
+@pytest.mark.parametrize("changed, message", [
+    (dict(moe_layers=[0, 2, 3]), r"moe_layers is \[0, 2, 3\]; allowed: the number of every n-th layer of the 5"),
+    (dict(moe_layers=[]), "moe_layers is .*; allowed: the number of every n-th layer"),
+    (dict(moe_layers=None, interleave_moe_layer_step=6), "interleave_moe_layer_step is 6; allowed: 1 to 5"),
+    (dict(no_rope_layers=[1, 0]), "no_rope_layers is .*; allowed: 1 or 0 for each of the 5 layers"),
+    (dict(layer_types=["chunked_attention"] * 5), "allowed: for each of the 5 layers full_attention, or, where"),
+    (dict(attention_chunk_size=None), "layer_types is .* attention_chunk_size is set"),
+    (dict(attn_temperature_tuning="yes"), "attn_temperature_tuning is 'yes'; allowed: true or false"),
+    (dict(attn_scale=-0.1), "attn_scale is -0.1; allowed: 0 or more"),
+    (dict(hidden_act="relu"), "hidden_act is 'relu'"),
+    (dict(attn_gain=2.0), "attn_gain = 2.0: the family llama4 has no such entry"),
+])
+def test_a_llama_4_of_another_form_is_refused(changed, message):
+  content = json.loads((REFERENCES / "llama4" / "config.json").read_text()) | changed
+  with pytest.raises(HFError, match=message):
+    families.LLAMA4.read(content, "config.json")
+
+
+def test_what_llama_4_says_in_several_ways_is_the_same():
+  """As published files have it, and what is left out; layers that rotate see all where there are no chunks."""
+  content = json.loads((REFERENCES / "llama4" / "config_4.json").read_text())
+  model = families.LLAMA4.read(content, "config.json")
+  same = dict(no_rope_layers=[], layer_types=None, moe_layers=None, attn_temperature_tuning=4)
+  assert families.LLAMA4.read(content | same, "config.json") == model
+  unchunked = families.LLAMA4.read(content | dict(same, attention_chunk_size=None), "config.json")
+  assert unchunked["layer_pattern"] == ("global", "global", "global", "nope")
+  assert families.LLAMA4.read(content | {"attn_temperature_tuning": 0}, "config.json") == model | {
+      "nope_temperature.scale": 0.0, "nope_temperature.floor": 8192}
+
+
 def test_key_value_heads_of_global_layers_count_where_their_values_are_keys():
   """transformers leaves num_global_key_value_heads aside without attention_k_eq_v."""
   content = json.loads((REFERENCES / "gemma4" / "config_4.json").read_text())

@@ -342,6 +342,31 @@ def test_the_text_model_of_gemma_4_is_read_beside_towers_for_images_and_sound(tm
     hf.architecture(path)
 
 
+def test_the_text_model_of_llama_4_is_read_beside_a_tower(tmp_path):
+  """As published: its head is named with the rest, and attn_temperature_tuning a number, which transformers 5 does not
+  load."""
+  text_folder, path = REFERENCES.parent / "references" / "llama4", tmp_path / "whole"
+  path.mkdir()
+  text = files.read_json(text_folder / "config_4.json") | {"attn_temperature_tuning": 4, "for_llm_compressor": False}
+  content = {"architectures": ["Llama4ForConditionalGeneration"], "model_type": "llama4", "tie_word_embeddings": False,
+             "boi_token_index": 50, "eoi_token_index": 51, "image_token_index": 52, "text_config": text,
+             "vision_config": {"model_type": "llama4_vision_model", "hidden_size": 8}}
+  (path / files.CONFIG).write_text(json.dumps(content))
+  tensors = {f"language_model.{name}": values for name, values in load_file(text_folder / files.SINGLE).items()}
+  others = ("vision_model.class_embedding", "multi_modal_projector.linear_1.weight")
+  save_file(tensors | {name: np.ones((3, 4), np.float32) for name in others}, path / files.SINGLE)
+  _, keys, notes = hf.architecture(path)
+  assert keys == hf.architecture(text_folder)[1]
+  assert "text model alone is read, trained and exported; its tensors for vision are passed over" in notes[-1]
+  model, params = hf.load(path, dtype=None)
+  hf.save(model, params, tmp_path / "saved")
+  assert (tmp_path / "saved" / files.SINGLE).read_bytes() == (text_folder / files.SINGLE).read_bytes()
+  family = hf.architecture(path)[0]
+  for saved in (files.read_config(tmp_path / "saved"), family.kept(content)):
+    assert (saved["architectures"], saved["model_type"]) == (["Llama4ForCausalLM"], "llama4_text")
+    assert saved["attn_temperature_tuning"] is True and family.read(saved, "saved") == keys
+
+
 @pytest.mark.parametrize("outer, message", [
     (dict(tie_word_embeddings=True), "tie_word_embeddings is True; allowed: the same as in text_config, False"),
     (dict(architectures=["Qwen3_5ForSequenceClassification"]), "allowed: .'Qwen3_5ForCausalLM'"),

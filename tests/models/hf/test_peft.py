@@ -363,14 +363,17 @@ def test_kernels_without_a_module_are_refused(tmp_path):
     case.write(tmp_path / "out", case.random())
 
 
-@pytest.mark.parametrize("name, mixer", [("qwen3_next", "delta/[qkvzo]/"), ("granite4", "mamba/([zxbco]|dt)/")])
-def test_adapters_of_projections_in_groups_are_those_of_their_matrix(name, mixer, tmp_path):
+@pytest.mark.parametrize("name, targets, count", [
+    ("qwen3_next", ("delta/[qkvzo]/", "attn/q/"), 2 * 2 + 1),
+    ("granite4", ("mamba/([zxbco]|dt)/", "attn/q/"), 2 * 2 + 1),
+    ("llama4_interleaved", ("attn/q/", "mlp/gate/", "shared/up/"), 5 + 3 + 2)])
+def test_adapters_of_projections_in_groups_are_those_of_their_matrix(name, targets, count, tmp_path):
   """Qwen3-Next: one matrix has, for each head of keys, its part of queries, keys, values and gates; in some layers.
-  Granite 4: one has all five projections of a mamba layer."""
+  Granite 4: one has all five projections of a mamba layer. Llama 4: MLPs and shared experts have turns."""
   folder = REFERENCES.parent / "references" / name
   case = Case.__new__(Case)
   case.folder = folder
-  case.prepare(folder, rank=2, alpha=6.0, targets=(mixer, "attn/q/"))
+  case.prepare(folder, rank=2, alpha=6.0, targets=targets)
   leaves, (_, base) = case.random(), hf.load(folder)
   _, adapters = case.write(tmp_path / "adapters", leaves)
   merged = tree.flatten(lora.merge(tree.unflatten(tree.flatten(base) | leaves), case.model.spec.lora.scale))
@@ -380,7 +383,7 @@ def test_adapters_of_projections_in_groups_are_those_of_their_matrix(name, mixer
   changed = {name for name, values in before.items() if not np.array_equal(values, after[name])}
   assert {f"base_model.model.{name.removesuffix('weight')}lora_A.weight" for name in changed} == {
       name for name in adapters if "lora_A" in name}
-  assert len(changed) == 2 * 2 + 1
+  assert len(changed) == count
   for name in changed:
     a, b = (adapters[f"base_model.model.{name.removesuffix('weight')}lora_{part}.weight"] for part in "AB")
     np.testing.assert_allclose(b @ a * case.model.spec.lora.scale, after[name] - before[name], atol=2e-5)

@@ -1,4 +1,4 @@
-"""What --mode=plan is made of, for published models with states: tests/models/hf/published has their config.json."""
+"""What --mode=plan is made of, for published models of text: tests/models/hf/published has their config.json."""
 
 import shutil
 
@@ -12,7 +12,12 @@ from trainer import program as program_lib
 
 # As transformers 5.24 makes them of the same files; of h-tiny, what its page says, too. And how many of the weights of
 # products a token passes through: all but the experts' that it does not use.
-PUBLISHED_SIZES = {"granite_4_h_tiny": (6_939_037_248, 40 * 58 * 3 * 1536 * 512), "nemotron_h_8b": (8_100_852_736, 0)}
+PUBLISHED_SIZES = {
+    "granite_4_h_tiny": (6_939_037_248, 40 * 58 * 3 * 1536 * 512),
+    "nemotron_h_8b": (8_100_852_736, 0),
+    "llama_4_scout": (107_769_861_120, 48 * 15 * 3 * 5120 * 8192),
+    "llama_4_maverick": (400_711_848_960, 24 * 127 * 3 * 5120 * 8192),
+}
 
 
 @pytest.mark.parametrize("name", PUBLISHED_SIZES)

@@ -21,9 +21,9 @@ DENSE_FIRST = dict(MOE, scores="sigmoid", choice_bias=True, dense_layers=1, shar
 DISAGREEMENT = "rollout/expert_disagreement"
 
 
-def sampled(compute_dtype, **changed):
+def sampled(compute_dtype, layers=3, **changed):
   """(model, parameters, experience of 24 completions of 6 prompts) with the experts that sampling went through."""
-  model = make(compute_dtype=compute_dtype, scan_layers=False, moe=dict(DENSE_FIRST, **changed))
+  model = make(compute_dtype=compute_dtype, num_layers=layers, scan_layers=False, moe=dict(DENSE_FIRST, **changed))
   params = random_params(model)
   rng = np.random.default_rng(0)
   prompts = [rng.integers(0, VOCAB, n).astype(np.int32) for n in (3, 5, 9, 4, 7, 2)]
@@ -100,8 +100,10 @@ def test_with_replay_no_token_differs_and_logits_are_of_the_recorded_experts(mon
   assert np.asarray(metrics[DISAGREEMENT].sum).sum() == 0 < np.asarray(metrics[DISAGREEMENT].weight).sum()
 
 
-def test_in_float32_decoding_and_training_choose_the_same(monkeypatch):
-  model, params, experience = sampled(jnp.float32)
+@pytest.mark.parametrize("changed", [{}, dict(layers=5, dense_layers=0, layer_step=2, weights_on_input=True)])
+def test_in_float32_decoding_and_training_choose_the_same(changed, monkeypatch):
+  """Of two layers with experts, the second and the third, or the second and the fourth."""
+  model, params, experience = sampled(jnp.float32, **changed)
   batch = rows(experience)
   metrics, logits = metrics_and_logits(model, params, batch, monkeypatch)
   assert recount(params, batch, logits, "sampled_experts")[0] == np.asarray(metrics[DISAGREEMENT].sum).sum() == 0

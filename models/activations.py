@@ -1,0 +1,55 @@
+"""Activations: those with a gate (Shazeer 2020, arXiv 2002.05202), and plain ones."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+
+from models.sharding.logical_axes import made_once
+
+GATED = {
+    "swiglu": jax.nn.silu,
+    "geglu": lambda x: jax.nn.gelu(x, approximate=True),
+    "geglu_exact": lambda x: jax.nn.gelu(x, approximate=False),
+    "clamped_swiglu": lambda x: x * jax.nn.sigmoid(1.702 * x),
+}
+# Of clamped_swiglu: what gates and the size of ups are cut at; ups are offsets from one (gpt-oss).
+CLAMP = 7.0
+UNGATED = {
+    "gelu": lambda x: jax.nn.gelu(x, approximate=True),
+    "gelu_exact": lambda x: jax.nn.gelu(x, approximate=False),
+    "quick_gelu": lambda x: x * jax.nn.sigmoid(1.702 * x),
+    "relu": jax.nn.relu,
+    "silu": jax.nn.silu,
+    "relu2": lambda x: jnp.square(jax.nn.relu(x)),
+}
+ACTIVATIONS = (*GATED, *UNGATED)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def activate(activation: str, up: jax.Array, gate: jax.Array | None = None) -> jax.Array:
+  """act(gate) * up, or act(up) for an activation without a gate, rounded to their dtype once; backward it is computed
+  again from no more than these."""
+  return made_once(_activate(activation, up, gate).astype(up.dtype))
+
+
+def _activate(activation: str, up: jax.Array, gate: jax.Array | None) -> jax.Array:
+  """In float32."""
+  up = up.astype(jnp.float32)
+  if gate is None:
+    return UNGATED[activation](up)
+  gate = gate.astype(jnp.float32)
+  if activation == "clamped_swiglu":
+    up, gate = jnp.clip(up, -CLAMP, CLAMP) + 1.0, jnp.minimum(gate, CLAMP)
+  return GATED[activation](gate) * up
+
+
+def _activate_fwd(activation, up, gate):
+  return activate(activation, up, gate), (up, gate)
+
+
+def _activate_bwd(activation, saved, g):
+  return made_once(jax.vjp(functools.partial(_activate, activation), *saved)[1](g.astype(jnp.float32)))
+
+
+activate.defvjp(_activate_fwd, _activate_bwd)
