@@ -258,14 +258,16 @@ def model() -> ConfigDict:
   # The id of the token that holds an image feature's place.
   v.image_token = unset(int)
   # Adapters (LoRA): `rank` above 0 freezes everything but low-rank updates x @ A @ B * scale of the kernels whose
-  # path matches one of `targets` (the tower's begin with vision/); scale = alpha / rank, or alpha / sqrt(rank) with
-  # `rslora`.
+  # path matches one of `targets` (the tower's begin with vision/, the table of tokens is embed/embedding); scale =
+  # alpha / rank, or alpha / sqrt(rank) with `rslora`.
   m.lora = a = ConfigDict(dict(rank=0, alpha=16.0, targets=(r"^blocks/(\w*attn|delta|mamba|\w*mlp)/\w+/kernel",)))
   a.rslora = False
   # Each column of an adapted kernel has a length of its own that is trained (DoRA, arXiv 2402.09353).
   a.dora = False
   # Beside the adapters, regexes of parameters that are trained as they are: ("^embed/", "^unembed/") for new tokens.
   a.modules_to_save = ()
+  # Ids of tokens, new ones say, whose rows of the embedding, and of the unembedding, are trained, and no other rows.
+  a.trainable_token_indices = ()
   # On the adapters' input; training only.
   a.dropout = 0.0
   # A folder in PEFT's format to start the adapters from.

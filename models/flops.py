@@ -47,12 +47,25 @@ def per_token(spec: Spec, vocab_size: int, params: Mapping[str, Any], trained_on
     weights["per_layer_proj/kernel"] = sizes["per_layer_proj/kernel"]
   if not spec.num_labels:
     weights["embed/embedding" if spec.tie_embeddings else "unembed/kernel"] = spec.hidden_size * vocab_size
+  weights |= _of_tables(spec, sizes)
   length = seq_len if document_length is None else min(document_length, seq_len)
   visible = sum(_sizes(spec, spec.mixer_of(i)) * _mean_visible(length, spec.window_of(i), spec.layer_type(i))
                 for i in range(spec.num_layers) if spec.mixer_of(i).endswith("attn"))
   matmuls = sum(n * (6.0 if re.search(trained_only or "", path) else 4.0) for path, n in weights.items())
   images = images_per_row * _per_image(spec, sizes, tower_frozen, images_per_row) / seq_len if images_per_row else 0.0
   return matmuls + 6.0 * spec.num_heads * visible + _of_states(spec) + images
+
+
+def _of_tables(spec: Spec, sizes: Mapping[str, int]) -> dict[str, float]:
+  """The weights of adapters of tables, as often as a token passes them: what is read is a row times `lora_b`."""
+  found = {path: float(n) for path, n in sizes.items() if re.search(r"^(per_layer_)?embed/lora_b$", path)}
+  if spec.num_labels:
+    return found
+  head = "embed" if spec.tie_embeddings else "unembed"
+  for path in (f"{head}/lora_a", f"{head}/lora_b"):
+    if path in sizes:
+      found[path] = found.get(path, 0.0) + sizes[path]
+  return found
 
 
 def _sizes(spec: Spec, mixer: str) -> int:

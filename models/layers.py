@@ -1,10 +1,9 @@
-"""The parts of a Transformer: dense layers, norms, embeddings, MLPs, dropout.
+"""The parts of a Transformer: dense layers, norms, MLPs, dropout.
 
 B batch, T length, D hidden size, F width of the MLP.
 """
 
 import dataclasses
-import functools
 import math
 import zlib
 from collections.abc import Callable
@@ -13,12 +12,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jax.sharding import PartitionSpec
 
 from models import cpu
 from models import lora as lora_lib
 from models.activations import GATED, activate
-from models.lookup import read_table
 from models.quantization import quantize
 from models.quantization.matmul import MatmulRules
 from models.remat import named
@@ -84,6 +81,10 @@ class Scope:
     parts = quantize.quantize(values, self.kind(name), (self / name).path)
     return {end: nnx.Param(part) for end, part in parts.items()}
 
+  def adapters(self, name: str) -> Any:
+    """`spec.lora` where that has adapters beside the parameter of that name, else None."""
+    return self.lora if self.lora is not None and lora_lib.adapts(self.lora.targets, (self / name).path) else None
+
   def kind(self, name: str) -> str:
     """How the parameter is stored: the name of a dtype, or one of `quantize.KINDS`."""
     kind = self.frozen.kind((self / name).path) if self.frozen is not None else None
@@ -146,8 +147,7 @@ class Linear(Kernel):
     """
     super().__init__(scope, (d_in, d_out), gain * (d_in**-0.5 if std is None else std), scope.outputs_first)
     self.bias = scope.constant("bias", (d_out,), 0.0) if bias else None
-    path = (scope / "kernel").path
-    lora = scope.lora if scope.lora is not None and lora_lib.adapts(scope.lora.targets, path) else None
+    lora = scope.adapters("kernel")
     self.lora_a = scope.uniform("lora_a", (d_in, lora.rank), d_in**-0.5) if lora else None
     self.lora_b = scope.constant("lora_b", (lora.rank, d_out), 0.0) if lora else None
     self.lora_m = scope.constant("lora_m", (d_out,), 0.0) if lora and lora.dora else None
@@ -256,50 +256,6 @@ def rms_normalised(x: jax.Array, eps: float) -> jax.Array:
   return (y * jax.lax.rsqrt(jnp.mean(jnp.square(y), -1, keepdims=True) + eps)).astype(x.dtype)
 
 
-class Embedding(nnx.Module):
-  """A table [size, D], read by index."""
-
-  def __init__(self, scope: Scope, size: int, features: int, *, std: float | None):
-    """`std`: of the initial table, 0.02 if None."""
-    self.embedding = scope.normal("embedding", (size, features), 0.02 if std is None else std)
-    self.dtype = scope.compute_dtype
-
-  def __call__(self, ids_BxT: jax.Array) -> jax.Array:
-    read = functools.partial(read_table, dtype=self.dtype)
-    placed = logical_axes.current()
-    return read(self.embedding[...], ids_BxT) if placed is None else _read_split_table(
-        placed, read, self.embedding[...], ids_BxT)
-
-  def table(self) -> jax.Array:
-    """All its rows in order, [size, D], in the compute dtype."""
-    return self.embedding[...].astype(self.dtype)
-
-
-def _read_split_table(placed: logical_axes.Placement, read: Callable, table_VxD: jax.Array, ids_BxT: jax.Array
-                      ) -> jax.Array:
-  """`read` where devices hold parts of the table: the ids go to the parts, and what is read there goes back.
-
-  By hand, since the partitioner would gather the table, or the whole batch of what was read.
-  """
-  V = table_VxD.shape[0]
-  by_token = placed.spec(("batch", "length"), ids_BxT.shape)
-  with_tokens = {axis for axes in by_token for axis in logical_axes.names_of(axes)}
-  entries, features = placed.spec(("vocab", "shard"), table_VxD.shape)
-  # Only between devices with different tokens can ids be exchanged for features.
-  features = tuple(axis for axis in logical_axes.names_of(features) if axis in with_tokens)
-
-  def local(table, ids):
-    parts = logical_axes.names_of(entries)
-    first = jax.lax.axis_index(parts) * table.shape[0] if parts else 0
-    if features:
-      ids = jax.lax.all_gather(ids, features)
-    rows = read(table, ids, first=first, size=V)
-    if features:
-      rows = jax.lax.all_to_all(rows, features, split_axis=0, concat_axis=rows.ndim - 1, tiled=True)[0]
-    return jax.lax.psum(rows, parts) if parts else rows
-
-  return jax.shard_map(local, mesh=placed.mesh, in_specs=(PartitionSpec(entries, features or None), by_token),
-                       out_specs=PartitionSpec(*by_token, None), check_vma=False)(table_VxD, ids_BxT)
 
 
 class Mlp(nnx.Module):

@@ -139,6 +139,7 @@ class Lora:
   dropout: float
   modules_to_save: tuple[str, ...] = ()
   dora: bool = False
+  trainable_token_indices: tuple[int, ...] = ()
 
 
 def make_moe(m: ConfigDict, reasons: list[str]) -> Moe | None:
@@ -352,6 +353,10 @@ def _check_causal(m: ConfigDict, kind: str) -> None:
 def make_lora(c: ConfigDict) -> Lora | None:
   """Reads `model.lora`; None: there are no adapters."""
   if c.rank == 0:
+    if c.trainable_token_indices:
+      raise ConfigError("model.lora.trainable_token_indices is set, but model.lora.rank is 0, so that all parameters "
+                        "are trained. Set model.lora.rank=1, and model.lora.targets=() to train these rows alone, or "
+                        "leave the indices out.")
     return None
   at_least_one("lora.rank", c.rank)
   if not 0.0 <= c.dropout < 1.0 or c.alpha <= 0:
@@ -360,4 +365,5 @@ def make_lora(c: ConfigDict) -> Lora | None:
     )
   scale = c.alpha / (math.sqrt(c.rank) if c.rslora else c.rank)
   return Lora(rank=c.rank, scale=scale, targets=tuple(c.targets),
-              modules_to_save=tuple(c.modules_to_save), dora=c.dora, dropout=c.dropout)
+              modules_to_save=tuple(c.modules_to_save), dora=c.dora, dropout=c.dropout,
+              trainable_token_indices=tuple(c.trainable_token_indices))

@@ -21,7 +21,7 @@ import jax.numpy as jnp
 from flax import nnx
 from ml_collections import ConfigDict
 
-from models import cpu, flops, lora, vlm
+from models import cpu, flops, lora, tables, vlm
 from models.api import Output, Params
 from models.attention import cache as cache_lib
 from models.attention.cache import Cache, Past
@@ -29,13 +29,14 @@ from models.attention.mask import TokenIds
 from models.attention.rope import rope_table, temperature
 from models.blocks import Block, make_norm, of_each_layer, room_to_lend, run_blocks, stack_blocks, unstack, without
 from models.experts.moe import Routing, disagreement, report
-from models.layers import Embedding, Linear, Norm, Scope, document_lengths, dropout, embedding_noise
+from models.layers import Linear, Norm, Scope, document_lengths, dropout, embedding_noise
 from models.quantization import quantize
 from models.quantization.matmul import MatmulRules
 from models.remat import remat_policy
 from models.sharding import logical_axes
 from models.sharding.logical_axes import constrain
 from models.spec import PARTS, Spec, make_spec, padded_vocab_size
+from models.tables import Embedding, Unembedding
 from trainer import tree
 from trainer.errors import ConfigError
 
@@ -63,7 +64,7 @@ class Decoder(nnx.Module):
     self.final_norm = make_norm(spec, scope / "final_norm", gain=gain)
     # Starts like an embedding, so that the first loss is close to log(V), or the first score to 0.
     std, untied = 0.02 if spec.init_std is None else spec.init_std, not spec.tie_embeddings and not spec.num_labels
-    self.unembed = Linear(scope / "unembed", D, vocab_size, std=std, bias=False) if untied else None
+    self.unembed = Unembedding(scope / "unembed", D, vocab_size, std=std) if untied else None
     scored = scope / "score"
     self.score = nnx.Dict(kernel=scored.normal("kernel", (D, spec.num_labels), std)) if spec.num_labels else None
     self.spec = spec
@@ -176,11 +177,11 @@ class Transformer:
     self._matmul_rules = matmul_rules
     self._remat = remat_policy(remat)
     if self.spec.lora is not None:
-      lora.check_patterns(self.spec.lora.targets, self.spec.lora.modules_to_save)
+      lora.check_patterns(self.spec.lora)
     # The decoder without its arrays; merged with a dict of parameters it becomes callable.
     self._graph, self._state = nnx.split(jax.eval_shape(self._make, jax.eval_shape(jax.random.key, 0)))
     if self.spec.lora is not None:
-      lora.check_targets(self.spec.lora.targets, self.spec.lora.modules_to_save, self._logical())
+      lora.check_targets(self.spec.lora, self._logical(), vocab_size)
     if matmul_rules is not None:
       matmul_rules.check(self._logical())
 
@@ -266,7 +267,8 @@ class Transformer:
 
   def decoding_params(self, params: Params) -> Params:
     """See `models.api.Generative`: kernels and tables in the dtype that they are used in, so that no token reads more;
-    those of layers that run one by one apart, and where that is faster with their outputs first."""
+    those of layers that run one by one apart, and where that is faster with their outputs first; what predicts tokens
+    with its adapter."""
     paths = {path.removesuffix("_across"): path for path in tree.flatten(self._decoding[1])}
 
     def as_used(path: str, leaf: jax.Array) -> jax.Array:
@@ -274,8 +276,9 @@ class Transformer:
       wider = jnp.issubdtype(leaf.dtype, jnp.floating) and leaf.dtype.itemsize > self._dtypes[1].itemsize
       return leaf.astype(self._dtypes[1]) if used and wider else leaf
 
+    merged = tables.merged_unembedding(params, self.spec, self._dtypes[1])
     params = {path: as_used(path, leaf) for path, leaf in tree.flatten(params).items()}
-    params = tree.unflatten({
+    params = merged | tree.unflatten({
         paths[path]: leaf if paths[path] == path else leaf.swapaxes(-1, -2) for path, leaf in params.items()})
     if not self._one_by_one:
       return params
@@ -287,7 +290,7 @@ class Transformer:
              ) -> tuple:
     """See `models.api.Generative`."""
     graph, state = self._decoding
-    blocks = None
+    blocks, params = None, {part: arrays for part, arrays in params.items() if part != tables.MERGED}
     if self._one_by_one:
       blocks = [nnx.merge(without(nnx.merge(graph, state).blocks, PARTS - block.keys()), block)
                 for block in params["blocks"]]
@@ -323,10 +326,7 @@ class Transformer:
     """See `models.api.Model`."""
     if self.num_labels:
       raise ConfigError("model.head is 'score', which predicts no tokens: this needs --config.model.head=lm.")
-    if self.spec.tie_embeddings:
-      return params["embed"]["embedding"].T
-    kernel = params["unembed"]
-    return kernel["kernel"] if "kernel" in kernel else kernel["kernel_across"].T
+    return tables.unembedding(params, self.spec)
 
   def logits(
       self,

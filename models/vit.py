@@ -16,10 +16,11 @@ from flax import nnx
 
 from models.attention.mask import TokenIds
 from models.blocks import Block, make_norm, run_blocks, stack_blocks
-from models.layers import Embedding, Linear, Scope
+from models.layers import Linear, Scope
 from models.sharding.logical_axes import constrain
 from models.spec import Spec
 from models.spec_vision import Vision
+from models.tables import Embedding
 
 
 class Tower(nnx.Module):

@@ -22,11 +22,12 @@ from models import tiles, vit
 from models.attention.mask import TokenIds
 from models.attention.rope import axial_table
 from models.blocks import Block, run_blocks, stack_blocks
-from models.layers import Embedding, Linear, Scope
+from models.layers import Linear, Scope
 from models.lookup import read_table
 from models.sharding.logical_axes import constrain
 from models.spec import Spec
 from models.spec_vision import FRAMES, NATIVE, THETA, Vision
+from models.tables import Embedding
 
 
 class Tower(nnx.Module):

@@ -22,8 +22,9 @@ from jax.sharding import PartitionSpec
 from models import spec as spec_lib
 from models.activations import activate
 from models.experts.all_to_all import Split, at_home, exchange
-from models.experts.grouped import add_biases, gather_rows, grouped_matmul_as, sort_by_expert
-from models.layers import Kernel, Linear, Mlp, Scope, rms_normalised, with_kernels
+from models.experts.grouped import add_biases, gather_rows, grouped_matmul, grouped_matmul_as, sort_by_expert
+from models.experts.kernels import NO_ADAPTERS, Biased, Experts, LowRank
+from models.layers import Linear, Mlp, Scope, rms_normalised
 from models.quantization.matmul import QuantizedMatmul
 from models.remat import named
 from models.sharding import logical_axes
@@ -75,42 +76,6 @@ class Routing(NamedTuple):
     """That of the nth layer with experts."""
     return self if self.recorded is None else self._replace(
         recorded=jax.lax.dynamic_index_in_dim(self.recorded, nth, axis=2, keepdims=False).astype(jnp.int32))
-
-
-class Biased(Kernel):
-  """A kernel [..., in, out], and, if it has one, its bias [..., out]."""
-
-  def __init__(self, scope: Scope, shape: tuple[int, ...], std: float, bias: bool):
-    super().__init__(scope, shape, std)
-    self.bias = scope.constant("bias", (*shape[:-2], shape[-1]), 0.0) if bias else None
-
-
-class Experts(nnx.Module):
-  """The kernels of E gated MLPs, and their biases."""
-
-  def __init__(self, scope: Scope, experts: int, features: int, hidden: int, *, std: float | None, bias: bool,
-               out_gain: float):
-    std_in, std_out = (size**-0.5 if std is None else std for size in (features, hidden))
-    self.gate = Biased(scope / "gate", (experts, features, hidden), std_in, bias)
-    self.up = Biased(scope / "up", (experts, features, hidden), std_in, bias)
-    self.down = Biased(scope / "down", (experts, hidden, features), std_out * out_gain, bias)
-    self.matmuls = (self.gate.matmul, self.up.matmul, self.down.matmul)
-    self.dtype = scope.compute_dtype
-
-  def with_kernels(self, function: Callable, *args: Any) -> Any:
-    """`function((gate [E, D, F], up [E, D, F], down [E, F, D]), *args)`; quantised kernels in the compute dtype. With
-    biases, those of gate and up [E, F] come after the kernels."""
-    kernels = self.gate, self.up, self.down
-    biases = () if self.gate.bias is None else (self.gate.bias[...], self.up.bias[...])
-    if self.gate.kernel is not None:
-      return function((*(kernel.kernel[...] for kernel in kernels), *biases), *args)
-    return with_kernels(kernels, lambda kernels, *args: function((*kernels, *biases), *args), self.dtype, *args)
-
-  def mean_bias(self, experts_BxTxk: jax.Array, weights_BxTxk: jax.Array) -> jax.Array:
-    """Σ_j weight_j × down's bias of expert_j: float32 [B, T, D]; of expert E, none, nothing."""
-    bias_ExD = self.down.bias[...].astype(jnp.float32)
-    share_BxTxE = jnp.sum(jax.nn.one_hot(experts_BxTxk, len(bias_ExD)) * weights_BxTxk[..., None], axis=2)
-    return jnp.matmul(share_BxTxE, bias_ExD, precision=jax.lax.Precision.HIGHEST)
 
 
 class Router(Biased):
@@ -166,9 +131,10 @@ class Moe(nnx.Module):
                                             (logits_BxTxE, *biased, *scaled, *replayed))
     used_BxTxk = jnp.where(segment_ids[..., None] > 0, experts_BxTxk, moe.num_experts)
     run = functools.partial(apply_experts, num_experts=moe.num_experts, activation=self.activation,
-                            matmuls=self.experts.matmuls, on_input=moe.weights_on_input)
-    y_BxTxD = self.experts.with_kernels(lambda kernels, *rows: _on_rows(run, rows, kernels),
-                                    x_BxTxD, used_BxTxk, weights_BxTxk)
+                            matmuls=self.experts.matmuls, low_rank=self.experts.low_rank,
+                            on_input=moe.weights_on_input)
+    y_BxTxD = self.experts.with_kernels(lambda kernels, *rows: _on_rows(run, rows, kernels, self.experts.dimensions),
+                                        x_BxTxD, used_BxTxk, weights_BxTxk)
     if self.experts.down.bias is not None:
       y_BxTxD = y_BxTxD + self.experts.mean_bias(used_BxTxk, weights_BxTxk)
     if self.shared is not None:
@@ -236,17 +202,18 @@ def _taken(values_BxTxE: jax.Array, index_BxTxk: jax.Array) -> jax.Array:
 
 
 def apply_experts(rows: tuple[jax.Array, ...], kernels: tuple[jax.Array, ...], *, num_experts: int, activation: str,
-                  matmuls: tuple[QuantizedMatmul | None, ...], on_input: bool = False, split: Split | None = None
-                  ) -> jax.Array:
+                  matmuls: tuple[QuantizedMatmul | None, ...], low_rank: LowRank = NO_ADAPTERS, on_input: bool = False,
+                  split: Split | None = None) -> jax.Array:
   """Σ_j weight_j × expert_j(x) for each token, or Σ_j expert_j(weight_j × x): float32 [B, T, D].
 
   Args:
     rows: x [B, T, D], experts int32 [B, T, k] (`num_experts`: none), weights float32 [B, T, k].
-    kernels: gate and up [E, D, F], down [E, F, D], with biases those of gate and up [E, F], or this device's parts of
-      them.
+    kernels: gate and up [E, D, F], down [E, F, D], with biases those of gate and up [E, F], with adapters their pairs,
+      or this device's parts of them.
     num_experts: E.
     activation: one of `activations.GATED`.
     matmuls: the 8-bit matmuls with gate, up and down; None: plain ones.
+    low_rank: which have adapters.
     on_input: weights are factors on what experts see.
     split: how they are split; None: not at all.
   """
@@ -255,7 +222,7 @@ def apply_experts(rows: tuple[jax.Array, ...], kernels: tuple[jax.Array, ...], *
   experts_A, weights_Nxk = experts_BxTxk.reshape(-1, k).T.reshape(-1), weights_BxTxk.reshape(-1, k)
   if on_input:  # what each assignment sees is another, so that it has a row of its own
     x_NxD = (weights_Nxk.T[..., None] * x_NxD).astype(x_NxD.dtype).reshape(-1, x_NxD.shape[-1])
-  run = functools.partial(expert_outputs, activation=activation, matmuls=matmuls)
+  run = functools.partial(expert_outputs, activation=activation, matmuls=matmuls, low_rank=low_rank)
   if split is None:
     y_AxD = run(x_NxD, experts_A, tuple(kernel.astype(x_NxD.dtype) for kernel in kernels))
   elif split.axis is None:
@@ -272,10 +239,13 @@ def apply_experts(rows: tuple[jax.Array, ...], kernels: tuple[jax.Array, ...], *
 
 
 def expert_outputs(x_NxD: jax.Array, experts_A: jax.Array, kernels: tuple[jax.Array, ...], activation: str,
-                   matmuls: tuple[QuantizedMatmul | None, ...], zeros: bool = True) -> jax.Array:
+                   matmuls: tuple[QuantizedMatmul | None, ...], zeros: bool = True, low_rank: LowRank = NO_ADAPTERS
+                   ) -> jax.Array:
   """expert_a(x) for each assignment a, of token a % N: [A, D]; where the expert is E, none, it is 0, or anything unless
   `zeros`."""
-  gate_ExDxF, up_ExDxF, down_ExFxD, *biases = kernels
+  (gate_ExDxF, up_ExDxF, down_ExFxD), more = kernels[:3], kernels[3:]
+  biases, pairs = more[:len(more) - 2 * len(low_rank.of)], more[len(more) - 2 * len(low_rank.of):]
+  adapters = dict(zip(low_rank.of, zip(pairs[::2], pairs[1::2], strict=True), strict=True))
   N, k = x_NxD.shape[0], experts_A.shape[0] // x_NxD.shape[0]
   places_A, assignments_M, sizes_E, block = sort_by_expert(experts_A, gate_ExDxF.shape[0])
   gate, up, down = (functools.partial(grouped_matmul_as, matmul, sizes_E=sizes_E, block=block) for matmul in matmuls)
@@ -283,15 +253,26 @@ def expert_outputs(x_NxD: jax.Array, experts_A: jax.Array, kernels: tuple[jax.Ar
   quantised = any(matmul is not None for matmul in matmuls)
   tokens_M = jnp.where(assignments_M < k * N, assignments_M % N, N) if quantised else assignments_M % N
   x_MxD = gather_rows(x_NxD, tokens_M, places_A.reshape(k, N).T, zeros=quantised)
-  wide: tuple[jax.Array, ...] = gate(x_MxD, gate_ExDxF), up(x_MxD, up_ExDxF)
+
+  def adapted(name, x_MxK, y_MxN):
+    if name not in adapters:
+      return y_MxN
+    (a, b), last = adapters[name], name == "down"
+    low = grouped_matmul(grouped_matmul(x_MxK, a, sizes_E, block, last), b, sizes_E, block, last)
+    return y_MxN + low * low_rank.scale
+
+  wide: tuple[jax.Array, ...] = (adapted("gate", x_MxD, gate(x_MxD, gate_ExDxF)),
+                                 adapted("up", x_MxD, up(x_MxD, up_ExDxF)))
   if biases:
     wide = tuple(add_biases(y_MxF, bias_ExF, sizes_E, block) for y_MxF, bias_ExF in zip(wide, biases, strict=True))
   gate_MxF, up_MxF = (named(y_MxF, "mlp") for y_MxF in wide)
-  y_MxD = down(activate(activation, up_MxF, gate_MxF), down_ExFxD, last=True)
+  hidden_MxF = activate(activation, up_MxF, gate_MxF)
+  y_MxD = adapted("down", hidden_MxF, down(hidden_MxF, down_ExFxD, last=True))
   return gather_rows(y_MxD, places_A, assignments_M[:, None], zeros)
 
 
-def _on_rows(run: Callable, rows: tuple[jax.Array, ...], kernels: tuple = ()) -> Any:
+def _on_rows(run: Callable, rows: tuple[jax.Array, ...], kernels: tuple = (),
+             names: tuple[tuple[str | None, ...], ...] = ()) -> Any:
   """`run(rows, kernels)` where each device works on the tokens that it holds, with its part of the experts' kernels.
 
   By hand, since the partitioner would gather the whole batch to sort its tokens by expert.
@@ -300,14 +281,13 @@ def _on_rows(run: Callable, rows: tuple[jax.Array, ...], kernels: tuple = ()) ->
     run: treats every token alone. It is told by `split` how the kernels are split; what it computes with a part of the
       experts' width adds up to the whole.
     rows: arrays [B, T, …], as are the results.
-    kernels: none, or gate, up and down, and the biases of the first two if they have any.
+    kernels: none, or those of experts.
+    names: of each the logical names of its dimensions.
   """
   placed = logical_axes.current()
   if placed is None:
     return run(rows, kernels)
   by_token = PartitionSpec(*placed.spec(("batch", "length"), rows[0].shape[:2]))
-  names = (("expert", "shard", "mlp"), ("expert", "shard", "mlp"), ("expert", "mlp", "shard"), ("expert", "mlp"),
-           ("expert", "mlp"))[:len(kernels)]
   specs = tuple(placed.spec(dims, kernel.shape) for dims, kernel in zip(names, kernels, strict=True))
   width: tuple[str, ...] = ()
   if specs:

@@ -15,16 +15,16 @@ CONFIG = "adapter_config.json"
 MUST: dict[str, Any] = {
     "peft_type": ("LORA",), "task_type": ("CAUSAL_LM", "SEQ_CLS", None), "bias": ("none",),
     "use_dora": (True, False, None), "layers_to_transform": (None, []), "layer_replication": (None, []),
-    "lora_bias": (False, None), "target_parameters": (None, []), "trainable_token_indices": (None, [], {}),
-    "alora_invocation_tokens": (None, []), "use_qalora": (False, None),
+    "lora_bias": (False, None), "alora_invocation_tokens": (None, []), "use_qalora": (False, None),
     # The others (pissa, olora, loftq, …) change the base as well.
     "init_lora_weights": (True, False, None, "gaussian", "orthogonal"),
 }
-READ = ("r", "lora_alpha", "use_rslora", "fan_in_fan_out", "rank_pattern", "alpha_pattern")
+READ = ("r", "lora_alpha", "use_rslora", "fan_in_fan_out", "rank_pattern", "alpha_pattern", "ensure_weight_tying",
+        "trainable_token_indices")
 # Without effect on what a trained adapter computes; which modules have one or stand as a whole, their tensors say.
-INERT = ("target_modules", "modules_to_save", "exclude_modules", "lora_dropout", "base_model_name_or_path", "revision",
-         "inference_mode", "auto_mapping", "peft_version", "layers_pattern", "megatron_core", "qalora_group_size",
-         "ensure_weight_tying", "runtime_config")
+INERT = ("target_modules", "target_parameters", "modules_to_save", "exclude_modules", "lora_dropout",
+         "base_model_name_or_path", "revision", "inference_mode", "auto_mapping", "peft_version", "layers_pattern",
+         "megatron_core", "qalora_group_size", "runtime_config")
 
 
 def read(folder: Path) -> dict[str, Any]:

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from models import activations, cpu, layers
+from models import activations, cpu, layers, tables
 from models.cpu import padding
 from models.quantization import quantize
 from models.quantization.matmul import make_matmul_rules
@@ -141,7 +141,7 @@ def test_dropout_keeps_the_mean_and_drops_the_share():
 
 
 def test_an_id_beyond_the_table_gives_nan():
-  embed = layers.Embedding(SCOPE / "embed", 10, 4, std=None)
+  embed = tables.Embedding(SCOPE / "embed", 10, 4, std=None)
   rows = embed(jnp.array([[3, 10]]))
   np.testing.assert_array_equal(rows[0, 0], embed.embedding[...][3])
   assert np.isnan(rows[0, 1]).all()

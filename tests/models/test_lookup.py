@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from models import layers, lookup
+from models import layers, lookup, tables
 from models.sharding import logical_axes
 from models.sharding.logical_axes import Placement
 from tests import tiny
@@ -91,7 +91,7 @@ def test_on_gpu_no_gradient_is_scattered(gpu):
 @pytest.mark.parametrize("sizes", [dict(tensor=8), dict(data=2, fsdp=2, tensor=2), dict(fsdp=8)])
 def test_on_gpus_that_share_a_table_the_gradient_is_that_of_a_loop(sizes, gpu):
   scope = layers.Scope(jax.random.key(0), jnp.float32, jnp.bfloat16)
-  graph, params = nnx.split(layers.Embedding(scope, 64, 16, std=None))
+  graph, params = nnx.split(tables.Embedding(scope, 64, 16, std=None))
   rng = np.random.default_rng(0)
   ids, g = rng.integers(0, 64, (8, 24)).astype(np.int32), jnp.asarray(rng.normal(size=(8, 24, 16)), jnp.bfloat16)
   ids[:, 10:] = 3

@@ -313,6 +313,7 @@ MODEL = {
   "model.lora.rslora": program(True, LORA),
   "model.lora.dora": program(True, LORA),
   "model.lora.modules_to_save": optimizing(("^embed/",), LORA),
+  "model.lora.trainable_token_indices": optimizing((5,), LORA),
   "model.lora.dropout": program(0.5, LORA),
   "model.lora.peft": run(first_parameters, lambda f: f.peft, LORA),
   "model.neftune_alpha": program(5.0),

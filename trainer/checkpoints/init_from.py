@@ -248,19 +248,32 @@ def _from_peft(origin: Origin, model: Any, wanted: Leaves, stored: Leaves) -> It
     keys = hf.keys_of(origin.model, model.vocab_size)
     family, _ = hf.config_json(keys)
 
-  @functools.cache
-  def lengths(kernel: str) -> np.ndarray:
+  def base(kernel: str) -> Leaves:
     sharding = _whole(next(iter(wanted.values())).sharding)
     placed = {path: getattr(leaf, "sharding", sharding) for path, leaf in stored.items()}
     parts = {path: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=placed.get(path, sharding))
              for path, leaf in tree.flatten(model.abstract_params()).items()
              if path == kernel or re.fullmatch(rf"{kernel}_(int8|nf4|scale)", path)}
-    base, _ = first_params(dataclasses.replace(origin, peft=None), model, tree.unflatten(parts), partial=True)
-    return np.asarray(base_lengths(kernel, tree.flatten(base)))
+    found, _ = first_params(dataclasses.replace(origin, peft=None), model, tree.unflatten(parts), partial=True)
+    return tree.flatten(found)
+
+  @functools.cache
+  def lengths(kernel: str) -> np.ndarray:
+    return np.asarray(base_lengths(kernel, base(kernel)))
+
+  @functools.cache
+  def table(path: str) -> np.ndarray:
+    return base_table(path, base(path))
 
   loaded = hf.load_adapters(origin.peft, wanted, family=family, keys=keys, shapes=shapes, lora=origin.model.lora,
-                            lengths=lengths if origin.model.lora.dora else None)
+                            lengths=lengths if origin.model.lora.dora else None, table=table)
   yield from loaded.items()
+
+
+def base_table(path: str, base: Leaves) -> np.ndarray:
+  """Of a table of tokens the rows, float32 [V, D]."""
+  rows = np.asarray(base[path]).astype(np.float32)
+  return rows.T if path == "unembed/kernel" else rows
 
 
 def base_lengths(kernel: str, base: Leaves) -> jax.Array:

@@ -69,6 +69,13 @@ PARAM_RULES = (
     (r"((attn|delta|mamba)/o|(mlp|shared)/down)/lora_b$", (None, None, _FSDP)),
     (r"(attn/([qkv]|q_up|kv_up)|delta/[qkvzba]|mamba/([zx]|dt)|(mlp|shared)/(gate|up))/lora_m$", (None, "tensor")),
     (r"((attn|delta|mamba)/o|(mlp|shared)/down)/lora_m$", (None, _FSDP)),
+    (r"moe/experts/(gate|up)/lora_a$", (None, "expert", _FSDP_OF_EXPERTS, None)),
+    (r"moe/experts/(gate|up)/lora_b$", (None, "expert", None, "tensor")),
+    (r"moe/experts/down/lora_a$", (None, "expert", "tensor", None)),
+    (r"moe/experts/down/lora_b$", (None, "expert", None, _FSDP_OF_EXPERTS)),
+    (r"^(per_layer_)?embed/lora_a$", ("tensor", None)),
+    (r"^unembed/lora_b$", (None, "tensor")),
+    (r"^unembed/lora_a$", (_FSDP, None)),
     (r"^unembed/kernel$", (_FSDP, "tensor")),
     # Beside the blocks, whose names the tower's have too: matrices without layers. The first has 3 inputs a pixel.
     (r"^(critic/)?vision/patch_embed/kernel$", (None, _FSDP)),

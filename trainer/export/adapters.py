@@ -52,18 +52,22 @@ class MergedLeaves:
     self.shapes |= {path: leaf for path, leaf in trained.items() if not lora.is_adapter(path)}
     self._trained, self._read_trained = trained, read_trained
     self.read = lora.merged_reader(self._read_base, read_trained, filter(lora.is_adapter, trained),
-                                   model.spec.lora.scale)
+                                   model.spec.lora)
 
   def lengths(self, kernel: str) -> np.ndarray:
     """|W| [L, out] of the base's kernel of that path."""
     return np.asarray(init_from.base_lengths(kernel, self._base))
+
+  def table(self, path: str) -> np.ndarray:
+    """The rows of the base's table of tokens of that path, float32 [V, D]."""
+    return init_from.base_table(path, self._base)
 
   def _read_base(self, path: str, index: tuple[int | slice, ...]) -> np.ndarray:
     if path in self._trained:
       return self._read_trained(path, index)
     if path in self._base:
       values = self._base[path][index]
-      return values.astype(np.float32) if path.endswith("/kernel") else values
+      return values.astype(np.float32) if path.endswith(("/kernel", "/embedding")) else values
     layer, *rest = index
     parts = {end: self._base[path + end][layer] for end in ("_int8", "_nf4", "_scale") if path + end in self._base}
     return np.asarray(_dequantize(parts))[tuple(rest)]
@@ -75,7 +79,7 @@ _dequantize = jax.jit(lambda parts: quantize.dequantize(parts, np.float32), back
 def save_peft(out: Path, config: Any, tokenizer: Tokenizer, read_adapter: ReadLeaf, dtype: str | None,
               overwrite: bool, base: Callable[[], MergedLeaves]) -> None:
   """Writes what is trained in PEFT's format; see `hf.save_adapters`. `overwrite`: replace adapters that `out` holds.
-  `base`: makes the base, which DoRA's lengths are written with."""
+  `base`: makes the base, which DoRA's lengths and the rows of tables are written with."""
   if (out / peft.CONFIG).exists() and not overwrite:
     raise hf.HFError(f"{out} already holds adapters. Give another folder, or say that they may be overwritten.")
   shapes = quantize.logical(tree.flatten(_model(config, tokenizer).abstract_params()))
@@ -84,9 +88,12 @@ def save_peft(out: Path, config: Any, tokenizer: Tokenizer, read_adapter: ReadLe
   else:
     keys = hf.keys_of(config.model, shapes["embed/embedding"].shape[0])
     family, _ = hf.config_json(keys)
-  hf.save_adapters(out, read_adapter, family=family, keys=keys, shapes=shapes, lora=config.model.lora,
-                   base=config.model.hf, dtype=None if dtype is None else jax.numpy.dtype(dtype),
-                   lengths=base().lengths if config.model.lora.dora else None)
+  lora_ = config.model.lora
+  made = base() if lora_.dora or lora_.trainable_token_indices else None
+  hf.save_adapters(out, read_adapter, family=family, keys=keys, shapes=shapes, lora=lora_, base=config.model.hf,
+                   dtype=None if dtype is None else jax.numpy.dtype(dtype),
+                   lengths=made.lengths if made is not None and lora_.dora else None,
+                   table=None if made is None else made.table)
 
 
 def _model(config: Any, tokenizer: Tokenizer) -> api.Model:

@@ -14,6 +14,7 @@ from input_pipeline.tokenizer.tokenizer import load_extended
 from models import hf, lora
 from models.hf import files
 from models.spec import ARCHITECTURE_KEYS
+from trainer import tree
 from trainer.config import defaults
 from trainer.errors import ConfigError
 
@@ -68,11 +69,24 @@ def fill_in(config: ConfigDict) -> list[str]:
         model.vocab_size = -(-needed // ROWS) * ROWS
         notes.append(f"model.vocab_size = {model.vocab_size}, a multiple of {ROWS}: with the new tokens there are "
                      f"{needed}, and {model.hf} has {had} entries")
-      if model.lora.rank and not re.search(lora.trained(model.lora.modules_to_save), "embed/embedding"):
-        raise ConfigError("tokenizer.new_tokens: their embeddings are not trained, since model.lora.rank freezes what "
-                          "has no adapter. Add --config.model.lora.modules_to_save=\"('^embed/','^unembed/')\" "
-                          "(without the second where the embedding is the unembedding).")
+      _check_trained(config)
   return notes + list(family_notes)
+
+
+def _check_trained(config: Any) -> None:
+  """Refuses new tokens beside adapters that train nothing of their embeddings."""
+  options = config.model.lora
+  table = "embed/embedding"
+  if not options.rank or re.search(lora.trained(options.modules_to_save), table) or any(
+      tree.search(target, [table], "model.lora.targets", must_match=False) for target in options.targets):
+    return
+  rows = new_tokens.rows(config.tokenizer)
+  ids = sorted(rows.means) if rows is not None else []
+  if not set(ids).issubset(options.trainable_token_indices):
+    raise ConfigError("tokenizer.new_tokens: their embeddings are not trained, since model.lora.rank freezes what has "
+                      f"no adapter. Add --config.model.lora.trainable_token_indices=\"{tuple(ids)!r}\", which trains "
+                      "these rows, or --config.model.lora.modules_to_save=\"('^embed/','^unembed/')\", which trains "
+                      "all rows (without the second where the embedding is the unembedding).")
 
 
 def export_folder(config: Any, model: Any, workdir: Path) -> Path | None:

@@ -81,7 +81,7 @@ class Engine(Sampler):
     super().__init__(model, mesh, rows=config.rollout.batch_size)
     c = config.rollout
     self._url, self._timeout, self._handover = c.engine.rstrip("/"), c.engine_timeout_seconds, c.engine_handover
-    self._folder, self._scale = Path(folder), model.spec.lora.scale if model.spec.lora else None
+    self._folder, self._lora = Path(folder), model.spec.lora
     model.architecture = hf.keys_of(config.model, model.num_real_vocab)
     if config.model.hf:  # whose names the server knows
       model.hf_config = hf.files.read_config(config.model.hf)
@@ -136,7 +136,7 @@ class Engine(Sampler):
     self._times += 1
     folder = self._folder / str(self._times)
     shutil.rmtree(folder, ignore_errors=True)
-    hf.save(self.model, params if self._scale is None else lora.merge(params, self._scale), folder, overwrite=True)
+    hf.save(self.model, params if self._lora is None else lora.merge(params, self._lora), folder, overwrite=True)
     route, body = HANDOVERS[self._handover]
     told = self._ask(route, body(str(folder.absolute())))
     self._fingerprint, self._has = told.get("system_fingerprint") if isinstance(told, Mapping) else None, leaf

@@ -18,9 +18,13 @@ from transformers import (
     Gemma4TextConfig,
     GPT2Config,
     GPT2LMHeadModel,
+    GptOssConfig,
+    GptOssForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
     LlamaForSequenceClassification,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
 )
 
 OUT = Path(__file__).resolve().parent / "peft_references"
@@ -46,6 +50,12 @@ GEMMA4_MOE = gemma4("sfsf", attention_k_eq_v=True, num_global_key_value_heads=1,
                     top_k_experts=2, moe_intermediate_size=8)
 GEMMA4_SHARED = gemma4("sfsf", num_kv_shared_layers=2, use_double_wide_mlp=True, hidden_size_per_layer_input=6,
                        vocab_size_per_layer_input=40)
+
+EXPERTS = dict(vocab_size=40, hidden_size=16, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1,
+               head_dim=8, num_experts_per_tok=2, max_position_embeddings=32, tie_word_embeddings=False)
+QWEN3_MOE = Qwen3MoeConfig(**EXPERTS, num_experts=3, moe_intermediate_size=8, intermediate_size=8)
+GPT_OSS = GptOssConfig(**EXPERTS, num_local_experts=3, intermediate_size=8, sliding_window=5)
+BOTH = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
 
 CASES = {
     "llama": (LLAMA, LlamaForCausalLM, dict(r=3, lora_alpha=8, target_modules=["q_proj", "v_proj", "down_proj"])),
@@ -73,7 +83,28 @@ CASES = {
     # Layers of one kind alone: those with a window and keys of their own, and those with the wider MLP.
     "gemma4_some_layers": (GEMMA4_SHARED, Gemma4ForCausalLM, dict(r=2, lora_alpha=4, target_modules=(
         r"(.*\.)?((0)\.self_attn\.q_proj|(2|3)\.mlp\.down_proj)"))),
+    # One matrix, whose adapter moves what is read and what predicts; and two, of which what is read alone moves.
+    "llama_embed": (TIED, LlamaForCausalLM, dict(r=3, lora_alpha=8, ensure_weight_tying=True, target_modules=[
+        "q_proj", "embed_tokens"])),
+    "llama_embed_apart": (TIED, LlamaForCausalLM, dict(r=3, lora_alpha=8, target_modules=["q_proj", "embed_tokens"])),
+    "llama_head": (LLAMA, LlamaForCausalLM, dict(r=3, lora_alpha=8, target_modules=["embed_tokens", "lm_head"])),
+    # Its embeddings are multiplied by a number, and those of each layer by another.
+    "gemma4_embed": (GEMMA4_SHARED, Gemma4ForCausalLM, dict(
+        r=2, lora_alpha=4, ensure_weight_tying=True, target_modules=["embed_tokens", "embed_tokens_per_layer"])),
+    # Some rows of the embedding, which is the unembedding, or not.
+    "llama_tokens": (TIED, LlamaForCausalLM, dict(r=3, lora_alpha=8, target_modules=["q_proj"],
+                                                  trainable_token_indices=[17, 3, 39])),
+    "llama_tokens_apart": (LLAMA, LlamaForCausalLM, dict(r=3, lora_alpha=8, target_modules=["q_proj"],
+                           trainable_token_indices={"embed_tokens": [17, 3, 39], "lm_head": [17, 3, 39]})),
+    # All experts of a layer in one parameter, with their outputs first or last.
+    "qwen3_moe": (QWEN3_MOE, Qwen3MoeForCausalLM, dict(r=2, lora_alpha=6, target_modules=["q_proj"],
+                                                       target_parameters=BOTH)),
+    "qwen3_moe_down": (QWEN3_MOE, Qwen3MoeForCausalLM, dict(r=2, lora_alpha=6, use_rslora=True, target_modules=[],
+                                                            target_parameters=BOTH[1:])),
+    "gpt_oss": (GPT_OSS, GptOssForCausalLM, dict(r=2, lora_alpha=6, target_modules=[], target_parameters=BOTH)),
 }
+# Those of which the gradients of the sum of the logits' squares are kept.
+WITH_GRADIENTS = ("llama_dora", "llama_embed", "llama_tokens", "llama_tokens_apart", "qwen3_moe", "gpt_oss")
 
 
 def randomise(parameters, generator: torch.Generator) -> None:
@@ -93,8 +124,9 @@ def main() -> None:
     randomise(model.parameters(), generator)
     model.save_pretrained(OUT / name / "base")
     base = model(TOKENS).logits.detach().numpy()
-    model = get_peft_model(model, LoraConfig(**{"task_type": "CAUSAL_LM", "lora_dropout": 0.1, **adapters})).eval()
-    randomise((p for key, p in model.named_parameters() if "lora_" in key or "modules_to_save" in key), generator)
+    dropout = 0.0 if "target_parameters" in adapters else 0.1
+    model = get_peft_model(model, LoraConfig(**{"task_type": "CAUSAL_LM", "lora_dropout": dropout, **adapters})).eval()
+    randomise((p for key, p in model.named_parameters() if p.requires_grad), generator)
     if name == "llama_modules":
       copies = [p for key, p in model.named_parameters() if "modules_to_save" in key and p.shape == (40, 16)]
       copies[0].data.copy_(copies[1].data)
@@ -104,10 +136,10 @@ def main() -> None:
     reloaded = architecture.from_pretrained(OUT / name / "base")
     loaded = PeftModel.from_pretrained(reloaded, OUT / name / "adapters", is_trainable=True).eval()
     logits = loaded(TOKENS).logits
-    if name == "llama_dora":
+    if name in WITH_GRADIENTS:
       logits.square().sum().backward()
       np.savez(OUT / name / "gradients.npz", tokens=TOKENS.numpy(), **{
-          re.sub(r".*(layers.*)\.default(\.weight)?$", r"\1", key): p.grad.numpy()
+          re.sub(r"^base_model\.model\.(model\.)?(.*)\.default(\.weight)?$", r"\2", key): p.grad.numpy()
           for key, p in loaded.named_parameters() if p.grad is not None})
     logits = logits.detach().numpy()
     assert np.abs(logits - base).max() > 0.05, "the adapters must matter"

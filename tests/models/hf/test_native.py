@@ -297,7 +297,7 @@ def test_adapters_of_the_deepstack_are_merged_as_they_compute():
   assert flat["projector/deepstack/up/lora_a"].shape == (2, 64, 2)
   adapted = tree_lib.unflatten(flat)
   logits = jax.jit(model.logits)(adapted, arrays(reference))
-  merged = lora_lib.merge(adapted, model.spec.lora.scale)
+  merged = lora_lib.merge(adapted, model.spec.lora)
   assert_close(jax.jit(loaded()[0].logits)(merged, arrays(reference)), np.asarray(logits), 1e-5)
   assert np.abs(np.asarray(logits)[0] - reference["logits"][0]).max() > 1e-2
 

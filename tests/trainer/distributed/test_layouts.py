@@ -34,6 +34,9 @@ KINDS = {"dense": dict(num_layers=4, layer_pattern=("local", "global"), window=5
                         latent=dict(kv_rank=8, q_rank=12, nope_dim=3, rope_dim=4, value_dim=5),
                         moe=dict(DEEPSEEK_MOE["moe"], shared_size=8, expert_size=8)),
          "moe": dict(moe=MOE, attention_block=8),
+         "adapters": dict(moe=MOE, attention_block=8, lora=dict(rank=2, alpha=4.0, targets=("moe/experts/", "embed/"))),
+         "rows": dict(num_heads=4, attention_block=8, lora=dict(rank=2, alpha=4.0, targets=("attn/q/",),
+                                                                trainable_token_indices=(3, 17, 9))),
          # So many norms of what is small blow rounding up. In float64, with that of GEMMA4_SHARED, the gradients of the
          # two meshes are 8e-16 apart, in float32 2e-6, and with this 2e-8.
          "gemma4_shared": dict(GEMMA4_SHARED, num_layers=6, kv_shared_layers=2, norm_eps=0.3, num_heads=4,
@@ -54,6 +57,9 @@ LAYOUTS = {
     "latent": [dict(fsdp=2, context=2, tensor=2)],
     "moe": [dict(fsdp=4, tensor=2), dict(data=2, expert=4), dict(expert=2, context=2, tensor=2),
             dict(fsdp=2, expert=2, context=2)],
+    # Every axis that splits adapters of experts, and of tables.
+    "adapters": [dict(fsdp=2, expert=2, tensor=2)],
+    "rows": [dict(fsdp=2, context=2, tensor=2)],
     "gemma4_shared": [dict(fsdp=2, context=2, tensor=2)],
     "gemma4": [dict(fsdp=2, expert=2, tensor=2)],
     "llama4": [dict(expert=2, context=2, tensor=2)],

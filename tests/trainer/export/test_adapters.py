@@ -26,20 +26,29 @@ GEMMA = dict(GEMMA4_SHARED, num_layers=4, num_heads=2, num_kv_heads=1, kv_shared
 OF_GEMMA = dict(LORA, targets=("blocks/attn/[qv]/", "/wide_mlp/down", "per_layer/", "per_layer_proj"))
 
 
-@pytest.fixture(scope="module", params=["float32", "nf4", "gemma4"])
+MOE = dict(intermediate_size=8, tie_embeddings=False,
+           moe=dict(num_experts=4, experts_per_token=2, expert_size=8, normalize_weights=True))
+# {what the fixture is called: (keys of the base, model.lora, how the base is kept)}
+KINDS = {
+    "float32": ({}, LORA, "float32"),
+    # The embedding, which is the unembedding, is trained as a whole.
+    "nf4": ({}, dict(LORA, modules_to_save=("^embed/",), dora=True), "nf4"),
+    "gemma4": (GEMMA, OF_GEMMA, "float32"),
+    "tables": (dict(tie_embeddings=True), dict(LORA, targets=("attn/[qv]/", "^embed/")), "bfloat16"),
+    "rows": ({}, dict(LORA, targets=("attn/q/",), trainable_token_indices=(101, 32, 97)), "bfloat16"),
+    "experts": (MOE, dict(LORA, targets=("attn/q/", "moe/experts/", "^unembed/")), "nf4"),
+}
+
+
+@pytest.fixture(scope="module", params=KINDS)
 def run(request, tmp_path_factory):
   """(workdir, the run, the folder of its base) of two steps on adapters."""
   folder = tmp_path_factory.mktemp(request.param)
-  gemma = request.param == "gemma4"
-  base = tiny.hf_folder(folder / "base", **(GEMMA if gemma else {}))
+  changed, options, frozen = KINDS[request.param]
+  base = tiny.hf_folder(folder / "base", **changed)
   config = tiny.config(tiny.write_corpus(folder / "corpus"), total_steps=2, evals={}, tokenizer=dict(type="bytes"),
-                       model=dict(hf=str(base), lora=OF_GEMMA if gemma else LORA, vocab_multiple=128),
-                       precision=dict(frozen="float32" if gemma else request.param))
-  if gemma:
-    config.model.num_layers = GEMMA["num_layers"]
-  if request.param == "nf4":  # the embedding, which is the unembedding, is trained as a whole
-    config.model.lora.modules_to_save = ("^embed/",)
-    config.model.lora.dora = True
+                       model=dict(hf=str(base), lora=options, vocab_multiple=128), precision=dict(frozen=frozen))
+  config.model.update({key: value for key, value in changed.items() if key in ("num_layers", "intermediate_size")})
   config.optimizer.learning_rate = 0.1
   return folder / "run", train(config, folder / "run"), base
 
@@ -69,7 +78,7 @@ def test_in_pefts_format_they_come_back(run, tmp_path):
   again = {path: leaf for path, leaf in tree.flatten(again).items() if path in adapters}
   assert all(np.any(x) for x in again.values())
   for path, values in again.items():
-    if path.endswith("/lora_m"):  # its file has lengths, of which the base's are no small part
+    if path.endswith(("/lora_m", "/lora_rows")):  # its file has lengths or rows, of which the base's are no small part
       np.testing.assert_allclose(values, adapters[path], atol=1e-6, err_msg=path)
     else:
       assert np.asarray(values).tobytes() == np.asarray(adapters[path]).tobytes(), path
@@ -83,7 +92,7 @@ def test_a_base_that_has_changed_is_noticed(run, tmp_path, caplog):
   tensors, content = load_file(file), file.read_bytes()
   try:
     save_file({name: x + 0.01 for name, x in tensors.items()}, file)
-    if trained.config.precision.frozen == "float32":
+    if trained.config.precision.frozen != "nf4":
       with pytest.raises(ConfigError, match="Its files have changed since"):
         export.export(workdir, tmp_path / "out")
     else:
