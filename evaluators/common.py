@@ -44,7 +44,8 @@ class Evaluator(Protocol):
 
 BUILT_IN = {"loss": "evaluators.loss.Loss", "samples": "evaluators.samples.Samples",
             "generate": "evaluators.generate.Generate",
-            "classify": "evaluators.classify.Classify", "preference": "evaluators.preference.Preference"}
+            "classify": "evaluators.classify.Classify", "preference": "evaluators.preference.Preference",
+            "retrieval": "evaluators.retrieval.Retrieval"}
 
 
 def make(name: str, cfg: Any, setup: Setup) -> Evaluator:

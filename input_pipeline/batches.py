@@ -171,8 +171,13 @@ def resolve_layout(config: ConfigDict, learns: str) -> tuple[str, str, str]:
   if over_long not in ("auto", *WHOLE_OVER_LONG) and learns in WITH_PARTS:
     raise ConfigError(f"input.over_long is {over_long!r}, which strategy {config.strategy.name!r} cannot do: "
                       f"the parts of an example belong together. Use {', '.join(WHOLE_OVER_LONG)}.")
+  if learns == "matches" and over_long.startswith("truncate"):
+    raise ConfigError(f"input.over_long is {over_long!r}, which would cut the ends of texts that are embedded, with "
+                      "the tokens that end them. Leave it at auto (error) or use drop; strategy.max_length cuts each "
+                      "text before its end.")
   packing = ("concat" if texts else "best_fit") if packing == "auto" else packing
-  over_long = ("split" if texts else "truncate_end") if over_long == "auto" else over_long
+  if over_long == "auto":
+    over_long = "split" if texts else "error" if learns == "matches" else "truncate_end"
   return packing, over_long, normalize
 
 

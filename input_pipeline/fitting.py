@@ -9,7 +9,7 @@ from typing import NamedTuple
 import numpy as np
 
 from input_pipeline.cache import WEIGHTS_READ, TokenizedSource
-from input_pipeline.examples.roles import ABSENT, CHOSEN, MISMATCHED, REJECTED
+from input_pipeline.examples.roles import ABSENT, CHOSEN, EMBEDDED, MISMATCHED, REJECTED
 from trainer.errors import ConfigError, DataError
 
 OVER_LONG = ("split", "truncate_end", "truncate_start", "drop", "error")
@@ -200,7 +200,8 @@ class Units:
         kept_DxP = tokens.images.outside(starts_DxP + kept_DxP, after=False) - starts_DxP
       compared_D = np.isin(roles_DxP, (CHOSEN, REJECTED)).all(axis=1)
       bad_D = self._drop(long_D & compared_D & (kept_DxP == sizes_DxP).any(axis=1), "one side too long", False)
-    trained_DxP = self._count(tokens, cut_D, kept_DxP)
+    # Of a text that is embedded each token counts.
+    trained_DxP = np.where(np.isin(roles_DxP, EMBEDDED), kept_DxP, self._count(tokens, cut_D, kept_DxP))
     spare_DxP = np.isin(roles_DxP, (MISMATCHED, ABSENT))
     bad_D = self._drop(((trained_DxP == 0) & ~spare_DxP).any(axis=1), "no room for a completion", bad_D)
     out_DxP = spare_DxP & (trained_DxP == 0)

@@ -7,7 +7,7 @@ from input_pipeline import once
 
 # (kind, what of it), of one document.
 Remark = tuple[str, str]
-LITERAL, ACROSS, PROMPT, CHANGED = "literal", "across", "prompt", "changed"
+LITERAL, ACROSS, PROMPT, CHANGED, CUT = "literal", "across", "prompt", "changed", "cut"
 # Of each kind: the line, with the documents that have it; and whether people should look at them.
 LINES = {
     LITERAL: "{documents} have the characters of special tokens in ordinary text ({details}). They stay ordinary text: "
@@ -19,6 +19,8 @@ LINES = {
             "template that shows it (chat.template).",
     CHANGED: "in {documents} the template shows trained messages otherwise than the row has them ({details}). What it "
              "shows is trained, the rest is not; use a template that shows it (chat.template), if it matters.",
+    CUT: "in {documents} a text is cut at its end to strategy.max_length ({details}). By default that is what lets all "
+         "texts of a row fit into seq_len.",
 }
 SHOWN = 3
 

@@ -80,10 +80,13 @@ def model() -> ConfigDict:
   # The unembedding is the embedding, transposed.
   m.tie_embeddings = True
   # What hidden states become: lm: logits of the next token; score: `num_labels` scores of each sequence, of its last
-  # token (a reward model, a classifier; *ForSequenceClassification). It is fresh where the checkpoint of a language
-  # model has none.
+  # token (a reward model, a classifier; *ForSequenceClassification), fresh where the checkpoint of a language model has
+  # none; embedding: nothing else, they are pooled into an embedding of each text (strategy contrastive; *Model).
   m.head = "lm"
   m.num_labels = 1
+  # embedding: what is learned of the similarity of two texts besides them: fixed: nothing; scale: its (inverse)
+  # temperature; scale_bias: a bias, too. Default: that of strategy.loss.
+  m.similarity = unset(str)
   # Multiply embeddings by sqrt(hidden_size) (Gemma).
   m.scale_embeddings = False
   # Factors on embeddings, on what attention and MLP add to the residual stream, and on logits, before their cap

@@ -45,7 +45,7 @@ def per_token(spec: Spec, vocab_size: int, params: Mapping[str, Any], trained_on
              if path.startswith("blocks/") and (path.endswith("/kernel") or lora.is_adapter(path))}
   if spec.per_layer_size:
     weights["per_layer_proj/kernel"] = sizes["per_layer_proj/kernel"]
-  if not spec.num_labels:
+  if spec.head.predicts:
     weights["embed/embedding" if spec.tie_embeddings else "unembed/kernel"] = spec.hidden_size * vocab_size
   weights |= _of_tables(spec, sizes)
   length = seq_len if document_length is None else min(document_length, seq_len)
@@ -59,7 +59,7 @@ def per_token(spec: Spec, vocab_size: int, params: Mapping[str, Any], trained_on
 def _of_tables(spec: Spec, sizes: Mapping[str, int]) -> dict[str, float]:
   """The weights of adapters of tables, as often as a token passes them: what is read is a row times `lora_b`."""
   found = {path: float(n) for path, n in sizes.items() if re.search(r"^(per_layer_)?embed/lora_b$", path)}
-  if spec.num_labels:
+  if not spec.head.predicts:
     return found
   head = "embed" if spec.tie_embeddings else "unembed"
   for path in (f"{head}/lora_a", f"{head}/lora_b"):

@@ -32,8 +32,8 @@ _ADAPTER = r"/lora_([abm]|rows)$"
 _EMBEDDING, _UNEMBEDDING = r"^(per_layer_)?embed/embedding$", r"^unembed/kernel$"
 # A column of zeros has no direction.
 _TINY = 1e-30
-# A head that scores is new, and so trained as a whole.
-_ALWAYS = rf"{_ADAPTER}|^score/"
+# A head that scores, or what is learned of similarities, is new, and so trained as a whole.
+_ALWAYS = rf"{_ADAPTER}|^(score|similarity)/"
 
 ReadLeaf = Callable[[str, tuple[int | slice, ...]], np.ndarray]
 

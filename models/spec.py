@@ -8,6 +8,7 @@ from models import activations, layers
 from models.attention import dispatch as attention
 from models.attention.rope import Rope
 from models.spec_checks import at_least_one, cap, one_of
+from models.spec_head import Head, make_head
 from models.spec_parts import (
   Delta,
   GlobalAttention,
@@ -68,7 +69,6 @@ PARTS = frozenset({*MIXERS, "mlp", "wide_mlp", "moe"})
 POSITIONS = ("rope", "learned", "none")
 NORM_POSITIONS = ("pre", "post", "sandwich")
 QK_NORMS = ("head", "each_head", "all", "unscaled")
-HEADS = ("lm", "score")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -94,8 +94,7 @@ class Spec:
   ropes: dict[str, Rope]
   rope_interleaved: bool
   tie_embeddings: bool
-  # Scores of a sequence; 0: the model predicts tokens.
-  num_labels: int
+  head: Head
   scale_embeddings: bool
   embedding_scale: float
   residual_scale: float
@@ -324,7 +323,7 @@ def make_spec(m: ConfigDict) -> Spec:
       ropes=make_ropes(m, pattern, head_dim if latent is None else latent.rope_dim, of_global),
       rope_interleaved=m.rope_interleaved,
       tie_embeddings=m.tie_embeddings,
-      num_labels=at_least_one("num_labels", m.num_labels) if one_of("head", m.head, HEADS) == "score" else 0,
+      head=make_head(m),
       scale_embeddings=m.scale_embeddings,
       embedding_scale=m.embedding_scale,
       residual_scale=m.residual_scale,

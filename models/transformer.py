@@ -60,13 +60,15 @@ class Decoder(nnx.Module):
     self.projector = vlm.Projector(spec, of_images / "projector") if spec.vision is not None else None
     self.blocks = stack_blocks(spec, scope / "blocks")
     # The factor on logits is one on what they are made of, so that whatever makes them needs not know it.
-    gain = 1.0 if spec.num_labels else spec.logit_scale
+    gain = spec.logit_scale if spec.head.predicts else 1.0
     self.final_norm = make_norm(spec, scope / "final_norm", gain=gain)
     # Starts like an embedding, so that the first loss is close to log(V), or the first score to 0.
-    std, untied = 0.02 if spec.init_std is None else spec.init_std, not spec.tie_embeddings and not spec.num_labels
+    std, untied = 0.02 if spec.init_std is None else spec.init_std, not spec.tie_embeddings and spec.head.predicts
     self.unembed = Unembedding(scope / "unembed", D, vocab_size, std=std) if untied else None
-    scored = scope / "score"
-    self.score = nnx.Dict(kernel=scored.normal("kernel", (D, spec.num_labels), std)) if spec.num_labels else None
+    scored, compared, labels = scope / "score", scope / "similarity", spec.head.num_labels
+    self.score = nnx.Dict(kernel=scored.normal("kernel", (D, labels), std)) if labels else None
+    learned_of = {name: compared.constant(name, (), 0.0) for name in spec.head.similarity}
+    self.similarity = nnx.Dict(learned_of) if learned_of else None
     self.spec = spec
 
   def __call__(self, batch: dict, remat: Callable, key: jax.Array | None, remember: bool = False,
@@ -167,7 +169,7 @@ class Transformer:
     # A checkpoint from elsewhere was trained with a softmax over all its entries, those without a token included.
     self.num_real_vocab = vocab_size if cfg_model.hf is None else self.vocab_size
     self.trained_only = lora.trained(self.spec.lora.modules_to_save) if self.spec.lora else None
-    self.num_labels, self.num_layers, self.vision = self.spec.num_labels, self.spec.num_layers, self.spec.vision
+    self.num_labels, self.num_layers, self.vision = self.spec.head.num_labels, self.spec.num_layers, self.spec.vision
     self.max_length, self.no_prefix_sharing = self.spec.max_length, self.spec.no_prefix_sharing
     self.no_split_length = self.spec.no_split_length
     self.final_logit_cap = self.spec.final_logit_cap
@@ -324,8 +326,7 @@ class Transformer:
 
   def unembedding(self, params: Params) -> jax.Array:
     """See `models.api.Model`."""
-    if self.num_labels:
-      raise ConfigError("model.head is 'score', which predicts no tokens: this needs --config.model.head=lm.")
+    self.spec.head.need("lm", "predicts no tokens")
     return tables.unembedding(params, self.spec)
 
   def logits(
@@ -354,8 +355,7 @@ class Transformer:
 
   def score(self, params: Params, hidden_xD: jax.Array) -> jax.Array:
     """See `models.api.Scoring`."""
-    if not self.num_labels:
-      raise ConfigError("model.head is 'lm', which scores nothing: this needs --config.model.head=score.")
+    self.spec.head.need("score", "scores nothing")
     return jnp.matmul(hidden_xD.astype(jnp.float32), params["score"]["kernel"].astype(jnp.float32),
                       precision=jax.lax.Precision.HIGHEST)
 

@@ -253,11 +253,16 @@ def make_loss_fn(model: Any, strategy_cfg: Any, source_names: Sequence[str] = ()
   """The strategy of section `strategy`, bound to its model and options: `(params, batch, rng, *reference) -> (terms,
   metrics)`. `source_names`: those that a batch's `source_ids` count, which one with teachers wants."""
   strategy = strategies.find(strategy_cfg.name)
-  loss = strategy.loss
+  loss, whole = strategy.loss, strategy.whole
 
   def loss_fn(params, batch, rng, *reference):
     return loss(model, params, batch, rng, strategy_cfg, *reference)
 
+  def whole_fn(params, batch, in_micro_batches):
+    return whole(model, params, batch, strategy_cfg, in_micro_batches)
+
+  if whole is not None:
+    return strategies.Objective(loss_fn, whole_fn)
   return teachers.heard(loss_fn, strategy_cfg, source_names) if strategy.teacher else loss_fn
 
 

@@ -65,6 +65,7 @@ def make_update_fn(loss_fn: Callable, optimizer: optim.Optimizer, options: Optio
     step, batch = state["step"], dict(batch)
     stop_requests = batch.pop("stop_requests", None)
     trainable, frozen = optimizer.split(state["params"])
+    batch = with_whole(loss_fn, state["params"], batch, step, options.seed, options.micro_batch_size)
     loss_sum_fn = make_loss_sum_fn(loss_fn, optimizer, options, state["params"], batch, step, state.get("reference"))
 
     (loss_sum, (weight, metrics)), grads = value_and_grad(loss_sum_fn, trainable, batch, options.micro_batch_size)
@@ -124,6 +125,7 @@ def make_gradient_fn(loss_fn: Callable, optimizer: optim.Optimizer, options: Opt
 
   def gradients(params: Any, batch: dict[str, jax.Array], step: Any, reference: Any) -> tuple[Any, jax.Array, dict]:
     trainable, _ = optimizer.split(params)
+    batch = with_whole(loss_fn, params, batch, step, options.seed, options.micro_batch_size)
     loss_sum_fn = make_loss_sum_fn(loss_fn, optimizer, options, params, batch, step, reference)
     (loss_sum, (weight, metrics)), grads = value_and_grad(loss_sum_fn, trainable, batch, options.micro_batch_size)
     return jax.tree.map(make_divide(weight), grads), loss_sum, metrics
@@ -219,6 +221,20 @@ def of_micro_batches(fn: Callable, batch: dict[str, jax.Array], micro_batch_size
     return fn(batch, 0)
   found = jax.lax.map(lambda micro_and_index: fn(*micro_and_index), (micros, jnp.arange(count)))
   return jax.tree.map(lambda x: x.swapaxes(0, 1).reshape(-1, *x.shape[2:]), found)
+
+
+def with_whole(loss_fn: Callable, params: Any, batch: dict[str, jax.Array], step: Any, seed: int,
+               micro_batch_size: int) -> dict[str, Any]:
+  """The batch with what several micro-batches are told of it as a whole, if the loss compares its rows
+  (`strategies.record.Objective`)."""
+  whole = getattr(loss_fn, "whole", None)
+  if whole is None or len(batch["tokens"]) == micro_batch_size:
+    return batch
+
+  def in_micro_batches(fn: Callable) -> Any:
+    return of_micro_batches(lambda micro, index: fn(micro, step_key(seed, step, index)), batch, micro_batch_size)
+
+  return {**batch, "whole": whole(params, batch, in_micro_batches)}
 
 
 def gradient_paths(optimizer: optim.Optimizer, abstract_params: Any) -> list[str]:

@@ -15,6 +15,7 @@ from ml_collections import ConfigDict
 from input_pipeline.chat.image_placeholders import sees
 from input_pipeline.examples.base import NOT_TRAINED, NOTHING_TO_TRAIN, Encoded, Encoder
 from input_pipeline.examples.conversations import ChatEncoder
+from input_pipeline.examples.matches import MatchEncoder
 from input_pipeline.examples.pairs import LabelledEncoder, PairEncoder
 from input_pipeline.examples.rollouts import RolloutEncoder
 from input_pipeline.files import shown_names
@@ -273,7 +274,8 @@ def _texts(config: ConfigDict, tokenizer: Tokenizer | None) -> Encoder:
 ENCODERS: dict[str, Callable[..., Encoder]] = {
     "texts": _texts, "conversations": _chat, "pairs": PairEncoder,
     "graded": functools.partial(PairEncoder, graded=True), "labelled": LabelledEncoder,
-    "mismatched": functools.partial(LabelledEncoder, mismatched=True), "rollouts": RolloutEncoder}
+    "mismatched": functools.partial(LabelledEncoder, mismatched=True), "rollouts": RolloutEncoder,
+    "matches": MatchEncoder}
 
 
 def learns_texts(config: ConfigDict, learns: str) -> bool:

@@ -8,3 +8,6 @@ CHOSEN, REJECTED = 1, 2
 DESIRABLE, UNDESIRABLE, MISMATCHED = 3, 4, 5
 # One that was sampled and rewarded; it has an entry in `advantages`.
 COMPLETION = 6
+# Texts that are embedded: a query, one that answers it, one that does not though it is near (a hard negative).
+QUERY, POSITIVE, NEGATIVE = 7, 8, 9
+EMBEDDED = (QUERY, POSITIVE, NEGATIVE)

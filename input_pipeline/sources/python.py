@@ -67,25 +67,46 @@ class PythonDocstringsReader:
     self.identity = ["python_docstrings", 1, *(["chat"] if self.chat else [])]
 
   def read(self, tally: Tally) -> Iterator[Record]:
-    for name, path, fields, *_ in self._sources.read(tally):
-      try:
-        with warnings.catch_warnings(action="ignore"):  # of old escapes in those sources
-          tree = ast.parse(fields["text"])
-      except (SyntaxError, ValueError) as e:
-        tally.undecodable += 1
-        logging.info("%s: skipped, not Python of this version: %s", path, e)
-        continue
-      functions = (node for node in ast.walk(tree) if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)))
-      for node in sorted(functions, key=lambda node: node.lineno):
-        docstring = (ast.get_docstring(node) or "").strip()
-        if docstring:
-          signature = "async def" if isinstance(node, ast.AsyncFunctionDef) else "def"
-          function = f"{signature} {node.name}({ast.unparse(node.args)})"
-          paragraph = " ".join(docstring.split("\n\n")[0].split())
-          # As it stands in a file, where a model that has read such files goes on with the docstring.
-          fields = as_chat(f"Document {function}", completion=paragraph) if self.chat else {
-              "prompt": f'{function}:\n    """', "completion": paragraph}
-          yield Record(f"{name}:{node.lineno}", f"{path}:{node.lineno}", fields)
+    for name, where, node, paragraph in _documented(self._sources, tally):
+      signature = "async def" if isinstance(node, ast.AsyncFunctionDef) else "def"
+      function = f"{signature} {node.name}({ast.unparse(node.args)})"
+      # As it stands in a file, where a model that has read such files goes on with the docstring.
+      fields = as_chat(f"Document {function}", completion=paragraph) if self.chat else {
+          "prompt": f'{function}:\n    """', "completion": paragraph}
+      yield Record(name, where, fields)
+
+
+class PythonDocstringMatchesReader:
+  """Docstrings of the standard library's functions as queries, the functions without them as what they look for."""
+
+  by_name, text_key, identity = False, "text", ["python_docstring_matches", 1]
+
+  def __init__(self, cfg: ConfigDict, source: str):
+    self._sources = PythonStdlibReader(cfg, source)
+    self.files = self._sources.files
+
+  def read(self, tally: Tally) -> Iterator[Record]:
+    for name, where, node, paragraph in _documented(self._sources, tally):
+      node.body = node.body[1:] or [ast.Pass()]
+      yield Record(name, where, {"query": paragraph, "positive": ast.unparse(node)})
+
+
+def _documented(sources: PythonStdlibReader, tally: Tally
+                ) -> Iterator[tuple[str, str, ast.FunctionDef | ast.AsyncFunctionDef, str]]:
+  """(name, where, the function, its docstring's first paragraph) of each function that has one."""
+  for name, path, fields, *_ in sources.read(tally):
+    try:
+      with warnings.catch_warnings(action="ignore"):  # of old escapes in those sources
+        tree = ast.parse(fields["text"])
+    except (SyntaxError, ValueError) as e:
+      tally.undecodable += 1
+      logging.info("%s: skipped, not Python of this version: %s", path, e)
+      continue
+    functions = (node for node in ast.walk(tree) if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)))
+    for node in sorted(functions, key=lambda node: node.lineno):
+      docstring = (ast.get_docstring(node) or "").strip()
+      if docstring:
+        yield f"{name}:{node.lineno}", f"{path}:{node.lineno}", node, " ".join(docstring.split("\n\n")[0].split())
 
 
 class PythonDocstringPairsReader:

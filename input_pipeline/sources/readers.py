@@ -36,7 +36,12 @@ from input_pipeline.sources.made import (
   DigitsReader,
   png,
 )
-from input_pipeline.sources.python import PythonDocstringPairsReader, PythonDocstringsReader, PythonStdlibReader
+from input_pipeline.sources.python import (
+  PythonDocstringMatchesReader,
+  PythonDocstringPairsReader,
+  PythonDocstringsReader,
+  PythonStdlibReader,
+)
 from trainer.errors import ConfigError, DataError
 
 
@@ -306,6 +311,7 @@ READERS = {
     "python_stdlib": PythonStdlibReader,
     "python_docstrings": PythonDocstringsReader,
     "python_docstring_pairs": PythonDocstringPairsReader,
+    "python_docstring_matches": PythonDocstringMatchesReader,
     "arithmetic": ArithmeticReader,
     "arithmetic_mistakes": ArithmeticMistakesReader, "arithmetic_pairs": ArithmeticPairsReader,
     "digits": DigitsReader,

@@ -86,7 +86,7 @@ class HFTokenizer:
     more = [[str(token.content), i] for token, i in files.added] + ["looked up"] * looked_up
     named = json.loads(files.serialized)
     if special_tokens.BOS in ((named.get("post_processor") or {}).get("special_tokens") or ()):
-      named["post_processor"] = None  # an exported run's (`tokenizer.begin_with_bos`), which gives the same tokens here
+      named["post_processor"] = None  # an exported run's (`tokenizer.write_ends`), which gives the same tokens here
     parts = json.dumps([named, *ends, *([more] if more else [])], sort_keys=True)
     self.fingerprint = "hf-" + hashlib.blake2b(parts.encode(), digest_size=16).hexdigest()
 
@@ -159,6 +159,17 @@ class HFTokenizer:
   @cached_property
   def _renamed(self) -> Backend:
     return make_backend(special_tokens.renamed(self._serialized), plain=False)
+
+  @cached_property
+  def ends(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Ids that other readers of its folder write before and after a text, by its post-processor."""
+    backend = Backend.from_str(self._serialized)
+    backend.no_padding()
+    whole = backend.encode("a")
+    added = np.array(whole.special_tokens_mask, bool)
+    first = int(np.argmin(added)) if len(added) else 0
+    last = len(added) - int(np.argmin(added[::-1])) if len(added) else 0
+    return tuple(whole.ids[:first]), tuple(whole.ids[last:])
 
   @cached_property
   def token_bytes(self) -> tuple[bytes, ...]:

@@ -7,7 +7,7 @@ chat template has rendered (`template.py`) are special tokens recognised, and th
 
 import json
 import tempfile
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -198,14 +198,17 @@ def load_tokenizer(path: Path, key: str = "tokenizer", section: ConfigDict | Non
     raise DataError(f"{where}: not a readable tokenizer ({e}). Replace it, or delete it if Weft made it.") from e
 
 
-def begin_with_bos(path: Path) -> None:
-  """Makes a saved tokenizer.json of those made here write BOS before a text for other readers, as it is trained.
+def write_ends(path: Path, head: Sequence[int], tail: Sequence[int] = ()) -> None:
+  """Makes a saved tokenizer.json write these ids before and after a text for other readers, as it is trained.
 
-  What is read here is told where BOS stands (`tokenizer.add_bos`); transformers and vLLM ask the file.
+  What is read here is told where BOS and EOS stand (`tokenizer.add_bos`); transformers and vLLM ask the file.
   """
   backend = Backend.from_file(str(path))
+  names = [[backend.id_to_token(i) for i in ids] for ids in (head, tail)]
+  single, second = ([*names[0], text, *names[1]] for text in ("$A", "$B"))
   backend.post_processor = processors.TemplateProcessing(
-      single=f"{BOS} $A", pair=f"{BOS} $A {BOS}:1 $B:1", special_tokens=[(BOS, backend.token_to_id(BOS))])
+      single=single, pair=[*single, *(f"{part}:1" for part in second)],
+      special_tokens=[(backend.id_to_token(i), i) for i in dict.fromkeys((*head, *tail))])
   atomic.write(path, backend.to_str(pretty=True))
 
 

@@ -61,9 +61,9 @@ def canonical(model: Mapping[str, Any]) -> dict[str, Any]:
   else:
     _reset(m, "latent.")
   m["head_dim"] = m.get("head_dim") or m["hidden_size"] // m["num_heads"]
-  if m["head"] == "lm":
+  if m["head"] != "score":
     m["num_labels"] = NEUTRAL["num_labels"]
-  else:  # of logits of tokens
+  if m["head"] != "lm":  # of logits of tokens
     m["final_logit_cap"], m["logit_scale"] = NEUTRAL["final_logit_cap"], NEUTRAL["logit_scale"]
   if m["attention_scale"] == m["head_dim"] ** -0.5 and m["global_attention.head_dim"] in (None, m["head_dim"]):
     m["attention_scale"] = None

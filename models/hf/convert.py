@@ -212,7 +212,7 @@ def layout(family: Family, model: Mapping[str, Any], sizes: Mapping[str, tuple[i
   """{name of a tensor: (what it holds, its layer, expert or head)}; where a family has several for a leaf, the first.
 
   Args:
-    prefix: one of the family's; None: the first.
+    prefix: one of the family's; None: that which is written.
     in_memory: of several, the names of a loaded model's parameters.
 
   Raises:
@@ -225,7 +225,7 @@ def layout(family: Family, model: Mapping[str, Any], sizes: Mapping[str, tuple[i
     tensors = sorted(tensors, key=lambda tensor: not tensor.theirs.startswith(family.in_memory))
   for tensor in tensors:
     if not covered.intersection(paths_of(tensor)):
-      entry = make_entry(tensor, sizes, family.prefixes[0] if prefix is None else prefix)
+      entry = make_entry(tensor, sizes, _written_prefix(family, model) if prefix is None else prefix)
       written.update({entry.name(place): (entry, place) for place in entry.places()})
       covered.update(entry.paths)
   if missing := [path for path in sizes if path not in covered]:
@@ -255,6 +255,11 @@ def copy_into(target: np.ndarray, values: np.ndarray, name: str) -> None:
 
 
 # ---------------------------------------------------------------------------------------------------- names
+
+
+def _written_prefix(family: Family, model: Mapping[str, Any]) -> str:
+  """What names of tensors begin with as they are written; of a body alone nothing, where the family has that."""
+  return "" if model.get("head") == "embedding" and "" in family.prefixes else family.prefixes[0]
 
 
 def _prefix(family: Family, tensors: list[Tensor], shapes: Mapping, present: Mapping) -> str:

@@ -97,6 +97,7 @@ class Family:
       then has the tensors under these names, too.
     classifier: the architecture with a head that scores; "": named after the first of `architectures`; None: there is
       none in transformers.
+    body: the architecture without a head, which embeddings are made of; "": named after the first of `architectures`.
   """
 
   name: str
@@ -112,6 +113,7 @@ class Family:
   dropped: Mapping[str, Any] = field(default_factory=dict)
   in_memory: str | tuple[str, ...] = ""
   classifier: str | None = ""
+  body: str = ""
 
   def __repr__(self) -> str:
     return f"<family {self.name}>"
@@ -212,15 +214,17 @@ class Family:
 
   @property
   def _head(self) -> Head:
-    named = re.sub("(ForCausalLM|LMHeadModel)$", "ForSequenceClassification", self.architectures[0])
-    return Head(self.classifier or (None if self.classifier is None or named == self.architectures[0] else named))
+    stem = re.sub("(ForCausalLM|LMHeadModel)$", "", self.architectures[0])
+    whole = stem == self.architectures[0]  # a model of images, of which nothing else is read
+    scorer = self.classifier or (None if self.classifier is None or whole else f"{stem}ForSequenceClassification")
+    return Head(scorer, None if whole else self.body or f"{stem}Model")
 
   def _check_architecture(self, source: Source) -> None:
     found, allowed = source.get("architectures", list, None, None), list(self.architectures)
-    allowed += [self._head.scorer] if self._head.scorer else []
+    allowed += [name for name in (self._head.scorer, self._head.body) if name]
     if found and found[0] not in allowed:
       raise source.error("architectures", f"[{', '.join(map(repr, allowed))}] for model_type {self.model_types[0]!r}; "
-                         "other heads and bare bodies are not read")
+                         "other heads are not read")
 
 
 def _laid_over(model: Mapping[str, Any], tensor: Tensor) -> Tensor:

@@ -144,8 +144,8 @@ def read_json(file: Path) -> dict[str, Any]:
   return content
 
 
-def write_json(file: Path, content: Mapping[str, Any]) -> None:
-  """A JSON object as a file, which is whole or not there."""
+def write_json(file: Path, content: Mapping[str, Any] | list[Any]) -> None:
+  """A JSON object, or a list, as a file, which is whole or not there."""
   temporary = file.with_name(f".{file.name}.{os.getpid()}")
   temporary.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
   os.replace(temporary, file)

@@ -234,26 +234,33 @@ class Same(Rule):
 
 @dataclass(frozen=True)
 class Head(Rule):
-  """What hidden states become: logits, or the scores of a *ForSequenceClassification.
+  """What hidden states become: logits, the scores of a *ForSequenceClassification, or embeddings, of a *Model.
 
-  `scorer`: the architecture of the latter; None: there is none in transformers.
+  `scorer`, `body`: the architectures of the latter; None: there is none in transformers.
   """
 
   scorer: str | None
+  body: str | None = None
 
   def read(self, source, model):
-    if self.scorer is None or (source.get("architectures", list, None, None) or [None])[0] != self.scorer:
+    found = (source.get("architectures", list, None, None) or [None])[0]
+    if found is not None and found == self.body:
+      return {"head": "embedding"}
+    if found is None or found != self.scorer:
       return {}
     names = source.get("id2label", dict, None, None)  # transformers leaves out those of 2 labels, its default
     return {"head": "score", "num_labels": len(names) if names else source.get("num_labels", int, 2, 2)}
 
   def write(self, model):
-    if model["head"] != "score":
+    if model["head"] == "lm":
       return {}
-    if self.scorer is None:
-      raise HFError("transformers has no such architecture with a head that scores (model.head)")
+    if (named := self.scorer if model["head"] == "score" else self.body) is None:
+      raise HFError("transformers has no such architecture with a head that scores (model.head)" if self.body else
+                    "models of images are written with their head alone (model.head)")
+    if model["head"] == "embedding":
+      return {"architectures": [named]}
     names = [f"LABEL_{i}" for i in range(model["num_labels"])]
-    return {"architectures": [self.scorer], "id2label": {str(i): name for i, name in enumerate(names)},
+    return {"architectures": [named], "id2label": {str(i): name for i, name in enumerate(names)},
             "label2id": {name: i for i, name in enumerate(names)}}
 
 

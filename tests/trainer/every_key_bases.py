@@ -175,6 +175,17 @@ thoughts = _rows("thoughts", lambda n: _turns(n, reasoning_content="hm"), "sft")
 # Prompts with completions, for fine-tuning.
 answers = _rows("answers", lambda n: dict(prompt=f"q {n}", completion="b" * (1 + n % 5), reply="c"), "sft")
 pairs = _rows("pairs", lambda n: dict(prompt=f"q {n}", chosen="b" * (1 + n % 5), rejected="cc"), "dpo")
+_matches = _rows("matches", lambda n: dict(query=f"q {n % 7}", positive="b" * (1 + n % 5), **(
+  {"negative": f"n {n}"} if n % 2 else {})), "contrastive")
+
+
+def matches(files: Files) -> ConfigDict:
+  """Queries with answers and up to one negative each, for a model that embeds."""
+  config = _matches(files)
+  config.model.head, config.strategy.negatives = "embedding", 1
+  return config
+
+
 judged = _rows("judged", lambda n: dict(prompt=f"q {n}", completion="b" * (1 + n % 5), label=n % 2 == 0), "kto")
 # Responses that were sampled and rewarded elsewhere.
 responses = _rows("responses", lambda n: dict(prompt=f"q {n}", responses=["a", "bb", "ccc"], rewards=[0, n, 1]), "grpo")

@@ -18,7 +18,7 @@ from ml_collections import ConfigDict
 from input_pipeline import loader
 from input_pipeline.sources.sources import open_source
 from tests.trainer.every_key import Made, digest, loss, scored
-from tests.trainer.every_key_bases import Files, answers, images, judged, pairs, prompts, responses, text
+from tests.trainer.every_key_bases import Files, answers, images, judged, matches, pairs, prompts, responses, text
 from tests.trainer.every_key_runs import evaluating_steps, first_reference, sampled
 from tests.trainer.every_key_table import Row, data, durations, program, run, schedule, update
 from trainer.config import evaluator, source, strategy
@@ -172,6 +172,12 @@ def preferred(files: Files) -> ConfigDict:
   return config
 
 
+def searched(files: Files) -> ConfigDict:
+  config = matches(files)
+  config.input.sources.main.update(split="train", validation_fraction=0.5)
+  return config
+
+
 COLUMNS = dict(prompt_key="prompt", answer_key="completion")
 KINDS: dict[str, tuple[Callable, ConfigDict]] = {
   "loss": (text, evaluator(type="loss")),
@@ -179,6 +185,7 @@ KINDS: dict[str, tuple[Callable, ConfigDict]] = {
   "generate": (questions, evaluator(type="generate", max_new_tokens=8, temperature=1.0, num_samples=2, **COLUMNS)),
   "classify": (questions, evaluator(type="classify", options=("yes", "two b"), **COLUMNS)),
   "preference": (preferred, evaluator(type="preference")),
+  "retrieval": (searched, evaluator(type="retrieval")),
 }
 
 
@@ -194,11 +201,12 @@ LETTERS = tuple("abcdefghijklmnopqrstuvwxyz")
 
 
 def _other_source(files: Files) -> ConfigDict:
-  rows = [dict(prompt="o", completion="yes", chosen="yes", rejected="no", text="hello")] * 1
+  rows = [dict(prompt="o", completion="yes", chosen="yes", rejected="no", query="o", positive="yes",
+               text="hello")]
   return ConfigDict(dict(o=source(type="jsonl", path=files.jsonl("others", rows))))
 
 
-WITH_SOURCES = ("loss", "generate", "classify", "preference")
+WITH_SOURCES = ("loss", "generate", "classify", "preference", "retrieval")
 EVALUATOR = {
   "evaluator.type": run(scored, "samples", {"evals.val": evaluator(type="loss", prompts=("a",), max_new_tokens=8)}),
   **{f"evaluator.{key}": row for key, row in durations(
@@ -223,6 +231,7 @@ EVALUATOR = {
   "evaluator.options_key": ev("classify", "more", options=(), options_key="choices"),
   "evaluator.score": ev("classify", "mean"),
   "evaluator.with_end": ev("classify", False),
+  "evaluator.recall_at": ev("retrieval", (1, 2)),
 }
 
 # ----------------------------------------------------------------------------------------------
@@ -331,6 +340,13 @@ STRATEGY = {
   **{key: row._replace(given={"model.head": "score"} | row.given) for key, row in strategies("reward", {
     "center_rewards_coefficient": program(0.1),
     "disable_dropout": program(False, {"model.dropout": 0.5}, see=noise)}).items()},
+  **{f"strategy(contrastive).{key}": row for key, row in {
+    **{key: program(value, base=matches) for key, value in dict(
+      loss="siglip", symmetric=True, pooling="mean", temperature=0.3, mask_duplicates=False).items()},
+    "bias": program(-3.0, {"strategy.loss": "siglip"}, matches),
+    "negatives": data(2, base=matches), "max_length": data(4, base=matches),
+    "query_prompt": data("Q", base=matches), "document_prompt": data("D", base=matches),
+    "text_ends": data("tokenizer", base=matches)}.items()},
   **strategies("grpo", {
     **{f"preset={name}": program(name) for name in presets.PRESETS if name != "grpo"},
     "ratio": program("sequence"), "clip": program("cispo"), "clip_low": program(0.1), "clip_high": program(0.3),

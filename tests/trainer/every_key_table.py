@@ -21,7 +21,18 @@ from tests.trainer.every_key import (
   rows,
   step,
 )
-from tests.trainer.every_key_bases import answers, images, learned, native, prompts, squares, text, thoughts, turns
+from tests.trainer.every_key_bases import (
+  answers,
+  images,
+  learned,
+  matches,
+  native,
+  prompts,
+  squares,
+  text,
+  thoughts,
+  turns,
+)
 from tests.trainer.every_key_runs import (
   callbacks,
   calls_at_a_time,
@@ -208,6 +219,7 @@ MODEL = {
   "model.rope_scaling.long_factors": program((3.0,) * 4, LONGROPE),
   "model.tie_embeddings": program(False),
   "model.head": program("score", see=heads),
+  "model.similarity": program("scale", base=matches),
   "model.num_labels": program(3, {"model.head": "score"}, see=heads),
   "model.scale_embeddings": program(True),
   "model.embedding_scale": program(2.0),

@@ -26,8 +26,8 @@ from trainer.checkpoints.fingerprint import fingerprint
 from trainer.errors import ConfigError
 
 Leaves = dict[str, Any]  # arrays or their shapes, by path
-# The head that scores sequences, which the folder of a language model does not have.
-SCORE = "score/kernel"
+# What the folder of a language model does not have: the head that scores sequences, scalars of similarities.
+NEW = re.compile("^(score|similarity)/")
 # What has an entry for each token, and along which dimension.
 EMBEDDINGS = {"embed/embedding": 0, "per_layer_embed/embedding": 0, "unembed/kernel": 1}
 
@@ -153,11 +153,10 @@ def _base_shapes(model: Any) -> Leaves:
 def _check_typed(origin: Origin, keys: dict[str, Any], shapes: Leaves, folder: str) -> None:
   """Refuses a config whose own keys make other shapes than the folder's config.json: its parameters cannot be read.
 
-  An unembedding of its own, or none, is no matter of shapes (models/hf/convert.py); a head that scores may be new.
+  An unembedding of its own, or none, is no matter of shapes (models/hf/convert.py); a head may be new.
   """
   theirs = tree.flatten(hf.abstract_params(keys))
-  new = {SCORE} if keys["head"] == "lm" else set()
-  differ = [path for path in sorted({*shapes, *theirs} - {"unembed/kernel"} - new)
+  differ = [path for path in sorted({*shapes, *theirs} - {"unembed/kernel"} - _new(shapes, keys))
             if path not in shapes or path not in theirs or shapes[path].shape != theirs[path].shape]
   if not differ:
     return
@@ -185,9 +184,9 @@ def _from_hugging_face(origin: Origin, model: Any, wanted: Leaves) -> Iterator[t
     grown = {} if rows is None else _grown(keys["vocab_size"], shapes)
     shapes |= {path: jax.ShapeDtypeStruct(shape, shapes[path].dtype) for path, shape in grown.items()}
     _check_typed(origin, keys, shapes, folder)
-    if SCORE in shapes and keys["head"] == "lm":
+    if keys["head"] == "lm" != origin.model.head:
       shapes = tree.flatten(hf.abstract_params(keys))
-      wanted = {path: leaf for path, leaf in wanted.items() if path != SCORE}
+    wanted = {path: leaf for path, leaf in wanted.items() if path not in _new(wanted, keys)}
     tensors = hf.TensorFolder(folder)
     if tensors.note:
       logging.log_first_n(logging.WARNING, "%s: %s", 1, folder, tensors.note)
@@ -198,6 +197,11 @@ def _from_hugging_face(origin: Origin, model: Any, wanted: Leaves) -> Iterator[t
     dtypes = {path: leaf.dtype for path, leaf in wanted.items()}
     for path, leaf in hf.iter_params(plan, tensors, shardings, dtypes, progress=True):
       yield path, _with_new_rows(leaf, wanted[path], rows, EMBEDDINGS[path]) if path in changed else leaf
+
+
+def _new(paths: Iterable[str], keys: dict[str, Any]) -> set[str]:
+  """Those of the parameters that a folder with these keys does not have: a new head's."""
+  return {path for path in paths if NEW.search(path) and not (keys["head"] == "score" and path.startswith("score/"))}
 
 
 def _grown(vocab_size: int, shapes: Leaves) -> dict[str, tuple[int, ...]]:
@@ -287,7 +291,7 @@ def base_lengths(kernel: str, base: Leaves) -> jax.Array:
 def _from_run(cfg: Origin, wanted: Leaves, *, partial: bool) -> Iterator[tuple[str, jax.Array]]:
   """Parameters of another run, matched by name after `remap`.
 
-  `ignore`d ones are left out; so are adapters and a head that scores, which the run does not have, and, where the base
+  `ignore`d ones are left out; so are adapters and a new head, which the run does not have, and, where the base
   has a source of its own, what an adapter checkpoint does not hold.
   """
   path = checkpoint.find(cfg.path)
@@ -300,7 +304,7 @@ def _from_run(cfg: Origin, wanted: Leaves, *, partial: bool) -> Iterator[tuple[s
     new = name
     for pattern, replacement in cfg.remap:
       new = re.sub(pattern, replacement, new)
-    if not new or new == "unembed/kernel" and SCORE in wanted:  # tokens are no longer predicted
+    if not new or new == "unembed/kernel" and cfg.model.head != "lm":  # tokens are no longer predicted
       dropped.append(name)
       continue
     if new in renamed:

@@ -36,7 +36,7 @@ def defaults() -> ConfigDict:
   # by timing them, which is not the same choice each time.
   c.deterministic = True
   # What is optimised: `name` and that strategy's own keys (trainer/strategies). The name is seq, sft, dpo, kto,
-  # grpo, ppo, distill, reward, or the dotted path of a strategy of yours (docs/extending.md).
+  # grpo, ppo, distill, reward, contrastive, or the dotted path of a strategy of yours (docs/extending.md).
   c.strategy = strategy("seq")
 
   c.model = model()  # models/config.py

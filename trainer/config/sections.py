@@ -37,6 +37,7 @@ def source(**changed) -> ConfigDict:
   # text | jsonl (also files that are a list of objects) | parquet | arrow (Arrow files, and folders of datasets'
   # save_to_disk) | arrayrecord | tfds | python_stdlib | python_docstrings (signatures and their docstrings) |
   # python_docstring_pairs (each with its own docstring, chosen, and another's, rejected) |
+  # python_docstring_matches (docstrings as queries, functions as what they look for) |
   # arithmetic (sums to solve) | arithmetic_mistakes (half of the answers are wrong) |
   # arithmetic_pairs (the right answer chosen, a wrong one rejected) |
   # digits (small pictures of handwritten digits, with questions about them) |
@@ -96,9 +97,10 @@ def images() -> ConfigDict:
 
 
 def evaluator(**changed) -> ConfigDict:
-  """One evaluator, `evals.<name>`. `type`: loss, samples, generate, classify, preference, or a dotted path of yours."""
+  """One evaluator, `evals.<name>`. `type`: loss, samples, generate, classify, preference, retrieval, a dotted path."""
   c = ConfigDict()
-  # loss, samples, generate, classify, preference, or the dotted path of a class of yours (docs/extending.md).
+  # loss, samples, generate, classify, preference, retrieval, or the dotted path of a class of yours
+  # (docs/extending.md).
   c.type = "loss"
   # When it runs, besides step 0 and the end. Default: the five units unset = 10 percent.
   c.update(duration("eval"))
@@ -107,15 +109,16 @@ def evaluator(**changed) -> ConfigDict:
   c.at_end = True
   # stop: a failing evaluator stops the run. warn: it is reported, counted and the run goes on.
   c.on_error = "stop"
-  # loss, generate, classify, preference: the sources evaluated, as in `input.sources`; empty: the training sources …
+  # loss, generate, classify, preference, retrieval: the sources evaluated, as in `input.sources`; empty: the training
+  # sources …
   c.sources = ConfigDict()
   # … with this split in place of their own.
   c.split = "validation"
-  # loss, classify, preference: rows per evaluation batch (the value does not depend on it). Default: that of a
-  # micro-batch.
+  # loss, classify, preference, retrieval: rows per evaluation batch (the value does not depend on it). Default: that
+  # of a micro-batch.
   # samples, generate: texts generated at a time. Default: 32.
   c.batch_size = unset(int)
-  # loss, generate, classify, preference: at most this many documents per source, evenly spaced over it.
+  # loss, generate, classify, preference, retrieval: at most this many documents per source, evenly spaced over it.
   c.max_documents = unset(int)
   # loss: compressors whose bits per byte on the same text are shown beside the model's: gzip, xz.
   c.baselines = ()
@@ -150,6 +153,8 @@ def evaluator(**changed) -> ConfigDict:
   c.options_key = unset(str)
   c.score = "sum"
   c.with_end = True
+  # retrieval: the k of `recall@k`.
+  c.recall_at = (1, 5, 10)
   c.update(changed)
   return c
 

@@ -82,6 +82,9 @@ def save_peft(out: Path, config: Any, tokenizer: Tokenizer, read_adapter: ReadLe
   `base`: makes the base, which DoRA's lengths and the rows of tables are written with."""
   if (out / peft.CONFIG).exists() and not overwrite:
     raise hf.HFError(f"{out} already holds adapters. Give another folder, or say that they may be overwritten.")
+  if config.model.head == "embedding":
+    raise hf.HFError("model.head is 'embedding': a model of embeddings is written as a whole, with how it pools. "
+                     "Export --adapter=merged.")
   shapes = quantize.logical(tree.flatten(_model(config, tokenizer).abstract_params()))
   if config.model.hf:
     family, keys, _ = hf.architecture(config.model.hf, config.model.hf_ignore)

@@ -20,7 +20,7 @@ from absl import app, flags, logging
 from input_pipeline.chat.template import ChatTemplate
 from input_pipeline.examples.conversations import ChatEncoder
 from input_pipeline.tokenizer.special_tokens import BOS
-from input_pipeline.tokenizer.tokenizer import Tokenizer, begin_with_bos, load_tokenizer
+from input_pipeline.tokenizer.tokenizer import Tokenizer, load_tokenizer, write_ends
 from models import hf, lora
 from models.hf import convert, files, pixels
 from trainer import startup, strategies
@@ -30,7 +30,7 @@ from trainer.checkpoints.init_from import EMBEDDINGS
 from trainer.config import checks as config_checks
 from trainer.errors import CheckpointError, ConfigError, DataError
 from trainer.export import adapters as export_adapters
-from trainer.export import chat_files, hugging_face
+from trainer.export import chat_files, embedding, hugging_face
 
 DTYPES = ("float32", "bfloat16", "float16")
 ADAPTER = ("merged", "peft")
@@ -92,7 +92,8 @@ def export(workdir: str | Path, out: str | Path, *, step: int | None = None, dty
     return out
   if adapters:
     stored = merged()
-  shapes = _without_padding(stored.shapes, None if config.model.hf else tokenizer.vocab_size)
+  stored_shapes = {path: leaf for path, leaf in stored.shapes.items() if not path.startswith("similarity/")}
+  shapes = _without_padding(stored_shapes, None if config.model.hf else tokenizer.vocab_size)
   keys = hf.keys_of(config.model, shapes["embed/embedding"].shape[0])
   original = workdir / hugging_face.FOLDER
   source = files.read_config(original) if (original / files.CONFIG).is_file() else None
@@ -104,6 +105,8 @@ def export(workdir: str | Path, out: str | Path, *, step: int | None = None, dty
   convert.write_tensors(stored.read, family, keys, shapes, out, dtype, max_shard_bytes, progress)
   came_along, stop_ids = _write_texts(config, tokenizer, workdir, out)
   pixels.write(out, keys)
+  if config.model.head == "embedding":
+    embedding.write(out, config, tokenizer)
   generation, ends = _generation(out, source if came_along else {}, tokenizer.bos_id, stop_ids)
   hf.write_json(out / "generation_config.json", generation)
   if not came_along:
@@ -260,7 +263,7 @@ def _write_tokenizer(config: Any, tokenizer: Tokenizer, original: Path | None, o
     return
   tokenizer.save(out / "tokenizer.json")
   if config.tokenizer.add_bos and tokenizer.named_tokens.get("bos_token") == BOS:
-    begin_with_bos(out / "tokenizer.json")
+    write_ends(out / "tokenizer.json", (tokenizer.bos_id,))
   named = files.read_json(out / "tokenizer_config.json")
   # Without this, transformers would choose a class by the model, which may split text in another way.
   named.setdefault("tokenizer_class", "PreTrainedTokenizerFast")
@@ -272,7 +275,7 @@ def _chat(config: Any, tokenizer: Tokenizer) -> tuple[ChatTemplate | None, tuple
 
   The template is that of the workdir's tokenizer, where `workdir.save_config` put it.
   """
-  if strategies.of(config).data == "texts":
+  if strategies.of(config).data in ("texts", "matches"):
     return None, tokenizer.stop_ids
   with config.unlocked():
     config.chat.template = None

@@ -48,6 +48,8 @@ class Loaded:
   origin: str
   # What ends a text about images, as the rows' `prefix` ends in training; "" where these are prompts like others.
   prefix_end: str = ""
+  # Of the run, or what a folder says.
+  config: Any = None
 
 
 def load_run(workdir: str | Path, mesh: jax.sharding.Mesh, *, step: int | None = None,
@@ -77,7 +79,7 @@ def load_run(workdir: str | Path, mesh: jax.sharding.Mesh, *, step: int | None =
   params = _restore(config, model, mesh, folder)
   with config.unlocked():
     config.chat.template = template or config.chat.template
-  return Loaded(model, params, tokenizer, Prompter(config, tokenizer), str(folder), _prefix_end(config))
+  return Loaded(model, params, tokenizer, Prompter(config, tokenizer), str(folder), _prefix_end(config), config)
 
 
 def _restore(config: Any, model: Any, mesh: jax.sharding.Mesh, folder: Path) -> Any:
@@ -117,7 +119,8 @@ def load_folder(folder: str | Path, mesh: jax.sharding.Mesh, *, template: str | 
   config = defaults()
   config.model.hf, config.chat.template = str(folder), template
   hugging_face.fill_in(config)  # how it sees images decides what prompts are
-  return Loaded(model, params, tokenizer, Prompter(config, tokenizer), f"{folder}, in {dtype}", _prefix_end(config))
+  return Loaded(model, params, tokenizer, Prompter(config, tokenizer), f"{folder}, in {dtype}", _prefix_end(config),
+                config)
 
 
 def _prefix_end(config: Any) -> str:

@@ -27,7 +27,7 @@ from trainer.export.command import export
 from trainer.generate.sampler import Sampler
 from trainer.metrics import Mean
 from trainer.modes.fixture import Fixture, Skip, completions_apart, distance, padded, split_documents
-from trainer.strategies import logprobs, seq, sequences
+from trainer.strategies import logprobs, seq, sequences, similarity
 from trainer.telemetry import writers
 
 # Of texts that are generated: prompts, tokens of each, and new ones.
@@ -59,6 +59,8 @@ def one_device(s: Fixture) -> float:
 
 def packing(s: Fixture) -> float:
   """I3, the first half."""
+  if strategies.of(s.config).data == "matches":
+    return _apart(s, {**s.batch, "prompt_ids": np.zeros_like(s.batch["segment_ids"])})
   if "segment_roles" in s.batch:
     raise Skip("completions of a prompt are taken apart below" if strategies.of(s.config).data == "rollouts" else
                f"{s.config.strategy.name} compares documents of one row with one another")
@@ -89,9 +91,14 @@ def shared_prompts(s: Fixture) -> float:
   and all."""
   if not s.batch.get("prompt_ids", np.zeros(1)).any():
     raise Skip("no completions share a prompt in a row")
-  shards, together = mesh_lib.batch_shards(s.mesh), strategies.of(s.config).sequences_each
+  return _apart(s, s.batch)
+
+
+def _apart(s: Fixture, batch: dict[str, np.ndarray]) -> float:
+  """The batch against that which has what belongs together in rows of its own."""
+  shards, together = mesh_lib.batch_shards(s.mesh), strategies.of(s.config).sequences_each(s.config.strategy)
   one, metrics = s.gradient()
-  other, metrics_apart = s.gradient(padded(completions_apart(s.batch, together), shards))
+  other, metrics_apart = s.gradient(padded(completions_apart(batch, together), shards))
   return max(distance(one, other), abs(metrics["loss"] - metrics_apart["loss"]))  # a loss that may be 0
 
 
@@ -153,8 +160,9 @@ def one_chunk(s: Fixture) -> float:
 
 
 def _need_tokens(s: Fixture) -> None:
-  if s.config.model.head == "score":
-    raise Skip("the model scores sequences and predicts no tokens")
+  if s.config.model.head != "lm":
+    what = {"score": "scores sequences", "embedding": "embeds texts"}[s.config.model.head]
+    raise Skip(f"the model {what} and predicts no tokens")
 
 
 def _chunk(s: Fixture) -> int:
@@ -305,7 +313,7 @@ def unrolled(s: Fixture) -> float:
 
 
 def exported(s: Fixture) -> float:
-  """I12: logits, or scores, after an export and a load, relative to the largest."""
+  """I12: logits, scores or embeddings, after an export and a load, relative to the largest."""
   out = s.workdir / "verify_export"
   try:
     export(s.workdir, out, dtype="float32")
@@ -314,13 +322,17 @@ def exported(s: Fixture) -> float:
   first = {key: part[:1] for key, part in s.batch.items()}
   loaded, params = hf.load(out)
   state = jax.device_put(jax.device_get(s.run.state["params"]), jax.devices()[0])
-  ours, theirs = _outputs(s.model, state, first), _outputs(loaded, params, first)
+  pooling = s.config.strategy.pooling if s.config.model.head == "embedding" else None
+  ours, theirs = _outputs(s.model, state, first, pooling), _outputs(loaded, params, first, pooling)
   return float(np.abs(ours - theirs).max() / np.abs(ours).max())
 
 
-def _outputs(model: Any, params: Any, batch: dict[str, np.ndarray]) -> np.ndarray:
-  """What the model says of a batch: logits of the real tokens [N, V] or, with `model.head=score`, of the segments that
-  are there [N, num_labels]."""
+def _outputs(model: Any, params: Any, batch: dict[str, np.ndarray], pooling: str | None = None) -> np.ndarray:
+  """What the model says of a batch: logits of the real tokens [N, V] or, of the segments that are there, scores
+  [N, num_labels], or with `pooling` embeddings [N, D]."""
+  if pooling is not None:
+    vectors = jax.jit(lambda p, b: similarity.embeddings(model.apply(p, b).hidden, b, pooling))(params, batch)
+    return np.asarray(vectors)[batch["segment_roles"] != ABSENT]
   if getattr(model, "num_labels", 0):
     scores = jax.jit(lambda p, b: sequences.scores(model, p, model.apply(p, b).hidden, b))(params, batch)
     return np.asarray(scores)[batch["segment_roles"] != ABSENT]
@@ -371,6 +383,6 @@ CHECKS = (
     Check("I10", "gradient where all rewards are equal", 0, equal_rewards),
     Check("I11", "gradient: remat none, full", 1e-6, recomputation),
     Check("I11", "gradient: layers scanned, unrolled", 1e-6, unrolled),
-    Check("I12", "logits or scores: exported and loaded", 1e-5, exported),
+    Check("I12", "logits, scores, vectors: exported and loaded", 1e-5, exported),
     Check("I14", "arrays that a step with NaN changes", 0, nan_batch),
 )

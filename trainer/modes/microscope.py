@@ -114,7 +114,7 @@ class Microscope:
           "article", pages.tag("h3", f"segment {number}{label and ' · '}{label}"),
           pages.pairs(_sums(numbers, row, places, weights_T[places]), "facts"), tokens,
           pages.dim(f"… {left:,} more token(s) of this segment") if left else "")
-    size = strategy.sequences_each
+    size = strategy.sequences_each(self._run.config.strategy)
     shared = set(batch["prompt_ids"][row].tolist()) if "prompt_ids" in batch else set()
     others = [segment for number, segment in segments.items() if number not in shared]
     groups = [[segments[number]] for number in segments if number in shared]

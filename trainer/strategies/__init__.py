@@ -17,21 +17,25 @@ from typing import Any
 
 from trainer.errors import ConfigError
 from trainer.strategies import presets
+from trainer.strategies.contrastive import CONTRASTIVE
 from trainer.strategies.distill import DISTILL
 from trainer.strategies.dpo import DPO
 from trainer.strategies.grpo import GRPO
 from trainer.strategies.kto import KTO
 from trainer.strategies.ppo import PPO
-from trainer.strategies.record import Strategy, load
+from trainer.strategies.record import Objective, Strategy, load
 from trainer.strategies.reward import REWARD
 from trainer.strategies.seq import SEQ
 from trainer.strategies.sft import SFT
 
-__all__ = ["STRATEGIES", "Strategy", "check", "fill_in", "find", "learns", "needs_reference", "of", "options",
-           "precomputes", "reference_mix", "temperature"]
+__all__ = ["STRATEGIES", "Objective", "Strategy", "check", "fill_in", "find", "learns", "needs_reference", "of",
+           "options", "precomputes", "reference_mix", "temperature"]
 
 STRATEGIES: dict[str, Strategy] = {"seq": SEQ, "sft": SFT, "dpo": DPO, "kto": KTO, "grpo": GRPO, "ppo": PPO,
-                                    "distill": DISTILL, "reward": REWARD}
+                                    "distill": DISTILL, "reward": REWARD, "contrastive": CONTRASTIVE}
+
+
+_READ = {"lm": "logits of tokens", "score": "scores of sequences", "embedding": "embeddings of texts"}
 
 
 def find(name: str) -> Strategy:
@@ -123,7 +127,6 @@ def check(config: Any) -> None:
   if config.model.head != of(config).head:
     head = of(config).head
     raise ConfigError(f"model.head is {config.model.head!r}, but strategy {config.strategy.name!r} reads "
-                      f"{'scores of sequences' if head == 'score' else 'logits of tokens'}. Use "
-                      f"--config.model.head={head}.")
+                      f"{_READ[head]}. Use --config.model.head={head}.")
   if (own_check := of(config).check) is not None:
     own_check(config.strategy, config.grad_accum_steps, config.model)

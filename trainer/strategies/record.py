@@ -7,12 +7,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from input_pipeline.examples.kinds import WITH_PARTS
-from models.spec import HEADS
+from models.spec_head import HEADS
 from trainer.dotted import load_object
 from trainer.errors import ConfigError
 
 # What a strategy can learn from.
-DATA = ("texts", "conversations", "pairs", "labelled", "rollouts")
+DATA = ("texts", "conversations", "pairs", "labelled", "rollouts", "matches")
 # Of these, what completions that are sampled and rewarded can be made into (trainer/rollouts/groups.py).
 SAMPLED = ("rollouts", "pairs")
 # What batches of a rollout can hold for each completion ("advantages") or each of its tokens.
@@ -36,7 +36,8 @@ class Strategy:
     options: its keys of `config.strategy` with their defaults; a type stands for "no value yet".
     data: what it learns from, of `DATA`.
     graded: of pairs: whether each comes with its margin, `advantages` [B, S] of the chosen side.
-    head: the value of `model.head` that its loss is for: it reads logits of tokens (lm), or scores of sequences.
+    head: the value of `model.head` that its loss is for: it reads logits of tokens (lm), scores of sequences, or
+      embeddings.
     mismatched: of labelled completions: whether each comes with that of another prompt, or a function of `cfg` that
       says so.
     rollout_keys: of rollouts: which of ROLLOUT_KEYS its loss wants in a batch.
@@ -52,6 +53,9 @@ class Strategy:
       then counts by itself, with no group to be compared with. It has the options that trainer/rollouts/returns.py
       reads.
     fill_in: `(config) -> lines for the log`: gives options without a value the one that follows from others.
+    whole: `(model, params, batch, cfg, in_micro_batches) -> {name: arrays [B, …]}`, of a loss that compares the rows of
+      a batch: what each of several micro-batches is told of the whole, as its `whole`. `in_micro_batches(fn)` gives
+      what `fn(micro-batch, rng)` makes of the rows, with the random key that the loss is given for each.
     check: `(cfg, grad_accum_steps, cfg_model)`, raises ConfigError for options that cannot work, before any device
       work.
     no_sums: `(cfg) -> names` of terms and metrics that are no sums over examples, which no evaluation can show.
@@ -74,6 +78,7 @@ class Strategy:
   teacher: bool = False
   critic: bool = False
   fill_in: Callable[[Any], list[str]] | None = None
+  whole: Callable[..., dict[str, Any]] | None = None
   check: Callable[[Any, int, Any], None] | None = None
   no_sums: Callable[[Any], frozenset[str]] | None = None
   at_reference: Callable[[Any], Mapping[str, float]] | None = None
@@ -95,10 +100,9 @@ class Strategy:
     """Whether its data say which completions are better, so that its loss can be evaluated as a preference."""
     return self.data in ("pairs", "labelled")
 
-  @property
-  def sequences_each(self) -> int:
-    """How many sequences of a row belong together: the two of a pair."""
-    return 2 if self.data == "pairs" else 1
+  def sequences_each(self, cfg: Any) -> int:
+    """How many sequences of a row belong together: the two of a pair, a query with its positive and negatives."""
+    return 2 + cfg.negatives if self.data == "matches" else 2 if self.data == "pairs" else 1
 
   def learns(self, cfg: Any) -> str:
     """What it learns from as the input pipeline has it, of `input_pipeline.examples.kinds.KINDS`."""
@@ -124,6 +128,18 @@ class Strategy:
       return dict(self.options)
     precompute = {"precompute": False} if self.data in WITH_PARTS and not self.critic else {}
     return {"reference": "start", **precompute, "reference_ema": 0.0, "reference_ema_steps": 512, **self.options}
+
+
+@dataclass(frozen=True)
+class Objective:
+  """A loss bound to its model and options, with what its micro-batches are told of the whole batch (`Strategy.whole`):
+  `(params, batch, in_micro_batches) -> {name: arrays [B, …]}`."""
+
+  loss: Callable
+  whole: Callable
+
+  def __call__(self, *args: Any) -> tuple[dict[str, Any], dict[str, Any]]:
+    return self.loss(*args)
 
 
 def _asked(answer: bool | Callable[[Any], bool], cfg: Any) -> bool:

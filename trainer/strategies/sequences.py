@@ -64,10 +64,8 @@ def reference_logprobs(model: Any, batch: dict[str, jax.Array], reference: Any, 
 
 def segment_sums(values_BxT: jax.Array, batch: Mapping[str, jax.Array]) -> jax.Array:
   """Sums over each segment's tokens, [B, S] float32 (float64 of such), S as in `batch["segment_roles"]`."""
-  ids_S = jnp.arange(1, batch["segment_roles"].shape[1] + 1)
   # A reduction rather than a scatter: always in the same order, and fused, so that no [B, T, S] is kept.
-  in_segment = batch["segment_ids"][:, :, None] == ids_S
-  return jnp.sum(jnp.where(in_segment, at_least_float32(values_BxT)[:, :, None], 0.0), axis=1)
+  return jnp.sum(jnp.where(in_segment(batch), at_least_float32(values_BxT)[:, :, None], 0.0), axis=1)
 
 
 def at_least_float32(values: jax.Array) -> jax.Array:
@@ -78,10 +76,27 @@ def at_least_float32(values: jax.Array) -> jax.Array:
 def scores(model: Any, params: Any, hidden_BxTxD: jax.Array, batch: Mapping[str, jax.Array]) -> jax.Array:
   """What a model with `model.head=score` says of each segment, by the hidden state of its last token, as
   *ForSequenceClassification does; [B, S, num_labels] float32, S as in `batch["segment_roles"]`."""
-  ids_S = jnp.arange(1, batch["segment_roles"].shape[1] + 1)
-  in_segment = batch["segment_ids"][:, :, None] == ids_S
-  last_BxS = jnp.max(jnp.where(in_segment, jnp.arange(in_segment.shape[1])[:, None], 0), axis=1)
-  return model.score(params, jnp.take_along_axis(hidden_BxTxD, last_BxS[:, :, None], axis=1))
+  return model.score(params, last_hidden(hidden_BxTxD, batch))
+
+
+def last_hidden(hidden_BxTxD: jax.Array, batch: Mapping[str, jax.Array]) -> jax.Array:
+  """The hidden state of each segment's last token, [B, S, D]; of a segment that is not there that of any."""
+  mask_BxTxS = in_segment(batch)
+  last_BxS = jnp.max(jnp.where(mask_BxTxS, jnp.arange(mask_BxTxS.shape[1])[:, None], 0), axis=1)
+  return jnp.take_along_axis(hidden_BxTxD, last_BxS[:, :, None], axis=1)
+
+
+def mean_hidden(hidden_BxTxD: jax.Array, batch: Mapping[str, jax.Array]) -> jax.Array:
+  """The mean of each segment's hidden states, [B, S, D] float32; 0 of a segment that is not there."""
+  mask_BxTxS = in_segment(batch).astype(jnp.float32)
+  counts_BxS = jnp.maximum(jnp.sum(mask_BxTxS, axis=1), 1.0)
+  sums_BxSxD = jnp.einsum("bts,btd->bsd", mask_BxTxS, at_least_float32(hidden_BxTxD), precision="highest")
+  return sums_BxSxD / counts_BxS[:, :, None]
+
+
+def in_segment(batch: Mapping[str, jax.Array]) -> jax.Array:
+  """Whether token t is of segment s + 1, [B, T, S]."""
+  return batch["segment_ids"][:, :, None] == jnp.arange(1, batch["segment_roles"].shape[1] + 1)
 
 
 def sequence_logps(model: Any, params: Any, batch: dict[str, jax.Array]) -> jax.Array:

@@ -44,6 +44,7 @@ class Rows:
         loss = shown.get("loss", terms["loss"])  # where the term is one number, the rows' losses are a metric
         return loss.sum, loss.weight
 
+      batch = update.with_whole(loss_fn, params, batch, step, seed, self._micro)
       micros, count = update.micro_batches(batch, self._micro)
       sums, weights = jax.lax.map(of_micro, (micros, jnp.arange(count)))
       return tuple(part.swapaxes(0, 1).reshape(-1) for part in (sums, weights))
@@ -65,6 +66,7 @@ class Rows:
         return jnp.isfinite(value) & jnp.stack([jnp.all(jnp.isfinite(leaf)) for leaf in grads.values()]).all()
 
       flat = tree.flatten(params)
+      batch = update.with_whole(loss_fn, params, batch, step, seed, self._micro)
       micros, count = update.micro_batches(batch, self._micro)
       return jnp.all(jax.lax.map(of_micro, (micros, jnp.arange(count))))
 

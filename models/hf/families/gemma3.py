@@ -26,6 +26,7 @@ GEMMA3 = Family(
     name="gemma3",
     model_types=("gemma3_text",),
     architectures=("Gemma3ForCausalLM",),
+    body="Gemma3TextModel",
     classifier="Gemma3TextForSequenceClassification",
     keys=(
         *common.SIZES, common.WIDTH, common.RMS_EPS, common.TIED,

@@ -216,6 +216,7 @@ GEMMA4 = Gemma4(
     name="gemma4",
     model_types=("gemma4_text", "gemma4"),
     architectures=("Gemma4ForCausalLM", "Gemma4ForConditionalGeneration"),
+    body="Gemma4TextModel",
     classifier=None,
     keys=(
         *common.SIZES, common.WIDTH, common.RMS_EPS, common.TIED, TANH_GELU, common.ATTENTION_BIAS,

@@ -34,6 +34,7 @@ QWEN3_5 = TextPart(
     name="qwen3_5",
     model_types=("qwen3_5_text", "qwen3_5"),
     architectures=("Qwen3_5ForCausalLM", "Qwen3_5ForConditionalGeneration"),
+    body="Qwen3_5TextModel",
     classifier="Qwen3_5TextForSequenceClassification",
     keys=(*KEYS, common.WIDTH, Key("num_key_value_heads", "num_kv_heads", default=4, null=common.as_many_as_heads)),
     table=(*TABLE, *common.MLP), fixed=FIXED, prefixes=PREFIXES, ignored=IGNORED, inert=INERT,
@@ -42,6 +43,7 @@ QWEN3_5_MOE = TextPart(
     name="qwen3_5_moe",
     model_types=("qwen3_5_moe_text", "qwen3_5_moe"),
     architectures=("Qwen3_5MoeForCausalLM", "Qwen3_5MoeForConditionalGeneration"),
+    body="Qwen3_5MoeTextModel",
     classifier=None,
     keys=(
         *KEYS,

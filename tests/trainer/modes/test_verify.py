@@ -123,7 +123,7 @@ def test_a_reward_model_is_measured_by_its_scores(tmp_path, monkeypatch):
 
   load = invariances.hf.load
   monkeypatch.setattr(invariances.hf, "load", doubled)
-  told = {"logits or scores: exported and loaded": ("FAIL", 1.0),
+  told = {"logits, scores, vectors: exported and loaded": ("FAIL", 1.0),
           "evaluated loss: batches of 1, 3, all": ("SKIP", None),
           "gradient where all rewards are equal": ("SKIP", None)}
   monkeypatch.setattr(invariances, "CHECKS", [check for check in invariances.CHECKS if check.what in told])

@@ -205,7 +205,8 @@ def test_without_its_reference_the_options_of_one_have_no_effect(folder, tmp_pat
 
 
 @pytest.mark.parametrize("name, told", [
-    ("mine", "strategy.name is 'mine'; known strategies: seq, sft, dpo, kto, grpo, ppo, distill, reward, or the"),
+    ("mine", "strategy.name is 'mine'; known strategies: seq, sft, dpo, kto, grpo, ppo, distill, reward, "
+     "contrastive, or the"),
     ("no_such_package.loss", r"strategy.name: found 'no_such_package.loss', which could not be imported \(No module"),
     ("own_losses.missing", "could not be imported .module 'own_losses' has no attribute 'missing'.. Allowed: seq, sft"),
     ("own_losses.NUMBER", "which is of type int. A strategy is a trainer.strategies.Strategy"),

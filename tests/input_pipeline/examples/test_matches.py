@@ -1,0 +1,111 @@
+"""Queries with texts that answer them: what rows may look like, and the tokens they become."""
+
+import pytest
+
+from input_pipeline.examples.matches import MatchEncoder, TextTokens
+from input_pipeline.examples.roles import ABSENT, NEGATIVE, POSITIVE, QUERY
+from input_pipeline.remarks import CUT
+from input_pipeline.sources.readers import Record
+from input_pipeline.tokenizer.tokenizer import BytesTokenizer, load_tokenizer, write_ends
+from trainer.config import defaults, strategy
+from trainer.errors import ConfigError, DataError
+
+BOS, EOS = 256, 257
+
+
+def encoder(fields=(), max_length=16, **options):
+  c = defaults()
+  c.strategy = strategy("contrastive", **dict(max_length=max_length, text_ends="eos") | options)
+  c.chat.fields = tuple(fields)
+  return MatchEncoder(c, BytesTokenizer())
+
+
+def parts(document):
+  """The parts of a document as bytes, without BOS and EOS, which each has."""
+  found, begin = [], 0
+  for length in document.parts:
+    ids, begin = document.ids[begin:begin + length].tolist(), begin + length
+    if length:
+      assert (ids[0], ids[-1]) == (BOS, EOS)
+    found.append(bytes(ids[1:-1]).decode())
+  assert begin == len(document.ids)
+  return found
+
+
+def documents(fields, **options):
+  return encoder(**options).encode([Record("r", "file:1", fields)])
+
+
+@pytest.mark.parametrize("fields, expected", [
+    (dict(query="q", positive="p"), [["q", "p", "", ""]]),
+    (dict(anchor="q", pos=["p", "r"], neg=["n"]), [["q", "p", "n", ""], ["q", "r", "n", ""]]),
+    (dict(query="q", positive="p", negative_2="m", negative_1="n"), [["q", "p", "n", "m"]]),
+    (dict(query="q", positive="p", negatives=["n", "m"], id=7), [["q", "p", "n", "m"]]),
+    (dict(query="q", positive="p", negative=None), [["q", "p", "", ""]]),
+])
+def test_rows_become_documents_of_equally_many_parts(fields, expected):
+  found = documents(fields, negatives=2)
+  assert [parts(document) for document in found] == expected
+  for document, texts in zip(found, expected, strict=True):
+    assert document.roles == (QUERY, POSITIVE, *(NEGATIVE if text else ABSENT for text in texts[2:]))
+
+
+def test_columns_have_other_names_and_the_rest_is_not_read():
+  made = encoder(fields=(("query", "question"), ("positive", "answer")))
+  record = Record("r", "file:1", dict(question="q", answer="a", query="other", id=1))
+  assert parts(made.encode([record])[0]) == ["q", "a"]
+  assert made.columns(record) == {"question", "answer"} and list(made.texts(record)) == ["q", "a"]
+  assert made.describe(record) == "query and positive"
+
+
+def test_prompts_stand_before_texts_and_what_is_too_long_is_cut_before_its_end():
+  row = dict(query="abcdef", positive="abcdefgh")
+  found, = documents(row, query_prompt="q: ", document_prompt="d: ", max_length=10)
+  assert parts(found) == ["q: abcde", "d: abcde"]
+  assert found.remarks == ((CUT, "query"), (CUT, "positive"))
+
+
+def test_ends_are_the_tokenizers_own(tmp_path):
+  BytesTokenizer().save(tmp_path / "tokenizer.json")
+  c = defaults().tokenizer
+  assert TextTokens(load_tokenizer(tmp_path), c, 8).head == (BOS,)
+  write_ends(tmp_path / "tokenizer.json", (), (EOS, EOS))
+  own = load_tokenizer(tmp_path)
+  assert own.ends == ((), (EOS, EOS))
+  for ends in ("eos", "tokenizer"):
+    assert [ids.tolist() for ids, _ in TextTokens(own, c, 8, ends).encode(["a"])] == [[97, EOS, EOS]]
+  write_ends(tmp_path / "tokenizer.json", (BOS,))
+  own = load_tokenizer(tmp_path)
+  assert TextTokens(own, c, 8, "tokenizer").encode(["a"])[0][0].tolist() == [BOS, 97]
+  assert TextTokens(own, c, 8, "eos").encode(["a"])[0][0].tolist() == [BOS, 97, EOS]
+  c.add_eos = False
+  assert TextTokens(own, c, 8, "eos").tail == ()
+  # What others make of the file, which the tokenizers library does.
+  from tokenizers import Tokenizer
+  assert Tokenizer.from_file(str(tmp_path / "tokenizer.json")).encode("a").ids == [BOS, 97]
+
+
+@pytest.mark.parametrize("fields, told", [
+    (dict(query="q"), "file:1: no 'positive' .or null.; its columns are 'query'"),
+    (dict(positive="p"), "file:1: no 'query'"),
+    (dict(query="q", anchor="q", positive="p"), "file:1: several queries .query, anchor."),
+    (dict(query="q", positive=" "), "file:1: positive is empty"),
+    (dict(query=["q"], positive="p"), "file:1: query is ..q.. .list.; expected a text"),
+    (dict(query="q", positive=["p", 3]), "file:1: positive is 3 .int.; expected a text, or a list of texts"),
+    (dict(query="q", positive="p", negative="p"), "file:1: a negative has the same tokens as a positive"),
+    (dict(query="q", positive="p", negative=["n", "m"]), "file:1: 2 negatives, but strategy.negatives is 1. Use"),
+])
+def test_a_row_that_is_no_match_is_refused(fields, told):
+  with pytest.raises(DataError, match=told):
+    documents(fields, negatives=1)
+
+
+def test_no_room_for_a_text_is_refused():
+  with pytest.raises(ConfigError, match="strategy.max_length is 2: beside 2 tokens"):
+    encoder(max_length=2)
+
+
+def test_whatever_decides_the_tokens_is_in_the_fingerprint():
+  made = [encoder(), encoder(negatives=1), encoder(max_length=9), encoder(query_prompt="q"),
+          encoder(document_prompt="q"), encoder(fields=(("query", "a"),))]
+  assert len({one.fingerprint for one in made}) == len(made) and made[0].fingerprint == encoder().fingerprint

@@ -1,0 +1,81 @@
+"""Folders of sentence-transformers: make_sentence_references.py made sentence_references/ with that library."""
+
+import json
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from models import hf
+from models.hf import sentence_transformers
+from models.hf.sentence_transformers import Found
+from trainer.distributed import mesh as mesh_lib
+from trainer.embed import command as embed
+from trainer.errors import ConfigError
+from trainer.generate.command import load_folder
+
+REFERENCES = Path(__file__).parent / "sentence_references"
+SAID = {"last": Found("last", "query: ", "", 24), "mean": Found("mean", "", "", 24)}
+
+
+def embedder(folder, pooling=None, max_length=None, rows=2):
+  mesh = mesh_lib.make_mesh({})
+  loaded = load_folder(folder, mesh)
+  embed.of_folder(loaded, pooling, max_length)
+  return embed.Embedder(loaded, mesh, rows)
+
+
+@pytest.mark.parametrize("case", SAID)
+def test_embeddings_are_those_of_sentence_transformers(case):
+  folder = REFERENCES / case
+  assert sentence_transformers.read(folder) == SAID[case]
+  with np.load(folder / "reference.npz") as reference:
+    texts, made = reference["texts"].tolist(), embedder(folder)
+    for prompt, key in (("none", "plain"), ("query", "query")):
+      found, cut = made(texts, prompt)
+      np.testing.assert_allclose(found, reference[key], rtol=0, atol=2e-6)
+      assert cut == (2 if prompt == "query" and SAID[case].query_prompt else 1)
+    assert np.abs(reference["plain"] - reference["query"]).max() > 0.01 or case == "mean"
+
+
+def test_what_is_written_is_read_and_says_what_old_files_said(tmp_path):
+  sentence_transformers.write(tmp_path, 16, Found("mean", "query: ", "text: ", 96))
+  assert sentence_transformers.read(tmp_path) == Found("mean", "query: ", "text: ", 96)
+  pooling = json.loads((tmp_path / "1_Pooling" / "config.json").read_text())
+  assert [key for key, value in pooling.items() if value is True] == ["pooling_mode_mean_tokens", "include_prompt"]
+  assert pooling["word_embedding_dimension"] == 16
+  kinds = [module["type"] for module in json.loads((tmp_path / "modules.json").read_text())]
+  assert kinds == [f"sentence_transformers.models.{kind}" for kind in ("Transformer", "Pooling", "Normalize")]
+
+
+@pytest.mark.parametrize("file, content, told", [
+    ("modules.json", [{"type": "a.Transformer", "path": ""}, {"type": "b.Dense"}], "modules Transformer, Dense; re"),
+    ("modules.json", [{"type": "a.Transformer", "path": "0_T"}, {"type": "b.Pooling"}], "the Transformer is in '0_T'"),
+    ("modules.json", {}, "is no list of modules with their types"),
+    ("1_Pooling/config.json", {"pooling_mode": "cls"}, "pools by cls; read are lasttoken, mean"),
+    ("1_Pooling/config.json", {"pooling_mode_mean_tokens": True, "pooling_mode_max_tokens": True}, "by mean, max_t"),
+    ("1_Pooling/config.json", {"pooling_mode": "mean", "include_prompt": False}, "leaves prompts out of the mean"),
+])
+def test_what_is_not_computed_is_refused(tmp_path, file, content, told):
+  sentence_transformers.write(tmp_path, 16, Found("mean", "", "", 96))
+  (tmp_path / file).write_text(json.dumps(content))
+  with pytest.raises(hf.HFError, match=told):
+    sentence_transformers.read(tmp_path)
+
+
+def test_a_folder_that_does_not_say_how_it_pools_is_asked(tmp_path):
+  folder = shutil.copytree(REFERENCES / "last", tmp_path / "folder")
+  (folder / "modules.json").unlink()
+  with pytest.raises(ConfigError, match="has no modules.json, .* Give --pooling=last or mean"):
+    embedder(folder)
+  with np.load(folder / "reference.npz") as reference:
+    found, _ = embedder(folder, "last", 24)(reference["texts"].tolist())
+    np.testing.assert_allclose(found, reference["plain"], rtol=0, atol=2e-6)
+
+
+def test_texts_are_read_line_by_line_or_by_their_column(tmp_path):
+  (tmp_path / "a.txt").write_text("one\n\ntwo\n")
+  (tmp_path / "a.jsonl").write_text('{"body": "one"}\n{"body": "two"}\n')
+  assert embed.read_texts(str(tmp_path / "a.txt"), "text") == ["one", "", "two"]
+  assert embed.read_texts(str(tmp_path / "a.jsonl"), "body") == ["one", "two"]

@@ -1,0 +1,194 @@
+"""Embed: python -m trainer.embed --workdir=DIR [--step=N] | --hf=DIR --texts=FILE --out=FILE.npy [--prompt=query] …
+
+FILE has a text a line (.txt) or rows of a source, such as JSON Lines with a column `text` (`--key`). Each text gets the
+prompt that queries, or other texts, were trained with. A Hugging Face folder that does not say how it pools is asked
+with `--pooling`. What is written is a float32 array [texts, hidden size] of vectors of length 1, whose dot products are
+the similarities; without `--out` they are printed, a JSON list a line.
+"""
+
+import functools
+import json
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+from absl import app, flags
+from jax.sharding import NamedSharding, PartitionSpec
+
+from input_pipeline.batches import check_ids, empty_batch
+from input_pipeline.examples.matches import max_length_of, text_tokens
+from input_pipeline.examples.roles import QUERY
+from input_pipeline.sources.sources import open_source
+from trainer import startup
+from trainer.config import source, strategy
+from trainer.distributed import mesh as mesh_lib
+from trainer.errors import ConfigError, DataError
+from trainer.generate.buckets import bucket
+from trainer.generate.command import Loaded, load_folder, load_run
+from trainer.strategies import contrastive, similarity
+
+# The shortest row, in tokens.
+MIN_LENGTH = 16
+PROMPTS = ("query", "document", "none")
+
+
+class Embedder:
+  """Embeddings by a model that is loaded.
+
+  Args:
+    loaded: of a run of strategy contrastive, or of a folder, whose config `of_folder` has completed.
+    mesh: where its parameters are.
+    rows: texts at a time.
+
+  Raises:
+    ConfigError: a run of another strategy.
+  """
+
+  def __init__(self, loaded: Loaded, mesh: jax.sharding.Mesh, rows: int = 32):
+    config = loaded.config
+    if "pooling" not in config.strategy:
+      raise ConfigError(f"{loaded.origin} is of strategy {config.strategy.name!r}, which learns no embeddings. Give a "
+                        "run of strategy contrastive.")
+    mesh_lib.check_batch(mesh, rows, "--batch_size")
+    self._loaded, self._cfg, self._rows, self._mesh = loaded, config.strategy, rows, mesh
+    self.max_length = max_length_of(config)
+    self._tokens = text_tokens(config, loaded.tokenizer)
+
+    def embed(params: Any, batch: dict[str, jax.Array]) -> jax.Array:
+      return similarity.embeddings(loaded.model.apply(params, batch).hidden, batch, self._cfg.pooling)[:, 0]
+
+    self._embed = jax.jit(embed, out_shardings=NamedSharding(mesh, PartitionSpec()))
+
+  def __call__(self, texts: Sequence[str], prompt: str = "none") -> tuple[np.ndarray, int]:
+    """(embeddings float32 [N, D], how many texts were cut to `max_length`). `prompt`: one of PROMPTS."""
+    before = {"query": self._cfg.query_prompt, "document": self._cfg.document_prompt, "none": ""}[prompt]
+    encoded = self._tokens.encode([before + text for text in texts])
+    order = sorted(range(len(texts)), key=lambda i: len(encoded[i][0]))
+    found: list[np.ndarray] = [np.zeros(0)] * len(texts)
+    for begin in range(0, len(order), self._rows):
+      some = order[begin:begin + self._rows]
+      batch = self._batch([encoded[i][0] for i in some])
+      placed = mesh_lib.place_batch(functools.partial(_taken, batch), self._rows, mesh_lib.batch_sharding(self._mesh))
+      for i, vector in zip(some, np.asarray(self._embed(self._loaded.params, placed), np.float32), strict=False):
+        found[i] = vector
+    return np.stack(found), sum(cut for _, cut in encoded)
+
+  def _batch(self, ids: list[np.ndarray]) -> dict[str, np.ndarray]:
+    """A text a row."""
+    length = min(bucket(max(map(len, ids)), MIN_LENGTH), max(self.max_length, MIN_LENGTH))
+    batch = empty_batch(self._rows, length, self._loaded.tokenizer.pad_id)
+    batch["segment_roles"] = np.full((self._rows, 1), QUERY, np.int32)
+    for row, some in enumerate(ids):
+      batch["tokens"][row, :len(some)], batch["positions"][row, :len(some)] = some, np.arange(len(some))
+      batch["segment_ids"][row, :len(some)] = 1
+    return check_ids(batch, self._loaded.model.vocab_size)
+
+
+def _taken(batch: dict[str, np.ndarray], rows: np.ndarray) -> dict[str, np.ndarray]:
+  return {key: part[rows] for key, part in batch.items()}
+
+
+def of_folder(loaded: Loaded, pooling: str | None, max_length: int | None) -> None:
+  """Completes the config of a folder with how it pools, its prompts and its longest text.
+
+  Raises:
+    ConfigError: it does not say how it pools, and nobody else does.
+  """
+  config = loaded.config
+  said = contrastive.sentence_transformers.read(config.model.hf)
+  if pooling is None and said is None:
+    raise ConfigError(f"{loaded.origin} has no modules.json, which says how hidden states become an embedding. Give "
+                      f"--pooling={' or '.join(similarity.POOLINGS)}.")
+  with config.unlocked():
+    config.strategy = strategy("contrastive", pooling=pooling)
+    config.seq_len = 2 * (max_length or (said and said.max_length) or config.model.max_positions or 512)
+    config.strategy.max_length = max_length
+    notes = contrastive.fill_in(config)
+  sys.stderr.write("\n".join(notes) + "\n")
+
+
+def read_texts(path: str, key: str) -> list[str]:
+  """The texts of a file.
+
+  Raises:
+    ConfigError, DataError: there are none, or a row without one.
+  """
+  if path.endswith(".txt"):
+    texts = Path(path).read_text("utf-8").split("\n")
+    texts = texts[:-1] if texts[-1] == "" else texts
+  else:
+    cfg = source(type="parquet" if path.endswith(".parquet") else "jsonl", path=path, text_key=key, split="all")
+    texts = [_text(record, key) for record in open_source(cfg, "texts", texts=True).records()]
+  if not texts:
+    raise DataError(f"{path} has no texts.")
+  return texts
+
+
+def _text(record: Any, key: str) -> str:
+  if record.problem is not None:
+    raise record.problem
+  if not isinstance(record.fields.get(key), str):
+    raise DataError(f"{record.where}: no text in {key!r}; its columns are {', '.join(record.fields)}. Name it by "
+                    "--key.")
+  return record.fields[key]
+
+
+# ---------------------------------------------------------------------------------------------- command line
+
+
+def _define_flags() -> None:
+  """Only for the command: another program that imports this module has a --workdir of its own."""
+  flags.DEFINE_string("workdir", None, "A run's folder.")
+  flags.DEFINE_integer("step", None, "Which of its checkpoints. Default: the newest.")
+  flags.DEFINE_string("hf", None, "A Hugging Face folder, of sentence-transformers or not, in place of a run.")
+  flags.DEFINE_string("texts", None, "The file of texts.")
+  flags.DEFINE_string("key", "text", "The column that has them, of rows.")
+  flags.DEFINE_string("out", None, "The .npy file to write.")
+  flags.DEFINE_enum("prompt", "none", PROMPTS, "What stands before each text: the prompt of queries, of other texts.")
+  flags.DEFINE_enum("pooling", None, tuple(similarity.POOLINGS), "Of a folder: which hidden states. Default: its own.")
+  flags.DEFINE_integer("max_length", None, "Of a folder: tokens of a text at most. Default: its own.", lower_bound=1)
+  flags.DEFINE_integer("batch_size", 32, "Texts at a time.", lower_bound=1)
+  flags.DEFINE_integer("tensor", 1, "Devices that each matrix is split over; the others each hold a share of it.")
+  flags.mark_flag_as_required("texts")
+
+
+def _run(given: Any) -> None:
+  if (given.workdir is None) == (given.hf is None):
+    raise ConfigError("give one of --workdir (a run) and --hf (a Hugging Face folder).")
+  if given.workdir and (given.pooling or given.max_length):
+    raise ConfigError("--pooling and --max_length are of a folder; a run has them in its config.")
+  if given.hf and given.step is not None:
+    raise ConfigError("--step is a checkpoint of a run; leave it out with --hf.")
+  if given.out and not given.out.endswith(".npy"):
+    raise ConfigError(f"--out is {given.out!r}; what is written is an array of NumPy. Name it FILE.npy.")
+  texts = read_texts(given.texts, given.key)
+  mesh = mesh_lib.make_mesh(dict(data=1, fsdp=-1, tensor=given.tensor))
+  if given.hf:
+    loaded = load_folder(given.hf, mesh)
+    of_folder(loaded, given.pooling, given.max_length)
+  else:
+    loaded = load_run(given.workdir, mesh, step=given.step)
+  embedder = Embedder(loaded, mesh, given.batch_size)
+  vectors, cut = embedder(texts, given.prompt)
+  sys.stderr.write(f"{loaded.origin}: {len(texts):,} texts, {cut:,} of them cut to {embedder.max_length} tokens\n")
+  if given.out:
+    np.save(given.out, vectors)
+  else:
+    sys.stdout.writelines(lines(vectors))
+
+
+def lines(vectors: np.ndarray) -> Iterator[str]:
+  """A JSON list for each embedding, with as many digits as tell float32 apart."""
+  for vector in vectors:
+    yield json.dumps([float(str(x)) for x in vector]) + "\n"
+
+
+def main(argv: list[str]) -> None:
+  if len(argv) > 1:
+    raise app.UsageError(f"unexpected arguments {argv[1:]}; the file of texts is written --texts=FILE")
+  startup.keep_compiled_programs()
+  with startup.one_message(ConfigError, DataError, OSError):
+    _run(flags.FLAGS)
