@@ -11,3 +11,7 @@ COMPLETION = 6
 # Texts that are embedded: a query, one that answers it, one that does not though it is near (a hard negative).
 QUERY, POSITIVE, NEGATIVE = 7, 8, 9
 EMBEDDED = (QUERY, POSITIVE, NEGATIVE)
+
+# For people.
+NAMES = {CHOSEN: "chosen", REJECTED: "rejected", DESIRABLE: "desirable", UNDESIRABLE: "not desirable",
+         MISMATCHED: "mismatched, for the estimate", QUERY: "query", POSITIVE: "positive", NEGATIVE: "negative"}

@@ -19,6 +19,7 @@ from ml_collections import ConfigDict
 
 from input_pipeline import loader, prompt_data
 from input_pipeline.batches import check_ids
+from input_pipeline.examples import roles
 from input_pipeline.tokenizer.tokenizer import Tokenizer, make_tokenizer
 from models import api
 from trainer import program as program_lib
@@ -39,7 +40,8 @@ RUN = 8
 
 
 class Token(NamedTuple):
-  """One place of a row. `weight`: of the loss of predicting it; `prompt`: the segment it sees besides its own, or 0."""
+  """One place of a row. `weight`: of the loss of predicting it; `prompt`: the segment it sees besides its own, or 0;
+  `role`: what its segment is, one of `roles.NAMES`, or ""."""
 
   text: str
   id: int
@@ -47,6 +49,7 @@ class Token(NamedTuple):
   segment: int
   position: int
   prompt: int = 0
+  role: str = ""
 
 
 class InspectedRows(NamedTuple):
@@ -130,11 +133,14 @@ def shown_prompts(config: ConfigDict, tokenizer: Tokenizer, rows: int) -> Inspec
 
 def row_tokens(batch: Mapping[str, np.ndarray], row: int, tokenizer: Tokenizer) -> list[Token]:
   """The tokens of a row, without its padding."""
-  columns = [batch[key][row] for key in ("tokens", "loss_weights", "segment_ids", "positions", "prompt_ids")
-             if key in batch]
-  columns = [column[batch["segment_ids"][row] > 0].tolist() for column in columns]
+  segments, given = batch["segment_ids"][row], batch.get("segment_roles", np.zeros((row + 1, 0), int))[row]
+  columns = [batch[key][row] for key in ("tokens", "loss_weights", "segment_ids", "positions")]
+  columns.append(batch["prompt_ids"][row] if "prompt_ids" in batch else np.zeros_like(segments))
+  columns = [column[segments > 0].tolist() for column in columns]
+  called = {segment: roles.NAMES.get(int(role), "") for segment, role in enumerate(given, 1)}
   texts = token_texts(columns[0], tokenizer)
-  return [Token(text, *values) for text, *values in zip(texts, *columns, strict=True)]
+  return [Token(text, id, weight, segment, position, prompt, called.get(segment, ""))
+          for text, id, weight, segment, position, prompt in zip(texts, *columns, strict=True)]
 
 
 def row_images(batch: Mapping[str, np.ndarray], row: int,
@@ -182,8 +188,9 @@ def row_text(tokens: list[Token], row: int) -> str:
 
 
 def _called(segment: int, tokens: list[Token]) -> str:
-  """A segment by its number, and whose prompt it is, if it is one that others share."""
-  label = prompt_of([t.segment for t in tokens if t.prompt == segment])
+  """A segment by its number, and what it is in its document, or whose prompt, if it is one that others share."""
+  role = next((t.role for t in tokens if t.segment == segment), "")
+  label = prompt_of([t.segment for t in tokens if t.prompt == segment]) or role
   return f"segment {segment}{label and ', '}{label}"
 
 

@@ -7,7 +7,7 @@ B rows, T places of a row, D hidden size, V vocabulary, C chunks of W entries.
 """
 
 import math
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -213,21 +213,8 @@ def _label(data: str, batch: Mapping[str, np.ndarray], row: int, segment: int) -
   users = batch["segment_ids"][row][batch["prompt_ids"][row] == segment] if "prompt_ids" in batch else np.zeros(0, int)
   if prompt := inspect.prompt_of(users.tolist()):
     return prompt
-  return _LABELS[data](batch, row, segment) if data in _LABELS else ""
-
-
-def _of_pair(batch: Mapping[str, np.ndarray], row: int, segment: int) -> str:
-  return f"pair {(segment + 1) // 2}, {'chosen' if segment % 2 else 'rejected'}"
-
-
-def _of_verdict(batch: Mapping[str, np.ndarray], row: int, segment: int) -> str:
-  kinds = {roles.DESIRABLE: "desirable", roles.UNDESIRABLE: "not desirable",
-           roles.MISMATCHED: "mismatched, for the estimate"}
-  return kinds.get(int(batch["segment_roles"][row, segment - 1]), "")
-
-
-# {what a strategy learns from: what a segment is}.
-_LABELS: dict[str, Callable[[Mapping[str, np.ndarray], int, int], str]] = {"pairs": _of_pair, "labelled": _of_verdict}
+  name = roles.NAMES.get(int(batch["segment_roles"][row, segment - 1]), "") if "segment_roles" in batch else ""
+  return f"pair {(segment + 1) // 2}, {name}" if data == "pairs" else name
 
 
 def _sums(numbers: Mapping[str, np.ma.MaskedArray], row: int, places: np.ndarray,

@@ -56,8 +56,11 @@ def test_rows_show_their_own_weights_segments_and_positions(page, tmp_path):
   batch = {"tokens": np.array([[*b"ab", 257, *b"c", 0]]), "loss_weights": np.array([[0, 1, 0.5, 0, 0]]),
            "segment_ids": np.array([[1, 1, 1, 2, 0]]), "positions": np.array([[0, 1, 2, 0, 0]])}
   tokens = inspect.row_tokens(batch, 0, tokenizer)
-  assert tokens == [("a", 97, 0, 1, 0, 0), ("b", 98, 1, 1, 1, 0), ("<|eos|>", 257, 0.5, 1, 2, 0), ("c", 99, 0, 2, 0, 0)]
+  assert tokens == [("a", 97, 0, 1, 0, 0, ""), ("b", 98, 1, 1, 1, 0, ""), ("<|eos|>", 257, 0.5, 1, 2, 0, ""),
+                    ("c", 99, 0, 2, 0, 0, "")]
   shown = inspect.row_text(tokens, 7)
+  called = inspect.row_text(inspect.row_tokens(batch | {"segment_roles": np.array([[7, 9]])}, 0, tokenizer), 7)
+  assert "row 7, segment 1, query: 3 tokens" in called and "row 7, segment 2, negative: 1 tokens" in called
   assert "row 7, segment 1: 3 tokens, 2 trained" in shown and "row 7, segment 2: 1 tokens, 0 trained" in shown
   assert f"{inspect.DIM}a{inspect.OFF}{inspect.TRAINED}b{inspect.OFF}{inspect.PARTLY}<|eos|>" in shown
 
@@ -72,7 +75,7 @@ def test_a_prompt_that_sides_share_says_whose_it_is(tmp_path, capsys):
   printed = capsys.readouterr().out
   for shown in (text, printed):
     assert re.search(r"row 0, segment \d+, the prompt of segments 1, 2: \d+ tokens, 0 trained", shown)
-    assert "row 0, segment 1:" in shown and "row 0, segment 2:" in shown
+    assert "row 0, segment 1, chosen:" in shown and "row 0, segment 2, rejected:" in shown
   assert re.search(r"prompt tokens shared", printed)
 
 
