@@ -7,7 +7,6 @@ import threading
 import time
 import uuid
 from collections.abc import AsyncIterator, Callable
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import uvicorn
@@ -22,7 +21,6 @@ from trainer.serve import protocol
 
 # Keys of a request that `rollout` decides: the policy is sampled as it is trained.
 DECIDED = ("temperature", "top_p", "top_k", "min_p", "max_tokens", "max_completion_tokens", "stop", "seed")
-MOST_THREADS = 4096  # of agents that are no coroutines
 
 
 def serve(answer: Callable[[dict, Conversation], Any], names: Callable[[], list[str]]
@@ -60,7 +58,6 @@ def serve(answer: Callable[[dict, Conversation], Any], names: Callable[[], list[
   listening.listen(2048)  # connections wait there until the server takes them
   server = uvicorn.Server(uvicorn.Config(app, log_level="warning", timeout_keep_alive=600))
   loop = asyncio.new_event_loop()
-  loop.set_default_executor(ThreadPoolExecutor(MOST_THREADS, thread_name_prefix="agent"))
 
   def run() -> None:
     asyncio.set_event_loop(loop)

@@ -15,6 +15,7 @@ Nothing here imports JAX.
 import asyncio
 import contextlib
 import dataclasses
+import functools
 import inspect
 import itertools
 import json
@@ -109,7 +110,7 @@ class Agents:
       if inspect.iscoroutinefunction(self._function):
         ended = await self._function(prompt, talk.endpoint, **columns)
       else:
-        ended = await asyncio.to_thread(self._function, prompt, talk.endpoint, **columns)
+        ended = await _in_thread(functools.partial(self._function, prompt, talk.endpoint, **columns))
       talk.events.put(_Ended(ended))
     except BaseException as e:
       talk.events.put(_Ended(error=e))
@@ -280,6 +281,26 @@ class AgentEnvironment:
     except BaseException:
       self._talk.cancel()
       raise
+
+
+async def _in_thread(function: Callable[[], Any]) -> Any:
+  """What a function returns. Its thread does not keep the program from ending, as those of an executor do."""
+  loop = asyncio.get_running_loop()
+  answer = loop.create_future()
+
+  def tell(set_it: Callable[[Any], None], value: Any) -> None:
+    if not answer.done():
+      set_it(value)
+
+  def run() -> None:
+    try:
+      found, set_it = function(), answer.set_result
+    except BaseException as e:
+      found, set_it = e, answer.set_exception
+    loop.call_soon_threadsafe(tell, set_it, found)
+
+  threading.Thread(target=run, name="agent", daemon=True).start()
+  return await answer
 
 
 def _reward(ended: _Ended) -> Any:
