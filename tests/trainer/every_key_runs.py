@@ -218,13 +218,11 @@ def runs_of_the_sampler(m: Made) -> int:
   return len(runs)
 
 
-def texts_kept(m: Made) -> int | None:
-  """How many may be kept between turns, as the sampler is told in the first rollout."""
-  with pytest.MonkeyPatch.context() as patch:
-    told, stream = [], Sampler.stream
-    patch.setattr(Sampler, "stream", lambda *args: told.append(args[-1].kept) or stream(*args))
-    assert m.begun.first is not None
-  return told[0] and told[0]._most
+def texts_kept(m: Made) -> int:
+  """How many are kept; 0 too where the first rollout does not tell what of its prompts was not run again."""
+  assert m.begun.first is not None
+  data = m.begun.run.data
+  return data.producer._kept_texts if "rollout/prompt_tokens_reused" in data.metrics else 0
 
 
 def prompts_in_chunks(m: Made) -> int:

@@ -243,7 +243,7 @@ def test_adapters_are_named_as_in_memory(tmp_path):
   model, params = hf.load(folder)
   shapes = tree.flatten(model.abstract_params())
   lora = dict(rank=2, alpha=4.0, rslora=False, dora=False, dropout=0.0, modules_to_save=(),
-              targets=(r"^blocks/attn/q/kernel",))
+              targets=(r"^blocks/attn/q/kernel",), trainable_token_indices=())
   adapters = {f"blocks/attn/q/lora_{x}": np.random.default_rng(0).normal(size=shape).astype(np.float32)
               for x, shape in (("a", (2, 16, 2)), ("b", (2, 2, 16)))}
   hf.save_adapters(tmp_path, lambda path, index: adapters[path][index], family=family, keys=keys,

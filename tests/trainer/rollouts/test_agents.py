@@ -209,7 +209,13 @@ def test_one_that_goes_wrong_costs_its_own_episode(tmp_path, how, message, caplo
 
 
 def test_requests_side_by_side_are_refused(tmp_path):
-  ((e,),), _, _ = play(tmp_path, [{"q": "Which?", "how": "several"}], "bad", lambda sample, turn: "seven")
+  def replies(sample, turn):
+    until = time.monotonic() + 30  # one of the two waits for this completion, so that the other is told no
+    while turn == 2 and not SEEN and time.monotonic() < until:
+      time.sleep(0.01)
+    return "seven"
+
+  ((e,),), _, _ = play(tmp_path, [{"q": "Which?", "how": "several"}], "bad", replies)
   refused = [answer["error"]["message"] for answer in SEEN if "error" in answer]
   assert len(refused) == 1 and "one conversation" in refused[0] and e.reward == 2.0 and e.turns == 2
 

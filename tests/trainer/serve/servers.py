@@ -15,7 +15,7 @@ from trainer.serve import command
 def app(folder):
   """The application that serves a Hugging Face folder."""
   return command.make_app(SimpleNamespace(workdir=None, hf=str(folder), step=None, template="plain", tensor=1, rows=4,
-                                          name="tiny"))
+                                          name="tiny", prefill_chunk=0, kept_texts=0))
 
 
 @contextlib.contextmanager

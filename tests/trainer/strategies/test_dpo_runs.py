@@ -46,7 +46,8 @@ def rows_of(workdir, key):
 def test_at_the_first_step_policy_and_reference_are_one(pairs, tmp_path):
   """I7: the loss is ln 2, margins are 0 and no pair is won or lost."""
   train(config(pairs, total_steps=1), tmp_path / "w")
-  assert rows_of(tmp_path / "w", "loss")[1] == pytest.approx(np.log(2), rel=1e-7)
+  # Every pair's loss is ln 2; their mean has the rounding of a sum, which differs from processor to processor.
+  assert rows_of(tmp_path / "w", "loss")[1] == pytest.approx(np.log(2), rel=3e-7)
   assert abs(rows_of(tmp_path / "w", "rewards/margins")[1]) < 1e-5
   assert rows_of(tmp_path / "w", "rewards/accuracies")[1] == 0.5
 

@@ -249,6 +249,6 @@ def test_options_have_values_and_checks_of_their_own(folder, tmp_path):
 def test_built_in_ones_have_records_too():
   assert {name: strategies.find(name).data for name in strategies.STRATEGIES} == dict(
       seq="texts", sft="conversations", dpo="pairs", kto="labelled", grpo="rollouts", ppo="rollouts",
-      distill="conversations", reward="pairs")
+      distill="conversations", reward="pairs", contrastive="matches")
   for name, record in strategies.STRATEGIES.items():
     assert strategies.find(name) is record and {"name", *record.options} == set(strategy(name))
