@@ -69,7 +69,7 @@ def share() -> None:
   init_from.initialiser = _traced_once(init_from.initialiser, lambda model, wanted: (
       "init", _identity(model), *((path, leaf.shape, leaf.dtype, leaf.sharding) for path, leaf in wanted.items())))
   sampler.Sampler._jitted = _traced_once(sampler.Sampler._jitted, lambda self, *sizes: (
-      "sample", _identity(self.model), self.chunk, self.mesh, sizes))
+      "sample", _identity(self.model), self.chunk, self._record, self.mesh, sizes))
   # On several devices it depends on the mesh too, which it finds when it is traced.
   loss._make_row_sums = _traced_once(loss._make_row_sums, lambda model: (
       ("row sums", _identity(model)) if jax.device_count() == 1 else None))
