@@ -382,8 +382,7 @@ def _resized(image: Image.Image, how: Preprocess, box: tuple[float, float, float
 def check_preprocess(how: Preprocess, splits: bool = False) -> Preprocess:
   """`how`, whose values are allowed; else raises ConfigError. `splits`: images are cut (`model.vision.split`)."""
   if how.resize != KEEP and how.max_pixels:
-    raise ConfigError(f"input.images.resize is {how.resize!r}, but the tower sees images in their own shapes. Leave it "
-                      "auto.")
+    raise ConfigError(f"input.images.resize is {how.resize!r}, but the tower sees images in their shapes. Use auto.")
   if splits and how.resize != SPLIT:
     raise ConfigError(f"input.images.resize is {how.resize!r}, but images are cut. Leave it auto, or set "
                       "model.vision.split=False.")

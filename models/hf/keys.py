@@ -398,5 +398,4 @@ class LayerTypes(Rule):
   def write(self, model):
     pattern = model["layer_pattern"]
     types = tuple(pattern[i % len(pattern)] for i in range(model["num_layers"]))
-    return self.write_older(types, model["window"]) | {
-        "layer_types": [_THEIRS.get(kind, kind) for kind in types]}
+    return self.write_older(types, model["window"]) | {"layer_types": [_THEIRS.get(kind, kind) for kind in types]}
