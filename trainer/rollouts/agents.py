@@ -105,7 +105,6 @@ class Agents:
     self._loop.call_soon_threadsafe(answer)
 
   async def _run(self, talk: "_Talk", prompt: Any, columns: Mapping[str, Any]) -> None:
-    ended: Any = None
     try:
       if inspect.iscoroutinefunction(self._function):
         ended = await self._function(prompt, talk.endpoint, **columns)
@@ -139,7 +138,7 @@ class _Talk:
 
   def __init__(self, agents: Agents, endpoint: Endpoint):
     self.endpoint, self._agents = endpoint, agents
-    self.events: queue.SimpleQueue = queue.SimpleQueue()  # of (Conversation, where its reply goes), then one _Ended
+    self.events: queue.SimpleQueue = queue.SimpleQueue()  # Conversations, then one _Ended
     self.task: Future | None = None
     self._pending: asyncio.Future | None = None
     self._known: list[dict] = []
@@ -154,19 +153,16 @@ class _Talk:
       return _Reply(error=self._closed)
     if self._pending is not None and not self._pending.done():
       raise _refusal("a request of this episode is not answered yet: an episode is one conversation, in which one "
-                       "request follows another.")
+                     "request follows another.")
     self._pending = asyncio.get_running_loop().create_future()
-    self.events.put((asked, self._pending))
+    self.events.put(asked)
     return await self._pending
 
   def next(self) -> Conversation | _Ended:
     """The next request, or the end; in the environment's thread."""
     while True:
       with contextlib.suppress(queue.Empty):  # a thread that is left behind gets its exception between two waits
-        event = self.events.get(timeout=0.5)
-        if isinstance(event, _Ended):
-          return event
-        return event[0]
+        return self.events.get(timeout=0.5)
 
   def new(self, asked: Conversation) -> list[dict]:
     """What a request adds to the conversation so far. Raises ValueError: it is another one."""

@@ -13,6 +13,8 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
+from input_pipeline.chat.image_placeholders import PART_TYPES
+from input_pipeline.images.images import KEYS
 from input_pipeline.prompt_data import PromptItem
 from trainer.rollouts.environment_calls import Calls
 from trainer.rollouts.experience import Trajectory
@@ -183,11 +185,9 @@ class Playing:
 
 def _told(part: Any) -> dict:
   """A part of a message as JSON has it: an image of Pillow or NumPy, or the bytes of a file, as a data URL."""
-  kind = part.get("type") if isinstance(part, dict) else None
-  if kind not in ("image", "image_url", "input_image"):
+  if not isinstance(part, dict) or part.get("type") not in PART_TYPES:
     return part
-  value = next((part[key] for key in ("image", "image_url", "path", "bytes", "url", "base64", "data")
-                if part.get(key) is not None), None)
+  value = next((part[key] for key in KEYS if part.get(key) is not None), None)
   if isinstance(value, np.ndarray):
     value = Image.fromarray(value)
   if isinstance(value, Image.Image):
