@@ -150,6 +150,11 @@ class Generative(Model, Protocol):
     `params`: from `decoding_params`. `record`: as above, the experts being int16 [B, L, k]."""
 
 
+def generates(model: Model) -> bool:
+  """Whether it is `Generative`; of what it then has, some may be left out."""
+  return hasattr(model, "extend")
+
+
 def make_model(
     cfg_model: ConfigDict,
     *,

@@ -34,6 +34,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from models import api
 from models.sharding import logical_axes
 from trainer.distributed import mesh as mesh_lib
 from trainer.errors import ConfigError
@@ -77,7 +78,7 @@ class Sampler:
     if min(rows, chunk, prefill_tokens, prefill_chunk + 1) < 1:
       raise ValueError(f"Sampler: found rows={rows}, chunk={chunk}, prefill_tokens={prefill_tokens}, all at least 1, "
                        f"prefill_chunk={prefill_chunk}, at least 0")
-    if not hasattr(model, "extend"):
+    if not api.generates(model):
       raise ConfigError(f"{type(model).__name__} cannot generate texts: it has no extend() and decode(). Add what "
                         "models/api.py lists under Generative, or remove the evaluators that generate.")
     if mesh is None:

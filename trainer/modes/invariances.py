@@ -17,7 +17,7 @@ import numpy as np
 
 from evaluators import loss as loss_evaluator
 from input_pipeline.examples.roles import ABSENT
-from models import hf
+from models import api, hf
 from models.hf.errors import HFError
 from trainer import program as program_lib
 from trainer import strategies, tree, update
@@ -240,7 +240,7 @@ def _with_old_policy(s: Fixture) -> dict[str, np.ndarray]:
 
 def generation(s: Fixture) -> float:
   """I9: log-probs of generated tokens, step by step with a cache, against one pass over the whole text."""
-  if not hasattr(s.model, "prefill"):
+  if not api.generates(s.model):
     raise Skip("the model does not generate")
   _need_tokens(s)
   if "images" in s.batch or s.config.model.vision.tower != "none":

@@ -89,7 +89,8 @@ OWN = {
     "grpo": ("gradient where all rewards are equal", "gradient: this mesh, one device",
              "derivative along the gradient: its norm", "loss and gradient: prompts shared, apart",
              "ratio of the first step after a rollout: 1"),
-    "rollouts": ("gradient where all rewards are equal", "ratio of the first step after a rollout: 1"),
+    "rollouts": ("gradient where all rewards are equal", "ratio of the first step after a rollout: 1",
+                 "log-probs: generated, in one pass"),
     "images": ("loss and gradient: packed, one document a row", "hidden states that a later token changes",
                "hidden states that another document changes"),
 }
