@@ -12,6 +12,7 @@ from input_pipeline.steps import Past, Steps
 from input_pipeline.tokenizer.tokenizer import Tokenizer, make_tokenizer
 from trainer import program as program_lib
 from trainer import strategies
+from trainer.distributed import mesh as mesh_lib
 from trainer.rollouts import rollout
 from trainer.strategies import critic, teachers
 
@@ -141,6 +142,6 @@ def make_data(config: Any, mesh: Any, workdir: Path, past: Past | None) -> tuple
     return tokenizer, model, loader.make_train_data(config, tokenizer, learns=learns, workdir=workdir,
                                                     share_prompts=share_prompts, progress=show, past=past)
   prompts = prompt_data.make_prompt_data(config, tokenizer, show)
-  policy = rollout.Policy(critic.policy_of(model), tokenizer, mesh)
+  policy = rollout.Policy(critic.policy_of(model), tokenizer, mesh_lib.sampling_mesh(config, mesh))
   return tokenizer, model, rollout.Rollouts(config, prompts, policy, share_prompts=share_prompts, workdir=workdir,
                                             past=past)

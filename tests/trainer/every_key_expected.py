@@ -157,6 +157,9 @@ EXPECTED: dict[str, Any] = {
   "rollout.max_staleness": ["Ahead", 2, None],
   "rollout.concurrent": ["Concurrent", 1, None],
   "rollout.schedule": ["Ahead", 1, {0: 0, 1: 1}],
+  # Of eight, the last ones.
+  "rollout.devices": ([[4], [5], [6], [7]], [[0], [1], [2], [3]]),
+  "rollout.tensor": ([[4, 5], [6, 7]], [[0], [1], [2], [3]]),
   "rollout.carry_over": [0, True],
   "rollout.environment_workers": 2,
   "rollout.turn_share": 1,  # else one a turn

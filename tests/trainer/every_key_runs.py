@@ -255,6 +255,14 @@ def sampled_ahead(m: Made) -> list:
   return [type(ahead).__name__, ahead._max_staleness, ahead._versions]
 
 
+def sampling_devices(m: Made) -> tuple:
+  """The numbers of the devices that sample, each row of which shares a text, and of those that train."""
+  run = m.begun.run
+  meshes = run.data.producer.sampler.mesh, run.mesh
+  return tuple([[device.id for device in row] for row in mesh.devices.reshape(-1, mesh.shape["tensor"])]
+               for mesh in meshes)
+
+
 def goes_on(m: Made) -> list:
   """How far rollouts are ahead, and whether what has begun goes on in the next one."""
   data = m.begun.run.data

@@ -66,6 +66,7 @@ from tests.trainer.every_key_runs import (
   runs_of_the_sampler,
   sampled,
   sampled_ahead,
+  sampling_devices,
   saving_steps,
   scoring_processes,
   scoring_seconds,
@@ -466,6 +467,8 @@ ROLLOUT = {
   "rollout.concurrent": run(sampled_ahead, True, AHEAD, prompts),
   "rollout.schedule": run(sampled_ahead, lambda f: str(f.jsonl("schedule", [
     dict(rollout=0, policy=0, update=1), dict(rollout=1, policy=1, update=3)])), AHEAD, prompts),
+  "rollout.devices": run(sampling_devices, 4, base=prompts),
+  "rollout.tensor": run(sampling_devices, 2, {"rollout.devices": 4}, prompts),
   "rollout.carry_over": run(goes_on, True, AHEAD | {"rollout.max_staleness": 2}, prompts),
   "rollout.resample": run(sampled, 2, {"rollout.rewards.score.type": f"{TOYS}.same"}, prompts),
   "rollout.curriculum_target": data(0.5, base=prompts, see=chosen),

@@ -56,7 +56,7 @@ def rows_of(key):
 
 
 # What is seen of where things are on several devices.
-OF_SEVERAL = (every_key.layout, runs.planned, runs.plan_text)
+OF_SEVERAL = (every_key.layout, runs.planned, runs.plan_text, runs.sampling_devices)
 
 
 def keys():

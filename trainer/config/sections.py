@@ -260,6 +260,10 @@ def rollout() -> ConfigDict:
   c.max_staleness = 0
   c.concurrent = False
   c.schedule = unset(str)
+  # So many of the devices, the last ones, sample and do nothing else, and `mesh` is of the others; 0: all do both. Each
+  # group of `tensor` of them has the parameters once, and a share of the texts.
+  c.devices = 0
+  c.tensor = 1
   # Begin more prompts in the rows that get free, end a rollout when enough groups are whole, and let the others go on
   # in the next one, by the policy of then, as far as max_staleness allows; no row waits for the longest completion.
   c.carry_over = False

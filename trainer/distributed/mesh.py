@@ -168,11 +168,45 @@ def start(config: Any) -> Mesh:
   Raises:
     ConfigError: the sizes do not fit the devices, or a micro-batch cannot be split over them.
   """
-  mesh = make_mesh(config.mesh)
+  mesh = training_mesh(config)
   check_batch(mesh, config.batch_size // config.grad_accum_steps)
+  apart = num_sampling(config)
   say(f"{jax.device_count()} × {jax.devices()[0].device_kind} in {jax.process_count()} process(es), "
-      f"mesh: {describe(mesh)}")
+      f"mesh: {describe(mesh)}" + f"; {apart} more that sample: {describe(sampling_mesh(config, mesh))}" * bool(apart))
   return mesh
+
+
+def num_sampling(config: Any) -> int:
+  """Devices that sample rollouts and do nothing else."""
+  return config.rollout.devices if config.rollout.num_prompts else 0
+
+
+def training_mesh(config: Any, devices: Sequence[Any] | None = None) -> Mesh:
+  """The mesh of a config's updates: all devices (see `make_mesh`) but the last ones, which sample.
+
+  Raises:
+    ConfigError: as `make_mesh`; or none would be left.
+  """
+  devices = list(jax.devices() if devices is None else devices)
+  return make_mesh(config.mesh, devices[:num_training(config, len(devices))])
+
+
+def num_training(config: Any, count: int) -> int:
+  """Of so many devices, those that train.
+
+  Raises:
+    ConfigError: none would.
+  """
+  if (apart := num_sampling(config)) >= count:
+    raise ConfigError(f"rollout.devices is {apart}, and there are {count} devices in all: none would be left to train. "
+                      f"Use {f'at most {count - 1}' if count > 1 else '0'}.")
+  return count - apart
+
+
+def sampling_mesh(config: Any, mesh: Mesh) -> Mesh:
+  """The mesh that samples rollouts: that of the updates, or of the devices that are kept for it."""
+  apart = num_sampling(config)
+  return make_mesh(dict(data=-1, tensor=config.rollout.tensor), jax.devices()[-apart:]) if apart else mesh
 
 
 def describe(mesh: Mesh) -> str:

@@ -74,7 +74,7 @@ def inspect(config: Mapping, workdir: str | Path, rows: int = ROWS) -> Path:
   strategies.check(resolved)
   workdir = Path(workdir).expanduser().absolute()
   processes.join(resolved.processes)
-  mesh = mesh_lib.make_mesh(resolved.mesh)
+  mesh = mesh_lib.training_mesh(resolved)
   program_lib.settle(resolved, jax.default_backend())
   workdir_lib.prepare(resolved, workdir)
   rolls_out = resolved.rollout.num_prompts > 0

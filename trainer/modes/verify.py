@@ -33,6 +33,9 @@ from trainer.telemetry import writers
 
 # Steps of the slice, the step that the stopped run ends at, tokens of a batch, rows of a batch at most.
 STEPS, STOP, TOKENS, ROWS = 3, 1, 16384, 8
+# What is kept of `config.rollout`, as it is or at most.
+OF_ROLLOUTS = ("prompt_key", "stop", "keep_stop", "temperature", "top_k", "top_p", "min_p", "prefill_chunk",
+               "replay_experts", "devices", "tensor")
 
 
 class Result(NamedTuple):
@@ -100,7 +103,7 @@ def verify(config: Mapping, workdir: str | Path) -> list[Result]:
 def slice_of(resolved: ConfigDict, workdir: Path) -> ConfigDict:
   """The config of the slice: fewer rows and steps, float32, nothing besides the steps; made-up rewards for rollouts."""
   c, fresh = resolved.copy_and_resolve_references().unlock(), defaults()
-  shards = mesh_lib.batch_shards(mesh_lib.make_mesh(c.mesh))
+  shards = mesh_lib.batch_shards(mesh_lib.training_mesh(c))
   rows = max(2, min(ROWS, TOKENS // c.seq_len))
   c.batch_size, c.grad_accum_steps = -(-rows // shards) * shards, 1
   c.input.batch_size_stages = ()
@@ -124,15 +127,13 @@ def slice_of(resolved: ConfigDict, workdir: Path) -> ConfigDict:
   if "cached_top_k" in c.strategy:
     c.strategy.cached_top_k = 0
   if c.rollout.num_prompts:
-    r = c.rollout
-    r.num_prompts, r.group_size, r.batch_size, r.updates, r.epochs, r.resample = 2, min(4, r.group_size), 8, 2, 1, 0
-    r.max_new_tokens = min(16, r.max_new_tokens)
-    r.rewards, r.reward_workers, r.environment, r.max_turns = ConfigDict(), 0, None, fresh.rollout.max_turns
-    r.tools = ()
+    # Nothing is ahead, answers or gives rewards but what is made up here.
+    r, given = fresh.rollout.unlock(), c.rollout
+    r.update({key: given[key] for key in OF_ROLLOUTS})
+    r.update(num_prompts=2, group_size=min(4, given.group_size), max_new_tokens=min(16, given.max_new_tokens),
+             batch_size=8, updates=2, resample=0, reward_workers=0)
     r.rewards.made_up = reward(type="trainer.modes.verify.made_up")
-    r.mask_truncated = False
-    # Ratios are looked at where nothing is ahead.
-    r.max_staleness, r.concurrent, r.schedule, r.carry_over = 0, False, None, False
+    c.rollout = r
   return c.lock()
 
 

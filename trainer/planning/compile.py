@@ -123,7 +123,7 @@ def main(request: Path, result: Path) -> None:
       options["chips_per_host_bounds"] = [1, 1, 1]
     name = f"{asked['kind']}:{'x'.join(map(str, asked['shape']))}"
     devices = topologies.get_topology_desc(platform="tpu", topology_name=name, **options).devices
-  mesh = mesh_lib.make_mesh(config.mesh, devices)
+  mesh = mesh_lib.training_mesh(config, devices)
   model = program_lib.make_model(config, asked["vocab_size"])
   program = program_lib.make_program(config, model, program_lib.planned_optimizer(config, model), mesh,
                                      asked["source_names"])

@@ -104,6 +104,7 @@ class Planner:
 
   def __init__(self, config: Any, vocab_size: int, topology: Topology, source_names: Any):
     self.config, self.vocab_size, self.topology, self._sources = config, vocab_size, topology, source_names
+    self.devices = mesh_lib.num_training(config, topology.devices)
     self.assumptions = ASSUMPTIONS[topology.chip.platform]
     self._programs: dict[str, tuple[program_lib.Program, Trace]] = {}
 
@@ -113,7 +114,7 @@ class Planner:
     Raises:
       ConfigError: as `mesh.make_mesh`; and if the slices of the topology are not what `slice` is for.
     """
-    complete = mesh_lib.axis_sizes(sizes, self.topology.devices, self.topology.kind)
+    complete = mesh_lib.axis_sizes(sizes, self.devices, self.topology.kind)
     slices = self.topology.slices
     if slices > 1 and complete["slice"] % slices:
       raise ConfigError(f"mesh.slice is {complete['slice']}, but the devices are in {slices} slices, with slow links "
@@ -133,7 +134,7 @@ class Planner:
       one = AbstractMesh((1,) * len(mesh_lib.AXES), mesh_lib.AXES, axis_types=(AxisType.Auto,) * len(mesh_lib.AXES))
       program = program_lib.make_program(config, model, program_lib.planned_optimizer(config, model), one,
                                          self._sources)
-      rows = max(1, config.batch_size // config.grad_accum_steps // max(1, self.topology.devices))
+      rows = max(1, config.batch_size // config.grad_accum_steps // self.devices)
       self._programs[remat] = program, trace(config, program, max(rows, _rows_of_whole_blocks(config)))
     return self._programs[remat]
 
@@ -156,7 +157,7 @@ class Planner:
                                        self.assumptions.links)
     seconds = self._seconds(placed, cost, hardware_flops, transfers)
     rows = config.batch_size // config.grad_accum_steps // mesh_lib.batch_shards(mesh)
-    whole = seconds["step"] * self.topology.devices * self.topology.chip.peak
+    whole = seconds["step"] * self.devices * self.topology.chip.peak
     host = placed.host + rows * cost.host / (mesh.shape["context"] * mesh.shape["tensor"])
     return Estimate(dict(mesh.shape), remat, memory, host, per_row, rows, self.topology.chip.usable,
                     model_flops, hardware_flops, transfers, seconds, tokens, model_flops / whole)
@@ -192,7 +193,7 @@ class Planner:
                transfers: list[plan_network.Transfer]) -> dict[str, float]:
     """The roofline."""
     a, chip, config = self.assumptions, self.topology.chip, self.config
-    compute = flops / (self.topology.devices * chip.peak * a.products)
+    compute = flops / (self.devices * chip.peak * a.products)
     number = np.dtype(config.precision.compute).itemsize
     # Every product reads its gathered kernel: forward, and twice backward. The update reads and writes the state.
     weights = 3 * config.grad_accum_steps * placed.gathered(number, None)
@@ -200,7 +201,7 @@ class Planner:
     # What a layer makes is written once and read once, and made again where it is not kept.
     made = self.traced("none")[1].kept
     again = max(0.0, made - cost.kept - cost.host)
-    activations = 2 * (made + again) * config.batch_size / self.topology.devices
+    activations = 2 * (made + again) * config.batch_size / self.devices
     memory = (weights + update + activations) / (chip.memory_bandwidth * a.memory)
     by_link: dict[str, float] = {}
     for transfer in transfers:

@@ -74,9 +74,10 @@ def make_plan(config: Mapping, workdir: str | Path) -> Plan:
   planner = Planner(resolved, vocab_size, topology, loader.used_sources(resolved.input))
   now = planner.estimate(resolved.mesh)
   program, _ = planner.traced()
-  micro = resolved.batch_size // resolved.grad_accum_steps
+  micro, apart = resolved.batch_size // resolved.grad_accum_steps, mesh_lib.num_sampling(resolved)
   heading = [
-      topology.describe(), f"mesh: {plan_page.mesh_text(now.sizes)}",
+      topology.describe(), f"mesh: {plan_page.mesh_text(now.sizes)}"
+      + f"; {apart} more devices sample, which is not planned here" * bool(apart),
       f"a step: {resolved.batch_size} rows of {resolved.seq_len:,} tokens, {micro} at a time; remat {now.remat}; "
       f"parameters {resolved.precision.params}, products {resolved.precision.compute}", vocabulary,
       *notes, *program.optimizer.notes, *mesh_lib.param_shardings(

@@ -42,7 +42,7 @@ def _factorizations(planner: Planner) -> Iterator[dict[str, int]]:
   """Sizes of the axes that could make sense."""
   topology, config = planner.topology, planner.config
   spec = getattr(planner.traced()[0].model, "spec", None)
-  group = topology.devices // topology.slices
+  group = planner.devices // topology.slices
   switch = 0 if topology.chip.torus else topology.per_group  # tensor parallelism does not leave a node
   for tensor in _divisors(group, min(WIDEST["tensor"], switch or group)):
     if spec is None and tensor > 1 or spec is not None and spec.num_heads % tensor:

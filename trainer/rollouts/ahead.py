@@ -6,6 +6,7 @@ staleness. In turns with updates (`Ahead`) v is as small as it may be, or what a
 depends on the clock, and so it is written down, and can be replayed in turns, to the bit (`rollout.schedule`).
 """
 
+import contextlib
 import contextvars
 import threading
 import time
@@ -18,6 +19,8 @@ import jax.numpy as jnp
 from absl import logging
 
 from input_pipeline.steps import Steps
+from trainer.distributed import mesh as mesh_lib
+from trainer.distributed.handover import Handover
 from trainer.errors import ConfigError
 from trainer.rollouts import schedule
 from trainer.rollouts.producer import Producer, Rollout
@@ -37,16 +40,17 @@ class Ahead:
     max_staleness: updates.
     versions: {number of a rollout: its version}; None: as early as it may be.
     lead: updates by which a rollout may be made ahead, `max_staleness` at most.
+    handover: gives the parameters to the devices that sample; None: they are those that train.
 
   Attributes:
     ready: those that wait, the next first.
   """
 
   def __init__(self, producer: Producer, taken: Steps, num_items: int | None, max_staleness: int,
-               versions: Mapping[int, int] | None = None, lead: int | None = None):
+               versions: Mapping[int, int] | None = None, lead: int | None = None, handover: Handover | None = None):
     self._producer, self._taken, self._num_items = producer, taken, num_items
     self._max_staleness, self._versions = max_staleness, versions
-    self._lead = max_staleness if lead is None else lead
+    self._lead, self._handover = max_staleness if lead is None else lead, handover
     self.ready: deque[Rollout] = deque()
     self._last: Rollout | None = None  # that was made
     self._start = 0  # the updates done when there was none
@@ -57,9 +61,9 @@ class Ahead:
 
   def fill(self, run: Any, due: bool) -> bool:
     """Makes what is to be made before the next update; `due`: it needs a rollout. False: the run is to stop first."""
-    began, params = self._clock(), critic.policy_params(run.state["params"])
+    began = self._clock()
     while self._may(run.step, run.total_steps):
-      jax.block_until_ready(params)  # the update before is training, not sampling
+      params = jax.block_until_ready(self._policy(run))  # the update before is training, not sampling
       with run.chrono.pause("rollout"):
         made = self._make(params, run.step, lambda: bool(run.stop_requested) and jax.process_count() == 1)
       if made is None:
@@ -108,6 +112,13 @@ class Ahead:
   def close(self) -> None:
     """Ends what makes rollouts."""
 
+  def _policy(self, run: Any) -> Any:
+    """The parameters that sample, where they do."""
+    params = run.state["params"]
+    if self._handover is not None:
+      params = self._handover(params, run.program.optimizer.trainable)
+    return critic.policy_params(params)
+
   def _clock(self) -> float:
     """Now; what is measured begins with the first time that it is asked for."""
     now = time.perf_counter()
@@ -148,8 +159,10 @@ class Ahead:
   def _make(self, params: Any, version: int, stopped: Callable[[], bool]) -> Rollout | None:
     """The next rollout; None: it was left off."""
     first, self._began = self._first_step, time.perf_counter()
-    made = self._producer.roll(params, version, self._next_number(version), self._last, first, self._taken.at(first),
-                               stopped)
+    # What is in no place of its own would else wait for updates.
+    with contextlib.nullcontext() if self._handover is None else jax.default_device(self._handover.device):
+      made = self._producer.roll(params, version, self._next_number(version), self._last, first, self._taken.at(first),
+                                 stopped)
     self._busy += time.perf_counter() - max(self._began, self._since)
     self._began = None
     if made is not None:
@@ -161,7 +174,8 @@ class Concurrent(Ahead):
   """Rollouts that are made in a thread of their own while the policy is trained. One process.
 
   Before each update the thread is given a copy of the parameters, since the update takes the run's own; it begins a
-  rollout whenever the newest of these may sample it.
+  rollout whenever the newest of these may sample it. It shares no device with updates unless there is but one: it would
+  begin programs in another order than they do.
   """
 
   def __init__(self, *args: Any):
@@ -175,7 +189,9 @@ class Concurrent(Ahead):
   def fill(self, run: Any, due: bool) -> bool:
     """See `Ahead.fill`."""
     began = self._clock()
-    params = jax.tree.map(jnp.copy, critic.policy_params(run.state["params"]))
+    params = self._policy(run)
+    if self._handover is None:
+      params = jax.tree.map(jnp.copy, params)
     with self._changed:
       self._given = params, run.step, run.total_steps
       self._changed.notify_all()
@@ -225,9 +241,10 @@ class Concurrent(Ahead):
 
 def make_ahead(config: Any, producer: Producer, taken: Steps, num_items: int | None) -> Ahead:
   """As `config.rollout` says."""
+  handover = Handover(producer.sampler.mesh, config.sharding_rules) if mesh_lib.num_sampling(config) else None
   c = config.rollout
   given = None if c.schedule is None else schedule.read(c.schedule, c.max_staleness)
   kind, lead = Concurrent if c.concurrent else Ahead, c.max_staleness
   if c.carry_over:  # what goes on takes the next rollout's updates more to be trained on
     lead = max(lead - c.updates * c.epochs, 0) if c.concurrent else 0
-  return kind(producer, taken, num_items, c.max_staleness, given, lead)
+  return kind(producer, taken, num_items, c.max_staleness, given, lead, handover)

@@ -32,10 +32,11 @@ def check(config: Any) -> None:
   for key, least in (("num_prompts", 1), ("group_size", 1 if alone else 2), ("updates", 1), ("epochs", 1),
                      ("max_new_tokens", 1), ("batch_size", 1), ("resample", 0), ("max_without_lesson", 0),
                      ("reward_workers", 0), ("max_turns", 1), ("environment_workers", 1), ("max_staleness", 0),
-                     ("prefill_chunk", 0), ("kept_texts", 0)):
+                     ("prefill_chunk", 0), ("kept_texts", 0), ("devices", 0), ("tensor", 1)):
     if c[key] < least:
       raise ConfigError(f"rollout.{key} is {c[key]}; it must be at least {least}.")
   engine.check(config)
+  _check_devices(c)
   if c.replay_experts and not config.model.moe.num_experts:
     raise ConfigError("rollout.replay_experts is True, but the model has no experts (model.moe.num_experts=0), so that "
                       "there is nothing to replay. Use --config.rollout.replay_experts=False.")
@@ -92,6 +93,21 @@ def routing(config: Any, model: Any) -> tuple[int, int] | None:
   return getattr(model, "routing", None) if c.num_prompts and c.engine is None and not c.carry_over else None
 
 
+def _check_devices(c: Any) -> None:
+  """Refuses devices kept for sampling that would not sample, or not evenly; how many there are is not known yet."""
+  if c.tensor > 1 and not c.devices:
+    raise ConfigError(f"rollout.tensor is {c.tensor}, but rollout.devices is 0: rollouts are sampled as `mesh` says. "
+                      "Use --config.mesh.tensor, or keep devices for sampling.")
+  if c.devices % c.tensor:
+    raise ConfigError(f"rollout.tensor is {c.tensor}: each copy of the parameters is spread over so many of the "
+                      f"devices that sample, and rollout.devices is {c.devices}, no multiple of it.")
+  if c.devices and c.engine is not None:
+    raise ConfigError(f"rollout.devices is {c.devices}, but rollout.engine samples. Leave one of them out.")
+  if c.devices and jax.process_count() > 1:
+    raise ConfigError(f"rollout.devices is {c.devices} in a run of {jax.process_count()} processes; devices are kept "
+                      "for sampling in runs of one process. Use 0: every device samples and trains in turns.")
+
+
 def _check_staleness(config: Any) -> None:
   """Refuses completions of older policies where they cannot be, or would be taken for those of the policy itself."""
   c = config.rollout
@@ -106,12 +122,12 @@ def _check_staleness(config: Any) -> None:
   if c.concurrent and jax.process_count() > 1:
     raise ConfigError("rollout.concurrent is for runs of one process: several would have to sample and train in the "
                       "same order. Leave it out; rollout.max_staleness alone works in turns.")
-  if c.concurrent and c.engine is None and len(jax.devices()) > 1:
+  if c.concurrent and c.engine is None and not c.devices and len(jax.devices()) > 1:
     # Each device takes programs in the order in which they come to it. From two threads that may be one order here and
     # another there, and where a program's parts wait for one another, all wait for ever.
     raise ConfigError(f"rollout.concurrent is True on {len(jax.devices())} devices: two threads would begin programs "
-                      "on them, in no one order. Sample elsewhere (rollout.engine, docs/grpo.md), use one device, or "
-                      "leave it out; rollout.max_staleness alone works in turns.")
+                      "on them, in no one order. Keep some of them for sampling (rollout.devices), sample elsewhere "
+                      "(rollout.engine, docs/grpo.md), or leave it out; rollout.max_staleness alone works in turns.")
   if c.schedule is not None:
     schedule.read(c.schedule, c.max_staleness)
   if c.carry_over:

@@ -25,6 +25,7 @@ import jax.numpy as jnp
 
 from models import cpu
 from trainer.distributed import liveness, processes
+from trainer.distributed import mesh as mesh_lib
 from trainer.telemetry import hardware
 
 # Of the matrices whose product is timed.
@@ -107,7 +108,8 @@ class Ends:
 
 def make_chrono(config: Any, flops_per_token: float, meta: Mapping[str, Any], first_start: float) -> "Chrono":
   """The clock of a run, which says what its `mfu` is a share of; `meta`: of the checkpoint that it goes on from."""
-  chrono = Chrono(flops_per_token, meta.get("seconds"), first_start, config.precision.compute)
+  chrono = Chrono(flops_per_token, meta.get("seconds"), first_start, config.precision.compute,
+                  mesh_lib.num_training(config, jax.device_count()))
   processes.say(f"mfu: of {chrono.peak / 1e12:.3g} TFLOP/s a device ({chrono.peak_source})")
   return chrono
 
@@ -120,6 +122,7 @@ class Chrono:
     saved: `state()` of the run that this one continues.
     first_start: `time.time()` when the run was begun; None: now.
     dtype: of the products.
+    devices: those that train; None: all.
 
   Attributes:
     phase: the pause that this is, or "step".
@@ -128,12 +131,12 @@ class Chrono:
   """
 
   def __init__(self, flops_per_token: float, saved: dict[str, float] | None = None, first_start: float | None = None,
-               dtype: str = "float32"):
+               dtype: str = "float32", devices: int | None = None):
     self._first_start = time.time() if first_start is None else first_start
     self.phase = "step"
     self.longest: dict[str, float] = {}
     self.peak, self.peak_source = peak_flops(dtype)
-    self._flops_per_token = flops_per_token
+    self._flops_per_token, self._devices = flops_per_token, devices or jax.device_count()
     self._total = {"train": 0.0, "data": 0.0, "eval": 0.0, "checkpoint": 0.0, "compile": 0.0,
                    "rollout": 0.0, **(saved or {})}
     self.ends = Ends()
@@ -191,7 +194,7 @@ class Chrono:
     seconds, steps = max(until - self._started - sum(split.values()), 1e-9), max(step - self._step, 1)
     self._total["train"] += seconds
     rate = (tokens_seen - self._tokens) / seconds
-    flops = self._flops_per_token * rate / jax.device_count()
+    flops = self._flops_per_token * rate / self._devices
     if flops > self.peak and self.peak_source.startswith(MEASURED):  # while the machine had other things to do
       self.peak = flops
     metrics = {

@@ -105,6 +105,8 @@ def test_strategies(folder, tmp_path, monkeypatch, name):
     c = test_dpo.config(test_dpo.write_pairs(folder / "pairs.jsonl"))
   elif name in ("grpo", "rollouts"):
     c = rollout_runs.config(rollout_runs.write_prompts(folder))
+    # What needs something that answers, which is left out.
+    c.rollout.update(environment=f"{rollout_runs.TOYS}.Echo", kept_texts=2, turn_share=0.5)
   else:
     c = test_image_runs.config(folder, "sft")
   if name != "rollouts":

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from input_pipeline.steps import steps_of_rollouts
+from tests import programs
 from tests.trainer import rollout_runs
 from tests.trainer.rollout_runs import STOP, assert_same_state, start_of, table, write_prompts
 from trainer import train
@@ -130,6 +131,35 @@ def test_a_run_at_once_is_had_again_from_its_schedule(prompts, tmp_path):
   assert not any(thread.name == "rollouts" for thread in threading.enumerate())
 
 
+def apart(prompts, **changed):
+  """Two devices train and two sample."""
+  c = config(prompts, **changed)
+  c.mesh.update(data=2, fsdp=1)
+  return c
+
+
+@pytest.mark.devices(4)
+def test_devices_that_only_sample_change_nothing(prompts, tmp_path):
+  """In turns it is the run whose two devices do both."""
+  programs.show(2)
+  straight = train(apart(prompts, total_steps=4), tmp_path / "both")
+  programs.show(4)
+  run = train(apart(prompts, total_steps=4, devices=2), tmp_path / "kept")
+  assert_same_state(run.state, straight.state)
+  assert rows_of(tmp_path / "kept") == rows_of(tmp_path / "both")
+
+
+@pytest.mark.devices(4)
+def test_sampled_on_devices_of_its_own_at_once_a_run_is_had_again(prompts, tmp_path):
+  """From its schedule in turns; two devices share the heads that sample, and two others the rows that are trained."""
+  run = train(apart(prompts, total_steps=6, devices=2, tensor=2, concurrent=True), tmp_path / "w")
+  sampler = run.data.producer.sampler
+  assert sampler.mesh.shape["tensor"] == 2 and not set(sampler.mesh.devices.flat) & set(run.mesh.devices.flat)
+  c = apart(prompts, total_steps=6, devices=2, tensor=2, schedule=str(tmp_path / "w" / NAME))
+  assert_same_state(run.state, train(c, tmp_path / "again").state)
+  assert rows_of(tmp_path / "w") == rows_of(tmp_path / "again")
+
+
 # ----------------------------------------------------------------------------------------------
 # Which policy samples what, with a sampler that takes no time.
 
@@ -245,6 +275,10 @@ def test_an_error_of_the_sampler_ends_the_run_and_a_stop_does_not_wait_for_it():
     (dict(max_staleness=1, carry_over=True), "Use --config.rollout.max_staleness=2 or more, or leave rollout.ca"),
     (dict(carry_over=True, environment="tests.trainer.rollout_toys.Echo"), "there is rollout.environment"),
     (dict(carry_over=True, engine="http://127.0.0.1:9"), "there is rollout.engine"),
+    (dict(devices=1), "rollout.devices is 1, and there are 1 devices in all: none would be left to train. Use 0."),
+    (dict(devices=3, tensor=2), "rollout.devices is 3, no multiple of it"),
+    (dict(tensor=2), "rollout.devices is 0: rollouts are sampled as `mesh` says"),
+    (dict(devices=2, engine="http://127.0.0.1:9"), "rollout.devices is 2, but rollout.engine samples"),
     (dict(schedule="/nowhere/x.jsonl"), "Give the schedule.jsonl in the workdir of"),
 ])
 def test_what_cannot_be_is_refused_with_what_to_type(prompts, tmp_path, change, said):
@@ -254,7 +288,7 @@ def test_what_cannot_be_is_refused_with_what_to_type(prompts, tmp_path, change, 
 
 @pytest.mark.devices(8)
 def test_two_threads_share_no_mesh(prompts, tmp_path):
-  with pytest.raises(ConfigError, match="on 8 devices: two threads .* use one device"):
+  with pytest.raises(ConfigError, match="on 8 devices: two threads .* Keep some of them for sampling"):
     train(config(prompts, max_staleness=1, concurrent=True), tmp_path / "w")
 
 
