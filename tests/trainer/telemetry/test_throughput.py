@@ -5,6 +5,7 @@ import threading
 import jax
 import pytest
 
+from trainer.config import defaults
 from trainer.telemetry import throughput
 
 pytestmark = pytest.mark.devices(8)
@@ -119,6 +120,17 @@ def test_a_peak_that_was_measured_too_low_is_corrected(device, clock, monkeypatc
     device.dispatch(step, at_once=True)
     rates.append(device.window(step, tokens_seen=step * tokens)["mfu"])
   assert rates == pytest.approx([0.6, 1.0, 0.5])
+
+
+@pytest.mark.devices(8)
+def test_mfu_is_of_the_devices_that_train(clock):
+  """Two of eight sample; 12,000 FLOP/s are twice what the six can."""
+  c = defaults()
+  c.rollout.update(num_prompts=1, devices=2)
+  chrono = throughput.make_chrono(c, 6.0, {}, 0.0)
+  chrono.start_window(0, 0)
+  clock[0] += 1.0
+  assert chrono.window(1, tokens_seen=2000)["mfu"] == 6.0 * 2000.0 / (1000.0 * 6)
 
 
 def test_rates_leave_pauses_out_and_mfu_follows_its_formula(clock):
