@@ -154,9 +154,10 @@ EXPECTED: dict[str, Any] = {
   "rollout.epochs": [(step, 1) for step in range(8)],  # four prompts for two updates, twice
   "rollout.batch_size": 16,
   "rollout.max_without_lesson": 3,
-  "rollout.max_staleness": ["Ahead", 2, None],
-  "rollout.concurrent": ["Concurrent", 1, None],
-  "rollout.schedule": ["Ahead", 1, {0: 0, 1: 1}],
+  "rollout.max_staleness": ["Ahead", 2, None, None],
+  "rollout.concurrent": ["Concurrent", 1, None, None],
+  "rollout.in_flight": ["Concurrent", 1, None, "_newest"],
+  "rollout.schedule": ["Ahead", 1, {0: (0, []), 1: (1, [])}, None],
   # Of eight, the last ones.
   "rollout.devices": ([[4], [5], [6], [7]], [[0], [1], [2], [3]]),
   "rollout.tensor": ([[4, 5], [6, 7]], [[0], [1], [2], [3]]),

@@ -250,9 +250,10 @@ def rollouts_without_signal(m: Made) -> int:
 
 
 def sampled_ahead(m: Made) -> list:
-  """How rollouts come before their training: in turns or at once, how old they may be, and by which policy each is."""
+  """How rollouts come before their training: in turns or at once, how old they may be, by which policy each is, and
+  where newer ones come from meanwhile."""
   ahead = m.begun.run.data._ahead
-  return [type(ahead).__name__, ahead._max_staleness, ahead._versions]
+  return [type(ahead).__name__, ahead._max_staleness, ahead._versions, ahead._newer and ahead._newer.__name__]
 
 
 def sampling_devices(m: Made) -> tuple:

@@ -467,6 +467,7 @@ ROLLOUT = {
   "rollout.concurrent": run(sampled_ahead, True, AHEAD, prompts),
   "rollout.schedule": run(sampled_ahead, lambda f: str(f.jsonl("schedule", [
     dict(rollout=0, policy=0, update=1), dict(rollout=1, policy=1, update=3)])), AHEAD, prompts),
+  "rollout.in_flight": run(sampled_ahead, True, AHEAD | {"rollout.concurrent": True}, prompts),
   "rollout.devices": run(sampling_devices, 4, base=prompts),
   "rollout.tensor": run(sampling_devices, 2, {"rollout.devices": 4}, prompts),
   "rollout.carry_over": run(goes_on, True, AHEAD | {"rollout.max_staleness": 2}, prompts),

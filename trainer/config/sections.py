@@ -260,6 +260,9 @@ def rollout() -> ConfigDict:
   c.max_staleness = 0
   c.concurrent = False
   c.schedule = unset(str)
+  # With concurrent: newer parameters are taken between two chunks of decoding steps, too; keys and values of what has
+  # been run stay as they are (PipelineRL).
+  c.in_flight = False
   # So many of the devices, the last ones, sample and do nothing else, and `mesh` is of the others; 0: all do both. Each
   # group of `tensor` of them has the parameters once, and a share of the texts.
   c.devices = 0

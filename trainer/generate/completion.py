@@ -68,6 +68,8 @@ class Request:
     keep: whether those of each prompt are added. None: all are.
     more: asked before each chunk, whether or not any text is left (`idle`), for prompts that come only now. None: there
       are none.
+    newer: asked before each chunk for parameters with which all goes on that is not run yet; None: those that there
+      are. Keys and values of what has been run stay as they were computed.
   """
 
   max_new_tokens: int | Sequence[int]
@@ -89,6 +91,7 @@ class Request:
   kept: Kept | None = None
   keep: Sequence[bool] | None = None
   more: "Callable[[bool], More] | None" = None
+  newer: Callable[[], Any] = lambda: None
 
 
 class More(NamedTuple):

@@ -20,16 +20,18 @@ class Prefill:
   Args:
     program: `program(name, sizes=…)` gives a compiled function of trainer/generate/decoding.py.
     layout: what the model makes of images.
-    params: the model's.
     waiting: what waits; says how many tokens of a prompt are run together at most.
     most_tokens: prompts are run together up to so many tokens, padding included.
     unit: how many prompts are run together is a multiple of it.
     kept: counts the tokens; None: nothing is kept.
+
+  Attributes:
+    params: the model's; may become others.
   """
 
   def __init__(self, program: Callable[..., Callable], layout: image_tokens.Layout | None, params: Any,
                waiting: Waiting, most_tokens: int, unit: int, kept: Kept | None):
-    self._program, self._layout, self._params, self._waiting = program, layout, params, waiting
+    self._program, self._layout, self.params, self._waiting = program, layout, params, waiting
     self._most_tokens, self._unit, self._kept = most_tokens, unit, kept
     self._going: _InChunks | None = None
 
@@ -48,7 +50,7 @@ class Prefill:
         waiting.prefilled = self._at_once(chosen, bucket(longest, MIN_LENGTH))
         return True
       self._going = _InChunks(self._program, waiting, chosen, power(len(chosen), self._unit))
-    waiting.prefilled = self._going.run(self._params)
+    waiting.prefilled = self._going.run(self.params)
     if waiting.prefilled.prompts:
       self._going = None
     return bool(waiting.prefilled.prompts)
@@ -62,7 +64,7 @@ class Prefill:
       tokens_NxT[n, :len(ids)], lengths_N[n] = ids, len(ids)
       image_tokens.put(self._layout, seen, waiting.shown[prompt], n)
     run = self._program("prefill", sizes=(N, width, waiting.most_images))
-    last_NxD, begun, *experts_NxTxLxk = run(self._params, tokens_NxT, lengths_N, seen)
+    last_NxD, begun, *experts_NxTxLxk = run(self.params, tokens_NxT, lengths_N, seen)
     experts = [part[n, :lengths_N[n]] for part in map(np.asarray, experts_NxTxLxk) for n in range(len(chosen))]
     return Prefilled(chosen, (N, width), last_NxD, begun, experts)
 

@@ -2,15 +2,18 @@
 
 A rollout whose training begins after f updates is sampled by the policy after v of them, its version; f - v is its
 staleness. In turns with updates (`Ahead`) v is as small as it may be, or what a schedule says. At once with them
-(`Concurrent`), in a thread of its own, v is that of the newest parameters when the sampler has nothing else to do: that
-depends on the clock, and so it is written down, and can be replayed in turns, to the bit (`rollout.schedule`).
+(`Concurrent`), in a thread of its own, v is that of the newest parameters when the sampler has nothing else to do; with
+`rollout.in_flight` newer ones take their place before each chunk of decoding steps (PipelineRL, arXiv 2509.19128). That
+depends on the clock, and so it is written down, and can be had again, to the bit (`rollout.schedule`): in turns, or
+where policies changed within rollouts, in a thread that waits for each update that it is to sample by (`Followed`).
 """
 
 import contextlib
 import contextvars
+import functools
 import threading
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -38,7 +41,7 @@ class Ahead:
     taken: the prompts of each step.
     num_items: prompts that there are; None: no end.
     max_staleness: updates.
-    versions: {number of a rollout: its version}; None: as early as it may be.
+    versions: {number of a rollout: by which policies it is sampled}; None: as early as it may be.
     lead: updates by which a rollout may be made ahead, `max_staleness` at most.
     handover: gives the parameters to the devices that sample; None: they are those that train.
 
@@ -46,8 +49,12 @@ class Ahead:
     ready: those that wait, the next first.
   """
 
+  # What may take a policy's place while a rollout is sampled: see `trainer.rollouts.schedule.Policies`.
+  _newer: Callable[[int, int], tuple[Any, int] | None] | None = None
+
   def __init__(self, producer: Producer, taken: Steps, num_items: int | None, max_staleness: int,
-               versions: Mapping[int, int] | None = None, lead: int | None = None, handover: Handover | None = None):
+               versions: Mapping[int, schedule.Sampled] | None = None, lead: int | None = None,
+               handover: Handover | None = None):
     self._producer, self._taken, self._num_items = producer, taken, num_items
     self._max_staleness, self._versions = max_staleness, versions
     self._lead, self._handover = max_staleness if lead is None else lead, handover
@@ -136,7 +143,8 @@ class Ahead:
     if self._versions is None:
       return self._first_step - self._lead
     number = self._next_number(step)
-    version = self._versions.get(number)
+    sampled = self._versions.get(number)
+    version = None if sampled is None else sampled.version
     if version is None or not step <= version <= self._first_step:
       found = "has no such rollout" if version is None else f"says that the policy after {version} sampled it"
       raise ConfigError(f"rollout.schedule {found}: rollout {number}, which is due after {step} updates. Give the "
@@ -162,7 +170,7 @@ class Ahead:
     # What is in no place of its own would else wait for updates.
     with contextlib.nullcontext() if self._handover is None else jax.default_device(self._handover.device):
       made = self._producer.roll(params, version, self._next_number(version), self._last, first, self._taken.at(first),
-                                 stopped)
+                                 stopped, self._newer)
     self._busy += time.perf_counter() - max(self._began, self._since)
     self._began = None
     if made is not None:
@@ -176,10 +184,15 @@ class Concurrent(Ahead):
   Before each update the thread is given a copy of the parameters, since the update takes the run's own; it begins a
   rollout whenever the newest of these may sample it. It shares no device with updates unless there is but one: it would
   begin programs in another order than they do.
+
+  Args:
+    in_flight: newer parameters are taken while a rollout is sampled, too.
   """
 
-  def __init__(self, *args: Any):
+  def __init__(self, *args: Any, in_flight: bool = False):
     super().__init__(*args)
+    if in_flight:
+      self._newer = self._newest
     self._changed = threading.Condition()
     self._thread: threading.Thread | None = None
     self._given: tuple[Any, int, int] | None = None  # parameters, the updates that they had, those of the run
@@ -217,6 +230,17 @@ class Concurrent(Ahead):
       self._thread.join()
       self._thread = None
 
+  def _newest(self, look: int, version: int) -> tuple[Any, int] | None:
+    """The newest policy, if its update is done."""
+    with self._changed:
+      params, newest, _ = self._given
+    if newest == version or not all(leaf.is_ready() for leaf in jax.tree.leaves(params)):
+      return None
+    return params, newest
+
+  def _take(self, version: int) -> None:
+    """Notes that the policy of that version samples from now on."""
+
   def _work(self) -> None:
     try:
       while True:
@@ -226,6 +250,7 @@ class Concurrent(Ahead):
           if self._closing:
             return
           params, version, _ = self._given
+          self._take(version)
         jax.block_until_ready(params)  # the update before is training, not sampling
         made = self._make(params, version, lambda: self._closing)
         del params  # only the newest are kept while it waits
@@ -239,12 +264,55 @@ class Concurrent(Ahead):
         self._changed.notify_all()
 
 
+class Followed(Concurrent):
+  """What a schedule says was sampled at once, had again: sampling waits for each policy that it took, and updates go on
+  when it has taken theirs."""
+
+  def __init__(self, *args: Any):
+    super().__init__(*args, in_flight=True)
+    self._left: Counter[int] | None = None  # how often each policy is yet to be taken
+
+  def fill(self, run: Any, due: bool) -> bool:
+    """See `Ahead.fill`."""
+    if self._left is None:
+      first = self._next_number(run.step)
+      self._left = Counter(version for number, sampled in self._versions.items() if number >= first
+                           for version in (sampled.version, *dict(sampled.changes).values()))
+    if not super().fill(run, due):
+      return False
+    with self._changed:
+      while self._left[run.step] and self._error is None and not run.stop_requested and (
+          self._began is not None or self._first_step < run.total_steps):
+        self._changed.wait(LOOK_SECONDS)
+      if self._error is not None:
+        raise self._error
+    return True
+
+  def _newest(self, look: int, version: int) -> tuple[Any, int] | None:
+    """The policy that took over at this look."""
+    newer = dict(self._versions[self._next_number(version)].changes).get(look)
+    if newer is None:
+      return None
+    with self._changed:
+      while self._given[1] != newer and not self._closing:
+        self._changed.wait()
+      if self._closing:
+        return None
+      self._take(newer)
+      return self._given[0], newer
+
+  def _take(self, version: int) -> None:
+    self._left[version] -= 1
+    self._changed.notify_all()
+
+
 def make_ahead(config: Any, producer: Producer, taken: Steps, num_items: int | None) -> Ahead:
   """As `config.rollout` says."""
   handover = Handover(producer.sampler.mesh, config.sharding_rules) if mesh_lib.num_sampling(config) else None
   c = config.rollout
-  given = None if c.schedule is None else schedule.read(c.schedule, c.max_staleness)
-  kind, lead = Concurrent if c.concurrent else Ahead, c.max_staleness
+  given = None if c.schedule is None else schedule.read(c.schedule, c.max_staleness, c.in_flight)
+  at_once = Followed if given is not None else functools.partial(Concurrent, in_flight=c.in_flight)
+  kind, lead = at_once if c.concurrent or c.in_flight else Ahead, c.max_staleness
   if c.carry_over:  # what goes on takes the next rollout's updates more to be trained on
     lead = max(lead - c.updates * c.epochs, 0) if c.concurrent else 0
   return kind(producer, taken, num_items, c.max_staleness, given, lead, handover)

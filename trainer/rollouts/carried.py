@@ -80,7 +80,7 @@ class Ages(NamedTuple):
   """How long groups may wait for their training.
 
   Attributes:
-    version: of the policy that samples.
+    version: of the policy that samples first.
     first_step, steps: the updates done when the training of this rollout begins, and those of a rollout.
     size: P.
     max_staleness: updates.
@@ -121,7 +121,7 @@ def taken(groups: Sequence[Group], need: int, ages: Ages) -> tuple[list[Group], 
 
 
 def go_on(groups: Sequence[Group], need: int, ages: Ages, prompts: Sequence[np.ndarray], limits: Sequence[int],
-          stream: Callable[..., Iterator[Completion]], stopped: Callable[[], bool]
+          stream: Callable[..., Iterator[tuple[Completion, int]]], stopped: Callable[[], bool]
           ) -> tuple[list[Group], list[Group]] | None:
   """Samples until enough groups are whole.
 
@@ -130,7 +130,7 @@ def go_on(groups: Sequence[Group], need: int, ages: Ages, prompts: Sequence[np.n
     need: groups that are to become whole.
     prompts, limits: of each group, its ids and the most tokens of a completion.
     stream: `stream(prompts, their places among the groups, samples=…, …)`, with more attributes of a `Request`, gives
-      parts of completions, as `trainer.generate.sampler.Sampler.stream` does.
+      parts of completions, as `trainer.generate.sampler.Sampler.stream` does, each with the version of its policy.
     stopped: whether to leave off.
 
   Returns:
@@ -152,11 +152,11 @@ def go_on(groups: Sequence[Group], need: int, ages: Ages, prompts: Sequence[np.n
                  max_new_tokens=[limits[number] for number, _ in asked], begun=[len(ids) for ids in begun],
                  seed=[groups[number].seed for number, _ in asked], in_order=True,
                  until=lambda: taken(groups, need, ages) is not None)
-  for part in parts:
+  for part, version in parts:
     if stopped():
       return None
     texts = groups[asked[part.prompt][0]].texts
-    texts[part.sample] = texts[part.sample].more(part, ages.version)
+    texts[part.sample] = texts[part.sample].more(part, version)
   found = taken(groups, need, ages)
   assert found is not None, "every group is whole, and yet they cannot be trained on in time"
   return found
@@ -168,7 +168,7 @@ def metrics(groups: Sequence[Group], rest: Sequence[Group], ages: Ages) -> dict[
   stale = (ages.first_step - versions).astype(np.float64)
   found = {"rollout/carried_groups": float(len(rest))}
   if len(stale):
-    found |= {"rollout/carried_ratio": float(np.mean(versions != ages.version)),
+    found |= {"rollout/carried_ratio": float(np.mean(versions < ages.version)),
               "rollout/token_staleness": float(stale.mean()), "rollout/max_token_staleness": float(stale.max())}
   return found
 

@@ -111,7 +111,7 @@ def _check_devices(c: Any) -> None:
 def _check_staleness(config: Any) -> None:
   """Refuses completions of older policies where they cannot be, or would be taken for those of the policy itself."""
   c = config.rollout
-  for key, given in (("concurrent", c.concurrent), ("schedule", c.schedule is not None)):
+  for key, given in (("concurrent", c.concurrent), ("schedule", c.schedule is not None), ("in_flight", c.in_flight)):
     if given and not c.max_staleness:
       raise ConfigError(f"rollout.{key} is {c[key]!r}, but with rollout.max_staleness=0 completions are of the policy "
                         "as it is before an update, and nothing can be sampled ahead. Use "
@@ -119,17 +119,26 @@ def _check_staleness(config: Any) -> None:
   if c.concurrent and c.schedule is not None:
     raise ConfigError("rollout.schedule says which policy samples what, and with rollout.concurrent the clock would. "
                       "Use --config.rollout.concurrent=False: the schedule is then followed in turns, to the bit.")
-  if c.concurrent and jax.process_count() > 1:
-    raise ConfigError("rollout.concurrent is for runs of one process: several would have to sample and train in the "
+  if c.in_flight and not c.concurrent and c.schedule is None:
+    raise ConfigError("rollout.in_flight is True, but nothing is sampled while updates go on. Use "
+                      "--config.rollout.concurrent=True, or leave rollout.in_flight out.")
+  for key, given in (("environment", c.environment is not None), ("tools", bool(c.tools)),
+                     ("engine", c.engine is not None)):
+    if c.in_flight and given:
+      raise ConfigError(f"rollout.in_flight is True, and there is rollout.{key}: the policy can change within a "
+                        "rollout where this program samples it, and nothing answers. Leave one of them out.")
+  at_once = "concurrent" if c.concurrent else "in_flight"
+  if (c.concurrent or c.in_flight) and jax.process_count() > 1:
+    raise ConfigError(f"rollout.{at_once} is for runs of one process: several would have to sample and train in the "
                       "same order. Leave it out; rollout.max_staleness alone works in turns.")
-  if c.concurrent and c.engine is None and not c.devices and len(jax.devices()) > 1:
+  if (c.concurrent or c.in_flight) and c.engine is None and not c.devices and len(jax.devices()) > 1:
     # Each device takes programs in the order in which they come to it. From two threads that may be one order here and
     # another there, and where a program's parts wait for one another, all wait for ever.
-    raise ConfigError(f"rollout.concurrent is True on {len(jax.devices())} devices: two threads would begin programs "
+    raise ConfigError(f"rollout.{at_once} is True on {len(jax.devices())} devices: two threads would begin programs "
                       "on them, in no one order. Keep some of them for sampling (rollout.devices), sample elsewhere "
                       "(rollout.engine, docs/grpo.md), or leave it out; rollout.max_staleness alone works in turns.")
   if c.schedule is not None:
-    schedule.read(c.schedule, c.max_staleness)
+    schedule.read(c.schedule, c.max_staleness, c.in_flight)
   if c.carry_over:
     steps = c.updates * c.epochs
     if c.max_staleness < steps:

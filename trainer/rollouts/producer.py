@@ -37,6 +37,7 @@ from trainer.rollouts.options import ENVIRONMENT
 from trainer.rollouts.reward_models import RewardModels
 from trainer.rollouts.reward_pool import Group as Answers
 from trainer.rollouts.reward_pool import make_scorer
+from trainer.rollouts.schedule import Policies
 
 # What the names of its arrays in checkpoints begin with.
 CARRIED = "carried_"
@@ -66,6 +67,7 @@ class Rollout(NamedTuple):
     rates: of prompts after it (trainer/rollouts/curriculum.py); None: not measured.
     carried: groups that had begun when it was over, and go on in the next one.
     oldest: updates of the policy that sampled its oldest tokens; None: as `version`.
+    changes: of the policy while it was sampled (trainer/rollouts/schedule.py).
   """
 
   number: int
@@ -82,6 +84,7 @@ class Rollout(NamedTuple):
   rates: np.ndarray | None = None
   carried: Sequence[Group] = ()
   oldest: int | None = None
+  changes: Sequence[tuple[int, int]] = ()
 
   @property
   def end(self) -> int:
@@ -151,7 +154,8 @@ class Producer:
     self._shows = not c.concurrent
 
   def roll(self, params: Any, version: int, number: int, last: Rollout | None, first_step: int, size: Piece,
-           stopped: Callable[[], bool]) -> Rollout | None:
+           stopped: Callable[[], bool], newer: Callable[[int, int], tuple[Any, int] | None] | None = None
+           ) -> Rollout | None:
     """Samples and scores the next prompts; groups that teach nothing are replaced where the config says so.
 
     Args:
@@ -160,10 +164,12 @@ class Producer:
       last: the rollout before it; None: there was none.
       size: the prompts of a rollout and the steps that it serves.
       stopped: whether to leave off.
+      newer: what may take the policy's place meanwhile (trainer/rollouts/schedule.py); None: nothing.
 
     Returns:
       None if it was left off.
     """
+    policies = Policies(params, version, newer or (lambda *_: None))
     self._clock, self._sampled = {"rollout": 0.0, "rewards": 0.0}, 0
     self._of_prompts: dict[str, int] = {}
     groups: list[ScoredGroup] = []
@@ -179,14 +185,14 @@ class Producer:
       items, drawn = self.curriculum.choose(drawn, self._to_begin(need, len(carried), ages) if carries else need, rates)
       if carries:
         begun = [*carried, *(carried_lib.fresh(item.number, seed, self._group_size) for item in items)]
-        found = self._go_on(params, begun, need, ages, stopped)
+        found = self._go_on(policies, begun, need, ages, stopped)
         if found is None:
           return None
         items, episodes, ended, rest = found
         # Those that have not begun, the last ones, have not been drawn.
         drawn = min((group.number for group in rest if group.oldest is None and group.number >= before), default=drawn)
         carried, whole = [group for group in rest if group.number < drawn], whole + ended
-      elif (episodes := self._sample(params, items, seed, stopped) if items else []) is None:
+      elif (episodes := self._sample(policies, items, seed, stopped) if items else []) is None:
         return None
       if not items:
         break
@@ -200,13 +206,15 @@ class Producer:
     begun_here = len(groups) + len(replaced) + len(carried) - going
     rates, about = self.curriculum.after(rates, groups + replaced, drawn - before - begun_here)
     samples = self._select(groups)
+    if newer is not None:
+      about |= policies.staleness(first_step)
     if carries:
       about |= carried_lib.metrics(whole, carried, ages)
     return Rollout(number, version, first_step, size.every, size.parts, drawn, [group.item.number for group in groups],
                    experience_lib.collect(samples.units), self._metrics(groups, replaced, samples) | about,
                    groups_lib.no_signal(self.names, groups, samples, self._strategy.rewarded, self._strategy.critic),
                    groups_lib.table(self.names, groups, samples), rates, carried,
-                   min((group.oldest for group in whole), default=None))
+                   min((group.oldest for group in whole), default=None), policies.changes)
 
   def close(self) -> None:
     """Ends the processes that compute rewards."""
@@ -226,18 +234,18 @@ class Producer:
     """Prompts to begin beside so many that go on, where `need` groups are to become whole."""
     return max((ages.most(need, self.sampler.rows) if self._carries else need) - going, 0)
 
-  def _go_on(self, params: Any, groups: list[Group], need: int, ages: Ages, stopped: Callable[[], bool]
+  def _go_on(self, policies: Policies, groups: list[Group], need: int, ages: Ages, stopped: Callable[[], bool]
              ) -> tuple[list[PromptItem], list[list[Episode]], list[Group], list[Group]] | None:
     """(items, episodes of the groups that became whole, these, the others); None: it was left off."""
     began, items = time.perf_counter(), [self._prompts.item(group.number) for group in groups]
     limits, how = self.episodes.asked(items)
 
-    def stream(prompts: list[np.ndarray], places: list[int], **options: Any) -> Iterator[Completion]:
+    def stream(prompts: list[np.ndarray], places: list[int], **options: Any) -> Iterator[tuple[Completion, int]]:
       options |= how | {key: [how[key][place] for place in places] for key in ("images", "prefixes") if key in how}
-      for part in self.sampler.stream(params, prompts, Request(**self._sampling, **options)):
-        bar.update(part.finish_reason != "")
-        self._sampled += len(part.ids)
-        yield part
+      request = Request(**self._sampling, **options, newer=policies.look)
+      for part in self.sampler.stream(policies.params, prompts, request):
+        self._count(part, policies, bar)
+        yield part, policies.version
 
     with self._bar(need * self._group_size) as bar:
       found = carried_lib.go_on(groups, need, ages, [item.prompt.ids for item in items], limits, stream, stopped)
@@ -253,7 +261,12 @@ class Producer:
     return tqdm(total=total, desc="rollout", unit="completion", leave=False, dynamic_ncols=True,
                 disable=None if jax.process_index() == 0 and self._shows else True)
 
-  def _sample(self, params: Any, items: list[PromptItem], seed: str, stopped: Callable[[], bool]
+  def _count(self, part: Completion, policies: Policies, bar: tqdm) -> None:
+    bar.update(part.finish_reason != "")
+    self._sampled += len(part.ids)
+    policies.tokens[policies.version] += len(part.ids)
+
+  def _sample(self, policies: Policies, items: list[PromptItem], seed: str, stopped: Callable[[], bool]
               ) -> list[list[Episode]] | None:
     """Episodes [P][G] of prompts; None: it was left off."""
     total, began = len(items) * self._group_size, time.perf_counter()
@@ -270,12 +283,12 @@ class Producer:
           new, ended[:] = list(ended), []
           return More(*more(new, idle))
 
-        request = Request(**self._sampling, **options, kept=kept, more=None if more is None else told)
-        for part in self.sampler.stream(params, prompts, request):
+        request = Request(**self._sampling, **options, kept=kept, more=None if more is None else told,
+                          newer=policies.look)
+        for part in self.sampler.stream(policies.params, prompts, request):
           if stopped():
             return None
-          bar.update(part.finish_reason != "")
-          self._sampled += len(part.ids)
+          self._count(part, policies, bar)
           going.setdefault((part.prompt, part.sample), []).append(part)
           if part.finish_reason:
             ended.append(joined(going.pop((part.prompt, part.sample))))

@@ -5,7 +5,10 @@ bits (`rollout.schedule`). Free of JAX.
 """
 
 import json
+from collections import Counter
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any, NamedTuple
 
 from trainer.errors import ConfigError
 
@@ -13,18 +16,66 @@ from trainer.errors import ConfigError
 NAME = "schedule.jsonl"
 
 
-def write(workdir: Path, number: int, version: int, first_step: int) -> None:
-  """Notes that rollout `number`, of the policy after `version` updates, is trained on after `first_step` updates."""
-  line = {"rollout": number, "policy": version, "update": first_step + 1}
+class Sampled(NamedTuple):
+  """By which policies a rollout is sampled: `version`, the updates that the first has had, and `changes`, [(look, the
+  version from then on)]: before which chunk of its decoding steps, from 1 on, another took over."""
+
+  version: int
+  changes: Sequence[tuple[int, int]] = ()
+
+
+class Policies:
+  """The policies of a rollout that is being sampled, one after another.
+
+  Args:
+    params, version: of the first.
+    newer: `newer(look, version)`: (parameters, version) of one to go on with, or None.
+
+  Attributes:
+    params, version: of the one that samples now.
+    changes: see `Sampled`.
+    tokens: how many each version has sampled.
+  """
+
+  def __init__(self, params: Any, version: int, newer: Callable[[int, int], tuple[Any, int] | None]):
+    self.params, self.version, self._newer, self._looks = params, version, newer, 0
+    self.changes: list[tuple[int, int]] = []
+    self.tokens: Counter[int] = Counter()
+
+  def look(self) -> Any:
+    """What a sampler asks before each chunk (`Request.newer`)."""
+    self._looks += 1
+    found = self._newer(self._looks, self.version)
+    if found is None:
+      return None
+    self.params, self.version = found
+    self.changes.append((self._looks, self.version))
+    return self.params
+
+  def staleness(self, first_step: int) -> dict[str, float]:
+    """Metrics of the tokens, whose training begins after so many updates."""
+    total = sum(self.tokens.values())
+    return {} if not total else {
+        "rollout/token_staleness": sum((first_step - version) * n for version, n in self.tokens.items()) / total,
+        "rollout/max_token_staleness": float(first_step - min(self.tokens)),
+        "rollout/policy_changes": float(len(self.changes))}
+
+
+def write(workdir: Path, number: int, sampled: Sampled, first_step: int) -> None:
+  """Notes that rollout `number` is trained on after `first_step` updates, and by which policies it was sampled."""
+  line: dict[str, Any] = {"rollout": number, "policy": sampled.version, "update": first_step + 1}
+  if sampled.changes:
+    line["changes"] = list(sampled.changes)
   with (workdir / NAME).open("a", encoding="utf-8") as file:
     file.write(json.dumps(line) + "\n")
 
 
-def read(path: str | Path, max_staleness: int) -> dict[int, int]:
-  """{number of a rollout: updates that the policy had had that sampled it}.
+def read(path: str | Path, max_staleness: int, in_flight: bool = True) -> dict[int, Sampled]:
+  """{number of a rollout: what sampled it}.
 
   Raises:
-    ConfigError: there is no such file, or it holds what cannot be, or older policies than `max_staleness` allows.
+    ConfigError: there is no such file, or it holds what cannot be, or older policies than `max_staleness` allows, or
+      changes of the policy within a rollout though not `in_flight`.
   """
   found = {}
   try:
@@ -36,6 +87,7 @@ def read(path: str | Path, max_staleness: int) -> dict[int, int]:
     try:
       row = json.loads(line)
       number, version, first = (int(row[key]) for key in ("rollout", "policy", "update"))
+      changes = [(int(look), int(newer)) for look, newer in row.get("changes", ())]
     except (ValueError, KeyError, TypeError) as e:
       raise ConfigError(f"rollout.schedule {path}:{place}: {line[:80]!r} is no line of a {NAME}, such as "
                         '{"rollout": 3, "policy": 2, "update": 4}.') from e
@@ -43,5 +95,12 @@ def read(path: str | Path, max_staleness: int) -> dict[int, int]:
       raise ConfigError(f"rollout.schedule {path}:{place}: update {first} trains on what the policy after {version} "
                         f"updates sampled, and rollout.max_staleness is {max_staleness}. Use the one of the run that "
                         "wrote it.")
-    found[number] = version
+    looks, versions = [0, *(look for look, _ in changes)], [version, *(newer for _, newer in changes)]
+    if any(sorted(set(part)) != part for part in (looks, versions)) or versions[-1] >= first:
+      raise ConfigError(f"rollout.schedule {path}:{place}: found policy {version} with the changes {changes}, for "
+                        f"update {first}; chunks and policies grow, and a policy is of fewer updates.")
+    if changes and not in_flight:
+      raise ConfigError(f"rollout.schedule {path}:{place}: its policy changes within a rollout. Use "
+                        "--config.rollout.in_flight=True.")
+    found[number] = Sampled(version, changes)
   return found

@@ -21,7 +21,7 @@ from trainer.errors import ConfigError
 from trainer.rollouts import experience
 from trainer.rollouts.ahead import Ahead, Concurrent
 from trainer.rollouts.producer import Rollout
-from trainer.rollouts.schedule import NAME, read
+from trainer.rollouts.schedule import NAME, Sampled, read
 
 
 @pytest.fixture(scope="module")
@@ -168,13 +168,20 @@ class Fake:
   """A producer of rollouts without a completion, which notes what it is asked for."""
 
   def __init__(self, wait=None):
-    self.asked, self.wait = [], wait
+    self.asked, self.wait, self.changes = [], wait, []
 
-  def roll(self, params, version, number, last, first_step, size, stopped):
+  def roll(self, params, version, number, last, first_step, size, stopped, newer=None):
     drawn = 0 if last is None else last.drawn
     if self.wait is not None:
       self.wait(number)
     self.asked.append((number, version, first_step, drawn, int(params["w"])))
+    changes = []
+    for look in range(1, 6 if newer else 1):
+      if (found := newer(look, version)) is not None:
+        params, version = found
+        assert params["w"] == version
+        changes.append((look, version))
+    self.changes.append(changes)
     return Rollout(number, version, first_step, size.every, size.parts, drawn + size.size, [0] * size.size,
                    experience.collect([]), {}, None, [])
 
@@ -272,6 +279,8 @@ def test_an_error_of_the_sampler_ends_the_run_and_a_stop_does_not_wait_for_it():
     (dict(max_staleness=0, concurrent=True), "Use --config.rollout.max_staleness=1 or more, or leave rollout.co"),
     (dict(max_staleness=0, schedule="x.jsonl"), "rollout.schedule is 'x.jsonl', but with rollout.max_staleness=0"),
     (dict(concurrent=True, schedule="x.jsonl"), "Use --config.rollout.concurrent=False"),
+    (dict(in_flight=True), "Use --config.rollout.concurrent=True, or leave rollout.in_flight out"),
+    (dict(in_flight=True, concurrent=True, engine="http://127.0.0.1:9"), "and there is rollout.engine"),
     (dict(max_staleness=1, carry_over=True), "Use --config.rollout.max_staleness=2 or more, or leave rollout.ca"),
     (dict(carry_over=True, environment="tests.trainer.rollout_toys.Echo"), "there is rollout.environment"),
     (dict(carry_over=True, engine="http://127.0.0.1:9"), "there is rollout.engine"),
@@ -306,13 +315,14 @@ def test_older_completions_are_corrected_or_refused(prompts, tmp_path):
 def test_a_schedule_that_cannot_be_is_refused(tmp_path, line, said):
   good = '{"rollout": 0, "policy": 0, "update": 1}\n'
   (tmp_path / NAME).write_text(good + good.replace('"policy": 0, "update": 1', '"policy": 1, "update": 3'))
-  assert read(tmp_path / NAME, 2) == {0: 1}  # the last one of a number counts
+  assert read(tmp_path / NAME, 2) == {0: (1, [])}  # the last one of a number counts
   (tmp_path / NAME).write_text(good + line)
   with pytest.raises(ConfigError, match=re.escape(said)):
     read(tmp_path / NAME, 2)
 
 
 def test_a_schedule_of_another_run_is_refused_when_it_does_not_fit():
-  for versions, said in (({0: 0}, "has no such rollout: rollout 1"), ({0: 0, 1: 5}, "that the policy after 5 sampled")):
+  for versions, said in (({0: Sampled(0)}, "has no such rollout: rollout 1"),
+                         ({0: Sampled(0), 1: Sampled(5)}, "that the policy after 5 sampled")):
     with pytest.raises(ConfigError, match=said):
       played(Ahead(Fake(), steps_of_rollouts(4, 1, 1), None, 2, versions), run_of(5), 5)

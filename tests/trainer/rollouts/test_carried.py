@@ -28,8 +28,8 @@ from trainer.rollouts.schedule import NAME
 # Which groups go on, with a sampler that takes no time.
 
 
-def stream_of(lengths, rows, chunk, now):
-  """A sampler whose completions have the given lengths; a token is its place in its completion."""
+def stream_of(lengths, rows, chunk, now, versions):
+  """A sampler whose completions have the given lengths; a token is its place in its completion. `versions`: of chunks."""
   def stream(prompts, places, *, samples, begun, seed, until, **_):
     waiting = [(n, sample) for n, of in enumerate(samples) for sample in of]
     texts = {unit: begun[unit[0]] for unit in waiting}
@@ -37,13 +37,14 @@ def stream_of(lengths, rows, chunk, now):
     while (waiting or running) and not until():
       while waiting and len(running) < rows:
         running.append(waiting.pop(0))
+      version = next(versions)
       for unit in list(running):
         total = lengths[now[places[unit[0]]].number, unit[1]]
         ids = np.arange(texts[unit], min(texts[unit] + chunk, total), dtype=np.int32)
         texts[unit] += len(ids)
         if texts[unit] == total:
           running.remove(unit)
-        yield Completion(*unit, ids, -ids / 8.0, -ids / 8.0, "stop" if texts[unit] == total else "")
+        yield Completion(*unit, ids, -ids / 8.0, -ids / 8.0, "stop" if texts[unit] == total else ""), version
   return stream
 
 
@@ -55,6 +56,14 @@ def test_no_group_is_lost_or_older_than_allowed_and_each_rollout_is_full(seed):
   steps, most = rng.randint(1, 3), rng.randint(0, 9)
   lengths = {(n, s): 1 + int(20 * rng.lognormvariate(0, 1.2)) for n in range(2000) for s in range(members)}
   going, drawn, seen, now, version = [], 0, [], [], 0
+
+  def of_chunks(newest):
+    """Of every second seed the policy changes now and then, up to the one whose update it is for."""
+    nonlocal version
+    while True:
+      yield version
+      version = min(version + rng.randint(0, seed % 2), newest)
+
   for number in range(40):
     first = number * steps
     version = max(first - rng.randint(0, 1) * rng.randint(0, most), version)
@@ -64,7 +73,7 @@ def test_no_group_is_lost_or_older_than_allowed_and_each_rollout_is_full(seed):
     now = [*going, *(fresh(n, f"0/{number}", members) for n in range(drawn, drawn + new))]
     before = [list(group.texts) for group in now]
     whole, rest = carried.go_on(now, size, ages, [np.zeros(2, np.int32)] * len(now), [9999] * len(now),
-                                stream_of(lengths, rows, 7, now), lambda: False)
+                                stream_of(lengths, rows, 7, now, of_chunks(first)), lambda: False)
     assert [list(group.texts) for group in now] == before and len(whole) == size
     drawn += new - sum(group.oldest is None for group in rest)
     going = [group for group in rest if group.oldest is not None]
@@ -73,7 +82,7 @@ def test_no_group_is_lost_or_older_than_allowed_and_each_rollout_is_full(seed):
       assert first - group.oldest <= most
       for sample, text in enumerate(group.texts):
         assert text.ids.tolist() == list(range(lengths[group.number, sample])) and text.finish_reason == "stop"
-        assert (np.diff(text.versions) >= 0).all() and text.versions[-1] <= version
+        assert (np.diff(text.versions) >= 0).all() and text.versions[-1] <= first
     assert sorted(seen + [group.number for group in going]) == list(range(drawn))
   again = carried.restored(*carried.saved(going, "x_"), "x_")
   assert [(group.number, group.seed) for group in again] == [(group.number, group.seed) for group in going]
