@@ -29,7 +29,8 @@ from trainer.rollouts.schedule import NAME
 
 
 def stream_of(lengths, rows, chunk, now, versions):
-  """A sampler whose completions have the given lengths; a token is its place in its completion. `versions`: of chunks."""
+  """A sampler whose completions have the given lengths; a token is its place in its completion, its log-prob minus the
+  version of its policy. `versions`: of chunks."""
   def stream(prompts, places, *, samples, begun, seed, until, **_):
     waiting = [(n, sample) for n, of in enumerate(samples) for sample in of]
     texts = {unit: begun[unit[0]] for unit in waiting}
@@ -44,7 +45,8 @@ def stream_of(lengths, rows, chunk, now, versions):
         texts[unit] += len(ids)
         if texts[unit] == total:
           running.remove(unit)
-        yield Completion(*unit, ids, -ids / 8.0, -ids / 8.0, "stop" if texts[unit] == total else ""), version
+        logprobs = np.full(len(ids), -version, np.float32)
+        yield Completion(*unit, ids, logprobs, logprobs, "stop" if texts[unit] == total else ""), version
   return stream
 
 
@@ -83,6 +85,7 @@ def test_no_group_is_lost_or_older_than_allowed_and_each_rollout_is_full(seed):
       for sample, text in enumerate(group.texts):
         assert text.ids.tolist() == list(range(lengths[group.number, sample])) and text.finish_reason == "stop"
         assert (np.diff(text.versions) >= 0).all() and text.versions[-1] <= first
+        assert (text.versions == -text.logprobs).all()
     assert sorted(seen + [group.number for group in going]) == list(range(drawn))
   again = carried.restored(*carried.saved(going, "x_"), "x_")
   assert [(group.number, group.seed) for group in again] == [(group.number, group.seed) for group in going]
