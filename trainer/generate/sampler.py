@@ -130,7 +130,7 @@ class Sampler:
     of_prompts: dict[int, np.ndarray] = {}  # their experts, where these are recorded
     sampled: dict[tuple[int, int], list[Completion]] = {}  # parts of texts that are to be kept
     while not request.until():
-      if (newer := request.newer()) is not None:
+      if (len(waiting) or any(rows.owners)) and (newer := request.newer()) is not None:
         read, prefill.params = self._program("prepare")(newer), newer
       more, before = More(), rows.sizes
       if request.more is not None:
