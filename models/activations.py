@@ -1,6 +1,7 @@
 """Activations: those with a gate (Shazeer 2020, arXiv 2002.05202), and plain ones."""
 
 import functools
+import statistics
 
 import jax
 import jax.numpy as jnp
@@ -24,6 +25,19 @@ UNGATED = {
     "relu2": lambda x: jnp.square(jax.nn.relu(x)),
 }
 ACTIVATIONS = (*GATED, *UNGATED)
+
+
+def sparse_gates(gate: jax.Array, sparsity: float) -> jax.Array:
+  """What gates along the last axis have beyond a cutoff that the share `sparsity` of them is below, were they normally
+  distributed with their mean and standard deviation; the others are 0.
+
+  The statistical top-k of Spark Transformer (You et al. 2025, arXiv 2506.06644, section 3.1), computed in float32.
+  """
+  x = gate.astype(jnp.float32)
+  mean, variance = jnp.mean(x, -1, keepdims=True), jnp.var(x, -1, keepdims=True)
+  # A root has no gradient at 0.
+  deviation = jnp.where(variance > 0, jnp.sqrt(jnp.where(variance > 0, variance, 1.0)), 0.0)
+  return jax.nn.relu(x - (mean + deviation * statistics.NormalDist().inv_cdf(sparsity))).astype(gate.dtype)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))

@@ -12,7 +12,6 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from models.activations import activate
 from models.attention.cache import Cache, Past
 from models.attention.deltanet import GatedDeltaNet
 from models.attention.dispatch import attend_to_past, attention
@@ -23,6 +22,7 @@ from models.attention.rope import apply_rope
 from models.experts.moe import Moe, Routing
 from models.layers import Linear, Mlp, Norm, Scope, apply_linears, dropout, rms_normalised
 from models.remat import named
+from models.residual import AltUp, Laurel, PerLayer, make_norm, out_gain
 from models.sharding.logical_axes import constrain
 from models.spec import MIXERS, RECURRENT, Spec
 
@@ -126,22 +126,6 @@ class SelfAttention(nnx.Module):
     return norm(x_BxTxHxK.reshape(over)).reshape(x_BxTxHxK.shape)
 
 
-class PerLayer(nnx.Module):
-  """What a layer adds of its own embedding of each token (Gemma 3n and 4)."""
-
-  def __init__(self, spec: Spec, scope: Scope):
-    D, P, std = spec.hidden_size, spec.per_layer_size, spec.init_std
-    # As latents, they are those of the tokens that a device has in the residual stream.
-    plain: dict[str, Any] = dict(std=std, bias=False, names=(None, None))
-    self.gate = Linear(scope / "gate", D, P, **plain)
-    self.out = Linear(scope / "out", P, D, gain=out_gain(spec), **plain)
-    self.norm, self.activation = make_norm(spec, scope / "norm"), spec.activation
-
-  def __call__(self, x_BxTxD: jax.Array, own_BxTxP: jax.Array, key: jax.Array | None) -> jax.Array:
-    """`own_BxTxP`: the embeddings; `key`: for dropout on the adapters' input."""
-    return self.norm(self.out(activate(self.activation, own_BxTxP, self.gate(x_BxTxD, key)), key))
-
-
 class Block(nnx.Module):
   """One layer: attention or what stands in its place, and MLP (or mixture of experts), each a residual branch
   normalised before, after, or both; or both of the same normalised input; or one of the two."""
@@ -160,20 +144,26 @@ class Block(nnx.Module):
     self.moe_norm = make_norm(spec, scope / "moe_norm") if beside else None
     self.moe_out_norm = make_norm(spec, scope / "moe_out_norm") if beside else None
     self.per_layer = PerLayer(spec, scope / "per_layer") if spec.per_layer_size else None
+    self.laurel = Laurel(spec, scope / "laurel") if spec.laurel_rank else None
+    self.altup = AltUp(spec, scope / "altup") if spec.altup is not None else None
     self.layer_scale = scope.constant("layer_scale", (1,), 1.0) if spec.layer_scale else None
     self.residual_scale, self.dropout = spec.residual_scale, spec.dropout
 
   def __call__(self, x_BxTxD, tokens: TokenIds, rope, window: int | None, key: jax.Array | None,
                past: Past | None = None, parts: Collection[str] = ("attn", "mlp"), routing: Routing | None = None,
-               lent: tuple[jax.Array, jax.Array] | None = None, own_BxTxP: jax.Array | None = None):
+               lent: tuple[jax.Array, jax.Array] | None = None, own_BxTxP: jax.Array | None = None,
+               sparsity: float = 0.0):
     """(x, statistics of the experts if it has any, {name of the mixer: keys and values, or a state}, or, with a `past`
     of one token, its cache).
 
-    `key`: this layer's key for dropout; None: no dropout. `past`, `lent`: see `SelfAttention`. `parts`: of
-    `models.spec.PARTS`. `routing`: of this layer's experts. `own_BxTxP`: see `PerLayer`.
+    `x_BxTxD`: with AltUp, all its streams [N, B, T, D], as what is returned. `key`: this layer's key for dropout; None:
+    no dropout. `past`, `lent`: see `SelfAttention`. `parts`: of `models.spec.PARTS`. `routing`: of this layer's
+    experts. `own_BxTxP`: see `PerLayer`. `sparsity`: of the MLP, see `Mlp`.
     """
     keys = (None, None) if key is None else jax.random.split(key)
     x_BxTxD = named(x_BxTxD, "layer_input")
+    predicted_NxBxTxD = None if self.altup is None else self.altup.predict(x_BxTxD)
+    x_BxTxD = x_BxTxD if predicted_NxBxTxD is None else predicted_NxBxTxD[0]
     normed_BxTxD = x_BxTxD if self.attn_norm is None else self.attn_norm(x_BxTxD)
     apart = past is None or past.extends
     new: Any = {} if apart else past.cache
@@ -186,6 +176,8 @@ class Block(nnx.Module):
       elif not borrowed:
         new = {mixer: left}
       x_BxTxD = x_BxTxD + self._branch_end(y, self.attn_post_norm, keys[0])
+      if self.laurel is not None:
+        x_BxTxD = (x_BxTxD + self.laurel(normed_BxTxD, key)) * jnp.asarray(2**-0.5, x_BxTxD.dtype)
       x_BxTxD = named(constrain(x_BxTxD, "batch", "stream", "embed"), "stream")
       if self.one_branch:
         return x_BxTxD, {}, new
@@ -193,19 +185,28 @@ class Block(nnx.Module):
       normed_BxTxD = x_BxTxD if self.mlp_norm is None else self.mlp_norm(x_BxTxD)
     mlp = self.wide_mlp if "wide_mlp" in parts else self.mlp if "mlp" in parts else None
     if "moe" not in parts:
-      y, stats = mlp(normed_BxTxD, key), {}
+      y, stats = mlp(normed_BxTxD, key, sparsity), {}
     elif mlp is None:
       y, stats = self.moe(normed_BxTxD, tokens.segments, key, routing)
     else:  # each between norms of its own; the router judges what none has normalised
       of_experts, stats = self.moe(self.moe_norm(x_BxTxD), tokens.segments, key, routing, x_BxTxD)
       y = self.mlp_out_norm(mlp(normed_BxTxD, key)) + self.moe_out_norm(of_experts)
     x_BxTxD = x_BxTxD + self._branch_end(y, self.mlp_post_norm, keys[1])
+    if self.altup is not None:
+      x_NxBxTxD = self.altup.correct(predicted_NxBxTxD, x_BxTxD)
+      if self.per_layer is not None:  # joins the streams that the layer does not compute on
+        x_NxBxTxD = x_NxBxTxD.at[1:].add(self._own(self.altup.scaled(x_NxBxTxD[0]), own_BxTxP, key))
+      return constrain(x_NxBxTxD, None, "batch", "stream", "embed"), stats, new
     if self.per_layer is not None:
-      more = None if key is None else jax.random.fold_in(key, 2)
-      x_BxTxD = x_BxTxD + self._branch_end(self.per_layer(x_BxTxD, own_BxTxP, key), None, more)
+      x_BxTxD = x_BxTxD + self._own(x_BxTxD, own_BxTxP, key)
     if self.layer_scale is not None:  # a buffer of theirs, which is not trained
       x_BxTxD = x_BxTxD * jax.lax.stop_gradient(self.layer_scale[...]).astype(x_BxTxD.dtype)
     return constrain(x_BxTxD, "batch", "stream", "embed"), stats, new
+
+  def _own(self, x_BxTxD: jax.Array, own_BxTxP: jax.Array, key: jax.Array | None) -> jax.Array:
+    """What the layer's own embedding gives."""
+    more = None if key is None else jax.random.fold_in(key, 2)
+    return self._branch_end(self.per_layer(x_BxTxD, own_BxTxP, key), None, more)
 
   def _branch_end(self, y_BxTxD: jax.Array, norm: Norm | None, key: jax.Array | None) -> jax.Array:
     if norm is not None:
@@ -325,27 +326,6 @@ def room_to_lend(spec: Spec, x_BxTxD: jax.Array) -> dict[str, tuple[jax.Array, j
     zeros = jnp.zeros((*x_BxTxD.shape[:2], *spec.heads_of(spec.mixer_of(layer))), x_BxTxD.dtype)
     found[spec.layer_type(layer)] = (constrain(zeros, "batch", "length", "kv_heads", None),) * 2
   return found
-
-
-def of_each_layer(spec: Spec, read: jax.Array, made: jax.Array, norm: Norm) -> jax.Array:
-  """Of each layer its embeddings of the tokens [L, B, T, P]: those read from a table, and what was made of the
-  usual ones, normalised; both [B, T, L * P]."""
-  shape, dtype = (*read.shape[:2], spec.num_layers, spec.per_layer_size), read.dtype
-  read_BxTxLxP = read.reshape(shape) * jnp.asarray(spec.per_layer_size**0.5, dtype)
-  made_BxTxLxP = norm((made * jnp.asarray(spec.hidden_size**-0.5, dtype)).reshape(shape))
-  both_BxTxLxP = (made_BxTxLxP + read_BxTxLxP) * jnp.asarray(2**-0.5, dtype)
-  return constrain(jnp.moveaxis(both_BxTxLxP, 2, 0), None, "batch", "stream", None)
-
-
-def make_norm(spec: Spec, scope: Scope, gain: float = 1.0) -> Norm:
-  """The norm of that stack of layers; `gain`: a factor on what it gives."""
-  return Norm(scope, spec.hidden_size, kind=spec.norm, eps=spec.norm_eps, plus_one=spec.norm_scale_plus_one,
-              bias=spec.norm_bias, gain=gain)
-
-
-def out_gain(spec: Spec) -> float:
-  """Keeps the residual stream's variance independent of depth at the start (Radford et al. 2019, 2.3)."""
-  return ((1 if spec.one_branch else 2) * spec.num_layers) ** -0.5
 
 
 def unstack(spec: Spec, blocks: Any, first: int = 0, stop: int | None = None) -> list[Any]:

@@ -143,6 +143,18 @@ def model() -> ConfigDict:
   # Embeddings of each token for each layer, of so many numbers, which join what a projection of the usual embedding
   # gives and are added to what the layer gives, through a gate and a projection (Gemma 4 E2B, E4B); 0: none.
   m.per_layer_size = 0
+  # Tokens that have such an embedding of their own; those beyond have that of token 0. Default: all.
+  m.per_layer_vocab = unset(int)
+  # So many streams of hidden states beside one another, of which layers compute on the first alone; before and after
+  # each layer all are mixed, by coefficients that depend on the token (AltUp, arXiv 2301.13310; Gemma 3n); 0: there is
+  # one, the residual stream. coef_clip: bounds the weights that coefficients are made with; unset: nothing does.
+  m.altup = ConfigDict(dict(num_inputs=0, coef_clip=unset(float)))
+  # Rank of a matrix that joins the residual connection around attention, whose sum with it is divided by sqrt(2)
+  # (LAuReL, arXiv 2411.07501; Gemma 3n); 0: there is none.
+  m.laurel_rank = 0
+  # Of each layer about which share of its MLP's hidden layer is 0: gates are what they are beyond a cutoff (Spark
+  # Transformer, arXiv 2506.06644; Gemma 3n), e.g. (0.95, 0.95, 0, 0); (): none in any layer.
+  m.activation_sparsity = ()
   # Sizes of `delta` layers, which have a state of a fixed size in the place of keys and values (Gated DeltaNet,
   # arXiv 2412.06464; ("delta", "delta", "delta", "global") for Qwen3-Next). num_key_heads divides num_value_heads;
   # conv_width: tokens that the short convolution sees, the current one included.

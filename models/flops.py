@@ -45,6 +45,7 @@ def per_token(spec: Spec, vocab_size: int, params: Mapping[str, Any], trained_on
              if path.startswith("blocks/") and (path.endswith("/kernel") or lora.is_adapter(path))}
   if spec.per_layer_size:
     weights["per_layer_proj/kernel"] = sizes["per_layer_proj/kernel"]
+  weights |= {path: n for path, n in sizes.items() if path.startswith("streams/")}
   if spec.head.predicts:
     weights["embed/embedding" if spec.tie_embeddings else "unembed/kernel"] = spec.hidden_size * vocab_size
   weights |= _of_tables(spec, sizes)
@@ -53,7 +54,7 @@ def per_token(spec: Spec, vocab_size: int, params: Mapping[str, Any], trained_on
                 for i in range(spec.num_layers) if spec.mixer_of(i).endswith("attn"))
   matmuls = sum(n * (6.0 if re.search(trained_only or "", path) else 4.0) for path, n in weights.items())
   images = images_per_row * _per_image(spec, sizes, tower_frozen, images_per_row) / seq_len if images_per_row else 0.0
-  return matmuls + 6.0 * spec.num_heads * visible + _of_states(spec) + images
+  return matmuls + 6.0 * spec.num_heads * visible + _of_states(spec) + _of_streams(spec) + images
 
 
 def _of_tables(spec: Spec, sizes: Mapping[str, int]) -> dict[str, float]:
@@ -82,6 +83,14 @@ def _of_states(spec: Spec) -> float:
     if sizes is not None:
       total += len(layers) * (of_state * math.prod(sizes.state_shape) + 6.0 * sizes.conv_width * sizes.channels)
   return total
+
+
+def _of_streams(spec: Spec) -> float:
+  """Operations of a token that mix AltUp's streams, beyond the router, which is passed twice, and their projections."""
+  if spec.altup is None:
+    return 0.0
+  N, D = spec.altup.num_inputs, spec.hidden_size
+  return 6.0 * spec.num_layers * (N * N * D + N * D + N**3 + N**2)
 
 
 def _per_image(spec: Spec, sizes: Mapping[str, int], frozen: bool, per_row: float) -> float:

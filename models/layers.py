@@ -15,7 +15,7 @@ from flax import nnx
 
 from models import cpu
 from models import lora as lora_lib
-from models.activations import GATED, activate
+from models.activations import GATED, activate, sparse_gates
 from models.quantization import quantize
 from models.quantization.matmul import MatmulRules
 from models.remat import named
@@ -280,14 +280,17 @@ class Mlp(nnx.Module):
     self.down = Linear(scope / "down", hidden, features, std=std, bias=bias, gain=out_gain, names=("mlp", None))
     self.activation = activation
 
-  def __call__(self, x_BxTxD: jax.Array, key: jax.Array | None = None) -> jax.Array:
-    """`key`: the layer's key for dropout on the adapters' input; None: no dropout."""
+  def __call__(self, x_BxTxD: jax.Array, key: jax.Array | None = None, sparsity: float = 0.0) -> jax.Array:
+    """`key`: the layer's key for dropout on the adapters' input; None: no dropout. `sparsity`: about which share of the
+    hidden layer is 0 (`sparse_gates`)."""
     linears = (self.up,) if self.gate is None else (self.up, self.gate)
-    more = cpu.mlp_columns(x_BxTxD, (*linears, self.down))
+    more = 0 if sparsity else cpu.mlp_columns(x_BxTxD, (*linears, self.down))  # columns of 0 would be counted
     x_BxTxD = made_once(x_BxTxD)
     outputs = [cpu.wider(linear, x_BxTxD, outputs=more) for linear in linears] if more else apply_linears(
         linears, x_BxTxD, key)
     up_BxTxF, *gate = (named(constrain(y_BxTxF, "batch", "length", "mlp"), "mlp") for y_BxTxF in outputs)
+    if sparsity:
+      gate = [sparse_gates(gate[0], sparsity)]
     hidden_BxTxF = activate(self.activation, up_BxTxF, *gate)
     return cpu.wider(self.down, hidden_BxTxF, inputs=more) if more else self.down(hidden_BxTxF, key)
 

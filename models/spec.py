@@ -19,16 +19,15 @@ from models.spec_parts import (
   Temperature,
   make_delta,
   make_global_attention,
-  make_kv_shared_layers,
   make_latent,
   make_layer_pattern,
   make_lora,
   make_mamba,
   make_moe,
-  make_per_layer_size,
   make_temperature,
 )
 from models.spec_rope import make_ropes
+from models.spec_streams import AltUp, make_activation_sparsity, make_altup, make_kv_shared_layers, make_per_layer_size
 from models.spec_vision import VISION_KEYS, Vision, make_vision
 from trainer.errors import ConfigError
 
@@ -47,6 +46,7 @@ ARCHITECTURE_KEYS = (
     "attention_scale", "attention_logit_cap", "attention_gate", "attention_sinks",
     "final_logit_cap", "window", "attention_chunk", "layer_pattern",
     "nope_temperature.scale", "nope_temperature.floor", "kv_shared_layers", "double_wide_mlp", "per_layer_size",
+    "per_layer_vocab", "altup.num_inputs", "altup.coef_clip", "laurel_rank", "activation_sparsity",
     *(f"global_attention.{key}" for key in ("head_dim", "num_kv_heads", "values_are_keys", "rope_fraction")),
     *(f"delta.{key}" for key in ("num_key_heads", "num_value_heads", "key_head_dim", "value_head_dim", "conv_width")),
     *(f"mamba.{key}" for key in ("num_heads", "head_dim", "num_groups", "state_dim", "conv_width", "conv_bias",
@@ -121,6 +121,13 @@ class Spec:
   double_wide_mlp: bool
   # Size of each layer's embedding of a token; 0: layers have none.
   per_layer_size: int
+  # None: all tokens have one of their own.
+  per_layer_vocab: int | None
+  # None: there is one stream.
+  altup: AltUp | None
+  laurel_rank: int
+  # Of each layer; empty: none has any.
+  activation_sparsity: tuple[float, ...]
   # None: layers of type global are like the others.
   global_attention: GlobalAttention | None
   # None: there are no layers of type delta.
@@ -229,8 +236,9 @@ class Spec:
   def runs(self) -> list[tuple[int, int]]:
     """(first layer, the one after the last) of stretches of the depth in which each period has what the first one has,
     unless the last is cut short."""
+    changes = {i for i in range(1, self.num_layers) if self.sparsity_of(i) != self.sparsity_of(i - 1)}
     ends = sorted({0, self.first_layers, max(self.first_layers, self.num_layers - self.kv_shared_layers),
-                   self.num_layers})
+                   self.num_layers, *changes})
     return list(zip(ends, ends[1:], strict=False))
 
   @property
@@ -241,6 +249,10 @@ class Spec:
   def window_of(self, layer: int) -> int | None:
     """How many tokens one of that layer sees at most; None: all before it."""
     return {"local": self.window, "chunked": self.attention_chunk}.get(self.layer_type(layer))
+
+  def sparsity_of(self, layer: int) -> float:
+    """Which share of the gates of that layer's MLP is 0."""
+    return self.activation_sparsity[layer] if self.activation_sparsity else 0.0
 
   def layer_type(self, layer: int) -> str:
     """One of `spec_parts.LAYER_TYPES`."""
@@ -347,6 +359,10 @@ def make_spec(m: ConfigDict) -> Spec:
       kv_shared_layers=make_kv_shared_layers(m, pattern),
       double_wide_mlp=m.double_wide_mlp,
       per_layer_size=make_per_layer_size(m),
+      per_layer_vocab=m.per_layer_vocab,
+      altup=make_altup(m),
+      laurel_rank=m.laurel_rank,
+      activation_sparsity=make_activation_sparsity(m),
       global_attention=of_global,
       delta=make_delta(m, pattern),
       mamba=make_mamba(m, pattern),
@@ -363,24 +379,3 @@ def make_spec(m: ConfigDict) -> Spec:
       vocab_chunk=VOCAB_CHUNK if m.vocab_chunk is None else at_least_one("vocab_chunk", m.vocab_chunk),
       reasons=tuple(reasons),
   )
-
-
-def padded_vocab_size(m: ConfigDict, num_real_vocab: int, reasons: list[str]) -> int:
-  """The vocabulary with padding, for a tokenizer of `num_real_vocab` entries; appends to `reasons`."""
-  if m.vocab_size is None:
-    multiple = at_least_one("vocab_multiple", m.vocab_multiple)
-    size = -(-num_real_vocab // multiple) * multiple
-    reasons.append(f"model.vocab_size = {size}: the tokenizer's {num_real_vocab}, up to a multiple of {multiple}")
-    return size
-  if m.vocab_size < num_real_vocab:
-    if m.hf is not None:
-      reasons.append(
-          f"the tokenizer has {num_real_vocab} entries, the model {m.vocab_size}: a text that uses one of the others "
-          "is refused"
-      )
-      return m.vocab_size
-    raise ConfigError(
-        f"model.vocab_size: found {m.vocab_size}, but the tokenizer has {num_real_vocab} entries. Allowed: "
-        f"{num_real_vocab} or more, or leave it unset to have it derived."
-    )
-  return m.vocab_size

@@ -40,3 +40,24 @@ def make_head(m: ConfigDict) -> Head:
                       "compared. Leave it unset, or use --config.model.head=embedding.")
   names = SIMILARITIES[one_of("similarity", m.similarity or "fixed", tuple(SIMILARITIES))]
   return Head(kind, at_least_one("num_labels", m.num_labels) if kind == "score" else 0, names)
+
+
+def padded_vocab_size(m: ConfigDict, num_real_vocab: int, reasons: list[str]) -> int:
+  """The vocabulary with padding, for a tokenizer of `num_real_vocab` entries; appends to `reasons`."""
+  if m.vocab_size is None:
+    multiple = at_least_one("vocab_multiple", m.vocab_multiple)
+    size = -(-num_real_vocab // multiple) * multiple
+    reasons.append(f"model.vocab_size = {size}: the tokenizer's {num_real_vocab}, up to a multiple of {multiple}")
+    return size
+  if m.vocab_size < num_real_vocab:
+    if m.hf is not None:
+      reasons.append(
+          f"the tokenizer has {num_real_vocab} entries, the model {m.vocab_size}: a text that uses one of the others "
+          "is refused"
+      )
+      return m.vocab_size
+    raise ConfigError(
+        f"model.vocab_size: found {m.vocab_size}, but the tokenizer has {num_real_vocab} entries. Allowed: "
+        f"{num_real_vocab} or more, or leave it unset to have it derived."
+    )
+  return m.vocab_size

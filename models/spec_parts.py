@@ -290,31 +290,6 @@ def make_temperature(m: ConfigDict, pattern: tuple[str, ...]) -> Temperature | N
   return Temperature(c.scale, at_least_one("nope_temperature.floor", c.floor))
 
 
-def make_kv_shared_layers(m: ConfigDict, pattern: tuple[str, ...]) -> int:
-  """Reads `model.kv_shared_layers`: how many of the last layers have no keys and values of their own."""
-  count, layers_ = m.kv_shared_layers, m.num_layers
-  if not 0 <= count < layers_ or count and m.latent.kv_rank:
-    raise ConfigError(f"model.kv_shared_layers: found {count}, allowed: 0, or, without latent.kv_rank, up to "
-                      f"{layers_ - 1}, so that a layer has keys and values.")
-  kinds = [pattern[i % len(pattern)] for i in range(layers_)]
-  alone = {"delta"} & set(kinds[layers_ - count:]) | set(kinds[layers_ - count:]) - set(kinds[:layers_ - count])
-  if alone:
-    raise ConfigError(f"model.kv_shared_layers: found {count}; among the last so many layers is one of type "
-                      f"{min(alone)!r}, for which no earlier layer has keys and values.")
-  if m.double_wide_mlp and not count:
-    raise ConfigError("model.double_wide_mlp is set, but kv_shared_layers, whose MLPs it widens, is 0.")
-  return count
-
-
-def make_per_layer_size(m: ConfigDict) -> int:
-  """Reads `model.per_layer_size`."""
-  if m.per_layer_size < 0 or m.per_layer_size and (m.activation not in GATED or m.vision.tower != "none"):
-    raise ConfigError(f"model.per_layer_size: found {m.per_layer_size}, allowed: 0, or above it with a gated "
-                      f"activation ({', '.join(GATED)}) and vision.tower='none'; found {m.activation!r} and "
-                      f"{m.vision.tower!r}.")
-  return m.per_layer_size
-
-
 def make_delta(m: ConfigDict, pattern: tuple[str, ...]) -> Delta | None:
   """Reads `model.delta`; None: the pattern has no such layers."""
   if "delta" not in pattern:

@@ -12,7 +12,6 @@ import dataclasses
 import functools
 import math
 import operator
-import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -27,15 +26,17 @@ from models.attention import cache as cache_lib
 from models.attention.cache import Cache, Past
 from models.attention.mask import TokenIds
 from models.attention.rope import rope_table, temperature
-from models.blocks import Block, make_norm, of_each_layer, room_to_lend, run_blocks, stack_blocks, unstack, without
+from models.blocks import Block, room_to_lend, run_blocks, stack_blocks, unstack, without
 from models.experts.moe import Routing, disagreement, report
 from models.layers import Linear, Norm, Scope, document_lengths, dropout, embedding_noise
 from models.quantization import quantize
 from models.quantization.matmul import MatmulRules
 from models.remat import remat_policy
+from models.residual import Streams, make_norm, of_each_layer
 from models.sharding import logical_axes
 from models.sharding.logical_axes import constrain
-from models.spec import PARTS, Spec, make_spec, padded_vocab_size
+from models.spec import PARTS, Spec, make_spec
+from models.spec_head import padded_vocab_size
 from models.tables import Embedding, Unembedding
 from trainer import tree
 from trainer.errors import ConfigError
@@ -50,7 +51,8 @@ class Decoder(nnx.Module):
     learned = spec.positions == "learned"
     self.pos_embed = Embedding(scope / "pos_embed", spec.max_positions, D, std=spec.init_std) if learned else None
     P, L = spec.per_layer_size, spec.num_layers
-    self.per_layer_embed = Embedding(scope / "per_layer_embed", vocab_size, L * P, std=spec.init_std) if P else None
+    own_size = spec.per_layer_vocab or vocab_size
+    self.per_layer_embed = Embedding(scope / "per_layer_embed", own_size, L * P, std=spec.init_std) if P else None
     self.per_layer_proj = Linear(scope / "per_layer_proj", D, L * P, std=spec.init_std, bias=False,
                                  names=(None, None)) if P else None
     self.per_layer_norm = Norm(scope / "per_layer_norm", P, kind=spec.norm, eps=spec.norm_eps,
@@ -59,6 +61,7 @@ class Decoder(nnx.Module):
     self.vision = vlm.make_tower(spec, of_images / "vision") if spec.vision is not None else None
     self.projector = vlm.Projector(spec, of_images / "projector") if spec.vision is not None else None
     self.blocks = stack_blocks(spec, scope / "blocks")
+    self.streams = Streams(spec, scope / "streams") if spec.altup is not None else None
     # The factor on logits is one on what they are made of, so that whatever makes them needs not know it.
     gain = spec.logit_scale if spec.head.predicts else 1.0
     self.final_norm = make_norm(spec, scope / "final_norm", gain=gain)
@@ -106,15 +109,17 @@ class Decoder(nnx.Module):
       past = None if found is None else Past(found, at, number, extends=cache is None, chunked=kind == "chunked")
       routed = None if s.moe is None else routing.of_layer(s.moe.layers_before(index))
       x_BxTxD, stats, new = block(x_BxTxD, tokens_of.get(kind, tokens), ropes.get(kind), s.window_of(place), layer_key,
-                                  past, s.parts_of(place), routed, lent.get(kind), own_BxTxP)
+                                  past, s.parts_of(place), routed, lent.get(kind), own_BxTxP, s.sparsity_of(place))
       if kind in lent and source is None:  # that of the last such layer stays
         lent = {**lent, kind: new[s.mixer_of(place)]}
       if deep_LxBxFxD is not None and place < s.first_layers:
         x_BxTxD = vlm.add(x_BxTxD, deep_LxBxFxD, index, batch["image_index"])
       return (x_BxTxD, None if cache is None else new, lent), (stats, new if remember else None)
 
+    x_BxTxD = x_BxTxD if self.streams is None else self.streams.begin(x_BxTxD)
     (x_BxTxD, cache, _), (stats, new) = run_blocks(s, blocks or self.blocks, layer, remat, (x_BxTxD, cache, lent),
                                                    own_LxBxTxP)
+    x_BxTxD = x_BxTxD if self.streams is None else self.streams.end(x_BxTxD)
     return self.final_norm(x_BxTxD), stats, new if cache is None else cache
 
   def _embed(self, batch: dict, remat: Callable, key: jax.Array | None
@@ -133,8 +138,10 @@ class Decoder(nnx.Module):
       x_BxTxD = x_BxTxD * jnp.asarray(math.sqrt(s.hidden_size), x_BxTxD.dtype)
     if s.embedding_scale != 1.0:
       x_BxTxD = x_BxTxD * jnp.asarray(s.embedding_scale, x_BxTxD.dtype)
-    own_LxBxTxP = None if self.per_layer_embed is None else of_each_layer(
-        s, self.per_layer_embed(batch["tokens"]), self.per_layer_proj(x_BxTxD), self.per_layer_norm)
+    own_LxBxTxP, read = None, batch["tokens"]
+    if self.per_layer_embed is not None:
+      read = read if s.per_layer_vocab is None else jnp.where(read < s.per_layer_vocab, read, 0)
+      own_LxBxTxP = of_each_layer(s, self.per_layer_embed(read), self.per_layer_proj(x_BxTxD), self.per_layer_norm)
     if batch.get("images") is not None:
       tower_key = None if key is None else jax.random.fold_in(key, s.num_layers + 2)
       features_BxFxD, deep_LxBxFxD = vlm.features(self.vision, self.projector, batch["images"], remat, tower_key,
@@ -175,7 +182,7 @@ class Transformer:
     self.final_logit_cap = self.spec.final_logit_cap
     self.vocab_chunk = self.spec.vocab_chunk
     self._dtypes = (jnp.dtype(params_dtype), jnp.dtype(compute_dtype))
-    self._frozen = None if frozen is None else _frozen(frozen, freeze, self.trained_only)
+    self._frozen = None if frozen is None else quantize.frozen(frozen, freeze, self.trained_only)
     self._matmul_rules = matmul_rules
     self._remat = remat_policy(remat)
     if self.spec.lora is not None:
@@ -385,16 +392,3 @@ class Transformer:
   def _logical(self) -> dict[str, jax.ShapeDtypeStruct]:
     """Shapes by path, of quantised kernels as they were."""
     return quantize.logical(tree.flatten(self.abstract_params()))
-
-
-def _frozen(form: str, freeze: Sequence[str], trained_only: str | None) -> quantize.Frozen:
-  """How frozen parameters are kept; see `models.api.make_model`."""
-  if form in quantize.KINDS and trained_only is None:
-    raise ConfigError(f"precision.frozen is {form}, but nothing is trained on top of quantised matrices: that needs "
-                      "adapters, model.lora.rank of at least 1. Without them use float32 or bfloat16.")
-
-  def is_frozen(path: str) -> bool:
-    others = trained_only is not None and not re.search(trained_only, path)
-    return others or any(re.search(pattern, path) for pattern in freeze)
-
-  return quantize.Frozen(form, is_frozen)

@@ -15,8 +15,9 @@ import jax.numpy as jnp
 from flax import nnx
 
 from models.attention.mask import TokenIds
-from models.blocks import Block, make_norm, run_blocks, stack_blocks
+from models.blocks import Block, run_blocks, stack_blocks
 from models.layers import Linear, Scope
+from models.residual import make_norm
 from models.sharding.logical_axes import constrain
 from models.spec import Spec
 from models.spec_vision import Vision
@@ -82,7 +83,7 @@ def tower_spec(spec: Spec) -> Spec:
       qk_norm=False, attention_logit_cap=None, window=None, layer_pattern=("global",), moe=None, dropout=0.0,
       residual_scale=1.0, parallel_blocks=False, attention_gate=False, attention_sinks=False,
       delta=None, mamba=None, latent=None, layer_scale=False, value_norm=False, global_attention=None,
-      kv_shared_layers=0, double_wide_mlp=False, per_layer_size=0)
+      kv_shared_layers=0, double_wide_mlp=False, per_layer_size=0, laurel_rank=0, altup=None, activation_sparsity=())
 
 
 def pixels(images: jax.Array, vision: Vision) -> jax.Array:

@@ -26,7 +26,8 @@ NEUTRAL: Mapping[str, Any] = {
     "final_logit_cap": None, "attention_gate": False, "attention_sinks": False, "window": None,
     "attention_chunk": None, "nope_temperature.scale": 0.0, "nope_temperature.floor": 8192,
     "layer_pattern": ("global",), "global_attention.head_dim": None, "global_attention.num_kv_heads": None,
-    "kv_shared_layers": 0, "double_wide_mlp": False, "per_layer_size": 0,
+    "kv_shared_layers": 0, "double_wide_mlp": False, "per_layer_size": 0, "per_layer_vocab": None,
+    "altup.num_inputs": 0, "altup.coef_clip": None, "laurel_rank": 0, "activation_sparsity": (),
     "global_attention.values_are_keys": False, "global_attention.rope_fraction": 1.0,
     "delta.num_key_heads": 2, "delta.num_value_heads": 4, "delta.key_head_dim": 32, "delta.value_head_dim": 32,
     "delta.conv_width": 4,
@@ -113,6 +114,8 @@ def has_parameter(model: Mapping[str, Any], path: str) -> bool:
     return False
   if path == "blocks/moe/router/scale":
     return model["moe.router_norm"]
+  if path == "blocks/altup/scale" and not model["per_layer_size"]:
+    return False
   if leaf == "bias":
     biases = {"q": "qkv_bias", "k": "qkv_bias", "v": "qkv_bias", "o": "attention_out_bias",
               "q_down": "qkv_bias", "kv_down": "qkv_bias",
@@ -129,7 +132,8 @@ def has_parameter(model: Mapping[str, Any], path: str) -> bool:
       "wide_mlp": model["double_wide_mlp"],
       **dict.fromkeys(("per_layer", "per_layer_embed", "per_layer_proj", "per_layer_norm"),
                       model["per_layer_size"] > 0),
-      "layer_scale": model["layer_scale"],
+      "layer_scale": model["layer_scale"], "laurel": model["laurel_rank"] > 0,
+      **dict.fromkeys(("altup", "streams"), model["altup.num_inputs"] > 0),
       "sinks": model["attention_sinks"],
       **dict.fromkeys(("q_norm", "k_norm"), model["qk_norm"] and model["qk_norm_over"] != "unscaled"),
       "attn_norm": position != "post",
@@ -211,6 +215,11 @@ def _canonical_layers(m: dict[str, Any]) -> None:
     if kind not in types:
       _reset(m, f"{kind}.")
   m["double_wide_mlp"] = m["double_wide_mlp"] and m["kv_shared_layers"] > 0
+  m["activation_sparsity"] = tuple(map(float, m["activation_sparsity"])) if any(m["activation_sparsity"]) else ()
+  if not m["altup.num_inputs"]:
+    _reset(m, "altup.")
+  if not m["per_layer_size"] or m["per_layer_vocab"] == m["vocab_size"]:
+    m["per_layer_vocab"] = None
   if "global" not in types or m["global_attention.head_dim"] is None:
     _reset(m, "global_attention.")
   else:

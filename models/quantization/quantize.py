@@ -13,7 +13,7 @@ into the compute dtype where they are used, one layer at a time, and again in th
 import dataclasses
 import functools
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from statistics import NormalDist
 from typing import Any
 
@@ -61,6 +61,19 @@ class Frozen:
       return self.form if self.includes(path) else None
     is_matrix = path.startswith("blocks/") and path.endswith("/kernel") and not DECIDING.search(path)
     return self.form if is_matrix else "bfloat16"
+
+
+def frozen(form: str, freeze: Sequence[str], trained_only: str | None) -> Frozen:
+  """How frozen parameters are kept; see `models.api.make_model`, which has `trained_only` from the adapters."""
+  if form in KINDS and trained_only is None:
+    raise ConfigError(f"precision.frozen is {form}, but nothing is trained on top of quantised matrices: that needs "
+                      "adapters, model.lora.rank of at least 1. Without them use float32 or bfloat16.")
+
+  def is_frozen(path: str) -> bool:
+    others = trained_only is not None and not re.search(trained_only, path)
+    return others or any(re.search(pattern, path) for pattern in freeze)
+
+  return Frozen(form, is_frozen)
 
 
 def quantize(kernel: jax.Array, kind: str, path: str = "a kernel") -> dict[str, jax.Array]:

@@ -129,6 +129,29 @@ GEMMA4_MOE = dict(GEMMA4, num_layers=3, moe=dict(
 # The last three layers use keys and values of others; the depth is no whole number of periods, nor is that before them.
 GEMMA4_SHARED = dict(GEMMA4, num_layers=8, layer_pattern=("local", "global"), kv_shared_layers=3, double_wide_mlp=True,
                      per_layer_size=6, norm_eps=0.05)
+# Two layers in a scan, one of another sparsity, two more, and two that use keys and values of others.
+GEMMA3N = dict(
+    num_layers=7,
+    num_kv_heads=2,
+    head_dim=6,
+    norm_eps=0.05,
+    norm_position="sandwich",
+    activation="geglu",
+    scale_embeddings=True,
+    qk_norm=True,
+    value_norm=True,
+    attention_scale=1.0,
+    final_logit_cap=2.0,
+    rope_local_theta=100.0,
+    window=3,
+    layer_pattern=("local", "global"),
+    kv_shared_layers=2,
+    per_layer_size=6,
+    per_layer_vocab=20,
+    altup=dict(num_inputs=3, coef_clip=0.2),
+    laurel_rank=5,
+    activation_sparsity=(0.7, 0.7, 0.4, 0, 0, 0, 0),
+)
 LLAMA4 = dict(
     norm_eps=1e-3,
     num_layers=4,  # a period of the pattern, and one more
@@ -147,7 +170,8 @@ LLAMA4_MOE = dict(LLAMA4, num_layers=5, layer_pattern=("chunked", "nope"), moe=d
     weights_on_input=True, layer_step=2))
 FAMILIES = dict(llama=LLAMA, gemma=GEMMA, gpt2=GPT2, olmo=OLMO)
 OPTIONS_OF = dict(**FAMILIES, cohere=COHERE, qwen3_next=QWEN3_NEXT, granite4=GRANITE4, nemotron_h=NEMOTRON_H,
-                  gpt_oss=GPT_OSS, deepseek=DEEPSEEK, gemma4=GEMMA4, gemma4_shared=GEMMA4_SHARED, llama4=LLAMA4)
+                  gpt_oss=GPT_OSS, deepseek=DEEPSEEK, gemma3n=GEMMA3N, gemma4=GEMMA4, gemma4_shared=GEMMA4_SHARED,
+                  llama4=LLAMA4)
 
 
 def config(**changed):

@@ -1,6 +1,7 @@
 """The Transformer again, in float64 with NumPy: one row, one head, where layers have a state one token."""
 
 import numpy as np
+import scipy.stats
 
 from tests.models.common import paths
 
@@ -179,7 +180,7 @@ def np_forward(m, params, tokens, segments):
     return dense(out.reshape(n, -1), f"{attn}/o", layer)
 
   def mlp(x, layer):
-    name = "blocks/mlp"
+    name, depth = "blocks/mlp", layer
     if m.double_wide_mlp and layer >= own_kv:
       name, layer = "blocks/wide_mlp", layer - own_kv
     act = {
@@ -190,22 +191,42 @@ def np_forward(m, params, tokens, segments):
     if m.activation == "clamped_swiglu":
       gate = np.minimum(dense(x, f"{name}/gate", layer), 7)
       return dense((np.clip(up, -7, 7) + 1) * gate * sigmoid(1.702 * gate), f"{name}/down", layer)
-    gated = m.activation.endswith("glu")
-    return dense(act(dense(x, f"{name}/gate", layer)) * up if gated else act(up), f"{name}/down", layer)
+    if not m.activation.endswith("glu"):
+      return dense(act(up), f"{name}/down", layer)
+    gate = dense(x, f"{name}/gate", layer)
+    if m.activation_sparsity and m.activation_sparsity[depth]:
+      cutoff = gate.mean(-1) + gate.std(-1) * scipy.stats.norm.ppf(m.activation_sparsity[depth])
+      gate = np.maximum(gate - cutoff[:, None], 0)
+    return dense(act(gate) * up, f"{name}/down", layer)
 
   def per_layer(x, layer):
     gate = dense(x, "blocks/per_layer/gate", layer)
     gated = 0.5 * gate * (1 + np.tanh(np.sqrt(2 / np.pi) * (gate + 0.044715 * gate**3))) * own[:, layer]
     return norm(dense(gated, "blocks/per_layer/out", layer), "blocks/per_layer/norm", layer=layer)
 
+  def coefficients(x, name, layer):
+    routed = np.tanh(norm(x, "blocks/altup/norm", layer=layer) / D @ p["blocks/altup/router/kernel"][layer])
+    return routed @ p[f"blocks/altup/{name}"][layer].clip(-m.altup.coef_clip, m.altup.coef_clip)
+
+  def projected(x, name, like):
+    x = x @ p[f"streams/{name}/kernel"]
+    return x * np.sqrt((like**2).mean(-1, keepdims=True) / np.maximum((x**2).mean(-1, keepdims=True), 1e-5))
+
   x = p["embed/embedding"][tokens] * (D**0.5 if m.scale_embeddings else 1) * m.embedding_scale
   if m.per_layer_size:
     shape = (n, m.num_layers, m.per_layer_size)
     made = norm((x @ p["per_layer_proj/kernel"] / np.sqrt(D)).reshape(shape), "per_layer_norm")
-    own = (made + p["per_layer_embed/embedding"][tokens].reshape(shape) * np.sqrt(m.per_layer_size)) / np.sqrt(2)
+    known = np.where(tokens < (m.per_layer_vocab or len(p["embed/embedding"])), tokens, 0)
+    own = (made + p["per_layer_embed/embedding"][known].reshape(shape) * np.sqrt(m.per_layer_size)) / np.sqrt(2)
   if m.positions == "learned":
     x = x + p["pos_embed/embedding"][positions]
+  N = m.altup.num_inputs
+  streams = np.concatenate([x[None], projected(np.stack([x] * (N - 1)), "split", x)]) if N else None
   for layer in range(m.num_layers):
+    if N:
+      mixing = coefficients(streams[0], "prediction", layer).reshape(n, N, N)
+      streams = streams + np.einsum("tij,jtd->itd", mixing, streams)
+      x = streams[0]
     if m.parallel_blocks:
       y = norm(x, "blocks/attn_norm", layer=layer)
       x = x + m.residual_scale * (self_attention(y, layer) + mlp(y, layer))
@@ -216,13 +237,22 @@ def np_forward(m, params, tokens, segments):
       x = x + m.residual_scale * y
       continue
     for branch, name in ((self_attention, "attn"), (mlp, "mlp")):
-      y = norm(x, f"blocks/{name}_norm", layer=layer) if m.norm_position != "post" else x
+      before = y = norm(x, f"blocks/{name}_norm", layer=layer) if m.norm_position != "post" else x
       y = branch(y, layer)
       y = norm(y, f"blocks/{name}_post_norm", layer=layer) if m.norm_position != "pre" else y
       x = x + m.residual_scale * y
-    if m.per_layer_size:
+      if m.laurel_rank and name == "attn":
+        low = dense(dense(before, "blocks/laurel/left", layer), "blocks/laurel/right", layer)
+        x = (x + before + norm(low, "blocks/laurel/norm", layer=layer)) / np.sqrt(2)
+    if N:
+      corrections = 1 + coefficients(x, "correction", layer)
+      streams = streams + corrections.T[:, :, None] * (x - streams[0])
+      streams[1:] += per_layer(streams[0] * p["blocks/altup/scale"][layer], layer)
+    elif m.per_layer_size:
       x = x + m.residual_scale * per_layer(x, layer)
     x = x * (p["blocks/layer_scale"][layer] if m.layer_scale else 1)
+  if N:
+    x = (streams[0] + projected(streams[1:], "join", streams[0]).sum(0)) / N
   x = m.logit_scale * norm(x, "final_norm")
   logits = x @ (p["embed/embedding"].T if m.tie_embeddings else p["unembed/kernel"])
   return m.final_logit_cap * np.tanh(logits / m.final_logit_cap) if m.final_logit_cap else logits

@@ -46,6 +46,22 @@ def test_an_activation_is_rounded_once_and_needs_its_inputs_alone_backward(activ
   assert len(kept) == len(inputs) and all(x.dtype == jnp.bfloat16 for x in kept)
 
 
+def test_gates_count_beyond_the_cutoff_of_a_normal_distribution():
+  """About the share of normally distributed gates is 0; the gradient goes through mean and deviation, too."""
+  gate = jax.random.normal(jax.random.key(0), (2, 4096)) * 3.0 + 1.0
+  found = activations.sparse_gates(gate, 0.95)
+  assert abs(float((found == 0).mean()) - 0.95) < 0.01
+  rows = np.asarray(gate, np.float64)
+  cutoff = rows.mean(-1, keepdims=True) + rows.std(-1, keepdims=True) * 1.6448536269514722
+  np.testing.assert_allclose(found, np.maximum(rows - cutoff, 0), atol=1e-5)
+  # What is added to all gates changes nothing, and a factor on all is one on what they give.
+  pull = jax.grad(lambda g: (activations.sparse_gates(g, 0.95) ** 2).sum())(gate)
+  np.testing.assert_allclose(pull.sum(-1), 0, atol=1e-2)
+  np.testing.assert_allclose((pull * gate).sum(-1), 2 * (found**2).sum(-1), rtol=1e-3)
+  flat = jax.grad(lambda g: activations.sparse_gates(g, 0.5).sum())(jnp.ones((1, 8)))
+  assert np.isfinite(flat).all()
+
+
 def test_clamped_swiglu_is_cut_at_seven():
   """Gates above 7 and ups beyond ±7 are as 7, and have no slope; gates far below are not cut."""
   up, gate = jnp.array([-8.0, -2.0, 0.5, 9.0, 3.0]), jnp.array([3.0, 8.0, -9.0, 1.0, 0.7])

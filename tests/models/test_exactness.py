@@ -68,7 +68,7 @@ def place(documents, rows):
 
 
 @pytest.mark.parametrize("name", [*FAMILIES, "qwen3_next", "nemotron_h", "gpt_oss", "gemma4", "gemma4_shared",
-                                  "llama4"])
+                                  "llama4", "gemma3n"])
 def test_packing_and_padding_change_nothing(name):
   """I3: the same documents packed, alone, padded left, right, on both sides: same loss and gradients."""
   model, params, _ = family(name)

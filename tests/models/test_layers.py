@@ -115,6 +115,16 @@ def test_products_that_are_not_of_plain_kernels_in_float32_have_no_more_columns(
   assert 12 in sizes and 12 + padding.APART not in sizes
 
 
+def test_gates_that_are_counted_have_no_more_columns(monkeypatch):
+  """These, all 0, would move the mean that gates are cut by."""
+  mlp = layers.Mlp(SCOPE, 8, 12, activation="geglu", std=None, bias=False, out_gain=1.0)
+  x = jax.random.normal(jax.random.key(1), (2, 5, 8)) + 1.0
+  expected = mlp(x, sparsity=0.6)
+  monkeypatch.setattr(padding, "TOO_EVEN", 12)
+  monkeypatch.setattr(padding, "ROWS", 1)
+  np.testing.assert_allclose(mlp(x, sparsity=0.6), expected, rtol=1e-6, atol=1e-6)
+
+
 @pytest.mark.parametrize("activation", ["swiglu", "relu2"])
 def test_on_tpu_what_products_of_an_mlp_read_is_made_before_them_and_the_same(activation, monkeypatch):
   mlp = layers.Mlp(SCOPE, 8, 12, activation=activation, std=None, bias=False, out_gain=1.0)

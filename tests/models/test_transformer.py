@@ -13,6 +13,7 @@ from tests.models.common import (
   BATCH,
   DEEPSEEK_MOE,
   FAMILIES,
+  GEMMA3N,
   GEMMA4,
   GEMMA4_SHARED,
   GPT2,
@@ -237,6 +238,25 @@ def test_flops_of_shared_keys_and_values_against_a_hand_count():
   weights += 16 * 8 * 6 + 8 * (2 * 16 * 6) + 16 * 56  # of each layer's embeddings; logits
   visible = 4 * 6 * (1 + 2 + 3 * 6) / 8 + 4 * 8 * (8 + 1) / 2
   assert model.flops_per_token(8) == pytest.approx(6 * weights + 12 * 4 * visible)
+
+
+def test_flops_of_streams_against_a_hand_count():
+  """The router is passed twice; streams are mixed before each layer."""
+  model = make(**GEMMA3N)
+  weights = 7 * (2 * 16 * 24 + 3 * 16 * 24 + 2 * 16 * 5 + 2 * 16 * 6) + 5 * 2 * 16 * 12 + 16 * 56
+  weights += 16 * 7 * 6 + 2 * 2 * 16 * 16  # of each layer's embeddings; of streams, at both ends
+  mixing = 7 * (2 * 16 * 3 + 3 * 9 + 3 * 3 + 9 * 16)
+  visible = 4 * 6 * (1 + 2 + 3 * 6) / 8 + 3 * 6 * (8 + 1) / 2
+  assert model.flops_per_token(8) == pytest.approx(6 * (weights + mixing) + 12 * 4 * visible)
+
+
+def test_streams_of_nothing_have_a_finite_gradient():
+  """The root of a magnitude has none at 0; the embedding of padding may be 0."""
+  model, params, _ = family("gemma3n")
+  params = {**params, "embed": {"embedding": params["embed"]["embedding"].at[0].set(0.0)}}
+  tokens = np.where(np.arange(T) < T // 2, TOKENS[:1], 0)
+  gradients = jax.jit(jax.grad(lambda p: model.apply(p, dict(tokens=tokens)).hidden.sum()))(params)
+  assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(gradients))
 
 
 def test_the_factor_of_a_layer_has_no_gradient():

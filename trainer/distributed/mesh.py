@@ -42,8 +42,9 @@ LARGE_BYTES = 2**20
 PARAM_RULES = (
     (r"^(critic/)?(per_layer_)?embed/embedding$", ("tensor", _FSDP)),
     (r"per_layer_proj/(kernel(_\w+)?|lora_a)$", (_FSDP, None)),
-    (r"per_layer/gate/(kernel(_\w+)?|lora_a)$", (None, _FSDP, None)),
-    (r"per_layer/out/(kernel(_\w+)?|lora_b)$", (None, None, _FSDP)),
+    (r"(per_layer/gate|laurel/left)/(kernel(_\w+)?|lora_a)$", (None, _FSDP, None)),
+    (r"(altup/router|(^|/)streams/(split|join))/kernel$", (None, _FSDP, None)),
+    (r"(per_layer/out|laurel/right)/(kernel(_\w+)?|lora_b)$", (None, None, _FSDP)),
     # The tower's too; its single class token is small.
     (r"(^|/)pos_embed/embedding$", (None, _FSDP)),
     # A kernel may be kept in parts (models/quantization/quantize.py), of which each is split as the kernel would be.

@@ -41,6 +41,8 @@ def fill_in(config: Any) -> list[str]:
       "model.head": "scores, whose matrix would need a rule of its own: use lm" if m.head != "lm" else "",
       "model.lora.rank": "adapters, for which it is not defined" if m.lora.rank else "",
       "model.per_layer_size": "embeddings for each layer, for which it is not defined" if m.per_layer_size else "",
+      "model.altup.num_inputs": "several streams, for which it is not defined" if m.altup.num_inputs else "",
+      "model.laurel_rank": "low-rank connections, for which it is not defined" if m.laurel_rank else "",
       "model.layer_pattern": f"{others[0]} layers, for which it is not defined" if others else "",
   }
   for key, problem in why.items():

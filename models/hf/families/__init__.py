@@ -14,6 +14,7 @@ from models.hf.families.gemma import GEMMA
 from models.hf.families.gemma2 import GEMMA2
 from models.hf.families.gemma3 import GEMMA3
 from models.hf.families.gemma3_images import GEMMA3_IMAGES
+from models.hf.families.gemma3n import GEMMA3N
 from models.hf.families.gemma4 import GEMMA4
 from models.hf.families.glm import GLM
 from models.hf.families.glm4 import GLM4
@@ -52,20 +53,15 @@ from models.hf.images import Wrapper
 
 # In the order in which `match` tries them: of two that fit, the one that more programs read comes first.
 FAMILIES: tuple[Family, ...] = (
-    LLAMA, MISTRAL, QWEN2, QWEN3, MIXTRAL, QWEN3_MOE, QWEN2_MOE, GEMMA, GEMMA2, GEMMA3, GEMMA4, GPT2, STARCODER2,
-    STABLELM, QWEN3_NEXT, QWEN3_5, QWEN3_5_MOE, GPT_OSS, PHI3, ARCEE, NEMOTRON, SEED_OSS, OLMO2, OLMO3, GLM, GLM4,
-    GLM4_MOE, SMOLLM3, GRANITE, GRANITE4, NEMOTRON_H, COHERE, COHERE2, DEEPSEEK_V3, DEEPSEEK_V2, LLAMA4,
+    LLAMA, MISTRAL, QWEN2, QWEN3, MIXTRAL, QWEN3_MOE, QWEN2_MOE, GEMMA, GEMMA2, GEMMA3, GEMMA3N, GEMMA4, GPT2,
+    STARCODER2, STABLELM, QWEN3_NEXT, QWEN3_5, QWEN3_5_MOE, GPT_OSS, PHI3, ARCEE, NEMOTRON, SEED_OSS, OLMO2, OLMO3, GLM,
+    GLM4, GLM4_MOE, SMOLLM3, GRANITE, GRANITE4, NEMOTRON_H, COHERE, COHERE2, DEEPSEEK_V3, DEEPSEEK_V2, LLAMA4,
 )
 
 # Models of images and text: each around several of the families above. `match` tries them in this order, too.
 WRAPPERS: tuple[Wrapper, ...] = (PALIGEMMA, GEMMA3_IMAGES, LLAVA, QWEN2_VL, QWEN2_5_VL, QWEN3_VL,
                                  QWEN3_VL_MOE, SMOLVLM, IDEFICS3)
 
-# Models that one might take for others that can be read, and why they cannot.
-_GEMMA3N = ("Gemma 3n has four streams of hidden states beside one another (AltUp), low-rank branches (LAuReL) and "
-            "activations of which most are 0, and these are not computed here; Gemma 4 E2B and E4B (gemma4), which "
-            "succeed it, can be read")
-NOT_COMPUTED = {"gemma3n": _GEMMA3N, "gemma3n_text": _GEMMA3N}
 # Other models of images or sound and text, which cannot be read.
 MULTIMODAL = ("internvl", "llava_next", "llava_onevision", "mistral3", "mllama",
               "vipllava")
@@ -87,8 +83,6 @@ def find(config: Mapping[str, Any], where: str) -> Family:
   if isinstance(found, str) and found in by_type:
     family = by_type[found]
     return family.find(config, where) if isinstance(family, Wrapper) else family
-  if isinstance(found, str) and found in NOT_COMPUTED:
-    raise HFError(f"{where}: model_type is {found!r}. {NOT_COMPUTED[found]}.")
   known = f"Known: {', '.join(sorted(by_type))}."
   if found in MULTIMODAL or "vision_config" in config:
     readable = ", ".join(model_type for wrapper in WRAPPERS for model_type in wrapper.model_types)

@@ -202,8 +202,8 @@ PER_LAYER = (
 )
 
 
-class Gemma4(TextPart):
-  """See the module's docstring."""
+class SharesKeys(TextPart):
+  """A family whose last layers may use keys and values of others."""
 
   def passed_over(self, model):
     """Of layers without keys and values of their own, published folders have the projections all the same."""
@@ -212,7 +212,7 @@ class Gemma4(TextPart):
                              if layers else []))
 
 
-GEMMA4 = Gemma4(
+GEMMA4 = SharesKeys(
     name="gemma4",
     model_types=("gemma4_text", "gemma4"),
     architectures=("Gemma4ForCausalLM", "Gemma4ForConditionalGeneration"),

@@ -13,6 +13,7 @@ from tests.models.common import (
   COHERE,
   DEEPSEEK_MOE,
   FAMILIES,
+  GEMMA3N,
   GEMMA4,
   GEMMA4_MOE,
   GEMMA4_SHARED,
@@ -44,6 +45,7 @@ CASES = {
     "gpt_oss": GPT_OSS,
     "llama4": LLAMA4,
     "llama4_moe": LLAMA4_MOE,
+    "gemma3n": GEMMA3N,
     "gemma4": GEMMA4,
     "gemma4_moe": GEMMA4_MOE,
     "gemma4_shared": GEMMA4_SHARED,
@@ -110,7 +112,8 @@ def run(model, params, texts, side="right", rows=(2, 0, 3), cache=None):
 @pytest.mark.parametrize("name,apart", [
     *((name, True) for name in sorted(CASES.keys() - {"llama", "olmo"})), ("gemma", False), ("lora", False),
     ("qwen3_next", False), ("granite4", False), ("nemotron_h", False),
-    ("deepseek", False), ("gemma4", False), ("gemma4_shared", False), ("llama4", False)])
+    ("deepseek", False), ("gemma4", False), ("gemma4_shared", False), ("llama4", False),
+    ("gemma3n", False)])
 def test_texts_fed_in_parts_equal_whole_ones(name, apart, monkeypatch):
   """`apart`: each layer with a cache of its own, as on CPU, or in one scan over all of them, as elsewhere."""
   model, params, texts, whole = case(name)
@@ -124,7 +127,7 @@ def test_texts_fed_in_parts_equal_whole_ones(name, apart, monkeypatch):
 
 @pytest.mark.parametrize("name,apart", [("gemma", True), ("gemma", False), ("deepseek", True), ("gpt_oss", True),
                                         ("qwen3_next", True), ("nemotron_h", True), ("gemma4", True),
-                                        ("gemma4_shared", True), ("llama4", True)])
+                                        ("gemma4_shared", True), ("llama4", True), ("gemma3n", True)])
 def test_texts_in_pages_equal_whole_ones(name, apart, monkeypatch):
   """Pages in no order, among them some that no row has and that hold what was there before."""
   monkeypatch.setattr(cache_lib, "PAGE", 4)

@@ -14,6 +14,8 @@ import numpy as np
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 from transformers import (
+    Gemma3nForCausalLM,
+    Gemma3nTextConfig,
     Gemma4ForCausalLM,
     Gemma4TextConfig,
     GPT2Config,
@@ -51,6 +53,11 @@ GEMMA4_MOE = gemma4("sfsf", attention_k_eq_v=True, num_global_key_value_heads=1,
 GEMMA4_SHARED = gemma4("sfsf", num_kv_shared_layers=2, use_double_wide_mlp=True, hidden_size_per_layer_input=6,
                        vocab_size_per_layer_input=40)
 
+GEMMA3N = Gemma3nTextConfig(
+    vocab_size=40, hidden_size=16, intermediate_size=24, num_attention_heads=4, num_key_value_heads=2, head_dim=4,
+    sliding_window=5, rms_norm_eps=0.05, max_position_embeddings=32, num_hidden_layers=4, num_kv_shared_layers=2,
+    layer_types=["sliding_attention", "full_attention"] * 2, hidden_size_per_layer_input=6,
+    vocab_size_per_layer_input=32, laurel_rank=5, activation_sparsity_pattern=[0.6, 0.6, 0.0, 0.0], altup_num_inputs=3)
 EXPERTS = dict(vocab_size=40, hidden_size=16, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1,
                head_dim=8, num_experts_per_tok=2, max_position_embeddings=32, tie_word_embeddings=False)
 QWEN3_MOE = Qwen3MoeConfig(**EXPERTS, num_experts=3, moe_intermediate_size=8, intermediate_size=8)
@@ -80,6 +87,9 @@ CASES = {
     "gemma4_shared": (GEMMA4_SHARED, Gemma4ForCausalLM, dict(r=2, lora_alpha=4, target_modules=[
         "q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj", "per_layer_input_gate",
         "per_layer_projection", "per_layer_model_projection"])),
+    # Its low-rank matrices are linear layers, too.
+    "gemma3n": (GEMMA3N, Gemma3nForCausalLM, dict(r=2, lora_alpha=4, target_modules=[
+        "q_proj", "v_proj", "o_proj", "gate_proj", "linear_left", "linear_right", "per_layer_input_gate"])),
     # Layers of one kind alone: those with a window and keys of their own, and those with the wider MLP.
     "gemma4_some_layers": (GEMMA4_SHARED, Gemma4ForCausalLM, dict(r=2, lora_alpha=4, target_modules=(
         r"(.*\.)?((0)\.self_attn\.q_proj|(2|3)\.mlp\.down_proj)"))),

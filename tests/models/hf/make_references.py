@@ -50,6 +50,11 @@ GEMMA4 = dict(head_dim=8, global_head_dim=12, num_hidden_layers=5, sliding_windo
               rms_norm_eps=1e-3, rope_parameters=dict(
                   full_attention=dict(rope_type="proportional", partial_rotary_factor=0.5, rope_theta=5e3),
                   sliding_attention=dict(rope_type="default", rope_theta=100.0)))
+GEMMA3N = dict(head_dim=8, num_hidden_layers=5, sliding_window=5, hidden_size_per_layer_input=6, laurel_rank=7,
+               layer_types=[f"{kind}_attention" for kind in ("sliding", "full", "sliding", "sliding", "full")],
+               rms_norm_eps=0.05, rope_parameters=dict(
+                   full_attention=dict(rope_type="default", rope_theta=5e3),
+                   sliding_attention=dict(rope_type="default", rope_theta=100.0)))
 LLAMA4 = dict(head_dim=8, num_hidden_layers=5, num_local_experts=3, intermediate_size=12, intermediate_size_mlp=24,
               attention_chunk_size=5, floor_scale=4, attn_scale=0.3, rms_norm_eps=1e-2, rope_theta=500.0)
 GPT2 = dict(model_type="gpt2", vocab_size=V, n_embd=16, n_head=4, n_layer=2, n_positions=T, n_inner=40, bos_token_id=1,
@@ -108,6 +113,14 @@ CASES = {
     "gemma3": like("gemma3_text", head_dim=8, num_hidden_layers=5, sliding_window=5, sliding_window_pattern=3,
                    query_pre_attn_scalar=5, rope_theta=5000.0, rope_local_base_freq=100.0,
                    rope_scaling=dict(rope_type="linear", factor=8.0), intermediate_size=16),
+    "gemma3n": like("gemma3n_text", **GEMMA3N, num_kv_shared_layers=2, vocab_size_per_layer_input=V - 20,
+                    activation_sparsity_pattern=[0.7, 0.4, 0.4, 0.0, 0.0], altup_num_inputs=3,
+                    GRADIENT=".1.altup.prediction_coefs.weight"),
+    # Coefficients are cut in training alone.
+    "gemma3n_plain": like("gemma3n_text", **GEMMA3N | dict(num_hidden_layers=2, layer_types=["full_attention"] * 2),
+                          num_kv_shared_layers=0, vocab_size_per_layer_input=V, activation_sparsity_pattern=None,
+                          altup_num_inputs=2, attention_bias=True, tie_word_embeddings=False, altup_coef_clip=0.3,
+                          TRAIN=True, GRADIENT=".1.altup.correction_coefs.weight"),
     "gemma4": like("gemma4_text", **GEMMA4, attention_k_eq_v=True, num_global_key_value_heads=1,
                    final_logit_softcapping=10.0, GRADIENT=".2.self_attn.k_proj.weight"),
     "gemma4_biases": like("gemma4_text", **GEMMA4 | dict(num_hidden_layers=2, layer_types=["full_attention"] * 2),
@@ -184,6 +197,10 @@ def randomise(model: torch.nn.Module, generator: torch.Generator) -> None:
       else:
         fan_in = p.shape[-2] if "c_" in name and name.startswith("transformer") else p.shape[-1]
         p.copy_(1.2 * noise / fan_in**0.5)
+      if name.endswith("modality_router.weight"):  # what it sees is divided by its size
+        p.mul_(p.shape[-1] / 2)
+      if "ion_coefs" in name:  # streams that are nearly 0 would be blown up by norms
+        p.mul_(0.4)
       if name.endswith((".A_log", ".D", "dt_bias")):  # states that fade within some tokens
         p.copy_(0.5 * noise - (1.0 if name.endswith("dt_bias") else 0.0))
     for name, b in model.named_buffers():
@@ -210,7 +227,8 @@ def in_mxfp4(tensors: dict) -> dict:
 def save(case: dict, folder: Path) -> None:
   config = dict(case)
   dtype, shard = config.pop("DTYPE", torch.float32), config.pop("SHARD", "5GB")
-  config.pop("GRADIENT", None)
+  for key in ("GRADIENT", "TRAIN"):
+    config.pop(key, None)
   fused, bare, mxfp4 = config.pop("FUSED", False), config.pop("BARE", False), config.pop("MXFP4", False)
   model = AutoModelForCausalLM.from_config(AutoConfig.for_model(config.pop("model_type"), **config))
   randomise(model, torch.Generator().manual_seed(0))
@@ -241,7 +259,7 @@ def transformers_4(config: dict) -> dict:
     return {k: v for k, v in config.items() if k != "per_layer_config"} | more
   new = ("rope_parameters", "layer_types", "dtype", "_sliding_window_pattern")
   told = "linear_key_head_dim" in config or config["model_type"] in (
-      "cohere2", "gpt_oss", "granitemoehybrid", "llama4_text", "olmo3")
+      "cohere2", "gemma3n_text", "gpt_oss", "granitemoehybrid", "llama4_text", "olmo3")
   kept = ("layer_types",) if told else ()
   old = {k: v for k, v in config.items() if k not in new or k in kept}
   if config["model_type"] == "granitemoehybrid":
@@ -273,21 +291,21 @@ def transformers_4(config: dict) -> dict:
   return old
 
 
-def load(folder: Path) -> torch.nn.Module:
+def load(folder: Path, train: bool) -> torch.nn.Module:
   model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
   model.set_experts_implementation("eager")
-  return model.eval()
+  return model.train(train)
 
 
-def logits(folder: Path, tokens: torch.Tensor, mask: torch.Tensor | None = None) -> np.ndarray:
+def logits(train: bool, folder: Path, tokens: torch.Tensor, mask: torch.Tensor | None = None) -> np.ndarray:
   """From a fresh model: `dynamic` scaling remembers the longest sequence that it has seen."""
   with torch.no_grad():
-    return load(folder)(tokens, attention_mask=mask, use_cache=False).logits.numpy()
+    return load(folder, train)(tokens, attention_mask=mask, use_cache=False).logits.numpy()
 
 
-def gradients(folder: Path, tokens: torch.Tensor, wanted: str | None) -> dict[str, np.ndarray]:
+def gradients(train: bool, folder: Path, tokens: torch.Tensor, wanted: str | None) -> dict[str, np.ndarray]:
   """`wanted`: the end of the name of the second; None: one that all models have."""
-  model = load(folder)
+  model = load(folder, train)
   parameters = dict(model.named_parameters())
   first = next(n for n in parameters if ".0." in n and (
       "q_proj.weight" in n or "qkv" in n or "c_attn.weight" in n or "kv_b_proj.weight" in n or "in_proj.weight" in n))
@@ -306,13 +324,14 @@ def make(name: str) -> None:
   folder.mkdir(parents=True)
   save(CASES[name], folder)
   tokens = torch.randint(3, V, (2, T), generator=torch.Generator().manual_seed(1))
-  plain = logits(folder, tokens)
-  padded = logits(folder, tokens[1:, :REAL])[0]
-  documents = np.concatenate([logits(folder, part)[0] for part in (tokens[:1, :SPLIT], tokens[:1, SPLIT:])])
+  train = CASES[name].get("TRAIN", False)
+  plain = logits(train, folder, tokens)
+  padded = logits(train, folder, tokens[1:, :REAL])[0]
+  documents = np.concatenate([logits(train, folder, part)[0] for part in (tokens[:1, :SPLIT], tokens[:1, SPLIT:])])
   mask = torch.ones_like(tokens)
   mask[1, REAL:] = 0
   if name != "llama_dynamic":  # whose frequencies depend on the length, in transformers with padding
-    by_mask = logits(folder, tokens, mask)
+    by_mask = logits(train, folder, tokens, mask)
     np.testing.assert_allclose(by_mask[0], plain[0], rtol=0, atol=1e-5)
     np.testing.assert_allclose(by_mask[1, :REAL], padded, rtol=0, atol=1e-5)
   assert np.abs(documents[SPLIT:] - plain[0, SPLIT:]).max() > 1e-2, "documents must matter"
@@ -323,12 +342,12 @@ def make(name: str) -> None:
   with tempfile.TemporaryDirectory() as copy:
     shutil.copytree(folder, copy, dirs_exist_ok=True)
     (Path(copy) / "config.json").write_text(old)
-    np.testing.assert_array_equal(logits(Path(copy), tokens), plain)
+    np.testing.assert_array_equal(logits(train, Path(copy), tokens), plain)
 
   versions = f"transformers {transformers.__version__}, torch {torch.__version__}"
   np.savez_compressed(folder / "reference.npz", tokens=tokens.numpy().astype(np.int32), logits=plain, padded=padded,
                       documents=documents, versions=versions,
-                      **gradients(folder, tokens, CASES[name].get("GRADIENT")))
+                      **gradients(train, folder, tokens, CASES[name].get("GRADIENT")))
   print(f"{name}: {sum(f.stat().st_size for f in folder.iterdir())} bytes, |logits| up to {np.abs(plain).max():.2f}")
 
 

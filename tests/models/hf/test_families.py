@@ -139,6 +139,8 @@ def theirs(case: Case, name: str, tree: dict) -> np.ndarray:
   if "{layer}" in tensor.theirs:
     layer = layer_of(tensor)
     parts = [part[layer if tensor.layers is None else tensor.layers.index(layer)] for part in parts]
+  if "{expert}" in tensor.theirs:  # the first
+    parts = [part[0] for part in parts]
   if tensor.groups:  # of each head of keys: its share of queries, keys, values and gates
     parts = [np.concatenate([share for shares in zip(*(np.split(part, tensor.groups, axis=-1) for part in parts),
                                                      strict=True) for share in shares], axis=-1)]
@@ -259,6 +261,43 @@ def test_a_gemma_4_of_another_form_is_refused(changed, message):
   content = json.loads((REFERENCES / "gemma4" / "config.json").read_text()) | changed
   with pytest.raises(HFError, match=message):
     families.GEMMA4.read(content, "config.json")
+
+
+@pytest.mark.parametrize("changed, message", [
+    (dict(intermediate_size=[24, 24, 24, 24, 32]), "allowed: a number above 0, or it 5 times .*: layers whose MLPs"),
+    (dict(intermediate_size=[24] * 4), "intermediate_size is .*; allowed: a number above 0, or it 5 times"),
+    (dict(intermediate_size=True), "intermediate_size is True; allowed: a number"),
+    (dict(activation_sparsity_pattern=[0.95]), r"allowed: 5 times \(num_hidden_layers\) a number from 0 to below 1"),
+    (dict(activation_sparsity_pattern=[1.0] * 5), "allowed: 5 times"),
+    (dict(activation_sparsity_pattern=0.95), "activation_sparsity_pattern is 0.95; allowed: a list"),
+    (dict(altup_num_inputs=1), "altup_num_inputs is 1; allowed: 2 or more"),
+    (dict(altup_coef_clip=-1.0), "altup_coef_clip is -1.0; allowed: a number above 0"),
+    (dict(altup_coef_clip=None), "altup_coef_clip is None; allowed: a number"),
+    (dict(altup_active_idx=1), "altup_active_idx is 1; allowed: 0; layers compute on the first stream"),
+    (dict(altup_correct_scale=False), "altup_correct_scale is False; allowed: True; the first stream is scaled"),
+    (dict(vocab_size_per_layer_input=62), "vocab_size_per_layer_input is 62; allowed: at most the vocab_size, 61"),
+    (dict(hidden_size_per_layer_input=0), "hidden_size_per_layer_input is 0; allowed: a whole number"),
+    (dict(num_kv_shared_layers=4), "num_kv_shared_layers is 4; allowed: a number below 5"),
+    (dict(laurel_rank=0), "laurel_rank is 0"),
+    (dict(altup_gain=2.0), "altup_gain = 2.0: the family gemma3n has no such entry"),
+])
+def test_a_gemma_3n_of_another_form_is_refused(changed, message):
+  content = json.loads((REFERENCES / "gemma3n" / "config.json").read_text()) | changed
+  with pytest.raises(HFError, match=message):
+    families.GEMMA3N.read(content, "config.json")
+
+
+def test_what_gemma_3n_does_not_say_is_as_in_its_configuration_class():
+  """Of transformers: ten sparse layers of more than ten, else none; a width for all layers is one for each."""
+  content = json.loads((REFERENCES / "gemma3n" / "config_4.json").read_text())
+  model = families.GEMMA3N.read(content, "config.json")
+  short = families.GEMMA3N.read(content | {"activation_sparsity_pattern": None, "intermediate_size": 24}, "config.json")
+  assert short == model | {"activation_sparsity": ()}
+  long = content | {"activation_sparsity_pattern": None, "num_hidden_layers": 12, "layer_types": None,
+                    "intermediate_size": 24}
+  model = families.GEMMA3N.read(long, "config.json")
+  assert model["activation_sparsity"] == (0.95,) * 10 + (0.0,) * 2
+  assert model["layer_pattern"] == ("local",) * 4 + ("global",)
 
 
 @pytest.mark.parametrize("changed, message", [

@@ -230,8 +230,6 @@ def test_gemma3_rotates_its_layers_differently():
     (LLAMA, dict(architectures=["LlamaForTokenClassification"]), "['LlamaForTokenClassification']; allowed: ["),
     (LLAMA, dict(model_type="llamma"), "is 'llamma', of no family that can be read here. Did you mean 'llama'?"),
     (LLAMA, dict(model_type=...), "model_type is None"),
-    (LLAMA, dict(model_type="gemma3n_text"), "is 'gemma3n_text'. Gemma 3n has four streams of hidden states beside one "
-     "another (AltUp), low-rank branches (LAuReL) and activations of which most are 0, and these are not computed"),
     (LLAMA, dict(model_type=["llama"]), "model_type is ['llama']"),
     (LLAMA, dict(model_type="kimi_linear", auto_map={"AutoModel": "x.Y"}), "(auto_map) is never run"),
     (LLAMA, dict(model_type="llava_next", text_config={}), "is 'llava_next', a model of images or sound and text that "

@@ -312,16 +312,26 @@ def test_the_text_model_of_a_folder_with_images_is_that_of_a_folder_of_text(tmp_
   assert "vision_config" not in saved and hf.architecture(tmp_path / "saved")[1] == keys
 
 
-def test_the_text_model_of_gemma_4_is_read_beside_towers_for_images_and_sound(tmp_path):
+GEMMAS = {  # what published files say beside text_config, and in it
+    "Gemma4": (dict(boi_token_id=50, eoi_token_id=51, image_token_id=52, video_token_id=53, boa_token_id=54,
+                    eoa_token_index=55, audio_token_id=56, tie_word_embeddings=True),
+               {"use_bidirectional_attention": "vision"}),
+    "Gemma3n": (dict(boi_token_id=50, eoi_token_id=51, image_token_id=52, boa_token_id=54, eoa_token_id=55,
+                     audio_token_id=56, audio_soft_tokens_per_image=188, vision_soft_tokens_per_image=256),
+                {"altup_lr_multiplier": 1.0, "query_pre_attn_scalar": 256}),
+}
+
+
+@pytest.mark.parametrize("name", GEMMAS)
+def test_the_text_model_of_a_gemma_is_read_beside_towers_for_images_and_sound(name, tmp_path):
   """As published: numbers of special tokens beside text_config, in which images, and only these, see both ways."""
-  text_folder, path = REFERENCES.parent / "references" / "gemma4", tmp_path / "whole"
+  (outer, inner), kind = GEMMAS[name], name.lower()
+  text_folder, path = REFERENCES.parent / "references" / kind, tmp_path / "whole"
   path.mkdir()
-  text = files.read_json(text_folder / "config_4.json") | {"use_bidirectional_attention": "vision"}
-  tokens = dict(boi_token_id=50, eoi_token_id=51, image_token_id=52, video_token_id=53, boa_token_id=54,
-                eoa_token_index=55, audio_token_id=56)
-  content = {"architectures": ["Gemma4ForConditionalGeneration"], "model_type": "gemma4", "tie_word_embeddings": True,
-             "text_config": text, "vision_config": {"model_type": "gemma4_vision", "hidden_size": 8},
-             "audio_config": {"model_type": "gemma4_audio", "hidden_size": 8}, **tokens}
+  text = files.read_json(text_folder / "config_4.json") | inner
+  content = {"architectures": [f"{name}ForConditionalGeneration"], "model_type": kind,
+             "text_config": text, "vision_config": {"model_type": f"{kind}_vision", "hidden_size": 8},
+             "audio_config": {"model_type": f"{kind}_audio", "hidden_size": 8}, **outer}
   (path / files.CONFIG).write_text(json.dumps(content))
   tensors = {name.replace("model.", "model.language_model.", 1): values
              for name, values in load_file(text_folder / files.SINGLE).items()}
@@ -335,7 +345,7 @@ def test_the_text_model_of_gemma_4_is_read_beside_towers_for_images_and_sound(tm
   hf.save(model, params, tmp_path / "saved")
   assert (tmp_path / "saved" / files.SINGLE).read_bytes() == (text_folder / files.SINGLE).read_bytes()
   saved = files.read_config(tmp_path / "saved")
-  assert (saved["architectures"], saved["model_type"]) == (["Gemma4ForCausalLM"], "gemma4_text")
+  assert (saved["architectures"], saved["model_type"]) == ([f"{name}ForCausalLM"], f"{kind}_text")
   assert hf.architecture(tmp_path / "saved")[1] == keys
   (path / files.CONFIG).write_text(json.dumps(content | {"text_config": text | {"use_bidirectional_attention": "all"}}))
   with pytest.raises(HFError, match="use_bidirectional_attention is 'all'; allowed: false"):

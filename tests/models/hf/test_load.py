@@ -252,9 +252,11 @@ def test_small_files_are_copied_as_they_are(tmp_path):
   assert copied == {name: name.encode() + b"\r\n\xff" for name in expected}
 
 
-def test_keys_and_values_that_no_layer_uses_are_passed_over(tmp_path):
-  """Published folders of Gemma 4 E2B and E4B have them in layers that use those of others; elsewhere they are extra."""
-  source = next(path for path in REFERENCES if path.name == "gemma4_shared")
+@pytest.mark.parametrize("family", ["gemma4_shared", "gemma3n"])
+def test_keys_and_values_that_no_layer_uses_are_passed_over(family, tmp_path):
+  """Published folders of Gemma 3n, and Gemma 4 E2B and E4B, have them in layers that use those of others; elsewhere
+  they are extra."""
+  source = next(path for path in REFERENCES if path.name == family)
   folder = shutil.copytree(source, tmp_path / "folder")
   tensors = {name: np.array(values) for name, values in tensors_of(source).items()}
   more = {f"model.layers.{layer}.self_attn.{name}.weight": np.ones((16, 16), np.float32)

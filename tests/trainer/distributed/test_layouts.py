@@ -7,7 +7,17 @@ import numpy as np
 import pytest
 
 from tests import tiny
-from tests.models.common import DEEPSEEK_MOE, GEMMA4_MOE, GEMMA4_SHARED, GPT_OSS, GRANITE4, LLAMA4_MOE, OLMO, QWEN3_NEXT
+from tests.models.common import (
+  DEEPSEEK_MOE,
+  GEMMA3N,
+  GEMMA4_MOE,
+  GEMMA4_SHARED,
+  GPT_OSS,
+  GRANITE4,
+  LLAMA4_MOE,
+  OLMO,
+  QWEN3_NEXT,
+)
 from trainer import state as state_lib
 from trainer import update as update_lib
 from trainer.config import defaults
@@ -42,6 +52,8 @@ KINDS = {"dense": dict(num_layers=4, layer_pattern=("local", "global"), window=5
          "gemma4_shared": dict(GEMMA4_SHARED, num_layers=6, kv_shared_layers=2, norm_eps=0.3, num_heads=4,
                                attention_block=8, per_layer_size=8),
          "gemma4": dict(GEMMA4_MOE, num_heads=4, attention_block=8, moe=GEMMA4_MOE["moe"] | dict(balance_loss=0.2)),
+         "gemma3n": dict(GEMMA3N, num_layers=6, num_heads=4, activation_sparsity=(0.7, 0.7, 0, 0, 0, 0), norm_eps=0.3,
+                         attention_block=8, per_layer_size=8, per_layer_vocab=None, laurel_rank=8),
          # Of a row of 16 tokens, devices have eight, of which chunks of five are no part.
          "llama4": dict(LLAMA4_MOE, num_heads=4, num_layers=4, attention_chunk=5, attention_block=8, norm_eps=0.1,
                         moe=LLAMA4_MOE["moe"] | dict(expert_size=8, shared_size=8, experts_per_token=2,
@@ -62,6 +74,7 @@ LAYOUTS = {
     "rows": [dict(fsdp=2, context=2, tensor=2)],
     "gemma4_shared": [dict(fsdp=2, context=2, tensor=2)],
     "gemma4": [dict(fsdp=2, expert=2, tensor=2)],
+    "gemma3n": [dict(fsdp=2, context=2, tensor=2)],
     "llama4": [dict(expert=2, context=2, tensor=2)],
     "gpt_oss": [dict(fsdp=2, context=2, tensor=2), dict(expert=2, context=2, tensor=2)],
 }

@@ -27,7 +27,7 @@ def assert_same(found, expected):
 
 
 @pytest.mark.parametrize("name", ["gemma", "moe", *(pytest.param(name, marks=pytest.mark.slow) for name in (
-    "llama", "gpt2", "llama4", "qwen3_next", "nemotron_h"))])
+    "llama", "gemma3n", "gpt2", "llama4", "qwen3_next", "nemotron_h"))])
 def test_in_chunks_prompts_have_the_completions_they_have_at_once(name):
   """Chunks of four tokens, of prompts shorter, longer and several times as long, two samples of each in two rows."""
   model, params = case(name)
@@ -85,7 +85,7 @@ def conversation(sampler, params, first, kept, turns=3, **options):
 
 
 @pytest.mark.parametrize("name", ["gemma", *(pytest.param(name, marks=pytest.mark.slow) for name in (
-    "llama", "llama4", "moe", "qwen3_next", "nemotron_h"))])
+    "llama", "gemma3n", "llama4", "moe", "qwen3_next", "nemotron_h"))])
 @pytest.mark.parametrize("chunk", [0, pytest.param(2, marks=pytest.mark.slow)])
 def test_texts_that_are_kept_go_on_as_those_that_are_run_again(name, chunk):
   """Conversations of three turns; the tokens that were not run again are all but those that an answer adds, and the one

@@ -11,7 +11,7 @@ import pytest
 from models.attention import cache as cache_lib
 from models.sharding import logical_axes
 from models.transformer import Transformer
-from tests.models.common import FAMILIES, LLAMA4_MOE, NEMOTRON_H, QWEN3_NEXT, VOCAB, make, random_params
+from tests.models.common import FAMILIES, GEMMA3N, LLAMA4_MOE, NEMOTRON_H, QWEN3_NEXT, VOCAB, make, random_params
 from trainer.distributed import mesh as mesh_lib
 from trainer.errors import ConfigError
 from trainer.generate import decoding
@@ -30,6 +30,7 @@ CASES = {
     "qwen3_next": dict(QWEN3_NEXT, num_layers=3, moe=dict(num_experts=4, experts_per_token=2, expert_size=8)),
     "nemotron_h": NEMOTRON_H,
     "llama4": LLAMA4_MOE,
+    "gemma3n": GEMMA3N,
 }
 LENGTHS = (1, 5, 9, 3, 13)
 # Samplers have two rows and look every four tokens where these do not matter: they then share their programs.

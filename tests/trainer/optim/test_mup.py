@@ -108,6 +108,7 @@ def test_a_resolved_config_stays_as_it_is():
     (dict(scale_embeddings=True), "use False"), (dict(head="score"), "use lm"), (dict(lora=dict(rank=2)), "adapters"),
     (dict(logit_scale=0.5), "makes it 0.25"), (dict(hf="somewhere"), "a model that is there"),
     (dict(per_layer_size=4), "embeddings for each layer"),
+    (dict(altup=dict(num_inputs=2)), "several streams"), (dict(laurel_rank=4), "low-rank connections"),
     (dict(layer_pattern=("delta", "global")), "delta layers"),
     (dict(layer_pattern=("mamba", "global")), "mamba layers"), (dict(vision=dict(tower="siglip")), "a tower"),
 ])

@@ -13,6 +13,8 @@ from trainer import program as program_lib
 # As transformers 5.24 makes them of the same files; of h-tiny, what its page says, too. And how many of the weights of
 # products a token passes through: all but the experts' that it does not use.
 PUBLISHED_SIZES = {
+    "gemma_3n_e2b": (4_435_182_688, 30 * 256 * 262_144),  # of each layer's embeddings rows are read
+    "gemma_3n_e4b": (6_835_235_568, 35 * 256 * 262_144),
     "granite_4_h_tiny": (6_939_037_248, 40 * 58 * 3 * 1536 * 512),
     "nemotron_h_8b": (8_100_852_736, 0),
     "llama_4_scout": (107_769_861_120, 48 * 15 * 3 * 5120 * 8192),
