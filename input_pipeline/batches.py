@@ -24,8 +24,8 @@ SHOWN_COLUMNS = 8
 
 
 class Kept(NamedTuple):
-  """An array of batches, [B, T, *tail], of what another model says of each trained token, computed before the first
-  step (input_pipeline/reference.py)."""
+  """An array of batches, [B, T, *tail], of what another model says of each trained token, known before the first step:
+  computed then (input_pipeline/reference.py), or a part of the data."""
 
   name: str
   tail: tuple[int, ...] = ()
@@ -235,7 +235,9 @@ class PackedSource:
     self.shares_prompts = units is not None and units.shares
     # Of other models, for each of `tokens`: (name of the array of batches, values [N, …], or one after another those of
     # its third dimension).
-    self.kept: list[tuple[str, np.ndarray | list[np.ndarray]]] = []
+    self.kept: list[tuple[str, np.ndarray | list[np.ndarray]]] = [
+        (name, [values]) for name, values in (("teacher_ids", tokens.teacher_ids),
+                                              ("teacher_logprobs", tokens.teacher_logprobs)) if values is not None]
 
   def fill(
       self, batch: dict[str, np.ndarray], where: np.ndarray, epoch: int, rows: np.ndarray, source_id: int

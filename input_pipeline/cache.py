@@ -1,13 +1,14 @@
 """Tokenised sources on disk: built once, keyed by content, read at random through memory maps.
 
-A cache is a folder `<name>-<key>` with `tokens.bin` (uint16 or uint32, all documents end to end), `offsets.bin`
-(int64 [documents + 1], where each document begins), `num_bytes.bin` (int64 [records], UTF-8 bytes of the texts in
-each record), `meta.json`, and, if some document has them, `weights.bin` and `logprobs.bin` (float32, one for each
-token). If documents consist of parts, as preferences do, `parts.bin` (int64 [documents * parts + 1], where each part
-begins) and `roles.bin` (int8 [documents * parts], see roles.py) say which; `advantages.bin` (float32 [documents *
-parts]) are those of sampled completions. Images are kept as images/cache.py says. The key is a hash of everything that
-decides the content, so a changed file, split, tokenizer or template gets another folder. A folder appears under its
-final name by one rename, when it is complete.
+A cache is a folder `<name>-<key>` with `tokens.bin` (uint16 or uint32, all documents end to end), `offsets.bin` (int64
+[documents + 1], where each document begins), `num_bytes.bin` (int64 [records], UTF-8 bytes of the texts in each
+record), `meta.json`, and, if some document has them, `weights.bin` and `logprobs.bin` (float32, one for each token);
+`teacher_ids.bin` (int32 [tokens, K]) and `teacher_logprobs.bin` (float32 [tokens, K + 1]) are what a teacher has said
+of each token (examples/top_k.py). If documents consist of parts, as preferences do, `parts.bin` (int64 [documents *
+parts + 1], where each part begins) and `roles.bin` (int8 [documents * parts], see roles.py) say which; `advantages.bin`
+(float32 [documents * parts]) are those of sampled completions. Images are kept as images/cache.py says. The key is a
+hash of everything that decides the content, so a changed file, split, tokenizer or template gets another folder. A
+folder appears under its final name by one rename, when it is complete.
 """
 
 import hashlib
@@ -56,6 +57,9 @@ class TokenizedSource(NamedTuple):
   weights: np.ndarray | None = None
   # Float32, that of each token where it was sampled, NaN where that is not known; None: of no token is it.
   logprobs: np.ndarray | None = None
+  # Of each token, where rows have what a teacher said: see `examples.top_k.TopK`; None: they do not.
+  teacher_ids: np.ndarray | None = None
+  teacher_logprobs: np.ndarray | None = None
   # Records that the encoder dropped, by its reasons.
   dropped: dict[str, int] = {}
   # Records by what the encoder took them for.
@@ -197,6 +201,7 @@ def _build(folder: Path, source: Source, encoder: Encoder, vocab_size: int, key:
         "tokens": documents.tokens,
         "weights": documents.has_weights,
         "logprobs": documents.has_logprobs,
+        "top_k": documents.top_k,
         "parts": documents.parts_each or 0,
         "advantages": documents.has_advantages,
         **documents.images.finish(folder),
@@ -244,12 +249,17 @@ def _batches(records: Iterator[Record], encoder: Encoder, most: int, bad: BadRow
   for record in records:
     with bad.none_in(record):
       batch.append((record, sum(len(text.encode()) for text in texts_of(record, encoder))))
-      held += batch[-1][1] + sum(len(v) for v in record.fields.values() if isinstance(v, list))
+      held += batch[-1][1] + sum(_entries(v) for v in record.fields.values() if isinstance(v, list))
     if held >= BATCH_BYTES or len(batch) >= most:
       yield batch
       batch, held = [], 0
   if batch:
     yield batch
+
+
+def _entries(values: list) -> int:
+  """How many a list has, and the lists in it."""
+  return len(values) + sum(len(value) for value in values if isinstance(value, list))
 
 
 def _encode(rows: list[tuple[Record, int]], encoder: Encoder, bad: BadRows
@@ -273,6 +283,8 @@ def _arrays(meta: dict) -> dict[str, tuple[str, int]]:
   for name in ("weights", "logprobs"):
     if meta.get(name):
       arrays[name] = ("<f4", meta["tokens"])
+  if k := meta.get("top_k"):
+    arrays |= {"teacher_ids": ("<i4", meta["tokens"] * k), "teacher_logprobs": ("<f4", meta["tokens"] * (k + 1))}
   if parts := meta.get("parts", 0) * meta["documents"]:
     arrays |= {"parts": ("<i8", parts + 1), "roles": ("<i1", parts)}
     arrays |= {"advantages": ("<f4", parts)} if meta.get("advantages") else {}
@@ -285,7 +297,11 @@ def _open(folder: Path, name: str, policy: Policy | None = None) -> TokenizedSou
   if policy is not None:
     BadRows(name, policy).restore(meta["bad"]).finish()
   Tally(meta["remarks"]).say(name, meta["documents"])
-  maps = {key: np.memmap(folder / f"{key}.bin", dtype, mode="r") for key, (dtype, _) in _arrays(meta).items()}
+  maps: dict[str, np.ndarray] = {
+      key: np.memmap(folder / f"{key}.bin", dtype, mode="r") for key, (dtype, _) in _arrays(meta).items()}
+  for key in ("teacher_ids", "teacher_logprobs"):
+    if key in maps:
+      maps[key] = maps[key].reshape(meta["tokens"], -1)
   counts = {key: meta[key] for key in ("skipped", "nulls", "dropped", "shapes", "unread")}
   fingerprint, images = meta["key"], None
   if "image_bytes" in maps:

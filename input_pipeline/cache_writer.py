@@ -8,6 +8,7 @@ import numpy as np
 
 from input_pipeline import folders, partners
 from input_pipeline.examples.base import Encoded, Encoder
+from input_pipeline.examples.top_k import TopK
 from input_pipeline.images.cache import ImageWriter
 from trainer.errors import DataError
 
@@ -67,6 +68,8 @@ class Documents:
     # Parts of each document, and whether they have advantages, known from the first one on.
     self.parts_each: int | None = None
     self.has_advantages = False
+    # Entries of a teacher for each token; 0: there are none.
+    self.top_k = 0
     writer.write("tokens", np.zeros(0, self.dtype))
     writer.write("offsets", np.zeros(1, "<i8"))
 
@@ -90,6 +93,7 @@ class Documents:
     self.has_weights = self._write_each("weights", [d.weights for d in documents], documents, 1.0, self.has_weights)
     self.has_logprobs = self._write_each("logprobs", [d.logprobs for d in documents], documents, np.nan,
                                          self.has_logprobs)
+    self._write_top_k([d.top_k for d in documents if d.top_k is not None])
     self._write_parts(documents)
     lengths = np.array([len(d.ids) for d in documents], "<i8")
     self.images.write(documents, self.tokens + np.cumsum(lengths) - lengths)
@@ -110,6 +114,13 @@ class Documents:
              for part, d in zip(values, documents, strict=True)]
     self._writer.write(name, np.concatenate(parts).astype("<f4"))
     return True
+
+  def _write_top_k(self, said: list[TopK]) -> None:
+    """What a teacher said of each document's tokens; of all documents, or of none."""
+    if said:
+      self.top_k = said[0].ids.shape[1]
+      self._writer.write("teacher_ids", np.concatenate([of.ids for of in said]).astype("<i4"))
+      self._writer.write("teacher_logprobs", np.concatenate([of.logprobs for of in said]).astype("<f4"))
 
   def _write_parts(self, documents: list[Encoded]) -> None:
     if self.parts_each is None:

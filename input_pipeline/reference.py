@@ -260,9 +260,11 @@ class PackedData:
     self.image_layout = image_layout(packed)
     # That a row of a batch has places for.
     self.images_per_row = self.image_layout.most if self.image_layout else 0
-    # Without what other models say until `use`.
+    # Without what other models say until `use`, unless rows have it.
+    said = packed[0].tokens.teacher_ids
     self._arrays = Arrays(
-        self.sequences, advantages=packed[0].advantages, images=self.image_layout, prompts=packed[0].shares_prompts,
+        self.sequences, () if said is None else of_teachers(1, said.shape[1]), advantages=packed[0].advantages,
+        images=self.image_layout, prompts=packed[0].shares_prompts,
         logprobs=any(source.tokens.logprobs is not None for source in packed))
 
   def reference(self, fingerprint: str, cache_dir: str | Path) -> ReferenceLogprobs:

@@ -137,6 +137,13 @@ class Generative(Model, Protocol):
     """The cache with row `sources_M[m]` of another one in place of its row `rows_M[m]`; a row beyond its last is left
     out. They may have room for texts of other lengths, and either may have pages and a `table`."""
 
+  def has_beginnings(self, length: int) -> bool:
+    """Whether a cache of a text of so many tokens, without images, holds all of its beginnings."""
+
+  def beginning_of_cache(self, cache: Cache, length: int) -> Cache:
+    """A cache without pages of the first so many tokens of each text, of which it holds the beginnings; its arrays are
+    the same."""
+
   def resized_cache(self, cache: Cache, rows_R: jax.Array, max_length: int, pages_Q: jax.Array | None = None) -> Cache:
     """Those rows of the cache, in this order, with room for texts of up to `max_length` tokens, or as long as before if
     that is more; and those pages. A row or page beyond the cache's last gives an empty one."""

@@ -270,6 +270,14 @@ class Transformer:
     """See `models.api.Generative`."""
     return cache_lib.copied(cache, self.spec, *which)
 
+  def has_beginnings(self, length: int) -> bool:
+    """See `models.api.Generative`."""
+    return cache_lib.has_beginnings(self.spec, length)
+
+  def beginning_of_cache(self, cache: Cache, length: int) -> Cache:
+    """See `models.api.Generative`."""
+    return cache_lib.beginning(cache, length)
+
   def resized_cache(self, cache: Cache, rows_R: jax.Array, max_length: int, pages_Q: jax.Array | None = None) -> Cache:
     """See `models.api.Generative`."""
     return cache_lib.resized(cache, self.spec, rows_R, max_length, pages_Q)

@@ -38,6 +38,7 @@ from trainer.export import hugging_face
 from trainer.export.command import export_at_end
 from trainer.horizon import Horizon, make_horizon
 from trainer.run import Run
+from trainer.strategies import cached_teachers
 from trainer.strategies import reference as reference_lib
 from trainer.telemetry import diagnostics, events, loggers, spikes, throughput, writers
 from trainer.update import gradient_paths
@@ -107,10 +108,11 @@ def train(config: Mapping, workdir: str | Path, past: Past | None = None) -> Run
     if data.shapes_known and first < horizon.total_steps:
       step.begin(program.abstract_state, example)
     del example
+    taught = cached_teachers.precompute(config, program, setup.datasets, workdir)  # where the state will be
     start = state_lib.initialise(config, origin, program, checkpoints)
     position.go_on(config, data, start, found_here=past is None)
     if program.precompute:
-      start = reference_lib.precompute(config, start, program, setup.datasets, workdir)
+      start = reference_lib.precompute(config, start, program, setup.datasets, workdir, taught)
     state_lib.describe(start)
 
     # ---------------------------------------------------------------- the run

@@ -14,10 +14,13 @@ from ml_collections import ConfigDict
 
 from input_pipeline.chat.image_placeholders import sees
 from input_pipeline.examples.base import NOT_TRAINED, NOTHING_TO_TRAIN, Encoded, Encoder
-from input_pipeline.examples.conversations import ChatEncoder
+from input_pipeline.examples.conversations import ChatEncoder, fields_of
 from input_pipeline.examples.matches import MatchEncoder
 from input_pipeline.examples.pairs import LabelledEncoder, PairEncoder
 from input_pipeline.examples.rollouts import RolloutEncoder
+from input_pipeline.examples.top_k import COLUMNS as OF_TEACHER
+from input_pipeline.examples.top_k import ROWS, TopKReader
+from input_pipeline.examples.top_k import VERSION as TOP_K_VERSION
 from input_pipeline.files import shown_names
 from input_pipeline.remarks import LITERAL
 from input_pipeline.sources.readers import Record
@@ -90,15 +93,18 @@ class TokenizedEncoder:
     tokenizer: whose vocabulary the ids are checked against; None if only `texts` is used.
     fields: other names of these columns, {"input_ids": "ids"}.
     images: the model sees images, which such rows cannot have.
+    top_k: above 0: so many entries are kept of what a teacher has said of each token, in columns of the row (top_k.py).
   """
 
-  def __init__(self, tokenizer: Tokenizer | None, fields: Mapping[str, str] | None = None, images: bool = False):
-    self._tokenizer, self._fields, self._images = tokenizer, dict(fields or {}), images
+  def __init__(self, tokenizer: Tokenizer | None, fields: Mapping[str, str] | None = None, images: bool = False,
+               top_k: int = 0):
+    self._tokenizer, self._fields, self._images, self._top_k = tokenizer, dict(fields or {}), images, top_k
 
   @property
   def fingerprint(self) -> str:
     names = [self._name(key) for key in ("input_ids", "labels", "weights")]
-    return json.dumps(["tokenized", self._tokenizer.fingerprint, names])
+    taught = [TOP_K_VERSION, self._top_k, *map(self._name, OF_TEACHER)] if self._top_k else []
+    return json.dumps(["tokenized", self._tokenizer.fingerprint, names, *taught])
 
   def knows(self, record: Record) -> bool:
     """Whether it is a row of tokens."""
@@ -112,15 +118,20 @@ class TokenizedEncoder:
 
   def describe(self, record: Record) -> str:
     labelled = [key for key in ("labels", "weights") if record.fields.get(self._name(key)) is not None]
-    return " with ".join(["tokens", *labelled])
+    return " with ".join(["tokens", *labelled, *["a teacher's top-k"] * (self._top_k > 0)])
 
   def columns(self, record: Record) -> frozenset[str]:
-    return frozenset({"attention_mask", *map(self._name, ("input_ids", "labels", "weights"))})
+    taught = OF_TEACHER if self._top_k else ()
+    return frozenset({"attention_mask", *map(self._name, ("input_ids", "labels", "weights", *taught))})
 
   def _encode(self, record: Record) -> Encoded | str:
     if self._images and any(record.fields.get(self._name(key)) is not None for key in ("image", "images")):
       raise DataError(f"{record.where}: has tokens ({self._name('input_ids')}) and images. Give the text in place of "
                       "the tokens, so that the places of the images are known.")
+    if self._top_k and not self.knows(record):
+      raise DataError(f"{record.where}: no {self._name('input_ids')!r} (or null); its columns are "
+                      f"{shown_names(record.fields)}. What a teacher has said goes with token ids, since a text may "
+                      f"become other tokens than it read (strategy.teacher={ROWS!r}).")
     ids = self._ids(record, "input_ids")
     size = self._tokenizer.vocab_size
     bad = np.flatnonzero((ids < 0) | (ids >= size))
@@ -131,11 +142,15 @@ class TokenizedEncoder:
     weights = self._weights(record, ids)
     if not len(ids):
       return "no tokens"
-    if weights is None or (weights[1:] == 1).all():
-      return Encoded(ids.astype(np.int32))
-    if not weights[1:].any():
+    if weights is not None and len(ids) > 1 and not weights[1:].any():
       return NOTHING_TO_TRAIN
-    return Encoded(ids.astype(np.int32), weights)
+    top_k = None
+    if self._top_k:
+      trained = np.ones(len(ids), bool) if weights is None else weights != 0
+      trained[0] = False  # nothing predicts it
+      top_k = TopKReader(self._top_k, size, self._name).read(record, trained)
+    every = weights is None or (weights[1:] == 1).all()
+    return Encoded(ids.astype(np.int32), None if every else weights, top_k=top_k)
 
   def _weights(self, record: Record, ids: np.ndarray) -> np.ndarray | None:
     given = [key for key in ("labels", "weights") if record.fields.get(self._name(key)) is not None]
@@ -270,9 +285,13 @@ def _texts(config: ConfigDict, tokenizer: Tokenizer | None) -> Encoder:
   return _chat(config, tokenizer, trains_all=True)
 
 
+def _taught(config: ConfigDict, tokenizer: Tokenizer | None) -> Encoder:
+  return TokenizedEncoder(tokenizer, fields_of(config.chat), top_k=config.strategy.cached_top_k)
+
+
 # {kind (kinds.py): what encodes its rows}; texts are encoded so only where the model sees images.
 ENCODERS: dict[str, Callable[..., Encoder]] = {
-    "texts": _texts, "conversations": _chat, "pairs": PairEncoder,
+    "texts": _texts, "conversations": _chat, "taught": _taught, "pairs": PairEncoder,
     "graded": functools.partial(PairEncoder, graded=True), "labelled": LabelledEncoder,
     "mismatched": functools.partial(LabelledEncoder, mismatched=True), "rollouts": RolloutEncoder,
     "matches": MatchEncoder}

@@ -296,6 +296,18 @@ def copied(cache: Cache, spec: Spec, other: Cache, rows_M: jax.Array, sources_M:
   return Cache(keys, values, lengths, shift, cache.table)
 
 
+def has_beginnings(spec: Spec, length: int) -> bool:
+  """Whether the beginnings of a text of so many tokens are still in a cache of it: no layer has put a state in their
+  place, or later tokens in a window."""
+  return all(spec.mixer_of(layer) not in RECURRENT and length <= (spec.window_of(layer) or length)
+             for layer in range(spec.num_layers))
+
+
+def beginning(cache: Cache, length: int) -> Cache:
+  """The first so many tokens of each text, without a copy: which position a slot holds follows from lengths alone."""
+  return cache._replace(lengths=jnp.minimum(cache.lengths, length))
+
+
 def stacked(cache: Cache, spec: Spec) -> Cache:
   """The cache with the arrays of the layers of each place of the pattern in one, as a scan over layers reads them."""
   period = len(spec.layer_pattern)

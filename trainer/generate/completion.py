@@ -25,6 +25,7 @@ class Completion:
     stop_reason: the stop string that it completes; else None.
     experts: int16 [prompt + n, L, k], those that each token of the prompt and of the ids went through; -1: none, as the
       last one, which nothing follows. In parts the prompt's come with the first one. None: not recorded.
+    reused: tokens of the prompt that were not run, since they were kept.
   """
 
   prompt: int
@@ -35,6 +36,7 @@ class Completion:
   finish_reason: str
   stop_reason: str | None = None
   experts: np.ndarray | None = None
+  reused: int = 0
 
   @property
   def text_ids(self) -> np.ndarray:
@@ -124,4 +126,5 @@ def joined(parts: list[Completion]) -> Completion:
                          for name in ("ids", "logprobs", "full_logprobs"))
   last = parts[-1]
   experts = None if last.experts is None else np.concatenate([part.experts for part in parts])
-  return Completion(last.prompt, last.sample, ids, logprobs, full, last.finish_reason, last.stop_reason, experts)
+  return Completion(last.prompt, last.sample, ids, logprobs, full, last.finish_reason, last.stop_reason, experts,
+                    last.reused)

@@ -169,7 +169,8 @@ class Sampler:
         if self._record:
           before_it = () if rows.counts[row] else (of_prompts[rows.owners[row][0]],)
           experts = np.concatenate([*before_it, chunk.experts_BxCxLxk[row, :drawn]])
-        part = Completion(*rows.owners[row], ids, logprobs, full_logprobs, reason, string, experts)
+        part = Completion(*rows.owners[row], ids, logprobs, full_logprobs, reason, string, experts,
+                          waiting.reused[rows.owners[row][0]])
         if request.kept is not None and waiting.keep[part.prompt]:
           sampled.setdefault(rows.owners[row], []).append(part)
           if reason:
@@ -194,7 +195,8 @@ class Sampler:
                                request.sampled)
     samples = [range(request.num_samples)] * len(prompts) if request.samples is None else list(request.samples)
     seeds = [request.seed] * len(prompts) if isinstance(request.seed, int | str) else list(request.seed)
-    kept = [request.kept and request.kept.find(ids, part.digest) for ids, part in zip(prompts, shown, strict=True)]
+    kept = [request.kept and request.kept.find(ids, part.digest, self.model.beginning_of_cache)
+            for ids, part in zip(prompts, shown, strict=True)]
     keep = [True] * len(prompts) if request.keep is None else list(request.keep)
     return Texts(prompts, shown, samples, limits.tolist(), seeds, begun, kept, keep)
 
@@ -235,8 +237,9 @@ class Sampler:
     ids = np.concatenate([waiting.prompts[prompt], completion.ids[:-1]])
     slots = power(len(ids), MIN_SLOTS)
     cache = self._program("keep", rows.sizes, (slots,))(state, np.array([row], np.int32), rows.table)
-    experts = None if completion.experts is None else completion.experts[:len(ids)]
-    kept.add(KeptText(ids, waiting.shown[prompt].digest, cache, slots, experts))
+    experts, shown = None if completion.experts is None else completion.experts[:len(ids)], waiting.shown[prompt]
+    beginnings = shown.causal and self.model.has_beginnings(len(ids))
+    kept.add(KeptText(ids, shown.digest, cache, slots, experts, beginnings))
 
   def check(self, prompts: Sequence[np.ndarray], max_new_tokens: int | np.ndarray, where: str = "") -> None:
     """Refuses prompts that cannot be completed; `where` precedes the name of the key `max_new_tokens`.

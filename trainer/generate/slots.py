@@ -252,6 +252,7 @@ class Waiting:
 
   Attributes:
     prompts, shown, limits, begun, kept, keep: as of `Texts`, of all that were added.
+    reused: tokens of each prompt that were kept when it came.
     prefilled: the prompts of those that are next. A prompt is run once for all of its completions, however late their
       rows become free, and with as many others as completions fit into all rows.
   """
@@ -259,7 +260,7 @@ class Waiting:
   def __init__(self, texts: Texts, in_order: bool = False, chunk: int = 0):
     self.prompts, self.shown = list[np.ndarray](), list[image_tokens.PromptImages]()
     self.limits, self.begun, self._hashes = list[int](), list[int](), list[Any]()
-    self.kept, self.keep = list[KeptText | None](), list[bool]()
+    self.kept, self.keep, self.reused = list[KeptText | None](), list[bool](), list[int]()
     self._units, self._next, self.prefilled, self._ready = list[tuple[int, int]](), 0, Prefilled(), 0
     self._in_order, self.chunk, self.most_images = in_order, chunk, 0
     self.add(texts)
@@ -272,6 +273,7 @@ class Waiting:
     self.limits += texts.limits
     self.begun += texts.begun
     self.kept += texts.kept
+    self.reused += [0 if text is None else len(text.ids) for text in texts.kept]
     texts.kept.clear()  # nobody else holds what may go
     self.keep += texts.keep
     # Of a prompt, rounded up too.

@@ -89,17 +89,34 @@ def read(body: dict, warned: set[str]) -> Conversation:
 
 
 def message_of(message: dict) -> dict:
-  """A message with a text as its content. Raises BadRequest: it has something else."""
+  """A message whose content is a text, or has images among its parts. Raises BadRequest: it has something else."""
   content = message.get("content")
   if isinstance(content, list):
-    if not all(isinstance(part, dict) and isinstance(part.get("text"), str) for part in content):
-      kinds = sorted({str(part.get("type")) for part in content if isinstance(part, dict)})
-      raise protocol.BadRequest(f"messages: a content with parts of type {', '.join(kinds)}; allowed here: text.")
-    content = "".join(part["text"] for part in content)
-  if not isinstance(message.get("role"), str) or not isinstance(content, str | None):
-    raise protocol.BadRequest("messages: each has a role and a content, which are strings.")
+    parts = [_part_of(part) for part in content]
+    content = parts if any(part["type"] == "image" for part in parts) else "".join(part["text"] for part in parts)
+  if not isinstance(message.get("role"), str) or not isinstance(content, str | list | None):
+    raise protocol.BadRequest("messages: each has a role, a string, and a content, a string or a list of parts.")
+  if isinstance(content, list) and message["role"] == "assistant":
+    raise protocol.BadRequest("messages: an assistant's message with an image; the policy says texts.")
   kept = {key: message[key] for key in ("tool_calls", "tool_call_id", "name") if message.get(key)}
   return {"role": message["role"], "content": content or "", **kept}
+
+
+def _part_of(part: Any) -> dict:
+  """A part of a content as an environment gives it. Raises BadRequest: it is neither a text nor an image."""
+  kind = part.get("type") if isinstance(part, dict) else None
+  if kind == "text" and isinstance(part.get("text"), str):
+    return {"type": "text", "text": part["text"]}
+  if part == {"type": "image"}:  # of the prompt, which the agent was told so
+    return part
+  if kind != "image_url":
+    raise protocol.BadRequest(f"messages: a content with parts of type {kind}; allowed here: text and image_url.")
+  url = part.get("image_url")
+  url = url.get("url") if isinstance(url, dict) else url
+  if not isinstance(url, str) or not url.startswith("data:"):
+    raise protocol.BadRequest(f"messages: an image_url of {url!r:.80}; nothing is downloaded here. Give the image "
+                              "itself: data:image/png;base64,…", "messages")
+  return {"type": "image", "image": url}
 
 
 def completion(model: str, truncated: bool, message: dict) -> dict:

@@ -205,6 +205,10 @@ class Episodes:
   def _open(self, episode: Playing, opening: str | list[dict]) -> None:
     """Adds what an environment begins with to the prompt."""
     item = episode.item
+    if not self._sees and not isinstance(item.content, str) and any(
+        isinstance(m["content"], list) for m in [*item.content, *opening]):
+      episode.fail("what it begins with has images, but the model sees none (model.vision.tower is 'none').")
+      return
     try:
       encoded = getattr(item.prompt.images, "encoded", ())
       if isinstance(opening, str):
@@ -214,6 +218,9 @@ class Episodes:
             item.content + opening, item.tools, item.prompt.where, encoded, **item.variables)
     except DataError as e:
       episode.fail(str(e))
+      return
+    if encoded != getattr(prompt.images, "encoded", ())[:len(encoded)]:  # which are had again from the data
+      episode.fail("what stands before the prompt's own images has another image. Show it behind them.")
       return
     episode.begin(prompt.ids, opening)
     episode.images = prompt.images

@@ -5,6 +5,7 @@ from typing import Any
 import jax
 
 from input_pipeline.examples import advantages
+from input_pipeline.examples.top_k import ROWS
 from trainer import strategies
 from trainer.errors import ConfigError
 from trainer.generate.sampling import Options
@@ -82,6 +83,9 @@ def check(config: Any) -> None:
                       "completions need. Remove it.")
   if "precompute" in config.strategy and config.strategy.precompute:
     raise ConfigError("strategy.precompute is True, but the completions of rollouts are not known before. Use False.")
+  if config.strategy.get("teacher") == ROWS:
+    raise ConfigError(f"strategy.teacher is {ROWS!r}, but no row says what a teacher expects where the student "
+                      "will have said something else. Name a model as teacher.")
   if config.strategy.get("cached_top_k"):
     raise ConfigError(f"strategy.cached_top_k is {config.strategy.cached_top_k}, but what the student will say in "
                       "rollouts is not known before: the teacher has to be there. Use 0.")

@@ -21,6 +21,8 @@ from trainer.generate.stop_strings import StopStrings
 
 # Jobs of a run.
 MOST = 256
+# Fewer tokens in common with a kept text are not worth a program that runs the rest apart.
+LEAST = 32
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,7 +66,8 @@ class Engine:
     sampler: of the model.
     params: its parameters.
     tokenizer: for stop strings.
-    kept_texts: how many answered conversations are kept, so that of one that goes on only what is new is run.
+    kept_texts: how many answered conversations are kept, so that of one that goes on, or begins as one of them does,
+      only what is new is run.
 
   Attributes:
     batches: jobs of each run so far, for people and tests.
@@ -73,7 +76,7 @@ class Engine:
 
   def __init__(self, sampler: Sampler, params: Any, tokenizer: Any, kept_texts: int = 0):
     self._sampler, self._params, self._tokenizer = sampler, params, tokenizer
-    self.kept = Kept(kept_texts, cut=True) if kept_texts else None
+    self.kept = Kept(kept_texts, cut=True, least=LEAST) if kept_texts else None
     self._waiting: queue.SimpleQueue = queue.SimpleQueue()
     self._left: list[Job] = []
     self.batches: list[int] = []

@@ -134,12 +134,14 @@ class Choice:
   def __init__(self, index: int, tokenizer: Any, printed: Printed):
     self.index, self._tokenizer, self._printed = index, tokenizer, printed
     self.ids: list[int] = []
+    self.reused = 0  # tokens of the prompt that were kept
     self.finish_reason: str | None = None
     self.stop_reason: str | None = None  # the stop string that ended it
 
   def add(self, part: Completion) -> tuple[str, list[int], list[float]]:
     """(what of the text is new, the tokens, their log-probs)."""
     self.ids += part.ids.tolist()
+    self.reused = part.reused
     self.finish_reason, self.stop_reason = part.finish_reason or None, part.stop_reason
     return self._printed.add(part), part.ids.tolist(), [float(x) for x in part.full_logprobs]
 
@@ -169,10 +171,12 @@ class Responses:
     self._head = {"id": f"{'chatcmpl' if chat else 'cmpl'}-{uuid.uuid4().hex}", "object": kind,
                   "created": int(time.time()), "model": model, "system_fingerprint": fingerprint}
 
-  def usage(self, choices: Sequence[Choice]) -> dict[str, int]:
-    """Tokens read and written."""
+  def usage(self, choices: Sequence[Choice]) -> dict[str, Any]:
+    """Tokens read, of which those that were kept from other texts are told, and written."""
     read, written = sum(map(len, self._prompts)), sum(len(choice.ids) for choice in choices)
-    return {"prompt_tokens": read, "completion_tokens": written, "total_tokens": read + written}
+    reused = sum(choice.reused for choice in choices[::self._asked.num_samples])
+    return {"prompt_tokens": read, "completion_tokens": written, "total_tokens": read + written,
+            "prompt_tokens_details": {"cached_tokens": reused}}
 
   def _choice(self, choice: Choice, text: str, ids: Sequence[int], values: Sequence[float], stream: bool
               ) -> dict[str, Any]:

@@ -8,7 +8,7 @@ tokens has no gradient, as in GKD. The teacher is another model over the same to
 several are, each with its weight (trainer/strategies/teachers.py).
 
 With `cached_top_k` what the teacher says of the data is computed before the first step, cut to its k most probable
-tokens (trainer/strategies/top_k.py), and it leaves the memory.
+tokens (trainer/strategies/top_k.py), and it leaves the memory. With `teacher` "rows" the data bring it.
 """
 
 from typing import Any
@@ -41,7 +41,7 @@ def loss(model: Any, params: Any, batch: dict[str, jax.Array], rng: jax.Array | 
             for name, one in teachers.of(cfg).items()}
   _, weights_BxT = seq.next_tokens(batch)
   if "teacher_ids" in batch:
-    real = min(model.num_real_vocab, *(other.num_real_vocab for other in others.values()))
+    real = min([model.num_real_vocab, *(other.num_real_vocab for other in others.values())])
     said = [jnp.roll(batch[key], -1, axis=1) for key in ("teacher_ids", "teacher_logprobs")]
     losses = [top_k.jensen_shannon(student._replace(num_real_vocab=real), said[0][:, :, n], said[1][:, :, n], **options)
               for n in range(said[0].shape[2])]
@@ -66,6 +66,13 @@ def check(cfg: Any, grad_accum_steps: int, cfg_model: Any) -> None:
     raise ConfigError(f"strategy.temperature is {cfg.temperature}; it must be above 0.")
   if cfg.cached_top_k < 0:
     raise ConfigError(f"strategy.cached_top_k is {cfg.cached_top_k}; it must be at least 0 (the whole distribution).")
+  if teachers.in_rows(cfg):
+    if not cfg.cached_top_k:
+      raise ConfigError("strategy.teacher is 'rows', and strategy.cached_top_k is 0. Say how many entries of each "
+                        "token are kept: as many as the column teacher_ids has, or fewer.")
+    if cfg.temperature != 1:
+      raise ConfigError(f"strategy.temperature is {cfg.temperature}, but what rows bring of their teacher is said at "
+                        "temperature 1, and of few tokens cannot be put to another. Use 1, or name a model as teacher.")
   sources = [teacher.find(one.path, one.key) for one in teachers.of(cfg).values()]
   if "none" != cfg_model.vision.tower or any(source.section.vision.tower != "none" for source in sources):
     raise ConfigError("strategy distill learns from texts alone, but the student or its teacher sees images.")
@@ -76,6 +83,7 @@ def check(cfg: Any, grad_accum_steps: int, cfg_model: Any) -> None:
 DISTILL = Strategy(loss, data="conversations", rewarded=False, teacher=True, check=check, headline={
     "loss": "divergence {:.3f}", **OF_ROLLOUTS}, options=dict(
     # The model to learn from: a Hugging Face folder, or a run (its workdir or a checkpoint), with the same tokenizer.
+    # Or rows: the data have its most probable tokens, in the columns teacher_ids and teacher_logprobs.
     teacher=str,
     # Several in place of one: {name: dict(path=…, weight=1.0, sources=())}. The loss of a token is the weighted mean of
     # the divergences from those that teach its row: those of its source, and those without sources.
@@ -85,7 +93,8 @@ DISTILL = Strategy(loss, data="conversations", rewarded=False, teacher=True, che
     # Divides the logits of both.
     temperature=1.0,
     # Compute before the first step, and keep beside the token cache, the teacher's so many most probable tokens at each
-    # trained one, with the mass of the rest; it then leaves the memory. 0: its whole distribution, in each step.
+    # trained one, with the mass of the rest; it then leaves the memory. 0: its whole distribution, in each step. With
+    # teacher="rows": keep so many of those that rows have.
     cached_top_k=0,
     # As for sft; of conversations alone.
     normalize="token",

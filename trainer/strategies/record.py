@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from input_pipeline.examples.kinds import WITH_PARTS
+from input_pipeline.examples.top_k import ROWS
 from models.spec_head import HEADS
 from trainer.dotted import load_object
 from trainer.errors import ConfigError
@@ -106,6 +107,8 @@ class Strategy:
 
   def learns(self, cfg: Any) -> str:
     """What it learns from as the input pipeline has it, of `input_pipeline.examples.kinds.KINDS`."""
+    if self.teacher and cfg.teacher == ROWS:
+      return "taught"
     return "mismatched" if _asked(self.mismatched, cfg) else "graded" if self.graded else self.data
 
   def shares_prompts(self, cfg: Any) -> bool:

@@ -11,11 +11,10 @@ fingerprint stands in every checkpoint, and a run goes on only with that same re
 A teacher (teacher.py) takes its place, as the part `teacher`, where a strategy learns from one.
 
 With `strategy.precompute` its log-probs of all data are computed before the first step, and it leaves the memory; with
-`strategy.cached_top_k` a teacher's most probable tokens are.
+`strategy.cached_top_k` a teacher's most probable tokens are (cached_teachers.py).
 """
 
 import dataclasses
-import hashlib
 import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -28,7 +27,6 @@ from tqdm import tqdm
 from input_pipeline import reference as kept_lib
 from input_pipeline.batches import Kept
 from input_pipeline.evaluation import default_cache_dir
-from input_pipeline.loader import used_sources
 from models import lora
 from trainer import strategies, tree
 from trainer.checkpoints import init_from
@@ -36,8 +34,7 @@ from trainer.checkpoints.fingerprint import fingerprint
 from trainer.distributed import mesh as mesh_lib
 from trainer.distributed import processes
 from trainer.errors import ConfigError
-from trainer.strategies import critic, sequences, teacher, teachers, top_k
-from trainer.strategies.divergence import Side
+from trainer.strategies import critic, sequences, teachers
 
 
 def shapes(config: Any, optimizer: Any, abstract_params: Any) -> Any:
@@ -120,9 +117,9 @@ def kept(config: Any) -> tuple[Kept, ...]:
   return teachers.kept(config) if strategies.of(config).teacher else kept_lib.REFERENCE
 
 
-def precompute(config: Any, start: Any, program: Any, datasets: Sequence[Any], workdir: Path) -> Any:
-  """Gives every dataset the reference's log-probs, or its teachers' most probable tokens, computed now unless they are
-  in the cache.
+def precompute(config: Any, start: Any, program: Any, datasets: Sequence[Any], workdir: Path,
+               taught: tuple[str, str] | None = None) -> Any:
+  """Gives every dataset the reference's log-probs, computed now unless they are in the cache.
 
   They are computed row by row as the data stand in the first epoch, a micro-batch at a time, by the function that a
   reference in the state goes through; so in the same rows they are the same to the bit.
@@ -131,6 +128,7 @@ def precompute(config: Any, start: Any, program: Any, datasets: Sequence[Any], w
     start: a `state.Start`.
     program: of the run (trainer/program.py).
     datasets: training and evaluation data (`input_pipeline.reference.PackedData`).
+    taught: of a strategy with teachers, what `cached_teachers.precompute` has given.
 
   Returns:
     `start`, whose pinned fingerprints have that of the reference.
@@ -139,7 +137,7 @@ def precompute(config: Any, start: Any, program: Any, datasets: Sequence[Any], w
     ConfigError: the run was begun with another reference.
   """
   if strategies.of(config).teacher:
-    return _precompute_teachers(config, start, program, datasets, workdir)
+    return start if taught is None else _pin(start, *taught)
   model, batch_size = program.model, program.options.micro_batch_size
   placed = tree.flatten(program.params_sharding)
   target = tree.unflatten({path: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=placed[path])
@@ -157,46 +155,9 @@ def precompute(config: Any, start: Any, program: Any, datasets: Sequence[Any], w
   logprobs_of = jax.jit(lambda params, batch: sequences.token_logprobs(model, params, batch, temperature))
   for data in datasets:
     logprobs = data.reference(identity, default_cache_dir(config, workdir))
-    _complete(logprobs, program, "reference", lambda batch: logprobs_of(whole, batch))
+    complete(logprobs, program, "reference", lambda batch: logprobs_of(whole, batch))
     data.use(logprobs)
   return start
-
-
-def _precompute_teachers(config: Any, start: Any, program: Any, datasets: Sequence[Any], workdir: Path) -> Any:
-  """`precompute` of teachers, one in memory after another."""
-  cfg, names = config.strategy, used_sources(config.input)
-  all_of, weights_SxK = teachers.of(cfg), teachers.weights(cfg, names)
-  models = {name: teachers.make_model(config, one) for name, one in all_of.items()}
-  real = min(program.model.num_real_vocab, *(model.num_real_vocab for model in models.values()))
-  said: list[list[Any]] = [[] for _ in datasets]
-  prints = {}
-  for number, (name, model) in enumerate(models.items()):
-    abstract = model.abstract_params()
-    target = jax.tree.map(lambda leaf, place: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=place), abstract,
-                          mesh_lib.param_shardings(abstract, program.mesh, config.sharding_rules)[0])
-    params = teacher.load(config, target, all_of[name].path, all_of[name].key)
-    prints[name] = fingerprint({"teacher": params})
-    identity = json.dumps([prints[name], repr(getattr(model, "spec", all_of[name].path)), config.precision.compute,
-                           program.options.micro_batch_size, cfg.temperature, cfg.cached_top_k, real])
-
-    def most_probable(params, batch, model=model):
-      side = Side(model.apply(params, batch).hidden, model.unembedding(params), model.final_logit_cap, real)
-      ids, logprobs = top_k.most_probable(side, cfg.cached_top_k, chunk=program.model.vocab_chunk,
-                                          temperature=cfg.temperature)
-      # What predicts a token stands where the token does, as weights do.
-      return {"ids": jnp.roll(ids, 1, axis=1), "logprobs": jnp.roll(logprobs, 1, axis=1)}
-
-    compute = jax.jit(most_probable)
-    sources = [source for source, weight in zip(names, weights_SxK[:, number], strict=True) if weight > 0]
-    for data, of_data in zip(datasets, said, strict=True):
-      of_data.append(data.teacher(identity, default_cache_dir(config, workdir), cfg.cached_top_k, sources))
-      _complete(of_data[-1], program, f"teacher {name}".strip(), lambda batch, of=compute, params=params: of(
-          params, batch))
-    del params
-  for data, of_data in zip(datasets, said, strict=True):
-    data.use_teachers(of_data, teachers.kept(config))
-  of_all = hashlib.blake2b(json.dumps(prints).encode(), digest_size=16).hexdigest()
-  return _pin(start, prints.get("", of_all), "strategy.teacher" if "" in prints else teachers.KEY)
 
 
 def _pin(start: Any, name: str, key: str) -> Any:
@@ -212,7 +173,7 @@ def _pin(start: Any, name: str, key: str) -> Any:
   return dataclasses.replace(start, pinned=start.pinned | {"reference": name})
 
 
-def _complete(kept_values: kept_lib.ReferenceLogprobs, program: Any, what: str, compute: Callable) -> None:
+def complete(kept_values: kept_lib.ReferenceLogprobs, program: Any, what: str, compute: Callable) -> None:
   """Computes what is not there yet; `compute(batch)` gives the values of a batch."""
   if kept_values.complete:
     return

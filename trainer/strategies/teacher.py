@@ -66,6 +66,17 @@ def find(path: str | None, key: str = KEY) -> Source:
                 load_tokenizer(workdir / "tokenizer.json").vocab_size, config)
 
 
+def files(source: Source) -> dict[str, Path]:
+  """{name: file} of all that its parameters are read from."""
+  if source.is_hf:
+    folder, kinds = Path(source.path), (".json", ".safetensors")
+    return {file.relative_to(folder).as_posix(): file for file in folder.rglob("*")
+            if file.suffix in kinds and file.is_file()}
+  folder = checkpoint.find(source.path)
+  found = {file.relative_to(folder).as_posix(): file for file in folder.rglob("*") if file.is_file()}
+  return found | {"../../config.json": folder.parent.parent / "config.json"}
+
+
 def make_model(path: str, params_dtype: str, compute_dtype: str, key: str = KEY) -> Any:
   """The teacher without its parameters. Raises: see `find`."""
   source = find(path, key)

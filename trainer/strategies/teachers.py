@@ -5,6 +5,8 @@ of some sources is heard in their rows alone: a teacher for each domain is a tea
 such a sum has the gradient of the divergence from the weighted mean of the distributions, Σ w KL(q_i ‖ p) = KL(q̄ ‖ p) +
 a constant, and for the reverse KL that from their normalised geometric mean.
 
+With `strategy.teacher` ROWS there is no teacher: rows bring what one has said (input_pipeline/examples/top_k.py).
+
 S sources of the data, K teachers, M the most teachers that a source has.
 """
 
@@ -15,6 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from input_pipeline.batches import Kept
+from input_pipeline.examples.top_k import ROWS
 from input_pipeline.loader import used_sources
 from input_pipeline.reference import of_teachers
 from input_pipeline.tokenizer.tokenizer import Tokenizer
@@ -38,12 +41,14 @@ class Teacher(NamedTuple):
 
 
 def of(cfg: Any) -> dict[str, Teacher]:
-  """The teachers of `config.strategy` by name; one alone is called "".
+  """The teachers of `config.strategy` by name; one alone is called "". None where rows bring what one has said.
 
   Raises:
     ConfigError: none, or one that cannot be.
   """
   if not cfg.get("teachers"):  # which a strategy of the user's own need not have
+    if in_rows(cfg):
+      return {}
     teacher.find(cfg.teacher)
     return {"": Teacher(cfg.teacher, teacher.KEY)}
   if cfg.teacher is not None:
@@ -67,6 +72,11 @@ def of(cfg: Any) -> dict[str, Teacher]:
     found[name] = Teacher(values["path"], f"{KEY}.{name}.path", float(values["weight"]), tuple(values["sources"]))
     teacher.find(values["path"], found[name].key)
   return found
+
+
+def in_rows(cfg: Any) -> bool:
+  """Whether rows bring what their teacher has said."""
+  return cfg.teacher == ROWS
 
 
 def joined(parts: dict[str, Any]) -> Any:
@@ -98,6 +108,11 @@ def check(config: Any, tokenizer: Tokenizer) -> None:
     ConfigError: before any device work.
   """
   cfg, used = config.strategy, used_sources(config.input)
+  if in_rows(cfg):
+    if cfg.cached_top_k > tokenizer.vocab_size:
+      raise ConfigError(f"strategy.cached_top_k is {cfg.cached_top_k}, but there are {tokenizer.vocab_size} tokens. "
+                        "Use at most as many entries as rows give of a token.")
+    return
   teachers = of(cfg)
   for name, one in teachers.items():
     teacher.check(config, tokenizer, one.path, one.key)
@@ -152,6 +167,8 @@ def load(config: Any, target: Any) -> Any:
 
 def kept(config: Any) -> tuple[Kept, Kept]:
   """The arrays of batches that hold what the teachers say, with `cached_top_k`."""
+  if in_rows(config.strategy):
+    return of_teachers(1, config.strategy.cached_top_k)
   found = weights(config.strategy, used_sources(config.input))
   return of_teachers(int((found > 0).sum(1).max()), config.strategy.cached_top_k)
 
@@ -159,7 +176,7 @@ def kept(config: Any) -> tuple[Kept, Kept]:
 def heard(loss_fn: Callable, cfg: Any, source_names: Sequence[str]) -> Callable:
   """`loss_fn(params, batch, …)`, whose batch gets `teacher_weights`: float32 [B, K], by each row's source; where the
   batch has what teachers say, [B, M], those of the row's own teachers first."""
-  if len(of(cfg)) == 1:
+  if len(of(cfg)) <= 1:
     return loss_fn
   w_SxK = weights(cfg, source_names)
   first_SxK = np.take_along_axis(w_SxK, np.argsort(w_SxK == 0, axis=1, kind="stable"), 1)

@@ -113,6 +113,50 @@ def test_what_is_kept_gives_its_place_to_others():
   assert kept.given_up >= ended - 2 and 0 < kept.reused
 
 
+@pytest.mark.parametrize("chunk", [0, pytest.param(2, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("name, all_seen", [("llama", True), ("gemma", False), *(
+    pytest.param(*of, marks=pytest.mark.slow) for of in (("moe", False), ("llama4", False), ("qwen3_next", False)))])
+def test_prompts_with_a_common_beginning_go_on_from_there(name, all_seen, chunk):
+  """Beginnings of what was asked and of what was said, of several lengths and from two texts, while others that have
+  none in common come with them; and nothing where a window was left or a state stands for all."""
+  model, params = case(name)
+  examples, other, one, two = prompts([11, 6, 4, 3])
+  sampler, kept = Sampler(model, rows=3, chunk=4, prefill_chunk=chunk, record=True), Kept(9, cut=True, least=4)
+  begun = [np.concatenate([examples, one]), other]
+  said = sampler.generate(params, begun, **OPTIONS, kept=kept)
+  whole = [np.concatenate([ids, c.ids[:-1]]) for ids, c in zip(begun, said, strict=True)]
+  given = [np.concatenate(parts).astype(np.int32) for parts in (
+      (examples, two), (examples[:5], two), (whole[0][:-1], [(whole[0][-1] + 1) % 24], two), (two, examples),
+      (other, two), (whole[1], two), (examples[:3], two), (examples,))]
+  found, expected = (sampler.generate(params, given, **OPTIONS, kept=some) for some in (kept, None))
+  assert_same(found, expected)
+
+  def in_common(ids):
+    return max(n for text in whole for n in range(min(len(text), len(ids) - 1) + 1) if (text[:n] == ids[:n]).all())
+
+  longest = [in_common(ids) for ids in given]
+  beginnings = [n if n >= 4 and n not in map(len, whole) else 0 for n in longest]
+  assert sum(map(bool, beginnings)) >= 5
+  if all_seen:
+    assert kept.shared == sum(beginnings) and kept.reused == sum(n for n in longest if n >= 4)
+    assert [c.reused for c in found] == [n if n >= 4 else 0 for n in longest]
+  else:
+    assert kept.shared == 0 < kept.reused
+  for c, (forced, _) in zip(found, teacher_forced(model, params, given, found), strict=True):
+    np.testing.assert_allclose(c.logprobs, forced, rtol=1e-5, atol=1e-5)
+
+
+def test_a_text_that_has_not_left_its_windows_has_beginnings():
+  model, params = case("moe")  # a window of four tokens
+  sampler, kept = Sampler(model, rows=2, chunk=4), Kept(9, cut=True, least=1)
+  first, options = np.array([7, 8, 9], np.int32), dict(max_new_tokens=2, stop_ids=STOPS, seed=1)
+  sampler.generate(params, [first], **options, kept=kept)
+  for ids in ([7, 1], [7, 8, 1, 2, 3, 4, 5]):
+    given = [np.array(ids, np.int32)]
+    assert_same(*(sampler.generate(params, given, **options, kept=some) for some in (kept, None)))
+  assert kept.shared == 1 + 2
+
+
 @pytest.mark.devices(8)
 @pytest.mark.parametrize("name", ["llama", *(pytest.param(name, marks=pytest.mark.slow) for name in (
     "gemma", "qwen3_next", "nemotron_h", "moe"))])
@@ -177,6 +221,44 @@ def test_the_longest_text_that_a_prompt_begins_with_is_found():
   assert kept.find(np.array([1, 3, 3, 4]), b"") is None and kept.find(np.array([1]), b"") is None
   kept.clear()
   assert kept.find(np.array([1, 2, 3, 4]), b"") is None
+
+
+def beginning(*ids, **more):
+  return KeptText(np.array(ids, np.int32), b"", "cache", 8, beginnings=True, **more)
+
+
+def test_the_longest_beginning_that_a_prompt_has_in_common_with_a_text_is_found():
+  kept = Kept(9, least=2)
+  one, two = beginning(1, 2, 3, 4, experts=np.arange(4)), beginning(1, 2)
+  for some in (one, two, text(1, 2, 3, 5, 6)):
+    kept.add(some)
+
+  def find(*ids, shown=b""):
+    return kept.find(np.array(ids), shown, lambda cache, n: (cache, n))
+
+  found = find(1, 2, 3, 9)
+  assert found.ids.tolist() == [1, 2, 3] and found.cache == ("cache", 3) and found.of is one and kept.shared == 3
+  assert found.experts.tolist() == [0, 1, 2] and found.slots == 8
+  assert find(1, 2, 9) is two and kept.shared == 3  # as long as a beginning, and whole
+  assert find(1, 9) is None  # too little
+  assert find(1, 2, 3, 9, shown=b"an image") is None
+  assert find(1, 2, 3).of is one or find(1, 2, 3) is two  # one token is left to be run
+  assert find(1, 2, 3, 5, 9).ids.tolist() == [1, 2, 3]  # of which the third text has no beginnings
+  whole_only = Kept(9)
+  whole_only.add(one)
+  assert whole_only.find(np.array([1, 2, 3, 9]), b"") is None
+
+
+def test_a_text_that_a_beginning_is_of_keeps_its_place_while_that_waits():
+  kept = Kept(1, once=True, least=1)
+  kept.add(beginning(1, 2, 3))
+  found = kept.find(np.array([1, 2, 5]), b"", lambda cache, n: cache)
+  again = kept.find(np.array([1, 2, 6]), b"", lambda cache, n: cache)  # though `once`: it may still go on
+  assert found.of is again.of and not kept.takes("stop") and kept.given_up == 2
+  del found
+  assert not kept.takes("stop")
+  del again
+  assert kept.takes("stop")
 
 
 def test_the_text_used_longest_ago_is_given_up():

@@ -35,6 +35,10 @@ def post(endpoint, messages, **more):
   return raw if more.get("stream") else json.loads(raw)
 
 
+def pictured(url):
+  return {"type": "image_url", "image_url": {"url": url}}
+
+
 def said(answer):
   return answer["choices"][0]["message"]["content"]
 
@@ -50,6 +54,14 @@ def guess(prompt, endpoint, /, number, **columns):
     reward = (reward or 0.0) + 0.25 if left else reward
     messages += [{"role": "assistant", "content": text}, {"role": "user", "content": f"not {digits}"}]
   return reward
+
+
+def looks(prompt, endpoint, /, first, **columns):
+  """Shows a picture, first or later."""
+  picture = {"role": "user", "content": [{"type": "text", "text": "See:"}, pictured("data:image/png;base64,AA")]}
+  messages = [*prompt, picture] if first else list(prompt)
+  answer = post(endpoint, messages)
+  return post(endpoint, [*messages, answer["choices"][0]["message"], picture])
 
 
 async def later(prompt, endpoint, /, **columns):
@@ -226,9 +238,21 @@ def test_one_that_hangs_costs_its_own_episode(tmp_path):
   assert first[0].failed and first[0].trajectory.finish_reason == "timeout" and second[0].reward == 3.0
 
 
+def test_pictures_for_a_model_that_sees_none_cost_their_episodes(tmp_path, caplog):
+  rows = [{"q": "Which?", "first": True}, {"q": "And?", "first": False}]
+  (first, second), _, _ = play(tmp_path, rows, "looks", lambda sample, turn: "one")
+  assert first[0].failed and first[0].turns == 0 and second[0].failed and second[0].turns == 1
+  assert "has images, but the model sees none" in caplog.text and "but the model sees no images" in caplog.text
+
+
 @pytest.mark.parametrize("more, message", [
     (dict(n=2), "n: found 2"), (dict(logprobs=True), "logprobs: found True"), (dict(magic=1), "magic: not known here"),
     (dict(messages=[{"role": "user", "content": [{"type": "input_audio"}]}]), "parts of type input_audio"),
+    (dict(messages=[{"role": "user", "content": [pictured("https://example.com/a.png")]}]),
+     "an image_url of 'https://example.com/a.png'; nothing is downloaded"),
+    (dict(messages=[{"role": "user", "content": [pictured("/etc/passwd")]}]), "an image_url of '/etc/passwd'; nothing"),
+    (dict(messages=[{"role": "user", "content": [{"type": "image", "image": "a.png"}]}]), "parts of type image;"),
+    (dict(messages=[{"role": "assistant", "content": [pictured("data:image/png;base64,AA")]}]), "policy says texts"),
     (dict(model="gpt"), "names no episode"), (dict(tools=["add"]), "tools: allowed")])
 def test_requests_that_cannot_be_are_refused(more, message):
   from trainer.rollouts import agents

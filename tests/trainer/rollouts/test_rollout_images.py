@@ -9,6 +9,7 @@ import pytest
 from input_pipeline.examples.roles import COMPLETION
 from tests.evaluators import digits
 from tests.trainer.report.test_pages import pictures
+from tests.trainer.rollouts.test_agents import post, said
 from trainer import train
 from trainer.callbacks import Callback
 from trainer.checkpoints import checkpoint
@@ -105,13 +106,41 @@ class Shows:
     return Turn([{"role": "user", "content": [{"type": "image", "image": data}]}], reward=float("e" in completion))
 
 
-def test_what_an_environment_showed_is_trained_on_and_kept_in_checkpoints(tmp_path):
+def shows(prompt, endpoint, /, **columns):
+  """An agent that does the same."""
+  answer = post(endpoint, prompt)
+  completion = said(answer)
+  data = digits.encoded(digits.picture(100 + sum(map(ord, completion)) % 1000))
+  picture = {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{data}"}}
+  post(endpoint, [*prompt, answer["choices"][0]["message"], {"role": "user", "content": [picture]}])
+  return float("e" in completion)
+
+
+def hides(prompt, endpoint, /, **columns):
+  """An agent with a picture before that of the prompt, which would be taken for it when a checkpoint is read."""
+  url = f"data:image/png;base64,{digits.encoded(digits.picture(100))}"
+  picture = {"role": "system", "content": [{"type": "image_url", "image_url": {"url": url}}]}
+  post(endpoint, [picture, *prompt])
+
+
+def test_pictures_before_those_of_the_prompt_are_refused(tmp_path, caplog):
+  c = config(tmp_path, total_steps=1)
+  digits.write(tmp_path / "data.jsonl", [dict(image=row["image"], q="what?") for row in ROWS])
+  c.chat.template = "plain"
+  c.rollout.update(prompt_key="q", environment=f"{__name__}.hides", updates=1)
+  c.rollout.rewards = {}
+  train(c, tmp_path / "w")
+  assert "failed in 4 of 4 episodes: what stands before the prompt's own images has another image" in caplog.text
+
+
+@pytest.mark.parametrize("environment", ["Shows", "shows"])
+def test_what_an_environment_showed_is_trained_on_and_kept_in_checkpoints(tmp_path, environment):
   def talks(folder, **changed):
     c = config(folder, **changed)
     digits.write(folder / "data.jsonl", [dict(image=row["image"], q="what?") for row in ROWS])
     c.chat.template = "plain"
-    c.rollout.update(prompt_key="q", environment=f"{__name__}.Shows", max_turns=2, max_new_tokens=16, kept_texts=2,
-                     stop=tuple(map(chr, range(33, 120))))
+    c.rollout.update(prompt_key="q", environment=f"{__name__}.{environment}", max_turns=2, max_new_tokens=16,
+                     kept_texts=2, stop=tuple(map(chr, range(33, 120))))
     c.rollout.rewards = {}
     return c
 

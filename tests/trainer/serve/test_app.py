@@ -73,7 +73,7 @@ def test_a_completion_is_what_the_sampler_draws(url, direct):
   assert choice["finish_reason"] == expected.finish_reason
   np.testing.assert_allclose(choice["logprobs"]["token_logprobs"], expected.full_logprobs, atol=1e-5)
   assert found["usage"] == dict(prompt_tokens=len(ids), completion_tokens=len(expected.ids),
-                                total_tokens=len(ids) + len(expected.ids))
+                                total_tokens=len(ids) + len(expected.ids), prompt_tokens_details=dict(cached_tokens=0))
   # Token in, token out.
   again = post(url, "/v1/completions", prompt=ids.tolist(), max_tokens=12, temperature=0, return_token_ids=True)
   assert again["choices"][0]["token_ids"] == expected.ids.tolist() and found["model"] == "tiny"
@@ -228,24 +228,35 @@ def test_of_a_conversation_that_is_kept_only_what_is_new_is_run(direct):
   """Twice from the same text; and not where the parameters are others since."""
   loaded, sampler = direct
   engine = Engine(Sampler(loaded.model, rows=4), loaded.params, loaded.tokenizer, kept_texts=4)
-  first = np.arange(1, 40, dtype=np.int32)
+  first, told = np.arange(1, 40, dtype=np.int32), []
 
   def ask(ids):
     parts, over = [], threading.Event()
     engine.submit(Job(ids, 6, 1, How(seed=3), lambda part: parts.append(part) or part.finish_reason and over.set()))
     assert over.wait(300)
+    told.extend(parts)
     alone, = sampler.generate(loaded.params, [ids], max_new_tokens=6, seed=3)
     assert np.concatenate([part.ids for part in parts]).tolist() == alone.ids.tolist()
     return alone.ids
 
   said = ask(first)
   whole = len(first) + len(said) - 1  # what was drawn last was not run
-  for times, more in enumerate(([7], [8, 9]), 1):
-    ask(np.concatenate([first, said, more]).astype(np.int32))
-    assert engine.kept.reused == times * whole
+  ask(np.concatenate([first, said, [7]]).astype(np.int32))
+  assert engine.kept.reused == whole and engine.kept.shared == 0
+  # From the same, of which the second has run the last token, too.
+  ask(np.concatenate([first, said, [8, 9]]).astype(np.int32))
+  assert engine.kept.reused == 2 * whole + 1 and engine.kept.shared == whole + 1
+  # Of another one that begins as the first does, which `usage` of OpenAI's protocol calls cached tokens.
+  ask(np.concatenate([first[:35], [1, 2, 3]]).astype(np.int32))
+  assert engine.kept.shared == whole + 1 + 35 and told[-1].reused == 35
+  responses = protocol.Responses(True, "tiny", "", SimpleNamespace(num_samples=2), [np.arange(38)])
+  choices = [protocol.Choice(i, loaded.tokenizer, SimpleNamespace(add=lambda part: "")) for i in range(2)]
+  for choice in choices:
+    choice.add(told[-1])
+  assert responses.usage(choices)["prompt_tokens_details"] == {"cached_tokens": 35}  # of one prompt
   engine.swap(jax.tree.map(jnp.copy, loaded.params))
   ask(np.concatenate([first, said, [7]]).astype(np.int32))
-  assert engine.kept.reused == 2 * whole
+  assert engine.kept.reused == 2 * whole + 1 + 35
   engine.close()
 
 

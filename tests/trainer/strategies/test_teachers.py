@@ -14,8 +14,8 @@ from tests.trainer.strategies import test_distill as distill
 from tests.trainer.strategies.pairs import jitted_logits
 from tests.trainer.strategies.test_distill import Keep
 from trainer import train
-from trainer.config import source, strategy
-from trainer.errors import ConfigError
+from trainer.config import evaluator, source, strategy
+from trainer.errors import ConfigError, DataError
 
 BETA, TEMPERATURE = 0.3, 0.7
 
@@ -148,6 +148,106 @@ def test_teachers_that_cannot_be_are_refused(tmp_path):
   c = config_of(tmp_path, teacher=a, cached_top_k=4)
   c.input.sources.left.stream_files = 1
   with pytest.raises(ConfigError, match="a teacher reads all data before the first step"):
+    train(c, tmp_path / "w")
+
+
+def decided(path, folder):
+  """The model, whose logits are 30 times as large, so that few entries have most of the mass."""
+  model, params = hf.load(path)
+  hf.save(model, {**params, "unembed": jax.tree.map(lambda kernel: 30 * kernel, params["unembed"])}, folder)
+  for file in path.glob("tokenizer*"):
+    shutil.copy(file, folder)
+  return folder
+
+
+def taught_rows(folder, path, k):
+  """16 documents of tokens in a file, with the k most probable entries of the teacher, in no order, as it says them of
+  the document alone: by all logits, in float64."""
+  model, params = hf.load(path)
+  rng, lines = np.random.default_rng(0), []
+  for i in range(16):
+    ids = rng.integers(0, 258, 4 + i % 5).tolist()
+    padded = np.pad(ids, (0, 16 - len(ids)))[None]
+    z = np.asarray(jitted_logits(model)(params, padded), np.float64)[0, :len(ids) - 1, :258]
+    logq = z - np.log(np.exp(z).sum(-1, keepdims=True))
+    best = [rng.permutation(np.argsort(-row)[:k]) for row in logq]
+    said = [[None] * 2 + [part.tolist() for part in parts[1:]]  # of the first trained token on
+            for parts in (best, [row[some] for row, some in zip(logq, best, strict=True)])]
+    lines.append(dict(input_ids=ids, labels=[-100] * 2 + ids[2:], teacher_ids=said[0], teacher_logprobs=said[1]))
+  file = folder / "taught.jsonl"
+  file.write_text("".join(json.dumps(line) + "\n" for line in lines))
+  return lines, file
+
+
+def taught_config(folder, file, packing="none", **options):
+  c = distill.config_of(folder, strategy=strategy("distill", **options), seed=7)
+  c.input.sources.main.path, c.input.packing = str(file), packing
+  return c
+
+
+@pytest.mark.parametrize("beta, packing", [(0.0, "none"), (0.3, "best_fit"), (1.0, "best_fit")])
+def test_rows_that_bring_what_a_teacher_said(tmp_path, beta, packing):
+  """As a cache of the teacher itself, which has one entry less of a token: the loss at the first step by loops over
+  all logits in float64, and at all steps, which follow from gradients, that of the cache."""
+  path, k = decided(folders(tmp_path)["a"], tmp_path / "decided"), 3
+  lines, file = taught_rows(tmp_path, path, k + 1)
+  options = dict(beta=beta, cached_top_k=k)
+  run = train(taught_config(tmp_path, file, packing, teacher="rows", **options), tmp_path / "rows")
+  found, kept = losses(), dict(Keep.found)
+  assert "reference" not in run.state and not list((tmp_path / "cache").glob("*-teacher-*"))
+  assert kept[1][1]["teacher_ids"].shape == (4, 16, 1, k)
+  assert (kept[1][1]["segment_ids"].max() > 1) == (packing == "best_fit")
+  train(taught_config(tmp_path, file, packing, teacher=str(path), **options), tmp_path / "cached")
+  assert losses() == pytest.approx(found, abs=1e-6) and len(found) == 4
+
+  before, batch, _ = kept[1]
+  said = {tuple(line["input_ids"]): line for line in lines}
+  student, total = distill.tiny_student(run.config), 0.0
+  z = np.asarray(jitted_logits(student)(jax.tree.map(jnp.asarray, before), batch), np.float64)[..., :258]
+  p = np.exp(z) / np.exp(z).sum(-1, keepdims=True)
+  for row, t in np.argwhere(batch["loss_weights"] > 0):
+    first = t - batch["positions"][row, t]
+    own = batch["segment_ids"][row] == batch["segment_ids"][row, t]
+    line = said[tuple(batch["tokens"][row][own].tolist())]
+    best = sorted(zip(line["teacher_logprobs"][t - first], line["teacher_ids"][t - first], strict=True))[-k:]
+    ids, q = [i for _, i in best], np.exp([logq for logq, _ in best])
+    mine = p[row, t - 1]
+    for a, b in zip([*mine[ids], 1 - mine[ids].sum()], [*q, 1 - q.sum()], strict=True):
+      m = (1 - beta) * a + beta * b
+      total += b * np.log(b / a) if beta == 0 else a * np.log(a / b) if beta == 1 else (
+          beta * b * np.log(b / m) + (1 - beta) * a * np.log(a / m))
+  assert found[1] == pytest.approx(total / batch["loss_weights"].sum(), abs=1e-6)
+
+
+def test_taught_rows_can_be_streamed_and_evaluated_without(tmp_path):
+  path = folders(tmp_path)["a"]
+  _, file = taught_rows(tmp_path, path, 4)
+  c = taught_config(tmp_path, file, teacher="rows", cached_top_k=4, beta=0.0)
+  c.input.sources.main.stream_files, c.total_steps = 1, 2
+  held = tmp_path / "held.jsonl"
+  held.write_text(json.dumps(dict(prompt="1 and", completion=" 2")) + "\n")
+  c.evals.val = evaluator(type="loss", sources=dict(main=source(type="jsonl", path=str(held))))
+  streamed = train(c, tmp_path / "streamed")
+  assert np.isfinite(streamed.last_eval[1]["eval/val/loss"]) and Keep.found[2][1]["teacher_ids"].shape == (4, 16, 1, 4)
+  assert np.isfinite(list(losses().values())).all()
+
+
+def test_taught_rows_that_cannot_be_are_refused(tmp_path):
+  paths = folders(tmp_path)
+  _, file = taught_rows(tmp_path, paths["a"], 4)
+  for options, message in (
+      (dict(), "strategy.teacher is 'rows', and strategy.cached_top_k is 0"),
+      (dict(cached_top_k=259), "strategy.cached_top_k is 259, but there are 258 tokens"),
+      (dict(cached_top_k=4, temperature=0.5), "strategy.temperature is 0.5, but what rows bring"),
+      (dict(cached_top_k=4, teachers={"b": dict(path=str(paths["b"]))}), "Give one teacher or several")):
+    with pytest.raises(ConfigError, match=message):
+      train(taught_config(tmp_path, file, teacher="rows", **options), tmp_path / "w")
+  text = tmp_path / "text.jsonl"
+  text.write_text(json.dumps(dict(prompt="a", completion="b")) + "\n")
+  with pytest.raises(DataError, match=r"text.jsonl:1: no 'input_ids' \(or null\)"):
+    train(taught_config(tmp_path, text, teacher="rows", cached_top_k=4), tmp_path / "w")
+  c = distill.on_policy(tmp_path, "rows")
+  with pytest.raises(ConfigError, match="no row says what a teacher expects where the student"):
     train(c, tmp_path / "w")
 
 

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from input_pipeline.examples.top_k import NEVER, NOBODY
 from tests.trainer.strategies import test_divergence as whole
 from trainer.strategies import divergence, top_k
 from trainer.strategies.divergence import Side
@@ -113,6 +114,26 @@ def test_gradients_are_those_of_the_dense_formula(chunk, k, variant):
     np.testing.assert_allclose(ours[0], value, rtol=1e-6, atol=1e-6)
     for found, wanted in zip(ours[1], grads, strict=True):
       np.testing.assert_allclose(found, wanted, rtol=0, atol=1e-6 * max(1, np.abs(wanted).max()))
+
+
+@pytest.mark.parametrize("beta", whole.BETAS)
+@pytest.mark.parametrize("chunk, real", [(1000, None), (7, 53)])
+def test_entries_that_stand_for_nobody_change_nothing(beta, chunk, real):
+  """Where a row has fewer entries than are kept: values and gradients are those of the dense formula over these."""
+  hidden, kernel, *teacher = whole.inputs()
+  ids, logprobs = map(np.asarray, kept(*teacher, 4, real=real))
+  none = np.ones((B, T, 2), np.int32)
+  padded = (np.concatenate([ids, NOBODY * none], -1),
+            np.concatenate([logprobs[..., :-1], NEVER * none, logprobs[..., -1:]], -1, dtype=np.float32))
+  found = jax.value_and_grad(lambda h, w: jnp.sum(from_kept(h, w, *padded, beta=beta, chunk=chunk, real=real)), (0, 1))(
+      hidden, kernel)
+  with jax.enable_x64():
+    exact = [jnp.asarray(np.asarray(x), jnp.float64) for x in (hidden, kernel)]
+    wanted = jax.value_and_grad(lambda h, w: jnp.sum(dense(
+        h, w, ids, jnp.asarray(logprobs, jnp.float64), beta=beta, real=real)), (0, 1))(*exact)
+    wanted = jax.tree.map(np.asarray, wanted)
+  for mine, theirs in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
+    np.testing.assert_allclose(mine, theirs, rtol=1e-6, atol=1e-6 * max(1, np.abs(theirs).max()))
 
 
 def test_with_all_entries_it_is_the_whole_divergence_and_with_fewer_never_more():
