@@ -75,7 +75,7 @@ def pytest_runtest_setup(item):
   """Before fixtures, those of whole files too."""
   marker = item.get_closest_marker("devices")
   programs.show(marker.args[0] if marker else 1)
-  programs.traced = "monkeypatch" not in item.fixturenames
+  programs.traced = "monkeypatch" not in item.fixturenames or item.get_closest_marker("host_patches") is not None
 
 
 def _slow() -> list[str]:
@@ -101,6 +101,7 @@ tests/test_faults.py
 tests/models/hf/test_families.py
 tests/trainer/test_every_key.py
 tests/trainer/generate/test_sampler.py
+tests/trainer/generate/test_prefill.py
 tests/models/test_transformer.py
 tests/models/test_exactness.py
 tests/trainer/strategies/test_sft_runs.py
@@ -109,6 +110,10 @@ tests/trainer/strategies/test_grpo_runs.py
 tests/models/experts/test_moe.py
 tests/models/test_lora.py
 tests/models/attention/test_cache.py
+tests/models/hf/test_native.py
+tests/trainer/rollouts/test_replay.py
+tests/trainer/rollouts/test_turns.py
+tests/trainer/strategies/test_contrastive_runs.py
 tests/trainer/modes/test_verify.py
 tests/trainer/test_main.py
 tests/trainer/modes/test_microscope.py

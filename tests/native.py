@@ -69,18 +69,17 @@ def folder(path: Path, name: str = "qwen2_5_vl", seed: int = 1) -> Path:
 
 def _written(path: Path, content: dict, tokens: dict[int, str], template: str, processor: dict, end: str,
              seed: int) -> Path:
-  import jax  # after conftest has set its flags
-
   from input_pipeline.tokenizer.tokenizer import BytesTokenizer
   from models import api, config, hf
   from models.hf import families
+  from tests.models.initial import initial
 
   keys = families.find(content, "config.json").read(content, "config.json")
   section = config.model()
   hf.set_keys(section, keys)
   model = api.make_model(section, vocab_size=264, params_dtype="float32", compute_dtype="float32")
   model.architecture, model.hf_config = keys, content
-  hf.save(model, jax.jit(model.init)(jax.random.key(seed)), path)
+  hf.save(model, initial(model, seed), path)
   (path / "config.json").write_text(json.dumps(content))
   BytesTokenizer().save(path / "tokenizer.json")
   spec = json.loads((path / "tokenizer.json").read_text())

@@ -25,8 +25,8 @@ from tests import tiny
 
 # {(client, digest of the module, options, devices): the program}
 _compiled: dict[tuple, Any] = {}
-# {(what, model, sizes): the function that JAX has traced}, and whether they are taken from here: not where a test has
-# changed what is traced.
+# {(what, model, sizes): the function that JAX has traced}, and whether they are taken from here: not where a test may
+# have changed what is traced: it uses `monkeypatch`, and is not marked with `host_patches`.
 _jitted: dict[tuple, Any] = {}
 traced = True
 # What programs are made with beside XLA_FLAGS: {flag: value}.

@@ -18,6 +18,8 @@ from tests import docs_commands, tiny
 from tests.docs_commands import PAGES, commands
 from trainer.config import defaults
 
+pytestmark = pytest.mark.host_patches
+
 # Pages whose commands run, at a small size, too; of all they are checked.
 RUN = ("tutorial.md", "sft.md", "dpo.md", "grpo.md", "precision.md", "huggingface.md")
 # What takes minutes even so, and has a test of its own.

@@ -91,16 +91,15 @@ def run(argv: list[str], devices: int = 1, **more: str) -> subprocess.CompletedP
 
 def hf_folder(folder: Path, seed: int = 1, **changed) -> Path:
   """A Hugging Face folder of a tiny random Llama with a tokenizer of bytes; `changed` are keys of its config."""
-  import jax  # after conftest has set its flags
-
   from input_pipeline.tokenizer.tokenizer import BytesTokenizer
-  from models import api, hf
+  from models import api, hf  # after conftest has set JAX's flags
+  from tests.models.initial import initial
   cfg = defaults().model
   cfg.update(num_layers=2, hidden_size=16, intermediate_size=32, num_heads=2, vocab_size=264, tie_embeddings=False)
   cfg.update(changed)
   made = api.make_model(cfg, vocab_size=cfg.vocab_size, params_dtype="float32", compute_dtype="float32")
   made.architecture = hf.keys_of(cfg, cfg.vocab_size)
-  hf.save(made, jax.jit(made.init)(jax.random.key(seed)), folder)
+  hf.save(made, initial(made, seed), folder)
   BytesTokenizer().save(folder / "tokenizer.json")
   return folder
 

@@ -11,6 +11,7 @@ from evaluators import common
 from evaluators.classify import confusion, metrics
 from input_pipeline.tokenizer.tokenizer import BytesTokenizer
 from tests.evaluators import digits
+from tests.models.initial import initial
 from trainer.config import checks as config_checks
 from trainer.config import evaluator
 from trainer.distributed import mesh as mesh_lib
@@ -31,7 +32,7 @@ def make(tmp_path, rows=ROWS, mesh=None, **changed):
   model = digits.model(config)
   mesh = mesh or jax.make_mesh((1,), ("data",), (jax.sharding.AxisType.Auto,), devices=jax.devices()[:1])
   setup = common.Setup(config, model, BytesTokenizer(), mesh, tmp_path, MultiWriter())
-  params = jax.tree.map(lambda p: 4 * p, jax.jit(model.init)(jax.random.key(0)))
+  params = jax.tree.map(lambda p: 4 * p, initial(model))
   return common.make("which", config.evals.which, setup), model, params
 
 

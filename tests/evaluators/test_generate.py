@@ -14,6 +14,7 @@ from input_pipeline.tokenizer.tokenizer import BytesTokenizer
 from models import api
 from tests import tiny
 from tests.evaluators import digits
+from tests.models.initial import initial
 from tests.trainer.report.test_pages import pictures
 from trainer.config import checks as config_checks
 from trainer.config import evaluator, source
@@ -83,7 +84,7 @@ def test_numbers_can_be_computed_again_from_the_table(tmp_path):
 
 def test_a_model_generates_and_the_draws_are_the_same_at_every_step(tmp_path):
   ev, model, _ = make(tmp_path, max_documents=3, temperature=1.0)
-  params = jax.jit(model.init)(jax.random.key(0))
+  params = initial(model)
   found = dict(ev.run(params, 1))
   assert found.keys() == {"accuracy", "pass@1", "pass@2", "stopped", "length"} and 1 <= found["length"] <= 5
   assert dict(ev.run(params, 2)) == found and table(tmp_path, 1) == table(tmp_path, 2)
@@ -172,7 +173,7 @@ def test_questions_about_images_and_their_page(tmp_path, monkeypatch):
   model = digits.model(config)
   setup = common.Setup(config, model, BytesTokenizer(), None, tmp_path, MultiWriter())
   ev = common.make("math", config.evals.math, setup)
-  params = jax.tree.map(lambda p: 3 * p, jax.jit(model.init)(jax.random.key(0)))
+  params = jax.tree.map(lambda p: 3 * p, initial(model))
   dict(ev.run(params, 1))
   found = table(tmp_path, 1)
   assert [row["prompt_index"] for row in found] == [0, 1, 2] and len({row["completion"] for row in found}) == 3

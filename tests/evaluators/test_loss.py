@@ -13,6 +13,7 @@ from input_pipeline import loader
 from input_pipeline.tokenizer.tokenizer import BytesTokenizer
 from models import api
 from tests import tiny
+from tests.models.initial import initial
 from trainer.config import checks as config_checks
 from trainer.config import evaluator, source
 from trainer.distributed import mesh as mesh_lib
@@ -36,7 +37,7 @@ def make(corpus, workdir, mesh_sizes=None, packing="auto", **changed):
   mesh = mesh_lib.make_mesh(mesh_sizes) if mesh_sizes else jax.make_mesh(
       (1,), ("data",), devices=jax.devices()[:1], axis_types=(jax.sharding.AxisType.Auto,))
   setup = common.Setup(config, model, tokenizer, mesh, workdir, None)
-  params = jax.jit(model.init)(jax.random.key(0))
+  params = initial(model)
   return common.make("val", config.evals.val, setup), model, params, setup
 
 

@@ -10,6 +10,7 @@ from evaluators import common
 from input_pipeline.tokenizer.tokenizer import BytesTokenizer
 from models import api
 from tests import tiny
+from tests.models.initial import initial
 from trainer.config import checks as config_checks
 from trainer.config import evaluator, source
 from trainer.distributed import mesh as mesh_lib
@@ -46,7 +47,7 @@ def make(folder, strategy="dpo", packing="auto", mesh_sizes=None, batch_size=4, 
   model = api.make_model(config.model, vocab_size=tokenizer.vocab_size, params_dtype="float32", compute_dtype="float32")
   mesh = mesh_lib.make_mesh(mesh_sizes) if mesh_sizes else jax.make_mesh(
       (1,), ("data",), devices=jax.devices()[:1], axis_types=(jax.sharding.AxisType.Auto,))
-  params, reference = (jax.jit(model.init)(jax.random.key(seed)) for seed in (0, 1))
+  params, reference = (initial(model, seed) for seed in (0, 1))
   setup = common.Setup(config, model, tokenizer, mesh, folder, None)
   return common.make("val", config.evals.val, setup), model, params, reference, mesh
 

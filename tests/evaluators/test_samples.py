@@ -11,6 +11,7 @@ from evaluators import common
 from input_pipeline.tokenizer.tokenizer import BytesTokenizer
 from models import api
 from tests import tiny
+from tests.models.initial import initial
 from trainer.config import checks as config_checks
 from trainer.config import evaluator
 from trainer.errors import ConfigError
@@ -24,7 +25,7 @@ def make(tmp_path, **changed):
   tokenizer = BytesTokenizer()
   model = api.make_model(config.model, vocab_size=tokenizer.vocab_size, params_dtype="float32", compute_dtype="float32")
   setup = common.Setup(config, model, tokenizer, None, tmp_path, MultiWriter())
-  return common.make("text", config.evals.text, setup), model, jax.jit(model.init)(jax.random.key(0)), tokenizer
+  return common.make("text", config.evals.text, setup), model, initial(model), tokenizer
 
 
 def test_samples_are_written_and_a_function_of_seed_and_step(tmp_path):
@@ -62,7 +63,7 @@ def test_what_the_reference_writes_from_the_same_draws_stands_beside(tmp_path):
   same = [block.split("\n--- the reference\n") for block in
           (tmp_path / "samples" / "text_00000001.txt").read_text().removesuffix("\n").split("\n\n--- ")]
   assert len(same) == 2 and all(ours.endswith(theirs) for ours, theirs in same)
-  dict(ev.run(params, 1, jax.jit(model.init)(jax.random.key(1))))
+  dict(ev.run(params, 1, initial(model, 1)))
   blocks = (tmp_path / "samples" / "text_00000001.txt").read_text().split("\n\n--- ")
   assert not all(ours.endswith(theirs) for ours, theirs in (b.split("\n--- the reference\n") for b in blocks))
 

@@ -10,6 +10,7 @@ import pytest
 from models.api import make_model
 from tests.models import vision
 from tests.models.common import VOCAB, config, make, paths
+from tests.models.initial import initial
 from tests.models.vision import IMAGE_TOKEN, KINDS, K, images, make_vlm, np_features, packed, tanh_loss, vlm
 from trainer import tree
 from trainer.config import defaults
@@ -339,7 +340,7 @@ def test_flops_of_images_are_shared_out_among_the_rows_tokens():
 def test_one_step_learns_to_tell_images_apart():
   """Projector and tower get a gradient that lowers the loss of a text which only its image tells from another."""
   model = make_vlm("siglip")
-  params = jax.jit(model.init)(jax.random.key(0))
+  params = initial(model)
   tokens = np.array([[IMAGE_TOKEN] * K + [1, 2], [IMAGE_TOKEN] * K + [1, 3]], np.int32)
   batch = dict(tokens=tokens, images=images(2, 1))
 

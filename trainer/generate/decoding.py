@@ -5,6 +5,7 @@ B rows, N prompts, T tokens of a prompt, M completions begun at a time, D hidden
 R and Q rows and pages that are kept; L layers with experts, of which each token goes through k.
 """
 
+import weakref
 from typing import Any, NamedTuple
 
 import jax
@@ -57,11 +58,17 @@ def room(model: Any, rows: int, length: int) -> tuple:
   return _no_hidden(model, rows), model.empty_cache(rows, length)
 
 
+# {model: shape and type of tokens' hidden states}. It takes tracing the whole model to learn, and every program asks.
+_hidden_xD: weakref.WeakKeyDictionary[Any, jax.ShapeDtypeStruct] = weakref.WeakKeyDictionary()
+
+
 def _no_hidden(model: Any, rows: int) -> jax.Array:
-  tokens_B = jnp.zeros(rows, jnp.int32)
-  read = jax.eval_shape(model.decoding_params, model.abstract_params())
-  hidden, _ = jax.eval_shape(model.decode, read, tokens_B, tokens_B > 0, model.empty_cache(rows, 1))
-  return jnp.zeros(hidden.shape, hidden.dtype)
+  if model not in _hidden_xD:
+    tokens_B = jnp.zeros(rows, jnp.int32)
+    read = jax.eval_shape(model.decoding_params, model.abstract_params())
+    _hidden_xD[model] = jax.eval_shape(model.decode, read, tokens_B, tokens_B > 0, model.empty_cache(rows, 1))[0]
+  like = _hidden_xD[model]
+  return jnp.zeros((rows, *like.shape[1:]), like.dtype)
 
 
 def prefill(model: Any, params: Any, tokens_NxT: jax.Array, lengths_N: jax.Array, seen: dict[str, jax.Array],

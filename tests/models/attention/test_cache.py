@@ -77,15 +77,27 @@ def padded(texts, side):
   return dict(tokens=tokens, segment_ids=segments)
 
 
+@functools.cache
+def _jitted(model, name, _apart, _page):
+  if name == "decode":
+    return jax.jit(lambda params, *given: model.decode(model.decoding_params(params), *given))
+  return jax.jit(lambda *given: getattr(model, name)(*given))  # of the method itself JAX would have one trace for all
+
+
+def jitted(model, name):
+  """That method, traced once for what tests change."""
+  return _jitted(model, name, model._one_by_one, cache_lib.PAGE)
+
+
 def decode_of(model):
-  return jax.jit(lambda params, *given: model.decode(model.decoding_params(params), *given))
+  return jitted(model, "decode")
 
 
 def begin(model, params, batch, cache, rows, sources=None):
   """(hidden states, the cache with these rows begun)"""
-  hidden, begun = jax.jit(model.extend)(params, batch)
+  hidden, begun = jitted(model, "extend")(params, batch)
   sources = np.arange(len(rows)) if sources is None else sources
-  return hidden, jax.jit(model.copied_cache)(cache, begun, np.asarray(rows), sources)
+  return hidden, jitted(model, "copied_cache")(cache, begun, np.asarray(rows), sources)
 
 
 def run(model, params, texts, side="right", rows=(2, 0, 3), cache=None):
@@ -159,7 +171,7 @@ CHUNKS = ((6, 2, 1), (1, 6, 5), (5, 0, 6), (0, 6, 3), (4, 2, 0))
 
 def in_chunks(model, params, texts, cache):
   """(hidden states of every token, [(text, position, hidden)], the last cache): texts run chunk by chunk."""
-  extend, found, ends = jax.jit(model.extend), [], np.zeros(3, int)
+  extend, found, ends = jitted(model, "extend"), [], np.zeros(3, int)
   for sizes in CHUNKS:
     real = np.arange(6) < np.array(sizes)[:, None]
     tokens = np.where(real, texts[np.arange(3)[:, None], np.minimum(ends[:, None] + np.arange(6), LENGTH - 1)], 7)
@@ -191,13 +203,14 @@ def test_chunks_onto_rows_from_pages_and_back(name, monkeypatch):
   for row in range(2):
     owners[pages[row]], firsts[pages[row]] = row, 4 * np.arange(LENGTH // 4)
   paged = model.empty_cache(2, LENGTH, pages.size)._replace(table=Table(*map(jnp.asarray, (pages, owners, firsts))))
-  _, begun = model.extend(params, dict(tokens=texts[:1, :6]))
-  paged = model.copied_cache(paged, begun, np.array([1]), np.array([0]))
+  extend, copied = jitted(model, "extend"), jitted(model, "copied_cache")
+  _, begun = extend(params, dict(tokens=texts[:1, :6]))
+  paged = copied(paged, begun, np.array([1]), np.array([0]))
   _, paged = decode_of(model)(params, texts[[0, 0], 6], np.array([False, True]), paged)
-  own = model.copied_cache(model.empty_cache(1, 14), paged, np.array([0]), np.array([1]))
-  hidden, own = model.extend(params, dict(tokens=texts[:1, 7:12]), own)
+  own = copied(model.empty_cache(1, 14), paged, np.array([0]), np.array([1]))
+  hidden, own = extend(params, dict(tokens=texts[:1, 7:12]), own)
   np.testing.assert_allclose(hidden[0], whole[0, 7:12], atol=2e-5, rtol=2e-5)
-  paged = model.copied_cache(paged, own, np.array([0]), np.array([0]))
+  paged = copied(paged, own, np.array([0]), np.array([0]))
   np.testing.assert_array_equal(paged.lengths, [12, 7])
   for row, position in ((0, 12), (1, 7)):
     hidden, _ = decode_of(model)(params, texts[[0, 0], position], np.arange(2) == row, paged)
@@ -209,6 +222,7 @@ def test_a_cache_for_bfloat16_holds_its_numbers_in_float32_on_cpu():
   model = make(compute_dtype=jnp.bfloat16, num_layers=2)
   params, tokens, active = random_params(model), np.arange(3, dtype=np.int32), np.ones(3, bool)
 
+  @jax.jit
   def two(cache):
     _, cache = model.decode(model.decoding_params(params), tokens, active, cache)
     return model.decode(model.decoding_params(params), tokens + 1, active, cache)

@@ -96,7 +96,8 @@ def test_a_trained_run_is_what_is_loaded(tmp_path):
   out = export.export(tmp_path / "run", tmp_path / "out")
   model, loaded = hf.load(out)
   assert_bitwise(flat(loaded), cut(run.state["params"]))
-  np.testing.assert_allclose(model.logits(loaded, TOKENS), run.model.logits(run.state["params"], TOKENS)[..., :REAL],
+  np.testing.assert_allclose(jax.jit(model.logits)(loaded, TOKENS),
+                             jax.jit(run.model.logits)(run.state["params"], TOKENS)[..., :REAL],
                              rtol=1e-6, atol=1e-6)
   hf.save(model, loaded, tmp_path / "again")
   assert (tmp_path / "again" / files.SINGLE).read_bytes() == (out / files.SINGLE).read_bytes()
@@ -109,7 +110,7 @@ def test_padding_of_the_vocabulary_is_cut(tmp_path, tied):
   model, loaded = hf.load(out)
   assert_bitwise(flat(loaded), cut(params))
   assert files.read_config(out)["vocab_size"] == REAL == model.vocab_size
-  np.testing.assert_allclose(model.logits(loaded, TOKENS),
+  np.testing.assert_allclose(jax.jit(model.logits)(loaded, TOKENS),
                              small(tie_embeddings=tied).logits(params, TOKENS)[..., :REAL], rtol=1e-6, atol=1e-6)
 
 
@@ -308,7 +309,7 @@ def test_transformers_computes_the_same_logits(tmp_path, workdir, max_shard_byte
   with torch.no_grad():
     expected = theirs.eval()(torch.tensor(TOKENS.astype(np.int64))).logits.numpy()
   model, loaded = hf.load(out)
-  np.testing.assert_allclose(model.logits(loaded, TOKENS), expected, rtol=1e-5, atol=1e-5)
+  np.testing.assert_allclose(jax.jit(model.logits)(loaded, TOKENS), expected, rtol=1e-5, atol=1e-5)
   tokenizer = transformers.AutoTokenizer.from_pretrained(out)
   text = "Grüße, 世界!\n\t end"
   assert tokenizer(text, add_special_tokens=False)["input_ids"] == load_tokenizer(out).encode_batch([text])[0].tolist()

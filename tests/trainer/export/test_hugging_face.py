@@ -3,6 +3,7 @@
 import json
 import shutil
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -86,7 +87,8 @@ def test_training_starts_from_the_folders_parameters_and_their_export_is_the_mod
   for path, leaf in tree.flatten(after).items():
     np.testing.assert_array_equal(leaf, tree.flatten(run.state["params"])[path], err_msg=path)
   tokens = jnp.arange(20)[None] + 65
-  np.testing.assert_allclose(again.logits(after, tokens), run.model.logits(run.state["params"], tokens), atol=1e-6)
+  np.testing.assert_allclose(jax.jit(again.logits)(after, tokens),
+                             jax.jit(run.model.logits)(run.state["params"], tokens), atol=1e-6)
   assert json.loads((tmp_path / "w" / "out" / "config.json").read_text())["rope_theta"] == 5000.0
   assert (tmp_path / "w" / "out" / "tokenizer.json").exists() and first[1]
 

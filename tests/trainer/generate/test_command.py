@@ -78,6 +78,7 @@ def test_characters_are_printed_once_they_are_whole():
   assert list(generate.printed(BytesTokenizer(), iter(parts))) == ["h", "äi", "", "\ufffdj"]
 
 
+@pytest.mark.host_patches
 def test_a_conversation_goes_on_until_the_input_ends(workdir, capsys, monkeypatch):
   folder, _ = workdir
   loaded = generate.load_run(folder, mesh(), template="plain")

@@ -8,6 +8,7 @@ from PIL import Image
 from input_pipeline.examples.prompts import Prompter
 from input_pipeline.tokenizer.tokenizer import BytesTokenizer
 from tests.evaluators import digits
+from tests.models.initial import initial
 from trainer.config import checks as config_checks
 from trainer.errors import DataError
 from trainer.generate import command as generate
@@ -21,7 +22,7 @@ def loaded(tmp_path_factory):
   config.chat.template = "plain"
   config = config_checks.resolve(config)
   model = digits.model(config)
-  params = jax.tree.map(lambda p: 3 * p, jax.jit(model.init)(jax.random.key(0)))
+  params = jax.tree.map(lambda p: 3 * p, initial(model))
   prompter = Prompter(config, BytesTokenizer())
   return generate.Loaded(model, params, BytesTokenizer(), prompter, "", generate._prefix_end(config))
 
@@ -58,6 +59,7 @@ def test_a_prompt_is_about_all_images_and_ends_as_in_training(loaded, files, cap
   assert said[0] != said[1]
 
 
+@pytest.mark.host_patches
 def test_a_conversation_shows_each_image_with_what_is_said_next(loaded, files, capsys, monkeypatch):
   lines = iter(["first", f"/image {files[1]}", "second", "/image nowhere.png", "third", "fourth", "/new", "fifth"])
 

@@ -23,8 +23,8 @@ from trainer.generate.sampling import BLOCK, Options, draw
 from trainer.strategies import logprobs
 
 CASES = {
-    **FAMILIES,
-    "gpt2": dict(FAMILIES["gpt2"], max_positions=32),
+    **{name: dict(options, num_layers=2) for name, options in FAMILIES.items()},  # of each kind one
+    "gpt2": dict(FAMILIES["gpt2"], num_layers=2, max_positions=32),
     "moe": dict(moe=dict(num_experts=4, experts_per_token=2, expert_size=8), num_layers=1, window=4,
                 layer_pattern=("local",)),
     "qwen3_next": dict(QWEN3_NEXT, num_layers=3, moe=dict(num_experts=4, experts_per_token=2, expert_size=8)),
@@ -146,6 +146,7 @@ def test_parts_of_a_stream_make_the_completions():
 
 
 @pytest.mark.parametrize("pages", [False, True])
+@pytest.mark.host_patches
 def test_prompts_that_come_later_are_completed_as_if_they_had_been_there(pages, monkeypatch):
   """While others go on, and when all have ended; longer ones, in rows that were kept for them, or come with them."""
   if pages:
@@ -196,6 +197,7 @@ def test_samples_of_any_number_and_limits_of_their_own():
   assert any(c.finish_reason == "length" and len(c.ids) < len(whole[c.prompt, c.sample].ids) for c in found)
 
 
+@pytest.mark.host_patches
 def test_a_prompt_is_run_once_for_all_of_its_samples(monkeypatch):
   """However late its rows become free."""
   ran, real = [], sampler_rows.Waiting.to_prefill
@@ -243,6 +245,7 @@ def of_rows_that_stay(name):
 @pytest.mark.parametrize("name, rows", [("llama", 6), *(
     pytest.param(name, rows, marks=pytest.mark.slow)
     for name, rows in (("llama", 20), ("llama", 32), ("gemma", 6), ("gemma", 32), ("gemma", 20)))])
+@pytest.mark.host_patches
 def test_rows_become_fewer_and_the_cache_longer_and_nothing_else_changes(name, rows, monkeypatch):
   model, params = case(name)
   whole = of_rows_that_stay(name)
@@ -279,6 +282,7 @@ def test_texts_in_pages_are_those_in_rows(name, rows, monkeypatch):
     np.testing.assert_allclose(a.logprobs, b.logprobs, atol=1e-5)
 
 
+@pytest.mark.host_patches
 def test_the_host_looks_as_soon_as_enough_rows_have_ended(monkeypatch):
   """Of eight rows one text goes on: it is not decoded in a row of eight; nor does a text wait for a chunk's end."""
   monkeypatch.setattr(sampler_rows, "MIN_ROWS", 1)

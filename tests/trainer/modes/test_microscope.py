@@ -14,6 +14,7 @@ import pytest
 
 from tests import browser, tiny
 from tests.evaluators import digits
+from tests.models.initial import initial
 from tests.trainer import rollout_runs, test_image_runs
 from tests.trainer.report.test_pages import pictures
 from tests.trainer.strategies import pairs as pairs_lib
@@ -97,7 +98,7 @@ def test_weights_times_log_probs_add_up_to_the_logged_loss(name, tmp_path):
 @pytest.mark.parametrize("chunk", [5, 8, 2048])
 def test_log_probs_entropies_and_ranks_are_those_of_the_full_distribution(chunk):
   model = tiny.model(vocab_chunk=chunk, vocab_multiple=7, final_logit_cap=3.0)  # 28 entries, of which 24 are real
-  params = jax.jit(model.init)(jax.random.key(1))
+  params = initial(model, 1)
   params["embed"]["embedding"] = params["embed"]["embedding"] * 20.0
   batch = {key: jnp.asarray(part) for key, part in tiny.batch(4, 16).items()}
   cfg = pairs_lib.Options(name="seq")
@@ -334,6 +335,7 @@ def test_the_page_shows_each_token_with_its_numbers_and_asks_no_network(rolled):
   assert text.count('class="trained"') == sum(sum(w > 0 for w in row["loss_weights"]) for row in rows)
 
 
+@pytest.mark.host_patches
 def test_a_long_batch_is_cut_and_says_so(tmp_path, monkeypatch):
   corpus = tiny.write_corpus(tmp_path / "texts")
   config = tiny.config(corpus, total_steps=1, ckpt_steps=1000)

@@ -56,6 +56,7 @@ SKIPPED = {"policy = reference: margin 0, loss ln 2", "gradient where all reward
 
 @pytest.mark.parametrize("whole", [
     pytest.param(False, marks=pytest.mark.devices(2)), pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.host_patches
 def test_pretraining(corpus, tmp_path, capsys, monkeypatch, whole):
   """With dropout, in bfloat16: every equality on a mesh along three axes, or one beside those that have nothing here to
   be measured by."""
@@ -98,6 +99,7 @@ OWN = {
 
 @pytest.mark.parametrize("name", [
     pytest.param(name, marks=pytest.mark.devices(1)) if name == "rollouts" else name for name in OWN])
+@pytest.mark.host_patches
 def test_strategies(folder, tmp_path, monkeypatch, name):
   if name == "sft":
     c = test_sft.config(test_sft.write_conversations(folder / "chats.jsonl"))

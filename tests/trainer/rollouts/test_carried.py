@@ -10,6 +10,7 @@ import pytest
 
 from input_pipeline.tokenizer.tokenizer import BytesTokenizer
 from tests import tiny
+from tests.models.initial import initial
 from tests.trainer import rollout_runs
 from tests.trainer.rollout_runs import STOP, assert_same_state, rows_of, table, write_prompts
 from tests.trainer.rollouts.test_ahead import schedule_of
@@ -23,6 +24,8 @@ from trainer.rollouts import carried
 from trainer.rollouts.carried import Ages, Group, fresh
 from trainer.rollouts.producer import Producer
 from trainer.rollouts.schedule import NAME
+
+pytestmark = pytest.mark.host_patches
 
 # ----------------------------------------------------------------------------------------------
 # Which groups go on, with a sampler that takes no time.
@@ -114,7 +117,7 @@ def test_a_completion_that_was_left_off_goes_on_as_it_would_have(pages, monkeypa
     monkeypatch.setattr(sampler_lib, "MIN_PAGED_BYTES", 0)
     monkeypatch.setattr(slots, "MIN_PAGED", 0)
   model = tiny.model(vocab_size=264)
-  params = jax.jit(model.init)(jax.random.key(3))
+  params = initial(model, 3)
   stop = StopStrings(BytesTokenizer(), ("ab", "zz", "e"), False, "stop")
   prompts = [np.arange(5, 9), np.arange(40, 43), np.arange(90, 91)]
   how = dict(max_new_tokens=24, stop_ids=(7, 90, 200), stop=stop)

@@ -10,7 +10,6 @@ import re
 import subprocess
 import sys
 
-import jax
 import numpy as np
 import pytest
 from PIL import Image
@@ -19,6 +18,7 @@ from input_pipeline.prompt_data import make_prompt_data
 from input_pipeline.tokenizer.tokenizer import BytesTokenizer, load_tokenizer
 from models import api
 from tests.evaluators.digits import VISION, encoded, picture
+from tests.models.initial import initial
 from tests.tiny import ROOT
 from trainer.config import defaults, source, strategy
 from trainer.errors import ConfigError
@@ -504,7 +504,7 @@ def test_what_is_drawn_is_the_sampler_s_whatever_the_other_episodes(tmp_path):
   cfg = defaults().model
   cfg.update(num_layers=1, hidden_size=16, intermediate_size=32, num_heads=2)
   model = api.make_model(cfg, vocab_size=258, params_dtype="float32", compute_dtype="float32")
-  params, sampler = model.init(jax.random.key(0)), sampler_lib.Sampler(model, rows=4)
+  params, sampler = initial(model), sampler_lib.Sampler(model, rows=4)
   rows, options = [{"q": "ab"}, {"q": "cde"}], dict(tokenizer=BytesTokenizer(), template=None)
   items, episodes = setup(tmp_path, rows, max_new_tokens=6, **options)
   groups = episodes.run(items, 3, functools.partial(sampler.generate, params), "s")

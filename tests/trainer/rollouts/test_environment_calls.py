@@ -15,6 +15,8 @@ from trainer.errors import ConfigError
 from trainer.rollouts import environment_calls as calls
 from trainer.rollouts.environment import Turn
 
+pytestmark = pytest.mark.host_patches
+
 HERE = "tests.trainer.rollouts.test_environment_calls"
 ENDED: list[str] = []
 

@@ -10,6 +10,8 @@ from trainer import main, train
 from trainer.rollouts import experience, old_policy
 from trainer.strategies import presets
 
+pytestmark = pytest.mark.host_patches
+
 
 @pytest.fixture(scope="module")
 def prompts(tmp_path_factory):

@@ -19,6 +19,8 @@ from trainer.rollouts.environment_calls import Calls
 from trainer.rollouts.episode import Playing
 from trainer.rollouts.turns import Answers, Asked, Interleaved
 
+pytestmark = pytest.mark.host_patches
+
 HERE = "tests.trainer.rollouts.test_turns"
 
 

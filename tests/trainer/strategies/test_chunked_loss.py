@@ -7,6 +7,7 @@ import pytest
 
 from models.cpu import padding
 from tests import tiny
+from tests.models.initial import initial
 from trainer.config.checks import View
 from trainer.config.sections import strategy
 from trainer.distributed import mesh as mesh_lib
@@ -84,7 +85,7 @@ def test_strategies_do_not_depend_on_the_chunk(loss, cfg, more, monkeypatch):
 
   def run(chunk, mesh=None, tied=False):
     model = tiny.model(vocab_chunk=chunk, final_logit_cap=5.0, tie_embeddings=tied)
-    params = model.init(jax.random.key(0))
+    params = initial(model)
 
     def total(params):
       terms, metrics = loss.loss(model, params, batch, None, View(cfg))

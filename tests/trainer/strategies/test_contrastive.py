@@ -11,6 +11,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from input_pipeline.examples.roles import NEGATIVE, POSITIVE, QUERY
 from tests import tiny
+from tests.models.initial import initial
 from tests.trainer.strategies import pairs
 from trainer import tree, update
 from trainer.metrics import to_floats
@@ -68,7 +69,7 @@ def batch(rows, length=24, groups=2):
 
 def made(**changed):
   model = tiny.model(head="embedding", **changed)
-  params = jax.jit(model.init)(jax.random.key(3))
+  params = initial(model, 3)
   if "similarity" in params:
     params["similarity"] = {name: jnp.float32(0.3) for name in params["similarity"]}
   return model, params

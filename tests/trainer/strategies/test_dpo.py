@@ -13,6 +13,7 @@ import pytest
 
 from input_pipeline.examples.roles import CHOSEN
 from tests import tiny
+from tests.models.initial import initial
 from tests.trainer import test_update
 from tests.trainer.strategies import pairs
 from tests.trainer.strategies.pairs import Options, options
@@ -31,7 +32,7 @@ ROWS = [EXAMPLES[:2], EXAMPLES[2:3], EXAMPLES[3:5], EXAMPLES[5:6], [], EXAMPLES[
 @functools.cache
 def model_and_params(dtype="float32"):
   model = tiny.model(compute_dtype=dtype)
-  return model, *(jax.jit(model.init)(jax.random.key(k)) for k in (0, 1))
+  return model, *(initial(model, seed) for seed in (0, 1))
 
 
 def smoothed(**changed):

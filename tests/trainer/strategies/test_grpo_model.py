@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from tests import tiny
+from tests.models.initial import initial
 from tests.trainer import test_update
 from tests.trainer.strategies import pairs
 from tests.trainer.strategies import test_grpo as losses
@@ -28,7 +29,7 @@ EVERYTHING = dict(ratio="sequence", kl_coef=0.2, kl_corrected=True, entropy_coef
 @functools.cache
 def model_and_params():
   model = tiny.model()
-  return model, *(jax.jit(model.init)(jax.random.key(k)) for k in (0, 1))
+  return model, *(initial(model, seed) for seed in (0, 1))
 
 
 def laid_out(rows, length=48, segments=3):

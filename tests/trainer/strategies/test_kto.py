@@ -10,6 +10,7 @@ import pytest
 
 from input_pipeline.examples.roles import DESIRABLE, MISMATCHED, UNDESIRABLE
 from tests import tiny
+from tests.models.initial import initial
 from tests.trainer import test_update
 from tests.trainer.strategies import pairs
 from tests.trainer.strategies.pairs import options
@@ -32,7 +33,7 @@ def batch(rows=ROWS, length=48, segments=4):
 @functools.cache
 def model_and_params():
   model = tiny.model()
-  return model, *(jax.jit(model.init)(jax.random.key(k)) for k in (0, 1))
+  return model, *(initial(model, seed) for seed in (0, 1))
 
 
 @functools.cache

@@ -147,7 +147,7 @@ def test_what_others_take_from_it_is_the_policy(straight, tmp_path):
   loaded, exported = hf.load(export(workdir, tmp_path / "hf"))
   np.testing.assert_allclose(loaded.logits(exported, ids)[..., :258], wanted[..., :258], atol=1e-5)
   read = load_run(workdir, run.mesh)
-  np.testing.assert_array_equal(read.model.logits(read.params, ids), wanted)
+  np.testing.assert_array_equal(jax.jit(read.model.logits)(read.params, ids), wanted)
   target = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding), params)
   origin = dataclasses.replace(init_from.origin_of(run.config), path=str(workdir))
   found, where = init_from.first_params(origin, run.model.policy, target)
@@ -219,6 +219,7 @@ def test_under_adapters_the_bases_are_made_again(of_run, given, tmp_path):
   assert set(run.pinned) == {"base", "reference", *(["base of the critic"] if of_run else [])}
   ids = np.arange(12)[None]
   read = load_run(tmp_path / "w", run.mesh)
-  np.testing.assert_array_equal(read.model.logits(read.params, ids), run.model.logits(run.state["params"], ids))
+  np.testing.assert_array_equal(jax.jit(read.model.logits)(read.params, ids),
+                                jax.jit(run.model.logits)(run.state["params"], ids))
   c.callbacks = {}
   assert run.step == 1 and train(c, tmp_path / "w").step == 2

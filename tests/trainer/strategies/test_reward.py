@@ -10,6 +10,7 @@ from safetensors.numpy import load_file
 
 from models import hf
 from tests import tiny
+from tests.models.initial import initial
 from tests.trainer.strategies import pairs
 from trainer import train
 from trainer.config import defaults, evaluator, source, strategy
@@ -26,7 +27,7 @@ MARGINS = [0.5, 0.0, 2.0, 0.25, 0.0]
 
 def made(**changed):
   model = tiny.model(head="score", **changed)
-  params = jax.jit(model.init)(jax.random.key(3))
+  params = initial(model, 3)
   params["score"]["kernel"] *= 20  # scores of the size of a trained model's
   return model, params
 

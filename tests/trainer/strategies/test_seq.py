@@ -1,10 +1,10 @@
 """SEQ against a float64 computation from full logits, with label smoothing and z-loss."""
 
-import jax
 import numpy as np
 import pytest
 
 from tests import tiny
+from tests.models.initial import initial
 from trainer.config import defaults
 from trainer.config.checks import View
 from trainer.strategies import seq
@@ -13,7 +13,7 @@ from trainer.strategies import seq
 @pytest.mark.parametrize("smoothing, z_loss", [(0.0, 0.0), (0.1, 0.0), (0.0, 0.01), (0.2, 0.05)])
 def test_loss_weight_and_metrics(smoothing, z_loss):
   model, batch = tiny.model(), tiny.batch(4, 16)
-  params = jax.jit(model.init)(jax.random.key(0))
+  params = initial(model)
   config = defaults()
   config.strategy.update(label_smoothing=smoothing, z_loss=z_loss)
   terms, metrics = seq.loss(model, params, batch, None, View(config.strategy))

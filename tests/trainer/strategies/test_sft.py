@@ -7,6 +7,7 @@ import pytest
 
 from models.layers import document_lengths, embedding_noise
 from tests import tiny
+from tests.models.initial import initial
 from trainer.strategies import seq, sft
 
 
@@ -20,7 +21,7 @@ def options(**changed):
 
 def test_without_options_it_is_seq():
   model, batch = tiny.model(), tiny.batch(4, 16)
-  params = jax.jit(model.init)(jax.random.key(0))
+  params = initial(model)
   ours, _ = sft.loss(model, params, batch, None, options())
   theirs, _ = seq.loss(model, params, batch, None, Options(seq.SEQ.options))
   np.testing.assert_array_equal(ours["loss"].sum, theirs["loss"].sum)
@@ -30,7 +31,7 @@ def test_without_options_it_is_seq():
 def test_dft_weighs_each_token_by_its_probability_without_a_gradient_through_it():
   """arXiv 2508.05629, eq. 9: the gradient is that of Σ c_t nll_t with constants c_t = p_t."""
   model, batch = tiny.model(), tiny.batch(4, 16)
-  params = jax.jit(model.init)(jax.random.key(0))
+  params = initial(model)
   logits = np.asarray(model.logits(params, batch), np.float64)[:, :-1, :24]
   logp = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
   target = np.take_along_axis(logp, batch["tokens"][:, 1:, None], -1)[..., 0]
@@ -54,7 +55,7 @@ def test_dft_weighs_each_token_by_its_probability_without_a_gradient_through_it(
 
 def test_entropy_is_reported():
   model, batch = tiny.model(), tiny.batch(4, 16)
-  params = jax.tree.map(jnp.zeros_like, jax.jit(model.init)(jax.random.key(0)))
+  params = jax.tree.map(jnp.zeros_like, initial(model))
   _, metrics = sft.loss(model, params, batch, None, options())
   assert float(metrics["entropy"].sum.sum() / metrics["entropy"].weight.sum()) == pytest.approx(np.log(24), rel=1e-6)
 
@@ -70,7 +71,7 @@ def test_neftune_noise_has_the_papers_size_for_each_document_and_is_only_in_trai
   assert np.all(np.abs(noise).max(-1) <= bounds) and np.all(np.abs(noise).max(-1) > 0.8 * bounds)
 
   model, plain = tiny.model(neftune_alpha=5.0), tiny.model()
-  params = jax.jit(model.init)(jax.random.key(0))
+  params = initial(model)
   np.testing.assert_array_equal(model.apply(params, batch).hidden, plain.apply(params, batch).hidden)
   noisy = [np.asarray(model.apply(params, batch, rng=jax.random.key(k), train=True).hidden) for k in (0, 0, 1)]
   np.testing.assert_array_equal(noisy[0], noisy[1])

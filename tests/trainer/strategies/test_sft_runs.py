@@ -12,6 +12,7 @@ import pytest
 from input_pipeline import loader
 from input_pipeline.tokenizer.tokenizer import BytesTokenizer
 from tests import programs, tiny
+from tests.models.initial import initial
 from tests.trainer.export.test_hugging_face import StopAt  # noqa: F401 (named in a config below)
 from trainer import train, tree
 from trainer.config import checks as config_checks
@@ -64,7 +65,7 @@ def all_batches(file, workdir, packing, seq_len, normalize):
 def test_packing_and_padding_change_neither_loss_nor_gradient(conversations, tmp_path, normalize, options):
   """I3: several conversations a row, one a row, and rows half as long again."""
   model = tiny.model(vocab_size=264)
-  params = jax.jit(model.init)(jax.random.key(0))
+  params = initial(model)
   strategy = View(config_checks.resolve(config(conversations, strategy=options)).strategy)
 
   @jax.jit

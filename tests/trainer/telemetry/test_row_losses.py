@@ -15,7 +15,7 @@ from trainer import strategies, train
 from trainer.metrics import Mean
 from trainer.telemetry.writers import read_rows
 
-pytestmark = pytest.mark.devices(8)
+pytestmark = [pytest.mark.devices(8), pytest.mark.host_patches]
 
 
 @pytest.fixture(scope="module")

@@ -17,6 +17,8 @@ from trainer.program import resolve
 from trainer.telemetry import spikes
 from trainer.telemetry.writers import read_rows
 
+pytestmark = pytest.mark.host_patches
+
 STEPS, SPIKE = 44, 31  # the data of updates SPIKE to SPIKE + 3 are noise
 
 
