@@ -10,7 +10,10 @@ import re
 import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from types import ModuleType
 from typing import Any
+
+from absl import app, flags, logging
 
 # Compiled programs take no more room than this; those that have not been used for longest go first.
 CACHE_BYTES = 4 * 2**30
@@ -69,6 +72,23 @@ FLAGS: dict[str, tuple[str, dict[tuple[str, ...], dict[str, str]]]] = {
 }
 
 
+def run(command: ModuleType, uses_devices: bool = True, **options: Any) -> None:
+  """Runs `main(argv)` of a command's module, whose flags are shown by --help.
+
+  Args:
+    command: its flags are those of `_define_flags()`.
+    uses_devices: it computes in this process.
+    options: of `absl.app.run`.
+  """
+  if uses_devices:
+    set_environment()
+  command._define_flags()
+  logging.set_verbosity(logging.WARNING)
+  for flag in flags.FLAGS.get_key_flags_for_module(command):
+    flags.FLAGS.register_key_flag_for_module(sys.argv[0], flag)
+  app.run(command.main, **options)
+
+
 def set_environment(precision: Mapping[str, Any] | None = None, untimed: bool = False) -> None:
   """Adds FLAGS, GPU_SHARE and THREADS to the environment; what is set there already stands. It is read when JAX first
   runs.
@@ -87,13 +107,13 @@ def set_environment(precision: Mapping[str, Any] | None = None, untimed: bool = 
     said = os.environ.get(variable, "")
     with contextlib.suppress(importlib.metadata.PackageNotFoundError):
       version = importlib.metadata.version(package)
-      flags = {flag: value for versions, some in known.items() if version.startswith(versions)
+      added = {flag: value for versions, some in known.items() if version.startswith(versions)
                for flag, value in some.items() if f"{flag}=" not in said}
-      if untimed and variable == "XLA_FLAGS" and flags:
-        flags |= {flag: value for flag, value in untimed_flags().items() if f"{flag}=" not in said}
-      if by_library and YNN in flags:
-        flags[YNN] = SUMS_AND_PRODUCTS
-      more = [f"{flag}={value}" for flag, value in flags.items()]
+      if untimed and variable == "XLA_FLAGS" and added:
+        added |= {flag: value for flag, value in untimed_flags().items() if f"{flag}=" not in said}
+      if by_library and YNN in added:
+        added[YNN] = SUMS_AND_PRODUCTS
+      more = [f"{flag}={value}" for flag, value in added.items()]
       if more:
         os.environ[variable] = " ".join([said, *more]).strip()
   if _cpu_devices() > 1:

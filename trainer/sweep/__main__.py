@@ -1,13 +1,11 @@
 """The command `python -m trainer.sweep`, see command.py."""
 
-from absl import app, flags, logging
+from absl import flags
 
+from trainer import startup
 from trainer.sweep import command
 
 __doc__ = command.__doc__  # what --help prints
 
 if __name__ == "__main__":
-  command._define_flags()
-  logging.set_verbosity(logging.WARNING)
-  flags.adopt_module_key_flags(command)
-  app.run(command.main, flags_parser=lambda argv: flags.FLAGS(argv, known_only=True))
+  startup.run(command, uses_devices=False, flags_parser=lambda argv: flags.FLAGS(argv, known_only=True))
