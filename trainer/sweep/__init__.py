@@ -1,4 +1,4 @@
 """Several runs: the command `python -m trainer.sweep`, variants of a config, here or by Slurm.
 
-May import: trainer.config, trainer.program, trainer.report, trainer.telemetry.
+May import: trainer.config, trainer.program, trainer.report, trainer.startup, trainer.telemetry.
 """

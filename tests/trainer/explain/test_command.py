@@ -305,7 +305,7 @@ def test_keys_are_printed_whatever_names_stand_in_them(capsys):
   assert "strategy kto" in of_kto and "kto.py" in of_kto and "preference.py" not in of_kto
   assert "strategy distill" in of_distill and "distill.py" in of_distill and "kto.py" not in of_distill
   _, out, _ = printed(capsys, "mesh.fsdp")
-  assert "Read as part of mesh" in out and "make_mesh(config.mesh)" in out
+  assert "Read as part of mesh" in out and "make_mesh(config.mesh" in out
 
 
 @pytest.mark.parametrize("typed, near", [("loss.dapp", "dapo"), ("optimizer.b3", "optimizer.b2"),
