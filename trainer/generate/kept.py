@@ -6,7 +6,6 @@ common with a text, a system prompt or examples, goes on from there, where the c
 see all, not of states, nor of windows that were left.
 """
 
-import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -56,12 +55,13 @@ class Kept:
   def __init__(self, most: int, once: bool = False, cut: bool = False, least: int | None = None):
     self._most, self._once, self._cut, self._least = most, once, cut, least
     self._texts: list[KeptText] = []  # the one used last at the end
-    self._alive: weakref.WeakSet[KeptText] = weakref.WeakSet()
+    self._lent: list[KeptText] = []  # those that prompts wait to go on from, once for each prompt
     self.run = self.reused = self.shared = self.given_up = 0
 
   def find(self, ids: np.ndarray, shown: bytes, beginning: Callable[[Any, int], Any] = lambda cache, _: cache
            ) -> KeptText | None:
-    """The longest text, or beginning of one, that these ids begin with and that is not all of them, or None.
+    """The longest text, or beginning of one, that these ids begin with and that is not all of them, or None. It has its
+    place until it is released.
 
     Args:
       ids, shown: of the prompt, see `KeptText`.
@@ -78,6 +78,7 @@ class Kept:
     if found is None:
       return None
     self._texts.remove(found)
+    self._lent.append(found)
     if not (self._once and whole):
       self._texts.append(found)
     if whole:
@@ -90,10 +91,10 @@ class Kept:
     """Whether a text that ended so is kept, if need be in place of another; counts one for which there is no place."""
     if finish_reason != "stop" and not self._cut:
       return False
-    while len(self._alive) >= self._most and self._texts:
+    while self._count() >= self._most and self._texts:
       self.given_up += 1
       del self._texts[0]
-    if len(self._alive) < self._most:
+    if self._count() < self._most:
       return True
     self.given_up += 1
     return False
@@ -101,11 +102,21 @@ class Kept:
   def add(self, text: KeptText) -> None:
     """Keeps a text, for which there is a place."""
     self._texts.append(text)
-    self._alive.add(text)
+
+  def begin(self) -> None:
+    """No prompt waits: those before were run, or left off."""
+    self._lent.clear()
+
+  def release(self, text: KeptText) -> None:
+    """A prompt has gone on from this text, which `find` gave."""
+    self._lent.remove(text.of or text)
 
   def clear(self) -> None:
     """Forgets all texts: the parameters are others now."""
     self._texts.clear()
+
+  def _count(self) -> int:
+    return len({id(text) for text in (*self._texts, *self._lent)})
 
 
 def _in_common(one: np.ndarray, other: np.ndarray) -> int:

@@ -49,7 +49,7 @@ class Prefill:
       if not waiting.in_pieces(chosen[0]):
         waiting.prefilled = self._at_once(chosen, bucket(longest, MIN_LENGTH))
         return True
-      self._going = _InChunks(self._program, waiting, chosen, power(len(chosen), self._unit))
+      self._going = _InChunks(self._program, waiting, chosen, power(len(chosen), self._unit), self._kept)
     waiting.prefilled = self._going.run(self.params)
     if waiting.prefilled.prompts:
       self._going = None
@@ -72,7 +72,7 @@ class Prefill:
 class _InChunks:
   """Prompts that go on behind what was run of them, if anything was."""
 
-  def __init__(self, program: Callable[..., Callable], waiting: Waiting, chosen: list[int], N: int):
+  def __init__(self, program: Callable[..., Callable], waiting: Waiting, chosen: list[int], N: int, kept: Kept | None):
     self._program, self._waiting, self._chosen = program, waiting, chosen
     self._slots = power(max(len(waiting.prompts[prompt]) for prompt in chosen), MIN_SLOTS)
     T = power(max(map(waiting.piece, chosen)), MIN_LENGTH)
@@ -85,7 +85,9 @@ class _InChunks:
         join = program("join", sizes=(N, self._slots, text.slots))
         self._cache = join(self._cache, text.cache, np.array([n], np.int32), np.array([0], np.int32))
         self._experts[n] += [] if text.experts is None else [text.experts]
-        waiting.kept[prompt] = None  # it may go now
+        waiting.kept[prompt] = None
+        if kept is not None:
+          kept.release(text)
 
   def run(self, params: Any) -> Prefilled:
     """Runs one more chunk of each prompt; what comes has no prompts while some are not at their ends."""

@@ -112,6 +112,8 @@ class Sampler:
     """
     how = Options(float(request.temperature), int(request.top_k), float(request.top_p), float(request.min_p))
     how.check()
+    if request.kept is not None:
+      request.kept.begin()
     texts, stop = self._texts(prompts, request), request.stop
     if not texts.prompts:
       return

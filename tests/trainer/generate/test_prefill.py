@@ -255,9 +255,9 @@ def test_a_text_that_a_beginning_is_of_keeps_its_place_while_that_waits():
   found = kept.find(np.array([1, 2, 5]), b"", lambda cache, n: cache)
   again = kept.find(np.array([1, 2, 6]), b"", lambda cache, n: cache)  # though `once`: it may still go on
   assert found.of is again.of and not kept.takes("stop") and kept.given_up == 2
-  del found
+  kept.release(found)
   assert not kept.takes("stop")
-  del again
+  kept.release(again)
   assert kept.takes("stop")
 
 
@@ -265,14 +265,17 @@ def test_the_text_used_longest_ago_is_given_up():
   kept = Kept(2)
   kept.add(text(1))
   kept.add(text(2))
-  assert kept.find(np.array([1, 5]), b"") is not None and kept.given_up == 0
-  assert kept.takes("stop") and kept.given_up == 1
+  kept.release(kept.find(np.array([1, 5]), b""))
+  assert kept.given_up == 0 and kept.takes("stop") and kept.given_up == 1
   kept.add(text(3))
-  assert kept.find(np.array([2, 5]), b"") is None and kept.find(np.array([1, 5]), b"") is not None
+  assert kept.find(np.array([2, 5]), b"") is None
   one, other = kept.find(np.array([1, 5]), b""), kept.find(np.array([3, 5]), b"")
   assert not kept.takes("stop") and kept.given_up == 4  # both are still to be gone on from, and take their places
-  del one
+  kept.release(one)
   assert kept.takes("stop") and other is not None
+  kept.begin()  # what another waits for was left off
+  kept.add(text(4))
+  assert kept.takes("stop") and kept.given_up == 4
 
 
 def test_of_once_what_was_found_is_not_kept():
@@ -281,5 +284,5 @@ def test_of_once_what_was_found_is_not_kept():
   kept.add(text(1))
   found = kept.find(np.array([1, 5]), b"")
   assert kept.find(np.array([1, 5]), b"") is None and not kept.takes("stop")
-  del found
+  kept.release(found)
   assert kept.takes("stop") and kept.given_up == 1

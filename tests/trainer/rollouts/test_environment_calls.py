@@ -73,6 +73,7 @@ def nobody_left(monkeypatch):
 
 
 def test_a_call_that_hangs_costs_its_own_episode(tmp_path, monkeypatch, caplog):
+  before = threading.enumerate()  # other tests' that hang as well
   monkeypatch.setattr("tests.trainer.rollouts.test_environment.HERE", HERE)
   rows = [{"q": "Hi"}, {"q": "a", "step": "sleep"}, {"q": "b", "reset": "lock"}, {"q": "c", "step": "loop"},
           {"q": "d", "step": "socket"}, {"q": "e", "step": "fails"}, {"q": "f"}]
@@ -89,7 +90,7 @@ def test_a_call_that_hangs_costs_its_own_episode(tmp_path, monkeypatch, caplog):
   assert any("test_environment_calls.py" in t and "in _hang" in t for t in told)
   until = time.monotonic() + 10
   def others():
-    return [t for t in threading.enumerate() if t.name == "environment" and t not in calls._left]
+    return [t for t in threading.enumerate() if t.name == "environment" and t not in [*calls._left, *before]]
 
   while ("loop" not in ENDED or others()) and time.monotonic() < until:  # a loop is ended
     time.sleep(0.01)
