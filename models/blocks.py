@@ -19,6 +19,7 @@ from models.attention.latent import LatentAttention
 from models.attention.mamba import Mamba2
 from models.attention.mask import TokenIds
 from models.attention.rope import apply_rope
+from models.attention.selected import Indexer
 from models.experts.moe import Moe, Routing
 from models.layers import Linear, Mlp, Norm, Scope, apply_linears, dropout, rms_normalised
 from models.remat import named
@@ -148,17 +149,18 @@ class Block(nnx.Module):
     self.altup = AltUp(spec, scope / "altup") if spec.altup is not None else None
     self.layer_scale = scope.constant("layer_scale", (1,), 1.0) if spec.layer_scale else None
     self.residual_scale, self.dropout = spec.residual_scale, spec.dropout
+    self.chooses = spec.latent is not None and spec.latent.index_topk > 0
 
   def __call__(self, x_BxTxD, tokens: TokenIds, rope, window: int | None, key: jax.Array | None,
                past: Past | None = None, parts: Collection[str] = ("attn", "mlp"), routing: Routing | None = None,
                lent: tuple[jax.Array, jax.Array] | None = None, own_BxTxP: jax.Array | None = None,
-               sparsity: float = 0.0):
+               sparsity: float = 0.0, chosen_BxTxC: jax.Array | None = None):
     """(x, statistics of the experts if it has any, {name of the mixer: keys and values, or a state}, or, with a `past`
-    of one token, its cache).
+    of one token, its cache, `chosen_BxTxC`).
 
     `x_BxTxD`: with AltUp, all its streams [N, B, T, D], as what is returned. `key`: this layer's key for dropout; None:
     no dropout. `past`, `lent`: see `SelfAttention`. `parts`: of `models.spec.PARTS`. `routing`: of this layer's
-    experts. `own_BxTxP`: see `PerLayer`. `sparsity`: of the MLP, see `Mlp`.
+    experts. `own_BxTxP`: see `PerLayer`. `sparsity`: of the MLP, see `Mlp`. `chosen_BxTxC`: see `LatentAttention`.
     """
     keys = (None, None) if key is None else jax.random.split(key)
     x_BxTxD = named(x_BxTxD, "layer_input")
@@ -168,19 +170,22 @@ class Block(nnx.Module):
     apart = past is None or past.extends
     new: Any = {} if apart else past.cache
     if mixer := next((mixer for mixer in MIXERS if mixer in parts), None):
-      borrowed = (lent,) if "query" in mixer else ()
+      borrowed: tuple = (lent,) if "query" in mixer else ()
+      if self.chooses:
+        borrowed = (self.indexer if "indexer" in parts else None, chosen_BxTxC)
       where = () if mixer in RECURRENT else (rope, window)
-      y, left = getattr(self, mixer)(normed_BxTxD, tokens, *where, key, past, *borrowed)
+      y, left, *more = getattr(self, mixer)(normed_BxTxD, tokens, *where, key, past, *borrowed)
+      chosen_BxTxC = more[0] if more else None
       if not apart:
         new = left
-      elif not borrowed:
+      elif "query" not in mixer:
         new = {mixer: left}
       x_BxTxD = x_BxTxD + self._branch_end(y, self.attn_post_norm, keys[0])
       if self.laurel is not None:
         x_BxTxD = (x_BxTxD + self.laurel(normed_BxTxD, key)) * jnp.asarray(2**-0.5, x_BxTxD.dtype)
       x_BxTxD = named(constrain(x_BxTxD, "batch", "stream", "embed"), "stream")
       if self.one_branch:
-        return x_BxTxD, {}, new
+        return x_BxTxD, {}, new, None
     if mixer and not self.parallel:
       normed_BxTxD = x_BxTxD if self.mlp_norm is None else self.mlp_norm(x_BxTxD)
     mlp = self.wide_mlp if "wide_mlp" in parts else self.mlp if "mlp" in parts else None
@@ -196,12 +201,12 @@ class Block(nnx.Module):
       x_NxBxTxD = self.altup.correct(predicted_NxBxTxD, x_BxTxD)
       if self.per_layer is not None:  # joins the streams that the layer does not compute on
         x_NxBxTxD = x_NxBxTxD.at[1:].add(self._own(self.altup.scaled(x_NxBxTxD[0]), own_BxTxP, key))
-      return constrain(x_NxBxTxD, None, "batch", "stream", "embed"), stats, new
+      return constrain(x_NxBxTxD, None, "batch", "stream", "embed"), stats, new, None
     if self.per_layer is not None:
       x_BxTxD = x_BxTxD + self._own(x_BxTxD, own_BxTxP, key)
     if self.layer_scale is not None:  # a buffer of theirs, which is not trained
       x_BxTxD = x_BxTxD * jax.lax.stop_gradient(self.layer_scale[...]).astype(x_BxTxD.dtype)
-    return constrain(x_BxTxD, "batch", "stream", "embed"), stats, new
+    return constrain(x_BxTxD, "batch", "stream", "embed"), stats, new, chosen_BxTxC
 
   def _own(self, x_BxTxD: jax.Array, own_BxTxP: jax.Array, key: jax.Array | None) -> jax.Array:
     """What the layer's own embedding gives."""
@@ -227,6 +232,7 @@ def stack_blocks(spec: Spec, scope: Scope) -> Block:
                functools.partial(LatentAttention, spec, out_gain=gain)),
       **{mixer: functools.partial(SelfAttention, spec, mixer=mixer)
          for mixer in ("global_attn", "query_attn", "global_query_attn")},
+      "indexer": functools.partial(Indexer, spec),
       "delta": functools.partial(GatedDeltaNet, spec, out_gain=gain),
       "mamba": functools.partial(Mamba2, spec, out_gain=gain),
       **{name: functools.partial(Mlp, features=spec.hidden_size, hidden=times * spec.intermediate_size, std=std,
@@ -319,10 +325,13 @@ def run_blocks(spec: Spec, blocks: Block | Sequence[Block], layer: Callable, rem
   return x, _joined(jnp.concatenate, stacked)
 
 
-def room_to_lend(spec: Spec, x_BxTxD: jax.Array) -> dict[str, tuple[jax.Array, jax.Array]]:
-  """Room for the keys and values [B, T, G, K] that layers without their own use, by the type of layer."""
-  found = {}
-  for layer in range(spec.num_layers - spec.kv_shared_layers, spec.num_layers):
+def room_to_lend(spec: Spec, x_BxTxD: jax.Array, cached: bool) -> dict[str, Any]:
+  """Room for the keys and values [B, T, G, K] that layers without their own use, by the type of layer, unless these are
+  `cached`; and for `chosen`, the keys that layers without an indexer use [B, T, C]."""
+  found: dict[str, Any] = {}
+  if spec.latent is not None and spec.latent.index_shared_layers:
+    found["chosen"] = jnp.zeros((*x_BxTxD.shape[:2], spec.latent.index_topk), jnp.int32)
+  for layer in range(spec.num_layers - (0 if cached else spec.kv_shared_layers), spec.num_layers):
     zeros = jnp.zeros((*x_BxTxD.shape[:2], *spec.heads_of(spec.mixer_of(layer))), x_BxTxD.dtype)
     found[spec.layer_type(layer)] = (constrain(zeros, "batch", "length", "kv_heads", None),) * 2
   return found

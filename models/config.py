@@ -173,7 +173,16 @@ def model() -> ConfigDict:
   # numbers, which is all that generation keeps of a token, beside its rotated key; 0: attention as usual. Queries are
   # made of one of q_rank, or, with 0, of the hidden state. Of each head's queries and keys nope_dim dimensions are not
   # rotated and rope_dim are, the key's being the same for all heads; values have value_dim.
-  m.latent = ConfigDict(dict(kv_rank=0, q_rank=0, nope_dim=32, rope_dim=16, value_dim=32))
+  m.latent = i = ConfigDict(dict(kv_rank=0, q_rank=0, nope_dim=32, rope_dim=16, value_dim=32))
+  # Queries see only the index_topk keys with the highest scores of an indexer, index_heads of size index_head_dim, of
+  # which rope_dim are rotated, their pairs side by side if index_rope_interleaved (DeepSeek Sparse Attention:
+  # DeepSeek-V3.2, GLM-5); 0: all. It is not trained. Layers of index_shared_layers, which count from 0, have none: they
+  # use the keys that were chosen in the layer before.
+  i.index_topk = 0
+  i.index_heads = 4
+  i.index_head_dim = 32
+  i.index_rope_interleaved = False
+  i.index_shared_layers = ()
   # Mixture of experts in place of the MLP; 0 experts: none. Nothing is dropped, whatever the router chooses.
   m.moe = e = ConfigDict(dict(num_experts=0, experts_per_token=2))
   # Width of each expert. Default: intermediate_size.

@@ -20,7 +20,8 @@ def per_token(spec: Spec, vocab_size: int, params: Mapping[str, Any], trained_on
   take part in a token's matrix products (the unembedding included, also when tied; the embedding lookup not;
   of experts only as many as a token passes through),
   and a query of a causal row of T tokens sees (T + 1) / 2 keys on average, fewer with a window or chunks. With
-  adapters, the weights of the base that are not trained count 4 times and not 6, since they have no gradient. What
+  adapters, the weights of the base that are not trained count 4 times and not 6, since they have no gradient. Where an
+  indexer chooses keys, only those count, and its own products twice: they have no gradient at all. What
   tokens of an image or a prefix see beyond that is not counted. A delta layer sees no keys: for each of its H states
   [K, V], a token reads it with its key, adds a product to it and reads it with its query, 18 H K V (however many tokens
   are taken together), and 6 W for each channel of its convolutions. A mamba layer does not read before it writes: 12.
@@ -42,7 +43,8 @@ def per_token(spec: Spec, vocab_size: int, params: Mapping[str, Any], trained_on
   sizes = {path: p.size for path, p in params.items()}
   active = 1.0 if spec.moe is None else spec.moe.experts_per_token / spec.moe.num_experts
   weights = {path: n * (active if "/experts/" in path else 1.0) for path, n in sizes.items()
-             if path.startswith("blocks/") and (path.endswith("/kernel") or lora.is_adapter(path))}
+             if path.startswith("blocks/") and (path.endswith("/kernel") or lora.is_adapter(path))
+             and "/indexer/" not in path}
   if spec.per_layer_size:
     weights["per_layer_proj/kernel"] = sizes["per_layer_proj/kernel"]
   weights |= {path: n for path, n in sizes.items() if path.startswith("streams/")}
@@ -50,11 +52,12 @@ def per_token(spec: Spec, vocab_size: int, params: Mapping[str, Any], trained_on
     weights["embed/embedding" if spec.tie_embeddings else "unembed/kernel"] = spec.hidden_size * vocab_size
   weights |= _of_tables(spec, sizes)
   length = seq_len if document_length is None else min(document_length, seq_len)
-  visible = sum(_sizes(spec, spec.mixer_of(i)) * _mean_visible(length, spec.window_of(i), spec.layer_type(i))
+  visible = sum(_sizes(spec, spec.mixer_of(i)) * _mean_visible(length, spec.seen_of(i), spec.layer_type(i))
                 for i in range(spec.num_layers) if spec.mixer_of(i).endswith("attn"))
   matmuls = sum(n * (6.0 if re.search(trained_only or "", path) else 4.0) for path, n in weights.items())
   images = images_per_row * _per_image(spec, sizes, tower_frozen, images_per_row) / seq_len if images_per_row else 0.0
-  return matmuls + 6.0 * spec.num_heads * visible + _of_states(spec) + _of_streams(spec) + images
+  others = _of_states(spec) + _of_streams(spec) + _of_indexers(spec, sizes, seq_len, length)
+  return matmuls + 6.0 * spec.num_heads * visible + others + images
 
 
 def _of_tables(spec: Spec, sizes: Mapping[str, int]) -> dict[str, float]:
@@ -83,6 +86,15 @@ def _of_states(spec: Spec) -> float:
     if sizes is not None:
       total += len(layers) * (of_state * math.prod(sizes.state_shape) + 6.0 * sizes.conv_width * sizes.channels)
   return total
+
+
+def _of_indexers(spec: Spec, sizes: Mapping[str, int], seq_len: int, length: float) -> float:
+  """Operations of a token in indexers, which run forward alone, and only in rows longer than what they choose."""
+  if spec.latent is None or not 0 < spec.latent.index_topk < seq_len:
+    return 0.0
+  kernels = sum(n for path, n in sizes.items() if "/indexer/" in path and path.endswith("/kernel"))
+  scores = spec.latent.index_heads * spec.latent.index_head_dim * (length + 1) / 2
+  return 2.0 * (kernels + len(spec.layers_with("indexer")) * scores)
 
 
 def _of_streams(spec: Spec) -> float:

@@ -140,7 +140,7 @@ def check_targets(lora: Any, paths: Iterable[str], vocab_size: int) -> None:
     if refused := [path for path in tree.search(target, matrices, where) if path not in adapted]:
       raise ConfigError(f"{where}: {target!r} matches {', '.join(refused)}, which cannot have adapters: they are for "
                         "the kernels of attention, of MLPs and of experts, and for the tables of tokens, not for "
-                        "routers and for tables of positions. A regex is found anywhere in a path; e.g. "
+                        "routers, indexers and tables of positions. A regex is found anywhere in a path; e.g. "
                         "'blocks/attn/[qkvo]/kernel'. What is to be trained as a whole is named by "
                         "model.lora.modules_to_save.")
   _check_kinds(lora, adapted, tied="unembed/kernel" not in paths)

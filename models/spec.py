@@ -51,7 +51,8 @@ ARCHITECTURE_KEYS = (
     *(f"delta.{key}" for key in ("num_key_heads", "num_value_heads", "key_head_dim", "value_head_dim", "conv_width")),
     *(f"mamba.{key}" for key in ("num_heads", "head_dim", "num_groups", "state_dim", "conv_width", "conv_bias",
                                 "min_step")),
-    *(f"latent.{key}" for key in ("kv_rank", "q_rank", "nope_dim", "rope_dim", "value_dim")),
+    *(f"latent.{key}" for key in ("kv_rank", "q_rank", "nope_dim", "rope_dim", "value_dim", "index_topk",
+                                  "index_heads", "index_head_dim", "index_rope_interleaved", "index_shared_layers")),
     *(f"moe.{key}" for key in ("num_experts", "experts_per_token", "expert_size", "shared_size", "shared_gate",
                                "beside_mlp", "router_norm", "expert_scale", "router_bias", "softmax", "scores",
                                "normalize_weights", "weight_scale", "weights_on_input", "choice_bias", "groups",
@@ -63,9 +64,10 @@ VOCAB_CHUNK, VOCAB_CHUNK_ELSEWHERE = 2048, 8192
 # Types of layers that have a state in the place of keys and values: their mixers have the same names.
 RECURRENT = ("delta", "mamba")
 # Parts of a block that a layer may lack: it has one of MIXERS, and an MLP, or experts, or both; or a mixer or an MLP
-# alone. Mixers with queries alone are attention to keys and values of an earlier layer.
+# alone. Mixers with queries alone are attention to keys and values of an earlier layer; an indexer chooses keys for its
+# layer's and for those of later layers without one.
 MIXERS = ("attn", "global_attn", "query_attn", "global_query_attn", *RECURRENT)
-PARTS = frozenset({*MIXERS, "mlp", "wide_mlp", "moe"})
+PARTS = frozenset({*MIXERS, "indexer", "mlp", "wide_mlp", "moe"})
 POSITIONS = ("rope", "learned", "none")
 NORM_POSITIONS = ("pre", "post", "sandwich")
 QK_NORMS = ("head", "each_head", "all", "unscaled")
@@ -183,6 +185,8 @@ class Spec:
   def no_split_length(self) -> str | None:
     """Why the length of rows cannot be split over devices; None: it can."""
     kinds = self._recurrent_kinds
+    if self.latent is not None and self.latent.index_topk:
+      return "its indexers choose among all keys of a row"
     return f"its {kinds} layers go through each row from its begin to its end" if kinds else None
 
   @property
@@ -200,7 +204,9 @@ class Spec:
       return frozenset({mixer})
     of_experts = {"moe"} if self.moe is not None and self.moe.in_layer(layer) else set()
     mlp = "wide_mlp" if self.double_wide_mlp and self.kv_source(layer) is not None else "mlp"
-    return frozenset({mixer, *of_experts} | ({mlp} if not of_experts or self.moe.beside_mlp else set()))
+    chooses = self.latent is not None and self.latent.index_topk and layer not in self.latent.index_shared_layers
+    return frozenset({mixer, *of_experts} | ({mlp} if not of_experts or self.moe.beside_mlp else set()) |
+                     ({"indexer"} if chooses else set()))
 
   def mixer_of(self, layer: int) -> str:
     """Which of MIXERS that layer has; mlp: none, it is one."""
@@ -249,6 +255,10 @@ class Spec:
   def window_of(self, layer: int) -> int | None:
     """How many tokens one of that layer sees at most; None: all before it."""
     return {"local": self.window, "chunked": self.attention_chunk}.get(self.layer_type(layer))
+
+  def seen_of(self, layer: int) -> int | None:
+    """As `window_of`, of what an indexer leaves, too."""
+    return (self.latent.index_topk or None) if self.latent is not None else self.window_of(layer)
 
   def sparsity_of(self, layer: int) -> float:
     """Which share of the gates of that layer's MLP is 0."""

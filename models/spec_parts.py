@@ -122,11 +122,21 @@ class Latent:
   nope_dim: int
   rope_dim: int
   value_dim: int
+  index_topk: int
+  index_heads: int
+  index_head_dim: int
+  index_rope_interleaved: bool
+  index_shared_layers: tuple[int, ...]
 
   @property
   def head_dim(self) -> int:
     """Of queries and keys."""
     return self.nope_dim + self.rope_dim
+
+  @property
+  def kept_sizes(self) -> tuple[int, int]:
+    """Of what a cache keeps of a token: its rotated key, with that of the indexer, and its latent."""
+    return self.rope_dim + (self.index_head_dim if self.index_topk else 0), self.kv_rank
 
 
 @dataclasses.dataclass(frozen=True)
@@ -226,8 +236,11 @@ def make_latent(m: ConfigDict, pattern: tuple[str, ...]) -> Latent | None:
   if c.q_rank < 0:
     raise ConfigError(f"model.latent.q_rank: found {c.q_rank}, allowed: 0 (queries are made of the hidden state), or "
                       "more.")
-  made = Latent(q_rank=c.q_rank, **{key: at_least_one(f"latent.{key}", c[key])
-                                    for key in ("kv_rank", "nope_dim", "rope_dim", "value_dim")})
+  _check_indexer(m)
+  made = Latent(index_rope_interleaved=c.index_rope_interleaved, index_shared_layers=tuple(c.index_shared_layers),
+                **{key: c[key] for key in ("q_rank", "index_topk", "index_heads", "index_head_dim")},
+                **{key: at_least_one(f"latent.{key}", c[key])
+                   for key in ("kv_rank", "nope_dim", "rope_dim", "value_dim")})
   without = dict(num_kv_heads=(None, m.num_heads), head_dim=(None, made.head_dim), positions=("rope",),
                  rope_fraction=(1.0,), qk_norm=(False,), attention_gate=(False,), attention_sinks=(False,))
   for key, allowed in without.items():
@@ -238,6 +251,25 @@ def make_latent(m: ConfigDict, pattern: tuple[str, ...]) -> Latent | None:
     raise ConfigError(f"model.layer_pattern: found {pattern} with latent attention (model.latent.kv_rank="
                       f"{c.kv_rank}); allowed: ('global',).")
   return made
+
+
+def _check_indexer(m: ConfigDict) -> None:
+  """Refuses indexers of latent attention that cannot be."""
+  c = m.latent
+  if c.index_topk == 0:
+    return
+  for key in ("index_topk", "index_heads", "index_head_dim"):
+    at_least_one(f"latent.{key}", c[key])
+  if not c.q_rank:
+    raise ConfigError("model.latent.q_rank: found 0 with model.latent.index_topk="
+                      f"{c.index_topk}, whose indexers' queries are made of the latent; allowed: 1 or more.")
+  if c.index_head_dim < c.rope_dim:
+    raise ConfigError(f"model.latent.index_head_dim: found {c.index_head_dim}, of which rope_dim={c.rope_dim} "
+                      "dimensions are rotated; allowed: at least as many.")
+  shared = tuple(c.index_shared_layers)
+  if len(set(shared)) < len(shared) or not all(isinstance(i, int) and 1 <= i < m.num_layers for i in shared):
+    raise ConfigError(f"model.latent.index_shared_layers: found {shared}; allowed: numbers of layers, each once, from "
+                      f"1 to {m.num_layers - 1}: the first layer has an indexer of its own.")
 
 
 def make_global_attention(m: ConfigDict, pattern: tuple[str, ...], num_kv_heads: int) -> GlobalAttention | None:

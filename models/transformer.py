@@ -92,7 +92,7 @@ class Decoder(nnx.Module):
     x_BxTxD, deep_LxBxFxD, own_LxBxTxP = self._embed(batch, remat, key)
     # What several tokens follow stays as it is, and is not carried from layer to layer.
     before, cache = (cache, None) if remember else (None, cache)
-    lent = {} if cache is not None else room_to_lend(s, x_BxTxD)
+    lent = room_to_lend(s, x_BxTxD, cached=cache is not None)
     ropes: dict = {kind: rope_table(rope, positions, segment_ids, batch.get("axes")) for kind, rope in s.ropes.items()}
     if s.nope_temperature is not None:
       ropes["nope"] = temperature(s.nope_temperature.scale, s.nope_temperature.floor, positions)
@@ -108,8 +108,11 @@ class Decoder(nnx.Module):
       at, number = (place, index) if source is None else (source, jnp.asarray(source))
       past = None if found is None else Past(found, at, number, extends=cache is None, chunked=kind == "chunked")
       routed = None if s.moe is None else routing.of_layer(s.moe.layers_before(index))
-      x_BxTxD, stats, new = block(x_BxTxD, tokens_of.get(kind, tokens), ropes.get(kind), s.window_of(place), layer_key,
-                                  past, s.parts_of(place), routed, lent.get(kind), own_BxTxP, s.sparsity_of(place))
+      x_BxTxD, stats, new, chosen = block(
+          x_BxTxD, tokens_of.get(kind, tokens), ropes.get(kind), s.window_of(place), layer_key, past, s.parts_of(place),
+          routed, lent.get(kind), own_BxTxP, s.sparsity_of(place), lent.get("chosen"))
+      if "chosen" in lent:
+        lent = {**lent, "chosen": chosen}
       if kind in lent and source is None:  # that of the last such layer stays
         lent = {**lent, kind: new[s.mixer_of(place)]}
       if deep_LxBxFxD is not None and place < s.first_layers:
@@ -289,7 +292,7 @@ class Transformer:
     paths = {path.removesuffix("_across"): path for path in tree.flatten(self._decoding[1])}
 
     def as_used(path: str, leaf: jax.Array) -> jax.Array:
-      used = path.endswith(("/kernel", "/embedding")) and not path.endswith("router/kernel")  # routers use float32
+      used = path.endswith(("/kernel", "/embedding")) and not path.endswith(quantize.FLOAT32)
       wider = jnp.issubdtype(leaf.dtype, jnp.floating) and leaf.dtype.itemsize > self._dtypes[1].itemsize
       return leaf.astype(self._dtypes[1]) if used and wider else leaf
 

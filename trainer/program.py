@@ -38,6 +38,8 @@ from trainer.telemetry import diagnostics, spikes
 
 # Of a batch whose data nobody has read: segments of a row, where documents have parts.
 SEGMENTS = 8
+# What chooses the keys of attention, of a critic, too.
+INDEXERS = "(^|/)blocks/indexer/"
 
 
 @dataclass(frozen=True)
@@ -115,7 +117,8 @@ def resolve(config: Mapping) -> tuple[ConfigDict, list[str]]:
     ConfigError: what was found, what is allowed, what to type.
   """
   resolved = config_checks.resolve(config)
-  notes = [*hugging_face.fill_in(resolved), *strategies.fill_in(resolved), *mup.fill_in(resolved)]
+  notes = [*hugging_face.fill_in(resolved), *strategies.fill_in(resolved), *mup.fill_in(resolved),
+           *_freeze_indexers(resolved)]
   config_checks.validate(resolved)
   api.validate(resolved.model, resolved.seq_len)
   rollout_options.check(resolved)
@@ -123,6 +126,15 @@ def resolve(config: Mapping) -> tuple[ConfigDict, list[str]]:
   diagnostics.check(resolved)
   mesh_lib.check_activation_rules(resolved.activation_rules)
   return resolved, notes
+
+
+def _freeze_indexers(resolved: ConfigDict) -> list[str]:
+  """Freezes what has no gradient (models/attention/selected.py), so that no weight decay moves it."""
+  o, latent = resolved.optimizer, resolved.model.latent
+  if not latent.kv_rank or not latent.index_topk or INDEXERS in o.freeze:
+    return []
+  o.freeze = (*o.freeze, INDEXERS)
+  return [f"optimizer.freeze has {INDEXERS!r}: the choice of keys (model.latent.index_topk) has no gradient"]
 
 
 def settle(resolved: ConfigDict, platform: str) -> list[str]:

@@ -43,7 +43,8 @@ class Cache(NamedTuple):
   # products read them (`empty`). The slots of a head lie together, as products with a query read them. Layers without
   # keys and values of their own, the last ones, have no entry.
   keys: tuple[jax.Array, ...]
-  # With latent attention, the one rotated key of all heads, and in place of values the latent.
+  # With latent attention, the one rotated key of all heads, behind it the indexer's, if layers have one, and in place
+  # of values the latent.
   # In the place of a layer with a state, the last inputs of its convolutions [N, B, W - 1, C], in that dtype, stand in
   # place of keys, and its states [N, B, H, K, V], float32 or wider, in place of values.
   values: tuple[jax.Array, ...]
@@ -63,6 +64,11 @@ class Seen(NamedTuple):
   # Whether the slot holds a token that it sees.
   seen_BxS: jax.Array
   table: Table | None = None
+
+  @property
+  def positions(self) -> int:
+    """How many a text of a layer that sees all may have."""
+    return self.seen_BxS.shape[1] * (1 if self.table is None else self.table.pages_BxJ.shape[1])
 
 
 class Past(NamedTuple):
@@ -177,7 +183,7 @@ def empty(spec: Spec, rows: int, max_length: int, dtype: Any, apart: bool = Fals
       continue
     slots = min(spec.window_of(place) or max_length, max_length)
     G, K = spec.heads_of(spec.mixer_of(place))
-    heads, *sizes = (G, K, K) if spec.latent is None else (1, spec.latent.rope_dim, spec.latent.kv_rank)
+    heads, *sizes = (G, K, K) if spec.latent is None else (1, *spec.latent.kept_sizes)
     paged = pages is not None and spec.window_of(place) is None
     for arrays, size in zip((keys, values), sizes, strict=True):
       arrays.append(jnp.zeros((layers, *((pages, heads, PAGE) if paged else (rows, heads, slots)), size), dtype))

@@ -96,10 +96,7 @@ def attention(
                      "of them")
   rule = Rule(scale, logit_cap, window, window_blocks)
   sinks_H = None if sinks_H is None else sinks_H.astype(jnp.float32)
-  before = None
-  if behind_BxP is not None:
-    ids_BxP = jnp.ones_like(behind_BxP) if behind_ids_BxP is None else behind_ids_BxP
-    before = Side(jnp.where(behind_BxP > 0, ids_BxP, -1), -behind_BxP, None)
+  before = None if behind_BxP is None else mask.behind(behind_BxP, behind_ids_BxP)
   placed = logical_axes.current()
   if placed is None:
     return _attend(None, rule, impl, block, q_BxTxHxK, k_BxSxGxK, v_BxSxGxK, tokens, sinks_H, before)
@@ -159,7 +156,7 @@ def _attend(axis: logical_axes.Axes, rule: Rule, impl: str, block: int, q_BxTxHx
       if axis is None:
         index = jnp.arange(T)
         return attend(rule, q_BxTxHxK, k_BxTxGxK, v_BxTxGxK, tokens.queries(index),
-                      Side(mask.keys_of(tokens.segments), index, tokens.blocks))
+                      tokens.keys(index))
       return ring.by_kernel(axis, rule, attend, q_BxTxHxK, k_BxTxGxK, v_BxTxGxK, tokens)
     gpu.warn("attention", reason)
   G = k_BxTxGxK.shape[2]
@@ -169,11 +166,9 @@ def _attend(axis: logical_axes.Axes, rule: Rule, impl: str, block: int, q_BxTxHx
   block = max(1, block)
   if axis is None:
     index = jnp.arange(T)
-    keys, spans = Side(mask.keys_of(tokens.segments), index, tokens.blocks), _spans(T, block, rule, not has_blocks)
+    keys, spans = tokens.keys(index, before), _spans(T, block, rule, not has_blocks)
     if before is not None:
       P = before.segments.shape[1]
-      keys = Side(jnp.concatenate([before.segments, keys.segments], axis=1),
-                  jnp.concatenate([before.index, jnp.broadcast_to(index, (B, T))], axis=1), None)
       spans = tuple(Span(start, stop, 0, P + last) for start, stop, _, last in spans)
     out = blocked.attend(spans, rule, q, k, v, tokens.queries(index), keys, sinks)
   elif has_blocks or has_prompts or T % 2:

@@ -1,7 +1,8 @@
 """Multi-head latent attention: all heads' keys and values are made of one short latent (DeepSeek-V2, arXiv 2405.04434).
 
 B batch, T length, D hidden size, H heads, R size of the latent, N and P dimensions of a head's queries and keys that
-are not rotated and that are, V size of its values; S slots of a cache.
+are not rotated and that are, V size of its values; S slots of a cache, I size of an indexer's keys, C keys that it
+chooses.
 """
 
 from typing import Any
@@ -11,7 +12,8 @@ import jax.numpy as jnp
 from flax import nnx
 
 from models import cpu
-from models.attention.cache import Cache, Past
+from models.attention import mask, selected
+from models.attention.cache import Cache, Past, Seen
 from models.attention.dispatch import attend_to_past, attention
 from models.attention.mask import TokenIds
 from models.attention.rope import apply_rope
@@ -53,54 +55,96 @@ class LatentAttention(nnx.Module):
     self.spec = spec
 
   def __call__(self, x_BxTxD: jax.Array, tokens: TokenIds, rope: Any, window: int | None, key: jax.Array | None = None,
-               past: Past | None = None) -> tuple[jax.Array, tuple[jax.Array, jax.Array] | Cache]:
-    """(output, (rotated keys [B, T, 1, P], latents [B, T, 1, R]), or, with a `past` of one token, its cache with this).
+               past: Past | None = None, indexer: selected.Indexer | None = None,
+               chosen_BxTxC: jax.Array | None = None
+               ) -> tuple[jax.Array, tuple[jax.Array, jax.Array] | Cache, jax.Array | None]:
+    """(output, (rotated keys [B, T, 1, P], latents [B, T, 1, R]), or, with a `past` of one token, its cache with this,
+    which keys were chosen).
 
-    As `models.blocks.SelfAttention`; there is no window.
+    As `models.blocks.SelfAttention`; there is no window. `indexer`: that of the layer, which chooses keys; None: they
+    are `chosen_BxTxC`, as the layer before had them. Its keys are kept behind the rotated ones, [B, T, 1, P + I].
     """
     s, sizes, (B, T, _) = self.spec, self.spec.latent, x_BxTxD.shape
-    q, latent_BxTxR, k_rope_BxTx1xP = self._projected(x_BxTxD, key)
+    q, asking_BxTxR, latent_BxTxR, k_rope_BxTx1xP = self._projected(x_BxTxD, key)
     q_BxTxHxK = constrain(q.reshape(B, T, s.num_heads, -1), "batch", "length", "heads", None)
     q_nope_BxTxHxN, q_rope_BxTxHxP = jnp.split(q_BxTxHxK, [sizes.nope_dim], axis=-1)
     q_rope_BxTxHxP, k_rope_BxTx1xP = (apply_rope(part, rope, s.rope_interleaved)
                                       for part in (q_rope_BxTxHxP, k_rope_BxTx1xP))
-    options: dict[str, Any] = dict(scale=s.attention_scale, logit_cap=s.attention_logit_cap)
+    asked, kept_BxTx1xC = None, k_rope_BxTx1xP
+    if indexer is not None:
+      asked = indexer.queries_of(x_BxTxD, asking_BxTxR, rope)
+      kept_BxTx1xC = jnp.concatenate([k_rope_BxTx1xP, indexer.keys_of(x_BxTxD, rope)], axis=-1)
+    elif sizes.index_topk:  # what layers keep has one shape
+      kept_BxTx1xC = jnp.pad(k_rope_BxTx1xP, [(0, 0)] * 3 + [(0, sizes.index_head_dim)])
+    queries = q_nope_BxTxHxN, q_rope_BxTxHxP
     if past is None or past.extends:
-      new: Any = k_rope_BxTx1xP, latent_BxTxR[:, :, None]
-      k_rope_BxSx1xP, latent_BxSx1xR, behind_BxP = (*new, None) if past is None else past.before(*new)
-      kv = self.kv_up(latent_BxSx1xR[:, :, 0], key).reshape(B, -1, s.num_heads, sizes.nope_dim + sizes.value_dim)
-      k_nope_BxSxHxN, v_BxSxHxV = jnp.split(constrain(kv, "batch", "length", "heads", None), [sizes.nope_dim], axis=-1)
-      k_rope_BxSxHxP = jnp.broadcast_to(k_rope_BxSx1xP, (*k_nope_BxSxHxN.shape[:3], sizes.rope_dim))
-      q_k_v = (jnp.concatenate([q_nope_BxTxHxN, q_rope_BxTxHxP], axis=-1),
-               jnp.concatenate([k_nope_BxSxHxN, k_rope_BxSxHxP], axis=-1), v_BxSxHxV)
-      # All implementations of attention have heads of one size. Zeros add nothing to a product, and make values of
-      # zeros, which are cut off: what is computed is the same.
-      size = max(sizes.head_dim, sizes.value_dim)
-      padded = (jnp.pad(part, [(0, 0)] * 3 + [(0, size - part.shape[-1])]) for part in q_k_v)
-      out_BxTxHxV = attention(*padded, segment_ids=tokens.segments, block_ids=tokens.blocks, prompt_ids=tokens.prompts,
-                              behind_BxP=behind_BxP, impl=s.attention, block=s.attention_block,
-                              **options)[..., :sizes.value_dim]
+      new: Any = kept_BxTx1xC, latent_BxTxR[:, :, None]
+      kept, latents, behind_BxP = (*new, None) if past is None else past.before(*new)
+      out_BxTxHxV, chosen_BxTxC = self._attend(queries, kept, latents, behind_BxP, tokens, key, asked, chosen_BxTxC)
     else:
       active_B = tokens.segments[:, 0] > 0
-      new, seen = past.add(k_rope_BxTx1xP[:, 0], latent_BxTxR, active_B, None)
-      up_RxHxC = self.kv_up.matrix().reshape(sizes.kv_rank, s.num_heads, -1)
-      k_up_RxHxN, v_up_RxHxV = jnp.split(up_RxHxC, [sizes.nope_dim], axis=-1)
-      dtype, latents_Bx1xSxR = latent_BxTxR.dtype, seen.values_BxGxSxK
-      q_BxTxHxR = cpu.einsum("bthn,rhn->bthr", q_nope_BxTxHxN, k_up_RxHxN).astype(dtype)
-      out_BxTxHxR = attend_to_past(q_BxTxHxR, latents_Bx1xSxR, latents_Bx1xSxR, seen_BxS=seen.seen_BxS,
-                                   active_B=active_B, more=(q_rope_BxTxHxP, seen.keys_BxGxSxK), table=seen.table,
-                                   **options)
-      out_BxTxHxV = cpu.einsum("bthr,rhv->bthv", out_BxTxHxR, v_up_RxHxV).astype(dtype)
+      new, seen = past.add(kept_BxTx1xC[:, 0], latent_BxTxR, active_B, None)
+      out_BxTxHxV, chosen_BxTxC = self._attend_to_past(queries, seen, active_B, asked, chosen_BxTxC)
     out_BxTxHxV = constrain(out_BxTxHxV, "batch", "length", "heads", None)
-    return self.o(out_BxTxHxV.reshape(B, T, -1), key), new
+    return self.o(out_BxTxHxV.reshape(B, T, -1), key), new, chosen_BxTxC
 
-  def _projected(self, x_BxTxD: jax.Array, key: jax.Array | None) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """(queries [B, T, H * (N + P)], the latents [B, T, R], normalised, the keys [B, T, 1, P], not yet rotated)."""
+  def _attend(self, queries: tuple[jax.Array, jax.Array], kept_BxSx1xC: jax.Array, latent_BxSx1xR: jax.Array,
+              behind_BxP: jax.Array | None, tokens: TokenIds, key: jax.Array | None, asked: Any,
+              chosen_BxTxC: jax.Array | None) -> tuple[jax.Array, jax.Array | None]:
+    """(attention [B, T, H, V] to the keys and values of these latents, which keys were chosen). `asked`: of
+    `Indexer.queries_of`."""
+    s, sizes = self.spec, self.spec.latent
+    B, S = latent_BxSx1xR.shape[:2]
+    options: dict[str, Any] = dict(scale=s.attention_scale, logit_cap=s.attention_logit_cap, block=s.attention_block)
+    k_rope_BxSx1xP, k_index_BxSx1xI = jnp.split(kept_BxSx1xC, [sizes.rope_dim], axis=-1)
+    kv = self.kv_up(latent_BxSx1xR[:, :, 0], key).reshape(B, S, s.num_heads, sizes.nope_dim + sizes.value_dim)
+    k_nope_BxSxHxN, v_BxSxHxV = jnp.split(constrain(kv, "batch", "length", "heads", None), [sizes.nope_dim], axis=-1)
+    k_rope_BxSxHxP = jnp.broadcast_to(k_rope_BxSx1xP, (*k_nope_BxSxHxN.shape[:3], sizes.rope_dim))
+    q_k_v = (jnp.concatenate(queries, axis=-1), jnp.concatenate([k_nope_BxSxHxN, k_rope_BxSxHxP], axis=-1), v_BxSxHxV)
+    if 0 < sizes.index_topk < S:
+      before = None if behind_BxP is None else mask.behind(behind_BxP)
+      if asked is not None:
+        chosen_BxTxC = selected.choose(asked, k_index_BxSx1xI[:, :, 0], tokens, before, sizes.index_topk,
+                                       s.attention_block)
+      return selected.attend(*q_k_v, chosen_BxTxC, tokens, before, **options), chosen_BxTxC
+    # All implementations of attention have heads of one size. Zeros add nothing to a product, and make values of zeros,
+    # which are cut off: what is computed is the same.
+    size = max(sizes.head_dim, sizes.value_dim)
+    padded = (jnp.pad(part, [(0, 0)] * 3 + [(0, size - part.shape[-1])]) for part in q_k_v)
+    out = attention(*padded, segment_ids=tokens.segments, block_ids=tokens.blocks, prompt_ids=tokens.prompts,
+                    behind_BxP=behind_BxP, impl=s.attention, **options)
+    return out[..., :sizes.value_dim], chosen_BxTxC
+
+  def _attend_to_past(self, queries: tuple[jax.Array, jax.Array], seen: Seen, active_B: jax.Array, asked: Any,
+                      chosen_Bx1xC: jax.Array | None) -> tuple[jax.Array, jax.Array | None]:
+    """As `_attend`, of one token to what a cache holds."""
+    s, sizes, (q_nope_BxTxHxN, q_rope_BxTxHxP) = self.spec, self.spec.latent, queries
+    k_rope_Bx1xSxP, k_index_Bx1xSxI = jnp.split(seen.keys_BxGxSxK, [sizes.rope_dim], axis=-1)
+    if 0 < sizes.index_topk < seen.positions:
+      if asked is not None:
+        chosen_Bx1xC = selected.choose_of_past(asked, k_index_Bx1xSxI[:, 0], seen, sizes.index_topk)
+      seen = selected.narrowed(seen, chosen_Bx1xC)
+    up_RxHxC = self.kv_up.matrix().reshape(sizes.kv_rank, s.num_heads, -1)
+    k_up_RxHxN, v_up_RxHxV = jnp.split(up_RxHxC, [sizes.nope_dim], axis=-1)
+    dtype, latents_Bx1xSxR = q_nope_BxTxHxN.dtype, seen.values_BxGxSxK
+    q_BxTxHxR = cpu.einsum("bthn,rhn->bthr", q_nope_BxTxHxN, k_up_RxHxN).astype(dtype)
+    out_BxTxHxR = attend_to_past(q_BxTxHxR, latents_Bx1xSxR, latents_Bx1xSxR, seen_BxS=seen.seen_BxS,
+                                 active_B=active_B, more=(q_rope_BxTxHxP, k_rope_Bx1xSxP), table=seen.table,
+                                 scale=s.attention_scale, logit_cap=s.attention_logit_cap)
+    return cpu.einsum("bthr,rhv->bthv", out_BxTxHxR, v_up_RxHxV).astype(dtype), chosen_Bx1xC
+
+  def _projected(self, x_BxTxD: jax.Array, key: jax.Array | None) -> tuple[jax.Array, jax.Array | None, jax.Array,
+                                                                           jax.Array]:
+    """(queries [B, T, H * (N + P)], what they are made of, unless it is the hidden state, the latents [B, T, R], both
+    normalised, the keys [B, T, 1, P], not yet rotated)."""
+    asking_BxTxR = None
     if self.q is not None:
       (q,), (kv,) = (apply_linears((linear,), x_BxTxD, key) for linear in (self.q, self.kv_down))
       q, kv = named(q, "qkv"), named(kv, "qkv")
     else:
       q, kv = (named(part, "qkv") for part in apply_linears((self.q_down, self.kv_down), x_BxTxD, key))
-      q = self.q_up(self.q_down_norm(q), key)
+      asking_BxTxR = self.q_down_norm(q)
+      q = self.q_up(asking_BxTxR, key)
     latent_BxTxR, k_BxTxP = jnp.split(kv, [self.spec.latent.kv_rank], axis=-1)
-    return q, self.kv_down_norm(latent_BxTxR), constrain(k_BxTxP[:, :, None], "batch", "length", None, None)
+    return (q, asking_BxTxR, self.kv_down_norm(latent_BxTxR),
+            constrain(k_BxTxP[:, :, None], "batch", "length", None, None))

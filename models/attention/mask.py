@@ -48,6 +48,20 @@ class TokenIds(NamedTuple):
     """These tokens as queries, at their places in the row, int32 [T]."""
     return Side(self.segments, index, self.blocks, self.prompts)
 
+  def keys(self, index: jax.Array, before: Side | None = None) -> Side:
+    """These tokens as keys, behind those of a cache (`behind`), if there are any."""
+    own = Side(keys_of(self.segments), index, self.blocks)
+    if before is None:
+      return own
+    index_BxT = jnp.broadcast_to(index, self.segments.shape)
+    return Side(jnp.concatenate([before.segments, own.segments], axis=1),
+                jnp.concatenate([before.index, index_BxT], axis=1), None)
+
+  def sides(self, before: Side | None = None) -> tuple[Side, Side]:
+    """Both, the places of queries being int32 [B, T]."""
+    index = jnp.arange(self.segments.shape[1])
+    return self.queries(jnp.broadcast_to(index, self.segments.shape)), self.keys(index, before)
+
 
 class Rule(NamedTuple):
   """How scores are made, and who sees whom within a segment; static."""
@@ -58,6 +72,12 @@ class Rule(NamedTuple):
   window_blocks: bool
   # False: all queries come after all keys, so that no comparison is needed.
   causal: bool = True
+
+
+def behind(behind_BxP: jax.Array, ids_BxP: jax.Array | None = None) -> Side:
+  """The keys of a cache that stand before a row's tokens; see `dispatch.attention`."""
+  ids_BxP = jnp.ones_like(behind_BxP) if ids_BxP is None else ids_BxP
+  return Side(jnp.where(behind_BxP > 0, ids_BxP, -1), -behind_BxP, None)
 
 
 def keys_of(segments: jax.Array) -> jax.Array:

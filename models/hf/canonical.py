@@ -34,6 +34,8 @@ NEUTRAL: Mapping[str, Any] = {
     "mamba.num_heads": 4, "mamba.head_dim": 32, "mamba.num_groups": 1, "mamba.state_dim": 32, "mamba.conv_width": 4,
     "mamba.conv_bias": True, "mamba.min_step": 0.0,
     "latent.kv_rank": 0, "latent.q_rank": 0, "latent.nope_dim": 32, "latent.rope_dim": 16, "latent.value_dim": 32,
+    "latent.index_topk": 0, "latent.index_heads": 4, "latent.index_head_dim": 32,
+    "latent.index_rope_interleaved": False, "latent.index_shared_layers": (),
     "moe.num_experts": 0, "moe.experts_per_token": 2, "moe.expert_size": None, "moe.shared_size": 0,
     "moe.shared_gate": False, "moe.beside_mlp": False, "moe.router_norm": False, "moe.expert_scale": False,
     "moe.router_bias": False, "moe.softmax": "before_topk", "moe.scores": "softmax",
@@ -57,8 +59,11 @@ def canonical(model: Mapping[str, Any]) -> dict[str, Any]:
   """The same function said in one way: what is derived is filled in, what has no effect gets its NEUTRAL value."""
   m = dict(model)
   m["num_kv_heads"] = m.get("num_kv_heads") or m["num_heads"]
+  m["latent.index_shared_layers"] = tuple(sorted(m["latent.index_shared_layers"]))
   if m["latent.kv_rank"]:
     m["head_dim"] = m["latent.nope_dim"] + m["latent.rope_dim"]
+    if not m["latent.index_topk"]:
+      _reset(m, "latent.index_")
   else:
     _reset(m, "latent.")
   m["head_dim"] = m.get("head_dim") or m["hidden_size"] // m["num_heads"]
@@ -116,7 +121,7 @@ def has_parameter(model: Mapping[str, Any], path: str) -> bool:
     return model["moe.router_norm"]
   if path == "blocks/altup/scale" and not model["per_layer_size"]:
     return False
-  if leaf == "bias":
+  if leaf == "bias" and owner != "keys_norm":
     biases = {"q": "qkv_bias", "k": "qkv_bias", "v": "qkv_bias", "o": "attention_out_bias",
               "q_down": "qkv_bias", "kv_down": "qkv_bias",
               "gate": "mlp_bias", "up": "mlp_bias", "down": "mlp_bias", "router": "moe.router_bias",
@@ -128,7 +133,7 @@ def has_parameter(model: Mapping[str, Any], path: str) -> bool:
   conditions = {
       "pos_embed": model["positions"] == "learned",
       "unembed": not model["tie_embeddings"] and model["head"] == "lm", "score": model["head"] == "score",
-      **{mixer: mixer in has_mixer for mixer in MIXERS},
+      **{mixer: mixer in has_mixer for mixer in MIXERS}, "indexer": model["latent.index_topk"] > 0,
       "wide_mlp": model["double_wide_mlp"],
       **dict.fromkeys(("per_layer", "per_layer_embed", "per_layer_proj", "per_layer_norm"),
                       model["per_layer_size"] > 0),

@@ -235,6 +235,8 @@ def _laid_over(model: Mapping[str, Any], tensor: Tensor) -> Tensor:
   part, layers_ = first.split("/")[1 if first.startswith("blocks/") else 0], range(model["num_layers"])
   if part in has_mixer and len(set(has_mixer)) > 1:
     has = (i for i in layers_ if has_mixer[i] == part)
+  elif part == "indexer" and (shared := model["latent.index_shared_layers"]):
+    has = (i for i in layers_ if i not in shared)
   elif part in ("mlp", "wide_mlp") and model["double_wide_mlp"]:
     has = (i for i in layers_ if (i >= model["num_layers"] - model["kv_shared_layers"]) == (part == "wide_mlp"))
   elif part in ("mlp", "moe") and model["moe.num_experts"] and not all(experts := layers_with_experts(model)):

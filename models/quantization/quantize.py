@@ -27,7 +27,9 @@ KINDS = ("int8", "nf4")
 # Inputs that share a scale in nf4.
 BLOCK = 64
 # Kernels of the blocks that decide rather than compute: small, and not worth an error.
-DECIDING = re.compile(r"/(router|shared_gate|delta/[ab]|mamba/dt)/")
+DECIDING = re.compile(r"/(router|shared_gate|indexer/weights|delta/[ab]|mamba/dt)/")
+# Of the blocks, kernels that are read in float32.
+FLOAT32 = ("router/kernel", "indexer/weights/kernel")
 _PART = re.compile(r"^(.*kernel)_(int8|nf4|scale)$")
 
 

@@ -121,6 +121,9 @@ DEEPSEEK = dict(
     attention_scale=0.5,
     latent=dict(kv_rank=10, q_rank=7, nope_dim=3, rope_dim=4, value_dim=5),
 )
+# Of a few heads, whose scores are often 0, so that they tie.
+INDEXED = dict(DEEPSEEK, num_layers=4, latent=dict(DEEPSEEK["latent"], index_topk=3, index_heads=3, index_head_dim=6,
+                                                   index_shared_layers=(1, 3)))
 # With experts, which the model in NumPy has not.
 DEEPSEEK_MOE = dict(DEEPSEEK, moe=dict(
     num_experts=8, experts_per_token=2, expert_size=6, shared_size=5, scores="sigmoid", choice_bias=True, groups=4,
@@ -172,7 +175,7 @@ LLAMA4_MOE = dict(LLAMA4, num_layers=5, layer_pattern=("chunked", "nope"), moe=d
 FAMILIES = dict(llama=LLAMA, gemma=GEMMA, gpt2=GPT2, olmo=OLMO)
 OPTIONS_OF = dict(**FAMILIES, cohere=COHERE, qwen3_next=QWEN3_NEXT, granite4=GRANITE4, nemotron_h=NEMOTRON_H,
                   gpt_oss=GPT_OSS, deepseek=DEEPSEEK, gemma3n=GEMMA3N, gemma4=GEMMA4, gemma4_shared=GEMMA4_SHARED,
-                  llama4=LLAMA4)
+                  llama4=LLAMA4, indexed=INDEXED)
 
 
 def config(**changed):

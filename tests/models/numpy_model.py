@@ -29,9 +29,9 @@ def np_forward(m, params, tokens, segments):
   def dense(x, name, layer):
     return x @ p[name + "/kernel"][layer] + (p[name + "/bias"][layer] if name + "/bias" in p else 0)
 
-  def rope(x, theta, turning=None):
+  def rope(x, theta, turning=None, interleaved=m.rope_interleaved):
     P = int(K * m.rope_fraction) // 2 if turning is None else x.shape[1] // 2
-    if m.rope_interleaved:
+    if interleaved:
       pairs = (x[:, 0 : 2 * P : 2] + 1j * x[:, 1 : 2 * P : 2]) * np.exp(
           1j * positions[:, None] * theta ** (-np.arange(P) / P))
       return np.concatenate([np.stack([pairs.real, pairs.imag], -1).reshape(n, 2 * P), x[:, 2 * P :]], 1)
@@ -104,6 +104,29 @@ def np_forward(m, params, tokens, segments):
     y = (y / np.sqrt((y**2).mean(-1, keepdims=True) + m.norm_eps)).reshape(n, -1)
     return dense(y * p["blocks/mamba/norm/scale"][layer], "blocks/mamba/o", layer)
 
+  choices = []
+
+  def chosen(x, layer, seen):
+    """Which keys the layer's indexer, or that of the last layer with one, chooses; of ties the earliest."""
+    shared = [i in latent.index_shared_layers for i in range(layer + 1)]
+    if shared[layer]:
+      return choices[-1]
+    own, name = shared.count(False) - 1, "blocks/indexer"
+    asking = dense(x, "blocks/attn/q_down", layer)
+    asking = asking / np.sqrt((asking**2).mean(-1, keepdims=True) + 1e-6) * p["blocks/attn/q_down_norm/scale"][layer]
+    k = dense(x, f"{name}/keys", own)
+    k = (k - k.mean(-1, keepdims=True)) / np.sqrt(k.var(-1, keepdims=True) + 1e-6)
+    k = rope(k * p[f"{name}/keys_norm/scale"][own] + p[f"{name}/keys_norm/bias"][own], m.rope_theta,
+             interleaved=latent.index_rope_interleaved)
+    q = dense(asking, f"{name}/queries", own).reshape(n, latent.index_heads, -1)
+    weights, scores = dense(x, f"{name}/weights", own), 0
+    for h in range(latent.index_heads):
+      turned = rope(q[:, h], m.rope_theta, interleaved=latent.index_rope_interleaved)
+      scores = scores + weights[:, h, None] * np.maximum(turned @ k.T, 0)
+    best = [sorted(np.flatnonzero(seen[t]), key=lambda s, t=t: (-scores[t, s], s)) for t in range(n)]
+    choices.append(np.array([np.isin(np.arange(n), of_query[:latent.index_topk]) for of_query in best]))
+    return choices[-1]
+
   def latent_attention(x, layer):
     """Keys and values are expanded, head by head; eps of the latents' norms is 1e-6."""
     def down(name):
@@ -114,6 +137,8 @@ def np_forward(m, params, tokens, segments):
 
     (q, _), (kv, k_rope) = down("q"), down("kv")
     seen = np.tril(segments[:, None] == segments)
+    if latent.index_topk:
+      seen &= chosen(x, layer, seen)
     heads = []
     for h in range(H):
       nope = q[:, h, :latent.nope_dim] @ kv[:, h, :latent.nope_dim].T

@@ -68,7 +68,7 @@ def place(documents, rows):
 
 
 @pytest.mark.parametrize("name", [*FAMILIES, "qwen3_next", "nemotron_h", "gpt_oss", "gemma4", "gemma4_shared",
-                                  "llama4", "gemma3n"])
+                                  "llama4", "gemma3n", "indexed"])
 def test_packing_and_padding_change_nothing(name):
   """I3: the same documents packed, alone, padded left, right, on both sides: same loss and gradients."""
   model, params, _ = family(name)
@@ -103,7 +103,7 @@ def test_packing_and_padding_change_nothing(name):
 
 
 @pytest.mark.parametrize("scan_layers", [True, False])
-@pytest.mark.parametrize("name", [*FAMILIES, "qwen3_next", "nemotron_h", "gpt_oss", "llama4"])
+@pytest.mark.parametrize("name", [*FAMILIES, "qwen3_next", "nemotron_h", "gpt_oss", "llama4", "indexed"])
 def test_perturbing_one_document_leaves_the_others_bitwise(name, scan_layers):
   _, params, logits = family(name, scan_layers)
   before = np.asarray(logits(params, BATCH))

@@ -245,5 +245,8 @@ def test_targets_that_cannot_be_are_refused(targets, message):
 def test_routers_and_positions_are_refused():
   with pytest.raises(ConfigError, match="matches blocks/moe/router/kernel, which cannot have adapters"):
     tiny.model(moe=SHARED_EXPERT, lora=dict(rank=2, targets=("moe/",)))
+  latent = dict(kv_rank=8, q_rank=8, index_topk=4)
+  with pytest.raises(ConfigError, match="matches blocks/indexer/keys/kernel, which cannot have adapters"):
+    tiny.model(latent=latent, lora=dict(rank=2, targets=("attn/", "indexer/keys")))
   with pytest.raises(ConfigError, match="matches pos_embed/embedding, which cannot have adapters"):
     tiny.model(positions="learned", max_positions=16, lora=dict(rank=2, targets=("embed/",)))

@@ -18,6 +18,7 @@ from tests.models.common import (
   GEMMA4_SHARED,
   GPT2,
   GRANITE4,
+  INDEXED,
   LLAMA,
   LLAMA4_MOE,
   OPTIONS_OF,
@@ -291,10 +292,25 @@ def test_flops_of_latents_against_a_hand_count():
   assert model.flops_per_token(8) == 6 * weights + 3 * 6 * 4 * (7 + 5) * 4.5
 
 
+def test_flops_of_chosen_keys_against_a_hand_count():
+  """Three of eight keys at most are seen; two of four layers have an indexer, of 3 heads, which runs forward alone."""
+  model = make(**INDEXED)
+  attention = 16 * 7 + 7 * 4 * 7 + 16 * (10 + 4) + 10 * 4 * (3 + 5) + 4 * 5 * 16
+  weights = 4 * (attention + 3 * 16 * 24) + 16 * 56
+  visible, indexer = (1 + 2 + 6 * 3) / 8, 7 * 18 + 16 * 6 + 16 * 3
+  dense = 6 * weights + 4 * 6 * 4 * (7 + 5) * visible
+  assert model.flops_per_token(8) == pytest.approx(dense + 2 * 2 * (indexer + 18 * 4.5))
+  assert model.flops_per_token(3) == pytest.approx(6 * weights + 4 * 6 * 4 * (7 + 5) * 2)  # where all are seen
+  assert model.flops_per_token(8, document_length=3) == pytest.approx(
+      6 * weights + 4 * 6 * 4 * (7 + 5) * 2 + 2 * 2 * (indexer + 18 * 2))
+
+
 def test_a_cache_of_latents_holds_no_more_than_they_are():
   """Of each token and layer the latent and one rotated key."""
   cache = make(**DEEPSEEK_MOE).empty_cache(2, 32)
   assert sum(part.size for part in (*cache.keys, *cache.values)) == 2 * 32 * 3 * (10 + 4)
+  indexed = make(**INDEXED).empty_cache(2, 32)  # and the indexer's key
+  assert sum(part.size for part in (*indexed.keys, *indexed.values)) == 2 * 32 * 4 * (10 + 4 + 6)
 
 
 def test_flops_against_the_compiler(monkeypatch):

@@ -159,6 +159,7 @@ MOE = {"model.moe.num_experts": 4}
 DELTA = {"model.layer_pattern": ("delta", "global")}
 MAMBA = {"model.layer_pattern": ("mamba", "global")}
 LATENT = {"model.latent.kv_rank": 8}
+INDEXED = LATENT | {"model.latent.q_rank": 8, "model.latent.index_topk": 8}
 GLOBAL = {"model.global_attention.head_dim": 8, "model.attention_scale": 0.5}
 GROUPS = MOE | {"model.moe.groups": 2, "model.moe.groups_used": 2}
 BIAS = MOE | {"model.moe.choice_bias": True}
@@ -275,6 +276,11 @@ MODEL = {
   "model.latent.nope_dim": program(8, LATENT),
   "model.latent.rope_dim": program(8, LATENT),
   "model.latent.value_dim": program(8, LATENT),
+  "model.latent.index_topk": program(4, INDEXED),
+  "model.latent.index_heads": program(2, INDEXED),
+  "model.latent.index_head_dim": program(16, INDEXED),
+  "model.latent.index_rope_interleaved": program(True, INDEXED),
+  "model.latent.index_shared_layers": program((1,), INDEXED),
   "model.moe.num_experts": program(4),
   "model.moe.experts_per_token": program(1, MOE),
   "model.moe.expert_size": program(8, MOE),

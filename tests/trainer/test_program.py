@@ -232,6 +232,21 @@ def test_the_base_under_adapters_is_kept_in_bfloat16_on_accelerators(tmp_path, p
   assert config.precision.frozen == frozen
 
 
+def test_indexers_stay_as_they_are(tmp_path):
+  """Without a gradient weight decay alone would move them; freezing them a second time says no more."""
+  latent = dict(kv_rank=8, q_rank=8, index_topk=4)
+  config, notes = program_lib.resolve(tiny.config(tmp_path, model=dict(latent=latent)))
+  assert [note for note in notes if "optimizer.freeze has" in note and "index_topk" in note]
+  again, notes = program_lib.resolve(config)
+  assert again.optimizer.freeze == config.optimizer.freeze and not any("index_topk" in note for note in notes)
+  program_lib.settle(config, "cpu")
+  trainable = made(config, abstract_mesh()).optimizer.trainable
+  paths = set(tree.flatten(program_lib.make_model(config, 64).abstract_params()))
+  assert {path for path in paths if "indexer" in path} == paths - trainable != set()
+  with pytest.raises(ConfigError, match=r"mesh\.context is 2, .*indexers choose among all keys of a row"):
+    made(config, abstract_mesh(context=2))
+
+
 def test_rows_of_a_model_with_states_are_not_split(tmp_path):
   config = resolved(tmp_path)
   config.model.layer_pattern = ("delta", "global")

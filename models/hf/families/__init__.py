@@ -10,6 +10,9 @@ from models.hf.families.cohere import COHERE
 from models.hf.families.cohere2 import COHERE2
 from models.hf.families.deepseek_v2 import DEEPSEEK_V2
 from models.hf.families.deepseek_v3 import DEEPSEEK_V3
+from models.hf.families.deepseek_v32 import DEEPSEEK_V32, GLM_MOE_DSA
+from models.hf.families.ernie4_5 import ERNIE4_5
+from models.hf.families.exaone4 import EXAONE4
 from models.hf.families.gemma import GEMMA
 from models.hf.families.gemma2 import GEMMA2
 from models.hf.families.gemma3 import GEMMA3
@@ -19,6 +22,7 @@ from models.hf.families.gemma4 import GEMMA4
 from models.hf.families.glm import GLM
 from models.hf.families.glm4 import GLM4
 from models.hf.families.glm4_moe import GLM4_MOE
+from models.hf.families.glm4_moe_lite import GLM4_MOE_LITE
 from models.hf.families.gpt2 import GPT2
 from models.hf.families.gpt_oss import GPT_OSS
 from models.hf.families.granite import GRANITE
@@ -26,6 +30,7 @@ from models.hf.families.granite4 import GRANITE4
 from models.hf.families.llama import LLAMA
 from models.hf.families.llama4 import LLAMA4
 from models.hf.families.llava import LLAVA
+from models.hf.families.minimax_m2 import MINIMAX_M2
 from models.hf.families.mistral import MISTRAL
 from models.hf.families.mixtral import MIXTRAL
 from models.hf.families.nemotron import NEMOTRON
@@ -55,7 +60,8 @@ from models.hf.images import Wrapper
 FAMILIES: tuple[Family, ...] = (
     LLAMA, MISTRAL, QWEN2, QWEN3, MIXTRAL, QWEN3_MOE, QWEN2_MOE, GEMMA, GEMMA2, GEMMA3, GEMMA3N, GEMMA4, GPT2,
     STARCODER2, STABLELM, QWEN3_NEXT, QWEN3_5, QWEN3_5_MOE, GPT_OSS, PHI3, ARCEE, NEMOTRON, SEED_OSS, OLMO2, OLMO3, GLM,
-    GLM4, GLM4_MOE, SMOLLM3, GRANITE, GRANITE4, NEMOTRON_H, COHERE, COHERE2, DEEPSEEK_V3, DEEPSEEK_V2, LLAMA4,
+    GLM4, GLM4_MOE, SMOLLM3, GRANITE, GRANITE4, NEMOTRON_H, COHERE, COHERE2, DEEPSEEK_V3, DEEPSEEK_V2, GLM4_MOE_LITE,
+    DEEPSEEK_V32, GLM_MOE_DSA, LLAMA4, ERNIE4_5, EXAONE4, MINIMAX_M2,
 )
 
 # Models of images and text: each around several of the families above. `match` tries them in this order, too.

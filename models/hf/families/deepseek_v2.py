@@ -90,17 +90,24 @@ class Groups(Rule):
 
 
 HEADS = "latent attention has keys and values for each head"
-LATENT_SIZES = (
-    *common.SIZES, common.RMS_EPS, common.SILU, common.UNTIED, common.WIDTH, common.ATTENTION_BIAS,
-    Same("num_key_value_heads", "num_heads", HEADS),
-    Key("kv_lora_rank", "latent.kv_rank", default=512),
-    OrNull("q_lora_rank", "latent.q_rank", default=1536, null=0),
-    Key("qk_nope_head_dim", "latent.nope_dim", default=128),
-    Key("qk_rope_head_dim", "latent.rope_dim", default=64),
-    Key("v_head_dim", "latent.value_dim", default=128),
-    LatentRope(),
-    Must("moe_layer_freq", 1, "all layers after the first ones have experts"),
-)
+
+
+def latent_sizes(q_rank: int, nope: int, value: int, norm_eps: float = 1e-6) -> tuple[Rule, ...]:
+  """Sizes, and those of latent attention; the arguments are what a family's class assumes where nothing is said."""
+  return (
+      *common.SIZES, common.SILU, common.UNTIED, common.WIDTH, common.ATTENTION_BIAS,
+      Key("rms_norm_eps", "norm_eps", float, default=norm_eps),
+      Same("num_key_value_heads", "num_heads", HEADS),
+      Key("kv_lora_rank", "latent.kv_rank", default=512),
+      OrNull("q_lora_rank", "latent.q_rank", default=q_rank, null=0),
+      Key("qk_nope_head_dim", "latent.nope_dim", default=nope),
+      Key("qk_rope_head_dim", "latent.rope_dim", default=64),
+      Key("v_head_dim", "latent.value_dim", default=value),
+      LatentRope(),
+      Must("moe_layer_freq", 1, "all layers after the first ones have experts"),
+  )
+
+
 LATENT = (
     Tensor("layers.{layer}.self_attn.q_proj.weight", "blocks/attn/q/kernel", transpose=True),
     *(tensor for theirs, ours in (("q_a_proj", "q_down"), ("kv_a_proj_with_mqa", "kv_down"), ("o_proj", "o"))
@@ -124,7 +131,7 @@ DEEPSEEK_V2 = Family(
     model_types=("deepseek_v2",),
     architectures=("DeepseekV2ForCausalLM",),
     keys=(
-        *LATENT_SIZES,
+        *latent_sizes(q_rank=1536, nope=128, value=128),
         Key("moe_intermediate_size", "moe.expert_size", default=1407),
         Key("n_routed_experts", "moe.num_experts", default=64, alias="num_experts"),
         Key("num_experts_per_tok", "moe.experts_per_token"),

@@ -19,6 +19,7 @@ from tests.models.common import (
   GEMMA4_SHARED,
   GPT_OSS,
   GRANITE4,
+  INDEXED,
   LLAMA4,
   LLAMA4_MOE,
   NEMOTRON_H,
@@ -50,6 +51,7 @@ CASES = {
     "gemma4_moe": GEMMA4_MOE,
     "gemma4_shared": GEMMA4_SHARED,
     "deepseek": dict(DEEPSEEK_MOE, lora=dict(rank=2), rope_scaling=YARN),
+    "indexed": dict(DEEPSEEK_MOE, num_layers=4, latent=INDEXED["latent"], rope_scaling=YARN),
     "yarn": dict(num_layers=1, rope_scaling=YARN),
     "lora": dict(lora=dict(rank=2), num_layers=2, rope_scaling=LLAMA3),
 }
@@ -124,7 +126,7 @@ def run(model, params, texts, side="right", rows=(2, 0, 3), cache=None):
 @pytest.mark.parametrize("name,apart", [
     *((name, True) for name in sorted(CASES.keys() - {"llama", "olmo"})), ("gemma", False), ("lora", False),
     ("qwen3_next", False), ("granite4", False), ("nemotron_h", False),
-    ("deepseek", False), ("gemma4", False), ("gemma4_shared", False), ("llama4", False),
+    ("deepseek", False), ("indexed", False), ("gemma4", False), ("gemma4_shared", False), ("llama4", False),
     ("gemma3n", False)])
 def test_texts_fed_in_parts_equal_whole_ones(name, apart, monkeypatch):
   """`apart`: each layer with a cache of its own, as on CPU, or in one scan over all of them, as elsewhere."""
@@ -138,7 +140,7 @@ def test_texts_fed_in_parts_equal_whole_ones(name, apart, monkeypatch):
 
 
 @pytest.mark.parametrize("name,apart", [("gemma", True), ("gemma", False), ("deepseek", True), ("gpt_oss", True),
-                                        ("qwen3_next", True), ("nemotron_h", True), ("gemma4", True),
+                                        ("indexed", True), ("qwen3_next", True), ("nemotron_h", True), ("gemma4", True),
                                         ("gemma4_shared", True), ("llama4", True), ("gemma3n", True)])
 def test_texts_in_pages_equal_whole_ones(name, apart, monkeypatch):
   """Pages in no order, among them some that no row has and that hold what was there before."""
@@ -193,7 +195,7 @@ def test_texts_run_in_chunks_equal_whole_ones(name):
     np.testing.assert_allclose(hidden, whole[row, position], atol=2e-5, rtol=2e-5, err_msg=f"{row} {position}")
 
 
-@pytest.mark.parametrize("name", ["gemma", "qwen3_next", "gpt_oss", "deepseek"])
+@pytest.mark.parametrize("name", ["gemma", "qwen3_next", "gpt_oss", "deepseek", "indexed"])
 def test_chunks_onto_rows_from_pages_and_back(name, monkeypatch):
   """A text goes on in a row of pages, from there in a cache of its own, and in another row's pages again."""
   monkeypatch.setattr(cache_lib, "PAGE", 4)

@@ -18,6 +18,8 @@ from transformers import (
     Gemma3nTextConfig,
     Gemma4ForCausalLM,
     Gemma4TextConfig,
+    GlmMoeDsaConfig,
+    GlmMoeDsaForCausalLM,
     GPT2Config,
     GPT2LMHeadModel,
     GptOssConfig,
@@ -61,6 +63,11 @@ GEMMA3N = Gemma3nTextConfig(
 EXPERTS = dict(vocab_size=40, hidden_size=16, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1,
                head_dim=8, num_experts_per_tok=2, max_position_embeddings=32, tie_word_embeddings=False)
 QWEN3_MOE = Qwen3MoeConfig(**EXPERTS, num_experts=3, moe_intermediate_size=8, intermediate_size=8)
+GLM_MOE_DSA = GlmMoeDsaConfig(
+    vocab_size=40, hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=2,
+    num_key_value_heads=2, kv_lora_rank=8, q_lora_rank=8, qk_nope_head_dim=4, qk_rope_head_dim=4, v_head_dim=4,
+    first_k_dense_replace=1, n_routed_experts=3, num_experts_per_tok=2, moe_intermediate_size=8, index_topk=3,
+    index_n_heads=8, index_head_dim=6, max_position_embeddings=32)
 GPT_OSS = GptOssConfig(**EXPERTS, num_local_experts=3, intermediate_size=8, sliding_window=5)
 BOTH = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
 
@@ -90,6 +97,9 @@ CASES = {
     # Its low-rank matrices are linear layers, too.
     "gemma3n": (GEMMA3N, Gemma3nForCausalLM, dict(r=2, lora_alpha=4, target_modules=[
         "q_proj", "v_proj", "o_proj", "gate_proj", "linear_left", "linear_right", "per_layer_input_gate"])),
+    # Indexers have none, and see what attention's queries are made of, whose matrix has some.
+    "glm_moe_dsa": (GLM_MOE_DSA, GlmMoeDsaForCausalLM, dict(r=2, lora_alpha=4, target_modules=[
+        "q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj"])),
     # Layers of one kind alone: those with a window and keys of their own, and those with the wider MLP.
     "gemma4_some_layers": (GEMMA4_SHARED, Gemma4ForCausalLM, dict(r=2, lora_alpha=4, target_modules=(
         r"(.*\.)?((0)\.self_attn\.q_proj|(2|3)\.mlp\.down_proj)"))),

@@ -36,6 +36,7 @@ MROPE = dict(rope_type="default", rope_theta=5e3, partial_rotary_factor=0.5, mro
 LATENT = dict(num_key_value_heads=4, kv_lora_rank=10, qk_nope_head_dim=6, qk_rope_head_dim=4, v_head_dim=5,
               n_routed_experts=8, num_experts_per_tok=2, moe_intermediate_size=12, first_k_dense_replace=1, n_group=4,
               topk_group=2, rms_norm_eps=1e-3)
+INDEXED = dict(q_lora_rank=14, num_hidden_layers=3, index_topk=6, index_n_heads=8, index_head_dim=10)
 GRANITE4 = dict(shared_intermediate_size=20, mamba_n_heads=4, mamba_d_head=8, mamba_d_state=6, mamba_d_conv=3,
                 mamba_chunk_size=8, embedding_multiplier=3.0, residual_multiplier=0.4, attention_multiplier=0.25,
                 logits_scaling=2.0, position_embedding_type="nope", rms_norm_eps=1e-3)
@@ -162,6 +163,21 @@ CASES = {
                      rms_norm_eps=1e-3),
     "glm4_moe_bare": like("glm4_moe", partial_rotary_factor=1.0, n_routed_experts=5, num_experts_per_tok=2,
                           moe_intermediate_size=12, norm_topk_prob=False, num_mtp_layers=0),
+    # What first_k_dense_replace says is not read.
+    "glm4_moe_lite": like("glm4_moe_lite", **LATENT, q_lora_rank=14, num_hidden_layers=3, n_shared_experts=2,
+                          mlp_layer_types=["dense", "dense", "sparse"], rope_scaling=YARN | dict(mscale_all_dim=0.5),
+                          GRADIENT=".2.mlp.gate.weight"),
+    # Texts are longer than what is chosen, the first document, too.
+    "deepseek_v32": like("deepseek_v32", **LATENT, **INDEXED, rope_scaling=YARN | dict(mscale=1.0, mscale_all_dim=1.0),
+                         attention_bias=True, GRADIENT=".1.self_attn.q_b_proj.weight"),
+    "glm_moe_dsa": like("glm_moe_dsa", **LATENT, **INDEXED | dict(num_hidden_layers=4),
+                        indexer_types=["full", "shared", "full", "shared"],
+                        GRADIENT=".3.self_attn.kv_a_proj_with_mqa.weight"),
+    "ernie4_5": like("ernie4_5", head_dim=6, use_bias=True),
+    "exaone4": like("exaone4", num_hidden_layers=4, sliding_window=5, sliding_window_pattern=3, rope_scaling=LLAMA3,
+                    head_dim=6),
+    "exaone4_plain": like("exaone4", sliding_window=None, layer_types=["full_attention"] * 2),
+    "minimax_m2": like("minimax_m2", head_dim=8, rotary_dim=4, num_local_experts=5, num_experts_per_tok=2),
     "smollm3": like("smollm3", num_hidden_layers=3, no_rope_layers=[1, 0, 1], rope_theta=5e3),
     "granite": like("granite", head_dim=6, embedding_multiplier=3.0, residual_multiplier=0.22,
                     attention_multiplier=0.25, logits_scaling=6.0, mlp_bias=True),
@@ -259,7 +275,7 @@ def transformers_4(config: dict) -> dict:
     return {k: v for k, v in config.items() if k != "per_layer_config"} | more
   new = ("rope_parameters", "layer_types", "dtype", "_sliding_window_pattern")
   told = "linear_key_head_dim" in config or config["model_type"] in (
-      "cohere2", "gemma3n_text", "gpt_oss", "granitemoehybrid", "llama4_text", "olmo3")
+      "cohere2", "exaone4", "gemma3n_text", "gpt_oss", "granitemoehybrid", "llama4_text", "olmo3")
   kept = ("layer_types",) if told else ()
   old = {k: v for k, v in config.items() if k not in new or k in kept}
   if config["model_type"] == "granitemoehybrid":
@@ -269,7 +285,7 @@ def transformers_4(config: dict) -> dict:
     letters = {"linear_attention": "M", "full_attention": "*", "mlp": "-"}
     old["hybrid_override_pattern"] = "".join(letters[kind] for kind in old.pop("layers_block_type"))
     old["num_hidden_layers"] = len(old["hybrid_override_pattern"])
-  elif "num_local_experts" in old and old["model_type"] not in ("mixtral", "llama4_text"):
+  elif "num_local_experts" in old and old["model_type"] not in ("mixtral", "minimax_m2", "llama4_text"):
     old["num_experts"] = old.pop("num_local_experts")
   old |= dict(torch_dtype=config["dtype"], transformers_version="4.51.3")
   rope = config.get("rope_parameters")

@@ -22,6 +22,8 @@ from trainer import tree as tree_lib
 
 REFERENCES = Path(__file__).parent / "references"
 CASES = sorted(p.name for p in REFERENCES.iterdir())
+# Whose function an earlier family computes, too.
+SAME_AS = {"qwen3_5_moe": "qwen3_next", "granite4_rope": "granite", "glm4_moe_lite": "deepseek_v3"}
 # Of the same family as another, or whose logits and gradients are compared elsewhere (qwen3_next: test_check.py): what
 # has to be compiled for them is every night's.
 SLOW = ("deepseek_v2_lite", "deepseek_v3_halves", "glm4_moe_bare", "gpt_oss", "granite4_moe", "granite4_rope",
@@ -179,11 +181,11 @@ def test_what_is_written_reads_back(name):
 
 @pytest.mark.parametrize("name", CASES)
 def test_match_finds_the_family(name):
-  """Each case has something that no other family has; but Qwen3.5 with experts computes what Qwen3-Next does, and
-  Granite 4 without layers of Mamba and without experts what Granite 3 does."""
+  """Each case has something that no other family has; but Qwen3.5 with experts computes what Qwen3-Next does, GLM 4.7
+  Flash what DeepSeek-V3 does, and Granite 4 without layers of Mamba and without experts what Granite 3 does."""
   model = read(REFERENCES / name)
   family, config = families.match(model)
-  assert family is family_of({"qwen3_5_moe": "qwen3_next", "granite4_rope": "granite"}.get(name, name))
+  assert family is family_of(SAME_AS.get(name, name))
   assert family.read(config, "matched") == model
 
 
@@ -237,6 +239,83 @@ def test_the_limit_of_positions_is_written():
   model = read(REFERENCES / "llama")
   assert "max_position_embeddings" not in families.LLAMA.write(model)
   assert families.LLAMA.write(model | {"max_positions": 512})["max_position_embeddings"] == 512
+
+
+@pytest.mark.parametrize("changed, message", [
+    (dict(mlp_layer_types=["dense", "sparse", "dense"]), "allowed: 3 times .* dense or sparse, the dense ones first"),
+    (dict(mlp_layer_types=["dense"] * 3), "allowed: 3 times .*, and one that is sparse"),
+    (dict(mlp_layer_types=["sparse"] * 2), "allowed: 3 times"),
+    (dict(mlp_layer_types=None, first_k_dense_replace=2), "first_k_dense_replace is 2; allowed: 1, unless mlp"),
+    (dict(head_dim=10), "head_dim is 10; allowed: 4; it is qk_rope_head_dim once more"),
+])
+def test_which_layers_of_glm_have_experts(changed, message):
+  content = json.loads((REFERENCES / "glm4_moe_lite" / "config.json").read_text())
+  with pytest.raises(HFError, match=message):
+    families.GLM4_MOE_LITE.read(content | changed, "config.json")
+  assert families.GLM4_MOE_LITE.read(content | dict(mlp_layer_types=None), "config.json")["moe.dense_layers"] == 1
+
+
+@pytest.mark.parametrize("said, fraction", [
+    (dict(rotary_dim=4), 0.5), (dict(rotary_dim=8), 1.0), (dict(partial_rotary_factor=0.25), 0.25), ({}, 1.0),
+    (dict(rotary_dim=2, rope_parameters=dict(partial_rotary_factor=0.25, rope_theta=5e3)), 0.25)])
+def test_the_share_of_a_head_that_minimax_rotates(said, fraction):
+  content = json.loads((REFERENCES / "minimax_m2" / "config.json").read_text())
+  del content["rope_parameters"], content["rotary_dim"]
+  assert families.MINIMAX_M2.read(content | said, "config.json")["rope_fraction"] == fraction
+
+
+@pytest.mark.parametrize("changed, message", [
+    (dict(rotary_dim=2), "rotary_dim is 2; allowed: at most 8, the head_dim, and partial_rotary_factor times that"),
+    (dict(rope_parameters={}, rotary_dim=10), "rotary_dim is 10; allowed: at most 8"),
+    (dict(attn_type_list=[1, 0]), "attn_type_list is .*; allowed: 1 for each of the 2 layers"),
+    (dict(shared_intermediate_size=8), "shared_intermediate_size is 8; allowed: 0"),
+    (dict(layernorm_mlp_beta=2.0), "layernorm_mlp_beta is 2.0; allowed: 1.0"),
+])
+def test_what_minimax_does_not_compute_is_refused(changed, message):
+  content = json.loads((REFERENCES / "minimax_m2" / "config.json").read_text())
+  with pytest.raises(HFError, match=message):
+    families.MINIMAX_M2.read(content | changed, "config.json")
+
+
+def test_exaone_has_windows_with_rotation_and_no_positions_without():
+  content = json.loads((REFERENCES / "exaone4" / "config.json").read_text())
+  del content["layer_types"]
+  read = lambda **said: families.EXAONE4.read(content | said, "config.json")["layer_pattern"]  # noqa: E731
+  assert read() == ("local", "local", "nope") and read(sliding_window_pattern=2) == ("local", "nope")
+  assert read(sliding_window=None, sliding_window_pattern=None) == ("global",)
+  assert read(layer_types=["full_attention"] * 4) == ("nope",)
+  with pytest.raises(HFError, match="has no layer_types, and versions of transformers differ"):
+    read(sliding_window_pattern="LLLG")
+
+
+@pytest.mark.parametrize("said, shared", [
+    (dict(index_topk_pattern="FSSF"), (1, 2)),
+    (dict(index_topk_pattern=["full", "full", "shared", "shared"]), (2, 3)),
+    (dict(index_topk_freq=2), (2,)),
+    (dict(index_topk_freq=3, index_skip_topk_offset=1), (1, 2)),
+    (dict(index_topk_freq=3, indexer_types=["full", "shared", "shared", "full"]), (1, 2)),
+    (dict(indexer_types=None), ()),
+])
+def test_which_layers_have_an_indexer(said, shared):
+  """As transformers 5.24 makes indexer_types of these entries."""
+  content = json.loads((REFERENCES / "glm_moe_dsa" / "config.json").read_text())
+  del content["indexer_types"]
+  assert families.GLM_MOE_DSA.read(content | said, "config.json")["latent.index_shared_layers"] == shared
+
+
+@pytest.mark.parametrize("changed, message", [
+    (dict(indexer_types=["shared", "full", "full", "full"]), "indexer_types is .* full for the first"),
+    (dict(indexer_types=["full"] * 3), "full or shared for each of the 4 layers"),
+    (dict(indexer_types=None, index_topk_pattern="FSXF"), "index_topk_pattern is 'FSXF'; allowed: full or shared"),
+    (dict(indexer_rope_interleave=False), "indexer_rope_interleave is False; allowed: True"),
+    (dict(rope_interleave=False), "rope_interleave is False; allowed: True"),
+    (dict(layer_types=["full_attention"] * 4), "allowed: indexed_attention for each of the 4 layers"),
+    (dict(index_topk=0), "index_topk is 0; allowed: a whole number from 1"),
+])
+def test_indexers_that_are_not_computed_are_refused(changed, message):
+  content = json.loads((REFERENCES / "glm_moe_dsa" / "config.json").read_text())
+  with pytest.raises(HFError, match=message):
+    families.GLM_MOE_DSA.read(content | changed, "config.json")
 
 
 @pytest.mark.parametrize("changed, message", [

@@ -273,7 +273,7 @@ def test_keys_and_values_that_no_layer_uses_are_passed_over(family, tmp_path):
     hf.load(folder)
 
 
-@pytest.mark.parametrize("family", ["deepseek_v3", "glm4_moe"])
+@pytest.mark.parametrize("family", ["deepseek_v3", "glm4_moe", "glm4_moe_lite", "deepseek_v32"])
 def test_layers_that_predict_tokens_further_ahead_are_passed_over_with_a_word(family, tmp_path):
   """Published folders of DeepSeek-V3 and GLM 4.5 have one after the last layer; what is saved says that there is
   none."""

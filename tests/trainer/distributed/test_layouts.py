@@ -14,6 +14,7 @@ from tests.models.common import (
   GEMMA4_SHARED,
   GPT_OSS,
   GRANITE4,
+  INDEXED,
   LLAMA4_MOE,
   OLMO,
   QWEN3_NEXT,
@@ -43,6 +44,8 @@ KINDS = {"dense": dict(num_layers=4, layer_pattern=("local", "global"), window=5
          "latent": dict(DEEPSEEK_MOE, num_heads=4, num_layers=3, attention_block=8,
                         latent=dict(kv_rank=8, q_rank=12, nope_dim=3, rope_dim=4, value_dim=5),
                         moe=dict(DEEPSEEK_MOE["moe"], shared_size=8, expert_size=8)),
+         "indexed": dict(INDEXED, num_heads=4, attention_block=8, latent=dict(
+             INDEXED["latent"], kv_rank=8, q_rank=12, index_topk=5, index_heads=8, index_head_dim=8)),
          "moe": dict(moe=MOE, attention_block=8),
          "adapters": dict(moe=MOE, attention_block=8, lora=dict(rank=2, alpha=4.0, targets=("moe/experts/", "embed/"))),
          "rows": dict(num_heads=4, attention_block=8, lora=dict(rank=2, alpha=4.0, targets=("attn/q/",),
@@ -67,6 +70,7 @@ LAYOUTS = {
     "delta": [dict(data=2, fsdp=2, tensor=2)],
     "mamba": [dict(data=2, fsdp=2, tensor=2)],
     "latent": [dict(fsdp=2, context=2, tensor=2)],
+    "indexed": [dict(data=2, fsdp=2, tensor=2)],
     "moe": [dict(fsdp=4, tensor=2), dict(data=2, expert=4), dict(expert=2, context=2, tensor=2),
             dict(fsdp=2, expert=2, context=2)],
     # Every axis that splits adapters of experts, and of tables.

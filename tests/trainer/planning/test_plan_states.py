@@ -10,11 +10,15 @@ from tests import tiny
 from tests.trainer.planning.test_plan_images import PUBLISHED
 from trainer import program as program_lib
 
-# As transformers 5.24 makes them of the same files; of h-tiny, what its page says, too. And how many of the weights of
-# products a token passes through: all but the experts' that it does not use.
+# As transformers 5.24 makes them of the same files, with biases by which experts are chosen, buffers there; of h-tiny,
+# what its page says, too. And how many of the weights of products a token passes through: all but the experts' that it
+# does not use.
 PUBLISHED_SIZES = {
     "gemma_3n_e2b": (4_435_182_688, 30 * 256 * 262_144),  # of each layer's embeddings rows are read
     "gemma_3n_e4b": (6_835_235_568, 35 * 256 * 262_144),
+    "glm_4_7_flash": (29_943_393_920, 46 * 60 * 3 * 2048 * 1536),
+    # In rows of fewer tokens than they choose keys, indexers are not asked.
+    "glm_5": (743_911_218_432, 75 * 248 * 3 * 6144 * 2048 + 78 * (2048 * 4096 + 6144 * 128 + 6144 * 32)),
     "granite_4_h_tiny": (6_939_037_248, 40 * 58 * 3 * 1536 * 512),
     "nemotron_h_8b": (8_100_852_736, 0),
     "llama_4_scout": (107_769_861_120, 48 * 15 * 3 * 5120 * 8192),
@@ -28,7 +32,7 @@ def test_parameters_and_operations_of_a_published_size(name, tmp_path):
   config = tiny.config(tmp_path / "no_corpus", seq_len=1024, batch_size=8)
   config.model = model_config.model()
   config.model.hf = str(tmp_path)
-  config.precision.update(params="bfloat16", compute="bfloat16")
+  config.precision.update(params="bfloat16", compute="bfloat16", frozen="bfloat16")
   config, _ = program_lib.resolve(config)
   model = program_lib.make_model(config, config.model.vocab_size)
   parameters, unused = PUBLISHED_SIZES[name]
