@@ -36,7 +36,8 @@ def _part(shards: Mapping[Bounds, jax.Array], wanted: Bounds, device: Any, dim: 
     (bounds, shard), = shards.items()
     inside = tuple(slice(max(first - start, 0), min(last, stop) - start)
                    for (first, last), (start, stop) in zip(wanted, bounds, strict=True))
-    return jax.device_put(shard if shard.shape == shard[inside].shape else shard[inside], device)
+    is_all = inside == tuple(slice(0, size) for size in shard.shape)  # a slice would be one more copy
+    return jax.device_put(shard if is_all else shard[inside], device)
   first, last = wanted[dim]
   sections: dict[tuple[int, int], dict[Bounds, jax.Array]] = {}
   for bounds in sorted(shards):
@@ -61,12 +62,13 @@ class Handover:
   def __init__(self, mesh: Mesh, rules: Any = ()):
     self._mesh, self._rules = mesh, rules
     self._frozen: dict[str, jax.Array] = {}
+    self._shardings: dict[str, Sharding] = {}
     self.device = mesh.devices.flat[0]
 
   def __call__(self, params: Any, trained: Collection[str]) -> Any:
     """Copies that outlive the donation of the arrays; `trained`: paths of those that change."""
-    leaves, shardings = tree.flatten(params), tree.flatten(mesh_lib.param_shardings(params, self._mesh, self._rules)[0])
-    moved = {path: self._frozen[path] if path in self._frozen else move(leaf, shardings[path])
-             for path, leaf in leaves.items()}
+    self._shardings = self._shardings or tree.flatten(mesh_lib.param_shardings(params, self._mesh, self._rules)[0])
+    moved = {path: self._frozen[path] if path in self._frozen else move(leaf, self._shardings[path])
+             for path, leaf in tree.flatten(params).items()}
     self._frozen |= {path: leaf for path, leaf in moved.items() if path not in trained}
     return tree.unflatten(moved)
