@@ -2,6 +2,7 @@
 
 import functools
 import importlib.util
+import itertools
 import json
 import math
 import re
@@ -422,8 +423,9 @@ def test_other_meshes_are_ranked_and_use_all_devices():
   found = plan_search.meshes(planner_of(config, "v5e:2x4"))
   assert all(math.prod(estimate.sizes.values()) == 8 for estimate in found)
   assert all(estimate.fits for estimate in found)
-  times = [round(estimate.seconds["step"], 4) for estimate in found]
-  assert times == sorted(times) and len(found) == plan_search.SHOWN
+  times = [estimate.seconds["step"] for estimate in found]  # some 50 µs, and up to three times that
+  assert all(one <= 1.01 * other for one, other in itertools.pairwise(times)), times
+  assert max(times) > 1.1 * min(times) and len(found) == plan_search.SHOWN
   typed = plan_search.flags(dict(slice=1, data=1, fsdp=4, expert=1, context=1, tensor=2), "full")
   assert typed == "--config.mesh.data=1 --config.mesh.fsdp=4 --config.mesh.tensor=2 --config.remat=full"
 
