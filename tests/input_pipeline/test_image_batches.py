@@ -91,6 +91,26 @@ def test_every_image_is_with_its_own_text_in_every_epoch(packing, tmp_path):
   assert batch["images"].shape == (8, data.image_layout.most, SIZE, SIZE, 3) and "block_ids" not in batch
 
 
+@pytest.mark.parametrize("strategy, answers", [
+    ("sft", dict(completion="c")), ("dpo", dict(chosen="c", rejected="r"))])
+def test_a_row_has_room_for_all_tiles_of_its_images(strategy, answers, tmp_path):
+  """Pictures of 4 by 4, 8 and 12 pixels are 1, 2 and 3 tiles, each of one token and of the value of its picture."""
+  names = [f"{n}.png" for n in range(6)]
+  for n, name in enumerate(names):
+    (tmp_path / name).write_bytes(png(np.full((4, 4 * (1 + n % 3)), n + 1, np.uint8)))
+  config = configured([dict(images=names, prompt="x", **answers)], tmp_path, strategy=strategy)
+  config.model.vision.update(
+      tower="qwen2_5_vl", projector="merge", activation="swiglu", window=None, min_pixels=16, max_pixels=64)
+  data = train(config, tmp_path)
+  expected = [1, 2, 2, 3, 3, 3, 4, 5, 5, 6, 6, 6] * len(answers)
+  assert data.image_layout.most == len(expected)
+  batch = data.batch(0)
+  for row in range(config.batch_size):
+    assert batch["images"][row, :, 0, 0, 0].tolist() == expected
+    places = batch["tokens"][row] == TOKEN
+    assert batch["image_index"][row][places].tolist() == list(range(1, len(expected) + 1))
+
+
 def test_batches_are_pure_functions_of_seed_and_step(tmp_path):
   config = configured(images=dict(augment=dict(crop=0.5, flip=0.5, color=0.1)))
   first, again = train(config, tmp_path), train(config, tmp_path)

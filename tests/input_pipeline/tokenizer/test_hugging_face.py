@@ -105,6 +105,7 @@ def test_special_tokens_that_tokenizer_json_lacks_are_appended(tmp_path, caplog)
   hf = load_tokenizer(folder(tmp_path, "never", case["named"]))
   for token, number in case["added"].items():
     assert hf.encode_rendered(token).tolist() == [number]
+    assert (hf.decode([number], skip_special=False), hf.decode([number])) == (token, "")  # special, all of them
   assert hf.encode_rendered(case["text"]).tolist() == case["ids"] and hf.eos_id == case["added"]["<|end|>"]
   assert hf.vocab_size == max(case["added"].values()) + 1
   assert hf.pad_id == 0  # those that are appended may have no row in the model's embedding
