@@ -338,9 +338,9 @@ def baseline(config: Mapping) -> dict[str, object]:
 
 
 def as_given(path: str, value):
-  """The value, or None for a duration that is negative: both mean "not given"."""
+  """The value, or None for a duration that is -1: both mean "not given"."""
   is_duration = path.rpartition("_")[2] in DURATION_UNITS
-  return None if is_duration and isinstance(value, (int, float)) and value < 0 else value
+  return None if is_duration and isinstance(value, (int, float)) and value == -1 else value
 
 
 # ----------------------------------------------------------------------------------------------

@@ -1,6 +1,6 @@
 """Durations of the config (`{prefix}_{steps,examples,tokens,epochs,percent}`) as optimizer steps.
 
-One unit of a prefix may be given; None or a negative number means "not given", 0 means never.
+One unit of a prefix may be given; None or -1 means "not given", 0 means never.
 Examples are rows, tokens are row positions (rows × seq_len), percent is of the whole run. Values are
 rounded to the nearest step, and to at least one unless they are exactly 0.
 
@@ -69,8 +69,11 @@ def resolve(
     ConfigError: several units are given, a value is out of range, or its unit has no meaning here.
   """
   given = {unit: getattr(cfg, f"{prefix}_{unit}") for unit in DURATION_UNITS}
-  given = {unit: value for unit, value in given.items() if value is not None and not value < 0}
+  given = {unit: value for unit, value in given.items() if value is not None and value != -1}
   key = f"{where}.{prefix}" if where else prefix
+  for unit, value in given.items():
+    if value < 0:
+      raise ConfigError(f"{key}_{unit} = {value:g}; it must be 0 or more, or -1 (in a config file also None): not given")
   if len(given) > 1:
     first, *others = given
     found = " and ".join(f"{key}_{unit} = {value:g}" for unit, value in given.items())

@@ -20,7 +20,7 @@ DURATION_UNITS = ("steps", "examples", "tokens", "epochs", "percent")
 def duration(prefix: str, **given: float) -> dict:
   """The keys `{prefix}_{steps,examples,tokens,epochs,percent}`, of which one may be set.
 
-  None or a negative number means "not given" (the command line cannot spell None); 0 means never.
+  None or -1 means "not given" (the command line cannot spell None); 0 means never.
   Examples are packed rows, tokens are row positions (rows × seq_len), percent (0 to 100) is of the
   whole run.
   """

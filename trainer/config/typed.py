@@ -5,12 +5,14 @@ A config file with `total_epochs = 3` and `--config.total_steps=12`: the run has
 way. Two such keys that are both in the file, or both typed, stay: whoever reads them refuses them.
 """
 
+import difflib
 import functools
 import operator
 import re
 import runpy
 import sys
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from absl import app
@@ -80,28 +82,51 @@ def _group(section: str, key: str, node: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _given(value: Any, unset: Any) -> bool:
-  """Whether a value says something. Of a duration, None and what is negative do not."""
+  """Whether a value says something. Of a duration, None and -1 do not."""
   if unset == -1:
-    return value is not None and not value < 0
+    return value not in (None, -1)
   return value is not None and value != unset
 
 
 def parse_flags(argv: list[str]) -> list[str]:
-  """For `app.run`: an override of a key that does not exist is told with the nearest one that does."""
+  """For `app.run`: a config file or a key that does not exist is told with the nearest one that does."""
+  if missing := _missing_file(argv):
+    sys.exit(f"ConfigError: {missing}")
   try:
     return app.parse_flags_with_usage(argv)
   except (AttributeError, KeyError) as error:
     sys.exit(f"ConfigError: {explain_override(argv, error)}")
 
 
+def _file(argv: list[str]) -> str:
+  """What `--config` says, as one word or two; the last counts."""
+  return next((word.partition("=")[2] if "=" in word else after
+               for word, after in reversed(list(zip(argv, [*argv[1:], ""], strict=True)))
+               if word.partition("=")[0] in ("-config", "--config")), "")
+
+
+def _missing_file(argv: list[str]) -> str:
+  """That the config file does not exist, with what is called nearly so in its folder; "" if it does."""
+  path = Path(_file(argv).partition(":")[0])
+  if path == Path() or path.is_file():
+    return ""
+  there = sorted(other.name for other in path.parent.glob("*.py") if not other.name.startswith("_"))
+  near = difflib.get_close_matches(path.name, there, n=1)
+  found = f"did you mean {path.with_name(near[0])}?" if near else (
+      f"in {path.parent.absolute()} there {'are ' + ', '.join(there) if there else 'is no config file'}.")
+  return f"--config={path}: no such file; {found}"
+
+
 def explain_override(argv: list[str], error: Exception) -> str:
   """Why the command line's overrides were refused: the first key that the config file does not have."""
   from trainer.config.checks import did_you_mean  # only where something is to be told
-  file = next((a.split("=", 1)[1] for a in argv if a.lstrip("-").startswith("config=")), "")
+  file = _file(argv)
   path, _, argument = file.partition(":")
   try:
-    get_config = runpy.run_path(path)["get_config"]
-    config = get_config(argument) if argument else get_config()
+    names = runpy.run_path(path)
+    if "get_config" not in names:
+      return f"{path} has no function get_config(), which is to return the config"
+    config = names["get_config"](argument) if argument else names["get_config"]()
   except Exception as e:
     return f"{file or 'the config file'} cannot be read: {type(e).__name__}: {e}"
   for override in (a.lstrip("-").split("=", 1)[0] for a in argv):

@@ -121,6 +121,24 @@ def test_explain_override_names_the_nearest_key(tmp_path):
   assert message == "unknown key config.optimizer.learning_rat; did you mean config.optimizer.learning_rate?"
 
 
+@pytest.mark.parametrize("given, said", [
+    (["--config=FOLDER/recipies.py"], "FOLDER/recipies.py: no such file; did you mean FOLDER/recipe.py?"),
+    (["-config", "FOLDER/x.py:arg", "--config.log_steps=1"], "FOLDER/x.py: no such file; in FOLDER there are recipe.py."),
+    (["--config=FOLDER/y/x.py"], "FOLDER/y/x.py: no such file; in FOLDER/y there is no config file."),
+])
+def test_a_config_file_that_is_not_there_is_told_with_those_that_are(given, said, file):
+  given = [word.replace("FOLDER", str(file.parent)) for word in given]
+  with pytest.raises(SystemExit) as ended:
+    config_typed.parse_flags(["x", *given])
+  assert str(ended.value) == "ConfigError: --config=" + said.replace("FOLDER", str(file.parent))
+
+
+def test_a_file_without_a_config_is_told(file):
+  file.write_text("def config(): pass\n")
+  message = config_typed.explain_override(["x", f"--config={file}"], AttributeError("get_config"))
+  assert message == f"{file} has no function get_config(), which is to return the config"
+
+
 def test_a_key_that_ends_like_a_unit_is_no_length():
   """tokenizer.new_tokens takes texts."""
   config = defaults()
