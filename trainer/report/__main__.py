@@ -15,11 +15,12 @@ COMPARISON = "comparison.html"
 
 
 def _define_flags() -> None:
+  flags.DEFINE_multi_string("workdir", [], "The same as DIR, as other commands have it.")
   flags.DEFINE_string("out", None, f"The file to write. Default: report.html in DIR, or {COMPARISON} here for several.")
 
 
 def main(argv: list[str]) -> None:
-  workdirs, out = argv[1:], flags.FLAGS.out
+  workdirs, out = [*argv[1:], *flags.FLAGS.workdir], flags.FLAGS.out
   if not workdirs:
     raise app.UsageError("give the folder of a run, as in: python -m trainer.report runs/quickstart")
   try:

@@ -255,7 +255,7 @@ def test_the_command(tmp_path, monkeypatch, capsys):
 
   monkeypatch.chdir(tmp_path)
   assert not code(a) and capsys.readouterr().out.splitlines()[-1] == str(a / "report.html")
-  assert not code(a, "--out=one.html") and report_pages.read(tmp_path / "one.html").series()
+  assert not code(f"--workdir={a}", "--out=one.html") and report_pages.read(tmp_path / "one.html").series()
   failed = code(a, tmp_path / "nothing")
   assert "nothing does not exist. Give the --workdir of a run." in failed and "Traceback" not in failed
   assert "is a folder" in code(a, f"--out={b}") and code() == 1
