@@ -2,9 +2,11 @@
 
 import ast
 import functools
+import io
 import json
 import re
 import sys
+import tarfile
 
 import jax
 import jax.numpy as jnp
@@ -79,10 +81,19 @@ def test_every_section_has_one_file_and_its_config():
   assert len(files) == 7 and all(name.startswith("my_project/") for name in files)
 
 
-def test_the_source_is_mixed_in_and_names_a_bad_line(project, corpus):
+def write_tar(path, texts):
+  """As WebDataset has it, a picture beside each text."""
+  with tarfile.open(path, "w") as tar:
+    for i, text in enumerate(texts):
+      for ending, content in (("caption", text), ("png", b"picture")):
+        member = tarfile.TarInfo(f"{i:04}.{ending}")
+        member.size = len(content)
+        tar.addfile(member, io.BytesIO(content))
+
+
+def test_the_source_is_mixed_in_and_names_a_bad_row(project, corpus):
   (project / "data").mkdir()
-  lines = [f'{i};"letter {i}; of ""many""\nwith two lines"' for i in range(30)]
-  (project / "data" / "a.csv").write_text("id;body\n" + "\n".join(lines) + "\n")
+  write_tar(project / "data" / "a.tar", [f"letter {i}\nof many".encode() for i in range(30)])
   config = configured(corpus, "A source")
   run = train(config, project / "w")
   assert run.data.source_names == ("letters", "main")
@@ -90,9 +101,10 @@ def test_the_source_is_mixed_in_and_names_a_bad_line(project, corpus):
   assert rows_of(project / "w", "loss/letters").keys() == {1, 2, 3}
 
   letters = open_source(source(**config.input.sources.letters), "letters", split="all")
-  assert [r.fields["body"] for r in letters.records()] == [f'letter {i}; of "many"\nwith two lines' for i in range(30)]
-  (project / "data" / "b.csv").write_text("id;body\n7;fine\n8\n")
-  with pytest.raises(DataError, match=r"b\.csv:3: not one field for each of the header's \['id', 'body'\]"):
+  assert [r.fields for r in letters.records()] == [
+      dict(caption=f"letter {i}\nof many", png=b"picture") for i in range(30)]
+  write_tar(project / "data" / "b.tar", [b"fine", b"\xff"])
+  with pytest.raises(DataError, match=r"b\.tar: 0001: a text that is not UTF-8"):
     train(config, project / "other")
 
 

@@ -79,6 +79,8 @@ class PairReader(ShapeReader):
     self._require(record, ("prompt", "completion", "label"), "An example is prompt, completion and label",
                   '(("label", "good"),)')
     key, label = self._name("completion"), record.fields[self._name("label")]
+    if isinstance(label, str):  # as tables of texts have it
+      label = {"true": True, "false": False}.get(label.strip().lower(), label)
     if not isinstance(label, bool):
       raise DataError(f"{record.where}: {self._name('label')} is {label!r:.60} ({type(label).__name__}); expected true "
                       "for an answer that is wanted, false for one that is not.")

@@ -42,6 +42,7 @@ from input_pipeline.sources.python import (
   PythonDocstringsReader,
   PythonStdlibReader,
 )
+from input_pipeline.sources.tables import CsvReader
 from trainer.errors import ConfigError, DataError
 
 
@@ -304,6 +305,7 @@ def _plain(value: Any) -> Any:
 READERS = {
     "text": TextReader,
     "jsonl": JsonlReader,
+    "csv": CsvReader,
     "parquet": ParquetReader,
     "arrow": ArrowReader,
     "arrayrecord": ArrayRecordReader,

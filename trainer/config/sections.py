@@ -34,7 +34,7 @@ def duration(prefix: str, **given: float) -> dict:
 def source(**changed) -> ConfigDict:
   """One data source, `input.sources.<name>`: where documents come from."""
   c = ConfigDict()
-  # text | jsonl (also files that are a list of objects) | parquet | arrow (Arrow files, and folders of datasets'
+  # text | jsonl (also files that are a list of objects) | csv | parquet | arrow (Arrow files, and folders of datasets'
   # save_to_disk) | arrayrecord | tfds | python_stdlib | python_docstrings (signatures and their docstrings) |
   # python_docstring_pairs (each with its own docstring, chosen, and another's, rejected) |
   # python_docstring_matches (docstrings as queries, functions as what they look for) |
@@ -48,7 +48,7 @@ def source(**changed) -> ConfigDict:
   c.path = unset(str)
   # Of URLs: the folder that their files are copied to before they are read. Default: ~/.cache/weft/data.
   c.copies = unset(str)
-  # jsonl, parquet, arrow, tfds, arrayrecord (if its records are JSON): the field that holds the text.
+  # jsonl, csv, parquet, arrow, tfds, arrayrecord (if its records are JSON): the field that holds the text.
   c.text_key = "text"
   # jsonl: of files that are one object, the key behind which the list of rows stands ("data").
   c.rows_key = unset(str)

@@ -205,6 +205,12 @@ LABELLED = [{"prompt": "Q", "completion": " a", "label": True}, {"prompt": [USER
             {"prompt": "P", "completion": " cc", "label": False}]
 
 
+def test_a_table_of_texts_says_what_is_wanted_in_words():
+  made = make("kto")
+  rows = records(*(LABELLED[0] | {"label": label} for label in ("true", "False", " TRUE ", False)))
+  assert [made.describe(r) for r in rows] == ["strings, wanted", "strings, not wanted"] * 2
+
+
 def test_labelled_answers():
   encoder = make("kto", loss="apo_zero_unpaired")
   found = encoder.encode(records(*LABELLED))
