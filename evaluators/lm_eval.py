@@ -13,6 +13,7 @@ import numpy as np
 
 from evaluators import common
 from input_pipeline.examples.prompts import Prompter
+from input_pipeline.tokenizer.tokenizer import begins_with
 from trainer.errors import ConfigError
 from trainer.lm_eval import command as lm_eval
 
@@ -39,7 +40,7 @@ class LmEval:
     self._tasks = lm_eval.known(list(tasks), self._include_path, f"evals.{name}.tasks")
     self._lm = Harness(
         setup.model, None, setup.tokenizer, Prompter(config, setup.tokenizer), setup.mesh,
-        add_bos=config.tokenizer.add_bos, max_length=cfg.get("max_length") or config.seq_len,
+        head=begins_with(config.tokenizer, setup.tokenizer), max_length=cfg.get("max_length") or config.seq_len,
         batch_size=cfg.batch_size or config.batch_size // config.grad_accum_steps, name=str(setup.workdir))
 
   def run(self, params: Any, step: int) -> Iterator[tuple[str, float]]:

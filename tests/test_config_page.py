@@ -78,7 +78,7 @@ def test_comments_are_those_of_the_source(rows):
   """A few, word for word: beside a key, above it, above several, of several lines, of a section's function."""
   assert rows["log_steps"] == ("10", "rows of metrics")
   assert rows["seq_len"][1] == "Tokens per row."
-  assert rows["tokenizer.add_bos"] == rows["tokenizer.add_eos"]
+  assert rows["batch_size"][1] == rows["grad_accum_steps"][1]
   assert rows["optimizer.clip_norm"][1] == "Clip the gradient's global norm; 0: no clipping."
   assert rows["spikes.action"][1].endswith("old enough, and on with later data.")
   assert rows["model.lora.dropout"][1] == "On the adapters' input; training only."

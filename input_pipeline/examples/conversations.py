@@ -21,7 +21,7 @@ from input_pipeline.chat.template import ChatTemplate
 from input_pipeline.examples.base import NOTHING_TO_TRAIN, Encoded
 from input_pipeline.images.images import EncodedImage, ImageRef
 from input_pipeline.sources.readers import Record
-from input_pipeline.tokenizer.tokenizer import Tokenizer
+from input_pipeline.tokenizer.tokenizer import Tokenizer, begins_with
 from trainer.errors import ConfigError, DataError
 
 # Raise when the same rows and options would give other tokens or weights.
@@ -49,7 +49,8 @@ class ChatEncoder:
 
   def __init__(self, config: ConfigDict, tokenizer: Tokenizer | None, trains_all: bool = False):
     self._chat, self._tokenizer = config.chat, tokenizer
-    self._add_bos, self._add_eos = config.tokenizer.add_bos, config.tokenizer.add_eos
+    self._head = () if tokenizer is None else begins_with(config.tokenizer, tokenizer)
+    self._add_eos = config.tokenizer.add_eos
     _check_choice("train_on", self._chat.train_on, TRAIN_ON)
     _check_choice("on_rewritten_history", self._chat.on_rewritten_history, POLICIES)
     self._roles = _roles(self._chat)
@@ -67,7 +68,7 @@ class ChatEncoder:
     sources = None if template is None else [
         [t.source, t.special_tokens] for t in (template, template.tool_use) if t is not None]
     return json.dumps(["chat", VERSION, self._tokenizer.fingerprint, self._tokenizer.stop_ids, sources, c.date,
-                       self._train_on, self._roles, c.on_rewritten_history, sorted(fields_of(c).items()), self._add_bos,
+                       self._train_on, self._roles, c.on_rewritten_history, sorted(fields_of(c).items()), self._head,
                        self._add_eos, *([] if self.images is None else [self.images.fingerprint])], sort_keys=True)
 
   @property
@@ -218,7 +219,7 @@ class ChatEncoder:
       raise DataError(f"the tokenizer has no EOS to end this {key} with, so that the model would never learn to stop. "
                       "Name one in tokenizer_config.json (eos_token), or set tokenizer.add_eos=False.")
     names = t.named_tokens
-    bos = [Segment(names["bos_token"], rest=min(before, answer))] if self._add_bos and t.bos_id is not None else []
+    head = [Segment(t.decode(self._head, skip_special=False), rest=min(before, answer))] if self._head else []
     eos = [Segment(names["eos_token"], rest=answer)] if self._add_eos else []
     prompt, completion, first = row.prompt or "", row.completion, ""
     if self.images is not None:
@@ -228,7 +229,7 @@ class ChatEncoder:
     # Both at once, as transformers and TRL tokenise them: cut, the second would begin like a text.
     text = self.segment_encoder.ordinary(prompt + completion, before)._replace(
         spans=((len(prompt), len(prompt) + len(completion), answer),))
-    return [[*([Segment(first)] if first else []), *bos, text, *eos]]
+    return [[*([Segment(first)] if first else []), *head, text, *eos]]
 
   def _check_bos(self, ids: np.ndarray, where: str) -> None:
     """A template may begin each turn with BOS; two of them in one place are a mistake, of its or of the tokenizer's."""

@@ -22,7 +22,7 @@ from input_pipeline.examples.roles import ABSENT, NEGATIVE, POSITIVE, QUERY
 from input_pipeline.files import shown_names
 from input_pipeline.remarks import CUT
 from input_pipeline.sources.readers import Record
-from input_pipeline.tokenizer.tokenizer import Tokenizer
+from input_pipeline.tokenizer.tokenizer import Tokenizer, begins_with
 from trainer.errors import ConfigError, DataError
 
 # Raise when the same rows and options would give other tokens.
@@ -43,7 +43,7 @@ class TextTokens:
   """What a text that is embedded becomes: a prompt before it, cut to a length, with what begins and ends each text.
 
   With ends="tokenizer" that is what other readers of the tokenizer's folder write around a text (its post-processor),
-  with "eos" also EOS, and BOS where they write nothing, as far as `tokenizer.add_eos` and `add_bos` say.
+  with "eos" also EOS, and BOS where they write nothing, as `tokenizer.add_eos` and `add_bos` say.
 
   Args:
     tokenizer: what encodes.
@@ -61,11 +61,10 @@ class TextTokens:
   def __init__(self, tokenizer: Tokenizer, section: ConfigDict, max_length: int, ends: str = "eos"):
     head, tail = getattr(tokenizer, "ends", ((), ()))
     add_eos = section.add_eos and ends == "eos" and not tail
-    add_bos = section.add_bos and ends == "eos" and not head and not tail and tokenizer.bos_id is not None
     if add_eos and tokenizer.eos_id is None:
       raise ConfigError("the tokenizer has no EOS to end texts with. Name one in tokenizer_config.json (eos_token), or "
                         "set tokenizer.add_eos=False.")
-    self.head = (tokenizer.bos_id,) if add_bos else head
+    self.head = begins_with(section, tokenizer) if ends == "eos" and not head and not tail else head
     self.tail = (tokenizer.eos_id,) if add_eos else tail
     self._tokenizer, self._room, self._max = tokenizer, max_length - len(self.head) - len(self.tail), max_length
     if self._room < 1:

@@ -15,7 +15,7 @@ from input_pipeline.images.images import ImageRef, Images
 from input_pipeline.remarks import Remark
 from input_pipeline.sources.readers import Record
 from input_pipeline.sources.sources import utf8
-from input_pipeline.tokenizer.tokenizer import Tokenizer
+from input_pipeline.tokenizer.tokenizer import Tokenizer, begins_with
 from trainer.errors import ConfigError, DataError
 
 # Columns that may hold a prompt, and those of them in which it is a whole conversation, with the answer at its end.
@@ -152,13 +152,14 @@ class Prompter:
     self._encoder = encoder = ChatEncoder(config, tokenizer)
     self.template, self.stop_ids = encoder.template, encoder.stop_ids
     self._tokenizer = tokenizer
-    self._bos = config.tokenizer.add_bos and tokenizer.bos_id is not None
+    head = begins_with(config.tokenizer, tokenizer)
+    self._head = [Segment(tokenizer.decode(head, skip_special=False))] if head else []
     self._images = encoder.images
     self._shapes = ShapeReader(dict(config.chat.fields), images=self._images)
     self._prompts = PromptReader(fields_of(config.chat), images=self._images)
 
   def text(self, text: str, where: str = "prompt", images: Iterable[Any] = ()) -> Prompt:
-    """A text to be continued, after BOS where the tokenizer has one. No special token is recognised in it.
+    """A text to be continued, after what begins texts (`tokenizer.add_bos`). No special token is recognised in it.
 
     Args:
       text: with a marker for each image (`chat.image_marker`), or for none: then they stand before it.
@@ -175,8 +176,7 @@ class Prompter:
         first, placed = self._images.place(text, len(refs))
       except DataError as e:
         raise DataError(f"{where}: {e}") from e
-    bos = [Segment(self._tokenizer.named_tokens["bos_token"])] if self._bos else []
-    segments = [*([Segment(first)] if first else []), *bos, self._segments.ordinary(placed)]
+    segments = [*([Segment(first)] if first else []), *self._head, self._segments.ordinary(placed)]
     return self._prompt(segments, text, refs, where)
 
   def messages(self, messages: Iterable[Mapping], tools: Iterable[Mapping] | None = None, where: str = "prompt",

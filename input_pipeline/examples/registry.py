@@ -26,32 +26,33 @@ from input_pipeline.remarks import LITERAL
 from input_pipeline.sources.readers import Record
 from input_pipeline.sources.sources import Source, open_source
 from input_pipeline.tokenizer import special_tokens
-from input_pipeline.tokenizer.tokenizer import Tokenizer
+from input_pipeline.tokenizer.tokenizer import Tokenizer, begins_with
 from trainer.errors import ConfigError, DataError
 
 
 class TextEncoder:
-  """A text is a document, with BOS before it and EOS after it where the tokenizer has them.
+  """A text is a document, with ids before it, BOS say, and EOS after it where the tokenizer has it.
 
   Args:
     tokenizer: what encodes; None if only `texts` is used.
     text_key: the field that holds the text.
-    add_bos: begin each document with BOS.
+    head: ids that begin each document (`begins_with`).
     add_eos: end each document with EOS.
     option: how messages call `text_key`.
   """
 
-  def __init__(self, tokenizer: Tokenizer | None, text_key: str, add_bos: bool, add_eos: bool,
+  def __init__(self, tokenizer: Tokenizer | None, text_key: str, head: tuple[int, ...], add_eos: bool,
                option: str = "text_key"):
     self._tokenizer, self._key, self._option = tokenizer, text_key, option
-    self._add_bos, self._add_eos = add_bos, add_eos
+    self._head, self._add_eos = head, add_eos
 
   @property
   def fingerprint(self) -> str:
-    return json.dumps(["text", self._tokenizer.fingerprint, self._key, *self._ends()])
+    return json.dumps(["text", self._tokenizer.fingerprint, self._key, *(self._head or [None]), self._end()])
 
   def encode(self, records: list[Record]) -> list[Encoded | str]:
-    head, tail = (np.array([] if i is None else [i], np.int32) for i in self._ends())
+    end = self._end()
+    head, tail = np.array(self._head, np.int32), np.array([] if end is None else [end], np.int32)
     texts = [self._text(record) for record in records]
     literal = special_tokens.pattern(tuple(self._tokenizer.special_tokens))
     found = [() if literal is None else tuple((LITERAL, token) for token in set(literal.findall(text)))
@@ -68,9 +69,8 @@ class TextEncoder:
   def columns(self, record: Record) -> frozenset[str]:
     return frozenset({self._key})
 
-  def _ends(self) -> tuple[int | None, int | None]:
-    t = self._tokenizer
-    return t.bos_id if self._add_bos else None, t.eos_id if self._add_eos else None
+  def _end(self) -> int | None:
+    return self._tokenizer.eos_id if self._add_eos else None
 
   def _text(self, record: Record) -> str:
     where, key, fields = record.where, self._key, record.fields
@@ -315,7 +315,8 @@ def make_encoder(config: ConfigDict, tokenizer: Tokenizer | None, text_key: str 
   """
   if not learns_texts(config, learns):
     return ENCODERS[learns](config, tokenizer)
-  text = TextEncoder(tokenizer, text_key, config.tokenizer.add_bos, config.tokenizer.add_eos, option)
+  head = () if tokenizer is None else begins_with(config.tokenizer, tokenizer)
+  text = TextEncoder(tokenizer, text_key, head, config.tokenizer.add_eos, option)
   return EitherEncoder(TokenizedEncoder(tokenizer), text, prefer=text_key)
 
 

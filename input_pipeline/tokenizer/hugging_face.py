@@ -162,8 +162,8 @@ class HFTokenizer:
 
   @cached_property
   def ends(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Ids that other readers of its folder write before and after a text, by its post-processor."""
-    backend = Backend.from_str(self._serialized)
+    """Ids that transformers 5 writes before and after a text: by the post-processor, whatever `add_bos_token` says."""
+    backend = Backend.from_str(self._files.serialized)  # not the one with further tokens, which has no post-processor
     backend.no_padding()
     whole = backend.encode("a")
     added = np.array(whole.special_tokens_mask, bool)

@@ -198,6 +198,17 @@ def load_tokenizer(path: Path, key: str = "tokenizer", section: ConfigDict | Non
     raise DataError(f"{where}: not a readable tokenizer ({e}). Replace it, or delete it if Weft made it.") from e
 
 
+def begins_with(section: Any, tokenizer: Tokenizer) -> tuple[int, ...]:
+  """Ids before each text: BOS or none as `section.add_bos` says, or what the tokenizer's folder has other readers write.
+
+  `section`: `config.tokenizer`.
+  """
+  made_here = not isinstance(tokenizer, HFTokenizer) or tokenizer.named_tokens.get("bos_token") == BOS
+  if section.add_bos is None and not made_here:
+    return tokenizer.ends[0]
+  return () if section.add_bos is False or tokenizer.bos_id is None else (tokenizer.bos_id,)
+
+
 def write_ends(path: Path, head: Sequence[int], tail: Sequence[int] = ()) -> None:
   """Makes a saved tokenizer.json write these ids before and after a text for other readers, as it is trained.
 

@@ -55,8 +55,10 @@ def defaults() -> ConfigDict:
   t.train_megabytes = 32.0
   # bpe: every digit is a token of its own, so that numbers are read digit by digit.
   t.split_digits = False
-  # Begin and end every document with the tokenizer's BOS and EOS, where it has them.
-  t.add_bos = True
+  # Begin every document with the tokenizer's BOS, where it has one. Default: with what other readers of a folder's
+  # tokenizer write before a text, BOS or not; of a tokenizer that is made here, BOS.
+  t.add_bos = unset(bool)
+  # End every document with the tokenizer's EOS, where it has one.
   t.add_eos = True
 
   # Conversations, for strategies that train on them: how they become tokens, and which of these are trained.

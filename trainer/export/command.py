@@ -262,7 +262,7 @@ def _write_tokenizer(config: Any, tokenizer: Tokenizer, original: Path | None, o
     hf.copy_small_files(original, out, hf.SMALL_FILES)
     return
   tokenizer.save(out / "tokenizer.json")
-  if config.tokenizer.add_bos and tokenizer.named_tokens.get("bos_token") == BOS:
+  if config.tokenizer.add_bos is not False and tokenizer.named_tokens.get("bos_token") == BOS:
     write_ends(out / "tokenizer.json", (tokenizer.bos_id,))
   named = files.read_json(out / "tokenizer_config.json")
   # Without this, transformers would choose a class by the model, which may split text in another way.

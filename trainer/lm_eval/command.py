@@ -15,6 +15,7 @@ from typing import Any
 
 from absl import app, flags
 
+from input_pipeline.tokenizer.tokenizer import begins_with
 from models.hf import files
 from trainer import startup
 from trainer.config import checks as config_checks
@@ -58,7 +59,7 @@ def from_run(workdir: str | Path, *, step: int | None = None, template: str | No
   mesh = mesh_lib.make_mesh(dict(data=1, fsdp=-1, tensor=tensor))
   loaded = generate.load_run(workdir, mesh, step=step, template=template)
   config = config_checks.resolve(files.read_json(Path(workdir).expanduser().absolute() / "config.json"))
-  return _harness(loaded, mesh, config.tokenizer.add_bos, max_length, config.seq_len, batch_size)
+  return _harness(loaded, mesh, begins_with(config.tokenizer, loaded.tokenizer), max_length, config.seq_len, batch_size)
 
 
 def from_folder(folder: str | Path, *, template: str | None = None, max_length: int | None = None, batch_size: int = 16,
@@ -70,10 +71,11 @@ def from_folder(folder: str | Path, *, template: str | None = None, max_length: 
   said = files.read_json(Path(folder).expanduser().absolute() / "config.json")
   said = said.get("text_config") or said
   longest = said.get("max_position_embeddings") or said.get("n_positions") or MAX_LENGTH
-  return _harness(loaded, mesh, True, max_length, min(int(longest), MAX_LENGTH), batch_size)
+  bos = loaded.tokenizer.bos_id
+  return _harness(loaded, mesh, () if bos is None else (bos,), max_length, min(int(longest), MAX_LENGTH), batch_size)
 
 
-def _harness(loaded: generate.Loaded, mesh: Any, add_bos: bool, max_length: int | None, usual: int,
+def _harness(loaded: generate.Loaded, mesh: Any, head: Sequence[int], max_length: int | None, usual: int,
              batch_size: int) -> Any:
   from trainer.lm_eval.harness import Harness  # imports lm_eval
   bound = loaded.model.max_length
@@ -82,7 +84,7 @@ def _harness(loaded: generate.Loaded, mesh: Any, add_bos: bool, max_length: int 
     raise ConfigError(f"max_length is {length}; allowed: 2 to {bound or 'any'}.")
   sys.stderr.write(f"{loaded.origin}, texts of up to {length} tokens\n")
   shards = mesh_lib.batch_shards(mesh)
-  return Harness(loaded.model, loaded.params, loaded.tokenizer, loaded.prompter, mesh, add_bos=add_bos,
+  return Harness(loaded.model, loaded.params, loaded.tokenizer, loaded.prompter, mesh, head=head,
                  max_length=length, batch_size=-(-batch_size // shards) * shards, name=loaded.origin)
 
 

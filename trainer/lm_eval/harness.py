@@ -43,7 +43,7 @@ class Harness(TemplateLM):
   Args:
     model, params, tokenizer, prompter: as trainer/generate/command.py loads them.
     mesh: that the parameters are on.
-    add_bos: texts begin with the tokenizer's BOS, where it has one.
+    head: ids that texts begin with: BOS, say, or none.
     max_length: of what the model sees, in tokens; longer texts lose their beginning.
     batch_size: texts at a time.
     name: of the model, for what lm_eval keeps.
@@ -54,8 +54,8 @@ class Harness(TemplateLM):
 
   max_gen_toks = 256
 
-  def __init__(self, model: Any, params: Any, tokenizer: Tokenizer, prompter: Prompter, mesh: Any, *, add_bos: bool,
-               max_length: int, batch_size: int, name: str):
+  def __init__(self, model: Any, params: Any, tokenizer: Tokenizer, prompter: Prompter, mesh: Any, *,
+               head: Sequence[int], max_length: int, batch_size: int, name: str):
     super().__init__()
     check_batch(mesh, batch_size, "batch_size")
     if tokenizer.bos_id is None and tokenizer.eos_id is None:
@@ -63,7 +63,7 @@ class Harness(TemplateLM):
                         "context could follow.")
     self.params, self.name, self.max_length, self.batch_size = params, name, max_length, batch_size
     self._model, self._texts, self._prompter, self._mesh = model, tokenizer, prompter, mesh
-    self._bos = [tokenizer.bos_id] if add_bos and tokenizer.bos_id is not None else []
+    self._head = list(head)
     self._in_chat, self._layout = False, image_tokens.layout_of(model)
     self._sharding = batch_sharding(mesh)
     self._score = jax.jit(functools.partial(_score, model), out_shardings=NamedSharding(mesh, PartitionSpec()))
@@ -89,8 +89,8 @@ class Harness(TemplateLM):
     if self._in_chat:
       ids = self._texts.encode_rendered(string).tolist()
       begins = bool(ids) and ids[0] == self._texts.bos_id  # the template has written it
-      return ids if begins or add_special_tokens is False else self._bos + ids
-    return ([] if add_special_tokens is False else self._bos) + self._texts.encode_batch([string])[0].tolist()
+      return ids if begins or add_special_tokens is False else self._head + ids
+    return ([] if add_special_tokens is False else self._head) + self._texts.encode_batch([string])[0].tolist()
 
   def chat_template(self, chat_template: bool | str = False) -> str:
     if isinstance(chat_template, str):

@@ -173,6 +173,7 @@ def test_strings_are_tokenised_as_one_text(tiny):
 
 def test_texts_are_encoded_as_for_strategy_seq(tiny):
   config = defaults()
+  config.tokenizer.add_bos = True
   seq = make_encoder(config, tiny, learns="texts")
   for text in ("Hi there <|im_end|>", "日本 role\n"):
     (found,), (expected,) = encode(make(tiny, None), {"text": text}), encode(seq, {"text": text})

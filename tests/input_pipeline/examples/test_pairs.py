@@ -29,6 +29,7 @@ def make(strategy="dpo", tokenizer=TINY, loss=None, **chat):
   if loss:
     config.strategy.loss = loss
   config.chat.update({"template": "chatml", **chat})
+  config.tokenizer.add_bos = True
   return make_encoder(config, tokenizer, learns=learns(config))
 
 

@@ -46,7 +46,7 @@ def fails(said, encoder, **fields):
 
 @pytest.mark.parametrize("bos, eos", [(True, True), (False, True), (True, False), (False, False)])
 def test_texts_have_the_ends_that_are_asked_for(bos, eos):
-  encoder = TextEncoder(BytesTokenizer(), "body", bos, eos)
+  encoder = TextEncoder(BytesTokenizer(), "body", (256,) * bos, eos)
   assert plain(encode(encoder, body="aé", other=1)) == ([256] * bos + [*"aé".encode()] + [257] * eos, None)
   assert encode(encoder, body="a").ids.dtype == np.int32
   assert list(encoder.texts(record(body="aé"))) == ["aé"]
@@ -56,7 +56,7 @@ def test_a_tokenizer_without_ends_adds_none():
   class Endless(BytesTokenizer):
     bos_id = eos_id = None
 
-  assert plain(encode(TextEncoder(Endless(), "text", True, True), text="ab")) == ([*b"ab"], None)
+  assert plain(encode(TextEncoder(Endless(), "text", (), True), text="ab")) == ([*b"ab"], None)
 
 
 @pytest.mark.parametrize("fields, said", [
@@ -68,7 +68,7 @@ def test_a_tokenizer_without_ends_adds_none():
     (dict(text=[{"role": "user"}]), "'text' must be a string, found a list that holds {'role': 'user'}."),
 ])
 def test_rows_without_a_text(fields, said):
-  encoder = TextEncoder(BytesTokenizer(), "text", True, True, "input.sources.mine.text_key")
+  encoder = TextEncoder(BytesTokenizer(), "text", (256,), True, "input.sources.mine.text_key")
   fails(said, encoder, **fields)
   with pytest.raises(DataError):
     encoder.texts(record(**fields))
@@ -164,7 +164,7 @@ def test_the_fingerprint_follows_whatever_decides_the_tokens():
   seen.add(make_encoder(config, BytesTokenizer(), learns=learns(config)).fingerprint)
   config.tokenizer.add_eos = False
   seen.add(make_encoder(config, BytesTokenizer(), learns=learns(config)).fingerprint)
-  either = [EitherEncoder(TokenizedEncoder(BytesTokenizer(), f), TextEncoder(BytesTokenizer(), "text", True, True))
+  either = [EitherEncoder(TokenizedEncoder(BytesTokenizer(), f), TextEncoder(BytesTokenizer(), "text", (256,), True))
             for f in ({}, {"labels": "targets"})]
   assert len(seen | {e.fingerprint for e in either}) == 8
   same = [make_encoder(defaults(), BytesTokenizer(), learns="texts").fingerprint for _ in range(2)]

@@ -149,7 +149,7 @@ def test_max_documents_are_evenly_spaced_after_the_split(tmp_path):
 
 
 @pytest.mark.parametrize("changed, said", [
-    (dict(type="csv"), "type='csv'; allowed: 'text', 'jsonl'"),
+    (dict(type="xml"), "type='xml'; allowed: 'text', 'jsonl'"),
     (dict(split="test"), "split 'test'; allowed: 'all', 'train', 'validation'"),
     (dict(split="train", validation_fraction=1.5), "validation_fraction=1.5 must lie between 0 and 1"),
     (dict(max_documents=0), "max_documents=0 must be at least 1"),

@@ -59,6 +59,7 @@ def test_strings_and_texts_have_the_ids_of_transformers(tmp_path, kind):
   scored behind its prompt."""
   tokenizer = load_tokenizer(folder(tmp_path, kind, REFERENCES["named"][kind]))
   config = defaults()
+  config.tokenizer.add_bos = True
   encoder, prompter = ChatEncoder(config, tokenizer), Prompter(config, tokenizer)
   for case in REFERENCES["strings"][kind]:
     prompt, completion = case["prompt"], case["completion"]

@@ -1,6 +1,7 @@
 """Lossless round trips, special strings in text, deterministic training, reuse, refusals, and Hugging Face folders."""
 
 import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -10,12 +11,16 @@ import pytest
 from tokenizers import AddedToken, decoders, models, pre_tokenizers
 from tokenizers import Tokenizer as Backend
 
+from input_pipeline.examples.prompts import Prompter
+from input_pipeline.examples.registry import make_encoder
+from input_pipeline.sources.readers import Record
 from input_pipeline.tokenizer import hf_folder
 from input_pipeline.tokenizer import hugging_face as tokenizer_hf
 from input_pipeline.tokenizer import tokenizer as tok
 from tests.tiny import ROOT
 from trainer.config import defaults
 from trainer.errors import ConfigError, DataError
+from trainer.strategies import learns
 
 TINY = Path(__file__).parents[1] / "references" / "tiny"
 REFERENCES = json.loads((TINY.parent / "chat.json").read_text("utf-8"))
@@ -218,6 +223,30 @@ def folder(path: Path, tokens=("<s>", "</s>", "<|end|>"), **files) -> Path:
   for name, content in files.items():
     (path / f"{name}.json").write_text(json.dumps(content))
   return path
+
+
+@pytest.mark.parametrize("name, head", [
+    ("spans/llama3", []), ("spans/qwen3", []), ("tiny", ["<|begin|>"]), ("two tokens", ["<|im_end|>", "<|begin|>"])])
+def test_texts_begin_as_other_readers_of_the_folder_begin_them(name, head, tmp_path):
+  """By the library's own `encode`; as with SmolLM 2 and GPT-2, the first has a BOS, but does not write it."""
+  folder = ROOT / "tests" / "input_pipeline" / "references" / name
+  if name == "two tokens":
+    folder = shutil.copytree(folder.with_name("tiny"), tmp_path / "tiny")
+    ids = [Backend.from_file(str(folder / "tokenizer.json")).token_to_id(token) for token in head]
+    tok.write_ends(folder / "tokenizer.json", ids)
+  tokenizer, backend = tok.load_tokenizer(folder), Backend.from_file(str(folder / "tokenizer.json"))
+  written, plain = (backend.encode("Hi there", add_special_tokens=add).ids for add in (True, False))
+  assert written[:len(written) - len(plain)] == [backend.token_to_id(token) for token in head]
+  config = defaults()
+  record = Record("a", "a", {"text": "Hi there"})
+  config.strategy.name = "sft"
+  for learned in ("texts", learns(config)):
+    (encoded,) = make_encoder(config, tokenizer, learns=learned).encode([record])
+    assert encoded.ids.tolist() == [*written, tokenizer.eos_id]
+  assert Prompter(config, tokenizer).text("Hi there").ids.tolist() == written
+  for add_bos, expected in ((True, (tokenizer.bos_id,) if tokenizer.bos_id is not None else ()), (False, ())):
+    config.tokenizer.add_bos = add_bos
+    assert tok.begins_with(config.tokenizer, tokenizer) == expected
 
 
 @pytest.mark.parametrize("files, bos, eos, stops", [
