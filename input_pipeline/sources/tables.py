@@ -25,9 +25,9 @@ DELIMITERS = ",;\t|"
 
 
 class CsvReader:
-  """`.csv` and `.tsv` files, also `.gz` and `.zst`, whose first line names the columns; a record is one row, of strings.
+  """`.csv` and `.tsv` files, also `.gz` and `.zst`, whose first line names the columns; a record is a row, of strings.
 
-  Cells with delimiters, quotation marks or line ends stand between quotation marks, which are doubled within (RFC 4180).
+  Cells with delimiters, quotation marks or line ends stand between quotation marks, doubled within (RFC 4180).
   """
 
   by_name = False
@@ -50,8 +50,8 @@ class CsvReader:
       delimiter = "\t" if ".tsv" in name.lower() else _delimiter(first)
       columns = next(csv.reader([first], delimiter=delimiter), [])
       if twice := {column for column in columns if columns.count(column) > 1}:
-        raise DataError(f"{path}:1: the columns {', '.join(map(repr, sorted(twice)))} are there twice. Names stand in the "
-                        "first line; rename them there.")
+        raise DataError(f"{path}:1: the columns {', '.join(map(repr, sorted(twice)))} are there twice. Names stand in "
+                        "the first line; rename them there.")
       yield from self._rows(name, path, lines, columns, delimiter)
 
   def _rows(self, name: str, path: Path, lines: "_Lines", columns: list[str], delimiter: str) -> Iterator[Record]:
@@ -66,7 +66,8 @@ class CsvReader:
                         "stands between quotation marks.") from error
       if cells is None:
         return
-      problem, lines.problem = lines.problem, None
+      problem: DataError | None = lines.problem
+      lines.problem = None
       if cells and problem is None and len(cells) != len(columns):
         problem = DataError(f"{where}: {len(cells)} cells, but the first line names {len(columns)} columns, with "
                             f"{delimiter!r} between them. Cells that hold it stand between quotation marks.")
@@ -82,7 +83,8 @@ class _Lines:
   """
 
   def __init__(self, path: Path, tally: Tally):
-    self.number, self.problem, self._path, self._lines = 0, None, path, read_lines(path, tally)
+    self.number, self._path, self._lines = 0, path, read_lines(path, tally)
+    self.problem: BadTextError | None = None
 
   def __iter__(self) -> "_Lines":
     return self

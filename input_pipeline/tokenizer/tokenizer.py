@@ -199,12 +199,12 @@ def load_tokenizer(path: Path, key: str = "tokenizer", section: ConfigDict | Non
 
 
 def begins_with(section: Any, tokenizer: Tokenizer) -> tuple[int, ...]:
-  """Ids before each text: BOS or none as `section.add_bos` says, or what the tokenizer's folder has other readers write.
+  """Ids before each text: BOS or none as `section.add_bos` says, or what its folder has other readers write.
 
   `section`: `config.tokenizer`.
   """
-  made_here = not isinstance(tokenizer, HFTokenizer) or tokenizer.named_tokens.get("bos_token") == BOS
-  if section.add_bos is None and not made_here:
+  made_here = tokenizer.named_tokens.get("bos_token") == BOS
+  if section.add_bos is None and isinstance(tokenizer, HFTokenizer) and not made_here:
     return tokenizer.ends[0]
   return () if section.add_bos is False or tokenizer.bos_id is None else (tokenizer.bos_id,)
 

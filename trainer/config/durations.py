@@ -73,7 +73,7 @@ def resolve(
   key = f"{where}.{prefix}" if where else prefix
   for unit, value in given.items():
     if value < 0:
-      raise ConfigError(f"{key}_{unit} = {value:g}; it must be 0 or more, or -1 (in a config file also None): not given")
+      raise ConfigError(f"{key}_{unit} = {value:g}; it must be 0 or more, or -1 (in a file None, too): not given")
   if len(given) > 1:
     first, *others = given
     found = " and ".join(f"{key}_{unit} = {value:g}" for unit, value in given.items())

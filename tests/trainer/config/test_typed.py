@@ -123,7 +123,8 @@ def test_explain_override_names_the_nearest_key(tmp_path):
 
 @pytest.mark.parametrize("given, said", [
     (["--config=FOLDER/recipies.py"], "FOLDER/recipies.py: no such file; did you mean FOLDER/recipe.py?"),
-    (["-config", "FOLDER/x.py:arg", "--config.log_steps=1"], "FOLDER/x.py: no such file; in FOLDER there are recipe.py."),
+    (["-config", "FOLDER/x.py:arg", "--config.log_steps=1"],
+     "FOLDER/x.py: no such file; in FOLDER there are recipe.py."),
     (["--config=FOLDER/y/x.py"], "FOLDER/y/x.py: no such file; in FOLDER/y there is no config file."),
 ])
 def test_a_config_file_that_is_not_there_is_told_with_those_that_are(given, said, file):
