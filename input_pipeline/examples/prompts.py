@@ -176,7 +176,10 @@ class Prompter:
         first, placed = self._images.place(text, len(refs))
       except DataError as e:
         raise DataError(f"{where}: {e}") from e
-    segments = [*([Segment(first)] if first else []), *self._head, self._segments.ordinary(placed)]
+    head = self._head
+    if not head and not text and not refs and (bos := self._tokenizer.named_tokens.get("bos_token")):
+      head = [Segment(bos)]  # something has to be there, and transformers begins with it, too
+    segments = [*([Segment(first)] if first else []), *head, self._segments.ordinary(placed)]
     return self._prompt(segments, text, refs, where)
 
   def messages(self, messages: Iterable[Mapping], tools: Iterable[Mapping] | None = None, where: str = "prompt",

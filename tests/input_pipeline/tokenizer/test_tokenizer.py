@@ -244,6 +244,9 @@ def test_texts_begin_as_other_readers_of_the_folder_begin_them(name, head, tmp_p
     (encoded,) = make_encoder(config, tokenizer, learns=learned).encode([record])
     assert encoded.ids.tolist() == [*written, tokenizer.eos_id]
   assert Prompter(config, tokenizer).text("Hi there").ids.tolist() == written
+  begun = [backend.token_to_id(token) for token in head] or [tokenizer.bos_id]
+  if begun != [None]:  # something has to be there
+    assert Prompter(config, tokenizer).text("").ids.tolist() == begun
   for add_bos, expected in ((True, (tokenizer.bos_id,) if tokenizer.bos_id is not None else ()), (False, ())):
     config.tokenizer.add_bos = add_bos
     assert tok.begins_with(config.tokenizer, tokenizer) == expected
