@@ -65,10 +65,12 @@ class ChatEncoder:
   @cached_property
   def fingerprint(self) -> str:
     c, template = self._chat, self.template
+    bos = () if self._tokenizer.bos_id is None else (self._tokenizer.bos_id,)
+    head = True if self._head == bos else list(self._head) or False  # as caches of version 0.1 have it
     sources = None if template is None else [
         [t.source, t.special_tokens] for t in (template, template.tool_use) if t is not None]
     return json.dumps(["chat", VERSION, self._tokenizer.fingerprint, self._tokenizer.stop_ids, sources, c.date,
-                       self._train_on, self._roles, c.on_rewritten_history, sorted(fields_of(c).items()), self._head,
+                       self._train_on, self._roles, c.on_rewritten_history, sorted(fields_of(c).items()), head,
                        self._add_eos, *([] if self.images is None else [self.images.fingerprint])], sort_keys=True)
 
   @property

@@ -378,12 +378,19 @@ def trains(path: str) -> bool:
 
 
 def differences(saved: Mapping, current: Mapping) -> list[str]:
-  """Keys in which two configs would train differently, as `key: saved -> current` lines."""
-  a, b = flatten(saved), flatten(json.loads(json.dumps(current.to_dict(), default=list)))
+  """Keys in which two configs would train differently, as `key: saved -> current` lines.
+
+  A key that the saved one lacks, and that has its default, has come with a later version: no difference.
+  """
+  a = flatten(saved)
+  b, default = (json.loads(json.dumps(flat, default=list)) for flat in (flatten(current), baseline(current)))
   missing = object()
+  if b.get("tokenizer.type") in ("bytes", "bpe") and a.get("tokenizer.add_bos") is True:
+    a["tokenizer.add_bos"] = None  # which version 0.1 wrote, and which is the same with a tokenizer that is made here
   return [
       f"{key}: {'(absent)' if a.get(key, missing) is missing else repr(a[key])} -> "
       f"{'(absent)' if b.get(key, missing) is missing else repr(b[key])}"
       for key in sorted(a.keys() | b.keys())
       if as_given(key, a.get(key, missing)) != as_given(key, b.get(key, missing)) and trains(key)
+      and not (key not in a and b[key] == default.get(key, missing))
   ]

@@ -137,6 +137,18 @@ def test_differences_survive_json_and_ignore_what_does_not_train():
   assert checks.differences(saved, other) == ["seq_len: 256 -> 64"]
 
 
+def test_a_run_of_an_older_version_goes_on_where_new_keys_have_their_defaults():
+  first = checks.resolve(minimal(tokenizer=dict(type="bytes")))
+  saved = json.loads(checks.to_json(first))
+  del saved["model"]["qk_norm"], saved["optimizer"]["momentum"], saved["model"]["layer_pattern"]
+  saved["tokenizer"]["add_bos"], saved["gone"] = True, 1
+  assert checks.differences(saved, first) == ["gone: 1 -> (absent)"]  # and a default may be a tuple
+  first.model.qk_norm = not first.model.qk_norm
+  assert checks.differences(saved, first)[1:] == [f"model.qk_norm: (absent) -> {first.model.qk_norm}"]
+  folder = checks.resolve(minimal(tokenizer=dict(type="hf", path="x")))
+  assert "tokenizer.add_bos: True -> None" in checks.differences(saved, folder)
+
+
 @pytest.mark.parametrize("key, value", [("attention_logit_cap", 1.0), ("attention_out_bias", True),
                                         ("attention_scale", 0.5)])
 def test_keys_that_begin_like_a_free_one_are_not_free(key, value):
