@@ -18,6 +18,7 @@ from typing import Any
 from absl import app
 from ml_collections import ConfigDict
 
+from trainer.config import sections
 from trainer.config.keys import DURATION_UNITS, defaults
 
 # (regex of a section, {keys of it of which one is given: the value that says "not given"}), besides durations.
@@ -25,6 +26,10 @@ GROUPS: tuple[tuple[str, dict[str, Any]], ...] = (
     (r"init_from", {"path": None, "hf": None, "fresh": False}),
     (r"chat", {"train_on": "auto", "roles": ()}),
     (r"evals\.[^.]+", {"options": (), "options_key": None}),
+)
+# (regex of a section, a key, a value typed for it, the key that then means nothing).
+MOOT: tuple[tuple[str, str, Any, str], ...] = (
+    (r"input\.sources\.[^.]+", "split", "all", "validation_fraction"),
 )
 
 
@@ -46,6 +51,11 @@ def prefer(config: ConfigDict, typed: Mapping[str, Any]) -> tuple[ConfigDict, li
       section, _, key = path.rpartition(".")
       parts = section.split(".") if section else []
       node, default_node = functools.reduce(operator.getitem, parts, config), _get(default, parts)
+      for pattern, moot, of, other in MOOT:
+        full, unset = f"{section}.{other}", sections.source()[other]
+        if (key, value) == (moot, of) and re.fullmatch(pattern, section) and full not in typed and node[other] != unset:
+          notes.append(f"{full} = {node[other]!r} of the config file means nothing with --config.{path}={value}")
+          node[other] = unset
       group = _group(section, key, node)
       if not group or not _given(value, group[key]):
         continue

@@ -1,11 +1,12 @@
 """What is typed wins over what the file says by another key; both in the file, or both typed, stay an error."""
 
 import json
+import runpy
 
 import pytest
 
 from tests import tiny
-from trainer.config import defaults, durations, evaluator
+from trainer.config import defaults, durations, evaluator, source
 from trainer.config import typed as config_typed
 from trainer.errors import ConfigError
 from trainer.sweep import command as sweep
@@ -112,6 +113,17 @@ def test_a_command_line_runs_as_typed(file, tmp_path):
   saved = json.loads((tmp_path / "run" / "config.json").read_text())
   assert (saved["total_steps"], saved["total_epochs"]) == (2, -1)
   assert max(json.loads(line)["step"] for line in (tmp_path / "run" / "metrics.jsonl").open()) == 2
+
+
+def test_a_share_for_validation_means_nothing_where_all_is_trained_on(file):
+  config = runpy.run_path(str(file))["get_config"]()
+  assert config.input.sources.main.validation_fraction == 0.3
+  config.input.sources.main.split = "all"
+  changed, notes = config_typed.prefer(config, {"input.sources.main.split": "all"})
+  assert changed.input.sources.main.validation_fraction == source().validation_fraction and len(notes) == 1
+  assert "validation_fraction = 0.3 of the config file means nothing with --config.input.sources.main.split" in notes[0]
+  typed = {"input.sources.main.split": "all", "input.sources.main.validation_fraction": 0.3}
+  assert config_typed.prefer(config, typed)[0].input.sources.main.validation_fraction == 0.3  # refused by the audit
 
 
 def test_explain_override_names_the_nearest_key(tmp_path):
