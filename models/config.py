@@ -15,6 +15,7 @@ def model() -> ConfigDict:
   m.hf = unset(str)
   # Entries of its config.json that are not known here and change nothing of what the model computes, e.g.
   # --config.model.hf_ignore=my_rate,text_config.my_number. Names and strings need no such word.
+  # vision_config, of a Qwen3.5: its tower is left out, and the text model alone is trained and exported.
   m.hf_ignore = ()
   # Default: the tokenizer's size rounded up to a multiple of `vocab_multiple`.
   m.vocab_size = unset(int)
@@ -54,8 +55,8 @@ def model() -> ConfigDict:
   # How many pairs turn by a token's time, how many by its row and by its column in an image, in this order (M-RoPE,
   # Qwen2-VL); texts have one position for all three. For the towers of Qwen; (): one position for all.
   m.rope_sections = ()
-  # The three take turns from the first pair on, as long as those of rows and columns last (Qwen3-VL), and do not stand
-  # one after the other.
+  # The three take turns from the first pair on, as long as those of rows and columns last (Qwen3-VL, Qwen3.5), and do
+  # not stand one after the other.
   m.rope_sections_interleaved = False
   # The pairs that turn together are neighbours (GLM, Cohere), and not as far apart as there are pairs.
   m.rope_interleaved = False
@@ -263,9 +264,9 @@ def model() -> ConfigDict:
   # kept. A tile of 28 × 28 pixels is a token.
   v.min_pixels = 56 * 56
   v.max_pixels = 28 * 28 * 1280
-  # Of qwen3_vl: the side of the square table of learned positions, which is stretched over each image (48 in published
-  # models); and the layers of the tower whose features, by a projector of each, are added to what the model's first
-  # layers give, one layer after the other (DeepStack, arXiv 2406.04334). They count from 0.
+  # Of qwen3_vl (Qwen3-VL, Qwen3.5): the side of the square table of learned positions, which is stretched over each
+  # image (48 in published models); and the layers of the tower whose features, by a projector of each, are added to
+  # what the model's first layers give, one layer after the other (DeepStack, arXiv 2406.04334). They count from 0.
   v.position_grid = 0
   v.deepstack_layers = ()
   # With shuffle: to how many pixels the longer side of an image is brought, its shape kept, before it is squashed to a

@@ -38,6 +38,17 @@ CONFIGS = {
                      vision_config=dict(depth=3, hidden_size=16, intermediate_size=24, out_hidden_size=32,
                                         num_position_embeddings=16, deepstack_visual_indexes=[0, 1], in_channels=3,
                                         **{k: v for k, v in COMMON.items() if k != "in_chans"})),
+    "qwen3_5": dict(model_type="qwen3_5", architectures=["Qwen3_5ForConditionalGeneration"], **OUTER,
+                    text_config=dict(
+                        model_type="qwen3_5_text", **{k: v for k, v in TEXT.items() if not k.startswith("rope")},
+                        head_dim=32, layer_types=["linear_attention", "full_attention"], linear_num_key_heads=2,
+                        linear_num_value_heads=4, linear_key_head_dim=8, linear_value_head_dim=8,
+                        tie_word_embeddings=True, rope_parameters=dict(
+                            rope_type="default", rope_theta=10000.0, partial_rotary_factor=0.25, mrope_interleaved=True,
+                            mrope_section=[2, 1, 1])),
+                    vision_config=dict(depth=2, hidden_size=16, intermediate_size=24, out_hidden_size=32,
+                                       num_position_embeddings=16, in_channels=3,
+                                       **{k: v for k, v in COMMON.items() if k != "in_chans"})),
 }
 
 
@@ -63,7 +74,7 @@ line['type'] == 'image' %}{{ '<image>' }}{% endif %}{% endfor %}{% endif %}<end_
 
 def folder(path: Path, name: str = "qwen2_5_vl", seed: int = 1) -> Path:
   """A folder of a tiny random model, with a tokenizer of bytes, a chat template and an image processor."""
-  own = dict(image_mean=[0.5] * 3, image_std=[0.5] * 3) if name == "qwen3_vl" else {}
+  own = dict(image_mean=[0.5] * 3, image_std=[0.5] * 3) if name.startswith("qwen3") else {}
   return _written(path, CONFIGS[name], dict(enumerate(TOKENS, START)), TEMPLATE, PROCESSOR | own, "<|im_end|>", seed)
 
 

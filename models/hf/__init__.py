@@ -65,7 +65,7 @@ def architecture(path: str | Path, ignored: Iterable[str] = ()) -> tuple[Family,
   """
   folder = files.existing_folder(path)
   content, where = files.read_config(folder), str(folder / files.CONFIG)
-  family = families.find(content, where)
+  family = families.find(content, where, ignored)
   keys = family.read(content, where, ignored)
   if absent := sorted(name for name in each(ignored) if not _has(content, name)):
     raise HFError(f"model.hf_ignore names {absent[0]!r}, but {where} has no such entry. Leave it out.")
@@ -185,7 +185,8 @@ def config_json(keys: Mapping[str, Any], source: Mapping[str, Any] | None = None
   """
   tokens = {key: (source or {}).get(key) for key in TOKEN_KEYS}
   if source is not None:
-    family = families.find(source, where)
+    alone = ("vision_config",) if keys["vision.tower"] == "none" else ()
+    family = families.find(source, where, (*ignored, *alone))
     if _reads_as(family, source, keys, where, ignored):
       return family, family.kept(source)
     try:

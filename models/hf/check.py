@@ -19,11 +19,19 @@ import numpy as np
 from safetensors.numpy import load_file
 
 from models import hf
-from models.hf import files
+from models.hf import families, files
+from models.hf.images import TextPart
 
 PEER = Path(__file__).resolve().parent / "check_peer.py"
 # Tensors whose gradients are shown: those that differ most.
 SHOWN = 5
+
+
+def ignored(folder: str | Path) -> tuple[str, ...]:
+  """The tower, beside a text model that can be read alone: what is compared is text."""
+  content, tower = files.read_config(folder), ("vision_config",)
+  alone = isinstance(families.find(content, f"{folder}/{files.CONFIG}", tower), TextPart)
+  return tower if alone and content.get("vision_config") else ()
 
 
 def ours(folder: str | Path, tokens_BxT: np.ndarray, out: Path) -> dict[str, np.ndarray]:
@@ -38,7 +46,7 @@ def ours(folder: str | Path, tokens_BxT: np.ndarray, out: Path) -> dict[str, np.
     HFError: the folder cannot be read, or is a model of images.
   """
   model: Any
-  model, params = hf.load(folder, progress=True)
+  model, params = hf.load(folder, progress=True, ignored=ignored(folder))
   if model.spec.vision is not None:
     raise hf.HFError(f"{folder} is a model of images; what is compared is text alone.")
 
@@ -70,8 +78,9 @@ def theirs(folder: str | Path, tokens_BxT: np.ndarray, python: str, scratch: Pat
 
 
 def _gradients(folder: Path) -> dict[str, np.ndarray]:
-  """Of a folder that holds them in the places of the parameters."""
-  return {f"gradient {name}": values for file in files.weights_in(folder) if file.suffix == ".safetensors"
+  """Of a folder that holds them in the places of the parameters; with names as where there is no tower."""
+  return {f"gradient {name.replace('model.language_model.', 'model.')}": values
+          for file in files.weights_in(folder) if file.suffix == ".safetensors"
           for name, values in load_file(file).items()}
 
 
@@ -115,7 +124,7 @@ def main() -> None:
   parser.add_argument("--tolerance", type=float, default=1e-4)
   args = parser.parse_args()
   try:
-    _, keys, notes = hf.architecture(args.folder)
+    _, keys, notes = hf.architecture(args.folder, ignored(args.folder))
     print("\n".join(notes))
     tokens_BxT = np.random.default_rng(0).integers(0, keys["vocab_size"], (2, args.length)).astype(np.int32)
     with tempfile.TemporaryDirectory() as scratch:

@@ -1,7 +1,7 @@
 """The families of models that can be read and written, and the choice among them."""
 
 import difflib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from models.hf.errors import HFError
@@ -45,6 +45,7 @@ from models.hf.families.qwen2_moe import QWEN2_MOE
 from models.hf.families.qwen2_vl import QWEN2_VL
 from models.hf.families.qwen3 import QWEN3
 from models.hf.families.qwen3_5 import QWEN3_5, QWEN3_5_MOE
+from models.hf.families.qwen3_5_vl import QWEN3_5_IMAGES, QWEN3_5_MOE_IMAGES
 from models.hf.families.qwen3_moe import QWEN3_MOE
 from models.hf.families.qwen3_next import QWEN3_NEXT
 from models.hf.families.qwen3_vl import QWEN3_VL, QWEN3_VL_MOE
@@ -55,6 +56,7 @@ from models.hf.families.stablelm import STABLELM
 from models.hf.families.starcoder2 import STARCODER2
 from models.hf.family import Family
 from models.hf.images import Wrapper
+from models.hf.keys import each
 
 # In the order in which `match` tries them: of two that fit, the one that more programs read comes first.
 FAMILIES: tuple[Family, ...] = (
@@ -66,29 +68,33 @@ FAMILIES: tuple[Family, ...] = (
 
 # Models of images and text: each around several of the families above. `match` tries them in this order, too.
 WRAPPERS: tuple[Wrapper, ...] = (PALIGEMMA, GEMMA3_IMAGES, LLAVA, QWEN2_VL, QWEN2_5_VL, QWEN3_VL,
-                                 QWEN3_VL_MOE, SMOLVLM, IDEFICS3)
+                                 QWEN3_VL_MOE, QWEN3_5_IMAGES, QWEN3_5_MOE_IMAGES, SMOLVLM, IDEFICS3)
 
 # Other models of images or sound and text, which cannot be read.
 MULTIMODAL = ("internvl", "llava_next", "llava_onevision", "mistral3", "mllama",
               "vipllava")
 
 
-def find(config: Mapping[str, Any], where: str) -> Family:
+def find(config: Mapping[str, Any], where: str, ignored: Iterable[str] = ()) -> Family:
   """The family of a config.json, by its model_type.
 
   Args:
     config: the content of config.json.
     where: its name in messages.
+    ignored: see `Family.read`. Where vision_config is named, the text model alone is meant, if that is a family, too.
 
   Raises:
     HFError: none, or one that is not here.
   """
   found = config.get("model_type")
-  families: tuple[Any, ...] = (*FAMILIES, *WRAPPERS)
+  families: tuple[Any, ...] = (*WRAPPERS, *FAMILIES)
   by_type = {model_type: family for family in families for model_type in family.model_types}
+  with_images = {model_type: wrapper for wrapper in WRAPPERS for model_type in wrapper.model_types}
   if isinstance(found, str) and found in by_type:
     family = by_type[found]
-    return family.find(config, where) if isinstance(family, Wrapper) else family
+    if isinstance(family, Wrapper) or found in with_images and not _text_alone(family, config, ignored):
+      return with_images[found].find(config, where)
+    return family
   known = f"Known: {', '.join(sorted(by_type))}."
   if found in MULTIMODAL or "vision_config" in config:
     readable = ", ".join(model_type for wrapper in WRAPPERS for model_type in wrapper.model_types)
@@ -99,6 +105,13 @@ def find(config: Mapping[str, Any], where: str) -> Family:
   code = " The code that comes with the model (auto_map) is never run." if config.get("auto_map") else ""
   raise HFError(f"{where}: model_type is {found!r}, of no family that can be read here.{hint}{code} {known} "
                 "docs/huggingface.md tells how to add a family.")
+
+
+def _text_alone(family: Family, config: Mapping[str, Any], ignored: Iterable[str]) -> bool:
+  """Whether a config.json, by whose model_type there may be images, is of a text model, or is to be read as one."""
+  named = config.get("architectures")
+  return (not config.get("vision_config") or "vision_config" in each(ignored)
+          or isinstance(named, list) and named[:1] == [family.architectures[0]])
 
 
 def match(model: Mapping[str, Any]) -> tuple[Family, dict[str, Any]]:

@@ -105,9 +105,12 @@ TEXT_MOE = replace(
                   ("blocks/moe/experts/gate/kernel", "blocks/moe/experts/up/kernel"), transpose=True, axis=1),
            Tensor("layers.{layer}.mlp.experts.down_proj", "blocks/moe/experts/down/kernel", transpose=True)))
 
-MERGERS = (
+MERGER = (
     *pair("merger.norm", "projector/norm", "scale"), *pair("merger.linear_fc1", "projector/up"),
     *pair("merger.linear_fc2", "projector/down"),
+)
+MERGERS = (
+    *MERGER,
     *pair("deepstack_merger_list.{layer}.norm", "projector/deepstack/norm", "scale"),
     *pair("deepstack_merger_list.{layer}.linear_fc1", "projector/deepstack/up"),
     *pair("deepstack_merger_list.{layer}.linear_fc2", "projector/deepstack/down"),
@@ -117,14 +120,16 @@ TABLE = (
     Tensor("pos_embed.weight", "vision/pos_embed/embedding"),
     *tower_table({"linear_fc1": "up", "linear_fc2": "down"}),
 )
+TOWER_KEYS = (
+    *tower_keys(Key("hidden_size", "vision.hidden_size", default=1152), Width("out_hidden_size"),
+                Key("intermediate_size", "vision.intermediate_size", default=4304),
+                Activation("hidden_act", "gelu_pytorch_tanh", UNGATED, ours="vision.activation"), depth=27, patch=16),
+    Grid(),
+)
 
 
 def _family(name: str, architecture: str, text):
-  tower = Tower("qwen3_vl", (f"{name}_vision", name), (*tower_keys(
-      Key("hidden_size", "vision.hidden_size", default=1152), Width("out_hidden_size"),
-      Key("intermediate_size", "vision.intermediate_size", default=4304),
-      Activation("hidden_act", "gelu_pytorch_tanh", UNGATED, ours="vision.activation"), depth=27, patch=16),
-      Grid(), Deepstack()), TABLE)
+  tower = Tower("qwen3_vl", (f"{name}_vision", name), (*TOWER_KEYS, Deepstack()), TABLE)
   made = wrapper(name, architecture, tower)
   return replace(made, texts=(text,), table=MERGERS, beside=None,
                  names=((("model.language_model.", ""),), ("model.visual.",), ("model.visual.",)))

@@ -17,7 +17,8 @@ TYPES = ("arcee", "clip_vision_model", "cohere", "cohere2", "deepseek_v32", "ern
          "glm_moe_dsa", "gpt2", "gpt_oss", "granite", "granitemoehybrid", "llama", "llama4_text", "llava", "minimax_m2",
          "mistral", "mixtral", "nemotron", "nemotron_h", "olmo2", "olmo3", "paligemma", "phi3", "qwen2", "qwen2_5_vl",
          "qwen2_5_vl_text", "qwen2_5_vl_vision", "qwen2_moe", "qwen2_vl", "qwen2_vl_text", "qwen2_vl_vision", "qwen3",
-         "qwen3_5_moe_text", "qwen3_5_text", "qwen3_moe", "qwen3_next", "qwen3_vl", "qwen3_vl_moe", "qwen3_vl_moe_text",
+         "qwen3_5", "qwen3_5_moe", "qwen3_5_moe_text", "qwen3_5_moe_vision", "qwen3_5_text", "qwen3_5_vision",
+         "qwen3_moe", "qwen3_next", "qwen3_vl", "qwen3_vl_moe", "qwen3_vl_moe_text",
          "qwen3_vl_moe_vision", "qwen3_vl_text", "qwen3_vl_vision", "seed_oss", "siglip_vision_model", "smollm3",
          "stablelm", "starcoder2")
 # Of the classes, and in no file.

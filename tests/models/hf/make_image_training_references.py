@@ -39,7 +39,8 @@ BETA, SHARE = 0.5, 0.9
 LEFT_OUT = re.compile(r"(text_model|language_model|^model)\.layers\.[1-9]|embed_tokens|lm_head")
 # What PEFT adapts, by the ends of names: in the text model, in the tower, and between them.
 TARGETS = {"smolvlm": ["q_proj", "v_proj", "modality_projection.proj"], "qwen2_vl": ["q_proj", "down_proj", "attn.qkv"],
-           "qwen2_5_vl": ["v_proj", "gate_proj", "merger.mlp.0"], "qwen3_vl": ["o_proj", "linear_fc1"]}
+           "qwen2_5_vl": ["v_proj", "gate_proj", "merger.mlp.0"], "qwen3_vl": ["o_proj", "linear_fc1"],
+           "qwen3_5": ["q_proj", "in_proj_qkv", "linear_fc1"]}
 
 
 def prompts(name: str) -> tuple[list[np.ndarray], list[list[np.ndarray]]]:

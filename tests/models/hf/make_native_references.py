@@ -41,8 +41,16 @@ TEXT = dict(rope_theta=500.0, num_attention_heads=2, num_key_value_heads=1)
 
 # Of 8 pairs, the first 6 take turns.
 TURNS = dict(mrope_interleaved=True, mrope_section=[4, 2, 2])
-DEEP = dict(depth=4, hidden_size=16, intermediate_size=20, out_hidden_size=WIDTH, num_heads=2, patch_size=PATCH,
-            deepstack_visual_indexes=[0, 2])
+PLAIN = dict(depth=4, hidden_size=16, intermediate_size=20, out_hidden_size=WIDTH, num_heads=2, patch_size=PATCH)
+DEEP = PLAIN | dict(deepstack_visual_indexes=[0, 2])
+
+
+# Of heads of 16 the first half turns, by pairs that take turns; layers 0 and 2 have the delta rule.
+GATED = dict(head_dim=16, num_hidden_layers=3, full_attention_interval=2, rms_norm_eps=0.02, linear_num_key_heads=2,
+             linear_num_value_heads=4, linear_key_head_dim=6, linear_value_head_dim=4, linear_conv_kernel_dim=3,
+             tie_word_embeddings=False, rope_parameters=dict(
+                 rope_type="default", rope_theta=500.0, partial_rotary_factor=0.5, mrope_section=[2, 1, 1],
+                 mrope_interleaved=True))
 
 
 def text(model_type: str, **changes) -> dict:
@@ -65,6 +73,11 @@ CASES = {
     "qwen3_vl_moe": dict(model_type="qwen3_vl_moe", **TOKENS, tie_word_embeddings=False, text_config=text(
         "qwen3_vl_moe_text", num_hidden_layers=3, head_dim=16, **EXPERTS, tie_word_embeddings=False, rope_scaling=dict(
             **TURNS, rope_type="default")), vision_config=dict(**DEEP, num_position_embeddings=9)),
+    "qwen3_5": dict(model_type="qwen3_5", **TOKENS, tie_word_embeddings=False, text_config=text(
+        "qwen3_5_text", **GATED), vision_config=dict(**PLAIN, num_position_embeddings=25)),
+    "qwen3_5_moe": dict(model_type="qwen3_5_moe", **TOKENS, tie_word_embeddings=False, text_config=text(
+        "qwen3_5_moe_text", **GATED, **EXPERTS, shared_expert_intermediate_size=20),
+        vision_config=dict(**PLAIN, num_position_embeddings=9)),
 }
 # Rows and columns of tiles of each row's images.
 SIZES = (((3, 2), (1, 3)), ((4, 5),))
@@ -84,7 +97,8 @@ def save(case: dict, folder: Path) -> None:
   (folder / "generation_config.json").unlink(missing_ok=True)
   tensors = safetensors.torch.load_file(folder / "model.safetensors")
   for name in tensors:
-    if re.search(r"experts\.(gate_up|down)_proj$", name):  # inputs first, as published; transformers 5 saves the other
+    if "qwen3_vl" in folder.name and re.search(r"experts\.(gate_up|down)_proj$", name):
+      # inputs first, as published; transformers 5 saves the other
       tensors[name] = tensors[name].transpose(1, 2).contiguous()
   safetensors.torch.save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
 
@@ -109,10 +123,12 @@ def config_4(config: dict) -> dict:
 
 
 def qwen3_4(config: dict, outer: dict) -> dict:
-  """Of Qwen3-VL, whose text model has an object of its own there, too."""
+  """Of Qwen3-VL and 3.5, whose text model has an object of its own there, too."""
   text = {k: v for k, v in config["text_config"].items() if k not in ("layer_types", "rope_parameters")}
   parameters = dict(config["text_config"]["rope_parameters"])
   text |= dict(rope_theta=parameters.pop("rope_theta"), rope_scaling=parameters, dtype="float32")
+  if "layer_types" in config["text_config"]:
+    text["full_attention_interval"] = GATED["full_attention_interval"]
   vision = {k: v for k, v in config["vision_config"].items() if k not in ("dtype", "rope_parameters")}
   return {**outer, "text_config": text, "vision_config": vision | dict(model_type=config["model_type"]),
           "transformers_version": "4.57.0"}
@@ -172,7 +188,8 @@ GRADIENTS = ("language_model.layers.0.self_attn.q_proj.weight", "visual.patch_em
              "visual.merger.mlp.0.weight", "visual.merger.mlp.2.bias", "visual.pos_embed.weight",
              "visual.blocks.0.mlp.linear_fc1.weight", "visual.merger.linear_fc1.weight",
              "visual.deepstack_merger_list.1.norm.weight", "visual.deepstack_merger_list.1.linear_fc1.weight",
-             "visual.deepstack_merger_list.0.linear_fc2.bias")
+             "visual.deepstack_merger_list.0.linear_fc2.bias", "language_model.layers.0.linear_attn.in_proj_qkv.weight",
+             "language_model.layers.2.linear_attn.A_log")
 
 
 def make(name: str) -> None:

@@ -51,6 +51,18 @@ def test_says_where_they_part(qwen):
   assert "not compared, since transformers did not write it: logits\n" in text
 
 
+def test_of_a_folder_with_images_the_text_model_is_compared_where_it_is_a_family(tmp_path):
+  """With what transformers made of a text without images; names are those of the text model."""
+  folder = REFERENCES.parent / "native_references" / "qwen3_5"
+  reference = np.load(folder / "reference.npz")
+  found = check.ours(folder, reference["text"], tmp_path / "gradients")
+  assert check.apart(found["logits"], reference["text_logits"]) < 1e-5
+  assert "gradient model.layers.1.self_attn.q_proj.weight" in found
+  assert not [name for name in found if "visual" in name or "language_model" in name]
+  with pytest.raises(hf.HFError, match="is a model of images; what is compared is text alone"):
+    check.ours(REFERENCES.parent / "native_references" / "qwen3_vl", reference["text"], tmp_path / "gradients")
+
+
 def test_apart_is_relative_to_the_norm():
   assert check.apart(np.array([3.0, 4.0]), np.array([3.0, 5.0])) == pytest.approx(1 / np.sqrt(34))
 

@@ -300,16 +300,21 @@ def with_images(out, **outer):
   return out
 
 
-def test_the_text_model_of_a_folder_with_images_is_that_of_a_folder_of_text(tmp_path):
-  path = with_images(tmp_path / "whole")
-  _, keys, notes = hf.architecture(path)
+@pytest.mark.parametrize("outer, ignored", [
+    ({}, ("vision_config",)), (dict(architectures=["Qwen3_5ForCausalLM"]), ()), (dict(vision_config=None), ())],
+                         ids=str)
+def test_the_text_model_of_a_folder_with_images_is_that_of_a_folder_of_text(outer, ignored, tmp_path):
+  """As a user says by model.hf_ignore, or the folder itself."""
+  path = with_images(tmp_path / "whole", **outer)
+  _, keys, notes = hf.architecture(path, ignored)
   assert keys == hf.architecture(QWEN3_5)[1] and "text model alone is read" in notes[-1]
-  model, params = hf.load(path, dtype=None)
+  model, params = hf.load(path, dtype=None, ignored=ignored)
   hf.save(model, params, tmp_path / "saved")
   assert (tmp_path / "saved" / files.SINGLE).read_bytes() == (QWEN3_5 / files.SINGLE).read_bytes()
   saved = files.read_config(tmp_path / "saved")
   assert (saved["architectures"], saved["model_type"]) == (["Qwen3_5ForCausalLM"], "qwen3_5_text")
   assert "vision_config" not in saved and hf.architecture(tmp_path / "saved")[1] == keys
+  assert saved["initializer_range"] == files.read_config(QWEN3_5)["initializer_range"]  # of no effect, and kept
 
 
 GEMMAS = {  # what published files say beside text_config, and in it
@@ -384,4 +389,4 @@ def test_the_text_model_of_llama_4_is_read_beside_a_tower(tmp_path):
     (dict(image_gain=2), "image_gain = 2: the family qwen3_5 has no such entry")])
 def test_what_stands_beside_the_text_model_and_concerns_it_is_read(tmp_path, outer, message):
   with pytest.raises(HFError, match=message):
-    hf.architecture(with_images(tmp_path / "whole", **outer))
+    hf.architecture(with_images(tmp_path / "whole", **outer), ("vision_config",))

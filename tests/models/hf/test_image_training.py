@@ -31,6 +31,8 @@ TARGETS = {
     "qwen2_vl": (r"^blocks/(attn/q|mlp/down)/kernel", r"^vision/blocks/attn/[qkv]/kernel"),
     "qwen2_5_vl": (r"^blocks/attn/v/kernel", r"^(vision/)?blocks/mlp/gate/kernel", r"^projector/up/kernel"),
     "qwen3_vl": (r"^blocks/attn/o/kernel", r"^vision/blocks/mlp/up/kernel", r"^projector/(deepstack/)?up/kernel"),
+    "qwen3_5": (r"^blocks/attn/q/kernel", r"^blocks/delta/[qkv]/kernel", r"^vision/blocks/mlp/up/kernel",
+                r"^projector/up/kernel"),
 }
 
 
@@ -84,10 +86,12 @@ def test_dpo(name, tmp_path):
   found = load_file(tmp_path / "gradients" / "model.safetensors")
   expected = {key.removeprefix("dpo:"): values for key, values in reference(name).items() if key.startswith("dpo:")}
   assert expected.keys() <= found.keys() and len(expected) > 25
+  # A state that decays with each token: float32 is up to 1.1e-5 from float64 as tests compile, 4.4e-6 as users do.
+  bound = 2e-5 if name == "qwen3_5" else 1e-5
   for key, values in expected.items():
     zero = "vision_model" in key and key.endswith("k_proj.bias")  # moves all keys alike, where none are turned
     scale = expected[key.removesuffix("bias") + "weight"] if zero else values
-    assert np.abs(found[key] - values * (not zero)).max() <= 1e-5 * np.abs(scale).max(), key
+    assert np.abs(found[key] - values * (not zero)).max() <= bound * np.abs(scale).max(), key
 
 
 def adapted(name):
@@ -124,6 +128,11 @@ def ours(name, flat):
   if module.endswith("attn.qkv"):  # one A for the three
     three = [np.asarray(flat[f"vision/blocks/attn/{x}/{leaf}"][layer]).T for x in "qkv"]
     return sum(three) if part == "A" else np.concatenate(three)
+  if module.endswith("in_proj_qkv"):  # of layers 0 and 2
+    three = [np.asarray(flat[f"blocks/delta/{x}/{leaf}"][layer // 2]).T for x in "qkv"]
+    return sum(three) if part == "A" else np.concatenate(three)
+  if module.endswith("q_proj") and "blocks/delta/q/kernel" in flat:  # of layer 1 alone
+    layer = 0
   if module in ("visual.merger.mlp.0", "visual.merger.linear_fc1", "connector.modality_projection.proj"):
     path = "projector/linear" if module.startswith("connector") else "projector/up"
     return np.asarray(flat[f"{path}/{leaf}"]).T
@@ -162,12 +171,12 @@ def _names_in_memory(name):
 
 
 @pytest.mark.parametrize("part", ["vision", "projector", "blocks"])
-@pytest.mark.parametrize("name", ["smolvlm", "qwen3_vl"])
+@pytest.mark.parametrize("name", ["smolvlm", "qwen3_vl", "qwen3_5"])
 def test_a_part_is_frozen_by_one_line(name, part, tmp_path):
   """freeze_vit and its like: `optimizer.freeze=("^vision/",)`. tests/trainer/test_native_runs.py has a run of it."""
   config = defaults()
   config.strategy.name, config.model.hf, config.optimizer.freeze = "sft", str(base_of(name)), (f"^{part}/",)
-  if name == "qwen3_vl":
+  if name != "smolvlm":
     config.model.hf = str(native.folder(tmp_path, name))
   config.input.sources.rows = source(type="jsonl", path="none.jsonl")
   config, _ = program_lib.resolve(config)

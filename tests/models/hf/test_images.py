@@ -82,7 +82,8 @@ def test_every_wrapper_and_tower_has_a_reference():
   read_keys = [read(content_of(name)) for name in CASES]
   assert {keys["vision.tower"] for keys in read_keys} == {"siglip", "clip"}
   names = {families.find(content_of(name), name).model_types for name in CASES}
-  native = {(name,) for name in ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe")}  # see test_native.py
+  native = {(name,) for name in ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5",
+                                  "qwen3_5_moe")}  # see test_native.py
   assert names == {wrapper.model_types for wrapper in families.WRAPPERS} - native
 
 

@@ -1,4 +1,4 @@
-"""Qwen2-VL, 2.5 and Qwen3-VL against transformers: native_references/ was made by make_native_references.py here."""
+"""Qwen2-VL, 2.5, Qwen3-VL and Qwen3.5 against transformers: native_references/ comes of make_native_references.py."""
 
 import dataclasses
 import json
@@ -110,6 +110,10 @@ def theirs(name: str, ours: dict) -> np.ndarray:
   kind = "kernel" if leaf == "weight" else "bias"
   if owner == "q_proj":
     return np.asarray(ours["blocks/attn/q/kernel"][0]).T
+  if owner == "in_proj_qkv":
+    return np.concatenate([np.asarray(ours[f"blocks/delta/{p}/kernel"][0]).T for p in "qkv"])
+  if leaf == "A_log":  # of layer 2, the second that has the delta rule
+    return np.asarray(ours["blocks/delta/A_log"][1])
   if "merger" in name:
     found = {"ln_q": "norm", "norm": "norm", "0": "up", "2": "down", "linear_fc1": "up", "linear_fc2": "down"}[owner]
     path = f"{found}/{'scale' if found == 'norm' else kind}"
@@ -249,6 +253,22 @@ def test_what_qwen3_vl_does_not_compute_is_refused_by_name(part, key, value, mes
     read(content)
 
 
+@pytest.mark.parametrize("part, key, value, message", [
+    ("vision_config", "deepstack_visual_indexes", [1], r"deepstack_visual_indexes = \[1\]: the tower qwen3_vl has no"),
+    ("vision_config", "num_position_embeddings", 24, "a square number"),
+    ("vision_config", "out_hidden_size", 99, "the hidden_size of the text model, 16"),
+    ("text_config", "attn_output_gate", False, "attn_output_gate is False; allowed: True"),
+    ("text_config", "layer_types", ["linear_attention", "full_attention", "sliding_attention"], "linear_attention"),
+    ("text_config", "rope_parameters", {"rope_type": "llama3"}, "rope_type is 'llama3'"),
+    ("text_config", "rope_parameters", {"mrope_interleaved": False}, "mrope_interleaved is False; allowed: True"),
+])
+def test_what_qwen3_5_does_not_compute_is_refused_by_name(part, key, value, message):
+  content = content_of("qwen3_5")
+  content[part] = {**content[part], key: value}
+  with pytest.raises(HFError, match=message):
+    read(content)
+
+
 def loaded(**changed):
   """The model of Qwen3-VL's reference with other keys of the config, its parameters, and the batch."""
   folder = REFERENCES / "qwen3_vl"
@@ -304,7 +324,8 @@ def test_adapters_of_the_deepstack_are_merged_as_they_compute():
 
 @pytest.mark.devices(8)
 @pytest.mark.parametrize("name, sizes", [
-    ("qwen3_vl", dict(data=2, fsdp=2, tensor=2)), ("qwen2_5_vl", dict(data=1, fsdp=2, context=2, tensor=2))], ids=str)
+    ("qwen3_5_moe", dict(data=2, fsdp=2, tensor=2)), ("qwen3_vl", dict(data=2, fsdp=2, tensor=2)),
+    ("qwen2_5_vl", dict(data=1, fsdp=2, context=2, tensor=2))], ids=str)
 def test_eight_devices_compute_what_one_does(name, sizes):
   model, params = hf.load(REFERENCES / name)
   with np.load(REFERENCES / name / "reference.npz") as opened:

@@ -13,7 +13,7 @@ from trainer.telemetry import hardware
 
 PUBLISHED = Path(__file__).parents[2] / "models/hf/published"
 # As transformers 5.24 makes them of the same files.
-PARAMETERS = {"qwen3_vl_8b": 8_767_123_696, "qwen2_5_vl_7b": 8_292_166_656}
+PARAMETERS = {"qwen3_vl_8b": 8_767_123_696, "qwen2_5_vl_7b": 8_292_166_656, "qwen3_5_397b": 396_802_360_816}
 TOPOLOGY = hardware.topology("h100:8")
 
 
@@ -31,11 +31,15 @@ def resolved(name, path):
 
 @pytest.mark.parametrize("name", PARAMETERS)
 def test_parameters_and_operations_of_a_published_size(name, tmp_path):
-  """Parameters to the last one; six operations a parameter and token, the tower's for the four patches of a tile."""
+  """Parameters to the last one; six operations a parameter and token, of experts those of the chosen ones, of the tower
+  those for the four patches of a tile."""
   config = resolved(name, tmp_path)
   model = program_lib.make_model(config, config.model.vocab_size)
   assert sum(leaf.size for leaf in jax.tree.leaves(model.abstract_params())) == PARAMETERS[name]
-  sizes = {path: leaf.size for path, leaf in model._logical().items() if path.endswith("/kernel")}
+  moe = config.model.moe
+  share = moe.experts_per_token / max(moe.num_experts, 1)
+  sizes = {path: leaf.size * (share if "/experts/" in path else 1) for path, leaf in model._logical().items()
+           if path.endswith("/kernel")}
   tower, projector = (sum(n for path, n in sizes.items() if path.startswith(f"{part}/"))
                       for part in ("vision", "projector"))
   products = 6 * (1024 * (sum(sizes.values()) - tower - projector) + 256 * (4 * tower + projector))
