@@ -36,7 +36,8 @@ class Scope:
   modules are built, of other parameters, or of the mesh.
   """
 
-  rng: jax.Array
+  # None where shapes alone are wanted: what would be drawn is 0.
+  rng: jax.Array | None
   dtype: Any
   compute_dtype: Any
   path: str = ""
@@ -55,20 +56,19 @@ class Scope:
 
   def normal(self, name: str, shape: tuple[int, ...], std: float) -> nnx.Param:
     """A parameter drawn from a normal distribution."""
-    return nnx.Param((std * jax.random.normal(self._key(name), shape, jnp.float32)).astype(self.kind(name)))
+    return nnx.Param((std * self._drawn(jax.random.normal, name, shape)).astype(self.kind(name)))
 
   def uniform(self, name: str, shape: tuple[int, ...], bound: float) -> nnx.Param:
     """A parameter drawn evenly from [-bound, bound)."""
-    return nnx.Param(jax.random.uniform(self._key(name), shape, jnp.float32, -bound, bound).astype(self.kind(name)))
+    return nnx.Param(self._drawn(jax.random.uniform, name, shape, -bound, bound).astype(self.kind(name)))
 
   def log_uniform(self, name: str, shape: tuple[int, ...], low: float, high: float) -> nnx.Param:
     """The logarithm of what is drawn evenly from [low, high)."""
-    drawn = jax.random.uniform(self._key(name), shape, jnp.float32, low, high)
-    return nnx.Param(jnp.log(drawn).astype(self.kind(name)))
+    return nnx.Param(jnp.log(self._drawn(jax.random.uniform, name, shape, low, high)).astype(self.kind(name)))
 
   def softplus_log_uniform(self, name: str, shape: tuple[int, ...], low: float, high: float) -> nnx.Param:
     """What softplus takes to numbers of [low, high) whose logarithms are drawn evenly."""
-    drawn = jnp.exp(jax.random.uniform(self._key(name), shape, jnp.float32, math.log(low), math.log(high)))
+    drawn = jnp.exp(self._drawn(jax.random.uniform, name, shape, math.log(low), math.log(high)))
     return nnx.Param(jnp.log(jnp.expm1(drawn)).astype(self.kind(name)))
 
   def constant(self, name: str, shape: tuple[int, ...], value: float) -> nnx.Param:
@@ -77,7 +77,7 @@ class Scope:
 
   def quantized(self, name: str, shape: tuple[int, ...], std: float) -> dict[str, nnx.Param]:
     """As `normal`, as the arrays of `quantize.quantize`."""
-    values = std * jax.random.normal(self._key(name), shape, jnp.float32)
+    values = std * self._drawn(jax.random.normal, name, shape)
     parts = quantize.quantize(values, self.kind(name), (self / name).path)
     return {end: nnx.Param(part) for end, part in parts.items()}
 
@@ -89,6 +89,10 @@ class Scope:
     """How the parameter is stored: the name of a dtype, or one of `quantize.KINDS`."""
     kind = self.frozen.kind((self / name).path) if self.frozen is not None else None
     return kind or jnp.dtype(self.dtype).name
+
+  def _drawn(self, draw: Callable, name: str, shape: tuple[int, ...], *bounds: float) -> jax.Array:
+    """float32"""
+    return jnp.zeros(shape) if self.rng is None else draw(self._key(name), shape, jnp.float32, *bounds)
 
   def _key(self, name: str) -> jax.Array:
     # crc32 rather than hash(): the same in every process.

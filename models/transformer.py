@@ -191,7 +191,7 @@ class Transformer:
     if self.spec.lora is not None:
       lora.check_patterns(self.spec.lora)
     # The decoder without its arrays; merged with a dict of parameters it becomes callable.
-    self._graph, self._state = nnx.split(jax.eval_shape(self._make, jax.eval_shape(jax.random.key, 0)))
+    self._graph, self._state = self._abstract()
     if self.spec.lora is not None:
       lora.check_targets(self.spec.lora, self._logical(), vocab_size)
     if matmul_rules is not None:
@@ -339,8 +339,7 @@ class Transformer:
 
   @functools.cached_property
   def _with_outputs_first(self) -> tuple[nnx.GraphDef, nnx.State]:
-    make = functools.partial(self._make, outputs_first=True)
-    return nnx.split(jax.eval_shape(make, jax.eval_shape(jax.random.key, 0)))
+    return self._abstract(True)
 
   def unembedding(self, params: Params) -> jax.Array:
     """See `models.api.Model`."""
@@ -395,10 +394,14 @@ class Transformer:
     return flops.per_token(self.spec, self.vocab_size, self._logical(), self.trained_only, seq_len, document_length,
                            images_per_row, tower_frozen)
 
-  def _make(self, rng: jax.Array, outputs_first: bool = False) -> Decoder:
+  def _make(self, rng: jax.Array | None, outputs_first: bool = False) -> Decoder:
     scope = Scope(rng, *self._dtypes, frozen=self._frozen, lora=self.spec.lora, matmul_rules=self._matmul_rules,
                   outputs_first=outputs_first)
     return Decoder(self.spec, scope, self.vocab_size)
+
+  def _abstract(self, outputs_first: bool = False) -> tuple[nnx.GraphDef, nnx.State]:
+    """The decoder without its arrays, and their shapes."""
+    return nnx.split(jax.eval_shape(lambda: self._make(None, outputs_first)))
 
   def _logical(self) -> dict[str, jax.ShapeDtypeStruct]:
     """Shapes by path, of quantised kernels as they were."""

@@ -42,6 +42,7 @@ def share() -> None:
   from jax._src import compiler  # JAX has no other place where what is to be compiled is one text
 
   from evaluators import loss
+  from models.transformer import Transformer
   from trainer import main
   from trainer.checkpoints import init_from
   from trainer.config import checks
@@ -66,6 +67,8 @@ def share() -> None:
 
   compiler.compile_or_get_cached = compile_once
   throughput.measured_flops = functools.cache(throughput.measured_flops)
+  Transformer._abstract = _traced_once(Transformer._abstract, lambda self, *across: (
+      None if (of := _identity(self)) is self else ("shapes", of, across)))
   init_from.initialiser = _traced_once(init_from.initialiser, lambda model, wanted: (
       "init", _identity(model), *((path, leaf.shape, leaf.dtype, leaf.sharding) for path, leaf in wanted.items())))
   sampler.Sampler._jitted = _traced_once(sampler.Sampler._jitted, lambda self, *sizes: (

@@ -227,9 +227,9 @@ def make_program(config: Any, model: Any, optimizer: optim.Optimizer, mesh: Any,
     reference = reference_lib.shapes(config, optimizer, model.abstract_params())
     precompute = strategies.precomputes(strategy_cfg)
 
-  init = state_lib.make_init(model, optimizer, ema=config.optimizer.ema_decay > 0,
-                             reference=None if precompute else reference)
-  abstract_state = jax.eval_shape(init, jax.eval_shape(lambda: jax.random.key(0)))
+  fresh = state_lib.make_fresh(optimizer, ema=config.optimizer.ema_decay > 0,
+                               reference=None if precompute else reference)
+  abstract_state = jax.eval_shape(fresh, model.abstract_params())
   params_sharding, notes = mesh_lib.param_shardings(abstract_state["params"], mesh, config.sharding_rules)
   offloaded = config.precision.offload_optimizer
   if offloaded:

@@ -45,8 +45,8 @@ class Start:
     return int(self.state["step"])
 
 
-def make_init(model: Any, optimizer: optim.Optimizer, *, ema: bool, reference: Any = None):
-  """Returns `init(rng) -> state` with fresh parameters, for `jax.eval_shape`.
+def make_fresh(optimizer: optim.Optimizer, *, ema: bool, reference: Any = None) -> Callable[[Any], dict[str, Any]]:
+  """Returns `fresh(params) -> state` before the first update, for `jax.eval_shape`.
 
   Args:
     ema: keep moving averages.
@@ -54,14 +54,13 @@ def make_init(model: Any, optimizer: optim.Optimizer, *, ema: bool, reference: A
   """
   rest = make_rest(optimizer, ema=ema)
 
-  def init(rng: jax.Array) -> dict[str, Any]:
-    params = model.init(rng)
+  def fresh(params: Any) -> dict[str, Any]:
     state = {**rest(params), "params": params}
     if reference is not None:
       state["reference"] = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), reference)
     return state
 
-  return init
+  return fresh
 
 
 def make_rest(optimizer: optim.Optimizer, *, ema: bool) -> Callable[[Any], dict[str, Any]]:

@@ -162,6 +162,7 @@ def test_answers_that_are_no_texts_are_refused(tmp_path):
     make(tmp_path, match="some")
 
 
+@pytest.mark.host_patches
 def test_questions_about_images_and_their_page(tmp_path, monkeypatch):
   """Each question is asked with its own picture, also where pictures are decoded a few at a time."""
   monkeypatch.setattr(questions, "DECODED", 2)

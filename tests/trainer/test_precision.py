@@ -44,10 +44,11 @@ def prepare(mesh=None, *, moe=False, learning_rate=5e-3, **precision):
   update = update_lib.make_update_fn(
       lambda params, batch, rng: seq.loss(model, params, batch, rng, strategy), optimizer, update_lib.Options(
           seed=0, micro_batch_size=16, clip_norm=1.0, source_names=("a",), offloaded=p.offload_optimizer))
-  init = state_lib.make_init(model, optimizer, ema=False)
+  fresh = state_lib.make_fresh(optimizer, ema=False)
+  init = lambda key: fresh(model.init(key))  # noqa: E731
   if mesh is None:
     return update, None, init
-  abstract = jax.eval_shape(init, jax.random.key(0))
+  abstract = jax.eval_shape(fresh, model.abstract_params())
   shardings = mesh_lib.state_shardings(abstract, abstract["params"],
                                        mesh_lib.param_shardings(abstract["params"], mesh)[0], mesh)
   if p.offload_optimizer:

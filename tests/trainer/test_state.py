@@ -43,9 +43,7 @@ def test_what_is_evaluated_are_the_averages_and_what_has_none():
 
 
 def test_the_shapes_of_a_state_with_a_reference():
-  model = types.SimpleNamespace(init=lambda rng: PARAMS)
-  state = jax.eval_shape(state_lib.make_init(model, optimizer("a/kernel"), ema=True, reference={"b": PARAMS["b"]}),
-                         jax.random.key(0))
+  state = jax.eval_shape(state_lib.make_fresh(optimizer("a/kernel"), ema=True, reference={"b": PARAMS["b"]}), PARAMS)
   assert set(state) == {"step", "params", "opt", "ema", "reference", "nonfinite", "nonfinite_in_a_row"}
   assert state["reference"]["b"]["kernel"].shape == (1,) and list(state["reference"]) == ["b"]
 

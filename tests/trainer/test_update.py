@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from tests import tiny
+from tests.models.initial import initial
 from trainer import state as state_lib
 from trainer import update as update_lib
 from trainer.config import defaults
@@ -33,7 +34,7 @@ def make(micro_batch_size, *, optimizer=None, clip_norm=0.0, ema_decay=0.0, loss
   update = update_lib.make_update_fn(loss_fn, optimizer, update_lib.Options(
       seed=0, micro_batch_size=micro_batch_size, clip_norm=clip_norm, ema_decay=ema_decay, source_names=sources,
       reference_mix=reference_mix))
-  state = jax.jit(state_lib.make_init(model, optimizer, ema=ema_decay > 0))(jax.random.key(1))
+  state = jax.jit(state_lib.make_fresh(optimizer, ema=ema_decay > 0))(initial(model, 1))
   return jax.jit(update), state
 
 

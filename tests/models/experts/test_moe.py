@@ -458,8 +458,8 @@ def make_update(micro_batch_size):
   update = update_lib.make_update_fn(
       lambda params, batch, rng: seq.loss(model, params, batch, rng, strategy), optimizer,
       update_lib.Options(seed=0, micro_batch_size=micro_batch_size, source_names=("a", "b")))
-  init = state_lib.make_init(model, optimizer, ema=False)
-  return update, init
+  fresh = state_lib.make_fresh(optimizer, ema=False)
+  return update, lambda key: fresh(model.init(key))
 
 
 def spread_router(state):

@@ -101,11 +101,11 @@ def make(kind):
 
   update = update_lib.make_update_fn(loss_fn, optimizer, update_lib.Options(
       seed=0, micro_batch_size=ROWS // 2, clip_norm=1.0, ema_decay=0.9, source_names=("a", "b")))
-  init = state_lib.make_init(model, optimizer, ema=True)
+  fresh = state_lib.make_fresh(optimizer, ema=True)
 
   def decided(key):
     """A router decided enough for uneven loads."""
-    state = init(key)
+    state = fresh(model.init(key))
     if kind == "moe":
       state["params"]["blocks"]["moe"]["router"]["kernel"] *= 6.0
     return state

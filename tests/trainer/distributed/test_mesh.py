@@ -25,7 +25,7 @@ def test_parameters_and_moments_are_really_split():
   model, config = tiny.model(), defaults()
   optimizer = optim.make_optimizer(config.optimizer, config.schedule, model.abstract_params(), total_steps=10,
                                    to_steps=lambda cfg, prefix, default=None, where="": 0)
-  abstract = jax.eval_shape(state_lib.make_init(model, optimizer, ema=True), jax.random.key(0))
+  abstract = jax.eval_shape(state_lib.make_fresh(optimizer, ema=True), model.abstract_params())
   params, notes = mesh_lib.param_shardings(abstract["params"], mesh)
   assert notes == []
   shardings = mesh_lib.state_shardings(abstract, abstract["params"], params, mesh)

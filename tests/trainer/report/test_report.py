@@ -205,6 +205,7 @@ def test_without_it_there_is_no_page_but_what_ran_is_written(corpora, tmp_path):
 
 
 @pytest.mark.parametrize("broken", ["make", "describe"])
+@pytest.mark.host_patches
 def test_what_goes_wrong_with_it_is_a_warning_and_in_tests_an_error(corpora, tmp_path, monkeypatch, caplog, broken):
   def fail(*_):
     raise ZeroDivisionError("of the report")

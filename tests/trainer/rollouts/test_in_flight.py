@@ -89,6 +89,7 @@ def test_a_schedule_of_a_longer_run_keeps_nobody_waiting():
 
 
 @pytest.mark.parametrize("carry", [False, True])
+@pytest.mark.host_patches
 def test_a_run_whose_policies_change_within_rollouts_is_had_again(prompts, tmp_path, monkeypatch, carry):
   """Rollouts of two updates. The third is begun by the policy after 2 updates, and waits for a newer one before its
   second chunk, so that there is a change whatever the clock says; then parameters, samples and metrics are those of

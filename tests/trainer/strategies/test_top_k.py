@@ -18,7 +18,8 @@ CHUNKS = (1000, 30, 7)
 
 
 def kept(teacher_hidden, teacher_kernel, k, chunk=7, cap=None, real=None, temperature=1.0):
-  return top_k.most_probable(Side(teacher_hidden, teacher_kernel, cap, real), k, chunk=chunk, temperature=temperature)
+  return jax.jit(lambda hidden, kernel: top_k.most_probable(
+      Side(hidden, kernel, cap, real), k, chunk=chunk, temperature=temperature))(teacher_hidden, teacher_kernel)
 
 
 def from_kept(hidden, kernel, ids, logprobs, *, beta, chunk, cap=None, real=None, temperature=1.0):
@@ -125,12 +126,12 @@ def test_entries_that_stand_for_nobody_change_nothing(beta, chunk, real):
   none = np.ones((B, T, 2), np.int32)
   padded = (np.concatenate([ids, NOBODY * none], -1),
             np.concatenate([logprobs[..., :-1], NEVER * none, logprobs[..., -1:]], -1, dtype=np.float32))
-  found = jax.value_and_grad(lambda h, w: jnp.sum(from_kept(h, w, *padded, beta=beta, chunk=chunk, real=real)), (0, 1))(
-      hidden, kernel)
+  found = jax.jit(jax.value_and_grad(
+      lambda h, w: jnp.sum(from_kept(h, w, *padded, beta=beta, chunk=chunk, real=real)), (0, 1)))(hidden, kernel)
   with jax.enable_x64():
     exact = [jnp.asarray(np.asarray(x), jnp.float64) for x in (hidden, kernel)]
-    wanted = jax.value_and_grad(lambda h, w: jnp.sum(dense(
-        h, w, ids, jnp.asarray(logprobs, jnp.float64), beta=beta, real=real)), (0, 1))(*exact)
+    wanted = jax.jit(jax.value_and_grad(lambda h, w: jnp.sum(dense(
+        h, w, ids, jnp.asarray(logprobs, jnp.float64), beta=beta, real=real)), (0, 1)))(*exact)
     wanted = jax.tree.map(np.asarray, wanted)
   for mine, theirs in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
     np.testing.assert_allclose(mine, theirs, rtol=1e-6, atol=1e-6 * max(1, np.abs(theirs).max()))
@@ -138,9 +139,15 @@ def test_entries_that_stand_for_nobody_change_nothing(beta, chunk, real):
 
 def test_with_all_entries_it_is_the_whole_divergence_and_with_fewer_never_more():
   hidden, kernel, *teacher = whole.inputs()
-  for beta in whole.BETAS:
+  of_k = [kept(*teacher, k) for k in (1, 8, 30, V)]
+
+  @functools.partial(jax.jit, static_argnums=0)
+  def both(beta, hidden, kernel, teacher, of_k):
     exact = divergence.jensen_shannon(Side(hidden, kernel), Side(*teacher), beta=beta, chunk=7)
-    found = [from_kept(hidden, kernel, *kept(*teacher, k), beta=beta, chunk=7) for k in (1, 8, 30, V)]
+    return exact, [from_kept(hidden, kernel, *of, beta=beta, chunk=7) for of in of_k]
+
+  for beta in whole.BETAS:
+    exact, found = both(beta, hidden, kernel, teacher, of_k)
     np.testing.assert_allclose(found[-1], exact, rtol=1e-6, atol=1e-6)
     assert all((few <= more + 1e-6).all() for few, more in zip(found, found[1:], strict=False))
 

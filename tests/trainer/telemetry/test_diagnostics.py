@@ -218,6 +218,7 @@ def test_bfloat16_updates_that_are_lost_are_told(corpus, tmp_path, narrow):
   assert "of the bfloat16 parameters" in health(tmp_path)["updates_lost"]["text"]
 
 
+@pytest.mark.host_patches
 def test_steps_that_wait_for_data_are_told(corpus, tmp_path, narrow, monkeypatch):
   narrow(2)
   batch = loader.TrainData.batch
