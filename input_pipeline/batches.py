@@ -12,6 +12,7 @@ from input_pipeline.cache import TokenizedSource
 from input_pipeline.chat.image_placeholders import sees
 from input_pipeline.examples.kinds import WITH_ADVANTAGES, WITH_PARTS
 from input_pipeline.examples.registry import learns_texts
+from input_pipeline.examples.routed import INDEX
 from input_pipeline.files import SHOWN_NAME
 from input_pipeline.fitting import OVER_LONG, WHOLE_OVER_LONG, Parts, Pieces, Units, fit, keep_images_whole, ragged
 from input_pipeline.image_batches import ImageLayout, RowImages
@@ -24,8 +25,8 @@ SHOWN_COLUMNS = 8
 
 
 class Kept(NamedTuple):
-  """An array of batches, [B, T, *tail], of what another model says of each trained token, known before the first step:
-  computed then (input_pipeline/reference.py), or a part of the data."""
+  """An array of batches, [B, T, *tail], of what another model says of each trained token, or whose it is, known before
+  the first step: computed then (input_pipeline/reference.py), or a part of the data."""
 
   name: str
   tail: tuple[int, ...] = ()
@@ -238,6 +239,12 @@ class PackedSource:
     self.kept: list[tuple[str, np.ndarray | list[np.ndarray]]] = [
         (name, [values]) for name, values in (("teacher_ids", tokens.teacher_ids),
                                               ("teacher_logprobs", tokens.teacher_logprobs)) if values is not None]
+    self.kept += self.routed
+
+  @property
+  def routed(self) -> list[tuple[str, np.ndarray | list[np.ndarray]]]:
+    """Whose each token is, as `kept` has it, where rows name their teacher."""
+    return [] if self.tokens.teachers is None else [(INDEX, self.tokens.teachers)]
 
   def fill(
       self, batch: dict[str, np.ndarray], where: np.ndarray, epoch: int, rows: np.ndarray, source_id: int

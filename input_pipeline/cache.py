@@ -4,11 +4,12 @@ A cache is a folder `<name>-<key>` with `tokens.bin` (uint16 or uint32, all docu
 [documents + 1], where each document begins), `num_bytes.bin` (int64 [records], UTF-8 bytes of the texts in each
 record), `meta.json`, and, if some document has them, `weights.bin` and `logprobs.bin` (float32, one for each token);
 `teacher_ids.bin` (int32 [tokens, K]) and `teacher_logprobs.bin` (float32 [tokens, K + 1]) are what a teacher has said
-of each token (examples/top_k.py). If documents consist of parts, as preferences do, `parts.bin` (int64 [documents *
-parts + 1], where each part begins) and `roles.bin` (int8 [documents * parts], see roles.py) say which; `advantages.bin`
-(float32 [documents * parts]) are those of sampled completions. Images are kept as images/cache.py says. The key is a
-hash of everything that decides the content, so a changed file, split, tokenizer or template gets another folder. A
-folder appears under its final name by one rename, when it is complete.
+of each token (examples/top_k.py), `teachers.bin` (int16 [tokens]) whose it is (examples/routed.py). If documents
+consist of parts, as preferences do, `parts.bin` (int64 [documents * parts + 1], where each part begins) and `roles.bin`
+(int8 [documents * parts], see roles.py) say which; `advantages.bin` (float32 [documents * parts]) are those of sampled
+completions. Images are kept as images/cache.py says. The key is a hash of everything that decides the content, so a
+changed file, split, tokenizer or template gets another folder. A folder appears under its final name by one rename,
+when it is complete.
 """
 
 import hashlib
@@ -60,6 +61,8 @@ class TokenizedSource(NamedTuple):
   # Of each token, where rows have what a teacher said: see `examples.top_k.TopK`; None: they do not.
   teacher_ids: np.ndarray | None = None
   teacher_logprobs: np.ndarray | None = None
+  # Int16, of each token the teacher that its row names (examples/routed.py); None: rows name none.
+  teachers: np.ndarray | None = None
   # Records that the encoder dropped, by its reasons.
   dropped: dict[str, int] = {}
   # Records by what the encoder took them for.
@@ -202,6 +205,7 @@ def _build(folder: Path, source: Source, encoder: Encoder, vocab_size: int, key:
         "weights": documents.has_weights,
         "logprobs": documents.has_logprobs,
         "top_k": documents.top_k,
+        "routed": documents.routed,
         "parts": documents.parts_each or 0,
         "advantages": documents.has_advantages,
         **documents.images.finish(folder),
@@ -285,6 +289,8 @@ def _arrays(meta: dict) -> dict[str, tuple[str, int]]:
       arrays[name] = ("<f4", meta["tokens"])
   if k := meta.get("top_k"):
     arrays |= {"teacher_ids": ("<i4", meta["tokens"] * k), "teacher_logprobs": ("<f4", meta["tokens"] * (k + 1))}
+  if meta.get("routed"):
+    arrays["teachers"] = ("<i2", meta["tokens"])
   if parts := meta.get("parts", 0) * meta["documents"]:
     arrays |= {"parts": ("<i8", parts + 1), "roles": ("<i1", parts)}
     arrays |= {"advantages": ("<f4", parts)} if meta.get("advantages") else {}

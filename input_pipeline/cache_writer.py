@@ -70,6 +70,8 @@ class Documents:
     self.has_advantages = False
     # Entries of a teacher for each token; 0: there are none.
     self.top_k = 0
+    # Whether documents have a teacher each.
+    self.routed = False
     writer.write("tokens", np.zeros(0, self.dtype))
     writer.write("offsets", np.zeros(1, "<i8"))
 
@@ -96,6 +98,9 @@ class Documents:
     self._write_top_k([d.top_k for d in documents if d.top_k is not None])
     self._write_parts(documents)
     lengths = np.array([len(d.ids) for d in documents], "<i8")
+    if documents[0].teacher is not None:
+      self.routed = True
+      self._writer.write("teachers", np.repeat([d.teacher for d in documents], lengths).astype("<i2"))
     self.images.write(documents, self.tokens + np.cumsum(lengths) - lengths)
     self._writer.write("tokens", ids.astype(self.dtype))
     self._writer.write("offsets", self.tokens + np.cumsum(lengths))

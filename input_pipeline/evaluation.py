@@ -47,8 +47,8 @@ def make_eval_data(
   sources = config.input.sources if sources is None else sources
   if not len(sources):
     raise ConfigError("no evaluation sources: set evals.<name>.sources or input.sources.")
-  if learns == "taught":
-    learns = "conversations"  # what teachers say is only learned from
+  if learns in ("taught", "routed"):
+    learns = "conversations"  # what teachers say, and whose a row is, is only learned from
   opened, packed = [], []
   for name in sorted(sources):
     source, encoder = open_examples(config, tokenizer, sources[name], name, learns=learns, split=split,

@@ -22,6 +22,7 @@ from input_pipeline.bad_rows import BAD_ROW, BadRows, Policy
 from input_pipeline.chat.image_placeholders import BAD_IMAGE
 from input_pipeline.chat.tool_functions import load_tools, schema_of
 from input_pipeline.examples.prompts import Prompt, Prompter
+from input_pipeline.examples.routed import NOBODY, Router
 from input_pipeline.images.images import ImageError, Images
 from input_pipeline.loader import used_sources
 from input_pipeline.mixture import Mixture, stage_weights
@@ -48,6 +49,7 @@ class PromptItem(NamedTuple):
     tools, variables: of the chat template, to render further turns.
     source: index of its source in sorted order.
     number: its place in the stream.
+    teacher: the number of the one that the record names (examples/routed.py); -1: records name none.
   """
 
   prompt: Prompt
@@ -57,6 +59,7 @@ class PromptItem(NamedTuple):
   variables: dict = {}
   source: int = 0
   number: int = -1
+  teacher: int = NOBODY
 
 
 class PromptSource(NamedTuple):
@@ -100,10 +103,11 @@ def make_prompt_data(config: ConfigDict, tokenizer: Tokenizer, progress: bool = 
       logging.warning("source %r has weight 0 throughout and is not used.", name)
   prompter, room = Prompter(config, tokenizer), config.seq_len - rollout.max_new_tokens
   tools = load_tools(rollout.tools, "rollout.tools")
+  router = Router(config.strategy) if config.strategy.get("teacher_key") else None
   sources = []
   for number, name in enumerate(names):
     source = open_source(i.sources[name], name, texts=False)
-    sources.append(_read(source, prompter, config, number, room, progress, tools))
+    sources.append(_read(source, prompter, config, number, room, progress, tools, router))
   starts, weights = stage_weights({n: i.sources[n].weight for n in sorted(i.sources)}, i.weight_stages)
   shares = np.array([[stage[name] for name in names] for stage in weights], np.float64)
   mixture = Mixture(starts, shares, [len(source.items) for source in sources], i.stop, names)
@@ -218,7 +222,7 @@ class PromptData:
 
 
 def _read(source: Source, prompter: Prompter, config: ConfigDict, number: int, room: int,
-          progress: bool, tools: Mapping[str, Callable]) -> PromptSource:
+          progress: bool, tools: Mapping[str, Callable], router: Router | None = None) -> PromptSource:
   """All prompts of a source, of at most `room` tokens."""
   schemas = [schema_of(function) for function in tools.values()]
   items: list = []
@@ -232,6 +236,8 @@ def _read(source: Source, prompter: Prompter, config: ConfigDict, number: int, r
       advance()
       try:
         item = _item(record, prompter, config.rollout.prompt_key, number, schemas)
+        if router is not None:
+          item = item._replace(teacher=router.number(record))
       except DataError as e:
         if isinstance(e, ImageError) and config.input.images.on_error == "drop":
           logging.info("dropped: %s", e)
@@ -272,6 +278,8 @@ def _read(source: Source, prompter: Prompter, config: ConfigDict, number: int, r
 def _content(item: PromptItem) -> list:
   """All that makes a prompt what it is."""
   content = [item.prompt.ids.tolist(), item.content, item.columns, item.tools, item.variables]
+  if item.teacher != NOBODY:
+    content.append(item.teacher)
   images = item.prompt.images
   return [*content, [_hash(image) for image in images.encoded]] if isinstance(images, Images) else content
 

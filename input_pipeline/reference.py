@@ -29,6 +29,7 @@ from absl import logging
 
 from input_pipeline import folders
 from input_pipeline.batches import Arrays, Kept, PackedSource, empty_batch, image_layout
+from input_pipeline.examples.routed import INDEX
 from trainer.errors import ConfigError
 
 VERSION = 1
@@ -36,6 +37,8 @@ VERSION = 1
 WRITTEN = 1 << 22
 # The array of batches that a reference's log-probs are.
 REFERENCE = (Kept("ref_logprobs"),)
+# That of whose each token is, where rows name their teacher.
+ROUTE = Kept(INDEX, (), "int32")
 # {name of an array of a folder: (dtype, values of each token; 0: a number, no array)}; one is called `logprobs`.
 OF_REFERENCE: dict[str, tuple[str, int]] = {"logprobs": ("<f4", 0)}
 
@@ -262,8 +265,10 @@ class PackedData:
     self.images_per_row = self.image_layout.most if self.image_layout else 0
     # Without what other models say until `use`, unless rows have it.
     said = packed[0].tokens.teacher_ids
+    self._routes = () if packed[0].tokens.teachers is None else (ROUTE,)
+    kept = () if said is None else of_teachers(1, said.shape[1])
     self._arrays = Arrays(
-        self.sequences, () if said is None else of_teachers(1, said.shape[1]), advantages=packed[0].advantages,
+        self.sequences, (*kept, *self._routes), advantages=packed[0].advantages,
         images=self.image_layout, prompts=packed[0].shares_prompts,
         logprobs=any(source.tokens.logprobs is not None for source in packed))
 
@@ -290,8 +295,9 @@ class PackedData:
     """A teacher's k most probable entries at each trained token of these sources, or what is needed to compute them;
     see `reference`."""
     packed = [source for source in self._packed if source.tokens.name in sources]
-    return ReferenceLogprobs(packed, self._seq_len, self._pad_id, self._arrays._replace(kept=()), fingerprint,
-                             Path(cache_dir), "teacher", {"ids": ("<i4", k), "logprobs": ("<f4", k + 1)})
+    arrays = self._arrays._replace(kept=self._routes)
+    return ReferenceLogprobs(packed, self._seq_len, self._pad_id, arrays, fingerprint, Path(cache_dir), "teacher", {
+        "ids": ("<i4", k), "logprobs": ("<f4", k + 1)})
 
   def use(self, logprobs: ReferenceLogprobs) -> None:
     """From now on, batches have `ref_logprobs`: that of each token with a weight, 0 elsewhere.
@@ -314,8 +320,8 @@ class PackedData:
       of_source = [values for one in said for mine, values in zip(one.sources, one.values, strict=True)
                    if mine == source.tokens.name]
       source.kept = [(array.name, [values[key] for values in of_source])
-                     for array, key in zip(kept, ("ids", "logprobs"), strict=True)]
-    self._arrays = self._arrays._replace(kept=kept)
+                     for array, key in zip(kept, ("ids", "logprobs"), strict=True)] + source.routed
+    self._arrays = self._arrays._replace(kept=(*kept, *self._routes))
 
   def _empty(self, num_rows: int) -> dict[str, np.ndarray]:
     return empty_batch(num_rows, self._seq_len, self._pad_id, self._arrays)

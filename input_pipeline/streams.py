@@ -123,7 +123,8 @@ class StreamedSource:
     # What is known before anything is read.
     said = np.zeros((0, config.strategy.cached_top_k), np.int32) if learns == "taught" else None
     self.tokens = TokenizedSource(name, np.zeros(0, np.int32), np.zeros(1, np.int64), np.zeros(0, np.int64),
-                                  self._fingerprint, {}, teacher_ids=said)
+                                  self._fingerprint, {}, teacher_ids=said,
+                                  teachers=np.zeros(0, np.int16) if learns == "routed" else None)
     self._file = Path(workdir) / "streams" / f"{hashlib.blake2b(name.encode(), digest_size=8).hexdigest()}.json"
     self._known = self._read()
     # Row of the stream that slot s begins with: part s % parts of an epoch's order; the last is that after the last.

@@ -16,6 +16,7 @@ from ml_collections import ConfigDict
 
 from input_pipeline import batches
 from input_pipeline.examples.kinds import WITH_ADVANTAGES, WITH_PARTS
+from input_pipeline.reference import ROUTE
 from models import api, remat, spec
 from models.quantization import matmul
 from trainer import startup, strategies
@@ -326,7 +327,8 @@ def abstract_batch(config: Any, model: Any, rows: int, *, precompute: bool = Fal
   learns, layout = strategies.learns(config), image_tokens.layout_of(model)
   parts = learns in WITH_PARTS or config.rollout.num_prompts > 0
   row = batches.empty_batch(1, config.seq_len, 0, batches.Arrays(
-      SEGMENTS if parts else 0, kept=reference_lib.kept(config) if precompute else (), prompts=share_prompts,
+      SEGMENTS if parts else 0, prompts=share_prompts,
+      kept=(*(reference_lib.kept(config) if precompute else ()), *((ROUTE,) if learns == "routed" else ())),
       advantages=learns in WITH_ADVANTAGES))
   if config.rollout.num_prompts:
     held = strategies.of(config).keys(config.rollout.updates * config.rollout.epochs)

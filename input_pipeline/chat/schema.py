@@ -41,8 +41,8 @@ WITH_HISTORY = "instruction/output with history"
 COLUMNS = ("messages", "prompt", "completion", "instruction", "input", "output", "response", "history",
            "conversations", "text", "system", "tools", "functions", "chat_template_kwargs", "role", "content", "from",
            "value", "input_ids", "labels", "weights", "teacher_ids", "teacher_logprobs", "chosen", "rejected", "margin",
-           "label", "prompts", "responses", "rewards", "masks", "query", "positive", "negative", "prefix", "suffix",
-           "image", "images")
+           "label", "prompts", "responses", "rewards", "masks", "logprobs", "query", "positive", "negative", "prefix",
+           "suffix", "image", "images")
 ROLES = ("system", "developer", "user", "assistant", "tool")
 # Variables of a template that a row may not set: they follow from the row, or are what functions call what they get.
 RESERVED = ("messages", "tools", "documents", "add_generation_prompt", "continue_final_message", "inert_tokens",

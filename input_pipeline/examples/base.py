@@ -21,8 +21,9 @@ class Encoded(NamedTuple):
   A document may consist of parts, which do not see one another but belong together, such as the two sides of a
   preference: `parts` are their lengths, `roles` what each is (roles.py), and `advantages` a number for each (kinds.py):
   those of sampled completions, or the margin of a chosen one. `logprobs` (float32 [n], NaN: not known) are what the
-  program that sampled the tokens gave them, `top_k` is what a teacher expected in their places. It may have `images`,
-  whose tokens begin at `places`, in ascending order. `remarks` are counted and logged at the start (`remarks.py`).
+  program that sampled the tokens gave them, `top_k` is what a teacher expected in their places, `teacher` the number of
+  the one that the row names (routed.py). It may have `images`, whose tokens begin at `places`, in ascending order.
+  `remarks` are counted and logged at the start (`remarks.py`).
   """
 
   ids: np.ndarray
@@ -35,6 +36,7 @@ class Encoded(NamedTuple):
   remarks: tuple[Remark, ...] = ()
   logprobs: np.ndarray | None = None
   top_k: TopK | None = None
+  teacher: int | None = None
 
 
 class Encoder(Protocol):

@@ -104,6 +104,9 @@ class MatchReader:
     """
     query, positives = self._texts(record, "query"), self._texts(record, "positive")
     for ours, found in (("query", query), ("positive", positives)):
+      if not found and (there := self.columns_of(record, ours)):
+        raise DataError(f"{record.where}: {there[0]} is an empty list; expected a text, or a list of texts. Repair or "
+                        "remove the row.")
       if not found:
         raise DataError(f"{record.where}: no {ours!r} (or null); its columns are {shown_names(record.fields)}. A row "
                         "is query and positive, perhaps with negative; other names are mapped by chat.fields, ours "

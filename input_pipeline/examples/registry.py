@@ -18,6 +18,7 @@ from input_pipeline.examples.conversations import ChatEncoder, fields_of
 from input_pipeline.examples.matches import MatchEncoder
 from input_pipeline.examples.pairs import LabelledEncoder, PairEncoder
 from input_pipeline.examples.rollouts import RolloutEncoder
+from input_pipeline.examples.routed import RoutedEncoder
 from input_pipeline.examples.top_k import COLUMNS as OF_TEACHER
 from input_pipeline.examples.top_k import ROWS, TopKReader
 from input_pipeline.examples.top_k import VERSION as TOP_K_VERSION
@@ -289,10 +290,14 @@ def _taught(config: ConfigDict, tokenizer: Tokenizer | None) -> Encoder:
   return TokenizedEncoder(tokenizer, fields_of(config.chat), top_k=config.strategy.cached_top_k)
 
 
+def _routed(config: ConfigDict, tokenizer: Tokenizer | None) -> Encoder:
+  return RoutedEncoder(_chat(config, tokenizer), config.strategy)
+
+
 # {kind (kinds.py): what encodes its rows}; texts are encoded so only where the model sees images.
 ENCODERS: dict[str, Callable[..., Encoder]] = {
-    "texts": _texts, "conversations": _chat, "taught": _taught, "pairs": PairEncoder,
-    "graded": functools.partial(PairEncoder, graded=True), "labelled": LabelledEncoder,
+    "texts": _texts, "conversations": _chat, "taught": _taught, "routed": _routed,
+    "pairs": PairEncoder, "graded": functools.partial(PairEncoder, graded=True), "labelled": LabelledEncoder,
     "mismatched": functools.partial(LabelledEncoder, mismatched=True), "rollouts": RolloutEncoder,
     "matches": MatchEncoder}
 

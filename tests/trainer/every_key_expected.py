@@ -165,6 +165,7 @@ EXPECTED: dict[str, Any] = {
   "rollout.environment_workers": 2,
   "rollout.turn_share": 1,  # else one a turn
   "rollout.kept_texts": 5,
+  "rollout.share_beginnings": True,
   "rollout.prefill_chunk": 8,
   "rollout.tool_format": "bare",
   "rollout.reward_workers": 2,

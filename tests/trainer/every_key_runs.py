@@ -218,6 +218,12 @@ def runs_of_the_sampler(m: Made) -> int:
   return len(runs)
 
 
+def beginnings_shared(m: Made) -> bool:
+  """Whether the first rollout tells what its prompts had in common."""
+  assert m.begun.first is not None
+  return "rollout/prompt_tokens_shared" in m.begun.run.data.metrics
+
+
 def texts_kept(m: Made) -> int:
   """How many are kept; 0 too where the first rollout does not tell what of its prompts was not run again."""
   assert m.begun.first is not None

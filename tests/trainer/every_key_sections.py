@@ -166,6 +166,14 @@ def questions(files: Files) -> ConfigDict:
   return config
 
 
+def domains(files: Files) -> ConfigDict:
+  """Such questions that name their teacher, "yes" or "no"."""
+  config = questions(files)
+  rows = [dict(prompt=f"q {n}", completion="yes", domain=("yes", "no")[n % 2]) for n in range(12)]
+  config.input.sources.main.path = files.jsonl("domains", rows)
+  return config
+
+
 def preferred(files: Files) -> ConfigDict:
   config = pairs(files)
   config.input.sources.main.update(split="train", validation_fraction=0.5)
@@ -334,6 +342,8 @@ STRATEGY = {
     "beta": program(0.9), "temperature": program(0.7), "cached_top_k": program(3)}).items()},
   **strategies("distill", {"teachers": program(lambda f: {"a": {"path": f.hf}, "b": {"path": f.other_hf}},
                                                {"strategy.teachers": lambda f: {"a": {"path": f.hf}}}, questions),
+                           "teacher_key": data("domain", {"strategy.teachers": lambda f: {
+                               "yes": {"path": f.hf}, "no": {"path": f.hf}}}, domains),
                            "teacher": run(first_reference, lambda f: f.other_hf, {"strategy.teacher": lambda f: f.hf},
                                           questions),
                            "normalize": data("sequence", {"strategy.teacher": lambda f: f.hf}, questions)}),

@@ -34,6 +34,7 @@ from tests.trainer.every_key_bases import (
   turns,
 )
 from tests.trainer.every_key_runs import (
+  beginnings_shared,
   callbacks,
   calls_at_a_time,
   calls_found,
@@ -499,6 +500,7 @@ ROLLOUT = {
   "rollout.environment_workers": run(calls_at_a_time, 2, {"rollout.environment": f"{TOYS}.Echo"}, prompts),
   "rollout.turn_share": run(runs_of_the_sampler, 0.5, {"rollout.environment": f"{TOYS}.Echo"}, prompts),
   "rollout.kept_texts": run(texts_kept, 5, {"rollout.environment": f"{TOYS}.Echo"}, prompts),
+  "rollout.share_beginnings": run(beginnings_shared, True, base=prompts),
   "rollout.prefill_chunk": run(prompts_in_chunks, 8, base=prompts),
   "rollout.tools": data((f"{TOYS}.shout",), ASKED, prompts),
   "rollout.tool_format": run(calls_found, "bare", ASKED | {"rollout.tools": (f"{TOYS}.shout",)}, prompts),

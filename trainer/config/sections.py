@@ -310,6 +310,9 @@ def rollout() -> ConfigDict:
   # Conversations whose keys and values are kept while they wait for an answer, so that of the next turn only what is
   # new is run; others are run again from their beginning. 0: all are (docs/rewards.md).
   c.kept_texts = 0
+  # Run what different prompts have in common at their beginnings, a system prompt say, once for all that are sampled
+  # for at the same time, where it is 64 tokens or more; log-probs are the same to rounding (docs/grpo.md).
+  c.share_beginnings = False
   return c
 
 

@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from trainer.generate.beginnings import Beginnings
 from trainer.generate.kept import Kept
 from trainer.generate.stop_strings import StopStrings
 
@@ -68,6 +69,8 @@ class Request:
     kept: texts that prompts may go on from, without being run again, and to which those are added that end; all of the
       same parameters. None: nothing is kept.
     keep: whether those of each prompt are added. None: all are.
+    beginnings: what prompts have in common is run once for those that come first, and counted here; not for those that
+      come later, so that which prompts share does not depend on when. None: each prompt is run by itself.
     more: asked before each chunk, whether or not any text is left (`idle`), for prompts that come only now. None: there
       are none.
     newer: asked before each chunk for parameters with which all goes on that is not run yet; None: those that there
@@ -92,6 +95,7 @@ class Request:
   until: Callable[[], bool] = lambda: False
   kept: Kept | None = None
   keep: Sequence[bool] | None = None
+  beginnings: Beginnings | None = None
   more: "Callable[[bool], More] | None" = None
   newer: Callable[[], Any] = lambda: None
 

@@ -108,8 +108,10 @@ class Kept:
     self._lent.clear()
 
   def release(self, text: KeptText) -> None:
-    """A prompt has gone on from this text, which `find` gave."""
-    self._lent.remove(text.of or text)
+    """A prompt has gone on from this text, which `find` gave; or from a beginning of its request (beginnings.py), which
+    has no place."""
+    if (text.of or text) in self._lent:
+      self._lent.remove(text.of or text)
 
   def clear(self) -> None:
     """Forgets all texts: the parameters are others now."""

@@ -11,7 +11,8 @@ fewer as texts end; and the cache grows with the texts, in pages where these may
 are compiled once for many prompts.
 
 Long prompts may be run in chunks, between which rows go on (trainer/generate/prefill.py), and texts may be kept, so
-that of a prompt that begins with one only the rest is run (trainer/generate/kept.py).
+that of a prompt that begins with one only the rest is run (trainer/generate/kept.py). What prompts that come together
+have in common at their beginnings may be run once for them (trainer/generate/beginnings.py).
 
 Prompts may hold images, where the model has a tower for them: `images=[[image, …], …]`, and in the ids the placeholder
 tokens that their features take the place of.
@@ -38,7 +39,7 @@ from models import api
 from models.sharding import logical_axes
 from trainer.distributed import mesh as mesh_lib
 from trainer.errors import ConfigError
-from trainer.generate import decoding, image_tokens
+from trainer.generate import beginnings, decoding, image_tokens
 from trainer.generate.buckets import power
 from trainer.generate.completion import Completion, More, Request, collect, joined
 from trainer.generate.decoding import Chunk, State
@@ -117,6 +118,8 @@ class Sampler:
     texts, stop = self._texts(prompts, request), request.stop
     if not texts.prompts:
       return
+    if request.beginnings is not None:
+      self._share(texts, params, request.beginnings, request.kept)
     waiting, shards = Waiting(texts, request.in_order, self.prefill_chunk), self._shards
     prefill = Prefill(self._program, image_tokens.layout_of(self.model), params, waiting, self.prefill_tokens, shards,
                       request.kept)
@@ -201,6 +204,25 @@ class Sampler:
             for ids, part in zip(prompts, shown, strict=True)]
     keep = [True] * len(prompts) if request.keep is None else list(request.keep)
     return Texts(prompts, shown, samples, limits.tolist(), seeds, begun, kept, keep)
+
+  def _share(self, texts: Texts, params: Any, shared: beginnings.Beginnings, kept: Kept | None) -> None:
+    """Runs what prompts that go on from no text have in common; they go on from there. None of them has images."""
+    alone = [i for i, text in enumerate(texts.kept) if text is None and texts.shown[i].causal]
+    for length, members in beginnings.groups([texts.prompts[i] for i in alone], shared.least):
+      one = alone[members[0]]
+      ids, shown = texts.prompts[one][:length], texts.shown[one]
+      waiting = Waiting(Texts([ids], [shown], [range(1)], [1], [0], [0], [None], [False]), chunk=self.prefill_chunk)
+      prefill = Prefill(self._program, image_tokens.layout_of(self.model), params, waiting, self.prefill_tokens,
+                        self._shards, None)
+      while not prefill.ready(1):
+        pass
+      _, (_, slots), _, cache, experts = waiting.prefilled
+      text = KeptText(ids, shown.digest, cache, slots, *experts)
+      for member in members:
+        texts.kept[alone[member]] = text
+      shared.saved += length * (len(members) - 1)
+      if kept is not None:  # which counts each prompt that goes on from there
+        kept.run, kept.reused = kept.run + length, kept.reused - length
 
   def _in_pages(self, count: int, longest: int) -> bool:
     """Whether pages are worth it: rows as long as the longest text would take more than processors keep at hand."""

@@ -8,6 +8,7 @@ B rows, T tokens, V vocabulary.
 """
 
 import dataclasses
+import itertools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -32,6 +33,8 @@ from trainer.telemetry import writers
 
 # Of texts that are generated: prompts, tokens of each, and new ones.
 PROMPTS, PROMPT_TOKENS, NEW_TOKENS = 4, 8, 8
+# Slopes agree that differ by less than this share of them; how many are taken at most.
+AGREE, SLOPES = 1e-2, 8
 
 
 def micro_batches(s: Fixture) -> float:
@@ -221,7 +224,12 @@ def derivative(s: Fixture) -> float:
 
   # Large enough that float32 can tell the objective's values apart, small enough that they are nearly straight.
   step = min(1e-3 * max(abs(metrics.get("objective", metrics["loss"])), 0.1) / norm, 1e-2 * size)
-  return abs((4 * slope(step / 2) - slope(step)) / 3 / norm - 1)
+  slopes = [slope(step), slope(step / 2)]
+  # An objective that is small itself, a divergence of two models that nearly agree say, bends sooner.
+  while abs(slopes[-1] - slopes[-2]) > AGREE * abs(slopes[-1]) and len(slopes) < SLOPES:
+    slopes.append(slope(step / 2**len(slopes)))
+  one, half = min(itertools.pairwise(slopes), key=lambda pair: abs(pair[1] - pair[0]))
+  return abs((4 * half - one) / 3 / norm - 1)
 
 
 def _with_old_policy(s: Fixture) -> dict[str, np.ndarray]:

@@ -20,6 +20,7 @@ import numpy as np
 from ml_collections import ConfigDict
 
 from input_pipeline import loader
+from input_pipeline.examples import top_k
 from trainer import program as program_lib
 from trainer.callbacks import Callback
 from trainer.config import DURATION_UNITS, defaults, reward
@@ -35,7 +36,7 @@ from trainer.telemetry import writers
 STEPS, STOP, TOKENS, ROWS = 3, 1, 16384, 8
 # What is kept of `config.rollout`, as it is or at most.
 OF_ROLLOUTS = ("prompt_key", "stop", "keep_stop", "temperature", "top_k", "top_p", "min_p", "prefill_chunk",
-               "replay_experts", "devices", "tensor")
+               "share_beginnings", "replay_experts", "devices", "tensor")
 
 
 class Result(NamedTuple):
@@ -124,7 +125,7 @@ def slice_of(resolved: ConfigDict, workdir: Path) -> ConfigDict:
   c.model.dropout = c.model.neftune_alpha = c.model.lora.dropout = 0.0
   if "precompute" in c.strategy:
     c.strategy.precompute = False
-  if "cached_top_k" in c.strategy:
+  if "cached_top_k" in c.strategy and c.strategy.get("teacher") != top_k.ROWS:  # there is nobody else who says it
     c.strategy.cached_top_k = 0
   if c.rollout.num_prompts:
     # Nothing is ahead, answers or gives rewards but what is made up here.

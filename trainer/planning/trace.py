@@ -30,7 +30,8 @@ class Trace(NamedTuple):
     host: bytes that it keeps in the host's memory.
     largest: bytes of the largest array among them, of one layer.
     copies: bytes kept that do not grow with the rows: of parameters, in the dtype of products.
-    flops: operations in matrix products, forward and backward, with what is recomputed.
+    flops: operations in matrix products, forward and backward, with what is recomputed, and with what a loss that
+      compares the rows of a batch computes of them before it goes through micro-batches.
   """
 
   kept: float
@@ -98,7 +99,12 @@ def _residuals_and_flops(config: Any, program: program_lib.Program, rows: int) -
   given = (trainable, frozen, state.get("reference"), batch)
   closed, (kept, _) = jax.make_jaxpr(kept_and_gradients, return_shape=True)(*given)
   count = len(jax.tree.leaves(kept))
-  return closed.out_avals[:count], _flops(closed, count)
+  flops, whole = _flops(closed, count), getattr(program.loss_fn, "whole", None)
+  if whole is not None and config.grad_accum_steps > 1:
+    # What is told of the whole batch, the embeddings, is made by a pass of its own before (`update.with_whole`).
+    flops += _flops(jax.make_jaxpr(lambda params, batch: whole(
+        params, batch, lambda fn: fn(batch, jax.random.key(0))))(state["params"], batch))
+  return closed.out_avals[:count], flops
 
 
 def _key(leaf: Any) -> tuple[tuple[int, ...], Any]:

@@ -53,11 +53,11 @@ def check(config: Any) -> None:
     raise ConfigError(f"rollout.engine_timeout_seconds is {c.engine_timeout_seconds}; it must be above 0.")
   if jax.process_count() > 1:
     raise ConfigError("rollout.engine is for runs of one process; the parameters of several are in no one's reach.")
-  for key in ("prefill_chunk", "kept_texts"):
+  for key in ("prefill_chunk", "kept_texts", "share_beginnings"):
     if c[key]:
       raise ConfigError(f"rollout.{key} is {c[key]}, but rollout.engine runs prompts in its own way: use "
-                        f"--config.rollout.{key}=0 (python -m trainer.serve has flags of these names), or leave "
-                        "rollout.engine out.")
+                        f"--config.rollout.{key}={type(c[key])()} (python -m trainer.serve has flags for the like), or "
+                        "leave rollout.engine out.")
   if c.replay_experts:
     raise ConfigError("rollout.replay_experts is True, but servers do not tell which experts tokens went through: use "
                       "--config.rollout.replay_experts=False, or leave rollout.engine out.")

@@ -23,6 +23,7 @@ import numpy as np
 
 from input_pipeline.batches import Arrays, empty_batch
 from input_pipeline.examples.roles import CHOSEN, COMPLETION, REJECTED
+from input_pipeline.examples.routed import INDEX, NOBODY
 from input_pipeline.packing import best_fit_decreasing
 from trainer.generate import image_tokens
 from trainer.generate.buckets import bucket, power
@@ -170,8 +171,8 @@ def make_batch(experience: Experience, units: np.ndarray, form: RowFormat, *, ke
       where each token stands in the experience, -1 for none.
     images: {number of a prompt: its images, uint8 [P, P, 3] each}; other prompts have none.
     added: {trajectory: those that its environment showed}, likewise.
-    of_tokens: {name: float32 [n]}, see `trainer.rollouts.old_policy` and `trainer.rollouts.returns`; of a key without
-      one NaN is written.
+    of_tokens: {name: float32 [n], or int32 of `teacher_index`}, see `trainer.rollouts.old_policy` and
+      `trainer.rollouts.returns`; of a key without one NaN is written, or -1.
 
   Returns:
     tokens, positions, segment_ids, loss_weights [B, T], source_ids [B] (of a row's first sequence), segment_roles
@@ -203,7 +204,7 @@ def make_batch(experience: Experience, units: np.ndarray, form: RowFormat, *, ke
                       Arrays(power(most, MIN_SEGMENTS), prompts=form.share_prompts))
   zeros_BxT = np.zeros_like(batch["loss_weights"])
   extra = {"advantages": np.zeros(batch["segment_roles"].shape, np.float32), "behavior_logprobs": zeros_BxT,
-           "places": np.full(zeros_BxT.shape, -1)}
+           "places": np.full(zeros_BxT.shape, -1), INDEX: np.full(zeros_BxT.shape, NOBODY, np.int32)}
   batch |= {key: extra.get(key, zeros_BxT + np.nan) for key in keys}
   of_tokens = {name: values_n for name, values_n in (of_tokens or {}).items() if name in keys}
   shown = _shown(experience, rows, layout, images or {}, added or {})

@@ -73,6 +73,9 @@ def check(config: Any) -> None:
   if c.kept_texts and c.environment is None and not c.tools:
     raise ConfigError(f"rollout.kept_texts is {c.kept_texts}, but nothing answers completions, and no text goes on: "
                       "give rollout.environment or rollout.tools, or use --config.rollout.kept_texts=0.")
+  if c.share_beginnings and c.in_flight:
+    raise ConfigError("rollout.share_beginnings and rollout.in_flight exclude each other: a prompt would go on with "
+                      "newer parameters from a beginning that older ones ran. Leave one of them out.")
   for key, section in c.rewards.items():
     rewards.check(key, section)
   if ENVIRONMENT in c.rewards and c.environment is not None:

@@ -20,6 +20,7 @@ from input_pipeline.prompt_data import PromptData, PromptItem
 from input_pipeline.steps import Piece
 from trainer import strategies
 from trainer.distributed import processes
+from trainer.generate.beginnings import Beginnings
 from trainer.generate.completion import Completion, More, Request, joined
 from trainer.generate.kept import Kept
 from trainer.metrics import to_floats
@@ -128,6 +129,7 @@ class Producer:
   def __init__(self, config: Any, prompts: PromptData, policy: Policy, workdir: Any):
     c, self._seed, self._prompts = config.rollout, config.seed, prompts
     self._carries, self._max_staleness, self._kept_texts = c.carry_over, c.max_staleness, c.kept_texts
+    self._shares = c.share_beginnings
     self._group_size, self._resample, self._has_environment = c.group_size, c.resample, c.environment is not None
     self._strategy, mask_truncated = strategies.of(config), c.mask_truncated
     self._compares_all = True
@@ -239,16 +241,18 @@ class Producer:
     """(items, episodes of the groups that became whole, these, the others); None: it was left off."""
     began, items = time.perf_counter(), [self._prompts.item(group.number) for group in groups]
     limits, how = self.episodes.asked(items)
+    shared = Beginnings() if self._shares else None
 
     def stream(prompts: list[np.ndarray], places: list[int], **options: Any) -> Iterator[tuple[Completion, int]]:
       options |= how | {key: [how[key][place] for place in places] for key in ("images", "prefixes") if key in how}
-      request = Request(**self._sampling, **options, newer=policies.look)
+      request = Request(**self._sampling, **options, beginnings=shared, newer=policies.look)
       for part in self.sampler.stream(policies.params, prompts, request):
         self._count(part, policies, bar)
         yield part, policies.version
 
     with self._bar(need * self._group_size) as bar:
       found = carried_lib.go_on(groups, need, ages, [item.prompt.ids for item in items], limits, stream, stopped)
+    self._count_shared(shared)
     self._clock["rollout"] += time.perf_counter() - began
     if found is None:
       return None
@@ -272,6 +276,7 @@ class Producer:
     total, began = len(items) * self._group_size, time.perf_counter()
     # Of these parameters, and of episodes that go on: of a seed of their own, no two have a text in common.
     kept = Kept(self._kept_texts, once=True) if self._kept_texts else None
+    shared = Beginnings() if self._shares else None
     with self._bar(total) as bar:
 
       def generate(prompts: list[np.ndarray], more: Callable[..., tuple] | None = None, **options: Any
@@ -283,7 +288,8 @@ class Producer:
           new, ended[:] = list(ended), []
           return More(*more(new, idle))
 
-        request = Request(**self._sampling, **options, kept=kept, more=None if more is None else told,
+        request = Request(**self._sampling, **options, kept=kept, beginnings=shared,
+                          more=None if more is None else told,
                           newer=policies.look)
         for part in self.sampler.stream(policies.params, prompts, request):
           if stopped():
@@ -296,11 +302,16 @@ class Producer:
 
       episodes = self.episodes.run(items, self._group_size, generate, seed)
     self._clock["rollout"] += time.perf_counter() - began
+    self._count_shared(shared)
     if kept is not None:
       for name, count in dict(prompt_tokens_run=kept.run, prompt_tokens_reused=kept.reused,
                               texts_given_up=kept.given_up).items():
         self._of_prompts[name] = self._of_prompts.get(name, 0) + count
     return episodes
+
+  def _count_shared(self, shared: Beginnings | None) -> None:
+    if shared is not None:
+      self._of_prompts["prompt_tokens_shared"] = self._of_prompts.get("prompt_tokens_shared", 0) + shared.saved
 
   def _score(self, items: list[PromptItem], episodes: list[list[Episode]]) -> list[ScoredGroup]:
     """The groups with their rewards, which the first process computes for all."""

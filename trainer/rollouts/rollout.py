@@ -17,6 +17,7 @@ import numpy as np
 from absl import logging
 
 from input_pipeline.chat.image_placeholders import preprocess_of
+from input_pipeline.examples.routed import INDEX
 from input_pipeline.images.images import to_pixels
 from input_pipeline.packing import permutation
 from input_pipeline.prompt_data import PromptData
@@ -78,6 +79,7 @@ class Rollouts:
     self._preprocess = preprocess_of(config) if self._rows.layout else None
     self._old: np.ndarray | None = None  # see trainer/rollouts/old_policy.py
     self._returns = Returns(config.strategy) if self._strategy.critic else None
+    self._routed = self._strategy.learns(config.strategy) == "routed"
     self._valued: dict[str, np.ndarray] = {}  # what it made of the rollout that is trained on
     self.metrics: dict[str, float] = {}
     # Rollouts in a row that taught nothing, and whether there was one that did.
@@ -126,7 +128,8 @@ class Rollouts:
 
   def _keys(self) -> tuple[str, ...]:
     """What batches hold, of the rollout that is trained on, or else of one as the config says."""
-    return self._strategy.keys(self.taken.pieces[-1].every if self._now is None else self._now.steps)
+    held = self._strategy.keys(self.taken.pieces[-1].every if self._now is None else self._now.steps)
+    return (*held, INDEX) if self._routed else held
 
   def example(self, step: int, program: Any) -> dict[str, np.ndarray]:
     """A batch of the smallest shape, of padding alone."""
@@ -156,8 +159,15 @@ class Rollouts:
     order = permutation(self._now.experience.num_units, self._seed, "rollout", self._now.number, epoch)
     units = np.array_split(order, self._now.updates)[update]
     of_tokens = self._valued if self._old is None else self._valued | {"old_logprobs": self._old[epoch]}
+    if self._routed:
+      of_tokens = of_tokens | {INDEX: self._teachers(self._now.experience)}
     return experience_lib.make_batch(self._now.experience, units, self._rows, keys=keys, images=self._images,
                                      added=self._added, of_tokens=of_tokens)
+
+  def _teachers(self, experience: Experience) -> np.ndarray:
+    """Of each token of the experience, int32 [n], the number of the teacher that its prompt's row names."""
+    of_each = [self._prompts.item(number).teacher for number in experience.numbers.tolist()]
+    return np.repeat(np.array(of_each, np.int32), experience.lengths)
 
   def _images_of(self, numbers: Iterable[int]) -> dict[int, Sequence[np.ndarray]]:
     """{number of a prompt: its images}; none where the model sees none."""
@@ -198,7 +208,7 @@ class Rollouts:
     """Goes on from what `saved(step)` gave; None: nothing.
 
     Raises:
-      ConfigError: it is about images of other data.
+      ConfigError: it is about images or teachers of other data.
     """
     self._ahead.restore(step, None, [])
     if meta is None:
@@ -230,10 +240,11 @@ class Rollouts:
       self._old = old if "old_logprobs" in self._keys() and not meta["done"] else None
     self._ahead.restore(step, self._now, waiting)
     left = [rollout for rollout in (None if meta["done"] else self._now, *waiting) if rollout is not None]
-    if left and self._rows.layout and meta["data"] != self.fingerprint:
+    if left and (self._rows.layout or self._routed) and meta["data"] != self.fingerprint:
+      what = "the images of its prompts" if self._rows.layout else "the teachers that its prompts name"
       raise ConfigError(f"the data are no longer those of rollout {left[-1].number}, which is trained on until step "
-                        f"{left[-1].end}: the images of its prompts cannot be had again. Train to that step with the "
-                        "data as they were, then change them.")
+                        f"{left[-1].end}: {what} cannot be had again. Train to that step with the data as they were, "
+                        "then change them.")
     if self._now is not None:
       self._images = self._images_of(set(self._now.experience.numbers.tolist()))
       self._added = self._added_of(self._now.experience)

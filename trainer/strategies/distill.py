@@ -5,7 +5,7 @@ divergence (trainer/strategies/divergence.py): GKD (arXiv 2306.13649), and with 
 Hinton et al. (arXiv 1503.02531) without its factor T². Off-policy the texts are conversations, whose trained tokens are
 those of SFT. On-policy (`rollout.num_prompts` above 0) they are completions that the student samples; its choice of
 tokens has no gradient, as in GKD. The teacher is another model over the same tokens (trainer/strategies/teacher.py), or
-several are, each with its weight (trainer/strategies/teachers.py).
+several are, each with its weight or for the rows that name it (trainer/strategies/teachers.py).
 
 With `cached_top_k` what the teacher says of the data is computed before the first step, cut to its k most probable
 tokens (trainer/strategies/top_k.py), and it leaves the memory. With `teacher` "rows" the data bring it.
@@ -32,7 +32,8 @@ def loss(model: Any, params: Any, batch: dict[str, jax.Array], rng: jax.Array | 
       batch has `teacher_ids` and `teacher_logprobs` (`input_pipeline.reference.of_teachers`).
 
   Returns:
-    (terms, metrics): `loss` is weighted by `loss_weights`; with them the model's own.
+    (terms, metrics): `loss` is weighted by `loss_weights`; of several teachers, `teachers.metrics`; with them the
+    model's own.
   """
   out = model.apply(params, batch, rng=rng, train=rng is not None)
   student = divergence.Side(out.hidden, model.unembedding(params), model.final_logit_cap, model.num_real_vocab)
@@ -50,11 +51,14 @@ def loss(model: Any, params: Any, batch: dict[str, jax.Array], rng: jax.Array | 
     losses = [divergence.jensen_shannon(student, divergence.Side(
         other.apply(given[name], read).hidden, other.unembedding(given[name]), other.final_logit_cap,
         other.num_real_vocab), **options) for name, other in others.items()]
-  loss_BxT = losses[0]
-  if "teacher_weights" in batch:
-    loss_BxT = jnp.sum(batch["teacher_weights"].T[:, :, None] * jnp.stack(losses), axis=0)
+  loss_BxT, metrics = losses[0], dict(out.metrics)
+  if shares := teachers.shares(batch, len(losses)):
+    # Where a share is 0 nothing is added, so that what one teacher alone gives stays what it is, to the bit.
+    loss_BxT = sum((jnp.where(share > 0, share * of_one, 0.0)
+                    for (_, share), of_one in zip(shares, losses, strict=True)), jnp.zeros(()))
+    metrics |= teachers.metrics(list(others), losses, shares, weights_BxT)
   mean = Mean(jnp.sum(loss_BxT * weights_BxT, axis=1), jnp.sum(weights_BxT, axis=1))
-  return {"loss": mean, **out.losses}, dict(out.metrics)
+  return {"loss": mean, **out.losses}, metrics
 
 
 def check(cfg: Any, grad_accum_steps: int, cfg_model: Any) -> None:
@@ -85,9 +89,12 @@ DISTILL = Strategy(loss, data="conversations", rewarded=False, teacher=True, che
     # The model to learn from: a Hugging Face folder, or a run (its workdir or a checkpoint), with the same tokenizer.
     # Or rows: the data have its most probable tokens, in the columns teacher_ids and teacher_logprobs.
     teacher=str,
-    # Several in place of one: {name: dict(path=…, weight=1.0, sources=())}. The loss of a token is the weighted mean of
-    # the divergences from those that teach its row: those of its source, and those without sources.
+    # Several in place of one: {name: dict(path=…, weight=1.0, sources=(), keys=())}. The loss of a token is the
+    # weighted mean of the divergences from those that teach its row: those of its source, and those without sources.
     teachers={},
+    # The column in which each row names the one of `teachers` that it learns from, by its name or one of its `keys`
+    # (multi-teacher distillation by domain); None: there is none.
+    teacher_key=str,
     # The divergence: 0 forward KL(teacher ‖ student), 1 reverse, between them generalised Jensen-Shannon.
     beta=0.5,
     # Divides the logits of both.

@@ -109,6 +109,8 @@ class Strategy:
     """What it learns from as the input pipeline has it, of `input_pipeline.examples.kinds.KINDS`."""
     if self.teacher and cfg.teacher == ROWS:
       return "taught"
+    if self.teacher and cfg.get("teacher_key"):
+      return "routed"
     return "mismatched" if _asked(self.mismatched, cfg) else "graded" if self.graded else self.data
 
   def shares_prompts(self, cfg: Any) -> bool:

@@ -1,7 +1,8 @@
 """The teachers of a run: one, `strategy.teacher`, or several, `strategy.teachers`, and what each has to say where.
 
 The loss of a token is the sum of its divergences from each teacher of its row, by weights that add up to 1. A teacher
-of some sources is heard in their rows alone: a teacher for each domain is a teacher for each source. For the forward KL
+of some sources is heard in their rows alone. With `strategy.teacher_key` rows name their teacher in a column, and are
+taught by that one alone (input_pipeline/examples/routed.py). For the forward KL
 such a sum has the gradient of the divergence from the weighted mean of the distributions, Σ w KL(q_i ‖ p) = KL(q̄ ‖ p) +
 a constant, and for the reverse KL that from their normalised geometric mean.
 
@@ -13,22 +14,25 @@ S sources of the data, K teachers, M the most teachers that a source has.
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
 from input_pipeline.batches import Kept
+from input_pipeline.examples import routed
 from input_pipeline.examples.top_k import ROWS
 from input_pipeline.loader import used_sources
 from input_pipeline.reference import of_teachers
 from input_pipeline.tokenizer.tokenizer import Tokenizer
 from trainer.distributed import mesh as mesh_lib
 from trainer.errors import ConfigError
+from trainer.metrics import Mean
 from trainer.strategies import teacher
 
 KEY = "strategy.teachers"
 # The keys of a teacher among several, with their defaults and types.
 OPTIONS: dict[str, tuple[Any, tuple[type, ...]]] = {
-    "path": (None, (str,)), "weight": (1.0, (int, float)), "sources": ((), (tuple, list))}
+    "path": (None, (str,)), "weight": (1.0, (int, float)), "sources": ((), (tuple, list)), "keys": ((), (tuple, list))}
 
 
 class Teacher(NamedTuple):
@@ -46,7 +50,10 @@ def of(cfg: Any) -> dict[str, Teacher]:
   Raises:
     ConfigError: none, or one that cannot be.
   """
+  column = cfg.get("teacher_key")
   if not cfg.get("teachers"):  # which a strategy of the user's own need not have
+    if column:
+      raise ConfigError(f"strategy.teacher_key is {column!r}, but {KEY} is empty. Name those that rows choose from.")
     if in_rows(cfg):
       return {}
     teacher.find(cfg.teacher)
@@ -54,24 +61,36 @@ def of(cfg: Any) -> dict[str, Teacher]:
   if cfg.teacher is not None:
     raise ConfigError(f"strategy.teacher is {cfg.teacher!r}, and {KEY} has {', '.join(cfg.teachers)}. Give one teacher "
                       "or several: move the first to the others.")
-  found = {}
-  for name, given in cfg.teachers.items():
-    if not name.replace("-", "_").isidentifier():
-      raise ConfigError(f"{KEY} has the name {name!r:.80}; allowed: letters, digits, _ and -, a letter first.")
-    if not isinstance(given, Mapping) and not hasattr(given, "items"):
-      raise ConfigError(f"{KEY}.{name} is {given!r:.80}; it must be a dict such as dict(path='a/model', weight=1.0, "
-                        "sources=('math',)).")
-    values = {key: default for key, (default, _) in OPTIONS.items()} | dict(given.items())
-    for key, value in values.items():
-      if key not in OPTIONS:
-        raise ConfigError(f"{KEY}.{name} has the key {key!r}; allowed: {', '.join(OPTIONS)}.")
-      if not isinstance(value, OPTIONS[key][1]) or isinstance(value, bool):
-        raise ConfigError(f"{KEY}.{name}.{key} is {value!r:.80}; it must be of type {OPTIONS[key][1][-1].__name__}.")
-    if not 0 < values["weight"] < float("inf"):
-      raise ConfigError(f"{KEY}.{name}.weight is {values['weight']}; it must be above 0.")
-    found[name] = Teacher(values["path"], f"{KEY}.{name}.path", float(values["weight"]), tuple(values["sources"]))
-    teacher.find(values["path"], found[name].key)
+  found = {name: _given(name, given, column) for name, given in cfg.teachers.items()}
+  if column:
+    routed.values(cfg.teachers)
   return found
+
+
+def _given(name: str, given: Any, column: str | None) -> Teacher:
+  """A teacher among several as the config has it; `column`: in which rows name theirs."""
+  if not name.replace("-", "_").isidentifier():
+    raise ConfigError(f"{KEY} has the name {name!r:.80}; allowed: letters, digits, _ and -, a letter first.")
+  if not isinstance(given, Mapping) and not hasattr(given, "items"):
+    raise ConfigError(f"{KEY}.{name} is {given!r:.80}; it must be a dict such as dict(path='a/model', weight=1.0, "
+                      "sources=('math',)).")
+  values = {key: default for key, (default, _) in OPTIONS.items()} | dict(given.items())
+  for key, value in values.items():
+    if key not in OPTIONS:
+      raise ConfigError(f"{KEY}.{name} has the key {key!r}; allowed: {', '.join(OPTIONS)}.")
+    if not isinstance(value, OPTIONS[key][1]) or isinstance(value, bool):
+      raise ConfigError(f"{KEY}.{name}.{key} is {value!r:.80}; it must be of type {OPTIONS[key][1][-1].__name__}.")
+  if not 0 < values["weight"] < float("inf"):
+    raise ConfigError(f"{KEY}.{name}.weight is {values['weight']}; it must be above 0.")
+  if column and (values["sources"] or values["weight"] != 1):
+    raise ConfigError(f"{KEY}.{name} has {'sources' if values['sources'] else 'a weight'}, and strategy.teacher_key is "
+                      f"{column!r}: a row learns from the one teacher that it names. Leave out one of the two.")
+  if values["keys"] and not column:
+    raise ConfigError(f"{KEY}.{name}.keys is {tuple(values['keys'])!r:.80}, but strategy.teacher_key is not set. Name "
+                      "the column that has these values.")
+  one = Teacher(values["path"], f"{KEY}.{name}.path", float(values["weight"]), tuple(values["sources"]))
+  teacher.find(one.path, one.key)
+  return one
 
 
 def in_rows(cfg: Any) -> bool:
@@ -174,15 +193,46 @@ def kept(config: Any) -> tuple[Kept, Kept]:
 
 
 def heard(loss_fn: Callable, cfg: Any, source_names: Sequence[str]) -> Callable:
-  """`loss_fn(params, batch, …)`, whose batch gets `teacher_weights`: float32 [B, K], by each row's source; where the
-  batch has what teachers say, [B, M], those of the row's own teachers first."""
-  if len(of(cfg)) <= 1:
+  """`loss_fn(params, batch, …)`, whose batch gets for each row, by its source, `teacher_weights` and whose they are,
+  `teacher_numbers`: [B, K]; where the batch has what teachers say [B, M], those of the row's own teachers first.
+  Unchanged where there is one teacher, or rows name theirs."""
+  if len(of(cfg)) <= 1 or cfg.get("teacher_key"):
     return loss_fn
   w_SxK = weights(cfg, source_names)
-  first_SxK = np.take_along_axis(w_SxK, np.argsort(w_SxK == 0, axis=1, kind="stable"), 1)
+  first_SxK = np.argsort(w_SxK == 0, axis=1, kind="stable").astype(np.int32)
 
   def with_weights(params, batch, *rest):
-    chosen = first_SxK[:, :batch["teacher_ids"].shape[2]] if "teacher_ids" in batch else w_SxK
-    return loss_fn(params, batch | {"teacher_weights": jnp.asarray(chosen)[batch["source_ids"]]}, *rest)
+    numbers = first_SxK[:, :batch["teacher_ids"].shape[2]] if "teacher_ids" in batch else np.sort(first_SxK, axis=1)
+    chosen = np.take_along_axis(w_SxK, numbers, 1)
+    return loss_fn(params, batch | {name: jnp.asarray(of_source)[batch["source_ids"]] for name, of_source in (
+        ("teacher_weights", chosen), ("teacher_numbers", numbers))}, *rest)
 
   return with_weights
+
+
+def shares(batch: Mapping[str, jax.Array], count: int) -> list[tuple[jax.Array, jax.Array]]:
+  """Of each of `count` teachers' divergences at what a place predicts: (the teacher's number, the weight with which it
+  is heard), of shapes that broadcast to [B, T]. None: there is one teacher, heard everywhere."""
+  if routed.INDEX in batch:
+    index_BxT = jnp.roll(batch[routed.INDEX], -1, axis=1)
+    return [(jnp.full((1, 1), n), (index_BxT == n).astype(jnp.float32)) for n in range(count)]
+  if "teacher_weights" in batch:
+    return [(batch["teacher_numbers"][:, n, None], batch["teacher_weights"][:, n, None]) for n in range(count)]
+  return []
+
+
+def metrics(names: Sequence[str], losses: Sequence[jax.Array], heard_as: Sequence[tuple[jax.Array, jax.Array]],
+            weights_BxT: jax.Array) -> dict[str, Any]:
+  """Of each teacher, `teachers/NAME/loss`: its mean divergence where it is heard, and `teachers/NAME/tokens`: the sum
+  of the loss weights there.
+
+  Args:
+    names: of all. losses: divergences, [B, T] each. heard_as: see `shares`. weights_BxT: of the loss.
+  """
+  found: dict[str, Any] = {}
+  for number, name in enumerate(names):
+    mine = [jnp.where((whose == number) & (share > 0), weights_BxT, 0.0) for whose, share in heard_as]
+    tokens = sum(jnp.sum(own_BxT) for own_BxT in mine)
+    total = sum(jnp.sum(own_BxT * loss_BxT) for own_BxT, loss_BxT in zip(mine, losses, strict=True))
+    found |= {f"teachers/{name}/loss": Mean(total, tokens), f"teachers/{name}/tokens": tokens}
+  return found

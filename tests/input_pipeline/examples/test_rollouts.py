@@ -76,6 +76,13 @@ def test_turns_of_a_tool_are_not_trained():
   assert parts(found)[0] == CHAT + "\n<|im_start|>tool\n4<|im_end|>\n<|im_start|>assistant\n\n"
 
 
+def test_each_column_may_have_another_name():
+  row = {"q": [5], "said": [[7, 8]], "scores": [1], "of": [True], "lp": [[-1.0, -2.0]]}
+  (found,) = encode(row, fields=(("prompt", "q"), ("responses", "said"), ("rewards", "scores"), ("masks", "of"),
+                                 ("logprobs", "lp")))
+  assert found.ids.tolist() == [5, 7, 8] and found.logprobs.tolist()[1:] == [-1, -2]
+
+
 @pytest.mark.parametrize("baseline, scale, expected", [
     ("group", "none", [-1.0, 2.0, -1.0]),
     # The sample deviation of 0, 3, 0 is sqrt((1 + 4 + 1) / 2).

@@ -14,7 +14,7 @@ from input_pipeline import loader
 from tests import tiny
 from tests.trainer import rollout_runs, test_image_runs
 from tests.trainer.strategies import test_dpo_runs as test_dpo
-from tests.trainer.strategies import test_reward
+from tests.trainer.strategies import test_reward, test_teachers
 from tests.trainer.strategies import test_sft_runs as test_sft
 from trainer import strategies
 from trainer.errors import ConfigError
@@ -94,11 +94,12 @@ OWN = {
                  "log-probs: generated, in one pass"),
     "images": ("loss and gradient: packed, one document a row", "hidden states that a later token changes",
                "hidden states that another document changes"),
+    "taught": ("loss and gradient: packed, one document a row", "derivative along the gradient: its norm"),
 }
 
 
 @pytest.mark.parametrize("name", [
-    pytest.param(name, marks=pytest.mark.devices(1)) if name == "rollouts" else name for name in OWN])
+    pytest.param(name, marks=pytest.mark.devices(1)) if name in ("rollouts", "taught") else name for name in OWN])
 @pytest.mark.host_patches
 def test_strategies(folder, tmp_path, monkeypatch, name):
   if name == "sft":
@@ -109,9 +110,13 @@ def test_strategies(folder, tmp_path, monkeypatch, name):
     c = rollout_runs.config(rollout_runs.write_prompts(folder))
     # What needs something that answers, which is left out.
     c.rollout.update(environment=f"{rollout_runs.TOYS}.Echo", kept_texts=2, turn_share=0.5)
+  elif name == "taught":
+    # What a model of the same size says that knows nothing yet, either: the objective is small and bends soon.
+    _, file = test_teachers.taught_rows(folder, tiny.hf_folder(folder / "teacher", vocab_size=258), 4)
+    c = test_teachers.taught_config(folder, file, "best_fit", teacher="rows", cached_top_k=3, beta=0.3)
   else:
     c = test_image_runs.config(folder, "sft")
-  if name != "rollouts":
+  if name not in ("rollouts", "taught"):
     c.mesh.update(data=2, fsdp=1, tensor=2, context=2 if name == "sft" else 1, expert=1 if name == "sft" else 2)
   monkeypatch.setattr(invariances, "CHECKS", [check for check in invariances.CHECKS if check.what in OWN[name]])
   results = verify.verify(c, tmp_path)
@@ -151,6 +156,19 @@ def test_one_ratio_beside_1_is_told(tmp_path):
   assert of(ratio_mean=1.0 + 2**-23, approx_kl=0.0) > 0
   with pytest.raises(Skip, match="no ratios"):
     of()
+
+
+@pytest.mark.parametrize("wrong", [1.0, 1.1, 0.5])
+def test_an_objective_that_bends_soon_has_its_derivative(wrong):
+  """Of 1e-4 (1 + tanh 30 x), in float32: bent at the first step that is tried. A gradient that is wrong stays so."""
+  def gradient(batch, params=None):
+    x = np.float32(0.1) if params is None else params["w"][0]
+    slope = 30e-4 * (1 - np.tanh(3.0) ** 2)
+    return {"w": np.array([wrong * slope, 0], np.float32)}, {"loss": float(np.float32(1e-4) * (1 + np.tanh(30 * x)))}
+
+  given = SimpleNamespace(built_in=False, batch={}, params={"w": np.array([0.1, 10], np.float32)}, gradient=gradient,
+                          config=SimpleNamespace(strategy=None))
+  assert invariances.derivative(given) == pytest.approx(abs(1 / wrong - 1), abs=1e-2)
 
 
 def broken(monkeypatch, what):

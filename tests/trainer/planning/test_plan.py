@@ -18,6 +18,7 @@ from models.attention.dispatch import attention
 from tests import tiny
 from trainer import program as program_lib
 from trainer.config import checks as config_checks
+from trainer.config import strategy
 from trainer.distributed import mesh as mesh_lib
 from trainer.errors import ConfigError
 from trainer.planning import collectives
@@ -262,6 +263,16 @@ def test_remat_full_keeps_what_enters_each_layer_and_multiplies_it_again():
   # Of a layer's three products forward and backward one is repeated, but not the last one, whose result nobody needs.
   again, whole = (costs[4, "full"].flops - costs[2, "full"].flops, costs[4, "none"].flops - costs[2, "none"].flops)
   assert 1.15 < again / whole <= 4 / 3
+
+
+def test_embeddings_that_micro_batches_are_told_of_cost_a_forward_pass_more():
+  """GradCache: 4 passes where one batch takes 3, forward once and backward twice; texts compared are few products."""
+  costs = []
+  for accum in (1, 2):
+    config = resolved(batch_size=16, grad_accum_steps=accum, remat="none", strategy=strategy("contrastive"),
+                      model=dict(head="embedding", num_layers=1))
+    costs.append(planner_of(config).traced()[1].flops)
+  assert costs[1] / costs[0] == pytest.approx(4 / 3, rel=0.02)
 
 
 def test_model_flops_are_those_that_mfu_is_made_of():

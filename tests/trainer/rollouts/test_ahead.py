@@ -280,6 +280,9 @@ def test_an_error_of_the_sampler_ends_the_run_and_a_stop_does_not_wait_for_it():
     (dict(max_staleness=0, schedule="x.jsonl"), "rollout.schedule is 'x.jsonl', but with rollout.max_staleness=0"),
     (dict(concurrent=True, schedule="x.jsonl"), "Use --config.rollout.concurrent=False"),
     (dict(in_flight=True), "Use --config.rollout.concurrent=True, or leave rollout.in_flight out"),
+    (dict(in_flight=True, concurrent=True, share_beginnings=True), "rollout.share_beginnings and rollout.in_flight ex"),
+    (dict(share_beginnings=True, engine="http://127.0.0.1:9"),
+     "use --config.rollout.share_beginnings=False"),
     (dict(in_flight=True, concurrent=True, engine="http://127.0.0.1:9"), "and there is rollout.engine"),
     (dict(max_staleness=1, carry_over=True), "Use --config.rollout.max_staleness=2 or more, or leave rollout.ca"),
     (dict(carry_over=True, environment="tests.trainer.rollout_toys.Echo"), "there is rollout.environment"),
@@ -293,6 +296,13 @@ def test_an_error_of_the_sampler_ends_the_run_and_a_stop_does_not_wait_for_it():
 def test_what_cannot_be_is_refused_with_what_to_type(prompts, tmp_path, change, said):
   with pytest.raises(ConfigError, match=re.escape(said)):
     train(config(prompts, **change), tmp_path / "w")
+
+
+def test_experts_of_two_policies_are_not_replayed(prompts, tmp_path):
+  c = config(prompts, max_staleness=2, carry_over=True, replay_experts=True)
+  c.model.moe.num_experts = 2
+  with pytest.raises(ConfigError, match="rollout.carry_over and rollout.replay_experts exclude each other"):
+    train(c, tmp_path / "w")
 
 
 @pytest.mark.devices(8)

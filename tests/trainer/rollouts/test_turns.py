@@ -1,5 +1,6 @@
 """Episodes whose turns are interleaved: what is asked when, and the same episodes as turn by turn."""
 
+import json
 import random
 import threading
 import time
@@ -120,6 +121,23 @@ def test_texts_that_are_kept_between_turns_change_no_token(prompts, tmp_path, sh
   assert run[16] + reused[16] == run[3] + reused[3]  # all tokens of all turns' prompts
   assert reused[16] > run[16] / 2 and reused[3] < reused[16] / 2 and given_up[16] == 0 < given_up[3]
   assert "rollout/prompt_tokens_run" not in rows_of(tmp_path / "again")[1]
+
+
+def test_beginnings_that_prompts_share_change_no_token(prompts, tmp_path):
+  """Behind 70 letters in common. A rollout that is sampled again is the same, to the bit."""
+  file = tmp_path / "long.jsonl"
+  file.write_text("".join(json.dumps(dict(prompt=70 * "x" + f" {n}: ", number=n, answer="a")) + "\n" for n in range(8)))
+  runs = []
+  for name, shares in (("alone", False), ("shared", True), ("again", True)):
+    c = rollout_runs.config([file], seq_len=96, total_steps=1, rollout=dict(share_beginnings=shares))
+    runs.append(train(c, tmp_path / name).data._now.experience)
+  alone, shared, again = runs
+  np.testing.assert_array_equal(alone.tokens, shared.tokens)
+  np.testing.assert_allclose(alone.logprobs, shared.logprobs, atol=2e-5)
+  np.testing.assert_array_equal(shared.logprobs, again.logprobs)
+  rows = {name: rows_of(tmp_path / name)[1] for name in ("alone", "shared")}
+  assert rows["shared"]["rollout/prompt_tokens_shared"] >= 3 * 70
+  assert "rollout/prompt_tokens_shared" not in rows["alone"]
 
 
 def test_what_fails_or_hangs_costs_its_own_episode(prompts, tmp_path):

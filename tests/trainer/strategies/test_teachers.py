@@ -10,10 +10,11 @@ import pytest
 
 from models import hf
 from tests import tiny
+from tests.models.initial import initial
 from tests.trainer.strategies import test_distill as distill
 from tests.trainer.strategies.pairs import jitted_logits
 from tests.trainer.strategies.test_distill import Keep
-from trainer import train
+from trainer import strategies, train
 from trainer.config import evaluator, source, strategy
 from trainer.errors import ConfigError, DataError
 
@@ -264,3 +265,196 @@ def test_kept_tokens_on_a_mesh(tmp_path):
     found.append(losses())
     assert "reference" not in run.state
   assert found[0] == pytest.approx(found[1], abs=1e-5)
+
+
+# ---------------------------------------------------------------- teachers that rows name
+
+
+def routed_config(folder, paths, *, of=distill.config_of, names="abb", **options):
+  """16 rows, which name their teachers in the column `domain`, in this order again and again: b as "code"."""
+  changed = {key: options.pop(key) for key in ("total_steps",) if key in options}
+  c = of(folder, **changed)
+  teachers = {"a": dict(path=str(paths["a"])), "b": dict(path=str(paths["b"]), keys=("code", "b"))}
+  c.strategy = strategy("distill", **(dict(beta=BETA, temperature=TEMPERATURE, teacher_key="domain",
+                                           teachers=teachers) | options))
+  rows = [dict(prompt=f"{i} and", completion=f" {i + 1}", domain={"a": "a", "b": "code"}[names[i % len(names)]])
+          for i in range(16)]
+  file = folder / "routed.jsonl"
+  file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+  c.input.sources.main.path = str(file)
+  return c
+
+
+def routed_by_hand(c, paths):
+  """{step: (the loss, {teacher: (its mean, its tokens)})} of the teacher of each token, in float64."""
+  student, teachers, found = distill.tiny_student(c), {name: hf.load(path) for name, path in paths.items()}, {}
+  for step, (before, batch, _) in Keep.found.items():
+    everything = [np.asarray(jitted_logits(model)(params, batch), np.float64)[..., :258] / TEMPERATURE
+                  for model, params in ((student, jax.tree.map(jnp.asarray, before)), *teachers.values())]
+    logp, *logqs = (z - np.log(np.exp(z).sum(-1, keepdims=True)) for z in everything)
+    sums, tokens = np.zeros(2), np.zeros(2)
+    for row, t in np.argwhere(batch["loss_weights"] > 0):
+      whose = batch["teacher_index"][row, t]
+      a, b = logp[row, t - 1], logqs[whose][row, t - 1]
+      m = np.log((1 - BETA) * np.exp(a) + BETA * np.exp(b))
+      sums[whose] += (BETA * np.exp(b) * (b - m) + (1 - BETA) * np.exp(a) * (a - m)).sum()
+      tokens[whose] += 1
+    found[step] = sums.sum() / tokens.sum(), {
+        name: (sums[n] / tokens[n], tokens[n]) for n, name in enumerate(paths) if tokens[n]}
+  return found
+
+
+def logged(workdir):
+  rows = [json.loads(line) for line in (workdir / "metrics.jsonl").read_text().splitlines()]
+  return {row["step"]: row for row in rows if "loss" in row}
+
+
+def check_routed(c, paths, workdir):
+  """The losses, and what is told of each teacher."""
+  wanted, told = routed_by_hand(c, paths), logged(workdir)
+  assert losses() == pytest.approx({step: loss for step, (loss, _) in wanted.items()}, abs=1e-6)
+  for step, (_, of_each) in wanted.items():
+    for name in paths:
+      mean, tokens = of_each.get(name, (None, 0))
+      assert told[step][f"teachers/{name}/tokens"] == tokens
+      assert told[step].get(f"teachers/{name}/loss") == (mean and pytest.approx(mean, abs=1e-6))
+
+
+@pytest.mark.parametrize("packing, top_k", [("best_fit", 0), ("none", 258)])
+def test_each_row_learns_from_the_teacher_that_it_names(tmp_path, packing, top_k):
+  """By loops over all logits in float64; packed, rows of several teachers are side by side, and of the kept tokens of
+  all teachers the row's own are taken."""
+  paths = folders(tmp_path)
+  c = routed_config(tmp_path, paths, total_steps=2, cached_top_k=top_k)
+  c.input.packing, c.log_steps, c.seq_len = packing, 1, 32 if packing == "best_fit" else 16
+  train(c, tmp_path / "w")
+  check_routed(c, paths, tmp_path / "w")
+  texts = [json.loads(line) for line in (tmp_path / "routed.jsonl").read_text().splitlines()]
+  whose = {f"{row['prompt']}{row['completion']}": "ab".index(row["domain"][0].replace("c", "b")) for row in texts}
+  seen = set()
+  for _, batch, _ in Keep.found.values():
+    for row, segments in enumerate(batch["segment_ids"]):
+      for segment in range(1, segments.max(initial=0) + 1):
+        ids = batch["tokens"][row][segments == segment]
+        text = bytes(int(i) for i in ids if i < 256).decode()
+        trained = (segments == segment) & (batch["loss_weights"][row] > 0)
+        assert set(batch["teacher_index"][row][trained]) == {whose[text]}
+        seen.add(whose[text])
+  assert seen == {0, 1}
+
+
+def test_gradients_are_those_of_the_dense_formula_of_each_tokens_teacher(tmp_path):
+  paths, rng = folders(tmp_path), np.random.default_rng(0)
+  c = routed_config(tmp_path, paths)
+  teachers, student = {name: hf.load(path) for name, path in paths.items()}, distill.tiny_student(c)
+  params = initial(student)
+  shape = (3, 12)
+  batch = dict(tokens=rng.integers(0, 258, shape), positions=np.arange(12)[None].repeat(3, 0),
+               segment_ids=np.ones(shape, np.int32), loss_weights=rng.integers(0, 3, shape).astype(np.float32),
+               teacher_index=rng.integers(0, 2, shape).astype(np.int32), source_ids=np.zeros(3, np.int32))
+  batch["loss_weights"][:, 0] = 0
+
+  def ours(params):
+    terms, _ = strategies.find("distill").loss(
+        student, params, batch, None, c.strategy, {"teacher": {name: given for name, (_, given) in teachers.items()}})
+    return jnp.sum(terms["loss"].sum) / jnp.sum(terms["loss"].weight)
+
+  def dense(params):
+    def logp(model, params):
+      return jax.nn.log_softmax(model.logits(params, batch)[..., :258] / TEMPERATURE)
+
+    a = logp(student, params)[:, :-1]
+    of_each = jnp.stack([logp(model, given)[:, :-1] for model, given in teachers.values()])
+    b = jnp.take_along_axis(of_each, batch["teacher_index"][None, :, 1:, None], 0)[0]
+    m = jnp.log((1 - BETA) * jnp.exp(a) + BETA * jnp.exp(b))
+    of_token = (BETA * jnp.exp(b) * (b - m) + (1 - BETA) * jnp.exp(a) * (a - m)).sum(-1)
+    return jnp.sum(of_token * batch["loss_weights"][:, 1:]) / batch["loss_weights"].sum()
+
+  (loss, grads), (wanted, others) = (jax.jit(jax.value_and_grad(fn))(params) for fn in (ours, dense))
+  assert float(loss) == pytest.approx(float(wanted), abs=1e-6)
+  jax.tree.map(lambda one, other: np.testing.assert_allclose(one, other, atol=1e-6), grads, others)
+
+
+def test_gradients_of_rows_of_one_teacher_are_what_it_alone_gives(tmp_path):
+  """Parameters after steps, which are gradients added up, are the same to the bit."""
+  paths, states = folders(tmp_path), []
+  for options in (dict(), dict(teacher_key=None, teachers={}, teacher=str(paths["b"]))):
+    c = routed_config(tmp_path, paths, names="b", total_steps=2, **options)
+    run = train(c, tmp_path / f"w{len(states)}")
+    states.append((losses(), jax.device_get(run.state["params"])))
+  (routed, params), (alone, others) = states
+  assert routed == alone and len(alone) == 2
+  jax.tree.map(np.testing.assert_array_equal, params, others)
+
+
+def routed_rollouts(folder, paths, **options):
+  c = routed_config(folder, paths, of=lambda folder, **changed: distill.on_policy(folder, None, **changed),
+                    total_steps=2, **options)
+  c.rollout.num_prompts, c.log_steps, c.input.share_prompts = 4, 1, "never"
+  return c
+
+
+def test_on_policy_each_completion_has_the_teacher_that_its_row_names(tmp_path):
+  paths = folders(tmp_path)
+  c = routed_rollouts(tmp_path, paths, names="ab")
+  train(c, tmp_path / "w")
+  check_routed(c, paths, tmp_path / "w")
+  whose, seen = {f"{i} and": i % 2 for i in range(16)}, set()
+  for _, batch, _ in Keep.found.values():
+    for row, segments in enumerate(batch["segment_ids"]):
+      for segment in range(1, segments.max(initial=0) + 1):
+        mine = segments == segment
+        ids = batch["tokens"][row][mine & (batch["loss_weights"][row] == 0)]
+        prompt = bytes(int(i) for i in ids if i < 256).decode()
+        assert set(batch["teacher_index"][row][mine & (batch["loss_weights"][row] > 0)]) == {whose[prompt]}
+        seen.add(whose[prompt])
+  assert seen == {0, 1}
+
+
+def test_within_a_rollout_a_run_goes_on_with_the_same_teachers(tmp_path):
+  """And not with rows that name others."""
+  paths = folders(tmp_path)
+  train(routed_rollouts(tmp_path, paths, names="ab"), tmp_path / "whole")
+  whole = losses()
+  c = routed_rollouts(tmp_path, paths, names="ab")
+  c.callbacks.keep.stop = 1
+  train(c, tmp_path / "parts")
+  first = losses()
+  c = routed_rollouts(tmp_path, paths, names="ba")
+  c.allow_config_changes = True
+  with pytest.raises(ConfigError, match="the teachers that its prompts name cannot be had again"):
+    train(c, tmp_path / "parts")
+  train(routed_rollouts(tmp_path, paths, names="ab"), tmp_path / "parts")
+  assert first | losses() == whole and list(first) == [1]
+
+
+@pytest.mark.parametrize("of", ["file", "stream", "rollout"])
+def test_rows_without_a_teacher_are_refused_by_their_line(tmp_path, of):
+  paths = folders(tmp_path)
+  for value, message in ((None, "no 'domain' .or null., which names the row's teacher .strategy.teacher_key.; its "
+                          "columns are .*Give it: one of 'a', 'code', 'b'"),
+                         ("cod", "'domain' is 'cod', which is no teacher; allowed: 'a', 'code', 'b'"),
+                         (3, "'domain' is 3, which is no teacher")):
+    c = routed_config(tmp_path, paths, of=(lambda folder, **changed: distill.on_policy(folder, None, **changed))
+                      if of == "rollout" else distill.config_of)
+    c.input.sources.main.stream_files = int(of == "stream")
+    file = tmp_path / "routed.jsonl"
+    lines = [json.loads(line) for line in file.read_text().splitlines()]
+    lines[4]["domain"] = value
+    file.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    with pytest.raises(DataError, match=f"routed.jsonl:5: {message}"):
+      train(c, tmp_path / "w")
+  assert not list((tmp_path / "w").glob("checkpoints/*"))
+
+
+def test_routes_that_cannot_be_are_refused(tmp_path):
+  paths = folders(tmp_path)
+  a, b = (dict(path=str(paths[name])) for name in "ab")
+  for options, message in (
+      (dict(teachers={}, teacher=a["path"]), "strategy.teacher_key is 'domain', but strategy.teachers is empty"),
+      (dict(teachers={"a": a | {"sources": ("main",)}}), "strategy.teachers.a has sources, and strategy.teacher_key"),
+      (dict(teachers={"a": a | {"weight": 2.0}}), "strategy.teachers.a has a weight, and strategy.teacher_key"),
+      (dict(teachers={"a": a, "b": b | {"keys": ("a",)}}), "strategy.teachers.b.keys has 'a', which stands for 'a'"),
+      (dict(teachers={"a": a | {"keys": ("x",)}}, teacher_key=None), "strategy.teachers.a.keys is .* is not set")):
+    with pytest.raises(ConfigError, match=message):
+      train(routed_config(tmp_path, paths, **options), tmp_path / "w")
