@@ -1,6 +1,7 @@
 """Activations: those with a gate (Shazeer 2020, arXiv 2002.05202), and plain ones."""
 
 import functools
+import math
 import statistics
 
 import jax
@@ -24,7 +25,19 @@ UNGATED = {
     "silu": jax.nn.silu,
     "relu2": lambda x: jnp.square(jax.nn.relu(x)),
 }
-ACTIVATIONS = (*GATED, *UNGATED)
+# What is learned of xielu, which has no gate, and the values it begins with: softplus of the first is 0.8,
+# and so is 0.5 + that of the second; the others are not trained.
+XIELU = {"alpha_p": math.log(math.expm1(0.8)), "alpha_n": math.log(math.expm1(0.3)), "beta": 0.5, "eps": -1e-6}
+ACTIVATIONS = (*GATED, *UNGATED, "xielu")
+
+
+def xielu(x: jax.Array, alpha_p: jax.Array, alpha_n: jax.Array, beta: jax.Array, eps: jax.Array) -> jax.Array:
+  """a x² + b x for x above 0, c (exp(min(x, eps)) - 1 - x) + b x for others, with a = softplus(alpha_p), b = beta and
+  c = b + softplus(alpha_n) (xIELU, Huang and Schlag 2024, arXiv 2411.13010); in float32, rounded once."""
+  f32 = x.astype(jnp.float32)
+  a, c = jax.nn.softplus(alpha_p), beta + jax.nn.softplus(alpha_n)
+  negative = c * (jnp.expm1(jnp.minimum(f32, eps)) - f32)
+  return made_once((jnp.where(f32 > 0, a * f32 * f32, negative) + beta * f32).astype(x.dtype))
 
 
 def sparse_gates(gate: jax.Array, sparsity: float) -> jax.Array:

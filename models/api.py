@@ -43,6 +43,9 @@ class Output(NamedTuple):
   losses: dict[str, Mean] = {}
   # Metrics of its own, as a strategy's.
   metrics: dict[str, Any] = {}
+  # Of a model that also predicts tokens further ahead, hidden states [k, B, T, D] after their norms: the k-th of a
+  # token predicts, by the same unembedding, the one after the next k (models/mtp.py). None: it does not.
+  ahead: jax.Array | None = None
 
 
 class Model(Protocol):

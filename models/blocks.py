@@ -61,10 +61,10 @@ class SelfAttention(nnx.Module):
                ) -> tuple[jax.Array, tuple[jax.Array, jax.Array] | Cache]:
     """(output, (keys, values) [B, T, G, K], or, with a `past` of one token, its cache with those of it).
 
-    `rope`: a `rope_table`; or, for no rotation, a factor on queries [B, T, 1, 1] or None. `key`: for dropout on the
-    adapters' input; None: no dropout. `past`: where the tokens of each row find those before them; None: rows begin
-    here. `lent`: the keys and values of the layer whose this one uses, if it has none of its own; a `past` is then that
-    layer's.
+    `rope`: a `rope_table`, with a factor on queries [B, T, 1, 1] or without; or that alone, or None. `key`: for dropout
+    on the adapters' input; None: no dropout. `past`: where the tokens of each row find those before them; None: rows
+    begin here. `lent`: the keys and values of the layer whose this one uses, if it has none of its own; a `past` is
+    then that layer's.
     """
     s = self.spec
     B, T, _ = x_BxTxD.shape
@@ -72,12 +72,11 @@ class SelfAttention(nnx.Module):
     q, *made = apply_linears(linears, x_BxTxD, key)
     q_BxTxHxK = named(constrain(q.reshape(B, T, s.num_heads, -1), "batch", "length", "heads", None), "qkv")
     q_BxTxHxK, gate_BxTxHxK = q_BxTxHxK[..., :self.head_dim], q_BxTxHxK[..., self.head_dim:]
-    if self.q_norm is not None:
-      q_BxTxHxK = self._normalise(self.q_norm, q_BxTxHxK)
+    q_BxTxHxK, factor = self._turned(self.q_norm, q_BxTxHxK, rope), rope
     if isinstance(rope, tuple):
-      q_BxTxHxK = self._rotate(q_BxTxHxK, rope)
-    elif rope is not None:
-      q_BxTxHxK = (q_BxTxHxK.astype(jnp.float32) * rope).astype(q_BxTxHxK.dtype)
+      factor = rope[2] if len(rope) > 2 else None
+    if factor is not None:
+      q_BxTxHxK = (q_BxTxHxK.astype(jnp.float32) * factor).astype(q_BxTxHxK.dtype)
     k_BxTxGxK, v_BxTxGxK = self._keys_and_values(made, rope, B, T) if made else lent or (None, None)
     options: dict[str, Any] = dict(scale=s.attention_scale, logit_cap=s.attention_logit_cap,
                                    sinks_H=None if self.sinks is None else self.sinks[...])
@@ -109,16 +108,20 @@ class SelfAttention(nnx.Module):
             for part in made]
     k_BxTxGxK, *values = (named(part, "qkv") for part in made)
     v_BxTxGxK = values[0] if values else k_BxTxGxK
-    if self.k_norm is not None:
-      k_BxTxGxK = self._normalise(self.k_norm, k_BxTxGxK)
     if self.spec.value_norm:
       v_BxTxGxK = rms_normalised(v_BxTxGxK, self.spec.norm_eps)
-    return self._rotate(k_BxTxGxK, rope) if isinstance(rope, tuple) else k_BxTxGxK, v_BxTxGxK
+    return self._turned(self.k_norm, k_BxTxGxK, rope), v_BxTxGxK
 
-  def _rotate(self, x_BxTxHxK: jax.Array, table: tuple[jax.Array, jax.Array]) -> jax.Array:
-    """Queries or keys, rotated; and then normalised, if all that is rotated is."""
-    x_BxTxHxK = apply_rope(x_BxTxHxK, table, self.spec.rope_interleaved)
-    last = self.spec.qk_norm and self.spec.qk_norm_over == "unscaled"
+  def _turned(self, norm: Norm | None, x_BxTxHxK: jax.Array, rope: Any) -> jax.Array:
+    """Queries or keys, rotated, if there is a table, and normalised before that or after."""
+    rotates, over = isinstance(rope, tuple), self.spec.qk_norm_over
+    if norm is not None and over != "rotated":
+      x_BxTxHxK = self._normalise(norm, x_BxTxHxK)
+    if rotates:
+      x_BxTxHxK = apply_rope(x_BxTxHxK, rope[:2], self.spec.rope_interleaved)
+    if norm is not None and over == "rotated":
+      x_BxTxHxK = self._normalise(norm, x_BxTxHxK)
+    last = rotates and self.spec.qk_norm and over == "unscaled"
     return rms_normalised(x_BxTxHxK, self.spec.norm_eps) if last else x_BxTxHxK
 
   def _normalise(self, norm: Norm, x_BxTxHxK: jax.Array) -> jax.Array:

@@ -42,7 +42,8 @@ def model() -> ConfigDict:
   # Attention and MLP read the same input, after one norm, and are added together (Cohere).
   m.parallel_blocks = False
   # gated: swiglu | geglu (tanh GELU) | geglu_exact | clamped_swiglu (gpt-oss: gate and up at most 7 in size, sigmoid of
-  # 1.702 times the gate, up plus 1); plain: gelu (tanh) | gelu_exact | quick_gelu | relu | relu2 | silu
+  # 1.702 times the gate, up plus 1); plain: gelu (tanh) | gelu_exact | quick_gelu | relu | relu2 | silu | xielu
+  # (arXiv 2411.13010; Apertus), which has two numbers a layer that are learned
   m.activation = "swiglu"
   # rope | learned (needs `max_positions`) | none
   m.positions = "rope"
@@ -105,7 +106,8 @@ def model() -> ConfigDict:
   m.qk_norm = False
   # head: RMSNorm of each head, with one scale for all of them. all: RMSNorm of all heads together (OLMo 2).
   # each_head: each head by the kind that `norm` says, with a scale of its own (Cohere). unscaled: RMSNorm of each head
-  # after its rotation, without a scale, in layers that rotate (Llama 4).
+  # after its rotation, without a scale, in layers that rotate (Llama 4). rotated: as head, but after the rotation
+  # (Hunyuan).
   m.qk_norm_over = "head"
   # RMSNorm of each head's values, without a scale (Gemma 4).
   m.value_norm = False
@@ -130,6 +132,9 @@ def model() -> ConfigDict:
   # Queries of `nope` layers are multiplied by 1 + scale * ln(1 + floor((position + 1) / floor)) (Llama 4; Scalable
   # Softmax, arXiv 2501.19399); scale 0: by nothing.
   m.nope_temperature = ConfigDict(dict(scale=0.0, floor=8192))
+  # Queries are multiplied, after their rotation, by 1 + scale * ln(1 + floor(position / floor)) (Ministral 3); scale 0:
+  # by nothing.
+  m.query_temperature = ConfigDict(dict(scale=0.0, floor=8192))
   # Layers of type global that are of another form than the others (Gemma 4), if head_dim is set: the size of a head,
   # and how many of them keys and values have (default: num_kv_heads). Values are the keys before their norm and
   # rotation, with no projection of their own. Of a head's pairs, which are those of a whole head, the share
@@ -225,6 +230,10 @@ def model() -> ConfigDict:
   # log-normaliser of the router (ST-MoE, eq. 5).
   e.balance_loss = 0.0
   e.z_loss = 0.0
+  # Modules that predict tokens further ahead, the k-th the token after the next k: multi-token prediction (DeepSeek-V3,
+  # arXiv 2412.19437, section 2.2), each with a block of the form of the last layer of attention (strategy.mtp_weight:
+  # their loss). Those of a folder of model.hf are read if this says how many; of one without them they begin fresh.
+  m.mtp_layers = 0
   # Images: a tower (siglip | clip | qwen2_vl | qwen2_5_vl | qwen3_vl; none: a model of text alone) whose features,
   # projected, take the places of some tokens' embeddings, after `scale_embeddings`. Square images of image_size pixels
   # in patches of patch_size. The towers of Qwen see images of any size in tiles of image_size pixels, of which each is

@@ -10,6 +10,7 @@ from typing import Any
 
 from models import lora, vit, vit_native
 from models.spec import Spec
+from models.spec_mtp import model_layer
 
 
 def per_token(spec: Spec, vocab_size: int, params: Mapping[str, Any], trained_only: str | None, seq_len: int,
@@ -25,6 +26,7 @@ def per_token(spec: Spec, vocab_size: int, params: Mapping[str, Any], trained_on
   tokens of an image or a prefix see beyond that is not counted. A delta layer sees no keys: for each of its H states
   [K, V], a token reads it with its key, adds a product to it and reads it with its query, 18 H K V (however many tokens
   are taken together), and 6 W for each channel of its convolutions. A mamba layer does not read before it writes: 12.
+  A module that predicts tokens further ahead counts as a layer, with its projection and the unembedding once more.
 
   Tower and projector work by the image and not by the token: those of a row's images, unused ones included, are
   shared out among its tokens.
@@ -43,17 +45,19 @@ def per_token(spec: Spec, vocab_size: int, params: Mapping[str, Any], trained_on
   sizes = {path: p.size for path, p in params.items()}
   active = 1.0 if spec.moe is None else spec.moe.experts_per_token / spec.moe.num_experts
   weights = {path: n * (active if "/experts/" in path else 1.0) for path, n in sizes.items()
-             if path.startswith("blocks/") and (path.endswith("/kernel") or lora.is_adapter(path))
+             if re.match("(mtp/)?blocks/|mtp/eh_proj/", path) and (path.endswith("/kernel") or lora.is_adapter(path))
              and "/indexer/" not in path}
   if spec.per_layer_size:
     weights["per_layer_proj/kernel"] = sizes["per_layer_proj/kernel"]
   weights |= {path: n for path, n in sizes.items() if path.startswith("streams/")}
   if spec.head.predicts:
-    weights["embed/embedding" if spec.tie_embeddings else "unembed/kernel"] = spec.hidden_size * vocab_size
+    head = "embed/embedding" if spec.tie_embeddings else "unembed/kernel"
+    weights[head] = spec.hidden_size * vocab_size * (1 + spec.mtp_layers)
   weights |= _of_tables(spec, sizes)
   length = seq_len if document_length is None else min(document_length, seq_len)
+  layers = (*range(spec.num_layers), *(model_layer(spec.layer_pattern, spec.num_layers),) * spec.mtp_layers)
   visible = sum(_sizes(spec, spec.mixer_of(i)) * _mean_visible(length, spec.seen_of(i), spec.layer_type(i))
-                for i in range(spec.num_layers) if spec.mixer_of(i).endswith("attn"))
+                for i in layers if spec.mixer_of(i).endswith("attn"))
   matmuls = sum(n * (6.0 if re.search(trained_only or "", path) else 4.0) for path, n in weights.items())
   images = images_per_row * _per_image(spec, sizes, tower_frozen, images_per_row) / seq_len if images_per_row else 0.0
   others = _of_states(spec) + _of_streams(spec) + _of_indexers(spec, sizes, seq_len, length)
@@ -94,7 +98,7 @@ def _of_indexers(spec: Spec, sizes: Mapping[str, int], seq_len: int, length: flo
     return 0.0
   kernels = sum(n for path, n in sizes.items() if "/indexer/" in path and path.endswith("/kernel"))
   scores = spec.latent.index_heads * spec.latent.index_head_dim * (length + 1) / 2
-  return 2.0 * (kernels + len(spec.layers_with("indexer")) * scores)
+  return 2.0 * (kernels + (len(spec.layers_with("indexer")) + spec.mtp_layers) * scores)
 
 
 def _of_streams(spec: Spec) -> float:

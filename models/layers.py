@@ -15,7 +15,7 @@ from flax import nnx
 
 from models import cpu
 from models import lora as lora_lib
-from models.activations import GATED, activate, sparse_gates
+from models.activations import GATED, XIELU, activate, sparse_gates, xielu
 from models.quantization import quantize
 from models.quantization.matmul import MatmulRules
 from models.remat import named
@@ -282,6 +282,9 @@ class Mlp(nnx.Module):
     self.gate = Linear(scope / "gate", features, hidden, **wide) if gated else None
     self.up = Linear(scope / "up", features, hidden, **wide)
     self.down = Linear(scope / "down", hidden, features, std=std, bias=bias, gain=out_gain, names=("mlp", None))
+    learned = {name: (scope / "xielu").constant(name, (1,) if name.startswith("alpha") else (), value)
+               for name, value in XIELU.items()}
+    self.xielu = nnx.Dict(learned) if activation == "xielu" else None
     self.activation = activation
 
   def __call__(self, x_BxTxD: jax.Array, key: jax.Array | None = None, sparsity: float = 0.0) -> jax.Array:
@@ -295,7 +298,12 @@ class Mlp(nnx.Module):
     up_BxTxF, *gate = (named(constrain(y_BxTxF, "batch", "length", "mlp"), "mlp") for y_BxTxF in outputs)
     if sparsity:
       gate = [sparse_gates(gate[0], sparsity)]
-    hidden_BxTxF = activate(self.activation, up_BxTxF, *gate)
+    if self.xielu is None:
+      hidden_BxTxF = activate(self.activation, up_BxTxF, *gate)
+    else:
+      of = {name: value[...].astype(jnp.float32) for name, value in self.xielu.items()}
+      fixed = jax.lax.stop_gradient((of["beta"], of["eps"]))  # buffers of theirs
+      hidden_BxTxF = xielu(up_BxTxF, of["alpha_p"], of["alpha_n"], *fixed)
     return cpu.wider(self.down, hidden_BxTxF, inputs=more) if more else self.down(hidden_BxTxF, key)
 
 

@@ -9,6 +9,7 @@ from models.attention import dispatch as attention
 from models.attention.rope import Rope
 from models.spec_checks import at_least_one, cap, one_of
 from models.spec_head import Head, make_head
+from models.spec_mtp import make_mtp_layers
 from models.spec_parts import (
   Delta,
   GlobalAttention,
@@ -24,6 +25,7 @@ from models.spec_parts import (
   make_lora,
   make_mamba,
   make_moe,
+  make_query_temperature,
   make_temperature,
 )
 from models.spec_rope import make_ropes
@@ -45,8 +47,10 @@ ARCHITECTURE_KEYS = (
     "layer_scale", "qkv_bias", "attention_out_bias", "mlp_bias", "qk_norm", "qk_norm_over", "value_norm",
     "attention_scale", "attention_logit_cap", "attention_gate", "attention_sinks",
     "final_logit_cap", "window", "attention_chunk", "layer_pattern",
-    "nope_temperature.scale", "nope_temperature.floor", "kv_shared_layers", "double_wide_mlp", "per_layer_size",
+    "nope_temperature.scale", "nope_temperature.floor", "query_temperature.scale", "query_temperature.floor",
+    "kv_shared_layers", "double_wide_mlp", "per_layer_size",
     "per_layer_vocab", "altup.num_inputs", "altup.coef_clip", "laurel_rank", "activation_sparsity",
+    "mtp_layers",
     *(f"global_attention.{key}" for key in ("head_dim", "num_kv_heads", "values_are_keys", "rope_fraction")),
     *(f"delta.{key}" for key in ("num_key_heads", "num_value_heads", "key_head_dim", "value_head_dim", "conv_width")),
     *(f"mamba.{key}" for key in ("num_heads", "head_dim", "num_groups", "state_dim", "conv_width", "conv_bias",
@@ -70,7 +74,7 @@ MIXERS = ("attn", "global_attn", "query_attn", "global_query_attn", *RECURRENT)
 PARTS = frozenset({*MIXERS, "indexer", "mlp", "wide_mlp", "moe"})
 POSITIONS = ("rope", "learned", "none")
 NORM_POSITIONS = ("pre", "post", "sandwich")
-QK_NORMS = ("head", "each_head", "all", "unscaled")
+QK_NORMS = ("head", "each_head", "all", "unscaled", "rotated")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -118,8 +122,11 @@ class Spec:
   layer_pattern: tuple[str, ...]
   # None: queries of layers that do not rotate are as others.
   nope_temperature: Temperature | None
+  query_temperature: Temperature | None
   # How many of the last layers have no keys and values of their own.
   kv_shared_layers: int
+  # Modules that predict tokens further ahead, behind the layers (models/mtp.py).
+  mtp_layers: int
   double_wide_mlp: bool
   # Size of each layer's embedding of a token; 0: layers have none.
   per_layer_size: int
@@ -366,7 +373,9 @@ def make_spec(m: ConfigDict) -> Spec:
       attention_chunk=m.attention_chunk if "chunked" in pattern else None,
       layer_pattern=pattern,
       nope_temperature=make_temperature(m, pattern),
+      query_temperature=make_query_temperature(m),
       kv_shared_layers=make_kv_shared_layers(m, pattern),
+      mtp_layers=make_mtp_layers(m, pattern),
       double_wide_mlp=m.double_wide_mlp,
       per_layer_size=make_per_layer_size(m),
       per_layer_vocab=m.per_layer_vocab,

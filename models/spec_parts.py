@@ -322,6 +322,17 @@ def make_temperature(m: ConfigDict, pattern: tuple[str, ...]) -> Temperature | N
   return Temperature(c.scale, at_least_one("nope_temperature.floor", c.floor))
 
 
+def make_query_temperature(m: ConfigDict) -> Temperature | None:
+  """Reads `model.query_temperature`; None: there is none."""
+  c = m.query_temperature
+  if c.scale == 0:
+    return None
+  if c.scale < 0 or m.positions != "rope" or m.latent.kv_rank:
+    raise ConfigError(f"model.query_temperature.scale: found {c.scale} with positions={m.positions!r} and "
+                      f"latent.kv_rank={m.latent.kv_rank}; allowed: 0, or above it with 'rope' and 0.")
+  return Temperature(c.scale, at_least_one("query_temperature.floor", c.floor))
+
+
 def make_delta(m: ConfigDict, pattern: tuple[str, ...]) -> Delta | None:
   """Reads `model.delta`; None: the pattern has no such layers."""
   if "delta" not in pattern:

@@ -132,7 +132,8 @@ def train(config: Mapping, workdir: str | Path, past: Past | None = None) -> Run
 
   # ------------------------------------------------------------------ clean exit
   run.close()
-  export_at_end(run, export_to, dtype=config.export.dtype, overwrite=True, progress=True)
+  export_at_end(run, export_to, dtype=config.export.dtype, mtp=config.export.mtp, overwrite=True,
+                progress=True)
   processes.sync("end of training")
   workdir_lib.say_where_everything_is(run, time.monotonic() - began, export_to)
   return run

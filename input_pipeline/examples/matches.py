@@ -1,23 +1,28 @@
 """Queries with texts that answer them: their tokens, each text a part of a document, for embeddings.
 
-    query, positive                   strings; a positive may be a list, each with the query a document of its own
-    negative                          near, but no answer (hard negatives): a string or a list
+    query, positive                   texts; a positive may be a list, each with the query a document of its own
+    negative                          near, but no answer (hard negatives): a text or a list
 
+A text is a string, or a conversation that the chat template renders: messages, or {"messages": …, "tools": …}.
 `anchor` is another name of query; `pos` of positive; `negatives`, `neg` and `negative_1`, `negative_2`, … of negative.
 """
 
 import json
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from functools import cached_property
 from typing import Any, NamedTuple
 
 import numpy as np
 from ml_collections import ConfigDict
 
+from input_pipeline.chat.builtin import find_template, template_names
 from input_pipeline.chat.image_placeholders import sees
+from input_pipeline.chat.schema import Conversation, ShapeReader
+from input_pipeline.chat.segments import Segment, SegmentEncoder
+from input_pipeline.chat.template import ChatTemplate
 from input_pipeline.examples.base import Encoded
-from input_pipeline.examples.conversations import fields_of
+from input_pipeline.examples.conversations import fields_of, texts_of
 from input_pipeline.examples.roles import ABSENT, NEGATIVE, POSITIVE, QUERY
 from input_pipeline.files import shown_names
 from input_pipeline.remarks import CUT
@@ -27,6 +32,8 @@ from trainer.errors import ConfigError, DataError
 
 # Raise when the same rows and options would give other tokens.
 VERSION = 1
+# A text that is embedded.
+Text = str | Conversation
 ENDS = ("tokenizer", "eos")
 ALIASES = {"query": r"query|anchor", "positive": r"positive|pos", "negative": r"negatives?|neg|negative_\d+"}
 
@@ -34,22 +41,25 @@ ALIASES = {"query": r"query|anchor", "positive": r"positive|pos", "negative": r"
 class Match(NamedTuple):
   """A row."""
 
-  query: str
-  positives: list[str]
-  negatives: list[str]
+  query: Text
+  positives: list[Text]
+  negatives: list[Text]
 
 
 class TextTokens:
   """What a text that is embedded becomes: a prompt before it, cut to a length, with what begins and ends each text.
 
   With ends="tokenizer" that is what other readers of the tokenizer's folder write around a text (its post-processor),
-  with "eos" also EOS, and BOS where they write nothing, as `tokenizer.add_eos` and `add_bos` say.
+  with "eos" also EOS, and BOS where they write nothing, as `tokenizer.add_eos` and `add_bos` say. A conversation is
+  what its template renders, as transformers' `apply_chat_template` has it: nothing stands before or behind it.
 
   Args:
     tokenizer: what encodes.
     section: `config.tokenizer`.
     max_length: tokens of a text, ends included.
     ends: one of ENDS.
+    template: what renders conversations; None: there is none.
+    generation_prompt: conversations end with what begins the model's next message.
 
   Attributes:
     head, tail: ids before and after each text.
@@ -58,7 +68,8 @@ class TextTokens:
     ConfigError: a tokenizer without EOS, which is to end texts; or no room for text.
   """
 
-  def __init__(self, tokenizer: Tokenizer, section: ConfigDict, max_length: int, ends: str = "eos"):
+  def __init__(self, tokenizer: Tokenizer, section: ConfigDict, max_length: int, ends: str = "eos",
+               template: ChatTemplate | None = None, generation_prompt: bool = False):
     head, tail = getattr(tokenizer, "ends", ((), ()))
     add_eos = section.add_eos and ends == "eos" and not tail
     if add_eos and tokenizer.eos_id is None:
@@ -67,15 +78,45 @@ class TextTokens:
     self.head = begins_with(section, tokenizer) if ends == "eos" and not head and not tail else head
     self.tail = (tokenizer.eos_id,) if add_eos else tail
     self._tokenizer, self._room, self._max = tokenizer, max_length - len(self.head) - len(self.tail), max_length
+    self._template, self._generation_prompt = template, generation_prompt
     if self._room < 1:
       raise ConfigError(f"strategy.max_length is {max_length}: beside {len(self.head) + len(self.tail)} tokens that "
                         "begin and end a text there is no room for it. Raise it, or seq_len.")
 
-  def encode(self, texts: list[str]) -> list[tuple[np.ndarray, bool]]:
-    """(ids int32 [n], whether it was cut) of each text, prompts included."""
+  def encode(self, texts: Sequence[Text]) -> list[tuple[np.ndarray, bool]]:
+    """(ids int32 [n], whether it was cut) of each text, prompts included.
+
+    Raises:
+      DataError: a conversation, and there is no template, or it refuses it.
+    """
     head, tail = (np.array(ids, np.int32) for ids in (self.head, self.tail))
-    return [(np.concatenate([head, ids[:self._room], tail]), len(ids) > self._room)
-            for ids in self._tokenizer.encode_batch(texts)]
+    plain = iter(self._tokenizer.encode_batch([text for text in texts if isinstance(text, str)]))
+    rendered = iter(self._rendered([text for text in texts if not isinstance(text, str)]))
+    found = []
+    for text in texts:
+      ids, room = (next(plain), self._room) if isinstance(text, str) else (next(rendered), self._max)
+      cut = ids[:room]
+      found.append((np.concatenate([head, cut, tail]) if isinstance(text, str) else cut, len(ids) > room))
+    return found
+
+  @cached_property
+  def fingerprint(self) -> list:
+    """What conversations are made with."""
+    t = self._template
+    return [] if t is None else [self._generation_prompt, str(t.date), [
+        [of.source, of.special_tokens] for of in (t, t.tool_use) if of is not None]]
+
+  def _rendered(self, conversations: list[Conversation]) -> list[np.ndarray]:
+    if conversations and self._template is None:
+      raise DataError("a conversation, but the tokenizer has no chat template. Set chat.template to a file or to one "
+                      f"of {', '.join(template_names())}.")
+    segments = []
+    for talk in conversations:
+      rendered = self._template.render_spans(
+          talk.messages, tools=talk.tools, inert_tokens=self._tokenizer.special_tokens,
+          add_generation_prompt=self._generation_prompt, **talk.variables)
+      segments.append([Segment(rendered.text, rendered.inert)])
+    return [tokens.ids for tokens in SegmentEncoder(self._tokenizer).encode(segments)] if segments else []
 
 
 def max_length_of(config: ConfigDict) -> int:
@@ -86,7 +127,29 @@ def max_length_of(config: ConfigDict) -> int:
 
 def text_tokens(config: ConfigDict, tokenizer: Tokenizer) -> TextTokens:
   """That of a run."""
-  return TextTokens(tokenizer, config.tokenizer, max_length_of(config), config.strategy.text_ends)
+  return TextTokens(tokenizer, config.tokenizer, max_length_of(config), config.strategy.text_ends,
+                    find_template(config.chat, tokenizer), config.strategy.generation_prompt)
+
+
+def prompted(prompt: str, text: Text) -> Text:
+  """With the prompt that texts of its kind have, if it is a string: an instruction in a conversation is a message."""
+  return prompt + text if isinstance(text, str) else text
+
+
+def conversation(record: Record, key: str, value: Any) -> Conversation | None:
+  """The conversation that a value of that column is; None: it is none.
+
+  Raises:
+    DataError: it is one that cannot be rendered.
+  """
+  fields = value if isinstance(value, dict) and "messages" in value else {"messages": value}
+  if fields is not value and not (isinstance(value, list) and value and all(isinstance(m, dict) for m in value)):
+    return None
+  found = ShapeReader().read(record._replace(where=f"{record.where}: {key}", fields=fields))
+  assert isinstance(found, Conversation)
+  if any(weight != 1 for weight in found.weights):
+    raise DataError(f"{record.where}: {key} has messages with a weight, but all of a text is embedded. Leave it out.")
+  return found
 
 
 class MatchReader:
@@ -122,16 +185,21 @@ class MatchReader:
     return sorted((key for key in found if record.fields[key] is not None),
                   key=lambda key: int(re.findall(r"\d+$", key)[0]) if re.search(r"\d$", key) else -1)
 
-  def _texts(self, record: Record, ours: str) -> list[str]:
-    texts: list[str] = []
+  def _texts(self, record: Record, ours: str) -> list[Text]:
+    texts: list[Text] = []
     for key in self.columns_of(record, ours):
       value: Any = record.fields[key]
-      several = value if isinstance(value, list) and ours != "query" else [value]
+      whole = conversation(record, key, value) is not None
+      several = value if isinstance(value, list) and ours != "query" and not whole else [value]
       for text in several:
+        if (talk := conversation(record, key, text)) is not None:
+          texts.append(talk)
+          continue
         if not isinstance(text, str) or not text.strip():
           what = "empty" if isinstance(text, str) else f"{text!r:.60} ({type(text).__name__})"
           more = "" if ours == "query" else ", or a list of texts"
-          raise DataError(f"{record.where}: {key} is {what}; expected a text{more}. Repair or remove the row.")
+          raise DataError(f"{record.where}: {key} is {what}; expected a text, or messages{more}. Repair or remove the "
+                          "row.")
         texts.append(text)
     return texts
 
@@ -163,14 +231,14 @@ class MatchEncoder:
   @cached_property
   def fingerprint(self) -> str:
     return json.dumps(["matches", VERSION, self._tokenizer.fingerprint, sorted(self._fields.items()), self._prompts,
-                       self._negatives, self._max_length, self._tokens.head, self._tokens.tail])
+                       self._negatives, self._max_length, self._tokens.head, self._tokens.tail,
+                       *self._tokens.fingerprint])
 
   def encode(self, records: list[Record]) -> list[Encoded | str]:
     rows = [self._row(record) for record in records]
     of_query, of_document = self._prompts
-    texts = [text for row in rows for text in (
-        of_query + row.query, *(of_document + other for other in (*row.positives, *row.negatives)))]
-    tokens = iter(self._tokens.encode(texts))
+    tokens = iter([made for record, row in zip(records, rows, strict=True) for made in self._encoded(record, [
+        prompted(of_query, row.query), *(prompted(of_document, other) for other in (*row.positives, *row.negatives))])])
     documents: list[Encoded | str] = []
     for record, row in zip(records, rows, strict=True):
       query = next(tokens)
@@ -183,7 +251,8 @@ class MatchEncoder:
 
   def texts(self, record: Record) -> Iterable[str]:
     row = self._reader.match(record)
-    return (row.query, *row.positives, *row.negatives)
+    for text in (row.query, *row.positives, *row.negatives):
+      yield from [text] if isinstance(text, str) else [part for m in text.messages for part in texts_of(m)]
 
   def describe(self, record: Record) -> str:
     row = self._reader.match(record)
@@ -192,6 +261,12 @@ class MatchEncoder:
 
   def columns(self, record: Record) -> frozenset[str]:
     return frozenset(key for ours in ALIASES for key in self._reader.columns_of(record, ours))
+
+  def _encoded(self, record: Record, texts: list[Text]) -> list[tuple[np.ndarray, bool]]:
+    try:
+      return self._tokens.encode(texts)
+    except DataError as e:
+      raise DataError(f"{record.where}: {e}") from e
 
   def _row(self, record: Record) -> Match:
     row = self._reader.match(record)

@@ -132,8 +132,8 @@ def apply_rope(x_BxTxHxK: jax.Array, table: tuple[jax.Array, jax.Array], interle
 
 def temperature(scale: float, floor: int, positions_BxT: jax.Array) -> jax.Array:
   """A factor on queries [B, T, 1, 1], float32, that keeps attention to long texts from spreading out (Llama 4; after
-  Scalable Softmax, arXiv 2501.19399): 1 + scale ln(1 + floor((position + 1) / floor))."""
-  times_BxT = ((positions_BxT + 1) // floor).astype(jnp.float32)
+  Scalable Softmax, arXiv 2501.19399): 1 + scale ln(1 + floor(position / floor))."""
+  times_BxT = (positions_BxT // floor).astype(jnp.float32)
   return (1.0 + scale * jnp.log1p(times_BxT))[:, :, None, None]
 
 

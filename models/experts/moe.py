@@ -307,12 +307,25 @@ def _on_rows(run: Callable, rows: tuple[jax.Array, ...], kernels: tuple = (),
 
 def evened(params: Any, counts_LxE: jax.Array, rate: float, taken: jax.Array) -> Any:
   """The parameters after a step that has seen so many assignments: `choice_bias` + rate × sign(mean - count) for each
-  layer and expert (Wang et al. 2024, arXiv 2408.15664, algorithm 1); as they are unless the step was `taken`."""
+  layer and expert (Wang et al. 2024, arXiv 2408.15664, algorithm 1); as they are unless the step was `taken`.
+
+  Layers of modules behind the blocks (`mtp/blocks`), if they have experts, come last.
+  """
   counts_LxE = counts_LxE.astype(jnp.float32)
   step_LxE = jnp.where(taken, rate * jnp.sign(counts_LxE.mean(axis=1, keepdims=True) - counts_LxE), 0.0)
-  router = params["blocks"]["moe"]["router"]
-  moe = {**params["blocks"]["moe"], "router": {**router, "choice_bias": router["choice_bias"] + step_LxE}}
-  return {**params, "blocks": {**params["blocks"], "moe": moe}}
+
+  def moved(blocks: Any, layers: slice) -> Any:
+    router = blocks["moe"]["router"]
+    return {**blocks, "moe": {**blocks["moe"], "router": {
+        **router, "choice_bias": router["choice_bias"] + step_LxE[layers]}}}
+
+  behind, own = params.get("mtp", {}), params.get("blocks", {})
+  if "moe" in own:
+    params = {**params, "blocks": moved(own, slice(len(own["moe"]["router"]["choice_bias"])))}
+  if "moe" in behind.get("blocks", {}):
+    last = slice(-len(behind["blocks"]["moe"]["router"]["choice_bias"]), None)
+    params = {**params, "mtp": {**behind, "blocks": moved(behind["blocks"], last)}}
+  return params
 
 
 # ---------------------------------------------------------------------------------------------- losses and metrics

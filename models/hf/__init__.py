@@ -7,7 +7,8 @@
 
 Nothing is downloaded, unpickled or run: a folder is data.
 
-May import: models.activations, models.api, models.config, models.lora, models.spec, models.spec_vision.
+May import: models.activations, models.api, models.config, models.lora, models.spec, models.spec_mtp,
+models.spec_vision.
 """
 
 import os
@@ -27,8 +28,8 @@ from models.hf.convert import iter_params, load_params, plan
 from models.hf.errors import HFError
 from models.hf.family import Family
 from models.hf.files import TensorFolder, write_json
-from models.hf.keys import each
 from models.hf.peft import load_adapters, save_adapters
+from models.hf.source import each
 from models.spec import ARCHITECTURE_KEYS
 from trainer import tree
 
@@ -53,6 +54,8 @@ TOKEN_KEYS = ("bos_token_id", "eos_token_id", "pad_token_id")
 def architecture(path: str | Path, ignored: Iterable[str] = ()) -> tuple[Family, dict[str, Any], list[str]]:
   """What model a folder holds: its family, {dotted key of config.model: value}, and sentences on that to be printed.
 
+  Modules that predict tokens further ahead are passed over here: not every folder that should have them has.
+
   Reads config.json, and of a model of images preprocessor_config.json; touches no tensor and no device.
 
   Args:
@@ -66,14 +69,14 @@ def architecture(path: str | Path, ignored: Iterable[str] = ()) -> tuple[Family,
   folder = files.existing_folder(path)
   content, where = files.read_config(folder), str(folder / files.CONFIG)
   family = families.find(content, where, ignored)
-  keys = family.read(content, where, ignored)
+  keys = family.read(content, where, ignored) | {"mtp_layers": 0}
   if absent := sorted(name for name in each(ignored) if not _has(content, name)):
     raise HFError(f"model.hf_ignore names {absent[0]!r}, but {where} has no such entry. Leave it out.")
   return family, keys | pixels.read(folder, keys), family.notes(content, where, ignored)
 
 
 def load(path: str | Path, dtype: Any = "float32", shardings: Mapping | Callable[[Mapping], Mapping] | None = None,
-         progress: bool = False, ignored: Iterable[str] = ()) -> tuple[api.Model, dict[str, Any]]:
+         progress: bool = False, ignored: Iterable[str] = (), mtp_layers: int = 0) -> tuple[api.Model, dict[str, Any]]:
   """The model of a folder and its parameters, read straight onto their devices.
 
   Args:
@@ -83,11 +86,13 @@ def load(path: str | Path, dtype: Any = "float32", shardings: Mapping | Callable
       `lambda p: trainer.distributed.mesh.param_shardings(p, mesh)[0]`; None: everything on the first device.
     progress: show a bar.
     ignored: see `architecture`.
+    mtp_layers: modules that predict tokens further ahead to be read (`model.mtp_layers`).
 
   Raises:
     HFError: what is missing, damaged or cannot be represented, before any device work.
   """
   family, keys, _ = architecture(path, ignored)
+  keys["mtp_layers"] = mtp_layers
   folder = TensorFolder(path)
   section = config_lib.model()
   set_keys(section, keys)
@@ -188,7 +193,7 @@ def config_json(keys: Mapping[str, Any], source: Mapping[str, Any] | None = None
     alone = ("vision_config",) if keys["vision.tower"] == "none" else ()
     family = families.find(source, where, (*ignored, *alone))
     if _reads_as(family, source, keys, where, ignored):
-      return family, family.kept(source)
+      return family, family.with_modules(family.kept(source), keys["mtp_layers"])
     try:
       written = family.write(keys)
     except HFError:  # changed into a model of another family, or of none
@@ -249,6 +254,7 @@ def _reads_as(family: Family, content: Mapping[str, Any], keys: Mapping[str, Any
               ignored: Iterable[str]) -> bool:
   """Whether that config.json describes that model."""
   try:
-    return family.read(content, where, ignored) == canonical({**NEUTRAL, **keys})
+    wanted = canonical({**NEUTRAL, **keys})
+    return {**family.read(content, where, ignored), "mtp_layers": wanted["mtp_layers"]} == wanted
   except HFError:
     return False

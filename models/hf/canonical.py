@@ -7,6 +7,7 @@ from typing import Any
 from models.activations import GATED
 from models.hf.rope import scaling_keys
 from models.spec import MIXERS, RECURRENT
+from models.spec_mtp import model_layer
 from models.spec_vision import NATIVE
 
 # Values of the architecture's keys for a decoder with nothing special; a family's rules and constants go on top.
@@ -25,8 +26,9 @@ NEUTRAL: Mapping[str, Any] = {
     "qk_norm_over": "head", "value_norm": False, "attention_scale": None, "attention_logit_cap": None,
     "final_logit_cap": None, "attention_gate": False, "attention_sinks": False, "window": None,
     "attention_chunk": None, "nope_temperature.scale": 0.0, "nope_temperature.floor": 8192,
+    "query_temperature.scale": 0.0, "query_temperature.floor": 8192,
     "layer_pattern": ("global",), "global_attention.head_dim": None, "global_attention.num_kv_heads": None,
-    "kv_shared_layers": 0, "double_wide_mlp": False, "per_layer_size": 0, "per_layer_vocab": None,
+    "kv_shared_layers": 0, "double_wide_mlp": False, "per_layer_size": 0, "per_layer_vocab": None, "mtp_layers": 0,
     "altup.num_inputs": 0, "altup.coef_clip": None, "laurel_rank": 0, "activation_sparsity": (),
     "global_attention.values_are_keys": False, "global_attention.rope_fraction": 1.0,
     "delta.num_key_heads": 2, "delta.num_value_heads": 4, "delta.key_head_dim": 32, "delta.value_head_dim": 32,
@@ -70,6 +72,7 @@ def canonical(model: Mapping[str, Any]) -> dict[str, Any]:
   if m["head"] != "score":
     m["num_labels"] = NEUTRAL["num_labels"]
   if m["head"] != "lm":  # of logits of tokens
+    m["mtp_layers"] = 0
     m["final_logit_cap"], m["logit_scale"] = NEUTRAL["final_logit_cap"], NEUTRAL["logit_scale"]
   if m["attention_scale"] == m["head_dim"] ** -0.5 and m["global_attention.head_dim"] in (None, m["head_dim"]):
     m["attention_scale"] = None
@@ -110,6 +113,10 @@ def layers_with_experts(model: Mapping[str, Any]) -> list[bool]:
 def has_parameter(model: Mapping[str, Any], path: str) -> bool:
   """Whether a model has the parameter of that path; `model` is canonical."""
   *parents, owner, leaf = path.split("/")
+  if path.startswith("mtp/"):
+    if model["mtp_layers"] and path.startswith("mtp/blocks/"):
+      return has_parameter(_of_modules(model), path.removeprefix("mtp/"))
+    return model["mtp_layers"] > 0 and (leaf != "bias" or model["norm_bias"])
   if path.startswith(("vision/", "projector/")):
     return _has_vision_parameter(model, path)
   latent = model["latent.kv_rank"] > 0
@@ -139,7 +146,7 @@ def has_parameter(model: Mapping[str, Any], path: str) -> bool:
                       model["per_layer_size"] > 0),
       "layer_scale": model["layer_scale"], "laurel": model["laurel_rank"] > 0,
       **dict.fromkeys(("altup", "streams"), model["altup.num_inputs"] > 0),
-      "sinks": model["attention_sinks"],
+      "sinks": model["attention_sinks"], "xielu": model["activation"] == "xielu",
       **dict.fromkeys(("q_norm", "k_norm"), model["qk_norm"] and model["qk_norm_over"] != "unscaled"),
       "attn_norm": position != "post",
       "mlp_norm": position != "post" and not model["parallel_blocks"] and "mlp" not in has_mixer,
@@ -154,6 +161,15 @@ def has_parameter(model: Mapping[str, Any], path: str) -> bool:
       "shared": model["moe.shared_size"] > 0, "shared_gate": model["moe.shared_gate"],
   }
   return all(conditions.get(part, True) for part in (*parents, owner, leaf))
+
+
+def _of_modules(model: Mapping[str, Any]) -> dict[str, Any]:
+  """The model of which the layers are those of modules that predict tokens further ahead."""
+  pattern = model["layer_pattern"]
+  last = model_layer(pattern, model["num_layers"]) or 0
+  experts = model["moe.num_experts"] if layers_with_experts(model)[last] else 0
+  return {**model, "num_layers": model["mtp_layers"], "mtp_layers": 0, "layer_pattern": (pattern[last % len(pattern)],),
+          "moe.num_experts": experts, "moe.dense_layers": 0, "moe.layer_step": 1, "latent.index_shared_layers": ()}
 
 
 def _has_vision_parameter(model: Mapping[str, Any], path: str) -> bool:
@@ -214,6 +230,8 @@ def _canonical_layers(m: dict[str, Any]) -> None:
     m["attention_chunk"] = None
   if "nope" not in types or not m["nope_temperature.scale"]:
     _reset(m, "nope_temperature.")
+  if not m["query_temperature.scale"]:
+    _reset(m, "query_temperature.")
   if "local" not in types:
     m["window"] = m["rope_local_theta"] = None
   for kind in RECURRENT:

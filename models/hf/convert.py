@@ -83,12 +83,12 @@ def plan(family: Family, model: Mapping[str, Any], abstract_params: Mapping, fol
   chosen = {path: _choose(path, entries, folder.tensors, family) for path in shapes}
   wanted = {name: entry.shape for entry in chosen.values() for name in entry.names()}
   twins = set() if "unembed/kernel" in shapes else names_of_unembedding(family, model, prefix) - set(wanted)
-  ahead = tuple(name.removesuffix(family.ahead) for name in folder.tensors if family.ahead and
-                name.endswith("." + family.ahead))
-  passed = family.passed_over(model)
+  copied = family.ahead.copied(model, shapes) if family.ahead else []
+  copies = {make_entry(copy, shapes, prefix).name(()): str(copy.ours) for copy in copied}
+  unread = family.ahead and not model["mtp_layers"]
+  passed = (*family.passed_over(model), *(family.ahead.of(folder.tensors) if unread else ()))
   lines = _differences(wanted, folder.tensors,
-                       lambda name: name in twins or name.startswith(ahead) or any(
-                           re.search(regex, name) for regex in passed))
+                       lambda name: name in twins or name in copies or any(re.search(regex, name) for regex in passed))
   if lines:
     spellings = [[name for t in tensors for name in make_entry(t, shapes, p).names()] for p in family.prefixes]
     why = names_lib.hint([*folder.tensors], spellings, folder.path) or _no_unembedding(family, model, lines)
@@ -100,7 +100,13 @@ def plan(family: Family, model: Mapping[str, Any], abstract_params: Mapping, fol
         + "\n  ".join(lines[:shown] + more) + ("" if why else f"\nFetch the folder again; if its tensors are right, "
         f"{files.CONFIG} must say what they are (sizes, tie_word_embeddings, biases)."))
   for name in twins & set(folder.tensors):
-    _check_tied(folder, name, chosen["embed/embedding"].name(()))
+    _check_equal(folder, name, chosen["embed/embedding"].name(()),
+                 f"{files.CONFIG} says that the embedding is also the unembedding (tie_word_embeddings). If both are "
+                 "meant, --config.model.tie_embeddings=False has them apart.")
+  for name in copies.keys() & folder.tensors.keys():
+    _check_equal(folder, name, chosen[copies[name]].name(()),
+                 "Modules of model.mtp_layers predict with the model's embedding and unembedding, and have copies of "
+                 "them here. If these are meant to differ, --config.model.mtp_layers=0 passes them over.")
   leaves = {}
   for path, entry in chosen.items():
     dtypes = {folder.tensors[name].dtype for name in entry.names()}
@@ -203,7 +209,8 @@ def assemble(entry: Entry, place: tuple[int, ...], read_leaf: Callable[[str, tup
   for part, (path, shape) in enumerate(zip(entry.paths, entry.parts, strict=True)):
     bounds = tuple(slice(0, n) for n in shape)
     ours = bounds if not entry.tensor.transpose else (*bounds[:-2], bounds[-1], bounds[-2])
-    copy_into(values[entry.to_theirs(part, ours)], entry.swap(np.asarray(read_leaf(path, (*place, *ours)))), name)
+    target = values[(*entry.to_theirs(part, ours), ...)]
+    copy_into(target, entry.swap(np.asarray(read_leaf(path, (*place, *ours)))), name)
   return entry.to_form(values)
 
 
@@ -220,14 +227,18 @@ def layout(family: Family, model: Mapping[str, Any], sizes: Mapping[str, tuple[i
   """
   written: dict[str, tuple[Entry, tuple[int, ...]]] = {}
   covered: set[str] = set()
+  before = _written_prefix(family, model) if prefix is None else prefix
   tensors = family.tensors(dict(model))
   if in_memory:
     tensors = sorted(tensors, key=lambda tensor: not tensor.theirs.startswith(family.in_memory))
   for tensor in tensors:
     if not covered.intersection(paths_of(tensor)):
-      entry = make_entry(tensor, sizes, _written_prefix(family, model) if prefix is None else prefix)
+      entry = make_entry(tensor, sizes, before)
       written.update({entry.name(place): (entry, place) for place in entry.places()})
       covered.update(entry.paths)
+  for copy in family.ahead.copied(model, sizes) if family.ahead else ():
+    entry = make_entry(copy, sizes, before)
+    written[entry.name(())] = (entry, ())
   if missing := [path for path in sizes if path not in covered]:
     raise HFError(f"the family {family.name} has no tensor for {', '.join(missing)}.")
   return written
@@ -331,18 +342,16 @@ def _no_unembedding(family: Family, model: Mapping, lines: list[str]) -> str:
           "false or absent). If it is, write \"tie_word_embeddings\": true there; else fetch the folder again.")
 
 
-def _check_tied(folder: files.TensorFolder, head: str, embedding: str) -> None:
-  """A tied checkpoint may hold the same matrix twice, but not two matrices."""
-  shapes = [folder.tensors[name].shape for name in (head, embedding)]
+def _check_equal(folder: files.TensorFolder, copy: str, name: str, why: str) -> None:
+  """A folder may hold the same matrix twice, but not two matrices; `why`: what the message says of it."""
+  shapes = [folder.tensors[found].shape for found in (copy, name)]
   equal = shapes[0] == shapes[1]
   for start in range(0, shapes[1][0] if equal else 0, COMPARED_ROWS):
     rows = (slice(start, start + COMPARED_ROWS),)
-    one, other = (folder.read(name, rows).astype(np.float32) for name in (head, embedding))
+    one, other = (folder.read(found, rows).astype(np.float32) for found in (copy, name))
     equal = equal and np.array_equal(one, other, equal_nan=True)
   if not equal:
-    raise HFError(f"{folder.path}: {files.CONFIG} says that the embedding is also the unembedding "
-                  f"(tie_word_embeddings), but {head} {shapes[0]} is not equal to {embedding} {shapes[1]}. If both are "
-                  "meant, --config.model.tie_embeddings=False has them apart.")
+    raise HFError(f"{folder.path}: {copy} {shapes[0]} is not equal to {name} {shapes[1]}. {why}")
 
 
 # ---------------------------------------------------------------------------------------------------- reading

@@ -12,7 +12,8 @@ from typing import Any, NamedTuple
 from models.hf import quantised
 from models.hf.canonical import NEUTRAL, canonical, has_parameter, layers_with_experts, mixers
 from models.hf.errors import HFError
-from models.hf.keys import DEEPEST, DROPOUT, Head, Rule, Source, check_kind
+from models.hf.keys import Head, Rule
+from models.hf.source import DEEPEST, DROPOUT, Source, check_kind
 
 # Entries of config.json that say nothing about the function from tokens to logits: about files, generation, the Python
 # interface, fresh initial values, heads of other tasks, losses. `max_position_embeddings` bounds nothing where
@@ -46,8 +47,9 @@ class Tensor:
     prefixed: False: the name stands without the prefix even where others have it.
     form: patches: theirs is the weight [D, 3, P, P] of a convolution over patches, ours the matrix [P * P * 3, D], and
       `transpose` is set. films: the same over patches of two frames, [D, 3, 2, P, P] and [2 * P * P * 3, D]. row:
-      theirs is [D], ours [1, D]. taps: theirs is the weight [C, 1, W] of a convolution of each channel, ours [W, C],
-      and `transpose` is set. alternating: along their last axis, entries of ours take turns. None: none of these.
+      theirs is [D] or [E, D], ours [1, D] or [1, D, E]. taps: theirs is the weight [C, 1, W] of a convolution of each
+      channel, ours [W, C], and `transpose` is set. alternating: along their last axis, entries of ours take turns.
+      None: none of these.
     groups: theirs is in groups along its first axis, of which each has its share of every one of ours. Our key that
       says how many there are; once laid over a model (`Family.tensors`), the number.
     layers: numbers of the layers that have it, once laid over a model; None: all.
@@ -65,6 +67,37 @@ class Tensor:
 
 # What all families call the head that scores a sequence.
 SCORE = Tensor("score.weight", "score/kernel", transpose=True, prefixed=False)
+
+
+@dataclass(frozen=True)
+class Ahead:
+  """Modules that predict tokens further ahead (models/mtp.py), as a family's folders have them.
+
+  Args:
+    counts: entries of config.json that say how many there are; the first is written.
+    table: their tensors. Those with the family's prefix are numbered on from the model's last layer.
+    copies: tensors of each module that hold what the model has elsewhere: they are written, and must be equal to that.
+    names: a regex that all their tensors match; "": those of every layer that has one whose name ends with `mark`.
+    mark: see `names`.
+  """
+
+  counts: tuple[str, ...]
+  table: tuple[Tensor, ...]
+  copies: tuple[Tensor, ...] = ()
+  names: str = ""
+  mark: str = ""
+
+  def of(self, names: Iterable[str]) -> tuple[str, ...]:
+    """Regexes that all tensors of modules match that are among these names; none if there are no modules."""
+    if self.names:
+      return (self.names,) if any(re.search(self.names, name) for name in names) else ()
+    return tuple("^" + re.escape(name.removesuffix(self.mark) + ".") for name in names if name.endswith(self.mark))
+
+  def copied(self, model: Mapping[str, Any], paths: Iterable[str]) -> list[Tensor]:
+    """The `copies` of parameters of these paths, one for each of the model's modules."""
+    layers_ = range(model["num_layers"], model["num_layers"] + model["mtp_layers"])
+    return [replace(copy, theirs=copy.theirs.format(layer=i)) for i in layers_ for copy in self.copies
+            if str(copy.ours) in paths]
 
 
 class Attempt(NamedTuple):
@@ -90,9 +123,7 @@ class Family:
     prefixes: spellings of what tensor names begin with; the first is written.
     ignored: regexes of tensors that are no parameters.
     inert: entries of config.json without effect on logits, beyond INERT.
-    ahead: the end of the name of a tensor that only layers have which predict tokens further ahead; all tensors of such
-      layers are passed over. "": there are none.
-    dropped: entries of config.json that say something of what is passed over, and their values without it.
+    ahead: modules that predict tokens further ahead; None: folders of the family have none.
     in_memory: what the names of modules begin with where a program has loaded the model, if not as in files; `table`
       then has the tensors under these names, too.
     classifier: the architecture with a head that scores; "": named after the first of `architectures`; None: there is
@@ -109,8 +140,7 @@ class Family:
   prefixes: tuple[str, ...] = ("model.", "")
   ignored: tuple[str, ...] = (r"rotary_emb\.inv_freq$",)
   inert: frozenset[str] = frozenset()
-  ahead: str = ""
-  dropped: Mapping[str, Any] = field(default_factory=dict)
+  ahead: Ahead | None = None
   in_memory: str | tuple[str, ...] = ""
   classifier: str | None = ""
   body: str = ""
@@ -176,7 +206,8 @@ class Family:
   def tensors(self, model: Mapping[str, Any]) -> list[Tensor]:
     """The tensors of this architecture; several may hold the same of our parameters."""
     model = canonical({**NEUTRAL, **model})
-    return [_laid_over(model, t) for t in (*self.table, SCORE)
+    modules = () if self.ahead is None else self.ahead.table
+    return [_laid_over(model, t) for t in (*self.table, SCORE, *modules)
             if all(has_parameter(model, path) for path in ((t.ours,) if isinstance(t.ours, str) else t.ours))]
 
   def passed_over(self, model: Mapping[str, Any]) -> tuple[str, ...]:
@@ -185,8 +216,13 @@ class Family:
 
   def kept(self, config: Mapping[str, Any]) -> dict[str, Any]:
     """The config.json to write for a model that `config` describes."""
-    kept = {key: value for key, value in config.items() if key != "quantization_config"}
-    return kept | {key: value for key, value in self.dropped.items() if key in config}
+    return {key: value for key, value in config.items() if key != "quantization_config"}
+
+  def with_modules(self, config: Mapping[str, Any], number: int) -> dict[str, Any]:
+    """config.json of a model with so many modules that predict tokens further ahead."""
+    counts = () if self.ahead is None else self.ahead.counts
+    said = {key: number for i, key in enumerate(counts) if key in config or number and not i}
+    return {**config, **said}
 
   def renewed(self, config: Mapping[str, Any], written: Mapping[str, Any]) -> dict[str, Any]:
     """`written`, with what `config` says beyond the function from tokens to logits."""
@@ -232,6 +268,9 @@ def _laid_over(model: Mapping[str, Any], tensor: Tensor) -> Tensor:
   if isinstance(tensor.groups, str):
     tensor = replace(tensor, groups=model[tensor.groups])
   has_mixer, first = mixers(model), tensor.ours if isinstance(tensor.ours, str) else tensor.ours[0]
+  if first.startswith("mtp/"):
+    behind = range(model["num_layers"], model["num_layers"] + model["mtp_layers"])
+    return replace(tensor, layers=tuple(behind)) if tensor.prefixed else tensor
   part, layers_ = first.split("/")[1 if first.startswith("blocks/") else 0], range(model["num_layers"])
   if part in has_mixer and len(set(has_mixer)) > 1:
     has = (i for i in layers_ if has_mixer[i] == part)

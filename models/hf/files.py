@@ -282,7 +282,7 @@ def write_tensors(out: Path, tensors: Mapping[str, tuple[tuple[int, ...], np.dty
       arrays = {}
       for name in names:
         shape, dtype = tensors[name]
-        arrays[name] = np.ascontiguousarray(make(name))
+        arrays[name] = np.asarray(make(name), order="C")
         if arrays[name].shape != tuple(shape) or arrays[name].dtype != dtype:
           raise ValueError(f"{name} became {arrays[name].dtype}{arrays[name].shape}, announced: {dtype}{shape}")
       save_tensors(arrays, temporary[out / file])

@@ -12,7 +12,8 @@ from typing import Any
 
 from models.hf.errors import HFError
 from models.hf.family import DROPOUT, INERT, Family, Tensor
-from models.hf.keys import Rule, Source, check_kind
+from models.hf.keys import Rule
+from models.hf.source import Source, check_kind
 
 # Sizes that transformers' classes of text models assume where text_config, as published folders have it, says nothing.
 ASSUMED_SIZES: Mapping[str, Mapping[str, int]] = {
@@ -219,6 +220,13 @@ class ImageFamily(Family):
     return {**super().renewed(config, written), **inner}
 
 
+  def with_modules(self, config, number):
+    """See `Family.with_modules`: what predicts tokens further ahead is passed over where there are images."""
+    text = {**config["text_config"]} if isinstance(config.get("text_config"), dict) else {}
+    none = {key: 0 for key in ("mtp_num_hidden_layers", "num_nextn_predict_layers") if key in text}
+    return {**config, "text_config": text | none} if none else config
+
+
 @dataclass(frozen=True, eq=False)
 class Wrapper:
   """A kind of model of images and text.
@@ -269,7 +277,8 @@ class Wrapper:
         keys=(TextConfig(text, self.tied, self.both_ways, self.beside), VisionConfig(self.towers), *self.keys),
         table=(*_text_table(text, self.names[0]), *_renamed(towers, self.names[1]),
                *_renamed(self.table, self.names[2])),
-        fixed={**text.fixed, **self.fixed}, prefixes=("",), ignored=(*text.ignored, *_IGNORED), inert=self.inert,
+        fixed={**text.fixed, **self.fixed}, prefixes=("",), inert=self.inert,
+        ignored=(*text.ignored, *_IGNORED, *([text.ahead.names] if text.ahead and text.ahead.names else [])),
         in_memory=(self.names[0][-1][0], "lm_head.", *(next(name for name in names if name.startswith("model."))
                                                       for names in self.names[1:])))
 

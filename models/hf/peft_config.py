@@ -8,7 +8,7 @@ from typing import Any
 
 from models.hf import files
 from models.hf.errors import HFError
-from models.hf.keys import cannot_matter
+from models.hf.source import cannot_matter
 
 CONFIG = "adapter_config.json"
 # What changes the function, or the base, in ways that are not ours: these keys must have one of these values.

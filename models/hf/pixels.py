@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from models.hf import files
-from models.hf.keys import Source
+from models.hf.source import Source
 from models.spec_vision import NATIVE, PIXELS
 
 # {our key: (its name in `size`, what the image processor assumes)}

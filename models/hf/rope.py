@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from models.hf.errors import HFError
-from models.hf.keys import Rule, Source
+from models.hf.keys import Rule
+from models.hf.source import Source
 
 # The keys of a scaling: theirs, ours, kind, default. `original_max_position_embeddings` is told by more than one key.
 _NUMBERS = {
@@ -42,6 +43,7 @@ class Rope(Rule):
     local_theta: the base of layers with a window where config.json has none; None: theirs is that of all.
     local_entry: what says it in the layout of transformers 4. Where that is rope_theta, both layouts are written.
     inert: further entries, which have no effect.
+    told: whether config.json must say them, since transformers assumes a scaling where it does not.
   """
 
   theta: float = 10000.0
@@ -50,8 +52,12 @@ class Rope(Rule):
   local_theta: float | None = None
   local_entry: str = "rope_local_base_freq"
   inert: tuple[str, ...] = ()
+  told: bool = False
 
   def read(self, source, model):
+    if self.told and not any(source.content.get(key) for key in ("rope_scaling", "rope_parameters")):
+      raise HFError(f"{source.where} has neither rope_scaling nor rope_parameters, for which transformers assumes a "
+                    "scaling in this family. Add rope_scaling; {\"rope_type\": \"default\"} is none.")
     theta, partial = (source.get(key, float, None, None) for key in ("rope_theta", "partial_rotary_factor"))
     limit, original = (source.get(key, int, None, None) for key in ("max_position_embeddings", _ORIGINAL))
     local_theta = source.get(self.local_entry, float, None, None) if self.local_theta is not None else None
@@ -85,6 +91,8 @@ class Rope(Rule):
     if self.local_theta is not None and self.local_entry != "rope_theta":
       content[self.local_entry] = local_theta
     limit, kind = model["max_positions"], scaling["type"]
+    if self.told:
+      content["rope_scaling"] = {"rope_type": "default"}
     if kind in self.scalings:
       written = {"rope_type": kind, "factor": scaling["factor"]}
       written |= {theirs: scaling[ours] for theirs, ours, _ in _NUMBERS[kind]}

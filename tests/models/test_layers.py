@@ -65,6 +65,9 @@ def test_mlp(activation):
   if activation in activations.GATED:
     offset = float(activation == "clamped_swiglu")
     hidden = activations.GATED[activation](dense(mlp.gate, x)) * (dense(mlp.up, x) + offset)
+  elif activation == "xielu":  # with the numbers that it begins with
+    up = dense(mlp.up, x).astype(np.float64)
+    hidden = np.where(up > 0, 0.8 * up**2 + 0.5 * up, 0.8 * (np.expm1(np.minimum(up, -1e-6)) - up) + 0.5 * up)
   else:
     hidden = activations.UNGATED[activation](dense(mlp.up, x))
   np.testing.assert_allclose(mlp(x), dense(mlp.down, hidden), atol=1e-5)

@@ -26,6 +26,8 @@ BAD = [
     (dict(layer_pattern=("sliding",)), "layer_pattern: found 'sliding', allowed: global, local, nope, chunked, delta"),
     (dict(layer_pattern=("chunked",)), "chunked layers need model.attention_chunk: how many tokens a chunk has"),
     (dict(layer_pattern=("chunked",), attention_chunk=0), "attention_chunk: found 0"),
+    (dict(query_temperature=dict(scale=-0.1)), "query_temperature.scale: found -0.1 with positions='rope'"),
+    (dict(query_temperature=dict(scale=0.1), positions="none"), "query_temperature.scale: found 0.1 with"),
     (dict(nope_temperature=dict(scale=0.1)), r"nope_temperature.scale: found 0.1 with layer_pattern=\('global',\)"),
     (dict(nope_temperature=dict(scale=-0.1), layer_pattern=("nope",)), "nope_temperature.scale: found -0.1"),
     (dict(nope_temperature=dict(scale=0.1, floor=0), layer_pattern=("nope",)), "nope_temperature.floor: found 0"),

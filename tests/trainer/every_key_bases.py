@@ -178,11 +178,21 @@ pairs = _rows("pairs", lambda n: dict(prompt=f"q {n}", chosen="b" * (1 + n % 5),
 _matches = _rows("matches", lambda n: dict(query=f"q {n % 7}", positive="b" * (1 + n % 5), **(
   {"negative": f"n {n}"} if n % 2 else {})), "contrastive")
 
+_talks = _rows("talks", lambda n: dict(query=[dict(role="user", content=f"q {n % 7}")], positive="b" * (1 + n % 5)),
+               "contrastive")
+
 
 def matches(files: Files) -> ConfigDict:
   """Queries with answers and up to one negative each, for a model that embeds."""
   config = _matches(files)
   config.model.head, config.strategy.negatives = "embedding", 1
+  return config
+
+
+def talks(files: Files) -> ConfigDict:
+  """The same, whose queries are conversations."""
+  config = _talks(files)
+  config.model.head = "embedding"
   return config
 
 

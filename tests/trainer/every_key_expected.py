@@ -128,6 +128,7 @@ EXPECTED: dict[str, Any] = {
   "allow_config_changes": "continuing",
   "export.path": [("out", ["float32"])],
   "export.dtype": [("out", ["float16"])],
+  "export.mtp": [("out", ["float32"])],
   "processes.join_seconds": [17],
   "processes.heartbeat_seconds": [17.0, 600.0, 3600.0],
   "processes.hang_seconds": [60.0, 17.0, 3600.0],

@@ -18,7 +18,18 @@ from ml_collections import ConfigDict
 from input_pipeline import loader
 from input_pipeline.sources.sources import open_source
 from tests.trainer.every_key import Made, digest, loss, scored
-from tests.trainer.every_key_bases import Files, answers, images, judged, matches, pairs, prompts, responses, text
+from tests.trainer.every_key_bases import (
+  Files,
+  answers,
+  images,
+  judged,
+  matches,
+  pairs,
+  prompts,
+  responses,
+  talks,
+  text,
+)
 from tests.trainer.every_key_runs import evaluating_steps, first_reference, sampled
 from tests.trainer.every_key_table import Row, data, durations, program, run, schedule, update
 from trainer.config import evaluator, source, strategy
@@ -326,8 +337,10 @@ def _reference(base: Callable, given: dict[str, Any]) -> dict[str, Row]:
 SMOOTHING = {"strategy.label_smoothing": 0.1}
 KL = {"strategy.kl_coef": 0.1}
 STRATEGY = {
-  **strategies("seq", dict(label_smoothing=program(0.1), z_loss=program(0.1))),
-  **strategies("sft", dict(label_smoothing=program(0.1), z_loss=program(0.1), dft=program(True))),
+  **strategies("seq", dict(label_smoothing=program(0.1), z_loss=program(0.1),
+                            mtp_weight=program(0.5, {"model.mtp_layers": 1}))),
+  **strategies("sft", dict(label_smoothing=program(0.1), z_loss=program(0.1), dft=program(True),
+                            mtp_weight=program(0.5, {"model.mtp_layers": 1}))),
   "strategy(sft).normalize": data("sequence", base=questions),
   **strategies("dpo", {
     **{f"loss.{name}": program(0.7, SMOOTHING) for name in preference.LOSSES},
@@ -356,7 +369,8 @@ STRATEGY = {
     "bias": program(-3.0, {"strategy.loss": "siglip"}, matches),
     "negatives": data(2, base=matches), "max_length": data(4, base=matches),
     "query_prompt": data("Q", base=matches), "document_prompt": data("D", base=matches),
-    "text_ends": data("tokenizer", base=matches)}.items()},
+    "text_ends": data("tokenizer", base=matches),
+    "generation_prompt": data(True, {"chat.template": "plain"}, talks)}.items()},
   **strategies("grpo", {
     **{f"preset={name}": program(name) for name in presets.PRESETS if name != "grpo"},
     "ratio": program("sequence"), "clip": program("cispo"), "clip_low": program(0.1), "clip_high": program(0.3),

@@ -26,8 +26,9 @@ from trainer.checkpoints.fingerprint import fingerprint
 from trainer.errors import ConfigError
 
 Leaves = dict[str, Any]  # arrays or their shapes, by path
-# What the folder of a language model does not have: the head that scores sequences, scalars of similarities.
-NEW = re.compile("^(score|similarity)/")
+# What the folder of a language model may lack: the head that scores sequences, scalars of similarities, what predicts
+# tokens further ahead.
+NEW = re.compile("^(score|similarity|mtp)/")
 # What has an entry for each token, and along which dimension.
 EMBEDDINGS = {"embed/embedding": 0, "per_layer_embed/embedding": 0, "unembed/kernel": 1}
 
@@ -179,15 +180,20 @@ def _from_hugging_face(origin: Origin, model: Any, wanted: Leaves) -> Iterator[t
   if wanted:
     folder = origin.folder
     family, keys, _ = hf.architecture(folder, origin.hf_ignore)
-    shapes = _base_shapes(model)
+    shapes, tensors = _base_shapes(model), hf.TensorFolder(folder)
+    if family.ahead is not None and family.ahead.of(tensors.tensors):
+      keys["mtp_layers"] = origin.model.mtp_layers
     rows = None if origin.tokenizer is None else new_tokens.rows(origin.tokenizer)
     grown = {} if rows is None else _grown(keys["vocab_size"], shapes)
     shapes |= {path: jax.ShapeDtypeStruct(shape, shapes[path].dtype) for path, shape in grown.items()}
     _check_typed(origin, keys, shapes, folder)
     if keys["head"] == "lm" != origin.model.head:
       shapes = tree.flatten(hf.abstract_params(keys))
+    if new := [path for path in _new(shapes, keys) if path.startswith("mtp/")]:
+      logging.warning("%s holds nothing that predicts tokens further ahead: model.mtp_layers=%s begin fresh", folder,
+                      origin.model.mtp_layers)
+      shapes = {path: leaf for path, leaf in shapes.items() if path not in new}
     wanted = {path: leaf for path, leaf in wanted.items() if path not in _new(wanted, keys)}
-    tensors = hf.TensorFolder(folder)
     if tensors.note:
       logging.log_first_n(logging.WARNING, "%s: %s", 1, folder, tensors.note)
     plan = hf.plan(family, keys, tree.unflatten(shapes), tensors).only(wanted)
@@ -200,8 +206,10 @@ def _from_hugging_face(origin: Origin, model: Any, wanted: Leaves) -> Iterator[t
 
 
 def _new(paths: Iterable[str], keys: dict[str, Any]) -> set[str]:
-  """Those of the parameters that a folder with these keys does not have: a new head's."""
-  return {path for path in paths if NEW.search(path) and not (keys["head"] == "score" and path.startswith("score/"))}
+  """Those of the parameters that a folder with these keys does not have: of a new head, of new modules."""
+  has = {"score/": keys["head"] == "score", "mtp/": keys["mtp_layers"] > 0}
+  return {path for path in paths if NEW.search(path) and not any(
+      held and path.startswith(part) for part, held in has.items())}
 
 
 def _grown(vocab_size: int, shapes: Leaves) -> dict[str, tuple[int, ...]]:

@@ -147,8 +147,8 @@ def defaults() -> ConfigDict:
   # Decoupled: each step subtracts learning_rate * weight_decay * parameter.
   o.weight_decay = 0.1
   # ((regex, factor), …) on weight decay; first match wins, others get 1. By default
-  # only matrices and not embeddings, norms, biases, rates (A_log) or sinks decay.
-  o.wd_mults = ((".*(scale|bias|embedding|A_log|sinks)$", 0.0),)
+  # only matrices and not embeddings, norms, biases, rates (A_log), sinks or activations decay.
+  o.wd_mults = ((r".*(scale|bias|embedding|A_log|sinks|xielu/\w+)$", 0.0),)
   # ((regex, factor), …) on the learning rate.
   o.lr_mults = ()
   # Regexes of parameters that are not trained: no gradient, no optimizer memory.
@@ -267,8 +267,9 @@ def defaults() -> ConfigDict:
   # Continue another run (parameters, optimizer, step, data position) in this workdir.
   c.resume = unset(str)
   # Write a Hugging Face folder at the end: `path` (relative: inside the workdir), and its dtype (float32 | bfloat16 |
-  # float16; default: precision.params). At any time: python -m trainer.export.
-  c.export = ConfigDict(dict(path=unset(str), dtype=unset(str)))
+  # float16; default: precision.params), and whether with what predicts tokens further ahead (model.mtp_layers), which
+  # some families have. At any time: python -m trainer.export.
+  c.export = ConfigDict(dict(path=unset(str), dtype=unset(str), mtp=True))
   # Continue a workdir although its config differs in keys that change the training.
   c.allow_config_changes = False
   c.plan = plan()

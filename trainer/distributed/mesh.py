@@ -51,7 +51,8 @@ PARAM_RULES = (
     (r"(attn/([qkv]|q_up|kv_up)|delta/[qkvzba]|mamba/([zx]|dt)|(mlp|shared)/(gate|up))/kernel(_\w+)?$",
      (None, _FSDP, "tensor")),
     # What makes latents, or what groups of heads share: every device has these whole.
-    (r"(attn/(q|kv)_down|indexer/(queries|keys|weights)|mamba/[bc])/(kernel(_\w+)?|lora_a)$", (None, _FSDP, None)),
+    (r"(attn/(q|kv)_down|indexer/(queries|keys|weights)|mamba/[bc]|mtp/eh_proj)/(kernel(_\w+)?|lora_a)$",
+     (None, _FSDP, None)),
     (r"((attn|delta|mamba)/o|(mlp|shared)/down)/kernel(_\w+)?$", (None, "tensor", _FSDP)),
     (r"(attn/[qkv]|mlp/(gate|up))/bias$", (None, "tensor")),
     (r"(delta/[qkv]|mamba/x)_conv/taps$", (None, None, "tensor")),

@@ -1,6 +1,7 @@
 """Embed: python -m trainer.embed --workdir=DIR [--step=N] | --hf=DIR --texts=FILE --out=FILE.npy [--prompt=query] …
 
-FILE has a text a line (.txt) or rows of a source, such as JSON Lines with a column `text` (`--key`). Each text gets the
+FILE has a text a line (.txt) or rows of a source, such as JSON Lines with a column `text` (`--key`), a string or the
+messages of a conversation. Each text gets the
 prompt that queries, or other texts, were trained with. A Hugging Face folder that does not say how it pools is asked
 with `--pooling`. What is written is a float32 array [texts, hidden size] of vectors of length 1, whose dot products are
 the similarities; without `--out` they are printed, a JSON list a line.
@@ -19,7 +20,7 @@ from absl import app, flags
 from jax.sharding import NamedSharding, PartitionSpec
 
 from input_pipeline.batches import check_ids, empty_batch
-from input_pipeline.examples.matches import max_length_of, text_tokens
+from input_pipeline.examples.matches import Text, conversation, max_length_of, prompted, text_tokens
 from input_pipeline.examples.roles import QUERY
 from input_pipeline.sources.sources import open_source
 from trainer import startup
@@ -62,10 +63,10 @@ class Embedder:
 
     self._embed = jax.jit(embed, out_shardings=NamedSharding(mesh, PartitionSpec()))
 
-  def __call__(self, texts: Sequence[str], prompt: str = "none") -> tuple[np.ndarray, int]:
+  def __call__(self, texts: Sequence[Text], prompt: str = "none") -> tuple[np.ndarray, int]:
     """(embeddings float32 [N, D], how many texts were cut to `max_length`). `prompt`: one of PROMPTS."""
     before = {"query": self._cfg.query_prompt, "document": self._cfg.document_prompt, "none": ""}[prompt]
-    encoded = self._tokens.encode([before + text for text in texts])
+    encoded = self._tokens.encode([prompted(before, text) for text in texts])
     order = sorted(range(len(texts)), key=lambda i: len(encoded[i][0]))
     found: list[np.ndarray] = [np.zeros(0)] * len(texts)
     for begin in range(0, len(order), self._rows):
@@ -110,15 +111,16 @@ def of_folder(loaded: Loaded, pooling: str | None, max_length: int | None) -> No
   sys.stderr.write("\n".join(notes) + "\n")
 
 
-def read_texts(path: str, key: str) -> list[str]:
+def read_texts(path: str, key: str) -> list[Text]:
   """The texts of a file.
 
   Raises:
     ConfigError, DataError: there are none, or a row without one.
   """
+  texts: list[Text]
   if path.endswith(".txt"):
-    texts = Path(path).read_text("utf-8").split("\n")
-    texts = texts[:-1] if texts[-1] == "" else texts
+    lines = Path(path).read_text("utf-8").split("\n")
+    texts = [*lines[:-1]] if lines[-1] == "" else [*lines]
   else:
     cfg = source(type="parquet" if path.endswith(".parquet") else "jsonl", path=path, text_key=key, split="all")
     texts = [_text(record, key) for record in open_source(cfg, "texts", texts=True).records()]
@@ -127,9 +129,11 @@ def read_texts(path: str, key: str) -> list[str]:
   return texts
 
 
-def _text(record: Any, key: str) -> str:
+def _text(record: Any, key: str) -> Text:
   if record.problem is not None:
     raise record.problem
+  if (talk := conversation(record, key, record.fields.get(key))) is not None:
+    return talk
   if not isinstance(record.fields.get(key), str):
     raise DataError(f"{record.where}: no text in {key!r}; its columns are {', '.join(record.fields)}. Name it by "
                     "--key.")

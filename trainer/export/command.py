@@ -17,6 +17,7 @@ import numpy as np
 import tensorstore as ts
 from absl import app, flags, logging
 
+from input_pipeline.chat.builtin import find_template
 from input_pipeline.chat.template import ChatTemplate
 from input_pipeline.examples.conversations import ChatEncoder
 from input_pipeline.tokenizer.special_tokens import BOS
@@ -41,7 +42,7 @@ CACHE_BYTES = 1 << 26
 
 def export(workdir: str | Path, out: str | Path, *, step: int | None = None, dtype: str | None = None,
            ema: bool = False, adapter: str = "merged", max_shard_bytes: int = files.MAX_SHARD_BYTES,
-           overwrite: bool = False, progress: bool = False, folder: Path | None = None) -> Path:
+           overwrite: bool = False, progress: bool = False, folder: Path | None = None, mtp: bool = True) -> Path:
   """Writes a checkpoint of a run as a Hugging Face folder.
 
   Call it on one process; it needs no more than the files.
@@ -58,6 +59,7 @@ def export(workdir: str | Path, out: str | Path, *, step: int | None = None, dty
     overwrite: replace a model that is in `out`.
     progress: show a bar.
     folder: of the checkpoint, where it is none of the workdir's.
+    mtp: with the modules that predict tokens further ahead (`model.mtp_layers`).
 
   Returns:
     `out` as an absolute path.
@@ -92,9 +94,11 @@ def export(workdir: str | Path, out: str | Path, *, step: int | None = None, dty
     return out
   if adapters:
     stored = merged()
-  stored_shapes = {path: leaf for path, leaf in stored.shapes.items() if not path.startswith("similarity/")}
+  left_out = ("similarity/",) if mtp else ("similarity/", "mtp/")
+  stored_shapes = {path: leaf for path, leaf in stored.shapes.items() if not path.startswith(left_out)}
   shapes = _without_padding(stored_shapes, None if config.model.hf else tokenizer.vocab_size)
   keys = hf.keys_of(config.model, shapes["embed/embedding"].shape[0])
+  keys["mtp_layers"] *= mtp
   original = workdir / hugging_face.FOLDER
   source = files.read_config(original) if (original / files.CONFIG).is_file() else None
   if keys["max_positions"] is None:  # bounds nothing here, but others ask for it: the longest row it was trained on
@@ -275,10 +279,12 @@ def _chat(config: Any, tokenizer: Tokenizer) -> tuple[ChatTemplate | None, tuple
 
   The template is that of the workdir's tokenizer, where `workdir.save_config` put it.
   """
-  if strategies.of(config).data in ("texts", "matches"):
+  if (kind := strategies.of(config).data) == "texts":
     return None, tokenizer.stop_ids
   with config.unlocked():
     config.chat.template = None
+  if kind == "matches":  # texts that are embedded may be conversations
+    return find_template(config.chat, tokenizer), tokenizer.stop_ids
   encoder = ChatEncoder(config, tokenizer)
   try:
     return encoder.template, encoder.stop_ids
@@ -317,6 +323,7 @@ def _define_flags() -> None:
   flags.DEFINE_enum("adapter", "merged", ADAPTER, "Of a run that trained adapters: the whole model, or they alone.")
   flags.DEFINE_float("max_shard_gb", files.MAX_SHARD_BYTES / 1e9, "Size in GB above which there are several files.",
                      lower_bound=1e-9)
+  flags.DEFINE_bool("mtp", True, "With what predicts tokens further ahead (model.mtp_layers).")
   flags.DEFINE_bool("overwrite", False, "Replace a model that --out holds.")
   flags.mark_flags_as_required(["workdir", "out"])
 
@@ -328,7 +335,7 @@ def main(argv: list[str]) -> None:
   given = flags.FLAGS
   with startup.one_message(ConfigError, DataError, OSError):
     out = export(given.workdir, given.out, step=given.step, dtype=given.dtype, ema=given.ema,
-                 adapter=given.adapter,
+                 adapter=given.adapter, mtp=given.mtp,
                  max_shard_bytes=round(given.max_shard_gb * 1e9), overwrite=given.overwrite, progress=True)
   if given.adapter == "peft":
     print(f"{out}: adapters in PEFT's format")

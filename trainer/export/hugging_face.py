@@ -56,7 +56,7 @@ def fill_in(config: ConfigDict) -> list[str]:
     notes = [f"model: {family.name}, as {model.hf}/config.json says"]
     default = defaults().model
     for key in ARCHITECTURE_KEYS:
-      if key not in keys:
+      if key not in keys or key == "mtp_layers":  # what predicts tokens further ahead is read where it is asked for
         continue
       section, name, unset = _find(model, key)[0], *_find(default, key)[1:]
       if section[name] == unset:
@@ -100,7 +100,8 @@ def export_folder(config: Any, model: Any, workdir: Path) -> Path | None:
   if ".." in Path(config.export.path).parts:
     raise ConfigError(f"export.path is {config.export.path!r}; a path with '..' would lead out of the workdir. Give a "
                       "name inside it, or an absolute path.")
-  hf.config_json(hf.keys_of(config.model, model.num_real_vocab))
+  keys = hf.keys_of(config.model, model.num_real_vocab)
+  hf.config_json(keys | {"mtp_layers": keys["mtp_layers"] * config.export.mtp})
   names = [dtype.name for dtype in files.DTYPES.values()]
   if config.export.dtype not in (None, *names):
     raise ConfigError(f"export.dtype is {config.export.dtype!r}; allowed: {', '.join(names)}, or unset.")

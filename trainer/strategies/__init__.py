@@ -128,5 +128,9 @@ def check(config: Any) -> None:
     head = of(config).head
     raise ConfigError(f"model.head is {config.model.head!r}, but strategy {config.strategy.name!r} reads "
                       f"{_READ[head]}. Use --config.model.head={head}.")
+  if config.model.mtp_layers and "mtp_weight" not in config.strategy:
+    raise ConfigError(f"model.mtp_layers is {config.model.mtp_layers}, but strategy {config.strategy.name!r} does not "
+                      "train what predicts tokens further ahead: seq and sft do. Use --config.model.mtp_layers=0, with "
+                      "which a folder's are passed over.")
   if (own_check := of(config).check) is not None:
     own_check(config.strategy, config.grad_accum_steps, config.model)

@@ -166,4 +166,7 @@ CONTRASTIVE = Strategy(loss, data="matches", head="embedding", check=check, fill
     # and BOS where it writes nothing, unless tokenizer.add_eos and add_bos are False. Default: tokenizer of a folder of
     # sentence-transformers (model.hf), else eos.
     text_ends=str,
+    # Texts that are conversations end with what begins the model's answer (Qwen3-VL-Embedding), whose last token is
+    # then pooled.
+    generation_prompt=False,
 ))

@@ -5,6 +5,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from trainer.errors import ConfigError
 from trainer.metrics import Mean
 from trainer.strategies import chunked_loss, logprobs
 from trainer.strategies.record import Strategy
@@ -14,13 +15,13 @@ def loss(model: Any, params: Any, batch: dict[str, jax.Array], rng: jax.Array | 
   """Cross-entropy of each token given those before it in its segment; see `next_token_loss`.
 
   Args:
-    cfg: `label_smoothing` and `z_loss`, see `logprobs.cross_entropy`.
+    cfg: `label_smoothing` and `z_loss`, see `logprobs.cross_entropy`; `mtp_weight`.
   """
-  return next_token_loss(model, params, batch, rng, label_smoothing=cfg.label_smoothing, z_loss=cfg.z_loss)
+  return next_token_loss(model, params, batch, rng, cfg)
 
 
-def next_token_loss(model: Any, params: Any, batch: dict[str, jax.Array], rng: jax.Array | None, *,
-                    label_smoothing: float, z_loss: float, dft: bool = False, more: tuple[str, ...] = ()):
+def next_token_loss(model: Any, params: Any, batch: dict[str, jax.Array], rng: jax.Array | None, cfg: Any, *,
+                    dft: bool = False, more: tuple[str, ...] = ()):
   """Weighted cross-entropy of the tokens of a batch.
 
   Args:
@@ -29,8 +30,8 @@ def next_token_loss(model: Any, params: Any, batch: dict[str, jax.Array], rng: j
     batch: `tokens`, `positions`, `segment_ids`, `loss_weights`, each [B, T]. `loss_weights[b, t]` weights the
       prediction of `tokens[b, t]` from position t - 1; it is 0 for the first token of a segment and for padding.
     rng: key for dropout and noise; None: none.
-    label_smoothing: see `logprobs.cross_entropy`.
-    z_loss: see `logprobs.cross_entropy`.
+    cfg: `label_smoothing` and `z_loss`, see `logprobs.cross_entropy`; and, of a model that predicts tokens further
+      ahead, `mtp_weight`, see `_further_loss`.
     dft: weight each token's loss by its probability, which gets no gradient (arXiv 2508.05629, eq. 9).
     more: further statistics of `logprobs.STATS` to report as metrics.
 
@@ -39,7 +40,33 @@ def next_token_loss(model: Any, params: Any, batch: dict[str, jax.Array], rng: j
     chunks and many tokens, the term is one number, and the rows' losses are a metric of the same name.
   """
   out = model.apply(params, batch, rng=rng, train=rng is not None)
-  targets_BxT, weights_BxT = next_tokens(batch)
+  kernel_DxV = model.unembedding(params)
+  options: dict[str, Any] = dict(label_smoothing=cfg.label_smoothing, z_loss=cfg.z_loss, dft=dft)
+  loss, shown = _cross_entropy(model, kernel_DxV, out.hidden, *next_tokens(batch), **options, more=more)
+  terms, metrics = {"loss": loss}, shown
+  if getattr(out, "ahead", None) is not None:
+    further, of_modules = _further_loss(model, kernel_DxV, out.ahead, batch, cfg.mtp_weight, options)
+    terms, metrics = terms | further, metrics | of_modules
+  return {**terms, **out.losses}, metrics | out.metrics
+
+
+def _further_loss(model: Any, kernel_DxV: jax.Array, ahead_kxBxTxD: jax.Array, batch: dict[str, jax.Array],
+                  weight: float, options: dict[str, Any]) -> tuple[dict[str, Mean], dict[str, Mean]]:
+  """(λ / D times the loss of each of D modules that predict tokens further ahead, metrics) (DeepSeek-V3, arXiv
+  2412.19437, eq. 24 and 25), each a mean over what that module predicts; `weight` is λ."""
+  terms, metrics = {}, {}
+  for k, hidden_BxTxD in enumerate(ahead_kxBxTxD, 1):
+    loss, shown = _cross_entropy(model, kernel_DxV, hidden_BxTxD, *next_tokens(batch, k), **options)
+    terms[f"mtp/term_{k}"] = Mean(loss.sum * (weight / len(ahead_kxBxTxD)), loss.weight)
+    shown["loss"] = shown.get("loss", loss)
+    metrics |= {f"mtp/{name}_{k}": value for name, value in shown.items()}
+  return terms, metrics
+
+
+def _cross_entropy(model: Any, kernel_DxV: jax.Array, hidden_BxTxD: jax.Array, targets_BxT: jax.Array,
+                   weights_BxT: jax.Array, *, label_smoothing: float, z_loss: float, dft: bool,
+                   more: tuple[str, ...] = ()) -> tuple[Mean, dict[str, Mean]]:
+  """(the loss of tokens with these targets and weights, its metrics); see `next_token_loss`."""
   want = ("is_top", *logprobs.cross_entropy_stats(label_smoothing, z_loss), *more)
 
   def losses_of(hidden_BxTxD, kernel_DxV, targets_BxT, chunk, num_real_vocab):
@@ -57,37 +84,45 @@ def next_token_loss(model: Any, params: Any, batch: dict[str, jax.Array], rng: j
   def mean(values_BxT: jax.Array) -> Mean:
     return Mean(jnp.sum(values_BxT * weights_BxT, axis=1), jnp.sum(weights_BxT, axis=1))
 
-  kernel_DxV = model.unembedding(params)
   vocab_chunks = logprobs.num_chunks(kernel_DxV.shape[1], model.vocab_chunk)
-  chunks = chunked_loss.token_chunks(out.hidden, kernel_DxV, vocab_chunks)
+  chunks = chunked_loss.token_chunks(hidden_BxTxD, kernel_DxV, vocab_chunks)
   if chunks == 1:
-    loss_BxT, shown = losses_of(out.hidden, kernel_DxV, targets_BxT, model.vocab_chunk, model.num_real_vocab)
-    terms, metrics = {"loss": mean(loss_BxT)}, {}
-  else:
-    # Logits of a chunk of tokens over all entries take as much memory. The kernel is padded here, once for all chunks.
-    kernel_DxV, num_real_vocab = logprobs.padded(kernel_DxV, model.num_real_vocab, out.hidden.dtype)
-    V = kernel_DxV.shape[1]
+    loss_BxT, shown = losses_of(hidden_BxTxD, kernel_DxV, targets_BxT, model.vocab_chunk, model.num_real_vocab)
+    return mean(loss_BxT), {name: mean(values) for name, values in shown.items()}
+  # Logits of a chunk of tokens over all entries take as much memory. The kernel is padded here, once for all chunks.
+  kernel_DxV, num_real_vocab = logprobs.padded(kernel_DxV, model.num_real_vocab, hidden_BxTxD.dtype)
+  V = kernel_DxV.shape[1]
 
-    def some(hidden_nxD, kernel_DxV, tokens):
-      loss_1xn, shown = losses_of(hidden_nxD[None], kernel_DxV, tokens[0][None], V, num_real_vocab)
-      return tokens[1] * loss_1xn[0], {name: values[0] for name, values in (shown | {"loss": loss_1xn}).items()}
+  def some(hidden_nxD, kernel_DxV, tokens):
+    loss_1xn, shown = losses_of(hidden_nxD[None], kernel_DxV, tokens[0][None], V, num_real_vocab)
+    return tokens[1] * loss_1xn[0], {name: values[0] for name, values in (shown | {"loss": loss_1xn}).items()}
 
-    total, shown = chunked_loss.sum_over_rows(some, chunks, out.hidden, kernel_DxV, (targets_BxT, weights_BxT),
+  total, shown = chunked_loss.sum_over_rows(some, chunks, hidden_BxTxD, kernel_DxV, (targets_BxT, weights_BxT),
                                             weights_BxT != 0)
-    # The gradient is that of the sum; the rows' losses, and so the sources', are only reported.
-    terms, metrics = {"loss": Mean(total, jnp.sum(weights_BxT))}, {"loss": mean(shown.pop("loss"))}
-  metrics |= {name: mean(values) for name, values in shown.items()}
-  return {**terms, **out.losses}, metrics | out.metrics
+  # The gradient is that of the sum; the rows' losses, and so the sources', are only reported.
+  return Mean(total, jnp.sum(weights_BxT)), {name: mean(values) for name, values in shown.items()}
 
 
-def next_tokens(batch: dict[str, Any]) -> tuple[jax.Array, jax.Array]:
+def next_tokens(batch: dict[str, Any], further: int = 0) -> tuple[jax.Array, jax.Array]:
   """What each position predicts, and the weight of that prediction: (targets_BxT, weights_BxT).
 
-  Rows keep their length T, a size that accelerators like; the last position predicts nothing and weighs 0.
+  Rows keep their length T, a size that accelerators like; the last position predicts nothing and weighs 0. `further`:
+  of the token after the next so many, which weighs nothing if it is of another segment.
   """
-  targets_BxT = jnp.roll(batch["tokens"], -1, axis=1)
-  weights_BxT = jnp.roll(batch["loss_weights"], -1, axis=1).at[:, -1].set(0.0)
+  targets_BxT = jnp.roll(batch["tokens"], -1 - further, axis=1)
+  weights_BxT = jnp.roll(batch["loss_weights"], -1 - further, axis=1).at[:, -1 - further:].set(0.0)
+  if further:
+    segments_BxT = batch["segment_ids"]
+    weights_BxT = jnp.where(jnp.roll(segments_BxT, -1 - further, axis=1) == segments_BxT, weights_BxT, 0.0)
   return targets_BxT, weights_BxT
+
+
+def check(cfg: Any, grad_accum_steps: int, cfg_model: Any) -> None:
+  """Refuses modules that predict tokens further ahead and have no part in the loss: weight decay would move them."""
+  if cfg_model.mtp_layers and not cfg.mtp_weight > 0:
+    raise ConfigError(f"strategy.mtp_weight is {cfg.mtp_weight}, allowed: above 0, since model.mtp_layers is "
+                      f"{cfg_model.mtp_layers}: what predicts tokens further ahead would not be trained. Use "
+                      "--config.model.mtp_layers=0 for a model without.")
 
 
 # Next-token cross-entropy over documents (pretraining).
@@ -96,4 +131,7 @@ SEQ = Strategy(loss, options=dict(
     label_smoothing=0.0,
     # Coefficient of log(Z)², which keeps the softmax normaliser near 1 (PaLM, section 5).
     z_loss=0.0,
-))
+    # Factor λ on the mean loss of the modules that predict tokens further ahead (model.mtp_layers; DeepSeek-V3, arXiv
+    # 2412.19437, eq. 25; Megatron's mtp_loss_scaling_factor).
+    mtp_weight=0.1,
+), check=check)

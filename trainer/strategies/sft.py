@@ -17,10 +17,9 @@ def loss(model: Any, params: Any, batch: dict[str, jax.Array], rng: jax.Array | 
   """See `seq.next_token_loss`.
 
   Args:
-    cfg: `label_smoothing`, `z_loss`, `dft`. (`normalize` is the data's: see above.)
+    cfg: `label_smoothing`, `z_loss`, `mtp_weight`, `dft`. (`normalize` is the data's: see above.)
   """
-  return seq.next_token_loss(model, params, batch, rng, label_smoothing=cfg.label_smoothing, z_loss=cfg.z_loss,
-                             dft=cfg.dft, more=("entropy",))
+  return seq.next_token_loss(model, params, batch, rng, cfg, dft=cfg.dft, more=("entropy",))
 
 
 # Next-token cross-entropy over the parts of conversations that `config.chat` says (fine-tuning).
@@ -32,4 +31,5 @@ SFT = Strategy(loss, data="conversations", options=dict(
     # These as for seq.
     label_smoothing=0.0,
     z_loss=0.0,
-))
+    mtp_weight=0.1,
+), check=seq.check)

@@ -5,12 +5,14 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from models.hf.errors import HFError
+from models.hf.families.apertus import APERTUS
 from models.hf.families.arcee import ARCEE
 from models.hf.families.cohere import COHERE
 from models.hf.families.cohere2 import COHERE2
 from models.hf.families.deepseek_v2 import DEEPSEEK_V2
 from models.hf.families.deepseek_v3 import DEEPSEEK_V3
 from models.hf.families.deepseek_v32 import DEEPSEEK_V32, GLM_MOE_DSA
+from models.hf.families.dots1 import DOTS1
 from models.hf.families.ernie4_5 import ERNIE4_5
 from models.hf.families.exaone4 import EXAONE4
 from models.hf.families.gemma import GEMMA
@@ -27,10 +29,13 @@ from models.hf.families.gpt2 import GPT2
 from models.hf.families.gpt_oss import GPT_OSS
 from models.hf.families.granite import GRANITE
 from models.hf.families.granite4 import GRANITE4
+from models.hf.families.helium import HELIUM
+from models.hf.families.hunyuan import HUNYUAN_V1_DENSE
 from models.hf.families.llama import LLAMA
 from models.hf.families.llama4 import LLAMA4
 from models.hf.families.llava import LLAVA
 from models.hf.families.minimax_m2 import MINIMAX_M2
+from models.hf.families.ministral3 import MINISTRAL3
 from models.hf.families.mistral import MISTRAL
 from models.hf.families.mixtral import MIXTRAL
 from models.hf.families.nemotron import NEMOTRON
@@ -56,14 +61,15 @@ from models.hf.families.stablelm import STABLELM
 from models.hf.families.starcoder2 import STARCODER2
 from models.hf.family import Family
 from models.hf.images import Wrapper
-from models.hf.keys import each
+from models.hf.source import each
 
 # In the order in which `match` tries them: of two that fit, the one that more programs read comes first.
 FAMILIES: tuple[Family, ...] = (
     LLAMA, MISTRAL, QWEN2, QWEN3, MIXTRAL, QWEN3_MOE, QWEN2_MOE, GEMMA, GEMMA2, GEMMA3, GEMMA3N, GEMMA4, GPT2,
     STARCODER2, STABLELM, QWEN3_NEXT, QWEN3_5, QWEN3_5_MOE, GPT_OSS, PHI3, ARCEE, NEMOTRON, SEED_OSS, OLMO2, OLMO3, GLM,
     GLM4, GLM4_MOE, SMOLLM3, GRANITE, GRANITE4, NEMOTRON_H, COHERE, COHERE2, DEEPSEEK_V3, DEEPSEEK_V2, GLM4_MOE_LITE,
-    DEEPSEEK_V32, GLM_MOE_DSA, LLAMA4, ERNIE4_5, EXAONE4, MINIMAX_M2,
+    DEEPSEEK_V32, GLM_MOE_DSA, LLAMA4, ERNIE4_5, EXAONE4, MINIMAX_M2, HELIUM, DOTS1, HUNYUAN_V1_DENSE,
+    MINISTRAL3, APERTUS,
 )
 
 # Models of images and text: each around several of the families above. `match` tries them in this order, too.
@@ -71,7 +77,7 @@ WRAPPERS: tuple[Wrapper, ...] = (PALIGEMMA, GEMMA3_IMAGES, LLAVA, QWEN2_VL, QWEN
                                  QWEN3_VL_MOE, QWEN3_5_IMAGES, QWEN3_5_MOE_IMAGES, SMOLVLM, IDEFICS3)
 
 # Other models of images or sound and text, which cannot be read.
-MULTIMODAL = ("internvl", "llava_next", "llava_onevision", "mistral3", "mllama",
+MULTIMODAL = ("internvl", "llava_next", "llava_onevision", "mllama",
               "vipllava")
 
 
@@ -87,6 +93,8 @@ def find(config: Mapping[str, Any], where: str, ignored: Iterable[str] = ()) -> 
     HFError: none, or one that is not here.
   """
   found = config.get("model_type")
+  if found == "mistral3" and isinstance(config.get("text_config"), Mapping):  # its text model is of one of two families
+    found = config["text_config"].get("model_type", "mistral")
   families: tuple[Any, ...] = (*WRAPPERS, *FAMILIES)
   by_type = {model_type: family for family in families for model_type in family.model_types}
   with_images = {model_type: wrapper for wrapper in WRAPPERS for model_type in wrapper.model_types}
@@ -132,6 +140,8 @@ def match(model: Mapping[str, Any]) -> tuple[Family, dict[str, Any]]:
       return family, attempt.content
     attempts.append((not attempt.readable, len(attempt.problems), len(attempts), family.name, attempt.problems))
   *_, nearest, problems = min(attempts)
+  ahead = (" What predicts tokens further ahead stays out with --config.export.mtp=False (trainer.export: --nomtp)."
+           if model["mtp_layers"] else "")
   raise HFError(f"no family of Hugging Face models computes this model. The nearest is {nearest}, which cannot express "
-                + "; ".join(problems) + ". Change these keys of config.model before training to be able to "
+                + "; ".join(problems) + f".{ahead} Change these keys of config.model before training to be able to "
                 f"export. Families: {', '.join(family.name for family in candidates)}.")

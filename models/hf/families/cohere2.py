@@ -4,8 +4,9 @@ from models.hf.families.cohere import COHERE_FIXED, COHERE_INERT, COHERE_KEYS, C
 from models.hf.families.common import head_size
 from models.hf.families.gemma2 import sliding_window, write_window
 from models.hf.family import Family
-from models.hf.keys import LayerTypes, Must, Rule, Source
+from models.hf.keys import LayerTypes, Must, Rule
 from models.hf.rope import Rope
+from models.hf.source import Source
 
 
 class DividedHeads(Rule):

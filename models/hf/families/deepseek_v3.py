@@ -1,6 +1,6 @@
 """DeepSeek-V3, R1 and Kimi K2: V2's layers, with sigmoid scores and a bias that keeps experts evenly used."""
 
-from models.hf.families import common
+from models.hf.families import common, mtp
 from models.hf.families.deepseek_v2 import (
   INERT,
   LATENT,
@@ -12,26 +12,9 @@ from models.hf.families.deepseek_v2 import (
 from models.hf.family import Family, Tensor
 from models.hf.keys import Key, Must, Rule
 
-# How many layers predict tokens further ahead, under its two names.
-AHEAD = {"num_nextn_predict_layers": 0, "num_mtp_layers": 0}
+# Entries that say how many modules predict tokens further ahead.
+AHEAD = ("num_nextn_predict_layers", "num_mtp_layers")
 CHOICE_BIAS = Tensor("layers.{layer}.mlp.gate.e_score_correction_bias", "blocks/moe/router/choice_bias")
-
-
-class LayersAhead(Rule):
-  """Layers after the last one that predict tokens further ahead, which transformers' logits do not use either."""
-
-  def read(self, source, model):
-    for key in AHEAD:
-      source.get(key, object, 0, 0)
-    return {}
-
-  def write(self, model):
-    return {"num_nextn_predict_layers": 0}
-
-  def notes(self, source):
-    found = {key: source.content[key] for key in AHEAD if source.content.get(key)}
-    return [f"{source.where}: {key} is {count}; layers that predict tokens further ahead are passed over, and are not "
-            "exported." for key, count in [*found.items()][:1]]
 
 
 def experts(size: int, number: int, per_token: int, scale: float, groups: int = 1, groups_used: int = 1
@@ -51,6 +34,7 @@ def experts(size: int, number: int, per_token: int, scale: float, groups: int = 
 
 
 SCORES = {"moe.scores": "sigmoid", "moe.choice_bias": True}
+TABLE = (*common.ENDS, *common.NORMS, *LATENT, *MIXTURE, CHOICE_BIAS)
 
 DEEPSEEK_V3 = Family(
     name="deepseek_v3",
@@ -60,11 +44,10 @@ DEEPSEEK_V3 = Family(
         *latent_sizes(q_rank=1536, nope=128, value=128),
         *experts(size=2048, number=256, per_token=8, scale=2.5, groups=8, groups_used=4),
         Key("rope_interleave", "rope_interleaved", bool, default=True),
-        DenseLayers(3), LayersAhead(),
+        DenseLayers(3), mtp.Modules(*AHEAD),
     ),
-    table=(*common.ENDS, *common.NORMS, *LATENT, *MIXTURE, CHOICE_BIAS),
+    table=TABLE,
     fixed=SCORES,
     inert=INERT,
-    ahead="eh_proj.weight",
-    dropped=AHEAD,
+    ahead=mtp.as_layers(TABLE, *AHEAD),
 )

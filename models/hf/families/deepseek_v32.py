@@ -1,8 +1,8 @@
 """DeepSeek-V3.2 and GLM-5: DeepSeek V3's layers, with indexers that choose the keys of latent attention."""
 
-from models.hf.families import common
+from models.hf.families import common, mtp
 from models.hf.families.deepseek_v2 import INERT, LATENT, MIXTURE, latent_sizes
-from models.hf.families.deepseek_v3 import AHEAD, CHOICE_BIAS, SCORES, LayersAhead, experts
+from models.hf.families.deepseek_v3 import AHEAD, CHOICE_BIAS, SCORES, experts
 from models.hf.families.glm4_moe_lite import MlpTypes
 from models.hf.family import Family, Tensor
 from models.hf.keys import Key, Must, Rule
@@ -55,7 +55,7 @@ def keys(heads: int, interleaved: bool) -> tuple[Rule, ...]:
       Must("indexer_rope_interleave", interleaved, "transformers rotates them so in this family"),
       Must("rope_interleave", True, "transformers rotates queries and keys so in this family"),
       Must("mlp_bias", False, "experts have no biases"),
-      MlpTypes(3), LayerTypes(), LayersAhead(),
+      MlpTypes(3), LayerTypes(), mtp.Modules(*AHEAD),
   )
 
 
@@ -78,8 +78,7 @@ DEEPSEEK_V32 = Family(
     table=TABLE,
     fixed={**SCORES, "rope_interleaved": True, "latent.index_rope_interleaved": False},
     inert=INERT,
-    ahead="eh_proj.weight",
-    dropped=AHEAD,
+    ahead=mtp.as_layers(TABLE, *AHEAD),
     classifier=None,
 )
 
@@ -95,7 +94,6 @@ GLM_MOE_DSA = Family(
     table=TABLE,
     fixed={**SCORES, "rope_interleaved": True, "latent.index_rope_interleaved": True},
     inert=INERT,
-    ahead="eh_proj.weight",
-    dropped=AHEAD,
+    ahead=mtp.as_layers(TABLE, *AHEAD),
     classifier=None,
 )

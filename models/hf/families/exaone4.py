@@ -5,8 +5,9 @@ from models.hf.families import common
 from models.hf.families.gemma2 import sliding_window, write_window
 from models.hf.families.olmo2 import OLMO2_TABLE
 from models.hf.family import Family
-from models.hf.keys import Key, LayerTypes, Source
+from models.hf.keys import Key, LayerTypes
 from models.hf.rope import Rope
+from models.hf.source import Source
 
 
 class WindowOrNoPositions(LayerTypes):

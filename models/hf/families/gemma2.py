@@ -3,8 +3,9 @@
 from models.hf.families import common
 from models.hf.families.gemma import GEMMA_FIXED
 from models.hf.family import Family, Tensor
-from models.hf.keys import GATED, Activation, Key, LayerTypes, QueryScale, Source, WholeHeads
+from models.hf.keys import GATED, Activation, Key, LayerTypes, QueryScale, WholeHeads
 from models.hf.rope import Rope
+from models.hf.source import Source
 
 
 def sliding_window(source: Source) -> int | None:

@@ -5,8 +5,9 @@ from models.hf.families import common
 from models.hf.families.gemma import GEMMA_FIXED
 from models.hf.families.gemma2 import SANDWICH, TANH_GELU, sliding_window
 from models.hf.family import Family
-from models.hf.keys import Key, LayerTypes, QueryScale, Source, WholeHeads
+from models.hf.keys import Key, LayerTypes, QueryScale, WholeHeads
 from models.hf.rope import Rope
+from models.hf.source import Source
 
 
 def all_but_every_nth(source: Source, layers: int) -> tuple[str, ...]:

@@ -18,8 +18,9 @@ from models.hf.families.gemma4 import (
   write_window,
 )
 from models.hf.family import Tensor
-from models.hf.keys import Key, LayerTypes, Must, Rule, Source
+from models.hf.keys import Key, LayerTypes, Must, Rule
 from models.hf.rope import Rope
+from models.hf.source import Source
 
 
 class Widths(Rule):

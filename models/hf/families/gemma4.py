@@ -13,7 +13,8 @@ from models.hf.families import common
 from models.hf.families.gemma2 import SANDWICH, TANH_GELU
 from models.hf.family import Tensor
 from models.hf.images import TextPart
-from models.hf.keys import LARGEST, Key, LayerTypes, Rule, Source
+from models.hf.keys import Key, LayerTypes, Rule
+from models.hf.source import LARGEST, Source
 
 # What a rope_parameters of this family says where it says nothing.
 ROPES: Mapping[str, Mapping[str, Any]] = {

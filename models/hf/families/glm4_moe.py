@@ -1,11 +1,13 @@
 """GLM 4.5, 4.6 and 4.7: a Llama's attention of half-rotated heads, and DeepSeek V3's router and experts."""
 
-from models.hf.families import common
+from models.hf.families import common, mtp
 from models.hf.families.deepseek_v2 import MIXTURE, DenseLayers
-from models.hf.families.deepseek_v3 import AHEAD, CHOICE_BIAS, SCORES, LayersAhead, experts
+from models.hf.families.deepseek_v3 import AHEAD, CHOICE_BIAS, SCORES, experts
 from models.hf.family import Family
 from models.hf.keys import Key
 from models.hf.rope import Rope
+
+TABLE = (*common.ENDS, *common.NORMS, *common.ATTENTION, *common.QK_NORMS, *MIXTURE, CHOICE_BIAS)
 
 GLM4_MOE = Family(
     name="glm4_moe",
@@ -18,11 +20,10 @@ GLM4_MOE = Family(
         Key("attention_bias", "qkv_bias", bool, default=False),
         Key("use_qk_norm", "qk_norm", bool, default=False),
         *experts(size=1408, number=128, per_token=8, scale=1.0),
-        DenseLayers(1), LayersAhead(),
+        DenseLayers(1), mtp.Modules(*AHEAD),
     ),
-    table=(*common.ENDS, *common.NORMS, *common.ATTENTION, *common.QK_NORMS, *MIXTURE, CHOICE_BIAS),
+    table=TABLE,
     fixed=SCORES,
-    ahead="eh_proj.weight",
-    dropped=AHEAD,
+    ahead=mtp.as_layers(TABLE, *AHEAD),
     classifier=None,
 )

@@ -1,8 +1,8 @@
 """GLM 4.7 Flash: DeepSeek V3's layers, latent attention among them, under GLM's names."""
 
-from models.hf.families import common
+from models.hf.families import common, mtp
 from models.hf.families.deepseek_v2 import INERT, LATENT, MIXTURE, DenseLayers, latent_sizes
-from models.hf.families.deepseek_v3 import AHEAD, CHOICE_BIAS, SCORES, LayersAhead, experts
+from models.hf.families.deepseek_v3 import AHEAD, CHOICE_BIAS, SCORES, experts
 from models.hf.family import Family
 from models.hf.keys import Key, Same
 
@@ -38,6 +38,8 @@ class MlpTypes(DenseLayers):
 
 ROTATED = Same("head_dim", "latent.rope_dim", "it is qk_rope_head_dim once more")
 
+TABLE = (*common.ENDS, *common.NORMS, *LATENT, *MIXTURE, CHOICE_BIAS)
+
 GLM4_MOE_LITE = Family(
     name="glm4_moe_lite",
     model_types=("glm4_moe_lite",),
@@ -46,12 +48,11 @@ GLM4_MOE_LITE = Family(
         *latent_sizes(q_rank=768, nope=192, value=256, norm_eps=1e-5), ROTATED,
         *experts(size=1536, number=64, per_token=4, scale=1.8),
         Key("rope_interleave", "rope_interleaved", bool, default=True),
-        MlpTypes(1, only=True), LayersAhead(),
+        MlpTypes(1, only=True), mtp.Modules(*AHEAD),
     ),
-    table=(*common.ENDS, *common.NORMS, *LATENT, *MIXTURE, CHOICE_BIAS),
+    table=TABLE,
     fixed=SCORES,
     inert=INERT,
-    ahead="eh_proj.weight",
-    dropped=AHEAD,
+    ahead=mtp.as_layers(TABLE, *AHEAD),
     classifier=None,
 )

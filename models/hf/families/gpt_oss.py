@@ -3,8 +3,9 @@
 from models.hf.families import common
 from models.hf.families.gemma2 import every_other, write_window
 from models.hf.family import Family, Tensor
-from models.hf.keys import Key, LayerTypes, Must, Source
+from models.hf.keys import Key, LayerTypes, Must
 from models.hf.rope import Rope
+from models.hf.source import Source
 
 
 class YarnRope(Rope):

@@ -7,8 +7,9 @@ Published folders hold a tower for images beside it, which is passed over.
 from models.hf.families import common
 from models.hf.family import Tensor
 from models.hf.images import TextPart
-from models.hf.keys import LARGEST, Key, Rule
+from models.hf.keys import Key, Rule
 from models.hf.rope import Rope
+from models.hf.source import LARGEST
 
 
 class ExpertLayers(Rule):

@@ -3,8 +3,9 @@
 from models.hf.families.gemma2 import sliding_window, write_window
 from models.hf.families.olmo2 import OLMO2_FIXED, OLMO2_KEYS, OLMO2_TABLE
 from models.hf.family import Family
-from models.hf.keys import LayerTypes, Source
+from models.hf.keys import LayerTypes
 from models.hf.rope import Rope
+from models.hf.source import Source
 
 
 def all_but_every_fourth(source: Source, layers: int) -> tuple[str, ...]:

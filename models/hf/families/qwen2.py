@@ -2,8 +2,9 @@
 
 from models.hf.families import common
 from models.hf.family import Family
-from models.hf.keys import Key, LayerTypes, Source
+from models.hf.keys import Key, LayerTypes
 from models.hf.rope import Rope
+from models.hf.source import Source
 
 
 def switched_window(source: Source) -> int | None:

@@ -4,8 +4,9 @@ from models.hf.families import common
 from models.hf.families.qwen2 import from_max_window_layers_on, switched_window, write_max_window_layers
 from models.hf.families.qwen3_moe import EXPERT_SIZES, EXPERTS, SPARSE
 from models.hf.family import Family, Tensor
-from models.hf.keys import Key, LayerTypes, Source
+from models.hf.keys import Key, LayerTypes
 from models.hf.rope import Rope
+from models.hf.source import Source
 
 
 def windows_are_ambiguous(source: Source, layers: int) -> tuple[str, ...] | None:

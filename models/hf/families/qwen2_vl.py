@@ -8,8 +8,9 @@ from models.hf.families import common
 from models.hf.families.qwen2 import LAYERS, QWEN2
 from models.hf.family import Family, Tensor
 from models.hf.images import Tower, Wrapper
-from models.hf.keys import UNGATED, Activation, Key, Must, Rule, Source
+from models.hf.keys import UNGATED, Activation, Key, Must, Rule
 from models.hf.rope import Rope
+from models.hf.source import Source
 from models.spec_vision import FRAMES, THETA
 
 # Entries of the outer object where those of the text model stand beside them, as in published folders.

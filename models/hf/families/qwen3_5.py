@@ -3,10 +3,10 @@
 Published folders hold a vision tower beside it, which is passed over.
 """
 
-from models.hf.families import common
+from models.hf.families import common, mtp
 from models.hf.families.qwen2_moe import SHARED_EXPERT
 from models.hf.families.qwen3_moe import EXPERTS
-from models.hf.families.qwen3_next import DELTA, DELTA_SIZES, FIXED, MORE_TOKENS
+from models.hf.families.qwen3_next import DELTA, DELTA_SIZES, FIXED
 from models.hf.family import Tensor
 from models.hf.images import TextPart
 from models.hf.keys import Key, Must
@@ -14,11 +14,13 @@ from models.hf.rope import Rope
 
 # How the positions of images are put together, which are those of the text where there is none.
 OF_IMAGES = ("mrope_section", "mrope_interleaved")
+# Says how many modules predict tokens further ahead.
+COUNT = "mtp_num_hidden_layers"
 KEYS = (
     *common.SIZES, common.RMS_EPS, common.SILU, common.UNTIED, Rope(fraction=0.25, inert=OF_IMAGES), *DELTA_SIZES,
     Key("head_dim", "head_dim", default=256),
     Must("attn_output_gate", True, "attention has a gate in all models of this family"),
-    common.ATTENTION_BIAS,
+    common.ATTENTION_BIAS, mtp.Modules(COUNT, most=1, always=False),
 )
 TABLE = (
     *common.ENDS, *common.NORMS, *common.ATTENTION, *common.QK_NORMS, *DELTA,
@@ -26,9 +28,8 @@ TABLE = (
              tuple(f"blocks/delta/{p}/kernel" for p in parts), transpose=True) for parts in ("qkv", "z", "b", "a")),
 )
 PREFIXES = ("model.", "model.language_model.", "")
-IGNORED = (r"rotary_emb\.inv_freq$", MORE_TOKENS, r"^model\.visual\.")
-# How many layers predict tokens further ahead.
-INERT = frozenset({"mtp_num_hidden_layers"})
+IGNORED = (r"rotary_emb\.inv_freq$", r"^model\.visual\.")
+DENSE, SPARSE = (*TABLE, *common.MLP), (*TABLE, *EXPERTS, *SHARED_EXPERT)
 
 QWEN3_5 = TextPart(
     name="qwen3_5",
@@ -37,7 +38,7 @@ QWEN3_5 = TextPart(
     body="Qwen3_5TextModel",
     classifier="Qwen3_5TextForSequenceClassification",
     keys=(*KEYS, common.WIDTH, Key("num_key_value_heads", "num_kv_heads", default=4, null=common.as_many_as_heads)),
-    table=(*TABLE, *common.MLP), fixed=FIXED, prefixes=PREFIXES, ignored=IGNORED, inert=INERT,
+    table=DENSE, fixed=FIXED, prefixes=PREFIXES, ignored=IGNORED, ahead=mtp.apart(DENSE, COUNT),
 )
 QWEN3_5_MOE = TextPart(
     name="qwen3_5_moe",
@@ -54,7 +55,7 @@ QWEN3_5_MOE = TextPart(
         Key("shared_expert_intermediate_size", "moe.shared_size", default=512),
         Must("norm_topk_prob", True, "the weights of the chosen experts sum to one in this family"),
     ),
-    table=(*TABLE, *EXPERTS, *SHARED_EXPERT), fixed=FIXED | {"moe.shared_gate": True}, prefixes=PREFIXES,
+    table=SPARSE, fixed=FIXED | {"moe.shared_gate": True}, prefixes=PREFIXES,
     # The width of layers that are not sparse, of which there are none.
-    ignored=IGNORED, inert=INERT | {"intermediate_size"},
+    ignored=IGNORED, inert=frozenset({"intermediate_size"}), ahead=mtp.apart(SPARSE, COUNT),
 )

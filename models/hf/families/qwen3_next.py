@@ -1,6 +1,6 @@
 """Qwen3-Next: of four layers three with a gated delta rule and one of gated attention, all with mixtures of experts."""
 
-from models.hf.families import common
+from models.hf.families import common, mtp
 from models.hf.families.qwen2_moe import SHARED_EXPERT
 from models.hf.families.qwen3_moe import EXPERTS, SPARSE
 from models.hf.family import Family, Tensor
@@ -46,8 +46,15 @@ DELTA = (
     Tensor("layers.{layer}.linear_attn.out_proj.weight", "blocks/delta/o/kernel", transpose=True),
 )
 FIXED = {"norm_scale_plus_one": True, "qk_norm": True, "attention_gate": True}
-# Layers that predict tokens further ahead, which transformers leaves out, too.
-MORE_TOKENS = r"^mtp\."
+TABLE = (
+    *common.ENDS, *common.NORMS, *common.ATTENTION, *common.QK_NORMS, *DELTA, *EXPERTS, *SHARED_EXPERT,
+    # For each head of keys, its rows of all of them.
+    *(Tensor(f"layers.{{layer}}.linear_attn.in_proj_{parts}.weight",
+             tuple(f"blocks/delta/{p}/kernel" for p in parts), transpose=True, groups="delta.num_key_heads")
+      for parts in ("qkvz", "ba")),
+)
+# What published folders do not say, though they have one; vLLM asks for it under this name.
+COUNT = "num_nextn_predict_layers"
 
 QWEN3_NEXT = Family(
     name="qwen3_next",
@@ -62,17 +69,11 @@ QWEN3_NEXT = Family(
         Key("num_experts", "moe.num_experts", default=512, alias="num_local_experts"),
         Key("num_experts_per_tok", "moe.experts_per_token", default=10),
         Key("shared_expert_intermediate_size", "moe.shared_size", default=512),
-        common.ATTENTION_BIAS,
+        common.ATTENTION_BIAS, mtp.Modules(COUNT, most=1, always=False),
     ),
-    table=(
-        *common.ENDS, *common.NORMS, *common.ATTENTION, *common.QK_NORMS, *DELTA, *EXPERTS, *SHARED_EXPERT,
-        # For each head of keys, its rows of all of them.
-        *(Tensor(f"layers.{{layer}}.linear_attn.in_proj_{parts}.weight",
-                 tuple(f"blocks/delta/{p}/kernel" for p in parts), transpose=True, groups="delta.num_key_heads")
-          for parts in ("qkvz", "ba")),
-    ),
+    table=TABLE,
     fixed=FIXED | {"moe.shared_gate": True},
-    ignored=(r"rotary_emb\.inv_freq$", MORE_TOKENS),
+    ahead=mtp.apart(TABLE, COUNT),
     # The width of layers that are not sparse, of which there are none.
     inert=frozenset({"intermediate_size"}),
 )

@@ -1,5 +1,8 @@
 """Queries with texts that answer them: what rows may look like, and the tokens they become."""
 
+import json
+from pathlib import Path
+
 import pytest
 
 from input_pipeline.examples.matches import MatchEncoder, TextTokens
@@ -94,7 +97,7 @@ def test_ends_are_the_tokenizers_own(tmp_path):
     (dict(query="q", pos=[]), "file:1: pos is an empty list"),
     (dict(query="q", positive=None), "file:1: no 'positive' .or null.; its columns are"),
     (dict(query=["q"], positive="p"), "file:1: query is ..q.. .list.; expected a text"),
-    (dict(query="q", positive=["p", 3]), "file:1: positive is 3 .int.; expected a text, or a list of texts"),
+    (dict(query="q", positive=["p", 3]), "file:1: positive is 3 .int.; expected a text, or messages, or a list"),
     (dict(query="q", positive="p", negative="p"), "file:1: a negative has the same tokens as a positive"),
     (dict(query="q", positive="p", negative=["n", "m"]), "file:1: 2 negatives, but strategy.negatives is 1. Use"),
 ])
@@ -112,3 +115,43 @@ def test_whatever_decides_the_tokens_is_in_the_fingerprint():
   made = [encoder(), encoder(negatives=1), encoder(max_length=9), encoder(query_prompt="q"),
           encoder(document_prompt="q"), encoder(fields=(("query", "a"),))]
   assert len({one.fingerprint for one in made}) == len(made) and made[0].fingerprint == encoder().fingerprint
+
+
+REFERENCES = Path(__file__).parents[1] / "references"
+
+
+@pytest.mark.parametrize("name", ["llama3", "gemma", "chatml", "mistral"])
+def test_conversations_have_the_tokens_that_transformers_renders(name):
+  """Nothing stands before or behind them; references are those of tests/input_pipeline/chat/test_template.py."""
+  references, compared = json.loads((REFERENCES / "chat.json").read_text("utf-8")), 0
+  c = defaults()
+  c.chat.update(template=str(REFERENCES / "templates" / f"{name}.jinja"), date=references["date"])
+  tokenizer = load_tokenizer(REFERENCES / "tiny")
+  for case, expected in references["templates"][name].items():
+    given = references["cases"][case]
+    others = given.keys() - {"messages", "tools", "add_generation_prompt"}
+    if "error" in expected or given.get("tools") == [] or others or not all(
+        isinstance(m.get("content"), str) for m in given["messages"]):
+      continue
+    c.strategy = strategy("contrastive", text_ends="eos", max_length=4096, query_prompt="not here: ",
+                          generation_prompt=given.get("add_generation_prompt", False))
+    query = given["messages"] if "tools" not in given else {key: given[key] for key in ("messages", "tools")}
+    row = dict(query=query, positive=[query, "p"])
+    one, two = MatchEncoder(c, tokenizer).encode([Record("r", "file:1", row)])
+    ids = one.ids.tolist()
+    assert ids[:one.parts[0]] == ids[one.parts[0]:] == expected["ids"], case
+    assert two.ids.tolist()[:two.parts[0]] == expected["ids"] and two.ids[-1] == tokenizer.eos_id
+    compared += 1
+  assert compared >= 3
+
+
+@pytest.mark.parametrize("query, told", [
+    ([dict(role="user", content="q", weight=0.5)], "query has messages with a weight"),
+    ([dict(role="nobody", content="q")], "file:1: query.*role"),
+    ([dict(role="user", content="q")], "file:1: a conversation, but the tokenizer has no chat template"),
+    ({"messages": []}, "file:1: query"), ({"role": "user"}, "expected a text, or messages"),
+    ([dict(role="user", content=[dict(type="image", image="a.png")])], "file:1: query"),
+])
+def test_a_conversation_that_cannot_be_rendered_is_refused(query, told):
+  with pytest.raises(DataError, match=told):
+    documents(dict(query=query, positive="p"))

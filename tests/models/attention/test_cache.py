@@ -44,6 +44,8 @@ CASES = {
     "granite4": GRANITE4,
     "nemotron_h": NEMOTRON_H,
     "gpt_oss": GPT_OSS,
+    "ministral": dict(num_kv_heads=2, query_temperature=dict(scale=0.5, floor=3), qk_norm=True, qk_norm_over="rotated",
+                      activation="xielu"),
     "llama4": LLAMA4,
     "llama4_moe": LLAMA4_MOE,
     "gemma3n": GEMMA3N,

@@ -114,7 +114,7 @@ def test_llama3_without_pairs_between_keeps_them_or_stretches_them():
 
 
 def test_temperature_grows_with_the_logarithm_of_whole_stretches():
-  positions = np.array([[0, 2, 3, 6, 7, 0, 8_388_607]])
+  positions = np.array([[0, 3, 4, 7, 8, 0, 8_388_608]])
   expected = 1 + 0.1 * np.log(1 + np.array([0, 0, 1, 1, 2, 0, 2_097_152]))
   np.testing.assert_allclose(temperature(0.1, 4, jnp.asarray(positions))[0, :, 0, 0], expected, rtol=1e-6)
 

@@ -594,6 +594,10 @@ def test_a_choice_bias_has_no_gradient_and_steps_towards_even_loads():
   np.testing.assert_array_equal(
       moe_lib.evened(params, counts, 0.25, jnp.array(False))["blocks"]["moe"]["router"]["choice_bias"],
       router["choice_bias"])
+  behind = {**params, "mtp": {"blocks": {"moe": {"router": dict(choice_bias=jnp.zeros((1, 4)))}}}}
+  new = moe_lib.evened(behind, jnp.array([[9, 1, 4, 2], [1, 9, 4, 2]]), 0.25, jnp.array(True))
+  np.testing.assert_array_equal(new["blocks"]["moe"]["router"]["choice_bias"], [[0.25, 0.25, 0.0, 0.25]])
+  np.testing.assert_array_equal(new["mtp"]["blocks"]["moe"]["router"]["choice_bias"], [[0.25, -0.25, 0.0, 0.25]])
   params, apply = layer_of(dict(GROUPS, choice_bias=True))
   x = np.random.default_rng(1).normal(size=(*SEGMENTS.shape, 16)).astype(np.float32)
   apply = jax.jit(apply)

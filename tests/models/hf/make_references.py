@@ -177,6 +177,18 @@ CASES = {
     "exaone4": like("exaone4", num_hidden_layers=4, sliding_window=5, sliding_window_pattern=3, rope_scaling=LLAMA3,
                     head_dim=6),
     "exaone4_plain": like("exaone4", sliding_window=None, layer_types=["full_attention"] * 2),
+    "apertus": like("apertus", head_dim=8, hidden_act="xielu", attention_bias=True, rms_norm_eps=1e-3,
+                    rope_scaling=LLAMA3, GRADIENT=".1.mlp.act_fn.alpha_n"),
+    "helium": like("helium", head_dim=4, attention_bias=True, mlp_bias=True, rms_norm_eps=1e-3),
+    "dots1": like("dots1", head_dim=8, n_routed_experts=8, n_group=4, topk_group=2, num_experts_per_tok=2,
+                  moe_intermediate_size=12, n_shared_experts=2, first_k_dense_replace=1, norm_topk_prob=True,
+                  routed_scaling_factor=2.5, num_hidden_layers=3, sliding_window=5, max_window_layers=2,
+                  rms_norm_eps=1e-3),
+    "hunyuan_v1_dense": like("hunyuan_v1_dense", head_dim=8, attention_bias=True, rms_norm_eps=1e-3, rope_scaling=dict(
+        rope_type="dynamic", alpha=50.0, factor=1.0, beta_fast=32, beta_slow=1, mscale=1.0, mscale_all_dim=1.0)),
+    "ministral3": like("ministral3", head_dim=8, sliding_window=7, rope_parameters=YARN | dict(
+        rope_theta=500.0, llama_4_scaling_beta=0.5, mscale=1.0, mscale_all_dim=1.0,
+        original_max_position_embeddings=4)),
     "minimax_m2": like("minimax_m2", head_dim=8, rotary_dim=4, num_local_experts=5, num_experts_per_tok=2),
     "smollm3": like("smollm3", num_hidden_layers=3, no_rope_layers=[1, 0, 1], rope_theta=5e3),
     "granite": like("granite", head_dim=6, embedding_multiplier=3.0, residual_multiplier=0.22,
@@ -217,6 +229,8 @@ def randomise(model: torch.nn.Module, generator: torch.Generator) -> None:
         p.mul_(p.shape[-1] / 2)
       if "ion_coefs" in name:  # streams that are nearly 0 would be blown up by norms
         p.mul_(0.4)
+      if "act_fn" in name:  # off what they begin with
+        p.add_(0.3 * noise)
       if name.endswith((".A_log", ".D", "dt_bias")):  # states that fade within some tokens
         p.copy_(0.5 * noise - (1.0 if name.endswith("dt_bias") else 0.0))
     for name, b in model.named_buffers():

@@ -31,7 +31,7 @@ class MadeUp:
 
   name = "made-up"
   prefixes = ("model.", "")
-  ignored, ahead = (r"rotary\.inv_freq$",), ""
+  ignored, ahead = (r"rotary\.inv_freq$",), None
 
   def passed_over(self, model):
     return self.ignored

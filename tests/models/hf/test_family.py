@@ -11,7 +11,7 @@ from models.hf import families, images
 from models.hf import family as family_module
 from models.hf.errors import HFError
 from models.hf.family import DROPOUT, INERT
-from models.hf.keys import NEITHER, Source
+from models.hf.source import NEITHER, Source
 from trainer.errors import ConfigError
 
 LLAMA = dict(model_type="llama", architectures=["LlamaForCausalLM"], vocab_size=61, hidden_size=16,

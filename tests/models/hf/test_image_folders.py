@@ -390,3 +390,29 @@ def test_the_text_model_of_llama_4_is_read_beside_a_tower(tmp_path):
 def test_what_stands_beside_the_text_model_and_concerns_it_is_read(tmp_path, outer, message):
   with pytest.raises(HFError, match=message):
     hf.architecture(with_images(tmp_path / "whole", **outer), ("vision_config",))
+
+
+@pytest.mark.parametrize("before", ["language_model.", "model.language_model."])
+@pytest.mark.parametrize("family", ["mistral", "ministral3"])
+def test_the_text_model_of_mistral_3_is_read_and_written_alone(family, before, tmp_path):
+  """As published, and as transformers 5 saves it: the head stands beside the model there."""
+  source = QWEN3_5.parent / family
+  text = {key: value for key, value in files.read_config(source).items() if key != "architectures"}
+  (tmp_path / files.CONFIG).write_text(json.dumps(dict(
+      architectures=["Mistral3ForConditionalGeneration"], model_type="mistral3", image_token_index=10,
+      multimodal_projector_bias=False, projector_hidden_act="gelu", spatial_merge_size=2, vision_feature_layer=-1,
+      vision_config=dict(model_type="pixtral", hidden_size=8), text_config=text)))
+  tensors = load_file(source / files.SINGLE)
+  whole = {(before + name if before == "language_model." else name.replace("model.", before, 1)): values
+           for name, values in tensors.items()}
+  whole["lm_head.weight" if before != "language_model." else f"{before}lm_head.weight"] = tensors["lm_head.weight"]
+  more = {name: np.ones((3, 4), np.float32) for name in ("vision_tower.patch_conv.weight",
+                                                         "multi_modal_projector.linear_1.weight")}
+  save_file(whole | more, tmp_path / files.SINGLE)
+  found, keys, notes = hf.architecture(tmp_path)
+  assert (found.name, keys) == (family, hf.architecture(source)[1]) and "text model alone is read" in notes[-1]
+  model, params = hf.load(tmp_path)
+  hf.save(model, params, tmp_path / "saved")
+  saved = load_file(tmp_path / "saved" / files.SINGLE)
+  assert saved.keys() == tensors.keys() and all(np.array_equal(saved[name], tensors[name]) for name in saved)
+  assert files.read_config(tmp_path / "saved")["model_type"] == family

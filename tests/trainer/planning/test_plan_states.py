@@ -16,6 +16,7 @@ from trainer import program as program_lib
 PUBLISHED_SIZES = {
     "gemma_3n_e2b": (4_435_182_688, 30 * 256 * 262_144),  # of each layer's embeddings rows are read
     "gemma_3n_e4b": (6_835_235_568, 35 * 256 * 262_144),
+    "dots1": (142_774_381_696, 61 * 122 * 3 * 4096 * 1408),
     "glm_4_7_flash": (29_943_393_920, 46 * 60 * 3 * 2048 * 1536),
     # In rows of fewer tokens than they choose keys, indexers are not asked.
     "glm_5": (743_911_218_432, 75 * 248 * 3 * 6144 * 2048 + 78 * (2048 * 4096 + 6144 * 128 + 6144 * 32)),

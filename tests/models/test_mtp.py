@@ -1,0 +1,42 @@
+"""What modules that predict tokens further ahead read, by hand; what they compute: tests/models/hf/test_mtp.py."""
+
+import jax
+import numpy as np
+
+from configs import deepseek_v3
+from models import api
+from models.mtp import ahead
+from tests import tiny
+from tests.models.initial import initial
+from trainer import tree
+
+
+def test_a_token_is_padding_where_its_segment_ends_before_the_one_that_is_read():
+  tokens = np.array([[3, 4, 5, 6, 7, 8]], np.int32)
+  segments = np.array([[1, 1, 1, 2, 2, 0]], np.int32)
+  read, there = ahead(tokens, segments, 1)
+  np.testing.assert_array_equal(read[:, :-1], tokens[:, 1:])
+  np.testing.assert_array_equal(there, [[1, 1, 0, 2, 0, 0]])
+  np.testing.assert_array_equal(ahead(tokens, segments, 2)[1], [[1, 0, 0, 0, 0, 0]])
+  np.testing.assert_array_equal(ahead(tokens, np.ones_like(segments), 4)[1], [[1, 1, 0, 0, 0, 0]])
+
+
+def test_loads_of_modules_experts_are_of_the_tokens_that_they_see():
+  """Behind the layers', one dense and one with experts."""
+  model = tiny.model(mtp_layers=2, moe=dict(num_experts=4, experts_per_token=2, dense_layers=1))
+  batch = tiny.batch(4, 16)
+  counts = np.asarray(jax.jit(model.apply)(initial(model), batch).metrics["moe"].counts)
+  segments = np.asarray(batch["segment_ids"])
+  seen = [int(np.sum((segments[:, :16 - k] > 0) & (segments[:, :16 - k] == segments[:, k:]))) for k in (0, 1, 2)]
+  np.testing.assert_array_equal(counts.sum(axis=1), 2 * np.array(seen))
+
+
+def test_deepseek_v3_has_as_many_parameters_more_as_published():
+  """README_WEIGHTS.md of its folder: 11.5 billion of its own, besides the shared embedding and unembedding."""
+  def parameters(modules):
+    section = deepseek_v3.get_config().model
+    section.mtp_layers = modules
+    model = api.make_model(section, vocab_size=129_280, params_dtype="bfloat16", compute_dtype="bfloat16")
+    return sum(leaf.size for leaf in tree.flatten(model.abstract_params()).values())
+
+  assert round(parameters(0) / 1e9) == 671 and abs(parameters(1) - parameters(0) - 11.5e9) < 0.15e9
