@@ -117,12 +117,16 @@ def _lines(files: Files, name: str) -> str:
   return files.jsonl(name, [dict(text=f"{name} one", body="two"), dict(text="three", body="four")])
 
 
+def _table(files: Files, name: str) -> str:
+  return files.text(f"{name}.csv", f"text,body\n{name} one,two\nthree,four\n")
+
+
 def of(kind: str, **options: Any) -> dict[str, Any]:
   """The training source is of that type; options that are functions are of `Files`."""
   return {"input.sources.main": source(type=kind)} | {f"input.sources.main.{k}": v for k, v in options.items()}
 
 
-WRITTEN = dict(jsonl=_lines, parquet=_parquet, arrow=_arrow, arrayrecord=_records)
+WRITTEN = dict(jsonl=_lines, csv=_table, parquet=_parquet, arrow=_arrow, arrayrecord=_records)
 TFDS = of("tfds", dataset="a", path="folder")
 OTHER = {"input.sources.other": lambda f: source(type="text", path=f.text("other.txt", "zz " * 400))}
 
