@@ -155,7 +155,7 @@ PAIRS = [
 LABELS = [
     ("half a surrogate", r'{"prompt": "\ud800", "completion": "b", "label": true}', "lone surrogate U+D800"),
     ("no label", {"prompt": "a", "completion": "b"}, "no 'label' (or null)"),
-    ("a label that is a string", {"prompt": "a", "completion": "b", "label": "true"}, "label is 'true' (str)"),
+    ("a label that is a word", {"prompt": "a", "completion": "b", "label": "good"}, "label is 'good' (str)"),
     ("a label that is a number", {"prompt": "a", "completion": "b", "label": 1}, "label is 1 (int)"),
     ("a label of a megabyte", {"prompt": "a", "completion": "b", "label": "x" * 1_000_000}, "label is 'xxx"),
     ("an empty completion", {"prompt": "a", "completion": "", "label": True}, "completion is empty"),
