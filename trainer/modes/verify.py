@@ -171,7 +171,7 @@ def _train(given: ConfigDict, folder: Path, workdir: Path, **callbacks: Any) -> 
 
 
 def rounding(check: invariances.Check, model: Any) -> float:
-  """By how much more gradients may differ than in a model of attention alone: a recurrence goes on with its rounding."""
+  """By how much more gradients may differ than in a model of attention alone: a recurrence carries rounding on."""
   pattern = getattr(getattr(model, "spec", None), "layer_pattern", ())
   return 10.0 if check.row in ("I1", "I11") and set(RECURRENT) & set(pattern) else 1.0
 
