@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from input_pipeline.chat import template as chat
-from input_pipeline.chat.budget import Limits
+from input_pipeline.chat.budget import LimitError, Limits, Meter
 from input_pipeline.tokenizer.tokenizer import BytesTokenizer, load_tokenizer
 from trainer.errors import DataError
 
@@ -200,6 +200,20 @@ def test_a_long_conversation_is_within_the_limits(templates):
   turns = [{"role": r, "content": f"{i} " + "word " * 200} for i in range(1500) for r in ("user", "assistant")]
   for name in ("chatml", "llama3", "gemma", "mistral"):
     assert len(templates[name].render(turns)) > 2_000_000
+
+
+def test_all_of_a_budget_may_be_used_and_no_more():
+  """Strings cost their characters, an element of a list 16 of them."""
+  for use, message in (
+      (lambda meter: meter.tick(1), "more than 100 steps"), (lambda meter: meter.grow(1), "more than 100 characters al")):
+    meter = Meter(Limits(steps=100, altogether=100, characters=84, elements=1))
+    meter.tick(100)
+    meter.grow(84, elements=1)
+    with pytest.raises(LimitError, match=message):
+      use(meter)
+  for given, message in (((85,), "a text of more than 84"), ((0, 2), "a list of more than 1 elements")):
+    with pytest.raises(LimitError, match=message):
+      Meter(Limits(characters=84, elements=1)).grow(*given)
 
 
 def test_a_budget_is_for_one_rendering():
