@@ -47,7 +47,8 @@ KINDS = {"dense": dict(num_layers=4, layer_pattern=("local", "global"), window=5
          "indexed": dict(INDEXED, num_heads=4, attention_block=8, latent=dict(
              INDEXED["latent"], kv_rank=8, q_rank=12, index_topk=5, index_heads=8, index_head_dim=8)),
          "moe": dict(moe=MOE, attention_block=8),
-         "mtp": dict(mtp_layers=2, moe=dict(MOE, dense_layers=1), norm_eps=0.1, attention_block=8),
+         "mtp": dict(num_layers=1, mtp_layers=2, norm_eps=0.1, attention_block=8),
+         "mtp_moe": dict(mtp_layers=1, moe=dict(MOE, dense_layers=1), norm_eps=0.1, attention_block=8),
          "adapters": dict(moe=MOE, attention_block=8, lora=dict(rank=2, alpha=4.0, targets=("moe/experts/", "embed/"))),
          "rows": dict(num_heads=4, attention_block=8, lora=dict(rank=2, alpha=4.0, targets=("attn/q/",),
                                                                 trainable_token_indices=(3, 17, 9))),
@@ -74,7 +75,8 @@ LAYOUTS = {
     "indexed": [dict(data=2, fsdp=2, tensor=2)],
     "moe": [dict(fsdp=4, tensor=2), dict(data=2, expert=4), dict(expert=2, context=2, tensor=2),
             dict(fsdp=2, expert=2, context=2)],
-    "mtp": [dict(fsdp=2, expert=2, tensor=2)],
+    "mtp": [dict(data=2, fsdp=2, tensor=2)],
+    "mtp_moe": [dict(fsdp=2, expert=2, tensor=2)],
     # Every axis that splits adapters of experts, and of tables.
     "adapters": [dict(fsdp=2, expert=2, tensor=2)],
     "rows": [dict(fsdp=2, context=2, tensor=2)],
