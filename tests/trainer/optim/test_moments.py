@@ -167,6 +167,20 @@ def test_directions_stay_close_to_those_of_float32(name, form, distance, flips):
       assert 0 < float(jnp.linalg.norm(got - expected) / jnp.linalg.norm(expected)) < distance, path
 
 
+@pytest.mark.parametrize("form", ["bfloat16", "int8"])
+def test_moments_are_rounded_anew_at_each_step(form):
+  """From the same state, gradients and parameters: bits drawn for the step decide, the same for the same step."""
+  params = tree(0)
+  optimizer = make("lion", form, params=params)  # whose moment has no correction by the step
+  update, state = jax.jit(optimizer.update), optimizer.init(params)
+  third, again, fourth = (tree_lib.flatten(update(tree(1), state, params, step)[1]) for step in (3, 3, 4))
+  rounded = [path for path, leaf in third.items() if leaf.ndim and leaf.dtype in (jnp.bfloat16, jnp.int8)]
+  assert rounded
+  for path in rounded:
+    np.testing.assert_array_equal(third[path], again[path])
+    assert np.mean(np.asarray(third[path]) != np.asarray(fourth[path])) > 0.2, path
+
+
 @pytest.mark.parametrize("name, first", [("adamw", "float32"), ("adamw", "int8"), ("lion", "bfloat16"),
                                          ("sgd", "float32"), ("adafactor", "float32"), ("muon", "float32")])
 def test_large_arrays_go_layer_by_layer_to_the_same_values(name, first, monkeypatch):
