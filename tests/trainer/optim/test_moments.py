@@ -181,6 +181,14 @@ def test_moments_are_rounded_anew_at_each_step(form):
     assert np.mean(np.asarray(third[path]) != np.asarray(fourth[path])) > 0.2, path
 
 
+def test_first_and_second_moments_are_rounded_by_bits_of_their_own():
+  """Of the same numbers: where one goes up, the other does as often as chance has it, f² + (1 - f)² of 2/3 on average."""
+  values = {"p": jnp.asarray(1.0 + np.random.default_rng(0).random((64, 64)), jnp.float32)}
+  kept = make(moments="bfloat16", second="bfloat16").moments.encode({"mu": values, "nu": values}, 3)
+  assert kept["mu"]["p"].dtype == kept["nu"]["p"].dtype == jnp.bfloat16
+  assert np.mean(np.asarray(kept["mu"]["p"]) == np.asarray(kept["nu"]["p"])) == pytest.approx(2 / 3, abs=0.03)
+
+
 @pytest.mark.parametrize("name, first", [("adamw", "float32"), ("adamw", "int8"), ("lion", "bfloat16"),
                                          ("sgd", "float32"), ("adafactor", "float32"), ("muon", "float32")])
 def test_large_arrays_go_layer_by_layer_to_the_same_values(name, first, monkeypatch):
