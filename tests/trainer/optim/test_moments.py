@@ -182,7 +182,7 @@ def test_moments_are_rounded_anew_at_each_step(form):
 
 
 def test_first_and_second_moments_are_rounded_by_bits_of_their_own():
-  """Of the same numbers: where one goes up, the other does as often as chance has it, f² + (1 - f)² of 2/3 on average."""
+  """Of the same numbers: where one goes up the other does as often as chance has it, f² + (1 - f)², 2/3 on average."""
   values = {"p": jnp.asarray(1.0 + np.random.default_rng(0).random((64, 64)), jnp.float32)}
   kept = make(moments="bfloat16", second="bfloat16").moments.encode({"mu": values, "nu": values}, 3)
   assert kept["mu"]["p"].dtype == kept["nu"]["p"].dtype == jnp.bfloat16
