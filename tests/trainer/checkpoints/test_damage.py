@@ -13,7 +13,7 @@ import pytest
 from tests import tiny
 from tests.trainer.checkpoints.test_checkpoint import same, state, target
 from trainer import train
-from trainer.checkpoints import checkpoint
+from trainer.checkpoints import checkpoint, checksums, damage, names
 from trainer.checkpoints.checkpoint import Checkpoints
 from trainer.errors import CheckpointError, Damaged
 from trainer.export.command import StoredLeaves
@@ -208,3 +208,30 @@ def test_a_workdir_whose_checkpoints_are_all_set_aside_does_not_begin_anew(tmp_p
   # Moved away: the user wants to begin anew.
   shutil.move(folder / "2", tmp_path / "elsewhere")
   assert train(config, workdir).step == 2
+
+
+def test_checkpoints_are_in_the_order_of_their_steps(tmp_path):
+  for name in ("9", "100", "10", "11.tmp", "x"):
+    (tmp_path / name).mkdir()
+  assert names.listed(tmp_path) == [9, 10, 100] and names.listed(tmp_path / "none") == []
+
+
+def test_further_arrays_must_all_be_there(tmp_path):
+  arrays = {"a": np.arange(3), "b": np.arange(4)}
+  meta = {"arrays": checksums._of_arrays(arrays)}
+  checksums.check_arrays(meta, arrays, tmp_path)
+  for given, wrong in (
+      ({"a": arrays["a"]}, "b"), (arrays | {"b": np.arange(5)}, "b"), (arrays | {"c": arrays["a"]}, "c")):
+    with pytest.raises(Damaged, match=f"1 of .* arrays in .* are not what was saved: {wrong}$"):
+      checksums.check_arrays(meta, given, tmp_path)
+
+
+def test_what_proves_damage(tmp_path):
+  """Of contents, and of a file that is not there; not what came of an error of the system, nor a file that is back."""
+  (tmp_path / "there").write_bytes(b"1")
+  of_contents = ValueError("DATA_LOSS: checksum verification failed")
+  assert "checksum verification failed" in damage._proof(tmp_path, of_contents)
+  of_contents.__cause__ = OSError(errno.EIO, "Input/output error")
+  assert damage._proof(tmp_path, of_contents) == ""
+  for name, proven in (("there", False), ("gone", True)):
+    assert bool(damage._proof(tmp_path, ValueError(f'NOT_FOUND: local file "{tmp_path / name}"'))) == proven

@@ -38,6 +38,9 @@ def test_the_last_bit_of_any_element_matters():
     lambda t: {"a": t["a"], "c": t["b"]},
     lambda t: {"a": {"kernel": jnp.swapaxes(t["a"]["kernel"], 0, 0).transpose(0, 2, 1)}, "b": t["b"]},
     lambda t: t | {"b": t["b"].at[0].multiply(-1.0)},
+    # Two elements whose places have the same sum change places.
+    lambda t: t | {"a": {"kernel": t["a"]["kernel"].at[0, 1].set(t["a"]["kernel"][1, 0]).at[1, 0].set(
+        t["a"]["kernel"][0, 1])}},
 ])
 def test_order_shape_dtype_names_and_signs_matter(change):
   assert fingerprint(change(tree())) != fingerprint(tree())
@@ -48,3 +51,9 @@ def test_minus_zero_is_not_zero_and_every_dtype_has_one():
   dtypes = ("float32", "bfloat16", "int8", "uint8", "int32", "bool")
   prints = {fingerprint({"x": jnp.ones(4, dtype)}) for dtype in dtypes}
   assert len(prints) == 6
+
+
+def test_both_halves_of_64_bits_matter():
+  with jax.enable_x64(True):
+    prints = {fingerprint({"x": jnp.asarray([value, 1], jnp.int64)}) for value in (0, 1, 1 << 32, (1 << 32) + 1)}
+  assert len(prints) == 4
