@@ -234,6 +234,25 @@ def test_frozen_parameters_do_not_move():
   assert np.any(new["params"]["blocks"]["attn"]["q"]["kernel"] != state["params"]["blocks"]["attn"]["q"]["kernel"])
 
 
+def _telling(params, batch, rng):
+  """A loss of one parameter, and metrics that tell of the key and of which rows there are at once."""
+  ones_B = jnp.ones(batch["tokens"].shape[0])
+  told = {"draw": jax.random.uniform(rng), "square": jnp.square(jnp.sum(batch["tokens"][:, 0]))}
+  return ({"loss": Mean(jnp.sum(params["embed"]["embedding"]) * ones_B, ones_B)},
+          {name: Mean(jnp.float32(value), jnp.float32(1.0)) for name, value in told.items()})
+
+
+def test_each_micro_batch_has_a_key_of_its_own_and_every_fourth_row():
+  """Of 8 rows in 4 micro-batches: rows j and j + 4, so that a mesh that splits rows keeps its own."""
+  update, state = make(2, loss_fn=_telling)
+  batch = tiny.batch(8, 16)
+  batch["tokens"] = jnp.asarray(batch["tokens"]).at[:, 0].set(jnp.arange(8))
+  metrics = to_floats(jax.device_get(update({**state, "step": state["step"] + 3}, batch)[1]))
+  keys = [jax.random.fold_in(jax.random.fold_in(jax.random.key(0), 3), index) for index in range(4)]
+  assert metrics["draw"] == pytest.approx(np.mean([jax.random.uniform(key) for key in keys]), rel=1e-6)
+  assert metrics["square"] == pytest.approx(np.mean([(j + j + 4) ** 2 for j in range(4)]), rel=1e-6)
+
+
 def test_dropout_is_a_function_of_seed_and_step():
   update, state = make(4, dropout=0.3)
   batch = tiny.batch(8, 16)
