@@ -336,6 +336,9 @@ def _from_run(cfg: Origin, wanted: Leaves, *, partial: bool) -> Iterator[tuple[s
         "with init_from.ignore=(regex,); a checkpoint's extra parameters are dropped by remapping them onto '': "
         "((regex, ''),).")
   ours = [p for p in wanted if p in renamed and p not in ignored]
+  if not ours:
+    raise ConfigError(f"of the parameters of {path} none is loaded: init_from.ignore and .remap leave nothing. "
+                      "Give less of them, or no init_from.path.")
   logging.info("init_from: %d parameters loaded from %s, %d kept fresh, %d of the checkpoint dropped", len(ours), path,
                len(wanted) - len(ours), len(dropped))
   loaded = checkpoint.restore_params(path, {renamed[p]: wanted[p] for p in ours})

@@ -57,6 +57,18 @@ def test_another_runs_parameters_with_remap_and_ignore(run, caplog):
   assert "1 kept fresh, 1 of the checkpoint dropped" in caplog.text
 
 
+def test_what_is_ignored_begins_fresh_though_the_checkpoint_has_it(tmp_path):
+  checkpoints = Checkpoints(tmp_path)
+  checkpoints.save(1, {"params": {"a": jnp.full(3, 3.0), "b": jnp.full(4, 3.0)}}, {})
+  checkpoints.close()
+  one = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+  wanted = {name: jax.ShapeDtypeStruct((size,), jnp.float32, sharding=one) for name, size in (("a", 3), ("b", 4))}
+  params, _ = first((tmp_path, wanted), ignore=("^b$",))
+  assert np.all(params["a"] == 3.0) and np.all(params["b"] == 7.0)
+  with pytest.raises(ConfigError, match=r"none is loaded: init_from.ignore and .* leave"):
+    first((tmp_path, wanted), ignore=("^a$", "^b$"))
+
+
 def test_what_does_not_fit_is_listed_from_both_sides(run):
   with pytest.raises(ConfigError) as error:
     first(run)
