@@ -392,5 +392,5 @@ def differences(saved: Mapping, current: Mapping) -> list[str]:
       f"{'(absent)' if b.get(key, missing) is missing else repr(b[key])}"
       for key in sorted(a.keys() | b.keys())
       if as_given(key, a.get(key, missing)) != as_given(key, b.get(key, missing)) and trains(key)
-      and not (key not in a and b[key] == default.get(key, missing))
+      and (key in a or b[key] != default.get(key, missing))
   ]

@@ -52,8 +52,10 @@ def prefer(config: ConfigDict, typed: Mapping[str, Any]) -> tuple[ConfigDict, li
       parts = section.split(".") if section else []
       node, default_node = functools.reduce(operator.getitem, parts, config), _get(default, parts)
       for pattern, moot, of, other in MOOT:
-        full, unset = f"{section}.{other}", sections.source()[other]
-        if (key, value) == (moot, of) and re.fullmatch(pattern, section) and full not in typed and node[other] != unset:
+        full = f"{section}.{other}"
+        if (key, value) != (moot, of) or not re.fullmatch(pattern, section) or full in typed:
+          continue
+        if node[other] != (unset := sections.source()[other]):
           notes.append(f"{full} = {node[other]!r} of the config file means nothing with --config.{path}={value}")
           node[other] = unset
       group = _group(section, key, node)

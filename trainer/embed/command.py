@@ -1,10 +1,9 @@
 """Embed: python -m trainer.embed --workdir=DIR [--step=N] | --hf=DIR --texts=FILE --out=FILE.npy [--prompt=query] …
 
-FILE has a text a line (.txt) or rows of a source, such as JSON Lines with a column `text` (`--key`), a string or the
-messages of a conversation. Each text gets the
-prompt that queries, or other texts, were trained with. A Hugging Face folder that does not say how it pools is asked
-with `--pooling`. What is written is a float32 array [texts, hidden size] of vectors of length 1, whose dot products are
-the similarities; without `--out` they are printed, a JSON list a line.
+FILE has a text a line (.txt) or rows, JSON Lines, CSV or Parquet, with a column `text` (`--key`): a string or the
+messages of a conversation. Each text gets the prompt that queries, or other texts, were trained with. A Hugging Face
+folder that does not say how it pools is asked with `--pooling`. What is written is a float32 array [texts, hidden size]
+of vectors of length 1, whose dot products are the similarities; without `--out` they are printed, a JSON list a line.
 """
 
 import functools
@@ -122,7 +121,8 @@ def read_texts(path: str, key: str) -> list[Text]:
     lines = Path(path).read_text("utf-8").split("\n")
     texts = [*lines[:-1]] if lines[-1] == "" else [*lines]
   else:
-    cfg = source(type="parquet" if path.endswith(".parquet") else "jsonl", path=path, text_key=key, split="all")
+    kind = {".parquet": "parquet", ".csv": "csv", ".tsv": "csv"}.get(Path(path).suffix, "jsonl")
+    cfg = source(type=kind, path=path, text_key=key, split="all")
     texts = [_text(record, key) for record in open_source(cfg, "texts", texts=True).records()]
   if not texts:
     raise DataError(f"{path} has no texts.")

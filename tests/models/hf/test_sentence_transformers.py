@@ -79,3 +79,5 @@ def test_texts_are_read_line_by_line_or_by_their_column(tmp_path):
   (tmp_path / "a.jsonl").write_text('{"body": "one"}\n{"body": "two"}\n')
   assert embed.read_texts(str(tmp_path / "a.txt"), "text") == ["one", "", "two"]
   assert embed.read_texts(str(tmp_path / "a.jsonl"), "body") == ["one", "two"]
+  (tmp_path / "a.csv").write_text("id;body\n1;one\n2;two\n")
+  assert embed.read_texts(str(tmp_path / "a.csv"), "body") == ["one", "two"]
