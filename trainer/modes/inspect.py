@@ -35,6 +35,8 @@ from trainer.telemetry.terminal import BOLD, DIM, OFF, PARTLY, TRAINED, say
 ROWS = 3
 # A token's text is found by decoding it after so many others: some tokenizers write the first of a text differently.
 CONTEXT = 6
+# A terminal shows so many of a row's segments; short documents are packed by the hundred.
+SEGMENTS = 6
 # Runs of at least so many equal tokens, an image's say, are shown as one.
 RUN = 8
 
@@ -103,7 +105,7 @@ def inspect(config: Mapping, workdir: str | Path, rows: int = ROWS) -> Path:
   for row, (tokens, caption) in enumerate(zip(shown.rows, shown.captions, strict=True)):
     say("\n".join([row_text(tokens, row), *([pages.visible(caption)] if caption else [])]))
   print(f"\n{token_table(shown.rows[0])}\n\n{parameters}")
-  page = pages.save(workdir / "inspect.html", html_page(shown, resolved.seq_len, parameters))
+  page = pages.save(workdir / "inspect.html", html_page(shown, parameters))
   print(f"\nThe same, with every token: {page}")
   return page
 
@@ -176,14 +178,16 @@ def token_texts(ids: list[int], tokenizer: Tokenizer) -> list[str]:
 
 
 def row_text(tokens: list[Token], row: int) -> str:
-  """A row for a terminal: its segments one after another, coloured by weight."""
-  lines = []
-  for segment in dict.fromkeys(token.segment for token in tokens):
+  """A row for a terminal: its first SEGMENTS segments one after another, coloured by weight."""
+  lines, segments = [], list(dict.fromkeys(token.segment for token in tokens))
+  for segment in segments[:SEGMENTS]:
     mine = [token for token in tokens if token.segment == segment]
     trained = sum(token.weight > 0 for token in mine)
     what = _called(segment, tokens)
     lines.append(f"{BOLD}row {row}, {what}: {len(mine)} tokens, {trained} trained{OFF}")
     lines.append("".join(f"{_colour(token.weight)}{pages.visible(token.text)}{OFF}" for token in in_short(mine)))
+  if len(segments) > SEGMENTS:
+    lines.append(f"… {len(segments) - SEGMENTS:,} more segments of row {row} are on the page.")
   return "\n".join(lines)
 
 
@@ -236,15 +240,15 @@ def parameter_table(abstract: Any, mesh: Any, rules: Any) -> str:
   return "\n".join([*lines, *notes])
 
 
-def histogram_bins(lengths: np.ndarray, seq_len: int, count: int = 20) -> tuple[np.ndarray, np.ndarray]:
+def histogram_bins(lengths: np.ndarray, count: int = 20) -> tuple[np.ndarray, np.ndarray]:
   """(documents in each bin [count], edges [count + 1]) of the documents' lengths in tokens."""
-  return np.histogram(lengths, bins=count, range=(0, max(int(lengths.max()), seq_len)))
+  return np.histogram(lengths, bins=count, range=(0, int(lengths.max())))
 
 
 def histogram_text(lengths: np.ndarray, seq_len: int) -> str:
   """The lengths' quantiles and their histogram, for a terminal."""
   quantiles = np.quantile(lengths, [0, 0.25, 0.5, 0.75, 0.95, 1]).round().astype(int)
-  counts, edges = histogram_bins(lengths, seq_len)
+  counts, edges = histogram_bins(lengths)
   lines = [f"document lengths in tokens: min {quantiles[0]}, quartiles {quantiles[1]}, {quantiles[2]}, {quantiles[3]}, "
            f"95% {quantiles[4]}, max {quantiles[5]}; longer than seq_len={seq_len}: {np.mean(lengths > seq_len):.1%}"]
   for count, left, right in zip(counts, edges, edges[1:], strict=False):
@@ -252,9 +256,9 @@ def histogram_text(lengths: np.ndarray, seq_len: int) -> str:
   return "\n".join(lines)
 
 
-def html_page(shown: InspectedRows, seq_len: int, parameters: str) -> str:
+def html_page(shown: InspectedRows, parameters: str) -> str:
   """The page: every token with its numbers under the pointer and in a table."""
-  counts, edges = histogram_bins(shown.lengths, seq_len)
+  counts, edges = histogram_bins(shown.lengths)
   lengths = pages.bars([(f"{left:,.0f} to {right:,.0f}", count, f"{count:,}") for count, left, right in
                         zip(counts.tolist(), edges, edges[1:], strict=False)], "tokens in a document")
   rows = [part for number in range(len(shown.rows)) for part in _row_elements(shown, number)]

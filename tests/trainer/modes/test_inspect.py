@@ -65,6 +65,14 @@ def test_rows_show_their_own_weights_segments_and_positions(page, tmp_path):
   assert f"{inspect.DIM}a{inspect.OFF}{inspect.TRAINED}b{inspect.OFF}{inspect.PARTLY}<|eos|>" in shown
 
 
+def test_a_terminal_shows_the_first_of_a_rows_many_segments():
+  tokens = [inspect.Token(f"t{segment}", segment, 1.0, segment, 0) for segment in range(1, 100)]
+  shown = inspect.row_text(tokens, 2)
+  assert "row 2, segment 6: 1 tokens" in shown and "segment 7" not in shown and "t7" not in shown
+  assert shown.endswith("\n… 93 more segments of row 2 are on the page.")
+  assert "more segments" not in inspect.row_text(tokens[:6], 2)
+
+
 def test_a_prompt_that_sides_share_says_whose_it_is(tmp_path, capsys):
   pairs = [dict(prompt=f"{word}:", chosen=f" {word.upper()}", rejected=" no") for word in tiny.WORDS * 2]
   (tmp_path / "a.jsonl").write_text("".join(json.dumps(pair) + "\n" for pair in pairs), encoding="utf-8")
@@ -104,8 +112,9 @@ def test_the_page_holds_every_token_and_escapes_the_data(page):
 
 def test_the_histogram_counts_every_document():
   lengths = np.array([3, 3, 700, 12])
-  counts, edges = inspect.histogram_bins(lengths, 512)
-  assert counts.sum() == 4 and edges[-1] == 700
+  counts, edges = inspect.histogram_bins(lengths)
+  assert counts.sum() == 4 and edges[0] == 0 and edges[-1] == 700
+  assert inspect.histogram_bins(lengths[[0, 1, 3]])[1][-1] == 12  # not the length of a row, of which they are little
   text = inspect.histogram_text(lengths, 512)
   assert "min 3" in text and "max 700" in text and "longer than seq_len=512: 25.0%" in text
 
