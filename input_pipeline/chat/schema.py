@@ -16,6 +16,7 @@ from collections.abc import Collection, Mapping
 from typing import Any, NamedTuple
 
 from input_pipeline.chat.image_placeholders import ImageFormat, attach, column_refs, content_parts
+from input_pipeline.chat.plain import REASONING
 from input_pipeline.chat.tool_calls import CALLING, SPEAKERS, calls_of, found, from_json, joined, said_call
 from input_pipeline.files import shown_names
 from input_pipeline.images.images import ImageRef
@@ -48,7 +49,6 @@ ROLES = ("system", "developer", "user", "assistant", "tool")
 RESERVED = ("messages", "tools", "documents", "add_generation_prompt", "continue_final_message", "inert_tokens",
             "images", "where", "self")
 MAX_WEIGHT = 1e6
-REASONING = ("reasoning_content", "thinking", "reasoning")
 
 
 class Conversation(NamedTuple):
@@ -133,6 +133,11 @@ class ShapeReader:
       return self._instruction(record)
     messages, weights = self._messages(record, shape)
     return self._conversation(record, shape, messages, weights, None)
+
+  def request(self, record: Record) -> tuple[list[dict], list[dict] | None, dict]:
+    """(messages, tools, variables of the template) of a conversation that somebody asks about; whoever may speak.
+    Raises: see `read`."""
+    return self._messages(record, "messages")[0], self._tools(record), self._variables(record)
 
   def images_of(self, record: Record) -> tuple[ImageRef, ...]:
     """The images in the row's columns. Raises DataError if the model sees none."""

@@ -307,6 +307,11 @@ class SpanFinder:
     remarks = tuple(remark for turn in turns if turn.weight for remark in turn.remarks)
     return [Segment(rendered.text, rendered.inert, spans, outside, remarks)]
 
+  def check_prompt(self, conversation: Conversation, rendered: Rendered) -> None:
+    """Raises DataError if the template leaves out something that a conversation, which is to be answered, tells the
+    model: what others than the assistant say, and the tools."""
+    self._check_shown(conversation, [], [rendered])
+
   def _check_shown(self, conversation: Conversation, turns: list[Turn], rendered: list[Rendered]) -> None:
     """Raises DataError if the template leaves out something of the conversation that a model should see or say.
 

@@ -19,7 +19,9 @@ from jinja2 import Template, meta
 from jinja2.exceptions import SecurityError, TemplateError, TemplateSyntaxError, UndefinedError
 
 from input_pipeline.chat.budget import LimitError, Limits, RefusalError
+from input_pipeline.chat.plain import messages_of, plain, records
 from input_pipeline.chat.sandbox import Sandbox
+from input_pipeline.chat.tool_calls import calls_in
 from input_pipeline.files import printable
 from input_pipeline.sources.sources import utf8
 from input_pipeline.tokenizer import hf_folder, special_tokens
@@ -30,7 +32,6 @@ from trainer.errors import DataError
 MAX_SOURCE = 1 << 17
 # A folder's files that may hold templates, in this order, and the folder of those with a name.
 FILES, MORE = ("chat_template.jinja", "tokenizer_config.json", "chat_template.json"), "additional_chat_templates"
-REASONING = ("reasoning_content", "thinking", "reasoning")
 # Ends the final message while a text that goes on with it is rendered; the space tells whether the template trims.
 _CONTINUE = chr(special_tokens.NONCHARACTERS[-1]) + " "
 
@@ -73,6 +74,7 @@ class ChatTemplate:
     if len(source) > MAX_SOURCE:
       raise DataError(f"{where}: a template of {len(source)} characters; at most {MAX_SOURCE} are read.")
     self._lock, self._environment = threading.Lock(), Sandbox(limits)
+    self._written = False  # whether it wants the arguments of calls as strings of JSON
     try:
       code = self._environment.compile(source, filename=where)
       self._template = Template.from_code(self._environment, code, self._environment.make_globals(None))
@@ -121,8 +123,25 @@ class ChatTemplate:
     if tools is not None and self.tool_use is not None:
       return self.tool_use._render(messages, tools, documents, add_generation_prompt, continue_final_message,
                                    inert_tokens, variables)
-    given = {"messages": _messages(messages), "tools": _records(tools, "tools"),
-             "documents": _records(documents, "documents")}
+    arguments = tools, documents, add_generation_prompt, continue_final_message, inert_tokens, variables
+    try:
+      return self._render_with(self._written, messages, *arguments)
+    except DataError as error:
+      # DeepSeek's put them in a string with `+`.
+      if self._written or not isinstance(error.__cause__, TypeError) or not calls_in(messages):
+        raise
+      try:
+        rendered = self._render_with(True, messages, *arguments)
+      except DataError:
+        raise error from error.__cause__
+    self._written = True
+    return rendered
+
+  def _render_with(self, written, messages, tools, documents, add_generation_prompt, continue_final_message,
+                   inert_tokens, variables):
+    """See `_render`; `written`: the arguments of calls are strings of JSON."""
+    given = {"messages": messages_of(messages, written), "tools": records(tools, "tools"),
+             "documents": records(documents, "documents")}
     marks = _Marks(inert_tokens)
     if inert_tokens or continue_final_message:
       given = {key: marks.mark(value, key) for key, value in given.items()}
@@ -131,7 +150,7 @@ class ChatTemplate:
       if add_generation_prompt:
         raise DataError("continue_final_message and add_generation_prompt exclude each other. Set one of them.")
       content = _open_final_message(given["messages"], self.where)
-    text, blocks = self._run({**self.special_tokens, **_plain(variables, "variables"), **given,
+    text, blocks = self._run({**self.special_tokens, **plain(variables, "variables"), **given,
                               "add_generation_prompt": add_generation_prompt})
     blocks = [(start, start + len(block), text.startswith(block, start)) for start, block in blocks]
     if content is not None:
@@ -274,53 +293,6 @@ def _find_templates(files: Mapping[str, str], where: str) -> dict[str, tuple[str
       raise DataError(f"{where}{name}: chat_template is {str(entry)[:100]!r}; expected a string, or a list of objects "
                       "with name and template.")
   return found
-
-
-def _plain(value: Any, where: str, depth: int = 0) -> Any:
-  """A copy made of JSON's types alone; anything else is refused, since a template could call its methods."""
-  if depth > 100:
-    raise DataError(f"{where.split('[')[0]}: nested more than 100 levels deep (or in itself).")
-  if value is None or isinstance(value, (bool, int, float)):
-    return value if value is None or isinstance(value, bool) else (int if isinstance(value, int) else float)(value)
-  if isinstance(value, str):
-    return str.__str__(value)
-  if isinstance(value, Mapping):
-    for key in value:
-      if not isinstance(key, str):
-        raise DataError(f"{where}: has the key {key!r}; expected strings.")
-    return {str.__str__(k): _plain(v, f"{where}[{k!r}]", depth + 1) for k, v in value.items()}
-  if isinstance(value, (list, tuple)):
-    return [_plain(v, f"{where}[{i}]", depth + 1) for i, v in enumerate(value)]
-  raise DataError(f"{where}: is a {type(value).__name__}; expected a string, a number, true, false, null, a list or an "
-                  "object of these.")
-
-
-def _records(records, key: str) -> list[dict] | None:
-  """Plain copies of a list of objects."""
-  if records is None:
-    return None
-  records = _plain(list(records) if isinstance(records, (list, tuple)) else records, key)
-  if not isinstance(records, list):
-    raise DataError(f"{key}: is a {type(records).__name__}; expected a list of objects.")
-  for i, record in enumerate(records):
-    if not isinstance(record, dict):
-      raise DataError(f"{key}[{i}]: is a {type(record).__name__}; expected an object.")
-  return records
-
-
-def _messages(messages) -> list[dict]:
-  """Plain copies of messages, with reasoning under each name that templates read."""
-  copied = _records(messages, "messages")
-  if not copied:
-    raise DataError("messages: the conversation is empty. Give at least one message.")
-  result = []
-  for message in copied:
-    message = {key: value for key, value in message.items() if value is not None}
-    reasoning = next((message[key] for key in REASONING if key in message), None)
-    if reasoning is not None:
-      message = {"thinking": reasoning, **message, "reasoning_content": reasoning}
-    result.append(message)
-  return result
 
 
 def _open_final_message(messages: list[dict], where: str) -> str:

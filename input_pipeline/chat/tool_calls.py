@@ -4,7 +4,8 @@ OpenAI's `tool_calls`, its older `function_call`, and the `function_call` messag
 `tool_call` ones (ms-swift), of which several in a row are calls of one turn.
 """
 
-from collections.abc import Mapping
+import json
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from input_pipeline.files import NotJSONError, parse_json
@@ -15,6 +16,29 @@ CALLING = ("function_call", "tool_call")
 SPEAKERS = {"human": "user", "gpt": "assistant", "function": "tool", "observation": "tool", "tool_response": "tool",
             **dict.fromkeys(CALLING, "assistant")}
 THOUGHT = ("<think>", "</think>")
+
+
+class Arguments(dict):
+  """Of a call, with the string of JSON that the data have of them."""
+
+  written: str = ""
+
+
+def calls_in(messages: Iterable[Mapping]) -> bool:
+  """Whether tools are called in a conversation."""
+  return any(message.get("tool_calls") for message in messages)
+
+
+def written_calls(calls: list[dict]) -> list[dict]:
+  """The calls with their arguments as a string of JSON, as OpenAI has them: the data's own, if they have one."""
+  def written(call: Any) -> Any:
+    function = call.get("function") if isinstance(call, Mapping) else None
+    if not isinstance(function, Mapping) or not isinstance(arguments := function.get("arguments"), Mapping):
+      return call
+    said = getattr(arguments, "written", "") or json.dumps(arguments, ensure_ascii=False)
+    return {**call, "function": {**function, "arguments": said}}
+
+  return [written(call) for call in calls]
 
 
 def calls_of(value: Any, where: str) -> list[dict]:
@@ -31,6 +55,9 @@ def calls_of(value: Any, where: str) -> list[dict]:
     if not isinstance(arguments, Mapping):
       raise DataError(f"{where}[{i}].arguments is {found(arguments)}; expected an object, or a string of JSON that "
                       "holds one.")
+    if isinstance(function.get("arguments"), str):
+      arguments, said = Arguments(arguments), function["arguments"]
+      arguments.written = said
     if "function" in call:  # templates may write it as it is: the order of its keys stays
       kept = {k: v for k, v in call.items() if v is not None}
       result.append(kept | {"function": {**function, "arguments": arguments}})

@@ -155,8 +155,9 @@ class Prompter:
     head = begins_with(config.tokenizer, tokenizer)
     self._head = [Segment(tokenizer.decode(head, skip_special=False))] if head else []
     self._images = encoder.images
-    self._shapes = ShapeReader(dict(config.chat.fields), images=self._images)
-    self._prompts = PromptReader(fields_of(config.chat), images=self._images)
+    self._shapes = ShapeReader(fields_of(config.chat), config.chat.roles, self._images)
+    self._prompts = PromptReader(fields_of(config.chat), config.chat.roles, self._images)
+    self._protocol = ShapeReader({}, config.chat.roles, self._images)
 
   def text(self, text: str, where: str = "prompt", images: Iterable[Any] = ()) -> Prompt:
     """A text to be continued, after what begins texts (`tokenizer.add_bos`). No special token is recognised in it.
@@ -194,19 +195,28 @@ class Prompter:
 
     Raises:
       ConfigError: there is no chat template.
-      DataError: the template refuses the conversation.
+      DataError: the template refuses the conversation, or leaves out what others than the assistant say in it, or a
+        tool.
     """
     if self.template is None:
       raise ConfigError(f"{where} is a conversation, but the tokenizer has no chat template. Name one with "
                         "--config.chat.template, e.g. chatml.")
-    messages, refs = self._attached(messages, where, self._refs(images, where))
+    shown, refs = self._attached(messages, where, self._refs(images, where))
+    schemas = None if tools is None else [dict(tool) for tool in tools]
     try:
-      rendered = self._encoder.renderer.render_spans(messages, tools=tools, add_generation_prompt=True,
+      rendered = self._encoder.renderer.render_spans(shown, tools=schemas, add_generation_prompt=True,
                                                      inert_tokens=self._tokenizer.special_tokens, **variables)
+      self._encoder.finder.check_prompt(Conversation("", shown, [], len(shown), schemas, variables), rendered)
     except DataError as e:
       raise DataError(f"{where}: {e}") from e
     utf8(rendered.text, where)
     return self._prompt([Segment(rendered.text, rendered.inert)], rendered.text, refs, where)
+
+  def request(self, fields: Mapping[str, Any]) -> Prompt:
+    """A conversation as requests of chat completions have it, whatever names the run's own rows have: `messages`,
+    `tools` and `chat_template_kwargs`. Raises: see `messages`; DataError: what is wrong in it."""
+    messages, tools, variables = self._protocol.request(Record("", "request", dict(fields)))
+    return self.messages(messages, tools, "request", **variables)
 
   def _attached(self, messages: Iterable[Mapping], where: str, refs: tuple[ImageRef, ...] = ()
                 ) -> tuple[list[dict], tuple[ImageRef, ...]]:

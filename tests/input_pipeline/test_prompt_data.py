@@ -109,9 +109,50 @@ def test_numbers_and_columns_that_json_lacks_are_strings():
 def test_tools_and_a_system_message_stand_beside():
   tool = {"type": "function", "function": {"name": "add", "description": "", "parameters": {}}}
   row = {"question": "Hi", "system": "Be brief", "tools": [tool], "chat_template_kwargs": {"x": 1}, "answer": "4"}
-  item = prompt_data._item(Record("a", "a", row), Prompter(configured("chatml"), TINY), "question", 0)
-  assert item.content == [{"role": "system", "content": "Be brief"}, user("Hi")]
+  item = prompt_data._item(Record("a", "a", row), Prompter(configured("qwen3"), TINY), "question", 0)
+  assert '"name": "add"' in item.prompt.text and item.content == [{"role": "system", "content": "Be brief"}, user("Hi")]
   assert item.tools == [tool] and item.variables == {"x": 1} and item.columns == {"answer": "4"}
+
+
+SHOWS = """{% for m in messages %}{% if m.role in ROLES %}<|im_start|>{{ m.role }} {{ m.content }}
+{%- for call in m.tool_calls or () %}{{ call.function.name }}({{ call.function.arguments.x }}){% endfor %}<|im_end|>
+{%- endif %}{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant {% endif %}"""
+
+
+def template_of(folder, *roles):
+  path = folder / "t.jinja"
+  path.write_text(SHOWS.replace("ROLES", repr(list(roles))))
+  return str(path)
+
+
+@pytest.mark.parametrize("beside, left_out", [
+    (dict(tools=[{"type": "function", "function": {"name": "add", "parameters": {}}}]), "the tool 'add' is"),
+    (dict(system="Be brief"), "messages[0], of the role 'system', is"),
+])
+def test_what_a_template_hides_from_the_model_is_refused(beside, left_out, tmp_path):
+  prompter = Prompter(configured(template_of(tmp_path, "user", "assistant")), TINY)
+  with pytest.raises(DataError, match="t.jinja. Use a template that knows it") as refusal:
+    prompt_data._item(Record("a", "a.jsonl:1", {"prompt": [user("Hi")], **beside}), prompter, None, 0)
+  assert f"a.jsonl:1: {left_out} left out by" in str(refusal.value)
+
+
+def test_roles_that_are_named_are_asked_too(tmp_path):
+  config = configured(template_of(tmp_path, "user", "assistant", "ipython"))
+  config.chat.roles = ("assistant", "ipython")
+  item = prompt_data._item(Record("a", "a", {"prompt": [user("Hi"), {"role": "ipython", "content": "3"}]}),
+                           Prompter(config, TINY), None, 0)
+  assert item.prompt.text == "<|im_start|>user Hi<|im_end|><|im_start|>ipython 3<|im_end|><|im_start|>assistant "
+
+
+def test_a_request_is_read_as_rows_are(tmp_path):
+  config = configured(template_of(tmp_path, "user", "assistant", "tool"))
+  config.chat.fields = (("messages", "dialogue"), ("role", "speaker"))  # of the run's rows, not of requests
+  call = {"id": "1", "type": "function", "function": {"name": "add", "arguments": '{"x": 4}'}}
+  prompt = Prompter(config, TINY).request(dict(messages=[
+      {"role": "user", "content": [{"type": "text", "text": "Hi"}], "name": None}, {"role": "assistant", "content": "",
+      "tool_calls": [call]}, {"role": "tool", "content": "5"}], tools=None, chat_template_kwargs={}))
+  assert prompt.text == ("<|im_start|>user Hi<|im_end|><|im_start|>assistant add(4)<|im_end|><|im_start|>tool 5"
+                         "<|im_end|><|im_start|>assistant ")
 
 
 @pytest.mark.parametrize("row, options, message", [

@@ -16,6 +16,8 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
+from input_pipeline.chat.tool_calls import calls_of
+from trainer.errors import DataError
 from trainer.rollouts.episode import Conversation
 from trainer.serve import protocol
 
@@ -99,6 +101,11 @@ def message_of(message: dict) -> dict:
   if isinstance(content, list) and message["role"] == "assistant":
     raise protocol.BadRequest("messages: an assistant's message with an image; the policy says texts.")
   kept = {key: message[key] for key in ("tool_calls", "tool_call_id", "name") if message.get(key)}
+  if "tool_calls" in kept:  # an object is what templates write of arguments, wherever it was JSON in a string
+    try:
+      kept["tool_calls"] = calls_of(kept["tool_calls"], "messages: tool_calls")
+    except DataError as error:
+      raise protocol.BadRequest(str(error), "messages") from error
   return {"role": message["role"], "content": content or "", **kept}
 
 

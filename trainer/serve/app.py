@@ -96,8 +96,8 @@ class Server:
     messages = body.get("messages")
     if not isinstance(messages, list) or not all(isinstance(m, dict) for m in messages):
       raise BadRequest("messages: allowed: a list of objects with role and content.", "messages")
-    variables = protocol.mapping(body, "chat_template_kwargs")
-    return [prompter.messages(messages, body.get("tools") or None, **variables).ids]
+    protocol.mapping(body, "chat_template_kwargs")
+    return [prompter.request({key: body[key] for key in protocol.CONVERSATION if key in body}).ids]
 
   async def _generate(self, prompts: list[np.ndarray], asked: protocol.Asked) -> AsyncGenerator[tuple[int, Any]]:
     """(choice, part) as they come; raises what ended them."""

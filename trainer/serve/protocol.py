@@ -18,6 +18,8 @@ from trainer.serve.engine import How
 DEFAULT_TOKENS = 256
 # Keys that change nothing here, whatever they are.
 INERT = ("model", "user", "metadata", "store", "safety_identifier", "prompt_cache_key")
+# Keys of what a chat is to answer.
+CONVERSATION = ("messages", "tools", "chat_template_kwargs")
 # Keys that must have one of these values, since others are not computed.
 MUST: dict[str, tuple[Any, ...]] = {
     "presence_penalty": (0, None), "frequency_penalty": (0, None), "repetition_penalty": (1, None),
@@ -56,7 +58,7 @@ def read(body: Any, chat: bool, stop_ids: Sequence[int]) -> Asked:
   if not isinstance(body, Mapping):
     raise BadRequest(f"a request is a JSON object, and this is {type(body).__name__}.")
   given = dict(body)
-  for key in (*INERT, "messages" if chat else "prompt", *(("tools", "chat_template_kwargs") if chat else ())):
+  for key in (*INERT, *(CONVERSATION if chat else ("prompt",))):
     given.pop(key, None)
   for key, allowed in MUST.items():
     if given.pop(key, allowed[0]) not in allowed:

@@ -12,6 +12,7 @@ import pytest
 
 from input_pipeline.chat import template as chat
 from input_pipeline.chat.budget import LimitError, Limits, Meter
+from input_pipeline.chat.tool_calls import calls_of
 from input_pipeline.tokenizer.tokenizer import BytesTokenizer, load_tokenizer
 from trainer.errors import DataError
 
@@ -270,3 +271,17 @@ def test_a_lone_template_must_be_told_its_tokens(tmp_path):
 
 def test_ids_are_int32(tokenizer):
   assert tokenizer.encode_rendered("a").dtype == np.int32
+
+
+ADDS = "{{ messages[0].tool_calls[0].function.name + '(' + messages[0].tool_calls[0].function.arguments + ')' }}"
+
+
+@pytest.mark.parametrize("given, shown", [('{"x":1}', 'f({"x":1})'), ({"x": "é"}, 'f({"x": "é"})'), ("", "f({})")])
+def test_arguments_that_a_template_adds_to_a_string_are_a_string_there(given, shown):
+  """As transformers gives them to DeepSeek's, where the rows have them so."""
+  calls = calls_of([{"type": "function", "function": {"name": "f", "arguments": given}}], "row")
+  template = chat.ChatTemplate(ADDS)
+  for _ in range(2):
+    assert template.render([{"role": "assistant", "tool_calls": calls}]) == shown
+  with pytest.raises(DataError, match="can only concatenate str"):
+    chat.ChatTemplate(f"{{{{ 'a' + 1 }}}}{ADDS}").render([{"role": "assistant", "tool_calls": calls}])

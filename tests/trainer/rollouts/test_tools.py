@@ -7,7 +7,7 @@ import pytest
 
 from tests.input_pipeline.references import example_tools
 from tests.trainer.rollouts.test_environment import TINY, Sampler, marked, rendered, setup
-from trainer.errors import ConfigError, DataError
+from trainer.errors import DataError
 from trainer.rollouts import tools
 
 PATHS = tuple(f"tests.input_pipeline.references.example_tools.{function.__name__}" for function in (
@@ -67,7 +67,7 @@ def test_tools_of_the_record_are_shown_too(tmp_path):
 
 
 def test_what_cannot_be_is_refused(tmp_path):
-  with pytest.raises(ConfigError, match="does not show tools"):
+  with pytest.raises(DataError, match="the tool 'add' is left out by"):
     setup(tmp_path, [{"q": "Hi"}], template="gemma", tools=PATHS)
   with pytest.raises(DataError, match="a text to be continued, which shows no rollout.tools"):
     setup(tmp_path, [{"q": "Hi"}], template=None, tools=PATHS)

@@ -278,6 +278,11 @@ def test_of_a_conversation_that_is_kept_only_what_is_new_is_run(direct):
     ("/v1/chat/completions", dict(max_tokens=4), "messages", "a list of objects"),
     ("/v1/chat/completions", dict(messages=[dict(role="user", content="a")], top_logprobs=5), "top_logprobs",
      "found 5"),
+    ("/v1/chat/completions", dict(messages=[dict(role="user", content="a")], tools=[dict(type="function", function=dict(
+        name="add"))]), "messages", "the tool 'add' is left out by"),
+    ("/v1/chat/completions", dict(messages=[dict(role="user", content="a")], chat_template_kwargs=dict(messages=[])),
+     "messages", "chat_template_kwargs.messages cannot be set there"),
+    ("/v1/chat/completions", dict(messages=[dict(content="a")]), "messages", "messages[0] has no 'role'"),
     ("/v1/load_weights", dict(path="/no/such/folder"), "path", "/no/such/folder"),
     ("/v1/completions", {}, None, "is no JSON"),
 ])
