@@ -73,6 +73,7 @@ def train(config: Mapping, workdir: str | Path, past: Past | None = None) -> Run
   say(*program_lib.settle(resolved, jax.default_backend()), *repeatable.notes(config, jax.default_backend()))
   workdir_lib.prepare(config, workdir)
   found = past or position.find(workdir, config.resume)
+  init_from.look(config, found)
 
   # ------------------------------------------------------------------ tokenizer, model, data; no array yet
   # The first process trains the tokenizer and fills the caches; the others then find them.

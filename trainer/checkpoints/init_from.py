@@ -60,6 +60,23 @@ def origin_of(config: Any) -> Origin:
                 None if folder is None else hf.keys_of(section, section.vocab_size), section, config.resume)
 
 
+def look(config: Any, found: Any) -> None:
+  """Looks whether what a run is to begin from is there, before its data are read, for hours say.
+
+  Args:
+    found: what is gone on with in its place; None: the run begins.
+
+  Raises:
+    ConfigError, HFError: it is not there, or a Hugging Face folder's files are not whole.
+  """
+  start, folder = config.init_from, config.init_from.hf or config.model.hf
+  if found is None and not start.fresh:
+    if start.path:
+      checkpoint.find(start.path)
+    if folder:
+      hf.TensorFolder(folder)
+
+
 def first_params(origin: Origin, model: Any, target: Any, *, partial: bool = False) -> tuple[Any, str]:
   """The parameters that a run begins with, and a sentence on where they come from.
 

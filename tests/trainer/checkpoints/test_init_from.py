@@ -57,6 +57,23 @@ def test_another_runs_parameters_with_remap_and_ignore(run, caplog):
   assert "1 kept fresh, 1 of the checkpoint dropped" in caplog.text
 
 
+@pytest.mark.parametrize("changed, says", [
+    ({"init_from.path": "gone"}, "gone does not exist: give a workdir"),
+    ({"model.hf": "model"}, "has no safetensors, only pytorch_model.bin"),
+])
+def test_what_is_not_there_is_told_before_the_data_are_read(changed, says, tmp_path):
+  folder = tiny.hf_folder(tmp_path / "model")
+  (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
+  (tmp_path / "data").mkdir()
+  (tmp_path / "data" / "a.txt").write_text("abc " * 99)
+  config = tiny.config(tmp_path / "data")
+  key, name = next(iter(changed.items()))
+  config.update_from_flattened_dict({key: str(tmp_path / name)})
+  with pytest.raises(ValueError, match=says):
+    train(config, tmp_path / "w")
+  assert not (tmp_path / "w" / "cache").exists() and not (tmp_path / "w" / "tokenizer.json").exists()
+
+
 def test_what_is_ignored_begins_fresh_though_the_checkpoint_has_it(tmp_path):
   checkpoints = Checkpoints(tmp_path)
   checkpoints.save(1, {"params": {"a": jnp.full(3, 3.0), "b": jnp.full(4, 3.0)}}, {})
