@@ -1,12 +1,13 @@
 """From the command to the first step's line where the data lie on a slow server: `python -m trainer` as users call it.
 
     python -m benchmarks.first_step [--kinds jsonl jsonl.zst parquet] [--files 40] [--megabytes 64] [--rate 20] \
-        [--latency 0.05] [--stream_files 1] [--tokenizer FOLDER]
+        [--latency 0.05] [--stream_files 1] [--stream_bytes 0] [--no_ranges] [--tokenizer FOLDER]
 
 An HTTP server in this process has so many files of so many megabytes of text each, sends `rate` MB/s to all connections
-together and begins an answer after `latency` seconds. The run is of a small model; the tokenizer is a BPE that is
-trained on the first part, or that of a Hugging Face folder. What is said is the time until the line of step 1, that of
-processors, and how much had been sent by then. Programs that were compiled before are found again, as a user's are.
+together and begins an answer after `latency` seconds; with --no_ranges it sends files whole only. The run is of a small
+model; the tokenizer is a BPE that is trained on the first part, or that of a Hugging Face folder. What is said is the
+time until the line of step 1, that of processors, and how much had been sent by then. Programs that were compiled
+before are found again, as a user's are.
 """
 
 import argparse
@@ -70,7 +71,7 @@ def content(kind: str, megabytes: float) -> bytes:
 class Server:
   """Serves the same content under many names. Attributes: `url`, `sent`: bytes of content so far."""
 
-  def __init__(self, names: list[str], data: bytes, rate: float, latency: float):
+  def __init__(self, names: list[str], data: bytes, rate: float, latency: float, ranges: bool = True):
     self.sent, lock, free = 0, threading.Lock(), [time.monotonic()]
 
     class Handler(http.server.BaseHTTPRequestHandler):
@@ -82,14 +83,14 @@ class Server:
 
       def answer(self, with_content):
         time.sleep(latency)
-        name, asked = self.path.rpartition("/")[2], self.headers.get("Range")
+        name, asked = self.path.rpartition("/")[2], self.headers.get("Range") if ranges else None
         listed = "".join(f'<a href="{one}">x</a>' for one in names).encode()
         of = data if name in names else listed
         first, last = re.fullmatch(r"bytes=(\d+)-(\d+)", asked).groups() if asked else (0, len(of) - 1)
         part = memoryview(of)[int(first):int(last) + 1]
         self.send_response(206 if asked else 200)
-        for key, value in (("Content-Length", len(part)), ("Accept-Ranges", "bytes"), ("ETag", f'"{name}{len(of)}"'),
-                           ("Content-Type", "text/html" if of is listed else "application/octet-stream")):
+        for key, value in (("Content-Length", len(part)), ("ETag", f'"{name}{len(of)}"'), ("Content-Type",
+                           "text/html" if of is listed else "application/octet-stream")):
           self.send_header(key, str(value))
         self.end_headers()
         for at in range(0, len(part) if with_content else 0, PIECE):
@@ -98,7 +99,10 @@ class Server:
             free[0] = max(free[0], time.monotonic()) + len(piece) / rate / 1e6
             wait = free[0] - time.monotonic()
           time.sleep(max(0.0, wait))
-          self.wfile.write(piece)
+          try:
+            self.wfile.write(piece)
+          except ConnectionError:  # who asked wants no more
+            return
           server.sent += len(piece)
 
       def log_message(self, *args):
@@ -123,13 +127,13 @@ def processors(pid: int) -> float:
 def measure(kind: str, given: argparse.Namespace) -> None:
   names = [f"part-{n:04}.{kind}" for n in range(given.files)]
   data = content(kind, given.megabytes)
-  server = Server(names, data, given.rate, given.latency)
+  server = Server(names, data, given.rate, given.latency, not given.no_ranges)
   with tempfile.TemporaryDirectory() as folder:
     main = "--config.input.sources.main"
     command = [sys.executable, "-m", "trainer", f"--config={__file__}:{kind.partition('.')[0]}",
                f"--workdir={folder}/run", f"--config.input.cache_dir={folder}/cache",
                f"{main}.path={server.url}*.{kind}", f"{main}.copies={folder}/copies",
-               f"{main}.stream_files={given.stream_files}"]
+               f"{main}.stream_files={given.stream_files}", f"{main}.stream_bytes={given.stream_bytes}"]
     if given.tokenizer:
       command += ["--config.tokenizer.type=hf", f"--config.tokenizer.path={given.tokenizer}"]
     began, at = time.monotonic(), None
@@ -145,7 +149,8 @@ def measure(kind: str, given: argparse.Namespace) -> None:
   if at is None:
     raise SystemExit("".join(lines[-30:]))
   size = len(data) / 1e6
-  print(f"{kind}: {given.files} files of {size:.0f} MB, stream_files={given.stream_files}: step 1 after {at:.1f} s "
+  print(f"{kind}: {given.files} files of {size:.0f} MB, stream_files={given.stream_files}, "
+        f"stream_bytes={given.stream_bytes}{', no ranges' * given.no_ranges}: step 1 after {at:.1f} s "
         f"({cpu:.1f} of processors), {sent / 1e6:.0f} of {given.files * size:,.0f} MB sent", flush=True)
 
 
@@ -153,8 +158,9 @@ def main() -> None:
   parser = argparse.ArgumentParser()
   parser.add_argument("--kinds", nargs="*", default=["jsonl", "jsonl.zst", "parquet"])
   for name, kind, value in (("files", int, 40), ("megabytes", float, 64), ("rate", float, 20), ("latency", float, 0.05),
-                            ("stream_files", int, 1), ("tokenizer", str, "")):
+                            ("stream_files", int, 1), ("stream_bytes", int, 0), ("tokenizer", str, "")):
     parser.add_argument(f"--{name}", type=kind, default=value)
+  parser.add_argument("--no_ranges", action="store_true")
   given = parser.parse_args()
   for kind in given.kinds:
     measure(kind, given)

@@ -144,23 +144,45 @@ def tokenize_source(
   cache_dir = Path(cache_dir)
   hasher = FileHasher(cache_dir)
   content = source.fingerprint(hasher)
-  parts = json.dumps([VERSION, content, encoder.fingerprint, vocab_size])
   hasher.save()
-  key = hashlib.blake2b(parts.encode(), digest_size=12).hexdigest()
-  folder = cache_dir / f"{re.sub(r'[^A-Za-z0-9_.-]', '_', source.name)}-{key}"
-  if folder.exists():
-    damage = folders.find_damage(folder, _arrays)
-    damage = f"damaged ({damage})" if damage else changed_file(folder)
-    if damage is None:
-      return _open(folder, source.name, policy)
-    logging.warning("token cache %s is %s; building it again.", folder, damage)
-    folders.remove(folder)
+  key = _key(content, encoder, vocab_size)
+  if (found := open_cache(cache_dir, source.name, key, policy)) is not None:
+    return found
+  folder = _folder(cache_dir, source.name, key)
   with folders.new(folder, "the token cache") as temporary:
     _build(temporary, source, encoder, vocab_size, key, progress, policy)
     if source.fingerprint(hasher) != content:
       raise DataError(f"source {source.name!r}: its files changed while they were read. Run the command again.")
     folders.publish(temporary, folder, _arrays)
   return _open(folder, source.name)
+
+
+def key_of(source: Source, encoder: Encoder, vocab_size: int) -> str:
+  """The key of a source's cache; the fingerprint of what `tokenize_source` gives, but for images."""
+  return _key(source.fingerprint(), encoder, vocab_size)
+
+
+def _key(content: str, encoder: Encoder, vocab_size: int) -> str:
+  parts = json.dumps([VERSION, content, encoder.fingerprint, vocab_size])
+  return hashlib.blake2b(parts.encode(), digest_size=12).hexdigest()
+
+
+def _folder(cache_dir: Path, name: str, key: str) -> Path:
+  return Path(cache_dir) / f"{re.sub(r'[^A-Za-z0-9_.-]', '_', name)}-{key}"
+
+
+def open_cache(cache_dir: Path, name: str, key: str, policy: Policy) -> TokenizedSource | None:
+  """A source's cache by its key, if it is there; one that is damaged is removed. Raises DataError: see `BadRows`."""
+  folder = _folder(cache_dir, name, key)
+  if not folder.exists():
+    return None
+  damage = folders.find_damage(folder, _arrays)
+  damage = f"damaged ({damage})" if damage else changed_file(folder)
+  if damage is None:
+    return _open(folder, name, policy)
+  logging.warning("token cache %s is %s; building it again.", folder, damage)
+  folders.remove(folder)
+  return None
 
 
 def _build(folder: Path, source: Source, encoder: Encoder, vocab_size: int, key: str, progress: bool,

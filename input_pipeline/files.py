@@ -331,10 +331,10 @@ def split_lines(chunks: Iterable[bytes], path: Path) -> Iterator[tuple[int, int,
     offset += len(line)
 
 
-def read_chunks(path: Path, tally: Tally) -> Iterator[bytes]:
+def read_chunks(path: Path, tally: Tally, opened=None) -> Iterator[bytes]:
   """The uncompressed bytes of a plain, .gz or .zst file, some at a time. Raises DataError for a damaged one."""
   before, offset = tally.bytes_read, 0
-  with open_binary(path) as raw:
+  with open_binary(path) if opened is None else opened as raw:
     try:
       for chunk in _decompress(raw, path):
         tally.bytes_read = before + raw.tell()
@@ -347,10 +347,10 @@ def read_chunks(path: Path, tally: Tally) -> Iterator[bytes]:
 
 def _decompress(raw, path: Path):
   """Chunks of the file's uncompressed bytes."""
-  if path.suffix == ".gz":
-    raw = gzip.GzipFile(fileobj=raw)
   if path.suffix != ".zst":
-    while chunk := raw.read(CHUNK):
+    # Not as much as was asked for, but what there is: a file may still be arriving.
+    read = gzip.GzipFile(fileobj=raw).read1 if path.suffix == ".gz" else raw.read
+    while chunk := read(CHUNK):
       yield chunk
     return
   try:

@@ -15,7 +15,6 @@ import numpy as np
 from absl import logging
 from ml_collections import ConfigDict
 
-from input_pipeline import streams
 from input_pipeline.bad_rows import BadRows, Policy
 from input_pipeline.batches import PackedSource, check_ids, pack, resolve_layout, stats_table
 from input_pipeline.cache import texts_of, tokenize_source
@@ -24,6 +23,7 @@ from input_pipeline.evaluation import EvalData, default_cache_dir, make_eval_dat
 from input_pipeline.examples.registry import open_examples
 from input_pipeline.examples.roles import MISMATCHED
 from input_pipeline.mixture import Mixture, stage_weights
+from input_pipeline.parts import first_part
 from input_pipeline.prefetch import Prefetcher
 from input_pipeline.reference import PackedData
 from input_pipeline.sources.sources import open_source
@@ -60,15 +60,14 @@ def train_texts(cfg: ConfigDict, learns: str) -> Callable[[], Iterator[str]]:
   def texts() -> Iterator[str]:
     for name in used_sources(cfg.input):
       source, encoder = open_examples(cfg, None, cfg.input.sources[name], name, learns=learns, streams=True)
-      if cfg.input.sources[name].stream_files:
-        source = source.part(streams.parts_of(source, cfg.input.sources[name], cfg.seed)[0])
-      bad = BadRows(name, Policy.of(cfg))
-      for record in source.records(bad):
-        texts: list[str] = []
-        with bad.none_in(record):
-          texts = texts_of(record, encoder)
-        yield from texts
-      bad.finish()
+      with first_part(source, cfg) as part:
+        bad = BadRows(name, Policy.of(cfg))
+        for record in part.records(bad):
+          texts: list[str] = []
+          with bad.none_in(record):
+            texts = texts_of(record, encoder)
+          yield from texts
+        bad.finish()
 
   return texts
 

@@ -25,6 +25,7 @@ from input_pipeline.files import (
   parse_json,
   the_path,
 )
+from input_pipeline.sources import row_groups
 from trainer.errors import DataError
 
 if TYPE_CHECKING:
@@ -87,7 +88,7 @@ class _TableReader:
 class ParquetReader(_TableReader):
   """The rows of Parquet files, streamed by row groups."""
 
-  _kind = "Parquet"
+  _kind, cuts = "Parquet", "row groups"
 
   def __init__(self, cfg: ConfigDict, source: str):
     super().__init__(cfg, source, "data/*.parquet")
@@ -99,8 +100,10 @@ class ParquetReader(_TableReader):
   @contextmanager
   def _open(self, path: Path):
     import pyarrow.parquet as pq
-    with pq.ParquetFile(path) as table:
-      yield table.schema_arrow, table.metadata.num_rows, lambda columns: table.iter_batches(ROWS, columns=columns)
+    with row_groups.opened(path) as (file, groups), pq.ParquetFile(file) as table:
+      groups = range(table.num_row_groups) if groups is None else groups
+      yield table.schema_arrow, sum(table.metadata.row_group(g).num_rows for g in groups), lambda columns: (
+          table.iter_batches(ROWS, groups, columns))
 
 
 class ArrowReader(_TableReader):

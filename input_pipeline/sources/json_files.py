@@ -36,11 +36,14 @@ class JsonlReader:
   """
 
   by_name = False
+  # Whether files are pieces (pieces.py); set by the source.
+  in_pieces = False
   suffixes = tuple(a + b for a in (".jsonl", ".ndjson", ".json") for b in ("", ".gz", ".zst"))
 
   def __init__(self, cfg: ConfigDict, source: str):
     self.path, self.text_key, self._source = the_path(cfg, source, "data/*.jsonl"), cfg.text_key, source
     self._rows_key, self._copies = cfg.rows_key, cfg.copies
+    self.cuts = "lines" if self._rows_key is None else None
     self.identity = ["jsonl", *([] if self._rows_key is None else [self._rows_key])]
 
   def files(self) -> list[File]:
@@ -57,6 +60,11 @@ class JsonlReader:
           break
       # No line of JSON Lines begins so, since each is an object.
       is_list = head.removeprefix(BOM).lstrip().startswith(b"[")
+      if is_list and self.in_pieces:
+        if name.endswith("[0]"):
+          raise DataError(f"{path}: is a list of objects, which is not cut into pieces. Write an object a line (JSON "
+                          f"Lines), or set input.sources.{self._source}.stream_bytes=0.")
+        is_list = False
       rest = chain((head,), chunks)
       if is_list or self._rows_key is not None:
         yield from self._elements(name, path, rest)

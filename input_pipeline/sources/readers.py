@@ -56,6 +56,7 @@ class TextReader:
           f"input.sources.{source}.documents={self.documents!r}; allowed: 'file', 'line', 'paragraph'."
       )
     self.by_name, self._copies = self.documents == "file", cfg.copies
+    self.cuts = {"file": None, "line": "lines", "paragraph": "paragraphs"}[self.documents]
     self.text_key, self.identity = "text", ["text", self.documents]
 
   def files(self) -> list[File]:

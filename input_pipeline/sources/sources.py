@@ -13,7 +13,7 @@ import inspect
 import json
 import os
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import chain, islice
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -58,6 +58,9 @@ def open_source(
   if cfg.stream_files and not streams:
     raise ConfigError(f"{key}.stream_files is {cfg.stream_files}, but prompts and what evaluations read are read "
                       "whole. Use stream_files=0; for evaluations name other files in evals.<name>.sources.")
+  if cfg.stream_bytes and not cfg.stream_files:
+    raise ConfigError(f"{key}.stream_bytes is {cfg.stream_bytes}, which cuts the files of a stream, but this is none. "
+                      f"Set {key}.stream_files=1, or so many files that are read side by side.")
   make_reader = _reader_class(cfg.type, f"{key}.type")
   split = cfg.split if split is None else split
   if split not in SPLITS:
@@ -118,11 +121,14 @@ def _check_reader(reader: Any, kind: str, key: str) -> None:
 
 
 class Listed(NamedTuple):
-  """A file of a source, maybe not fetched yet; `size` is None where a server does not say."""
+  """A file of a source, maybe not fetched yet; `size` is None where a server does not say. `shown` tells people where
+  it is; `version` is what is known of its content without reading it."""
 
   name: str
   path: Path
   size: int | None
+  shown: str
+  version: str
 
 
 class NothingError(DataError):
@@ -142,8 +148,9 @@ class Source:
     self._identity = reader.identity if own is None else [own, reader.identity]
     if hasattr(reader, "only_text"):
       reader.only_text = texts
-    # Whether it has some files of a source, see `part`.
+    # Whether it has some files of a source, or pieces of them, and how people know these: see `of`.
     self._is_part = False
+    self._shown: Mapping[str, str] = {}
     # Counts of the pass in progress, or of the last one.
     self.tally = Tally()
 
@@ -162,7 +169,7 @@ class Source:
       yield from self.records(bad)
       bad.finish()
       return
-    picked = self._select(tally)
+    picked = self._select(tally) if not self._shown else self._as_known(self._select(tally))
     if self._max_documents is not None:
       total = sum(1 for _ in self._select(Tally()))
       picked = _evenly_spaced(picked, total, self._max_documents)
@@ -189,22 +196,29 @@ class Source:
 
   def listed(self) -> list[Listed]:
     """The files; those of URLs are not fetched."""
-    with urls.later() as sizes:
+    with urls.later():
       files = self._reader.files()
-    return [Listed(name, path, sizes[path] if path in sizes else os.path.getsize(path)) for name, path in files]
+    return [_listed(file) for file in files]
 
   def part(self, files: Sequence[Listed], stop: threading.Event | None = None) -> "Source":
     """The same source of some of its files, which are fetched when they are to be read, unless `stop` is set."""
-    reader = copy.copy(self._reader)
-
     def there() -> list[File]:
       urls.fetch_listed([file.path for file in files], stop)
       return [File(file.name, file.path) for file in files]
 
-    reader.files = there
-    other = copy.copy(self)
-    other._reader, other._is_part, other.tally = reader, True, Tally()
+    return self.of(there)
+
+  def of(self, files: Callable[[], list[File]], shown: Mapping[str, str] | None = None) -> "Source":
+    """The same source of other files; `shown` are names that people know in place of paths."""
+    reader, other = copy.copy(self._reader), copy.copy(self)
+    reader.files, reader.in_pieces = files, shown is not None
+    other._reader, other._is_part, other._shown, other.tally = reader, True, shown or {}, Tally()
     return other
+
+  @property
+  def cuts(self) -> str | None:
+    """In which way its files can be cut into pieces (pieces.py); None: in none."""
+    return getattr(self._reader, "cuts", None)
 
   @contextlib.contextmanager
   def bar(self, what: str, show: bool) -> Iterator[Callable[[], None]]:
@@ -235,6 +249,20 @@ class Source:
       yield record
     if count == 0:
       raise NothingError(self._nothing(tally))
+
+  def _as_known(self, records: Iterator[Record]) -> Iterator[Record]:
+    """The records, and errors, with the names of `_shown` in place of paths."""
+    def known(text: str) -> str:
+      for path, shown in self._shown.items():
+        text = text.replace(path, shown)
+      return text
+
+    try:
+      for record in records:
+        problem = record.problem
+        yield record._replace(where=known(record.where), problem=problem and type(problem)(known(str(problem))))
+    except DataError as e:
+      raise type(e)(known(str(e))) from e
 
   def _not_empty(self, tally: Tally) -> Iterator[Record]:
     for record in self._reader.read(tally):
@@ -313,6 +341,14 @@ class Source:
         f"validation_fraction={self._fraction} ({where}, {size} bytes). Change {key}.validation_fraction, give more "
         f"documents (for type 'text', documents='line' or 'paragraph' makes more of them), or set split='all'."
     )
+
+
+def _listed(file: File) -> Listed:
+  remote = urls.listed_for(file.path)
+  if remote is not None:
+    return Listed(file.name, file.path, remote[1].size, remote[1].shown, remote[1].version)
+  stat = os.stat(file.path)
+  return Listed(file.name, file.path, stat.st_size, str(file.path), f"{stat.st_size} bytes of {stat.st_mtime_ns}")
 
 
 def utf8(text: str, where: str) -> bytes:

@@ -31,6 +31,7 @@ class CsvReader:
   """
 
   by_name = False
+  cuts = "CSV"
 
   def __init__(self, cfg: ConfigDict, source: str):
     self.path, self._source, self._copies = the_path(cfg, source, "data/*.csv"), source, cfg.copies
@@ -47,7 +48,7 @@ class CsvReader:
       first = next(lines, "")
       if lines.problem:
         raise lines.problem
-      delimiter = "\t" if ".tsv" in name.lower() else _delimiter(first)
+      delimiter = delimiter_of(name, first)
       columns = next(csv.reader([first], delimiter=delimiter), [])
       if twice := {column for column in columns if columns.count(column) > 1}:
         raise DataError(f"{path}:1: the columns {', '.join(map(repr, sorted(twice)))} are there twice. Names stand in "
@@ -98,7 +99,7 @@ class _Lines:
       return raw.decode("utf-8", "replace")
 
 
-def _delimiter(names: str) -> str:
-  """What stands between the columns' names."""
+def delimiter_of(name: str, names: str) -> str:
+  """What stands between the columns of a file, by its name and its first line, that of the columns' names."""
   outside = "".join(names.split('"')[::2])
-  return max(DELIMITERS, key=outside.count)
+  return "\t" if ".tsv" in name.lower() else max(DELIMITERS, key=outside.count)

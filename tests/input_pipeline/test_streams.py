@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 from ml_collections import ConfigDict
 
-from input_pipeline import loader, streams
+from input_pipeline import loader
+from input_pipeline.parts import groups_of
 from input_pipeline.sources.sources import open_source
 from input_pipeline.steps import ROWS, Past
 from input_pipeline.tokenizer.tokenizer import BytesTokenizer
@@ -70,7 +71,7 @@ def test_each_epoch_has_every_document_once_part_by_part_in_another_order(folder
   assert epochs[0] != epochs[1] != epochs[2]
   # Whole parts of two files, the last of one: not mixed with one another, but in themselves.
   opened = open_source(config(folder).input.sources.main, "main", streams=True)
-  parts = streams.parts_of(opened, config(folder).input.sources.main, config(folder).seed)
+  parts = groups_of(opened, config(folder).input.sources.main, config(folder).seed)
   part_of = {file.name[0]: number for number, part in enumerate(parts) for file in part}
   runs = [[number for number, _ in itertools.groupby(part_of[found[0]] for found in epoch)] for epoch in epochs]
   assert runs[0] == [0, 1, 2, 3] and all(sorted(run) == runs[0] for run in runs) and runs[0] != runs[1]
@@ -113,10 +114,10 @@ def test_a_run_that_ends_waits_for_no_file(tmp_path):
   with serving(contents()) as store:
     c = config(f"{store.url}/d/", copies=str(tmp_path / "copies"))
     data, release = data_of(c, tmp_path / "w"), threading.Event()
-    order = [file.name for part in data._packed[0]._parts for file in part]
+    order = [file.name for part in data._packed[0]._parts.groups for file in part]
     store.fault = lambda path, at: None if path[3:] in order[:2] or at is None else release.wait(60) and None
     batch = data.batch(0)
-    ahead = data._packed[0]._made[1]
+    ahead = data._packed[0]._made[1, 0]
     data._close()
     release.set()
     with pytest.raises(DataError, match="Stopped"):
@@ -176,16 +177,17 @@ def test_evaluations_and_epochs_name_what_they_need(folder, tmp_path):
 def test_a_bpe_is_trained_on_the_first_part(folder):
   c = config(folder)
   opened = open_source(c.input.sources.main, "main", streams=True)
-  names = {file.name[0] for file in streams.parts_of(opened, c.input.sources.main, c.seed)[0]}
+  names = {file.name[0] for file in groups_of(opened, c.input.sources.main, c.seed)[0]}
   assert {found[0] for found in loader.train_texts(c, "texts")()} == names
 
 
-def test_stopped_and_continued_equals_straight(folder, tmp_path):
+@pytest.mark.parametrize("size", [0, pytest.param(60, marks=pytest.mark.slow)])
+def test_stopped_and_continued_equals_straight(folder, tmp_path, size):
   def losses(workdir):
     return [row["loss"] for row in read_rows(workdir / "metrics.jsonl") if "loss" in row]
 
   c = config(folder)
-  c.total_steps, c.ckpt_steps = 14, 5
+  c.total_steps, c.ckpt_steps, c.input.sources.main.stream_bytes = 14, 5, size
   train(c, tmp_path / "straight")
   broken = c.copy_and_resolve_references()
   broken.callbacks.crash = dict(type="tests.trainer.test_main.Crash", after=7)

@@ -14,7 +14,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from input_pipeline import loader, urls
+from input_pipeline import loader, remote, urls
 from input_pipeline.files import find_files, hash_file
 from input_pipeline.sources.sources import open_source
 from input_pipeline.tokenizer.tokenizer import BytesTokenizer
@@ -29,8 +29,8 @@ CONTENT = bytes(range(256)) * 20  # 5,120 bytes: six ranges of 1,000
 
 @pytest.fixture(autouse=True)
 def small_ranges(monkeypatch):
-  monkeypatch.setattr(urls, "RANGE", 1000)
-  monkeypatch.setattr(urls, "PAUSES", (0.0, 0.0))
+  monkeypatch.setattr(remote, "RANGE", 1000)
+  monkeypatch.setattr(remote, "PAUSES", (0.0, 0.0))
 
 
 def write(folder, kind):
@@ -81,6 +81,15 @@ def test_over_http_a_folder_a_file_and_several_are_found_and_fetched_once(tmp_pa
     assert sorted(store.asked) == [("/d/a.jsonl", 0), ("/d/s/b.jsonl", 0), ("/e", 0)]
     store.files["/e"] = b"y"  # what changed since is fetched anew
     assert fetched(f"{store.url}/e", tmp_path) == [("e", b"y")]
+
+
+def test_large_sources_say_how_to_begin_sooner(tmp_path, capsys, monkeypatch):
+  monkeypatch.setattr(urls, "LARGE", 5000)
+  with serving({"/f": CONTENT, "/g": CONTENT[:4999]}) as store:
+    for name, says in (("g", False), ("f", True)):
+      fetched(f"{store.url}/{name}", tmp_path)
+      command = "--config.input.sources.mine.stream_files=1 --config.input.sources.mine.stream_bytes=8000000"
+      assert (command in capsys.readouterr().err) == says
 
 
 def test_batches_are_those_of_the_local_files(tmp_path):
@@ -147,7 +156,7 @@ def test_a_file_that_changes_meanwhile_is_refused_by_name(tmp_path, new):
 
 
 def test_what_a_killed_process_had_fetched_is_not_fetched_again(tmp_path):
-  code = ("import sys\nfrom input_pipeline import urls, files\nurls.RANGE = 1000\n"
+  code = ("import sys\nfrom input_pipeline import remote, files\nremote.RANGE = 1000\n"
           "files.find_files(sys.argv[1], 'mine', lambda n: True, 'a file', sys.argv[2])")
   with serving({"/f": CONTENT}) as store:
     reached, go_on = threading.Event(), threading.Event()
@@ -182,7 +191,7 @@ def test_credentials_in_an_address_are_refused_and_not_repeated(path):
 
 
 def test_nothing_secret_of_an_address_or_an_error_is_shown(tmp_path, caplog, capsys):
-  assert urls.shown("of https://a:b@h/x?sig=1: 'https://h/y?k=2' no") == "of https://h/x?… 'https://h/y?…' no"
+  assert remote.shown("of https://a:b@h/x?sig=1: 'https://h/y?k=2' no") == "of https://h/x?… 'https://h/y?…' no"
   with serving({"/f": CONTENT}) as store:
     store.fault = lambda path, at: 500 if at == 1000 else None
     with pytest.raises(DataError) as error, caplog.at_level("INFO"):

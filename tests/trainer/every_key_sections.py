@@ -86,6 +86,13 @@ def _parquet(files: Files, name: str) -> str:
   return str(path)
 
 
+def _groups(files: Files, name: str) -> str:
+  """A file of two row groups."""
+  path = files.folder / f"{name}.parquet"
+  pq.write_table(pa.table(dict(text=["one", "two"])), path, row_group_size=1)
+  return str(path)
+
+
 def _records(files: Files, name: str) -> str:
   path = files.folder / f"{name}.arrayrecord"
   writer = ArrayRecordWriter(str(path), "group_size:1")
@@ -157,6 +164,11 @@ SOURCE = {
   "source.max_documents": data(3, see=texts),
   "source.weight": data(5.0, OTHER),
   "source.stream_files": data(1, see=texts),  # a BPE is trained on the first part
+  "source.stream_bytes": [
+      data(1, of(kind, path=lambda f, write=write: write(f, "a"), stream_files=1, **more), see=texts)
+      for kind, write, more in (
+          ("jsonl", _lines, {}), ("csv", _table, {}), ("parquet", _groups, {}),
+          ("text", lambda f, name: f.text(f"{name}.txt", "one\ntwo\n"), dict(documents="line")))],
 }
 
 # ----------------------------------------------------------------------------------------------

@@ -72,6 +72,9 @@ def source(**changed) -> ConfigDict:
   # 0: the source is read whole before the first step. n: in parts of n files, the next while one is trained on
   # (docs/data.md#streams).
   c.stream_files = 0
+  # Of streams of text (lines, paragraphs), jsonl, csv and parquet: 0: files are read whole. n: in pieces of n bytes, of
+  # which a part has one of each of its files; the first step waits for the first.
+  c.stream_bytes = 0
   c.update(changed)
   return c
 
