@@ -1,6 +1,5 @@
 """Rows of tokens from pieces of documents: the arrays that the model and the loss see."""
 
-import functools
 from collections.abc import Iterable
 from typing import Any, NamedTuple
 
@@ -226,10 +225,8 @@ class PackedSource:
                advantages: bool = False, row_images: RowImages | None = None):
     self.row_images = row_images
     # The most images of a row, or tiles of them, in whatever epoch.
-    tiled = row_images is not None and row_images.tiles
     self.most_images = 0 if tokens.images is None else plan.most(
-        functools.partial(tokens.count_images, tiles=tiled) if units is None else
-        lambda doc, begin, end: units.count_images(tokens, doc, tiled))
+        tokens.count_images if units is None else lambda doc, begin, end: units.count_images(tokens, doc))
     self.tokens, self.plan, self.units, self.advantages, self._normalize = tokens, plan, units, advantages, normalize
     # The most segments of a row, in whatever epoch, where documents have parts; else 0.
     self.sequences = 0 if units is None else plan.most_pieces * units.each

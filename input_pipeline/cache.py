@@ -93,12 +93,12 @@ class TokenizedSource(NamedTuple):
     """The same with each part as a document."""
     return self._replace(offsets=self.parts)
 
-  def count_images(self, doc: np.ndarray, begin: np.ndarray, end: np.ndarray, tiles: bool = False) -> np.ndarray:
-    """How many squares of images tokens begin to end of each document have; or tokens of these."""
+  def count_images(self, doc: np.ndarray, begin: np.ndarray, end: np.ndarray) -> np.ndarray:
+    """How many tiles or squares of images tokens begin to end of each document have."""
     if self.images is None:
       return np.zeros(len(doc), np.int64)
     first, last = self.images.between(self.offsets[doc] + begin, self.offsets[doc] + end)
-    before = np.concatenate([[0], np.cumsum(self.images.tokens if tiles else self.images.squares)])
+    before = np.concatenate([[0], np.cumsum(self.images.squares)])
     return before[last] - before[first]
 
   def count_trained(self, doc: np.ndarray, begin: np.ndarray, end: np.ndarray) -> np.ndarray:

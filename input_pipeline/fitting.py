@@ -225,12 +225,12 @@ class Units:
     """Trained tokens of whole documents; what is only summed up for a mean is not counted."""
     return self._trained_D[doc]
 
-  def count_images(self, tokens: TokenizedSource, doc: np.ndarray, tiles: bool = False) -> np.ndarray:
-    """How many squares of images each of these documents keeps, in all of its parts; or tokens of these."""
+  def count_images(self, tokens: TokenizedSource, doc: np.ndarray) -> np.ndarray:
+    """How many tiles or squares of images each of these documents keeps, in all of its parts."""
     kept_NxP = self._kept_DxP[doc]
     part_NxP = doc[:, None] * self.each + np.arange(self.each)
     cut_NxP = np.minimum(self._cut_D[doc][:, None], kept_NxP)
-    return tokens.of_parts().count_images(part_NxP, cut_NxP, kept_NxP, tiles).sum(axis=1)
+    return tokens.of_parts().count_images(part_NxP, cut_NxP, kept_NxP).sum(axis=1)
 
   def parts(self, pieces: Pieces) -> Parts:
     """What these documents, which `spans` has, put into their rows; one that is left out alone takes no place."""

@@ -16,7 +16,9 @@ from input_pipeline.images import tiles
 from input_pipeline.images.workers import Task, decode
 from trainer.errors import ConfigError
 
-CAUSAL, IMAGE, PREFIX = "causal", "image", "prefix"
+CAUSAL, PREFIX = "causal", "prefix"
+# Values of `model.vision.attention` with which tokens of an image see one another.
+OF_IMAGES = ("image", "local_image")
 
 
 class ImageLayout(NamedTuple):
@@ -39,7 +41,7 @@ class ImageLayout(NamedTuple):
       arrays["image_index"] = np.zeros((num_rows, seq_len), np.int32)
     if self.most and self.tiles:
       arrays["image_grid"] = np.zeros((num_rows, self.most, 5), np.int32)
-    if self.attention == PREFIX or self.attention == IMAGE and self.most:
+    if self.attention == PREFIX or self.attention in OF_IMAGES and self.most:
       arrays["block_ids"] = np.zeros((num_rows, seq_len), np.int32)
     return arrays
 
@@ -115,14 +117,14 @@ class RowImages:
     image, nth = ragged(size)
     places = start[image] + nth
     places = places[batch["tokens"].reshape(-1)[places] == self._token]  # between its squares an image has texts
-    count, each = size if self.tiles else source.images.squares[use], self.each or 1
+    count, each = source.images.squares[use], self.each or 1
     before = np.cumsum(count) - count
     first = before - before[np.arange(len(use)) - slot]  # its first square among those of the row
     image, feature = ragged(count * each)
     index = first[image] * each + feature
     batch["image_index"].reshape(-1)[places] = index + 1
-    if self._attention == IMAGE:
-      batch["block_ids"].reshape(-1)[places] = index // each + 1
+    if self._attention in OF_IMAGES:
+      batch["block_ids"].reshape(-1)[places] = slot[image] + 1 if self.tiles else index // each + 1
     key = (self._seed, source.name, epoch)
     tasks = [Task(source.images.content(u), self._how, (*key, u), f"source {source.name!r}: image {u} of its cache")
              for u in use.tolist()]

@@ -25,7 +25,8 @@ from models.layers import Linear, Mlp, Norm, Scope, apply_linears, dropout, rms_
 from models.remat import named
 from models.residual import AltUp, Laurel, PerLayer, make_norm, out_gain
 from models.sharding.logical_axes import constrain
-from models.spec import MIXERS, RECURRENT, Spec
+from models.spec import HALVES, MIXERS, RECURRENT, Spec
+from models.spec_vision import OF_IMAGES
 
 
 class SelfAttention(nnx.Module):
@@ -83,8 +84,8 @@ class SelfAttention(nnx.Module):
     if past is None or past.extends:
       new: Any = k_BxTxGxK, v_BxTxGxK
       k_BxSxGxK, v_BxSxGxK, behind_BxP = (*new, None) if past is None else past.before(*new)
-      # In Gemma 3 the window bounds blocks too, in PaliGemma 2 it does not.
-      bounded = s.vision is not None and s.vision.attention == "image"
+      # In Gemma 3 and 4 the window bounds blocks too, in PaliGemma 2 it does not.
+      bounded = s.vision is not None and s.vision.attention in OF_IMAGES
       segments = tokens.segments if tokens.chunks is None else tokens.chunks
       if past is not None and tokens.chunks is not None:
         options["behind_ids_BxP"] = tokens.chunks_of(past.cache.lengths[:, None] - behind_BxP, window)
@@ -118,7 +119,7 @@ class SelfAttention(nnx.Module):
     if norm is not None and over != "rotated":
       x_BxTxHxK = self._normalise(norm, x_BxTxHxK)
     if rotates:
-      x_BxTxHxK = apply_rope(x_BxTxHxK, rope[:2], self.spec.rope_interleaved)
+      x_BxTxHxK = apply_rope(x_BxTxHxK, rope[:2], self.spec.rope_interleaved, 2 if self.spec.positions == HALVES else 1)
     if norm is not None and over == "rotated":
       x_BxTxHxK = self._normalise(norm, x_BxTxHxK)
     last = rotates and self.spec.qk_norm and over == "unscaled"

@@ -234,17 +234,18 @@ def model() -> ConfigDict:
   # arXiv 2412.19437, section 2.2), each with a block of the form of the last layer of attention (strategy.mtp_weight:
   # their loss). Those of a folder of model.hf are read if this says how many; of one without them they begin fresh.
   m.mtp_layers = 0
-  # Images: a tower (siglip | clip | qwen2_vl | qwen2_5_vl | qwen3_vl; none: a model of text alone) whose features,
-  # projected, take the places of some tokens' embeddings, after `scale_embeddings`. Square images of image_size pixels
-  # in patches of patch_size. The towers of Qwen see images of any size in tiles of image_size pixels, of which each is
-  # one token.
+  # Images: a tower (siglip | clip | qwen2_vl | qwen2_5_vl | qwen3_vl | gemma4 | pixtral; none: a model of text alone)
+  # whose features, projected, take the places of some tokens' embeddings, after `scale_embeddings`. Square images of
+  # image_size pixels in patches of patch_size. The towers of Qwen, Gemma 4 and Pixtral see images of any size in tiles
+  # of image_size pixels, of which each is one token.
   m.vision = v = ConfigDict(dict(tower="none", image_size=224, patch_size=14))
   # The tower's sizes, as those of the model.
   v.num_layers = 4
   v.hidden_size = 128
   v.intermediate_size = 512
   v.num_heads = 4
-  # An activation (plain, but for qwen2_5_vl), and what is added to the variance in the tower's and projector's norms.
+  # An activation (plain, but for qwen2_5_vl, gemma4 and pixtral), and what is added to the variance in the tower's and
+  # projector's norms.
   v.activation = "gelu"
   v.norm_eps = 1e-6
   # Pixels are (x / 255 - mean) / std for each of red, green and blue. Default: those of the tower's family.
@@ -258,8 +259,10 @@ def model() -> ConfigDict:
   v.final_norm = True
   # linear (PaliGemma) | mlp: linear, `projector_activation`, linear (LLaVA) | pool: mean of neighbours down to
   # tokens_per_image, RMSNorm, linear without bias (Gemma 3) | merge: norm, the patches of a tile end to end, linear,
-  # exact GELU, linear (the towers of Qwen) | shuffle: the features of neighbours end to end, as many as make
-  # tokens_per_image of them, linear without bias (SmolVLM). `projector_bias` is that of linear and mlp.
+  # exact GELU, linear (the towers of Qwen) | mean: of the patches of a tile, RMSNorm without a scale, linear without
+  # bias (Gemma 4) | merge_mlp: RMSNorm, the patches of a tile end to end, linear down to the size of one, and then mlp
+  # (Mistral 3; Pixtral 12B has mlp) | shuffle: the features of neighbours end to end, as many as make tokens_per_image
+  # of them, linear without bias (SmolVLM). `projector_bias` is that of linear, mlp and merge_mlp.
   v.projector = "linear"
   v.projector_activation = "gelu_exact"
   v.projector_bias = True
@@ -270,16 +273,21 @@ def model() -> ConfigDict:
   v.window = unset(int)
   v.full_layers = ()
   # How many pixels an image of these towers has, at least and at most: others are enlarged or made smaller, their shape
-  # kept. A tile of 28 × 28 pixels is a token.
+  # kept. A tile of 28 × 28 pixels is a token. With gemma4 all are made as large as max_pixels allows.
   v.min_pixels = 56 * 56
   v.max_pixels = 28 * 28 * 1280
   # Of qwen3_vl (Qwen3-VL, Qwen3.5): the side of the square table of learned positions, which is stretched over each
   # image (48 in published models); and the layers of the tower whose features, by a projector of each, are added to
-  # what the model's first layers give, one layer after the other (DeepStack, arXiv 2406.04334). They count from 0.
+  # what the model's first layers give, one layer after the other (DeepStack, arXiv 2406.04334). They count from 0. Of
+  # gemma4, position_grid is how many rows, and how many columns, have a learned position (10,240 in published models).
   v.position_grid = 0
   v.deepstack_layers = ()
+  # Of gemma4: linear layers of the tower clip what they are given and what they give (E2B, E4B); means of patches are
+  # made standard (26B-A4B, 31B). The numbers are those of a checkpoint, and not trained.
+  v.clipped = False
+  v.standardized = False
   # With shuffle: to how many pixels the longer side of an image is brought, its shape kept, before it is squashed to a
-  # square; 0: it is squashed as it is.
+  # square; 0: it is squashed as it is. With pixtral: how long a side is at most; a longer image is made smaller.
   v.longest_side = 0
   # After that, an image larger than a square is also cut into squares of image_size, row by row, each of
   # tokens_per_image tokens, before all of it in one (SmolVLM, Idefics3). Default: False, or what the folder says.
@@ -287,7 +295,8 @@ def model() -> ConfigDict:
   # Factor on the projected features. The embeddings whose place they take are scaled already.
   v.feature_scale = 1.0
   # What tokens see besides those before them: causal: nothing; image: tokens of one image see each other (Gemma 3), in
-  # local layers no further back than the window; prefix: image and prompt see each other (PaliGemma).
+  # local layers no further back than the window; local_image: the same, in local layers alone (Gemma 4); prefix: image
+  # and prompt see each other (PaliGemma).
   v.attention = "causal"
   # The id of the token that holds an image feature's place.
   v.image_token = unset(int)

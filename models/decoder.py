@@ -80,6 +80,8 @@ class Decoder(nnx.Module):
     lent = room_to_lend(s, x_BxTxD, cached=cache is not None)
     ropes = self._ropes(batch)
     tokens_of = {} if s.attention_chunk is None else {"chunked": tokens.in_chunks(positions, s.attention_chunk)}
+    if s.vision is not None and s.vision.attention == "local_image":
+      tokens_of, tokens = {"local": tokens}, tokens._replace(blocks=None)
     routing = Routing.of(batch, keep=remember or cache is not None)
 
     def layer(place: int, carry: tuple[jax.Array, Cache | None, dict], block: Block, its: Any):
@@ -152,17 +154,28 @@ class Decoder(nnx.Module):
       lengths_BxT = document_lengths(positions, batch["segment_ids"])
       x_BxTxD += embedding_noise(lengths_BxT, s.hidden_size, s.neftune_alpha, noise_key).astype(x_BxTxD.dtype)
     x_BxTxD = self._scaled(x_BxTxD)
-    own_LxBxTxP, read = None, batch["tokens"]
-    if self.per_layer_embed is not None:
-      read = read if s.per_layer_vocab is None else jnp.where(read < s.per_layer_vocab, read, 0)
-      own_LxBxTxP = of_each_layer(s, self.per_layer_embed(read), self.per_layer_proj(x_BxTxD), self.per_layer_norm)
+    own_LxBxTxP = None
     if batch.get("images") is not None:
       tower_key = None if key is None else jax.random.fold_in(key, s.num_layers + 2)
       features_BxFxD, deep_LxBxFxD = vlm.features(self.vision, self.projector, batch["images"], remat, tower_key,
                                                   batch["image_grid"])
       x_BxTxD = vlm.place(x_BxTxD, features_BxFxD, batch["image_index"])
+    if self.per_layer_embed is not None:
+      own_LxBxTxP = of_each_layer(s, self._read_per_layer(batch), self.per_layer_proj(x_BxTxD), self.per_layer_norm)
     if self.pos_embed is not None:
       x_BxTxD = x_BxTxD + self.pos_embed(positions)
     if key is not None:
       x_BxTxD = dropout(x_BxTxD, s.dropout, jax.random.fold_in(key, s.num_layers))
     return constrain(x_BxTxD, "batch", "stream", "embed"), deep_LxBxFxD, own_LxBxTxP
+
+  def _read_per_layer(self, batch: dict) -> jax.Array:
+    """What the table of embeddings of each layer has for tokens [B, T, L * P]; in the places of images the first entry,
+    padding's, which is not trained there (Gemma 4)."""
+    read_BxT, entries = batch["tokens"], self.spec.per_layer_vocab
+    if entries is not None:
+      read_BxT = jnp.where(read_BxT < entries, read_BxT, 0)
+    if batch.get("images") is None:
+      return self.per_layer_embed(read_BxT)
+    of_image_BxTx1 = (batch["image_index"] > 0)[..., None]
+    found = self.per_layer_embed(jnp.where(of_image_BxTx1[..., 0], 0, read_BxT))
+    return jnp.where(of_image_BxTx1, jax.lax.stop_gradient(found), found)

@@ -22,6 +22,7 @@ from models.remat import named
 from models.sharding import logical_axes
 from models.sharding.linear import SplitKernel, project
 from models.sharding.logical_axes import as_rows, constrain, made_once
+from models.spec_vision import BOUNDS, UNBOUNDED
 
 NORMS = ("rmsnorm", "layernorm")
 
@@ -50,6 +51,8 @@ class Scope:
   matmul_rules: MatmulRules | None = None
   # Whether linear layers store kernels that are not quantised as [out, in], as `few_rows` reads them.
   outputs_first: bool = False
+  # Whether linear layers clip what they are given and what they give (`Linear.bounded`).
+  clipped: bool = False
 
   def __truediv__(self, name: str) -> "Scope":
     return dataclasses.replace(self, path=f"{self.path}/{name}" if self.path else name)
@@ -157,6 +160,9 @@ class Linear(Kernel):
     self.lora_m = scope.constant("lora_m", (d_out,), 0.0) if lora and lora.dora else None
     self.lora, self.dtype, self.names = lora, scope.compute_dtype, names
     self.salt = zlib.crc32(scope.path.encode())
+    bounds = {name: (scope / "clip").constant(name, (), -UNBOUNDED if name.endswith("min") else UNBOUNDED)
+              for name in BOUNDS} if scope.clipped else {}
+    self.clip = nnx.Dict(bounds) if bounds else None
 
   def __call__(self, x: jax.Array, key: jax.Array | None = None) -> jax.Array:
     """`key`: the layer's key for dropout on the adapter's input; None: no dropout."""
@@ -185,7 +191,14 @@ class Linear(Kernel):
   @property
   def plain(self) -> bool:
     """Whether it is a plain matmul, with at most a bias."""
-    return self.kernel is not None and self.matmul is None and self.lora is None
+    return self.kernel is not None and self.matmul is None and self.lora is None and self.clip is None
+
+  def bounded(self, x: jax.Array, which: str) -> jax.Array:
+    """Its input, or output, within what a checkpoint says of it."""
+    if self.clip is None:
+      return x
+    low, high = (self.clip[f"{which}_{end}"][...].astype(x.dtype) for end in ("min", "max"))
+    return jnp.clip(x, *jax.lax.stop_gradient((low, high)))  # buffers of theirs
 
   def _matmul(self, x: jax.Array) -> jax.Array:
     if self.kernel_across is not None:
@@ -210,7 +223,14 @@ class Linear(Kernel):
 
 
 def apply_linears(linears: tuple[Linear, ...], x: jax.Array, key: jax.Array | None = None) -> list[jax.Array]:
-  """Several layers on the same input, which on a mesh is sent only once; `key` as in `Linear`."""
+  """Several layers on the same input, which on a mesh is sent only once; `key` as in `Linear`. Where they are clipped,
+  each has an input of its own."""
+  if linears[0].clip is None:
+    return _apply_linears(linears, x, key)
+  return [linear.bounded(_apply_linears((linear,), linear.bounded(x, "input"), key)[0], "output") for linear in linears]
+
+
+def _apply_linears(linears: tuple[Linear, ...], x: jax.Array, key: jax.Array | None) -> list[jax.Array]:
   placed = logical_axes.current()
   alike = len({(linear.kernel is None, linear.kernel_across is None) for linear in linears}) == 1
   if placed is None or x.ndim != 3 or not alike or any(linear.names is None for linear in linears):

@@ -72,7 +72,7 @@ RECURRENT = ("delta", "mamba")
 # layer's and for those of later layers without one.
 MIXERS = ("attn", "global_attn", "query_attn", "global_query_attn", *RECURRENT)
 PARTS = frozenset({*MIXERS, "indexer", "mlp", "wide_mlp", "moe"})
-POSITIONS = ("rope", "learned", "none")
+POSITIONS, HALVES = ("rope", "learned", "none"), "halves"  # the last of a tower: each half of a head turns by itself
 NORM_POSITIONS = ("pre", "post", "sandwich")
 QK_NORMS = ("head", "each_head", "all", "unscaled", "rotated")
 

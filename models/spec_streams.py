@@ -56,10 +56,9 @@ def make_per_layer_size(m: ConfigDict) -> int:
   if entries is not None and (not m.per_layer_size or not 1 <= entries <= (m.vocab_size or entries)):
     raise ConfigError(f"model.per_layer_vocab: found {entries}, allowed: unset, or, where per_layer_size is above 0, 1 "
                       f"to vocab_size; found per_layer_size={m.per_layer_size}, vocab_size={m.vocab_size}.")
-  if m.per_layer_size < 0 or m.per_layer_size and (m.activation not in GATED or m.vision.tower != "none"):
+  if m.per_layer_size < 0 or m.per_layer_size and m.activation not in GATED:
     raise ConfigError(f"model.per_layer_size: found {m.per_layer_size}, allowed: 0, or above it with a gated "
-                      f"activation ({', '.join(GATED)}) and vision.tower='none'; found {m.activation!r} and "
-                      f"{m.vision.tower!r}.")
+                      f"activation ({', '.join(GATED)}); found {m.activation!r}.")
   return m.per_layer_size
 
 

@@ -1,5 +1,6 @@
-"""Vision towers that see images in their own sizes: those of Qwen2-VL (Wang et al. 2024, arXiv 2409.12191), Qwen2.5-VL
-(Bai et al. 2025, arXiv 2502.13923) and Qwen3-VL (Bai et al. 2025, arXiv 2511.21631), in NNX.
+"""Vision towers that see images in their own shapes: those of Qwen2-VL (Wang et al. 2024, arXiv 2409.12191), Qwen2.5-VL
+(Bai et al. 2025, arXiv 2502.13923), Qwen3-VL (Bai et al. 2025, arXiv 2511.21631), Gemma 4 and Pixtral (Agrawal et al.
+2024, arXiv 2410.07073), in NNX.
 
 B rows, N tiles of a row, S pixels of a tile's side, P patch size, M patches of a tile, D hidden size of the tower.
 
@@ -7,6 +8,9 @@ They are a Transformer over the patches of all of a row's images, which lie end 
 image, or of its window there. Rows and columns are told by rotary positions. Qwen2-VL has LayerNorm and a plain MLP,
 Qwen2.5-VL RMSNorm, a gated MLP, and windows in most layers. Qwen3-VL is as Qwen2-VL, and adds learned positions, a
 square table that is stretched over each image; features of some of its layers are given beside those of the last.
+Gemma 4's layers are as those of its text model: norms before and after, on queries, keys and values, a gated MLP. It
+has a learned position for each row and each column, and in some sizes linear layers that clip. Pixtral has RMSNorm,
+before the first layer, too, a gated MLP, and no biases; rows and columns share the frequencies of its rotary positions.
 """
 
 import dataclasses
@@ -19,14 +23,16 @@ import numpy as np
 from flax import nnx
 
 from models import tiles, vit
+from models.activations import GATED
 from models.attention.mask import TokenIds
 from models.attention.rope import axial_table
 from models.blocks import Block, run_blocks, stack_blocks
 from models.layers import Linear, Scope
 from models.lookup import read_table
+from models.residual import make_norm
 from models.sharding.logical_axes import constrain
-from models.spec import Spec
-from models.spec_vision import FRAMES, NATIVE, THETA, Vision
+from models.spec import HALVES, Spec
+from models.spec_vision import NATIVE, Vision
 from models.tables import Embedding
 
 
@@ -36,13 +42,17 @@ class Tower(nnx.Module):
   def __init__(self, spec: Spec, scope: Scope):
     """`spec`: of the whole model, with a `vision`."""
     v = spec.vision
-    self.own = dataclasses.replace(vit.tower_spec(spec), norm=NATIVE[v.tower][1],
-                                   norm_bias=NATIVE[v.tower][1] == "layernorm", rope_interleaved=False)
-    self.patch_embed = Linear(scope / "patch_embed", FRAMES * 3 * v.patch_size**2, v.hidden_size, std=spec.init_std,
-                              bias=v.position_grid > 0)
-    self.pos_embed = (Embedding(scope / "pos_embed", v.position_grid**2, v.hidden_size, std=spec.init_std)
-                      if v.position_grid else None)
-    self.blocks = stack_blocks(self.own, scope / "blocks")
+    self.native, self.own = NATIVE[v.tower], _own_spec(spec)
+    self.patch_embed = Linear(scope / "patch_embed", self.native.frames * 3 * v.patch_size**2, v.hidden_size,
+                              std=spec.init_std, bias=v.tower == "qwen3_vl")
+    self.pre_norm = make_norm(self.own, scope / "pre_norm") if v.tower == "pixtral" else None
+    learned, std = v.position_grid > 0, spec.init_std
+    self.pos_embed = (Embedding(scope / "pos_embed", v.position_grid**2, v.hidden_size, std=std)
+                      if learned and v.tower != "gemma4" else None)
+    shape, axes = (2, v.position_grid, v.hidden_size), scope / "axis_embed"  # of columns, and of rows
+    self.axis_embed = (nnx.Dict(embedding=axes.normal("embedding", shape, 0.02 if std is None else std))
+                       if learned and v.tower == "gemma4" else None)
+    self.blocks = stack_blocks(self.own, dataclasses.replace(scope / "blocks", clipped=v.clipped))
     self.vision, self.dtype = v, scope.compute_dtype
 
   def __call__(self, images: jax.Array, grid_BxNx5: jax.Array, remat: Callable, key: jax.Array | None = None
@@ -56,14 +66,20 @@ class Tower(nnx.Module):
       remat: a `remat_policy`.
       key: for dropout on the adapters' input; None: no dropout.
     """
-    v, B = self.vision, len(images)
+    v, B, frames = self.vision, len(images), self.native.frames
     pixels = vit.patches(vit.pixels(images.reshape(-1, *images.shape[2:]), v), v.patch_size).astype(self.dtype)
-    x_BxPxD = self.patch_embed(jnp.tile(pixels, FRAMES).reshape(B, -1, FRAMES * pixels.shape[-1]))
+    x_BxPxD = self.patch_embed(jnp.tile(pixels, frames).reshape(B, -1, frames * pixels.shape[-1]))
     at = tiles.patches_of(grid_BxNx5, v.merged, v.window)
-    if self.pos_embed is not None:
+    if self.axis_embed is not None:
+      columns, rows = self.axis_embed["embedding"][...]
+      x_BxPxD = x_BxPxD + (read_table(columns, at.columns, x_BxPxD.dtype) + read_table(rows, at.rows, x_BxPxD.dtype))
+    elif self.pos_embed is not None:
       x_BxPxD = x_BxPxD + _stretched(self.pos_embed.table(), v.position_grid, at).astype(x_BxPxD.dtype)
+    if self.pre_norm is not None:
+      x_BxPxD = self.pre_norm(x_BxPxD)
     x_BxPxD = constrain(x_BxPxD, "batch", "stream", "embed")
-    table = axial_table(THETA, self.own.head_dim, at.rows, at.columns)
+    halves = (at.columns, at.rows) if v.tower == "gemma4" else (at.rows, at.columns)
+    table = axial_table(self.native.theta, self.own.head_dim, *halves, in_turns=v.tower == "pixtral")
     full_L = np.isin(np.arange(v.num_layers), v.full_layers) | (v.window is None)
 
     def run(x_BxPxD: jax.Array, start: int, stop: int) -> jax.Array:
@@ -83,6 +99,17 @@ class Tower(nnx.Module):
     return run(x_BxPxD, last, v.num_layers) if last < v.num_layers else x_BxPxD, deep
 
 
+def _own_spec(spec: Spec) -> Spec:
+  """The tower's layers as `models.blocks` has them described."""
+  own, norm = vit.tower_spec(spec), NATIVE[spec.vision.tower].norm
+  own = dataclasses.replace(own, norm=norm, norm_bias=norm == "layernorm", rope_interleaved=False)
+  if NATIVE[spec.vision.tower].frames == 1:  # Gemma 4, Pixtral
+    own = dataclasses.replace(own, qkv_bias=False, attention_out_bias=False, mlp_bias=False)
+  return own if spec.vision.tower != "gemma4" else dataclasses.replace(
+      own, norm_position="sandwich", qk_norm=True, qk_norm_over="head", value_norm=True, attention_scale=1.0,
+      positions=HALVES)
+
+
 def _stretched(table: jax.Array, side: int, at: tiles.Patches) -> jax.Array:
   """The positions of patches [B, P, D], float32: the table [side * side, D], its corners at the image's corner patches,
   read between its entries (bilinear)."""
@@ -100,10 +127,10 @@ def _stretched(table: jax.Array, side: int, at: tiles.Patches) -> jax.Array:
 
 def flops_per_tile(vision: Vision, tiles_per_image: float) -> float:
   """Floating-point operations of matrix products in the tower for one tile, forward, in an image of so many."""
-  v, M, D = vision, vision.patches, vision.hidden_size
-  mlp = 3 if NATIVE[v.tower][1] == "rmsnorm" else 2
+  v, M, D, native = vision, vision.patches, vision.hidden_size, NATIVE[vision.tower]
+  mlp = 3 if v.activation in GATED else 2
   in_window = min(tiles_per_image, v.window**2) if v.window else tiles_per_image
   full = v.num_layers if not v.window else len(set(v.full_layers))
   seen = M * (full * tiles_per_image + (v.num_layers - full) * in_window)
-  return float(2 * M * FRAMES * 3 * v.patch_size**2 * D + v.num_layers * 2 * M * (4 * D * D + mlp * D *
+  return float(2 * M * native.frames * 3 * v.patch_size**2 * D + v.num_layers * 2 * M * (4 * D * D + mlp * D *
                v.intermediate_size) + 4 * M * seen * D)

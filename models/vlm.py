@@ -27,11 +27,11 @@ from flax import nnx
 
 from models import tiles, vit, vit_native
 from models.activations import UNGATED
-from models.layers import Linear, Norm, Scope
+from models.layers import Linear, Norm, Scope, rms_normalised
 from models.lookup import read_table
 from models.sharding.logical_axes import constrain
 from models.spec import Spec
-from models.spec_vision import NATIVE, Vision
+from models.spec_vision import NATIVE, OF_IMAGES, Vision
 
 
 class Merger(nnx.Module):
@@ -56,17 +56,24 @@ class Projector(nnx.Module):
 
   def __init__(self, spec: Spec, scope: Scope):
     v, D, std = spec.vision, spec.hidden_size, spec.init_std
-    bias = v.projector_bias and v.projector not in ("pool", "shuffle")
-    mlp, pool, merge = (v.projector == kind for kind in ("mlp", "pool", "merge"))
+    bias = v.projector_bias and v.projector not in ("pool", "shuffle", "mean")
+    mlp, pool, merge, both = (v.projector == kind for kind in ("mlp", "pool", "merge", "merge_mlp"))
     wide = v.hidden_size * (v.patches if merge else v.patches // v.tokens_per_image if v.projector == "shuffle" else 1)
-    hidden, two = wide if merge else D, mlp or merge
+    hidden, two = wide if merge else D, mlp or merge or both
+    # Of the patches of a tile, end to end, one of their size.
+    self.merge = Linear(scope / "merge", v.hidden_size * v.patches, wide, std=std, bias=False) if both else None
     self.up = Linear(scope / "up", wide, hidden, std=std, bias=bias) if two else None
     self.down = Linear(scope / "down", hidden, D, std=std, bias=bias) if two else None
     self.linear = None if two else Linear(scope / "linear", wide, D, std=std, bias=bias)
     norm: dict[str, Any] = dict(kind="rmsnorm", eps=v.norm_eps, plus_one=spec.norm_scale_plus_one)
     if merge:
-      norm |= dict(kind=NATIVE[v.tower][1], plus_one=False, bias=NATIVE[v.tower][1] == "layernorm")
-    self.norm = Norm(scope / "norm", v.hidden_size, **norm) if pool or merge else None
+      norm |= dict(kind=NATIVE[v.tower].norm, plus_one=False, bias=NATIVE[v.tower].norm == "layernorm")
+    if both:
+      norm |= dict(eps=spec.norm_eps, plus_one=False)
+    self.norm = Norm(scope / "norm", v.hidden_size, **norm) if pool or merge or both else None
+    standard = scope / "standard"
+    self.standard = nnx.Dict({name: standard.constant(name, (v.hidden_size,), value) for name, value in (
+        ("bias", 0.0), ("scale", 1.0))}) if v.standardized else None
     deep = scope / "deepstack"
     # Stacked, as layers are.
     self.deepstack = jax.vmap(lambda i: Merger(spec, dataclasses.replace(deep, layer=i)))(
@@ -78,6 +85,11 @@ class Projector(nnx.Module):
     v = self.vision
     if v.projector == "merge":
       x_NxMxD = self.norm(x_NxMxD).reshape(len(x_NxMxD), -1, v.patches * v.hidden_size)
+    elif self.merge is not None:  # each feature of all patches, and then the next
+      x_NxMxD = self.norm(x_NxMxD).reshape(len(x_NxMxD), -1, v.patches, v.hidden_size).swapaxes(2, 3)
+      x_NxMxD = self.merge(x_NxMxD.reshape(*x_NxMxD.shape[:2], -1), key)
+    elif v.projector == "mean":
+      x_NxMxD = rms_normalised(self._means(x_NxMxD), v.norm_eps)
     elif self.norm is not None:
       x_NxMxD = self.norm(_squares(x_NxMxD, v.tokens_per_image).astype(jnp.float32).mean(2).astype(x_NxMxD.dtype))
     elif v.projector == "shuffle":
@@ -87,6 +99,16 @@ class Projector(nnx.Module):
     else:
       y_NxKxD = self.down(UNGATED[v.projector_activation](self.up(x_NxMxD, key)), key)
     return y_NxKxD if v.feature_scale == 1.0 else y_NxKxD * jnp.asarray(v.feature_scale, y_NxKxD.dtype)
+
+  def _means(self, x_BxPxD: jax.Array) -> jax.Array:
+    """Of a tile's patches [B, N, D], times sqrt(D), and then made standard where a checkpoint says how (Gemma 4)."""
+    v = self.vision
+    y_BxNxD = x_BxPxD.astype(jnp.float32).reshape(len(x_BxPxD), -1, v.patches, v.hidden_size).mean(2)
+    y_BxNxD = y_BxNxD * v.hidden_size**0.5
+    if self.standard is not None:
+      bias, scale = jax.lax.stop_gradient([self.standard[name][...] for name in ("bias", "scale")])  # buffers of theirs
+      y_BxNxD = (y_BxNxD - bias.astype(jnp.float32)) * scale.astype(jnp.float32)
+    return y_BxNxD.astype(x_BxPxD.dtype)
 
 
 def make_tower(spec: Spec, scope: Scope) -> "vit.Tower | vit_native.Tower":
@@ -220,8 +242,12 @@ def _index_of(batch: dict, images: int, vision: Vision) -> jax.Array:
 
 def _block_ids(batch: dict, image_index_BxT: jax.Array | None, vision: Vision) -> jax.Array | None:
   """`block_ids` as `model.vision.attention` has them; None: causal."""
-  if vision.attention == "image" and image_index_BxT is not None:
-    return (image_index_BxT + vision.tokens_per_image - 1) // vision.tokens_per_image
+  if vision.attention in OF_IMAGES and image_index_BxT is not None:
+    if not vision.native:
+      return (image_index_BxT + vision.tokens_per_image - 1) // vision.tokens_per_image
+    # Number 0 is of no tile.
+    of_tiles_BxN = jnp.pad(batch["image_grid"][..., tiles.IMAGE], ((0, 0), (1, 0)))
+    return jnp.take_along_axis(of_tiles_BxN, image_index_BxT, axis=1, mode="clip")
   if vision.attention == "prefix":
     if batch["prefix_length"] is not None:
       length_Bx1 = jnp.reshape(jnp.asarray(batch["prefix_length"]), (-1, 1))

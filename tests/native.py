@@ -52,6 +52,55 @@ CONFIGS = {
 }
 
 
+def gemma4(path: Path, seed: int = 1) -> Path:
+  """The folder of a tiny Gemma 4, as published: with a tower that clips, per-layer embeddings, an audio_config, and
+  images of up to 70 tokens of 4 × 4 pixels."""
+  names = ("<|turn>", "<turn|>", "<|image>", "<image|>", "<|image|>", "<|video|>")
+  tokens = dict(zip(range(258, 264), names, strict=True))
+  ropes = dict(full_attention=dict(rope_type="proportional", partial_rotary_factor=0.25, rope_theta=1e6),
+               sliding_attention=dict(rope_type="default", rope_theta=1e4))
+  text = dict(vocab_size=264, hidden_size=32, intermediate_size=48, num_hidden_layers=3, num_attention_heads=2,
+              num_key_value_heads=1, head_dim=16, global_head_dim=32, rms_norm_eps=1e-6, sliding_window=16,
+              layer_types=["sliding_attention", "full_attention", "full_attention"], rope_parameters=ropes,
+              hidden_size_per_layer_input=8, vocab_size_per_layer_input=264, num_kv_shared_layers=1,
+              use_double_wide_mlp=True, tie_word_embeddings=True, final_logit_softcapping=30.0)
+  config = dict(
+      model_type="gemma4", architectures=["Gemma4ForConditionalGeneration"], image_token_id=262, boi_token_id=260,
+      eoi_token_id=261, video_token_id=263, vision_soft_tokens_per_image=280, tie_word_embeddings=True,
+      text_config=dict(model_type="gemma4_text", **text), audio_config=dict(model_type="gemma4_audio"),
+      vision_config=dict(model_type="gemma4_vision", hidden_size=16, intermediate_size=24, num_hidden_layers=2,
+                         num_attention_heads=2, num_key_value_heads=2, head_dim=8, patch_size=2, pooling_kernel_size=2,
+                         position_embedding_size=560, use_clipped_linears=True,
+                         rope_parameters=dict(rope_theta=100.0, rope_type="default")))
+  template = """{% for message in messages %}<|turn>{{ message.role }}
+{% if message.content is string %}{{ message.content }}{% else %}{% for part in message.content %}\
+{{ '<|image|>' if part.type == 'image' else part.text }}{% endfor %}{% endif %}<turn|>
+{% endfor %}{% if add_generation_prompt %}<|turn>assistant
+{% endif %}"""
+  processor = dict(image_processor_type="Gemma4ImageProcessor", do_normalize=False, image_mean=[0.0] * 3,
+                   image_std=[1.0] * 3, patch_size=2, pooling_kernel_size=2, max_soft_tokens=70)
+  return _written(path, config, tokens, template, processor, "<turn|>", seed)
+
+
+def mistral3(path: Path, seed: int = 1) -> Path:
+  """The folder of a tiny Mistral 3, as published: tiles of 4 × 4 pixels, of which a row ends in a token of its own."""
+  names = ("[INST]", "[/INST]", "[IMG]", "[IMG_BREAK]", "[IMG_END]", "</s>")
+  text = dict(vocab_size=264, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=2,
+              num_key_value_heads=1, head_dim=16, rms_norm_eps=1e-5, rope_theta=1e6, sliding_window=None)
+  config = dict(
+      model_type="mistral3", architectures=["Mistral3ForConditionalGeneration"], image_token_index=260,
+      multimodal_projector_bias=False, projector_hidden_act="gelu", spatial_merge_size=2, vision_feature_layer=-1,
+      text_config=dict(model_type="mistral", **text), vision_config=dict(
+          model_type="pixtral", hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=2,
+          head_dim=8, patch_size=2, image_size=32, hidden_act="silu", rope_theta=10000.0))
+  template = """{% for message in messages %}{% if message.role == 'user' %}[INST]{% if message.content is string %}\
+{{ message.content }}{% else %}{% for part in message.content %}{{ '[IMG]' if part.type == 'image' else part.text }}\
+{% endfor %}{% endif %}[/INST]{% else %}{{ message.content }}</s>{% endif %}{% endfor %}"""
+  processor = dict(image_processor_type="PixtralImageProcessor", size=dict(longest_edge=32),
+                   patch_size=dict(height=2, width=2))
+  return _written(path, config, dict(zip(range(258, 264), names, strict=True)), template, processor, "</s>", seed)
+
+
 def squares(path: Path) -> Path:
   """The folder of a tiny SmolVLM, whose images are one square of 16 pixels and 4 tokens."""
   tokens = dict(zip(range(258, 264), ("<|im_start|>", "<end_of_utterance>", "<fake_token_around_image>", "<global-img>",

@@ -14,9 +14,11 @@ from absl import logging
 from ml_collections import ConfigDict
 
 from input_pipeline.images.images import (
+  FIT,
   FORMATS,
   KEEP,
   KEYS,
+  LIMIT,
   SPLIT,
   EncodedImage,
   ImageError,
@@ -25,7 +27,7 @@ from input_pipeline.images.images import (
   check_preprocess,
   read,
 )
-from input_pipeline.images.tiles import kept_size, split_grid
+from input_pipeline.images.tiles import split_grid
 from input_pipeline.tokenizer.tokenizer import Tokenizer
 from trainer.errors import ConfigError, DataError
 
@@ -41,6 +43,12 @@ NO_FILMS = "a film, which is not read. Allowed: images and text. Give some of it
 GEMMA3 = ("<start_of_image>", "<end_of_image>")
 # And in the models of Qwen.
 QWEN = ("<|vision_start|>", "<|vision_end|>")
+# And in Gemma 4.
+GEMMA4 = ("<|image>", "<image|>")
+# What stands behind each row of an image's tokens in Mistral 3, and behind the last.
+PIXTRAL = ("[IMG_BREAK]", "[IMG_END]")
+# What towers ask for that see images in tiles.
+IN_TILES = {"qwen2_vl": KEEP, "qwen2_5_vl": KEEP, "qwen3_vl": KEEP, "gemma4": FIT, "pixtral": LIMIT}
 # And in SmolVLM: before each square of an image there are the first and the square's place, or the second.
 FAKE, WHOLE = SMOLVLM = ("<fake_token_around_image>", "<global-img>")
 
@@ -56,6 +64,7 @@ class ImageFormat:
     token, each: the placeholder's id (None without a tokenizer), and how many of it an image takes, or each square of
       it; 0: as many as its size asks for.
     split: an image is cut into squares, with texts between the tokens of these.
+    between: there are texts between the tokens of an image: with `split`, or behind each row of tiles.
     before, after: texts around these.
     marker: what stands for an image in the texts of rows.
     at_bos: the images of rows without a template stand before BOS.
@@ -82,12 +91,14 @@ class ImageFormat:
     self._checked: dict[bytes, tuple[int, int]] = {}
     self.at_bos = vision.attention == "prefix" if chat.images_at == "auto" else chat.images_at == "bos"
     specials = () if tokenizer is None else tokenizer.special_tokens
-    known = {"pool": (f"\n\n{GEMMA3[0]}", f"{GEMMA3[1]}\n\n"), "merge": QWEN, "shuffle": (FAKE + WHOLE, FAKE)}
+    known = {"pool": (f"\n\n{GEMMA3[0]}", f"{GEMMA3[1]}\n\n"), "merge": QWEN, "mean": GEMMA4,
+             "shuffle": (FAKE + WHOLE, FAKE)}
     around = known.get(vision.projector, ("", ""))
     around = around if all(token in specials for token in re.findall("<[^>]+>", "".join(around))) else ("", "")
     if self.split:
       self._check_split(chat, specials if tokenizer else SMOLVLM)
       around = (FAKE, FAKE)
+    self.between = self.split or vision.tower == "pixtral" and all(token in specials for token in PIXTRAL)
     self.before, self.after = (own if given is None else given for own, given in zip(
         around, (chat.image_before, chat.image_after), strict=True))
     self.token: int | None = vision.image_token
@@ -111,23 +122,31 @@ class ImageFormat:
   @property
   def fingerprint(self) -> list:
     """What decides tokens and which images are kept."""
-    sizes = [] if self.each else [self.preprocess.size, self.preprocess.min_pixels, self.preprocess.max_pixels]
-    squares = ["split", self.preprocess.size, self.preprocess.longest_side] if self.split else []
+    how = self.preprocess
+    sizes = [] if self.each else ["tiles", how.size, how.min_pixels, how.max_pixels, how.longest_side]
+    squares = ["split", how.size, how.longest_side] if self.between else []
     return [self.token, self.each, self.before, self.after, self.marker, self.at_bos, self.prefix_end, self.drops,
             self._max_pixels, FORMATS, "sizes", *sizes, *squares]
 
-  def measure(self, width: int, height: int) -> tuple[int, tuple[int, int]]:
-    """`EncodedImage.tokens` and `grid` of an image of that size. Raises ValueError: see `kept_size`."""
+  def measure(self, width: int, height: int) -> tuple[int, tuple[int, int], int]:
+    """`EncodedImage.tokens`, `grid` and `squares` of an image of that size. Raises ValueError: see `kept_size`."""
     how = self.preprocess
     if self.split:
       grid = split_grid(width, height, how.longest_side, how.size)
-      return len(self._run(grid)), grid
-    return self.each or math.prod(
-        kept_size(width, height, how.size, how.min_pixels, how.max_pixels)) // how.size**2, (0, 0)
+      return len(self._run(grid)), grid, math.prod(grid) + 1
+    if self.each:
+      return self.each, (0, 0), 1
+    columns, rows = (side // how.size for side in how.kept_size(width, height))
+    return len(self._run((rows, columns))) if self.between else rows * columns, (rows, columns), rows * columns
 
   def _run(self, grid: tuple[int, int]) -> np.ndarray:
     """The ids of an image that is cut so, int32 [n]: those of its squares, and of the texts before each, but for the
-    FAKE before the first. As `_prompt_split_image` of transformers has it."""
+    FAKE before the first. As `_prompt_split_image` of transformers has it; or those of its tiles, row by row."""
+    if grid not in self._between and not self.split:
+      row = np.full(grid[1] + 1, self.token, np.int32)
+      ends = [self._tokenizer.encode_rendered(token)[0] for token in PIXTRAL]
+      self._between[grid] = np.tile(row, grid[0])
+      self._between[grid][grid[1]::grid[1] + 1] = [ends[0]] * (grid[0] - 1) + ends[1:]
     if grid not in self._between:
       cells = [("\n" if row and not column else "", f"<row_{row + 1}_col_{column + 1}>")
                for row in range(grid[0]) for column in range(grid[1])]
@@ -192,7 +211,7 @@ class ImageFormat:
     places = (np.cumsum(repeats) - repeats)[held]
     whole = np.repeat(np.where(ids == IMAGE_ID, self.token, ids).astype(np.int32), repeats)
     weights = np.repeat(weights, repeats)
-    for place, image in zip(places, images, strict=False) if self.split else ():
+    for place, image in zip(places, images, strict=False) if self.between else ():
       run = slice(place, place + image.tokens)
       whole[run] = self._run(image.grid)
       weights[run] *= whole[run] != self.token
@@ -211,7 +230,7 @@ def sees(config: ConfigDict) -> bool:
 
 def in_tiles(vision: ConfigDict) -> bool:
   """Whether the tower of the section `model.vision` sees images in their own sizes, in tiles of one token."""
-  return vision.projector == "merge"
+  return vision.tower in IN_TILES
 
 
 def tokens_per_image(vision: ConfigDict) -> int:
@@ -231,18 +250,19 @@ def preprocess_of(config: ConfigDict, augment: bool = False) -> Preprocess:
     ConfigError: a value that is not allowed.
   """
   vision, options = config.model.vision, config.input.images
-  resize, interpolation, native = options.resize, options.interpolation, in_tiles(vision)
+  resize, interpolation = options.resize, options.interpolation
+  only = IN_TILES.get(vision.tower) or (SPLIT if vision.split else None)
   if resize == "auto":
-    resize = KEEP if native else SPLIT if vision.split else "crop" if vision.tower == "clip" else "squash"
+    resize = only or ("crop" if vision.tower == "clip" else "squash")
   if interpolation == "auto":
     interpolation = {"pool": "bilinear", "shuffle": "lanczos"}.get(vision.projector, "bicubic")
   mean = tuple(vision.mean) or ((0.48145466, 0.4578275, 0.40821073) if vision.tower == "clip" else (0.5,) * 3)
   a = options.augment
   how = Preprocess(vision.image_size, resize, interpolation, tuple(int(255 * m) for m in mean), a.crop, a.flip, a.color,
                    longest_side=vision.longest_side)
-  if native:
+  if in_tiles(vision):
     how = how._replace(min_pixels=vision.min_pixels, max_pixels=vision.max_pixels)
-  how = check_preprocess(how, bool(vision.split))
+  how = check_preprocess(how, only)
   return how if augment else how._replace(crop=1.0, flip=0.0, color=0.0)
 
 

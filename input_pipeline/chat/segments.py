@@ -121,7 +121,7 @@ class SegmentEncoder:
       at = np.array([before.stop])
       image = _weigh(Placed(np.full(1, IMAGE_ID, np.int32), at, at + 1), segment)
       ids += [image.ids, tokens.ids]
-      weights += [image.weights * self._images.split, tokens.weights]
+      weights += [image.weights * self._images.between, tokens.weights]
     literals = [self._literal.match(segment.text, at) for at in segment.inert] if self._literal else []
     remarks = (*segment.remarks, *(remark for tokens in weighed for remark in tokens.remarks),
                *((LITERAL, match.group()) for match in literals if match))

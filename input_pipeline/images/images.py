@@ -12,7 +12,6 @@ import base64
 import binascii
 import hashlib
 import io
-import math
 import os
 import re
 import stat
@@ -26,7 +25,7 @@ from PIL import ExifTags, Image, ImageOps, PpmImagePlugin, TiffImagePlugin, feat
 
 from input_pipeline.files import shown_names
 from input_pipeline.images import augment
-from input_pipeline.images.tiles import kept_size, longest_size, squares
+from input_pipeline.images.tiles import fitted_size, kept_size, limited_size, longest_size, squares
 from trainer.errors import ConfigError, DataError
 
 
@@ -47,14 +46,12 @@ AVIF = (b"ftypavif", b"ftypavis")
 # Modes with at most 8 bits a channel. A file of one of them may have more, which Pillow makes 8 of: see `_bits`.
 MODES = ("1", "L", "LA", "La", "P", "PA", "RGB", "RGBA", "RGBa", "RGBX", "CMYK", "YCbCr", "LAB", "HSV")
 RESIZES = ("squash", "pad", "crop")
-# What is done where the tower sees images in tiles (models/tiles.py), and with no other.
-KEEP = "keep"
-# And where it sees the squares that an image is cut into, and then all of it in one (`model.vision.split`).
-SPLIT = "split"
+# What is done where the tower sees images in tiles (models/tiles.py), with Gemma 4's and with Pixtral's; and where it
+# sees the squares that an image is cut into, and then all of it in one (`model.vision.split`).
+KEEP, FIT, LIMIT, SPLIT = "keep", "fit", "limit", "split"
 FILTERS = {"bilinear": Image.Resampling.BILINEAR, "bicubic": Image.Resampling.BICUBIC,
            "lanczos": Image.Resampling.LANCZOS, "nearest": Image.Resampling.NEAREST}
-# Larger files are no images that anyone trains on.
-MAX_BYTES = 1 << 30
+MAX_BYTES = 1 << 30  # larger files are no images that anyone trains on
 # Behind which key an image's content stands in an object, as in Hugging Face datasets and in chat APIs.
 KEYS = ("bytes", "path", "image", "url", "base64", "image_url", "data")
 
@@ -73,18 +70,14 @@ class ImageRef(NamedTuple):
 
 
 class EncodedImage(NamedTuple):
-  """The content of an image file, the file if it lies beside the data and not in them, how many tokens it has, and its
-  rows and columns of squares; (0, 0): it is not cut."""
+  """The content of an image file, the file if it lies beside the data and not in them, how many tokens it has, its rows
+  and columns of tiles or squares; (0, 0): it is one; and how many of these there are, that with all of it, too."""
 
   data: bytes
   file: Path | None = None
   tokens: int = 0
   grid: tuple[int, int] = (0, 0)
-
-  @property
-  def squares(self) -> int:
-    """How many squares it is: those that it is cut into, and all of it in one."""
-    return math.prod(self.grid) + 1
+  squares: int = 1
 
 
 class Preprocess(NamedTuple):
@@ -93,14 +86,13 @@ class Preprocess(NamedTuple):
   Attributes:
     size: S.
     resize: squash: to S × S whatever the shape; pad: the longer side to S, `fill` around it; crop: the shorter side to
-      S, of which the middle is taken; keep: see `tiles.kept_size`; split: see `tiles.split_grid`.
-    interpolation: a key of FILTERS; all of them average over what is made smaller.
-    fill: red, green and blue of what pads.
-    crop: the least share of an image's area that augmentation takes; 1: all.
-    flip: how often it is mirrored.
+      S, of which the middle is taken; keep, fit, limit, split: see `tiles.kept_size`, `fitted_size`, … `split_grid`.
+    interpolation: a key of FILTERS; all average over what is made smaller. fill: red, green and blue of what pads.
+    crop, flip: the least share of an image's area that augmentation takes; 1: all; and how often it is mirrored.
     color: brightness, contrast and saturation change by a factor of 1 ± that.
-    min_pixels, max_pixels: with `keep`, how many there are at least and at most.
-    longest_side: with `squash` and `split`, the image is brought to this longer side before; 0: it is not.
+    min_pixels, max_pixels: with `keep` and `fit`, how many there are at least and at most.
+    longest_side: with `squash` and `split`, the image is brought to this longer side before; 0: it is not. With `limit`
+      it is at most that.
   """
 
   size: int
@@ -118,16 +110,24 @@ class Preprocess(NamedTuple):
   def augments(self) -> bool:
     return self.crop < 1 or self.flip > 0 or self.color > 0
 
+  def kept_size(self, width: int, height: int) -> tuple[int, int]:
+    """The width and height, in multiples of S, of an image that keeps its shape. Raises ValueError: see `tiles`."""
+    if self.resize == FIT:
+      return fitted_size(width, height, self.size, self.max_pixels)
+    if self.resize == LIMIT:
+      return limited_size(width, height, self.size, self.longest_side)
+    return kept_size(width, height, self.size, self.min_pixels, self.max_pixels)
+
 
 def read(ref: ImageRef, max_pixels: int, checked: dict[bytes, tuple[int, int]] | None = None,
-         measure: Callable[[int, int], tuple[int, tuple[int, int]]] | None = None) -> EncodedImage:
+         measure: Callable[[int, int], tuple[int, tuple[int, int], int]] | None = None) -> EncodedImage:
   """The content of an image, after it was decoded once to see that it can be.
 
   Args:
     ref: where it is.
     max_pixels: of the image as it is stored; more are refused before anything is decoded.
     checked: names of contents that were decoded before, which are not again, and their sizes; this one's is added.
-    measure: `tokens` and `grid` of an image of that width and height.
+    measure: `tokens`, `grid` and `squares` of an image of that width and height.
 
   Raises:
     ImageError: it is missing, no image, damaged, of a kind that is not read, or too large, or `measure` has raised
@@ -151,8 +151,8 @@ def read(ref: ImageRef, max_pixels: int, checked: dict[bytes, tuple[int, int]] |
 
 
 def to_pixels(data: bytes, how: Preprocess, key: Sequence[int | str] | None = None, where: str = "image") -> np.ndarray:
-  """An image's pixels, uint8 [S, S, 3], with `keep` in multiples of S, with `split` [K, S, S, 3]: red, green, blue,
-  upright, with white behind what is transparent.
+  """An image's pixels, uint8 [S, S, 3], with `keep` and its like in multiples of S, with `split` [K, S, S, 3]: red,
+  green, blue, upright, with white behind what is transparent.
 
   Args:
     data: content of an image file.
@@ -355,11 +355,11 @@ def _decode(image: Image.Image, where: str, fast: bool = False) -> Image.Image:
 
 
 def _resized(image: Image.Image, how: Preprocess, box: tuple[float, float, float, float]) -> Image.Image:
-  """The part `box` (left, upper, right, lower) of the image as S × S pixels, or with `keep` as the whole would be."""
+  """The part `box` (left, upper, right, lower) of the image as S × S pixels, or in the whole's size if it is kept."""
   size, resample = how.size, FILTERS[how.interpolation]
   width, height = box[2] - box[0], box[3] - box[1]
-  if how.resize == KEEP:
-    return image.resize(kept_size(image.width, image.height, size, how.min_pixels, how.max_pixels), resample, box)
+  if how.resize in (KEEP, FIT, LIMIT):
+    return image.resize(how.kept_size(image.width, image.height), resample, box)
   if how.longest_side and how.resize == "squash":
     return image.resize(longest_size(width, height, how.longest_side), resample, box).resize((size, size), resample)
   if how.resize == "squash" or width == height:
@@ -379,18 +379,16 @@ def _resized(image: Image.Image, how: Preprocess, box: tuple[float, float, float
   return image.resize(scaled, resample, box).crop((left, upper, left + size, upper + size))
 
 
-def check_preprocess(how: Preprocess, splits: bool = False) -> Preprocess:
-  """`how`, whose values are allowed; else raises ConfigError. `splits`: images are cut (`model.vision.split`)."""
-  if how.resize != KEEP and how.max_pixels:
-    raise ConfigError(f"input.images.resize is {how.resize!r}, but the tower sees images in their shapes. Use auto.")
-  if splits and how.resize != SPLIT:
-    raise ConfigError(f"input.images.resize is {how.resize!r}, but images are cut. Leave it auto, or set "
-                      "model.vision.split=False.")
-  if splits and how.augments:
+def check_preprocess(how: Preprocess, only: str | None = None) -> Preprocess:
+  """`how`, whose values are allowed; else raises ConfigError. `only`: what the tower asks for, KEEP say."""
+  if only and how.resize != only:
+    raise ConfigError(f"input.images.resize is {how.resize!r}, but " + (
+        "images are cut. Leave it auto, or set model.vision.split=False." if only == SPLIT else
+        "the tower sees images in their shapes. Use auto."))
+  if only == SPLIT and how.augments:
     raise ConfigError("input.images.augment and model.vision.split exclude each other: the text says which place a "
                       "square has. Leave augment at crop=1, flip=0, color=0, or set model.vision.split=False.")
-  more = [KEEP] * bool(how.max_pixels) + [SPLIT] * splits
-  for key, value, allowed in (("resize", how.resize, (*RESIZES, *more)),
+  for key, value, allowed in (("resize", how.resize, (only,) if only else RESIZES),
                               ("interpolation", how.interpolation, tuple(FILTERS))):
     if value not in allowed:
       raise ConfigError(f"input.images.{key} is {value!r}; allowed: auto, {', '.join(allowed)}.")

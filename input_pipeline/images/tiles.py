@@ -36,6 +36,27 @@ def kept_size(width: int, height: int, size: int, min_pixels: int, max_pixels: i
   return sides[0], sides[1]
 
 
+def fitted_size(width: int, height: int, size: int, max_pixels: int) -> tuple[int, int]:
+  """To which width and height the image processor of Gemma 4 brings an image of that size: its own shape, as large as
+  `max_pixels` allows, down to multiples of a tile's side. A side that would be shorter is one tile, and the other as
+  many times longer as it was, or as many tiles as there may be."""
+  factor = math.sqrt(max_pixels / (height * width))
+  tiles = [math.floor(factor * side / size) for side in (width, height)]
+  if not all(tiles):
+    most, ratio = max_pixels // size**2, max(width, height) // min(width, height)
+    tiles = [min(ratio, most) if tile else 1 for tile in tiles]
+  return tiles[0] * size, tiles[1] * size
+
+
+def limited_size(width: int, height: int, size: int, longest: int) -> tuple[int, int]:
+  """To which width and height the image processor of Pixtral brings an image of that size: its own shape, with no side
+  longer than `longest`, up to multiples of a tile's side."""
+  ratio = max(width / longest, height / longest, 1.0)
+  sides = (math.floor(side / ratio) if ratio > 1 else side for side in (width, height))
+  columns, rows = ((side - 1) // size + 1 for side in sides)
+  return columns * size, rows * size
+
+
 def longest_size(width: float, height: float, side: int) -> tuple[int, int]:
   """The width and height of an image with its longer side brought to `side`, as the processor of SmolVLM does it: the
   other one is rounded down, and then up to an even number."""

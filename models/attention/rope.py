@@ -72,13 +72,17 @@ def rope_table(rope: Rope, positions_BxT: jax.Array, segment_ids_BxT: jax.Array,
   return cpu.computed_once(table, positions_BxT, (*positions_BxT.shape, 1, rope.dims // 2))
 
 
-def axial_table(theta: float, dims: int, row_BxT: jax.Array, column_BxT: jax.Array) -> tuple[jax.Array, jax.Array]:
+def axial_table(theta: float, dims: int, row_BxT: jax.Array, column_BxT: jax.Array, in_turns: bool = False
+                ) -> tuple[jax.Array, jax.Array]:
   """Cosines and sines [B, T, 1, P] where the first half of the pairs turns by a patch's row, the other by its column.
 
-  As in Qwen2-VL's tower (arXiv 2409.12191): both halves have the same P / 2 frequencies; `dims` is 2P.
+  As in Qwen2-VL's tower (arXiv 2409.12191): both halves have the same P / 2 frequencies; `dims` is 2P. Gemma 4's has
+  the two the other way round. `in_turns`: rows have the first, third … of P frequencies, columns the others (Pixtral).
   """
-  frequencies = theta ** (-jnp.arange(dims // 4, dtype=jnp.float32) / (dims // 4))
-  halves = [place.astype(jnp.float32)[:, :, None, None] * frequencies for place in (row_BxT, column_BxT)]
+  P = dims // 2
+  each = [jnp.arange(axis, P, 2) / P if in_turns else jnp.arange(P // 2) / (P // 2) for axis in (0, 1)]
+  halves = [place.astype(jnp.float32)[:, :, None, None] * theta ** -exponents.astype(jnp.float32)
+            for place, exponents in zip((row_BxT, column_BxT), each, strict=True)]
   angles = jnp.concatenate(halves, axis=-1)
   return jnp.cos(angles), jnp.sin(angles)
 
@@ -110,17 +114,19 @@ def _angles(rope: Rope, positions_BxT: jax.Array, segment_ids_BxT: jax.Array, ax
   return positions * frequencies, magnitude
 
 
-def apply_rope(x_BxTxHxK: jax.Array, table: tuple[jax.Array, jax.Array], interleaved: bool = False) -> jax.Array:
+def apply_rope(x_BxTxHxK: jax.Array, table: tuple[jax.Array, jax.Array], interleaved: bool = False,
+               parts: int = 1) -> jax.Array:
   """Rotates the pairs (x[p], x[p + P]) of each head's first 2P dimensions; the others pass unchanged.
 
-  With `interleaved`, the pairs are (x[2p], x[2p + 1]), and stand in the places p and p + P of what is returned: queries
-  and keys in another order, which is the same for both, have the same products.
+  With `parts`, these dimensions are so many parts, one behind the other, of which each has pairs of its own: its first
+  half with its second. With `interleaved` there are P parts: the pairs are (x[2p], x[2p + 1]). They stand in the places
+  p and p + P of what is returned: queries and keys in another order, the same for both, have the same products.
   """
   cos, sin = table
   pairs = cos.shape[-1]
-  if interleaved:
+  if (parts := pairs if interleaved else parts) > 1:
     turned = x_BxTxHxK[..., : 2 * pairs]
-    turned = turned.reshape(*turned.shape[:-1], pairs, 2).swapaxes(-1, -2).reshape(turned.shape)
+    turned = turned.reshape(*turned.shape[:-1], parts, 2, pairs // parts).swapaxes(-2, -3).reshape(turned.shape)
     x_BxTxHxK = jnp.concatenate([turned, x_BxTxHxK[..., 2 * pairs :]], axis=-1)
   x = x_BxTxHxK.astype(jnp.float32)
   if logical_axes.platform() == "cpu":

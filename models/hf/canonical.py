@@ -51,7 +51,7 @@ NEUTRAL: Mapping[str, Any] = {
     "vision.image_token": None, "vision.window": None, "vision.full_layers": (),
     "vision.min_pixels": 56 * 56, "vision.max_pixels": 28 * 28 * 1280,
     "vision.position_grid": 0, "vision.deepstack_layers": (), "vision.longest_side": 0,
-    "vision.split": None,
+    "vision.split": None, "vision.clipped": False, "vision.standardized": False,
 }
 # Keys that preprocessor_config.json has, not config.json (models/hf/pixels.py).
 PIXELS = ("vision.mean", "vision.std", "vision.min_pixels", "vision.max_pixels", "vision.longest_side", "vision.split")
@@ -179,24 +179,40 @@ def _has_vision_parameter(model: Mapping[str, Any], path: str) -> bool:
   part, owner, *rest = path.split("/")
   if owner == "deepstack":
     return bool(model["vision.deepstack_layers"])
-  layernorm = tower not in NATIVE or NATIVE[tower][1] == "layernorm"
+  if owner == "standard":
+    return model["vision.standardized"]
+  if "/clip/" in path:
+    return model["vision.clipped"]
+  native = NATIVE.get(tower)
+  layernorm = native is None or native.norm == "layernorm"
   if owner == "norm" and projector == "merge":
     return layernorm or rest != ["bias"]
-  if tower in NATIVE and part == "vision":
-    parts = path.split("/")
-    learned = tower == "qwen3_vl"
-    owners = ("patch_embed", "blocks", *(("pos_embed",) if learned else ()))
-    return (learned or path != "vision/patch_embed/bias") and owner in owners and (
-        "gate" not in parts or model["vision.activation"] in GATED) and (
-        layernorm or parts[-1] != "bias" or not parts[-2].endswith("norm"))
+  if native is not None and part == "vision":
+    return _has_native_parameter(model, path, layernorm)
   if part == "projector":
-    owners = {"linear": ("linear",), "mlp": ("up", "down"), "pool": ("norm", "linear"),
-              "merge": ("norm", "up", "down"), "shuffle": ("linear",)}[projector]
-    bias = model["vision.projector_bias"] and projector not in ("pool", "shuffle")
+    owners = {"linear": ("linear",), "mlp": ("up", "down"), "pool": ("norm", "linear"), "mean": ("linear",),
+              "merge": ("norm", "up", "down"), "shuffle": ("linear",),
+              "merge_mlp": ("norm", "merge", "up", "down")}[projector]
+    bias = model["vision.projector_bias"] and projector not in ("pool", "shuffle", "mean") and owner != "norm"
     return owner in owners and (bias or rest != ["bias"])
   if path == "vision/patch_embed/bias":
     return tower != "clip"
   return tower == "clip" or owner not in ("cls_embed", "pre_norm")
+
+
+def _has_native_parameter(model: Mapping[str, Any], path: str, layernorm: bool) -> bool:
+  """Of the towers that see tiles."""
+  tower, parts = model["vision.tower"], path.split("/")
+  positions = {"qwen3_vl": "pos_embed", "gemma4": "axis_embed", "pixtral": "pre_norm"}.get(tower, "blocks")
+  if parts[1] not in ("patch_embed", "blocks", positions):
+    return False
+  if path == "vision/patch_embed/bias":
+    return tower == "qwen3_vl"
+  if parts[-1] == "bias" and (NATIVE[tower].frames == 1 or parts[-2].endswith("norm") and not layernorm):
+    return False
+  if parts[-2] in ("q_norm", "k_norm", "attn_post_norm", "mlp_post_norm"):
+    return tower == "gemma4"
+  return "gate" not in parts or model["vision.activation"] in GATED
 
 
 def _canonical_vision(m: dict[str, Any]) -> None:
@@ -209,13 +225,19 @@ def _canonical_vision(m: dict[str, Any]) -> None:
         1 if m["vision.tower"] in NATIVE else (m["vision.image_size"] // m["vision.patch_size"]) ** 2)
   if m["vision.window"] is None or len(m["vision.full_layers"]) == m["vision.num_layers"]:  # no layer has windows
     m["vision.window"], m["vision.full_layers"] = None, ()
-  if m["vision.projector"] in ("pool", "merge", "shuffle"):
+  if m["vision.projector"] in ("pool", "shuffle", "mean", "merge"):
     m["vision.projector_bias"] = NEUTRAL["vision.projector_bias"]
-  if m["vision.projector"] != "mlp":
+  if m["vision.projector"] not in ("mlp", "merge_mlp"):
     m["vision.projector_activation"] = NEUTRAL["vision.projector_activation"]
   if m["vision.feature_layer"] != -1:
     m["vision.final_norm"] = True
+  if m["vision.attention"] == "local_image" and m["window"] is None:  # no layer is local
+    m["vision.attention"] = "causal"
   m.update({key: NEUTRAL[key] for key in PIXELS})
+  if m["vision.tower"] == "gemma4":  # what its image processor assumes
+    m["vision.max_pixels"] = 280 * m["vision.image_size"] ** 2
+  if m["vision.tower"] == "pixtral":  # as published
+    m["vision.longest_side"] = 1540
 
 
 def _canonical_layers(m: dict[str, Any]) -> None:

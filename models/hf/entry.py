@@ -9,6 +9,7 @@ import numpy as np
 
 from models.hf.errors import HFError
 from models.hf.family import Tensor
+from models.spec_vision import UNBOUNDED
 
 # Of convolutions over patches, the dimensions between channels and pixels.
 _FRAMES: Mapping[str | None, tuple[int, ...]] = {"patches": (), "films": (2,)}
@@ -92,6 +93,8 @@ class Entry:
       part = last.start // half
       near = slice(len(self.parts) * (last.start - part * half), len(self.parts) * (last.stop - part * half))
       return read((*index[:-1], near))[..., part::len(self.parts)]
+    if self.tensor.form == "bound":
+      return np.clip(np.asarray(read(index), np.float32), -UNBOUNDED, UNBOUNDED)
     if isinstance(self.tensor.groups, int):  # a slice of ours is one of each group's
       return read(())[self._order(self.tensor.groups)][index]
     return read(index)
@@ -103,6 +106,8 @@ class Entry:
       return np.ascontiguousarray(np.moveaxis(values.reshape(out, *sizes, channels), -1, 1))
     if self.tensor.form == "alternating":
       return np.stack(np.split(values, len(self.parts), axis=-1), axis=-1).reshape(self.shape)
+    if self.tensor.form == "bound":
+      return np.where(np.abs(values) < UNBOUNDED, values, np.sign(values) * values.dtype.type(np.inf))
     if isinstance(self.tensor.groups, int):
       theirs = np.empty_like(values)
       theirs[self._order(self.tensor.groups)] = values

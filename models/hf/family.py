@@ -49,7 +49,7 @@ class Tensor:
       `transpose` is set. films: the same over patches of two frames, [D, 3, 2, P, P] and [2 * P * P * 3, D]. row:
       theirs is [D] or [E, D], ours [1, D] or [1, D, E]. taps: theirs is the weight [C, 1, W] of a convolution of each
       channel, ours [W, C], and `transpose` is set. alternating: along their last axis, entries of ours take turns.
-      None: none of these.
+      bound: theirs may be infinite, ours is then UNBOUNDED (models/spec_vision.py). None: none of these.
     groups: theirs is in groups along its first axis, of which each has its share of every one of ours. Our key that
       says how many there are; once laid over a model (`Family.tensors`), the number.
     layers: numbers of the layers that have it, once laid over a model; None: all.

@@ -6,6 +6,7 @@ tower and of a text family for the objects vision_config and text_config inside 
 """
 
 import functools
+import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -27,15 +28,16 @@ ASSUMED_SIZES: Mapping[str, Mapping[str, int]] = {
         "qwen2_5_vl_text": (152064, 8192, 29568, 80, 64, 8),
     }.items()
 }
-# Entries of text_config that repeat what the wrapper says.
-TEXT_INERT = frozenset({"architectures", "num_image_tokens"})
+# Entries of text_config that repeat what the wrapper says, and one of a program.
+TEXT_INERT = frozenset({"architectures", "is_composition", "num_image_tokens"})
 # Entries beside text_config that are about the text model, and those that are not.
 OUTER = ("architectures", "tie_word_embeddings", "quantization_config")
 OUTER_INERT = frozenset({*OUTER, "vision_config", "image_token_id", "video_token_id", "vision_start_token_id",
                          "vision_end_token_id"})
 # Entries of vision_config of heads, losses and other modules.
 VISION_INERT = frozenset("""
-    initializer_factor is_causal logit_scale_init_value num_image_tokens projection_dim projector_hidden_act
+    initializer_factor is_causal is_composition logit_scale_init_value num_image_tokens projection_dim
+    projector_hidden_act
     tie_word_embeddings use_bidirectional_attention vocab_size
 """.split())
 # What tensor names begin with: as published folders have them, as transformers 5 has them in memory, and others.
@@ -111,21 +113,27 @@ class TextConfig(Rule):
   Args:
     family: of the text model.
     tied: what transformers 5 takes the outer tie_word_embeddings for where there is none; None: the inner one.
-    both_ways: what text_config.use_bidirectional_attention may say besides null.
+    both_ways: what text_config.use_bidirectional_attention may say besides null; or, where it says who sees whom, our
+      vision.attention by what it says.
     beside: where there is no text_config, its entries stand in the outer object, in which those of these names are not
       its own; None: there must be one.
   """
 
   family: Family
   tied: bool | None
-  both_ways: bool
+  both_ways: bool | Mapping[str | None, str]
   beside: frozenset[str] | None = None
 
   def read(self, source, model):
     content = self._content(source)
     where = f"{source.where}: text_config"
-    both_ways = content.pop("use_bidirectional_attention", None)
-    if both_ways not in (None, self.both_ways):
+    both_ways, seen = content.pop("use_bidirectional_attention", None), {}
+    if isinstance(self.both_ways, Mapping):
+      if both_ways not in list(self.both_ways):
+        raise HFError(f"{where}: use_bidirectional_attention is {both_ways!r}; allowed: "
+                      f"{' or '.join(map(json.dumps, self.both_ways))}.")
+      seen = {"vision.attention": self.both_ways[both_ways]}
+    elif both_ways not in (None, self.both_ways):
       raise HFError(f"{where}: use_bidirectional_attention is {both_ways!r}; allowed: {self.both_ways}, for what sees "
                     "what is the same in all models of this family.")
     keys = self.family.read_source(source.inside("text_config", content))
@@ -134,13 +142,16 @@ class TextConfig(Rule):
     if outer is not None and inner != outer and not (inner and self.tied is None):
       raise source.error("tie_word_embeddings", f"the same as in text_config, {inner}: versions of transformers differ "
                          "on which of the two counts")
-    return _without_vision(keys)
+    return _without_vision(keys) | seen
 
   def write(self, model):
     attempt = self.family.attempt(_without_vision(model))
     if not attempt.readable:
       raise HFError("; ".join(attempt.problems))
     content = {key: value for key, value in attempt.content.items() if key != "architectures"}
+    if isinstance(self.both_ways, Mapping):
+      content["use_bidirectional_attention"] = {ours: theirs for theirs, ours in self.both_ways.items()}.get(
+          model["vision.attention"])
     return {"text_config": content, "tie_word_embeddings": model["tie_embeddings"]}
 
   def notes(self, source):
@@ -208,7 +219,13 @@ class ImageFamily(Family):
     rule = next(rule for rule in self.keys if isinstance(rule, VisionConfig))
     written = rule.write(self.read(config, "its config.json"))["vision_config"]
     vision = {key: value for key, value in written.items() if key == "vision_use_head"}
-    return {**config, "vision_config": {**config["vision_config"], **vision}}
+    unheard = {"audio_config": None} if config.get("audio_config") else {}  # of tensors that are not written either
+    return {**config, **unheard, "vision_config": {**config["vision_config"], **vision}}
+
+  def passed_over(self, model):
+    """See `Family.passed_over`; what the text family passes over, too."""
+    text = next(rule.family for rule in self.keys if isinstance(rule, TextConfig))
+    return (*self.ignored, *text.passed_over(model))
 
   def renewed(self, config, written):
     """See `Family.renewed`; the same for the objects inside."""
@@ -254,7 +271,7 @@ class Wrapper:
   fixed: Mapping[str, Any] = field(default_factory=dict)
   inert: frozenset[str] = frozenset()
   tied: bool | None = True
-  both_ways: bool = False
+  both_ways: bool | Mapping[str | None, str] = False
   beside: frozenset[str] | None = None
   names: tuple[tuple[Any, ...], tuple[str, ...], tuple[str, ...]] = (_TEXT, _TOWER, _PROJECTOR)
 

@@ -11,10 +11,10 @@ from typing import Any
 
 from models.hf import files
 from models.hf.source import Source
-from models.spec_vision import NATIVE, PIXELS
+from models.spec_vision import MIN_PIXELS, MOST_TOKENS, PIXELS
 
 # {our key: (its name in `size`, what the image processor assumes)}
-_PIXELS = {"min_pixels": ("shortest_edge", 56 * 56), "max_pixels": ("longest_edge", 28 * 28 * 1280)}
+_PIXELS = {"min_pixels": ("shortest_edge", MIN_PIXELS), "max_pixels": ("longest_edge", 28 * 28 * 1280)}
 FILES = ("preprocessor_config.json", "processor_config.json")
 
 
@@ -34,11 +34,12 @@ def read(folder: Path, keys: Mapping[str, Any]) -> dict[str, Any]:
   source = _source(folder)
   if source is None:
     return {}
+  if keys["vision.tower"] == "gemma4":
+    return _gemma4(source, keys)
   for key in ("do_rescale", "do_normalize"):
     if not source.get(key, bool, True, True):
       raise source.error(key, "true: pixels are divided by 255 and normalised")
-  if not math.isclose(source.get("rescale_factor", float, 1 / 255, 1 / 255), 1 / 255, rel_tol=1e-6):
-    raise source.error("rescale_factor", "1/255")
+  _check_factor(source)
   own = dict(zip(("mean", "std"), PIXELS[keys["vision.tower"]], strict=True))
   found = {key: tuple(source.get(f"image_{key}", list, list(value), list(value))) for key, value in own.items()}
   for key, value in found.items():
@@ -48,8 +49,31 @@ def read(folder: Path, keys: Mapping[str, Any]) -> dict[str, Any]:
   return kept | _counts(source, keys) | _longest(source, keys)
 
 
+def _check_factor(source: Source) -> None:
+  if not math.isclose(source.get("rescale_factor", float, 1 / 255, 1 / 255), 1 / 255, rel_tol=1e-6):
+    raise source.error("rescale_factor", "1/255")
+
+
+def _gemma4(source: Source, keys: Mapping[str, Any]) -> dict[str, Any]:
+  """As many pixels as its most tokens have; pixels are from 0 to 1, of which the tower makes -1 to 1."""
+  for key, value in (("do_rescale", True), ("do_normalize", False)):
+    if source.get(key, bool, value, value) != value and (key == "do_rescale" or any(
+        source.get(name, object, [own] * 3) != [own] * 3 for name, own in (("image_mean", 0.0), ("image_std", 1.0)))):
+      raise source.error(key, f"{str(value).lower()}: pixels are divided by 255, and no more")
+  _check_factor(source)
+  patch, side = keys["vision.patch_size"], keys["vision.image_size"]
+  for key, value in (("patch_size", patch), ("pooling_kernel_size", side // patch)):
+    if source.get(key, int, value, value) != value:
+      raise source.error(key, f"{value}, as config.json says")
+  if (most := source.get("max_soft_tokens", int, 280, 280)) not in MOST_TOKENS:
+    raise source.error("max_soft_tokens", ", ".join(map(str, MOST_TOKENS)))
+  return {"vision.max_pixels": most * side**2}
+
+
 def _longest(source: Source, keys: Mapping[str, Any]) -> dict[str, Any]:
   """To which longer side an image is brought first, and whether it is cut into squares then (SmolVLM)."""
+  if keys["vision.tower"] == "pixtral":
+    return _limit(source, keys)
   if keys["vision.projector"] != "shuffle":
     return {}
   side, most = (source.inside(key, source.get(key, dict, {}, {})).get("longest_edge", int, default, default)
@@ -61,9 +85,20 @@ def _longest(source: Source, keys: Mapping[str, Any]) -> dict[str, Any]:
   return {"vision.longest_side": side, "vision.split": source.get("do_image_splitting", bool, True, True)}
 
 
+def _limit(source: Source, keys: Mapping[str, Any]) -> dict[str, Any]:
+  """The longest side that images keep (Pixtral); its processor counts in merged patches, whatever this says."""
+  patch = keys["vision.patch_size"]
+  if source.get("patch_size", object, patch, patch) not in (patch, {"height": patch, "width": patch}):
+    raise source.error("patch_size", f"{patch}, as config.json says")
+  size = source.inside("size", source.get("size", dict, {}, {}))
+  if {*size.content} - {"longest_edge"}:
+    raise source.error("size", "a longest_edge alone")
+  return {"vision.longest_side": size.get("longest_edge", int, 1024)}
+
+
 def _counts(source: Source, keys: Mapping[str, Any]) -> dict[str, int]:
   """How many pixels an image has where its size is its own: entries of the file, or of its `size`."""
-  if keys["vision.tower"] not in NATIVE:
+  if keys["vision.projector"] != "merge":
     return {}
   size = source.inside("size", source.get("size", dict, {}, {}))
   found = {}
@@ -83,21 +118,32 @@ def write(folder: Path, keys: Mapping[str, Any]) -> None:
   """Corrects the mean and the standard deviation in a folder's file, if it has one and they were changed."""
   if keys["vision.tower"] == "none" or (source := _source(folder)) is None:
     return
+  if keys["vision.tower"] == "gemma4":
+    most = keys["vision.max_pixels"] // keys["vision.image_size"] ** 2
+    if most != source.get("max_soft_tokens", int, 280, 280):
+      _put(folder, {**source.content, "max_soft_tokens": most})
+    return
   own = dict(zip(("mean", "std"), PIXELS[keys["vision.tower"]], strict=True))
   wanted = {key: tuple(keys[f"vision.{key}"]) or value for key, value in own.items()}
   found = {**own, **{key.removeprefix("vision."): value for key, value in read(folder, keys).items()}}
-  counts = {key: keys[f"vision.{key}"] for key in _PIXELS} if keys["vision.tower"] in NATIVE else {}
+  counts = {key: keys[f"vision.{key}"] for key in _PIXELS} if keys["vision.projector"] == "merge" else {}
   same = all(found[key] == value for key, value in counts.items())
   longest, split = keys["vision.longest_side"], bool(keys["vision.split"])
   moved = longest and (longest, split) != (found.get("longest_side", longest), found.get("split", split))
   if same and not moved and all(_close(wanted[key], found[key]) for key in own):
     return
-  single, whole = (folder / name for name in FILES)
   changed = {**source.content, **{f"image_{key}": list(value) for key, value in wanted.items()}}
   if not same:
     changed |= {**counts, "size": {side: counts[key] for key, (side, _) in _PIXELS.items()}}
   if moved:
-    changed |= {"size": {"longest_edge": longest}, "do_image_splitting": split}
+    changed |= {"size": {"longest_edge": longest}}
+    changed |= {"do_image_splitting": split} if keys["vision.projector"] == "shuffle" else {}
+  _put(folder, changed)
+
+
+def _put(folder: Path, changed: Mapping[str, Any]) -> None:
+  """Writes an image processor's entries into the file that has them."""
+  single, whole = (folder / name for name in FILES)
   if single.is_file():
     files.write_json(single, changed)
   else:

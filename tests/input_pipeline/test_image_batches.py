@@ -17,8 +17,10 @@ from input_pipeline.packing import make_plan
 from input_pipeline.prompt_data import make_prompt_data
 from input_pipeline.sources.made import png
 from input_pipeline.sources.sources import open_source
-from input_pipeline.tokenizer.tokenizer import BytesTokenizer
-from trainer.config import source
+from input_pipeline.tokenizer.tokenizer import BytesTokenizer, load_tokenizer
+from tests import native
+from trainer import program as program_lib
+from trainer.config import defaults, source
 from trainer.config.checks import resolve
 from trainer.errors import ConfigError, DataError
 from trainer.strategies import learns
@@ -94,13 +96,15 @@ def test_every_image_is_with_its_own_text_in_every_epoch(packing, tmp_path):
 @pytest.mark.parametrize("strategy, answers", [
     ("sft", dict(completion="c")), ("dpo", dict(chosen="c", rejected="r"))])
 def test_a_row_has_room_for_all_tiles_of_its_images(strategy, answers, tmp_path):
-  """Pictures of 4 by 4, 8 and 12 pixels are 1, 2 and 3 tiles, each of one token and of the value of its picture."""
+  """Pictures of 4 by 4, 8 and 12 pixels are 1, 2 and 3 tiles, each of one token and of the value of its picture; the
+  tiles of a picture see one another, if any do."""
   names = [f"{n}.png" for n in range(6)]
   for n, name in enumerate(names):
     (tmp_path / name).write_bytes(png(np.full((4, 4 * (1 + n % 3)), n + 1, np.uint8)))
   config = configured([dict(images=names, prompt="x", **answers)], tmp_path, strategy=strategy)
   config.model.vision.update(
-      tower="qwen2_5_vl", projector="merge", activation="swiglu", window=None, min_pixels=16, max_pixels=64)
+      tower="qwen2_5_vl", projector="merge", activation="swiglu", window=None, min_pixels=16, max_pixels=64,
+      attention="local_image")
   data = train(config, tmp_path)
   expected = [1, 2, 2, 3, 3, 3, 4, 5, 5, 6, 6, 6] * len(answers)
   assert data.image_layout.most == len(expected)
@@ -109,6 +113,26 @@ def test_a_row_has_room_for_all_tiles_of_its_images(strategy, answers, tmp_path)
     assert batch["images"][row, :, 0, 0, 0].tolist() == expected
     places = batch["tokens"][row] == TOKEN
     assert batch["image_index"][row][places].tolist() == list(range(1, len(expected) + 1))
+    assert batch["block_ids"][row][places].tolist() == [number + n // 12 * 6 for n, number in enumerate(expected)]
+    assert not batch["block_ids"][row][~places].any()
+
+
+def test_a_row_of_an_images_tiles_ends_in_a_token_of_its_own(tmp_path):
+  """In Mistral 3, and no tile stands behind it: three texts in a row, one with two images, as their template says."""
+  config = defaults()
+  config.strategy.name, config.model.hf = "sft", str(native.mistral3(tmp_path / "hf"))
+  config.input.sources.rows = source(type="jsonl", path=str(native.rows(tmp_path / "data", 3)))
+  config.update(seq_len=512, batch_size=1, total_steps=1)
+  config, _ = program_lib.resolve(config)
+  data = loader.make_train_data(config, load_tokenizer(tmp_path / "hf"), learns=learns(config), workdir=tmp_path)
+  batch, grid = data.batch(0), data.batch(0)["image_grid"][0]
+  tokens, index = batch["tokens"][0], batch["image_index"][0]
+  assert data.image_layout.most == (grid[:, 0] > 0).sum() == index.max() and grid[:, 0].max() == 4
+  np.testing.assert_array_equal(index > 0, tokens == 260)  # [IMG], and behind it [IMG_BREAK], [IMG_END]
+  for at in np.flatnonzero(index):
+    _, row, column, rows, columns = grid[index[at] - 1]
+    assert tokens[at + 1] == (260 if column + 1 < columns else 261 if row + 1 < rows else 262)
+  assert (tokens == 262).sum() == 4 and not batch["loss_weights"][0][(tokens > 259) & (tokens < 263)].any()
 
 
 def test_batches_are_pure_functions_of_seed_and_step(tmp_path):

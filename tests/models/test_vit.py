@@ -153,7 +153,7 @@ BAD = [
     (dict(tokens_per_image=2), "found 2, but the projector 'linear' gives one token for each of the 4 patches"),
     (dict(projector="pool"), "vision.tokens_per_image: found None"),
     (POOL | dict(tokens_per_image=9), r"found 9; allowed for 4 × 4 patches: the squares of 1, 2, 4"),
-    (dict(attention="full"), "vision.attention: found 'full', allowed: causal, image, prefix"),
+    (dict(attention="full"), "vision.attention: found 'full', allowed: causal, image, local_image, prefix"),
     (dict(image_token=-1), "image_token: found -1"),
 ]
 

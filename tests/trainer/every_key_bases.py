@@ -238,6 +238,16 @@ def learned(files: Files) -> ConfigDict:
   return config
 
 
+def pooled(files: Files) -> ConfigDict:
+  """The same, with a tower that takes the mean of a tile, and whose pictures are as large as 70 tiles allow."""
+  config = images(files)
+  config.seq_len = 128
+  config.model.vision = dict(
+      tower="gemma4", image_size=4, patch_size=2, num_layers=1, hidden_size=8, intermediate_size=8, num_heads=2,
+      activation="geglu", projector="mean", position_grid=140, image_token=258, max_pixels=70 * 16)
+  return config
+
+
 def prompts(files: Files) -> ConfigDict:
   """Two rollouts' worth of prompts; rewards differ between nearly all completions."""
   from tests.trainer import rollout_runs

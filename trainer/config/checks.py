@@ -370,6 +370,8 @@ _FREE = re.compile(
     r"health_silent|input\.(cache_dir|prefetch|workers|max_over_long|on_bad_row|max_bad_rows)|"
     r"model\.(scan_layers|attention|attention_block|vocab_chunk)|"
     r"rollout\.(batch_size|reward_workers|reward_timeout_seconds|environment_workers|max_without_lesson)")
+# What optimizer.wd_mults named in earlier versions; what it names since then, no model had before.
+_DECAY = [[[f".*(scale|bias|embedding{m})$", 0.0]] for m in ("", "|A_log", "|A_log|sinks", r"|A_log|sinks|xielu/\w+")]
 
 
 def trains(path: str) -> bool:
@@ -387,6 +389,8 @@ def differences(saved: Mapping, current: Mapping) -> list[str]:
   missing = object()
   if b.get("tokenizer.type") in ("bytes", "bpe") and a.get("tokenizer.add_bos") is True:
     a["tokenizer.add_bos"] = None  # which version 0.1 wrote, and which is the same with a tokenizer that is made here
+  if b.get(decays := "optimizer.wd_mults") == default.get(decays) and a.get(decays) in _DECAY:
+    a[decays] = b[decays]
   return [
       f"{key}: {'(absent)' if a.get(key, missing) is missing else repr(a[key])} -> "
       f"{'(absent)' if b.get(key, missing) is missing else repr(b[key])}"

@@ -148,7 +148,7 @@ def defaults() -> ConfigDict:
   o.weight_decay = 0.1
   # ((regex, factor), …) on weight decay; first match wins, others get 1. By default
   # only matrices and not embeddings, norms, biases, rates (A_log), sinks or activations decay.
-  o.wd_mults = ((r".*(scale|bias|embedding|A_log|sinks|xielu/\w+)$", 0.0),)
+  o.wd_mults = ((r".*(scale|bias|embedding|A_log|sinks|xielu/\w+|clip/\w+)$", 0.0),)
   # ((regex, factor), …) on the learning rate.
   o.lr_mults = ()
   # Regexes of parameters that are not trained: no gradient, no optimizer memory.

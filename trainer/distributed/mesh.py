@@ -47,6 +47,7 @@ PARAM_RULES = (
     (r"(per_layer/out|laurel/right)/(kernel(_\w+)?|lora_b)$", (None, None, _FSDP)),
     # The tower's too; its single class token is small.
     (r"(^|/)pos_embed/embedding$", (None, _FSDP)),
+    (r"^vision/axis_embed/embedding$", (None, None, _FSDP)),
     # A kernel may be kept in parts (models/quantization/quantize.py), of which each is split as the kernel would be.
     (r"(attn/([qkv]|q_up|kv_up)|delta/[qkvzba]|mamba/([zx]|dt)|(mlp|shared)/(gate|up))/kernel(_\w+)?$",
      (None, _FSDP, "tensor")),
@@ -81,7 +82,7 @@ PARAM_RULES = (
     (r"^unembed/kernel$", (_FSDP, "tensor")),
     # Beside the blocks, whose names the tower's have too: matrices without layers. The first has 3 inputs a pixel.
     (r"^(critic/)?vision/patch_embed/kernel$", (None, _FSDP)),
-    (r"^(critic/)?projector/(up|linear)/kernel$", (_FSDP, "tensor")),
+    (r"^(critic/)?projector/(up|linear|merge)/kernel$", (_FSDP, "tensor")),
     (r"^(critic/)?projector/up/bias$", ("tensor",)),
     (r"^(critic/)?projector/down/kernel$", ("tensor", _FSDP)),
     (r"^(critic/)?projector/deepstack/up/kernel$", (None, _FSDP, "tensor")),

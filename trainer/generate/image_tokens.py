@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from input_pipeline.image_batches import IMAGE, PREFIX, ImageLayout
+from input_pipeline.image_batches import OF_IMAGES, PREFIX, ImageLayout
 from input_pipeline.images import tiles
 from trainer.errors import ConfigError
 from trainer.generate.buckets import power
@@ -147,15 +147,17 @@ def of_text(layout: Layout | None, ids: np.ndarray, images: Sequence[np.ndarray]
                       f"{layout.image_token} ({each}{squares}), and {found} of them. Make the prompt "
                       "and its images together, with input_pipeline.examples.prompts.")
   index = np.where(is_image, np.cumsum(is_image), 0).astype(np.int32)
-  return PromptImages(tuple(images), index, _blocks(layout, index, prefix), grid)
+  return PromptImages(tuple(images), index, _blocks(layout, index, prefix, grid), grid)
 
 
-def _blocks(layout: Layout, image_index: np.ndarray, prefix: int) -> np.ndarray:
+def _blocks(layout: Layout, image_index: np.ndarray, prefix: int, grid: np.ndarray | None) -> np.ndarray:
   """Numbers of the blocks whose tokens see one another, int32 [n]."""
   if layout.attention == PREFIX:
     return (np.arange(len(image_index)) < prefix).astype(np.int32)
-  if layout.attention == IMAGE:
-    return np.where(image_index > 0, (image_index - 1) // layout.tokens_per_image + 1, 0).astype(np.int32)
+  if layout.attention in OF_IMAGES:
+    before = np.maximum(image_index - 1, 0)
+    numbers = before // layout.tokens_per_image + 1 if grid is None else np.append(grid[:, 0], 0)[before]
+    return np.where(image_index > 0, numbers, 0).astype(np.int32)
   return np.zeros(len(image_index), np.int32)
 
 

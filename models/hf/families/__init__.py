@@ -21,6 +21,7 @@ from models.hf.families.gemma3 import GEMMA3
 from models.hf.families.gemma3_images import GEMMA3_IMAGES
 from models.hf.families.gemma3n import GEMMA3N
 from models.hf.families.gemma4 import GEMMA4
+from models.hf.families.gemma4_images import GEMMA4_IMAGES
 from models.hf.families.glm import GLM
 from models.hf.families.glm4 import GLM4
 from models.hf.families.glm4_moe import GLM4_MOE
@@ -37,6 +38,7 @@ from models.hf.families.llava import LLAVA
 from models.hf.families.minimax_m2 import MINIMAX_M2
 from models.hf.families.ministral3 import MINISTRAL3
 from models.hf.families.mistral import MISTRAL
+from models.hf.families.mistral3 import MISTRAL3
 from models.hf.families.mixtral import MIXTRAL
 from models.hf.families.nemotron import NEMOTRON
 from models.hf.families.nemotron_h import NEMOTRON_H
@@ -44,6 +46,7 @@ from models.hf.families.olmo2 import OLMO2
 from models.hf.families.olmo3 import OLMO3
 from models.hf.families.paligemma import PALIGEMMA
 from models.hf.families.phi3 import PHI3
+from models.hf.families.pixtral import PIXTRAL
 from models.hf.families.qwen2 import QWEN2
 from models.hf.families.qwen2_5_vl import QWEN2_5_VL
 from models.hf.families.qwen2_moe import QWEN2_MOE
@@ -73,8 +76,10 @@ FAMILIES: tuple[Family, ...] = (
 )
 
 # Models of images and text: each around several of the families above. `match` tries them in this order, too.
-WRAPPERS: tuple[Wrapper, ...] = (PALIGEMMA, GEMMA3_IMAGES, LLAVA, QWEN2_VL, QWEN2_5_VL, QWEN3_VL,
-                                 QWEN3_VL_MOE, QWEN3_5_IMAGES, QWEN3_5_MOE_IMAGES, SMOLVLM, IDEFICS3)
+WRAPPERS: tuple[Wrapper, ...] = (
+    PALIGEMMA, GEMMA3_IMAGES, LLAVA, PIXTRAL, QWEN2_VL, QWEN2_5_VL, QWEN3_VL, QWEN3_VL_MOE, QWEN3_5_IMAGES,
+    QWEN3_5_MOE_IMAGES, SMOLVLM, IDEFICS3, GEMMA4_IMAGES, MISTRAL3,
+)
 
 # Other models of images or sound and text, which cannot be read.
 MULTIMODAL = ("internvl", "llava_next", "llava_onevision", "mllama",
@@ -93,19 +98,21 @@ def find(config: Mapping[str, Any], where: str, ignored: Iterable[str] = ()) -> 
     HFError: none, or one that is not here.
   """
   found = config.get("model_type")
-  if found == "mistral3" and isinstance(config.get("text_config"), Mapping):  # its text model is of one of two families
-    found = config["text_config"].get("model_type", "mistral")
   families: tuple[Any, ...] = (*WRAPPERS, *FAMILIES)
   by_type = {model_type: family for family in families for model_type in family.model_types}
-  with_images = {model_type: wrapper for wrapper in WRAPPERS for model_type in wrapper.model_types}
+  with_images = {model_type: wrapper for wrapper in reversed(WRAPPERS) for model_type in wrapper.model_types}
+  if found == "mistral3" and isinstance(config.get("text_config"), Mapping):  # around one of two families
+    text = by_type.get(config["text_config"].get("model_type", "mistral"))
+    if isinstance(text, Family) and _text_alone(text, config, ignored):
+      return text
   if isinstance(found, str) and found in by_type:
     family = by_type[found]
     if isinstance(family, Wrapper) or found in with_images and not _text_alone(family, config, ignored):
-      return with_images[found].find(config, where)
+      return _with_tower(with_images[found], config).find(config, where)
     return family
   known = f"Known: {', '.join(sorted(by_type))}."
   if found in MULTIMODAL or "vision_config" in config:
-    readable = ", ".join(model_type for wrapper in WRAPPERS for model_type in wrapper.model_types)
+    readable = ", ".join(dict.fromkeys(model_type for wrapper in WRAPPERS for model_type in wrapper.model_types))
     raise HFError(f"{where}: model_type is {found!r}, a model of images or sound and text that cannot be computed "
                   f"here; its text part alone would be another model. Those that can be read: {readable}.")
   near = difflib.get_close_matches(str(found), by_type, 1)
@@ -113,6 +120,14 @@ def find(config: Mapping[str, Any], where: str, ignored: Iterable[str] = ()) -> 
   code = " The code that comes with the model (auto_map) is never run." if config.get("auto_map") else ""
   raise HFError(f"{where}: model_type is {found!r}, of no family that can be read here.{hint}{code} {known} "
                 "docs/huggingface.md tells how to add a family.")
+
+
+def _with_tower(wrapper: Wrapper, config: Mapping[str, Any]) -> Wrapper:
+  """Of the wrappers with that one's model_type, the one whose tower a config.json names; else that one."""
+  vision = config.get("vision_config")
+  kind = vision.get("model_type") if isinstance(vision, Mapping) else None
+  return next((other for other in WRAPPERS if other.model_types == wrapper.model_types and
+               any(kind in tower.model_types for tower in other.towers)), wrapper)
 
 
 def _text_alone(family: Family, config: Mapping[str, Any], ignored: Iterable[str]) -> bool:

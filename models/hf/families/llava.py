@@ -53,6 +53,10 @@ class Tokens(Rule):
     return {"image_seq_length": model["vision.tokens_per_image"]}
 
 
+PROJECTOR = tuple(
+    tensor for theirs, ours in (("linear_1", "up"), ("linear_2", "down")) for tensor in (
+        Tensor(f"{theirs}.weight", f"projector/{ours}/kernel", transpose=True),
+        Tensor(f"{theirs}.bias", f"projector/{ours}/bias")))
 LLAVA = Wrapper(
     name="llava",
     model_types=("llava",),
@@ -66,10 +70,7 @@ LLAVA = Wrapper(
         Activation("projector_hidden_act", "gelu", UNGATED, ours="vision.projector_activation"),
         Features(), Tokens(),
     ),
-    table=tuple(
-        tensor for theirs, ours in (("linear_1", "up"), ("linear_2", "down")) for tensor in (
-            Tensor(f"{theirs}.weight", f"projector/{ours}/kernel", transpose=True),
-            Tensor(f"{theirs}.bias", f"projector/{ours}/bias"))),
+    table=PROJECTOR,
     fixed={"vision.projector": "mlp", "vision.attention": "causal"},
     tied=None,
     inert=frozenset({"ignore_index"}),

@@ -109,13 +109,18 @@ class Ratio(Rule):
     return {"mlp_ratio": ratio}
 
 
+@dataclass(frozen=True)
 class Positions(Rule):
-  """Rotary positions of rows and columns, whose base is the same in all models."""
+  """Rotary positions of rows and columns, whose base is the same in all models; `names` of theirs for that."""
+
+  theta: float = THETA
+  names: tuple[str, ...] = ("axial",)
 
   def read(self, source, model):
     found = source.inside("rope_parameters", source.get("rope_parameters", dict, {}, {}))
-    for rule in (Must("rope_theta", THETA, "the tower has this base"), Must("rope_type", "axial", "rows and columns")):
-      rule.read(found, model)
+    Must("rope_theta", self.theta, "the tower has this base").read(found, model)
+    if found.get("rope_type", str, self.names[0], self.names[0]) not in self.names:
+      raise found.error("rope_type", f"{' or '.join(map(repr, self.names))}; rows and columns")
     found.check_all_read((), "the tower")
     return {}
 

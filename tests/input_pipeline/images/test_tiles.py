@@ -7,13 +7,15 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from input_pipeline.chat.image_placeholders import ImageFormat
+from input_pipeline.chat.image_placeholders import ImageFormat, preprocess_of
 from input_pipeline.images import tiles
-from input_pipeline.images.images import ImageError, ImageRef, Preprocess, read, to_pixels
+from input_pipeline.images.images import EncodedImage, ImageError, ImageRef, Preprocess, read, to_pixels
 from input_pipeline.sources.made import png
+from models import tiles as tile_lib
 from models import vit
 from models.spec_vision import PIXELS
 from trainer.config import defaults
+from trainer.errors import ConfigError
 
 REFERENCES = dict(np.load(Path(__file__).parents[1] / "references" / "tiles.npz"))
 HOW = Preprocess(8, "keep", min_pixels=192, max_pixels=768)
@@ -31,6 +33,70 @@ def test_pixels_and_their_order_are_those_of_the_image_processor(number):
   expected = REFERENCES[f"values{number}"].reshape(-1, 3, 2, 4, 4)  # two frames, which are the same
   np.testing.assert_allclose(values, np.einsum("ncthw->nthwc", expected)[:, 0], rtol=0, atol=1e-6)
   np.testing.assert_array_equal(expected[:, :, 0], expected[:, :, 1])
+
+
+@pytest.mark.parametrize("number", range(6))
+def test_pixels_and_their_order_are_those_of_gemma_4s_image_processor(number):
+  """As large as 70 tokens allow, by tiles here and patch by patch there; padding is at -1."""
+  pixels = to_pixels(png(REFERENCES[f"image{number}"]), Preprocess(8, "fit", max_pixels=70 * 64))
+  cut, grid = tiles.cut(pixels, 8)
+  values = np.asarray(vit.patches(cut, 4)).reshape(-1, 48)
+  at = tile_lib.patches_of(grid[None], 2, None)
+  found = {(int(x), int(y)): patch for x, y, patch in zip(at.columns[0], at.rows[0], values, strict=True)}
+  places, expected = REFERENCES[f"places{number}"], REFERENCES[f"fitted{number}"]
+  real = places[:, 0] >= 0
+  assert len(found) == real.sum() <= 280
+  for place, patch in zip(places[real].tolist(), expected[real], strict=True):
+    np.testing.assert_array_equal(found[tuple(place)], patch)
+
+
+def test_sizes_are_those_of_gemma_4s_image_processor():
+  """Of published models, whose images have up to 280 tokens, of 48 × 48 pixels; very long ones, too."""
+  found = [tiles.fitted_size(*size, 48, 280 * 48**2) for size in REFERENCES["sizes"].tolist()]
+  np.testing.assert_array_equal(found, REFERENCES["fitted_sizes"])
+
+
+@pytest.mark.parametrize("number", range(6))
+def test_pixels_are_those_of_pixtrals_image_processor(number):
+  """No side longer than 40, up to multiples of a tile of 8 pixels."""
+  pixels = to_pixels(png(REFERENCES[f"image{number}"]), Preprocess(8, "limit", longest_side=40))
+  np.testing.assert_array_equal(pixels, REFERENCES[f"limited{number}"])
+
+
+def test_sizes_are_those_of_pixtrals_image_processor():
+  """Of published models, very long images, too."""
+  found = [tiles.limited_size(*size, 28, 1540) for size in REFERENCES["sizes"].tolist()]
+  np.testing.assert_array_equal(found, REFERENCES["limited_sizes"])
+
+
+def test_tokens_of_an_image_are_those_of_pixtrals_processor():
+  """Behind each row of tiles stands a token, and another behind the last; where the tokenizer has none, nothing."""
+  config = defaults()
+  config.model.vision.update(tower="pixtral", image_size=8, patch_size=4, projector="merge_mlp", image_token=0,
+                             longest_side=40)
+  names = ("[IMG]", "[IMG_BREAK]", "[IMG_END]")
+  tokenizer = types.SimpleNamespace(special_tokens=names, encode_rendered=lambda text: np.array([names.index(text)]))
+  images = ImageFormat(config, tokenizer)
+  tokens, grid, count = images.measure(24, 16)
+  ids, weights, places = images.finish(np.array([7, -1, 7]), np.array([1.0, 1.0, 1.0]), [
+      EncodedImage(b"", None, tokens, grid, count)])
+  assert "".join(names[i] for i in ids[1:-1]) == REFERENCES["limited_text"]
+  assert (grid, count, places) == ((2, 3), 6, (1,))
+  np.testing.assert_array_equal(weights, ids != 0)
+  tokenizer.special_tokens = names[:1]
+  assert ImageFormat(config, tokenizer).measure(24, 16) == (6, (2, 3), 6)
+
+
+def test_text_around_an_image_is_that_of_gemma_4s_processor():
+  config = defaults()
+  config.model.vision.update(tower="gemma4", image_size=8, patch_size=4, projector="mean", image_token=260,
+                             position_grid=560, max_pixels=70 * 64)
+  images = ImageFormat(config, types.SimpleNamespace(special_tokens=("<|image>", "<|image|>", "<image|>")))
+  assert images.before + 3 * "<|image|>" + images.after == REFERENCES["fitted_text"]
+  assert images.preprocess[:3] == (8, "fit", "bicubic") and images.preprocess.max_pixels == 70 * 64
+  config.input.images.resize = "keep"
+  with pytest.raises(ConfigError, match="resize is 'keep', but the tower sees images in their shapes. Use auto"):
+    preprocess_of(config)
 
 
 @pytest.mark.parametrize("number", range(6))

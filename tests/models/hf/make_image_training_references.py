@@ -25,22 +25,24 @@ from pathlib import Path
 import numpy as np
 import torch
 import transformers
-from make_native_references import PATCH
 from make_native_references import batch as native_batch
+from make_native_references import images_of
 from peft import LoraConfig, PeftModel, get_peft_model
-from PIL import Image
 from safetensors.numpy import load_file
 from transformers import AutoModelForImageTextToText
-from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
 HERE = Path(__file__).parent
 FOLDER, SPLIT = HERE / "image_training", HERE.parents[1] / "input_pipeline" / "references" / "split"
 BETA, SHARE = 0.5, 0.9
-LEFT_OUT = re.compile(r"(text_model|language_model|^model)\.layers\.[1-9]|embed_tokens|lm_head")
+LEFT_OUT = re.compile(r"(text_model|language_model|^model)\.layers\.[1-9]|embed_tokens|lm_head|"
+                      r"layer_scalar|put_m(in|ax)$|\.std_(bias|scale)$")  # the last are buffers
 # What PEFT adapts, by the ends of names: in the text model, in the tower, and between them.
 TARGETS = {"smolvlm": ["q_proj", "v_proj", "modality_projection.proj"], "qwen2_vl": ["q_proj", "down_proj", "attn.qkv"],
            "qwen2_5_vl": ["v_proj", "gate_proj", "merger.mlp.0"], "qwen3_vl": ["o_proj", "linear_fc1"],
-           "qwen3_5": ["q_proj", "in_proj_qkv", "linear_fc1"]}
+           "qwen3_5": ["q_proj", "in_proj_qkv", "linear_fc1"],
+           "gemma4": ["per_layer_input_gate", "q_proj.linear", "gate_proj.linear", "embedding_projection"],
+           "mistral3": ["merging_layer", "attention.o_proj", "self_attn.v_proj"],
+           "gemma4_local": ["v_proj.linear", "down_proj.linear", "embedding_projection"]}
 
 
 def prompts(name: str) -> tuple[list[np.ndarray], list[list[np.ndarray]]]:
@@ -59,10 +61,8 @@ def seen(name: str, images: list[np.ndarray]) -> dict[str, torch.Tensor]:
   if name == "smolvlm":
     squares = np.concatenate(images).transpose(0, 3, 1, 2)
     return dict(pixel_values=torch.tensor(squares / 127.5 - 1)[None])
-  own = dict(image_mean=[0.5] * 3, image_std=[0.5] * 3) if name.startswith("qwen3") else {}
-  found = Qwen2VLImageProcessorPil(do_resize=False, patch_size=PATCH, **own)(
-      [Image.fromarray(image) for image in images], return_tensors="pt")
-  return dict(pixel_values=found["pixel_values"].double(), image_grid_thw=found["image_grid_thw"])
+  found = images_of(name, images)
+  return found | dict(pixel_values=found["pixel_values"].double())
 
 
 def logits_of(model: torch.nn.Module, name: str, prompt: np.ndarray, more: np.ndarray, images: list) -> torch.Tensor:
@@ -156,5 +156,12 @@ if __name__ == "__main__":
   softmax = torch.nn.functional.softmax
   torch.nn.functional.softmax = lambda x, dim=None, dtype=None: softmax(x, dim=dim, dtype=(
       torch.float64 if x.dtype == torch.float64 else dtype))
+  to, as_float = torch.Tensor.to, torch.Tensor.float
+
+  def kept(self, *args, **kwargs):  # of norms, which go to float32
+    return self if self.dtype == torch.float64 and args[:1] == (torch.float32,) else to(self, *args, **kwargs)
+
   for case_name in sys.argv[1:] or TARGETS:
+    of_norms = case_name.startswith(("gemma4", "mistral3"))  # the others were made without
+    torch.Tensor.to, torch.Tensor.float = (kept, torch.Tensor.double) if of_norms else (to, as_float)
     make(case_name)

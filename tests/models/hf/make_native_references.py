@@ -8,7 +8,7 @@ same as published folders have it; and reference.npz:
     images [2, N, S, S, 3]  uint8 tiles; row 0 has two images, row 1 one, and zeros behind them
     grid [2, N, 5]          what tiles they are: number of the image, row, column, rows, columns
     tokens [2, T]           with placeholders; lengths [2]: row 1 ends in padding; prefix [2]: loss is on those after it
-    positions [2, T, 3]     of M-RoPE, of real tokens
+    positions [2, T, 3]     of M-RoPE, of real tokens; not of Gemma 4, Mistral 3 and Pixtral, which have none
     logits [2, T, V]        of the padded batch, 0 where there is padding
     text [1, R], text_logits [1, R, V]    of a text without images
     loss, gradient_names, gradient_…      of the mean cross-entropy with labels -100 on prefix and padding
@@ -25,9 +25,11 @@ import numpy as np
 import safetensors.torch
 import torch
 import transformers
-from make_references import EXPERTS, SMALL, V, like, randomise, transformers_4
+from make_references import EXPERTS, GEMMA4, SMALL, V, like, randomise, transformers_4
 from PIL import Image
 from transformers import AutoConfig, AutoModelForImageTextToText
+from transformers.models.gemma4.image_processing_pil_gemma4 import Gemma4ImageProcessorPil
+from transformers.models.pixtral.image_processing_pil_pixtral import PixtralImageProcessorPil
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
 FOLDER = Path(__file__).parent / "native_references"
@@ -51,6 +53,19 @@ GATED = dict(head_dim=16, num_hidden_layers=3, full_attention_interval=2, rms_no
              tie_word_embeddings=False, rope_parameters=dict(
                  rope_type="default", rope_theta=500.0, partial_rotary_factor=0.5, mrope_section=[2, 1, 1],
                  mrope_interleaved=True))
+
+
+# Gemma 4's tower: images of up to 280 tokens may be as long as that. The first row's tiles outnumber the text's window.
+POOLED = dict(hidden_size=16, intermediate_size=20, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=2,
+              head_dim=8, patch_size=PATCH, pooling_kernel_size=2, position_embedding_size=560, rms_norm_eps=0.2)
+GEMMA = dict(model_type="gemma4", image_token_id=IMAGE, video_token_id=VIDEO, boi_token_id=START, eoi_token_id=END,
+             audio_token_id=V + 1, boa_token_id=V + 2, eoa_token_index=V + 3)
+
+
+def gemma(kinds: str, **changes) -> dict:
+  types = [{"s": "sliding_attention", "f": "full_attention"}[kind] for kind in kinds]
+  return like("gemma4_text", **GEMMA4 | dict(num_hidden_layers=len(kinds), layer_types=types, rms_norm_eps=0.1,
+                                             tie_word_embeddings=True) | changes)
 
 
 def text(model_type: str, **changes) -> dict:
@@ -78,6 +93,25 @@ CASES = {
     "qwen3_5_moe": dict(model_type="qwen3_5_moe", **TOKENS, tie_word_embeddings=False, text_config=text(
         "qwen3_5_moe_text", **GATED, **EXPERTS, shared_expert_intermediate_size=20),
         vision_config=dict(**PLAIN, num_position_embeddings=9)),
+    # As E2B and E4B, and as 31B: layers that clip, or means that are made standard.
+    "gemma4": dict(**GEMMA, text_config=gemma(
+        "sff", hidden_size_per_layer_input=6, vocab_size_per_layer_input=V, num_kv_shared_layers=1,
+        use_double_wide_mlp=True), vision_config=dict(**POOLED, use_clipped_linears=True)),
+    "gemma4_local": dict(**GEMMA, text_config=gemma(
+        "sf", attention_k_eq_v=True, num_global_key_value_heads=1, use_bidirectional_attention="vision"),
+        vision_config=dict(**POOLED, standardize=True)),
+    "mistral3": dict(
+        model_type="mistral3", image_token_index=IMAGE, tie_word_embeddings=False, spatial_merge_size=2,
+        multimodal_projector_bias=True, text_config=text("mistral", rms_norm_eps=0.03, head_dim=8, sliding_window=None),
+        vision_config=dict(model_type="pixtral", hidden_size=16, intermediate_size=20, num_hidden_layers=2,
+                           num_attention_heads=2, patch_size=PATCH, image_size=64, hidden_act="silu")),
+    # Each patch is a token: of the size of a tile here.
+    "pixtral": dict(
+        model_type="llava", image_token_index=IMAGE, tie_word_embeddings=False, vision_feature_layer=-1,
+        vision_feature_select_strategy="full", image_seq_length=1,
+        text_config=text("mistral", head_dim=8, sliding_window=None),
+        vision_config=dict(model_type="pixtral", hidden_size=16, intermediate_size=20, num_hidden_layers=2,
+                           num_attention_heads=2, patch_size=TILE, image_size=64)),
 }
 # Rows and columns of tiles of each row's images.
 SIZES = (((3, 2), (1, 3)), ((4, 5),))
@@ -86,13 +120,19 @@ SIZES = (((3, 2), (1, 3)), ((4, 5),))
 def save(case: dict, folder: Path) -> None:
   config = dict(case)
   kind = type(AutoConfig.for_model(config.pop("model_type")))
-  texts = {k: v for k, v in config.pop("text_config").items() if k != "model_type"}
+  texts = {k: v for k, v in config.pop("text_config").items() if k != "model_type" or kind.model_type == "llava"}
   model = AutoModelForImageTextToText.from_config(kind(text_config=texts, **config))
   generator = torch.Generator().manual_seed(0)
   randomise(model, generator)
   with torch.no_grad():
-    kernel = model.model.visual.patch_embed.proj.weight
-    kernel.copy_(1.2 * torch.randn(kernel.shape, generator=generator) / kernel[0].numel() ** 0.5)
+    if folder.name.startswith("gemma4"):
+      of_gemma4(model.model, generator)
+    elif folder.name in ("mistral3", "pixtral"):
+      kernel = model.model.vision_tower.patch_conv.weight
+      kernel.copy_(1.2 * torch.randn(kernel.shape, generator=generator) / kernel[0].numel() ** 0.5)
+    else:
+      kernel = model.model.visual.patch_embed.proj.weight
+      kernel.copy_(1.2 * torch.randn(kernel.shape, generator=generator) / kernel[0].numel() ** 0.5)
   model.save_pretrained(folder)
   (folder / "generation_config.json").unlink(missing_ok=True)
   tensors = safetensors.torch.load_file(folder / "model.safetensors")
@@ -103,9 +143,31 @@ def save(case: dict, folder: Path) -> None:
   safetensors.torch.save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
 
 
+def of_gemma4(model: torch.nn.Module, generator: torch.Generator) -> None:
+  """Kernels, bounds that are reached but for one that is not there, and what is standard."""
+  tower = model.vision_tower
+  for kernel in (tower.patch_embedder.input_proj.weight, model.embed_vision.embedding_projection.weight):
+    kernel.copy_(1.2 * torch.randn(kernel.shape, generator=generator) / kernel.shape[1] ** 0.5)
+  tower.patch_embedder.position_embedding_table[:, 32:] = 0  # of longer images than here
+  for name, p in model.named_parameters():  # scores are not divided by anything: as small as where they are
+    if name.endswith("q_norm.weight"):
+      p.mul_(0.25)
+  for name, b in tower.named_buffers():
+    if name.endswith(("_min", "_max")):
+      b.copy_((-1 if name.endswith("min") else 1) * (0.8 + 0.5 * torch.rand(b.shape, generator=generator)))
+    if name.startswith("std_"):
+      b.copy_(0.3 * torch.randn(b.shape, generator=generator) + name.endswith("scale"))
+  if tower.config.use_clipped_linears:
+    tower.encoder.layers[0].self_attn.q_proj.input_max.fill_(float("inf"))
+
+
 def config_4(config: dict) -> dict:
   """The same config.json as published folders have it: the text model's entries beside the others."""
   outer = {k: v for k, v in config.items() if k not in ("dtype", "text_config", "vision_config")}
+  if config["model_type"] == "gemma4":
+    return gemma4_4(config, outer)
+  if config["model_type"] in ("mistral3", "llava"):
+    return mistral3_4(config, outer)
   if config["model_type"].startswith("qwen3"):
     return qwen3_4(config, outer)
   given = config["text_config"]
@@ -132,6 +194,26 @@ def qwen3_4(config: dict, outer: dict) -> dict:
   vision = {k: v for k, v in config["vision_config"].items() if k not in ("dtype", "rope_parameters")}
   return {**outer, "text_config": text, "vision_config": vision | dict(model_type=config["model_type"]),
           "transformers_version": "4.57.0"}
+
+
+def gemma4_4(config: dict, outer: dict) -> dict:
+  """Of Gemma 4, with what published folders have beside that."""
+  given, vision = config["text_config"], {k: v for k, v in config["vision_config"].items() if k != "dtype"}
+  text = {k: v for k, v in given.items() if k != "per_layer_config"} | dict(dtype="float32")
+  full = next(iter(given["per_layer_config"].values()))
+  text |= dict(global_head_dim=full["head_dim"], num_global_key_value_heads=full.get("num_key_value_heads"))
+  vision |= dict(rope_parameters=dict(rope_theta=100.0, rope_type="default"), default_output_length=280)
+  return {**outer, "text_config": text, "vision_config": vision, "vision_soft_tokens_per_image": 280,
+          "dtype": "float32", "transformers_version": "5.5.0.dev0"}
+
+
+def mistral3_4(config: dict, outer: dict) -> dict:
+  """Of Mistral Small 3.1 and Pixtral, whose files say rope_theta of both."""
+  text, vision = ({k: v for k, v in config[f"{part}_config"].items() if k not in ("dtype", "rope_parameters")}
+                  for part in ("text", "vision"))
+  return {**outer, "text_config": text | dict(rope_theta=config["text_config"]["rope_parameters"]["rope_theta"]),
+          "vision_config": vision | dict(rope_theta=10000.0), "torch_dtype": "float32",
+          "transformers_version": "4.50.0.dev0"}
 
 
 def load(folder: Path) -> torch.nn.Module:
@@ -169,17 +251,28 @@ def batch() -> tuple[dict[str, np.ndarray], list[list[np.ndarray]]]:
               text=rng.integers(3, START, (1, 9)).astype(np.int32)), pictures
 
 
+def images_of(name: str, pictures: list[np.ndarray]) -> dict:
+  """What transformers' forward takes for pictures, which have their sizes already."""
+  own = dict(image_mean=[0.5] * 3, image_std=[0.5] * 3) if name.startswith("qwen3") else {}
+  processor = Qwen2VLImageProcessorPil(do_resize=False, patch_size=PATCH, **own)
+  if name in ("mistral3", "pixtral"):
+    processor = PixtralImageProcessorPil(do_resize=False)
+  if name.startswith("gemma4"):
+    processor = Gemma4ImageProcessorPil(do_resize=False, patch_size=PATCH, pooling_kernel_size=2, max_soft_tokens=70)
+  seen = processor([Image.fromarray(picture) for picture in pictures], return_tensors="pt")
+  kept = ("pixel_values", "image_grid_thw", "image_position_ids", "image_sizes")
+  return {key: seen[key] for key in kept if key in seen}
+
+
 def inputs(name: str, data: dict[str, np.ndarray], pictures: list[list[np.ndarray]], rows: slice = slice(None)) -> dict:
   """What transformers' forward takes for some of the rows."""
   tokens, lengths, prefix = (torch.tensor(data[key][rows]).long() for key in ("tokens", "lengths", "prefix"))
-  own = dict(image_mean=[0.5] * 3, image_std=[0.5] * 3) if name.startswith("qwen3") else {}
-  processor = Qwen2VLImageProcessorPil(do_resize=False, patch_size=PATCH, **own)
-  seen = processor([Image.fromarray(picture) for row in pictures[rows] for picture in row], return_tensors="pt")
+  seen = images_of(name, [picture for row in pictures[rows] for picture in row])
   place = torch.arange(tokens.shape[1])[None]
   mask = place < lengths[:, None]
   labels = torch.where(mask & (place >= prefix[:, None]), tokens, -100)
-  return dict(input_ids=tokens, pixel_values=seen["pixel_values"], image_grid_thw=seen["image_grid_thw"],
-              attention_mask=mask.long(), labels=labels, use_cache=False, mm_token_type_ids=(tokens == IMAGE).int())
+  return dict(input_ids=tokens, **seen, attention_mask=mask.long(), labels=labels, use_cache=False,
+              mm_token_type_ids=(tokens == IMAGE).int())
 
 
 GRADIENTS = ("language_model.layers.0.self_attn.q_proj.weight", "visual.patch_embed.proj.weight",
@@ -189,7 +282,20 @@ GRADIENTS = ("language_model.layers.0.self_attn.q_proj.weight", "visual.patch_em
              "visual.blocks.0.mlp.linear_fc1.weight", "visual.merger.linear_fc1.weight",
              "visual.deepstack_merger_list.1.norm.weight", "visual.deepstack_merger_list.1.linear_fc1.weight",
              "visual.deepstack_merger_list.0.linear_fc2.bias", "language_model.layers.0.linear_attn.in_proj_qkv.weight",
-             "language_model.layers.2.linear_attn.A_log")
+             "language_model.layers.2.linear_attn.A_log", "vision_tower.patch_embedder.input_proj.weight",
+             "vision_tower.patch_embedder.position_embedding_table",
+             "vision_tower.encoder.layers.0.self_attn.q_proj.linear.weight",
+             "vision_tower.encoder.layers.1.self_attn.v_proj.linear.weight",
+             "vision_tower.encoder.layers.1.input_layernorm.weight",
+             "vision_tower.encoder.layers.0.self_attn.q_norm.weight",
+             "vision_tower.encoder.layers.0.mlp.gate_proj.linear.weight", "embed_vision.embedding_projection.weight",
+             "vision_tower.patch_conv.weight", "vision_tower.ln_pre.weight",
+             "vision_tower.transformer.layers.0.attention.q_proj.weight",
+             "vision_tower.transformer.layers.1.ffn_norm.weight",
+             "vision_tower.transformer.layers.0.feed_forward.gate_proj.weight", "multi_modal_projector.norm.weight",
+             "multi_modal_projector.patch_merger.merging_layer.weight", "multi_modal_projector.linear_1.weight",
+             "multi_modal_projector.linear_2.bias", "language_model.embed_tokens_per_layer.weight",
+             "language_model.per_layer_model_projection.weight")
 
 
 def make(name: str) -> None:
@@ -204,9 +310,11 @@ def make(name: str) -> None:
   out.loss.backward()
   real = np.arange(data["tokens"].shape[1]) < data["lengths"][:, None]
   logits = out.logits.detach().numpy() * real[..., None]
-  positions, _ = model.model.get_rope_index(given["input_ids"], mm_token_type_ids=given["mm_token_type_ids"],
-                                            image_grid_thw=given["image_grid_thw"],
-                                            attention_mask=given["attention_mask"])
+  if name.startswith("qwen"):
+    positions, _ = model.model.get_rope_index(given["input_ids"], mm_token_type_ids=given["mm_token_type_ids"],
+                                              image_grid_thw=given["image_grid_thw"],
+                                              attention_mask=given["attention_mask"])
+    data["positions"] = positions.permute(1, 2, 0).numpy().astype(np.int32) * real[..., None]
   parameters = {k.removeprefix("model."): p for k, p in model.named_parameters()}
   names = [k for k in GRADIENTS if k in parameters]
   gradients = {f"gradient_{i}": parameters[k].grad.numpy() for i, k in enumerate(names)}
@@ -229,7 +337,6 @@ def make(name: str) -> None:
 
   versions = f"transformers {transformers.__version__}, torch {torch.__version__}"
   np.savez_compressed(folder / "reference.npz", **data, logits=logits, text_logits=of_text.numpy(),
-                      positions=positions.permute(1, 2, 0).numpy().astype(np.int32) * real[..., None],
                       loss=out.loss.item(), gradient_names=["model." + k for k in names], versions=versions,
                       **gradients)
   print(f"{name}: {sum(f.stat().st_size for f in folder.iterdir())} bytes, |logits| up to {np.abs(logits).max():.2f}, "

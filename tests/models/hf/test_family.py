@@ -234,7 +234,7 @@ def test_gemma3_rotates_its_layers_differently():
     (LLAMA, dict(model_type="kimi_linear", auto_map={"AutoModel": "x.Y"}), "(auto_map) is never run"),
     (LLAMA, dict(model_type="llava_next", text_config={}), "is 'llava_next', a model of images or sound and text that "
      "cannot be computed here; its text part alone would be another model. Those that can be read: paligemma, gemma3, "
-     "llava, qwen2_vl, qwen2_5_vl, qwen3_vl, qwen3_vl_moe, qwen3_5, qwen3_5_moe, smolvlm, idefics3."),
+     "llava, qwen2_vl, qwen2_5_vl, qwen3_vl, qwen3_vl_moe, qwen3_5, qwen3_5_moe, smolvlm, idefics3, gemma4, mistral3."),
     (LLAMA, dict(model_type="something_new", vision_config={}), "a model of images or sound and text"),
 ])
 def test_refusals_name_key_and_value(config, changes, message):
@@ -275,7 +275,7 @@ def test_every_attribute_of_transformers_classes_is_known(model_type):
     family, source = rule.family, Source(config["text_config"], "c.json: text_config")
     family.read_source(source)
     known = source._asked | INERT | DROPOUT | family.inert
-  if model_type.endswith(("vision_model", "vision")):
+  if model_type.endswith(("vision_model", "vision", "pixtral")):
     rule = next(rule for rule in family.keys if isinstance(rule, images.VisionConfig))
     inner, tower = rule._open(source)
     family_module.check_kind(inner, images.VISION_INERT)

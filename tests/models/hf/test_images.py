@@ -83,7 +83,7 @@ def test_every_wrapper_and_tower_has_a_reference():
   assert {keys["vision.tower"] for keys in read_keys} == {"siglip", "clip"}
   names = {families.find(content_of(name), name).model_types for name in CASES}
   native = {(name,) for name in ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5",
-                                  "qwen3_5_moe")}  # see test_native.py
+                                  "qwen3_5_moe", "gemma4", "mistral3")}  # see test_native.py
   assert names == {wrapper.model_types for wrapper in families.WRAPPERS} - native
 
 

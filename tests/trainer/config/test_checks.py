@@ -142,7 +142,13 @@ def test_a_run_of_an_older_version_goes_on_where_new_keys_have_their_defaults():
   saved = json.loads(checks.to_json(first))
   del saved["model"]["qk_norm"], saved["optimizer"]["momentum"], saved["model"]["layer_pattern"]
   saved["tokenizer"]["add_bos"], saved["gone"] = True, 1
+  saved["optimizer"]["wd_mults"] = [[r".*(scale|bias|embedding|A_log|sinks|xielu/\w+)$", 0.0]]
   assert checks.differences(saved, first) == ["gone: 1 -> (absent)"]  # and a default may be a tuple
+  first.optimizer.wd_mults = ((".*bias$", 0.0),)
+  assert len(checks.differences(saved, first)) == 2
+  saved["optimizer"]["wd_mults"], first.optimizer.wd_mults = [], defaults().optimizer.wd_mults
+  assert len(checks.differences(saved, first)) == 2
+  del saved["optimizer"]["wd_mults"]
   first.model.qk_norm = not first.model.qk_norm
   assert checks.differences(saved, first)[1:] == [f"model.qk_norm: (absent) -> {first.model.qk_norm}"]
   folder = checks.resolve(minimal(tokenizer=dict(type="hf", path="x")))

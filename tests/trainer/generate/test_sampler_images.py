@@ -21,7 +21,11 @@ CASES = {
     "prefix": (dict(window=6, layer_pattern=("local", "global")), dict(attention="prefix")),
     "image": (dict(window=5, layer_pattern=("local",)), dict(attention="image")),
     "causal, CLIP": ({}, dict(attention="causal", tower="clip", feature_layer=-1, projector="mlp")),
+    "tiles": (dict(window=3, layer_pattern=("local", "global"), per_layer_size=4), dict(
+        attention="local_image", tower="gemma4", image_size=4, patch_size=2, projector="mean", activation="geglu",
+        position_grid=140, max_pixels=70 * 16)),
 }
+SLOW = pytest.param("tiles", marks=pytest.mark.slow)
 STOPS = (3, 4, 5, 6)
 
 
@@ -50,10 +54,12 @@ def teacher_forced(model, params, prompts, images, completions, prefixes=None, t
   layout = image_tokens.layout_of(model)
   texts = [np.concatenate([prompts[c.prompt], c.ids]) for c in completions]
   width = max(map(len, texts))
-  batch = image_tokens.empty(layout, len(texts), width, image_tokens.slots(max(map(len, images))))
-  for row, (c, text) in enumerate(zip(completions, texts, strict=True)):
-    prefix = len(prompts[c.prompt]) if prefixes is None else prefixes[c.prompt]
-    image_tokens.put(layout, batch, image_tokens.of_text(layout, text, images[c.prompt], prefix, "text"), row)
+  prefixes = [*map(len, prompts)] if prefixes is None else prefixes
+  parts = [image_tokens.of_text(layout, text, images[c.prompt], prefixes[c.prompt], "text")
+           for c, text in zip(completions, texts, strict=True)]
+  batch = image_tokens.empty(layout, len(texts), width, max(len(part.images) for part in parts))
+  for row, part in enumerate(parts):
+    image_tokens.put(layout, batch, part, row)
   batch["tokens"] = tokens = np.stack([np.pad(text, (0, width - len(text))) for text in texts])
   batch["segment_ids"] = np.stack([np.arange(width) < len(text) for text in texts]).astype(np.int32)
   hidden = jax.jit(model.apply)(params, batch).hidden
@@ -64,7 +70,7 @@ def teacher_forced(model, params, prompts, images, completions, prefixes=None, t
       (c, len(prompts[c.prompt]) - 1) for c in completions)]
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", [*list(CASES)[:3], SLOW])
 def test_logprobs_equal_teacher_forced_ones(name):
   """I9 with images: two in a prompt, one, and none, each prompt with its own."""
   model, params = case(name)
@@ -128,7 +134,7 @@ def test_what_follows_the_beginning_of_a_text_is_read_in_one_direction():
 
 
 @pytest.mark.parametrize("name", ["prefix", *(pytest.param(name, marks=pytest.mark.slow) for name in (
-    "image", "causal, CLIP"))])
+    "image", "causal, CLIP")), SLOW])
 def test_texts_about_images_that_are_kept_go_on(name):
   """A further turn, in chunks; not from the same text about other images, nor from one that was read otherwise."""
   model, params = case(name)
