@@ -6,6 +6,7 @@ that it wrote is found again.
 
 import json
 import re
+import uuid
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -68,6 +69,25 @@ def without_calls(text: str) -> str:
   if bare(text):
     return ""
   return _TAGGED.sub("", text).partition("[TOOL_CALLS]")[0].strip()
+
+
+def message_of(text: str, find: Callable[[str], list[ToolCall]] | None, raw: str | None = None) -> dict:
+  """The assistant's message of a completion, as OpenAI's protocol has it: with `tool_calls` where there are some and
+  each can be read.
+
+  Args:
+    text: the completion.
+    find: finds calls in it; None: it has none.
+    raw: the same with its special tokens, if the text is without.
+  """
+  raw = text if raw is None else raw
+  calls = [] if find is None else find(raw)
+  if not calls or any(call.problem is not None for call in calls):
+    return {"role": "assistant", "content": text}
+  # Some templates ask for an id of nine characters.
+  told = [{"id": call.id or uuid.uuid4().hex[:9], "type": "function", "function": {
+      "name": call.name or "", "arguments": json.dumps(call.arguments, ensure_ascii=False)}} for call in calls]
+  return {"role": "assistant", "content": without_calls(raw) or None, "tool_calls": told}
 
 
 def find_format(name: str, template: ChatTemplate | None, tool: dict) -> Callable[[str], list[ToolCall]]:

@@ -156,6 +156,10 @@ class Printed:
     new, self._shown = text[len(self._shown):], text
     return new
 
+  def with_special(self) -> str:
+    """The text of all parts, with its special tokens."""
+    return self._stop.text(joined(self._parts), skip_special=False)
+
 
 def printed(tokenizer: Tokenizer, parts: Iterator[Completion], stop: StopStrings | None = None) -> Iterator[str]:
   """The text of one completion, piece by piece; see `Printed`."""

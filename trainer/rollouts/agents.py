@@ -18,11 +18,9 @@ import dataclasses
 import functools
 import inspect
 import itertools
-import json
 import queue
 import re
 import threading
-import uuid
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
 from typing import Any, NamedTuple
@@ -204,17 +202,9 @@ class _Talk:
 
   def message(self, text: str) -> dict:
     """The assistant's message of a completion, with the calls of tools in it."""
-    calls = [] if self._find_calls is None else self._find_calls(text)
-    if not calls or any(call.problem is not None for call in calls):
-      return {"role": "assistant", "content": text}
-    told = []
-    for call in calls:
-      # Some templates ask for an id of nine characters.
-      name, ident = call.name or "", call.id or uuid.uuid4().hex[:9]
-      self._names[ident] = name
-      told.append({"id": ident, "type": "function",
-                   "function": {"name": name, "arguments": json.dumps(call.arguments, ensure_ascii=False)}})
-    return {"role": "assistant", "content": tool_formats.without_calls(text) or None, "tool_calls": told}
+    message = tool_formats.message_of(text, self._find_calls)
+    self._names |= {call["id"]: call["function"]["name"] for call in message.get("tool_calls", ())}
+    return message
 
   def cancel(self) -> None:
     """Ends the agent, if it still runs: a coroutine is cancelled, a thread has its request refused."""

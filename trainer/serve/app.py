@@ -12,6 +12,9 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
+from input_pipeline import once
+from input_pipeline.chat import tool_formats
+from input_pipeline.chat.tool_formats import ToolCall
 from trainer.errors import ConfigError, DataError
 from trainer.generate.command import Loaded, Printed
 from trainer.generate.stop_strings import StopStrings
@@ -71,6 +74,8 @@ class Server:
         body = await _json(request)
         asked = protocol.read(body, chat, self._loaded.prompter.stop_ids)
         prompts = self._prompts(body, chat)
+        if chat and body.get("tools") and body.get("tool_choice") != "none":
+          asked = asked._replace(find_calls=self._find_calls(body["tools"][0]))
         for ids in prompts:
           self._engine.check(ids, asked.max_new_tokens)
         stop = StopStrings(self._loaded.tokenizer, asked.how.stop, asked.keep_stop)
@@ -98,6 +103,18 @@ class Server:
       raise BadRequest("messages: allowed: a list of objects with role and content.", "messages")
     protocol.mapping(body, "chat_template_kwargs")
     return [prompter.request({key: body[key] for key in protocol.CONVERSATION if key in body}).ids]
+
+  def _find_calls(self, tool: dict) -> Callable[[str], list[ToolCall]] | None:
+    """What finds calls in completions of a model that is shown such tools; None: how it writes them is not known."""
+    inner = tool.get("function", tool)
+    if not isinstance(inner, dict) or not isinstance(inner.get("name"), str):
+      raise BadRequest("tools: each has a function with a name.", "tools")
+    tool = {"type": "function", "function": inner}
+    try:
+      return tool_formats.find_format("auto", self._loaded.prompter.template, tool)
+    except ConfigError as error:
+      once.warning("Calls of tools are told as text: %s", error)
+      return None
 
   async def _generate(self, prompts: list[np.ndarray], asked: protocol.Asked) -> AsyncGenerator[tuple[int, Any]]:
     """(choice, part) as they come; raises what ended them."""

@@ -6,11 +6,13 @@ those of the tokens that were drawn, of softmax(logits / temperature) over the w
 
 import time
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 
+from input_pipeline.chat import tool_formats
+from input_pipeline.chat.tool_formats import ToolCall
 from trainer.generate.command import Printed
 from trainer.generate.completion import Completion
 from trainer.serve.engine import How
@@ -51,6 +53,8 @@ class Asked(NamedTuple):
   logprobs: bool
   token_ids: bool
   keep_stop: bool
+  # What finds calls of tools in a completion; None: it has none.
+  find_calls: Callable[[str], list[ToolCall]] | None = None
 
 
 def read(body: Any, chat: bool, stop_ids: Sequence[int]) -> Asked:
@@ -139,13 +143,24 @@ class Choice:
     self.reused = 0  # tokens of the prompt that were kept
     self.finish_reason: str | None = None
     self.stop_reason: str | None = None  # the stop string that ended it
+    self._text = ""
 
   def add(self, part: Completion) -> tuple[str, list[int], list[float]]:
     """(what of the text is new, the tokens, their log-probs)."""
     self.ids += part.ids.tolist()
     self.reused = part.reused
     self.finish_reason, self.stop_reason = part.finish_reason or None, part.stop_reason
-    return self._printed.add(part), part.ids.tolist(), [float(x) for x in part.full_logprobs]
+    text = self._printed.add(part)
+    self._text += text
+    return text, part.ids.tolist(), [float(x) for x in part.full_logprobs]
+
+  def message(self, text: str, asked: Asked) -> dict[str, Any]:
+    """The assistant's, of which `text` is new; where tools may be called, all of it once it has ended."""
+    if asked.find_calls is None:
+      return {"role": "assistant", "content": text}
+    if self.finish_reason is None:
+      return {"role": "assistant", "content": ""}
+    return tool_formats.message_of(self._text, asked.find_calls, self._printed.with_special())
 
   def logprobs(self, chat: bool, ids: Sequence[int], values: Sequence[float]) -> dict[str, Any]:
     """In the form of each kind of response."""
@@ -186,7 +201,11 @@ class Responses:
                              "stop_reason": choice.stop_reason,
                              "logprobs": choice.logprobs(self._chat, ids, values) if self._asked.logprobs else None}
     if self._chat:
-      found["delta" if stream else "message"] = {"role": "assistant", "content": text}
+      message = choice.message(text, self._asked)
+      if calls := message.get("tool_calls"):
+        found["finish_reason"] = "tool_calls" if choice.finish_reason == "stop" else choice.finish_reason
+        message["tool_calls"] = [{"index": n, **call} for n, call in enumerate(calls)] if stream else calls
+      found["delta" if stream else "message"] = message
     else:
       found["text"] = text
     if self._asked.token_ids:

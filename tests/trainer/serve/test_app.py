@@ -17,11 +17,15 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from input_pipeline.chat.template import load_template
+from input_pipeline.tokenizer.tokenizer import BytesTokenizer
 from tests import tiny
+from tests.tiny import ROOT
 from tests.trainer.serve import servers
 from trainer.distributed import mesh as mesh_lib
 from trainer.errors import ConfigError
 from trainer.generate import command as generate
+from trainer.generate.completion import Completion
 from trainer.generate.sampler import Sampler
 from trainer.serve import command, protocol
 from trainer.serve.app import Server
@@ -260,6 +264,40 @@ def test_of_a_conversation_that_is_kept_only_what_is_new_is_run(direct):
   engine.close()
 
 
+WEATHER = {"type": "function", "function": {"name": "weather", "parameters": {"type": "object", "properties": {}}}}
+
+
+@pytest.mark.parametrize("text, content, calls, end", [
+    ('Sure. <tool_call>\n{"name": "weather", "arguments": {"city": "Zürich"}}\n</tool_call>', "Sure.",
+     [("weather", '{"city": "Zürich"}')], "tool_calls"),
+    ('<tool_call>{"name": "weather", "arguments": {}}</tool_call><tool_call>{"name": "f", "arguments": {"x": 1}}'
+     '</tool_call>', None, [("weather", "{}"), ("f", '{"x": 1}')], "tool_calls"),
+    ("<tool_call>{weather}</tool_call>", "<tool_call>{weather}</tool_call>", [], "stop"),
+    ("It is sunny.", "It is sunny.", [], "stop"),
+])
+def test_calls_of_tools_are_told_as_openai_tells_them(text, content, calls, end):
+  tokenizer, template = BytesTokenizer(), load_template(ROOT / "input_pipeline" / "chat" / "templates" / "qwen3.jinja")
+  server = Server(None, SimpleNamespace(prompter=SimpleNamespace(template=template)), "tiny", "")
+  asked = protocol.read(dict(messages=[], tools=[WEATHER]), True, [])._replace(find_calls=server._find_calls(WEATHER))
+  responses, ids = protocol.Responses(True, "tiny", "", asked, [np.arange(3)]), [*text.encode(), tokenizer.eos_id]
+  halves = [Completion(0, 0, np.array(part, np.int32), *[np.zeros(len(part), np.float32)] * 2, finish_reason=reason)
+            for part, reason in ((ids[:9], ""), (ids[9:], "stop"))]
+
+  def choice():
+    return protocol.Choice(0, tokenizer, generate.Printed(tokenizer))
+
+  whole, streamed = choice(), choice()
+  told = responses.whole({0: [whole.add(part) for part in halves]}, [whole])["choices"][0]
+  first, last = (responses.event(streamed, *streamed.add(part))["choices"][0] for part in halves)
+  assert first["delta"] == {"role": "assistant", "content": ""} and first["finish_reason"] is None
+  for said, reason in ((told["message"], told["finish_reason"]), (last["delta"], last["finish_reason"])):
+    assert said["content"] == content and reason == end
+    functions = [call["function"] for call in said.get("tool_calls", [])]
+    assert [(f["name"], f["arguments"]) for f in functions] == calls
+    assert all(call["type"] == "function" and call["id"] for call in said.get("tool_calls", []))
+  assert [call["index"] for call in last["delta"].get("tool_calls", [])] == list(range(len(calls)))
+
+
 @pytest.mark.parametrize("path, body, key, says", [
     ("/v1/completions", dict(prompt="a", max_tokens=0), "max_tokens", "a whole number from 1"),
     ("/v1/completions", dict(prompt="a", temperature="hot"), "temperature", "allowed: a number from 0 to 100"),
@@ -282,6 +320,7 @@ def test_of_a_conversation_that_is_kept_only_what_is_new_is_run(direct):
         name="add"))]), "messages", "the tool 'add' is left out by"),
     ("/v1/chat/completions", dict(messages=[dict(role="user", content="a")], chat_template_kwargs=dict(messages=[])),
      "messages", "chat_template_kwargs.messages cannot be set there"),
+    ("/v1/chat/completions", dict(messages=[dict(role="user", content="a")], tools="weather"), "messages", "tools is"),
     ("/v1/chat/completions", dict(messages=[dict(content="a")]), "messages", "messages[0] has no 'role'"),
     ("/v1/load_weights", dict(path="/no/such/folder"), "path", "/no/such/folder"),
     ("/v1/completions", {}, None, "is no JSON"),
