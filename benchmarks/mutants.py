@@ -1,6 +1,6 @@
 """Small faults planted in the program, one at a time: which of them do the tests notice?
 
-    python -m benchmarks.mutants [--room trainer/checkpoints …] [--only REGEX] [--jobs 2] [--limit 600] [--again]
+    python -m benchmarks.mutants [--room trainer/checkpoints …] [--only REGEX] [--new | --again] [--slow] [--jobs 2]
     python -m benchmarks.mutants --list
 
 benchmarks/mutants.json has a fault a line: the file, what stands there exactly once (`old`), what is put in its place
@@ -11,8 +11,9 @@ the tests that are named run first, then those of the file, until one fails. A f
 anything is planted the tests must pass without (--trust: they are believed to).
 
 What noticed a fault, when, and at which commit is kept in benchmarks/mutants_results.json. A fault that was noticed
-there is not planted again (--again: it is), unless its `old`, `new` or `file` has changed since; those of the rooms of
-which the least is known come first. The table at the end has, by room, how many there are, how many were planted, and
+there is not planted again (--again: it is; --new: nor is one that was planted and not noticed), unless its `old`, `new`
+or `file` has changed since; the next is always one of the room of which the least is known then. Slow tests are run
+where they are named, or with --slow. The table at the end has, by room, how many there are, how many were planted, and
 the share noticed; below it what nothing noticed, and what was never planted as it stands now.
 """
 
@@ -20,6 +21,7 @@ import argparse
 import collections
 import contextlib
 import datetime
+import functools
 import hashlib
 import json
 import os
@@ -102,12 +104,12 @@ def copied(root: Path) -> Iterator[Path]:
     yield Path(folder)
 
 
-def run_tests(tree: Path, runs: list[str], cache: str, limit: float) -> str:
+def run_tests(tree: Path, runs: list[str], cache: str, limit: float, slow: bool = False) -> str:
   """What noticed something: "" if all tests pass, else the first that failed, or that they took too long."""
   end = time.monotonic() + limit
   for arguments in runs:
     file, _, expression = arguments.partition(" -k ")
-    chosen = ["-k", expression] if expression else ["-m", "not slow"]  # what is named may be slow
+    chosen = ["-k", expression] if expression else [] if slow else ["-m", "not slow"]  # what is named may be slow
     command = [sys.executable, "-m", "pytest", "-o", "addopts=", "-q", "-x", "-n", "0", "--tb=no", "-p",
                "no:cacheprovider", f"--timeout={limit:.0f}", file, *chosen]
     process = subprocess.Popen(
@@ -129,9 +131,14 @@ def run_tests(tree: Path, runs: list[str], cache: str, limit: float) -> str:
   return ""
 
 
-def plant_all(faults: list[Fault], jobs: int, cache: str, limit: float,
+def plant_all(faults: list[Fault], jobs: int, tests: Callable[[Path, list[str]], str],
               tell: Callable[[Fault, str, float], None]) -> None:
-  """Plants each fault in one of `jobs` copies and tells what noticed it ("": nothing) and how many seconds it took."""
+  """Plants each fault in one of `jobs` copies and tells what noticed it ("": nothing) and how many seconds it took.
+
+  Raises:
+    RuntimeError: tests could not be run; after those of all the other faults.
+  """
+  failures: list[str] = []
   with contextlib.ExitStack() as stack, ThreadPoolExecutor(jobs) as pool:
     free = [stack.enter_context(copied(ROOT)) for _ in range(jobs)]
 
@@ -140,12 +147,17 @@ def plant_all(faults: list[Fault], jobs: int, cache: str, limit: float,
       file, text = tree / fault.file, fault.plant(tree)
       # Python takes a compiled file for that of a source with the same size and second of change.
       os.utime(file, (number, number))
-      tell(fault, run_tests(tree, fault.runs(tree), cache, limit), time.monotonic() - start)
+      try:
+        tell(fault, tests(tree, fault.runs(tree)), time.monotonic() - start)
+      except RuntimeError as error:
+        failures.append(f"{fault.file}: {fault.what}: {error}")
       file.write_text(text, encoding="utf-8")
       free.append(tree)
 
     for planted in [pool.submit(one, number, fault) for number, fault in enumerate(faults, 1)]:
       planted.result()
+  if failures:
+    raise RuntimeError("\n".join(failures))
 
 
 Results = dict[str, dict[str, str]]
@@ -181,12 +193,16 @@ def table(faults: list[Fault], results: Results) -> str:
   return "\n".join(lines)
 
 
-def to_plant(faults: list[Fault], results: Results) -> list[Fault]:
-  """Those that were never noticed, from rooms of which the least is known on."""
+def to_plant(faults: list[Fault], results: Results, new: bool = False) -> list[Fault]:
+  """Those never noticed, or never planted (`new`): always one of the room of which the least is known then."""
   known = collections.Counter(fault.room for fault in faults if fault.place in results)
   of_room = collections.Counter(fault.room for fault in faults)
-  left = [fault for fault in faults if not results.get(fault.place, {}).get("noticed")]
-  return sorted(left, key=lambda fault: (known[fault.room] / of_room[fault.room], fault.room))
+  left = [fault for fault in faults if fault.place not in results or not (new or results[fault.place]["noticed"])]
+  share = {}
+  for fault in left:
+    share[fault.place] = known[fault.room] / of_room[fault.room]
+    known[fault.room] += 1
+  return sorted(left, key=lambda fault: (share[fault.place], fault.room))
 
 
 def main() -> None:
@@ -195,7 +211,10 @@ def main() -> None:
   parser.add_argument("--only", default="", help="a regex over the file and what is then wrong")
   parser.add_argument("--jobs", type=int, default=1)
   parser.add_argument("--limit", type=float, default=600.0)
-  parser.add_argument("--again", action="store_true")
+  which = parser.add_mutually_exclusive_group()
+  which.add_argument("--new", action="store_true")
+  which.add_argument("--again", action="store_true")
+  parser.add_argument("--slow", action="store_true")
   parser.add_argument("--list", action="store_true")
   parser.add_argument("--trust", action="store_true")
   args = parser.parse_args()
@@ -208,26 +227,28 @@ def main() -> None:
       sys.exit("\n".join(problems))
     tests = sorted({run for fault in faults for run in fault.runs(tree)})
   print(f"{len(faults)} faults can be planted, for {len(tests)} runs of tests to notice", flush=True)
-  results, lock = read_results(), threading.Lock()
+  lock = threading.Lock()
   commit = subprocess.run(["git", "rev-parse", "--short=10", "HEAD"], cwd=ROOT, capture_output=True, text=True,
                           check=True).stdout.strip()
 
   def tell(fault: Fault, noticed: str, seconds: float) -> None:
     with lock:
+      results = read_results()  # anew, since another command may have written there
       results[fault.place] = dict(file=fault.file, what=fault.what, noticed=noticed,
                                   date=datetime.date.today().isoformat(), commit=commit)
       write_results(results)
       print(f"{seconds:5.0f} s  {fault.file}: {fault.what}: {noticed or 'UNNOTICED'}", flush=True)
 
   if not args.list:
-    faults_now = faults if args.again else to_plant(faults, results)
+    faults_now = faults if args.again else to_plant(faults, read_results(), args.new)
     with tempfile.TemporaryDirectory(prefix="weft-mutants-cache-") as cache, copied(ROOT) as tree:
       tests = sorted({run for fault in faults_now for run in fault.runs(tree)})
-      failed = [] if args.trust else [failed for run in tests if (failed := run_tests(tree, [run], cache, args.limit))]
+      of = functools.partial(run_tests, cache=cache, limit=args.limit, slow=args.slow)
+      failed = [] if args.trust else [failed for run in tests if (failed := of(tree, [run]))]
       if failed:
         sys.exit(f"Without any fault these fail: {', '.join(failed)}")
-      plant_all(faults_now, args.jobs, cache, args.limit, tell)
-  print("\n" + table(faults, results))
+      plant_all(faults_now, args.jobs, of, tell)
+  print("\n" + table(faults, read_results()))
 
 
 if __name__ == "__main__":

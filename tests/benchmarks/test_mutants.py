@@ -31,6 +31,10 @@ def test_results_are_those_of_a_place_and_come_back(tmp_path, monkeypatch):
 def test_what_was_not_noticed_yet_is_planted_from_the_least_known_room_on():
   results = seen(FAULTS[0]) | seen(FAULTS[1], noticed="")
   assert mutants.to_plant(FAULTS, results) == [FAULTS[4], FAULTS[1], FAULTS[2], FAULTS[3]]
+  assert mutants.to_plant(FAULTS, results, new=True) == [FAULTS[4], FAULTS[2], FAULTS[3]]
+  assert mutants.to_plant(FAULTS, {}) == [FAULTS[4], *FAULTS[:4]]
+  more = [*FAULTS, Fault("models/b.py", "x", "z", "another")]
+  assert mutants.to_plant(more, {}) == [FAULTS[4], FAULTS[0], FAULTS[1], more[5], FAULTS[2], FAULTS[3]]
 
 
 def test_the_table_counts_what_was_planted():

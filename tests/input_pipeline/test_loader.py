@@ -123,6 +123,13 @@ def test_counters_are_the_counts(tmp_path):
   assert (ids[24:54] == 0).sum() == 5 and (ids[:24] == 0).sum() == 12
 
 
+def test_an_epoch_is_as_many_rows_as_all_sources_have(tmp_path):
+  c = config(tmp_path, packing="none")
+  c.seq_len = 64  # a row for each document
+  data = make(c, tmp_path)
+  assert data.rows_per_epoch == 30 + 12 and data.epoch(7) == 1.0
+
+
 def test_mixture_by_tokens_gives_trained_tokens_in_proportion(tmp_path):
   (tmp_path / "long.txt").write_text("long " * 400)
   (tmp_path / "short.txt").write_text("ab\n" * 200)

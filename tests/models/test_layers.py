@@ -41,6 +41,19 @@ def test_norm_is_computed_in_float32():
   np.testing.assert_array_equal(norm(x).astype(jnp.float32), expected.astype(np.float32))
 
 
+@pytest.mark.parametrize("kind", ["rmsnorm", "layernorm"])
+def test_norms_of_bfloat16_are_rounded_once(kind):
+  """A mean, a length or a scale in between that is bfloat16 too would move a third of them, or more."""
+  rng = np.random.default_rng(0)
+  x, scale = jnp.asarray(3 * rng.normal(size=(64, 128)), jnp.bfloat16), rng.uniform(0.5, 2.0, 128)
+  norm = layers.Norm(SCOPE, 128, kind=kind, eps=1e-6, plus_one=False)
+  norm.scale = nnx.Param(jnp.asarray(scale, jnp.float32))
+  y = np.asarray(x, np.float64)
+  y = y - y.mean(-1, keepdims=True) if kind == "layernorm" else y
+  expected = jnp.asarray(y / np.sqrt((y**2).mean(-1, keepdims=True) + 1e-6) * scale, jnp.bfloat16)
+  assert np.mean(np.asarray(norm(x) != expected)) < 0.01
+
+
 @pytest.mark.parametrize("dtype", [None, jnp.float32])
 def test_few_rows_are_multiplied_by_a_kernel_where_it_lies(dtype):
   """The product is [out, rows], of the kernel as it is kept: XLA for CPU reads that without packing it."""
@@ -184,3 +197,18 @@ def test_each_adapter_on_the_same_input_has_a_dropout_of_its_own():
   for i, j in ((0, 1), (0, 2), (1, 2)):
     assert 0.45 < (kept[i] == kept[j]).mean() < 0.55
   np.testing.assert_array_equal(made[1](jnp.ones((4, 16, 64)), key), kept[1])
+
+
+def test_dora_s_lengths_are_constants_to_the_gradient():
+  """DoRA (arXiv 2402.09353, section 4.3): y = m x (W + AB) / |W + AB|, of whose length no gradient comes; by hand, in
+  float64: that of B is Aᵀ xᵀ dy · m / |W + AB|."""
+  scope = dataclasses.replace(SCOPE, lora=Lora(rank=2, scale=1.0, targets=(".*",), dropout=0.0, dora=True))
+  linear = layers.Linear(scope / "q", 5, 3, std=1.0, bias=False)
+  rng = np.random.default_rng(0)
+  w, a, b, x, dy = (rng.normal(size=shape) for shape in ((5, 3), (5, 2), (2, 3), (4, 5), (4, 3)))
+  linear.kernel[...], linear.lora_a[...], linear.lora_b[...] = (jnp.float32(part) for part in (w, a, b))
+  graph, params = nnx.split(linear)
+  value, gradient = jax.value_and_grad(lambda p: jnp.sum(nnx.merge(graph, p)(jnp.float32(x)) * dy))(params)
+  factor = np.linalg.norm(w, axis=0) / np.linalg.norm(w + a @ b, axis=0)
+  assert value == pytest.approx(np.sum(x @ (w + a @ b) * factor * dy), rel=1e-5)
+  np.testing.assert_allclose(gradient["lora_b"][...], a.T @ x.T @ (dy * factor), rtol=1e-4, atol=1e-5)

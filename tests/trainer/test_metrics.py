@@ -1,6 +1,9 @@
 """Means add up as sums and weights."""
 
-from trainer.metrics import Mean, to_floats
+import jax.numpy as jnp
+import pytest
+
+from trainer.metrics import Max, Mean, to_floats
 
 
 def test_means_add_as_sums_and_weights():
@@ -10,3 +13,12 @@ def test_means_add_as_sums_and_weights():
 
 def test_a_mean_of_no_weight_has_no_value():
   assert to_floats({"x": Mean(0.0, 0.0), "y": 3}) == {"y": 3.0}
+
+
+@pytest.mark.parametrize("sign", [1, -1])
+def test_the_largest_of_nothing_is_left_out(sign):
+  """A value without a weight is that of padding, however large it is."""
+  some, nothing = Max(jnp.float32(-3.0), 2.0, sign), Max(jnp.float32(0.0), 0.0, sign)
+  for total in (some + nothing, nothing + some, some + Max(jnp.float32(-5.0), 1.0, sign)):
+    assert to_floats({"x": total}) == {"x": sign * -3.0}
+  assert to_floats({"x": nothing + nothing}) == {}

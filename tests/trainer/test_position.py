@@ -87,7 +87,9 @@ def test_every_row_once_an_epoch_whatever_the_batch_sizes_were(documents, straig
   sizes = []
   for size, steps in starts:
     sizes += [size] * (steps - len(sizes))
-    train(config(documents, tmp_path / "seen", size, steps), tmp_path / "w")
+    c = config(documents, tmp_path / "seen", size, steps)
+    c.update(ckpt_steps=1, keep_last=9)  # of all checkpoints the newest says where the data are
+    train(c, tmp_path / "w")
   texts = seen(tmp_path / "seen")
   assert [len(rows) for rows in texts] == sizes
   flat = sum(texts, [])
@@ -177,5 +179,6 @@ def test_a_rollout_is_trained_on_as_it_was_begun_and_each_prompt_is_drawn_once(t
   assert [len(group) for group in drawn] == [4, 4, 3, 3, 3, 3]
   assert len(set(sum(drawn, []))) == 20
   assert ended.data.epoch(8) == 20 / 40
+  assert ended.data.batch_range(8) == (20, 3)  # of which the length of a run in epochs is made
   epochs = [row["epoch"] for row in read_rows(tmp_path / "w" / "metrics.jsonl") if "epoch" in row]
   assert epochs == [4 / 40, 4 / 40, 8 / 40, 8 / 40, 11 / 40, 14 / 40, 17 / 40, 20 / 40]

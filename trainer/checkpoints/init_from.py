@@ -104,7 +104,7 @@ def first_params(origin: Origin, model: Any, target: Any, *, partial: bool = Fal
     if names:
       sources.append(f"{len(names)} arrays from {what}")
 
-  if origin.path and not origin.fresh:
+  if origin.path:
     take(_from_run(origin, dict(wanted), partial=partial), origin.path)
   if origin.peft:
     trained = lora.trained(origin.model.lora.modules_to_save)

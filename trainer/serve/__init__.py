@@ -3,5 +3,5 @@
 `protocol` says what a request may ask and how it is answered, `engine` generates for all that wait at once, `app` is
 the ASGI application of both.
 
-May import: trainer.checkpoints, trainer.distributed, trainer.generate, trainer.startup, models.
+May import: trainer.checkpoints, trainer.distributed, trainer.generate, trainer.startup, input_pipeline, models.
 """

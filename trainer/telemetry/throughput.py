@@ -160,8 +160,8 @@ class Chrono:
     finally:
       end = time.perf_counter()
       self.phase, self.longest[kind] = outer, max(end - start, self.longest.get(kind, 0.0))
-      self._total[kind] = self._total.get(kind, 0.0) + end - start
       if outer == "step":  # else it is part of another pause
+        self._total[kind] = self._total.get(kind, 0.0) + end - start
         self._pauses.append((kind, start, end, running))
 
   def waited(self, seconds: float) -> None:

@@ -308,11 +308,14 @@ def test_rows_chosen_anew_with_more_room_go_on_as_before(name):
   assert jax.tree.map(jnp.shape, larger) == jax.tree.map(jnp.shape, model.empty_cache(4, LENGTH))
   _, expected = begin(model, params, dict(tokens=texts[:2, :2]), model.empty_cache(4, LENGTH), [1, 0])
   expected = jax.jit(model.resized_cache, static_argnums=2)(expected, np.array([0, 1, 4, 1]), 2)  # not less room
+  empty = [np.asarray(part[:, 2]) for part in jax.tree.leaves((larger.keys, larger.values))]
   for step in range(2, 6):
     tokens, active = texts[[1, 0, 0, 0], step], np.array([1, 1, 0, 1], bool)
     found, larger = decode_of(model)(params, tokens, active, larger)
     hidden, expected = decode_of(model)(params, tokens, active, expected)
     np.testing.assert_array_equal(found[active], hidden[active])
+  for before, part in zip(empty, jax.tree.leaves((larger.keys, larger.values)), strict=True):
+    np.testing.assert_array_equal(part[:, 2], before)
 
 
 def test_layers_with_a_window_keep_no_more_than_it():

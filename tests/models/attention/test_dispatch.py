@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from models.attention import blocked, mask
-from models.attention.dispatch import _spans, attention
+from models.attention.dispatch import _spans, attend_to_past, attention
 from tests.models.common import assert_isolated
 from tests.pairwise import covering
 
@@ -323,3 +323,15 @@ def test_sinks_are_a_term_of_the_denominator(window, impl, block):
 def test_rows_with_sinks_are_isolated_bit_for_bit():
   assert_isolated(functools.partial(attention, segment_ids=SEGMENTS, scale=0.3, block=5, sinks_H=SINKS), *inputs(),
                   SEGMENTS)
+
+
+def test_a_row_without_a_token_answers_nothing():
+  """While others are decoded; the other row is seen to in full."""
+  rng = np.random.default_rng(0)
+  q, k, v = (jnp.asarray(rng.normal(size=shape), jnp.float32) for shape in ((2, 1, 4, 8), (2, 2, 5, 8), (2, 2, 5, 8)))
+  out = attend_to_past(q, k, v, seen_BxS=jnp.array([[True] * 3 + [False] * 2, [False] * 5]),
+                       active_B=jnp.array([True, False]), scale=0.3)
+  scores = np.einsum("grk,gsk->grs", np.float64(q[0, 0]).reshape(2, 2, 8), np.float64(k[0, :, :3])) * 0.3
+  weights = np.exp(scores) / np.exp(scores).sum(-1, keepdims=True)
+  np.testing.assert_allclose(out[0, 0], np.einsum("grs,gsk->grk", weights, v[0, :, :3]).reshape(4, 8), atol=1e-6)
+  assert not out[1].any()

@@ -79,6 +79,18 @@ def test_yarn_keeps_fast_pairs_stretches_slow_ones_and_scales_the_rotation():
   assert np.all(np.diff(share) <= 1e-6) and len(np.unique(share.round(4))) > 2
 
 
+@pytest.mark.parametrize("truncate", [True, False])
+def test_yarn_stretches_between_the_pairs_that_turn_as_often_as_its_bounds_say(truncate):
+  """Pair p turns L θ^(-p / P) / 2π times within the original length L; the bounds are whole pairs unless config.json
+  says `truncate: false`, as in transformers' find_correction_range."""
+  scaling = RopeScaling("yarn", 8.0, 100, beta_fast=4.0, beta_slow=0.5, truncate=truncate)
+  low, high = (PAIRS * np.log(100 / (2 * np.pi * times)) / np.log(THETA) for times in (4.0, 0.5))
+  if truncate:
+    low, high = np.floor(low), np.ceil(high)
+  ramp = np.clip((np.arange(PAIRS) - low) / (high - low), 0, 1)
+  np.testing.assert_allclose(frequencies(scaling)[0][0, 0] / PLAIN, ramp / 8 + 1 - ramp, rtol=1e-5)
+
+
 def test_dynamic_scaling_starts_beyond_the_original_length_and_depends_on_the_document_alone():
   """Two documents in a row: the short one is as without scaling; the long one has its own base, padding none."""
   scaling = RopeScaling("dynamic", 2.0, original_positions=6)

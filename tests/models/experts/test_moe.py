@@ -133,6 +133,7 @@ def test_a_layer_equals_a_loop_over_tokens_and_experts(name):
   act = silu if "activation" not in moe else lambda x: x * np.asarray(jax.scipy.stats.norm.cdf(x), np.float64)
   real = SEGMENTS > 0
   np.testing.assert_allclose(np.asarray(y)[real], np_layer(p, x[real].astype(np.float64), moe, act), atol=2e-5)
+  assert "shared_size" in moe or not np.asarray(y)[~real].any()  # which no expert spends time on
 
 
 @pytest.mark.parametrize("name", LAYERS)

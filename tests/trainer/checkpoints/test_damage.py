@@ -235,3 +235,27 @@ def test_what_proves_damage(tmp_path):
   assert damage._proof(tmp_path, of_contents) == ""
   for name, proven in (("there", False), ("gone", True)):
     assert bool(damage._proof(tmp_path, ValueError(f'NOT_FOUND: local file "{tmp_path / name}"'))) == proven
+
+
+@pytest.mark.parametrize("mine, theirs, raised, says", [
+    (None, "", None, ""),
+    (None, damage.DAMAGED, Damaged, "is damaged as it is read by process 1"),
+    (None, damage.UNREAD, CheckpointError, "was not read by process 1"),
+    (Damaged("proof"), "", Damaged, "proof"),
+    (Damaged("proof"), damage.UNREAD, CheckpointError, "was not read by process 1"),  # it may be whole there
+    (CheckpointError("away"), damage.DAMAGED, CheckpointError, "away"),
+])
+def test_of_several_processes_the_worst_news_are_those_of_all(tmp_path, monkeypatch, mine, theirs, raised, says):
+  monkeypatch.setattr(damage.processes, "said_by_all", lambda kind: [kind, theirs, ""])
+
+  def read():
+    with damage.together(tmp_path):
+      if mine is not None:
+        raise mine
+
+  if raised is None:
+    read()
+  else:
+    with pytest.raises(CheckpointError, match=says) as found:
+      read()
+    assert type(found.value) is raised

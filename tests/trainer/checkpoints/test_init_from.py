@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import logging
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -11,6 +12,7 @@ import pytest
 from safetensors.numpy import load_file
 
 from input_pipeline.tokenizer.tokenizer import load_tokenizer
+from models import hf
 from tests import tiny
 from trainer import tree
 from trainer.checkpoints import init_from
@@ -126,6 +128,23 @@ def test_new_tokens_begin_as_means_and_are_trained_beside_adapters(tmp_path):
   assert load_tokenizer(out).fingerprint == run.tokenizer.fingerprint
   peft = load_file(export.export(tmp_path / "run", tmp_path / "peft", adapter="peft") / "adapter_model.safetensors")
   assert peft["base_model.model.lm_head.weight"].shape == (320, 16)
+
+
+def test_another_run_s_parameters_win_over_those_of_the_folder(tmp_path):
+  """A run that goes on from one that was trained from the same folder: model.hf is its architecture alone."""
+  folder = tiny.hf_folder(tmp_path / "base")
+  shapes = hf.abstract_params(hf.architecture(folder)[1])
+  checkpoints = Checkpoints(tmp_path / "run")
+  checkpoints.save(1, {"params": jax.tree.map(lambda leaf: jnp.full(leaf.shape, 3.0), shapes)}, {})
+  checkpoints.close()
+  one = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+  wanted = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, jnp.float32, sharding=one), shapes)
+  config = defaults()
+  config.model.hf, config.init_from.path = str(folder), str(tmp_path / "run")
+  origin = dataclasses.replace(init_from.origin_of(config), tokenizer=None)
+  params, where = init_from.first_params(origin, SimpleNamespace(abstract_params=lambda: shapes), wanted)
+  assert all(np.all(leaf == 3.0) for leaf in jax.tree.leaves(params))
+  assert where == f"{len(jax.tree.leaves(shapes))} arrays from {tmp_path / 'run'}"
 
 
 def placed(run):

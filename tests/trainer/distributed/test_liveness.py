@@ -160,6 +160,11 @@ def test_what_training_says_of_itself():
     assert said() == ("eval", 3600.0, 4)
   assert said() == ("training", 600.0, 4)
   watch._moved -= 100
+  with watch.phase("eval"):  # that it begins, or ends, is a move
+    assert said()[0] == "eval" and watch._me.still < 50
+    watch._moved -= 100
+  assert said()[0] == "training" and watch._me.still < 50
+  watch._moved -= 100
   saying = threading.Thread(target=watch._say)
   saying.start()
   saying.join()

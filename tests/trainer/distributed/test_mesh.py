@@ -21,18 +21,22 @@ MIXED = dict(data=2, fsdp=2, tensor=2)
 
 
 def test_parameters_and_moments_are_really_split():
+  """The parameter, its average, and two moments; of these in 8 bits the exponents of rows, too."""
   mesh = mesh_lib.make_mesh(MIXED)
   model, config = tiny.model(), defaults()
+  config.precision.moments = "int8"
   optimizer = optim.make_optimizer(config.optimizer, config.schedule, model.abstract_params(), total_steps=10,
-                                   to_steps=lambda cfg, prefix, default=None, where="": 0)
+                                   to_steps=lambda cfg, prefix, default=None, where="": 0, precision=config.precision)
   abstract = jax.eval_shape(state_lib.make_fresh(optimizer, ema=True), model.abstract_params())
   params, notes = mesh_lib.param_shardings(abstract["params"], mesh)
   assert notes == []
   shardings = mesh_lib.state_shardings(abstract, abstract["params"], params, mesh)
   assert tree.flatten(params)["blocks/mlp/up/kernel"].spec == P(None, "fsdp", "tensor")
-  followers = [s.spec for path, s in jax.tree_util.tree_flatten_with_path(shardings)[0]
+  followers = [(leaf.shape[-1], sharding.spec) for (path, leaf), sharding in zip(
+      jax.tree_util.tree_flatten_with_path(abstract)[0], jax.tree.leaves(shardings), strict=True)
                if "'up'" in str(path) and "'kernel'" in str(path)]
-  assert followers == [P(None, "fsdp", "tensor")] * 4  # the parameter, its average, and two moments
+  size = tree.flatten(abstract["params"])["blocks/mlp/up/kernel"].shape[-1]
+  assert sorted(followers) == [(1, P(None, "fsdp"))] * 2 + [(size, P(None, "fsdp", "tensor"))] * 4
 
 
 def test_the_mesh_must_fit_the_devices():
@@ -75,8 +79,10 @@ def test_a_dimension_that_does_not_divide_is_replicated_and_said():
   assert "blocks/attn/q/bias: dimension 1 of (2, 12) is not divisible by mesh axis 'tensor' (8)" in notes[0]
 
 
-def test_place_batch_asks_only_for_rows_and_puts_them_in_order():
-  mesh = mesh_lib.make_mesh(MIXED)
+@pytest.mark.parametrize("sizes", [MIXED, dict(fsdp=2, expert=2, context=2)])
+def test_place_batch_asks_only_for_rows_and_puts_them_in_order(sizes):
+  """In either mesh four devices share the rows."""
+  mesh = mesh_lib.make_mesh(sizes)
   whole = np.arange(32).reshape(8, 4)
   placed = mesh_lib.place_batch(lambda rows: {"x": whole[rows], "y": whole[rows, 0]}, 8, mesh_lib.batch_sharding(mesh))
   np.testing.assert_array_equal(placed["x"], whole)

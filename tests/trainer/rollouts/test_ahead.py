@@ -254,6 +254,7 @@ def test_at_once_no_rollout_is_older_than_allowed_and_updates_go_on_meanwhile():
     ahead.close()
 
 
+@pytest.mark.timeout(60)
 def test_an_error_of_the_sampler_ends_the_run_and_a_stop_does_not_wait_for_it():
   def fail(number):
     raise ValueError(f"no rollout {number}")

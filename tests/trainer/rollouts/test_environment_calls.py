@@ -15,7 +15,7 @@ from trainer.errors import ConfigError
 from trainer.rollouts import environment_calls as calls
 from trainer.rollouts.environment import Turn
 
-pytestmark = pytest.mark.host_patches
+pytestmark = [pytest.mark.host_patches, pytest.mark.timeout(60)]
 
 HERE = "tests.trainer.rollouts.test_environment_calls"
 ENDED: list[str] = []
@@ -149,6 +149,7 @@ def test_so_many_are_called_at_the_same_time():
       running[0] += 1
       most[0] = max(most[0], running[0])
     barrier.wait(30)
+    time.sleep(0.02)  # in which others would begin that may not yet
     with lock:
       running[0] -= 1
     return number

@@ -192,6 +192,8 @@ def test_answers_are_waited_for_a_look_later_when_they_are_enough():
   assert turns.more(ended(2, prompt=1), False)[2] == 2  # prompts are counted on
   assert turns.more([], True)[2] == 0 and told[1] == [7, 2]  # nothing else is left to do
   assert turns.more([], True) == (*nothing, 0)
+  assert turns.more(ended(1, 9, 11, 13, 15), True)[2] == 0 and told[2] == [1, 9, 11, 13, 15]  # that ended just now, too
+  assert turns.more(ended(4), False)[2] == 1 and turns.more([], False)[2] == 0 and told[3] == [4]  # of 8 that go on
   for episode in episodes:
     episode.calls.close()
 

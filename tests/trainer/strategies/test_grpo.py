@@ -383,15 +383,16 @@ def test_metrics_are_shares_of_trained_tokens():
   assert capped["cispo_clip_ratio"] == pytest.approx((joined > 1.3).mean()) and "clip_ratio/low_mean" not in capped
 
 
-def test_what_stands_outside_trained_tokens_changes_no_bit():
+@pytest.mark.parametrize("outside", [np.nan, -90.0])
+def test_what_stands_outside_trained_tokens_changes_no_bit(outside):
   """Nor does a sequence whose entry in `sequences` is 0."""
   _, _, batch = table()
   cfg = cfg_of(kl_coef=0.1, ratio="sequence", aggregate="sequence", correction="sequence_truncate", correction_max=1.5)
   plain_value, plain, _ = of_table(cfg)
   untrained = batch["loss_weights"] == 0
-  loud = {name: np.where(untrained, np.nan, batch[name]).astype(np.float32)
+  loud = {name: np.where(untrained, outside, batch[name]).astype(np.float32)
           for name in ("old_logprobs", "behavior_logprobs", "ref_logprobs")}
-  loud["advantages"] = np.where(batch["segment_roles"] > 0, batch["advantages"], np.nan).astype(np.float32)
+  loud["advantages"] = np.where(batch["segment_roles"] > 0, batch["advantages"], outside).astype(np.float32)
   value, gradient, _ = of_table(cfg, **loud)
   assert value == plain_value
   np.testing.assert_array_equal(gradient, plain)
@@ -403,11 +404,11 @@ def test_what_stands_outside_trained_tokens_changes_no_bit():
 
 
 def test_a_token_without_an_advantage_is_never_clipped():
-  """Ratios far outside on both sides, with A = 0, A > 0 and A < 0: what is clipped counts, of all eight tokens."""
-  ratio = jnp.asarray([[0.1, 0.1, 0.1, 5.0, 5.0, 5.0, 5.0, 1.0]])
-  advantage = jnp.asarray([[0.0, 1.0, -1.0, 0.0, 0.0, 1.0, -1.0, 0.0]])
-  policy = grpo.policy_term(ratio, advantage, jnp.zeros((1, 8)), cfg_of(clip_dual=3.0))
-  np.testing.assert_array_equal(policy.low[0], [0, 0, 1, 0, 0, 0, 0, 0])
-  np.testing.assert_array_equal(policy.high[0], [0, 0, 0, 0, 0, 1, 0, 0])
-  np.testing.assert_array_equal(policy.dual[0], [0, 0, 0, 0, 0, 0, 1, 0])
-  np.testing.assert_allclose(policy.losses[0], [0, -0.1, 0.8, 0, 0, -1.25, 3.0, 0], atol=1e-7)
+  """Ratios on both sides with A = 0, A > 0 and A < 0, far outside and between both bounds: what is clipped counts."""
+  ratio = jnp.asarray([[0.1, 0.1, 0.1, 5.0, 5.0, 5.0, 5.0, 1.0, 1.22, 0.78]])
+  advantage = jnp.asarray([[0.0, 1.0, -1.0, 0.0, 0.0, 1.0, -1.0, 0.0, 1.0, -1.0]])
+  policy = grpo.policy_term(ratio, advantage, jnp.zeros((1, 10)), cfg_of(clip_dual=3.0))
+  np.testing.assert_array_equal(policy.low[0], [0, 0, 1, 0, 0, 0, 0, 0, 0, 1])
+  np.testing.assert_array_equal(policy.high[0], [0, 0, 0, 0, 0, 1, 0, 0, 0, 0])
+  np.testing.assert_array_equal(policy.dual[0], [0, 0, 0, 0, 0, 0, 1, 0, 0, 0])
+  np.testing.assert_allclose(policy.losses[0], [0, -0.1, 0.8, 0, 0, -1.25, 3.0, 0, -1.22, 0.8], atol=1e-7)

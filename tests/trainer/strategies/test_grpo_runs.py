@@ -330,15 +330,28 @@ def test_metrics_and_table_agree(stopping_early):
   assert any(decoded.startswith(line["prompt"] + line["completion"]) for line in lines)
 
 
-def test_each_epoch_of_a_rollout_has_every_completion_once_in_an_order_of_its_own(straight):
+def test_each_epoch_of_a_rollout_has_every_completion_once_in_an_order_of_its_own(straight, monkeypatch):
   """Of the last rollout, 16 completions in two updates: which of its tokens each of the four batches holds."""
   data = straight[0].data
   starts = np.cumsum([0, *data._now.experience.lengths[:-1]])
-  steps = []
-  for nth in range(4):
+
+  def units(nth):
     places = data._batch(nth, ("places",))["places"]
-    steps.append({int(np.searchsorted(starts, place, side="right")) for place in places[places >= 0]})
+    return {int(np.searchsorted(starts, place, side="right")) for place in places[places >= 0]}
+
+  steps = [units(nth) for nth in range(4)]
   assert [len(step) for step in steps] == [8] * 4
   for epoch in (steps[:2], steps[2:]):
     assert epoch[0] | epoch[1] == set(range(1, 17))
   assert steps[0] not in steps[2:]
+  monkeypatch.setattr(data, "_now", data._now._replace(number=data._now.number + 1))
+  assert units(0) not in steps
+
+
+def test_each_rollout_draws_anew(straight):
+  """The same prompts and the same policy, in two rollouts and in the first once more."""
+  run = straight[0]
+  texts = [[line["completion"] for line in run.data.producer.roll(
+      run.state["params"], 0, number, None, 0, run.data.taken.pieces[0], lambda: False).table] for number in (0, 1, 0)]
+  assert texts[0] == texts[2]
+  assert sum(ours == theirs for ours, theirs in zip(*texts[:2], strict=True)) < 8

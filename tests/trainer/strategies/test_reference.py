@@ -10,6 +10,7 @@ from tests.trainer.test_wiring import FIRST, softmax
 from trainer import train
 from trainer.callbacks import Callback
 from trainer.config import defaults, source, strategy
+from trainer.strategies.reference import first_reference
 
 BETA = 0.5
 
@@ -35,9 +36,12 @@ class Keep(Callback):
 
 
 def trained(folder, workdir, precompute, stop=0, **changed):
-  """{step: what `Keep` keeps} of this process's steps, of four in all: a pair a row, the same four pairs each time."""
-  file = folder / "pairs.jsonl"
-  file.write_text("".join(json.dumps(dict(prompt="p", chosen=chosen * 2, rejected=rejected)) + "\n"
+  """{step: what `Keep` keeps} of this process's steps, of four in all: a pair a row, the same four pairs each time; of
+  grpo a group of two for each pair."""
+  file = folder / "rows.jsonl"
+  file.write_text("".join(json.dumps(dict(prompt="p", chosen=chosen * 2, rejected=rejected) if "strategy" not in changed
+                                     or changed["strategy"].name == "dpo" else
+                                     dict(prompt="p", responses=[chosen * 2, rejected], rewards=[1, 0])) + "\n"
                           for chosen, rejected in ("ab", "cd", "ef", "gh")))
   c = defaults()
   c.update(batch_size=4, seq_len=16, total_steps=4, report=False)
@@ -98,3 +102,21 @@ def test_two_models_with_one_folder_of_caches_have_log_probs_of_their_own(tmp_pa
       there = batch["loss_weights"] > 0
       expected = np.log(softmax(first))[batch["tokens"][there]]
       np.testing.assert_allclose(batch["ref_logprobs"][there], expected, atol=1e-5)
+
+
+@pytest.mark.parametrize("kind, size", [("start", 2.0), ("base", 0.0)])
+def test_of_adapters_that_were_trained_before_the_base_has_none(kind, size):
+  params = {"attn": {"kernel": np.ones((1, 3, 2)), "lora_a": np.ones((1, 3, 1)), "lora_b": np.full((1, 1, 2), 2.0)}}
+  c = defaults()
+  c.strategy = strategy("dpo", reference=kind)
+  found = first_reference(c, None, params, {"attn": {name: params["attn"][name] for name in ("lora_a", "lora_b")}})
+  np.testing.assert_array_equal(found["attn"]["lora_a"] @ found["attn"]["lora_b"], np.full((1, 3, 2), size))
+
+
+def test_log_probs_of_another_temperature_are_not_those_of_the_cache(tmp_path):
+  for temperature in (1.0, 0.5):
+    grpo = strategy("grpo", precompute=True, temperature=temperature, kl_coef=0.1, reference_ema=0.0)
+    _, batch, _ = trained(tmp_path, tmp_path / f"at {temperature}", True, strategy=grpo, total_steps=1)[1]
+    there = batch["loss_weights"] > 0
+    expected = np.log(softmax(FIRST / temperature))[batch["tokens"][there]]
+    np.testing.assert_allclose(batch["ref_logprobs"][there], expected, atol=1e-5)

@@ -35,9 +35,13 @@ def test_loss_weight_and_metrics(smoothing, z_loss):
     np.testing.assert_allclose(metrics["nll"].sum, (nll * w).sum(1), rtol=1e-5, atol=1e-6)
 
 
-def test_the_first_token_of_a_row_and_the_last_position_take_no_part():
+@pytest.mark.parametrize("further", [0, 1])
+def test_the_first_token_of_a_row_and_the_last_position_take_no_part(further):
+  """Also where a document fills its row, and its first token has a weight; and of tokens further ahead."""
   batch = tiny.batch(2, 8)
-  targets, weights = seq.next_tokens(batch)
-  np.testing.assert_array_equal(targets[:, :-1], batch["tokens"][:, 1:])
-  np.testing.assert_array_equal(weights[:, :-1], batch["loss_weights"][:, 1:])
-  assert not np.any(weights[:, -1])
+  for weights in (batch["loss_weights"], np.ones((2, 8), np.float32)):
+    batch = {"tokens": batch["tokens"], "loss_weights": weights, "segment_ids": np.ones((2, 8), np.int32)}
+    targets, found = seq.next_tokens(batch, further)
+    np.testing.assert_array_equal(targets[:, :-1 - further], batch["tokens"][:, 1 + further:])
+    np.testing.assert_array_equal(found[:, :-1 - further], weights[:, 1 + further:])
+    assert not np.any(found[:, -1 - further:])

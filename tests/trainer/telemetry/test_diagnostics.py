@@ -207,6 +207,12 @@ def test_answers_whose_end_is_never_trained_are_told(tmp_path, words, silent):
   assert ("end_never_trained" in health(tmp_path / "w")) == (not silent)
 
 
+def test_an_end_without_a_weight_is_not_trained():
+  batch = {"tokens": np.array([[5, 2, 7, 3], [2, 2, 0, 0]]), "loss_weights": np.array([[1, 0, 1, 1], [0.5, 0, 0, 0]])}
+  assert diagnostics._ends_trained(np.array([2, 3]), batch) == 2
+
+
+
 def test_bfloat16_updates_that_are_lost_are_told(corpus, tmp_path, narrow):
   narrow(3)
   config = tiny.config(corpus, evals={}, total_steps=4)

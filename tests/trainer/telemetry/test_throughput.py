@@ -181,6 +181,33 @@ def test_goodput_is_the_share_of_all_time_since_the_first_start(clock):
   assert chrono.goodput() == pytest.approx(30.0 / 40.0)
 
 
+def test_steps_that_are_taken_back_do_not_count(clock):
+  """30 s of steps and a rollout of 6 s, of which a checkpoint has 10 s and 2 s; then 5 s more of steps."""
+  chrono = throughput.Chrono(1.0)
+  chrono.start_window(0, 0)
+  clock[0] += 30.0
+  with chrono.pause("rollout"):
+    clock[0] += 6.0
+  chrono.window(3, 30)
+  chrono.take_back({"train": 10.0, "rollout": 2.0})
+  clock[0] += 5.0
+  assert chrono.window(1, 10)["goodput"] == pytest.approx((10.0 + 5.0 + 2.0) / 41.0)
+
+
+def test_a_pause_within_another_is_a_part_of_it(clock):
+  chrono = throughput.Chrono(1.0)
+  chrono.start_window(0, 0)
+  clock[0] += 1.0
+  with chrono.pause("eval"):
+    clock[0] += 2.0
+    with chrono.pause("compile"):
+      clock[0] += 4.0
+  row = chrono.window(1, 10)
+  assert {name: value for name, value in row.items() if "split" in name} == {
+      "time/split/train": 1.0, "time/split/eval": 6.0}
+  assert {kind: spent for kind, spent in chrono.state().items() if spent} == {"train": 1.0, "eval": 6.0}
+
+
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_the_measured_peak_is_positive_and_says_how(dtype):
   peak, source = throughput.peak_flops(dtype)

@@ -4,6 +4,7 @@ import json
 
 import pytest
 
+from trainer.telemetry import writers
 from trainer.telemetry.writers import JsonlWriter, MultiWriter, TensorBoardWriter, read_rows
 
 
@@ -14,6 +15,17 @@ def test_rows_after_the_resumed_step_are_dropped_and_a_cut_line_is_left_out(tmp_
   writer.write_scalars(3, {"loss": 1.5})
   writer.close()
   assert read_rows(path) == [{"step": 1, "loss": 3.0}, {"step": 2, "loss": 2.0}, {"step": 3, "loss": 1.5}]
+
+
+def test_the_last_evaluation_is_the_newest_that_is_not_later(tmp_path):
+  rows = [{"step": 2, "eval/x/loss": 4.0}, {"step": 4, "eval/x/loss": 3.0, "eval/y/loss": 7.0},
+          {"step": 5, "loss": 1.0}, {"step": 8, "eval/x/loss": 2.0}]
+  (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+  found = [writers.last_evaluation(tmp_path, step) for step in (1, 2, 3, 4, 7, 8)]
+  assert [step for step, _ in found] == [-1, 2, 2, 4, 4, 8]
+  assert found[0][1] == {} and found[4][1] == {"eval/x/loss": 3.0, "eval/y/loss": 7.0}
+  assert writers.evaluations(tmp_path, 7) == {"eval/x/loss": (4, 3.0), "eval/y/loss": (4, 7.0)}
+  assert writers.evaluations(tmp_path, 8) == {"eval/x/loss": (8, 2.0), "eval/y/loss": (4, 7.0)}
 
 
 def test_a_broken_row_in_the_middle_is_an_error_with_its_line(tmp_path):
