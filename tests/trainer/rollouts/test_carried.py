@@ -118,16 +118,20 @@ def test_a_completion_that_was_left_off_goes_on_as_it_would_have(pages, monkeypa
     monkeypatch.setattr(slots, "MIN_PAGED", 0)
   model = tiny.model(vocab_size=264)
   params = initial(model, 3)
-  stop = StopStrings(BytesTokenizer(), ("ab", "zz", "e"), False, "stop")
   prompts = [np.arange(5, 9), np.arange(40, 43), np.arange(90, 91)]
-  how = dict(max_new_tokens=24, stop_ids=(7, 90, 200), stop=stop)
+  how = dict(max_new_tokens=12, stop_ids=(7, 90, 200))
   samplers = [Sampler(model, rows=rows, chunk=chunk) for rows, chunk in ((8, 32), (3, 5))]
   for sampler in samplers:
     sampler.paged = pages
+  drawn = samplers[0].generate(params, prompts, seed="s", num_samples=3, **how)
+  # Two places, and of each a string that is drawn across it.
+  across = {1: bytes(drawn[0].ids[:2].tolist()).decode(), 6: bytes(drawn[1].ids[5:7].tolist()).decode()}
+  how["stop"] = StopStrings(BytesTokenizer(), (*across.values(), "zz"), False, "stop")
   whole = samplers[0].generate(params, prompts, seed="s", num_samples=3, **how)
   assert {c.finish_reason for c in whole} == {"stop", "length"}
-  for left in (1, 6):
+  for left in across:
     going = [c for c in whole if len(c.ids) > left]
+    assert any(len(c.ids) == left + 1 and c.stop_reason == across[left] for c in going)
     texts = [np.concatenate([prompts[c.prompt], c.ids[:left]]) for c in going]
     parts = samplers[1].stream(params, texts, Request(samples=[[c.sample] for c in going], begun=[left] * len(going),
                                                       seed=["s"] * len(going), in_order=True, **how))
