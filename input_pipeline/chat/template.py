@@ -74,7 +74,6 @@ class ChatTemplate:
     if len(source) > MAX_SOURCE:
       raise DataError(f"{where}: a template of {len(source)} characters; at most {MAX_SOURCE} are read.")
     self._lock, self._environment = threading.Lock(), Sandbox(limits)
-    self._written = False  # whether it wants the arguments of calls as strings of JSON
     try:
       code = self._environment.compile(source, filename=where)
       self._template = Template.from_code(self._environment, code, self._environment.make_globals(None))
@@ -125,17 +124,16 @@ class ChatTemplate:
                                    inert_tokens, variables)
     arguments = tools, documents, add_generation_prompt, continue_final_message, inert_tokens, variables
     try:
-      return self._render_with(self._written, messages, *arguments)
+      return self._render_with(False, messages, *arguments)
     except DataError as error:
-      # DeepSeek's put them in a string with `+`.
-      if self._written or not isinstance(error.__cause__, TypeError) or not calls_in(messages):
+      # DeepSeek's put arguments in a string with `+`. That is found for each conversation anew: what one is rendered
+      # as depends on no other.
+      if not isinstance(error.__cause__, TypeError) or not calls_in(messages):
         raise
       try:
-        rendered = self._render_with(True, messages, *arguments)
+        return self._render_with(True, messages, *arguments)
       except DataError:
         raise error from error.__cause__
-    self._written = True
-    return rendered
 
   def _render_with(self, written, messages, tools, documents, add_generation_prompt, continue_final_message,
                    inert_tokens, variables):

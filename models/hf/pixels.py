@@ -11,10 +11,10 @@ from typing import Any
 
 from models.hf import files
 from models.hf.source import Source
-from models.spec_vision import MIN_PIXELS, MOST_TOKENS, PIXELS
+from models.spec_vision import MAX_PIXELS, MIN_PIXELS, MOST_TOKENS, PIXELS
 
 # {our key: (its name in `size`, what the image processor assumes)}
-_PIXELS = {"min_pixels": ("shortest_edge", MIN_PIXELS), "max_pixels": ("longest_edge", 28 * 28 * 1280)}
+_PIXELS = {"min_pixels": ("shortest_edge", MIN_PIXELS), "max_pixels": ("longest_edge", MAX_PIXELS)}
 FILES = ("preprocessor_config.json", "processor_config.json")
 
 

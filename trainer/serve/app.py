@@ -104,9 +104,9 @@ class Server:
     protocol.mapping(body, "chat_template_kwargs")
     return [prompter.request({key: body[key] for key in protocol.CONVERSATION if key in body}).ids]
 
-  def _find_calls(self, tool: dict) -> Callable[[str], list[ToolCall]] | None:
+  def _find_calls(self, tool: Any) -> Callable[[str], list[ToolCall]] | None:
     """What finds calls in completions of a model that is shown such tools; None: how it writes them is not known."""
-    inner = tool.get("function", tool)
+    inner = tool.get("function", tool) if isinstance(tool, dict) else tool
     if not isinstance(inner, dict) or not isinstance(inner.get("name"), str):
       raise BadRequest("tools: each has a function with a name.", "tools")
     tool = {"type": "function", "function": inner}

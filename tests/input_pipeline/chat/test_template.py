@@ -285,3 +285,12 @@ def test_arguments_that_a_template_adds_to_a_string_are_a_string_there(given, sh
     assert template.render([{"role": "assistant", "tool_calls": calls}]) == shown
   with pytest.raises(DataError, match="can only concatenate str"):
     chat.ChatTemplate(f"{{{{ 'a' + 1 }}}}{ADDS}").render([{"role": "assistant", "tool_calls": calls}])
+
+
+def test_how_arguments_are_given_depends_on_no_other_conversation():
+  template = chat.ChatTemplate(
+      "{% if messages[0].content %}" + ADDS + "{% else %}{{ messages[0].tool_calls[0].function."
+      "arguments is string }}{% endif %}")
+  calls = calls_of([{"type": "function", "function": {"name": "f", "arguments": '{"x":1}'}}], "row")
+  for content, shown in (("", "False"), ("a", 'f({"x":1})'), ("", "False")):
+    assert template.render([{"role": "assistant", "content": content, "tool_calls": calls}]) == shown
