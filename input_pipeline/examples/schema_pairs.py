@@ -173,8 +173,9 @@ class PairReader(ShapeReader):
       prompt = common_prompt(*texts)
       if not prompt.strip():
         raise DataError(f"{record.where}: {keys[0]} and {keys[1]} begin differently ({texts[0][:40]!r}, "
-                        f"{texts[1][:40]!r}), and there is no {self._name('prompt')!r}. Add it, or make both begin "
-                        "with the same prompt.")
+                        f"{texts[1][:40]!r}), and there is no {self._name('prompt')!r}; the row's columns are "
+                        f"{shown_names(record.fields)}. Add it, or name the column that it is, as in "
+                        'chat.fields=(("prompt", "question"),), or make both begin with the same prompt.')
       texts = [text[len(prompt):] for text in texts]
     rows = [Plain(SHAPE, prompt, text, self.images_of(record)) for text in texts]
     for key, row in zip(keys, rows, strict=True):

@@ -6,7 +6,6 @@ up, and `audit` then refuses keys that were changed but that nothing read. `diff
 saved config and the current one would train differently.
 """
 
-import difflib
 import json
 import re
 from collections.abc import Mapping
@@ -17,6 +16,7 @@ from ml_collections import ConfigDict
 from trainer import strategies
 from trainer.config.keys import DURATION_UNITS, defaults, evaluator, reward, source, strategy
 from trainer.config.precision import check_precision
+from trainer.config.typed import did_you_mean
 from trainer.config.values import check_ranges, invalid, invalid_name
 from trainer.errors import ConfigError
 
@@ -184,14 +184,6 @@ def _check_type(template: ConfigDict, key: str, value):
 
 def _as_tuple(value):
   return tuple(_as_tuple(v) if isinstance(v, (tuple, list)) else v for v in value)
-
-
-def did_you_mean(key: str, known: list[str], prefix: str = "") -> str:
-  """`; did you mean …?` with the nearest known key, or the list of all."""
-  near = difflib.get_close_matches(key, known, n=1, cutoff=0.6)
-  if near:
-    return f"; did you mean config.{prefix}{near[0]}?"
-  return f"; known keys{' of config.' + prefix[:-1] if prefix else ''}: {', '.join(sorted(known))}"
 
 
 def _get(tree: Any, path: str):

@@ -18,6 +18,7 @@ from typing import Any
 from absl import app
 from ml_collections import ConfigDict
 
+from trainer import tree
 from trainer.config import sections
 from trainer.config.keys import DURATION_UNITS, defaults
 
@@ -129,9 +130,19 @@ def _missing_file(argv: list[str]) -> str:
   return f"--config={path}: no such file; {found}"
 
 
+def did_you_mean(key: str, known: list[str], prefix: str = "") -> str:
+  """`; did you mean …?` with the key of that name in another section, or the nearest known one, or the list of all."""
+  places = [path for path in tree.flatten(defaults().to_dict()) if path.rpartition("/")[2] == key]
+  if 0 < len(places) < 4:
+    return f"; did you mean {' or '.join('config.' + path.replace('/', '.') for path in places)}?"
+  near = difflib.get_close_matches(key, known, n=1, cutoff=0.6)
+  if near:
+    return f"; did you mean config.{prefix}{near[0]}?"
+  return f"; known keys{' of config.' + prefix[:-1] if prefix else ''}: {', '.join(sorted(known))}"
+
+
 def explain_override(argv: list[str], error: Exception) -> str:
   """Why the command line's overrides were refused: the first key that the config file does not have."""
-  from trainer.config.checks import did_you_mean  # only where something is to be told
   file = _file(argv)
   path, _, argument = file.partition(":")
   try:

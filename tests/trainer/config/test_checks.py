@@ -27,6 +27,8 @@ def test_resolve_fills_partial_dicts_with_defaults():
 @pytest.mark.parametrize("given, expected", [
     ({"optimzer": {}}, "unknown key config.optimzer; did you mean config.optimizer?"),
     ({"optimizer": {"learning_rat": 1.0}}, "did you mean config.optimizer.learning_rate?"),
+    ({"input": {"seq_len": 64}}, "unknown key config.input.seq_len; did you mean config.seq_len?"),
+    ({"model": {"learning_rate": 0.1}}, "did you mean config.optimizer.learning_rate?"),
     ({"input": {"sources": {"a": {"pth": "x"}}}}, "did you mean config.input.sources.a.path?"),
     ({"evals": {"v": {"typ": "loss"}}}, "did you mean config.evals.v.type?"),
     ({"batch_size": "8"}, "config.batch_size is '8' (str); it must be a whole number"),
