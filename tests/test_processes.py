@@ -14,6 +14,7 @@ from tests import several, tiny
 from tests.several import launch, outcome
 from tests.test_faults import assert_same_run, logged, wait_for
 from tests.trainer import rollout_runs
+from tests.trainer.serve import servers
 from trainer.compiler import compiled
 from trainer.telemetry.writers import read_rows
 
@@ -210,6 +211,45 @@ def test_a_process_that_dies_hangs_or_fails_is_named_and_the_run_goes_on(faults,
   assert_same_run(workdir, two, STEPS)
   # Process 0, which writes it, has not waited itself.
   assert max(row.get("time/data", 0.0) for row in read_rows(workdir / "metrics.jsonl")) > 0.5
+
+
+ENGINE_CONFIG = """
+from pathlib import Path
+from tests.trainer import rollout_runs
+from trainer.config import defaults
+
+def get_config(folder):
+  folder = Path(folder)
+  c = rollout_runs.config((folder / "a.jsonl", folder / "b.jsonl"), total_steps=4)
+  c.model = defaults().model
+  return c
+"""
+
+
+def test_a_server_samples_for_two_processes_as_for_one(tmp_path):
+  """The parameters are split over the processes, and the server is given all of them before each of two rollouts."""
+  config, folder = tmp_path / "engine_config.py", tiny.hf_folder(tmp_path / "model", vocab_size=264)
+  config.write_text(ENGINE_CONFIG)
+  rollout_runs.write_prompts(tmp_path)
+
+  def argv(workdir, url, *more):
+    flags = f"--config.model.hf={folder}", f"--config.rollout.engine={url}"
+    return tiny.command(config, tmp_path, workdir, *flags, *more)
+
+  alone, together = tmp_path / "alone", tmp_path / "together"
+  with servers.serving(servers.app(folder)) as url:
+    assert tiny.run(argv(alone, url), devices=1).returncode == 0
+    codes, outputs = several.run(argv(together, url, "--config.mesh.fsdp=2"), 2, 1)
+  assert codes == [0, 0], "\n".join(outputs)
+  assert [path.name for path in (together / "engine").iterdir()] == ["2"]
+  for step in (1, 3):
+    assert rollout_runs.table(together, step) == rollout_runs.table(alone, step)
+  ours, theirs = rollout_runs.rows_of(together), rollout_runs.rows_of(alone)
+  for step, row in theirs.items():
+    assert ours[step] == pytest.approx(row, rel=2e-5, abs=2e-6), step
+  assert abs(ours[3]["sampling/kl"]) < 1e-6  # the second rollout is of what the first has made of the policy
+  codes, outputs = several.run(argv(tmp_path / "gone", url, "--config.rollout.engine_timeout_seconds=1"), 2, 1)
+  assert 0 not in codes and all("has not answered for 1 s" in output for output in outputs), "\n".join(outputs)
 
 
 def test_two_processes_go_back_before_a_spike_as_one_does(corpus, tmp_path):

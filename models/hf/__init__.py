@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+import jax
 import numpy as np
 from ml_collections import ConfigDict
 
@@ -112,30 +113,38 @@ def load(path: str | Path, dtype: Any = "float32", shardings: Mapping | Callable
 
 
 def save(model: api.Model, params: Mapping, out: str | Path, dtype: Any = None, *, overwrite: bool = False,
-         max_shard_bytes: int = files.MAX_SHARD_BYTES, progress: bool = False) -> None:
+         max_shard_bytes: int = files.MAX_SHARD_BYTES, progress: bool = False,
+         gather: Callable[[jax.Array], np.ndarray] | None = None) -> None:
   """Writes parameters in memory as a folder: config.json and tensors; tokenizer files are the caller's.
 
   Args:
     model: what `load` gave; or another, of which `model.architecture` is set to what `keys_of` gives.
-    params: its parameters, all in reach of this process.
+    params: its parameters, all in reach of this process unless it has `gather`.
     out: a folder, made if missing.
     dtype: of the tensors; None: that of the parameters.
     overwrite: replace a model that is in `out`.
     max_shard_bytes: where a new file begins.
     progress: show a bar.
+    gather: makes an array that several processes hold whole in each. All of them call this then; the first writes.
 
   Raises:
     HFError: no family can express the model; `out` holds one already; files that cannot be written.
   """
   out = Path(out).expanduser().absolute()
   leaves = tree.flatten(params)
-  if elsewhere := [path for path, leaf in leaves.items() if not getattr(leaf, "is_fully_addressable", True)]:
+  writes = gather is None or jax.process_index() == 0
+  elsewhere = [path for path, leaf in leaves.items() if not getattr(leaf, "is_fully_addressable", True)]
+  if gather is None and elsewhere:
     raise HFError(f"{elsewhere[0]} is partly on devices of other processes. Save a checkpoint, and export that: "
                   "python -m trainer.export.")
   family, content = config_json(model.architecture, getattr(model, "hf_config", None))
-  prepare(out, overwrite)
-  convert.write_tensors(lambda path, index: np.asarray(leaves[path][index]), family, model.architecture, leaves, out,
-                        dtype, max_shard_bytes, progress)
+  if writes:
+    prepare(out, overwrite)
+  whole = np.asarray if gather is None else gather
+  convert.write_tensors(lambda path, index: whole(leaves[path][index]), family, model.architecture, leaves,
+                        out if writes else None, dtype, max_shard_bytes, progress)
+  if not writes:
+    return
   kinds = {np.dtype(dtype if dtype is not None else leaf.dtype).name for leaf in leaves.values()}
   write_json(out / files.CONFIG, with_dtype(content, kinds.pop() if len(kinds) == 1 else "float32"))
 

@@ -164,7 +164,7 @@ def iter_params(plan: Plan, folder: files.TensorFolder, shardings: Mapping[str, 
 
 
 def write_tensors(read_leaf: Callable[[str, tuple[int | slice, ...]], np.ndarray], family: Family,
-                  model: Mapping[str, Any], shapes: Mapping[str, Any], out: Path, dtype: Any = None,
+                  model: Mapping[str, Any], shapes: Mapping[str, Any], out: Path | None, dtype: Any = None,
                   max_shard_bytes: int = files.MAX_SHARD_BYTES, progress: bool = False) -> list[Path]:
   """Writes our leaves as the tensors of a family; the host holds one output shard at a time.
 
@@ -174,7 +174,7 @@ def write_tensors(read_leaf: Callable[[str, tuple[int | slice, ...]], np.ndarray
     family: whose names are written; where it has several for a leaf, the first.
     model: {dotted model key: value}.
     shapes: {path: object with .shape and .dtype}. Smaller than the leaf, its beginning is written.
-    out: a folder, made if missing; weights in it are replaced.
+    out: a folder, made if missing; weights in it are replaced. None: leaves are read, and nothing is written.
     dtype: None: that of each leaf.
     max_shard_bytes: where a new file begins.
     progress: show a bar, on the first process.
@@ -191,7 +191,7 @@ def write_tensors(read_leaf: Callable[[str, tuple[int | slice, ...]], np.ndarray
     of_leaves = [shapes[path].dtype for path in entry.paths]
     kinds[name] = (entry.shape, np.dtype(dtype if dtype is not None else np.result_type(*of_leaves)))
   total = sum(math.prod(shape) * kind.itemsize for shape, kind in kinds.values())
-  with tqdm(total=total, desc=f"writing {out.name}", unit="B", unit_scale=True,
+  with tqdm(total=total, desc=f"writing {out.name if out else 'nothing'}", unit="B", unit_scale=True,
             disable=not progress or jax.process_index() != 0) as bar:
 
     def make(name: str) -> np.ndarray:
@@ -199,6 +199,10 @@ def write_tensors(read_leaf: Callable[[str, tuple[int | slice, ...]], np.ndarray
       bar.update(values.nbytes)
       return values
 
+    if out is None:
+      for name in kinds:
+        make(name)
+      return []
     return files.write_tensors(out, kinds, make, max_shard_bytes)
 
 

@@ -5,6 +5,7 @@ The protocol is that of vLLM's /v1/completions with `return_token_ids`; `python 
 server is given parameters differs (`HANDOVERS`): all read them from a folder of safetensors. What it draws rounds
 otherwise than what is trained, and it may truncate or forget: by how much is measured each rollout (`sampling/kl`), and
 corrected by `strategy.correction`. What can be checked is checked: ids, lengths, ends, and whose parameters it has.
+Of several processes the first asks, and writes the parameters that all of them hold.
 """
 
 import dataclasses
@@ -24,6 +25,7 @@ import jax
 import numpy as np
 
 from models import hf, lora
+from trainer.distributed import processes
 from trainer.errors import ConfigError, DataError
 from trainer.generate.completion import Completion, More, Request
 from trainer.generate.sampler import Sampler
@@ -51,8 +53,6 @@ def check(config: Any) -> None:
     raise ConfigError(f"rollout.engine_handover is {c.engine_handover!r}; allowed: {', '.join(HANDOVERS)}.")
   if not c.engine_timeout_seconds > 0:
     raise ConfigError(f"rollout.engine_timeout_seconds is {c.engine_timeout_seconds}; it must be above 0.")
-  if jax.process_count() > 1:
-    raise ConfigError("rollout.engine is for runs of one process; the parameters of several are in no one's reach.")
   for key in ("prefill_chunk", "kept_texts", "share_beginnings"):
     if c[key]:
       raise ConfigError(f"rollout.{key} is {c[key]}, but rollout.engine runs prompts in its own way: use "
@@ -99,8 +99,9 @@ class Engine(Sampler):
       DataError: what it answers cannot be.
     """
     self._hand_over(params)
-    waiting: dict[Future, tuple[int, Sequence[int]]] = {}
-    asked = itertools.count()
+    waiting: dict[int, Sequence[int]] = {}  # the samples of each prompt that is not answered
+    asked: dict[Future, int] = {}  # in the first process, its number
+    numbers = itertools.count()
     with ThreadPoolExecutor(AT_A_TIME) as pool:
 
       def ask(prompts: Sequence[Sequence[int] | np.ndarray], request: Request) -> None:
@@ -109,7 +110,9 @@ class Engine(Sampler):
         self.check(ids, limits)
         samples = [range(request.num_samples)] * len(ids) if request.samples is None else request.samples
         for one, limit, of in zip(ids, limits.tolist(), samples, strict=True):
-          waiting[pool.submit(self._complete, one, limit, of, request)] = next(asked), of
+          waiting[number := next(numbers)] = of
+          if jax.process_index() == 0:
+            asked[pool.submit(self._complete, one, limit, of, request)] = number
 
       ask(prompts, request)
       while True:
@@ -118,32 +121,43 @@ class Engine(Sampler):
           ask(more.prompts, dataclasses.replace(request, **more.options))
         if not waiting and not more.coming:
           return
-        if not waiting:
-          continue
-        for future in sorted(wait(waiting, return_when=FIRST_COMPLETED).done, key=waiting.__getitem__):
-          number, of = waiting.pop(future)
-          for sample, (tokens, logprobs, reason, string) in zip(of, future.result(), strict=True):
-            yield Completion(number, sample, tokens, logprobs, logprobs, reason, string)
+        for number, answers in self._answers(asked) if waiting else ():
+          for sample, (tokens, told, reason, string) in zip(waiting.pop(number), answers, strict=True):
+            logprobs = np.array(told, np.float32)
+            yield Completion(number, sample, np.array(tokens, np.int32), logprobs, logprobs, reason, string)
+
+  def _answers(self, asked: dict[Future, int]) -> list[tuple[int, list[tuple]]]:
+    """(number of a prompt, its completions) of those that have come, the same in every process; they leave `asked`."""
+    found: list[tuple[int, list[tuple]]] = []
+    with processes.first_goes_first("sampling by rollout.engine"):
+      if asked:
+        done = wait(asked, return_when=FIRST_COMPLETED).done
+        found = sorted((asked.pop(future), future.result()) for future in done)
+    return processes.from_first(found)
 
   def _hand_over(self, params: Any) -> None:
     """Gives the server these parameters, unless it has them."""
     leaf = jax.tree.leaves(params)[0]
     if leaf is self._has:
       return
-    if not self._name:
-      self._name = self._ask("/v1/models", None)["data"][0]["id"]
-      shutil.rmtree(self._folder, ignore_errors=True)  # of a run that was stopped
     self._times += 1
     folder = self._folder / str(self._times)
-    shutil.rmtree(folder, ignore_errors=True)
-    hf.save(self.model, params if self._lora is None else lora.merge(params, self._lora), folder, overwrite=True)
-    route, body = HANDOVERS[self._handover]
-    told = self._ask(route, body(str(folder.absolute())))
-    self._fingerprint, self._has = told.get("system_fingerprint") if isinstance(told, Mapping) else None, leaf
-    shutil.rmtree(self._folder / str(self._times - 1), ignore_errors=True)
+    with processes.first_goes_first("reaching rollout.engine"):
+      if jax.process_index() == 0 and not self._name:
+        self._name = self._ask("/v1/models", None)["data"][0]["id"]
+        shutil.rmtree(self._folder, ignore_errors=True)  # of a run that was stopped
+    hf.save(self.model, params if self._lora is None else lora.merge(params, self._lora), folder, overwrite=True,
+            gather=processes.on_every_host if jax.process_count() > 1 else None)
+    with processes.first_goes_first("giving parameters to rollout.engine"):
+      if jax.process_index() == 0:
+        route, body = HANDOVERS[self._handover]
+        told = self._ask(route, body(str(folder.absolute())))
+        self._fingerprint = told.get("system_fingerprint") if isinstance(told, Mapping) else None
+        shutil.rmtree(self._folder / str(self._times - 1), ignore_errors=True)
+    self._has = leaf
 
   def _complete(self, ids: np.ndarray, limit: int, samples: Sequence[int], request: Request) -> list[tuple]:
-    """(ids, log-probs, finish_reason, stop_reason) of each sample of a prompt."""
+    """(ids, log-probs, finish_reason, stop_reason) of each sample of a prompt, JSON-able."""
     drawn = hashlib.blake2b(f"{request.seed}:{list(samples)}:".encode() + ids.tobytes(), digest_size=4)
     body = {"model": self._name, "prompt": ids.tolist(), "n": len(samples), "max_tokens": limit, "logprobs": 0,
             "temperature": request.temperature, "top_p": request.top_p, "top_k": request.top_k or -1,
@@ -181,7 +195,7 @@ class Engine(Sampler):
       problem = f"an end by token {ids[-1]}, which ends nothing (rollout's are {body['stop_token_ids']})"
     if problem:
       raise DataError(f"{self._url} returned {problem}. Is it the same model, with the same tokenizer?")
-    return ids, logprobs, reason, string
+    return ids.tolist(), logprobs.tolist(), reason, string
 
   def _ask(self, route: str, body: Any) -> Any:
     """What the server answers; it is asked again while it cannot be reached or has an error of its own."""

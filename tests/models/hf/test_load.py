@@ -3,6 +3,7 @@
 import json
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 
 import jax
 import numpy as np
@@ -92,6 +93,20 @@ def test_saving_what_was_loaded_gives_the_same_bytes(saved, tmp_path):
   hf.save(*hf.load(path), tmp_path / "again")
   assert (tmp_path / "again" / files.SINGLE).read_bytes() == (path / files.SINGLE).read_bytes()
   assert files.read_config(tmp_path / "again") == files.read_config(path)
+
+
+def test_of_several_processes_all_gather_and_the_first_writes(saved, tmp_path, monkeypatch):
+  model, params, path = saved
+  gathered = {0: [], 1: []}
+  for index, shapes in gathered.items():
+    monkeypatch.setattr(jax, "process_index", lambda index=index: index)
+    hf.save(model, params, tmp_path / str(index),
+            gather=lambda x, shapes=shapes: shapes.append(x.shape) or np.asarray(x))
+  assert gathered[0] == gathered[1] and len(gathered[0]) == len(tensors_of(path))
+  assert [folder.name for folder in tmp_path.iterdir()] == ["0"]
+  assert (tmp_path / "0" / files.SINGLE).read_bytes() == (path / files.SINGLE).read_bytes()
+  with pytest.raises(HFError, match="is partly on devices of other processes"):
+    hf.save(model, {**params, "embed": {"embedding": SimpleNamespace(is_fully_addressable=False)}}, tmp_path / "2")
 
 
 @pytest.mark.parametrize("path", REFERENCES, ids=lambda p: p.name)

@@ -15,6 +15,7 @@ from trainer.config import defaults
 from trainer.errors import ConfigError, DataError
 from trainer.generate.completion import Request
 from trainer.generate.stop_strings import StopStrings
+from trainer.rollouts import schedule
 from trainer.rollouts.engine import Engine, check
 
 
@@ -71,6 +72,21 @@ def test_adapters_are_handed_over_merged(prompts, folder, url, tmp_path):
   train(c, tmp_path / "w")
   rows = rollout_runs.rows_of(tmp_path / "w")
   assert abs(rows[3]["sampling/kl"]) < 1e-6 and rows[2]["update_norm"] > 0
+
+
+def test_a_server_samples_while_updates_go_on_and_the_run_is_had_again_by_its_schedule(prompts, folder, url, tmp_path):
+  ahead = dict(total_steps=8, strategy=dict(correction="token_truncate"))
+  at_once = train(config(prompts, folder, url, rollout=dict(max_staleness=2, concurrent=True), **ahead), tmp_path / "w")
+  sampled = schedule.read(str(tmp_path / "w" / schedule.NAME), 2)
+  assert max(2 * number - by.version for number, by in sampled.items()) in (1, 2)  # of two updates each
+  rows = rollout_runs.rows_of(tmp_path / "w")
+  stale = [step for step in (1, 3, 5, 7) if rows[step]["rollout/staleness"]]
+  assert stale and all(rows[step]["sampling/sampling_logp_difference/max"] > 1e-5 for step in stale)
+  again = dict(max_staleness=2, schedule=str(tmp_path / "w" / schedule.NAME))
+  in_turns = train(config(prompts, folder, url, rollout=again, **ahead), tmp_path / "again")
+  for step in (1, 3, 5, 7):
+    assert rollout_runs.table(tmp_path / "w", step) == rollout_runs.table(tmp_path / "again", step)
+  rollout_runs.assert_same_state(at_once.state["params"], in_turns.state["params"])
 
 
 @pytest.fixture(scope="module")
