@@ -144,7 +144,8 @@ def _expand(entry: str, key: str, matches, expected: str) -> list[File]:
   else:
     parent = os.path.dirname(os.path.abspath(entry))
     there = f"the folder holds {_some(os.listdir(parent))}" if os.path.isdir(parent) else f"nor does {parent!r}"
-    raise DataError(f"{key}: {entry!r} does not exist ({there}). Name {expected}, a folder or a glob.")
+    hub = f"; on Hugging Face's hub: hf://datasets/{entry}" if entry.count("/") == 1 and entry[0] not in "./~" else ""
+    raise DataError(f"{key}: {entry!r} does not exist ({there}{hub}). Name {expected}, a folder or a glob.")
   files = [File(Path(os.path.relpath(p, base)).as_posix(), Path(p)) for p in found]
   usable = sorted(f for f in files if matches(f.name))
   if not usable:
