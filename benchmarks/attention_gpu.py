@@ -37,7 +37,7 @@ from models.attention import gpu as attention_gpu
 from models.attention import gpu_kernels as flash_gpu
 from models.attention import mask
 from models.attention.dispatch import attention
-from models.attention.mask import Rule, Side
+from models.attention.mask import QKV, Rule, Side, TokenIds
 
 
 class Case(NamedTuple):
@@ -70,24 +70,23 @@ def made(case: Case) -> tuple[Rule, list[jax.Array], jax.Array]:
   arrays = [jax.random.normal(key, (case.rows, case.length, heads, case.size), jnp.bfloat16)
             for key, heads in zip(keys, (case.heads, case.kv_heads, case.kv_heads, case.heads), strict=True)]
   segments = jnp.broadcast_to(jnp.arange(case.length) // case.document + 1, (case.rows, case.length))
-  return Rule(1 / math.sqrt(case.size), None, case.window, False), arrays, segments
+  return Rule(1 / math.sqrt(case.size), window=case.window), arrays, segments
 
 
 def ways(case: Case, segments: jax.Array, slow: bool) -> dict[str, tuple[Callable, dict]]:
   """name -> ((q, k, v) -> output, what the compiler is told)."""
-  rule = Rule(1 / math.sqrt(case.size), None, case.window, False)
+  rule = Rule(1 / math.sqrt(case.size), window=case.window)
   sides = Side(segments, jnp.arange(case.length), None), Side(mask.keys_of(segments), jnp.arange(case.length), None)
   in_order = {"xla_gpu_exclude_nondeterministic_ops": True}
   found: dict[str, tuple[Callable, dict]] = {
-      "kernels": (lambda q, k, v: attention_gpu.on(jax.devices()[0])(rule, q, k, v, *sides), {})}
+      "kernels": (lambda q, k, v: attention_gpu.on(jax.devices()[0])(rule, QKV(q, k, v), *sides), {})}
   if jax.default_backend() == "gpu":
     found["cuDNN"] = functools.partial(cudnn, case), {}
     found["cuDNN, in order"] = functools.partial(cudnn, case), in_order
     if case.document == case.length and case.window is None:
       found["cuDNN, kernels"] = functools.partial(in_part, rule, sides), {}
   if slow:
-    found["blocked"] = lambda q, k, v: attention(q, k, v, segment_ids=segments, window=case.window, scale=rule.scale,
-                                                 impl="blocked"), {}
+    found["blocked"] = lambda q, k, v: attention(QKV(q, k, v), TokenIds(segments), rule, impl="blocked"), {}
   return found
 
 
@@ -116,10 +115,10 @@ def in_part(rule: Rule, sides: tuple[Side, Side], q: jax.Array, k: jax.Array, v:
   def forward(q, k, v):
     out, lse_BxHxT = fused.dot_product_attention(q, k, v, scale=rule.scale, mask_type=fused.MaskType.CAUSAL,
                                                  return_residual=True)
-    return out, (q, k, v, *sides, out, lse_BxHxT * flash_gpu.LOG2E)
+    return out, (QKV(q, k, v), *sides, out, lse_BxHxT * flash_gpu.LOG2E)
 
   attend = jax.custom_vjp(lambda q, k, v: forward(q, k, v)[0])
-  attend.defvjp(forward, lambda saved, dout: flash_gpu._attend_bwd(rule, tiles, False, saved, dout)[:3])
+  attend.defvjp(forward, lambda saved, dout: flash_gpu._attend_bwd(rule, tiles, False, saved, dout)[0][:3])
   return attend(q, k, v)
 
 

@@ -150,7 +150,7 @@ def main() -> None:
     state = here(jax.eval_shape(functools.partial(decoding.empty, model, TEXTS, ROOM)))
     one, stops = jax.ShapeDtypeStruct((), jnp.int32), jax.ShapeDtypeStruct((8,), jnp.int32)
     given = here((stops, jax.ShapeDtypeStruct((3,), jnp.float32), one, one))
-    decode = functools.partial(decoding.decode, model, 32, False, False)
+    decode = functools.partial(decoding.decode, model, decoding.DecodeOptions(32, False, False))
     show("a token of each text", jax.jit(decode, donate_argnums=1).lower(read, state, given).compile())
 
 

@@ -19,6 +19,7 @@ import sys
 import tempfile
 import time
 from pathlib import Path
+from typing import NamedTuple
 
 from ml_collections import ConfigDict
 from tqdm import tqdm
@@ -82,23 +83,33 @@ def sums(workdir: Path) -> dict[str, str]:
   return checkpoint.read_meta(workdir / "checkpoints" / str(STEPS))["checksums"]
 
 
-def until_done(case: str, data: Path, workdir: Path, most: float, rng: random.Random, kills: int,
-               killed: collections.Counter, bar: tqdm) -> None:
-  """Starts the run again and again, and kills it `kills` times at most, counting what it was doing."""
+class Kills(NamedTuple):
+  """The kills of a case's runs: how many there may be, when, and what a run was doing."""
+
+  most: int
+  # The longest that a run is left alone, in seconds.
+  after: float
+  rng: random.Random
+  killed: collections.Counter
+  bar: tqdm
+
+
+def until_done(case: str, data: Path, workdir: Path, kills: Kills) -> None:
+  """Starts the run again and again, and kills it until there were as many kills as there may be."""
   while True:
     (data / "phase").write_text("start")
     process = subprocess.Popen(command(case, data, workdir), stdout=subprocess.DEVNULL, stderr=subprocess.PIPE,
                                text=True)
     try:
-      if sum(killed.values()) >= kills:
+      if sum(kills.killed.values()) >= kills.most:
         process.wait()
       else:
-        process.wait(timeout=rng.uniform(0, most))
+        process.wait(timeout=kills.rng.uniform(0, kills.after))
     except subprocess.TimeoutExpired:
       process.send_signal(signal.SIGKILL)
       process.wait()
-      killed[(data / "phase").read_text() or "start"] += 1
-      bar.update()
+      kills.killed[(data / "phase").read_text() or "start"] += 1
+      kills.bar.update()
     else:
       if process.returncode:
         sys.exit(f"{case}: it ended with {process.returncode}:\n{process.stderr.read()[-3000:]}")
@@ -128,7 +139,7 @@ def main() -> None:
       runs = equal = 0
       with tqdm(total=kills, desc=case, leave=False) as bar:
         while sum(killed.values()) < kills:
-          until_done(case, data, data / f"run{runs}", most, rng, kills, killed, bar)
+          until_done(case, data, data / f"run{runs}", Kills(kills, most, rng, killed, bar))
           equal += sums(data / f"run{runs}") == reference
           runs += 1
       wrong += runs - equal

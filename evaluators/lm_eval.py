@@ -15,6 +15,7 @@ from evaluators import common
 from input_pipeline.examples.prompts import Prompter
 from input_pipeline.tokenizer.tokenizer import begins_with
 from trainer.errors import ConfigError
+from trainer.generate.command import Loaded
 from trainer.lm_eval import command as lm_eval
 
 # Of `cfg`, what is handed to lm_eval's simple_evaluate.
@@ -38,10 +39,11 @@ class LmEval:
     self._include_path, self._options = cfg.get("include_path"), {
         key: cfg[key] for key in OPTIONS if cfg.get(key) is not None}
     self._tasks = lm_eval.known(list(tasks), self._include_path, f"evals.{name}.tasks")
+    loaded = Loaded(setup.model, None, setup.tokenizer, Prompter(config, setup.tokenizer), str(setup.workdir))
     self._lm = Harness(
-        setup.model, None, setup.tokenizer, Prompter(config, setup.tokenizer), setup.mesh,
-        head=begins_with(config.tokenizer, setup.tokenizer), max_length=cfg.get("max_length") or config.seq_len,
-        batch_size=cfg.batch_size or config.batch_size // config.grad_accum_steps, name=str(setup.workdir))
+        loaded, setup.mesh, head=begins_with(config.tokenizer, setup.tokenizer),
+        max_length=cfg.get("max_length") or config.seq_len,
+        batch_size=cfg.batch_size or config.batch_size // config.grad_accum_steps)
 
   def run(self, params: Any, step: int) -> Iterator[tuple[str, float]]:
     self._lm.params = params

@@ -100,8 +100,7 @@ def make_train_data(
   for name in names:
     source, encoder = open_examples(cfg, tokenizer, i.sources[name], name, learns=learns, streams=True)
     if i.sources[name].stream_files:
-      packed.append(StreamedSource(cfg, name, source, encoder, tokenizer, learns=learns, workdir=workdir,
-                                   progress=progress))
+      packed.append(StreamedSource(cfg, source, encoder, tokenizer, learns=learns, workdir=workdir, progress=progress))
       continue
     tokens = tokenize_source(source, encoder, vocab_size(cfg, tokenizer), default_cache_dir(cfg, workdir), progress,
                              Policy.of(cfg))

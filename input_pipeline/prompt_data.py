@@ -101,13 +101,13 @@ def make_prompt_data(config: ConfigDict, tokenizer: Tokenizer, progress: bool = 
     if name not in names:
       open_source(i.sources[name], name)  # its keys are checked all the same
       logging.warning("source %r has weight 0 throughout and is not used.", name)
-  prompter, room = Prompter(config, tokenizer), config.seq_len - rollout.max_new_tokens
+  prompter = Prompter(config, tokenizer)
   tools = load_tools(rollout.tools, "rollout.tools")
   router = Router(config.strategy) if config.strategy.get("teacher_key") else None
   sources = []
   for number, name in enumerate(names):
     source = open_source(i.sources[name], name, texts=False)
-    sources.append(_read(source, prompter, config, number, room, progress, tools, router))
+    sources.append(_read(source, prompter, config, number, progress, tools, router))
   starts, weights = stage_weights({n: i.sources[n].weight for n in sorted(i.sources)}, i.weight_stages)
   shares = np.array([[stage[name] for name in names] for stage in weights], np.float64)
   mixture = Mixture(starts, shares, [len(source.items) for source in sources], i.stop, names)
@@ -221,9 +221,10 @@ class PromptData:
     return index if self.num_items is None else min(index, self.num_items)
 
 
-def _read(source: Source, prompter: Prompter, config: ConfigDict, number: int, room: int,
-          progress: bool, tools: Mapping[str, Callable], router: Router | None = None) -> PromptSource:
-  """All prompts of a source, of at most `room` tokens."""
+def _read(source: Source, prompter: Prompter, config: ConfigDict, number: int, progress: bool,
+          tools: Mapping[str, Callable], router: Router | None = None) -> PromptSource:
+  """All prompts of a source that leave room for a completion."""
+  room = config.seq_len - config.rollout.max_new_tokens
   schemas = [schema_of(function) for function in tools.values()]
   items: list = []
   lengths: list[int] = []

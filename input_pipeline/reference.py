@@ -39,8 +39,18 @@ WRITTEN = 1 << 22
 REFERENCE = (Kept("ref_logprobs"),)
 # That of whose each token is, where rows name their teacher.
 ROUTE = Kept(INDEX, (), "int32")
-# {name of an array of a folder: (dtype, values of each token; 0: a number, no array)}; one is called `logprobs`.
-OF_REFERENCE: dict[str, tuple[str, int]] = {"logprobs": ("<f4", 0)}
+
+
+class Said(NamedTuple):
+  """What is kept of what another model says."""
+
+  # Who: reference or teacher.
+  who: str
+  # {name of an array of a folder: (dtype, values of each token; 0: a number, no array)}; one is called `logprobs`.
+  arrays: dict[str, tuple[str, int]]
+
+
+OF_REFERENCE = Said("reference", {"logprobs": ("<f4", 0)})
 
 
 def of_teachers(teachers: int, k: int) -> tuple[Kept, Kept]:
@@ -69,19 +79,18 @@ class ReferenceLogprobs:
     arrays: which its batches have.
     fingerprint: all that decides the values: the reference's parameters and how they are computed with.
     cache_dir: where the token caches are.
-    what: "reference" or "teacher".
-    held: the arrays, as OF_REFERENCE.
+    said: what is kept.
 
   Attributes:
     complete: every value is there; nothing is left to compute.
   """
 
   def __init__(self, packed: list[PackedSource], seq_len: int, pad_id: int, arrays: Arrays, fingerprint: str,
-               cache_dir: Path, what: str = "reference", held: dict[str, tuple[str, int]] = OF_REFERENCE):
+               cache_dir: Path, said: Said = OF_REFERENCE):
     self._packed, self._seq_len, self._pad_id, self._arrays = packed, seq_len, pad_id, arrays
     self._starts = np.cumsum([0, *(p.plan.num_rows for p in packed)])
-    self._what, self._held = what, held
-    self._files = [_File(Path(cache_dir), p, fingerprint, what, held) for p in packed]
+    self._what, self._held = said
+    self._files = [_File(Path(cache_dir), p, fingerprint, said) for p in packed]
 
   @property
   def sources(self) -> list[str]:
@@ -173,13 +182,12 @@ class _File:
   """Those of one source: a file for each array (`logprobs.bin`, float32 [N, …]) and `meta.json` in a folder of their
   own."""
 
-  def __init__(self, cache_dir: Path, packed: PackedSource, fingerprint: str, what: str,
-               held: dict[str, tuple[str, int]]):
-    tokens, units, self._what, self._held = packed.tokens, packed.units, what, held
+  def __init__(self, cache_dir: Path, packed: PackedSource, fingerprint: str, said: Said):
+    tokens, units, (self._what, self._held) = packed.tokens, packed.units, said
     parts = json.dumps([VERSION, tokens.fingerprint, packed.plan.fingerprint if units is None else units.fingerprint,
                         fingerprint, *["prompts shared"] * packed.shares_prompts])  # which rounds differently
     key = hashlib.blake2b(parts.encode(), digest_size=12).hexdigest()
-    self._folder = cache_dir / f"{re.sub(r'[^A-Za-z0-9_.-]', '_', tokens.name)}-{what}-{key}"
+    self._folder = cache_dir / f"{re.sub(r'[^A-Za-z0-9_.-]', '_', tokens.name)}-{said.who}-{key}"
     self._size, self._needed = len(tokens.tokens), packed.plan.stats().trained if units is None else units.summed
     self._stack = contextlib.ExitStack()
     # Where values are written until they are complete.
@@ -249,7 +257,7 @@ class _File:
 
 
 def _arrays(meta: dict) -> dict[str, tuple[str, int]]:
-  held = meta.get("arrays", OF_REFERENCE)  # which folders of earlier versions do not name
+  held = meta.get("arrays", OF_REFERENCE.arrays)  # which folders of earlier versions do not name
   return {key: (dtype, meta["tokens"] * max(width, 1)) for key, (dtype, width) in held.items()}
 
 
@@ -296,8 +304,8 @@ class PackedData:
     see `reference`."""
     packed = [source for source in self._packed if source.tokens.name in sources]
     arrays = self._arrays._replace(kept=self._routes)
-    return ReferenceLogprobs(packed, self._seq_len, self._pad_id, arrays, fingerprint, Path(cache_dir), "teacher", {
-        "ids": ("<i4", k), "logprobs": ("<f4", k + 1)})
+    said = Said("teacher", {"ids": ("<i4", k), "logprobs": ("<f4", k + 1)})
+    return ReferenceLogprobs(packed, self._seq_len, self._pad_id, arrays, fingerprint, Path(cache_dir), said)
 
   def use(self, logprobs: ReferenceLogprobs) -> None:
     """From now on, batches have `ref_logprobs`: that of each token with a weight, 0 elsewhere.

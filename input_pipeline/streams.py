@@ -89,7 +89,7 @@ class StreamedSource:
   """A source in parts; to batches what a `PackedSource` is.
 
   Args:
-    config: the whole config. name: the source's. learns: see `make_encoder`.
+    config: the whole config. learns: see `make_encoder`.
     source, encoder: of `open_examples`.
     tokenizer: of the run. workdir: of the run.
     progress: show a bar for the first part.
@@ -102,9 +102,9 @@ class StreamedSource:
   advantages, shares_prompts = False, False
   most_images, sequences = 0, 0
 
-  def __init__(self, config: ConfigDict, name: str, source: Source, encoder: Encoder, tokenizer: Tokenizer, *,
-               learns: str, workdir: str | Path, progress: bool = False):
-    check(config, name, learns)
+  def __init__(self, config: ConfigDict, source: Source, encoder: Encoder, tokenizer: Tokenizer, *, learns: str,
+               workdir: str | Path, progress: bool = False):
+    check(config, name := source.name, learns)
     self._source, self._name, self._seed = source, name, config.seed
     self._parts = Parts(source, cfg := config.input.sources[name], config.seed)
     groups = self._parts.groups

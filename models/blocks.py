@@ -12,12 +12,14 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from models.attention.cache import Cache, Past
+from models.attention import mask
+from models.attention.cache import Cache
+from models.attention.context import LayerContext
 from models.attention.deltanet import GatedDeltaNet
 from models.attention.dispatch import attend_to_past, attention
 from models.attention.latent import LatentAttention
 from models.attention.mamba import Mamba2
-from models.attention.mask import TokenIds
+from models.attention.mask import QKV, Rule
 from models.attention.rope import apply_rope
 from models.attention.selected import Indexer
 from models.experts.moe import Moe, Routing
@@ -25,7 +27,7 @@ from models.layers import Linear, Mlp, Norm, Scope, apply_linears, dropout, rms_
 from models.remat import named
 from models.residual import AltUp, Laurel, PerLayer, make_norm, out_gain
 from models.sharding.logical_axes import constrain
-from models.spec import HALVES, MIXERS, RECURRENT, Spec
+from models.spec import HALVES, MIXERS, Spec
 from models.spec_vision import OF_IMAGES
 
 
@@ -57,17 +59,10 @@ class SelfAttention(nnx.Module):
     self.sinks = scope.constant("sinks", (H,), 0.0) if spec.attention_sinks else None
     self.spec, self.kv_heads, self.head_dim = spec, G, K
 
-  def __call__(self, x_BxTxD, tokens: TokenIds, rope: Any, window: int | None, key: jax.Array | None = None,
-               past: Past | None = None, lent: tuple[jax.Array, jax.Array] | None = None
+  def __call__(self, x_BxTxD: jax.Array, context: LayerContext
                ) -> tuple[jax.Array, tuple[jax.Array, jax.Array] | Cache]:
-    """(output, (keys, values) [B, T, G, K], or, with a `past` of one token, its cache with those of it).
-
-    `rope`: a `rope_table`, with a factor on queries [B, T, 1, 1] or without; or that alone, or None. `key`: for dropout
-    on the adapters' input; None: no dropout. `past`: where the tokens of each row find those before them; None: rows
-    begin here. `lent`: the keys and values of the layer whose this one uses, if it has none of its own; a `past` is
-    then that layer's.
-    """
-    s = self.spec
+    """(output, (keys, values) [B, T, G, K], or, with a `past` of one token, its cache with those of it)."""
+    s, (tokens, rope, window, key, past, lent, _) = self.spec, context
     B, T, _ = x_BxTxD.shape
     linears = tuple(linear for linear in (self.q, self.k, self.v) if linear is not None)
     q, *made = apply_linears(linears, x_BxTxD, key)
@@ -79,25 +74,26 @@ class SelfAttention(nnx.Module):
     if factor is not None:
       q_BxTxHxK = (q_BxTxHxK.astype(jnp.float32) * factor).astype(q_BxTxHxK.dtype)
     k_BxTxGxK, v_BxTxGxK = self._keys_and_values(made, rope, B, T) if made else lent or (None, None)
-    options: dict[str, Any] = dict(scale=s.attention_scale, logit_cap=s.attention_logit_cap,
-                                   sinks_H=None if self.sinks is None else self.sinks[...])
+    # In Gemma 3 and 4 the window bounds blocks too, in PaliGemma 2 it does not.
+    bounded = s.vision is not None and s.vision.attention in OF_IMAGES
+    rule = Rule(s.attention_scale, s.attention_logit_cap, window, bounded)
+    sinks_H = None if self.sinks is None else self.sinks[...]
     if past is None or past.extends:
       new: Any = k_BxTxGxK, v_BxTxGxK
       k_BxSxGxK, v_BxSxGxK, behind_BxP = (*new, None) if past is None else past.before(*new)
-      # In Gemma 3 and 4 the window bounds blocks too, in PaliGemma 2 it does not.
-      bounded = s.vision is not None and s.vision.attention in OF_IMAGES
-      segments = tokens.segments if tokens.chunks is None else tokens.chunks
+      ids_BxP = None
       if past is not None and tokens.chunks is not None:
-        options["behind_ids_BxP"] = tokens.chunks_of(past.cache.lengths[:, None] - behind_BxP, window)
-      options |= dict(segment_ids=segments, block_ids=tokens.blocks, prompt_ids=tokens.prompts, window=window,
-                      window_blocks=bounded, behind_BxP=behind_BxP)
-      out_BxTxHxK = attention(q_BxTxHxK, k_BxSxGxK, v_BxSxGxK, impl=s.attention, block=s.attention_block, **options)
+        ids_BxP = tokens.chunks_of(past.cache.lengths[:, None] - behind_BxP, window)
+      if tokens.chunks is not None:
+        tokens = tokens._replace(segments=tokens.chunks, chunks=None)
+      before = None if past is None else mask.behind(behind_BxP, ids_BxP)
+      out_BxTxHxK = attention(QKV(q_BxTxHxK, k_BxSxGxK, v_BxSxGxK, sinks_H), tokens, rule, before=before,
+                              impl=s.attention, block=s.attention_block)
     else:
       active_B = tokens.segments[:, 0] > 0
       new, seen = (past.add(k_BxTxGxK[:, 0], v_BxTxGxK[:, 0], active_B, window) if made else
                    (past.cache, past.seen(window)))
-      out_BxTxHxK = attend_to_past(q_BxTxHxK, seen.keys_BxGxSxK, seen.values_BxGxSxK, seen_BxS=seen.seen_BxS,
-                                   active_B=active_B, table=seen.table, **options)
+      out_BxTxHxK = attend_to_past(rule, q_BxTxHxK, seen, active_B, sinks_H=sinks_H)
     if s.attention_gate:
       out_BxTxHxK = out_BxTxHxK * jax.nn.sigmoid(gate_BxTxHxK.astype(jnp.float32)).astype(out_BxTxHxK.dtype)
     out_BxTxHxK = constrain(out_BxTxHxK, "batch", "length", "heads", None)
@@ -153,19 +149,16 @@ class Block(nnx.Module):
     self.altup = AltUp(spec, scope / "altup") if spec.altup is not None else None
     self.layer_scale = scope.constant("layer_scale", (1,), 1.0) if spec.layer_scale else None
     self.residual_scale, self.dropout = spec.residual_scale, spec.dropout
-    self.chooses = spec.latent is not None and spec.latent.index_topk > 0
 
-  def __call__(self, x_BxTxD, tokens: TokenIds, rope, window: int | None, key: jax.Array | None,
-               past: Past | None = None, parts: Collection[str] = ("attn", "mlp"), routing: Routing | None = None,
-               lent: tuple[jax.Array, jax.Array] | None = None, own_BxTxP: jax.Array | None = None,
-               sparsity: float = 0.0, chosen_BxTxC: jax.Array | None = None):
+  def __call__(self, x_BxTxD, context: LayerContext, parts: Collection[str] = ("attn", "mlp"),
+               routing: Routing | None = None, own_BxTxP: jax.Array | None = None, sparsity: float = 0.0):
     """(x, statistics of the experts if it has any, {name of the mixer: keys and values, or a state}, or, with a `past`
-    of one token, its cache, `chosen_BxTxC`).
+    of one token, its cache, which keys were chosen (`LatentAttention`)).
 
-    `x_BxTxD`: with AltUp, all its streams [N, B, T, D], as what is returned. `key`: this layer's key for dropout; None:
-    no dropout. `past`, `lent`: see `SelfAttention`. `parts`: of `models.spec.PARTS`. `routing`: of this layer's
-    experts. `own_BxTxP`: see `PerLayer`. `sparsity`: of the MLP, see `Mlp`. `chosen_BxTxC`: see `LatentAttention`.
+    `x_BxTxD`: with AltUp, all its streams [N, B, T, D], as what is returned. `parts`: of `models.spec.PARTS`.
+    `routing`: of this layer's experts. `own_BxTxP`: see `PerLayer`. `sparsity`: of the MLP, see `Mlp`.
     """
+    tokens, key, past, chosen_BxTxC = context.tokens, context.key, context.past, None
     keys = (None, None) if key is None else jax.random.split(key)
     x_BxTxD = named(x_BxTxD, "layer_input")
     predicted_NxBxTxD = None if self.altup is None else self.altup.predict(x_BxTxD)
@@ -174,11 +167,8 @@ class Block(nnx.Module):
     apart = past is None or past.extends
     new: Any = {} if apart else past.cache
     if mixer := next((mixer for mixer in MIXERS if mixer in parts), None):
-      borrowed: tuple = (lent,) if "query" in mixer else ()
-      if self.chooses:
-        borrowed = (self.indexer if "indexer" in parts else None, chosen_BxTxC)
-      where = () if mixer in RECURRENT else (rope, window)
-      y, left, *more = getattr(self, mixer)(normed_BxTxD, tokens, *where, key, past, *borrowed)
+      indexer = (self.indexer,) if "indexer" in parts else ()
+      y, left, *more = getattr(self, mixer)(normed_BxTxD, context, *indexer)
       chosen_BxTxC = more[0] if more else None
       if not apart:
         new = left

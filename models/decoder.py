@@ -14,6 +14,7 @@ from flax import nnx
 
 from models import vlm
 from models.attention.cache import Cache, Past
+from models.attention.context import LayerContext
 from models.attention.mask import TokenIds
 from models.attention.rope import rope_table, temperature
 from models.blocks import Block, room_to_lend, run_blocks, stack_blocks
@@ -93,9 +94,9 @@ class Decoder(nnx.Module):
       at, number = (place, index) if source is None else (source, jnp.asarray(source))
       past = None if found is None else Past(found, at, number, extends=cache is None, chunked=kind == "chunked")
       routed = None if s.moe is None else routing.of_layer(s.moe.layers_before(index))
-      x_BxTxD, stats, new, chosen = block(
-          x_BxTxD, tokens_of.get(kind, tokens), ropes.get(kind), s.window_of(place), layer_key, past, s.parts_of(place),
-          routed, lent.get(kind), own_BxTxP, s.sparsity_of(place), lent.get("chosen"))
+      context = LayerContext(tokens_of.get(kind, tokens), ropes.get(kind), s.window_of(place), layer_key, past,
+                             lent.get(kind), lent.get("chosen"))
+      x_BxTxD, stats, new, chosen = block(x_BxTxD, context, s.parts_of(place), routed, own_BxTxP, s.sparsity_of(place))
       if "chosen" in lent:
         lent = {**lent, "chosen": chosen}
       if kind in lent and source is None:  # that of the last such layer stays

@@ -18,6 +18,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from models.attention.context import LayerContext
 from models.attention.mask import TokenIds
 from models.blocks import stack_blocks, unstack
 from models.layers import Linear, Scope
@@ -81,8 +82,8 @@ class Mtp(nnx.Module):
         both_BxTx2D = jnp.concatenate([enorm(embed(read_BxT)), hnorm(hidden_BxTxD)], axis=-1)
         x_BxTxD = constrain(eh_proj(both_BxTx2D, layer_key), "batch", "stream", "embed")
         kind = s.layer_type(0)
-        x_BxTxD, stats, _, _ = block(x_BxTxD, TokenIds(segments_BxT), ropes.get(kind), s.window_of(0), layer_key,
-                                     parts=s.parts_of(0), sparsity=s.sparsity_of(0))
+        context = LayerContext(TokenIds(segments_BxT), ropes.get(kind), s.window_of(0), layer_key)
+        x_BxTxD, stats, _, _ = block(x_BxTxD, context, parts=s.parts_of(0), sparsity=s.sparsity_of(0))
         return final_norm(x_BxTxD), stats
 
       hidden_BxTxD, of_experts = remat(module, False)(hidden_BxTxD, (enorm, hnorm, eh_proj, block, final_norm))

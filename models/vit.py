@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from models.attention.context import LayerContext
 from models.attention.mask import TokenIds
 from models.blocks import Block, run_blocks, stack_blocks
 from models.layers import Linear, Scope
@@ -62,7 +63,7 @@ class Tower(nnx.Module):
 
     def layer(place: int, x_NxMxD: jax.Array, block: Block, index: jax.Array):
       layer_key = None if key is None else jax.random.fold_in(key, index)
-      return block(x_NxMxD, TokenIds(ones_NxM, ones_NxM), None, None, layer_key)[0], None
+      return block(x_NxMxD, LayerContext(TokenIds(ones_NxM, ones_NxM), key=layer_key))[0], None
 
     blocks = jax.tree.map(lambda p: p[: v.layers_run], self.blocks)
     x_NxMxD, _ = run_blocks(self.run, blocks, layer, remat, x_NxMxD)

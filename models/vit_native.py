@@ -24,6 +24,7 @@ from flax import nnx
 
 from models import tiles, vit
 from models.activations import GATED
+from models.attention.context import LayerContext
 from models.attention.mask import TokenIds
 from models.attention.rope import axial_table
 from models.blocks import Block, run_blocks, stack_blocks
@@ -86,7 +87,7 @@ class Tower(nnx.Module):
       def layer(place: int, x_BxPxD: jax.Array, block: Block, index: jax.Array):
         layer_key = None if key is None else jax.random.fold_in(key, start + index)
         seen = jnp.where(jnp.asarray(full_L)[start + index], at.images, at.windows)
-        return block(x_BxPxD, TokenIds(seen, seen), table, None, layer_key)[0], None
+        return block(x_BxPxD, LayerContext(TokenIds(seen, seen), table, key=layer_key))[0], None
 
       blocks = jax.tree.map(lambda p: p[start:stop], self.blocks)
       return run_blocks(dataclasses.replace(self.own, num_layers=stop - start), blocks, layer, remat, x_BxPxD)[0]

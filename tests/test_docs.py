@@ -260,8 +260,7 @@ def test_config_examples_have_an_effect():
     model = api.make_model(config.model, vocab_size=258, params_dtype="float32", compute_dtype="float32")
     shapes = model.abstract_params()
     optim.make_optimizer(config.optimizer, config.schedule, shapes, total_steps=1000,
-                         to_steps=functools.partial(durations.steps, total_steps=1000, batch_size=8, seq_len=256,
-                                                    rows_per_epoch=None))
+                         to_steps=functools.partial(durations.steps, run=durations.RunLengths(1000, 8, 256, None)))
     mesh_lib.param_shardings(shapes, mesh, config.sharding_rules)
     checked += 1
   assert checked >= 6

@@ -1,4 +1,5 @@
-"""Which package may import which, and that no files import each other in a circle."""
+"""Which package may import which, that no files import each other in a circle, and that functions have few parameters.
+"""
 
 import ast
 import functools
@@ -24,6 +25,26 @@ LATE = {
     ("trainer.config.sections", "trainer.strategies"): "the options of a strategy of the user's own are in its record",
     ("trainer.bases", "trainer.speedrun.command"): "a run that begins from another one trains that one first",
     ("trainer.report", "trainer.report.record"): "the report is of the run that it ends",
+}
+# The most parameters that a function may have, but those that are named here, by file and name, with why no record of
+# them would serve.
+MOST_PARAMETERS = 7
+OPTIONS = "each option stands alone, has a default, and is given by few"
+MORE_PARAMETERS = {
+    ("input_pipeline/evaluation.py", "make_eval_data"): OPTIONS,
+    ("input_pipeline/examples/registry.py", "open_examples"): OPTIONS,
+    ("input_pipeline/packing.py", "make_plan"): OPTIONS,
+    ("models/api.py", "make_model"): "what it gives a model's class, which may be a user's own, by name",
+    **{("models/attention/gpu_kernels.py", f"{pass_}.kernel"): "Pallas gives a kernel one reference an array, in order"
+       for pass_ in ("_forward", "_to_queries", "_to_keys")},
+    ("models/flops.py", "per_token"): "a formula of as many numbers",
+    ("models/hf/__init__.py", "save"): OPTIONS,
+    ("models/hf/convert.py", "write_tensors"): OPTIONS,
+    ("models/layers.py", "Norm.__init__"): "the kinds of norm there are; a layer is made with two or three of them",
+    ("models/transformer.py", "Transformer.__init__"): "see make_model",
+    ("trainer/export/command.py", "export"): OPTIONS,
+    ("trainer/optim/optimizer.py", "make_optimizer"): OPTIONS,
+    ("trainer/strategies/logprobs.py", "token_stats"): OPTIONS,
 }
 
 
@@ -113,3 +134,17 @@ def test_no_circle_of_imports():
       del left[name]
   # What remains imports a circle, or is in one.
   assert not left, f"a circle among, or below, {', '.join(sorted(left))}"
+
+
+def test_functions_have_few_parameters():
+  found = set()
+  for folder in (*PACKAGES, "configs", "benchmarks"):
+    for path in (tiny.ROOT / folder).rglob("*.py"):
+      for parent in ast.walk(ast.parse(path.read_text("utf-8"))):
+        for node in ast.iter_child_nodes(parent):
+          if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            names = [arg.arg for arg in (*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs)]
+            if len([name for name in names if name not in ("self", "cls")]) > MOST_PARAMETERS:
+              within = f"{parent.name}." if hasattr(parent, "name") else ""
+              found.add((path.relative_to(tiny.ROOT).as_posix(), within + node.name))
+  assert found == MORE_PARAMETERS.keys(), "what belongs together gets a record; or a name in the list, and why"

@@ -65,15 +65,15 @@ def make_horizon(config: Any, data: Data, say: Callable[[str], None]) -> Horizon
   Raises:
     ConfigError: durations that cannot be, or a run without an end.
   """
-  lengths: dict[str, Any] = dict(batch_size=lambda step: data.batch_range(step)[0], rows_per_epoch=data.rows_per_epoch,
-                                 seq_len=data.row_tokens)
-  total_steps = _total_steps(durations.resolve(config, "total", total_steps=None, **lengths), data.num_steps, say)
+  run = durations.RunLengths(None, lambda step: data.batch_range(step)[0], data.row_tokens, data.rows_per_epoch)
+  total_steps = _total_steps(durations.resolve(config, "total", run), data.num_steps, say)
+  run = run._replace(total_steps=total_steps)
   periods = {}
   for prefix in ("log", "ckpt", "keep"):
-    period = durations.resolve(config, prefix, total_steps=total_steps, **lengths)
+    period = durations.resolve(config, prefix, run)
     say(f"{prefix}: {f'every {period}' if period.steps else NEVER.get((prefix, period.steps), 'never')}")
     periods[prefix] = period.steps
-  to_steps: Any = functools.partial(durations.steps, total_steps=total_steps, **lengths)
+  to_steps: Any = functools.partial(durations.steps, run=run)
   evaluations = {}
   for name in config.evals:
     cfg = config.evals[name]

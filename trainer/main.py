@@ -231,7 +231,7 @@ def _make_callbacks(config: Any, horizon: Horizon, workdir: Path, trained: list[
       cb.Alive() if jax.process_count() > 1 else Watchdog(),
       cb.Preemption(),
       cb.Health(config.optimizer.max_nonfinite_steps, trained),
-      *([spikes.Spikes(**config.spikes)] if config.spikes.action != "none" else []),
+      *([spikes.Spikes(config.spikes)] if config.spikes.action != "none" else []),
       cb.MetricsLog(horizon.log_steps),
       diagnostics.Diagnostics(config.health_silent),
       cb.Progress(strategies.of(config).shown),

@@ -302,10 +302,10 @@ def place_state(abstract_state: Any, params_sharding: Any, mesh: Any, offloaded:
 
 def planned_optimizer(config: Any, model: Any) -> optim.Optimizer:
   """The optimizer where the data, hence the length of an epoch, are not known; its shapes are those of the run's."""
-  stand_in = dict(batch_size=config.batch_size, seq_len=config.seq_len, rows_per_epoch=10**6)
-  total_steps = durations.steps(config, "total", total_steps=None, **stand_in) or 10**6
-  return make_optimizer(config, model, total_steps,
-                        functools.partial(durations.steps, total_steps=total_steps, **stand_in))
+  run = durations.RunLengths(None, config.batch_size, config.seq_len, rows_per_epoch=10**6)
+  total_steps = durations.steps(config, "total", run) or 10**6
+  run = run._replace(total_steps=total_steps)
+  return make_optimizer(config, model, total_steps, functools.partial(durations.steps, run=run))
 
 
 def planned_images(config: Any, model: Any) -> int:

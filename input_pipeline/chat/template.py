@@ -13,7 +13,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from datetime import date as Date
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from jinja2 import Template, meta
 from jinja2.exceptions import SecurityError, TemplateError, TemplateSyntaxError, UndefinedError
@@ -48,6 +48,18 @@ class Rendered:
   text: str
   generated: tuple[tuple[int, int], ...] = ()
   inert: tuple[int, ...] = ()
+
+
+class _Request(NamedTuple):
+  """What is to be rendered, and how; see `ChatTemplate.render` and `render_spans`."""
+
+  messages: Iterable[Mapping]
+  tools: Iterable[Mapping] | None
+  documents: Iterable[Mapping] | None
+  add_generation_prompt: bool
+  continue_final_message: bool
+  inert_tokens: tuple[str, ...]
+  variables: Mapping[str, Any]
 
 
 class ChatTemplate:
@@ -98,7 +110,8 @@ class ChatTemplate:
       DataError: the template refuses the conversation, fails, or wants more than its limits; or the conversation has
         something that is not plain data. Names file and line, and the reason.
     """
-    return self._render(messages, tools, documents, add_generation_prompt, continue_final_message, (), variables)[0]
+    return self._render(_Request(messages, tools, documents, add_generation_prompt, continue_final_message, (),
+                                 variables))[0]
 
   def render_spans(self, messages, tools=None, documents=None, add_generation_prompt: bool = False,
                    continue_final_message: bool = False, inert_tokens: Iterable[str] = (), **variables) -> Rendered:
@@ -110,47 +123,44 @@ class ChatTemplate:
         stand-in and put back, so that its place is known; the end of a string that could begin one counts.
         A template that looks for these strings in a message does not find them.
     """
-    text, blocks, inert = self._render(messages, tools, documents, add_generation_prompt, continue_final_message,
-                                       tuple(inert_tokens), variables)
+    text, blocks, inert = self._render(_Request(messages, tools, documents, add_generation_prompt,
+                                                continue_final_message, tuple(inert_tokens), variables))
     if any(not found for _, _, found in blocks):
       raise DataError(f"{self.where}: a generation block stands in a macro, call or set block, so that its place in "
                       "the text is unknown. Move it out, or use `render`.")
     return Rendered(text, tuple((start, min(end, len(text))) for start, end, _ in blocks if start < len(text)), inert)
 
-  def _render(self, messages, tools, documents, add_generation_prompt, continue_final_message, inert_tokens, variables):
+  def _render(self, request: _Request):
     """(text, (start, end, whether it is there) of each generation block, positions of inert characters)."""
-    if tools is not None and self.tool_use is not None:
-      return self.tool_use._render(messages, tools, documents, add_generation_prompt, continue_final_message,
-                                   inert_tokens, variables)
-    arguments = tools, documents, add_generation_prompt, continue_final_message, inert_tokens, variables
+    if request.tools is not None and self.tool_use is not None:
+      return self.tool_use._render(request)
     try:
-      return self._render_with(False, messages, *arguments)
+      return self._render_with(False, request)
     except DataError as error:
       # DeepSeek's put arguments in a string with `+`. That is found for each conversation anew: what one is rendered
       # as depends on no other.
-      if not isinstance(error.__cause__, TypeError) or not calls_in(messages):
+      if not isinstance(error.__cause__, TypeError) or not calls_in(request.messages):
         raise
       try:
-        return self._render_with(True, messages, *arguments)
+        return self._render_with(True, request)
       except DataError:
         raise error from error.__cause__
 
-  def _render_with(self, written, messages, tools, documents, add_generation_prompt, continue_final_message,
-                   inert_tokens, variables):
+  def _render_with(self, written: bool, request: _Request):
     """See `_render`; `written`: the arguments of calls are strings of JSON."""
-    given = {"messages": messages_of(messages, written), "tools": records(tools, "tools"),
-             "documents": records(documents, "documents")}
-    marks = _Marks(inert_tokens)
-    if inert_tokens or continue_final_message:
+    given = {"messages": messages_of(request.messages, written), "tools": records(request.tools, "tools"),
+             "documents": records(request.documents, "documents")}
+    marks = _Marks(request.inert_tokens)
+    if request.inert_tokens or request.continue_final_message:
       given = {key: marks.mark(value, key) for key, value in given.items()}
     content = None
-    if continue_final_message:
-      if add_generation_prompt:
+    if request.continue_final_message:
+      if request.add_generation_prompt:
         raise DataError("continue_final_message and add_generation_prompt exclude each other. Set one of them.")
       content = _open_final_message(given["messages"], self.where)
-    text, blocks = self._run({**self.special_tokens, **plain(variables, "variables"), **given,
-                              "add_generation_prompt": add_generation_prompt})
-    blocks = [(start, start + len(block), text.startswith(block, start)) for start, block in blocks]
+    text, generated = self._run({**self.special_tokens, **plain(request.variables, "variables"), **given,
+                                 "add_generation_prompt": request.add_generation_prompt})
+    blocks = [(start, start + len(block), text.startswith(block, start)) for start, block in generated]
     if content is not None:
       text = self._cut(text, content)
     text, inert = marks.restore(text, self.where)

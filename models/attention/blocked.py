@@ -21,7 +21,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from models import cpu
-from models.attention.mask import Rule, Side, ends, keys_of, meet, seen
+from models.attention.mask import QKV, Rule, Side, ends, keys_of, meet, seen
 from models.remat import named
 from models.sharding import logical_axes
 
@@ -58,23 +58,34 @@ class Partial(NamedTuple):
   total: jax.Array
 
 
+class OfOutput(NamedTuple):
+  """What gradients are made of beside queries, keys and values, for each query."""
+
+  # Log-sum-exp of the scores over all keys, of `finish`, [B, G, R, T].
+  lse: jax.Array
+  # The output times its gradient, [B, G, R, T], and that gradient, [B, G, R, T, K], of `prepare_backward`.
+  delta: jax.Array
+  dout: jax.Array
+
+
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def attend(spans: tuple[Span, ...], rule: Rule, q: jax.Array, k: jax.Array, v: jax.Array, queries: Side,
-           keys: Side, sinks: jax.Array | None = None) -> jax.Array:
+def attend(spans: tuple[Span, ...], rule: Rule, qkv: QKV, queries: Side, keys: Side) -> jax.Array:
   """Attention of q [B, G, R, T, K] to k, v [B, G, W, K]: [B, G, R, T, K] in the dtype of v, 0 at padding.
 
-  `spans` cover the queries in order; what they leave out is not seen, and never computed. `sinks`: see `with_sinks`.
+  `spans` cover the queries in order; what they leave out is not seen, and never computed. Sinks: see `with_sinks`.
   """
-  return _attend_fwd(spans, rule, q, k, v, queries, keys, sinks)[0]
+  return _attend_fwd(spans, rule, qkv, queries, keys)[0]
 
 
-def _attend_fwd(spans, rule, q, k, v, queries, keys, sinks):
+def _attend_fwd(spans, rule, qkv, queries, keys):
+  q, k, v, sinks = qkv
   # Rounded once, at the end.
   kind = v.dtype if sinks is None else jnp.float32
 
-  def some(q, k, v, queries, keys):
+  def some(arrays, queries, keys):
+    q, k, v = arrays
     if (size := _tile_size(spans)) is not None:
-      return _forward_by_tiles(spans, size, rule, q, k, v, queries, keys, kind)
+      return _forward_by_tiles(spans, size, rule, QKV(q, k, v), queries, keys, kind)
     parts = []
     for span in spans:
       sides = _cut_queries(queries, span.start, span.stop), _cut_keys(keys, span)
@@ -87,45 +98,46 @@ def _attend_fwd(spans, rule, q, k, v, queries, keys, sinks):
   if sinks is not None:
     out, lse = with_sinks(sinks, out, lse, queries, v.dtype)
   out, lse = named((out, lse), "attention", in_rule=True)
-  return out, (q, k, v, queries, keys, sinks, out, lse)
+  return out, (qkv, queries, keys, out, lse)
 
 
 def _attend_bwd(spans, rule, saved, dout):
-  q, k, v, queries, keys, sinks, out, lse = saved
+  (q, k, v, sinks), queries, keys, out, lse = saved
 
-  def some(q, k, v, out, lse, dout, queries, keys):
+  def some(arrays, queries, keys):
+    q, k, v, out, lse, dout = arrays
     dout, delta = prepare_backward(out, dout, queries)
     if (size := _tile_size(spans)) is not None:
-      return _backward_by_tiles(spans, size, rule, q, k, v, queries, keys, lse, delta, dout)
+      return _backward_by_tiles(spans, size, rule, QKV(q, k, v), queries, keys, OfOutput(lse, delta, dout))
     dq, dk, dv = [], jnp.zeros(k.shape, jnp.float32), jnp.zeros(v.shape, jnp.float32)
     for span in spans:
       mine, seen = slice(span.start, span.stop), slice(span.first, span.last)
       dq_part, dk_part, dv_part = backward(
-          rule, q[:, :, :, mine], k[:, :, seen], v[:, :, seen], _cut_queries(queries, span.start, span.stop),
-          _cut_keys(keys, span), lse[:, :, :, mine], delta[:, :, :, mine], dout[:, :, :, mine])
+          rule, QKV(q[:, :, :, mine], k[:, :, seen], v[:, :, seen]), _cut_queries(queries, span.start, span.stop),
+          _cut_keys(keys, span), OfOutput(lse[:, :, :, mine], delta[:, :, :, mine], dout[:, :, :, mine]))
       dq.append(dq_part)
       dk, dv = (_add(total, part, span.first, 2) for total, part in ((dk, dk_part), (dv, dv_part)))
     dq = jnp.concatenate(dq, axis=3) if len(spans) > 1 else dq[0]
     return dq.astype(q.dtype), dk.astype(k.dtype), dv.astype(v.dtype)
 
   dsinks = None if sinks is None else gradient_of_sinks(sinks, lse, prepare_backward(out, dout, queries)[1])
-  return *_few_heads_at_a_time(some, spans, queries, keys, q, k, v, out, lse, dout), None, None, dsinks
+  return QKV(*_few_heads_at_a_time(some, spans, queries, keys, q, k, v, out, lse, dout), dsinks), None, None
 
 
 def _few_heads_at_a_time(some: Callable, spans: tuple[Span, ...], queries: Side, keys: Side, *arrays: jax.Array
                          ) -> tuple[jax.Array, ...]:
-  """`some(*arrays, queries, keys)` of arrays [B, G, …]: on CPU, of as many heads at a time as CACHED_BYTES allow."""
+  """`some(arrays, queries, keys)` of arrays [B, G, …]: on CPU, of as many heads at a time as CACHED_BYTES allow."""
   B, G, R = arrays[0].shape[:3]
   size = _tile_size(spans)
   scores = 4 * R * (max((span.stop - span.start) * (span.last - span.first) for span in spans) if size is None
                     else size * size)
   at_once = next(n for n in range(B * G, 0, -1) if B * G % n == 0 and (n == 1 or n * scores <= CACHED_BYTES))
   if logical_axes.platform() != "cpu" or at_once == B * G:
-    return some(*arrays, queries, keys)
+    return some(arrays, queries, keys)
 
   def part(parts):
     arrays, queries, keys = parts
-    return tuple(map(cpu.as_bits, some(*map(cpu.from_bits, arrays), queries, keys)))
+    return tuple(map(cpu.as_bits, some(map(cpu.from_bits, arrays), queries, keys)))
 
   def by_head(x: jax.Array) -> jax.Array:
     return cpu.as_bits(x).reshape(-1, at_once, 1, *x.shape[2:])
@@ -181,10 +193,10 @@ class _Tiles:
     return jax.lax.dynamic_slice_in_dim(x, number * self._size, self._size, axis=at)
 
 
-def _forward_by_tiles(spans: tuple[Span, ...], size: int, rule: Rule, q, k, v, queries: Side, keys: Side, kind: Any
+def _forward_by_tiles(spans: tuple[Span, ...], size: int, rule: Rule, qkv: QKV, queries: Side, keys: Side, kind: Any
                       ) -> tuple[jax.Array, jax.Array]:
   """`finish` of all queries, the output as `kind`."""
-  of_queries, of_keys = _Tiles(size, queries, q), _Tiles(size, keys, k, v)
+  of_queries, of_keys = _Tiles(size, queries, qkv.q), _Tiles(size, keys, qkv.k, qkv.v)
   seen = _TilesSeen(spans, size, of_queries, of_keys)
 
   def one(n: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -197,13 +209,15 @@ def _forward_by_tiles(spans: tuple[Span, ...], size: int, rule: Rule, q, k, v, q
     return finish(seen.loop(n, see, lambda m, so_far: merge(so_far, see(m))), mine, kind)
 
   out, lse = jax.lax.map(one, jnp.arange(len(of_queries)))
-  return _joined(out, q.shape[3]), _joined(lse, q.shape[3])
+  T = qkv.q.shape[3]
+  return _joined(out, T), _joined(lse, T)
 
 
-def _backward_by_tiles(spans: tuple[Span, ...], size: int, rule: Rule, q, k, v, queries: Side, keys: Side, lse, delta,
-                       dout) -> tuple[jax.Array, jax.Array, jax.Array]:
+def _backward_by_tiles(spans: tuple[Span, ...], size: int, rule: Rule, qkv: QKV, queries: Side, keys: Side,
+                       of_output: OfOutput) -> tuple[jax.Array, jax.Array, jax.Array]:
   """The gradients of q, k and v, in their dtypes."""
-  of_queries, of_keys = _Tiles(size, queries, q, lse, delta, dout), _Tiles(size, keys, k, v)
+  (q, k, v, _), of_keys = qkv, _Tiles(size, keys, qkv.k, qkv.v)
+  of_queries = _Tiles(size, queries, q, *of_output)
   seen = _TilesSeen(spans, size, of_queries, of_keys)
 
   def one(gradients: list[jax.Array], n: jax.Array) -> tuple[list[jax.Array], jax.Array]:
@@ -211,7 +225,7 @@ def _backward_by_tiles(spans: tuple[Span, ...], size: int, rule: Rule, q, k, v, 
 
     def see(m: jax.Array, of_keys_so_far: list[jax.Array]) -> tuple[jax.Array, list[jax.Array]]:
       theirs, (k, v) = of_keys.at(m)
-      dq, *more = backward(rule, q, k, v, mine, theirs, *rest)
+      dq, *more = backward(rule, QKV(q, k, v), mine, theirs, OfOutput(*rest))
       return dq, [_add(total, part, m * size, 2) for total, part in zip(of_keys_so_far, more, strict=True)]
 
     def also(m: jax.Array, so_far: tuple[jax.Array, list[jax.Array]]) -> tuple[jax.Array, list[jax.Array]]:
@@ -318,13 +332,10 @@ def prepare_backward(out: jax.Array, dout: jax.Array, queries: Side) -> tuple[ja
   return dout, jnp.einsum("bgrtk,bgrtk->bgrt", out, dout, preferred_element_type=jnp.float32)
 
 
-def backward(rule: Rule, q: jax.Array, k: jax.Array, v: jax.Array, queries: Side, keys: Side, lse: jax.Array,
-             delta: jax.Array, dout: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-  """The gradients of q, k and v as far as these queries and keys have part in them, float32.
-
-  Args:
-    lse, delta, dout: of `finish` over all keys, and `prepare_backward`.
-  """
+def backward(rule: Rule, qkv: QKV, queries: Side, keys: Side, of_output: OfOutput
+             ) -> tuple[jax.Array, jax.Array, jax.Array]:
+  """The gradients of q, k and v as far as these queries and keys have part in them, float32."""
+  (q, k, v, _), (lse, delta, dout) = qkv, of_output
   scores, slope = _scores(rule, q, k, queries, keys)
   weights = jnp.exp(scores - lse[:, :, None])
   dv = cpu.einsum("bgwrt,bgrtk->bgwk", weights.astype(v.dtype), dout)

@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 
 from models import cpu
-from models.attention.pages import PAGE, Table
+from models.attention.pages import PAGE, Seen, Table
 from models.sharding.logical_axes import constrain
 from models.spec import RECURRENT, Spec
 
@@ -54,21 +54,6 @@ class Cache(NamedTuple):
   shift: jax.Array | None = None
   # Given while a cache with pages is read or written: keys and values of layers that see all are then [N, Q, G, Z, K].
   table: Table | None = None
-
-
-class Seen(NamedTuple):
-  """What the newest token of each row sees in one layer, itself included; with a table by page in place of row."""
-
-  keys_BxGxSxK: jax.Array
-  values_BxGxSxK: jax.Array
-  # Whether the slot holds a token that it sees.
-  seen_BxS: jax.Array
-  table: Table | None = None
-
-  @property
-  def positions(self) -> int:
-    """How many a text of a layer that sees all may have."""
-    return self.seen_BxS.shape[1] * (1 if self.table is None else self.table.pages_BxJ.shape[1])
 
 
 class Past(NamedTuple):
@@ -115,7 +100,7 @@ class Past(NamedTuple):
     return self.cache._replace(keys=keys, values=values), self._seen(of_keys, of_values, window)
 
   def before(self, k_BxTxGxK: jax.Array, v_BxTxGxK: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """(keys [B, S + T, G, K], values, of the cache and then these; `behind_BxS` of `dispatch.attention`)."""
+    """(keys [B, S + T, G, K], values, of the cache and then these; `behind_BxP` of `mask.behind`)."""
     keys, values = (jnp.concatenate([old.swapaxes(1, 2).astype(new.dtype), new], axis=1)
                     for old, new in zip(self.state(), (k_BxTxGxK, v_BxTxGxK), strict=True))
     positions_BxS = positions_of(self.cache.lengths, keys.shape[1] - k_BxTxGxK.shape[1])

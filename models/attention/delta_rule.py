@@ -13,6 +13,7 @@ B batch, T length, N chunks of C tokens, H heads, K size of keys, V size of valu
 """
 
 import functools
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -79,10 +80,22 @@ def one_token(state_BxHxKxV: jax.Array, q_BxHxK: jax.Array, k_BxHxK: jax.Array, 
   return state, _einsum("bhkv,bhk->bhv", state, q_BxHxK)
 
 
-def recurrent(q_BxTxHxK: jax.Array, k_BxTxHxK: jax.Array, v_BxTxHxV: jax.Array, g_BxTxH: jax.Array,
-              beta_BxTxH: jax.Array, segment_ids_BxT: jax.Array) -> tuple[jax.Array, jax.Array]:
+class Inputs(NamedTuple):
+  """What a row's tokens do with the state."""
+
+  # Queries and keys; keys of length one (`unit_keys`) keep the state bounded.
+  q_BxTxHxK: jax.Array
+  k_BxTxHxK: jax.Array
+  v_BxTxHxV: jax.Array
+  # Logarithm of the share of the state that is kept, 0 or less.
+  g_BxTxH: jax.Array
+  # The share by which the state is corrected, 0 to 1.
+  beta_BxTxH: jax.Array
+
+
+def recurrent(inputs: Inputs, segment_ids_BxT: jax.Array) -> tuple[jax.Array, jax.Array]:
   """The rule as it stands; see `chunked`."""
-  q, k, v, g, beta, owner_BxT = _prepared(q_BxTxHxK, k_BxTxHxK, v_BxTxHxV, g_BxTxH, beta_BxTxH, segment_ids_BxT)
+  q, k, v, g, beta, owner_BxT = _prepared(*inputs, segment_ids_BxT)
   (B, _, H, K), V = q.shape, v.shape[-1]
 
   def step(carry, token):
@@ -97,26 +110,22 @@ def recurrent(q_BxTxHxK: jax.Array, k_BxTxHxK: jax.Array, v_BxTxHxV: jax.Array, 
   return jnp.where((segment_ids_BxT > 0)[..., None, None], out.swapaxes(0, 1), 0.0), state
 
 
-def chunked(q_BxTxHxK: jax.Array, k_BxTxHxK: jax.Array, v_BxTxHxV: jax.Array, g_BxTxH: jax.Array,
-            beta_BxTxH: jax.Array, segment_ids_BxT: jax.Array, chunk: int = CHUNK,
-            state_BxHxKxV: jax.Array | None = None) -> tuple[jax.Array, jax.Array]:
+def chunked(inputs: Inputs, segment_ids_BxT: jax.Array, chunk: int = CHUNK, state_BxHxKxV: jax.Array | None = None
+            ) -> tuple[jax.Array, jax.Array]:
   """(what the tokens read [B, T, H, V], zeros at padding; the state of each row after its last token [B, H, K, V]).
 
   In float32, or as wide as the inputs.
 
   Args:
-    q_BxTxHxK, k_BxTxHxK: queries and keys; keys of length one (`unit_keys`) keep the state bounded.
-    v_BxTxHxV: values.
-    g_BxTxH: logarithm of the share of the state that is kept, 0 or less.
-    beta_BxTxH: the share by which the state is corrected, 0 to 1.
+    inputs: of all tokens.
     segment_ids_BxT: int32; 0 is padding. The tokens of a segment are contiguous.
     chunk: C, tokens that are taken together.
     state_BxHxKxV: what rows of one segment, 1, go on with; None: rows begin here.
   """
-  T = q_BxTxHxK.shape[1]
+  T = inputs.q_BxTxHxK.shape[1]
   C = min(chunk, T)
   pad = -T % C
-  given: tuple[jax.Array, ...] = q_BxTxHxK, k_BxTxHxK, v_BxTxHxV, g_BxTxH, beta_BxTxH, segment_ids_BxT
+  given: tuple[jax.Array, ...] = *inputs, segment_ids_BxT
   if pad:  # with padding, which changes nothing
     given = tuple(jnp.pad(x, [(0, pad if d == 1 else 0) for d in range(x.ndim)]) for x in given)
   before = 0 if state_BxHxKxV is None else 1  # the segment of what came before the row

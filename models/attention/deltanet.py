@@ -11,8 +11,9 @@ import jax.numpy as jnp
 from flax import nnx
 
 from models.attention import delta_rule
-from models.attention.cache import Cache, Past
-from models.attention.mask import TokenIds
+from models.attention.cache import Cache
+from models.attention.context import LayerContext
+from models.attention.delta_rule import Inputs
 from models.layers import Linear, Norm, Scope, apply_linears
 from models.remat import named
 from models.sharding import logical_axes
@@ -52,14 +53,12 @@ class GatedDeltaNet(nnx.Module):
     self.o = Linear(scope / "o", of_values, D, std=spec.init_std, bias=False, gain=out_gain, names=("heads", None))
     self.spec, self.dtype = s, scope.compute_dtype
 
-  def __call__(self, x_BxTxD: jax.Array, tokens: TokenIds, key: jax.Array | None = None, past: Past | None = None
+  def __call__(self, x_BxTxD: jax.Array, context: LayerContext
                ) -> tuple[jax.Array, tuple[jax.Array, jax.Array] | Cache]:
     """(output, (last inputs of the convolutions [B, W - 1, C], states [B, H, K, V]), or, with a `past` of one
     token, its cache).
-
-    `key`, `past`: as in `models.blocks.SelfAttention`.
     """
-    s, f32 = self.spec, jnp.float32
+    s, f32, tokens, key, past = self.spec, jnp.float32, context.tokens, context.key, context.past
     B, T, _ = x_BxTxD.shape
     parts = apply_linears((self.q, self.k, self.v, self.z, self.b, self.a), x_BxTxD, key)
     q, k, v, z, b, a = (named(constrain(part, "batch", "length", "heads"), "qkv") for part in parts)
@@ -80,8 +79,8 @@ class GatedDeltaNet(nnx.Module):
     q_BxTxHxK, k_BxTxHxK = (self._of_value_heads(part.reshape(B, T, s.num_key_heads, -1)) for part in (q, k))
     v_BxTxHxV = v.reshape(B, T, s.num_value_heads, -1)
     if past is None or past.extends:
-      out_BxTxHxV, state = _mapped(s.chunk, q_BxTxHxK, k_BxTxHxK, v_BxTxHxV, g_BxTxH, beta_BxTxH, tokens.segments,
-                                   state)
+      out_BxTxHxV, state = _mapped(s.chunk, Inputs(q_BxTxHxK, k_BxTxHxK, v_BxTxHxV, g_BxTxH, beta_BxTxH),
+                                   tokens.segments, state)
       new: Any = delta_rule.last_inputs(mixed_BxTxC, segment_ids, s.conv_width - 1), state
     else:
       state, out_BxHxV = delta_rule.one_token(
@@ -101,20 +100,17 @@ class GatedDeltaNet(nnx.Module):
     return jnp.repeat(delta_rule.unit_keys(x_BxTxGxK), self.spec.num_value_heads // self.spec.num_key_heads, axis=2)
 
 
-def _mapped(chunk: int, q_BxTxHxK, k_BxTxHxK, v_BxTxHxV, g_BxTxH, beta_BxTxH, segment_ids_BxT, state_BxHxKxV):
+def _mapped(chunk: int, inputs: Inputs, segment_ids_BxT, state_BxHxKxV):
   """`delta_rule.chunked`, on a mesh each device for its rows and heads, so that no partitioner gathers anything."""
-  given = q_BxTxHxK, k_BxTxHxK, v_BxTxHxV, g_BxTxH, beta_BxTxH, segment_ids_BxT, state_BxHxKxV
-
-  def run(q, k, v, g, beta, segment_ids, state):
-    return delta_rule.chunked(q, k, v, g, beta, segment_ids, chunk, state)
+  def run(inputs, segment_ids, state):
+    return delta_rule.chunked(inputs, segment_ids, chunk, state)
 
   placed = logical_axes.current()
   if placed is None:
-    return run(*given)
-  batch, _, heads, _ = by_head = placed.spec(("batch", None, "heads", None), q_BxTxHxK.shape)
+    return run(inputs, segment_ids_BxT, state_BxHxKxV)
+  batch, _, heads, _ = by_head = placed.spec(("batch", None, "heads", None), inputs.q_BxTxHxK.shape)
   spec = jax.sharding.PartitionSpec
-  of_tokens = spec(batch, None, heads)
-  return jax.shard_map(run, mesh=placed.mesh,
-                       in_specs=(by_head, by_head, by_head, of_tokens, of_tokens, spec(batch, None),
-                                 spec(batch, heads, None, None)),
-                       out_specs=(by_head, spec(batch, heads, None, None)), check_vma=False)(*given)
+  of_tokens, of_state = spec(batch, None, heads), spec(batch, heads, None, None)
+  of_inputs = Inputs._make((by_head, by_head, by_head, of_tokens, of_tokens))
+  return jax.shard_map(run, mesh=placed.mesh, in_specs=(of_inputs, spec(batch, None), of_state),
+                       out_specs=(by_head, of_state), check_vma=False)(inputs, segment_ids_BxT, state_BxHxKxV)

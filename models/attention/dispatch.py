@@ -13,64 +13,33 @@ Every implementation here keeps these promises:
 """
 
 import functools
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from models import gpu
-from models.attention import blocked, mask, ring
+from models.attention import blocked, ring
 from models.attention import gpu as attention_gpu
 from models.attention import tpu as attention_tpu
 from models.attention.blocked import MASKED, Span
-from models.attention.mask import Rule, Side, TokenIds
-from models.attention.pages import Table
+from models.attention.mask import QKV, Rule, Side, TokenIds
+from models.attention.pages import Seen
 from models.sharding import logical_axes
 
 IMPLEMENTATIONS = ("auto", "blocked", "splash", "triton")
 
 
-def attention(
-    q_BxTxHxK: jax.Array,
-    k_BxSxGxK: jax.Array,
-    v_BxSxGxK: jax.Array,
-    *,
-    segment_ids: jax.Array,
-    block_ids: jax.Array | None = None,
-    prompt_ids: jax.Array | None = None,
-    behind_BxP: jax.Array | None = None,
-    behind_ids_BxP: jax.Array | None = None,
-    window: int | None = None,
-    window_blocks: bool = False,
-    scale: float,
-    logit_cap: float | None = None,
-    sinks_H: jax.Array | None = None,
-    impl: str = "auto",
-    block: int = 128,
-) -> jax.Array:
-  """Attends within segments, causally but for blocks; returns [B, T, H, K] in the dtype of `v`.
+def attention(qkv: QKV, tokens: TokenIds, rule: Rule, *, before: Side | None = None, impl: str = "auto",
+              block: int = 128) -> jax.Array:
+  """Attends within segments, causally but for blocks; returns [B, T, H, K] in the dtype of the values.
 
   Args:
-    q_BxTxHxK: queries; H is a multiple of G. Head h reads key/value head h // (H / G).
-    k_BxSxGxK: keys, S == T, or P + T: those of a cache, in any order, then the row's own.
-    v_BxSxGxK: values.
-    segment_ids: int32 [B, T]; tokens attend only where these are equal; 0 is padding. The tokens of a
-      segment are contiguous, so that index differences are position differences.
-    block_ids: int32 [B, T]; tokens of one segment with the same number above 0 see each other, whatever their order
-      and distance. None: attention is causal, and scores of keys to the right are never computed; with blocks, which
-      may reach anywhere, all are.
-    prompt_ids: int32 [B, T]; a further segment that each token sees, 0 for none. It stands before the token in the row.
-      None: there are none. Not with a window, which counts places of the row.
-    behind_BxP: int32 [B, P]; of each key of a cache, how many tokens it stands before the row's first; 0: there is
-      none. The row's tokens are then of segment 1, padded on the right. None: rows have nothing before them (P = 0).
-    behind_ids_BxP: int32 [B, P], their segments; None: all are of segment 1.
-    window: how many tokens a query sees, itself included; None: all before it.
-    window_blocks: whether nothing further back than the window is seen of the own block either.
-    scale: factor on the scores.
-    logit_cap: scores become cap * tanh(score / cap), after scaling; None: no cap.
-    sinks_H: of each head one more score, as it stands, that no key or value goes with: a term of the softmax's
-      denominator alone (gpt-oss). None: there are none.
+    qkv: queries [B, T, H, K], keys and values [B, S, G, K], those of a cache, in any order, then the row's own; H is a
+      multiple of G.
+    tokens: which tokens see each other.
+    rule: how scores are made, and the window.
+    before: keys of a cache, the first P of all (`mask.behind`). None: rows have nothing before them (P = 0).
     impl: one of IMPLEMENTATIONS. splash, triton: the kernels of models/attention/tpu.py and models/attention/gpu.py
       where they can, else blocked, saying why. auto: those where the program is for a TPU or a GPU, else blocked.
     block: queries per block of the blocked implementation.
@@ -80,58 +49,50 @@ def attention(
   """
   if impl not in IMPLEMENTATIONS:
     raise ValueError(f"attention: found impl {impl!r}, allowed: {', '.join(IMPLEMENTATIONS)}")
-  B, T, H, K = q_BxTxHxK.shape
-  S, G = k_BxSxGxK.shape[1:3]
-  P = 0 if behind_BxP is None else behind_BxP.shape[1]
-  tokens = TokenIds(segment_ids, block_ids, prompt_ids)
+  (B, T, H, _), (_, S, G, _) = qkv.q.shape, qkv.k.shape
+  P = 0 if before is None else before.segments.shape[1]
   of_tokens = {name: ids for name, ids in tokens._asdict().items() if ids is not None}
   if S != P + T or H % G or any(ids.shape != (B, T) for ids in of_tokens.values()):
     raise ValueError(
-        f"attention: queries {q_BxTxHxK.shape}, keys {k_BxSxGxK.shape}, "
+        f"attention: queries {qkv.q.shape}, keys {qkv.k.shape}, "
         f"{', '.join(f'{name} {ids.shape}' for name, ids in of_tokens.items())}; needs equal lengths and a number of "
         "query heads that the key/value heads divide"
     )
-  if prompt_ids is not None and window is not None:
-    raise ValueError(f"attention: found prompt_ids and window {window}, which counts places of the row; allowed: one "
+  if tokens.prompts is not None and rule.window is not None:
+    raise ValueError(f"attention: found prompts and window {rule.window}, which counts places of the row; allowed: one "
                      "of them")
-  rule = Rule(scale, logit_cap, window, window_blocks)
-  sinks_H = None if sinks_H is None else sinks_H.astype(jnp.float32)
-  before = None if behind_BxP is None else mask.behind(behind_BxP, behind_ids_BxP)
+  if qkv.sinks is not None:
+    qkv = qkv._replace(sinks=qkv.sinks.astype(jnp.float32))
   placed = logical_axes.current()
   if placed is None:
-    return _attend(None, rule, impl, block, q_BxTxHxK, k_BxSxGxK, v_BxSxGxK, tokens, sinks_H, before)
-  return _mapped(placed, rule, impl, block, q_BxTxHxK, k_BxSxGxK, v_BxSxGxK, tokens, sinks_H, before)
+    return _attend(None, rule, impl, block, qkv, tokens, before)
+  return _mapped(placed, rule, impl, block, qkv, tokens, before)
 
 
-def _mapped(placed: logical_axes.Placement, rule: Rule, impl: str, block: int, q_BxTxHxK, k_BxTxGxK, v_BxTxGxK,
-            tokens: TokenIds, sinks_H: jax.Array | None, before: Side | None) -> jax.Array:
+def _mapped(placed: logical_axes.Placement, rule: Rule, impl: str, block: int, qkv: QKV, tokens: TokenIds,
+            before: Side | None) -> jax.Array:
   """Each device attends for its rows, its part of their length and its heads.
 
   By hand, so that no partitioner gathers what is not needed, and since it could not look into a kernel.
   """
-  H, G = q_BxTxHxK.shape[2], k_BxTxGxK.shape[2]
-  by_head = placed.spec(("batch", "length", "heads", None), q_BxTxHxK.shape)
+  H, G = qkv.q.shape[2], qkv.k.shape[2]
+  by_head = placed.spec(("batch", "length", "heads", None), qkv.q.shape)
   by_token, length = PartitionSpec(*by_head[:2]), by_head[1]
   # Every device needs the key/value heads of its query heads: where there are fewer of them than devices, copies.
   devices = logical_axes.size_of(placed.mesh, by_head[2])
   copies = next(n for n in range(1, H // G + 1) if H // G % n == 0 and G * n % devices == 0)
   if copies > 1:
-    k_BxTxGxK, v_BxTxGxK = jnp.repeat(k_BxTxGxK, copies, axis=2), jnp.repeat(v_BxTxGxK, copies, axis=2)
-
-  def local(q, k, v, tokens, sinks, before):
-    return _attend(length, rule, impl, block, q, k, v, tokens, sinks, before)
-
+    qkv = qkv._replace(k=jnp.repeat(qkv.k, copies, axis=2), v=jnp.repeat(qkv.v, copies, axis=2))
   # check_vma would want every loop inside to say over which axes its values differ.
-  return jax.shard_map(local, mesh=placed.mesh, out_specs=by_head, check_vma=False,
-                       in_specs=(by_head, by_head, by_head, by_token, PartitionSpec(by_head[2]),
-                                 PartitionSpec(by_head[0])))(
-                           q_BxTxHxK, k_BxTxGxK, v_BxTxGxK, tokens, sinks_H, before)
+  return jax.shard_map(functools.partial(_attend, length, rule, impl, block), mesh=placed.mesh, out_specs=by_head,
+                       in_specs=(QKV._make((*(by_head,) * 3, PartitionSpec(by_head[2]))), by_token,
+                                 PartitionSpec(by_head[0])), check_vma=False)(qkv, tokens, before)
 
 
-def _attend(axis: logical_axes.Axes, rule: Rule, impl: str, block: int, q_BxTxHxK, k_BxTxGxK, v_BxTxGxK,
-            tokens: TokenIds, sinks_H: jax.Array | None, before: Side | None) -> jax.Array:
+def _attend(axis: logical_axes.Axes, rule: Rule, impl: str, block: int, qkv: QKV, tokens: TokenIds,
+            before: Side | None) -> jax.Array:
   """`attention` on one device, T being its part of the length where that is split over the mesh axis `axis`."""
-  B, T, H, K = q_BxTxHxK.shape
+  (B, T, H, K), G = qkv.q.shape, qkv.k.shape[2]
   has_blocks, has_prompts = tokens.blocks is not None, tokens.prompts is not None
   parts = 1 if axis is None else jax.lax.axis_size(axis)
   platform = logical_axes.platform()
@@ -139,30 +100,24 @@ def _attend(axis: logical_axes.Axes, rule: Rule, impl: str, block: int, q_BxTxHx
   if before is not None:  # which no kernel knows of
     impl = "blocked"
   if impl == "splash" or (impl == "auto" and on_tpu):
-    reason = attention_tpu.refusal(T, has_blocks, parts, has_prompts, sinks_H is not None)
+    reason = attention_tpu.refusal(T, has_blocks, parts, has_prompts, qkv.sinks is not None)
     if reason is None:
-      options: dict[str, Any] = dict(scale=rule.scale, logit_cap=rule.logit_cap, window=rule.window,
-                                     interpret=not on_tpu)
       if axis is None:
-        return attention_tpu.attend(q_BxTxHxK, k_BxTxGxK, v_BxTxGxK, segment_ids=tokens.segments, **options)
-      return attention_tpu.attend_in_parts(
-          q_BxTxHxK, k_BxTxGxK, v_BxTxGxK, segment_ids=tokens.segments, axis=axis, C=parts, **options)
+        return attention_tpu.attend(rule, qkv, tokens.segments, interpret=not on_tpu)
+      return attention_tpu.attend_in_parts(rule, qkv, tokens.segments, axis, parts, interpret=not on_tpu)
     attention_tpu.warn(reason)
   if impl == "triton" or (impl == "auto" and on_gpu):
     device = logical_axes.device()
-    reason = attention_gpu.refusal(device, rule, q_BxTxHxK, k_BxTxGxK, has_blocks, has_prompts)
+    reason = attention_gpu.refusal(device, rule, qkv, has_blocks, has_prompts)
     if reason is None:
-      attend = functools.partial(attention_gpu.on(device), sinks_H=sinks_H)
+      attend = attention_gpu.on(device)
       if axis is None:
         index = jnp.arange(T)
-        return attend(rule, q_BxTxHxK, k_BxTxGxK, v_BxTxGxK, tokens.queries(index),
-                      tokens.keys(index))
-      return ring.by_kernel(axis, rule, attend, q_BxTxHxK, k_BxTxGxK, v_BxTxGxK, tokens)
+        return attend(rule, qkv, tokens.queries(index), tokens.keys(index))
+      return ring.by_kernel(axis, rule, attend, qkv, tokens)
     gpu.warn("attention", reason)
-  G = k_BxTxGxK.shape[2]
-  q = q_BxTxHxK.reshape(B, T, G, H // G, K).transpose(0, 2, 3, 1, 4)
-  k, v = k_BxTxGxK.transpose(0, 2, 1, 3), v_BxTxGxK.transpose(0, 2, 1, 3)
-  sinks = None if sinks_H is None else sinks_H.reshape(G, H // G, 1)
+  qkv = QKV(qkv.q.reshape(B, T, G, H // G, K).transpose(0, 2, 3, 1, 4), qkv.k.transpose(0, 2, 1, 3),
+            qkv.v.transpose(0, 2, 1, 3), None if qkv.sinks is None else qkv.sinks.reshape(G, H // G, 1))
   block = max(1, block)
   if axis is None:
     index = jnp.arange(T)
@@ -170,13 +125,13 @@ def _attend(axis: logical_axes.Axes, rule: Rule, impl: str, block: int, q_BxTxHx
     if before is not None:
       P = before.segments.shape[1]
       spans = tuple(Span(start, stop, 0, P + last) for start, stop, _, last in spans)
-    out = blocked.attend(spans, rule, q, k, v, tokens.queries(index), keys, sinks)
+    out = blocked.attend(spans, rule, qkv, tokens.queries(index), keys)
   elif has_blocks or has_prompts or T % 2:
-    out = ring.gathered(axis, rule, block, q, k, v, tokens, sinks)
+    out = ring.gathered(axis, rule, block, qkv, tokens)
   elif rule.window is not None and rule.window <= T + 1:
-    out = ring.neighbours(axis, rule, block, q, k, v, tokens.segments, sinks)
+    out = ring.neighbours(axis, rule, block, qkv, tokens.segments)
   else:
-    out = ring.ring(axis, rule, q, k, v, tokens.segments, sinks)
+    out = ring.ring(axis, rule, qkv, tokens.segments)
   return out.transpose(0, 3, 1, 2, 4).reshape(B, T, H, K)
 
 
@@ -190,40 +145,29 @@ def _spans(T: int, block: int, rule: Rule, causal: bool) -> tuple[Span, ...]:
   return tuple(spans)
 
 
-def attend_to_past(
-    q_Bx1xHxK: jax.Array,
-    k_BxGxSxK: jax.Array,
-    v_BxGxSxK: jax.Array,
-    *,
-    seen_BxS: jax.Array,
-    active_B: jax.Array,
-    scale: float,
-    logit_cap: float | None = None,
-    sinks_H: jax.Array | None = None,
-    more: tuple[jax.Array, jax.Array] | None = None,
-    table: Table | None = None,
-) -> jax.Array:
+def attend_to_past(rule: Rule, q_Bx1xHxK: jax.Array, seen: Seen, active_B: jax.Array, *,
+                   sinks_H: jax.Array | None = None, more: tuple[jax.Array, jax.Array] | None = None) -> jax.Array:
   """`attention` of one more token per row to what a cache holds, itself included; returns [B, 1, H, K].
 
   Args:
+    rule: how scores are made; within the window is what `seen` says.
     q_Bx1xHxK: of the token.
-    k_BxGxSxK, v_BxGxSxK: of it and the tokens before it, in any order; in the dtype of q, or a wider one.
-    seen_BxS: which of these there are, and within the window.
+    seen: keys and values of it and the tokens before it, in any order; in the dtype of q, or a wider one.
     active_B: False for rows without a token, whose output is 0.
-    scale, logit_cap, sinks_H: as in `attention`.
+    sinks_H: see `QKV`.
     more: further dimensions of queries and keys, whose products are added.
-    table: keys, values and what is seen of them are by page in place of row, and this says whose the pages are.
   """
+  k_BxGxSxK, v_BxGxSxK, seen_BxS, table = seen
   B, _, H, K = q_Bx1xHxK.shape
   G, f32, dtype = k_BxGxSxK.shape[1], jnp.float32, q_Bx1xHxK.dtype
   pairs = [(q_Bx1xHxK, k_BxGxSxK), *([] if more is None else [more])]
   queries = [q.reshape(B, G, H // G, -1) for q, _ in pairs]
   if table is not None:
     queries = [table.per_page(q_BxGxRxK) for q_BxGxRxK in queries]
-  scores_BxGxRxS = scale * sum(jnp.einsum("bgrk,bgsk->bgrs", q, k, preferred_element_type=f32)
+  scores_BxGxRxS = rule.scale * sum(jnp.einsum("bgrk,bgsk->bgrs", q, k, preferred_element_type=f32)
                                for q, (_, k) in zip(queries, pairs, strict=True))
-  if logit_cap is not None:
-    scores_BxGxRxS = logit_cap * jnp.tanh(scores_BxGxRxS / logit_cap)
+  if rule.logit_cap is not None:
+    scores_BxGxRxS = rule.logit_cap * jnp.tanh(scores_BxGxRxS / rule.logit_cap)
   scores_BxGxRxS = jnp.where(seen_BxS[:, None, None], scores_BxGxRxS, MASKED)
   top_BxGxRx1, sinks_GxRx1 = scores_BxGxRxS.max(-1, keepdims=True), None
   if table is not None:

@@ -17,7 +17,7 @@ from models import gpu
 from models.attention import blocked, mask
 from models.attention import gpu_kernels as flash_gpu
 from models.attention.blocked import Span
-from models.attention.mask import Rule, Side
+from models.attention.mask import QKV, Rule, Side
 
 # The largest head that a tile's accumulators leave registers for.
 MAX_HEAD = 256
@@ -25,8 +25,7 @@ MAX_HEAD = 256
 MUCH_SHARED = ("8.0", "9.0", "10.0", "10.3")
 
 
-def refusal(device: Any, rule: Rule, q_BxTxHxK: jax.Array, k_BxSxGxK: jax.Array, blocks: bool, prompts: bool
-            ) -> str | None:
+def refusal(device: Any, rule: Rule, qkv: QKV, blocks: bool, prompts: bool) -> str | None:
   """Why the kernels are not taken; None: they are.
 
   On a GPU that is here they are tried first, by few tokens: what does not compile there, or gives other numbers than
@@ -34,17 +33,17 @@ def refusal(device: Any, rule: Rule, q_BxTxHxK: jax.Array, k_BxSxGxK: jax.Array,
 
   Args:
     device: that the program is for.
-    rule, q_BxTxHxK, k_BxSxGxK: what is to be computed.
+    rule, qkv: what is to be computed.
     blocks, prompts: whether some tokens see each other both ways, or a segment beside their own.
   """
-  (_, _, H, K), G = q_BxTxHxK.shape, k_BxSxGxK.shape[2]
+  (_, _, H, K), G = qkv.q.shape, qkv.k.shape[2]
   if K > MAX_HEAD:
     return f"heads of size {K}, above {MAX_HEAD}"
   if device.platform != "gpu":
     return None
-  if (reason := gpu.unsuitable(device, q_BxTxHxK.dtype)) is not None or not gpu.is_here(device):
+  if (reason := gpu.unsuitable(device, qkv.q.dtype)) is not None or not gpu.is_here(device):
     return reason
-  return _distrust(rule, H // G, K, q_BxTxHxK.dtype.name, blocks, prompts)
+  return _distrust(rule, H // G, K, qkv.q.dtype.name, blocks, prompts)
 
 
 def on(device: Any) -> Callable:
@@ -65,7 +64,7 @@ def error(attend: Callable, rule: Rule, R: int = 2, K: int = 64, dtype: Any = jn
   """How far `attend` is from models/attention/blocked.py in float32 on a row made up, output and gradients (`gpu.off`).
 
   Args:
-    attend: `attend(rule, q, k, v, queries, keys)`.
+    attend: `attend(rule, qkv, queries, keys)`.
     rule: how scores are made, and who sees whom.
     R, K, dtype: query heads for each of two key/value heads; their size; of queries, keys and values.
     blocks, prompts: whether some tokens see each other both ways, or a segment beside their own.
@@ -82,13 +81,13 @@ def error(attend: Callable, rule: Rule, R: int = 2, K: int = 64, dtype: Any = jn
 
   def reference(q, k, v):
     q = q.reshape(1, T, G, R, K).transpose(0, 2, 3, 1, 4)
-    k, v = k.transpose(0, 2, 1, 3), v.transpose(0, 2, 1, 3)
-    return blocked.attend(spans, rule, q, k, v, queries, keys).transpose(0, 3, 1, 2, 4).reshape(1, T, G * R, K)
+    qkv = QKV(q, k.transpose(0, 2, 1, 3), v.transpose(0, 2, 1, 3))
+    return blocked.attend(spans, rule, qkv, queries, keys).transpose(0, 3, 1, 2, 4).reshape(1, T, G * R, K)
 
   def run(attend, *given):
     out, pull = jax.vjp(attend, *given[:3])
     return [out, *pull(given[3].astype(out.dtype))]
 
-  ours = jax.jit(functools.partial(run, lambda q, k, v: attend(rule, q, k, v, queries, keys)))(q, k, v, dout)
+  ours = jax.jit(functools.partial(run, lambda q, k, v: attend(rule, QKV(q, k, v), queries, keys)))(q, k, v, dout)
   exact = jax.jit(functools.partial(run, reference))(*(x.astype(jnp.float32) for x in (q, k, v, dout)))
   return gpu.off(ours, exact)

@@ -22,8 +22,8 @@ import jax
 import jax.numpy as jnp
 
 from models.attention import mask
-from models.attention.blocked import MASKED, gradient_of_sinks
-from models.attention.mask import Rule, Side
+from models.attention.blocked import MASKED, OfOutput, gradient_of_sinks
+from models.attention.mask import QKV, Rule, Side
 from models.remat import named
 
 # exp(x) is exp2(x LOG2E), which the hardware has.
@@ -60,28 +60,26 @@ TILES = {
 }
 
 
-def attend(rule: Rule, q_BxTxHxK: jax.Array, k_BxSxGxK: jax.Array, v_BxSxGxK: jax.Array, queries: Side, keys: Side, *,
-           sinks_H: jax.Array | None = None, shared_bytes: int = SHARED_BYTES, interpret: bool = False) -> jax.Array:
+def attend(rule: Rule, qkv: QKV, queries: Side, keys: Side, *, shared_bytes: int = SHARED_BYTES,
+           interpret: bool = False) -> jax.Array:
   """`blocked.attend` in the layout of models: [B, T, H, K] in the dtype of `v`, 0 at padding.
 
   Args:
     rule: how scores are made, and who sees whom.
-    q_BxTxHxK: queries; H is a multiple of G.
-    k_BxSxGxK, v_BxSxGxK: keys and values.
+    qkv: queries [B, T, H, K], keys and values [B, S, G, K]; H is a multiple of G. Sinks: see `blocked.with_sinks`.
     queries, keys: which they are; `keys.segments` are those of `mask.keys_of`.
-    sinks_H: see `blocked.with_sinks`, float32; None: there are none.
     shared_bytes: of the memory that the warps of a tile share, for which tiles are chosen.
     interpret: run without a GPU.
   """
-  T, S, K = q_BxTxHxK.shape[1], k_BxSxGxK.shape[1], q_BxTxHxK.shape[3]
+  (_, T, _, K), S = qkv.q.shape, qkv.k.shape[1]
   head = _power_of_two(max(K, 16))
   tiles = _tiles(head, T, S, shared_bytes)
   # Whole tiles, of heads whose size is a power of two; what is added is of no segment.
   step_q, step_k = max(sizes.queries for sizes in tiles), max(sizes.keys for sizes in tiles)
   queries, keys = _whole(queries, step_q, 0), _whole(keys, step_k, -1)
   q, k, v = (jnp.pad(x, ((0, 0), (0, -x.shape[1] % step), (0, 0), (0, head - K)))
-             for x, step in ((q_BxTxHxK, step_q), (k_BxSxGxK, step_k), (v_BxSxGxK, step_k)))
-  return _attend(rule, tiles, interpret, q, k, v, queries, keys, sinks_H)[:, :T, :, :K]
+             for x, step in ((qkv.q, step_q), (qkv.k, step_k), (qkv.v, step_k)))
+  return _attend(rule, tiles, interpret, QKV(q, k, v, qkv.sinks), queries, keys)[:, :T, :, :K]
 
 
 def _power_of_two(n: int) -> int:
@@ -110,37 +108,38 @@ def _whole(side: Side, step: int, padding: int) -> Side:
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
-def _attend(rule: Rule, tiles: Tiles, interpret: bool, q, k, v, queries: Side, keys: Side, sinks_H) -> jax.Array:
-  return _attend_fwd(rule, tiles, interpret, q, k, v, queries, keys, sinks_H)[0]
+def _attend(rule: Rule, tiles: Tiles, interpret: bool, qkv: QKV, queries: Side, keys: Side) -> jax.Array:
+  return _attend_fwd(rule, tiles, interpret, qkv, queries, keys)[0]
 
 
-def _attend_fwd(rule, tiles, interpret, q, k, v, queries, keys, sinks_H):
-  out, lse_BxHxT = _forward(rule, tiles.forward, interpret, q, k, v, queries, keys)
-  if sinks_H is not None:  # one more term of the normaliser (`blocked.with_sinks`)
+def _attend_fwd(rule, tiles, interpret, qkv, queries, keys):
+  out, lse_BxHxT = _forward(rule, tiles.forward, interpret, qkv, queries, keys)
+  if (sinks_H := qkv.sinks) is not None:  # one more term of the normaliser (`blocked.with_sinks`)
     both_BxHxT = jnp.logaddexp2(lse_BxHxT, LOG2E * sinks_H[:, None])
     both_BxHxT = jnp.where((queries.segments != 0)[:, None], both_BxHxT, 0.0)
     share_BxTxHx1 = jnp.exp2(lse_BxHxT - both_BxHxT).swapaxes(1, 2)[..., None]
     out, lse_BxHxT = (out.astype(jnp.float32) * share_BxTxHx1).astype(out.dtype), both_BxHxT
   out, lse_BxHxT = named((out, lse_BxHxT), "attention", in_rule=True)
-  return out, (q, k, v, queries, keys, sinks_H, out, lse_BxHxT)
+  return out, (qkv, queries, keys, out, lse_BxHxT)
 
 
 def _attend_bwd(rule, tiles, interpret, saved, dout):
-  q, k, v, queries, keys, sinks_H, out, lse = saved
+  qkv, queries, keys, out, lse = saved
   delta_BxHxT = jnp.einsum("bthk,bthk->bht", out, dout, preferred_element_type=jnp.float32)
   delta_BxHxT = jnp.where((queries.segments != 0)[:, None], delta_BxHxT, 0.0)
-  given = interpret, q, k, v, queries, keys, lse, delta_BxHxT, dout
+  given = interpret, qkv, queries, keys, OfOutput(lse, delta_BxHxT, dout)
   dk, dv = _to_keys(rule, tiles.to_keys, *given)
-  dsinks = None if sinks_H is None else gradient_of_sinks(sinks_H[:, None], lse / LOG2E, delta_BxHxT)[:, 0]
-  return _to_queries(rule, tiles.to_queries, *given), dk, dv, None, None, dsinks
+  dsinks = None if qkv.sinks is None else gradient_of_sinks(qkv.sinks[:, None], lse / LOG2E, delta_BxHxT)[:, 0]
+  return QKV(_to_queries(rule, tiles.to_queries, *given), dk, dv, dsinks), None, None
 
 
 _attend.defvjp(_attend_fwd, _attend_bwd)
 
 
-def _forward(rule: Rule, sizes: Sizes, interpret: bool, q, k, v, queries: Side, keys: Side
+def _forward(rule: Rule, sizes: Sizes, interpret: bool, qkv: QKV, queries: Side, keys: Side
              ) -> tuple[jax.Array, jax.Array]:
   """(output [B, T, H, K]; log-normalisers of the scores in base 2 [B, H, T], float32), both 0 at padding."""
+  q, k, v, _ = qkv
   B, T, H, _ = q.shape
 
   def kernel(runs_ref, q_ref, k_ref, v_ref, queries_ref, keys_ref, out_ref, lse_ref):
@@ -166,14 +165,15 @@ def _forward(rule: Rule, sizes: Sizes, interpret: bool, q, k, v, queries: Side, 
 
   at = _ByQueries(q, k, sizes)
   return _call(kernel, "attention_forward", sizes, interpret, (at.number, H, B),
-               [at.runs, at.own, at.keys, at.keys, at.sides(queries), at.all_of(keys)], [at.own, at.per_query],
-               [(q.shape, v.dtype), ((B, H, T), jnp.float32)],
+               [at.runs, at.own, at.keys, at.keys, at.sides(queries), at.all_of(keys)],
+               [(at.own, q.shape, v.dtype), (at.per_query, (B, H, T), jnp.float32)],
                _runs(rule, queries, keys, sizes)[0], q, k, v, queries, keys)
 
 
-def _to_queries(rule: Rule, sizes: Sizes, interpret: bool, q, k, v, queries: Side, keys: Side, lse, delta, dout
+def _to_queries(rule: Rule, sizes: Sizes, interpret: bool, qkv: QKV, queries: Side, keys: Side, of_output: OfOutput
                 ) -> jax.Array:
-  """The gradient of the queries, in their dtype."""
+  """The gradient of the queries, in their dtype. Of `of_output` here and below, lse is to base 2."""
+  q, k, v, _ = qkv
   B, _, H, _ = q.shape
 
   def kernel(runs_ref, q_ref, k_ref, v_ref, queries_ref, keys_ref, lse_ref, delta_ref, dout_ref, dq_ref):
@@ -193,16 +193,17 @@ def _to_queries(rule: Rule, sizes: Sizes, interpret: bool, q, k, v, queries: Sid
   at = _ByQueries(q, k, sizes)
   return _call(kernel, "attention_to_queries", sizes, interpret, (at.number, H, B),
                [at.runs, at.own, at.keys, at.keys, at.sides(queries), at.all_of(keys), at.per_query, at.per_query,
-                at.own], [at.own], [(q.shape, q.dtype)],
-               _runs(rule, queries, keys, sizes)[0], q, k, v, queries, keys, lse, delta, dout)[0]
+                at.own], [(at.own, q.shape, q.dtype)],
+               _runs(rule, queries, keys, sizes)[0], q, k, v, queries, keys, *of_output)[0]
 
 
-def _to_keys(rule: Rule, sizes: Sizes, interpret: bool, q, k, v, queries: Side, keys: Side, lse, delta, dout
+def _to_keys(rule: Rule, sizes: Sizes, interpret: bool, qkv: QKV, queries: Side, keys: Side, of_output: OfOutput
              ) -> tuple[jax.Array, jax.Array]:
   """The gradients of keys and values, in their dtypes, of all query heads that read them.
 
   Scores are made with keys first, so that no product reads them across.
   """
+  q, k, v, _ = qkv
   (B, _, G, _), R = k.shape, q.shape[2] // k.shape[2]
 
   def kernel(runs_ref, q_ref, k_ref, v_ref, queries_ref, keys_ref, lse_ref, delta_ref, dout_ref, dk_ref, dv_ref):
@@ -229,8 +230,8 @@ def _to_keys(rule: Rule, sizes: Sizes, interpret: bool, q, k, v, queries: Side, 
   at = _ByKeys(q, k, sizes)
   return _call(kernel, "attention_to_keys", sizes, interpret, (at.number, G, B),
                [at.runs, at.queries, at.own, at.own, at.all_of(queries), at.sides(keys), at.per_query, at.per_query,
-                at.queries], [at.own, at.own], [(k.shape, k.dtype), (v.shape, v.dtype)],
-               _runs(rule, queries, keys, sizes)[1], q, k, v, queries, keys, lse, delta, dout)
+                at.queries], [(at.own, k.shape, k.dtype), (at.own, v.shape, v.dtype)],
+               _runs(rule, queries, keys, sizes)[1], q, k, v, queries, keys, *of_output)
 
 
 def _scores(rule: Rule, products: jax.Array, queries: Side | None, keys: Side | None, keys_first: bool = False
@@ -378,10 +379,11 @@ class _ByKeys(_Places):
 
 
 def _call(kernel: Callable, name: str, sizes: Sizes, interpret: bool, grid: tuple[int, ...], ins: list[Any],
-          outs: list[Any], shapes: list[tuple[tuple[int, ...], Any]], *arrays: Any) -> Any:
+          outs: list[tuple[Any, tuple[int, ...], Any]], *arrays: Any) -> Any:
+  """`kernel` of `arrays`, whose places are `ins`; `outs`: (place, shape, dtype) of each output."""
   from jax.experimental import pallas as pl
   from jax.experimental.pallas import triton
   return tuple(pl.pallas_call(
-      kernel, name=name, grid=grid, in_specs=ins, out_specs=outs, interpret=interpret,
-      out_shape=[jax.ShapeDtypeStruct(*shape) for shape in shapes],
+      kernel, name=name, grid=grid, in_specs=ins, out_specs=[place for place, *_ in outs], interpret=interpret,
+      out_shape=[jax.ShapeDtypeStruct(shape, dtype) for _, shape, dtype in outs],
       compiler_params=triton.CompilerParams(num_warps=sizes.warps, num_stages=sizes.stages))(*arrays))

@@ -13,9 +13,11 @@ from flax import nnx
 
 from models import cpu
 from models.attention import mask, selected
-from models.attention.cache import Cache, Past, Seen
+from models.attention.cache import Cache
+from models.attention.context import LayerContext
 from models.attention.dispatch import attend_to_past, attention
-from models.attention.mask import TokenIds
+from models.attention.mask import QKV, Rule
+from models.attention.pages import Seen
 from models.attention.rope import apply_rope
 from models.layers import Linear, Norm, Scope, apply_linears
 from models.remat import named
@@ -54,17 +56,20 @@ class LatentAttention(nnx.Module):
                     names=("heads", None))
     self.spec = spec
 
-  def __call__(self, x_BxTxD: jax.Array, tokens: TokenIds, rope: Any, window: int | None, key: jax.Array | None = None,
-               past: Past | None = None, indexer: selected.Indexer | None = None,
-               chosen_BxTxC: jax.Array | None = None
+  @property
+  def _rule(self) -> Rule:
+    return Rule(self.spec.attention_scale, self.spec.attention_logit_cap)
+
+  def __call__(self, x_BxTxD: jax.Array, context: LayerContext, indexer: selected.Indexer | None = None
                ) -> tuple[jax.Array, tuple[jax.Array, jax.Array] | Cache, jax.Array | None]:
     """(output, (rotated keys [B, T, 1, P], latents [B, T, 1, R]), or, with a `past` of one token, its cache with this,
     which keys were chosen).
 
-    As `models.blocks.SelfAttention`; there is no window. `indexer`: that of the layer, which chooses keys; None: they
-    are `chosen_BxTxC`, as the layer before had them. Its keys are kept behind the rotated ones, [B, T, 1, P + I].
+    There is no window. `indexer`: that of the layer, which chooses keys; None: they are the `context`'s, as the layer
+    before had them. Its keys are kept behind the rotated ones, [B, T, 1, P + I].
     """
     s, sizes, (B, T, _) = self.spec, self.spec.latent, x_BxTxD.shape
+    tokens, rope, key, past = context.tokens, context.rope, context.key, context.past
     q, asking_BxTxR, latent_BxTxR, k_rope_BxTx1xP = self._projected(x_BxTxD, key)
     q_BxTxHxK = constrain(q.reshape(B, T, s.num_heads, -1), "batch", "length", "heads", None)
     q_nope_BxTxHxN, q_rope_BxTxHxP = jnp.split(q_BxTxHxK, [sizes.nope_dim], axis=-1)
@@ -80,39 +85,36 @@ class LatentAttention(nnx.Module):
     if past is None or past.extends:
       new: Any = kept_BxTx1xC, latent_BxTxR[:, :, None]
       kept, latents, behind_BxP = (*new, None) if past is None else past.before(*new)
-      out_BxTxHxV, chosen_BxTxC = self._attend(queries, kept, latents, behind_BxP, tokens, key, asked, chosen_BxTxC)
+      before = None if past is None else mask.behind(behind_BxP)
+      out_BxTxHxV, chosen_BxTxC = self._attend(queries, kept, latents, before, context, asked)
     else:
       active_B = tokens.segments[:, 0] > 0
       new, seen = past.add(kept_BxTx1xC[:, 0], latent_BxTxR, active_B, None)
-      out_BxTxHxV, chosen_BxTxC = self._attend_to_past(queries, seen, active_B, asked, chosen_BxTxC)
+      out_BxTxHxV, chosen_BxTxC = self._attend_to_past(queries, seen, active_B, asked, context.chosen_BxTxC)
     out_BxTxHxV = constrain(out_BxTxHxV, "batch", "length", "heads", None)
     return self.o(out_BxTxHxV.reshape(B, T, -1), key), new, chosen_BxTxC
 
   def _attend(self, queries: tuple[jax.Array, jax.Array], kept_BxSx1xC: jax.Array, latent_BxSx1xR: jax.Array,
-              behind_BxP: jax.Array | None, tokens: TokenIds, key: jax.Array | None, asked: Any,
-              chosen_BxTxC: jax.Array | None) -> tuple[jax.Array, jax.Array | None]:
+              before: mask.Side | None, context: LayerContext, asked: Any) -> tuple[jax.Array, jax.Array | None]:
     """(attention [B, T, H, V] to the keys and values of these latents, which keys were chosen). `asked`: of
     `Indexer.queries_of`."""
-    s, sizes = self.spec, self.spec.latent
+    s, sizes, tokens, chosen_BxTxC = self.spec, self.spec.latent, context.tokens, context.chosen_BxTxC
     B, S = latent_BxSx1xR.shape[:2]
-    options: dict[str, Any] = dict(scale=s.attention_scale, logit_cap=s.attention_logit_cap, block=s.attention_block)
     k_rope_BxSx1xP, k_index_BxSx1xI = jnp.split(kept_BxSx1xC, [sizes.rope_dim], axis=-1)
-    kv = self.kv_up(latent_BxSx1xR[:, :, 0], key).reshape(B, S, s.num_heads, sizes.nope_dim + sizes.value_dim)
+    kv = self.kv_up(latent_BxSx1xR[:, :, 0], context.key).reshape(B, S, s.num_heads, sizes.nope_dim + sizes.value_dim)
     k_nope_BxSxHxN, v_BxSxHxV = jnp.split(constrain(kv, "batch", "length", "heads", None), [sizes.nope_dim], axis=-1)
     k_rope_BxSxHxP = jnp.broadcast_to(k_rope_BxSx1xP, (*k_nope_BxSxHxN.shape[:3], sizes.rope_dim))
-    q_k_v = (jnp.concatenate(queries, axis=-1), jnp.concatenate([k_nope_BxSxHxN, k_rope_BxSxHxP], axis=-1), v_BxSxHxV)
+    qkv = QKV(jnp.concatenate(queries, axis=-1), jnp.concatenate([k_nope_BxSxHxN, k_rope_BxSxHxP], axis=-1), v_BxSxHxV)
     if 0 < sizes.index_topk < S:
-      before = None if behind_BxP is None else mask.behind(behind_BxP)
       if asked is not None:
         chosen_BxTxC = selected.choose(asked, k_index_BxSx1xI[:, :, 0], tokens, before, sizes.index_topk,
                                        s.attention_block)
-      return selected.attend(*q_k_v, chosen_BxTxC, tokens, before, **options), chosen_BxTxC
+      return selected.attend(self._rule, qkv, chosen_BxTxC, tokens, before, s.attention_block), chosen_BxTxC
     # All implementations of attention have heads of one size. Zeros add nothing to a product, and make values of zeros,
     # which are cut off: what is computed is the same.
     size = max(sizes.head_dim, sizes.value_dim)
-    padded = (jnp.pad(part, [(0, 0)] * 3 + [(0, size - part.shape[-1])]) for part in q_k_v)
-    out = attention(*padded, segment_ids=tokens.segments, block_ids=tokens.blocks, prompt_ids=tokens.prompts,
-                    behind_BxP=behind_BxP, impl=s.attention, **options)
+    padded = jax.tree.map(lambda part: jnp.pad(part, [(0, 0)] * 3 + [(0, size - part.shape[-1])]), qkv)
+    out = attention(padded, tokens, self._rule, before=before, impl=s.attention, block=s.attention_block)
     return out[..., :sizes.value_dim], chosen_BxTxC
 
   def _attend_to_past(self, queries: tuple[jax.Array, jax.Array], seen: Seen, active_B: jax.Array, asked: Any,
@@ -126,11 +128,10 @@ class LatentAttention(nnx.Module):
       seen = selected.narrowed(seen, chosen_Bx1xC)
     up_RxHxC = self.kv_up.matrix().reshape(sizes.kv_rank, s.num_heads, -1)
     k_up_RxHxN, v_up_RxHxV = jnp.split(up_RxHxC, [sizes.nope_dim], axis=-1)
-    dtype, latents_Bx1xSxR = q_nope_BxTxHxN.dtype, seen.values_BxGxSxK
+    dtype = q_nope_BxTxHxN.dtype
     q_BxTxHxR = cpu.einsum("bthn,rhn->bthr", q_nope_BxTxHxN, k_up_RxHxN).astype(dtype)
-    out_BxTxHxR = attend_to_past(q_BxTxHxR, latents_Bx1xSxR, latents_Bx1xSxR, seen_BxS=seen.seen_BxS,
-                                 active_B=active_B, more=(q_rope_BxTxHxP, k_rope_Bx1xSxP), table=seen.table,
-                                 scale=s.attention_scale, logit_cap=s.attention_logit_cap)
+    out_BxTxHxR = attend_to_past(self._rule, q_BxTxHxR, seen._replace(keys_BxGxSxK=seen.values_BxGxSxK), active_B,
+                                 more=(q_rope_BxTxHxP, k_rope_Bx1xSxP))
     return cpu.einsum("bthr,rhv->bthv", out_BxTxHxR, v_up_RxHxV).astype(dtype), chosen_Bx1xC
 
   def _projected(self, x_BxTxD: jax.Array, key: jax.Array | None) -> tuple[jax.Array, jax.Array | None, jax.Array,

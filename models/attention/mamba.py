@@ -12,8 +12,9 @@ import numpy as np
 from flax import nnx
 
 from models.attention import delta_rule, state_space
-from models.attention.cache import Cache, Past
-from models.attention.mask import TokenIds
+from models.attention.cache import Cache
+from models.attention.context import LayerContext
+from models.attention.state_space import Inputs
 from models.layers import Linear, Norm, Scope, apply_linears
 from models.remat import named
 from models.sharding import logical_axes
@@ -62,14 +63,12 @@ class Mamba2(nnx.Module):
     self.o = Linear(scope / "o", inner, D, std=spec.init_std, bias=False, gain=out_gain, names=("heads", None))
     self.spec, self.dtype = s, scope.compute_dtype
 
-  def __call__(self, u_BxTxD: jax.Array, tokens: TokenIds, key: jax.Array | None = None, past: Past | None = None
+  def __call__(self, u_BxTxD: jax.Array, context: LayerContext
                ) -> tuple[jax.Array, tuple[jax.Array, jax.Array] | Cache]:
     """(output, (last inputs of the convolutions [B, W - 1, C], states [B, H, N, P]), or, with a `past` of one
     token, its cache).
-
-    `key`, `past`: as in `models.blocks.SelfAttention`.
     """
-    s, f32 = self.spec, jnp.float32
+    s, f32, tokens, key, past = self.spec, jnp.float32, context.tokens, context.key, context.past
     B, T, _ = u_BxTxD.shape
     parts = apply_linears((self.z, self.x, self.b, self.c, self.dt), u_BxTxD, key)
     z, x, b, c, dt = (named(constrain(part, "batch", "length", name), "qkv")
@@ -90,7 +89,8 @@ class Mamba2(nnx.Module):
     x_BxTxHxP = x.reshape(B, T, s.num_heads, -1)
     b_BxTxGxN, c_BxTxGxN = (part.reshape(B, T, s.num_groups, -1) for part in (b, c))
     if past is None or past.extends:
-      out_BxTxHxP, state = _mapped(s.chunk, c_BxTxGxN, b_BxTxGxN, x_BxTxHxP, g_BxTxH, dt_BxTxH, tokens.segments, state)
+      out_BxTxHxP, state = _mapped(s.chunk, Inputs(c_BxTxGxN, b_BxTxGxN, x_BxTxHxP, g_BxTxH, dt_BxTxH), tokens.segments,
+                                   state)
       new: Any = delta_rule.last_inputs(mixed_BxTxC, segment_ids, s.conv_width - 1), state
     else:
       state, out_BxHxP = state_space.one_token(
@@ -103,24 +103,23 @@ class Mamba2(nnx.Module):
     return self.o(constrain(self.norm(gated_BxTxI).astype(self.dtype), "batch", "length", "heads"), key), new
 
 
-def _mapped(chunk: int, c_BxTxGxN, b_BxTxGxN, x_BxTxHxP, g_BxTxH, dt_BxTxH, segment_ids_BxT, state_BxHxNxP):
+def _mapped(chunk: int, inputs: Inputs, segment_ids_BxT, state_BxHxNxP):
   """`state_space.chunked`, on a mesh each device for its rows and heads, so that no partitioner gathers anything."""
 
-  def run(c, b, x, g, dt, segment_ids, state):
-    return state_space.chunked(c, b, x, g, dt, segment_ids, chunk, state)
+  def run(inputs, segment_ids, state):
+    return state_space.chunked(inputs, segment_ids, chunk, state)
 
-  given: tuple = c_BxTxGxN, b_BxTxGxN, x_BxTxHxP, g_BxTxH, dt_BxTxH, segment_ids_BxT, state_BxHxNxP
   placed = logical_axes.current()
   if placed is None:
-    return run(*given)
+    return run(inputs, segment_ids_BxT, state_BxHxNxP)
   spec = jax.sharding.PartitionSpec
-  batch, _, heads, _ = by_head = placed.spec(("batch", None, "heads", None), x_BxTxHxP.shape)
+  batch, _, heads, _ = by_head = placed.spec(("batch", None, "heads", None), inputs.x_BxTxHxP.shape)
   # As many groups as can be split in the same way, of which some are alike.
-  groups, devices = b_BxTxGxN.shape[2], logical_axes.size_of(placed.mesh, heads)
+  groups, devices = inputs.b_BxTxGxN.shape[2], logical_axes.size_of(placed.mesh, heads)
   again = np.lcm(groups, devices) // groups
-  given = (*(jnp.repeat(part, again, axis=2) for part in given[:2]), *given[2:])
-  of_tokens = spec(batch, None, heads)
-  return jax.shard_map(run, mesh=placed.mesh,
-                       in_specs=(by_head, by_head, by_head, of_tokens, of_tokens, spec(batch, None),
-                                 spec(batch, heads, None, None)),
-                       out_specs=(by_head, spec(batch, heads, None, None)), check_vma=False)(*given)
+  c_BxTxGxN, b_BxTxGxN = (jnp.repeat(part, again, axis=2) for part in inputs[:2])
+  inputs = inputs._replace(c_BxTxGxN=c_BxTxGxN, b_BxTxGxN=b_BxTxGxN)
+  of_tokens, of_state = spec(batch, None, heads), spec(batch, heads, None, None)
+  of_inputs = Inputs._make((by_head, by_head, by_head, of_tokens, of_tokens))
+  return jax.shard_map(run, mesh=placed.mesh, in_specs=(of_inputs, spec(batch, None), of_state),
+                       out_specs=(by_head, of_state), check_vma=False)(inputs, segment_ids_BxT, state_BxHxNxP)

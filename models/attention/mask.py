@@ -23,11 +23,30 @@ class Side(NamedTuple):
   prompts: jax.Array | None = None
 
 
-class TokenIds(NamedTuple):
-  """What decides which tokens of a row see each other, int32 [B, T]; see `dispatch.attention`."""
+class QKV(NamedTuple):
+  """Queries, keys and values, by head: in models [B, T, H, K] and [B, S, G, K], in models/attention/blocked.py
+  [B, G, R, T, K] and [B, G, W, K]. Query head h reads key/value head h // (H / G)."""
 
+  q: jax.Array
+  k: jax.Array
+  v: jax.Array
+  # Of each head one more score, as it stands, that no key or value goes with: a term of the softmax's denominator alone
+  # (gpt-oss). float32 [H], in models/attention/blocked.py [G, R, 1]; None: there are none.
+  sinks: jax.Array | None = None
+
+
+class TokenIds(NamedTuple):
+  """What decides which tokens of a row see each other, int32 [B, T]."""
+
+  # Tokens attend only where these are equal; 0 is padding. The tokens of a segment are contiguous, so that index
+  # differences are position differences.
   segments: jax.Array
+  # Tokens of one segment with the same number above 0 see each other, whatever their order and distance. None:
+  # attention is causal, and scores of keys to the right are never computed; with blocks, which may reach anywhere, all
+  # are.
   blocks: jax.Array | None = None
+  # A further segment that each token sees, 0 for none. It stands before the token in the row. None: there are none. Not
+  # with a window, which counts places of the row.
   prompts: jax.Array | None = None
   # Parts of segments, which stand in their place in attention alone; None: there are none.
   chunks: jax.Array | None = None
@@ -66,16 +85,25 @@ class TokenIds(NamedTuple):
 class Rule(NamedTuple):
   """How scores are made, and who sees whom within a segment; static."""
 
+  # Factor on the scores.
   scale: float
-  logit_cap: float | None
-  window: int | None
-  window_blocks: bool
+  # Scores become cap * tanh(score / cap), after scaling; None: no cap.
+  logit_cap: float | None = None
+  # How many tokens a query sees, itself included; None: all before it.
+  window: int | None = None
+  # Whether nothing further back than the window is seen of the own block either.
+  window_blocks: bool = False
   # False: all queries come after all keys, so that no comparison is needed.
   causal: bool = True
 
 
 def behind(behind_BxP: jax.Array, ids_BxP: jax.Array | None = None) -> Side:
-  """The keys of a cache that stand before a row's tokens; see `dispatch.attention`."""
+  """The keys of a cache that stand before a row's tokens, which are then of segment 1, padded on the right.
+
+  Args:
+    behind_BxP: int32 [B, P]; how many tokens each stands before the row's first; 0: there is none.
+    ids_BxP: int32 [B, P], their segments; None: all are of segment 1.
+  """
   ids_BxP = jnp.ones_like(behind_BxP) if ids_BxP is None else ids_BxP
   return Side(jnp.where(behind_BxP > 0, ids_BxP, -1), -behind_BxP, None)
 

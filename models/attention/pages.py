@@ -31,3 +31,18 @@ class Table(NamedTuple):
   def per_row(self, of_pages: jax.Array, fill: float) -> jax.Array:
     """[Q, …] as [B, J, …], in the order of each row's pages, so that sums of them do not depend on where they lie."""
     return of_pages.at[self.pages_BxJ].get(mode="fill", fill_value=fill)
+
+
+class Seen(NamedTuple):
+  """What the newest token of each row sees in one layer, itself included; with a table by page in place of row."""
+
+  keys_BxGxSxK: jax.Array
+  values_BxGxSxK: jax.Array
+  # Whether the slot holds a token that it sees.
+  seen_BxS: jax.Array
+  table: Table | None = None
+
+  @property
+  def positions(self) -> int:
+    """How many a text of a layer that sees all may have."""
+    return self.seen_BxS.shape[1] * (1 if self.table is None else self.table.pages_BxJ.shape[1])

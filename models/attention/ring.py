@@ -26,47 +26,44 @@ import jax
 import jax.numpy as jnp
 
 from models.attention import blocked, mask
-from models.attention.blocked import Partial, Span
-from models.attention.mask import Rule, Side, TokenIds
+from models.attention.blocked import OfOutput, Partial, Span
+from models.attention.mask import QKV, Rule, Side, TokenIds
 from models.remat import named
 
 # Bytes of the scores that one product of the ring may hold; more are computed a few queries at a time.
 SCORE_BYTES = 64 * 2**20
 
 
-def gathered(axis: Any, rule: Rule, block: int, q, k, v, tokens: TokenIds, sinks: jax.Array | None = None
-             ) -> jax.Array:
+def gathered(axis: Any, rule: Rule, block: int, qkv: QKV, tokens: TokenIds) -> jax.Array:
   """Attention of a part's queries to the keys of all parts; arguments as in `neighbours`."""
-  N, part = q.shape[3], jax.lax.axis_index(axis)
+  N, part = qkv.q.shape[3], jax.lax.axis_index(axis)
   everything = functools.partial(jax.lax.all_gather, axis_name=axis, tiled=True)
-  k, v = everything(k, axis=2), everything(v, axis=2)
-  whole, S = everything(tokens.segments, axis=1), k.shape[2]
+  qkv = qkv._replace(k=everything(qkv.k, axis=2), v=everything(qkv.v, axis=2))
+  whole, S = everything(tokens.segments, axis=1), qkv.k.shape[2]
   queries = tokens.queries(part * N + jnp.arange(N))
   blocks = None if tokens.blocks is None else everything(tokens.blocks, axis=1)
   keys = Side(mask.keys_of(whole), jnp.arange(S), blocks)
   spans = tuple(Span(start, min(start + block, N), 0, S) for start in range(0, N, block))
-  return blocked.attend(spans, rule, q, k, v, queries, keys, sinks)
+  return blocked.attend(spans, rule, qkv, queries, keys)
 
 
-def neighbours(axis: Any, rule: Rule, block: int, q, k, v, segments: jax.Array, sinks: jax.Array | None = None
-               ) -> jax.Array:
+def neighbours(axis: Any, rule: Rule, block: int, qkv: QKV, segments: jax.Array) -> jax.Array:
   """Attention within a window of at most N + 1 tokens.
 
   Args:
     axis: the mesh axis (or axes) that rows are split over.
     rule: with a window.
     block: queries computed at a time.
-    q: queries [B, G, R, N, K]; k, v: keys and values [B, G, N, K].
+    qkv: queries [B, G, R, N, K], keys and values [B, G, N, K].
     segments: int32 [B, N]; 0 is padding.
-    sinks: [G, R, 1], see `blocked.with_sinks`; None: there are none.
   """
-  N, before = q.shape[3], rule.window - 1
+  N, before = qkv.q.shape[3], rule.window - 1
   queries, keys = _sides_of_neighbours(axis, before, segments)
   # Query s is key before + s, and sees the `before` keys that precede it.
   spans = tuple(Span(start, min(start + block, N), start, before + min(start + block, N))
                 for start in range(0, N, block))
-  k, v = (_with_end_of_last(axis, before, x, 2) for x in (k, v))
-  return blocked.attend(spans, rule, q, k, v, queries, keys, sinks)
+  k, v = (_with_end_of_last(axis, before, x, 2) for x in (qkv.k, qkv.v))
+  return blocked.attend(spans, rule, qkv._replace(k=k, v=v), queries, keys)
 
 
 def _with_end_of_last(axis: Any, before: int, x: jax.Array, at: int) -> jax.Array:
@@ -85,39 +82,41 @@ def _sides_of_neighbours(axis: Any, before: int, segments: jax.Array) -> tuple[S
   return Side(segments, jnp.arange(N), None), Side(seen, own, None)
 
 
-def by_kernel(axis: Any, rule: Rule, attend: Callable, q_BxNxHxK, k_BxNxGxK, v_BxNxGxK, tokens: TokenIds
-              ) -> jax.Array:
-  """Attention by `attend(rule, q, k, v, queries, keys)` of queries and keys of any places; [B, N, H, K].
+def by_kernel(axis: Any, rule: Rule, attend: Callable, qkv: QKV, tokens: TokenIds) -> jax.Array:
+  """Attention by `attend(rule, qkv, queries, keys)` of queries and keys of any places; [B, N, H, K].
 
   Gradients of keys and values are rounded to their dtype once for each device that saw them.
 
   Args:
-    q_BxNxHxK, k_BxNxGxK, v_BxNxGxK, tokens: this device's parts.
+    qkv: queries [B, N, H, K], keys and values [B, N, G, K].
+    tokens: this device's parts.
   """
   N = tokens.segments.shape[1]
   if rule.window is not None and rule.window <= N + 1 and tokens.blocks is None and tokens.prompts is None:
     before = rule.window - 1
-    k, v = (_with_end_of_last(axis, before, x, 1) for x in (k_BxNxGxK, v_BxNxGxK))
-    return attend(rule, q_BxNxHxK, k, v, *_sides_of_neighbours(axis, before, tokens.segments))
+    k, v = (_with_end_of_last(axis, before, x, 1) for x in (qkv.k, qkv.v))
+    return attend(rule, qkv._replace(k=k, v=v), *_sides_of_neighbours(axis, before, tokens.segments))
   everything = functools.partial(jax.lax.all_gather, axis_name=axis, axis=1, tiled=True)
-  k, v, whole, all_blocks = jax.tree.map(everything, (k_BxNxGxK, v_BxNxGxK, tokens.segments, tokens.blocks))
+  k, v, whole, all_blocks = jax.tree.map(everything, (qkv.k, qkv.v, tokens.segments, tokens.blocks))
+  qkv = qkv._replace(k=k, v=v)
   keys = Side(mask.keys_of(whole), jnp.arange(whole.shape[1]), all_blocks)
   if N % 2:
-    return attend(rule, q_BxNxHxK, k, v, tokens.queries(jax.lax.axis_index(axis) * N + jnp.arange(N)), keys)
+    return attend(rule, qkv, tokens.queries(jax.lax.axis_index(axis) * N + jnp.arange(N)), keys)
   order = _Zigzag(axis, N)
-  q, tokens = jax.tree.map(lambda x: jnp.concatenate(order.halves(x, 1), axis=1), (q_BxNxHxK, tokens))
-  out = attend(rule, q, k, v, tokens.queries(jnp.concatenate([order.first, order.second])), keys)
+  q, tokens = jax.tree.map(lambda x: jnp.concatenate(order.halves(x, 1), axis=1), (qkv.q, tokens))
+  out = attend(rule, qkv._replace(q=q), tokens.queries(jnp.concatenate([order.first, order.second])), keys)
   first, second = jnp.split(out, 2, axis=1)
   return order.whole(first, second, 1)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def ring(axis: Any, rule: Rule, q, k, v, segments: jax.Array, sinks: jax.Array | None = None) -> jax.Array:
+def ring(axis: Any, rule: Rule, qkv: QKV, segments: jax.Array) -> jax.Array:
   """Causal attention; arguments as in `neighbours`, with an even N."""
-  return _ring_fwd(axis, rule, q, k, v, segments, sinks)[0]
+  return _ring_fwd(axis, rule, qkv, segments)[0]
 
 
-def _ring_fwd(axis, rule, q, k, v, segments, sinks):
+def _ring_fwd(axis, rule, qkv, segments):
+  q, k, v, sinks = qkv
   order = _Zigzag(axis, segments.shape[1])
   (q1, q2), (k1, k2), (v1, v2) = order.halves(q, 3), order.halves(k, 2), order.halves(v, 2)
   segments1, segments2 = order.halves(segments, 1)
@@ -157,11 +156,11 @@ def _ring_fwd(axis, rule, q, k, v, segments, sinks):
 
   halves = finish(first, queries1), finish(second, queries2)
   (out1, lse1), (out2, lse2) = named(halves, "attention", in_rule=True)
-  return order.whole(out1, out2, 3), (q, k, v, segments, sinks, (out1, out2), (lse1, lse2))
+  return order.whole(out1, out2, 3), (qkv, segments, (out1, out2), (lse1, lse2))
 
 
 def _ring_bwd(axis, rule, saved, dout):
-  q, k, v, segments, sinks, outs, lses = saved
+  (q, k, v, sinks), segments, outs, lses = saved
   order = _Zigzag(axis, segments.shape[1])
   (q1, q2), (k1, k2), (v1, v2) = order.halves(q, 3), order.halves(k, 2), order.halves(v, 2)
   segments1, segments2 = order.halves(segments, 1)
@@ -171,7 +170,8 @@ def _ring_bwd(axis, rule, saved, dout):
       outs, order.halves(dout, 3), queries, strict=True))
   dsinks = None if sinks is None else sum(
       blocked.gradient_of_sinks(sinks, lse, delta) for lse, delta in zip(lses, (delta1, delta2), strict=True))
-  mine1, mine2 = (q1, queries[0], lses[0], delta1, dout1), (q2, queries[1], lses[1], delta2, dout2)
+  mine1 = q1, queries[0], OfOutput(lses[0], delta1, dout1)
+  mine2 = q2, queries[1], OfOutput(lses[1], delta2, dout2)
 
   def keys(part, halves):
     return [Side(mask.keys_of(s), index, None) for s, index in zip(halves, order.places(part), strict=True)]
@@ -201,8 +201,8 @@ def _ring_bwd(axis, rule, saved, dout):
   carry = (dq1, dq2 + dq, ((k1, k2), (v1, v2), (segments1, segments2)), gradients)
   (dq1, dq2, _, gradients), _ = jax.lax.scan(step, carry, jnp.arange(1, order.parts))
   (dk1, dk2), (dv1, dv2) = order.pass_on(gradients)  # home
-  return (order.whole(dq1, dq2, 3).astype(q.dtype), order.whole(dk1, dk2, 2).astype(k.dtype),
-          order.whole(dv1, dv2, 2).astype(v.dtype), None, dsinks)
+  return QKV(order.whole(dq1, dq2, 3).astype(q.dtype), order.whole(dk1, dk2, 2).astype(k.dtype),
+             order.whole(dv1, dv2, 2).astype(v.dtype), dsinks), None
 
 
 ring.defvjp(_ring_fwd, _ring_bwd)
@@ -262,19 +262,19 @@ def _forward(rule: Rule, q, k, v, queries: Side, keys: Side) -> Partial:
 
 
 def _backward(rule: Rule, mine: tuple, k, v, keys: Side) -> tuple[jax.Array, jax.Array, jax.Array]:
-  """`blocked.backward`, a few queries at a time; `mine`: (q, queries, lse, delta, dout)."""
-  q, queries, lse, delta, dout = mine
+  """`blocked.backward`, a few queries at a time; `mine`: (q, queries, `OfOutput`)."""
+  q, queries, of_output = mine
   steps = _steps(q, k)
   if steps == 1:
-    return blocked.backward(rule, q, k, v, queries, keys, lse, delta, dout)
+    return blocked.backward(rule, QKV(q, k, v), queries, keys, of_output)
 
   def some(gradients, step):
     q, segments, index, *rest = step
-    dq, dk, dv = blocked.backward(rule, q, k, v, Side(segments, index, None), keys, *rest)
+    dq, dk, dv = blocked.backward(rule, QKV(q, k, v), Side(segments, index, None), keys, OfOutput(*rest))
     return (gradients[0] + dk, gradients[1] + dv), dq
 
   steps_of = (_cut(q, 3, steps), _cut(queries.segments, 1, steps), _cut(queries.index, 0, steps),
-              *(_cut(x, 3, steps) for x in (lse, delta, dout)))
+              *(_cut(x, 3, steps) for x in of_output))
   zeros = jnp.zeros(k.shape, jnp.float32), jnp.zeros(v.shape, jnp.float32)
   (dk, dv), dq = jax.lax.scan(some, zeros, steps_of)
   return _join(dq, 3), dk, dv

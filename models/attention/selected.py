@@ -24,8 +24,8 @@ from jax.sharding import PartitionSpec
 from models import cpu
 from models.attention import mask
 from models.attention.blocked import MASKED
-from models.attention.cache import Seen
-from models.attention.mask import Rule, Side, TokenIds
+from models.attention.mask import QKV, Rule, Side, TokenIds
+from models.attention.pages import Seen
 from models.attention.rope import apply_rope
 from models.layers import Kernel, Linear, Norm, Scope
 from models.sharding import logical_axes
@@ -97,23 +97,23 @@ def choose(asked: tuple[jax.Array, jax.Array], k_BxSxI: jax.Array, tokens: Token
       asked, k_BxSxI, tokens, before)
 
 
-def attend(q_BxTxHxK: jax.Array, k_BxSxHxK: jax.Array, v_BxSxHxV: jax.Array, chosen_BxTxC: jax.Array, tokens: TokenIds,
-           before: Side | None, *, scale: float, logit_cap: float | None, block: int) -> jax.Array:
+def attend(rule: Rule, qkv: QKV, chosen_BxTxC: jax.Array, tokens: TokenIds, before: Side | None, block: int
+           ) -> jax.Array:
   """Attention [B, T, H, V] to those of the chosen keys that a query may see, with the promises of `dispatch`.
 
-  All scores of some queries at a time are made, and made again for the gradient.
+  All scores of some queries at a time are made, and made again for the gradient. There is no window.
   """
-  def local(q, k_BxSxHxK, v_BxSxHxV, chosen, tokens, before):
-    queries, keys = tokens.sides(before)
+  def local(qkv, chosen, tokens, before):
+    (q, k_BxSxHxK, v_BxSxHxV, _), (queries, keys) = qkv, tokens.sides(before)
     S = k_BxSxHxK.shape[1]
 
     @jax.checkpoint
     def some(of_queries: tuple) -> jax.Array:
       q_BxTxHxK, chosen_BxTxC, queries = of_queries
       seen_BxTxS = _seen(queries, keys) & picked(chosen_BxTxC, S)
-      scores_BxHxTxS = scale * cpu.einsum("bthk,bshk->bhts", q_BxTxHxK, k_BxSxHxK)
-      if logit_cap is not None:
-        scores_BxHxTxS = logit_cap * jnp.tanh(scores_BxHxTxS / logit_cap)
+      scores_BxHxTxS = rule.scale * cpu.einsum("bthk,bshk->bhts", q_BxTxHxK, k_BxSxHxK)
+      if rule.logit_cap is not None:
+        scores_BxHxTxS = rule.logit_cap * jnp.tanh(scores_BxHxTxS / rule.logit_cap)
       weights_BxHxTxS = jax.nn.softmax(jnp.where(seen_BxTxS[:, None], scores_BxHxTxS, MASKED), axis=-1)
       out_BxTxHxV = cpu.einsum("bhts,bshv->bthv", weights_BxHxTxS.astype(v_BxSxHxV.dtype), v_BxSxHxV)
       return jnp.where(queries.segments[:, :, None, None] > 0, out_BxTxHxV, 0.0).astype(v_BxSxHxV.dtype)
@@ -121,12 +121,11 @@ def attend(q_BxTxHxK: jax.Array, k_BxSxHxK: jax.Array, v_BxSxHxV: jax.Array, cho
     return _by_queries(some, block, S, (q, chosen, queries))
 
   if (placed := logical_axes.current()) is None:
-    return local(q_BxTxHxK, k_BxSxHxK, v_BxSxHxV, chosen_BxTxC, tokens, before)
-  by_head = placed.spec(("batch", None, "heads", None), q_BxTxHxK.shape)
+    return local(qkv, chosen_BxTxC, tokens, before)
+  by_head = placed.spec(("batch", None, "heads", None), qkv.q.shape)
   rows = PartitionSpec(by_head[0])
-  return jax.shard_map(local, mesh=placed.mesh, in_specs=(by_head, by_head, by_head, rows, rows, rows),
-                       out_specs=by_head, check_vma=False)(
-                           q_BxTxHxK, k_BxSxHxK, v_BxSxHxV, chosen_BxTxC, tokens, before)
+  return jax.shard_map(local, mesh=placed.mesh, in_specs=(by_head, rows, rows, rows), out_specs=by_head,
+                       check_vma=False)(qkv, chosen_BxTxC, tokens, before)
 
 
 def choose_of_past(asked: tuple[jax.Array, jax.Array], k_BxSxI: jax.Array, seen: Seen, count: int) -> jax.Array:
@@ -173,7 +172,7 @@ def _highest(scores_BxTxS: jax.Array, seen_BxTxS: jax.Array, count: int) -> jax.
 
 def _seen(queries: Side, keys: Side) -> jax.Array:
   """bool [B, T, S]"""
-  return mask.seen(Rule(1.0, None, None, False), queries, keys, keys_first=False)
+  return mask.seen(Rule(1.0), queries, keys, keys_first=False)
 
 
 def _by_queries(function: Callable, block: int, S: int, of_queries: Any) -> jax.Array:

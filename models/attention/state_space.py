@@ -14,6 +14,7 @@ B batch, T length, L tokens of a chunk, G groups, R heads of each, H = G R heads
 """
 
 import functools
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -39,11 +40,23 @@ def one_token(state_BxHxNxP: jax.Array, c_BxGxN: jax.Array, b_BxGxN: jax.Array, 
   return state, _einsum("bhnp,bhn->bhp", state, c_BxHxN)
 
 
-def recurrent(c_BxTxGxN: jax.Array, b_BxTxGxN: jax.Array, x_BxTxHxP: jax.Array, g_BxTxH: jax.Array, dt_BxTxH: jax.Array,
-              segment_ids_BxT: jax.Array) -> tuple[jax.Array, jax.Array]:
+class Inputs(NamedTuple):
+  """What a row's tokens do with the state."""
+
+  # What it is read and written with.
+  c_BxTxGxN: jax.Array
+  b_BxTxGxN: jax.Array
+  x_BxTxHxP: jax.Array
+  # Logarithm of the share of the state that is kept, 0 or less.
+  g_BxTxH: jax.Array
+  # The step, which the input is multiplied by.
+  dt_BxTxH: jax.Array
+
+
+def recurrent(inputs: Inputs, segment_ids_BxT: jax.Array) -> tuple[jax.Array, jax.Array]:
   """The recurrence as it stands; see `chunked`."""
-  *given, owner_BxT = _prepared(c_BxTxGxN, b_BxTxGxN, x_BxTxHxP, g_BxTxH, dt_BxTxH, segment_ids_BxT)
-  (B, _, H, P), N = x_BxTxHxP.shape, b_BxTxGxN.shape[-1]
+  *given, owner_BxT = _prepared(*inputs, segment_ids_BxT)
+  (B, _, H, P), N = inputs.x_BxTxHxP.shape, inputs.b_BxTxGxN.shape[-1]
 
   def step(carry, token):
     state, before_B = carry
@@ -57,26 +70,22 @@ def recurrent(c_BxTxGxN: jax.Array, b_BxTxGxN: jax.Array, x_BxTxHxP: jax.Array, 
   return jnp.where((segment_ids_BxT > 0)[..., None, None], out.swapaxes(0, 1), 0.0), state
 
 
-def chunked(c_BxTxGxN: jax.Array, b_BxTxGxN: jax.Array, x_BxTxHxP: jax.Array, g_BxTxH: jax.Array, dt_BxTxH: jax.Array,
-            segment_ids_BxT: jax.Array, chunk: int = CHUNK, state_BxHxNxP: jax.Array | None = None
+def chunked(inputs: Inputs, segment_ids_BxT: jax.Array, chunk: int = CHUNK, state_BxHxNxP: jax.Array | None = None
             ) -> tuple[jax.Array, jax.Array]:
   """(what the tokens read [B, T, H, P], zeros at padding; the state of each row after its last token [B, H, N, P]).
 
   In float32, or as wide as the inputs.
 
   Args:
-    c_BxTxGxN, b_BxTxGxN: what the state is read and written with.
-    x_BxTxHxP: inputs.
-    g_BxTxH: logarithm of the share of the state that is kept, 0 or less.
-    dt_BxTxH: the step, which the input is multiplied by.
+    inputs: of all tokens.
     segment_ids_BxT: int32; 0 is padding. The tokens of a segment are contiguous.
     chunk: tokens that are taken together.
     state_BxHxNxP: what rows of one segment, 1, go on with; None: rows begin here.
   """
-  (B, T, H, P), (G, N) = x_BxTxHxP.shape, b_BxTxGxN.shape[2:]
+  (B, T, H, P), (G, N) = inputs.x_BxTxHxP.shape, inputs.b_BxTxGxN.shape[2:]
   L = min(chunk, T)
   pad = -T % L
-  given: tuple[jax.Array, ...] = c_BxTxGxN, b_BxTxGxN, x_BxTxHxP, g_BxTxH, dt_BxTxH, segment_ids_BxT
+  given: tuple[jax.Array, ...] = *inputs, segment_ids_BxT
   if pad:  # with padding, which changes nothing
     given = tuple(jnp.pad(part, [(0, pad if d == 1 else 0) for d in range(part.ndim)]) for part in given)
   before = 0 if state_BxHxNxP is None else 1  # the segment of what came before the row

@@ -18,6 +18,8 @@ import jax.numpy as jnp
 import numpy as np
 from absl import logging
 
+from models.attention.mask import QKV, Rule
+
 # Registers of the vector unit are so wide: lengths are multiples of it, head sizes need not be.
 LANES = 128
 # What the kernel's residuals (its output, the log-normaliser of the scores) are called in models/remat.py.
@@ -52,49 +54,27 @@ def warn(reason: str) -> None:
   logging.warning("attention: blocked, since the TPU kernel does not take %s", reason)
 
 
-def attend(
-    q_BxTxHxK: jax.Array,
-    k_BxSxGxK: jax.Array,
-    v_BxSxGxK: jax.Array,
-    *,
-    segment_ids: jax.Array,
-    key_segment_ids: jax.Array | None = None,
-    window: int | None = None,
-    scale: float,
-    logit_cap: float | None = None,
-    interpret: bool = False,
-) -> jax.Array:
+def attend(rule: Rule, qkv: QKV, segment_ids: jax.Array, key_segment_ids: jax.Array | None = None, *,
+           interpret: bool = False) -> jax.Array:
   """`models.attention.dispatch.attention` by the kernel: [B, T, H, K] in the dtype of `v`; the last keys are the
   queries' own.
 
   Args:
-    q_BxTxHxK: queries; H is a multiple of G.
-    k_BxSxGxK, v_BxSxGxK: keys and values of the queries' tokens, and before them of S - T more of the same row.
+    rule: how scores are made, and the window.
+    qkv: queries [B, T, H, K]; keys and values [B, S, G, K] of the queries' tokens, and before them of S - T more of the
+      same row; H is a multiple of G. No sinks.
     segment_ids: int32 [B, T], the queries'; 0 is padding.
     key_segment_ids: int32 [B, S], the keys'; -1: not there. None: `segment_ids`, where S is T.
-    window, scale, logit_cap: as in `attention`.
     interpret: run without a TPU.
   """
-  T, S, H = q_BxTxHxK.shape[1], k_BxSxGxK.shape[1], q_BxTxHxK.shape[2]
-  make = functools.partial(_kernel, H, np.arange(S - T, S, dtype=np.int32).tobytes(), S, window, logit_cap)
-  kernel = make(_block_sizes(q_BxTxHxK, T, S, window), 1, interpret)
-  key_segment_ids = segment_ids if key_segment_ids is None else key_segment_ids
-  return _run(kernel, q_BxTxHxK, k_BxSxGxK, v_BxSxGxK, segment_ids, key_segment_ids, scale)
+  T, S, H = qkv.q.shape[1], qkv.k.shape[1], qkv.q.shape[2]
+  places = np.arange(S - T, S, dtype=np.int32).tobytes()
+  kernel = _kernel(rule._replace(scale=1.0), H, places, S, _block_sizes(qkv.q, T, S, rule.window), 1, interpret)
+  return _run(kernel, rule.scale, qkv, segment_ids, segment_ids if key_segment_ids is None else key_segment_ids)
 
 
-def attend_in_parts(
-    q_BxTxHxK: jax.Array,
-    k_BxTxGxK: jax.Array,
-    v_BxTxGxK: jax.Array,
-    *,
-    segment_ids: jax.Array,
-    axis: Any,
-    C: int,
-    window: int | None = None,
-    scale: float,
-    logit_cap: float | None = None,
-    interpret: bool = False,
-) -> jax.Array:
+def attend_in_parts(rule: Rule, qkv: QKV, segment_ids: jax.Array, axis: Any, C: int, *, interpret: bool = False
+                    ) -> jax.Array:
   """`attend` within `jax.shard_map`, for rows whose length is split over the mesh axis `axis`, part i on device i.
 
   With a window, each device is sent the end of the part before its own. Without one, it is sent the keys of the whole
@@ -103,38 +83,36 @@ def attend_in_parts(
   2407.21783, 3.3.2). Gradients of keys and values are rounded to their dtype once for each device that saw them.
 
   Args:
-    q_BxTxHxK, k_BxTxGxK, v_BxTxGxK: this device's parts.
+    rule: as in `attend`.
+    qkv: this device's parts.
     segment_ids: int32 [B, T], those of this part.
     axis: the mesh axis, or axes, over which rows are split.
     C: how many parts.
-    window, scale, logit_cap, interpret: as in `attend`.
+    interpret: as in `attend`.
   """
-  T = q_BxTxHxK.shape[1]
-  options = dict(scale=scale, logit_cap=logit_cap, interpret=interpret)
-  reach = None if window is None else -(-(window - 1) // LANES) * LANES
-  if reach is not None and reach <= T:
-    return _with_neighbour(q_BxTxHxK, k_BxTxGxK, v_BxTxGxK, segment_ids, axis, C, reach, window=window, **options)
-  return _zigzag(q_BxTxHxK, k_BxTxGxK, v_BxTxGxK, segment_ids, axis, C, window=window, **options)
+  reach = None if rule.window is None else -(-(rule.window - 1) // LANES) * LANES
+  if reach is not None and reach <= qkv.q.shape[1]:
+    return _with_neighbour(rule, qkv, segment_ids, axis, C, reach, interpret)
+  return _zigzag(rule, qkv, segment_ids, axis, C, interpret)
 
 
-def _with_neighbour(q_BxTxHxK, k_BxTxGxK, v_BxTxGxK, segment_ids, axis, C, reach, **options) -> jax.Array:
+def _with_neighbour(rule: Rule, qkv: QKV, segment_ids, axis, C, reach, interpret) -> jax.Array:
   """Each part's queries against its own keys and the last `reach` of the part before."""
   if reach == 0:
-    return attend(q_BxTxHxK, k_BxTxGxK, v_BxTxGxK, segment_ids=segment_ids, **options)
-  T = q_BxTxHxK.shape[1]
+    return attend(rule, qkv, segment_ids, interpret=interpret)
+  T = qkv.q.shape[1]
 
   def prepend(x_BxT):
     # The first part is sent nothing, which arrives as zeros.
     return jnp.concatenate([jax.lax.ppermute(x_BxT[:, T - reach:], axis, [(i, i + 1) for i in range(C - 1)]), x_BxT], 1)
 
   key_segment_ids = prepend(segment_ids + 1) - 1
-  k_BxSxGxK, v_BxSxGxK = prepend(k_BxTxGxK), prepend(v_BxTxGxK)
-  return attend(q_BxTxHxK, k_BxSxGxK, v_BxSxGxK, segment_ids=segment_ids, key_segment_ids=key_segment_ids, **options)
+  return attend(rule, QKV(qkv.q, prepend(qkv.k), prepend(qkv.v)), segment_ids, key_segment_ids, interpret=interpret)
 
 
-def _zigzag(q_BxTxHxK, k_BxTxGxK, v_BxTxGxK, segment_ids, axis, C, *, window, scale, logit_cap, interpret) -> jax.Array:
+def _zigzag(rule: Rule, qkv: QKV, segment_ids, axis, C, interpret) -> jax.Array:
   """All keys of the row against queries of its front and of its back."""
-  T, H = q_BxTxHxK.shape[1:3]
+  T, H = qkv.q.shape[1:3]
   # Piece 2 i and piece 2 i + 1 are device i's; afterwards it has, of pieces i and 2 C - 1 - i, first the even one.
   to_even = [(i, min(2 * i, 2 * C - 1 - 2 * i)) for i in range(C)]
   to_odd = [(i, min(2 * i + 1, 2 * C - 2 - 2 * i)) for i in range(C)]
@@ -152,14 +130,15 @@ def _zigzag(q_BxTxHxK, k_BxTxGxK, v_BxTxGxK, segment_ids, axis, C, *, window, sc
     return jnp.concatenate([jax.lax.ppermute(first, axis, home[0]), jax.lax.ppermute(second, axis, home[1])], axis=1)
 
   k_BxSxGxK, v_BxSxGxK, key_segment_ids = (
-      jax.lax.all_gather(x, axis, axis=1, tiled=True) for x in (k_BxTxGxK, v_BxTxGxK, segment_ids))
-  sizes = _block_sizes(q_BxTxHxK, T // 2, C * T, window)
-  kernel = _kernel(H, q_sequence.tobytes(), C * T, window, logit_cap, sizes, C, interpret)
+      jax.lax.all_gather(x, axis, axis=1, tiled=True) for x in (qkv.k, qkv.v, segment_ids))
+  sizes = _block_sizes(qkv.q, T // 2, C * T, rule.window)
+  kernel = _kernel(rule._replace(scale=1.0), H, q_sequence.tobytes(), C * T, sizes, C, interpret)
   kernel = _part_of(kernel, C, jax.lax.axis_index(axis))
-  return back(_run(kernel, there(q_BxTxHxK), k_BxSxGxK, v_BxSxGxK, there(segment_ids), key_segment_ids, scale))
+  return back(_run(kernel, rule.scale, QKV(there(qkv.q), k_BxSxGxK, v_BxSxGxK), there(segment_ids), key_segment_ids))
 
 
-def _run(kernel, q_BxTxHxK, k_BxSxGxK, v_BxSxGxK, segment_ids, key_segment_ids, scale) -> jax.Array:
+def _run(kernel, scale, qkv: QKV, segment_ids, key_segment_ids) -> jax.Array:
+  q_BxTxHxK, k_BxSxGxK, v_BxSxGxK, _ = qkv
   from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as splash
   q_BxHxTxK = (q_BxTxHxK.astype(jnp.float32) * scale).astype(q_BxTxHxK.dtype).transpose(0, 2, 1, 3)
   k_BxGxSxK, v_BxGxSxK = k_BxSxGxK.transpose(0, 2, 1, 3), v_BxSxGxK.transpose(0, 2, 1, 3)
@@ -188,14 +167,15 @@ def _block_sizes(q_BxTxHxK: jax.Array, T: int, S: int, window: int | None) -> An
 
 
 @functools.lru_cache(maxsize=64)
-def _kernel(H: int, q_sequence: bytes, S: int, window: int | None, logit_cap: float | None, block_sizes: Any, C: int,
-            interpret: bool) -> Any:
-  """The kernel for H heads, with what it must know of the mask: which blocks there are to visit.
+def _kernel(rule: Rule, H: int, q_sequence: bytes, S: int, block_sizes: Any, C: int, interpret: bool) -> Any:
+  """The kernel for H heads, with what it must know of the mask: which blocks there are to visit. It does not scale.
 
   `q_sequence`: the index among the S keys of each query's own, int32, over all C parts.
   """
   from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as splash
   from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as masks
+
+  window = rule.window
 
   class Band(masks.Mask):
     """Key s is seen by queries s, …, s + window - 1; computed where it is needed, from these two attributes."""
@@ -222,7 +202,7 @@ def _kernel(H: int, q_sequence: bytes, S: int, window: int | None, logit_cap: fl
   with jax.ensure_compile_time_eval():  # else what is kept here would belong to whatever is being traced
     kernel = splash.make_splash_mha(
         masks.MultiHeadMask([Band()] * H), block_sizes=block_sizes, head_shards=1, q_seq_shards=C,
-        attn_logits_soft_cap=logit_cap, residual_checkpoint_name=CHECKPOINT_NAME, interpret=interpret)
+        attn_logits_soft_cap=rule.logit_cap, residual_checkpoint_name=CHECKPOINT_NAME, interpret=interpret)
     return jax.tree.map(np.asarray, kernel)
 
 

@@ -130,9 +130,8 @@ class Moe(nnx.Module):
     experts_BxTxk, weights_BxTxk = _on_rows(functools.partial(route, moe=moe, replay=routing.replay),
                                             (logits_BxTxE, *biased, *scaled, *replayed))
     used_BxTxk = jnp.where(segment_ids[..., None] > 0, experts_BxTxk, moe.num_experts)
-    run = functools.partial(apply_experts, num_experts=moe.num_experts, activation=self.activation,
-                            matmuls=self.experts.matmuls, low_rank=self.experts.low_rank,
-                            on_input=moe.weights_on_input)
+    run = functools.partial(apply_experts, moe=moe, activation=self.activation, matmuls=self.experts.matmuls,
+                            low_rank=self.experts.low_rank)
     y_BxTxD = self.experts.with_kernels(lambda kernels, *rows: _on_rows(run, rows, kernels, self.experts.dimensions),
                                         x_BxTxD, used_BxTxk, weights_BxTxk)
     if self.experts.down.bias is not None:
@@ -201,26 +200,25 @@ def _taken(values_BxTxE: jax.Array, index_BxTxk: jax.Array) -> jax.Array:
   return jnp.sum(jnp.where(is_it_BxTxkxE, values_BxTxE[:, :, None], 0.0), axis=-1)
 
 
-def apply_experts(rows: tuple[jax.Array, ...], kernels: tuple[jax.Array, ...], *, num_experts: int, activation: str,
-                  matmuls: tuple[QuantizedMatmul | None, ...], low_rank: LowRank = NO_ADAPTERS, on_input: bool = False,
+def apply_experts(rows: tuple[jax.Array, ...], kernels: tuple[jax.Array, ...], *, moe: spec_lib.Moe, activation: str,
+                  matmuls: tuple[QuantizedMatmul | None, ...], low_rank: LowRank = NO_ADAPTERS,
                   split: Split | None = None) -> jax.Array:
-  """Σ_j weight_j × expert_j(x) for each token, or Σ_j expert_j(weight_j × x): float32 [B, T, D].
+  """Σ_j weight_j × expert_j(x) for each token, with `weights_on_input` Σ_j expert_j(weight_j × x): float32 [B, T, D].
 
   Args:
-    rows: x [B, T, D], experts int32 [B, T, k] (`num_experts`: none), weights float32 [B, T, k].
+    rows: x [B, T, D], experts int32 [B, T, k] (`moe.num_experts`: none), weights float32 [B, T, k].
     kernels: gate and up [E, D, F], down [E, F, D], with biases those of gate and up [E, F], with adapters their pairs,
       or this device's parts of them.
-    num_experts: E.
+    moe: the config.
     activation: one of `activations.GATED`.
     matmuls: the 8-bit matmuls with gate, up and down; None: plain ones.
     low_rank: which have adapters.
-    on_input: weights are factors on what experts see.
     split: how they are split; None: not at all.
   """
   x_BxTxD, experts_BxTxk, weights_BxTxk = rows
   x_NxD, k = x_BxTxD.reshape(-1, x_BxTxD.shape[-1]), experts_BxTxk.shape[-1]
   experts_A, weights_Nxk = experts_BxTxk.reshape(-1, k).T.reshape(-1), weights_BxTxk.reshape(-1, k)
-  if on_input:  # what each assignment sees is another, so that it has a row of its own
+  if moe.weights_on_input:  # what each assignment sees is another, so that it has a row of its own
     x_NxD = (weights_Nxk.T[..., None] * x_NxD).astype(x_NxD.dtype).reshape(-1, x_NxD.shape[-1])
   run = functools.partial(expert_outputs, activation=activation, matmuls=matmuls, low_rank=low_rank)
   if split is None:
@@ -228,12 +226,12 @@ def apply_experts(rows: tuple[jax.Array, ...], kernels: tuple[jax.Array, ...], *
   elif split.axis is None:
     y_AxD = at_home(run, split, x_NxD, experts_A, kernels)
   else:
-    y_AxD = exchange(functools.partial(run, zeros=False), split, x_NxD, experts_A, kernels, num_experts)
+    y_AxD = exchange(functools.partial(run, zeros=False), split, x_NxD, experts_A, kernels, moe.num_experts)
   y_AxD = named(y_AxD, "mlp")  # the gradient of the weights needs it
   # A sum in the order of the router's choice, whichever rows of the batch are computed together.
   y_NxD = jnp.zeros((len(weights_Nxk), x_NxD.shape[-1]), jnp.float32)
   for j, part_NxD in enumerate(jnp.split(y_AxD, k)):
-    weight_Nx1 = 1.0 if on_input else weights_Nxk[:, j, None]
+    weight_Nx1 = 1.0 if moe.weights_on_input else weights_Nxk[:, j, None]
     y_NxD += weight_Nx1 * part_NxD.astype(jnp.float32)
   return y_NxD.reshape(x_BxTxD.shape)
 

@@ -30,11 +30,12 @@ from models.hf.errors import HFError
 from models.hf.family import Family
 from models.hf.files import TensorFolder, write_json
 from models.hf.peft import load_adapters, save_adapters
+from models.hf.peft_modules import AdapterLayout
 from models.hf.source import each
 from models.spec import ARCHITECTURE_KEYS
 from trainer import tree
 
-__all__ = ["HFError", "SMALL_FILES", "TensorFolder", "abstract_params", "architecture", "config_json",
+__all__ = ["AdapterLayout", "HFError", "SMALL_FILES", "TensorFolder", "abstract_params", "architecture", "config_json",
            "copy_small_files", "iter_params", "keys_of", "load", "load_adapters", "load_params", "plan", "prepare",
            "save", "save_adapters", "set_keys", "with_dtype", "write_json"]
 

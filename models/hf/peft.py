@@ -10,10 +10,9 @@ r rank, L layers.
 """
 
 import json
-import math
 import os
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -26,32 +25,22 @@ from models import lora as lora_lib
 from models.hf import files, peft_config, peft_tokens, peft_whole
 from models.hf import names as names_lib
 from models.hf.errors import HFError
-from models.hf.family import Family
-from models.hf.peft_modules import ROOT, Module, modules, target_of
-from models.hf.peft_tokens import Table
+from models.hf.peft_modules import PARTS, ROOT, AdapterLayout, Module, modules, target_of
 
 CONFIG, TENSORS = peft_config.CONFIG, "adapter_model.safetensors"
-# |W| [L, out], or [out], of the kernel of that path: their file has lengths, ours are differences from these
-# (models/lora.py).
-Lengths = Callable[[str], np.ndarray]
 
 
 # ---------------------------------------------------------------------------------------------------- reading
 
 
-def load_adapters(folder: str | Path, wanted: Mapping[str, Any], *, family: Family, keys: Mapping[str, Any],
-                  shapes: Mapping[str, Any], lora: Mapping[str, Any],
-                  lengths: Lengths | None = None, table: Table | None = None) -> dict[str, jax.Array]:
+def load_adapters(folder: str | Path, wanted: Mapping[str, Any], layout: AdapterLayout) -> dict[str, jax.Array]:
   """Adapters in PEFT's format as ours.
 
   Args:
     folder: with adapter_config.json and adapter_model.safetensors.
     wanted: {path: ShapeDtypeStruct, with a sharding or without} of all the adapters' leaves, and of what
       `model.lora.modules_to_save` names.
-    family, keys, shapes: see `modules`; `shapes` may lack the adapters.
-    lora: the config's section `model.lora`.
-    lengths: see `Lengths`; needed with `lora.dora`.
-    table: see `peft_tokens.Table`; needed where tables of tokens have adapters, or rows that are trained.
+    layout: of the model; its `shapes` may lack the adapters.
 
   Returns:
     {path: array} for `wanted`, each in its dtype and in its place. Of whole parameters and of
@@ -61,29 +50,28 @@ def load_adapters(folder: str | Path, wanted: Mapping[str, Any], *, family: Fami
     HFError: files that are missing or damaged, an option that is not ours, another rank or scale, adapters that do not
       stand where `model.lora.targets` has them.
   """
-  folder, shapes = files.existing_folder(folder), {**shapes, **wanted}
-  config, tensors = peft_config.read(folder), _read_tensors(folder)
+  folder, layout = files.existing_folder(folder), layout._replace(shapes={**layout.shapes, **wanted})
+  config, tensors, lora = peft_config.read(folder), _read_tensors(folder), layout.lora
   peft_config.check_dora(config, lora, folder / CONFIG)
   found: dict[str, list[np.ndarray]] = {
       path: [] for path in wanted if lora_lib.is_adapter(path) and not path.endswith("/lora_rows")}
   unused, problems = set(tensors), []
   whole = _read_whole(tensors, {path: leaf for path, leaf in wanted.items() if not lora_lib.is_adapter(path)}, unused,
-                      family=family, keys=keys, shapes=shapes, where=str(folder / TENSORS))
-  of_tokens = peft_tokens.read(tensors, wanted, unused, config=config, lora=lora, family=family, keys=keys,
-                               shapes=shapes, table=table, where=folder / CONFIG)
-  for ways in modules(family, keys, shapes):
-    prefix, module = max(((prefix, way) for way in ways for prefix in family.prefixes),
+                      layout, str(folder / TENSORS))
+  of_tokens = peft_tokens.read(tensors, wanted, unused, layout, config, folder / CONFIG)
+  for ways in modules(layout):
+    prefix, module = max(((prefix, way) for way in ways for prefix in layout.family.prefixes),
                          key=lambda choice: sum(choice[1].name(choice[0], choice[1].layers[0], part) in tensors
                                                 for part in "AB"))
     _check_layout(config, module, folder / CONFIG)
-    size = shapes[module.paths[0][0]].shape[-2]
     every = [module.name(prefix, i) for i in module.layers]
     rank = peft_config.check_scale(config, every, len(module.paths), lora, folder / CONFIG)
-    wrong = _read_module(module, prefix, rank, size, tensors, lora, lengths, folder, found, unused)
+    wrong = _read_module(module, prefix, rank, tensors, layout, folder, found)
+    unused -= {module.name(prefix, i, part) for i in module.layers for part in PARTS
+               if part != "M" or layout.lengths is not None}
     problems += wrong
     if all(map(lora_lib.is_table, module.kernels)) and not wrong:
-      unused -= peft_tokens.check(module, prefix, tensors, config=config, family=family, keys=keys, shapes=shapes,
-                                  table=table, where=folder / CONFIG)
+      unused -= peft_tokens.check(module, prefix, tensors, layout, config, folder / CONFIG)
   problems += [f"+ {name} {tensors[name].shape}: matches no target here" for name in sorted(unused)]
   if problems:
     more = [f"… and {len(problems) - 20} more"] if len(problems) > 20 else []
@@ -96,15 +84,10 @@ def load_adapters(folder: str | Path, wanted: Mapping[str, Any], *, family: Fami
   return {path: _place(values[path], leaf) for path, leaf in wanted.items() if path in values}
 
 
-def _read_module(module: Module, prefix: str, rank: int, size: int, tensors: Mapping[str, np.ndarray],
-                 lora: Mapping[str, Any], lengths: Lengths | None, folder: Path, found: dict[str, list[np.ndarray]],
-                 unused: set[str]) -> list[str]:
-  """Appends a module's adapters of all layers to those in `found`; their names leave `unused`. What does not fit.
-
-  Args:
-    rank: of theirs.
-    size: the number of inputs.
-  """
+def _read_module(module: Module, prefix: str, rank: int, tensors: Mapping[str, np.ndarray], layout: AdapterLayout,
+                 folder: Path, found: dict[str, list[np.ndarray]]) -> list[str]:
+  """Appends a module's adapters of all layers, of that rank in the file, to those in `found`. What does not fit."""
+  lengths, size = layout.lengths, layout.shapes[module.paths[0][0]].shape[-2]
   expected: dict[str, tuple[int, ...]] = {
       "A": (rank * module.experts, size), "B": (sum(module.outs), rank * module.experts)}
   if lengths is not None:
@@ -115,11 +98,10 @@ def _read_module(module: Module, prefix: str, rank: int, size: int, tensors: Map
     wrong = [_difference(names[part], tensors, shape) for part, shape in expected.items()
              if names[part] not in tensors or tensors[names[part]].shape != shape]
     problems += wrong
-    unused -= set(names.values())
     if wrong:
       continue
     for a, b in module.apart(tensors[names["A"]], tensors[names["B"]][module.order]):
-      parts = _take_apart(a, b, module, lora["rank"], layer, folder)
+      parts = _take_apart(a, b, module, layout.lora["rank"], layer, folder)
       for (path_a, path_b), (a, b) in zip(module.paths, parts, strict=True):
         found[path_a].append(a.T)
         found[path_b].append(b.T)
@@ -130,14 +112,14 @@ def _read_module(module: Module, prefix: str, rank: int, size: int, tensors: Map
   return problems
 
 
-def _read_whole(tensors: Mapping[str, np.ndarray], wanted: Mapping[str, Any], unused: set[str], *, family: Family,
-                keys: Mapping[str, Any], shapes: Mapping[str, Any], where: str) -> dict[str, np.ndarray]:
+def _read_whole(tensors: Mapping[str, np.ndarray], wanted: Mapping[str, Any], unused: set[str], layout: AdapterLayout,
+                where: str) -> dict[str, np.ndarray]:
   """The whole parameters in a file, whose names leave `unused`; see `peft_whole.Tensors`."""
   if not wanted:
     return {}
   named = {name.removeprefix(ROOT): values for name, values in tensors.items()
            if not re.search(r"\.(lora_|token_adapter\.|base_layer\.)", name)}
-  whole = peft_whole.Tensors(family, keys, shapes, wanted, where, named)
+  whole = peft_whole.Tensors(layout, wanted, where, named)
   unused -= {ROOT + name for name in (*whole.of, *whole.twins)}
   return whole.read(named, wanted, where)
 
@@ -207,30 +189,27 @@ def _check_layout(config: Mapping[str, Any], module: Module, where: Path) -> Non
 # ---------------------------------------------------------------------------------------------------- writing
 
 
-def save_adapters(out: str | Path, read: lora_lib.ReadLeaf, *, family: Family, keys: Mapping[str, Any],
-                  shapes: Mapping[str, Any], lora: Mapping[str, Any], base: str | None, dtype: Any = None,
-                  lengths: Lengths | None = None, table: Table | None = None) -> None:
+def save_adapters(out: str | Path, read: lora_lib.ReadLeaf, layout: AdapterLayout, *, base: str | None,
+                  dtype: Any = None) -> None:
   """Writes adapters in PEFT's format; `PeftModel.from_pretrained` loads them onto the base.
 
   Args:
     out: a folder, made if missing; adapters in it are replaced.
     read: gives `leaf[index]` of an adapter's leaf, or of one that `model.lora.modules_to_save` names.
-    family, keys, shapes: see `modules`.
-    lora: the config's section `model.lora`.
+    layout: of the model.
     base: what base_model_name_or_path is to say.
     dtype: of the tensors; None: that of ours.
-    lengths: see `Lengths`; needed with `lora.dora`.
-    table: see `peft_tokens.Table`; needed with `lora.trainable_token_indices`.
 
   Raises:
     HFError: an adapted kernel is no module of the family; the files cannot be written.
   """
   out = Path(out).expanduser().absolute()
-  prefix, tensors, ranks = family.prefixes[0], {}, {}
+  prefix, tensors, ranks = layout.family.prefixes[0], {}, {}
+  shapes, lora, lengths = layout.shapes, layout.lora, layout.lengths
   # PEFT looks for modules, and for parameters of experts, in a loaded model.
-  chosen = [next((way for way in ways if way.theirs.startswith(family.in_memory)
+  chosen = [next((way for way in ways if way.theirs.startswith(layout.family.in_memory)
                   and not (way.kind == "experts" and way.theirs.endswith(".weight"))), ways[0])
-            for ways in modules(family, keys, shapes)]
+            for ways in modules(layout)]
   for module in chosen:
     every = slice(None)
     layers = range(len(module.layers))
@@ -252,23 +231,20 @@ def save_adapters(out: str | Path, read: lora_lib.ReadLeaf, *, family: Family, k
                             for kernel, path in module.magnitudes])
         tensors[module.name(prefix, layer, "M")] = m[np.argsort(module.order)].astype(dtype or np.float32)
     if module.tokens:
-      tensors |= peft_tokens.twins(module, prefix, tensors, family, keys, shapes)
+      tensors |= peft_tokens.twins(module, prefix, tensors, layout)
   targets = {module: module.theirs.rpartition("{layer}.")[2] if module.kind == "experts"
-             else target_of(module.theirs, chosen, family, keys) for module in chosen}
+             else target_of(module.theirs, chosen, layout) for module in chosen}
   other = {targets[module]: rank // lora["rank"] for module, rank in ranks.items() if rank != lora["rank"]}
-  rows, indices = peft_tokens.write(read, prefix, lora=lora, family=family, keys=keys, shapes=shapes, table=table,
-                                    dtype=dtype)
+  rows, indices = peft_tokens.write(read, prefix, layout, dtype)
   tensors |= rows
   modules_to_save = None
   if paths := peft_whole.paths(shapes, lora):
-    whole = peft_whole.Tensors(family, keys, shapes, paths, str(out))
+    whole = peft_whole.Tensors(layout, paths, str(out))
     tensors |= {ROOT + name: values for name, values in whole.write(read, shapes, dtype).items()}
     modules_to_save = whole.modules()
   named = peft_config.targets(targets[module] for module in chosen if module.kind != "experts")
-  config = peft_config.content(
-      lora, named, {k: n * lora["rank"] for k, n in other.items()},
-      {k: peft_config.number(lora["alpha"] * (math.sqrt(n) if lora["rslora"] else n)) for k, n in other.items()},
-      any(module.plain for module in chosen), base, modules_to_save, peft_whole.SCORE in shapes)
+  config = peft_config.content(lora, named, other, any(module.plain for module in chosen), base, modules_to_save,
+                               peft_whole.SCORE in shapes)
   if parameters := sorted(targets[module] for module in chosen if module.kind == "experts"):
     config["target_parameters"] = parameters
   if indices:

@@ -108,9 +108,15 @@ def check_dora(config: Mapping[str, Any], lora: Mapping[str, Any], where: Path) 
                   f"model.lora.dora={bool(config.get('use_dora'))}.")
 
 
-def content(lora: Mapping[str, Any], targets: list[str] | str, ranks: dict[str, int], alphas: dict[str, Any],
-            plain: bool, base: str | None, whole: list[str] | None, scores: bool) -> dict[str, Any]:
-  """The content of adapter_config.json, in keys that every PEFT since rsLoRA (0.8) knows."""
+def content(lora: Mapping[str, Any], targets: list[str] | str, wider: Mapping[str, int], plain: bool, base: str | None,
+            whole: list[str] | None, scores: bool) -> dict[str, Any]:
+  """The content of adapter_config.json, in keys that every PEFT since rsLoRA (0.8) knows.
+
+  Args:
+    wider: {target: how many times the rank it has}; those that are not named have the rank.
+  """
+  ranks = {target: n * lora["rank"] for target, n in wider.items()}
+  alphas = {target: number(lora["alpha"] * (math.sqrt(n) if lora["rslora"] else n)) for target, n in wider.items()}
   return {
       "peft_type": "LORA", "task_type": "SEQ_CLS" if scores else "CAUSAL_LM", "auto_mapping": None,
       "base_model_name_or_path": base,

@@ -7,9 +7,9 @@ parameter, and gate and up side by side in it: the A's of all experts stand abov
 r rank, L layers, E experts.
 """
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -20,6 +20,25 @@ from models.hf.family import Family, Tensor
 
 ROOT = "base_model.model."
 PARTS = {"A": "lora_A.weight", "B": "lora_B.weight", "M": "lora_magnitude_vector"}
+
+
+class AdapterLayout(NamedTuple):
+  """The model that adapters are of: all that a folder of PEFT's is read and written against."""
+
+  # Of the base.
+  family: Family
+  # {dotted model key: value}.
+  keys: Mapping[str, Any]
+  # {path: object with .shape} of all our parameters, adapters included, kernels unquantised.
+  shapes: Mapping[str, Any]
+  # The config's section `model.lora`.
+  lora: Mapping[str, Any]
+  # |W| [L, out], or [out], of the kernel of that path: their file has lengths, ours are differences from these
+  # (models/lora.py). Needed with `lora.dora`.
+  lengths: Callable[[str], np.ndarray] | None = None
+  # The base's table of that path, one row a token: float32 [V, D]. Needed where tables of tokens have adapters, or rows
+  # that are trained.
+  table: Callable[[str], np.ndarray] | None = None
 
 
 @dataclass(frozen=True)
@@ -93,7 +112,7 @@ class Module:
     return a, b.reshape(len(b), -1)
 
   def of_layers(self, lengths: np.ndarray) -> np.ndarray:
-    """[L, out] of what `Lengths` gives."""
+    """[L, out] of what `AdapterLayout.lengths` gives."""
     return lengths if self.stacked else lengths[None]
 
   @property
@@ -118,17 +137,13 @@ class Module:
             if adapted]
 
 
-def modules(family: Family, keys: Mapping[str, Any], shapes: Mapping[str, Any]) -> list[list[Module]]:
+def modules(layout: AdapterLayout) -> list[list[Module]]:
   """For every adapted kernel's module, the ways in which the family may name it, the first being the one written.
-
-  Args:
-    family: of the base.
-    keys: {dotted model key: value}.
-    shapes: {path: object with .shape} of all our parameters, adapters included, kernels unquantised.
 
   Raises:
     HFError: an adapted kernel is no module of this family.
   """
+  family, keys, shapes = layout[:3]
   adapted = {lora_lib.kernel_of(path) for path in shapes if path.endswith("/lora_a")}
   ways: dict[frozenset[str], list[Module]] = {}
   # What the model has decides whether the unembedding is the embedding.
@@ -166,13 +181,14 @@ def _module(tensor: Tensor, adapted: Collection[str], shapes: Mapping[str, Any])
                 sizes[0][1] if of_experts else 1)
 
 
-def target_of(theirs: str, chosen: Iterable[Module], family: Family, keys: Mapping[str, Any]) -> str:
+def target_of(theirs: str, chosen: Iterable[Module], layout: AdapterLayout) -> str:
   """The shortest end of a module's name that no module without adapters has, as a regex: PEFT finds modules by it.
   Where in some layers the module of that name has none, it has the numbers of the others."""
   adapted: dict[str, set[int]] = {}
   for module in chosen:
     adapted.setdefault(module.theirs, set()).update(module.layers)
-  tensors = [tensor for tensor in family.tensors(dict(keys)) if tensor.theirs.startswith(family.in_memory)]
+  tensors = [tensor for tensor in layout.family.tensors(dict(layout.keys))
+             if tensor.theirs.startswith(layout.family.in_memory)]
   free = {name for tensor in tensors if (name := tensor.theirs.rpartition(".")[0]) not in adapted
           or not adapted[name].issuperset(tensor.layers or ())}
   layers = rf"({'|'.join(map(str, sorted(adapted[theirs])))})" if theirs in free else r"\d+"

@@ -14,7 +14,7 @@ from models import lora
 from models.hf import convert
 from models.hf.entry import Entry
 from models.hf.errors import HFError
-from models.hf.family import Family
+from models.hf.peft_modules import AdapterLayout
 
 EMBEDDING, SCORE = "embed/embedding", "score/kernel"
 
@@ -29,7 +29,7 @@ class Tensors:
   """Their tensors for parameters of ours.
 
   Args:
-    family, keys, shapes: as in `peft.modules`.
+    layout: of the model.
     wanted: paths of the parameters.
     where: names the file or folder in errors.
     names: of the tensors in a file, without PEFT's root, which decide on the family's prefix; None: the first.
@@ -38,8 +38,8 @@ class Tensors:
     HFError: one of them holds others of ours, too.
   """
 
-  def __init__(self, family: Family, keys: Mapping[str, Any], shapes: Mapping[str, Any], wanted: Collection[str],
-               where: str, names: Collection[str] | None = None):
+  def __init__(self, layout: AdapterLayout, wanted: Collection[str], where: str, names: Collection[str] | None = None):
+    family, keys, shapes = layout[:3]
     sizes = {path: tuple(leaf.shape) for path, leaf in shapes.items() if not lora.is_adapter(path)}
     # What the model has decides: a head may be new, and an unembedding apart from the embedding.
     head, tied = "score" if SCORE in sizes else "lm", "unembed/kernel" not in sizes

@@ -170,7 +170,7 @@ def duration(data: bytes):
   for key in [key for key in section if key.startswith("ckpt_")]:
     section[key] = None
   config = config_checks.resolve({**section.to_dict(), **{f"ckpt_{key}": value for key, value in given.items()}})
-  return durations.resolve(config, "ckpt", total_steps=100, batch_size=8, seq_len=64, rows_per_epoch=50)
+  return durations.resolve(config, "ckpt", durations.RunLengths(100, batch_size=8, seq_len=64, rows_per_epoch=50))
 
 
 def mesh_sizes(data: bytes):

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from models.attention import tpu as attention_tpu
+from models.attention.mask import QKV, Rule
 from models.remat import HOST_MEMORY, remat_policy
 from tests.models.common import BATCH, B, T, make, paths, random_params
 from tests.tiny import equations
@@ -130,7 +131,7 @@ def test_the_tpu_kernel_runs_forward_once_where_its_results_are_kept(remat, forw
   segments = jnp.ones((1, 128), jnp.int32)
 
   def f(q, k, v):
-    return jnp.sin(attention_tpu.attend(q, k, v, segment_ids=segments, scale=1.0, interpret=True)).sum()
+    return jnp.sin(attention_tpu.attend(Rule(1.0), QKV(q, k, v), segments, interpret=True)).sum()
 
   def kernels(f):
     x = jax.ShapeDtypeStruct((1, 128, 2, 64), jnp.float32)

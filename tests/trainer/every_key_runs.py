@@ -51,8 +51,8 @@ def in_steps(prefix: str) -> Callable[[Made], int | None]:
   def steps_of(m: Made) -> int | None:
     c, data = m.config, m.data
     section = c.evals.val if prefix == "eval" else c
-    return durations.steps(section, prefix, total_steps=None if prefix == "total" else 1000, seq_len=c.seq_len,
-                           batch_size=lambda step: data.batch_range(step)[0], rows_per_epoch=data.rows_per_epoch)
+    return durations.steps(section, prefix, durations.RunLengths(
+        None if prefix == "total" else 1000, lambda step: data.batch_range(step)[0], c.seq_len, data.rows_per_epoch))
 
   steps_of.__name__ = f"{prefix} in steps"
   return steps_of

@@ -294,8 +294,8 @@ def _from_peft(origin: Origin, model: Any, wanted: Leaves, stored: Leaves) -> It
   def table(path: str) -> np.ndarray:
     return base_table(path, base(path))
 
-  loaded = hf.load_adapters(origin.peft, wanted, family=family, keys=keys, shapes=shapes, lora=origin.model.lora,
-                            lengths=lengths if origin.model.lora.dora else None, table=table)
+  loaded = hf.load_adapters(origin.peft, wanted, hf.AdapterLayout(
+      family, keys, shapes, origin.model.lora, lengths if origin.model.lora.dora else None, table))
   yield from loaded.items()
 
 

@@ -13,13 +13,12 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 from trainer.config.keys import DURATION_UNITS
 from trainer.errors import ConfigError
 
 MAX_STEPS = 2**31 - 1
-# `batch_size`: rows per step, or a function from a step to the rows of all steps before it.
 Rows = int | Callable[[int], int]
 
 
@@ -37,31 +36,31 @@ class Duration:
     return f"{count} ({self.reason})" if self.reason else count
 
 
-def steps(cfg: Any, prefix: str, **run: Any) -> int | None:
+class RunLengths(NamedTuple):
+  """What a run's durations are counted in."""
+
+  # Of the run; None while that is what is being resolved.
+  total_steps: int | None
+  # Rows per step, or a function from a step to the rows of all steps before it.
+  batch_size: Rows
+  # Tokens per row; None: rows have no fixed number (they are prompts).
+  seq_len: int | None
+  # Rows of the data; None: not known.
+  rows_per_epoch: int | None
+
+
+def steps(cfg: Any, prefix: str, run: RunLengths, default: int | None = None, where: str = "") -> int | None:
   """Optimizer steps of `{prefix}_…`, or None if no unit is given and there is no default; see `resolve`."""
-  return resolve(cfg, prefix, **run).steps
+  return resolve(cfg, prefix, run, default, where).steps
 
 
-def resolve(
-    cfg: Any,
-    prefix: str,
-    *,
-    total_steps: int | None,
-    batch_size: Rows,
-    seq_len: int | None,
-    rows_per_epoch: int | None,
-    default: int | None = None,
-    where: str = "",
-) -> Duration:
+def resolve(cfg: Any, prefix: str, run: RunLengths, default: int | None = None, where: str = "") -> Duration:
   """The one duration given among `{prefix}_{steps,examples,tokens,epochs,percent}` of `cfg`.
 
   Args:
     cfg: the section of the config that holds the five keys.
     prefix: such as `total`, `warmup`, `ckpt`.
-    total_steps: of the run; None while that is what is being resolved.
-    batch_size: rows per step, or a function from a step to the rows of all steps before it.
-    seq_len: tokens per row; None: rows have no fixed number (they are prompts).
-    rows_per_epoch: rows of the data; None: not known.
+    run: its lengths.
     default: steps where no unit is given.
     where: the section's name, for messages, e.g. `schedule`.
 
@@ -90,9 +89,9 @@ def resolve(
   if unit == "steps":
     return Duration(_bounded(value, f"{key}_steps", value), "")
   if unit == "percent":
-    exact, reason = _from_percent(value, f"{key}_percent", total_steps)
+    exact, reason = _from_percent(value, f"{key}_percent", run.total_steps)
   else:
-    exact, reason = _from_rows(unit, value, f"{key}_{unit}", batch_size, seq_len, rows_per_epoch)
+    exact, reason = _from_rows(unit, value, f"{key}_{unit}", run)
   _bounded(exact, f"{key}_{unit}", value)
   # Half a step counts as one, so that the rule does not depend on whether the number is odd or even.
   return Duration(0 if value == 0 else max(1, math.floor(exact + 0.5)), reason)
@@ -114,10 +113,9 @@ def _from_percent(value: float, key: str, total_steps: int | None) -> tuple[floa
   return total_steps * value / 100, f"{value:g}% of {total_steps:,}"
 
 
-def _from_rows(
-    unit: str, value: float, key: str, batch_size: Rows, seq_len: int | None, rows_per_epoch: int | None
-) -> tuple[float, str]:
+def _from_rows(unit: str, value: float, key: str, run: RunLengths) -> tuple[float, str]:
   """Steps, not yet rounded, in which so many examples, tokens or epochs are seen."""
+  _, batch_size, seq_len, rows_per_epoch = run
   if callable(batch_size):
     step_of, rows_before = functools.partial(_step_of_rows, batch_size), batch_size
   else:

@@ -93,10 +93,10 @@ def save_peft(out: Path, config: Any, tokenizer: Tokenizer, read_adapter: ReadLe
     family, _ = hf.config_json(keys)
   lora_ = config.model.lora
   made = base() if lora_.dora or lora_.trainable_token_indices else None
-  hf.save_adapters(out, read_adapter, family=family, keys=keys, shapes=shapes, lora=lora_, base=config.model.hf,
-                   dtype=None if dtype is None else jax.numpy.dtype(dtype),
-                   lengths=made.lengths if made is not None and lora_.dora else None,
-                   table=None if made is None else made.table)
+  layout = hf.AdapterLayout(family, keys, shapes, lora_, made.lengths if made is not None and lora_.dora else None,
+                            None if made is None else made.table)
+  hf.save_adapters(out, read_adapter, layout, base=config.model.hf,
+                   dtype=None if dtype is None else jax.numpy.dtype(dtype))
 
 
 def _model(config: Any, tokenizer: Tokenizer) -> api.Model:

@@ -136,11 +136,22 @@ def resized(model: Any, length: int, state: State, rows_R: jax.Array, pages_Q: j
                 take(state.keys_Bx2), take(state.limits_B), take(state.strings_B), take(state.done_B, True))
 
 
-def decode(model: Any, chunk: int, greedy: bool, truncated: bool, params: Any, state: State,
-           given: tuple[jax.Array, ...], automaton: Automaton = NOTHING, table: Table | None = None,
-           record: bool = False) -> tuple[State, Chunk]:
-  """Up to `chunk` tokens for each row that is not done; fewer if enough rows are done before. `record`: with their
-  experts."""
+class DecodeOptions(NamedTuple):
+  """What the program that decodes depends on."""
+
+  # Tokens of a row at a time, at most.
+  chunk: int
+  # See `draw`.
+  greedy: bool
+  truncated: bool
+  # Whether the experts of tokens are given, too.
+  record: bool = False
+
+
+def decode(model: Any, options: DecodeOptions, params: Any, state: State, given: tuple[jax.Array, ...],
+           automaton: Automaton = NOTHING, table: Table | None = None) -> tuple[State, Chunk]:
+  """Up to `chunk` tokens for each row that is not done; fewer if enough rows are done before."""
+  chunk, greedy, truncated, record = options
   stops, numbers, top_k, enough = given
   B = state.done_B.shape[0]
   keys_B = jax.random.wrap_key_data(state.keys_Bx2, impl="threefry2x32")

@@ -325,7 +325,8 @@ class Sampler:
     if name == "resize":
       return jax.jit(functools.partial(decoding.resized, self.model, sizes[1]), out_shardings=placed)
     *_, greedy, truncated = sizes
-    decode = functools.partial(decoding.decode, self.model, self.chunk, greedy, truncated, record=self._record)
+    options = decoding.DecodeOptions(self.chunk, greedy, truncated, self._record)
+    decode = functools.partial(decoding.decode, self.model, options)
     # What the host reads is on every device, so that each process has it.
     return jax.jit(decode, donate_argnums=1, out_shardings=(placed, NamedSharding(self.mesh, PartitionSpec())))
 

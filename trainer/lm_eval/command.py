@@ -84,8 +84,7 @@ def _harness(loaded: generate.Loaded, mesh: Any, head: Sequence[int], max_length
     raise ConfigError(f"max_length is {length}; allowed: 2 to {bound or 'any'}.")
   sys.stderr.write(f"{loaded.origin}, texts of up to {length} tokens\n")
   shards = mesh_lib.batch_shards(mesh)
-  return Harness(loaded.model, loaded.params, loaded.tokenizer, loaded.prompter, mesh, head=head,
-                 max_length=length, batch_size=-(-batch_size // shards) * shards, name=loaded.origin)
+  return Harness(loaded, mesh, head=head, max_length=length, batch_size=-(-batch_size // shards) * shards)
 
 
 def evaluate(lm: Any, tasks: Sequence[str], *, include_path: str | None = None, **options: Any) -> dict[str, Any]:

@@ -21,12 +21,11 @@ from lm_eval.api.model import TemplateLM
 from tqdm import tqdm
 
 from input_pipeline.batches import check_ids, empty_batch
-from input_pipeline.examples.prompts import Prompter
-from input_pipeline.tokenizer.tokenizer import Tokenizer
 from trainer.distributed.mesh import batch_sharding, check_batch, place_batch
 from trainer.errors import ConfigError
 from trainer.generate import image_tokens
 from trainer.generate.buckets import bucket, power
+from trainer.generate.command import Loaded
 from trainer.generate.sampler import Sampler
 from trainer.generate.slots import MIN_LENGTH
 from trainer.generate.stop_strings import StopStrings
@@ -41,12 +40,11 @@ class Harness(TemplateLM):
   """Scores and generates with the parameters that it is given.
 
   Args:
-    model, params, tokenizer, prompter: as trainer/generate/command.py loads them.
+    loaded: the model; its `origin` is its name in what lm_eval keeps.
     mesh: that the parameters are on.
     head: ids that texts begin with: BOS, say, or none.
     max_length: of what the model sees, in tokens; longer texts lose their beginning.
     batch_size: texts at a time.
-    name: of the model, for what lm_eval keeps.
 
   Raises:
     ConfigError: a batch size that the mesh does not divide, a tokenizer with neither BOS nor EOS.
@@ -54,15 +52,15 @@ class Harness(TemplateLM):
 
   max_gen_toks = 256
 
-  def __init__(self, model: Any, params: Any, tokenizer: Tokenizer, prompter: Prompter, mesh: Any, *,
-               head: Sequence[int], max_length: int, batch_size: int, name: str):
+  def __init__(self, loaded: Loaded, mesh: Any, *, head: Sequence[int], max_length: int, batch_size: int):
     super().__init__()
+    model, tokenizer = loaded.model, loaded.tokenizer
     check_batch(mesh, batch_size, "batch_size")
     if tokenizer.bos_id is None and tokenizer.eos_id is None:
       raise ConfigError("the tokenizer has neither a BOS nor an EOS token: there is nothing that a text without a "
                         "context could follow.")
-    self.params, self.name, self.max_length, self.batch_size = params, name, max_length, batch_size
-    self._model, self._texts, self._prompter, self._mesh = model, tokenizer, prompter, mesh
+    self.params, self.name, self.max_length, self.batch_size = loaded.params, loaded.origin, max_length, batch_size
+    self._model, self._texts, self._prompter, self._mesh = model, tokenizer, loaded.prompter, mesh
     self._head = list(head)
     self._in_chat, self._layout = False, image_tokens.layout_of(model)
     self._sharding = batch_sharding(mesh)

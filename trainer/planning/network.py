@@ -132,8 +132,7 @@ def transfers(config: Any, program: Any, shardings: Any, topology: Topology, mes
     total[1] += times * duration(topology, by_axis, kind, axes, received, efficiency)
 
   number_bytes = np.dtype(config.precision.compute).itemsize
-  _parameters(add, tree.flatten(program.abstract_state["params"]), tree.flatten(shardings), program.optimizer.trainable,
-              mesh, number_bytes, config.grad_accum_steps, topology.chip.hides_scatters)
+  _parameters(add, config, program, tree.flatten(shardings), mesh, topology.chip.hides_scatters)
   spec = getattr(program.model, "spec", None)
   if spec is not None:
     _activations(add, config, spec, sizes, number_bytes)
@@ -145,17 +144,18 @@ def gathered_axes(path: str, used: set[str]) -> tuple[str, ...]:
   return tuple(axis for axis in GATHERED if axis in used and not ("/experts/" in path and axis == "expert"))
 
 
-def _parameters(add: Any, leaves: Mapping[str, Any], placed: Mapping[str, Any], trainable: frozenset[str], mesh: Any,
-                number_bytes: int, micro: int, hides_scatters: bool) -> None:
+def _parameters(add: Any, config: Any, program: Any, placed: Mapping[str, Any], mesh: Any, hides_scatters: bool
+                ) -> None:
   """Parts gathered before use, forward and backward; gradients summed in float32, for each micro-batch."""
-  for path, leaf in leaves.items():
+  number_bytes, micro = np.dtype(config.precision.compute).itemsize, config.grad_accum_steps
+  for path, leaf in tree.flatten(program.abstract_state["params"]).items():
     used = {axis for axes in placed[path].spec for axis in names_of(axes)}
     gathered = gathered_axes(path, used)
     held = used - set(gathered)
     count, n = math.prod(leaf.shape) / size_of(mesh, tuple(held)), size_of(mesh, gathered)
     size, gradient = count * min(number_bytes, leaf.dtype.itemsize), count * 4
     add("all-gather", "parameters", gathered, size * (n - 1) / n, 2 * micro, True)
-    if path not in trainable:
+    if path not in program.optimizer.trainable:
       continue
     add("reduce-scatter", "gradients", gathered, gradient * (n - 1) / n, micro, hides_scatters)
     summed = tuple(axis for axis in ("data", *GATHERED) if axis not in used and mesh.shape[axis] > 1)

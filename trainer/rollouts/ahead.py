@@ -169,8 +169,8 @@ class Ahead:
     first, self._began = self._first_step, time.perf_counter()
     # What is in no place of its own would else wait for updates.
     with contextlib.nullcontext() if self._handover is None else jax.default_device(self._handover.device):
-      made = self._producer.roll(params, version, self._next_number(version), self._last, first, self._taken.at(first),
-                                 stopped, self._newer)
+      made = self._producer.roll(schedule.Policies(params, version, self._newer), self._next_number(version),
+                                 self._last, first, self._taken.at(first), stopped)
     self._busy += time.perf_counter() - max(self._began, self._since)
     self._began = None
     if made is not None:

@@ -155,23 +155,21 @@ class Producer:
     # A bar over a terminal's last line would fight with that of training, where both go on at once.
     self._shows = not c.concurrent
 
-  def roll(self, params: Any, version: int, number: int, last: Rollout | None, first_step: int, size: Piece,
-           stopped: Callable[[], bool], newer: Callable[[int, int], tuple[Any, int] | None] | None = None
-           ) -> Rollout | None:
+  def roll(self, policies: Policies, number: int, last: Rollout | None, first_step: int, size: Piece,
+           stopped: Callable[[], bool]) -> Rollout | None:
     """Samples and scores the next prompts; groups that teach nothing are replaced where the config says so.
 
     Args:
-      params, version: of the policy, and the updates that it has had.
+      policies: that samples, and what may take its place meanwhile.
       number, first_step: of the rollout (`Rollout`).
       last: the rollout before it; None: there was none.
       size: the prompts of a rollout and the steps that it serves.
       stopped: whether to leave off.
-      newer: what may take the policy's place meanwhile (trainer/rollouts/schedule.py); None: nothing.
 
     Returns:
       None if it was left off.
     """
-    policies = Policies(params, version, newer or (lambda *_: None))
+    version = policies.version
     self._clock, self._sampled = {"rollout": 0.0, "rewards": 0.0}, 0
     self._of_prompts: dict[str, int] = {}
     groups: list[ScoredGroup] = []
@@ -208,8 +206,7 @@ class Producer:
     begun_here = len(groups) + len(replaced) + len(carried) - going
     rates, about = self.curriculum.after(rates, groups + replaced, drawn - before - begun_here)
     samples = self._select(groups)
-    if newer is not None:
-      about |= policies.staleness(first_step)
+    about |= policies.staleness(first_step)
     if carries:
       about |= carried_lib.metrics(whole, carried, ages)
     return Rollout(number, version, first_step, size.every, size.parts, drawn, [group.item.number for group in groups],

@@ -29,7 +29,7 @@ class Policies:
 
   Args:
     params, version: of the first.
-    newer: `newer(look, version)`: (parameters, version) of one to go on with, or None.
+    newer: `newer(look, version)`: (parameters, version) of one to go on with, or None. None: there never is one.
 
   Attributes:
     params, version: of the one that samples now.
@@ -37,7 +37,7 @@ class Policies:
     tokens: how many each version has sampled.
   """
 
-  def __init__(self, params: Any, version: int, newer: Callable[[int, int], tuple[Any, int] | None]):
+  def __init__(self, params: Any, version: int, newer: Callable[[int, int], tuple[Any, int] | None] | None = None):
     self.params, self.version, self._newer, self._looks = params, version, newer, 0
     self.changes: list[tuple[int, int]] = []
     self.tokens: Counter[int] = Counter()
@@ -45,7 +45,7 @@ class Policies:
   def look(self) -> Any:
     """What a sampler asks before each chunk (`Request.newer`)."""
     self._looks += 1
-    found = self._newer(self._looks, self.version)
+    found = self._newer and self._newer(self._looks, self.version)
     if found is None:
       return None
     self.params, self.version = found
@@ -53,9 +53,9 @@ class Policies:
     return self.params
 
   def staleness(self, first_step: int) -> dict[str, float]:
-    """Metrics of the tokens, whose training begins after so many updates."""
+    """Metrics of the tokens, whose training begins after so many updates, where policies change."""
     total = sum(self.tokens.values())
-    return {} if not total else {
+    return {} if self._newer is None or not total else {
         "rollout/token_staleness": sum((first_step - version) * n for version, n in self.tokens.items()) / total,
         "rollout/max_token_staleness": float(first_step - min(self.tokens)),
         "rollout/policy_changes": float(len(self.changes))}

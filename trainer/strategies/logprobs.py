@@ -76,18 +76,9 @@ class _Sums(NamedTuple):
   square: jax.Array | None
 
 
-def token_stats(
-    hidden_BxTxD: jax.Array,
-    kernel_DxV: jax.Array,
-    targets_BxT: jax.Array,
-    *,
-    chunk: int,
-    logit_cap: float | None = None,
-    num_real_vocab: int | None = None,
-    temperature: float = 1.0,
-    want: tuple[str, ...] = STATS,
-    counts_BxT: jax.Array | None = None,
-) -> TokenStats:
+def token_stats(hidden_BxTxD: jax.Array, kernel_DxV: jax.Array, targets_BxT: jax.Array, *, chunk: int,
+                logit_cap: float | None = None, num_real_vocab: int | None = None, temperature: float = 1.0,
+                want: tuple[str, ...] = STATS, counts_BxT: jax.Array | None = None) -> TokenStats:
   """Statistics of softmax(cap(hidden @ kernel) / temperature) at the targets.
 
   Differentiable in `hidden_BxTxD` and `kernel_DxV`. Products are computed in the dtype of the hidden
@@ -178,6 +169,19 @@ def _token_stats(static: Static, hidden_BxTxD, kernel_DxV, targets_BxT) -> Token
   return _forward(static, hidden_BxTxD, kernel_DxV, targets_BxT)[0]
 
 
+class _Residuals(NamedTuple):
+  """What the backward pass needs."""
+
+  hidden_BxTxD: jax.Array
+  kernel_DxV: jax.Array
+  targets_BxT: jax.Array
+  # Log of the softmax normaliser, and with `entropy` that.
+  lse_BxT: jax.Array
+  entropy_BxT: jax.Array | None
+  # The logits, where they are one chunk.
+  logits_BxTxV: jax.Array | None
+
+
 def _forward(static: Static, hidden_BxTxD, kernel_DxV, targets_BxT):
   """The statistics, and what the backward pass needs."""
   want = static.want
@@ -215,20 +219,19 @@ def _forward(static: Static, hidden_BxTxD, kernel_DxV, targets_BxT):
       is_top=(sums.target >= sums.top).astype(jnp.float32) if "is_top" in want else None,
       log_square=jnp.log(sums.square) - 2.0 * jnp.log(sums.total) if "log_square" in want else None,
   )
-  return stats, (hidden_BxTxD, kernel_DxV, targets_BxT, lse_BxT, entropy_BxT, kept_logits)
+  return stats, _Residuals(hidden_BxTxD, kernel_DxV, targets_BxT, lse_BxT, entropy_BxT, kept_logits)
 
 
-def _backward(static: Static, residuals, grads: TokenStats):
+def _backward(static: Static, residuals: _Residuals, grads: TokenStats):
   """Gradients of the hidden states and the kernel.
 
   With p = softmax(z): d logsumexp / dz = p, d logprob / dz = 1[target] - p, d mean_logit / dz = 1 / n,
   d entropy / dz = -p (log p + H).
   """
-  hidden_BxTxD, kernel_DxV, targets_BxT, lse_BxT, entropy_BxT, kept_logits = residuals
+  hidden_BxTxD, kernel_DxV, *_, kept_logits = residuals
 
   def chunk_grads(z_BxTxW, kernel_DxW, c):
-    dlogits = _logit_grads(static, grads, z_BxTxW, targets_BxT, lse_BxT, entropy_BxT, kernel_DxV.shape[1], c)
-    dlogits = dlogits.astype(hidden_BxTxD.dtype)
+    dlogits = _logit_grads(static, grads, residuals, z_BxTxW, c).astype(hidden_BxTxD.dtype)
     dhidden = cpu.einsum("...w,dw->...d", as_rows(dlogits), kernel_DxW)
     dkernel = kernel_gradient(hidden_BxTxD, dlogits, KERNEL)
     return dhidden.reshape(hidden_BxTxD.shape), dkernel.astype(kernel_DxV.dtype)
@@ -263,8 +266,8 @@ def _chunked_forward(static, chunks, hidden_NxD, kernel_DxV, targets_N, counts_N
   chunked = tuple(split.cut(x, chunks) for x in (hidden_NxD, targets_N))
 
   def body(_, chunk):
-    stats, (*_, lse_1xn, entropy_1xn, _) = _forward(static, chunk[0][None], kernel_DxV, chunk[1][None])
-    return None, jax.tree.map(lambda x: x[0], (stats, lse_1xn, entropy_1xn))
+    stats, residuals = _forward(static, chunk[0][None], kernel_DxV, chunk[1][None])
+    return None, jax.tree.map(lambda x: x[0], (stats, residuals.lse_BxT, residuals.entropy_BxT))
 
   _, (stats, lse_Cxn, entropy_Cxn) = split.scan(body, None, chunked)
   return jax.tree.map(split.join, stats), (chunked, kernel_DxV, lse_Cxn, entropy_Cxn, counts_N, split)
@@ -279,7 +282,7 @@ def _chunked_backward(static, chunks, residuals, grads: TokenStats):
   def body(dkernel_DxV, chunk):
     hidden, targets, lse, entropy, grads = jax.tree.map(lambda x: x[None], chunk)
     z_1xnxV = logits_of(static, hidden, kernel_chunk(static, kernel, 0, hidden.dtype), 0)
-    residuals = hidden, kernel, targets, lse, entropy, z_1xnxV
+    residuals = _Residuals(hidden, kernel, targets, lse, entropy, z_1xnxV)
     dhidden_1xnxD, more_DxV, _ = _backward(static, residuals, grads)
     return dkernel_DxV + more_DxV, dhidden_1xnxD[0]
 
@@ -361,9 +364,9 @@ def _top_and_total(z_BxTxW: jax.Array) -> tuple[jax.Array, jax.Array]:
   return jax.lax.reduce((z_BxTxW, jnp.ones_like(z_BxTxW)), start, both, (z_BxTxW.ndim - 1,))
 
 
-def _logit_grads(static: Static, grads: TokenStats, z_BxTxW, targets_BxT, lse_BxT, entropy_BxT, vocab, c):
+def _logit_grads(static: Static, grads: TokenStats, residuals: _Residuals, z_BxTxW, c):
   """Gradient of the raw logits (before cap and temperature) of chunk c, from those of the statistics."""
-  want = static.want
+  want, (_, kernel_DxV, targets_BxT, lse_BxT, entropy_BxT, _) = static.want, residuals
   logp_BxTxW = z_BxTxW - lse_BxT[..., None]
   factor = jnp.zeros_like(lse_BxT)
   if "logsumexp" in want:
@@ -378,7 +381,7 @@ def _logit_grads(static: Static, grads: TokenStats, z_BxTxW, targets_BxT, lse_Bx
   if "logprob" in want:
     dz = dz + jnp.where(ids_W == targets_BxT[..., None], grads.logprob[..., None], 0.0)
   if "mean_logit" in want:
-    dz = dz + grads.mean_logit[..., None] / (static.num_real_vocab or vocab)
+    dz = dz + grads.mean_logit[..., None] / (static.num_real_vocab or kernel_DxV.shape[1])
   dz = dz / static.temperature if static.temperature != 1.0 else dz
   if static.num_real_vocab is not None and {"entropy", "mean_logit"} & set(want):
     # Else exp(UNREAL - lse), which is 0, is all that dz has of them.

@@ -1,6 +1,6 @@
 """SEQ: next-token cross-entropy (pretraining)."""
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -9,6 +9,13 @@ from trainer.errors import ConfigError
 from trainer.metrics import Mean
 from trainer.strategies import chunked_loss, logprobs
 from trainer.strategies.record import Strategy
+
+
+class NextTokens(NamedTuple):
+  """What each position of rows predicts."""
+
+  targets_BxT: jax.Array
+  weights_BxT: jax.Array
 
 
 def loss(model: Any, params: Any, batch: dict[str, jax.Array], rng: jax.Array | None, cfg: Any):
@@ -41,32 +48,31 @@ def next_token_loss(model: Any, params: Any, batch: dict[str, jax.Array], rng: j
   """
   out = model.apply(params, batch, rng=rng, train=rng is not None)
   kernel_DxV = model.unembedding(params)
-  options: dict[str, Any] = dict(label_smoothing=cfg.label_smoothing, z_loss=cfg.z_loss, dft=dft)
-  loss, shown = _cross_entropy(model, kernel_DxV, out.hidden, *next_tokens(batch), **options, more=more)
+  loss, shown = _cross_entropy(model, kernel_DxV, out.hidden, next_tokens(batch), cfg, dft, more)
   terms, metrics = {"loss": loss}, shown
   if getattr(out, "ahead", None) is not None:
-    further, of_modules = _further_loss(model, kernel_DxV, out.ahead, batch, cfg.mtp_weight, options)
+    further, of_modules = _further_loss(model, kernel_DxV, out.ahead, batch, cfg, dft)
     terms, metrics = terms | further, metrics | of_modules
   return {**terms, **out.losses}, metrics | out.metrics
 
 
 def _further_loss(model: Any, kernel_DxV: jax.Array, ahead_kxBxTxD: jax.Array, batch: dict[str, jax.Array],
-                  weight: float, options: dict[str, Any]) -> tuple[dict[str, Mean], dict[str, Mean]]:
+                  cfg: Any, dft: bool) -> tuple[dict[str, Mean], dict[str, Mean]]:
   """(λ / D times the loss of each of D modules that predict tokens further ahead, metrics) (DeepSeek-V3, arXiv
-  2412.19437, eq. 24 and 25), each a mean over what that module predicts; `weight` is λ."""
+  2412.19437, eq. 24 and 25), each a mean over what that module predicts; `mtp_weight` is λ."""
   terms, metrics = {}, {}
   for k, hidden_BxTxD in enumerate(ahead_kxBxTxD, 1):
-    loss, shown = _cross_entropy(model, kernel_DxV, hidden_BxTxD, *next_tokens(batch, k), **options)
-    terms[f"mtp/term_{k}"] = Mean(loss.sum * (weight / len(ahead_kxBxTxD)), loss.weight)
+    loss, shown = _cross_entropy(model, kernel_DxV, hidden_BxTxD, next_tokens(batch, k), cfg, dft)
+    terms[f"mtp/term_{k}"] = Mean(loss.sum * (cfg.mtp_weight / len(ahead_kxBxTxD)), loss.weight)
     shown["loss"] = shown.get("loss", loss)
     metrics |= {f"mtp/{name}_{k}": value for name, value in shown.items()}
   return terms, metrics
 
 
-def _cross_entropy(model: Any, kernel_DxV: jax.Array, hidden_BxTxD: jax.Array, targets_BxT: jax.Array,
-                   weights_BxT: jax.Array, *, label_smoothing: float, z_loss: float, dft: bool,
+def _cross_entropy(model: Any, kernel_DxV: jax.Array, hidden_BxTxD: jax.Array, tokens: NextTokens, cfg: Any, dft: bool,
                    more: tuple[str, ...] = ()) -> tuple[Mean, dict[str, Mean]]:
-  """(the loss of tokens with these targets and weights, its metrics); see `next_token_loss`."""
+  """(the loss of these tokens, its metrics); see `next_token_loss`."""
+  (targets_BxT, weights_BxT), label_smoothing, z_loss = tokens, cfg.label_smoothing, cfg.z_loss
   want = ("is_top", *logprobs.cross_entropy_stats(label_smoothing, z_loss), *more)
 
   def losses_of(hidden_BxTxD, kernel_DxV, targets_BxT, chunk, num_real_vocab):
@@ -94,17 +100,16 @@ def _cross_entropy(model: Any, kernel_DxV: jax.Array, hidden_BxTxD: jax.Array, t
   V = kernel_DxV.shape[1]
 
   def some(hidden_nxD, kernel_DxV, tokens):
-    loss_1xn, shown = losses_of(hidden_nxD[None], kernel_DxV, tokens[0][None], V, num_real_vocab)
-    return tokens[1] * loss_1xn[0], {name: values[0] for name, values in (shown | {"loss": loss_1xn}).items()}
+    loss_1xn, shown = losses_of(hidden_nxD[None], kernel_DxV, tokens.targets_BxT[None], V, num_real_vocab)
+    return tokens.weights_BxT * loss_1xn[0], {name: values[0] for name, values in (shown | {"loss": loss_1xn}).items()}
 
-  total, shown = chunked_loss.sum_over_rows(some, chunks, hidden_BxTxD, kernel_DxV, (targets_BxT, weights_BxT),
-                                            weights_BxT != 0)
+  total, shown = chunked_loss.sum_over_rows(some, chunks, hidden_BxTxD, kernel_DxV, tokens, weights_BxT != 0)
   # The gradient is that of the sum; the rows' losses, and so the sources', are only reported.
   return Mean(total, jnp.sum(weights_BxT)), {name: mean(values) for name, values in shown.items()}
 
 
-def next_tokens(batch: dict[str, Any], further: int = 0) -> tuple[jax.Array, jax.Array]:
-  """What each position predicts, and the weight of that prediction: (targets_BxT, weights_BxT).
+def next_tokens(batch: dict[str, Any], further: int = 0) -> NextTokens:
+  """What each position predicts, and the weight of that prediction.
 
   Rows keep their length T, a size that accelerators like; the last position predicts nothing and weighs 0. `further`:
   of the token after the next so many, which weighs nothing if it is of another segment.
@@ -114,7 +119,7 @@ def next_tokens(batch: dict[str, Any], further: int = 0) -> tuple[jax.Array, jax
   if further:
     segments_BxT = batch["segment_ids"]
     weights_BxT = jnp.where(jnp.roll(segments_BxT, -1 - further, axis=1) == segments_BxT, weights_BxT, 0.0)
-  return targets_BxT, weights_BxT
+  return NextTokens(targets_BxT, weights_BxT)
 
 
 def check(cfg: Any, grad_accum_steps: int, cfg_model: Any) -> None:

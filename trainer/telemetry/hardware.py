@@ -9,6 +9,7 @@ papers on the architectures of the others (GH200: as H200).
 """
 
 import difflib
+import functools
 import math
 import os
 import re
@@ -72,39 +73,48 @@ class Chip(NamedTuple):
   hides_scatters: bool = True
 
 
-def _tpu(kinds: tuple[str, ...], peak: float, memory: float, usable: float, memory_bandwidth: float,
-         link_bandwidth: float, torus: int, network_bandwidth: float, per_host: int, cores: int = 1,
-         hides_scatters: bool = True) -> Chip:
-  return Chip(kinds, "tpu", peak, memory, usable * GIB, memory_bandwidth, "ICI", link_bandwidth, torus, "DCN",
-              network_bandwidth, per_host, cores, hides_scatters=hides_scatters)
+_TPU = functools.partial(Chip, platform="tpu", link="ICI", network="DCN")
 
 
-def _gpu(kind: str, peak: float, memory: float, memory_bandwidth: float, link: str, link_bandwidth: float,
-         network_bandwidth: float, gpu: Gpu) -> Chip:
-  return Chip((kind,), "gpu", peak, memory, startup.GPU_SHARE * memory, memory_bandwidth, link, link_bandwidth, 0,
-              "InfiniBand", network_bandwidth, 8, gpu=gpu)
+def _gpu(kind: str, memory: float, **more: Any) -> Chip:
+  return Chip((kind,), "gpu", memory=memory, usable=startup.GPU_SHARE * memory, torus=0, network="InfiniBand",
+              per_host=8, **{"link": "NVLink", **more})
 
 
 CHIPS: dict[str, Chip] = {
     # A v4 has two cores, which JAX on Cloud TPU shows as one device.
-    "v4": _tpu(("TPU v4",), 275e12, 32 * GIB, 30.5, 1228e9, 50e9, 3, 6.25e9, 4),
-    "v5e": _tpu(("TPU v5 lite", "TPU v5e"), 197e12, 16 * GIB, 15.75, 819e9, 50e9, 2, 3.125e9, 8, hides_scatters=False),
-    "v5p": _tpu(("TPU v5p", "TPU v5"), 459e12, 95 * GIB, 95.74, 2765e9, 100e9, 3, 6.25e9, 4),
-    "v6e": _tpu(("TPU v6 lite", "TPU v6e"), 918e12, 32 * GIB, 31.25, 1640e9, 112e9, 2, 12.5e9, 8),
+    "v4": _TPU(kinds=("TPU v4",), peak=275e12, memory=32 * GIB, usable=30.5 * GIB, memory_bandwidth=1228e9,
+               link_bandwidth=50e9, torus=3, network_bandwidth=6.25e9, per_host=4),
+    "v5e": _TPU(kinds=("TPU v5 lite", "TPU v5e"), peak=197e12, memory=16 * GIB, usable=15.75 * GIB,
+                memory_bandwidth=819e9, link_bandwidth=50e9, torus=2, network_bandwidth=3.125e9, per_host=8,
+                hides_scatters=False),
+    "v5p": _TPU(kinds=("TPU v5p", "TPU v5"), peak=459e12, memory=95 * GIB, usable=95.74 * GIB, memory_bandwidth=2765e9,
+                link_bandwidth=100e9, torus=3, network_bandwidth=6.25e9, per_host=4),
+    "v6e": _TPU(kinds=("TPU v6 lite", "TPU v6e"), peak=918e12, memory=32 * GIB, usable=31.25 * GIB,
+                memory_bandwidth=1640e9, link_bandwidth=112e9, torus=2, network_bandwidth=12.5e9, per_host=8),
     # Two devices a chip, which share its links.
-    "tpu7x": _tpu(("TPU7x",), 1153.5e12, 96 * GIB, 94.75, 3690e9, 50e9, 3, 6.25e9, 8, cores=2),
-    "a100": _gpu("NVIDIA A100", 312e12, 85.1e9, 2039e9, "NVLink", 300e9, 25e9, Gpu((8, 0), 108, 1.41, 40 * MIB)),
-    "a100-40": _gpu("NVIDIA A100-SXM4-40GB", 312e12, 42.3e9, 1555e9, "NVLink", 300e9, 25e9,
-                    Gpu((8, 0), 108, 1.41, 40 * MIB)),
-    "h100": _gpu("NVIDIA H100", 989e12, 84.9e9, 3350e9, "NVLink", 450e9, 50e9, Gpu((9, 0), 132, 1.98, 50 * MIB)),
-    "h100-pcie": _gpu("NVIDIA H100 PCIe", 756e12, 84.9e9, 2000e9, "PCIe", 64e9, 50e9,
-                      Gpu((9, 0), 114, 1.755, 50 * MIB)),
-    "h200": _gpu("NVIDIA H200", 989e12, 150.1e9, 4800e9, "NVLink", 450e9, 50e9, Gpu((9, 0), 132, 1.98, 50 * MIB)),
-    "gh200": _gpu("NVIDIA GH200", 989e12, 101.9e9, 4000e9, "NVLink", 450e9, 50e9, Gpu((9, 0), 132, 1.98, 50 * MIB)),
-    "b200": _gpu("NVIDIA B200", 2250e12, 191.5e9, 8000e9, "NVLink", 900e9, 50e9, Gpu((10, 0), 148, 1.965, 132_644_864)),
-    "l4": _gpu("NVIDIA L4", 121e12, 23.6e9, 300e9, "PCIe", 32e9, 12.5e9, Gpu((8, 9), 58, 2.04, 48 * MIB)),
-    "a10": _gpu("NVIDIA A10", 125e12, 23.6e9, 600e9, "PCIe", 32e9, 12.5e9, Gpu((8, 6), 72, 1.695, 6 * MIB)),
-    "l40s": _gpu("NVIDIA L40S", 362e12, 47.7e9, 864e9, "PCIe", 32e9, 12.5e9, Gpu((8, 9), 142, 2.52, 96 * MIB)),
+    "tpu7x": _TPU(kinds=("TPU7x",), peak=1153.5e12, memory=96 * GIB, usable=94.75 * GIB, memory_bandwidth=3690e9,
+                  link_bandwidth=50e9, torus=3, network_bandwidth=6.25e9, per_host=8, cores=2),
+    "a100": _gpu("NVIDIA A100", peak=312e12, memory=85.1e9, memory_bandwidth=2039e9, link_bandwidth=300e9,
+                 network_bandwidth=25e9, gpu=Gpu((8, 0), 108, 1.41, 40 * MIB)),
+    "a100-40": _gpu("NVIDIA A100-SXM4-40GB", peak=312e12, memory=42.3e9, memory_bandwidth=1555e9, link_bandwidth=300e9,
+                    network_bandwidth=25e9, gpu=Gpu((8, 0), 108, 1.41, 40 * MIB)),
+    "h100": _gpu("NVIDIA H100", peak=989e12, memory=84.9e9, memory_bandwidth=3350e9, link_bandwidth=450e9,
+                 network_bandwidth=50e9, gpu=Gpu((9, 0), 132, 1.98, 50 * MIB)),
+    "h100-pcie": _gpu("NVIDIA H100 PCIe", peak=756e12, memory=84.9e9, memory_bandwidth=2000e9, link="PCIe",
+                      link_bandwidth=64e9, network_bandwidth=50e9, gpu=Gpu((9, 0), 114, 1.755, 50 * MIB)),
+    "h200": _gpu("NVIDIA H200", peak=989e12, memory=150.1e9, memory_bandwidth=4800e9, link_bandwidth=450e9,
+                 network_bandwidth=50e9, gpu=Gpu((9, 0), 132, 1.98, 50 * MIB)),
+    "gh200": _gpu("NVIDIA GH200", peak=989e12, memory=101.9e9, memory_bandwidth=4000e9, link_bandwidth=450e9,
+                  network_bandwidth=50e9, gpu=Gpu((9, 0), 132, 1.98, 50 * MIB)),
+    "b200": _gpu("NVIDIA B200", peak=2250e12, memory=191.5e9, memory_bandwidth=8000e9, link_bandwidth=900e9,
+                 network_bandwidth=50e9, gpu=Gpu((10, 0), 148, 1.965, 132_644_864)),
+    "l4": _gpu("NVIDIA L4", peak=121e12, memory=23.6e9, memory_bandwidth=300e9, link="PCIe", link_bandwidth=32e9,
+               network_bandwidth=12.5e9, gpu=Gpu((8, 9), 58, 2.04, 48 * MIB)),
+    "a10": _gpu("NVIDIA A10", peak=125e12, memory=23.6e9, memory_bandwidth=600e9, link="PCIe", link_bandwidth=32e9,
+                network_bandwidth=12.5e9, gpu=Gpu((8, 6), 72, 1.695, 6 * MIB)),
+    "l40s": _gpu("NVIDIA L40S", peak=362e12, memory=47.7e9, memory_bandwidth=864e9, link="PCIe", link_bandwidth=32e9,
+                 network_bandwidth=12.5e9, gpu=Gpu((8, 9), 142, 2.52, 96 * MIB)),
 }
 
 # Shapes of slices that can be had, besides multiples of 4 in each dimension of a 3-dimensional torus.

@@ -57,13 +57,12 @@ def check(config: Any) -> None:
 
 
 class Spikes(Callback):
-  """Watches one metric; see `spikes` in trainer/config/sections.py for the arguments."""
+  """Watches one metric; `cfg`: the config's section `spikes`."""
 
-  def __init__(self, *, action: str, metric: str, window: int, deviations: float, in_a_row: int, margin: int, skip: int,
-               max_rollbacks: int):
-    self._action, self._metric, self._window = action, metric, window
-    self._deviations, self._in_a_row = deviations, in_a_row
-    self._margin, self._skip, self._most = margin, skip, max_rollbacks
+  def __init__(self, cfg: Any):
+    self._action, self._metric, self._window = cfg.action, cfg.metric, cfg.window
+    self._deviations, self._in_a_row = cfg.deviations, cfg.in_a_row
+    self._margin, self._skip, self._most = cfg.margin, cfg.skip, cfg.max_rollbacks
 
   def on_train_begin(self, run):
     self._seen = _remembered(run)

@@ -11,7 +11,7 @@ import dataclasses
 import functools
 import json
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import ml_dtypes
 import numpy as np
@@ -56,11 +56,11 @@ def _four_bits(tensors: Mapping[str, Any], whole: str, state: str) -> tuple[tupl
     said = json.loads(_bytes(info))
     shape, (dtype, kind) = tuple(map(int, said["shape"])), _DTYPES[said["dtype"]]
     names = [whole, f"{whole}.absmax", f"{whole}.quant_map"]
-    nested: dict[str, Any] = {}
+    layout = FourBits(shape, kind, int(said["blocksize"]))
     if "nested_blocksize" in said:
       names += [f"{whole}.nested_absmax", f"{whole}.nested_quant_map"]
-      nested = dict(nested_block=int(said["nested_blocksize"]), offset=float(said["nested_offset"]))
-    unpack = functools.partial(of_four_bits, shape=shape, dtype=kind, block=int(said["blocksize"]), **nested)
+      layout = layout._replace(nested_block=int(said["nested_blocksize"]), offset=float(said["nested_offset"]))
+    unpack = functools.partial(of_four_bits, layout)
     parts = tuple(tensors[name] for name in names)
     if len(shape) != 2 or 2 * int(np.prod(parts[0].shape)) < int(np.prod(shape)):
       raise ValueError(f"shape {shape}")
@@ -77,10 +77,21 @@ def _bytes(info: Any) -> bytes:
     return f.read(int(np.prod(info.shape, dtype=int)))
 
 
-def of_four_bits(codes: np.ndarray, absmax: np.ndarray, values_16: np.ndarray, *more: Any, shape: tuple[int, ...],
-                 dtype: Any, block: int, nested_block: int = 0, offset: float = 0.0) -> np.ndarray:
+class FourBits(NamedTuple):
+  """How a matrix [N, K] is stored: numbers of a block have one scale, and with double quantisation scales of a
+  `nested_block` have one, to which `offset` is added."""
+
+  shape: tuple[int, ...]
+  dtype: Any
+  block: int
+  nested_block: int = 0
+  offset: float = 0.0
+
+
+def of_four_bits(layout: FourBits, codes: np.ndarray, absmax: np.ndarray, values_16: np.ndarray, *more: Any
+                 ) -> np.ndarray:
   """`whole[index]` of a matrix [N, K]; `more`: with double quantisation its two arrays, then the index."""
-  *nested, index = more
+  (shape, dtype, block, nested_block, offset), (*nested, index) = layout, more
   codes, K = codes.reshape(-1), shape[1]
 
   def scale(first: int, last: int) -> np.ndarray:

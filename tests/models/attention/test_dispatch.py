@@ -8,7 +8,10 @@ import numpy as np
 import pytest
 
 from models.attention import blocked, mask
-from models.attention.dispatch import _spans, attend_to_past, attention
+from models.attention.dispatch import _spans, attend_to_past
+from models.attention.mask import Rule
+from models.attention.pages import Seen
+from tests.models.attention.common import attention
 from tests.models.common import assert_isolated
 from tests.pairwise import covering
 
@@ -186,7 +189,7 @@ def test_tiles_without_a_common_segment_are_passed_over():
   ids, index = jnp.asarray(segments), jnp.arange(T)
 
   def seen(window=None, prompts=None, rows=slice(None)):
-    spans = _spans(T, 4, mask.Rule(1.0, None, window, False), True)
+    spans = _spans(T, 4, Rule(1.0, window=window), True)
     q, k = jnp.zeros((B, 1, 1, T, K))[rows], jnp.zeros((B, 1, T, K))[rows]
     found = blocked._TilesSeen(spans, 4, blocked._Tiles(4, mask.Side(ids[rows], index, None, prompts), q),
                              blocked._Tiles(4, mask.Side(mask.keys_of(ids)[rows], index, None), k))
@@ -222,7 +225,7 @@ def test_bad_arguments():
     attention(q[:, :, :3], k, v, segment_ids=SEGMENTS, scale=1.0)
   with pytest.raises(ValueError, match=r"segments \(2, 24\), prompts \(2, 23\); needs equal lengths"):
     attention(q, k, v, segment_ids=SEGMENTS, prompt_ids=PROMPTS[:, 1:], scale=1.0)
-  with pytest.raises(ValueError, match="found prompt_ids and window 5"):
+  with pytest.raises(ValueError, match="found prompts and window 5"):
     attention(q, k, v, segment_ids=SEGMENTS, prompt_ids=PROMPTS, window=5, scale=1.0)
 
 
@@ -329,8 +332,8 @@ def test_a_row_without_a_token_answers_nothing():
   """While others are decoded; the other row is seen to in full."""
   rng = np.random.default_rng(0)
   q, k, v = (jnp.asarray(rng.normal(size=shape), jnp.float32) for shape in ((2, 1, 4, 8), (2, 2, 5, 8), (2, 2, 5, 8)))
-  out = attend_to_past(q, k, v, seen_BxS=jnp.array([[True] * 3 + [False] * 2, [False] * 5]),
-                       active_B=jnp.array([True, False]), scale=0.3)
+  seen = Seen(k, v, jnp.array([[True] * 3 + [False] * 2, [False] * 5]))
+  out = attend_to_past(Rule(0.3), q, seen, jnp.array([True, False]))
   scores = np.einsum("grk,gsk->grs", np.float64(q[0, 0]).reshape(2, 2, 8), np.float64(k[0, :, :3])) * 0.3
   weights = np.exp(scores) / np.exp(scores).sum(-1, keepdims=True)
   np.testing.assert_allclose(out[0, 0], np.einsum("grs,gsk->grk", weights, v[0, :, :3]).reshape(4, 8), atol=1e-6)

@@ -13,11 +13,11 @@ from models import gpu
 from models.attention import gpu as attention_gpu
 from models.attention import gpu_kernels as flash_gpu
 from models.attention import ring
-from models.attention.dispatch import attention
-from models.attention.mask import Rule, TokenIds
+from models.attention.mask import QKV, Rule, TokenIds
+from tests.models.attention.common import attention
 from tests.models.common import value_and_gradients
 
-RULE = Rule(0.3, None, None, False)
+RULE = Rule(0.3)
 
 
 def a_gpu(capability="9.0", kind="NVIDIA H100 80GB HBM3"):
@@ -26,7 +26,7 @@ def a_gpu(capability="9.0", kind="NVIDIA H100 80GB HBM3"):
 
 def refused(device, K=64, dtype=jnp.bfloat16, rule=RULE):
   q, k = jnp.zeros((1, 8, 4, K), dtype), jnp.zeros((1, 8, 2, K), dtype)
-  return attention_gpu.refusal(device, rule, q, k, False, False)
+  return attention_gpu.refusal(device, rule, QKV(q, k, k), False, False)
 
 
 def test_refusals_name_the_reason():
@@ -105,8 +105,8 @@ def test_the_trial_runs_while_a_step_is_traced(gpu_here):
 
 
 @pytest.mark.parametrize("rule,more", [
-    (Rule(0.1, None, None, False), {}), (Rule(0.1, None, 100, False), {}), (Rule(0.1, 5.0, None, False), {}),
-    (Rule(0.1, None, None, False), dict(blocks=True)), (Rule(0.1, None, None, False), dict(prompts=True)),
+    (Rule(0.1), {}), (Rule(0.1, window=100), {}), (Rule(0.1, 5.0), {}),
+    (Rule(0.1), dict(blocks=True)), (Rule(0.1), dict(prompts=True)),
 ])
 def test_the_trial_allows_what_bfloat16_rounds_and_little_more(rule, more):
   """A quarter of it; exact where nothing is rounded; other keys than those that are to be seen are found out."""
@@ -155,12 +155,13 @@ def test_rows_in_parts_equal_whole_rows(window, ids, length):
   keys = jax.random.split(jax.random.key(0), 4)
   q, k, v, cotangent = (jax.random.normal(key, (B, length, heads, K)) for key, heads in zip(keys, (H, G, G, H),
                                                                                            strict=True))
-  rule = Rule(0.3, None, window, False)
+  rule = Rule(0.3, window=window)
   mesh = jax.make_mesh((C,), ("context",), axis_types=(AxisType.Auto,), devices=jax.devices()[:C])
   spec = PartitionSpec(None, "context")
 
   def local(q, k, v, tokens):
-    return ring.by_kernel("context", rule, functools.partial(flash_gpu.attend, interpret=True), q, k, v, tokens)
+    return ring.by_kernel("context", rule, functools.partial(flash_gpu.attend, interpret=True), QKV(q, k, v),
+                          tokens)
 
   def ours(q, k, v):
     mapped = jax.shard_map(local, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False)

@@ -13,9 +13,9 @@ from jax.sharding import SingleDeviceSharding
 from models.attention import gpu as attention_gpu
 from models.attention import gpu_kernels as flash_gpu
 from models.attention import mask
-from models.attention.dispatch import attention
 from models.attention.gpu_kernels import Sizes
-from models.attention.mask import Rule, Side
+from models.attention.mask import QKV, Rule, Side
+from tests.models.attention.common import attention
 from tests.models.common import assert_isolated, value_and_gradients
 from trainer.planning import gpu as plan_gpu
 
@@ -27,7 +27,7 @@ BLOCKS = np.zeros((B, T), np.int32)
 BLOCKS[0, 70:150], BLOCKS[0, 180:200], BLOCKS[1, 30:170] = 1, 2, 1
 PROMPTS = np.where(SEGMENTS == 4, 2, np.where(SEGMENTS == 3, 1, 0)).astype(np.int32)
 PROMPTS[1] = 0
-RULE = Rule(0.3, None, None, False)
+RULE = Rule(0.3)
 # Both in float32; sums run in different orders over up to 300 numbers of size 1.
 CLOSE = dict(atol=5e-6, rtol=1e-5)
 
@@ -48,7 +48,7 @@ def inputs(dtype=jnp.float32, head=K):
 def kernels(q, k, v, rule=RULE, segments=SEGMENTS, blocks=None, prompts=None):
   segments, index = jnp.asarray(segments), jnp.arange(T)
   blocks, prompts = (None if x is None else jnp.asarray(x) for x in (blocks, prompts))
-  return flash_gpu.attend(rule, q, k, v, Side(segments, index, blocks, prompts),
+  return flash_gpu.attend(rule, QKV(q, k, v), Side(segments, index, blocks, prompts),
                           Side(mask.keys_of(segments), index, blocks), interpret=True)
 
 
@@ -56,7 +56,7 @@ def kernels(q, k, v, rule=RULE, segments=SEGMENTS, blocks=None, prompts=None):
     (RULE, 16, {}),
     (Rule(0.3, 0.7, 70, False), 40, {}),
     (RULE, 16, dict(blocks=BLOCKS)),
-    (Rule(0.3, None, 50, False), 16, dict(blocks=BLOCKS)),
+    (Rule(0.3, window=50), 16, dict(blocks=BLOCKS)),
     (Rule(0.3, None, 50, True), 16, dict(blocks=BLOCKS)),
     (RULE, 16, dict(prompts=PROMPTS)),
 ])
@@ -106,7 +106,7 @@ def test_runs_leave_out_nothing_that_is_seen_and_need_no_mask_where_they_say_so(
   of_blocks = np.where(rng.random((B, length)) < 0.05, rng.integers(1, 4, (B, length)), 0) if blocks else None
   # Queries as in a zigzag: from the front and from the back.
   places = np.concatenate([np.arange(64), np.arange(192, 256)])
-  rule = Rule(1.0, None, window, False)
+  rule = Rule(1.0, window=window)
   queries = Side(*jax.tree.map(jnp.asarray, (segments[:, places], places)),
                  *(None if x is None else jnp.asarray(x[:, places]) for x in (of_blocks, of_prompts)))
   keys = Side(mask.keys_of(jnp.asarray(segments)), jnp.arange(length),
@@ -129,7 +129,7 @@ def test_runs_leave_out_nothing_that_is_seen_and_need_no_mask_where_they_say_so(
 
 
 def test_a_causal_row_costs_half_and_documents_less():
-  sizes, length, rule = Sizes(64, 64, 4, 1), 1024, Rule(1.0, None, None, False)
+  sizes, length, rule = Sizes(64, 64, 4, 1), 1024, Rule(1.0)
 
   def visited(segments):
     side = Side(jnp.asarray(segments), jnp.arange(length), None)
@@ -146,7 +146,7 @@ def test_rows_of_any_length_and_heads_of_any_size_are_taken():
     q, k, v, _ = (x[:, :length] for x in inputs(head=head))
     segments = jnp.ones((B, length), jnp.int32)
     sides = Side(segments, jnp.arange(length), None), Side(segments, jnp.arange(length), None)
-    ours = flash_gpu.attend(RULE, q, k, v, *sides, interpret=True)
+    ours = flash_gpu.attend(RULE, QKV(q, k, v), *sides, interpret=True)
     np.testing.assert_allclose(ours, attention(q, k, v, segment_ids=segments, scale=0.3, impl="blocked"), **CLOSE)
 
 
@@ -157,7 +157,7 @@ def test_rows_of_any_length_and_heads_of_any_size_are_taken():
 def test_the_tiles_of_every_head_size_and_chip_give_the_same_numbers(head, shared, monkeypatch):
   monkeypatch.undo()
   attend = functools.partial(attention_gpu.on(jax.devices()[0]), shared_bytes=shared)
-  assert attention_gpu.error(attend, Rule(0.1, None, None, False), K=head, dtype=jnp.float32) < 1e-5
+  assert attention_gpu.error(attend, Rule(0.1), K=head, dtype=jnp.float32) < 1e-5
 
 
 @pytest.mark.skipif(plan_gpu.plugin() is None, reason="needs XLA for GPUs, JAX's CUDA plugin")
@@ -172,7 +172,7 @@ def test_kernels_compile_for_gpus_that_are_not_here(kind, head, monkeypatch):
 
   def loss(q, k, v, segments):
     index = jnp.arange(length)
-    out = attend(RULE, q, k, v, Side(segments, index, None), Side(mask.keys_of(segments), index, None))
+    out = attend(RULE, QKV(q, k, v), Side(segments, index, None), Side(mask.keys_of(segments), index, None))
     return out.astype(jnp.float32).sum()
 
   def shaped(*shape, dtype=jnp.bfloat16):

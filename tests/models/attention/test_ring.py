@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from models.attention import ring
-from models.attention.dispatch import attention
+from tests.models.attention.common import attention
 from tests.pairwise import covering
 from trainer.distributed import mesh as mesh_lib
 

@@ -6,9 +6,8 @@ import numpy as np
 import pytest
 
 from models.attention import mask, selected
-from models.attention.cache import Seen
-from models.attention.mask import TokenIds
-from models.attention.pages import Table
+from models.attention.mask import QKV, Rule, TokenIds
+from models.attention.pages import Seen, Table
 from tests.models.common import DEEPSEEK_MOE, INDEXED, make, paths, random_params
 
 T, H, K, V, N, I, COUNT = 11, 2, 4, 3, 2, 4, 3  # noqa: E741
@@ -108,7 +107,7 @@ def test_output_and_gradients_are_those_of_a_softmax_over_the_chosen(block, cap,
     return jnp.einsum("bhts,bshv->bthv", weights, v)
 
   def ours(q, k, v):
-    return selected.attend(q, k, v, jnp.asarray(chosen), tokens, None, scale=0.7, logit_cap=cap, block=block)
+    return selected.attend(Rule(0.7, cap), QKV(q, k, v), jnp.asarray(chosen), tokens, None, block)
 
   with jax.enable_x64(True):
     wide = [jnp.asarray(x, jnp.float64) for x in (q, k, v)]
@@ -128,7 +127,7 @@ def test_no_more_than_the_scores_of_some_queries_exist_at_a_time(block):
   def step(q, k, asking, keys):
     tokens = TokenIds(jnp.ones((1, size), jnp.int32))
     chosen = selected.choose(asking, keys, tokens, None, COUNT, block)
-    return selected.attend(q, k, k, chosen, tokens, None, scale=1.0, logit_cap=None, block=block).sum()
+    return selected.attend(Rule(1.0), QKV(q, k, k), chosen, tokens, None, block).sum()
 
   q, asking = jnp.ones((1, size, H, K)), (jnp.ones((1, size, N, I)), jnp.ones((1, size, N)))
   program = str(jax.make_jaxpr(jax.grad(step, (0, 1)))(q, q, asking, jnp.ones((1, size, I))))

@@ -9,7 +9,8 @@ import pytest
 from jax.sharding import AxisType, PartitionSpec
 
 from models.attention import tpu as attention_tpu
-from models.attention.dispatch import attention
+from models.attention.mask import QKV, Rule
+from tests.models.attention.common import attention
 from tests.models.common import assert_isolated, value_and_gradients
 
 # Three blocks of 128 a row. Documents that end within, at and after blocks, one of one token, padding at both ends.
@@ -25,7 +26,10 @@ def inputs(dtype=jnp.float32, length=T, head=K, heads=H):
   return [jax.random.normal(key, shape).astype(dtype) for key, shape in zip(keys, shapes, strict=True)]
 
 
-kernel = functools.partial(attention_tpu.attend, segment_ids=jnp.asarray(SEGMENTS), scale=0.3, interpret=True)
+def kernel(q, k, v, segment_ids=SEGMENTS, **options):
+  return attention_tpu.attend(Rule(0.3, **options), QKV(q, k, v), jnp.asarray(segment_ids), interpret=True)
+
+
 blocked = functools.partial(attention, segment_ids=jnp.asarray(SEGMENTS), scale=0.3, impl="blocked")
 
 
@@ -67,18 +71,18 @@ def test_rows_in_parts_equal_whole_rows(window):
   q, k, v, cotangent = inputs(length=length, heads=G)
   segments = np.sort(np.random.default_rng(0).integers(1, 6, (B, length)).astype(np.int32))
   segments[1, -350:] = 0
-  options = dict(window=window, scale=0.3, logit_cap=2.0)
+  rule = Rule(0.3, window=window, logit_cap=2.0)
   mesh = jax.make_mesh((C,), ("context",), axis_types=(AxisType.Auto,), devices=jax.devices()[:C])
   spec = PartitionSpec(None, "context")
 
   def local(q, k, v, segments):
-    return attention_tpu.attend_in_parts(q, k, v, segment_ids=segments, axis="context", C=C, interpret=True, **options)
+    return attention_tpu.attend_in_parts(rule, QKV(q, k, v), segments, "context", C, interpret=True)
 
   def ours(q, k, v):
     mapped = jax.shard_map(local, mesh=mesh, in_specs=(spec,) * 4, out_specs=spec, check_vma=False)
     return mapped(q, k, v, jnp.asarray(segments))
 
-  theirs = functools.partial(attention, segment_ids=jnp.asarray(segments), impl="blocked", **options)
+  theirs = functools.partial(attention, segment_ids=jnp.asarray(segments), impl="blocked", **rule._asdict())
   for a, b in zip(value_and_gradients(ours, q, k, v, cotangent), value_and_gradients(theirs, q, k, v, cotangent),
                   strict=True):
     np.testing.assert_allclose(a, b, **CLOSE)
@@ -100,9 +104,9 @@ def test_work_of_a_causal_row_is_shared_evenly():
   mesh = jax.make_mesh((C,), ("context",), axis_types=(AxisType.Auto,), devices=jax.devices()[:C])
   with pytest.MonkeyPatch.context() as patch:
     patch.setattr(attention_tpu, "_part_of", count)
-    local = functools.partial(attention_tpu.attend_in_parts, axis="context", C=C, scale=0.3, interpret=True)
     spec = PartitionSpec(None, "context")
-    jax.eval_shape(jax.shard_map(lambda q, k, v, s: local(q, k, v, segment_ids=s), mesh=mesh, in_specs=(spec,) * 4,
+    jax.eval_shape(jax.shard_map(lambda q, k, v, s: attention_tpu.attend_in_parts(
+        Rule(0.3), QKV(q, k, v), s, "context", C, interpret=True), mesh=mesh, in_specs=(spec,) * 4,
                                  out_specs=spec, check_vma=False), q, k, v, jnp.ones((B, length), jnp.int32))
   assert len(visited) == C and len(set(visited)) == 1
   blocks = 2 * C

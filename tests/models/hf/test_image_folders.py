@@ -246,14 +246,14 @@ def test_adapters_are_named_as_in_memory(tmp_path):
               targets=(r"^blocks/attn/q/kernel",), trainable_token_indices=())
   adapters = {f"blocks/attn/q/lora_{x}": np.random.default_rng(0).normal(size=shape).astype(np.float32)
               for x, shape in (("a", (2, 16, 2)), ("b", (2, 2, 16)))}
-  hf.save_adapters(tmp_path, lambda path, index: adapters[path][index], family=family, keys=keys,
-                   shapes=shapes | adapters, lora=lora, base=None)
+  layout = hf.AdapterLayout(family, keys, shapes | adapters, lora)
+  hf.save_adapters(tmp_path, lambda path, index: adapters[path][index], layout, base=None)
   target = re.compile(json.loads((tmp_path / "adapter_config.json").read_text())["target_modules"])
   assert target.fullmatch("model.language_model.layers.1.self_attn.q_proj")
   assert not target.fullmatch("model.language_model.layers.1.self_attn.k_proj")
   assert not target.fullmatch("model.vision_tower.encoder.layers.1.self_attn.q_proj")
   wanted = {path: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for path, leaf in adapters.items()}
-  again = hf.load_adapters(tmp_path, wanted, family=family, keys=keys, shapes=shapes, lora=lora)
+  again = hf.load_adapters(tmp_path, wanted, layout._replace(shapes=shapes))
   assert all(np.array_equal(again[path], adapters[path]) for path in adapters)
 
 

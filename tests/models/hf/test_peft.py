@@ -14,6 +14,7 @@ from safetensors.numpy import load_file, save_file
 from models import api, hf, lora
 from models.hf import convert, families, peft
 from models.hf.errors import HFError
+from models.hf.peft_modules import AdapterLayout
 from trainer import tree
 from trainer.config import defaults
 from trainer.errors import ConfigError
@@ -88,15 +89,14 @@ class Case:
                                          else base["embed/embedding" if path == "unembed/kernel" else path])
     if self.lora.dora:
       self.lengths = lambda kernel: np.linalg.norm(np.float64(base[kernel]), axis=1).astype(np.float32)
-    self.names = dict(family=self.family, keys=self.keys, shapes=self.shapes, lora=self.lora,
-                      lengths=self.lengths, table=self.table)
+    self.layout = AdapterLayout(self.family, self.keys, self.shapes, self.lora, self.lengths, self.table)
 
   def read(self, folder=None, wanted=None):
-    return peft.load_adapters(folder or self.folder / "adapters", wanted or self.wanted, **self.names)
+    return peft.load_adapters(folder or self.folder / "adapters", wanted or self.wanted, self.layout)
 
   def write(self, out, leaves, **kwargs):
     read = lambda path, index: np.asarray(leaves[path])[index]  # noqa: E731
-    peft.save_adapters(out, read, base="some/base", **self.names, **kwargs)
+    peft.save_adapters(out, read, self.layout, base="some/base", **kwargs)
     return json.loads((out / peft.CONFIG).read_text()), load_file(out / peft.TENSORS)
 
   def random(self, seed=0):
@@ -196,7 +196,7 @@ def test_targets_are_the_shortest_names_that_mean_no_other_module(targets, expec
 def test_a_family_with_fused_linears(tmp_path):
   """Phi 3: query, key and value are one Linear, gate and up another."""
   case = Case("llama", targets=("attn/[qkv]/", "mlp/gate", "mlp/up"))
-  case.names["family"] = next(family for family in families.FAMILIES if family.name == "phi3")
+  case.layout = case.layout._replace(family=next(family for family in families.FAMILIES if family.name == "phi3"))
   leaves = case.random()
   config, tensors = case.write(tmp_path / "out", leaves)
   assert config["fan_in_fan_out"] is False and config["target_modules"] == ["gate_up_proj", "qkv_proj"]
@@ -373,7 +373,7 @@ def test_files_that_are_missing_or_damaged(copied):
 
 def test_kernels_without_a_module_are_refused(tmp_path):
   case = Case("llama", targets=("mlp/gate",))
-  case.names["family"] = next(family for family in families.FAMILIES if family.name == "mixtral")
+  case.layout = case.layout._replace(family=next(family for family in families.FAMILIES if family.name == "mixtral"))
   with pytest.raises(HFError, match="mixtral has no module for blocks/mlp/gate/kernel"):
     case.write(tmp_path / "out", case.random())
 

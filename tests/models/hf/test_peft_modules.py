@@ -104,7 +104,7 @@ def test_experts_that_the_file_lacks_are_listed():
 
 def test_a_family_whose_experts_are_modules_has_no_place_for_them(tmp_path):
   case = Case("qwen3_moe", targets=("experts/down",))
-  case.names["family"] = next(family for family in hf.families.FAMILIES if family.name == "llama")
+  case.layout = case.layout._replace(family=next(family for family in hf.families.FAMILIES if family.name == "llama"))
   with pytest.raises(HFError, match="llama has no module for blocks/moe/experts/down/kernel"):
     case.write(tmp_path / "out", case.random())
 

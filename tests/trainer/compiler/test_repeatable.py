@@ -202,6 +202,7 @@ def test_nor_does_sampling(monkeypatch):
   begin = jax.make_jaxpr(lambda *args: decoding.begin(model, *args, given))(state, last, begun)
   read = jax.eval_shape(model.decoding_params, params)
   numbers = jnp.full(8, -1, jnp.int32), jnp.ones(3), jnp.int32(0), jnp.int32(1)
-  decode = jax.make_jaxpr(lambda *args: decoding.decode(model, 4, False, True, *args, numbers))(read, state)
+  options = decoding.DecodeOptions(4, greedy=False, truncated=True)
+  decode = jax.make_jaxpr(lambda *args: decoding.decode(model, options, *args, numbers))(read, state)
   for program in (begin, extend, decode):
     assert not (found := shared(program.jaxpr)), found[0]

@@ -6,7 +6,7 @@ from ml_collections import ConfigDict
 from trainer.config import duration, durations
 from trainer.errors import ConfigError
 
-RUN = {"total_steps": 1000, "batch_size": 8, "seq_len": 256, "rows_per_epoch": 500}
+RUN = durations.RunLengths(total_steps=1000, batch_size=8, seq_len=256, rows_per_epoch=500)
 
 
 def growing(step: int) -> int:
@@ -35,7 +35,7 @@ def growing(step: int) -> int:
     ],
 )
 def test_each_unit(given, expected):
-  assert durations.steps(ConfigDict(duration("x", **given)), "x", **RUN) == expected
+  assert durations.steps(ConfigDict(duration("x", **given)), "x", RUN) == expected
 
 
 @pytest.mark.parametrize(
@@ -53,31 +53,31 @@ def test_each_unit(given, expected):
     ],
 )
 def test_growing_batches_are_converted_exactly(given, expected):
-  run = RUN | {"batch_size": growing, "rows_per_epoch": 1120}
-  assert durations.steps(ConfigDict(duration("x", **given)), "x", **run) == expected
+  run = RUN._replace(batch_size=growing, rows_per_epoch=1120)
+  assert durations.steps(ConfigDict(duration("x", **given)), "x", run) == expected
 
 
 def test_growing_batches_equal_constant_ones_where_they_do_not_grow():
   for examples in range(1, 50):
     cfg = ConfigDict(duration("x", examples=examples))
-    constant = durations.steps(cfg, "x", **RUN)
-    assert constant == durations.steps(cfg, "x", **RUN | {"batch_size": lambda step: 8 * step})
+    constant = durations.steps(cfg, "x", RUN)
+    assert constant == durations.steps(cfg, "x", RUN._replace(batch_size=lambda step: 8 * step))
 
 
 def test_a_fractional_epoch_of_growing_batches_is_interpolated():
-  run = RUN | {"batch_size": growing, "rows_per_epoch": 816}
-  assert durations.steps(ConfigDict(duration("x", epochs=2.0)), "x", **run) == 126  # 1632 = 800 + 32 × 26
+  run = RUN._replace(batch_size=growing, rows_per_epoch=816)
+  assert durations.steps(ConfigDict(duration("x", epochs=2.0)), "x", run) == 126  # 1632 = 800 + 32 × 26
 
 
 def test_two_units_are_an_error_that_says_how_to_unset_one():
   cfg = ConfigDict(duration("total", steps=10, tokens=4096))
   with pytest.raises(ConfigError) as error:
-    durations.steps(cfg, "total", **RUN | {"total_steps": None})
+    durations.steps(cfg, "total", RUN._replace(total_steps=None))
   message = str(error.value)
   assert "total_steps = 10" in message and "total_tokens = 4096" in message
   assert "--config.total_tokens=-1" in message and "--config.total_steps=-1" in message
   with pytest.raises(ConfigError, match=r"--config\.schedule\.total_tokens=-1"):
-    durations.steps(cfg, "total", where="schedule", **RUN)
+    durations.steps(cfg, "total", RUN, where="schedule")
 
 
 @pytest.mark.parametrize(
@@ -93,12 +93,12 @@ def test_two_units_are_an_error_that_says_how_to_unset_one():
 )
 def test_impossible_durations(given, changed, message):
   with pytest.raises(ConfigError, match=message):
-    durations.steps(ConfigDict(duration("x", **given)), "x", **RUN | changed)
+    durations.steps(ConfigDict(duration("x", **given)), "x", RUN._replace(**changed))
 
 
 def test_default_only_where_nothing_is_given():
-  assert durations.steps(ConfigDict(duration("x")), "x", default=5, **RUN) == 5
-  assert durations.steps(ConfigDict(duration("x", steps=0)), "x", default=5, **RUN) == 0
+  assert durations.steps(ConfigDict(duration("x")), "x", RUN, default=5) == 5
+  assert durations.steps(ConfigDict(duration("x", steps=0)), "x", RUN, default=5) == 0
 
 
 @pytest.mark.parametrize(
@@ -112,12 +112,12 @@ def test_default_only_where_nothing_is_given():
     ],
 )
 def test_explain(given, words):
-  assert str(durations.resolve(ConfigDict(duration("x", **given)), "x", **RUN)) == words
+  assert str(durations.resolve(ConfigDict(duration("x", **given)), "x", RUN)) == words
 
 
 def test_explain_says_when_batches_grow():
-  run = RUN | {"batch_size": growing}
-  words = str(durations.resolve(ConfigDict(duration("x", examples=832)), "x", **run))
+  run = RUN._replace(batch_size=growing)
+  words = str(durations.resolve(ConfigDict(duration("x", examples=832)), "x", run))
   assert words == "101 steps (832 examples, 8 to 32 rows a step)"
-  words = str(durations.resolve(ConfigDict(duration("x", examples=80)), "x", **run))
+  words = str(durations.resolve(ConfigDict(duration("x", examples=80)), "x", run))
   assert words == "10 steps (80 examples, 8 rows a step)"

@@ -27,7 +27,7 @@ def get_config(arg=None):
   c.chat.train_on = "all"
   return c
 """
-RUN = dict(total_steps=None, batch_size=8, seq_len=32, rows_per_epoch=100)
+RUN = durations.RunLengths(total_steps=None, batch_size=8, seq_len=32, rows_per_epoch=100)
 
 
 @pytest.fixture
@@ -51,7 +51,7 @@ def test_a_typed_length_wins_over_the_file_s_in_another_unit(file, typed, sectio
   config = sweep.config_of(str(file), [f"--config.{typed}"])
   for part in section.split(".") if section else ():
     config = config[part]
-  assert durations.steps(config, prefix, **RUN) == steps
+  assert durations.steps(config, prefix, RUN) == steps
 
 
 def test_what_gives_way_is_said_and_defaults_give_way_in_silence(file):
@@ -70,10 +70,10 @@ def test_both_in_the_file_both_typed_or_typed_as_unset_stay(file):
   both, notes = config_typed.prefer(config, {"seed": 1, "total_tokens": -1})
   assert not notes
   with pytest.raises(ConfigError, match="total_examples = 160 and total_epochs = 3 are both set"):
-    durations.steps(both, "total", **RUN)
+    durations.steps(both, "total", RUN)
   typed = sweep.config_of(str(file), ["--config.total_steps=12", "--config.total_examples=160"])
   with pytest.raises(ConfigError, match="total_steps = 12 and total_examples = 160 are both set"):
-    durations.steps(typed, "total", **RUN)
+    durations.steps(typed, "total", RUN)
 
 
 def test_other_keys_that_exclude_each_other():

@@ -316,7 +316,7 @@ def test_the_cache_is_changed_where_it_lies(one_by_one, monkeypatch):
   model = make(num_layers=8, num_kv_heads=2)
   state = jax.eval_shape(functools.partial(decoding.empty, model, 4, 1024))
   given = (np.full(8, -1, np.int32), np.ones(3, np.float32), np.int32(0), np.int32(4))
-  decode = jax.jit(functools.partial(decoding.decode, model, 8, False, False), donate_argnums=1)
+  decode = jax.jit(functools.partial(decoding.decode, model, decoding.DecodeOptions(8, False, False)), donate_argnums=1)
   read = jax.eval_shape(model.decoding_params, model.abstract_params())
   memory = decode.lower(read, state, given).compile().memory_analysis()
   cache = sum(4 * part.size for part in (*state.cache.keys, *state.cache.values))
@@ -334,7 +334,7 @@ def test_no_row_needs_another_devices(one_by_one, monkeypatch):
   state = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sampler._sharding(x)), state)
   given = (np.full(8, -1, np.int32), np.ones(3, np.float32), np.int32(0), np.int32(4))
   # Without the places of results, of which those that the host reads are gathered at the end of a chunk.
-  decode = jax.jit(functools.partial(decoding.decode, model, 4, False, False))
+  decode = jax.jit(functools.partial(decoding.decode, model, decoding.DecodeOptions(4, False, False)))
   with logical_axes.placed(sampler._placement):
     read = jax.eval_shape(model.decoding_params, model.abstract_params())
     text = decode.lower(read, state, given).compile().as_text()

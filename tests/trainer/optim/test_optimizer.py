@@ -37,7 +37,7 @@ def make(params=None, schedule=None, **changed):
   config.optimizer.update(changed)
   config.schedule.update({"name": "constant", "warmup_percent": -1.0} | (schedule or {}))
   to_steps = functools.partial(
-      durations.steps, total_steps=TOTAL, batch_size=8, seq_len=16, rows_per_epoch=None)
+      durations.steps, run=durations.RunLengths(TOTAL, batch_size=8, seq_len=16, rows_per_epoch=None))
   shapes = jax.eval_shape(lambda: tree(0) if params is None else params)
   return optim.make_optimizer(config.optimizer, config.schedule, shapes, total_steps=TOTAL, to_steps=to_steps)
 
@@ -383,7 +383,7 @@ def test_only_keys_of_the_chosen_optimizer_are_read(name, unread):
   config = defaults()
   config.optimizer.name = name
   to_steps = functools.partial(
-      durations.steps, total_steps=TOTAL, batch_size=8, seq_len=16, rows_per_epoch=None)
+      durations.steps, run=durations.RunLengths(TOTAL, batch_size=8, seq_len=16, rows_per_epoch=None))
   optim.make_optimizer(Recorder(config.optimizer), config.schedule, tree(0), total_steps=TOTAL, to_steps=to_steps)
   assert set(config.optimizer) - read == unread | others
 

@@ -20,7 +20,7 @@ def schedule(total_steps=100, **changed):
   cfg = defaults().schedule
   cfg.update({"warmup_percent": -1.0} | changed)
   to_steps = functools.partial(
-      durations.steps, total_steps=total_steps, batch_size=8, seq_len=16, rows_per_epoch=None)
+      durations.steps, run=durations.RunLengths(total_steps, batch_size=8, seq_len=16, rows_per_epoch=None))
   return make_schedule(cfg, total_steps=total_steps, to_steps=to_steps)
 
 

@@ -14,8 +14,8 @@ import jax.numpy as jnp
 import pytest
 
 from models.attention import blocked
-from models.attention.dispatch import attention
 from tests import tiny
+from tests.models.attention.common import attention
 from trainer import program as program_lib
 from trainer.config import checks as config_checks
 from trainer.config import strategy

@@ -21,7 +21,7 @@ from trainer.errors import ConfigError
 from trainer.rollouts import experience
 from trainer.rollouts.ahead import Ahead, Concurrent
 from trainer.rollouts.producer import Rollout
-from trainer.rollouts.schedule import NAME, Sampled, read
+from trainer.rollouts.schedule import NAME, Policies, Sampled, read
 
 
 @pytest.fixture(scope="module")
@@ -70,7 +70,7 @@ def test_in_turns_each_rollout_is_of_the_policy_two_updates_before(straight):
     assert rows[step]["policy/ratio_mean"] == 1 and rows[step]["clip_ratio/region_mean"] == 0
     assert (rows[step]["sampling/sampling_logp_difference/max"] < 1e-5) == (step == 1)
   before = SimpleNamespace(drawn=4, rates=None, carried=())
-  again = run.data.producer.roll(start_of(run), 0, 1, before, 2, run.data.taken.at(2), lambda: False)
+  again = run.data.producer.roll(Policies(start_of(run), 0), 1, before, 2, run.data.taken.at(2), lambda: False)
   assert again.table == table(workdir, 3)
   np.testing.assert_array_equal(again.groups, [4, 5, 6, 7])
 
@@ -170,19 +170,16 @@ class Fake:
   def __init__(self, wait=None):
     self.asked, self.wait, self.changes = [], wait, []
 
-  def roll(self, params, version, number, last, first_step, size, stopped, newer=None):
+  def roll(self, policies, number, last, first_step, size, stopped):
     drawn = 0 if last is None else last.drawn
     if self.wait is not None:
       self.wait(number)
-    self.asked.append((number, version, first_step, drawn, int(params["w"])))
-    changes = []
-    for look in range(1, 6 if newer else 1):
-      if (found := newer(look, version)) is not None:
-        params, version = found
-        assert params["w"] == version
-        changes.append((look, version))
-    self.changes.append(changes)
-    return Rollout(number, version, first_step, size.every, size.parts, drawn + size.size, [0] * size.size,
+    self.asked.append((number, policies.version, first_step, drawn, int(policies.params["w"])))
+    for _ in range(5):
+      if (params := policies.look()) is not None:
+        assert params["w"] == policies.version
+    self.changes.append(policies.changes)
+    return Rollout(number, policies.version, first_step, size.every, size.parts, drawn + size.size, [0] * size.size,
                    experience.collect([]), {}, None, [])
 
 

@@ -15,6 +15,7 @@ import pytest
 from input_pipeline.examples import advantages
 from trainer.rollouts import groups as groups_lib
 from trainer.rollouts.producer import Producer
+from trainer.rollouts.schedule import Policies
 
 PASS_J, SIZE = (0.2, 0.7), 2
 # What a group may become: (prompt, rewards), each with its probability; prompts come equally often.
@@ -52,7 +53,7 @@ def kept(script, num_prompts, resample):
       curriculum=SimpleNamespace(unmeasured=lambda: None, after=lambda *args: (None, {}),
                                  choose=lambda drawn, count, rates: ([None] * count, drawn + count)))
   try:
-    producer.roll(None, 0, 0, None, 0, SimpleNamespace(size=num_prompts, every=1), lambda: False)
+    producer.roll(Policies(None, 0), 0, None, 0, SimpleNamespace(size=num_prompts, every=1), lambda: False)
   except Selected as found:
     return found.args[0], len(script) - len(left)
 

@@ -21,6 +21,7 @@ from tests.trainer.rollout_runs import (
 from trainer import train, tree
 from trainer.config import reward
 from trainer.errors import DataError
+from trainer.rollouts.schedule import Policies
 
 
 @pytest.fixture(scope="module")
@@ -352,6 +353,7 @@ def test_each_rollout_draws_anew(straight):
   """The same prompts and the same policy, in two rollouts and in the first once more."""
   run = straight[0]
   texts = [[line["completion"] for line in run.data.producer.roll(
-      run.state["params"], 0, number, None, 0, run.data.taken.pieces[0], lambda: False).table] for number in (0, 1, 0)]
+      Policies(run.state["params"], 0), number, None, 0, run.data.taken.pieces[0], lambda: False).table]
+      for number in (0, 1, 0)]
   assert texts[0] == texts[2]
   assert sum(ours == theirs for ours, theirs in zip(*texts[:2], strict=True)) < 8

@@ -162,8 +162,9 @@ def fake(**changed):
 
 
 def make(run, **changed):
-  made = spikes.Spikes(**{**dict(action="rollback", metric="loss", window=10, deviations=5.0, in_a_row=2, margin=3,
-                                 skip=7, max_rollbacks=1), **changed})
+  made = spikes.Spikes(types.SimpleNamespace(**dict(
+      action="rollback", metric="loss", window=10, deviations=5.0, in_a_row=2, margin=3, skip=7,
+      max_rollbacks=1) | changed))
   made.on_train_begin(run)
   return made
 
