@@ -5,7 +5,8 @@
 
 A line of the JSONL is {"query": "…", "positive": "…"}, maybe with "negative", a text or a list (docs/embeddings.md);
 with negatives add --config.strategy.negatives=N. Look first: add --mode=inspect. Adapters instead of all parameters:
-add --config.model.lora.rank=16. The result is in DIR/export, and vectors of a file of texts are what
+add --config.model.lora.rank=16. Of a folder with a vision tower, texts may have images, {"text": "…", "image": "FILE"}.
+The result is in DIR/export, and vectors of a file of texts are what
 `python -m trainer.embed --workdir=DIR --texts=FILE` prints.
 """
 

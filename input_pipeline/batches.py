@@ -192,7 +192,9 @@ def pack(config: ConfigDict, tokens: TokenizedSource, *, learns: str, shuffle: b
   packing, over_long, normalize = resolve_layout(config, learns)
   units, count = None, None if tokens.weights is None else tokens.count_trained
   spans = None
-  row_images = RowImages(config, augment=shuffle) if sees(config) and not learns_texts(config, learns) else None
+  row_images = None
+  if sees(config) and not learns_texts(config, learns):
+    row_images = RowImages(config, augment=shuffle, embedded=learns == "matches")
   if tokens.parts_each:
     units = Units(tokens, config.seq_len, over_long, config.input.max_over_long, share_prompts)
     count, spans = units.count, units.spans

@@ -4,6 +4,7 @@ B rows, I images of a row at most (squares of them, where they are cut: `model.v
 image, S pixels of a side, P pieces of documents.
 """
 
+import hashlib
 from typing import NamedTuple
 
 import numpy as np
@@ -24,7 +25,8 @@ OF_IMAGES = ("image", "local_image")
 class ImageLayout(NamedTuple):
   """Arrays of batches: I (0: no row has an image), S, N, and what sees what (`model.vision.attention`).
 
-  With `tiles`, each of the I is a tile of an image, of one token; see models/tiles.py.
+  With `tiles`, each of the I is a tile of an image, of one token; see models/tiles.py. With `named`, there are the
+  names of images: `image_names`, uint32 [B, T, 2], at each of its tokens 64 bits of the content of its file.
   """
 
   most: int
@@ -32,6 +34,7 @@ class ImageLayout(NamedTuple):
   each: int
   attention: str
   tiles: bool = False
+  named: bool = False
 
   def empty(self, num_rows: int, seq_len: int) -> dict[str, np.ndarray]:
     """The arrays of a batch that are there besides those of texts, all 0."""
@@ -39,6 +42,8 @@ class ImageLayout(NamedTuple):
     if self.most:
       arrays["images"] = np.zeros((num_rows, self.most, self.size, self.size, 3), np.uint8)
       arrays["image_index"] = np.zeros((num_rows, seq_len), np.int32)
+    if self.most and self.named:
+      arrays["image_names"] = np.zeros((num_rows, seq_len, 2), np.uint32)
     if self.most and self.tiles:
       arrays["image_grid"] = np.zeros((num_rows, self.most, 5), np.int32)
     if self.attention == PREFIX or self.attention in OF_IMAGES and self.most:
@@ -52,12 +57,15 @@ class RowImages:
   Args:
     config: the whole config.
     augment: change images as `input.images.augment` has it, in each epoch differently.
+    embedded: texts are embedded: with the attention `prefix` all tokens of one see one another, and images are named,
+      so that equal ones are known.
 
   Raises:
     ConfigError: a value that is not allowed, or no room for an image in a row.
   """
 
-  def __init__(self, config: ConfigDict, augment: bool):
+  def __init__(self, config: ConfigDict, augment: bool, embedded: bool = False):
+    self._embedded = embedded
     vision, options = config.model.vision, config.input.images
     self.each, self._attention, self._seed = tokens_per_image(vision), vision.attention, config.seed
     self._token = vision.image_token
@@ -80,7 +88,7 @@ class RowImages:
 
   def layout(self, most: int) -> ImageLayout:
     """That of batches with up to so many images in a row."""
-    return ImageLayout(most, self._how.size, self.each or 1, self._attention, self.tiles)
+    return ImageLayout(most, self._how.size, self.each or 1, self._attention, self.tiles, self._embedded)
 
   def fill(self, batch: dict[str, np.ndarray], where: np.ndarray, source: TokenizedSource, pieces: Pieces,
            flat: np.ndarray, epoch: int) -> None:
@@ -97,7 +105,7 @@ class RowImages:
       self._fill_images(batch, where, source, pieces, flat, epoch)
     if self._attention == PREFIX:
       piece, position = ragged(sizes_P)
-      trained = batch["loss_weights"].reshape(-1)[flat] != 0
+      trained = (batch["loss_weights"].reshape(-1)[flat] != 0) & (not self._embedded)
       first_P = sizes_P.copy()
       np.minimum.at(first_P, piece[trained], position[trained])
       batch["block_ids"].reshape(-1)[flat] = position < first_P[piece]
@@ -116,6 +124,9 @@ class RowImages:
     start = flat[before_P[piece] + source.images.places[use] - begin_P[piece]]
     image, nth = ragged(size)
     places = start[image] + nth
+    if self._embedded:
+      names = [hashlib.blake2b(source.images.content(u), digest_size=8).digest() for u in use.tolist()]
+      batch["image_names"].reshape(-1, 2)[places] = np.frombuffer(b"".join(names), "<u4").reshape(-1, 2)[image]
     places = places[batch["tokens"].reshape(-1)[places] == self._token]  # between its squares an image has texts
     count, each = source.images.squares[use], self.each or 1
     before = np.cumsum(count) - count

@@ -113,6 +113,7 @@ tests/models/attention/test_cache.py
 tests/models/hf/test_native.py
 tests/trainer/rollouts/test_replay.py
 tests/trainer/rollouts/test_turns.py
+tests/trainer/strategies/test_contrastive_images.py
 tests/trainer/strategies/test_contrastive_runs.py
 tests/trainer/modes/test_verify.py
 tests/trainer/test_main.py

@@ -2,39 +2,46 @@
 
     query, positive                   texts; a positive may be a list, each with the query a document of its own
     negative                          near, but no answer (hard negatives): a text or a list
+    image, images                     of models that see images: those that have a place in these texts, in this order;
+                                      without places they stand before the query. If there is no query, or no positive,
+                                      they are it
 
-A text is a string, or a conversation that the chat template renders: messages, or {"messages": …, "tools": …}.
-`anchor` is another name of query; `pos` of positive; `negatives`, `neg` and `negative_1`, `negative_2`, … of negative.
+What a text is: embedded.py. `anchor` is another name of query; `pos` of positive; `negatives`, `neg` and `negative_1`,
+`negative_2`, … of negative.
 """
 
 import json
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from functools import cached_property
 from typing import Any, NamedTuple
 
 import numpy as np
 from ml_collections import ConfigDict
 
-from input_pipeline.chat.builtin import find_template, template_names
-from input_pipeline.chat.image_placeholders import sees
-from input_pipeline.chat.schema import Conversation, ShapeReader
-from input_pipeline.chat.segments import Segment, SegmentEncoder
-from input_pipeline.chat.template import ChatTemplate
+from input_pipeline.chat.image_placeholders import ImageFormat, image_format, sees
+from input_pipeline.chat.schema import IMAGES, ShapeReader
 from input_pipeline.examples.base import Encoded
-from input_pipeline.examples.conversations import fields_of, texts_of
+from input_pipeline.examples.conversations import fields_of
+from input_pipeline.examples.embedded import (
+  Embedded,
+  Text,
+  TextReader,
+  is_text,
+  max_length_of,
+  strings_of,
+  text_tokens,
+)
 from input_pipeline.examples.roles import ABSENT, NEGATIVE, POSITIVE, QUERY
 from input_pipeline.files import shown_names
+from input_pipeline.images.images import ImageError
 from input_pipeline.remarks import CUT
 from input_pipeline.sources.readers import Record
-from input_pipeline.tokenizer.tokenizer import Tokenizer, begins_with
-from trainer.errors import ConfigError, DataError
+from input_pipeline.tokenizer.tokenizer import Tokenizer
+from trainer.errors import DataError
 
 # Raise when the same rows and options would give other tokens.
-VERSION = 1
-# A text that is embedded.
-Text = str | Conversation
-ENDS = ("tokenizer", "eos")
+VERSION = 2
 ALIASES = {"query": r"query|anchor", "positive": r"positive|pos", "negative": r"negatives?|neg|negative_\d+"}
 
 
@@ -46,118 +53,19 @@ class Match(NamedTuple):
   negatives: list[Text]
 
 
-class TextTokens:
-  """What a text that is embedded becomes: a prompt before it, cut to a length, with what begins and ends each text.
-
-  With ends="tokenizer" that is what other readers of the tokenizer's folder write around a text (its post-processor),
-  with "eos" also EOS, and BOS where they write nothing, as `tokenizer.add_eos` and `add_bos` say. A conversation is
-  what its template renders, as transformers' `apply_chat_template` has it: nothing stands before or behind it.
+class MatchReader:
+  """Finds query, positives and negatives in a row, and checks them.
 
   Args:
-    tokenizer: what encodes.
-    section: `config.tokenizer`.
-    max_length: tokens of a text, ends included.
-    ends: one of ENDS.
-    template: what renders conversations; None: there is none.
-    generation_prompt: conversations end with what begins the model's next message.
-
-  Attributes:
-    head, tail: ids before and after each text.
-
-  Raises:
-    ConfigError: a tokenizer without EOS, which is to end texts; or no room for text.
+    fields: {our name: theirs}.
+    images: how the model sees images; None: it does not.
   """
 
-  def __init__(self, tokenizer: Tokenizer, section: ConfigDict, max_length: int, ends: str = "eos",
-               template: ChatTemplate | None = None, generation_prompt: bool = False):
-    head, tail = getattr(tokenizer, "ends", ((), ()))
-    add_eos = section.add_eos and ends == "eos" and not tail
-    if add_eos and tokenizer.eos_id is None:
-      raise ConfigError("the tokenizer has no EOS to end texts with. Name one in tokenizer_config.json (eos_token), or "
-                        "set tokenizer.add_eos=False.")
-    self.head = begins_with(section, tokenizer) if ends == "eos" and not head and not tail else head
-    self.tail = (tokenizer.eos_id,) if add_eos else tail
-    self._tokenizer, self._room, self._max = tokenizer, max_length - len(self.head) - len(self.tail), max_length
-    self._template, self._generation_prompt = template, generation_prompt
-    if self._room < 1:
-      raise ConfigError(f"strategy.max_length is {max_length}: beside {len(self.head) + len(self.tail)} tokens that "
-                        "begin and end a text there is no room for it. Raise it, or seq_len.")
-
-  def encode(self, texts: Sequence[Text]) -> list[tuple[np.ndarray, bool]]:
-    """(ids int32 [n], whether it was cut) of each text, prompts included.
-
-    Raises:
-      DataError: a conversation, and there is no template, or it refuses it.
-    """
-    head, tail = (np.array(ids, np.int32) for ids in (self.head, self.tail))
-    plain = iter(self._tokenizer.encode_batch([text for text in texts if isinstance(text, str)]))
-    rendered = iter(self._rendered([text for text in texts if not isinstance(text, str)]))
-    found = []
-    for text in texts:
-      ids, room = (next(plain), self._room) if isinstance(text, str) else (next(rendered), self._max)
-      cut = ids[:room]
-      found.append((np.concatenate([head, cut, tail]) if isinstance(text, str) else cut, len(ids) > room))
-    return found
-
-  @cached_property
-  def fingerprint(self) -> list:
-    """What conversations are made with."""
-    t = self._template
-    return [] if t is None else [self._generation_prompt, str(t.date), [
-        [of.source, of.special_tokens] for of in (t, t.tool_use) if of is not None]]
-
-  def _rendered(self, conversations: list[Conversation]) -> list[np.ndarray]:
-    if conversations and self._template is None:
-      raise DataError("a conversation, but the tokenizer has no chat template. Set chat.template to a file or to one "
-                      f"of {', '.join(template_names())}.")
-    segments = []
-    for talk in conversations:
-      rendered = self._template.render_spans(
-          talk.messages, tools=talk.tools, inert_tokens=self._tokenizer.special_tokens,
-          add_generation_prompt=self._generation_prompt, **talk.variables)
-      segments.append([Segment(rendered.text, rendered.inert)])
-    return [tokens.ids for tokens in SegmentEncoder(self._tokenizer).encode(segments)] if segments else []
-
-
-def max_length_of(config: ConfigDict) -> int:
-  """Tokens of a text at most: `strategy.max_length`, or as many as let all texts of a row fit into seq_len."""
-  own = config.strategy.max_length
-  return config.seq_len // (2 + config.strategy.negatives) if own is None else own
-
-
-def text_tokens(config: ConfigDict, tokenizer: Tokenizer) -> TextTokens:
-  """That of a run."""
-  return TextTokens(tokenizer, config.tokenizer, max_length_of(config), config.strategy.text_ends,
-                    find_template(config.chat, tokenizer), config.strategy.generation_prompt)
-
-
-def prompted(prompt: str, text: Text) -> Text:
-  """With the prompt that texts of its kind have, if it is a string: an instruction in a conversation is a message."""
-  return prompt + text if isinstance(text, str) else text
-
-
-def conversation(record: Record, key: str, value: Any) -> Conversation | None:
-  """The conversation that a value of that column is; None: it is none.
-
-  Raises:
-    DataError: it is one that cannot be rendered.
-  """
-  fields = value if isinstance(value, dict) and "messages" in value else {"messages": value}
-  if fields is not value and not (isinstance(value, list) and value and all(isinstance(m, dict) for m in value)):
-    return None
-  found = ShapeReader().read(record._replace(where=f"{record.where}: {key}", fields=fields))
-  assert isinstance(found, Conversation)
-  if any(weight != 1 for weight in found.weights):
-    raise DataError(f"{record.where}: {key} has messages with a weight, but all of a text is embedded. Leave it out.")
-  return found
-
-
-class MatchReader:
-  """Finds query, positives and negatives in a row, and checks them. `fields`: {our name: theirs}."""
-
-  def __init__(self, fields: dict[str, str]):
+  def __init__(self, fields: dict[str, str], images: ImageFormat | None = None):
     self._patterns = {ours: re.compile(re.escape(fields[ours]) if ours in fields else aliases)
                       for ours, aliases in ALIASES.items()}
+    self._images = {ours: fields.get(ours, ours) for ours in IMAGES}
+    self._beside, self._texts = ShapeReader(fields, images=images), TextReader(images)
 
   def match(self, record: Record) -> Match:
     """The row.
@@ -165,19 +73,25 @@ class MatchReader:
     Raises:
       DataError: names the record, the key, and what was found.
     """
-    query, positives = self._texts(record, "query"), self._texts(record, "positive")
-    for ours, found in (("query", query), ("positive", positives)):
-      if not found and (there := self.columns_of(record, ours)):
+    given = {ours: self._values(record, ours) for ours in ALIASES}
+    shared = self._beside.images_of(self._without_texts(record))
+    if shared and len(missing := [ours for ours in ("query", "positive") if not self.columns_of(record, ours)]) == 1:
+      given[missing[0]] = [(missing[0], {"images": [ref.value for ref in shared]})]
+      shared = ()
+    for ours in ("query", "positive"):
+      if not given[ours] and (there := self.columns_of(record, ours)):
         raise DataError(f"{record.where}: {there[0]} is an empty list; expected a text, or a list of texts. Repair or "
                         "remove the row.")
-      if not found:
+      if not given[ours]:
         raise DataError(f"{record.where}: no {ours!r} (or null); its columns are {shown_names(record.fields)}. A row "
                         "is query and positive, perhaps with negative; other names are mapped by chat.fields, ours "
                         'first: (("query", "question"), ("positive", "answer")).')
-    if len(query) > 1:
+    if len(given["query"]) > 1:
       raise DataError(f"{record.where}: several queries ({', '.join(self.columns_of(record, 'query'))}). Give each a "
                       "row.")
-    return Match(query[0], positives, self._texts(record, "negative"))
+    texts = self._texts.read(record, [value for some in given.values() for value in some], shared)
+    first = 1 + len(given["positive"])
+    return Match(texts[0], texts[1:first], texts[first:])
 
   def columns_of(self, record: Record, ours: str) -> list[str]:
     """Names of the row's columns that hold these texts, in their order, numbered ones by number."""
@@ -185,23 +99,20 @@ class MatchReader:
     return sorted((key for key in found if record.fields[key] is not None),
                   key=lambda key: int(re.findall(r"\d+$", key)[0]) if re.search(r"\d$", key) else -1)
 
-  def _texts(self, record: Record, ours: str) -> list[Text]:
-    texts: list[Text] = []
-    for key in self.columns_of(record, ours):
-      value: Any = record.fields[key]
-      whole = conversation(record, key, value) is not None
-      several = value if isinstance(value, list) and ours != "query" and not whole else [value]
-      for text in several:
-        if (talk := conversation(record, key, text)) is not None:
-          texts.append(talk)
-          continue
-        if not isinstance(text, str) or not text.strip():
-          what = "empty" if isinstance(text, str) else f"{text!r:.60} ({type(text).__name__})"
-          more = "" if ours == "query" else ", or a list of texts"
-          raise DataError(f"{record.where}: {key} is {what}; expected a text, or messages{more}. Repair or remove the "
-                          "row.")
-        texts.append(text)
-    return texts
+  def columns(self, record: Record) -> frozenset[str]:
+    """Names of the row's columns that are read."""
+    texts = {key for ours in ALIASES for key in self.columns_of(record, ours)}
+    return frozenset(texts | record.fields.keys() & {*self._images.values()})
+
+  def _values(self, record: Record, ours: str) -> list[tuple[str, Any]]:
+    """(column, value) of each of these texts."""
+    return [(key, text) for key in self.columns_of(record, ours) for value in [record.fields[key]]
+            for text in ([value] if ours == "query" or is_text(value) else value)]
+
+  def _without_texts(self, record: Record) -> Record:
+    """The row without the columns of its texts, one of which may be called image."""
+    texts = {key for ours in ALIASES for key in self.columns_of(record, ours)}
+    return record._replace(fields={key: value for key, value in record.fields.items() if key not in texts})
 
 
 class MatchEncoder:
@@ -209,21 +120,17 @@ class MatchEncoder:
   of which those that a row lacks are ABSENT; see `Encoder`.
 
   Args:
-    config: the whole config, of which `strategy`, `tokenizer`, `chat.fields` and `seq_len` count.
+    config: the whole config, of which `strategy`, `tokenizer`, `chat`, `seq_len` and what concerns images count.
     tokenizer: None if only `texts` and `describe` are used.
 
   Raises:
-    ConfigError: images; see `TextTokens`.
+    ConfigError: see `TextTokens`, `ImageFormat`.
   """
 
-  sees_images = False
-
   def __init__(self, config: ConfigDict, tokenizer: Tokenizer | None):
-    if sees(config):
-      raise ConfigError(f"strategy {config.strategy.name!r} learns embeddings of texts, but the model sees images. Use "
-                        "a model of text: --config.model.vision.tower=none.")
     cfg, self._fields = config.strategy, fields_of(config.chat)
-    self._reader, self._negatives = MatchReader(self._fields), cfg.negatives
+    self.sees_images = sees(config)
+    self._reader, self._negatives = MatchReader(self._fields, image_format(config, tokenizer)), cfg.negatives
     self._prompts = (cfg.query_prompt or "", cfg.document_prompt or "")
     self._max_length, self._tokenizer = max_length_of(config), tokenizer
     self._tokens = None if tokenizer is None else text_tokens(config, tokenizer)
@@ -236,35 +143,36 @@ class MatchEncoder:
 
   def encode(self, records: list[Record]) -> list[Encoded | str]:
     rows = [self._row(record) for record in records]
-    of_query, of_document = self._prompts
-    tokens = iter([made for record, row in zip(records, rows, strict=True) for made in self._encoded(record, [
-        prompted(of_query, row.query), *(prompted(of_document, other) for other in (*row.positives, *row.negatives))])])
+    tokens = iter([made for record, row in zip(records, rows, strict=True) for made in self._encoded(record, row)])
     documents: list[Encoded | str] = []
     for record, row in zip(records, rows, strict=True):
       query = next(tokens)
       positives, negatives = ([next(tokens) for _ in some] for some in (row.positives, row.negatives))
       for positive in positives:
-        if any(np.array_equal(positive[0], negative[0]) for negative in negatives):
-          raise DataError(f"{record.where}: a negative has the same tokens as a positive. Remove it.")
-        documents.append(self._document([query, positive, *negatives]))
+        documents.append(self._document(record, [query, positive, *negatives]))
     return documents
 
   def texts(self, record: Record) -> Iterable[str]:
     row = self._reader.match(record)
     for text in (row.query, *row.positives, *row.negatives):
-      yield from [text] if isinstance(text, str) else [part for m in text.messages for part in texts_of(m)]
+      yield from strings_of(text)
 
   def describe(self, record: Record) -> str:
     row = self._reader.match(record)
     count = len(row.negatives)
-    return f"query and positive{f', {count} negative' if count else ''}{'s' if count > 1 else ''}"
+    negatives = [_called(f"{count} negative{'s' * (count > 1)}", row.negatives)] * (count > 0)
+    return ", ".join([f"{_called('query', [row.query])} and {_called('positive', row.positives)}", *negatives])
 
   def columns(self, record: Record) -> frozenset[str]:
-    return frozenset(key for ours in ALIASES for key in self._reader.columns_of(record, ours))
+    return self._reader.columns(record)
 
-  def _encoded(self, record: Record, texts: list[Text]) -> list[tuple[np.ndarray, bool]]:
+  def _encoded(self, record: Record, row: Match) -> list[Embedded | str]:
+    prompts = (self._prompts[0], *[self._prompts[1]] * (len(row.positives) + len(row.negatives)))
+    texts = (row.query, *row.positives, *row.negatives)
     try:
-      return self._tokens.encode(texts)
+      return self._tokens.encode([*map(self._tokens.prompted, prompts, texts)])
+    except ImageError:  # which names the row
+      raise
     except DataError as e:
       raise DataError(f"{record.where}: {e}") from e
 
@@ -276,10 +184,28 @@ class MatchEncoder:
                       f"--config.strategy.negatives={count} (rows with fewer are fine), or leave them out.")
     return row
 
-  def _document(self, parts: list[tuple[np.ndarray, bool]]) -> Encoded:
-    absent = 2 + self._negatives - len(parts)
+  def _document(self, record: Record, made: list[Embedded | str]) -> Encoded | str:
+    """Of a query, a positive and negatives; or why it is dropped, as one of them is."""
+    parts = [part for part in made if not isinstance(part, str)]
+    if dropped := [why for why in made if isinstance(why, str)]:
+      return dropped[0]
+    if any(_same(parts[1], negative) for negative in parts[2:]):
+      raise DataError(f"{record.where}: a negative has the same tokens as a positive. Remove it.")
+    absent, lengths = 2 + self._negatives - len(parts), [len(part.ids) for part in parts]
     roles = (QUERY, POSITIVE, *[NEGATIVE] * (len(parts) - 2), *[ABSENT] * absent)
     names = ("query", "positive", *["negative"] * (len(parts) - 2))
-    cut = tuple((CUT, name) for name, (_, was_cut) in zip(names, parts, strict=True) if was_cut)
-    return Encoded(np.concatenate([ids for ids, _ in parts]), None,
-                   (*(len(ids) for ids, _ in parts), *[0] * absent), roles, remarks=cut)
+    cut = tuple((CUT, name) for name, part in zip(names, parts, strict=True) if part.cut)
+    begins = np.cumsum([0, *lengths[:-1]]).tolist()
+    return Encoded(np.concatenate([part.ids for part in parts]), None, (*lengths, *[0] * absent), roles,
+                   images=tuple(image for part in parts for image in part.images),
+                   places=tuple(begin + at for begin, part in zip(begins, parts, strict=True) for at in part.places),
+                   remarks=cut)
+
+
+def _same(one: Embedded, other: Embedded) -> bool:
+  return np.array_equal(one.ids, other.ids) and [i.data for i in one.images] == [i.data for i in other.images]
+
+
+def _called(name: str, texts: Iterable[Text]) -> str:
+  """What these are called, and whether there are images in them."""
+  return f"{name} with images" if any(not isinstance(text, str) and text.images for text in texts) else name

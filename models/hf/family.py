@@ -250,9 +250,11 @@ class Family:
 
   @property
   def _head(self) -> Head:
-    stem = re.sub("(ForCausalLM|LMHeadModel)$", "", self.architectures[0])
-    whole = stem == self.architectures[0]  # a model of images, of which nothing else is read
-    scorer = self.classifier or (None if self.classifier is None or whole else f"{stem}ForSequenceClassification")
+    named = self.architectures[0]
+    stem = re.sub("(ForCausalLM|LMHeadModel|ForConditionalGeneration)$", "", named)
+    whole = stem == named  # the text model of a model of images, which no architecture has alone
+    scored = self.classifier is not None and not named.endswith("ForConditionalGeneration")
+    scorer = self.classifier or (f"{stem}ForSequenceClassification" if scored and not whole else None)
     return Head(scorer, None if whole else self.body or f"{stem}Model")
 
   def _check_architecture(self, source: Source) -> None:

@@ -43,6 +43,10 @@ VISION_INERT = frozenset("""
 # What tensor names begin with: as published folders have them, as transformers 5 has them in memory, and others.
 _TOWER = ("vision_tower.vision_model.", "model.vision_tower.", "vision_tower.", "model.vision_tower.vision_model.")
 _PROJECTOR = ("multi_modal_projector.", "model.multi_modal_projector.")
+# What all of these begin with where a program has loaded the model, but for the unembedding.
+_LOADED = "model."
+# Our keys for what hidden states become.
+_OF_HEAD = ("head", "num_labels")
 # And the text model: (prefixed, unprefixed) names as published, and in memory, where the head is outside of it.
 _TEXT = (("language_model.{prefix}", "language_model."), ("model.language_model.", ""))
 # A pooling head, which no wrapper uses, and a buffer.
@@ -214,6 +218,14 @@ class TextPart(Family):
 class ImageFamily(Family):
   """What a `Wrapper` makes; a Family whose config.json has objects inside it."""
 
+  def tensors(self, model):
+    """See `Family.tensors`. A body alone has those of a loaded model, without what these begin with there."""
+    found = super().tensors(model)
+    if model["head"] != "embedding":
+      return found
+    body = [replace(t, theirs=t.theirs.removeprefix(_LOADED)) for t in found if t.theirs.startswith(self.in_memory)]
+    return body + found
+
   def kept(self, config):
     """See `Family.kept`. The head that a tower may have is not written, so config.json must not ask for it."""
     rule = next(rule for rule in self.keys if isinstance(rule, VisionConfig))
@@ -311,4 +323,5 @@ def _renamed(table: Iterable[Tensor], beginnings: tuple[str, ...]) -> tuple[Tens
 
 
 def _without_vision(model: Mapping[str, Any]) -> dict[str, Any]:
-  return {key: value for key, value in model.items() if not key.startswith("vision.")}
+  """What the text model says, which has no part in what the head is."""
+  return {key: value for key, value in model.items() if not key.startswith("vision.") and key not in _OF_HEAD}

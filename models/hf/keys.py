@@ -118,8 +118,7 @@ class Head(Rule):
     if model["head"] == "lm":
       return {}
     if (named := self.scorer if model["head"] == "score" else self.body) is None:
-      raise HFError("transformers has no such architecture with a head that scores (model.head)" if self.body else
-                    "models of images are written with their head alone (model.head)")
+      raise HFError("transformers has no such architecture with a head that scores (model.head)")
     if model["head"] == "embedding":
       return {"architectures": [named]}
     names = [f"LABEL_{i}" for i in range(model["num_labels"])]

@@ -35,7 +35,8 @@ def configured(rows=None, folder=None, strategy="sft", images=(), attention="cau
     sources = {"d": dict(type="jsonl", path=str(folder / "a.jsonl"))}
   vision = dict(tower="siglip", image_size=SIZE, patch_size=2, image_token=TOKEN, attention=attention)
   given = {"input": {"sources": sources, "images": dict(images), **given.pop("input", {})}, **given}
-  return resolve({"strategy": {"name": strategy}, "model": {"vision": vision}, "seq_len": 64, "batch_size": 8, **given})
+  model = {"vision": vision, "head": "embedding" if strategy == "contrastive" else "lm"}
+  return resolve({"strategy": {"name": strategy}, "model": model, "seq_len": 64, "batch_size": 8, **given})
 
 
 def train(config, folder):
@@ -73,6 +74,24 @@ def segments(batch):
           [k * EACH + i for i in range(EACH)] for k in dict.fromkeys(features // EACH)]
       values = [np.unique(batch["images"][r, k]) for k in dict.fromkeys(features // EACH)]
       yield batch["tokens"][r][here][index == 0], [int(v[0]) for v in values if len(v) == 1]
+
+
+@pytest.mark.parametrize("attention", ["prefix", "image"])
+def test_a_text_that_is_embedded_sees_all_of_itself_and_its_images_have_names(attention, tmp_path):
+  """Of a prefix all is one, images or not; names are those of the files' contents, at the tokens of images alone."""
+  for number in (1, 2):
+    (tmp_path / f"{number}.png").write_bytes(colored(number))
+  rows = [dict(query={"text": "x", "image": f"{1 + n % 2}.png"}, positive=f"{n % 2}") for n in range(6)]
+  config = configured(rows, tmp_path, strategy="contrastive", attention=attention)
+  batch = train(config, tmp_path).batch(0)
+  seen, held = batch["block_ids"] > 0, batch["image_index"] > 0
+  np.testing.assert_array_equal(seen, batch["segment_ids"] > 0 if attention == "prefix" else held)
+  assert batch["image_names"].dtype == np.uint32 and not batch["image_names"][~held].any()
+  names = {}
+  for row, place in np.argwhere(held):
+    shade = batch["images"][row, (batch["image_index"][row, place] - 1) // EACH, 0, 0, 0]
+    names.setdefault(int(shade), set()).add(tuple(batch["image_names"][row, place].tolist()))
+  assert names.keys() == {1, 2} and all(len(found) == 1 for found in names.values()) and names[1] != names[2]
 
 
 @pytest.mark.parametrize("packing", ["best_fit", "none"])

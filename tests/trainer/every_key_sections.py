@@ -386,6 +386,7 @@ STRATEGY = {
     "negatives": data(2, base=matches), "max_length": data(4, base=matches),
     "query_prompt": data("Q", base=matches), "document_prompt": data("D", base=matches),
     "text_ends": data("tokenizer", base=matches),
+    "as_messages": data(True, {"chat.template": "plain"}, matches),
     "generation_prompt": data(True, {"chat.template": "plain"}, talks)}.items()},
   **strategies("grpo", {
     **{f"preset={name}": program(name) for name in presets.PRESETS if name != "grpo"},

@@ -1,9 +1,10 @@
 """Embed: python -m trainer.embed --workdir=DIR [--step=N] | --hf=DIR --texts=FILE --out=FILE.npy [--prompt=query] …
 
-FILE has a text a line (.txt) or rows, JSON Lines, CSV or Parquet, with a column `text` (`--key`): a string or the
-messages of a conversation. Each text gets the prompt that queries, or other texts, were trained with. A Hugging Face
-folder that does not say how it pools is asked with `--pooling`. What is written is a float32 array [texts, hidden size]
-of vectors of length 1, whose dot products are the similarities; without `--out` they are printed, a JSON list a line.
+FILE has a text a line (.txt) or rows, JSON Lines, CSV or Parquet, with a column `text` (`--key`): a string, the
+messages of a conversation, or one of these with images, as rows of training have them (docs/embeddings.md). Each text
+gets the prompt that queries, or other texts, were trained with. A Hugging Face folder that does not say how it pools is
+asked with `--pooling`. What is written is a float32 array [texts, hidden size] of vectors of length 1, whose dot
+products are the similarities; without `--out` they are printed, a JSON list a line.
 """
 
 import functools
@@ -19,13 +20,17 @@ from absl import app, flags
 from jax.sharding import NamedSharding, PartitionSpec
 
 from input_pipeline.batches import check_ids, empty_batch
-from input_pipeline.examples.matches import Text, conversation, max_length_of, prompted, text_tokens
+from input_pipeline.chat.image_placeholders import ImageFormat, image_format
+from input_pipeline.chat.schema import ShapeReader
+from input_pipeline.examples.embedded import Embedded, Text, TextReader, max_length_of, text_tokens
 from input_pipeline.examples.roles import QUERY
+from input_pipeline.images.images import Images
 from input_pipeline.sources.sources import open_source
 from trainer import startup
 from trainer.config import source, strategy
 from trainer.distributed import mesh as mesh_lib
 from trainer.errors import ConfigError, DataError
+from trainer.generate import image_tokens
 from trainer.generate.buckets import bucket
 from trainer.generate.command import Loaded, load_folder, load_run
 from trainer.strategies import contrastive, similarity
@@ -43,6 +48,10 @@ class Embedder:
     mesh: where its parameters are.
     rows: texts at a time.
 
+  Attributes:
+    images: how the model sees images; None: it does not.
+    max_length: tokens of a text at most.
+
   Raises:
     ConfigError: a run of another strategy.
   """
@@ -55,7 +64,8 @@ class Embedder:
     mesh_lib.check_batch(mesh, rows, "--batch_size")
     self._loaded, self._cfg, self._rows, self._mesh = loaded, config.strategy, rows, mesh
     self.max_length = max_length_of(config)
-    self._tokens = text_tokens(config, loaded.tokenizer)
+    self._tokens, self.images = text_tokens(config, loaded.tokenizer), image_format(config, loaded.tokenizer)
+    self._layout = image_tokens.layout_of(loaded.model)
 
     def embed(params: Any, batch: dict[str, jax.Array]) -> jax.Array:
       return similarity.embeddings(loaded.model.apply(params, batch).hidden, batch, self._cfg.pooling)[:, 0]
@@ -63,28 +73,48 @@ class Embedder:
     self._embed = jax.jit(embed, out_shardings=NamedSharding(mesh, PartitionSpec()))
 
   def __call__(self, texts: Sequence[Text], prompt: str = "none") -> tuple[np.ndarray, int]:
-    """(embeddings float32 [N, D], how many texts were cut to `max_length`). `prompt`: one of PROMPTS."""
+    """(embeddings float32 [N, D], how many texts were cut to `max_length`). `prompt`: one of PROMPTS.
+
+    Raises:
+      DataError: a text that cannot be rendered, or an image that cannot be used.
+    """
     before = {"query": self._cfg.query_prompt, "document": self._cfg.document_prompt, "none": ""}[prompt]
-    encoded = self._tokens.encode([prompted(before, text) for text in texts])
-    order = sorted(range(len(texts)), key=lambda i: len(encoded[i][0]))
+    encoded = [_not_dropped(made, n) for n, made in enumerate(self._tokens.encode([
+        self._tokens.prompted(before, text) for text in texts]))]
+    order = sorted(range(len(texts)), key=lambda i: len(encoded[i].ids))
     found: list[np.ndarray] = [np.zeros(0)] * len(texts)
     for begin in range(0, len(order), self._rows):
       some = order[begin:begin + self._rows]
-      batch = self._batch([encoded[i][0] for i in some])
+      batch = self._batch([encoded[i] for i in some])
       placed = mesh_lib.place_batch(functools.partial(_taken, batch), self._rows, mesh_lib.batch_sharding(self._mesh))
       for i, vector in zip(some, np.asarray(self._embed(self._loaded.params, placed), np.float32), strict=False):
         found[i] = vector
-    return np.stack(found), sum(cut for _, cut in encoded)
+    return np.stack(found), sum(text.cut for text in encoded)
 
-  def _batch(self, ids: list[np.ndarray]) -> dict[str, np.ndarray]:
+  def _batch(self, texts: list[Embedded]) -> dict[str, np.ndarray]:
     """A text a row."""
-    length = min(bucket(max(map(len, ids)), MIN_LENGTH), max(self.max_length, MIN_LENGTH))
+    length = min(bucket(max(len(text.ids) for text in texts), MIN_LENGTH), max(self.max_length, MIN_LENGTH))
     batch = empty_batch(self._rows, length, self._loaded.tokenizer.pad_id)
     batch["segment_roles"] = np.full((self._rows, 1), QUERY, np.int32)
-    for row, some in enumerate(ids):
-      batch["tokens"][row, :len(some)], batch["positions"][row, :len(some)] = some, np.arange(len(some))
-      batch["segment_ids"][row, :len(some)] = 1
+    shown = [image_tokens.of_text(self._layout, text.ids, self._pixels(text), len(text.ids), "a text")
+             for text in texts]
+    most = image_tokens.slots(max(len(part.images) for part in shown))
+    batch |= image_tokens.empty(self._layout, self._rows, length, most)
+    for row, (text, part) in enumerate(zip(texts, shown, strict=True)):
+      here = slice(0, len(text.ids))
+      batch["tokens"][row, here], batch["positions"][row, here] = text.ids, np.arange(len(text.ids))
+      batch["segment_ids"][row, here] = 1
+      image_tokens.put(self._layout, batch, part, row)
     return check_ids(batch, self._loaded.model.vocab_size)
+
+  def _pixels(self, text: Embedded) -> Sequence[np.ndarray]:
+    return () if self.images is None else Images(text.images, self.images.preprocess)
+
+
+def _not_dropped(made: Embedded | str, number: int) -> Embedded:
+  if isinstance(made, str):
+    raise DataError(f"text {number} has {made}, so that it has no embedding. Repair it, or leave it out.")
+  return made
 
 
 def _taken(batch: dict[str, np.ndarray], rows: np.ndarray) -> dict[str, np.ndarray]:
@@ -110,8 +140,8 @@ def of_folder(loaded: Loaded, pooling: str | None, max_length: int | None) -> No
   sys.stderr.write("\n".join(notes) + "\n")
 
 
-def read_texts(path: str, key: str) -> list[Text]:
-  """The texts of a file.
+def read_texts(path: str, key: str, images: ImageFormat | None = None) -> list[Text]:
+  """The texts of a file; `images`: how the model sees them, None: it does not.
 
   Raises:
     ConfigError, DataError: there are none, or a row without one.
@@ -122,22 +152,28 @@ def read_texts(path: str, key: str) -> list[Text]:
     texts = [*lines[:-1]] if lines[-1] == "" else [*lines]
   else:
     kind = {".parquet": "parquet", ".csv": "csv", ".tsv": "csv"}.get(Path(path).suffix, "jsonl")
-    cfg = source(type=kind, path=path, text_key=key, split="all")
-    texts = [_text(record, key) for record in open_source(cfg, "texts", texts=True).records()]
+    rows = open_source(source(type=kind, path=path, text_key=key, split="all"), "texts", texts=images is None)
+    reader, beside = TextReader(images), ShapeReader(images=images)
+    texts = [_text(record, key, reader, beside) for record in rows.records()]
+    if rows.tally.empty:
+      raise DataError(f"{path}: {rows.tally.empty} rows have nothing in {key!r}, which has no embedding. Remove them.")
   if not texts:
     raise DataError(f"{path} has no texts.")
   return texts
 
 
-def _text(record: Any, key: str) -> Text:
+def _text(record: Any, key: str, reader: TextReader, beside: ShapeReader) -> Text:
+  """The text of a row: what its column says, with the images that stand beside it, or these alone."""
   if record.problem is not None:
     raise record.problem
-  if (talk := conversation(record, key, record.fields.get(key))) is not None:
-    return talk
-  if not isinstance(record.fields.get(key), str):
+  others = {name: value for name, value in record.fields.items() if name != key}
+  value, shared = record.fields.get(key), beside.images_of(record._replace(fields=others))
+  if value is None and shared:
+    value, shared = {"images": [ref.value for ref in shared]}, ()
+  if value is None:
     raise DataError(f"{record.where}: no text in {key!r}; its columns are {', '.join(record.fields)}. Name it by "
                     "--key.")
-  return record.fields[key]
+  return reader.read(record, [(key, value)], shared)[0]
 
 
 # ---------------------------------------------------------------------------------------------- command line
@@ -168,7 +204,6 @@ def _run(given: Any) -> None:
     raise ConfigError("--step is a checkpoint of a run; leave it out with --hf.")
   if given.out and not given.out.endswith(".npy"):
     raise ConfigError(f"--out is {given.out!r}; what is written is an array of NumPy. Name it FILE.npy.")
-  texts = read_texts(given.texts, given.key)
   mesh = mesh_lib.make_mesh(dict(data=1, fsdp=-1, tensor=given.tensor))
   if given.hf:
     loaded = load_folder(given.hf, mesh)
@@ -176,6 +211,7 @@ def _run(given: Any) -> None:
   else:
     loaded = load_run(given.workdir, mesh, step=given.step)
   embedder = Embedder(loaded, mesh, given.batch_size)
+  texts = read_texts(given.texts, given.key, embedder.images)
   vectors, cut = embedder(texts, given.prompt)
   sys.stderr.write(f"{loaded.origin}: {len(texts):,} texts, {cut:,} of them cut to {embedder.max_length} tokens\n")
   if given.out:

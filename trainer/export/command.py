@@ -18,6 +18,7 @@ import tensorstore as ts
 from absl import app, flags, logging
 
 from input_pipeline.chat.builtin import find_template
+from input_pipeline.chat.image_placeholders import vocab_size
 from input_pipeline.chat.template import ChatTemplate
 from input_pipeline.examples.conversations import ChatEncoder
 from input_pipeline.tokenizer.special_tokens import BOS
@@ -96,7 +97,7 @@ def export(workdir: str | Path, out: str | Path, *, step: int | None = None, dty
     stored = merged()
   left_out = ("similarity/",) if mtp else ("similarity/", "mtp/")
   stored_shapes = {path: leaf for path, leaf in stored.shapes.items() if not path.startswith(left_out)}
-  shapes = _without_padding(stored_shapes, None if config.model.hf else tokenizer.vocab_size)
+  shapes = _without_padding(stored_shapes, None if config.model.hf else vocab_size(config, tokenizer))
   keys = hf.keys_of(config.model, shapes["embed/embedding"].shape[0])
   keys["mtp_layers"] *= mtp
   original = workdir / hugging_face.FOLDER

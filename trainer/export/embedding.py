@@ -3,7 +3,8 @@
 from pathlib import Path
 from typing import Any
 
-from input_pipeline.examples.matches import max_length_of, text_tokens
+from input_pipeline.chat.image_placeholders import sees
+from input_pipeline.examples.embedded import max_length_of, text_tokens
 from input_pipeline.tokenizer import hf_classes
 from input_pipeline.tokenizer.tokenizer import Tokenizer, write_ends
 from models.hf import files, sentence_transformers
@@ -31,4 +32,5 @@ def write(out: Path, config: Any, tokenizer: Tokenizer) -> None:
     names = tokenizer.named_tokens
     files.write_json(named_in, {**named, "pad_token": names.get("eos_token") or next(iter(names.values()), None)})
   sentence_transformers.write(out, config.model.hidden_size, sentence_transformers.Found(
-      cfg.pooling, cfg.query_prompt, cfg.document_prompt, max_length_of(config)))
+      cfg.pooling, cfg.query_prompt, cfg.document_prompt, max_length_of(config), cfg.as_messages,
+      cfg.generation_prompt), sees(config))

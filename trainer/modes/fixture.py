@@ -20,6 +20,9 @@ from trainer import update
 from trainer.distributed import mesh as mesh_lib
 from trainer.metrics import to_floats
 
+# Arrays of batches that have an entry for each image, not for each token.
+OF_IMAGES = ("images", "image_grid")
+
 
 class Skip(Exception):
   """The equality does not apply; the message says why."""
@@ -141,7 +144,7 @@ def split_documents(batch: Mapping[str, np.ndarray], most: int) -> tuple[dict, d
       mine = segments == segment
       alone = {key: part[row].copy() for key, part in batch.items()}
       for key, part in alone.items():
-        if part.shape[:1] == mine.shape and key not in ("images", "image_grid"):
+        if part.shape[:1] == mine.shape and key not in OF_IMAGES:
           part[~mine] = 0
       alone["segment_ids"] = mine.astype(segments.dtype)
       apart.append(alone)
@@ -158,8 +161,10 @@ def completions_apart(batch: Mapping[str, np.ndarray], together: int = 1) -> dic
       numbers = [n for n in range(first, first + together) if batch["segment_roles"][row][n]]
       if not numbers:
         continue
-      of_tokens = [key for key, part in batch.items() if part[row].shape == segments.shape and key != "prompt_ids"]
-      alone = {key: np.zeros_like(batch[key][row], shape=together * len(segments)) for key in of_tokens}
+      of_tokens = [key for key, part in batch.items()
+                   if part[row].shape[:1] == segments.shape and key not in (*OF_IMAGES, "prompt_ids")]
+      alone = {key: np.zeros_like(batch[key][row], shape=(together * len(segments), *batch[key][row].shape[1:]))
+               for key in of_tokens}
       begin = 0
       for n in numbers:
         mine = segments == n + 1

@@ -12,7 +12,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from input_pipeline.examples.matches import ENDS
+from input_pipeline.examples.embedded import ENDS
 from models.hf import sentence_transformers
 from trainer.errors import ConfigError
 from trainer.metrics import Mean
@@ -20,6 +20,8 @@ from trainer.strategies import similarity
 from trainer.strategies.record import Strategy
 
 LOSSES = ("infonce", "siglip")
+# Options whose default is what a folder of sentence-transformers says.
+_OF_FOLDERS = ("pooling", "query_prompt", "document_prompt", "as_messages", "generation_prompt")
 # {what is learned: the temperature that it begins with}: sentence-transformers' scale is 20, CLIP's begins at 1 / 0.07.
 _TEMPERATURES = {"fixed": 0.05, "scale": 0.07, "scale_bias": 0.1}
 
@@ -98,14 +100,16 @@ def fill_in(config: Any) -> list[str]:
   found = sentence_transformers.read(model.hf) if model.hf is not None else None
   with config.unlocked():
     if found is not None:
-      of_folder = dict(pooling=found.pooling, query_prompt=found.query_prompt, document_prompt=found.document_prompt)
+      of_folder = {key: getattr(found, key) for key in _OF_FOLDERS}
       for key, value in of_folder.items():
         if cfg[key] is None:
           cfg[key] = value
         elif cfg[key] != value:
           notes.append(f"strategy.{key} = {cfg[key]!r}, as this config says; {model.hf} says {value!r}")
-    cfg.pooling, cfg.text_ends = cfg.pooling or "last", cfg.text_ends or ("eos" if found is None else "tokenizer")
+    as_they_are = found is not None or cfg.as_messages
+    cfg.pooling, cfg.text_ends = cfg.pooling or "last", cfg.text_ends or ("tokenizer" if as_they_are else "eos")
     cfg.query_prompt, cfg.document_prompt = cfg.query_prompt or "", cfg.document_prompt or ""
+    cfg.as_messages, cfg.generation_prompt = bool(cfg.as_messages), bool(cfg.generation_prompt)
     if cfg.max_length is None:
       cfg.max_length = config.seq_len // (2 + cfg.negatives)
       if found is not None and found.max_length is not None and found.max_length < cfg.max_length:
@@ -166,7 +170,10 @@ CONTRASTIVE = Strategy(loss, data="matches", head="embedding", check=check, fill
     # and BOS where it writes nothing, unless tokenizer.add_eos and add_bos are False. Default: tokenizer of a folder of
     # sentence-transformers (model.hf), else eos.
     text_ends=str,
+    # Each text is what the user says in a conversation, and a prompt its system message, as sentence-transformers gives
+    # images and texts to models that see both. Default: as pooling, or False.
+    as_messages=bool,
     # Texts that are conversations end with what begins the model's answer (Qwen3-VL-Embedding), whose last token is
-    # then pooled.
-    generation_prompt=False,
+    # then pooled. Default: as pooling, or False.
+    generation_prompt=bool,
 ))

@@ -53,11 +53,12 @@ def grouped(of_segments: jax.Array, negatives: int) -> tuple[jax.Array, jax.Arra
 
 
 def text_hashes(batch: Mapping[str, jax.Array]) -> jax.Array:
-  """64 bits of each segment's tokens, uint32 [B, S, 2]: equal where the texts are. Sums, so in any order."""
+  """64 bits of each segment's tokens and images, uint32 [B, S, 2]: equal where the texts are. Sums, so in any order."""
   tokens_BxT, positions_BxT = (batch[key].astype(jnp.uint32) for key in ("tokens", "positions"))
   hashes = []
-  for salt in (0x9E3779B9, 0x85EBCA6B):
-    mixed_BxT = _mixed(_mixed(tokens_BxT + jnp.uint32(salt)) + positions_BxT * jnp.uint32(0xC2B2AE35))
+  for nth, salt in enumerate((0x9E3779B9, 0x85EBCA6B)):
+    names_BxT = batch["image_names"][:, :, nth] if "image_names" in batch else jnp.uint32(0)
+    mixed_BxT = _mixed(_mixed(tokens_BxT + jnp.uint32(salt)) + positions_BxT * jnp.uint32(0xC2B2AE35) + names_BxT)
     hashes.append(jnp.sum(jnp.where(sequences.in_segment(batch), mixed_BxT[:, :, None], 0), axis=1, dtype=jnp.uint32))
   return jnp.stack(hashes, axis=-1)
 

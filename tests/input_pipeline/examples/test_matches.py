@@ -3,13 +3,16 @@
 import json
 from pathlib import Path
 
+import numpy as np
 import pytest
 
-from input_pipeline.examples.matches import MatchEncoder, TextTokens
+from input_pipeline.examples.matches import MatchEncoder
 from input_pipeline.examples.roles import ABSENT, NEGATIVE, POSITIVE, QUERY
+from input_pipeline.images.images import Preprocess, to_pixels
 from input_pipeline.remarks import CUT
+from input_pipeline.sources.made import png
 from input_pipeline.sources.readers import Record
-from input_pipeline.tokenizer.tokenizer import BytesTokenizer, load_tokenizer, write_ends
+from input_pipeline.tokenizer.tokenizer import BytesTokenizer, load_tokenizer
 from trainer.config import defaults, strategy
 from trainer.errors import ConfigError, DataError
 
@@ -68,26 +71,6 @@ def test_prompts_stand_before_texts_and_what_is_too_long_is_cut_before_its_end()
   assert found.remarks == ((CUT, "query"), (CUT, "positive"))
 
 
-def test_ends_are_the_tokenizers_own(tmp_path):
-  BytesTokenizer().save(tmp_path / "tokenizer.json")
-  c = defaults().tokenizer
-  assert TextTokens(load_tokenizer(tmp_path), c, 8).head == (BOS,)
-  write_ends(tmp_path / "tokenizer.json", (), (EOS, EOS))
-  own = load_tokenizer(tmp_path)
-  assert own.ends == ((), (EOS, EOS))
-  for ends in ("eos", "tokenizer"):
-    assert [ids.tolist() for ids, _ in TextTokens(own, c, 8, ends).encode(["a"])] == [[97, EOS, EOS]]
-  write_ends(tmp_path / "tokenizer.json", (BOS,))
-  own = load_tokenizer(tmp_path)
-  assert TextTokens(own, c, 8, "tokenizer").encode(["a"])[0][0].tolist() == [BOS, 97]
-  assert TextTokens(own, c, 8, "eos").encode(["a"])[0][0].tolist() == [BOS, 97, EOS]
-  c.add_eos = False
-  assert TextTokens(own, c, 8, "eos").tail == ()
-  # What others make of the file, which the tokenizers library does.
-  from tokenizers import Tokenizer
-  assert Tokenizer.from_file(str(tmp_path / "tokenizer.json")).encode("a").ids == [BOS, 97]
-
-
 @pytest.mark.parametrize("fields, told", [
     (dict(query="q"), "file:1: no 'positive' .or null.; its columns are 'query'"),
     (dict(positive="p"), "file:1: no 'query'"),
@@ -97,7 +80,7 @@ def test_ends_are_the_tokenizers_own(tmp_path):
     (dict(query="q", pos=[]), "file:1: pos is an empty list"),
     (dict(query="q", positive=None), "file:1: no 'positive' .or null.; its columns are"),
     (dict(query=["q"], positive="p"), "file:1: query is ..q.. .list.; expected a text"),
-    (dict(query="q", positive=["p", 3]), "file:1: positive is 3 .int.; expected a text, or messages, or a list"),
+    (dict(query="q", positive=["p", 3]), "file:1: positive is 3 .int.; expected a text, or messages"),
     (dict(query="q", positive="p", negative="p"), "file:1: a negative has the same tokens as a positive"),
     (dict(query="q", positive="p", negative=["n", "m"]), "file:1: 2 negatives, but strategy.negatives is 1. Use"),
 ])
@@ -115,6 +98,84 @@ def test_whatever_decides_the_tokens_is_in_the_fingerprint():
   made = [encoder(), encoder(negatives=1), encoder(max_length=9), encoder(query_prompt="q"),
           encoder(document_prompt="q"), encoder(fields=(("query", "a"),))]
   assert len({one.fingerprint for one in made}) == len(made) and made[0].fingerprint == encoder().fingerprint
+
+
+def seeing(tmp_path, fields=(), **options):
+  """An encoder of a model that sees images, as 2 × 2 tokens each; and the record of a row beside 0.png and 1.png."""
+  for number in range(2):
+    (tmp_path / f"{number}.png").write_bytes(png(np.full((4, 4), number, np.uint8)))
+  c = defaults()
+  c.strategy = strategy("contrastive", **dict(max_length=16, text_ends="eos") | options)
+  c.model.vision.update(tower="siglip", image_size=4, patch_size=2, image_token=300)
+  c.chat.fields = tuple(fields)
+  return MatchEncoder(c, BytesTokenizer()), lambda row: Record("r", "file:1", row, tmp_path)
+
+
+@pytest.mark.parametrize("row, texts, images, described", [
+    (dict(query="q", positive={"image": "0.png"}), ["q", "█"], [0], "query and positive with images"),
+    (dict(query={"text": "q", "image": "0.png"}, positive=["p", {"image": "1.png"}], negative="n"),
+     ["█q", "p", "n", "█q", "█", "n"], [0, 0, 1], "query with images and positive with images, 1 negative"),
+    (dict(query="q", positive="p", negative=[{"image": "0.png"}]), ["q", "p", "█"], [0],
+     "query and positive, 1 negative with images"),
+    # Columns of images: where the texts have places, in the place of what is missing, or before the query.
+    (dict(query="<image> q", positive="p", negative="<image>", images=["0.png", "1.png"]), ["█ q", "p", "█"], [0, 1],
+     "query with images and positive, 1 negative with images"),
+    (dict(query="q", positive="p", image="1.png"), ["█q", "p"], [1], "query with images and positive"),
+    (dict(positive="p", image="1.png"), ["█", "p"], [1], "query with images and positive"),
+    (dict(query="q", images=["0.png", "1.png"]), ["q", "██"], [0, 1], "query and positive with images"),
+])
+def test_any_text_of_a_row_may_have_images(tmp_path, row, texts, images, described):
+  made, record = seeing(tmp_path, negatives=1)
+  found, shades = [], []
+  for document in made.encode([record(row)]):
+    begin = 0
+    for length in document.parts:
+      ids, begin = document.ids[begin:begin + length].tolist(), begin + length
+      found += ["".join("I" if i == 300 else chr(i) for i in ids[1:-1]).replace("IIII", "█")] * (length > 0)
+    shades += [int(to_pixels(image.data, Preprocess(4)).max()) for image in document.images]
+    assert [document.ids[at:at + 4].tolist() for at in document.places] == [[300] * 4] * len(document.images)
+  assert (found, shades, made.describe(record(row))) == (texts, images, described)
+  assert made.columns(record(row)) == row.keys() and made.sees_images
+
+
+def test_a_column_called_image_may_be_the_query(tmp_path):
+  made, record = seeing(tmp_path, fields=(("query", "image"), ("positive", "caption")))
+  found, = made.encode([record(dict(image={"bytes": (tmp_path / "1.png").read_bytes(), "path": None}, caption="p"))])
+  assert found.places == (1,) and found.parts == (6, 3)
+  with pytest.raises(DataError, match="file:1: image is '1.png', a text that looks like an image. Write it as"):
+    made.encode([record(dict(image="1.png", caption="p"))])
+
+
+def test_texts_with_other_images_are_others(tmp_path):
+  made, record = seeing(tmp_path, negatives=1)
+  assert made.encode([record(dict(query="q", positive={"image": "0.png"}, negative={"image": "1.png"}))])
+  with pytest.raises(DataError, match="file:1: a negative has the same tokens as a positive"):
+    made.encode([record(dict(query="q", positive={"image": "0.png"}, negative={"image": "0.png"}))])
+
+
+def test_a_row_with_an_image_that_cannot_be_used_is_dropped_where_that_is_said(tmp_path):
+  made, record = seeing(tmp_path)
+  row = record(dict(query="q", positive=["p", {"image": "none.png"}]))
+  with pytest.raises(DataError, match="^file:1: positive: image: .*none.png"):
+    made.encode([row])
+  made._tokens._images.drops = True
+  kept, dropped = made.encode([row])
+  assert kept.parts == (3, 3) and dropped == "a bad image"
+
+
+def test_whatever_decides_images_is_in_the_fingerprint(tmp_path):
+  one, other = seeing(tmp_path)[0], seeing(tmp_path)[0]
+  other._tokens._images.each = 9
+  assert len({one.fingerprint, other.fingerprint, encoder().fingerprint}) == 3
+
+
+@pytest.mark.parametrize("row, told", [
+    (dict(positive="p", image="0.png"), "file:1: has images, which the model does not see"),
+    (dict(query={"image": "0.png"}, positive="p"), "file:1: query: has images, which the model does not see"),
+])
+def test_a_model_of_text_refuses_images(row, told):
+  with pytest.raises(DataError, match=told):
+    documents(row)
 
 
 REFERENCES = Path(__file__).parents[1] / "references"

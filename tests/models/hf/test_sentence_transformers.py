@@ -12,7 +12,7 @@ from models.hf import sentence_transformers
 from models.hf.sentence_transformers import Found
 from trainer.distributed import mesh as mesh_lib
 from trainer.embed import command as embed
-from trainer.errors import ConfigError
+from trainer.errors import ConfigError, DataError
 from trainer.generate.command import load_folder
 
 REFERENCES = Path(__file__).parent / "sentence_references"
@@ -39,6 +39,29 @@ def test_embeddings_are_those_of_sentence_transformers(case):
     assert np.abs(reference["plain"] - reference["query"]).max() > 0.01 or case == "mean"
 
 
+def test_vectors_of_images_are_those_of_sentence_transformers():
+  """Which makes a message of each, and of the prompt, and lets it be answered."""
+  folder = REFERENCES / "images"
+  assert sentence_transformers.read(folder) == Found("last", "Find it.", "", None, True, True)
+  made = embedder(folder, max_length=96)
+  texts = embed.read_texts(str(folder / "rows.jsonl"), "text", made.images)
+  with np.load(folder / "reference.npz") as reference:
+    for prompt, key in (("none", "plain"), ("query", "query")):
+      np.testing.assert_allclose(made(texts, prompt)[0], reference[key], rtol=0, atol=2e-6)
+    assert np.abs(reference["plain"] - reference["query"]).max() > 0.01
+
+
+def test_what_texts_become_is_written_and_read(tmp_path):
+  for messages, answered in ((True, False), (True, True)):
+    found = Found("last", "Find it.", "", 96, messages, answered)
+    sentence_transformers.write(tmp_path, 16, found, images=True)
+    assert sentence_transformers.read(tmp_path) == found
+  said = json.loads((tmp_path / "sentence_bert_config.json").read_text())
+  theirs = json.loads((REFERENCES / "images" / "sentence_bert_config.json").read_text())
+  del theirs["modality_config"]["video"]  # which is not read
+  assert {key: said[key] for key in theirs} == theirs
+
+
 def test_what_is_written_is_read_and_says_what_old_files_said(tmp_path):
   sentence_transformers.write(tmp_path, 16, Found("mean", "query: ", "text: ", 96))
   assert sentence_transformers.read(tmp_path) == Found("mean", "query: ", "text: ", 96)
@@ -56,6 +79,8 @@ def test_what_is_written_is_read_and_says_what_old_files_said(tmp_path):
     ("1_Pooling/config.json", {"pooling_mode": "cls"}, "pools by cls; read are lasttoken, mean"),
     ("1_Pooling/config.json", {"pooling_mode_mean_tokens": True, "pooling_mode_max_tokens": True}, "by mean, max_t"),
     ("1_Pooling/config.json", {"pooling_mode": "mean", "include_prompt": False}, "leaves prompts out of the mean"),
+    ("sentence_bert_config.json", {"processing_kwargs": {"text": {}}}, "processing_kwargs has 'text'; read is chat_t"),
+    ("sentence_bert_config.json", {"processing_kwargs": {"chat_template": {"tools": []}}}, "has 'tools'; read is chat"),
 ])
 def test_what_is_not_computed_is_refused(tmp_path, file, content, told):
   sentence_transformers.write(tmp_path, 16, Found("mean", "", "", 96))
@@ -81,3 +106,15 @@ def test_texts_are_read_line_by_line_or_by_their_column(tmp_path):
   assert embed.read_texts(str(tmp_path / "a.jsonl"), "body") == ["one", "two"]
   (tmp_path / "a.csv").write_text("id;body\n1;one\n2;two\n")
   assert embed.read_texts(str(tmp_path / "a.csv"), "body") == ["one", "two"]
+
+
+@pytest.mark.parametrize("row, told", [
+    ({"text": "one", "image": "a.png"}, "a.jsonl:2: has images, which the model does not see"),
+    ({"body": "one"}, "a.jsonl:2: no text in 'text'; its columns are body. Name it by --key"),
+    ({"text": ""}, "a.jsonl: 1 rows have nothing in 'text', which has no embedding"),
+    ({"text": {"text": " "}}, "a.jsonl:2: text is empty"),
+])
+def test_a_row_without_a_text_is_told(row, told, tmp_path):
+  (tmp_path / "a.jsonl").write_text('{"text": "one"}\n' + json.dumps(row) + "\n")
+  with pytest.raises(DataError, match=told):
+    embed.read_texts(str(tmp_path / "a.jsonl"), "text")

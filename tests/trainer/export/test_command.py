@@ -60,6 +60,16 @@ def values(seed=0, **changed):
   return jax.tree.map(jnp.asarray, tree_lib.unflatten(arrays))
 
 
+def test_the_padding_is_cut_behind_the_placeholder_of_images(tmp_path):
+  """An id that is no token's, whose embedding others look up before features take its place."""
+  vision = dict(tower="siglip", image_size=8, patch_size=4, num_layers=1, hidden_size=8, intermediate_size=8,
+                num_heads=2, projector="mlp", final_norm=False, image_token=REAL)
+  changed = dict(vision=vision, norm_position="pre", qk_norm=True)
+  out = export.export(write_run(tmp_path / "run", values(**changed), **changed), tmp_path / "out")
+  assert hf.load(out)[1]["embed"]["embedding"].shape[0] == REAL + 1
+  assert files.read_config(out)["image_token_index"] == REAL
+
+
 def flat(tree):
   return {path: np.asarray(leaf) for path, leaf in tree_lib.flatten(tree).items()}
 
