@@ -32,8 +32,13 @@ _jitted: dict[tuple, Any] = {}
 traced = True
 # What programs are made with beside XLA_FLAGS: {flag: value}.
 _options: dict[str, Any] = {}
-# What a process of tests may take of memory before it lets go of programs.
+# What a process of tests may take before it lets go of programs: of memory, and of its areas, of which a program on CPU
+# has some 50. Linux allows 65,530 (vm.max_map_count); XLA crashes when it writes a program that it could not map.
 MEMORY_BYTES = 3 * 2**30
+AREAS = 40_000
+# So many programs more, and areas are counted again.
+LOOK_AFTER = 100
+_looked_at = 0  # programs, when they were counted last
 
 
 def share() -> None:
@@ -103,9 +108,10 @@ def _share_contexts(mlir: Any, modules: int = 200) -> None:
   mlir.make_ir_context = make_or_reuse
 
 
-# What the functions of a step are traced from, beside the shapes of its arguments: keys of a config.
+# What the functions of a step are traced from, beside the shapes of its arguments: keys of a config. Those of rollouts
+# that matter are filled in as the strategy's, or are read where the program is made.
 _OF_A_STEP = ("activation_rules", "batch_size", "grad_accum_steps", "model", "optimizer", "precision", "remat",
-              "rollout", "schedule", "seed", "sharding_rules", "strategy")
+              "schedule", "seed", "sharding_rules", "strategy")
 
 
 class _OfTrain:
@@ -134,9 +140,10 @@ class _OfTrain:
     if not traced:
       return program
     loss = self._module.strategies.find(config._node.strategy.name).loss
+    constant = config._node.schedule.name == "constant"  # whatever the run's length
     key = ("step", _identity(model), mesh, loss, repr({name: config._node[name] for name in _OF_A_STEP}),
-           tuple(self._durations), tuple(source_names), program.precompute, program.share_prompts,
-           tuple(_options.items()))
+           tuple(self._durations[constant:]), tuple(source_names), program.precompute, program.share_prompts,
+           program.score_fn is None, tuple(_options.items()))
     if key not in _jitted:
       self._latest = config, key, program
       return program
@@ -177,16 +184,27 @@ def _identity(model: Any) -> Any:
 def forget() -> None:
   """Lets go of what was compiled and traced."""
   import jax
+  global _looked_at
+  _looked_at = 0
   _compiled.clear()
   _jitted.clear()
   jax.clear_caches()
 
 
 def forget_if_large() -> None:
-  """`forget`, if this process takes more than MEMORY_BYTES, or where Linux does not say what it takes."""
+  """`forget`, if this process takes more than MEMORY_BYTES or AREAS, or where Linux does not say what it takes."""
   statm = Path("/proc/self/statm")
-  if not statm.exists() or int(statm.read_text().split()[1]) * resource.getpagesize() > MEMORY_BYTES:
+  if (not statm.exists() or int(statm.read_text().split()[1]) * resource.getpagesize() > MEMORY_BYTES
+      or _has_many_areas()):
     forget()
+
+
+def _has_many_areas() -> bool:
+  global _looked_at
+  if len(_compiled) < _looked_at + LOOK_AFTER:
+    return False
+  _looked_at = len(_compiled)
+  return Path("/proc/self/maps").read_bytes().count(b"\n") > AREAS
 
 
 @functools.cache

@@ -56,7 +56,7 @@ def noise(tokens_BxT):
 
 
 def get_config(corpus):
-  config = tiny.config(Path(corpus), keep_last=3)
+  config = tiny.config(Path(corpus), keep_last=3, schedule=tiny.COSINE)
   config.evals.sums = evaluator(type="generate", sources=dict(sums=source(type="arithmetic")), eval_steps=4,
                                 max_documents=5, num_samples=2, pass_at=(1, 2), max_new_tokens=5, temperature=1.0)
   if "EVALS" not in os.environ:

@@ -250,6 +250,21 @@ def config_examples():
       yield page.name, namespace["config"] if "config" in namespace else namespace["get_config"]()
 
 
+# Rows of the table of exactness that cost half a minute and have parts of theirs in other rows: every night alone.
+AT_NIGHT = {"test_two_processes_go_back_before_a_spike_as_one_does", "test_a_stopped_run_continues_bitwise"}
+
+
+def test_a_case_of_each_row_of_the_table_of_exactness_is_run_by_default(request):
+  """Seen where the tests of all these files were collected, and not where some were chosen."""
+  text = (tiny.ROOT / "docs" / "exactness.md").read_text(encoding="utf-8")
+  rows = [{(file, name) for name, file in re.findall(r"\[`(test_\w+)`\]\(\.\./(tests/[\w/]+\.py)\)", line)}
+          for line in text.splitlines() if line.startswith("|")]
+  by_default = {(item.path.relative_to(tiny.ROOT).as_posix(), item.name.partition("[")[0])
+                for item in request.session.items if item.get_closest_marker("slow") is None}
+  if {file for row in rows for file, _ in row} <= {file for file, _ in by_default}:
+    assert not [row for row in rows if row and not row & by_default and AT_NIGHT.isdisjoint(name for _, name in row)]
+
+
 @pytest.mark.devices(8)
 def test_config_examples_have_an_effect():
   """Keys and types are right, and each rule of the examples matches parameters of the default model."""

@@ -136,7 +136,7 @@ def test_a_signal_saves_and_exits_0_and_the_run_goes_on(setup, straight, tmp_pat
 
 def test_a_second_signal_exits_at_once(setup, tmp_path):
   config = tmp_path / "slow.py"
-  config.write_text(tiny.CONFIG_FILE.replace("return tiny.config(Path(corpus))", """config = tiny.config(Path(corpus))
+  config.write_text(tiny.CONFIG_FILE.replace("return ", "config = ").replace("COSINE)", """COSINE)
   config.callbacks.slow = dict(type="tests.test_faults.Slow")
   return config"""))
   process = start((config, setup[1]), tmp_path / "w", 1)
@@ -194,7 +194,7 @@ HARMS = {
 def crashed(setup, tmp_path_factory):
   """(config, the final state of a run left alone, the workdir of one that crashed before update 11)."""
   folder = tmp_path_factory.mktemp("harmed")
-  config = tiny.config(setup[1], total_steps=12, ckpt_steps=4, keep_last=3)
+  config = tiny.config(setup[1], total_steps=12, ckpt_steps=4, keep_last=3, schedule=tiny.COSINE)
   alone = jax.device_get(train(config, folder / "alone").state)
   config.callbacks.crash = dict(type="tests.test_faults.Crash", step=10)
   with pytest.raises(RuntimeError, match="crashed"):

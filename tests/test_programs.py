@@ -17,7 +17,7 @@ pytestmark = pytest.mark.skipif(tiny.AS_IN_USERS_RUNS, reason="with WEFT_TEST_AS
 def compiled():
   """How many programs of functions named `mine` there are."""
   programs.forget()
-  return lambda: sum(name == "@jit_mine" for _, name, *_ in programs._compiled)
+  return compiled_now
 
 
 def product(size, factor=3.0, **options):
@@ -34,6 +34,23 @@ def total(rows):
     return x.sum() + 1
 
   return jax.jit(mine)(rows)
+
+
+def test_programs_are_let_go_of_before_linux_has_no_area_for_more(compiled, monkeypatch):
+  """Areas are counted only when there are LOOK_AFTER programs more, since that takes longer than some tests."""
+  monkeypatch.setattr(programs, "LOOK_AFTER", 2)
+  monkeypatch.setattr(programs, "MEMORY_BYTES", 2**60)
+  sizes = iter(range(2, 9))
+  for areas, kept in ((2**30, 2), (0, 3), (0, 0)):
+    monkeypatch.setattr(programs, "AREAS", areas)
+    for _ in range(2 if areas else 1):
+      product(next(sizes))
+    programs.forget_if_large()
+    assert compiled_now() == kept
+
+
+def compiled_now():
+  return sum(name == "@jit_mine" for _, name, *_ in programs._compiled)
 
 
 def call(function):
@@ -87,7 +104,10 @@ def test_runs_that_train_in_the_same_way_have_one_step(corpus, tmp_path):
   first = step("first")
   assert step("again", log_steps=2) is first
   assert step("other", optimizer=dict(learning_rate=0.5)) is not first
-  assert step("longer", total_steps=3) is not first  # its learning rates are others
+  assert step("longer", total_steps=3) is first
+  falling = step("falling", schedule=tiny.COSINE)
+  assert falling is not first
+  assert step("longer falling", schedule=tiny.COSINE, total_steps=3) not in (first, falling)  # its rates are others
 
 
 def test_what_evaluates_a_loss_is_one_for_equal_models_where_there_is_one_device():

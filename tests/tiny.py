@@ -15,6 +15,10 @@ ROOT = Path(__file__).resolve().parent.parent
 WORDS = ("the", "quick", "brown", "fox", "jumps", "over", "a", "lazy", "dog", "und", "läuft", "fort")
 
 
+# The schedule of `defaults()`, for runs that must go on with the learning rates that they had.
+COSINE = dict(name="cosine", warmup_percent=2.0)
+
+
 def write_corpus(folder: Path, files: int = 24, seed: int = 0) -> Path:
   """Text files of random length and random words, the same each time."""
   folder.mkdir(parents=True, exist_ok=True)
@@ -30,6 +34,7 @@ def config(corpus: Path, **changed) -> ConfigDict:
   c = defaults()
   c.input.sources.main = source(type="text", path=str(corpus), split="train", validation_fraction=0.3)
   c.update(batch_size=8, seq_len=32, total_steps=8, log_steps=1, ckpt_steps=3)
+  c.schedule.update(name="constant", warmup_percent=-1.0)  # runs of any length have the same step
   c.model.update(num_layers=2, hidden_size=16, intermediate_size=32, num_heads=2, vocab_multiple=8)
   c.optimizer.learning_rate = 1e-2
   c.evals.val = evaluator(type="loss", eval_steps=4)
@@ -42,7 +47,7 @@ from pathlib import Path
 from tests import tiny
 
 def get_config(corpus):
-  return tiny.config(Path(corpus))
+  return tiny.config(Path(corpus), schedule=tiny.COSINE)
 """
 
 

@@ -7,11 +7,12 @@ import pytest
 from hypothesis import HealthCheck, configuration, given, settings
 from hypothesis import strategies as st
 
+from tests import tiny
 from tests.hostile import parsers
 
 # Where hypothesis keeps its tables of characters.
 configuration.set_hypothesis_home_dir(os.environ["WEFT_TEST_CACHE"])
-BOUNDS = settings(max_examples=50, derandomize=True, deadline=None, database=None,
+BOUNDS = settings(max_examples=50 if tiny.AS_IN_USERS_RUNS else 20, derandomize=True, deadline=None, database=None,
                   suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
 # The words of all formats, so that values of any type stand where the parsers look.
 WORDS = sorted({word for seeds in parsers.SEEDS.values() for seed in seeds

@@ -80,7 +80,7 @@ def serving(files: dict[str, bytes]):
   store = Store(files)
   server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), _handler(store))
   server.daemon_threads = True
-  threading.Thread(target=server.serve_forever, daemon=True).start()
+  threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
   store.url = f"http://127.0.0.1:{server.server_port}"
   try:
     yield store

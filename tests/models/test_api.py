@@ -29,6 +29,14 @@ def test_dotted_path_to_a_users_class():
     api.validate(m, 7)
 
 
+def test_who_generates_has_what_a_text_is_gone_on_with():
+  class Scores:
+    def apply(self, params, batch):
+      return None
+
+  assert api.generates(make(defaults().model)) and not api.generates(Scores())
+
+
 @pytest.mark.parametrize("name", ["llama", "no_such_package.Model", "models.transformer.Missing", ""])
 def test_unknown_names(name):
   m = defaults().model

@@ -36,14 +36,26 @@ def made(rank=4, targets=TARGETS, alpha=8.0, rslora=False, dropout=0.0, moe=Fals
   return model, tree.unflatten(params)
 
 
-def hidden(model, params, batch, **kwargs):
-  return np.asarray(jax.jit(lambda p: model.apply(p, batch, **kwargs).hidden, compiler_options=tiny.AS_USERS)(params))
+@functools.cache
+def base_of(moe=False):
+  """The model without adapters."""
+  return tiny.model(**(dict(moe=SHARED_EXPERT) if moe else {}))
+
+
+@functools.cache
+def _hidden(model, train):
+  return jax.jit(lambda params, batch, rng: model.apply(params, batch, rng=rng, train=train).hidden,
+                 compiler_options=tiny.AS_USERS)
+
+
+def hidden(model, params, batch, rng=None, train=False):
+  return np.asarray(_hidden(model, train)(params, batch, rng))
 
 
 @pytest.mark.parametrize("moe, dora", [(False, False), (True, False), (False, True)])
 def test_a_fresh_adapter_changes_nothing(moe, dora):
   """The base has the initial values it would have alone, and logits are equal to the bit."""
-  base = tiny.model(**(dict(moe=SHARED_EXPERT) if moe else {}))
+  base = base_of(moe)
   adapted, _ = made(moe=moe, dora=dora, targets=("attn/q", "moe/shared/", "shared_gate") if moe else TARGETS)
   plain, params = (jax.jit(m.init)(jax.random.key(3)) for m in (base, adapted))
   flat, alone = tree.flatten(params), tree.flatten(plain)
@@ -58,7 +70,7 @@ def test_a_fresh_adapter_changes_nothing(moe, dora):
 @pytest.mark.parametrize("dora", [False, True])
 def test_adapters_off_is_the_base(dora):
   model, params = made(dora=dora)
-  batch, base = tiny.batch(4, 16), tiny.model()
+  batch, base = tiny.batch(4, 16), base_of()
   without = tree.unflatten({p: x for p, x in tree.flatten(params).items() if not lora.is_adapter(p)})
   expected = hidden(base, without, batch)
   np.testing.assert_array_equal(hidden(model, lora.off(params), batch), expected)
@@ -91,14 +103,14 @@ def test_the_kernel_is_moved_by_a_times_b_times_the_scale(alpha, rslora, scale, 
         wanted = np.linalg.norm(np.float64(leaf), axis=1) + flat[path.replace("kernel", "lora_m")]
         by_hand[path] = by_hand[path] / np.linalg.norm(by_hand[path], axis=1, keepdims=True) * wanted[:, None]
   batch, moved = tiny.batch(4, 16), {p: jnp.asarray(x, jnp.float32) for p, x in by_hand.items()}
-  expected = hidden(tiny.model(), tree.unflatten(moved), batch)
+  expected = hidden(base_of(), tree.unflatten(moved), batch)
   np.testing.assert_allclose(hidden(model, params, batch), expected, atol=1e-5)
 
 
 @pytest.mark.parametrize("moe, dora", [(False, False), (True, False), (False, True)])
 def test_merged_equals_unmerged(moe, dora):
   model, params = made(moe=moe, dora=dora, targets=("attn/[qo]/", "moe/shared/", "shared_gate") if moe else TARGETS)
-  base, merged = tiny.model(**(dict(moe=SHARED_EXPERT) if moe else {})), lora.merge(params, model.spec.lora)
+  base, merged = base_of(moe), lora.merge(params, model.spec.lora)
   assert tree.flatten(merged).keys() == tree.flatten(base.abstract_params()).keys()
   batch = tiny.batch(4, 16)
   np.testing.assert_allclose(hidden(base, merged, batch), hidden(model, params, batch), atol=1e-5)

@@ -31,11 +31,21 @@ def made(kind):
   rng = np.random.default_rng(0)
   params = {path: jnp.asarray(path.endswith("scale") + 0.3 * rng.normal(size=leaf.shape), jnp.float32)
             for path, leaf in tree.flatten(model.abstract_params()).items()}
-  return model, tree.unflatten(params), tiny.model(tie_embeddings=tied)
+  return model, tree.unflatten(params), plain(tied)
+
+
+@functools.cache
+def plain(tied):
+  return tiny.model(tie_embeddings=tied)
+
+
+@functools.cache
+def compiled(model):
+  return jax.jit(model.logits, compiler_options=tiny.AS_USERS)
 
 
 def logits(model, params):
-  return np.asarray(jax.jit(model.logits, compiler_options=tiny.AS_USERS)(params, TOKENS))
+  return np.asarray(compiled(model)(params, TOKENS))
 
 
 def by_hand(params):

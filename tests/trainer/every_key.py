@@ -1,6 +1,6 @@
 """What becomes of a config, made by the functions that `train` calls and no further than a test of one key needs.
 
-A `Made` holds one config; what it is asked for is made once. Nothing is trained: programs are lowered and not compiled,
+A `Made` holds one config; what it is asked for is made once. Nothing is trained: programs are traced and not compiled,
 data are the rows of the first steps, and a run (`begun`) is `train` itself up to its loop.
 """
 
@@ -25,6 +25,7 @@ from evaluators import common as evaluators_lib
 from input_pipeline import loader, prompt_data
 from input_pipeline.sources import python as readers_python
 from input_pipeline.tokenizer.tokenizer import BytesTokenizer, make_tokenizer
+from tests import tiny
 from tests.trainer.every_key_bases import Begun, Files, begin
 from trainer import program as program_lib
 from trainer import tree as tree_lib
@@ -92,13 +93,16 @@ class Made:
     return program_lib.abstract_batch(self.config, self.model, self.config.batch_size,
                                       precompute=self.program.precompute)
 
-  def lowered(self, function: Callable, *args: Any) -> str:
+  def traced(self, function: Callable, *args: Any) -> str:
     """The program of a function for abstract arguments. What is computed and not used does not count."""
     with mesh_lib.activation_rules(self.program.mesh, self.config.activation_rules):
       closed = jax.make_jaxpr(function)(*args)
-      used, _ = partial_eval.dce_jaxpr(closed.jaxpr, [True] * len(closed.jaxpr.outvars), instantiate=True)
-      flat = jax.extend.core.jaxpr_as_fun(jax.extend.core.ClosedJaxpr(used, closed.consts))
-      return jax.jit(flat).lower(*jax.tree.leaves(args)).as_text()
+    used, _ = partial_eval.dce_jaxpr(closed.jaxpr, [True] * len(closed.jaxpr.outvars), instantiate=True)
+    # The text has names in the place of constants.
+    within = [part.consts for equation in tiny.equations(used) for part in jax.tree.leaves(
+        list(equation.params.values()), is_leaf=lambda part: isinstance(part, jax.extend.core.ClosedJaxpr))
+        if isinstance(part, jax.extend.core.ClosedJaxpr)]
+    return re.sub(r"0x[0-9a-f]+", "0x", str(used)) + str(digest([closed.consts, *within]))
 
   @functools.cached_property
   def tokenizer(self) -> Any:
@@ -185,13 +189,13 @@ def loss(m: Made) -> str:
   params = program.abstract_state["params"]
   held = program.abstract_state.get("reference")
   reference = () if held is None else (overlay(params, held),)
-  return m.lowered(program.loss_fn, params, m.batch, key, *reference)
+  return m.traced(program.loss_fn, params, m.batch, key, *reference)
 
 
 def step(m: Made) -> str:
   """A whole update with gradients, optimizer and what moves beside, and where each part of the state lives."""
   program = m.program
-  return "\n".join([m.lowered(program.update_fn, program.abstract_state, m.batch),
+  return "\n".join([m.traced(program.update_fn, program.abstract_state, m.batch),
                     *(f"{path}: {leaf}" for path, leaf in tree_lib.flatten(program.state_sharding).items())])
 
 
@@ -204,7 +208,7 @@ def descent(m: Made) -> str:
     return optimizer.apply(updates, trained, number), opt
 
   trained, _ = optimizer.split(state["params"])
-  return m.lowered(update, trained, state["opt"], trained, state["step"])
+  return m.traced(update, trained, state["opt"], trained, state["step"])
 
 
 def layout(m: Made) -> str:
@@ -215,7 +219,7 @@ def layout(m: Made) -> str:
 
 def fresh(m: Made) -> str:
   """How parameters are drawn."""
-  return m.lowered(m.model.init, jax.eval_shape(lambda: jax.random.key(0)))
+  return m.traced(m.model.init, jax.eval_shape(lambda: jax.random.key(0)))
 
 
 def rows(m: Made) -> list:

@@ -144,9 +144,10 @@ def begin(config: ConfigDict, workdir: Path, then: Callable[[Any], Any] = lambda
 
 
 def text(files: Files) -> ConfigDict:
-  """Pretraining on files of text; what tiny configs change of the durations is as in `defaults()` again."""
+  """Pretraining on files of text; what tiny configs change of durations and schedules is as in `defaults()` again."""
   config, usual = tiny.config(files.corpus), defaults()
   config.update({key: usual[key] for key in ("total_steps", "log_steps")})
+  config.schedule.update(tiny.COSINE)
   config.ckpt_steps, config.evals = None, {}
   config.input.cache_dir = str(files.folder / "cache")
   return config

@@ -24,7 +24,7 @@ def corpus(tmp_path_factory):
 @pytest.fixture(scope="module")
 def straight(corpus, tmp_path_factory):
   workdir = tmp_path_factory.mktemp("straight")
-  return train(tiny.config(corpus), workdir), workdir
+  return train(tiny.config(corpus, schedule=tiny.COSINE), workdir), workdir
 
 
 class Crash(Callback):
@@ -123,11 +123,11 @@ def test_the_step_is_traced_once(changed, corpus, tmp_path, monkeypatch):
 @pytest.mark.parametrize("after", [2, 3, 5])
 def test_a_crashed_run_continues_bitwise(straight, corpus, tmp_path, after):
   """I5 within one process: a crash before, at and after a checkpoint; evaluations and every logged loss agree too."""
-  config = tiny.config(corpus)
+  config = tiny.config(corpus, schedule=tiny.COSINE)
   config.callbacks.crash = dict(type="tests.trainer.test_main.Crash", after=after)
   with pytest.raises(KeyboardInterrupt):
     train(config, tmp_path)
-  run = train(tiny.config(corpus), tmp_path)
+  run = train(tiny.config(corpus, schedule=tiny.COSINE), tmp_path)
   reference, workdir = straight
   assert_same_state(run.state, reference.state)
   assert losses(tmp_path) == losses(workdir)
@@ -139,7 +139,7 @@ def test_a_crashed_run_continues_bitwise(straight, corpus, tmp_path, after):
 def test_a_finished_run_started_again_says_so_and_changes_nothing(straight, corpus, capsys):
   reference, workdir = straight
   before = (workdir / "metrics.jsonl").read_text()
-  run = train(tiny.config(corpus), workdir)
+  run = train(tiny.config(corpus, schedule=tiny.COSINE), workdir)
   assert_same_state(run.state, reference.state)
   assert (workdir / "metrics.jsonl").read_text() == before
   assert "finished all 8 steps" in capsys.readouterr().out
@@ -173,7 +173,7 @@ def test_epochs_begin_and_end(corpus, tmp_path):
 
 def test_resume_continues_another_run(straight, corpus, tmp_path):
   reference, workdir = straight
-  config = tiny.config(corpus, resume=str(workdir))
+  config = tiny.config(corpus, resume=str(workdir), schedule=tiny.COSINE)
   run = train(config, tmp_path)
   assert run.step == 8
   assert_same_state(run.state, reference.state)
@@ -261,7 +261,7 @@ def test_a_key_that_nothing_uses_is_refused_before_parameters_are_made(corpus, t
 def test_a_workdir_of_another_config_says_what_differs(straight, corpus):
   _, workdir = straight
   with pytest.raises(ConfigError) as error:
-    train(tiny.config(corpus, seed=1), workdir)
+    train(tiny.config(corpus, seed=1, schedule=tiny.COSINE), workdir)
   assert re.search(r"begun with another config:\n  seed: 0 -> 1\n", str(error.value))
 
 

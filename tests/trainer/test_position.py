@@ -111,15 +111,15 @@ def test_every_row_once_an_epoch_whatever_the_batch_sizes_were(documents, straig
 
 def test_a_restart_with_another_size_is_the_run_with_a_stage_there(documents, tmp_path):
   """Bitwise, where micro-batches are the same; in epochs, too, of which the last one ends where the rows do."""
-  stages = config(documents, tmp_path / "stages.seen", 8, -1, 2, total_epochs=2.0)
+  stages = config(documents, tmp_path / "stages.seen", 8, -1, 2, total_epochs=2.0, schedule=tiny.COSINE)
   stages.input.batch_size_stages = ((2, 4),)
   expected = train(stages, tmp_path / "stages")
   assert expected.step == 10
-  first = config(documents, tmp_path / "seen", 8, -1, 2, total_epochs=2.0)
+  first = config(documents, tmp_path / "seen", 8, -1, 2, total_epochs=2.0, schedule=tiny.COSINE)
   first.callbacks.stop = dict(type=rollout_runs.STOP, step=2)
   first.input.batch_size_stages = ((2, 4),)  # the same length of the run, hence the same learning rates
   assert train(first, tmp_path / "w").step == 2
-  second = config(documents, tmp_path / "seen", 4, -1, 1, total_epochs=2.0)
+  second = config(documents, tmp_path / "seen", 4, -1, 1, total_epochs=2.0, schedule=tiny.COSINE)
   run = train(second, tmp_path / "w")
   assert run.step == 10 and run.total_steps == 10
   rollout_runs.assert_same_state(run.state, expected.state)

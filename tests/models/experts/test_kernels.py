@@ -39,8 +39,13 @@ def random(model):
           for path, leaf in tree.flatten(model.abstract_params()).items()}
 
 
+@functools.cache
+def compiled(model):
+  return jax.jit(lambda p: model.apply(p, tiny.batch(4, 16)).hidden, compiler_options=tiny.AS_USERS)
+
+
 def hidden(model, params):
-  return np.asarray(jax.jit(lambda p: model.apply(p, tiny.batch(4, 16)).hidden, compiler_options=tiny.AS_USERS)(params))
+  return np.asarray(compiled(model)(params))
 
 
 # gpt-oss has biases and another activation.

@@ -16,27 +16,27 @@ REFERENCES = tiny.ROOT / "tests" / "models" / "hf" / "references"
 
 
 @pytest.fixture(scope="module")
-def qwen(tmp_path_factory):
+def olmo(tmp_path_factory):
   """(what transformers gave, what is compared)."""
-  reference = np.load(REFERENCES / "qwen3_next" / "reference.npz")
-  return reference, check.ours(REFERENCES / "qwen3_next", reference["tokens"].astype(np.int32),
+  reference = np.load(REFERENCES / "olmo3" / "reference.npz")
+  return reference, check.ours(REFERENCES / "olmo3", reference["tokens"].astype(np.int32),
                                tmp_path_factory.mktemp("check") / "gradients")
 
 
-def test_logits_and_gradients_are_those_of_transformers(qwen):
-  reference, found = qwen
+def test_logits_and_gradients_are_those_of_transformers(olmo):
+  reference, found = olmo
   assert check.apart(found["logits"], reference["logits"]) < 1e-5
   for i, name in enumerate(reference["gradient_names"].tolist()):
     assert check.apart(found[f"gradient {name}"], reference[f"gradient_{i}"]) < 1e-4, name
-  content = json.loads((REFERENCES / "qwen3_next" / "config.json").read_text())
+  content = json.loads((REFERENCES / "olmo3" / "config.json").read_text())
   layers = content["num_hidden_layers"]
   assert [name for name in found if name.startswith("layer")] == [f"layer {i}" for i in range(layers)]
-  tensors = hf.TensorFolder(REFERENCES / "qwen3_next").tensors
+  tensors = hf.TensorFolder(REFERENCES / "olmo3").tensors
   assert {name.removeprefix("gradient ") for name in found if name.startswith("gradient")} == {*tensors}
 
 
-def test_says_where_they_part(qwen):
-  _, found = qwen
+def test_says_where_they_part(olmo):
+  _, found = olmo
   assert check.report(found, found, 1e-4)[1]
   assert check.report(found, found, 1e-4)[0].endswith("They agree: nothing is apart by more than 0.0001 of its norm.")
   after = [f"layer {i}" for i in range(len([name for name in found if name.startswith("layer")]))] + ["logits", "loss"]

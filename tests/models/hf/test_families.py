@@ -24,14 +24,12 @@ REFERENCES = Path(__file__).parent / "references"
 CASES = sorted(p.name for p in REFERENCES.iterdir())
 # Whose function an earlier family computes, too.
 SAME_AS = {"qwen3_5_moe": "qwen3_next", "granite4_rope": "granite", "glm4_moe_lite": "deepseek_v3"}
-# Of the same family as another, or whose logits and gradients are compared elsewhere (qwen3_next: test_check.py): what
-# has to be compiled for them is every night's.
+# Of the same family as another: what has to be compiled for them is every night's.
 SLOW = ("deepseek_v2_lite", "deepseek_v3_halves", "glm4_moe_bare", "gpt_oss", "granite4_moe", "granite4_rope",
-        "mixtral_fused", "qwen3_5_moe", "qwen3_moe_fused", "qwen3_next", "stablelm_parallel")
+        "mixtral_fused", "qwen3_5_moe", "qwen3_moe_fused", "stablelm_parallel")
 # Whose gradients, which take twice as long to compile as logits, are compared by default, too: one for each way to
 # attend, to carry a state, to choose experts, and to add to the residual stream. JAX derives those of the others.
-GRADIENTS = ("cohere", "deepseek_v3", "gemma3", "gemma3n", "gemma4_shared", "glm_moe_dsa", "gpt2", "gpt_oss_mxfp4",
-             "granite4", "llama", "llama4_interleaved", "mixtral", "nemotron_h", "olmo2", "qwen2_moe", "qwen3_5")
+GRADIENTS = ("gemma3n", "glm_moe_dsa", "gpt_oss_mxfp4", "llama", "llama4_interleaved", "nemotron_h", "qwen3_5")
 
 
 @dataclasses.dataclass

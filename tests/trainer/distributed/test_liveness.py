@@ -140,7 +140,7 @@ def test_a_run_that_ends_as_it_should_ends_nobody(watches):
   store, made, ended = watches
   until(lambda: len(store.values) == 3)
   made[2].finish()
-  time.sleep(3 * LIMITS["heartbeat_seconds"])
+  time.sleep(1.5 * LIMITS["heartbeat_seconds"])
   assert ended == {}
 
 

@@ -53,6 +53,15 @@ def test_the_mesh_must_fit_the_devices():
     mesh_lib.make_mesh(dict(tensors=8))
 
 
+def test_the_last_devices_sample_and_the_others_train():
+  config = defaults()
+  config.rollout.update(num_prompts=2, devices=2, tensor=2)
+  trains = mesh_lib.training_mesh(config)
+  assert list(trains.devices.flat) == jax.devices()[:6] and trains.shape["data"] == 6
+  samples = mesh_lib.sampling_mesh(config, trains)
+  assert list(samples.devices.flat) == jax.devices()[6:] and samples.shape["tensor"] == 2
+
+
 def test_the_batch_must_split_evenly():
   mesh = mesh_lib.make_mesh(MIXED)
   mesh_lib.check_batch(mesh, 8)

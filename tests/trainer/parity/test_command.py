@@ -38,7 +38,7 @@ def lacking(tmp_path_factory):
 def seq(corpus, **changed):
   c = tiny.config(corpus, **changed)
   c.optimizer.lr_mults, c.optimizer.freeze = ((".*mlp/down.*", 0.1),), ("^embed/",)
-  c.schedule.update(warmup_steps=2, warmup_percent=-1.0, floor=0.0)
+  c.schedule.update(name="cosine", warmup_steps=2, warmup_percent=-1.0, floor=0.0)
   return c
 
 

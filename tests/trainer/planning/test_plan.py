@@ -136,6 +136,17 @@ def test_tokens_travel_to_experts_as_often_as_in_the_compiled_step(sizes):
   assert moved == pytest.approx(planned, rel=0.01)  # beside tokens there go the numbers of their experts
 
 
+def test_tokens_travel_to_experts_whole_however_their_widths_are_split():
+  """Where `tensor` has the place of `data`, a device has twice the tokens."""
+  def back(sizes):
+    config = resolved(model=dict(moe=dict(num_experts=8, experts_per_token=2, expert_size=32)),
+                      mesh=dict(zip(mesh_lib.AXES, layout_of(sizes), strict=True)))
+    return [x.bytes for x in planner_of(config).estimate(config.mesh).transfers if x.what == "experts' outputs back"]
+
+  alone, = back(dict(data=2, expert=4))
+  assert back(dict(expert=4, tensor=2)) == [2 * alone] and alone > 0
+
+
 def test_the_command_compiles_in_a_process_of_its_own():
   config = resolved(mesh=dict(data=1, fsdp=2), batch_size=2, seq_len=32, model=dict(num_layers=1, hidden_size=16))
   topology = hardware.topology("cpu:2")

@@ -6,11 +6,11 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from models import hf
+from models import api, hf, lora
 from tests import tiny
 from tests.trainer import rollout_runs
 from tests.trainer.serve import servers
-from trainer import train
+from trainer import train, tree
 from trainer.config import defaults
 from trainer.errors import ConfigError, DataError
 from trainer.generate.completion import Request
@@ -209,6 +209,22 @@ def test_parameters_are_handed_over_once_and_as_the_server_wants_it(policy, tmp_
   assert [route for route, _ in completions] == ["/v1/completions"] * 2
   _, params = hf.load(tmp_path / "engine" / "1")
   rollout_runs.assert_same_state(params, policy[1])
+
+
+def test_with_adapters_the_merged_model_is_handed_over(policy, tmp_path):
+  cfg = defaults().model
+  cfg.update(num_layers=2, hidden_size=16, intermediate_size=32, num_heads=2, vocab_size=264, tie_embeddings=False)
+  cfg.lora.rank = 2
+  adapted = api.make_model(cfg, vocab_size=264, params_dtype="float32", compute_dtype="float32")
+  rng = np.random.default_rng(0)
+  params = tree.unflatten(tree.flatten(policy[1]) | {
+      path: rng.normal(size=leaf.shape).astype(np.float32)
+      for path, leaf in tree.flatten(adapted.abstract_params()).items() if lora.is_adapter(path)})
+  with servers.answering(lambda route, body: (200, dict(choices=[choice()]))) as url:
+    list(engine((adapted, params), url, tmp_path).stream(params, [[1]], Request(max_new_tokens=4, stop_ids=(7,))))
+  _, given = hf.load(tmp_path / "engine" / "1")
+  rollout_runs.assert_same_state(given, lora.merge(params, adapted.spec.lora))
+  assert np.any(given["blocks"]["attn"]["q"]["kernel"] != policy[1]["blocks"]["attn"]["q"]["kernel"])
 
 
 @pytest.mark.parametrize("change, says", [

@@ -42,14 +42,21 @@ def rows_of(workdir, key):
   return {row["step"]: row[key] for row in read_rows(workdir / "metrics.jsonl") if key in row}
 
 
+@pytest.fixture(scope="module")
+def straight(pairs, tmp_path_factory):
+  """(run, workdir) of four steps at once, on two devices."""
+  workdir = tmp_path_factory.mktemp("straight")
+  return train(config(pairs), workdir), workdir
+
+
 @pytest.mark.devices(2)
-def test_at_the_first_step_policy_and_reference_are_one(pairs, tmp_path):
+def test_at_the_first_step_policy_and_reference_are_one(straight):
   """I7: the loss is ln 2, margins are 0 and no pair is won or lost."""
-  train(config(pairs, total_steps=1), tmp_path / "w")
+  _, workdir = straight
   # Policy and reference are rounded in programs of their own, and otherwise on each kind of processor: 1.6e-7 on one.
-  assert rows_of(tmp_path / "w", "loss")[1] == pytest.approx(np.log(2), rel=3e-7)
-  assert abs(rows_of(tmp_path / "w", "rewards/margins")[1]) < 1e-5
-  assert rows_of(tmp_path / "w", "rewards/accuracies")[1] == 0.5
+  assert rows_of(workdir, "loss")[1] == pytest.approx(np.log(2), rel=3e-7)
+  assert abs(rows_of(workdir, "rewards/margins")[1]) < 1e-5
+  assert rows_of(workdir, "rewards/accuracies")[1] == 0.5
 
 
 def sgd(c, rate=0.1):
@@ -94,23 +101,27 @@ def test_a_prompt_that_both_share_changes_nothing_but_the_time(pairs, tmp_path, 
     assert found["auto"][1][step] == pytest.approx(loss, rel=1e-5)
 
 
+@pytest.mark.devices(2)
 @pytest.mark.parametrize("strategy", [{}, {"reference_ema": 0.5, "reference_ema_steps": 2}], ids=["fixed", "moving"])
-def test_a_stopped_run_goes_on_with_the_reference_it_had(pairs, tmp_path, strategy):
+def test_a_stopped_run_goes_on_with_the_reference_it_had(pairs, straight, tmp_path, strategy):
   """I5: parameters, optimizer, reference and every logged value bitwise."""
-  straight = train(config(pairs, strategy=strategy), tmp_path / "straight")
+  run, workdir = straight
+  if strategy:
+    run, workdir = train(config(pairs, strategy=strategy), tmp_path / "straight"), tmp_path / "straight"
   stopping = config(pairs, strategy=strategy)
   stopping.callbacks.stop = dict(type="tests.trainer.strategies.test_dpo_runs.StopAt", step=2)
   train(stopping, tmp_path / "halves")
   continued = train(config(pairs, strategy=strategy), tmp_path / "halves")
   assert continued.step == 4
   for path, leaf in tree.flatten(continued.state).items():
-    np.testing.assert_array_equal(leaf, tree.flatten(straight.state)[path], err_msg=path)
+    np.testing.assert_array_equal(leaf, tree.flatten(run.state)[path], err_msg=path)
   for key in ("loss", "rewards/margins", "logps/chosen"):
-    assert rows_of(tmp_path / "straight", key) == rows_of(tmp_path / "halves", key)
+    assert rows_of(workdir, key) == rows_of(tmp_path / "halves", key)
 
 
-def test_the_reference_is_what_the_run_began_with_and_does_not_move(pairs, tmp_path):
-  run = train(config(pairs), tmp_path / "w")
+@pytest.mark.devices(2)
+def test_the_reference_is_what_the_run_began_with_and_does_not_move(straight):
+  run, _ = straight
   start = jax.jit(run.model.init)(jax.random.key(0))
   for path, leaf in tree.flatten(start).items():
     np.testing.assert_array_equal(leaf, tree.flatten(run.state["reference"])[path], err_msg=path)
