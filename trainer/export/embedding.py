@@ -32,5 +32,5 @@ def write(out: Path, config: Any, tokenizer: Tokenizer) -> None:
     names = tokenizer.named_tokens
     files.write_json(named_in, {**named, "pad_token": names.get("eos_token") or next(iter(names.values()), None)})
   sentence_transformers.write(out, config.model.hidden_size, sentence_transformers.Found(
-      cfg.pooling, cfg.query_prompt, cfg.document_prompt, max_length_of(config), cfg.as_messages,
+      cfg.pooling, cfg.query_prompt, cfg.document_prompt, max_length_of(config), bool(cfg.as_messages),
       cfg.generation_prompt), sees(config))

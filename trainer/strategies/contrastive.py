@@ -109,7 +109,8 @@ def fill_in(config: Any) -> list[str]:
     as_they_are = found is not None or cfg.as_messages
     cfg.pooling, cfg.text_ends = cfg.pooling or "last", cfg.text_ends or ("tokenizer" if as_they_are else "eos")
     cfg.query_prompt, cfg.document_prompt = cfg.query_prompt or "", cfg.document_prompt or ""
-    cfg.as_messages, cfg.generation_prompt = bool(cfg.as_messages), bool(cfg.generation_prompt)
+    # None: as in the configs of runs that were begun before there was such a key.
+    cfg.as_messages, cfg.generation_prompt = cfg.as_messages or None, bool(cfg.generation_prompt)
     if cfg.max_length is None:
       cfg.max_length = config.seq_len // (2 + cfg.negatives)
       if found is not None and found.max_length is not None and found.max_length < cfg.max_length:

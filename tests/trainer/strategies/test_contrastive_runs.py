@@ -8,12 +8,13 @@ from safetensors.numpy import load_file
 
 from tests import tiny
 from trainer import train
-from trainer.config import defaults, source, strategy
+from trainer.config import checks, defaults, source, strategy
 from trainer.distributed import mesh as mesh_lib
 from trainer.embed import command as embed
 from trainer.errors import ConfigError
 from trainer.export import command as export
 from trainer.generate.command import load_folder, load_run
+from trainer.strategies import contrastive
 from trainer.telemetry.writers import read_rows
 
 
@@ -31,6 +32,14 @@ def config_of(folder, **changed):
   c.input.cache_dir = str(folder / "cache")
   c.update(changed)
   return c
+
+
+def test_a_run_that_was_begun_before_there_was_as_messages_goes_on(tmp_path):
+  config = checks.resolve(config_of(tmp_path))
+  contrastive.fill_in(config)
+  saved = json.loads(checks.to_json(config))
+  del saved["strategy"]["as_messages"]
+  assert checks.differences(saved, config) == []
 
 
 def losses(workdir):
