@@ -64,7 +64,7 @@ class MatchReader:
   def __init__(self, fields: dict[str, str], images: ImageFormat | None = None):
     self._patterns = {ours: re.compile(re.escape(fields[ours]) if ours in fields else aliases)
                       for ours, aliases in ALIASES.items()}
-    self._images = {ours: fields.get(ours, ours) for ours in IMAGES}
+    self._fields, self._images = fields, {ours: fields.get(ours, ours) for ours in IMAGES}
     self._beside, self._texts = ShapeReader(fields, images=images), TextReader(images)
 
   def match(self, record: Record) -> Match:
@@ -83,9 +83,10 @@ class MatchReader:
         raise DataError(f"{record.where}: {there[0]} is an empty list; expected a text, or a list of texts. Repair or "
                         "remove the row.")
       if not given[ours]:
-        raise DataError(f"{record.where}: no {ours!r} (or null); its columns are {shown_names(record.fields)}. A row "
-                        "is query and positive, perhaps with negative; other names are mapped by chat.fields, ours "
-                        'first: (("query", "question"), ("positive", "answer")).')
+        named = f", which chat.fields has for {ours!r}" if ours in self._fields else ""
+        raise DataError(f"{record.where}: no {self._fields.get(ours, ours)!r} (or null){named}; its columns are "
+                        f"{shown_names(record.fields)}. A row is query and positive, perhaps with negative; other "
+                        'names are mapped by chat.fields, ours first: (("query", "question"), ("positive", "answer")).')
     if len(given["query"]) > 1:
       raise DataError(f"{record.where}: several queries ({', '.join(self.columns_of(record, 'query'))}). Give each a "
                       "row.")

@@ -64,6 +64,12 @@ def test_columns_have_other_names_and_the_rest_is_not_read():
   assert made.describe(record) == "query and positive"
 
 
+def test_a_name_that_chat_fields_gives_and_no_row_has_is_told():
+  record = Record("r", "file:1", dict(query="q", positive="p"))
+  with pytest.raises(DataError, match="no 'question' .or null., which chat.fields has for 'query'; its columns are"):
+    encoder(fields=(("query", "question"),)).encode([record])
+
+
 def test_prompts_stand_before_texts_and_what_is_too_long_is_cut_before_its_end():
   row = dict(query="abcdef", positive="abcdefgh")
   found, = documents(row, query_prompt="q: ", document_prompt="d: ", max_length=10)
