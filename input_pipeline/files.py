@@ -134,18 +134,18 @@ def _expand(entry: str, key: str, matches, expected: str) -> list[File]:
       raise DataError(f"{key}: {entry!r} is a folder that datasets' save_to_disk wrote. Set {key[:-4]}type='arrow'.")
     base, found = entry, walk(entry)
   elif glob.has_magic(entry):
-    head = entry
-    while glob.has_magic(head):
-      head = os.path.dirname(head)
-    base = head or "."
+    base = entry
+    while glob.has_magic(base):
+      base = os.path.dirname(base) or "."
     found = [p for p in glob.glob(entry, recursive=True) if os.path.isfile(p)]
   elif os.path.lexists(entry):
     raise DataError(f"{key}: {entry!r} is neither a file nor a folder (a broken link?).")
   else:
     parent = os.path.dirname(os.path.abspath(entry))
-    there = f"the folder holds {_some(os.listdir(parent))}" if os.path.isdir(parent) else f"nor does {parent!r}"
-    hub = f"; on Hugging Face's hub: hf://datasets/{entry}" if entry.count("/") == 1 and entry[0] not in "./~" else ""
-    raise DataError(f"{key}: {entry!r} does not exist ({there}{hub}). Name {expected}, a folder or a glob.")
+    is_name = entry.count("/") == 1 and entry[0] not in "./~" and not os.path.splitext(entry)[1]  # ORGANISATION/NAME
+    there = f"the folder holds {_some(os.listdir(parent))}" if os.path.isdir(parent) else (
+        f"nor does {parent!r}" + f"; on Hugging Face's hub: hf://datasets/{entry}" * is_name)
+    raise DataError(f"{key}: {entry!r} does not exist ({there}). Name {expected}, a folder or a glob.")
   files = [File(Path(os.path.relpath(p, base)).as_posix(), Path(p)) for p in found]
   usable = sorted(f for f in files if matches(f.name))
   if not usable:

@@ -165,7 +165,7 @@ def attend_to_past(rule: Rule, q_Bx1xHxK: jax.Array, seen: Seen, active_B: jax.A
   if table is not None:
     queries = [table.per_page(q_BxGxRxK) for q_BxGxRxK in queries]
   scores_BxGxRxS = rule.scale * sum(jnp.einsum("bgrk,bgsk->bgrs", q, k, preferred_element_type=f32)
-                               for q, (_, k) in zip(queries, pairs, strict=True))
+                                    for q, (_, k) in zip(queries, pairs, strict=True))
   if rule.logit_cap is not None:
     scores_BxGxRxS = rule.logit_cap * jnp.tanh(scores_BxGxRxS / rule.logit_cap)
   scores_BxGxRxS = jnp.where(seen_BxS[:, None, None], scores_BxGxRxS, MASKED)

@@ -50,6 +50,7 @@ def test_symlink_loops_and_repeated_files_are_read_once(folder):
 @pytest.mark.parametrize("spec, said", [
     ("{}/absent.txt", "absent.txt' does not exist (the folder holds .hidden, B.txt, a, b.txt, note.md)"),
     ("{}/no/such/file", "does not exist"),
+    ("no_such_folder/train.txt", "no_such_folder'). Name a text file"),
     ("tatsu-lab/alpaca", "tatsu-lab'; on Hugging Face's hub: hf://datasets/tatsu-lab/alpaca). Name a text file"),
     ("{}/*.csv", "has no files; expected a text file"),
     (" , ", "is empty"),
