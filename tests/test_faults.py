@@ -97,19 +97,22 @@ def assert_saved_when_told(process, number, workdir):
   assert max(row["step"] for row in read_rows(workdir / "metrics.jsonl")) == step < STEPS
 
 
-def test_killed_at_any_moment_it_becomes_the_same_run(setup, straight, tmp_path):
+@pytest.mark.parametrize("at", [("saving",), pytest.param(("some row", "saving"), marks=pytest.mark.slow)],
+                         ids=["while saving", "twice"])
+def test_killed_at_any_moment_it_becomes_the_same_run(at, setup, straight, tmp_path):
   """I5: killed after random rows of metrics, and while a checkpoint is being written; then asked to end."""
   devices, reference = straight
   some_row = random.Random(devices).randint(1, STEPS // 2)
 
   def saving():
-    return rows(tmp_path) > STEPS // 2 and any((tmp_path / "checkpoints").glob("*orbax-checkpoint-tmp*"))
+    written = rows(tmp_path)
+    return written > STEPS // 2 and any((tmp_path / "checkpoints").glob("*orbax-checkpoint-tmp*")) or written > STEPS - 4
 
-  moments = [lambda: rows(tmp_path) >= some_row, saving]
+  moments = {"some row": lambda: rows(tmp_path) >= some_row, "saving": saving}
   killed = 0
-  for moment in moments:
+  for moment in at:
     process = start(setup, tmp_path, devices)
-    if wait_for(process, moment):
+    if wait_for(process, moments[moment]):
       process.send_signal(signal.SIGKILL)
       killed += 1
     process.communicate()
