@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 from absl import logging
 from ml_collections import ConfigDict
 
-from input_pipeline import urls
+from input_pipeline import runs, urls
 from trainer import atomic
 from trainer.errors import ConfigError, DataError
 
@@ -96,9 +96,9 @@ def find_files(spec: str, source: str, matches: Callable[[str], bool], expected:
   """Files named by `spec`: a file, a folder (recursive) or a glob, several separated by commas; those of URLs as copies
   in the folder `copies` (urls.py).
 
-  Entries keep the order of `spec`; within a folder or glob, files are sorted by relative name. Hidden
-  files and folders are left out unless named directly; a folder reached twice (a symlink loop) and a
-  file reached twice are read once. `matches` filters the names found in folders, not those named directly.
+  Entries keep the order of `spec`; within a folder or glob, files are sorted by relative name. Hidden files and
+  folders, and those of runs, are left out unless named directly; a folder reached twice (a symlink loop) and a file
+  reached twice are read once. `matches` filters the names found in folders, not those named directly.
 
   Raises:
     DataError: a path that does not exist, or one without a usable file.
@@ -146,7 +146,7 @@ def _expand(entry: str, key: str, matches, expected: str) -> list[File]:
     there = f"the folder holds {_some(os.listdir(parent))}" if os.path.isdir(parent) else (
         f"nor does {parent!r}" + f"; on Hugging Face's hub: hf://datasets/{entry}" * is_name)
     raise DataError(f"{key}: {entry!r} does not exist ({there}). Name {expected}, a folder or a glob.")
-  files = [File(Path(os.path.relpath(p, base)).as_posix(), Path(p)) for p in found]
+  files = [File(Path(os.path.relpath(p, base)).as_posix(), Path(p)) for p in runs.without_theirs(found, base, key)]
   usable = sorted(f for f in files if matches(f.name))
   if not usable:
     what = f"only {_some(f.name for f in files)}" if files else "no files"

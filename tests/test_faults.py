@@ -105,8 +105,8 @@ def test_killed_at_any_moment_it_becomes_the_same_run(at, setup, straight, tmp_p
   some_row = random.Random(devices).randint(1, STEPS // 2)
 
   def saving():
-    written = rows(tmp_path)
-    return written > STEPS // 2 and any((tmp_path / "checkpoints").glob("*orbax-checkpoint-tmp*")) or written > STEPS - 4
+    begun, written = any((tmp_path / "checkpoints").glob("*orbax-checkpoint-tmp*")), rows(tmp_path)
+    return written > STEPS // 2 and begun or written > STEPS - 4  # by then it was written between two looks
 
   moments = {"some row": lambda: rows(tmp_path) >= some_row, "saving": saving}
   killed = 0

@@ -5,7 +5,6 @@ It holds `config.json` (resolved), `started` (when the run was begun), `run.json
 `cache/`, and `hf/` (the small files of a Hugging Face folder that the run started from, for the export).
 """
 
-import datetime
 import os
 import time
 from pathlib import Path
@@ -13,6 +12,7 @@ from typing import Any
 
 import jax
 
+from input_pipeline import runs
 from input_pipeline.chat.builtin import find_template
 from input_pipeline.tokenizer.tokenizer import Tokenizer
 from models import hf
@@ -55,13 +55,12 @@ def prepare(config: Any, workdir: Path) -> None:
 
 def first_start(workdir: Path) -> float:
   """Seconds since 1970 when the run was begun, in its first process; noted here the first time."""
-  file, now = workdir / "started", time.time()
-  try:
-    return datetime.datetime.fromisoformat(file.read_text(encoding="utf-8").strip()).timestamp()
-  except (OSError, ValueError):  # not there, or cut
-    if jax.process_index() == 0:
-      file.write_text(datetime.datetime.fromtimestamp(now, datetime.UTC).isoformat() + "\n", encoding="utf-8")
-    return now
+  if (then := runs.began(workdir)) is not None:
+    return then
+  now = time.time()
+  if jax.process_index() == 0:
+    runs.begin(workdir, now)
+  return now
 
 
 def check_saves(config: Any, saves: bool) -> None:

@@ -47,6 +47,29 @@ def test_symlink_loops_and_repeated_files_are_read_once(folder):
   assert names(f"{folder}/b.txt,{folder}") == ["b.txt", "B.txt", "a/b/c.txt", "a/z.txt", "note.md"]
 
 
+def test_what_runs_write_among_the_data_is_not_read(folder, monkeypatch, caplog):
+  """By a folder and by a glob, of which none is a run's; who names a run's folder, or one in it, has what is in it."""
+  for name in ("runs/one/samples/text-4.txt", "runs/one/log.txt", "runs/two/log.txt", "runs/notes.txt"):
+    file = folder / name
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text(name)
+  for name in ("one", "two"):
+    (folder / "runs" / name / "started").write_text("2026-11-29T06:24:45.123456+00:00\n")
+  (folder / "a" / "started").write_text("a text of someone's that has this name")
+  texts = ["B.txt", "a/b/c.txt", "a/z.txt", "b.txt", "runs/notes.txt"]
+  assert names(folder, lambda name: name.endswith(".txt")) == names(folder / "**" / "*.txt") == texts
+  assert "input.sources.mine.path: 3 files are of runs" in caplog.records[-1].message
+  assert all(str(folder / "runs" / name) in caplog.records[-1].message for name in ("one", "two"))
+  monkeypatch.chdir(folder)
+  assert names("**/*.txt") == names(".", lambda name: name.endswith(".txt")) == texts
+  told = len(caplog.records)
+  assert names("runs/one") == ["log.txt", "samples/text-4.txt", "started"]
+  assert names("runs/one/**/*.txt") == ["log.txt", "samples/text-4.txt"]
+  assert names("runs/one/samples") == ["text-4.txt"] and names("runs/one/log.txt") == ["log.txt"]
+  monkeypatch.chdir(folder / "runs" / "one")
+  assert names("*.txt") == ["log.txt"] and len(caplog.records) == told
+
+
 @pytest.mark.parametrize("spec, said", [
     ("{}/absent.txt", "absent.txt' does not exist (the folder holds .hidden, B.txt, a, b.txt, note.md)"),
     ("{}/no/such/file", "does not exist"),
