@@ -40,3 +40,9 @@ def find_template(chat: ConfigDict, tokenizer: Tokenizer) -> ChatTemplate | None
 def template_names() -> list[str]:
   """The templates that come with Weft."""
   return sorted(file.stem for file in TEMPLATES.glob("*.jinja"))
+
+
+def no_template(what: str) -> ConfigError:
+  """The error where `what` needs a chat template, and there is none."""
+  return ConfigError(f"{what}, but the tokenizer has no chat template. Set --config.chat.template to one of "
+                     f"{', '.join(template_names())} (plain needs no tokens but BOS and EOS), or to a .jinja file.")

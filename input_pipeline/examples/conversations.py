@@ -11,7 +11,7 @@ from functools import cached_property
 import numpy as np
 from ml_collections import ConfigDict
 
-from input_pipeline.chat.builtin import find_template, template_names
+from input_pipeline.chat.builtin import find_template, no_template
 from input_pipeline.chat.image_placeholders import image_format, refuse_stand_in, text_of
 from input_pipeline.chat.image_template import ImageTemplate
 from input_pipeline.chat.schema import COLUMNS, REASONING, Conversation, Plain, ShapeReader
@@ -136,7 +136,10 @@ class ChatEncoder:
 
     Raises:
       DataError: the row and the template do not fit; begins with `where`.
+      ConfigError: there is no template.
     """
+    if self.template is None and not isinstance(row, Plain):
+      raise no_template(f"{where} is a conversation")
     try:
       return self._plain(row, empty) if isinstance(row, Plain) else self._conversation(row, empty)
     except DataError as e:
@@ -161,10 +164,9 @@ class ChatEncoder:
 
   @cached_property
   def finder(self) -> SpanFinder:
-    """What finds turns in conversations. Raises DataError if there is no template."""
+    """What finds turns in conversations. Raises ConfigError if there is no template."""
     if self.template is None:
-      raise DataError(f"a conversation, but the tokenizer has no chat template. Set chat.template to a file or to one "
-                      f"of {', '.join(template_names())} (plain needs no tokens but BOS and EOS).")
+      raise no_template("the data has conversations")
     return SpanFinder(self.renderer, self._tokenizer)
 
   @cached_property

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from ml_collections import ConfigDict
 
-from input_pipeline.chat.builtin import find_template, template_names
+from input_pipeline.chat.builtin import find_template, no_template
 from input_pipeline.chat.image_placeholders import PART_TYPES, ImageFormat, attach, image_format
 from input_pipeline.chat.image_template import ImageTemplate
 from input_pipeline.chat.schema import IMAGES, Conversation, Plain, ShapeReader
@@ -192,8 +192,7 @@ class TextTokens:
     self._template, self._generation_prompt, self._as_messages = rendering
     self._images = images
     if self._as_messages and self._template is None:
-      raise ConfigError("strategy.as_messages makes conversations of texts, but the tokenizer has no chat template. "
-                        f"Set chat.template to a file or to one of {', '.join(template_names())}.")
+      raise no_template("strategy.as_messages makes conversations of texts")
     if self._room < 1:
       raise ConfigError(f"strategy.max_length is {max_length}: beside {len(self.head) + len(self.tail)} tokens that "
                         "begin and end a text there is no room for it. Raise it, or seq_len.")
@@ -260,8 +259,7 @@ class TextTokens:
 
   def _conversation(self, talk: Conversation) -> list[Segment]:
     if self._template is None:
-      raise DataError("a conversation, but the tokenizer has no chat template. Set chat.template to a file or to one "
-                      f"of {', '.join(template_names())}.")
+      raise no_template("texts that are embedded are conversations")
     rendered = self._renderer.render_spans(
         talk.messages, tools=talk.tools, inert_tokens=self._tokenizer.special_tokens,
         add_generation_prompt=self._generation_prompt, **talk.variables)

@@ -7,6 +7,7 @@ import numpy as np
 from ml_collections import ConfigDict
 
 from input_pipeline.chat.image_placeholders import IMAGE, attach, content_parts, parts_of, text_of
+from input_pipeline.chat.builtin import no_template
 from input_pipeline.chat.schema import BESIDE, Conversation, ShapeReader
 from input_pipeline.chat.segments import Segment, SegmentEncoder
 from input_pipeline.examples.conversations import ChatEncoder, fields_of
@@ -199,8 +200,7 @@ class Prompter:
         tool.
     """
     if self.template is None:
-      raise ConfigError(f"{where} is a conversation, but the tokenizer has no chat template. Name one with "
-                        "--config.chat.template, e.g. chatml.")
+      raise no_template(f"{where} is a conversation")
     shown, refs = self._attached(messages, where, self._refs(images, where))
     schemas = None if tools is None else [dict(tool) for tool in tools]
     try:

@@ -224,7 +224,7 @@ def test_the_tokenizers_own_template_is_used(tmp_path):
 def test_no_template_is_an_error_only_for_conversations(tiny):
   encoder = make(tiny, None)
   assert encode(encoder, {"text": "a"})
-  with pytest.raises(DataError, match=r"a\.jsonl:1: a conversation, but the tokenizer has no chat template\. .*chatml"):
+  with pytest.raises(ConfigError, match=r"a\.jsonl:1 is a conversation, but the tokenizer has no .*chatml"):
     encode(encoder, {"messages": TURNS})
 
 
