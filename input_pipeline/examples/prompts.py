@@ -6,8 +6,8 @@ from typing import Any, NamedTuple
 import numpy as np
 from ml_collections import ConfigDict
 
-from input_pipeline.chat.image_placeholders import IMAGE, attach, content_parts, parts_of, text_of
 from input_pipeline.chat.builtin import no_template
+from input_pipeline.chat.image_placeholders import IMAGE, attach, content_parts, parts_of, text_of
 from input_pipeline.chat.schema import BESIDE, Conversation, ShapeReader
 from input_pipeline.chat.segments import Segment, SegmentEncoder
 from input_pipeline.examples.conversations import ChatEncoder, fields_of
