@@ -189,9 +189,9 @@ def test_each_token_has_the_log_prob_of_the_policy_that_sampled_it(prompts, tmp_
     sampled.extend((of[group.number], text, ages) for group in found[0] for text in group.texts)
     return found
 
-  def noting(self, params, version, *args):
-    policies[version] = jax.tree.map(jnp.copy, params)
-    return roll(self, params, version, *args)
+  def noting(self, of, *args):
+    policies[of.version] = jax.tree.map(jnp.copy, of.params)
+    return roll(self, of, *args)
 
   with monkeypatch.context() as patch:
     patch.setattr(carried, "go_on", go_on)
