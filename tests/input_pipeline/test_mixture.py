@@ -88,9 +88,10 @@ def test_stop_all_over_stages():
 
 
 def test_stage_weights_carry_over_what_they_leave_out():
-  steps, weights = stage_weights({"a": 1.0, "b": 2.0}, ((10, {"a": 0.0}), (20, {"a": 3.0, "b": 0.0})))
-  assert steps == [0, 10, 20]
-  assert weights == [{"a": 1.0, "b": 2.0}, {"a": 0.0, "b": 2.0}, {"a": 3.0, "b": 0.0}]
+  steps, weights = stage_weights({"a": 1.0, "b": 2.0}, ((10, {"a": 0.0}), (20, {"a": 3.0, "b": 0.0}),
+                                                         (30, {"b": 1.0})))
+  assert steps == [0, 10, 20, 30]
+  assert weights == [{"a": 1.0, "b": 2.0}, {"a": 0.0, "b": 2.0}, {"a": 3.0, "b": 0.0}, {"a": 3.0, "b": 1.0}]
   assert stage_weights({"a": 0.0}, ((0, {"a": 1.0}),)) == ([0], [{"a": 1.0}])
 
 

@@ -99,6 +99,12 @@ def test_rows_of_csv_are_cut_outside_quotation_marks(tmp_path, name):
   assert [row for rows_of in each for row in rows_of[1:]] == rows[1:]
 
 
+def test_a_quotation_mark_within_a_cell_of_csv_is_refused(tmp_path):
+  (path := tmp_path / "a.csv").write_bytes(b'text\none\n"a" b\nc\n')
+  with pytest.raises(DataError, match="a.csv.* not valid CSV .*A quotation mark"):
+    pieces_of(path, "csv", 300, tmp_path / "p")
+
+
 def test_a_piece_of_a_parquet_file_is_row_groups_and_only_they_are_asked_for(tmp_path):
   rng = np.random.default_rng(3)
   table = pa.table(dict(text=[bytes(rng.integers(97, 123, 500)).decode() for _ in range(2000)], n=range(2000)))

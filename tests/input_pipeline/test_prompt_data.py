@@ -99,6 +99,13 @@ def test_texts_to_continue(row, options, columns):
   assert what == "Hi" and rest == columns
 
 
+def test_a_text_begins_with_bos_only_where_the_tokenizer_is_to_write_it():
+  config = configured()
+  config.tokenizer.add_bos = False
+  item = prompt_data._item(Record("a", "a", {"prompt": "Hi"}), Prompter(config, TINY), None, 0)
+  assert item.prompt.ids.tolist() == TINY.encode_batch(["Hi"])[0].tolist()
+
+
 def test_numbers_and_columns_that_json_lacks_are_strings():
   row = {"n": 12, "day": datetime.date(2025, 1, 2), "raw": b"\x01", "deep": {"x": [b"a"]}}
   prompt, what, rest = asked(row, BytesTokenizer(), None, "n")

@@ -72,8 +72,8 @@ def test_records_and_content_are_those_of_the_local_files(tmp_path, kind, spec):
 
 
 def test_over_http_a_folder_a_file_and_several_are_found_and_fetched_once(tmp_path, capsys):
-  with serving({"/d/a.jsonl": b'{"text": "a"}\n', "/d/s/b.jsonl": b'{"text": "b"}\n', "/d/.c.jsonl": b"", "/e": b"x"}
-               ) as store:
+  with serving({"/d/a.jsonl": b'{"text": "a"}\n', "/d/s/b.jsonl": b'{"text": "b"}\n', "/d/.c.jsonl": b"",
+                "/d/s/.t/f.jsonl": b"", "/e": b"x"}) as store:
     both = [("a.jsonl", b'{"text": "a"}\n'), ("s/b.jsonl", b'{"text": "b"}\n')]
     assert fetched(f"{store.url}/d/", tmp_path) == both
     assert f"{store.url}/d/: fetching 2 of 2 files, 0.0 MB, of which 0.0 MB are there." in capsys.readouterr().err

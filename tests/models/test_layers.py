@@ -32,6 +32,13 @@ def test_rmsnorm_and_layernorm_equal_numpy():
       np.testing.assert_allclose(norm(x), expected, atol=1e-5)
 
 
+def test_the_length_of_a_document_is_that_of_its_segment_in_the_row():
+  segments = np.array([[1, 1, 1, 2, 2, 0], [1, 2, 2, 2, 2, 2]])
+  positions = np.array([[0, 1, 2, 0, 1, 0], [6, 0, 1, 2, 3, 4]])  # the first of the second row began before it
+  lengths = layers.document_lengths(jnp.asarray(positions), jnp.asarray(segments))
+  np.testing.assert_array_equal(lengths, [[3, 3, 3, 2, 2, 1], [7, 5, 5, 5, 5, 5]])
+
+
 def test_norm_is_computed_in_float32():
   """In bfloat16 the squares of 300 and 1 could not be added exactly."""
   x = jnp.asarray([300.0, 1.0] * 64, jnp.bfloat16)

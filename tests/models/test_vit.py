@@ -42,6 +42,21 @@ def test_features_equal_the_numpy_tower(vision, scan):
     np.testing.assert_allclose(rows, np_tower(spec.vision, params, image), atol=2e-5, rtol=2e-5)
 
 
+def test_layers_drop_out_each_by_a_key_of_its_own(monkeypatch):
+  keys = []
+
+  def run(spec, blocks, layer, remat, x):
+    for index in range(3):
+      x, _ = layer(0, x, lambda x, context: (x, keys.append(context.key)), index)
+    return x, None
+
+  monkeypatch.setattr(vit, "run_blocks", run)
+  f32 = jnp.dtype("float32")
+  made = vit.Tower(make(vision=SIGLIP).spec, Scope(jax.random.key(0), f32, f32, path="vision"))
+  made(images(1), remat_policy("none"), jax.random.key(5))
+  assert len({jax.random.key_data(key).tobytes() for key in keys}) == 3
+
+
 def test_patches_times_a_flat_kernel_is_a_convolution():
   rng = np.random.default_rng(0)
   pixels, kernel = rng.normal(size=(2, 12, 12, 3)), rng.normal(size=(4, 4, 3, 5))

@@ -42,6 +42,35 @@ def test_progress_shows_steps_with_and_without_a_loss(monkeypatch):
   assert run.said[1].startswith("step 10/10 (100%)  nothing to train")
 
 
+def test_a_row_of_metrics_says_what_was_taken_up_to_its_step():
+  """And the rate that the step itself was taken with, of the updates before it."""
+  rows, log = [], cb.MetricsLog(4)
+  run = fake_run(
+      learning_rates=lambda step: {"learning_rate": step / 8},
+      chrono=types.SimpleNamespace(window=lambda step, tokens: {"tokens_per_second": float(tokens)}),
+      data=types.SimpleNamespace(epoch=lambda step: step / 2, source_names=("a", "b"),
+                                 counters=lambda step: {"a": {"rows": 3 * step}, "b": {"rows": step}}),
+      writer=types.SimpleNamespace(write_scalars=lambda step, row: rows.append((step, row))))
+  for step in range(1, 11):
+    log.on_step_end(run, step, {"loss": float(step), "nonfinite": 2.0, "nonfinite_leaf": -1.0})
+  assert rows == [(step, {
+      "loss": float(step), "nonfinite_steps": 2.0, "learning_rate": (step - 1) / 8, "tokens_seen": 64 * step,
+      "epoch": step / 2, "data/a/rows": 3 * step, "data/b/rows": step, "tokens_per_second": 64.0 * step,
+  }) for step in (1, 4, 8, 10)]
+
+
+def test_after_a_restart_progress_is_that_of_the_steps_since(monkeypatch):
+  """Two steps of 64 tokens in 30 s, and four to come."""
+  now = [100.0]
+  monkeypatch.setattr("sys.stderr.isatty", lambda: False, raising=False)
+  monkeypatch.setattr(cb, "time", types.SimpleNamespace(monotonic=lambda: now[0]))
+  progress, run = cb.Progress(strategies.find("sft").shown), fake_run(step=4)
+  progress.on_train_begin(run)
+  now[0] = 130.0
+  progress.on_step_end(run, 6, {"loss": 2.5})
+  assert run.said == ["step 6/10 (60%)  loss 2.500  4 tokens/s  1:00 left"]
+
+
 ROLLOUT = {"loss": -0.0001, "reward": 0.125, "completions/mean_length": 17.5, "frac_reward_zero_std": 0.25,
            "reward_std": 0.3}
 OF_ROLLOUT = "reward 0.125  length 18  taught nothing 25%"

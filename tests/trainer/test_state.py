@@ -58,3 +58,14 @@ def test_checkpoints_leave_out_what_can_be_had_again(trained_only, reference_ema
       abstract_state={"params": PARAMS, "reference": {"a": PARAMS["a"]}})
   strategy = types.SimpleNamespace(reference_ema=reference_ema)
   assert state_lib.left_out(program, strategy) == expected
+
+
+def test_each_part_that_is_left_out_is_pinned_by_its_values():
+  def pinned(base, reference):
+    left_out = {"params": {"b": {"kernel": jnp.asarray(base)}}, "reference": {"a": {"kernel": jnp.asarray(reference)}}}
+    return state_lib._pinned({}, types.SimpleNamespace(split=lambda state: ({}, left_out)))
+
+  was = pinned([3.0], [1.0, 2.0])
+  assert was.keys() == {"base", "reference"} and pinned([3.0], [1.0, 2.0]) == was
+  for name, other in (("base", pinned([3.5], [1.0, 2.0])), ("reference", pinned([3.0], [1.0, 2.5]))):
+    assert {part for part in was if other[part] != was[part]} == {name}

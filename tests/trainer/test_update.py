@@ -210,6 +210,28 @@ def test_a_step_that_is_not_finite_changes_nothing(where):
   assert np.any(after_good["params"]["embed"]["embedding"] != after_bad["params"]["embed"]["embedding"])
 
 
+def test_an_update_that_is_skipped_says_nothing_of_changed_entries():
+  """Of [1, 1] in bfloat16, whose next number below is 1 - 2**-8, an update by [2**-6, 2**-12] changes the first."""
+  config, rows = defaults(), np.ones((1, 2), np.float32)
+  config.optimizer.update(name="sgd", learning_rate=1.0, momentum=0.0, nesterov=False, weight_decay=0.0)
+  config.schedule.update(name="constant", warmup_percent=-1.0, warmup_steps=0)
+  params = {"w": jnp.ones(2, jnp.bfloat16)}
+  optimizer = optim.make_optimizer(config.optimizer, config.schedule, jax.eval_shape(lambda: params), total_steps=10,
+                                   to_steps=lambda cfg, prefix, default=None, where="": 0)
+
+  def loss(params, batch, rng):
+    return {"loss": Mean(jnp.sum(params["w"] * batch["x"], axis=1), jnp.ones(1))}, {}
+
+  update = jax.jit(update_lib.make_update_fn(loss, optimizer, update_lib.Options(
+      seed=0, micro_batch_size=1, clip_norm=0.0, ema_decay=0.0, source_names=("a",), reference_mix=(0.0, 1))))
+  state = jax.jit(state_lib.make_fresh(optimizer, ema=False))(params)
+  batch = dict(tokens=np.zeros((1, 2), np.int32), loss_weights=rows, segment_ids=np.ones((1, 2), np.int32),
+               source_ids=np.zeros((1, 2), np.int32))
+  for x, changed in (([2.0**-6, 2.0**-12], 0.5), ([np.nan, 1.0], None)):
+    _, metrics = update(state, batch | dict(x=np.array([x], np.float32)))
+    assert to_floats(jax.device_get(metrics)).get("params_changed") == changed
+
+
 def _adamw(model):
   config = defaults()
   return optim.make_optimizer(config.optimizer, config.schedule, model.abstract_params(), total_steps=10,

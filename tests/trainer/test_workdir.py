@@ -6,9 +6,11 @@ from types import SimpleNamespace
 
 import pytest
 
+from input_pipeline.tokenizer.tokenizer import BytesTokenizer, load_tokenizer
 from tests import tiny
 from trainer import train, workdir
 from trainer.callbacks import Callback
+from trainer.config import checks as config_checks
 from trainer.errors import ConfigError
 
 NEVER = dict(ckpt_steps=0, ckpt_percent=-1.0, evals={}, report=False)
@@ -108,6 +110,23 @@ def test_numbers_and_samples_name_their_steps(tmp_path):
   assert "\nSamples of step 100, 79 steps before the last:\ntext of a_00000100\n" in said
   said = words(tmp_path, 350, total=350)
   assert re.search(r"eval/val/loss +nan  at step 350\n", said) and "Samples of step 350:\ntext of a_00000350" in said
+
+
+@pytest.mark.parametrize("own", [True, False])
+def test_templates_with_other_names_stay_beside_the_tokenizers_own_alone(tmp_path, own):
+  base, run = tmp_path / "base", tmp_path / "w"
+  BytesTokenizer().save(base / "tokenizer.json")
+  listed = [dict(name="default", template="{{ messages[0].content }}<|eos|>"), dict(name="rag", template="RAG")]
+  file = base / "tokenizer_config.json"
+  file.write_text(json.dumps(json.loads(file.read_text()) | dict(chat_template=listed)))
+  tokenizer = load_tokenizer(base)
+  tokenizer.save(run / "tokenizer.json")
+  config = tiny.config(tmp_path / "corpus", tokenizer=dict(type="bytes"), strategy=dict(name="sft"),
+                       chat=dict(template=None if own else "plain"))
+  workdir.save_config(config_checks.resolve(config), run, tokenizer)
+  found = json.loads((run / "tokenizer_config.json").read_text())["chat_template"]
+  assert found == listed if own else "RAG" not in found
+  assert (run / "additional_chat_templates" / "rag.jinja").exists() == own
 
 
 def test_the_folder_of_the_export_is_named(tmp_path):

@@ -213,6 +213,13 @@ def test_all_of_a_budget_of_characters_may_be_used_and_no_more():
       meter.grow(*given)
 
 
+def test_what_is_printed_is_paid_for_with_its_keys():
+  meter = Meter(Limits(altogether=100, characters=84, elements=1))
+  meter.deep({"k" * 60: "v" * 24})  # and 16 for the element
+  with pytest.raises(LimitError, match="more than 100 characters altogether"):
+    meter.grow(1)
+
+
 def test_a_budget_is_for_one_rendering():
   template = chat.ChatTemplate("{% for i in range(1000) %}{{ i }}{% endfor %}", limits=Limits(steps=100_000))
   first = template.render(HI)

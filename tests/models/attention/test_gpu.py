@@ -75,6 +75,15 @@ def test_processes_agree_though_the_first_device_of_a_mesh_is_anothers(gpu_here,
   assert refused(a_gpu("8.0", "NVIDIA A100-SXM4-80GB")) is None
 
 
+def test_they_are_tried_as_they_are_to_be_used(gpu_here, monkeypatch):
+  asked = []
+  monkeypatch.setattr(attention_gpu, "error", lambda attend, *how: asked.append(how) or 0.0)
+  q, k = jnp.zeros((1, 8, 6, 64), jnp.float16), jnp.zeros((1, 8, 2, 64), jnp.float16)
+  for blocks, prompts in ((True, False), (False, True)):
+    assert attention_gpu.refusal(gpu_here, RULE, QKV(q, k, k), blocks, prompts) is None
+  assert asked == [(RULE, 3, 64, "float16", True, False), (RULE, 3, 64, "float16", False, True)]
+
+
 def test_tiles_are_as_large_as_the_chip_allows():
   def shared(device):
     return attention_gpu.on(device).keywords["shared_bytes"]

@@ -23,7 +23,9 @@ MIX = jnp.asarray(RNG.normal(size=(N * K, D)), jnp.float32)
 KERNELS = tuple(jnp.asarray(RNG.normal(size=shape), jnp.float32) for shape in ((E, D, F), (E, D, F), (E, F, D)))
 RUN = functools.partial(moe_lib.expert_outputs, activation="swiglu", matmuls=(None,) * 3)
 ANY = functools.partial(RUN, zeros=False)
-EVEN = np.stack([RNG.permutation(E)[:K] for _ in range(N)]).astype(np.int32)
+# Nearly: of the 8 assignments of a device one device gets 3, so that a last round may have room left.
+OF_A_DEVICE = np.array([[0, 1], [0, 2], [4, 5], [6, 7]], np.int32)
+EVEN = np.concatenate([(RNG.permutation(OF_A_DEVICE) + 2 * device) % E for device in range(8)])
 ROUTES = {
     "even": EVEN,
     "two experts": np.tile(np.array([3, 2], np.int32), (N, 1)),  # both on one device

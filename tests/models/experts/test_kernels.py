@@ -48,6 +48,14 @@ def hidden(model, params):
   return np.asarray(compiled(model)(params))
 
 
+def test_the_first_values_of_a_are_bounded_by_the_size_of_the_inputs():
+  """As a linear layer's: evenly between -1 / sqrt(inputs) and 1 / sqrt(inputs); 16 to an expert, 8 within."""
+  drawn = tree.flatten(jax.jit(make().init)(jax.random.key(0)))
+  for name, inputs in (("gate", 16), ("up", 16), ("down", 8)):
+    largest = np.abs(drawn[f"blocks/moe/experts/{name}/lora_a"]).max() * inputs**0.5
+    assert 0.95 < largest <= 1
+
+
 # gpt-oss has biases and another activation.
 @pytest.mark.parametrize("kind, changed", [
     ("all", {}), ("down", {}), ("gate", {}), ("all", dict(mlp_bias=True, activation="clamped_swiglu"))])

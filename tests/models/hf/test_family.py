@@ -74,6 +74,11 @@ def scaling(config: dict, **changes) -> dict:
     (STABLELM, dict(rope_fraction=0.25, norm="layernorm", norm_bias=True, qkv_bias=False, parallel_blocks=False)),
     (STARCODER2, dict(num_kv_heads=2, activation="gelu", mlp_bias=True, window=None)),
     (PHI3 | dict(partial_rotary_factor=0.5), dict(rope_fraction=0.5)),
+    # A model made shorter: what scales attention is no less than 1.
+    (PHI3 | dict(rope_scaling=LONGROPE, max_position_embeddings=8, original_max_position_embeddings=16),
+     {"rope_scaling.factor": 1.0}),
+    (PHI3 | dict(rope_scaling=LONGROPE, max_position_embeddings=64, original_max_position_embeddings=16),
+     {"rope_scaling.factor": 4.0}),
 ])
 def test_read(config, expected):
   model = read(config)
@@ -250,6 +255,27 @@ def test_entries_without_effect_are_accepted():
                        torch_dtype="bfloat16", dtype="bfloat16", initializer_range=0.5, max_position_embeddings=7,
                        _name_or_path="x", temperature=0.6, some_new_option=None, other_option=False, third={},
                        auto_map={"A": "b.C"}, attention_dropout=0.1)
+
+
+DEFAULTS = json.loads(Path(__file__).with_name("config_defaults.json").read_text())
+
+
+@pytest.mark.parametrize("name", DEFAULTS)
+def test_what_is_left_out_is_what_transformers_takes(name):
+  """Entry by entry, unless we require it, as we do a scaling of rotary positions."""
+  content = json.loads((Path(__file__).parent / "references" / name / "config.json").read_text())
+  for key, value in DEFAULTS[name].items():
+    if key == "num_nextn_predict_layers":  # transformers computes none of them
+      value = 0
+    elif key == "num_key_value_heads" and "kv_lora_rank" in content:  # one for each head, whatever stands there
+      value = content["num_attention_heads"]
+    try:
+      found = read(content, **{key: ...})
+    except HFError as error:  # where it takes what is not computed, that is refused as well
+      if not re.search(f"has no {key!r}|rope_scaling", str(error)):
+        pytest.raises(HFError, read, content, **{key: value})
+      continue
+    assert found == read(content, **{key: value}), key
 
 
 # What class of transformers' has files of the model_type: of a tower, the part of a file.

@@ -11,7 +11,7 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from models import hf
-from models.hf import families, files, pixels
+from models.hf import convert, families, files, pixels
 from models.hf.errors import HFError
 from tests.models.hf.test_images import REFERENCES, content_of, read
 from tests.trainer.export.test_command import write_run
@@ -253,6 +253,9 @@ def test_adapters_are_named_as_in_memory(tmp_path):
   assert target.fullmatch("model.language_model.layers.1.self_attn.q_proj")
   assert not target.fullmatch("model.language_model.layers.1.self_attn.k_proj")
   assert not target.fullmatch("model.vision_tower.encoder.layers.1.self_attn.q_proj")
+  # So are whole modules beside adapters, those of the tower and of the projector, too.
+  sizes = {path: tuple(leaf.shape) for path, leaf in shapes.items()}
+  assert {name.split(".")[0] for name in convert.layout(family, keys, sizes, in_memory=True)} == {"model", "lm_head"}
   wanted = {path: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for path, leaf in adapters.items()}
   again = hf.load_adapters(tmp_path, wanted, layout._replace(shapes=shapes))
   assert all(np.array_equal(again[path], adapters[path]) for path in adapters)

@@ -175,6 +175,16 @@ def test_a_folder_that_cannot_be_listed_is_not_an_empty_one(saved, monkeypatch):
     checkpoints.restore_newest(target())
 
 
+def test_the_best_is_looked_for_beside_a_damaged_one(saved):
+  """Which is set aside when it is read, as without keep_best."""
+  meta = saved / "2" / "meta" / "metadata"
+  meta.write_bytes(meta.read_bytes()[:-3])
+  checkpoints = Checkpoints(saved, keep_best="eval/val/loss")
+  assert same(checkpoints.restore_newest(target()).state, state(1, 1.0))
+  checkpoints.close()
+  assert sorted(path.name for path in saved.iterdir()) == ["1", "2.unreadable"]
+
+
 def test_the_best_stays_the_best_after_a_restart(tmp_path):
   for losses in ({1: 5.0, 2: 1.0, 3: 4.0}, {4: 3.0}, {5: 0.5, 6: 2.0}, {7: 9.0}):
     checkpoints = Checkpoints(tmp_path, keep_best="eval/val/loss", best_mode="min")

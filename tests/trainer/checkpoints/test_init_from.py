@@ -88,6 +88,17 @@ def test_what_is_ignored_begins_fresh_though_the_checkpoint_has_it(tmp_path):
     first((tmp_path, wanted), ignore=("^a$", "^b$"))
 
 
+def test_adapters_alone_are_no_start_where_nothing_gives_their_base(tmp_path):
+  checkpoints = Checkpoints(tmp_path)
+  checkpoints.save(1, {"params": {"blocks": {"attn": {"q": {"lora_a": jnp.ones((8, 2))}}}}}, {})
+  checkpoints.close()
+  one = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+  wanted = {"blocks": {"attn": {"q": {name: jax.ShapeDtypeStruct(shape, jnp.float32, sharding=one)
+                                      for name, shape in (("lora_a", (8, 2)), ("kernel", (8, 8)))}}}}
+  with pytest.raises(ConfigError, match=r"- blocks/attn/q/kernel \(8, 8\): not in the checkpoint"):
+    first((tmp_path, wanted))
+
+
 def test_what_does_not_fit_is_listed_from_both_sides(run):
   with pytest.raises(ConfigError) as error:
     first(run)

@@ -173,15 +173,23 @@ import threading
 from concurrent import futures
 
 from trainer import __main__ as program
+from trainer import bases
 from trainer.compiler import compiled
 never = threading.Event()
-futures.ThreadPoolExecutor(1, thread_name_prefix=compiled.THREAD).submit(never.wait)
-assert compiled.in_progress()
-program._leave("what was wrong", 3)
+
+def interrupted(*_):
+  futures.ThreadPoolExecutor(1, thread_name_prefix=compiled.THREAD).submit(never.wait)
+  assert compiled.in_progress()
+  raise KeyboardInterrupt
+
+bases.make = interrupted
+program.flags.FLAGS(["trainer", "--config=configs/quickstart.py", "--workdir=w"])
+program.main(["trainer"])
 """
 
 
 def test_a_message_ends_the_program_though_the_compiler_is_at_work():
-  """The thread never ends: Python would wait for it for ever."""
+  """The thread never ends: Python would wait for it for ever. Of Ctrl-C the code is that of a shell."""
   done = tiny.run([sys.executable, "-c", LEAVES])
-  assert (done.returncode, done.stderr.strip().splitlines()[-1]) == (3, "what was wrong")
+  assert (done.returncode, done.stderr.strip().splitlines()[-1]) == (
+      130, "Interrupted while setting up: no step was taken, nothing is lost.")

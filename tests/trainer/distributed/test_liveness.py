@@ -38,6 +38,7 @@ def test_who_is_silent_is_lost():
 def test_who_does_not_wait_for_the_others_hangs():
   assert named(standing(8, 601), standing(7, 601, waits=False)) == (1,)
   assert named(standing(7, 601, waits=False), standing(8, 601)) == (0,)
+  assert named(standing(7, 601), standing(8, 601, waits=False)) == (1,)  # who waits is further behind
   # In the same step, and two of four.
   assert named(standing(7, 601), standing(7, 601, waits=False), standing(7, 601),
                standing(7, 601, waits=False)) == (1, 3)

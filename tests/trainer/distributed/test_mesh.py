@@ -67,6 +67,10 @@ def test_the_batch_must_split_evenly():
   mesh_lib.check_batch(mesh, 8)
   with pytest.raises(ConfigError, match="multiple of 4"):
     mesh_lib.check_batch(mesh, 6)
+  config = defaults()
+  config.update(batch_size=16, grad_accum_steps=4)
+  with pytest.raises(ConfigError, match="grad_accum_steps is 4, which cannot be split over 8"):
+    mesh_lib.start(config)
 
 
 def test_user_rules_come_first_and_are_checked():

@@ -62,3 +62,16 @@ def watched(run, dog, seconds, step=0.05):
 def test_what_is_far_longer_than_usual(run, phase, longest, times, told):
   run.chrono.phase, run.chrono.longest = phase, longest
   assert watched(run, Watchdog(least_seconds=0.2, times=times), 1.0) == told
+
+
+def test_each_standstill_is_told(run):
+  stacks, dog = run.workdir / "stacks.txt", Watchdog(least_seconds=0.2, times=0.0)
+  stacks.touch()
+  dog.on_train_begin(run)
+  for number in (1, 2):
+    dog.on_step_end(run, number, {})
+    until = time.monotonic() + 20
+    while stacks.read_text().count("--- after step 7") < number and time.monotonic() < until:
+      time.sleep(0.05)
+  dog.on_train_end(run)
+  assert stacks.read_text().count("--- after step 7") == 2

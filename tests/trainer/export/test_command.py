@@ -168,6 +168,27 @@ def test_the_tokenizer_and_the_ids_that_end_a_text_come_along(tmp_path, workdir)
   assert config["max_position_embeddings"] == tiny.config(None).seq_len
 
 
+@pytest.mark.parametrize("theirs", [16, 4096])
+def test_positions_of_a_model_that_was_changed_are_bounded_by_the_longer_rows(tmp_path, params, workdir, theirs):
+  """Those of this run, or what its folder says."""
+  source = files.read_config(export.export(workdir, tmp_path / "first"))
+  run = write_run(tmp_path / "run", params, (1,), hf="somewhere", vocab_size=264)
+  BytesTokenizer().save(run / "hf" / "tokenizer.json")
+  hf.write_json(run / "hf" / files.CONFIG, {**source, "vocab_size": 264, "rms_norm_eps": 0.5,
+                                             "max_position_embeddings": theirs})
+  written = files.read_config(export.export(run, tmp_path / "out"))["max_position_embeddings"]
+  assert written == max(theirs, tiny.config(None).seq_len)
+
+
+def test_what_was_frozen_stands_beside_the_averages(tmp_path):
+  checkpoints = Checkpoints(tmp_path)
+  params = {"frozen": jnp.ones(2), "trained": jnp.zeros(3)}
+  checkpoints.save(1, {"params": params, "ema": {"trained": jnp.full(3, 2.0)}}, {})
+  checkpoints.close()
+  leaves = export.StoredLeaves(tmp_path / "1", "ema")
+  assert {path: leaves.read(path, ()).tolist() for path in leaves.shapes} == {"frozen": [1, 1], "trained": [2, 2, 2]}
+
+
 def test_what_the_run_started_from_is_kept(tmp_path, params):
   source = files.read_config(export.export(write_run(tmp_path / "plain", params, (1,)), tmp_path / "first"))
   workdir = write_run(tmp_path / "run", params, (1,), hf="somewhere", vocab_size=264)

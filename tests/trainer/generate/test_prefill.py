@@ -53,7 +53,8 @@ def test_long_prompts_need_no_programs_of_their_lengths():
 
 
 def test_rows_do_not_wait_for_a_long_prompt():
-  """A chunk of the prompt, then one of decoding steps, in turns; without steps between where no row has a text."""
+  """A chunk of the prompt, then one of decoding steps, in turns; without steps between where no row has a text. The
+  shorter of two prompts waits for the other's last chunk."""
   model, params = case("llama")
   sampler, real, called = Sampler(model, rows=2, chunk=4, prefill_chunk=4), Sampler._program, []
 
@@ -64,6 +65,7 @@ def test_rows_do_not_wait_for_a_long_prompt():
   sampler._program = program
   given = prompts([10, 20, 14])
   found = sampler.generate(params, given, max_new_tokens=[24, 24, 4], in_order=True)
+  assert_same(found, Sampler(model, rows=2, chunk=4).generate(params, given, max_new_tokens=[24, 24, 4], in_order=True))
   in_order = [name for name in called if name in ("extend", "decode")]
   assert in_order[:6] == ["extend"] * 5 + ["decode"]  # two prompts, 20 tokens
   assert in_order[5:] == ["decode"] * 6 + ["extend"] * 4 + ["decode"]  # both rows end together

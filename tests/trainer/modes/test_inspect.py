@@ -117,6 +117,7 @@ def test_the_histogram_counts_every_document():
   assert inspect.histogram_bins(lengths[[0, 1, 3]])[1][-1] == 12  # not the length of a row, of which they are little
   text = inspect.histogram_text(lengths, 512)
   assert "min 3" in text and "max 700" in text and "longer than seq_len=512: 25.0%" in text
+  assert "longer than seq_len=12: 25.0%" in inspect.histogram_text(lengths, 12)
 
 
 def test_where_completions_are_sampled_prompts_are_shown_as_they_are_asked(tmp_path, capsys):

@@ -217,6 +217,17 @@ def test_in_turns_a_rollout_is_sampled_as_early_as_it_may_be(staleness, every, v
     assert [metrics for _, metrics in found] == [{}] * len(found)
 
 
+def test_after_a_restart_what_waits_is_as_old_as_its_oldest_tokens():
+  ahead = Ahead(Fake(), steps_of_rollouts(4, 1, 1), None, 2)
+
+  def waiting(number, version, oldest=None):
+    return Rollout(number, version, number, 1, 1, 4 * number, [0] * 4, experience.collect([]), {}, None, [],
+                   oldest=oldest)
+
+  ahead.restore(5, None, [waiting(5, 3), waiting(6, 4, oldest=3), waiting(7, 6)])
+  assert [rollout.number for rollout in ahead.ready] == [5] and ahead.made.number == 5
+
+
 def test_prompts_that_end_are_not_drawn_again():
   fake = Fake()
   ahead = Ahead(fake, steps_of_rollouts(4, 1, 1), 8, 3)

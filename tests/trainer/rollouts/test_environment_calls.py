@@ -210,10 +210,10 @@ def test_the_order_in_which_steps_end_changes_nothing(tmp_path, monkeypatch, cap
 
 
 class Connected:
-  """Has a thing that works in one event loop only, and hangs in it where the record says so."""
+  """Has a thing that works in one event loop only, and hangs in it where the record says so, `after` so many turns."""
 
-  async def reset(self, prompt, /, hangs=None):
-    self.lock, self.hangs = asyncio.Lock(), hangs
+  async def reset(self, prompt, /, hangs=None, after=0):
+    self.lock, self.hangs, self.before = asyncio.Lock(), hangs, after
     await self.lock.acquire()
     return "?"
 
@@ -222,6 +222,9 @@ class Connected:
     await asyncio.sleep(0)
     self.lock.release()
     assert await waiting
+    self.before -= 1
+    if self.before >= 0:
+      return Turn(completion, 0.5)
     if self.hangs == "await":
       try:
         await asyncio.sleep(1e6)
@@ -235,19 +238,21 @@ class Connected:
 @pytest.mark.parametrize("late, reward", [(None, math.nan), (-0.25, -0.25), (0.0, 0.0)])
 def test_coroutines_are_limited_and_what_hangs_has_the_reward_that_is_set(tmp_path, monkeypatch, caplog, late, reward):
   monkeypatch.setattr("tests.trainer.rollouts.test_environment.HERE", HERE)
-  rows = [{"q": "a"}, {"q": "b", "hangs": "await"}, {"q": "c", "hangs": "block"}, {"q": "d"}]
+  rows = [{"q": "a"}, {"q": "b", "hangs": "await"}, {"q": "c", "hangs": "block"}, {"q": "d"},
+          {"q": "e", "hangs": "await", "after": 1}]
   items, episodes = setup(tmp_path, rows, env="Connected", max_turns=2, environment_timeout_seconds=1.0,
                           environment_timeout_reward=late)
   found = [e for group in episodes.run(items, 1, Sampler(TINY, lambda *_: "a"), 0) for e in group]
-  assert [e.trajectory.finish_reason for e in found] == ["stop", "timeout", "timeout", "stop"]
-  assert [e.reward for e in found] == pytest.approx([1.0, reward, reward, 1.0], nan_ok=True)
-  assert [e.failed for e in found] == [False, late is None, late is None, False]
-  assert episodes.metrics(found) == {"rollout/timeouts": 2.0}
+  assert [e.trajectory.finish_reason for e in found] == ["stop", "timeout", "timeout", "stop", "timeout"]
+  # What the last one had before counts, too.
+  assert [e.reward for e in found] == pytest.approx([1.0, reward, reward, 1.0, 0.5 + reward], nan_ok=True)
+  assert [e.failed for e in found] == [False, late is None, late is None, False, late is None]
+  assert episodes.metrics(found) == {"rollout/timeouts": 3.0}
   assert "environment_timeout_seconds=1" in caplog.text and "in _hang" in caplog.text
   until = time.monotonic() + 10
-  while len(ENDED) < 2 and time.monotonic() < until:
+  while len(ENDED) < 3 and time.monotonic() < until:
     time.sleep(0.01)
-  assert sorted(ENDED) == ["await", "loop"]
+  assert sorted(ENDED) == ["await", "await", "loop"]
 
 
 def test_a_reset_that_hangs_has_no_reward(tmp_path, monkeypatch):

@@ -152,6 +152,16 @@ def test_what_fails_or_hangs_costs_its_own_episode(prompts, tmp_path):
   assert rows_of(tmp_path / "w")[1]["rollout/timeouts"] == sum(line["reward"] is None for line in kinds[2])
 
 
+def test_what_was_said_last_and_never_run_has_no_experts():
+  item = SimpleNamespace(prompt=SimpleNamespace(ids=np.arange(2), images=()), content="abc", number=0)
+  episode = Playing(item, 0, Calls(None, True))
+  of_three = np.array([5, 6, 7], np.int16).reshape(3, 1, 1)
+  episode.add_completion(SimpleNamespace(ids=np.array([3]), full_logprobs=np.zeros(1), experts=of_three,
+                                         finish_reason="stop", stop_reason=None), "a", "a")
+  episode.add_observation(np.array([4, 5]), "b")
+  assert episode.result().trajectory.experts.ravel().tolist() == [5, 6, 7, -1, -1]
+
+
 def test_answers_are_waited_for_a_look_later_when_they_are_enough():
   """16 episodes of one prompt, of which an eighth are 2; an answer of which nobody is in need is let alone."""
   prompt = SimpleNamespace(ids=np.arange(3), images=())

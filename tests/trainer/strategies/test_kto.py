@@ -91,6 +91,27 @@ def test_values_and_metrics_are_those_of_the_sequences_alone(loss, swap):
     assert values["kl"] == pytest.approx(mismatched.mean(), rel=1e-4)
 
 
+def test_means_of_each_side_and_of_tokens():
+  """The entropy is that of all judged tokens; the accuracy, and the reference's log-probs, are a side's own."""
+  model, policy, reference = model_and_params()
+  good = np.asarray([label == DESIRABLE for _, _, label in EXAMPLES])
+  logits = jax.jit(model.logits)
+  entropies, hits = [], []
+  for x, y, label in EXAMPLES:
+    ids = np.asarray([x + y + [0] * (16 - len(x + y))], np.int32)
+    p = np.asarray(jax.nn.softmax(logits(policy, ids)[0, len(x) - 1:len(x + y) - 1, :24]), np.float64)
+    entropies += list(-(p * np.log(p)).sum(-1))
+    hits += list(p.argmax(-1) == y) if label == DESIRABLE else []
+  referred = np.asarray([pairs.token_logps(model, reference, x, y)[0].sum() for x, y, _ in EXAMPLES])
+  means = np.asarray([pairs.token_logps(model, policy, x, y)[0].mean() for x, y, _ in EXAMPLES])
+  _, values = results()
+  assert values["entropy"] == pytest.approx(np.mean(entropies), rel=1e-5)
+  assert values["mean_token_accuracy"] == pytest.approx(np.mean(hits))
+  for side, of in (("chosen", good), ("rejected", ~good)):
+    assert values[f"logps_ref/{side}"] == pytest.approx(referred[of].mean(), rel=1e-5)
+    assert values[f"logps_mean/{side}"] == pytest.approx(means[of].mean(), rel=1e-5)
+
+
 def test_both_signs_of_the_divergence_are_tried_above():
   assert ratios(False)[1].mean() * ratios(True)[1].mean() < 0
 

@@ -56,13 +56,19 @@ def test_loss_and_metrics_are_those_of_the_sequences_alone(center, margins):
   batch = pairs.batch(ROWS)
   batch = with_margins(batch) if margins else batch
   cfg = pairs.options("reward", center_rewards_coefficient=center)
-  terms, metrics = jax.jit(lambda p, b: reward.loss(model, p, b, None, cfg))(params, batch)
-  scores = alone(model, params)
+  scores, loss = alone(model, params), jax.jit(lambda p, b: reward.loss(model, p, b, None, cfg))
+  for sign in (1, -1):  # the least score is a rejected answer's, then a chosen one's
+    signed = params | {"score": {"kernel": sign * params["score"]["kernel"]}}
+    check_terms(loss(signed, batch), sign * scores, center, margins)
+
+
+def check_terms(found, scores, center, margins):
+  """Against a loop in float64."""
   total = 0.0
   for (chosen, rejected), margin in zip(scores, MARGINS, strict=True):
     total += np.log1p(np.exp(-(chosen - rejected - margin * margins))) + center * (chosen + rejected)**2
   found = to_floats({name: type(m)(m.sum.sum(), m.weight.sum()) if hasattr(m, "sum") else m
-                     for name, m in {**terms, **metrics}.items()})
+                     for name, m in {**found[0], **found[1]}.items()})
   expected = dict(loss=total / 5, accuracy=(scores[:, 0] > scores[:, 1]).mean(), margin=-np.diff(scores).mean(),
                   mean_reward=scores.mean(), min_reward=scores.min(), max_reward=scores.max())
   assert 0 < expected["accuracy"] < 1 and found.keys() == expected.keys()

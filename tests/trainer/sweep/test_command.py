@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 
@@ -340,6 +341,16 @@ def said(argv, monkeypatch, capsys):
   capsys.readouterr()
   docs_commands.run(argv[2:], monkeypatch)
   return capsys.readouterr().out
+
+
+def test_runs_are_compared_by_their_first_loss_of_evaluation_unless_told(config_file, tmp_path, monkeypatch, capsys):
+  without = tmp_path / "without.py"
+  text = Path(config_file).read_text()
+  without.write_text(text.replace("  return config\n", "  config.evals = {}\n  return config\n"))
+  for file, more, metric in ((config_file, (), "eval/val/loss"), (config_file, ("--metric=step",), "step"),
+                             (without, (), "loss")):
+    said(command(file, tmp_path / "root", "--gather", *more), monkeypatch, capsys)
+    assert json.loads((tmp_path / "root" / "sweep.json").read_text())["metric"] == metric
 
 
 def test_a_sweep_of_real_runs(config_file, tmp_path, monkeypatch, capsys):
