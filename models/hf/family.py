@@ -173,6 +173,9 @@ class Family:
       model.update(rule.read(source, model))
     if (layers_ := max(model["num_layers"], model["vision.num_layers"])) > DEEPEST:
       raise HFError(f"{where} asks for {layers_:,} layers; at most {DEEPEST:,} are taken for meant. Fetch it again.")
+    if not (model.get("head_dim") or model["latent.kv_rank"]) and model["hidden_size"] < model["num_heads"]:
+      raise HFError(f"{where} has {model['num_heads']:,} heads for a hidden size of {model['hidden_size']:,}, and no "
+                    "head_dim that says how wide they are. Fetch it again.")
     source.check_all_read(INERT | DROPOUT | self.inert, f"the family {self.name}")
     return canonical(model)
 

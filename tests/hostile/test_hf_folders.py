@@ -168,6 +168,8 @@ FOLDERS = [
     ("config of absurdly many layers", config(num_hidden_layers=10**9), "1,000,000,000 layers"),
     ("config absurdly wide", config(hidden_size=2**40, head_dim=8), "hidden_size"),
     ("config of an absurd vocabulary", config(vocab_size=2**62), "vocab_size"),
+    ("config of more heads than numbers", config(num_attention_heads=512, num_key_value_heads=512, head_dim=None),
+     "512 heads for a hidden size of"),
     ("config of heads that do not divide", config(num_key_value_heads=3, num_attention_heads=2), "num_kv_heads"),
     ("config of an unknown activation", config(hidden_act="evil"), "hidden_act is 'evil'"),
     ("config whose activation is a list", config(hidden_act=["silu"]), "hidden_act is ['silu']"),
