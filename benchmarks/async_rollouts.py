@@ -9,15 +9,20 @@ nothing is sampled. Pure Python, seeded: the same numbers everywhere. No chip wa
 
 - in turns: a rollout is sampled, then trained on, then the next one is sampled.
 - whole rollouts: `rollout.concurrent`. One rollout after another, each by one policy, at most k updates old.
-- rows refilled: a row that ends is given to the next rollout's prompt at once, and new weights go in between two
-  tokens; a group is trained on when it is whole, and dropped where it has become older than k updates. Not in Weft.
+- carried over: `rollout.concurrent` with `rollout.carry_over` and `rollout.in_flight`. A row that ends is given to a
+  prompt of a later rollout, new weights go in between two tokens, and a rollout is over when enough groups are whole;
+  the texts that go on are then run again, in which time nothing is sampled.
+- rows refilled: the same where no rollout ends: a group is trained on when it is whole, and dropped where it has become
+  older than k updates. Not in Weft.
 """
 
 import argparse
 import heapq
 import random
 from collections import deque
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
 
 CHIPS, ROWS = 8, 256  # that sample; texts at a time on each
 BANDWIDTH, WEIGHTS, CACHE = 3.35e12, 16e9, 131_072  # bytes a second, bytes, bytes a token
@@ -25,6 +30,7 @@ TRAINED_PER_SECOND = CHIPS * 0.4 * 989e12 / (6 * 8e9)  # tokens
 PROMPTS, GROUP, PROMPT = 512, 8, 300  # groups of a rollout, completions of each, tokens of a prompt
 MEDIAN, SIGMA, MOST = 1_200, 1.0, 16_384  # tokens of a completion: lognormal, cut off
 HANDOVER = 2.0  # seconds
+RUN_PER_SECOND = 3 * TRAINED_PER_SECOND  # tokens of texts that go on
 
 
 @dataclass
@@ -49,19 +55,34 @@ def lengths(rng: random.Random) -> list[list[int]]:
 
 
 class Chip:
-  """Decodes up to ROWS texts at a time; `free` and `waiting` are of the chip, time is the caller's."""
+  """Decodes up to ROWS texts at a time; time is the caller's. So do several in step, of which each has its ROWS.
 
-  def __init__(self):
-    self.waiting: deque[tuple[int, object]] = deque()  # (tokens, name)
-    self.rows: list[tuple[int, int, object]] = []  # (steps done at its end, its number, name), a heap
-    self.steps, self._begun, self._context, self.now = 0, 0, 0, 0.0
+  Attributes:
+    waiting: texts that have no row, as (tokens to sample, name, tokens that were sampled before).
+    rows: those that have one, a heap of (steps done at its end, its number, name, tokens at its end).
+    begun: is told the name of each text that is given a row.
+  """
+
+  def __init__(self, count: int = 1, begun: Callable[[Any], None] = lambda name: None):
+    self.waiting: deque[tuple[int, Any, int]] = deque()
+    self.rows: list[tuple[int, int, Any, int]] = []
+    self.steps, self._number, self._context, self.now = 0, 0, 0, 0.0
     self.row_seconds = 0.0
+    self._count, self._begun = count, begun
 
   def fill(self) -> None:
-    while self.waiting and len(self.rows) < ROWS:
-      tokens, name = self.waiting.popleft()
-      heapq.heappush(self.rows, (self.steps + tokens, self._begun, name))
-      self._begun, self._context = self._begun + 1, self._context + PROMPT
+    while self.waiting and len(self.rows) < ROWS * self._count:
+      tokens, name, before = self.waiting.popleft()
+      heapq.heappush(self.rows, (self.steps + tokens, self._number, name, before + tokens))
+      self._number, self._context = self._number + 1, self._context + PROMPT + before
+      self._begun(name)
+
+  def leave(self) -> list[tuple[Any, int]]:
+    """Takes all texts off; (name, tokens that are left) of those that had a row."""
+    left = [(name, end - self.steps) for end, _, name, _ in self.rows]
+    self.rows, self._context = [], 0
+    self.waiting.clear()
+    return left
 
   def next_end(self) -> float:
     """When the next text ends."""
@@ -72,17 +93,17 @@ class Chip:
   def _seconds(self, steps: int) -> float:
     """Of so many steps with these rows, whose caches grow meanwhile."""
     mean = self._context + len(self.rows) * steps / 2
-    return steps * (WEIGHTS + CACHE * mean) / BANDWIDTH
+    return steps * (WEIGHTS + CACHE * mean / self._count) / BANDWIDTH
 
-  def end_one(self) -> object:
+  def end_one(self) -> Any:
     """Decodes up to the end of the next text; returns its name."""
     steps = self.rows[0][0] - self.steps
     seconds = self._seconds(steps)
     self.now, self.steps, self.row_seconds = self.now + seconds, self.steps + steps, (
         self.row_seconds + seconds * len(self.rows))
     self._context += steps * len(self.rows)
-    end, _, name = heapq.heappop(self.rows)
-    self._context -= PROMPT + name[1]  # type: ignore[index]
+    _, _, name, tokens = heapq.heappop(self.rows)
+    self._context -= PROMPT + tokens
     return name
 
 
@@ -90,7 +111,7 @@ def sampled(groups: list[list[int]]) -> tuple[float, float]:
   """(seconds that a rollout takes, row-seconds in use): each group is on the chip that has the fewest groups."""
   chips = [Chip() for _ in range(CHIPS)]
   for number, group in enumerate(groups):
-    chips[number % CHIPS].waiting.extend((tokens, (number, tokens)) for tokens in group)
+    chips[number % CHIPS].waiting.extend((tokens, number, 0) for tokens in group)
   for chip in chips:
     chip.fill()
     while chip.rows:
@@ -122,6 +143,72 @@ def whole_rollouts(updates: int, most_stale: int, seed: int = 0) -> Result:
   return _result(ends[-1], used, worked, staleness)
 
 
+def carried(updates: int, most_stale: int, seed: int = 0) -> Result:
+  """Rollouts that are over when PROMPTS groups are whole, with what goes on in the next; each update is of one. As
+  trainer/rollouts/carried.py says which groups are begun and when a rollout is over; `most_stale` 2 at least."""
+  rng = random.Random(seed)
+  groups: list[Begun] = []  # that are not trained on, the oldest first
+  version, ends, worked, staleness = 0, [0.0], 0.0, []
+
+  def begin(name: tuple[Begun, int]) -> None:
+    group, _ = name
+    group.oldest = version if group.oldest is None else group.oldest
+
+  chip, upcoming = Chip(CHIPS, begin), deque(lengths(rng))
+  for number in range(updates):
+    chip.now = max(chip.now, ends[max(0, number - (most_stale - 1))])
+    newest = max(v for v, end in enumerate(ends) if end <= chip.now)
+    chip.now, version = chip.now + HANDOVER * (newest > version), newest
+    most = PROMPTS + min(ROWS * CHIPS, (most_stale - number + version) * PROMPTS)
+    while len(groups) < most:
+      if not upcoming:
+        upcoming.extend(lengths(rng))
+      groups.append(Begun(upcoming.popleft()))
+    again = [PROMPT + group.sizes[i] - left for group in groups for i, left in group.left.items()
+             if left < group.sizes[i]]
+    chip.now += sum(again) / RUN_PER_SECOND
+    chip.waiting.extend((left, (group, i), group.sizes[i] - left) for group in groups for i, left in group.left.items())
+    chip.fill()
+    whole = sum(not group.left for group in groups)
+    while whole < PROMPTS or (rest := _rest(groups, number, most_stale)) is None:
+      group, i = chip.end_one()
+      del group.left[i]
+      whole += not group.left
+      if version + 1 < len(ends) and ends[version + 1] <= chip.now:  # weights that have come meanwhile
+        chip.now, version = chip.now + HANDOVER, version + 1
+      chip.fill()
+    for (group, i), left in chip.leave():
+      group.left[i] = left
+    of_update = [group for group in groups if not any(group is other for other in rest)]
+    seconds = trained([group.sizes for group in of_update])
+    ends.append(max(chip.now, ends[-1]) + seconds)
+    worked += seconds
+    staleness += [number - group.oldest for group in of_update]
+    groups = rest
+  return _result(ends[-1], chip.row_seconds, worked, staleness)
+
+
+@dataclass(eq=False)
+class Begun:
+  """A group: tokens of its texts, those that are left of each that is not whole, and the policy of its first token."""
+
+  sizes: list[int]
+  left: dict[int, int] = field(init=False)
+  oldest: int | None = None
+
+  def __post_init__(self):
+    self.left = dict(enumerate(self.sizes))
+
+
+def _rest(groups: list[Begun], number: int, most_stale: int) -> list[Begun] | None:
+  """The groups that go on after the rollout of that number, which has enough whole ones; None: one would be too old."""
+  chosen = {id(group) for group in [group for group in groups if not group.left][:PROMPTS]}
+  rest = [group for group in groups if id(group) not in chosen]
+  in_time = all(group.oldest is None or most_stale - number + group.oldest > place // PROMPTS
+                for place, group in enumerate(rest))
+  return rest if in_time else None
+
+
 def refilled(updates: int, most_stale: int, seed: int = 0) -> Result:
   """Rows go on across rollouts and versions; an update takes the first PROMPTS groups that are whole."""
   rng = random.Random(seed)
@@ -140,7 +227,7 @@ def refilled(updates: int, most_stale: int, seed: int = 0) -> Result:
         upcoming.extend(lengths(rng))
       group = upcoming.popleft()
       chip.now = chip.now if chip.rows else max(chip.now, now)
-      chip.waiting.extend((tokens, (begun, tokens)) for tokens in group)
+      chip.waiting.extend((tokens, begun, 0) for tokens in group)
       left[begun], begun_by[begun], sizes[begun] = len(group), version, group
       chip.fill()
       begun += 1
@@ -158,9 +245,8 @@ def refilled(updates: int, most_stale: int, seed: int = 0) -> Result:
       dropped += len(stale)
       whole = deque(number for number in whole if version - begun_by[number] <= most_stale)
       continue
-    name = chip.end_one()
+    number = chip.end_one()
     now = max(now, chip.now)
-    number = name[0]  # type: ignore[index]
     left[number] -= 1
     if not left[number] and version - begun_by[number] <= most_stale:
       whole.append(number)
@@ -182,6 +268,7 @@ def main() -> None:
         f"{'dropped':>9}")
   rows = [("in turns", whole_rollouts(updates, 0)),
           *((f"whole rollouts, max_staleness={k}", whole_rollouts(updates, k)) for k in (1, 2, 4)),
+          *((f"carried over, max_staleness={k}", carried(updates, k)) for k in (2, 4, 6)),
           *((f"rows refilled, max_staleness={k}", refilled(updates, k)) for k in (1, 2, 4))]
   for name, r in rows:
     print(f"{name:<32}{r.idle:>7.1%}{r.sampler_idle:>9.1%}{r.trainer_idle:>9.1%}{r.per_hour:>11.1f}"

@@ -16,6 +16,7 @@ from tests.test_faults import assert_same_run, logged, wait_for
 from tests.trainer import rollout_runs
 from tests.trainer.serve import servers
 from trainer.compiler import compiled
+from trainer.rollouts import schedule
 from trainer.telemetry.writers import read_rows
 
 STEPS = 14
@@ -214,6 +215,7 @@ def test_a_process_that_dies_hangs_or_fails_is_named_and_the_run_goes_on(faults,
 
 
 ENGINE_CONFIG = """
+import os
 from pathlib import Path
 from tests.trainer import rollout_runs
 from trainer.config import defaults
@@ -222,6 +224,8 @@ def get_config(folder):
   folder = Path(folder)
   c = rollout_runs.config((folder / "a.jsonl", folder / "b.jsonl"), total_steps=4)
   c.model = defaults().model
+  if "STOP" in os.environ:
+    c.callbacks.stop = dict(type=rollout_runs.STOP, step=int(os.environ["STOP"]))
   return c
 """
 
@@ -249,6 +253,44 @@ def test_a_server_samples_for_two_processes_as_for_one(tmp_path):
     assert ours[step] == pytest.approx(row, rel=2e-5, abs=2e-6), step
   assert abs(ours[3]["sampling/kl"]) < 1e-6  # the second rollout is of what the first has made of the policy
   codes, outputs = several.run(argv(tmp_path / "gone", url, "--config.rollout.engine_timeout_seconds=1"), 2, 1)
+  assert 0 not in codes and all("has not answered for 1 s" in output for output in outputs), "\n".join(outputs)
+
+
+AT_ONCE = "--config.rollout.max_staleness=2", "--config.strategy.correction=token_truncate", "--config.total_steps=8"
+
+
+def test_a_server_samples_for_two_processes_while_updates_go_on(tmp_path):
+  """Also where they are stopped on their way; their schedule gives the run again, to the bit."""
+  config, folder = tmp_path / "engine_config.py", tiny.hf_folder(tmp_path / "model", vocab_size=264)
+  config.write_text(ENGINE_CONFIG)
+  rollout_runs.write_prompts(tmp_path)
+
+  def run(name, *more, **environment):
+    flags = f"--config.model.hf={folder}", f"--config.rollout.engine={url}", "--config.mesh.fsdp=2", *AT_ONCE
+    codes, outputs = several.run(tiny.command(config, tmp_path, tmp_path / name, *flags, *more), 2, 1,
+                                 **environment)
+    assert codes == [0, 0], "\n".join(outputs)
+    return tmp_path / name
+
+  with servers.serving(servers.app(folder)) as url:
+    once = run("once", "--config.rollout.concurrent=True")
+    run("stopped", "--config.rollout.concurrent=True", "--config.ckpt_steps=1", STOP="3")
+    stopped = run("stopped", "--config.rollout.concurrent=True", "--config.ckpt_steps=1")
+    for first in (once, stopped):
+      sampled = schedule.read(first / schedule.NAME, 2)
+      assert list(sampled) == [0, 1, 2, 3] and max(2 * n - by.version for n, by in sampled.items()) in (1, 2)
+      again = run(f"{first.name}_again", f"--config.rollout.schedule={first / schedule.NAME}", "--config.ckpt_steps=8")
+      rows = rollout_runs.rows_of(again)
+      for step, row in rollout_runs.rows_of(first).items():
+        idle = {key for key in row if key.startswith("rollout/idle_")}
+        assert {key: row[key] for key in row.keys() - idle} == {key: rows[step][key] for key in row.keys() - idle}
+      for step in (1, 3, 5, 7):
+        assert rollout_runs.table(first, step) == rollout_runs.table(again, step)
+    url = "http://127.0.0.1:9"
+    gone = tiny.command(config, tmp_path, tmp_path / "gone", f"--config.model.hf={folder}", *AT_ONCE,
+                        f"--config.rollout.engine={url}", "--config.rollout.concurrent=True",
+                        "--config.rollout.engine_timeout_seconds=1")
+    codes, outputs = several.run(gone, 2, 1)
   assert 0 not in codes and all("has not answered for 1 s" in output for output in outputs), "\n".join(outputs)
 
 

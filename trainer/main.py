@@ -37,6 +37,7 @@ from trainer.distributed.watchdog import Watchdog
 from trainer.export import hugging_face
 from trainer.export.command import export_at_end
 from trainer.horizon import Horizon, make_horizon
+from trainer.rollouts import options as rollout_options
 from trainer.run import Run
 from trainer.strategies import cached_teachers
 from trainer.strategies import reference as reference_lib
@@ -70,6 +71,7 @@ def train(config: Mapping, workdir: str | Path, past: Past | None = None) -> Run
   bases.check(config, workdir)
   processes.join(config.processes)
   mesh = mesh_lib.start(config)
+  rollout_options.check_devices(config)
   say(*program_lib.settle(resolved, jax.default_backend()), *repeatable.notes(config, jax.default_backend()))
   workdir_lib.prepare(config, workdir)
   found = past or position.find(workdir, config.resume)

@@ -84,6 +84,10 @@ class Run:
     """Whether to stop before the next step. Several processes agree through the metrics, which they all see alike."""
     return bool(self.agreed_stop if jax.process_count() > 1 else self.stop_requested)
 
+  def agree_to_stop(self) -> None:
+    """All of several processes know that one of them was asked to stop."""
+    self.agreed_stop, self.stop_requested = True, self.stop_requested or "a signal to another process"
+
   def next_batch(self, batches: Batches) -> dict[str, Any] | None:
     """The batch of the next update; None: a stop was asked for while it was sampled."""
     waited = batches.wait_seconds
@@ -123,8 +127,7 @@ class Run:
       step, metrics, self.batch = pending
       values = to_floats(jax.device_get(metrics))
       if values.pop("stop_requests", 0):
-        self.agreed_stop = True
-        self.stop_requested = self.stop_requested or "a signal to another process"
+        self.agree_to_stop()
       self.callbacks("on_step_end", self, step, values)
       self.batch = None
 

@@ -10,9 +10,9 @@ from benchmarks import async_rollouts as sim
 def test_a_chip_decodes_what_it_should_in_the_time_that_it_reads_in():
   """One text of 100 tokens, by a loop over its steps; of two, rows in use until the first ends."""
   chip = sim.Chip()
-  chip.waiting.extend([(100, ("a", 100)), (40, ("b", 40))])
+  chip.waiting.extend([(100, "a", 0), (40, "b", 0)])
   chip.fill()
-  assert chip.end_one()[0] == "b" and chip.end_one()[0] == "a" and not chip.rows
+  assert chip.end_one() == "b" and chip.end_one() == "a" and not chip.rows
   seconds = rows = 0.0
   for step in range(100):
     alive = 2 if step < 40 else 1
@@ -27,3 +27,18 @@ def test_turns_leave_more_than_40_percent_idle_and_refilled_rows_less_than_10():
   assert turns.idle > 0.4 > 0.1 > refilled.idle and turns.stalest == 0
   assert refilled.idle < whole.idle < turns.idle and whole.stalest == 1 and refilled.stalest <= 4
   assert sim.refilled(3, 2) == sim.refilled(3, 2) and sim.lengths(random.Random(1)) != sim.lengths(random.Random(2))
+
+
+def test_rollouts_that_are_carried_over_train_on_every_group_in_time(monkeypatch):
+  """Fewer and shorter texts on fewer rows: the more updates a group may wait, the less is idle; each is trained on
+  once, and none is dropped."""
+  for name, value in dict(ROWS=16, PROMPTS=24, GROUP=4, MEDIAN=100, MOST=1_500).items():
+    monkeypatch.setattr(sim, name, value)
+  lengths, trained, drawn, learned = sim.lengths, sim.trained, [], []
+  monkeypatch.setattr(sim, "lengths", lambda rng: drawn.append(lengths(rng)) or drawn[-1])
+  monkeypatch.setattr(sim, "trained", lambda groups: learned.extend(map(id, groups)) or trained(groups))
+  found = {k: sim.carried(20, k) for k in (2, 6)}
+  assert all(result.stalest <= k and result.dropped == 0 for k, result in found.items())
+  assert len(learned) == len(set(learned)) == 2 * 20 * 24
+  assert set(learned) <= {id(group) for rollout in drawn for group in rollout}
+  assert found[6].idle < found[2].idle < sim.whole_rollouts(20, 0).idle

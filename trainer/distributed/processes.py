@@ -1,6 +1,7 @@
 """Several processes as one program: finding and joining them, and letting the first one go first."""
 
 import contextlib
+import contextvars
 import hashlib
 import importlib.util
 import itertools
@@ -8,7 +9,7 @@ import json
 import os
 import re
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -29,6 +30,10 @@ _ADDRESS, _COUNT, _INDEX = _GIVEN = ("JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESS
 _HOW = (f"Set {_ADDRESS}=HOST:PORT (of process 0, a free port), {_COUNT} and {_INDEX} (0, 1, …) in each process.")
 # Numbers those who went first, and what was said to all: one key of the coordinator's store each.
 _FIRSTS, _SAID = itertools.count(), itertools.count()
+# What values of keys begin with that are no errors.
+_SAYS = "="
+# Whether this thread works by itself, see `alone`.
+_ALONE: contextvars.ContextVar[bool] = contextvars.ContextVar("alone", default=False)
 # JAX's own port for TPU, free on others too; ports derived from a job's number lie in the last 4096.
 _PORT, _PORTS = 8482, 4096
 
@@ -278,30 +283,64 @@ def check_same(what: str, fingerprint: str) -> None:
 
 
 @contextlib.contextmanager
+def alone() -> Iterator[None]:
+  """Within it `first_goes_first` and `from_first` are those of a run of one process: for a thread of the first process
+  whose work the others learn of elsewhere. It must use no array of several processes."""
+  token = _ALONE.set(True)
+  try:
+    yield
+  finally:
+    _ALONE.reset(token)
+
+
+@contextlib.contextmanager
 def first_goes_first(what: str) -> Iterator[None]:
   """The first process runs the body while the others wait; then they run it, and find what it has written.
 
   Raises:
     ConfigError: in the others, if the body failed in the first.
   """
-  if jax.process_count() == 1:
+  if jax.process_count() == 1 or _ALONE.get():
     yield
     return
-  # Not by a collective: these have a limit of time on some devices, and a tokeniser has none.
+  with _first(what):
+    yield
+
+
+def decided(what: str, decide: Callable[[], Any]) -> Any:
+  """What `decide` gives in the first process, JSON-able, in all of them; waited for as in `first_goes_first`.
+
+  Raises:
+    ConfigError: in the others, if it failed in the first.
+  """
+  if jax.process_count() == 1:
+    return decide()
+  with _first(what) as said:
+    if jax.process_index() == 0:
+      said.append(json.dumps(decide()))
+  return json.loads(said[0])
+
+
+@contextlib.contextmanager
+def _first(what: str) -> Iterator[list[str]]:
+  """The first process runs the body; then the others do, which are given what it has put into the list, if anything.
+
+  Not by a collective: these have a limit of time on some devices, and a tokeniser has none."""
   store, key = distributed.global_state.client, f"weft/first/{next(_FIRSTS)}"
   if jax.process_index() != 0:
-    while (said := _look_up(store, key)) is None:
+    while (heard := _look_up(store, key)) is None:
       pass
-    if said:
-      raise ConfigError(f"process 0 failed at: {what}: {said}")
-    yield
+    if not heard.startswith(_SAYS):
+      raise ConfigError(f"process 0 failed at: {what}: {heard}")
+    yield [heard.removeprefix(_SAYS)]
     return
+  said: list[str] = []
   try:
-    yield
+    yield said
   except BaseException as error:
     store.key_value_set(key, f"{type(error).__name__}: {error}")
     raise
-  store.key_value_set(key, "")
+  store.key_value_set(key, _SAYS + "".join(said))
 
 
 def said_by_all(value: str) -> list[str]:
@@ -331,13 +370,20 @@ def _look_up(store: Any, key: str, seconds: float = 5.0) -> str | None:
 
 def from_first(value: Any) -> Any:
   """The first process's value, JSON-able, in all of them; NaN and infinities pass."""
-  if jax.process_count() == 1:
+  if jax.process_count() == 1 or _ALONE.get():
     return value
-  text = json.dumps(value).encode() if jax.process_index() == 0 else b""
-  size = int(multihost_utils.broadcast_one_to_all(np.int64(len(text))))
+  return json.loads(bytes_from_first(json.dumps(value).encode() if jax.process_index() == 0 else b""))
+
+
+def bytes_from_first(data: bytes) -> bytes:
+  """The first process's bytes, in all of them."""
+  if jax.process_count() == 1:
+    return data
+  size = int(multihost_utils.broadcast_one_to_all(np.int64(len(data))))
   sent = np.zeros(size, np.uint8)
-  sent[:len(text)] = np.frombuffer(text, np.uint8)
-  return json.loads(bytes(multihost_utils.broadcast_one_to_all(sent)))
+  if jax.process_index() == 0:
+    sent[:] = np.frombuffer(data, np.uint8)
+  return bytes(multihost_utils.broadcast_one_to_all(sent))
 
 
 def on_every_host(arrays: Any) -> Any:

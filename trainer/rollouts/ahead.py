@@ -1,36 +1,26 @@
 """Which policy samples a rollout, and when: right before its training, or up to `rollout.max_staleness` updates before.
 
 A rollout whose training begins after f updates is sampled by the policy after v of them, its version; f - v is its
-staleness. In turns with updates (`Ahead`) v is as small as it may be, or what a schedule says. At once with them
-(`Concurrent`), in a thread of its own, v is that of the newest parameters when the sampler has nothing else to do; with
-`rollout.in_flight` newer ones take their place before each chunk of decoding steps (PipelineRL, arXiv 2509.19128). That
-depends on the clock, and so it is written down, and can be had again, to the bit (`rollout.schedule`): in turns, or
-where policies changed within rollouts, in a thread that waits for each update that it is to sample by (`Followed`).
+staleness. In turns with updates v is as small as it may be, or what a schedule says; at once with them
+(trainer/rollouts/at_once.py) the clock decides.
 """
 
 import contextlib
-import contextvars
 import functools
-import threading
 import time
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from absl import logging
 
 from input_pipeline.steps import Steps
-from trainer.distributed import mesh as mesh_lib
 from trainer.distributed.handover import Handover
 from trainer.errors import ConfigError
 from trainer.rollouts import schedule
 from trainer.rollouts.producer import Producer, Rollout
 from trainer.strategies import critic
-
-# Seconds between two looks at whether a stop was asked for.
-LOOK_SECONDS = 0.1
 
 
 class Ahead:
@@ -166,153 +156,22 @@ class Ahead:
 
   def _make(self, params: Any, version: int, stopped: Callable[[], bool]) -> Rollout | None:
     """The next rollout; None: it was left off."""
-    first, self._began = self._first_step, time.perf_counter()
-    # What is in no place of its own would else wait for updates.
-    with contextlib.nullcontext() if self._handover is None else jax.default_device(self._handover.device):
-      made = self._producer.roll(schedule.Policies(params, version, self._newer), self._next_number(version),
-                                 self._last, first, self._taken.at(first), stopped)
-    self._busy += time.perf_counter() - max(self._began, self._since)
-    self._began = None
+    made = self._timed(self._next(params, version, stopped))
     if made is not None:
       self._last = made
     return made
 
+  def _next(self, params: Any, version: int, stopped: Callable[[], bool]) -> Callable[[], Rollout | None]:
+    """What makes the next rollout."""
+    first = self._first_step
+    return functools.partial(self._producer.roll, schedule.Policies(params, version, self._newer),
+                             self._next_number(version), self._last, first, self._taken.at(first), stopped)
 
-class Concurrent(Ahead):
-  """Rollouts that are made in a thread of their own while the policy is trained. One process.
-
-  Before each update the thread is given a copy of the parameters, since the update takes the run's own; it begins a
-  rollout whenever the newest of these may sample it. It shares no device with updates unless there is but one: it would
-  begin programs in another order than they do.
-
-  Args:
-    in_flight: newer parameters are taken while a rollout is sampled, too.
-  """
-
-  def __init__(self, *args: Any, in_flight: bool = False):
-    super().__init__(*args)
-    if in_flight:
-      self._newer = self._newest
-    self._changed = threading.Condition()
-    self._thread: threading.Thread | None = None
-    self._given: tuple[Any, int, int] | None = None  # parameters, the updates that they had, those of the run
-    self._error: BaseException | None = None
-    self._closing = False
-
-  def fill(self, run: Any, due: bool) -> bool:
-    """See `Ahead.fill`."""
-    began = self._clock()
-    params = self._policy(run)
-    if self._handover is None:
-      params = jax.tree.map(jnp.copy, params)
-    with self._changed:
-      self._given = params, run.step, run.total_steps
-      self._changed.notify_all()
-    if self._thread is None:
-      context = contextvars.copy_context()  # the mesh that models place activations on
-      self._thread = threading.Thread(target=context.run, args=(self._work,), name="rollouts", daemon=True)
-      self._thread.start()
-    if not due or self.ready:
-      return True
-    with run.chrono.pause("rollout"), self._changed:
-      while not self.ready and self._error is None and not run.stop_requested:
-        self._changed.wait(LOOK_SECONDS)
-    self._waited += time.perf_counter() - began
-    if not self.ready and self._error is not None:
-      raise self._error
-    return bool(self.ready)
-
-  def close(self) -> None:
-    with self._changed:
-      self._closing = True
-      self._changed.notify_all()
-    if self._thread is not None:
-      self._thread.join()
-      self._thread = None
-
-  def _newest(self, look: int, version: int) -> tuple[Any, int] | None:
-    """The newest policy, if its update is done."""
-    with self._changed:
-      params, newest, _ = self._given
-    if newest == version or not all(leaf.is_ready() for leaf in jax.tree.leaves(params)):
-      return None
-    return params, newest
-
-  def _take(self, version: int) -> None:
-    """Notes that the policy of that version samples from now on."""
-
-  def _work(self) -> None:
-    try:
-      while True:
-        with self._changed:
-          while not self._closing and not self._may(*self._given[1:]):
-            self._changed.wait()
-          if self._closing:
-            return
-          params, version, _ = self._given
-          self._take(version)
-        jax.block_until_ready(params)  # the update before is training, not sampling
-        made = self._make(params, version, lambda: self._closing)
-        del params  # only the newest are kept while it waits
-        with self._changed:
-          if made is not None:
-            self.ready.append(made)
-          self._changed.notify_all()
-    except BaseException as e:
-      with self._changed:
-        self._error = e
-        self._changed.notify_all()
-
-
-class Followed(Concurrent):
-  """What a schedule says was sampled at once, had again: sampling waits for each policy that it took, and updates go on
-  when it has taken theirs."""
-
-  def __init__(self, *args: Any):
-    super().__init__(*args, in_flight=True)
-    self._left: Counter[int] | None = None  # how often each policy is yet to be taken
-
-  def fill(self, run: Any, due: bool) -> bool:
-    """See `Ahead.fill`."""
-    if self._left is None:
-      first = self._next_number(run.step)
-      self._left = Counter(version for number, sampled in self._versions.items() if number >= first
-                           for version in (sampled.version, *dict(sampled.changes).values()))
-    if not super().fill(run, due):
-      return False
-    with self._changed:
-      while self._left[run.step] and self._error is None and not run.stop_requested and (
-          self._began is not None or self._first_step < run.total_steps):
-        self._changed.wait(LOOK_SECONDS)
-      if self._error is not None:
-        raise self._error
-    return True
-
-  def _newest(self, look: int, version: int) -> tuple[Any, int] | None:
-    """The policy that took over at this look."""
-    newer = dict(self._versions[self._next_number(version)].changes).get(look)
-    if newer is None:
-      return None
-    with self._changed:
-      while self._given[1] != newer and not self._closing:
-        self._changed.wait()
-      if self._closing:
-        return None
-      self._take(newer)
-      return self._given[0], newer
-
-  def _take(self, version: int) -> None:
-    self._left[version] -= 1
-    self._changed.notify_all()
-
-
-def make_ahead(config: Any, producer: Producer, taken: Steps, num_items: int | None) -> Ahead:
-  """As `config.rollout` says."""
-  handover = Handover(producer.sampler.mesh, config.sharding_rules) if mesh_lib.num_sampling(config) else None
-  c = config.rollout
-  given = None if c.schedule is None else schedule.read(c.schedule, c.max_staleness, c.in_flight)
-  at_once = Followed if given is not None else functools.partial(Concurrent, in_flight=c.in_flight)
-  kind, lead = at_once if c.concurrent or c.in_flight else Ahead, c.max_staleness
-  if c.carry_over:  # what goes on takes the next rollout's updates more to be trained on
-    lead = max(lead - c.updates * c.epochs, 0) if c.concurrent else 0
-  return kind(producer, taken, num_items, c.max_staleness, given, lead, handover)
+  def _timed(self, make: Callable[[], Rollout | None]) -> Rollout | None:
+    self._began = time.perf_counter()
+    # What is in no place of its own would else wait for updates.
+    with contextlib.nullcontext() if self._handover is None else jax.default_device(self._handover.device):
+      made = make()
+    self._busy += time.perf_counter() - max(self._began, self._since)
+    self._began = None
+    return made

@@ -98,7 +98,7 @@ class Engine(Sampler):
       ConfigError: the server refuses, or does not answer in time.
       DataError: what it answers cannot be.
     """
-    self._hand_over(params)
+    self.hand_over(params)
     waiting: dict[int, Sequence[int]] = {}  # the samples of each prompt that is not answered
     asked: dict[Future, int] = {}  # in the first process, its number
     numbers = itertools.count()
@@ -135,7 +135,7 @@ class Engine(Sampler):
         found = sorted((asked.pop(future), future.result()) for future in done)
     return processes.from_first(found)
 
-  def _hand_over(self, params: Any) -> None:
+  def hand_over(self, params: Any) -> None:
     """Gives the server these parameters, unless it has them."""
     leaf = jax.tree.leaves(params)[0]
     if leaf is self._has:

@@ -94,6 +94,40 @@ def check(config: Any) -> None:
                       "rollouts is not known before: the teacher has to be there. Use 0.")
 
 
+def check_devices(config: Any) -> None:
+  """Refuses what the devices and processes of the run cannot do at once, as soon as they are known.
+
+  Each device takes programs in the order in which they come to it. From two threads that may be one order here and
+  another there, and where a program's parts wait for one another, all wait for ever.
+
+  Raises:
+    ConfigError: naming the key.
+  """
+  c, count = config.rollout, jax.process_count()
+  if not c.num_prompts:
+    return
+  if c.devices and count > 1:
+    raise ConfigError(f"rollout.devices is {c.devices} in a run of {count} processes; devices are kept for sampling in "
+                      "runs of one process. Use 0, and every device samples and trains in turns; or sample elsewhere "
+                      "(rollout.engine, docs/grpo.md).")
+  key, turns = "concurrent" if c.concurrent else "in_flight", "rollout.max_staleness alone works in turns"
+  if not (c.concurrent or c.in_flight):
+    return
+  if count > 1 and c.engine is None:
+    raise ConfigError(f"rollout.{key} is True in a run of {count} processes that sample themselves: each would begin "
+                      "programs of sampling and of updates from two threads, in an order of its own. Sample elsewhere "
+                      f"(rollout.engine, docs/grpo.md), or leave rollout.{key} out; {turns}.")
+  models = [name for name, section in c.rewards.items() if section.type == rewards.MODEL]
+  if count > 1 and models:
+    raise ConfigError(f"rollout.{key} is True in a run of {count} processes, and rollout.rewards.{models[0]} is a "
+                      "model on the devices that train: it would score beside updates, which each process would begin "
+                      f"in an order of its own. Leave one of them out; {turns}.")
+  if c.engine is None and not c.devices and len(jax.devices()) > 1:
+    raise ConfigError(f"rollout.{key} is True on {len(jax.devices())} devices: two threads would begin programs on "
+                      "them, in no one order. Keep some of them for sampling (rollout.devices), sample elsewhere "
+                      f"(rollout.engine, docs/grpo.md), or leave it out; {turns}.")
+
+
 def routing(config: Any, model: Any) -> tuple[int, int] | None:
   """Layers with experts, and experts of a token, where those of sampled tokens are recorded; else None."""
   c = config.rollout
@@ -110,9 +144,6 @@ def _check_devices(c: Any) -> None:
                       f"devices that sample, and rollout.devices is {c.devices}, no multiple of it.")
   if c.devices and c.engine is not None:
     raise ConfigError(f"rollout.devices is {c.devices}, but rollout.engine samples. Leave one of them out.")
-  if c.devices and jax.process_count() > 1:
-    raise ConfigError(f"rollout.devices is {c.devices} in a run of {jax.process_count()} processes; devices are kept "
-                      "for sampling in runs of one process. Use 0: every device samples and trains in turns.")
 
 
 def _check_staleness(config: Any) -> None:
@@ -134,16 +165,6 @@ def _check_staleness(config: Any) -> None:
     if c.in_flight and given:
       raise ConfigError(f"rollout.in_flight is True, and there is rollout.{key}: the policy can change within a "
                         "rollout where this program samples it, and nothing answers. Leave one of them out.")
-  at_once = "concurrent" if c.concurrent else "in_flight"
-  if (c.concurrent or c.in_flight) and jax.process_count() > 1:
-    raise ConfigError(f"rollout.{at_once} is for runs of one process: several would have to sample and train in the "
-                      "same order. Leave it out; rollout.max_staleness alone works in turns.")
-  if (c.concurrent or c.in_flight) and c.engine is None and not c.devices and len(jax.devices()) > 1:
-    # Each device takes programs in the order in which they come to it. From two threads that may be one order here and
-    # another there, and where a program's parts wait for one another, all wait for ever.
-    raise ConfigError(f"rollout.{at_once} is True on {len(jax.devices())} devices: two threads would begin programs "
-                      "on them, in no one order. Keep some of them for sampling (rollout.devices), sample elsewhere "
-                      "(rollout.engine, docs/grpo.md), or leave it out; rollout.max_staleness alone works in turns.")
   if c.schedule is not None:
     schedule.read(c.schedule, c.max_staleness, c.in_flight)
   if c.carry_over:

@@ -6,6 +6,8 @@ these are, and when it is trained on, others say (trainer/rollouts/ahead.py).
 P prompts (groups), G completions of each, K reward functions.
 """
 
+import io
+import json
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -42,6 +44,8 @@ from trainer.rollouts.schedule import Policies
 
 # What the names of its arrays in checkpoints begin with.
 CARRIED = "carried_"
+# Its array in what is told to other processes that holds all that is no array.
+META = "meta"
 
 
 class Policy(NamedTuple):
@@ -108,6 +112,20 @@ class Rollout(NamedTuple):
     return Rollout(**dict(meta) | {"rates": rates, "no_signal": None if signal is None else NoSignal(*signal),
                                    "experience": Experience(**own) if own else experience_lib.collect([]),
                                    "carried": carried})
+
+  def packed(self) -> bytes:
+    """The rollout for another process, which `unpacked` makes it again from."""
+    meta, arrays = self.saved("")
+    parts: dict[str, Any] = {**arrays, META: np.frombuffer(json.dumps(meta).encode(), np.uint8)}
+    with io.BytesIO() as file:
+      np.savez(file, **parts)
+      return file.getvalue()
+
+  @staticmethod
+  def unpacked(data: bytes) -> "Rollout":
+    with np.load(io.BytesIO(data)) as file:
+      arrays = {name: file[name] for name in file.files}
+    return Rollout.restored("", json.loads(arrays.pop(META).tobytes()), arrays)
 
 
 class Producer:

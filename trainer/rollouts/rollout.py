@@ -29,7 +29,7 @@ from trainer.rollouts import carried as carried_lib
 from trainer.rollouts import experience as experience_lib
 from trainer.rollouts import groups as groups_lib
 from trainer.rollouts import old_policy, options, schedule
-from trainer.rollouts.ahead import make_ahead
+from trainer.rollouts.at_once import make_ahead
 from trainer.rollouts.curriculum import SAVED
 from trainer.rollouts.experience import Experience
 from trainer.rollouts.producer import CARRIED, Policy, Producer, Rollout

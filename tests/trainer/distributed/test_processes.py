@@ -4,6 +4,7 @@ import os
 
 import pytest
 
+from tests.trainer.distributed import two_threads
 from trainer.config import defaults
 from trainer.distributed import processes
 from trainer.distributed.processes import Place, find
@@ -152,3 +153,37 @@ def test_limits_that_cannot_be(key, value):
   limits[key] = value
   with pytest.raises(ConfigError, match=f"processes.{key} is"):
     processes.join(limits)
+
+
+@pytest.mark.host_patches
+def test_the_first_process_goes_first_decides_and_works_by_itself(monkeypatch):
+  """The second finds what the first has done, however late; what one does alone tells the other nothing."""
+  order = []
+
+  def work(index):
+    with processes.first_goes_first("a file"):
+      order.append(index)
+    told = [processes.decided("a choice", lambda: [index, None, "=é"]), processes.decided("none", lambda: "")]
+    if index == 0:
+      with processes.alone(), processes.first_goes_first("its own"):
+        told.append(processes.from_first(float("nan")))
+    return [*told, processes.decided("another", lambda: index)]
+
+  (*first, alone, last), second = two_threads.run(monkeypatch, work)
+  assert order == [0, 1] and first == second[:2] == [[0, None, "=é"], ""] and alone != alone
+  assert last == second[2] == 0
+
+
+@pytest.mark.host_patches
+def test_what_fails_in_the_first_process_is_told(monkeypatch):
+  def fails(index):
+    if index == 0:
+      raise ConfigError("no file")
+
+  def goes_first(index):
+    with processes.first_goes_first("a file"):
+      fails(index)
+
+  for work in (goes_first, lambda index: processes.decided("a file", lambda: fails(index))):
+    assert [str(error) for error in two_threads.run(monkeypatch, work)] == [
+        "no file", "process 0 failed at: a file: ConfigError: no file"]

@@ -19,7 +19,8 @@ from trainer import train
 from trainer.config import strategy
 from trainer.errors import ConfigError
 from trainer.rollouts import experience
-from trainer.rollouts.ahead import Ahead, Concurrent
+from trainer.rollouts.ahead import Ahead
+from trainer.rollouts.at_once import Concurrent
 from trainer.rollouts.producer import Rollout
 from trainer.rollouts.schedule import NAME, Policies, Sampled, read
 

@@ -17,7 +17,7 @@ from trainer import train
 from trainer.errors import ConfigError
 from trainer.generate.completion import Request, collect
 from trainer.generate.sampler import Sampler
-from trainer.rollouts.ahead import Concurrent, Followed
+from trainer.rollouts.at_once import Concurrent, Followed
 from trainer.rollouts.schedule import NAME, Policies, Sampled, read, write
 
 
@@ -68,12 +68,15 @@ def test_policies_and_what_they_sampled_are_counted():
 
 
 @pytest.mark.timeout(60)
-def test_a_schedule_is_followed_chunk_by_chunk():
+@pytest.mark.parametrize("late", ["sampler", "updates"])
+def test_a_schedule_is_followed_chunk_by_chunk(late):
   """Rollouts of one update each, four updates ahead at most: each is sampled by the policies of its line, from the
   chunk on that it says, though the sampler is far ahead of updates, or they of it."""
   lines = {0: Sampled(0), 1: Sampled(0), 2: Sampled(0, [(2, 1), (4, 2)]), 3: Sampled(2, [(5, 3)]), 4: Sampled(3)}
-  fake = Fake(lambda number: time.sleep(0.2 * (number == 2)))
+  fake = Fake(lambda number: time.sleep(0.2 * (number == 2 and late == "sampler")))
   ahead = Followed(fake, steps_of_rollouts(4, 1, 1), None, 4, lines)
+  fill = ahead.fill
+  ahead.fill = lambda run, due: time.sleep(0.1 * (late == "updates")) or fill(run, due)
   played(ahead, run_of(5), 5)
   ahead.close()
   assert [asked[:2] for asked in fake.asked] == [(number, line.version) for number, line in lines.items()]

@@ -31,17 +31,21 @@ def sampler_elsewhere(monkeypatch):
   monkeypatch.setattr(experience, "collect", shifted)
 
 
-@pytest.mark.parametrize("noise", [pytest.param(False, marks=pytest.mark.devices(8)), True])
-def test_in_bfloat16_a_policy_that_does_not_move_has_ratios_of_one(noise, sampler_elsewhere, prompts, tmp_path):
-  """GSPO, whose bounds are 3e-4: two updates, two epochs, two micro-batches, also with dropout, at a learning rate of
-  0."""
+@pytest.mark.parametrize("kind", [pytest.param("mesh", marks=pytest.mark.devices(8)), "noise", "experts"])
+def test_in_bfloat16_a_policy_that_does_not_move_has_ratios_of_one(kind, sampler_elsewhere, prompts, tmp_path):
+  """GSPO, whose bounds are 3e-4: two updates, two epochs, two micro-batches, also with dropout or as a mixture of
+  experts, at a learning rate of 0."""
+  noise = kind == "noise"
   c = config(prompts, total_steps=4, batch_size=16, grad_accum_steps=2, rollout=dict(epochs=2),
              strategy=dict(preset="gspo", disable_dropout=not noise))
   c.precision.compute, c.optimizer.learning_rate, c.model.dropout = "bfloat16", 0.0, 0.2 * noise
+  if kind == "experts":
+    c.model.moe.update(num_experts=8, experts_per_token=2, expert_size=8)
   train(c, tmp_path / "w")
   for step, row in rows_of(tmp_path / "w").items():
     assert row["policy/ratio_mean"] == (1 if step == 1 else pytest.approx(1, abs=3e-4))
-    assert (row["clip_ratio/region_mean"] == 0 or step > 1) and row["sampling/sampling_logp_difference/max"] > 5e-3
+    assert step > 1 or row["clip_ratio/region_mean"] == row["policy/approx_kl"] == 0
+    assert row["sampling/sampling_logp_difference/max"] > 5e-3
     assert noise or row["sampling/kl"] == pytest.approx(0.01**2 / 2, rel=0.2)  # what samples has no dropout
 
 
