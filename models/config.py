@@ -123,9 +123,9 @@ def model() -> ConfigDict:
   m.attention_sinks = False
   # Tokens visible to a `local` layer, itself included; `layer_pattern` is repeated over the depth,
   # e.g. ("local",) for Mistral, ("local", "global") for Gemma 2. A `nope` layer sees all before it and rotates nothing:
-  # ("global", "global", "global", "nope") for SmolLM 3. Where some are `mlp`, which mix no tokens, each layer is one
-  # residual branch, and the others have no MLP (Nemotron-H). A `chunked` layer sees what is before it in its own chunk
-  # of attention_chunk tokens; chunks count from the start of each text (Llama 4).
+  # ("global", "global", "global", "nope") for SmolLM 3. Where some are `mlp`, or `moe` (experts), which mix no tokens,
+  # each layer is one residual branch, and the others have no MLP (Nemotron-H). A `chunked` layer sees what is before it
+  # in its own chunk of attention_chunk tokens; chunks count from the start of each text (Llama 4).
   m.window = unset(int)
   m.attention_chunk = unset(int)
   m.layer_pattern = ("global",)
@@ -189,7 +189,8 @@ def model() -> ConfigDict:
   i.index_head_dim = 32
   i.index_rope_interleaved = False
   i.index_shared_layers = ()
-  # Mixture of experts in place of the MLP; 0 experts: none. Nothing is dropped, whatever the router chooses.
+  # Mixture of experts, each of the form of the MLP, in its place; 0 experts: none. Nothing is dropped, whatever the
+  # router chooses.
   m.moe = e = ConfigDict(dict(num_experts=0, experts_per_token=2))
   # Width of each expert. Default: intermediate_size.
   e.expert_size = unset(int)
@@ -236,8 +237,8 @@ def model() -> ConfigDict:
   m.mtp_layers = 0
   # Images: a tower (siglip | clip | qwen2_vl | qwen2_5_vl | qwen3_vl | gemma4 | pixtral; none: a model of text alone)
   # whose features, projected, take the places of some tokens' embeddings, after `scale_embeddings`. Square images of
-  # image_size pixels in patches of patch_size. The towers of Qwen, Gemma 4 and Pixtral see images of any size in tiles
-  # of image_size pixels, of which each is one token.
+  # image_size pixels in patches of patch_size; those at the end that make no whole patch are left out. The towers of
+  # Qwen, Gemma 4 and Pixtral see images of any size in tiles of image_size pixels, of which each is one token.
   m.vision = v = ConfigDict(dict(tower="none", image_size=224, patch_size=14))
   # The tower's sizes, as those of the model.
   v.num_layers = 4

@@ -7,7 +7,7 @@ from ml_collections import ConfigDict
 from models import activations, layers
 from models.attention import dispatch as attention
 from models.attention.rope import Rope
-from models.spec_checks import at_least_one, cap, one_of
+from models.spec_checks import TOKENWISE, at_least_one, cap, check_branches, one_of
 from models.spec_head import Head, make_head
 from models.spec_mtp import make_mtp_layers
 from models.spec_parts import (
@@ -67,9 +67,9 @@ ARCHITECTURE_KEYS = (
 VOCAB_CHUNK, VOCAB_CHUNK_ELSEWHERE = 2048, 8192
 # Types of layers that have a state in the place of keys and values: their mixers have the same names.
 RECURRENT = ("delta", "mamba")
-# Parts of a block that a layer may lack: it has one of MIXERS, and an MLP, or experts, or both; or a mixer or an MLP
-# alone. Mixers with queries alone are attention to keys and values of an earlier layer; an indexer chooses keys for its
-# layer's and for those of later layers without one.
+# Parts of a block that a layer may lack: it has one of MIXERS, and an MLP, or experts, or both; or one of
+# these alone. Mixers with queries alone are attention to keys and values of an earlier layer; an indexer chooses keys
+# for its layer's and for those of later layers without one.
 MIXERS = ("attn", "global_attn", "query_attn", "global_query_attn", *RECURRENT)
 PARTS = frozenset({*MIXERS, "indexer", "mlp", "wide_mlp", "moe"})
 POSITIONS, HALVES = ("rope", "learned", "none"), "halves"  # the last of a tower: each half of a head turns by itself
@@ -216,9 +216,9 @@ class Spec:
                      ({"indexer"} if chooses else set()))
 
   def mixer_of(self, layer: int) -> str:
-    """Which of MIXERS that layer has; mlp: none, it is one."""
+    """Which of MIXERS that layer has; mlp or moe: none, it is that."""
     kind = self.layer_type(layer)
-    if kind in (*RECURRENT, "mlp"):
+    if kind in (*RECURRENT, *TOKENWISE):
       return kind
     own = "global_" if kind == "global" and self.global_attention else ""
     return own + ("attn" if self.kv_source(layer) is None else "query_attn")
@@ -235,8 +235,8 @@ class Spec:
 
   @property
   def one_branch(self) -> bool:
-    """Whether each layer is a mixer or an MLP, and not one and then the other."""
-    return "mlp" in self.layer_pattern
+    """Whether each layer is a mixer or an MLP, or experts, and not one and then the other."""
+    return any(kind in TOKENWISE for kind in self.layer_pattern)
 
   @property
   def first_layers(self) -> int:
@@ -324,10 +324,7 @@ def make_spec(m: ConfigDict) -> Spec:
   if m.parallel_blocks and m.norm_position != "pre":
     raise ConfigError(f"model.parallel_blocks: attention and MLP share the norm before them; found norm_position="
                       f"{m.norm_position!r}, allowed: 'pre'.")
-  if "mlp" in pattern and (m.parallel_blocks or m.norm_position != "pre" or m.moe.num_experts):
-    raise ConfigError("model.layer_pattern has 'mlp', so that each layer is one branch behind one norm; found "
-                      f"parallel_blocks={m.parallel_blocks}, norm_position={m.norm_position!r}, moe.num_experts="
-                      f"{m.moe.num_experts}; allowed: False, 'pre' and 0.")
+  check_branches(m, pattern)
   if m.neftune_alpha < 0:
     raise ConfigError(f"model.neftune_alpha: found {m.neftune_alpha}, allowed: 0 or more.")
   if not 0.0 <= m.dropout < 1.0:

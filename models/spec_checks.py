@@ -2,7 +2,12 @@
 
 import difflib
 
+from ml_collections import ConfigDict
+
 from trainer.errors import ConfigError
+
+# Types of layers that mix no tokens; where there are some, each layer is one residual branch.
+TOKENWISE = ("mlp", "moe")
 
 
 def one_of(key: str, value: str, allowed: tuple[str, ...]) -> str:
@@ -26,3 +31,22 @@ def cap(key: str, value: float | None) -> float | None:
   if value is not None and value <= 0:
     raise ConfigError(f"model.{key}: found {value}, allowed: a number above 0, or unset for no cap.")
   return value
+
+
+def check_branches(m: ConfigDict, pattern: tuple[str, ...]) -> None:
+  """Refuses what layers of one residual branch, of which some are of `TOKENWISE`, cannot have."""
+  if not any(kind in TOKENWISE for kind in pattern):
+    return
+  experts = "moe" in pattern
+  wanted = {"parallel_blocks": False, "norm_position": "pre", "moe.dense_layers": 0, "moe.layer_step": 1,
+            "moe.beside_mlp": False}
+  found = {"parallel_blocks": m.parallel_blocks, "norm_position": m.norm_position,
+           **{f"moe.{key}": m.moe[key] for key in ("dense_layers", "layer_step", "beside_mlp")}}
+  for key, value in found.items():
+    if value != wanted[key]:
+      raise ConfigError(f"model.{key}: found {value!r} with layer_pattern={pattern}, where each layer is one branch "
+                        f"behind one norm; allowed: {wanted[key]!r}.")
+  if (m.moe.num_experts > 0) != experts:
+    raise ConfigError(f"model.moe.num_experts: found {m.moe.num_experts} with layer_pattern={pattern}; allowed: "
+                      + ("1 or more, for its layers of type 'moe'." if experts else
+                         "0, or layers of type 'moe' that have them."))

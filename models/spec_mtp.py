@@ -4,6 +4,7 @@ from collections.abc import Sequence
 
 from ml_collections import ConfigDict
 
+from models.spec_checks import TOKENWISE
 from trainer.errors import ConfigError
 
 # Types of layers whose form the modules' blocks can have.
@@ -26,7 +27,7 @@ def make_mtp_layers(m: ConfigDict, pattern: tuple[str, ...]) -> int:
       "model.lora.rank": "adapters train no modules: merge them first" if m.lora.rank else "",
       "model.vision.tower": "it is not defined for models of images" if m.vision.tower != "none" else "",
       "model.layer_pattern": f"no layer is {', '.join(KINDS[:-1])} or {KINDS[-1]}, whose form they would have"
-                             if model_layer(pattern, m.num_layers) is None or "mlp" in pattern else "",
+                             if model_layer(pattern, m.num_layers) is None or set(TOKENWISE) & set(pattern) else "",
       "model.kv_shared_layers": "the last layer has no keys and values of its own" if m.kv_shared_layers else "",
       "model.per_layer_size": "there are no embeddings for further layers" if m.per_layer_size else "",
       "model.altup.num_inputs": "it is not defined for several streams" if m.altup.num_inputs else "",

@@ -2,15 +2,14 @@
 
 import dataclasses
 import math
-from typing import Any
 
 from ml_collections import ConfigDict
 
-from models.activations import GATED
-from models.spec_checks import at_least_one, one_of
+from models.activations import GATED, UNGATED
+from models.spec_checks import TOKENWISE, at_least_one, one_of
 from trainer.errors import ConfigError
 
-LAYER_TYPES = ("global", "local", "nope", "chunked", "delta", "mamba", "mlp")  # what `layer_pattern` may have
+LAYER_TYPES = ("global", "local", "nope", "chunked", "delta", "mamba", *TOKENWISE)  # what `layer_pattern` may have
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,10 +42,6 @@ class Moe:
   def in_layer(self, layer: int) -> bool:
     """Whether that layer has experts."""
     return layer >= self.dense_layers and (layer + 1) % self.layer_step == 0
-
-  def layers_before(self, layer: Any) -> Any:
-    """How many of the layers before that one have experts, if it has; a number or an array."""
-    return layer // self.layer_step - self.dense_layers // self.layer_step
 
 
 @dataclasses.dataclass(frozen=True)
@@ -162,10 +157,9 @@ def make_moe(m: ConfigDict, reasons: list[str]) -> Moe | None:
     raise ConfigError(
         f"model.moe.experts_per_token: found {c.experts_per_token}, allowed: 1 to num_experts={c.num_experts}."
     )
-  if m.activation not in GATED:
-    raise ConfigError(
-        f"model.moe: experts are gated MLPs; found activation={m.activation!r}. Allowed: {', '.join(GATED)}."
-    )
+  if m.activation not in (*GATED, *UNGATED):
+    raise ConfigError(f"model.moe: found activation={m.activation!r}, which experts cannot have. Allowed: "
+                      f"{', '.join((*GATED, *UNGATED))}.")
   for key in ("balance_loss", "z_loss", "shared_size"):
     if c[key] < 0:
       raise ConfigError(f"model.moe.{key}: found {c[key]}, allowed: 0 or more.")

@@ -6,7 +6,7 @@ from ml_collections import ConfigDict
 
 from models.attention import rope
 from models.attention.rope import Rope, RopeScaling
-from models.spec_checks import at_least_one, one_of
+from models.spec_checks import TOKENWISE, at_least_one, one_of
 from models.spec_parts import GlobalAttention
 from models.spec_vision import NATIVE
 from trainer.errors import ConfigError
@@ -18,7 +18,7 @@ def make_ropes(m: ConfigDict, pattern: tuple[str, ...], head_dim: int, of_global
   `of_global`: of global layers, where they are of another form."""
   if m.positions != "rope":
     return {}
-  thetas = dict.fromkeys((kind for kind in pattern if kind not in ("nope", "delta", "mamba", "mlp")), m.rope_theta)
+  thetas = dict.fromkeys((kind for kind in pattern if kind not in ("nope", "delta", "mamba", *TOKENWISE)), m.rope_theta)
   own_local = m.rope_local_theta is not None and "local" in pattern
   if own_local:
     thetas["local"] = m.rope_local_theta
@@ -61,11 +61,8 @@ def _axes(m: ConfigDict, dims: int) -> tuple[int, ...]:
                       "is not defined with model.rope_sections. Use none, linear, llama3 or yarn.")
   if not m.rope_sections_interleaved:
     return tuple(axis for axis in range(3) for _ in range(sections[axis]))
-  axes = tuple(i % 3 if i < 3 * sections[i % 3] else 0 for i in range(dims // 2))
-  if any(axes.count(axis) != sections[axis] for axis in range(3)):
-    raise ConfigError(f"model.rope_sections: found {sections}, which cannot take turns in {dims // 2} pairs. Allowed "
-                      f"with rope_sections_interleaved: the second and the third number up to {dims // 6}.")
-  return axes
+  # Of rows and columns with more turns than there are, the last ones are left out, as in transformers.
+  return tuple(i % 3 if i < 3 * sections[i % 3] else 0 for i in range(dims // 2))
 
 
 def _rope_scaling(c: ConfigDict, dims: int) -> RopeScaling | None:

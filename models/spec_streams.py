@@ -8,6 +8,7 @@ import dataclasses
 from ml_collections import ConfigDict
 
 from models.activations import GATED
+from models.spec_checks import TOKENWISE
 from trainer.errors import ConfigError
 
 
@@ -29,7 +30,7 @@ def make_altup(m: ConfigDict) -> AltUp | None:
     raise ConfigError(f"model.altup.num_inputs is {N}, which goes with neither layer_scale nor images; found "
                       f"layer_scale={m.layer_scale}, vision.tower={m.vision.tower!r}; allowed: False, 'none'.")
   for key, value in (("altup.num_inputs", N), ("laurel_rank", m.laurel_rank)):
-    if value < 0 or value and (m.parallel_blocks or "mlp" in m.layer_pattern):
+    if value < 0 or value and (m.parallel_blocks or set(TOKENWISE) & set(m.layer_pattern)):
       raise ConfigError(f"model.{key}: found {value}; allowed: 0, or above it where each layer is attention and then "
                         f"an MLP: found parallel_blocks={m.parallel_blocks}, layer_pattern={tuple(m.layer_pattern)}.")
   return AltUp(N, clip) if N else None

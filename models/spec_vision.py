@@ -119,7 +119,8 @@ class Vision:
 
   @property
   def merged(self) -> int:
-    """How many patches a side of an image, or of a tile, has."""
+    """How many patches a side of an image, or of a tile, has. Pixels at the end that make no whole patch are seen by
+    none, as in a convolution (SigLIP's 384 pixels in patches of 14)."""
     return self.image_size // self.patch_size
 
   @property
@@ -153,9 +154,9 @@ def make_vision(c: ConfigDict, num_layers: int, reasons: list[str]) -> Vision | 
     return None
   for key in ("image_size", "patch_size", "num_layers", "hidden_size", "intermediate_size", "num_heads"):
     at_least_one(f"vision.{key}", c[key])
-  if c.image_size % c.patch_size:
-    raise ConfigError(f"model.vision.patch_size: found {c.patch_size}, which does not divide image_size="
-                      f"{c.image_size}.")
+  if c.patch_size > c.image_size or c.tower in NATIVE and c.image_size % c.patch_size:
+    raise ConfigError(f"model.vision.patch_size: found {c.patch_size}; allowed: at most image_size={c.image_size}, and "
+                      "where that is a tile's, a divisor of it.")
   if c.hidden_size % c.num_heads:
     raise ConfigError(f"model.vision.num_heads: found {c.num_heads}, which does not divide hidden_size="
                       f"{c.hidden_size}.")

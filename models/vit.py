@@ -109,10 +109,12 @@ def pixels(images: jax.Array, vision: Vision) -> jax.Array:
 
 def patches(images_NxSxSx3: jax.Array, size: int) -> jax.Array:
   """[N, M, P * P * 3]: patches from left to right, row by row; in each the rows of pixels, in these the pixels, with
-  three channels each. So a convolution's kernel [P, P, 3, D], flattened to [P * P * 3, D], is what to multiply by."""
+  three channels each. So a convolution's kernel [P, P, 3, D], flattened to [P * P * 3, D], is what to multiply by.
+  Pixels at the end that make no whole patch are left out, as by a convolution."""
   N, S = images_NxSxSx3.shape[:2]
   side = S // size
-  split = images_NxSxSx3.reshape(N, side, size, side, size, 3).transpose(0, 1, 3, 2, 4, 5)
+  whole = images_NxSxSx3[:, :side * size, :side * size]
+  split = whole.reshape(N, side, size, side, size, 3).transpose(0, 1, 3, 2, 4, 5)
   return split.reshape(N, side * side, size * size * 3)
 
 

@@ -19,7 +19,7 @@ import jax.numpy as jnp
 from models import cpu
 from models.attention.pages import PAGE, Seen, Table
 from models.sharding.logical_axes import constrain
-from models.spec import RECURRENT, Spec
+from models.spec import RECURRENT, TOKENWISE, Spec
 
 # An entry of [B, G, K] into each row of [N, B, G, S, K], at an index of N and one of S. With rows as a dimension that
 # both have, and not as an index, the partitioner sees that no row needs another device's.
@@ -158,7 +158,7 @@ def empty(spec: Spec, rows: int, max_length: int, dtype: Any, apart: bool = Fals
   period, keys, values = spec.num_layers if apart else len(spec.layer_pattern), [], []
   for place in range(period):
     layers = sum(spec.kv_source(i) is None for i in range(place, spec.num_layers, period))
-    if spec.layer_type(place) == "mlp":  # which leaves nothing
+    if spec.layer_type(place) in TOKENWISE:  # which leaves nothing
       for arrays in (keys, values):
         arrays.append(jnp.zeros((0, rows, 1, 1, 1), dtype))
       continue
@@ -185,7 +185,7 @@ def resized(cache: Cache, spec: Spec, rows_R: jax.Array, max_length: int, pages_
   """
 
   def of_place(place: int, part_NxBxGxSxK: jax.Array) -> jax.Array:
-    if spec.mixer_of(place) in (*RECURRENT, "mlp"):
+    if spec.mixer_of(place) in (*RECURRENT, *TOKENWISE):
       return _constrain(part_NxBxGxSxK.at[:, rows_R].get(mode="fill", fill_value=0))
     if pages_Q is not None and spec.window_of(place) is None:
       return _constrain(part_NxBxGxSxK.at[:, pages_Q].get(mode="fill", fill_value=0))

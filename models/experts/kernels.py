@@ -1,4 +1,4 @@
-"""What experts multiply by: the kernels of gated MLPs, their biases and adapters, all experts of a layer in one array.
+"""What experts multiply by: the kernels of MLPs, their biases and adapters, all experts of a layer in one array.
 
 B batch, T length, D hidden size, E experts, k experts per token, F width of an expert, r rank of an adapter.
 """
@@ -10,7 +10,9 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from models.activations import GATED
 from models.layers import Kernel, Scope, with_kernels
+from models.spec import Moe, Spec
 
 
 class LowRank(NamedTuple):
@@ -43,27 +45,30 @@ class ExpertKernel(Biased):
 
 
 class Experts(nnx.Module):
-  """The kernels of E gated MLPs, and their biases."""
+  """The kernels of E MLPs, with a gate or without, and their biases."""
 
-  def __init__(self, scope: Scope, experts: int, features: int, hidden: int, *, std: float | None, bias: bool,
-               out_gain: float):
-    std_in, std_out = (size**-0.5 if std is None else std for size in (features, hidden))
-    self.gate = ExpertKernel(scope / "gate", (experts, features, hidden), std_in, bias)
-    self.up = ExpertKernel(scope / "up", (experts, features, hidden), std_in, bias)
-    self.down = ExpertKernel(scope / "down", (experts, hidden, features), std_out * out_gain, bias)
-    self.matmuls = (self.gate.matmul, self.up.matmul, self.down.matmul)
-    adapted = tuple(name for name in ("gate", "up", "down") if getattr(self, name).lora)
+  def __init__(self, scope: Scope, spec: Spec, moe: Moe, out_gain: float):
+    """`out_gain`: factor on the initial standard deviation of `down`."""
+    wide, gated = (moe.num_experts, spec.hidden_size, moe.expert_size), spec.activation in GATED
+    std_in, std_out = (size**-0.5 if spec.init_std is None else spec.init_std for size in wide[1:])
+    self.gate = ExpertKernel(scope / "gate", wide, std_in, spec.mlp_bias) if gated else None
+    self.up = ExpertKernel(scope / "up", wide, std_in, spec.mlp_bias)
+    self.down = ExpertKernel(scope / "down", (wide[0], *wide[:0:-1]), std_out * out_gain, spec.mlp_bias)
+    self.names = ("gate", "up", "down") if gated else ("up", "down")
+    self.matmuls = tuple(getattr(self, name).matmul for name in self.names)
+    adapted = tuple(name for name in self.names if getattr(self, name).lora)
     self.low_rank = LowRank(adapted, scope.lora.scale) if adapted else NO_ADAPTERS
     self.dtype = scope.compute_dtype
 
   def with_kernels(self, function: Callable, *args: Any) -> Any:
-    """`function((gate [E, D, F], up [E, D, F], down [E, F, D]), *args)`; quantised kernels in the compute dtype. With
-    biases, those of gate and up [E, F] come after the kernels; then the pairs of adapters [E, in, r], [E, r, out]."""
-    kernels = self.gate, self.up, self.down
-    more = () if self.gate.bias is None else (self.gate.bias[...], self.up.bias[...])
+    """`function((gate [E, D, F], up [E, D, F], down [E, F, D]), *args)`, the gate if there is one; quantised kernels in
+    the compute dtype. With biases, those of gate and up [E, F] come after the kernels; then the pairs of adapters
+    [E, in, r], [E, r, out]."""
+    kernels = tuple(getattr(self, name) for name in self.names)
+    more = () if self.up.bias is None else tuple(kernel.bias[...] for kernel in kernels[:-1])
     for name in self.low_rank.of:
       more += (getattr(self, name).lora_a[...], getattr(self, name).lora_b[...])
-    if self.gate.kernel is not None:
+    if self.up.kernel is not None:
       return function((*(kernel.kernel[...] for kernel in kernels), *more), *args)
     return with_kernels(kernels, lambda kernels, *args: function((*kernels, *more), *args), self.dtype, *args)
 
@@ -71,10 +76,10 @@ class Experts(nnx.Module):
   def dimensions(self) -> tuple[tuple[str | None, ...], ...]:
     """The logical names (models/sharding/logical_axes.py) of the dimensions of all that `with_kernels` gives."""
     ends = {"gate": ("shard", "mlp"), "up": ("shard", "mlp"), "down": ("mlp", "shard")}
-    biases = [("expert", "mlp")] * (0 if self.gate.bias is None else 2)
+    biases = [("expert", "mlp")] * (0 if self.up.bias is None else len(self.names) - 1)
     pairs = [dims for name in self.low_rank.of
              for dims in (("expert", ends[name][0], None), ("expert", None, ends[name][1]))]
-    return (*(("expert", *ends[name]) for name in ("gate", "up", "down")), *biases, *pairs)
+    return (*(("expert", *ends[name]) for name in self.names), *biases, *pairs)
 
   def mean_bias(self, experts_BxTxk: jax.Array, weights_BxTxk: jax.Array) -> jax.Array:
     """Σ_j weight_j × down's bias of expert_j: float32 [B, T, D]; of expert E, none, nothing."""

@@ -97,8 +97,7 @@ class Moe(nnx.Module):
     """`out_gain`: factor on the initial standard deviation of the last projections."""
     moe, D, std = spec.moe, spec.hidden_size, spec.init_std
     self.router = Router(scope / "router", D, moe, D**-0.5 if std is None else std)
-    self.experts = Experts(scope / "experts", moe.num_experts, D, moe.expert_size, std=std, bias=spec.mlp_bias,
-                           out_gain=out_gain)
+    self.experts = Experts(scope / "experts", spec, moe, out_gain)
     shared: dict[str, Any] = dict(activation=spec.activation, std=std, bias=spec.mlp_bias, out_gain=out_gain)
     self.shared = Mlp(scope / "shared", D, moe.shared_size, **shared) if moe.shared_size else None
     self.shared_gate = Linear(scope / "shared_gate", D, 1, std=std, bias=False) if moe.shared_gate else None
@@ -207,11 +206,11 @@ def apply_experts(rows: tuple[jax.Array, ...], kernels: tuple[jax.Array, ...], *
 
   Args:
     rows: x [B, T, D], experts int32 [B, T, k] (`moe.num_experts`: none), weights float32 [B, T, k].
-    kernels: gate and up [E, D, F], down [E, F, D], with biases those of gate and up [E, F], with adapters their pairs,
-      or this device's parts of them.
+    kernels: gate, if experts have one, and up [E, D, F], down [E, F, D], with biases those of gate and up [E, F], with
+      adapters their pairs, or this device's parts of them.
     moe: the config.
-    activation: one of `activations.GATED`.
-    matmuls: the 8-bit matmuls with gate, up and down; None: plain ones.
+    activation: one of `activations.GATED` or `UNGATED`.
+    matmuls: the 8-bit matmuls with each of these kernels; None: plain ones.
     low_rank: which have adapters.
     split: how they are split; None: not at all.
   """
@@ -241,31 +240,33 @@ def expert_outputs(x_NxD: jax.Array, experts_A: jax.Array, kernels: tuple[jax.Ar
                    ) -> jax.Array:
   """expert_a(x) for each assignment a, of token a % N: [A, D]; where the expert is E, none, it is 0, or anything unless
   `zeros`."""
-  (gate_ExDxF, up_ExDxF, down_ExFxD), more = kernels[:3], kernels[3:]
+  names = ("gate", "up", "down")[-len(matmuls):]
+  kernel_of, more = dict(zip(names, kernels, strict=False)), kernels[len(names):]
   biases, pairs = more[:len(more) - 2 * len(low_rank.of)], more[len(more) - 2 * len(low_rank.of):]
   adapters = dict(zip(low_rank.of, zip(pairs[::2], pairs[1::2], strict=True), strict=True))
   N, k = x_NxD.shape[0], experts_A.shape[0] // x_NxD.shape[0]
-  places_A, assignments_M, sizes_E, block = sort_by_expert(experts_A, gate_ExDxF.shape[0])
-  gate, up, down = (functools.partial(grouped_matmul_as, matmul, sizes_E=sizes_E, block=block) for matmul in matmuls)
+  places_A, assignments_M, sizes_E, block = sort_by_expert(experts_A, kernel_of["up"].shape[0])
+  times = {name: functools.partial(grouped_matmul_as, matmul, sizes_E=sizes_E, block=block)
+           for name, matmul in zip(names, matmuls, strict=True)}
   # Rows without an assignment get the first token, unless the size of its numbers would matter; nothing comes of it.
   quantised = any(matmul is not None for matmul in matmuls)
   tokens_M = jnp.where(assignments_M < k * N, assignments_M % N, N) if quantised else assignments_M % N
   x_MxD = gather_rows(x_NxD, tokens_M, places_A.reshape(k, N).T, zeros=quantised)
 
-  def adapted(name, x_MxK, y_MxN):
+  def project(name, x_MxK, **more):
+    y_MxN = times[name](x_MxK, kernel_of[name], **more)
     if name not in adapters:
       return y_MxN
     (a, b), last = adapters[name], name == "down"
     low = grouped_matmul(grouped_matmul(x_MxK, a, sizes_E, block, last), b, sizes_E, block, last)
     return y_MxN + low * low_rank.scale
 
-  wide: tuple[jax.Array, ...] = (adapted("gate", x_MxD, gate(x_MxD, gate_ExDxF)),
-                                 adapted("up", x_MxD, up(x_MxD, up_ExDxF)))
+  wide = tuple(project(name, x_MxD) for name in names[:-1])
   if biases:
     wide = tuple(add_biases(y_MxF, bias_ExF, sizes_E, block) for y_MxF, bias_ExF in zip(wide, biases, strict=True))
-  gate_MxF, up_MxF = (named(y_MxF, "mlp") for y_MxF in wide)
-  hidden_MxF = activate(activation, up_MxF, gate_MxF)
-  y_MxD = adapted("down", hidden_MxF, down(hidden_MxF, down_ExFxD, last=True))
+  *gate_MxF, up_MxF = (named(y_MxF, "mlp") for y_MxF in wide)
+  hidden_MxF = activate(activation, up_MxF, *gate_MxF)
+  y_MxD = project("down", hidden_MxF, last=True)
   return gather_rows(y_MxD, places_A, assignments_M[:, None], zeros)
 
 

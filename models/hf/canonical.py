@@ -6,7 +6,7 @@ from typing import Any
 
 from models.activations import GATED
 from models.hf.rope import scaling_keys
-from models.spec import MIXERS, RECURRENT
+from models.spec import MIXERS, RECURRENT, TOKENWISE
 from models.spec_mtp import model_layer
 from models.spec_vision import NATIVE
 
@@ -97,9 +97,9 @@ def canonical(model: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def mixers(model: Mapping[str, Any]) -> list[str]:
-  """Of each layer, which of `models.spec.MIXERS` it has; mlp: none."""
-  of_type = {"global": "attn" if model["global_attention.head_dim"] is None else "global_attn", "mlp": "mlp",
-             **{kind: kind for kind in RECURRENT}}
+  """Of each layer, which of `models.spec.MIXERS` it has; mlp or moe: none, it is that."""
+  of_type = {"global": "attn" if model["global_attention.head_dim"] is None else "global_attn",
+             **{kind: kind for kind in (*RECURRENT, *TOKENWISE)}}
   pattern, own = model["layer_pattern"], model["num_layers"] - model["kv_shared_layers"]
   found = [of_type.get(pattern[i % len(pattern)], "attn") for i in range(model["num_layers"])]
   return [*found[:own], *(mixer.replace("attn", "query_attn") for mixer in found[own:])]
@@ -107,6 +107,8 @@ def mixers(model: Mapping[str, Any]) -> list[str]:
 
 def layers_with_experts(model: Mapping[str, Any]) -> list[bool]:
   """Of each layer, whether it has experts, in a model that has some."""
+  if "moe" in model["layer_pattern"]:
+    return [kind == "moe" for kind in mixers(model)]
   return [i >= model["moe.dense_layers"] and (i + 1) % model["moe.layer_step"] == 0 for i in range(model["num_layers"])]
 
 
@@ -137,6 +139,7 @@ def has_parameter(model: Mapping[str, Any], path: str) -> bool:
       return False
   has_mixer, of_keys = mixers(model), model["global_attention.values_are_keys"] and "global_attn" in parents
   gated, moe, position = model["activation"] in GATED, model["moe.num_experts"] > 0, model["norm_position"]
+  one_branch = any(kind in TOKENWISE for kind in has_mixer)
   conditions = {
       "pos_embed": model["positions"] == "learned",
       "unembed": not model["tie_embeddings"] and model["head"] == "lm", "score": model["head"] == "score",
@@ -149,10 +152,11 @@ def has_parameter(model: Mapping[str, Any], path: str) -> bool:
       "sinks": model["attention_sinks"], "xielu": model["activation"] == "xielu",
       **dict.fromkeys(("q_norm", "k_norm"), model["qk_norm"] and model["qk_norm_over"] != "unscaled"),
       "attn_norm": position != "post",
-      "mlp_norm": position != "post" and not model["parallel_blocks"] and "mlp" not in has_mixer,
+      "mlp_norm": position != "post" and not model["parallel_blocks"] and not one_branch,
       "attn_post_norm": position != "pre", "mlp_post_norm": position != "pre",
-      "gate": gated or moe, "moe": moe,
-      "mlp": not moe or not all(layers_with_experts(model)) or model["moe.beside_mlp"],
+      "gate": gated, "moe": moe,
+      "mlp": ("mlp" in has_mixer if one_branch else
+              not moe or not all(layers_with_experts(model)) or model["moe.beside_mlp"]),
       **dict.fromkeys(("mlp_out_norm", "moe_norm", "moe_out_norm"), model["moe.beside_mlp"]),
       "expert_scale": model["moe.expert_scale"],
       "q": not latent or not model["latent.q_rank"], "k": not latent, "v": not latent and not of_keys,

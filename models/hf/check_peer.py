@@ -17,6 +17,8 @@ import transformers
 def main() -> None:
   folder, tokens, out = sys.argv[1:]
   model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+  if hasattr(model, "set_experts_implementation"):  # torch's grouped products want sizes of whole 16 bytes
+    model.set_experts_implementation("eager")
   # PyTorch leaves the rows that the padding token reads out of an embedding's gradient.
   for module in model.modules():
     if isinstance(module, torch.nn.Embedding):

@@ -84,6 +84,14 @@ NEMOTRON_H = dict(
     num_layers=5,
     layer_pattern=("mamba", "mlp", "global"),
 )
+# Experts without a gate, in layers of their own.
+NEMOTRON_3 = dict(
+    NEMOTRON_H,
+    num_layers=6,  # a period of the pattern, and two more
+    layer_pattern=("mamba", "moe", "global", "mlp"),
+    moe=dict(num_experts=4, experts_per_token=2, expert_size=8, shared_size=6, scores="sigmoid", choice_bias=True,
+             weight_scale=2.5),
+)
 GPT_OSS = dict(
     num_kv_heads=2,
     head_dim=6,

@@ -156,7 +156,7 @@ def test_flops_of_an_image_against_the_compiler(monkeypatch):
 
 BAD = [
     (dict(tower="vit"), "vision.tower: found 'vit', allowed: none, siglip, clip"),
-    (dict(patch_size=3), "patch_size: found 3, which does not divide image_size=8"),
+    (dict(patch_size=9), "patch_size: found 9; allowed: at most image_size=8"),
     (dict(num_heads=5), "num_heads: found 5, which does not divide hidden_size=12"),
     (dict(num_layers=0), "vision.num_layers: found 0"),
     (dict(feature_layer=0), r"feature_layer: found 0, allowed: -1 .* to -2"),

@@ -30,7 +30,7 @@ def fill_in(config: Any) -> list[str]:
     return []
   if m.mup_base_size < 1:
     raise ConfigError(f"model.mup_base_size is {m.mup_base_size}; it is a hidden size, at least 1.")
-  others = [kind for kind in ("delta", "mamba", "mlp") if kind in m.layer_pattern]
+  others = [kind for kind in ("delta", "mamba", "mlp", "moe") if kind in m.layer_pattern]
   why = {
       "optimizer.name": ("sgd, whose steps follow the size of gradients: use adamw, lion, adafactor or muon"
                          if config.optimizer.name == "sgd" else ""),

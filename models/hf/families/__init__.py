@@ -28,7 +28,7 @@ from models.hf.families.glm4_moe import GLM4_MOE
 from models.hf.families.glm4_moe_lite import GLM4_MOE_LITE
 from models.hf.families.gpt2 import GPT2
 from models.hf.families.gpt_oss import GPT_OSS
-from models.hf.families.granite import GRANITE
+from models.hf.families.granite import GRANITE, GRANITEMOE
 from models.hf.families.granite4 import GRANITE4
 from models.hf.families.helium import HELIUM
 from models.hf.families.hunyuan import HUNYUAN_V1_DENSE
@@ -70,8 +70,8 @@ from models.hf.source import each
 FAMILIES: tuple[Family, ...] = (
     LLAMA, MISTRAL, QWEN2, QWEN3, MIXTRAL, QWEN3_MOE, QWEN2_MOE, GEMMA, GEMMA2, GEMMA3, GEMMA3N, GEMMA4, GPT2,
     STARCODER2, STABLELM, QWEN3_NEXT, QWEN3_5, QWEN3_5_MOE, GPT_OSS, PHI3, ARCEE, NEMOTRON, SEED_OSS, OLMO2, OLMO3, GLM,
-    GLM4, GLM4_MOE, SMOLLM3, GRANITE, GRANITE4, NEMOTRON_H, COHERE, COHERE2, DEEPSEEK_V3, DEEPSEEK_V2, GLM4_MOE_LITE,
-    DEEPSEEK_V32, GLM_MOE_DSA, LLAMA4, ERNIE4_5, EXAONE4, MINIMAX_M2, HELIUM, DOTS1, HUNYUAN_V1_DENSE,
+    GLM4, GLM4_MOE, SMOLLM3, GRANITE, GRANITEMOE, GRANITE4, NEMOTRON_H, COHERE, COHERE2, DEEPSEEK_V3, DEEPSEEK_V2,
+    GLM4_MOE_LITE, DEEPSEEK_V32, GLM_MOE_DSA, LLAMA4, ERNIE4_5, EXAONE4, MINIMAX_M2, HELIUM, DOTS1, HUNYUAN_V1_DENSE,
     MINISTRAL3, APERTUS,
 )
 

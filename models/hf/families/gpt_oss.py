@@ -8,16 +8,6 @@ from models.hf.rope import Rope
 from models.hf.source import Source
 
 
-class YarnRope(Rope):
-  """Where config.json says nothing, versions of transformers take YaRN of their own numbers."""
-
-  def read(self, source, model):
-    keys = super().read(source, model)
-    if keys["rope_scaling.type"] == "none":
-      raise source.error("rope_scaling", "that of YaRN, which all models of this family have")
-    return keys
-
-
 def window(source: Source) -> int | None:
   """sliding_window, which is 128 where it is not said."""
   return source.get("sliding_window", int, 128, None)
@@ -29,7 +19,7 @@ GPT_OSS = Family(
     model_types=("gpt_oss",),
     architectures=("GptOssForCausalLM",),
     keys=(
-        *common.SIZES, common.UNTIED, YarnRope(theta=150000.0, scalings=("yarn",)),
+        *common.SIZES, common.UNTIED, Rope(theta=150000.0, scalings=("yarn",), told=True),
         Key("head_dim", "head_dim", default=64, null=common.head_size),
         Key("num_key_value_heads", "num_kv_heads", default=8, null=common.as_many_as_heads),
         Key("rms_norm_eps", "norm_eps", float, default=1e-5),

@@ -4,7 +4,7 @@ import math
 
 from models.hf.errors import HFError
 from models.hf.families import common
-from models.hf.families.granite import Multipliers
+from models.hf.families.granite import EXPERTS, KEYS
 from models.hf.family import Family, Tensor
 from models.hf.keys import Key, Must, Rule
 from models.hf.rope import Rope
@@ -141,11 +141,7 @@ GRANITE4 = Family(
     architectures=("GraniteMoeHybridForCausalLM",),
     classifier=None,
     keys=(
-        *common.SIZES, common.HEAD_SIZE, common.RMS_EPS, common.SILU, common.UNTIED, common.ATTENTION_BIAS,
-        Key("num_key_value_heads", "num_kv_heads", default=common.as_many_as_heads, null=common.as_many_as_heads),
-        Key("embedding_multiplier", "embedding_scale", float, default=1.0),
-        Key("residual_multiplier", "residual_scale", float, default=1.0),
-        Multipliers(), MambaLayers(), MambaSizes(), Positions(), Experts(),
+        *KEYS, MambaLayers(), MambaSizes(), Positions(), Experts(),
         Key("mamba_n_groups", "mamba.num_groups", default=1),
         Key("mamba_d_state", "mamba.state_dim", default=256),
         Key("mamba_d_conv", "mamba.conv_width", default=4),
@@ -159,14 +155,7 @@ GRANITE4 = Family(
             Tensor("layers.{layer}.shared_mlp.input_linear.weight",
                    (f"blocks/{ours}/gate/kernel", f"blocks/{ours}/up/kernel"), transpose=True),
             Tensor("layers.{layer}.shared_mlp.output_linear.weight", f"blocks/{ours}/down/kernel", transpose=True))),
-        # As in files, then as transformers 5 has them in memory.
-        *(tensor for gate_up, down, router in (
-            ("input_linear.weight", "output_linear.weight", "router.layer.weight"),
-            ("experts.gate_up_proj", "experts.down_proj", "router.weight")) for tensor in (
-            Tensor(f"layers.{{layer}}.block_sparse_moe.{gate_up}",
-                   ("blocks/moe/experts/gate/kernel", "blocks/moe/experts/up/kernel"), transpose=True, axis=1),
-            Tensor(f"layers.{{layer}}.block_sparse_moe.{down}", "blocks/moe/experts/down/kernel", transpose=True),
-            Tensor(f"layers.{{layer}}.block_sparse_moe.{router}", "blocks/moe/router/kernel", transpose=True))),
+        *EXPERTS,
     ),
     # Of no effect but on speed.
     inert=frozenset({"mamba_chunk_size"}),

@@ -1,10 +1,11 @@
-"""Nemotron-H: layers of one branch each, of Mamba 2, of attention or an MLP, in any order."""
+"""Nemotron-H and Nemotron 3: layers of one branch each, of Mamba 2, of attention, an MLP or experts, in any order."""
 
 import math
 from dataclasses import replace
 
 from models.hf.errors import HFError
 from models.hf.families import common
+from models.hf.families.deepseek_v3 import SCORES
 from models.hf.families.granite4 import mamba
 from models.hf.family import Family, Tensor
 from models.hf.keys import UNGATED, Activation, Key, Must, Rule, Same
@@ -13,9 +14,9 @@ from models.hf.keys import UNGATED, Activation, Key, Must, Rule, Same
 class Pattern(Rule):
   """hybrid_override_pattern, a letter for each layer; or layers_block_type, their names in transformers 4 or 5."""
 
-  letters = {"M": "mamba", "*": "global", "-": "mlp"}
+  letters = {"M": "mamba", "*": "global", "-": "mlp", "E": "moe"}
   names = {"mamba": "mamba", "linear_attention": "mamba", "attention": "global", "full_attention": "global",
-           "mlp": "mlp"}
+           "mlp": "mlp", "moe": "moe"}
 
   def read(self, source, model):
     told = {}
@@ -25,7 +26,7 @@ class Pattern(Rule):
       if given is None:
         continue
       if not given or not all(isinstance(one, str) and one in ours for one in given):
-        raise source.error(key, f"one of {', '.join(ours)} for each layer; layers with experts are not read here")
+        raise source.error(key, f"one of {', '.join(ours)} for each layer")
       told[tuple(ours[one] for one in given)] = key
     if len(told) != 1:
       raise HFError(f"{source.where}: hybrid_override_pattern or layers_block_type must say what each layer is; found "
@@ -33,8 +34,8 @@ class Pattern(Rule):
     pattern = next(iter(told))
     if source.get("num_hidden_layers", int, len(pattern)) != len(pattern):
       raise source.error("num_hidden_layers", f"{len(pattern)}, as many as {told[pattern]} has")
-    if "mlp" not in pattern:
-      raise source.error(told[pattern], "a layer with an MLP among the others")
+    if not {"mlp", "moe"} & {*pattern}:
+      raise source.error(told[pattern], "a layer with an MLP or experts among the others")
     return {"layer_pattern": pattern, "num_layers": len(pattern)}
 
   def write(self, model):
@@ -42,6 +43,34 @@ class Pattern(Rule):
     kinds = [pattern[i % len(pattern)] for i in range(model["num_layers"])]
     return {"num_hidden_layers": len(kinds),
             "hybrid_override_pattern": "".join(letters.get(kind, "?") for kind in kinds)}
+
+
+class Experts(Rule):
+  """Those of layers of type moe; where there are none, what is said of experts has no effect."""
+
+  rules = (
+      Key("n_routed_experts", "moe.num_experts", default=8, alias="num_local_experts"),
+      Key("num_experts_per_tok", "moe.experts_per_token", default=2),
+      Key("moe_intermediate_size", "moe.expert_size", default=7688),
+      Key("moe_shared_expert_intermediate_size", "moe.shared_size", default=7688),
+      Key("routed_scaling_factor", "moe.weight_scale", float, default=1.0),
+      Key("n_group", "moe.groups", default=1), Key("topk_group", "moe.groups_used", default=1),
+      Key("norm_topk_prob", "moe.normalize_weights", bool, default=True),
+      Must("moe_latent_size", None, "experts see hidden states as they are"),
+  )
+
+  def read(self, source, model):
+    if "moe" not in model["layer_pattern"]:
+      for rule in self.rules:
+        source.get(rule.theirs, object, None, None)
+      return {}
+    if model["mlp_bias"]:
+      raise source.error("mlp_bias", "false where there are experts, which have no biases")
+    return {**SCORES, **{key: value for rule in self.rules for key, value in rule.read(source, model).items()}}
+
+  def write(self, model):
+    rules = self.rules if "moe" in model["layer_pattern"] else ()
+    return {key: value for rule in rules for key, value in rule.write(model).items()}
 
 
 class LeastStep(Key):
@@ -66,7 +95,15 @@ TABLE = (
     *(Tensor(f"layers.{{layer}}.mixer.{p}_proj.weight", f"blocks/attn/{p}/kernel", transpose=True) for p in "qkvo"),
     *(tensor for p in ("up", "down") for tensor in (
         Tensor(f"layers.{{layer}}.mixer.{p}_proj.weight", f"blocks/mlp/{p}/kernel", transpose=True),
-        Tensor(f"layers.{{layer}}.mixer.{p}_proj.bias", f"blocks/mlp/{p}/bias"))),
+        Tensor(f"layers.{{layer}}.mixer.{p}_proj.bias", f"blocks/mlp/{p}/bias"),
+        Tensor(f"layers.{{layer}}.mixer.shared_experts.{p}_proj.weight", f"blocks/moe/shared/{p}/kernel",
+               transpose=True),
+        # As in files, then as transformers 5 has them in memory.
+        Tensor(f"layers.{{layer}}.mixer.experts.{{expert}}.{p}_proj.weight", f"blocks/moe/experts/{p}/kernel",
+               transpose=True),
+        Tensor(f"layers.{{layer}}.mixer.experts.{p}_proj", f"blocks/moe/experts/{p}/kernel", transpose=True))),
+    Tensor("layers.{layer}.mixer.gate.weight", "blocks/moe/router/kernel", transpose=True),
+    Tensor("layers.{layer}.mixer.gate.e_score_correction_bias", "blocks/moe/router/choice_bias"),
 )
 NEMOTRON_H = Family(
     name="nemotron_h",
@@ -85,6 +122,7 @@ NEMOTRON_H = Family(
         Same("rms_norm_eps", "norm_eps", "as layer_norm_epsilon says"),
         Activation("mlp_hidden_act", "relu2", UNGATED),
         Key("mlp_bias", "mlp_bias", bool, default=False),
+        Experts(),
         Key("mamba_num_heads", "mamba.num_heads", default=128),
         Key("mamba_head_dim", "mamba.head_dim", default=64),
         Key("n_groups", "mamba.num_groups", default=8, alias="mamba_n_groups"),
@@ -109,12 +147,11 @@ NEMOTRON_H = Family(
     in_memory="model.",
     # Layers that predict tokens further ahead.
     ignored=(r"^mtp\.",),
-    # Of speed, fresh values, those layers, and experts, of which there are none.
+    # Of speed, fresh values, and those layers; the shared expert is one of moe_shared_expert_intermediate_size.
     inert=frozenset("""
-        chunk_size expand mamba_chunk_size mamba_d_expand mamba_expand mamba_ssm_cache_dtype moe_intermediate_size
-        moe_latent_size moe_shared_expert_intermediate_size moe_shared_expert_overlap mtp_hybrid_override_pattern
-        mtp_layers_block_type n_group n_routed_experts n_shared_experts norm_topk_prob num_experts_per_tok
-        num_logits_to_keep num_nextn_predict_layers rescale_prenorm_residual residual_in_fp32 routed_scaling_factor
-        time_step_floor time_step_limit time_step_max time_step_rank topk_group use_mamba_kernels
+        chunk_size expand mamba_chunk_size mamba_d_expand mamba_expand mamba_ssm_cache_dtype moe_shared_expert_overlap
+        mtp_hybrid_override_pattern mtp_layers_block_type n_shared_experts num_logits_to_keep num_nextn_predict_layers
+        rescale_prenorm_residual residual_in_fp32 time_step_floor time_step_limit time_step_max time_step_rank
+        use_mamba_kernels
     """.split()),
 )

@@ -22,6 +22,7 @@ from tests.models.common import (
   INDEXED,
   LLAMA4,
   LLAMA4_MOE,
+  NEMOTRON_3,
   NEMOTRON_H,
   QWEN3_NEXT,
   VOCAB,
@@ -43,6 +44,7 @@ CASES = {
     "qwen3_next": QWEN3_NEXT,
     "granite4": GRANITE4,
     "nemotron_h": NEMOTRON_H,
+    "nemotron_3": NEMOTRON_3,
     "gpt_oss": GPT_OSS,
     "ministral": dict(num_kv_heads=2, query_temperature=dict(scale=0.5, floor=3), qk_norm=True, qk_norm_over="rotated",
                       activation="xielu"),
@@ -127,7 +129,7 @@ def run(model, params, texts, side="right", rows=(2, 0, 3), cache=None):
 
 @pytest.mark.parametrize("name,apart", [
     *((name, True) for name in sorted(CASES.keys() - {"llama", "olmo"})), ("gemma", False), ("lora", False),
-    ("qwen3_next", False), ("granite4", False), ("nemotron_h", False),
+    ("qwen3_next", False), ("granite4", False), ("nemotron_h", False), ("nemotron_3", False),
     ("deepseek", False), ("indexed", False), ("gemma4", False), ("gemma4_shared", False), ("llama4", False),
     ("gemma3n", False)])
 def test_texts_fed_in_parts_equal_whole_ones(name, apart, monkeypatch):
@@ -162,10 +164,10 @@ def test_texts_in_pages_equal_whole_ones(name, apart, monkeypatch):
   for row, position, hidden in found:
     np.testing.assert_allclose(hidden, whole[row, position], atol=2e-5, rtol=2e-5, err_msg=f"{row} {position}")
   for part, kind in zip(cache.keys, model.spec.layer_pattern, strict=False):  # nothing was written where no row is
-    assert kind in ("local", "chunked", "delta", "mamba", "mlp") or (np.asarray(part[:, owners == 4]) == 7).all()
+    assert kind in ("local", "chunked", "delta", "mamba", "mlp", "moe") or (np.asarray(part[:, owners == 4]) == 7).all()
   smaller = jax.jit(model.resized_cache, static_argnums=2)(cache, np.array([3, 0]), LENGTH, np.array([pages[3, 0], Q]))
   for part, kept, kind in zip(cache.keys, smaller.keys, model.spec.layer_pattern, strict=False):
-    if kind not in ("local", "chunked", "delta", "mamba", "mlp"):
+    if kind not in ("local", "chunked", "delta", "mamba", "mlp", "moe"):
       np.testing.assert_array_equal(kept, jnp.stack([part[:, pages[3, 0]], jnp.zeros_like(part[:, 0])], 1))
 
 

@@ -67,6 +67,7 @@ LAYERS = {
     "sigmoid, not normalized": dict(GROUPS, groups=1, groups_used=1, normalize_weights=False),
     "on input": dict(PLAIN, shared_size=8, scores="sigmoid", normalize_weights=False, weights_on_input=True),
     "biases": dict(PLAIN, shared_size=8, router_bias=True, mlp_bias=True),
+    "without a gate": dict(PLAIN, shared_size=8, scores="sigmoid", choice_bias=True, activation="relu2"),
 }
 
 
@@ -81,6 +82,10 @@ def np_layer(p, x, moe, act, given=None):
 
   def dense(x, name, e=...):
     return x @ p[name + "/kernel"][e] + (p[name + "/bias"][e] if name + "/bias" in p else 0)
+
+  def hidden(x, of, e=...):
+    up = dense(x, f"{of}/up", e)
+    return act(dense(x, f"{of}/gate", e)) * up if f"{of}/gate/kernel" in p else act(up)
 
   for t, x_D in enumerate(x):
     logits = dense(x_D, "router")
@@ -99,10 +104,9 @@ def np_layer(p, x, moe, act, given=None):
     weights = weights * moe.get("weight_scale", 1.0)
     for e in chosen:
       before, after = (weights[e], 1.0) if moe.get("weights_on_input") else (1.0, weights[e])
-      hidden = act(dense(before * x_D, "experts/gate", e)) * dense(before * x_D, "experts/up", e)
-      out[t] += after * dense(hidden, "experts/down", e)
+      out[t] += after * dense(hidden(before * x_D, "experts", e), "experts/down", e)
     if "shared/up/kernel" in p:
-      shared = dense(act(dense(x_D, "shared/gate")) * dense(x_D, "shared/up"), "shared/down")
+      shared = dense(hidden(x_D, "shared"), "shared/down")
       out[t] += shared / (1 + np.exp(-x_D @ p["shared_gate/kernel"])) if moe.get("shared_gate") else shared
   return out
 
@@ -130,7 +134,9 @@ def test_a_layer_equals_a_loop_over_tokens_and_experts(name):
   x = np.random.default_rng(1).normal(size=(*SEGMENTS.shape, 16)).astype(np.float32)
   y, _ = jax.jit(apply)(params, x, SEGMENTS)
   p = {path: np.asarray(leaf, np.float64) for path, leaf in paths(params).items()}
-  act = silu if "activation" not in moe else lambda x: x * np.asarray(jax.scipy.stats.norm.cdf(x), np.float64)
+  act = {"swiglu": silu, "relu2": lambda x: np.maximum(x, 0) ** 2,
+         "geglu_exact": lambda x: x * np.asarray(jax.scipy.stats.norm.cdf(x), np.float64)}[
+             moe.get("activation", "swiglu")]
   real = SEGMENTS > 0
   np.testing.assert_allclose(np.asarray(y)[real], np_layer(p, x[real].astype(np.float64), moe, act), atol=2e-5)
   assert "shared_size" in moe or not np.asarray(y)[~real].any()  # which no expert spends time on
@@ -141,9 +147,12 @@ def test_gradients_equal_those_of_every_expert_on_every_token(name):
   """The same function without any dispatch: all experts computed, weights of those not chosen 0."""
   moe = LAYERS[name]
   params, apply = layer_of(moe)
-  act = activations.GATED[moe.get("activation", "swiglu")]
+  act = {**activations.GATED, **activations.UNGATED}[moe.get("activation", "swiglu")]
   x = np.random.default_rng(1).normal(size=(*SEGMENTS.shape, 16)).astype(np.float32)
   mix = np.random.default_rng(2).normal(size=x.shape).astype(np.float32) * (SEGMENTS > 0)[..., None]
+
+  def hidden(up, gate=None):
+    return act(up) if gate is None else act(gate) * up
 
   def dense(p, x):
     logits = x @ p["router"]["kernel"] + p["router"].get("bias", 0.0)
@@ -166,13 +175,13 @@ def test_gradients_equal_those_of_every_expert_on_every_token(name):
     seen = x[:, :, None]
     if moe.get("weights_on_input"):
       seen, weights = weights[..., None] * seen, chosen.astype(x.dtype)
-    gate, up = (jnp.einsum("bted,edf->btef", jnp.broadcast_to(seen, (*weights.shape, 16)), w[name]) + b[name]
-                for name in ("gate", "up"))
-    y = jnp.einsum("bte,bted->btd", weights, jnp.einsum("btef,efd->bted", act(gate) * up, w["down"]) + b["down"])
+    wide = {name: jnp.einsum("bted,edf->btef", jnp.broadcast_to(seen, (*weights.shape, 16)), w[name]) + b[name]
+            for name in w if name != "down"}
+    y = jnp.einsum("bte,bted->btd", weights, jnp.einsum("btef,efd->bted", hidden(**wide), w["down"]) + b["down"])
     if "shared" in p:
-      gate, up, down = (p["shared"][name] for name in ("gate", "up", "down"))
-      shared = act(x @ gate["kernel"] + gate.get("bias", 0)) * (x @ up["kernel"] + up.get("bias", 0))
-      shared = shared @ down["kernel"] + down.get("bias", 0)
+      wide = {name: x @ part["kernel"] + part.get("bias", 0) for name, part in p["shared"].items() if name != "down"}
+      down = p["shared"]["down"]
+      shared = hidden(**wide) @ down["kernel"] + down.get("bias", 0)
       y += shared * (jax.nn.sigmoid(x @ p["shared_gate"]["kernel"]) if "shared_gate" in p else 1.0)
     return y
 

@@ -14,13 +14,14 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 FILE = Path(__file__).with_name("config_attributes.json")
 TYPES = ("apertus", "arcee", "clip_vision_model", "cohere", "cohere2", "deepseek_v32", "dots1", "ernie4_5", "exaone4",
          "gemma", "gemma2", "gemma3", "gemma3_text", "gemma3n_text", "gemma4", "gemma4_text", "gemma4_vision", "glm",
-         "glm4", "glm4_moe", "glm4_moe_lite", "glm_moe_dsa", "gpt2", "gpt_oss", "granite", "granitemoehybrid", "helium",
-         "hunyuan_v1_dense", "llama", "llama4_text", "llava", "minimax_m2", "ministral3", "mistral", "mistral3",
-         "mixtral", "nemotron", "nemotron_h", "olmo2", "olmo3", "paligemma", "phi3", "pixtral", "qwen2", "qwen2_5_vl",
-         "qwen2_5_vl_text", "qwen2_5_vl_vision", "qwen2_moe", "qwen2_vl", "qwen2_vl_text", "qwen2_vl_vision", "qwen3",
-         "qwen3_5", "qwen3_5_moe", "qwen3_5_moe_text", "qwen3_5_moe_vision", "qwen3_5_text", "qwen3_5_vision",
-         "qwen3_moe", "qwen3_next", "qwen3_vl", "qwen3_vl_moe", "qwen3_vl_moe_text", "qwen3_vl_moe_vision",
-         "qwen3_vl_text", "qwen3_vl_vision", "seed_oss", "siglip_vision_model", "smollm3", "stablelm", "starcoder2")
+         "glm4", "glm4_moe", "glm4_moe_lite", "glm_moe_dsa", "gpt2", "gpt_oss", "granite", "granitemoe",
+         "granitemoehybrid", "helium", "hunyuan_v1_dense", "llama", "llama4_text", "llava", "minimax_m2", "ministral3",
+         "mistral", "mistral3", "mixtral", "nemotron", "nemotron_h", "olmo2", "olmo3", "paligemma", "phi3", "pixtral",
+         "qwen2", "qwen2_5_vl", "qwen2_5_vl_text", "qwen2_5_vl_vision", "qwen2_moe", "qwen2_vl", "qwen2_vl_text",
+         "qwen2_vl_vision", "qwen3", "qwen3_5", "qwen3_5_moe", "qwen3_5_moe_text", "qwen3_5_moe_vision",
+         "qwen3_5_text", "qwen3_5_vision", "qwen3_moe", "qwen3_next", "qwen3_vl", "qwen3_vl_moe", "qwen3_vl_moe_text",
+         "qwen3_vl_moe_vision", "qwen3_vl_text", "qwen3_vl_vision", "seed_oss", "siglip_vision_model", "smollm3",
+         "stablelm", "starcoder2")
 # Of the classes, and in no file.
 OF_CLASSES = frozenset("""
     args attribute_map base_config_key base_model_ep_plan base_model_fsdp_plan base_model_pp_plan base_model_tp_plan

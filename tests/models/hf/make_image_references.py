@@ -61,11 +61,13 @@ CASES = {
     "llava_clip_memory": LLAVA | dict(text_config=like("mistral", sliding_window=5), vision_config=CLIP,
                                       image_seq_length=4, vision_feature_layer=-1, LAYOUT="memory"),
     "llava_siglip": LLAVA | dict(text_config=like("qwen2", tie_word_embeddings=True), image_seq_length=9,
-                                 vision_config=SIGLIP, vision_feature_layer=-1, vision_feature_select_strategy="full"),
+                                 vision_config=SIGLIP | dict(image_size=14), vision_feature_layer=-1,
+                                 vision_feature_select_strategy="full"),
     "gemma3": dict(model_type="gemma3", image_token_index=IMAGE, mm_tokens_per_image=4, text_config=GEMMA3,
                    boi_token_index=3, eoi_token_index=4, vision_config=SIGLIP | dict(image_size=16),
                    LAYOUT="memory"),
-    "smolvlm": dict(model_type="smolvlm", **SMOL, vision_config=tower("smolvlm_vision", image_size=16)),
+    # As SigLIP's 384 pixels in patches of 14: those at the end make no whole patch.
+    "smolvlm": dict(model_type="smolvlm", **SMOL, vision_config=tower("smolvlm_vision", image_size=18)),
     "idefics3": dict(model_type="idefics3", **SMOL, vision_config=tower("idefics3_vision", image_size=16)),
 }
 
@@ -123,8 +125,8 @@ def config_4(config: dict) -> dict:
   if config["model_type"] in ("smolvlm", "idefics3"):
     text |= dict(is_llama_config=True, neftune_noise_alpha=0.0, pixel_shuffle_factor=2, qk_layer_norms=False,
                  rope_interleaved=False, use_resampler=False, perceiver_config=dict(model_type="vllama3"))
-    vision |= dict(max_image_size=dict(longest_edge=16), size=dict(longest_edge=64), use_base_siglip=False,
-                   model_type=config["model_type"])
+    vision |= dict(max_image_size=dict(longest_edge=vision["image_size"]), size=dict(longest_edge=64),
+                   use_base_siglip=False, model_type=config["model_type"])
     old |= dict(use_reentrant_checkpointing=False)
   return old | dict(torch_dtype="float32", transformers_version="4.51.3", text_config=text, vision_config=vision)
 

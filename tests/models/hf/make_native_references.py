@@ -87,7 +87,8 @@ CASES = {
         vision_config=dict(**DEEP, num_position_embeddings=25)),
     "qwen3_vl_moe": dict(model_type="qwen3_vl_moe", **TOKENS, tie_word_embeddings=False, text_config=text(
         "qwen3_vl_moe_text", num_hidden_layers=3, head_dim=16, **EXPERTS, tie_word_embeddings=False, rope_scaling=dict(
-            **TURNS, rope_type="default")), vision_config=dict(**DEEP, num_position_embeddings=9)),
+            **TURNS | dict(mrope_section=[2, 3, 3]), rope_type="default")),
+        vision_config=dict(**DEEP, num_position_embeddings=9)),
     "qwen3_5": dict(model_type="qwen3_5", **TOKENS, tie_word_embeddings=False, text_config=text(
         "qwen3_5_text", **GATED), vision_config=dict(**PLAIN, num_position_embeddings=25)),
     "qwen3_5_moe": dict(model_type="qwen3_5_moe", **TOKENS, tie_word_embeddings=False, text_config=text(

@@ -24,6 +24,8 @@ import transformers
 from transformers import AutoConfig, AutoModelForCausalLM
 
 FOLDER = Path(__file__).parent / "references"
+# Of the family that docs/huggingface.md adds as an example.
+EXAMPLE = "olmoe"
 V, T, REAL, SPLIT = 61, 20, 13, 9
 
 SMALL = dict(vocab_size=V, hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=4,
@@ -106,7 +108,7 @@ CASES = {
                         attention_bias=True, rope_scaling=YARN | dict(mscale=1.0, mscale_all_dim=1.0)),
     "deepseek_v3_halves": like("deepseek_v3", **LATENT | dict(v_head_dim=12), q_lora_rank=None, rope_interleave=False,
                                norm_topk_prob=False, num_mtp_layers=0, rope_scaling=YARN | dict(mscale_all_dim=0.5)),
-    "gpt_oss": OSS,
+    "gpt_oss": OSS | dict(rope_scaling=dict(rope_type="default")),
     "gpt_oss_mxfp4": OSS | dict(hidden_size=32, intermediate_size=32, MXFP4=True),
     "gemma": like("gemma", head_dim=8),
     "gemma2": like("gemma2", head_dim=8, sliding_window=5, query_pre_attn_scalar=5, attn_logit_softcapping=1.5,
@@ -193,6 +195,9 @@ CASES = {
     "smollm3": like("smollm3", num_hidden_layers=3, no_rope_layers=[1, 0, 1], rope_theta=5e3),
     "granite": like("granite", head_dim=6, embedding_multiplier=3.0, residual_multiplier=0.22,
                     attention_multiplier=0.25, logits_scaling=6.0, mlp_bias=True),
+    "granitemoe": like("granitemoe", num_local_experts=5, num_experts_per_tok=2, embedding_multiplier=3.0,
+                       residual_multiplier=0.22, attention_multiplier=0.25, logits_scaling=2.0, attention_bias=True,
+                       tie_word_embeddings=True, GRADIENT=".1.block_sparse_moe.router.weight"),
     "granite4": like("granitemoehybrid", **GRANITE4, num_hidden_layers=3, layer_types=["mamba", "attention", "mamba"],
                      num_local_experts=0, mamba_n_groups=2),
     "granite4_moe": like("granitemoehybrid", **GRANITE4, num_hidden_layers=4, num_local_experts=5,
@@ -202,6 +207,13 @@ CASES = {
     "nemotron_h": like("nemotron_h", num_hidden_layers=None, hybrid_override_pattern="M-M*-M", head_dim=6,
                        mamba_num_heads=4, mamba_head_dim=6, n_groups=2, ssm_state_size=5, conv_kernel=3, chunk_size=8,
                        layer_norm_epsilon=0.1, time_step_min=0.1, mlp_bias=True),
+    "nemotron_h_moe": like("nemotron_h", num_hidden_layers=None, hybrid_override_pattern="ME*EM-E", head_dim=6,
+                           mamba_num_heads=4, mamba_head_dim=6, n_groups=1, ssm_state_size=5, conv_kernel=3,
+                           chunk_size=8, layer_norm_epsilon=0.1, n_routed_experts=8, n_group=4, topk_group=2,
+                           num_experts_per_tok=3, moe_intermediate_size=10, moe_shared_expert_intermediate_size=14,
+                           routed_scaling_factor=2.5, GRADIENT=".1.mixer.gate.weight"),
+    EXAMPLE: like("olmoe", num_experts=5, num_experts_per_tok=2, rms_norm_eps=1e-3, attention_bias=True,
+                  GRADIENT=".1.mlp.gate.weight"),
     "cohere": like("cohere", use_qk_norm=True, logit_scale=0.3, attention_bias=True),
     "cohere2": like("cohere2", num_hidden_layers=3, sliding_window=5, sliding_window_pattern=2, logit_scale=0.3),
     "phi3": like("phi3", partial_rotary_factor=0.5, sliding_window=6),
@@ -296,10 +308,10 @@ def transformers_4(config: dict) -> dict:
     names = {"linear_attention": "mamba", "full_attention": "attention"}
     old["layer_types"] = [names[kind] for kind in old["layer_types"]]
   elif config["model_type"] == "nemotron_h":
-    letters = {"linear_attention": "M", "full_attention": "*", "mlp": "-"}
+    letters = {"linear_attention": "M", "full_attention": "*", "mlp": "-", "moe": "E"}
     old["hybrid_override_pattern"] = "".join(letters[kind] for kind in old.pop("layers_block_type"))
     old["num_hidden_layers"] = len(old["hybrid_override_pattern"])
-  elif "num_local_experts" in old and old["model_type"] not in ("mixtral", "minimax_m2", "llama4_text"):
+  elif "num_local_experts" in old and old["model_type"] not in ("mixtral", "minimax_m2", "llama4_text", "granitemoe"):
     old["num_experts"] = old.pop("num_local_experts")
   old |= dict(torch_dtype=config["dtype"], transformers_version="4.51.3")
   rope = config.get("rope_parameters")
@@ -312,8 +324,8 @@ def transformers_4(config: dict) -> dict:
     if rope["rope_type"] != "default":
       kept = {k: v for k, v in rope.items() if k not in ("rope_theta", "partial_rotary_factor")}
       old["rope_scaling"] = kept | {"type": kept["rope_type"]}
-    else:
-      old["rope_scaling"] = None
+    else:  # where there is none, gpt-oss has YaRN
+      old["rope_scaling"] = {"rope_type": "default"} if config["model_type"] == "gpt_oss" else None
     if "partial_rotary_factor" in rope:
       old["partial_rotary_factor"] = rope["partial_rotary_factor"]
   if config["model_type"] == "gemma3_text":
@@ -349,7 +361,7 @@ def gradients(train: bool, folder: Path, tokens: torch.Tensor, wanted: str | Non
 
 
 def make(name: str) -> None:
-  folder = FOLDER / name
+  folder = FOLDER.with_name("example") if name == EXAMPLE else FOLDER / name
   shutil.rmtree(folder, ignore_errors=True)
   folder.mkdir(parents=True)
   save(CASES[name], folder)

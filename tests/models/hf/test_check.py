@@ -82,7 +82,7 @@ def test_with_transformers(tmp_path):
   """A folder whose second layer is another one here than there."""
   pytest.importorskip("torch")
   pytest.importorskip("transformers")
-  command = [sys.executable, "-m", "models.hf.check", str(REFERENCES / "mixtral"), "--length=20"]
+  command = [sys.executable, "-m", "models.hf.check", str(REFERENCES / "nemotron_h_moe"), "--length=20"]
   done = subprocess.run(command, cwd=tiny.ROOT, capture_output=True, text=True)
   assert done.returncode == 0, done.stdout + done.stderr
   folder = shutil.copytree(REFERENCES / "llama", tmp_path / "llama")

@@ -240,12 +240,45 @@ def test_canonical_joins_what_is_the_same_function():
   assert canonical(NEUTRAL | model) == model
 
 
-def test_the_example_in_the_documentation_is_a_family():
-  """docs/huggingface.md shows a whole file."""
-  root = Path(families.__file__).parents[3]
-  shown = re.search(r"```python\n# (models/hf/families/\S+)\n(.*?)```",
-                    (root / "docs" / "huggingface.md").read_text(encoding="utf-8"), re.DOTALL)
-  assert shown[2] == (root / shown[1]).read_text(encoding="utf-8")
+def test_the_example_in_the_documentation_computes_what_transformers_does(monkeypatch, tmp_path):
+  """docs/huggingface.md shows the whole file of a family that is not here."""
+  page = (Path(families.__file__).parents[3] / "docs" / "huggingface.md").read_text(encoding="utf-8")
+  shown = re.search(r"```python\n# models/hf/families/olmoe\.py\n(.*?)```", page, re.DOTALL)[1]
+  assert len(shown.splitlines()) < 80 and "olmoe" not in {family.name for family in families.FAMILIES}
+  exec(compile(shown, "olmoe.py", "exec"), made := {})
+  monkeypatch.setattr(families, "FAMILIES", (*families.FAMILIES, made["OLMOE"]))
+  folder = REFERENCES.with_name("example")
+  model, params = hf.load(folder)
+  with np.load(folder / "reference.npz") as opened:
+    reference = dict(opened)
+  logits, loss, gradients = compiled(model)[1](params, reference["tokens"], np.ones_like(reference["tokens"]))
+  assert_close(logits, reference["logits"], 1e-5)
+  case = Case(folder, made["OLMOE"], params, None, None, reference)
+  for i, name in enumerate(map(str, reference["gradient_names"])):
+    assert_close(theirs(case, name, gradients), reference[f"gradient_{i}"], 1e-5)
+  assert families.match(read(folder))[0] is made["OLMOE"]
+  hf.save(model, params, tmp_path / "out")
+  assert (tmp_path / "out/model.safetensors").read_bytes() == (folder / "model.safetensors").read_bytes()
+
+
+def test_gpt_oss_says_its_scaling():
+  """Where nothing is said, versions of transformers take YaRN of their own numbers."""
+  content = json.loads((REFERENCES / "gpt_oss" / "config.json").read_text())
+  assert families.GPT_OSS.read(content, "config.json")["rope_scaling.type"] == "none"
+  with pytest.raises(HFError, match="neither rope_scaling nor rope_parameters"):
+    families.GPT_OSS.read({**content, "rope_parameters": None}, "config.json")
+
+
+@pytest.mark.parametrize("changed, message", [
+    (dict(mlp_bias=True), "mlp_bias is True; allowed: false where there are experts"),
+    (dict(moe_latent_size=8), "moe_latent_size is 8; allowed: None; experts see hidden states as they are"),
+    (dict(layers_block_type=["linear_attention", "sparse"]), "allowed: one of mamba, .*, mlp, moe for each layer"),
+    (dict(layers_block_type=["linear_attention"]), "allowed: a layer with an MLP or experts among the others"),
+])
+def test_what_nemotron_h_does_not_compute_is_refused(changed, message):
+  content = json.loads((REFERENCES / "nemotron_h_moe" / "config.json").read_text())
+  with pytest.raises(HFError, match=message):
+    families.NEMOTRON_H.read(content | changed, "config.json")
 
 
 def test_the_limit_of_positions_is_written():

@@ -16,6 +16,7 @@ from tests.models.common import (
   GRANITE4,
   INDEXED,
   LLAMA4_MOE,
+  NEMOTRON_3,
   OLMO,
   QWEN3_NEXT,
 )
@@ -63,6 +64,8 @@ KINDS = {"dense": dict(num_layers=4, layer_pattern=("local", "global"), window=5
          "llama4": dict(LLAMA4_MOE, num_heads=4, num_layers=4, attention_chunk=5, attention_block=8, norm_eps=0.1,
                         moe=LLAMA4_MOE["moe"] | dict(expert_size=8, shared_size=8, experts_per_token=2,
                                                      balance_loss=0.2)),
+         "nemotron_3": dict(NEMOTRON_3, num_heads=4, norm_eps=0.1, attention_block=8,
+                            moe=NEMOTRON_3["moe"] | dict(expert_size=8, shared_size=8)),
          "gpt_oss": dict(GPT_OSS, num_heads=4, mlp_bias=True, attention_block=8, moe=MOE | dict(router_bias=True))}
 LAYOUTS = {
     "dense": [dict(data=8), dict(fsdp=8), dict(context=8), dict(slice=2, data=2, fsdp=2),
@@ -84,6 +87,7 @@ LAYOUTS = {
     "gemma4": [dict(fsdp=2, expert=2, tensor=2)],
     "gemma3n": [dict(fsdp=2, context=2, tensor=2)],
     "llama4": [dict(expert=2, context=2, tensor=2)],
+    "nemotron_3": [dict(fsdp=2, expert=2, tensor=2)],
     "gpt_oss": [dict(fsdp=2, context=2, tensor=2), dict(expert=2, context=2, tensor=2)],
 }
 

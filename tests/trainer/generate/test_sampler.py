@@ -11,7 +11,7 @@ import pytest
 from models.attention import cache as cache_lib
 from models.sharding import logical_axes
 from models.transformer import Transformer
-from tests.models.common import FAMILIES, GEMMA3N, LLAMA4_MOE, NEMOTRON_H, QWEN3_NEXT, VOCAB, make, random_params
+from tests.models.common import FAMILIES, GEMMA3N, LLAMA4_MOE, NEMOTRON_3, QWEN3_NEXT, VOCAB, make, random_params
 from trainer.distributed import mesh as mesh_lib
 from trainer.errors import ConfigError
 from trainer.generate import decoding
@@ -28,7 +28,7 @@ CASES = {
     "moe": dict(moe=dict(num_experts=4, experts_per_token=2, expert_size=8), num_layers=1, window=4,
                 layer_pattern=("local",)),
     "qwen3_next": dict(QWEN3_NEXT, num_layers=3, moe=dict(num_experts=4, experts_per_token=2, expert_size=8)),
-    "nemotron_h": NEMOTRON_H,
+    "nemotron_3": NEMOTRON_3,
     "llama4": LLAMA4_MOE,
     "gemma3n": GEMMA3N,
 }

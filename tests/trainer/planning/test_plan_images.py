@@ -15,7 +15,8 @@ PUBLISHED = Path(__file__).parents[2] / "models/hf/published"
 # As transformers 5.24 makes them of the same files; of Gemma 4 with its buffers, 2,364 numbers; of Mistral Small with
 # the unembedding that its folder has, although the file leaves out that it has one.
 PARAMETERS = {"qwen3_vl_8b": 8_767_123_696, "qwen2_5_vl_7b": 8_292_166_656, "qwen3_5_397b": 396_802_360_816,
-              "gemma_4_31b": 31_273_086_512 + 2_364, "mistral_small_3_1": 23_340_272_640 + 131_072 * 5_120}
+              "gemma_4_31b": 31_273_086_512 + 2_364, "mistral_small_3_1": 23_340_272_640 + 131_072 * 5_120,
+              "qwen2_vl_7b": 8_291_375_616, "smolvlm_2b": 2_246_784_880}
 TOPOLOGY = hardware.topology("h100:8")
 
 
