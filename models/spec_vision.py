@@ -157,6 +157,9 @@ def make_vision(c: ConfigDict, num_layers: int, reasons: list[str]) -> Vision | 
   if c.patch_size > c.image_size or c.tower in NATIVE and c.image_size % c.patch_size:
     raise ConfigError(f"model.vision.patch_size: found {c.patch_size}; allowed: at most image_size={c.image_size}, and "
                       "where that is a tile's, a divisor of it.")
+  if left := c.image_size % c.patch_size:
+    reasons.append(f"model.vision: the last {left} of {c.image_size} pixels of a row and of a column are in no patch "
+                   f"of {c.patch_size}, and not seen")
   if c.hidden_size % c.num_heads:
     raise ConfigError(f"model.vision.num_heads: found {c.num_heads}, which does not divide hidden_size="
                       f"{c.hidden_size}.")

@@ -182,3 +182,5 @@ def test_bad_configs_are_refused_with_what_is_allowed(changed, message):
 def test_without_a_tower_the_rest_of_the_section_changes_nothing():
   assert make(vision=SIGLIP | dict(tower="none", patch_size=0)).spec == make().spec
   assert "model.vision.tokens_per_image = 4: (image_size / patch_size) ** 2" in make(vision=SIGLIP).reasons
+  assert not any("in no patch" in reason for reason in make(vision=SIGLIP).reasons)
+  assert any("the last 1 of 9 pixels" in reason for reason in make(vision=SIGLIP | dict(image_size=9)).reasons)
