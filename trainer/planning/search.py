@@ -4,6 +4,8 @@ import math
 from collections.abc import Iterator
 from typing import Any
 
+from tqdm import tqdm
+
 from trainer.distributed import mesh as mesh_lib
 from trainer.errors import ConfigError
 from trainer.planning.estimate import Estimate, Planner
@@ -21,7 +23,9 @@ SHORTEST_PART, WIDEST = 2048, dict(tensor=16, context=16, expert=64)
 def remats(planner: Planner, sizes: Any) -> list[Estimate]:
   """The estimate with each policy, the config's own included."""
   own = planner.config.remat
-  return [planner.estimate(sizes, remat) for remat in (*REMATS, *(() if own in REMATS else (own,)))]
+  policies = (*REMATS, *(() if own in REMATS else (own,)))
+  return [planner.estimate(sizes, remat) for remat in tqdm(policies, desc="remat policies traced", unit="policy",
+                                                           leave=False, disable=None)]
 
 
 def meshes(planner: Planner) -> list[Estimate]:
