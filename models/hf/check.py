@@ -25,6 +25,8 @@ from models.hf.images import TextPart
 PEER = Path(__file__).resolve().parent / "check_peer.py"
 # Tensors whose gradients are shown: those that differ most.
 SHOWN = 5
+# What names of gradients begin with; and the share of the norm of all of them that a smaller one is compared with.
+GRADIENT, SMALL = "gradient ", 1e-3
 
 
 def ignored(folder: str | Path) -> tuple[str, ...]:
@@ -79,21 +81,25 @@ def theirs(folder: str | Path, tokens_BxT: np.ndarray, python: str, scratch: Pat
 
 def _gradients(folder: Path) -> dict[str, np.ndarray]:
   """Of a folder that holds them in the places of the parameters; with names as where there is no tower."""
-  return {f"gradient {name.replace('model.language_model.', 'model.')}": values
+  return {f"{GRADIENT}{name.replace('model.language_model.', 'model.')}": values
           for file in files.weights_in(folder) if file.suffix == ".safetensors"
           for name, values in load_file(file).items()}
 
 
-def apart(a: np.ndarray, b: np.ndarray) -> float:
-  """The norm of the difference, of the other's norm."""
+def apart(a: np.ndarray, b: np.ndarray, least: float = 1e-30) -> float:
+  """The norm of the difference, of the other's norm, or of `least` where that is more."""
   a, b = np.asarray(a, np.float64), np.asarray(b, np.float64)
-  return float(np.linalg.norm(a - b) / max(float(np.linalg.norm(b)), 1e-30))
+  return float(np.linalg.norm(a - b) / max(float(np.linalg.norm(b)), least))
 
 
 def report(mine: Mapping[str, np.ndarray], other: Mapping[str, np.ndarray], tolerance: float) -> tuple[str, bool]:
   """(lines to be printed, whether all of it agrees)."""
-  by_name = {name: apart(mine[name], other[name]) for name in mine if name in other}
-  forward = {name: value for name, value in by_name.items() if not name.startswith("gradient ")}
+  # A gradient that is zero (a router's that chooses one expert) is so to the rounding of the whole.
+  whole = float(np.sqrt(sum(np.sum(np.square(x, dtype=np.float64)) for name, x in other.items()
+                            if name.startswith(GRADIENT))))
+  by_name = {name: apart(mine[name], other[name], SMALL * whole if name.startswith(GRADIENT) else 1e-30)
+             for name in mine if name in other}
+  forward = {name: value for name, value in by_name.items() if not name.startswith(GRADIENT)}
   gradients = sorted(((value, name) for name, value in by_name.items() if name not in forward), reverse=True)
   lines = [f"{name:<12} {value:.1e}{'  <' * (value > tolerance)}" for name, value in forward.items()]
   lines += [f"{name}  {value:.1e}{'  <' * (value > tolerance)}" for value, name in gradients[:SHOWN]]
