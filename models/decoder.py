@@ -93,7 +93,7 @@ class Decoder(nnx.Module):
       found = before if cache is None else cache
       at, number = (place, index) if source is None else (source, jnp.asarray(source))
       past = None if found is None else Past(found, at, number, extends=cache is None, chunked=kind == "chunked")
-      routed = None if s.moe is None else routing.of_layer(sum(i < index for i in s.layers_with("moe")))
+      routed = None if s.moe is None else routing.of_layer(index, s)
       context = LayerContext(tokens_of.get(kind, tokens), ropes.get(kind), s.window_of(place), layer_key, past,
                              lent.get(kind), lent.get("chosen"))
       x_BxTxD, stats, new, chosen = block(x_BxTxD, context, s.parts_of(place), routed, own_BxTxP, s.sparsity_of(place))

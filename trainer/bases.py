@@ -14,6 +14,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from input_pipeline import runs
 from trainer.errors import ConfigError
 from trainer.report.history import last_end
 
@@ -29,7 +30,7 @@ def pending(config: Mapping[str, Any], workdir: str | Path) -> Path | None:
   path, checkpoints = Path(start["path"]).expanduser(), Path(workdir).expanduser() / "checkpoints"
   if checkpoints.is_dir() and any(checkpoints.iterdir()):
     return None
-  begun = (path / "started").exists() or not path.exists() or not [f for f in path.iterdir() if f.name != LOCK]
+  begun = (path / runs.STARTED).exists() or not path.exists() or not [f for f in path.iterdir() if f.name != LOCK]
   return path if begun and last_end(path).get("how") != "finished" else None
 
 

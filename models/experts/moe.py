@@ -72,9 +72,12 @@ class Routing(NamedTuple):
     replayed = batch.get("replayed_experts")
     return Routing(batch.get("sampled_experts") if replayed is None else replayed, replayed is not None, keep)
 
-  def of_layer(self, nth: jax.Array) -> "Routing":
-    """That of the nth layer with experts."""
-    return self if self.recorded is None else self._replace(
+  def of_layer(self, layer: int | jax.Array, spec: spec_lib.Spec) -> "Routing":
+    """That of the layer of that number; what is recorded is of the layers with experts alone."""
+    if self.recorded is None:
+      return self
+    nth = (np.asarray(spec.layers_with("moe")) < layer).sum()
+    return self._replace(
         recorded=jax.lax.dynamic_index_in_dim(self.recorded, nth, axis=2, keepdims=False).astype(jnp.int32))
 
 

@@ -25,8 +25,8 @@ from models.hf.images import TextPart
 PEER = Path(__file__).resolve().parent / "check_peer.py"
 # Tensors whose gradients are shown: those that differ most.
 SHOWN = 5
-# What names of gradients begin with; and the share of the norm of all of them that a smaller one is compared with.
-GRADIENT, SMALL = "gradient ", 1e-3
+# What names of gradients begin with; and the share of the norm of all, float32's rounding, below which one is zero.
+GRADIENT, ROUNDING = "gradient ", float(np.finfo(np.float32).eps)
 
 
 def ignored(folder: str | Path) -> tuple[str, ...]:
@@ -86,10 +86,12 @@ def _gradients(folder: Path) -> dict[str, np.ndarray]:
           for name, values in load_file(file).items()}
 
 
-def apart(a: np.ndarray, b: np.ndarray, least: float = 1e-30) -> float:
-  """The norm of the difference, of the other's norm, or of `least` where that is more."""
+def apart(a: np.ndarray, b: np.ndarray, zero: float = 0.0) -> float:
+  """The norm of the difference, of the other's norm; 0 where the norms of both are below `zero`."""
   a, b = np.asarray(a, np.float64), np.asarray(b, np.float64)
-  return float(np.linalg.norm(a - b) / max(float(np.linalg.norm(b)), least))
+  if max(np.linalg.norm(a), np.linalg.norm(b)) < zero:
+    return 0.0
+  return float(np.linalg.norm(a - b) / max(float(np.linalg.norm(b)), 1e-30))
 
 
 def report(mine: Mapping[str, np.ndarray], other: Mapping[str, np.ndarray], tolerance: float) -> tuple[str, bool]:
@@ -97,7 +99,7 @@ def report(mine: Mapping[str, np.ndarray], other: Mapping[str, np.ndarray], tole
   # A gradient that is zero (a router's that chooses one expert) is so to the rounding of the whole.
   whole = float(np.sqrt(sum(np.sum(np.square(x, dtype=np.float64)) for name, x in other.items()
                             if name.startswith(GRADIENT))))
-  by_name = {name: apart(mine[name], other[name], SMALL * whole if name.startswith(GRADIENT) else 1e-30)
+  by_name = {name: apart(mine[name], other[name], ROUNDING * whole if name.startswith(GRADIENT) else 0.0)
              for name in mine if name in other}
   forward = {name: value for name, value in by_name.items() if not name.startswith(GRADIENT)}
   gradients = sorted(((value, name) for name, value in by_name.items() if name not in forward), reverse=True)

@@ -110,9 +110,9 @@ def check_devices(config: Any) -> None:
     raise ConfigError(f"rollout.devices is {c.devices} in a run of {count} processes; devices are kept for sampling in "
                       "runs of one process. Use 0, and every device samples and trains in turns; or sample elsewhere "
                       "(rollout.engine, docs/grpo.md).")
-  key, turns = "concurrent" if c.concurrent else "in_flight", "rollout.max_staleness alone works in turns"
   if not (c.concurrent or c.in_flight):
     return
+  key, turns = "concurrent" if c.concurrent else "in_flight", "rollout.max_staleness alone works in turns"
   if count > 1 and c.engine is None:
     raise ConfigError(f"rollout.{key} is True in a run of {count} processes that sample themselves: each would begin "
                       "programs of sampling and of updates from two threads, in an order of its own. Sample elsewhere "

@@ -215,10 +215,14 @@ def test_conversations_have_the_tokens_that_transformers_renders(name):
 @pytest.mark.parametrize("query, told", [
     ([dict(role="user", content="q", weight=0.5)], "query has messages with a weight"),
     ([dict(role="nobody", content="q")], "file:1: query.*role"),
-    ([dict(role="user", content="q")], "are conversations, but the tokenizer has no chat template"),
     ({"messages": []}, "file:1: query"), ({"role": "user"}, "expected a text, or messages"),
     ([dict(role="user", content=[dict(type="image", image="a.png")])], "file:1: query"),
 ])
 def test_a_conversation_that_cannot_be_rendered_is_refused(query, told):
-  with pytest.raises((DataError, ConfigError), match=told):
+  with pytest.raises(DataError, match=told):
     documents(dict(query=query, positive="p"))
+
+
+def test_conversations_without_a_template_are_a_fault_of_the_config():
+  with pytest.raises(ConfigError, match="are conversations, but the tokenizer has no chat template"):
+    documents(dict(query=[dict(role="user", content="q")], positive="p"))

@@ -47,11 +47,11 @@ def test_says_where_they_part(olmo):
     text, agree = check.report(found, other, 1e-4)
     assert not agree and text.splitlines()[-1].startswith(says), changed
     assert text.count("  <") == len(changed)
-  # A gradient that is zero there, and here but for rounding of the whole; and one that is not.
+  # A gradient that is zero there, and here but for rounding of the whole; one that is not; one that is small.
   whole = np.sqrt(sum(np.sum(value**2) for name, value in found.items() if name.startswith("gradient")))
-  for size, agrees in ((1e-8, True), (1e-6, False)):
-    mine = found | {"gradient router": np.array([size * whole])}
-    assert check.report(mine, found | {"gradient router": np.zeros(1)}, 1e-4)[1] == agrees
+  for mine, theirs, agrees in ((1e-8, 0.0, True), (1e-6, 0.0, False), (1e-6, 1.001e-6, False)):
+    one, other = ({**found, "gradient router": np.array([size * whole])} for size in (mine, theirs))
+    assert check.report(one, other, 1e-4)[1] == agrees
   text, _ = check.report(found, {name: value for name, value in found.items() if name != "logits"}, 1e-4)
   assert "not compared, since transformers did not write it: logits\n" in text
 
