@@ -269,7 +269,7 @@ class Rollouts:
         self._look_back(run)
         self.metrics["time/old_logprobs"] = time.perf_counter() - began
     if jax.process_index() == 0 and self._is_ahead:
-      schedule.write(self._workdir, now.number, schedule.Sampled(now.version, now.changes), now.first_step)
+      schedule.write(self._workdir, now.number, schedule.Sampled(now.version, now.changes, now.kept), now.first_step)
     problem = self._problem(now)
     if jax.process_index() == 0 and (problem or self._logs_samples(run)):
       images = [self._images.get(number, ()) for number in now.groups]
