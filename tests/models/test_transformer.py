@@ -56,7 +56,7 @@ def test_logits_equal_the_numpy_model(name, scan_layers):
 
 @pytest.mark.host_patches
 def test_layers_of_a_kind_are_traced_once(monkeypatch):
-  """One after another in the program, or within a period: of each kind, the first. Each layer has its own random bits."""
+  """One after another in the program, or within a period: of each kind, the first."""
   calls, call = [], Block.__call__
   monkeypatch.setattr(Block, "__call__", lambda self, *args: calls.append(args[2]) or call(self, *args))
   pattern = ("local", "local", "local", "global")
@@ -72,7 +72,8 @@ def test_layers_of_a_kind_are_traced_once(monkeypatch):
 
 
 def test_layers_of_other_sparsities_are_of_other_kinds():
-  options = GEMMA3N | dict(layer_pattern=("local",), activation_sparsity=(0.7, 0.7, 0.4, 0.4, 0, 0, 0), scan_layers=False)
+  options = GEMMA3N | dict(
+      layer_pattern=("local",), activation_sparsity=(0.7, 0.7, 0.4, 0.4, 0, 0, 0), scan_layers=False)
   model = make(**options)
   params = random_params(model)
   logits = np.asarray(jax.jit(model.logits)(params, BATCH))
