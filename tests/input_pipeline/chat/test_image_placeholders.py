@@ -165,6 +165,7 @@ def test_what_a_user_typed_is_no_image(tokenizer, tmp_path):
      r"columns have 2 image\(s\), for 1 × '<image>'"),
     ({"messages": [{"role": "user", "content": [{"type": "image"}]}, SAID]}, r"columns have 0 image\(s\), for 1 parts"),
     ({"messages": [{"role": "user", "content": "a"}, SAID], "images": [RED], "image": RED}, "'image' and 'images'"),
+    ({"messages": [{"role": "user", "content": [{"type": "text", "text": None}]}, SAID]}, "expected {'type': 'text'"),
     ({"messages": [{"role": "user", "content": [{"type": "audio"}]}, SAID]}, "expected {'type': 'text'"),
     ({"messages": [{"role": "user", "content": [{"type": "video"}]}, SAID]}, "is a film.*Give some of its frames"),
     ({"prompt": "a", "completion": "b", "videos": ["a.mp4"]}, "videos is a film.*Give some of its frames"),
