@@ -80,6 +80,7 @@ def test_user_rules_come_first_and_are_checked():
   assert tree.flatten(placed)["blocks/mlp/up/kernel"].spec == P(None, None, "data")
   for rule, message in [(("mpl/up", (None,)), "mlp"), (("mlp/up/kernel", (None, "model")), "unknown mesh axis 'model'"),
                         (("final_norm", (None, "data")), "has 2 dimensions"),
+                        (("mlp/up/kernel", ("fsdp", ("data", "fsdp"))), "names the mesh axis 'fsdp' twice"),
                         (("blocks/attn_norm/scale", (("data", "fsdp"),)), "not divisible")]:
     with pytest.raises(ConfigError, match=message):
       mesh_lib.param_shardings(abstract, mesh, (rule,))

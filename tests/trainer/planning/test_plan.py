@@ -461,7 +461,8 @@ def test_the_command_needs_no_data_and_says_that_it_estimates(tmp_path, capsys, 
   page = plan_lib.plan(config, tmp_path)
   text = capsys.readouterr().out
   for words in ("16 × h100", "An estimate, not compiled: XLA for GPUs is not installed; pip install -e '.[cuda]'",
-                "MFU", "What to type", "XLA_PYTHON_CLIENT_MEM_FRACTION", "InfiniBand", "data=16 (as configured)"):
+                "adamw: ", "MFU", "What to type", "XLA_PYTHON_CLIENT_MEM_FRACTION", "InfiniBand",
+                "data=16 (as configured)"):
     assert words in text
   html = page.read_text()
   assert "a step on other meshes, predicted" in html and "Memory of each device" in html
@@ -484,6 +485,9 @@ def test_collectives_of_the_compiled_program_stand_beside_the_estimate(tmp_path,
     (dict(plan=dict(topology="v5x:4x4")), "do you mean v5"),
     (dict(plan=dict(topology="h100:8"), mesh=dict(data=1, fsdp=3)), r"makes 3 devices, but there are 8 \(h100\)"),
     (dict(plan=dict(topology="v4:2x2x1", compile="always")), "plan.compile is always"),
+    (dict(plan=dict(topology="v5e:2x2", slices=2), batch_size=16, mesh=dict(slice=1, data=8)),
+     "mesh.slice is 1, but the devices are in 2 slices.* Use --config.mesh.slice=2"),
+    (dict(plan=dict(topology="cpu:8"), tokenizer=dict(type="hf")), "tokenizer.path is not set"),
     (dict(plan=dict(topology="h100:8", compile="yes")), "allowed: auto, always, never"),
     (dict(plan=dict(topology="h100:8", memory_gb=-1.0)), "plan.memory_gb must be above 0"),
     (dict(plan=dict(topology="h100:8x2")), "batch_size / grad_accum_steps is 8")])
