@@ -1,6 +1,7 @@
 """`--mode=verify`: what holds passes, on every strategy and on a mesh; what does not hold is told, with a number."""
 
 import json
+import re
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -141,6 +142,32 @@ def test_a_reward_model_is_measured_by_its_scores(tmp_path, monkeypatch):
     verify.verify(test_reward.config_of(tmp_path), tmp_path / "w")
   rows = json.loads((tmp_path / "w" / "verify" / "results.json").read_text(encoding="utf-8"))
   assert {row["what"]: (row["status"], row["measured"]) for row in rows if row["what"] in told} == told
+
+
+@pytest.mark.devices(1)
+def test_what_was_found_is_printed_counted_and_kept(corpus, tmp_path, monkeypatch, capsys):
+  """Without the runs that it is measured on."""
+  def of(value):
+    if isinstance(value, Exception):
+      raise value
+    return value
+
+  made = {"a": 1e-7, "b": 2e-6, "c": Skip("not here"), "d": ZeroDivisionError("by nothing"), "e": float("nan")}
+  monkeypatch.setattr(verify, "_straight", lambda *_: (SimpleNamespace(model=None), None))
+  monkeypatch.setattr(verify, "_resumed", lambda *_: 0.0)
+  check = [invariances.Check("I3", what, 1e-6, lambda _, value=value: of(value)) for what, value in made.items()]
+  monkeypatch.setattr(invariances, "CHECKS", check)
+  with pytest.raises(ConfigError, match=r"^3 of 6 equalities do not hold .*verify/results.json has the numbers"):
+    verify.verify(tiny.config(corpus), tmp_path)
+  said = capsys.readouterr().out
+  for words in (r"PASS  I3   a +1.0e-07 ≤ 1e-06\n", r"FAIL  I3   b +2.0e-06 > 1e-06\n", r"SKIP  I3   c +not here\n",
+                r"FAIL  I3   d +ZeroDivisionError: by nothing\n", r"FAIL  I3   e +nan > 1e-06\n",
+                r"PASS  I5   arrays of the state: \d+ steps, .* 0.0e\+00 ≤ 0e\+00\n", "2 PASS, 3 FAIL, 1 SKIP in"):
+    assert re.search(words, said), words
+  rows = json.loads((tmp_path / "verify" / "results.json").read_text(encoding="utf-8"))
+  assert [row["status"] for row in rows] == ["PASS", "FAIL", "SKIP", "FAIL", "FAIL", "PASS"]
+  monkeypatch.setattr(invariances, "CHECKS", check[:1])
+  assert [result.status for result in verify.verify(tiny.config(corpus), tmp_path)] == ["PASS"] * 2
 
 
 def test_one_ratio_beside_1_is_told(tmp_path):
