@@ -250,6 +250,8 @@ def test_conversations_look_as_they_were_trained_wherever_a_reader_looks(tmp_pat
     (dict(step=3), "no checkpoint of step 3; there are: 1, 4"),
     (dict(dtype="int8"), "dtype is 'int8'; allowed: float32, bfloat16, float16"),
     (dict(max_shard_bytes=0), "0 bytes"),
+    (dict(adapter="apart"), "export's adapter is 'apart'; allowed: merged, peft"),
+    (dict(adapter="peft"), "holds no adapters: its run had model.lora.rank=0. Export without --adapter=peft"),
 ])
 def test_wrong_options_are_told(tmp_path, workdir, options, message):
   with pytest.raises(ConfigError, match=message):
