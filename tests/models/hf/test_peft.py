@@ -341,6 +341,14 @@ def test_another_shape_is_listed(copied):
     Case("llama").read(folder)
 
 
+def test_a_length_where_none_is_trained_is_listed(copied):
+  folder, _ = copied
+  name = "base_model.model.model.layers.0.self_attn.v_proj.lora_magnitude_vector"
+  save_file(load_file(folder / peft.TENSORS) | {name: np.ones(8, np.float32)}, folder / peft.TENSORS)
+  with pytest.raises(HFError, match=r"\+ .*0.self_attn.v_proj.lora_magnitude_vector \(8,\): matches no target"):
+    Case("llama").read(folder)
+
+
 def test_a_fused_adapter_that_changes_more_than_the_targets_is_refused():
   with pytest.raises(HFError, match="change blocks/attn/k/kernel too"):
     Case("gpt2", targets=("attn/[qv]/", "mlp/down")).read()

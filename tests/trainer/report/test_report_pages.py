@@ -279,6 +279,21 @@ def test_metrics_stand_with_their_like(name, group):
   assert series.group_of(name) == group and group in series.ORDER
 
 
+@pytest.mark.parametrize("name, sources, owner", [
+    ("loss", ["a"], ("loss", "all")), ("loss/a", ["a"], ("loss", "a")), ("kl/a", ["a"], ("kl/a", "")),
+    ("kl/a", ["a", "b"], ("kl", "a")), ("kl/c", ["a", "b"], ("kl/c", "")), ("data/a/rows", ["a"], ("data/rows", "a")),
+    ("data/c/rows", ["a"], ("data/c/rows", "")), ("grad_norm", ["a"], ("grad_norm", ""))])
+def test_which_chart_a_metric_by_source_is_in(name, sources, owner):
+  assert series._owner(name, ["loss", "loss/a", "kl/a", "kl/b", "grad_norm"], sources) == owner
+
+
+@pytest.mark.parametrize("count, more", [(8, ""), (9, "and 1 more; "), (12, "and 4 more; ")])
+def test_a_chart_says_how_many_lines_its_words_leave_out(count, more):
+  column = series.Column(np.arange(3), np.array([1.0, 0.5, 0.25]))
+  drawn = str(series._drawn(series.Chart("kl", [series.Line(f"s{i}", 0, column) for i in range(count)], []), ["r"], 50))
+  assert f"; {more}3 rows" in drawn and "s7: " in drawn and "s8: " not in drawn and (" more; " in drawn) == bool(more)
+
+
 @pytest.mark.parametrize("value, expected", [
     (0, "0"), (12, "12"), (1234567, "1,234,567"), (0.00012345678, "0.00012346"), (3.14159265, "3.1416"),
     (21496.4, "21,496"), (1e20, "1e+20"), (math.nan, "nan"), (-2.0, "-2"), (True, "True"), ("x", "x")])
