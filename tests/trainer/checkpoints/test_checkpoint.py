@@ -237,7 +237,7 @@ def test_parameters_that_are_not_finite_are_never_saved(tmp_path, value):
 
 
 def test_a_path_that_cannot_be_written_is_an_error_that_says_what_to_do(tmp_path, monkeypatch):
-  checkpoints = Checkpoints(tmp_path)
+  checkpoints = Checkpoints(tmp_path, keep_last=2)
   for step in (1, 2):
     checkpoints.save(step, state(step), {})
   checkpoints.wait()

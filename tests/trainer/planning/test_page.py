@@ -20,7 +20,8 @@ def estimate(**changed):
   seconds = dict(compute=2.0, memory=0.5, hidden=0.0015, exposed=0.00025, step=4.0)
   return Estimate(**dict(
       sizes=dict(data=2, fsdp=4, tensor=1), remat="full",
-      memory=dict(parameters=10 * MIB, activations=30.5 * MIB, rest=0.25 * MIB), host=7 * MIB, per_row=2 * MIB, rows=3, usable=100 * MIB, model_flops=1.5e12, hardware_flops=6e12,
+      memory=dict(parameters=10 * MIB, activations=30.5 * MIB, rest=0.25 * MIB), host=7 * MIB, per_row=2 * MIB, rows=3,
+      usable=100 * MIB, model_flops=1.5e12, hardware_flops=6e12,
       transfers=transfers, seconds=seconds, tokens=8192.0, mfu=0.375) | changed)
 
 
@@ -121,7 +122,7 @@ def test_what_is_taken_for_granted(name, ends):
   first, reached, *_, = lines = assumptions(of, topology, estimate())
   for number in (topology.chip.peak / 1e12, topology.chip.link_bandwidth / 1e9, topology.chip.network_bandwidth / 1e9):
     assert f"{number:.4g} " in first
-  assert reached == (f"reached of it: {of.products:.0%} in products, {of.memory:.0%} of the memory's and {of.links:.0%} "
-                     "of links' bandwidth")
+  assert reached == (f"reached of it: {of.products:.0%} in products, {of.memory:.0%} of the memory's and "
+                     f"{of.links:.0%} of links' bandwidth")
   assert len(lines) == 4 + len(ends) and all(line.endswith(end) for line, end in zip(lines[4:], ends, strict=True))
   assert len(assumptions(of, topology, estimate(transfers=[]))) == 3 + len(ends)

@@ -224,6 +224,9 @@ def windows(c):
     (dict(max_turns=3), "config.rollout.max_turns = 3"),
     (windows, "which Transformer cannot do: the window of its local layers counts places of the row. Use --config"),
     (dict(max_new_tokens=64), "with seq_len=64 it must be from 1 to 63"),
+    (dict(environment=f"{TOYS}.Echo", tools=("a.b",)), "answered by an environment of their own"),
+    (dict(turn_share=0.0), "rollout.turn_share is 0.0; it must be above 0, and 1 at most"),
+    (dict(kept_texts=2), "rollout.kept_texts is 2, but nothing answers completions"),
 ])
 def test_what_cannot_be_is_refused_with_what_to_do(prompts, tmp_path, change, said):
   c = config(prompts)
