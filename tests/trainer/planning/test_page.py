@@ -1,10 +1,14 @@
 """A plan's page has the numbers of its estimate, each where it belongs: made by hand, all of them different."""
 
 import re
+from types import SimpleNamespace
 
+import numpy as np
 import pytest
 
+from tests import tiny
 from trainer.planning import page
+from trainer.planning import plan as plan_lib
 from trainer.planning.compile import Compiled
 from trainer.planning.estimate import ASSUMPTIONS, Estimate
 from trainer.planning.network import Transfer
@@ -126,3 +130,52 @@ def test_what_is_taken_for_granted(name, ends):
                      f"{of.links:.0%} of links' bandwidth")
   assert len(lines) == 4 + len(ends) and all(line.endswith(end) for line, end in zip(lines[4:], ends, strict=True))
   assert len(assumptions(of, topology, estimate(transfers=[]))) == 3 + len(ends)
+
+
+def planned(monkeypatch, tmp_path, **changed):
+  """A plan whose estimates are those from above, so that nothing is traced; and what it was made with."""
+  now, asked = estimate(), []
+  program = SimpleNamespace(
+      optimizer=SimpleNamespace(notes=("adamw: 7 arrays",), split=lambda params: ({"a": params["a"]}, {})),
+      model="model", abstract_state={"params": {"a": np.zeros((2, 3)), "b": np.zeros(5)}})
+  planner = SimpleNamespace(estimate=lambda sizes: now, traced=lambda: (program, None), mesh=lambda sizes: "a mesh",
+                            assumptions=ASSUMPTIONS["gpu"])
+  monkeypatch.setattr(plan_lib, "Planner", lambda *of: (asked.append(of), planner)[1])
+  monkeypatch.setattr(plan_lib, "active_parameters", lambda model: 9)
+  monkeypatch.setattr(plan_lib.mesh_lib, "param_shardings", lambda params, mesh, rules: (None, ["b is whole"]))
+  for name, gives in (("remats", ["r"]), ("meshes", []), ("advice", ["do"])):
+    monkeypatch.setattr(plan_lib.plan_search, name, lambda *_, gives=gives: list(gives))
+  monkeypatch.setattr(plan_lib.plan_compile, "refusal", lambda topology: "")
+  monkeypatch.setattr(plan_lib.plan_compile, "compile_step", lambda *of: (asked.append(of), "compiled")[1])
+  asking = dict(batch_size=16, grad_accum_steps=2, plan=dict(topology="h100:8"), mesh=dict(data=8)) | changed
+  return plan_lib.make_plan(tiny.config(tmp_path, **asking), tmp_path), asked, now
+
+
+def test_a_plan_says_what_was_asked(monkeypatch, tmp_path, capsys):
+  made, asked, now = planned(monkeypatch, tmp_path)
+  assert made.heading[1:4] == [
+      "mesh: data=2, fsdp=4", "a step: 16 rows of 32 tokens, 8 at a time; remat full; parameters float32, products "
+      "bfloat16", "vocabulary: bytes"]
+  assert "h100" in made.heading[0] and made.heading[-2:] == ["adamw: 7 arrays", "b is whole"]
+  assert (made.parameters, made.estimate, made.compiled, made.why_not) == ((11, 6, 9), now, "compiled", "")
+  assert (made.by_remat, made.by_mesh, made.advice) == (["r"], [now], ["do"])  # the one that is asked for is there
+  (config, vocabulary, topology, sources), compiled = asked
+  assert (config.batch_size, vocabulary, topology.devices, sources) == (16, 258, 8, ["main"])
+  assert compiled[1:3] == (258, ["main"]) and "compiling the step for h100:8" in capsys.readouterr().out
+  made, asked, _ = planned(monkeypatch, tmp_path, plan=dict(topology="h100:8", compile="never"))
+  assert (made.compiled, made.why_not, len(asked)) == (None, "plan.compile is never", 1)
+  many = dict(plan=dict(topology="cpu:64"), mesh=dict(data=8, fsdp=8), batch_size=128)
+  made, asked, _ = planned(monkeypatch, tmp_path, **many)
+  assert made.compiled is None and "more than 16 host devices; --config.plan.compile=always does it" in made.why_not
+
+
+def test_a_run_that_runs_out_of_memory_is_told_its_plan(monkeypatch, tmp_path):
+  made = plan()
+  monkeypatch.setattr(plan_lib, "make_plan", lambda config, workdir: made._replace(heading=[config.plan.compile]))
+  said = plan_lib.out_of_memory(tiny.config(tmp_path, plan=dict(topology="h100:8", compile="always")), tmp_path,
+                                RuntimeError("OOM: 9 GiB\nmore"))
+  assert said.startswith("The devices' memory is exhausted: OOM: 9 GiB\n\nWhat\n----\nnever\n\nParameters")
+  assert said.endswith("docs/precision.md has more.") and "more" not in said.splitlines()[0]
+  monkeypatch.setattr(plan_lib, "make_plan", lambda *_: 1 / 0)
+  said = plan_lib.out_of_memory(tiny.config(tmp_path), tmp_path, RuntimeError("OOM"))
+  assert "memory is exhausted: OOM\nLess memory" in said and said.endswith("(No plan could be made: division by zero)")
