@@ -165,6 +165,25 @@ def test_gemma3_rotates_its_layers_differently():
   assert (five["rope_theta"], five["rope_local_theta"], five["rope_scaling.factor"]) == (3e5, 2e4, 8.0)
 
 
+def test_every_number_of_a_scaling_counts():
+  """None is taken for one without use: it comes through, and is written again."""
+  for config, said in (
+      (LLAMA, dict(rope_type="yarn", factor=4.0, attention_factor=1.5, beta_fast=16.0, beta_slow=2.0, truncate=False,
+                   original_max_position_embeddings=8)),
+      (LLAMA, dict(rope_type="llama3", factor=8.0, low_freq_factor=1.5, high_freq_factor=3.0,
+                   original_max_position_embeddings=8)),
+      (PHI3, dict(rope_type="longrope", factor=4.0, attention_factor=1.5, short_factor=[1.0, 1.5],
+                  long_factor=[2.0, 4.0], original_max_position_embeddings=8))):
+    config = config | dict(max_position_embeddings=32, rope_scaling=said)
+    family = families.find(config, "c.json")
+    model = family.read(config, "c.json")
+    written = family.write(model)
+    again = written.get("rope_scaling") or written["rope_parameters"]
+    own = said.keys() - {"rope_type", "factor", "original_max_position_embeddings"}  # these may stand elsewhere
+    assert {key: again.get(key) for key in own} == {key: said[key] for key in own}
+    assert family.read(config | written, "c.json") == model
+
+
 # ------------------------------------------------------------------------------------------------ refusals
 
 

@@ -87,6 +87,9 @@ def test_what_is_not_computed_is_refused(tmp_path, file, content, told):
   (tmp_path / file).write_text(json.dumps(content))
   with pytest.raises(hf.HFError, match=told):
     sentence_transformers.read(tmp_path)
+  (tmp_path / "modules.json").write_text("[")
+  with pytest.raises(hf.HFError, match="modules.json is not valid JSON"):
+    sentence_transformers.read(tmp_path)
 
 
 def test_a_folder_that_does_not_say_how_it_pools_is_asked(tmp_path):

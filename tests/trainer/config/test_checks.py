@@ -34,6 +34,7 @@ def test_resolve_fills_partial_dicts_with_defaults():
     ({"batch_size": "8"}, "config.batch_size is '8' (str); it must be a whole number"),
     ({"batch_size": 1.5}, "config.batch_size is 1.5"),
     ({"batch_size": True}, "config.batch_size is True"),
+    ({"optimizer": {"learning_rate": True}}, "config.optimizer.learning_rate is True (bool); it must be a number"),
     ({"model": {"window": "x"}}, "a whole number or None"),
     ({"model": 3}, "must be a dict"),
     ({"strategy": "dpo"}, "config.strategy is 'dpo'; it must be a dict, e.g. strategy('dpo', beta=0.2)"),

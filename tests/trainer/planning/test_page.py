@@ -113,7 +113,9 @@ def test_text_and_page_have_all_of_it():
       ("transfers beside computation", "0.0", "1.5 ms"), ("transfers waited for", "0.0", "250 µs"),
       ("a step", "100.0", "4.00 s"), ("data=8", "100.0", "8.00 s, 40.75 MiB, does not fit"),
       ("data=2, fsdp=4 (configured)", "50.0", "4.00 s, 40.75 MiB")]
-  assert "all, compiled" in page.page(plan(Compiled(arguments=1.0))) and "all, compiled" not in html
+  compiled = page.page(plan(Compiled(arguments=20 * MIB)))
+  assert "all, compiled" not in html and re.search(
+      r"<dt>all, compiled</dt><dd><i style=\"width:49.1%\"></i><span>20.00 MiB</span>", compiled)
 
 
 @pytest.mark.parametrize("name, ends", [
