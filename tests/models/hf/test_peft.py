@@ -205,6 +205,21 @@ def test_a_family_with_fused_linears(tmp_path):
     assert values.tobytes() == leaves[path].tobytes(), path
 
 
+def test_a_family_with_linears_in_groups(tmp_path):
+  """Qwen 3 Next: query, key, value and gate of a head stand together; so do the lengths of their outputs."""
+  case = Case.__new__(Case)
+  case.folder = REFERENCES.parent / "references" / "qwen3_next"
+  case.prepare(case.folder, rank=2, alpha=4.0, dora=True, targets=("delta/[qkvz]/kernel",))
+  leaves = case.random()
+  _, tensors = case.write(tmp_path / "out", leaves)
+  read = case.read(tmp_path / "out")
+  for path, values in read.items():
+    np.testing.assert_allclose(values, leaves[path], atol=1e-6, err_msg=path)
+  name = next(name for name in tensors if name.endswith("qkvz.lora_B.weight"))
+  assert not np.array_equal(tensors[name], np.concatenate([
+      leaves[f"blocks/delta/{part}/lora_b"][0].T for part in "qkvz"]))
+
+
 def test_dtypes(tmp_path):
   """Written in bfloat16 on request; read into the dtype that is wanted."""
   case = Case("llama")

@@ -55,7 +55,7 @@ def test_another_runs_parameters_with_remap_and_ignore(run, caplog):
   caplog.set_level(logging.INFO, logger="absl")
   loaded, where = first(run, remap=(("^old/", "a/"), ("^extra$", "")), ignore=("^head$",))
   assert np.all(loaded["a"]["kernel"] == 3.0) and np.all(loaded["head"] == 7.0)
-  assert where == f"1 arrays from {run[0]}, 1 fresh arrays"
+  assert where == f"1 arrays from {run[0]}, 1 fresh arrays"  # two in all
   assert "1 kept fresh, 1 of the checkpoint dropped" in caplog.text
 
 

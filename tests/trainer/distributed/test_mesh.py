@@ -153,6 +153,9 @@ def test_slices_are_the_outermost_axis():
   assert [{d.slice_index for d in part.flat} for part in mesh.devices] == [{0}, {1}]
   with pytest.raises(ConfigError, match="mesh.slice is 1, but the devices are in 2 slices.*mesh.slice=2"):
     mesh_lib.make_mesh(dict(data=-1), devices)
+  with pytest.raises(ConfigError, match="mesh.slice is 3, but the devices are in 2 slices"):
+    mesh_lib.make_mesh(dict(slice=3, data=-1), [Device(i, i % 2) for i in range(12)])
+  assert mesh_lib.make_mesh(dict(slice=4, data=-1), devices).devices.shape[:2] == (4, 2)
   # Without slices, the groups follow the processes.
   whole = mesh_lib.make_mesh(dict(slice=2, data=-1))
   assert [[d.id for d in part.flat] for part in whole.devices] == [[0, 1, 2, 3], [4, 5, 6, 7]]

@@ -8,6 +8,7 @@ import math
 import re
 import types
 from pathlib import Path
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -494,6 +495,13 @@ def test_collectives_of_the_compiled_program_stand_beside_the_estimate(tmp_path,
 def test_mistakes_are_told_as_training_would(changed, said, tmp_path):
   with pytest.raises(ConfigError, match=said):
     plan_lib.plan(tiny.config(NOWHERE, **changed), tmp_path)
+
+
+def test_the_axis_of_slices_is_a_multiple_of_them():
+  of = SimpleNamespace(devices=12, topology=SimpleNamespace(kind="v5e", slices=2))
+  assert dict(plan_estimate.Planner.mesh(of, dict(slice=4, data=3)).shape)["slice"] == 4
+  with pytest.raises(ConfigError, match="mesh.slice is 3, but the devices are in 2 slices.* --config.mesh.slice=2"):
+    plan_estimate.Planner.mesh(of, dict(slice=3, data=4))
 
 
 def test_figures_of_the_config_replace_those_of_the_table():

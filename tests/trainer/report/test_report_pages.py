@@ -196,7 +196,9 @@ def test_steps_that_were_not_finite_and_damaged_checkpoints_are_told(tmp_path):
   (folder / "nonfinite").mkdir()
   (folder / "nonfinite" / "step-3.jsonl").write_text("{}\n")
   (folder / "checkpoints" / "7.unreadable").mkdir(parents=True)
-  text = made(folder).pairs("checks")
+  shown = made(folder)
+  text = shown.pairs("checks")
+  assert "at step 20, the last written" in shown.texts[""]
   assert "✗ 2 steps not finite, which changed nothing. What was in the batch of 1 is in nonfinite/." in text
   assert "1 checkpoint set aside" in text and "7.unreadable" in text
   assert "✗ The loss is not finite in 1 of 21 rows of metrics." in text
@@ -305,6 +307,13 @@ def test_numbers_for_people(value, expected):
     (0.0123, "12.3 ms"), (1.5, "1.5 s"), (75, "1 min 15 s"), (3700, "1 h 1 min"), (90000, "1 d 1 h")])
 def test_times_for_people(seconds, expected):
   assert pages.span(seconds) == expected
+
+
+def test_a_completion_that_is_cut_says_so_and_no_other():
+  row = {"tokens": ["ab", "c"], "logprobs": [-0.5, math.inf]}
+  assert "…" not in texts.said(row, 10**6) and "&#34;logprobs&#34;:[-0.5,null]" in texts.said(row, 10**6)
+  assert texts.said(row, 1).count("…") == 1 and ">c<" not in texts.said(row, 1)
+  assert texts.said({"completion": "x" * 40}, 10) == texts.cut("x" * 40, 10) != "x" * 40
 
 
 def test_the_steps_of_samples_are_spread_and_the_last_is_there(tmp_path):

@@ -20,6 +20,7 @@ from tests.trainer.rollout_runs import (
   table,
   write_prompts,
 )
+from trainer import program as program_lib
 from trainer import train, tree
 from trainer.config import defaults, reward, strategy
 from trainer.errors import ConfigError, DataError
@@ -239,6 +240,15 @@ def test_what_cannot_be_is_refused_with_what_to_do(prompts, tmp_path, change, sa
   with pytest.raises(ConfigError, match=re.escape(said)):
     train(c, tmp_path / "w")
   assert not (tmp_path / "w" / "checkpoints").exists() or not list((tmp_path / "w" / "checkpoints").iterdir())
+
+
+def test_an_environment_may_be_all_that_says_what_is_good(prompts):
+  c = config(prompts)
+  c.rollout.rewards, c.rollout.environment = {}, f"{TOYS}.Echo"
+  assert program_lib.resolve(c)[0].rollout.environment
+  c.rollout.environment = None
+  with pytest.raises(ConfigError, match="nothing says what is good"):
+    program_lib.resolve(c)
 
 
 def test_precomputed_references_and_stages_are_refused(prompts, tmp_path):
