@@ -281,7 +281,9 @@ def test_arrays_beside_the_state_come_back_and_parts_that_are_left_out_are_put_i
   assert sorted(stored) == ["params", "step"] and list(stored["params"]) == ["a"]
   assert left_out == {"params": {"b": whole["params"]["b"]}, "reference": whole["reference"]}
   assert checkpoints.merge(stored, left_out) == whole
-  checkpoints.save(3, whole, {}, arrays={"rest": np.arange(3)})
+  rest = np.arange(3)
+  checkpoints.save(3, whole, {}, arrays={"rest": rest})
+  rest[:] = 7  # while it is written
   checkpoints.close()
   like = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), stored)
   restored = Checkpoints(tmp_path).restore_newest(like)

@@ -237,10 +237,12 @@ def test_conversations_look_as_they_were_trained_wherever_a_reader_looks(tmp_pat
   tokenizer.save(workdir / "tokenizer.json")
   workdir_lib.save_config(config, workdir, tokenizer)
 
+  text = mine.read_text()
+  mine.write_text("LATER {{ messages[0].content }}<|eos|>")  # what the config named counts as it was then
   out = export.export(workdir, tmp_path / "out")
   alone = json.loads((out / "tokenizer_config.json").read_text())["chat_template"]
-  assert alone == (listed if own else mine.read_text())
-  assert (out / "chat_template.jinja").read_text() == (old if own else mine.read_text())
+  assert alone == (listed if own else text)
+  assert (out / "chat_template.jinja").read_text() == (old if own else text)
   tools = out / "additional_chat_templates" / "tool_use.jinja"
   assert tools.read_text() == f"TOOLS {old}" if own else not tools.exists()
   assert own or not any("OLD" in file.read_text() for file in (*out.glob("*.json"), *out.glob("**/*.jinja")))

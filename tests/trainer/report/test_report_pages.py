@@ -309,6 +309,14 @@ def test_times_for_people(seconds, expected):
   assert pages.span(seconds) == expected
 
 
+def test_rows_of_samples_are_counted_without_empty_lines(tmp_path):
+  path = tmp_path / "a.jsonl"
+  path.write_text('{"a": 1}\n\n[2]\n  \n{"a": 3}\n{\n' + '{"a": 4}\n' * texts.MOST_TEXTS)
+  rows, total = texts._rows(path)
+  assert total == 4 + texts.MOST_TEXTS and len(rows) == texts.MOST_TEXTS and [row["a"] for row in rows[:3]] == [1, 3, 4]
+  assert texts._rows(tmp_path / "none") == ([], 0)
+
+
 def test_a_completion_that_is_cut_says_so_and_no_other():
   row = {"tokens": ["ab", "c"], "logprobs": [-0.5, math.inf]}
   assert "…" not in texts.said(row, 10**6) and "&#34;logprobs&#34;:[-0.5,null]" in texts.said(row, 10**6)

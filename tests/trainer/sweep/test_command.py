@@ -376,6 +376,12 @@ def test_a_sweep_of_real_runs(config_file, tmp_path, monkeypatch, capsys):
   assert "finished  fails=False__seed=1-" in gathered
 
 
+def test_a_dry_run_hands_nothing_to_slurm(config_file, tmp_path, monkeypatch, capsys):
+  slurm(tmp_path, monkeypatch)
+  shown = said(command(config_file, tmp_path / "root", "--slurm", "--dry_run"), monkeypatch, capsys)
+  assert "array-" in shown and "Submitted" not in shown and not (tmp_path / "asked").exists()
+
+
 def test_a_task_of_slurm_is_a_run_of_the_sweep(config_file, tmp_path, monkeypatch, capsys):
   slurm(tmp_path, monkeypatch)
   root = tmp_path / "root"
