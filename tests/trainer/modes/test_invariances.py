@@ -116,6 +116,8 @@ def test_policy_and_reference_that_are_the_same():
   assert measured(np.log(2), 0.0) == 0 and measured(np.log(2), -0.25) == 0.25
   assert measured(1.5 * np.log(2), 0.0) == pytest.approx(0.5)
   assert measured(1.5 * np.log(2), 0.0, label_smoothing=0.1) == 0  # is no ln 2
+  s = given("kto", reference={}, gradient=lambda *_: (1.0, {"rewards/margins": -0.125}))
+  assert invariances.at_the_reference(s) == 0.125
   s = given("dpo", reference={})
   assert reason(invariances.at_the_reference, given()) == "no preferences against a reference in the state"
   assert "no preferences" in reason(invariances.at_the_reference, given("dpo"))
