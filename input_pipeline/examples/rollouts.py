@@ -180,7 +180,7 @@ class RolloutReader(PromptReader):
   def _trained(self, record: Record, i: int, mask: Any, response: Side | Tokens) -> bool:
     if isinstance(mask, list) and isinstance(response, Tokens):
       return True
-    if isinstance(mask, list) or mask not in (0, 1):
+    if mask not in (0, 1):
       what = " A list, one entry a token, goes with responses of token ids." if isinstance(mask, list) else ""
       raise DataError(f"{record.where}: {self._name('masks')}[{i}] is {mask!r:.60}; expected true (train it) or false."
                       f"{what}")

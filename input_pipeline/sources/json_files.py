@@ -195,9 +195,10 @@ class Scanner:
     while self._next() != b"}":
       if keys:
         self._expect(b",", "',' or '}'")
-      where = self._here()
+      line, _, raw = self.value()
+      where = f"{self._path}:{line}"
       try:
-        name = parse_json(decode(self.value()[2], self._path))
+        name = parse_json(decode(raw, self._path))
       except NotJSONError as e:
         raise DataError(f"{where}: a key that is not valid JSON ({e}).") from e
       self._expect(b":")

@@ -107,7 +107,7 @@ class Entry:
     if self.tensor.form == "alternating":
       return np.stack(np.split(values, len(self.parts), axis=-1), axis=-1).reshape(self.shape)
     if self.tensor.form == "bound":
-      return np.where(np.abs(values) < UNBOUNDED, values, np.sign(values) * values.dtype.type(np.inf))
+      return np.where(np.abs(values) < UNBOUNDED, values, np.copysign(values.dtype.type(np.inf), values))
     if isinstance(self.tensor.groups, int):
       theirs = np.empty_like(values)
       theirs[self._order(self.tensor.groups)] = values

@@ -28,7 +28,7 @@ ROWS = [dict(question=f"{a}+{b}?", answer=f"Add.\n#### {a + b}") for a, b in ite
 def make(tmp_path, rows=ROWS, chat=None, **changed):
   path = tmp_path / "data.jsonl"
   path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
-  config = tiny.config(tmp_path)
+  config = tiny.config(tmp_path, seed=11)
   given = dict(prompt_key="question", answer_key="answer", extract=GSM8K, max_new_tokens=5, num_samples=3,
                pass_at=(1, 2), sources=dict(main=source(type="jsonl", path=str(path))))
   config.evals.math = evaluator(type="generate", **{**given, **changed})
@@ -48,6 +48,7 @@ class Scripted:
 
   def generate(self, params, prompts, *, num_samples, **options):
     from trainer.generate.completion import Completion
+    self.asked = params, prompts, num_samples, options
     found = []
     for number, text in enumerate(self.said):
       ids = np.array([*text.encode(), 257], np.int32)
@@ -61,12 +62,17 @@ def table(tmp_path, step):
 
 
 def test_numbers_can_be_computed_again_from_the_table(tmp_path):
-  ev, *_ = make(tmp_path)
+  ev, *_ = make(tmp_path, temperature=0.75, top_k=4, top_p=0.5, min_p=0.25)
   # The answers are 0, 1, 1, 2, 2, 3; right are 3, 0, 1, 2, 0, 0 of three samples.
   said = ["#### 0", "#### 0.", "x #### 9 #### 0,", "0", "", "#### 3", "#### 1.0", "#### 12", "####1 no",
           "#### 2", "#### $2", "####  2", "2", "2", "2", "#### -3", "3 ####", "#### 30"]
   ev._sampler = Scripted(said)
-  found = dict(ev.run(None, 40))
+  found = dict(ev.run("parameters", 40))
+  params, prompts, count, options = ev._sampler.asked
+  assert (params, count, [BytesTokenizer().decode(ids) for ids in prompts]) == (
+      "parameters", 3, [row["question"] for row in ROWS])
+  options["stop_ids"] = tuple(options["stop_ids"])
+  assert options == dict(max_new_tokens=5, stop_ids=(257,), seed=11, temperature=0.75, top_k=4, top_p=0.5, min_p=0.25)
   rows = table(tmp_path, 40)
   right = np.array([row["correct"] for row in rows]).reshape(6, 3)
   np.testing.assert_array_equal(right.sum(1), [3, 0, 2, 2, 0, 0])

@@ -14,7 +14,7 @@ from input_pipeline.prompt_data import make_prompt_data
 from input_pipeline.tokenizer.tokenizer import BytesTokenizer
 from tests.input_pipeline.sources.test_readers import write_records
 from trainer.config import defaults, source
-from trainer.errors import DataError
+from trainer.errors import ConfigError, DataError
 from trainer.strategies import learns
 
 # Refuses two turns of the user in a row, as many do.
@@ -186,3 +186,9 @@ def test_bad_rows_of_other_formats_are_single_rows_too(tmp_path, kind):
   with pytest.raises(DataError) as raised:
     list(loader.train_texts(c, learns(c))())
   assert all(place in str(raised.value) for place in places) and "UTF-8" in str(raised.value)
+
+
+def test_what_becomes_of_them_is_one_of_two_things(tmp_path):
+  c = config(tmp_path, [json.dumps(GOOD[0])], on_bad_row="skip")
+  with pytest.raises(ConfigError, match="input.on_bad_row is 'skip'; allowed: error, drop"):
+    make(c, tmp_path)

@@ -102,7 +102,7 @@ def config(strategy="seq", packing="auto", over_long="auto", **options):
 
 
 # What strategies learn from.
-LEARNS = {"seq": "texts", "sft": "conversations", "dpo": "pairs", "kto": "labelled"}
+LEARNS = {"seq": "texts", "sft": "conversations", "dpo": "pairs", "kto": "labelled", "contrastive": "matches"}
 
 
 def layout(strategy="seq", *args, **options):
@@ -123,6 +123,8 @@ def test_auto_suits_the_strategy():
      "parts of an example belong together. Use truncate_end, truncate_start, drop, error."),
     (dict(strategy="kto", over_long="split"), "input.over_long is 'split', which strategy 'kto'"),
     (dict(strategy="sft", packing="concat"), "input.packing is 'concat', which would cut conversations"),
+    (dict(strategy="contrastive", over_long="truncate_end"), "input.over_long is 'truncate_end', which would cut the "
+     "ends of texts that are embedded"),
     (dict(strategy="sft", normalize="row"), "strategy.normalize is 'row'; allowed: token, sequence"),
 ])
 def test_layouts_that_cannot_be(changed, said):

@@ -181,14 +181,15 @@ def test_two_builds_at_once(data):
   assert results[0].tokens.tolist() == results[1].tokens.tolist() and len(folders(data)) == 1
 
 
-def test_full_disk_names_the_folder_and_cleans_up(data, monkeypatch):
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT])
+def test_full_disk_names_the_folder_and_cleans_up(data, monkeypatch, number):
   def full(self, name, values):
-    raise OSError(errno.ENOSPC, "No space left on device")
+    raise OSError(number, "No space left on device")
 
   monkeypatch.setattr(cache_writer.Writer, "write", full)
   with pytest.raises(OSError, match="disk is full.*input.cache_dir") as error:
     build(data)
-  assert str(data.parent / "cache") in str(error.value) and error.value.errno == errno.ENOSPC
+  assert str(data.parent / "cache") in str(error.value) and error.value.errno == number
   assert folders(data) == []
 
 

@@ -58,10 +58,10 @@ def numbered(count, prefix=""):
 # ---------------------------------------------------------------------------------------------- what is asked
 
 
-def asked(row, tokenizer=TINY, template="chatml", prompt_key=None, **chat):
+def asked(row, tokenizer=TINY, template="chatml", prompt_key=None, tools=(), **chat):
   config = configured(template)
   config.chat.update(chat)
-  item = prompt_data._item(Record("a", "a.jsonl:3", row), Prompter(config, tokenizer), prompt_key, 0)
+  item = prompt_data._item(Record("a", "a.jsonl:3", row), Prompter(config, tokenizer), prompt_key, 0, tools)
   return item.prompt, item.content, item.columns
 
 
@@ -174,6 +174,7 @@ def test_a_request_is_read_as_rows_are(tmp_path):
     ({"messages": [said("b")]}, {}, "messages ends with what the assistant says"),
     ({"prompt": "", "x": 1}, dict(template=None, tokenizer=TINY), None),
     ({"prompt": [user("a")], "images": ["x"]}, {}, "has images"),
+    ({"prompt": "a"}, dict(tools=[{"type": "function"}]), "is a text to be continued, which shows no rollout.tools"),
 ])
 def test_records_that_ask_nothing(row, options, message):
   if message is None:  # BOS is a beginning

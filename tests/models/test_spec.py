@@ -46,6 +46,8 @@ BAD = [
      "allowed: 0 < low_frequency_factor <= high_frequency_factor"),
     (dict(rope_scaling=dict(type="longrope", original_positions=8, short_factors=(1.0,), long_factors=(2.0,))),
      r"short_factors: found \(1.0,\), allowed: numbers above 0, one for each of the 2 pairs"),
+    (dict(rope_scaling=dict(type="longrope", factor=4.0, original_positions=1, short_factors=(1.0,) * 2,
+                            long_factors=(2.0,) * 2)), "original_positions: found 1, allowed: 2 or more"),
     (dict(rope_scaling=dict(type="yarn", factor=4.0, original_positions=8, beta_fast=1.0, beta_slow=2.0)),
      "attention_factor above 0, beta_fast above beta_slow"),
     (dict(moe=dict(num_experts=-1)), "moe.num_experts: found -1"),

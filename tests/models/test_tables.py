@@ -1,6 +1,7 @@
 """Tables of tokens with adapters, or with rows that alone are trained: as if put by hand into a model without."""
 
 import functools
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -166,3 +167,23 @@ def test_flops_against_a_hand_count():
 def test_what_cannot_be_is_refused(changed, message):
   with pytest.raises(ConfigError, match=message):
     tiny.model(tie_embeddings=True, lora={**dict(rank=2), **changed})
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_the_unembedding_has_what_is_trained_in_closed_form(tied):
+  """Adapters' product times their scale, and rows of single tokens, which are columns of what logits are made with."""
+  rng = np.random.default_rng(0)
+  base, a, b, rows = (rng.normal(size=shape).astype(np.float32) for shape in ((4, 6), (4, 2), (2, 6), (2, 4)))
+  spec = SimpleNamespace(tie_embeddings=tied, lora=SimpleNamespace(scale=2.5, trainable_token_indices=(1, 4)))
+  head, kernel = ("embed", {"embedding": base.T}) if tied else ("unembed", {"kernel": base})
+  product = dict(lora_a=b.T, lora_b=a.T) if tied else dict(lora_a=a, lora_b=b)
+  np.testing.assert_allclose(tables.unembedding(jax.tree.map(jnp.asarray, {head: kernel | product}), spec),
+                             base + 2.5 * (a @ b), rtol=1e-5)
+  expected = base.copy()
+  expected[:, [1, 4]] += rows.T
+  params = jax.tree.map(jnp.asarray, {head: kernel | {"lora_rows": rows}})
+  np.testing.assert_allclose(tables.unembedding(params, spec), expected, rtol=1e-5)
+  assert tables.merged_unembedding({head: kernel}, spec, jnp.bfloat16) == {}
+  (merged,) = tables.merged_unembedding(params, spec, jnp.bfloat16).values()
+  assert merged.dtype == jnp.bfloat16
+  np.testing.assert_allclose(np.asarray(merged, np.float32), expected, rtol=2**-7)

@@ -198,6 +198,7 @@ def test_initial_scale_and_first_loss():
   given = paths(jax.jit(make(init_std=0.1, num_layers=2).init)(jax.random.key(0)))
   np.testing.assert_allclose(given["blocks/mlp/up/kernel"].std(), 0.1, rtol=0.05)
   np.testing.assert_allclose(given["blocks/mlp/down/kernel"].std(), 0.05, rtol=0.05)
+  np.testing.assert_allclose(given["unembed/kernel"].std(), 0.1, rtol=0.05)
 
 
 def test_dropout_acts_in_training_only_and_needs_a_key():

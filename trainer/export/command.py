@@ -131,8 +131,7 @@ def export_at_end(run: Any, out: Path | None, **more: Any) -> None:
   beside = None if run.saves_last else run.workdir / "for_export"
   if beside is not None:
     saver, (stored, _) = checkpoint.Checkpoints(beside), run.checkpoints.split(run.state)
-    saver.save(run.step, {part: stored[part] for part in ("params", "ema", "step") if part in stored},
-               {"step": run.step, "pinned": run.pinned})
+    saver.save(run.step, {part: stored[part] for part in ("params", "step")}, {"step": run.step, "pinned": run.pinned})
     saver.close()
   if jax.process_index() == 0:
     try:

@@ -119,8 +119,6 @@ def check(config: Any, rewarded: bool) -> None:
   if not 0 < c.curriculum_floor <= 1:
     raise ConfigError(f"rollout.curriculum_floor is {c.curriculum_floor}; it must be above 0, so that no prompt is "
                       "left out for ever, and at most 1.")
-  if not math.isfinite(c.curriculum_passing):
-    raise ConfigError(f"rollout.curriculum_passing is {c.curriculum_passing}; it is a reward.")
   if not rewarded:
     raise ConfigError(f"rollout.curriculum_target is {c.curriculum_target}, but strategy {config.strategy.name!r} does "
                       "not learn from rewards. Leave it out.")

@@ -151,7 +151,7 @@ class Engine(Sampler):
     with processes.first_goes_first("giving parameters to rollout.engine"):
       if jax.process_index() == 0:
         route, body = HANDOVERS[self._handover]
-        told = self._ask(route, body(str(folder.absolute())))
+        told = self._ask(route, body(str(folder)))
         self._fingerprint = told.get("system_fingerprint") if isinstance(told, Mapping) else None
         shutil.rmtree(self._folder / str(self._times - 1), ignore_errors=True)
     self._has = leaf

@@ -84,9 +84,6 @@ class Episodes:
         raise ConfigError(f"rollout.environment_timeout_seconds is {self._seconds}; it must be above 0, or None for no "
                           "limit.")
       self._workers, self._late_reward = rollout.environment_workers, rollout.environment_timeout_reward
-      if self._late_reward is not None and not math.isfinite(self._late_reward):
-        raise ConfigError(f"rollout.environment_timeout_reward is {self._late_reward}; it must be a finite number, or "
-                          "None for no reward.")
 
   def run(self, items: list[PromptItem], group_size: int, generate: Generate, seed: int | str
           ) -> list[list[Episode]] | None:

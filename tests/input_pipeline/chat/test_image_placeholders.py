@@ -5,7 +5,7 @@ import json
 import numpy as np
 import pytest
 
-from input_pipeline.chat.image_placeholders import IMAGE, ImageFormat
+from input_pipeline.chat.image_placeholders import IMAGE, ImageFormat, preprocess_of
 from input_pipeline.chat.image_template import ImageTemplate
 from input_pipeline.chat.template import ChatTemplate
 from input_pipeline.examples.prompts import Prompter
@@ -14,6 +14,7 @@ from input_pipeline.images.images import ImageError
 from input_pipeline.sources.made import png
 from input_pipeline.sources.readers import Record
 from input_pipeline.tokenizer.tokenizer import BOS, EOS, BytesTokenizer, load_tokenizer
+from trainer.config import defaults
 from trainer.config.checks import resolve
 from trainer.errors import ConfigError, DataError
 from trainer.strategies import learns
@@ -165,6 +166,7 @@ def test_what_a_user_typed_is_no_image(tokenizer, tmp_path):
      r"columns have 2 image\(s\), for 1 × '<image>'"),
     ({"messages": [{"role": "user", "content": [{"type": "image"}]}, SAID]}, r"columns have 0 image\(s\), for 1 parts"),
     ({"messages": [{"role": "user", "content": "a"}, SAID], "images": [RED], "image": RED}, "'image' and 'images'"),
+    ({"messages": [{"role": "user", "content": [{"type": "text", "text": None}]}, SAID]}, "expected {'type': 'text'"),
     ({"messages": [{"role": "user", "content": [{"type": "audio"}]}, SAID]}, "expected {'type': 'text'"),
     ({"messages": [{"role": "user", "content": [{"type": "video"}]}, SAID]}, "is a film.*Give some of its frames"),
     ({"prompt": "a", "completion": "b", "videos": ["a.mp4"]}, "videos is a film.*Give some of its frames"),
@@ -276,3 +278,12 @@ def test_options_that_are_not_allowed(given, says, tokenizer):
   vision = given.pop("vision", {})
   with pytest.raises(ConfigError, match=says):
     ImageFormat(configured(**given, **vision), tokenizer)
+
+
+@pytest.mark.parametrize("tower, mean, fill", [
+    ("siglip", (), (127, 127, 127)), ("clip", (), (122, 116, 104)), ("siglip", (0.1, 0.999, 0.5), (25, 254, 127))])
+def test_what_surrounds_an_image_is_the_mean_cut_to_whole_numbers(tower, mean, fill):
+  """As LLaVA's `expand2square` is given it: int(x * 255)."""
+  config = defaults()
+  config.model.vision.update(tower=tower, mean=mean)
+  assert preprocess_of(config).fill == fill

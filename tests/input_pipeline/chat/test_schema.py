@@ -155,6 +155,8 @@ MALFORMED = {
     "sharegpt role": ({"conversations": [{"from": "alien", "value": "x"}]},
                       r"conversations\[0\]\.from is 'alien' \(str\); allowed: .*user, .*human, gpt"),
     "sharegpt value": ({"conversations": [{"from": "human", "text": "x"}]}, r"conversations\[0\] has no 'value'"),
+    "sharegpt call without a value": ({"conversations": [{"from": "function_call", "text": "x"}]},
+                                      r"conversations\[0\] has no 'value', only 'from', 'text'"),
     "sharegpt call": ({"conversations": [{"from": "function_call", "value": "f(1)"}]},
                       r"conversations\[0\]\.value is 'f\(1\)' \(str\), which is not valid JSON"),
 }

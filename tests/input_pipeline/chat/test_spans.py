@@ -293,3 +293,14 @@ def test_a_template_that_refuses_to_end_with_a_call_is_followed(tokenizer):
   conversation = Conversation("messages", messages, [1.0] * 4, 0, TOOLS)
   ((segment,),) = finder(source, tokenizer).turns(conversation, [0, 1, 0, 1], "split")
   assert [segment.text[start:end] for start, end, _ in segment.spans] == [SAID + "<|im_end|>", "Sunny.<|im_end|>"]
+
+
+@pytest.mark.parametrize("source, message", [
+    (CHATML.replace("{{ m.content }}", "{{ m.content if loop.last }}"), "does not show what the assistant says once"),
+    (CHATML.replace("<|im_end|>", "."), "does not end what the assistant says once more messages follow")])
+def test_what_follows_an_answer_needs_an_answer_that_is_there_and_ends(tokenizer, source, message):
+  user, added = [{"role": "user", "content": "Hi"}], [{"role": "user", "content": "Bye"}]
+  end, behind = finder(CHATML, tokenizer).behind(user, "Hello", added, None, {})
+  assert (end, behind.text) == ("<|im_end|>", "\n<|im_start|>user\nBye<|im_end|>\n<|im_start|>assistant\n")
+  with pytest.raises(DataError, match=message):
+    finder(source, tokenizer).behind(user, "Hello", added, None, {})

@@ -220,6 +220,14 @@ def test_what_is_printed_is_paid_for_with_its_keys():
     meter.grow(1)
 
 
+@pytest.mark.parametrize("joined", ["ns.s ~ ns.s", "ns.s + ns.s", "[ns.s, ns.s]|join", "ns.s * 2",
+                                    "'%s%s'|format(ns.s, ns.s)", "'{}{}'.format(ns.s, ns.s)"])
+def test_texts_that_are_made_are_paid_for_although_they_are_not_shown(joined):
+  source = "{% set ns = namespace(s='aaaa') %}{% for i in range(12) %}{% set ns.s = " + joined + " %}{% endfor %}"
+  with pytest.raises(DataError, match="more than 1,000 characters"):
+    chat.ChatTemplate(source, limits=Limits(characters=1000)).render(HI)
+
+
 def test_a_budget_is_for_one_rendering():
   template = chat.ChatTemplate("{% for i in range(1000) %}{{ i }}{% endfor %}", limits=Limits(steps=100_000))
   first = template.render(HI)

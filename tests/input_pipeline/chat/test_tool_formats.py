@@ -4,6 +4,7 @@ import pytest
 
 from input_pipeline.chat import tool_formats
 from input_pipeline.chat.builtin import find_template
+from input_pipeline.chat.template import ChatTemplate
 from input_pipeline.chat.tool_formats import ToolCall
 from input_pipeline.chat.tool_functions import schema_of
 from input_pipeline.tokenizer.tokenizer import load_tokenizer
@@ -66,3 +67,14 @@ def test_calls_in_completions(find, text, calls):
 def test_calls_that_cannot_be_read_say_why(find, text, problem):
   (call,) = tool_formats.FORMATS[find](text)
   assert isinstance(call, ToolCall) and problem in call.problem
+
+
+@pytest.mark.parametrize("written, message", [
+    ("{{ raise_exception('no calls') }}",
+     r"refuses a call of a tool .*no calls.* Set rollout\.tool_format to one of tagged, listed"),
+    ("CALL {{ m.tool_calls[0].function.name }}", "writes a call of a tool as 'CALL add', a format that is not known")])
+def test_calls_that_a_template_writes_in_no_known_way_are_refused(written, message):
+  source = ("{{ tools }}{% for m in messages %}{% if m.tool_calls %}" + written +
+            "{% else %}{{ m.content }}{% endif %}{% endfor %}")
+  with pytest.raises(ConfigError, match=message):
+    tool_formats.find_format("auto", ChatTemplate(source, {}), ADD)

@@ -1,6 +1,7 @@
 """Schemas of Python functions are those that transformers makes of them; and what cannot have one is refused."""
 
 import json
+from typing import Literal
 
 import pytest
 
@@ -38,6 +39,22 @@ def _odd(a: object):
   """
 
 
+def _choices(a: int):
+  """Text.
+
+  Args:
+    a: text (choices: [1, 2)
+  """
+
+
+def _bytes(a: Literal[b"x"]):
+  """Text.
+
+  Args:
+    a: text.
+  """
+
+
 def _any(*a: int):
   """Text."""
 
@@ -49,7 +66,8 @@ def _bare(a: int):
 @pytest.mark.parametrize("function, message", [
     (_untyped, "its argument a has no type"), (_silent, "says nothing of the argument a"),
     (_odd, "its argument a has the type object; allowed are int"), (_any, "gives arguments by their names"),
-    (_bare, "has no docstring"),
+    (_bare, "has no docstring"), (_choices, "the choices of its argument a are no list of JSON"),
+    (_bytes, r"its argument a is one of \[b'x'\]; allowed are numbers, strings"),
 ])
 def test_what_a_model_cannot_be_shown(function, message):
   with pytest.raises(ConfigError, match=message):

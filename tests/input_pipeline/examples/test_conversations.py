@@ -271,6 +271,7 @@ def test_a_completion_that_cannot_end_is_an_error(tmp_path):
     ({"fields": (("dialogue", "messages"),)}, "chat.fields: 'dialogue' is no name of ours; names are messages"),
     ({"fields": ("messages",)}, "chat.fields has 'messages'; expected pairs"),
     ({"fields": (("text", "a"), ("text", "b"))}, "'text' is named twice"),
+    ({"roles": ("assistant", 1)}, "chat.roles is ('assistant', 1); expected names of roles"),
     ({"roles": ("tool",), "train_on": "all"}, "chat.roles and chat.train_on='all' are both set")])
 def test_bad_options_are_named(tiny, options, message):
   with pytest.raises(ConfigError, match=re.escape(message)):

@@ -162,6 +162,7 @@ def test_a_text_is_cut_behind_its_images_and_no_image_is(tmp_path):
 
 
 @pytest.mark.parametrize("value, told", [
+    ([{"role": "user", "content": "a", "weight": 0.5}], "file:1: c0 has messages with a weight, but all of a text"),
     ({"text": "a", "image": "none.png"}, "c0: image: .*none.png.* cannot be read"),
     ({"text": "<image><image>", "image": "0.png"}, "1 image.s., but 2 × '<image>' in the text"),
     ({"text": "a", "imgae": "0.png"}, r'file:1: c0 is .* expected a text, or messages, or {"text": …, "image": …}'),

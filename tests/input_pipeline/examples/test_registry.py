@@ -119,6 +119,7 @@ def test_rows_of_tokens_that_train_nothing_are_dropped_for_a_reason(fields, reas
     (dict(input_ids=[1, 2], weights=[1, 1, 1]), "'weights' has 3 entries, but 'input_ids' has 2."),
     (dict(input_ids=[1, 2], weights=[1, -0.5]), "weights[1] is -0.5; weights are finite numbers from 0 on."),
     (dict(input_ids=[1, 2], weights=[1, float("nan")]), "weights[1] is nan; weights are finite"),
+    (dict(input_ids=[1, 2], weights=[1, float("inf")]), "weights[1] is inf; weights are finite"),
     (dict(input_ids=[1, 2], weights=["a", 1]), "'weights' must be a list of numbers, found a list that holds 'a'."),
     (dict(input_ids=[1, 2], weights=[1, 1], labels=[1, 2]), "has both 'labels' and 'weights'."),
     (dict(input_ids=[1, 2], attention_mask=[1, 0]), "'attention_mask' is not 1 for each of the 2 tokens."),

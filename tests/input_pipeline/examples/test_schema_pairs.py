@@ -1,5 +1,7 @@
 """Preferences and labelled answers in other programs' columns are the same as in Weft's."""
 
+import math
+
 import pytest
 
 from input_pipeline.examples.schema_pairs import PairReader, common_prompt
@@ -81,6 +83,17 @@ def test_what_is_wrong_is_said():
                        ({**ALPACA, "output": "a", "label": 1}, r"label is 1 \(int\)")):
     with pytest.raises(DataError, match=said):
       PairReader().labelled(record(fields))
+
+
+@pytest.mark.parametrize("value, found", [(2, 2.0), (None, 0.0), (0.5, 0.5), (True, "bool"), ("1", "str"),
+                                          (math.nan, "float"), (math.inf, "float")])
+def test_margins_are_finite_numbers(value, found):
+  fields = {"prompt": "q", "chosen": "a", "rejected": "b", "margin": value}
+  if isinstance(found, float):
+    assert PairReader().margin(record(fields)) == found
+    return
+  with pytest.raises(DataError, match=rf"margin is .* \({found}\); expected a finite number"):
+    PairReader().margin(record(fields))
 
 
 def test_columns_are_those_that_are_read():

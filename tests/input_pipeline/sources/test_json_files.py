@@ -97,6 +97,7 @@ def test_what_is_wrong_is_said_with_its_line(tmp_path, text, said):
     ('{"x": 1,\n "data": {}}', r"a.json:2: behind 'data' \(input.sources.mine.rows_key\) is no list"),
     ('[{"data": []}]', "rows_key is 'data', but the file does not begin with an object"),
     ('{"data": [{"a": 1}]', r"expected ',' or '\}', found the file's end"),
+    ('{"x": 1,\n "da\\q": []}', r"a.json:2: a key that is not valid JSON"),
     ('{"data": [{"a": 1}], "data": []}', "the key 'data' is there twice"),
 ])
 def test_the_key_of_the_rows_is_checked(tmp_path, text, said):

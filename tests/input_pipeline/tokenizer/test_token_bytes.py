@@ -1,7 +1,9 @@
 """The bytes of tokens: those of a text's tokens are the text's."""
 
 import pytest
+from tokenizers import Tokenizer, decoders, models
 
+from input_pipeline.tokenizer.token_bytes import token_bytes
 from input_pipeline.tokenizer.tokenizer import BytesTokenizer, load_tokenizer
 from tests.tiny import ROOT
 
@@ -28,3 +30,10 @@ def test_those_of_raw_bytes_and_of_what_they_are_saved_as(tmp_path):
   assert load_tokenizer(tmp_path).token_bytes == tokenizer.token_bytes
   assert tokenizer.token_bytes[:256] == tuple(bytes([b]) for b in range(256))
   assert tokenizer.token_bytes[256:] == (b"<|bos|>", b"<|eos|>")
+
+
+@pytest.mark.parametrize("decoder, expected", [(decoders.ByteFallback(), b"\n"), (decoders.Fuse(), b"<0x0A>")])
+def test_a_token_named_like_a_byte_is_one_where_the_decoder_says_so(decoder, expected):
+  backend = Tokenizer(models.WordLevel({"a": 0, "<0x0A>": 1}, unk_token="a"))
+  backend.decoder = decoder
+  assert token_bytes(backend, backend.to_str()) == (b"a", expected)

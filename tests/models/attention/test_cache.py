@@ -1,6 +1,7 @@
 """The cache: a text fed in parts has the hidden states it has as a whole, whatever the layers, padding and row."""
 
 import functools
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -336,3 +337,13 @@ def test_the_position_in_each_slot():
 def test_models_say_how_long_a_text_they_can_generate():
   lengths = {name: make(**CASES[name]).max_length for name in ("llama", "gpt2", "yarn", "one layer")}
   assert lengths == {"llama": None, "gpt2": 16, "yarn": None, "one layer": 16}
+
+
+@pytest.mark.parametrize("axes", [(), (1, 1, 2)])
+def test_where_positions_have_axes_a_row_has_a_shift(axes):
+  """By how much the position of the next token is behind what its number says, of a row that has had images."""
+  spec = make(num_layers=1).spec
+  known = "num_layers layer_pattern kv_source layer_type recurrent window_of heads_of mixer_of latent".split()
+  of = SimpleNamespace(**{name: getattr(spec, name) for name in known}, ropes={"global": SimpleNamespace(axes=axes)})
+  found = cache_lib.empty(of, 3, 8, jnp.float32).shift
+  assert found is None if not axes else found.tolist() == [0, 0, 0]

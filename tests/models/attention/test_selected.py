@@ -1,5 +1,7 @@
 """Attention to chosen keys, against loops in float64."""
 
+from types import SimpleNamespace
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -8,6 +10,7 @@ import pytest
 from models.attention import mask, selected
 from models.attention.mask import QKV, Rule, TokenIds
 from models.attention.pages import Seen, Table
+from models.attention.rope import Rope, rope_table
 from tests.models.common import DEEPSEEK_MOE, INDEXED, make, paths, random_params
 
 T, H, K, V, N, I, COUNT = 11, 2, 4, 3, 2, 4, 3  # noqa: E741
@@ -143,3 +146,26 @@ def test_indexers_have_no_gradient_and_nothing_else_lacks_one():
   assert still == {path for path in paths(gradients) if "/indexer/" in path} | {"blocks/moe/router/choice_bias"}
   assert {path.split("/")[2] for path in still if "indexer" in path} == {"queries", "keys", "keys_norm", "weights"}
   assert gradients["blocks"]["indexer"]["keys"]["kernel"].shape[0] == 2  # layers 1 and 3 use those of 0 and 2
+
+
+@pytest.mark.parametrize("interleaved", [False, True])
+def test_scores_depend_on_how_far_a_key_is_from_its_query(interleaved):
+  """Queries and keys rotate in the same way, the first pairs of an indexer's head alone."""
+  rng = np.random.default_rng(0)
+  vector = rng.normal(size=8).astype(np.float32)
+  same = jnp.asarray(np.tile(vector, (1, T, 1)))
+  rope = rope_table(Rope(10.0, 4), jnp.arange(T)[None], jnp.ones((1, T), jnp.int32))
+  indexer = SimpleNamespace(spec=SimpleNamespace(index_heads=1, index_rope_interleaved=interleaved),
+                            queries=lambda x: x, keys=lambda x: x, keys_norm=lambda x: x,
+                            weights=SimpleNamespace(kernel=jnp.ones((8, 1))))
+  q_BxTxNxI, w_BxTxN = selected.Indexer.queries_of(indexer, same, same, rope)
+  k_BxTx1xI = selected.Indexer.keys_of(indexer, same, rope)
+  scores = np.asarray(jnp.einsum("ti,si->ts", q_BxTxNxI[0, :, 0], k_BxTx1xI[0, :, 0]))
+  pairs = [(0, 1), (2, 3)] if interleaved else [(0, 2), (1, 3)]
+  frequencies = 10.0 ** -np.array([0.0, 0.5])
+  for t in range(T):
+    for s in range(T):
+      turned = sum((vector[a]**2 + vector[b]**2) * np.cos((t - s) * frequency)
+                   for (a, b), frequency in zip(pairs, frequencies, strict=True))
+      assert scores[t, s] == pytest.approx(turned + (vector[4:]**2).sum(), rel=1e-5)
+  np.testing.assert_allclose(w_BxTxN[0, :, 0], vector.sum(), rtol=1e-5)

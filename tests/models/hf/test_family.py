@@ -165,6 +165,25 @@ def test_gemma3_rotates_its_layers_differently():
   assert (five["rope_theta"], five["rope_local_theta"], five["rope_scaling.factor"]) == (3e5, 2e4, 8.0)
 
 
+def test_every_number_of_a_scaling_counts():
+  """None is taken for one without use: it comes through, and is written again."""
+  for config, said in (
+      (LLAMA, dict(rope_type="yarn", factor=4.0, attention_factor=1.5, beta_fast=16.0, beta_slow=2.0, truncate=False,
+                   original_max_position_embeddings=8)),
+      (LLAMA, dict(rope_type="llama3", factor=8.0, low_freq_factor=1.5, high_freq_factor=3.0,
+                   original_max_position_embeddings=8)),
+      (PHI3, dict(rope_type="longrope", factor=4.0, attention_factor=1.5, short_factor=[1.0, 1.5],
+                  long_factor=[2.0, 4.0], original_max_position_embeddings=8))):
+    config = config | dict(max_position_embeddings=32, rope_scaling=said)
+    family = families.find(config, "c.json")
+    model = family.read(config, "c.json")
+    written = family.write(model)
+    again = written.get("rope_scaling") or written["rope_parameters"]
+    own = said.keys() - {"rope_type", "factor", "original_max_position_embeddings"}  # these may stand elsewhere
+    assert {key: again.get(key) for key in own} == {key: said[key] for key in own}
+    assert family.read(config | written, "c.json") == model
+
+
 # ------------------------------------------------------------------------------------------------ refusals
 
 
@@ -247,6 +266,81 @@ def test_refusals_name_key_and_value(config, changes, message):
     read(config, **changes)
   assert "DIR/config.json" in str(error.value)
   assert isinstance(error.value, ConfigError)
+
+
+def reference(name: str, changes: dict) -> dict:
+  """A committed config.json of that name, with changes; of a part with a dot: vision_config.X."""
+  file = min(Path(__file__).parent.glob(f"*references/{name}/config.json"), key=lambda file: len(file.parts[-3]))
+  content = json.loads(file.read_text())
+  for key, value in changes.items():
+    *parts, last = key.split(".")
+    inner = content
+    for part in parts:
+      inner = inner[part]
+    inner[last] = value
+  return content
+
+
+YARN = {"rope_type": "yarn", "factor": 2.0}
+
+
+@pytest.mark.parametrize("name, changes, message", [
+    ("cohere2", dict(head_dim=3), "head_dim is 3; allowed: 4, the hidden size divided by the heads"),
+    ("deepseek_v2", dict(first_k_dense_replace=3), "first_k_dense_replace is 3; allowed: 0 to 2, so that a layer"),
+    ("deepseek_v2", dict(first_k_dense_replace=-1), "first_k_dense_replace is -1; allowed: 0 to 2"),
+    ("deepseek_v2", dict(topk_method="noaux_tc"), "topk_method is 'noaux_tc'; allowed: greedy, group_limited_greedy"),
+    ("gemma4", {"rope_parameters.sliding_attention.rope_type": "linear"}, "rope_type is 'linear'; allowed: default"),
+    ("glm4_moe", dict(num_nextn_predict_layers=101), "num_nextn_predict_layers is 101; allowed: a whole number from 0"),
+    ("granite", dict(logits_scaling=0.0), "logits_scaling is 0.0; allowed: a number above 0"),
+    ("granite4", dict(layers_block_type=["mamba"] * 3), "layers_block_type is .*; allowed: the same as layer_types"),
+    ("granite4", dict(layer_types=["mamba"]), "layer_types is .*; allowed: 3 times"),
+    ("granite4", dict(mamba_d_head=7), "mamba_d_head is 7; allowed: 8, so that the 4 heads"),
+    ("granite4", dict(time_step_limit=[0.1, 2.0]), "time_step_limit is .*; allowed: .0.0 or more, Infinity"),
+    ("granite4", dict(time_step_limit=[-1.0, "Infinity"]), "time_step_limit is"),
+    ("granite4", dict(position_embedding_type="alibi"), "is 'alibi'; allowed: rope, nope or null"),
+    ("granite4_moe", dict(num_local_experts=-1), "num_local_experts is -1; allowed: 0 or more"),
+    ("granite4_moe", dict(num_experts_per_tok=0), "num_experts_per_tok is 0; allowed: 1 or more"),
+    ("ministral3", dict(rope_parameters={"rope_theta": 500.0, "llama_4_scaling_beta": 0.5}),
+     "beta is 0.5, which needs a type of rotary positions"),
+    ("nemotron_h", dict(hybrid_override_pattern="M-M*-*"), "what each layer is; found two that differ"),
+    ("nemotron_h", dict(layers_block_type=None), "what each layer is; found neither"),
+    ("nemotron_h", dict(num_hidden_layers=7), "num_hidden_layers is 7; allowed: 6, as many as layers_block_type has"),
+    ("smollm3", dict(no_rope_layers=[1, 0]), "no_rope_layers is .*; allowed: 1 or 0 for each of the 3 layers"),
+    ("smollm3", dict(no_rope_layers=[1, 0, 2]), "no_rope_layers is .*; allowed: 1 or 0"),
+    ("smollm3", dict(layer_types=["sliding_attention"] * 3), "layer_types is .*; allowed: 'full_attention' for"),
+    ("smolvlm", dict(scale_factor=7), "scale_factor is 7; allowed: a divisor of the"),
+    ("olmo3", dict(rope_theta=1e4, rope_parameters=None), "rope_theta is 10000, and versions of transformers differ"),
+    ("llama", dict(num_hidden_layers=100_001), "asks for 100,001 layers; at most 100,000"),
+    ("llama", dict(num_attention_heads=32, num_key_value_heads=1, head_dim=None), "has 32 heads for a hidden size"),
+    ("llama", dict(rope_parameters=None, rope_scaling={"type": "linear", "factor": 0.5}), "factor is 0.5; allowed: 1"),
+    ("llama", dict(rope_parameters=None, rope_scaling=YARN | {"factor": 0.0}), "factor is 0.0; allowed: 1 or more"),
+    ("llama", dict(rope_parameters=None, max_position_embeddings=None, rope_scaling={
+        "rope_type": "yarn", "original_max_position_embeddings": 8}), "yarn scaling needs factor"),
+    ("llama", dict(rope_parameters=None, max_position_embeddings=64, rope_scaling={
+        "rope_type": "dynamic", "factor": 2.0, "original_max_position_embeddings": 32}),
+     "original_max_position_embeddings is 32, but dynamic scaling starts at max_position_embeddings, 64"),
+    ("phi3_longrope", dict(max_position_embeddings=None), "longrope scaling needs max_position_embeddings or factor"),
+])
+def test_forms_of_families_that_are_refused(name, changes, message):
+  config = reference(name, changes)
+  with pytest.raises(HFError, match=message):
+    families.find(config, "DIR/config.json").read(config, "DIR/config.json")
+
+
+@pytest.mark.parametrize("name, kinds", [
+    ("gemma2", "sfsfsfsfsfsfs"), ("gemma3", "sssssfsssssfs"), ("gemma4", "sssssfsssssff"), ("cohere2", "sssfsssfsssfs"),
+    ("exaone4", "sssfsssfsssfs"), ("olmo3", "sssfsssfsssfs"), ("gpt_oss", "sfsfsfsfsfsfs"),
+    ("smollm3", "rrrnrrrnrrrnr"), ("qwen3_next", "lllflllflllfl"), ("llama4", "cccncccncccnc")])
+def test_the_kinds_of_thirteen_layers_of_which_nothing_is_said(name, kinds):
+  """As transformers 5.24's configuration classes have them: s a window, c chunks, l linear, n no positions."""
+  config = reference(name, dict(num_hidden_layers=13, layer_types=None, no_rope_layers=None, moe_layers=None,
+                                mlp_layer_types=None, per_layer_config=None, sliding_window_pattern=None,
+                                _sliding_window_pattern=None))
+  family = families.find(config, "c.json")
+  pattern = family.read({key: value for key, value in config.items() if value is not None}, "c.json")["layer_pattern"]
+  found = [pattern[i % len(pattern)] for i in range(13)]
+  theirs = {"s": "local", "f": "global", "l": "delta", "c": "chunked", "n": "nope", "r": "global"}
+  assert [kind if kind != "nope" or "n" in kinds else "global" for kind in found] == [theirs[kind] for kind in kinds]
 
 
 def test_entries_without_effect_are_accepted():

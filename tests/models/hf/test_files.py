@@ -174,6 +174,15 @@ def test_a_wrong_config_is_told(tmp_path, content, message):
     files.read_config(tmp_path)
 
 
+def test_files_that_cannot_be_read_and_tensors_that_are_not_there_are_named(tmp_path):
+  (tmp_path / files.CONFIG).mkdir()
+  with pytest.raises(HFError, match="config.json cannot be read: Is a directory"):
+    files.read_json(tmp_path / files.CONFIG)
+  save_file({"a": A}, tmp_path / files.SINGLE)
+  with pytest.raises(HFError, match="has no tensor 'b'"):
+    files.TensorFolder(tmp_path).read("b", ...)
+
+
 def test_shards_of_cuts_in_order():
   sizes = dict(a=4, b=4, c=9, d=1, e=7)
   assert list(files.shards_of(sizes, 8).values()) == [["a", "b"], ["c"], ["d", "e"]]

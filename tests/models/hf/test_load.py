@@ -202,6 +202,17 @@ def test_what_does_not_fit_is_told_before_any_device_is_touched(copy, monkeypatc
     hf.load(edit(copy, **changed))
 
 
+def test_what_is_to_be_ignored_must_be_there(copy):
+  with pytest.raises(HFError, match="model.hf_ignore names 'no_such', but .*config.json has no such entry"):
+    hf.architecture(copy, ("no_such",))
+
+
+def test_a_folder_that_cannot_be_made_is_told(tmp_path):
+  (tmp_path / "file").write_text("")
+  with pytest.raises(HFError, match="file/model cannot be made: Not a directory. Give a folder that you may write to"):
+    hf.prepare(tmp_path / "file" / "model", overwrite=False)
+
+
 def test_a_folder_is_overwritten_only_when_asked(saved, copy):
   model, params, path = saved
   (copy / "README.md").write_text("mine")

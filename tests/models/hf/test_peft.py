@@ -205,6 +205,21 @@ def test_a_family_with_fused_linears(tmp_path):
     assert values.tobytes() == leaves[path].tobytes(), path
 
 
+def test_a_family_with_linears_in_groups(tmp_path):
+  """Qwen 3 Next: query, key, value and gate of a head stand together; so do the lengths of their outputs."""
+  case = Case.__new__(Case)
+  case.folder = REFERENCES.parent / "references" / "qwen3_next"
+  case.prepare(case.folder, rank=2, alpha=4.0, dora=True, targets=("delta/[qkvz]/kernel",))
+  leaves = case.random()
+  _, tensors = case.write(tmp_path / "out", leaves)
+  read = case.read(tmp_path / "out")
+  for path, values in read.items():
+    np.testing.assert_allclose(values, leaves[path], atol=1e-6, err_msg=path)
+  name = next(name for name in tensors if name.endswith("qkvz.lora_B.weight"))
+  assert not np.array_equal(tensors[name], np.concatenate([
+      leaves[f"blocks/delta/{part}/lora_b"][0].T for part in "qkvz"]))
+
+
 def test_dtypes(tmp_path):
   """Written in bfloat16 on request; read into the dtype that is wanted."""
   case = Case("llama")
@@ -338,6 +353,14 @@ def test_another_shape_is_listed(copied):
   name = "base_model.model.model.layers.0.self_attn.v_proj.lora_B.weight"
   save_file(tensors | {name: np.zeros((4, 3), np.float32)}, folder / peft.TENSORS)
   with pytest.raises(HFError, match=r"! .*v_proj.lora_B.weight: \(4, 3\) in the file, \(8, 3\)"):
+    Case("llama").read(folder)
+
+
+def test_a_length_where_none_is_trained_is_listed(copied):
+  folder, _ = copied
+  name = "base_model.model.model.layers.0.self_attn.v_proj.lora_magnitude_vector"
+  save_file(load_file(folder / peft.TENSORS) | {name: np.ones(8, np.float32)}, folder / peft.TENSORS)
+  with pytest.raises(HFError, match=r"\+ .*0.self_attn.v_proj.lora_magnitude_vector \(8,\): matches no target"):
     Case("llama").read(folder)
 
 

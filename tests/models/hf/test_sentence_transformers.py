@@ -65,6 +65,11 @@ def test_what_texts_become_is_written_and_read(tmp_path):
 def test_what_is_written_is_read_and_says_what_old_files_said(tmp_path):
   sentence_transformers.write(tmp_path, 16, Found("mean", "query: ", "text: ", 96))
   assert sentence_transformers.read(tmp_path) == Found("mean", "query: ", "text: ", 96)
+  for said, own, length in (({}, {"model_max_length": 64}, 64), ({"max_seq_length": 32}, {"model_max_length": 64}, 32),
+                            ({}, {"model_max_length": 10**30}, None), ({}, {}, None)):
+    (tmp_path / "sentence_bert_config.json").write_text(json.dumps(said))
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(own))
+    assert sentence_transformers.read(tmp_path).max_length == length
   pooling = json.loads((tmp_path / "1_Pooling" / "config.json").read_text())
   assert [key for key, value in pooling.items() if value is True] == ["pooling_mode_mean_tokens", "include_prompt"]
   assert pooling["word_embedding_dimension"] == 16
@@ -86,6 +91,9 @@ def test_what_is_not_computed_is_refused(tmp_path, file, content, told):
   sentence_transformers.write(tmp_path, 16, Found("mean", "", "", 96))
   (tmp_path / file).write_text(json.dumps(content))
   with pytest.raises(hf.HFError, match=told):
+    sentence_transformers.read(tmp_path)
+  (tmp_path / "modules.json").write_text("[")
+  with pytest.raises(hf.HFError, match="modules.json is not valid JSON"):
     sentence_transformers.read(tmp_path)
 
 

@@ -228,3 +228,11 @@ def test_frozen_by_pattern_without_adapters():
   model = make("bfloat16", rank=0, freeze=("^embed/", "mlp/up"))
   kinds = {p: x.dtype for p, x in tree.flatten(model.abstract_params()).items()}
   assert {p for p, kind in kinds.items() if kind == jnp.bfloat16} == {"embed/embedding", "blocks/mlp/up/kernel"}
+
+
+def test_a_checkpoint_from_elsewhere_has_kernels_whole():
+  stored = {"a/kernel_nf4": ((2, 4, 6), np.uint8), "a/kernel_scale": ((2, 1, 6), np.float32), "c": ((3,), jnp.bfloat16),
+            "b/kernel_int8": ((8, 6), np.int8), "b/kernel_scale": ((1, 6), np.float32)}
+  found = quantize.logical({path: jax.ShapeDtypeStruct(*of) for path, of in stored.items()})
+  assert {path: (leaf.shape, leaf.dtype.name) for path, leaf in found.items()} == {
+      "a/kernel": ((2, 8, 6), "float32"), "b/kernel": ((8, 6), "float32"), "c": ((3,), "bfloat16")}

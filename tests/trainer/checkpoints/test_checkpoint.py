@@ -237,8 +237,9 @@ def test_parameters_that_are_not_finite_are_never_saved(tmp_path, value):
 
 
 def test_a_path_that_cannot_be_written_is_an_error_that_says_what_to_do(tmp_path, monkeypatch):
-  checkpoints = Checkpoints(tmp_path)
-  checkpoints.save(1, state(1), {})
+  checkpoints = Checkpoints(tmp_path, keep_last=2)
+  for step in (1, 2):
+    checkpoints.save(step, state(step), {})
   checkpoints.wait()
 
   def full(*args, **kwargs):
@@ -246,8 +247,8 @@ def test_a_path_that_cannot_be_written_is_an_error_that_says_what_to_do(tmp_path
 
   monkeypatch.setattr(checkpoints._manager, "save", full)
   with pytest.raises(CheckpointError) as error:
-    checkpoints.save(2, state(2), {})
-  assert "No space left on device" in str(error.value) and "newest complete checkpoint there is step 1" in str(
+    checkpoints.save(3, state(3), {})
+  assert "No space left on device" in str(error.value) and "newest complete checkpoint there is step 2" in str(
       error.value)
 
 
@@ -280,7 +281,9 @@ def test_arrays_beside_the_state_come_back_and_parts_that_are_left_out_are_put_i
   assert sorted(stored) == ["params", "step"] and list(stored["params"]) == ["a"]
   assert left_out == {"params": {"b": whole["params"]["b"]}, "reference": whole["reference"]}
   assert checkpoints.merge(stored, left_out) == whole
-  checkpoints.save(3, whole, {}, arrays={"rest": np.arange(3)})
+  rest = np.arange(3)
+  checkpoints.save(3, whole, {}, arrays={"rest": rest})
+  rest[:] = 7  # while it is written
   checkpoints.close()
   like = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), stored)
   restored = Checkpoints(tmp_path).restore_newest(like)

@@ -2,6 +2,7 @@
 
 import errno
 import io
+import json
 import os
 import shutil
 
@@ -269,3 +270,34 @@ def test_of_several_processes_the_worst_news_are_those_of_all(tmp_path, monkeypa
     with pytest.raises(CheckpointError, match=says) as found:
       read()
     assert type(found.value) is raised
+
+
+def test_each_file_that_says_what_there_is_must_say_so(saved):
+  step = saved / "2"
+  files = [step / "meta" / "metadata", *(found for part in ("state", "arrays") for found in (
+      step / part / "_METADATA", *(step / part / "array_metadatas").glob("*")))]
+  assert len(files) == 4
+  damage.look(step)
+  for file in files:
+    content = file.read_bytes()
+    for spoilt, says in ((content[:-2], "is not JSON"), (b"[]", "is not a JSON object"),
+                         (b"{}" if file.name == "_METADATA" else None, "does not list arrays")):
+      if spoilt is not None:
+        file.write_bytes(spoilt)
+        with pytest.raises(Damaged, match=f"{step} is damaged: {file} {says}"):
+          damage.look(step)
+    file.unlink()
+    if file.parent.name != "array_metadatas":
+      with pytest.raises(Damaged, match=f"{file} is missing"):
+        damage.look(step)
+    file.mkdir()
+    with pytest.raises(Damaged, match=f"{file} is not a file"):
+      damage.look(step)
+    file.rmdir()
+    file.write_bytes(content)
+  listed = step / "state" / "_METADATA"
+  content = json.loads(listed.read_text())
+  del content["tree_metadata"][next(key for key in content["tree_metadata"] if "kernel" in key)]
+  listed.write_text(json.dumps(content))
+  with pytest.raises(Damaged, match=r"_METADATA lacks 1 of \d+ arrays: \S*kernel$"):
+    damage.look(step)

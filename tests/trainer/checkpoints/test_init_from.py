@@ -51,6 +51,18 @@ def first(run, **changed):
   return init_from.first_params(init_from.origin_of(config), Fresh(wanted), wanted)
 
 
+def test_where_parameters_are_from_is_counted_apart(monkeypatch):
+  """Two of a run, one of a folder, one of none."""
+  monkeypatch.setattr(init_from, "_from_run", lambda *_, **__: [("a", 1.0), ("b", 2.0)])
+  monkeypatch.setattr(init_from, "_from_hugging_face", lambda *_: [("c", 3.0)])
+  monkeypatch.setattr(init_from, "_fresh", lambda model, seed, wanted: dict.fromkeys(wanted, 4.0))
+  monkeypatch.setattr(init_from.quantize, "store", lambda path, leaf, stored: {path: leaf})
+  origin = dataclasses.replace(init_from.origin_of(defaults()), path="run", folder="folder")
+  wanted = {name: jax.ShapeDtypeStruct((), jnp.float32) for name in "abcd"}
+  assert init_from.first_params(origin, None, wanted, partial=True) == (
+      dict(a=1.0, b=2.0, c=3.0, d=4.0), "2 arrays from run, 1 arrays from folder, 1 fresh arrays")
+
+
 def test_another_runs_parameters_with_remap_and_ignore(run, caplog):
   caplog.set_level(logging.INFO, logger="absl")
   loaded, where = first(run, remap=(("^old/", "a/"), ("^extra$", "")), ignore=("^head$",))

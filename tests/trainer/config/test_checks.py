@@ -34,8 +34,10 @@ def test_resolve_fills_partial_dicts_with_defaults():
     ({"batch_size": "8"}, "config.batch_size is '8' (str); it must be a whole number"),
     ({"batch_size": 1.5}, "config.batch_size is 1.5"),
     ({"batch_size": True}, "config.batch_size is True"),
+    ({"optimizer": {"learning_rate": True}}, "config.optimizer.learning_rate is True (bool); it must be a number"),
     ({"model": {"window": "x"}}, "a whole number or None"),
     ({"model": 3}, "must be a dict"),
+    ({"strategy": "dpo"}, "config.strategy is 'dpo'; it must be a dict, e.g. strategy('dpo', beta=0.2)"),
     ({"strategy": {"name": "sqe"}}, "known strategies: seq"),
     ({"callbacks": {"mine": {"argument": 1}}}, "config.callbacks.mine has no `type`"),
 ])
@@ -74,6 +76,7 @@ def test_a_duration_replaces_the_default_in_another_unit():
     (dict(keep_best_mode="low"), "allowed: min, max"),
     (dict(optimizer=dict(name="adam")), "allowed: adamw, adafactor, muon, lion, sgd"),
     (dict(schedule=dict(floor=1.5)), "schedule.floor is 1.5"),
+    (dict(evals=dict(val=dict(type="loss", on_error="go"))), "evals.val.on_error is 'go'; allowed: stop, warn"),
     (dict(precision=dict(params="bfloat16"), optimizer=dict(learning_rate=1e-5)), "lost to rounding"),
     (dict(precision=dict(params="bfloat16"), optimizer=dict(learning_rate=1e-5)), "stochastic_rounding=True"),
     (dict(precision=dict(stochastic_rounding=True)), "precision.params is float32: there is nothing to round"),

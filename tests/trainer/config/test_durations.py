@@ -88,6 +88,8 @@ def test_two_units_are_an_error_that_says_how_to_unset_one():
         ({"epochs": float("inf")}, {}, "finite"),
         ({"percent": 5.0}, {"total_steps": None}, "length of the run"),
         ({"epochs": 1.0}, {"rows_per_epoch": None}, "epoch is not known"),
+        ({"steps": 2**31}, {}, r"x_steps = 2\.14748e\+09, which is 2.* steps; there are 2,147,483,\d+ at most"),
+        ({"tokens": 512}, {"seq_len": None}, "x_tokens = 512, but how many tokens rollouts give is not known"),
         ({"steps": -3}, {}, "x_steps = -3; it must be 0 or more, or -1 .*not given"),
     ],
 )

@@ -44,3 +44,5 @@ def test_what_is_trained_is_given_each_time_and_what_is_frozen_once():
     assert (second[path] is first[path]) == (path in frozen)
     np.testing.assert_array_equal(second[path], leaf * (1 if path in frozen else 2))
   assert any("tensor" in str(leaf.sharding.spec) for leaf in first.values())
+  own = handover.Handover(sample, (("^embed/embedding$", (None, "data")),))(params, ())
+  assert own["embed"]["embedding"].sharding.spec == PartitionSpec(None, "data") != split["embed"]["embedding"].spec

@@ -3,6 +3,7 @@
 import threading
 import time
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 
@@ -45,6 +46,31 @@ def test_who_does_not_wait_for_the_others_hangs():
   # All wait for one another: the furthest behind, if one is.
   assert named(standing(8, 601), standing(7, 601)) == (1,)
   assert named(standing(7, 601), standing(7, 601)) == (0, 1)
+  everyone = "all processes wait for one another; the furthest behind:\n"
+  for waits, words in ((True, f"{everyone}process 1 "), (False, "process 1 ")):
+    text = judge({0: standing(8, 601), 1: standing(7, 601, waits=waits)}, {0: 0.0, 1: 0.0}, 60.0).text
+    assert text.startswith(words) and "hangs: nothing has moved for 601 s" in text
+
+
+def test_what_becomes_of_a_run_is_told_to_the_others(monkeypatch):
+  told = []
+  watch = SimpleNamespace(finish=lambda: told.append("finished"), failed=told.append)
+  monkeypatch.setattr(liveness, "_watch", watch)
+  error = KeyError("x")
+
+  @liveness.reports_failure
+  def run(fails):
+    if fails:
+      raise error
+    return 7
+
+  with pytest.raises(KeyError):
+    run(True)
+  assert told == [error] and liveness._watch is watch
+  assert run(False) == 7 and told == [error, "finished"] and liveness._watch is None
+  assert run(fails=False) == 7 and len(told) == 2
+  with pytest.raises(KeyError):
+    run(True)
 
 
 def test_nobody_hangs_while_something_moves_or_may_take_its_time():

@@ -80,6 +80,7 @@ def test_user_rules_come_first_and_are_checked():
   assert tree.flatten(placed)["blocks/mlp/up/kernel"].spec == P(None, None, "data")
   for rule, message in [(("mpl/up", (None,)), "mlp"), (("mlp/up/kernel", (None, "model")), "unknown mesh axis 'model'"),
                         (("final_norm", (None, "data")), "has 2 dimensions"),
+                        (("mlp/up/kernel", ("fsdp", ("data", "fsdp"))), "names the mesh axis 'fsdp' twice"),
                         (("blocks/attn_norm/scale", (("data", "fsdp"),)), "not divisible")]:
     with pytest.raises(ConfigError, match=message):
       mesh_lib.param_shardings(abstract, mesh, (rule,))
@@ -152,6 +153,9 @@ def test_slices_are_the_outermost_axis():
   assert [{d.slice_index for d in part.flat} for part in mesh.devices] == [{0}, {1}]
   with pytest.raises(ConfigError, match="mesh.slice is 1, but the devices are in 2 slices.*mesh.slice=2"):
     mesh_lib.make_mesh(dict(data=-1), devices)
+  with pytest.raises(ConfigError, match="mesh.slice is 3, but the devices are in 2 slices"):
+    mesh_lib.make_mesh(dict(slice=3, data=-1), [Device(i, i % 2) for i in range(12)])
+  assert mesh_lib.make_mesh(dict(slice=4, data=-1), devices).devices.shape[:2] == (4, 2)
   # Without slices, the groups follow the processes.
   whole = mesh_lib.make_mesh(dict(slice=2, data=-1))
   assert [[d.id for d in part.flat] for part in whole.devices] == [[0, 1, 2, 3], [4, 5, 6, 7]]

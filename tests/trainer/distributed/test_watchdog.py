@@ -1,5 +1,6 @@
 """A run that stands still: told once, with the phase and the stacks, and not otherwise."""
 
+import threading
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -75,3 +76,14 @@ def test_each_standstill_is_told(run):
       time.sleep(0.05)
   dog.on_train_end(run)
   assert stacks.read_text().count("--- after step 7") == 2
+
+
+def test_what_is_told_names_the_step_the_phase_and_the_place(run, capsys):
+  for main, place in ((threading.get_ident(), "; it is at "), (None, "")):
+    Watchdog()._report(run, main, "eval", 61.4, 0.25)
+    said = capsys.readouterr().err
+    assert said.startswith(
+        f"\nAfter step 7 nothing has moved for 61 s, in phase eval, which takes 0.25 s as a rule{place}")
+    assert said.endswith(f"What every thread is doing: {run.workdir / 'stacks.txt'}. The run goes on.\n")
+  stacks = (run.workdir / "stacks.txt").read_text()
+  assert stacks.count("--- after step 7, in eval, 61 s without a move") == 2 and "test_what_is_told" in stacks

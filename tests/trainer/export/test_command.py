@@ -237,10 +237,12 @@ def test_conversations_look_as_they_were_trained_wherever_a_reader_looks(tmp_pat
   tokenizer.save(workdir / "tokenizer.json")
   workdir_lib.save_config(config, workdir, tokenizer)
 
+  text = mine.read_text()
+  mine.write_text("LATER {{ messages[0].content }}<|eos|>")  # what the config named counts as it was then
   out = export.export(workdir, tmp_path / "out")
   alone = json.loads((out / "tokenizer_config.json").read_text())["chat_template"]
-  assert alone == (listed if own else mine.read_text())
-  assert (out / "chat_template.jinja").read_text() == (old if own else mine.read_text())
+  assert alone == (listed if own else text)
+  assert (out / "chat_template.jinja").read_text() == (old if own else text)
   tools = out / "additional_chat_templates" / "tool_use.jinja"
   assert tools.read_text() == f"TOOLS {old}" if own else not tools.exists()
   assert own or not any("OLD" in file.read_text() for file in (*out.glob("*.json"), *out.glob("**/*.jinja")))
@@ -250,6 +252,8 @@ def test_conversations_look_as_they_were_trained_wherever_a_reader_looks(tmp_pat
     (dict(step=3), "no checkpoint of step 3; there are: 1, 4"),
     (dict(dtype="int8"), "dtype is 'int8'; allowed: float32, bfloat16, float16"),
     (dict(max_shard_bytes=0), "0 bytes"),
+    (dict(adapter="apart"), "export's adapter is 'apart'; allowed: merged, peft"),
+    (dict(adapter="peft"), "holds no adapters: its run had model.lora.rank=0. Export without --adapter=peft"),
 ])
 def test_wrong_options_are_told(tmp_path, workdir, options, message):
   with pytest.raises(ConfigError, match=message):

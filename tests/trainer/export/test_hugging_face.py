@@ -2,6 +2,8 @@
 
 import json
 import shutil
+from pathlib import Path
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -76,6 +78,21 @@ def test_what_the_config_changes_wins_and_is_said(folder):
 def test_contradictions_are_refused(given, message):
   with pytest.raises(ConfigError, match=message):
     filled(**given)
+
+
+@pytest.mark.parametrize("given, message", [
+    (dict(path="../out"), r"export.path is '../out'; a path with '\.\.' would lead out"),
+    (dict(path="out", dtype="int8"), "export.dtype is 'int8'; allowed: .*float32.* or unset"),
+])
+def test_an_export_that_cannot_be_is_refused_before_training(folder, given, message):
+  resolved, _ = filled(model=dict(hf=str(folder)))
+  model = SimpleNamespace(num_real_vocab=264)
+  assert hugging_face.export_folder(resolved, model, Path("w")) is None
+  resolved.export.path = "out"
+  assert hugging_face.export_folder(resolved, model, Path("w")) == Path("w/out")
+  resolved.export.update(given)
+  with pytest.raises(ConfigError, match=message):
+    hugging_face.export_folder(resolved, model, Path("w"))
 
 
 def test_training_starts_from_the_folders_parameters_and_their_export_is_the_model(folder, corpus, tmp_path):

@@ -327,6 +327,7 @@ def test_the_page_shows_each_token_with_its_numbers_and_asks_no_network(rolled):
     parts = [part for part in data["parts"] if part["row"] == number]
     row = by_row[number]
     assert sum((part["ids"] for part in parts), []) == row["tokens"]
+    assert all(np.all(np.diff(part["positions"]) == 1) and len(part["positions"]) == len(part["ids"]) for part in parts)
     for ours, theirs in (("logprobs", "logprobs"), ("ratios", "ratios"), ("weights", "loss_weights")):
       for a, b in zip(sum((part["values"][ours] for part in parts), []), row[theirs], strict=True):
         assert (a is None and b is None) or a == pytest.approx(b, rel=1e-4)

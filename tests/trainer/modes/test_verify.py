@@ -1,6 +1,7 @@
 """`--mode=verify`: what holds passes, on every strategy and on a mesh; what does not hold is told, with a number."""
 
 import json
+import re
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -16,7 +17,10 @@ from tests.trainer import rollout_runs, test_image_runs
 from tests.trainer.strategies import test_dpo_runs as test_dpo
 from tests.trainer.strategies import test_reward, test_teachers
 from tests.trainer.strategies import test_sft_runs as test_sft
+from trainer import program as program_lib
 from trainer import strategies
+from trainer.config import checks as config_checks
+from trainer.config import defaults, strategy
 from trainer.errors import ConfigError
 from trainer.generate import sampler
 from trainer.metrics import Mean
@@ -141,6 +145,61 @@ def test_a_reward_model_is_measured_by_its_scores(tmp_path, monkeypatch):
     verify.verify(test_reward.config_of(tmp_path), tmp_path / "w")
   rows = json.loads((tmp_path / "w" / "verify" / "results.json").read_text(encoding="utf-8"))
   assert {row["what"]: (row["status"], row["measured"]) for row in rows if row["what"] in told} == told
+
+
+@pytest.mark.devices(1)
+def test_what_was_found_is_printed_counted_and_kept(corpus, tmp_path, monkeypatch, capsys):
+  """Without the runs that it is measured on."""
+  def of(value):
+    if isinstance(value, Exception):
+      raise value
+    return value
+
+  made = {"a": 1e-7, "b": 2e-6, "c": Skip("not here"), "d": ZeroDivisionError("by nothing"), "e": float("nan")}
+  monkeypatch.setattr(verify, "_straight", lambda *_: (SimpleNamespace(model=None), None))
+  monkeypatch.setattr(verify, "_resumed", lambda *_: 0.0)
+  check = [invariances.Check("I3", what, 1e-6, lambda _, value=value: of(value)) for what, value in made.items()]
+  monkeypatch.setattr(invariances, "CHECKS", check)
+  with pytest.raises(ConfigError, match=r"^3 of 6 equalities do not hold .*verify/results.json has the numbers"):
+    verify.verify(tiny.config(corpus), tmp_path)
+  said = capsys.readouterr().out
+  for words in (r"PASS  I3   a +1.0e-07 ≤ 1e-06\n", r"FAIL  I3   b +2.0e-06 > 1e-06\n", r"SKIP  I3   c +not here\n",
+                r"FAIL  I3   d +ZeroDivisionError: by nothing\n", r"FAIL  I3   e +nan > 1e-06\n",
+                r"PASS  I5   arrays of the state: \d+ steps, .* 0.0e\+00 ≤ 0e\+00\n", "2 PASS, 3 FAIL, 1 SKIP in"):
+    assert re.search(words, said), words
+  rows = json.loads((tmp_path / "verify" / "results.json").read_text(encoding="utf-8"))
+  assert [row["status"] for row in rows] == ["PASS", "FAIL", "SKIP", "FAIL", "FAIL", "PASS"]
+  monkeypatch.setattr(invariances, "CHECKS", check[:1])
+  assert [result.status for result in verify.verify(tiny.config(corpus), tmp_path)] == ["PASS"] * 2
+
+
+@pytest.mark.devices(1)
+def test_the_slice_is_small_exact_and_asks_nobody(corpus, tmp_path):
+  c = tiny.config(corpus, seq_len=64, batch_size=64, grad_accum_steps=4, total_steps=1000, ckpt_steps=7, report=True,
+                  keep_best="eval/val/loss", export=dict(path="out"), spikes=dict(action="warn"))
+  c.optimizer.group_warmup, c.input.batch_size_stages = (("embed", 3),), ((5, 128),)
+  c.precision.update(params="bfloat16", compute="bfloat16", matmul="int8")
+  c.model.update(dropout=0.1, neftune_alpha=5.0)
+  c.model.lora.dropout = 0.2
+  s = verify.slice_of(program_lib.resolve(c)[0], tmp_path)
+  assert (s.batch_size, s.grad_accum_steps, s.seq_len) == (min(verify.ROWS, verify.TOKENS // 64), 1, 64)
+  assert (s.total_steps, s.log_steps, s.ckpt_steps, s.ckpt_percent) == (verify.STEPS, 1, -1, -1)
+  assert (s.precision.params, s.precision.compute, s.precision.matmul) == ("float32", "float32", "none")
+  assert (s.model.dropout, s.model.neftune_alpha, s.model.lora.dropout) == (0.0, 0.0, 0.0)
+  assert (dict(s.evals), dict(s.callbacks), s.keep_best, s.export.path, s.report, s.spikes.action) == (
+      {}, {}, None, None, False, "none")
+  assert s.input.batch_size_stages == s.optimizer.group_warmup == () and s.schedule.name == defaults().schedule.name
+  assert s.input.sources.main.path == str(corpus) and s.optimizer.learning_rate == c.optimizer.learning_rate
+  c = tiny.config(corpus, strategy=strategy("dpo", precompute=True, beta=0.3), seq_len=2**20)
+  s = verify.slice_of(config_checks.resolve(c), tmp_path)
+  assert s.batch_size == 2 and s.strategy.precompute is False and s.strategy.beta == 0.3
+  c = rollout_runs.config(rollout_runs.write_prompts(tmp_path))
+  c.rollout.update(group_size=8, max_new_tokens=5, environment="a.b", resample=3, reward_workers=4, temperature=0.7)
+  s = verify.slice_of(config_checks.resolve(c), tmp_path)
+  r = s.rollout
+  assert (r.num_prompts, r.group_size, r.max_new_tokens, r.batch_size, r.updates) == (2, 4, 5, 8, 2)
+  assert (r.environment, r.resample, r.reward_workers, r.temperature, list(r.rewards)) == (None, 0, 0, 0.7, ["made_up"])
+  assert verify.made_up(["x"] * 5) == [0, 1 / 3, 2 / 3, 1, 0]
 
 
 def test_one_ratio_beside_1_is_told(tmp_path):

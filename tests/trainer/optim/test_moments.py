@@ -60,7 +60,7 @@ def test_a_code_changes_a_number_by_less_than_an_eighth(kind):
 
 @pytest.mark.parametrize("kind", [*CODES, "bfloat16"])
 def test_rounding_keeps_the_mean(kind):
-  x = jnp.asarray([[1.0, 1.99, 0.3, 1e-2, 3.3e-4, 2e-5, 1e-5, 7.7]], jnp.float32)
+  x = jnp.asarray([[1.0, 1.99, 0.3, 1e-2, 3.3e-4, 2e-5, 1e-5, 7.7, 1.2e-4]], jnp.float32)
   encode, decode = CODES.get(kind, (lambda x, bits: (moments.to_bfloat16(x, bits),), lambda y: y.astype(jnp.float32)))
   rounds = 20_000
   values = jax.jit(jax.vmap(lambda step: decode(*encode(x, bits(x, step)))))(jnp.arange(rounds))

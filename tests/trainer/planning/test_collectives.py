@@ -317,3 +317,16 @@ def test_what_hosts_carry_between_slices_counts():
   (one,) = collectives(BETWEEN_SLICES, mesh_lib.make_mesh(dict(slice=2, data=4)))
   assert (one.kind, one.axes, one.group_size, one.bytes, one.traffic) == (
       "all-reduce", ("slice",), 2, 4 * 128 * 8 * 128, 4 * 128 * 8 * 128)
+
+
+@pytest.mark.parametrize("operand", ["%p", "f32[16,16]{1,0} %p"])
+def test_what_enters_a_reduce_scatter_counts_whether_the_text_says_its_shape_or_not(operand):
+  text = f"""HloModule m
+ENTRY %main (p: f32[16,16]) -> f32[2,16] {{
+  %p = f32[16,16]{{1,0}} parameter(0)
+  ROOT %r = f32[2,16]{{1,0}} reduce-scatter({operand}), replica_groups={{{{0,1,2,3,4,5,6,7}}}}, to_apply=%add
+}}
+"""
+  (found,) = collectives(text, mesh_lib.make_mesh(MESH))
+  assert (found.kind, found.bytes, found.group_size, found.axes) == (
+      "reduce-scatter", 1024, 8, ("data", "fsdp", "tensor"))

@@ -8,6 +8,7 @@ import math
 import re
 import types
 from pathlib import Path
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -461,7 +462,8 @@ def test_the_command_needs_no_data_and_says_that_it_estimates(tmp_path, capsys, 
   page = plan_lib.plan(config, tmp_path)
   text = capsys.readouterr().out
   for words in ("16 × h100", "An estimate, not compiled: XLA for GPUs is not installed; pip install -e '.[cuda]'",
-                "MFU", "What to type", "XLA_PYTHON_CLIENT_MEM_FRACTION", "InfiniBand", "data=16 (as configured)"):
+                "adamw: ", "MFU", "What to type", "XLA_PYTHON_CLIENT_MEM_FRACTION", "InfiniBand",
+                "data=16 (as configured)"):
     assert words in text
   html = page.read_text()
   assert "a step on other meshes, predicted" in html and "Memory of each device" in html
@@ -484,12 +486,22 @@ def test_collectives_of_the_compiled_program_stand_beside_the_estimate(tmp_path,
     (dict(plan=dict(topology="v5x:4x4")), "do you mean v5"),
     (dict(plan=dict(topology="h100:8"), mesh=dict(data=1, fsdp=3)), r"makes 3 devices, but there are 8 \(h100\)"),
     (dict(plan=dict(topology="v4:2x2x1", compile="always")), "plan.compile is always"),
+    (dict(plan=dict(topology="v5e:2x2", slices=2), batch_size=16, mesh=dict(slice=1, data=8)),
+     "mesh.slice is 1, but the devices are in 2 slices.* Use --config.mesh.slice=2"),
+    (dict(plan=dict(topology="cpu:8"), tokenizer=dict(type="hf")), "tokenizer.path is not set"),
     (dict(plan=dict(topology="h100:8", compile="yes")), "allowed: auto, always, never"),
     (dict(plan=dict(topology="h100:8", memory_gb=-1.0)), "plan.memory_gb must be above 0"),
     (dict(plan=dict(topology="h100:8x2")), "batch_size / grad_accum_steps is 8")])
 def test_mistakes_are_told_as_training_would(changed, said, tmp_path):
   with pytest.raises(ConfigError, match=said):
     plan_lib.plan(tiny.config(NOWHERE, **changed), tmp_path)
+
+
+def test_the_axis_of_slices_is_a_multiple_of_them():
+  of = SimpleNamespace(devices=12, topology=SimpleNamespace(kind="v5e", slices=2))
+  assert dict(plan_estimate.Planner.mesh(of, dict(slice=4, data=3)).shape)["slice"] == 4
+  with pytest.raises(ConfigError, match="mesh.slice is 3, but the devices are in 2 slices.* --config.mesh.slice=2"):
+    plan_estimate.Planner.mesh(of, dict(slice=3, data=4))
 
 
 def test_figures_of_the_config_replace_those_of_the_table():

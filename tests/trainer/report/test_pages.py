@@ -58,3 +58,10 @@ def test_numbers_that_are_not_finite_are_told_and_spoil_no_scale():
 def test_rounding_does_not_look_like_a_difference():
   _, ratios = microscope.columns(["ratios"], [{"ratios": [1.0, 1.000001]}])
   assert ratios["key"] == "ratios" and ratios["scale"] == 0.02
+
+
+@pytest.mark.parametrize("lengths, widths", [((1.0, 4.0, -2.0), ("25.0", "100.0", "0.0")), ((0.0, 0.0), ("0.0", "0.0")),
+                                             ((), ())])
+def test_bars_are_as_long_as_the_share_of_the_longest(lengths, widths):
+  page = str(pages.bars([("a", length, "x") for length in lengths], "b"))
+  assert re.findall(r"width:([-\d.]+)%", page) == list(widths)

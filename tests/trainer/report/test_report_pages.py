@@ -196,7 +196,9 @@ def test_steps_that_were_not_finite_and_damaged_checkpoints_are_told(tmp_path):
   (folder / "nonfinite").mkdir()
   (folder / "nonfinite" / "step-3.jsonl").write_text("{}\n")
   (folder / "checkpoints" / "7.unreadable").mkdir(parents=True)
-  text = made(folder).pairs("checks")
+  shown = made(folder)
+  text = shown.pairs("checks")
+  assert "at step 20, the last written" in shown.texts[""]
   assert "✗ 2 steps not finite, which changed nothing. What was in the batch of 1 is in nonfinite/." in text
   assert "1 checkpoint set aside" in text and "7.unreadable" in text
   assert "✗ The loss is not finite in 1 of 21 rows of metrics." in text
@@ -279,6 +281,21 @@ def test_metrics_stand_with_their_like(name, group):
   assert series.group_of(name) == group and group in series.ORDER
 
 
+@pytest.mark.parametrize("name, sources, owner", [
+    ("loss", ["a"], ("loss", "all")), ("loss/a", ["a"], ("loss", "a")), ("kl/a", ["a"], ("kl/a", "")),
+    ("kl/a", ["a", "b"], ("kl", "a")), ("kl/c", ["a", "b"], ("kl/c", "")), ("data/a/rows", ["a"], ("data/rows", "a")),
+    ("data/c/rows", ["a"], ("data/c/rows", "")), ("grad_norm", ["a"], ("grad_norm", ""))])
+def test_which_chart_a_metric_by_source_is_in(name, sources, owner):
+  assert series._owner(name, ["loss", "loss/a", "kl/a", "kl/b", "grad_norm"], sources) == owner
+
+
+@pytest.mark.parametrize("count, more", [(8, ""), (9, "and 1 more; "), (12, "and 4 more; ")])
+def test_a_chart_says_how_many_lines_its_words_leave_out(count, more):
+  column = series.Column(np.arange(3), np.array([1.0, 0.5, 0.25]))
+  drawn = str(series._drawn(series.Chart("kl", [series.Line(f"s{i}", 0, column) for i in range(count)], []), ["r"], 50))
+  assert f"; {more}3 rows" in drawn and "s7: " in drawn and "s8: " not in drawn and (" more; " in drawn) == bool(more)
+
+
 @pytest.mark.parametrize("value, expected", [
     (0, "0"), (12, "12"), (1234567, "1,234,567"), (0.00012345678, "0.00012346"), (3.14159265, "3.1416"),
     (21496.4, "21,496"), (1e20, "1e+20"), (math.nan, "nan"), (-2.0, "-2"), (True, "True"), ("x", "x")])
@@ -290,6 +307,21 @@ def test_numbers_for_people(value, expected):
     (0.0123, "12.3 ms"), (1.5, "1.5 s"), (75, "1 min 15 s"), (3700, "1 h 1 min"), (90000, "1 d 1 h")])
 def test_times_for_people(seconds, expected):
   assert pages.span(seconds) == expected
+
+
+def test_rows_of_samples_are_counted_without_empty_lines(tmp_path):
+  path = tmp_path / "a.jsonl"
+  path.write_text('{"a": 1}\n\n[2]\n  \n{"a": 3}\n{\n' + '{"a": 4}\n' * texts.MOST_TEXTS)
+  rows, total = texts._rows(path)
+  assert total == 4 + texts.MOST_TEXTS and len(rows) == texts.MOST_TEXTS and [row["a"] for row in rows[:3]] == [1, 3, 4]
+  assert texts._rows(tmp_path / "none") == ([], 0)
+
+
+def test_a_completion_that_is_cut_says_so_and_no_other():
+  row = {"tokens": ["ab", "c"], "logprobs": [-0.5, math.inf]}
+  assert "…" not in texts.said(row, 10**6) and "&#34;logprobs&#34;:[-0.5,null]" in texts.said(row, 10**6)
+  assert texts.said(row, 1).count("…") == 1 and ">c<" not in texts.said(row, 1)
+  assert texts.said({"completion": "x" * 40}, 10) == texts.cut("x" * 40, 10) != "x" * 40
 
 
 def test_the_steps_of_samples_are_spread_and_the_last_is_there(tmp_path):

@@ -294,3 +294,9 @@ def test_the_page_does_what_it_says(tmp_path, monkeypatch):
   ((right, wrong),) = episodes.run(items, 2, Sampler(TINY, lambda sample, turn: replies[sample][turn - 1]), 0)
   assert (right.reward, wrong.reward, right.turns) == (1.0, 0.0, 2)
   assert right.completion[1] == {"role": "user", "content": "Check that, and say the result alone."}
+
+
+@pytest.mark.parametrize("env, told", [(f"{HERE}.guess", True), ("Guess", False)])
+def test_a_function_is_told_when_a_text_is_full(tmp_path, env, told):
+  _, episodes = setup(tmp_path, [{"q": [{"role": "user", "content": "a"}], "number": 1}], env=env)
+  assert episodes._truncates == told

@@ -57,6 +57,25 @@ def stream_of(lengths, rows, chunk, now, versions):
   return stream
 
 
+def test_metrics_are_of_the_tokens_that_are_trained_on():
+  """Five tokens, by policies of 3, 5 and 6 updates, trained on after 7; policy 6 sampled first."""
+  def text(*versions):
+    return carried.NO_TEXT._replace(versions=np.array(versions, np.int32))
+
+  ages = Ages(6, 7, 2, 1, 9)
+  groups = [Group(0, "s", [text(3, 5), text(6)]), Group(1, "s", [text(6, 6), text()])]
+  assert carried.metrics(groups, [fresh(2, "s", 1)] * 3, ages) == {
+      "rollout/carried_groups": 3.0, "rollout/carried_ratio": 2 / 5, "rollout/token_staleness": (4 + 2 + 1 + 1 + 1) / 5,
+      "rollout/max_token_staleness": 4.0}
+  assert carried.metrics([], [], ages) == {"rollout/carried_groups": 0.0}
+  part = text(3)._replace(ids=np.array([7], np.int32), logprobs=np.array([-1.0], np.float32)).more(
+      Completion(0, 1, np.array([8, 9], np.int32), np.zeros(2), np.array([-2.0, -3.0]), "stop", "x"), 5)
+  made = part.completion(4)
+  assert (made.sample, made.ids.tolist(), made.logprobs.tolist()) == (4, [7, 8, 9], [-1.0, -2.0, -3.0])
+  assert made.full_logprobs is made.logprobs and (made.finish_reason, made.stop_reason) == ("stop", "x")
+  assert part.versions.tolist() == [3, 5, 5]
+
+
 @pytest.mark.parametrize("seed", range(12))
 def test_no_group_is_lost_or_older_than_allowed_and_each_rollout_is_full(seed):
   """Lengths with a heavy tail, sizes at random; each prompt is trained on once, and its tokens are in order."""

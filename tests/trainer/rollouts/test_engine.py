@@ -231,10 +231,15 @@ def test_with_adapters_the_merged_model_is_handed_over(policy, tmp_path):
     ({"engine": "localhost:8000"}, "allowed: the address of a server"),
     ({"engine_handover": "carrier pigeon"}, "allowed: weft, vllm, sglang"),
     ({"engine_timeout_seconds": 0.0}, "it must be above 0"),
+    ({"replay_experts": True}, "rollout.replay_experts is True, but servers do not tell"),
+    ({"share_beginnings": True}, "rollout.share_beginnings is True, but rollout.engine runs prompts in its own way"),
+    ({"vision": "siglip"}, "rollout.engine is for models of text"),
+    ({"frozen": "nf4"}, "precision.frozen is nf4: a base in few bits cannot be handed"),
 ])
 def test_what_cannot_be_is_refused(change, says):
   c = defaults()
   c.rollout.engine = "http://127.0.0.1:1"
+  c.model.vision.tower, c.precision.frozen = change.pop("vision", "none"), change.pop("frozen", "bfloat16")
   c.rollout.update(change)
   with pytest.raises(ConfigError, match=says):
     check(c)

@@ -105,6 +105,7 @@ def test_nothing_to_train_is_a_batch_of_padding():
 def test_a_unit_longer_than_a_row_is_refused():
   with pytest.raises(ValueError, match="a unit of 13 tokens does not fit into a row of 12"):
     batch_of([6], seq_len=12)
+  assert (batch_of([6], seq_len=13)["segment_ids"] > 0).sum(axis=1).max() == 13
 
 
 def test_the_arrays_are_all_there_is():

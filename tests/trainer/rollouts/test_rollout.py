@@ -20,6 +20,7 @@ from tests.trainer.rollout_runs import (
   table,
   write_prompts,
 )
+from trainer import program as program_lib
 from trainer import train, tree
 from trainer.config import defaults, reward, strategy
 from trainer.errors import ConfigError, DataError
@@ -224,6 +225,9 @@ def windows(c):
     (dict(max_turns=3), "config.rollout.max_turns = 3"),
     (windows, "which Transformer cannot do: the window of its local layers counts places of the row. Use --config"),
     (dict(max_new_tokens=64), "with seq_len=64 it must be from 1 to 63"),
+    (dict(environment=f"{TOYS}.Echo", tools=("a.b",)), "answered by an environment of their own"),
+    (dict(turn_share=0.0), "rollout.turn_share is 0.0; it must be above 0, and 1 at most"),
+    (dict(kept_texts=2), "rollout.kept_texts is 2, but nothing answers completions"),
 ])
 def test_what_cannot_be_is_refused_with_what_to_do(prompts, tmp_path, change, said):
   c = config(prompts)
@@ -236,6 +240,15 @@ def test_what_cannot_be_is_refused_with_what_to_do(prompts, tmp_path, change, sa
   with pytest.raises(ConfigError, match=re.escape(said)):
     train(c, tmp_path / "w")
   assert not (tmp_path / "w" / "checkpoints").exists() or not list((tmp_path / "w" / "checkpoints").iterdir())
+
+
+def test_an_environment_may_be_all_that_says_what_is_good(prompts):
+  c = config(prompts)
+  c.rollout.rewards, c.rollout.environment = {}, f"{TOYS}.Echo"
+  assert program_lib.resolve(c)[0].rollout.environment
+  c.rollout.environment = None
+  with pytest.raises(ConfigError, match="nothing says what is good"):
+    program_lib.resolve(c)
 
 
 def test_precomputed_references_and_stages_are_refused(prompts, tmp_path):

@@ -162,6 +162,17 @@ def test_what_was_said_last_and_never_run_has_no_experts():
   assert episode.result().trajectory.experts.ravel().tolist() == [5, 6, 7, -1, -1]
 
 
+def test_experts_are_those_that_were_chosen_when_a_token_was_said():
+  """Also expert 0; what was run later as a part of a prompt fills in where nothing was known."""
+  item = SimpleNamespace(prompt=SimpleNamespace(ids=np.arange(1), images=()), content="abc", number=0)
+  episode = Playing(item, 0, Calls(None, True))
+  for experts in ([3, 0, -1], [1, 1, 1, 1, 4]):
+    said = SimpleNamespace(ids=np.array([3, 4]), full_logprobs=np.zeros(2), finish_reason="stop", stop_reason=None,
+                           experts=np.array(experts, np.int16).reshape(-1, 1, 1))
+    episode.add_completion(said, "a", "a")
+  assert episode.experts.ravel().tolist() == [3, 0, 1, 1, 4]
+
+
 def test_answers_are_waited_for_a_look_later_when_they_are_enough():
   """16 episodes of one prompt, of which an eighth are 2; an answer of which nobody is in need is let alone."""
   prompt = SimpleNamespace(ids=np.arange(3), images=())

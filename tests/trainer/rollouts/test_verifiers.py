@@ -85,6 +85,9 @@ def test_an_episode_that_the_environment_gives_up_is_none(_package, caplog):
 
 def test_records_say_which_task_of_which_environment(_package):
   reader = bridge.Tasks(source(type="x", env="sums", args=dict(fails=False)), "a")
+  both = [bridge.Tasks(source(type="x", env="sums", args=args), "a").identity for args in (
+      dict(fails=False, grouped=False), dict(grouped=False, fails=False), dict(fails=True, grouped=False))]
+  assert both[0] == both[1] != both[2]
   first, second = reader.read(Tally())
   assert first.fields["prompt"][0] == {"role": "system", "content": "Be brief."}
   assert second.fields["verifiers"] == {"env": "sums", "args": {"fails": False}, "task": ROWS[1]}

@@ -303,6 +303,7 @@ def test_calls_of_tools_are_told_as_openai_tells_them(text, content, calls, end)
     ("/v1/completions", dict(prompt="a", temperature="hot"), "temperature", "allowed: a number from 0 to 100"),
     ("/v1/completions", dict(prompt="a", top_p=0), "top_p", "found 0"),
     ("/v1/completions", dict(prompt="a", stop=[""]), "stop", "none of them empty"),
+    ("/v1/completions", dict(prompt="a", stop_token_ids=[True]), "stop_token_ids", "allowed: a list of token ids"),
     ("/v1/completions", dict(prompt="a", stop="\ud800"), "prompt", "half a character"),
     ("/v1/completions", dict(prompt="a", stream_options=1), "stream_options", "allowed: an object"),
     ("/v1/chat/completions", dict(messages=[dict(role="user", content="a")], chat_template_kwargs=[1]),

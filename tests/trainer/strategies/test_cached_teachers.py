@@ -2,6 +2,7 @@
 
 import os
 import shutil
+from types import SimpleNamespace
 from unittest import mock
 
 import pytest
@@ -105,3 +106,22 @@ def test_a_run_is_known_by_its_checkpoint(tmp_path, seen):
   c.total_steps, c.allow_config_changes = 2, True
   train(c, tmp_path / "run")
   assert cached_teachers.Prints(tmp_path).key(str(tmp_path / "run"), "x", "") != first
+
+
+def test_whatever_decides_what_a_teacher_says_is_another_cache(tmp_path):
+  """Here the files are known, so that nothing is computed: the caches are asked for by name."""
+  path, asked = str(tiny.hf_folder(tmp_path / "a", vocab_size=258)), []
+  data = SimpleNamespace(use_teachers=lambda *_: None, teacher=lambda identity, *more: (
+      asked.append((identity, more[1], more[2])), SimpleNamespace(complete=True))[1])
+  keys = set()
+  for real, micro, compute, options in (
+      (258, 2, "float32", {}), (257, 2, "float32", {}), (258, 4, "float32", {}), (258, 2, "bfloat16", {}),
+      (258, 2, "float32", dict(temperature=0.5)), (258, 2, "float32", dict(cached_top_k=3))):
+    c = config_of(tmp_path, strategy=strategy("distill", **(dict(teacher=path, cached_top_k=4) | options)))
+    c.precision.compute = compute
+    program = SimpleNamespace(precompute=True, model=SimpleNamespace(num_real_vocab=real),
+                              options=SimpleNamespace(micro_batch_size=micro))
+    with mock.patch.object(cached_teachers.Prints, "get", lambda _, key: keys.add(key) or "known"):
+      assert cached_teachers.precompute(c, program, [data], tmp_path) == ("known", teacher.KEY)
+  assert len({identity for identity, _, _ in asked}) == len(asked) == 6 and len(keys) == 1
+  assert {top for _, top, _ in asked} == {3, 4} and all(sources == ["main"] for _, _, sources in asked)

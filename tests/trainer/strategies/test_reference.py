@@ -1,7 +1,9 @@
 """Which parameters a reference has, by the log-probs and losses of a model where they can be computed by hand
 (test_wiring.py); other runs with references are in test_dpo_runs.py."""
 
+import dataclasses
 import json
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -10,6 +12,8 @@ from tests.trainer.test_wiring import FIRST, softmax
 from trainer import train
 from trainer.callbacks import Callback
 from trainer.config import defaults, source, strategy
+from trainer.errors import ConfigError
+from trainer.strategies import reference
 from trainer.strategies.reference import first_reference
 
 BETA = 0.5
@@ -120,3 +124,57 @@ def test_log_probs_of_another_temperature_are_not_those_of_the_cache(tmp_path):
     there = batch["loss_weights"] > 0
     expected = np.log(softmax(FIRST / temperature))[batch["tokens"][there]]
     np.testing.assert_allclose(batch["ref_logprobs"][there], expected, atol=1e-5)
+
+
+@pytest.mark.parametrize("kind, rank, more, message", [
+    ("base", 0, {}, "there are no adapters .model.lora.rank is 0"),
+    ("base", 2, dict(modules_to_save=("^embed/",), peft="a"), "may have its own values of model.lora.modules_to_save"),
+    ("start", 0, {}, None), ("start", 2, {}, None), ("base", 2, {}, None), ("/a", 0, {}, None), ("/a", 2, {}, None)])
+def test_what_a_reference_holds(kind, rank, more, message):
+  """With adapters they alone, unless it is another model as a whole: then what is frozen, too."""
+  c = defaults()
+  c.strategy = strategy("dpo", reference=kind)
+  c.model.lora.update(rank=rank, **more)
+  optimizer = SimpleNamespace(split=lambda params: ({"b": params["b"]}, {"a": params["a"]}),
+                              merge=lambda trained, frozen: trained | frozen)
+  if message is None:
+    found = reference.shapes(c, optimizer, {"a": 1, "b": 2})
+    assert found.keys() == ({"a", "b"} if (kind, rank) == ("/a", 0) else {"b"})
+    return
+  with pytest.raises(ConfigError, match=message):
+    reference.shapes(c, optimizer, {"a": 1, "b": 2})
+
+
+def test_references_that_cannot_be_are_refused(tmp_path, monkeypatch):
+  c = defaults()
+  c.strategy = strategy("dpo", reference=str(tmp_path / "no"))
+  with pytest.raises(ConfigError, match="no', which is neither 'start', 'base', nor a folder that exists"):
+    first_reference(c, None, {}, {})
+  (tmp_path / "hf").mkdir()
+  (tmp_path / "hf" / "config.json").write_text("{}")
+  c.strategy.reference, c.model.lora.rank = str(tmp_path / "hf"), 2
+  with pytest.raises(ConfigError, match="a whole model, but this run trains adapters over a fresh base"):
+    first_reference(c, None, {}, {})
+  c.model.lora.rank = 0
+  for where in ("2 arrays from it, 1 fresh arrays", "3 arrays from it"):
+    asked = []
+    monkeypatch.setattr(reference.init_from, "first_params", lambda origin, *_, where=where, asked=asked, **__: (
+        asked.append(origin), ("loaded", where))[1])
+    if "fresh" in where:
+      with pytest.raises(ConfigError, match="does not have all of the model's parameters .2 arrays from it, 1 fresh"):
+        first_reference(c, None, {}, {})
+    else:
+      assert first_reference(c, None, {}, {}) == "loaded"
+    assert (asked[0].folder, asked[0].path, asked[0].peft, asked[0].remap) == (str(tmp_path / "hf"), None, None, ())
+
+
+def test_a_run_that_goes_on_has_its_own_reference_alone():
+  @dataclasses.dataclass
+  class Start:
+    meta: dict
+    pinned: dict
+
+  assert reference._pin(Start({}, {"base": "a"}), "b", "KEY").pinned == {"base": "a", "reference": "b"}
+  assert reference._pin(Start({"pinned": {"reference": "b"}}, {}), "b", "KEY").pinned == {"reference": "b"}
+  with pytest.raises(ConfigError, match="its fingerprint is c, that of the one here is b. Give the KEY that it was"):
+    reference._pin(Start({"pinned": {"reference": "c"}}, {}), "b", "KEY")

@@ -134,15 +134,20 @@ def test_on_policy_each_completion_has_the_teachers_of_its_source(tmp_path):
 def test_teachers_that_cannot_be_are_refused(tmp_path):
   paths = folders(tmp_path)
   a, b = (str(paths[name]) for name in "ab")
+  more = str(tiny.hf_folder(tmp_path / "more", vocab_size=264))  # entries beyond the tokens
   for options, message in (
       (dict(teacher=a, teachers={"b": dict(path=b)}), "Give one teacher or several"),
       (dict(teachers={"b": dict(weight=1.0)}), "strategy.teachers.b.path is None; it must be of type str"),
+      (dict(teachers={"b/c": dict(path=b)}), "strategy.teachers has the name 'b/c'; allowed: letters, digits, _ and -"),
+      (dict(teachers={"1": dict(path=b)}), "strategy.teachers has the name '1'"),
+      (dict(teachers={"b": b}), "strategy.teachers.b is '.*'; it must be a dict such as"),
       (dict(teachers={"b": dict(path=b, weight=0.0)}), "strategy.teachers.b.weight is 0.0; it must be above 0"),
       (dict(teachers={"b": dict(path=b, source=("left",))}), "strategy.teachers.b has the key 'source'; allowed: path"),
       (dict(teachers={"b": dict(path=b, sources=("lft",))}), "strategy.teachers.b.sources has 'lft'; the sources are"),
       (dict(teachers={"b": dict(path=b, sources=("left",))}), "input.sources.right has no teacher"),
       (dict(teachers={"b": dict(path=str(tmp_path / "no"))}), "strategy.teachers.b.path is .* which is no folder"),
       (dict(teacher=a, cached_top_k=259), "strategy.cached_top_k is 259, but there are 258 tokens"),
+      (dict(teacher=more, cached_top_k=260), "strategy.cached_top_k is 260, but there are 258 tokens"),
       (dict(teacher=a, cached_top_k=-1), "strategy.cached_top_k is -1; it must be at least 0")):
     with pytest.raises(ConfigError, match=message):
       train(config_of(tmp_path, **options), tmp_path / "w")

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from trainer.errors import ConfigError
 from trainer.sweep import combinations
-from trainer.sweep.combinations import chain, fixed, name_of, parsed, product, sweep, zipped
+from trainer.sweep.combinations import argument, chain, fixed, name_of, parsed, product, sweep, zipped
 
 # ---------------------------------------------------------------------------------------------- the algebra
 
@@ -52,6 +52,11 @@ def test_what_is_no_sweep_is_told(make, words):
 ])
 def test_values_on_the_command_line(text, values):
   assert parsed(text) == [{"a": value} for value in values]
+
+
+def test_a_dict_is_no_value_on_the_command_line():
+  with pytest.raises(ConfigError, match="a is a dict in a combination; set its keys one by one, as in a.KEY"):
+    argument("a", {"b": 1})
 
 
 @pytest.mark.parametrize("text", ["a", "a=", "=1", "a=1,,2", "a=(1,2", "a='x", "a=1)"])

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -135,9 +136,13 @@ def test_where_the_runs_come_from(config_file, tmp_path):
   assert sweep_lib.combinations(config_file, str(tmp_path / "other.py"), [], False) == [{"seed": 5}]
   (tmp_path / "none.py").write_text("x = 1\n")
   (tmp_path / "broken.py").write_text("x = \n")
+  (tmp_path / "empty.py").write_text("def get_sweep():\n  return []\n")
+  (tmp_path / "wrong.py").write_text("from trainer.errors import ConfigError\nraise ConfigError('of its own')\n")
   for arguments, words in (((config_file, "none.py", ["a=1"], False), "give one of them"),
                            ((config_file, None, [], True), "there is none"),
                            ((str(tmp_path / "none.py"), None, [], False), r"has no get_sweep\(\)"),
+                           ((str(tmp_path / "empty.py"), None, [], False), "empty.py has no combination"),
+                           ((str(tmp_path / "wrong.py"), None, [], False), "^of its own$"),
                            ((str(tmp_path / "broken.py"), None, [], False), "cannot be read: SyntaxError")):
     with pytest.raises(ConfigError, match=words):
       sweep_lib.combinations(*arguments)
@@ -371,6 +376,12 @@ def test_a_sweep_of_real_runs(config_file, tmp_path, monkeypatch, capsys):
   assert "finished  fails=False__seed=1-" in gathered
 
 
+def test_a_dry_run_hands_nothing_to_slurm(config_file, tmp_path, monkeypatch, capsys):
+  slurm(tmp_path, monkeypatch)
+  shown = said(command(config_file, tmp_path / "root", "--slurm", "--dry_run"), monkeypatch, capsys)
+  assert "array-" in shown and "Submitted" not in shown and not (tmp_path / "asked").exists()
+
+
 def test_a_task_of_slurm_is_a_run_of_the_sweep(config_file, tmp_path, monkeypatch, capsys):
   slurm(tmp_path, monkeypatch)
   root = tmp_path / "root"
@@ -385,3 +396,17 @@ def test_a_task_of_slurm_is_a_run_of_the_sweep(config_file, tmp_path, monkeypatc
   assert ", 1 of them finished" in again
   script = max(root.glob("array-*.sbatch"), key=lambda path: path.stat().st_mtime)
   assert "#SBATCH --array=0\n" in script.read_text()
+
+
+@pytest.mark.parametrize("changed, rest, words", [
+    (dict(), ["seed=1"], "unexpected argument 'seed=1'; overrides for all runs are written --config.key=value"),
+    (dict(), ["--config.seed"], "unexpected argument '--config.seed'"),
+    (dict(config=None), [], "give --config"), (dict(workdir=None), [], "give --config .* and --workdir"),
+    (dict(gather=True, slurm=True), [], "--gather starts no run"),
+    (dict(gather=True, dry_run=True), [], "--gather starts no run"),
+    (dict(), [], "is the workdir of a run; a sweep needs a folder of its own")])
+def test_wrong_flags_are_told(tmp_path, changed, rest, words):
+  (tmp_path / "config.json").write_text("{}")
+  given = dict(array=None, index=None, config="c.py", workdir=str(tmp_path), slurm=False, gather=False, dry_run=False)
+  with pytest.raises(ConfigError, match=words):
+    sweep_lib._run(SimpleNamespace(**given | changed), rest)

@@ -87,20 +87,21 @@ def integers(bits, groups, per_group, outputs):
 
 
 @pytest.mark.parametrize("bits,form,ordered", [(4, "gptq", True), (4, "gptq_v2", False), (8, "gptq", False),
-                                               (2, "gptq_v2", True)])
+                                               (2, "gptq_v2", True), (4, None, False)])
 def test_gptq_is_its_formula(tmp_path, bits, form, ordered):
   codes, zeros, scales = integers(bits, 3, 32, 32)
   groups = np.arange(96) // 32 if ordered else NUMBERS.permutation(np.arange(96) // 32)
   each = list(range(32 // bits))
   words = packed(zeros, bits, each)
-  if form == "gptq":  # the writer takes one from each, from words as wholes
+  if form != "gptq_v2":  # the writer takes one from each, from words as wholes
     words = (words.view(np.uint32) - np.uint32(sum(1 << bits * i for i in each))).view(np.int32)
   tensors = {"a.qweight": np.ascontiguousarray(packed(codes.T, bits, each).T), "a.qzeros": words, "a.scales": scales}
   if not ordered:
     tensors["a.g_idx"] = groups.astype(np.int32)
   expected = np.array([[np.float64(scales[g, n]) * (int(codes[k, n]) - int(zeros[g, n])) for k, g in enumerate(groups)]
                        for n in range(32)])
-  folder = folder_of(tmp_path, dict(quant_method="gptq", bits=bits, checkpoint_format=form), tensors)
+  said = {} if form is None else dict(checkpoint_format=form)
+  folder = folder_of(tmp_path, dict(quant_method="gptq", bits=bits) | said, tensors)
   assert folder.tensors.keys() == {"a.weight"}
   same(folder, "a.weight", expected.astype(np.float16))
 
