@@ -1,9 +1,8 @@
 """DeepSeek-V3.2 and GLM-5: DeepSeek V3's layers, with indexers that choose the keys of latent attention."""
 
 from models.hf.families import common, mtp
-from models.hf.families.deepseek_v2 import INERT, LATENT, MIXTURE, latent_sizes
-from models.hf.families.deepseek_v3 import AHEAD, CHOICE_BIAS, SCORES, experts
-from models.hf.families.glm4_moe_lite import MlpTypes
+from models.hf.families.deepseek import AHEAD, CHOICE_BIAS, INERT, LATENT, MIXTURE, SCORES, experts, latent_sizes
+from models.hf.families.glm import MlpTypes
 from models.hf.family import Family, Tensor
 from models.hf.keys import Key, Must, Rule
 

@@ -1,9 +1,8 @@
 """dots.llm1: Qwen 3's attention, and DeepSeek V3's router and experts."""
 
 from models.hf.families import common
-from models.hf.families.deepseek_v2 import MIXTURE, DenseLayers, SharedExperts
-from models.hf.families.deepseek_v3 import CHOICE_BIAS, SCORES
-from models.hf.families.gemma2 import write_window
+from models.hf.families.deepseek import CHOICE_BIAS, MIXTURE, SCORES, DenseLayers, SharedExperts
+from models.hf.families.gemma import write_window
 from models.hf.family import Family
 from models.hf.keys import Key, LayerTypes, Must
 from models.hf.rope import Rope
@@ -25,8 +24,8 @@ DOTS1 = Family(
     architectures=("Dots1ForCausalLM",),
     keys=(
         *common.SIZES, common.HEAD_SIZE, common.WIDTH, common.RMS_EPS, common.SILU, common.UNTIED, Rope(),
-        Key("num_key_value_heads", "num_kv_heads", default=32, null=common.as_many_as_heads),
         common.ATTENTION_BIAS,
+        Key("num_key_value_heads", "num_kv_heads", default=32, null=common.as_many_as_heads),
         LayerTypes(sliding_window, from_max_window_layers_on, write_window),
         Key("moe_intermediate_size", "moe.expert_size", default=1408),
         Key("n_routed_experts", "moe.num_experts", alias="num_local_experts"),

@@ -2,8 +2,8 @@
 layers, and no rotary positions in the fourth."""
 
 from models.hf.families import common
-from models.hf.families.gemma2 import sliding_window, write_window
-from models.hf.families.olmo2 import OLMO2_TABLE
+from models.hf.families.gemma import sliding_window, write_window
+from models.hf.families.olmo import OLMO2_TABLE
 from models.hf.family import Family
 from models.hf.keys import Key, LayerTypes
 from models.hf.rope import Rope
@@ -35,8 +35,7 @@ EXAONE4 = Family(
     model_types=("exaone4",),
     architectures=("Exaone4ForCausalLM",),
     keys=(
-        *common.SIZES, common.WIDTH, common.HEAD_SIZE, common.SILU, common.UNTIED, Rope(),
-        Key("rms_norm_eps", "norm_eps", float, default=1e-5),
+        *common.SIZES, common.WIDTH, common.HEAD_SIZE, common.SILU, common.UNTIED, Rope(), common.RMS_EPS_5,
         Key("num_key_value_heads", "num_kv_heads", default=32),
         WindowOrNoPositions(sliding_window, all_but_every_nth, write_window),
     ),

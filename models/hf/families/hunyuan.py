@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from models.hf.families import common
 from models.hf.family import Family, Tensor
-from models.hf.keys import Key, Must
+from models.hf.keys import Must
 from models.hf.rope import Rope
 from models.hf.source import Source
 
@@ -34,13 +34,12 @@ HUNYUAN_V1_DENSE = Family(
     architectures=("HunYuanDenseV1ForCausalLM",),
     keys=(
         *common.SIZES, common.WIDTH, common.HEAD_SIZE, common.SILU, common.UNTIED, common.ATTENTION_BIAS, AlphaRope(),
-        Key("rms_norm_eps", "norm_eps", float, default=1e-5),
-        Key("num_key_value_heads", "num_kv_heads", default=common.as_many_as_heads, null=common.as_many_as_heads),
+        common.RMS_EPS_5, common.KV_HEADS,
         Must("use_qk_norm", True, "queries and keys are normalised in all models of this family"),
         Must("use_cla", False, "every layer has its own keys and values in transformers"),
         Must("mlp_bias", False, "MLPs have no biases in this family"),
     ),
-    table=(*common.ENDS, *common.NORMS, *common.ATTENTION, *common.MLP,
+    table=(*common.LLAMA,
            *(Tensor(f"layers.{{layer}}.self_attn.{theirs}_layernorm.weight", f"blocks/attn/{ours}_norm/scale")
              for theirs, ours in (("query", "q"), ("key", "k")))),
     fixed={"qk_norm": True, "qk_norm_over": "rotated"},

@@ -103,10 +103,9 @@ LLAMA4 = Llama4(
     architectures=("Llama4ForCausalLM", "Llama4ForConditionalGeneration"),
     classifier=None,
     keys=(
-        *common.SIZES, common.UNTIED, common.ATTENTION_BIAS, common.SILU,
+        *common.SIZES, common.UNTIED, common.ATTENTION_BIAS, common.SILU, common.RMS_EPS_5,
         Key("head_dim", "head_dim", default=128, null=common.head_size),
         Key("num_key_value_heads", "num_kv_heads", default=8, null=common.as_many_as_heads),
-        Key("rms_norm_eps", "norm_eps", float, default=1e-5),
         Rope(theta=500000.0, scalings=("linear", "llama3", "yarn")),
         Key("use_qk_norm", "qk_norm", bool, default=True),
         Key("intermediate_size", ("moe.expert_size", "moe.shared_size"), default=8192),

@@ -2,8 +2,8 @@
 each head rotated."""
 
 from models.hf.families import common
-from models.hf.families.deepseek_v3 import SCORES
-from models.hf.families.mixtral import MIXTRAL
+from models.hf.families.deepseek import SCORES
+from models.hf.families.mistral import MIXTRAL
 from models.hf.family import Family, Tensor
 from models.hf.keys import Key, Must, Rule
 from models.hf.rope import Rope

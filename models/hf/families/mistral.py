@@ -1,13 +1,19 @@
-"""Mistral: a Llama without biases, with a sliding window in all layers (7B 0.1) or in none.
+"""Mistral, Ministral 3 and Mixtral."""
 
-Folders of Mistral Small 3.1 and of what came of it (mistral3) hold a tower for images beside it, which is passed over.
-"""
+from dataclasses import dataclass
 
+from models.hf.errors import HFError
 from models.hf.families import common
-from models.hf.family import Tensor
+from models.hf.family import Family, Tensor
 from models.hf.images import TextPart
 from models.hf.keys import Key, Window
 from models.hf.rope import Rope
+
+# ----------------------------------------------------------------------------------------------
+# Mistral: a Llama without biases, with a sliding window in all layers (7B 0.1) or in none.
+#
+# Folders of Mistral Small 3.1 and of what came of it (mistral3) hold a tower for images beside it, which is passed
+# over.
 
 # Of folders with a tower.
 WHOLE = "Mistral3ForConditionalGeneration"
@@ -27,6 +33,82 @@ MISTRAL = TextPart(
         Rope(), Window(default=4096),
         Key("num_key_value_heads", "num_kv_heads", default=8, null=common.as_many_as_heads),
     ),
-    table=(*common.ENDS, *common.NORMS, *common.ATTENTION, *common.MLP, HEAD),
+    table=(*common.LLAMA, HEAD),
     prefixes=PREFIXES, ignored=IGNORED, inert=INERT,
+)
+
+
+# ----------------------------------------------------------------------------------------------
+# Ministral 3: a Mistral whose queries grow with their position, as those of some of Llama 4's layers.
+#
+# Published folders (mistral3) hold a tower for images beside it, which is passed over.
+
+BETA = "llama_4_scaling_beta"
+
+
+@dataclass(frozen=True)
+class GrowingRope(Rope):
+  """With the factor on queries: a step for each length that the model was first trained on."""
+
+  inert: tuple[str, ...] = (BETA, "max_position_embeddings")
+
+  def read(self, source, model):
+    keys = super().read(source, model)
+    beta = self._parameters(source)[0].get(BETA, float, 0.0)
+    if beta and keys.get("rope_scaling.original_positions") is None:
+      raise HFError(f"{source.where}: {BETA} is {beta:g}, which needs a type of rotary positions with "
+                    "original_max_position_embeddings, yarn say.")
+    return keys | ({"query_temperature.scale": beta,
+                    "query_temperature.floor": keys["rope_scaling.original_positions"]} if beta else {})
+
+  def write(self, model):
+    content, original = super().write(model), model["rope_scaling.original_positions"]
+    if original is None or model["query_temperature.floor"] != original and model["query_temperature.scale"]:
+      raise HFError("queries of this family grow by the original length of a scaling of rotary positions")
+    content["rope_scaling"][BETA] = model["query_temperature.scale"]
+    return content
+
+
+MINISTRAL3 = TextPart(
+    name="ministral3",
+    model_types=("ministral3",),
+    architectures=("Ministral3ForCausalLM", WHOLE),
+    keys=(
+        *common.SIZES, common.WIDTH, common.SILU, common.UNTIED, Window(default=None), common.RMS_EPS_5,
+        GrowingRope(theta=1e6, told=True),
+        Key("head_dim", "head_dim", default=128, null=common.head_size),
+        Key("num_key_value_heads", "num_kv_heads", default=8, null=common.as_many_as_heads),
+    ),
+    table=(*common.LLAMA, HEAD),
+    prefixes=PREFIXES, ignored=IGNORED, inert=INERT,
+)
+
+
+# ----------------------------------------------------------------------------------------------
+# Mixtral: a Mistral whose MLPs are mixtures of experts.
+
+MIXTRAL = Family(
+    name="mixtral",
+    model_types=("mixtral",),
+    architectures=("MixtralForCausalLM",),
+    keys=(
+        *common.SIZES, common.HEAD_SIZE, common.SILU, common.UNTIED, Rope(theta=1e6), Window(default=None),
+        common.RMS_EPS_5,
+        Key("num_key_value_heads", "num_kv_heads", default=8, null=common.as_many_as_heads),
+        Key("intermediate_size", ("intermediate_size", "moe.expert_size")),
+        Key("num_local_experts", "moe.num_experts", default=8),
+        Key("num_experts_per_tok", "moe.experts_per_token", default=2),
+    ),
+    table=(
+        *common.ENDS, *common.NORMS, *common.ATTENTION,
+        Tensor("layers.{layer}.block_sparse_moe.gate.weight", "blocks/moe/router/kernel", transpose=True),
+        *(Tensor(f"layers.{{layer}}.block_sparse_moe.experts.{{expert}}.{theirs}.weight",
+                 f"blocks/moe/experts/{ours}/kernel", transpose=True)
+          for theirs, ours in (("w1", "gate"), ("w3", "up"), ("w2", "down"))),
+        # As transformers 5 has them in memory.
+        Tensor("layers.{layer}.mlp.gate.weight", "blocks/moe/router/kernel", transpose=True),
+        Tensor("layers.{layer}.mlp.experts.gate_up_proj",
+               ("blocks/moe/experts/gate/kernel", "blocks/moe/experts/up/kernel"), transpose=True, axis=1),
+        Tensor("layers.{layer}.mlp.experts.down_proj", "blocks/moe/experts/down/kernel", transpose=True),
+    ),
 )

@@ -5,8 +5,8 @@ from dataclasses import replace
 
 from models.hf.errors import HFError
 from models.hf.families import common
-from models.hf.families.deepseek_v3 import SCORES
-from models.hf.families.granite4 import mamba
+from models.hf.families.deepseek import SCORES
+from models.hf.families.granite import mamba
 from models.hf.family import Family, Tensor
 from models.hf.keys import UNGATED, Activation, Key, Must, Rule, Same
 
