@@ -16,7 +16,7 @@ from typing import Any
 
 import jax
 import numpy as np
-from absl import app, flags
+from absl import flags
 from jax.sharding import NamedSharding, PartitionSpec
 
 from input_pipeline.batches import check_ids, empty_batch
@@ -32,7 +32,7 @@ from trainer.distributed import mesh as mesh_lib
 from trainer.errors import ConfigError, DataError
 from trainer.generate import image_tokens
 from trainer.generate.buckets import bucket
-from trainer.generate.command import Loaded, load_folder, load_run
+from trainer.generate.command import Loaded, load
 from trainer.strategies import contrastive, similarity
 
 # The shortest row, in tokens.
@@ -181,9 +181,7 @@ def _text(record: Any, key: str, reader: TextReader, beside: ShapeReader) -> Tex
 
 def _define_flags() -> None:
   """Only for the command: another program that imports this module has a --workdir of its own."""
-  flags.DEFINE_string("workdir", None, "A run's folder.")
-  flags.DEFINE_integer("step", None, "Which of its checkpoints. Default: the newest.")
-  flags.DEFINE_string("hf", None, "A Hugging Face folder, of sentence-transformers or not, in place of a run.")
+  startup.define_model_flags()
   flags.DEFINE_string("texts", None, "The file of texts.")
   flags.DEFINE_string("key", "text", "The column that has them, of rows.")
   flags.DEFINE_string("out", None, "The .npy file to write.")
@@ -191,25 +189,17 @@ def _define_flags() -> None:
   flags.DEFINE_enum("pooling", None, tuple(similarity.POOLINGS), "Of a folder: which hidden states. Default: its own.")
   flags.DEFINE_integer("max_length", None, "Of a folder: tokens of a text at most. Default: its own.", lower_bound=1)
   flags.DEFINE_integer("batch_size", 32, "Texts at a time.", lower_bound=1)
-  flags.DEFINE_integer("tensor", 1, "Devices that each matrix is split over; the others each hold a share of it.")
   flags.mark_flag_as_required("texts")
 
 
 def _run(given: Any) -> None:
-  if (given.workdir is None) == (given.hf is None):
-    raise ConfigError("give one of --workdir (a run) and --hf (a Hugging Face folder).")
   if given.workdir and (given.pooling or given.max_length):
     raise ConfigError("--pooling and --max_length are of a folder; a run has them in its config.")
-  if given.hf and given.step is not None:
-    raise ConfigError("--step is a checkpoint of a run; leave it out with --hf.")
   if given.out and not given.out.endswith(".npy"):
     raise ConfigError(f"--out is {given.out!r}; what is written is an array of NumPy. Name it FILE.npy.")
-  mesh = mesh_lib.make_mesh(dict(data=1, fsdp=-1, tensor=given.tensor))
+  loaded, mesh = load(given)
   if given.hf:
-    loaded = load_folder(given.hf, mesh)
     of_folder(loaded, given.pooling, given.max_length)
-  else:
-    loaded = load_run(given.workdir, mesh, step=given.step)
   embedder = Embedder(loaded, mesh, given.batch_size)
   texts = read_texts(given.texts, given.key, embedder.images)
   vectors, cut = embedder(texts, given.prompt)
@@ -227,8 +217,4 @@ def lines(vectors: np.ndarray) -> Iterator[str]:
 
 
 def main(argv: list[str]) -> None:
-  if len(argv) > 1:
-    raise app.UsageError(f"unexpected arguments {argv[1:]}; the file of texts is written --texts=FILE")
-  startup.keep_compiled_programs()
-  with startup.one_message(ConfigError, DataError, OSError):
-    _run(flags.FLAGS)
+  startup.run_given(argv, _run, "the file of texts is written --texts=FILE")

@@ -11,7 +11,6 @@ import shutil
 import sys
 import textwrap
 from collections.abc import Sequence
-from pathlib import Path
 
 from trainer.errors import ConfigError
 from trainer.explain import config_source
@@ -38,7 +37,8 @@ def explain(name: str) -> str:
   if found := find_keys(typed):
     names = _names_of_key(found[0].typed)
     spoken = _documented(names, _section_of(typed)) if explain_docs.passages() else [NO_DOCS]
-    return "\n\n".join([*map(_of_key, found), *spoken, *_section("Code", _code(names)), *_section("Tests", _tests(names))])
+    spoken += [*_section("Code", _code(names)), *_section("Tests", _tests(names))]
+    return "\n\n".join([*map(_of_key, found), *spoken])
   context, _, last = typed.rpartition(".")
   names = _names_of_metric(last if context else typed)
   spoken = _documented(names, "" if context in ("loss", "metric") else context)
