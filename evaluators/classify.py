@@ -1,11 +1,9 @@
 """Classification by scoring options: which of the possible answers the model finds likeliest, and is it right."""
 
 import functools
-import json
 import math
 from collections import Counter
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -91,7 +89,7 @@ class Classify:
     rows = [self._row(number, some) for number, some in enumerate(scores)]
     values = dict(metrics(rows))
     if jax.process_index() == 0:
-      self._write(self._setup.workdir / "samples", step, rows, values)
+      self._write(step, rows, values)
     yield from values.items()
 
   def _batch(self, part: list[tuple[int, int, np.ndarray]]) -> dict[str, np.ndarray]:
@@ -118,23 +116,18 @@ class Classify:
             "taken": options[taken], "answer": options[right], "correct": taken == right,
             "nll": float(np.logaddexp.reduce(scores) - scores[right])}
 
-  def _write(self, folder: Path, step: int, rows: list[dict[str, Any]], values: dict[str, float]) -> None:
-    folder.mkdir(parents=True, exist_ok=True)
-    name = f"{self._name}-{step}"
-    lines = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
-    (folder / f"{name}.jsonl").write_text(lines, encoding="utf-8")
+  def _write(self, step: int, rows: list[dict[str, Any]], values: dict[str, float]) -> None:
     notes = "\n".join([*(f"{key} {value:.4f}" for key, value in values.items()), "", *confusion(rows)])
     shown = "\n\n".join([notes, *(
         f"--- {row['where']}, {'right' if row['correct'] else 'wrong'}: {row['taken']!r}, the answer is "
         f"{row['answer']!r}\n{row['prompt']}" for row in rows[:SHOWN])])
-    (folder / f"{name}.txt").write_text(shown + "\n", encoding="utf-8")
     self._setup.writer.write_texts(step, {f"eval/{self._name}": shown})
     cards = [
         pages.Card(row["where"], question.prompt.images,
                    [("prompt", row["prompt"]), ("taken", row["taken"]), ("answer", row["answer"])], row["correct"])
         for row, question in list(zip(rows, self._questions, strict=True))[:pages.MOST_CARDS]]
     page = pages.cards_page(f"{self._name}, step {step}", cards, len(rows), notes)
-    (folder / f"{name}.html").write_text(page, encoding="utf-8")
+    common.write_samples(self._setup.workdir / "samples" / f"{self._name}-{step}", rows, shown, page)
 
 
 def metrics(rows: list[dict[str, Any]]) -> Iterator[tuple[str, float]]:
