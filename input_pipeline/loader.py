@@ -280,24 +280,9 @@ class TrainData(PackedData):
     return np.concatenate([np.diff(source.tokens.offsets) for source in packed])
 
   def stats(self) -> list[dict[str, Any]]:
-    """One row a source for the start-up table; `format_stats` prints it."""
+    """One row a source for the start-up table (`trainer.telemetry.terminal.stats`)."""
     return stats_table(self._packed)
 
   def _rows_taken(self, step: int) -> int:
     rows = self.taken.rows_before(step)
     return rows if self.num_rows is None else min(rows, self.num_rows)
-
-
-def format_stats(table: list[dict[str, Any]]) -> str:
-  """A plain-text table of `stats()`."""
-
-  def show(value: Any) -> str:
-    return f"{value:.1f}" if isinstance(value, float) else f"{value:,}" if isinstance(value, int) else str(value)
-
-  cells = [list(table[0]), *([show(value) for value in row.values()] for row in table)]
-  widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-  # The first column, names, is aligned to the left and the numbers to the right.
-  return "\n".join(
-      "  ".join([row[0].ljust(widths[0]), *(c.rjust(w) for c, w in zip(row[1:], widths[1:], strict=True))])
-      for row in cells
-  )
