@@ -16,7 +16,7 @@ from evaluators.questions import Question
 from input_pipeline.batches import check_ids, empty_batch
 from input_pipeline.examples.prompts import Prompter
 from trainer.distributed.mesh import batch_sharding, check_batch, place_batch
-from trainer.errors import ConfigError, DataError
+from trainer.errors import ConfigError, DataError, one_of
 from trainer.generate import image_tokens
 from trainer.generate.buckets import bucket
 from trainer.generate.slots import MIN_LENGTH
@@ -42,8 +42,7 @@ class Classify:
   def __init__(self, name: str, cfg: Any, setup: common.Setup):
     self._name, self._setup, self._mean, self._with_end = name, setup, cfg.score == "mean", cfg.with_end
     options = tuple(map(str, cfg.options))
-    if cfg.score not in SCORES:
-      raise ConfigError(f"evals.{name}.score is {cfg.score!r}; allowed: {', '.join(SCORES)}.")
+    one_of(f"evals.{name}.score", cfg.score, SCORES)
     if bool(options) == (cfg.options_key is not None):
       raise ConfigError(f"evals.{name}: options={options} and options_key={cfg.options_key!r}; set one of them, to the "
                         "possible answers or to the column that lists them.")

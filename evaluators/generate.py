@@ -12,7 +12,7 @@ from evaluators import common, questions, vqa
 from evaluators.questions import Question
 from input_pipeline.examples.answers import compile_pattern, extract, normalize
 from input_pipeline.examples.prompts import Prompter
-from trainer.errors import ConfigError
+from trainer.errors import ConfigError, one_of
 from trainer.generate.completion import Completion
 from trainer.generate.sampler import Sampler
 from trainer.generate.sampling import Options
@@ -48,8 +48,7 @@ class Generate:
 
   def _check(self, name: str) -> None:
     self._options.check(f"evals.{name}.")
-    if self._match not in MATCHES:
-      raise ConfigError(f"evals.{name}.match is {self._match!r}; allowed: {', '.join(MATCHES)}.")
+    one_of(f"evals.{name}.match", self._match, MATCHES)
     if self._num_samples < 1 or self._new < 1:
       raise ConfigError(f"evals.{name}: found num_samples={self._num_samples}, max_new_tokens={self._new}; allowed: 1 "
                         "or more.")

@@ -17,7 +17,6 @@ from models.hf.keys import Key, Same
 from models.hf.rope import Rope
 
 # ----------------------------------------------------------------------------------------------
-# ----------------------------------------------------------------------------------------------
 # GLM 4 9B: Phi 3's fused gate, biases on queries, keys and values, and half of each head rotated, in neighbours.
 
 GLM_KEYS = (
