@@ -13,9 +13,9 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from evaluators import common, questions
 from evaluators.questions import Question
-from input_pipeline.batches import check_ids, empty_batch
+from input_pipeline.batches import check_ids
 from input_pipeline.examples.prompts import Prompter
-from trainer.distributed.mesh import batch_sharding, check_batch, place_batch
+from trainer.distributed.mesh import batch_sharding, check_batch, place
 from trainer.errors import ConfigError, DataError, one_of
 from trainer.generate import image_tokens
 from trainer.generate.buckets import bucket
@@ -79,9 +79,7 @@ class Classify:
     for begin in range(0, len(self._rows), self._batch_size):
       part = self._rows[begin:begin + self._batch_size]
       batch = self._batch(part)
-      placed = place_batch(lambda rows, batch=batch: {key: values[rows] for key, values in batch.items()},
-                           self._batch_size, self._sharding)
-      found = np.asarray(self._scores(params, placed), np.float64)
+      found = np.asarray(self._scores(params, place(batch, self._sharding)), np.float64)
       for (question, option, ids), (option_sum, end) in zip(part, found, strict=False):
         count = len(ids) - self._prefixes[question, option] + self._with_end
         scores[question][option] = (option_sum + end) / (count if self._mean else 1)
@@ -97,14 +95,10 @@ class Classify:
     prompts = [self._questions[number].prompt for number, _, _ in part]
     shown = [image_tokens.of_text(self._layout, ids, prompt.images, self._prefixes[number, option], prompt.where)
              for (number, option, ids), prompt in zip(part, prompts, strict=True)]
-    most = image_tokens.slots(max(len(some.images) for some in shown))
-    batch = empty_batch(self._batch_size, length, self._pad_id)
-    batch |= image_tokens.empty(self._layout, self._batch_size, length, most)
-    for row, ((number, option, ids), images) in enumerate(zip(part, shown, strict=True)):
-      size, prefix = len(ids), self._prefixes[number, option]
-      batch["tokens"][row, :size], batch["positions"][row, :size] = ids, np.arange(size)
-      batch["segment_ids"][row, :size], batch["loss_weights"][row, prefix:size] = 1, 1
-      image_tokens.put(self._layout, batch, images, row)
+    batch = image_tokens.batch_of_texts(self._layout, self._batch_size, length, self._pad_id,
+                                        [ids for _, _, ids in part], shown)
+    for row, (number, option, ids) in enumerate(part):
+      batch["loss_weights"][row, self._prefixes[number, option]:len(ids)] = 1
     return check_ids(batch, self._setup.model.vocab_size)
 
   def _row(self, number: int, scores: np.ndarray) -> dict[str, Any]:

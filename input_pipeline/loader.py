@@ -35,7 +35,6 @@ from trainer.errors import ConfigError
 __all__ = [
     "EvalData", "Prefetcher", "TrainData", "default_cache_dir", "make_eval_data", "make_train_data", "train_texts"]
 
-MIXTURE_BY = ("examples", "tokens")
 
 
 def used_sources(input_cfg: ConfigDict) -> list[str]:
@@ -88,8 +87,6 @@ def make_train_data(
   """
   i = cfg.input
   names = used_sources(i)
-  if i.mixture_by not in MIXTURE_BY:
-    raise ConfigError(f"input.mixture_by={i.mixture_by!r}; allowed: {', '.join(map(repr, MIXTURE_BY))}.")
   taken = steps_of_batches(cfg.batch_size, cfg.grad_accum_steps, i.batch_size_stages, cfg.seq_len, past)
   steps, weights = stage_weights({n: i.sources[n].weight for n in sorted(i.sources)}, i.weight_stages)
   packed: list[Any] = []

@@ -62,8 +62,9 @@ class QuantizedMatmul:
 
   def quantize(self, x: jax.Array, along: int, gradient: bool = False) -> Any:
     """The `qwix.QArray` of `x`, with one scale for all entries along that dimension; values and scales as float32."""
+    import qwix  # here, and below: only runs with such products wait for it
     kind = _TYPES[self.form][gradient]
-    return _qwix().quantize(x.astype(jnp.float32), kind, channelwise_axes=[i for i in range(x.ndim) if i != along])
+    return qwix.quantize(x.astype(jnp.float32), kind, channelwise_axes=[i for i in range(x.ndim) if i != along])
 
   @property
   def sums(self) -> Any:
@@ -104,18 +105,7 @@ def make_matmul_rules(form: str, gradients: str = "inputs", skip: Sequence[str] 
   """
   if form == "none":
     return None
-  _qwix()
   return MatmulRules(QuantizedMatmul(form, gradients), tuple(skip))
-
-
-def _qwix() -> Any:
-  """The library, imported where it is used."""
-  try:
-    import qwix
-  except ImportError as error:
-    raise ConfigError(f"precision.matmul quantises with qwix, which cannot be imported ({error}). Install it with pip "
-                      "install qwix, or use --config.precision.matmul=none.") from error
-  return qwix
 
 
 # ---------------------------------------------------------------------------------------------- one matrix
@@ -128,12 +118,14 @@ def _matmul(x_MxK: jax.Array, w_KxN: jax.Array, how: QuantizedMatmul) -> jax.Arr
 
 def _matmul_fwd(x_MxK, w_KxN, how):
   x, w = how.quantize(x_MxK, along=1), how.quantize(w_KxN, along=0)
-  y_MxN = _qwix().dot_general(x, w, (((1,), (0,)), ((), ())))
+  import qwix
+  y_MxN = qwix.dot_general(x, w, (((1,), (0,)), ((), ())))
   return y_MxN.astype(x_MxK.dtype), (x, w)
 
 
 def _matmul_bwd(how, saved, g_MxN):
-  (x, w), dtype, dot = saved, g_MxN.dtype, _qwix().dot_general
+  import qwix
+  (x, w), dtype, dot = saved, g_MxN.dtype, qwix.dot_general
   if how.gradients == "none":
     dx_MxK = cpu.inputs_gradient(g_MxN, _restored(w, dtype))
   else:
@@ -151,7 +143,8 @@ _matmul.defvjp(_matmul_fwd, _matmul_bwd)
 
 
 def _restored(array: Any, dtype: Any) -> jax.Array:
-  return _qwix().dequantize(array).astype(dtype)
+  import qwix
+  return qwix.dequantize(array).astype(dtype)
 
 
 # ---------------------------------------------------------------------------------------------- one matrix per group

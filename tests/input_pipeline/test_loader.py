@@ -279,9 +279,6 @@ def test_the_config_view_of_a_run_is_enough(tmp_path):
 
 
 @pytest.mark.parametrize("top, inputs, said", [
-    ({}, dict(packing="tight"), "packing 'tight'; allowed: 'concat'"),
-    ({}, dict(mixture_by="bytes"), "input.mixture_by='bytes'; allowed: 'examples', 'tokens'"),
-    ({}, dict(stop="soon"), "input.stop='soon'; allowed"),
     ({}, dict(batch_size_stages=((5, 9),)), r"9 from step 5 on is not a multiple of the micro-batch of 2 rows"),
     ({}, dict(batch_size_stages=((5, 8), (5, 10))), "steps must increase from 1 on, found 5"),
     ({}, dict(batch_size_stages=(5,)), r"5 is not \(step, batch_size\)"),

@@ -7,7 +7,6 @@ asked with `--pooling`. What is written is a float32 array [texts, hidden size] 
 products are the similarities; without `--out` they are printed, a JSON list a line.
 """
 
-import functools
 import json
 import sys
 from collections.abc import Iterator, Sequence
@@ -19,7 +18,7 @@ import numpy as np
 from absl import flags
 from jax.sharding import NamedSharding, PartitionSpec
 
-from input_pipeline.batches import check_ids, empty_batch
+from input_pipeline.batches import check_ids
 from input_pipeline.chat.image_placeholders import ImageFormat, image_format
 from input_pipeline.chat.schema import ShapeReader
 from input_pipeline.examples.embedded import Embedded, Text, TextReader, max_length_of, text_tokens
@@ -86,7 +85,7 @@ class Embedder:
     for begin in range(0, len(order), self._rows):
       some = order[begin:begin + self._rows]
       batch = self._batch([encoded[i] for i in some])
-      placed = mesh_lib.place_batch(functools.partial(_taken, batch), self._rows, mesh_lib.batch_sharding(self._mesh))
+      placed = mesh_lib.place(batch, mesh_lib.batch_sharding(self._mesh))
       for i, vector in zip(some, np.asarray(self._embed(self._loaded.params, placed), np.float32), strict=False):
         found[i] = vector
     return np.stack(found), sum(text.cut for text in encoded)
@@ -94,17 +93,11 @@ class Embedder:
   def _batch(self, texts: list[Embedded]) -> dict[str, np.ndarray]:
     """A text a row."""
     length = min(bucket(max(len(text.ids) for text in texts), MIN_LENGTH), max(self.max_length, MIN_LENGTH))
-    batch = empty_batch(self._rows, length, self._loaded.tokenizer.pad_id)
-    batch["segment_roles"] = np.full((self._rows, 1), QUERY, np.int32)
     shown = [image_tokens.of_text(self._layout, text.ids, self._pixels(text), len(text.ids), "a text")
              for text in texts]
-    most = image_tokens.slots(max(len(part.images) for part in shown))
-    batch |= image_tokens.empty(self._layout, self._rows, length, most)
-    for row, (text, part) in enumerate(zip(texts, shown, strict=True)):
-      here = slice(0, len(text.ids))
-      batch["tokens"][row, here], batch["positions"][row, here] = text.ids, np.arange(len(text.ids))
-      batch["segment_ids"][row, here] = 1
-      image_tokens.put(self._layout, batch, part, row)
+    batch = image_tokens.batch_of_texts(self._layout, self._rows, length, self._loaded.tokenizer.pad_id,
+                                        [text.ids for text in texts], shown)
+    batch["segment_roles"] = np.full((self._rows, 1), QUERY, np.int32)
     return check_ids(batch, self._loaded.model.vocab_size)
 
   def _pixels(self, text: Embedded) -> Sequence[np.ndarray]:
@@ -115,10 +108,6 @@ def _not_dropped(made: Embedded | str, number: int) -> Embedded:
   if isinstance(made, str):
     raise DataError(f"text {number} has {made}, so that it has no embedding. Repair it, or leave it out.")
   return made
-
-
-def _taken(batch: dict[str, np.ndarray], rows: np.ndarray) -> dict[str, np.ndarray]:
-  return {key: part[rows] for key, part in batch.items()}
 
 
 def of_folder(loaded: Loaded, pooling: str | None, max_length: int | None) -> None:

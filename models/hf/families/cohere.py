@@ -48,9 +48,6 @@ class DividedHeads(Rule):
       raise source.error("head_dim", f"{size}, the hidden size divided by the heads")
     return {"head_dim": size}
 
-  def write(self, model):
-    return {}
-
 
 class WindowOrNoPositions(LayerTypes):
   """Layers without a window are those without rotary positions."""

@@ -18,9 +18,6 @@ class ImagesWithinWindow(Rule):
                     f"{window}.")
     return {}
 
-  def write(self, model):
-    return {}
-
 
 GEMMA3_IMAGES = Wrapper(
     name="gemma3 with images",

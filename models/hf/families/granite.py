@@ -5,7 +5,7 @@ import math
 from models.hf.errors import HFError
 from models.hf.families import common
 from models.hf.family import Family, Tensor
-from models.hf.keys import Key, Must, Rule
+from models.hf.keys import Key, Must, Rule, kinds_of, named_kinds
 from models.hf.rope import Rope
 
 # ----------------------------------------------------------------------------------------------
@@ -78,22 +78,14 @@ class MambaLayers(Rule):
   entries = ("layer_types", "layers_block_type")
 
   def read(self, source, model):
-    given = {key: source.get(key, list) for key in self.entries if key in source.content}
-    if not given:
-      return {"layer_pattern": ("mamba",)}
-    kinds = {}
-    for key, types in given.items():
-      if len(types) != model["num_layers"] or not all(isinstance(kind, str) and kind in self.ours for kind in types):
-        raise source.error(key, f"{model['num_layers']} times (num_hidden_layers) one of {', '.join(self.ours)}")
-      kinds[tuple(self.ours[kind] for kind in types)] = key
+    kinds = {named_kinds(source, key, model["num_layers"], self.ours) for key in self.entries if key in source.content}
     if len(kinds) > 1:
       raise source.error(self.entries[1], f"the same as {self.entries[0]}")
-    return {"layer_pattern": next(iter(kinds))}
+    return {"layer_pattern": next(iter(kinds), ("mamba",))}
 
   def write(self, model):
-    pattern, theirs = model["layer_pattern"], {"mamba": "mamba", "global": "attention", "nope": "attention"}
-    types = (pattern[i % len(pattern)] for i in range(model["num_layers"]))
-    return {"layer_types": [theirs.get(kind, kind) for kind in types]}
+    theirs = {"global": "attention", "nope": "attention"}
+    return {"layer_types": [theirs.get(kind, kind) for kind in kinds_of(model)]}
 
 
 class MambaSizes(Rule):

@@ -4,7 +4,7 @@ Seed-OSS, SmolLM 3, StableLM, StarCoder 2."""
 from models.hf.errors import HFError
 from models.hf.families import common
 from models.hf.family import Family, Tensor
-from models.hf.keys import UNGATED, Activation, Key, Must, Rule, WholeHeads, Window
+from models.hf.keys import UNGATED, Activation, Key, Must, Rule, WholeHeads, Window, kinds_of
 from models.hf.rope import Rope
 
 # ----------------------------------------------------------------------------------------------
@@ -94,8 +94,7 @@ class NoRopeLayers(Rule):
     return {"layer_pattern": tuple("global" if flag else "nope" for flag in rotates[:layers])}
 
   def write(self, model):
-    pattern = model["layer_pattern"]
-    return {"no_rope_layers": [int(pattern[i % len(pattern)] != "nope") for i in range(model["num_layers"])]}
+    return {"no_rope_layers": [int(kind != "nope") for kind in kinds_of(model)]}
 
 
 SMOLLM3 = Family(

@@ -7,7 +7,7 @@ Published folders hold a tower for images beside it, which is passed over.
 from models.hf.families import common
 from models.hf.family import Tensor
 from models.hf.images import TextPart
-from models.hf.keys import Key, Rule
+from models.hf.keys import Key, Rule, kinds_of
 from models.hf.rope import Rope
 from models.hf.source import LARGEST
 
@@ -55,8 +55,7 @@ class Layers(Rule):
     return {"layer_pattern": pattern, "attention_chunk": chunk}
 
   def write(self, model):
-    pattern = model["layer_pattern"]
-    types = [pattern[i % len(pattern)] for i in range(model["num_layers"])]
+    types = kinds_of(model)
     return {"no_rope_layers": [int(kind != "nope") for kind in types], "attention_chunk_size": model["attention_chunk"],
             "layer_types": ["chunked_attention" if kind == "chunked" else "full_attention" for kind in types]}
 

@@ -5,7 +5,7 @@ from models.hf.families import common
 from models.hf.families.deepseek import SCORES
 from models.hf.families.mistral import MIXTRAL
 from models.hf.family import Family, Tensor
-from models.hf.keys import Key, Must, Rule
+from models.hf.keys import Key, Must, OfAllLayers
 from models.hf.rope import Rope
 
 
@@ -19,19 +19,6 @@ class RotaryDim(Rope):
     if dims is not None and (dims > size or said and dims != int(size * keys["rope_fraction"])):
       raise source.error("rotary_dim", f"at most {size}, the head_dim, and partial_rotary_factor times that")
     return keys if dims is None or said else keys | {"rope_fraction": dims / size}
-
-
-class Attention(Rule):
-  """attn_type_list: 1 for each layer, as opposed to the linear attention of other models of theirs."""
-
-  def read(self, source, model):
-    types = [1] * model["num_layers"]
-    if source.get("attn_type_list", list, types, types) != types:
-      raise source.error("attn_type_list", f"1 for each of the {len(types)} layers")
-    return {}
-
-  def write(self, model):
-    return {}
 
 
 MINIMAX_M2 = Family(
@@ -52,7 +39,7 @@ MINIMAX_M2 = Family(
         Must("shared_intermediate_size", 0, "transformers has no shared expert"),
         *(Must(f"layernorm_{part}_beta", 1.0, "transformers multiplies residual branches by nothing")
           for part in ("full_attention", "linear_attention", "mlp")),
-        Attention(),
+        OfAllLayers("attn_type_list", 1),  # not the linear attention of other models of theirs
     ),
     table=(*MIXTRAL.table, *common.QK_NORMS,
            *(Tensor(f"layers.{{layer}}.{moe}.e_score_correction_bias", "blocks/moe/router/choice_bias")
