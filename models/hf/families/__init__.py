@@ -6,10 +6,8 @@ from typing import Any
 
 from models.hf.errors import HFError
 from models.hf.families.cohere import COHERE, COHERE2
-from models.hf.families.deepseek import DEEPSEEK_V2, DEEPSEEK_V3
+from models.hf.families.deepseek import DEEPSEEK_V2, DEEPSEEK_V3, DOTS1
 from models.hf.families.deepseek_v32 import DEEPSEEK_V32, GLM_MOE_DSA
-from models.hf.families.dots1 import DOTS1
-from models.hf.families.exaone4 import EXAONE4
 from models.hf.families.gemma import GEMMA, GEMMA2, GEMMA3
 from models.hf.families.gemma3_images import GEMMA3_IMAGES
 from models.hf.families.gemma3n import GEMMA3N
@@ -19,12 +17,12 @@ from models.hf.families.glm import GLM, GLM4, GLM4_MOE, GLM4_MOE_LITE
 from models.hf.families.gpt2 import GPT2
 from models.hf.families.gpt_oss import GPT_OSS
 from models.hf.families.granite import GRANITE, GRANITE4, GRANITEMOE
-from models.hf.families.hunyuan import HUNYUAN_V1_DENSE
 from models.hf.families.llama import (
   APERTUS,
   ARCEE,
   ERNIE4_5,
   HELIUM,
+  HUNYUAN_V1_DENSE,
   LLAMA,
   NEMOTRON,
   PHI3,
@@ -35,11 +33,10 @@ from models.hf.families.llama import (
 )
 from models.hf.families.llama4 import LLAMA4
 from models.hf.families.llava import LLAVA
-from models.hf.families.minimax_m2 import MINIMAX_M2
-from models.hf.families.mistral import MINISTRAL3, MISTRAL, MIXTRAL
+from models.hf.families.mistral import MINIMAX_M2, MINISTRAL3, MISTRAL, MIXTRAL
 from models.hf.families.mistral3 import MISTRAL3
 from models.hf.families.nemotron_h import NEMOTRON_H
-from models.hf.families.olmo import OLMO2, OLMO3
+from models.hf.families.olmo import EXAONE4, OLMO2, OLMO3
 from models.hf.families.paligemma import PALIGEMMA
 from models.hf.families.pixtral import PIXTRAL
 from models.hf.families.qwen2 import QWEN2
