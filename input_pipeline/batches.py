@@ -16,7 +16,7 @@ from input_pipeline.files import SHOWN_NAME
 from input_pipeline.fitting import OVER_LONG, WHOLE_OVER_LONG, Parts, Pieces, Units, fit, keep_images_whole, ragged
 from input_pipeline.image_batches import ImageLayout, RowImages
 from input_pipeline.packing import Plan, make_plan
-from trainer.errors import ConfigError, DataError
+from trainer.errors import ConfigError, DataError, one_of
 
 NORMALIZE = ("token", "sequence")
 # How many columns that nothing reads are named in the table at the start.
@@ -163,8 +163,7 @@ def resolve_layout(config: ConfigDict, learns: str) -> tuple[str, str, str]:
   """
   texts, packing, over_long = learns_texts(config, learns), config.input.packing, config.input.over_long
   normalize = config.strategy.normalize if "normalize" in config.strategy else "token"
-  if normalize not in NORMALIZE:
-    raise ConfigError(f"strategy.normalize is {normalize!r}; allowed: {', '.join(NORMALIZE)}.")
+  one_of("strategy.normalize", normalize, NORMALIZE)
   if packing == "concat" and not texts:
     raise ConfigError(f"input.packing is 'concat', which would cut conversations anywhere; strategy "
                       f"{config.strategy.name!r} needs them whole. Use --config.input.packing=best_fit, or none.")

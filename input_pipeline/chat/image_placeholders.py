@@ -29,7 +29,7 @@ from input_pipeline.images.images import (
 )
 from input_pipeline.images.tiles import split_grid
 from input_pipeline.tokenizer.tokenizer import Tokenizer
-from trainer.errors import ConfigError, DataError
+from trainer.errors import ConfigError, DataError, one_of
 
 # A noncharacter of Unicode, not among those of `special_tokens`; and an id that no token has.
 IMAGE, IMAGE_ID = "\U0001fffe", -1
@@ -82,8 +82,7 @@ class ImageFormat:
     self.marker, self.prefix_end = chat.image_marker, chat.prefix_end
     for key, value, allowed in (("input.images.on_error", options.on_error, ON_ERROR),
                                 ("chat.images_at", chat.images_at, IMAGES_AT)):
-      if value not in allowed:
-        raise ConfigError(f"{key} is {value!r}; allowed: {', '.join(allowed)}.")
+      one_of(f"{key}", value, allowed)
     if not self.marker or options.max_pixels < 1:
       raise ConfigError(f"chat.image_marker is {self.marker!r} and input.images.max_pixels {options.max_pixels}; the "
                         "one must not be empty, the other must be at least 1.")

@@ -22,7 +22,7 @@ from input_pipeline.examples.base import NOTHING_TO_TRAIN, Encoded
 from input_pipeline.images.images import EncodedImage, ImageRef
 from input_pipeline.sources.readers import Record
 from input_pipeline.tokenizer.tokenizer import Tokenizer, begins_with
-from trainer.errors import ConfigError, DataError
+from trainer.errors import ConfigError, DataError, one_of
 
 # Raise when the same rows and options would give other tokens or weights.
 VERSION = 3
@@ -51,8 +51,8 @@ class ChatEncoder:
     self._chat, self._tokenizer = config.chat, tokenizer
     self._head = () if tokenizer is None else begins_with(config.tokenizer, tokenizer)
     self._add_eos = config.tokenizer.add_eos
-    _check_choice("train_on", self._chat.train_on, TRAIN_ON)
-    _check_choice("on_rewritten_history", self._chat.on_rewritten_history, POLICIES)
+    one_of("chat.train_on", self._chat.train_on, TRAIN_ON)
+    one_of("chat.on_rewritten_history", self._chat.on_rewritten_history, POLICIES)
     self._roles = _roles(self._chat)
     self.images = image_format(config, tokenizer)
     trains_all = trains_all and self.images is not None and not self._roles
@@ -276,8 +276,3 @@ def fields_of(chat: ConfigDict) -> dict[str, str]:
       raise ConfigError(f"chat.fields: {ours!r} {reason}; names are {', '.join(COLUMNS)}, each with theirs behind it.")
     fields[ours] = theirs
   return fields
-
-
-def _check_choice(key: str, value: str, allowed: tuple[str, ...]) -> None:
-  if value not in allowed:
-    raise ConfigError(f"chat.{key} is {value!r}; allowed: {', '.join(allowed)}.")

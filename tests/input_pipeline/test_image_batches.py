@@ -24,6 +24,7 @@ from trainer.config import defaults, source
 from trainer.config.checks import resolve
 from trainer.errors import ConfigError, DataError
 from trainer.strategies import learns
+from trainer.telemetry import terminal
 
 TOKENIZER, TOKEN, EACH, SIZE = BytesTokenizer(), 300, 4, 4
 
@@ -216,7 +217,7 @@ def test_equal_images_are_kept_once(tmp_path):
   data = train(configured(rows, tmp_path), tmp_path)
   images = data._packed[0].tokens.images
   assert images.data.tobytes() == colored(7) and images.ids.tolist() == [0] * 4
-  assert "images" in loader.format_stats(data.stats()) and data.stats()[0]["images"] == 4
+  assert "images" in terminal.stats(data.stats()) and data.stats()[0]["images"] == 4
 
 
 def test_a_picture_that_changed_is_read_again_and_one_that_is_gone_is_kept(tmp_path, caplog):

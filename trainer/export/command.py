@@ -30,7 +30,7 @@ from trainer import tree as tree_lib
 from trainer.checkpoints import checkpoint, damage
 from trainer.checkpoints.init_from import EMBEDDINGS
 from trainer.config import checks as config_checks
-from trainer.errors import CheckpointError, ConfigError, DataError
+from trainer.errors import CheckpointError, ConfigError, DataError, one_of
 from trainer.export import adapters as export_adapters
 from trainer.export import chat_files, embedding, hugging_face
 
@@ -74,8 +74,7 @@ def export(workdir: str | Path, out: str | Path, *, step: int | None = None, dty
   if dtype is not None and dtype not in DTYPES:
     raise ConfigError(f"export's dtype is {dtype!r}; allowed: {', '.join(DTYPES)}, or leave it out for that of the "
                       "parameters.")
-  if adapter not in ADAPTER:
-    raise ConfigError(f"export's adapter is {adapter!r}; allowed: {', '.join(ADAPTER)}.")
+  one_of("export's adapter", adapter, ADAPTER)
   config = _config(workdir)
   folder = folder or _checkpoint(workdir, step)
   stored: Any = StoredLeaves(folder, "ema" if ema else "params")

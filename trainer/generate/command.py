@@ -15,7 +15,7 @@ from typing import Any
 
 import jax
 import numpy as np
-from absl import app, flags
+from absl import flags
 
 from input_pipeline.examples.prompts import Prompt, Prompter
 from input_pipeline.tokenizer.tokenizer import Tokenizer, load_tokenizer
@@ -121,6 +121,31 @@ def load_folder(folder: str | Path, mesh: jax.sharding.Mesh, *, template: str | 
   hugging_face.fill_in(config)  # how it sees images decides what prompts are
   return Loaded(model, params, tokenizer, Prompter(config, tokenizer), f"{folder}, in {dtype}", _prefix_end(config),
                 config)
+
+
+def check_given(given: Any) -> None:
+  """Refuses flags of `startup.define_model_flags` that name no model, or two.
+
+  Raises:
+    ConfigError: naming them.
+  """
+  if (given.workdir is None) == (given.hf is None):
+    raise ConfigError("give one of --workdir (a run) and --hf (a Hugging Face folder).")
+  if given.hf and given.step is not None:
+    raise ConfigError("--step is a checkpoint of a run; leave it out with --hf.")
+
+
+def load(given: Any) -> tuple[Loaded, jax.sharding.Mesh]:
+  """The model that the flags of `startup.define_model_flags` name, and the mesh that it is spread over.
+
+  Raises:
+    ConfigError, DataError: see `check_given`, `load_run` and `load_folder`.
+  """
+  check_given(given)
+  mesh = mesh_lib.make_mesh(dict(data=1, fsdp=-1, tensor=given.tensor))
+  if given.hf:
+    return load_folder(given.hf, mesh, template=given.template), mesh
+  return load_run(given.workdir, mesh, step=given.step, template=given.template), mesh
 
 
 def _prefix_end(config: Any) -> str:
@@ -242,14 +267,11 @@ def complete(loaded: Loaded, sampler: Sampler, prompts: Sequence[Prompt], option
 
 def _define_flags() -> None:
   """Only for the command: another program that imports this module has a --workdir of its own."""
-  flags.DEFINE_string("workdir", None, "A run's folder.")
-  flags.DEFINE_integer("step", None, "Which of its checkpoints. Default: the newest.")
-  flags.DEFINE_string("hf", None, "A Hugging Face folder, in place of a run.")
+  startup.define_model_flags()
   flags.DEFINE_multi_string("prompt", None, "A text to continue; with --chat what the user says. May be repeated.")
   flags.DEFINE_multi_string("image", [], "The file of an image that prompts are about. May be repeated.")
   flags.DEFINE_bool("chat", False, "Put prompts into the chat template.")
   flags.DEFINE_string("system", None, "System message of conversations.")
-  flags.DEFINE_string("template", None, "Chat template in place of the model's: a name, or a .jinja file.")
   flags.DEFINE_integer("max_new_tokens", 256, "Of each completion.")
   flags.DEFINE_float("temperature", 1.0, "Divides the logits; 0: the most likely token.")
   flags.DEFINE_integer("top_k", 0, "Draw from that many most likely tokens; 0: from all.")
@@ -259,19 +281,10 @@ def _define_flags() -> None:
   flags.DEFINE_bool("keep_stop", False, "Print the text that ended it, too.")
   flags.DEFINE_integer("num_samples", 1, "Completions of each prompt.")
   flags.DEFINE_integer("seed", 0, "Of the random draws.")
-  flags.DEFINE_integer("tensor", 1, "Devices that each matrix is split over; the others each hold a share of it.")
 
 
 def _run(given: Any) -> None:
-  if (given.workdir is None) == (given.hf is None):
-    raise ConfigError("give one of --workdir (a run) and --hf (a Hugging Face folder).")
-  if given.hf and given.step is not None:
-    raise ConfigError("--step is a checkpoint of a run; leave it out with --hf.")
-  mesh = mesh_lib.make_mesh(dict(data=1, fsdp=-1, tensor=given.tensor))
-  if given.hf:
-    loaded = load_folder(given.hf, mesh, template=given.template)
-  else:
-    loaded = load_run(given.workdir, mesh, step=given.step, template=given.template)
+  loaded, mesh = load(given)
   sys.stderr.write(f"{loaded.origin}\n")
   prompts = given.prompt
   talks = prompts is None and sys.stdin.isatty()
@@ -301,8 +314,4 @@ def _run(given: Any) -> None:
 
 
 def main(argv: list[str]) -> None:
-  if len(argv) > 1:
-    raise app.UsageError(f"unexpected arguments {argv[1:]}; a prompt is written --prompt=\"…\"")
-  startup.keep_compiled_programs()
-  with startup.one_message(ConfigError, DataError, OSError):
-    _run(flags.FLAGS)
+  startup.run_given(argv, _run, 'a prompt is written --prompt="…"')

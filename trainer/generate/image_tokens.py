@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from input_pipeline.batches import empty_batch
 from input_pipeline.image_batches import OF_IMAGES, PREFIX, ImageLayout
 from input_pipeline.images import tiles
 from trainer.errors import ConfigError
@@ -191,6 +192,19 @@ def put(layout: Layout | None, batch: dict[str, np.ndarray], part: PromptImages,
     values = getattr(part, key)
     if key in batch:
       batch[key][row, begin:begin + len(values)] = np.where(values > 0, values + added, 0)
+
+
+def batch_of_texts(layout: Layout | None, rows: int, length: int, pad_id: int, texts: Sequence[np.ndarray],
+                   parts: Sequence[PromptImages]) -> dict[str, np.ndarray]:
+  """A batch (`input_pipeline.batches.empty_batch`) with a text of ids and what is shown with it in each row, and rows
+  without one behind them."""
+  batch = empty_batch(rows, length, pad_id)
+  batch |= empty(layout, rows, length, slots(max(len(part.images) for part in parts)))
+  for row, (ids, part) in enumerate(zip(texts, parts, strict=True)):
+    batch["tokens"][row, :len(ids)], batch["positions"][row, :len(ids)] = ids, np.arange(len(ids))
+    batch["segment_ids"][row, :len(ids)] = 1
+    put(layout, batch, part, row)
+  return batch
 
 
 def images_of(layout: Layout | None, batch: Mapping[str, np.ndarray], row: int) -> tuple[list[np.ndarray], np.ndarray]:

@@ -101,8 +101,7 @@ class Fixture:
 
   def placed(self, batch: Mapping[str, np.ndarray], mesh: Any) -> dict[str, jax.Array]:
     """A batch on its devices."""
-    return mesh_lib.place_batch(lambda at: {key: part[at] for key, part in batch.items()}, len(batch["tokens"]),
-                                mesh_lib.batch_sharding(mesh))
+    return mesh_lib.place(batch, mesh_lib.batch_sharding(mesh))
 
   def hidden(self, batch: Mapping[str, np.ndarray]) -> np.ndarray:
     """Hidden states [B, T, D]."""
