@@ -12,7 +12,8 @@ import numpy as np
 from ml_collections import ConfigDict
 
 from input_pipeline.chat.builtin import find_template, no_template
-from input_pipeline.chat.image_placeholders import image_format, refuse_stand_in, text_of
+from input_pipeline.chat.image_parts import refuse_stand_in, text_of
+from input_pipeline.chat.image_placeholders import image_format
 from input_pipeline.chat.image_template import ImageTemplate
 from input_pipeline.chat.schema import COLUMNS, REASONING, Conversation, Plain, ShapeReader
 from input_pipeline.chat.segments import Segment, SegmentEncoder, Tokens
@@ -102,7 +103,7 @@ class ChatEncoder:
     results: list[Encoded | str] = []
     for record in records:
       row = self._shapes.read(record)
-      images = self.load(row.images)
+      images = self.load(self._in_order(row, record.where))
       if isinstance(images, str):
         results.append(images)
         continue
@@ -122,7 +123,16 @@ class ChatEncoder:
                                  remarks=remarks)
     return results
 
-  def load(self, refs: tuple[ImageRef, ...]) -> list[EncodedImage] | str:
+  def _in_order(self, row: Conversation | Plain, where: str) -> Sequence[ImageRef]:
+    """The row's images as they stand in its text."""
+    if self.images is None or isinstance(row, Conversation):
+      return row.images
+    try:
+      return self.images.in_order(row.completion if row.prompt is None else row.prompt, row.images)
+    except DataError as e:
+      raise DataError(f"{where}: {e}") from e
+
+  def load(self, refs: Sequence[ImageRef]) -> list[EncodedImage] | str:
     """The images of a row, or why it is dropped. Raises ImageError: one of them cannot be used."""
     return self.images.load(refs) if refs else []
 
@@ -227,7 +237,7 @@ class ChatEncoder:
     eos = [Segment(names["eos_token"], rest=answer)] if self._add_eos else []
     prompt, completion, first = row.prompt or "", row.completion, ""
     if self.images is not None:
-      first, asked = self.images.place(completion if row.prompt is None else prompt, len(row.images))
+      first, asked, _ = self.images.place(completion if row.prompt is None else prompt, row.images)
       prompt, completion = ("", asked) if row.prompt is None else (asked, completion)
       refuse_stand_in(row.completion)
     # Both at once, as transformers and TRL tokenise them: cut, the second would begin like a text.

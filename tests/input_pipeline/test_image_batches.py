@@ -150,7 +150,7 @@ def test_a_row_of_an_images_tiles_ends_in_a_token_of_its_own(tmp_path):
   assert data.image_layout.most == (grid[:, 0] > 0).sum() == index.max() and grid[:, 0].max() == 4
   np.testing.assert_array_equal(index > 0, tokens == 260)  # [IMG], and behind it [IMG_BREAK], [IMG_END]
   for at in np.flatnonzero(index):
-    _, row, column, rows, columns = grid[index[at] - 1]
+    _, row, column, rows, columns, _ = grid[index[at] - 1]
     assert tokens[at + 1] == (260 if column + 1 < columns else 261 if row + 1 < rows else 262)
   assert (tokens == 262).sum() == 4 and not batch["loss_weights"][0][(tokens > 259) & (tokens < 263)].any()
 

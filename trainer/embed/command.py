@@ -100,7 +100,7 @@ class Embedder:
     batch["segment_roles"] = np.full((self._rows, 1), QUERY, np.int32)
     return check_ids(batch, self._loaded.model.vocab_size)
 
-  def _pixels(self, text: Embedded) -> Sequence[np.ndarray]:
+  def _pixels(self, text: Embedded) -> Sequence[Any]:
     return () if self.images is None else Images(text.images, self.images.preprocess)
 
 

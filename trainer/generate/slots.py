@@ -271,7 +271,7 @@ class Waiting:
     self.limits, self.begun, self._hashes = list[int](), list[int](), list[Any]()
     self.kept, self.keep, self.reused = list[KeptText | None](), list[bool](), list[int]()
     self._units, self._next, self.prefilled, self._ready = list[tuple[int, int]](), 0, Prefilled(), 0
-    self._in_order, self.chunk, self.most_images = in_order, chunk, 0
+    self._in_order, self.chunk, self.most_images, self.frames = in_order, chunk, 0, 1
     self.add(texts)
 
   def add(self, texts: Texts) -> None:
@@ -287,6 +287,7 @@ class Waiting:
     self.keep += texts.keep
     # Of a prompt, rounded up too.
     self.most_images = max(self.most_images, image_tokens.slots(max(len(part.images) for part in texts.shown)))
+    self.frames = max(self.frames, *(part.frames for part in texts.shown))
     order = list(range(first, len(self.prompts)))
     if not self._in_order:
       order.sort(key=lambda i: (self.kept[i] is None, -len(self.prompts[i])))
