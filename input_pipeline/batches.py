@@ -153,7 +153,7 @@ def image_layout(packed: Iterable["PackedSource"]) -> ImageLayout | None:
   packed = list(packed)
   row_images = packed[0].row_images
   return None if row_images is None else row_images.layout(
-      max(source.most_images for source in packed), any(source.films for source in packed))
+      max(source.most_images for source in packed), any(source.videos for source in packed))
 
 
 def resolve_layout(config: ConfigDict, learns: str) -> tuple[str, str, str]:
@@ -226,7 +226,7 @@ class PackedSource:
   def __init__(self, tokens: TokenizedSource, plan: Plan, normalize: str = "token", units: Units | None = None,
                advantages: bool = False, row_images: RowImages | None = None):
     self.row_images = row_images
-    self.films = 0 if tokens.images is None else tokens.images.films
+    self.videos = 0 if tokens.images is None else tokens.images.videos
     # The most images of a row, or tiles of them, in whatever epoch.
     self.most_images = 0 if tokens.images is None else plan.most(
         tokens.count_images if units is None else lambda doc, begin, end: units.count_images(tokens, doc))
@@ -300,8 +300,8 @@ class PackedSource:
         "prompt tokens shared": 0 if self.units is None else self.units.saved,
         "bytes": int(tokens.num_bytes.sum()),
         "tokens": s.tokens,
-        "images": 0 if tokens.images is None else len(tokens.images.ids) - self.films,
-        "films": self.films,
+        "images": 0 if tokens.images is None else len(tokens.images.ids) - self.videos,
+        "videos": self.videos,
         "rows": s.rows,
         "documents split": s.split,
         "padded %": 100 * s.padded,

@@ -27,7 +27,7 @@ class ImageLayout(NamedTuple):
 
   With `tiles`, each of the I is a tile of an image, of one token; see models/tiles.py. With `named`, there are the
   names of images: `image_names`, uint32 [B, T, 2], at each of its tokens 64 bits of the content of its file. `frames`:
-  F, more than 1 where a row may have a film.
+  F, more than 1 where a row may have a video.
   """
 
   most: int
@@ -90,10 +90,10 @@ class RowImages:
     """What decides the arrays of images."""
     return [*self._how, self.each, self._attention]
 
-  def layout(self, most: int, films: bool = False) -> ImageLayout:
-    """That of batches with up to so many images in a row. `films`: of which some are."""
+  def layout(self, most: int, videos: bool = False) -> ImageLayout:
+    """That of batches with up to so many images in a row. `videos`: of which some are."""
     return ImageLayout(most, self._how.size, self.each or 1, self._attention, self.tiles, self._embedded,
-                       self._frames if films else 1)
+                       self._frames if videos else 1)
 
   def fill(self, batch: dict[str, np.ndarray], where: np.ndarray, source: TokenizedSource, pieces: Pieces,
            flat: np.ndarray, epoch: int) -> None:

@@ -301,7 +301,7 @@ def model() -> ConfigDict:
   v.attention = "causal"
   # The id of the token that holds an image feature's place.
   v.image_token = unset(int)
-  # Films, of towers that see them (docs/images.md). `token` holds the place of a film's feature; unset: none are read.
+  # Videos, of towers that see them (docs/images.md). `token` holds the place of a video's feature; unset: none is read.
   v.video = w = ConfigDict(dict(token=unset(int)))
   # Of qwen2_5_vl: how many positions a second is, on the axis of time.
   w.tokens_per_second = 0.0

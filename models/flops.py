@@ -39,7 +39,7 @@ def per_token(spec: Spec, vocab_size: int, params: Mapping[str, Any], trained_on
     seq_len: tokens per row.
     document_length: mean tokens per document where several are packed in a row; default: seq_len.
     images_per_row: images that the tower sees for each row, or tiles (counted as those of one image, as far as one, or
-      a frame of a film, may have them); how many that is, the data decide.
+      a frame of a video, may have them); how many that is, the data decide.
     tower_frozen: nothing in tower and projector is trained, so that they run forward only.
   """
   sizes = {path: p.size for path, p in params.items()}

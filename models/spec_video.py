@@ -1,6 +1,6 @@
-"""What films are to a model with a vision tower: `model.vision.video` checked, as a frozen dataclass.
+"""What videos are to a model with a vision tower: `model.vision.video` checked, as a frozen dataclass.
 
-A film is an image with a time axis: patches of its frames, or of two frames in a row (`Native.frames`), go through the
+A video is an image with a time axis: patches of its frames, or of two frames in a row (`Native.frames`), go through the
 tower of images.
 """
 
@@ -11,12 +11,12 @@ from ml_collections import ConfigDict
 
 from trainer.errors import ConfigError
 
-# The keys of `model.vision.video` that say what function is computed, and those of what films it was trained with.
+# The keys of `model.vision.video` that say what function is computed, and those of what videos it was trained with.
 KEYS = ("token", "tokens_per_second")
 SAMPLING = ("fps", "num_frames", "min_frames", "max_frames", "min_pixels", "max_pixels")
-# How frames of films stand in texts, by tower: all of a film's together; or those of a patch, each behind its time.
+# How frames of videos stand in texts, by tower: all of a video's together; or those of a patch, each behind its time.
 TOGETHER, TIMED = "together", "timed"
-FILMS: Mapping[str, str] = {"qwen2_vl": TOGETHER, "qwen2_5_vl": TOGETHER, "qwen3_vl": TIMED}
+VIDEOS: Mapping[str, str] = {"qwen2_vl": TOGETHER, "qwen2_5_vl": TOGETHER, "qwen3_vl": TIMED}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,12 +35,12 @@ class Video:
 
   @property
   def largest_frame(self) -> int:
-    """Pixels of a frame at most: `of_all` frames together have max_pixels, and a film has two or more."""
+    """Pixels of a frame at most: `of_all` frames together have max_pixels, and a video has two or more."""
     return self.max_pixels // 2 if self.of_all else self.max_pixels
 
 
 def make_video(c: ConfigDict, tower: str, image_token: int | None, tile: int) -> Video | None:
-  """Reads and checks `model.vision.video`; None: the model sees no films.
+  """Reads and checks `model.vision.video`; None: the model sees no videos.
 
   Args:
     c: the section.
@@ -52,9 +52,9 @@ def make_video(c: ConfigDict, tower: str, image_token: int | None, tile: int) ->
   """
   if c.token is None:
     return None
-  if tower not in FILMS:
-    raise ConfigError(f"model.vision.video.token: found {c.token} with the tower {tower!r}, which sees no films here; "
-                      f"those of {', '.join(FILMS)} do. Leave it unset.")
+  if tower not in VIDEOS:
+    raise ConfigError(f"model.vision.video.token: found {c.token} with the tower {tower!r}, which sees no videos here; "
+                      f"those of {', '.join(VIDEOS)} do. Leave it unset.")
   if c.token < 0 or c.token == image_token:
     raise ConfigError(f"model.vision.video.token: found {c.token}, allowed: the id of a token, another than "
                       f"model.vision.image_token, {image_token}.")
@@ -73,4 +73,4 @@ def make_video(c: ConfigDict, tower: str, image_token: int | None, tile: int) ->
   if not 1 <= c.min_pixels <= c.max_pixels or c.max_pixels < tile:
     raise ConfigError(f"model.vision.video: found min_pixels={c.min_pixels}, max_pixels={c.max_pixels}; allowed: "
                       f"min_pixels from 1 to max_pixels, and that at least a tile, {tile}.")
-  return Video(**{key: c[key] for key in (*KEYS, *SAMPLING)}, of_all=FILMS[tower] == TIMED)
+  return Video(**{key: c[key] for key in (*KEYS, *SAMPLING)}, of_all=VIDEOS[tower] == TIMED)

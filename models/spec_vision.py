@@ -23,7 +23,7 @@ VISION_KEYS = tuple(f"vision.{key}" for key in (
 ))
 # The base of rotary positions in Qwen's towers.
 THETA = 10_000.0
-# Frames that a patch of theirs has: of a film it is two of them, of an image it is the same twice.
+# Frames that a patch of theirs has: of a video it is two of them, of an image it is the same twice.
 FRAMES = 2
 
 
@@ -121,7 +121,7 @@ class Vision:
 
   @property
   def most_together(self) -> int:
-    """Tiles whose patches see one another: of the largest image, or of the largest frames of a film."""
+    """Tiles whose patches see one another: of the largest image, or of the largest frames of a video."""
     if self.video is None:
       return self.most_tiles
     return max(self.most_tiles, self.video.largest_frame // self.image_size**2)

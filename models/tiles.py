@@ -1,4 +1,4 @@
-"""Images and films of any size as tiles, of which each is one token: where their patches stand, and what positions
+"""Images and videos of any size as tiles, of which each is one token: where their patches stand, and what positions
 tokens have.
 
 B rows, T places, N tiles of a row, S pixels of a tile's side, F frames of a tile, M patches of a tile.
@@ -8,8 +8,8 @@ row, and in `image_grid` int32 [B, N, 6] what tile that is: the number of its im
 image before it (0: unused), its row and column in the image, how many rows and columns of tiles the image has, and its
 place in time.
 
-A film is an image with a time axis: its tiles have one number, in the order of time, and each begins anew at row and
-column 0 where the next of its frames begin. F is 1 where no row has a film; else it is how many frames a patch of the
+A video is an image with a time axis: its tiles have one number, in the order of time, and each begins anew at row and
+column 0 where the next of its frames begin. F is 1 where no row has a video; else it is how many frames a patch of the
 tower has, of which all are alike in an image.
 """
 
@@ -26,7 +26,7 @@ ENTRIES = 6
 class Patches(NamedTuple):
   """Where patches [B, N * M] stand, tile by tile, and row by row in each: int32.
 
-  frames: numbers of images, or of frames of a film that are one patch; 0: of none.
+  frames: numbers of images, or of frames of a video that are one patch; 0: of none.
   height, width: of the patch's image, in patches.
   """
 
@@ -68,7 +68,7 @@ def positions(grid_BxNx6: jax.Array, image_index_BxT: jax.Array, segment_ids_BxT
   """The positions of tokens, int32 [B, T, 3]: time, row and column (M-RoPE, Qwen2-VL, arXiv 2409.12191, section 2.1).
 
   A text counts on all three. An image stands at one time, its tiles at their rows and columns from there on, and the
-  text after it goes on behind the larger of its sides. So do the frames of a film, at their times; how long it is does
+  text after it goes on behind the larger of its sides. So do the frames of a video, at their times; how long it is does
   not count (transformers from 5.3 on). Each segment begins at 0.
   """
   number_BxN = grid_BxNx6[..., IMAGE]

@@ -5,7 +5,7 @@
 B rows, N tiles of a row, S pixels of a tile's side, P patch size, M patches of a tile, D hidden size of the tower.
 
 They are a Transformer over the patches of all of a row's images, which lie end to end; a patch sees those of its own
-image, or of its window there. A patch of Qwen's has two frames: of a film two in a row, of an image it is the same
+image, or of its window there. A patch of Qwen's has two frames: of a video two in a row, of an image it is the same
 twice; it sees those of its own two frames. Rows and columns are told by rotary positions. Qwen2-VL has LayerNorm and a
 plain MLP, Qwen2.5-VL RMSNorm, a gated MLP, and windows in most layers. Qwen3-VL is as Qwen2-VL, and adds learned
 positions, a square table that is stretched over each image; features of some of its layers are given beside those of

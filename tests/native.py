@@ -20,11 +20,11 @@ TEMPLATE = """{% for message in messages %}<|im_start|>{{ message.role }}
 PROCESSOR = dict(image_processor_type="Qwen2VLImageProcessor", patch_size=4, merge_size=2, temporal_patch_size=2,
                  min_pixels=3 * 64, max_pixels=12 * 64, image_mean=[0.48145466, 0.4578275, 0.40821073],
                  image_std=[0.26862954, 0.26130258, 0.27577711])
-# Of films: frames of 2 to 6 tokens; in Qwen3-VL and 3.5 of 8 to 24 in all, of which two a second are taken.
+# Of videos: frames of 2 to 6 tokens; in Qwen3-VL and 3.5 of 8 to 24 in all, of which two a second are taken.
 SIZE = dict(shortest_edge=2 * 64, longest_edge=6 * 64)
-FILMS = {key: value for key, value in PROCESSOR.items() if not key.startswith(("image_processor", "m"))} | dict(
+VIDEOS = {key: value for key, value in PROCESSOR.items() if not key.startswith(("image_processor", "m"))} | dict(
     merge_size=2, video_processor_type="Qwen2VLVideoProcessor", size=SIZE)
-FILMS_3 = FILMS | dict(video_processor_type="Qwen3VLVideoProcessor", image_mean=[0.5] * 3, image_std=[0.5] * 3,
+VIDEOS_3 = VIDEOS | dict(video_processor_type="Qwen3VLVideoProcessor", image_mean=[0.5] * 3, image_std=[0.5] * 3,
                        size={key: 4 * value for key, value in SIZE.items()}, fps=2, min_frames=2)
 TEXT = dict(vocab_size=264, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=2,
             num_key_value_heads=1, rms_norm_eps=1e-6, rope_theta=10000.0, hidden_act="silu",
@@ -130,10 +130,10 @@ line['type'] == 'image' %}{{ '<image>' }}{% endif %}{% endfor %}{% endif %}<end_
 
 
 def folder(path: Path, name: str = "qwen2_5_vl", seed: int = 1) -> Path:
-  """A folder of a tiny random model, with a tokenizer of bytes, a chat template and processors of images and films."""
+  """A folder of a tiny random model, with a tokenizer of bytes, a chat template and processors of images and videos."""
   own = dict(image_mean=[0.5] * 3, image_std=[0.5] * 3) if name.startswith("qwen3") else {}
   _written(path, CONFIGS[name], dict(enumerate(TOKENS, START)), TEMPLATE, PROCESSOR | own, "<|im_end|>", seed)
-  (path / "video_preprocessor_config.json").write_text(json.dumps(FILMS_3 if own else FILMS))
+  (path / "video_preprocessor_config.json").write_text(json.dumps(VIDEOS_3 if own else VIDEOS))
   return path
 
 
@@ -183,7 +183,7 @@ def rows(path: Path, count: int = 12, seed: int = 0) -> Path:
   return file
 
 
-def film(count: int = 6, size: tuple[int, int] = (20, 30), red: bool = True, seed: int = 0) -> list[np.ndarray]:
+def video(count: int = 6, size: tuple[int, int] = (20, 30), red: bool = True, seed: int = 0) -> list[np.ndarray]:
   """Frames, uint8 [H, W, 3]: a square that moves to the right, red or blue, on noise."""
   frames = np.random.default_rng(seed).integers(0, 60, (count, *size, 3))
   for i, frame in enumerate(frames):
@@ -199,15 +199,15 @@ def animated(frames: list[np.ndarray], seconds: float = 0.25) -> bytes:
   return file.getvalue()
 
 
-def film_rows(path: Path, count: int = 8, seed: int = 0) -> Path:
-  """A JSONL file of conversations about a film, of which every other has an image, too: animated WebPs, and frames one
+def video_rows(path: Path, count: int = 8, seed: int = 0) -> Path:
+  """A JSONL file of conversations about a video, of which every other has an image, too: animated WebPs, and frames one
   by one, which lie beside it."""
   from input_pipeline.sources.made import png
 
   rng, lines = np.random.default_rng(seed), []
   path.mkdir(parents=True, exist_ok=True)
   for i in range(count):
-    frames = film(int(rng.integers(4, 8)), tuple(rng.integers(16, 40, 2)), red=i % 2 == 0, seed=i)
+    frames = video(int(rng.integers(4, 8)), tuple(rng.integers(16, 40, 2)), red=i % 2 == 0, seed=i)
     if i % 3:
       (path / f"{i}.webp").write_bytes(animated(frames))
       shown = {"type": "video", "video": f"{i}.webp"}

@@ -1,4 +1,4 @@
-"""Where rows name images and films: in columns, and in parts of messages.
+"""Where rows name images and videos: in columns, and in parts of messages.
 
 Both are parts {"type": "image"} and {"type": "video"} of messages, without what they show, and a list of that in their
 order. In a text each is one character that no text has, IMAGE.
@@ -8,20 +8,20 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from input_pipeline.images.films import FILM_KEYS
 from input_pipeline.images.images import KEYS, ImageRef
+from input_pipeline.images.videos import VIDEO_KEYS
 from trainer.errors import DataError
 
 # A noncharacter of Unicode, not among those of `special_tokens`.
 IMAGE = "\U0001fffe"
 # What parts of a message's content are that are none of its texts, by what rows call them.
-KINDS = IMAGE_KIND, FILM_KIND = ("image", "video")
-PART_TYPES = {"image": IMAGE_KIND, "image_url": IMAGE_KIND, "video": FILM_KIND, "video_url": FILM_KIND,
-              "input_video": FILM_KIND}
+KINDS = IMAGE_KIND, VIDEO_KIND = ("image", "video")
+PART_TYPES = {"image": IMAGE_KIND, "image_url": IMAGE_KIND, "video": VIDEO_KIND, "video_url": VIDEO_KIND,
+              "input_video": VIDEO_KIND}
 # What messages call one.
-CALLED = {IMAGE_KIND: "image", FILM_KIND: "film"}
+CALLED = {IMAGE_KIND: "image", VIDEO_KIND: "video"}
 # Columns that hold one, or several.
-COLUMNS = {IMAGE_KIND: ("image", "images"), FILM_KIND: ("video", "videos")}
+COLUMNS = {IMAGE_KIND: ("image", "images"), VIDEO_KIND: ("video", "videos")}
 
 
 def refuse_stand_in(text: str, where: str = "") -> None:
@@ -42,13 +42,13 @@ def with_more(content: str | list[dict], more: str) -> str | list[dict]:
 
 
 def columns_of(fields: Mapping[str, Any], name: Callable[[str], str]) -> list[str]:
-  """The row's columns that hold images or films. `name`: what a row calls one of COLUMNS."""
+  """The row's columns that hold images or videos. `name`: what a row calls one of COLUMNS."""
   return [name(key) for keys in COLUMNS.values() for key in keys if fields.get(name(key)) is not None]
 
 
 def column_refs(fields: Mapping[str, Any], name: Callable[[str], str], where: str, folder: Path | None
                 ) -> list[ImageRef]:
-  """The images in a row's columns, and then its films. `name`: see `columns_of`.
+  """The images in a row's columns, and then its videos. `name`: see `columns_of`.
 
   Raises:
     DataError: both columns of a kind are there.
@@ -59,18 +59,18 @@ def column_refs(fields: Mapping[str, Any], name: Callable[[str], str], where: st
     if len(given) == 2:
       raise DataError(f"{where}: has both {given[0]!r} and {given[1]!r}. Keep one of them.")
     for key in given:
-      value, film = fields[key], kind == FILM_KIND
-      # A list in the column `video` is one film, of these frames.
-      if isinstance(value, (list, tuple)) and not (film and key == name(one)):
-        found += [ImageRef(v, f"{where}: {key}[{i}]", folder, film) for i, v in enumerate(value)]
+      value, video = fields[key], kind == VIDEO_KIND
+      # A list in the column `video` is one video, of these frames.
+      if isinstance(value, (list, tuple)) and not (video and key == name(one)):
+        found += [ImageRef(v, f"{where}: {key}[{i}]", folder, video) for i, v in enumerate(value)]
       else:
-        found.append(ImageRef(value, f"{where}: {key}", folder, film))
+        found.append(ImageRef(value, f"{where}: {key}", folder, video))
   return found
 
 
-def content_parts(value: list, where: str, check_films: Callable[[str], Any]) -> str | list[dict]:
-  """A content given in parts: joined, if all are text; else texts, images and films alone, where the latter have what
-  they show under their kind unless it is in a column. `check_films`: refuses them, or not.
+def content_parts(value: list, where: str, check_videos: Callable[[str], Any]) -> str | list[dict]:
+  """A content given in parts: joined, if all are text; else texts, images and videos alone, where the latter have what
+  they show under their kind unless it is in a column. `check_videos`: refuses them, or not.
 
   Raises:
     DataError: another kind of part.
@@ -84,12 +84,12 @@ def content_parts(value: list, where: str, check_films: Callable[[str], Any]) ->
     elif kind == IMAGE_KIND:
       found = {key: part[key] for key in KEYS if part.get(key) is not None}
       parts.append({"type": kind, **({kind: found} if found else {})})
-    elif kind == FILM_KIND:
-      check_films(f"{where}[{i}]")
+    elif kind == VIDEO_KIND:
+      check_videos(f"{where}[{i}]")
       found = {key: shown for key, shown in part.items() if shown is not None and key not in ("type", "text")}
-      if odd := [key for key in found if key not in (*FILM_KEYS, "fps")]:
-        raise DataError(f"{where}[{i}] is a film with {odd[0]!r}, which is not read here. Allowed: "
-                        f"{', '.join(FILM_KEYS)}; fps with frames. Which of them are taken says model.vision.video.")
+      if odd := [key for key in found if key not in (*VIDEO_KEYS, "fps")]:
+        raise DataError(f"{where}[{i}] is a video with {odd[0]!r}, which is not read here. Allowed: "
+                        f"{', '.join(VIDEO_KEYS)}; fps with frames. Which of them are taken says model.vision.video.")
       parts.append({"type": kind, **({kind: found} if found.keys() - {"fps"} else {})})
     else:
       raise DataError(f"{where}[{i}] is {str(part)[:60]}; expected {{'type': 'text', 'text': …}}, "
@@ -99,12 +99,12 @@ def content_parts(value: list, where: str, check_films: Callable[[str], Any]) ->
 
 def attach(messages: list[dict], refs: Sequence[ImageRef], where: str, folder: Path | None, markers: Sequence[str]
            ) -> tuple[list[dict], tuple[ImageRef, ...]]:
-  """Messages in which each image and film is a part of its kind alone, and what these show, in their order.
+  """Messages in which each image and video is a part of its kind alone, and what these show, in their order.
 
   Args:
     messages: with contents as `content_parts` gives them.
     refs: those in the row's columns, for parts of their kind without one of their own; else for the markers in the
-      texts; else they stand before what the user says first, images before films.
+      texts; else they stand before what the user says first, images before videos.
     where: names the row.
     folder: see `ImageRef`.
     markers: what stands for one of KINDS in a text, if the columns have some.
@@ -118,7 +118,7 @@ def attach(messages: list[dict], refs: Sequence[ImageRef], where: str, folder: P
   first = next((i for i, message in enumerate(messages) if message["role"] == "user"), 0)
   waiting = {}
   for kind, marker in reversed([*zip(KINDS, markers, strict=True)]):
-    own = [ref for ref in refs if ref.film == (kind == FILM_KIND)]
+    own = [ref for ref in refs if ref.video == (kind == VIDEO_KIND)]
     contents = _with_places(contents, kind, marker, len(own), first, where)
     waiting[kind] = iter(own)
   found, result = [], []
@@ -126,7 +126,7 @@ def attach(messages: list[dict], refs: Sequence[ImageRef], where: str, folder: P
     for j, part in enumerate(content if isinstance(content, list) else ()):
       if (kind := part["type"]) in KINDS:
         at = f"{where}: messages[{i}].content[{j}]"
-        found.append(ImageRef(part[kind], at, folder, kind == FILM_KIND) if kind in part else next(waiting[kind]))
+        found.append(ImageRef(part[kind], at, folder, kind == VIDEO_KIND) if kind in part else next(waiting[kind]))
     if isinstance(content, list):
       content = [{"type": part["type"]} if part["type"] in KINDS else part for part in content]
       message = {**message, "content": content}

@@ -1,4 +1,4 @@
-"""Where images and films stand in texts, and in tokens.
+"""Where images and videos stand in texts, and in tokens.
 
 In a text each is one character that no text has, IMAGE; in token ids it is a run of IMAGE_ID, which `finish` turns into
 the model's placeholder. So texts are cut, compared and tokenised with their images as without.
@@ -13,8 +13,7 @@ from absl import logging
 from ml_collections import ConfigDict
 
 from input_pipeline.chat.image_parts import IMAGE, refuse_stand_in
-from input_pipeline.images import films
-from input_pipeline.images.films import TIMED, TOGETHER, Sampling
+from input_pipeline.images import videos
 from input_pipeline.images.formats import FORMATS, ImageError
 from input_pipeline.images.images import (
   FIT,
@@ -28,6 +27,7 @@ from input_pipeline.images.images import (
   read,
 )
 from input_pipeline.images.tiles import split_grid
+from input_pipeline.images.videos import TIMED, TOGETHER, Sampling
 from input_pipeline.tokenizer.tokenizer import Tokenizer
 from trainer.errors import ConfigError, DataError, one_of
 
@@ -45,8 +45,8 @@ GEMMA4 = ("<|image>", "<image|>")
 PIXTRAL = ("[IMG_BREAK]", "[IMG_END]")
 # What towers ask for that see images in tiles.
 IN_TILES = {"qwen2_vl": KEEP, "qwen2_5_vl": KEEP, "qwen3_vl": KEEP, "gemma4": FIT, "pixtral": LIMIT}
-# How those of them see films that do.
-FILMS = {"qwen2_vl": TOGETHER, "qwen2_5_vl": TOGETHER, "qwen3_vl": TIMED}
+# How those of them see videos that do.
+VIDEOS = {"qwen2_vl": TOGETHER, "qwen2_5_vl": TOGETHER, "qwen3_vl": TIMED}
 # And in SmolVLM: before each square of an image there are the first and the square's place, or the second.
 FAKE, WHOLE = SMOLVLM = ("<fake_token_around_image>", "<global-img>")
 
@@ -62,11 +62,11 @@ class ImageFormat:
     token, each: the placeholder's id (None without a tokenizer), and how many of it an image takes, or each square of
       it; 0: as many as its size asks for.
     split: an image is cut into squares, with texts between the tokens of these.
-    film_token: the placeholder's id of films.
-    films: which of a film's frames are taken; None: the model sees none.
-    between: there are texts between the tokens of an image: with `split`, or behind each row of tiles; or of a film.
+    video_token: the placeholder's id of videos.
+    videos: which of a video's frames are taken; None: the model sees none.
+    between: there are texts between the tokens of an image: with `split`, or behind each row of tiles; or of a video.
     before, after: texts around these.
-    markers: what stands for an image in the texts of rows, and for a film.
+    markers: what stands for an image in the texts of rows, and for a video.
     at_bos: the images of rows without a template stand before BOS.
     prefix_end: what stands between a prefix and its suffix.
     preprocess: how images become pixels, without augmentation.
@@ -79,7 +79,7 @@ class ImageFormat:
     vision, chat, options = config.model.vision, config.chat, config.input.images
     self.each, self.split, self.preprocess = tokens_per_image(vision), bool(vision.split), preprocess_of(config)
     self._tokenizer, self._between = tokenizer, {}
-    self.films, self.film_token, self._tower = sampling_of(config), vision.video.token, vision.tower
+    self.videos, self.video_token, self._tower = sampling_of(config), vision.video.token, vision.tower
     self.markers, self.prefix_end = (chat.image_marker, chat.video_marker), chat.prefix_end
     for key, value, allowed in (("input.images.on_error", options.on_error, ON_ERROR),
                                 ("chat.images_at", chat.images_at, IMAGES_AT)):
@@ -99,10 +99,10 @@ class ImageFormat:
     if self.split:
       self._check_split(chat, specials if tokenizer else SMOLVLM)
       around = (FAKE, FAKE)
-    timed = self.films is not None and self.films.kind == TIMED
+    timed = self.videos is not None and self.videos.kind == TIMED
     if timed and tokenizer is not None and (missing := [token for token in QWEN if token not in specials]):
       raise ConfigError(f"model.vision.video.token: the tokenizer has no special token {missing[0]}, which stands "
-                        "around frames of a film. Use the tokenizer of a Qwen3-VL, or leave the key unset.")
+                        "around frames of a video. Use the tokenizer of a Qwen3-VL, or leave the key unset.")
     in_rows = vision.tower == "pixtral" and all(token in specials for token in PIXTRAL)
     self.between, self._in_rows = self.split or in_rows or timed, in_rows
     self.before, self.after = (own if given is None else given for own, given in zip(
@@ -131,7 +131,7 @@ class ImageFormat:
     how = self.preprocess
     sizes = [] if self.each else ["tiles", how.size, how.min_pixels, how.max_pixels, how.longest_side]
     squares = ["split", how.size, how.longest_side] if self.split or self._in_rows else []
-    sampled = [] if self.films is None else ["films", self.film_token, self.markers[1], *self.films]
+    sampled = [] if self.videos is None else ["videos", self.video_token, self.markers[1], *self.videos]
     return [self.token, self.each, self.before, self.after, self.markers[0], self.at_bos, self.prefix_end, self.drops,
             self._max_pixels, FORMATS, "sizes", *sizes, *squares, *sampled]
 
@@ -179,35 +179,35 @@ class ImageFormat:
       return BAD_IMAGE
 
   def read(self, refs: Iterable[ImageRef]) -> list[EncodedImage]:
-    """Some images, and films. Raises ImageError: see `images.read`, `films.read`; DataError: it sees no films."""
-    return [self._film(ref) if ref.film else read(ref, self._max_pixels, self._checked, self.measure) for ref in refs]
+    """Some images, and videos. Raises ImageError: see `images.read`, `videos.read`; DataError: it sees no videos."""
+    return [self._video(ref) if ref.video else read(ref, self._max_pixels, self._checked, self.measure) for ref in refs]
 
-  def check_films(self, where: str) -> Sampling:
-    """What is done with the film there. Raises DataError: the model sees none."""
-    if self.films is None:
-      why = ("the tower sees images alone" if self._tower not in FILMS else
+  def check_videos(self, where: str) -> Sampling:
+    """What is done with the video there. Raises DataError: the model sees none."""
+    if self.videos is None:
+      why = ("the tower sees images alone" if self._tower not in VIDEOS else
              "model.vision.video.token is not set, the id of the token that holds the places of one")
-      raise DataError(f"{where} is a film, which the model does not see (model.vision.tower is {self._tower!r}): "
-                      f"{why}. Films are for {', '.join(FILMS)}. Give some of its frames as images, in their order.")
-    return self.films
+      raise DataError(f"{where} is a video, which the model does not see (model.vision.tower is {self._tower!r}): "
+                      f"{why}. Videos are for {', '.join(VIDEOS)}. Give some of its frames as images, in their order.")
+    return self.videos
 
-  def _film(self, ref: ImageRef) -> EncodedImage:
-    film = films.read(ref, self.check_films(ref.where), self._max_pixels)
-    return film._replace(tokens=len(self._run_of_film(film)))
+  def _video(self, ref: ImageRef) -> EncodedImage:
+    video = videos.read(ref, self.check_videos(ref.where), self._max_pixels)
+    return video._replace(tokens=len(self._run_of_video(video)))
 
-  def _run_of_film(self, film: EncodedImage) -> np.ndarray:
-    """The ids of a film, int32 [n]: of its tiles; or of those of each place in time, behind a text that says when."""
-    held = np.full(math.prod(film.grid), self.film_token, np.int32)
-    if self.films.kind == TOGETHER:
-      return np.tile(held, len(film.seconds))
+  def _run_of_video(self, video: EncodedImage) -> np.ndarray:
+    """The ids of a video, int32 [n]: of its tiles; or of those of each place in time, behind a text that says when."""
+    held = np.full(math.prod(video.grid), self.video_token, np.int32)
+    if self.videos.kind == TOGETHER:
+      return np.tile(held, len(video.seconds))
     begin, end = QWEN
-    texts = [f"{begin}<{second:.1f} seconds>{begin}" for second in film.seconds]
+    texts = [f"{begin}<{second:.1f} seconds>{begin}" for second in video.seconds]
     found = self._tokenizer.encode_rendered_batch([*texts, end])  # each behind a special token
     return np.concatenate([part for ids in found[:-1] for part in (ids[1:], held, found[-1])]).astype(np.int32)
 
   def in_order(self, text: str, refs: Sequence[ImageRef]) -> Sequence[ImageRef]:
-    """The images and films of a text in the order in which they stand in it. Raises: see `place`."""
-    return refs if len({ref.film for ref in refs}) < 2 else self.place(text, refs)[2]
+    """The images and videos of a text in the order in which they stand in it. Raises: see `place`."""
+    return refs if len({ref.video for ref in refs}) < 2 else self.place(text, refs)[2]
 
   def place(self, text: str, refs: Sequence[ImageRef]) -> tuple[str, str, list[ImageRef]]:
     """(what stands before BOS, the text, the images in their order) of a text with images, each of them IMAGE.
@@ -219,11 +219,11 @@ class ImageFormat:
     if not refs:
       return "", text, []
     waiting, places = [], []
-    for film, marker in enumerate(self.markers):
-      own = [ref for ref in refs if ref.film == bool(film)]
+    for video, marker in enumerate(self.markers):
+      own = [ref for ref in refs if ref.video == bool(video)]
       at = [match.start() for match in re.finditer(re.escape(marker), text)] if own else []
       if len(at) not in (0, len(own)):
-        raise DataError(f"{len(own)} {'film' if film else 'image'}(s), but {len(at)} × {marker!r} in the text. Have "
+        raise DataError(f"{len(own)} {'video' if video else 'image'}(s), but {len(at)} × {marker!r} in the text. Have "
                         "one for each, or none for those before the text.")
       waiting += [] if at else own
       places += [(start, marker, ref) for start, ref in zip(at, own, strict=False)]
@@ -257,7 +257,7 @@ class ImageFormat:
     for place, image in zip(places, images, strict=False):
       run, token = slice(place, place + image.tokens), self.token
       if image.seconds is not None:
-        whole[run], token = self._run_of_film(image), self.film_token
+        whole[run], token = self._run_of_video(image), self.video_token
       elif self.split or self._in_rows:
         whole[run] = self._run(image.grid)
       weights[run] *= whole[run] != token
@@ -285,7 +285,7 @@ def tokens_per_image(vision: ConfigDict) -> int:
 
 
 def vocab_size(config: ConfigDict, tokenizer: Tokenizer) -> int:
-  """Ids in documents are below it: the tokenizer's, or one more than the placeholders of images and films."""
+  """Ids in documents are below it: the tokenizer's, or one more than the placeholders of images and videos."""
   vision = config.model.vision
   held = (vision.image_token or 0, vision.video.token or 0)
   return max(tokenizer.vocab_size, max(held) + 1 if sees(config) else 0)
@@ -315,10 +315,10 @@ def preprocess_of(config: ConfigDict, augment: bool = False) -> Preprocess:
 
 
 def sampling_of(config: ConfigDict) -> Sampling | None:
-  """Which frames of films the config's model takes; None: it sees none."""
+  """Which frames of videos the config's model takes; None: it sees none."""
   vision = config.model.vision
   v = vision.video
-  if v.token is None or vision.tower not in FILMS:
+  if v.token is None or vision.tower not in VIDEOS:
     return None
-  return Sampling(FILMS[vision.tower], 2, vision.image_size, v.fps, v.num_frames, v.min_frames, v.max_frames,
+  return Sampling(VIDEOS[vision.tower], 2, vision.image_size, v.fps, v.num_frames, v.min_frames, v.max_frames,
                   v.min_pixels, v.max_pixels, v.tokens_per_second)

@@ -5,7 +5,7 @@ import re
 from collections.abc import Iterable
 from functools import cached_property
 
-from input_pipeline.chat.image_parts import CALLED, FILM_KIND, IMAGE, IMAGE_KIND, KINDS, as_parts, parts_of
+from input_pipeline.chat.image_parts import CALLED, IMAGE, IMAGE_KIND, KINDS, VIDEO_KIND, as_parts, parts_of
 from input_pipeline.chat.image_placeholders import ImageFormat
 from input_pipeline.chat.template import ChatTemplate, Rendered
 from input_pipeline.tokenizer.tokenizer import Tokenizer
@@ -13,7 +13,7 @@ from trainer.errors import DataError
 
 
 class ImageTemplate:
-  """A chat template whose output has IMAGE where its images and films belong, whatever it writes there itself.
+  """A chat template whose output has IMAGE where its images and videos belong, whatever it writes there itself.
 
   Templates that know parts of messages write a mark of their own for an image, which is found by trying; others are
   given strings.
@@ -28,12 +28,12 @@ class ImageTemplate:
     self._template, self._specials, self._images = template, tuple(tokenizer.special_tokens), images
     ids = tokenizer.encode_rendered_batch(list(self._specials)) if self._specials else []
     self._own = {kind: next((s for s, i in zip(self._specials, ids, strict=True) if i.tolist() == [held]), None)
-                 for kind, held in ((IMAGE_KIND, images.token), (FILM_KIND, images.film_token))}
+                 for kind, held in ((IMAGE_KIND, images.token), (VIDEO_KIND, images.video_token))}
     self.where = template.where
 
   def render_spans(self, messages, tools=None, documents=None, add_generation_prompt: bool = False,
                    continue_final_message: bool = False, inert_tokens: Iterable[str] = (), **variables) -> Rendered:
-    """As `ChatTemplate.render_spans`; images and films are parts of the messages of their kind alone.
+    """As `ChatTemplate.render_spans`; images and videos are parts of the messages of their kind alone.
 
     Raises:
       DataError: the template leaves out an image, shows one twice, or shows them in another order; and see there.
@@ -56,7 +56,7 @@ class ImageTemplate:
         raise DataError(f"{self.where} shows {shown} of the conversation's {wanted} {CALLED[kind]}s. Use another "
                         "template (chat.template).")
     if marks and found != kinds:
-      raise DataError(f"{self.where} shows images and films in another order than the conversation has them. Use "
+      raise DataError(f"{self.where} shows images and videos in another order than the conversation has them. Use "
                       "another template (chat.template).")
     return rendered
 
@@ -73,7 +73,7 @@ class ImageTemplate:
 
   @cached_property
   def _markers(self) -> dict[str, str | None]:
-    """What the template writes for a part that is an image, and a film; None: it is given strings."""
+    """What the template writes for a part that is an image, and a video; None: it is given strings."""
     return {kind: self._marker(kind, marker) for kind, marker in zip(KINDS, self._images.markers, strict=True)}
 
   def _marker(self, kind: str, marker: str) -> str | None:

@@ -35,7 +35,7 @@ SHAPES: dict[str, tuple[str | tuple[str, ...], ...]] = {
 }
 # Of models that see images: what stands between the two is `chat.prefix_end`.
 SHAPES_WITH_IMAGES = SHAPES | {"prefix/suffix": ("prefix", "suffix")}
-# What may stand beside the messages of a conversation, and the images and films of any row.
+# What may stand beside the messages of a conversation, and the images and videos of any row.
 BESIDE, IMAGES = ("system", "tools", "functions", "chat_template_kwargs"), (
     *IMAGE_COLUMNS["image"], *IMAGE_COLUMNS["video"])
 # The columns of messages that may have ShareGPT's keys.
@@ -143,12 +143,12 @@ class ShapeReader:
     return self._messages(record, "messages")[0], self._tools(record), self._variables(record)
 
   def images_of(self, record: Record) -> tuple[ImageRef, ...]:
-    """The images and films in the row's columns. Raises DataError if the model sees none."""
+    """The images and videos in the row's columns. Raises DataError if the model sees none."""
     if self._images is not None:
       refs = column_refs(record.fields, self._name, record.where, record.folder)
       for ref in refs:
-        if ref.film:
-          self._images.check_films(ref.where)
+        if ref.video:
+          self._images.check_videos(ref.where)
       return tuple(refs)
     if any(record.fields[key] for key in columns_of(record.fields, str)):
       raise DataError(f"{record.where}: has images, which the model does not see. Set config.model.vision.tower, or "
@@ -308,7 +308,7 @@ class ShapeReader:
     if not isinstance(value, list):
       raise DataError(f"{where} is {found(value)}; expected a string, or a list of parts with type 'text'.")
     if self._images is not None:
-      return content_parts(value, where, self._images.check_films)
+      return content_parts(value, where, self._images.check_videos)
     texts = []
     for i, part in enumerate(value):
       if not isinstance(part, Mapping) or part.get("type") != "text" or not isinstance(part.get("text"), str):

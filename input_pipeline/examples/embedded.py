@@ -63,8 +63,8 @@ class TextReader:
     Raises:
       DataError: names the row, the column, and what was found.
     """
-    if any(ref.film for ref in shared):
-      raise DataError(f"{record.where}: has a film in a column of its own; here it belongs to a text: {{\"text\": …, "
+    if any(ref.video for ref in shared):
+      raise DataError(f"{record.where}: has a video in a column of its own; here it belongs to a text: {{\"text\": …, "
                       "\"video\": …}. Put it there.")
     places = [self._places(value) if shared else 0 for _, value in values]
     if shared and not any(places) and not _has_own(values[0][1]):

@@ -12,8 +12,8 @@ from input_pipeline.chat.schema import BESIDE, Conversation, ShapeReader
 from input_pipeline.chat.segments import Segment, SegmentEncoder
 from input_pipeline.examples.conversations import ChatEncoder, fields_of
 from input_pipeline.files import shown_names
-from input_pipeline.images.film_file import is_film
 from input_pipeline.images.images import EncodedImage, ImageRef, Images
+from input_pipeline.images.video_file import is_video
 from input_pipeline.remarks import Remark
 from input_pipeline.sources.readers import Record
 from input_pipeline.sources.sources import utf8
@@ -227,13 +227,13 @@ class Prompter:
     if self._images is None:
       return [dict(m) for m in messages], refs
     parts = [{**m, "content": content_parts(
-        m["content"], f"{where}: messages[{i}].content", self._images.check_films)}
+        m["content"], f"{where}: messages[{i}].content", self._images.check_videos)}
              if isinstance(m.get("content"), list) else dict(m) for i, m in enumerate(messages)]
     return attach(parts, refs, where, None, self._images.markers)
 
   def _refs(self, images: Iterable[Any], where: str) -> tuple[ImageRef, ...]:
     refs = tuple(image if isinstance(image, ImageRef) else ImageRef(
-        image, f"{where}: image {i}", film=isinstance(image, bytes) and is_film(image))
+        image, f"{where}: image {i}", video=isinstance(image, bytes) and is_video(image))
                  for i, image in enumerate(images))
     if refs and self._images is None:
       raise ConfigError(f"{where} has images, but the model sees none (model.vision.tower is 'none').")
@@ -252,7 +252,7 @@ class Prompter:
     return prompt._replace(ids=ids, text=self._shown(text, loaded), images=shown, image_places=places)
 
   def _shown(self, text: str, images: Sequence[EncodedImage]) -> str:
-    """A text for people, with the marker of each image or film in its place."""
+    """A text for people, with the marker of each image or video in its place."""
     for image in images:
       text = text.replace(IMAGE, self._images.markers[image.seconds is not None], 1)
     return text

@@ -22,7 +22,7 @@ import numpy as np
 from PIL import ExifTags, Image
 
 from input_pipeline.files import shown_names
-from input_pipeline.images import augment, film_file
+from input_pipeline.images import augment, video_file
 from input_pipeline.images.formats import ImageError, begins_as_image, decoded, opened
 from input_pipeline.images.tiles import fitted_size, kept_size, limited_size, longest_size, squares
 from trainer.errors import ConfigError
@@ -40,20 +40,20 @@ KEYS = ("bytes", "path", "image", "url", "base64", "image_url", "data")
 
 class ImageRef(NamedTuple):
   """An image as a row has it: `value` (bytes, a path, base64, a data URL, or an object with one of these), `where` for
-  messages, and the folder that relative paths start from. `film`: it is a film, see films.py."""
+  messages, and the folder that relative paths start from. `video`: it is a video, see videos.py."""
 
   value: Any
   where: str
   folder: Path | None = None
-  film: bool = False
+  video: bool = False
 
 
 class EncodedImage(NamedTuple):
   """The content of an image file, the files that lie beside the data and not in them, how many tokens it has, its rows
   and columns of tiles or squares; (0, 0): it is one; and how many of these there are, that with all of it, too.
 
-  Of a film, `data` are those of film_file.py, rows and columns those of a frame, and `seconds` when those of each tile
-  are seen; None: it is an image.
+  Of a video, `data` are those of video_file.py, rows and columns those of a frame, and `seconds` when those of each
+  tile are seen; None: it is an image.
   """
 
   data: bytes
@@ -135,12 +135,12 @@ def read(ref: ImageRef, max_pixels: int, checked: dict[bytes, tuple[int, int]] |
 
 
 def to_pixels(data: bytes, how: Preprocess, key: Sequence[int | str] | None = None, where: str = "image"
-              ) -> film_file.Shown:
+              ) -> video_file.Shown:
   """An image's pixels, uint8 [S, S, 3], with `keep` and its like in multiples of S, with `split` [K, S, S, 3]: red,
-  green, blue, upright, with white behind what is transparent. A film has its frames as they were read.
+  green, blue, upright, with white behind what is transparent. A video has its frames as they were read.
 
   Args:
-    data: content of an image file, or of a film.
+    data: content of an image file, or of a video.
     how: see `Preprocess`.
     key: decides what augmentation draws; None: nothing is augmented.
     where: for messages.
@@ -148,8 +148,8 @@ def to_pixels(data: bytes, how: Preprocess, key: Sequence[int | str] | None = No
   Raises:
     ImageError: it is no image that is read here.
   """
-  if film_file.is_film(data):
-    return film_file.unpacked(data)
+  if video_file.is_video(data):
+    return video_file.unpacked(data)
   with opened(data, where, None) as image:
     return shape_pixels(decoded(image, where), how, key)
 

@@ -1,7 +1,7 @@
 """Images that are cut: in tiles of one token each, or in squares of which each is seen as an image of its own.
 
 S pixels of a side, F frames of a tile, N tiles. Of tiles a batch has `images` uint8 [B, N, S, S, 3 * F], those of all
-of a row's images, each row by row, of films one place in time after another, and `image_grid` int32 [B, N, 6]: the
+of a row's images, each row by row, of videos one place in time after another, and `image_grid` int32 [B, N, 6]: the
 number of the tile's image, above 0 (0: unused), the tile's row and column in it, how many rows and columns of tiles it
 has, and its place in time (models/tiles.py reads them).
 """
@@ -11,7 +11,7 @@ import math
 import numpy as np
 from PIL import Image
 
-from input_pipeline.images.film_file import Film
+from input_pipeline.images.video_file import Video
 
 # Of the longer side to the shorter one.
 MAX_RATIO = 200
@@ -39,7 +39,7 @@ def kept_size(width: int, height: int, size: int, min_pixels: int, max_pixels: i
   return sides[0], sides[1]
 
 
-def film_size(frames: int | None, width: int, height: int, size: int, min_pixels: int, max_pixels: int
+def video_size(frames: int | None, width: int, height: int, size: int, min_pixels: int, max_pixels: int
               ) -> tuple[int, int]:
   """To which width and height frames of that size are brought: as an image (`kept_size`), where `frames` is None; else
   so many frames have so many pixels in all, as the video processor of Qwen3-VL counts them.
@@ -119,20 +119,20 @@ def squares(image: Image.Image, side: int, size: int, resample: Image.Resampling
   return np.concatenate([parts, np.array(whole.resize((size, size), resample), np.uint8)[None]]) if rows else parts
 
 
-def cut(image: np.ndarray | Film, size: int, number: int = 1) -> tuple[np.ndarray, np.ndarray]:
-  """(tiles [N, S, S, 3 * F], entries of `image_grid` [N, 6]) of an image, uint8 [rows * S, columns * S, 3], or a film.
+def cut(image: np.ndarray | Video, size: int, number: int = 1) -> tuple[np.ndarray, np.ndarray]:
+  """(tiles [N, S, S, 3 * F], entries of `image_grid` [N, 6]) of an image, uint8 [rows * S, columns * S, 3], or a video.
 
-  `number`: of the image in its row; places of a film that stand by themselves have numbers from there on.
+  `number`: of the image in its row; places of a video that stand by themselves have numbers from there on.
   """
-  film = image if isinstance(image, Film) else Film(image[None], np.zeros(1, np.int32))
-  T, height, width, channels = film.pixels.shape
+  video = image if isinstance(image, Video) else Video(image[None], np.zeros(1, np.int32))
+  T, height, width, channels = video.pixels.shape
   rows, columns = height // size, width // size
-  tiles = film.pixels.reshape(T, rows, size, columns, size, channels).swapaxes(2, 3)
+  tiles = video.pixels.reshape(T, rows, size, columns, size, channels).swapaxes(2, 3)
   place, row, column = (part.reshape(-1) for part in np.indices((T, rows, columns), np.int32))
   grid = np.empty((T * rows * columns, 6), np.int32)
-  grid[:, 0] = number + (place if film.times is None else 0)
+  grid[:, 0] = number + (place if video.times is None else 0)
   grid[:, 1], grid[:, 2], grid[:, 3:5] = row, column, (rows, columns)
-  grid[:, 5] = 0 if film.times is None else film.times[place]
+  grid[:, 5] = 0 if video.times is None else video.times[place]
   return tiles.reshape(-1, size, size, channels), grid
 
 
@@ -143,7 +143,7 @@ def widened(tiles: np.ndarray, channels: int) -> np.ndarray:
 
 def joined(tiles: np.ndarray, grid: np.ndarray) -> list[np.ndarray]:
   """The images, in the order of their numbers, of tiles [N, S, S, 3 * F] with entries of `image_grid` [N, 6]: uint8
-  [H, W, 3], of films with all frames from left to right. Two frames of a tile that are alike are one."""
+  [H, W, 3], of videos with all frames from left to right. Two frames of a tile that are alike are one."""
   whole = []
   for number in np.unique(grid[grid[:, 0] > 0, 0]):
     own = grid[:, 0] == number
@@ -152,5 +152,5 @@ def joined(tiles: np.ndarray, grid: np.ndarray) -> list[np.ndarray]:
     pixels = places.reshape(len(places), rows * size, columns * size, -1)
     if len(pixels) == 1 and np.array_equal(pixels, widened(pixels[..., :3], pixels.shape[-1])):
       pixels = pixels[..., :3]
-    whole.append(Film(pixels).picture())
+    whole.append(Video(pixels).picture())
   return whole

@@ -8,8 +8,8 @@ import threading
 from concurrent.futures import ProcessPoolExecutor
 from typing import NamedTuple
 
-from input_pipeline.images.film_file import Shown
 from input_pipeline.images.images import Preprocess, to_pixels
+from input_pipeline.images.video_file import Shown
 
 
 class Task(NamedTuple):

@@ -57,7 +57,7 @@ NEUTRAL: Mapping[str, Any] = {
     "vision.video.num_frames": None, "vision.video.min_frames": 4, "vision.video.max_frames": 768,
     "vision.video.min_pixels": 128 * 28 * 28, "vision.video.max_pixels": 28 * 28 * 768,
 }
-# Keys that preprocessor_config.json has, and what it is of films, not config.json (models/hf/pixels.py, films.py).
+# Keys that preprocessor_config.json has, and what it is of videos, not config.json (models/hf/pixels.py, videos.py).
 PIXELS = ("vision.mean", "vision.std", "vision.min_pixels", "vision.max_pixels", "vision.longest_side", "vision.split",
           *(f"vision.video.{key}" for key in SAMPLING))
 

@@ -12,7 +12,7 @@ from models.hf.family import Tensor
 from models.spec_vision import UNBOUNDED
 
 # Of convolutions over patches, the dimensions between channels and pixels.
-_FRAMES: Mapping[str | None, tuple[int, ...]] = {"patches": (), "films": (2,)}
+_FRAMES: Mapping[str | None, tuple[int, ...]] = {"patches": (), "videos": (2,)}
 
 
 @dataclass(frozen=True)

@@ -46,7 +46,7 @@ class Tensor:
     axis: of the concatenation, in their layout.
     prefixed: False: the name stands without the prefix even where others have it.
     form: patches: theirs is the weight [D, 3, P, P] of a convolution over patches, ours the matrix [P * P * 3, D], and
-      `transpose` is set. films: the same over patches of two frames, [D, 3, 2, P, P] and [2 * P * P * 3, D]. row:
+      `transpose` is set. videos: the same over patches of two frames, [D, 3, 2, P, P] and [2 * P * P * 3, D]. row:
       theirs is [D] or [E, D], ours [1, D] or [1, D, E]. taps: theirs is the weight [C, 1, W] of a convolution of each
       channel, ours [W, C], and `transpose` is set. alternating: along their last axis, entries of ours take turns.
       bound: theirs may be infinite, ours is then UNBOUNDED (models/spec_vision.py). None: none of these.

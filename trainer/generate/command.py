@@ -5,7 +5,7 @@
 chat template, else one prompt that is read from standard input. A single completion is printed as it is generated.
 `--image`, for models that see images, may be given several times too: each prompt is about all of them. They stand
 where the text has `<image>` (chat.image_marker), else before it; a conversation begins with them, and `/image FILE`
-adds another to what is said next. `--video` and `/video FILE` are the same for films, whose place is `<video>`.
+adds another to what is said next. `--video` and `/video FILE` are the same for videos, whose place is `<video>`.
 """
 
 import sys
@@ -155,7 +155,7 @@ def _prefix_end(config: Any) -> str:
 
 
 def text_prompt(loaded: Loaded, text: str, where: str, images: Sequence[str | ImageRef] = ()) -> Prompt:
-  """A text to be continued, about images (paths) and films (`shown_by`).
+  """A text to be continued, about images (paths) and videos (`shown_by`).
 
   Raises:
     ConfigError, DataError: see `Prompter.text`.
@@ -199,7 +199,7 @@ def converse(loaded: Loaded, sampler: Sampler, options: dict[str, Any], system: 
              images: Sequence[str | ImageRef] = (), stop: StopStrings | None = None) -> None:
   """Answers what is typed, line by line, until the end of the input; /new begins anew, Ctrl-C stops an answer.
 
-  `images` (paths, and films) belong to what is said first, those of `/image FILE` and `/video FILE` to what is said
+  `images` (paths, and videos) belong to what is said first, those of `/image FILE` and `/video FILE` to what is said
   next.
   """
   print("/new begins a new conversation, /image FILE or /video FILE shows one with what is said next, Ctrl-D ends.")
@@ -238,12 +238,12 @@ def converse(loaded: Loaded, sampler: Sampler, options: dict[str, Any], system: 
 
 
 def shown_by(images: Sequence[str], videos: Sequence[str]) -> list[str | ImageRef]:
-  """The paths of images, and those of films as such."""
-  return [*images, *(ImageRef(path, path, film=True) for path in videos)]
+  """The paths of images, and those of videos as such."""
+  return [*images, *(ImageRef(path, path, video=True) for path in videos)]
 
 
 def said_with(text: str, images: Sequence[str | ImageRef]) -> str | list[dict[str, str]]:
-  """The content of a message that shows images and films (`shown_by`) before its text."""
+  """The content of a message that shows images and videos (`shown_by`) before its text."""
   if not images:
     return text
   parts = [{"type": "image", "path": one} if isinstance(one, str) else {"type": "video", "path": one.value}
@@ -281,7 +281,7 @@ def _define_flags() -> None:
   startup.define_model_flags()
   flags.DEFINE_multi_string("prompt", None, "A text to continue; with --chat what the user says. May be repeated.")
   flags.DEFINE_multi_string("image", [], "The file of an image that prompts are about. May be repeated.")
-  flags.DEFINE_multi_string("video", [], "A film, a file or a folder of frames, that they are about. May be repeated.")
+  flags.DEFINE_multi_string("video", [], "A video, a file or a folder of frames, that they are about. May be repeated.")
   flags.DEFINE_bool("chat", False, "Put prompts into the chat template.")
   flags.DEFINE_string("system", None, "System message of conversations.")
   flags.DEFINE_integer("max_new_tokens", 256, "Of each completion.")

@@ -12,7 +12,7 @@ A model with a tower for images puts features in place of its placeholder tokens
 For models without a tower there is nothing of this.
 
 B rows, T places of a row, I images of a row, S pixels of a side, F frames of a tile
-(input_pipeline/images/film_file.py), n tokens.
+(input_pipeline/images/video_file.py), n tokens.
 """
 
 import hashlib
@@ -24,7 +24,7 @@ import numpy as np
 from input_pipeline.batches import empty_batch
 from input_pipeline.image_batches import OF_IMAGES, PREFIX, ImageLayout
 from input_pipeline.images import tiles
-from input_pipeline.images.film_file import Film, Shown
+from input_pipeline.images.video_file import Shown, Video
 from trainer.errors import ConfigError
 from trainer.generate.buckets import power
 
@@ -42,7 +42,7 @@ class Layout(NamedTuple):
 
   @property
   def held(self) -> list[int]:
-    """The ids that hold places of images and films."""
+    """The ids that hold places of images and videos."""
     return [token for token in (self.image_token, self.video_token) if token is not None]
 
 
@@ -68,7 +68,7 @@ class PromptImages(NamedTuple):
 
   @property
   def frames(self) -> int:
-    """F: 1 where none is of a film."""
+    """F: 1 where none is of a video."""
     return max((image.shape[-1] // 3 for image in self.images), default=1)
 
   @property
@@ -124,7 +124,7 @@ def of_text(layout: Layout | None, ids: np.ndarray, images: Sequence[Shown], pre
     layout: of the model.
     ids: the text, [n].
     images: in the order of their placeholders, each uint8 [S, S, 3], [K, S, S, 3] of K squares or, of tiles, multiples
-      of S; or a film.
+      of S; or a video.
     prefix: the first so many tokens are read in both directions where the model does so.
     where: for messages.
     sampled: bool [n], the tokens that the model itself has written, of which a placeholder is a token like others.
@@ -154,8 +154,8 @@ def of_text(layout: Layout | None, ids: np.ndarray, images: Sequence[Shown], pre
   found, wanted = int(is_image.sum()), len(squares) * layout.tokens_per_image
   kinds = [layout.video_token if square.shape[-1] > 3 else layout.image_token for square in squares]
   if found == wanted and layout.tiles and (odd := np.flatnonzero(np.asarray(ids)[is_image] != kinds)).size:
-    raise ConfigError(f"{where}: the id of an image, {layout.image_token}, and that of a film, {layout.video_token}, "
-                      f"are not in the order of its images and films: its tile {odd[0]} is of the other. Make the "
+    raise ConfigError(f"{where}: the id of an image, {layout.image_token}, and that of a video, {layout.video_token}, "
+                      f"are not in the order of its images and videos: its tile {odd[0]} is of the other. Make the "
                       "prompt and its images together, with input_pipeline.examples.prompts.")
   if found != wanted:
     of_squares = f", of {len(squares)} squares" if len(squares) > given and not layout.tiles else ""
@@ -169,17 +169,18 @@ def of_text(layout: Layout | None, ids: np.ndarray, images: Sequence[Shown], pre
 
 
 def _apart(layout: Layout, images: Sequence[Shown], where: str) -> list[Shown]:
-  """Images, their squares, and films of a model that sees tiles. Raises ConfigError: one of another kind."""
+  """Images, their squares, and videos of a model that sees tiles. Raises ConfigError: one of another kind."""
   S, shape, found = layout.image_size, (layout.image_size, layout.image_size, 3), list[Shown]()
   for number, image in enumerate(images):
-    if isinstance(image, Film) and layout.tiles:
+    if isinstance(image, Video) and layout.tiles:
       if layout.video_token is None or image.pixels.shape[-1] != 3 * layout.frames:
-        seen = f"{layout.frames} of them" if layout.video_token is not None else "no films"
-        raise ConfigError(f"{where}, image {number}: is a film of {image.pixels.shape[-1] // 3} frames in a place, and "
-                          f"the model sees {seen} (model.vision.video.token). Make it with input_pipeline.examples.")
+        seen = f"{layout.frames} of them" if layout.video_token is not None else "no videos"
+        raise ConfigError(f"{where}, image {number}: is a video of {image.pixels.shape[-1] // 3} frames in a place, "
+                          f"and the model sees {seen} (model.vision.video.token). Make it with "
+                          "input_pipeline.examples.")
       found.append(image)
       continue
-    pixels = image.pixels if isinstance(image, Film) else np.asarray(image)
+    pixels = image.pixels if isinstance(image, Video) else np.asarray(image)
     for square in pixels if pixels.ndim == 4 and not layout.tiles else (pixels,):
       kept = layout.tiles and square.ndim == 3 and not (square.shape[0] % S or square.shape[1] % S)
       if square.shape != shape and not kept or square.shape[-1] != 3 or square.dtype != np.uint8:
@@ -250,7 +251,7 @@ def batch_of_texts(layout: Layout | None, rows: int, length: int, pad_id: int, t
 
 
 def images_of(layout: Layout | None, batch: Mapping[str, np.ndarray], row: int) -> tuple[list[np.ndarray], np.ndarray]:
-  """(the images of a row of a batch, uint8 [H, W, 3], those that are used, of a film its frames from left to right; of
+  """(the images of a row of a batch, uint8 [H, W, 3], those that are used, of a video its frames from left to right; of
   which of them, from 1 on, each token is, int [T], 0: of none)."""
   if layout is None or "images" not in batch:
     return [], np.zeros_like(batch["tokens"][row])

@@ -111,7 +111,7 @@ class Fixture:
       return np.asarray(self._hidden(self.place(self.params, self.mesh), dict(batch)))
 
   def other_token(self, tokens: np.ndarray) -> np.ndarray:
-    """Another id for each, none of which stands for an image or a film."""
+    """Another id for each, none of which stands for an image or a video."""
     held = [image_token(self.config), self.config.model.vision.video.token or -1]
     ids = np.setdiff1d(np.arange(self.model.num_real_vocab), held)
     return ids[(np.searchsorted(ids, tokens) + 1) % len(ids)].astype(tokens.dtype)

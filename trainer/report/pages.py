@@ -135,7 +135,7 @@ def swatch(number: int) -> Markup:
 
 def picture(image: Any) -> Markup:
   """An image, uint8 [S, S, 3], within the page; small ones are enlarged without smoothing. Of squares [K, S, S, 3] the
-  last, which is all of the image; of a film all frames from left to right."""
+  last, which is all of the image; of a video all frames from left to right."""
   from PIL import Image  # only where there are images
   held, image = io.BytesIO(), np.asarray(image.picture() if hasattr(image, "picture") else image)
   image = image[-1] if image.ndim == 4 else image

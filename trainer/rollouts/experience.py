@@ -24,7 +24,7 @@ import numpy as np
 from input_pipeline.batches import Arrays, empty_batch
 from input_pipeline.examples.roles import CHOSEN, COMPLETION, REJECTED
 from input_pipeline.examples.routed import INDEX, NOBODY
-from input_pipeline.images.film_file import Shown
+from input_pipeline.images.video_file import Shown
 from input_pipeline.packing import best_fit_decreasing
 from trainer.generate import image_tokens
 from trainer.generate.buckets import bucket, power

@@ -18,8 +18,8 @@ from absl import logging
 
 from input_pipeline.chat.image_placeholders import preprocess_of
 from input_pipeline.examples.routed import INDEX
-from input_pipeline.images.film_file import Shown
 from input_pipeline.images.images import to_pixels
+from input_pipeline.images.video_file import Shown
 from input_pipeline.packing import permutation
 from input_pipeline.prompt_data import PromptData
 from input_pipeline.steps import ROWS, Past, steps_of_rollouts

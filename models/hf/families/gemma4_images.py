@@ -115,7 +115,7 @@ GEMMA4_IMAGES = Wrapper(
     table=(Tensor("embedding_projection.weight", "projector/linear/kernel", transpose=True),),
     fixed={"vision.projector": "mean"},
     both_ways={None: "causal", "vision": "local_image"},
-    # Tokens around images and in the places of sound and films; how many tokens the processor makes of an image.
+    # Tokens around images and in the places of sound and videos; how many tokens the processor makes of an image.
     inert=GEMMA4.inert - {"audio_config"} | {"video_token_id", "vision_soft_tokens_per_image", "eoa_token_id"},
     names=((("model.language_model.", ""),), ("model.vision_tower.",), ("model.embed_vision.",)),
 )

@@ -6,7 +6,7 @@ from models.hf.keys import GATED, Activation, Key, Rule
 
 
 class Seconds(Rule):
-  """How many positions a second of a film is."""
+  """How many positions a second of a video is."""
 
   def read(self, source, model):
     found = source.get("tokens_per_second", float, 4.0)

@@ -93,8 +93,8 @@ class Squares(Rule):
     return {"patch_size": patch, "spatial_merge_size": model["vision.image_size"] // patch}
 
 
-class Films(Rule):
-  """The token that holds the place of a film's feature; a folder without one is of a model that sees none."""
+class Videos(Rule):
+  """The token that holds the place of a video's feature; a folder without one is of a model that sees none."""
 
   def read(self, source, model):
     return {"vision.video.token": source.get("video_token_id", int, None, None)}
@@ -159,7 +159,7 @@ def tower_table(mlp: dict[str, str]) -> tuple[Tensor, ...]:
       Tensor(f"blocks.{{layer}}.attn.qkv.{theirs}", tuple(f"vision/blocks/attn/{p}/{ours}" for p in "qkv"),
              transpose=ours == "kernel") for theirs, ours in (("weight", "kernel"), ("bias", "bias")))
   return (
-      Tensor("patch_embed.proj.weight", "vision/patch_embed/kernel", transpose=True, form="films"),
+      Tensor("patch_embed.proj.weight", "vision/patch_embed/kernel", transpose=True, form="videos"),
       *pair("blocks.{layer}.norm1", "vision/blocks/attn_norm", "scale"),
       *pair("blocks.{layer}.norm2", "vision/blocks/mlp_norm", "scale"),
       *attention, *pair("blocks.{layer}.attn.proj", "vision/blocks/attn/o"),
@@ -176,7 +176,8 @@ def wrapper(name: str, architecture: str, tower: Tower) -> Wrapper:
   fixed: dict[str, Any] = {"vision.projector": "merge", "vision.attention": "causal"}
   return Wrapper(
       name=name, model_types=(name,), architectures=(architecture,), texts=(text_family(name),), towers=(tower,),
-      keys=(Key("image_token_id", "vision.image_token", default=151655), Films()), table=MERGER, fixed=fixed, tied=None,
+      keys=(Key("image_token_id", "vision.image_token", default=151655), Videos()), table=MERGER, fixed=fixed,
+      tied=None,
       # Tokens around images, which a chat template writes.
       inert=frozenset({"vision_start_token_id", "vision_end_token_id", "vision_token_id"}), beside=BESIDE, names=NAMES)
 

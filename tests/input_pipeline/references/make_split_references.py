@@ -27,7 +27,7 @@ from transformers import AutoConfig, AutoModelForImageTextToText, PreTrainedToke
 from transformers.models.idefics3 import image_processing_pil_idefics3, processing_idefics3
 from transformers.models.smolvlm import image_processing_pil_smolvlm, processing_smolvlm
 
-processing_smolvlm.num2words = str  # of films alone, as is what takes torchvision
+processing_smolvlm.num2words = str  # of videos alone, as is what takes torchvision
 processing_smolvlm.SmolVLMProcessor.check_argument_for_proper_class = lambda self, name, given: None
 FOLDER = Path(__file__).parent / "split"
 FAKE, WHOLE, IMAGE, END = "<fake_token_around_image>", "<global-img>", "<image>", "<end_of_utterance>"

@@ -23,7 +23,7 @@ FORMS = {
     "taps": (Tensor("t", "a", transpose=True, form="taps"), [(4, 3)], counted(3, 1, 4), lambda t: t[:, 0]),
     "patches": (Tensor("t", "a", transpose=True, form="patches"), [(12, 5)], counted(5, 3, 2, 2),
                 lambda t: t.transpose(0, 2, 3, 1).reshape(5, 12)),
-    "films": (Tensor("t", "a", transpose=True, form="films"), [(24, 5)], counted(5, 3, 2, 2, 2),
+    "videos": (Tensor("t", "a", transpose=True, form="videos"), [(24, 5)], counted(5, 3, 2, 2, 2),
               lambda t: t.transpose(0, 2, 3, 4, 1).reshape(5, 24)),
     "alternating": (Tensor("t", ("a", "b"), axis=1, form="alternating"), [(2, 3), (2, 3)], counted(2, 6),
                     lambda t: np.concatenate([t[:, 0::2], t[:, 1::2]], axis=1)),

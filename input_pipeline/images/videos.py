@@ -1,8 +1,8 @@
-"""Films: read from what rows say, of which frames are chosen as the video processors of transformers choose them.
+"""Videos: read from what rows say, of which frames are chosen as the video processors of transformers choose them.
 
-    film = read(ImageRef("clip.gif", "data/a.jsonl:7: video", Path("data"), film=True), how, max_pixels=10_000_000)
+    video = read(ImageRef("clip.gif", "data/a.jsonl:7: video", Path("data"), video=True), how, max_pixels=10_000_000)
 
-A film is a file of a video (MP4, QuickTime, WebM, Matroska, AVI: by PyAV, an extra), an animated picture that Pillow
+A video is a file (MP4, QuickTime, WebM, Matroska, AVI: by PyAV, an extra), an animated picture that Pillow
 reads (GIF, WebP, PNG, TIFF, AVIF), or its frames one by one: a list of images, or a folder of them, in the order of
 their names.
 
@@ -20,21 +20,21 @@ import numpy as np
 from PIL import Image
 
 from input_pipeline.files import shown_names
-from input_pipeline.images import film_file
+from input_pipeline.images import video_file
 from input_pipeline.images.formats import AVIF, FORMATS, ImageError, begins_as_image, decoded, opened
 from input_pipeline.images.images import KEYS, EncodedImage, ImageRef, content_of
-from input_pipeline.images.tiles import film_size
+from input_pipeline.images.tiles import video_size
 from trainer.errors import DataError
 
-# How frames stand in a text: all of a film together; or those of a place in time, each behind a text with its time.
+# How frames stand in a text: all of a video together; or those of a place in time, each behind a text with its time.
 TOGETHER, TIMED = "together", "timed"
-# Keys of an object that is a film, beside those of an image's.
-FILM_KEYS = ("video", "video_url", "frames", *KEYS)
-# Frames a second of a film that does not say it, as transformers assumes.
+# Keys of an object that is a video, beside those of an image's.
+VIDEO_KEYS = ("video", "video_url", "frames", *KEYS)
+# Frames a second of a video that does not say it, as transformers assumes.
 FPS = 24.0
 # How many there may be.
 RATES = (1e-3, 1e5)
-# Of all frames of a film, as they are kept.
+# Of all frames of a video, as they are kept.
 MOST_PIXELS = 1 << 27
 # How files of videos begin, or go on behind four bytes, and what FFmpeg calls them.
 CONTAINERS = ((0, b"\x1aE\xdf\xa3", "matroska"), (4, b"ftyp", "mp4"), (4, b"moov", "mp4"), (4, b"wide", "mp4"),
@@ -42,7 +42,7 @@ CONTAINERS = ((0, b"\x1aE\xdf\xa3", "matroska"), (4, b"ftyp", "mp4"), (4, b"moov
 
 
 class Sampling(NamedTuple):
-  """Which frames of a film are taken, and what becomes of them; see the keys of `model.vision.video`.
+  """Which frames of a video are taken, and what becomes of them; see the keys of `model.vision.video`.
 
   kind: TOGETHER or TIMED. each: F. size: pixels of a tile's side.
   """
@@ -65,7 +65,7 @@ class Sampling(NamedTuple):
       ValueError: there are too few, or it is not known how many are a second.
     """
     if count < 2:
-      raise ValueError(f"has {count} frame(s); a film has 2 or more. Give it as an image")
+      raise ValueError(f"has {count} frame(s); a video has 2 or more. Give it as an image")
     if self.fps is None and self.num_frames is None:
       return np.arange(count)
     if self.num_frames is None and fps is None:
@@ -89,11 +89,12 @@ class Sampling(NamedTuple):
     return np.array([int(np.float32(i * (count / number))) for i in range(number)])
 
   def frame_size(self, frames: int, width: int, height: int) -> tuple[int, int]:
-    """Width and height of each of so many frames. Raises ValueError: see `film_size`."""
-    return film_size(frames if self.kind == TIMED else None, width, height, self.size, self.min_pixels, self.max_pixels)
+    """Width and height of each of so many frames. Raises ValueError: see `video_size`."""
+    counted = frames if self.kind == TIMED else None
+    return video_size(counted, width, height, self.size, self.min_pixels, self.max_pixels)
 
   def times(self, taken: np.ndarray, count: int, fps: float | None) -> tuple[list[int] | None, list[float]]:
-    """(`Film.times`, when each place in time is seen, in seconds) of the frames that are taken of so many. Where
+    """(`Video.times`, when each place in time is seen, in seconds) of the frames that are taken of so many. Where
     nothing says how many are a second, 24 are: of all frames in Qwen3-VL, of those that are taken in the others."""
     places = -(-len(taken) // self.each)
     if self.kind == TIMED:
@@ -109,8 +110,8 @@ class Sampling(NamedTuple):
 
 
 class Frames(NamedTuple):
-  """A film's frames: how many there are, how many a second if that is known, what gives some of them in order, decoded,
-  and the files beside the data that they are in."""
+  """A video's frames: how many there are, how many a second if that is known, what gives some of them in order,
+  decoded, and the files beside the data that they are in."""
 
   total: int
   fps: float | None
@@ -119,7 +120,7 @@ class Frames(NamedTuple):
 
 
 def read(ref: ImageRef, how: Sampling, max_pixels: int) -> EncodedImage:
-  """A film's frames that are taken, in their size; `tokens` and `squares` are how many tiles they have.
+  """A video's frames that are taken, in their size; `tokens` and `squares` are how many tiles they have.
 
   Args:
     ref: where it is.
@@ -127,11 +128,11 @@ def read(ref: ImageRef, how: Sampling, max_pixels: int) -> EncodedImage:
     max_pixels: of a frame as it is stored.
 
   Raises:
-    ImageError: it is missing, no film, damaged, of a kind that is not read, has too few frames, or frames of different
+    ImageError: it is missing, no video, damaged, of a kind that is not read, has too few frames, or frames of different
       sizes; names the row and column.
     DataError: PyAV is not installed.
   """
-  if isinstance(ref.value, bytes) and film_file.is_film(ref.value):
+  if isinstance(ref.value, bytes) and video_file.is_video(ref.value):
     return _again(ref, how)
   frames = _frames(ref, ref.value, max_pixels, None)
   try:
@@ -145,13 +146,13 @@ def read(ref: ImageRef, how: Sampling, max_pixels: int) -> EncodedImage:
       size = _size(ref, how, len(taken), *stored)
     if frame.size != stored:
       raise ImageError(f"{ref.where}: frame {index} has {frame.width} × {frame.height} pixels, and those before it "
-                       f"{stored[0]} × {stored[1]}. Give all frames of a film one size.")
+                       f"{stored[0]} × {stored[1]}. Give all frames of a video one size.")
     # Across first, as torchvision does it, which rounds 1 value of 200 otherwise, by 1. Pillow would choose.
     across = frame.resize((size[0], frame.height), Image.Resampling.BICUBIC)
     kept.append(np.asarray(across.resize(size, Image.Resampling.BICUBIC), np.uint8))
   times, seconds = how.times(taken, frames.total, frames.fps)
   kept += [kept[-1]] * (len(seconds) * how.each - len(kept))
-  data = film_file.packed(np.stack(kept), how.each, times, seconds)
+  data = video_file.packed(np.stack(kept), how.each, times, seconds)
   return _measured(data, frames.files, size, how, seconds)
 
 
@@ -165,14 +166,14 @@ def _measured(data: bytes, files: tuple[Path, ...], size: tuple[int, int], how: 
 def _again(ref: ImageRef, how: Sampling) -> EncodedImage:
   """What `read` gives, of contents that it gave, which a run keeps of what it sampled."""
   try:
-    film, says = film_file.unpacked(ref.value), film_file.told(ref.value)[0]
-    T, height, width, channels = film.pixels.shape
+    video, says = video_file.unpacked(ref.value), video_file.told(ref.value)[0]
+    T, height, width, channels = video.pixels.shape
     sound = channels == 3 * how.each and not (height % how.size or width % how.size) and (
-        film.times is None if how.kind == TIMED else len(film.times) == T)
+        video.times is None if how.kind == TIMED else len(video.times) == T)
   except Exception as e:  # whatever is in them, a row may have it
-    raise ImageError(f"{ref.where}: contents of a film that are damaged: {e}. Give the film itself.") from e
+    raise ImageError(f"{ref.where}: contents of a video that are damaged: {e}. Give the video itself.") from e
   if not sound:
-    raise ImageError(f"{ref.where}: contents of a film of another model. Give the film itself.")
+    raise ImageError(f"{ref.where}: contents of a video of another model. Give the video itself.")
   return _measured(ref.value, (), (width, height), how, [float(second) for second in says["seconds"]])
 
 
@@ -202,7 +203,7 @@ def _frames(ref: ImageRef, value: Any, max_pixels: int, fps: Any) -> Frames:
                      "itself. Take it out. Which frames are taken is said by model.vision.video.")
   if isinstance(value, Mapping) and not any(value.get(key) is not None for key in KEYS):
     raise ImageError(f"{ref.where} is an object with {shown_names(value, 'nothing')}; expected one of "
-                     f"{', '.join(FILM_KEYS)}.")
+                     f"{', '.join(VIDEO_KEYS)}.")
   if value is None or not isinstance(value, (Mapping, str, Path, bytes, bytearray, memoryview)):
     found = "null" if value is None else f"a {type(value).__name__}"
     raise ImageError(f"{ref.where} is {found}; expected a path, a folder of frames, a list of frames, or the bytes of "
@@ -214,8 +215,8 @@ def _frames(ref: ImageRef, value: Any, max_pixels: int, fps: Any) -> Frames:
     return _container(data, kind, where, max_pixels)._replace(files=files)
   if not begins_as_image(data):
     begin = f" that begin with {data[:8]!r}" if file is None else ""
-    raise ImageError(f"{where}: {len(data)} bytes{begin} are no film: no MP4, QuickTime, WebM, Matroska or AVI, and no "
-                     f"picture of the formats {', '.join(FORMATS)}.")
+    raise ImageError(f"{where}: {len(data)} bytes{begin} are no video: no MP4, QuickTime, WebM, Matroska or AVI, and "
+                     f"no picture of the formats {', '.join(FORMATS)}.")
   return _animated(data, where, max_pixels)._replace(files=files)
 
 
@@ -246,7 +247,7 @@ def _names(ref: ImageRef, folder: Path) -> list[str]:
   there = [path.name for path in folder.iterdir() if path.is_file() and not path.name.startswith(".")]
   names = sorted(there, key=order)
   if not names:
-    raise ImageError(f"{ref.where}: the folder {folder} has no files. Put the frames of the film there.")
+    raise ImageError(f"{ref.where}: the folder {folder} has no files. Put the frames of the video there.")
   return names
 
 

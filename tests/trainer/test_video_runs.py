@@ -1,4 +1,4 @@
-"""Runs on films, from a folder to a folder: tests/native.py has the folder and the rows."""
+"""Runs on videos, from a folder to a folder: tests/native.py has the folder and the rows."""
 
 import json
 import re
@@ -24,14 +24,14 @@ def configured(tmp_path, name: str = "qwen2_5_vl", rows=None):
   config = defaults()
   config.strategy.name = "sft"
   config.model.hf = str(native.folder(tmp_path / "hf", name))
-  config.input.sources.rows = source(type="jsonl", path=str(rows or native.film_rows(tmp_path / "data")))
+  config.input.sources.rows = source(type="jsonl", path=str(rows or native.video_rows(tmp_path / "data")))
   config.update(seq_len=192, batch_size=4, total_steps=2, log_steps=1)
   config.optimizer.learning_rate = 1e-2
   return config
 
 
 @pytest.mark.parametrize("name", ["qwen2_5_vl", pytest.param("qwen3_vl", marks=pytest.mark.slow)])
-def test_a_run_learns_from_films_and_is_exported_whole(tmp_path, name):
+def test_a_run_learns_from_videos_and_is_exported_whole(tmp_path, name):
   """Every array is trained, frames included; the export says how frames are taken, as the config has it."""
   config = configured(tmp_path, name)
   config.model.vision.video.fps = 3.0
@@ -54,9 +54,9 @@ def spied(take, seen):
   return spy
 
 
-def test_what_is_trained_is_what_was_sampled_about_its_own_film(tmp_path):
+def test_what_is_trained_is_what_was_sampled_about_its_own_video(tmp_path):
   """On the first step the policy is the one that sampled: its ratios are 1 only if it sees the same frames."""
-  rows = [json.loads(line) for line in native.film_rows(tmp_path / "data", 4).read_text().splitlines()]
+  rows = [json.loads(line) for line in native.video_rows(tmp_path / "data", 4).read_text().splitlines()]
   (tmp_path / "data" / "rows.jsonl").write_text("".join(
       json.dumps({"prompt": row["messages"][:1]}) + "\n" for row in rows))
   c = configured(tmp_path, rows=tmp_path / "data" / "rows.jsonl")
@@ -68,9 +68,9 @@ def test_what_is_trained_is_what_was_sampled_about_its_own_film(tmp_path):
     patch.setattr(rollout.Rollouts, "take", spied(rollout.Rollouts.take, seen))
     train(c, tmp_path / "w")
   for batch in (batch for batch in seen if batch is not None):
-    films = np.isin(batch["tokens"], [native.VIDEO]) & (batch["image_index"] > 0)
-    held = batch["image_grid"][np.nonzero(films)[0], batch["image_index"][films] - 1]
-    assert batch["images"].shape[-1] == 6 and films.any(1).sum() >= 1 and len({*held[:, 5].tolist()}) > 1
+    videos = np.isin(batch["tokens"], [native.VIDEO]) & (batch["image_index"] > 0)
+    held = batch["image_grid"][np.nonzero(videos)[0], batch["image_index"][videos] - 1]
+    assert batch["images"].shape[-1] == 6 and videos.any(1).sum() >= 1 and len({*held[:, 5].tolist()}) > 1
     assert (batch["segment_roles"] == COMPLETION).sum() == 4
   lines = [json.loads(line) for line in (tmp_path / "w" / "metrics.jsonl").read_text().splitlines()]
   first = next(line for line in lines if line.get("step") == 1 and "policy/ratio_mean" in line)
@@ -79,9 +79,9 @@ def test_what_is_trained_is_what_was_sampled_about_its_own_film(tmp_path):
   assert max(picture.shape[1] / picture.shape[0] for picture in shown) > 4  # frames from left to right
 
 
-@pytest.mark.slow  # what goes from rows to batches, and what a policy computes of films, others have by day
-def test_pairs_about_films_are_preferred(tmp_path):
-  rows = [json.loads(line) for line in native.film_rows(tmp_path / "data", 4).read_text().splitlines()]
+@pytest.mark.slow  # what goes from rows to batches, and what a policy computes of videos, others have by day
+def test_pairs_about_videos_are_preferred(tmp_path):
+  rows = [json.loads(line) for line in native.video_rows(tmp_path / "data", 4).read_text().splitlines()]
   (tmp_path / "data" / "rows.jsonl").write_text("".join(json.dumps({
       "prompt": row["messages"][:1], "chosen": row["messages"][1:],
       "rejected": [{"role": "assistant", "content": "green"}]}) + "\n" for row in rows))
@@ -94,14 +94,14 @@ def test_pairs_about_films_are_preferred(tmp_path):
   assert losses[0] == pytest.approx(np.log(2), rel=1e-5) and losses[-1] < losses[0]
 
 
-def test_what_a_film_became_is_shown_before_it_is_trained(tmp_path, capsys):
-  """Its frames from left to right, its tokens in short; and how many films there are."""
+def test_what_a_video_became_is_shown_before_it_is_trained(tmp_path, capsys):
+  """Its frames from left to right, its tokens in short; and how many videos there are."""
   inspect.inspect(configured(tmp_path), tmp_path / "w")
   said = capsys.readouterr().out
   names, counts = ([line for line in said.splitlines() if line.startswith(start)][0].split("  ") for start in (
       "source", "rows  "))
   table = dict(zip(filter(None, map(str.strip, names)), filter(None, map(str.strip, counts)), strict=True))
-  assert re.search(r"\|video_pad\|> × \d+⟩", said) and (table["images"], table["films"]) == ("4", "8")
+  assert re.search(r"\|video_pad\|> × \d+⟩", said) and (table["images"], table["videos"]) == ("4", "8")
   shown = pictures((tmp_path / "w" / "inspect.html").read_text())
   assert sum(picture.shape[1] > 3 * picture.shape[0] for picture in shown) >= 4
 
@@ -120,6 +120,6 @@ def test_the_plan_has_places_for_tiles_of_two_frames(tmp_path):
   np.testing.assert_allclose(per_tile, [per_tile[0], 2 * per_tile[0], 4 * per_tile[0]], rtol=1e-9)
 
 
-def test_the_layout_of_a_model_that_sees_films(tmp_path):
+def test_the_layout_of_a_model_that_sees_videos(tmp_path):
   model, _ = hf.load(native.folder(tmp_path))
   assert image_tokens.layout_of(model) == image_tokens.Layout(native.IMAGE, 1, 8, "causal", True, native.VIDEO, 2)

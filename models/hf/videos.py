@@ -1,4 +1,4 @@
-"""How films become frames: video_preprocessor_config.json, or the video processor inside processor_config.json.
+"""How videos become frames: video_preprocessor_config.json, or the video processor inside processor_config.json.
 
 As in transformers, a folder with neither has what its image processor's file says, as far as it says it.
 """
@@ -27,7 +27,7 @@ _SIZES = {"min_pixels": "shortest_edge", "max_pixels": "longest_edge"}
 
 
 def read(folder: Path, keys: Mapping[str, Any]) -> dict[str, Any]:
-  """{our key: value} of `model.vision.video`, but for what config.json has; empty for models that see no films.
+  """{our key: value} of `model.vision.video`, but for what config.json has; empty for models that see no videos.
 
   Args:
     folder: of a checkpoint.
@@ -63,7 +63,7 @@ def _sampling(source: Source, tower: str) -> dict[str, Any]:
 
 
 def _check(source: Source, keys: Mapping[str, Any]) -> None:
-  """Refuses what would make other patches of a film than those of images, and what is not computed."""
+  """Refuses what would make other patches of a video than those of images, and what is not computed."""
   for key in ("do_rescale", "do_normalize", "do_resize"):
     if not source.get(key, bool, True, True):
       raise source.error(key, "true: frames are resized, divided by 255 and normalised")
@@ -93,7 +93,7 @@ def _normal_of_images(keys: Mapping[str, Any]) -> dict[str, tuple[float, ...]]:
 
 def write(folder: Path, keys: Mapping[str, Any]) -> None:
   """Corrects what a folder says where the config has other frames, or another mean or standard deviation, in a file of
-  its own where there was none for films; nothing in a folder without a processor of images."""
+  its own where there was none for videos; nothing in a folder without a processor of images."""
   source = _source(folder)
   if keys["vision.video.token"] is None or not source.content:
     return

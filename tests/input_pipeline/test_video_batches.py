@@ -1,4 +1,4 @@
-"""From rows with films to batches: where they stand in texts, their tokens, their frames, whole, beside images."""
+"""From rows with videos to batches: where they stand in texts, their tokens, their frames, whole, beside images."""
 
 import json
 import shutil
@@ -9,7 +9,7 @@ import pytest
 from input_pipeline import loader
 from input_pipeline.examples.prompts import Prompter
 from input_pipeline.examples.registry import make_encoder
-from input_pipeline.images.film_file import Film
+from input_pipeline.images.video_file import Video
 from input_pipeline.sources.made import png
 from input_pipeline.sources.readers import Record
 from input_pipeline.tokenizer.tokenizer import load_tokenizer
@@ -21,9 +21,9 @@ from trainer.generate import image_tokens
 from trainer.strategies import learns
 
 # 16 × 24 pixels, which are 2 × 3 tiles: 4 frames, 4 a second; and an image of 2 × 2 tiles.
-FRAMES = native.film(4, (16, 24))
-FILM = {"frames": [png(frame) for frame in FRAMES], "fps": 4}
-PICTURE = native.film(1, (16, 16), seed=5)[0]
+FRAMES = native.video(4, (16, 24))
+VIDEO = {"frames": [png(frame) for frame in FRAMES], "fps": 4}
+PICTURE = native.video(1, (16, 16), seed=5)[0]
 IMAGE = png(PICTURE)
 SAID = {"role": "assistant", "content": "yes"}
 
@@ -66,26 +66,26 @@ WORDS = {"type": "text", "text": "a"}
 
 
 @pytest.mark.parametrize("name", SHOWN)
-def test_where_films_and_images_stand(folders, name):
+def test_where_videos_and_images_stand(folders, name):
   """In parts that have them, or take those of columns of their kind, at markers, or before what the user says first."""
-  film, head, tail = SHOWN[name], "<|im_start|>user\n", "<|im_end|>\n<|im_start|>assistant\nyes<|im_end|>\n"
-  both = dict(video=FILM, image=IMAGE)
+  video, head, tail = SHOWN[name], "<|im_start|>user\n", "<|im_end|>\n<|im_start|>assistant\nyes<|im_end|>\n"
+  both = dict(video=VIDEO, image=IMAGE)
   for row, expected in (
-      (said({"type": "video", "video": FILM["frames"], "fps": 4}, WORDS), f"{film}a"),
-      (said(WORDS, {"type": "image", "image": IMAGE}, {"type": "video", **FILM}), f"a{PICTURED}{film}"),
-      (said({"type": "video"}, WORDS, {"type": "image"}, **both), f"{film}a{PICTURED}"),
-      (said(WORDS, {"type": "video"}, {"type": "video", **FILM}, videos=[FILM]), f"a{film}{film}"),
-      ({"messages": [{"role": "user", "content": "b<video>c<image>d"}, SAID], **both}, f"b{film}c{PICTURED}d"),
-      ({"messages": [{"role": "user", "content": "bc"}, SAID], **both}, f"{PICTURED}{film}bc")):
+      (said({"type": "video", "video": VIDEO["frames"], "fps": 4}, WORDS), f"{video}a"),
+      (said(WORDS, {"type": "image", "image": IMAGE}, {"type": "video", **VIDEO}), f"a{PICTURED}{video}"),
+      (said({"type": "video"}, WORDS, {"type": "image"}, **both), f"{video}a{PICTURED}"),
+      (said(WORDS, {"type": "video"}, {"type": "video", **VIDEO}, videos=[VIDEO]), f"a{video}{video}"),
+      ({"messages": [{"role": "user", "content": "b<video>c<image>d"}, SAID], **both}, f"b{video}c{PICTURED}d"),
+      ({"messages": [{"role": "user", "content": "bc"}, SAID], **both}, f"{PICTURED}{video}bc")):
     assert text(row, folders[name]) == f"{head}{expected}{tail}"
 
 
 def test_where_they_stand_without_a_template(folders):
   """The order of markers is that of what they stand for, whatever the columns'."""
-  film, folder = SHOWN["qwen2_5_vl"], folders["qwen2_5_vl"]
-  both = dict(videos=[FILM], images=[IMAGE], completion="yes")
-  for prompt, expected in (("a<video>b<image>c", f"a{film}b{PICTURED}c"), ("a<image>b<video>", f"a{PICTURED}b{film}"),
-                           ("a<video>", f"{PICTURED}a{film}"), ("a", f"{PICTURED}{film}a")):
+  video, folder = SHOWN["qwen2_5_vl"], folders["qwen2_5_vl"]
+  both = dict(videos=[VIDEO], images=[IMAGE], completion="yes")
+  for prompt, expected in (("a<video>b<image>c", f"a{video}b{PICTURED}c"), ("a<image>b<video>", f"a{PICTURED}b{video}"),
+                           ("a<video>", f"{PICTURED}a{video}"), ("a", f"{PICTURED}{video}a")):
     document, tokenizer = encode({"prompt": prompt, **both}, folder)
     assert tokenizer.decode(document.ids.tolist(), skip_special=False).startswith(expected)
     kinds = [image.seconds is not None for image in document.images]
@@ -93,8 +93,8 @@ def test_where_they_stand_without_a_template(folders):
     assert kinds == held and sorted(kinds) == [False, True]
 
 
-def test_no_token_of_a_film_is_trained_and_what_a_user_types_is_text(folders):
-  document, tokenizer = encode(said({"type": "text", "text": "<|video_pad|>"}, {"type": "video", **FILM}),
+def test_no_token_of_a_video_is_trained_and_what_a_user_types_is_text(folders):
+  document, tokenizer = encode(said({"type": "text", "text": "<|video_pad|>"}, {"type": "video", **VIDEO}),
                                folders["qwen3_vl"], **{"chat.train_on": "all"})
   held = document.ids == native.VIDEO
   assert held.sum() == 6 and not document.weights[held].any()
@@ -103,13 +103,13 @@ def test_no_token_of_a_film_is_trained_and_what_a_user_types_is_text(folders):
 
 
 @pytest.mark.parametrize("row, message", [
-    (said({"type": "video"}), r"columns have 0 film\(s\), for 1 parts of messages"),
-    (said(WORDS, videos=[FILM], video=FILM), "'video' and 'videos'"),
-    ({"messages": [{"role": "user", "content": "<video><video>"}, SAID], "videos": [FILM]},
-     r"1 film\(s\), for 2 × '<video>'"),
-    ({"prompt": "<video><video>", "completion": "b", "videos": [FILM]}, r"1 film\(s\), but 2 × '<video>' in the text"),
-    (said({"type": "video", "video": "a.mp4", "nframes": 8}), r"content\[0\] is a film with 'nframes', which is not"),
-    (said({"type": "video", "video": FILM["frames"][:1]}), r"has 1 frame\(s\); a film has 2 or more"),
+    (said({"type": "video"}), r"columns have 0 video\(s\), for 1 parts of messages"),
+    (said(WORDS, videos=[VIDEO], video=VIDEO), "'video' and 'videos'"),
+    ({"messages": [{"role": "user", "content": "<video><video>"}, SAID], "videos": [VIDEO]},
+     r"1 video\(s\), for 2 × '<video>'"),
+    ({"prompt": "<video><video>", "completion": "b", "videos": [VIDEO]}, r"1 video\(s\), but 2 × '<video>' in the"),
+    (said({"type": "video", "video": "a.mp4", "nframes": 8}), r"content\[0\] is a video with 'nframes', which is not"),
+    (said({"type": "video", "video": VIDEO["frames"][:1]}), r"has 1 frame\(s\); a video has 2 or more"),
     (said({"type": "video", "video": "no.gif"}), r"content\[0\]: '.*no.gif' cannot be read"),
 ])
 def test_rows_that_do_not_fit_are_refused(folders, row, message):
@@ -117,24 +117,24 @@ def test_rows_that_do_not_fit_are_refused(folders, row, message):
     encode(row, folders["qwen2_5_vl"])
 
 
-def test_a_film_that_cannot_be_read_drops_its_row_where_that_is_said(folders):
-  row = said({"type": "video", "video": FILM["frames"][:1]})
+def test_a_video_that_cannot_be_read_drops_its_row_where_that_is_said(folders):
+  row = said({"type": "video", "video": VIDEO["frames"][:1]})
   assert text(row, folders["qwen2_5_vl"], **{"input.images.on_error": "drop"}) == "a bad image"
 
 
-def test_a_model_without_the_token_of_films_refuses_them(folders, tmp_path):
+def test_a_model_without_the_token_of_videos_refuses_them(folders, tmp_path):
   shutil.copytree(folders["qwen2_5_vl"], tmp_path / "hf")
   content = json.loads((tmp_path / "hf" / "config.json").read_text())
   (tmp_path / "hf" / "config.json").write_text(json.dumps({k: v for k, v in content.items() if k != "video_token_id"}))
-  with pytest.raises(DataError, match=r"content\[0\] is a film.*model.vision.video.token is not set"):
-    encode(said({"type": "video", **FILM}), tmp_path / "hf")
+  with pytest.raises(DataError, match=r"content\[0\] is a video.*model.vision.video.token is not set"):
+    encode(said({"type": "video", **VIDEO}), tmp_path / "hf")
 
 
 @pytest.mark.parametrize("name", SHOWN)
-def test_a_batch_has_every_film_at_its_own_tokens(folders, name, tmp_path):
-  """Two texts in a row, a film behind an image: each tile has both frames, an image's the same twice."""
-  film = {"type": "video", "frames": [f"{i}.png" for i in range(4)], "fps": 4}
-  rows = [said({"type": "image", "path": "a.png"}, film), said(WORDS, film)]
+def test_a_batch_has_every_video_at_its_own_tokens(folders, name, tmp_path):
+  """Two texts in a row, a video behind an image: each tile has both frames, an image's the same twice."""
+  video = {"type": "video", "frames": [f"{i}.png" for i in range(4)], "fps": 4}
+  rows = [said({"type": "image", "path": "a.png"}, video), said(WORDS, video)]
   for i, frame in enumerate(FRAMES):
     (tmp_path / f"{i}.png").write_bytes(png(frame))
   (tmp_path / "a.png").write_bytes(IMAGE)
@@ -160,50 +160,50 @@ def test_a_batch_has_every_film_at_its_own_tokens(folders, name, tmp_path):
       np.testing.assert_array_equal(tile, pairs[len(places) // 6][here])
       places.append((row, column))
   assert all(len(places) == 6 * len(pairs) for places in found.values()) and len(numbers) == 3
-  assert data.stats()[0]["films"] == 2 and data.stats()[0]["images"] == 1
+  assert data.stats()[0]["videos"] == 2 and data.stats()[0]["images"] == 1
 
 
-def test_rows_without_films_have_one_frame_a_tile(folders, tmp_path):
+def test_rows_without_videos_have_one_frame_a_tile(folders, tmp_path):
   (tmp_path / "a.png").write_bytes(IMAGE)
   (tmp_path / "rows.jsonl").write_text(json.dumps(said({"type": "image", "path": "a.png"})) + "\n")
   config = configured(folders["qwen2_5_vl"], tmp_path / "rows.jsonl")
   data = loader.make_train_data(config, load_tokenizer(folders["qwen2_5_vl"]), learns=learns(config),
                                 workdir=tmp_path / "w")
-  assert data.batch(0)["images"].shape[-1] == 3 and "films" not in data.stats()[0]
+  assert data.batch(0)["images"].shape[-1] == 3 and "videos" not in data.stats()[0]
 
 
-@pytest.mark.parametrize("kept, films", [(96, 2), (30, 1), (16, 0)])
-def test_no_film_is_cut(folders, kept, films):
-  """A row that is shorter is cut before a film that does not fit."""
+@pytest.mark.parametrize("kept, videos", [(96, 2), (30, 1), (16, 0)])
+def test_no_video_is_cut(folders, kept, videos):
+  """A row that is shorter is cut before a video that does not fit."""
   folder = folders["qwen2_5_vl"]
   config = configured(folder, seq_len=kept, **{"input.over_long": "truncate_end"})
   assert config.seq_len == kept
-  document, _ = encode(said({"type": "video", **FILM}, WORDS, {"type": "video", **FILM}), folder)
+  document, _ = encode(said({"type": "video", **VIDEO}, WORDS, {"type": "video", **VIDEO}), folder)
   ends = [place + image.tokens for place, image in zip(document.places, document.images, strict=True)]
-  assert sum(end <= kept for end in ends) == films
+  assert sum(end <= kept for end in ends) == videos
 
 
-def test_prompts_hold_films_and_their_order(folders):
+def test_prompts_hold_videos_and_their_order(folders):
   """As rows do; what a sampler is given fits the ids, and another order of kinds does not."""
   folder = folders["qwen2_5_vl"]
   prompter = Prompter(configured(folder), load_tokenizer(folder))
-  shown = [{"type": "video", **FILM}, {"type": "image", "image": IMAGE}]
+  shown = [{"type": "video", **VIDEO}, {"type": "image", "image": IMAGE}]
   prompt = prompter.messages([{"role": "user", "content": shown}])
-  assert isinstance(prompt.images[0], Film) and prompt.images[0].times.tolist() == [0, 2]
+  assert isinstance(prompt.images[0], Video) and prompt.images[0].times.tolist() == [0, 2]
   again = prompter.messages([{"role": "user", "content": "<video><image>"}], images=prompt.images.encoded)
   np.testing.assert_array_equal(again.ids, prompt.ids)
   assert again.images == prompt.images
   layout = image_tokens.Layout(native.IMAGE, 1, 8, "causal", True, native.VIDEO, 2)
   part = image_tokens.of_text(layout, prompt.ids, list(prompt.images), len(prompt.ids), "it")
   assert part.frames == 2 and part.image_grid[:, 5].tolist() == [0] * 6 + [2] * 6 + [0] * 4
-  with pytest.raises(Exception, match="not in the order of its images and films: its tile 0 is of the other"):
+  with pytest.raises(Exception, match="not in the order of its images and videos: its tile 0 is of the other"):
     image_tokens.of_text(layout, prompt.ids, list(prompt.images)[::-1], len(prompt.ids), "it")
   with pytest.raises(Exception, match="needs 12 tokens of the id 262 or 263"):
     image_tokens.of_text(layout, prompt.ids, list(prompt.images)[:1], len(prompt.ids), "it")
 
 
-def test_a_template_that_hides_films_is_refused(folders, tmp_path):
+def test_a_template_that_hides_videos_is_refused(folders, tmp_path):
   (tmp_path / "t.jinja").write_text(native.TEMPLATE.replace("part.type == 'video'", "false"))
-  with pytest.raises(DataError, match="shows 0 of the conversation's 1 films|cannot"):
-    encode(said({"type": "video", **FILM}, WORDS), folders["qwen2_5_vl"],
+  with pytest.raises(DataError, match="shows 0 of the conversation's 1 videos|cannot"):
+    encode(said({"type": "video", **VIDEO}, WORDS), folders["qwen2_5_vl"],
            **{"chat.template": str(tmp_path / "t.jinja")})

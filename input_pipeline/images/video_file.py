@@ -1,4 +1,4 @@
-"""Films as a token cache and a run's experience hold them: frames that are chosen and have their size, in one PNG.
+"""Videos as a token cache and a run's experience hold them: frames that are chosen and have their size, in one PNG.
 
 S pixels of a side, T places in time, F frames of a place: 2 where a tower's patches have two, else 1.
 """
@@ -12,12 +12,12 @@ import numpy as np
 from PIL import Image
 
 # What the contents begin with; no file of an image does. Then 4 bytes: the length of what JSON says, which follows.
-MAGIC = b"\x89weftfilm"
+MAGIC = b"\x89weftvideo"
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Film:
-  """The frames of a film, uint8 [T, H, W, 3 * F]; and their times, int32 [T], from 0 on, as positions count them.
+class Video:
+  """The frames of a video, uint8 [T, H, W, 3 * F]; and their times, int32 [T], from 0 on, as positions count them.
 
   times: None: each place in time stands in the text by itself, as an image does.
   """
@@ -32,17 +32,17 @@ class Film:
     return frames.transpose(1, 0, 3, 2, 4).reshape(H, -1, 3)
 
 
-# What a model is shown: an image, or a film.
-Shown = np.ndarray | Film
+# What a model is shown: an image, or a video.
+Shown = np.ndarray | Video
 
 
 def packed(frames: np.ndarray, each: int, times: Sequence[int] | None, seconds: Sequence[float]) -> bytes:
-  """The contents of a film.
+  """The contents of a video.
 
   Args:
     frames: uint8 [T * F, H, W, 3].
     each: F.
-    times: see `Film`.
+    times: see `Video`.
     seconds: when each place in time is seen.
   """
   told = json.dumps(dict(each=each, times=None if times is None else list(times), seconds=list(seconds))).encode()
@@ -51,8 +51,8 @@ def packed(frames: np.ndarray, each: int, times: Sequence[int] | None, seconds: 
   return MAGIC + len(told).to_bytes(4, "little") + told + strip.getvalue()
 
 
-def is_film(data: bytes) -> bool:
-  """Whether contents are those of a film."""
+def is_video(data: bytes) -> bool:
+  """Whether contents are those of a video."""
   return data.startswith(MAGIC)
 
 
@@ -63,12 +63,12 @@ def told(data: bytes) -> tuple[dict, bytes]:
   return json.loads(data[at:end]), data[end:]
 
 
-def unpacked(data: bytes) -> Film:
-  """The film of contents that `packed` gave."""
+def unpacked(data: bytes) -> Video:
+  """The video of contents that `packed` gave."""
   says, strip = told(data)
   with Image.open(io.BytesIO(strip), formats=("PNG",)) as image:
     pixels = np.asarray(image)
   T, F = len(says["seconds"]), says["each"]
   frames = pixels.reshape(T, F, -1, *pixels.shape[1:])
   whole = frames.transpose(0, 2, 3, 1, 4).reshape(T, *frames.shape[2:4], 3 * F)
-  return Film(whole, None if says["times"] is None else np.array(says["times"], np.int32))
+  return Video(whole, None if says["times"] is None else np.array(says["times"], np.int32))

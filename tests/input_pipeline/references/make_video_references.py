@@ -1,12 +1,12 @@
-"""Makes films.npz: what video processors of transformers (Qwen2-VL, Qwen3-VL) make of small films.
+"""Makes videos.npz: what video processors of transformers (Qwen2-VL, Qwen3-VL) make of small videos.
 
-    python tests/input_pipeline/references/make_film_references.py
+    python tests/input_pipeline/references/make_video_references.py
 
 Needs `pip install transformers torch torchvision pillow`; it was run with transformers 5.24 and torchvision 0.29. The
 tests read the file alone. Of each case i of `cases` (JSON: the processor, its settings, how many frames a second the
-film says it has) there are
+video says it has) there are
 
-    film{i}     uint8 [frames, H, W, 3]
+    video{i}     uint8 [frames, H, W, 3]
     taken{i}    which frames are taken
     values{i}   uint8 [T, 2, rows, columns, 3], pixels before they are normalised
     text{i}     what stands in place of <|video_pad|>; of Qwen2-VL "" for so many of these
@@ -66,11 +66,11 @@ def main():
   rng, arrays = np.random.default_rng(0), {}
   for i, (kind, settings, fps, shape) in enumerate(CASES):
     coarse = rng.integers(0, 256, (shape[0], -(-shape[1] // 3), -(-shape[2] // 3), 3))
-    film = np.repeat(np.repeat(coarse, 3, axis=1), 3, axis=2)[:, :shape[1], :shape[2]] // 2
-    arrays[f"film{i}"] = (film + rng.integers(0, 128, (*shape, 3))).astype(np.uint8)
+    video = np.repeat(np.repeat(coarse, 3, axis=1), 3, axis=2)[:, :shape[1], :shape[2]] // 2
+    arrays[f"video{i}"] = (video + rng.integers(0, 128, (*shape, 3))).astype(np.uint8)
     processor = KINDS[kind](**SMALL, **settings, size=size_of(kind), do_normalize=False, do_rescale=False,
                             cap_pixels_per_frame=False)
-    made = processor([arrays[f"film{i}"]], video_metadata=[metadata(shape[0], fps)], return_metadata=True,
+    made = processor([arrays[f"video{i}"]], video_metadata=[metadata(shape[0], fps)], return_metadata=True,
                      return_tensors="pt")
     told, (t, rows, columns) = made["video_metadata"][0], made["video_grid_thw"][0].tolist()
     patches = made["pixel_values_videos"].numpy().reshape(t, rows // 2, columns // 2, 2, 2, 3, 2, 4, 4)
@@ -99,7 +99,7 @@ def main():
   assert len({*counted}) > 5
   told = [dict(kind=kind, settings=settings, fps=fps) for kind, settings, fps, _ in CASES]
   arrays |= dict(cases=np.array(json.dumps(told)), asked=np.array(json.dumps(ASKED)))
-  np.savez_compressed(Path(__file__).parent / "films.npz", **arrays)
+  np.savez_compressed(Path(__file__).parent / "videos.npz", **arrays)
 
 
 if __name__ == "__main__":

@@ -1,5 +1,5 @@
-"""Films in Qwen2-VL, 2.5, Qwen3-VL and 3.5 against transformers: native_references/*/films.npz comes of
-make_native_film_references.py."""
+"""Videos in Qwen2-VL, 2.5, Qwen3-VL and 3.5 against transformers: native_references/*/videos.npz comes of
+make_native_video_references.py."""
 
 import dataclasses
 
@@ -13,7 +13,7 @@ from tests.models.hf.test_images import assert_close
 from tests.models.hf.test_native import REFERENCES, theirs
 from trainer import tree as tree_lib
 
-CASES = sorted(path.parent.name for path in REFERENCES.glob("*/films.npz"))
+CASES = sorted(path.parent.name for path in REFERENCES.glob("*/videos.npz"))
 # Whose gradients are compared by default, too: times that are not those of frames, windows in most layers.
 GRADIENTS = ("qwen2_5_vl",)
 
@@ -33,7 +33,7 @@ class Case:
     pytest.param(name, marks=pytest.mark.slow if name.endswith("moe") else ()) for name in CASES])
 def case(request):
   model, params = hf.load(REFERENCES / request.param, dtype="float32")
-  with np.load(REFERENCES / request.param / "films.npz") as opened:
+  with np.load(REFERENCES / request.param / "videos.npz") as opened:
     return Case(request.param, model, params, dict(opened))
 
 
@@ -49,20 +49,20 @@ def index_of(case: Case) -> np.ndarray:
 
 
 def test_positions(case):
-  """Frames at their times, and texts behind the larger side of a frame, however long a film is."""
+  """Frames at their times, and texts behind the larger side of a frame, however long a video is."""
   r = case.reference
   batch = arrays(r)
   found = np.asarray(tiles.positions(jnp.asarray(r["grid"]), index_of(case), batch["segment_ids"]))
   np.testing.assert_array_equal(found * (batch["segment_ids"] > 0)[..., None], r["positions"])
-  film = index_of(case)[0] > 6  # behind the image of 6 tiles
-  times, rows = (len(np.unique(r["positions"][0, film, axis])) for axis in (0, 1))
+  video = index_of(case)[0] > 6  # behind the image of 6 tiles
+  times, rows = (len(np.unique(r["positions"][0, video, axis])) for axis in (0, 1))
   assert (times, rows) == ((3, 2) if case.name.startswith("qwen2") else (3, 6))
   if case.name == "qwen2_5_vl":  # beyond the text behind it
-    assert r["positions"][0, film, 0].max() > r["positions"][0, -1].max()
+    assert r["positions"][0, video, 0].max() > r["positions"][0, -1].max()
 
 
 def test_logits(case):
-  """Row 0 has an image and a film, row 1 a film of other frames, and padding; two frames of a patch differ."""
+  """Row 0 has an image and a video, row 1 a video of other frames, and padding; two frames of a patch differ."""
   r = case.reference
   halves = r["images"][..., :3], r["images"][..., 3:]
   assert np.array_equal(halves[0][0, :6], halves[1][0, :6]) and not np.array_equal(halves[0][1], halves[1][1])
@@ -108,7 +108,7 @@ def test_packed_is_as_alone(case):
 
 
 def test_decoding_is_as_teacher_forcing(case):
-  """Behind a film, whose times may be beyond the text behind it: what is decoded goes on where that text does."""
+  """Behind a video, whose times may be beyond the text behind it: what is decoded goes on where that text does."""
   r, model, batch = case.reference, case.model, arrays(case.reference)
   cut = r["prefix"]
   prompt = dict(batch, segment_ids=np.int32(np.arange(batch["tokens"].shape[1]) < cut[:, None]))
@@ -124,7 +124,7 @@ def test_decoding_is_as_teacher_forcing(case):
 
 
 @pytest.mark.parametrize("case", ["qwen2_5_vl"], indirect=True)
-def test_an_image_is_a_film_of_one_frame_twice(case):
+def test_an_image_is_a_video_of_one_frame_twice(case):
   """Given once, of three channels, or as two frames that are alike."""
   r, logits = case.reference, jax.jit(case.model.logits)
   batch = {key: value[:1] for key, value in arrays(r).items()}

@@ -1,10 +1,10 @@
-"""Which frames of films are taken, read from a folder's files and written into them, as transformers has them."""
+"""Which frames of videos are taken, read from a folder's files and written into them, as transformers has them."""
 
 import json
 
 import pytest
 
-from models.hf import films
+from models.hf import videos
 from models.hf.errors import HFError
 from models.spec_video import SAMPLING
 from tests.models.hf.test_native import content_of, read
@@ -22,14 +22,14 @@ def found(folder, name: str = "qwen2_5_vl", file: str = OWN, **entries) -> dict:
   """What is read of a folder with a file of these entries."""
   folder.mkdir(exist_ok=True)
   (folder / file).write_text(json.dumps(entries))
-  return {key.removeprefix("vision.video."): value for key, value in films.read(folder, keys_of(name)).items()}
+  return {key.removeprefix("vision.video."): value for key, value in videos.read(folder, keys_of(name)).items()}
 
 
 def test_a_folder_that_says_nothing_has_what_the_processor_assumes(tmp_path):
   for name, assumed in (("qwen2_vl", QWEN2), ("qwen2_5_vl", QWEN2), ("qwen3_vl", QWEN3), ("qwen3_5", QWEN3)):
-    assert films.read(tmp_path, keys_of(name)) == {f"vision.video.{key}": assumed[key] for key in SAMPLING}
-  assert films.read(tmp_path, keys_of("gemma4")) == {}
-  assert films.read(tmp_path, keys_of("qwen2_vl", **{"vision.video.token": None})) == {}
+    assert videos.read(tmp_path, keys_of(name)) == {f"vision.video.{key}": assumed[key] for key in SAMPLING}
+  assert videos.read(tmp_path, keys_of("gemma4")) == {}
+  assert videos.read(tmp_path, keys_of("qwen2_vl", **{"vision.video.token": None})) == {}
 
 
 @pytest.mark.parametrize("name, entries, expected", [
@@ -70,23 +70,24 @@ def test_what_a_config_changed_is_written(tmp_path):
   """Into a file of its own where the images' was read; what is as it would be read stays, to the letter."""
   before = dict(image_processor_type="Qwen2VLImageProcessor", patch_size=4, max_pixels=640, min_pixels=64)
   found(tmp_path, file="preprocessor_config.json", **before)
-  keys = keys_of("qwen2_5_vl") | films.read(tmp_path, keys_of("qwen2_5_vl"))
-  films.write(tmp_path, keys)
+  keys = keys_of("qwen2_5_vl") | videos.read(tmp_path, keys_of("qwen2_5_vl"))
+  videos.write(tmp_path, keys)
   assert [file.name for file in tmp_path.iterdir()] == ["preprocessor_config.json"]
   changed = keys | {"vision.video.num_frames": 8, "vision.video.max_pixels": 6400, "vision.mean": (0.1, 0.2, 0.3)}
-  films.write(tmp_path, changed)
+  videos.write(tmp_path, changed)
   told = json.loads((tmp_path / OWN).read_text())
   assert told["do_sample_frames"] and told["num_frames"] == 8 and told["fps"] is None and told["patch_size"] == 4
   assert told["size"] == dict(shortest_edge=64, longest_edge=6400) and "max_pixels" not in told
   assert told["image_mean"] == [0.1, 0.2, 0.3] and "image_processor_type" not in told
-  assert films.read(tmp_path, changed) == {key: changed[key] for key in changed if key in films.read(tmp_path, changed)}
+  again = videos.read(tmp_path, changed)
+  assert again == {key: changed[key] for key in again}
   assert json.loads((tmp_path / "preprocessor_config.json").read_text()) == before
 
 
 def test_it_is_written_where_it_was_read(tmp_path):
   found(tmp_path, "qwen3_vl", "processor_config.json", video_processor=dict(fps=3), image_processor=dict(patch_size=4))
-  keys = keys_of("qwen3_vl") | films.read(tmp_path, keys_of("qwen3_vl"))
-  films.write(tmp_path, keys | {"vision.video.fps": None})
+  keys = keys_of("qwen3_vl") | videos.read(tmp_path, keys_of("qwen3_vl"))
+  videos.write(tmp_path, keys | {"vision.video.fps": None})
   told = json.loads((tmp_path / "processor_config.json").read_text())
   assert told["video_processor"]["do_sample_frames"] is False and told["image_processor"] == dict(patch_size=4)
-  films.write(tmp_path / "none", keys)  # no folder of a processor
+  videos.write(tmp_path / "none", keys)  # no folder of a processor
