@@ -248,6 +248,17 @@ def test_conversations_look_as_they_were_trained_wherever_a_reader_looks(tmp_pat
   assert own or not any("OLD" in file.read_text() for file in (*out.glob("*.json"), *out.glob("**/*.jinja")))
 
 
+def test_a_template_is_exported_as_it_was_when_the_run_began(tmp_path):
+  mine = tmp_path / "mine.jinja"
+  mine.write_text("MINE {{ messages[0].content }}<|eos|>")
+  config = config_checks.resolve(tiny.config(tmp_path, strategy=dict(name="sft"), chat=dict(template=str(mine))))
+  BytesTokenizer().save(tmp_path / "run" / "tokenizer.json")
+  workdir_lib.save_config(config, tmp_path / "run", load_tokenizer(tmp_path / "run"))
+  mine.write_text("LATER {{ messages[0].content }}<|eos|>")
+  template, stop_ids = export._chat(config, load_tokenizer(tmp_path / "run"))
+  assert template.source.startswith("MINE") and stop_ids
+
+
 @pytest.mark.parametrize("options, message", [
     (dict(step=3), "no checkpoint of step 3; there are: 1, 4"),
     (dict(dtype="int8"), "dtype is 'int8'; allowed: float32, bfloat16, float16"),
