@@ -50,7 +50,8 @@ def test_nothing_in_a_workdir_acts_on_the_page(tmp_path):
   (folder / "samples").mkdir()
   said = {"prompt": EVIL, "tokens": [EVIL, "\x1b[31m"], "logprobs": [-1.0, math.nan], "where": EVIL, "answer": EVIL,
           "reference": {"completion": EVIL}}
-  for name, content in (("a_1.jsonl", json.dumps(said)), ("b-2.txt", EVIL + "\x1b"), ("<i>-3.txt", EVIL), ("c-4.html", EVIL)):
+  for name, content in (("a_1.jsonl", json.dumps(said)), ("b-2.txt", EVIL + "\x1b"), ("<i>-3.txt", EVIL),
+                        ("c-4.html", EVIL)):
     (folder / "samples" / name).write_bytes(content.encode("utf-8", "replace"))
   shown = made(folder)
   seen = EVIL.replace("\ud800", "?")
