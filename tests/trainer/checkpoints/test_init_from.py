@@ -116,10 +116,10 @@ def test_adapters_of_a_run_and_of_a_folder_are_too_many(monkeypatch):
   paths = ("q/kernel", "q/lora_a")
   wanted = tree.unflatten({path: jax.ShapeDtypeStruct((8, 2), jnp.float32) for path in paths})
   origin = dataclasses.replace(init_from.origin_of(defaults()), path="r", peft="p")
-  monkeypatch.setattr(init_from, "_from_peft", lambda *_: [("q/lora_a", 7.0)])
-  monkeypatch.setattr(init_from, "_from_run", lambda *_, **__: [("q/kernel", 1.0)])
+  monkeypatch.setattr(init_from, "_from_peft", lambda *_: [("q/lora_a", np.ones((8, 2), np.float32))])
+  monkeypatch.setattr(init_from, "_from_run", lambda *_, **__: [("q/kernel", np.ones((8, 2), np.float32))])
   assert init_from.first_params(origin, None, wanted)[1] == "1 arrays from r, 1 arrays from p"
-  monkeypatch.setattr(init_from, "_from_run", lambda *_, **__: [(path, 1.0) for path in paths])
+  monkeypatch.setattr(init_from, "_from_run", lambda *_, **__: [(path, np.ones((8, 2), np.float32)) for path in paths])
   with pytest.raises(ConfigError, match=r"both init_from.path='r' and model.lora.peft='p' hold adapters; give one"):
     init_from.first_params(origin, None, wanted)
 
